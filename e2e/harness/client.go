@@ -1,0 +1,143 @@
+package harness
+
+import (
+	"bufio"
+	"errors"
+	"fmt"
+	"io"
+	"net"
+	"net/netip"
+	"os"
+	"strings"
+	"syscall"
+	"time"
+)
+
+// Outcome says how a request ended.
+type Outcome string
+
+// The outcomes of a request.
+const (
+	Answered    Outcome = "answered"
+	Refused     Outcome = "refused"     // ICMP port unreachable or TCP reset in reply to the first packet
+	TimedOut    Outcome = "timed out"   // no reply at all
+	Unreachable Outcome = "unreachable" // ICMP host or network unreachable, or no route
+	Failed      Outcome = "failed"      // anything else, such as a reset after the connection was made
+)
+
+// Answer is what a client got for one request.
+type Answer struct {
+	Outcome Outcome
+	// Server, Port and Source are the name of the server that answered, its own port, and the client's address as the
+	// server saw it.
+	Server string
+	Port   uint16
+	Source netip.Addr
+	// Err is the error of a request that was not answered, Took the time until its end.
+	Err  error
+	Took time.Duration
+}
+
+func (a Answer) String() string {
+	if a.Outcome == Answered {
+		return fmt.Sprintf("%s:%d saw %s", a.Server, a.Port, a.Source)
+	}
+	return fmt.Sprintf("%s (%v)", a.Outcome, a.Err)
+}
+
+// The times to wait for an answer: Patient where one is due (longer than the second after which a lost SYN is sent
+// again), Brief where silence is what is expected.
+const (
+	Patient = 3 * time.Second
+	Brief   = 700 * time.Millisecond
+)
+
+// Ask makes one request over a new socket, from a port of its own. network is "tcp" or "udp".
+func (n *Netns) Ask(network string, to netip.AddrPort, timeout time.Duration) Answer {
+	start := time.Now()
+	a := n.ask(network, to, start.Add(timeout))
+	a.Took = time.Since(start)
+	return a
+}
+
+func (n *Netns) ask(network string, to netip.AddrPort, deadline time.Time) Answer {
+	c, err := n.Dial(network, to, deadline)
+	if err != nil {
+		return failure(err, true)
+	}
+	defer c.Close()
+	if network == "udp" {
+		// A rule that drops or rejects a packet on its way out makes the write itself fail with EPERM. What matters is
+		// whether an ICMP error follows, and the read shows that.
+		if _, err := c.Write([]byte("?\n")); err != nil && !errors.Is(err, syscall.EPERM) {
+			return failure(err, true)
+		}
+	}
+	line, err := bufio.NewReader(c).ReadString('\n')
+	if err != nil {
+		return failure(err, network == "udp")
+	}
+	return parse(line)
+}
+
+// Dial makes a connected socket inside the namespace. Reads and writes of the connection fail after the deadline; a
+// caller that keeps it sets another.
+func (n *Netns) Dial(network string, to netip.AddrPort, deadline time.Time) (net.Conn, error) {
+	var c net.Conn
+	err := n.Do(func() (err error) {
+		d := net.Dialer{Deadline: deadline, KeepAlive: -1}
+		c, err = d.Dial(network, to.String())
+		return err
+	})
+	if err != nil {
+		return nil, err
+	}
+	if err := c.SetDeadline(deadline); err != nil {
+		c.Close()
+		return nil, err
+	}
+	return c, nil
+}
+
+// Greeting reads the line with which a server opens a TCP connection.
+func Greeting(r *bufio.Reader) Answer {
+	line, err := r.ReadString('\n')
+	if err != nil {
+		return failure(err, false)
+	}
+	return parse(line)
+}
+
+// failure classifies an error; first is true while nothing has come back yet.
+func failure(err error, first bool) Answer {
+	a := Answer{Outcome: Failed, Err: err}
+	switch {
+	case first && errors.Is(err, syscall.ECONNREFUSED):
+		a.Outcome = Refused
+	case errors.Is(err, os.ErrDeadlineExceeded), errors.Is(err, syscall.ETIMEDOUT):
+		a.Outcome = TimedOut
+	case errors.Is(err, syscall.EHOSTUNREACH), errors.Is(err, syscall.ENETUNREACH):
+		a.Outcome = Unreachable
+	case errors.Is(err, io.EOF):
+		a.Err = errors.New("connection closed without a greeting")
+	}
+	var timeout net.Error
+	if a.Outcome == Failed && errors.As(err, &timeout) && timeout.Timeout() {
+		a.Outcome = TimedOut
+	}
+	return a
+}
+
+func parse(line string) Answer {
+	var a Answer
+	var source string
+	if _, err := fmt.Sscanf(strings.TrimSpace(line), "%s %d %s", &a.Server, &a.Port, &source); err != nil {
+		return Answer{Outcome: Failed, Err: fmt.Errorf("greeting %q: %w", line, err)}
+	}
+	ip, err := netip.ParseAddr(source)
+	if err != nil {
+		return Answer{Outcome: Failed, Err: fmt.Errorf("greeting %q: %w", line, err)}
+	}
+	a.Outcome, a.Source = Answered, ip
+	return a
+}

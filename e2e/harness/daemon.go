@@ -1,0 +1,243 @@
+package harness
+
+import (
+	"bufio"
+	"context"
+	"errors"
+	"fmt"
+	"io"
+	"os"
+	"os/exec"
+	"path/filepath"
+	"strings"
+	"sync"
+	"syscall"
+	"testing"
+	"time"
+)
+
+// Variant is one of the two implementations of the iptables tools.
+type Variant string
+
+// The iptables variants.
+const (
+	NFT    Variant = "nft"
+	Legacy Variant = "legacy"
+)
+
+// Variants lists both.
+var Variants = []Variant{NFT, Legacy}
+
+// Tool returns the name of a variant's tool: iptables becomes iptables-nft, and so on.
+func (v Variant) Tool(name string) string { return name + "-" + string(v) }
+
+// Daemon is a running nodeproxy.
+type Daemon struct {
+	Node *Node
+	Args []string
+
+	cmd    *exec.Cmd
+	exited chan struct{} // closed when the process has ended; then err is set
+	err    error
+
+	mu      sync.Mutex
+	lines   []string
+	changed chan struct{} // closed and replaced with each line
+}
+
+func (d *Daemon) String() string {
+	return "nodeproxy " + strings.Join(d.Args, " ") + " on " + d.Node.Name
+}
+
+// StartupTimeout is how long Run waits for a daemon to have programmed the kernel for the first time.
+const StartupTimeout = 60 * time.Second
+
+// Run starts nodeproxy on node1 over the World's manifests with --iptables-backend=variant and these flags besides, and
+// waits until it is in sync.
+func (w *World) Run(t testing.TB, variant Variant, flags ...string) *Daemon {
+	t.Helper()
+	args := append([]string{"--iptables-backend=" + string(variant)}, flags...)
+	d, err := w.StartDaemon(w.Node1(), args...)
+	if err == nil {
+		err = d.WaitFor(StartupTimeout, InSync)
+	}
+	if err != nil {
+		t.Fatalf("harness: %v", err)
+	}
+	return d
+}
+
+// InSync is what the daemon logs when it has programmed everything it knows of.
+const InSync = `msg="in sync"`
+
+// StartDaemon starts nodeproxy on a node, over the World's manifests, in iptables mode, with these flags besides, and
+// does not wait for anything.
+func (w *World) StartDaemon(n *Node, flags ...string) (*Daemon, error) {
+	path, err := Binary()
+	if err != nil {
+		return nil, err
+	}
+	args := append([]string{
+		"run", "--mode=iptables", "--manifests=" + w.Manifests, "--node-name=" + n.Name, "--log-level=debug",
+		"--service-cidr=" + ServiceCIDR4.String() + "," + ServiceCIDR6.String(),
+	}, flags...)
+	d := &Daemon{Node: n, Args: args, exited: make(chan struct{}), changed: make(chan struct{})}
+	d.cmd = exec.Command(path, args...)
+	r, pipe, err := os.Pipe()
+	if err != nil {
+		return nil, err
+	}
+	d.cmd.Stderr, d.cmd.Stdout = pipe, pipe
+	err = n.Start(d.cmd)
+	pipe.Close()
+	if err != nil {
+		r.Close()
+		return nil, fmt.Errorf("start %s: %w", d, err)
+	}
+	w.daemons = append(w.daemons, d)
+	go d.collect(r)
+	return d, nil
+}
+
+// collect reads the log to its end, then takes the exit status.
+func (d *Daemon) collect(r io.ReadCloser) {
+	defer r.Close()
+	in := bufio.NewReader(r)
+	for {
+		line, err := in.ReadString('\n')
+		if line != "" {
+			d.mu.Lock()
+			d.lines = append(d.lines, strings.TrimRight(line, "\n"))
+			close(d.changed)
+			d.changed = make(chan struct{})
+			d.mu.Unlock()
+		}
+		if err != nil {
+			break
+		}
+	}
+	d.err = d.cmd.Wait()
+	close(d.exited)
+}
+
+// PID is the daemon's process id.
+func (d *Daemon) PID() int { return d.cmd.Process.Pid }
+
+// Log returns the lines logged so far.
+func (d *Daemon) Log() []string {
+	d.mu.Lock()
+	defer d.mu.Unlock()
+	return append([]string(nil), d.lines...)
+}
+
+func (d *Daemon) tail(n int) string {
+	lines := d.Log()
+	if len(lines) > n {
+		lines = append([]string{fmt.Sprintf("(%d lines before)", len(lines)-n)}, lines[len(lines)-n:]...)
+	}
+	return strings.Join(lines, "\n")
+}
+
+// WaitFor waits until a line of the log has all the given parts in it.
+func (d *Daemon) WaitFor(timeout time.Duration, parts ...string) error {
+	return d.WaitForAfter(0, timeout, parts...)
+}
+
+// WaitForAfter is WaitFor over the lines from the given one on; len(d.Log()) taken earlier makes it wait for something
+// new.
+func (d *Daemon) WaitForAfter(line int, timeout time.Duration, parts ...string) error {
+	ctx, cancel := context.WithTimeout(context.Background(), timeout)
+	defer cancel()
+	ended := false
+	for next := line; ; {
+		d.mu.Lock()
+		lines, changed := d.lines, d.changed
+		d.mu.Unlock()
+		for ; next < len(lines); next++ {
+			if containsAll(lines[next], parts) {
+				return nil
+			}
+		}
+		if ended {
+			return fmt.Errorf("%s ended (%v) and never logged %q:\n%s", d, d.err, parts, d.tail(40))
+		}
+		select {
+		case <-changed:
+		case <-d.exited:
+			ended = true // look once more: the last lines may have come just before
+		case <-ctx.Done():
+			return fmt.Errorf("%s did not log %q within %v:\n%s", d, parts, timeout, d.tail(40))
+		}
+	}
+}
+
+func containsAll(line string, parts []string) bool {
+	for _, p := range parts {
+		if !strings.Contains(line, p) {
+			return false
+		}
+	}
+	return true
+}
+
+// Stop sends SIGTERM and waits for the end, which has to be a clean one.
+func (d *Daemon) Stop() error {
+	if err := d.cmd.Process.Signal(syscall.SIGTERM); err != nil {
+		return fmt.Errorf("stop %s: %w", d, err)
+	}
+	select {
+	case <-d.exited:
+	case <-time.After(10 * time.Second):
+		return fmt.Errorf("%s still runs 10s after SIGTERM", d)
+	}
+	if d.err != nil {
+		return fmt.Errorf("%s after SIGTERM: %w", d, d.err)
+	}
+	return nil
+}
+
+// Kill sends SIGKILL and waits for the end.
+func (d *Daemon) Kill() error {
+	if err := d.cmd.Process.Kill(); err != nil && !errors.Is(err, os.ErrProcessDone) {
+		return fmt.Errorf("kill %s: %w", d, err)
+	}
+	<-d.exited
+	return nil
+}
+
+// Exited reports whether the process has ended, and how.
+func (d *Daemon) Exited() (bool, error) {
+	select {
+	case <-d.exited:
+		return true, d.err
+	default:
+		return false, nil
+	}
+}
+
+// end makes sure that the process is gone.
+func (d *Daemon) end() error {
+	if done, _ := d.Exited(); done {
+		return nil
+	}
+	return d.Kill()
+}
+
+// CPUTime is the processor time that the daemon itself (not its children) has used.
+func (d *Daemon) CPUTime() (time.Duration, error) {
+	b, err := os.ReadFile(filepath.Join("/proc", fmt.Sprint(d.PID()), "stat"))
+	if err != nil {
+		return 0, err
+	}
+	_, after, _ := strings.Cut(string(b), ") ")
+	fields := strings.Fields(after)
+	if len(fields) < 13 {
+		return 0, fmt.Errorf("unexpected /proc/%d/stat: %q", d.PID(), b)
+	}
+	var user, system int64
+	if _, err := fmt.Sscan(fields[11]+" "+fields[12], &user, &system); err != nil {
+		return 0, fmt.Errorf("unexpected /proc/%d/stat: %w", d.PID(), err)
+	}
+	const ticksPerSecond = 100
+	return time.Duration(user+system) * time.Second / ticksPerSecond, nil
+}

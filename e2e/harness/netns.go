@@ -1,0 +1,180 @@
+package harness
+
+import (
+	"bytes"
+	"context"
+	"fmt"
+	"os"
+	"os/exec"
+	"path/filepath"
+	"runtime"
+	"strings"
+	"sync"
+	"syscall"
+	"time"
+
+	"github.com/vishvananda/netlink"
+	"github.com/vishvananda/netns"
+)
+
+// Netns is a network namespace without a name.
+type Netns struct {
+	Name string // for messages only
+
+	handle netns.NsHandle
+	nl     *netlink.Handle
+}
+
+// home is the namespace that the process started in.
+var home = sync.OnceValues(netns.Get)
+
+// newNetns makes a namespace with its loopback up and without duplicate address detection.
+func newNetns(name string) (*Netns, error) {
+	origin, err := home()
+	if err != nil {
+		return nil, fmt.Errorf("own network namespace: %w", err)
+	}
+	n := &Netns{Name: name}
+	runtime.LockOSThread()
+	n.handle, err = netns.New()
+	if back := netns.Set(origin); back != nil {
+		// The thread stays locked, so that the runtime ends it with its goroutine instead of reusing it.
+		return nil, fmt.Errorf("return from new namespace %s: %w", name, back)
+	}
+	runtime.UnlockOSThread()
+	if err != nil {
+		return nil, fmt.Errorf("new network namespace %s: %w", name, err)
+	}
+	if n.nl, err = netlink.NewHandleAt(n.handle); err != nil {
+		n.Close()
+		return nil, fmt.Errorf("netlink in namespace %s: %w", name, err)
+	}
+	if err := n.prepare(); err != nil {
+		n.Close()
+		return nil, err
+	}
+	return n, nil
+}
+
+func (n *Netns) prepare() error {
+	for _, scope := range []string{"all", "default"} {
+		for _, kv := range []string{"accept_dad=0", "dad_transmits=0", "accept_ra=0", "accept_redirects=0"} {
+			key, value, _ := strings.Cut(kv, "=")
+			if err := n.Sysctl("net/ipv6/conf/"+scope+"/"+key, value); err != nil {
+				return err
+			}
+		}
+		if err := n.Sysctl("net/ipv4/conf/"+scope+"/rp_filter", "0"); err != nil {
+			return err
+		}
+	}
+	lo, err := n.nl.LinkByName("lo")
+	if err != nil {
+		return fmt.Errorf("loopback of %s: %w", n.Name, err)
+	}
+	if err := n.nl.LinkSetUp(lo); err != nil {
+		return fmt.Errorf("loopback of %s: %w", n.Name, err)
+	}
+	return nil
+}
+
+// Close lets go of the namespace; the kernel removes it once no process runs in it.
+func (n *Netns) Close() {
+	if n.nl != nil {
+		n.nl.Close()
+		n.nl = nil
+	}
+	if n.handle.IsOpen() {
+		_ = n.handle.Close()
+	}
+}
+
+// Netlink is a netlink handle inside the namespace.
+func (n *Netns) Netlink() *netlink.Handle { return n.nl }
+
+// Do runs fn on an OS thread inside the namespace. Sockets that fn makes, and processes that it starts, stay there; fn
+// must not start goroutines that make sockets.
+func (n *Netns) Do(fn func() error) error {
+	origin, err := home()
+	if err != nil {
+		return fmt.Errorf("own network namespace: %w", err)
+	}
+	runtime.LockOSThread()
+	if err := netns.Set(n.handle); err != nil {
+		runtime.UnlockOSThread()
+		return fmt.Errorf("enter namespace %s: %w", n.Name, err)
+	}
+	failed := fn()
+	if err := netns.Set(origin); err != nil {
+		return fmt.Errorf("leave namespace %s: %w", n.Name, err)
+	}
+	runtime.UnlockOSThread()
+	return failed
+}
+
+// Sysctl writes a kernel setting, named by its path under /proc/sys.
+func (n *Netns) Sysctl(path, value string) error {
+	return n.Do(func() error {
+		if err := os.WriteFile(filepath.Join("/proc/sys", path), []byte(value), 0o644); err != nil {
+			return fmt.Errorf("sysctl in %s: %w", n.Name, err)
+		}
+		return nil
+	})
+}
+
+// ReadSysctl reads a kernel setting, named by its path under /proc/sys.
+func (n *Netns) ReadSysctl(path string) (string, error) {
+	var value string
+	err := n.Do(func() error {
+		b, err := os.ReadFile(filepath.Join("/proc/sys", path))
+		value = strings.TrimSpace(string(b))
+		return err
+	})
+	return value, err
+}
+
+// Output runs a command inside the namespace and returns what it printed on stdout.
+func (n *Netns) Output(name string, args ...string) (string, error) {
+	return n.OutputWithInput("", name, args...)
+}
+
+// OutputWithInput is Output for a command that reads stdin.
+func (n *Netns) OutputWithInput(stdin, name string, args ...string) (string, error) {
+	ctx, cancel := context.WithTimeout(context.Background(), time.Minute)
+	defer cancel()
+	cmd := exec.CommandContext(ctx, name, args...)
+	cmd.Stdin = strings.NewReader(stdin)
+	var stdout, stderr bytes.Buffer
+	cmd.Stdout, cmd.Stderr = &stdout, &stderr
+	if err := n.Do(cmd.Start); err != nil {
+		return "", fmt.Errorf("%s in %s: %w", name, n.Name, err)
+	}
+	if err := cmd.Wait(); err != nil {
+		return stdout.String(), fmt.Errorf("%s %s in %s: %w: %s", name, strings.Join(args, " "), n.Name, err, stderr.String())
+	}
+	return stdout.String(), nil
+}
+
+// keeper is the thread that starts long-lived processes. A process with a parent-death signal gets it when the thread
+// that started it ends, so that has to be a thread that lives as long as this process.
+var keeper = sync.OnceValue(func() chan<- func() {
+	work := make(chan func())
+	go func() {
+		runtime.LockOSThread()
+		for fn := range work {
+			fn()
+		}
+	}()
+	return work
+})
+
+// Start starts a process inside the namespace that gets SIGKILL if this process dies before it.
+func (n *Netns) Start(cmd *exec.Cmd) error {
+	if cmd.SysProcAttr == nil {
+		cmd.SysProcAttr = &syscall.SysProcAttr{}
+	}
+	cmd.SysProcAttr.Pdeathsig = syscall.SIGKILL
+	done := make(chan error, 1)
+	keeper() <- func() { done <- n.Do(cmd.Start) }
+	return <-done
+}

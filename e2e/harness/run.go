@@ -1,0 +1,147 @@
+package harness
+
+import (
+	"errors"
+	"fmt"
+	"os"
+	"os/exec"
+	"os/signal"
+	"path/filepath"
+	"strings"
+	"sync"
+	"syscall"
+	"testing"
+)
+
+// runDirPrefix starts the name of the directory in which a test process keeps all of its files.
+const runDirPrefix = "nodeproxy-e2e-"
+
+var live struct {
+	sync.Mutex
+	worlds map[*World]bool
+	dir    string
+	lock   *os.File
+}
+
+// Main runs a package's tests and removes what they left, also when they are interrupted. A TestMain ends with
+// os.Exit(harness.Main(m)).
+func Main(m *testing.M) int {
+	interrupted := make(chan os.Signal, 1)
+	signal.Notify(interrupted, os.Interrupt, syscall.SIGTERM)
+	go func() {
+		sig := <-interrupted
+		fmt.Fprintf(os.Stderr, "harness: %v: cleaning up\n", sig)
+		_ = Sweep()
+		os.Exit(130)
+	}()
+	code := m.Run()
+	if err := Sweep(); err != nil {
+		fmt.Fprintf(os.Stderr, "harness: %v\n", err)
+		code = max(code, 1)
+	}
+	return code
+}
+
+// Sweep ends and removes everything that this process has made and not yet removed.
+func Sweep() error {
+	live.Lock()
+	worlds := make([]*World, 0, len(live.worlds))
+	for w := range live.worlds {
+		worlds = append(worlds, w)
+	}
+	live.Unlock()
+	var errs []error
+	for _, w := range worlds {
+		errs = append(errs, w.Close())
+	}
+	live.Lock()
+	defer live.Unlock()
+	if live.dir != "" {
+		errs = append(errs, os.RemoveAll(live.dir))
+		live.dir = ""
+	}
+	return errors.Join(errs...)
+}
+
+func register(w *World) {
+	live.Lock()
+	defer live.Unlock()
+	if live.worlds == nil {
+		live.worlds = map[*World]bool{}
+	}
+	live.worlds[w] = true
+}
+
+func unregister(w *World) {
+	live.Lock()
+	defer live.Unlock()
+	delete(live.worlds, w)
+}
+
+func worldDir() (string, error) {
+	dir, err := runDir()
+	if err != nil {
+		return "", err
+	}
+	return os.MkdirTemp(dir, "world-")
+}
+
+// runDir returns this process's directory. A process that is killed can't remove its own, so that each one removes
+// those whose owner no longer holds the lock on them.
+func runDir() (string, error) {
+	live.Lock()
+	defer live.Unlock()
+	if live.dir != "" {
+		return live.dir, nil
+	}
+	removeAbandoned()
+	dir, err := os.MkdirTemp("", runDirPrefix)
+	if err != nil {
+		return "", err
+	}
+	lock, err := os.OpenFile(filepath.Join(dir, "lock"), os.O_CREATE|os.O_RDWR, 0o644)
+	if err != nil {
+		return "", err
+	}
+	if err := syscall.Flock(int(lock.Fd()), syscall.LOCK_EX|syscall.LOCK_NB); err != nil {
+		return "", fmt.Errorf("lock %s: %w", dir, err)
+	}
+	live.dir, live.lock = dir, lock
+	return dir, nil
+}
+
+func removeAbandoned() {
+	dirs, _ := filepath.Glob(filepath.Join(os.TempDir(), runDirPrefix+"*"))
+	for _, dir := range dirs {
+		lock, err := os.Open(filepath.Join(dir, "lock"))
+		if err != nil {
+			continue // just being made, or just being removed, by its owner
+		}
+		if syscall.Flock(int(lock.Fd()), syscall.LOCK_EX|syscall.LOCK_NB) == nil {
+			_ = os.RemoveAll(dir)
+		}
+		lock.Close()
+	}
+}
+
+// Binary returns the path of the nodeproxy binary: $NODEPROXY_BIN, or one built once per process from this module.
+var Binary = sync.OnceValues(func() (string, error) {
+	if path := os.Getenv("NODEPROXY_BIN"); path != "" {
+		return filepath.Abs(path)
+	}
+	dir, err := runDir()
+	if err != nil {
+		return "", err
+	}
+	gomod, err := exec.Command("go", "env", "GOMOD").Output()
+	if err != nil {
+		return "", fmt.Errorf("find the module: %w", err)
+	}
+	path := filepath.Join(dir, "nodeproxy")
+	build := exec.Command("go", "build", "-o", path, "./cmd/nodeproxy")
+	build.Dir = filepath.Dir(strings.TrimSpace(string(gomod)))
+	if out, err := build.CombinedOutput(); err != nil {
+		return "", fmt.Errorf("build nodeproxy: %w\n%s", err, out)
+	}
+	return path, nil
+})

@@ -1,0 +1,163 @@
+package iptables
+
+import (
+	"fmt"
+
+	"nodeproxy/proxier/plan"
+)
+
+// Options are the parts of the rules that come from the configuration of this backend or from what the node's iptables
+// and kernel can do, not from the cluster.
+type Options struct {
+	// MasqueradeBit is the bit of the packet mark that asks for masquerading, 0-31. kube-proxy's default is 14.
+	MasqueradeBit int
+	// RandomFully randomises source ports of masqueradings, so that connections that race for one do not collide.
+	// iptables has it since 1.6.2.
+	RandomFully bool
+	// TCPLiberal is set where net.netfilter.nf_conntrack_tcp_be_liberal is: then packets that conntrack calls invalid
+	// are not dropped.
+	TCPLiberal bool
+}
+
+// DefaultMasqueradeBit is the bit that kube-proxy uses, and that other components have learned to keep off.
+const DefaultMasqueradeBit = 14
+
+// mark is the masquerade bit as iptables-save prints it, as value and mask.
+func (o Options) mark() string {
+	bit := fmt.Sprintf("%#x", uint32(1)<<o.MasqueradeBit)
+	return bit + "/" + bit
+}
+
+// tableChain is a chain and the table that it is in.
+type tableChain struct {
+	table table
+	chain
+}
+
+// baseChains are the chains that depend on no ServicePort and no frontend.
+func baseChains(o Options) []tableChain {
+	mask := fmt.Sprintf("%#x", uint32(1)<<o.MasqueradeBit)
+	masquerade := "MASQUERADE"
+	if o.RandomFully {
+		masquerade += " --random-fully"
+	}
+	// Nearly every packet belongs to an established connection, so that is asked first.
+	forward := []string{
+		newRule().comment("kubernetes forwarding conntrack rule").
+			word("-m", "conntrack", "--ctstate", "RELATED,ESTABLISHED").jump("ACCEPT"),
+	}
+	if !o.TCPLiberal {
+		// A packet that conntrack can't place is not translated back; its receiver would answer with a reset that
+		// kills the connection it belongs to.
+		forward = append(forward, newRule().word("-m", "conntrack", "--ctstate", "INVALID").jump("DROP"))
+	}
+	// Marked packets are on their way to an endpoint; they pass even where the policy of FORWARD is DROP.
+	forward = append(forward,
+		newRule().comment("kubernetes forwarding rules").word("-m", "mark", "--mark", o.mark()).jump("ACCEPT"))
+	return []tableChain{
+		{tableFilter, chain{chainForward, forward}},
+		{tableNAT, chain{chainMarkMasq, []string{
+			newRule().jump("MARK --set-xmark " + o.mark()),
+		}}},
+		{tableNAT, chain{chainPostrouting, []string{
+			newRule().word("-m", "mark", "!", "--mark", o.mark()).jump("RETURN"),
+			// The mark goes once it has served, so that a packet that passes here again (in a tunnel) is not
+			// masqueraded again.
+			newRule().jump("MARK --set-xmark " + mask + "/0x0"),
+			newRule().comment("kubernetes service traffic requiring SNAT").jump(masquerade),
+		}}},
+	}
+}
+
+// localnetGuard is the one rule of KUBE-FIREWALL that is ours as well as the kubelet's: with route_localnet set, hosts on
+// the node's network could otherwise reach what listens on its loopback address (CVE-2020-8558).
+func localnetGuard() string {
+	loopback := loopbackOf(plan.IPv4)
+	return newRule().notSrc(loopback).dst(loopback).comment("block incoming localnet connections").
+		word("-m", "conntrack", "!", "--ctstate", "RELATED,ESTABLISHED,DNAT").jump("DROP")
+}
+
+// jump is a rule in a built-in chain that leads to one of ours.
+type jump struct {
+	table   table
+	from    string
+	to      string
+	comment string
+	newOnly bool // only for packets that begin a connection
+}
+
+// args are the rule's match and target as arguments of iptables.
+func (j jump) args() []string {
+	var args []string
+	if j.newOnly {
+		args = append(args, "-m", "conntrack", "--ctstate", "NEW")
+	}
+	if j.comment != "" {
+		args = append(args, "-m", "comment", "--comment", j.comment)
+	}
+	return append(args, "-j", j.to)
+}
+
+// text is the same as iptables-save prints it.
+func (j jump) text() string {
+	r := newRule()
+	if j.newOnly {
+		r.word("-m", "conntrack", "--ctstate", "NEW")
+	}
+	if j.comment != "" {
+		r.comment(j.comment)
+	}
+	return r.jump(j.to)
+}
+
+// jumps lists the rules in built-in chains. Each goes in front of what is there, so the last one for a chain comes first
+// in it.
+func jumps(localnet bool) []jump {
+	const (
+		portals  = "kubernetes service portals"
+		visible  = "kubernetes externally-visible service portals"
+		firewall = "kubernetes load balancer firewall"
+	)
+	list := []jump{
+		{tableFilter, "INPUT", chainExternalServices, visible, true},
+		{tableFilter, "FORWARD", chainExternalServices, visible, true},
+		{tableFilter, "INPUT", chainNodePorts, "kubernetes health check service ports", false},
+		{tableFilter, "FORWARD", chainServices, portals, true},
+		{tableFilter, "OUTPUT", chainServices, portals, true},
+		{tableFilter, "FORWARD", chainForward, "kubernetes forwarding rules", false},
+		{tableFilter, "INPUT", chainProxyFirewall, firewall, true},
+		{tableFilter, "OUTPUT", chainProxyFirewall, firewall, true},
+		{tableFilter, "FORWARD", chainProxyFirewall, firewall, true},
+		{tableNAT, "OUTPUT", chainServices, portals, false},
+		{tableNAT, "PREROUTING", chainServices, portals, false},
+		{tableNAT, "POSTROUTING", chainPostrouting, "kubernetes postrouting rules", false},
+	}
+	if localnet {
+		list = append(list,
+			jump{tableFilter, "INPUT", chainFirewall, "", false},
+			jump{tableFilter, "OUTPUT", chainFirewall, "", false})
+	}
+	return list
+}
+
+// toNodePorts makes the rules that send traffic for those of the node's addresses where node ports answer to a chain. It
+// is the kernel that says which addresses are the node's, so rules need no change when they do.
+func toNodePorts(s *plan.Settings, node *plan.Node, f plan.Family, comment, target string) []string {
+	loopback := loopbackOf(f)
+	localhost := s.LocalhostReachable(f)
+	end := func(r *rule) string { return r.comment(comment).dstLocal().jump(target) }
+	if s.NodePortAddresses.All(f) {
+		if localhost {
+			return []string{end(newRule())}
+		}
+		return []string{end(newRule().notDst(loopback))}
+	}
+	var rules []string
+	for _, r := range s.NodePortAddresses.Ranges(f, *node) {
+		if !localhost && r.Overlaps(loopback) && len(rules) == 0 {
+			rules = append(rules, newRule().dst(loopback).comment(comment).jump("RETURN"))
+		}
+		rules = append(rules, end(newRule().dst(r)))
+	}
+	return rules
+}

@@ -1,0 +1,290 @@
+package iptables
+
+import (
+	"fmt"
+	"net/netip"
+
+	"nodeproxy/proxier/plan"
+)
+
+// table is an iptables table.
+type table string
+
+const (
+	tableFilter table = "filter"
+	tableNAT    table = "nat"
+)
+
+// dispatcherID names a place where packets are told apart by destination and sent on to a ServicePort's rule.
+type dispatcherID int
+
+const (
+	natServices             dispatcherID = iota // addresses of ServicePorts that have endpoints
+	natNodePorts                                // their node ports
+	filterServices                              // cluster IPs to refuse
+	filterExternal                              // external addresses to refuse
+	filterExternalNodePorts                     // node ports to refuse
+	filterFirewall                              // load balancer IPs with source ranges
+	filterNodePorts                             // health check node ports to accept
+	dispatchers
+)
+
+// place is where a dispatcher stands: its table and chain, and the prefix of the names of the chains below that.
+type place struct {
+	table  table
+	chain  string
+	prefix string
+}
+
+var places = [dispatchers]place{
+	natServices:             {tableNAT, chainServices, prefixCluster},
+	natNodePorts:            {tableNAT, chainNodePorts, prefixExternal},
+	filterServices:          {tableFilter, chainServices, prefixCluster},
+	filterExternal:          {tableFilter, chainExternalServices, prefixExternal},
+	filterExternalNodePorts: {tableFilter, chainExternalNodePorts, prefixExternal},
+	filterFirewall:          {tableFilter, chainProxyFirewall, prefixFirewall},
+	filterNodePorts:         {tableFilter, chainNodePorts, prefixLocal},
+}
+
+// A chain of a dispatcher lists its entries one by one while there are up to maxFlat. Beyond that it has a rule for each
+// value of the next four bits, that leads to a chain of its own unless not more than maxInline entries would be in it.
+// With 10,000 cluster IPs spread over a /16, a packet passes about 37 rules instead of 5,000, and a pod's address, which
+// is not in that range, one.
+const (
+	maxFlat   = 32
+	maxInline = 4
+)
+
+// protocolDigit stands for a protocol in a key.
+var protocolDigit = map[plan.Protocol]byte{plan.TCP: 0, plan.UDP: 1, plan.SCTP: 2}
+var protocolOfDigit = [...]plan.Protocol{plan.TCP, plan.UDP, plan.SCTP}
+
+// keyOf makes the key of a frontend: the address, if it has one, then protocol and port.
+func keyOf(f plan.Frontend) key {
+	var k []byte
+	if f.Addr.IsValid() {
+		for _, octet := range f.Addr.AsSlice() {
+			k = append(k, octet>>4, octet&0xf)
+		}
+	}
+	k = append(k, protocolDigit[f.Protocol])
+	for shift := 12; shift >= 0; shift -= 4 {
+		k = append(k, byte(f.Port>>shift)&0xf)
+	}
+	return key(k)
+}
+
+// portDigits is how many digits of a key are the port, behind one for the protocol.
+const portDigits = 4
+
+// dispatch is the content of one dispatcher: its entries, and the rules that its chain ends with in any case.
+type dispatch struct {
+	place  place
+	family plan.Family
+	tail   []string
+	root   *trie
+}
+
+// chains calls emit for the dispatcher's chain and all below it, those below first.
+func (d *dispatch) chains(emit func(chain)) {
+	if d.root != nil && d.root.count > maxFlat {
+		d.below(d.top(), emit)
+	}
+	emit(d.rootChain())
+}
+
+// top is the virtual parent of the whole trie: as its only child, the trie becomes a chain of its own, behind one rule
+// that sorts out whatever has none of the prefix that all keys have in common.
+func (d *dispatch) top() *trie { return &trie{kids: []*trie{d.root}, count: d.root.count} }
+
+// branches reports whether a child of an inner chain is a chain of its own.
+func branches(kid *trie) bool { return kid.count > maxInline && !kid.isEntry() }
+
+// inner reports whether a trie's chain leads to further chains, rather than listing its entries.
+func inner(t *trie) bool { return t.count > maxFlat }
+
+func (d *dispatch) below(t *trie, emit func(chain)) {
+	for _, kid := range t.kids {
+		if branches(kid) {
+			d.subtree(kid, emit)
+		}
+	}
+}
+
+func (d *dispatch) subtree(t *trie, emit func(chain)) {
+	if inner(t) {
+		d.below(t, emit)
+	}
+	emit(chain{d.name(t.prefix), d.rules(t)})
+}
+
+// rules are those of the chain that a trie becomes.
+func (d *dispatch) rules(t *trie) []string {
+	if !inner(t) {
+		return t.rules(nil)
+	}
+	var out []string
+	for _, kid := range t.kids {
+		if branches(kid) {
+			out = append(out, d.match(kid.prefix).goTo(d.name(kid.prefix)))
+		} else {
+			out = kid.rules(out)
+		}
+	}
+	return out
+}
+
+// rootChain is the dispatcher's own chain. It jumps where chains below go to: a packet that nothing below recognises
+// comes back to it, and goes on to its last rules.
+func (d *dispatch) rootChain() chain {
+	var rules []string
+	switch {
+	case d.root == nil:
+	case !inner(d.root):
+		rules = d.root.rules(nil)
+	default:
+		rules = append(rules, d.match(d.root.prefix).jump(d.name(d.root.prefix)))
+	}
+	return chain{d.place.chain, append(rules, d.tail...)}
+}
+
+// changes compares two contents of one dispatcher: write is called for every chain of to that is not the same in from,
+// and remove for the name of every chain that only from has. What the two share is not looked at.
+func changes(from, to *dispatch, write func(chain), remove func(string)) {
+	var before, after *trie
+	if from.root != nil && inner(from.root) {
+		before = from.top()
+	}
+	if to.root != nil && inner(to.root) {
+		after = to.top()
+	}
+	to.changesBelow(before, after, write, remove)
+	if old, new := from.rootChain(), to.rootChain(); !sameRules(old, new) {
+		write(new)
+	}
+}
+
+// changesBelow compares the chains below two inner tries; nil stands for one that has none.
+func (d *dispatch) changesBelow(before, after *trie, write func(chain), remove func(string)) {
+	if before == after {
+		return
+	}
+	old := map[key]*trie{}
+	if before != nil && inner(before) {
+		for _, kid := range before.kids {
+			if branches(kid) {
+				old[kid.prefix] = kid
+			}
+		}
+	}
+	if after != nil && inner(after) {
+		for _, kid := range after.kids {
+			if !branches(kid) {
+				continue
+			}
+			was := old[kid.prefix]
+			delete(old, kid.prefix)
+			if was == kid {
+				continue
+			}
+			d.changesBelow(was, kid, write, remove)
+			now := chain{d.name(kid.prefix), d.rules(kid)}
+			if was == nil || !sameRules(chain{now.name, d.rules(was)}, now) {
+				write(now)
+			}
+		}
+	}
+	if before == nil || !inner(before) {
+		return
+	}
+	for _, kid := range before.kids { // in order, unlike the map
+		if gone := old[kid.prefix]; gone != nil {
+			d.changesBelow(gone, nil, write, remove)
+			remove(d.name(gone.prefix))
+		}
+	}
+}
+
+func sameRules(a, b chain) bool {
+	if len(a.rules) != len(b.rules) {
+		return false
+	}
+	for i := range a.rules {
+		if a.rules[i] != b.rules[i] {
+			return false
+		}
+	}
+	return true
+}
+
+// addrDigits is the number of digits that an address has in this dispatcher's keys.
+func (d *dispatch) addrDigits() int {
+	if d.place.chain == chainNodePorts || d.place.chain == chainExternalNodePorts {
+		return 0
+	}
+	return d.family.Bits() / 4
+}
+
+// split takes a key's prefix apart: the address range, the protocol, and the port range that it stands for.
+func (d *dispatch) split(prefix key) (addrs netip.Prefix, proto plan.Protocol, first, last uint16) {
+	n := d.addrDigits()
+	if n > 0 {
+		raw := make([]byte, n/2)
+		for i, digit := range []byte(prefix[:min(n, len(prefix))]) {
+			raw[i/2] |= digit << (4 * (1 - i%2))
+		}
+		addr, _ := netip.AddrFromSlice(raw)
+		addrs = netip.PrefixFrom(addr, 4*min(n, len(prefix)))
+	}
+	if len(prefix) <= n {
+		return addrs, "", 0, 0
+	}
+	proto = protocolOfDigit[prefix[n]]
+	port := prefix[n+1:]
+	for i := range portDigits {
+		first, last = first<<4, last<<4|0xf
+		if i < len(port) {
+			first |= uint16(port[i])
+			last = last&^0xf | uint16(port[i])
+		}
+	}
+	return addrs, proto, first, last
+}
+
+// match begins a rule for all keys with a prefix.
+func (d *dispatch) match(prefix key) *rule {
+	addrs, proto, first, last := d.split(prefix)
+	r := newRule()
+	if addrs.IsValid() && addrs.Bits() > 0 {
+		r.dst(addrs)
+	}
+	if proto != "" {
+		r.proto(proto)
+		if first != 0 || last != 0xffff {
+			r.word("-m", proto.Lower(), "--dport", fmt.Sprintf("%d:%d", first, last))
+		}
+	}
+	return r
+}
+
+// name is that of the chain for all keys with a prefix: readable where it fits (KUBE-SVC-10.96.128.0/20,
+// KUBE-EXT-tcp:30000-30255), else a hash of what would be.
+func (d *dispatch) name(prefix key) string {
+	addrs, proto, first, last := d.split(prefix)
+	text := "any"
+	if addrs.IsValid() {
+		text = addrs.String()
+	}
+	if proto != "" {
+		if addrs.IsValid() {
+			text += ":"
+		} else {
+			text = ""
+		}
+		text += fmt.Sprintf("%s:%d-%d", proto.Lower(), first, last)
+	}
+	if name := d.place.prefix + text; len(name) <= maxChainName {
+		return name
+	}
+	return d.place.prefix + hashName("dispatch "+text)
+}

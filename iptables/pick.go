@@ -1,0 +1,73 @@
+package iptables
+
+import (
+	"hash/fnv"
+	"net/netip"
+
+	"nodeproxy/proxier/plan"
+)
+
+// maxFlatEndpoints is how many endpoints a chain picks from in one line of rules. Rule k of n is tried by every
+// connection that the k-1 before it did not take, so a connection passes n/2 rules on average. Beyond this number,
+// endpoints are picked in two steps, of about the square root each.
+const maxFlatEndpoints = 64
+
+// pick makes the rules that send to each endpoint with equal probability: the first takes 1/n of all, the second 1/(n-1)
+// of the rest, and so on.
+func (b *builder) pick(endpoints []plan.Endpoint) []string {
+	rules := make([]string, 0, len(endpoints))
+	for i, ep := range endpoints {
+		r := b.toEndpoint(ep)
+		if left := len(endpoints) - i; left > 1 {
+			r.oneIn(1 / float64(left))
+		}
+		rules = append(rules, r.jump(endpointChain(b.sp.Key, ep.Addr)))
+	}
+	return rules
+}
+
+// groups divides endpoints among chains and makes the rules that pick a chain in proportion to what it holds. To which
+// group an endpoint belongs depends on the endpoint alone, so a change of one endpoint rewrites one group and the line
+// that picks the group.
+func (b *builder) groups(p plan.Policy, endpoints []plan.Endpoint) (rules []string, chains []chain) {
+	count := 1
+	for count*count < len(endpoints) {
+		count *= 2
+	}
+	members := make([][]plan.Endpoint, count)
+	for _, ep := range endpoints {
+		g := groupOf(ep.Addr, count)
+		members[g] = append(members[g], ep)
+	}
+	prefix := prefixCluster
+	if p == plan.Local {
+		prefix = prefixLocal
+	}
+	left := len(endpoints)
+	for g, m := range members {
+		if len(m) == 0 {
+			continue
+		}
+		name := groupChain(prefix, b.sp.Key, count, g)
+		r := newRule().comment(b.name + " endpoints")
+		if left > len(m) {
+			r.oneIn(float64(len(m)) / float64(left))
+		}
+		left -= len(m)
+		rules = append(rules, r.jump(name))
+		chains = append(chains, chain{name, b.pick(m)})
+	}
+	return rules, chains
+}
+
+// groupOf spreads endpoints evenly over groups. FNV's low bits hardly differ between neighbouring addresses, so they are
+// mixed first.
+func groupOf(ep netip.AddrPort, groups int) int {
+	h := fnv.New64a()
+	h.Write([]byte(ep.String())) // never fails
+	x := h.Sum64()
+	x ^= x >> 33
+	x *= 0xff51afd7ed558ccd
+	x ^= x >> 33
+	return int(x % uint64(groups))
+}

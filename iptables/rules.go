@@ -1,0 +1,174 @@
+package iptables
+
+import (
+	"nodeproxy/proxier/plan"
+)
+
+// rules is the desired content of one family's tables, as far as it is ours. It is kept between syncs, so that a change
+// of one ServicePort costs no more than that: what a ServicePort contributed before is made again from the ServicePort
+// itself, and dispatchers share what did not change.
+type rules struct {
+	family   plan.Family
+	options  Options
+	settings plan.Settings
+	node     plan.Node
+	services map[plan.Key]*plan.ServicePort
+	tries    tries
+}
+
+// tries are the entries of all dispatchers.
+type tries [dispatchers]*trie
+
+func newRules(p *plan.Plan, f plan.Family, o Options) *rules {
+	return &rules{
+		family: f, options: o, settings: p.Settings, node: p.Node, services: map[plan.Key]*plan.ServicePort{},
+	}
+}
+
+// fragment is what a ServicePort contributes; nothing, if it is nil.
+func (r *rules) fragment(sp *plan.ServicePort) fragment {
+	if sp == nil {
+		return fragment{}
+	}
+	return buildFragment(sp, &r.settings, &r.node)
+}
+
+// enter adds a ServicePort that was not there before, and returns the chains of its own.
+func (r *rules) enter(sp *plan.ServicePort) []chain {
+	frag := r.fragment(sp)
+	r.services[sp.Key] = sp
+	for _, e := range frag.entries {
+		r.tries[e.dispatcher] = r.tries[e.dispatcher].with(e.key, e.rule)
+	}
+	return frag.chains
+}
+
+// leave takes a ServicePort out again.
+func (r *rules) leave(sp *plan.ServicePort) {
+	delete(r.services, sp.Key)
+	for _, e := range r.fragment(sp).entries {
+		r.tries[e.dispatcher] = r.tries[e.dispatcher].without(e.key)
+	}
+}
+
+// localnet reports whether node ports answer on loopback addresses, with all that this needs.
+func (r *rules) localnet() bool { return r.settings.LocalhostReachable(r.family) }
+
+// dispatcher is the content of a dispatcher, given the entries of all.
+func (r *rules) dispatcher(id dispatcherID, t *tries) *dispatch {
+	d := &dispatch{place: places[id], family: r.family, root: t[id]}
+	switch {
+	case id == natServices:
+		d.tail = toNodePorts(&r.settings, &r.node, r.family,
+			"kubernetes service nodeports; NOTE: this must be the last rule in this chain", chainNodePorts)
+	case id == filterExternal && t[filterExternalNodePorts] != nil:
+		d.tail = toNodePorts(&r.settings, &r.node, r.family, "kubernetes service nodeports", chainExternalNodePorts)
+	}
+	return d
+}
+
+// dispatcherOrder has what leads nowhere else before what leads to it.
+var dispatcherOrder = [dispatchers]dispatcherID{
+	natNodePorts, natServices, filterExternalNodePorts, filterExternal, filterServices, filterFirewall, filterNodePorts,
+}
+
+// fixed calls emit for every chain that is not a ServicePort's own, those that others lead to first.
+func (r *rules) fixed(emit func(tableChain)) {
+	for _, c := range baseChains(r.options) {
+		emit(c)
+	}
+	for _, id := range dispatcherOrder {
+		d := r.dispatcher(id, &r.tries)
+		d.chains(func(c chain) { emit(tableChain{d.place.table, c}) })
+	}
+}
+
+// update makes the rules those of p in what changed, and returns the blocks that bring the kernel there, in order.
+//
+// Where a ServicePort loses its last endpoint, the filter rule that refuses its traffic comes before the nat rules go,
+// and where it gets its first one, it goes after they came: there is no moment at which traffic is neither sent on nor
+// refused, and left to travel to wherever the route for an address leads that no host has.
+func (r *rules) update(p *plan.Plan, changed plan.Keys) []block {
+	var gaining, others []*transition
+	for _, k := range changed.Sorted(r.family) {
+		t := r.transition(r.services[k], p.Services[k])
+		if t.losesFilter && !t.getsFilter {
+			gaining = append(gaining, t)
+		} else {
+			others = append(others, t)
+		}
+		if sp := p.Services[k]; sp != nil {
+			r.services[k] = sp
+		} else {
+			delete(r.services, k)
+		}
+	}
+	var blocks []block
+	add := func(b block) {
+		if !b.empty() {
+			blocks = append(blocks, b)
+		}
+	}
+	add(r.step(tableNAT, gaining))
+	add(r.step(tableFilter, append(gaining[:len(gaining):len(gaining)], others...)))
+	add(r.step(tableNAT, others))
+	return blocks
+}
+
+// transition is the way from what one ServicePort contributed to what it does now.
+type transition struct {
+	old, new                fragment
+	losesFilter, getsFilter bool
+}
+
+func (r *rules) transition(before, after *plan.ServicePort) *transition {
+	t := &transition{old: r.fragment(before), new: r.fragment(after)}
+	has := func(entries []entry, e entry) bool {
+		for _, o := range entries {
+			if o.dispatcher == e.dispatcher && o.key == e.key {
+				return true
+			}
+		}
+		return false
+	}
+	for _, e := range t.old.entries {
+		t.losesFilter = t.losesFilter || places[e.dispatcher].table == tableFilter && !has(t.new.entries, e)
+	}
+	for _, e := range t.new.entries {
+		t.getsFilter = t.getsFilter || places[e.dispatcher].table == tableFilter && !has(t.old.entries, e)
+	}
+	return t
+}
+
+// step applies transitions in one table, and returns the block that does the same in the kernel.
+func (r *rules) step(in table, transitions []*transition) block {
+	b := block{table: in}
+	if len(transitions) == 0 {
+		return b
+	}
+	before := r.tries
+	// All old entries go before new ones come: a frontend may pass from one ServicePort to another.
+	for _, t := range transitions {
+		for _, e := range t.old.entries {
+			if places[e.dispatcher].table == in {
+				r.tries[e.dispatcher] = r.tries[e.dispatcher].without(e.key)
+			}
+		}
+	}
+	for _, t := range transitions {
+		for _, e := range t.new.entries {
+			if places[e.dispatcher].table == in {
+				r.tries[e.dispatcher] = r.tries[e.dispatcher].with(e.key, e.rule)
+			}
+		}
+		if in == tableNAT {
+			b.ownChains(t.old.chains, t.new.chains)
+		}
+	}
+	for _, id := range dispatcherOrder {
+		if places[id].table == in {
+			changes(r.dispatcher(id, &before), r.dispatcher(id, &r.tries), b.write, b.remove)
+		}
+	}
+	return b
+}

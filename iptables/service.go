@@ -1,0 +1,295 @@
+package iptables
+
+import (
+	"net/netip"
+	"slices"
+	"strconv"
+	"time"
+
+	"nodeproxy/proxier/plan"
+)
+
+// fragment is what one ServicePort contributes to the rules: chains of its own, all in table nat, and entries in the
+// dispatchers. It depends on the ServicePort, the settings and the node, and on no other ServicePort.
+type fragment struct {
+	chains  []chain
+	entries []entry
+}
+
+// entry is one rule in a dispatcher, at a key that no other ServicePort has.
+type entry struct {
+	dispatcher dispatcherID
+	key        key
+	rule       string
+}
+
+// builder makes the fragment of one ServicePort.
+type builder struct {
+	sp       *plan.ServicePort
+	settings *plan.Settings
+	node     *plan.Node
+	name     string // namespace/name:port, for comments
+	out      fragment
+}
+
+func buildFragment(sp *plan.ServicePort, settings *plan.Settings, node *plan.Node) fragment {
+	b := &builder{sp: sp, settings: settings, node: node, name: sp.Key.PortName()}
+	for _, f := range sp.Frontends {
+		switch f.Kind {
+		case plan.ClusterIP:
+			b.clusterIP(f)
+		case plan.LoadBalancerIP, plan.ExternalIP, plan.NodePort:
+			b.external(f)
+		case plan.HealthCheckNodePort:
+			r := newRule().proto(f.Protocol).comment(b.name + " health check node port").port(f.Protocol, f.Port)
+			b.entry(filterNodePorts, f, r.jump("ACCEPT"))
+		}
+	}
+	if !sp.Any {
+		return b.out
+	}
+	if b.limited() {
+		b.firewallChain()
+	}
+	if sp.HasExternal() {
+		b.externalChain()
+	}
+	b.policyChain(plan.Cluster)
+	b.policyChain(plan.Local)
+	for _, ep := range sp.All() {
+		b.endpointChain(ep)
+	}
+	return b.out
+}
+
+func (b *builder) entry(d dispatcherID, f plan.Frontend, text string) {
+	b.out.entries = append(b.out.entries, entry{dispatcher: d, key: keyOf(f), rule: text})
+}
+
+func (b *builder) chain(name string, rules ...string) {
+	b.out.chains = append(b.out.chains, chain{name, rules})
+}
+
+// at begins a rule for traffic to a frontend.
+func (b *builder) at(f plan.Frontend, comment string) *rule {
+	r := newRule()
+	if f.Addr.IsValid() {
+		r.dstIP(f.Addr)
+	}
+	return r.proto(f.Protocol).comment(comment).port(f.Protocol, f.Port)
+}
+
+// policyChainName is the chain with the endpoints of a policy.
+func (b *builder) policyChainName(p plan.Policy) string {
+	if p == plan.Local {
+		return serviceChain(prefixLocal, b.sp.Key)
+	}
+	return serviceChain(prefixCluster, b.sp.Key)
+}
+
+// refusal is the comment and target for traffic to a frontend whose policy has no endpoint here: refused if there is none
+// anywhere, else dropped without an answer, so that a load balancer or client tries another node.
+func (b *builder) refusal() (comment, target string) {
+	if b.sp.Any {
+		return b.name + " has no local endpoints", "DROP"
+	}
+	reject := "icmp-port-unreachable"
+	if b.sp.Key.Family == plan.IPv6 {
+		reject = "icmp6-port-unreachable"
+	}
+	return b.name + " has no endpoints", "REJECT --reject-with " + reject
+}
+
+func (b *builder) clusterIP(f plan.Frontend) {
+	if len(b.sp.ForPolicy(b.sp.InternalPolicy)) > 0 {
+		b.entry(natServices, f, b.at(f, b.name+" cluster IP").jump(b.policyChainName(b.sp.InternalPolicy)))
+		return
+	}
+	comment, target := b.refusal()
+	b.entry(filterServices, f, b.at(f, comment).jump(target))
+}
+
+// external makes the entries for a frontend under the external policy. Even one without endpoints under policy Local goes
+// to the ServicePort's external chain, where this node's own traffic is let through; the rest comes out of nat with its
+// destination unchanged, and is refused in filter.
+func (b *builder) external(f plan.Frontend) {
+	target := serviceChain(prefixExternal, b.sp.Key)
+	d, refuse, comment := natServices, filterExternal, b.name+" "+kindComment[f.Kind]
+	switch {
+	case f.Kind == plan.NodePort:
+		d, refuse, comment = natNodePorts, filterExternalNodePorts, b.name
+	case f.Kind == plan.LoadBalancerIP && b.limited():
+		target = serviceChain(prefixFirewall, b.sp.Key)
+	}
+	if b.sp.Any {
+		b.entry(d, f, b.at(f, comment).jump(target))
+	}
+	if b.sp.Any && f.Kind == plan.LoadBalancerIP && b.limited() {
+		b.entry(filterFirewall, f, b.at(f, b.name+" traffic not accepted by "+target).jump("DROP"))
+	}
+	if len(b.sp.ForPolicy(b.sp.ExternalPolicy)) == 0 {
+		comment, verdict := b.refusal()
+		b.entry(refuse, f, b.at(f, comment).jump(verdict))
+	}
+}
+
+// kindComment names frontends as kube-proxy's comments do.
+var kindComment = map[plan.FrontendKind]string{
+	plan.LoadBalancerIP: "loadbalancer IP",
+	plan.ExternalIP:     "external IP",
+}
+
+// limited reports whether source ranges limit who may reach the load balancer IPs.
+func (b *builder) limited() bool {
+	return len(b.sp.SourceRanges) > 0 && slices.ContainsFunc(b.sp.Frontends, func(f plan.Frontend) bool {
+		return f.Kind == plan.LoadBalancerIP
+	})
+}
+
+// firewallChain lets the allowed sources through to the external chain. What it does not let through leaves nat with its
+// destination unchanged and meets KUBE-PROXY-FIREWALL.
+func (b *builder) firewallChain() {
+	external := serviceChain(prefixExternal, b.sp.Key)
+	comment := b.name + " loadbalancer IP"
+	var rules []string
+	nodeAllowed := false
+	for _, r := range b.sp.SourceRanges {
+		rules = append(rules, newRule().src(r).comment(comment).jump(external))
+		ip := b.node.IP(b.sp.Key.Family)
+		nodeAllowed = nodeAllowed || ip.IsValid() && r.Contains(ip)
+	}
+	// Where the load balancer IP is also a local address, a connection from this node to it has it as source as well.
+	for _, f := range b.sp.Frontends {
+		if nodeAllowed && f.Kind == plan.LoadBalancerIP {
+			rules = append(rules, newRule().src(single(f.Addr)).comment(comment).jump(external))
+		}
+	}
+	rules = append(rules, newRule().comment("other traffic to "+b.name+" will be dropped by KUBE-PROXY-FIREWALL").end())
+	b.chain(serviceChain(prefixFirewall, b.sp.Key), rules...)
+}
+
+// externalChain decides about masquerading and policy for traffic to the external frontends.
+func (b *builder) externalChain() {
+	to := b.name + " external destinations"
+	cluster := b.policyChainName(plan.Cluster)
+	var rules []string
+	if b.sp.ExternalPolicy == plan.Cluster {
+		// The endpoint may be on another node, whose answer must come back through this one.
+		rules = append(rules, newRule().comment("masquerade traffic for "+to).jump(chainMarkMasq))
+	} else {
+		// What this node's pods and the node itself send never was outside. It goes wherever cluster traffic would, as if it had gone
+		// out to the load balancer and come back at a node that has an endpoint.
+		if r := b.fromPods(); r != nil {
+			rules = append(rules, r.comment("pod traffic for "+to).jump(cluster))
+		}
+		rules = append(rules,
+			newRule().comment("masquerade LOCAL traffic for "+to).srcLocal().jump(chainMarkMasq),
+			newRule().comment("route LOCAL traffic for "+to).srcLocal().jump(cluster))
+	}
+	if len(b.sp.ForPolicy(b.sp.ExternalPolicy)) > 0 {
+		rules = append(rules, newRule().jump(b.policyChainName(b.sp.ExternalPolicy)))
+	}
+	b.chain(serviceChain(prefixExternal, b.sp.Key), rules...)
+}
+
+// fromPods begins a rule for traffic from local pods; nil where that can't be told.
+func (b *builder) fromPods() *rule {
+	d := b.settings.DetectLocal
+	if !d.Implemented(b.sp.Key.Family) {
+		return nil
+	}
+	switch d.Mode {
+	case plan.DetectBridgeInterface:
+		return newRule().word("-i", d.Interface)
+	case plan.DetectInterfaceNamePrefix:
+		return newRule().word("-i", d.Interface+"+")
+	}
+	return newRule().src(d.CIDR(b.sp.Key.Family))
+}
+
+// masqueradeClusterIP is the rule that masquerades traffic to the cluster IP, if any: all of it where so configured, else
+// what does not come from pods. The latter reaches the cluster IP through any node that it is routed to, and the answer
+// must take the same way back.
+func (b *builder) masqueradeClusterIP(f plan.Frontend) string {
+	d := b.settings.DetectLocal
+	begin := newRule()
+	match := func(r *rule) string {
+		return r.proto(f.Protocol).comment(b.name+" cluster IP").port(f.Protocol, f.Port).jump(chainMarkMasq)
+	}
+	switch {
+	case b.settings.MasqueradeAll:
+		return match(begin.dstIP(f.Addr))
+	case !d.Implemented(b.sp.Key.Family):
+		return ""
+	case d.Mode == plan.DetectBridgeInterface:
+		return match(begin.dstIP(f.Addr).word("!", "-i", d.Interface))
+	case d.Mode == plan.DetectInterfaceNamePrefix:
+		return match(begin.dstIP(f.Addr).word("!", "-i", d.Interface+"+"))
+	}
+	return match(begin.notSrc(d.CIDR(b.sp.Key.Family)).dstIP(f.Addr))
+}
+
+// policyChain makes the chain that picks one of a policy's endpoints.
+func (b *builder) policyChain(p plan.Policy) {
+	endpoints := b.sp.ForPolicy(p)
+	if len(endpoints) == 0 {
+		return
+	}
+	var rules []string
+	for _, f := range b.sp.Frontends {
+		if f.Kind == plan.ClusterIP && p == b.sp.InternalPolicy {
+			if r := b.masqueradeClusterIP(f); r != "" {
+				rules = append(rules, r)
+			}
+		}
+	}
+	if b.sp.Affinity > 0 {
+		for _, ep := range endpoints {
+			rules = append(rules, b.toEndpoint(ep).word("-m", "recent", "--rcheck", "--seconds",
+				strconv.Itoa(int(b.sp.Affinity/time.Second)), "--reap").word(b.recentList(ep)...).jump(endpointChain(b.sp.Key, ep.Addr)))
+		}
+	}
+	name := b.policyChainName(p)
+	if len(endpoints) <= maxFlatEndpoints {
+		b.chain(name, append(rules, b.pick(endpoints)...)...)
+		return
+	}
+	groups, chains := b.groups(p, endpoints)
+	b.chain(name, append(rules, groups...)...)
+	b.out.chains = append(b.out.chains, chains...)
+}
+
+// toEndpoint begins a rule that leads to an endpoint's chain.
+func (b *builder) toEndpoint(ep plan.Endpoint) *rule {
+	return newRule().comment(b.name + " -> " + ep.Addr.String())
+}
+
+// recentList names the list in which an endpoint's clients are remembered, one for each endpoint chain.
+func (b *builder) recentList(ep plan.Endpoint) []string {
+	mask := "255.255.255.255"
+	if b.sp.Key.Family == plan.IPv6 {
+		mask = "ffff:ffff:ffff:ffff:ffff:ffff:ffff:ffff"
+	}
+	return []string{"--name", endpointChain(b.sp.Key, ep.Addr), "--mask", mask, "--rsource"}
+}
+
+// endpointChain makes the chain that sends to one endpoint.
+func (b *builder) endpointChain(ep plan.Endpoint) {
+	proto := b.sp.Key.Protocol
+	dnat := newRule().proto(proto).comment(b.name)
+	if b.sp.Affinity > 0 {
+		dnat.word("-m", "recent", "--set").word(b.recentList(ep)...)
+	}
+	b.chain(endpointChain(b.sp.Key, ep.Addr),
+		// A client that is its own endpoint must not see an answer from itself: masquerade hairpin traffic.
+		newRule().src(single(ep.Addr.Addr())).comment(b.name).jump(chainMarkMasq),
+		dnat.word("-m", proto.Lower()).jump("DNAT --to-destination "+ep.Addr.String()))
+}
+
+// loopbackOf is the range of a family's loopback addresses.
+func loopbackOf(f plan.Family) netip.Prefix {
+	if f == plan.IPv4 {
+		return netip.MustParsePrefix("127.0.0.0/8")
+	}
+	return netip.MustParsePrefix("::1/128")
+}

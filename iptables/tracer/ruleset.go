@@ -1,0 +1,352 @@
+// Package tracer reads iptables rules as text and says what becomes of a packet that meets them, and by which rules.
+//
+// It reads what iptables-restore takes and what iptables-save prints, and follows a connection's first packet through the
+// hooks as the kernel does: table nat, routing, table filter, masquerading. Where a rule leaves something to chance, both
+// outcomes are followed, so the answer is every possible outcome with its exact probability. A match or target that it
+// does not know is an error as soon as a packet comes to it, never a guess.
+package tracer
+
+import (
+	"errors"
+	"fmt"
+	"maps"
+	"slices"
+	"strconv"
+	"strings"
+
+	"nodeproxy/proxier/plan"
+)
+
+// Ruleset is the tables of one family, as they are after one or more texts were restored.
+type Ruleset struct {
+	family plan.Family
+	tables map[string]map[string]*chain
+}
+
+// chain is a chain of rules. Built-in chains have a policy.
+type chain struct {
+	table, name string
+	policy      string // ACCEPT or DROP; empty for a chain of the user's
+	rules       []*rule
+}
+
+// rule is one rule, read but for what is not known.
+type rule struct {
+	line    int    // in its text, from 1
+	text    string // as it was written, from "-A CHAIN" on
+	spec    string // its words behind the chain, for -D
+	matches []matcher
+	target  target
+}
+
+func (r *rule) String() string { return fmt.Sprintf("line %d: %s", r.line, r.text) }
+
+// builtin are the chains that the kernel calls, by table.
+var builtin = map[string][]string{
+	"raw":      {"PREROUTING", "OUTPUT"},
+	"mangle":   {"PREROUTING", "INPUT", "FORWARD", "OUTPUT", "POSTROUTING"},
+	"nat":      {"PREROUTING", "INPUT", "OUTPUT", "POSTROUTING"},
+	"filter":   {"INPUT", "FORWARD", "OUTPUT"},
+	"security": {"INPUT", "FORWARD", "OUTPUT"},
+}
+
+// New returns the rules of a machine that has none: built-in chains only, each with policy ACCEPT.
+func New(f plan.Family) *Ruleset {
+	rs := &Ruleset{family: f, tables: map[string]map[string]*chain{}}
+	for table, names := range builtin {
+		rs.tables[table] = map[string]*chain{}
+		for _, name := range names {
+			rs.tables[table][name] = &chain{table: table, name: name, policy: "ACCEPT"}
+		}
+	}
+	return rs
+}
+
+// Parse reads rules of a family into an empty machine.
+func Parse(f plan.Family, text string) (*Ruleset, error) {
+	rs := New(f)
+	if err := rs.Restore(text); err != nil {
+		return nil, err
+	}
+	return rs, nil
+}
+
+// Restore adds a text as "iptables-restore --noflush" does: a chain that the text declares is emptied first, unless it is
+// built in, and what the text does not name stays. The error names the line. It stands for one at which iptables-restore
+// or the kernel would refuse the table; what was read before it, even of that table, may then have been added.
+func (rs *Ruleset) Restore(text string) error {
+	t := transaction{rs: rs}
+	for i, line := range strings.Split(text, "\n") {
+		if err := t.line(i+1, strings.TrimSpace(line)); err != nil {
+			return fmt.Errorf("%s rules, line %d: %w: %.300s", rs.family, i+1, err, line)
+		}
+	}
+	if t.table != "" {
+		return fmt.Errorf("%s rules: table %s has no COMMIT", rs.family, t.table)
+	}
+	return nil
+}
+
+// Unknown lists the rules with a match or target that the tracer does not know. A packet that comes to one of them can't
+// be traced.
+func (rs *Ruleset) Unknown() error {
+	var errs []error
+	for _, table := range slices.Sorted(maps.Keys(rs.tables)) {
+		for _, name := range slices.Sorted(maps.Keys(rs.tables[table])) {
+			for _, r := range rs.tables[table][name].rules {
+				if err := r.unknown(); err != nil {
+					errs = append(errs, fmt.Errorf("table %s, %s: %w", table, r, err))
+				}
+			}
+		}
+	}
+	return errors.Join(errs...)
+}
+
+func (r *rule) unknown() error {
+	for _, m := range r.matches {
+		if u, ok := m.(unknownMatch); ok {
+			return u.error()
+		}
+	}
+	if u, ok := r.target.(unknownTarget); ok {
+		return u.error()
+	}
+	return nil
+}
+
+// transaction is the part of a text that was read, up to a COMMIT.
+type transaction struct {
+	rs    *Ruleset
+	table string // empty outside of any
+}
+
+func (t *transaction) line(number int, line string) error {
+	switch {
+	case line == "" || line[0] == '#':
+		return nil
+	case line[0] == '*':
+		name := strings.TrimSpace(line[1:])
+		if t.table != "" {
+			return fmt.Errorf("table %s has no COMMIT before the next begins", t.table)
+		}
+		if builtin[name] == nil {
+			return errors.New("there is no such table")
+		}
+		t.table = name
+		return nil
+	case t.table == "":
+		return errors.New("it stands outside of any table")
+	case line == "COMMIT":
+		err := t.rs.verify(t.table)
+		t.table = ""
+		return err
+	case line[0] == ':':
+		return t.declare(line[1:])
+	}
+	return t.command(number, line)
+}
+
+// declare reads ":CHAIN POLICY [packets:bytes]".
+func (t *transaction) declare(line string) error {
+	words := strings.Fields(line)
+	if len(words) < 2 {
+		return errors.New("a chain needs a policy, or - for none")
+	}
+	name, policy := words[0], words[1]
+	if len(name) > 28 {
+		return errors.New("a chain's name has at most 28 characters")
+	}
+	chains := t.rs.tables[t.table]
+	c := chains[name]
+	switch {
+	case c != nil && c.policy != "":
+		switch policy {
+		case "ACCEPT", "DROP":
+			c.policy = policy
+		case "-":
+		default:
+			return fmt.Errorf("%s is no policy", policy)
+		}
+	case policy != "-":
+		return errors.New("only built-in chains have a policy")
+	case c != nil:
+		c.rules = nil
+	default:
+		chains[name] = &chain{table: t.table, name: name}
+	}
+	return nil
+}
+
+// command reads a line as iptables itself takes it, perhaps behind counters.
+func (t *transaction) command(number int, line string) error {
+	words, err := split(line)
+	if err != nil {
+		return err
+	}
+	if strings.HasPrefix(words[0], "[") {
+		words = words[1:]
+	}
+	if len(words) < 2 {
+		return errors.New("a command needs a chain")
+	}
+	chains, name := t.rs.tables[t.table], words[1]
+	c := chains[name]
+	if words[0] == "-N" || words[0] == "--new-chain" {
+		if c != nil {
+			return errors.New("the chain exists")
+		}
+		chains[name] = &chain{table: t.table, name: name}
+		return nil
+	}
+	if c == nil {
+		return fmt.Errorf("table %s has no chain %s", t.table, name)
+	}
+	switch words[0] {
+	case "-F", "--flush":
+		c.rules = nil
+	case "-X", "--delete-chain":
+		return t.deleteChain(c)
+	case "-P", "--policy":
+		if c.policy == "" || len(words) != 3 || words[2] != "ACCEPT" && words[2] != "DROP" {
+			return errors.New("it sets no policy of a built-in chain")
+		}
+		c.policy = words[2]
+	case "-A", "--append", "-I", "--insert", "-D", "--delete":
+		return t.ruleCommand(c, number, line, words)
+	default:
+		return fmt.Errorf("command %s is not known", words[0])
+	}
+	return nil
+}
+
+func (t *transaction) deleteChain(c *chain) error {
+	switch {
+	case c.policy != "":
+		return errors.New("a built-in chain can't be deleted")
+	case len(c.rules) > 0:
+		return errors.New("the chain still has rules")
+	}
+	for _, other := range t.rs.tables[t.table] {
+		for _, r := range other.rules {
+			if j, ok := r.target.(jump); ok && j.chain == c.name {
+				return fmt.Errorf("the chain is still in use by %s", r)
+			}
+		}
+	}
+	delete(t.rs.tables[t.table], c.name)
+	return nil
+}
+
+// ruleCommand adds or deletes a rule.
+func (t *transaction) ruleCommand(c *chain, number int, line string, words []string) error {
+	command, words := words[0], words[2:]
+	position := 0
+	if len(words) > 0 && !strings.HasPrefix(command, "-A") && !strings.HasPrefix(command, "--a") {
+		if n, err := strconv.Atoi(words[0]); err == nil {
+			position, words = n, words[1:]
+		}
+	}
+	spec := strings.Join(words, "\x00")
+	if strings.HasPrefix(strings.TrimLeft(command, "-"), "D") || command == "--delete" {
+		if position == 0 {
+			position = 1 + slices.IndexFunc(c.rules, func(r *rule) bool { return r.spec == spec })
+		}
+		if position < 1 || position > len(c.rules) {
+			return errors.New("there is no such rule to delete")
+		}
+		c.rules = slices.Delete(c.rules, position-1, position)
+		return nil
+	}
+	r, err := parseRule(t.rs.family, t.table, words)
+	if err != nil {
+		return err
+	}
+	r.line, r.spec, r.text = number, spec, line
+	at := len(c.rules)
+	if command == "-I" || command == "--insert" {
+		at = max(position, 1) - 1
+	}
+	if at > len(c.rules) {
+		return fmt.Errorf("chain %s has no position %d", c.name, position)
+	}
+	c.rules = slices.Insert(c.rules, at, r)
+	return nil
+}
+
+// verify checks what the kernel checks when a table is committed: that jumps lead to chains, and nowhere in circles.
+func (rs *Ruleset) verify(table string) error {
+	const visiting, done = 1, 2
+	chains := rs.tables[table]
+	state := map[*chain]int{}
+	var visit func(c *chain) error
+	visit = func(c *chain) error {
+		state[c] = visiting
+		for _, r := range c.rules {
+			j, ok := r.target.(jump)
+			if !ok {
+				continue
+			}
+			next := chains[j.chain]
+			switch {
+			case next == nil:
+				return fmt.Errorf("table %s has no chain %s, to which leads %s", table, j.chain, r)
+			case next.policy != "":
+				return fmt.Errorf("a built-in chain can't be jumped to: %s", r)
+			case state[next] == visiting:
+				return fmt.Errorf("chain %s leads back to itself by %s", j.chain, r)
+			case state[next] == done:
+				continue
+			}
+			if err := visit(next); err != nil {
+				return err
+			}
+		}
+		state[c] = done
+		return nil
+	}
+	for _, name := range slices.Sorted(maps.Keys(chains)) {
+		if state[chains[name]] == 0 {
+			if err := visit(chains[name]); err != nil {
+				return err
+			}
+		}
+	}
+	return nil
+}
+
+// split divides a line into words as iptables-restore does: at white space, except within double quotes, in which a
+// backslash takes the next character as it is.
+func split(line string) ([]string, error) {
+	var words []string
+	var word strings.Builder
+	inWord, quoted, escaped := false, false, false
+	for i := range len(line) {
+		c := line[i]
+		switch {
+		case escaped:
+			word.WriteByte(c)
+			escaped = false
+		case quoted && c == '\\':
+			escaped = true
+		case c == '"':
+			quoted, inWord = !quoted, true
+		case !quoted && (c == ' ' || c == '\t'):
+			if inWord {
+				words = append(words, word.String())
+				word.Reset()
+				inWord = false
+			}
+		default:
+			word.WriteByte(c)
+			inWord = true
+		}
+	}
+	if quoted {
+		return nil, errors.New("a quotation does not end")
+	}
+	if inWord {
+		words = append(words, word.String())
+	}
+	return words, nil
+}

@@ -1,0 +1,75 @@
+package proxier
+
+import (
+	"cmp"
+	"net/netip"
+	"slices"
+
+	"nodeproxy/proxier/plan"
+)
+
+// claim is what a packet is recognised by, and so what only one ServicePort can have. A node port has no address.
+type claim struct {
+	family   plan.Family
+	addr     netip.Addr
+	protocol plan.Protocol
+	port     uint16
+}
+
+func claimOf(f plan.Frontend, family plan.Family) claim {
+	return claim{family: family, addr: f.Addr, protocol: f.Protocol, port: f.Port}
+}
+
+// claimant is a ServicePort that asks for a claim.
+type claimant struct {
+	kind plan.FrontendKind
+	key  plan.Key
+}
+
+func (c claimant) compare(o claimant) int {
+	return cmp.Or(cmp.Compare(c.kind, o.kind), c.key.Compare(o.key))
+}
+
+// claims decides who owns each frontend: the claimant of the better kind or else of the lower key. kube-proxy makes rules
+// for all of them, and which one works is chance; here no order of events and no restart changes the answer, and no user's
+// external IP takes a cluster IP's traffic (CVE-2020-8554).
+type claims map[claim][]claimant // in order, the owner first; no entry is empty
+
+// owner returns who owns c.
+func (cs claims) owner(c claim) plan.Key { return cs[c][0].key }
+
+// add enters a ServicePort's wishes, and remove takes them back. Where that changes the owner, they tell touched of every
+// other ServicePort that asks for the same: it wins, loses, or is shadowed by somebody else now.
+func (cs claims) add(spec *portSpec, touched func(plan.Key)) {
+	for _, f := range spec.wants {
+		c, who := claimOf(f, spec.key.Family), claimant{f.Kind, spec.key}
+		i, _ := slices.BinarySearchFunc(cs[c], who, claimant.compare)
+		if i == 0 {
+			tell(cs[c], touched)
+		}
+		cs[c] = slices.Insert(cs[c], i, who)
+	}
+}
+
+func (cs claims) remove(spec *portSpec, touched func(plan.Key)) {
+	for _, f := range spec.wants {
+		c, who := claimOf(f, spec.key.Family), claimant{f.Kind, spec.key}
+		i, found := slices.BinarySearchFunc(cs[c], who, claimant.compare)
+		if !found {
+			continue
+		}
+		list := slices.Delete(cs[c], i, i+1)
+		if i == 0 {
+			tell(list, touched)
+		}
+		if cs[c] = list; len(list) == 0 {
+			delete(cs, c)
+		}
+	}
+}
+
+func tell(list []claimant, touched func(plan.Key)) {
+	for _, c := range list {
+		touched(c.key)
+	}
+}

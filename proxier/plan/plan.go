@@ -1,0 +1,367 @@
+// Package plan holds the desired forwarding state of one node as plain data.
+//
+// A Plan is what the proxier makes of Services, EndpointSlices and the Node, and all that a backend may read. It knows
+// neither Kubernetes API types nor the kernel. Everything in it has a stable order, so that the same cluster state gives
+// the same bytes of rules on every node and after every restart.
+package plan
+
+import (
+	"cmp"
+	"fmt"
+	"net/netip"
+	"slices"
+	"strings"
+	"time"
+)
+
+// Family is an IP address family.
+type Family uint8
+
+// The address families. Their numbers are those that people say.
+const (
+	IPv4 Family = 4
+	IPv6 Family = 6
+)
+
+// Families lists both address families in the order in which everything is rendered.
+var Families = [...]Family{IPv4, IPv6}
+
+// FamilyOf returns the family of an address; an IPv4-mapped IPv6 address counts as IPv4.
+func FamilyOf(a netip.Addr) Family {
+	if a.Unmap().Is4() {
+		return IPv4
+	}
+	return IPv6
+}
+
+// Bits is the length of an address of this family: 32 or 128.
+func (f Family) Bits() int {
+	if f == IPv4 {
+		return 32
+	}
+	return 128
+}
+
+func (f Family) String() string { return fmt.Sprintf("IPv%d", uint8(f)) }
+
+// Protocol is a transport protocol, spelled as in the Kubernetes API.
+type Protocol string
+
+// The protocols that a Service can have.
+const (
+	TCP  Protocol = "TCP"
+	UDP  Protocol = "UDP"
+	SCTP Protocol = "SCTP"
+)
+
+// Lower is the protocol's name as iptables and IANA spell it.
+func (p Protocol) Lower() string { return strings.ToLower(string(p)) }
+
+// Service names a Service.
+type Service struct {
+	Namespace, Name string
+}
+
+func (s Service) String() string { return s.Namespace + "/" + s.Name }
+
+// Compare orders Services by namespace, then name.
+func (s Service) Compare(o Service) int {
+	return cmp.Or(cmp.Compare(s.Namespace, o.Namespace), cmp.Compare(s.Name, o.Name))
+}
+
+// Key identifies one ServicePort: a port of a Service, in one family.
+type Key struct {
+	Service  Service
+	Port     string // the port's name; empty for a Service with a single unnamed port
+	Protocol Protocol
+	Family   Family
+}
+
+// PortName is "namespace/name:port", or "namespace/name" where the port has no name. Rule comments carry it, and chain
+// names are derived from it, in the same form as kube-proxy's.
+func (k Key) PortName() string {
+	if k.Port == "" {
+		return k.Service.String()
+	}
+	return k.Service.String() + ":" + k.Port
+}
+
+func (k Key) String() string { return fmt.Sprintf("%s/%s/%s", k.PortName(), k.Protocol, k.Family) }
+
+// Compare orders keys by Service, port name, protocol and family.
+func (k Key) Compare(o Key) int {
+	return cmp.Or(
+		k.Service.Compare(o.Service),
+		cmp.Compare(k.Port, o.Port),
+		cmp.Compare(k.Protocol, o.Protocol),
+		cmp.Compare(k.Family, o.Family),
+	)
+}
+
+// Keys is a set of ServicePorts, such as those that a change touched.
+type Keys map[Key]struct{}
+
+// Add puts k into the set.
+func (ks Keys) Add(k Key) { ks[k] = struct{}{} }
+
+// Sorted returns the keys of one family in order.
+func (ks Keys) Sorted(f Family) []Key {
+	out := make([]Key, 0, len(ks))
+	for k := range ks {
+		if k.Family == f {
+			out = append(out, k)
+		}
+	}
+	slices.SortFunc(out, Key.Compare)
+	return out
+}
+
+// FrontendKind says which field of a Service a frontend comes from.
+type FrontendKind uint8
+
+// The kinds of frontend, in the order of their right to an address: where two Services ask for the same address, port
+// and protocol, a cluster IP (which the API server allots) beats a load balancer IP (which a controller writes), and
+// that beats an external IP (which any user may write).
+const (
+	ClusterIP FrontendKind = iota
+	LoadBalancerIP
+	ExternalIP
+	NodePort
+	HealthCheckNodePort
+)
+
+var frontendKindNames = [...]string{"cluster IP", "load balancer IP", "external IP", "node port", "health check node port"}
+
+func (k FrontendKind) String() string { return frontendKindNames[k] }
+
+// Frontend is an address, protocol and port at which clients reach a Service. A node port has no address of its own:
+// its Addr is the zero Addr, and it is reached at those addresses of the node that Settings.NodePortAddresses allows.
+type Frontend struct {
+	Kind     FrontendKind
+	Addr     netip.Addr
+	Protocol Protocol
+	Port     uint16
+}
+
+func (f Frontend) String() string {
+	if !f.Addr.IsValid() {
+		return fmt.Sprintf("%s %d/%s", f.Kind, f.Port, f.Protocol)
+	}
+	return fmt.Sprintf("%s %s/%s", f.Kind, netip.AddrPortFrom(f.Addr, f.Port), f.Protocol)
+}
+
+// Compare orders frontends by kind, address, protocol and port.
+func (f Frontend) Compare(o Frontend) int {
+	return cmp.Or(
+		cmp.Compare(f.Kind, o.Kind),
+		f.Addr.Compare(o.Addr),
+		cmp.Compare(f.Protocol, o.Protocol),
+		cmp.Compare(f.Port, o.Port),
+	)
+}
+
+// Shadowed is a frontend that a ServicePort asks for but does not get, because another one has the better right to it.
+type Shadowed struct {
+	Frontend Frontend
+	Owner    Key
+}
+
+// Policy is a traffic policy.
+type Policy uint8
+
+// The traffic policies: Cluster sends to any endpoint of the cluster, Local to those on this node only (KEP-2086).
+const (
+	Cluster Policy = iota
+	Local
+)
+
+func (p Policy) String() string {
+	if p == Local {
+		return "Local"
+	}
+	return "Cluster"
+}
+
+// Endpoint is where a ServicePort's traffic may go.
+type Endpoint struct {
+	Addr netip.AddrPort
+	// Local is true where the endpoint runs on this node.
+	Local bool
+	// Terminating is true for an endpoint that shuts down but still serves, in use because no ready one is left
+	// (KEP-1669).
+	Terminating bool
+}
+
+// Reason says why an endpoint is not used.
+type Reason string
+
+// The reasons to leave an endpoint out.
+const (
+	NotReady           Reason = "not ready"
+	Terminating        Reason = "terminating, and ready endpoints exist"
+	TerminatingStopped Reason = "terminating and no longer serving"
+	NotForThisNode     Reason = "its node hints name other nodes"
+	NotForThisZone     Reason = "its zone hints name other zones"
+	NotLocal           Reason = "on another node, and the traffic policy is Local"
+)
+
+// Exclusion is an endpoint that a policy leaves out, with the reason.
+type Exclusion struct {
+	Addr   netip.AddrPort
+	Policy Policy
+	Reason Reason
+}
+
+// Endpoints is the outcome of endpoint selection for one ServicePort on this node.
+type Endpoints struct {
+	// Cluster are the endpoints for traffic under policy Cluster; nil where no frontend uses that policy.
+	Cluster []Endpoint
+	// Local are the endpoints for traffic under policy Local; nil where no frontend uses that policy.
+	Local []Endpoint
+	// Any is true where the ServicePort has a usable endpoint on some node, if not on this one. Without any, traffic is
+	// rejected; with some, but none that the policy allows here, it is dropped, so that a load balancer tries elsewhere.
+	Any bool
+	// Excluded are the endpoints left out, in order of policy and address.
+	Excluded []Exclusion
+}
+
+// All returns the endpoints of both policies, each address once, in order of address.
+func (e Endpoints) All() []Endpoint {
+	if len(e.Local) == 0 {
+		return e.Cluster
+	}
+	if len(e.Cluster) == 0 {
+		return e.Local
+	}
+	all := slices.Concat(e.Cluster, e.Local)
+	slices.SortStableFunc(all, func(a, b Endpoint) int { return a.Addr.Compare(b.Addr) })
+	return slices.CompactFunc(all, func(a, b Endpoint) bool { return a.Addr == b.Addr })
+}
+
+// ServicePort is the desired state of one port of one Service in one family. It is immutable once it is in a Plan: a
+// change puts a new one in its place.
+type ServicePort struct {
+	Key Key
+	// Frontends are the frontends that this ServicePort owns, in order.
+	Frontends []Frontend
+	// Shadowed are those that it asks for but another ServicePort owns, in order.
+	Shadowed []Shadowed
+
+	// InternalPolicy is for traffic to the cluster IP, ExternalPolicy for traffic to every other frontend.
+	InternalPolicy, ExternalPolicy Policy
+	// SourceRanges, if not empty, are the only sources that may reach the load balancer IPs. Node ports and external IPs
+	// are not subject to them (as in kube-proxy).
+	SourceRanges []netip.Prefix
+	// Affinity, if not zero, is for how long a client address keeps its endpoint; whole seconds.
+	Affinity time.Duration
+	// Critical marks what a node needs before anything else works (the API server, cluster DNS): programmed first.
+	Critical bool
+
+	Endpoints
+}
+
+// HasExternal reports whether the ServicePort has a frontend to which the external policy applies.
+func (sp *ServicePort) HasExternal() bool {
+	return slices.ContainsFunc(sp.Frontends, func(f Frontend) bool {
+		return f.Kind == LoadBalancerIP || f.Kind == ExternalIP || f.Kind == NodePort
+	})
+}
+
+// ForPolicy returns the endpoints for traffic under p.
+func (sp *ServicePort) ForPolicy(p Policy) []Endpoint {
+	if p == Local {
+		return sp.Endpoints.Local
+	}
+	return sp.Endpoints.Cluster
+}
+
+// Equal reports whether two ServicePorts ask for the same state.
+func (sp *ServicePort) Equal(o *ServicePort) bool {
+	return sp.Key == o.Key &&
+		sp.InternalPolicy == o.InternalPolicy &&
+		sp.ExternalPolicy == o.ExternalPolicy &&
+		sp.Affinity == o.Affinity &&
+		sp.Critical == o.Critical &&
+		sp.Any == o.Any &&
+		slices.Equal(sp.Frontends, o.Frontends) &&
+		slices.Equal(sp.Shadowed, o.Shadowed) &&
+		slices.Equal(sp.SourceRanges, o.SourceRanges) &&
+		slices.Equal(sp.Endpoints.Cluster, o.Endpoints.Cluster) &&
+		slices.Equal(sp.Endpoints.Local, o.Endpoints.Local) &&
+		slices.Equal(sp.Excluded, o.Excluded)
+}
+
+// Plan is the desired state of a node.
+type Plan struct {
+	Node     Node
+	Settings Settings
+	// Services holds every ServicePort. It is to be changed by Set and Delete only.
+	Services map[Key]*ServicePort
+	// keys lists the keys of each Service, so that those of one are found without a walk over all.
+	keys map[Service][]Key
+}
+
+// New returns an empty plan.
+func New(node Node, settings Settings) *Plan {
+	return &Plan{Node: node, Settings: settings, Services: map[Key]*ServicePort{}, keys: map[Service][]Key{}}
+}
+
+// Set puts a ServicePort in, in place of the one that had its key.
+func (p *Plan) Set(sp *ServicePort) {
+	if p.Services[sp.Key] == nil {
+		p.keys[sp.Key.Service] = append(p.keys[sp.Key.Service], sp.Key)
+	}
+	p.Services[sp.Key] = sp
+}
+
+// Delete takes a ServicePort out.
+func (p *Plan) Delete(k Key) {
+	delete(p.Services, k)
+	left := slices.DeleteFunc(p.keys[k.Service], func(o Key) bool { return o == k })
+	if p.keys[k.Service] = left; len(left) == 0 {
+		delete(p.keys, k.Service)
+	}
+}
+
+// KeysOf returns the keys of one Service in order.
+func (p *Plan) KeysOf(svc Service) []Key {
+	keys := slices.Clone(p.keys[svc])
+	slices.SortFunc(keys, Key.Compare)
+	return keys
+}
+
+// Sorted returns the ServicePorts of one family in order of key. It walks everything: for full syncs and for printing.
+func (p *Plan) Sorted(f Family) []*ServicePort {
+	out := make([]*ServicePort, 0, len(p.Services))
+	for k, sp := range p.Services {
+		if k.Family == f {
+			out = append(out, sp)
+		}
+	}
+	slices.SortFunc(out, func(a, b *ServicePort) int { return a.Key.Compare(b.Key) })
+	return out
+}
+
+// Node is what the plan needs to know of the node itself.
+type Node struct {
+	Name string
+	// Zone is the node's label topology.kubernetes.io/zone; empty where it has none.
+	Zone string
+	// IPs are the node's own primary addresses, at most one a family, from its status.
+	IPs []netip.Addr
+}
+
+// IP returns the node's primary address of a family, or the zero Addr.
+func (n Node) IP(f Family) netip.Addr {
+	for _, ip := range n.IPs {
+		if FamilyOf(ip) == f {
+			return ip
+		}
+	}
+	return netip.Addr{}
+}
+
+// Equal reports whether two nodes are the same in every respect.
+func (n Node) Equal(o Node) bool {
+	return n.Name == o.Name && n.Zone == o.Zone && slices.Equal(n.IPs, o.IPs)
+}

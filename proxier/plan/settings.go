@@ -1,0 +1,128 @@
+package plan
+
+import (
+	"net/netip"
+	"slices"
+	"strings"
+)
+
+// DetectLocalMode says how traffic from this node's own pods is told from other traffic (KEP-2450).
+type DetectLocalMode string
+
+// The ways to detect local traffic, named as in KubeProxyConfiguration.
+const (
+	DetectNone                DetectLocalMode = ""
+	DetectClusterCIDR         DetectLocalMode = "ClusterCIDR"
+	DetectNodeCIDR            DetectLocalMode = "NodeCIDR"
+	DetectBridgeInterface     DetectLocalMode = "BridgeInterface"
+	DetectInterfaceNamePrefix DetectLocalMode = "InterfaceNamePrefix"
+)
+
+// DetectLocal recognises traffic from pods. Where its mode names CIDRs but it has none for a family, traffic of that
+// family can't be told apart, and no rule that depends on it is made (as in kube-proxy).
+type DetectLocal struct {
+	Mode DetectLocalMode
+	// CIDRs are the pod address ranges in the modes ClusterCIDR and NodeCIDR; one a family is in use.
+	CIDRs []netip.Prefix
+	// Interface is the bridge's name, or the prefix of pod interfaces' names, in the other two modes.
+	Interface string
+}
+
+// CIDR returns the pod range of a family, or the zero Prefix.
+func (d DetectLocal) CIDR(f Family) netip.Prefix {
+	for _, c := range d.CIDRs {
+		if FamilyOf(c.Addr()) == f {
+			return c
+		}
+	}
+	return netip.Prefix{}
+}
+
+// Implemented reports whether pod traffic of this family can be told from other traffic.
+func (d DetectLocal) Implemented(f Family) bool {
+	switch d.Mode {
+	case DetectClusterCIDR, DetectNodeCIDR:
+		return d.CIDR(f).IsValid()
+	case DetectBridgeInterface, DetectInterfaceNamePrefix:
+		return d.Interface != ""
+	}
+	return false
+}
+
+// Matches reports whether a packet with this source address and incoming interface comes from a pod of this node (or,
+// in mode ClusterCIDR, of this cluster). The interface of a packet that the node itself sends is empty.
+func (d DetectLocal) Matches(src netip.Addr, iface string) bool {
+	switch d.Mode {
+	case DetectClusterCIDR, DetectNodeCIDR:
+		c := d.CIDR(FamilyOf(src))
+		return c.IsValid() && c.Contains(src)
+	case DetectBridgeInterface:
+		return d.Interface != "" && iface == d.Interface
+	case DetectInterfaceNamePrefix:
+		return d.Interface != "" && strings.HasPrefix(iface, d.Interface)
+	}
+	return false
+}
+
+// NodePortAddresses says at which of the node's addresses node ports answer (--nodeport-addresses).
+type NodePortAddresses struct {
+	// Primary limits node ports to the node's primary addresses, Node.IPs.
+	Primary bool
+	// CIDRs limits them to local addresses within these ranges. Without CIDRs, and Primary unset, every local address
+	// answers.
+	CIDRs []netip.Prefix
+}
+
+// All reports whether node ports of this family answer on every local address: no limit is set, or one of the CIDRs
+// holds every address.
+func (n NodePortAddresses) All(f Family) bool {
+	if n.Primary {
+		return false
+	}
+	return len(n.CIDRs) == 0 || slices.ContainsFunc(n.CIDRs, func(c netip.Prefix) bool {
+		return FamilyOf(c.Addr()) == f && c.Bits() == 0
+	})
+}
+
+// Ranges returns the address ranges of one family to which node ports are limited, in order. It is empty where All is
+// true, and also where no address of this family answers at all.
+func (n NodePortAddresses) Ranges(f Family, node Node) []netip.Prefix {
+	if n.All(f) {
+		return nil
+	}
+	var out []netip.Prefix
+	if n.Primary {
+		if ip := node.IP(f); ip.IsValid() {
+			out = append(out, netip.PrefixFrom(ip, f.Bits()))
+		}
+	}
+	for _, c := range n.CIDRs {
+		if FamilyOf(c.Addr()) == f {
+			out = append(out, c.Masked())
+		}
+	}
+	slices.SortFunc(out, netip.Prefix.Compare)
+	return slices.Compact(out)
+}
+
+// Settings are the parts of the configuration that decide what happens to a packet.
+type Settings struct {
+	DetectLocal DetectLocal
+	// MasqueradeAll masquerades all traffic to cluster IPs.
+	MasqueradeAll bool
+	// NodePortAddresses limits where node ports answer.
+	NodePortAddresses NodePortAddresses
+	// LocalhostNodePorts lets node ports answer on 127.0.0.0/8, where NodePortAddresses allows it too. IPv6 has no
+	// counterpart: ::1 can't be routed.
+	LocalhostNodePorts bool
+}
+
+var loopback4 = netip.MustParsePrefix("127.0.0.0/8")
+
+// LocalhostReachable reports whether node ports of this family answer on the loopback addresses.
+func (s Settings) LocalhostReachable(f Family) bool {
+	if f != IPv4 || !s.LocalhostNodePorts || s.NodePortAddresses.Primary {
+		return false
+	}
+	return s.NodePortAddresses.All(f) || slices.ContainsFunc(s.NodePortAddresses.CIDRs, loopback4.Overlaps)
+}

@@ -1,0 +1,296 @@
+package plan
+
+import (
+	"fmt"
+	"net/netip"
+	"slices"
+)
+
+// Packet is the first packet of a new connection, as it reaches this node or leaves one of its processes.
+type Packet struct {
+	Src, Dst netip.Addr
+	Protocol Protocol
+	DstPort  uint16
+	// Output is true for a packet that this node itself sends. Every other packet came in by InInterface.
+	Output      bool
+	InInterface string
+	// SrcLocal and DstLocal say whether Src and Dst are addresses of this node: its interfaces' addresses, the loopback
+	// addresses, and whatever else its local routing table holds.
+	SrcLocal, DstLocal bool
+}
+
+func (p Packet) String() string {
+	from := "in by " + p.InInterface
+	if p.Output {
+		from = "sent by this node"
+	}
+	local := func(is bool) string {
+		if is {
+			return " (local)"
+		}
+		return ""
+	}
+	return fmt.Sprintf("%s from %s%s to %s%s, %s", p.Protocol, p.Src, local(p.SrcLocal),
+		netip.AddrPortFrom(p.Dst, p.DstPort), local(p.DstLocal), from)
+}
+
+// Action is what is done with a packet.
+type Action uint8
+
+// The actions. Pass leaves a packet alone: it is for no Service. Forward sends it to one of the targets, each as likely
+// as every other. Reject answers with an ICMP error, Drop not at all.
+const (
+	Pass Action = iota
+	Forward
+	Reject
+	Drop
+)
+
+var actionNames = [...]string{"pass", "forward", "reject", "drop"}
+
+func (a Action) String() string { return actionNames[a] }
+
+// Target is an endpoint that a packet may be sent to.
+type Target struct {
+	Addr netip.AddrPort
+	// Masquerade is true where the packet leaves the node with one of the node's addresses as its source. It does not
+	// matter for a packet that comes from elsewhere to an endpoint on this node's own host network: that never leaves.
+	Masquerade bool
+}
+
+// Verdict is what happens to a packet, and why.
+type Verdict struct {
+	Action Action
+	// ServicePort and Frontend are what the packet was for; zero where it was for no Service.
+	ServicePort Key
+	Frontend    Frontend
+	// Targets are in order of address; empty unless Action is Forward.
+	Targets []Target
+	// Reasons are the decisions that led here, in their order, for people to read.
+	Reasons []string
+}
+
+func (v Verdict) String() string {
+	s := v.Action.String()
+	for i, t := range v.Targets {
+		s += [...]string{" to ", ", "}[min(i, 1)] + t.Addr.String()
+		if t.Masquerade {
+			s += " masqueraded"
+		}
+	}
+	return s
+}
+
+// Verdict says what is to happen to a packet. It is the specification that every backend's rules are held to, and it
+// knows of no rules itself. Each call walks the whole plan: for many packets, make an Evaluator.
+func (p *Plan) Verdict(pkt Packet) Verdict { return NewEvaluator(p).Verdict(pkt) }
+
+// Evaluator finds verdicts by an index of a plan's frontends. It sees no later change of the plan. It may be used from
+// several goroutines.
+type Evaluator struct {
+	plan      *Plan
+	addresses map[address]match
+	nodePorts map[nodePort]match
+}
+
+type address struct {
+	addr     netip.Addr
+	protocol Protocol
+	port     uint16
+}
+
+type nodePort struct {
+	family   Family
+	protocol Protocol
+	port     uint16
+}
+
+type match struct {
+	sp       *ServicePort
+	frontend Frontend
+}
+
+// NewEvaluator indexes p.
+func NewEvaluator(p *Plan) *Evaluator {
+	e := &Evaluator{plan: p, addresses: map[address]match{}, nodePorts: map[nodePort]match{}}
+	for _, sp := range p.Services {
+		for _, f := range sp.Frontends {
+			if f.Addr.IsValid() {
+				e.addresses[address{f.Addr, f.Protocol, f.Port}] = match{sp, f}
+			} else {
+				e.nodePorts[nodePort{sp.Key.Family, f.Protocol, f.Port}] = match{sp, f}
+			}
+		}
+	}
+	return e
+}
+
+// Verdict says what is to happen to a packet. A frontend's own address comes before a node port: where an external IP is
+// an address of the node, it has that port to itself, also while it has no endpoint.
+func (e *Evaluator) Verdict(pkt Packet) Verdict {
+	pkt.Src, pkt.Dst = pkt.Src.Unmap().WithZone(""), pkt.Dst.Unmap().WithZone("")
+	v := e.service(pkt)
+	if v.Action != Forward && e.localnet(pkt) {
+		v.Action = Drop
+		v.Reasons = append(v.Reasons, fmt.Sprintf("%s may be reached from loopback addresses only, and %s is none: "+
+			"localhost node ports make the kernel route such packets, so they are dropped", pkt.Dst, pkt.Src))
+	}
+	return v
+}
+
+// service is the verdict without regard to the loopback guard.
+func (e *Evaluator) service(pkt Packet) Verdict {
+	if m, ok := e.addresses[address{pkt.Dst, pkt.Protocol, pkt.DstPort}]; ok {
+		return e.decide(pkt, m)
+	}
+	if pkt.DstLocal {
+		if m, ok := e.nodePorts[nodePort{FamilyOf(pkt.Dst), pkt.Protocol, pkt.DstPort}]; ok {
+			return e.nodePort(pkt, m)
+		}
+	}
+	return Verdict{Reasons: []string{fmt.Sprintf("no Service has a frontend at %s/%s",
+		netip.AddrPortFrom(pkt.Dst, pkt.DstPort), pkt.Protocol)}}
+}
+
+func (e *Evaluator) nodePort(pkt Packet, m match) Verdict {
+	if m.frontend.Kind == HealthCheckNodePort {
+		return Verdict{ServicePort: m.sp.Key, Frontend: m.frontend, Reasons: []string{fmt.Sprintf(
+			"%s of %s: the node itself answers, and the packet is let in", m.frontend, m.sp.Key)}}
+	}
+	if ok, why := e.plan.nodePortsAnswer(pkt.Dst); !ok {
+		return Verdict{Reasons: []string{fmt.Sprintf("%s of %s, but %s", m.frontend, m.sp.Key, why)}}
+	}
+	return e.decide(pkt, m)
+}
+
+// nodePortsAnswer reports whether node ports answer at an address of this node, and why not.
+func (p *Plan) nodePortsAnswer(dst netip.Addr) (bool, string) {
+	f := FamilyOf(dst)
+	if dst.IsLoopback() && !p.Settings.LocalhostReachable(f) {
+		return false, fmt.Sprintf("node ports do not answer on the loopback address %s", dst)
+	}
+	if p.Settings.NodePortAddresses.All(f) {
+		return true, ""
+	}
+	for _, r := range p.Settings.NodePortAddresses.Ranges(f, p.Node) {
+		if r.Contains(dst) {
+			return true, ""
+		}
+	}
+	return false, fmt.Sprintf("%s is not among the addresses that node ports answer at", dst)
+}
+
+// localnet reports whether the packet is for a loopback address, though not from one, on a node whose kernel routes
+// such packets for the sake of localhost node ports (CVE-2020-8558).
+func (e *Evaluator) localnet(pkt Packet) bool {
+	return e.plan.Settings.LocalhostReachable(IPv4) && loopback4.Contains(pkt.Dst) && !loopback4.Contains(pkt.Src)
+}
+
+// decide is the verdict for a packet that reached a frontend.
+func (e *Evaluator) decide(pkt Packet, m match) Verdict {
+	v := Verdict{ServicePort: m.sp.Key, Frontend: m.frontend}
+	v.because("it is for %s of %s", m.frontend, m.sp.Key)
+	if !m.sp.Any {
+		v.Action = Reject
+		v.because("no node has a usable endpoint")
+		return v
+	}
+	if m.frontend.Kind == LoadBalancerIP && !e.admitted(pkt.Src, m.sp, &v) {
+		v.Action = Drop
+		return v
+	}
+	var policy Policy
+	var masquerade bool
+	if m.frontend.Kind == ClusterIP {
+		policy, masquerade = m.sp.InternalPolicy, e.masqueradeInternal(pkt, &v)
+		v.because("the internal traffic policy is %s", policy)
+	} else {
+		policy, masquerade = e.external(pkt, m.sp, &v)
+	}
+	endpoints := m.sp.ForPolicy(policy)
+	if len(endpoints) == 0 {
+		v.Action = Drop
+		v.because("there are endpoints, but none that policy %s allows on this node", policy)
+		return v
+	}
+	v.Action = Forward
+	for _, ep := range endpoints {
+		hairpin := ep.Addr.Addr() == pkt.Src
+		if hairpin && !masquerade {
+			v.because("endpoint %s would get its own packet: masqueraded, so that the answer comes back", ep.Addr)
+		}
+		v.Targets = append(v.Targets, Target{Addr: ep.Addr, Masquerade: masquerade || hairpin})
+	}
+	slices.SortFunc(v.Targets, func(a, b Target) int { return a.Addr.Compare(b.Addr) })
+	return v
+}
+
+// admitted reports whether the source ranges let src reach the load balancer IPs. Where the node itself is within them,
+// the load balancer IPs are too: a node that has such an address of its own sends to it from it.
+func (e *Evaluator) admitted(src netip.Addr, sp *ServicePort, v *Verdict) bool {
+	if len(sp.SourceRanges) == 0 {
+		return true
+	}
+	node := e.plan.Node.IP(sp.Key.Family)
+	nodeAllowed := false
+	for _, r := range sp.SourceRanges {
+		if r.Contains(src) {
+			v.because("source %s is within source range %s", src, r)
+			return true
+		}
+		nodeAllowed = nodeAllowed || r.Contains(node)
+	}
+	own := func(f Frontend) bool { return f.Kind == LoadBalancerIP && f.Addr == src }
+	if nodeAllowed && slices.ContainsFunc(sp.Frontends, own) {
+		v.because("source %s is a load balancer IP of the Service, and the node's %s is within its source ranges", src, node)
+		return true
+	}
+	v.because("source %s is outside of the source ranges", src)
+	return false
+}
+
+// masqueradeInternal decides for traffic to a cluster IP: a client outside of the cluster that was routed here would not
+// accept answers that come straight from a pod.
+func (e *Evaluator) masqueradeInternal(pkt Packet, v *Verdict) bool {
+	detect := e.plan.Settings.DetectLocal
+	switch {
+	case e.plan.Settings.MasqueradeAll:
+		v.because("all traffic to cluster IPs is masqueraded")
+		return true
+	case detect.Implemented(FamilyOf(pkt.Dst)) && !e.fromPod(pkt):
+		v.because("it does not come from a pod: masqueraded")
+		return true
+	}
+	return false
+}
+
+// external decides for traffic to every frontend but the cluster IP: which policy holds, and whether to masquerade.
+// Under policy Local, what pods and the node itself send is treated as if it had left the node and come back by the load
+// balancer, which may pick any node.
+func (e *Evaluator) external(pkt Packet, sp *ServicePort, v *Verdict) (policy Policy, masquerade bool) {
+	switch {
+	case sp.ExternalPolicy == Cluster:
+		v.because("the external traffic policy is Cluster: masqueraded, since the endpoint may be on another node")
+		return Cluster, true
+	case e.fromPod(pkt):
+		v.because("the external traffic policy is Local, but pods reach every endpoint")
+		return Cluster, false
+	case pkt.SrcLocal:
+		v.because("the external traffic policy is Local, but the node itself reaches every endpoint, masqueraded")
+		return Cluster, true
+	}
+	v.because("the external traffic policy is Local")
+	return Local, false
+}
+
+func (e *Evaluator) fromPod(pkt Packet) bool {
+	iface := pkt.InInterface
+	if pkt.Output {
+		iface = ""
+	}
+	return e.plan.Settings.DetectLocal.Matches(pkt.Src, iface)
+}
+
+func (v *Verdict) because(format string, args ...any) {
+	v.Reasons = append(v.Reasons, fmt.Sprintf(format, args...))
+}

@@ -1,0 +1,338 @@
+package proxier
+
+import (
+	"cmp"
+	"fmt"
+	"net/netip"
+	"slices"
+	"strings"
+	"time"
+
+	v1 "k8s.io/api/core/v1"
+	"k8s.io/utils/net"
+
+	"nodeproxy/proxier/plan"
+	"nodeproxy/proxier/source"
+)
+
+// portSpec is what a Service asks for one of its ports in one family: a ServicePort before anyone knows which frontends
+// it gets and which endpoints it has.
+type portSpec struct {
+	key          plan.Key
+	wants        []plan.Frontend // in order, each address and port once
+	internal     plan.Policy
+	external     plan.Policy
+	sourceRanges []netip.Prefix
+	affinity     time.Duration
+	critical     bool
+}
+
+// findings collects what is to be said of one object while it is read.
+type findings struct {
+	object string
+	list   []source.Finding
+}
+
+func (f *findings) problem(field, effect, detail string, args ...any) {
+	f.list = append(f.list, source.Finding{
+		Severity: source.Problem, Object: f.object, Field: field, Detail: fmt.Sprintf(detail, args...), Effect: effect,
+	})
+}
+
+func (f *findings) note(field, effect, detail string, args ...any) {
+	f.list = append(f.list, source.Finding{
+		Severity: source.Note, Object: f.object, Field: field, Detail: fmt.Sprintf(detail, args...), Effect: effect,
+	})
+}
+
+// defaultAffinity is the API's default for sessionAffinityConfig.clientIP.timeoutSeconds.
+const defaultAffinity = time.Duration(v1.DefaultClientIPServiceAffinitySeconds) * time.Second
+
+// readService turns a Service into what it asks for, a portSpec for each port and family. What can't be used is left out
+// and told, field by field; the rest of the Service works on.
+func readService(svc *v1.Service, families []plan.Family) ([]portSpec, []source.Finding) {
+	f := &findings{object: "Service " + svc.Namespace + "/" + svc.Name}
+	if reason := notProxied(svc); reason != "" {
+		f.note("", "not proxied", "%s", reason)
+		return nil, f.list
+	}
+	if !safeText(svc.Namespace) || !safeText(svc.Name) {
+		f.problem("metadata", "the Service is not proxied", "namespace %.80q or name %.80q is no valid object name",
+			svc.Namespace, svc.Name)
+		return nil, f.list
+	}
+	addrs := readAddresses(svc, f)
+	ports := readPorts(svc, f)
+	var specs []portSpec
+	for _, family := range families {
+		if !addrs.cluster[family].IsValid() {
+			continue // The Service does not exist in this family.
+		}
+		for i, port := range ports {
+			spec := portSpec{
+				key: plan.Key{
+					Service: plan.Service{Namespace: svc.Namespace, Name: svc.Name},
+					Port:    port.Name, Protocol: plan.Protocol(port.Protocol), Family: family,
+				},
+				internal:     internalPolicy(svc),
+				external:     externalPolicy(svc),
+				sourceRanges: addrs.sourceRanges[family],
+				affinity:     affinity(svc),
+				critical:     critical(svc),
+			}
+			spec.wants = frontends(svc, addrs, port, family, i == 0)
+			specs = append(specs, spec)
+		}
+	}
+	return specs, f.list
+}
+
+// notProxied says why a Service is none of a service proxy's business; empty where it is.
+func notProxied(svc *v1.Service) string {
+	switch {
+	case svc.Spec.Type == v1.ServiceTypeExternalName:
+		return "an ExternalName Service is a DNS alias and has no address"
+	case svc.Spec.ClusterIP == v1.ClusterIPNone:
+		return "a headless Service has no cluster IP; clients reach its endpoints directly"
+	case svc.Labels["service.kubernetes.io/service-proxy-name"] != "":
+		return fmt.Sprintf("label service.kubernetes.io/service-proxy-name gives it to the proxy %q",
+			svc.Labels["service.kubernetes.io/service-proxy-name"])
+	case svc.Spec.ClusterIP == "" && len(svc.Spec.ClusterIPs) == 0:
+		return "it has no cluster IP yet"
+	}
+	return ""
+}
+
+// addresses are the addresses of a Service by family.
+type addresses struct {
+	cluster      map[plan.Family]netip.Addr
+	external     []netip.Addr
+	loadBalancer []netip.Addr
+	sourceRanges map[plan.Family][]netip.Prefix
+}
+
+func readAddresses(svc *v1.Service, f *findings) addresses {
+	out := addresses{cluster: map[plan.Family]netip.Addr{}, sourceRanges: map[plan.Family][]netip.Prefix{}}
+	clusterIPs := svc.Spec.ClusterIPs
+	if len(clusterIPs) == 0 {
+		clusterIPs = []string{svc.Spec.ClusterIP}
+	}
+	for i, text := range clusterIPs {
+		ip, ok := parseIP(text)
+		if !ok {
+			f.problem(fmt.Sprintf("spec.clusterIPs[%d]", i), "the Service is not proxied at it", "%.80q is no IP address", text)
+			continue
+		}
+		if family := plan.FamilyOf(ip); !out.cluster[family].IsValid() {
+			out.cluster[family] = ip
+		}
+	}
+	for i, text := range svc.Spec.ExternalIPs {
+		field := fmt.Sprintf("spec.externalIPs[%d]", i)
+		ip, ok := parseIP(text)
+		if !ok {
+			f.problem(field, "this external IP is not proxied", "%.80q is no IP address", text)
+		} else if what := special(ip); what != "" {
+			f.problem(field, "this external IP is not proxied", "%s is %s", ip, what)
+		} else {
+			out.external = append(out.external, ip)
+		}
+	}
+	for i, ingress := range svc.Status.LoadBalancer.Ingress {
+		if ingress.IP == "" || ingress.IPMode != nil && *ingress.IPMode == v1.LoadBalancerIPModeProxy {
+			continue // A host name, or a load balancer that must see every packet itself (KEP-1860).
+		}
+		ip, ok := parseIP(ingress.IP)
+		if !ok || ip.IsUnspecified() || ip.IsMulticast() || ip.IsLoopback() {
+			f.problem(fmt.Sprintf("status.loadBalancer.ingress[%d].ip", i), "this load balancer IP is not proxied",
+				"%.80q is not an address that a load balancer can have", ingress.IP)
+			continue
+		}
+		out.loadBalancer = append(out.loadBalancer, ip)
+	}
+	out.readSourceRanges(svc, f)
+	return out
+}
+
+// readSourceRanges reads loadBalancerSourceRanges. A range that admits every address of its family lifts the limit for
+// that family. A range that can't be read admits nobody; were it the only one and simply left out, everybody would be
+// let in, so then a range without any usable source stands in for it.
+func (a *addresses) readSourceRanges(svc *v1.Service, f *findings) {
+	unlimited := map[plan.Family]bool{}
+	bad := false
+	for i, text := range svc.Spec.LoadBalancerSourceRanges {
+		cidr, ok := parseCIDR(strings.TrimSpace(text))
+		if !ok {
+			f.problem(fmt.Sprintf("spec.loadBalancerSourceRanges[%d]", i), "this range admits nobody",
+				"%.80q is no CIDR", text)
+			bad = true
+			continue
+		}
+		family := plan.FamilyOf(cidr.Addr())
+		unlimited[family] = unlimited[family] || cidr.Bits() == 0
+		a.sourceRanges[family] = append(a.sourceRanges[family], cidr)
+	}
+	if bad && len(a.sourceRanges) == 0 {
+		a.sourceRanges[plan.IPv4] = []netip.Prefix{netip.MustParsePrefix("0.0.0.0/32")}
+		a.sourceRanges[plan.IPv6] = []netip.Prefix{netip.MustParsePrefix("::/128")}
+	}
+	for family, ranges := range a.sourceRanges {
+		slices.SortFunc(ranges, netip.Prefix.Compare)
+		a.sourceRanges[family] = slices.Compact(ranges)
+		if unlimited[family] {
+			delete(a.sourceRanges, family)
+		}
+	}
+}
+
+// readPorts returns the usable ports of a Service in order of name and protocol, with the protocol filled in.
+func readPorts(svc *v1.Service, f *findings) []v1.ServicePort {
+	type id struct {
+		name     string
+		protocol v1.Protocol
+	}
+	seen := map[id]bool{}
+	var out []v1.ServicePort
+	for i, port := range svc.Spec.Ports {
+		field := fmt.Sprintf("spec.ports[%d]", i)
+		port.Protocol = cmp.Or(port.Protocol, v1.ProtocolTCP)
+		switch {
+		case port.Port < 1 || port.Port > 65535:
+			f.problem(field+".port", "this port is not proxied", "%d is not within 1-65535", port.Port)
+		case port.NodePort < 0 || port.NodePort > 65535:
+			f.problem(field+".nodePort", "this port is not proxied", "%d is not within 1-65535", port.NodePort)
+		case port.Protocol != v1.ProtocolTCP && port.Protocol != v1.ProtocolUDP && port.Protocol != v1.ProtocolSCTP:
+			f.problem(field+".protocol", "this port is not proxied", "%.80q is none of TCP, UDP, SCTP", port.Protocol)
+		case port.Name != "" && !safeText(port.Name):
+			f.problem(field+".name", "this port is not proxied", "%.80q is no valid port name", port.Name)
+		case seen[id{port.Name, port.Protocol}]:
+			f.problem(field, "the first of them is proxied", "a second port of name %q and protocol %s", port.Name, port.Protocol)
+		default:
+			seen[id{port.Name, port.Protocol}] = true
+			out = append(out, port)
+		}
+	}
+	slices.SortFunc(out, func(a, b v1.ServicePort) int {
+		return cmp.Or(cmp.Compare(a.Name, b.Name), cmp.Compare(a.Protocol, b.Protocol))
+	})
+	return out
+}
+
+// frontends lists where a port of a Service is to be reached in one family. The health check node port belongs to the
+// Service as a whole; its first port carries it.
+func frontends(svc *v1.Service, addrs addresses, port v1.ServicePort, family plan.Family, first bool) []plan.Frontend {
+	protocol := plan.Protocol(port.Protocol)
+	out := []plan.Frontend{{Kind: plan.ClusterIP, Addr: addrs.cluster[family], Protocol: protocol, Port: uint16(port.Port)}}
+	add := func(kind plan.FrontendKind, ips []netip.Addr) {
+		for _, ip := range ips {
+			if plan.FamilyOf(ip) == family {
+				out = append(out, plan.Frontend{Kind: kind, Addr: ip, Protocol: protocol, Port: uint16(port.Port)})
+			}
+		}
+	}
+	add(plan.LoadBalancerIP, addrs.loadBalancer)
+	add(plan.ExternalIP, addrs.external)
+	if port.NodePort != 0 {
+		out = append(out, plan.Frontend{Kind: plan.NodePort, Protocol: protocol, Port: uint16(port.NodePort)})
+	}
+	if hc := svc.Spec.HealthCheckNodePort; first && hc > 0 && hc <= 65535 &&
+		svc.Spec.Type == v1.ServiceTypeLoadBalancer && externalPolicy(svc) == plan.Local {
+		out = append(out, plan.Frontend{Kind: plan.HealthCheckNodePort, Protocol: plan.TCP, Port: uint16(hc)})
+	}
+	slices.SortFunc(out, plan.Frontend.Compare)
+	// An address listed twice, be it as two kinds, is one frontend: of the kind with the better right to it.
+	var unique []plan.Frontend
+	for _, fe := range out {
+		if !slices.ContainsFunc(unique, func(u plan.Frontend) bool { return claimOf(u, family) == claimOf(fe, family) }) {
+			unique = append(unique, fe)
+		}
+	}
+	return unique
+}
+
+func internalPolicy(svc *v1.Service) plan.Policy {
+	if p := svc.Spec.InternalTrafficPolicy; p != nil && *p == v1.ServiceInternalTrafficPolicyLocal {
+		return plan.Local
+	}
+	return plan.Cluster
+}
+
+// externalPolicy is Cluster, whatever the field says, for a Service that nothing outside can reach.
+func externalPolicy(svc *v1.Service) plan.Policy {
+	reachable := svc.Spec.Type == v1.ServiceTypeLoadBalancer || svc.Spec.Type == v1.ServiceTypeNodePort ||
+		len(svc.Spec.ExternalIPs) > 0
+	if reachable && svc.Spec.ExternalTrafficPolicy == v1.ServiceExternalTrafficPolicyLocal {
+		return plan.Local
+	}
+	return plan.Cluster
+}
+
+func affinity(svc *v1.Service) time.Duration {
+	if svc.Spec.SessionAffinity != v1.ServiceAffinityClientIP {
+		return 0
+	}
+	if c := svc.Spec.SessionAffinityConfig; c != nil && c.ClientIP != nil && c.ClientIP.TimeoutSeconds != nil &&
+		*c.ClientIP.TimeoutSeconds > 0 {
+		return time.Duration(*c.ClientIP.TimeoutSeconds) * time.Second
+	}
+	return defaultAffinity
+}
+
+// critical recognises what a node needs to get anywhere: the API server's own Service and cluster DNS, by the label that
+// every installer gives it.
+func critical(svc *v1.Service) bool {
+	switch svc.Namespace {
+	case "default":
+		return svc.Name == "kubernetes"
+	case "kube-system":
+		return svc.Labels["k8s-app"] == "kube-dns" || svc.Name == "kube-dns" || svc.Name == "coredns"
+	}
+	return false
+}
+
+// parseIP reads an address as the API server always has: leading zeros in IPv4 are decimal, and IPv4-mapped IPv6 is IPv4.
+func parseIP(text string) (netip.Addr, bool) {
+	ip, ok := netip.AddrFromSlice(net.ParseIPSloppy(text))
+	return ip.Unmap(), ok
+}
+
+// parseCIDR reads a range with the same leniency as parseIP, and masks it.
+func parseCIDR(text string) (netip.Prefix, bool) {
+	_, cidr, err := net.ParseCIDRSloppy(text)
+	if err != nil {
+		return netip.Prefix{}, false
+	}
+	ip, _ := netip.AddrFromSlice(cidr.IP)
+	bits, _ := cidr.Mask.Size()
+	return netip.PrefixFrom(ip, bits).Masked(), true
+}
+
+// special names the kind of an address that no endpoint and no external IP may have: the API server refuses them too,
+// since traffic to them would reach the node itself or leave unrouted (CVE-2021-25737 and its like).
+func special(ip netip.Addr) string {
+	switch {
+	case ip.IsUnspecified():
+		return "the unspecified address"
+	case ip.IsLoopback():
+		return "a loopback address"
+	case ip.IsLinkLocalUnicast():
+		return "a link-local address"
+	case ip.IsMulticast():
+		return "a multicast address"
+	}
+	return ""
+}
+
+// safeText reports whether a name has only what Kubernetes names have. Names get into rule comments, so a name that holds
+// anything else, from wherever it came, stays out of the rules altogether.
+func safeText(name string) bool {
+	if name == "" || len(name) > 63 {
+		return false
+	}
+	for _, c := range []byte(name) {
+		if (c < 'a' || c > 'z') && (c < 'A' || c > 'Z') && (c < '0' || c > '9') && c != '-' && c != '.' && c != '_' {
+			return false
+		}
+	}
+	return true
+}

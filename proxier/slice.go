@@ -1,0 +1,168 @@
+package proxier
+
+import (
+	"fmt"
+	"net/netip"
+
+	v1 "k8s.io/api/core/v1"
+	discovery "k8s.io/api/discovery/v1"
+
+	"nodeproxy/proxier/plan"
+	"nodeproxy/proxier/source"
+	"nodeproxy/topology"
+)
+
+// slice is an EndpointSlice, reduced to what counts here.
+type slice struct {
+	family    plan.Family
+	ports     []slicePort
+	endpoints []topology.Endpoint // their ports are 0: every port of the slice applies to every endpoint
+}
+
+type slicePort struct {
+	name     string
+	protocol plan.Protocol
+	port     uint16
+}
+
+// endpointsFor lists the slice's endpoints for one port of a Service. Slice and Service are joined by the port's name
+// and protocol, never by its number.
+func (s *slice) endpointsFor(key plan.Key) []topology.Endpoint {
+	if s.family != key.Family {
+		return nil
+	}
+	var out []topology.Endpoint
+	for _, port := range s.ports {
+		if port.name != key.Port || port.protocol != key.Protocol {
+			continue
+		}
+		for _, ep := range s.endpoints {
+			ep.Addr = netip.AddrPortFrom(ep.Addr.Addr(), port.port)
+			out = append(out, ep)
+		}
+	}
+	return out
+}
+
+// sliceService names the Service that an EndpointSlice belongs to; false where it belongs to none.
+func sliceService(es *discovery.EndpointSlice) (plan.Service, bool) {
+	name := es.Labels[discovery.LabelServiceName]
+	return plan.Service{Namespace: es.Namespace, Name: name}, name != ""
+}
+
+// readSlice reads an EndpointSlice; nil where it is of no use to a proxy at all.
+func readSlice(es *discovery.EndpointSlice) (*slice, []source.Finding) {
+	f := &findings{object: "EndpointSlice " + es.Namespace + "/" + es.Name}
+	out := &slice{}
+	switch es.AddressType {
+	case discovery.AddressTypeIPv4:
+		out.family = plan.IPv4
+	case discovery.AddressTypeIPv6:
+		out.family = plan.IPv6
+	default:
+		f.note("addressType", "ignored", "a proxy can't send to endpoints of type %.20q", es.AddressType)
+		return nil, f.list
+	}
+	for i, p := range es.Ports {
+		port := slicePort{protocol: plan.TCP}
+		if p.Name != nil {
+			port.name = *p.Name
+		}
+		if p.Protocol != nil {
+			port.protocol = plan.Protocol(*p.Protocol)
+		}
+		if p.Port == nil || *p.Port < 1 || *p.Port > 65535 {
+			f.problem(fmt.Sprintf("ports[%d].port", i), "this port has no endpoints from this slice",
+				"no port number within 1-65535")
+			continue
+		}
+		port.port = uint16(*p.Port)
+		out.ports = append(out.ports, port)
+	}
+	for i := range es.Endpoints {
+		if ep, ok := readEndpoint(&es.Endpoints[i], out.family, f, i); ok {
+			out.endpoints = append(out.endpoints, ep)
+		}
+	}
+	return out, f.list
+}
+
+func readEndpoint(e *discovery.Endpoint, family plan.Family, f *findings, i int) (topology.Endpoint, bool) {
+	const effect = "this endpoint is not used"
+	field := fmt.Sprintf("endpoints[%d].addresses", i)
+	if len(e.Addresses) == 0 {
+		f.problem(field, effect, "no address")
+		return topology.Endpoint{}, false
+	}
+	// A slice's endpoint may list several addresses; only the first has a meaning (KEP-0752).
+	field += "[0]"
+	ip, ok := parseIP(e.Addresses[0])
+	if !ok || plan.FamilyOf(ip) != family {
+		f.problem(field, effect, "%.80q is no %s address", e.Addresses[0], family)
+		return topology.Endpoint{}, false
+	}
+	if what := special(ip); what != "" {
+		f.problem(field, effect, "%s is %s", ip, what)
+		return topology.Endpoint{}, false
+	}
+	is := func(condition *bool, absent bool) bool {
+		if condition == nil {
+			return absent
+		}
+		return *condition
+	}
+	ep := topology.Endpoint{
+		Addr:        netip.AddrPortFrom(ip, 0),
+		Ready:       is(e.Conditions.Ready, true),
+		Serving:     is(e.Conditions.Serving, true),
+		Terminating: is(e.Conditions.Terminating, false),
+	}
+	if e.NodeName != nil {
+		ep.Node = *e.NodeName
+	}
+	if e.Hints != nil {
+		for _, z := range e.Hints.ForZones {
+			ep.ForZones = append(ep.ForZones, z.Name)
+		}
+		for _, n := range e.Hints.ForNodes {
+			ep.ForNodes = append(ep.ForNodes, n.Name)
+		}
+	}
+	return ep, true
+}
+
+// readNode takes from a Node what the plan needs. The primary address of each family is the first InternalIP or, without
+// one, the first ExternalIP.
+func readNode(node *v1.Node) (plan.Node, []netip.Prefix, []source.Finding) {
+	f := &findings{object: "Node " + node.Name}
+	out := plan.Node{Name: node.Name, Zone: node.Labels[v1.LabelTopologyZone]}
+	for _, kind := range []v1.NodeAddressType{v1.NodeInternalIP, v1.NodeExternalIP} {
+		for i, a := range node.Status.Addresses {
+			if a.Type != kind {
+				continue
+			}
+			ip, ok := parseIP(a.Address)
+			if !ok {
+				f.problem(fmt.Sprintf("status.addresses[%d].address", i), "ignored", "%.80q is no IP address", a.Address)
+				continue
+			}
+			if !out.IP(plan.FamilyOf(ip)).IsValid() {
+				out.IPs = append(out.IPs, ip)
+			}
+		}
+	}
+	podCIDRs := node.Spec.PodCIDRs
+	if len(podCIDRs) == 0 && node.Spec.PodCIDR != "" {
+		podCIDRs = []string{node.Spec.PodCIDR}
+	}
+	var cidrs []netip.Prefix
+	for i, text := range podCIDRs {
+		cidr, ok := parseCIDR(text)
+		if !ok {
+			f.problem(fmt.Sprintf("spec.podCIDRs[%d]", i), "ignored", "%.80q is no CIDR", text)
+			continue
+		}
+		cidrs = append(cidrs, cidr)
+	}
+	return out, cidrs, f.list
+}

@@ -1,0 +1,100 @@
+// Package source brings the objects of a cluster to the proxier: Services, EndpointSlices and Nodes, from wherever they
+// are kept. It is the only package besides the proxier that knows Kubernetes API types.
+package source
+
+import (
+	"context"
+
+	v1 "k8s.io/api/core/v1"
+	discovery "k8s.io/api/discovery/v1"
+	"k8s.io/apimachinery/pkg/types"
+)
+
+// Batch is a set of changed objects. A nil object means that the object is gone. Objects are shared: a receiver must not
+// change them.
+type Batch struct {
+	Services       map[types.NamespacedName]*v1.Service
+	EndpointSlices map[types.NamespacedName]*discovery.EndpointSlice
+	Nodes          map[string]*v1.Node
+	// Synced is true once everything that existed when the source started has been delivered, with this batch.
+	Synced bool
+}
+
+// Empty reports whether the batch says nothing.
+func (b Batch) Empty() bool {
+	return len(b.Services) == 0 && len(b.EndpointSlices) == 0 && len(b.Nodes) == 0 && !b.Synced
+}
+
+// Merge puts a later batch on top of this one: the later object wins.
+func (b *Batch) Merge(later Batch) {
+	b.Services = merge(b.Services, later.Services)
+	b.EndpointSlices = merge(b.EndpointSlices, later.EndpointSlices)
+	b.Nodes = merge(b.Nodes, later.Nodes)
+	b.Synced = b.Synced || later.Synced
+}
+
+func merge[K comparable, V any](into, from map[K]V) map[K]V {
+	if into == nil && len(from) > 0 {
+		into = make(map[K]V, len(from))
+	}
+	for k, v := range from {
+		into[k] = v
+	}
+	return into
+}
+
+// Sink takes batches in. It does not block for longer than it takes to note them down.
+type Sink interface {
+	Apply(Batch)
+}
+
+// Source delivers objects to a sink until ctx ends or it fails for good.
+type Source interface {
+	Run(ctx context.Context, sink Sink) error
+}
+
+// Severity grades a Finding.
+type Severity int
+
+// A Note tells what is so by design (an Ingress is not proxied); a Problem tells what somebody should mend.
+const (
+	Note Severity = iota
+	Problem
+)
+
+func (s Severity) String() string {
+	if s == Problem {
+		return "problem"
+	}
+	return "note"
+}
+
+// Finding is what the owner of an object should know about it.
+type Finding struct {
+	Severity Severity
+	// Where is FILE:LINE for an object from a manifest; empty for one from the API server.
+	Where string
+	// Object is kind and name, "Service default/web"; empty where a file could not be read that far.
+	Object string
+	// Field is the path of the field in question, such as spec.ports[0].port; empty where it is the object as a whole.
+	Field string
+	// Detail says what was wrong, Effect what happens now.
+	Detail, Effect string
+}
+
+func (f Finding) String() string {
+	s := ""
+	for _, part := range []string{f.Where, f.Object, f.Field} {
+		if part != "" {
+			s += part + ": "
+		}
+	}
+	s += f.Detail
+	if f.Effect != "" {
+		s += "; " + f.Effect
+	}
+	return s
+}
+
+// Report receives findings, each once.
+type Report func(Finding)

@@ -1,0 +1,271 @@
+// Package proxier turns the objects that a source delivers into the plan of a node, and keeps a backend in step with it.
+package proxier
+
+import (
+	"maps"
+	"net/netip"
+	"slices"
+
+	v1 "k8s.io/api/core/v1"
+	discovery "k8s.io/api/discovery/v1"
+	"k8s.io/apimachinery/pkg/types"
+
+	"nodeproxy/proxier/plan"
+	"nodeproxy/proxier/source"
+	"nodeproxy/topology"
+)
+
+// State is the service map: everything known of Services, EndpointSlices and this node, and the plan that follows from
+// it. It is incremental: Apply notes which Services a batch touches, Update recomputes those and no others. The plan is
+// a function of the objects alone, whatever the order and grouping in which they came.
+//
+// A State is not safe for concurrent use, and the plan that it returns is its own: it changes with the next Update.
+type State struct {
+	families []plan.Family
+	plan     *plan.Plan
+	services map[plan.Service]*service
+	// sliceOf remembers to which Service a slice belongs: the label that tells it can change, and a deletion comes
+	// without the object.
+	sliceOf map[types.NamespacedName]plan.Service
+	claims  claims
+	dirty   map[plan.Service]struct{}
+	// rebuild is set when the node or a setting that all rules depend on has changed.
+	rebuild bool
+	synced  bool
+	report  source.Report
+	// reported holds what was last said of each object, so that nothing is said twice.
+	reported map[string][]source.Finding
+}
+
+// service is what is known of one Service.
+type service struct {
+	specs  []portSpec        // nil while there is no Service object to proxy
+	slices map[string]*slice // by name of the slice
+}
+
+// NewState returns a state without objects, for the node of that name. The families are those that the node can
+// forward; what a Service asks for in another family is left alone. report may be nil.
+func NewState(nodeName string, settings plan.Settings, families []plan.Family, report source.Report) *State {
+	if report == nil {
+		report = func(source.Finding) {}
+	}
+	return &State{
+		families: families,
+		plan:     plan.New(plan.Node{Name: nodeName}, settings),
+		services: map[plan.Service]*service{},
+		sliceOf:  map[types.NamespacedName]plan.Service{},
+		claims:   claims{},
+		dirty:    map[plan.Service]struct{}{},
+		rebuild:  true,
+		report:   report,
+		reported: map[string][]source.Finding{},
+	}
+}
+
+// Synced reports whether the source has delivered all that it had at the start. Before that the plan is not fit to be
+// programmed: it lacks Services whose rules may be in the kernel and in use.
+func (s *State) Synced() bool { return s.synced }
+
+// Plan returns the plan as of the last Update.
+func (s *State) Plan() *plan.Plan { return s.plan }
+
+// Apply takes a batch of objects in.
+func (s *State) Apply(b source.Batch) {
+	for name, obj := range b.Services {
+		s.applyService(name, obj)
+	}
+	for name, obj := range b.EndpointSlices {
+		s.applySlice(name, obj)
+	}
+	for name, obj := range b.Nodes {
+		if name == s.plan.Node.Name && obj != nil {
+			s.applyNode(obj)
+		}
+	}
+	s.synced = s.synced || b.Synced
+}
+
+// touch marks a Service as changed.
+func (s *State) touch(svc plan.Service) { s.dirty[svc] = struct{}{} }
+
+func (s *State) touchKey(k plan.Key) { s.touch(k.Service) }
+
+func (s *State) applyService(name types.NamespacedName, obj *v1.Service) {
+	id := plan.Service{Namespace: name.Namespace, Name: name.Name}
+	svc := s.services[id]
+	if svc == nil {
+		if obj == nil {
+			return
+		}
+		svc = &service{slices: map[string]*slice{}}
+		s.services[id] = svc
+	}
+	for i := range svc.specs {
+		s.claims.remove(&svc.specs[i], s.touchKey)
+	}
+	var found []source.Finding
+	svc.specs = nil
+	if obj != nil {
+		svc.specs, found = readService(obj, s.families)
+	}
+	for i := range svc.specs {
+		s.claims.add(&svc.specs[i], s.touchKey)
+	}
+	s.tell("Service "+id.String(), found)
+	s.touch(id)
+	s.forgetIfEmpty(id, svc, obj != nil)
+}
+
+func (s *State) applySlice(name types.NamespacedName, obj *discovery.EndpointSlice) {
+	var id plan.Service
+	var parsed *slice
+	var found []source.Finding
+	if obj != nil && obj.Labels[v1.IsHeadlessService] == "" {
+		if owner, ok := sliceService(obj); ok {
+			id = owner
+			parsed, found = readSlice(obj)
+		}
+	}
+	s.tell("EndpointSlice "+name.String(), found)
+	if old, ok := s.sliceOf[name]; ok && (parsed == nil || old != id) {
+		delete(s.services[old].slices, name.Name)
+		delete(s.sliceOf, name)
+		s.touch(old)
+		s.forgetIfEmpty(old, s.services[old], len(s.services[old].specs) > 0)
+	}
+	if parsed == nil {
+		return
+	}
+	if s.services[id] == nil {
+		s.services[id] = &service{slices: map[string]*slice{}}
+	}
+	s.services[id].slices[name.Name] = parsed
+	s.sliceOf[name] = id
+	s.touch(id)
+}
+
+// forgetIfEmpty drops the entry of a Service of which nothing is left.
+func (s *State) forgetIfEmpty(id plan.Service, svc *service, exists bool) {
+	if !exists && len(svc.slices) == 0 {
+		delete(s.services, id)
+	}
+}
+
+func (s *State) applyNode(obj *v1.Node) {
+	node, podCIDRs, found := readNode(obj)
+	detect := &s.plan.Settings.DetectLocal
+	if detect.Mode == plan.DetectNodeCIDR && !slices.Equal(detect.CIDRs, podCIDRs) {
+		detect.CIDRs = podCIDRs
+		s.rebuild = true
+	}
+	s.tell("Node "+obj.Name, found)
+	if !node.Equal(s.plan.Node) {
+		s.plan.Node = node
+		s.rebuild = true
+	}
+}
+
+// tell reports what is new in the findings about an object.
+func (s *State) tell(object string, found []source.Finding) {
+	said := s.reported[object]
+	for _, f := range found {
+		if !slices.Contains(said, f) {
+			s.report(f)
+		}
+	}
+	if len(found) == 0 {
+		delete(s.reported, object)
+	} else {
+		s.reported[object] = found
+	}
+}
+
+// Update recomputes what the batches since the last Update touched. It returns the plan and the keys of the ServicePorts
+// that differ now, the vanished ones among them; or nil instead of the keys where something changed that every rule may
+// depend on, as it is at first.
+func (s *State) Update() (*plan.Plan, plan.Keys) {
+	changed := plan.Keys{}
+	all := s.rebuild
+	if all {
+		s.rebuild = false
+		for id := range s.services {
+			s.touch(id)
+		}
+	}
+	for id := range s.dirty {
+		s.recompute(id, changed)
+	}
+	clear(s.dirty)
+	if all {
+		return s.plan, nil
+	}
+	return s.plan, changed
+}
+
+// recompute brings the part of the plan up to date that belongs to one Service.
+func (s *State) recompute(id plan.Service, changed plan.Keys) {
+	svc := s.services[id]
+	if svc == nil {
+		svc = &service{}
+	}
+	sliceNames := slices.Sorted(maps.Keys(svc.slices))
+	wanted := plan.Keys{}
+	for i := range svc.specs {
+		spec := &svc.specs[i]
+		wanted.Add(spec.key)
+		var endpoints []topology.Endpoint
+		for _, name := range sliceNames {
+			endpoints = append(endpoints, svc.slices[name].endpointsFor(spec.key)...)
+		}
+		sp := s.servicePort(spec, endpoints)
+		if old := s.plan.Services[spec.key]; old == nil || !old.Equal(sp) {
+			s.plan.Set(sp)
+			changed.Add(spec.key)
+			s.tellShadowed(sp)
+		}
+	}
+	for _, key := range s.plan.KeysOf(id) {
+		if _, ok := wanted[key]; !ok {
+			s.plan.Delete(key)
+			s.tell("shadowed "+key.String(), nil)
+			changed.Add(key)
+		}
+	}
+}
+
+// servicePort joins what a Service asks for with what it gets.
+func (s *State) servicePort(spec *portSpec, endpoints []topology.Endpoint) *plan.ServicePort {
+	sp := &plan.ServicePort{
+		Key:            spec.key,
+		InternalPolicy: spec.internal,
+		ExternalPolicy: spec.external,
+		SourceRanges:   spec.sourceRanges,
+		Affinity:       spec.affinity,
+		Critical:       spec.critical,
+	}
+	for _, f := range spec.wants {
+		if owner := s.claims.owner(claimOf(f, spec.key.Family)); owner == spec.key {
+			sp.Frontends = append(sp.Frontends, f)
+		} else {
+			sp.Shadowed = append(sp.Shadowed, plan.Shadowed{Frontend: f, Owner: owner})
+		}
+	}
+	node := topology.Node{Name: s.plan.Node.Name, Zone: s.plan.Node.Zone}
+	sp.Endpoints = topology.Select(endpoints, node, topology.UseOf(spec.internal, spec.external, sp.HasExternal()))
+	return sp
+}
+
+func (s *State) tellShadowed(sp *plan.ServicePort) {
+	f := &findings{object: "Service " + sp.Key.Service.String()}
+	for _, sh := range sp.Shadowed {
+		f.problem("", "this frontend goes to "+sh.Owner.String(), "%s is also claimed by %s, which has the better right to it",
+			sh.Frontend, sh.Owner)
+	}
+	s.tell("shadowed "+sp.Key.String(), f.list)
+}
+
+// podCIDRsMissing reports whether local traffic is to be recognised by the node's pod CIDRs and none are known.
+func (s *State) podCIDRsMissing() bool {
+	d := s.plan.Settings.DetectLocal
+	return d.Mode == plan.DetectNodeCIDR && !slices.ContainsFunc(d.CIDRs, netip.Prefix.IsValid)
+}
