@@ -3,6 +3,8 @@ package iptables
 import (
 	"fmt"
 	"net/netip"
+	"slices"
+	"strings"
 
 	"nodeproxy/proxier/plan"
 )
@@ -87,36 +89,24 @@ type dispatch struct {
 
 // chains calls emit for the dispatcher's chain and all below it, those below first.
 func (d *dispatch) chains(emit func(chain)) {
-	if d.root != nil && d.root.count > maxFlat {
-		d.below(d.top(), emit)
+	for _, t := range d.topChains() {
+		d.emit(t, emit)
 	}
 	emit(d.rootChain())
 }
 
-// top is the virtual parent of the whole trie: as its only child, the trie becomes a chain of its own, behind one rule
-// that sorts out whatever has none of the prefix that all keys have in common.
-func (d *dispatch) top() *trie { return &trie{kids: []*trie{d.root}, count: d.root.count} }
+func (d *dispatch) emit(t *trie, emit func(chain)) {
+	for _, kid := range chainsBelow(t) {
+		d.emit(kid, emit)
+	}
+	emit(chain{d.name(t.prefix), d.rules(t)})
+}
 
 // branches reports whether a child of an inner chain is a chain of its own.
 func branches(kid *trie) bool { return kid.count > maxInline && !kid.isEntry() }
 
 // inner reports whether a trie's chain leads to further chains, rather than listing its entries.
 func inner(t *trie) bool { return t.count > maxFlat }
-
-func (d *dispatch) below(t *trie, emit func(chain)) {
-	for _, kid := range t.kids {
-		if branches(kid) {
-			d.subtree(kid, emit)
-		}
-	}
-}
-
-func (d *dispatch) subtree(t *trie, emit func(chain)) {
-	if inner(t) {
-		d.below(t, emit)
-	}
-	emit(chain{d.name(t.prefix), d.rules(t)})
-}
 
 // rules are those of the chain that a trie becomes.
 func (d *dispatch) rules(t *trie) []string {
@@ -151,71 +141,104 @@ func (d *dispatch) rootChain() chain {
 // changes compares two contents of one dispatcher: write is called for every chain of to that is not the same in from,
 // and remove for the name of every chain that only from has. What the two share is not looked at.
 func changes(from, to *dispatch, write func(chain), remove func(string)) {
-	var before, after *trie
-	if from.root != nil && inner(from.root) {
-		before = from.top()
-	}
-	if to.root != nil && inner(to.root) {
-		after = to.top()
-	}
-	to.changesBelow(before, after, write, remove)
+	c := &comparison{dispatch: to, write: write, remove: remove}
+	c.compare(from.topChains(), to.topChains())
 	if old, new := from.rootChain(), to.rootChain(); !sameRules(old, new) {
 		write(new)
 	}
 }
 
-// changesBelow compares the chains below two inner tries; nil stands for one that has none.
-func (d *dispatch) changesBelow(before, after *trie, write func(chain), remove func(string)) {
-	if before == after {
-		return
+// topChains are the tries that become the chains directly below the dispatcher's own.
+func (d *dispatch) topChains() []*trie {
+	if d.root == nil || !inner(d.root) {
+		return nil
 	}
-	old := map[key]*trie{}
-	if before != nil && inner(before) {
-		for _, kid := range before.kids {
-			if branches(kid) {
-				old[kid.prefix] = kid
-			}
+	return []*trie{d.root}
+}
+
+// chainsBelow are the tries that become the chains directly below that of t.
+func chainsBelow(t *trie) []*trie {
+	if !inner(t) {
+		return nil
+	}
+	var out []*trie
+	for _, kid := range t.kids {
+		if branches(kid) {
+			out = append(out, kid)
 		}
 	}
-	if after != nil && inner(after) {
-		for _, kid := range after.kids {
-			if !branches(kid) {
-				continue
-			}
-			was := old[kid.prefix]
-			delete(old, kid.prefix)
-			if was == kid {
-				continue
-			}
-			d.changesBelow(was, kid, write, remove)
-			now := chain{d.name(kid.prefix), d.rules(kid)}
-			if was == nil || !sameRules(chain{now.name, d.rules(was)}, now) {
-				write(now)
+	return out
+}
+
+type comparison struct {
+	*dispatch
+	write  func(chain)
+	remove func(string)
+}
+
+// compare finds what differs between the chains of before and after, each a list of tries that lie beside each other, and
+// all chains below those. Chains are the same if their prefixes are, at whatever depth they hang: an address far from all
+// others puts a level on top of the tree, and leaves the rest as it was.
+func (c *comparison) compare(before, after []*trie) {
+	done := map[*trie]bool{}
+	within := func(list []*trie, prefix key) []*trie {
+		var out []*trie
+		for _, t := range list {
+			if !done[t] && strings.HasPrefix(string(t.prefix), string(prefix)) {
+				out = append(out, t)
 			}
 		}
+		return out
 	}
-	if before == nil || !inner(before) {
-		return
+	for _, a := range after {
+		if done[a] {
+			continue
+		}
+		below := within(before, a.prefix)
+		around := slices.IndexFunc(before, func(b *trie) bool {
+			return len(b.prefix) < len(a.prefix) && strings.HasPrefix(string(a.prefix), string(b.prefix))
+		})
+		switch {
+		case len(below) == 1 && below[0].prefix == a.prefix:
+			done[below[0]] = true
+			c.same(below[0], a)
+		case around >= 0: // a hung below a chain that is gone
+			b := before[around]
+			group := within(after, b.prefix)
+			for _, t := range group {
+				done[t] = true
+			}
+			done[b] = true
+			c.remove(c.name(b.prefix))
+			c.compare(chainsBelow(b), group)
+		default: // a is new, and what is below it may have been there before
+			for _, t := range below {
+				done[t] = true
+			}
+			c.write(chain{c.name(a.prefix), c.rules(a)})
+			c.compare(below, chainsBelow(a))
+		}
 	}
-	for _, kid := range before.kids { // in order, unlike the map
-		if gone := old[kid.prefix]; gone != nil {
-			d.changesBelow(gone, nil, write, remove)
-			remove(d.name(gone.prefix))
+	for _, b := range before {
+		if !done[b] {
+			c.remove(c.name(b.prefix))
+			c.compare(chainsBelow(b), nil)
 		}
 	}
 }
 
-func sameRules(a, b chain) bool {
-	if len(a.rules) != len(b.rules) {
-		return false
+// same compares a chain with what it becomes.
+func (c *comparison) same(b, a *trie) {
+	if a == b {
+		return
 	}
-	for i := range a.rules {
-		if a.rules[i] != b.rules[i] {
-			return false
-		}
+	if now := (chain{c.name(a.prefix), c.rules(a)}); !sameRules(chain{now.name, c.rules(b)}, now) {
+		c.write(now)
 	}
-	return true
+	c.compare(chainsBelow(b), chainsBelow(a))
 }
+
+func sameRules(a, b chain) bool { return slices.Equal(a.rules, b.rules) }
 
 // addrDigits is the number of digits that an address has in this dispatcher's keys.
 func (d *dispatch) addrDigits() int {

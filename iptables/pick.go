@@ -17,11 +17,18 @@ const maxFlatEndpoints = 64
 func (b *builder) pick(endpoints []plan.Endpoint) []string {
 	rules := make([]string, 0, len(endpoints))
 	for i, ep := range endpoints {
-		r := b.toEndpoint(ep)
+		r, target := newRule(), ""
+		if b.direct {
+			r.proto(b.sp.Key.Protocol)
+			target = "DNAT --to-destination " + ep.Addr.String()
+		} else {
+			target = endpointChain(b.sp.Key, ep.Addr)
+			r.comment(b.toward(ep))
+		}
 		if left := len(endpoints) - i; left > 1 {
 			r.oneIn(1 / float64(left))
 		}
-		rules = append(rules, r.jump(endpointChain(b.sp.Key, ep.Addr)))
+		rules = append(rules, r.jump(target))
 	}
 	return rules
 }
@@ -49,7 +56,10 @@ func (b *builder) groups(p plan.Policy, endpoints []plan.Endpoint) (rules []stri
 			continue
 		}
 		name := groupChain(prefix, b.sp.Key, count, g)
-		r := newRule().comment(b.name + " endpoints")
+		r := newRule()
+		if !b.compact {
+			r.comment(b.name + " endpoints")
+		}
 		if left > len(m) {
 			r.oneIn(float64(len(m)) / float64(left))
 		}

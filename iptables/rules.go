@@ -13,24 +13,46 @@ type rules struct {
 	settings plan.Settings
 	node     plan.Node
 	services map[plan.Key]*plan.ServicePort
-	tries    tries
+	// endpoints is how many there are in all, and compact the form that follows from it.
+	endpoints int
+	compact   bool
+	tries     tries
 }
 
 // tries are the entries of all dispatchers.
 type tries [dispatchers]*trie
 
+// newRules returns the rules for a plan in which no ServicePort has been entered yet.
 func newRules(p *plan.Plan, f plan.Family, o Options) *rules {
-	return &rules{
+	r := &rules{
 		family: f, options: o, settings: p.Settings, node: p.Node, services: map[plan.Key]*plan.ServicePort{},
 	}
+	for k, sp := range p.Services {
+		if k.Family == f {
+			r.endpoints += endpointCount(sp)
+		}
+	}
+	r.compact = o.compact(r.endpoints)
+	return r
 }
 
-// fragment is what a ServicePort contributes; nothing, if it is nil.
-func (r *rules) fragment(sp *plan.ServicePort) fragment {
+func (o Options) compact(endpoints int) bool { return o.CompactAbove > 0 && endpoints > o.CompactAbove }
+
+func endpointCount(sp *plan.ServicePort) int {
 	if sp == nil {
-		return fragment{}
+		return 0
 	}
-	return buildFragment(sp, &r.settings, &r.node)
+	return len(sp.All())
+}
+
+// outgrown follows the number of endpoints through a change, and reports whether the rules need another form after it.
+func (r *rules) outgrown(p *plan.Plan, changed plan.Keys) bool {
+	for k := range changed {
+		if k.Family == r.family {
+			r.endpoints += endpointCount(p.Services[k]) - endpointCount(r.services[k])
+		}
+	}
+	return r.options.compact(r.endpoints) != r.compact
 }
 
 // enter adds a ServicePort that was not there before, and returns the chains of its own.
@@ -74,7 +96,7 @@ var dispatcherOrder = [dispatchers]dispatcherID{
 
 // fixed calls emit for every chain that is not a ServicePort's own, those that others lead to first.
 func (r *rules) fixed(emit func(tableChain)) {
-	for _, c := range baseChains(r.options) {
+	for _, c := range baseChains(r.options, r.family, r.compact) {
 		emit(c)
 	}
 	for _, id := range dispatcherOrder {

@@ -29,11 +29,21 @@ type builder struct {
 	settings *plan.Settings
 	node     *plan.Node
 	name     string // namespace/name:port, for comments
+	compact  bool   // as few and as light rules as possible
+	direct   bool   // endpoints have no chains of their own
+	setMark  string // the target that asks for masquerading
 	out      fragment
 }
 
-func buildFragment(sp *plan.ServicePort, settings *plan.Settings, node *plan.Node) fragment {
-	b := &builder{sp: sp, settings: settings, node: node, name: sp.Key.PortName()}
+// fragment is what a ServicePort contributes; nothing, if it is nil.
+func (r *rules) fragment(sp *plan.ServicePort) fragment {
+	if sp == nil {
+		return fragment{}
+	}
+	b := &builder{sp: sp, settings: &r.settings, node: &r.node, name: sp.Key.PortName(), compact: r.compact,
+		setMark: "MARK --set-xmark " + r.options.mark()}
+	// Affinity needs the chains: an endpoint's chain remembers the client.
+	b.direct = r.compact && sp.Affinity == 0
 	for _, f := range sp.Frontends {
 		switch f.Kind {
 		case plan.ClusterIP:
@@ -41,7 +51,7 @@ func buildFragment(sp *plan.ServicePort, settings *plan.Settings, node *plan.Nod
 		case plan.LoadBalancerIP, plan.ExternalIP, plan.NodePort:
 			b.external(f)
 		case plan.HealthCheckNodePort:
-			r := newRule().proto(f.Protocol).comment(b.name + " health check node port").port(f.Protocol, f.Port)
+			r := newRule().proto(f.Protocol).comment(b.name+" health check node port").port(f.Protocol, f.Port)
 			b.entry(filterNodePorts, f, r.jump("ACCEPT"))
 		}
 	}
@@ -56,8 +66,10 @@ func buildFragment(sp *plan.ServicePort, settings *plan.Settings, node *plan.Nod
 	}
 	b.policyChain(plan.Cluster)
 	b.policyChain(plan.Local)
-	for _, ep := range sp.All() {
-		b.endpointChain(ep)
+	if !b.direct {
+		for _, ep := range sp.All() {
+			b.endpointChain(ep)
+		}
 	}
 	return b.out
 }
@@ -177,8 +189,8 @@ func (b *builder) externalChain() {
 		// The endpoint may be on another node, whose answer must come back through this one.
 		rules = append(rules, newRule().comment("masquerade traffic for "+to).jump(chainMarkMasq))
 	} else {
-		// What this node's pods and the node itself send never was outside. It goes wherever cluster traffic would, as if it had gone
-		// out to the load balancer and come back at a node that has an endpoint.
+		// What this node's pods and the node itself send never was outside. It goes wherever cluster traffic would, as if
+		// it had gone out to the load balancer and come back at a node that has an endpoint.
 		if r := b.fromPods(); r != nil {
 			rules = append(rules, r.comment("pod traffic for "+to).jump(cluster))
 		}
@@ -214,7 +226,11 @@ func (b *builder) masqueradeClusterIP(f plan.Frontend) string {
 	d := b.settings.DetectLocal
 	begin := newRule()
 	match := func(r *rule) string {
-		return r.proto(f.Protocol).comment(b.name+" cluster IP").port(f.Protocol, f.Port).jump(chainMarkMasq)
+		r.proto(f.Protocol)
+		if b.compact {
+			return r.port(f.Protocol, f.Port).jump(b.setMark)
+		}
+		return r.comment(b.name+" cluster IP").port(f.Protocol, f.Port).jump(chainMarkMasq)
 	}
 	switch {
 	case b.settings.MasqueradeAll:
@@ -245,7 +261,7 @@ func (b *builder) policyChain(p plan.Policy) {
 	}
 	if b.sp.Affinity > 0 {
 		for _, ep := range endpoints {
-			rules = append(rules, b.toEndpoint(ep).word("-m", "recent", "--rcheck", "--seconds",
+			rules = append(rules, newRule().comment(b.toward(ep)).word("-m", "recent", "--rcheck", "--seconds",
 				strconv.Itoa(int(b.sp.Affinity/time.Second)), "--reap").word(b.recentList(ep)...).jump(endpointChain(b.sp.Key, ep.Addr)))
 		}
 	}
@@ -259,10 +275,8 @@ func (b *builder) policyChain(p plan.Policy) {
 	b.out.chains = append(b.out.chains, chains...)
 }
 
-// toEndpoint begins a rule that leads to an endpoint's chain.
-func (b *builder) toEndpoint(ep plan.Endpoint) *rule {
-	return newRule().comment(b.name + " -> " + ep.Addr.String())
-}
+// toward is the comment of a rule that leads to an endpoint.
+func (b *builder) toward(ep plan.Endpoint) string { return b.name + " -> " + ep.Addr.String() }
 
 // recentList names the list in which an endpoint's clients are remembered, one for each endpoint chain.
 func (b *builder) recentList(ep plan.Endpoint) []string {

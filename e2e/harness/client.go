@@ -141,3 +141,47 @@ func parse(line string) Answer {
 	a.Outcome, a.Source = Answered, ip
 	return a
 }
+
+// Conversation is an open TCP connection to a server.
+type Conversation struct {
+	// With is what the server said at first.
+	With Answer
+
+	conn net.Conn
+	in   *bufio.Reader
+}
+
+// Converse opens a TCP connection and keeps it open.
+func (n *Netns) Converse(to netip.AddrPort) (*Conversation, error) {
+	c, err := n.Dial("tcp", to, time.Now().Add(Patient))
+	if err != nil {
+		return nil, err
+	}
+	out := &Conversation{conn: c, in: bufio.NewReader(c)}
+	if out.With = Greeting(out.in); out.With.Outcome != Answered {
+		c.Close()
+		return nil, out.With.Err
+	}
+	return out, nil
+}
+
+// Echo sends a line and waits for it to come back.
+func (c *Conversation) Echo(line string) error {
+	if err := c.conn.SetDeadline(time.Now().Add(Patient)); err != nil {
+		return err
+	}
+	if _, err := fmt.Fprintf(c.conn, "%s\n", line); err != nil {
+		return fmt.Errorf("connection to %s: %w", c.With.Server, err)
+	}
+	got, err := c.in.ReadString('\n')
+	if err != nil {
+		return fmt.Errorf("connection to %s: %w", c.With.Server, err)
+	}
+	if strings.TrimSpace(got) != line {
+		return fmt.Errorf("connection to %s: echo %q for %q", c.With.Server, got, line)
+	}
+	return nil
+}
+
+// Close closes the connection.
+func (c *Conversation) Close() { c.conn.Close() }

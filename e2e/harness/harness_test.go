@@ -10,7 +10,12 @@ import (
 	"time"
 )
 
-func TestMain(m *testing.M) { os.Exit(Main(m)) }
+func TestMain(m *testing.M) {
+	if end := os.Getenv(endVariable); end != "" {
+		os.Exit(Supervise(func() int { return makeWorldAndEnd(end) }))
+	}
+	os.Exit(Main(m))
+}
 
 var networks = []string{"tcp", "udp"}
 

@@ -236,3 +236,11 @@ func SlicesNamed(s *v1.Service, prefix string, endpoints ...Endpoint) []runtime.
 func Objects(s *v1.Service, endpoints ...Endpoint) []runtime.Object {
 	return append([]runtime.Object{s}, Slices(s, endpoints...)...)
 }
+
+// WriteInPlace is Write for a file that is overwritten where it is, as some editors and shells do.
+func (w *World) WriteInPlace(t testing.TB, file string, objects ...runtime.Object) {
+	t.Helper()
+	if err := os.WriteFile(filepath.Join(w.Manifests, file), []byte(YAML(t, objects...)), 0o644); err != nil {
+		t.Fatal(err)
+	}
+}

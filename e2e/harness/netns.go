@@ -64,8 +64,11 @@ func (n *Netns) prepare() error {
 				return err
 			}
 		}
-		if err := n.Sysctl("net/ipv4/conf/"+scope+"/rp_filter", "0"); err != nil {
-			return err
+		// New namespaces take these over from the host's.
+		for _, key := range []string{"rp_filter", "forwarding", "route_localnet"} {
+			if err := n.Sysctl("net/ipv4/conf/"+scope+"/"+key, "0"); err != nil {
+				return err
+			}
 		}
 	}
 	lo, err := n.nl.LinkByName("lo")

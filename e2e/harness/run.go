@@ -2,11 +2,13 @@ package harness
 
 import (
 	"errors"
+	"flag"
 	"fmt"
 	"os"
 	"os/exec"
 	"os/signal"
 	"path/filepath"
+	"strconv"
 	"strings"
 	"sync"
 	"syscall"
@@ -15,6 +17,10 @@ import (
 
 // runDirPrefix starts the name of the directory in which a test process keeps all of its files.
 const runDirPrefix = "nodeproxy-e2e-"
+
+// worldsAtOnce is the number of tests that run in parallel, unless -parallel says another: more than there are
+// processors, since most of the time a test waits for silence.
+const worldsAtOnce = 5
 
 var live struct {
 	sync.Mutex
@@ -26,6 +32,20 @@ var live struct {
 // Main runs a package's tests and removes what they left, also when they are interrupted. A TestMain ends with
 // os.Exit(harness.Main(m)).
 func Main(m *testing.M) int {
+	flag.Parse()
+	parallelGiven := false
+	flag.Visit(func(f *flag.Flag) { parallelGiven = parallelGiven || f.Name == "test.parallel" })
+	if !parallelGiven {
+		if err := flag.Set("test.parallel", strconv.Itoa(worldsAtOnce)); err != nil {
+			panic(err)
+		}
+	}
+	return Supervise(m.Run)
+}
+
+// Supervise is Main for a program that is not a test: it calls run, removes what it left, also when it is interrupted,
+// and returns the exit code.
+func Supervise(run func() int) int {
 	interrupted := make(chan os.Signal, 1)
 	signal.Notify(interrupted, os.Interrupt, syscall.SIGTERM)
 	go func() {
@@ -34,7 +54,7 @@ func Main(m *testing.M) int {
 		_ = Sweep()
 		os.Exit(130)
 	}()
-	code := m.Run()
+	code := run()
 	if err := Sweep(); err != nil {
 		fmt.Fprintf(os.Stderr, "harness: %v\n", err)
 		code = max(code, 1)

@@ -187,6 +187,12 @@ func (t *transaction) command(number int, line string) error {
 	if strings.HasPrefix(words[0], "[") {
 		words = words[1:]
 	}
+	if len(words) > 0 && (words[0] == "-4" || words[0] == "-6") {
+		if (words[0] == "-4") != (t.rs.family == plan.IPv4) {
+			return nil // It is for the other family, and passed over by iptables-restore too.
+		}
+		words = words[1:]
+	}
 	if len(words) < 2 {
 		return errors.New("a command needs a chain")
 	}
@@ -212,8 +218,12 @@ func (t *transaction) command(number int, line string) error {
 			return errors.New("it sets no policy of a built-in chain")
 		}
 		c.policy = words[2]
-	case "-A", "--append", "-I", "--insert", "-D", "--delete":
-		return t.ruleCommand(c, number, line, words)
+	case "-A", "--append":
+		return t.appendRule(c, number, line, words[2:])
+	case "-I", "--insert":
+		return t.insertRule(c, number, line, words[2:])
+	case "-D", "--delete":
+		return deleteRule(c, words[2:])
 	default:
 		return fmt.Errorf("command %s is not known", words[0])
 	}
@@ -238,41 +248,53 @@ func (t *transaction) deleteChain(c *chain) error {
 	return nil
 }
 
-// ruleCommand adds or deletes a rule.
-func (t *transaction) ruleCommand(c *chain, number int, line string, words []string) error {
-	command, words := words[0], words[2:]
-	position := 0
-	if len(words) > 0 && !strings.HasPrefix(command, "-A") && !strings.HasPrefix(command, "--a") {
-		if n, err := strconv.Atoi(words[0]); err == nil {
-			position, words = n, words[1:]
-		}
-	}
-	spec := strings.Join(words, "\x00")
-	if strings.HasPrefix(strings.TrimLeft(command, "-"), "D") || command == "--delete" {
-		if position == 0 {
-			position = 1 + slices.IndexFunc(c.rules, func(r *rule) bool { return r.spec == spec })
-		}
-		if position < 1 || position > len(c.rules) {
-			return errors.New("there is no such rule to delete")
-		}
-		c.rules = slices.Delete(c.rules, position-1, position)
-		return nil
+// appendRule, insertRule and deleteRule take a line's words behind the chain. For the latter two, a position may come
+// first.
+func (t *transaction) appendRule(c *chain, number int, line string, words []string) error {
+	return t.insertAt(c, len(c.rules), number, line, words)
+}
+
+func (t *transaction) insertRule(c *chain, number int, line string, words []string) error {
+	at, words := position(words)
+	return t.insertAt(c, max(at, 1)-1, number, line, words)
+}
+
+func (t *transaction) insertAt(c *chain, at, number int, line string, words []string) error {
+	if at > len(c.rules) {
+		return fmt.Errorf("chain %s has only %d rules", c.name, len(c.rules))
 	}
 	r, err := parseRule(t.rs.family, t.table, words)
 	if err != nil {
 		return err
 	}
-	r.line, r.spec, r.text = number, spec, line
-	at := len(c.rules)
-	if command == "-I" || command == "--insert" {
-		at = max(position, 1) - 1
-	}
-	if at > len(c.rules) {
-		return fmt.Errorf("chain %s has no position %d", c.name, position)
-	}
+	r.line, r.text, r.spec = number, line, specOf(words)
 	c.rules = slices.Insert(c.rules, at, r)
 	return nil
 }
+
+func deleteRule(c *chain, words []string) error {
+	at, words := position(words)
+	if at == 0 {
+		at = 1 + slices.IndexFunc(c.rules, func(r *rule) bool { return r.spec == specOf(words) })
+	}
+	if at < 1 || at > len(c.rules) {
+		return errors.New("there is no such rule to delete")
+	}
+	c.rules = slices.Delete(c.rules, at-1, at)
+	return nil
+}
+
+// position takes a rule's number off the words; 0 where there is none.
+func position(words []string) (int, []string) {
+	if len(words) > 0 {
+		if n, err := strconv.Atoi(words[0]); err == nil && n > 0 {
+			return n, words[1:]
+		}
+	}
+	return 0, words
+}
+
+func specOf(words []string) string { return strings.Join(words, "\x00") }
 
 // verify checks what the kernel checks when a table is committed: that jumps lead to chains, and nowhere in circles.
 func (rs *Ruleset) verify(table string) error {

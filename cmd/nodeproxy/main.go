@@ -1,0 +1,76 @@
+// Command nodeproxy is a node-local proxy for Kubernetes Services.
+package main
+
+import (
+	"errors"
+	"fmt"
+	"log/slog"
+	"os"
+
+	"github.com/spf13/cobra"
+
+	"nodeproxy/config"
+)
+
+func main() {
+	err := root().Execute()
+	var usage *usageError
+	switch {
+	case errors.As(err, &usage):
+		fmt.Fprintf(os.Stderr, "nodeproxy: %v\n", err)
+		os.Exit(2)
+	case err != nil:
+		fmt.Fprintf(os.Stderr, "nodeproxy: %v\n", err)
+		os.Exit(1)
+	}
+}
+
+// usageError is a mistake on the command line: exit code 2, before anything is touched.
+type usageError struct{ error }
+
+func (e *usageError) Unwrap() error { return e.error }
+
+func root() *cobra.Command {
+	run := runCommand()
+	cmd := &cobra.Command{
+		Use:   "nodeproxy",
+		Short: "Proxy for Kubernetes Services on one node",
+		Long: "nodeproxy forwards traffic for Kubernetes Services to their endpoints, by rules that it keeps in the kernel.\n" +
+			"Without a subcommand it does what \"nodeproxy run\" does.",
+		Args:          noArgs,
+		RunE:          run.RunE,
+		SilenceUsage:  true,
+		SilenceErrors: true,
+	}
+	cmd.Flags().AddFlagSet(run.Flags())
+	cmd.SetFlagErrorFunc(func(_ *cobra.Command, err error) error { return &usageError{err} })
+	cmd.AddCommand(run, renderCommand(), versionCommand())
+	return cmd
+}
+
+// noArgs refuses arguments that are no flags, such as a misspelt subcommand.
+func noArgs(cmd *cobra.Command, args []string) error {
+	if len(args) > 0 {
+		return &usageError{fmt.Errorf("unknown argument %q; %s --help lists what there is", args[0], cmd.CommandPath())}
+	}
+	return nil
+}
+
+// version is set when the program is built.
+var version = "dev"
+
+func versionCommand() *cobra.Command {
+	return &cobra.Command{
+		Use:   "version",
+		Short: "Print the version",
+		Args:  noArgs,
+		Run:   func(cmd *cobra.Command, _ []string) { fmt.Fprintln(cmd.OutOrStdout(), version) },
+	}
+}
+
+func newLog(c *config.Config) *slog.Logger {
+	level := map[string]slog.Level{
+		"debug": slog.LevelDebug, "info": slog.LevelInfo, "warn": slog.LevelWarn, "error": slog.LevelError,
+	}[c.LogLevel]
+	return slog.New(slog.NewTextHandler(os.Stderr, &slog.HandlerOptions{Level: level}))
+}

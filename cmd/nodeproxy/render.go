@@ -1,0 +1,66 @@
+package main
+
+import (
+	"fmt"
+
+	"github.com/spf13/cobra"
+
+	"nodeproxy/config"
+	"nodeproxy/iptables"
+	"nodeproxy/proxier"
+	"nodeproxy/proxier/plan"
+	"nodeproxy/proxier/source"
+	"nodeproxy/proxier/source/manifest"
+)
+
+func renderCommand() *cobra.Command {
+	flags := &config.Flags{}
+	family := ""
+	cmd := &cobra.Command{
+		Use:   "render",
+		Short: "Print the rules that run would make of the manifests",
+		Long: "render prints, as input for iptables-restore, the rules that run would make of the manifests. It needs no root and\n" +
+			"changes nothing. What there is to say about the objects goes to standard error.\n\n" +
+			"With both families in one text, every rule begins with -4 or -6, so that iptables-restore and ip6tables-restore\n" +
+			"each take their own; --family=ipv4 or ipv6 prints one family without that.",
+		Args: noArgs,
+		RunE: func(cmd *cobra.Command, _ []string) error {
+			cfg, err := flags.Config()
+			if err != nil {
+				return &usageError{err}
+			}
+			report := func(f source.Finding) { fmt.Fprintf(cmd.ErrOrStderr(), "%s: %s\n", f.Severity, f) }
+			text, err := render(cfg, family, report)
+			if err != nil {
+				return err
+			}
+			_, err = fmt.Fprint(cmd.OutOrStdout(), text)
+			return err
+		},
+	}
+	flags.Add(cmd.Flags())
+	cmd.Flags().StringVar(&family, "family", "all", "families to print: ipv4, ipv6 or all")
+	return cmd
+}
+
+func render(cfg *config.Config, family string, report source.Report) (string, error) {
+	batch, err := manifest.Load(manifestConfig(cfg, report, newLog(cfg)))
+	if err != nil {
+		return "", err
+	}
+	state := proxier.NewState(cfg.NodeName, cfg.Settings, plan.Families[:], report)
+	state.Apply(batch)
+	desired, _ := state.Update()
+	options := iptables.Options{
+		MasqueradeBit: cfg.MasqueradeBit, RandomFully: true, CompactAbove: iptables.DefaultCompactAbove,
+	}
+	switch family {
+	case "all":
+		return iptables.RenderAll(desired, options), nil
+	case "ipv4":
+		return iptables.Render(desired, plan.IPv4, options), nil
+	case "ipv6":
+		return iptables.Render(desired, plan.IPv6, options), nil
+	}
+	return "", &usageError{fmt.Errorf("--family: %q is none of ipv4, ipv6, all", family)}
+}

@@ -1,0 +1,154 @@
+package harness
+
+import (
+	"bufio"
+	"errors"
+	"fmt"
+	"os"
+	"os/exec"
+	"path/filepath"
+	"strconv"
+	"strings"
+	"syscall"
+	"testing"
+	"time"
+)
+
+// endVariable, if set, makes this test binary make a World with a process in it, print what it made, and end in the way
+// that the variable says.
+const endVariable = "HARNESS_TEST_END"
+
+func makeWorldAndEnd(end string) int {
+	w, err := Build(Options{})
+	if err != nil {
+		fmt.Println("error", err)
+		return 1
+	}
+	process := exec.Command("sleep", "600")
+	if err := w.Node1().Start(process); err != nil {
+		fmt.Println("error", err)
+		return 1
+	}
+	for _, n := range w.all {
+		var st syscall.Stat_t
+		if err := syscall.Fstat(int(n.handle), &st); err != nil {
+			fmt.Println("error", err)
+			return 1
+		}
+		fmt.Println("netns", st.Ino)
+	}
+	fmt.Println("pid", process.Process.Pid)
+	fmt.Println("dir", filepath.Dir(w.Dir))
+	fmt.Println("ready")
+	switch end {
+	case "panic":
+		go panic("as told")
+	case "return":
+		if err := process.Process.Kill(); err != nil {
+			return 1
+		}
+		_ = process.Wait()
+		return 0
+	}
+	time.Sleep(time.Minute) // until the signal comes
+	return 1
+}
+
+// TestNothingIsLeft: however a test process ends, its processes, namespaces and files go away.
+func TestNothingIsLeft(t *testing.T) {
+	for _, end := range []string{"return", "panic", "SIGTERM", "SIGINT", "SIGKILL"} {
+		t.Run(end, func(t *testing.T) {
+			t.Parallel()
+			cmd := exec.Command(os.Args[0])
+			cmd.Env = append(os.Environ(), endVariable+"="+end)
+			stdout, err := cmd.StdoutPipe()
+			if err != nil {
+				t.Fatal(err)
+			}
+			if err := cmd.Start(); err != nil {
+				t.Fatal(err)
+			}
+			made := map[string][]string{}
+			for lines := bufio.NewScanner(stdout); lines.Scan(); {
+				kind, value, _ := strings.Cut(lines.Text(), " ")
+				made[kind] = append(made[kind], value)
+				if kind == "ready" {
+					break
+				}
+			}
+			if len(made["netns"]) != 11 || len(made["pid"]) != 1 || len(made["dir"]) != 1 {
+				t.Fatalf("made %v", made)
+			}
+			signals := map[string]syscall.Signal{"SIGTERM": syscall.SIGTERM, "SIGINT": syscall.SIGINT, "SIGKILL": syscall.SIGKILL}
+			if sig, ok := signals[end]; ok {
+				if err := cmd.Process.Signal(sig); err != nil {
+					t.Fatal(err)
+				}
+			}
+			err = cmd.Wait()
+			if (err == nil) != (end == "return") {
+				t.Errorf("ended with %v", err)
+			}
+			if end == "panic" || end == "SIGKILL" {
+				removeAbandoned() // what the next test process does first
+			}
+			if _, err := os.Stat(made["dir"][0]); !errors.Is(err, os.ErrNotExist) {
+				t.Errorf("%s is left: %v", made["dir"][0], err)
+			}
+			gone := func() error {
+				if _, err := os.Stat("/proc/" + made["pid"][0] + "/exe"); err == nil {
+					return fmt.Errorf("process %s still runs", made["pid"][0])
+				}
+				used, err := namespacesInUse()
+				if err != nil {
+					return err
+				}
+				for _, inode := range made["netns"] {
+					if by := used[inode]; by != "" {
+						return fmt.Errorf("network namespace %s is still in use: %s", inode, by)
+					}
+				}
+				return nil
+			}
+			for deadline := time.Now().Add(5 * time.Second); ; time.Sleep(20 * time.Millisecond) {
+				err := gone()
+				if err == nil {
+					return
+				}
+				if time.Now().After(deadline) {
+					t.Fatal(err)
+				}
+			}
+		})
+	}
+}
+
+// namespacesInUse returns, by inode, a thread or file descriptor that refers to each network namespace. One that nothing
+// refers to is the kernel's to remove.
+func namespacesInUse() (map[string]string, error) {
+	used := map[string]string{}
+	for _, pattern := range []string{"/proc/[0-9]*/task/[0-9]*/ns/net", "/proc/[0-9]*/fd/*"} {
+		links, err := filepath.Glob(pattern)
+		if err != nil {
+			return nil, err
+		}
+		for _, l := range links {
+			target, err := os.Readlink(l)
+			if err != nil {
+				continue // ended meanwhile
+			}
+			if inode, ok := strings.CutPrefix(target, "net:["); ok {
+				used[strings.TrimSuffix(inode, "]")] = l
+			}
+		}
+	}
+	self, err := os.Readlink("/proc/self/ns/net")
+	if err != nil {
+		return nil, err
+	}
+	inode := strings.TrimSuffix(strings.TrimPrefix(self, "net:["), "]")
+	if _, err := strconv.Atoi(inode); err != nil || used[inode] == "" {
+		return nil, fmt.Errorf("own namespace %q not among those in use: the search is no good", self)
+	}
+	return used, nil
+}

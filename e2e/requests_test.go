@@ -1,0 +1,154 @@
+package e2e
+
+import (
+	"fmt"
+	"maps"
+	"net/netip"
+	"slices"
+	"testing"
+	"time"
+
+	"nodeproxy/e2e/harness"
+)
+
+// clusterIP, nodePort, vip and externalIP are the frontends of the Service with this number.
+func clusterIP(number, family int) netip.AddrPort {
+	return netip.AddrPortFrom(harness.AddressesOf(number).ClusterIP(family), harness.ServicePort)
+}
+
+func vip(number, family int) netip.AddrPort {
+	return netip.AddrPortFrom(harness.AddressesOf(number).VIP(family), harness.ServicePort)
+}
+
+func externalIP(number, family int) netip.AddrPort {
+	return netip.AddrPortFrom(harness.AddressesOf(number).ExternalIP(family), harness.ServicePort)
+}
+
+func nodePort(addr netip.Addr, number int) netip.AddrPort {
+	return netip.AddrPortFrom(addr, harness.AddressesOf(number).NodePort)
+}
+
+// serversOf asks until all wanted servers have answered, and a few times more than that would take by chance, and
+// returns an error if another one answers, one of them never does, or a request fails.
+func serversOf(client *harness.Host, network string, to netip.AddrPort, want ...string) error {
+	seen := map[string]int{}
+	for i := 0; i < mostRequests && (i < leastRequests || len(seen) < len(want)); i++ {
+		a := client.Ask(network, to, harness.Patient)
+		if a.Outcome != harness.Answered || !slices.Contains(want, a.Server) {
+			return fmt.Errorf("%s from %s to %s, request %d: %v, want an answer from one of %v",
+				network, client.Name, to, i+1, a, want)
+		}
+		seen[a.Server]++
+	}
+	if len(seen) < len(want) {
+		return fmt.Errorf("%s from %s to %s: answers from %v, want all of %v", network, client.Name, to, seen, want)
+	}
+	return nil
+}
+
+// wantServers is serversOf over TCP and UDP.
+func wantServers(t *testing.T, client *harness.Host, to netip.AddrPort, want ...string) {
+	t.Helper()
+	for _, network := range networks {
+		if err := serversOf(client, network, to, want...); err != nil {
+			t.Error(err)
+		}
+	}
+}
+
+// wantOutcome makes one request over TCP and UDP each and checks how it ends.
+func wantOutcome(t *testing.T, client *harness.Host, to netip.AddrPort, want harness.Outcome) {
+	t.Helper()
+	timeout := harness.Patient
+	if want == harness.TimedOut {
+		timeout = harness.Brief
+	}
+	for _, network := range networks {
+		if a := client.Ask(network, to, timeout); a.Outcome != want {
+			t.Errorf("%s from %s to %s: %v, want %s", network, client.Name, to, a, want)
+		}
+	}
+}
+
+// wantSource makes requests over TCP and UDP and checks the client's address as the servers saw it.
+func wantSource(t *testing.T, client *harness.Host, to netip.AddrPort, want netip.Addr) {
+	t.Helper()
+	for _, network := range networks {
+		if a := client.Ask(network, to, harness.Patient); a.Outcome != harness.Answered || a.Source != want {
+			t.Errorf("%s from %s to %s: %v, want an endpoint to see %s", network, client.Name, to, a, want)
+		}
+	}
+}
+
+// eventually repeats a check until it succeeds, and fails the test if it doesn't within a few seconds. It returns how
+// long that took.
+func eventually(t *testing.T, what string, check func() error) time.Duration {
+	t.Helper()
+	start := time.Now()
+	for {
+		err := check()
+		if err == nil {
+			return time.Since(start)
+		}
+		if time.Since(start) > 10*time.Second {
+			t.Fatalf("%s, still not after 10s: %v", what, err)
+		}
+		time.Sleep(2 * time.Millisecond)
+	}
+}
+
+// answers returns a check that one TCP request is answered by one of the servers.
+func answers(client *harness.Host, to netip.AddrPort, servers ...string) func() error {
+	return func() error {
+		a := client.Ask("tcp", to, harness.Brief)
+		if a.Outcome != harness.Answered || !slices.Contains(servers, a.Server) {
+			return fmt.Errorf("%s from %s: %v, want one of %v", to, client.Name, a, servers)
+		}
+		return nil
+	}
+}
+
+// ends returns a check that one TCP request ends in a certain way.
+func ends(client *harness.Host, to netip.AddrPort, want harness.Outcome) func() error {
+	timeout := harness.Brief
+	if want == harness.Refused {
+		timeout = harness.Patient // the ICMPv6 error for the first SYN is lost if the kernel still has its socket in hand
+	}
+	return func() error {
+		if a := client.Ask("tcp", to, timeout); a.Outcome != want {
+			return fmt.Errorf("%s from %s: %v, want %s", to, client.Name, a, want)
+		}
+		return nil
+	}
+}
+
+// noFailures ends a load and fails the test if a request failed, or hardly any was made.
+func noFailures(t *testing.T, loads ...*harness.Load) {
+	t.Helper()
+	for _, l := range loads {
+		l.Stop()
+		t.Logf("load: %s", l)
+		if failed := l.Failures(); len(failed) > 0 {
+			t.Errorf("%d of %d requests failed, the first with %v", len(failed), l.Requests(), failed[0])
+		}
+		if l.Requests() < 50 {
+			t.Errorf("only %d requests were made: too few to show anything", l.Requests())
+		}
+	}
+}
+
+// spread asks n times over TCP and returns how often each server answered.
+func spread(t *testing.T, client *harness.Host, to netip.AddrPort, n int) map[string]int {
+	t.Helper()
+	seen := map[string]int{}
+	for range n {
+		a := client.Ask("tcp", to, harness.Patient)
+		if a.Outcome != harness.Answered {
+			t.Fatalf("%s from %s: %v", to, client.Name, a)
+		}
+		seen[a.Server]++
+	}
+	return seen
+}
+
+func names(m map[string]int) []string { return slices.Sorted(maps.Keys(m)) }

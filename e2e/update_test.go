@@ -1,0 +1,368 @@
+package e2e
+
+import (
+	"fmt"
+	"net/netip"
+	"slices"
+	"strings"
+	"testing"
+	"time"
+
+	v1 "k8s.io/api/core/v1"
+	"k8s.io/apimachinery/pkg/runtime"
+	"k8s.io/apimachinery/pkg/util/intstr"
+
+	"nodeproxy/e2e/harness"
+)
+
+// TestScaling: 0, 3, and 0 endpoints again, in every frontend kind; with the time from the manifest's change to its
+// effect.
+func TestScaling(t *testing.T) {
+	onEachVariant(t, func(t *testing.T, variant harness.Variant) {
+		w := harness.New(t, harness.Options{})
+		w.Write(t, "nodes.yaml", w.NodeObjects()...)
+		s := harness.Service("s", 1)
+		set := func(pods ...string) { w.Write(t, "s.yaml", harness.Objects(s, w.Ready(pods...)...)...) }
+		set()
+		w.Run(t, variant, clusterCIDR)
+		everywhere := func(check func(client *harness.Host, to netip.AddrPort)) {
+			for _, family := range families {
+				for _, to := range []netip.AddrPort{clusterIP(1, family), nodePort(w.Node1().IP(family), 1), vip(1, family), externalIP(1, family)} {
+					check(w.Client, to)
+					check(w.Pod("n1c").Host, to)
+				}
+			}
+		}
+		refused := func(client *harness.Host, to netip.AddrPort) { wantOutcome(t, client, to, harness.Refused) }
+		everywhere(refused)
+		for range 2 {
+			set("n1a", "n2a", "n3a")
+			took := eventually(t, "three endpoints", answers(w.Client, clusterIP(1, 4), "n1a", "n2a", "n3a"))
+			t.Logf("0 to 3 endpoints took effect after %v", took)
+			for _, family := range families {
+				// The families are programmed one after the other.
+				eventually(t, "three endpoints", answers(w.Client, clusterIP(1, family), "n1a", "n2a", "n3a"))
+			}
+			everywhere(func(client *harness.Host, to netip.AddrPort) { wantServers(t, client, to, "n1a", "n2a", "n3a") })
+			set()
+			for _, family := range families {
+				took = eventually(t, "no endpoints", ends(w.Pod("n1c").Host, clusterIP(1, family), harness.Refused))
+			}
+			t.Logf("3 to 0 endpoints took effect after %v", took)
+			everywhere(refused)
+		}
+	})
+}
+
+// TestEditLatency: each saved manifest takes effect at once, whether its file is replaced or written in place.
+func TestEditLatency(t *testing.T) {
+	onEachVariant(t, func(t *testing.T, variant harness.Variant) {
+		w := harness.New(t, harness.Options{})
+		w.Write(t, "nodes.yaml", w.NodeObjects()...)
+		s := harness.Service("s", 1)
+		w.Write(t, "s.yaml", harness.Objects(s, w.Ready("n1a")...)...)
+		w.Run(t, variant, clusterCIDR)
+		var latencies []time.Duration
+		for i := range 20 {
+			pod := []string{"n2a", "n3a", "n1a"}[i%3]
+			if i%2 == 0 {
+				w.Write(t, "s.yaml", harness.Objects(s, w.Ready(pod)...)...)
+			} else {
+				w.WriteInPlace(t, "s.yaml", harness.Objects(s, w.Ready(pod)...)...)
+			}
+			latencies = append(latencies, eventually(t, "edit", answers(w.Client, clusterIP(1, 4), pod)))
+		}
+		slices.Sort(latencies)
+		median, worst := latencies[len(latencies)/2], latencies[len(latencies)-1]
+		t.Logf("edit to effect: median %v, worst %v", median, worst)
+		if worst > 5*time.Second {
+			t.Errorf("the slowest of %d edits took %v to take effect", len(latencies), worst)
+		}
+	})
+}
+
+// TestFieldChanges: an edit of a Service moves it to other addresses, ports and policies, and leaves nothing at the old
+// ones.
+func TestFieldChanges(t *testing.T) {
+	onEachVariant(t, func(t *testing.T, variant harness.Variant) {
+		w := harness.New(t, harness.Options{})
+		w.Write(t, "nodes.yaml", w.NodeObjects()...)
+		endpoints := w.Ready("n1a", "n2a")
+		write := func(s *v1.Service) { w.Write(t, "s.yaml", harness.Objects(s, endpoints...)...) }
+		write(harness.Service("s", 1))
+		w.Run(t, variant, clusterCIDR)
+		for _, family := range families {
+			wantServers(t, w.Client, nodePort(w.Node1().IP(family), 1), "n1a", "n2a")
+		}
+
+		write(harness.Service("s", 2)) // every address and node port is another one
+		for _, family := range families {
+			eventually(t, "new cluster IP", answers(w.Client, clusterIP(2, family), "n1a", "n2a"))
+			eventually(t, "new node port", answers(w.Client, nodePort(w.Node1().IP(family), 2), "n1a", "n2a"))
+			wantServers(t, w.Client, vip(2, family), "n1a", "n2a")
+			wantServers(t, w.Client, externalIP(2, family), "n1a", "n2a")
+			wantOutcome(t, w.Client, nodePort(w.Node1().IP(family), 1), harness.Refused)
+			for _, to := range []netip.AddrPort{clusterIP(1, family), vip(1, family), externalIP(1, family)} {
+				wantOutcome(t, w.Client, to, harness.TimedOut) // nothing knows this address any more
+			}
+		}
+
+		write(harness.Service("s", 2, harness.Policies("Local", "Local")))
+		for _, family := range families {
+			eventually(t, "policy Local", func() error { return serversOf(w.Client, "tcp", vip(2, family), "n1a") })
+			wantServers(t, w.Client, clusterIP(2, family), "n1a")
+			wantSource(t, w.Client, nodePort(w.Node1().IP(family), 2), w.Client.IP(family))
+		}
+
+		write(harness.Service("s", 2, func(s *v1.Service) {
+			for i := range s.Spec.Ports {
+				s.Spec.Ports[i].Port, s.Spec.Ports[i].TargetPort = 81, intstr.FromInt32(8081)
+			}
+		}))
+		for _, family := range families {
+			to := netip.AddrPortFrom(clusterIP(2, family).Addr(), 81)
+			eventually(t, "new port", answers(w.Client, to, "n1a", "n2a"))
+			if a := w.Client.Ask("udp", to, harness.Patient); a.Port != 8081 {
+				t.Errorf("%s: %v, want target port 8081", to, a)
+			}
+			wantServers(t, w.Client, nodePort(w.Node1().IP(family), 2), "n1a", "n2a")
+			wantOutcome(t, w.Client, clusterIP(2, family), harness.TimedOut)
+		}
+
+		write(harness.Service("s", 2, harness.ClusterOnly))
+		for _, family := range families {
+			eventually(t, "type ClusterIP", answers(w.Client, clusterIP(2, family), "n1a", "n2a"))
+			eventually(t, "node port closed", ends(w.Client, nodePort(w.Node1().IP(family), 2), harness.Refused))
+			wantOutcome(t, w.Client, vip(2, family), harness.TimedOut)
+			wantOutcome(t, w.Client, externalIP(2, family), harness.TimedOut)
+		}
+	})
+}
+
+// TestPorts: several ports of a Service go to their own targets, and the same number on TCP and UDP to different ones.
+func TestPorts(t *testing.T) {
+	onEachVariant(t, func(t *testing.T, variant harness.Variant) {
+		w := harness.New(t, harness.Options{Ports: []uint16{8080, 8081, 9090}})
+		w.Write(t, "nodes.yaml", w.NodeObjects()...)
+		type port struct {
+			protocol               v1.Protocol
+			port, target, nodePort int32
+		}
+		ports := []port{
+			{v1.ProtocolTCP, 53, 8080, 30053}, {v1.ProtocolUDP, 53, 8081, 30053},
+			{v1.ProtocolTCP, 443, 9090, 30443}, {v1.ProtocolTCP, 9153, 8080, 30153},
+		}
+		s := harness.Service("s", 1, func(s *v1.Service) {
+			s.Spec.Ports = nil
+			for i, p := range ports {
+				s.Spec.Ports = append(s.Spec.Ports, v1.ServicePort{
+					Name: fmt.Sprintf("p%d", i), Protocol: p.protocol, Port: p.port,
+					TargetPort: intstr.FromInt32(p.target), NodePort: p.nodePort})
+			}
+		})
+		w.Write(t, "s.yaml", harness.Objects(s, w.Ready("n1a", "n2a")...)...)
+		w.Run(t, variant, clusterCIDR)
+		a := harness.AddressesOf(1)
+		for _, family := range families {
+			for _, p := range ports {
+				network := strings.ToLower(string(p.protocol))
+				for _, to := range []netip.AddrPort{
+					netip.AddrPortFrom(a.ClusterIP(family), uint16(p.port)),
+					netip.AddrPortFrom(a.VIP(family), uint16(p.port)),
+					netip.AddrPortFrom(a.ExternalIP(family), uint16(p.port)),
+					netip.AddrPortFrom(w.Node1().IP(family), uint16(p.nodePort)),
+				} {
+					if err := serversOf(w.Client, network, to, "n1a", "n2a"); err != nil {
+						t.Error(err)
+					}
+					if got := w.Client.Ask(network, to, harness.Patient); got.Port != uint16(p.target) {
+						t.Errorf("%s %s: %v, want target port %d", network, to, got, p.target)
+					}
+				}
+			}
+			// The same numbers on the other protocol are not the Service's.
+			if got := w.Client.Ask("udp", netip.AddrPortFrom(w.Node1().IP(family), 30443), harness.Patient); got.Outcome != harness.Refused {
+				t.Errorf("UDP to a TCP node port over IPv%d: %v", family, got)
+			}
+		}
+	})
+}
+
+// TestOneAddressInTwoSlices: an address counts once, however many slices have it, and stays while one of them has it.
+func TestOneAddressInTwoSlices(t *testing.T) {
+	onEachVariant(t, func(t *testing.T, variant harness.Variant) {
+		w := harness.New(t, harness.Options{})
+		w.Write(t, "nodes.yaml", w.NodeObjects()...)
+		s := harness.Service("s", 1)
+		w.Write(t, "s.yaml", s)
+		w.Write(t, "one.yaml", harness.SlicesNamed(s, "one", w.Ready("n1a", "n2a")...)...)
+		w.Write(t, "two.yaml", harness.SlicesNamed(s, "two", append(w.Ready("n2a", "n3a"), w.Terminating("n1a")...)...)...)
+		w.Run(t, variant, clusterCIDR)
+		for _, family := range families {
+			wantServers(t, w.Client, clusterIP(1, family), "n1a", "n2a", "n3a")
+			// With n2a counted twice, it would get half of the requests: 150 of 300, and not the 100 that are due. Eight
+			// standard deviations lie between the bound and the due number, or else the test would fail by chance.
+			if got := spread(t, w.Client, clusterIP(1, family), 300); got["n2a"] > 140 {
+				t.Errorf("%v: an address in two slices gets more than its share", got)
+			}
+		}
+		w.Remove(t, "one.yaml")
+		for _, family := range families {
+			// n1a is now known only as terminating, and there are ready endpoints.
+			eventually(t, "slice removed", func() error {
+				return serversOf(w.Client, "tcp", clusterIP(1, family), "n2a", "n3a")
+			})
+		}
+	})
+}
+
+// TestDuplicateExternalIP: of two Services that ask for the same external IP and port, one has it, whichever came first;
+// the other keeps everything else, and gets the address once it is free.
+func TestDuplicateExternalIP(t *testing.T) {
+	onEachVariant(t, func(t *testing.T, variant harness.Variant) {
+		w := harness.New(t, harness.Options{})
+		w.Write(t, "nodes.yaml", w.NodeObjects()...)
+		first := harness.Service("a-first", 1)
+		second := harness.Service("b-second", 2)
+		second.Spec.ExternalIPs = first.Spec.ExternalIPs
+		// A LoadBalancer IP, which a controller wrote, goes before an external IP, which anybody could write.
+		second.Spec.ExternalIPs = append(second.Spec.ExternalIPs, first.Status.LoadBalancer.Ingress[0].IP)
+		w.Write(t, "second.yaml", harness.Objects(second, w.Ready("n2a")...)...)
+		w.Write(t, "z-first.yaml", harness.Objects(first, w.Ready("n1a")...)...)
+		d := w.Run(t, variant, clusterCIDR)
+		if err := d.WaitFor(5*time.Second, "level=WARN", "b-second", first.Spec.ExternalIPs[0]); err != nil {
+			t.Errorf("the Service that doesn't get the address is not named: %v", err)
+		}
+		for _, family := range families {
+			wantServers(t, w.Client, externalIP(1, family), "n1a")
+			wantServers(t, w.Client, vip(1, family), "n1a")
+			wantServers(t, w.Client, vip(2, family), "n2a")
+			wantServers(t, w.Client, clusterIP(2, family), "n2a")
+			wantServers(t, w.Client, nodePort(w.Node1().IP(family), 2), "n2a")
+		}
+		w.Remove(t, "z-first.yaml")
+		for _, family := range families {
+			eventually(t, "the address is free", answers(w.Client, externalIP(1, family), "n2a"))
+		}
+		eventually(t, "the LoadBalancer IP is free", answers(w.Client, vip(1, 4), "n2a"))
+		w.Write(t, "z-first.yaml", harness.Objects(first, w.Ready("n1a")...)...)
+		for _, family := range families {
+			eventually(t, "the address is taken back", answers(w.Client, externalIP(1, family), "n1a"))
+			wantServers(t, w.Client, vip(2, family), "n2a")
+		}
+	})
+}
+
+// TestBrokenManifest: a file that can't be read is reported with its line, and its last good objects stay in force,
+// while the others go on changing.
+func TestBrokenManifest(t *testing.T) {
+	onEachVariant(t, func(t *testing.T, variant harness.Variant) {
+		w := harness.New(t, harness.Options{})
+		w.Write(t, "nodes.yaml", w.NodeObjects()...)
+		broken, good := harness.Service("broken", 1), harness.Service("good", 2)
+		w.Write(t, "broken.yaml", harness.Objects(broken, w.Ready("n1a")...)...)
+		w.Write(t, "good.yaml", harness.Objects(good, w.Ready("n1b")...)...)
+		d := w.Run(t, variant, clusterCIDR)
+		text := harness.YAML(t, harness.Objects(broken, w.Ready("n3a")...)...)
+		w.WriteText(t, "broken.yaml", strings.Replace(text, "kind: Service", "kind: Service\n  spec: [", 1))
+		if err := d.WaitFor(5*time.Second, "level=WARN", "broken.yaml:"); err != nil {
+			t.Fatal(err)
+		}
+		w.Write(t, "good.yaml", harness.Objects(good, w.Ready("n2a")...)...)
+		for _, family := range families {
+			eventually(t, "another file's edit", answers(w.Client, clusterIP(2, family), "n2a"))
+			wantServers(t, w.Client, clusterIP(1, family), "n1a")
+			wantServers(t, w.Client, nodePort(w.Node1().IP(family), 1), "n1a")
+		}
+		w.WriteText(t, "broken.yaml", text)
+		for _, family := range families {
+			eventually(t, "mended file", answers(w.Client, clusterIP(1, family), "n3a"))
+		}
+	})
+}
+
+// TestEndpointRemovedUnderLoad: endpoints come and go, one at a time, without a request being lost; soon after one is
+// taken out of its slice, it gets no more.
+func TestEndpointRemovedUnderLoad(t *testing.T) {
+	onEachVariant(t, func(t *testing.T, variant harness.Variant) {
+		w := harness.New(t, harness.Options{})
+		w.Write(t, "nodes.yaml", w.NodeObjects()...)
+		s := harness.Service("s", 1)
+		set := func(pods ...string) { w.Write(t, "s.yaml", harness.Objects(s, w.Ready(pods...)...)...) }
+		set("n1a", "n2a", "n3a")
+		w.Run(t, variant, clusterCIDR)
+		var loads []*harness.Load
+		for _, family := range families {
+			loads = append(loads,
+				w.Client.StartLoad("tcp", clusterIP(1, family), 2, 3*time.Millisecond),
+				w.Client.StartLoad("udp", vip(1, family), 2, 3*time.Millisecond),
+				w.Pod("n1c").StartLoad("tcp", nodePort(w.Node1().IP(family), 1), 2, 3*time.Millisecond))
+		}
+		all := []string{"n1a", "n2a", "n3a"}
+		for range 2 {
+			for i, gone := range all {
+				left := slices.Delete(slices.Clone(all), i, i+1)
+				time.Sleep(200 * time.Millisecond)
+				edited := time.Now()
+				set(left...)
+				time.Sleep(700 * time.Millisecond)
+				var last time.Duration
+				for _, l := range loads {
+					last = max(last, l.LastFrom(gone).Sub(edited))
+				}
+				t.Logf("last new connection to %s %v after the edit", gone, last)
+				if last > 600*time.Millisecond {
+					t.Errorf("%s still got new connections %v after it was taken out", gone, last)
+				}
+				set(all...)
+			}
+		}
+		noFailures(t, loads...)
+	})
+}
+
+// TestServicesRemoved: when all Services are gone, the rules are those of a node that never had any.
+func TestServicesRemoved(t *testing.T) {
+	onEachVariant(t, func(t *testing.T, variant harness.Variant) {
+		w := harness.New(t, harness.Options{})
+		w.Write(t, "nodes.yaml", w.NodeObjects()...)
+		w.Run(t, variant, clusterCIDR)
+		empty := rules(t, w, variant)
+		var files []string
+		write := func(file string, objects ...runtime.Object) {
+			w.Write(t, file, objects...)
+			files = append(files, file)
+		}
+		for i, s := range []*v1.Service{
+			harness.Service("plain", 1), harness.Service("sticky", 2, sticky(time.Hour)),
+			harness.Service("local", 3, harness.Policies("Local", "Local")),
+			harness.Service("ranges", 4, sourceRanges("203.0.113.0/24", "2001:db8:c::/64")),
+			harness.Service("none", 5), harness.Service("internal", 6, harness.ClusterOnly),
+		} {
+			var endpoints []harness.Endpoint
+			if s.Name != "none" {
+				endpoints = w.Ready("n1a", "n2a", "n3a")
+			}
+			if s.Name == "local" {
+				s.Spec.HealthCheckNodePort = 32100
+			}
+			write(fmt.Sprintf("%d.yaml", i), harness.Objects(s, endpoints...)...)
+		}
+		for _, family := range families {
+			eventually(t, "Services", answers(w.Client, clusterIP(6, family), "n1a", "n2a", "n3a"))
+			eventually(t, "Services", answers(w.Client, clusterIP(1, family), "n1a", "n2a", "n3a"))
+		}
+		if now := rules(t, w, variant); !strings.Contains(now, "KUBE-SVC-") || !strings.Contains(now, "KUBE-FW-") {
+			t.Fatalf("chains expected:\n%s", now)
+		}
+		for _, file := range files {
+			w.Remove(t, file)
+		}
+		eventually(t, "rules as without Services", func() error {
+			if now := rules(t, w, variant); now != empty {
+				return fmt.Errorf("rules now:\n%s\nwithout Services:\n%s", now, empty)
+			}
+			return nil
+		})
+	})
+}

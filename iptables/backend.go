@@ -1,0 +1,146 @@
+// Package iptables turns a plan into chains of iptables rules, and brings the kernel's tables to them.
+//
+// A ServicePort becomes chains of its own and entries in dispatchers (service.go); dispatchers become trees of chains
+// (trie.go, dispatch.go); both are joined in rules (rules.go), which Render prints and Backend applies. Only Backend and
+// tool touch the machine.
+package iptables
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"log/slog"
+	"os"
+	"sync"
+
+	"nodeproxy/proxier/plan"
+)
+
+// Config says how a Backend works.
+type Config struct {
+	// Variant is the implementation of iptables to use; Auto picks the one that the node uses already.
+	Variant Variant
+	// Families are those to program.
+	Families []plan.Family
+	// MasqueradeBit is as in Options.
+	MasqueradeBit int
+	Log           *slog.Logger
+}
+
+// Backend keeps the iptables rules of this network namespace equal to a plan. It is not safe for concurrent use.
+type Backend struct {
+	engines []*engine
+}
+
+// New finds the iptables programs and what they and the kernel can do. It changes nothing.
+func New(cfg Config) (*Backend, error) {
+	if cfg.Variant == Auto || cfg.Variant == "" {
+		cfg.Variant = Detect()
+	}
+	liberal := readSysctl("net/netfilter/nf_conntrack_tcp_be_liberal")
+	b := &Backend{}
+	for _, f := range cfg.Families {
+		t, err := newTool(cfg.Variant, f)
+		if err != nil {
+			return nil, fmt.Errorf("iptables mode for %s: %w", f, err)
+		}
+		o := Options{
+			MasqueradeBit: cfg.MasqueradeBit,
+			RandomFully:   t.randomFully(),
+			CompactAbove:  DefaultCompactAbove,
+			TCPLiberal:    liberal != "" && liberal != "0",
+		}
+		cfg.Log.Info("using iptables", "program", t.describe(), "random-fully", o.RandomFully)
+		e := &engine{tool: t, family: f, options: o, log: cfg.Log}
+		if cfg.Variant == NFT {
+			e.batch = maxNames
+		}
+		b.engines = append(b.engines, e)
+	}
+	return b, nil
+}
+
+// Sync implements proxier.Backend. The families do not wait for each other.
+func (b *Backend) Sync(ctx context.Context, p *plan.Plan, changed plan.Keys) error {
+	errs := make([]error, len(b.engines))
+	var wg sync.WaitGroup
+	for i, e := range b.engines {
+		wg.Go(func() { errs[i] = e.sync(ctx, p, changed) })
+	}
+	wg.Wait()
+	return errors.Join(errs...)
+}
+
+// kernel is what an engine needs of the machine.
+type kernel interface {
+	save(ctx context.Context, t table) (kernelTable, error)
+	restore(text string) error
+	ensureJump(j jump) error
+}
+
+// engine programs one family.
+type engine struct {
+	tool    kernel
+	family  plan.Family
+	options Options
+	batch   int // how many chain names one restore may mention; 0 for any number
+	log     *slog.Logger
+	// current is what the kernel holds; nil where that is not known.
+	current *rules
+}
+
+func (e *engine) sync(ctx context.Context, p *plan.Plan, changed plan.Keys) error {
+	var err error
+	if changed == nil || e.current == nil || e.current.outgrown(p, changed) {
+		err = e.syncAll(ctx, p)
+	} else {
+		err = e.syncChanged(p, changed)
+	}
+	if err != nil {
+		e.current = nil
+		return fmt.Errorf("programming %s: %w", e.family, err)
+	}
+	return nil
+}
+
+// syncChanged writes what differs between two plans of which the first is in the kernel.
+func (e *engine) syncChanged(p *plan.Plan, changed plan.Keys) error {
+	blocks := e.current.update(p, changed)
+	if len(blocks) == 0 {
+		return nil
+	}
+	return e.restore(text(blocks))
+}
+
+// restore applies text, once more if another program held the lock for too long.
+func (e *engine) restore(text string) error {
+	err := e.tool.restore(text)
+	if errLocked(err) {
+		e.log.Warn("another program holds the xtables lock; trying again", "error", err)
+		err = e.tool.restore(text)
+	}
+	return err
+}
+
+// readSysctl returns a kernel setting of this network namespace; empty where it can't be read.
+func readSysctl(name string) string {
+	raw, err := os.ReadFile("/proc/sys/" + name)
+	if err != nil || len(raw) == 0 {
+		return ""
+	}
+	return string(raw[:len(raw)-1]) // without the newline
+}
+
+// allowRouteLocalnet lets packets with a loopback address travel beyond the loopback device, which node ports on
+// 127.0.0.1 need. The guard against their misuse must be in place before.
+func allowRouteLocalnet() error {
+	const name = "net/ipv4/conf/all/route_localnet"
+	if readSysctl(name) == "1" {
+		return nil
+	}
+	if err := os.WriteFile("/proc/sys/"+name, []byte("1\n"), 0o644); err != nil {
+		return fmt.Errorf("setting %s, which node ports on localhost need (--iptables-localhost-nodeports=false does "+
+			"without): %w", name, err)
+	}
+	return nil
+}

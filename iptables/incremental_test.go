@@ -1,0 +1,314 @@
+package iptables
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"log/slog"
+	"slices"
+	"strings"
+	"testing"
+
+	"pgregory.net/rapid"
+
+	"nodeproxy/proxier/plan"
+	"nodeproxy/proxier/plan/plantest"
+)
+
+// fakeKernel holds tables as the kernel does, and refuses what the kernel refuses: rules in or to chains that do not exist, and
+// the removal of chains that have rules or that rules lead to. A table changes as a whole or not at all.
+type fakeKernel struct {
+	tables map[table]kernelTable
+	// refuse, if set, makes restores of text that holds it fail.
+	refuse   string
+	restores []string
+}
+
+func newFakeKernel() *fakeKernel {
+	return &fakeKernel{tables: map[table]kernelTable{
+		tableNAT:    {"PREROUTING": nil, "INPUT": nil, "OUTPUT": nil, "POSTROUTING": nil},
+		tableFilter: {"INPUT": nil, "FORWARD": nil, "OUTPUT": nil},
+	}}
+}
+
+func (k *fakeKernel) save(_ context.Context, t table) (kernelTable, error) {
+	out := kernelTable{}
+	for name, rules := range k.tables[t] {
+		out[name] = slices.Clone(rules)
+	}
+	return out, nil
+}
+
+func (k *fakeKernel) ensureJump(j jump) error {
+	t := k.tables[j.table]
+	if _, ok := t[j.to]; !ok {
+		return fmt.Errorf("no chain %s in %s", j.to, j.table)
+	}
+	t[j.from] = slices.Insert(t[j.from], 0, j.text())
+	return nil
+}
+
+func (k *fakeKernel) restore(text string) error {
+	k.restores = append(k.restores, text)
+	if k.refuse != "" && strings.Contains(text, k.refuse) {
+		return &RestoreError{Program: "fake", Message: "refused", Err: errors.New("exit status 1")}
+	}
+	var tbl table
+	var work kernelTable
+	for n, line := range strings.Split(text, "\n") {
+		fail := func(why string) error {
+			return &RestoreError{Program: "fake", Message: fmt.Sprintf("line %d: %s: %s", n+1, why, line),
+				Err: errors.New("exit status 1")}
+		}
+		switch {
+		case line == "":
+		case line[0] == '*':
+			tbl = table(line[1:])
+			work, _ = k.save(context.Background(), tbl)
+		case line[0] == ':':
+			name, _, _ := strings.Cut(line[1:], " ")
+			work[name] = nil
+		case strings.HasPrefix(line, "-A "):
+			name, body, _ := strings.Cut(line[3:], " ")
+			if _, ok := work[name]; !ok {
+				return fail("no such chain")
+			}
+			work[name] = append(work[name], body)
+		case strings.HasPrefix(line, "-X "):
+			if rules, ok := work[line[3:]]; !ok || len(rules) > 0 {
+				return fail("no such chain, or not empty")
+			}
+			delete(work, line[3:])
+		case line == "COMMIT":
+			if err := checkTargets(work); err != nil {
+				return fail(err.Error())
+			}
+			k.tables[tbl] = work
+		default:
+			return fail("not understood")
+		}
+	}
+	return nil
+}
+
+func checkTargets(t kernelTable) error {
+	for name, rules := range t {
+		for _, r := range rules {
+			words := strings.Fields(r)
+			for i, w := range words {
+				if (w == "-j" || w == "-g") && i+1 < len(words) && strings.HasPrefix(words[i+1], "KUBE-") {
+					if _, ok := t[words[i+1]]; !ok {
+						return fmt.Errorf("chain %s leads to %s, which does not exist", name, words[i+1])
+					}
+				}
+			}
+		}
+	}
+	return nil
+}
+
+func (k *fakeKernel) text() string {
+	var out strings.Builder
+	for _, tbl := range []table{tableFilter, tableNAT} {
+		writeTable(&out, tbl, k.tables[tbl])
+	}
+	return out.String()
+}
+
+func fakeEngine(f plan.Family) (*engine, *fakeKernel) {
+	k := newFakeKernel()
+	return &engine{tool: k, family: f, options: testOptions, batch: 40, log: slog.New(slog.DiscardHandler)}, k
+}
+
+// differing are the keys by which two plans differ.
+func differing(a, b *plan.Plan) plan.Keys {
+	out := plan.Keys{}
+	for k, sp := range a.Services {
+		if o := b.Services[k]; o == nil || !o.Equal(sp) {
+			out.Add(k)
+		}
+	}
+	for k := range b.Services {
+		if a.Services[k] == nil {
+			out.Add(k)
+		}
+	}
+	return out
+}
+
+// subset is a large plan of which each ServicePort is there or not, with more or fewer endpoints.
+func subset(t *rapid.T, label string) *plan.Plan {
+	p := plan.New(plan.Node{Name: "node-1"}, plan.Settings{LocalhostNodePorts: true})
+	for i := range 120 {
+		switch n := rapid.IntRange(0, 3).Draw(t, fmt.Sprintf("%s %d", label, i)); n {
+		case 0:
+		default:
+			p.Set(plantest.LargeService(i, 40*i, n-1))
+		}
+	}
+	return p
+}
+
+func checkSteps(t *rapid.T, f plan.Family, plans []*plan.Plan) {
+	e, k := fakeEngine(f)
+	for i, p := range plans {
+		var changed plan.Keys
+		if i > 0 {
+			changed = differing(plans[i-1], p)
+		}
+		if err := e.sync(context.Background(), p, changed); err != nil {
+			t.Fatalf("step %d: %v", i, err)
+		}
+		if got, want := k.text(), wantText(p, f); got != want {
+			t.Fatalf("after step %d the kernel holds something else than a full render says:\n%s", i, diffLines(want, got))
+		}
+	}
+}
+
+// TestIncrementalEqualsFull: whatever way led to a plan, the kernel holds what a full sync of it would write.
+func TestIncrementalEqualsFull(t *testing.T) {
+	for _, f := range plan.Families {
+		t.Run(f.String()+" random", func(t *testing.T) {
+			rapid.Check(t, func(t *rapid.T) {
+				plans := rapid.SliceOfN(plantest.Plans(), 2, 5).Draw(t, "plans")
+				for _, p := range plans {
+					p.Settings, p.Node = plans[0].Settings, plans[0].Node
+				}
+				checkSteps(t, f, plans)
+			})
+		})
+		t.Run(f.String()+" large", func(t *testing.T) {
+			rapid.Check(t, func(t *rapid.T) {
+				checkSteps(t, f, []*plan.Plan{subset(t, "a"), subset(t, "b"), subset(t, "c")})
+			})
+		})
+	}
+}
+
+// TestFullFromAnything: a full sync comes to the same rules from whatever another plan, with other settings, left behind,
+// and writes nothing where they are right already.
+func TestFullFromAnything(t *testing.T) {
+	rapid.Check(t, func(t *rapid.T) {
+		e, k := fakeEngine(plan.IPv4)
+		for i, p := range rapid.SliceOfN(plantest.Plans(), 2, 4).Draw(t, "plans") {
+			if err := e.sync(context.Background(), p, nil); err != nil {
+				t.Fatal(err)
+			}
+			if got, want := k.text(), wantText(p, plan.IPv4); got != want {
+				t.Fatalf("after step %d:\n%s", i, diffLines(want, got))
+			}
+			k.restores = nil
+			if err := e.sync(context.Background(), p, nil); err != nil {
+				t.Fatal(err)
+			}
+			if len(k.restores) > 0 {
+				t.Fatalf("a second sync of the same plan wrote\n%s", strings.Join(k.restores, "\n"))
+			}
+		}
+	})
+}
+
+// TestOneChangeWritesOneService: an endpoint that comes to one of 400 ServicePorts costs its own chains, whatever else
+// there is; a new ServicePort those and one leaf of the dispatch tree.
+func TestOneChangeWritesOneService(t *testing.T) {
+	e, k := fakeEngine(plan.IPv4)
+	e.options.CompactAbove = 0
+	p := plantest.Large(400, 2)
+	if err := e.sync(context.Background(), p, nil); err != nil {
+		t.Fatal(err)
+	}
+	sync := func(sp *plan.ServicePort) string {
+		k.restores = nil
+		p.Set(sp)
+		if err := e.sync(context.Background(), p, plan.Keys{sp.Key: {}}); err != nil {
+			t.Fatal(err)
+		}
+		return strings.Join(k.restores, "")
+	}
+	if text := sync(plantest.LargeService(17, 5000, 2)); strings.Count(text, "\n:") != 5 {
+		t.Errorf("two endpoints in place of two: want the chain that picks, two new chains, two that go; got\n%s", text)
+	}
+	text := sync(plantest.LargeService(100000, 6000, 2))
+	if n := strings.Count(text, "\n:"); n > 3+2 {
+		t.Errorf("a new ServicePort wrote %d chains:\n%s", n, text)
+	}
+}
+
+// TestRefusedServiceDoesNotStopOthers: rules that the kernel does not take cost the one ServicePort that they are for.
+func TestRefusedServiceDoesNotStopOthers(t *testing.T) {
+	e, k := fakeEngine(plan.IPv4)
+	p := plantest.Large(50, 2)
+	bad := p.Sorted(plan.IPv4)[23]
+	k.refuse = ":" + serviceChain(prefixCluster, bad.Key) + " "
+	err := e.sync(context.Background(), p, nil)
+	if err == nil || !strings.Contains(err.Error(), bad.Key.Service.String()) {
+		t.Fatalf("want an error that names %s; got %v", bad.Key.Service, err)
+	}
+	p.Delete(bad.Key)
+	if got, want := k.text(), wantText(p, plan.IPv4); got != want {
+		t.Fatalf("the others are not as without it:\n%s", diffLines(want, got))
+	}
+	// When the kernel takes them, all is as it should be.
+	k.refuse = ""
+	p.Set(bad)
+	if err := e.sync(context.Background(), p, nil); err != nil {
+		t.Fatal(err)
+	}
+	if got, want := k.text(), wantText(p, plan.IPv4); got != want {
+		t.Fatalf("after the retry:\n%s", diffLines(want, got))
+	}
+}
+
+// TestTrieIsCanonical: the trees of chains depend on what is in them, not on how it came there.
+func TestTrieIsCanonical(t *testing.T) {
+	rapid.Check(t, func(t *rapid.T) {
+		keys := rapid.SliceOfNDistinct(rapid.SliceOfN(rapid.ByteRange(0, 3), 5, 5), 0, 60,
+			func(b []byte) string { return string(b) }).Draw(t, "keys")
+		var direct, detour *trie
+		for _, k := range keys {
+			direct = direct.with(key(k), fmt.Sprint(k))
+		}
+		perm := rapid.Permutation(keys).Draw(t, "order")
+		extra := rapid.SliceOf(rapid.SliceOfN(rapid.ByteRange(0, 3), 5, 5)).Draw(t, "extra")
+		for _, k := range slices.Concat(perm, extra) {
+			detour = detour.with(key(k), fmt.Sprint(k))
+		}
+		for _, k := range extra {
+			if !slices.ContainsFunc(keys, func(o []byte) bool { return slices.Equal(o, k) }) {
+				detour = detour.without(key(k))
+			}
+		}
+		if a, b := dumpTrie(direct), dumpTrie(detour); a != b {
+			t.Fatalf("two ways, two trees:\n%s\n%s", a, b)
+		}
+	})
+}
+
+func dumpTrie(t *trie) string {
+	if t == nil {
+		return "-"
+	}
+	var kids []string
+	for _, k := range t.kids {
+		kids = append(kids, dumpTrie(k))
+	}
+	return fmt.Sprintf("%q %q %d [%s]", t.prefix, t.rule, t.count, strings.Join(kids, " "))
+}
+
+// TestNamesFit: no chain name is longer than iptables takes, and no two chains of a table have the same.
+func TestNamesFit(t *testing.T) {
+	rapid.Check(t, func(t *rapid.T) {
+		p := plantest.Plans().Draw(t, "plan")
+		for _, f := range plan.Families {
+			for tbl, chains := range desired(p, f, testOptions) {
+				seen := map[string]bool{}
+				for _, c := range chains {
+					if len(c.name) > maxChainName || seen[c.name] {
+						t.Fatalf("chain %s of table %s is too long or there twice", c.name, tbl)
+					}
+					seen[c.name] = true
+				}
+			}
+		}
+	})
+}

@@ -1,0 +1,222 @@
+package manifest
+
+import (
+	"bytes"
+	"cmp"
+	"hash/maphash"
+	"runtime"
+	"slices"
+	"sync"
+	"sync/atomic"
+)
+
+// file is what is known of one file: its content when last read, and the objects of it that are in force.
+type file struct {
+	path string
+	// decoded holds what was read from each document, by a hash of its text, so that a new version of the file costs the
+	// decoding of those documents only that changed.
+	decoded map[uint64]*decodedDocument
+	entries []*entry // in force, in order; of a broken document the last good version
+	remarks []remark
+}
+
+// decodedDocument is a document with what was read from it.
+type decodedDocument struct {
+	doc    *document
+	bodies []*body
+}
+
+// reading is a new version of a file that is not in force yet.
+type reading struct {
+	path    string
+	text    *text
+	err     error // the file can't be read
+	decoded []*decodedDocument
+	// suspect is set where something is newly broken or everything is gone: perhaps the file is being written just now.
+	suspect bool
+}
+
+var seed = maphash.MakeSeed()
+
+func (d *document) hash() uint64 {
+	var h maphash.Hash
+	h.SetSeed(seed)
+	_, _ = h.Write(d.bytes())
+	_, _ = h.WriteString("\x00" + d.kind + "\x00" + d.apiVersion)
+	return h.Sum64()
+}
+
+func (d *document) same(o *document) bool {
+	return d.json == o.json && d.kind == o.kind && d.apiVersion == o.apiVersion && bytes.Equal(d.bytes(), o.bytes())
+}
+
+// decodeAll splits and decodes new versions of files on all CPUs. files are those that are in force, by path.
+func decodeAll(readings []*reading, files map[string]*file) {
+	var todo []*decodedDocument
+	for _, r := range readings {
+		if r.err != nil || r.text == nil {
+			continue
+		}
+		old := files[r.path]
+		for _, doc := range split(r.text) {
+			d := &decodedDocument{doc: doc}
+			if old != nil {
+				if was := old.decoded[doc.hash()]; was != nil && was.doc.same(doc) {
+					d.bodies = was.bodies
+				}
+			}
+			if d.bodies == nil {
+				todo = append(todo, d)
+			}
+			r.decoded = append(r.decoded, d)
+		}
+	}
+	var next atomic.Int64
+	var wg sync.WaitGroup
+	for range min(runtime.GOMAXPROCS(0), len(todo)) {
+		wg.Go(func() {
+			for i := next.Add(1) - 1; i < int64(len(todo)); i = next.Add(1) - 1 {
+				todo[i].bodies = decode(todo[i].doc)
+			}
+		})
+	}
+	wg.Wait()
+	fresh := map[*decodedDocument]bool{}
+	for _, d := range todo {
+		fresh[d] = true
+	}
+	for _, r := range readings {
+		old := files[r.path]
+		r.suspect = r.err != nil || old != nil && len(old.entries) > 0 && len(r.decoded) == 0
+		for _, d := range r.decoded {
+			r.suspect = r.suspect || fresh[d] && slices.ContainsFunc(d.bodies, func(b *body) bool { return b.bad })
+		}
+	}
+}
+
+// What is said to become of an object that can't be taken as it is written.
+const (
+	effectKept    = "its last good version stays in force"
+	effectFile    = "all objects of the file stay as they were"
+	effectLeftOut = "it is left out, everything else is used"
+)
+
+// put makes a new version of a file the one in force. Where a document is broken, its object keeps its last good version;
+// where it can't be told which object that is, the whole file stays as it was.
+func (f *file) put(r *reading) {
+	old := make(map[*body]*entry, len(f.entries))
+	lastGood := make(map[objectID]*entry, len(f.entries))
+	for _, e := range f.entries {
+		old[e.body] = e
+		if e.obj != nil {
+			lastGood[e.id] = e
+		}
+	}
+	f.decoded = make(map[uint64]*decodedDocument, len(r.decoded))
+	f.remarks = nil
+	var entries, bad []*entry
+	good := make(map[objectID]bool, len(f.entries))
+	for _, d := range r.decoded {
+		f.decoded[d.doc.hash()] = d
+		for _, b := range d.bodies {
+			e := old[b]
+			if e != nil {
+				delete(old, b) // The same text twice in a file makes two entries.
+				e.doc, e.order = d.doc, len(entries)
+			} else {
+				e = &entry{b, d.doc, len(entries)}
+			}
+			entries = append(entries, e)
+			if b.bad {
+				bad = append(bad, e)
+			} else {
+				good[b.id] = true
+			}
+		}
+	}
+	kept, whole := keep(bad, good, lastGood)
+	for _, e := range entries {
+		effect := effectLeftOut
+		if whole {
+			effect = effectFile
+		} else if kept[e] != nil {
+			effect = effectKept
+		}
+		for _, is := range e.issues {
+			if is.effect == "" {
+				is.effect = effect
+			}
+			f.remarks = append(f.remarks, remark{issue: is, object: e.id.String(), entry: e})
+		}
+	}
+	if whole {
+		return
+	}
+	f.entries = f.entries[:0:0]
+	for _, e := range entries {
+		if last := kept[e]; last != nil {
+			last.order = e.order
+			f.entries = append(f.entries, last)
+		} else if !e.bad {
+			f.entries = append(f.entries, e)
+		}
+	}
+}
+
+// keep finds the last good version of each broken document's object. whole is set where there is one document of which
+// nobody can tell which of the objects that are missing now it was.
+func keep(bad []*entry, good map[objectID]bool, lastGood map[objectID]*entry) (kept map[*entry]*entry, whole bool) {
+	kept = map[*entry]*entry{}
+	missing := map[objectID]*entry{}
+	for id, e := range lastGood {
+		if !good[id] {
+			missing[id] = e
+		}
+	}
+	claim := func(b *entry, last *entry) {
+		kept[b] = last
+		delete(missing, last.id)
+	}
+	var open []*entry
+	for _, b := range bad {
+		if last := missing[b.id]; last != nil {
+			claim(b, last)
+		} else if !good[b.id] {
+			open = append(open, b)
+		}
+	}
+	unknown := 0
+	for _, b := range open {
+		// The namespace may stand behind the fault.
+		var fits []*entry
+		for id, e := range missing {
+			if id.name == b.id.name && id.kind == b.id.kind {
+				fits = append(fits, e)
+			}
+		}
+		if len(fits) == 1 {
+			claim(b, fits[0])
+		} else if b.id.name == "" || b.id.kind == "" {
+			unknown++
+		}
+	}
+	if unknown == 0 || len(missing) == 0 {
+		return kept, false
+	}
+	if unknown == 1 && len(missing) == 1 {
+		for _, b := range open {
+			if kept[b] == nil && (b.id.name == "" || b.id.kind == "") {
+				for _, last := range missing {
+					claim(b, last)
+				}
+			}
+		}
+		return kept, false
+	}
+	return kept, true
+}
+
+// compareEntries orders entries of one object: by file name, then by place.
+func compareEntries(a, b *entry) int {
+	return cmp.Or(cmp.Compare(a.doc.text.name, b.doc.text.name), cmp.Compare(a.order, b.order))
+}

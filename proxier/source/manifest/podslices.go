@@ -1,0 +1,243 @@
+package manifest
+
+import (
+	"cmp"
+	"slices"
+	"strings"
+
+	v1 "k8s.io/api/core/v1"
+	discovery "k8s.io/api/discovery/v1"
+	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
+	"k8s.io/apimachinery/pkg/util/intstr"
+)
+
+// maxPodSlice is how many endpoints the EndpointSlice controller puts into a slice.
+const maxPodSlice = 100
+
+// The names of the controllers that the slices are made in place of.
+const (
+	sliceController  = "endpointslice-controller.k8s.io"
+	mirrorController = "endpointslicemirroring-controller.k8s.io"
+)
+
+// sliceGroup collects the endpoints that share a family and ports, and so slices.
+type sliceGroup struct {
+	family    v1.IPFamily
+	ports     []discovery.EndpointPort
+	key       string // family and ports as text
+	endpoints []discovery.Endpoint
+}
+
+// sliceGroups finds the group of an endpoint by its key.
+type sliceGroups map[string]*sliceGroup
+
+func (g sliceGroups) add(family v1.IPFamily, ports []discovery.EndpointPort, e discovery.Endpoint) {
+	key := string(family)
+	for _, p := range ports {
+		key += sayf(" %s/%s/%d", *p.Name, *p.Protocol, *p.Port)
+	}
+	if g[key] == nil {
+		g[key] = &sliceGroup{family: family, ports: ports, key: key}
+	}
+	g[key].endpoints = append(g[key].endpoints, e)
+}
+
+// slices makes the EndpointSlices of a Service out of the groups, each of at most size endpoints. Their names follow from
+// the Service, the controller, the group and the number within it.
+func (g sliceGroups) slices(svc *v1.Service, controller string, size int) []*discovery.EndpointSlice {
+	var out []*discovery.EndpointSlice
+	for _, key := range sortedKeys(g) {
+		group := g[key]
+		slices.SortStableFunc(group.endpoints, func(a, b discovery.Endpoint) int {
+			return cmp.Or(cmp.Compare(refName(a), refName(b)), slices.Compare(a.Addresses, b.Addresses))
+		})
+		n := 0
+		for chunk := range slices.Chunk(group.endpoints, size) {
+			out = append(out, &discovery.EndpointSlice{
+				TypeMeta: metav1.TypeMeta{APIVersion: discovery.SchemeGroupVersion.String(), Kind: kindEndpointSlice},
+				ObjectMeta: metav1.ObjectMeta{
+					Namespace: svc.Namespace,
+					Name:      sliceName(svc.Name, sayf("%s %s %s %d", svc.Namespace, controller, key, n)),
+					Labels:    map[string]string{discovery.LabelServiceName: svc.Name, discovery.LabelManagedBy: controller},
+				},
+				AddressType: discovery.AddressType(group.family),
+				Ports:       group.ports,
+				Endpoints:   chunk,
+			})
+			n++
+		}
+	}
+	return out
+}
+
+func refName(e discovery.Endpoint) string {
+	if e.TargetRef == nil {
+		return ""
+	}
+	return e.TargetRef.Name
+}
+
+// sliceName appends a hash to a Service's name, as the API server appends random letters.
+func sliceName(service, what string) string {
+	const letters = "bcdfghjklmnpqrstvwxz2456789" // those of generated names, which spell no words
+	n, _ := hash(service + " " + what)
+	suffix := make([]byte, 10)
+	for i := range suffix {
+		suffix[i] = letters[n%uint64(len(letters))]
+		n /= uint64(len(letters))
+	}
+	return service + "-" + string(suffix)
+}
+
+// podSlices makes the slices of a Service out of the Pods that its selector selects, as the EndpointSlice controller
+// does. zones tells the zones of nodes, where known.
+func podSlices(svc *v1.Service, families []v1.IPFamily, pods []*v1.Pod, zones map[string]string, c *checker) []*discovery.EndpointSlice {
+	groups := sliceGroups{}
+	unnamed := map[string][]string{} // by field: the Pods that lack a named port
+	for _, pod := range pods {
+		if podFinished(pod) || len(pod.Status.PodIPs) == 0 || pod.Spec.NodeName == "" && !svc.Spec.PublishNotReadyAddresses {
+			continue
+		}
+		var ports []discovery.EndpointPort
+		for i := range svc.Spec.Ports {
+			p := &svc.Spec.Ports[i]
+			number, ok := targetPort(pod, p)
+			if !ok {
+				field := sayf("spec.ports[%d].targetPort", i)
+				unnamed[field] = append(unnamed[field], pod.Name)
+				continue
+			}
+			ports = append(ports, discovery.EndpointPort{
+				Name: new(p.Name), Port: new(number), Protocol: new(p.Protocol), AppProtocol: p.AppProtocol,
+			})
+		}
+		if len(ports) == 0 {
+			continue
+		}
+		for _, family := range families {
+			if e, ok := podEndpoint(svc, pod, family, zones); ok {
+				groups.add(family, ports, e)
+			}
+		}
+	}
+	for _, field := range sortedKeys(unnamed) {
+		names := unnamed[field]
+		slices.Sort(names)
+		if len(names) > 3 {
+			names = append(names[:3:3], sayf("and %d more", len(unnamed[field])-3))
+		}
+		c.problem(field, "they are no endpoints of this port",
+			"no container port of this name and protocol in Pod %s", strings.Join(names, ", "))
+	}
+	return groups.slices(svc, sliceController, maxPodSlice)
+}
+
+// targetPort finds the port number at a Pod that a Service port leads to; false where the Pod has none of that name. Ports
+// of init containers count if these go on running beside the others (KEP-753).
+func targetPort(pod *v1.Pod, p *v1.ServicePort) (int32, bool) {
+	if p.TargetPort.Type == intstr.Int {
+		return p.TargetPort.IntVal, true
+	}
+	find := func(c *v1.Container) (int32, bool) {
+		for _, port := range c.Ports {
+			if port.Name == p.TargetPort.StrVal && port.Protocol == p.Protocol {
+				return port.ContainerPort, true
+			}
+		}
+		return 0, false
+	}
+	for i := range pod.Spec.Containers {
+		if n, ok := find(&pod.Spec.Containers[i]); ok {
+			return n, true
+		}
+	}
+	for i := range pod.Spec.InitContainers {
+		c := &pod.Spec.InitContainers[i]
+		if c.RestartPolicy == nil || *c.RestartPolicy != v1.ContainerRestartPolicyAlways {
+			continue
+		}
+		if n, ok := find(c); ok {
+			return n, true
+		}
+	}
+	return 0, false
+}
+
+func podReady(pod *v1.Pod) bool {
+	for _, c := range pod.Status.Conditions {
+		if c.Type == v1.PodReady {
+			return c.Status == v1.ConditionTrue
+		}
+	}
+	return false
+}
+
+// podEndpoint makes the endpoint of a Pod in one family; false where the Pod has no address of it.
+func podEndpoint(svc *v1.Service, pod *v1.Pod, family v1.IPFamily, zones map[string]string) (discovery.Endpoint, bool) {
+	var e discovery.Endpoint
+	for _, p := range pod.Status.PodIPs {
+		if ip, ok := parseIP(p.IP); ok && familyOf(ip) == family {
+			e.Addresses = append(e.Addresses, ip.String())
+		}
+	}
+	if len(e.Addresses) == 0 {
+		return e, false
+	}
+	serving, terminating := podReady(pod), pod.DeletionTimestamp != nil
+	e.Conditions = discovery.EndpointConditions{
+		Ready:       new(svc.Spec.PublishNotReadyAddresses || serving && !terminating),
+		Serving:     new(serving),
+		Terminating: new(terminating),
+	}
+	e.TargetRef = &v1.ObjectReference{Kind: kindPod, Namespace: pod.Namespace, Name: pod.Name, UID: pod.UID}
+	if pod.Spec.Hostname != "" && pod.Spec.Subdomain == svc.Name {
+		e.Hostname = new(pod.Spec.Hostname)
+	}
+	if pod.Spec.NodeName != "" {
+		e.NodeName = new(pod.Spec.NodeName)
+		if zone := zones[pod.Spec.NodeName]; zone != "" {
+			e.Zone = new(zone)
+		}
+	}
+	if *e.Conditions.Ready {
+		e.Hints = hints(svc, &e)
+	}
+	return e, true
+}
+
+// topologyAuto reports whether the annotation asks for traffic to stay in its zone.
+func topologyAuto(svc *v1.Service) bool {
+	for _, key := range []string{v1.AnnotationTopologyMode, v1.DeprecatedAnnotationTopologyAwareHints} {
+		if value := svc.Annotations[key]; value == "Auto" || value == "auto" {
+			return true
+		}
+	}
+	return false
+}
+
+// hints says who is to use an endpoint: its own zone, and with PreferSameNode its own node first (KEP-4444, KEP-3015).
+func hints(svc *v1.Service, e *discovery.Endpoint) *discovery.EndpointHints {
+	prefer := ""
+	if topologyAuto(svc) {
+		prefer = v1.ServiceTrafficDistributionPreferSameZone
+	} else if d := svc.Spec.TrafficDistribution; d != nil {
+		prefer = *d
+	}
+	h := &discovery.EndpointHints{}
+	switch prefer {
+	case v1.ServiceTrafficDistributionPreferSameNode:
+		if e.NodeName != nil {
+			h.ForNodes = []discovery.ForNode{{Name: *e.NodeName}}
+		}
+	case v1.ServiceTrafficDistributionPreferClose, v1.ServiceTrafficDistributionPreferSameZone:
+	default:
+		return nil
+	}
+	if e.Zone != nil {
+		h.ForZones = []discovery.ForZone{{Name: *e.Zone}}
+	}
+	if h.ForZones == nil && h.ForNodes == nil {
+		return nil
+	}
+	return h
+}

@@ -1,0 +1,121 @@
+package manifest
+
+import (
+	"crypto/sha256"
+	"encoding/binary"
+	"math/big"
+	"net/netip"
+)
+
+// A pool is a range of things to hand out, numbered from 0: the addresses of a service CIDR, or the node ports. What is
+// handed out by itself comes from the upper band, so that the lower one is left to those who choose their own; only when
+// the upper one is full, the lower one is used too (KEP-3070 for cluster IPs, KEP-3668 for node ports).
+type pool struct {
+	size, lower uint64 // lower: how many belong to the lower band
+}
+
+// band returns the size of the lower band: min(max(16, size/step), most), and none in a range of at most 16.
+func band(size, step, most uint64) uint64 {
+	if size <= 16 {
+		return 0
+	}
+	return min(max(16, size/step), most)
+}
+
+// maxPool limits the numbering of IPv6 ranges; nobody has more Services.
+const maxPool = 1 << 62
+
+// addressPool numbers the usable addresses of a CIDR: all but the first, and in IPv4 the last, which is for broadcast.
+func addressPool(cidr netip.Prefix) pool {
+	hostBits := cidr.Addr().BitLen() - cidr.Bits()
+	if hostBits >= 62 {
+		return pool{maxPool, band(maxPool, 16, 256)}
+	}
+	total := uint64(1) << hostBits
+	size := total - 1
+	if cidr.Addr().Is4() && size > 0 {
+		size--
+	}
+	return pool{size, min(band(total, 16, 256), size)}
+}
+
+// address returns the n-th usable address of a CIDR.
+func address(cidr netip.Prefix, n uint64) netip.Addr {
+	raw := cidr.Masked().Addr().AsSlice()
+	sum := new(big.Int).SetBytes(raw)
+	sum.Add(sum, new(big.Int).SetUint64(n+1))
+	ip, _ := netip.AddrFromSlice(sum.FillBytes(raw))
+	return ip
+}
+
+func portPool(r PortRange) pool {
+	size := uint64(r.Last) - uint64(r.First) + 1
+	return pool{size, band(size, 32, 128)}
+}
+
+// bid asks for one of a pool.
+type bid struct {
+	key  string // what the choice depends on
+	free func(n uint64) bool
+	take func(n uint64)
+}
+
+// rounds is how often a bid is hashed anew before it takes whatever is free next to it.
+const rounds = 16
+
+// allocate serves all bids. It is a function of the bids' keys, of their order and of what is free at the start, and of
+// nothing else. Each bid has a sequence of slots that follows from a hash of its key. In the first round everyone bids for
+// the first slot of the sequence, and of several that meet at one slot the first in the order of bids wins; those who lost
+// bid for their second in the next round, and so on. So somebody who comes later to the set can take away another's slot
+// only where the hashes of both meet. It returns the bids that found nothing.
+func (p pool) allocate(bids []bid) (failed []bid) {
+	if upper := p.size - p.lower; upper > 0 {
+		for round := uint64(0); round < rounds && len(bids) > 0; round++ {
+			var lost []bid
+			for _, b := range bids {
+				first, step := hash(b.key)
+				if n := p.lower + slot(first, step, round, upper); b.free(n) {
+					b.take(n)
+				} else {
+					lost = append(lost, b)
+				}
+			}
+			bids = lost
+		}
+	}
+	// Nearly full: whatever is free, searched from the bid's own slot on. A pool this full is small.
+	for _, b := range bids {
+		first, _ := hash(b.key)
+		if !search(b, first, p.lower, p.size) && !search(b, first, 0, p.lower) {
+			failed = append(failed, b)
+		}
+	}
+	return failed
+}
+
+// search takes the first free slot of [from, to), beginning somewhere within.
+func search(b bid, start, from, to uint64) bool {
+	size := to - from
+	for i := range min(size, 1<<20) {
+		if n := from + (start+i)%size; b.free(n) {
+			b.take(n)
+			return true
+		}
+	}
+	return false
+}
+
+// hash returns the first slot and the step of a key's sequence. The halves keep sums within 64 bits.
+func hash(key string) (first, step uint64) {
+	sum := sha256.Sum256([]byte(key))
+	return binary.BigEndian.Uint64(sum[:8]) >> 1, binary.BigEndian.Uint64(sum[8:16])>>1 | 1
+}
+
+// slot returns first + round × step modulo size.
+func slot(first, step, round, size uint64) uint64 {
+	n := first % size
+	for range round {
+		n = (n + step%size) % size // Both are below 2^62.
+	}
+	return n
+}

@@ -1,0 +1,200 @@
+package manifest
+
+import (
+	"bytes"
+	"path/filepath"
+	"slices"
+	"sort"
+	"strings"
+	"sync"
+)
+
+// text is the content of a file.
+type text struct {
+	name string // as it is to be told: the path within or below what the user named
+	data []byte
+
+	once     sync.Once
+	newlines []int // offsets, found when the first line number is asked for
+}
+
+// line returns the number of the line, from 1, in which an offset lies.
+func (t *text) line(offset int) int {
+	t.once.Do(func() {
+		for i, c := range t.data {
+			if c == '\n' {
+				t.newlines = append(t.newlines, i)
+			}
+		}
+	})
+	return 1 + sort.SearchInts(t.newlines, offset)
+}
+
+// document is one YAML or JSON document of a file, or one item of a JSON List.
+type document struct {
+	text *text
+	span
+	json bool
+	// kind and apiVersion are those of items that leave theirs out, in lists such as a ServiceList.
+	kind, apiVersion string
+	nested           bool // it is an item
+}
+
+func (d *document) bytes() []byte { return d.of(d.text.data) }
+
+// accepted reports whether a file of this name holds manifests.
+func accepted(name string) bool {
+	base := filepath.Base(name)
+	switch strings.ToLower(filepath.Ext(base)) {
+	case ".yaml", ".yml", ".json":
+		return !strings.HasPrefix(base, ".")
+	}
+	return false
+}
+
+// split cuts a file into documents; those without content are left out.
+func split(t *text) []*document {
+	start := 0
+	if bytes.HasPrefix(t.data, []byte("\ufeff")) {
+		start = 3
+	}
+	i := skipSpace(t.data, start)
+	isJSON := strings.EqualFold(filepath.Ext(t.name), ".json")
+	if !isJSON && i < len(t.data) && t.data[i] == '{' {
+		// YAML's flow style begins like JSON; what JSON's rules accept as a whole is JSON.
+		end := skipValue(t.data, i)
+		isJSON = end > 0 && jsonShaped(t.data[i:end]) && (skipSpace(t.data, end) == len(t.data) || t.data[skipSpace(t.data, end)] == '{')
+	}
+	if isJSON {
+		return splitJSON(t, start)
+	}
+	return splitYAML(t, start)
+}
+
+// jsonShaped tells JSON from YAML's flow style by its first key.
+func jsonShaped(data []byte) bool {
+	i := skipSpace(data, 1)
+	return i < len(data) && (data[i] == '"' || data[i] == '}')
+}
+
+// splitJSON cuts a file of one or more JSON values, and a List into its items.
+func splitJSON(t *text, start int) []*document {
+	var docs []*document
+	for i := skipSpace(t.data, start); i < len(t.data); i = skipSpace(t.data, i) {
+		end := skipValue(t.data, i)
+		if end < 0 {
+			end = len(t.data) // Broken: the decoder says how.
+		}
+		doc := &document{text: t, span: span{i, end}, json: true}
+		if items := splitList(doc); items != nil {
+			docs = append(docs, items...)
+		} else {
+			docs = append(docs, doc)
+		}
+		i = end
+	}
+	return docs
+}
+
+// splitList returns the items of a JSON List as documents; nil where doc is none, or is not well-formed enough to tell.
+func splitList(doc *document) []*document {
+	data := doc.bytes()
+	members, err := jsonMembers(data, 0)
+	if err != nil {
+		return nil
+	}
+	var kind, apiVersion string
+	var items span
+	for _, m := range members {
+		switch m.key {
+		case "kind":
+			kind, _ = jsonString(m.value.of(data))
+		case "apiVersion":
+			apiVersion, _ = jsonString(m.value.of(data))
+		case "items":
+			items = m.value
+		case "metadata":
+		default:
+			return nil // An unknown field: the slow way reports it.
+		}
+	}
+	if !isList(kind, apiVersion) || items.end == 0 {
+		return nil
+	}
+	spans, err := jsonItems(data, items.start)
+	if err != nil || len(spans) == 0 {
+		return nil
+	}
+	itemKind, itemVersion := itemType(kind, apiVersion)
+	out := make([]*document, len(spans))
+	docs := make([]document, len(spans))
+	for i, s := range spans {
+		docs[i] = document{text: doc.text, span: span{doc.start + s.start, doc.start + s.end}, json: true,
+			kind: itemKind, apiVersion: itemVersion, nested: true}
+		out[i] = &docs[i]
+	}
+	return out
+}
+
+// splitYAML cuts at the lines that YAML reserves for this: "---" and "..." at the start of a line. They can't be part of
+// a document, not even of a block of text.
+func splitYAML(t *text, start int) []*document {
+	var docs []*document
+	add := func(start, end int) {
+		if hasContent(t.data[start:end]) {
+			docs = append(docs, &document{text: t, span: span{start, end}})
+		}
+	}
+	begin := start
+	for i := start; i < len(t.data); {
+		end := len(t.data)
+		if n := bytes.IndexByte(t.data[i:], '\n'); n >= 0 {
+			end = i + n + 1
+		}
+		switch line := t.data[i:end]; {
+		case isMarker(line, "---"):
+			add(begin, i)
+			begin = i
+		case isMarker(line, "..."):
+			add(begin, i)
+			begin = end
+		}
+		i = end
+	}
+	add(begin, len(t.data))
+	return docs
+}
+
+func isMarker(line []byte, marker string) bool {
+	return len(line) >= 3 && string(line[:3]) == marker && (len(line) == 3 || isSpace(line[3]))
+}
+
+// hasContent reports whether there is more to a document than comments, directives and its marker.
+func hasContent(data []byte) bool {
+	for line := range bytes.Lines(data) {
+		if isMarker(line, "---") {
+			line = line[3:]
+		}
+		line = bytes.TrimSpace(line)
+		if len(line) > 0 && line[0] != '#' && line[0] != '%' {
+			return true
+		}
+	}
+	return false
+}
+
+// isList reports whether a kind is a list of objects, such as List or ServiceList.
+func isList(kind, apiVersion string) bool {
+	if kind == "List" {
+		return apiVersion == "v1" || apiVersion == ""
+	}
+	item, found := strings.CutSuffix(kind, "List")
+	return found && slices.Contains(knownKinds[apiVersion], item)
+}
+
+func itemType(kind, apiVersion string) (string, string) {
+	if kind == "List" {
+		return "", ""
+	}
+	return strings.TrimSuffix(kind, "List"), apiVersion
+}
