@@ -2,11 +2,13 @@ package e2e
 
 import (
 	"fmt"
-	"maps"
 	"net/netip"
 	"slices"
+	"sync"
 	"testing"
 	"time"
+
+	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 
 	"nodeproxy/e2e/harness"
 )
@@ -46,6 +48,15 @@ func serversOf(client *harness.Host, network string, to netip.AddrPort, want ...
 	return nil
 }
 
+// together runs checks at the same time: most of them only wait.
+func together(checks ...func()) {
+	var wait sync.WaitGroup
+	for _, check := range checks {
+		wait.Go(check)
+	}
+	wait.Wait()
+}
+
 // wantServers is serversOf over TCP and UDP.
 func wantServers(t *testing.T, client *harness.Host, to netip.AddrPort, want ...string) {
 	t.Helper()
@@ -63,11 +74,12 @@ func wantOutcome(t *testing.T, client *harness.Host, to netip.AddrPort, want har
 	if want == harness.TimedOut {
 		timeout = harness.Brief
 	}
-	for _, network := range networks {
+	ask := func(network string) {
 		if a := client.Ask(network, to, timeout); a.Outcome != want {
 			t.Errorf("%s from %s to %s: %v, want %s", network, client.Name, to, a, want)
 		}
 	}
+	together(func() { ask("tcp") }, func() { ask("udp") })
 }
 
 // wantSource makes requests over TCP and UDP and checks the client's address as the servers saw it.
@@ -151,4 +163,5 @@ func spread(t *testing.T, client *harness.Host, to netip.AddrPort, n int) map[st
 	return seen
 }
 
-func names(m map[string]int) []string { return slices.Sorted(maps.Keys(m)) }
+// deleted is when an object that is shutting down was deleted.
+func deleted() *metav1.Time { return &metav1.Time{Time: time.Unix(1700000000, 0).UTC()} }

@@ -3,6 +3,7 @@ package e2e
 import (
 	"fmt"
 	"regexp"
+	"strconv"
 	"strings"
 	"testing"
 	"time"
@@ -148,19 +149,8 @@ func TestStartWritesNothing(t *testing.T) {
 		d := w.Run(t, variant, clusterCIDR)
 		for _, family := range families {
 			for i := 1; i <= services; i++ {
-				wantServers(t, w.Client, clusterIP(i, family), map[bool][]string{true: {"n1a"}, false: {"n1a", "n2a", "n3a"}}[i == 3]...)
+				eventually(t, "Services", answers(w.Client, clusterIP(i, family), "n1a", "n2a", "n3a"))
 			}
-		}
-		state := func() string {
-			out := countedRules(t, w, variant, true)
-			if variant == harness.NFT {
-				handles, err := w.Node1().Output("nft", "-a", "list", "ruleset")
-				if err != nil {
-					t.Fatal(err)
-				}
-				out += handles
-			}
-			return out
 		}
 		for _, how := range []struct {
 			name string
@@ -169,14 +159,63 @@ func TestStartWritesNothing(t *testing.T) {
 			if err := how.end(); err != nil {
 				t.Fatal(err)
 			}
-			before := state()
+			rulesBefore, countersBefore := splitCounters(countedRules(t, w, variant, true))
+			handles := ruleHandles(t, w, variant)
 			d = w.Run(t, variant, clusterCIDR)
 			time.Sleep(300 * time.Millisecond)
-			if after := state(); after != before {
-				t.Errorf("the start after %s changed rules:\n%s", how.name, firstDifference(before, after))
+			rulesAfter, countersAfter := splitCounters(countedRules(t, w, variant, true))
+			if rulesAfter != rulesBefore {
+				t.Fatalf("the start after %s changed rules:\n%s", how.name, firstDifference(rulesBefore, rulesAfter))
+			}
+			if now := ruleHandles(t, w, variant); now != handles {
+				t.Errorf("the start after %s wrote rules again:\n%s", how.name, firstDifference(handles, now))
+			}
+			counted := 0
+			for i, before := range countersBefore {
+				// A straggler of an earlier connection may still be counted, so that counters can grow.
+				if countersAfter[i] < before {
+					t.Errorf("after %s, a rule's counter went from %d to %d", how.name, before, countersAfter[i])
+				}
+				if before > 0 {
+					counted++
+				}
+			}
+			if counted < 20 {
+				t.Errorf("only %d rules had counted anything: this shows too little", counted)
 			}
 		}
 	})
+}
+
+var counters = regexp.MustCompile(`(?m)\[(\d+):\d+\]`)
+
+// splitCounters takes the packet counters out of what iptables-save prints.
+func splitCounters(text string) (string, []int) {
+	var out []int
+	for _, m := range counters.FindAllStringSubmatch(text, -1) {
+		n, _ := strconv.Atoi(m[1]) // the expression lets only digits through
+		out = append(out, n)
+	}
+	return counters.ReplaceAllString(text, "[]"), out
+}
+
+var nftCounters = regexp.MustCompile(`packets \d+ bytes \d+`)
+
+// ruleHandles lists all rules with the numbers that the kernel gave them when they were written; the legacy variant has
+// none.
+func ruleHandles(t *testing.T, w *harness.World, variant harness.Variant) string {
+	t.Helper()
+	if variant != harness.NFT {
+		return ""
+	}
+	out, err := w.Node1().Output("nft", "-a", "list", "ruleset")
+	if err != nil {
+		t.Fatal(err)
+	}
+	if !strings.Contains(out, "# handle ") {
+		t.Fatalf("no handles in %q", out)
+	}
+	return nftCounters.ReplaceAllString(out, "")
 }
 
 // firstDifference shows the lines around the first one in which two texts differ.
@@ -274,7 +313,7 @@ func TestStaleChainsRemoved(t *testing.T) {
 			w.Remove(t, file)
 		}
 		// What others leave behind: chains of kube-proxy's names in the way that it makes them.
-		for _, chain := range []string{"KUBE-SVC-ABCDEFGHIJKLMNOP", "KUBE-SEP-ABCDEFGHIJKLMNOP", "KUBE-XLB-ABCDEFGHIJKLMNOP"} {
+		for _, chain := range []string{"KUBE-SVC-ABCDEFGHIJKLMNOP", "KUBE-SEP-ABCDEFGHIJKLMNOP", "KUBE-EXT-ABCDEFGHIJKLMNOP"} {
 			rule(t, w, variant, "-t nat -N "+chain)
 		}
 		rule(t, w, variant, "-t nat -A KUBE-SVC-ABCDEFGHIJKLMNOP -j KUBE-SEP-ABCDEFGHIJKLMNOP")

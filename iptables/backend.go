@@ -32,32 +32,57 @@ type Backend struct {
 	engines []*engine
 }
 
-// New finds the iptables programs and what they and the kernel can do. It changes nothing.
+// New finds the iptables programs and what they and the kernel can do. It changes nothing. A family for which there are
+// none, or for which the kernel has no table nat, is left out with a warning (Families tells which remain); it is an error
+// if none remains.
 func New(cfg Config) (*Backend, error) {
 	if cfg.Variant == Auto || cfg.Variant == "" {
 		cfg.Variant = Detect()
 	}
-	liberal := readSysctl("net/netfilter/nf_conntrack_tcp_be_liberal")
 	b := &Backend{}
+	var missing []error
 	for _, f := range cfg.Families {
 		t, err := newTool(cfg.Variant, f)
+		if err == nil {
+			err = t.usable()
+		}
 		if err != nil {
-			return nil, fmt.Errorf("iptables mode for %s: %w", f, err)
+			missing = append(missing, fmt.Errorf("%s: %w", f, err))
+			continue
 		}
-		o := Options{
-			MasqueradeBit: cfg.MasqueradeBit,
-			RandomFully:   t.randomFully(),
-			CompactAbove:  DefaultCompactAbove,
-			TCPLiberal:    liberal != "" && liberal != "0",
-		}
-		cfg.Log.Info("using iptables", "program", t.describe(), "random-fully", o.RandomFully)
-		e := &engine{tool: t, family: f, options: o, log: cfg.Log}
-		if cfg.Variant == NFT {
-			e.batch = maxNames
-		}
-		b.engines = append(b.engines, e)
+		b.engines = append(b.engines, newEngine(t, cfg))
+	}
+	if len(b.engines) == 0 {
+		return nil, fmt.Errorf("mode iptables can't work here: %w", errors.Join(missing...))
+	}
+	for _, err := range missing {
+		cfg.Log.Warn("Services of this family are not proxied", "error", err)
 	}
 	return b, nil
+}
+
+func newEngine(t *tool, cfg Config) *engine {
+	liberal := readSysctl("net/netfilter/nf_conntrack_tcp_be_liberal")
+	e := &engine{tool: t, family: t.family, log: cfg.Log, options: Options{
+		MasqueradeBit: cfg.MasqueradeBit,
+		RandomFully:   t.ipt.HasRandomFully(),
+		CompactAbove:  DefaultCompactAbove,
+		TCPLiberal:    liberal != "" && liberal != "0",
+	}}
+	if t.variant == NFT {
+		e.batch = maxNames
+	}
+	cfg.Log.Info("using iptables", "program", t.describe(), "random-fully", e.options.RandomFully)
+	return e
+}
+
+// Families are those that the backend programs.
+func (b *Backend) Families() []plan.Family {
+	var out []plan.Family
+	for _, e := range b.engines {
+		out = append(out, e.family)
+	}
+	return out
 }
 
 // Sync implements proxier.Backend. The families do not wait for each other.

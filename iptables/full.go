@@ -241,7 +241,7 @@ func (f *fullSync) writeServices(batch []own) error {
 			delete(f.wanted[tableNAT], c.name)
 		}
 	}
-	f.refused = append(f.refused, fmt.Errorf("Service %s, port %q: the kernel refuses its rules, it is not proxied: %w",
+	f.refused = append(f.refused, fmt.Errorf("the kernel refuses the rules of Service %s, port %q, so it is not proxied: %w",
 		sp.Key.Service, sp.Key.Port, err))
 	return nil
 }

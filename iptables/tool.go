@@ -258,8 +258,13 @@ func (t *tool) ensureJump(j jump) error {
 	return nil
 }
 
-// randomFully reports whether this iptables and its kernel know MASQUERADE --random-fully.
-func (t *tool) randomFully() bool { return t.ipt.HasRandomFully() }
+// usable reports why the kernel can't do what this family needs, if so.
+func (t *tool) usable() error {
+	if _, err := t.ipt.ChainExists(string(tableNAT), "POSTROUTING"); err != nil {
+		return fmt.Errorf("%s can't use table nat: %w", baseName(t.family), err)
+	}
+	return nil
+}
 
 // describe names the program for a log line.
 func (t *tool) describe() string {

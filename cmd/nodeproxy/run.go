@@ -42,9 +42,8 @@ func runCommand() *cobra.Command {
 
 // run serves until ctx ends. The rules stay when it returns.
 func run(ctx context.Context, cfg *config.Config, log *slog.Logger) error {
-	families := hostFamilies(log)
 	backend, err := iptables.New(iptables.Config{
-		Variant: cfg.IPTablesBackend, Families: families, MasqueradeBit: cfg.MasqueradeBit, Log: log,
+		Variant: cfg.IPTablesBackend, Families: hostFamilies(log), MasqueradeBit: cfg.MasqueradeBit, Log: log,
 	})
 	if err != nil {
 		return err
@@ -55,7 +54,7 @@ func run(ctx context.Context, cfg *config.Config, log *slog.Logger) error {
 		return err
 	}
 	p := proxier.New(proxier.Config{
-		NodeName: cfg.NodeName, Settings: cfg.Settings, Families: families, Backend: backend,
+		NodeName: cfg.NodeName, Settings: cfg.Settings, Families: backend.Families(), Backend: backend,
 		MinSyncPeriod: cfg.MinSyncPeriod, Report: report, Log: log,
 	})
 	log.Info("starting", "version", version, "mode", cfg.Mode, "node", cfg.NodeName, "manifests", cfg.Manifests)

@@ -83,6 +83,29 @@ func (w *World) NodeObjects() []runtime.Object {
 	return out
 }
 
+// PodObject describes a pod that runs and is ready, with these labels. The changes given are then applied to it.
+func (w *World) PodObject(p *Pod, labels map[string]string, changes ...func(*v1.Pod)) *v1.Pod {
+	pod := &v1.Pod{
+		TypeMeta:   metav1.TypeMeta{APIVersion: "v1", Kind: "Pod"},
+		ObjectMeta: metav1.ObjectMeta{Namespace: "default", Name: p.Name, Labels: labels},
+		Spec: v1.PodSpec{
+			NodeName:   p.Node.Name,
+			Containers: []v1.Container{{Name: "server", Image: "server"}},
+		},
+		Status: v1.PodStatus{
+			Phase:      v1.PodRunning,
+			PodIP:      p.IP4.String(),
+			PodIPs:     []v1.PodIP{{IP: p.IP4.String()}, {IP: p.IP6.String()}},
+			HostIP:     p.Node.IP4.String(),
+			Conditions: []v1.PodCondition{{Type: v1.PodReady, Status: v1.ConditionTrue}},
+		},
+	}
+	for _, change := range changes {
+		change(pod)
+	}
+	return pod
+}
+
 // Addresses are the frontends of a Service made by Service; both families of each.
 type Addresses struct {
 	ClusterIP4, ClusterIP6   netip.Addr

@@ -287,30 +287,59 @@ func (w *World) uplink(n *Netns, name string) error {
 	return w.fabric.enslave(name, "br0")
 }
 
-// addPod makes a pod whose only neighbour is its node, so that the node routes all of its packets.
+// addPod makes the i-th pod of a node, with addresses in the node's range.
 func (w *World) addPod(n *Node, i int) error {
 	name := fmt.Sprintf("n%d%c", n.index, 'a'+i)
+	_, err := w.newPod(n, name, nth(podRange4(n.index), 10+i), nth(podRange6(n.index), 10+i), w.opts.Ports)
+	return err
+}
+
+// AddPod makes one more pod on a node, at an IPv4 address that need not be of the node's range, and serves these ports.
+// The other nodes and the client get routes to it.
+func (w *World) AddPod(t testing.TB, n *Node, name, ip4 string, ports ...uint16) *Pod {
+	t.Helper()
+	at, err := netip.ParseAddr(ip4)
+	if err != nil {
+		t.Fatal(err)
+	}
+	p, err := w.newPod(n, name, at, nth(podRange6(n.index), 100+len(n.Pods)), ports)
+	for _, other := range w.Nodes {
+		if err == nil && other != n {
+			err = other.addRoute("eth0", netip.PrefixFrom(p.IP4, 32), n.IP4, other.IP4)
+		}
+	}
+	if err == nil {
+		err = w.Client.addRoute("eth0", netip.PrefixFrom(p.IP4, 32), w.Node1().IP4, netip.Addr{})
+	}
+	if err != nil {
+		t.Fatalf("harness: %v", err)
+	}
+	return p
+}
+
+// newPod makes a pod whose only neighbour is its node, so that the node routes all of its packets.
+func (w *World) newPod(n *Node, name string, ip4, ip6 netip.Addr, ports []uint16) (*Pod, error) {
 	ns, err := w.newNetns(name)
 	if err != nil {
-		return err
+		return nil, err
 	}
-	p := &Pod{Node: n, Host: &Host{Netns: ns, IP4: nth(podRange4(n.index), 10+i), IP6: nth(podRange6(n.index), 10+i)}}
+	p := &Pod{Node: n, Host: &Host{Netns: ns, IP4: ip4, IP6: ip6}}
 	n.Pods = append(n.Pods, p)
 	hostSide := PodInterfacePrefix + name
 	if err := ns.addVeth("eth0", n.Netns, hostSide); err != nil {
-		return err
+		return nil, err
 	}
 	if err := ns.addAddrs("eth0", 32, p.IP4, 128, p.IP6); err != nil {
-		return err
+		return nil, err
 	}
 	toPod := hostSide
 	if w.opts.Bridge {
 		toPod = PodBridge
 		if err := n.enslave(hostSide, PodBridge); err != nil {
-			return err
+			return nil, err
 		}
 	} else if err := n.addAddr(hostSide, 64, podGateway6, syscall.RT_SCOPE_LINK); err != nil {
-		return err
+		return nil, err
 	}
 	err = errors.Join(
 		n.addRoute(toPod, netip.PrefixFrom(p.IP4, 32), netip.Addr{}, n.IP4),
@@ -320,14 +349,14 @@ func (w *World) addPod(n *Node, i int) error {
 		ns.addRoute("eth0", defaultRoute6, podGateway6, netip.Addr{}),
 	)
 	if err != nil {
-		return err
+		return nil, err
 	}
-	for _, port := range w.opts.Ports {
+	for _, port := range ports {
 		if err := w.ServeBoth(p.Host, name, port); err != nil {
-			return err
+			return nil, err
 		}
 	}
-	return nil
+	return p, nil
 }
 
 // addClient makes the outside client, which sends what is meant for the cluster to node1.

@@ -14,7 +14,8 @@ func TestAgree(t *testing.T) {
 	one, two := netip.MustParseAddrPort("10.0.0.1:80"), netip.MustParseAddrPort("10.0.0.2:80")
 	forward := plan.Verdict{Action: plan.Forward, Targets: []plan.Target{{Addr: one}, {Addr: two, Masquerade: true}}}
 	at := func(dst netip.AddrPort, masquerade bool, probability float64) tracer.Outcome {
-		return tracer.Outcome{Action: tracer.Accept, Dst: dst, DNAT: true, Masquerade: masquerade, Probability: probability}
+		return tracer.Outcome{Action: tracer.Accept, Dst: dst, DNAT: true, Masquerade: masquerade,
+			Probability: probability}
 	}
 	delivered := at(two, false, 0.5)
 	delivered.Delivered = true
@@ -26,27 +27,40 @@ func TestAgree(t *testing.T) {
 		want     string // in the error; empty for none
 	}{
 		{name: "forward", verdict: forward, outcomes: []tracer.Outcome{at(one, false, 0.5), at(two, true, 0.5)}},
-		{name: "nearly fair", verdict: forward, outcomes: []tracer.Outcome{at(one, false, 0.50001), at(two, true, 0.49999)}},
-		{"not fair", forward, false, []tracer.Outcome{at(one, false, 0.501), at(two, true, 0.499)}, "must have probability 0.500000"},
+		{name: "nearly fair", verdict: forward, outcomes: []tracer.Outcome{at(one, false, 0.50001), at(two, true,
+			0.49999)}},
+		{"not fair", forward, false, []tracer.Outcome{at(one, false, 0.501), at(two, true, 0.499)},
+			"must have probability 0.500000"},
 		{"missing", forward, false, []tracer.Outcome{at(one, false, 0.5)}, "10.0.0.2:80 is never reached"},
-		{"other", forward, false, []tracer.Outcome{at(one, false, 0.5), at(netip.MustParseAddrPort("10.0.0.2:81"), true, 0.5)},
+		{"other", forward, false, []tracer.Outcome{at(one, false, 0.5), at(netip.MustParseAddrPort("10.0.0.2:81"),
+			true, 0.5)},
 			"10.0.0.2:81 must not be reached"},
-		{"masquerade", forward, false, []tracer.Outcome{at(one, true, 0.5), at(two, true, 0.5)}, "at 10.0.0.1:80, masquerading must be false"},
-		{"no masquerade", forward, false, []tracer.Outcome{at(one, false, 0.5), at(two, false, 0.5)}, "masquerading must be true"},
+		{"masquerade", forward, false, []tracer.Outcome{at(one, true, 0.5), at(two, true, 0.5)},
+			"at 10.0.0.1:80, masquerading must be false"},
+		{"no masquerade", forward, false, []tracer.Outcome{at(one, false, 0.5), at(two, false, 0.5)},
+			"masquerading must be true"},
 		{name: "it stays here", verdict: forward, outcomes: []tracer.Outcome{at(one, false, 0.5), delivered}},
-		{"it stays here, but passed masquerading", forward, true, []tracer.Outcome{at(one, false, 0.5), delivered}, "must be true"},
-		{"dropped", forward, false, []tracer.Outcome{{Action: tracer.Drop, Dst: one, DNAT: true, Probability: 1}}, "it must be forwarded"},
-		{"not forwarded", forward, false, []tracer.Outcome{{Action: tracer.Accept, Dst: one, Probability: 1}}, "it must be forwarded"},
+		{"it stays here, but passed masquerading", forward, true, []tracer.Outcome{at(one, false, 0.5), delivered},
+			"must be true"},
+		{"dropped", forward, false, []tracer.Outcome{{Action: tracer.Drop, Dst: one, DNAT: true, Probability: 1}},
+			"it must be forwarded"},
+		{"not forwarded", forward, false, []tracer.Outcome{{Action: tracer.Accept, Dst: one, Probability: 1}},
+			"it must be forwarded"},
 		{name: "pass", outcomes: []tracer.Outcome{{Action: tracer.Accept, Dst: one, Probability: 1}}},
 		{"pass changed", plan.Verdict{}, false, []tracer.Outcome{at(one, false, 1)}, "must not change to 10.0.0.1:80"},
-		{"pass masqueraded", plan.Verdict{}, false, []tracer.Outcome{{Action: tracer.Accept, Masquerade: true, Probability: 1}},
+		{"pass masqueraded", plan.Verdict{}, false, []tracer.Outcome{{Action: tracer.Accept, Masquerade: true,
+			Probability: 1}},
 			"source must not change"},
 		{"pass dropped", plan.Verdict{}, false, []tracer.Outcome{{Action: tracer.Drop, Probability: 1}}, "must not be"},
-		{name: "reject", verdict: plan.Verdict{Action: plan.Reject}, outcomes: []tracer.Outcome{{Action: tracer.Reject, Probability: 1}}},
+		{name: "reject", verdict: plan.Verdict{Action: plan.Reject},
+			outcomes: []tracer.Outcome{{Action: tracer.Reject, Probability: 1}}},
 		{"reject by chance", plan.Verdict{Action: plan.Reject}, false,
-			[]tracer.Outcome{{Action: tracer.Reject, Probability: 0.9}, {Action: tracer.Accept, Probability: 0.1}}, "must not be"},
-		{"reject dropped", plan.Verdict{Action: plan.Reject}, false, []tracer.Outcome{{Action: tracer.Drop, Probability: 1}}, "must not be"},
-		{name: "drop", verdict: plan.Verdict{Action: plan.Drop}, outcomes: []tracer.Outcome{{Action: tracer.Drop, Probability: 1}}},
+			[]tracer.Outcome{{Action: tracer.Reject, Probability: 0.9}, {Action: tracer.Accept, Probability: 0.1}},
+			"must not be"},
+		{"reject dropped", plan.Verdict{Action: plan.Reject}, false, []tracer.Outcome{{Action: tracer.Drop,
+			Probability: 1}}, "must not be"},
+		{name: "drop", verdict: plan.Verdict{Action: plan.Drop}, outcomes: []tracer.Outcome{{Action: tracer.Drop,
+			Probability: 1}}},
 		{"drop changed", plan.Verdict{Action: plan.Drop}, false,
 			[]tracer.Outcome{{Action: tracer.Drop, DNAT: true, Dst: one, Probability: 1}}, "must not change"},
 	} {
@@ -86,7 +100,8 @@ func TestCompare(t *testing.T) {
 	}
 	wrong := tracer.New(plan.IPv4)
 	err = tracer.Compare(e, wrong, to(vip, 80), node)
-	for _, part := range []string{"TCP from 203.0.113.1 to 10.96.0.1:80", "forward to 10.0.0.1:8080", "cluster IP 10.96.0.1:80/TCP of a/b",
+	for _, part := range []string{"TCP from 203.0.113.1 to 10.96.0.1:80", "forward to 10.0.0.1:8080",
+		"cluster IP 10.96.0.1:80/TCP of a/b",
 		"10.0.0.1:8080 is never reached"} {
 		if err == nil || !strings.Contains(err.Error(), part) {
 			t.Errorf("error is %v, want one with %q", err, part)

@@ -18,7 +18,8 @@ func TestRestoreErrors(t *testing.T) {
 		{"no commit between", "*filter\n*nat\nCOMMIT\n", "line 2: table filter has no COMMIT"},
 		{"chain", table("filter", "-A KUBE-X -j DROP"), "line 2: table filter has no chain KUBE-X"},
 		{"chain of another table", table("filter", "-A PREROUTING -j DROP"), "table filter has no chain PREROUTING"},
-		{"jump to nowhere", table("filter", "-A INPUT -j KUBE-X"), "line 3: table filter has no chain KUBE-X, to which leads line 2: -A INPUT -j KUBE-X"},
+		{"jump to nowhere", table("filter", "-A INPUT -j KUBE-X"),
+			"line 3: table filter has no chain KUBE-X, to which leads line 2: -A INPUT -j KUBE-X"},
 		{"goto to nowhere", table("filter", "-A INPUT -g KUBE-X"), "no chain KUBE-X"},
 		{"jump to a built-in chain", table("filter", "-A INPUT -j FORWARD"), "a built-in chain can't be jumped to"},
 		{"loop", table("filter", "A", "B", "-A A -j B", "-A B -g A"), "leads back to itself"},
@@ -35,11 +36,14 @@ func TestRestoreErrors(t *testing.T) {
 		{"quote", table("filter", `-A INPUT -m comment --comment "x -j DROP`), "a quotation does not end"},
 		{"family of -d", table("filter", "-A INPUT -d ::1/128 -j DROP"), "::1/128 is no IPv4 address"},
 		{"family of DNAT", table("nat", "-A OUTPUT -p tcp -j DNAT --to-destination [::2]:80"), "::2 is no IPv4 address"},
-		{"family of REJECT", table("filter", "-A INPUT -j REJECT --reject-with icmp6-port-unreachable"), "is not of IPv4"},
+		{"family of REJECT", table("filter", "-A INPUT -j REJECT --reject-with icmp6-port-unreachable"),
+			"is not of IPv4"},
 		{"tcp-reset", table("filter", "-A INPUT -p udp -j REJECT --reject-with tcp-reset"), "needs -p tcp"},
 		{"port without protocol", table("filter", "-A INPUT -m tcp --dport 80 -j DROP"), "match tcp: it needs -p"},
-		{"port of another protocol", table("filter", "-A INPUT -p udp -m tcp --dport 80 -j DROP"), "match tcp: it needs -p"},
-		{"port of not this protocol", table("filter", "-A INPUT ! -p tcp -m tcp --dport 80 -j DROP"), "match tcp: it needs -p"},
+		{"port of another protocol", table("filter", "-A INPUT -p udp -m tcp --dport 80 -j DROP"),
+			"match tcp: it needs -p"},
+		{"port of not this protocol", table("filter", "-A INPUT ! -p tcp -m tcp --dport 80 -j DROP"),
+			"match tcp: it needs -p"},
 		{"bad port", table("filter", "-A INPUT -p tcp --dport http -j DROP"), `"http" is no port`},
 		{"port beyond", table("filter", "-A INPUT -p tcp --dport 65536 -j DROP"), "is no port"},
 		{"DNAT without protocol", table("nat", "-A OUTPUT -j DNAT --to-destination 10.0.0.1:80"), "a port needs -p"},
@@ -49,12 +53,14 @@ func TestRestoreErrors(t *testing.T) {
 		{"REJECT in nat", table("nat", "-A OUTPUT -j REJECT"), "belongs into table filter"},
 		{"state", table("filter", "-A INPUT -m conntrack --ctstate NEVER -j DROP"), `no state "NEVER"`},
 		{"mark", table("filter", "-A INPUT -m mark --mark x -j DROP"), "is no mark"},
-		{"probability", table("filter", "-A INPUT -m statistic --mode random --probability 1.5 -j DROP"), "is no probability"},
+		{"probability", table("filter", "-A INPUT -m statistic --mode random --probability 1.5 -j DROP"),
+			"is no probability"},
 		{"bytecode", table("filter", `-A INPUT -m bpf --bytecode "1,6 0 0" -j DROP`), "is no BPF instruction"},
 		{"length of bytecode", table("filter", `-A INPUT -m bpf --bytecode "2,6 0 0 0" -j DROP`), "and has 1"},
 		{"a word", table("filter", "-A INPUT DROP"), `"DROP" is no option`},
 		{"no value", table("filter", "-A INPUT -j"), "option -j has no value"},
-		{"options of a chain", table("filter", "A", "-A INPUT -j A --to-destination 10.0.0.1"), "chain A takes no option"},
+		{"options of a chain", table("filter", "A", "-A INPUT -j A --to-destination 10.0.0.1"),
+			"chain A takes no option"},
 		{"option of a target", table("filter", "-A INPUT -j DROP --hard"), "target DROP: it takes no option --hard"},
 	} {
 		t.Run(tc.name, func(t *testing.T) {
@@ -99,7 +105,8 @@ func TestRestoreInSteps(t *testing.T) {
 
 func TestFamilyOfARule(t *testing.T) {
 	t.Parallel()
-	text := table("filter", "A", "-4 -A FORWARD -d 10.96.0.1/32 -j A", "-6 -A FORWARD -d fd00::1/128 -j A", "-A A -j DROP")
+	text := table("filter", "A", "-4 -A FORWARD -d 10.96.0.1/32 -j A", "-6 -A FORWARD -d fd00::1/128 -j A",
+		"-A A -j DROP")
 	for _, f := range plan.Families {
 		if _, err := tracer.Parse(f, text); err != nil {
 			t.Error(err)
@@ -109,7 +116,8 @@ func TestFamilyOfARule(t *testing.T) {
 
 func TestUnknown(t *testing.T) {
 	t.Parallel()
-	rules, err := tracer.Parse(plan.IPv4, table("filter", "-A INPUT -j LOG", "-A INPUT -m limit --limit 1/s -j DROP", "-A INPUT -j DROP"))
+	rules, err := tracer.Parse(plan.IPv4, table("filter", "-A INPUT -j LOG", "-A INPUT -m limit --limit 1/s -j DROP",
+		"-A INPUT -j DROP"))
 	if err != nil {
 		t.Fatal(err)
 	}

@@ -62,16 +62,38 @@ func brief(outcomes []tracer.Outcome) []string {
 	return out
 }
 
-func TestTrace(t *testing.T) {
+// traceCase is rules, a packet, and what becomes of it.
+type traceCase struct {
+	name   string
+	rules  string
+	packet plan.Packet
+	node   tracer.Node
+	want   []string // as brief has it
+}
+
+func testTraces(t *testing.T, cases []traceCase) {
 	t.Parallel()
-	masquerade := table("nat", "-A POSTROUTING -m mark --mark 0x4000/0x4000 -j MASQUERADE --random-fully")
-	for _, tc := range []struct {
-		name   string
-		rules  string
-		packet plan.Packet
-		node   tracer.Node
-		want   []string
-	}{{
+	for _, tc := range cases {
+		t.Run(tc.name, func(t *testing.T) {
+			t.Parallel()
+			tc.node.Local = local
+			rules, err := tracer.Parse(plan.IPv4, tc.rules)
+			if err != nil {
+				t.Fatal(err)
+			}
+			outcomes, err := rules.Trace(tc.packet, tc.node)
+			if err != nil {
+				t.Fatal(err)
+			}
+			if got := brief(outcomes); !slices.Equal(got, tc.want) {
+				t.Errorf("outcomes are\n%s\nwant\n%s", strings.Join(got, "\n"), strings.Join(tc.want, "\n"))
+			}
+		})
+	}
+}
+
+func TestTraceFilter(t *testing.T) {
+	testTraces(t, []traceCase{{
 		name: "no rules", packet: to(vip, 80), want: []string{"accept 1"},
 	}, {
 		name: "delivered", packet: to(nodeIP, 80), want: []string{"accept local 1"},
@@ -104,14 +126,6 @@ func TestTrace(t *testing.T) {
 				"-i eth+ -j REJECT --reject-with tcp-reset",
 		),
 	}, {
-		name: "each equally likely", packet: to(vip, 80),
-		want: []string{"accept 10.0.0.1:8080 0.3333", "accept 10.0.0.2:8080 0.3333", "accept 10.0.0.3:80 0.3333"},
-		rules: table("nat", "SVC",
-			"-A PREROUTING -d 10.96.0.1/32 -j SVC",
-			"-A SVC -p tcp -m statistic --mode random --probability 0.33333333349 -j DNAT --to-destination 10.0.0.1:8080",
-			"-A SVC -p tcp -m statistic --mode random --probability 0.50000000000 -j DNAT --to-destination 10.0.0.2:8080",
-			"-A SVC -j DNAT --to-destination 10.0.0.3"),
-	}, {
 		name: "inverted and certain chances", packet: to(vip, 80), want: []string{"accept 0.75", "drop 0.25"},
 		rules: table("filter",
 			"-A FORWARD -m statistic --mode random --probability 0 -j DROP",
@@ -120,6 +134,42 @@ func TestTrace(t *testing.T) {
 	}, {
 		name: "ways that meet again count once", packet: to(vip, 80), want: []string{"accept 1"},
 		rules: table("filter", "A", "-A FORWARD -m statistic --mode random --probability 0.5 -j A", "-A A -j RETURN"),
+	}, {
+		name: "recent list", packet: to(vip, 80), want: []string{"drop 1"},
+		node: tracer.Node{Recent: func(list string, a netip.Addr) bool { return list == "mine" && a == client }},
+		rules: table("filter", "-A FORWARD -m recent --rcheck --name other -j ACCEPT",
+			"-A FORWARD -m recent --rcheck --name mine -j DROP"),
+	}, {
+		name: "outgoing interface", packet: to(vip, 80), want: []string{"drop 1"},
+		node:  tracer.Node{OutInterface: func(netip.Addr) string { return "eth1" }},
+		rules: table("filter", "-A FORWARD -i eth0 -o eth1 -j DROP"),
+	}, {
+		name: "what is not known does not matter where the rest does not match", packet: to(vip, 80),
+		want: []string{"drop 1"},
+		rules: table("filter", "-A FORWARD -m set --match-set there dst -d 10.0.0.1/32 -j LOG --log-prefix x",
+			"-A FORWARD -j DROP"),
+	}, {
+		name: "bytecode that reads protocol and port", packet: to(vip, 80), want: []string{"drop 1"},
+		rules: table("filter",
+			`-A FORWARD -m bpf --bytecode "4,48 0 0 9,21 0 1 17,6 0 0 1,6 0 0 0" -j ACCEPT`,
+			`-A FORWARD -m bpf ! --bytecode "6,48 0 0 9,21 0 3 6,40 0 0 22,21 0 1 80,6 0 0 1,6 0 0 0" -j ACCEPT`,
+			"-A FORWARD -j DROP"),
+	}, {
+		name: "tables in the kernel's order", packet: to(vip, 80), want: []string{"drop 1"},
+		rules: table("mangle", "-A PREROUTING -j MARK --set-mark 1", "-A FORWARD -m mark --mark 1 -j DROP"),
+	}})
+}
+
+func TestTraceNAT(t *testing.T) {
+	masquerade := table("nat", "-A POSTROUTING -m mark --mark 0x4000/0x4000 -j MASQUERADE --random-fully")
+	testTraces(t, []traceCase{{
+		name: "each equally likely", packet: to(vip, 80),
+		want: []string{"accept 10.0.0.1:8080 0.3333", "accept 10.0.0.2:8080 0.3333", "accept 10.0.0.3:80 0.3333"},
+		rules: table("nat", "SVC",
+			"-A PREROUTING -d 10.96.0.1/32 -j SVC",
+			"-A SVC -p tcp -m statistic --mode random --probability 0.33333333349 -j DNAT --to-destination 10.0.0.1:8080",
+			"-A SVC -p tcp -m statistic --mode random --probability 0.50000000000 -j DNAT --to-destination 10.0.0.2:8080",
+			"-A SVC -j DNAT --to-destination 10.0.0.3"),
 	}, {
 		name: "masquerade by mark", packet: to(vip, 80), want: []string{"accept masquerade 1"},
 		rules: table("nat", "-A PREROUTING -j MARK --or-mark 0x4000") + masquerade,
@@ -138,7 +188,8 @@ func TestTrace(t *testing.T) {
 			"-A PREROUTING -m mark ! --mark 2/15 -j BAD"),
 	}, {
 		name: "nat ends at its first verdict, and only itself", packet: to(vip, 80), want: []string{"drop 10.0.0.1:80 1"},
-		rules: table("nat", "-A PREROUTING -p tcp -j DNAT --to-destination 10.0.0.1", "-A PREROUTING -j DNAT --to-destination 10.0.0.2") +
+		rules: table("nat", "-A PREROUTING -p tcp -j DNAT --to-destination 10.0.0.1",
+			"-A PREROUTING -j DNAT --to-destination 10.0.0.2") +
 			table("filter", "-A FORWARD -d 10.0.0.1/32 -m conntrack --ctstate DNAT -j DROP"),
 	}, {
 		name: "routed by the new destination", packet: to(vip, 80), want: []string{"accept 192.168.1.10:8080 local 1"},
@@ -146,7 +197,8 @@ func TestTrace(t *testing.T) {
 			"-A POSTROUTING -j MASQUERADE") + table("filter", "-A FORWARD -j DROP"),
 	}, {
 		name: "sent to elsewhere", packet: sent(vip, 80), want: []string{"accept 10.0.0.1:80 masquerade 1"},
-		rules: table("nat", "-A PREROUTING -j DNAT --to-destination 10.0.0.9", "-A OUTPUT -j DNAT --to-destination 10.0.0.1",
+		rules: table("nat", "-A PREROUTING -j DNAT --to-destination 10.0.0.9",
+			"-A OUTPUT -j DNAT --to-destination 10.0.0.1",
 			"-A POSTROUTING -m conntrack --ctstate DNAT -j MASQUERADE") +
 			table("filter", "-A FORWARD -j DROP", "-A INPUT -j DROP", "-A OUTPUT -i eth+ -j DROP"),
 	}, {
@@ -154,49 +206,14 @@ func TestTrace(t *testing.T) {
 		rules: table("nat", "-A PREROUTING -j DNAT --to-destination 10.0.0.9") +
 			table("filter", "-A INPUT -i lo -m conntrack --ctstate NEW -j REJECT"),
 	}, {
-		name: "recent list", packet: to(vip, 80), want: []string{"drop 1"},
-		node:  tracer.Node{Recent: func(list string, a netip.Addr) bool { return list == "mine" && a == client }},
-		rules: table("filter", "-A FORWARD -m recent --rcheck --name other -j ACCEPT", "-A FORWARD -m recent --rcheck --name mine -j DROP"),
-	}, {
-		name: "outgoing interface", packet: to(vip, 80), want: []string{"drop 1"},
-		node:  tracer.Node{OutInterface: func(netip.Addr) string { return "eth1" }},
-		rules: table("filter", "-A FORWARD -i eth0 -o eth1 -j DROP"),
-	}, {
-		name: "what is not known does not matter where the rest does not match", packet: to(vip, 80), want: []string{"drop 1"},
-		rules: table("filter", "-A FORWARD -m set --match-set there dst -d 10.0.0.1/32 -j LOG --log-prefix x", "-A FORWARD -j DROP"),
-	}, {
-		name: "bytecode that compares source and destination", packet: plan.Packet{Src: client, Dst: vip, Protocol: plan.TCP, DstPort: 80},
+		name: "bytecode that compares source and destination", packet: plan.Packet{Src: client, Dst: vip,
+			Protocol: plan.TCP, DstPort: 80},
 		want: []string{"accept 10.0.0.1:80 0.5", "accept 203.0.113.1:80 masquerade 0.5"},
 		rules: table("nat",
 			"-A PREROUTING -p tcp -m statistic --mode random --probability 0.5 -j DNAT --to-destination 203.0.113.1:80",
 			"-A PREROUTING -j DNAT --to-destination 10.0.0.1",
 			`-A POSTROUTING -m bpf --bytecode "7,32 0 0 12,2 0 0 0,32 0 0 16,97 1 0 0,29 0 1 0,6 0 0 65535,6 0 0 0" -j MASQUERADE`),
-	}, {
-		name: "bytecode that reads protocol and port", packet: to(vip, 80), want: []string{"drop 1"},
-		rules: table("filter",
-			`-A FORWARD -m bpf --bytecode "4,48 0 0 9,21 0 1 17,6 0 0 1,6 0 0 0" -j ACCEPT`,
-			`-A FORWARD -m bpf ! --bytecode "6,48 0 0 9,21 0 3 6,40 0 0 22,21 0 1 80,6 0 0 1,6 0 0 0" -j ACCEPT`,
-			"-A FORWARD -j DROP"),
-	}, {
-		name: "tables in the kernel's order", packet: to(vip, 80), want: []string{"drop 1"},
-		rules: table("mangle", "-A PREROUTING -j MARK --set-mark 1", "-A FORWARD -m mark --mark 1 -j DROP"),
-	}} {
-		t.Run(tc.name, func(t *testing.T) {
-			t.Parallel()
-			tc.node.Local = local
-			rules, err := tracer.Parse(plan.IPv4, tc.rules)
-			if err != nil {
-				t.Fatal(err)
-			}
-			outcomes, err := rules.Trace(tc.packet, tc.node)
-			if err != nil {
-				t.Fatal(err)
-			}
-			if got := brief(outcomes); !slices.Equal(got, tc.want) {
-				t.Errorf("outcomes are\n%s\nwant\n%s", strings.Join(got, "\n"), strings.Join(tc.want, "\n"))
-			}
-		})
-	}
+	}})
 }
 
 // TestGoto holds jumps, gotos and returns to what the kernel does: a chain that was gone to returns to where the chain
@@ -208,15 +225,19 @@ func TestGoto(t *testing.T) {
 		lines []string
 		want  string
 	}{
-		{"return from a jump", []string{"-A FORWARD -j A", "-A FORWARD -j DROP", "-A A -j RETURN", "-A A -j REJECT"}, "drop"},
+		{"return from a jump", []string{"-A FORWARD -j A", "-A FORWARD -j DROP", "-A A -j RETURN", "-A A -j REJECT"},
+			"drop"},
 		{"end of a jump", []string{"-A FORWARD -j A", "-A FORWARD -j DROP"}, "drop"},
-		{"return from a goto in a built-in chain", []string{"-A FORWARD -g A", "-A FORWARD -j DROP", "-A A -j RETURN"}, "accept"},
+		{"return from a goto in a built-in chain", []string{"-A FORWARD -g A", "-A FORWARD -j DROP",
+			"-A A -j RETURN"}, "accept"},
 		{"the same by the policy", []string{":FORWARD DROP [0:0]", "-A FORWARD -g A", "-A FORWARD -j ACCEPT"}, "drop"},
 		{"return from a goto in a chain",
 			[]string{"-A FORWARD -j A", "-A FORWARD -j DROP", "-A A -g B", "-A A -j REJECT", "-A B -j RETURN"}, "drop"},
-		{"end of two gotos", []string{"-A FORWARD -j A", "-A FORWARD -j DROP", "-A A -g B", "-A A -j REJECT", "-A B -g C", "-A B -j REJECT"},
+		{"end of two gotos", []string{"-A FORWARD -j A", "-A FORWARD -j DROP", "-A A -g B", "-A A -j REJECT",
+			"-A B -g C", "-A B -j REJECT"},
 			"drop"},
-		{"jump below a goto", []string{"-A FORWARD -j A", "-A FORWARD -j DROP", "-A A -g B", "-A A -j ACCEPT", "-A B -j C", "-A B -j REJECT"},
+		{"jump below a goto", []string{"-A FORWARD -j A", "-A FORWARD -j DROP", "-A A -g B", "-A A -j ACCEPT",
+			"-A B -j C", "-A B -j REJECT"},
 			"reject"},
 		{"accept below both", []string{"-A FORWARD -j A", "-A FORWARD -j DROP", "-A A -g B", "-A B -j ACCEPT"}, "accept"},
 		{"return in a built-in chain", []string{"-A FORWARD -j RETURN", "-A FORWARD -j DROP"}, "accept"},
@@ -270,13 +291,17 @@ func TestTraceListsTheRulesOfEachWay(t *testing.T) {
 func TestTraceErrors(t *testing.T) {
 	t.Parallel()
 	for name, tc := range map[string]struct{ rules, want string }{
-		"match":     {table("filter", "-A FORWARD -m set --match-set there dst -j DROP"), "line 2: -A FORWARD -m set --match-set there dst -j DROP: the tracer does not know match set"},
-		"option":    {table("filter", "-A FORWARD -p tcp -m tcp --syn -j DROP"), "does not know option --syn"},
-		"target":    {table("filter", "-A FORWARD -j LOG --log-prefix x"), "does not know target LOG"},
-		"type":      {table("filter", "-A FORWARD -m addrtype --dst-type BROADCAST -j DROP"), "does not know address type BROADCAST"},
-		"statistic": {table("filter", "-A FORWARD -m statistic --mode nth --every 3 --packet 0 -j DROP"), "does not know"},
+		"match": {table("filter", "-A FORWARD -m set --match-set there dst -j DROP"),
+			"line 2: -A FORWARD -m set --match-set there dst -j DROP: the tracer does not know match set"},
+		"option": {table("filter", "-A FORWARD -p tcp -m tcp --syn -j DROP"), "does not know option --syn"},
+		"target": {table("filter", "-A FORWARD -j LOG --log-prefix x"), "does not know target LOG"},
+		"type": {table("filter", "-A FORWARD -m addrtype --dst-type BROADCAST -j DROP"),
+			"does not know address type BROADCAST"},
+		"statistic": {table("filter", "-A FORWARD -m statistic --mode nth --every 3 --packet 0 -j DROP"),
+			"does not know"},
 		"interface": {table("filter", "-A FORWARD -o eth0 -j DROP"), "by which interface the packet leaves is not known"},
-		"place":     {table("nat", "-A POSTROUTING -j DNAT --to-destination 10.0.0.1"), "DNAT is not possible at POSTROUTING"},
+		"place": {table("nat", "-A POSTROUTING -j DNAT --to-destination 10.0.0.1"),
+			"DNAT is not possible at POSTROUTING"},
 		"place too": {table("nat", "-A PREROUTING -j MASQUERADE"), "MASQUERADE is not possible at PREROUTING"},
 	} {
 		t.Run(name, func(t *testing.T) {
@@ -285,7 +310,8 @@ func TestTraceErrors(t *testing.T) {
 			if err != nil {
 				t.Fatal(err)
 			}
-			if _, err := rules.Trace(to(vip, 80), tracer.Node{Local: local}); err == nil || !strings.Contains(err.Error(), tc.want) {
+			if _, err := rules.Trace(to(vip, 80),
+				tracer.Node{Local: local}); err == nil || !strings.Contains(err.Error(), tc.want) {
 				t.Errorf("error is %v, want one with %q", err, tc.want)
 			}
 		})

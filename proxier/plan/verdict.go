@@ -242,7 +242,8 @@ func (e *Evaluator) admitted(src netip.Addr, sp *ServicePort, v *Verdict) bool {
 	}
 	own := func(f Frontend) bool { return f.Kind == LoadBalancerIP && f.Addr == src }
 	if nodeAllowed && slices.ContainsFunc(sp.Frontends, own) {
-		v.because("source %s is a load balancer IP of the Service, and the node's %s is within its source ranges", src, node)
+		v.because("source %s is a load balancer IP of the Service, and the node's %s is within its source ranges",
+			src, node)
 		return true
 	}
 	v.because("source %s is outside of the source ranges", src)

@@ -44,125 +44,166 @@ func tPlan(change func(*ServicePort, *Settings)) *Plan {
 // tPacket is a TCP packet; what the node's own addresses are is known.
 func tPacket(src, dst netip.Addr, port uint16) Packet {
 	local := func(a netip.Addr) bool { return a == tNode || a.IsLoopback() }
-	pkt := Packet{Src: src, Dst: dst, Protocol: TCP, DstPort: port, SrcLocal: local(src), DstLocal: local(dst), InInterface: "eth0"}
+	pkt := Packet{Src: src, Dst: dst, Protocol: TCP, DstPort: port, SrcLocal: local(src), DstLocal: local(dst),
+		InInterface: "eth0"}
 	if pkt.SrcLocal {
 		pkt.Output, pkt.InInterface = true, ""
 	}
 	return pkt
 }
 
-func TestVerdict(t *testing.T) {
-	t.Parallel()
-	const (
-		both     = "forward to 10.244.1.2:8080, 10.244.2.2:8080"
-		bothMasq = "forward to 10.244.1.2:8080 masqueraded, 10.244.2.2:8080 masqueraded"
-		here     = "forward to 10.244.1.2:8080"
-		hairpin  = "forward to 10.244.1.2:8080 masqueraded, 10.244.2.2:8080"
-	)
-	internalLocal := func(sp *ServicePort, _ *Settings) { sp.InternalPolicy = Local }
-	externalLocal := func(sp *ServicePort, _ *Settings) { sp.ExternalPolicy = Local }
-	bothLocal := func(sp *ServicePort, _ *Settings) { sp.InternalPolicy, sp.ExternalPolicy = Local, Local }
-	noDetection := func(_ *ServicePort, s *Settings) { s.DetectLocal = DetectLocal{} }
-	none := func(sp *ServicePort, _ *Settings) { sp.Endpoints = Endpoints{} }
-	noneHere := func(change func(*ServicePort, *Settings)) func(*ServicePort, *Settings) {
-		return func(sp *ServicePort, s *Settings) {
+// The verdicts that most packets get.
+const (
+	tBoth     = "forward to 10.244.1.2:8080, 10.244.2.2:8080"
+	tBothMasq = "forward to 10.244.1.2:8080 masqueraded, 10.244.2.2:8080 masqueraded"
+	tHere     = "forward to 10.244.1.2:8080"
+	tThere    = "forward to 10.244.2.2:8080"
+	tHairpin  = "forward to 10.244.1.2:8080 masqueraded, 10.244.2.2:8080"
+)
+
+// tPod3 is a pod of another node that is no endpoint.
+var tPod3 = netip.MustParseAddr("10.244.3.9")
+
+// The changes that make tPlan one for the case in question.
+
+type tChange = func(*ServicePort, *Settings)
+
+func plain(*ServicePort, *Settings)              {}
+func internalLocal(sp *ServicePort, _ *Settings) { sp.InternalPolicy = Local }
+func externalLocal(sp *ServicePort, _ *Settings) { sp.ExternalPolicy = Local }
+func noDetection(_ *ServicePort, s *Settings)    { s.DetectLocal = DetectLocal{} }
+func masqueradeAll(_ *ServicePort, s *Settings)  { s.MasqueradeAll = true }
+func none(sp *ServicePort, _ *Settings)          { sp.Endpoints = Endpoints{} }
+func noneHere(sp *ServicePort, _ *Settings) {
+	sp.Endpoints = Endpoints{Cluster: []Endpoint{tFarEP}, Any: true}
+}
+func primary(_ *ServicePort, s *Settings) { s.NodePortAddresses.Primary = true }
+func ownAddressAsExternal(sp *ServicePort, _ *Settings) {
+	sp.Frontends[2] = Frontend{ExternalIP, tNode, TCP, 30080}
+}
+
+func ranges(list ...string) tChange {
+	return func(sp *ServicePort, _ *Settings) {
+		for _, r := range list {
+			sp.SourceRanges = append(sp.SourceRanges, netip.MustParsePrefix(r))
+		}
+	}
+}
+
+func nodePortsAt(cidr string) tChange {
+	return func(_ *ServicePort, s *Settings) {
+		s.NodePortAddresses.CIDRs = []netip.Prefix{netip.MustParsePrefix(cidr)}
+	}
+}
+
+func all(changes ...tChange) tChange {
+	return func(sp *ServicePort, s *Settings) {
+		for _, change := range changes {
 			change(sp, s)
-			sp.Endpoints = Endpoints{Cluster: []Endpoint{tFarEP}, Any: true}
 		}
 	}
-	ranges := func(list ...string) func(*ServicePort, *Settings) {
-		return func(sp *ServicePort, _ *Settings) {
-			for _, r := range list {
-				sp.SourceRanges = append(sp.SourceRanges, netip.MustParsePrefix(r))
-			}
-		}
-	}
-	plain := func(*ServicePort, *Settings) {}
-	other := netip.MustParseAddr("10.244.3.9")
-	for _, tc := range []struct {
-		name   string
-		change func(*ServicePort, *Settings)
-		packet Packet
-		want   string
-	}{
-		{"cluster IP, pod", plain, tPacket(other, tCluster, 80), both},
-		{"cluster IP, own endpoint", plain, tPacket(tPod, tCluster, 80), hairpin},
-		{"cluster IP, node", plain, tPacket(tNode, tCluster, 80), bothMasq},
-		{"cluster IP, outside", plain, tPacket(tClient, tCluster, 80), bothMasq},
-		{"cluster IP, outside, no detection", noDetection, tPacket(tClient, tCluster, 80), both},
-		{"cluster IP, masquerade all", func(_ *ServicePort, s *Settings) { s.MasqueradeAll = true }, tPacket(other, tCluster, 80), bothMasq},
-		{"cluster IP, local", internalLocal, tPacket(other, tCluster, 80), here},
-		{"cluster IP, local, none here", noneHere(internalLocal), tPacket(other, tCluster, 80), "drop"},
-		{"cluster IP, external policy does not matter", noneHere(externalLocal), tPacket(other, tCluster, 80), "forward to 10.244.2.2:8080"},
-		{"cluster IP, none", none, tPacket(other, tCluster, 80), "reject"},
-		{"cluster IP, other port", plain, tPacket(other, tCluster, 81), "pass"},
-		{"cluster IP, other protocol", plain, Packet{Src: other, Dst: tCluster, Protocol: UDP, DstPort: 80}, "pass"},
+}
 
-		{"external IP, outside", plain, tPacket(tClient, tExt, 80), bothMasq},
-		{"external IP, pod", plain, tPacket(other, tExt, 80), bothMasq},
-		{"external IP, local, outside", externalLocal, tPacket(tClient, tExt, 80), here},
-		{"external IP, local, pod", externalLocal, tPacket(other, tExt, 80), both},
-		{"external IP, local, own endpoint", externalLocal, tPacket(tPod, tExt, 80), hairpin},
-		{"external IP, local, node", externalLocal, tPacket(tNode, tExt, 80), bothMasq},
-		{"external IP, local, pod, no detection", func(sp *ServicePort, s *Settings) { externalLocal(sp, s); noDetection(sp, s) },
-			tPacket(other, tExt, 80), here},
-		{"external IP, local, outside, none here", noneHere(externalLocal), tPacket(tClient, tExt, 80), "drop"},
-		{"external IP, local, pod, none here", noneHere(externalLocal), tPacket(other, tExt, 80), "forward to 10.244.2.2:8080"},
-		{"external IP, local, node, none here", noneHere(externalLocal), tPacket(tNode, tExt, 80), "forward to 10.244.2.2:8080 masqueraded"},
-		{"external IP, internal policy does not matter", noneHere(internalLocal), tPacket(tClient, tExt, 80), "forward to 10.244.2.2:8080 masqueraded"},
-		{"external IP, none", none, tPacket(tClient, tExt, 80), "reject"},
-		{"external IP, none, node", none, tPacket(tNode, tExt, 80), "reject"},
-		{"external IP, source ranges do not matter", ranges("10.0.0.0/8"), tPacket(tClient, tExt, 80), bothMasq},
+// verdictCase is a packet and what becomes of it.
+type verdictCase struct {
+	name   string
+	change tChange
+	packet Packet
+	want   string
+}
 
-		{"load balancer IP, within", ranges("203.0.113.0/24"), tPacket(tClient, tLB, 80), bothMasq},
-		{"load balancer IP, outside of ranges", ranges("203.0.114.0/24", "198.51.100.0/24"), tPacket(tClient, tLB, 80), "drop"},
-		{"load balancer IP, pod outside of ranges", ranges("203.0.113.0/24"), tPacket(other, tLB, 80), "drop"},
-		{"load balancer IP, node outside of ranges", ranges("203.0.113.0/24"), tPacket(tNode, tLB, 80), "drop"},
-		{"load balancer IP, from itself", ranges("192.168.1.0/24"), Packet{Src: tLB, Dst: tLB, Protocol: TCP, DstPort: 80, SrcLocal: true, DstLocal: true,
-			Output: true}, bothMasq},
-		{"load balancer IP, from itself, node outside", ranges("203.0.113.0/24"), Packet{Src: tLB, Dst: tLB, Protocol: TCP, DstPort: 80, SrcLocal: true,
-			DstLocal: true, Output: true}, "drop"},
-		{"load balancer IP, outside of ranges, none", func(sp *ServicePort, s *Settings) { ranges("10.0.0.0/8")(sp, s); none(sp, s) },
-			tPacket(tClient, tLB, 80), "reject"},
-		{"load balancer IP, local, within, none here", noneHere(func(sp *ServicePort, s *Settings) {
-			ranges("203.0.113.0/24")(sp, s)
-			externalLocal(sp, s)
-		}), tPacket(tClient, tLB, 80), "drop"},
-
-		{"node port, outside", plain, tPacket(tClient, tNode, 30080), bothMasq},
-		{"node port, source ranges do not matter", ranges("10.0.0.0/8"), tPacket(tClient, tNode, 30080), bothMasq},
-		{"node port, local", externalLocal, tPacket(tClient, tNode, 30080), here},
-		{"node port, local, none here", noneHere(bothLocal), tPacket(tClient, tNode, 30080), "drop"},
-		{"node port, none", none, tPacket(tClient, tNode, 30080), "reject"},
-		{"node port, another host", plain, tPacket(tClient, netip.MustParseAddr("192.168.1.11"), 30080), "pass"},
-		{"node port, at a service address", plain, tPacket(tClient, tExt, 30080), "pass"},
-		{"service port at the node", plain, tPacket(tClient, tNode, 80), "pass"},
-		{"node port, not at this address", func(_ *ServicePort, s *Settings) {
-			s.NodePortAddresses.CIDRs = []netip.Prefix{netip.MustParsePrefix("10.0.0.0/8")}
-		}, tPacket(tClient, tNode, 30080), "pass"},
-		{"node port, none, not at this address", func(sp *ServicePort, s *Settings) {
-			none(sp, s)
-			s.NodePortAddresses.CIDRs = []netip.Prefix{netip.MustParsePrefix("10.0.0.0/8")}
-		}, tPacket(tClient, tNode, 30080), "pass"},
-		{"node port, primary", func(_ *ServicePort, s *Settings) { s.NodePortAddresses.Primary = true }, tPacket(tClient, tNode, 30080), bothMasq},
-		{"node port, health check", plain, tPacket(tClient, tNode, 32000), "pass"},
-		{"external IP of the node before a node port", func(sp *ServicePort, _ *Settings) {
-			sp.ExternalPolicy = Local
-			sp.Endpoints.Local = nil
-			sp.Frontends[2] = Frontend{ExternalIP, tNode, TCP, 30080}
-		}, tPacket(tClient, tNode, 30080), "drop"},
-	} {
+func testVerdicts(t *testing.T, cases []verdictCase) {
+	t.Parallel()
+	for _, tc := range cases {
 		t.Run(tc.name, func(t *testing.T) {
 			t.Parallel()
 			v := tPlan(tc.change).Verdict(tc.packet)
 			if v.String() != tc.want {
-				t.Errorf("verdict on %s is %s, want %s; reasons:\n%s", tc.packet, v, tc.want, strings.Join(v.Reasons, "\n"))
+				t.Errorf("verdict on %s is %s, want %s; reasons:\n%s", tc.packet, v, tc.want, strings.Join(v.Reasons,
+					"\n"))
 			}
 			if len(v.Reasons) == 0 {
 				t.Error("there are no reasons")
 			}
 		})
 	}
+}
+
+func TestVerdictClusterIP(t *testing.T) {
+	testVerdicts(t, []verdictCase{
+		{"cluster IP, pod", plain, tPacket(tPod3, tCluster, 80), tBoth},
+		{"cluster IP, own endpoint", plain, tPacket(tPod, tCluster, 80), tHairpin},
+		{"cluster IP, node", plain, tPacket(tNode, tCluster, 80), tBothMasq},
+		{"cluster IP, outside", plain, tPacket(tClient, tCluster, 80), tBothMasq},
+		{"cluster IP, outside, no detection", noDetection, tPacket(tClient, tCluster, 80), tBoth},
+		{"cluster IP, masquerade all", masqueradeAll, tPacket(tPod3, tCluster, 80), tBothMasq},
+		{"cluster IP, local", internalLocal, tPacket(tPod3, tCluster, 80), tHere},
+		{"cluster IP, local, none here", all(internalLocal, noneHere), tPacket(tPod3, tCluster, 80), "drop"},
+		{"cluster IP, external policy does not matter", all(externalLocal, noneHere), tPacket(tPod3, tCluster, 80),
+			tThere},
+		{"cluster IP, none", none, tPacket(tPod3, tCluster, 80), "reject"},
+		{"cluster IP, other port", plain, tPacket(tPod3, tCluster, 81), "pass"},
+		{"cluster IP, other protocol", plain, Packet{Src: tPod3, Dst: tCluster, Protocol: UDP, DstPort: 80}, "pass"},
+	})
+}
+
+func TestVerdictExternalIP(t *testing.T) {
+	testVerdicts(t, []verdictCase{
+		{"external IP, outside", plain, tPacket(tClient, tExt, 80), tBothMasq},
+		{"external IP, pod", plain, tPacket(tPod3, tExt, 80), tBothMasq},
+		{"external IP, local, outside", externalLocal, tPacket(tClient, tExt, 80), tHere},
+		{"external IP, local, pod", externalLocal, tPacket(tPod3, tExt, 80), tBoth},
+		{"external IP, local, own endpoint", externalLocal, tPacket(tPod, tExt, 80), tHairpin},
+		{"external IP, local, node", externalLocal, tPacket(tNode, tExt, 80), tBothMasq},
+		{"external IP, local, pod, no detection", all(externalLocal, noDetection), tPacket(tPod3, tExt, 80), tHere},
+		{"external IP, local, outside, none here", all(externalLocal, noneHere), tPacket(tClient, tExt, 80), "drop"},
+		{"external IP, local, pod, none here", all(externalLocal, noneHere), tPacket(tPod3, tExt, 80), tThere},
+		{"external IP, local, node, none here", all(externalLocal, noneHere), tPacket(tNode, tExt, 80),
+			"forward to 10.244.2.2:8080 masqueraded"},
+		{"external IP, internal policy does not matter", all(internalLocal, noneHere), tPacket(tClient, tExt, 80),
+			"forward to 10.244.2.2:8080 masqueraded"},
+		{"external IP, none", none, tPacket(tClient, tExt, 80), "reject"},
+		{"external IP, none, node", none, tPacket(tNode, tExt, 80), "reject"},
+		{"external IP, source ranges do not matter", ranges("10.0.0.0/8"), tPacket(tClient, tExt, 80), tBothMasq},
+	})
+}
+
+func TestVerdictLoadBalancerIP(t *testing.T) {
+	fromLB := Packet{Src: tLB, Dst: tLB, Protocol: TCP, DstPort: 80, SrcLocal: true, DstLocal: true, Output: true}
+	testVerdicts(t, []verdictCase{
+		{"load balancer IP, within", ranges("203.0.113.0/24"), tPacket(tClient, tLB, 80), tBothMasq},
+		{"load balancer IP, outside of ranges", ranges("203.0.114.0/24", "198.51.100.0/24"), tPacket(tClient, tLB,
+			80), "drop"},
+		{"load balancer IP, pod outside of ranges", ranges("203.0.113.0/24"), tPacket(tPod3, tLB, 80), "drop"},
+		{"load balancer IP, node outside of ranges", ranges("203.0.113.0/24"), tPacket(tNode, tLB, 80), "drop"},
+		{"load balancer IP, from itself", ranges("192.168.1.0/24"), fromLB, tBothMasq},
+		{"load balancer IP, from itself, node outside", ranges("203.0.113.0/24"), fromLB, "drop"},
+		{"load balancer IP, outside of ranges, none", all(ranges("10.0.0.0/8"), none), tPacket(tClient, tLB, 80),
+			"reject"},
+		{"load balancer IP, local, within, none here", all(ranges("203.0.113.0/24"), externalLocal, noneHere),
+			tPacket(tClient, tLB, 80), "drop"},
+	})
+}
+
+func TestVerdictNodePort(t *testing.T) {
+	testVerdicts(t, []verdictCase{
+		{"node port, outside", plain, tPacket(tClient, tNode, 30080), tBothMasq},
+		{"node port, source ranges do not matter", ranges("10.0.0.0/8"), tPacket(tClient, tNode, 30080), tBothMasq},
+		{"node port, local", externalLocal, tPacket(tClient, tNode, 30080), tHere},
+		{"node port, local, none here", all(internalLocal, externalLocal, noneHere), tPacket(tClient, tNode, 30080),
+			"drop"},
+		{"node port, none", none, tPacket(tClient, tNode, 30080), "reject"},
+		{"node port, another host", plain, tPacket(tClient, netip.MustParseAddr("192.168.1.11"), 30080), "pass"},
+		{"node port, at a service address", plain, tPacket(tClient, tExt, 30080), "pass"},
+		{"service port at the node", plain, tPacket(tClient, tNode, 80), "pass"},
+		{"node port, not at this address", nodePortsAt("10.0.0.0/8"), tPacket(tClient, tNode, 30080), "pass"},
+		{"node port, none, not at this address", all(none, nodePortsAt("10.0.0.0/8")), tPacket(tClient, tNode, 30080),
+			"pass"},
+		{"node port, primary", primary, tPacket(tClient, tNode, 30080), tBothMasq},
+		{"node port, health check", plain, tPacket(tClient, tNode, 32000), "pass"},
+		{"external IP of the node before a node port", all(externalLocal, noneHere, ownAddressAsExternal),
+			tPacket(tClient, tNode, 30080), "drop"},
+	})
 }
 
 // TestVerdictLoopback is about who reaches what at loopback addresses.
@@ -180,8 +221,10 @@ func TestVerdictLoopback(t *testing.T) {
 	}{
 		{name: "node port", enabled: true, src: localhost, port: 30080, forwards: true},
 		{name: "node port, off", src: localhost, port: 30080},
-		{name: "node port, other addresses", enabled: true, src: localhost, port: 30080, cidrs: []netip.Prefix{netip.MustParsePrefix("192.168.0.0/16")}},
-		{name: "node port, its address", enabled: true, src: localhost, port: 30080, cidrs: []netip.Prefix{netip.MustParsePrefix("127.0.0.1/32")}, forwards: true},
+		{name: "node port, other addresses", enabled: true, src: localhost, port: 30080,
+			cidrs: []netip.Prefix{netip.MustParsePrefix("192.168.0.0/16")}},
+		{name: "node port, its address", enabled: true, src: localhost, port: 30080,
+			cidrs: []netip.Prefix{netip.MustParsePrefix("127.0.0.1/32")}, forwards: true},
 		{name: "node port from outside", enabled: true, src: tClient, port: 30080, forwards: true},
 		{name: "other port", enabled: true, src: localhost, port: 22},
 		{name: "other port from outside", enabled: true, src: tClient, port: 22, dropped: true},
@@ -214,8 +257,10 @@ func TestVerdictIPv6(t *testing.T) {
 	p.Set(&ServicePort{Key: key, Endpoints: Endpoints{Any: true, Cluster: []Endpoint{ep}},
 		Frontends: []Frontend{{NodePort, netip.Addr{}, UDP, 30053}}})
 	e := NewEvaluator(p)
-	for dst, want := range map[string]Action{"2001:db8::1": Forward, "fe80::1%eth0": Forward, "::1": Pass, "192.168.1.10": Pass} {
-		pkt := Packet{Src: netip.MustParseAddr("2001:db8::9"), Dst: netip.MustParseAddr(dst), Protocol: UDP, DstPort: 30053, DstLocal: true}
+	for dst, want := range map[string]Action{"2001:db8::1": Forward, "fe80::1%eth0": Forward, "::1": Pass,
+		"192.168.1.10": Pass} {
+		pkt := Packet{Src: netip.MustParseAddr("2001:db8::9"), Dst: netip.MustParseAddr(dst), Protocol: UDP,
+			DstPort: 30053, DstLocal: true}
 		if v := e.Verdict(pkt); v.Action != want {
 			t.Errorf("verdict on %s is %s, want %s", pkt, v, want)
 		}

@@ -75,12 +75,14 @@ func (c *Cluster) drawDestination(t *rapid.T, f plan.Family, sp *plan.ServicePor
 // drawSource draws who sends a packet, whose destination is set.
 func (c *Cluster) drawSource(t *rapid.T, f plan.Family, sp *plan.ServicePort, pkt *plan.Packet) {
 	w := worlds[f]
-	from := rapid.SampledFrom([]string{"pod", "far pod", "node", "outside", "this node", "endpoint", "balancer"}).Draw(t, "from")
+	from := rapid.SampledFrom([]string{"pod", "far pod", "node", "outside", "this node", "endpoint",
+		"balancer"}).Draw(t, "from")
 	pkt.InInterface = "eth0"
 	switch from {
 	case "pod":
 		pkt.Src = rapid.SampledFrom(w.pods).Draw(t, "pod")
-		pkt.InInterface = rapid.SampledFrom([]string{bridgeName, vethPrefix + "12ab", "cni", bridgeName + "x"}).Draw(t, "pod interface")
+		pkt.InInterface = rapid.SampledFrom([]string{bridgeName, vethPrefix + "12ab", "cni",
+			bridgeName + "x"}).Draw(t, "pod interface")
 	case "far pod":
 		pkt.Src = rapid.SampledFrom(w.farPods).Draw(t, "far pod")
 	case "node":

@@ -142,7 +142,8 @@ func TestLarge(t *testing.T) {
 		}
 	}
 	if len(clusterIPs) != services || len(addrs) != services*endpoints || local != services*endpoints/100 {
-		t.Errorf("there are %d cluster IPs, %d endpoints, %d of them local; want %d, %d, %d", len(clusterIPs), len(addrs), local,
+		t.Errorf("there are %d cluster IPs, %d endpoints, %d of them local; want %d, %d, %d", len(clusterIPs),
+			len(addrs), local,
 			services, services*endpoints, services*endpoints/100)
 	}
 	before, after := plantest.LargeService(7, 21, endpoints), plantest.LargeService(7, 6000, endpoints)

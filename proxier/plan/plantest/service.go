@@ -67,7 +67,8 @@ func assign(drafts []draft) {
 		}
 	}
 	slices.SortStableFunc(wishes, func(a, b wish) int {
-		return cmp.Or(cmp.Compare(a.frontend.Kind, b.frontend.Kind), a.sp.Key.Compare(b.sp.Key), a.frontend.Compare(b.frontend))
+		return cmp.Or(cmp.Compare(a.frontend.Kind, b.frontend.Kind), a.sp.Key.Compare(b.sp.Key),
+			a.frontend.Compare(b.frontend))
 	})
 	owner := map[claim]plan.Key{}
 	for _, w := range wishes {
@@ -151,7 +152,8 @@ func drawFrontends(t *rapid.T, key plan.Key, clusterIP netip.Addr, label func(st
 func drawEndpoints(t *rapid.T, w world, label func(string) string) []topology.Endpoint {
 	var out []topology.Endpoint
 	hints := rapid.SampledFrom([]string{"", "", "zones", "nodes"}).Draw(t, label("hints"))
-	conditions := rapid.SampledFrom([]string{"ready", "ready", "mixed", "terminating", "far"}).Draw(t, label("conditions"))
+	conditions := rapid.SampledFrom([]string{"ready", "ready", "mixed", "terminating", "far"}).Draw(t,
+		label("conditions"))
 	for i := range rapid.IntRange(0, 5).Draw(t, label("endpoints")) {
 		label := func(what string) string { return label(fmt.Sprintf("endpoint %d %s", i, what)) }
 		local := conditions != "far" && rapid.Bool().Draw(t, label("is on this node"))
@@ -180,7 +182,8 @@ func drawEndpoints(t *rapid.T, w world, label func(string) string) []topology.En
 	}
 	if chance(t, 12, label("has many endpoints")) {
 		for i := range rapid.IntRange(20, 200).Draw(t, label("many endpoints")) {
-			ep := topology.Endpoint{Addr: netip.AddrPortFrom(nth(w.podRange, 5<<8+i), 8080), Ready: true, Serving: true, Node: "node-3"}
+			ep := topology.Endpoint{Addr: netip.AddrPortFrom(nth(w.podRange, 5<<8+i), 8080), Ready: true,
+				Serving: true, Node: "node-3"}
 			if i%3 == 0 {
 				ep.Node = nodeName
 			}
@@ -195,7 +198,8 @@ const plainNamespace = "plain"
 // plainDraft is the i-th of many Services: a cluster IP, a node port for every other, two endpoints.
 func plainDraft(f plan.Family, i int) draft {
 	w := worlds[f]
-	key := plan.Key{Service: plan.Service{Namespace: plainNamespace, Name: fmt.Sprintf("p%d", i)}, Protocol: plan.TCP, Family: f}
+	key := plan.Key{Service: plan.Service{Namespace: plainNamespace, Name: fmt.Sprintf("p%d", i)}, Protocol: plan.TCP,
+		Family: f}
 	d := draft{sp: &plan.ServicePort{Key: key}}
 	d.wants = []plan.Frontend{{Kind: plan.ClusterIP, Addr: nth(w.cluster, 16<<8+i*7), Protocol: plan.TCP, Port: 80}}
 	if i%2 == 0 {

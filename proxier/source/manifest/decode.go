@@ -50,6 +50,7 @@ type entry struct {
 	*body
 	doc   *document
 	order int // within the file
+	mark  int // when last seen, see model.replaceEntries
 }
 
 // decode reads a document. It returns a body for each object, broken ones included.
@@ -61,7 +62,8 @@ func decode(doc *document) []*body {
 	node, err := parseYAML(data)
 	if err != nil {
 		e := asYAMLError(err)
-		return []*body{broken(identifyYAML(data, e.line), issue{detail: e.detail, line: e.line, at: true})}
+		line := faultLine(data, e.line)
+		return []*body{broken(identifyYAML(data, line), issue{detail: e.detail, line: line, at: true})}
 	}
 	if node == nil || node.Kind == yaml.ScalarNode && node.ShortTag() == "!!null" {
 		return nil
@@ -161,6 +163,39 @@ func (h head) id() objectID {
 	return id
 }
 
+// faultLine finds the line of a fault: the first from which on every further line leaves the document broken. The parser
+// tells only where the construct around it began, if at all.
+func faultLine(data []byte, hint int) int {
+	const (
+		most  = 300 // lines to look at
+		after = 4   // so many more broken lines make sure that this is no value that goes on over several lines
+	)
+	var ends []int // offsets after each line
+	for i, c := range data {
+		if c == '\n' {
+			ends = append(ends, i+1)
+		}
+	}
+	ends = append(ends, len(data))
+	first, run := 0, 0
+	for n := max(hint-2, 0); n < len(ends) && n < hint+most; n++ {
+		if _, err := parseYAML(data[:ends[n]]); err == nil {
+			run = 0
+			continue
+		}
+		if run++; run == 1 {
+			first = n + 1
+		}
+		if run > after {
+			return first
+		}
+	}
+	if run > 0 {
+		return first
+	}
+	return max(hint, 1)
+}
+
 // identifyYAML says which object a broken document is about, from the lines before the fault.
 func identifyYAML(data []byte, line int) objectID {
 	lines := bytes.SplitAfter(data, []byte{'\n'})
@@ -236,7 +271,7 @@ func checkList(data []byte, c *checker) {
 		case "items":
 			if raw := m.value.of(data); raw[0] != '[' && string(raw) != "null" {
 				c.refuse("items", "must be a list")
-			} else if items, _ := jsonItems(data, m.value.start); len(items) > 0 {
+			} else if items, _, _ := jsonItems(data, m.value.start); len(items) > 0 {
 				c.refuse("items", "a List within a List, or beside unknown fields, is not read")
 			}
 		default:

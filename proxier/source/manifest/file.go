@@ -22,8 +22,11 @@ type file struct {
 
 // decodedDocument is a document with what was read from it.
 type decodedDocument struct {
-	doc    *document
-	bodies []*body
+	doc     *document
+	hash    uint64
+	bodies  []*body
+	entries []*entry // of the bodies, once the document has been in a version that was put in force
+	usedBy  *reading // the latest version of the file that holds the same document
 }
 
 // reading is a new version of a file that is not in force yet.
@@ -59,10 +62,11 @@ func decodeAll(readings []*reading, files map[string]*file) {
 		}
 		old := files[r.path]
 		for _, doc := range split(r.text) {
-			d := &decodedDocument{doc: doc}
+			d := &decodedDocument{doc: doc, hash: doc.hash()}
 			if old != nil {
-				if was := old.decoded[doc.hash()]; was != nil && was.doc.same(doc) {
-					d.bodies = was.bodies
+				if was := old.decoded[d.hash]; was != nil && was.usedBy != r && was.doc.same(doc) {
+					was.usedBy = r // The same text twice in a file makes two objects, though only one counts.
+					d.bodies, d.entries = was.bodies, was.entries
 				}
 			}
 			if d.bodies == nil {
@@ -104,37 +108,30 @@ const (
 // put makes a new version of a file the one in force. Where a document is broken, its object keeps its last good version;
 // where it can't be told which object that is, the whole file stays as it was.
 func (f *file) put(r *reading) {
-	old := make(map[*body]*entry, len(f.entries))
-	lastGood := make(map[objectID]*entry, len(f.entries))
-	for _, e := range f.entries {
-		old[e.body] = e
-		if e.obj != nil {
-			lastGood[e.id] = e
-		}
-	}
 	f.decoded = make(map[uint64]*decodedDocument, len(r.decoded))
 	f.remarks = nil
-	var entries, bad []*entry
-	good := make(map[objectID]bool, len(f.entries))
+	entries := make([]*entry, 0, len(r.decoded))
+	bad := 0
 	for _, d := range r.decoded {
-		f.decoded[d.doc.hash()] = d
-		for _, b := range d.bodies {
-			e := old[b]
-			if e != nil {
-				delete(old, b) // The same text twice in a file makes two entries.
-				e.doc, e.order = d.doc, len(entries)
-			} else {
-				e = &entry{b, d.doc, len(entries)}
+		f.decoded[d.hash] = d
+		if d.entries == nil {
+			for _, b := range d.bodies {
+				d.entries = append(d.entries, &entry{body: b})
 			}
+		}
+		for _, e := range d.entries {
+			e.doc, e.order = d.doc, len(entries)
 			entries = append(entries, e)
-			if b.bad {
-				bad = append(bad, e)
-			} else {
-				good[b.id] = true
+			if e.bad {
+				bad++
 			}
 		}
 	}
-	kept, whole := keep(bad, good, lastGood)
+	var kept map[*entry]*entry
+	whole := false
+	if bad > 0 {
+		kept, whole = keep(entries, f.entries)
+	}
 	for _, e := range entries {
 		effect := effectLeftOut
 		if whole {
@@ -152,7 +149,11 @@ func (f *file) put(r *reading) {
 	if whole {
 		return
 	}
-	f.entries = f.entries[:0:0]
+	if bad == 0 {
+		f.entries = entries
+		return
+	}
+	f.entries = nil
 	for _, e := range entries {
 		if last := kept[e]; last != nil {
 			last.order = e.order
@@ -163,14 +164,21 @@ func (f *file) put(r *reading) {
 	}
 }
 
-// keep finds the last good version of each broken document's object. whole is set where there is one document of which
+// keep finds the last good version of each broken document's object among those in force. whole is set where there is one document of which
 // nobody can tell which of the objects that are missing now it was.
-func keep(bad []*entry, good map[objectID]bool, lastGood map[objectID]*entry) (kept map[*entry]*entry, whole bool) {
+func keep(entries, inForce []*entry) (kept map[*entry]*entry, whole bool) {
 	kept = map[*entry]*entry{}
 	missing := map[objectID]*entry{}
-	for id, e := range lastGood {
-		if !good[id] {
-			missing[id] = e
+	for _, e := range inForce {
+		if e.obj != nil && missing[e.id] == nil {
+			missing[e.id] = e
+		}
+	}
+	good := map[objectID]bool{}
+	for _, e := range entries {
+		if !e.bad {
+			good[e.id] = true
+			delete(missing, e.id)
 		}
 	}
 	claim := func(b *entry, last *entry) {
@@ -178,7 +186,10 @@ func keep(bad []*entry, good map[objectID]bool, lastGood map[objectID]*entry) (k
 		delete(missing, last.id)
 	}
 	var open []*entry
-	for _, b := range bad {
+	for _, b := range entries {
+		if !b.bad {
+			continue
+		}
 		if last := missing[b.id]; last != nil {
 			claim(b, last)
 		} else if !good[b.id] {

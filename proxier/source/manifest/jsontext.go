@@ -97,7 +97,21 @@ var errJSON = errors.New("not well-formed JSON")
 // jsonMembers lists what the object that starts at offset i holds.
 func jsonMembers(data []byte, i int) ([]member, error) {
 	var out []member
-	err := eachElement(data, i, '{', '}', func(i int) (int, error) {
+	_, err := eachMember(data, i, func(key string, at, start int) (int, error) {
+		end := skipValue(data, start)
+		out = append(out, member{key, at, span{start, end}})
+		return end, nil
+	})
+	if n := len(out); err != nil && n > 0 && out[n-1].value.end < 0 {
+		out = out[:n-1]
+	}
+	return out, err
+}
+
+// eachMember walks the object that starts at offset i. read is given a key, where it stands, and where its value starts,
+// and returns the offset after the value.
+func eachMember(data []byte, i int, read func(key string, at, start int) (int, error)) (end int, err error) {
+	return eachElement(data, i, '{', '}', func(i int) (int, error) {
 		end := skipValue(data, i)
 		if end < 0 || data[i] != '"' {
 			return 0, errJSON
@@ -107,54 +121,46 @@ func jsonMembers(data []byte, i int) ([]member, error) {
 		if !ok || colon >= len(data) || data[colon] != ':' {
 			return 0, errJSON
 		}
-		start := skipSpace(data, colon+1)
-		valueEnd := skipValue(data, start)
-		if valueEnd < 0 {
-			return 0, errJSON
-		}
-		out = append(out, member{key, i, span{start, valueEnd}})
-		return valueEnd, nil
+		return read(key, i, skipSpace(data, colon+1))
 	})
-	return out, err
 }
 
-// jsonItems lists the elements of the array that starts at offset i.
-func jsonItems(data []byte, i int) ([]span, error) {
-	var out []span
-	err := eachElement(data, i, '[', ']', func(i int) (int, error) {
+// jsonItems lists the elements of the array that starts at offset i, and returns the offset after it.
+func jsonItems(data []byte, i int) (out []span, end int, err error) {
+	end, err = eachElement(data, i, '[', ']', func(i int) (int, error) {
 		end := skipValue(data, i)
-		if end < 0 {
-			return 0, errJSON
+		if end >= 0 {
+			out = append(out, span{i, end})
 		}
-		out = append(out, span{i, end})
 		return end, nil
 	})
-	return out, err
+	return out, end, err
 }
 
-// eachElement walks the comma-separated list between two brackets. read returns the offset after an element.
-func eachElement(data []byte, i int, open, closing byte, read func(int) (int, error)) error {
+// eachElement walks the comma-separated list between two brackets, and returns the offset after it. read returns the
+// offset after an element, or a negative one where it has no end.
+func eachElement(data []byte, i int, open, closing byte, read func(int) (int, error)) (int, error) {
 	if i >= len(data) || data[i] != open {
-		return errJSON
+		return 0, errJSON
 	}
 	if i = skipSpace(data, i+1); i < len(data) && data[i] == closing {
-		return nil
+		return i + 1, nil
 	}
 	for {
 		end, err := read(i)
-		if err != nil {
-			return err
+		if err != nil || end < 0 {
+			return 0, errJSON
 		}
 		if i = skipSpace(data, end); i >= len(data) {
-			return errJSON
+			return 0, errJSON
 		}
 		switch data[i] {
 		case closing:
-			return nil
+			return i + 1, nil
 		case ',':
 			i = skipSpace(data, i+1)
 		default:
-			return errJSON
+			return 0, errJSON
 		}
 	}
 }
@@ -210,7 +216,7 @@ func jsonTree(data []byte, at span, pos int) *tree {
 		}
 	case '[':
 		t.array = true
-		items, _ := jsonItems(data, at.start)
+		items, _, _ := jsonItems(data, at.start)
 		for _, item := range items {
 			t.values = append(t.values, jsonTree(data, item, item.start))
 		}

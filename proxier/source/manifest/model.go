@@ -22,6 +22,7 @@ type model struct {
 
 	candidates map[objectID][]*entry // all entries of an object, in order
 	inForce    map[objectID]*entry   // the first of them
+	marks      int                   // the last one given to an entry
 
 	services  map[types.NamespacedName]*v1.Service
 	endpoints map[types.NamespacedName]*v1.Endpoints
@@ -109,16 +110,18 @@ func (m *model) putFile(r *reading, touched map[objectID]bool) {
 
 // replaceEntries enters and removes what differs between two versions of a file.
 func (m *model) replaceEntries(before, after []*entry, touched map[objectID]bool) {
-	had, has := make(map[*entry]bool, len(before)), make(map[*entry]bool, len(after))
+	had, has := m.marks+1, m.marks+2
+	m.marks += 2
 	for _, e := range before {
-		had[e] = true
+		e.mark = had
 	}
 	for _, e := range after {
-		has[e] = true
+		was := e.mark
+		e.mark = has
 		if e.obj == nil {
 			continue
 		}
-		if !had[e] {
+		if was != had {
 			m.candidates[e.id] = append(m.candidates[e.id], e)
 			touched[e.id] = true
 		} else if len(m.candidates[e.id]) > 1 {
@@ -126,7 +129,7 @@ func (m *model) replaceEntries(before, after []*entry, touched map[objectID]bool
 		}
 	}
 	for _, e := range before {
-		if e.obj == nil || has[e] {
+		if e.obj == nil || e.mark == has {
 			continue
 		}
 		left := slices.DeleteFunc(m.candidates[e.id], func(o *entry) bool { return o == e })

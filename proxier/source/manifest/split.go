@@ -37,7 +37,6 @@ type document struct {
 	json bool
 	// kind and apiVersion are those of items that leave theirs out, in lists such as a ServiceList.
 	kind, apiVersion string
-	nested           bool // it is an item
 }
 
 func (d *document) bytes() []byte { return d.of(d.text.data) }
@@ -81,59 +80,60 @@ func jsonShaped(data []byte) bool {
 func splitJSON(t *text, start int) []*document {
 	var docs []*document
 	for i := skipSpace(t.data, start); i < len(t.data); i = skipSpace(t.data, i) {
+		if items, end := splitList(t, i); len(items) > 0 {
+			docs = append(docs, items...)
+			i = end
+			continue
+		}
 		end := skipValue(t.data, i)
 		if end < 0 {
 			end = len(t.data) // Broken: the decoder says how.
 		}
-		doc := &document{text: t, span: span{i, end}, json: true}
-		if items := splitList(doc); items != nil {
-			docs = append(docs, items...)
-		} else {
-			docs = append(docs, doc)
-		}
+		docs = append(docs, &document{text: t, span: span{i, end}, json: true})
 		i = end
 	}
 	return docs
 }
 
-// splitList returns the items of a JSON List as documents; nil where doc is none, or is not well-formed enough to tell.
-func splitList(doc *document) []*document {
-	data := doc.bytes()
-	members, err := jsonMembers(data, 0)
-	if err != nil {
-		return nil
-	}
+// splitList returns the items of the JSON List that starts at offset i as documents, and the offset after it; none where
+// there is no List, or one that is not well-formed enough to tell.
+func splitList(t *text, i int) (docs []*document, end int) {
+	data := t.data
 	var kind, apiVersion string
-	var items span
-	for _, m := range members {
-		switch m.key {
+	var items []span
+	end, err := eachMember(data, i, func(key string, _, start int) (int, error) {
+		if key == "items" {
+			var end int
+			var err error
+			items, end, err = jsonItems(data, start)
+			return end, err
+		}
+		end := skipValue(data, start)
+		if end < 0 {
+			return end, nil
+		}
+		switch key {
 		case "kind":
-			kind, _ = jsonString(m.value.of(data))
+			kind, _ = jsonString(data[start:end])
 		case "apiVersion":
-			apiVersion, _ = jsonString(m.value.of(data))
-		case "items":
-			items = m.value
+			apiVersion, _ = jsonString(data[start:end])
 		case "metadata":
 		default:
-			return nil // An unknown field: the slow way reports it.
+			return 0, errJSON // No List, or an unknown field, which the slow way reports.
 		}
-	}
-	if !isList(kind, apiVersion) || items.end == 0 {
-		return nil
-	}
-	spans, err := jsonItems(data, items.start)
-	if err != nil || len(spans) == 0 {
-		return nil
+		return end, nil
+	})
+	if err != nil || !isList(kind, apiVersion) {
+		return nil, 0
 	}
 	itemKind, itemVersion := itemType(kind, apiVersion)
-	out := make([]*document, len(spans))
-	docs := make([]document, len(spans))
-	for i, s := range spans {
-		docs[i] = document{text: doc.text, span: span{doc.start + s.start, doc.start + s.end}, json: true,
-			kind: itemKind, apiVersion: itemVersion, nested: true}
-		out[i] = &docs[i]
+	docs = make([]*document, len(items))
+	all := make([]document, len(items))
+	for n, s := range items {
+		all[n] = document{text: t, span: s, json: true, kind: itemKind, apiVersion: itemVersion}
+		docs[n] = &all[n]
 	}
-	return out
+	return docs, end
 }
 
 // splitYAML cuts at the lines that YAML reserves for this: "---" and "..." at the start of a line. They can't be part of

@@ -64,12 +64,15 @@ func sortedKeys[V any](m map[string]V) []string {
 
 // format refuses a value that breaks a rule about its form.
 func (c *checker) format(field, value string, rule func(string) []string) {
-	if msgs := rule(value); len(msgs) > 0 {
-		if len(value) > 60 {
-			c.refuse(field, "%.40q… (%d characters): %s", value, len(value), msgs[0])
-		} else {
-			c.refuse(field, "%q: %s", value, msgs[0])
-		}
+	msgs := rule(value)
+	if len(msgs) == 0 {
+		return
+	}
+	msg, _, _ := strings.Cut(msgs[0], " (e.g.") // An example and a regular expression say it again.
+	if len(value) > 60 {
+		c.refuse(field, "%.40q… (%d characters): %s", value, len(value), msg)
+	} else {
+		c.refuse(field, "%q: %s", value, msg)
 	}
 }
 

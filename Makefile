@@ -1,0 +1,62 @@
+# Everything here works as root on a Debian machine that has Go and make; what else is needed, "make deps" installs.
+
+VERSION ?= $(shell git describe --tags --always --dirty 2>/dev/null || echo dev)
+BINARY  := bin/nodeproxy
+MODE    ?= iptables
+
+.DELETE_ON_ERROR:
+.PHONY: all build deps unit race e2e test lint bench bench-iptables demo fuzz clean
+
+all: build
+
+build:
+	CGO_ENABLED=0 go build -trimpath -ldflags '-s -w -X main.version=$(VERSION)' -o $(BINARY) ./cmd/nodeproxy
+
+deps:
+	@hack/install-deps
+
+# The inner loop: everything but packets. Needs root, for rules in namespaces of the tests' own.
+unit: deps
+	go test $$(go list ./... | grep -v /e2e)
+
+# The parts with concurrency, under the race detector.
+race: deps
+	go test -race -count=1 ./proxier/... ./config/... ./cmd/...
+
+# Real packets through the real binary, in network namespaces.
+e2e: deps build
+	NODEPROXY_BIN=$(CURDIR)/$(BINARY) go test -timeout 20m ./e2e/...
+
+lint:
+	@out=$$(gofmt -l $$(git ls-files '*.go')); [ -z "$$out" ] || { echo "gofmt would change:"; echo "$$out"; exit 1; }
+	go vet ./...
+	go tool staticcheck ./...
+
+test: deps build lint
+	go test -count=1 -timeout 10m $$(go list ./... | grep -v /e2e)
+	$(MAKE) race
+	NODEPROXY_BIN=$(CURDIR)/$(BINARY) go test -count=1 -timeout 20m -v ./e2e/... | hack/quiet
+	$(MAKE) demo
+
+# Benchmarks of single functions.
+bench: deps
+	go test -run '^$$' -bench . -benchtime 3x ./iptables/... ./proxier/...
+
+# The whole program at 10,000 services, on both variants of iptables.
+bench-iptables: deps build
+	go run ./e2e/bench -binary $(CURDIR)/$(BINARY)
+
+demo: deps build
+	go run ./e2e/demo -mode=$(MODE) -binary $(CURDIR)/$(BINARY)
+
+# FUZZTIME for each fuzz target.
+FUZZTIME ?= 60s
+fuzz: deps
+	@for f in $$(grep -rl '^func Fuzz' --include=*_test.go .); do \
+		for t in $$(sed -n 's/^func \(Fuzz[A-Za-z0-9]*\).*/\1/p' $$f); do \
+			echo "$$(dirname $$f) $$t"; go test -run '^$$' -fuzz "^$$t$$" -fuzztime $(FUZZTIME) $$(dirname $$f) || exit 1; \
+		done; \
+	done
+
+clean:
+	rm -rf bin

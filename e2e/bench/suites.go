@@ -1,0 +1,266 @@
+package main
+
+import (
+	"fmt"
+	"net/netip"
+	"time"
+
+	"nodeproxy/e2e/harness"
+)
+
+// The goals.
+const (
+	programmingGoal = 5 * time.Second
+	changeGoal      = 50 * time.Millisecond
+	restartGoal     = 3 * time.Second
+	connectGoal     = 2.0 // times that of something else
+	rateGoal        = 0.9 // of what it is without a proxy
+)
+
+// Sizes of a comparison's rounds.
+const (
+	connectsPerRound = 2000
+	timePerRound     = 250 * time.Millisecond
+)
+
+// measureServices is the suite of many services with two endpoints each.
+func measureServices(r *report, v harness.Variant, o options) error {
+	plain, err := newLab()
+	if err != nil {
+		return err
+	}
+	defer plain.Close()
+	l, err := newLab()
+	if err != nil {
+		return err
+	}
+	defer l.Close()
+	c, err := newCluster(l.Manifests, uniform(o.services, 2)...)
+	if err != nil {
+		return err
+	}
+	d, err := measureProgramming(r, l, c, v, fmt.Sprintf("%d services x 2 endpoints", o.services))
+	if err != nil {
+		return err
+	}
+	if err := compareConnects(r, plain, l, c, o); err != nil {
+		return err
+	}
+	if err := compareRates(r, plain, l, c, o); err != nil {
+		return err
+	}
+	if err := measureChanges(r, l, c, v, o, d); err != nil {
+		return err
+	}
+	return measureRestart(r, l, c, v, d)
+}
+
+// measureProgramming starts nodeproxy over an empty rule set, and checks that services answer when it says so.
+func measureProgramming(r *report, l *lab, c *cluster, v harness.Variant, what string) (*harness.Daemon, error) {
+	d, took, err := l.start(v)
+	if err != nil {
+		return nil, err
+	}
+	if err := checkServices(l, c); err != nil {
+		return nil, err
+	}
+	rules, err := ruleCount(l.Node1().Netns, v)
+	if err != nil {
+		return nil, err
+	}
+	cpu, err := d.CPUTime()
+	if err != nil {
+		return nil, err
+	}
+	r.atMost("first programming of "+what, programmingGoal, took,
+		fmt.Sprintf("(%d nat rules; %s of CPU in nodeproxy itself)", rules, short(cpu)))
+	return d, nil
+}
+
+// checkServices asks the first, the last and some of the services between for an answer, and checks that one of
+// their own endpoints gives it.
+func checkServices(l *lab, c *cluster) error {
+	return l.client.Do(func() error {
+		step := max(1, len(c.services)/200)
+		for i := len(c.services) - 1; i >= 0; i -= step {
+			s := c.services[i]
+			from, err := ask(s.frontend())
+			if err != nil {
+				return fmt.Errorf("service %s: %w", s.name, err)
+			}
+			if !s.has(from) {
+				return fmt.Errorf("service %s: %s answered, which is none of its endpoints", s.name, from)
+			}
+		}
+		return nil
+	})
+}
+
+func (s service) has(endpoint netip.Addr) bool {
+	for _, e := range s.endpoints {
+		if e == endpoint {
+			return true
+		}
+	}
+	return false
+}
+
+// target is something that is compared with others.
+type target struct {
+	name string
+	lab  *lab
+	to   netip.AddrPort
+}
+
+// connectTimes is the median over the rounds of each target's connect time. The targets take turns.
+func connectTimes(o options, targets ...target) ([]time.Duration, error) {
+	values := make([][]time.Duration, len(targets))
+	for round := range o.rounds {
+		for i := range targets {
+			i = (i + round) % len(targets)
+			took, err := connectTime(targets[i].lab.client.Netns, targets[i].to, connectsPerRound)
+			if err != nil {
+				return nil, fmt.Errorf("%s: %w", targets[i].name, err)
+			}
+			values[i] = append(values[i], took)
+		}
+	}
+	out := make([]time.Duration, len(targets))
+	for i, v := range values {
+		if o.verbose {
+			fmt.Printf("#     connect, %s: %v\n", targets[i].name, v)
+		}
+		out[i] = median(v)
+	}
+	return out, nil
+}
+
+func compareConnects(r *report, plain, l *lab, c *cluster, o options) error {
+	t, err := connectTimes(o,
+		target{"pod, no proxy", plain, plain.pod()}, target{"last service", l, c.last().frontend()},
+		target{"first service", l, c.services[0].frontend()}, target{"pod", l, l.pod()})
+	if err != nil {
+		return err
+	}
+	r.note("connect to a pod, no proxy", short(t[0]))
+	r.judge(fmt.Sprintf("connect to the last of %d services, by pod without proxy", len(c.services)),
+		fmt.Sprintf("<= %.0f x", connectGoal), times(t[1], t[0]), ratio(t[1], t[0]) <= connectGoal)
+	r.note("connect to the first service", times(t[2], t[0]))
+	r.note("connect to a pod beside the services", times(t[3], t[0]))
+	return nil
+}
+
+func ratio(a, b time.Duration) float64 { return float64(a) / float64(b) }
+
+func times(a, b time.Duration) string { return fmt.Sprintf("%.2f x (%s)", ratio(a, b), short(a)) }
+
+// compareRates compares new connections per second to a pod. A third network shows what of the difference is the
+// kernel's own work: it has no proxy but connection tracking and NAT, as each node with a masquerading CNI plugin.
+func compareRates(r *report, plain, l *lab, c *cluster, o options) error {
+	tracked, err := newLab()
+	if err != nil {
+		return err
+	}
+	defer tracked.Close()
+	_, err = tracked.Node1().Output(r.variant.Tool("iptables"), "-t", "nat", "-A", "POSTROUTING",
+		"-s", "192.0.2.0/24", "-j", "MASQUERADE")
+	if err != nil {
+		return err
+	}
+	targets := []target{{"no proxy", plain, plain.pod()}, {"proxy", l, l.pod()},
+		{"connection tracking only", tracked, tracked.pod()}, {"last service", l, c.last().frontend()}}
+	values := make([][]float64, len(targets))
+	for round := range o.rounds {
+		for i := range targets {
+			i = (i + round) % len(targets)
+			rate, err := connectionRate(targets[i].lab.client.Netns, targets[i].to, timePerRound)
+			if err != nil {
+				return fmt.Errorf("%s: %w", targets[i].name, err)
+			}
+			values[i] = append(values[i], rate)
+		}
+	}
+	m := make([]float64, len(targets))
+	for i, v := range values {
+		if o.verbose {
+			fmt.Printf("#     connections/s, %s: %.0f\n", targets[i].name, v)
+		}
+		m[i] = median(v)
+	}
+	of := func(i int) string { return fmt.Sprintf("%.2f x (%.0f/s)", m[i]/m[0], m[i]) }
+	r.note("new connections/s to a pod, no proxy", fmt.Sprintf("%.0f/s", m[0]))
+	r.judge(fmt.Sprintf("new connections/s to a pod beside %d services, by no proxy", len(c.services)),
+		fmt.Sprintf(">= %.1f x", rateGoal), of(1), m[1] >= rateGoal*m[0])
+	r.note("the same with connection tracking and one MASQUERADE rule only", of(2))
+	r.note("new connections/s to the last service", of(3))
+	return nil
+}
+
+// measureEndpoints compares a service of many endpoints with one of two.
+func measureEndpoints(r *report, v harness.Variant, o options) error {
+	l, err := newLab()
+	if err != nil {
+		return err
+	}
+	defer l.Close()
+	c, err := newCluster(l.Manifests, 2, o.endpoints)
+	if err != nil {
+		return err
+	}
+	if _, _, err := l.start(v); err != nil {
+		return err
+	}
+	if err := checkServices(l, c); err != nil {
+		return err
+	}
+	few, many := c.services[0], c.services[1]
+	t, err := connectTimes(o, target{"2 endpoints", l, few.frontend()}, target{"many endpoints", l, many.frontend()})
+	if err != nil {
+		return err
+	}
+	r.judge(fmt.Sprintf("connect to a service of %d endpoints, by one of 2", o.endpoints),
+		fmt.Sprintf("<= %.0f x", connectGoal), times(t[1], t[0]), ratio(t[1], t[0]) <= connectGoal)
+	return checkSpread(r, l, many)
+}
+
+// checkSpread sends requests to a service and says how evenly its endpoints got them.
+func checkSpread(r *report, l *lab, s service) error {
+	const perEndpoint = 20
+	got := map[netip.Addr]int{}
+	err := l.client.Do(func() error {
+		for range perEndpoint * len(s.endpoints) {
+			from, err := ask(s.frontend())
+			if err != nil {
+				return err
+			}
+			got[from]++
+		}
+		return nil
+	})
+	if err != nil {
+		return err
+	}
+	least, most := got[s.endpoints[0]], 0
+	for _, e := range s.endpoints {
+		least, most = min(least, got[e]), max(most, got[e])
+	}
+	r.note(fmt.Sprintf("spread over %d endpoints, %d requests each on average", len(s.endpoints), perEndpoint),
+		fmt.Sprintf("%d to %d each", least, most))
+	return nil
+}
+
+// measureWide is the suite of fewer services with many endpoints each.
+func measureWide(r *report, v harness.Variant, o options) error {
+	const endpoints = 50
+	l, err := newLab()
+	if err != nil {
+		return err
+	}
+	defer l.Close()
+	c, err := newCluster(l.Manifests, uniform(o.wide, endpoints)...)
+	if err != nil {
+		return err
+	}
+	_, err = measureProgramming(r, l, c, v, fmt.Sprintf("%d services x %d endpoints", o.wide, endpoints))
+	return err
+}

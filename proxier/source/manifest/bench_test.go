@@ -1,0 +1,158 @@
+package manifest
+
+import (
+	"bytes"
+	"fmt"
+	"os"
+	"path/filepath"
+	"testing"
+)
+
+// The objects of the benchmarks, of about the size that an API server prints them in.
+const (
+	benchService = `{"apiVersion":"v1","kind":"Service","metadata":{"name":"web-%[1]d","namespace":"bench-%[2]d",` +
+		`"uid":"4a8381ac-a4b6-477e-a1ed-%012[1]d","resourceVersion":"1655960","creationTimestamp":"2022-09-08T09:55:14Z",` +
+		`"labels":{"app.kubernetes.io/name":"web-%[1]d","app.kubernetes.io/part-of":"bench"}},"spec":{"type":"ClusterIP",` +
+		`"ports":[{"name":"http","port":80,"protocol":"TCP","targetPort":8080}],"sessionAffinity":"None",` +
+		`"internalTrafficPolicy":"Cluster","ipFamilies":["IPv4"],"ipFamilyPolicy":"SingleStack"},"status":{"loadBalancer":{}}}`
+	benchSlice = `{"apiVersion":"discovery.k8s.io/v1","kind":"EndpointSlice","metadata":{"name":"web-%[1]d-abcde",` +
+		`"namespace":"bench-%[2]d","labels":{"kubernetes.io/service-name":"web-%[1]d"}},"addressType":"IPv4",` +
+		`"ports":[{"name":"http","port":8080,"protocol":"TCP"}],"endpoints":[` +
+		`{"addresses":["10.%[3]d.%[4]d.1"],"conditions":{"ready":true,"serving":true,"terminating":false},"nodeName":"node-a","zone":"a"},` +
+		`{"addresses":["10.%[3]d.%[4]d.2"],"conditions":{"ready":true,"serving":true,"terminating":false},"nodeName":"node-b","zone":"b"}]}`
+	benchServiceYAML = `apiVersion: v1
+kind: Service
+metadata:
+  name: web-%[1]d
+  namespace: bench-%[2]d
+  labels:
+    app.kubernetes.io/name: web-%[1]d
+    app.kubernetes.io/part-of: bench
+spec:
+  type: ClusterIP
+  ports:
+  - name: http
+    port: 80
+    protocol: TCP
+    targetPort: 8080
+  sessionAffinity: None
+  internalTrafficPolicy: Cluster
+  ipFamilies:
+  - IPv4
+  ipFamilyPolicy: SingleStack
+`
+	benchSliceYAML = `apiVersion: discovery.k8s.io/v1
+kind: EndpointSlice
+metadata:
+  name: web-%[1]d-abcde
+  namespace: bench-%[2]d
+  labels:
+    kubernetes.io/service-name: web-%[1]d
+addressType: IPv4
+ports:
+- name: http
+  port: 8080
+  protocol: TCP
+endpoints:
+- addresses:
+  - 10.%[3]d.%[4]d.1
+  conditions:
+    ready: true
+    serving: true
+    terminating: false
+  nodeName: node-a
+  zone: a
+- addresses:
+  - 10.%[3]d.%[4]d.2
+  conditions:
+    ready: true
+    serving: true
+    terminating: false
+  nodeName: node-b
+  zone: b
+`
+)
+
+// benchManifest writes n Services and n EndpointSlices: as a JSON List, as YAML documents, or as a YAML List.
+func benchManifest(n int, format string) []byte {
+	var b bytes.Buffer
+	if format == "json" {
+		b.WriteString(`{"apiVersion":"v1","kind":"List","items":[`)
+	} else if format == "yaml-list" {
+		b.WriteString("apiVersion: v1\nkind: List\nitems:\n")
+	}
+	add := func(js, yaml string, args ...any) {
+		switch format {
+		case "json":
+			if b.Bytes()[b.Len()-1] != '[' {
+				b.WriteString(",\n")
+			}
+			fmt.Fprintf(&b, js, args...)
+		case "yaml":
+			b.WriteString("---\n")
+			fmt.Fprintf(&b, yaml, args...)
+		case "yaml-list":
+			text := bytes.TrimSuffix(fmt.Appendf(nil, yaml, args...), []byte{'\n'})
+			b.WriteString("- ")
+			b.Write(bytes.ReplaceAll(text, []byte{'\n'}, []byte("\n  ")))
+			b.WriteString("\n")
+		}
+	}
+	for i := range n {
+		add(benchService, benchServiceYAML, i, i%100)
+	}
+	for i := range n {
+		add(benchSlice, benchSliceYAML, i, i%100, i/250, i%250)
+	}
+	if format == "json" {
+		b.WriteString("]}")
+	}
+	return b.Bytes()
+}
+
+func BenchmarkLoad(b *testing.B) {
+	for _, format := range []string{"json", "yaml", "yaml-list"} {
+		b.Run(format, func(b *testing.B) {
+			name := "all.yaml"
+			if format == "json" {
+				name = "all.json"
+			}
+			path := filepath.Join(b.TempDir(), name)
+			data := benchManifest(10_000, format)
+			if err := os.WriteFile(path, data, 0o644); err != nil {
+				b.Fatal(err)
+			}
+			b.SetBytes(int64(len(data)))
+			for b.Loop() {
+				batch, err := Load(Config{Path: path})
+				if err != nil || len(batch.Services) != 10_000 || len(batch.EndpointSlices) != 10_000 {
+					b.Fatal(err, len(batch.Services), len(batch.EndpointSlices))
+				}
+			}
+		})
+	}
+}
+
+// BenchmarkEdit measures what a change of one endpoint costs in a file of 10,000 Services and slices.
+func BenchmarkEdit(b *testing.B) {
+	data := benchManifest(10_000, "json")
+	cfg, err := Config{Path: "all.json"}.complete()
+	if err != nil {
+		b.Fatal(err)
+	}
+	m := newModel(&cfg)
+	versions := [2][]byte{data, bytes.Replace(data, []byte("10.20.5.2"), []byte("10.20.5.9"), 1)}
+	i := 0
+	next := func() int {
+		r := &reading{path: "all.json", text: &text{name: "all.json", data: versions[i%2]}}
+		i++
+		decodeAll([]*reading{r}, m.files)
+		return len(m.update([]*reading{r}, nil).EndpointSlices)
+	}
+	next()
+	for b.Loop() {
+		if n := next(); n != 1 {
+			b.Fatal(n)
+		}
+	}
+}
