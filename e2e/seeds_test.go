@@ -53,7 +53,7 @@ func (s *seeded) clusterIP(t *testing.T, portName string) netip.Addr {
 // nodePort finds the node port that a Service port was given.
 func (s *seeded) nodePort(t *testing.T, portName string) uint16 {
 	t.Helper()
-	rule := regexp.MustCompile(`-A KUBE-NODEPORTS .*--comment "?` + regexp.QuoteMeta(portName) + `"? .*--dport (\d+)`)
+	rule := regexp.MustCompile(`-A KUBE-NODEPORTS .*--comment "?` + regexp.QuoteMeta(portName) + `"? -m tcp --dport (\d+)`)
 	m := rule.FindStringSubmatch(rules(t, s.World, s.variant))
 	if m == nil {
 		t.Fatalf("no node port rule for %s in\n%s", portName, rules(t, s.World, s.variant))

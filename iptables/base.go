@@ -2,6 +2,7 @@ package iptables
 
 import (
 	"fmt"
+	"slices"
 
 	"nodeproxy/proxier/plan"
 )
@@ -142,7 +143,7 @@ func (j jump) text() string {
 }
 
 // jumps lists the rules in built-in chains. Each goes in front of what is there, so the last one for a chain comes first
-// in it.
+// in it: what drops before what refuses, and that before what accepts.
 func jumps(localnet bool) []jump {
 	const (
 		portals  = "kubernetes service portals"
@@ -150,9 +151,9 @@ func jumps(localnet bool) []jump {
 		firewall = "kubernetes load balancer firewall"
 	)
 	list := []jump{
+		{tableFilter, "INPUT", chainNodePorts, "kubernetes health check service ports", false},
 		{tableFilter, "INPUT", chainExternalServices, visible, true},
 		{tableFilter, "FORWARD", chainExternalServices, visible, true},
-		{tableFilter, "INPUT", chainNodePorts, "kubernetes health check service ports", false},
 		{tableFilter, "FORWARD", chainServices, portals, true},
 		{tableFilter, "OUTPUT", chainServices, portals, true},
 		{tableFilter, "FORWARD", chainForward, "kubernetes forwarding rules", false},
@@ -184,10 +185,11 @@ func toNodePorts(s *plan.Settings, node *plan.Node, f plan.Family, comment, targ
 		return []string{end(newRule().notDst(loopback))}
 	}
 	var rules []string
-	for _, r := range s.NodePortAddresses.Ranges(f, *node) {
-		if !localhost && r.Overlaps(loopback) && len(rules) == 0 {
-			rules = append(rules, newRule().dst(loopback).comment(comment).jump("RETURN"))
-		}
+	ranges := s.NodePortAddresses.Ranges(f, *node)
+	if !localhost && slices.ContainsFunc(ranges, loopback.Overlaps) {
+		rules = append(rules, newRule().dst(loopback).comment(comment).jump("RETURN"))
+	}
+	for _, r := range ranges {
 		rules = append(rules, end(newRule().dst(r)))
 	}
 	return rules

@@ -79,12 +79,13 @@ func keyOf(f plan.Frontend) key {
 // portDigits is how many digits of a key are the port, behind one for the protocol.
 const portDigits = 4
 
-// dispatch is the content of one dispatcher: its entries, and the rules that its chain ends with in any case.
+// dispatch is the content of one dispatcher: its entries, and the rules that its chain begins and ends with.
 type dispatch struct {
 	place  place
 	family plan.Family
-	tail   []string
+	head   []string
 	root   *trie
+	tail   []string
 }
 
 // chains calls emit for the dispatcher's chain and all below it, those below first.
@@ -135,7 +136,7 @@ func (d *dispatch) rootChain() chain {
 	default:
 		rules = append(rules, d.match(d.root.prefix).jump(d.name(d.root.prefix)))
 	}
-	return chain{d.place.chain, append(rules, d.tail...)}
+	return chain{d.place.chain, slices.Concat(d.head, rules, d.tail)}
 }
 
 // changes compares two contents of one dispatcher: write is called for every chain of to that is not the same in from,

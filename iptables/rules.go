@@ -79,14 +79,30 @@ func (r *rules) localnet() bool { return r.settings.LocalhostReachable(r.family)
 // dispatcher is the content of a dispatcher, given the entries of all.
 func (r *rules) dispatcher(id dispatcherID, t *tries) *dispatch {
 	d := &dispatch{place: places[id], family: r.family, root: t[id]}
+	// What leads nowhere is left out: these rules are asked for every new connection.
+	refusals := t[filterExternal] != nil || t[filterExternalNodePorts] != nil
 	switch {
 	case id == natServices:
 		d.tail = toNodePorts(&r.settings, &r.node, r.family,
 			"kubernetes service nodeports; NOTE: this must be the last rule in this chain", chainNodePorts)
-	case id == filterExternal && t[filterExternalNodePorts] != nil:
-		d.tail = toNodePorts(&r.settings, &r.node, r.family, "kubernetes service nodeports", chainExternalNodePorts)
+	case id == filterServices && refusals:
+		// KUBE-EXTERNAL-SERVICES is not called from OUTPUT, where this chain is.
+		d.tail = []string{newRule().srcLocal().jump(chainExternalServices)}
+	case id == filterExternal && refusals:
+		d.head = []string{translated()}
+		if t[filterExternalNodePorts] != nil {
+			d.tail = toNodePorts(&r.settings, &r.node, r.family, "kubernetes service nodeports", chainExternalNodePorts)
+		}
+	case id == filterFirewall && d.root != nil:
+		d.head = []string{translated()}
 	}
 	return d
+}
+
+// translated is the rule that lets packets pass whose destination DNAT has put there: it is an endpoint, and goes there
+// even where the same address and port are refused to others, as those of an external IP that is a node's own may be.
+func translated() string {
+	return newRule().word("-m", "conntrack", "--ctstate", "DNAT").jump("RETURN")
 }
 
 // dispatcherOrder has what leads nowhere else before what leads to it.

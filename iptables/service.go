@@ -133,8 +133,12 @@ func (b *builder) external(f plan.Frontend) {
 	case f.Kind == plan.LoadBalancerIP && b.limited():
 		target = serviceChain(prefixFirewall, b.sp.Key)
 	}
-	if b.sp.Any {
+	switch {
+	case b.sp.Any:
 		b.entry(d, f, b.at(f, comment).jump(target))
+	case f.Kind != plan.NodePort:
+		// Were the address one of the node's own, another Service's node port would get what is to be refused.
+		b.entry(d, f, b.at(f, comment).jump("ACCEPT"))
 	}
 	if b.sp.Any && f.Kind == plan.LoadBalancerIP && b.limited() {
 		b.entry(filterFirewall, f, b.at(f, b.name+" traffic not accepted by "+target).jump("DROP"))
@@ -176,7 +180,7 @@ func (b *builder) firewallChain() {
 			rules = append(rules, newRule().src(single(f.Addr)).comment(comment).jump(external))
 		}
 	}
-	rules = append(rules, newRule().comment("other traffic to "+b.name+" will be dropped by KUBE-PROXY-FIREWALL").end())
+	rules = append(rules, newRule().comment("other traffic to "+b.name+" will be dropped by KUBE-PROXY-FIREWALL").jump("ACCEPT"))
 	b.chain(serviceChain(prefixFirewall, b.sp.Key), rules...)
 }
 
@@ -200,6 +204,8 @@ func (b *builder) externalChain() {
 	}
 	if len(b.sp.ForPolicy(b.sp.ExternalPolicy)) > 0 {
 		rules = append(rules, newRule().jump(b.policyChainName(b.sp.ExternalPolicy)))
+	} else {
+		rules = append(rules, newRule().comment("other traffic for "+to+" will be dropped").jump("ACCEPT"))
 	}
 	b.chain(serviceChain(prefixExternal, b.sp.Key), rules...)
 }

@@ -89,13 +89,13 @@ func TestNothingIsLeft(t *testing.T) {
 			if (err == nil) != (end == "return") {
 				t.Errorf("ended with %v", err)
 			}
-			if end == "panic" || end == "SIGKILL" {
-				removeAbandoned() // what the next test process does first
-			}
-			if _, err := os.Stat(made["dir"][0]); !errors.Is(err, os.ErrNotExist) {
-				t.Errorf("%s is left: %v", made["dir"][0], err)
-			}
 			gone := func() error {
+				if end == "panic" || end == "SIGKILL" {
+					removeAbandoned() // what the next test process does first
+				}
+				if _, err := os.Stat(made["dir"][0]); !errors.Is(err, os.ErrNotExist) {
+					return fmt.Errorf("%s is left: %v", made["dir"][0], err)
+				}
 				if _, err := os.Stat("/proc/" + made["pid"][0] + "/exe"); err == nil {
 					return fmt.Errorf("process %s still runs", made["pid"][0])
 				}

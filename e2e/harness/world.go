@@ -326,6 +326,9 @@ func (w *World) newPod(n *Node, name string, ip4, ip6 netip.Addr, ports []uint16
 	p := &Pod{Node: n, Host: &Host{Netns: ns, IP4: ip4, IP6: ip6}}
 	n.Pods = append(n.Pods, p)
 	hostSide := PodInterfacePrefix + name
+	if len(hostSide) > syscall.IFNAMSIZ-1 {
+		hostSide = fmt.Sprint(PodInterfacePrefix, len(n.Pods))
+	}
 	if err := ns.addVeth("eth0", n.Netns, hostSide); err != nil {
 		return nil, err
 	}

@@ -11,7 +11,6 @@ import (
 var (
 	tNode    = netip.MustParseAddr("192.168.1.10")
 	tPod     = netip.MustParseAddr("10.244.1.2")
-	tFarPod  = netip.MustParseAddr("10.244.2.2")
 	tClient  = netip.MustParseAddr("203.0.113.1")
 	tCluster = netip.MustParseAddr("10.96.0.1")
 	tLB      = netip.MustParseAddr("172.20.0.1")

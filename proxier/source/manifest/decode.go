@@ -23,7 +23,7 @@ type objectID struct{ kind, namespace, name string }
 
 func (id objectID) String() string {
 	kind, name := id.kind, id.name
-	if id.namespace != "" {
+	if id.namespace != "" && name != "" {
 		name = id.namespace + "/" + name
 	}
 	if len(name) > 140 || strings.ContainsFunc(name, func(r rune) bool { return r < 0x21 || r > 0x7e || r == '"' || r == '\'' }) {
