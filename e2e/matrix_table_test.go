@@ -63,7 +63,7 @@ func (s situation) endpoints(w *harness.World) []harness.Endpoint {
 var sources = []string{"pod", "endpoint", "own-node", "other-node", "outside"}
 
 // expectations says what a client gets, and what an endpoint sees of it. It follows the semantics of kube-proxy in
-// iptables mode with a cluster CIDR given.
+// iptables mode with a cluster CIDR given, but for the two differences named at the end.
 //
 // Clients: a pod of node1 that is no endpoint; n1a, which in most situations is an endpoint of the very Service that it
 // asks; node1 itself; node2, which sends what is meant for a Service to node1; the outside client, likewise.
@@ -76,8 +76,6 @@ var sources = []string{"pod", "endpoint", "own-node", "other-node", "outside"}
 //	/node            they see node1's address: it was masqueraded, or is node1 itself
 //	refused          an ICMP error or reset at once
 //	dropped          silence, from a rule that drops: some other node has endpoints, and a load balancer shall try there
-//	gone             silence, since the packet left the node unchanged: kube-proxy doesn't refuse what the node itself
-//	                 sends to an external address of a Service without endpoints
 //	-                not applicable
 //
 // Why:
@@ -87,8 +85,12 @@ var sources = []string{"pod", "endpoint", "own-node", "other-node", "outside"}
 //   - Other frontends under Local: pods and the node itself are treated as if the packet went out to a load balancer
 //     and came in at any node: they get the endpoints of policy Cluster. Only others are held to local endpoints.
 //   - No usable endpoint anywhere: refused. None that the policy allows: dropped.
-//   - ::1 can't be routed, so that no node port answers there and what comes to it is the node's own affair. (Here
-//     kube-proxy differs: under Local without local endpoints, its rule that drops by port applies to ::1 as well.)
+//   - ::1 can't be routed, so that no node port answers there and what comes to it is the node's own affair.
+//
+// kube-proxy differs in two places. What the node itself sends to a LoadBalancer or external IP of a Service without
+// endpoints, it lets leave the node, since its rules that refuse external addresses are not called for OUTPUT; refused
+// at once, as it is for every other client, is better than a wait for nothing. And under Local without local endpoints,
+// its rule that drops by node port applies to ::1 too.
 const expectations = `
 frontend     policy   endpoints     pod           endpoint      own-node      other-node    outside
 
@@ -118,25 +120,25 @@ node-port    Local    local-going   cluster/kept  cluster/kept  cluster/node  lo
 
 lb-vip       Cluster  local+remote  cluster/node  cluster/node  cluster/node  cluster/node  cluster/node
 lb-vip       Cluster  remote-only   cluster/node  cluster/node  cluster/node  cluster/node  cluster/node
-lb-vip       Cluster  none          refused       refused       gone          refused       refused
+lb-vip       Cluster  none          refused       refused       refused       refused       refused
 lb-vip       Cluster  terminating   cluster/node  cluster/node  cluster/node  cluster/node  cluster/node
 lb-vip       Cluster  local-going   cluster/node  cluster/node  cluster/node  cluster/node  cluster/node
 
 lb-vip       Local    local+remote  cluster/kept  cluster/kept  cluster/node  local/kept    local/kept
 lb-vip       Local    remote-only   cluster/kept  cluster/kept  cluster/node  dropped       dropped
-lb-vip       Local    none          refused       refused       gone          refused       refused
+lb-vip       Local    none          refused       refused       refused       refused       refused
 lb-vip       Local    terminating   cluster/kept  cluster/kept  cluster/node  local/kept    local/kept
 lb-vip       Local    local-going   cluster/kept  cluster/kept  cluster/node  local/kept    local/kept
 
 external-ip  Cluster  local+remote  cluster/node  cluster/node  cluster/node  cluster/node  cluster/node
 external-ip  Cluster  remote-only   cluster/node  cluster/node  cluster/node  cluster/node  cluster/node
-external-ip  Cluster  none          refused       refused       gone          refused       refused
+external-ip  Cluster  none          refused       refused       refused       refused       refused
 external-ip  Cluster  terminating   cluster/node  cluster/node  cluster/node  cluster/node  cluster/node
 external-ip  Cluster  local-going   cluster/node  cluster/node  cluster/node  cluster/node  cluster/node
 
 external-ip  Local    local+remote  cluster/kept  cluster/kept  cluster/node  local/kept    local/kept
 external-ip  Local    remote-only   cluster/kept  cluster/kept  cluster/node  dropped       dropped
-external-ip  Local    none          refused       refused       gone          refused       refused
+external-ip  Local    none          refused       refused       refused       refused       refused
 external-ip  Local    terminating   cluster/kept  cluster/kept  cluster/node  local/kept    local/kept
 external-ip  Local    local-going   cluster/kept  cluster/kept  cluster/node  local/kept    local/kept
 

@@ -89,14 +89,14 @@ func readService(svc *v1.Service, families []plan.Family) ([]portSpec, []source.
 
 // notProxied says why a Service is none of a service proxy's business; empty where it is.
 func notProxied(svc *v1.Service) string {
+	proxy, other := svc.Labels["service.kubernetes.io/service-proxy-name"]
 	switch {
 	case svc.Spec.Type == v1.ServiceTypeExternalName:
 		return "an ExternalName Service is a DNS alias and has no address"
 	case svc.Spec.ClusterIP == v1.ClusterIPNone:
 		return "a headless Service has no cluster IP; clients reach its endpoints directly"
-	case svc.Labels["service.kubernetes.io/service-proxy-name"] != "":
-		return fmt.Sprintf("label service.kubernetes.io/service-proxy-name gives it to the proxy %q",
-			svc.Labels["service.kubernetes.io/service-proxy-name"])
+	case other:
+		return fmt.Sprintf("label service.kubernetes.io/service-proxy-name gives it to the proxy %q", proxy)
 	case svc.Spec.ClusterIP == "" && len(svc.Spec.ClusterIPs) == 0:
 		return "it has no cluster IP yet"
 	}

@@ -44,10 +44,12 @@ func (s *slice) endpointsFor(key plan.Key) []topology.Endpoint {
 	return out
 }
 
-// sliceService names the Service that an EndpointSlice belongs to; false where it belongs to none.
+// sliceService names the Service that an EndpointSlice belongs to; false where it belongs to none, or to a headless one,
+// which a label tells by its presence, whatever its value.
 func sliceService(es *discovery.EndpointSlice) (plan.Service, bool) {
 	name := es.Labels[discovery.LabelServiceName]
-	return plan.Service{Namespace: es.Namespace, Name: name}, name != ""
+	_, headless := es.Labels[v1.IsHeadlessService]
+	return plan.Service{Namespace: es.Namespace, Name: name}, name != "" && !headless
 }
 
 // readSlice reads an EndpointSlice; nil where it is of no use to a proxy at all.

@@ -120,7 +120,7 @@ func (s *State) applySlice(name types.NamespacedName, obj *discovery.EndpointSli
 	var id plan.Service
 	var parsed *slice
 	var found []source.Finding
-	if obj != nil && obj.Labels[v1.IsHeadlessService] == "" {
+	if obj != nil {
 		if owner, ok := sliceService(obj); ok {
 			id = owner
 			parsed, found = readSlice(obj)

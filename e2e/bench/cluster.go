@@ -108,8 +108,12 @@ func (c *cluster) prepare(i int) (replace func() error, err error) {
 		return nil, err
 	}
 	file := filepath.Join(c.dir, fmt.Sprintf("services-%05d.json", first))
-	// Outside the watched directory, so that only the rename is seen.
-	draft := filepath.Join(filepath.Dir(c.dir), "draft.json")
+	// Away from the watched directory, so that only the rename is seen.
+	drafts := filepath.Join(filepath.Dir(c.dir), "drafts")
+	if err := os.MkdirAll(drafts, 0o755); err != nil {
+		return nil, err
+	}
+	draft := filepath.Join(drafts, "services.json")
 	if err := os.WriteFile(draft, text, 0o644); err != nil {
 		return nil, err
 	}

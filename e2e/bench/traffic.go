@@ -211,7 +211,7 @@ func median[T time.Duration | float64](v []T) T {
 }
 
 // percentile sorts its argument; p is between 0 and 1.
-func percentile(v []time.Duration, p float64) time.Duration {
+func percentile[T time.Duration | float64](v []T, p float64) T {
 	slices.Sort(v)
 	return v[min(int(p*float64(len(v))), len(v)-1)]
 }

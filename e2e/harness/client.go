@@ -45,11 +45,12 @@ func (a Answer) String() string {
 	return fmt.Sprintf("%s (%v)", a.Outcome, a.Err)
 }
 
-// The times to wait for an answer: Patient where one is due (longer than the second after which a lost SYN is sent
-// again), Brief where silence is what is expected.
+// The times to wait for an answer: Patient where one is due; Brief where silence is what is expected, still longer than
+// the second after which a TCP socket tries again. A socket that is in the middle of connect when the error for its first
+// packet arrives, as often happens between namespaces, takes note only of the second one.
 const (
-	Patient = 3 * time.Second
-	Brief   = 700 * time.Millisecond
+	Patient = 4 * time.Second
+	Brief   = 1500 * time.Millisecond
 )
 
 // Ask makes one request over a new socket, from a port of its own. network is "tcp" or "udp".
@@ -67,17 +68,40 @@ func (n *Netns) ask(network string, to netip.AddrPort, deadline time.Time) Answe
 	}
 	defer c.Close()
 	if network == "udp" {
+		return askUDP(c, deadline)
+	}
+	line, err := bufio.NewReader(c).ReadString('\n')
+	if err != nil {
+		return failure(err, false)
+	}
+	return parse(line)
+}
+
+// askUDP sends a packet, and again each second without an answer, as clients of a lossy protocol do: the kernel limits
+// how many ICMP errors it sends.
+func askUDP(c net.Conn, deadline time.Time) Answer {
+	buf := make([]byte, 2048)
+	for {
 		// A rule that drops or rejects a packet on its way out makes the write itself fail with EPERM. What matters is
 		// whether an ICMP error follows, and the read shows that.
 		if _, err := c.Write([]byte("?\n")); err != nil && !errors.Is(err, syscall.EPERM) {
 			return failure(err, true)
 		}
+		next := time.Now().Add(time.Second)
+		if next.After(deadline) {
+			next = deadline
+		}
+		if err := c.SetReadDeadline(next); err != nil {
+			return failure(err, true)
+		}
+		n, err := c.Read(buf)
+		if err == nil {
+			return parse(string(buf[:n]))
+		}
+		if !errors.Is(err, os.ErrDeadlineExceeded) || !time.Now().Before(deadline) {
+			return failure(err, true)
+		}
 	}
-	line, err := bufio.NewReader(c).ReadString('\n')
-	if err != nil {
-		return failure(err, network == "udp")
-	}
-	return parse(line)
 }
 
 // Dial makes a connected socket inside the namespace. Reads and writes of the connection fail after the deadline; a

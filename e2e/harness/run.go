@@ -119,12 +119,17 @@ func runDir() (string, error) {
 	if err != nil {
 		return "", err
 	}
-	lock, err := os.OpenFile(filepath.Join(dir, "lock"), os.O_CREATE|os.O_RDWR, 0o644)
+	// The lock file gets its name once it is locked, so that no one else finds it free.
+	unnamed := filepath.Join(dir, "lock.new")
+	lock, err := os.OpenFile(unnamed, os.O_CREATE|os.O_RDWR, 0o644)
 	if err != nil {
 		return "", err
 	}
 	if err := syscall.Flock(int(lock.Fd()), syscall.LOCK_EX|syscall.LOCK_NB); err != nil {
 		return "", fmt.Errorf("lock %s: %w", dir, err)
+	}
+	if err := os.Rename(unnamed, filepath.Join(dir, "lock")); err != nil {
+		return "", err
 	}
 	live.dir, live.lock = dir, lock
 	return dir, nil

@@ -34,6 +34,12 @@ func (w *World) ServeTCP(n *Netns, name string, at netip.AddrPort) error {
 	if err != nil {
 		return fmt.Errorf("TCP server %s: %w", name, err)
 	}
+	w.serve(l, func(*net.TCPConn) string { return name }, at.Port())
+	return nil
+}
+
+// serve accepts connections until the listener is closed; name says what to call the server of one.
+func (w *World) serve(l *net.TCPListener, name func(*net.TCPConn) string, port uint16) {
 	w.servers = append(w.servers, l)
 	go func() {
 		for {
@@ -42,11 +48,10 @@ func (w *World) ServeTCP(n *Netns, name string, at netip.AddrPort) error {
 				return
 			}
 			if err == nil {
-				go converse(c, name, at.Port())
+				go converse(c, name(c), port)
 			}
 		}
 	}()
-	return nil
 }
 
 func converse(c *net.TCPConn, name string, port uint16) {

@@ -52,7 +52,9 @@ func (a *allocation) equal(b *allocation) bool {
 
 func (a *allocation) refuse(field, format string, args ...any) {
 	a.refused = true
-	a.issues = append(a.issues, issue{severity: source.Problem, field: field, detail: sayf(format, args...), effect: "the Service is not proxied"})
+	a.issues = append(a.issues, issue{
+		severity: source.Problem, field: field, detail: sayf(format, args...), effect: "the Service is not proxied",
+	})
 }
 
 func familyOf(ip netip.Addr) v1.IPFamily {

@@ -28,7 +28,7 @@ func names(prefix string, n int, spec ...string) string {
 
 func find(t *testing.T, services map[types.NamespacedName]*v1.Service, name string) *v1.Service {
 	t.Helper()
-	svc := services[types.NamespacedName{Namespace: "default", Name: name}]
+	svc := services[nameOf("default", name)]
 	if svc == nil {
 		t.Fatalf("there is no Service %s", name)
 	}

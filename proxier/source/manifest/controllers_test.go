@@ -4,8 +4,6 @@ import (
 	"fmt"
 	"strings"
 	"testing"
-
-	"k8s.io/apimachinery/pkg/types"
 )
 
 // pod returns the manifest of a Pod with label app: web, that is ready on node-a unless lines say otherwise.
@@ -176,7 +174,7 @@ func TestPodChangeTouchesItsServicesOnly(t *testing.T) {
 	if services, slices := put("pod.yaml", pod("a", "10.0.0.1")); services != 0 || slices != 1 {
 		t.Errorf("a new Pod: %d Services, %d slices", services, slices)
 	}
-	if len(m.dirty) != 1 || !m.dirty[types.NamespacedName{Namespace: "default", Name: "web"}] {
+	if len(m.dirty) != 1 || !m.dirty[nameOf("default", "web")] {
 		t.Errorf("touched: %v", m.dirty)
 	}
 	put("pod.yaml", strings.Replace(pod("a", "10.0.0.1"), "app: web", "app: other", 1))

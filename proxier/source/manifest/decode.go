@@ -26,10 +26,10 @@ func (id objectID) String() string {
 	if id.namespace != "" && name != "" {
 		name = id.namespace + "/" + name
 	}
-	if len(name) > 140 || strings.ContainsFunc(name, func(r rune) bool { return r < 0x21 || r > 0x7e || r == '"' || r == '\'' }) {
+	if name != "" && !printable(name) || strings.ContainsAny(name, `"'`) {
 		name = sayf("%.80q", name)
 	}
-	if strings.ContainsFunc(kind, func(r rune) bool { return r < 0x21 || r > 0x7e }) || len(kind) > 80 {
+	if kind != "" && !printable(kind) {
 		kind = sayf("%.40q", kind)
 	}
 	return strings.TrimSpace(kind + " " + name)
@@ -69,8 +69,9 @@ func decode(doc *document) []*body {
 		return nil
 	}
 	if node.Kind != yaml.MappingNode {
-		return []*body{broken(objectID{}, issue{detail: "a document must be one object, a mapping of apiVersion, kind, metadata …",
-			line: node.Line, at: true})}
+		return []*body{broken(objectID{}, issue{
+			detail: "a document must be one object, a mapping of apiVersion, kind, metadata …", line: node.Line, at: true,
+		})}
 	}
 	if items, kind, apiVersion := yamlList(node); items != nil {
 		var out []*body
@@ -230,7 +231,9 @@ func decodeJSON(data []byte, kind, apiVersion string) *body {
 		}
 	}
 	if len(data) == 0 || data[0] != '{' {
-		return broken(objectID{}, issue{detail: "a document must be one object with apiVersion, kind, metadata …", at: true, line: 1})
+		return broken(objectID{}, issue{
+			detail: "a document must be one object with apiVersion, kind, metadata …", line: 1, at: true,
+		})
 	}
 	if field, detail := kindProblem(h.kind, h.apiVersion); detail != "" && !isList(h.kind, h.apiVersion) {
 		return broken(h.id(), issue{field: field, detail: detail})

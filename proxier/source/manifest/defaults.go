@@ -82,7 +82,8 @@ func reachableFromOutside(svc *v1.Service) bool {
 
 // needsHealthCheck reports whether load balancers ask each node for the Service's local endpoints.
 func needsHealthCheck(svc *v1.Service) bool {
-	return svc.Spec.Type == v1.ServiceTypeLoadBalancer && svc.Spec.ExternalTrafficPolicy == v1.ServiceExternalTrafficPolicyLocal
+	return svc.Spec.Type == v1.ServiceTypeLoadBalancer &&
+		svc.Spec.ExternalTrafficPolicy == v1.ServiceExternalTrafficPolicyLocal
 }
 
 func setSliceDefaults(es *discovery.EndpointSlice) {

@@ -164,8 +164,8 @@ func (f *file) put(r *reading) {
 	}
 }
 
-// keep finds the last good version of each broken document's object among those in force. whole is set where there is one document of which
-// nobody can tell which of the objects that are missing now it was.
+// keep finds the last good version of each broken document's object among those in force. whole is set where there is a
+// document of which nobody can tell which of the objects that are missing now it was.
 func keep(entries, inForce []*entry) (kept map[*entry]*entry, whole bool) {
 	kept = map[*entry]*entry{}
 	missing := map[objectID]*entry{}

@@ -46,7 +46,9 @@ var knownKinds = map[string][]string{
 
 // kindProblem says what is wrong with a kind and apiVersion; empty where nothing is.
 func kindProblem(kind, apiVersion string) (field, detail string) {
-	switch want, used := versions[kind]; {
+	want, used := versions[kind]
+	group, _, grouped := strings.Cut(apiVersion, "/")
+	switch {
 	case kind == "" && apiVersion == "":
 		return "kind", "neither apiVersion nor kind is given: this is no Kubernetes object"
 	case kind == "":
@@ -55,9 +57,9 @@ func kindProblem(kind, apiVersion string) (field, detail string) {
 		return "apiVersion", "no apiVersion is given"
 	case used && apiVersion == want:
 		return "", ""
-	case used && (strings.HasPrefix(apiVersion, "discovery.k8s.io/") || knownKinds[apiVersion] != nil || !strings.Contains(apiVersion, "/")):
+	case used && (!grouped || group == "discovery.k8s.io" || knownKinds[apiVersion] != nil):
 		return "apiVersion", sayf("%.60q has no kind %s; it is read in %s", apiVersion, kind, want)
-	case !strings.Contains(apiVersion, "/") && apiVersion != "v1":
+	case !grouped && apiVersion != "v1":
 		return "apiVersion", sayf("there is no API version %.60q", apiVersion)
 	}
 	if known := knownKinds[apiVersion]; known != nil && !slices.Contains(known, kind) {

@@ -11,6 +11,7 @@ import (
 
 	v1 "k8s.io/api/core/v1"
 	discovery "k8s.io/api/discovery/v1"
+	"k8s.io/apimachinery/pkg/types"
 
 	"nodeproxy/proxier/source"
 )
@@ -139,4 +140,8 @@ func same(t testing.TB, what, got, want string) {
 	if got != want {
 		t.Errorf("%s:\n%s\nwant:\n%s", what, got, want)
 	}
+}
+
+func nameOf(namespace, name string) types.NamespacedName {
+	return types.NamespacedName{Namespace: namespace, Name: name}
 }

@@ -38,8 +38,8 @@ func mirrorSlices(svc *v1.Service, ep *v1.Endpoints, c *checker) []*discovery.En
 	}
 	for _, key := range sortedKeys(groups) {
 		if g := groups[key]; len(g.endpoints) > maxMirrored {
-			c.problem("subsets", sayf("the first %d are used", maxMirrored), "%d %s addresses with the same ports; at most %d are mirrored",
-				len(g.endpoints), g.family, maxMirrored)
+			c.problem("subsets", sayf("the first %d are used", maxMirrored),
+				"%d %s addresses with the same ports; at most %d are mirrored", len(g.endpoints), g.family, maxMirrored)
 			g.endpoints = g.endpoints[:maxMirrored]
 		}
 	}

@@ -226,7 +226,9 @@ func (m *model) setSlice(name types.NamespacedName, before, after *discovery.End
 		}
 		m.given[owner][name.Name] = after
 		m.dirty[owner] = true
-		m.batch.EndpointSlices[name] = after
+		if after.AddressType != discovery.AddressTypeFQDN { // A proxy can't send to names.
+			m.batch.EndpointSlices[name] = after
+		}
 	} else if after != nil {
 		if _, headless := after.Labels[v1.IsHeadlessService]; headless {
 			tell("metadata.labels["+v1.IsHeadlessService+"]", "the slice belongs to a headless Service")
@@ -304,7 +306,8 @@ func (m *model) tellMoved(name types.NamespacedName, was, now *allocation) {
 	id := objectID{kindService, name.Namespace, name.Name}
 	moved := func(field string, from, to any) {
 		remarks = append(remarks, remark{object: id.String(), entry: m.inForce[id], issue: issue{
-			severity: source.Problem, field: field, detail: sayf("the allocated %v is another Service's by the same rules now", from),
+			severity: source.Problem, field: field,
+			detail: sayf("the allocated %v is another Service's by the same rules now", from),
 			effect: sayf("it moves to %v; name it in the manifest to keep it for good", to),
 		}})
 	}
@@ -378,7 +381,9 @@ func notProxied(svc *v1.Service) (field, why string) {
 }
 
 // makeSlices plays the controllers for one Service.
-func (m *model) makeSlices(name types.NamespacedName, svc *v1.Service, forService, forEndpoints *checker) []*discovery.EndpointSlice {
+func (m *model) makeSlices(
+	name types.NamespacedName, svc *v1.Service, forService, forEndpoints *checker,
+) []*discovery.EndpointSlice {
 	ep := m.endpoints[name]
 	given := len(m.given[name]) > 0
 	if topologyAuto(svc) {
@@ -391,9 +396,11 @@ func (m *model) makeSlices(name types.NamespacedName, svc *v1.Service, forServic
 		case ep != nil && mirrored(ep):
 			return mirrorSlices(svc, ep, forEndpoints)
 		case ep != nil:
-			forEndpoints.note("metadata", "not proxied", "they are marked as not to be mirrored to EndpointSlices, or being deleted")
+			forEndpoints.note("metadata", "not proxied",
+				"they are marked as not to be mirrored to EndpointSlices, or being deleted")
 		case !given:
-			forService.note("", none, "the Service has no selector, and neither Endpoints nor EndpointSlices belong to it")
+			forService.note("", none,
+				"the Service has no selector, and neither Endpoints nor EndpointSlices belong to it")
 		}
 		return nil
 	}
@@ -403,15 +410,17 @@ func (m *model) makeSlices(name types.NamespacedName, svc *v1.Service, forServic
 		if ep != nil {
 			forEndpoints.note("", "not used", "the Service has a selector; its endpoints are the Pods that match")
 		}
-		return podSlices(svc, svc.Spec.IPFamilies, pods, m.zones, forService)
+		return podSlices(svc, pods, m.zones, forService)
 	case ep != nil && !given && mirrored(ep):
 		forEndpoints.note("", "the Endpoints are used", "the Service has a selector, but the manifests hold neither a Pod that "+
 			"matches nor an EndpointSlice for it")
 		return mirrorSlices(svc, ep, forEndpoints)
 	case ep != nil:
-		forEndpoints.note("", "not used", "the Service has a selector and EndpointSlices, or the Endpoints are marked as not to be mirrored")
+		forEndpoints.note("", "not used",
+			"the Service has a selector and EndpointSlices, or the Endpoints are marked as not to be mirrored")
 	case !given:
-		forService.note("spec.selector", none, "no Pod in the manifests matches, and neither Endpoints nor EndpointSlices belong to the Service")
+		forService.note("spec.selector", none,
+			"no Pod in the manifests matches, and neither Endpoints nor EndpointSlices belong to the Service")
 	}
 	return nil
 }

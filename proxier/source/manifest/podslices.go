@@ -91,7 +91,7 @@ func sliceName(service, what string) string {
 
 // podSlices makes the slices of a Service out of the Pods that its selector selects, as the EndpointSlice controller
 // does. zones tells the zones of nodes, where known.
-func podSlices(svc *v1.Service, families []v1.IPFamily, pods []*v1.Pod, zones map[string]string, c *checker) []*discovery.EndpointSlice {
+func podSlices(svc *v1.Service, pods []*v1.Pod, zones map[string]string, c *checker) []*discovery.EndpointSlice {
 	groups := sliceGroups{}
 	unnamed := map[string][]string{} // by field: the Pods that lack a named port
 	for _, pod := range pods {
@@ -114,7 +114,7 @@ func podSlices(svc *v1.Service, families []v1.IPFamily, pods []*v1.Pod, zones ma
 		if len(ports) == 0 {
 			continue
 		}
-		for _, family := range families {
+		for _, family := range svc.Spec.IPFamilies {
 			if e, ok := podEndpoint(svc, pod, family, zones); ok {
 				groups.add(family, ports, e)
 			}

@@ -62,7 +62,8 @@ func split(t *text) []*document {
 	if !isJSON && i < len(t.data) && t.data[i] == '{' {
 		// YAML's flow style begins like JSON; what JSON's rules accept as a whole is JSON.
 		end := skipValue(t.data, i)
-		isJSON = end > 0 && jsonShaped(t.data[i:end]) && (skipSpace(t.data, end) == len(t.data) || t.data[skipSpace(t.data, end)] == '{')
+		next := skipSpace(t.data, max(end, 0))
+		isJSON = end > 0 && jsonShaped(t.data[i:end]) && (next == len(t.data) || t.data[next] == '{')
 	}
 	if isJSON {
 		return splitJSON(t, start)

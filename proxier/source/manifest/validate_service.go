@@ -223,7 +223,8 @@ func checkLoadBalancer(svc *v1.Service, c *checker) {
 	for i, in := range svc.Status.LoadBalancer.Ingress {
 		field := sayf("status.loadBalancer.ingress[%d]", i)
 		if in.IP != "" {
-			if ip, ok := c.ip(field+".ip", in.IP); ok && (ip.IsUnspecified() || ip.IsLoopback() || ip.IsMulticast()) {
+			ip, ok := c.ip(field+".ip", in.IP)
+			if ok && (ip.IsUnspecified() || ip.IsLoopback() || ip.IsMulticast()) {
 				c.refuse(field+".ip", "%s is %s; a load balancer can't have it", ip, specialIP(ip))
 			}
 			if in.IPMode != nil {

@@ -27,7 +27,7 @@ const (
 	patience = 250 * time.Millisecond
 	// lookAgain is how often everything is looked through for changes of which no event told, as on network file systems;
 	// lookOften the same where there are no events at all.
-	lookAgain = 5 * time.Second
+	lookAgain = 15 * time.Second
 	lookOften = 250 * time.Millisecond
 )
 

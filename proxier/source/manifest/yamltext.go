@@ -37,7 +37,8 @@ func parseYAML(text []byte) (node *yaml.Node, err error) {
 		}
 	}()
 	if i := bytes.IndexFunc(text, isControl); i >= 0 {
-		return nil, &yamlError{1 + bytes.Count(text[:i], []byte{'\n'}), fmt.Sprintf("character %q is not allowed in YAML", text[i])}
+		line := 1 + bytes.Count(text[:i], []byte{'\n'})
+		return nil, &yamlError{line, fmt.Sprintf("character %q is not allowed in YAML", text[i])}
 	}
 	var doc yaml.Node
 	if err := yaml.Unmarshal(text, &doc); err != nil {
