@@ -166,3 +166,11 @@ func spread(t *testing.T, client *harness.Host, to netip.AddrPort, n int) map[st
 
 // deleted is when an object that is shutting down was deleted.
 func deleted() *metav1.Time { return &metav1.Time{Time: time.Unix(1700000000, 0).UTC()} }
+
+var endpointSliceType = metav1.TypeMeta{APIVersion: "discovery.k8s.io/v1", Kind: "EndpointSlice"}
+
+// sliceOf is the metadata of a slice for a Service.
+func sliceOf(service, name string) metav1.ObjectMeta {
+	return metav1.ObjectMeta{
+		Namespace: harness.Namespace, Name: name, Labels: map[string]string{"kubernetes.io/service-name": service}}
+}

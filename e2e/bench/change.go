@@ -1,6 +1,7 @@
 package main
 
 import (
+	"errors"
 	"fmt"
 	"net/netip"
 	"time"
@@ -13,6 +14,10 @@ const (
 	changeTimeout = 30 * time.Second
 	// pauseBetweenProbes keeps the probing from taking a processor away from what is measured.
 	pauseBetweenProbes = 300 * time.Microsecond
+	// spare is the offset in endpointRange of the last address that no service has; a change takes one from there down.
+	spare = 1<<22 - 2
+	// maxChanges leaves those addresses to the endpoints that clusters of the largest sizes have.
+	maxChanges = 10000
 	// settle is the pause between two changes, so that each finds nodeproxy at rest.
 	settle = 150 * time.Millisecond
 )
@@ -67,8 +72,7 @@ func measureChanges(r *report, l *lab, c *cluster, v harness.Variant, o options,
 // changeOne replaces an endpoint of service i by the n'th spare address.
 func changeOne(l *lab, c *cluster, i, n int) (time.Duration, error) {
 	s := &c.services[i]
-	// Spare addresses come from the end of the range, where newCluster never gets.
-	was, is := s.endpoints[0], add(endpointRange.Addr(), 1<<22-2-n)
+	was, is := s.endpoints[0], add(endpointRange.Addr(), spare-n)
 	s.endpoints[0] = is
 	replace, err := c.prepare(i)
 	if err != nil {
@@ -156,7 +160,14 @@ func measureRestart(r *report, l *lab, c *cluster, v harness.Variant, d *harness
 		written += fmt.Sprintf(" (%d transactions)", genAfter-genBefore)
 	}
 	r.judge(what+", rules written", "none", written, before == after)
-	return measureRestartAfterChange(r, l, c, v, d)
+	if err := measureRestartAfterChange(r, l, c, v, d); err != nil {
+		return err
+	}
+	changed, err := fingerprint(node, v)
+	if err == nil && changed == after {
+		err = errors.New("an endpoint changed, and the fingerprint of the rules did not: it proves nothing")
+	}
+	return err
 }
 
 func measureRestartAfterChange(r *report, l *lab, c *cluster, v harness.Variant, d *harness.Daemon) error {
@@ -164,7 +175,7 @@ func measureRestartAfterChange(r *report, l *lab, c *cluster, v harness.Variant,
 		return err
 	}
 	s := &c.services[len(c.services)/2]
-	s.endpoints[1] = add(endpointRange.Addr(), 1<<22-2-100000)
+	s.endpoints[1] = add(endpointRange.Addr(), spare-maxChanges)
 	if err := c.write(len(c.services) / 2); err != nil {
 		return err
 	}

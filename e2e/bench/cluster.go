@@ -6,6 +6,7 @@ import (
 	"net/netip"
 	"os"
 	"path/filepath"
+	"slices"
 
 	v1 "k8s.io/api/core/v1"
 	discovery "k8s.io/api/discovery/v1"
@@ -21,7 +22,11 @@ const (
 	// firstService is the offset of the first service's address in the service range: its lower band is for addresses that
 	// people choose themselves.
 	firstService = 256
-	maxServices  = 60000
+	// maxServices is the number of addresses above firstService. Each service has the address scatter further on than the
+	// one before it, modulo maxServices: so they lie all over the range, as those do that the API server allots, and in
+	// another order than the names. As scatter is prime, no address comes twice.
+	maxServices = 60000
+	scatter     = 40507
 
 	// nodesOfCluster is the number of nodes over which the endpoints are spread, as they are in a cluster of this size.
 	nodesOfCluster = 200
@@ -59,7 +64,10 @@ func newCluster(dir string, sizes ...int) (*cluster, error) {
 	c := &cluster{dir: dir, services: make([]service, len(sizes))}
 	used := 0
 	for i, n := range sizes {
-		s := service{name: fmt.Sprintf("svc-%05d", i), addr: add(harness.ServiceCIDR4.Addr(), firstService+i)}
+		s := service{
+			name: fmt.Sprintf("svc-%05d", i),
+			addr: add(harness.ServiceCIDR4.Addr(), firstService+i*scatter%maxServices),
+		}
 		for range n {
 			used++
 			s.endpoints = append(s.endpoints, add(endpointRange.Addr(), used))
@@ -83,8 +91,15 @@ func uniform(n, endpoints int) []int {
 	return sizes
 }
 
-// last is the service with the highest address, which a linear search finds last.
-func (c *cluster) last() service { return c.services[len(c.services)-1] }
+// last is the service with the highest address, and first the one with the lowest: a search in the order of addresses
+// finds last the last, and one in the order of names something in between.
+func (c *cluster) last() service {
+	return slices.MaxFunc(c.services, func(a, b service) int { return a.addr.Compare(b.addr) })
+}
+
+func (c *cluster) first() service {
+	return slices.MinFunc(c.services, func(a, b service) int { return a.addr.Compare(b.addr) })
+}
 
 // write replaces the file that holds service i, as an editor that saves to a new file and renames it.
 func (c *cluster) write(i int) error {

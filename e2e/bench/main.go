@@ -12,7 +12,6 @@ import (
 	"fmt"
 	"os"
 	"runtime"
-	"slices"
 	"strings"
 	"time"
 
@@ -59,10 +58,13 @@ func run() int {
 	flag.BoolVar(&o.verbose, "v", false, "print every single value of what is summarised")
 	flag.Parse()
 	variants, err := parseBackend(*backend)
-	if err != nil || flag.NArg() > 0 || o.services < 1 || o.services > maxServices || o.wide < 1 || o.wide > maxServices ||
-		o.endpoints < 1 || o.changes < 1 || o.rounds < 1 {
-		fmt.Fprintln(os.Stderr, "bench: usage error:", err)
-		flag.Usage()
+	chosen, bad := parseSuites(*only)
+	err = errors.Join(err, bad, o.validate())
+	if flag.NArg() > 0 {
+		err = errors.Join(err, fmt.Errorf("unexpected argument %q", flag.Arg(0)))
+	}
+	if err != nil {
+		fmt.Fprintln(os.Stderr, "bench:", err)
 		return 2
 	}
 	if *binary != "" {
@@ -80,7 +82,7 @@ func run() int {
 	for _, variant := range variants {
 		r.begin(variant)
 		for _, s := range suites {
-			if *only != "" && !slices.Contains(strings.Split(*only, ","), s.name) {
+			if !chosen[s.name] {
 				continue
 			}
 			begun := time.Now()
@@ -99,6 +101,40 @@ func run() int {
 		return 1
 	}
 	return 0
+}
+
+// validate rejects sizes that cannot be measured.
+func (o options) validate() error {
+	var errs []error
+	check := func(flag string, value, most int) {
+		if value < 1 || value > most {
+			errs = append(errs, fmt.Errorf("-%s=%d is not between 1 and %d", flag, value, most))
+		}
+	}
+	check("services", o.services, maxServices)
+	check("endpoints", o.endpoints, maxServices)
+	check("wide", o.wide, maxServices)
+	check("changes", o.changes, maxChanges)
+	check("rounds", o.rounds, 1000)
+	return errors.Join(errs...)
+}
+
+// parseSuites reads a list of names; an empty one stands for all suites.
+func parseSuites(list string) (map[string]bool, error) {
+	chosen := map[string]bool{}
+	for _, s := range suites {
+		chosen[s.name] = list == ""
+	}
+	if list == "" {
+		return chosen, nil
+	}
+	for name := range strings.SplitSeq(list, ",") {
+		if _, known := chosen[name]; !known {
+			return nil, fmt.Errorf("-only: there is no suite %q", name)
+		}
+		chosen[name] = true
+	}
+	return chosen, nil
 }
 
 func parseBackend(s string) ([]harness.Variant, error) {

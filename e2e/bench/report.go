@@ -53,7 +53,7 @@ func (r *report) judge(what, goal, measured string, ok bool) {
 		verdict = "MISSED"
 		r.missed++
 	} else if !ok {
-		verdict = "above (no goal here)"
+		verdict = "missed, does not bind"
 	}
 	r.rows = append(r.rows, row{r.variant, what, goal, measured, verdict})
 	fmt.Printf("#   %s: %s (goal %s): %s\n", what, measured, goal, verdict)

@@ -139,7 +139,7 @@ func connectTimes(o options, targets ...target) ([]time.Duration, error) {
 func compareConnects(r *report, plain, l *lab, c *cluster, o options) error {
 	t, err := connectTimes(o,
 		target{"pod, no proxy", plain, plain.pod()}, target{"last service", l, c.last().frontend()},
-		target{"first service", l, c.services[0].frontend()}, target{"pod", l, l.pod()})
+		target{"first service", l, c.first().frontend()}, target{"pod", l, l.pod()})
 	if err != nil {
 		return err
 	}

@@ -64,8 +64,9 @@ func (n *Netns) prepare() error {
 				return err
 			}
 		}
-		// New namespaces take these over from the host's.
-		for _, key := range []string{"rp_filter", "forwarding", "route_localnet"} {
+		// New namespaces take these over from the host's. A node that sends a packet back out to where it came from, as it
+		// does with one for an address that nobody has, must not teach the sender to go elsewhere next time.
+		for _, key := range []string{"rp_filter", "forwarding", "route_localnet", "send_redirects", "accept_redirects"} {
 			if err := n.Sysctl("net/ipv4/conf/"+scope+"/"+key, "0"); err != nil {
 				return err
 			}

@@ -272,14 +272,12 @@ func (w *World) addNode(i, pods int) error {
 // nodeSysctls make a namespace a router, and lift the limits on ICMP errors: one a second per destination, and 50 at once
 // in all, would make many refused connections of a fast test look like lost ones.
 var nodeSysctls = map[string]string{
-	"net/ipv4/ip_forward":                  "1",
-	"net/ipv6/conf/all/forwarding":         "1",
-	"net/ipv4/icmp_ratelimit":              "0",
-	"net/ipv6/icmp/ratelimit":              "0",
-	"net/ipv4/icmp_msgs_burst":             "10000",
-	"net/ipv4/icmp_msgs_per_sec":           "100000",
-	"net/ipv4/conf/all/send_redirects":     "0",
-	"net/ipv4/conf/default/send_redirects": "0",
+	"net/ipv4/ip_forward":          "1",
+	"net/ipv6/conf/all/forwarding": "1",
+	"net/ipv4/icmp_ratelimit":      "0",
+	"net/ipv6/icmp/ratelimit":      "0",
+	"net/ipv4/icmp_msgs_burst":     "10000",
+	"net/ipv4/icmp_msgs_per_sec":   "100000",
 }
 
 // uplink joins a namespace to the fabric with an interface eth0.
