@@ -42,8 +42,8 @@ func TestSourceRanges(t *testing.T) {
 				sourceRanges("203.0.113.7/32", "2001:db8:c::7/128")(s)
 			},
 		} {
-			s := harness.Service(map[int]string{clients: "clients", pods: "pods", node1: "node1", all: "all", local: "local"}[number],
-				number, change)
+			names := map[int]string{clients: "clients", pods: "pods", node1: "node1", all: "all", local: "local"}
+			s := harness.Service(names[number], number, change)
 			w.Write(t, s.Name+".yaml", harness.Objects(s, w.Ready("n1a")...)...)
 		}
 		w.Run(t, variant, clusterCIDR)
@@ -84,7 +84,7 @@ func TestForwardPolicyDrop(t *testing.T) {
 		w.Run(t, variant, clusterCIDR)
 		for _, family := range families {
 			node := w.Node1().IP(family)
-			for _, to := range []netip.AddrPort{clusterIP(1, family), nodePort(node, 1), vip(1, family), externalIP(1, family)} {
+			for _, to := range frontends(w, 1, family) {
 				wantServers(t, w.Client, to, "n1a", "n2a")
 			}
 			wantServers(t, w.Pod("n1c").Host, nodePort(node, 1), "n1a", "n2a")
@@ -106,10 +106,11 @@ func TestHealthCheckNodePort(t *testing.T) {
 		s.Spec.HealthCheckNodePort = port
 		w.Write(t, "s.yaml", harness.Objects(s, w.Ready("n1a")...)...)
 		rule(t, w, variant, "-P INPUT DROP")
-		if _, err := w.Node1().Output(variant.Tool("ip6tables"), "-w", "-A", "INPUT", "-p", "ipv6-icmp", "-j", "ACCEPT"); err != nil {
+		node := w.Node1()
+		neighbours := strings.Fields("-w -A INPUT -p ipv6-icmp -j ACCEPT")
+		if _, err := node.Output(variant.Tool("ip6tables"), neighbours...); err != nil {
 			t.Fatal(err)
 		}
-		node := w.Node1()
 		for _, family := range families {
 			for _, p := range []uint16{port, another} {
 				at := netip.AddrPortFrom(node.IP(family), p)

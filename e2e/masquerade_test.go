@@ -118,7 +118,8 @@ func TestMasqueradeBit(t *testing.T) {
 		w.Run(t, variant, clusterCIDR, "--iptables-masquerade-bit=15")
 		for _, family := range families {
 			wantSource(t, w.Client, nodePort(w.Node1().IP(family), 1), w.Node1().IP(family))
-			if a := w.Client.Ask("tcp", netip.AddrPortFrom(w.Pod("n1a").IP(family), 8080), harness.Patient); a.Source != w.Client.IP(family) {
+			pod := netip.AddrPortFrom(w.Pod("n1a").IP(family), 8080)
+			if a := w.Client.Ask("tcp", pod, harness.Patient); a.Source != w.Client.IP(family) {
 				t.Errorf("plain traffic with mark bit 14 over IPv%d: %v, want it unchanged", family, a)
 			}
 		}

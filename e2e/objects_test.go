@@ -12,6 +12,17 @@ import (
 	"nodeproxy/e2e/harness"
 )
 
+// The numbers of the Services of TestObjectsReadAsMeant.
+const (
+	proxyMode = iota + 1
+	otherProxy
+	headless
+	nilConditions
+	sloppy
+	fqdn
+	hostname
+)
+
 // TestObjectsReadAsMeant: the corners of the API that decide whether an object, or a part of it, is for this proxy.
 func TestObjectsReadAsMeant(t *testing.T) {
 	onEachVariant(t, func(t *testing.T, variant harness.Variant) {
@@ -25,7 +36,6 @@ func TestObjectsReadAsMeant(t *testing.T) {
 			}
 			return objects
 		}
-		const proxyMode, otherProxy, headless, nilConditions, sloppy, fqdn, hostname = 1, 2, 3, 4, 5, 6, 7
 		endpoints := w.Ready("n1a", "n2a")
 		w.Write(t, "proxy-mode.yaml", harness.Objects(harness.Service("proxy-mode", proxyMode, func(s *v1.Service) {
 			for i := range s.Status.LoadBalancer.Ingress {
@@ -39,7 +49,8 @@ func TestObjectsReadAsMeant(t *testing.T) {
 		// The label counts on slices, to which their controller copies it from the Service.
 		w.Write(t, "headless.yaml", eachSlice(harness.Objects(harness.Service("headless", headless), endpoints...),
 			func(s *discovery.EndpointSlice) { s.Labels[v1.IsHeadlessService] = "" })...)
-		w.Write(t, "nil-conditions.yaml", eachSlice(harness.Objects(harness.Service("nil-conditions", nilConditions), endpoints...),
+		bare := harness.Service("nil-conditions", nilConditions)
+		w.Write(t, "nil-conditions.yaml", eachSlice(harness.Objects(bare, endpoints...),
 			func(s *discovery.EndpointSlice) {
 				for i := range s.Endpoints {
 					s.Endpoints[i].Conditions = discovery.EndpointConditions{}
@@ -61,37 +72,42 @@ func TestObjectsReadAsMeant(t *testing.T) {
 			Endpoints: []discovery.Endpoint{{Addresses: []string{"web.example.com"}}},
 		})...)
 		w.Write(t, "hostname.yaml", harness.Objects(harness.Service("hostname", hostname, func(s *v1.Service) {
-			s.Status.LoadBalancer.Ingress = append([]v1.LoadBalancerIngress{{Hostname: "lb.example.com"}}, s.Status.LoadBalancer.Ingress...)
+			names := []v1.LoadBalancerIngress{{Hostname: "lb.example.com"}}
+			s.Status.LoadBalancer.Ingress = append(names, s.Status.LoadBalancer.Ingress...)
 		}), endpoints...)...)
 		w.Run(t, variant, clusterCIDR)
-
-		var checks []func()
-		for _, family := range families {
-			node := w.Node1().IP(family)
-			served := func(number int) {
-				checks = append(checks, func() {
-					wantServers(t, w.Client, clusterIP(number, family), "n1a", "n2a")
-					wantServers(t, w.Client, externalIP(number, family), "n1a", "n2a")
-					wantServers(t, w.Client, nodePort(node, number), "n1a", "n2a")
-				})
-			}
-			for _, number := range []int{proxyMode, nilConditions, sloppy, fqdn, hostname} {
-				served(number)
-			}
-			checks = append(checks,
-				// A load balancer that is a proxy itself has to be reached: the packet leaves the node as it is.
-				func() { wantOutcome(t, w.Client, vip(proxyMode, family), harness.TimedOut) },
-				func() { wantServers(t, w.Client, vip(hostname, family), "n1a", "n2a") },
-				func() { wantServers(t, w.Client, vip(sloppy, family), "n1a", "n2a") },
-				func() { wantOutcome(t, w.Pod("n1c").Host, vip(sloppy, family), harness.TimedOut) },
-			)
-			checks = append(checks,
-				func() { wantOutcome(t, w.Client, clusterIP(otherProxy, family), harness.TimedOut) },
-				func() { wantOutcome(t, w.Client, vip(otherProxy, family), harness.TimedOut) },
-				func() { wantOutcome(t, w.Client, nodePort(node, otherProxy), harness.Refused) },
-				func() { wantOutcome(t, w.Client, clusterIP(headless, family), harness.Refused) },
-				func() { wantOutcome(t, w.Client, nodePort(node, headless), harness.Refused) })
-		}
-		together(checks...)
+		checkObjects(t, w)
 	})
+}
+
+func checkObjects(t *testing.T, w *harness.World) {
+	t.Helper()
+	var checks []func()
+	for _, family := range families {
+		node := w.Node1().IP(family)
+		served := func(number int) {
+			checks = append(checks, func() {
+				wantServers(t, w.Client, clusterIP(number, family), "n1a", "n2a")
+				wantServers(t, w.Client, externalIP(number, family), "n1a", "n2a")
+				wantServers(t, w.Client, nodePort(node, number), "n1a", "n2a")
+			})
+		}
+		for _, number := range []int{proxyMode, nilConditions, sloppy, fqdn, hostname} {
+			served(number)
+		}
+		checks = append(checks,
+			// A load balancer that is a proxy itself has to be reached: the packet leaves the node as it is.
+			func() { wantOutcome(t, w.Client, vip(proxyMode, family), harness.TimedOut) },
+			func() { wantServers(t, w.Client, vip(hostname, family), "n1a", "n2a") },
+			func() { wantServers(t, w.Client, vip(sloppy, family), "n1a", "n2a") },
+			func() { wantOutcome(t, w.Pod("n1c").Host, vip(sloppy, family), harness.TimedOut) },
+		)
+		checks = append(checks,
+			func() { wantOutcome(t, w.Client, clusterIP(otherProxy, family), harness.TimedOut) },
+			func() { wantOutcome(t, w.Client, vip(otherProxy, family), harness.TimedOut) },
+			func() { wantOutcome(t, w.Client, nodePort(node, otherProxy), harness.Refused) },
+			func() { wantOutcome(t, w.Client, clusterIP(headless, family), harness.Refused) },
+			func() { wantOutcome(t, w.Client, nodePort(node, headless), harness.Refused) })
+	}
+	together(checks...)
 }

@@ -30,6 +30,12 @@ func nodePort(addr netip.Addr, number int) netip.AddrPort {
 	return netip.AddrPortFrom(addr, harness.AddressesOf(number).NodePort)
 }
 
+// frontends are all frontends of a Service, the node port at node1's primary address as the second.
+func frontends(w *harness.World, number, family int) []netip.AddrPort {
+	return []netip.AddrPort{
+		clusterIP(number, family), nodePort(w.Node1().IP(family), number), vip(number, family), externalIP(number, family)}
+}
+
 // serversOf asks until all wanted servers have answered, and a few times more than that would take by chance, and
 // returns an error if another one answers, one of them never does, or a request fails.
 func serversOf(client *harness.Host, network string, to netip.AddrPort, want ...string) error {

@@ -297,7 +297,8 @@ func TestStaleChainsRemoved(t *testing.T) {
 		d := w.Run(t, variant, clusterCIDR)
 		want := rules(t, w, variant)
 		var gone []string
-		for i, change := range []func(*v1.Service){sticky(time.Hour), harness.Policies("Local", "Local"), sourceRanges("203.0.113.0/24")} {
+		changes := []func(*v1.Service){sticky(time.Hour), harness.Policies("Local", "Local"), sourceRanges("203.0.113.0/24")}
+		for i, change := range changes {
 			s := harness.Service(fmt.Sprintf("gone-%d", i), 10+i, change)
 			w.Write(t, s.Name+".yaml", harness.Objects(s, w.Ready("n1b", "n3a")...)...)
 			gone = append(gone, s.Name+".yaml")

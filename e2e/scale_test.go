@@ -2,7 +2,6 @@ package e2e
 
 import (
 	"fmt"
-	"net/netip"
 	"slices"
 	"testing"
 	"time"
@@ -34,15 +33,12 @@ func TestManyServices(t *testing.T) {
 			write(i)
 		}
 		w.Run(t, variant, clusterCIDR)
-		frontends := func(i, family int) []netip.AddrPort {
-			return []netip.AddrPort{clusterIP(i, family), nodePort(w.Node1().IP(family), i), vip(i, family), externalIP(i, family)}
-		}
 		check := func(present func(int) bool) {
 			t.Helper()
 			var checks []func()
 			for i := 1; i <= services; i++ {
 				for _, family := range families {
-					for f, to := range frontends(i, family) {
+					for f, to := range frontends(w, i, family) {
 						network := networks[(i/2+f)%2]
 						timeout, want := harness.Patient, harness.Answered
 						if pod(i) == "" {

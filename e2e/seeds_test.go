@@ -10,6 +10,7 @@ import (
 	"testing"
 
 	v1 "k8s.io/api/core/v1"
+	"k8s.io/apimachinery/pkg/util/intstr"
 
 	"nodeproxy/e2e/harness"
 )
@@ -35,7 +36,8 @@ type seeded struct {
 // clusterIP finds the IPv4 cluster IP that a Service port was given, by the comment of its rule.
 func (s *seeded) clusterIP(t *testing.T, portName string) netip.Addr {
 	t.Helper()
-	rule := regexp.MustCompile(`-A KUBE-SERVICES -d (\S+)/32 .*--comment "` + regexp.QuoteMeta(portName) + ` (cluster IP|has no endpoints)"`)
+	rule := regexp.MustCompile(`-A KUBE-SERVICES -d (\S+)/32 .*--comment "` + regexp.QuoteMeta(portName) +
+		` (cluster IP|has no endpoints)"`)
 	m := rule.FindStringSubmatch(rules(t, s.World, s.variant))
 	if m == nil {
 		t.Fatalf("no rule for %s in\n%s", portName, rules(t, s.World, s.variant))
@@ -248,7 +250,8 @@ func TestPodsAsEndpoints(t *testing.T) {
 		s.Namespace = "default"
 		s.Spec.Selector = map[string]string{"app": "web"}
 		for i := range s.Spec.Ports {
-			s.Spec.Ports[i].TargetPort.Type, s.Spec.Ports[i].TargetPort.StrVal = 1, "serve-"+strings.ToLower(string(s.Spec.Ports[i].Protocol))
+			p := &s.Spec.Ports[i]
+			p.TargetPort = intstr.FromString("serve-" + strings.ToLower(string(p.Protocol)))
 		}
 		w.Write(t, "service.yaml", s)
 		named := func(port int32) func(*v1.Pod) {

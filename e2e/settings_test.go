@@ -144,9 +144,8 @@ func strip(text string) string {
 	return strings.Join(out, "\n")
 }
 
-// TestBadInputLeavesTheRestAlone: bad objects of every sort are named, each with its file, and change nothing for good
-// ones: not while the daemon starts, and not when they come while it runs.
-func TestBadInputLeavesTheRestAlone(t *testing.T) {
+// badInput is one manifest of each sort that must not be accepted, by a name for it.
+func badInput() map[string]string {
 	service := func(name, spec string) string {
 		return fmt.Sprintf("apiVersion: v1\nkind: Service\nmetadata: {name: %s, namespace: e2e}\nspec: %s\n", name, spec)
 	}
@@ -159,7 +158,7 @@ ports: [{name: a, port: 8080}]
 endpoints: [{addresses: ["%s"]}]
 `, address)
 	}
-	bad := map[string]string{
+	return map[string]string{
 		"broken-yaml":     "apiVersion: v1\nkind: [Service\n",
 		"tab":             "apiVersion: v1\nkind:\tService\n\tmetadata: {}\n",
 		"binary":          "\x00\x01\xff\xfe",
@@ -177,6 +176,12 @@ endpoints: [{addresses: ["%s"]}]
 		"multicast":       slice("224.0.0.1"),
 		"no-address":      slice("not-an-address"),
 	}
+}
+
+// TestBadInputLeavesTheRestAlone: bad objects of every sort are named, each with its file, and change nothing for good
+// ones: not while the daemon starts, and not when they come while it runs.
+func TestBadInputLeavesTheRestAlone(t *testing.T) {
+	bad := badInput()
 	onEachVariant(t, func(t *testing.T, variant harness.Variant) {
 		w := harness.New(t, harness.Options{})
 		w.Write(t, "nodes.yaml", w.NodeObjects()...)

@@ -28,7 +28,7 @@ func TestScaling(t *testing.T) {
 		everywhere := func(check func(client *harness.Host, to netip.AddrPort)) {
 			var checks []func()
 			for _, family := range families {
-				for _, to := range []netip.AddrPort{clusterIP(1, family), nodePort(w.Node1().IP(family), 1), vip(1, family), externalIP(1, family)} {
+				for _, to := range frontends(w, 1, family) {
 					checks = append(checks, func() { check(w.Client, to) }, func() { check(w.Pod("n1c").Host, to) })
 				}
 			}
@@ -186,7 +186,8 @@ func TestPorts(t *testing.T) {
 				}
 			}
 			// The same numbers on the other protocol are not the Service's.
-			if got := w.Client.Ask("udp", netip.AddrPortFrom(w.Node1().IP(family), 30443), harness.Patient); got.Outcome != harness.Refused {
+			https := netip.AddrPortFrom(w.Node1().IP(family), 30443)
+			if got := w.Client.Ask("udp", https, harness.Patient); got.Outcome != harness.Refused {
 				t.Errorf("UDP to a TCP node port over IPv%d: %v", family, got)
 			}
 		}

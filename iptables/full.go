@@ -1,10 +1,12 @@
 package iptables
 
 import (
+	"cmp"
 	"context"
 	"errors"
 	"fmt"
 	"maps"
+	"net/netip"
 	"slices"
 	"strings"
 
@@ -51,10 +53,11 @@ type fullSync struct {
 }
 
 func (f *fullSync) run(p *plan.Plan) error {
+	// What nothing works without comes first. The rest is in order of address, as in the dispatch tree: an nft kernel walks
+	// the tree at every later change, and finds what was allocated together close together in memory.
 	services := p.Sorted(f.family)
-	// What nothing works without comes first.
 	slices.SortStableFunc(services, func(a, b *plan.ServicePort) int {
-		return boolCompare(b.Critical, a.Critical)
+		return cmp.Or(boolCompare(b.Critical, a.Critical), firstAddr(a).Compare(firstAddr(b)))
 	})
 	if err := f.base(); err != nil {
 		var refused *RestoreError
@@ -82,6 +85,13 @@ func (f *fullSync) run(p *plan.Plan) error {
 		return err
 	}
 	return f.sweep()
+}
+
+func firstAddr(sp *plan.ServicePort) netip.Addr {
+	if len(sp.Frontends) == 0 {
+		return netip.Addr{}
+	}
+	return sp.Frontends[0].Addr
 }
 
 func boolCompare(a, b bool) int {

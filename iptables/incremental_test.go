@@ -312,3 +312,22 @@ func TestNamesFit(t *testing.T) {
 		}
 	})
 }
+
+// TestWithoutBPF: a kernel that lacks xt_bpf gets the rules that do without it.
+func TestWithoutBPF(t *testing.T) {
+	e, k := fakeEngine(plan.IPv4)
+	k.refuse = "-m bpf"
+	p := plantest.Large(20, 2)
+	if err := e.sync(context.Background(), p, nil); err != nil {
+		t.Fatal(err)
+	}
+	if !strings.Contains(k.text(), prefixEndpoint) {
+		t.Error("no endpoint has a chain")
+	}
+	if strings.Contains(k.text(), "-m bpf") {
+		t.Error("the refused rule is there")
+	}
+	if e.current == nil || e.current.compact {
+		t.Error("the next change would be written in the form that the kernel refuses")
+	}
+}

@@ -31,7 +31,6 @@ type builder struct {
 	name     string // namespace/name:port, for comments
 	compact  bool   // as few and as light rules as possible
 	direct   bool   // endpoints have no chains of their own
-	setMark  string // the target that asks for masquerading
 	out      fragment
 }
 
@@ -40,8 +39,7 @@ func (r *rules) fragment(sp *plan.ServicePort) fragment {
 	if sp == nil {
 		return fragment{}
 	}
-	b := &builder{sp: sp, settings: &r.settings, node: &r.node, name: sp.Key.PortName(), compact: r.compact,
-		setMark: "MARK --set-xmark " + r.options.mark()}
+	b := &builder{sp: sp, settings: &r.settings, node: &r.node, name: sp.Key.PortName(), compact: r.compact}
 	// Affinity needs the chains: an endpoint's chain remembers the client.
 	b.direct = r.compact && sp.Affinity == 0
 	for _, f := range sp.Frontends {
@@ -213,16 +211,18 @@ func (b *builder) externalChain() {
 // fromPods begins a rule for traffic from local pods; nil where that can't be told.
 func (b *builder) fromPods() *rule {
 	d := b.settings.DetectLocal
-	if !d.Implemented(b.sp.Key.Family) {
+	switch {
+	case !d.Implemented(b.sp.Key.Family):
 		return nil
+	case byCIDR(d):
+		return newRule().src(d.CIDR(b.sp.Key.Family))
 	}
-	switch d.Mode {
-	case plan.DetectBridgeInterface:
-		return newRule().word("-i", d.Interface)
-	case plan.DetectInterfaceNamePrefix:
-		return newRule().word("-i", d.Interface+"+")
-	}
-	return newRule().src(d.CIDR(b.sp.Key.Family))
+	return newRule().word(b.podInterface()...)
+}
+
+// byCIDR reports whether traffic of pods is recognised by its source address, rather than by the interface it comes from.
+func byCIDR(d plan.DetectLocal) bool {
+	return d.Mode == plan.DetectClusterCIDR || d.Mode == plan.DetectNodeCIDR
 }
 
 // masqueradeClusterIP is the rule that masquerades traffic to the cluster IP, if any: all of it where so configured, else
@@ -230,25 +230,37 @@ func (b *builder) fromPods() *rule {
 // must take the same way back.
 func (b *builder) masqueradeClusterIP(f plan.Frontend) string {
 	d := b.settings.DetectLocal
-	begin := newRule()
-	match := func(r *rule) string {
-		r.proto(f.Protocol)
-		if b.compact {
-			return r.port(f.Protocol, f.Port).jump(b.setMark)
-		}
-		return r.comment(b.name+" cluster IP").port(f.Protocol, f.Port).jump(chainMarkMasq)
-	}
+	r := newRule()
 	switch {
 	case b.settings.MasqueradeAll:
-		return match(begin.dstIP(f.Addr))
 	case !d.Implemented(b.sp.Key.Family):
 		return ""
-	case d.Mode == plan.DetectBridgeInterface:
-		return match(begin.dstIP(f.Addr).word("!", "-i", d.Interface))
-	case d.Mode == plan.DetectInterfaceNamePrefix:
-		return match(begin.dstIP(f.Addr).word("!", "-i", d.Interface+"+"))
+	case byCIDR(d):
+		r.notSrc(d.CIDR(b.sp.Key.Family))
 	}
-	return match(begin.notSrc(d.CIDR(b.sp.Key.Family)).dstIP(f.Addr))
+	// Nothing but the cluster IP leads to the chain of a ServicePort without other frontends, so it need not be asked for.
+	sole := b.compact && !b.sp.HasExternal()
+	if !sole {
+		r.dstIP(f.Addr)
+	}
+	if !b.settings.MasqueradeAll && !byCIDR(d) {
+		r.word("!").word(b.podInterface()...)
+	}
+	if sole {
+		return r.jump(chainMarkMasq)
+	}
+	if r.proto(f.Protocol); !b.compact {
+		r.comment(b.name + " cluster IP")
+	}
+	return r.port(f.Protocol, f.Port).jump(chainMarkMasq)
+}
+
+// podInterface matches the interfaces of pods, in the modes that recognise pods by them.
+func (b *builder) podInterface() []string {
+	if d := b.settings.DetectLocal; d.Mode == plan.DetectBridgeInterface {
+		return []string{"-i", d.Interface}
+	}
+	return []string{"-i", b.settings.DetectLocal.Interface + "+"}
 }
 
 // policyChain makes the chain that picks one of a policy's endpoints.

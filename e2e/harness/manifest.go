@@ -161,13 +161,16 @@ func Service(name string, number int, changes ...func(*v1.Service)) *v1.Service 
 			IPFamilyPolicy: ptr.To(v1.IPFamilyPolicyRequireDualStack),
 			ExternalIPs:    []string{a.ExternalIP4.String(), a.ExternalIP6.String()},
 			Ports: []v1.ServicePort{
-				{Name: "a", Protocol: v1.ProtocolTCP, Port: ServicePort, TargetPort: intstr.FromInt32(8080), NodePort: int32(a.NodePort)},
-				{Name: "a-udp", Protocol: v1.ProtocolUDP, Port: ServicePort, TargetPort: intstr.FromInt32(8080), NodePort: int32(a.NodePort)},
+				{Name: "a", Protocol: v1.ProtocolTCP, Port: ServicePort, NodePort: int32(a.NodePort)},
+				{Name: "a-udp", Protocol: v1.ProtocolUDP, Port: ServicePort, NodePort: int32(a.NodePort)},
 			},
 		},
 		Status: v1.ServiceStatus{LoadBalancer: v1.LoadBalancerStatus{Ingress: []v1.LoadBalancerIngress{
 			{IP: a.VIP4.String()}, {IP: a.VIP6.String()},
 		}}},
+	}
+	for i := range s.Spec.Ports {
+		s.Spec.Ports[i].TargetPort = intstr.FromInt32(8080)
 	}
 	for _, change := range changes {
 		change(s)
@@ -219,6 +222,8 @@ func (w *World) Terminating(pods ...string) []Endpoint {
 	return out
 }
 
+var addressTypes = map[int]discovery.AddressType{4: discovery.AddressTypeIPv4, 6: discovery.AddressTypeIPv6}
+
 // Slices makes the EndpointSlices of a Service, one a family, with the Service's own ports.
 func Slices(s *v1.Service, endpoints ...Endpoint) []runtime.Object {
 	return SlicesNamed(s, s.Name, endpoints...)
@@ -227,7 +232,7 @@ func Slices(s *v1.Service, endpoints ...Endpoint) []runtime.Object {
 // SlicesNamed is Slices with names that start with prefix, for a Service with several slices a family.
 func SlicesNamed(s *v1.Service, prefix string, endpoints ...Endpoint) []runtime.Object {
 	var out []runtime.Object
-	for family, addressType := range map[int]discovery.AddressType{4: discovery.AddressTypeIPv4, 6: discovery.AddressTypeIPv6} {
+	for _, family := range []int{4, 6} {
 		slice := &discovery.EndpointSlice{
 			TypeMeta: metav1.TypeMeta{APIVersion: "discovery.k8s.io/v1", Kind: "EndpointSlice"},
 			ObjectMeta: metav1.ObjectMeta{
@@ -235,7 +240,7 @@ func SlicesNamed(s *v1.Service, prefix string, endpoints ...Endpoint) []runtime.
 				Name:      fmt.Sprintf("%s-v%d", prefix, family),
 				Labels:    map[string]string{discovery.LabelServiceName: s.Name},
 			},
-			AddressType: addressType,
+			AddressType: addressTypes[family],
 			Endpoints:   []discovery.Endpoint{},
 		}
 		for _, p := range s.Spec.Ports {
