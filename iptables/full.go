@@ -155,7 +155,8 @@ func (f *fullSync) foundation(p *plan.Plan, services []*plan.ServicePort) error 
 	}
 	first.fixed(func(c tableChain) {
 		switch {
-		case f.held(c.table).has(c.chain):
+		case f.held(c.table).has(c.chain) || len(f.held(c.table)[c.name]) > 0:
+			// What is there may serve more than the critical ones; it is not to serve less meanwhile.
 		case c.table == tableNAT:
 			nat.write(c.chain)
 		default:
