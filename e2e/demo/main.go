@@ -1,0 +1,406 @@
+// Command demo shows nodeproxy at work: on a node with pods and an outside client, all of them network namespaces, over
+// the manifests in examples/. It ends with exit code 1 if anything that it shows does not hold.
+package main
+
+import (
+	"errors"
+	"flag"
+	"fmt"
+	"net/netip"
+	"os"
+	"path/filepath"
+	"slices"
+	"strings"
+	"text/tabwriter"
+	"time"
+
+	"nodeproxy/e2e/harness"
+	"nodeproxy/proxier"
+	"nodeproxy/proxier/plan"
+	"nodeproxy/proxier/source/manifest"
+)
+
+func main() {
+	mode := flag.String("mode", "iptables", "the mode to show")
+	binary := flag.String("binary", "", "the nodeproxy to run; by default one is built")
+	examples := flag.String("examples", "examples", "the manifests to serve")
+	flag.Parse()
+	if *mode != "iptables" {
+		fmt.Fprintf(os.Stderr, "demo: mode %q is not supported; iptables is\n", *mode)
+		os.Exit(2)
+	}
+	if *binary != "" {
+		os.Setenv("NODEPROXY_BIN", *binary)
+	}
+	os.Exit(harness.Supervise(func() int {
+		start := time.Now()
+		d := &demo{examples: *examples}
+		err := d.run()
+		if d.world != nil {
+			err = errors.Join(err, d.world.Close())
+		}
+		if err != nil {
+			fmt.Fprintf(os.Stderr, "demo: %v\n", err)
+			return 1
+		}
+		fmt.Printf("\nEverything held, and everything is removed again. %.1f s.\n", time.Since(start).Seconds())
+		return 0
+	}))
+}
+
+var (
+	serviceCIDRs = []netip.Prefix{harness.ServiceCIDR4, harness.ServiceCIDR6}
+	clusterCIDRs = []netip.Prefix{harness.ClusterCIDR4, harness.ClusterCIDR6}
+)
+
+type demo struct {
+	examples string
+	world    *harness.World
+	daemon   *harness.Daemon
+	plan     *plan.Plan
+	db       string // the name of the server outside the cluster
+}
+
+func (d *demo) run() error {
+	for _, step := range []struct {
+		title string
+		do    func() error
+	}{
+		{"A node with pods, two more nodes, and a client outside, in network namespaces", d.setUp},
+		{"nodeproxy run, on node1, over examples/", d.start},
+		{"What it serves", d.services},
+		{"The rules of shop/web, from iptables-save on node1", d.rules},
+		{"Requests", d.requests},
+		{"A manifest is edited: pod web-3 becomes ready", d.edit},
+		{"An endpoint goes away under load: pod web-1 is no longer ready", d.remove},
+		{"nodeproxy is killed and started again under load", d.restart},
+	} {
+		fmt.Printf("\n== %s\n", step.title)
+		if err := step.do(); err != nil {
+			return fmt.Errorf("%s: %w", step.title, err)
+		}
+	}
+	return nil
+}
+
+func (d *demo) setUp() error {
+	w, err := harness.Build(harness.Options{})
+	if err != nil {
+		return err
+	}
+	d.world, d.db = w, "database"
+	if err := w.ServeTCP(w.Client.Netns, d.db, netip.AddrPortFrom(w.Client.IP4, 5432)); err != nil {
+		return err
+	}
+	for _, n := range w.Nodes {
+		fmt.Printf("   %-6s %-14s pods", n.Name, n.IP4)
+		for _, p := range n.Pods {
+			fmt.Printf(" %s=%s", p.Name, p.IP4)
+		}
+		fmt.Println()
+	}
+	fmt.Printf("   client %s\n", w.Client.IP4)
+	return d.copyExamples()
+}
+
+// copyExamples puts the manifests where the daemon watches them, so that edits do not change the originals.
+func (d *demo) copyExamples() error {
+	files, err := filepath.Glob(filepath.Join(d.examples, "*.yaml"))
+	if err != nil {
+		return err
+	}
+	if len(files) == 0 {
+		return fmt.Errorf("no manifests in %s: run this in the project's top folder", d.examples)
+	}
+	for _, f := range files {
+		content, err := os.ReadFile(f)
+		if err == nil {
+			err = os.WriteFile(filepath.Join(d.world.Manifests, filepath.Base(f)), content, 0o644)
+		}
+		if err != nil {
+			return err
+		}
+	}
+	return nil
+}
+
+func join(prefixes []netip.Prefix) string { return prefixes[0].String() + "," + prefixes[1].String() }
+
+func (d *demo) startDaemon() (err error) {
+	d.daemon, err = d.world.StartDaemon(d.world.Node1(),
+		"--service-cidr="+join(serviceCIDRs), "--cluster-cidr="+join(clusterCIDRs))
+	if err != nil {
+		return err
+	}
+	return d.daemon.WaitFor(harness.StartupTimeout, harness.InSync)
+}
+
+func (d *demo) start() error {
+	start := time.Now()
+	if err := d.startDaemon(); err != nil {
+		return err
+	}
+	fmt.Printf("   in sync %d ms after its start\n", time.Since(start).Milliseconds())
+	for _, line := range d.daemon.Log() {
+		if object, detail, ok := finding(line); ok {
+			fmt.Printf("   %-20s %s\n", object, detail)
+		}
+	}
+	return nil
+}
+
+// finding takes what the daemon says of an object out of a log line.
+func finding(line string) (object, detail string, ok bool) {
+	quoted := func(name string) string {
+		_, rest, found := strings.Cut(line, name+`="`)
+		value, _, _ := strings.Cut(rest, `"`)
+		ok = ok && found
+		return value
+	}
+	ok = true
+	return quoted("object"), quoted("msg"), ok
+}
+
+// services prints the plan that the daemon follows, made here in the same way from the same manifests.
+func (d *demo) services() error {
+	batch, err := manifest.Load(manifest.Config{Path: d.world.Manifests, ServiceCIDRs: serviceCIDRs,
+		NodePorts: manifest.PortRange{First: 30000, Last: 32767}})
+	if err != nil {
+		return err
+	}
+	state := proxier.NewState("node1", plan.Settings{}, plan.Families[:], nil)
+	state.Apply(batch)
+	d.plan, _ = state.Update()
+	out := tabwriter.NewWriter(os.Stdout, 0, 0, 2, ' ', 0)
+	fmt.Fprintln(out, "   SERVICE\tCLUSTER IP\tPORT\tALSO AT\tENDPOINTS")
+	for _, f := range plan.Families {
+		for _, sp := range d.plan.Sorted(f) {
+			var also, to []string
+			for _, fe := range sp.Frontends[1:] {
+				switch fe.Kind {
+				case plan.NodePort:
+					also = append(also, fmt.Sprintf("node port %d", fe.Port))
+				case plan.LoadBalancerIP, plan.ExternalIP:
+					also = append(also, fe.Addr.String())
+				}
+			}
+			for _, ep := range sp.All() {
+				to = append(to, ep.Addr.String())
+			}
+			if to == nil {
+				to = []string{"none: refused"}
+			}
+			first := sp.Frontends[0]
+			fmt.Fprintf(out, "   %s\t%s\t%d/%s\t%s\t%s\n", sp.Key.PortName(), first.Addr, first.Port, first.Protocol,
+				strings.Join(also, ", "), strings.Join(to, " "))
+		}
+	}
+	return out.Flush()
+}
+
+func (d *demo) rules() error {
+	saved, err := d.world.Node1().Output("iptables-save", "-t", "nat")
+	if err != nil {
+		return err
+	}
+	var chains []string
+	lines := strings.Split(saved, "\n")
+	for i := 0; i < 2; i++ { // what names the Service, then what that leads to
+		for _, line := range lines {
+			words := strings.Fields(line)
+			if len(words) < 2 || words[0] != "-A" {
+				continue
+			}
+			if strings.Contains(line, "shop/web:http") || slices.Contains(chains, words[1]) {
+				if target := words[len(words)-1]; strings.HasPrefix(target, "KUBE-S") || strings.HasPrefix(target, "KUBE-E") {
+					chains = append(chains, target)
+				}
+			}
+		}
+	}
+	shown := 0
+	for _, line := range lines {
+		words := strings.Fields(line)
+		if len(words) > 1 && words[0] == "-A" && (strings.Contains(line, "shop/web:http") || slices.Contains(chains, words[1])) {
+			fmt.Println("   " + line)
+			shown++
+		}
+	}
+	if shown < 8 {
+		return fmt.Errorf("only %d rules found in\n%s", shown, saved)
+	}
+	return nil
+}
+
+// frontend finds where a Service is reached.
+func (d *demo) frontend(service string, kind plan.FrontendKind, family plan.Family) (plan.Frontend, error) {
+	for _, sp := range d.plan.Sorted(family) {
+		for _, f := range sp.Frontends {
+			if sp.Key.Service.String() == service && f.Kind == kind {
+				if f.Kind == plan.NodePort {
+					f.Addr = d.world.Node1().IP(int(family))
+				}
+				return f, nil
+			}
+		}
+	}
+	return plan.Frontend{}, fmt.Errorf("%s has no %s in %s", service, kind, family)
+}
+
+func (d *demo) requests() error {
+	w := d.world
+	for _, q := range []struct {
+		from    *harness.Netns
+		network string
+		service string
+		kind    plan.FrontendKind
+		family  plan.Family
+		want    []string // who may answer; nobody if empty, and the connection is refused
+	}{
+		{w.Pod("n1c").Netns, "tcp", "shop/web", plan.ClusterIP, plan.IPv4, []string{"n1a", "n2a"}},
+		{w.Pod("n1c").Netns, "tcp", "shop/web", plan.ClusterIP, plan.IPv6, []string{"n1a", "n2a"}},
+		{w.Node1().Netns, "tcp", "shop/web", plan.ClusterIP, plan.IPv4, []string{"n1a", "n2a"}},
+		{w.Client.Netns, "tcp", "shop/web", plan.NodePort, plan.IPv4, []string{"n1a", "n2a"}},
+		{w.Client.Netns, "tcp", "shop/api", plan.LoadBalancerIP, plan.IPv4, []string{"n1b"}},
+		{w.Pod("n1c").Netns, "tcp", "shop/api", plan.LoadBalancerIP, plan.IPv4, []string{"n1b", "n2b"}},
+		{w.Client.Netns, "tcp", "shop/cache", plan.ExternalIP, plan.IPv4, []string{"n1a", "n2a"}},
+		{w.Pod("n2a").Netns, "udp", "kube-system/kube-dns", plan.ClusterIP, plan.IPv4, []string{"n1c"}},
+		{w.Pod("n1a").Netns, "tcp", "shop/database", plan.ClusterIP, plan.IPv4, []string{d.db}},
+		{w.Pod("n1a").Netns, "tcp", "shop/nobody", plan.ClusterIP, plan.IPv4, nil},
+	} {
+		f, err := d.frontend(q.service, q.kind, q.family)
+		if err != nil {
+			return err
+		}
+		if err := d.ask(q.from, q.network, q.service, f, q.want); err != nil {
+			return err
+		}
+	}
+	return nil
+}
+
+// ask sends 40 requests and prints who answered.
+func (d *demo) ask(from *harness.Netns, network, service string, f plan.Frontend, want []string) error {
+	counts, sources, ended := map[string]int{}, map[netip.Addr]bool{}, ""
+	for i := 0; i < 40 && ended == ""; i++ {
+		a := from.Ask(network, netip.AddrPortFrom(f.Addr, f.Port), harness.Patient)
+		switch {
+		case a.Outcome == harness.Answered:
+			counts[a.Server]++
+			sources[a.Source] = true
+		case len(want) == 0 && a.Outcome == harness.Refused:
+			ended = "refused"
+		default:
+			return fmt.Errorf("%s to %s: %s", from.Name, f, a)
+		}
+		if !slices.Contains(want, a.Server) && a.Outcome == harness.Answered {
+			return fmt.Errorf("%s to %s was answered by %s, which is none of its endpoints", from.Name, f, a.Server)
+		}
+	}
+	out := ended
+	for _, name := range want {
+		out += fmt.Sprintf("%s %d  ", name, counts[name])
+	}
+	for s := range sources {
+		out += fmt.Sprintf("  seen from %s", s)
+	}
+	fmt.Printf("   %-6s -> %-21s %-42s %s\n", from.Name, service, f, out)
+	if len(want) > 1 && service != "shop/cache" && (counts[want[0]] == 0 || counts[want[1]] == 0) {
+		return fmt.Errorf("%s to %s: 40 requests all went to one endpoint", from.Name, f)
+	}
+	return nil
+}
+
+// replace edits a manifest as an editor does: by a new file in the place of the old one.
+func (d *demo) replace(file, old, new string) error {
+	path := filepath.Join(d.world.Manifests, file)
+	content, err := os.ReadFile(path)
+	if err != nil {
+		return err
+	}
+	edited := strings.Replace(string(content), old, new, 1)
+	if edited == string(content) {
+		return fmt.Errorf("%s has no %q", file, old)
+	}
+	temporary := filepath.Join(d.world.Dir, "edited")
+	if err := os.WriteFile(temporary, []byte(edited), 0o644); err != nil {
+		return err
+	}
+	return os.Rename(temporary, path)
+}
+
+func (d *demo) edit() error {
+	f, err := d.frontend("shop/web", plan.ClusterIP, plan.IPv4)
+	if err != nil {
+		return err
+	}
+	start := time.Now()
+	if err := d.replace("pod-web-3.yaml", `"False"`, `"True"`); err != nil {
+		return err
+	}
+	for requests := 1; ; requests++ {
+		a := d.world.Pod("n1c").Ask("tcp", netip.AddrPortFrom(f.Addr, f.Port), harness.Patient)
+		if a.Outcome != harness.Answered {
+			return fmt.Errorf("a request meanwhile: %s", a)
+		}
+		if a.Server == "n3a" {
+			fmt.Printf("   its first answer came %d ms after the file was saved (request %d since)\n",
+				time.Since(start).Milliseconds(), requests)
+			break
+		}
+		if time.Since(start) > 5*time.Second {
+			return errors.New("n3a has not answered within 5 s")
+		}
+	}
+	return d.ask(d.world.Pod("n1c").Netns, "tcp", "shop/web", f, []string{"n1a", "n2a", "n3a"})
+}
+
+// load runs requests to shop/web while something happens, and fails if one of them does.
+func (d *demo) load(what func() error) (*harness.Load, error) {
+	f, err := d.frontend("shop/web", plan.NodePort, plan.IPv4)
+	if err != nil {
+		return nil, err
+	}
+	l := d.world.Client.StartLoad("tcp", netip.AddrPortFrom(f.Addr, f.Port), 4, time.Millisecond)
+	time.Sleep(500 * time.Millisecond)
+	err = what()
+	time.Sleep(time.Second)
+	l.Stop()
+	if failures := l.Failures(); err == nil && len(failures) > 0 {
+		err = fmt.Errorf("%d of %d requests failed, the first: %s", len(failures), l.Requests(), failures[0])
+	}
+	return l, err
+}
+
+func (d *demo) remove() error {
+	var saved time.Time
+	l, err := d.load(func() error {
+		saved = time.Now()
+		return d.replace("pods.yaml", `"True"`, `"False"`) // web-1 is the first
+	})
+	if err != nil {
+		return err
+	}
+	last := max(0, l.LastFrom("n1a").Sub(saved).Milliseconds())
+	fmt.Printf("   %d requests from outside, 0 failed; the last new one to web-1 began %d ms after the file was saved\n",
+		l.Requests(), last)
+	if last > 2000 {
+		return errors.New("it went on getting traffic")
+	}
+	return nil
+}
+
+func (d *demo) restart() error {
+	l, err := d.load(func() error {
+		if err := d.daemon.Kill(); err != nil {
+			return err
+		}
+		time.Sleep(300 * time.Millisecond)
+		return d.startDaemon()
+	})
+	if err != nil {
+		return err
+	}
+	fmt.Printf("   kill -9, 0.3 s without it, a new start: %d requests from outside, 0 failed\n", l.Requests())
+	return nil
+}
