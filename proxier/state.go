@@ -39,7 +39,8 @@ type State struct {
 
 // service is what is known of one Service.
 type service struct {
-	specs  []portSpec        // nil while there is no Service object to proxy
+	exists bool              // whether there is a Service object, be it one that is not proxied
+	specs  []portSpec        // nil while there is none to proxy
 	slices map[string]*slice // by name of the slice
 }
 
@@ -104,8 +105,8 @@ func (s *State) applyService(name types.NamespacedName, obj *v1.Service) {
 		s.claims.remove(&svc.specs[i], s.touchKey)
 	}
 	var found []source.Finding
-	svc.specs = nil
-	if obj != nil {
+	svc.specs, svc.exists = nil, obj != nil
+	if svc.exists {
 		svc.specs, found = readService(obj, s.families)
 	}
 	for i := range svc.specs {
@@ -113,7 +114,7 @@ func (s *State) applyService(name types.NamespacedName, obj *v1.Service) {
 	}
 	s.tell("Service "+id.String(), found)
 	s.touch(id)
-	s.forgetIfEmpty(id, svc, obj != nil)
+	s.forgetIfEmpty(id, svc)
 }
 
 func (s *State) applySlice(name types.NamespacedName, obj *discovery.EndpointSlice) {
@@ -131,7 +132,7 @@ func (s *State) applySlice(name types.NamespacedName, obj *discovery.EndpointSli
 		delete(s.services[old].slices, name.Name)
 		delete(s.sliceOf, name)
 		s.touch(old)
-		s.forgetIfEmpty(old, s.services[old], len(s.services[old].specs) > 0)
+		s.forgetIfEmpty(old, s.services[old])
 	}
 	if parsed == nil {
 		return
@@ -145,8 +146,8 @@ func (s *State) applySlice(name types.NamespacedName, obj *discovery.EndpointSli
 }
 
 // forgetIfEmpty drops the entry of a Service of which nothing is left.
-func (s *State) forgetIfEmpty(id plan.Service, svc *service, exists bool) {
-	if !exists && len(svc.slices) == 0 {
+func (s *State) forgetIfEmpty(id plan.Service, svc *service) {
+	if !svc.exists && len(svc.slices) == 0 {
 		delete(s.services, id)
 	}
 }

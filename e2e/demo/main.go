@@ -199,7 +199,7 @@ func (d *demo) services() error {
 }
 
 func (d *demo) rules() error {
-	saved, err := d.world.Node1().Output("iptables-save", "-t", "nat")
+	saved, err := d.world.Node1().Output("iptables-nft-save", "-t", "nat")
 	if err != nil {
 		return err
 	}
