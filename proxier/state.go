@@ -2,6 +2,7 @@
 package proxier
 
 import (
+	"cmp"
 	"maps"
 	"net/netip"
 	"slices"
@@ -72,11 +73,12 @@ func (s *State) Plan() *plan.Plan { return s.plan }
 
 // Apply takes a batch of objects in.
 func (s *State) Apply(b source.Batch) {
-	for name, obj := range b.Services {
-		s.applyService(name, obj)
+	// In order, so that what is said of the objects is.
+	for _, name := range sortedNames(b.Services) {
+		s.applyService(name, b.Services[name])
 	}
-	for name, obj := range b.EndpointSlices {
-		s.applySlice(name, obj)
+	for _, name := range sortedNames(b.EndpointSlices) {
+		s.applySlice(name, b.EndpointSlices[name])
 	}
 	for name, obj := range b.Nodes {
 		if name == s.plan.Node.Name && obj != nil {
@@ -84,6 +86,12 @@ func (s *State) Apply(b source.Batch) {
 		}
 	}
 	s.synced = s.synced || b.Synced
+}
+
+func sortedNames[T any](objects map[types.NamespacedName]T) []types.NamespacedName {
+	return slices.SortedFunc(maps.Keys(objects), func(a, b types.NamespacedName) int {
+		return cmp.Or(cmp.Compare(a.Namespace, b.Namespace), cmp.Compare(a.Name, b.Name))
+	})
 }
 
 // touch marks a Service as changed.
@@ -193,7 +201,7 @@ func (s *State) Update() (*plan.Plan, plan.Keys) {
 			s.touch(id)
 		}
 	}
-	for id := range s.dirty {
+	for _, id := range slices.SortedFunc(maps.Keys(s.dirty), plan.Service.Compare) {
 		s.recompute(id, changed)
 	}
 	clear(s.dirty)
