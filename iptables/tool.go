@@ -116,19 +116,26 @@ func lookPath(name string) (string, error) {
 // Detect says which variant to use where the configuration leaves it open: the one that holds the kubelet's hint chains,
 // or else more rules, as the iptables-wrappers of Kubernetes decide; nft on a node without rules.
 func Detect() Variant {
-	legacyText, nftText := "", ""
+	nftHint, legacyText := "", ""
 	for _, f := range plan.Families {
-		// Never ask for a single table here: legacy programs create a table that they are asked for.
-		nftText += saveAll(baseName(f) + "-nft-save")
-		legacyText += saveAll(baseName(f) + "-legacy-save")
+		nftHint += saved(baseName(f)+"-nft-save", "-t", "mangle")
+		// Legacy programs must not be asked for a single table: they would create it.
+		legacyText += saved(baseName(f) + "-legacy-save")
 	}
-	switch {
-	case hinted(nftText):
+	if hinted(nftHint) {
 		return NFT
-	case hinted(legacyText):
+	}
+	if hinted(legacyText) {
 		return Legacy
-	case countRules(legacyText) > countRules(nftText):
-		return Legacy
+	}
+	if n := countRules(legacyText); n > 0 {
+		nftText := ""
+		for _, f := range plan.Families {
+			nftText += saved(baseName(f) + "-nft-save")
+		}
+		if n > countRules(nftText) {
+			return Legacy
+		}
 	}
 	if _, err := lookPath("iptables-nft-restore"); err != nil {
 		if version, err := exec.Command("iptables", "--version").Output(); err == nil &&
@@ -139,14 +146,14 @@ func Detect() Variant {
 	return NFT
 }
 
-// saveAll returns the output of a save program; nothing where it is missing or fails, as it does where the kernel lacks
-// what it needs.
-func saveAll(name string) string {
+// saved returns the output of a save program; nothing where it is missing or fails, as it does where the kernel lacks what
+// it needs.
+func saved(name string, args ...string) string {
 	path, err := lookPath(name)
 	if err != nil {
 		return ""
 	}
-	out, _ := exec.Command(path).Output() // A variant that can't be asked holds no rules of anybody.
+	out, _ := exec.Command(path, args...).Output() // A variant that can't be asked holds no rules of anybody.
 	return string(out)
 }
 
