@@ -85,7 +85,7 @@ func TestAffinityKeepsServer(t *testing.T) {
 		if err := d.Stop(); err != nil {
 			t.Fatal(err)
 		}
-		d = w.Run(t, variant, clusterCIDR)
+		w.Run(t, variant, clusterCIDR)
 		check("after a restart")
 
 		gone := kept["client tcp IPv4"]

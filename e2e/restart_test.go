@@ -320,7 +320,7 @@ func TestStaleChainsRemoved(t *testing.T) {
 		rule(t, w, variant, "-t nat -A KUBE-SVC-ABCDEFGHIJKLMNOP -j KUBE-SEP-ABCDEFGHIJKLMNOP")
 		rule(t, w, variant, "-t nat -A KUBE-SERVICES -p tcp --dport 1 -j KUBE-SVC-ABCDEFGHIJKLMNOP")
 		rule(t, w, variant, "-t nat -F KUBE-POSTROUTING")
-		d = w.Run(t, variant, clusterCIDR)
+		w.Run(t, variant, clusterCIDR)
 		eventually(t, "rules as before", func() error {
 			if now := rules(t, w, variant); now != want {
 				return fmt.Errorf("%s", firstDifference(want, now))

@@ -65,9 +65,6 @@ func (r *rule) jump(target string) string { return r.word("-j", target).b.String
 // goTo ends the rule like jump, but does not come back to this chain: what is not decided there goes on in the caller's.
 func (r *rule) goTo(target string) string { return r.word("-g", target).b.String() }
 
-// end ends a rule without a target.
-func (r *rule) end() string { return r.b.String() }
-
 // single is the range of one address.
 func single(a netip.Addr) netip.Prefix { return netip.PrefixFrom(a, a.BitLen()) }
 

@@ -39,7 +39,7 @@ func (id objectID) String() string {
 // text when a new version of the file holds the same document.
 type body struct {
 	id     objectID // of a broken document: as far as it can be told
-	obj    any      // *v1.Service, *discovery.EndpointSlice, *v1.Endpoints, *v1.Pod or *v1.Node; nil for other kinds
+	obj    any      // *v1.Service, *discovery.EndpointSlice, *legacyEndpoints, *v1.Pod or *v1.Node; nil for other kinds
 	issues []issue
 	bad    bool   // broken or refused: the last good version counts
 	prefix string // of field paths, within a List
@@ -285,7 +285,7 @@ func checkList(data []byte, c *checker) {
 
 // kinds of objects that are read.
 type object interface {
-	v1.Service | discovery.EndpointSlice | v1.Endpoints | v1.Pod | v1.Node
+	v1.Service | discovery.EndpointSlice | legacyEndpoints | v1.Pod | v1.Node
 }
 
 // read decodes an object, sets the API's defaults and checks it as the API server would.

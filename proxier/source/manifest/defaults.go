@@ -99,7 +99,7 @@ func setSliceDefaults(es *discovery.EndpointSlice) {
 	}
 }
 
-func setEndpointsDefaults(ep *v1.Endpoints) {
+func setEndpointsDefaults(ep *legacyEndpoints) {
 	setNamespace(&ep.ObjectMeta)
 	for i := range ep.Subsets {
 		for j := range ep.Subsets[i].Ports {

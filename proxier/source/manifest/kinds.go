@@ -1,6 +1,7 @@
 package manifest
 
 import (
+	v1 "k8s.io/api/core/v1"
 	"slices"
 	"strings"
 )
@@ -82,3 +83,9 @@ func whyNotProxied(kind string) string {
 	}
 	return "it has no part in forwarding"
 }
+
+// legacyEndpoints is the API that EndpointSlice has replaced, deprecated but still served, and written by many. Nothing
+// behind this package knows it: it is mirrored to slices.
+//
+//lint:ignore SA1019 reading it is what it is for
+type legacyEndpoints = v1.Endpoints

@@ -15,7 +15,7 @@ const maxMirrored = 1000
 const leaderAnnotation = "control-plane.alpha.kubernetes.io/leader"
 
 // mirrored reports whether Endpoints are mirrored at all.
-func mirrored(ep *v1.Endpoints) bool {
+func mirrored(ep *legacyEndpoints) bool {
 	_, leader := ep.Annotations[leaderAnnotation]
 	return ep.Labels[discovery.LabelSkipMirror] != "true" && !leader && ep.DeletionTimestamp == nil
 }
@@ -30,7 +30,7 @@ type mirrorAddress struct {
 // mirrorSlices makes the slices of a Service out of its Endpoints, as the mirroring controller does: subsets are put
 // together by address and taken apart again by ports, and an address that is not ready for a port in one subset is not
 // ready for it, whatever others say.
-func mirrorSlices(svc *v1.Service, ep *v1.Endpoints, c *checker) []*discovery.EndpointSlice {
+func mirrorSlices(svc *v1.Service, ep *legacyEndpoints, c *checker) []*discovery.EndpointSlice {
 	groups := sliceGroups{}
 	for _, a := range mirrorAddresses(ep) {
 		a.add(groups, a.ready, true)
@@ -73,7 +73,7 @@ func (a *mirrorAddress) add(groups sliceGroups, ports []v1.EndpointPort, ready b
 }
 
 // mirrorAddresses puts the subsets together, in order of address.
-func mirrorAddresses(ep *v1.Endpoints) []*mirrorAddress {
+func mirrorAddresses(ep *legacyEndpoints) []*mirrorAddress {
 	type addressKey struct{ ip, kind, namespace, name string }
 	byKey := map[addressKey]*mirrorAddress{}
 	var out []*mirrorAddress

@@ -25,7 +25,7 @@ type model struct {
 	marks      int                   // the last one given to an entry
 
 	services  map[types.NamespacedName]*v1.Service
-	endpoints map[types.NamespacedName]*v1.Endpoints
+	endpoints map[types.NamespacedName]*legacyEndpoints
 	given     map[types.NamespacedName]map[string]*discovery.EndpointSlice // by Service and name, from manifests
 	made      map[types.NamespacedName]map[string]*discovery.EndpointSlice // by Service and name, by controllers
 	zones     map[string]string                                            // by node
@@ -47,7 +47,7 @@ func newModel(cfg *Config) *model {
 		candidates: map[objectID][]*entry{},
 		inForce:    map[objectID]*entry{},
 		services:   map[types.NamespacedName]*v1.Service{},
-		endpoints:  map[types.NamespacedName]*v1.Endpoints{},
+		endpoints:  map[types.NamespacedName]*legacyEndpoints{},
 		given:      map[types.NamespacedName]map[string]*discovery.EndpointSlice{},
 		made:       map[types.NamespacedName]map[string]*discovery.EndpointSlice{},
 		zones:      map[string]string{},
@@ -163,7 +163,7 @@ func (m *model) settle(id objectID) {
 	case kindEndpointSlice:
 		m.setSlice(name, as[discovery.EndpointSlice](before), as[discovery.EndpointSlice](after))
 	case kindEndpoints:
-		setOrDelete(m.endpoints, name, as[v1.Endpoints](after))
+		setOrDelete(m.endpoints, name, as[legacyEndpoints](after))
 		m.dirty[name] = true
 	case kindPod:
 		m.setPod(as[v1.Pod](before), as[v1.Pod](after))

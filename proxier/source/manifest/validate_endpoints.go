@@ -89,7 +89,7 @@ func checkEndpoint(e *discovery.Endpoint, kind discovery.AddressType, field stri
 	}
 }
 
-func checkEndpoints(ep *v1.Endpoints, c *checker) {
+func checkEndpoints(ep *legacyEndpoints, c *checker) {
 	checkMeta(&ep.ObjectMeta, true, validation.IsDNS1123Subdomain, c)
 	for i := range ep.Subsets {
 		s, field := &ep.Subsets[i], sayf("subsets[%d]", i)
