@@ -110,6 +110,9 @@ func (n *Netns) Dial(network string, to netip.AddrPort, deadline time.Time) (net
 	var c net.Conn
 	err := n.Do(func() (err error) {
 		d := net.Dialer{Deadline: deadline, KeepAlive: -1}
+		if network == "udp" {
+			d.LocalAddr = &net.UDPAddr{Port: n.freshPort()}
+		}
 		c, err = d.Dial(network, to.String())
 		return err
 	})
@@ -121,6 +124,14 @@ func (n *Netns) Dial(network string, to netip.AddrPort, deadline time.Time) (net
 		return nil, err
 	}
 	return c, nil
+}
+
+// freshPort is a source port that the namespace has not used yet, or not for the longest time. The kernel tracks a UDP flow
+// for minutes after its socket is closed, and sends a new socket that happens to get the old one's port where the old
+// one's packets went.
+func (n *Netns) freshPort() int {
+	const first, count = 10000, 50000
+	return first + int(n.udpPorts.Add(1)%count)
 }
 
 // Greeting reads the line with which a server opens a TCP connection.

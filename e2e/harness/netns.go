@@ -10,6 +10,7 @@ import (
 	"runtime"
 	"strings"
 	"sync"
+	"sync/atomic"
 	"syscall"
 	"time"
 
@@ -21,8 +22,9 @@ import (
 type Netns struct {
 	Name string // for messages only
 
-	handle netns.NsHandle
-	nl     *netlink.Handle
+	handle   netns.NsHandle
+	nl       *netlink.Handle
+	udpPorts atomic.Uint32 // how many UDP source ports have been used
 }
 
 // home is the namespace that the process started in.

@@ -1,0 +1,320 @@
+// Package cluster runs a real control plane (etcd, kube-apiserver, kube-controller-manager) on a node of a
+// harness.World, and tests nodeproxy against it: Services and Pods are API objects, EndpointSlices are written by the
+// real controllers, and the Pods' containers are the harness's servers, whose kubelet the test plays.
+package cluster
+
+import (
+	"context"
+	"encoding/json"
+	"errors"
+	"fmt"
+	"net"
+	"net/http"
+	"net/netip"
+	"os"
+	"os/exec"
+	"path/filepath"
+	"strings"
+	"sync"
+	"time"
+
+	authentication "k8s.io/api/authentication/v1"
+	v1 "k8s.io/api/core/v1"
+	rbac "k8s.io/api/rbac/v1"
+	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
+	"k8s.io/apimachinery/pkg/runtime"
+	"k8s.io/client-go/kubernetes"
+	"k8s.io/client-go/rest"
+	"k8s.io/client-go/tools/clientcmd"
+	"k8s.io/client-go/tools/clientcmd/api"
+	"k8s.io/utils/ptr"
+	"sigs.k8s.io/yaml"
+
+	"nodeproxy/e2e/harness"
+)
+
+// startTimeout is how long a program of the control plane may take until it is ready.
+const startTimeout = 90 * time.Second
+
+// ControlPlane is a control plane on one host.
+type ControlPlane struct {
+	Etcd, APIServer, ControllerManager *Process
+	// Admin may do everything.
+	Admin kubernetes.Interface
+
+	host *harness.Host
+	dir  string
+	ca   *authority
+	user keyPair // of Admin
+}
+
+// Start starts a control plane on a host of a World, and waits until it is ready. The caller closes it. Its files are in
+// the World's directory.
+func Start(w *harness.World, host *harness.Host) (*ControlPlane, error) {
+	binaries, err := Binaries()
+	if err != nil {
+		return nil, err
+	}
+	c := &ControlPlane{host: host, dir: filepath.Join(w.Dir, "controlplane")}
+	if err := os.Mkdir(c.dir, 0o700); err != nil {
+		return nil, err
+	}
+	if err := c.credentials(); err != nil {
+		return nil, err
+	}
+	process := func(name string, args ...string) *Process {
+		return &Process{name: name, path: filepath.Join(binaries, name), args: args, netns: host.Netns,
+			logFile: c.file(name + ".log")}
+	}
+	c.Etcd = process("etcd", "--data-dir="+c.file("etcd"), "--unsafe-no-fsync", "--log-level=warn",
+		"--listen-client-urls=http://127.0.0.1:2379", "--advertise-client-urls=http://127.0.0.1:2379",
+		"--listen-peer-urls=http://127.0.0.1:2380", "--initial-advertise-peer-urls=http://127.0.0.1:2380",
+		"--initial-cluster=default=http://127.0.0.1:2380")
+	c.APIServer = process("kube-apiserver", "--etcd-servers=http://127.0.0.1:2379",
+		"--bind-address="+host.IP4.String(), "--advertise-address="+host.IP4.String(), "--secure-port="+securePort,
+		"--tls-cert-file="+c.file("apiserver.crt"), "--tls-private-key-file="+c.file("apiserver.key"),
+		"--client-ca-file="+c.file("ca.crt"), "--authorization-mode=RBAC",
+		"--service-cluster-ip-range="+harness.ServiceCIDR4.String()+","+harness.ServiceCIDR6.String(),
+		"--service-account-issuer=https://kubernetes.default.svc", "--service-account-key-file="+c.file("sa.key"),
+		"--service-account-signing-key-file="+c.file("sa.key"),
+		// It would want a ServiceAccount in every namespace, which a controller that does not run here makes.
+		"--disable-admission-plugins=ServiceAccount")
+	c.ControllerManager = process("kube-controller-manager", "--kubeconfig="+c.file("controller-manager.kubeconfig"),
+		"--controllers=endpoints-controller,endpointslice-controller,endpointslice-mirroring-controller",
+		"--use-service-account-credentials", "--leader-elect=false", "--secure-port=0",
+		"--kube-api-qps=200", "--kube-api-burst=400")
+	if err := c.start(); err != nil {
+		c.Close()
+		return nil, err
+	}
+	return c, nil
+}
+
+const securePort = "6443"
+
+// Close ends the control plane.
+func (c *ControlPlane) Close() {
+	for _, p := range []*Process{c.ControllerManager, c.APIServer, c.Etcd} {
+		p.Kill()
+	}
+}
+
+// Logs are the ends of the logs of all programs.
+func (c *ControlPlane) Logs() string {
+	return c.Etcd.tail() + c.APIServer.tail() + c.ControllerManager.tail()
+}
+
+func (c *ControlPlane) file(name string) string { return filepath.Join(c.dir, name) }
+
+// URL is where the API server is.
+func (c *ControlPlane) URL() string { return "https://" + c.Address().String() }
+
+// Address is the API server's address and port.
+func (c *ControlPlane) Address() netip.AddrPort {
+	return netip.MustParseAddrPort(net.JoinHostPort(c.host.IP4.String(), securePort))
+}
+
+func (c *ControlPlane) start() error {
+	if err := c.Etcd.Start(); err != nil {
+		return err
+	}
+	if err := c.StartAPIServer(); err != nil {
+		return err
+	}
+	return c.ControllerManager.Start()
+}
+
+// StartAPIServer starts the API server, after the first time also after APIServer.Kill, and waits until it is ready.
+func (c *ControlPlane) StartAPIServer() error {
+	if err := c.APIServer.Start(); err != nil {
+		return err
+	}
+	return c.APIServer.await(startTimeout, func() error {
+		ctx, cancel := context.WithTimeout(context.Background(), 5*time.Second)
+		defer cancel()
+		return c.Admin.Discovery().RESTClient().Get().AbsPath("/readyz").Do(ctx).Error()
+	})
+}
+
+// credentials makes the files with which the programs of the control plane know each other.
+func (c *ControlPlane) credentials() (err error) {
+	if c.ca, err = newAuthority(); err != nil {
+		return err
+	}
+	first := harness.ServiceCIDR4.Addr().Next() // the cluster IP of the API server's own Service
+	server, err := c.ca.issue(certificate("kube-apiserver"), c.host.IP4.AsSlice(), first.AsSlice(), net.IPv4(127, 0, 0, 1))
+	if err != nil {
+		return err
+	}
+	manager, err := c.ca.issue(certificate("system:kube-controller-manager"))
+	if err != nil {
+		return err
+	}
+	if c.user, err = c.ca.issue(certificate("admin", "system:masters")); err != nil {
+		return err
+	}
+	_, signingKey, err := newKey()
+	if err != nil {
+		return err
+	}
+	managerUser := &api.AuthInfo{ClientCertificateData: manager.cert, ClientKeyData: manager.key}
+	err = errors.Join(
+		os.WriteFile(c.file("ca.crt"), c.ca.pem, 0o600),
+		os.WriteFile(c.file("sa.key"), signingKey, 0o600),
+		server.write(c.file("apiserver.crt"), c.file("apiserver.key")),
+		c.kubeconfig("controller-manager.kubeconfig", managerUser))
+	if err != nil {
+		return err
+	}
+	c.Admin, err = kubernetes.NewForConfig(c.Via(c.host.Netns, &rest.Config{
+		TLSClientConfig: rest.TLSClientConfig{CertData: c.user.cert, KeyData: c.user.key},
+	}))
+	return err
+}
+
+// kubeconfig writes a kubeconfig file for a user.
+func (c *ControlPlane) kubeconfig(name string, user *api.AuthInfo) error {
+	cfg := api.NewConfig()
+	cfg.Clusters["test"] = &api.Cluster{Server: c.URL(), CertificateAuthorityData: c.ca.pem}
+	cfg.AuthInfos["user"] = user
+	cfg.Contexts["test"] = &api.Context{Cluster: "test", AuthInfo: "user"}
+	cfg.CurrentContext = "test"
+	return clientcmd.WriteToFile(*cfg, c.file(name))
+}
+
+// Via completes a configuration with which this process reaches the API server from inside a namespace. It sets Host only
+// if there is none.
+func (c *ControlPlane) Via(n *harness.Netns, cfg *rest.Config) *rest.Config {
+	if cfg.Host == "" {
+		cfg.Host = c.URL()
+	}
+	cfg.CAData, cfg.QPS, cfg.ContentType = c.ca.pem, -1, runtime.ContentTypeProtobuf
+	cfg.WarningHandler = rest.NoWarnings{}
+	cfg.Dial = func(ctx context.Context, network, address string) (net.Conn, error) {
+		to, err := netip.ParseAddrPort(address)
+		if err != nil {
+			return nil, err
+		}
+		deadline, limited := ctx.Deadline()
+		if most := time.Now().Add(5 * time.Second); !limited || deadline.After(most) {
+			deadline = most
+		}
+		conn, err := n.Dial(network, to, deadline)
+		if err != nil {
+			return nil, err
+		}
+		return conn, conn.SetDeadline(time.Time{})
+	}
+	return cfg
+}
+
+// Install creates the objects of deploy/rbac.yaml, and returns the path of a kubeconfig and a token with which a client is
+// the ServiceAccount in there: allowed what a nodeproxy that is deployed with it is allowed.
+func (c *ControlPlane) Install(ctx context.Context) (kubeconfig, token string, err error) {
+	root, err := projectDir()
+	if err != nil {
+		return "", "", err
+	}
+	text, err := os.ReadFile(filepath.Join(root, "deploy", "rbac.yaml"))
+	if err != nil {
+		return "", "", err
+	}
+	for _, doc := range strings.Split(string(text), "\n---\n") {
+		if err := c.create(ctx, []byte(doc)); err != nil {
+			return "", "", fmt.Errorf("deploy/rbac.yaml: %w", err)
+		}
+	}
+	answer, err := c.Admin.CoreV1().ServiceAccounts("kube-system").CreateToken(ctx, "nodeproxy",
+		&authentication.TokenRequest{Spec: authentication.TokenRequestSpec{ExpirationSeconds: ptr.To(int64(6 * 3600))}},
+		metav1.CreateOptions{})
+	if err != nil {
+		return "", "", fmt.Errorf("token of nodeproxy: %w", err)
+	}
+	const name = "nodeproxy.kubeconfig"
+	return c.file(name), answer.Status.Token, c.kubeconfig(name, &api.AuthInfo{Token: answer.Status.Token})
+}
+
+// create creates one object from a manifest. The API server rejects fields that it does not know.
+func (c *ControlPlane) create(ctx context.Context, doc []byte) error {
+	var kind metav1.TypeMeta
+	if err := yaml.Unmarshal(doc, &kind); err != nil {
+		return err
+	}
+	strict := metav1.CreateOptions{FieldValidation: metav1.FieldValidationStrict}
+	read := func(into any) error { return yaml.UnmarshalStrict(doc, into) }
+	var err error
+	switch kind.Kind {
+	case "ServiceAccount":
+		var o v1.ServiceAccount
+		if err = read(&o); err == nil {
+			_, err = c.Admin.CoreV1().ServiceAccounts(o.Namespace).Create(ctx, &o, strict)
+		}
+	case "ClusterRole":
+		var o rbac.ClusterRole
+		if err = read(&o); err == nil {
+			_, err = c.Admin.RbacV1().ClusterRoles().Create(ctx, &o, strict)
+		}
+	case "ClusterRoleBinding":
+		var o rbac.ClusterRoleBinding
+		if err = read(&o); err == nil {
+			_, err = c.Admin.RbacV1().ClusterRoleBindings().Create(ctx, &o, strict)
+		}
+	default:
+		err = fmt.Errorf("%s is of a kind that is not expected here", kind.Kind)
+	}
+	return err
+}
+
+// Compact makes etcd forget all versions but the newest, and what was deleted.
+func (c *ControlPlane) Compact(ctx context.Context) error {
+	var dialer http.Transport
+	dialer.DialContext = func(context.Context, string, string) (net.Conn, error) {
+		return c.host.Dial("tcp", netip.MustParseAddrPort("127.0.0.1:2379"), time.Now().Add(30*time.Second))
+	}
+	defer dialer.CloseIdleConnections()
+	post := func(path, body string, answer any) error {
+		req, err := http.NewRequestWithContext(ctx, http.MethodPost, "http://etcd"+path, strings.NewReader(body))
+		if err != nil {
+			return err
+		}
+		resp, err := dialer.RoundTrip(req)
+		if err != nil {
+			return fmt.Errorf("etcd %s: %w", path, err)
+		}
+		defer resp.Body.Close()
+		if resp.StatusCode != http.StatusOK {
+			return fmt.Errorf("etcd %s: %s", path, resp.Status)
+		}
+		return json.NewDecoder(resp.Body).Decode(answer)
+	}
+	var status struct{ Header struct{ Revision string } }
+	if err := post("/v3/maintenance/status", "{}", &status); err != nil {
+		return err
+	}
+	return post("/v3/kv/compaction", fmt.Sprintf(`{"revision":%q,"physical":true}`, status.Header.Revision), &struct{}{})
+}
+
+// projectDir is the root of this module.
+var projectDir = sync.OnceValues(func() (string, error) {
+	out, err := exec.Command("go", "env", "GOMOD").Output()
+	if err != nil {
+		return "", fmt.Errorf("find the module: %w", err)
+	}
+	return filepath.Dir(strings.TrimSpace(string(out))), nil
+})
+
+// Binaries returns the directory with the programs of the control plane. It builds them if they are not there, which
+// takes some minutes the first time.
+var Binaries = sync.OnceValues(func() (string, error) {
+	root, err := projectDir()
+	if err != nil {
+		return "", err
+	}
+	build := exec.Command(filepath.Join(root, "e2e", "controlplane", "build"))
+	build.Stderr = os.Stderr
+	out, err := build.Output()
+	if err != nil {
+		return "", fmt.Errorf("build the control plane: %w", err)
+	}
+	return strings.TrimSpace(string(out)), nil
+})
