@@ -22,8 +22,10 @@ type Config struct {
 	Mode string
 	// NodeName is the name of this node's Node object; the host's name in lower case by default.
 	NodeName string
-	// Manifests is a file or directory with the objects to serve.
+	// Manifests is a file or directory with the objects to serve; empty where they come from the API server.
 	Manifests string
+	// API says how to reach the API server, if Manifests is empty.
+	API APIServer
 	// ServiceCIDRs are the ranges that cluster IPs are allotted from, at most one a family.
 	ServiceCIDRs []netip.Prefix
 	// NodePorts is the range that node ports are allotted from.
@@ -40,6 +42,16 @@ type Config struct {
 	LogLevel string
 }
 
+// APIServer says how to reach the API server. With neither Kubeconfig nor Master, it is the one of the cluster that this
+// program runs in as a pod.
+type APIServer struct {
+	Kubeconfig, Master string
+	ContentType        string
+	// QPS and Burst limit requests: so many a second in the long run, so many at once.
+	QPS   float32
+	Burst int
+}
+
 // PortRange is a range of ports, both ends included.
 type PortRange struct {
 	First, Last uint16
@@ -49,6 +61,7 @@ func (r PortRange) String() string { return fmt.Sprintf("%d-%d", r.First, r.Last
 
 // Flags are the values of the command line before they are understood.
 type Flags struct {
+	api                           APIServer
 	mode, nodeName, manifests     string
 	serviceCIDR, nodePortRange    string
 	clusterCIDR, detectLocal      string
@@ -70,7 +83,13 @@ func (f *Flags) Add(fs *pflag.FlagSet) {
 	fs.StringVar(&f.nodeName, "node-name", "", "name of this node; by default the host's name")
 	fs.StringVar(&f.nodeName, "hostname-override", "", "same as --node-name")
 	fs.StringVar(&f.manifests, "manifests", "",
-		"file or directory of YAML or JSON with Services, EndpointSlices, Endpoints, Pods and Nodes; it is watched")
+		"file or directory of YAML or JSON with Services, EndpointSlices, Endpoints, Pods and Nodes, watched in place of an API server")
+	fs.StringVar(&f.api.Kubeconfig, "kubeconfig", "", "file that says how to reach the API server")
+	fs.StringVar(&f.api.Master, "master", "", "URL of the API server; it goes before the one in --kubeconfig")
+	fs.StringVar(&f.api.ContentType, "kube-api-content-type", "application/vnd.kubernetes.protobuf",
+		"MIME type of requests to the API server")
+	fs.Float32Var(&f.api.QPS, "kube-api-qps", 5, "requests to the API server a second, in the long run")
+	fs.IntVar(&f.api.Burst, "kube-api-burst", 10, "requests to the API server at once")
 	fs.StringVar(&f.serviceCIDR, "service-cidr", "10.96.0.0/16",
 		"range that cluster IPs are allotted from where a Service names none; a comma-separated pair for dual stack")
 	fs.StringVar(&f.nodePortRange, "service-node-port-range", "30000-32767",
@@ -109,6 +128,7 @@ func (f *Flags) Config() (*Config, error) {
 		Mode:            f.mode,
 		NodeName:        strings.ToLower(strings.TrimSpace(f.nodeName)),
 		Manifests:       f.manifests,
+		API:             f.api,
 		IPTablesBackend: iptables.Variant(f.iptablesBackend),
 		MasqueradeBit:   f.masqueradeBit,
 		MinSyncPeriod:   f.minSyncPeriod,
@@ -127,8 +147,11 @@ func (f *Flags) Config() (*Config, error) {
 	if c.Mode != "iptables" {
 		check("mode", fmt.Errorf("%q is not supported; iptables is", f.mode))
 	}
-	if c.Manifests == "" {
-		check("manifests", errors.New("required: the file or directory that holds the objects to serve"))
+	switch cluster := c.API.Kubeconfig != "" || c.API.Master != ""; {
+	case c.Manifests != "" && cluster:
+		check("manifests", errors.New("can't be combined with --kubeconfig or --master: objects come from one place"))
+	case c.Manifests == "" && !cluster && os.Getenv("KUBERNETES_SERVICE_HOST") == "":
+		check("manifests", errors.New("one of --manifests, --kubeconfig and --master is required outside of a cluster"))
 	}
 	c.ServiceCIDRs, err = onePerFamily(f.serviceCIDR)
 	check("service-cidr", err)

@@ -1,6 +1,7 @@
 package main
 
 import (
+	"errors"
 	"fmt"
 
 	"github.com/spf13/cobra"
@@ -28,6 +29,9 @@ func renderCommand() *cobra.Command {
 			cfg, err := flags.Config()
 			if err != nil {
 				return &usageError{err}
+			}
+			if cfg.Manifests == "" {
+				return &usageError{errors.New("--manifests: required: render works on manifests")}
 			}
 			report := func(f source.Finding) { fmt.Fprintf(cmd.ErrOrStderr(), "%s: %s\n", f.Severity, f) }
 			text, err := render(cfg, family, report)

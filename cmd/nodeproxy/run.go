@@ -17,6 +17,7 @@ import (
 	"nodeproxy/proxier"
 	"nodeproxy/proxier/plan"
 	"nodeproxy/proxier/source"
+	"nodeproxy/proxier/source/apiserver"
 	"nodeproxy/proxier/source/manifest"
 )
 
@@ -49,7 +50,7 @@ func run(ctx context.Context, cfg *config.Config, log *slog.Logger) error {
 		return err
 	}
 	report := reporter(log)
-	objects, err := manifest.New(manifestConfig(cfg, report, log))
+	objects, from, err := objectSource(ctx, cfg, report, log)
 	if err != nil {
 		return err
 	}
@@ -57,7 +58,7 @@ func run(ctx context.Context, cfg *config.Config, log *slog.Logger) error {
 		NodeName: cfg.NodeName, Settings: cfg.Settings, Families: backend.Families(), Backend: backend,
 		MinSyncPeriod: cfg.MinSyncPeriod, Report: report, Log: log,
 	})
-	log.Info("starting", "version", version, "mode", cfg.Mode, "node", cfg.NodeName, "manifests", cfg.Manifests)
+	log.Info("starting", "version", version, "mode", cfg.Mode, "node", cfg.NodeName, "objects-from", from)
 
 	ctx, cancel := context.WithCancel(ctx)
 	defer cancel()
@@ -69,10 +70,30 @@ func run(ctx context.Context, cfg *config.Config, log *slog.Logger) error {
 	p.Run(ctx)
 	cancel()
 	if err := <-failed; err != nil && !errors.Is(err, context.Canceled) {
-		return fmt.Errorf("reading manifests: %w", err)
+		return fmt.Errorf("reading objects from %s: %w", from, err)
 	}
 	log.Info("stopped; the rules stay in force")
 	return nil
+}
+
+// objectSource makes the source that the configuration asks for, and names it.
+func objectSource(ctx context.Context, cfg *config.Config, report source.Report, log *slog.Logger) (source.Source, string, error) {
+	if cfg.Manifests != "" {
+		s, err := manifest.New(manifestConfig(cfg, report, log))
+		return s, cfg.Manifests, err
+	}
+	apiserver.RedirectLogs(log)
+	client, err := apiserver.NewClient(apiserver.ClientConfig{
+		Kubeconfig: cfg.API.Kubeconfig, Master: cfg.API.Master, ContentType: cfg.API.ContentType,
+		QPS: cfg.API.QPS, Burst: cfg.API.Burst, UserAgent: "nodeproxy/" + version,
+	})
+	if err != nil {
+		return nil, "", &usageError{err}
+	}
+	events := apiserver.NewEvents(client, cfg.NodeName, "nodeproxy", log)
+	go events.Run(ctx)
+	events.Normal("Starting", "StartNodeproxy", "")
+	return apiserver.New(apiserver.Config{Client: client, NodeName: cfg.NodeName, Log: log, Report: report}), "the API server", nil
 }
 
 func manifestConfig(cfg *config.Config, report source.Report, log *slog.Logger) manifest.Config {

@@ -1,0 +1,335 @@
+package cluster
+
+import (
+	"context"
+	"fmt"
+	"net/netip"
+	"os"
+	"os/signal"
+	"slices"
+	"strings"
+	"sync"
+	"syscall"
+	"testing"
+	"time"
+
+	v1 "k8s.io/api/core/v1"
+	apierrors "k8s.io/apimachinery/pkg/api/errors"
+	"k8s.io/apimachinery/pkg/api/resource"
+	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
+	"k8s.io/apimachinery/pkg/util/intstr"
+	"k8s.io/utils/ptr"
+
+	"nodeproxy/e2e/harness"
+)
+
+func TestMain(m *testing.M) {
+	// A connection on which nothing comes is tested, and given up, sooner than by default (30 s and 15 s), here and in the
+	// daemons, so that a test of that need not take a minute.
+	os.Setenv("HTTP2_READ_IDLE_TIMEOUT_SECONDS", "4")
+	os.Setenv("HTTP2_PING_TIMEOUT_SECONDS", "2")
+	interrupted := make(chan os.Signal, 1)
+	signal.Notify(interrupted, os.Interrupt, syscall.SIGTERM)
+	go func() {
+		<-interrupted
+		KillAll()
+	}()
+	code := harness.Main(m)
+	printTable()
+	os.Exit(code)
+}
+
+// lab is a World with a control plane on node3 and nodeproxy on node1.
+type lab struct {
+	*harness.World
+	cp                *ControlPlane
+	variant           harness.Variant
+	kubeconfig, token string
+	daemon            *harness.Daemon
+	pods              int // that were added
+}
+
+var clusterCIDR = "--cluster-cidr=" + harness.ClusterCIDR4.String() + "," + harness.ClusterCIDR6.String()
+
+func newLab(t *testing.T, variant harness.Variant) *lab {
+	t.Helper()
+	w := harness.New(t, harness.Options{})
+	cp, err := Start(w, w.Nodes[2].Host)
+	if err != nil {
+		t.Fatal(err)
+	}
+	t.Cleanup(func() {
+		if t.Failed() {
+			t.Log(cp.Logs())
+		}
+		cp.Close()
+	})
+	l := &lab{World: w, cp: cp, variant: variant}
+	if l.kubeconfig, l.token, err = cp.Install(t.Context()); err != nil {
+		t.Fatal(err)
+	}
+	for i, n := range w.Nodes {
+		node := w.NodeObject(n, map[string]string{v1.LabelTopologyZone: zones[i], v1.LabelHostname: n.Name})
+		status := node.Status
+		status.Conditions = []v1.NodeCondition{{Type: v1.NodeReady, Status: v1.ConditionTrue}}
+		status.Allocatable = v1.ResourceList{v1.ResourceCPU: resource.MustParse("2")}
+		made, err := cp.Admin.CoreV1().Nodes().Create(t.Context(), node, metav1.CreateOptions{})
+		if err != nil {
+			t.Fatal(err)
+		}
+		made.Status = status
+		if _, err := cp.Admin.CoreV1().Nodes().UpdateStatus(t.Context(), made, metav1.UpdateOptions{}); err != nil {
+			t.Fatal(err)
+		}
+	}
+	l.startDaemon(t)
+	return l
+}
+
+// zones are those of node1, node2 and node3.
+var zones = []string{"zone-a", "zone-b", "zone-c"}
+
+func (l *lab) startDaemon(t *testing.T) {
+	t.Helper()
+	l.daemon = l.Run(t, l.variant, clusterCIDR, "--manifests=", "--kubeconfig="+l.kubeconfig)
+}
+
+// scenario is one test on a lab, in an API namespace of its own.
+type scenario struct {
+	*testing.T
+	*lab
+	namespace string
+	loads     []*harness.Load
+}
+
+// row is a line of the table that is printed at the end.
+type row struct {
+	name             string
+	variant          harness.Variant
+	ok               bool
+	requests, failed int
+	took             time.Duration
+}
+
+var table struct {
+	sync.Mutex
+	rows []row
+}
+
+// run runs a scenario as a subtest.
+func (l *lab) run(t *testing.T, name string, test func(*scenario)) {
+	t.Run(name, func(t *testing.T) {
+		s := &scenario{T: t, lab: l, namespace: strings.ReplaceAll(name, "_", "-")}
+		start := time.Now()
+		defer func() {
+			r := row{name: name, variant: l.variant, ok: !t.Failed(), took: time.Since(start)}
+			for _, load := range s.loads {
+				r.requests += load.Requests()
+				r.failed += len(load.Failures())
+			}
+			table.Lock()
+			defer table.Unlock()
+			table.rows = append(table.rows, r)
+		}()
+		_, err := l.cp.Admin.CoreV1().Namespaces().Create(t.Context(),
+			&v1.Namespace{ObjectMeta: metav1.ObjectMeta{Name: s.namespace}}, metav1.CreateOptions{})
+		s.must(err)
+		test(s)
+	})
+}
+
+func printTable() {
+	table.Lock()
+	defer table.Unlock()
+	if len(table.rows) == 0 {
+		return
+	}
+	fmt.Printf("\n%-42s %-7s %-6s %9s %7s %8s\n", "scenario, with a real control plane", "variant", "result", "requests", "failed", "took")
+	for _, r := range table.rows {
+		result := "ok"
+		if !r.ok {
+			result = "FAILED"
+		}
+		fmt.Printf("%-42s %-7s %-6s %9d %7d %8s\n", r.name, r.variant, result, r.requests, r.failed, r.took.Round(time.Millisecond*10))
+	}
+}
+
+func (s *scenario) must(err error) {
+	s.Helper()
+	if err != nil {
+		s.Fatal(err)
+	}
+}
+
+// service creates the Service web: TCP port 80 to the pods' 8080, for pods with label app=web. The changes given are
+// applied to it before.
+func (s *scenario) service(changes ...func(*v1.Service)) *v1.Service {
+	s.Helper()
+	svc := &v1.Service{
+		ObjectMeta: metav1.ObjectMeta{Name: "web", Namespace: s.namespace},
+		Spec: v1.ServiceSpec{
+			Selector: map[string]string{"app": "web"},
+			Ports:    []v1.ServicePort{{Port: 80, TargetPort: intstr.FromInt32(8080)}},
+		},
+	}
+	for _, change := range changes {
+		change(svc)
+	}
+	svc, err := s.cp.Admin.CoreV1().Services(s.namespace).Create(s.Context(), svc, metav1.CreateOptions{})
+	s.must(err)
+	return svc
+}
+
+// change changes the Service web.
+func (s *scenario) change(change func(*v1.Service)) *v1.Service {
+	s.Helper()
+	for {
+		svc, err := s.cp.Admin.CoreV1().Services(s.namespace).Get(s.Context(), "web", metav1.GetOptions{})
+		s.must(err)
+		change(svc)
+		svc, err = s.cp.Admin.CoreV1().Services(s.namespace).Update(s.Context(), svc, metav1.UpdateOptions{})
+		if !apierrors.IsConflict(err) {
+			s.must(err)
+			return svc
+		}
+	}
+}
+
+func (s *scenario) deleteService() {
+	s.Helper()
+	s.must(s.cp.Admin.CoreV1().Services(s.namespace).Delete(s.Context(), "web", metav1.DeleteOptions{}))
+}
+
+// pod makes Pods, ready, that run as these pods of the World; see harness.World.Pod.
+func (s *scenario) pod(names ...string) {
+	s.Helper()
+	for _, name := range names {
+		obj := s.PodObject(s.Pod(name), map[string]string{"app": "web"})
+		obj.Namespace = s.namespace
+		status := obj.Status
+		made, err := s.cp.Admin.CoreV1().Pods(s.namespace).Create(s.Context(), obj, metav1.CreateOptions{})
+		s.must(err)
+		made.Status = status
+		_, err = s.cp.Admin.CoreV1().Pods(s.namespace).UpdateStatus(s.Context(), made, metav1.UpdateOptions{})
+		s.must(err)
+	}
+}
+
+// terminate asks for the end of a Pod, as a rollout does; it is gone only after gone, which is the kubelet's part.
+func (s *scenario) terminate(name string) {
+	s.Helper()
+	s.must(s.cp.Admin.CoreV1().Pods(s.namespace).Delete(s.Context(), name,
+		metav1.DeleteOptions{GracePeriodSeconds: ptr.To(int64(30))}))
+}
+
+func (s *scenario) gone(names ...string) {
+	s.Helper()
+	for _, name := range names {
+		s.must(s.cp.Admin.CoreV1().Pods(s.namespace).Delete(s.Context(), name,
+			metav1.DeleteOptions{GracePeriodSeconds: ptr.To(int64(0))}))
+	}
+}
+
+// newPod adds a pod to the World, with a name and an address that no other has.
+func (s *scenario) newPod(node int) string {
+	s.Helper()
+	s.lab.pods++
+	name := fmt.Sprintf("p%d", s.lab.pods)
+	s.AddPod(s.T, s.Nodes[node-1], name, fmt.Sprintf("10.244.%d.%d", node, 100+s.lab.pods), 8080)
+	return name
+}
+
+// load starts requests that must all be answered.
+func (s *scenario) load(from *harness.Host, to netip.AddrPort) *harness.Load {
+	l := from.StartLoad("tcp", to, 2, 5*time.Millisecond)
+	s.loads = append(s.loads, l)
+	return l
+}
+
+// endLoads ends all loads. A failed or missing request fails the test.
+func (s *scenario) endLoads() {
+	s.Helper()
+	for _, l := range s.loads {
+		l.Stop()
+		if failures := l.Failures(); len(failures) > 0 {
+			s.Errorf("%d of %d requests failed; the first: %v after %v", len(failures), l.Requests(), failures[0], failures[0].Took)
+		}
+		if l.Requests() < 20 {
+			s.Errorf("only %d requests: this shows too little", l.Requests())
+		}
+	}
+}
+
+// eventually repeats a check until it succeeds, and fails the test if it doesn't in time.
+func (s *scenario) eventually(what string, check func() error) {
+	s.Helper()
+	s.within(10*time.Second, what, check)
+}
+
+func (s *scenario) within(timeout time.Duration, what string, check func() error) {
+	s.Helper()
+	start := time.Now()
+	for {
+		err := check()
+		if err == nil {
+			return
+		}
+		if time.Since(start) > timeout {
+			s.Fatalf("%s, still not after %v: %v", what, timeout, err)
+		}
+		time.Sleep(5 * time.Millisecond)
+	}
+}
+
+// servers returns a check that TCP requests are answered by all of these servers and no other.
+func servers(client *harness.Host, to netip.AddrPort, want ...string) func() error {
+	return func() error {
+		seen := map[string]int{}
+		for i := 0; i < 200 && (i < 12 || len(seen) < len(want)); i++ {
+			a := client.Ask("tcp", to, harness.Brief)
+			if a.Outcome != harness.Answered || !slices.Contains(want, a.Server) {
+				return fmt.Errorf("%s from %s: %v, want an answer of one of %v", to, client.Name, a, want)
+			}
+			seen[a.Server]++
+		}
+		if len(seen) < len(want) {
+			return fmt.Errorf("%s from %s: answers of %v, want all of %v", to, client.Name, seen, want)
+		}
+		return nil
+	}
+}
+
+// ends returns a check that a TCP request ends in a certain way.
+func ends(client *harness.Host, to netip.AddrPort, want harness.Outcome) func() error {
+	timeout := harness.Brief
+	if want == harness.Refused {
+		timeout = harness.Patient // the socket may take note only of the second ICMP error, a second later
+	}
+	return func() error {
+		if a := client.Ask("tcp", to, timeout); a.Outcome != want {
+			return fmt.Errorf("%s from %s: %v, want %s", to, client.Name, a, want)
+		}
+		return nil
+	}
+}
+
+// at is the frontend at a Service's cluster IP of a family and port 80.
+func at(svc *v1.Service, family int) netip.AddrPort {
+	for _, text := range svc.Spec.ClusterIPs {
+		if ip := netip.MustParseAddr(text); ip.Is4() == (family == 4) {
+			return netip.AddrPortFrom(ip, 80)
+		}
+	}
+	return netip.AddrPort{}
+}
+
+// nodePort is the first port of a Service at node1's address.
+func (s *scenario) nodePort(svc *v1.Service) netip.AddrPort {
+	return netip.AddrPortFrom(s.Node1().IP4, uint16(svc.Spec.Ports[0].NodePort))
+}
+
+func ctxFor(t *testing.T, timeout time.Duration) context.Context {
+	ctx, cancel := context.WithTimeout(t.Context(), timeout)
+	t.Cleanup(cancel)
+	return ctx
+}

@@ -1,0 +1,37 @@
+package apiserver
+
+import (
+	"context"
+	"log/slog"
+
+	"github.com/go-logr/logr"
+	"k8s.io/klog/v2"
+)
+
+// RedirectLogs makes the log of client-go part of log. It concerns the whole process; call it once, before anything else
+// of this package.
+func RedirectLogs(log *slog.Logger) { klog.SetSlogLogger(log.With("from", "client-go")) }
+
+// quietly returns a context in which client-go logs at level debug, whatever it has to say: what matters of it, this
+// package says itself, once for each failure and not for each attempt.
+func quietly(ctx context.Context, log *slog.Logger) context.Context {
+	return klog.NewContext(ctx, logr.FromSlogHandler(demoted{log.Handler()}))
+}
+
+// demoted hands all records on at level debug.
+type demoted struct{ slog.Handler }
+
+func (d demoted) Enabled(ctx context.Context, _ slog.Level) bool {
+	return d.Handler.Enabled(ctx, slog.LevelDebug)
+}
+
+func (d demoted) Handle(ctx context.Context, r slog.Record) error {
+	r.Level = slog.LevelDebug
+	return d.Handler.Handle(ctx, r)
+}
+
+func (d demoted) WithAttrs(attrs []slog.Attr) slog.Handler {
+	return demoted{d.Handler.WithAttrs(attrs)}
+}
+
+func (d demoted) WithGroup(name string) slog.Handler { return demoted{d.Handler.WithGroup(name)} }

@@ -1,0 +1,135 @@
+package apiserver
+
+import (
+	"context"
+	"fmt"
+	"log/slog"
+	"sync"
+	"time"
+
+	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
+	"k8s.io/apimachinery/pkg/runtime"
+	"k8s.io/apimachinery/pkg/watch"
+	"k8s.io/client-go/tools/cache"
+)
+
+// requestTimeout is how long to wait for a list, or for a watch to begin. It is what API servers allow a list themselves.
+const requestTimeout = time.Minute
+
+// DefaultSilence is how long a watch may be silent by default. API servers send a bookmark each minute.
+const DefaultSilence = 3 * time.Minute
+
+// resource is one of the kinds of objects that are watched: how to ask for them, and how that goes.
+type resource struct {
+	name    string // as in URLs: services
+	example runtime.Object
+	// fields and labels select among the objects.
+	fields, labels string
+	list           func(context.Context, metav1.ListOptions) (runtime.Object, error)
+	watch          func(context.Context, metav1.ListOptions) (watch.Interface, error)
+	silence        time.Duration
+	log            *slog.Logger
+
+	mu      sync.Mutex
+	state   Staleness
+	heardAt time.Time // zero before the first answer
+	failing time.Time // when the first of the failures began that nothing good has followed; zero if there is none
+}
+
+// Staleness says how current what is known of one kind of objects is.
+type Staleness struct {
+	// Resource is services, endpointslices or nodes.
+	Resource string
+	// Synced is true once all objects have been delivered.
+	Synced bool
+	// Watching is true while a watch is open.
+	Watching bool
+	// Age is the time since the API server last sent anything that shows this state to be current: objects, a change or a
+	// bookmark. With a sound connection it stays below some 70 seconds. It is negative before the first answer.
+	Age time.Duration
+	// Failure is what went wrong since; empty if nothing did.
+	Failure string
+}
+
+func (r *resource) staleness(now time.Time) Staleness {
+	r.mu.Lock()
+	defer r.mu.Unlock()
+	out := r.state
+	out.Resource, out.Age = r.name, -1
+	if !r.heardAt.IsZero() {
+		out.Age = now.Sub(r.heardAt)
+	}
+	return out
+}
+
+// heard notes that the API server has sent something.
+func (r *resource) heard() {
+	now := time.Now()
+	r.mu.Lock()
+	since := r.failing
+	r.heardAt, r.failing, r.state.Failure = now, time.Time{}, ""
+	r.mu.Unlock()
+	if !since.IsZero() {
+		r.log.Info("the API server answers again", "resource", r.name, "after", now.Sub(since).Round(time.Millisecond))
+	}
+}
+
+// failed notes a failed request, and tells it if it is the first one since a good one.
+func (r *resource) failed(what string, err error) {
+	r.mu.Lock()
+	first := r.failing.IsZero()
+	if first {
+		r.failing = time.Now()
+	}
+	r.state.Failure = fmt.Sprintf("%s: %v", what, err)
+	r.mu.Unlock()
+	level := slog.LevelDebug
+	if first {
+		level = slog.LevelWarn
+	}
+	r.log.Log(context.Background(), level, "no answer from the API server; what is known stays in force, and it is asked again",
+		"resource", r.name, "request", what, "error", err)
+}
+
+func (r *resource) watching(open bool) {
+	r.mu.Lock()
+	defer r.mu.Unlock()
+	r.state.Watching = open
+}
+
+func (r *resource) synced() {
+	r.mu.Lock()
+	defer r.mu.Unlock()
+	r.state.Synced = true
+}
+
+// listWatch is what a reflector asks for the objects.
+func (r *resource) listWatch(client any) cache.ListerWatcher {
+	return cache.ToListWatcherWithWatchListSemantics(&cache.ListWatch{
+		ListWithContextFunc: func(ctx context.Context, o metav1.ListOptions) (runtime.Object, error) {
+			ctx, cancel := context.WithTimeoutCause(ctx, requestTimeout, errNoAnswer)
+			defer cancel()
+			list, err := r.list(ctx, r.narrowed(o))
+			if err != nil {
+				err = because(ctx, err)
+				r.failed("list", err)
+				return nil, err
+			}
+			r.heard()
+			return list, nil
+		},
+		WatchFuncWithContext: func(ctx context.Context, o metav1.ListOptions) (watch.Interface, error) {
+			w, err := r.openWatch(ctx, o)
+			if err != nil {
+				r.failed("watch", err)
+				return nil, err
+			}
+			return w, nil
+		},
+	}, client)
+}
+
+func (r *resource) narrowed(o metav1.ListOptions) metav1.ListOptions {
+	o.FieldSelector, o.LabelSelector = r.fields, r.labels
+	return o
+}
