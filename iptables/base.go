@@ -156,10 +156,12 @@ func jumps(localnet bool) []jump {
 		{tableFilter, "FORWARD", chainExternalServices, visible, true},
 		{tableFilter, "FORWARD", chainServices, portals, true},
 		{tableFilter, "OUTPUT", chainServices, portals, true},
-		{tableFilter, "FORWARD", chainForward, "kubernetes forwarding rules", false},
 		{tableFilter, "INPUT", chainProxyFirewall, firewall, true},
 		{tableFilter, "OUTPUT", chainProxyFirewall, firewall, true},
 		{tableFilter, "FORWARD", chainProxyFirewall, firewall, true},
+		// First of all, since it is done with every established connection. What is marked for masquerading has been
+		// translated too, so there is nothing to refuse in it.
+		{tableFilter, "FORWARD", chainForward, "kubernetes forwarding rules", false},
 		{tableNAT, "OUTPUT", chainServices, portals, false},
 		{tableNAT, "PREROUTING", chainServices, portals, false},
 		{tableNAT, "POSTROUTING", chainPostrouting, "kubernetes postrouting rules", false},

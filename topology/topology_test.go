@@ -1,9 +1,11 @@
 package topology
 
 import (
+	"cmp"
 	"fmt"
 	"net/netip"
 	"slices"
+	"strings"
 	"testing"
 
 	"pgregory.net/rapid"
@@ -56,6 +58,7 @@ func TestSelect(t *testing.T) {
 		endpoints      []Endpoint
 		use            Use
 		zone           string
+		unnamed        bool   // the node's name is not known
 		cluster, local string // addresses' last numbers; t is terminating, l on this node
 		any            bool
 		excluded       map[string]plan.Reason // "policy number"
@@ -164,6 +167,38 @@ func TestSelect(t *testing.T) {
 			excluded: map[string]plan.Reason{"Cluster 1": plan.NotForThisZone},
 		},
 		{
+			name: "hints say nothing about policy Local", use: both, zone: "a",
+			endpoints: []Endpoint{ep(1, "me", zones("b"), nodes("other")), ep(2, "other", zones("a"), nodes("me"))},
+			cluster:   "2 ", local: "1l ", any: true,
+			excluded: map[string]plan.Reason{"Cluster 1": plan.NotForThisNode, "Local 2": plan.NotLocal},
+		},
+		{
+			name: "a terminating endpoint is no fallback while a ready one is hinted elsewhere", use: Use{Cluster: true}, zone: "a",
+			endpoints: []Endpoint{ep(1, "me", zones("a"), terminating), ep(2, "other", zones("a")), ep(3, "x", zones("b"))},
+			cluster:   "2 ", any: true,
+			excluded: map[string]plan.Reason{"Cluster 1": plan.Terminating, "Cluster 3": plan.NotForThisZone},
+		},
+		{
+			name: "where only a terminating endpoint is hinted here, hints do not count", use: Use{Cluster: true}, zone: "a",
+			endpoints: []Endpoint{ep(1, "me", zones("a"), terminating), ep(2, "other", zones("b"))},
+			cluster:   "2 ", any: true,
+			excluded: map[string]plan.Reason{"Cluster 1": plan.Terminating},
+		},
+		{
+			name: "a node without a name has nothing local", use: both, unnamed: true,
+			endpoints: []Endpoint{ep(1, ""), ep(2, "me")},
+			cluster:   "1 2 ", any: true,
+			excluded: map[string]plan.Reason{"Local 1": plan.NotLocal, "Local 2": plan.NotLocal},
+		},
+		{
+			name: "all shutting down, some of them elsewhere: Local drops, Cluster goes on", use: both,
+			endpoints: []Endpoint{ep(1, "me", stopped), ep(2, "other", terminating)},
+			cluster:   "2t ", any: true,
+			excluded: map[string]plan.Reason{
+				"Cluster 1": plan.TerminatingStopped, "Local 1": plan.TerminatingStopped, "Local 2": plan.NotLocal,
+			},
+		},
+		{
 			name: "hints do not keep a terminating one from standing in", use: Use{Cluster: true}, zone: "a",
 			endpoints: []Endpoint{ep(1, "me", zones("b"), terminating)},
 			cluster:   "1tl ", any: true,
@@ -180,7 +215,11 @@ func TestSelect(t *testing.T) {
 		},
 	} {
 		t.Run(c.name, func(t *testing.T) {
-			got := Select(c.endpoints, Node{Name: "me", Zone: c.zone}, c.use)
+			node := Node{Name: "me", Zone: c.zone}
+			if c.unnamed {
+				node.Name = ""
+			}
+			got := Select(c.endpoints, node, c.use)
 			if list(got.Cluster) != c.cluster || list(got.Local) != c.local || got.Any != c.any {
 				t.Errorf("cluster %q, local %q, any %v; want %q, %q, %v",
 					list(got.Cluster), list(got.Local), got.Any, c.cluster, c.local, c.any)
@@ -193,6 +232,54 @@ func TestSelect(t *testing.T) {
 				t.Errorf("excluded %v; want %v", reasons, c.excluded)
 			}
 		})
+	}
+}
+
+// TestSameAddressTwice goes through every pair of conditions that one address can have in two slices: the entry that is not
+// terminating counts, then the one that is ready, then the one that serves, in whatever order they come.
+func TestSameAddressTwice(t *testing.T) {
+	t.Parallel()
+	best := []string{ // from the best description of what answers there now to the worst
+		"ready serving", "ready", "serving", "", // not terminating
+		"ready serving terminating", "ready terminating", "serving terminating", "terminating",
+	}
+	entry := func(conditions, node string) Endpoint {
+		has := func(c string) bool { return slices.Contains(strings.Fields(conditions), c) }
+		return Endpoint{Addr: at(1), Node: node, Ready: has("ready"), Serving: has("serving"),
+			Terminating: has("terminating")}
+	}
+	for i := range best {
+		for j := i + 1; j < len(best); j++ {
+			better, worse := entry(best[i], "z"), entry(best[j], "a")
+			for _, list := range [][]Endpoint{{better, worse}, {worse, better}, {worse, better, worse}} {
+				got := Merge(list)
+				if len(got) != 1 || got[0].Node != "z" {
+					t.Errorf("of %q and %q, %+v was kept", best[i], best[j], got)
+				}
+			}
+		}
+	}
+	equal := Merge([]Endpoint{entry("ready", "b"), entry("ready", "a")})
+	if len(equal) != 1 || equal[0].Node != "a" {
+		t.Errorf("of two equally good entries, the choice is %+v, want always that of the lower node name", equal)
+	}
+	if got := Merge([]Endpoint{{Addr: at(2)}, {Addr: at(1)}}); len(got) != 2 || got[0].Addr != at(1) {
+		t.Errorf("two addresses became %+v", got)
+	}
+	samePod := netip.AddrPortFrom(at(1).Addr(), 81)
+	if got := Merge([]Endpoint{{Addr: samePod}, {Addr: at(1)}}); len(got) != 2 {
+		t.Errorf("two ports of one address became %+v", got)
+	}
+}
+
+// TestMergeLeavesItsInput: callers share what they pass in.
+func TestMergeLeavesItsInput(t *testing.T) {
+	t.Parallel()
+	list := []Endpoint{ep(2, "me"), ep(1, "me"), ep(1, "other", terminating)}
+	before := slices.Clone(list)
+	Select(list, Node{Name: "me"}, Use{Cluster: true, Local: true})
+	if fmt.Sprint(list) != fmt.Sprint(before) {
+		t.Errorf("the endpoints given have become %v", list)
 	}
 }
 
@@ -240,36 +327,67 @@ func TestSelectAccountsForEveryEndpoint(t *testing.T) {
 		if fmt.Sprint(got) != fmt.Sprint(again) {
 			t.Fatalf("another order, another choice:\n%v\n%v", got, again)
 		}
-		for policy, in := range map[plan.Policy]bool{plan.Cluster: use.Cluster, plan.Local: use.Local} {
-			chosen := got.Cluster
-			if policy == plan.Local {
-				chosen = got.Local
-			}
-			count := map[netip.AddrPort]int{}
-			for _, e := range chosen {
-				count[e.Addr]++
-				if policy == plan.Local && !e.Local {
-					t.Fatalf("%v is not on this node", e)
-				}
-			}
-			for _, x := range got.Excluded {
-				if x.Policy == policy {
-					count[x.Addr]++
-				}
-			}
-			for _, e := range endpoints {
-				if want := map[bool]int{true: 1}[in]; count[e.Addr] != want {
-					t.Fatalf("policy %s: %v is accounted for %d times, want %d", policy, e.Addr, count[e.Addr], want)
-				}
-			}
+		merged := map[netip.AddrPort]Endpoint{}
+		for _, e := range Merge(endpoints) {
+			merged[e.Addr] = e
 		}
-		merged := Merge(endpoints)
-		usable := slices.ContainsFunc(merged, func(e Endpoint) bool { return e.Ready || e.Serving && e.Terminating })
+		checkAccount(t, plan.Cluster, use.Cluster, got.Cluster, got.Excluded, merged)
+		checkAccount(t, plan.Local, use.Local, got.Local, got.Excluded, merged)
+		usable := false
+		for _, e := range merged {
+			usable = usable || e.Ready || e.Serving && e.Terminating
+		}
 		if got.Any != usable {
 			t.Fatalf("any is %v, want %v", got.Any, usable)
 		}
 		if use.Cluster && usable && len(got.Cluster) == 0 {
 			t.Fatal("endpoints are usable, but policy Cluster has none")
 		}
+		inOrder := func(a, b plan.Exclusion) int { return cmp.Or(cmp.Compare(a.Policy, b.Policy), a.Addr.Compare(b.Addr)) }
+		if !slices.IsSortedFunc(got.Excluded, inOrder) {
+			t.Fatalf("what is left out is not in order: %v", got.Excluded)
+		}
 	})
+}
+
+// checkAccount checks that a policy in use chooses or leaves out each address exactly once, and one that is not in use says
+// nothing; and what is said of each.
+func checkAccount(t *rapid.T, policy plan.Policy, inUse bool, chosen []plan.Endpoint, excluded []plan.Exclusion,
+	all map[netip.AddrPort]Endpoint) {
+	count := map[netip.AddrPort]int{}
+	for _, e := range chosen {
+		count[e.Addr]++
+		from := all[e.Addr]
+		if e.Local != (from.Node == "me") || policy == plan.Local && !e.Local {
+			t.Fatalf("policy %s: %+v was made of %+v", policy, e, from)
+		}
+		if e.Terminating == from.Ready || !from.Ready && !(from.Serving && from.Terminating) {
+			t.Fatalf("policy %s: %+v, which is %+v, is chosen", policy, e, from)
+		}
+		if e.Terminating != chosen[0].Terminating {
+			t.Fatalf("policy %s: ready and terminating endpoints are chosen together: %v", policy, chosen)
+		}
+	}
+	for _, x := range excluded {
+		if x.Policy != policy {
+			continue
+		}
+		count[x.Addr]++
+		if x.Reason == "" {
+			t.Fatalf("policy %s: %s is left out without a reason", policy, x.Addr)
+		}
+	}
+	want := 0
+	if inUse {
+		want = 1
+	}
+	for addr := range all {
+		if count[addr] != want {
+			t.Fatalf("policy %s: %s is accounted for %d times, want %d", policy, addr, count[addr], want)
+		}
+		delete(count, addr)
+	}
+	if len(count) > 0 {
+		t.Fatalf("policy %s: nobody gave %v", policy, count)
+	}
 }

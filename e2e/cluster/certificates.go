@@ -74,8 +74,8 @@ func newKey() (crypto.Signer, []byte, error) {
 	if err != nil {
 		return nil, nil, err
 	}
-	der, err := x509.MarshalPKCS8PrivateKey(key)
-	return key, pemOf("PRIVATE KEY", der), err
+	der, err := x509.MarshalECPrivateKey(key)
+	return key, pemOf("EC PRIVATE KEY", der), err
 }
 
 func pemOf(kind string, der []byte) []byte {

@@ -1,7 +1,6 @@
 package cluster
 
 import (
-	"context"
 	"fmt"
 	"net/netip"
 	"os"
@@ -46,7 +45,7 @@ type lab struct {
 	variant           harness.Variant
 	kubeconfig, token string
 	daemon            *harness.Daemon
-	pods              int // that were added
+	added             int // pods that scenarios added
 }
 
 var clusterCIDR = "--cluster-cidr=" + harness.ClusterCIDR4.String() + "," + harness.ClusterCIDR6.String()
@@ -204,7 +203,7 @@ func (s *scenario) deleteService() {
 func (s *scenario) pod(names ...string) {
 	s.Helper()
 	for _, name := range names {
-		obj := s.PodObject(s.Pod(name), map[string]string{"app": "web"})
+		obj := s.PodObject(s.World.Pod(name), map[string]string{"app": "web"})
 		obj.Namespace = s.namespace
 		status := obj.Status
 		made, err := s.cp.Admin.CoreV1().Pods(s.namespace).Create(s.Context(), obj, metav1.CreateOptions{})
@@ -233,9 +232,9 @@ func (s *scenario) gone(names ...string) {
 // newPod adds a pod to the World, with a name and an address that no other has.
 func (s *scenario) newPod(node int) string {
 	s.Helper()
-	s.lab.pods++
-	name := fmt.Sprintf("p%d", s.lab.pods)
-	s.AddPod(s.T, s.Nodes[node-1], name, fmt.Sprintf("10.244.%d.%d", node, 100+s.lab.pods), 8080)
+	s.added++
+	name := fmt.Sprintf("p%d", s.added)
+	s.AddPod(s.T, s.Nodes[node-1], name, fmt.Sprintf("10.244.%d.%d", node, 100+s.added), 8080)
 	return name
 }
 
@@ -326,10 +325,4 @@ func at(svc *v1.Service, family int) netip.AddrPort {
 // nodePort is the first port of a Service at node1's address.
 func (s *scenario) nodePort(svc *v1.Service) netip.AddrPort {
 	return netip.AddrPortFrom(s.Node1().IP4, uint16(svc.Spec.Ports[0].NodePort))
-}
-
-func ctxFor(t *testing.T, timeout time.Duration) context.Context {
-	ctx, cancel := context.WithTimeout(t.Context(), timeout)
-	t.Cleanup(cancel)
-	return ctx
 }

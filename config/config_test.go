@@ -1,0 +1,244 @@
+package config
+
+import (
+	"net/netip"
+	"os"
+	"reflect"
+	"strings"
+	"testing"
+	"time"
+
+	"github.com/spf13/pflag"
+
+	"nodeproxy/iptables"
+	"nodeproxy/proxier/plan"
+)
+
+// parse reads a command line. --manifests and --node-name are given, so that a case needs no more than what it is about.
+func parse(t *testing.T, args ...string) (*Config, error) {
+	t.Helper()
+	var f Flags
+	fs := pflag.NewFlagSet("nodeproxy", pflag.ContinueOnError)
+	f.Add(fs)
+	if err := fs.Parse(append([]string{"--manifests=m", "--node-name=node1"}, args...)); err != nil {
+		t.Fatal(err)
+	}
+	return f.Config()
+}
+
+func prefixes(texts ...string) []netip.Prefix {
+	var out []netip.Prefix
+	for _, text := range texts {
+		out = append(out, netip.MustParsePrefix(text))
+	}
+	return out
+}
+
+// defaults are the Config of a command line without further flags.
+func defaults() Config {
+	return Config{
+		Mode: "iptables", NodeName: "node1", Manifests: "m",
+		API:          APIServer{ContentType: "application/vnd.kubernetes.protobuf", QPS: 5, Burst: 10},
+		ServiceCIDRs: prefixes("10.96.0.0/16"), NodePorts: PortRange{30000, 32767},
+		IPTablesBackend: iptables.Auto, MasqueradeBit: 14, LogLevel: "info",
+		Settings: plan.Settings{
+			DetectLocal: plan.DetectLocal{Mode: plan.DetectClusterCIDR}, LocalhostNodePorts: true,
+		},
+	}
+}
+
+func TestFlags(t *testing.T) {
+	t.Parallel()
+	detect := func(mode plan.DetectLocalMode, iface string) func(*Config) {
+		return func(c *Config) { c.Settings.DetectLocal = plan.DetectLocal{Mode: mode, Interface: iface} }
+	}
+	bit := func(n int) func(*Config) { return func(c *Config) { c.MasqueradeBit = n } }
+	name := func(n string) func(*Config) { return func(c *Config) { c.NodeName = n } }
+	level := func(l string) func(*Config) { return func(c *Config) { c.LogLevel = l } }
+	period := func(c *Config) { c.MinSyncPeriod = 2 * time.Second }
+	nodePorts := func(primary bool, cidrs ...string) func(*Config) {
+		return func(c *Config) {
+			c.Settings.NodePortAddresses = plan.NodePortAddresses{Primary: primary, CIDRs: prefixes(cidrs...)}
+		}
+	}
+	clusterCIDR := func(cidrs ...string) func(*Config) {
+		return func(c *Config) { c.Settings.DetectLocal.CIDRs = prefixes(cidrs...) }
+	}
+	serviceCIDR := func(cidrs ...string) func(*Config) {
+		return func(c *Config) { c.ServiceCIDRs = prefixes(cidrs...) }
+	}
+	for _, tc := range []struct {
+		args   string
+		change func(*Config) // what differs from the defaults
+	}{
+		{"", func(*Config) {}},
+		{"--mode=iptables", func(*Config) {}},
+		{"--proxy-mode=iptables", func(*Config) {}},
+		{"--node-name=Node-2", name("node-2")},
+		{"--hostname-override=Node-2", name("node-2")},
+		{"--manifests=/etc/m", func(c *Config) { c.Manifests = "/etc/m" }},
+		{"--service-cidr=10.0.0.7/24", serviceCIDR("10.0.0.0/24")},
+		{"--service-cidr=fd00::/112,10.0.0.0/24", serviceCIDR("fd00::/112", "10.0.0.0/24")},
+		{"--service-cidr=", serviceCIDR()},
+		{"--service-node-port-range=1-65535", func(c *Config) { c.NodePorts = PortRange{1, 65535} }},
+		{"--service-node-port-range=80-80", func(c *Config) { c.NodePorts = PortRange{80, 80} }},
+		{"--cluster-cidr=10.244.3.0/16", clusterCIDR("10.244.0.0/16")},
+		{"--cluster-cidr=10.244.0.0/16,fd00:10:244::/56", clusterCIDR("10.244.0.0/16", "fd00:10:244::/56")},
+		{"--detect-local-mode=ClusterCIDR", func(*Config) {}},
+		{"--detect-local-mode=NodeCIDR", detect(plan.DetectNodeCIDR, "")},
+		{"--detect-local-mode=NodeCIDR --cluster-cidr=10.0.0.0/8", detect(plan.DetectNodeCIDR, "")},
+		{"--detect-local-mode=BridgeInterface --pod-bridge-interface=cni0", detect(plan.DetectBridgeInterface, "cni0")},
+		{"--detect-local-mode=BridgeInterface --pod-bridge-interface=fifteen-letters",
+			detect(plan.DetectBridgeInterface, "fifteen-letters")},
+		{"--detect-local-mode=InterfaceNamePrefix --pod-interface-name-prefix=veth",
+			detect(plan.DetectInterfaceNamePrefix, "veth")},
+		{"--detect-local-mode=InterfaceNamePrefix --pod-interface-name-prefix=fourteenletter",
+			detect(plan.DetectInterfaceNamePrefix, "fourteenletter")},
+		{"--masquerade-all", func(c *Config) { c.Settings.MasqueradeAll = true }},
+		{"--iptables-masquerade-bit=0", bit(0)},
+		{"--iptables-masquerade-bit=31", bit(31)},
+		{"--nodeport-addresses=primary", nodePorts(true)},
+		{"--nodeport-addresses=192.168.1.1/16,fd00::/64", nodePorts(false, "192.168.0.0/16", "fd00::/64")},
+		{"--nodeport-addresses=192.168.0.0/16 --nodeport-addresses=10.0.0.0/8",
+			nodePorts(false, "192.168.0.0/16", "10.0.0.0/8")},
+		{"--nodeport-addresses=", nodePorts(false)},
+		{"--iptables-localhost-nodeports=false", func(c *Config) { c.Settings.LocalhostNodePorts = false }},
+		{"--iptables-backend=nft", func(c *Config) { c.IPTablesBackend = iptables.NFT }},
+		{"--iptables-backend=legacy", func(c *Config) { c.IPTablesBackend = iptables.Legacy }},
+		{"--min-sync-period=2s", period},
+		{"--iptables-min-sync-period=2s", period},
+		{"--log-level=error", level("error")},
+		{"-v=4", level("debug")},
+		{"-v=4 --log-level=warn", level("debug")},
+		{"--v=3 --log-level=warn", level("warn")},
+		// A prefix of IPv4-mapped addresses is one of IPv4: iptables knows no other spelling.
+		{"--cluster-cidr=::ffff:10.244.0.0/112", clusterCIDR("10.244.0.0/16")},
+		{"--nodeport-addresses=::ffff:192.168.0.0/112", nodePorts(false, "192.168.0.0/16")},
+		{"--service-cidr=::ffff:10.96.0.0/112", serviceCIDR("10.96.0.0/16")},
+	} {
+		t.Run(tc.args, func(t *testing.T) {
+			t.Parallel()
+			got, err := parse(t, strings.Fields(tc.args)...)
+			if err != nil {
+				t.Fatal(err)
+			}
+			want := defaults()
+			tc.change(&want)
+			if !reflect.DeepEqual(*got, want) {
+				t.Errorf("got\n%+v\nwant\n%+v", *got, want)
+			}
+		})
+	}
+}
+
+// TestObjectsComeFromOnePlace: of manifests and an API server.
+func TestObjectsComeFromOnePlace(t *testing.T) {
+	t.Parallel()
+	api, err := parse(t, "--manifests=", "--kubeconfig=k", "--master=https://[fd00::1]:6443", "--kube-api-qps=50",
+		"--kube-api-burst=100", "--kube-api-content-type=application/json")
+	if err != nil {
+		t.Fatal(err)
+	}
+	want := APIServer{Kubeconfig: "k", Master: "https://[fd00::1]:6443", ContentType: "application/json", QPS: 50, Burst: 100}
+	if api.Manifests != "" || api.API != want {
+		t.Errorf("got manifests %q and %+v", api.Manifests, api.API)
+	}
+	for _, flag := range []string{"--kubeconfig=k", "--master=http://m"} {
+		if _, err := parse(t, flag); err == nil || !strings.HasPrefix(err.Error(), "--manifests: ") {
+			t.Errorf("%s together with --manifests: %v", flag, err)
+		}
+	}
+}
+
+// TestWrongFlags: every flag that is wrong gets a line of its own that begins with its name; nothing else does.
+func TestWrongFlags(t *testing.T) {
+	t.Parallel()
+	const (
+		bridge = "--detect-local-mode=BridgeInterface"
+		prefix = "--detect-local-mode=InterfaceNamePrefix"
+	)
+	for _, tc := range []struct {
+		args []string
+		want []string
+	}{
+		{[]string{"--mode=ipvs"}, []string{`--mode: "ipvs" is not supported; iptables is`}},
+		{[]string{"--proxy-mode="}, []string{`--mode: "" is not supported; iptables is`}},
+		{[]string{"--service-cidr=10.0.0.0"}, []string{`--service-cidr: "10.0.0.0" is no CIDR`}},
+		{[]string{"--service-cidr=10.0.0.0/33"}, []string{`--service-cidr: "10.0.0.0/33" is no CIDR`}},
+		{[]string{"--service-cidr=10.0.0.0/8,11.0.0.0/8"},
+			[]string{`--service-cidr: "11.0.0.0/8" is a second range for IPv4; one is possible`}},
+		{[]string{"--cluster-cidr=fd00::/8,fe00::/8"},
+			[]string{`--cluster-cidr: "fe00::/8" is a second range for IPv6; one is possible`}},
+		{[]string{"--cluster-cidr=pods"}, []string{`--cluster-cidr: "pods" is no CIDR`}},
+		{[]string{"--service-node-port-range=30000"},
+			[]string{`--service-node-port-range: "30000" is no range of ports such as 30000-32767`}},
+		{[]string{"--service-node-port-range=2-1"},
+			[]string{`--service-node-port-range: "2-1" is no range of ports such as 30000-32767`}},
+		{[]string{"--service-node-port-range=0-9"},
+			[]string{`--service-node-port-range: "0-9" is no range of ports such as 30000-32767`}},
+		{[]string{"--service-node-port-range=1-65536"},
+			[]string{`--service-node-port-range: "1-65536" is no range of ports such as 30000-32767`}},
+		{[]string{"--detect-local-mode=clustercidr"}, []string{`--detect-local-mode: "clustercidr" is none of ` +
+			`ClusterCIDR, NodeCIDR, BridgeInterface, InterfaceNamePrefix`}},
+		{[]string{bridge}, []string{"--pod-bridge-interface: required with --detect-local-mode=BridgeInterface"}},
+		{[]string{bridge, "--pod-bridge-interface=sixteen-letters!"},
+			[]string{`--pod-bridge-interface: "sixteen-letters!" can't be the name of a network interface`}},
+		{[]string{bridge, "--pod-bridge-interface=a -j DROP"},
+			[]string{`--pod-bridge-interface: "a -j DROP" can't be the name of a network interface`}},
+		{[]string{bridge, "--pod-bridge-interface=a\n-A"},
+			[]string{`--pod-bridge-interface: "a\n-A" can't be the name of a network interface`}},
+		{[]string{bridge, "--pod-bridge-interface=a\rb"},
+			[]string{`--pod-bridge-interface: "a\rb" can't be the name of a network interface`}},
+		{[]string{bridge, "--pod-bridge-interface=veth+"},
+			[]string{`--pod-bridge-interface: "veth+" can't be the name of a network interface`}},
+		{[]string{prefix},
+			[]string{"--pod-interface-name-prefix: required with --detect-local-mode=InterfaceNamePrefix"}},
+		{[]string{prefix, "--pod-interface-name-prefix=!a"},
+			[]string{`--pod-interface-name-prefix: "!a" can't be `}},
+		// iptables puts a plus sign behind it, and takes 15 characters in all.
+		{[]string{prefix, "--pod-interface-name-prefix=fifteen-letters"},
+			[]string{`--pod-interface-name-prefix: "fifteen-letters" can't be `}},
+		{[]string{"--iptables-masquerade-bit=-1"}, []string{"--iptables-masquerade-bit: -1 is not within 0-31"}},
+		{[]string{"--iptables-masquerade-bit=32"}, []string{"--iptables-masquerade-bit: 32 is not within 0-31"}},
+		{[]string{"--nodeport-addresses=10.0.0.1"},
+			[]string{`--nodeport-addresses: "10.0.0.1" is neither a CIDR nor "primary"`}},
+		{[]string{"--nodeport-addresses=Primary"},
+			[]string{`--nodeport-addresses: "Primary" is neither a CIDR nor "primary"`}},
+		{[]string{"--nodeport-addresses=10.0.0.0/8,primary"},
+			[]string{`--nodeport-addresses: "primary" can't be combined with CIDRs`}},
+		{[]string{"--iptables-backend=nftables"}, []string{`--iptables-backend: "nftables" is none of auto, nft, legacy`}},
+		{[]string{"--min-sync-period=-1s"}, []string{"--min-sync-period: -1s is negative"}},
+		{[]string{"--log-level=verbose"}, []string{`--log-level: "verbose" is none of debug, info, warn, error`}},
+		{[]string{"--log-level=x", "--mode=x", "--iptables-backend=x", "--cluster-cidr=x"},
+			[]string{"--mode: ", "--iptables-backend: ", "--log-level: ", "--cluster-cidr: "}},
+	} {
+		t.Run(strings.Join(tc.args, " "), func(t *testing.T) {
+			t.Parallel()
+			_, err := parse(t, tc.args...)
+			if err == nil {
+				t.Fatal("it is accepted")
+			}
+			lines := strings.Split(err.Error(), "\n")
+			ok := len(lines) == len(tc.want)
+			for i := 0; ok && i < len(lines); i++ {
+				ok = strings.HasPrefix(lines[i], tc.want[i])
+			}
+			if !ok {
+				t.Errorf("got\n%s\nwant\n%s", err, strings.Join(tc.want, "\n"))
+			}
+		})
+	}
+}
+
+// TestNodeNameIsTheHosts unless a name is given.
+func TestNodeNameIsTheHosts(t *testing.T) {
+	t.Parallel()
+	host, err := os.Hostname()
+	if err != nil {
+		t.Fatal(err)
+	}
+	got, err := parse(t, "--node-name= ")
+	if err != nil || got.NodeName != strings.ToLower(host) {
+		t.Errorf("got %v, %v; want %s", got, err, host)
+	}
+}
