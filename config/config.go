@@ -193,23 +193,25 @@ func (f *Flags) detect(d *plan.DetectLocal, check func(string, error)) {
 	case plan.DetectNodeCIDR:
 	case plan.DetectBridgeInterface:
 		d.Interface = f.bridgeInterface
-		check("pod-bridge-interface", interfaceName(f.bridgeInterface, "BridgeInterface"))
+		check("pod-bridge-interface", interfaceName(f.bridgeInterface, 15, "BridgeInterface"))
 	case plan.DetectInterfaceNamePrefix:
 		d.Interface = f.interfacePfx
-		check("pod-interface-name-prefix", interfaceName(f.interfacePfx, "InterfaceNamePrefix"))
+		check("pod-interface-name-prefix", interfaceName(f.interfacePfx, 14, "InterfaceNamePrefix"))
 	default:
 		check("detect-local-mode", fmt.Errorf("%q is none of ClusterCIDR, NodeCIDR, BridgeInterface, InterfaceNamePrefix",
 			f.detectLocal))
 	}
 }
 
-// interfaceName checks the name of a network interface, or what one begins with: it gets into rules.
-func interfaceName(name, mode string) error {
+// interfaceName checks the name of a network interface, or what one begins with: it gets into rules. A name has at most 15
+// characters; a rule for a prefix needs one of them for its wildcard.
+func interfaceName(name string, longest int, mode string) error {
 	if name == "" {
 		return fmt.Errorf("required with --detect-local-mode=%s", mode)
 	}
-	if len(name) > 15 || strings.ContainsAny(name, "/ \t\n\"'\\+!") {
-		return fmt.Errorf("%q can't be the name of a network interface", name)
+	odd := strings.ContainsFunc(name, func(r rune) bool { return r <= ' ' || r >= 0x7f || strings.ContainsRune("/\"'\\+!", r) })
+	if len(name) > longest || odd {
+		return fmt.Errorf("%q can't be the name of a network interface, or begin one", name)
 	}
 	return nil
 }
@@ -222,8 +224,8 @@ func onePerFamily(text string) ([]netip.Prefix, error) {
 		if part = strings.TrimSpace(part); part == "" {
 			continue
 		}
-		cidr, err := netip.ParsePrefix(part)
-		if err != nil {
+		cidr, ok := parsePrefix(part)
+		if !ok {
 			return nil, fmt.Errorf("%q is no CIDR", part)
 		}
 		family := plan.FamilyOf(cidr.Addr())
@@ -231,9 +233,17 @@ func onePerFamily(text string) ([]netip.Prefix, error) {
 			return nil, fmt.Errorf("%q is a second range for %s; one is possible", part, family)
 		}
 		seen[family] = true
-		out = append(out, cidr.Masked())
+		out = append(out, cidr)
 	}
 	return out, nil
+}
+
+func parsePrefix(text string) (netip.Prefix, bool) {
+	cidr, err := netip.ParsePrefix(text)
+	if err != nil {
+		return netip.Prefix{}, false
+	}
+	return plan.Unmapped(cidr)
 }
 
 func parsePorts(text string) (PortRange, error) {
@@ -254,11 +264,11 @@ func parseNodePortAddresses(list []string) (plan.NodePortAddresses, error) {
 			out.Primary = true
 			continue
 		}
-		cidr, err := netip.ParsePrefix(text)
-		if err != nil {
+		cidr, ok := parsePrefix(text)
+		if !ok {
 			return out, fmt.Errorf("%q is neither a CIDR nor \"primary\"", text)
 		}
-		out.CIDRs = append(out.CIDRs, cidr.Masked())
+		out.CIDRs = append(out.CIDRs, cidr)
 	}
 	if out.Primary && len(out.CIDRs) > 0 {
 		return out, errors.New("\"primary\" can't be combined with CIDRs")

@@ -87,6 +87,9 @@ func (p *Proxier) Run(ctx context.Context) {
 		case <-again:
 		case <-p.wakeUnless(retry > 0):
 		}
+		if ctx.Err() != nil { // select takes any of what is ready
+			return
+		}
 		p.state.Apply(p.take())
 		if !p.state.Synced() {
 			continue

@@ -6,6 +6,7 @@ import (
 	"fmt"
 	"log/slog"
 	"slices"
+	"strings"
 	"testing"
 	"testing/synctest"
 	"time"
@@ -24,15 +25,21 @@ type recorder struct {
 	calls []string
 	takes time.Duration
 	fail  int // how many calls are still to fail
+	// untilCancelled makes a call last until its context ends.
+	untilCancelled bool
 }
 
-func (r *recorder) Sync(_ context.Context, p *plan.Plan, changed plan.Keys) error {
+func (r *recorder) Sync(ctx context.Context, p *plan.Plan, changed plan.Keys) error {
 	what := "all"
 	if changed != nil {
 		what = fmt.Sprint(len(changed))
 	}
 	r.calls = append(r.calls, fmt.Sprintf("%v: %s of %d", time.Since(r.start), what, len(p.Services)))
 	time.Sleep(r.takes)
+	if r.untilCancelled {
+		<-ctx.Done()
+		return ctx.Err()
+	}
 	if r.fail > 0 {
 		r.fail--
 		return errors.New("the kernel is busy")
@@ -123,4 +130,115 @@ func TestMinSyncPeriod(t *testing.T) {
 		time.Sleep(time.Minute)
 	})
 	expect(t, calls, "0s: all of 1", "1s: 1 of 1", "2s: 1 of 1")
+}
+
+// TestFailuresBackOff: the wait doubles up to half a minute, and begins anew after a success.
+func TestFailuresBackOff(t *testing.T) {
+	calls := run(t, &recorder{fail: 11}, 0, func(p *Proxier) {
+		p.Apply(batch("a", 80, true))
+		time.Sleep(10 * time.Minute)
+	})
+	var starts []time.Duration
+	for _, c := range calls {
+		at, what, _ := strings.Cut(c, ": ")
+		d, err := time.ParseDuration(at)
+		if err != nil || what != "all of 1" {
+			t.Fatalf("call %q", c)
+		}
+		starts = append(starts, d)
+	}
+	want := 200 * time.Millisecond
+	for i := 1; i < len(starts); i++ {
+		if got := starts[i] - starts[i-1]; got != want {
+			t.Errorf("wait %d is %s, want %s", i, got, want)
+		}
+		want = min(2*want, 30*time.Second)
+	}
+	if len(starts) != 12 {
+		t.Errorf("%d calls, want 11 that fail and one that does not", len(starts))
+	}
+
+	again := run(t, &recorder{fail: 2}, 0, func(p *Proxier) {
+		p.Apply(batch("a", 80, true))
+		time.Sleep(time.Minute)
+		synctest.Wait()
+		p.cfg.Backend.(*recorder).fail = 1
+		p.Apply(batch("a", 81, false))
+		time.Sleep(time.Minute)
+	})
+	expect(t, again, "0s: all of 1", "200ms: all of 1", "600ms: all of 1", "1m0s: 1 of 1", "1m0.2s: all of 1")
+}
+
+// TestCancel: Run ends at once in whatever it waits for, and calls nothing any more.
+func TestCancel(t *testing.T) {
+	for name, tc := range map[string]struct {
+		backend *recorder
+		do      func(p *Proxier)
+		calls   int
+	}{
+		"before anything is known": {&recorder{}, func(*Proxier) {}, 0},
+		"before all is known":      {&recorder{}, func(p *Proxier) { p.Apply(batch("a", 80, false)) }, 0},
+		"at rest":                  {&recorder{}, func(p *Proxier) { p.Apply(batch("a", 80, true)) }, 1},
+		"while it waits to retry":  {&recorder{fail: 1}, func(p *Proxier) { p.Apply(batch("a", 80, true)) }, 1},
+		"between two syncs": {&recorder{}, func(p *Proxier) {
+			p.Apply(batch("a", 80, true))
+			synctest.Wait()
+			p.Apply(batch("a", 81, false))
+		}, 1},
+		"during a sync": {&recorder{untilCancelled: true}, func(p *Proxier) {
+			p.Apply(batch("a", 80, true))
+			synctest.Wait()
+			p.Apply(batch("a", 81, false))
+		}, 1},
+	} {
+		t.Run(name, func(t *testing.T) {
+			var took time.Duration
+			synctest.Test(t, func(t *testing.T) {
+				p := New(Config{NodeName: "me", Families: plan.Families[:], Backend: tc.backend, MinSyncPeriod: time.Minute,
+					Log: slog.New(slog.DiscardHandler)})
+				ctx, cancel := context.WithCancel(t.Context())
+				ended := make(chan struct{})
+				go func() {
+					p.Run(ctx)
+					close(ended)
+				}()
+				tc.do(p)
+				synctest.Wait()
+				start := time.Now()
+				cancel()
+				<-ended
+				took = time.Since(start)
+				p.Apply(batch("a", 82, false)) // must not block either
+			})
+			if took != 0 || len(tc.backend.calls) != tc.calls {
+				t.Errorf("it took %s and called %q", took, tc.backend.calls)
+			}
+		})
+	}
+}
+
+// TestPodCIDRsMissing: in mode NodeCIDR, a Node without pod CIDRs is told of before the first sync; rules are made anew when
+// it gets them.
+func TestPodCIDRsMissing(t *testing.T) {
+	var log strings.Builder
+	r := &recorder{}
+	synctest.Test(t, func(t *testing.T) {
+		r.start = time.Now()
+		p := New(Config{NodeName: "me", Families: plan.Families[:], Backend: r, Log: slog.New(slog.NewTextHandler(&log, nil)),
+			Settings: plan.Settings{DetectLocal: plan.DetectLocal{Mode: plan.DetectNodeCIDR}}})
+		ctx, cancel := context.WithCancel(t.Context())
+		defer cancel()
+		go p.Run(ctx)
+		p.Apply(batch("a", 80, true))
+		time.Sleep(time.Second)
+		node := &v1.Node{ObjectMeta: metav1.ObjectMeta{Name: "me"}, Spec: v1.NodeSpec{PodCIDRs: []string{"10.244.1.0/24"}}}
+		p.Apply(source.Batch{Nodes: map[string]*v1.Node{"me": node}})
+		time.Sleep(time.Second)
+		p.Apply(source.Batch{Nodes: map[string]*v1.Node{"me": node.DeepCopy()}})
+		time.Sleep(time.Second)
+	})
+	expect(t, r.calls, "0s: all of 1", "1s: all of 1")
+	if n := strings.Count(log.String(), "level=WARN"); n != 1 || !strings.Contains(log.String(), "no spec.podCIDRs") {
+		t.Errorf("warned %d times:\n%s", n, log.String())
+	}
 }

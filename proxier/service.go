@@ -304,7 +304,7 @@ func parseCIDR(text string) (netip.Prefix, bool) {
 	}
 	ip, _ := netip.AddrFromSlice(cidr.IP)
 	bits, _ := cidr.Mask.Size()
-	return netip.PrefixFrom(ip, bits).Masked(), true
+	return plan.Unmapped(netip.PrefixFrom(ip, bits))
 }
 
 // special names the kind of an address that no endpoint and no external IP may have: the API server refuses them too,

@@ -267,10 +267,18 @@ func (s *State) servicePort(spec *portSpec, endpoints []topology.Endpoint) *plan
 func (s *State) tellShadowed(sp *plan.ServicePort) {
 	f := &findings{object: "Service " + sp.Key.Service.String()}
 	for _, sh := range sp.Shadowed {
-		f.problem("", "this frontend goes to "+sh.Owner.String(), "%s is also claimed by %s, which has the better right to it",
+		f.problem(portField(sp.Key), "this frontend goes to "+sh.Owner.String(), "%s is also claimed by %s, which has the better right to it",
 			sh.Frontend, sh.Owner)
 	}
 	s.tell("shadowed "+sp.Key.String(), f.list)
+}
+
+// portField names a port of a Service in a finding.
+func portField(k plan.Key) string {
+	if k.Port == "" {
+		return "spec.ports"
+	}
+	return "spec.ports[" + k.Port + "]"
 }
 
 // podCIDRsMissing reports whether local traffic is to be recognised by the node's pod CIDRs and none are known.

@@ -53,12 +53,36 @@ func (c *cluster) drawEvent(t *rapid.T) source.Batch {
 		}
 		return source.Batch{EndpointSlices: map[types.NamespacedName]*discovery.EndpointSlice{name: c.slices[name]}}
 	}
-	c.node = &v1.Node{ObjectMeta: metav1.ObjectMeta{
-		Name:   "me",
-		Labels: map[string]string{v1.LabelTopologyZone: rapid.SampledFrom([]string{"a", "b"}).Draw(t, "zone")},
+	return c.drawNode(t)
+}
+
+// drawNode changes this node, or tells of another.
+func (c *cluster) drawNode(t *rapid.T) source.Batch {
+	n := &v1.Node{ObjectMeta: metav1.ObjectMeta{
+		Labels: map[string]string{v1.LabelTopologyZone: rapid.SampledFrom([]string{"a", "b", ""}).Draw(t, "zone")},
 	}}
-	c.node.Status.Addresses = []v1.NodeAddress{{Type: v1.NodeInternalIP, Address: "192.168.0.1"}}
-	return source.Batch{Nodes: map[string]*v1.Node{"me": c.node}}
+	n.Status.Addresses = []v1.NodeAddress{{Type: v1.NodeInternalIP,
+		Address: rapid.SampledFrom([]string{"192.168.0.1", "192.168.0.2", "x"}).Draw(t, "node IP")}}
+	n.Spec.PodCIDRs = []string{rapid.SampledFrom([]string{"10.244.1.0/24", "10.244.2.0/24", "x"}).Draw(t, "pod CIDR")}
+	if n.Name = rapid.SampledFrom([]string{"me", "me", "other"}).Draw(t, "node"); n.Name == "me" {
+		c.node = n
+	}
+	return source.Batch{Nodes: map[string]*v1.Node{n.Name: n}}
+}
+
+// oneByOne are the objects of the cluster in any order, each as a batch of its own.
+func (c *cluster) oneByOne(t *rapid.T) []source.Batch {
+	var list []source.Batch
+	for _, name := range sortedNames(c.services) {
+		list = append(list, source.Batch{Services: map[types.NamespacedName]*v1.Service{name: c.services[name]}})
+	}
+	for _, name := range sortedNames(c.slices) {
+		list = append(list, source.Batch{EndpointSlices: map[types.NamespacedName]*discovery.EndpointSlice{name: c.slices[name]}})
+	}
+	if c.node != nil {
+		list = append(list, source.Batch{Nodes: map[string]*v1.Node{"me": c.node}})
+	}
+	return rapid.Permutation(list).Draw(t, "order")
 }
 
 // all is the whole cluster as one batch.
@@ -82,6 +106,7 @@ func drawService(t *rapid.T, name types.NamespacedName) *v1.Service {
 	s.ExternalIPs = some("external", "1.1.1.1", "10.96.0.1", "127.0.0.1", "fd00::2")
 	s.ExternalTrafficPolicy = rapid.SampledFrom([]v1.ServiceExternalTrafficPolicy{"Cluster", "Local"}).Draw(t, "eTP")
 	s.InternalTrafficPolicy = ptr(rapid.SampledFrom([]v1.ServiceInternalTrafficPolicy{"Cluster", "Local"}).Draw(t, "iTP"))
+	s.HealthCheckNodePort = rapid.SampledFrom([]int32{0, 30000, 30001}).Draw(t, "health check")
 	s.LoadBalancerSourceRanges = some("ranges", "10.0.0.0/8", "0.0.0.0/0", " 1.0.0.0/8 ", "x")
 	for _, ip := range some("vip", "1.1.1.1", "2.2.2.2") {
 		svc.Status.LoadBalancer.Ingress = append(svc.Status.LoadBalancer.Ingress, v1.LoadBalancerIngress{IP: ip})
@@ -103,6 +128,9 @@ func drawSlice(t *rapid.T, name types.NamespacedName) *discovery.EndpointSlice {
 			discovery.LabelServiceName: rapid.SampledFrom([]string{"a", "b", "c", "d", ""}).Draw(t, "of"),
 		},
 	}}
+	if rapid.IntRange(0, 9).Draw(t, "headless") == 0 {
+		s.Labels[v1.IsHeadlessService] = ""
+	}
 	s.AddressType = rapid.SampledFrom([]discovery.AddressType{"IPv4", "IPv4", "IPv6", "FQDN"}).Draw(t, "type")
 	for _, p := range []string{"x", "y"} {
 		s.Ports = append(s.Ports, discovery.EndpointPort{Name: ptr(p), Port: ptr[int32](8080)})
@@ -122,12 +150,12 @@ func drawSlice(t *rapid.T, name types.NamespacedName) *discovery.EndpointSlice {
 }
 
 func newTestState(report source.Report) *State {
-	return NewState("me", plan.Settings{}, plan.Families[:], report)
+	return NewState("me", plan.Settings{DetectLocal: plan.DetectLocal{Mode: plan.DetectNodeCIDR}}, plan.Families[:], report)
 }
 
 func dump(p *plan.Plan) string {
 	var b strings.Builder
-	fmt.Fprintf(&b, "%+v\n", p.Node)
+	fmt.Fprintf(&b, "%+v %+v\n", p.Node, p.Settings)
 	for _, f := range plan.Families {
 		for _, sp := range p.Sorted(f) {
 			fmt.Fprintf(&b, "%+v\n", *sp)
@@ -141,7 +169,7 @@ func dump(p *plan.Plan) string {
 func TestPlanFollowsFromObjectsAlone(t *testing.T) {
 	rapid.Check(t, func(t *rapid.T) {
 		c, s := newCluster(), newTestState(nil)
-		before := map[plan.Key]*plan.ServicePort{}
+		var before snapshot
 		var pending source.Batch
 		for range rapid.IntRange(1, 40).Draw(t, "events") {
 			pending.Merge(c.drawEvent(t))
@@ -154,66 +182,174 @@ func TestPlanFollowsFromObjectsAlone(t *testing.T) {
 			}
 		}
 		s.Apply(pending)
-		checkChanged(t, s, before)
+		before = checkChanged(t, s, before)
 
-		fresh := newTestState(nil)
-		fresh.Apply(c.all())
-		fresh.Update()
-		if got, want := dump(s.Plan()), dump(fresh.Plan()); got != want {
+		atOnce := newTestState(nil)
+		atOnce.Apply(c.all())
+		atOnce.Update()
+		if got, want := dump(s.Plan()), dump(atOnce.Plan()); got != want {
 			t.Fatalf("by events:\n%s\nat once:\n%s", got, want)
 		}
-		for id := range s.services {
-			if svc := s.services[id]; len(svc.slices) == 0 && c.services[types.NamespacedName(id)] == nil {
-				t.Fatalf("%s is kept though nothing is left of it", id)
+		ordered := newTestState(nil)
+		for _, b := range c.oneByOne(t) {
+			ordered.Apply(b)
+			if rapid.Bool().Draw(t, "update") {
+				ordered.Update()
 			}
 		}
-		// All objects go: nothing may be left.
-		gone := source.Batch{Services: map[types.NamespacedName]*v1.Service{},
-			EndpointSlices: map[types.NamespacedName]*discovery.EndpointSlice{}}
-		for name := range c.services {
-			gone.Services[name] = nil
+		ordered.Update()
+		if got, want := dump(ordered.Plan()), dump(atOnce.Plan()); got != want {
+			t.Fatalf("one by one:\n%s\nat once:\n%s", got, want)
 		}
-		for name := range c.slices {
-			gone.EndpointSlices[name] = nil
+		// The same objects once more say nothing new.
+		s.Apply(c.all())
+		if _, changed := s.Update(); changed == nil || len(changed) > 0 {
+			t.Fatalf("changed by objects that are the same: %v", changed)
 		}
-		s.Apply(gone)
-		s.Update()
-		if n := len(s.services) + len(s.claims) + len(s.sliceOf) + len(s.plan.Services) + len(s.dirty); n > 0 {
-			t.Fatalf("%d things are left when all objects are gone", n)
-		}
-		if len(s.reported) > 0 {
-			t.Fatalf("findings about objects that are gone are kept: %v", s.reported)
-		}
+		checkOneOwner(t, s.Plan())
+		checkForgets(t, c, s)
 	})
 }
 
-// checkChanged updates the state and checks the keys that it names against what differs from before.
-func checkChanged(t *rapid.T, s *State, before map[plan.Key]*plan.ServicePort) map[plan.Key]*plan.ServicePort {
+// checkOneOwner: no two ServicePorts have a frontend in common, and what is shadowed has the owner that is named.
+func checkOneOwner(t *rapid.T, p *plan.Plan) {
+	owners := map[claim]plan.Key{}
+	for _, sp := range p.Services {
+		for _, f := range sp.Frontends {
+			c := claimOf(f, sp.Key.Family)
+			if other, taken := owners[c]; taken {
+				t.Fatalf("%s is owned by %s and %s", f, other, sp.Key)
+			}
+			owners[c] = sp.Key
+		}
+	}
+	for _, sp := range p.Services {
+		for _, sh := range sp.Shadowed {
+			if owner := owners[claimOf(sh.Frontend, sp.Key.Family)]; owner != sh.Owner || owner == sp.Key {
+				t.Fatalf("%s: %s is said to be owned by %s; it is owned by %s", sp.Key, sh.Frontend, sh.Owner, owner)
+			}
+		}
+	}
+}
+
+// checkForgets: nothing is kept of objects that are gone.
+func checkForgets(t *rapid.T, c *cluster, s *State) {
+	for id, svc := range s.services {
+		if len(svc.slices) == 0 && c.services[types.NamespacedName(id)] == nil {
+			t.Fatalf("%s is kept though nothing is left of it", id)
+		}
+	}
+	gone := source.Batch{Services: map[types.NamespacedName]*v1.Service{},
+		EndpointSlices: map[types.NamespacedName]*discovery.EndpointSlice{}}
+	for name := range c.services {
+		gone.Services[name] = nil
+	}
+	for name := range c.slices {
+		gone.EndpointSlices[name] = nil
+	}
+	s.Apply(gone)
+	s.Update()
+	if n := len(s.services) + len(s.claims) + len(s.sliceOf) + len(s.plan.Services) + len(s.dirty); n > 0 {
+		t.Fatalf("%d things are left when all objects are gone", n)
+	}
+	for object := range s.reported {
+		if object != "Node me" {
+			t.Fatalf("findings about %s, which is gone, are kept", object)
+		}
+	}
+}
+
+// snapshot is a plan as of an Update.
+type snapshot struct {
+	global   string // what all rules may depend on
+	services map[plan.Key]*plan.ServicePort
+}
+
+// checkChanged updates the state and checks the keys that it names against what differs from before: all exactly those, or
+// nil where the node or a setting has changed, be it back and forth.
+func checkChanged(t *rapid.T, s *State, before snapshot) snapshot {
 	p, changed := s.Update()
-	after := maps.Clone(p.Services)
+	after := snapshot{fmt.Sprintf("%+v %+v", p.Node, p.Settings), maps.Clone(p.Services)}
+	if changed != nil && before.global != after.global {
+		t.Fatalf("keys are named though every rule may have changed:\n%s\n%s", before.global, after.global)
+	}
 	if changed == nil {
 		return after
 	}
 	differ := plan.Keys{}
-	for k, sp := range after {
-		if before[k] == nil || !before[k].Equal(sp) {
+	for k, sp := range after.services {
+		if before.services[k] == nil || !before.services[k].Equal(sp) {
 			differ.Add(k)
 		}
 	}
-	for k := range before {
-		if after[k] == nil {
+	for k := range before.services {
+		if after.services[k] == nil {
 			differ.Add(k)
 		}
 	}
 	if !maps.Equal(differ, changed) {
 		t.Fatalf("changed: %v; what differs: %v", changed, differ)
 	}
-	for k, sp := range after {
+	for k, sp := range after.services {
 		if sp.Key != k || !slices.Contains(p.KeysOf(k.Service), k) {
 			t.Fatalf("%s is not found under its Service", k)
 		}
 	}
 	return after
+}
+
+// TestFindingsFollowFromObjects: after each change, what is reported is what is to be said of the objects now and was not
+// before, each thing once.
+func TestFindingsFollowFromObjects(t *testing.T) {
+	rapid.Check(t, func(t *rapid.T) {
+		var reported []string
+		c, s := newCluster(), newTestState(func(f source.Finding) { reported = append(reported, f.String()) })
+		before := map[subject]bool{}
+		for range rapid.IntRange(1, 20).Draw(t, "steps") {
+			var b source.Batch
+			for range rapid.IntRange(1, 3).Draw(t, "events") {
+				b.Merge(c.drawEvent(t))
+			}
+			reported = nil
+			s.Apply(b)
+			s.Update()
+			after := toSay(c.all())
+			var want []string
+			for f := range after {
+				if !before[f] {
+					want = append(want, f.text)
+				}
+			}
+			slices.Sort(reported)
+			slices.Sort(want)
+			if !slices.Equal(reported, want) {
+				t.Fatalf("reported\n%s\nwant\n%s", strings.Join(reported, "\n"), strings.Join(want, "\n"))
+			}
+			before = after
+		}
+	})
+}
+
+// subject is what is to be said, and of which ServicePort, if it is of one.
+type subject struct {
+	of   plan.Key
+	text string
+}
+
+// toSay is all that is to be said of some objects.
+func toSay(b source.Batch) map[subject]bool {
+	out := map[subject]bool{}
+	s := newTestState(func(f source.Finding) { out[subject{text: f.String()}] = true })
+	s.Apply(b)
+	s.report = func(source.Finding) {} // what follows is read from the plan instead
+	p, _ := s.Update()
+	for key, sp := range p.Services {
+		for _, sh := range sp.Shadowed {
+			out[subject{key, fmt.Sprintf("Service %s: %s is also claimed by %s, which has the better right to it; this frontend goes to %s",
+				key.Service, sh.Frontend, sh.Owner, sh.Owner)}] = true
+		}
+	}
+	return out
 }
 
 // TestFindingsAreToldOnce: what is wrong with an object is said when it appears and when it changes, and not again.
@@ -246,39 +382,23 @@ func TestFindingsAreToldOnce(t *testing.T) {
 	}
 }
 
-// TestOwners: who has a frontend that several Services ask for.
-func TestOwners(t *testing.T) {
+// TestNodeGone: what was known of this node stays in force when its object goes, and other nodes do not matter.
+func TestNodeGone(t *testing.T) {
+	t.Parallel()
 	s := newTestState(nil)
-	service := func(name, clusterIP string, external ...string) *v1.Service {
-		return &v1.Service{ObjectMeta: metav1.ObjectMeta{Namespace: "ns", Name: name}, Spec: v1.ServiceSpec{
-			ClusterIP: clusterIP, ExternalIPs: external, Ports: []v1.ServicePort{{Port: 80}},
-		}}
+	me := &v1.Node{ObjectMeta: metav1.ObjectMeta{Name: "me", Labels: map[string]string{v1.LabelTopologyZone: "a"}},
+		Spec: v1.NodeSpec{PodCIDRs: []string{"10.244.1.0/24"}}}
+	s.Apply(source.Batch{Nodes: map[string]*v1.Node{"me": me}})
+	if _, changed := s.Update(); changed != nil {
+		t.Errorf("keys are named at first: %v", changed)
 	}
-	set := func(name string, svc *v1.Service) plan.Keys {
-		s.Apply(source.Batch{Services: map[types.NamespacedName]*v1.Service{{Namespace: "ns", Name: name}: svc}})
-		_, changed := s.Update()
-		return changed
-	}
-	owns := func(name, ip string) bool {
-		for _, sp := range s.Plan().Sorted(plan.IPv4) {
-			for _, f := range sp.Frontends {
-				if sp.Key.Service.Name == name && f.Addr.String() == ip {
-					return true
-				}
-			}
+	before := dump(s.Plan())
+	other := me.DeepCopy()
+	other.Name, other.Labels = "other", nil
+	for _, b := range []map[string]*v1.Node{{"me": nil}, {"other": other}, {"other": nil}} {
+		s.Apply(source.Batch{Nodes: b})
+		if p, changed := s.Update(); changed == nil || len(changed) > 0 || dump(p) != before {
+			t.Errorf("%v: changed %v:\n%s\nbefore:\n%s", b, changed, dump(p), before)
 		}
-		return false
-	}
-	set("b", service("b", "10.96.0.2", "1.1.1.1"))
-	set("z", service("z", "10.96.0.9"))
-	set("a", service("a", "10.96.0.1", "1.1.1.1", "10.96.0.9"))
-	if !owns("a", "1.1.1.1") || owns("b", "1.1.1.1") {
-		t.Error("of two external IPs, that of the lower name counts, whichever came first")
-	}
-	if !owns("z", "10.96.0.9") || owns("a", "10.96.0.9") {
-		t.Error("an external IP took a cluster IP's traffic")
-	}
-	if changed := set("a", nil); len(changed) != 2 || !owns("b", "1.1.1.1") {
-		t.Errorf("when the owner goes, the next one takes over, and nothing else changes: %v", changed)
 	}
 }

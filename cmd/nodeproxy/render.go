@@ -3,6 +3,7 @@ package main
 import (
 	"errors"
 	"fmt"
+	"slices"
 
 	"github.com/spf13/cobra"
 
@@ -33,6 +34,9 @@ func renderCommand() *cobra.Command {
 			if cfg.Manifests == "" {
 				return &usageError{errors.New("--manifests: required: render works on manifests")}
 			}
+			if !slices.Contains([]string{"all", "ipv4", "ipv6"}, family) {
+				return &usageError{fmt.Errorf("--family: %q is none of ipv4, ipv6, all", family)}
+			}
 			report := func(f source.Finding) { fmt.Fprintf(cmd.ErrOrStderr(), "%s: %s\n", f.Severity, f) }
 			text, err := render(cfg, family, report)
 			if err != nil {
@@ -59,12 +63,10 @@ func render(cfg *config.Config, family string, report source.Report) (string, er
 		MasqueradeBit: cfg.MasqueradeBit, RandomFully: true, CompactAbove: iptables.DefaultCompactAbove,
 	}
 	switch family {
-	case "all":
-		return iptables.RenderAll(desired, options), nil
 	case "ipv4":
 		return iptables.Render(desired, plan.IPv4, options), nil
 	case "ipv6":
 		return iptables.Render(desired, plan.IPv6, options), nil
 	}
-	return "", &usageError{fmt.Errorf("--family: %q is none of ipv4, ipv6, all", family)}
+	return iptables.RenderAll(desired, options), nil
 }

@@ -1,10 +1,12 @@
 package main
 
 import (
+	"errors"
 	"fmt"
 	"os"
 	"os/exec"
 	"path/filepath"
+	"strconv"
 	"strings"
 	"testing"
 
@@ -26,6 +28,7 @@ func TestScripts(t *testing.T) {
 			"rules":    rulesOf,
 			"services": makeServices,
 			"accepted": accepted,
+			"exits":    exits,
 		},
 	})
 }
@@ -125,5 +128,23 @@ func accepted(ts *testscript.TestScript, _ bool, args []string) {
 		if out, err := cmd.CombinedOutput(); err != nil {
 			ts.Fatalf("%s: %v: %s", tool, err, out)
 		}
+	}
+}
+
+// exits is "exits CODE PROGRAM [ARG...]": the program ends with this exit code.
+func exits(ts *testscript.TestScript, neg bool, args []string) {
+	if neg || len(args) < 2 {
+		ts.Fatalf("usage: exits CODE PROGRAM [ARG...]")
+	}
+	code := 0
+	var failed *exec.ExitError
+	switch err := ts.Exec(args[1], args[2:]...); {
+	case errors.As(err, &failed):
+		code = failed.ExitCode()
+	case err != nil:
+		ts.Fatalf("%v", err)
+	}
+	if strconv.Itoa(code) != args[0] {
+		ts.Fatalf("%s ends with exit code %d, want %s", args[1], code, args[0])
 	}
 }

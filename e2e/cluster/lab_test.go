@@ -99,6 +99,7 @@ type scenario struct {
 	*lab
 	namespace string
 	loads     []*harness.Load
+	ended     bool // the loads are
 }
 
 // row is a line of the table that is printed at the end.
@@ -123,6 +124,9 @@ func (l *lab) run(t *testing.T, name string, test func(*scenario)) {
 		defer func() {
 			r := row{name: name, variant: l.variant, ok: !t.Failed(), took: time.Since(start)}
 			for _, load := range s.loads {
+				if !s.ended {
+					load.Stop() // the test failed before it came to that
+				}
 				r.requests += load.Requests()
 				r.failed += len(load.Failures())
 			}
@@ -144,6 +148,7 @@ func printTable() {
 		return
 	}
 	fmt.Printf("\n%-42s %-7s %-6s %9s %7s %8s\n", "scenario, with a real control plane", "variant", "result", "requests", "failed", "took")
+	slices.SortStableFunc(table.rows, func(a, b row) int { return strings.Compare(string(a.variant), string(b.variant)) })
 	for _, r := range table.rows {
 		result := "ok"
 		if !r.ok {
@@ -245,15 +250,22 @@ func (s *scenario) load(from *harness.Host, to netip.AddrPort) *harness.Load {
 	return l
 }
 
-// endLoads ends all loads. A failed or missing request fails the test.
+// enoughRequests is how many requests a load must have made to show anything.
+const enoughRequests = 50
+
+// endLoads ends all loads, not before each has made enough requests. A failed or missing request fails the test.
 func (s *scenario) endLoads() {
 	s.Helper()
+	s.ended = true
 	for _, l := range s.loads {
+		for begun := time.Now(); l.Requests() < enoughRequests && time.Since(begun) < 5*time.Second; {
+			time.Sleep(5 * time.Millisecond)
+		}
 		l.Stop()
 		if failures := l.Failures(); len(failures) > 0 {
 			s.Errorf("%d of %d requests failed; the first: %v after %v", len(failures), l.Requests(), failures[0], failures[0].Took)
 		}
-		if l.Requests() < 20 {
+		if l.Requests() < enoughRequests {
 			s.Errorf("only %d requests: this shows too little", l.Requests())
 		}
 	}

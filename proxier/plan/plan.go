@@ -34,6 +34,18 @@ func FamilyOf(a netip.Addr) Family {
 	return IPv6
 }
 
+// Unmapped returns a range masked, and as one of IPv4 if it is of IPv4-mapped IPv6 addresses, which no rule takes. It
+// returns false for a range that holds those addresses and others.
+func Unmapped(p netip.Prefix) (netip.Prefix, bool) {
+	if p.Addr().Is4In6() {
+		if p.Bits() < 96 {
+			return netip.Prefix{}, false
+		}
+		p = netip.PrefixFrom(p.Addr().Unmap(), p.Bits()-96)
+	}
+	return p.Masked(), p.IsValid()
+}
+
 // Bits is the length of an address of this family: 32 or 128.
 func (f Family) Bits() int {
 	if f == IPv4 {

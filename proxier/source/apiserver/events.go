@@ -26,7 +26,13 @@ type Events struct {
 	broadcaster events.EventBroadcaster
 	recorder    events.EventRecorder
 	limit       flowcontrol.RateLimiter
+	waiting     chan event
 	log         *slog.Logger
+}
+
+type event struct {
+	kind, reason, action, note string
+	args                       []any
 }
 
 // NewEvents returns an Events that sends nothing before it runs. controller names who tells, such as nodeproxy.
@@ -38,22 +44,29 @@ func NewEvents(client kubernetes.Interface, nodeName, controller string, log *sl
 		broadcaster: b,
 		recorder:    b.NewRecorder(scheme.Scheme, controller),
 		limit:       flowcontrol.NewTokenBucketRateLimiter(1.0/eventEverySeconds, eventBurst),
+		waiting:     make(chan event, eventBurst),
 		log:         log,
 	}
 }
 
-// Run sends events until ctx ends.
+// Run sends events until ctx ends, those first that came before it.
 func (e *Events) Run(ctx context.Context) error {
 	defer e.broadcaster.Shutdown()
 	if err := e.broadcaster.StartRecordingToSinkWithContext(ctx); err != nil {
 		return fmt.Errorf("events of node %s: %w", e.node.Name, err)
 	}
-	<-ctx.Done()
-	return nil
+	for {
+		select {
+		case <-ctx.Done():
+			return nil
+		case ev := <-e.waiting:
+			e.recorder.Eventf(e.node, nil, ev.kind, ev.reason, ev.action, ev.note, ev.args...)
+		}
+	}
 }
 
 // Normal notes something that is as it should be. reason is one word in CamelCase, such as Starting, and action what was
-// being done, such as StartNodeproxy. It does not wait for the API server; what happens before Run is lost.
+// being done, such as StartNodeproxy. It does not wait for the API server.
 func (e *Events) Normal(reason, action, note string, args ...any) {
 	e.send(v1.EventTypeNormal, reason, action, note, args)
 }
@@ -64,9 +77,15 @@ func (e *Events) Warning(reason, action, note string, args ...any) {
 }
 
 func (e *Events) send(kind, reason, action, note string, args []any) {
-	if !e.limit.TryAccept() {
-		e.log.Debug("event dropped: too many of late", "reason", reason)
-		return
+	dropped := !e.limit.TryAccept()
+	if !dropped {
+		select {
+		case e.waiting <- event{kind, reason, action, note, args}:
+		default:
+			dropped = true
+		}
 	}
-	e.recorder.Eventf(e.node, nil, kind, reason, action, note, args...)
+	if dropped {
+		e.log.Debug("event dropped: too many of late", "reason", reason)
+	}
 }

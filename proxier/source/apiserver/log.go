@@ -18,11 +18,11 @@ func quietly(ctx context.Context, log *slog.Logger) context.Context {
 	return klog.NewContext(ctx, logr.FromSlogHandler(demoted{log.Handler()}))
 }
 
-// demoted hands all records on at level debug.
+// demoted hands records on at level debug, except those of still less weight, such as the bodies of all requests.
 type demoted struct{ slog.Handler }
 
-func (d demoted) Enabled(ctx context.Context, _ slog.Level) bool {
-	return d.Handler.Enabled(ctx, slog.LevelDebug)
+func (d demoted) Enabled(ctx context.Context, level slog.Level) bool {
+	return level >= slog.LevelDebug && d.Handler.Enabled(ctx, slog.LevelDebug)
 }
 
 func (d demoted) Handle(ctx context.Context, r slog.Record) error {

@@ -7,6 +7,7 @@ import (
 	"sync"
 	"time"
 
+	apierrors "k8s.io/apimachinery/pkg/api/errors"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 	"k8s.io/apimachinery/pkg/runtime"
 	"k8s.io/apimachinery/pkg/watch"
@@ -84,10 +85,13 @@ func (r *resource) failed(what string, err error) {
 	r.state.Failure = fmt.Sprintf("%s: %v", what, err)
 	r.mu.Unlock()
 	level := slog.LevelDebug
-	if first {
+	switch {
+	case first && (apierrors.IsResourceExpired(err) || apierrors.IsGone(err)):
+		level = slog.LevelInfo // An API server that was restarted knows no older versions; a new list mends it.
+	case first:
 		level = slog.LevelWarn
 	}
-	r.log.Log(context.Background(), level, "no answer from the API server; what is known stays in force, and it is asked again",
+	r.log.Log(context.Background(), level, "request to the API server failed; what is known stays in force, and it is asked again",
 		"resource", r.name, "request", what, "error", err)
 }
 

@@ -20,13 +20,13 @@ import (
 	"k8s.io/apimachinery/pkg/types"
 	"k8s.io/client-go/kubernetes"
 	"k8s.io/client-go/tools/cache"
+	"k8s.io/utils/ptr"
 
 	"nodeproxy/proxier/source"
 )
 
-// nodeTimeout is how long the Node is waited for when all else is there. An API server that does not tell of it must not
-// keep all Services from working.
-const nodeTimeout = 30 * time.Second
+// DefaultNodeTimeout is how long the Node is waited for by default.
+const DefaultNodeTimeout = 30 * time.Second
 
 // Config says what to watch.
 type Config struct {
@@ -36,7 +36,10 @@ type Config struct {
 	// Silence is how long a watch may be silent before it is taken for dead and another is opened; zero means
 	// DefaultSilence.
 	Silence time.Duration
-	Log     *slog.Logger
+	// NodeTimeout is how long the Node is waited for when all else is there; zero means DefaultNodeTimeout. An API server
+	// that does not tell of it must not keep all Services from working.
+	NodeTimeout time.Duration
+	Log         *slog.Logger
 	// Report receives what there is to say of objects; nil discards it.
 	Report source.Report
 }
@@ -57,6 +60,9 @@ type Source struct {
 func New(cfg Config) *Source {
 	if cfg.Silence == 0 {
 		cfg.Silence = DefaultSilence
+	}
+	if cfg.NodeTimeout == 0 {
+		cfg.NodeTimeout = DefaultNodeTimeout
 	}
 	if cfg.Report == nil {
 		cfg.Report = func(source.Finding) {}
@@ -104,7 +110,7 @@ func lister[L runtime.Object](list func(context.Context, metav1.ListOptions) (L,
 	return func(ctx context.Context, o metav1.ListOptions) (runtime.Object, error) { return list(ctx, o) }
 }
 
-// Run delivers objects until ctx ends. It returns no error: whatever the API server does, it is asked again, and what
+// Run delivers objects until ctx ends, and then returns nil: whatever the API server does, it is asked again, and what
 // has been delivered stays in force meanwhile. The first batch with Synced comes when all Services, EndpointSlices and the
 // Node, if there is one, have been delivered.
 func (s *Source) Run(ctx context.Context, sink source.Sink) error {
@@ -116,14 +122,14 @@ func (s *Source) Run(ctx context.Context, sink source.Sink) error {
 	s.sink = sink
 	s.mu.Unlock()
 	ctx = quietly(ctx, s.cfg.Log)
-	var wait sync.WaitGroup
+	var running sync.WaitGroup
 	for _, r := range s.resources {
 		objects := &store{resource: r, put: putInto[r.name], deliver: s.deliver, versions: map[types.NamespacedName]string{}}
 		reflector := cache.NewReflectorWithOptions(r.listWatch(s.cfg.Client), r.example, objects,
-			cache.ReflectorOptions{Name: r.name})
-		wait.Go(func() { reflector.RunWithContext(ctx) })
+			cache.ReflectorOptions{Name: r.name, Backoff: ptr.To(retries)})
+		running.Go(func() { keepWatching(ctx, reflector) })
 	}
-	wait.Wait()
+	running.Wait()
 	s.mu.Lock()
 	defer s.mu.Unlock()
 	if s.noNode != nil {
@@ -192,7 +198,7 @@ func (s *Source) nowSynced() bool {
 		onlyNode = onlyNode && r.name == nodes
 	}
 	if onlyNode && s.noNode == nil {
-		s.noNode = time.AfterFunc(nodeTimeout, s.goOnWithoutNode)
+		s.noNode = time.AfterFunc(s.cfg.NodeTimeout, s.goOnWithoutNode)
 	}
 	return false
 }
@@ -205,7 +211,7 @@ func (s *Source) goOnWithoutNode() {
 	}
 	s.synced = true
 	s.cfg.Log.Warn("the API server does not tell of this node; Services are proxied without regard to its zone and addresses",
-		"node", s.cfg.NodeName, "waited", nodeTimeout)
+		"node", s.cfg.NodeName, "waited", s.cfg.NodeTimeout)
 	s.sink.Apply(source.Batch{Synced: true})
 }
 

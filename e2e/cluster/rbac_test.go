@@ -1,0 +1,93 @@
+package cluster
+
+import (
+	"errors"
+	"fmt"
+	"slices"
+	"strings"
+	"testing"
+
+	authorization "k8s.io/api/authorization/v1"
+	v1 "k8s.io/api/core/v1"
+	apierrors "k8s.io/apimachinery/pkg/api/errors"
+	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
+	"k8s.io/client-go/kubernetes"
+	"k8s.io/client-go/rest"
+
+	"nodeproxy/e2e/harness"
+)
+
+// TestRights: the ClusterRole of deploy/rbac.yaml allows what is needed (or no other test here would pass) and nothing
+// else, and the daemon tells of its start by an event on its Node.
+func TestRights(t *testing.T) {
+	t.Parallel()
+	l := newLab(t, harness.NFT)
+	client, err := kubernetes.NewForConfig(l.cp.Via(l.Node1().Netns, &rest.Config{BearerToken: l.token}))
+	if err != nil {
+		t.Fatal(err)
+	}
+	l.run(t, "rights-are-the-documented-ones", func(s *scenario) {
+		review, err := client.AuthorizationV1().SelfSubjectRulesReviews().Create(s.Context(),
+			&authorization.SelfSubjectRulesReview{Spec: authorization.SelfSubjectRulesReviewSpec{Namespace: "default"}},
+			metav1.CreateOptions{})
+		s.must(err)
+		var got []string
+		for _, rule := range review.Status.ResourceRules {
+			for _, resource := range rule.Resources {
+				if !strings.HasPrefix(resource, "selfsubject") { // everybody may ask what he may do
+					slices.Sort(rule.Verbs)
+					got = append(got, fmt.Sprintf("%s/%s: %s", rule.APIGroups[0], resource, strings.Join(rule.Verbs, " ")))
+				}
+			}
+		}
+		slices.Sort(got)
+		want := []string{
+			"/nodes: get list watch", "/services: list watch",
+			"discovery.k8s.io/endpointslices: list watch", "events.k8s.io/events: create patch",
+		}
+		if !slices.Equal(got, want) {
+			s.Errorf("rights %q, want %q", got, want)
+		}
+	})
+	l.run(t, "other-requests-are-denied", func(s *scenario) {
+		core := client.CoreV1()
+		for what, request := range map[string]func() error{
+			"list secrets": func() error { _, err := core.Secrets("").List(s.Context(), metav1.ListOptions{}); return err },
+			"list pods":    func() error { _, err := core.Pods("").List(s.Context(), metav1.ListOptions{}); return err },
+			"get a service": func() error {
+				_, err := core.Services("default").Get(s.Context(), "kubernetes", metav1.GetOptions{})
+				return err
+			},
+			"create a service": func() error {
+				_, err := core.Services("default").Create(s.Context(),
+					&v1.Service{ObjectMeta: metav1.ObjectMeta{Name: "mine"}, Spec: v1.ServiceSpec{Ports: []v1.ServicePort{{Port: 80}}}},
+					metav1.CreateOptions{})
+				return err
+			},
+			"delete its node": func() error { return core.Nodes().Delete(s.Context(), "node1", metav1.DeleteOptions{}) },
+			"get a config map": func() error {
+				_, err := core.ConfigMaps("kube-system").Get(s.Context(), "extension-apiserver-authentication", metav1.GetOptions{})
+				return err
+			},
+			"delete events": func() error {
+				return client.EventsV1().Events("default").DeleteCollection(s.Context(), metav1.DeleteOptions{}, metav1.ListOptions{})
+			},
+		} {
+			if err := request(); !apierrors.IsForbidden(err) {
+				s.Errorf("%s: %v, want it to be forbidden", what, err)
+			}
+		}
+	})
+	l.run(t, "event-of-the-start", func(s *scenario) {
+		s.eventually("event", func() error {
+			events, err := l.cp.Admin.EventsV1().Events("default").List(s.Context(), metav1.ListOptions{})
+			s.must(err)
+			for _, e := range events.Items {
+				if e.Reason == "Starting" && e.Regarding.Kind == "Node" && e.Regarding.Name == "node1" {
+					return nil
+				}
+			}
+			return errors.New("no event Starting on the Node")
+		})
+	})
+}
