@@ -2,8 +2,13 @@ package iptables
 
 import (
 	"context"
+	"errors"
+	"fmt"
+	"os"
 	"os/exec"
+	"path/filepath"
 	"strings"
+	"syscall"
 	"testing"
 
 	"nodeproxy/proxier/plan"
@@ -51,6 +56,10 @@ func TestDetect(t *testing.T) {
 		{"the kubelet's hint in legacy", "iptables-legacy -t mangle -N KUBE-IPTABLES-HINT; iptables-nft -A INPUT -j ACCEPT", Legacy},
 		{"an old kubelet's canary in legacy, in IPv6", "ip6tables-legacy -t mangle -N KUBE-KUBELET-CANARY", Legacy},
 		{"more rules in legacy", "iptables-legacy -A INPUT -j ACCEPT; iptables-legacy -A INPUT -j ACCEPT; iptables-nft -A INPUT -j ACCEPT", Legacy},
+		{"hints in both", "iptables-nft -t mangle -N KUBE-IPTABLES-HINT; iptables-legacy -t mangle -N KUBE-IPTABLES-HINT", NFT},
+		{"chains without rules in legacy", "iptables-legacy -N A; iptables-legacy -N B", NFT},
+		{"a chain that only begins like a hint", "iptables-legacy -t mangle -N KUBE-IPTABLES-HINTS", NFT},
+		{"rules of IPv6 count too", "ip6tables-legacy -A INPUT -j ACCEPT", Legacy},
 		{"as many rules in both", "iptables-legacy -A INPUT -j ACCEPT; iptables-nft -A INPUT -j ACCEPT", NFT},
 	} {
 		t.Run(c.name, func(t *testing.T) {
@@ -91,5 +100,95 @@ func TestGuard(t *testing.T) {
 				}
 			})
 		})
+	}
+}
+
+// TestRestoreErrorOfBadRule: a rule that can't be read is blamed itself, by either variant, and what the program said is kept
+// without its hints about --help.
+func TestRestoreErrorOfBadRule(t *testing.T) {
+	t.Parallel()
+	for _, v := range []Variant{NFT, Legacy} {
+		t.Run(string(v), func(t *testing.T) {
+			t.Parallel()
+			inNamespace(t, func() {
+				var input strings.Builder
+				input.WriteString("*nat\n:KUBE-A - [0:0]\n")
+				for i := range 7 {
+					mask := 32
+					if i == 3 {
+						mask = 33
+					}
+					fmt.Fprintf(&input, "-A KUBE-A -s 10.0.0.%d/%d -j RETURN\n", i, mask)
+				}
+				input.WriteString("COMMIT\n")
+				err := realEngine(t, v, plan.IPv4).tool.restore(input.String())
+				var refused *RestoreError
+				if !errors.As(err, &refused) {
+					t.Errorf("a mask of 33 bits gives %v", err)
+					return
+				}
+				want := strings.Join([]string{
+					"  3: -A KUBE-A -s 10.0.0.0/32 -j RETURN", "  4: -A KUBE-A -s 10.0.0.1/32 -j RETURN",
+					"  5: -A KUBE-A -s 10.0.0.2/32 -j RETURN", "> 6: -A KUBE-A -s 10.0.0.3/33 -j RETURN",
+					"  7: -A KUBE-A -s 10.0.0.4/32 -j RETURN", "  8: -A KUBE-A -s 10.0.0.5/32 -j RETURN",
+					"  9: -A KUBE-A -s 10.0.0.6/32 -j RETURN",
+				}, "\n")
+				if refused.Excerpt != want {
+					t.Errorf("the excerpt is\n%s\nwant\n%s", refused.Excerpt, want)
+				}
+				if !strings.Contains(refused.Message, "invalid mask `33' specified; Error occurred at line: 6") ||
+					strings.Contains(refused.Message, "--help") || errLocked(err) {
+					t.Errorf("the message is %q", refused.Message)
+				}
+			})
+		})
+	}
+}
+
+func TestExcerpt(t *testing.T) {
+	t.Parallel()
+	const input = "a\nb\nc\nd\ne"
+	for _, tc := range []struct{ message, want string }{
+		{"Error occurred at line: 1", "> 1: a\n  2: b\n  3: c\n  4: d"},
+		{"line 5: RULE_REPLACE failed (No such file or directory): rule in chain PREROUTING", "  2: b\n  3: c\n  4: d\n> 5: e"},
+		{"iptables-restore: line 3 failed", "  1: a\n  2: b\n> 3: c\n  4: d\n  5: e"},
+		{"Error occurred at line: 6", ""},
+		{"Error occurred at line: 0", ""},
+		{"Error occurred at line: 99999999999999999999", ""},
+		{"out of memory", ""},
+		{"", ""},
+	} {
+		if got := excerpt(input, tc.message); got != tc.want {
+			t.Errorf("%q: got\n%s\nwant\n%s", tc.message, got, tc.want)
+		}
+	}
+	bare := &RestoreError{Program: "p", Message: "m", Err: errors.New("exit status 1")}
+	if got := bare.Error(); got != "p: exit status 1: m" {
+		t.Errorf("without an excerpt it is %q", got)
+	}
+}
+
+// TestLockIsRecognised, by what the legacy programs say when another one holds it.
+func TestLockIsRecognised(t *testing.T) {
+	t.Parallel()
+	lock, err := os.Create(filepath.Join(t.TempDir(), "lock"))
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer lock.Close()
+	if err := syscall.Flock(int(lock.Fd()), syscall.LOCK_EX); err != nil {
+		t.Fatal(err)
+	}
+	inNamespace(t, func() {
+		cmd := exec.Command("/usr/sbin/iptables-legacy-restore", "--noflush", "-w", "1")
+		cmd.Env = append(os.Environ(), "XTABLES_LOCKFILE="+lock.Name())
+		cmd.Stdin = strings.NewReader("*nat\nCOMMIT\n")
+		out, err := cmd.CombinedOutput()
+		if err == nil || !errLocked(fmt.Errorf("programming: %w", &RestoreError{Message: oneLine(string(out)), Err: err})) {
+			t.Errorf("not recognised: %v: %s", err, out)
+		}
+	})
+	if errLocked(nil) || errLocked(errors.New("xtables lock")) || errLocked(&RestoreError{Message: "line 3 failed"}) {
+		t.Error("something else is taken for a held lock")
 	}
 }

@@ -345,8 +345,9 @@ func toSay(b source.Batch) map[subject]bool {
 	p, _ := s.Update()
 	for key, sp := range p.Services {
 		for _, sh := range sp.Shadowed {
-			out[subject{key, fmt.Sprintf("Service %s: %s is also claimed by %s, which has the better right to it; this frontend goes to %s",
-				key.Service, sh.Frontend, sh.Owner, sh.Owner)}] = true
+			out[subject{key, fmt.Sprintf(
+				"Service %s: spec.ports[%s]: %s is also claimed by %s, which has the better right to it; this frontend goes to %s",
+				key.Service, key.Port, sh.Frontend, sh.Owner, sh.Owner)}] = true
 		}
 	}
 	return out
