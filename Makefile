@@ -5,7 +5,7 @@ BINARY  := bin/nodeproxy
 MODE    ?= iptables
 
 .DELETE_ON_ERROR:
-.PHONY: all build deps unit race e2e test lint bench bench-iptables demo fuzz clean
+.PHONY: all build deps controlplane unit race e2e test lint bench bench-iptables demo fuzz clean
 
 all: build
 
@@ -14,6 +14,10 @@ build:
 
 deps:
 	@hack/install-deps
+
+# A real etcd, kube-apiserver and kube-controller-manager for tests, built once: five minutes or so on two cores.
+controlplane:
+	@e2e/controlplane/build >/dev/null
 
 # The inner loop: everything but packets. Needs root, for rules in namespaces of the tests' own.
 unit: deps
@@ -24,7 +28,7 @@ race: deps
 	go test -race -count=1 ./proxier/... ./config/... ./cmd/...
 
 # Real packets through the real binary, in network namespaces.
-e2e: deps build
+e2e: deps build controlplane
 	NODEPROXY_BIN=$(CURDIR)/$(BINARY) go test -timeout 20m ./e2e/...
 
 lint:
@@ -32,7 +36,7 @@ lint:
 	go vet ./...
 	go tool staticcheck ./...
 
-test: deps build lint
+test: deps build lint controlplane
 	go test -count=1 -timeout 10m $$(go list ./... | grep -v /e2e)
 	$(MAKE) race
 	NODEPROXY_BIN=$(CURDIR)/$(BINARY) go test -count=1 -timeout 20m -v ./e2e/... | hack/quiet

@@ -182,7 +182,7 @@ func TestPlanFollowsFromObjectsAlone(t *testing.T) {
 			}
 		}
 		s.Apply(pending)
-		before = checkChanged(t, s, before)
+		checkChanged(t, s, before)
 
 		atOnce := newTestState(nil)
 		atOnce.Apply(c.all())
