@@ -4,6 +4,7 @@ import (
 	"bytes"
 	"fmt"
 	"math/rand/v2"
+	"net/netip"
 	"os/exec"
 	"regexp"
 	"strings"
@@ -38,7 +39,8 @@ var (
 	}, "|")
 	targets = strings.Join([]string{
 		`-[jg] ` + ownChain, `-j ACCEPT`, `-j DROP`, `-j RETURN`, `-j REJECT --reject-with icmp6?-port-unreachable`,
-		`-j MASQUERADE( --random-fully)?`, `-j MARK --set-xmark 0x[0-9a-f]+/0x[0-9a-f]+`, `-j DNAT --to-destination [0-9a-f.:\[\]]+`,
+		`-j MASQUERADE( --random-fully)?`, `-j MARK --set-xmark 0x[0-9a-f]+/0x[0-9a-f]+`,
+		`-j DNAT --to-destination [0-9a-f.:\[\]]+`,
 	}, "|")
 	line = regexp.MustCompile(`^([*](filter|nat)|COMMIT|:` + ownChain + ` - \[0:0\]` +
 		`|-A ` + ownChain + `(` + matches + `)* (` + targets + `)` +
@@ -47,7 +49,8 @@ var (
 
 // hostile are texts that an API server or a manifest may hold where an address, a range or a name belongs.
 var hostile = []string{
-	"", "web", "a\n-A INPUT -j DROP", "a\nCOMMIT\n*filter", `"; -j ACCEPT`, `a" -j ACCEPT`, "x' y", "a\\", "ü", strings.Repeat("a", 300),
+	"", "web", "a\n-A INPUT -j DROP", "a\nCOMMIT\n*filter", `"; -j ACCEPT`, `a" -j ACCEPT`, "x' y", "a\\", "ü",
+	strings.Repeat("a", 300),
 	strings.Repeat("a", 63), "10.96.0.1", "fd00::1", "010.096.000.001", "::ffff:10.0.0.1", "10.0.0.0/8", "::/0", "0.0.0.0/0",
 	"1.2.3.4/33", "::ffff:10.0.0.0/104", "::ffff:0:0/95", "%eth0", "fe80::1%eth0", "255.255.255.255", "0.0.0.0", "::", "127.0.0.1",
 	"ff02::1", "1.1.1.1", "$(id)", "-j", "--", "Local", "ClientIP", "None",
@@ -205,4 +208,31 @@ func often(good []string, word *rapid.Generator[string]) *rapid.Generator[string
 		}
 		return rapid.SampledFrom(good).Draw(t, "good")
 	})
+}
+
+// TestTextIsData: even a name that should never have got into a plan stays within its comment. There are as many rules as
+// with a plain name, of the same kinds, and they are accepted.
+func TestTextIsData(t *testing.T) {
+	t.Parallel()
+	rulesFor := func(name string) string {
+		p := plan.New(plan.Node{}, plan.Settings{})
+		p.Set(&plan.ServicePort{
+			Key:       plan.Key{Service: plan.Service{Namespace: "ns", Name: name}, Protocol: plan.TCP, Family: plan.IPv4},
+			Frontends: []plan.Frontend{{Kind: plan.ClusterIP, Addr: netip.MustParseAddr("10.96.0.1"), Protocol: plan.TCP, Port: 80}},
+			Endpoints: plan.Endpoints{Any: true, Cluster: []plan.Endpoint{{Addr: netip.MustParseAddrPort("10.244.0.1:80")}}},
+		})
+		return iptables.Render(p, plan.IPv4, iptables.Options{MasqueradeBit: 14})
+	}
+	plain := strings.Count(rulesFor("web"), "\n")
+	for _, name := range []string{"a\n-A INPUT -j DROP", "a\r\nb", `" -j ACCEPT`, `\" -j ACCEPT`, `a\`, "it's", "a\x00b", "\x7f", "ü", "-A", "a b"} {
+		text := rulesFor(name)
+		if n := strings.Count(text, "\n"); n != plain || strings.ContainsAny(text, "\r\x00\x7f") {
+			t.Errorf("%q makes %d lines, a plain name %d:\n%s", name, n, plain, text)
+		}
+		for _, variant := range []string{"nft", "legacy"} {
+			if err := restoreTest(variant, text, "*nat\nCOMMIT\n"); err != nil {
+				t.Errorf("%q: %v", name, err)
+			}
+		}
+	}
 }

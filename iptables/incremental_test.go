@@ -5,6 +5,7 @@ import (
 	"errors"
 	"fmt"
 	"log/slog"
+	"net/netip"
 	"slices"
 	"strings"
 	"testing"
@@ -329,5 +330,38 @@ func TestWithoutBPF(t *testing.T) {
 	}
 	if e.current == nil || e.current.compact {
 		t.Error("the next change would be written in the form that the kernel refuses")
+	}
+}
+
+// TestFrontendChangesHands: an external IP passes from a ServicePort that goes to one that gets its first endpoints in the same
+// change, so that the one's rules are written before the other's are taken back.
+func TestFrontendChangesHands(t *testing.T) {
+	external := plan.Frontend{Kind: plan.ExternalIP, Addr: netip.MustParseAddr("192.0.2.1"), Protocol: plan.TCP, Port: 80}
+	node := plan.Node{Name: "node-1"}
+	first, second := plan.New(node, plan.Settings{}), plan.New(node, plan.Settings{})
+	loser, winner := *plantest.LargeService(1, 0, 2), *plantest.LargeService(2, 0, 0)
+	loser.Frontends = append(slices.Clone(loser.Frontends), external)
+	first.Set(&loser)
+	first.Set(&winner)
+	before := loser
+	before.Frontends = loser.Frontends[:1]
+	before.Endpoints = plan.Endpoints{} // it starts to be refused, so its rules go last
+	after := *plantest.LargeService(2, 100, 2)
+	after.Frontends = append(slices.Clone(after.Frontends), external)
+	second.Set(&before)
+	second.Set(&after)
+
+	e, k := fakeEngine(plan.IPv4)
+	for i, p := range []*plan.Plan{first, second} {
+		changed := differing(first, second)
+		if i == 0 {
+			changed = nil
+		}
+		if err := e.sync(context.Background(), p, changed); err != nil {
+			t.Fatal(err)
+		}
+	}
+	if got, want := k.text(), wantText(second, plan.IPv4); got != want {
+		t.Fatalf("the kernel holds something else than a full render says:\n%s", diffLines(want, got))
 	}
 }

@@ -188,7 +188,8 @@ func (r *rules) step(in table, transitions []*transition) block {
 	// All old entries go before new ones come: a frontend may pass from one ServicePort to another.
 	for _, t := range transitions {
 		for _, e := range t.old.entries {
-			if places[e.dispatcher].table == in {
+			// In a step before, the frontend may have got another owner, whose entry is not to go.
+			if places[e.dispatcher].table == in && r.tries[e.dispatcher].at(e.key) == e.rule {
 				r.tries[e.dispatcher] = r.tries[e.dispatcher].without(e.key)
 			}
 		}

@@ -74,6 +74,21 @@ func (t *trie) without(k key) *trie {
 	return t.withKids(kids)
 }
 
+// at returns the rule at k; empty if there is none.
+func (t *trie) at(k key) string {
+	for t != nil && strings.HasPrefix(string(k), string(t.prefix)) {
+		if t.isEntry() {
+			return t.rule
+		}
+		i, found := t.kid(k)
+		if !found {
+			return ""
+		}
+		t = t.kids[i]
+	}
+	return ""
+}
+
 // kid finds the child for a key that has t's prefix, or where one would have to be put.
 func (t *trie) kid(k key) (int, bool) {
 	digit := k[len(t.prefix)]

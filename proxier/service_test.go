@@ -91,6 +91,10 @@ func wants(specs []portSpec) []string {
 func TestReadServiceFrontends(t *testing.T) {
 	t.Parallel()
 	nodePort := func(n int32) v1.ServicePort { return v1.ServicePort{Port: 80, NodePort: n} }
+	badIngress := func(i int, text string) string {
+		return fmt.Sprintf("problem: Service ns/a: status.loadBalancer.ingress[%d].ip: %q is not an address that a load balancer "+
+			"can have; this load balancer IP is not proxied", i, text)
+	}
 	for _, tc := range []struct {
 		name  string
 		svc   *v1.Service
@@ -140,9 +144,9 @@ func TestReadServiceFrontends(t *testing.T) {
 			"ns/a/TCP/IPv4 cluster IP 10.96.0.1:80/TCP, load balancer IP 192.0.2.1:80/TCP, load balancer IP 192.0.2.2:80/TCP"}},
 		{name: "load balancer IPs that can't be", svc: makeService(ingress("127.0.0.1", "0.0.0.0", "10.0.0.300")), wants: []string{
 			"ns/a/TCP/IPv4 cluster IP 10.96.0.1:80/TCP"}, said: []string{
-			`problem: Service ns/a: status.loadBalancer.ingress[0].ip: "127.0.0.1" is not an address that a load balancer can have; this load balancer IP is not proxied`,
-			`problem: Service ns/a: status.loadBalancer.ingress[1].ip: "0.0.0.0" is not an address that a load balancer can have; this load balancer IP is not proxied`,
-			`problem: Service ns/a: status.loadBalancer.ingress[2].ip: "10.0.0.300" is not an address that a load balancer can have; this load balancer IP is not proxied`}},
+			badIngress(0, "127.0.0.1"),
+			badIngress(1, "0.0.0.0"),
+			badIngress(2, "10.0.0.300")}},
 		{name: "one address as two kinds is of the better one", svc: makeService(ingress("192.0.2.1"),
 			externalIPs("192.0.2.1", "192.0.2.1", "10.96.0.1")), wants: []string{
 			"ns/a/TCP/IPv4 cluster IP 10.96.0.1:80/TCP, load balancer IP 192.0.2.1:80/TCP"}},
@@ -237,7 +241,8 @@ func TestReadServicePorts(t *testing.T) {
 // TestReadServiceName: a name that no API server lets in gets into no rule.
 func TestReadServiceName(t *testing.T) {
 	t.Parallel()
-	for _, name := range []string{"a\n-A INPUT -j ACCEPT", `a" -j DROP`, "a b", "", strings.Repeat("a", 300), "ä", "a/b", "a:b", "$(id)", "a\x00"} {
+	for _, name := range []string{"a\n-A INPUT -j ACCEPT", `a" -j DROP`, "a b", "", strings.Repeat("a", 300), "ä", "a/b", "a:b",
+		"$(id)", "a\x00"} {
 		for _, field := range []func(*v1.Service){
 			func(s *v1.Service) { s.Name = name },
 			func(s *v1.Service) { s.Namespace = name },
@@ -337,16 +342,17 @@ func TestReadServiceAffinity(t *testing.T) {
 // TestReadServiceHealthCheck: the health check node port is of a load balancer under policy Local, and of one port only.
 func TestReadServiceHealthCheck(t *testing.T) {
 	t.Parallel()
+	const at32000 = "health check node port 32000/TCP"
 	check := func(n int32) func(*v1.Service) { return func(s *v1.Service) { s.Spec.HealthCheckNodePort = n } }
 	two := ports(v1.ServicePort{Name: "b", Port: 81}, v1.ServicePort{Name: "a", Port: 80, Protocol: "UDP"})
 	for _, tc := range []struct {
 		name string
 		svc  *v1.Service
-		want []string // the keys of the ports that have it
+		want []string // the ports that have it, with the frontend
 	}{
-		{"load balancer, Local", makeService(check(32000), ofType("LoadBalancer"), externalLocal, two), []string{"ns/a:a/UDP/IPv4"}},
+		{"load balancer, Local", makeService(check(32000), ofType("LoadBalancer"), externalLocal, two), []string{"ns/a:a/UDP/IPv4 " + at32000}},
 		{"in each family", makeService(check(32000), ofType("LoadBalancer"), externalLocal, clusterIPs("10.96.0.1", "fd00::1")),
-			[]string{"ns/a/TCP/IPv4", "ns/a/TCP/IPv6"}},
+			[]string{"ns/a/TCP/IPv4 " + at32000, "ns/a/TCP/IPv6 " + at32000}},
 		{"load balancer, Cluster", makeService(check(32000), ofType("LoadBalancer"), two), nil},
 		{"node port, Local", makeService(check(32000), ofType("NodePort"), externalLocal), nil},
 		{"none", makeService(ofType("LoadBalancer"), externalLocal), nil},
@@ -356,8 +362,10 @@ func TestReadServiceHealthCheck(t *testing.T) {
 		specs, _ := readService(tc.svc, plan.Families[:])
 		var got []string
 		for _, s := range specs {
-			if slices.Contains(s.wants, plan.Frontend{Kind: plan.HealthCheckNodePort, Protocol: plan.TCP, Port: 32000}) {
-				got = append(got, s.key.String())
+			for _, f := range s.wants {
+				if f.Kind == plan.HealthCheckNodePort {
+					got = append(got, s.key.String()+" "+f.String())
+				}
 			}
 		}
 		if !slices.Equal(got, tc.want) {

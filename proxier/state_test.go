@@ -101,7 +101,9 @@ func drawService(t *rapid.T, name types.NamespacedName) *v1.Service {
 	svc := &v1.Service{ObjectMeta: metav1.ObjectMeta{Namespace: name.Namespace, Name: name.Name}}
 	s := &svc.Spec
 	s.Type = rapid.SampledFrom([]v1.ServiceType{"ClusterIP", "NodePort", "LoadBalancer", "ExternalName"}).Draw(t, "type")
-	s.ClusterIPs = rapid.SampledFrom([][]string{{"10.96.0.1"}, {"10.96.0.2", "fd00::2"}, {"fd00::3"}, {"None"}, {"bad"}}).Draw(t, "IPs")
+	s.ClusterIPs = rapid.SampledFrom([][]string{
+		{"10.96.0.1"}, {"10.96.0.2", "fd00::2"}, {"fd00::3"}, {"None"}, {"bad"},
+	}).Draw(t, "IPs")
 	s.ClusterIP = s.ClusterIPs[0]
 	s.ExternalIPs = some("external", "1.1.1.1", "10.96.0.1", "127.0.0.1", "fd00::2")
 	s.ExternalTrafficPolicy = rapid.SampledFrom([]v1.ServiceExternalTrafficPolicy{"Cluster", "Local"}).Draw(t, "eTP")
@@ -135,7 +137,8 @@ func drawSlice(t *rapid.T, name types.NamespacedName) *discovery.EndpointSlice {
 	for _, p := range []string{"x", "y"} {
 		s.Ports = append(s.Ports, discovery.EndpointPort{Name: ptr(p), Port: ptr[int32](8080)})
 	}
-	for _, ip := range rapid.SliceOfN(rapid.SampledFrom([]string{"10.0.0.1", "10.0.0.2", "fd01::1", "169.254.0.1"}), 0, 3).Draw(t, "ips") {
+	ips := rapid.SampledFrom([]string{"10.0.0.1", "10.0.0.2", "fd01::1", "169.254.0.1"})
+	for _, ip := range rapid.SliceOfN(ips, 0, 3).Draw(t, "ips") {
 		e := discovery.Endpoint{Addresses: []string{ip}}
 		e.Conditions.Ready = rapid.SampledFrom([]*bool{nil, ptr(true), ptr(false)}).Draw(t, "ready")
 		e.Conditions.Terminating = rapid.SampledFrom([]*bool{nil, ptr(true)}).Draw(t, "terminating")
