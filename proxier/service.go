@@ -155,26 +155,32 @@ func readAddresses(svc *v1.Service, f *findings) addresses {
 }
 
 // readSourceRanges reads loadBalancerSourceRanges. A range that admits every address of its family lifts the limit for
-// that family. A range that can't be read admits nobody; were it the only one and simply left out, everybody would be
-// let in, so then a range without any usable source stands in for it.
+// that family. A range that can't be read admits nobody; were it the only one of its family, whichever that was meant to
+// be, and simply left out, everybody would be let in, so then a range without any usable source stands in for it.
 func (a *addresses) readSourceRanges(svc *v1.Service, f *findings) {
 	unlimited := map[plan.Family]bool{}
-	bad := false
+	bad := map[plan.Family]bool{} // which family an unreadable one may have been meant for
 	for i, text := range svc.Spec.LoadBalancerSourceRanges {
 		cidr, ok := parseCIDR(strings.TrimSpace(text))
 		if !ok {
 			f.problem(fmt.Sprintf("spec.loadBalancerSourceRanges[%d]", i), "this range admits nobody",
 				"%.80q is no CIDR", text)
-			bad = true
+			bad[plan.IPv4] = bad[plan.IPv4] || !strings.Contains(text, ":")
+			bad[plan.IPv6] = bad[plan.IPv6] || !strings.Contains(text, ".")
 			continue
 		}
 		family := plan.FamilyOf(cidr.Addr())
 		unlimited[family] = unlimited[family] || cidr.Bits() == 0
 		a.sourceRanges[family] = append(a.sourceRanges[family], cidr)
 	}
-	if bad && len(a.sourceRanges) == 0 {
-		a.sourceRanges[plan.IPv4] = []netip.Prefix{netip.MustParsePrefix("0.0.0.0/32")}
-		a.sourceRanges[plan.IPv6] = []netip.Prefix{netip.MustParsePrefix("::/128")}
+	nobody := map[plan.Family]netip.Prefix{
+		plan.IPv4: netip.MustParsePrefix("0.0.0.0/32"), plan.IPv6: netip.MustParsePrefix("::/128"),
+	}
+	unread := len(bad) > 0 && len(a.sourceRanges) == 0
+	for family, none := range nobody {
+		if (bad[family] || unread) && len(a.sourceRanges[family]) == 0 {
+			a.sourceRanges[family] = []netip.Prefix{none}
+		}
 	}
 	for family, ranges := range a.sourceRanges {
 		slices.SortFunc(ranges, netip.Prefix.Compare)

@@ -275,7 +275,9 @@ func TestReadServiceSourceRanges(t *testing.T) {
 		// Were the only range left out, everybody would be let in.
 		{ranges: []string{"10.0.0.0"}, v4: "[0.0.0.0/32]", v6: "[::/128]", said: []string{bad(0, "10.0.0.0")}},
 		{ranges: []string{"", "x"}, v4: "[0.0.0.0/32]", v6: "[::/128]", said: []string{bad(0, ""), bad(1, "x")}},
-		{ranges: []string{"x", "0.0.0.0/0"}, v4: "[]", v6: "[]", said: []string{bad(0, "x")}},
+		// What can't be read closes the family that it may have been meant for, whatever the other one has.
+		{ranges: []string{"x", "0.0.0.0/0"}, v4: "[]", v6: "[::/128]", said: []string{bad(0, "x")}},
+		{ranges: []string{"10.0.0.0/33", "2001:db8::/32"}, v4: "[0.0.0.0/32]", v6: "[2001:db8::/32]", said: []string{bad(0, "10.0.0.0/33")}},
 		// iptables knows no other spelling of a range of IPv4.
 		{ranges: []string{"::ffff:10.0.0.0/104"}, v4: "[10.0.0.0/8]", v6: "[]"},
 	} {
