@@ -40,7 +40,16 @@ func defaults() Config {
 		Mode: "iptables", NodeName: "node1", Manifests: "m",
 		API:          APIServer{ContentType: "application/vnd.kubernetes.protobuf", QPS: 5, Burst: 10},
 		ServiceCIDRs: prefixes("10.96.0.0/16"), NodePorts: PortRange{30000, 32767},
-		IPTablesBackend: iptables.Auto, MasqueradeBit: 14, LogLevel: "info",
+		IPTablesBackend: iptables.Auto, MasqueradeBit: 14, LogLevel: "info", LogFormat: "text",
+		SyncPeriod: 30 * time.Second, OOMScoreAdj: -999,
+		Servers: Servers{
+			Bind: netip.MustParseAddr("0.0.0.0"), Healthz: netip.MustParseAddrPort("0.0.0.0:10256"),
+			Metrics: netip.MustParseAddrPort("127.0.0.1:10249"),
+		},
+		Conntrack: Conntrack{
+			MaxPerCore: 32768, Min: 131072, TCPEstablishedTimeout: 24 * time.Hour, TCPCloseWaitTimeout: time.Hour,
+		},
+		IPVS: IPVS{SyncPeriod: 30 * time.Second}, NFTables: NFTables{MasqueradeBit: 14, SyncPeriod: 30 * time.Second},
 		Settings: plan.Settings{
 			DetectLocal: plan.DetectLocal{Mode: plan.DetectClusterCIDR}, LocalhostNodePorts: true,
 		},
@@ -74,6 +83,7 @@ func TestFlags(t *testing.T) {
 		{"", func(*Config) {}},
 		{"--mode=iptables", func(*Config) {}},
 		{"--proxy-mode=iptables", func(*Config) {}},
+		{"--proxy-mode=", func(*Config) {}},
 		{"--node-name=Node-2", name("node-2")},
 		{"--hostname-override=Node-2", name("node-2")},
 		{"--manifests=/etc/m", func(c *Config) { c.Manifests = "/etc/m" }},
@@ -124,6 +134,7 @@ func TestFlags(t *testing.T) {
 			}
 			want := defaults()
 			tc.change(&want)
+			got.Findings = nil // TestFindings is about them.
 			if !reflect.DeepEqual(*got, want) {
 				t.Errorf("got\n%+v\nwant\n%+v", *got, want)
 			}
@@ -162,7 +173,7 @@ func TestWrongFlags(t *testing.T) {
 		want []string
 	}{
 		{[]string{"--mode=ipvs"}, []string{`--mode: "ipvs" is not supported; iptables is`}},
-		{[]string{"--proxy-mode="}, []string{`--mode: "" is not supported; iptables is`}},
+		{[]string{"--proxy-mode=userspace"}, []string{`--proxy-mode: "userspace" is not supported; iptables is`}},
 		{[]string{"--service-cidr=10.0.0.0"}, []string{`--service-cidr: "10.0.0.0" is no CIDR`}},
 		{[]string{"--service-cidr=10.0.0.0/33"}, []string{`--service-cidr: "10.0.0.0/33" is no CIDR`}},
 		{[]string{"--service-cidr=10.0.0.0/8,11.0.0.0/8"},

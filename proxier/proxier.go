@@ -26,8 +26,10 @@ type Config struct {
 	// Families are those that this node can forward.
 	Families []plan.Family
 	Backend  Backend
-	// MinSyncPeriod is the least time between the starts of two syncs. Zero, the default, lets every change be
-	// programmed at once; changes that arrive while a sync runs go into the next one together.
+	// MinSyncPeriod is the least time between the starts of two syncs; zero by default. A change that finds the Proxier idle
+	// is programmed at once. Changes that arrive while a sync of other changes runs go into the next one together, which
+	// begins after a rest as long as that sync took, so that changes never keep the machine busy for more than half of
+	// the time.
 	MinSyncPeriod time.Duration
 	// Report receives what owners of objects should know; nil discards it.
 	Report source.Report
@@ -39,6 +41,9 @@ const (
 	firstRetry = 200 * time.Millisecond
 	lastRetry  = 30 * time.Second
 )
+
+// longestRest is how long changes may have to wait at most for the sake of a sync that took long.
+const longestRest = time.Second
 
 // Proxier receives batches of objects, and syncs its backend whenever they change the plan.
 type Proxier struct {
@@ -120,7 +125,7 @@ func (p *Proxier) Run(ctx context.Context) {
 		}
 		p.cfg.Log.Log(ctx, level, "in sync", "took", time.Since(start).Round(10*time.Microsecond), "changed", len(changed),
 			"service-ports", len(desired.Services))
-		p.pause(ctx, start)
+		p.pause(ctx, start, changed == nil)
 	}
 }
 
@@ -149,9 +154,15 @@ func (p *Proxier) warnOnce(inSync *bool) {
 	}
 }
 
-// pause waits until MinSyncPeriod has passed since start.
-func (p *Proxier) pause(ctx context.Context, start time.Time) {
-	left := p.cfg.MinSyncPeriod - time.Since(start)
+// pause waits until MinSyncPeriod has passed since start, when a sync began that has just ended. If changes have arrived
+// meanwhile, there are many: it also waits as long as that sync took, and what arrives by then goes along. A sync of
+// everything is no measure of what changes cost.
+func (p *Proxier) pause(ctx context.Context, start time.Time, all bool) {
+	took := time.Since(start)
+	left := p.cfg.MinSyncPeriod - took
+	if !all && p.waiting() {
+		left = max(left, min(took, longestRest))
+	}
 	if left <= 0 {
 		return
 	}
@@ -159,4 +170,11 @@ func (p *Proxier) pause(ctx context.Context, start time.Time) {
 	case <-ctx.Done():
 	case <-time.After(left):
 	}
+}
+
+// waiting reports whether there are batches that no sync has taken yet.
+func (p *Proxier) waiting() bool {
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	return !p.pending.Empty()
 }

@@ -109,6 +109,23 @@ func TestChangesDuringASyncGoTogether(t *testing.T) {
 	expect(t, calls, "0s: all of 1", "1s: 2 of 3")
 }
 
+// TestChangesInARowRest: the rest after a sync is as long as the sync, but only where there is more to do.
+func TestChangesInARowRest(t *testing.T) {
+	t.Parallel()
+	r := &recorder{takes: 100 * time.Millisecond}
+	calls := run(t, r, 0, func(p *Proxier) {
+		p.Apply(batch("a", 1, true))
+		time.Sleep(time.Second)
+		for i := range int32(10) { // One every 50 ms.
+			p.Apply(batch("a", 10+i, false))
+			time.Sleep(50 * time.Millisecond)
+		}
+		time.Sleep(time.Second)
+		p.Apply(batch("a", 30, false))
+	})
+	expect(t, calls, "0s: all of 1", "1s: 1 of 1", "1.2s: 1 of 1", "1.4s: 1 of 1", "1.6s: 1 of 1", "2.5s: 1 of 1")
+}
+
 func TestAfterAFailureNothingIsAssumed(t *testing.T) {
 	calls := run(t, &recorder{fail: 3}, 0, func(p *Proxier) {
 		p.Apply(batch("a", 80, true))

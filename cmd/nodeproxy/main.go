@@ -8,6 +8,7 @@ import (
 	"os"
 
 	"github.com/spf13/cobra"
+	cliflag "k8s.io/component-base/cli/flag"
 
 	"nodeproxy/config"
 )
@@ -38,13 +39,15 @@ func root() *cobra.Command {
 		Long: "nodeproxy forwards traffic for Kubernetes Services to their endpoints, by rules that it keeps in the kernel.\n" +
 			"Without a subcommand it does what \"nodeproxy run\" does.",
 		Args:          noArgs,
+		Version:       version,
 		RunE:          run.RunE,
 		SilenceUsage:  true,
 		SilenceErrors: true,
 	}
 	cmd.Flags().AddFlagSet(run.Flags())
+	cmd.SetGlobalNormalizationFunc(cliflag.WordSepNormalizeFunc)
 	cmd.SetFlagErrorFunc(func(_ *cobra.Command, err error) error { return &usageError{err} })
-	cmd.AddCommand(run, renderCommand(), versionCommand())
+	cmd.AddCommand(run, renderCommand(), configCommand(), versionCommand())
 	return cmd
 }
 
@@ -72,5 +75,9 @@ func newLog(c *config.Config) *slog.Logger {
 	level := map[string]slog.Level{
 		"debug": slog.LevelDebug, "info": slog.LevelInfo, "warn": slog.LevelWarn, "error": slog.LevelError,
 	}[c.LogLevel]
-	return slog.New(slog.NewTextHandler(os.Stderr, &slog.HandlerOptions{Level: level}))
+	options := &slog.HandlerOptions{Level: level}
+	if c.LogFormat == "json" {
+		return slog.New(slog.NewJSONHandler(os.Stderr, options))
+	}
+	return slog.New(slog.NewTextHandler(os.Stderr, options))
 }

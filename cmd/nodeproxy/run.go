@@ -7,18 +7,13 @@ import (
 	"log/slog"
 	"os"
 	"os/signal"
-	"strings"
+	"strconv"
 	"syscall"
 
 	"github.com/spf13/cobra"
 
 	"nodeproxy/config"
-	"nodeproxy/iptables"
-	"nodeproxy/proxier"
-	"nodeproxy/proxier/plan"
 	"nodeproxy/proxier/source"
-	"nodeproxy/proxier/source/apiserver"
-	"nodeproxy/proxier/source/manifest"
 )
 
 func runCommand() *cobra.Command {
@@ -28,79 +23,99 @@ func runCommand() *cobra.Command {
 		Short: "Keep this node's rules equal to what the Services ask for",
 		Args:  noArgs,
 		RunE: func(cmd *cobra.Command, _ []string) error {
+			if flags.WriteConfigTo() != "" {
+				return writeConfig(flags)
+			}
 			cfg, err := flags.Config()
 			if err != nil {
 				return &usageError{err}
 			}
 			ctx, stop := signal.NotifyContext(cmd.Context(), syscall.SIGTERM, os.Interrupt)
 			defer stop()
-			return run(ctx, cfg, newLog(cfg))
+			return runWatched(ctx, flags, cfg)
 		},
 	}
 	flags.Add(cmd.Flags())
 	return cmd
 }
 
-// run serves until ctx ends. The rules stay when it returns.
-func run(ctx context.Context, cfg *config.Config, log *slog.Logger) error {
-	backend, err := iptables.New(iptables.Config{
-		Variant: cfg.IPTablesBackend, Families: hostFamilies(log), MasqueradeBit: cfg.MasqueradeBit, Log: log,
-	})
-	if err != nil {
-		return err
-	}
-	report := reporter(log)
-	objects, from, err := objectSource(ctx, cfg, report, log)
-	if err != nil {
-		return err
-	}
-	p := proxier.New(proxier.Config{
-		NodeName: cfg.NodeName, Settings: cfg.Settings, Families: backend.Families(), Backend: backend,
-		MinSyncPeriod: cfg.MinSyncPeriod, Report: report, Log: log,
-	})
-	log.Info("starting", "version", version, "mode", cfg.Mode, "node", cfg.NodeName, "objects-from", from)
-
+// runWatched runs until ctx ends, and anew with each new configuration that the file comes to hold. Rules stay in force in
+// between.
+func runWatched(ctx context.Context, flags *config.Flags, cfg *config.Config) error {
 	ctx, cancel := context.WithCancel(ctx)
 	defer cancel()
-	failed := make(chan error, 1)
+	log := newLog(cfg)
+	slog.SetDefault(log) // What outlives a configuration logs by it.
+	changes := make(chan *config.Config, 1)
 	go func() {
-		defer cancel()
-		failed <- objects.Run(ctx, p)
+		err := flags.Watch(ctx, func(c *config.Config) {
+			select {
+			case <-changes: // A newer one goes in place of one that nobody has taken yet.
+			default:
+			}
+			changes <- c
+		}, func(err error) {
+			slog.Error("the configuration file is wrong; what was read before stays in force", "error", err)
+		})
+		if err != nil {
+			log.Warn("changes of the configuration file are not seen", "error", err)
+		}
 	}()
-	p.Run(ctx)
-	cancel()
-	if err := <-failed; err != nil && !errors.Is(err, context.Canceled) {
-		return fmt.Errorf("reading objects from %s: %w", from, err)
+	for {
+		next, err := runUntilChange(ctx, cfg, changes, log)
+		if next == nil || err != nil {
+			return err
+		}
+		cfg, log = next, newLog(next)
+		slog.SetDefault(log)
+		log.Info("the configuration file has changed; starting again with it, while the rules stay in force")
+	}
+}
+
+// runUntilChange runs until ctx ends, or until there is a new configuration, which it returns.
+func runUntilChange(ctx context.Context, cfg *config.Config, changes <-chan *config.Config, log *slog.Logger) (*config.Config, error) {
+	ctx, cancel := context.WithCancel(ctx)
+	defer cancel()
+	ended := make(chan error, 1)
+	go func() { ended <- run(ctx, cfg, log) }()
+	select {
+	case err := <-ended:
+		return nil, err
+	case next := <-changes:
+		cancel()
+		return next, <-ended
+	}
+}
+
+// run serves until ctx ends. The rules stay when it returns.
+func run(ctx context.Context, cfg *config.Config, log *slog.Logger) error {
+	report := reporter(log)
+	for _, f := range cfg.Findings {
+		report(f)
+	}
+	if err := setOOMScore(cfg.OOMScoreAdj); err != nil {
+		log.Info("the kernel may end this process sooner than others when memory runs out", "error", err)
+	}
+	d, err := newDaemon(ctx, cfg, report, log)
+	if err != nil {
+		return err
+	}
+	log.Info("starting", "version", version, "mode", cfg.Mode, "node", cfg.NodeName, "objects-from", d.from)
+	if err := d.run(ctx); err != nil {
+		return err
 	}
 	log.Info("stopped; the rules stay in force")
 	return nil
 }
 
-// objectSource makes the source that the configuration asks for, and names it.
-func objectSource(ctx context.Context, cfg *config.Config, report source.Report, log *slog.Logger) (source.Source, string, error) {
-	if cfg.Manifests != "" {
-		s, err := manifest.New(manifestConfig(cfg, report, log))
-		return s, cfg.Manifests, err
+// setOOMScore says how ready the kernel is to kill this process when memory runs out. Only a process with CAP_SYS_RESOURCE
+// may lower its own.
+func setOOMScore(score int) error {
+	const file = "/proc/self/oom_score_adj"
+	if err := os.WriteFile(file, []byte(strconv.Itoa(score)), 0o644); err != nil && !errors.Is(err, os.ErrNotExist) {
+		return fmt.Errorf("oomScoreAdj: setting it to %d: %w", score, err)
 	}
-	apiserver.RedirectLogs(log)
-	client, err := apiserver.NewClient(apiserver.ClientConfig{
-		Kubeconfig: cfg.API.Kubeconfig, Master: cfg.API.Master, ContentType: cfg.API.ContentType,
-		QPS: cfg.API.QPS, Burst: cfg.API.Burst, UserAgent: "nodeproxy/" + version,
-	})
-	if err != nil {
-		return nil, "", &usageError{err}
-	}
-	events := apiserver.NewEvents(client, cfg.NodeName, "nodeproxy", log)
-	go events.Run(ctx)
-	events.Normal("Starting", "StartNodeproxy", "")
-	return apiserver.New(apiserver.Config{Client: client, NodeName: cfg.NodeName, Log: log, Report: report}), "the API server", nil
-}
-
-func manifestConfig(cfg *config.Config, report source.Report, log *slog.Logger) manifest.Config {
-	return manifest.Config{
-		Path: cfg.Manifests, ServiceCIDRs: cfg.ServiceCIDRs,
-		NodePorts: manifest.PortRange{First: cfg.NodePorts.First, Last: cfg.NodePorts.Last}, Report: report, Log: log,
-	}
+	return nil
 }
 
 // reporter logs findings: problems as warnings, notes at level info.
@@ -118,17 +133,4 @@ func reporter(log *slog.Logger) source.Report {
 		}
 		log.LogAttrs(context.Background(), level, f.Detail, attrs...)
 	}
-}
-
-// hostFamilies are the families that this node can forward: IPv4 always, IPv6 unless the kernel has it off.
-func hostFamilies(log *slog.Logger) []plan.Family {
-	if _, err := os.Stat("/proc/net/if_inet6"); err != nil {
-		log.Info("IPv4 only: this kernel has no IPv6")
-		return []plan.Family{plan.IPv4}
-	}
-	if off, err := os.ReadFile("/proc/sys/net/ipv6/conf/all/disable_ipv6"); err == nil && strings.TrimSpace(string(off)) == "1" {
-		log.Info("IPv4 only: IPv6 is switched off by net.ipv6.conf.all.disable_ipv6")
-		return []plan.Family{plan.IPv4}
-	}
-	return plan.Families[:]
 }

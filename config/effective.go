@@ -1,0 +1,117 @@
+package config
+
+import (
+	"bytes"
+	"fmt"
+	"os"
+	"strings"
+
+	"go.yaml.in/yaml/v3"
+	proxyconfig "k8s.io/kube-proxy/config/v1alpha1"
+	kyaml "sigs.k8s.io/yaml"
+)
+
+// Effective is the configuration that comes of defaults, file and flags, before it is understood.
+type Effective struct {
+	values
+	doc   *document                          // nil without a file
+	file  proxyconfig.KubeProxyConfiguration // as the file says it
+	given map[string]string                  // which flag gave a field its value; flags without a field by their own name
+}
+
+// Effective reads the file, if there is one, and puts the flags over it. The error is about the file: that it can't be read,
+// or every field that is unknown or of the wrong type.
+func (f *Flags) Effective() (*Effective, error) {
+	path := f.values.own.configFile
+	if path == "" {
+		return f.over(nil)
+	}
+	data, err := os.ReadFile(path)
+	if err != nil {
+		return nil, fmt.Errorf("--config: %w", err)
+	}
+	f.read = data
+	return f.over(data)
+}
+
+// over puts the flags over a file with this content.
+func (f *Flags) over(data []byte) (*Effective, error) {
+	e := &Effective{}
+	if path := f.values.own.configFile; path != "" {
+		var err error
+		if e.doc, err = decode(path, data, &e.file); err != nil {
+			return nil, err
+		}
+		e.kp = *e.file.DeepCopy()
+	}
+	e.defaults()
+	var err error
+	e.given, err = e.apply(f.args)
+	return e, err
+}
+
+// YAML is the configuration as a file that both nodeproxy and kube-proxy read. Comments tell of values of the file that flags
+// override, and of nodeproxy's own settings, for which there are only flags.
+func (e *Effective) YAML() ([]byte, error) {
+	text, err := kyaml.Marshal(&e.kp)
+	if err != nil {
+		return nil, err
+	}
+	var doc yaml.Node
+	if err := yaml.Unmarshal(text, &doc); err != nil {
+		return nil, err
+	}
+	for _, field := range e.saidFields() {
+		if o, ok := e.overridden(field); ok {
+			comment(doc.Content[0], strings.Split(field, "."),
+				fmt.Sprintf("%s goes before %s, which has %s", e.given[field], e.doc.at(field), o.file))
+		}
+	}
+	var out bytes.Buffer
+	out.WriteString(e.ownSettings())
+	encoder := yaml.NewEncoder(&out)
+	encoder.SetIndent(2)
+	if err := encoder.Encode(&doc); err != nil {
+		return nil, err
+	}
+	return out.Bytes(), encoder.Close()
+}
+
+// comment puts a comment behind a field.
+func comment(node *yaml.Node, path []string, text string) {
+	for i := 0; i+1 < len(node.Content); i += 2 {
+		key, value := node.Content[i], node.Content[i+1]
+		switch {
+		case key.Value != path[0]:
+		case len(path) > 1:
+			comment(value, path[1:], text)
+		case value.Kind == yaml.ScalarNode:
+			value.LineComment = text
+		default:
+			key.LineComment = text
+		}
+	}
+}
+
+// ownSettings are nodeproxy's own settings as comments.
+func (e *Effective) ownSettings() string {
+	var b strings.Builder
+	b.WriteString("# Settings without a field, which are made by flags:\n")
+	for _, s := range []struct{ flag, value string }{
+		{"config", e.own.configFile}, {"manifests", e.own.manifests}, {"master", e.own.master},
+		{"service-cidr", e.own.serviceCIDR}, {"service-node-port-range", e.own.nodePortRange},
+		{"iptables-backend", e.own.iptablesBackend}, {"log-level", e.own.logLevel},
+	} {
+		if s.value != "" {
+			fmt.Fprintf(&b, "#   --%s=%s\n", s.flag, s.value)
+		}
+	}
+	for _, s := range []struct{ field, address string }{
+		{"healthzBindAddress", e.kp.HealthzBindAddress}, {"metricsBindAddress", e.kp.MetricsBindAddress},
+	} {
+		if s.address == "" {
+			fmt.Fprintf(&b, "#   %s=    (off; %s: \"\" in a file is the default)\n", flagOf(s.field), s.field)
+		}
+	}
+	return b.String()
+}

@@ -1,0 +1,78 @@
+package config
+
+import (
+	"flag"
+	"os"
+	"path/filepath"
+	"reflect"
+	"strings"
+	"testing"
+)
+
+var update = flag.Bool("update", false, "write the golden files anew")
+
+// TestEffectiveGolden: what is printed of defaults, files and flags.
+func TestEffectiveGolden(t *testing.T) {
+	t.Parallel()
+	for _, tc := range []struct{ golden, args string }{
+		{"defaults.golden", ""},
+		{"kubeadm.golden", "--config=testdata/kubeadm.yaml --hostname-override=node1"},
+		{"overridden.golden", "--config=testdata/unusual.yaml --hostname-override=node1 --iptables-masquerade-bit=3 " +
+			"--nodeport-addresses=primary --feature-gates=New=true --metrics-bind-address= --iptables-backend=nft " +
+			"--master=https://m --ipvs-scheduler=rr --conntrack-min=1 --v=6"},
+	} {
+		e, err := flagsOf(t, strings.Fields(tc.args)...).Effective()
+		if err != nil {
+			t.Fatal(err)
+		}
+		got, err := e.YAML()
+		if err != nil {
+			t.Fatal(err)
+		}
+		path := filepath.Join("testdata", tc.golden)
+		if *update {
+			if err := os.WriteFile(path, got, 0o644); err != nil {
+				t.Fatal(err)
+			}
+		}
+		want, err := os.ReadFile(path)
+		if err != nil {
+			t.Fatal(err)
+		}
+		if string(got) != string(want) {
+			t.Errorf("%s (go test ./config -update writes it anew): got\n%s", tc.golden, got)
+		}
+	}
+}
+
+// TestEffectiveIsAFile: what is printed is read as a file with the same meaning.
+func TestEffectiveIsAFile(t *testing.T) {
+	t.Parallel()
+	for _, args := range []string{"", "--config=testdata/unusual.yaml", "--config=testdata/kubeadm.yaml --v=5",
+		"--config=testdata/unusual.yaml --nodeport-addresses=primary --log-flush-frequency=3s"} {
+		first, err := flagsOf(t, append(strings.Fields(args), "--manifests=m")...).Effective()
+		if err != nil {
+			t.Fatal(err)
+		}
+		text, err := first.YAML()
+		if err != nil {
+			t.Fatal(err)
+		}
+		path := filepath.Join(t.TempDir(), "config.yaml")
+		if err := os.WriteFile(path, text, 0o644); err != nil {
+			t.Fatal(err)
+		}
+		a, err := first.Config()
+		if err != nil {
+			t.Fatal(err)
+		}
+		b, err := flagsOf(t, "--config="+path, "--manifests=m").Config()
+		if err != nil {
+			t.Fatal(err)
+		}
+		a.Findings, b.Findings = nil, nil
+		if !reflect.DeepEqual(a, b) {
+			t.Errorf("%s: got\n%+v\nwant\n%+v", args, b, a)
+		}
+	}
+}

@@ -1,0 +1,390 @@
+package config
+
+import (
+	"net/netip"
+	"os"
+	"path/filepath"
+	"reflect"
+	"slices"
+	"strings"
+	"testing"
+	"time"
+
+	"github.com/spf13/pflag"
+	proxyconfig "k8s.io/kube-proxy/config/v1alpha1"
+
+	"nodeproxy/proxier/plan"
+	"nodeproxy/proxier/source"
+)
+
+const header = "apiVersion: kubeproxy.config.k8s.io/v1alpha1\nkind: KubeProxyConfiguration\n"
+
+// writeFile writes a configuration file with the header, and returns its path.
+func writeFile(t *testing.T, body string) string {
+	t.Helper()
+	path := filepath.Join(t.TempDir(), "config.yaml")
+	if err := os.WriteFile(path, []byte(header+body), 0o644); err != nil {
+		t.Fatal(err)
+	}
+	return path
+}
+
+// flagsOf reads a command line.
+func flagsOf(t *testing.T, args ...string) *Flags {
+	t.Helper()
+	f := &Flags{}
+	fs := pflag.NewFlagSet("nodeproxy", pflag.ContinueOnError)
+	f.Add(fs)
+	if err := fs.Parse(args); err != nil {
+		t.Fatal(err)
+	}
+	return f
+}
+
+// nested is a file that gives one field a value.
+func nested(field, value string) string {
+	out, indent := "", ""
+	for _, name := range strings.Split(field, ".") {
+		out += "\n" + indent + name + ":"
+		indent += "  "
+	}
+	return strings.TrimPrefix(out, "\n") + " " + value + "\n"
+}
+
+// leaves are the paths of all fields.
+func leaves(v reflect.Value, path string) []string {
+	var out []string
+	for name, field := range fieldsOf(v) {
+		if isObject(field) {
+			out = append(out, leaves(field, join(path, name))...)
+		} else {
+			out = append(out, join(path, name))
+		}
+	}
+	slices.Sort(out)
+	return out
+}
+
+type fileCase struct {
+	field, value string
+	change       func(*Config) // what differs from the defaults
+	finding      string        // what is said about it, if anything
+}
+
+const (
+	later    = "no effect yet; it is ignored by this version"
+	windows  = "no effect: it is for Windows; it is ignored"
+	oneLog   = "no effect: there is one stream for the log, without a buffer; it is ignored"
+	forIPVS  = "no effect: it is for mode ipvs; it is ignored"
+	forNFT   = "no effect: it is for mode nftables; it is ignored"
+	noPeriod = "no effect: objects are watched; every change is seen at once; it is ignored"
+)
+
+// fileCases has every field of KubeProxyConfiguration.
+func fileCases() []fileCase {
+	nothing := func(*Config) {}
+	return append([]fileCase{
+		{"mode", "iptables", nothing, ""},
+		{"mode", `""`, nothing, ""},
+		{"hostnameOverride", "Node-7", func(c *Config) { c.NodeName = "node-7" }, ""},
+		{"clientConnection.kubeconfig", "/k", func(c *Config) { c.API.Kubeconfig = "/k" }, ""},
+		{"clientConnection.acceptContentTypes", "application/json", func(c *Config) {
+			c.API.AcceptContentTypes = "application/json"
+		}, ""},
+		{"clientConnection.contentType", "application/json", func(c *Config) { c.API.ContentType = "application/json" }, ""},
+		{"clientConnection.qps", "50.5", func(c *Config) { c.API.QPS = 50.5 }, ""},
+		{"clientConnection.burst", "100", func(c *Config) { c.API.Burst = 100 }, ""},
+		{"clusterCIDR", "10.1.0.0/16,fd00:1::/64", func(c *Config) {
+			c.Settings.DetectLocal.CIDRs = prefixes("10.1.0.0/16", "fd00:1::/64")
+		}, ""},
+		{"detectLocalMode", "NodeCIDR", func(c *Config) { c.Settings.DetectLocal.Mode = plan.DetectNodeCIDR }, ""},
+		{"detectLocal.bridgeInterface", "cni0\ndetectLocalMode: BridgeInterface", func(c *Config) {
+			c.Settings.DetectLocal = plan.DetectLocal{Mode: plan.DetectBridgeInterface, Interface: "cni0"}
+		}, ""},
+		{"detectLocal.interfaceNamePrefix", "veth\ndetectLocalMode: InterfaceNamePrefix", func(c *Config) {
+			c.Settings.DetectLocal = plan.DetectLocal{Mode: plan.DetectInterfaceNamePrefix, Interface: "veth"}
+		}, ""},
+		{"nodePortAddresses", "[primary]", func(c *Config) { c.Settings.NodePortAddresses.Primary = true }, ""},
+		{"nodePortAddresses", "[10.0.0.0/8, 'fd00::/8']", func(c *Config) {
+			c.Settings.NodePortAddresses.CIDRs = prefixes("10.0.0.0/8", "fd00::/8")
+		}, ""},
+		{"iptables.masqueradeBit", "0", func(c *Config) { c.MasqueradeBit = 0 }, ""},
+		{"iptables.masqueradeAll", "true", func(c *Config) { c.Settings.MasqueradeAll = true }, ""},
+		{"iptables.masqueradeAll", "yes", func(c *Config) { c.Settings.MasqueradeAll = true }, ""},
+		{"iptables.localhostNodePorts", "false", func(c *Config) { c.Settings.LocalhostNodePorts = false }, ""},
+		{"iptables.minSyncPeriod", "1s", func(c *Config) { c.MinSyncPeriod = time.Second }, ""},
+		{"iptables.syncPeriod", "1m", func(c *Config) { c.SyncPeriod = time.Minute }, later},
+		{"logging.format", "json", func(c *Config) { c.LogFormat = "json" }, ""},
+		{"logging.verbosity", "5", func(c *Config) { c.LogLevel = "debug" }, ""},
+		{"featureGates", "{A: true}", nothing, "no effect: there are no feature gates; it is ignored"},
+		{"showHiddenMetricsForVersion", `"1.35"`, nothing, "no effect: no metric is hidden; it is ignored"},
+		{"configSyncPeriod", "1m", nothing, noPeriod},
+		{"configSyncPeriod", "15m", nothing, ""},
+		{"portRange", "1-2", nothing, "no effect: no ports are reserved; kube-proxy has no use for it either; it is ignored"},
+		{"windowsRunAsService", "true", nothing, windows},
+		{"winkernel.networkName", "n", nothing, windows},
+		{"winkernel.sourceVip", "10.0.0.1", nothing, windows},
+		{"winkernel.enableDSR", "true", nothing, windows},
+		{"winkernel.rootHnsEndpointName", "n", nothing, windows},
+		{"winkernel.forwardHealthCheckVip", "true", nothing, windows},
+		{"logging.flushFrequency", "1s", nothing, "no effect: the log is not buffered; it is ignored"},
+		{"logging.flushFrequency", "0", nothing, ""},
+		{"logging.vmodule", "[{filePattern: a, verbosity: 5}]", nothing,
+			"no effect: log levels are for the whole program; it is ignored"},
+		{"logging.options.text.splitStream", "true", nothing, oneLog},
+		{"logging.options.text.infoBufferSize", "1Ki", nothing, oneLog},
+		{"logging.options.json.splitStream", "true", nothing, oneLog},
+		{"logging.options.json.infoBufferSize", "1Ki", nothing, oneLog},
+	}, keptCases()...)
+}
+
+// keptCases are the fields that are kept for parts of the program to come.
+func keptCases() []fileCase {
+	minute := time.Minute
+	return []fileCase{
+		{"bindAddress", "10.0.0.1", func(c *Config) { c.Servers.Bind = netip.MustParseAddr("10.0.0.1") }, later},
+		{"bindAddress", `"::"`, func(c *Config) {
+			c.Servers.Bind, c.Servers.Healthz = netip.IPv6Unspecified(), netip.MustParseAddrPort("[::]:10256")
+			c.Servers.Metrics = netip.MustParseAddrPort("[::1]:10249")
+		}, ""},
+		{"bindAddressHardFail", "true", func(c *Config) { c.Servers.HardFail = true }, later},
+		{"enableProfiling", "true", func(c *Config) { c.Servers.Profiling = true }, later},
+		{"healthzBindAddress", "10.0.0.1", func(c *Config) {
+			c.Servers.Healthz = netip.MustParseAddrPort("10.0.0.1:10256")
+		}, later},
+		{"metricsBindAddress", `"[::1]:99"`, func(c *Config) { c.Servers.Metrics = netip.MustParseAddrPort("[::1]:99") }, later},
+		{"oomScoreAdj", "-5", func(c *Config) { c.OOMScoreAdj = -5 }, ""},
+		{"oomScoreAdj", "0", func(c *Config) { c.OOMScoreAdj = 0 }, ""},
+		{"conntrack.maxPerCore", "1", func(c *Config) { c.Conntrack.MaxPerCore = 1 }, later},
+		{"conntrack.maxPerCore", "0", func(c *Config) { c.Conntrack.MaxPerCore = 0 }, ""},
+		{"conntrack.min", "1", func(c *Config) { c.Conntrack.Min = 1 }, later},
+		{"conntrack.tcpEstablishedTimeout", "1m", func(c *Config) { c.Conntrack.TCPEstablishedTimeout = minute }, later},
+		{"conntrack.tcpCloseWaitTimeout", "1m", func(c *Config) { c.Conntrack.TCPCloseWaitTimeout = minute }, later},
+		{"conntrack.tcpBeLiberal", "true", func(c *Config) { c.Conntrack.TCPBeLiberal = true }, later},
+		{"conntrack.udpTimeout", "1m", func(c *Config) { c.Conntrack.UDPTimeout = minute }, later},
+		{"conntrack.udpStreamTimeout", "1m", func(c *Config) { c.Conntrack.UDPStreamTimeout = minute }, later},
+		{"ipvs.syncPeriod", "1m", func(c *Config) { c.IPVS.SyncPeriod = minute }, forIPVS},
+		{"ipvs.minSyncPeriod", "1s", func(c *Config) { c.IPVS.MinSyncPeriod = time.Second }, forIPVS},
+		{"ipvs.scheduler", "wrr", func(c *Config) { c.IPVS.Scheduler = "wrr" }, forIPVS},
+		{"ipvs.excludeCIDRs", "[10.9.0.0/16]", func(c *Config) { c.IPVS.ExcludeCIDRs = prefixes("10.9.0.0/16") }, forIPVS},
+		{"ipvs.strictARP", "true", func(c *Config) { c.IPVS.StrictARP = true }, forIPVS},
+		{"ipvs.tcpTimeout", "1m", func(c *Config) { c.IPVS.TCPTimeout = minute }, forIPVS},
+		{"ipvs.tcpFinTimeout", "1m", func(c *Config) { c.IPVS.TCPFinTimeout = minute }, forIPVS},
+		{"ipvs.udpTimeout", "1m", func(c *Config) { c.IPVS.UDPTimeout = minute }, forIPVS},
+		{"nftables.masqueradeBit", "3", func(c *Config) { c.NFTables.MasqueradeBit = 3 }, forNFT},
+		{"nftables.masqueradeBit", "14", func(*Config) {}, ""},
+		{"nftables.masqueradeAll", "true", func(c *Config) { c.NFTables.MasqueradeAll = true }, forNFT},
+		{"nftables.syncPeriod", "1m", func(c *Config) { c.NFTables.SyncPeriod = minute }, forNFT},
+		{"nftables.minSyncPeriod", "1s", func(c *Config) { c.NFTables.MinSyncPeriod = time.Second }, forNFT},
+	}
+}
+
+// TestEveryFieldOfTheFile has an effect, or is named in a finding that says why not.
+func TestEveryFieldOfTheFile(t *testing.T) {
+	t.Parallel()
+	tested := map[string]bool{"apiVersion": true, "kind": true}
+	for _, tc := range fileCases() {
+		tested[tc.field] = true
+		t.Run(tc.field+"="+tc.value, func(t *testing.T) {
+			t.Parallel()
+			path := writeFile(t, nested(tc.field, tc.value))
+			args := []string{"--config=" + path}
+			if !strings.HasPrefix(tc.field, "clientConnection.kubeconfig") {
+				args = append(args, "--manifests=m")
+			}
+			if tc.field != "hostnameOverride" {
+				args = append(args, "--node-name=node1")
+			}
+			got, err := flagsOf(t, args...).Config()
+			if err != nil {
+				t.Fatal(err)
+			}
+			want := defaults()
+			if strings.HasPrefix(tc.field, "clientConnection.kubeconfig") {
+				want.Manifests = ""
+			}
+			tc.change(&want)
+			var said []string
+			for _, f := range got.Findings {
+				if f.Severity == source.Problem {
+					said = append(said, f.String())
+				}
+			}
+			got.Findings = nil
+			if !reflect.DeepEqual(*got, want) {
+				t.Errorf("got\n%+v\nwant\n%+v", *got, want)
+			}
+			var wantSaid []string
+			if tc.finding != "" {
+				line := 3 + strings.Count(tc.field, ".")
+				wantSaid = []string{path + ":" + string(rune('0'+line)) + ": " + tc.field + ": " + tc.finding}
+			}
+			if !slices.Equal(said, wantSaid) {
+				t.Errorf("said\n%s\nwant\n%s", strings.Join(said, "\n"), strings.Join(wantSaid, "\n"))
+			}
+		})
+	}
+	for _, field := range leaves(reflect.ValueOf(&proxyconfig.KubeProxyConfiguration{}).Elem(), "") {
+		if !tested[field] {
+			t.Errorf("there is no case for %s", field)
+		}
+	}
+}
+
+// TestListsOfGaps name fields that exist.
+func TestListsOfGaps(t *testing.T) {
+	t.Parallel()
+	for _, field := range append(sortedKeys(noMeaning), notYet...) {
+		if _, ok := lookup(&proxyconfig.KubeProxyConfiguration{}, field); !ok {
+			t.Errorf("there is no field %s", field)
+		}
+	}
+}
+
+// TestKubeadm: what kubeadm writes starts nodeproxy as it starts kube-proxy, and nothing in it calls for a warning.
+func TestKubeadm(t *testing.T) {
+	t.Parallel()
+	got, err := flagsOf(t, "--config=testdata/kubeadm.yaml", "--hostname-override=Node1").Config()
+	if err != nil {
+		t.Fatal(err)
+	}
+	want := defaults()
+	want.Manifests = ""
+	want.API.Kubeconfig = "/var/lib/kube-proxy/kubeconfig.conf"
+	want.Settings.DetectLocal.CIDRs = prefixes("10.244.0.0/16")
+	if !reflect.DeepEqual(*got, want) {
+		t.Errorf("got\n%+v\nwant\n%+v", *got, want)
+	}
+}
+
+// TestKubeProxysDefaults as kube-proxy 1.36 writes them are ours, but for the period that it waits between two syncs.
+func TestKubeProxysDefaults(t *testing.T) {
+	t.Parallel()
+	got, err := flagsOf(t, "--config=testdata/kube-proxy-1.36.yaml", "--node-name=node1", "--manifests=m").Config()
+	if err != nil {
+		t.Fatal(err)
+	}
+	want := defaults()
+	want.MinSyncPeriod = time.Second
+	var ignored []string
+	for _, f := range got.Findings {
+		if f.Severity == source.Problem {
+			ignored = append(ignored, f.Field)
+		}
+	}
+	got.Findings = nil
+	if !reflect.DeepEqual(*got, want) {
+		t.Errorf("got\n%+v\nwant\n%+v", *got, want)
+	}
+	wantIgnored := []string{"conntrack.maxPerCore", "conntrack.min", "conntrack.tcpCloseWaitTimeout",
+		"conntrack.tcpEstablishedTimeout", "healthzBindAddress", "iptables.syncPeriod", "metricsBindAddress"}
+	if !slices.Equal(ignored, wantIgnored) {
+		t.Errorf("without effect are %q, want %q", ignored, wantIgnored)
+	}
+}
+
+// TestWrongFiles: each mistake is one line with file, line and field.
+func TestWrongFiles(t *testing.T) {
+	t.Parallel()
+	for _, tc := range []struct{ body, want string }{
+		{"iptable:\n  masqueradeBit: 1", "FILE:3: iptable: unknown field"},
+		{"iptables:\n  masqueradebit: 1", `FILE:4: iptables.masqueradebit: unknown field; there is "masqueradeBit"`},
+		{"iptables:\n  syncPeriod: 30", "FILE:4: iptables.syncPeriod: 30 is no duration such as 30s"},
+		{"iptables:\n  syncPeriod: 30x", `FILE:4: iptables.syncPeriod: "30x" is no duration such as 30s`},
+		{"conntrack: {tcpEstablishedTimeout: [1h]}",
+			"FILE:3: conntrack.tcpEstablishedTimeout: this list is no duration such as 30s"},
+		{"logging: {flushFrequency: soon}", `FILE:3: logging.flushFrequency: "soon" is no duration such as 30s`},
+		{"logging: {verbosity: -1}", "FILE:3: logging.verbosity: -1 is no natural number of 32 bits"},
+		{"logging: {options: {text: {infoBufferSize: much}}}",
+			`FILE:3: logging.options.text.infoBufferSize: "much" is no QuantityValue`},
+		{"logging: {vmodule: [{file: a}]}", "FILE:3: logging.vmodule: this list is no VModuleConfiguration"},
+		{"iptables:\n  masqueradeBit: '14'", `FILE:4: iptables.masqueradeBit: "14" is no whole number of 32 bits`},
+		{"iptables:\n  masqueradeBit: 9999999999", "FILE:4: iptables.masqueradeBit: 9999999999 is no whole number of 32 bits"},
+		{"iptables:\n  masqueradeAll: sometimes", `FILE:4: iptables.masqueradeAll: "sometimes" is no boolean`},
+		{"iptables: 5", "FILE:3: iptables: 5 is no group of fields"},
+		{"clientConnection: {qps: fast}", `FILE:3: clientConnection.qps: "fast" is no number`},
+		{"hostnameOverride: 7", "FILE:3: hostnameOverride: 7 is no string"},
+		{"nodePortAddresses: 10.0.0.0/8", `FILE:3: nodePortAddresses: "10.0.0.0/8" is no list of strings`},
+		{"featureGates: {A: 1}", "FILE:3: featureGates: a group of fields is no map of names to booleans"},
+		{"portRange: a\nportRange: b", "FILE:4: portRange: given twice, on line 3 too"},
+		{"mode: iptables\n--- \nmode: ipvs", "FILE:5: a second document; a configuration file has one"},
+		{"mode: [", "FILE:3: not YAML: did not find expected node content"},
+		{"x: 1\ny: 2\nmode: {}", "FILE:3: x: unknown field\nFILE:4: y: unknown field\nFILE:5: mode: a group of fields is no string"},
+		{"mode: ipvs", `FILE:3: mode: "ipvs" is not supported; iptables is`},
+		{"mode: nftables", `FILE:3: mode: "nftables" is not supported; iptables is`},
+		{"mode: kernelspace", `FILE:3: mode: "kernelspace" is not supported; iptables is`},
+		{"iptables: {masqueradeBit: 32}", "FILE:3: iptables.masqueradeBit: 32 is not within 0-31"},
+		{"nftables: {masqueradeBit: -1}", "FILE:3: nftables.masqueradeBit: -1 is not within 0-31"},
+		{"iptables: {syncPeriod: 1s, minSyncPeriod: 2s}",
+			"FILE:3: iptables.minSyncPeriod: 2s is more than the 1s of FILE:3: iptables.syncPeriod"},
+		{"iptables: {minSyncPeriod: 1m}", "FILE:3: iptables.minSyncPeriod: 1m0s is more than the 30s of FILE: iptables.syncPeriod"},
+		{"ipvs: {syncPeriod: -1s}", "FILE:3: ipvs.syncPeriod: -1s is not more than 0"},
+		{"configSyncPeriod: -1s", "FILE:3: configSyncPeriod: -1s is not more than 0"},
+		{"detectLocalMode: BridgeInterface", "FILE: detectLocal.bridgeInterface: required with detectLocalMode: BridgeInterface"},
+		{"detectLocalMode: InterfaceNamePrefix\ndetectLocal: {bridgeInterface: cni0}",
+			"FILE: detectLocal.interfaceNamePrefix: required with detectLocalMode: InterfaceNamePrefix"},
+		{"detectLocalMode: Guess",
+			`FILE:3: detectLocalMode: "Guess" is none of ClusterCIDR, NodeCIDR, BridgeInterface, InterfaceNamePrefix`},
+		{"clusterCIDR: 10.0.0.0/8,11.0.0.0/8", `FILE:3: clusterCIDR: "11.0.0.0/8" is a second range for IPv4; one is possible`},
+		{"nodePortAddresses: [primary, 10.0.0.0/8]", `FILE:3: nodePortAddresses: "primary" can't be combined with CIDRs`},
+		{"clientConnection: {burst: -1}", "FILE:3: clientConnection.burst: -1 is negative"},
+		{"conntrack: {maxPerCore: -1, udpTimeout: -1s}",
+			"FILE:3: conntrack.maxPerCore: -1 is negative\nFILE:3: conntrack.udpTimeout: -1s is negative"},
+		{"ipvs: {excludeCIDRs: [a]}", `FILE:3: ipvs.excludeCIDRs: "a" is no CIDR`},
+		{"oomScoreAdj: 1001", "FILE:3: oomScoreAdj: 1001 is not within -1000 to 1000"},
+		{"bindAddress: me", `FILE:3: bindAddress: "me" is no IP address`},
+		{"healthzBindAddress: localhost:1", `FILE:3: healthzBindAddress: "localhost:1" is no IP address with a port`},
+		{"metricsBindAddress: 10.0.0.1:0", `FILE:3: metricsBindAddress: "10.0.0.1:0" is no IP address with a port`},
+		{"showHiddenMetricsForVersion: v1", `FILE:3: showHiddenMetricsForVersion: "v1" is no version such as 1.36`},
+		{"logging: {format: xml}", `FILE:3: logging.format: "xml" is none of text, json`},
+	} {
+		t.Run(tc.body, func(t *testing.T) {
+			t.Parallel()
+			path := writeFile(t, tc.body+"\n")
+			_, err := flagsOf(t, "--config="+path, "--manifests=m").Config()
+			if err == nil {
+				t.Fatal("it is accepted")
+			}
+			if got := strings.ReplaceAll(err.Error(), path, "FILE"); got != tc.want {
+				t.Errorf("got\n%s\nwant\n%s", got, tc.want)
+			}
+		})
+	}
+}
+
+// TestFilesOfAnotherKind are refused as a whole.
+func TestFilesOfAnotherKind(t *testing.T) {
+	t.Parallel()
+	for _, tc := range []struct{ content, want string }{
+		{"", "FILE: the file is empty; a KubeProxyConfiguration is wanted"},
+		{"---\n---\n", "FILE: the file is empty; a KubeProxyConfiguration is wanted"},
+		{"- a\n", "FILE:1: a KubeProxyConfiguration is wanted here"},
+		{"a: b: c\n", "FILE: not YAML: mapping values are not allowed in this context"},
+		{"mode: iptables\n", `FILE: apiVersion: ""; only "kubeproxy.config.k8s.io/v1alpha1" is understood` + "\n" +
+			`FILE: kind: ""; only "KubeProxyConfiguration" is understood`},
+		{"apiVersion: kubeproxy.config.k8s.io/v1alpha2\nkind: KubeProxyConfiguration\n",
+			`FILE:1: apiVersion: "kubeproxy.config.k8s.io/v1alpha2"; only "kubeproxy.config.k8s.io/v1alpha1" is understood`},
+	} {
+		path := filepath.Join(t.TempDir(), "config.yaml")
+		if err := os.WriteFile(path, []byte(tc.content), 0o644); err != nil {
+			t.Fatal(err)
+		}
+		_, err := flagsOf(t, "--config="+path, "--manifests=m").Config()
+		if err == nil || strings.ReplaceAll(err.Error(), path, "FILE") != tc.want {
+			t.Errorf("%q: got\n%v\nwant\n%s", tc.content, err, tc.want)
+		}
+	}
+	if _, err := flagsOf(t, "--config=/nowhere/x", "--manifests=m").Config(); err == nil ||
+		err.Error() != "--config: open /nowhere/x: no such file or directory" {
+		t.Errorf("a missing file: %v", err)
+	}
+	// JSON is YAML.
+	path := filepath.Join(t.TempDir(), "config.json")
+	text := `{"apiVersion":"kubeproxy.config.k8s.io/v1alpha1","kind":"KubeProxyConfiguration","iptables":{"masqueradeBit":7}}`
+	if err := os.WriteFile(path, []byte(text), 0o644); err != nil {
+		t.Fatal(err)
+	}
+	if c, err := flagsOf(t, "--config="+path, "--manifests=m").Config(); err != nil || c.MasqueradeBit != 7 {
+		t.Errorf("JSON: %+v, %v", c, err)
+	}
+}

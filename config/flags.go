@@ -1,0 +1,280 @@
+package config
+
+import (
+	"fmt"
+	"sort"
+
+	"github.com/spf13/pflag"
+	cliflag "k8s.io/component-base/cli/flag"
+	logs "k8s.io/component-base/logs/api/v1"
+)
+
+// Flags are a command line. It is kept as it was given, so that it can be put over a configuration file again whenever that
+// changes.
+type Flags struct {
+	values values
+	args   []arg
+	// read is the content of the configuration file that is in force.
+	read []byte
+}
+
+// arg is one flag of the command line.
+type arg struct{ name, value string }
+
+// Add defines the flags in fs. Their names, meaning and defaults are kube-proxy's where it has them, and underscores in a name
+// are as good as dashes.
+func (f *Flags) Add(fs *pflag.FlagSet) {
+	fs.SetNormalizeFunc(cliflag.WordSepNormalizeFunc)
+	f.values.defaults()
+	f.values.flags().VisitAll(func(flag *pflag.Flag) {
+		flag.Value = &recorded{Value: flag.Value, name: flag.Name, args: &f.args}
+		if flag.DefValue == "[]" || flag.DefValue == "0s" {
+			flag.DefValue = "" // Not worth a word in the help.
+		}
+		fs.AddFlag(flag)
+	})
+}
+
+// WriteConfigTo is the file that --write-config-to asks for; empty if it does not.
+func (f *Flags) WriteConfigTo() string { return f.values.own.writeConfigTo }
+
+// recorded keeps what a flag was set to, in the order of the command line.
+type recorded struct {
+	pflag.Value
+	name string
+	args *[]arg
+}
+
+func (r *recorded) Set(text string) error {
+	if err := r.Value.Set(text); err != nil {
+		return err
+	}
+	*r.args = append(*r.args, arg{r.name, text})
+	return nil
+}
+
+// apply puts a command line over v. It returns which flag gave each field its value, or each flag that has no field.
+func (v *values) apply(args []arg) (given map[string]string, err error) {
+	fs := v.flags()
+	given = map[string]string{}
+	for _, a := range args {
+		if err := fs.Set(a.name, a.value); err != nil {
+			return nil, fmt.Errorf("--%s: %w", a.name, err)
+		}
+		given["--"+a.name] = "--" + a.name
+		if field := flagFields[a.name]; field != "" {
+			given[field] = "--" + a.name
+		}
+	}
+	v.complete(given)
+	return given, nil
+}
+
+// flagFields names the field of KubeProxyConfiguration that a flag sets.
+var flagFields = map[string]string{
+	"mode": "mode", "proxy-mode": "mode", "node-name": "hostnameOverride", "hostname-override": "hostnameOverride",
+	"kubeconfig": "clientConnection.kubeconfig", "kube-api-content-type": "clientConnection.contentType",
+	"kube-api-qps": "clientConnection.qps", "kube-api-burst": "clientConnection.burst",
+	"cluster-cidr": "clusterCIDR", "detect-local-mode": "detectLocalMode", "nodeport-addresses": "nodePortAddresses",
+	"pod-bridge-interface": "detectLocal.bridgeInterface", "pod-interface-name-prefix": "detectLocal.interfaceNamePrefix",
+	"masquerade-all": "iptables.masqueradeAll", "iptables-masquerade-bit": "iptables.masqueradeBit",
+	"iptables-localhost-nodeports": "iptables.localhostNodePorts", "iptables-sync-period": "iptables.syncPeriod",
+	"iptables-min-sync-period": "iptables.minSyncPeriod", "min-sync-period": "iptables.minSyncPeriod",
+	"ipvs-sync-period": "ipvs.syncPeriod", "ipvs-min-sync-period": "ipvs.minSyncPeriod", "ipvs-scheduler": "ipvs.scheduler",
+	"ipvs-exclude-cidrs": "ipvs.excludeCIDRs", "ipvs-strict-arp": "ipvs.strictARP", "ipvs-tcp-timeout": "ipvs.tcpTimeout",
+	"ipvs-tcpfin-timeout": "ipvs.tcpFinTimeout", "ipvs-udp-timeout": "ipvs.udpTimeout",
+	"conntrack-max-per-core": "conntrack.maxPerCore", "conntrack-min": "conntrack.min",
+	"conntrack-tcp-timeout-established": "conntrack.tcpEstablishedTimeout",
+	"conntrack-tcp-timeout-close-wait":  "conntrack.tcpCloseWaitTimeout",
+	"conntrack-tcp-be-liberal":          "conntrack.tcpBeLiberal", "conntrack-udp-timeout": "conntrack.udpTimeout",
+	"conntrack-udp-timeout-stream": "conntrack.udpStreamTimeout", "config-sync-period": "configSyncPeriod",
+	"bind-address": "bindAddress", "bind-address-hard-fail": "bindAddressHardFail", "profiling": "enableProfiling",
+	"healthz-bind-address": "healthzBindAddress", "metrics-bind-address": "metricsBindAddress",
+	"show-hidden-metrics-for-version": "showHiddenMetricsForVersion", "oom-score-adj": "oomScoreAdj",
+	"feature-gates": "featureGates", "windows-service": "windowsRunAsService",
+	"logging-format": "logging.format", "log-flush-frequency": "logging.flushFrequency", "v": "logging.verbosity",
+	"vmodule": "logging.vmodule", "log-text-split-stream": "logging.options.text.splitStream",
+	"log-text-info-buffer-size": "logging.options.text.infoBufferSize",
+	"log-json-split-stream":     "logging.options.json.splitStream",
+	"log-json-info-buffer-size": "logging.options.json.infoBufferSize",
+}
+
+// flagOf names the flag for a field: the shortest of those there are, or none.
+func flagOf(field string) string {
+	var names []string
+	for name, f := range flagFields {
+		if f == field {
+			names = append(names, name)
+		}
+	}
+	sort.Slice(names, func(i, j int) bool {
+		return len(names[i]) < len(names[j]) || len(names[i]) == len(names[j]) && names[i] < names[j]
+	})
+	if len(names) == 0 {
+		return ""
+	}
+	return "--" + names[0]
+}
+
+// flags are the flags bound to v, whose values are their defaults.
+func (v *values) flags() *pflag.FlagSet {
+	fs := pflag.NewFlagSet("nodeproxy", pflag.ContinueOnError)
+	fs.SortFlags = false
+	v.sourceFlags(fs)
+	v.ruleFlags(fs)
+	v.serverFlags(fs)
+	v.conntrackFlags(fs)
+	v.ipvsFlags(fs)
+	v.logFlags(fs)
+	v.ignoredFlags(fs)
+	return fs
+}
+
+// sourceFlags say where things are read and written.
+func (v *values) sourceFlags(fs *pflag.FlagSet) {
+	kp, own := &v.kp, &v.own
+	text(fs, &own.configFile, "config", "file with a KubeProxyConfiguration; flags go before it")
+	text(fs, &own.writeConfigTo, "write-config-to", "write the effective configuration to this file, and exit")
+	text(fs, &kp.HostnameOverride, "node-name", "name of this node; by default the host's name")
+	text(fs, &kp.HostnameOverride, "hostname-override", "same as --node-name")
+	text(fs, &own.manifests, "manifests",
+		"file or directory of YAML or JSON with Services, EndpointSlices, Endpoints, Pods and Nodes, watched in place of an API server")
+	text(fs, &kp.ClientConnection.Kubeconfig, "kubeconfig", "file that says how to reach the API server")
+	text(fs, &own.master, "master", "URL of the API server; it goes before the one in --kubeconfig")
+	text(fs, &kp.ClientConnection.ContentType, "kube-api-content-type", "MIME type of requests to the API server")
+	fs.Float32Var(&kp.ClientConnection.QPS, "kube-api-qps", kp.ClientConnection.QPS,
+		"requests to the API server a second, in the long run")
+	fs.Int32Var(&kp.ClientConnection.Burst, "kube-api-burst", kp.ClientConnection.Burst, "requests to the API server at once")
+	fs.DurationVar(&kp.ConfigSyncPeriod.Duration, "config-sync-period", kp.ConfigSyncPeriod.Duration,
+		"no effect: objects are watched")
+	text(fs, &own.serviceCIDR, "service-cidr",
+		"range that cluster IPs are allotted from where a Service of the manifests names none; a comma-separated pair for dual stack")
+	text(fs, &own.nodePortRange, "service-node-port-range",
+		"range that node ports are allotted from where a Service of the manifests names none")
+	fs.BoolVar(&own.cleanup, "cleanup", false, "remove all rules, and exit")
+	fs.BoolVar(&own.initOnly, "init-only", false, "do what only root may do, and exit")
+}
+
+// ruleFlags say what the rules are like.
+func (v *values) ruleFlags(fs *pflag.FlagSet) {
+	kp := &v.kp
+	text(fs, (*string)(&kp.Mode), "mode", "how to program the kernel: iptables")
+	text(fs, (*string)(&kp.Mode), "proxy-mode", "same as --mode")
+	text(fs, &v.own.iptablesBackend, "iptables-backend",
+		"implementation of iptables: nft, legacy, or auto for the one that holds rules already")
+	text(fs, &kp.ClusterCIDR, "cluster-cidr",
+		"range of pod addresses, by which traffic of pods is recognised in mode ClusterCIDR; a comma-separated pair for dual stack")
+	text(fs, (*string)(&kp.DetectLocalMode), "detect-local-mode",
+		"how to recognise traffic of pods: ClusterCIDR, NodeCIDR, BridgeInterface or InterfaceNamePrefix")
+	text(fs, &kp.DetectLocal.BridgeInterface, "pod-bridge-interface", "bridge of the pods, in mode BridgeInterface")
+	text(fs, &kp.DetectLocal.InterfaceNamePrefix, "pod-interface-name-prefix",
+		"what the names of the pods' interfaces begin with, in mode InterfaceNamePrefix")
+	fs.StringSliceVar(&kp.NodePortAddresses, "nodeport-addresses", kp.NodePortAddresses,
+		"ranges of the node's addresses where node ports answer, or \"primary\" for those of its Node object; by default all")
+	fs.BoolVar(&kp.IPTables.MasqueradeAll, "masquerade-all", kp.IPTables.MasqueradeAll, "masquerade all traffic to cluster IPs")
+	fs.Int32Var(kp.IPTables.MasqueradeBit, "iptables-masquerade-bit", *kp.IPTables.MasqueradeBit,
+		"bit of the packet mark that asks for masquerading, 0-31")
+	fs.BoolVar(kp.IPTables.LocalhostNodePorts, "iptables-localhost-nodeports", *kp.IPTables.LocalhostNodePorts,
+		"let node ports answer on 127.0.0.1 too, which needs the sysctl route_localnet")
+	period := &kp.IPTables.MinSyncPeriod.Duration
+	fs.DurationVar(period, "min-sync-period", *period, "least time between two changes of the rules; 0 for none")
+	fs.DurationVar(period, "iptables-min-sync-period", *period, "same as --min-sync-period")
+	fs.DurationVar(&kp.IPTables.SyncPeriod.Duration, "iptables-sync-period", kp.IPTables.SyncPeriod.Duration,
+		"time after which the kernel is looked through even if nothing changed")
+	fs.Var(cliflag.NewMapStringBool(&kp.FeatureGates), "feature-gates", "no effect: there are no feature gates")
+}
+
+// serverFlags are about the process and its HTTP endpoints.
+func (v *values) serverFlags(fs *pflag.FlagSet) {
+	kp := &v.kp
+	text(fs, &kp.BindAddress, "bind-address", "what to take for the node's own address, unless it is 0.0.0.0 or ::")
+	fs.BoolVar(&kp.BindAddressHardFail, "bind-address-hard-fail", kp.BindAddressHardFail, "end if an address can't be bound")
+	text(fs, &kp.HealthzBindAddress, "healthz-bind-address", "IP and port of the health check server; empty for none")
+	text(fs, &kp.MetricsBindAddress, "metrics-bind-address", "IP and port of the metrics server; empty for none")
+	fs.Int32Var(&v.own.healthzPort, "healthz-port", v.own.healthzPort, "deprecated: see --healthz-bind-address")
+	fs.Int32Var(&v.own.metricsPort, "metrics-port", v.own.metricsPort, "deprecated: see --metrics-bind-address")
+	fs.BoolVar(&kp.EnableProfiling, "profiling", kp.EnableProfiling, "serve /debug/pprof")
+	text(fs, &kp.ShowHiddenMetricsForVersion, "show-hidden-metrics-for-version", "no effect: no metric is hidden")
+	fs.Int32Var(kp.OOMScoreAdj, "oom-score-adj", *kp.OOMScoreAdj,
+		"how ready the kernel is to kill this process when memory runs out, -1000 to 1000")
+	_ = fs.MarkHidden("healthz-port")
+	_ = fs.MarkHidden("metrics-port")
+}
+
+func (v *values) conntrackFlags(fs *pflag.FlagSet) {
+	c := &v.kp.Conntrack
+	fs.Int32Var(c.MaxPerCore, "conntrack-max-per-core", *c.MaxPerCore,
+		"connections to track for each CPU core; 0 leaves the kernel's limit as it is")
+	fs.Int32Var(c.Min, "conntrack-min", *c.Min, "connections to track at least, however few the cores")
+	fs.DurationVar(&c.TCPEstablishedTimeout.Duration, "conntrack-tcp-timeout-established", c.TCPEstablishedTimeout.Duration,
+		"how long to remember idle TCP connections; 0 leaves the kernel's setting as it is")
+	fs.DurationVar(&c.TCPCloseWaitTimeout.Duration, "conntrack-tcp-timeout-close-wait", c.TCPCloseWaitTimeout.Duration,
+		"the same for those in state CLOSE_WAIT")
+	fs.BoolVar(&c.TCPBeLiberal, "conntrack-tcp-be-liberal", c.TCPBeLiberal, "let packets out of the TCP window pass")
+	fs.DurationVar(&c.UDPTimeout.Duration, "conntrack-udp-timeout", c.UDPTimeout.Duration,
+		"how long to remember UDP packets without an answer; 0 leaves the kernel's setting as it is")
+	fs.DurationVar(&c.UDPStreamTimeout.Duration, "conntrack-udp-timeout-stream", c.UDPStreamTimeout.Duration,
+		"the same for those with one")
+}
+
+func (v *values) ipvsFlags(fs *pflag.FlagSet) {
+	c := &v.kp.IPVS
+	const in = " (mode ipvs)"
+	fs.DurationVar(&c.SyncPeriod.Duration, "ipvs-sync-period", c.SyncPeriod.Duration,
+		"time after which the kernel is looked through even if nothing changed"+in)
+	fs.DurationVar(&c.MinSyncPeriod.Duration, "ipvs-min-sync-period", c.MinSyncPeriod.Duration,
+		"least time between two changes"+in)
+	text(fs, &c.Scheduler, "ipvs-scheduler", "how to choose an endpoint"+in)
+	fs.StringSliceVar(&c.ExcludeCIDRs, "ipvs-exclude-cidrs", c.ExcludeCIDRs, "ranges whose virtual servers are left alone"+in)
+	fs.BoolVar(&c.StrictARP, "ipvs-strict-arp", c.StrictARP, "set arp_ignore to 1 and arp_announce to 2"+in)
+	fs.DurationVar(&c.TCPTimeout.Duration, "ipvs-tcp-timeout", c.TCPTimeout.Duration,
+		"how long to remember idle TCP connections; 0 leaves the kernel's setting as it is"+in)
+	fs.DurationVar(&c.TCPFinTimeout.Duration, "ipvs-tcpfin-timeout", c.TCPFinTimeout.Duration, "the same after a FIN"+in)
+	fs.DurationVar(&c.UDPTimeout.Duration, "ipvs-udp-timeout", c.UDPTimeout.Duration, "the same for UDP"+in)
+}
+
+func (v *values) logFlags(fs *pflag.FlagSet) {
+	c := &v.kp.Logging
+	text(fs, &v.own.logLevel, "log-level", "what to log: debug, info, warn or error")
+	fs.Uint32VarP((*uint32)(&c.Verbosity), "v", "v", uint32(c.Verbosity),
+		"kube-proxy's log level: 4 and more is --log-level=debug")
+	text(fs, &c.Format, "logging-format", "how to write the log: text or json")
+	fs.DurationVar(&c.FlushFrequency.Duration.Duration, "log-flush-frequency", c.FlushFrequency.Duration.Duration,
+		"no effect: the log is not buffered")
+	fs.Var(logs.VModuleConfigurationPflag(&c.VModule), "vmodule", "no effect: log levels are for the whole program")
+	const stream = "no effect: there is one stream"
+	fs.BoolVar(&c.Options.Text.SplitStream, "log-text-split-stream", c.Options.Text.SplitStream, stream)
+	fs.Var(&c.Options.Text.InfoBufferSize, "log-text-info-buffer-size", stream)
+	fs.BoolVar(&c.Options.JSON.SplitStream, "log-json-split-stream", c.Options.JSON.SplitStream, stream)
+	fs.Var(&c.Options.JSON.InfoBufferSize, "log-json-info-buffer-size", stream)
+	for _, name := range []string{"vmodule", "log-flush-frequency", "log-text-split-stream", "log-text-info-buffer-size",
+		"log-json-split-stream", "log-json-info-buffer-size"} {
+		_ = fs.MarkHidden(name)
+	}
+}
+
+// ignoredFlags are accepted because command lines have them that kube-proxy or its older releases took.
+func (v *values) ignoredFlags(fs *pflag.FlagSet) {
+	v.own.ignored = map[string]*string{}
+	for _, name := range sortedKeys(ignoredFlags) {
+		v.own.ignored[name] = new(string)
+		value := fs.VarPF((*anything)(v.own.ignored[name]), name, "", "no effect")
+		value.Hidden = true
+		if ignoredFlags[name] == "bool" {
+			value.NoOptDefVal = "true"
+		}
+	}
+	fs.BoolVar(&v.kp.WindowsRunAsService, "windows-service", v.kp.WindowsRunAsService, "no effect: not on Linux")
+	_ = fs.MarkHidden("windows-service")
+}
+
+// anything is the value of a flag that does not matter.
+type anything string
+
+func (a *anything) Set(text string) error { *a = anything(text); return nil }
+func (a *anything) String() string        { return string(*a) }
+func (a *anything) Type() string          { return "string" }
+
+func text(fs *pflag.FlagSet, value *string, name, usage string) {
+	fs.StringVar(value, name, *value, usage)
+}

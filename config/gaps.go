@@ -1,0 +1,165 @@
+package config
+
+import (
+	"fmt"
+	"reflect"
+	"slices"
+	"strings"
+
+	"nodeproxy/proxier/plan"
+	"nodeproxy/proxier/source"
+)
+
+// notYet lists fields, or groups of them, that are read and validated, but that nothing acts on so far. Whoever makes one
+// effective takes it out here.
+var notYet = []string{
+	"iptables.syncPeriod",
+	"bindAddress", "bindAddressHardFail", "healthzBindAddress", "metricsBindAddress", "enableProfiling",
+	"conntrack",
+}
+
+// noMeaning lists fields that stay without effect, and why.
+var noMeaning = map[string]string{
+	"featureGates":                "there are no feature gates",
+	"showHiddenMetricsForVersion": "no metric is hidden",
+	"configSyncPeriod":            "objects are watched; every change is seen at once",
+	"portRange":                   "no ports are reserved; kube-proxy has no use for it either",
+	"winkernel":                   "it is for Windows",
+	"windowsRunAsService":         "it is for Windows",
+	"logging.flushFrequency":      "the log is not buffered",
+	"logging.vmodule":             "log levels are for the whole program",
+	"logging.options":             "there is one stream for the log, without a buffer",
+	"ipvs":                        "it is for mode ipvs",
+	"nftables":                    "it is for mode nftables",
+}
+
+// ignoredFlags lists flags without a field that have no effect, with their types: those of klog that kube-proxy had before
+// 1.26, and two that it has by accident.
+var ignoredFlags = map[string]string{
+	"logtostderr": "bool", "alsologtostderr": "bool", "log-dir": "string", "log-file": "string", "log-file-max-size": "string",
+	"stderrthreshold": "string", "one-output": "bool", "skip-headers": "bool", "skip-log-headers": "bool",
+	"add-dir-header": "bool", "log-backtrace-at": "string", "boot-id-file": "string", "machine-id-file": "string",
+}
+
+// deprecatedFlags lists flags that work, and what to use instead.
+var deprecatedFlags = map[string]string{
+	"healthz-port": "--healthz-bind-address", "metrics-port": "--metrics-bind-address",
+}
+
+// findings tells of values of the file that flags override, and of values without effect.
+func (e *Effective) findings() []source.Finding {
+	var out []source.Finding
+	for _, field := range e.saidFields() {
+		if o, ok := e.overridden(field); ok {
+			out = append(out, source.Finding{Severity: source.Problem, Where: e.doc.at(field), Field: field,
+				Detail: fmt.Sprintf("%s here, %s by %s", o.file, o.flag, e.given[field]), Effect: "the flag goes before the file"})
+		}
+		if detail, effect := e.gap(field); detail != "" {
+			out = append(out, e.finding(source.Problem, field, detail, effect))
+		}
+	}
+	for _, name := range sortedKeys(ignoredFlags) {
+		if flag := "--" + name; e.given[flag] != "" {
+			out = append(out, e.finding(source.Problem, flag, "it has no meaning here", "it is ignored"))
+		}
+	}
+	for _, name := range sortedKeys(deprecatedFlags) {
+		if flag := "--" + name; e.given[flag] != "" {
+			out = append(out, e.finding(source.Problem, flag, "deprecated", "use "+deprecatedFlags[name]))
+		}
+	}
+	switch mode := plan.DetectLocalMode(e.kp.DetectLocalMode); {
+	case e.kp.ClusterCIDR != "" && mode != plan.DetectClusterCIDR:
+		out = append(out, e.finding(source.Note, "clusterCIDR",
+			"not used with "+e.saying("detectLocalMode", string(mode)), "traffic of pods is recognised without it"))
+	case e.kp.ClusterCIDR == "" && mode == plan.DetectClusterCIDR:
+		out = append(out, e.finding(source.Note, "clusterCIDR", "not given",
+			"traffic of pods is not told from other traffic, so none is masqueraded for coming from elsewhere"))
+	}
+	if e.kp.ClientConnection.Kubeconfig != "" && e.own.manifests != "" {
+		out = append(out, e.finding(source.Problem, "clientConnection.kubeconfig", "--manifests is given too",
+			"objects come from the manifests alone"))
+	}
+	return out
+}
+
+func (e *Effective) finding(severity source.Severity, field, detail, effect string) source.Finding {
+	f := source.Finding{Severity: severity, Field: e.origin(field), Detail: detail, Effect: effect}
+	if where, name, ok := strings.Cut(f.Field, ": "); ok {
+		f.Where, f.Field = where, name
+	}
+	return f
+}
+
+// saidFields are the fields that file or flags give a value, in order.
+func (e *Effective) saidFields() []string {
+	said := map[string]bool{}
+	for field := range e.given {
+		said[field] = !strings.HasPrefix(field, "--")
+	}
+	if e.doc != nil {
+		for field := range e.doc.lines {
+			said[field] = true
+		}
+	}
+	return slices.DeleteFunc(sortedKeys(said), func(field string) bool { return !said[field] })
+}
+
+// override is what file and flag say of one field.
+type override struct{ file, flag string }
+
+// overridden returns what the file says of a field, if a flag says something else.
+func (e *Effective) overridden(field string) (override, bool) {
+	if e.given[field] == "" || e.doc == nil || e.doc.lines[field] == 0 {
+		return override{}, false
+	}
+	file, _ := lookup(&e.file, field)
+	now, _ := lookup(&e.kp, field)
+	if empty(file) || reflect.DeepEqual(file.Interface(), now.Interface()) {
+		return override{}, false
+	}
+	return override{written(file), written(now)}, true
+}
+
+// gap says why a value has no effect, and what that means; nothing for one that has. A value that is the default, or that
+// asks for nothing, is not worth a word.
+func (e *Effective) gap(field string) (detail, effect string) {
+	now, _ := lookup(&e.kp, field)
+	if e.given[field] == "" {
+		if said, _ := lookup(&e.file, field); empty(said) {
+			return "", ""
+		}
+	}
+	unspecified := field == "bindAddress" && (written(now) == "0.0.0.0" || written(now) == "::")
+	if empty(now) || unspecified {
+		return "", ""
+	}
+	for _, group := range notYet {
+		if field == group || strings.HasPrefix(field, group+".") {
+			return "no effect yet", "it is ignored by this version"
+		}
+	}
+	var usual values
+	usual.defaults()
+	if was, _ := lookup(&usual.kp, field); reflect.DeepEqual(was.Interface(), now.Interface()) {
+		return "", ""
+	}
+	for group, why := range noMeaning {
+		if field == group || strings.HasPrefix(field, group+".") {
+			if group == string(e.kp.Mode) {
+				return "", ""
+			}
+			return "no effect: " + why, "it is ignored"
+		}
+	}
+	return "", ""
+}
+
+func sortedKeys[V any](m map[string]V) []string {
+	keys := make([]string, 0, len(m))
+	for key := range m {
+		keys = append(keys, key)
+	}
+	slices.Sort(keys)
+	return keys
+}

@@ -1,0 +1,367 @@
+package config
+
+import (
+	"cmp"
+	"errors"
+	"fmt"
+	"net/netip"
+	"os"
+	"regexp"
+	"strconv"
+	"strings"
+	"time"
+
+	"nodeproxy/iptables"
+	"nodeproxy/proxier/plan"
+)
+
+// checker understands values and gathers what is wrong with them.
+type checker struct {
+	*Effective
+	errs []error
+}
+
+// check notes what is wrong with a field, or with a flag that has no field.
+func (k *checker) check(field string, err error) {
+	if err != nil {
+		k.errs = append(k.errs, fmt.Errorf("%s: %w", k.origin(field), err))
+	}
+}
+
+// origin names where a field has its value from: a flag, or FILE:LINE and the field.
+func (e *Effective) origin(field string) string {
+	switch {
+	case strings.HasPrefix(field, "--"):
+		return field
+	case e.given[field] != "":
+		return e.given[field]
+	case e.doc != nil && e.doc.lines[field] > 0:
+		return e.doc.at(field) + ": " + field
+	case e.doc != nil:
+		return e.doc.path + ": " + field
+	}
+	return cmp.Or(flagOf(field), field)
+}
+
+// saying repeats a setting in the words of where it came from.
+func (e *Effective) saying(field, value string) string {
+	if from := e.origin(field); strings.HasPrefix(from, "--") {
+		return from + "=" + value
+	}
+	return field + ": " + value
+}
+
+// Config understands all of it, but does not insist on a place where objects come from. Its error has a line for everything
+// that is wrong.
+func (e *Effective) Config() (*Config, error) { return e.understand(false) }
+
+func (e *Effective) understand(toRun bool) (*Config, error) {
+	k := &checker{Effective: e}
+	kp, own := &e.kp, &e.own
+	c := &Config{
+		Manifests: own.manifests,
+		API: APIServer{
+			Kubeconfig: kp.ClientConnection.Kubeconfig, Master: own.master,
+			ContentType: kp.ClientConnection.ContentType, AcceptContentTypes: kp.ClientConnection.AcceptContentTypes,
+			QPS: kp.ClientConnection.QPS, Burst: int(kp.ClientConnection.Burst),
+		},
+		Findings: e.findings(),
+	}
+	if own.manifests != "" {
+		c.API.Kubeconfig = "" // Of the file: onePlace has refused one by a flag.
+	}
+	k.mode(c)
+	if toRun {
+		k.onePlace()
+	}
+	k.nodeName(c)
+	k.manifests(c)
+	k.backend(c)
+	k.log(c)
+	k.rules(c)
+	k.servers(c)
+	k.conntrack(&c.Conntrack)
+	k.otherModes(c)
+	k.check("clientConnection.burst", notNegative(kp.ClientConnection.Burst))
+	if kp.ConfigSyncPeriod.Duration <= 0 {
+		k.check("configSyncPeriod", fmt.Errorf("%s is not more than 0", kp.ConfigSyncPeriod.Duration))
+	}
+	return c, errors.Join(k.errs...)
+}
+
+func (k *checker) mode(c *Config) {
+	if c.Mode = string(k.kp.Mode); c.Mode != "iptables" {
+		k.check("mode", fmt.Errorf("%q is not supported; iptables is", c.Mode))
+	}
+	notYet := errors.New("not supported yet; nothing was done")
+	if k.own.cleanup {
+		k.check("--cleanup", notYet)
+	}
+	if k.own.initOnly {
+		k.check("--init-only", notYet)
+	}
+}
+
+// onePlace checks that objects come from one place. A flag --manifests goes before a kubeconfig in the file.
+func (k *checker) onePlace() {
+	kubeconfig, byFlag := k.kp.ClientConnection.Kubeconfig != "", k.given["clientConnection.kubeconfig"] != ""
+	master := k.own.master != ""
+	switch {
+	case k.own.manifests != "" && (master || kubeconfig && byFlag):
+		k.check("--manifests", errors.New("can't be combined with --kubeconfig or --master: objects come from one place"))
+	case k.own.manifests == "" && !master && !kubeconfig && os.Getenv("KUBERNETES_SERVICE_HOST") == "":
+		k.check("--manifests", errors.New("one of --manifests, --kubeconfig and --master is required outside of a cluster"))
+	}
+}
+
+func (k *checker) nodeName(c *Config) {
+	name := strings.TrimSpace(k.kp.HostnameOverride)
+	if name == "" {
+		var err error
+		if name, err = os.Hostname(); err != nil {
+			k.check("--node-name", fmt.Errorf("not given, and the host's name can't be read: %w", err))
+		}
+	}
+	c.NodeName = strings.ToLower(name)
+}
+
+// manifests reads what only matters with objects from manifests.
+func (k *checker) manifests(c *Config) {
+	var err error
+	c.ServiceCIDRs, err = onePerFamily(k.own.serviceCIDR)
+	k.check("--service-cidr", err)
+	c.NodePorts, err = parsePorts(k.own.nodePortRange)
+	k.check("--service-node-port-range", err)
+}
+
+func (k *checker) backend(c *Config) {
+	switch c.IPTablesBackend = iptables.Variant(k.own.iptablesBackend); c.IPTablesBackend {
+	case iptables.Auto, iptables.NFT, iptables.Legacy:
+	default:
+		k.check("--iptables-backend", fmt.Errorf("%q is none of auto, nft, legacy", k.own.iptablesBackend))
+	}
+}
+
+func (k *checker) rules(c *Config) {
+	kp := &k.kp
+	c.MasqueradeBit = k.bit("iptables.masqueradeBit", kp.IPTables.MasqueradeBit)
+	c.SyncPeriod, c.MinSyncPeriod = kp.IPTables.SyncPeriod.Duration, kp.IPTables.MinSyncPeriod.Duration
+	k.periods("iptables", c.SyncPeriod, c.MinSyncPeriod)
+	c.Settings.MasqueradeAll = kp.IPTables.MasqueradeAll
+	c.Settings.LocalhostNodePorts = *kp.IPTables.LocalhostNodePorts
+	var err error
+	c.Settings.NodePortAddresses, err = parseNodePortAddresses(kp.NodePortAddresses)
+	k.check("nodePortAddresses", err)
+	k.detectLocal(&c.Settings.DetectLocal)
+}
+
+func (k *checker) bit(field string, bit *int32) int {
+	if *bit < 0 || *bit > 31 {
+		k.check(field, fmt.Errorf("%d is not within 0-31", *bit))
+	}
+	return int(*bit)
+}
+
+// periods checks the periods of a mode.
+func (k *checker) periods(mode string, period, least time.Duration) {
+	if period <= 0 {
+		k.check(mode+".syncPeriod", fmt.Errorf("%s is not more than 0", period))
+	}
+	switch {
+	case least < 0:
+		k.check(mode+".minSyncPeriod", fmt.Errorf("%s is negative", least))
+	case least > period && period > 0:
+		k.check(mode+".minSyncPeriod", fmt.Errorf("%s is more than the %s of %s", least, period, k.origin(mode+".syncPeriod")))
+	}
+}
+
+// detectLocal reads how traffic of pods is recognised.
+func (k *checker) detectLocal(d *plan.DetectLocal) {
+	kp := &k.kp
+	d.Mode = plan.DetectLocalMode(kp.DetectLocalMode)
+	cidrs, err := onePerFamily(kp.ClusterCIDR)
+	k.check("clusterCIDR", err)
+	switch d.Mode {
+	case plan.DetectClusterCIDR:
+		d.CIDRs = cidrs
+	case plan.DetectNodeCIDR:
+	case plan.DetectBridgeInterface:
+		d.Interface = kp.DetectLocal.BridgeInterface
+		k.interfaceName("detectLocal.bridgeInterface", d.Interface, 15)
+	case plan.DetectInterfaceNamePrefix:
+		d.Interface = kp.DetectLocal.InterfaceNamePrefix
+		k.interfaceName("detectLocal.interfaceNamePrefix", d.Interface, 14)
+	default:
+		k.check("detectLocalMode", fmt.Errorf("%q is none of ClusterCIDR, NodeCIDR, BridgeInterface, InterfaceNamePrefix", d.Mode))
+	}
+}
+
+// interfaceName checks the name of a network interface, or what one begins with: it gets into rules. A name has at most 15
+// characters; a rule for a prefix needs one of them for its wildcard.
+func (k *checker) interfaceName(field, name string, longest int) {
+	odd := strings.ContainsFunc(name, func(r rune) bool { return r <= ' ' || r >= 0x7f || strings.ContainsRune("/\"'\\+!", r) })
+	switch {
+	case name == "":
+		k.check(field, fmt.Errorf("required with %s", k.saying("detectLocalMode", string(k.kp.DetectLocalMode))))
+	case len(name) > longest || odd:
+		k.check(field, fmt.Errorf("%q can't be the name of a network interface, or begin one", name))
+	}
+}
+
+var version = regexp.MustCompile(`^\d+\.\d+$`)
+
+func (k *checker) servers(c *Config) {
+	kp := &k.kp
+	bind, err := netip.ParseAddr(kp.BindAddress)
+	if err != nil {
+		k.check("bindAddress", fmt.Errorf("%q is no IP address", kp.BindAddress))
+	}
+	c.Servers = Servers{
+		Bind: bind.Unmap(), HardFail: kp.BindAddressHardFail, Profiling: kp.EnableProfiling,
+		Healthz: k.addrPort("healthzBindAddress", kp.HealthzBindAddress),
+		Metrics: k.addrPort("metricsBindAddress", kp.MetricsBindAddress),
+	}
+	if shown := kp.ShowHiddenMetricsForVersion; shown != "" && !version.MatchString(shown) {
+		k.check("showHiddenMetricsForVersion", fmt.Errorf("%q is no version such as 1.36", shown))
+	}
+	if c.OOMScoreAdj = int(*kp.OOMScoreAdj); c.OOMScoreAdj < -1000 || c.OOMScoreAdj > 1000 {
+		k.check("oomScoreAdj", fmt.Errorf("%d is not within -1000 to 1000", c.OOMScoreAdj))
+	}
+}
+
+// addrPort reads where a server listens; empty is nowhere.
+func (k *checker) addrPort(field, address string) netip.AddrPort {
+	if address == "" {
+		return netip.AddrPort{}
+	}
+	out, err := netip.ParseAddrPort(address)
+	if err != nil || out.Port() == 0 {
+		k.check(field, fmt.Errorf("%q is no IP address with a port", address))
+	}
+	return out
+}
+
+func (k *checker) conntrack(c *Conntrack) {
+	kp := &k.kp.Conntrack
+	*c = Conntrack{
+		MaxPerCore: int(*kp.MaxPerCore), Min: int(*kp.Min),
+		TCPEstablishedTimeout: kp.TCPEstablishedTimeout.Duration, TCPCloseWaitTimeout: kp.TCPCloseWaitTimeout.Duration,
+		UDPTimeout: kp.UDPTimeout.Duration, UDPStreamTimeout: kp.UDPStreamTimeout.Duration, TCPBeLiberal: kp.TCPBeLiberal,
+	}
+	k.check("conntrack.maxPerCore", notNegative(c.MaxPerCore))
+	k.check("conntrack.min", notNegative(c.Min))
+	k.check("conntrack.tcpEstablishedTimeout", notNegative(c.TCPEstablishedTimeout))
+	k.check("conntrack.tcpCloseWaitTimeout", notNegative(c.TCPCloseWaitTimeout))
+	k.check("conntrack.udpTimeout", notNegative(c.UDPTimeout))
+	k.check("conntrack.udpStreamTimeout", notNegative(c.UDPStreamTimeout))
+}
+
+// otherModes reads the settings of modes ipvs and nftables.
+func (k *checker) otherModes(c *Config) {
+	ipvs, nft := &k.kp.IPVS, &k.kp.NFTables
+	c.IPVS = IPVS{
+		SyncPeriod: ipvs.SyncPeriod.Duration, MinSyncPeriod: ipvs.MinSyncPeriod.Duration,
+		Scheduler: ipvs.Scheduler, StrictARP: ipvs.StrictARP,
+		TCPTimeout: ipvs.TCPTimeout.Duration, TCPFinTimeout: ipvs.TCPFinTimeout.Duration, UDPTimeout: ipvs.UDPTimeout.Duration,
+	}
+	k.periods("ipvs", c.IPVS.SyncPeriod, c.IPVS.MinSyncPeriod)
+	k.check("ipvs.tcpTimeout", notNegative(c.IPVS.TCPTimeout))
+	k.check("ipvs.tcpFinTimeout", notNegative(c.IPVS.TCPFinTimeout))
+	k.check("ipvs.udpTimeout", notNegative(c.IPVS.UDPTimeout))
+	for _, text := range ipvs.ExcludeCIDRs {
+		cidr, ok := parsePrefix(strings.TrimSpace(text))
+		if !ok {
+			k.check("ipvs.excludeCIDRs", fmt.Errorf("%q is no CIDR", text))
+			continue
+		}
+		c.IPVS.ExcludeCIDRs = append(c.IPVS.ExcludeCIDRs, cidr)
+	}
+	c.NFTables = NFTables{
+		MasqueradeBit: k.bit("nftables.masqueradeBit", nft.MasqueradeBit), MasqueradeAll: nft.MasqueradeAll,
+		SyncPeriod: nft.SyncPeriod.Duration, MinSyncPeriod: nft.MinSyncPeriod.Duration,
+	}
+	k.periods("nftables", c.NFTables.SyncPeriod, c.NFTables.MinSyncPeriod)
+}
+
+func (k *checker) log(c *Config) {
+	switch c.LogLevel = k.own.logLevel; c.LogLevel {
+	case "debug", "info", "warn", "error":
+	default:
+		k.check("--log-level", fmt.Errorf("%q is none of debug, info, warn, error", c.LogLevel))
+	}
+	if k.kp.Logging.Verbosity >= 4 {
+		c.LogLevel = "debug"
+	}
+	switch c.LogFormat = k.kp.Logging.Format; c.LogFormat {
+	case "text", "json":
+	default:
+		k.check("logging.format", fmt.Errorf("%q is none of text, json", c.LogFormat))
+	}
+}
+
+func notNegative[N int | int32 | time.Duration](n N) error {
+	if n < 0 {
+		return fmt.Errorf("%v is negative", n)
+	}
+	return nil
+}
+
+// onePerFamily reads a comma-separated list of CIDRs with at most one for each family.
+func onePerFamily(text string) ([]netip.Prefix, error) {
+	var out []netip.Prefix
+	seen := map[plan.Family]bool{}
+	for _, part := range strings.Split(text, ",") {
+		if part = strings.TrimSpace(part); part == "" {
+			continue
+		}
+		cidr, ok := parsePrefix(part)
+		if !ok {
+			return nil, fmt.Errorf("%q is no CIDR", part)
+		}
+		family := plan.FamilyOf(cidr.Addr())
+		if seen[family] {
+			return nil, fmt.Errorf("%q is a second range for %s; one is possible", part, family)
+		}
+		seen[family] = true
+		out = append(out, cidr)
+	}
+	return out, nil
+}
+
+func parsePrefix(text string) (netip.Prefix, bool) {
+	cidr, err := netip.ParsePrefix(text)
+	if err != nil {
+		return netip.Prefix{}, false
+	}
+	return plan.Unmapped(cidr)
+}
+
+func parsePorts(text string) (PortRange, error) {
+	first, last, ok := strings.Cut(strings.TrimSpace(text), "-")
+	a, errA := strconv.ParseUint(first, 10, 16)
+	b, errB := strconv.ParseUint(last, 10, 16)
+	if !ok || errA != nil || errB != nil || a == 0 || a > b {
+		return PortRange{}, fmt.Errorf("%q is no range of ports such as 30000-32767", text)
+	}
+	return PortRange{uint16(a), uint16(b)}, nil
+}
+
+func parseNodePortAddresses(list []string) (plan.NodePortAddresses, error) {
+	var out plan.NodePortAddresses
+	for _, text := range list {
+		text = strings.TrimSpace(text)
+		if text == "primary" {
+			out.Primary = true
+			continue
+		}
+		cidr, ok := parsePrefix(text)
+		if !ok {
+			return out, fmt.Errorf("%q is neither a CIDR nor \"primary\"", text)
+		}
+		out.CIDRs = append(out.CIDRs, cidr)
+	}
+	if out.Primary && len(out.CIDRs) > 0 {
+		return out, errors.New("\"primary\" can't be combined with CIDRs")
+	}
+	return out, nil
+}

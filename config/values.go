@@ -1,0 +1,127 @@
+package config
+
+import (
+	"net"
+	"net/netip"
+	"strconv"
+	"time"
+
+	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
+	proxyconfig "k8s.io/kube-proxy/config/v1alpha1"
+	"k8s.io/utils/ptr"
+
+	"nodeproxy/iptables"
+	"nodeproxy/proxier/plan"
+)
+
+// values are a configuration as it is written, before it is understood: what kube-proxy's file can say, and what only flags
+// can. Flags are bound to its fields.
+type values struct {
+	kp  proxyconfig.KubeProxyConfiguration
+	own own
+}
+
+// own are the settings that kube-proxy's file has no field for.
+type own struct {
+	configFile, writeConfigTo  string
+	manifests, master          string
+	serviceCIDR, nodePortRange string
+	iptablesBackend            string
+	logLevel                   string
+	cleanup, initOnly          bool
+	healthzPort, metricsPort   int32
+	ignored                    map[string]*string // flags without any effect
+}
+
+const (
+	healthzPort = 10256
+	metricsPort = 10249
+)
+
+// defaults fills in what is not said: kube-proxy's defaults but for the least time between syncs, which is none here.
+func (v *values) defaults() {
+	kp := &v.kp
+	kp.APIVersion, kp.Kind = proxyconfig.SchemeGroupVersion.String(), "KubeProxyConfiguration"
+	orDefault(&kp.BindAddress, "0.0.0.0")
+	any4, local4 := "0.0.0.0", "127.0.0.1"
+	if addr, err := netip.ParseAddr(kp.BindAddress); err == nil && !addr.Unmap().Is4() {
+		any4, local4 = "::", "::1"
+	}
+	orDefault(&kp.HealthzBindAddress, any4)
+	orDefault(&kp.MetricsBindAddress, local4)
+	orDefault(&kp.Mode, "iptables")
+	orDefault(&kp.DetectLocalMode, proxyconfig.LocalMode(plan.DetectClusterCIDR))
+	orDefault(&kp.OOMScoreAdj, ptr.To[int32](-999))
+	orDefault(&kp.IPTables.MasqueradeBit, ptr.To[int32](iptables.DefaultMasqueradeBit))
+	orDefault(&kp.IPTables.LocalhostNodePorts, ptr.To(true))
+	orDefault(&kp.IPTables.SyncPeriod.Duration, 30*time.Second)
+	orDefault(&kp.IPVS.SyncPeriod.Duration, 30*time.Second)
+	orDefault(&kp.NFTables.MasqueradeBit, ptr.To[int32](iptables.DefaultMasqueradeBit))
+	orDefault(&kp.NFTables.SyncPeriod.Duration, 30*time.Second)
+	orDefault(&kp.Conntrack.MaxPerCore, ptr.To[int32](32<<10))
+	orDefault(&kp.Conntrack.Min, ptr.To[int32](128<<10))
+	orDefault(&kp.Conntrack.TCPEstablishedTimeout, &metav1.Duration{Duration: 24 * time.Hour})
+	orDefault(&kp.Conntrack.TCPCloseWaitTimeout, &metav1.Duration{Duration: time.Hour})
+	orDefault(&kp.ConfigSyncPeriod.Duration, 15*time.Minute)
+	orDefault(&kp.ClientConnection.ContentType, "application/vnd.kubernetes.protobuf")
+	orDefault(&kp.ClientConnection.QPS, 5)
+	orDefault(&kp.ClientConnection.Burst, 10)
+	orDefault(&kp.Logging.Format, "text")
+	if kp.Logging.FlushFrequency.Duration.Duration == 0 {
+		kp.Logging.FlushFrequency.Duration.Duration = 5 * time.Second
+		kp.Logging.FlushFrequency.SerializeAsString = true
+	}
+	v.own = own{
+		serviceCIDR: "10.96.0.0/16", nodePortRange: "30000-32767", iptablesBackend: string(iptables.Auto), logLevel: "info",
+		healthzPort: healthzPort, metricsPort: metricsPort,
+	}
+	v.complete(nil)
+}
+
+func orDefault[T comparable](field *T, value T) {
+	var zero T
+	if *field == zero {
+		*field = value
+	}
+}
+
+// complete makes values whole after flags were put over them. Empty modes are the default ones. The deprecated flags for a
+// port count unless the flag for the address names one; port 0 switches the endpoint off.
+func (v *values) complete(given map[string]string) {
+	orDefault(&v.kp.Mode, "iptables")
+	orDefault(&v.kp.DetectLocalMode, proxyconfig.LocalMode(plan.DetectClusterCIDR))
+	for _, s := range []struct {
+		address     *string
+		field, flag string
+		port, usual int32
+	}{
+		{&v.kp.HealthzBindAddress, "healthzBindAddress", "healthz-port", v.own.healthzPort, healthzPort},
+		{&v.kp.MetricsBindAddress, "metricsBindAddress", "metrics-port", v.own.metricsPort, metricsPort},
+	} {
+		switch {
+		case given["--"+s.flag] == "":
+			*s.address = withPort(*s.address, s.usual)
+		case s.port == 0:
+			*s.address = ""
+		case given[s.field] != "":
+			*s.address = withPort(*s.address, s.port)
+		default:
+			if host, _, err := net.SplitHostPort(*s.address); err == nil {
+				*s.address = host
+			}
+			*s.address = withPort(*s.address, s.port)
+		}
+	}
+}
+
+// withPort adds a port to an address without one.
+func withPort(address string, port int32) string {
+	bare := address
+	if n := len(bare); n > 2 && bare[0] == '[' && bare[n-1] == ']' {
+		bare = bare[1 : n-1]
+	}
+	if _, err := netip.ParseAddr(bare); err != nil {
+		return address
+	}
+	return net.JoinHostPort(bare, strconv.Itoa(int(port)))
+}

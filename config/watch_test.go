@@ -1,0 +1,181 @@
+package config
+
+import (
+	"context"
+	"fmt"
+	"os"
+	"path/filepath"
+	"slices"
+	"strings"
+	"testing"
+	"time"
+)
+
+// watched runs Watch on a file and returns what it tells: the masquerade bit of each configuration, or the error.
+func watched(t *testing.T, path string, args ...string) chan string {
+	t.Helper()
+	f := flagsOf(t, append(args, "--config="+path, "--manifests=m")...)
+	if _, err := f.Config(); err != nil {
+		t.Fatal(err)
+	}
+	ctx, cancel := context.WithCancel(t.Context())
+	told := make(chan string, 100)
+	done := make(chan error, 1)
+	go func() {
+		done <- f.Watch(ctx, func(c *Config) { told <- fmt.Sprint("bit ", c.MasqueradeBit) },
+			func(err error) { told <- strings.ReplaceAll(err.Error(), path, "FILE") })
+	}()
+	t.Cleanup(func() {
+		cancel()
+		if err := <-done; err != nil {
+			t.Error(err)
+		}
+	})
+	return told
+}
+
+func expect(t *testing.T, told chan string, want string) {
+	t.Helper()
+	select {
+	case got := <-told:
+		if got != want {
+			t.Errorf("told %q, want %q", got, want)
+		}
+	case <-time.After(10 * time.Second):
+		t.Fatalf("nothing is told; want %q", want)
+	}
+}
+
+// expectNothing waits for as long as a change would need many times over.
+func expectNothing(t *testing.T, told chan string) {
+	t.Helper()
+	select {
+	case got := <-told:
+		t.Errorf("told %q, want nothing", got)
+	case <-time.After(10 * settle):
+	}
+}
+
+func bit(n int) string { return fmt.Sprintf("%siptables: {masqueradeBit: %d}\n", header, n) }
+
+func write(t *testing.T, path, content string) {
+	t.Helper()
+	if err := os.WriteFile(path, []byte(content), 0o644); err != nil {
+		t.Fatal(err)
+	}
+}
+
+func TestWatch(t *testing.T) {
+	t.Parallel()
+	path := filepath.Join(t.TempDir(), "config.yaml")
+	write(t, path, bit(1))
+	told := watched(t, path)
+	expectNothing(t, told)
+	write(t, path, bit(2))
+	expect(t, told, "bit 2")
+	write(t, path, bit(32))
+	expect(t, told, "FILE:3: iptables.masqueradeBit: 32 is not within 0-31")
+	write(t, path, bit(2)+"# What was in force is still in force.\n")
+	expectNothing(t, told)
+	write(t, path, header+"nonsense: 1\n")
+	expect(t, told, "FILE:3: nonsense: unknown field")
+	write(t, path+".new", bit(3)) // As editors do.
+	if err := os.Rename(path+".new", path); err != nil {
+		t.Fatal(err)
+	}
+	expect(t, told, "bit 3")
+	if err := os.Remove(path); err != nil {
+		t.Fatal(err)
+	}
+	expect(t, told, "--config: open FILE: no such file or directory")
+	write(t, path, bit(4))
+	expect(t, told, "bit 4")
+}
+
+// TestWatchKeepsFlags over every new content.
+func TestWatchKeepsFlags(t *testing.T) {
+	t.Parallel()
+	path := filepath.Join(t.TempDir(), "config.yaml")
+	write(t, path, bit(1))
+	told := watched(t, path, "--iptables-masquerade-bit=7")
+	write(t, path, bit(2))
+	expectNothing(t, told)
+	write(t, path, bit(2)+"clusterCIDR: 10.0.0.0/8\n")
+	expect(t, told, "bit 7")
+}
+
+// TestWatchConfigMap: a ConfigMap's volume changes by the swap of a symbolic link to a directory.
+func TestWatchConfigMap(t *testing.T) {
+	t.Parallel()
+	for name, mount := range map[string]func(t *testing.T, volume string) string{
+		"volume": func(_ *testing.T, volume string) string { return volume },
+		"link to a volume": func(t *testing.T, volume string) string {
+			link := filepath.Join(t.TempDir(), "link")
+			if err := os.Symlink(volume, link); err != nil {
+				t.Fatal(err)
+			}
+			return link
+		},
+	} {
+		t.Run(name, func(t *testing.T) {
+			t.Parallel()
+			volume := t.TempDir()
+			swap := func(version string, content string) {
+				dir := filepath.Join(volume, "..version_"+version)
+				if err := os.Mkdir(dir, 0o755); err != nil {
+					t.Fatal(err)
+				}
+				write(t, filepath.Join(dir, "config.conf"), content)
+				if err := os.Symlink(filepath.Base(dir), filepath.Join(volume, "..data_tmp")); err != nil {
+					t.Fatal(err)
+				}
+				if err := os.Rename(filepath.Join(volume, "..data_tmp"), filepath.Join(volume, "..data")); err != nil {
+					t.Fatal(err)
+				}
+			}
+			swap("1", bit(1))
+			if err := os.Symlink("..data/config.conf", filepath.Join(volume, "config.conf")); err != nil {
+				t.Fatal(err)
+			}
+			told := watched(t, filepath.Join(mount(t, volume), "config.conf"))
+			swap("2", bit(2))
+			if err := os.RemoveAll(filepath.Join(volume, "..version_1")); err != nil {
+				t.Fatal(err)
+			}
+			expect(t, told, "bit 2")
+			swap("3", bit(33))
+			expect(t, told, "FILE:3: iptables.masqueradeBit: 33 is not within 0-31")
+			swap("4", bit(4))
+			expect(t, told, "bit 4")
+		})
+	}
+}
+
+// TestWatchFindsWhatChangedBefore it began.
+func TestWatchFindsWhatChangedBefore(t *testing.T) {
+	t.Parallel()
+	path := filepath.Join(t.TempDir(), "config.yaml")
+	write(t, path, bit(1))
+	f := flagsOf(t, "--config="+path, "--manifests=m")
+	if _, err := f.Config(); err != nil {
+		t.Fatal(err)
+	}
+	write(t, path, bit(2))
+	ctx, cancel := context.WithCancel(t.Context())
+	var got []int
+	err := f.Watch(ctx, func(c *Config) { got = append(got, c.MasqueradeBit); cancel() }, func(err error) { t.Error(err) })
+	if err != nil || !slices.Equal(got, []int{2}) {
+		t.Errorf("told %v, %v", got, err)
+	}
+}
+
+// TestWatchWithoutFile waits.
+func TestWatchWithoutFile(t *testing.T) {
+	t.Parallel()
+	ctx, cancel := context.WithCancel(t.Context())
+	cancel()
+	fail := func() { t.Error("something is told") }
+	if err := flagsOf(t).Watch(ctx, func(*Config) { fail() }, func(error) { fail() }); err != nil {
+		t.Error(err)
+	}
+}
