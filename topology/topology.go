@@ -23,6 +23,8 @@ type Endpoint struct {
 	Ready, Serving, Terminating bool
 	// ForNodes and ForZones are the endpoint's hints: the nodes and zones that should send to it.
 	ForNodes, ForZones []string
+	// Weight is as in plan.Endpoint.
+	Weight uint16
 }
 
 // Node is where the choice is made.
@@ -94,6 +96,7 @@ func choose(endpoints []Endpoint, node Node, policy plan.Policy, allowed func(En
 			Addr:        ep.Addr,
 			Local:       ep.Node != "" && ep.Node == node.Name,
 			Terminating: !ep.Ready,
+			Weight:      ep.Weight,
 		})
 	}
 	return chosen
@@ -166,6 +169,7 @@ func Merge(endpoints []Endpoint) []Endpoint {
 			cmp.Compare(a.Node, b.Node),
 			slices.Compare(a.ForNodes, b.ForNodes),
 			slices.Compare(a.ForZones, b.ForZones),
+			cmp.Compare(a.Weight, b.Weight),
 		)
 	})
 	return slices.CompactFunc(sorted, func(a, b Endpoint) bool { return a.Addr == b.Addr })

@@ -202,6 +202,18 @@ type Endpoint struct {
 	// Terminating is true for an endpoint that shuts down but still serves, in use because no ready one is left
 	// (KEP-1669).
 	Terminating bool
+	// Weight is the endpoint's share of traffic in relation to others, for schedulers that heed it; zero counts as 1.
+	// Only mode ipvs has such schedulers.
+	Weight uint16
+}
+
+// Scheduler says how mode ipvs chooses among endpoints. The zero Scheduler is for the default one.
+type Scheduler struct {
+	// Name is that of the kernel's module without "ip_vs_", such as rr.
+	Name string
+	// Ports makes the schedulers sh and mh hash the client's port beside its address. Fallback makes them choose another
+	// endpoint where the chosen one takes no connections.
+	Ports, Fallback bool
 }
 
 // Reason says why an endpoint is not used.
@@ -266,6 +278,8 @@ type ServicePort struct {
 	SourceRanges []netip.Prefix
 	// Affinity, if not zero, is for how long a client address keeps its endpoint; whole seconds.
 	Affinity time.Duration
+	// Scheduler is the one that the Service asks for.
+	Scheduler Scheduler
 	// Critical marks what a node needs before anything else works (the API server, cluster DNS): programmed first.
 	Critical bool
 
@@ -294,6 +308,7 @@ func (sp *ServicePort) Equal(o *ServicePort) bool {
 		sp.ExternalPolicy == o.ExternalPolicy &&
 		sp.Affinity == o.Affinity &&
 		sp.Critical == o.Critical &&
+		sp.Scheduler == o.Scheduler &&
 		sp.Any == o.Any &&
 		slices.Equal(sp.Frontends, o.Frontends) &&
 		slices.Equal(sp.Shadowed, o.Shadowed) &&
