@@ -15,6 +15,7 @@ type table string
 const (
 	tableFilter table = "filter"
 	tableNAT    table = "nat"
+	tableMangle table = "mangle" // no rules of this mode
 )
 
 // dispatcherID names a place where packets are told apart by destination and sent on to a ServicePort's rule.

@@ -84,6 +84,9 @@ func (f *fullSync) run(p *plan.Plan) error {
 	if err := f.jumps(); err != nil {
 		return err
 	}
+	if err := f.leaveOtherModes(); err != nil {
+		return err
+	}
 	return f.sweep()
 }
 
@@ -371,34 +374,51 @@ func (f *fullSync) guard() error {
 	return f.restore(out.String())
 }
 
-// sweep removes the chains that nothing wants. They may lead to each other, so all are emptied before any goes.
+// leaveOtherModes removes the rules that lead to chains of another mode, and then those that are in no table of this one.
+func (f *fullSync) leaveOtherModes() error {
+	mangle, err := f.tool.save(f.ctx, tableMangle)
+	if err != nil {
+		return err
+	}
+	for _, t := range fixedTables {
+		held := mangle
+		if t != tableMangle {
+			held = f.held(t)
+		}
+		var out strings.Builder
+		for _, name := range slices.Sorted(maps.Keys(held)) {
+			for _, r := range held[name] {
+				if builtin(name) && slices.Contains(otherModes[t], jumpTarget(r)) {
+					out.WriteString("-D " + name + " " + r + "\n")
+				}
+			}
+		}
+		if out.Len() > 0 {
+			if err := f.restore("*" + string(t) + "\n" + out.String() + "COMMIT\n"); err != nil {
+				return err
+			}
+		}
+	}
+	stale := obsolete(tableMangle, mangle, nil)
+	f.removed += len(stale)
+	return removeChains(f.restore, tableMangle, stale, f.batch)
+}
+
+// sweep removes the chains that nothing wants.
 func (f *fullSync) sweep() error {
 	for _, t := range []table{tableNAT, tableFilter} {
 		var stale []string
 		for _, name := range slices.Sorted(maps.Keys(f.held(t))) {
-			if mayBeStale(name) && !f.wanted[t][name] {
+			if (mayBeStale(name) || slices.Contains(otherModes[t], name)) && !f.wanted[t][name] {
 				stale = append(stale, name)
 			}
 		}
 		f.removed += len(stale)
-		size := f.batch
-		if size == 0 {
-			size = max(len(stale), 1)
+		if err := f.ctx.Err(); err != nil {
+			return err
 		}
-		batches := slices.Collect(slices.Chunk(stale, size))
-		for _, names := range batches {
-			b := block{table: t}
-			for _, name := range names {
-				b.write(chain{name: name})
-			}
-			if err := f.write([]block{b}); err != nil {
-				return err
-			}
-		}
-		for _, names := range batches {
-			if err := f.write([]block{{table: t, removes: names}}); err != nil {
-				return err
-			}
+		if err := removeChains(f.restore, t, stale, f.batch); err != nil {
+			return err
 		}
 	}
 	return nil

@@ -29,6 +29,7 @@ func newFakeKernel() *fakeKernel {
 	return &fakeKernel{tables: map[table]kernelTable{
 		tableNAT:    {"PREROUTING": nil, "INPUT": nil, "OUTPUT": nil, "POSTROUTING": nil},
 		tableFilter: {"INPUT": nil, "FORWARD": nil, "OUTPUT": nil},
+		tableMangle: {"PREROUTING": nil, "INPUT": nil, "FORWARD": nil, "OUTPUT": nil, "POSTROUTING": nil},
 	}}
 }
 
@@ -75,6 +76,16 @@ func (k *fakeKernel) restore(text string) error {
 				return fail("no such chain")
 			}
 			work[name] = append(work[name], body)
+		case strings.HasPrefix(line, "-I "):
+			words := strings.SplitN(line[3:], " ", 3)
+			work[words[0]] = slices.Insert(work[words[0]], 0, words[2])
+		case strings.HasPrefix(line, "-D "):
+			name, body, _ := strings.Cut(line[3:], " ")
+			i := slices.Index(work[name], body)
+			if i < 0 {
+				return fail("no such rule")
+			}
+			work[name] = slices.Delete(work[name], i, i+1)
 		case strings.HasPrefix(line, "-X "):
 			if rules, ok := work[line[3:]]; !ok || len(rules) > 0 {
 				return fail("no such chain, or not empty")

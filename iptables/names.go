@@ -4,6 +4,7 @@ import (
 	"crypto/sha256"
 	"encoding/base32"
 	"net/netip"
+	"slices"
 	"strconv"
 
 	"nodeproxy/proxier/plan"
@@ -23,6 +24,31 @@ const (
 	// chainExternalNodePorts holds what kube-proxy has inline in KUBE-EXTERNAL-SERVICES: node ports without endpoints.
 	chainExternalNodePorts = "KUBE-EXT-NODEPORTS"
 )
+
+// otherModes are the chains of fixed name that kube-proxy or this program keep in any mode, by table. Those of
+// mode ipvs are kube-proxy's and, from KUBE-IPVS-MARK on, this program's. Not among them is what the kubelet keeps too.
+var otherModes = map[table][]string{
+	tableMangle: {"KUBE-PROXY-CANARY", "KUBE-IPVS-MARK", "KUBE-NODE-PORT", "KUBE-NODE-PORT-LOCAL", "KUBE-SHORT-CIRCUIT",
+		"KUBE-SOURCE-RANGES-FIREWALL", "KUBE-IPVS-UNMARK"},
+	tableFilter: {"KUBE-PROXY-CANARY", "KUBE-NODE-PORT", "KUBE-SOURCE-RANGES-FIREWALL", "KUBE-IPVS-FILTER", "KUBE-IPVS-OUT-FILTER",
+		"KUBE-IPVS-NODE-PORTS"},
+	tableNAT: {"KUBE-PROXY-CANARY", "KUBE-NODE-PORT", "KUBE-LOAD-BALANCER"},
+}
+
+// isOurs reports whether a chain is one of kube-proxy's or this program's, of whatever mode.
+func isOurs(t table, name string) bool {
+	switch {
+	case mayBeStale(name) || slices.Contains(otherModes[t], name):
+		return true
+	case t == tableMangle:
+		return false
+	}
+	switch name {
+	case chainServices, chainExternalServices, chainNodePorts, chainPostrouting, chainMarkMasq, chainForward, chainProxyFirewall:
+		return true
+	}
+	return false
+}
 
 // The prefixes of the chains that come and go with Services. Chains of the dispatch and endpoint trees have one of them
 // too: a kube-proxy that takes over removes every chain with such a prefix that it does not want, and would fail to

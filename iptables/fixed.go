@@ -1,0 +1,256 @@
+package iptables
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"maps"
+	"slices"
+	"strings"
+
+	"nodeproxy/proxier/plan"
+)
+
+// Fixed is a set of rules that does not grow with the number of Services: what a backend needs beside what it programs by
+// other means. Its chains are KUBE-* chains of kube-proxy's or this program's.
+type Fixed struct {
+	// Chains are in the order in which they are printed; none leads to one of another table.
+	Chains []FixedChain
+	// Jumps lead from built-in chains to them. Each goes in front of what is there, so the last one comes first.
+	Jumps []FixedJump
+}
+
+// FixedChain is a chain of a table, mangle, filter or nat. Rules are in the form in which iptables-save prints them, without
+// "-A CHAIN".
+type FixedChain struct {
+	Table, Name string
+	Rules       []string
+}
+
+// FixedJump is a rule in a built-in chain.
+type FixedJump struct {
+	Table, From, Rule string
+}
+
+// fixedTables are the tables in the order in which they are written: what marks and refuses packets before what
+// translates them.
+var fixedTables = []table{tableMangle, tableFilter, tableNAT}
+
+// Render returns the rules as input for iptables-restore, as the function Render does.
+func (x *Fixed) Render() string {
+	var out strings.Builder
+	for _, t := range fixedTables {
+		out.WriteString("*" + string(t) + "\n")
+		chains := x.chains(t)
+		for _, c := range chains {
+			out.WriteString(":" + c.name + " - [0:0]\n")
+		}
+		var built []string
+		for _, j := range slices.Backward(x.jumps(t)) {
+			built = append(built, "-A "+j.From+" "+j.Rule+"\n")
+		}
+		slices.SortStableFunc(built, func(a, b string) int { return strings.Compare(strings.Fields(a)[1], strings.Fields(b)[1]) })
+		out.WriteString(strings.Join(built, ""))
+		for _, c := range chains {
+			c.appendTo(&out, "")
+		}
+		out.WriteString("COMMIT\n")
+	}
+	return out.String()
+}
+
+func (x *Fixed) chains(t table) []chain {
+	var out []chain
+	for _, c := range x.Chains {
+		if c.Table == string(t) {
+			out = append(out, chain{c.Name, c.Rules})
+		}
+	}
+	return out
+}
+
+func (x *Fixed) jumps(t table) []FixedJump {
+	return slices.DeleteFunc(slices.Clone(x.Jumps), func(j FixedJump) bool { return j.Table != string(t) })
+}
+
+// FixedTables keeps fixed rules of one family in the kernel.
+type FixedTables struct {
+	tool   *tool
+	kernel fixedKernel
+	batch  int
+}
+
+// fixedKernel is what FixedTables needs of the machine.
+type fixedKernel interface {
+	save(ctx context.Context, t table) (kernelTable, error)
+	restore(text string) error
+}
+
+// NewFixedTables finds the iptables programs of a family, as New does. It changes nothing.
+func NewFixedTables(v Variant, f plan.Family) (*FixedTables, error) {
+	if v == Auto || v == "" {
+		v = Detect()
+	}
+	t, err := newTool(v, f)
+	if err != nil {
+		return nil, err
+	}
+	if err := t.usable(); err != nil {
+		return nil, err
+	}
+	x := &FixedTables{tool: t, kernel: t}
+	if v == NFT {
+		x.batch = maxNames
+	}
+	return x, nil
+}
+
+// Describe names the program for a log line, and RandomFully tells whether it knows --random-fully.
+func (x *FixedTables) Describe() string  { return x.tool.describe() }
+func (x *FixedTables) RandomFully() bool { return x.tool.ipt.HasRandomFully() }
+
+// Apply reads what the kernel holds, and writes what differs: each table changes as a whole, so that at no time a packet meets
+// half of the rules. What this program, or kube-proxy, has left of another mode's rules is removed then. Rules in built-in
+// chains that lead to chains that are neither stay. It returns how many chains and jumps it wrote or removed.
+func (x *FixedTables) Apply(ctx context.Context, fixed *Fixed) (int, error) {
+	var text strings.Builder
+	stale := map[table][]string{}
+	changes := 0
+	for _, t := range fixedTables {
+		held, err := x.kernel.save(ctx, t)
+		if err != nil {
+			return 0, err
+		}
+		block, n := fixedBlock(t, held, fixed)
+		text.WriteString(block)
+		changes += n
+		stale[t] = obsolete(t, held, fixed.chains(t))
+	}
+	if text.Len() > 0 {
+		if err := x.kernel.restore(text.String()); err != nil {
+			return 0, err
+		}
+	}
+	for _, t := range fixedTables {
+		changes += len(stale[t])
+		if err := removeChains(x.kernel.restore, t, stale[t], x.batch); err != nil {
+			return changes, fmt.Errorf("removing chains of another mode from table %s: %w", t, err)
+		}
+	}
+	return changes, nil
+}
+
+// Remove takes all rules away that this program or kube-proxy keeps, in any mode, but for those that are shared with the
+// kubelet.
+func (x *FixedTables) Remove(ctx context.Context) (int, error) { return x.Apply(ctx, &Fixed{}) }
+
+// fixedBlock is the change of one table: chains to fill anew, jumps to chains that nothing wants any more, missing jumps.
+func fixedBlock(t table, held kernelTable, fixed *Fixed) (string, int) {
+	var declare, rules strings.Builder
+	n := 0
+	wanted := map[string]bool{}
+	for _, c := range fixed.chains(t) {
+		wanted[c.name] = true
+		if !held.has(c) {
+			declare.WriteString(":" + c.name + " - [0:0]\n")
+			c.appendTo(&rules, "")
+			n++
+		}
+	}
+	jumps := fixed.jumps(t)
+	for _, name := range slices.Sorted(maps.Keys(held)) {
+		if !builtin(name) {
+			continue
+		}
+		seen := map[string]bool{}
+		for _, r := range held[name] {
+			mine := slices.ContainsFunc(jumps, func(j FixedJump) bool { return j.From == name && j.Rule == r })
+			if isOurs(t, jumpTarget(r)) && (!mine || seen[r]) {
+				rules.WriteString("-D " + name + " " + r + "\n")
+				n++
+			}
+			seen[r] = true
+		}
+	}
+	for _, j := range jumps {
+		if !slices.Contains(held[j.From], j.Rule) {
+			rules.WriteString("-I " + j.From + " 1 " + j.Rule + "\n")
+			n++
+		}
+	}
+	if n == 0 {
+		return "", 0
+	}
+	return "*" + string(t) + "\n" + declare.String() + rules.String() + "COMMIT\n", n
+}
+
+// jumpTarget is where a rule leads; empty if to nowhere.
+func jumpTarget(rule string) string {
+	words := strings.Fields(rule)
+	for i := len(words) - 2; i >= 0; i-- {
+		if words[i] == "-j" || words[i] == "-g" {
+			return words[i+1]
+		}
+	}
+	return ""
+}
+
+// obsolete lists the chains of a table that are ours to remove, and that nothing wants.
+func obsolete(t table, held kernelTable, wanted []chain) []string {
+	var out []string
+	for _, name := range slices.Sorted(maps.Keys(held)) {
+		if isOurs(t, name) && !slices.ContainsFunc(wanted, func(c chain) bool { return c.name == name }) {
+			out = append(out, name)
+		}
+	}
+	return out
+}
+
+// removeChains removes chains that no other chain leads to. They may lead to each other, so all are emptied before any goes.
+// batch limits how many names a run of iptables-restore may see; 0 for any number.
+func removeChains(restore func(string) error, t table, names []string, batch int) error {
+	if len(names) == 0 {
+		return nil
+	}
+	if batch == 0 {
+		batch = len(names)
+	}
+	batches := slices.Collect(slices.Chunk(names, batch))
+	for _, names := range batches {
+		b := block{table: t}
+		for _, name := range names {
+			b.write(chain{name: name})
+		}
+		if err := restore(text([]block{b})); err != nil {
+			return err
+		}
+	}
+	var errs []error
+	for _, names := range batches {
+		errs = append(errs, restore(text([]block{{table: t, removes: names}})))
+	}
+	return errors.Join(errs...)
+}
+
+// FromPods is the match of traffic from pods in a rule, or of all other traffic; false where the two can't be told apart.
+func FromPods(d plan.DetectLocal, f plan.Family, not bool) (string, bool) {
+	if !d.Implemented(f) {
+		return "", false
+	}
+	b := builder{settings: &plan.Settings{DetectLocal: d}}
+	switch {
+	case byCIDR(d) && not:
+		return newRule().notSrc(d.CIDR(f)).b.String(), true
+	case byCIDR(d):
+		return newRule().src(d.CIDR(f)).b.String(), true
+	case not:
+		return newRule().word("!").word(b.podInterface()...).b.String(), true
+	}
+	return newRule().word(b.podInterface()...).b.String(), true
+}
+
+// ToNodePorts are rules that send traffic for those of the node's addresses where node ports answer to a chain. It is the
+// kernel that says which addresses are the node's, so rules need no change when they do.
+func ToNodePorts(s *plan.Settings, node *plan.Node, f plan.Family, comment, target string) []string {
+	return toNodePorts(s, node, f, comment, target)
+}

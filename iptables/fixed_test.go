@@ -1,0 +1,150 @@
+package iptables
+
+import (
+	"context"
+	"slices"
+	"strings"
+	"testing"
+
+	"nodeproxy/proxier/plan"
+	"nodeproxy/proxier/plan/plantest"
+)
+
+// testFixed is a set of fixed rules as mode ipvs might have it.
+func testFixed() *Fixed {
+	return &Fixed{
+		Chains: []FixedChain{
+			{"mangle", "KUBE-IPVS-MARK", []string{"-p tcp -m tcp --dport 80 -j MARK --set-xmark 0x1/0x1"}},
+			{"filter", "KUBE-NODE-PORT", []string{"-p tcp -m tcp --dport 81 -j ACCEPT"}},
+			{"nat", "KUBE-MARK-MASQ", []string{"-j MARK --set-xmark 0x4000/0x4000"}},
+			{"nat", "KUBE-SERVICES", []string{"-s 127.0.0.0/8 -j RETURN", "-d 10.96.0.1/32 -j KUBE-MARK-MASQ"}},
+		},
+		Jumps: []FixedJump{
+			{"mangle", "INPUT", "-j KUBE-IPVS-MARK"},
+			{"filter", "INPUT", "-m comment --comment \"kubernetes health check rules\" -j KUBE-NODE-PORT"},
+			{"nat", "PREROUTING", "-m comment --comment \"kubernetes service portals\" -j KUBE-SERVICES"},
+		},
+	}
+}
+
+// foreign are rules of others, which nobody may touch.
+const foreign = `*mangle
+:OTHERS - [0:0]
+-A INPUT -j OTHERS
+COMMIT
+*filter
+:OTHERS - [0:0]
+:KUBE-FIREWALL - [0:0]
+-A INPUT -s 192.0.2.1/32 -j OTHERS
+-A INPUT -j KUBE-FIREWALL
+-A KUBE-FIREWALL -s 192.0.2.9/32 -j DROP
+COMMIT
+*nat
+:OTHERS - [0:0]
+-A PREROUTING -j OTHERS
+COMMIT
+`
+
+// allTables is everything in the kernel's tables.
+func allTables(t *testing.T, k fixedKernel) string {
+	t.Helper()
+	var out strings.Builder
+	for _, tbl := range fixedTables {
+		held, err := k.save(context.Background(), tbl)
+		if err != nil {
+			t.Fatal(err)
+		}
+		writeTable(&out, tbl, held)
+	}
+	return out.String()
+}
+
+// TestModesReplaceEachOther: a mode's start removes the rules of the other one, and no rules of anyone else.
+func TestModesReplaceEachOther(t *testing.T) {
+	t.Parallel()
+	for _, v := range []Variant{NFT, Legacy} {
+		for _, f := range plan.Families {
+			t.Run(string(v)+"/"+f.String(), func(t *testing.T) {
+				t.Parallel()
+				inNamespace(t, func() { modesReplaceEachOther(t, v, f) })
+			})
+		}
+	}
+}
+
+func modesReplaceEachOther(t *testing.T, v Variant, f plan.Family) {
+	fixedOf := func() *Fixed {
+		x := testFixed()
+		if f == plan.IPv6 {
+			for i, c := range x.Chains {
+				for j, r := range c.Rules {
+					r = strings.ReplaceAll(r, "127.0.0.0/8", "2001:db8::/32")
+					x.Chains[i].Rules[j] = strings.ReplaceAll(r, "10.96.0.1/32", "fd00::1/128")
+				}
+			}
+		}
+		return x
+	}
+	tables, err := NewFixedTables(v, f)
+	if err != nil {
+		t.Error(err)
+		return
+	}
+	engine := realEngine(t, v, f)
+	text := foreign
+	if f == plan.IPv6 {
+		text = strings.NewReplacer("192.0.2.1/32", "2001:db8::1/128", "192.0.2.9/32", "2001:db8::9/128").Replace(text)
+	}
+	if err := tables.kernel.restore(text); err != nil {
+		t.Error(err)
+		return
+	}
+	before := allTables(t, tables.kernel)
+	apply := func(x *Fixed) (int, string) {
+		n, err := tables.Apply(context.Background(), x)
+		if err != nil {
+			t.Error(err)
+		}
+		return n, allTables(t, tables.kernel)
+	}
+	_, fixedOnly := apply(fixedOf())
+	if n, again := apply(fixedOf()); n != 0 || again != fixedOnly {
+		t.Errorf("a second time changed %d things:\n%s", n, diffLines(fixedOnly, again))
+	}
+	if err := engine.sync(context.Background(), plantest.Large(20, 2), nil); err != nil {
+		t.Error(err)
+	}
+	services := allTables(t, tables.kernel)
+	for _, name := range []string{"KUBE-IPVS-MARK", "KUBE-NODE-PORT\n", "-s 127.0.0.0/8 -j RETURN"} {
+		if strings.Contains(services, name) {
+			t.Errorf("mode iptables has left %q:\n%s", name, services)
+		}
+	}
+	if _, got := apply(fixedOf()); got != fixedOnly {
+		t.Errorf("after mode iptables there is more than without:\n%s", diffLines(fixedOnly, got))
+	}
+	if _, got := apply(&Fixed{}); got != before {
+		t.Errorf("nothing but what others have must be left:\n%s", diffLines(before, got))
+	}
+}
+
+// TestFixedRender is what Apply makes of an empty machine.
+func TestFixedRender(t *testing.T) {
+	t.Parallel()
+	k := newFakeKernel()
+	x := &FixedTables{kernel: k}
+	if _, err := x.Apply(context.Background(), testFixed()); err != nil {
+		t.Fatal(err)
+	}
+	applied := allTables(t, k)
+	rendered := newFakeKernel()
+	if err := rendered.restore(testFixed().Render()); err != nil {
+		t.Fatal(err)
+	}
+	if got := allTables(t, rendered); got != applied {
+		t.Errorf("differs:\n%s", diffLines(applied, got))
+	}
+	if !slices.Contains(k.tables[tableMangle]["INPUT"], "-j KUBE-IPVS-MARK") {
+		t.Error("there is no jump in table mangle")
+	}
+}
