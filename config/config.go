@@ -7,6 +7,7 @@ import (
 	"time"
 
 	"nodeproxy/iptables"
+	"nodeproxy/ipvs"
 	"nodeproxy/proxier/plan"
 	"nodeproxy/proxier/source"
 )
@@ -98,6 +99,10 @@ type IPVS struct {
 	ExcludeCIDRs                          []netip.Prefix
 	StrictARP                             bool
 	TCPTimeout, TCPFinTimeout, UDPTimeout time.Duration
+	// VIPs says how the addresses of Services become addresses of the node.
+	VIPs ipvs.VIPs
+	// GracePeriod is how long connections are left to an endpoint that no EndpointSlice lists any more.
+	GracePeriod time.Duration
 }
 
 // NFTables are the settings of mode nftables.

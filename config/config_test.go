@@ -11,6 +11,7 @@ import (
 	"github.com/spf13/pflag"
 
 	"nodeproxy/iptables"
+	"nodeproxy/ipvs"
 	"nodeproxy/proxier/plan"
 )
 
@@ -49,7 +50,7 @@ func defaults() Config {
 		Conntrack: Conntrack{
 			MaxPerCore: 32768, Min: 131072, TCPEstablishedTimeout: 24 * time.Hour, TCPCloseWaitTimeout: time.Hour,
 		},
-		IPVS: IPVS{SyncPeriod: 30 * time.Second}, NFTables: NFTables{MasqueradeBit: 14, SyncPeriod: 30 * time.Second},
+		IPVS: IPVS{SyncPeriod: 30 * time.Second, VIPs: ipvs.Routes, GracePeriod: 5 * time.Minute}, NFTables: NFTables{MasqueradeBit: 14, SyncPeriod: 30 * time.Second},
 		Settings: plan.Settings{
 			DetectLocal: plan.DetectLocal{Mode: plan.DetectClusterCIDR}, LocalhostNodePorts: true,
 		},
@@ -82,6 +83,10 @@ func TestFlags(t *testing.T) {
 	}{
 		{"", func(*Config) {}},
 		{"--mode=iptables", func(*Config) {}},
+		{"--mode=ipvs", func(c *Config) {
+			c.Mode, c.Settings.LocalhostNodePorts = "ipvs", false
+			c.Settings.ServiceCIDRs = prefixes("10.96.0.0/16")
+		}},
 		{"--proxy-mode=iptables", func(*Config) {}},
 		{"--proxy-mode=", func(*Config) {}},
 		{"--node-name=Node-2", name("node-2")},
@@ -172,8 +177,8 @@ func TestWrongFlags(t *testing.T) {
 		args []string
 		want []string
 	}{
-		{[]string{"--mode=ipvs"}, []string{`--mode: "ipvs" is not supported; iptables is`}},
-		{[]string{"--proxy-mode=userspace"}, []string{`--proxy-mode: "userspace" is not supported; iptables is`}},
+		{[]string{"--mode=nftables"}, []string{`--mode: "nftables" is not supported; iptables and ipvs are`}},
+		{[]string{"--proxy-mode=userspace"}, []string{`--proxy-mode: "userspace" is not supported; iptables and ipvs are`}},
 		{[]string{"--service-cidr=10.0.0.0"}, []string{`--service-cidr: "10.0.0.0" is no CIDR`}},
 		{[]string{"--service-cidr=10.0.0.0/33"}, []string{`--service-cidr: "10.0.0.0/33" is no CIDR`}},
 		{[]string{"--service-cidr=10.0.0.0/8,11.0.0.0/8"},

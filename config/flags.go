@@ -158,7 +158,7 @@ func (v *values) sourceFlags(fs *pflag.FlagSet) {
 // ruleFlags say what the rules are like.
 func (v *values) ruleFlags(fs *pflag.FlagSet) {
 	kp := &v.kp
-	text(fs, (*string)(&kp.Mode), "mode", "how to program the kernel: iptables")
+	text(fs, (*string)(&kp.Mode), "mode", "how to program the kernel: iptables or ipvs")
 	text(fs, (*string)(&kp.Mode), "proxy-mode", "same as --mode")
 	text(fs, &v.own.iptablesBackend, "iptables-backend",
 		"implementation of iptables: nft, legacy, or auto for the one that holds rules already")
@@ -231,6 +231,10 @@ func (v *values) ipvsFlags(fs *pflag.FlagSet) {
 		"how long to remember idle TCP connections; 0 leaves the kernel's setting as it is"+in)
 	fs.DurationVar(&c.TCPFinTimeout.Duration, "ipvs-tcpfin-timeout", c.TCPFinTimeout.Duration, "the same after a FIN"+in)
 	fs.DurationVar(&c.UDPTimeout.Duration, "ipvs-udp-timeout", c.UDPTimeout.Duration, "the same for UDP"+in)
+	text(fs, &v.own.ipvsVIPs, "ipvs-vips",
+		"routes for one local route of each range of cluster IPs that is known, addresses for an address of each Service"+in)
+	fs.DurationVar(&v.own.ipvsGrace, "ipvs-graceful-period", v.own.ipvsGrace,
+		"how long connections are left to an endpoint that no EndpointSlice lists any more"+in)
 }
 
 func (v *values) logFlags(fs *pflag.FlagSet) {

@@ -12,6 +12,7 @@ import (
 	"time"
 
 	"nodeproxy/iptables"
+	"nodeproxy/ipvs"
 	"nodeproxy/proxier/plan"
 )
 
@@ -82,6 +83,13 @@ func (e *Effective) understand(toRun bool) (*Config, error) {
 	k.servers(c)
 	k.conntrack(&c.Conntrack)
 	k.otherModes(c)
+	if c.Mode == "ipvs" {
+		c.SyncPeriod, c.MinSyncPeriod = c.IPVS.SyncPeriod, c.IPVS.MinSyncPeriod
+		c.Settings.LocalhostNodePorts = false                         // IPVS drops what leaves the node with a loopback address.
+		if k.own.manifests != "" || k.given["--service-cidr"] != "" { // In a cluster, the default may not be so.
+			c.Settings.ServiceCIDRs = c.ServiceCIDRs
+		}
+	}
 	k.check("clientConnection.burst", notNegative(kp.ClientConnection.Burst))
 	if kp.ConfigSyncPeriod.Duration <= 0 {
 		k.check("configSyncPeriod", fmt.Errorf("%s is not more than 0", kp.ConfigSyncPeriod.Duration))
@@ -90,8 +98,8 @@ func (e *Effective) understand(toRun bool) (*Config, error) {
 }
 
 func (k *checker) mode(c *Config) {
-	if c.Mode = string(k.kp.Mode); c.Mode != "iptables" {
-		k.check("mode", fmt.Errorf("%q is not supported; iptables is", c.Mode))
+	if c.Mode = string(k.kp.Mode); c.Mode != "iptables" && c.Mode != "ipvs" {
+		k.check("mode", fmt.Errorf("%q is not supported; iptables and ipvs are", c.Mode))
 	}
 	notYet := errors.New("not supported yet; nothing was done")
 	if k.own.cleanup {
@@ -256,19 +264,31 @@ func (k *checker) conntrack(c *Conntrack) {
 	k.check("conntrack.udpStreamTimeout", notNegative(c.UDPStreamTimeout))
 }
 
+// scheduler is what the name of an IPVS scheduler may be: it becomes part of the name of a kernel module.
+var scheduler = regexp.MustCompile(`^[a-z]{0,12}$`)
+
 // otherModes reads the settings of modes ipvs and nftables.
 func (k *checker) otherModes(c *Config) {
-	ipvs, nft := &k.kp.IPVS, &k.kp.NFTables
+	kp, nft := &k.kp.IPVS, &k.kp.NFTables
 	c.IPVS = IPVS{
-		SyncPeriod: ipvs.SyncPeriod.Duration, MinSyncPeriod: ipvs.MinSyncPeriod.Duration,
-		Scheduler: ipvs.Scheduler, StrictARP: ipvs.StrictARP,
-		TCPTimeout: ipvs.TCPTimeout.Duration, TCPFinTimeout: ipvs.TCPFinTimeout.Duration, UDPTimeout: ipvs.UDPTimeout.Duration,
+		SyncPeriod: kp.SyncPeriod.Duration, MinSyncPeriod: kp.MinSyncPeriod.Duration,
+		Scheduler: kp.Scheduler, StrictARP: kp.StrictARP,
+		TCPTimeout: kp.TCPTimeout.Duration, TCPFinTimeout: kp.TCPFinTimeout.Duration, UDPTimeout: kp.UDPTimeout.Duration,
 	}
 	k.periods("ipvs", c.IPVS.SyncPeriod, c.IPVS.MinSyncPeriod)
 	k.check("ipvs.tcpTimeout", notNegative(c.IPVS.TCPTimeout))
 	k.check("ipvs.tcpFinTimeout", notNegative(c.IPVS.TCPFinTimeout))
 	k.check("ipvs.udpTimeout", notNegative(c.IPVS.UDPTimeout))
-	for _, text := range ipvs.ExcludeCIDRs {
+	switch c.IPVS.VIPs, c.IPVS.GracePeriod = ipvs.VIPs(k.own.ipvsVIPs), k.own.ipvsGrace; c.IPVS.VIPs {
+	case ipvs.Routes, ipvs.Addresses:
+	default:
+		k.check("--ipvs-vips", fmt.Errorf("%q is none of routes, addresses", k.own.ipvsVIPs))
+	}
+	if !scheduler.MatchString(c.IPVS.Scheduler) {
+		k.check("ipvs.scheduler", fmt.Errorf("%q can't be the name of a scheduler", c.IPVS.Scheduler))
+	}
+	k.check("--ipvs-graceful-period", notNegative(c.IPVS.GracePeriod))
+	for _, text := range kp.ExcludeCIDRs {
 		cidr, ok := parsePrefix(strings.TrimSpace(text))
 		if !ok {
 			k.check("ipvs.excludeCIDRs", fmt.Errorf("%q is no CIDR", text))

@@ -11,6 +11,7 @@ import (
 	"k8s.io/utils/ptr"
 
 	"nodeproxy/iptables"
+	"nodeproxy/ipvs"
 	"nodeproxy/proxier/plan"
 )
 
@@ -26,7 +27,8 @@ type own struct {
 	configFile, writeConfigTo  string
 	manifests, master          string
 	serviceCIDR, nodePortRange string
-	iptablesBackend            string
+	iptablesBackend, ipvsVIPs  string
+	ipvsGrace                  time.Duration
 	logLevel                   string
 	cleanup, initOnly          bool
 	healthzPort, metricsPort   int32
@@ -73,6 +75,7 @@ func (v *values) defaults() {
 	}
 	v.own = own{
 		serviceCIDR: "10.96.0.0/16", nodePortRange: "30000-32767", iptablesBackend: string(iptables.Auto), logLevel: "info",
+		ipvsVIPs: string(ipvs.Routes), ipvsGrace: ipvs.DefaultGracePeriod,
 		healthzPort: healthzPort, metricsPort: metricsPort,
 	}
 	v.complete(nil)

@@ -109,6 +109,18 @@ func NewFixedTables(v Variant, f plan.Family) (*FixedTables, error) {
 func (x *FixedTables) Describe() string  { return x.tool.describe() }
 func (x *FixedTables) RandomFully() bool { return x.tool.ipt.HasRandomFully() }
 
+// ServiceChains reports whether there are chains of single Services, as mode iptables has them: then it is by its rules that
+// traffic flows.
+func (x *FixedTables) ServiceChains(ctx context.Context) (bool, error) {
+	held, err := x.kernel.save(ctx, tableNAT)
+	for name := range held {
+		if mayBeStale(name) {
+			return true, err
+		}
+	}
+	return false, err
+}
+
 // Apply reads what the kernel holds, and writes what differs: each table changes as a whole, so that at no time a packet meets
 // half of the rules. What this program, or kube-proxy, has left of another mode's rules is removed then. Rules in built-in
 // chains that lead to chains that are neither stay. It returns how many chains and jumps it wrote or removed.
@@ -230,6 +242,15 @@ func removeChains(restore func(string) error, t table, names []string, batch int
 		errs = append(errs, restore(text([]block{{table: t, removes: names}})))
 	}
 	return errors.Join(errs...)
+}
+
+// BaseChains are the chains that every mode has: KUBE-FORWARD, KUBE-MARK-MASQ and KUBE-POSTROUTING.
+func BaseChains(o Options, f plan.Family) []FixedChain {
+	var out []FixedChain
+	for _, c := range baseChains(o, f, false) {
+		out = append(out, FixedChain{string(c.table), c.name, c.rules})
+	}
+	return out
 }
 
 // FromPods is the match of traffic from pods in a rule, or of all other traffic; false where the two can't be told apart.

@@ -31,6 +31,9 @@ type Config struct {
 	// begins after a rest as long as that sync took, so that changes never keep the machine busy for more than half of
 	// the time.
 	MinSyncPeriod time.Duration
+	// AfterSync, if set, is called after each successful sync, in the goroutine that runs the Proxier: p is not to be kept,
+	// since it changes, and what takes long is to be done elsewhere. changed is as it was for the Backend.
+	AfterSync func(p *plan.Plan, changed plan.Keys, took time.Duration)
 	// Report receives what owners of objects should know; nil discards it.
 	Report source.Report
 	Log    *slog.Logger
@@ -53,6 +56,7 @@ type Proxier struct {
 
 	mu      sync.Mutex
 	pending source.Batch
+	resync  bool // everything is to be compared with the kernel
 }
 
 // New returns a Proxier that does nothing until it runs.
@@ -70,6 +74,18 @@ func (p *Proxier) Apply(b source.Batch) {
 	p.mu.Lock()
 	p.pending.Merge(b)
 	p.mu.Unlock()
+	p.rouse()
+}
+
+// Resync makes the next sync assume nothing about the kernel, and lets it come soon.
+func (p *Proxier) Resync() {
+	p.mu.Lock()
+	p.resync = true
+	p.mu.Unlock()
+	p.rouse()
+}
+
+func (p *Proxier) rouse() {
 	select {
 	case p.wake <- struct{}{}:
 	default: // It will look anyway.
@@ -95,7 +111,9 @@ func (p *Proxier) Run(ctx context.Context) {
 		if ctx.Err() != nil { // select takes any of what is ready
 			return
 		}
-		p.state.Apply(p.take())
+		batch, resync := p.take()
+		p.state.Apply(batch)
+		full = full || resync
 		if !p.state.Synced() {
 			continue
 		}
@@ -123,8 +141,12 @@ func (p *Proxier) Run(ctx context.Context) {
 		if !inSync {
 			inSync, level = true, slog.LevelInfo
 		}
-		p.cfg.Log.Log(ctx, level, "in sync", "took", time.Since(start).Round(10*time.Microsecond), "changed", len(changed),
+		took := time.Since(start)
+		p.cfg.Log.Log(ctx, level, "in sync", "took", took.Round(10*time.Microsecond), "changed", len(changed),
 			"service-ports", len(desired.Services))
+		if p.cfg.AfterSync != nil {
+			p.cfg.AfterSync(desired, changed, took)
+		}
 		p.pause(ctx, start, changed == nil)
 	}
 }
@@ -138,12 +160,12 @@ func (p *Proxier) wakeUnless(waiting bool) <-chan struct{} {
 	return p.wake
 }
 
-func (p *Proxier) take() source.Batch {
+func (p *Proxier) take() (b source.Batch, resync bool) {
 	p.mu.Lock()
 	defer p.mu.Unlock()
-	b := p.pending
-	p.pending = source.Batch{}
-	return b
+	b, resync = p.pending, p.resync
+	p.pending, p.resync = source.Batch{}, false
+	return b, resync
 }
 
 // warnOnce tells, before the first sync, of settings that can't take effect.

@@ -7,9 +7,12 @@ import (
 	"log/slog"
 	"os"
 	"strings"
+	"sync"
+	"time"
 
 	"nodeproxy/config"
 	"nodeproxy/iptables"
+	"nodeproxy/ipvs"
 	"nodeproxy/proxier"
 	"nodeproxy/proxier/plan"
 	"nodeproxy/proxier/source"
@@ -19,28 +22,65 @@ import (
 
 // daemon is one run of the program with one configuration: a source, the proxier, a backend.
 type daemon struct {
+	cfg     *config.Config
 	log     *slog.Logger
+	backend backend
 	proxier *proxier.Proxier
 	objects source.Source
 	from    string // names the source
+	// warn tells the cluster of what is wrong with the mode on this node, if there is a cluster.
+	warn func(text string)
+	// inSync is closed when the kernel has been brought to the plan for the first time.
+	inSync chan struct{}
+}
+
+// backend is a mode.
+type backend interface {
+	proxier.Backend
+	Families() []plan.Family
 }
 
 func newDaemon(ctx context.Context, cfg *config.Config, report source.Report, log *slog.Logger) (*daemon, error) {
-	backend, err := iptables.New(iptables.Config{
-		Variant: cfg.IPTablesBackend, Families: hostFamilies(log), MasqueradeBit: cfg.MasqueradeBit, Log: log,
-	})
-	if err != nil {
+	d := &daemon{cfg: cfg, log: log, inSync: make(chan struct{}), warn: func(string) {}}
+	if err := d.open(ctx, report); err != nil {
 		return nil, err
 	}
-	d := &daemon{log: log}
-	if d.objects, d.from, err = objectSource(ctx, cfg, report, log); err != nil {
+	var err error
+	if d.backend, err = newBackend(cfg, d.warnAnd(report), log); err != nil {
+		d.warn(err.Error())
 		return nil, err
 	}
+	first := sync.OnceFunc(func() { close(d.inSync) })
 	d.proxier = proxier.New(proxier.Config{
-		NodeName: cfg.NodeName, Settings: cfg.Settings, Families: backend.Families(), Backend: backend,
+		NodeName: cfg.NodeName, Settings: cfg.Settings, Families: d.backend.Families(), Backend: d.backend,
 		MinSyncPeriod: cfg.MinSyncPeriod, Report: report, Log: log,
+		AfterSync: func(*plan.Plan, plan.Keys, time.Duration) { first() },
 	})
 	return d, nil
+}
+
+// warnAnd reports what is wrong with the mode as an event too.
+func (d *daemon) warnAnd(report source.Report) source.Report {
+	return func(f source.Finding) {
+		report(f)
+		d.warn(f.String())
+	}
+}
+
+// newBackend makes the backend of a mode.
+func newBackend(cfg *config.Config, report source.Report, log *slog.Logger) (backend, error) {
+	if cfg.Mode == "ipvs" {
+		return ipvs.New(ipvs.Config{
+			Options: ipvs.Options{MasqueradeBit: cfg.MasqueradeBit, Scheduler: cfg.IPVS.Scheduler, VIPs: cfg.IPVS.VIPs},
+			Variant: cfg.IPTablesBackend, Families: hostFamilies(log), ExcludeCIDRs: cfg.IPVS.ExcludeCIDRs,
+			StrictARP: cfg.IPVS.StrictARP, TCPTimeout: cfg.IPVS.TCPTimeout, TCPFinTimeout: cfg.IPVS.TCPFinTimeout,
+			UDPTimeout: cfg.IPVS.UDPTimeout, GracePeriod: cfg.IPVS.GracePeriod, Log: log,
+			Warn: func(text string) { report(source.Finding{Severity: source.Problem, Detail: text}) },
+		})
+	}
+	return iptables.New(iptables.Config{
+		Variant: cfg.IPTablesBackend, Families: hostFamilies(log), MasqueradeBit: cfg.MasqueradeBit, Log: log,
+	})
 }
 
 // run serves until ctx ends or the source fails for good.
@@ -52,33 +92,73 @@ func (d *daemon) run(ctx context.Context) error {
 		defer cancel()
 		failed <- d.objects.Run(ctx, d.proxier)
 	}()
+	var beside sync.WaitGroup
+	beside.Go(func() { d.runBeside(ctx) })
 	d.proxier.Run(ctx)
 	cancel()
+	beside.Wait()
 	if err := <-failed; err != nil && !errors.Is(err, context.Canceled) {
 		return fmt.Errorf("reading objects from %s: %w", d.from, err)
 	}
 	return nil
 }
 
-// objectSource makes the source that the configuration asks for, and names it.
-func objectSource(ctx context.Context, cfg *config.Config, report source.Report, log *slog.Logger) (source.Source, string, error) {
-	if cfg.Manifests != "" {
-		s, err := manifest.New(manifestConfig(cfg, report, log))
-		return s, cfg.Manifests, err
+// runBeside does what goes on beside syncs.
+func (d *daemon) runBeside(ctx context.Context) {
+	if b, ok := d.backend.(*ipvs.Backend); ok {
+		if err := b.Run(ctx, d.proxier.Resync); err != nil {
+			d.log.Error("mode ipvs goes on without this", "error", err)
+		}
+		return
 	}
-	apiserver.RedirectLogs(log)
+	select {
+	case <-ctx.Done():
+		return
+	case <-d.inSync:
+	}
+	if err := d.leaveIPVS(ctx); err != nil {
+		d.log.Warn("something of mode ipvs stays until the next start", "error", err)
+	}
+}
+
+// leaveIPVS removes what mode ipvs has left on this node. Established connections go on through its virtual servers until
+// they end, or the grace period does.
+func (d *daemon) leaveIPVS(ctx context.Context) error {
+	if left, err := ipvs.Leftovers(); err != nil || !left {
+		return err
+	}
+	d.log.Info("this node was in mode ipvs before; what is left of that is removed as its connections end")
+	c := ipvs.Cleaner{
+		ExcludeCIDRs: d.cfg.IPVS.ExcludeCIDRs, GracePeriod: d.cfg.IPVS.GracePeriod, MasqueradeBit: d.cfg.MasqueradeBit, Log: d.log,
+	}
+	return c.Run(ctx)
+}
+
+// open makes the source that the configuration asks for.
+func (d *daemon) open(ctx context.Context, report source.Report) error {
+	cfg := d.cfg
+	if cfg.Manifests != "" {
+		var err error
+		d.from = cfg.Manifests
+		d.objects, err = manifest.New(manifestConfig(cfg, report, d.log))
+		return err
+	}
+	apiserver.RedirectLogs(d.log)
 	client, err := apiserver.NewClient(apiserver.ClientConfig{
 		Kubeconfig: cfg.API.Kubeconfig, Master: cfg.API.Master, ContentType: cfg.API.ContentType,
 		AcceptContentTypes: cfg.API.AcceptContentTypes, QPS: cfg.API.QPS, Burst: cfg.API.Burst,
 		UserAgent: "nodeproxy/" + version,
 	})
 	if err != nil {
-		return nil, "", &usageError{err}
+		return &usageError{err}
 	}
-	events := apiserver.NewEvents(client, cfg.NodeName, "nodeproxy", log)
+	events := apiserver.NewEvents(client, cfg.NodeName, "nodeproxy", d.log)
 	go events.Run(ctx)
 	events.Normal("Starting", "StartNodeproxy", "")
-	return apiserver.New(apiserver.Config{Client: client, NodeName: cfg.NodeName, Log: log, Report: report}), "the API server", nil
+	d.warn = func(text string) { events.Warning("ModeProblem", "StartNodeproxy", "mode %s: %s", cfg.Mode, text) }
+	d.from = "the API server"
+	d.objects = apiserver.New(apiserver.Config{Client: client, NodeName: cfg.NodeName, Log: d.log, Report: report})
+	return nil
 }
 
 func manifestConfig(cfg *config.Config, report source.Report, log *slog.Logger) manifest.Config {

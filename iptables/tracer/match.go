@@ -88,6 +88,8 @@ var modules = map[string]func(name string) module{
 	"state":     func(string) module { return &stateModule{flag: "--state"} },
 	"statistic": func(string) module { return &statisticModule{} },
 	"recent":    func(string) module { return &recentModule{} },
+	"set":       func(string) module { return &setModule{} },
+	"ipvs":      func(string) module { return &ipvsModule{} },
 }
 
 // portProtocols are the protocols whose own match has ports.
@@ -209,8 +211,8 @@ func (m *addrtypeModule) match(p *packet) (float64, error) {
 	if p.node.Local == nil {
 		return 0, errors.New("which addresses are local is not known")
 	}
-	src := m.src == nil || *m.src == p.node.Local(p.src)
-	dst := m.dst == nil || *m.dst == p.node.Local(p.dst)
+	src := m.src == nil || *m.src == p.local(p.src)
+	dst := m.dst == nil || *m.dst == p.local(p.dst)
 	return is(src && dst, false), nil
 }
 

@@ -13,6 +13,7 @@ import (
 // parser reads one rule.
 type parser struct {
 	family   plan.Family
+	sets     map[string]*set
 	table    string
 	words    []string
 	rule     *rule
@@ -35,8 +36,8 @@ type module interface {
 }
 
 // parseRule reads a rule's words behind "-A CHAIN".
-func parseRule(f plan.Family, table string, words []string) (*rule, error) {
-	p := &parser{family: f, table: table, words: words, rule: &rule{}}
+func (rs *Ruleset) parseRule(table string, words []string) (*rule, error) {
+	p := &parser{family: rs.family, sets: rs.sets, table: table, words: words, rule: &rule{}}
 	for len(p.words) > 0 {
 		name := p.next()
 		not := name == "!"

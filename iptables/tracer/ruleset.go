@@ -1,15 +1,20 @@
 // Package tracer reads iptables rules as text and says what becomes of a packet that meets them, and by which rules.
 //
-// It reads what iptables-restore takes and what iptables-save prints, and follows a connection's first packet through the
-// hooks as the kernel does: table nat, routing, table filter, masquerading. Where a rule leaves something to chance, both
-// outcomes are followed, so the answer is every possible outcome with its exact probability. A match or target that it
-// does not know is an error as soon as a packet comes to it, never a guess.
+// It reads what iptables-restore takes and what iptables-save prints, and likewise what is for ipset, ipvsadm and ip beside
+// it. It follows a connection's first packet through the hooks as the kernel does: table nat, routing, IPVS, table filter,
+// masquerading. Where a rule leaves something to chance, both outcomes are followed, and where IPVS has several
+// destinations, each of them; so the answer is every possible outcome with its exact probability. A match or target that
+// it does not know is an error as soon as a packet comes to it, never a guess.
+//
+// IPVS is as it is with the sysctl net.ipv4.vs.conntrack set to 1; else nothing that it sends could be masqueraded. What is
+// not followed: replies, persistence beyond a client's first connection, and limits of destinations.
 package tracer
 
 import (
 	"errors"
 	"fmt"
 	"maps"
+	"net/netip"
 	"slices"
 	"strconv"
 	"strings"
@@ -17,10 +22,14 @@ import (
 	"nodeproxy/proxier/plan"
 )
 
-// Ruleset is the tables of one family, as they are after one or more texts were restored.
+// Ruleset is what one family's packets meet, as it is after one or more texts were restored: tables, sets, virtual
+// servers, and addresses for them.
 type Ruleset struct {
-	family plan.Family
-	tables map[string]map[string]*chain
+	family    plan.Family
+	tables    map[string]map[string]*chain
+	sets      map[string]*set
+	servers   map[serverKey]*server
+	addresses map[netip.Prefix]bool
 }
 
 // chain is a chain of rules. Built-in chains have a policy.
@@ -52,7 +61,8 @@ var builtin = map[string][]string{
 
 // New returns the rules of a machine that has none: built-in chains only, each with policy ACCEPT.
 func New(f plan.Family) *Ruleset {
-	rs := &Ruleset{family: f, tables: map[string]map[string]*chain{}}
+	rs := &Ruleset{family: f, tables: map[string]map[string]*chain{}, sets: map[string]*set{},
+		servers: map[serverKey]*server{}, addresses: map[netip.Prefix]bool{}}
 	for table, names := range builtin {
 		rs.tables[table] = map[string]*chain{}
 		for _, name := range names {
@@ -263,7 +273,7 @@ func (t *transaction) insertAt(c *chain, at, number int, line string, words []st
 	if at > len(c.rules) {
 		return fmt.Errorf("chain %s has only %d rules", c.name, len(c.rules))
 	}
-	r, err := parseRule(t.rs.family, t.table, words)
+	r, err := t.rs.parseRule(t.table, words)
 	if err != nil {
 		return err
 	}

@@ -87,6 +87,8 @@ func (p *parser) namedTarget(name string, options []string) (target, error) {
 		return p.masquerade(options)
 	case "MARK":
 		return parseSetMark(options)
+	case "SET":
+		return p.setTarget(options)
 	}
 	if slices.Contains(extensions, name) {
 		return unknownTarget{name}, nil

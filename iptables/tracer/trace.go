@@ -12,8 +12,8 @@ import (
 
 // Node is what rules may ask about the machine that they are on.
 type Node struct {
-	// Local reports whether an address is one of the machine's own, as the routing table "local" has it. It decides too
-	// whether a packet is delivered or forwarded. It must not be nil.
+	// Local reports whether an address is one of the machine's own, as the routing table "local" has it without what
+	// Ruleset.RestoreAddresses put there. It decides too whether a packet is delivered or forwarded. It must not be nil.
 	Local func(netip.Addr) bool
 	// OutInterface names the interface by which packets to an address leave. If nil, that is not known, and a rule that
 	// asks can't be traced.
@@ -35,7 +35,7 @@ const (
 // Outcome is one of the things that can become of a packet.
 type Outcome struct {
 	Action Action
-	// Dst is where the packet went in the end, and DNAT is true where rules changed that.
+	// Dst is where the packet went in the end, and DNAT is true where rules or IPVS changed that.
 	Dst  netip.AddrPort
 	DNAT bool
 	// Masquerade is true where the source was changed to an address of the machine.
@@ -45,7 +45,8 @@ type Outcome struct {
 	Delivered bool
 	// Probability is how likely this outcome is. Those of all outcomes of a packet add up to 1.
 	Probability float64
-	// Rules are those that matched on the way, in order; if several ways lead to this outcome, on the first of them.
+	// Rules are those that matched on the way, in order, and the lines of the virtual server and destination that IPVS
+	// took; if several ways lead to this outcome, on the first of them.
 	Rules []string
 }
 
@@ -71,14 +72,25 @@ const (
 	postRouting hook = "POSTROUTING"
 )
 
-// tablesOf are the tables that have a chain at a hook, in the order in which the kernel calls them.
+// natTable is walked once in each direction of address translation: what it decided holds for the connection.
+// ipvsStation is no table, but has a place among them.
+const (
+	natTable    = "nat"
+	ipvsStation = "ipvs"
+)
+
+// tablesOf are the tables that have a chain at a hook, in the order in which the kernel calls them. IPVS takes new
+// connections right before what table nat does with sources, and right after what it does with destinations.
 var tablesOf = map[hook][]string{
-	preRouting:  {"raw", "mangle", "nat"},
-	input:       {"mangle", "filter", "security", "nat"},
+	preRouting:  {"raw", "mangle", natTable},
+	input:       {"mangle", "filter", "security", ipvsStation, natTable},
 	forward:     {"mangle", "filter", "security"},
-	output:      {"raw", "mangle", "nat", "filter", "security"},
-	postRouting: {"mangle", "nat"},
+	output:      {"raw", "mangle", natTable, ipvsStation, "filter", "security"},
+	postRouting: {"mangle", natTable},
 }
+
+// manipulates says which of a packet's addresses table nat may translate at a hook: its destination (0) or source (1).
+var manipulates = map[hook]int{preRouting: 0, output: 0, input: 1, postRouting: 1}
 
 // packet is a packet on its way, as rules see it.
 type packet struct {
@@ -87,10 +99,13 @@ type packet struct {
 	port       uint16
 	in         string
 	mark       uint32
-	dnat       bool
+	dnat       bool // by a rule; what IPVS does is not in the connection's state
 	masquerade bool
 	hook       hook
 	node       *Node
+	ruleset    *Ruleset
+	// virtual is where the packet was sent when IPVS took it; zero if IPVS did not.
+	virtual netip.AddrPort
 }
 
 // way is a packet with how it came to where it is. It is copied where chance divides it.
@@ -98,7 +113,9 @@ type way struct {
 	packet
 	probability float64
 	rules       *step
-	end         Action // empty while it goes on
+	end         Action  // empty while it goes on
+	leaves      bool    // IPVS has taken it off its hook, and sends it anew
+	decided     [2]bool // whether table nat has decided about the destination, and about the source
 }
 
 // step is a list of matched rules, the last first.
@@ -113,66 +130,85 @@ type step struct {
 // The outcomes are in order of destination. The error names the rule that can't be judged.
 func (rs *Ruleset) Trace(pkt plan.Packet, node Node) ([]Outcome, error) {
 	start := way{probability: 1, packet: packet{
-		src: pkt.Src, dst: pkt.Dst, protocol: pkt.Protocol.Lower(), port: pkt.DstPort, in: pkt.InInterface, node: &node,
+		src: pkt.Src, dst: pkt.Dst, protocol: pkt.Protocol.Lower(), port: pkt.DstPort, in: pkt.InInterface,
+		node: &node, ruleset: rs,
 	}}
 	if plan.FamilyOf(pkt.Src) != rs.family || plan.FamilyOf(pkt.Dst) != rs.family {
 		return nil, fmt.Errorf("these are rules for %s, and the packet is %s", rs.family, pkt)
 	}
-	var ways []way
-	var err error
+	first := preRouting
 	if pkt.Output {
-		start.in = ""
-		ways, err = rs.sent(start)
-	} else {
-		ways, err = rs.received(start)
+		start.in, first = "", output
 	}
+	ways, err := rs.follow(start, first)
 	if err != nil {
 		return nil, err
 	}
 	return outcomes(ways), nil
 }
 
-// received follows a packet that came in: it is delivered or forwarded, by the destination that PREROUTING gave it.
-func (rs *Ruleset) received(start way) ([]way, error) {
-	return rs.pass([]way{start}, preRouting, nil, func(w way) ([]way, error) {
-		if w.node.Local(w.dst) {
-			return rs.pass([]way{w}, input, nil, nil)
-		}
-		return rs.pass([]way{w}, forward, nil, func(w way) ([]way, error) {
-			return rs.pass([]way{w}, postRouting, nil, nil)
-		})
-	})
-}
-
-// sent follows a packet of the machine's own. If it stays on the machine it comes in again by interface lo; the nat table
-// has made up its mind about the connection by then.
-func (rs *Ruleset) sent(start way) ([]way, error) {
-	return rs.pass([]way{start}, output, nil, func(w way) ([]way, error) {
-		return rs.pass([]way{w}, postRouting, nil, func(w way) ([]way, error) {
-			if !w.node.Local(w.dst) {
-				return []way{w}, nil
-			}
-			w.in = "lo"
-			return rs.pass([]way{w}, preRouting, []string{"nat"}, func(w way) ([]way, error) {
-				return rs.pass([]way{w}, input, []string{"nat"}, nil)
-			})
-		})
-	})
-}
-
-// pass takes ways through the tables of a hook, and what then still goes on to next.
-func (rs *Ruleset) pass(ways []way, h hook, except []string, next func(way) ([]way, error)) ([]way, error) {
-	for _, table := range tablesOf[h] {
-		if slices.Contains(except, table) {
+// follow takes a way through a hook, and what comes out through the hooks behind it, until every way has ended.
+func (rs *Ruleset) follow(start way, h hook) ([]way, error) {
+	ways, err := rs.pass(start, h)
+	if err != nil {
+		return nil, err
+	}
+	var out []way
+	for _, w := range ways {
+		next := w.next()
+		if next == "" {
+			out = append(out, w)
 			continue
 		}
+		more, err := rs.follow(w, next)
+		if err != nil {
+			return nil, err
+		}
+		out = append(out, more...)
+	}
+	return out, nil
+}
+
+// next readies a packet for the hook that follows the one that it has passed, and returns that; empty at the end. A packet
+// that came in is delivered or forwarded by the destination that PREROUTING gave it. One that stays on the machine though
+// it was sent comes in again by interface lo.
+func (w *way) next() hook {
+	switch {
+	case w.end != "":
+		return ""
+	case w.leaves:
+		w.leaves, w.in = false, ""
+		return output
+	case w.hook == preRouting && w.local(w.dst):
+		return input
+	case w.hook == preRouting:
+		return forward
+	case w.hook == forward || w.hook == output:
+		return postRouting
+	case w.hook == postRouting && w.local(w.dst):
+		w.in = "lo"
+		return preRouting
+	}
+	return ""
+}
+
+// pass takes a way through the tables of a hook, and through IPVS where that has its place.
+func (rs *Ruleset) pass(start way, h hook) ([]way, error) {
+	start.hook = h
+	ways := []way{start}
+	for _, table := range tablesOf[h] {
 		var after []way
 		for _, w := range ways {
-			if w.end != "" {
+			switch {
+			case w.end != "" || w.leaves || table == natTable && w.decided[manipulates[h]]:
 				after = append(after, w)
 				continue
+			case table == ipvsStation:
+				after = append(after, rs.schedule(w)...)
+				continue
+			case table == natTable:
+				w.decided[manipulates[h]] = true
 			}
-			w.hook = h
 			out, err := rs.walk(w, rs.tables[table][string(h)])
 			if err != nil {
 				return nil, fmt.Errorf("table %s at %s: %w", table, h, err)
@@ -181,147 +217,7 @@ func (rs *Ruleset) pass(ways []way, h hook, except []string, next func(way) ([]w
 		}
 		ways = after
 	}
-	if next == nil {
-		return ways, nil
-	}
-	var after []way
-	for _, w := range ways {
-		if w.end != "" {
-			after = append(after, w)
-			continue
-		}
-		out, err := next(w)
-		if err != nil {
-			return nil, err
-		}
-		after = append(after, out...)
-	}
-	return after, nil
-}
-
-// place is a position in a chain, and where to go on after its end.
-type place struct {
-	chain  *chain
-	next   int
-	caller *place
-}
-
-// walk takes a packet through a built-in chain. Every way that it may take comes out, ended or not.
-func (rs *Ruleset) walk(start way, base *chain) ([]way, error) {
-	type fork struct {
-		way
-		at place
-	}
-	var out []way
-	todo := []fork{{start, place{chain: base}}}
-	for len(todo) > 0 {
-		f := todo[len(todo)-1]
-		todo = todo[:len(todo)-1]
-		for walking := true; walking; {
-			if f.at.next == len(f.at.chain.rules) {
-				walking = f.way.back(&f.at, base)
-				continue
-			}
-			r := f.at.chain.rules[f.at.next]
-			f.at.next++
-			chance, err := r.match(&f.packet)
-			if err != nil {
-				return nil, fmt.Errorf("chain %s, %s: %w", f.at.chain.name, r, err)
-			}
-			if chance == 0 {
-				continue
-			}
-			if chance < 1 {
-				other := f
-				other.probability *= 1 - chance
-				todo = append(todo, other)
-				f.probability *= chance
-			}
-			f.rules = &step{base.table, f.at.chain, r, f.rules}
-			if walking, err = rs.apply(r.target, &f.way, &f.at, base); err != nil {
-				return nil, fmt.Errorf("chain %s, %s: %w", f.at.chain.name, r, err)
-			}
-		}
-		out = append(out, f.way)
-	}
-	return out, nil
-}
-
-// match returns the probability that all of a rule's conditions hold. One that can't be judged does not matter where
-// another does not hold.
-func (r *rule) match(p *packet) (float64, error) {
-	chance := 1.0
-	var unknown error
-	for _, m := range r.matches {
-		c, err := m.match(p)
-		if err != nil {
-			unknown = cmp.Or(unknown, err)
-			continue
-		}
-		if c == 0 {
-			return 0, nil
-		}
-		chance *= c
-	}
-	return chance, unknown
-}
-
-// back leaves a chain: to behind the jump that led there, or, from a built-in chain, by its policy. A chain that was gone
-// to, rather than jumped to, leaves by where the chain that went there would have left. It reports whether the walk of the
-// table goes on.
-func (w *way) back(at *place, base *chain) bool {
-	if at.caller != nil {
-		*at = *at.caller
-		return true
-	}
-	if base.policy == "DROP" {
-		w.end = Drop
-	}
-	return false
-}
-
-// apply does what a target says, and reports whether the walk of the table goes on.
-func (rs *Ruleset) apply(t target, w *way, at *place, base *chain) (bool, error) {
-	switch t := t.(type) {
-	case jump:
-		caller := at.caller
-		if !t.goesTo {
-			here := *at
-			caller = &here
-		}
-		*at = place{chain: rs.tables[base.table][t.chain], caller: caller}
-		return true, nil
-	case leave:
-		return w.back(at, base), nil
-	case accept:
-		return false, nil
-	case drop:
-		w.end = Drop
-		return false, nil
-	case reject:
-		if w.hook == preRouting || w.hook == postRouting {
-			return false, fmt.Errorf("REJECT is not possible at %s", w.hook)
-		}
-		w.end = Reject
-		return false, nil
-	case dnat:
-		if w.hook != preRouting && w.hook != output {
-			return false, fmt.Errorf("DNAT is not possible at %s", w.hook)
-		}
-		w.dnat, w.dst, w.port = true, t.addr, cmp.Or(t.port, w.port)
-		return false, nil
-	case masquerade:
-		if w.hook != postRouting {
-			return false, fmt.Errorf("MASQUERADE is not possible at %s", w.hook)
-		}
-		w.masquerade = true
-		return false, nil
-	case setMark:
-		w.mark = w.mark&^t.clear ^ t.flip
-	case unknownTarget:
-		return false, t.error()
-	}
-	return true, nil
+	return ways, nil
 }
 
 // outcomes adds up the ways that end alike.
@@ -334,7 +230,8 @@ func outcomes(ways []way) []Outcome {
 	index := map[end]int{}
 	var out []Outcome
 	for _, w := range ways {
-		e := end{cmp.Or(w.end, Accept), netip.AddrPortFrom(w.dst, w.port), w.dnat, w.masquerade, w.node.Local(w.dst)}
+		e := end{cmp.Or(w.end, Accept), netip.AddrPortFrom(w.dst, w.port),
+			w.dnat || w.virtual.IsValid(), w.masquerade, w.local(w.dst)}
 		i, seen := index[e]
 		if !seen {
 			i = len(out)

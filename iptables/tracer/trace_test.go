@@ -146,7 +146,7 @@ func TestTraceFilter(t *testing.T) {
 	}, {
 		name: "what is not known does not matter where the rest does not match", packet: to(vip, 80),
 		want: []string{"drop 1"},
-		rules: table("filter", "-A FORWARD -m set --match-set there dst -d 10.0.0.1/32 -j LOG --log-prefix x",
+		rules: table("filter", "-A FORWARD -m socket --transparent -d 10.0.0.1/32 -j LOG --log-prefix x",
 			"-A FORWARD -j DROP"),
 	}, {
 		name: "bytecode that reads protocol and port", packet: to(vip, 80), want: []string{"drop 1"},
@@ -291,8 +291,8 @@ func TestTraceListsTheRulesOfEachWay(t *testing.T) {
 func TestTraceErrors(t *testing.T) {
 	t.Parallel()
 	for name, tc := range map[string]struct{ rules, want string }{
-		"match": {table("filter", "-A FORWARD -m set --match-set there dst -j DROP"),
-			"line 2: -A FORWARD -m set --match-set there dst -j DROP: the tracer does not know match set"},
+		"match": {table("filter", "-A FORWARD -m socket --transparent -j DROP"),
+			"line 2: -A FORWARD -m socket --transparent -j DROP: the tracer does not know match socket"},
 		"option": {table("filter", "-A FORWARD -p tcp -m tcp --syn -j DROP"), "does not know option --syn"},
 		"target": {table("filter", "-A FORWARD -j LOG --log-prefix x"), "does not know target LOG"},
 		"type": {table("filter", "-A FORWARD -m addrtype --dst-type BROADCAST -j DROP"),

@@ -1,0 +1,92 @@
+// Package inkernel runs a package's tests on a kernel with IPVS, wherever they are started.
+package inkernel
+
+import (
+	"errors"
+	"flag"
+	"fmt"
+	"os"
+	"os/exec"
+	"path/filepath"
+	"runtime"
+	"strings"
+	"syscall"
+	"testing"
+)
+
+// variable is set for the copy of a test binary that runs on the test kernel. It runs the tests whatever it finds there.
+const variable = "NODEPROXY_INKERNEL"
+
+// Main runs a package's tests on a kernel with IPVS: it starts the test binary a second time, with the same arguments, by
+// e2e/kernel/run. A TestMain ends with os.Exit(inkernel.Main(m)).
+func Main(m *testing.M) int { return Run(m.Run) }
+
+// Run is Main for a package that does more than to run its tests.
+func Run(tests func() int) int {
+	if os.Getenv(variable) != "" {
+		return tests()
+	}
+	module, err := moduleRoot()
+	if err != nil {
+		fmt.Fprintln(os.Stderr, "inkernel:", err)
+		return 1
+	}
+	cmd := exec.Command(filepath.Join(module, "e2e", "kernel", "run"), os.Args...)
+	cmd.Env = append(os.Environ(), variable+"=1")
+	if dirs := writable(); len(dirs) > 0 {
+		cmd.Env = append(cmd.Env, "NODEPROXY_KERNEL_WRITABLE="+strings.Join(dirs, ":"))
+	}
+	cmd.Stdout, cmd.Stderr = os.Stdout, os.Stderr
+	// The kernel is to go with this process, also if go test ends it for taking too long. To the system, "this process" is
+	// the thread that starts the other.
+	cmd.SysProcAttr = &syscall.SysProcAttr{Pdeathsig: syscall.SIGTERM}
+	runtime.LockOSThread()
+	defer runtime.UnlockOSThread()
+	if err := cmd.Run(); err != nil {
+		if exit := new(exec.ExitError); errors.As(err, &exit) && exit.ExitCode() > 0 {
+			return exit.ExitCode()
+		}
+		fmt.Fprintln(os.Stderr, "inkernel:", err)
+		return 1
+	}
+	return 0
+}
+
+// writable are the directories to which the flags of go test have profiles written, which are to outlive the kernel.
+func writable() []string {
+	flag.Parse()
+	value := func(name string) string {
+		if f := flag.Lookup(name); f != nil {
+			return f.Value.String()
+		}
+		return ""
+	}
+	var dirs []string
+	if dir := value("test.gocoverdir"); dir != "" {
+		dirs = append(dirs, dir)
+	}
+	for _, name := range []string{"test.coverprofile", "test.cpuprofile", "test.memprofile", "test.blockprofile", "test.mutexprofile", "test.trace"} {
+		if file := value(name); filepath.IsAbs(file) {
+			dirs = append(dirs, filepath.Dir(file))
+		} else if file != "" {
+			dirs = append(dirs, filepath.Join(value("test.outputdir"), filepath.Dir(file)))
+		}
+	}
+	return dirs
+}
+
+// moduleRoot is the root of the module of the working directory, which go test makes that of the package.
+func moduleRoot() (string, error) {
+	start, err := os.Getwd()
+	if err != nil {
+		return "", err
+	}
+	for dir := start; ; dir = filepath.Dir(dir) {
+		if _, err := os.Stat(filepath.Join(dir, "go.mod")); err == nil {
+			return dir, nil
+		}
+		if dir == filepath.Dir(dir) {
+			return "", fmt.Errorf("neither %s nor a directory above it has a go.mod, so e2e/kernel/run cannot be found", start)
+		}
+	}
+}

@@ -1,0 +1,211 @@
+// Package ipvs turns a plan into virtual servers, ipsets and addresses, with the few iptables rules that they need, and keeps
+// the kernel equal to them.
+//
+// A ServicePort becomes objects (objects.go), which a state gathers (state.go); an engine holds that beside what the kernel
+// has (engine.go), and changes what differs, one thing at a time. The rules (rules.go) know of no Service: they ask sets.
+// Only package kernel, and package iptables for the rules, touch the machine.
+package ipvs
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"log/slog"
+	"net/netip"
+	"slices"
+	"sync"
+	"time"
+
+	"nodeproxy/iptables"
+	"nodeproxy/ipvs/kernel"
+	"nodeproxy/proxier/plan"
+)
+
+// DeviceName is the network interface that the addresses of Services are put on.
+const DeviceName = "kube-ipvs0"
+
+// DefaultGracePeriod is how long connections are left to a real server of whose endpoint nothing is known any more.
+const DefaultGracePeriod = 5 * time.Minute
+
+// drainInterval is how often real servers that drain are looked at.
+const drainInterval = time.Second
+
+// Config says how a Backend works.
+type Config struct {
+	Options
+	// Variant is the implementation of iptables to use; Auto picks the one that the node uses already.
+	Variant iptables.Variant
+	// Families are those to program.
+	Families []plan.Family
+	// ExcludeCIDRs are ranges whose virtual servers belong to somebody else.
+	ExcludeCIDRs []netip.Prefix
+	// StrictARP keeps the node from answering ARP requests for addresses of Services on other interfaces.
+	StrictARP bool
+	// How long IPVS remembers an idle connection; zero leaves the kernel's setting as it is.
+	TCPTimeout, TCPFinTimeout, UDPTimeout time.Duration
+	// GracePeriod is as DefaultGracePeriod, which zero stands for. The time that a pod itself has to end is not counted: as
+	// long as an EndpointSlice lists an endpoint, its connections are left to it.
+	GracePeriod time.Duration
+	// Warn is told of schedulers that the kernel lacks, each once; nil for nobody.
+	Warn func(text string)
+	Log  *slog.Logger
+}
+
+// Backend keeps virtual servers and what belongs to them equal to a plan. Sync is not safe for concurrent use.
+type Backend struct {
+	cfg     Config
+	servers *kernel.Servers
+	engines []*engine
+}
+
+// New finds out what the node can do, and sets the sysctls that IPVS needs. An error names what is missing, and what to do
+// about it; nothing has been programmed then.
+func New(cfg Config) (*Backend, error) {
+	if cfg.GracePeriod == 0 {
+		cfg.GracePeriod = DefaultGracePeriod
+	}
+	if cfg.Variant == iptables.Auto || cfg.Variant == "" {
+		cfg.Variant = iptables.Detect()
+	}
+	v, err := kernel.OpenServers()
+	if err != nil {
+		return nil, fmt.Errorf("mode ipvs can't work here: %w", err)
+	}
+	b := &Backend{cfg: cfg, servers: v}
+	if err := b.open(); err != nil {
+		_ = v.Close()
+		return nil, fmt.Errorf("mode ipvs can't work here: %w", err)
+	}
+	return b, nil
+}
+
+func (b *Backend) open() error {
+	s, err := kernel.OpenSets()
+	if err != nil {
+		return err
+	}
+	available := &schedulers{has: b.servers.HasScheduler, known: map[string]bool{}, warn: b.cfg.Warn}
+	if b.cfg.Scheduler == "" {
+		b.cfg.Scheduler = DefaultScheduler
+	}
+	if !b.servers.HasScheduler(b.cfg.Scheduler) {
+		return fmt.Errorf("--ipvs-scheduler: this kernel has no scheduler %q (module ip_vs_%s)", b.cfg.Scheduler, b.cfg.Scheduler)
+	}
+	b.cfg.Unavailable = available.lacks
+	tables := map[plan.Family]*iptables.FixedTables{}
+	var missing []error
+	for _, f := range b.cfg.Families {
+		if t, err := iptables.NewFixedTables(b.cfg.Variant, f); err != nil {
+			missing = append(missing, fmt.Errorf("%s: %w", f, err))
+		} else {
+			tables[f] = t
+		}
+	}
+	if len(tables) == 0 {
+		return errors.Join(missing...)
+	}
+	for _, err := range missing {
+		b.cfg.Log.Warn("Services of this family are not proxied", "error", err)
+	}
+	if err := setSysctls(b.cfg.StrictARP, b.cfg.Log); err != nil {
+		return err
+	}
+	if err := b.servers.SetTimeouts(b.cfg.TCPTimeout, b.cfg.TCPFinTimeout, b.cfg.UDPTimeout); err != nil {
+		return err
+	}
+	d, err := kernel.OpenDevice(DeviceName)
+	if err != nil {
+		return err
+	}
+	for _, f := range b.cfg.Families {
+		if tables[f] != nil {
+			b.engines = append(b.engines, b.engine(f, tables[f], s, d))
+		}
+	}
+	return nil
+}
+
+func (b *Backend) engine(f plan.Family, t *iptables.FixedTables, s *kernel.Sets, d *kernel.Device) *engine {
+	options := b.cfg.Options
+	options.RandomFully = t.RandomFully()
+	b.cfg.Log.Info("using IPVS", "program", t.Describe(), "scheduler", options.Scheduler)
+	return &engine{
+		family: f, options: options, exclude: b.cfg.ExcludeCIDRs, grace: b.cfg.GracePeriod, log: b.cfg.Log,
+		machine: machine{servers: b.servers, sets: s, device: d, tables: t,
+			host: func(f plan.Family) (map[netip.Addr]struct{}, error) { return kernel.HostAddresses(f, DeviceName) }},
+	}
+}
+
+// Families are those that the backend programs.
+func (b *Backend) Families() []plan.Family {
+	var out []plan.Family
+	for _, e := range b.engines {
+		out = append(out, e.family)
+	}
+	return out
+}
+
+// Sync implements proxier.Backend.
+func (b *Backend) Sync(ctx context.Context, p *plan.Plan, changed plan.Keys) error {
+	var errs []error
+	for _, e := range b.engines { // One after the other: they share the kernel's lock on IPVS.
+		errs = append(errs, e.sync(ctx, p, changed))
+	}
+	return errors.Join(errs...)
+}
+
+// Run removes real servers when their connections are gone, and calls changed when everything must be synced anew,
+// as after a change of the node's own addresses. It returns when ctx ends.
+func (b *Backend) Run(ctx context.Context, changed func()) error {
+	watch := make(chan error, 1)
+	var wg sync.WaitGroup
+	defer wg.Wait()
+	ctx, cancel := context.WithCancel(ctx)
+	defer cancel()
+	wg.Go(func() {
+		watch <- kernel.WatchAddresses(ctx, DeviceName, func() {
+			if slices.ContainsFunc(b.engines, (*engine).moved) {
+				changed()
+			}
+		})
+	})
+	ticks := time.NewTicker(drainInterval)
+	defer ticks.Stop()
+	for {
+		select {
+		case <-ctx.Done():
+			return nil
+		case err := <-watch:
+			if err != nil && ctx.Err() == nil {
+				return fmt.Errorf("watching the node's addresses: %w", err)
+			}
+		case now := <-ticks.C:
+			for _, e := range b.engines {
+				if err := e.drain(now); err != nil {
+					b.cfg.Log.Warn("real servers that drain could not be removed; everything is compared anew", "error", err)
+					changed()
+				}
+			}
+		}
+	}
+}
+
+// schedulers remembers which ones the kernel has.
+type schedulers struct {
+	has   func(string) bool
+	known map[string]bool
+	warn  func(string)
+}
+
+func (s *schedulers) lacks(name string) bool {
+	has, known := s.known[name]
+	if !known {
+		has = s.has(name)
+		s.known[name] = has
+		if !has && s.warn != nil {
+			s.warn(fmt.Sprintf("this kernel has no IPVS scheduler %q (module ip_vs_%s); Services that ask for it get the default one",
+				name, name))
+		}
+	}
+	return !has
+}

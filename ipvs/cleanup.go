@@ -1,0 +1,142 @@
+package ipvs
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"log/slog"
+	"net/netip"
+	"slices"
+	"time"
+
+	"nodeproxy/ipvs/kernel"
+	"nodeproxy/proxier/plan"
+)
+
+// Leftovers reports whether mode ipvs, this program's or kube-proxy's, has left something on this node: the device, or sets.
+func Leftovers() (bool, error) {
+	if kernel.DeviceExists(DeviceName) {
+		return true, nil
+	}
+	s, err := kernel.OpenSets()
+	if err != nil {
+		return false, nil // A kernel without sets holds none.
+	}
+	names, err := s.Names()
+	return slices.ContainsFunc(names, ourSet), err
+}
+
+// Cleaner removes what mode ipvs has left, once the rules of another mode lead nothing new to it.
+type Cleaner struct {
+	// ExcludeCIDRs are ranges whose virtual servers belong to somebody else.
+	ExcludeCIDRs []netip.Prefix
+	// GracePeriod is how long connections are left to their virtual servers; zero removes all at once.
+	GracePeriod time.Duration
+	// MasqueradeBit is what it was in mode ipvs.
+	MasqueradeBit int
+	Log           *slog.Logger
+}
+
+// Run removes virtual servers as they have no connections left, and at last addresses, sets and the device. When ctx ends it
+// stops where it is. No iptables rule may ask a set any more.
+func (c *Cleaner) Run(ctx context.Context) error {
+	v, err := kernel.OpenServers()
+	if err != nil {
+		return fmt.Errorf("removing what mode ipvs has left: %w", err)
+	}
+	defer v.Close()
+	deadline := time.Now().Add(c.GracePeriod)
+	for {
+		left, err := c.servers(v, time.Now().After(deadline) || c.GracePeriod == 0)
+		if err != nil {
+			return fmt.Errorf("removing what mode ipvs has left: %w", err)
+		}
+		if left == 0 {
+			break
+		}
+		select {
+		case <-ctx.Done():
+			return nil
+		case <-time.After(drainInterval):
+		}
+	}
+	if err := removeRest(); err != nil {
+		return fmt.Errorf("removing what mode ipvs has left: %w", err)
+	}
+	c.Log.Info("what mode ipvs has left is removed")
+	return nil
+}
+
+// servers removes virtual servers without connections, or all of them. It returns how many are left.
+func (c *Cleaner) servers(v *kernel.Servers, all bool) (int, error) {
+	e := engine{exclude: c.ExcludeCIDRs, desired: &state{marks: newMarks(c.MasqueradeBit)}}
+	left := 0
+	for _, f := range plan.Families {
+		list, err := v.List(f)
+		if err != nil {
+			return 0, err
+		}
+		for id, s := range list {
+			switch {
+			case e.foreign(id):
+			case !all && waited(id, s):
+				left++
+			default:
+				if err := errors.Join(v.Apply([]kernel.Op{{Kind: kernel.DeleteServer, Server: s.Server}})...); err != nil {
+					return 0, err
+				}
+			}
+		}
+	}
+	return left, nil
+}
+
+// waited reports whether a virtual server has connections that are to go on. Flows of UDP have no end: they are taken up by
+// the rules of the other mode with their next packet.
+func waited(id kernel.ServerID, s *kernel.HeldServer) bool {
+	if id.Mark == 0 && id.Protocol != plan.TCP {
+		return false
+	}
+	for _, d := range s.Destinations {
+		if d.Active+d.Inactive > 0 {
+			return true
+		}
+	}
+	return false
+}
+
+// ourSet recognises the sets of this package and of kube-proxy.
+func ourSet(name string) bool {
+	for _, f := range plan.Families {
+		for id := range setCount {
+			if name == setName(id, f) {
+				return true
+			}
+		}
+		for _, other := range kubeProxySets {
+			if name == familyName(other, f) {
+				return true
+			}
+		}
+	}
+	return false
+}
+
+// removeRest removes device and sets.
+func removeRest() error {
+	if err := kernel.RemoveDevice(DeviceName); err != nil {
+		return err
+	}
+	s, err := kernel.OpenSets()
+	if err != nil {
+		return nil // A kernel without sets holds none.
+	}
+	names, err := s.Names()
+	errs := []error{err}
+	for _, name := range names {
+		if ourSet(name) {
+			errs = append(errs, s.Destroy(name))
+		}
+	}
+	return errors.Join(errs...)
+}

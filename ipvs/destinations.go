@@ -1,0 +1,164 @@
+package ipvs
+
+import (
+	"errors"
+	"maps"
+	"net/netip"
+	"slices"
+	"time"
+
+	"nodeproxy/ipvs/kernel"
+)
+
+// raise makes a virtual server and adds what it lacks: nothing is taken away from it.
+func (e *engine) raise(id kernel.ServerID) {
+	want, wanted := e.desired.servers[id]
+	have := e.held.servers[id]
+	switch {
+	case !wanted || have == nil && len(want.destinations) == 0:
+		return
+	case have == nil:
+		e.queue(kernel.AddServer, want.Server, kernel.Destination{})
+		have = &heldServer{Server: want.Server, destinations: map[netip.AddrPort]*heldDestination{}}
+		e.held.servers[id] = have
+	case have.Server != want.Server:
+		e.queue(kernel.UpdateServer, want.Server, kernel.Destination{})
+		have.Server = want.Server
+	}
+	for _, d := range want.destinations {
+		e.raiseDestination(have, d)
+	}
+}
+
+// raiseDestination adds a real server. One that drains gets its weight back; its connections never noticed.
+func (e *engine) raiseDestination(v *heldServer, want kernel.Destination) {
+	switch have := v.destinations[want.Addr]; {
+	case have == nil:
+		e.queue(kernel.AddDestination, v.Server, want)
+	case have.weight != want.Weight:
+		e.queue(kernel.UpdateDestination, v.Server, want)
+	}
+	v.destinations[want.Addr] = &heldDestination{weight: want.Weight}
+}
+
+// lower takes away from a virtual server what it is not to have, and the server itself if that is all.
+func (e *engine) lower(id kernel.ServerID) {
+	have := e.held.servers[id]
+	if have == nil {
+		return
+	}
+	want, wanted := e.desired.servers[id]
+	if !wanted {
+		e.deleteServer(have)
+		return
+	}
+	for _, addr := range slices.SortedFunc(maps.Keys(have.destinations), netip.AddrPort.Compare) {
+		_, used := slices.BinarySearchFunc(want.destinations, addr, func(d kernel.Destination, a netip.AddrPort) int {
+			return d.Addr.Compare(a)
+		})
+		if !used {
+			e.lowerDestination(&want, have, addr)
+		}
+	}
+	if len(have.destinations) == 0 {
+		e.deleteServer(have)
+	}
+}
+
+func (e *engine) deleteServer(v *heldServer) {
+	e.queue(kernel.DeleteServer, v.Server, kernel.Destination{})
+	delete(e.held.servers, v.ID)
+}
+
+// lowerDestination removes a real server, or begins to drain it.
+func (e *engine) lowerDestination(want *server, v *heldServer, addr netip.AddrPort) {
+	d := v.destinations[addr]
+	if !want.drains {
+		e.deleteDestination(v, addr)
+		return
+	}
+	if d.weight > 0 {
+		e.queue(kernel.UpdateDestination, v.Server, kernel.Destination{Addr: addr})
+		d.weight = 0
+	}
+	switch lingers := slices.Contains(want.lingering, addr); {
+	case lingers:
+		d.since = time.Time{}
+	case !d.draining || d.since.IsZero():
+		d.since = time.Now()
+	}
+	d.draining = true
+}
+
+func (e *engine) deleteDestination(v *heldServer, addr netip.AddrPort) {
+	e.queue(kernel.DeleteDestination, v.Server, kernel.Destination{Addr: addr})
+	delete(v.destinations, addr)
+}
+
+// queue notes a change of a virtual server down for flush. What the kernel holds is taken to be changed already: after any
+// error it is read anew.
+func (e *engine) queue(kind kernel.OpKind, v kernel.Server, d kernel.Destination) {
+	e.ops = append(e.ops, kernel.Op{Kind: kind, Server: v, Destination: d})
+}
+
+// flush makes the changes that are queued, in few round trips to the kernel.
+func (e *engine) flush() error {
+	ops := e.ops
+	e.ops = nil
+	if len(ops) == 0 {
+		return nil
+	}
+	return errors.Join(e.machine.servers.Apply(ops)...)
+}
+
+// drain removes the real servers that drain and have no connections left, and those whose time has passed. It asks the kernel
+// for those virtual servers only that have such. After an error, everything is to be synced anew.
+func (e *engine) drain(now time.Time) error {
+	e.mu.Lock()
+	defer e.mu.Unlock()
+	if e.desired == nil { // The next sync looks at everything first.
+		return nil
+	}
+	var errs []error
+	for id, v := range e.held.servers {
+		if v.drains() {
+			errs = append(errs, e.drainServer(id, v, now))
+		}
+	}
+	errs = append(errs, e.flush())
+	err := errors.Join(errs...)
+	if err != nil {
+		e.desired = nil
+	}
+	return err
+}
+
+func (v *heldServer) drains() bool {
+	for _, d := range v.destinations {
+		if d.draining {
+			return true
+		}
+	}
+	return false
+}
+
+func (e *engine) drainServer(id kernel.ServerID, v *heldServer, now time.Time) error {
+	seen, err := e.machine.servers.Get(id)
+	if err != nil {
+		return err
+	}
+	if seen == nil {
+		delete(e.held.servers, id)
+		return nil
+	}
+	for addr, d := range v.destinations {
+		left := seen.Destinations[addr].Connections
+		if d.draining && (left.Active+left.Inactive == 0 || !d.since.IsZero() && now.Sub(d.since) >= e.grace) {
+			e.deleteDestination(v, addr)
+		}
+	}
+	if len(v.destinations) == 0 {
+		e.deleteServer(v)
+	}
+	return nil
+}

@@ -1,0 +1,362 @@
+package ipvs
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"log/slog"
+	"maps"
+	"net/netip"
+	"slices"
+	"sync"
+	"time"
+
+	"nodeproxy/ipvs/kernel"
+	"nodeproxy/proxier/plan"
+)
+
+// engine programs one family.
+type engine struct {
+	family  plan.Family
+	options Options
+	machine machine
+	exclude []netip.Prefix // whose virtual servers are others'
+	grace   time.Duration
+	log     *slog.Logger
+
+	mu sync.Mutex // between Sync and the removal of what is drained
+	// desired is what the last plan asks for; nil where the kernel's state is not known.
+	desired *state
+	ranges  []netip.Prefix
+	held    *held
+	ops     []kernel.Op // changes of virtual servers that flush is to make
+}
+
+// held is what the kernel holds, as far as it is ours.
+type held struct {
+	servers map[kernel.ServerID]*heldServer
+	members map[member]shared // by key; count is not used
+	vips    map[netip.Addr]struct{}
+}
+
+// heldServer is a virtual server in the kernel.
+type heldServer struct {
+	kernel.Server
+	destinations map[netip.AddrPort]*heldDestination
+}
+
+// heldDestination is a real server in the kernel. One that drains takes no new connections, and is removed when it has none
+// left.
+type heldDestination struct {
+	weight   uint32
+	draining bool
+	since    time.Time // since when nothing is known of an endpoint at the address
+}
+
+func (e *engine) sync(ctx context.Context, p *plan.Plan, changed plan.Keys) error {
+	e.mu.Lock()
+	defer e.mu.Unlock()
+	var err error
+	if changed == nil || e.desired == nil {
+		err = e.syncAll(ctx, p)
+	} else {
+		err = e.apply(e.desired.update(p, changed), nil)
+	}
+	if err != nil {
+		e.desired = nil
+		return fmt.Errorf("programming %s: %w", e.family, err)
+	}
+	return nil
+}
+
+// moved reports whether the node's own addresses are others than when everything was synced last.
+func (e *engine) moved() bool {
+	host, err := e.machine.host(e.family)
+	e.mu.Lock()
+	defer e.mu.Unlock()
+	return err != nil || !maps.Equal(host, e.options.Host)
+}
+
+// syncAll reads what the kernel holds, and changes what differs.
+func (e *engine) syncAll(ctx context.Context, p *plan.Plan) error {
+	host, err := e.machine.host(e.family)
+	if err != nil {
+		return fmt.Errorf("listing the addresses of the node: %w", err)
+	}
+	e.options.Host = host
+	e.desired, e.ranges = full(p, e.family, e.options), e.options.routed(p, e.family)
+	// On a node that another mode serves, its rules translate destinations before IPVS sees a packet. They do until all is
+	// in place. On any other node, what masquerades and refuses comes first.
+	takeOver, err := e.machine.tables.ServiceChains(ctx)
+	if err != nil {
+		return err
+	}
+	if err := e.read(); err != nil {
+		return err
+	}
+	write := func() error {
+		n, err := e.machine.tables.Apply(ctx, rules(p, e.family, e.options))
+		e.log.Debug("compared all rules", "family", e.family, "changed", n)
+		return err
+	}
+	steps := &ruleSteps{before: write, after: func() error { return nil }}
+	if takeOver {
+		steps = &ruleSteps{before: steps.after, after: write}
+	}
+	steps.routes = func() error { return e.routes(p) }
+	return e.apply(e.everything(), steps)
+}
+
+// ruleSteps are what a full sync does in the middle of apply: rules before or after the virtual servers, routes for ranges.
+type ruleSteps struct {
+	before, after, routes func() error
+}
+
+// read learns what the kernel holds. Sets are made where they are missing.
+func (e *engine) read() error {
+	e.held = &held{servers: map[kernel.ServerID]*heldServer{}, members: map[member]shared{}}
+	for id := range setCount {
+		set := setOf(id, e.family)
+		if _, err := e.machine.sets.Ensure(set); err != nil {
+			return err
+		}
+		entries, err := e.machine.sets.Entries(set)
+		if err != nil {
+			return err
+		}
+		for entry := range entries {
+			m := member{id, entry}
+			e.held.members[m.key()] = shared{mark: entry.Mark, mask: entry.Mask}
+		}
+	}
+	list, err := e.machine.servers.List(e.family)
+	if err != nil {
+		return err
+	}
+	for id, v := range list {
+		if e.foreign(id) {
+			continue
+		}
+		if v.Foreign { // kube-proxy and we never make such, but its address is one of ours: it goes, and comes again.
+			e.queue(kernel.DeleteServer, v.Server, kernel.Destination{})
+			continue
+		}
+		h := &heldServer{Server: v.Server, destinations: map[netip.AddrPort]*heldDestination{}}
+		for addr, d := range v.Destinations {
+			h.destinations[addr] = &heldDestination{weight: d.Weight, draining: d.Weight == 0, since: time.Now()}
+		}
+		e.held.servers[id] = h
+	}
+	if err := e.flush(); err != nil {
+		return err
+	}
+	e.held.vips, err = e.machine.device.Addresses(e.family)
+	return err
+}
+
+// foreign reports whether a virtual server is none of ours, whatever the plan.
+func (e *engine) foreign(id kernel.ServerID) bool {
+	if id.Mark != 0 {
+		return !e.desired.marks.ours(id.Mark)
+	}
+	return slices.ContainsFunc(e.exclude, func(r netip.Prefix) bool { return r.Contains(id.Addr) })
+}
+
+// everything touches all that is desired and all that the kernel holds.
+func (e *engine) everything() *touched {
+	t := newTouched()
+	for id := range e.desired.servers {
+		t.servers[id] = struct{}{}
+	}
+	for id := range e.held.servers {
+		t.servers[id] = struct{}{}
+	}
+	for m := range e.desired.members {
+		t.members[m] = struct{}{}
+	}
+	for m := range e.held.members {
+		if m.set != setVIPs { // They follow the addresses.
+			t.members[m] = struct{}{}
+		}
+	}
+	for a := range e.desired.vips {
+		t.vips[a] = struct{}{}
+	}
+	for a := range e.held.vips {
+		t.vips[a] = struct{}{}
+	}
+	for m := range e.held.members {
+		if m.set == setVIPs {
+			t.vips[m.entry.Addr] = struct{}{}
+		}
+	}
+	return t
+}
+
+// apply brings what is touched to what is desired. What packets need to be masqueraded or refused is there before what sends
+// them on, and goes after it; an address of a Service is the last that comes and the last that goes. One thing that fails
+// does not keep the others from being done.
+func (e *engine) apply(t *touched, steps *ruleSteps) error {
+	if steps == nil {
+		none := func() error { return nil }
+		steps = &ruleSteps{none, none, none}
+	}
+	bind, unbind := e.addresses(t)
+	add, remove := e.members(t, bind, unbind)
+	ids := slices.SortedFunc(maps.Keys(t.servers), e.order)
+	var errs []error
+	do := func(err error) { errs = append(errs, err) }
+	do(e.addMembers(add))
+	do(steps.before())
+	for _, id := range ids {
+		e.raise(id)
+	}
+	do(e.flush())
+	do(steps.routes())
+	if len(bind) > 0 {
+		do(e.bind(bind))
+	}
+	do(steps.after())
+	for _, id := range ids {
+		e.lower(id)
+	}
+	do(e.flush())
+	do(e.removeMembers(remove))
+	if len(unbind) > 0 {
+		do(e.unbind(unbind))
+	}
+	return errors.Join(errs...)
+}
+
+// order has the virtual servers first that nothing works without.
+func (e *engine) order(a, b kernel.ServerID) int {
+	critical := func(id kernel.ServerID) int {
+		if v, ok := e.desired.servers[id]; ok && v.critical {
+			return 0
+		}
+		return 1
+	}
+	if d := critical(a) - critical(b); d != 0 {
+		return d
+	}
+	return compareServers(a, b)
+}
+
+// addresses are those to put on the device and to take off it.
+func (e *engine) addresses(t *touched) (bind, unbind []netip.Addr) {
+	for _, a := range slices.SortedFunc(maps.Keys(t.vips), netip.Addr.Compare) {
+		_, is := e.held.vips[a]
+		_, listed := e.held.members[vipMember(a)]
+		switch wanted := e.desired.bound(a, e.options.Host, e.ranges); {
+		case wanted && !(is && listed):
+			bind = append(bind, a)
+		case !wanted && (is || listed):
+			unbind = append(unbind, a)
+		}
+	}
+	return bind, unbind
+}
+
+func vipMember(a netip.Addr) member { return member{setVIPs, kernel.Entry{Addr: a}} }
+
+func (e *engine) bind(list []netip.Addr) error {
+	if err := e.machine.device.AddAddresses(list); err != nil {
+		return err
+	}
+	for _, a := range list {
+		e.held.vips[a] = struct{}{}
+	}
+	return nil
+}
+
+func (e *engine) unbind(list []netip.Addr) error {
+	if err := e.machine.device.RemoveAddresses(list); err != nil {
+		return err
+	}
+	for _, a := range list {
+		delete(e.held.vips, a)
+	}
+	return nil
+}
+
+// members are the set entries to add or change, and to remove.
+func (e *engine) members(t *touched, bind, unbind []netip.Addr) (add, remove []member) {
+	for m := range t.members {
+		want := e.desired.members[m]
+		have, is := e.held.members[m]
+		switch {
+		case want == nil && is:
+			remove = append(remove, m)
+		case want != nil && (!is || have.mark != want.mark || have.mask != want.mask):
+			m.entry.Mark, m.entry.Mask = want.mark, want.mask
+			add = append(add, m)
+		}
+	}
+	for _, a := range bind {
+		if _, is := e.held.members[vipMember(a)]; !is {
+			add = append(add, vipMember(a))
+		}
+	}
+	for _, a := range unbind {
+		if _, is := e.held.members[vipMember(a)]; is {
+			remove = append(remove, vipMember(a))
+		}
+	}
+	return add, remove
+}
+
+func (e *engine) addMembers(list []member) error {
+	return e.bySet(list, e.machine.sets.Add, func(m member) {
+		e.held.members[m.key()] = shared{mark: m.entry.Mark, mask: m.entry.Mask}
+	})
+}
+
+func (e *engine) removeMembers(list []member) error {
+	return e.bySet(list, e.machine.sets.Remove, func(m member) { delete(e.held.members, m.key()) })
+}
+
+// bySet hands entries to do, those of a set together, and notes what is done.
+func (e *engine) bySet(list []member, do func(kernel.Set, []kernel.Entry) error, done func(member)) error {
+	entries := make([][]kernel.Entry, setCount)
+	for _, m := range list {
+		entries[m.set] = append(entries[m.set], m.entry)
+	}
+	var errs []error
+	for id, some := range entries {
+		if len(some) == 0 {
+			continue
+		}
+		if err := do(setOf(setID(id), e.family), some); err != nil {
+			errs = append(errs, err)
+			continue
+		}
+		for _, entry := range some {
+			done(member{setID(id), entry})
+		}
+	}
+	return errors.Join(errs...)
+}
+
+// routes makes the routes of ranges what they should be. New ones come before old ones go.
+func (e *engine) routes(p *plan.Plan) error {
+	have, err := e.machine.device.Routes(e.family)
+	if err != nil {
+		return err
+	}
+	src := p.Node.IP(e.family)
+	if _, own := e.options.Host[src]; !own {
+		src = netip.Addr{} // A route's source must be an address of the node.
+	}
+	var errs []error
+	for _, r := range e.ranges {
+		if with, is := have[r]; !is || with != src {
+			errs = append(errs, e.machine.device.AddRoute(r, src))
+		}
+	}
+	for r := range have {
+		if !slices.Contains(e.ranges, r) {
+			errs = append(errs, e.machine.device.RemoveRoute(r))
+		}
+	}
+	return errors.Join(errs...)
+}

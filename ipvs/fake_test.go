@@ -1,0 +1,265 @@
+package ipvs
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"log/slog"
+	"maps"
+	"net/netip"
+	"slices"
+	"strings"
+	"testing"
+
+	"nodeproxy/iptables"
+	"nodeproxy/ipvs/kernel"
+	"nodeproxy/proxier/plan"
+)
+
+// fakeKernel holds what the kernel would, and refuses what the kernel refuses.
+type fakeKernel struct {
+	family      plan.Family
+	virtual     map[kernel.ServerID]*kernel.HeldServer
+	set         map[string]map[kernel.Entry]struct{} // by name; entries without marks
+	marks       map[string]map[kernel.Entry]kernel.Entry
+	addresses   map[netip.Addr]struct{}
+	local       map[netip.Prefix]netip.Addr
+	hostAddrs   map[netip.Addr]struct{}
+	fixed       *iptables.Fixed
+	otherMode   bool
+	connections map[netip.AddrPort]uint32
+	calls       []string
+	fail        string // calls that begin with this fail
+}
+
+func newFakeKernel(f plan.Family) *fakeKernel {
+	return &fakeKernel{
+		family: f, virtual: map[kernel.ServerID]*kernel.HeldServer{}, set: map[string]map[kernel.Entry]struct{}{},
+		marks: map[string]map[kernel.Entry]kernel.Entry{}, addresses: map[netip.Addr]struct{}{},
+		local: map[netip.Prefix]netip.Addr{}, hostAddrs: map[netip.Addr]struct{}{},
+		connections: map[netip.AddrPort]uint32{},
+	}
+}
+
+var errRefused = errors.New("refused")
+
+func (k *fakeKernel) call(format string, args ...any) error {
+	text := fmt.Sprintf(format, args...)
+	k.calls = append(k.calls, text)
+	if k.fail != "" && strings.HasPrefix(text, k.fail) {
+		return errRefused
+	}
+	return nil
+}
+
+type fakeServers struct{ *fakeKernel }
+
+func (k fakeServers) List(plan.Family) (map[kernel.ServerID]*kernel.HeldServer, error) {
+	out := map[kernel.ServerID]*kernel.HeldServer{}
+	for id := range k.virtual {
+		out[id], _ = k.Get(id)
+	}
+	return out, k.call("list servers")
+}
+
+func (k fakeServers) Get(id kernel.ServerID) (*kernel.HeldServer, error) {
+	v := k.virtual[id]
+	if v == nil {
+		return nil, nil
+	}
+	out := &kernel.HeldServer{Server: v.Server, Destinations: map[netip.AddrPort]kernel.HeldDestination{}}
+	for a, d := range v.Destinations {
+		d.Active = k.connections[a]
+		out.Destinations[a] = d
+	}
+	return out, nil
+}
+
+func (k fakeServers) Apply(ops []kernel.Op) []error {
+	var errs []error
+	for _, op := range ops {
+		errs = append(errs, k.do(op))
+	}
+	return errs
+}
+
+func (k fakeServers) do(op kernel.Op) error {
+	id, d := op.Server.ID, op.Destination
+	v := k.virtual[id]
+	exists := false
+	if v != nil {
+		_, exists = v.Destinations[d.Addr]
+	}
+	switch op.Kind {
+	case kernel.AddServer, kernel.UpdateServer, kernel.DeleteServer:
+		what := map[kernel.OpKind]string{kernel.AddServer: "add", kernel.UpdateServer: "update", kernel.DeleteServer: "delete"}[op.Kind]
+		if err := k.call("%s server %s", what, id); err != nil {
+			return err
+		}
+		if v != nil == (op.Kind == kernel.AddServer) {
+			return fmt.Errorf("%s server %s: it exists: %t", what, id, v != nil)
+		}
+	default:
+		what := map[kernel.OpKind]string{kernel.AddDestination: "add", kernel.UpdateDestination: "update",
+			kernel.DeleteDestination: "delete"}[op.Kind]
+		if err := k.call("%s destination %s %s %d", what, id, d.Addr, d.Weight); err != nil {
+			return err
+		}
+		if v == nil || exists == (op.Kind == kernel.AddDestination) {
+			return fmt.Errorf("%s destination %s of %s: it exists: %t", what, d.Addr, id, exists)
+		}
+	}
+	switch op.Kind {
+	case kernel.AddServer:
+		k.virtual[id] = &kernel.HeldServer{Server: op.Server, Destinations: map[netip.AddrPort]kernel.HeldDestination{}}
+	case kernel.UpdateServer:
+		v.Server = op.Server
+	case kernel.DeleteServer:
+		delete(k.virtual, id)
+	case kernel.DeleteDestination:
+		delete(v.Destinations, d.Addr)
+	default:
+		v.Destinations[d.Addr] = kernel.HeldDestination{Destination: d}
+	}
+	return nil
+}
+
+type fakeSets struct{ *fakeKernel }
+
+func (k fakeSets) Names() ([]string, error) { return slices.Sorted(maps.Keys(k.set)), nil }
+
+func (k fakeSets) Ensure(s kernel.Set) (bool, error) {
+	if k.set[s.Name] != nil {
+		return false, nil
+	}
+	k.set[s.Name], k.marks[s.Name] = map[kernel.Entry]struct{}{}, map[kernel.Entry]kernel.Entry{}
+	return true, nil
+}
+
+func bare(e kernel.Entry) kernel.Entry { return member{entry: e}.key().entry }
+
+func (k fakeSets) Entries(s kernel.Set) (map[kernel.Entry]struct{}, error) {
+	out := map[kernel.Entry]struct{}{}
+	for e := range k.set[s.Name] {
+		out[k.marks[s.Name][e]] = struct{}{}
+	}
+	return out, nil
+}
+
+func (k fakeSets) Add(s kernel.Set, list []kernel.Entry) error {
+	if err := k.call("add %d to %s", len(list), s.Name); err != nil {
+		return err
+	}
+	for _, e := range list {
+		k.set[s.Name][bare(e)] = struct{}{}
+		k.marks[s.Name][bare(e)] = e
+	}
+	return nil
+}
+
+func (k fakeSets) Remove(s kernel.Set, list []kernel.Entry) error {
+	if err := k.call("remove %d from %s", len(list), s.Name); err != nil {
+		return err
+	}
+	for _, e := range list {
+		delete(k.set[s.Name], bare(e))
+		delete(k.marks[s.Name], bare(e))
+	}
+	return nil
+}
+
+func (k fakeSets) Destroy(name string) error {
+	delete(k.set, name)
+	return k.call("destroy %s", name)
+}
+
+type fakeDevice struct{ *fakeKernel }
+
+func (k fakeDevice) Addresses(plan.Family) (map[netip.Addr]struct{}, error) {
+	return maps.Clone(k.addresses), nil
+}
+
+func (k fakeDevice) AddAddresses(list []netip.Addr) error {
+	for _, a := range list {
+		k.addresses[a] = struct{}{}
+	}
+	return k.call("add addresses %v", list)
+}
+
+func (k fakeDevice) RemoveAddresses(list []netip.Addr) error {
+	for _, a := range list {
+		delete(k.addresses, a)
+	}
+	return k.call("remove addresses %v", list)
+}
+
+func (k fakeDevice) Routes(plan.Family) (map[netip.Prefix]netip.Addr, error) {
+	return maps.Clone(k.local), nil
+}
+
+func (k fakeDevice) AddRoute(p netip.Prefix, src netip.Addr) error {
+	k.local[p] = src
+	return k.call("add route %s", p)
+}
+
+func (k fakeDevice) RemoveRoute(p netip.Prefix) error {
+	delete(k.local, p)
+	return k.call("remove route %s", p)
+}
+
+type fakeTables struct{ *fakeKernel }
+
+func (k fakeTables) Apply(_ context.Context, x *iptables.Fixed) (int, error) {
+	k.fixed = x
+	return 1, k.call("rules")
+}
+
+func (k fakeTables) ServiceChains(context.Context) (bool, error) { return k.otherMode, nil }
+
+// fakeEngine is an engine over a kernel without anything.
+func fakeEngine(f plan.Family, o Options) (*engine, *fakeKernel) {
+	k := newFakeKernel(f)
+	return engineOver(k, o), k
+}
+
+func engineOver(k *fakeKernel, o Options) *engine {
+	return &engine{family: k.family, options: o, grace: DefaultGracePeriod, log: slog.New(slog.DiscardHandler), machine: machine{
+		servers: fakeServers{k}, sets: fakeSets{k}, device: fakeDevice{k}, tables: fakeTables{k},
+		host: func(plan.Family) (map[netip.Addr]struct{}, error) { return k.hostAddrs, nil },
+	}}
+}
+
+// text is all that the kernel holds, in a stable order.
+func (k *fakeKernel) text() string {
+	var out strings.Builder
+	for _, id := range slices.SortedFunc(maps.Keys(k.virtual), compareServers) {
+		v := k.virtual[id]
+		fmt.Fprintf(&out, "%s %+v\n", id, v.Server)
+		for _, a := range slices.SortedFunc(maps.Keys(v.Destinations), netip.AddrPort.Compare) {
+			fmt.Fprintf(&out, "  %s %d\n", a, v.Destinations[a].Weight)
+		}
+	}
+	for _, name := range slices.Sorted(maps.Keys(k.set)) {
+		var lines []string
+		for e := range k.set[name] {
+			lines = append(lines, fmt.Sprintf("  %+v\n", k.marks[name][e]))
+		}
+		slices.Sort(lines)
+		fmt.Fprintf(&out, "%s\n%s", name, strings.Join(lines, ""))
+	}
+	fmt.Fprintln(&out, slices.SortedFunc(maps.Keys(k.addresses), netip.Addr.Compare))
+	for _, p := range slices.SortedFunc(maps.Keys(k.local), netip.Prefix.Compare) {
+		fmt.Fprintln(&out, p, k.local[p])
+	}
+	if k.fixed != nil {
+		out.WriteString(k.fixed.Render())
+	}
+	return out.String()
+}
+
+func must(t testing.TB, err error) {
+	t.Helper()
+	if err != nil {
+		t.Fatal(err)
+	}
+}

@@ -1,0 +1,233 @@
+package kernel
+
+import (
+	"errors"
+	"fmt"
+	"net"
+	"net/netip"
+	"sync"
+	"syscall"
+
+	"github.com/vishvananda/netlink"
+	"golang.org/x/sys/unix"
+
+	"nodeproxy/proxier/plan"
+)
+
+// Device is a dummy interface, whose addresses make packets to them local, so that IPVS sees them.
+type Device struct {
+	mu     sync.Mutex
+	name   string
+	link   netlink.Link
+	handle *netlink.Handle // vishvananda/netlink, for links, lists and routes
+	conn   *conn           // for many addresses at once
+}
+
+// OpenDevice makes the interface unless it is there, without any address of its own, and turns it on. The error names what is
+// missing.
+func OpenDevice(name string) (*Device, error) {
+	handle, err := netlink.NewHandle(unix.NETLINK_ROUTE)
+	if err != nil {
+		return nil, fmt.Errorf("interface %s: netlink socket: %w", name, err)
+	}
+	d := &Device{name: name, handle: handle}
+	if err := d.open(); err != nil {
+		handle.Close()
+		return nil, fmt.Errorf("interface %s: %w", name, err)
+	}
+	return d, nil
+}
+
+func (d *Device) open() error {
+	link, err := d.handle.LinkByName(d.name)
+	if errors.As(err, new(netlink.LinkNotFoundError)) {
+		link, err = d.make("dummy")
+	}
+	if err != nil {
+		return err
+	}
+	if link.Type() != "dummy" {
+		return fmt.Errorf("it exists, but is of type %s and not dummy: remove or rename it", link.Type())
+	}
+	// Without IPv6 there is nothing to turn off. Where this fails for another reason, the interface has one address more.
+	const none = 1 // IN6_ADDR_GEN_MODE_NONE
+	_ = d.handle.LinkSetIP6AddrGenMode(link, none)
+	if err := d.handle.LinkSetUp(link); err != nil {
+		return fmt.Errorf("turning it on: %w", err)
+	}
+	d.link = link
+	d.conn, err = dial(unix.NETLINK_ROUTE)
+	return err
+}
+
+// make makes the interface. The module for a kind of interface has its name.
+func (d *Device) make(kind string) (netlink.Link, error) {
+	link := &netlink.GenericLink{LinkAttrs: netlink.NewLinkAttrs(), LinkType: kind}
+	link.Name = d.name
+	err := d.handle.LinkAdd(link)
+	if errors.Is(err, unix.EOPNOTSUPP) && loadModule(kind) == nil {
+		err = d.handle.LinkAdd(link)
+	}
+	switch {
+	case err == nil, errors.Is(err, unix.EEXIST):
+		return d.handle.LinkByName(d.name)
+	case errors.Is(err, unix.EOPNOTSUPP):
+		return nil, fmt.Errorf("this kernel has no %s interfaces, and the module %s cannot be loaded: run modprobe %s on this node,"+
+			" or use another proxy mode: %w", kind, kind, kind, err)
+	case errors.Is(err, unix.EPERM):
+		return nil, fmt.Errorf("the capability CAP_NET_ADMIN is missing: run as root, or add it: %w", err)
+	}
+	return nil, fmt.Errorf("making it: %w", err)
+}
+
+// Close closes the sockets. The interface stays.
+func (d *Device) Close() error {
+	d.mu.Lock()
+	defer d.mu.Unlock()
+	d.handle.Close()
+	return d.conn.close()
+}
+
+// RemoveDevice removes an interface, and with it its addresses and routes.
+func RemoveDevice(name string) error {
+	handle, err := netlink.NewHandle(unix.NETLINK_ROUTE)
+	if err != nil {
+		return fmt.Errorf("removing interface %s: netlink socket: %w", name, err)
+	}
+	defer handle.Close()
+	link, err := handle.LinkByName(name)
+	if errors.As(err, new(netlink.LinkNotFoundError)) {
+		return nil
+	}
+	if err == nil {
+		err = handle.LinkDel(link)
+	}
+	if err != nil && !errors.Is(err, unix.ENODEV) {
+		return fmt.Errorf("removing interface %s: %w", name, err)
+	}
+	return nil
+}
+
+// Addresses returns the addresses of the interface, without link-local ones of IPv6.
+func (d *Device) Addresses(f plan.Family) (map[netip.Addr]struct{}, error) {
+	d.mu.Lock()
+	defer d.mu.Unlock()
+	return addresses(d.handle, d.link, f, func(a netip.Addr, _ int) bool { return !(a.Is6() && a.IsLinkLocalUnicast()) })
+}
+
+// AddAddresses adds addresses, each as a range of its own. The rest of the node does not take one of them for the source of
+// what it sends elsewhere: those of IPv4 have scope host, and those of IPv6 count as deprecated (RFC 6724, section 5). If
+// some fail, all others are added.
+func (d *Device) AddAddresses(addrs []netip.Addr) error {
+	return d.change(unix.RTM_NEWADDR, unix.NLM_F_CREATE|unix.NLM_F_EXCL, addrs, unix.EEXIST, "adding")
+}
+
+// RemoveAddresses removes addresses. If some fail, all others are removed.
+func (d *Device) RemoveAddresses(addrs []netip.Addr) error {
+	return d.change(unix.RTM_DELADDR, 0, addrs, unix.EADDRNOTAVAIL, "removing")
+}
+
+func (d *Device) change(kind, flags uint16, addrs []netip.Addr, done syscall.Errno, doing string) error {
+	d.mu.Lock()
+	defer d.mu.Unlock()
+	messages := make([]message, len(addrs))
+	for i, a := range addrs {
+		messages[i] = message{kind: kind, flags: flags, body: addressBody(a, d.link.Attrs().Index)}
+	}
+	const most = 10 // of what may be one error for each address
+	var failed []error
+	count := 0
+	for i, err := range d.conn.do(messages) {
+		if err == nil || errors.Is(err, done) {
+			continue
+		}
+		if count++; count <= most {
+			failed = append(failed, fmt.Errorf("%s address %s of interface %s: %w", doing, addrs[i], d.name, err))
+		}
+	}
+	if count > most {
+		failed = append(failed, fmt.Errorf("and %d more", count-most))
+	}
+	return errors.Join(failed...)
+}
+
+// addressBody is an address as in linux/if_addr.h.
+func addressBody(a netip.Addr, index int) []byte {
+	family := plan.FamilyOf(a)
+	b := []byte{uint8(addressFamily(family)), uint8(a.BitLen()), 0, unix.RT_SCOPE_HOST}
+	b = nativeUint32(b, uint32(index))
+	b = attribute(b, unix.IFA_LOCAL, a.AsSlice()...)
+	b = attribute(b, unix.IFA_ADDRESS, a.AsSlice()...)
+	if family == plan.IPv4 {
+		return b
+	}
+	b = attribute32(b, unix.IFA_FLAGS, unix.IFA_F_NODAD)
+	const never = 0xffffffff
+	var times []byte // preferred and valid in seconds; two more that only the kernel sets
+	for _, t := range []uint32{0, never, 0, 0} {
+		times = nativeUint32(times, t)
+	}
+	return attribute(b, unix.IFA_CACHEINFO, times...)
+}
+
+// Routes returns the ranges that are local by a route to this interface, other than by its addresses, with the source
+// address for connections to them; zero if that is the destination itself.
+func (d *Device) Routes(f plan.Family) (map[netip.Prefix]netip.Addr, error) {
+	d.mu.Lock()
+	defer d.mu.Unlock()
+	filter := &netlink.Route{LinkIndex: d.link.Attrs().Index, Table: unix.RT_TABLE_LOCAL, Type: unix.RTN_LOCAL}
+	var list []netlink.Route
+	err := retry(func() (err error) {
+		list, err = d.handle.RouteListFiltered(int(addressFamily(f)), filter,
+			netlink.RT_FILTER_OIF|netlink.RT_FILTER_TABLE|netlink.RT_FILTER_TYPE)
+		return err
+	})
+	if err != nil {
+		return nil, fmt.Errorf("listing the %s routes of interface %s: %w", f, d.name, err)
+	}
+	routes := map[netip.Prefix]netip.Addr{}
+	for _, r := range list {
+		if r.Protocol == unix.RTPROT_KERNEL || r.Dst == nil {
+			continue
+		}
+		dst, _ := netip.AddrFromSlice(r.Dst.IP)
+		ones, _ := r.Dst.Mask.Size()
+		src, _ := netip.AddrFromSlice(r.Src)
+		routes[netip.PrefixFrom(dst.Unmap(), ones)] = src.Unmap()
+	}
+	return routes, nil
+}
+
+// AddRoute makes all addresses of a range local, and src, if given, the source address of the node's connections to them. It
+// must be an address of the node.
+func (d *Device) AddRoute(p netip.Prefix, src netip.Addr) error {
+	d.mu.Lock()
+	defer d.mu.Unlock()
+	route := d.route(p)
+	if src.IsValid() {
+		route.Src = src.AsSlice()
+	}
+	if err := d.handle.RouteReplace(route); err != nil {
+		return fmt.Errorf("adding local route %s (source %s) to interface %s: %w", p, src, d.name, err)
+	}
+	return nil
+}
+
+// RemoveRoute undoes AddRoute.
+func (d *Device) RemoveRoute(p netip.Prefix) error {
+	d.mu.Lock()
+	defer d.mu.Unlock()
+	if err := d.handle.RouteDel(d.route(p)); err != nil && !errors.Is(err, unix.ESRCH) {
+		return fmt.Errorf("removing local route %s of interface %s: %w", p, d.name, err)
+	}
+	return nil
+}
+
+func (d *Device) route(p netip.Prefix) *netlink.Route {
+	p = p.Masked()
+	return &netlink.Route{
+		LinkIndex: d.link.Attrs().Index, Table: unix.RT_TABLE_LOCAL, Type: unix.RTN_LOCAL,
+		Scope: unix.RT_SCOPE_HOST, Protocol: unix.RTPROT_STATIC,
+		Dst: &net.IPNet{IP: p.Addr().AsSlice(), Mask: net.CIDRMask(p.Bits(), p.Addr().BitLen())},
+	}
+}

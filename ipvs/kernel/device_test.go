@@ -1,0 +1,293 @@
+package kernel
+
+import (
+	"context"
+	"fmt"
+	"maps"
+	"net/netip"
+	"runtime"
+	"strings"
+	"testing"
+	"time"
+
+	"github.com/vishvananda/netns"
+
+	"nodeproxy/proxier/plan"
+)
+
+const deviceName = "kube-ipvs0"
+
+func openDevice(t testing.TB) *Device {
+	t.Helper()
+	d, err := OpenDevice(deviceName)
+	if err != nil {
+		t.Fatal(err)
+	}
+	t.Cleanup(func() { _ = d.Close() })
+	return d
+}
+
+func addrSet(addrs ...string) map[netip.Addr]struct{} {
+	m := map[netip.Addr]struct{}{}
+	for _, a := range addrs {
+		m[addr(a)] = struct{}{}
+	}
+	return m
+}
+
+func TestDevice(t *testing.T) {
+	inNamespace(t)
+	if err := RemoveDevice(deviceName); err != nil {
+		t.Errorf("removing what is not there: %v", err)
+	}
+	before := DeviceExists(deviceName)
+	openDevice(t)
+	if before || !DeviceExists(deviceName) {
+		t.Errorf("the interface exists: before it is made %v, then %v", before, !before)
+	}
+	d := openDevice(t) // and again
+	show := run(t, "ip", "-d", "link", "show", deviceName) + run(t, "ip", "addr", "show", deviceName)
+	for _, part := range []string{"NOARP", ",UP", "dummy", "addrgenmode none"} {
+		if !strings.Contains(show, part) {
+			t.Errorf("no %q in: %s", part, show)
+		}
+	}
+	if strings.Contains(show, "inet") {
+		t.Errorf("it has an address: %s", show)
+	}
+	run(t, "ip", "addr", "add", "10.96.0.3/32", "dev", deviceName) // as kube-proxy has it
+	all := []netip.Addr{addr("10.96.0.1"), addr("10.96.0.2"), addr("10.96.0.3"), addr("fd00::1"), addr("fd00::2")}
+	if err := d.AddAddresses(all); err != nil {
+		t.Fatal(err)
+	}
+	if err := d.AddAddresses(all); err != nil {
+		t.Errorf("again: %v", err)
+	}
+	compare := func(f plan.Family, want ...string) {
+		t.Helper()
+		if got, err := d.Addresses(f); err != nil || !maps.Equal(got, addrSet(want...)) {
+			t.Errorf("%s: %v, %v; want %v", f, got, err, want)
+		}
+		if got, err := d.Routes(f); err != nil || len(got) != 0 {
+			t.Errorf("routes of %s: %v, %v", f, got, err)
+		}
+	}
+	compare(plan.IPv4, "10.96.0.1", "10.96.0.2", "10.96.0.3")
+	compare(plan.IPv6, "fd00::1", "fd00::2")
+	if show := run(t, "ip", "addr", "show", deviceName); strings.Contains(show, "tentative") || !strings.Contains(show, "10.96.0.1/32 scope host") {
+		t.Errorf("addresses are not as they should: %s", show)
+	}
+	for range 2 {
+		if err := d.RemoveAddresses([]netip.Addr{all[0], all[2], all[3]}); err != nil {
+			t.Error(err)
+		}
+	}
+	compare(plan.IPv4, "10.96.0.2")
+	compare(plan.IPv6, "fd00::2")
+
+	// What is wrong with one must not concern the others.
+	err := d.AddAddresses([]netip.Addr{addr("10.96.0.8"), addr("ff02::5"), addr("fd00::8")})
+	if err == nil || !strings.Contains(err.Error(), "adding address ff02::5 of interface kube-ipvs0") {
+		t.Errorf("a multicast address: %v", err)
+	}
+	compare(plan.IPv4, "10.96.0.2", "10.96.0.8")
+	compare(plan.IPv6, "fd00::2", "fd00::8")
+
+	for range 2 {
+		if err := RemoveDevice(deviceName); err != nil {
+			t.Error(err)
+		}
+	}
+	run(t, "ip", "link", "add", deviceName, "type", "bridge")
+	if _, err := OpenDevice(deviceName); err == nil || !strings.Contains(err.Error(), "of type bridge") {
+		t.Errorf("a bridge of that name: %v", err)
+	}
+}
+
+// TestSourceAddress sends to another network through an interface without an address: a VIP must not become the source.
+func TestSourceAddress(t *testing.T) {
+	inNamespace(t)
+	d := openDevice(t)
+	if err := d.AddAddresses([]netip.Addr{addr("10.96.0.1"), addr("fd00::1")}); err != nil {
+		t.Fatal(err)
+	}
+	run(t, "ip", "link", "add", "out0", "type", "dummy")
+	run(t, "ip", "link", "set", "out0", "up")
+	run(t, "ip", "addr", "add", "192.0.2.7/32", "dev", "lo")
+	run(t, "ip", "addr", "add", "2001:db8::7/128", "dev", "lo", "nodad")
+	run(t, "ip", "route", "add", "10.0.0.0/8", "dev", "out0")
+	run(t, "ip", "route", "add", "fd00::/16", "dev", "out0")
+	for to, from := range map[string]string{
+		"10.97.0.1": "192.0.2.7", "fd00:1::1": "2001:db8::7",
+		"10.96.0.1": "10.96.0.1", "fd00::1": "fd00::1", // and the node's own connections to a VIP come from the VIP
+	} {
+		if got := run(t, "ip", "route", "get", to); !strings.Contains(got, "src "+from+" ") {
+			t.Errorf("to %s: %s; want source %s", to, got, from)
+		}
+	}
+}
+
+func TestRoutes(t *testing.T) {
+	inNamespace(t)
+	d := openDevice(t)
+	if err := d.AddAddresses([]netip.Addr{addr("192.0.2.1"), addr("2001:db8::1")}); err != nil {
+		t.Fatal(err)
+	}
+	compare := func(f plan.Family, want map[netip.Prefix]netip.Addr) {
+		t.Helper()
+		if got, err := d.Routes(f); err != nil || !maps.Equal(got, want) {
+			t.Errorf("%s: %v, %v; want %v", f, got, err, want)
+		}
+	}
+	for _, c := range []struct {
+		f           plan.Family
+		p           netip.Prefix
+		inside, src string
+	}{
+		{plan.IPv4, prefix("10.96.0.0/12"), "10.100.1.1", "192.0.2.1"},
+		{plan.IPv6, prefix("fd00::/108"), "fd00::1:2", "2001:db8::1"},
+	} {
+		for _, src := range []string{"", c.src, c.src} { // The third time changes nothing.
+			var want netip.Addr
+			if src != "" {
+				want = addr(src)
+			}
+			if err := d.AddRoute(c.p, want); err != nil {
+				t.Fatal(err)
+			}
+			compare(c.f, map[netip.Prefix]netip.Addr{c.p: want})
+			if got := run(t, "ip", "route", "get", c.inside); !strings.HasPrefix(got, "local "+c.inside) || !strings.Contains(got, "src "+src) {
+				t.Errorf("route to %s: %s", c.inside, got)
+			}
+		}
+		for range 2 {
+			if err := d.RemoveRoute(c.p); err != nil {
+				t.Error(err)
+			}
+		}
+		compare(c.f, map[netip.Prefix]netip.Addr{})
+	}
+	if err := d.AddRoute(prefix("10.96.0.0/12"), addr("192.0.2.99")); err == nil || !strings.Contains(err.Error(), "10.96.0.0/12") {
+		t.Errorf("a source that is not the node's: %v", err)
+	}
+}
+
+func TestHostAddresses(t *testing.T) {
+	inNamespace(t)
+	run(t, "ip", "link", "add", "eth0", "type", "dummy")
+	run(t, "ip", "link", "set", "eth0", "addrgenmode", "none")
+	run(t, "ip", "link", "set", "eth0", "up")
+	run(t, "ip", "addr", "add", "192.0.2.1/24", "dev", "eth0")
+	run(t, "ip", "addr", "add", "2001:db8::1/64", "dev", "eth0", "nodad")
+	compare := func() {
+		t.Helper()
+		for f, want := range map[plan.Family][]string{plan.IPv4: {"127.0.0.1", "192.0.2.1"}, plan.IPv6: {"::1", "2001:db8::1"}} {
+			if got, err := HostAddresses(f, deviceName); err != nil || !maps.Equal(got, addrSet(want...)) {
+				t.Errorf("%s: %v, %v; want %v", f, got, err, want)
+			}
+		}
+	}
+	compare()
+	d := openDevice(t)
+	if err := d.AddAddresses([]netip.Addr{addr("10.96.0.1"), addr("fd00::1")}); err != nil {
+		t.Fatal(err)
+	}
+	compare()
+}
+
+func TestWatchAddresses(t *testing.T) {
+	inNamespace(t)
+	ctx, cancel := context.WithCancel(context.Background())
+	defer cancel()
+	d := openDevice(t)
+	calls := make(chan struct{}, 100)
+	ended := make(chan error)
+	ns, err := netns.Get()
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer ns.Close()
+	go func() {
+		runtime.LockOSThread()
+		if err := netns.Set(ns); err != nil {
+			ended <- err
+			return
+		}
+		ended <- WatchAddresses(ctx, deviceName, func() { calls <- struct{}{} })
+	}()
+	count := func() int {
+		time.Sleep(4 * quiet)
+		n := len(calls)
+		for range n {
+			<-calls
+		}
+		return n
+	}
+	if n := count(); n != 1 {
+		t.Errorf("%d calls at the beginning, want 1", n)
+	}
+	if err := d.AddAddresses([]netip.Addr{addr("10.96.0.1"), addr("fd00::1")}); err != nil {
+		t.Fatal(err)
+	}
+	if n := count(); n != 0 {
+		t.Errorf("%d calls for addresses of the interface that is left out", n)
+	}
+	for _, c := range [][]string{{"add", "192.0.2.1/32"}, {"add", "2001:db8::1/128"}, {"del", "192.0.2.1/32"}, {"del", "2001:db8::1/128"}} {
+		run(t, "ip", "addr", c[0], c[1], "dev", "lo")
+		if n := count(); n != 1 {
+			t.Errorf("%d calls for %v, want 1", n, c)
+		}
+	}
+
+	// More than the socket holds. The interface is not the one that is left out.
+	other, err := OpenDevice("other")
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer other.Close()
+	var many []netip.Addr
+	for i := range 2000 {
+		many = append(many, netip.AddrFrom4([4]byte{10, 0, byte(i >> 8), byte(i)}))
+	}
+	if err := other.AddAddresses(many); err != nil {
+		t.Fatal(err)
+	}
+	if n := count(); n == 0 || n > 5 {
+		t.Errorf("%d calls for %d addresses at once", n, len(many))
+	}
+	run(t, "ip", "addr", "add", "192.0.2.1/32", "dev", "lo")
+	if n := count(); n != 1 {
+		t.Errorf("%d calls for an address after that, want 1", n)
+	}
+	cancel()
+	if err := <-ended; err != nil {
+		t.Error(err)
+	}
+	run(t, "ip", "addr", "del", "192.0.2.1/32", "dev", "lo")
+	if n := count(); n != 0 {
+		t.Errorf("%d calls after the end", n)
+	}
+}
+
+func BenchmarkAddresses(b *testing.B) {
+	for _, n := range []int{1000, 5000} {
+		b.Run(fmt.Sprint(n), func(b *testing.B) {
+			inNamespace(b)
+			d := openDevice(b)
+			addrs := make([]netip.Addr, n)
+			for i := range addrs {
+				addrs[i] = netip.AddrFrom4([4]byte{10, 96, byte(i >> 8), byte(i)})
+			}
+			for b.Loop() {
+				if err := d.AddAddresses(addrs); err != nil {
+					b.Fatal(err)
+				}
+				b.StopTimer()
+				if err := d.RemoveAddresses(addrs); err != nil {
+					b.Fatal(err)
+				}
+				b.StartTimer()
+			}
+		})
+	}
+}

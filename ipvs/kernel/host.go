@@ -1,0 +1,157 @@
+package kernel
+
+import (
+	"context"
+	"encoding/binary"
+	"errors"
+	"fmt"
+	"net/netip"
+	"os"
+	"time"
+
+	"github.com/vishvananda/netlink"
+	"github.com/vishvananda/netlink/nl"
+	"golang.org/x/sys/unix"
+
+	"nodeproxy/proxier/plan"
+)
+
+// HostAddresses returns the addresses of all interfaces except one, which need not exist.
+func HostAddresses(f plan.Family, except string) (map[netip.Addr]struct{}, error) {
+	handle, err := netlink.NewHandle(unix.NETLINK_ROUTE)
+	if err != nil {
+		return nil, fmt.Errorf("addresses of this node: netlink socket: %w", err)
+	}
+	defer handle.Close()
+	out := -1
+	link, err := handle.LinkByName(except)
+	switch {
+	case err == nil:
+		out = link.Attrs().Index
+	case !errors.As(err, new(netlink.LinkNotFoundError)):
+		return nil, fmt.Errorf("addresses of this node: interface %s: %w", except, err)
+	}
+	return addresses(handle, nil, f, func(_ netip.Addr, index int) bool { return index != out })
+}
+
+// addresses returns those addresses of an interface, or of all if it is nil, that are wanted.
+func addresses(h *netlink.Handle, link netlink.Link, f plan.Family, want func(a netip.Addr, index int) bool) (map[netip.Addr]struct{}, error) {
+	var list []netlink.Addr
+	err := retry(func() (err error) {
+		list, err = h.AddrList(link, int(addressFamily(f)))
+		return err
+	})
+	if err != nil {
+		return nil, fmt.Errorf("listing %s addresses: %w", f, err)
+	}
+	found := map[netip.Addr]struct{}{}
+	for _, a := range list {
+		if addr, ok := netip.AddrFromSlice(a.IP); ok && want(addr.Unmap(), a.LinkIndex) {
+			found[addr.Unmap()] = struct{}{}
+		}
+	}
+	return found, nil
+}
+
+// retry repeats what vishvananda/netlink lists until nothing changes meanwhile.
+func retry(list func() error) error {
+	return whole(func() error {
+		err := list()
+		if errors.Is(err, netlink.ErrDumpInterrupted) || errors.Is(err, unix.EINTR) {
+			return errInterrupted
+		}
+		return err
+	})
+}
+
+// quiet is how long WatchAddresses waits for more changes before it tells of the first: whoever adds one address adds more.
+const quiet = 100 * time.Millisecond
+
+// WatchAddresses calls changed when it begins, and after addresses of interfaces other than one came or went, or may have. It
+// returns nil when the context is done, and an error if it cannot begin. Calls do not overlap, and none comes after that.
+func WatchAddresses(ctx context.Context, except string, changed func()) error {
+	fail := func(err error) error { return fmt.Errorf("watching the addresses of this node: %w", err) }
+	handle, err := netlink.NewHandle(unix.NETLINK_ROUTE)
+	if err != nil {
+		return fail(err)
+	}
+	socket, err := nl.Subscribe(unix.NETLINK_ROUTE, unix.RTNLGRP_IPV4_IFADDR, unix.RTNLGRP_IPV6_IFADDR)
+	if err != nil {
+		handle.Close()
+		return fail(err)
+	}
+	w := addressWatch{handle: handle, socket: socket, except: except, known: map[uint32]bool{}, news: make(chan struct{}, 1)}
+	context.AfterFunc(ctx, socket.Close)
+	w.note()
+	go w.receive(ctx)
+	for {
+		select {
+		case <-ctx.Done():
+			return nil
+		case <-w.news:
+		}
+		select {
+		case <-ctx.Done():
+			return nil
+		case <-time.After(quiet):
+		}
+		select {
+		case <-w.news:
+		default:
+		}
+		changed()
+	}
+}
+
+type addressWatch struct {
+	handle *netlink.Handle
+	socket *nl.NetlinkSocket
+	except string
+	known  map[uint32]bool // whether an interface is the one not to tell of
+	news   chan struct{}
+}
+
+// receive reads from the socket until it is closed.
+func (w *addressWatch) receive(ctx context.Context) {
+	defer w.handle.Close()
+	for {
+		messages, from, err := w.socket.Receive()
+		switch {
+		case ctx.Err() != nil || errors.Is(err, os.ErrClosed):
+			return
+		case err != nil: // ENOBUFS, when there was more than the socket holds: anything may have changed.
+			w.note()
+			if !errors.Is(err, unix.ENOBUFS) {
+				time.Sleep(quiet) // so that an error that stays does not keep a processor busy
+			}
+			continue
+		case from.Pid != nl.PidKernel:
+			continue
+		}
+		for _, m := range messages {
+			if len(m.Data) >= unix.SizeofIfAddrmsg && !w.excepted(binary.NativeEndian.Uint32(m.Data[4:])) {
+				w.note()
+			}
+		}
+	}
+}
+
+func (w *addressWatch) note() {
+	select {
+	case w.news <- struct{}{}:
+	default:
+	}
+}
+
+func (w *addressWatch) excepted(index uint32) bool {
+	excepted, ok := w.known[index]
+	if !ok {
+		link, err := w.handle.LinkByIndex(int(index))
+		if err != nil {
+			return false // It is gone already.
+		}
+		excepted = link.Attrs().Name == w.except
+		w.known[index] = excepted
+	}
+	return excepted
+}

@@ -1,0 +1,229 @@
+package kernel
+
+import (
+	"errors"
+	"fmt"
+	"io"
+	"net/netip"
+	"sync"
+	"time"
+
+	"github.com/moby/ipvs"
+	"github.com/sirupsen/logrus"
+	"github.com/vishvananda/netlink"
+	"golang.org/x/sys/unix"
+
+	"nodeproxy/proxier/plan"
+)
+
+// Servers are the virtual servers of a network namespace. moby/ipvs sets timeouts; the rest is done here, since it
+// sends one change at a time, cuts weights to 16 bits, and reads neither counters of 64 bits nor persistent connections.
+type Servers struct {
+	mu         sync.Mutex
+	conn       *conn
+	family     uint16 // what generic netlink calls IPVS
+	handle     *ipvs.Handle
+	schedulers map[string]bool
+}
+
+// OpenServers loads the kernel module ip_vs if it has to and can. The error names what is missing.
+func OpenServers() (*Servers, error) {
+	family, err := genericFamily("IPVS", "ip_vs")
+	if err != nil {
+		return nil, fmt.Errorf("IPVS: %w", err)
+	}
+	c, err := dial(unix.NETLINK_GENERIC)
+	if err != nil {
+		return nil, fmt.Errorf("IPVS: %w", err)
+	}
+	if _, err := c.ask(message{kind: family, body: genl(commandGetConfig)}); err != nil {
+		_ = c.close()
+		if errors.Is(err, unix.EPERM) {
+			return nil, fmt.Errorf("IPVS: the capability CAP_NET_ADMIN is missing: run as root, or add it: %w", err)
+		}
+		return nil, fmt.Errorf("IPVS: the kernel does not say its timeouts: %w", err)
+	}
+	handle, err := openHandle()
+	if err != nil {
+		_ = c.close()
+		return nil, fmt.Errorf("IPVS: %w", err)
+	}
+	return &Servers{conn: c, family: family, handle: handle, schedulers: map[string]bool{}}, nil
+}
+
+// genericFamily is the number by which generic netlink knows an interface, which a module brings.
+func genericFamily(name, module string) (uint16, error) {
+	family, err := netlink.GenlFamilyGet(name)
+	if err != nil {
+		if load := loadModule(module); load != nil {
+			return 0, fmt.Errorf("this kernel does not have it, and the module %s cannot be loaded: run modprobe %s on this node,"+
+				" or use another proxy mode: %w", module, module, load)
+		}
+		if family, err = netlink.GenlFamilyGet(name); err != nil {
+			return 0, fmt.Errorf("the module %s is loaded, but without the netlink interface %s: %w", module, name, err)
+		}
+	}
+	return family.ID, nil
+}
+
+// openHandle opens a handle of moby/ipvs, once IPVS is known to be there: all that is asked of a handle without it would go
+// well. Its first time in a process runs modprobe, and warns through logrus where that fails, which means nothing here.
+// Nothing else in this program uses logrus.
+func openHandle() (*ipvs.Handle, error) {
+	logger := logrus.StandardLogger()
+	out := logger.Out
+	logger.SetOutput(io.Discard)
+	defer logger.SetOutput(out)
+	return ipvs.New("")
+}
+
+// Close closes the sockets. It changes nothing.
+func (s *Servers) Close() error {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	s.handle.Close()
+	return s.conn.close()
+}
+
+// List returns all virtual servers of a family, with their destinations.
+func (s *Servers) List(f plan.Family) (map[ServerID]*HeldServer, error) {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	var held map[ServerID]*HeldServer
+	err := whole(func() error {
+		held = map[ServerID]*HeldServer{}
+		if err := s.services(func(h *HeldServer, _ Traffic) {
+			if h.ID.Family == f {
+				held[h.ID] = h
+			}
+		}); err != nil {
+			return err
+		}
+		for _, h := range held {
+			if err := s.destinations(h); err != nil {
+				return fmt.Errorf("destinations of %s: %w", h.ID, err)
+			}
+		}
+		return nil
+	})
+	if err != nil {
+		return nil, fmt.Errorf("listing virtual servers: %w", err)
+	}
+	return held, nil
+}
+
+// Get returns one virtual server with its destinations and the numbers of their connections, or nil if there is none.
+func (s *Servers) Get(id ServerID) (*HeldServer, error) {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	body, err := s.conn.ask(s.serviceMessage(commandGetService, id))
+	if errors.Is(err, unix.ESRCH) {
+		return nil, nil
+	}
+	var h *HeldServer
+	if err == nil {
+		h, _, err = parseService(body)
+	}
+	if err == nil {
+		err = whole(func() error {
+			clear(h.Destinations)
+			return s.destinations(h)
+		})
+	}
+	if err != nil {
+		return nil, fmt.Errorf("reading virtual server %s: %w", id, err)
+	}
+	return h, nil
+}
+
+// Stats returns the counters of all virtual servers.
+func (s *Servers) Stats() (map[ServerID]Traffic, error) {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	var stats map[ServerID]Traffic
+	err := whole(func() error {
+		stats = map[ServerID]Traffic{}
+		return s.services(func(h *HeldServer, t Traffic) { stats[h.ID] = t })
+	})
+	if err != nil {
+		return nil, fmt.Errorf("reading the counters of virtual servers: %w", err)
+	}
+	return stats, nil
+}
+
+// services dumps all virtual servers without their destinations.
+func (s *Servers) services(each func(*HeldServer, Traffic)) error {
+	return s.conn.dump(message{kind: s.family, body: genl(commandGetService)}, func(body []byte) error {
+		h, t, err := parseService(body)
+		if err == nil {
+			each(h, t)
+		}
+		return err
+	})
+}
+
+// destinations dumps those of one virtual server into it. The kernel does not complain if the server is gone.
+func (s *Servers) destinations(h *HeldServer) error {
+	return s.conn.dump(s.serviceMessage(commandGetDest, h.ID), func(body []byte) error {
+		d, foreign, err := parseDestination(body, h.ID.Family)
+		if err == nil {
+			h.Destinations[d.Addr] = d
+			h.Foreign = h.Foreign || foreign
+		}
+		return err
+	})
+}
+
+// serviceMessage is a request about the virtual server that id names.
+func (s *Servers) serviceMessage(command uint8, id ServerID) message {
+	body := nested(genl(command), attrService, func(b []byte) []byte { return appendServiceID(b, id) })
+	return message{kind: s.family, body: body}
+}
+
+// SetTimeouts sets how long an idle connection is kept: one of TCP, one of TCP after a FIN, and one of UDP. In whole seconds;
+// 0 leaves the kernel's value. It is for all virtual servers of the namespace.
+func (s *Servers) SetTimeouts(tcp, tcpFin, udp time.Duration) error {
+	if tcp == 0 && tcpFin == 0 && udp == 0 {
+		return nil
+	}
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	whole := func(d time.Duration) time.Duration { return time.Duration(seconds(d)) * time.Second }
+	config := &ipvs.Config{TimeoutTCP: whole(tcp), TimeoutTCPFin: whole(tcpFin), TimeoutUDP: whole(udp)}
+	if err := s.handle.SetConfig(config); err != nil {
+		return fmt.Errorf("setting IPVS timeouts (TCP %v, TCP after FIN %v, UDP %v): %w", tcp, tcpFin, udp, err)
+	}
+	return nil
+}
+
+// HasScheduler reports whether the kernel has a scheduler, and loads its module if it has to and can.
+func (s *Servers) HasScheduler(name string) bool {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	if s.schedulers[name] {
+		return true
+	}
+	has := s.tryScheduler(name)
+	if !has && loadModule("ip_vs_"+name) == nil { // The kernel may have failed to, not knowing where modprobe is.
+		has = s.tryScheduler(name)
+	}
+	s.schedulers[name] = has
+	return has
+}
+
+// tryScheduler makes and removes, at once, a virtual server with a scheduler. It is at an address that is for documentation
+// (RFC 5737). If there is such a server, of whomever, another port will do.
+func (s *Servers) tryScheduler(name string) bool {
+	for port := uint16(65535); port > 65000; port-- {
+		probe := Server{Scheduler: name, ID: ServerID{
+			Family: plan.IPv4, Protocol: plan.TCP, Addr: netip.AddrFrom4([4]byte{192, 0, 2, 1}), Port: port,
+		}}
+		ops := []Op{{Kind: AddServer, Server: probe}, {Kind: DeleteServer, Server: probe}}
+		if held, err := s.conn.ask(s.serviceMessage(commandGetService, probe.ID)); err == nil && held != nil {
+			continue
+		}
+		errs := s.conn.do([]message{s.command(commandNewService, ops[0]), s.command(commandDelService, ops[1])})
+		return errs == nil || errs[0] == nil
+	}
+	return false
+}

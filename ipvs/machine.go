@@ -1,0 +1,49 @@
+package ipvs
+
+import (
+	"context"
+	"net/netip"
+
+	"nodeproxy/iptables"
+	"nodeproxy/ipvs/kernel"
+	"nodeproxy/proxier/plan"
+)
+
+// machine is what an engine needs of the node. kernel.Servers, kernel.Sets and kernel.Device are its parts.
+type machine struct {
+	servers servers
+	sets    sets
+	device  device
+	tables  tables
+	// host lists the addresses of all other interfaces.
+	host func(plan.Family) (map[netip.Addr]struct{}, error)
+}
+
+type servers interface {
+	List(plan.Family) (map[kernel.ServerID]*kernel.HeldServer, error)
+	Get(kernel.ServerID) (*kernel.HeldServer, error)
+	Apply([]kernel.Op) []error
+}
+
+type sets interface {
+	Names() ([]string, error)
+	Ensure(kernel.Set) (bool, error)
+	Entries(kernel.Set) (map[kernel.Entry]struct{}, error)
+	Add(kernel.Set, []kernel.Entry) error
+	Remove(kernel.Set, []kernel.Entry) error
+	Destroy(name string) error
+}
+
+type device interface {
+	Addresses(plan.Family) (map[netip.Addr]struct{}, error)
+	AddAddresses([]netip.Addr) error
+	RemoveAddresses([]netip.Addr) error
+	Routes(plan.Family) (map[netip.Prefix]netip.Addr, error)
+	AddRoute(netip.Prefix, netip.Addr) error
+	RemoveRoute(netip.Prefix) error
+}
+
+type tables interface {
+	Apply(context.Context, *iptables.Fixed) (int, error)
+	ServiceChains(context.Context) (bool, error)
+}

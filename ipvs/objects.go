@@ -1,0 +1,221 @@
+package ipvs
+
+import (
+	"net/netip"
+	"slices"
+
+	"nodeproxy/ipvs/kernel"
+	"nodeproxy/proxier/plan"
+)
+
+// objects are what one ServicePort is in the kernel: its share of virtual servers, set entries and addresses. They depend on
+// the ServicePort, the options and the node, and, for the marks of one without a node port, on its identity.
+type objects struct {
+	servers []server
+	members []member
+	vips    []netip.Addr
+}
+
+// server is a virtual server as it should be. One without destinations need not exist; but where it does exist, with
+// connections to former endpoints, it is kept for them.
+type server struct {
+	kernel.Server
+	destinations []kernel.Destination // in order of address
+	// lingering are endpoints that are not to be used, but that still exist: their connections are left to them.
+	lingering []netip.AddrPort
+	// drains is set where connections are left to an endpoint that is not to be used any more.
+	drains   bool
+	critical bool
+}
+
+// builder makes the objects of one ServicePort.
+type builder struct {
+	sp        *plan.ServicePort
+	node      *plan.Node
+	marks     marks
+	id        markID
+	scheduler plan.Scheduler
+	lingering []netip.AddrPort
+	out       objects
+}
+
+// needsMarks reports whether some virtual server of a ServicePort is found by a mark.
+func needsMarks(sp *plan.ServicePort) bool {
+	return slices.ContainsFunc(sp.Frontends, func(f plan.Frontend) bool {
+		return f.Kind == plan.NodePort || sp.ExternalPolicy == plan.Local && external(f.Kind)
+	})
+}
+
+func external(k plan.FrontendKind) bool { return k == plan.LoadBalancerIP || k == plan.ExternalIP }
+
+// nodePortOf is a ServicePort's node port, if it has one.
+func nodePortOf(sp *plan.ServicePort) (plan.Frontend, bool) {
+	i := slices.IndexFunc(sp.Frontends, func(f plan.Frontend) bool { return f.Kind == plan.NodePort })
+	if i < 0 {
+		return plan.Frontend{}, false
+	}
+	return sp.Frontends[i], true
+}
+
+func (b *builder) objects() objects {
+	for _, x := range b.sp.Excluded {
+		b.lingering = append(b.lingering, x.Addr)
+	}
+	for _, f := range b.sp.Frontends {
+		switch f.Kind {
+		case plan.ClusterIP:
+			b.clusterIP(f)
+		case plan.LoadBalancerIP, plan.ExternalIP:
+			b.external(f)
+		case plan.NodePort:
+			b.nodePort(f)
+		case plan.HealthCheckNodePort:
+			b.member(setHealthCheckNodePort, kernel.Entry{Port: f.Port})
+		}
+	}
+	if b.sp.Any {
+		for _, ep := range b.sp.All() {
+			if ep.Local { // No other endpoint's own traffic comes by here.
+				b.member(setLoopBack, kernel.Entry{
+					Addr: ep.Addr.Addr(), Protocol: b.sp.Key.Protocol, Port: ep.Addr.Port(), Addr2: ep.Addr.Addr(),
+				})
+			}
+		}
+	}
+	return b.out
+}
+
+func (b *builder) member(set setID, e kernel.Entry) {
+	b.out.members = append(b.out.members, member{set, e})
+}
+
+// at is the entry for a frontend with an address.
+func at(f plan.Frontend) kernel.Entry {
+	return kernel.Entry{Addr: f.Addr, Protocol: f.Protocol, Port: f.Port}
+}
+
+// server adds a virtual server with the endpoints of a policy; nobody needs a second one that is found in the same way.
+func (b *builder) server(id kernel.ServerID, policy plan.Policy) {
+	if slices.ContainsFunc(b.out.servers, func(s server) bool { return s.ID == id }) {
+		return
+	}
+	s := server{
+		Server: kernel.Server{
+			ID: id, Scheduler: b.scheduler.Name, Ports: b.scheduler.Ports, Fallback: b.scheduler.Fallback,
+			Persistence: b.sp.Affinity,
+		},
+		lingering: b.lingering,
+		// UDP and SCTP have no end of a connection that could be waited for.
+		drains:   b.sp.Key.Protocol == plan.TCP,
+		critical: b.sp.Critical,
+	}
+	if b.sp.Any {
+		for _, ep := range b.sp.ForPolicy(policy) {
+			s.destinations = append(s.destinations, kernel.Destination{Addr: ep.Addr, Weight: max(uint32(ep.Weight), 1)})
+		}
+	}
+	b.out.servers = append(b.out.servers, s)
+}
+
+// atAddress adds the virtual server for a frontend's address.
+func (b *builder) atAddress(f plan.Frontend, policy plan.Policy) {
+	b.out.vips = append(b.out.vips, f.Addr)
+	b.server(kernel.ServerID{Family: b.sp.Key.Family, Protocol: f.Protocol, Addr: f.Addr, Port: f.Port}, policy)
+}
+
+// atMark adds the virtual server for a mark.
+func (b *builder) atMark(kind markKind) {
+	policy := plan.Cluster
+	if kind == localMark {
+		policy = plan.Local
+	}
+	b.server(kernel.ServerID{Family: b.sp.Key.Family, Mark: b.marks.of(b.id, kind)}, policy)
+}
+
+func (b *builder) clusterIP(f plan.Frontend) {
+	b.atAddress(f, b.sp.InternalPolicy)
+	switch {
+	case !b.sp.Any:
+		b.member(setNoEndpoints, at(f))
+	case len(b.sp.ForPolicy(b.sp.InternalPolicy)) == 0:
+		b.member(setNoLocalEndpoints, at(f))
+	default:
+		b.member(setClusterIP, at(f))
+	}
+}
+
+// external adds a load balancer IP or an external IP. Under policy Local, its virtual server has the endpoints of this
+// node; pods and the node itself are led to others by mark.
+func (b *builder) external(f plan.Frontend) {
+	b.atAddress(f, b.sp.ExternalPolicy)
+	if b.sp.ExternalPolicy == plan.Local {
+		b.atMark(clusterMark)
+		b.atMark(masqueradedMark)
+	}
+	if !b.sp.Any {
+		b.member(setNoEndpoints, at(f))
+		return
+	}
+	if f.Kind == plan.LoadBalancerIP && len(b.sp.SourceRanges) > 0 {
+		b.sourceRanges(f)
+	}
+	set, local := setLoadBalancer, setLoadBalancerLocal
+	if f.Kind == plan.ExternalIP {
+		set, local = setExternalIP, setExternalIPLocal
+	}
+	if b.sp.ExternalPolicy == plan.Local {
+		e := at(f)
+		e.Mark, e.Mask = b.marks.of(b.id, localMark), b.marks.mask()
+		b.member(local, e)
+	}
+	switch {
+	case len(b.sp.ForPolicy(b.sp.ExternalPolicy)) == 0:
+		b.member(setNoLocalEndpoints, at(f))
+	case b.sp.ExternalPolicy == plan.Cluster:
+		b.member(set, at(f))
+	}
+}
+
+// sourceRanges limits a load balancer IP to the sources that may reach it. Where the node itself is within the ranges, a
+// connection from it may have one of the Service's load balancer IPs as its source.
+func (b *builder) sourceRanges(f plan.Frontend) {
+	b.member(setLoadBalancerFirewall, at(f))
+	node := b.node.IP(b.sp.Key.Family)
+	nodeAllowed := false
+	for _, r := range b.sp.SourceRanges {
+		e := at(f)
+		e.Net = r
+		b.member(setSourceCIDR, e)
+		nodeAllowed = nodeAllowed || node.IsValid() && r.Contains(node)
+	}
+	for _, own := range b.sp.Frontends {
+		if nodeAllowed && own.Kind == plan.LoadBalancerIP {
+			e := at(f)
+			e.Addr2 = own.Addr
+			b.member(setSourceIP, e)
+		}
+	}
+}
+
+func (b *builder) nodePort(f plan.Frontend) {
+	kind, set := masqueradedMark, setNodePort
+	mask := ^uint32(0)
+	if b.sp.ExternalPolicy == plan.Local {
+		b.atMark(clusterMark)
+		b.atMark(masqueradedMark)
+		kind, set, mask = localMark, setNodePortLocal, b.marks.mask()
+	}
+	b.atMark(kind)
+	for _, half := range everywhere(b.sp.Key.Family) {
+		e := kernel.Entry{Net: half, Protocol: f.Protocol, Port: f.Port}
+		if !b.sp.Any {
+			b.member(setNodePortNoEndpoints, e)
+			continue
+		}
+		if len(b.sp.ForPolicy(b.sp.ExternalPolicy)) == 0 {
+			b.member(setNodePortNoLocalEndpoints, e)
+		}
+		e.Mark, e.Mask = b.marks.of(b.id, kind), mask
+		b.member(set, e)
+	}
+}

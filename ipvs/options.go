@@ -1,0 +1,60 @@
+package ipvs
+
+import (
+	"net/netip"
+	"slices"
+
+	"nodeproxy/proxier/plan"
+)
+
+// VIPs says how the addresses of Services become addresses of the node, as IPVS needs them to be.
+type VIPs string
+
+// The ways. Addresses puts each on the device kube-ipvs0. Routes makes one local route of each range that cluster IPs are
+// allotted from, as far as these are known, and puts only the others on the device.
+const (
+	Addresses VIPs = "addresses"
+	Routes    VIPs = "routes"
+)
+
+// DefaultScheduler sends connections to endpoints in turn.
+const DefaultScheduler = "rr"
+
+// Options are the parts of what is programmed that come from the configuration of this backend or from what the node can
+// do, not from the cluster.
+type Options struct {
+	// MasqueradeBit is the bit of the packet mark that asks for masquerading, 0-31; kube-proxy's default is 14.
+	MasqueradeBit int
+	// RandomFully and TCPLiberal are as for mode iptables.
+	RandomFully, TCPLiberal bool
+	// Scheduler is for Services that ask for none; empty for DefaultScheduler.
+	Scheduler string
+	// Unavailable tells of schedulers that the kernel lacks; the default one is used in their place. nil for none.
+	Unavailable func(name string) bool
+	// VIPs is Routes if empty.
+	VIPs VIPs
+	// Host holds the addresses of the node's own interfaces, which are never put on the device.
+	Host map[netip.Addr]struct{}
+}
+
+// scheduler is the one that a ServicePort gets.
+func (o Options) scheduler(sp *plan.ServicePort) plan.Scheduler {
+	s := sp.Scheduler
+	if s.Name == "" || o.Unavailable != nil && o.Unavailable(s.Name) {
+		s = plan.Scheduler{Name: o.Scheduler}
+	}
+	if s.Name == "" {
+		s.Name = DefaultScheduler
+	}
+	return s
+}
+
+// routed are the ranges that get a route.
+func (o Options) routed(p *plan.Plan, f plan.Family) []netip.Prefix {
+	if o.VIPs == Addresses {
+		return nil
+	}
+	return slices.DeleteFunc(slices.Clone(p.Settings.ServiceCIDRs), func(r netip.Prefix) bool {
+		return plan.FamilyOf(r.Addr()) != f
+	})
+}

@@ -1,0 +1,112 @@
+package ipvs
+
+import (
+	"cmp"
+	"fmt"
+	"maps"
+	"net/netip"
+	"slices"
+	"strings"
+
+	"nodeproxy/ipvs/kernel"
+	"nodeproxy/proxier/plan"
+)
+
+// Render returns what a plan is in the kernel for one family, as input for the programs ipset, ipvsadm, ip and
+// iptables-restore, in stable order.
+func Render(p *plan.Plan, f plan.Family, o Options) string {
+	s := full(p, f, o)
+	ranges := o.routed(p, f)
+	var out strings.Builder
+	out.WriteString("# ipset restore\n")
+	s.renderSets(&out, ranges)
+	out.WriteString("# ipvsadm --restore\n")
+	for _, id := range slices.SortedFunc(maps.Keys(s.servers), compareServers) {
+		renderServer(&out, s.servers[id])
+	}
+	out.WriteString("# ip -batch\nlink add " + DeviceName + " type dummy\n")
+	for _, r := range ranges {
+		fmt.Fprintf(&out, "route add local %s dev %s table local", r, DeviceName)
+		if ip := p.Node.IP(f); ip.IsValid() {
+			fmt.Fprintf(&out, " src %s", ip)
+		}
+		out.WriteByte('\n')
+	}
+	for _, a := range slices.SortedFunc(maps.Keys(s.vips), netip.Addr.Compare) {
+		if s.bound(a, o.Host, ranges) {
+			fmt.Fprintf(&out, "address add %s dev %s\n", netip.PrefixFrom(a, a.BitLen()), DeviceName)
+		}
+	}
+	if f == plan.IPv6 {
+		out.WriteString("# ip6tables-restore\n")
+	} else {
+		out.WriteString("# iptables-restore\n")
+	}
+	out.WriteString(rules(p, f, o).Render())
+	return out.String()
+}
+
+func (s *state) renderSets(out *strings.Builder, ranges []netip.Prefix) {
+	lines := make([][]string, setCount)
+	for m, with := range s.members {
+		m.entry.Mark, m.entry.Mask = with.mark, with.mask
+		lines[m.set] = append(lines[m.set], m.entry.Text(setOf(m.set, s.family)))
+	}
+	for a := range s.vips {
+		if s.bound(a, s.options.Host, ranges) {
+			lines[setVIPs] = append(lines[setVIPs], kernel.Entry{Addr: a}.Text(setOf(setVIPs, s.family)))
+		}
+	}
+	for id := range setCount {
+		set := setOf(id, s.family)
+		fmt.Fprintf(out, "%s\n", set.CreateText())
+		slices.Sort(lines[id])
+		for _, line := range lines[id] {
+			fmt.Fprintf(out, "add %s %s\n", set.Name, line)
+		}
+	}
+}
+
+// compareServers has addresses before marks.
+func compareServers(a, b kernel.ServerID) int {
+	return cmp.Or(cmp.Compare(a.Mark, b.Mark), a.Addr.Compare(b.Addr), cmp.Compare(a.Protocol, b.Protocol), cmp.Compare(a.Port, b.Port))
+}
+
+// renderServer prints a virtual server as "ipvsadm --save --numeric" does. One without destinations is not printed: it need
+// not exist.
+func renderServer(out *strings.Builder, v server) {
+	if len(v.destinations) == 0 {
+		return
+	}
+	name := serverArgs(v.ID)
+	fmt.Fprintf(out, "-A %s -s %s", name, v.Scheduler)
+	if v.Persistence > 0 {
+		fmt.Fprintf(out, " -p %d", int(v.Persistence.Seconds()))
+	}
+	var flags []string
+	if v.Fallback {
+		flags = append(flags, v.Scheduler+"-fallback")
+	}
+	if v.Ports {
+		flags = append(flags, v.Scheduler+"-port")
+	}
+	if len(flags) > 0 {
+		fmt.Fprintf(out, " -b %s", strings.Join(flags, ","))
+	}
+	out.WriteByte('\n')
+	for _, d := range v.destinations {
+		fmt.Fprintf(out, "-a %s -r %s -m -w %d\n", name, d.Addr, d.Weight)
+	}
+}
+
+// serverArgs names a virtual server as arguments of ipvsadm.
+func serverArgs(id kernel.ServerID) string {
+	switch {
+	case id.Mark != 0 && id.Family == plan.IPv6:
+		return fmt.Sprintf("-f %d -6", id.Mark)
+	case id.Mark != 0:
+		return fmt.Sprintf("-f %d", id.Mark)
+	}
+	option := map[plan.Protocol]string{plan.TCP: "-t", plan.UDP: "-u", plan.SCTP: "--sctp-service"}[id.Protocol]
+	return option + " " + netip.AddrPortFrom(id.Addr, id.Port).String()
+}

@@ -1,0 +1,232 @@
+package ipvs
+
+import (
+	"fmt"
+	"net/netip"
+
+	"nodeproxy/iptables"
+	"nodeproxy/proxier/plan"
+)
+
+// The chains of this mode that kube-proxy has none like. The others have its names.
+const (
+	chainMark         = "KUBE-IPVS-MARK"       // mangle: which virtual server a packet is for
+	chainUnmark       = "KUBE-IPVS-UNMARK"     // mangle: what has served is taken off
+	chainShortCircuit = "KUBE-SHORT-CIRCUIT"   // mangle: external addresses under policy Local, from inside
+	chainPortLocal    = "KUBE-NODE-PORT-LOCAL" // mangle: node ports under policy Local
+	chainFilterPorts  = "KUBE-IPVS-NODE-PORTS" // filter: node ports to refuse
+)
+
+const (
+	chainServices     = "KUBE-SERVICES"
+	chainMarkMasq     = "KUBE-MARK-MASQ"
+	chainPostrouting  = "KUBE-POSTROUTING"
+	chainForward      = "KUBE-FORWARD"
+	chainNodePort     = "KUBE-NODE-PORT"
+	chainLoadBalancer = "KUBE-LOAD-BALANCER"
+	chainFirewall     = "KUBE-SOURCE-RANGES-FIREWALL"
+	chainFilter       = "KUBE-IPVS-FILTER"
+)
+
+// rules are the iptables rules of one family. They depend on settings and on the node, not on Services: these are in sets.
+func rules(p *plan.Plan, f plan.Family, o Options) *iptables.Fixed {
+	r := &ruleMaker{family: f, settings: p.Settings, node: p.Node, marks: newMarks(o.MasqueradeBit), ranges: o.routed(p, f)}
+	// IPVS drops what comes from a loopback address and leaves the node.
+	r.settings.LocalhostNodePorts = false
+	r.mangle()
+	r.filter()
+	r.nat()
+	for _, c := range iptables.BaseChains(iptables.Options{
+		MasqueradeBit: o.MasqueradeBit, RandomFully: o.RandomFully, TCPLiberal: o.TCPLiberal,
+	}, f) {
+		if c.Name == chainPostrouting {
+			masquerade := "MASQUERADE"
+			if o.RandomFully {
+				masquerade += " --random-fully"
+			}
+			c.Rules = append([]string{
+				comment("traffic of an endpoint to itself") + r.in(setLoopBack, "dst,dst,src") + "-j " + masquerade,
+			}, c.Rules...)
+		}
+		r.out.Chains = append(r.out.Chains, c)
+	}
+	r.jumps()
+	return &r.out
+}
+
+// ruleMaker makes the rules of one family.
+type ruleMaker struct {
+	family   plan.Family
+	settings plan.Settings
+	node     plan.Node
+	marks    marks
+	ranges   []netip.Prefix // of which every address is a Service's
+	out      iptables.Fixed
+}
+
+func (r *ruleMaker) chain(table, name string, rules ...string) {
+	r.out.Chains = append(r.out.Chains, iptables.FixedChain{Table: table, Name: name, Rules: rules})
+}
+
+const isNew = "-m conntrack --ctstate NEW "
+
+// translated lets pass what IPVS has sent on to an endpoint.
+const translated = "-m ipvs --ipvs -j RETURN"
+
+func comment(text string) string { return fmt.Sprintf("-m comment --comment %q ", text) }
+
+// in matches what is in a set.
+func (r *ruleMaker) in(set setID, by string) string {
+	return "-m set --match-set " + setName(set, r.family) + " " + by + " "
+}
+
+func (r *ruleMaker) to(set setID) string { return r.in(set, "dst,dst") }
+
+// mapMark gives a packet the mark that a set has for its destination, if it has one.
+func (r *ruleMaker) mapMark(set setID) string {
+	return "-j SET --map-set " + setName(set, r.family) + " dst,dst --map-mark"
+}
+
+// setMark sets bits of the mark.
+func setMark(bits uint32) string { return fmt.Sprintf("-j MARK --set-xmark %#x/%#x", bits, bits) }
+
+// clearMark clears bits of the mark.
+func clearMark(bits uint32) string { return fmt.Sprintf("-j MARK --set-xmark 0x0/%#x", bits) }
+
+func (r *ruleMaker) reject() string {
+	if r.family == plan.IPv6 {
+		return "-j REJECT --reject-with icmp6-port-unreachable"
+	}
+	return "-j REJECT --reject-with icmp-port-unreachable"
+}
+
+// notICMP lets people ping the address of a Service.
+func (r *ruleMaker) notICMP() string {
+	if r.family == plan.IPv6 {
+		return "! -p ipv6-icmp "
+	}
+	return "! -p icmp "
+}
+
+// mangle is where packets are marked for virtual servers, right before IPVS sees them: those that have come in, in INPUT;
+// those that the node sends to an address of its own, in OUTPUT.
+func (r *ruleMaker) mangle() {
+	ours := "-m mark --mark " + r.marks.match() + " "
+	mark := []string{
+		translated,                       // It comes by again, and keeps its mark until it leaves.
+		ours + clearMark(r.marks.mask()), // A mark of somebody else's, by chance.
+		"-m addrtype ! --dst-type LOCAL -j RETURN",
+		r.to(setClusterIP) + "-j RETURN",
+		isNew + r.to(setLoadBalancerFirewall) + "-j " + chainFirewall,
+		r.to(setLoadBalancer) + "-j RETURN",
+		r.to(setExternalIP) + "-j RETURN",
+		r.to(setNoEndpoints) + "-j RETURN",
+		r.to(setLoadBalancerLocal) + "-g " + chainShortCircuit,
+		r.to(setExternalIPLocal) + "-g " + chainShortCircuit,
+		r.to(setNoLocalEndpoints) + "-j RETURN",
+		r.in(setVIPs, "dst") + "-j RETURN", // Node ports do not answer at addresses of Services.
+	}
+	for _, cidr := range r.ranges {
+		mark = append(mark, "-d "+cidr.String()+" -j RETURN")
+	}
+	mark = append(mark, iptables.ToNodePorts(&r.settings, &r.node, r.family, "kubernetes service nodeports", chainNodePort)...)
+	r.chain("mangle", chainMark, mark...)
+	r.chain("mangle", chainFirewall,
+		r.in(setSourceCIDR, "dst,dst,src")+"-j RETURN",
+		r.in(setSourceIP, "dst,dst,src")+"-j RETURN",
+		"-j DROP")
+	r.chain("mangle", chainShortCircuit, r.inside(r.mapMark(setLoadBalancerLocal), r.mapMark(setExternalIPLocal))...)
+	r.chain("mangle", chainNodePort,
+		r.mapMark(setNodePort),
+		r.to(setNodePortLocal)+"-j "+chainPortLocal)
+	r.chain("mangle", chainPortLocal, append([]string{r.mapMark(setNodePortLocal)}, r.inside()...)...)
+	r.chain("mangle", chainUnmark,
+		// The first packet of a connection is still to be masqueraded, where that was asked for.
+		ours+"-m conntrack ! --ctstate NEW "+clearMark(^uint32(0)),
+		ours+clearMark(r.marks.mask()))
+}
+
+// inside are rules that lead pods and the node itself to endpoints of the cluster, after others that are for both.
+func (r *ruleMaker) inside(both ...string) []string {
+	var out []string
+	cluster := r.marks.value(toCluster)
+	add := func(who, mark string) {
+		for _, rule := range both {
+			out = append(out, who+rule)
+		}
+		out = append(out, who+mark)
+	}
+	if pods, ok := iptables.FromPods(r.settings.DetectLocal, r.family, false); ok {
+		add(pods+" ", setMark(cluster))
+		out = append(out, pods+" -j RETURN")
+	}
+	add("-m addrtype --src-type LOCAL ", setMark(cluster|r.marks.masquerade))
+	return out
+}
+
+// filter is where packets are refused that no virtual server is for. Those of the node itself come by INPUT too, since
+// every address of a Service is one of the node's.
+func (r *ruleMaker) filter() {
+	r.chain("filter", chainNodePort,
+		"-p tcp "+comment("kubernetes health check node ports")+r.in(setHealthCheckNodePort, "dst")+"-j ACCEPT")
+	local := fmt.Sprintf("-m mark --mark %#x/%#x ", r.marks.value(signature), r.marks.value(signatureMask|toCluster))
+	list := []string{
+		translated, // It is for an endpoint of the node's own, even where others may not get to that address and port.
+		isNew + local + r.to(setNodePortNoLocalEndpoints) + "-j DROP",
+		"-m mark --mark " + r.marks.match() + " -j RETURN",
+		isNew + r.to(setNoLocalEndpoints) + "-j DROP",
+		isNew + r.to(setNoEndpoints) + r.reject(),
+		r.to(setClusterIP) + "-j RETURN",
+		r.to(setLoadBalancer) + "-j RETURN",
+		r.to(setExternalIP) + "-j RETURN",
+		r.to(setLoadBalancerLocal) + "-j RETURN",
+		r.to(setExternalIPLocal) + "-j RETURN",
+		// What listens at all addresses of the node is not to be reached at those of Services.
+		r.notICMP() + isNew + r.in(setVIPs, "dst") + r.reject(),
+	}
+	for _, cidr := range r.ranges {
+		list = append(list, "-d "+cidr.String()+" "+r.notICMP()+isNew+r.reject())
+	}
+	list = append(list, iptables.ToNodePorts(&r.settings, &r.node, r.family, "kubernetes service nodeports", chainFilterPorts)...)
+	r.chain("filter", chainFilter, list...)
+	r.chain("filter", chainFilterPorts, isNew+r.to(setNodePortNoEndpoints)+r.reject())
+}
+
+// nat is where packets are marked for masquerading, but for those that table mangle has marked.
+func (r *ruleMaker) nat() {
+	const masq = "-j " + chainMarkMasq
+	var services []string
+	if r.settings.MasqueradeAll {
+		services = append(services, r.to(setClusterIP)+masq)
+	} else {
+		if others, ok := iptables.FromPods(r.settings.DetectLocal, r.family, true); ok {
+			services = append(services, others+" "+r.to(setClusterIP)+masq)
+		}
+		// The node takes the address of a Service for its source when it sends to it, if nothing else is said.
+		services = append(services, r.in(setVIPs, "src")+r.to(setClusterIP)+masq)
+		for _, cidr := range r.ranges {
+			services = append(services, "-s "+cidr.String()+" "+r.to(setClusterIP)+masq)
+		}
+	}
+	services = append(services,
+		r.to(setLoadBalancer)+"-j "+chainLoadBalancer,
+		r.to(setExternalIP)+masq)
+	r.chain("nat", chainServices, services...)
+	r.chain("nat", chainLoadBalancer, masq)
+}
+
+func (r *ruleMaker) jumps() {
+	const portals = "kubernetes service portals"
+	r.out.Jumps = []iptables.FixedJump{
+		{Table: "mangle", From: "INPUT", Rule: "-j " + chainMark},
+		{Table: "mangle", From: "OUTPUT", Rule: "-j " + chainMark},
+		{Table: "mangle", From: "POSTROUTING", Rule: "-j " + chainUnmark},
+		// A health check node port answers at the node's addresses, not at those of Services.
+		{Table: "filter", From: "INPUT", Rule: comment("kubernetes health check rules") + "-j " + chainNodePort},
+		{Table: "filter", From: "INPUT", Rule: comment("kubernetes ipvs access filter") + "-j " + chainFilter},
+		{Table: "filter", From: "FORWARD", Rule: comment("kubernetes forwarding rules") + "-j " + chainForward},
+		{Table: "nat", From: "OUTPUT", Rule: comment(portals) + "-j " + chainServices},
+		{Table: "nat", From: "PREROUTING", Rule: comment(portals) + "-j " + chainServices},
+		{Table: "nat", From: "POSTROUTING", Rule: comment("kubernetes postrouting rules") + "-j " + chainPostrouting},
+	}
+}

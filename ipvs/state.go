@@ -1,0 +1,167 @@
+package ipvs
+
+import (
+	"net/netip"
+	"slices"
+
+	"nodeproxy/ipvs/kernel"
+	"nodeproxy/proxier/plan"
+)
+
+// state is what one family's part of a plan asks of the kernel. It is incremental: entering or leaving a ServicePort costs
+// what that ServicePort has, and notes what it touched.
+type state struct {
+	family   plan.Family
+	options  Options
+	marks    marks
+	node     plan.Node
+	services map[plan.Key]*plan.ServicePort
+	objects  map[plan.Key]objects
+	ids      identities
+	servers  map[kernel.ServerID]server
+	members  map[member]*shared // by key
+	vips     map[netip.Addr]int
+}
+
+// shared is an entry that several ServicePorts may ask for, and the mark that it has.
+type shared struct {
+	count      int
+	mark, mask uint32
+}
+
+// touched are the things in the kernel that a change may concern.
+type touched struct {
+	servers map[kernel.ServerID]struct{}
+	members map[member]struct{} // by key
+	vips    map[netip.Addr]struct{}
+}
+
+func newTouched() *touched {
+	return &touched{map[kernel.ServerID]struct{}{}, map[member]struct{}{}, map[netip.Addr]struct{}{}}
+}
+
+func newState(p *plan.Plan, f plan.Family, o Options) *state {
+	return &state{
+		family: f, options: o, marks: newMarks(o.MasqueradeBit), node: p.Node,
+		services: map[plan.Key]*plan.ServicePort{}, objects: map[plan.Key]objects{}, ids: identities{},
+		servers: map[kernel.ServerID]server{}, members: map[member]*shared{}, vips: map[netip.Addr]int{},
+	}
+}
+
+// full is the state of a whole plan.
+func full(p *plan.Plan, f plan.Family, o Options) *state {
+	s := newState(p, f, o)
+	changed := plan.Keys{}
+	for k := range p.Services {
+		changed.Add(k)
+	}
+	s.update(p, changed)
+	return s
+}
+
+// update follows a plan in which the given ServicePorts have changed, and tells what that touches. All leave before any
+// enters, so that what changes hands is never gone.
+func (s *state) update(p *plan.Plan, changed plan.Keys) *touched {
+	t := newTouched()
+	keys := changed.Sorted(s.family)
+	renamed := plan.Keys{}
+	identity := func(others []plan.Key) {
+		for _, k := range others {
+			renamed.Add(k)
+		}
+	}
+	for _, k := range keys {
+		if old := s.services[k]; old != nil && hashed(old) {
+			identity(s.ids.remove(k))
+		}
+		if sp := p.Services[k]; sp != nil && hashed(sp) {
+			identity(s.ids.add(k))
+		}
+	}
+	for k := range renamed {
+		if _, too := changed[k]; !too && s.services[k] != nil {
+			keys = append(keys, k)
+		}
+	}
+	slices.SortFunc(keys, plan.Key.Compare)
+	for _, k := range keys {
+		s.leave(k, t)
+	}
+	for _, k := range keys {
+		if sp := p.Services[k]; sp != nil {
+			s.enter(sp, t)
+		}
+	}
+	return t
+}
+
+// hashed reports whether a ServicePort's marks come from a hash of its name.
+func hashed(sp *plan.ServicePort) bool {
+	_, port := nodePortOf(sp)
+	return !port && needsMarks(sp)
+}
+
+func (s *state) enter(sp *plan.ServicePort, t *touched) {
+	o := s.build(sp)
+	s.services[sp.Key], s.objects[sp.Key] = sp, o
+	for _, v := range o.servers {
+		s.servers[v.ID] = v
+		t.servers[v.ID] = struct{}{}
+	}
+	for _, m := range o.members {
+		key := m.key()
+		held := s.members[key]
+		if held == nil {
+			held = &shared{}
+			s.members[key] = held
+		}
+		held.count++
+		held.mark, held.mask = m.entry.Mark, m.entry.Mask
+		t.members[key] = struct{}{}
+	}
+	for _, a := range o.vips {
+		s.vips[a]++
+		t.vips[a] = struct{}{}
+	}
+}
+
+func (s *state) leave(k plan.Key, t *touched) {
+	o := s.objects[k]
+	delete(s.services, k)
+	delete(s.objects, k)
+	for _, v := range o.servers {
+		delete(s.servers, v.ID)
+		t.servers[v.ID] = struct{}{}
+	}
+	for _, m := range o.members {
+		key := m.key()
+		if s.members[key].count--; s.members[key].count == 0 {
+			delete(s.members, key)
+		}
+		t.members[key] = struct{}{}
+	}
+	for _, a := range o.vips {
+		if s.vips[a]--; s.vips[a] == 0 {
+			delete(s.vips, a)
+		}
+		t.vips[a] = struct{}{}
+	}
+}
+
+// build makes the objects of a ServicePort.
+func (s *state) build(sp *plan.ServicePort) objects {
+	b := &builder{sp: sp, node: &s.node, marks: s.marks, scheduler: s.options.scheduler(sp)}
+	if port, ok := nodePortOf(sp); ok {
+		b.id = nodePortID(port.Protocol, port.Port)
+	} else if needsMarks(sp) {
+		b.id, _ = s.ids.of(sp.Key)
+	}
+	return b.objects()
+}
+
+// bound reports whether a VIP is to be an address of the device: not if a host's interface has it, nor within a range that
+// has a route.
+func (s *state) bound(a netip.Addr, host map[netip.Addr]struct{}, ranges []netip.Prefix) bool {
+	_, hosts := host[a]
+	return s.vips[a] > 0 && !hosts && !slices.ContainsFunc(ranges, func(r netip.Prefix) bool { return r.Contains(a) })
+}

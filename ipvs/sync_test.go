@@ -1,0 +1,278 @@
+package ipvs
+
+import (
+	"context"
+	"net/netip"
+	"slices"
+	"strings"
+	"testing"
+	"time"
+
+	"pgregory.net/rapid"
+
+	"nodeproxy/ipvs/kernel"
+	"nodeproxy/proxier/plan"
+	"nodeproxy/proxier/plan/plantest"
+)
+
+var testOptions = Options{MasqueradeBit: 14, RandomFully: true}
+
+// differing are the keys by which two plans differ.
+func differing(a, b *plan.Plan) plan.Keys {
+	out := plan.Keys{}
+	for k, sp := range a.Services {
+		if o := b.Services[k]; o == nil || !o.Equal(sp) {
+			out.Add(k)
+		}
+	}
+	for k := range b.Services {
+		if a.Services[k] == nil {
+			out.Add(k)
+		}
+	}
+	return out
+}
+
+// TestIncrementalEqualsFull: whatever sequence of plans the kernel was brought through, change by change, it holds what it
+// would hold had the last one been the first. What drains is removed before it is compared.
+func TestIncrementalEqualsFull(t *testing.T) {
+	t.Parallel()
+	for _, f := range plan.Families {
+		t.Run(f.String(), func(t *testing.T) {
+			t.Parallel()
+			rapid.Check(t, func(t *rapid.T) {
+				plans := rapid.SliceOfN(plantest.Plans(), 2, 4).Draw(t, "plans")
+				e, k := fakeEngine(f, testOptions)
+				for i, p := range plans {
+					p.Node, p.Settings = plans[0].Node, plans[0].Settings
+					var changed plan.Keys
+					if i > 0 {
+						changed = differing(plans[i-1], p)
+					}
+					if err := e.sync(context.Background(), p, changed); err != nil {
+						t.Fatal(err)
+					}
+					if err := e.drain(time.Now()); err != nil {
+						t.Fatal(err)
+					}
+					fresh, want := fakeEngine(f, testOptions)
+					if err := fresh.sync(context.Background(), p, nil); err != nil {
+						t.Fatal(err)
+					}
+					if k.text() != want.text() {
+						t.Fatalf("after step %d the kernel holds\n%s\ninstead of\n%s", i, k.text(), want.text())
+					}
+				}
+			})
+		})
+	}
+}
+
+// TestFullFromAnything: a start over whatever another plan has left makes the kernel what it should be, with no outside
+// trace; and a second start writes nothing.
+func TestFullFromAnything(t *testing.T) {
+	t.Parallel()
+	rapid.Check(t, func(t *rapid.T) {
+		f := rapid.SampledFrom(plan.Families[:]).Draw(t, "family")
+		before, after := plantest.Plans().Draw(t, "before"), plantest.Plans().Draw(t, "after")
+		first, k := fakeEngine(f, testOptions)
+		if err := first.sync(context.Background(), before, nil); err != nil {
+			t.Fatal(err)
+		}
+		for range 2 {
+			k.calls = nil
+			e := engineOver(k, testOptions)
+			if err := e.sync(context.Background(), after, nil); err != nil {
+				t.Fatal(err)
+			}
+			if err := e.drain(time.Now()); err != nil {
+				t.Fatal(err)
+			}
+		}
+		fresh, want := fakeEngine(f, testOptions)
+		if err := fresh.sync(context.Background(), after, nil); err != nil {
+			t.Fatal(err)
+		}
+		if k.text() != want.text() {
+			t.Fatalf("the kernel holds\n%s\ninstead of\n%s", k.text(), want.text())
+		}
+		if calls := strings.Join(k.calls, "\n"); calls != "list servers\nrules" {
+			t.Fatalf("a start over what is right did\n%s", calls)
+		}
+	})
+}
+
+// large is a plan of n Services with two endpoints each.
+func large(n int) *plan.Plan { return plantest.Large(n, 2) }
+
+// replaced is a plan in which one ServicePort has another endpoint in place of its last.
+func replaced(p *plan.Plan, key plan.Key, with string) (*plan.Plan, plan.Keys) {
+	out := plan.New(p.Node, p.Settings)
+	for _, sp := range p.Services {
+		out.Set(sp)
+	}
+	sp := *out.Services[key]
+	sp.Endpoints.Cluster = slices.Clone(sp.Endpoints.Cluster)
+	sp.Endpoints.Cluster[len(sp.Endpoints.Cluster)-1] = plan.Endpoint{Addr: netip.MustParseAddrPort(with)}
+	slices.SortFunc(sp.Endpoints.Cluster, func(a, b plan.Endpoint) int { return a.Addr.Compare(b.Addr) })
+	out.Set(&sp)
+	return out, plan.Keys{key: {}}
+}
+
+// TestOneEndpoint costs the messages for one real server, however many Services there are.
+func TestOneEndpoint(t *testing.T) {
+	t.Parallel()
+	e, k := fakeEngine(plan.IPv4, testOptions)
+	p := large(2000)
+	must(t, e.sync(context.Background(), p, nil))
+	key := p.Sorted(plan.IPv4)[1000].Key
+	old := p.Services[key].Endpoints.Cluster[1].Addr
+	k.connections[old] = 1
+	next, changed := replaced(p, key, "10.250.0.1:8080")
+	k.calls = nil
+	must(t, e.sync(context.Background(), next, changed))
+	var id kernel.ServerID
+	for _, f := range p.Services[key].Frontends {
+		if f.Kind == plan.ClusterIP {
+			id = kernel.ServerID{Family: plan.IPv4, Protocol: f.Protocol, Addr: f.Addr, Port: f.Port}
+		}
+	}
+	want := []string{
+		"add destination " + id.String() + " 10.250.0.1:8080 1",
+		"update destination " + id.String() + " " + old.String() + " 0",
+	}
+	if !slices.Equal(k.calls, want) {
+		t.Errorf("it took\n%s\nwant\n%s", strings.Join(k.calls, "\n"), strings.Join(want, "\n"))
+	}
+
+	// Its connections end: it is removed, with nobody else being asked about.
+	k.calls = nil
+	must(t, e.drain(time.Now()))
+	if len(k.calls) > 0 {
+		t.Errorf("while it had connections: %s", k.calls)
+	}
+	k.connections[old] = 0
+	must(t, e.drain(time.Now()))
+	if want := []string{"delete destination " + id.String() + " " + old.String() + " 0"}; !slices.Equal(k.calls, want) {
+		t.Errorf("when they had ended: %s, want %s", k.calls, want)
+	}
+}
+
+// TestDrain: connections have until the deadline; an endpoint that comes back gets its weight; an endpoint that still exists
+// has no deadline.
+func TestDrain(t *testing.T) {
+	t.Parallel()
+	start := time.Now()
+	p := large(1)
+	key := p.Sorted(plan.IPv4)[0].Key
+	old := p.Services[key].Endpoints.Cluster[1].Addr
+	gone, changed := replaced(p, key, "10.250.0.1:8080")
+	terminating, _ := replaced(p, key, "10.250.0.1:8080")
+	sp := *terminating.Services[key]
+	sp.Excluded = []plan.Exclusion{{Addr: old, Reason: plan.Terminating}}
+	terminating.Set(&sp)
+
+	for _, tc := range []struct {
+		name    string
+		next    *plan.Plan
+		after   time.Duration
+		removed bool
+	}{
+		{"just gone", gone, 0, false},
+		{"gone for long", gone, DefaultGracePeriod + time.Minute, true},
+		{"still listed", terminating, 10 * DefaultGracePeriod, false},
+	} {
+		t.Run(tc.name, func(t *testing.T) {
+			t.Parallel()
+			e, k := fakeEngine(plan.IPv4, testOptions)
+			must(t, e.sync(context.Background(), p, nil))
+			k.connections[old] = 3
+			must(t, e.sync(context.Background(), tc.next, changed))
+			must(t, e.drain(start.Add(tc.after)))
+			if removed := !strings.Contains(k.text(), "  "+old.String()+" 0\n"); removed != tc.removed {
+				t.Errorf("removed: %t, want %t:\n%s", removed, tc.removed, k.text())
+			}
+			if tc.removed {
+				return
+			}
+			k.calls = nil
+			must(t, e.sync(context.Background(), p, changed))
+			must(t, e.drain(start.Add(tc.after)))
+			if !strings.Contains(k.text(), "  "+old.String()+" 1\n") || slices.ContainsFunc(k.calls, func(c string) bool {
+				return strings.HasPrefix(c, "delete destination") && strings.Contains(c, old.String())
+			}) {
+				t.Errorf("it came back, and there were %q:\n%s", k.calls, k.text())
+			}
+		})
+	}
+}
+
+// TestOrder: what masquerades and refuses is there before the virtual servers, and those before the addresses; where
+// another mode serves, its rules go last.
+func TestOrder(t *testing.T) {
+	t.Parallel()
+	for _, otherMode := range []bool{false, true} {
+		e, k := fakeEngine(plan.IPv4, testOptions)
+		k.otherMode = otherMode
+		p := large(3)
+		must(t, e.sync(context.Background(), p, nil))
+		var got []string
+		for _, c := range k.calls {
+			kind := strings.Join(strings.Fields(c)[:1], " ")
+			if len(got) == 0 || got[len(got)-1] != kind+" "+strings.Fields(c + " .")[1] {
+				got = append(got, kind+" "+strings.Fields(c + " .")[1])
+			}
+		}
+		rules, servers, addresses := slices.Index(got, "rules ."), slices.Index(got, "add server"), slices.Index(got, "add addresses")
+		if otherMode && !(servers < addresses && addresses < rules) || !otherMode && !(rules < servers && servers < addresses) {
+			t.Errorf("other mode %t: the order was %q", otherMode, got)
+		}
+	}
+}
+
+// TestOneFailureStopsNothingElse: what the kernel refuses of one Service is told, and the others work.
+func TestOneFailureStopsNothingElse(t *testing.T) {
+	t.Parallel()
+	e, k := fakeEngine(plan.IPv4, testOptions)
+	p := large(3)
+	first := p.Sorted(plan.IPv4)[0].Frontends[0]
+	k.fail = "add server " + kernel.ServerID{Family: plan.IPv4, Protocol: first.Protocol, Addr: first.Addr, Port: first.Port}.String()
+	if err := e.sync(context.Background(), p, nil); err == nil || len(k.virtual) != 2 {
+		t.Errorf("%v; there are %d virtual servers", err, len(k.virtual))
+	}
+	k.fail = ""
+	must(t, e.sync(context.Background(), p, plan.Keys{}))
+	if len(k.virtual) != 3 {
+		t.Errorf("after the failure everything must be looked at again: there are %d virtual servers", len(k.virtual))
+	}
+}
+
+// TestRoutes: with known ranges, cluster IPs need no address of their own; an address of the host's is never touched.
+func TestRoutes(t *testing.T) {
+	t.Parallel()
+	e, k := fakeEngine(plan.IPv4, testOptions)
+	p := large(3)
+	p.Settings.ServiceCIDRs = []netip.Prefix{netip.MustParsePrefix("10.96.0.0/12"), netip.MustParsePrefix("fd00::/112")}
+	key := p.Sorted(plan.IPv4)[0].Key
+	sp := *p.Services[key]
+	own, other := netip.MustParseAddr("192.0.2.7"), netip.MustParseAddr("192.0.2.8")
+	for _, a := range []netip.Addr{own, other} {
+		sp.Frontends = append(sp.Frontends, plan.Frontend{Kind: plan.ExternalIP, Addr: a, Protocol: plan.TCP, Port: 80})
+	}
+	p.Set(&sp)
+	k.hostAddrs[own] = struct{}{}
+	k.local[netip.MustParsePrefix("10.0.0.0/24")] = netip.Addr{}
+	must(t, e.sync(context.Background(), p, nil))
+	if len(k.addresses) != 1 || len(k.local) != 1 {
+		t.Errorf("addresses %v, routes %v", k.addresses, k.local)
+	}
+	if _, ok := k.addresses[other]; !ok {
+		t.Errorf("the external IP is not on the device: %v", k.addresses)
+	}
+	if _, ok := k.local[netip.MustParsePrefix("10.96.0.0/12")]; !ok {
+		t.Errorf("the range has no route: %v", k.local)
+	}
+	if n := len(k.set["KUBE-IPVS-IPS"]); n != 1 {
+		t.Errorf("KUBE-IPVS-IPS has %d entries", n)
+	}
+}
