@@ -35,6 +35,7 @@ type builder struct {
 	marks     marks
 	id        markID
 	scheduler plan.Scheduler
+	sticky    plan.Scheduler // by client; see server
 	lingering []netip.AddrPort
 	out       objects
 }
@@ -108,6 +109,11 @@ func (b *builder) server(id kernel.ServerID, policy plan.Policy) {
 		// UDP and SCTP have no end of a connection that could be waited for.
 		drains:   b.sp.Key.Protocol == plan.TCP,
 		critical: b.sp.Critical,
+	}
+	if b.sp.Affinity > 0 && id.Mark != 0 {
+		// With persistence, IPVS translates no port for what it finds by mark (ip_vs_sched_persist in Linux): the port at the
+		// endpoint would be that of the frontend. A hash of the client's address needs no memory.
+		s.Persistence, s.Scheduler, s.Ports, s.Fallback = 0, b.sticky.Name, false, false
 	}
 	if b.sp.Any {
 		for _, ep := range b.sp.ForPolicy(policy) {

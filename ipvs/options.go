@@ -49,6 +49,17 @@ func (o Options) scheduler(sp *plan.ServicePort) plan.Scheduler {
 	return s
 }
 
+// sticky is the scheduler that stands in for session affinity where there can be no persistence. Of those that choose by the
+// client's address, mh moves the fewest clients when endpoints come and go.
+func (o Options) sticky(sp *plan.ServicePort) plan.Scheduler {
+	for _, name := range []string{"mh", "sh"} {
+		if sp.Affinity > 0 && (o.Unavailable == nil || !o.Unavailable(name)) {
+			return plan.Scheduler{Name: name}
+		}
+	}
+	return o.scheduler(sp)
+}
+
 // routed are the ranges that get a route.
 func (o Options) routed(p *plan.Plan, f plan.Family) []netip.Prefix {
 	if o.VIPs == Addresses {

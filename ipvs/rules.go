@@ -45,7 +45,7 @@ func rules(p *plan.Plan, f plan.Family, o Options) *iptables.Fixed {
 				masquerade += " --random-fully"
 			}
 			c.Rules = append([]string{
-				comment("traffic of an endpoint to itself") + r.in(setLoopBack, "dst,dst,src") + "-j " + masquerade,
+				comment("traffic of an endpoint to itself") + "-m ipvs --ipvs " + r.in(setLoopBack, "dst,dst,src") + "-j " + masquerade,
 			}, c.Rules...)
 		}
 		r.out.Chains = append(r.out.Chains, c)

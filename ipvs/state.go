@@ -150,7 +150,7 @@ func (s *state) leave(k plan.Key, t *touched) {
 
 // build makes the objects of a ServicePort.
 func (s *state) build(sp *plan.ServicePort) objects {
-	b := &builder{sp: sp, node: &s.node, marks: s.marks, scheduler: s.options.scheduler(sp)}
+	b := &builder{sp: sp, node: &s.node, marks: s.marks, scheduler: s.options.scheduler(sp), sticky: s.options.sticky(sp)}
 	if port, ok := nodePortOf(sp); ok {
 		b.id = nodePortID(port.Protocol, port.Port)
 	} else if needsMarks(sp) {

@@ -181,12 +181,12 @@ func TestApply(t *testing.T) {
 
 	// What is wrong with one must not concern its neighbours.
 	lacking := Server{ID: id(plan.TCP, "10.97.0.1:80"), Scheduler: "xx"}
-	good := Server{ID: id(plan.TCP, "10.97.0.2:80"), Scheduler: "rr"}
+	good, none := Server{ID: id(plan.TCP, "10.97.0.2:80"), Scheduler: "rr"}, Server{ID: id(plan.TCP, "10.97.0.3:80")}
 	d := Destination{at("10.1.0.1:80"), 1}
 	errs := s.Apply([]Op{
 		{Kind: AddServer, Server: lacking}, {AddDestination, lacking, d},
 		{Kind: UpdateServer, Server: good}, {UpdateDestination, good, d}, {AddDestination, good, Destination{at("10.1.0.2:80"), 1}},
-		{Kind: DeleteServer, Server: lacking}, {DeleteDestination, lacking, d},
+		{Kind: DeleteServer, Server: none}, {DeleteDestination, none, d},
 	})
 	if len(errs) != 7 || errs[0] == nil || errs[1] == nil || errors.Join(errs[2:]...) != nil {
 		t.Fatalf("errors: %q", errs)
@@ -341,7 +341,7 @@ func bulk(n int) []Op {
 
 // BenchmarkServers programs virtual servers with two destinations each, and reads them.
 func BenchmarkServers(b *testing.B) {
-	const n = 5000
+	const n = 1000
 	ops := bulk(n)
 	flush := func(b *testing.B, s *Servers) {
 		b.Helper()
