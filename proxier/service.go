@@ -24,6 +24,7 @@ type portSpec struct {
 	external     plan.Policy
 	sourceRanges []netip.Prefix
 	affinity     time.Duration
+	scheduler    plan.Scheduler
 	critical     bool
 }
 
@@ -63,6 +64,7 @@ func readService(svc *v1.Service, families []plan.Family) ([]portSpec, []source.
 	}
 	addrs := readAddresses(svc, f)
 	ports := readPorts(svc, f)
+	scheduler := readScheduler(svc, f)
 	var specs []portSpec
 	for _, family := range families {
 		if !addrs.cluster[family].IsValid() {
@@ -78,6 +80,7 @@ func readService(svc *v1.Service, families []plan.Family) ([]portSpec, []source.
 				external:     externalPolicy(svc),
 				sourceRanges: addrs.sourceRanges[family],
 				affinity:     affinity(svc),
+				scheduler:    scheduler,
 				critical:     critical(svc),
 			}
 			spec.wants = frontends(svc, addrs, port, family, i == 0)

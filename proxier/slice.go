@@ -3,6 +3,7 @@ package proxier
 import (
 	"fmt"
 	"net/netip"
+	"time"
 
 	v1 "k8s.io/api/core/v1"
 	discovery "k8s.io/api/discovery/v1"
@@ -17,6 +18,8 @@ type slice struct {
 	family    plan.Family
 	ports     []slicePort
 	endpoints []topology.Endpoint // their ports are 0: every port of the slice applies to every endpoint
+	// triggered is when the change was made that the slice last followed; zero where that is not known.
+	triggered time.Time
 }
 
 type slicePort struct {
@@ -86,6 +89,11 @@ func readSlice(es *discovery.EndpointSlice) (*slice, []source.Finding) {
 			out.endpoints = append(out.endpoints, ep)
 		}
 	}
+	if text, ok := es.Annotations[source.AnnotationWeights]; ok {
+		setWeights(text, out.endpoints, f)
+	}
+	// Who writes a slice need not set this, nor do it well; it only measures.
+	out.triggered, _ = time.Parse(time.RFC3339Nano, es.Annotations[v1.EndpointsLastChangeTriggerTime])
 	return out, f.list
 }
 
@@ -131,40 +139,4 @@ func readEndpoint(e *discovery.Endpoint, family plan.Family, f *findings, i int)
 		}
 	}
 	return ep, true
-}
-
-// readNode takes from a Node what the plan needs. The primary address of each family is the first InternalIP or, without
-// one, the first ExternalIP.
-func readNode(node *v1.Node) (plan.Node, []netip.Prefix, []source.Finding) {
-	f := &findings{object: "Node " + node.Name}
-	out := plan.Node{Name: node.Name, Zone: node.Labels[v1.LabelTopologyZone]}
-	for _, kind := range []v1.NodeAddressType{v1.NodeInternalIP, v1.NodeExternalIP} {
-		for i, a := range node.Status.Addresses {
-			if a.Type != kind {
-				continue
-			}
-			ip, ok := parseIP(a.Address)
-			if !ok {
-				f.problem(fmt.Sprintf("status.addresses[%d].address", i), "ignored", "%.80q is no IP address", a.Address)
-				continue
-			}
-			if !out.IP(plan.FamilyOf(ip)).IsValid() {
-				out.IPs = append(out.IPs, ip)
-			}
-		}
-	}
-	podCIDRs := node.Spec.PodCIDRs
-	if len(podCIDRs) == 0 && node.Spec.PodCIDR != "" {
-		podCIDRs = []string{node.Spec.PodCIDR}
-	}
-	var cidrs []netip.Prefix
-	for i, text := range podCIDRs {
-		cidr, ok := parseCIDR(text)
-		if !ok {
-			f.problem(fmt.Sprintf("spec.podCIDRs[%d]", i), "ignored", "%.80q is no CIDR", text)
-			continue
-		}
-		cidrs = append(cidrs, cidr)
-	}
-	return out, cidrs, f.list
 }

@@ -5,12 +5,15 @@ import (
 	"slices"
 	"strings"
 	"testing"
+	"time"
 
 	v1 "k8s.io/api/core/v1"
 	discovery "k8s.io/api/discovery/v1"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
+	"k8s.io/apimachinery/pkg/types"
 
 	"nodeproxy/proxier/plan"
+	"nodeproxy/proxier/source"
 	"nodeproxy/topology"
 )
 
@@ -216,5 +219,35 @@ func TestReadNode(t *testing.T) {
 				t.Errorf("said %q, want %q", said(found), tc.said)
 			}
 		})
+	}
+}
+
+// TestTriggers: of each slice, the time of a change is told once, and only from when everything has been delivered.
+func TestTriggers(t *testing.T) {
+	t.Parallel()
+	s := newTestState(nil)
+	name := types.NamespacedName{Namespace: "ns", Name: "a-1"}
+	apply := func(at string, synced bool) []time.Time {
+		es := weighted(discovery.AddressTypeIPv4, "", "10.244.1.5")
+		es.Annotations[v1.EndpointsLastChangeTriggerTime] = at
+		s.Apply(source.Batch{EndpointSlices: map[types.NamespacedName]*discovery.EndpointSlice{name: es}, Synced: synced})
+		s.Update()
+		return s.Triggers()
+	}
+	const first, second = "2026-01-02T03:04:05Z", "2026-01-02T03:04:05.5Z"
+	for i, step := range []struct {
+		at     string
+		synced bool
+		want   string // none if empty
+	}{
+		{first, true, ""}, {first, false, ""}, {second, false, second}, {second, false, ""}, {"", false, ""}, {"yesterday", false, ""},
+	} {
+		got := apply(step.at, step.synced)
+		if step.want == "" && len(got) == 0 {
+			continue
+		}
+		if len(got) != 1 || got[0].Format(time.RFC3339Nano) != step.want {
+			t.Errorf("step %d: %v, want %q", i, got, step.want)
+		}
 	}
 }

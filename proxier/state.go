@@ -6,6 +6,7 @@ import (
 	"maps"
 	"net/netip"
 	"slices"
+	"time"
 
 	v1 "k8s.io/api/core/v1"
 	discovery "k8s.io/api/discovery/v1"
@@ -30,6 +31,13 @@ type State struct {
 	sliceOf map[types.NamespacedName]plan.Service
 	claims  claims
 	dirty   map[plan.Service]struct{}
+	// given are the service CIDRs of the configuration, cidrs those of ServiceCIDR objects, by name.
+	given []netip.Prefix
+	cidrs map[string][]netip.Prefix
+	// leaving is whether this node is about to go.
+	leaving bool
+	// triggers collects what Triggers returns after the next Update, updated is what it returns now.
+	triggers, updated []time.Time
 	// rebuild is set when the node or a setting that all rules depend on has changed.
 	rebuild bool
 	synced  bool
@@ -46,22 +54,27 @@ type service struct {
 }
 
 // NewState returns a state without objects, for the node of that name. The families are those that the node can
-// forward; what a Service asks for in another family is left alone. report may be nil.
+// forward; what a Service asks for in another family is left alone. To the ServiceCIDRs of the settings come those that
+// the source delivers. report may be nil.
 func NewState(nodeName string, settings plan.Settings, families []plan.Family, report source.Report) *State {
 	if report == nil {
 		report = func(source.Finding) {}
 	}
-	return &State{
+	s := &State{
 		families: families,
 		plan:     plan.New(plan.Node{Name: nodeName}, settings),
 		services: map[plan.Service]*service{},
 		sliceOf:  map[types.NamespacedName]plan.Service{},
 		claims:   claims{},
 		dirty:    map[plan.Service]struct{}{},
+		given:    settings.ServiceCIDRs,
+		cidrs:    map[string][]netip.Prefix{},
 		rebuild:  true,
 		report:   report,
 		reported: map[string][]source.Finding{},
 	}
+	s.plan.Settings.ServiceCIDRs = s.serviceCIDRs()
+	return s
 }
 
 // Synced reports whether the source has delivered all that it had at the start. Before that the plan is not fit to be
@@ -80,10 +93,9 @@ func (s *State) Apply(b source.Batch) {
 	for _, name := range sortedNames(b.EndpointSlices) {
 		s.applySlice(name, b.EndpointSlices[name])
 	}
-	for name, obj := range b.Nodes {
-		if name == s.plan.Node.Name && obj != nil {
-			s.applyNode(obj)
-		}
+	s.applyServiceCIDRs(b.ServiceCIDRs)
+	if obj, told := b.Nodes[s.plan.Node.Name]; told {
+		s.applyNode(obj)
 	}
 	s.synced = s.synced || b.Synced
 }
@@ -148,29 +160,29 @@ func (s *State) applySlice(name types.NamespacedName, obj *discovery.EndpointSli
 	if s.services[id] == nil {
 		s.services[id] = &service{slices: map[string]*slice{}}
 	}
+	s.noteTrigger(s.services[id].slices[name.Name], parsed)
 	s.services[id].slices[name.Name] = parsed
 	s.sliceOf[name] = id
 	s.touch(id)
 }
 
+// noteTrigger notes when the change was made that a slice follows, if it follows a new one. What happened before the source
+// had delivered everything is no measure of how fast this program is.
+func (s *State) noteTrigger(before, now *slice) {
+	if !s.synced || now.triggered.IsZero() || before != nil && !now.triggered.After(before.triggered) {
+		return
+	}
+	s.triggers = append(s.triggers, now.triggered)
+}
+
+// Triggers returns when the changes of endpoints were made that the last Update has taken in, as their EndpointSlices tell it:
+// when the Pod or the Service changed. It has nothing of slices that do not tell. It is valid until the next Update.
+func (s *State) Triggers() []time.Time { return s.updated }
+
 // forgetIfEmpty drops the entry of a Service of which nothing is left.
 func (s *State) forgetIfEmpty(id plan.Service, svc *service) {
 	if !svc.exists && len(svc.slices) == 0 {
 		delete(s.services, id)
-	}
-}
-
-func (s *State) applyNode(obj *v1.Node) {
-	node, podCIDRs, found := readNode(obj)
-	detect := &s.plan.Settings.DetectLocal
-	if detect.Mode == plan.DetectNodeCIDR && !slices.Equal(detect.CIDRs, podCIDRs) {
-		detect.CIDRs = podCIDRs
-		s.rebuild = true
-	}
-	s.tell("Node "+obj.Name, found)
-	if !node.Equal(s.plan.Node) {
-		s.plan.Node = node
-		s.rebuild = true
 	}
 }
 
@@ -194,6 +206,7 @@ func (s *State) tell(object string, found []source.Finding) {
 // depend on, as it is at first.
 func (s *State) Update() (*plan.Plan, plan.Keys) {
 	changed := plan.Keys{}
+	s.updated, s.triggers = s.triggers, s.updated[:0]
 	all := s.rebuild
 	if all {
 		s.rebuild = false
@@ -250,6 +263,7 @@ func (s *State) servicePort(spec *portSpec, endpoints []topology.Endpoint) *plan
 		ExternalPolicy: spec.external,
 		SourceRanges:   spec.sourceRanges,
 		Affinity:       spec.affinity,
+		Scheduler:      spec.scheduler,
 		Critical:       spec.critical,
 	}
 	for _, f := range spec.wants {
@@ -279,10 +293,4 @@ func portField(k plan.Key) string {
 		return "spec.ports"
 	}
 	return "spec.ports[" + k.Port + "]"
-}
-
-// podCIDRsMissing reports whether local traffic is to be recognised by the node's pod CIDRs and none are known.
-func (s *State) podCIDRsMissing() bool {
-	d := s.plan.Settings.DetectLocal
-	return d.Mode == plan.DetectNodeCIDR && !slices.ContainsFunc(d.CIDRs, netip.Prefix.IsValid)
 }

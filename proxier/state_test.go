@@ -3,12 +3,14 @@ package proxier
 import (
 	"fmt"
 	"maps"
+	"net/netip"
 	"slices"
 	"strings"
 	"testing"
 
 	v1 "k8s.io/api/core/v1"
 	discovery "k8s.io/api/discovery/v1"
+	networking "k8s.io/api/networking/v1"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 	"k8s.io/apimachinery/pkg/types"
 	"pgregory.net/rapid"
@@ -19,141 +21,11 @@ import (
 
 func ptr[T any](v T) *T { return &v }
 
-// cluster is a set of objects, as a source holds them.
-type cluster struct {
-	services map[types.NamespacedName]*v1.Service
-	slices   map[types.NamespacedName]*discovery.EndpointSlice
-	node     *v1.Node
-}
-
-func newCluster() *cluster {
-	return &cluster{
-		services: map[types.NamespacedName]*v1.Service{},
-		slices:   map[types.NamespacedName]*discovery.EndpointSlice{},
-	}
-}
-
-// drawEvent changes one object of the cluster and returns the batch that tells of it. There are few names and addresses,
-// so that objects come back after they went, and claim what others have.
-func (c *cluster) drawEvent(t *rapid.T) source.Batch {
-	name := types.NamespacedName{Namespace: "ns", Name: rapid.SampledFrom([]string{"a", "b", "c", "d"}).Draw(t, "name")}
-	gone := rapid.IntRange(0, 3).Draw(t, "gone") == 0
-	switch rapid.SampledFrom([]string{"service", "service", "slice", "slice", "slice", "node"}).Draw(t, "kind") {
-	case "service":
-		c.services[name] = nil
-		if !gone {
-			c.services[name] = drawService(t, name)
-		}
-		return source.Batch{Services: map[types.NamespacedName]*v1.Service{name: c.services[name]}}
-	case "slice":
-		name.Name += rapid.SampledFrom([]string{"-1", "-2"}).Draw(t, "slice")
-		c.slices[name] = nil
-		if !gone {
-			c.slices[name] = drawSlice(t, name)
-		}
-		return source.Batch{EndpointSlices: map[types.NamespacedName]*discovery.EndpointSlice{name: c.slices[name]}}
-	}
-	return c.drawNode(t)
-}
-
-// drawNode changes this node, or tells of another.
-func (c *cluster) drawNode(t *rapid.T) source.Batch {
-	n := &v1.Node{ObjectMeta: metav1.ObjectMeta{
-		Labels: map[string]string{v1.LabelTopologyZone: rapid.SampledFrom([]string{"a", "b", ""}).Draw(t, "zone")},
-	}}
-	n.Status.Addresses = []v1.NodeAddress{{Type: v1.NodeInternalIP,
-		Address: rapid.SampledFrom([]string{"192.168.0.1", "192.168.0.2", "x"}).Draw(t, "node IP")}}
-	n.Spec.PodCIDRs = []string{rapid.SampledFrom([]string{"10.244.1.0/24", "10.244.2.0/24", "x"}).Draw(t, "pod CIDR")}
-	if n.Name = rapid.SampledFrom([]string{"me", "me", "other"}).Draw(t, "node"); n.Name == "me" {
-		c.node = n
-	}
-	return source.Batch{Nodes: map[string]*v1.Node{n.Name: n}}
-}
-
-// oneByOne are the objects of the cluster in any order, each as a batch of its own.
-func (c *cluster) oneByOne(t *rapid.T) []source.Batch {
-	var list []source.Batch
-	for _, name := range sortedNames(c.services) {
-		list = append(list, source.Batch{Services: map[types.NamespacedName]*v1.Service{name: c.services[name]}})
-	}
-	for _, name := range sortedNames(c.slices) {
-		list = append(list, source.Batch{EndpointSlices: map[types.NamespacedName]*discovery.EndpointSlice{name: c.slices[name]}})
-	}
-	if c.node != nil {
-		list = append(list, source.Batch{Nodes: map[string]*v1.Node{"me": c.node}})
-	}
-	return rapid.Permutation(list).Draw(t, "order")
-}
-
-// all is the whole cluster as one batch.
-func (c *cluster) all() source.Batch {
-	b := source.Batch{Services: maps.Clone(c.services), EndpointSlices: maps.Clone(c.slices), Synced: true}
-	if c.node != nil {
-		b.Nodes = map[string]*v1.Node{"me": c.node}
-	}
-	return b
-}
-
-func drawService(t *rapid.T, name types.NamespacedName) *v1.Service {
-	some := func(label string, values ...string) []string {
-		return rapid.SliceOfN(rapid.SampledFrom(values), 0, 2).Draw(t, label)
-	}
-	svc := &v1.Service{ObjectMeta: metav1.ObjectMeta{Namespace: name.Namespace, Name: name.Name}}
-	s := &svc.Spec
-	s.Type = rapid.SampledFrom([]v1.ServiceType{"ClusterIP", "NodePort", "LoadBalancer", "ExternalName"}).Draw(t, "type")
-	s.ClusterIPs = rapid.SampledFrom([][]string{
-		{"10.96.0.1"}, {"10.96.0.2", "fd00::2"}, {"fd00::3"}, {"None"}, {"bad"},
-	}).Draw(t, "IPs")
-	s.ClusterIP = s.ClusterIPs[0]
-	s.ExternalIPs = some("external", "1.1.1.1", "10.96.0.1", "127.0.0.1", "fd00::2")
-	s.ExternalTrafficPolicy = rapid.SampledFrom([]v1.ServiceExternalTrafficPolicy{"Cluster", "Local"}).Draw(t, "eTP")
-	s.InternalTrafficPolicy = ptr(rapid.SampledFrom([]v1.ServiceInternalTrafficPolicy{"Cluster", "Local"}).Draw(t, "iTP"))
-	s.HealthCheckNodePort = rapid.SampledFrom([]int32{0, 30000, 30001}).Draw(t, "health check")
-	s.LoadBalancerSourceRanges = some("ranges", "10.0.0.0/8", "0.0.0.0/0", " 1.0.0.0/8 ", "x")
-	for _, ip := range some("vip", "1.1.1.1", "2.2.2.2") {
-		svc.Status.LoadBalancer.Ingress = append(svc.Status.LoadBalancer.Ingress, v1.LoadBalancerIngress{IP: ip})
-	}
-	for _, p := range rapid.SliceOfN(rapid.SampledFrom([]string{"x", "y"}), 1, 2).Draw(t, "ports") {
-		port := v1.ServicePort{Name: p, Port: rapid.SampledFrom([]int32{80, 81, 0}).Draw(t, "port")}
-		if s.Type != v1.ServiceTypeClusterIP {
-			port.NodePort = rapid.SampledFrom([]int32{0, 30000, 30001}).Draw(t, "node port")
-		}
-		s.Ports = append(s.Ports, port)
-	}
-	return svc
-}
-
-func drawSlice(t *rapid.T, name types.NamespacedName) *discovery.EndpointSlice {
-	s := &discovery.EndpointSlice{ObjectMeta: metav1.ObjectMeta{
-		Namespace: name.Namespace, Name: name.Name,
-		Labels: map[string]string{
-			discovery.LabelServiceName: rapid.SampledFrom([]string{"a", "b", "c", "d", ""}).Draw(t, "of"),
-		},
-	}}
-	if rapid.IntRange(0, 9).Draw(t, "headless") == 0 {
-		s.Labels[v1.IsHeadlessService] = ""
-	}
-	s.AddressType = rapid.SampledFrom([]discovery.AddressType{"IPv4", "IPv4", "IPv6", "FQDN"}).Draw(t, "type")
-	for _, p := range []string{"x", "y"} {
-		s.Ports = append(s.Ports, discovery.EndpointPort{Name: ptr(p), Port: ptr[int32](8080)})
-	}
-	ips := rapid.SampledFrom([]string{"10.0.0.1", "10.0.0.2", "fd01::1", "169.254.0.1"})
-	for _, ip := range rapid.SliceOfN(ips, 0, 3).Draw(t, "ips") {
-		e := discovery.Endpoint{Addresses: []string{ip}}
-		e.Conditions.Ready = rapid.SampledFrom([]*bool{nil, ptr(true), ptr(false)}).Draw(t, "ready")
-		e.Conditions.Terminating = rapid.SampledFrom([]*bool{nil, ptr(true)}).Draw(t, "terminating")
-		e.NodeName = rapid.SampledFrom([]*string{nil, ptr("me"), ptr("other")}).Draw(t, "node")
-		if rapid.Bool().Draw(t, "hinted") {
-			e.Hints = &discovery.EndpointHints{ForZones: []discovery.ForZone{{
-				Name: rapid.SampledFrom([]string{"a", "b"}).Draw(t, "hint")}}}
-		}
-		s.Endpoints = append(s.Endpoints, e)
-	}
-	return s
-}
-
 func newTestState(report source.Report) *State {
-	return NewState("me", plan.Settings{DetectLocal: plan.DetectLocal{Mode: plan.DetectNodeCIDR}}, plan.Families[:], report)
+	return NewState("me", plan.Settings{
+		DetectLocal:  plan.DetectLocal{Mode: plan.DetectNodeCIDR},
+		ServiceCIDRs: []netip.Prefix{netip.MustParsePrefix("10.96.0.0/16")},
+	}, plan.Families[:], report)
 }
 
 func dump(p *plan.Plan) string {
@@ -204,6 +76,11 @@ func TestPlanFollowsFromObjectsAlone(t *testing.T) {
 		if got, want := dump(ordered.Plan()), dump(atOnce.Plan()); got != want {
 			t.Fatalf("one by one:\n%s\nat once:\n%s", got, want)
 		}
+		for _, state := range []*State{s, atOnce, ordered} {
+			if got := state.NodeEligible(); got != c.eligible() {
+				t.Fatalf("the node is eligible: %t, want %t: gone %t, %+v", got, c.eligible(), c.nodeGone, c.node)
+			}
+		}
 		// The same objects once more say nothing new.
 		s.Apply(c.all())
 		if _, changed := s.Update(); changed == nil || len(changed) > 0 {
@@ -243,16 +120,19 @@ func checkForgets(t *rapid.T, c *cluster, s *State) {
 		}
 	}
 	gone := source.Batch{Services: map[types.NamespacedName]*v1.Service{},
-		EndpointSlices: map[types.NamespacedName]*discovery.EndpointSlice{}}
+		EndpointSlices: map[types.NamespacedName]*discovery.EndpointSlice{}, ServiceCIDRs: map[string]*networking.ServiceCIDR{}}
 	for name := range c.services {
 		gone.Services[name] = nil
 	}
 	for name := range c.slices {
 		gone.EndpointSlices[name] = nil
 	}
+	for name := range c.cidrs {
+		gone.ServiceCIDRs[name] = nil
+	}
 	s.Apply(gone)
 	s.Update()
-	if n := len(s.services) + len(s.claims) + len(s.sliceOf) + len(s.plan.Services) + len(s.dirty); n > 0 {
+	if n := len(s.services) + len(s.claims) + len(s.sliceOf) + len(s.plan.Services) + len(s.dirty) + len(s.cidrs); n > 0 {
 		t.Fatalf("%d things are left when all objects are gone", n)
 	}
 	for object := range s.reported {
@@ -383,26 +263,5 @@ func TestFindingsAreToldOnce(t *testing.T) {
 	apply(mended)
 	if got := apply(svc); !slices.Equal(got, []string{want}) {
 		t.Errorf("wrong again after it was right: %q", got)
-	}
-}
-
-// TestNodeGone: what was known of this node stays in force when its object goes, and other nodes do not matter.
-func TestNodeGone(t *testing.T) {
-	t.Parallel()
-	s := newTestState(nil)
-	me := &v1.Node{ObjectMeta: metav1.ObjectMeta{Name: "me", Labels: map[string]string{v1.LabelTopologyZone: "a"}},
-		Spec: v1.NodeSpec{PodCIDRs: []string{"10.244.1.0/24"}}}
-	s.Apply(source.Batch{Nodes: map[string]*v1.Node{"me": me}})
-	if _, changed := s.Update(); changed != nil {
-		t.Errorf("keys are named at first: %v", changed)
-	}
-	before := dump(s.Plan())
-	other := me.DeepCopy()
-	other.Name, other.Labels = "other", nil
-	for _, b := range []map[string]*v1.Node{{"me": nil}, {"other": other}, {"other": nil}} {
-		s.Apply(source.Batch{Nodes: b})
-		if p, changed := s.Update(); changed == nil || len(changed) > 0 || dump(p) != before {
-			t.Errorf("%v: changed %v:\n%s\nbefore:\n%s", b, changed, dump(p), before)
-		}
 	}
 }

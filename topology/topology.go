@@ -169,7 +169,7 @@ func Merge(endpoints []Endpoint) []Endpoint {
 			cmp.Compare(a.Node, b.Node),
 			slices.Compare(a.ForNodes, b.ForNodes),
 			slices.Compare(a.ForZones, b.ForZones),
-			cmp.Compare(a.Weight, b.Weight),
+			cmp.Compare(b.Weight, a.Weight), // One that is given goes before none.
 		)
 	})
 	return slices.CompactFunc(sorted, func(a, b Endpoint) bool { return a.Addr == b.Addr })

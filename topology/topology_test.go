@@ -283,6 +283,25 @@ func TestMergeLeavesItsInput(t *testing.T) {
 	}
 }
 
+// TestWeight: an endpoint's weight is handed on, and of two entries for one address that are equally good otherwise the one
+// that has a weight counts.
+func TestWeight(t *testing.T) {
+	t.Parallel()
+	with := func(e Endpoint, weight uint16) Endpoint { e.Weight = weight; return e }
+	for _, list := range [][]Endpoint{
+		{with(ep(1, "me"), 3), ep(1, "me"), ep(2, "me")},
+		{ep(2, "me"), ep(1, "me"), with(ep(1, "me"), 3)},
+		{with(ep(1, "me"), 3), with(ep(1, "me", terminating), 9), ep(2, "me")},
+	} {
+		got := Select(list, Node{Name: "me"}, Use{Cluster: true, Local: true})
+		for _, chosen := range [][]plan.Endpoint{got.Cluster, got.Local} {
+			if len(chosen) != 2 || chosen[0].Weight != 3 || chosen[1].Weight != 0 {
+				t.Errorf("of %v: %v, want weights 3 and 0", list, chosen)
+			}
+		}
+	}
+}
+
 func TestUseOf(t *testing.T) {
 	for _, c := range []struct {
 		internal, external plan.Policy
@@ -312,6 +331,7 @@ func drawEndpoint(t *rapid.T) Endpoint {
 		Ready: rapid.Bool().Draw(t, "ready"), Serving: rapid.Bool().Draw(t, "serving"),
 		Terminating: rapid.Bool().Draw(t, "terminating"),
 		ForZones:    hints.Draw(t, "zones"), ForNodes: hints.Draw(t, "nodes"),
+		Weight: rapid.SampledFrom([]uint16{0, 1, 3}).Draw(t, "weight"),
 	}
 }
 

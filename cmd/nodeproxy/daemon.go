@@ -157,7 +157,11 @@ func (d *daemon) open(ctx context.Context, report source.Report) error {
 	events.Normal("Starting", "StartNodeproxy", "")
 	d.warn = func(text string) { events.Warning("ModeProblem", "StartNodeproxy", "mode %s: %s", cfg.Mode, text) }
 	d.from = "the API server"
-	d.objects = apiserver.New(apiserver.Config{Client: client, NodeName: cfg.NodeName, Log: d.log, Report: report})
+	watched := apiserver.Config{Client: client, NodeName: cfg.NodeName, Log: d.log, Report: report}
+	if cfg.Settings.DetectLocal.Mode == plan.DetectNodeCIDR {
+		watched.PodCIDRTimeout = apiserver.DefaultPodCIDRTimeout
+	}
+	d.objects = apiserver.New(watched)
 	return nil
 }
 

@@ -6,9 +6,12 @@ import (
 	"slices"
 	"strings"
 	"testing"
+	"time"
 
 	authorization "k8s.io/api/authorization/v1"
 	v1 "k8s.io/api/core/v1"
+	networkingv1 "k8s.io/api/networking/v1"
+	rbac "k8s.io/api/rbac/v1"
 	apierrors "k8s.io/apimachinery/pkg/api/errors"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 	"k8s.io/client-go/kubernetes"
@@ -44,6 +47,7 @@ func TestRights(t *testing.T) {
 		want := []string{
 			"/nodes: get list watch", "/services: list watch",
 			"discovery.k8s.io/endpointslices: list watch", "events.k8s.io/events: create patch",
+			"networking.k8s.io/servicecidrs: list watch",
 		}
 		if !slices.Equal(got, want) {
 			s.Errorf("rights %q, want %q", got, want)
@@ -90,4 +94,36 @@ func TestRights(t *testing.T) {
 			return errors.New("no event Starting on the Node")
 		})
 	})
+	l.run(t, "service-cidrs", func(s *scenario) { serviceCIDRs(s, client) })
+}
+
+// serviceCIDRs: a further ServiceCIDR makes everything anew, as the iptables backend's log tells; and without the right to
+// read them, which roles of other makers do not give, Services are proxied all the same, and the log names the rule.
+func serviceCIDRs(s *scenario, client kubernetes.Interface) {
+	networking := s.cp.Admin.NetworkingV1().ServiceCIDRs()
+	line := len(s.daemon.Log())
+	_, err := networking.Create(s.Context(), &networkingv1.ServiceCIDR{ObjectMeta: metav1.ObjectMeta{Name: "further"},
+		Spec: networkingv1.ServiceCIDRSpec{CIDRs: []string{"10.97.0.0/16"}}}, metav1.CreateOptions{})
+	s.must(err)
+	s.must(s.daemon.WaitForAfter(line, 10*time.Second, harness.InSync, "changed=0"))
+
+	s.must(s.daemon.Stop())
+	roles := s.cp.Admin.RbacV1().ClusterRoles()
+	role, err := roles.Get(s.Context(), "nodeproxy", metav1.GetOptions{})
+	s.must(err)
+	role.Rules = slices.DeleteFunc(role.Rules, func(r rbac.PolicyRule) bool { return slices.Contains(r.Resources, "servicecidrs") })
+	_, err = roles.Update(s.Context(), role, metav1.UpdateOptions{})
+	s.must(err)
+	s.eventually("right is gone", func() error {
+		_, err := client.NetworkingV1().ServiceCIDRs().List(s.Context(), metav1.ListOptions{})
+		if !apierrors.IsForbidden(err) {
+			return fmt.Errorf("list ServiceCIDRs: %v, want it to be forbidden", err)
+		}
+		return nil
+	})
+	s.startDaemon(s.T) // waits until it is in sync
+	s.must(s.daemon.WaitFor(10*time.Second, "level=WARN", "resources [servicecidrs]"))
+	s.pod("n1a")
+	svc := s.service(func(svc *v1.Service) { svc.Spec.ClusterIP = "10.96.77.77" }) // The client has no route to the further range.
+	s.eventually("service", servers(s.Client, at(svc, 4), "n1a"))
 }

@@ -1,5 +1,5 @@
-// Package source brings the objects of a cluster to the proxier: Services, EndpointSlices and Nodes, from wherever they
-// are kept. It is the only package besides the proxier that knows Kubernetes API types.
+// Package source brings the objects of a cluster to the proxier: Services, EndpointSlices, ServiceCIDRs and Nodes, from
+// wherever they are kept. It is the only package besides the proxier that knows Kubernetes API types.
 package source
 
 import (
@@ -7,6 +7,8 @@ import (
 
 	v1 "k8s.io/api/core/v1"
 	discovery "k8s.io/api/discovery/v1"
+	networking "k8s.io/api/networking/v1"
+	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 	"k8s.io/apimachinery/pkg/types"
 )
 
@@ -15,22 +17,42 @@ import (
 type Batch struct {
 	Services       map[types.NamespacedName]*v1.Service
 	EndpointSlices map[types.NamespacedName]*discovery.EndpointSlice
-	Nodes          map[string]*v1.Node
+	// ServiceCIDRs are the ranges that the cluster allots cluster IPs from (KEP-1880).
+	ServiceCIDRs map[string]*networking.ServiceCIDR
+	Nodes        map[string]*v1.Node
 	// Synced is true once everything that existed when the source started has been delivered, with this batch.
 	Synced bool
 }
 
 // Empty reports whether the batch says nothing.
 func (b Batch) Empty() bool {
-	return len(b.Services) == 0 && len(b.EndpointSlices) == 0 && len(b.Nodes) == 0 && !b.Synced
+	return len(b.Services) == 0 && len(b.EndpointSlices) == 0 && len(b.ServiceCIDRs) == 0 && len(b.Nodes) == 0 && !b.Synced
 }
 
-// Merge puts a later batch on top of this one: the later object wins.
+// Merge puts a later batch on top of this one: the later object wins. Only of a Node that is gone, what this batch says of
+// it stays, as of one that is being deleted: what was last known of a node counts for as long as this program runs on it.
 func (b *Batch) Merge(later Batch) {
 	b.Services = merge(b.Services, later.Services)
 	b.EndpointSlices = merge(b.EndpointSlices, later.EndpointSlices)
-	b.Nodes = merge(b.Nodes, later.Nodes)
+	b.ServiceCIDRs = merge(b.ServiceCIDRs, later.ServiceCIDRs)
+	last := map[string]*v1.Node{}
+	for name, node := range later.Nodes {
+		if before := b.Nodes[name]; node == nil && before != nil {
+			last[name] = deleted(before)
+		}
+	}
+	b.Nodes = merge(merge(b.Nodes, later.Nodes), last)
 	b.Synced = b.Synced || later.Synced
+}
+
+// deleted returns a Node as it is while it is being deleted.
+func deleted(node *v1.Node) *v1.Node {
+	if node.DeletionTimestamp != nil {
+		return node
+	}
+	out := *node
+	out.DeletionTimestamp = &metav1.Time{}
+	return &out
 }
 
 func merge[K comparable, V any](into, from map[K]V) map[K]V {

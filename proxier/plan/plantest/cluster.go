@@ -130,6 +130,11 @@ func drawSettings(t *rapid.T) plan.Settings {
 		MasqueradeAll:      chance(t, 4, "masquerade all"),
 		LocalhostNodePorts: rapid.Bool().Draw(t, "localhost node ports"),
 	}
+	for _, f := range plan.Families {
+		if chance(t, 2, fmt.Sprintf("the %s service CIDR is known", f)) {
+			s.ServiceCIDRs = append(s.ServiceCIDRs, worlds[f].cluster)
+		}
+	}
 	switch rapid.IntRange(0, 3).Draw(t, "node port addresses") {
 	case 0:
 		s.NodePortAddresses.Primary = true
@@ -196,8 +201,8 @@ func (c *Cluster) GoString() string {
 			if sp.Key.Service.Namespace == plainNamespace {
 				continue // They are always the same.
 			}
-			fmt.Fprintf(&b, "%s: %v, internal %s, external %s, source ranges %v, affinity %s\n", sp.Key, sp.Frontends,
-				sp.InternalPolicy, sp.ExternalPolicy, sp.SourceRanges, sp.Affinity)
+			fmt.Fprintf(&b, "%s: %v, internal %s, external %s, source ranges %v, affinity %s, scheduler %v\n", sp.Key, sp.Frontends,
+				sp.InternalPolicy, sp.ExternalPolicy, sp.SourceRanges, sp.Affinity, sp.Scheduler)
 			fmt.Fprintf(&b, "  cluster %v, local %v, any %t\n", sp.Endpoints.Cluster, sp.Endpoints.Local, sp.Any)
 		}
 	}

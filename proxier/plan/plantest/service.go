@@ -92,6 +92,9 @@ func drawService(t *rapid.T, i int) []draft {
 	policies := rapid.SampledFrom([]plan.Policy{plan.Cluster, plan.Local})
 	internal, external := policies.Draw(t, name("internal policy")), policies.Draw(t, name("external policy"))
 	affinity := rapid.SampledFrom([]time.Duration{0, 0, time.Second, 3 * time.Hour}).Draw(t, name("affinity"))
+	scheduler := rapid.SampledFrom([]plan.Scheduler{
+		{}, {}, {Name: "wrr"}, {Name: "lc"}, {Name: "sh", Fallback: true}, {Name: "mh", Ports: true},
+	}).Draw(t, name("scheduler"))
 	families := rapid.SampledFrom([][]plan.Family{plan.Families[:], plan.Families[:1], plan.Families[1:]}).
 		Draw(t, name("families"))
 	ports := rapid.SliceOfNDistinct(rapid.SampledFrom(protocols), 1, 2, rapid.ID).Draw(t, name("protocols"))
@@ -114,7 +117,7 @@ func drawService(t *rapid.T, i int) []draft {
 			label := func(what string) string { return fmt.Sprintf("%s: %s", key, what) }
 			d := draft{
 				sp: &plan.ServicePort{Key: key, InternalPolicy: internal, ExternalPolicy: external, Affinity: affinity,
-					SourceRanges: ranges, Critical: svc.Namespace == "kube-system"},
+					Scheduler: scheduler, SourceRanges: ranges, Critical: svc.Namespace == "kube-system"},
 				wants:     drawFrontends(t, key, nth(w.cluster, hostBits<<4+i), label),
 				endpoints: drawEndpoints(t, w, label),
 			}

@@ -3,11 +3,19 @@ package apiserver
 import (
 	"fmt"
 
+	v1 "k8s.io/api/core/v1"
+	discovery "k8s.io/api/discovery/v1"
+	events "k8s.io/api/events/v1"
+	networking "k8s.io/api/networking/v1"
+	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 	"k8s.io/apimachinery/pkg/runtime"
-	"k8s.io/client-go/kubernetes"
+	"k8s.io/apimachinery/pkg/runtime/schema"
+	"k8s.io/apimachinery/pkg/runtime/serializer"
+	utilruntime "k8s.io/apimachinery/pkg/util/runtime"
 	"k8s.io/client-go/rest"
 	"k8s.io/client-go/tools/clientcmd"
 	"k8s.io/client-go/tools/clientcmd/api"
+	"k8s.io/client-go/util/flowcontrol"
 )
 
 // ClientConfig says how to reach an API server. The fields are those of KubeProxyConfiguration's clientConnection; the
@@ -28,18 +36,72 @@ type ClientConfig struct {
 	UserAgent string
 }
 
+// Client makes requests to an API server, of the API groups that this program has to do with. It is not client-go's
+// clientset: that one brings the types of every group along, which take more room in the program than all the rest of it.
+type Client struct {
+	core, discovery, networking, events rest.Interface
+}
+
 // NewClient returns a client for the API server that c describes. It makes no request; an API server that can't be
 // reached, or that takes no such credentials, shows when the client is used.
-func NewClient(c ClientConfig) (kubernetes.Interface, error) {
+func NewClient(c ClientConfig) (*Client, error) {
 	cfg, err := c.rest()
 	if err != nil {
 		return nil, err
 	}
-	client, err := kubernetes.NewForConfig(cfg)
+	out, err := newClient(cfg)
 	if err != nil {
 		return nil, fmt.Errorf("client for the API server %s: %w", cfg.Host, err)
 	}
-	return client, nil
+	return out, nil
+}
+
+func newClient(cfg *rest.Config) (*Client, error) {
+	if cfg.UserAgent == "" {
+		cfg.UserAgent = rest.DefaultKubernetesUserAgent()
+	}
+	if cfg.QPS > 0 {
+		cfg.RateLimiter = flowcontrol.NewTokenBucketRateLimiter(cfg.QPS, cfg.Burst) // one for all groups
+	}
+	connections, err := rest.HTTPClientFor(cfg)
+	if err != nil {
+		return nil, err
+	}
+	out := &Client{}
+	for _, group := range []struct {
+		version schema.GroupVersion
+		client  *rest.Interface
+	}{
+		{v1.SchemeGroupVersion, &out.core}, {discovery.SchemeGroupVersion, &out.discovery},
+		{networking.SchemeGroupVersion, &out.networking}, {events.SchemeGroupVersion, &out.events},
+	} {
+		cfg := rest.CopyConfig(cfg)
+		cfg.GroupVersion, cfg.APIPath = &group.version, "/apis"
+		if group.version.Group == "" {
+			cfg.APIPath = "/api"
+		}
+		cfg.NegotiatedSerializer = codecs.WithoutConversion()
+		if *group.client, err = rest.RESTClientForConfigAndClient(cfg, connections); err != nil {
+			return nil, err
+		}
+	}
+	return out, nil
+}
+
+// What objects look like in requests and answers.
+var (
+	scheme     = newScheme()
+	codecs     = serializer.NewCodecFactory(scheme)
+	parameters = runtime.NewParameterCodec(scheme)
+)
+
+func newScheme() *runtime.Scheme {
+	s := runtime.NewScheme()
+	metav1.AddToGroupVersion(s, schema.GroupVersion{Version: "v1"}) // Status, which every group answers with
+	for _, add := range []func(*runtime.Scheme) error{v1.AddToScheme, discovery.AddToScheme, networking.AddToScheme, events.AddToScheme} {
+		utilruntime.Must(add(s))
+	}
+	return s
 }
 
 func (c ClientConfig) rest() (*rest.Config, error) {

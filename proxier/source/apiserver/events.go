@@ -2,14 +2,21 @@ package apiserver
 
 import (
 	"context"
+	"encoding/json"
+	"errors"
 	"fmt"
 	"log/slog"
+	"net/http"
+	"os"
+	"strings"
+	"time"
 
 	v1 "k8s.io/api/core/v1"
+	eventsv1 "k8s.io/api/events/v1"
+	apierrors "k8s.io/apimachinery/pkg/api/errors"
+	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 	"k8s.io/apimachinery/pkg/types"
-	"k8s.io/client-go/kubernetes"
-	"k8s.io/client-go/kubernetes/scheme"
-	"k8s.io/client-go/tools/events"
+	"k8s.io/client-go/rest"
 	"k8s.io/client-go/util/flowcontrol"
 )
 
@@ -19,48 +26,64 @@ const (
 	eventEverySeconds = 30
 )
 
+const (
+	// seriesGap is how long after an event an equal one still belongs to the same series, as in the API's other clients.
+	seriesGap = 6 * time.Minute
+	// eventAttempts is how often it is tried to send an event that gets no answer.
+	eventAttempts = 12
+	// maxNote is how long the API lets an event's text be, in bytes.
+	maxNote = 1024
+)
+
 // Events tells the cluster about this node through Event objects, where kubectl describe node shows them. Equal events
 // become a series of one object; more than the limit are dropped.
 type Events struct {
-	node        *v1.ObjectReference
-	broadcaster events.EventBroadcaster
-	recorder    events.EventRecorder
-	limit       flowcontrol.RateLimiter
-	waiting     chan event
-	log         *slog.Logger
+	client     rest.Interface
+	node       v1.ObjectReference
+	controller string
+	instance   string
+	limit      flowcontrol.RateLimiter
+	waiting    chan event
+	retry      time.Duration // between attempts
+	sent       map[event]*eventsv1.Event
+	log        *slog.Logger
 }
 
+// event is what makes two events equal.
 type event struct {
 	kind, reason, action, note string
-	args                       []any
 }
 
 // NewEvents returns an Events that sends nothing before it runs. controller names who tells, such as nodeproxy.
-func NewEvents(client kubernetes.Interface, nodeName, controller string, log *slog.Logger) *Events {
-	b := events.NewBroadcaster(&events.EventSinkImpl{Interface: client.EventsV1()})
+func NewEvents(client *Client, nodeName, controller string, log *slog.Logger) *Events {
+	host, err := os.Hostname()
+	if err != nil {
+		host = nodeName
+	}
 	return &Events{
+		client: client.events,
 		// The UID is the name by an old agreement of all that run on nodes: it is by it that kubectl finds a node's events.
-		node:        &v1.ObjectReference{Kind: "Node", APIVersion: "v1", Name: nodeName, UID: types.UID(nodeName)},
-		broadcaster: b,
-		recorder:    b.NewRecorder(scheme.Scheme, controller),
-		limit:       flowcontrol.NewTokenBucketRateLimiter(1.0/eventEverySeconds, eventBurst),
-		waiting:     make(chan event, eventBurst),
-		log:         log,
+		node:       v1.ObjectReference{Kind: "Node", APIVersion: "v1", Name: nodeName, UID: types.UID(nodeName)},
+		controller: controller,
+		instance:   controller + "-" + host,
+		limit:      flowcontrol.NewTokenBucketRateLimiter(1.0/eventEverySeconds, eventBurst),
+		waiting:    make(chan event, eventBurst),
+		retry:      10 * time.Second,
+		sent:       map[event]*eventsv1.Event{},
+		log:        log,
 	}
 }
 
-// Run sends events until ctx ends, those first that came before it.
+// Run sends events until ctx ends, those first that came before it. What an API server refuses, or does not answer for two
+// minutes, is dropped.
 func (e *Events) Run(ctx context.Context) error {
-	defer e.broadcaster.Shutdown()
-	if err := e.broadcaster.StartRecordingToSinkWithContext(ctx); err != nil {
-		return fmt.Errorf("events of node %s: %w", e.node.Name, err)
-	}
+	ctx = quietly(ctx, e.log)
 	for {
 		select {
 		case <-ctx.Done():
 			return nil
 		case ev := <-e.waiting:
-			e.recorder.Eventf(e.node, nil, ev.kind, ev.reason, ev.action, ev.note, ev.args...)
+			e.deliver(ctx, ev, time.Now())
 		}
 	}
 }
@@ -80,7 +103,7 @@ func (e *Events) send(kind, reason, action, note string, args []any) {
 	dropped := !e.limit.TryAccept()
 	if !dropped {
 		select {
-		case e.waiting <- event{kind, reason, action, note, args}:
+		case e.waiting <- event{kind, reason, action, shortened(fmt.Sprintf(note, args...))}:
 		default:
 			dropped = true
 		}
@@ -88,4 +111,99 @@ func (e *Events) send(kind, reason, action, note string, args []any) {
 	if dropped {
 		e.log.Debug("event dropped: too many of late", "reason", reason)
 	}
+}
+
+func shortened(note string) string {
+	const mark = "…"
+	if len(note) <= maxNote {
+		return note
+	}
+	return strings.ToValidUTF8(note[:maxNote-len(mark)], "") + mark
+}
+
+// deliver sends an event that happened at that time: as one more of a series, or as an object of its own.
+func (e *Events) deliver(ctx context.Context, ev event, at time.Time) {
+	for other, obj := range e.sent {
+		if last := lastTime(obj); at.Sub(last) > seriesGap {
+			delete(e.sent, other)
+		}
+	}
+	obj := e.object(ev, at)
+	if before := e.sent[ev]; before != nil {
+		obj = before.DeepCopy()
+		if obj.Series == nil {
+			obj.Series = &eventsv1.EventSeries{Count: 1}
+		}
+		obj.Series.Count++
+		obj.Series.LastObservedTime = metav1.NewMicroTime(at)
+	}
+	for attempt := 1; ; attempt++ {
+		err := e.request(ctx, obj)
+		if err == nil {
+			e.sent[ev] = obj
+			return
+		}
+		if apierrors.IsNotFound(err) && obj.Series != nil { // Events live for an hour or so.
+			obj = e.object(ev, at)
+			continue
+		}
+		if ctx.Err() != nil || final(err) || attempt == eventAttempts {
+			e.log.Warn("event not sent", "reason", ev.reason, "note", ev.note, "error", err)
+			return
+		}
+		select {
+		case <-ctx.Done():
+			return
+		case <-time.After(e.retry):
+		}
+	}
+}
+
+// final reports whether an error is one that another attempt would meet again: the API server has understood and refuses.
+func final(err error) bool {
+	var answer apierrors.APIStatus
+	return errors.As(err, &answer) && answer.Status().Code < http.StatusInternalServerError &&
+		answer.Status().Code != http.StatusTooManyRequests
+}
+
+func lastTime(obj *eventsv1.Event) time.Time {
+	if obj.Series != nil {
+		return obj.Series.LastObservedTime.Time
+	}
+	return obj.EventTime.Time
+}
+
+// object is an event as an object of its own.
+func (e *Events) object(ev event, at time.Time) *eventsv1.Event {
+	return &eventsv1.Event{
+		// Events of objects without a namespace are in this one.
+		ObjectMeta:          metav1.ObjectMeta{Namespace: v1.NamespaceDefault, Name: fmt.Sprintf("%s.%x", e.node.Name, at.UnixNano())},
+		EventTime:           metav1.NewMicroTime(at),
+		ReportingController: e.controller,
+		ReportingInstance:   e.instance,
+		Action:              ev.action,
+		Reason:              ev.reason,
+		Regarding:           e.node,
+		Note:                ev.note,
+		Type:                ev.kind,
+	}
+}
+
+// request creates an event or, if it has become a series, tells how it goes on.
+func (e *Events) request(ctx context.Context, obj *eventsv1.Event) error {
+	ctx, cancel := context.WithTimeoutCause(ctx, requestTimeout, errNoAnswer)
+	defer cancel()
+	if obj.Series == nil {
+		err := e.client.Post().Namespace(obj.Namespace).Resource("events").Body(obj).Do(ctx).Error()
+		if apierrors.IsAlreadyExists(err) { // An earlier attempt got there; only its answer did not.
+			return nil
+		}
+		return because(ctx, err)
+	}
+	patch, err := json.Marshal(map[string]any{"series": obj.Series})
+	if err != nil {
+		return fmt.Errorf("event %s: %w", obj.Name, err)
+	}
+	return because(ctx, e.client.Patch(types.MergePatchType).Namespace(obj.Namespace).Resource("events").Name(obj.Name).Body(patch).
+		Do(ctx).Error())
 }

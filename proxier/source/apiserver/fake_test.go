@@ -13,6 +13,7 @@ import (
 
 	v1 "k8s.io/api/core/v1"
 	discovery "k8s.io/api/discovery/v1"
+	networking "k8s.io/api/networking/v1"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 	"k8s.io/apimachinery/pkg/runtime"
 	"k8s.io/apimachinery/pkg/types"
@@ -31,6 +32,7 @@ type fakeAPI struct {
 	held    map[string]chan struct{}  // lists of a resource wait until the channel is closed
 	events  map[string]chan watch.Event
 	watches map[string]int // number of watches begun
+	asked   map[string]int // number of lists asked for
 }
 
 func newFakeAPI(t *testing.T) *fakeAPI {
@@ -39,9 +41,13 @@ func newFakeAPI(t *testing.T) *fakeAPI {
 			services:       &v1.ServiceList{ListMeta: metav1.ListMeta{ResourceVersion: "10"}},
 			endpointSlices: &discovery.EndpointSliceList{ListMeta: metav1.ListMeta{ResourceVersion: "10"}},
 			nodes:          &v1.NodeList{ListMeta: metav1.ListMeta{ResourceVersion: "10"}},
+			serviceCIDRs:   &networking.ServiceCIDRList{ListMeta: metav1.ListMeta{ResourceVersion: "10"}},
 		},
-		fail: map[string]int{}, held: map[string]chan struct{}{}, watches: map[string]int{},
-		events: map[string]chan watch.Event{services: make(chan watch.Event), endpointSlices: make(chan watch.Event), nodes: make(chan watch.Event)},
+		fail: map[string]int{}, held: map[string]chan struct{}{}, watches: map[string]int{}, asked: map[string]int{},
+		events: map[string]chan watch.Event{},
+	}
+	for resource := range f.lists {
+		f.events[resource] = make(chan watch.Event)
 	}
 	f.Server = httptest.NewServer(f)
 	t.Cleanup(f.Close)
@@ -61,6 +67,7 @@ func (f *fakeAPI) ServeHTTP(w http.ResponseWriter, r *http.Request) {
 		return
 	}
 	f.mu.Lock()
+	f.asked[resource]++
 	held, status, list := f.held[resource], f.fail[resource], f.lists[resource]
 	f.mu.Unlock()
 	if held != nil {
@@ -77,10 +84,16 @@ func (f *fakeAPI) ServeHTTP(w http.ResponseWriter, r *http.Request) {
 	_ = json.NewEncoder(w).Encode(list)
 }
 
+// reasons are those that clients go by, rather than by the status.
+var reasons = map[int]metav1.StatusReason{
+	http.StatusNotFound: metav1.StatusReasonNotFound, http.StatusForbidden: metav1.StatusReasonForbidden,
+	http.StatusUnprocessableEntity: metav1.StatusReasonInvalid,
+}
+
 func refuse(w http.ResponseWriter, status int) {
 	w.WriteHeader(status)
 	_ = json.NewEncoder(w).Encode(&metav1.Status{TypeMeta: metav1.TypeMeta{Kind: "Status", APIVersion: "v1"},
-		Status: metav1.StatusFailure, Code: int32(status), Message: "the test wants it so"})
+		Status: metav1.StatusFailure, Code: int32(status), Reason: reasons[status], Message: "the test wants it so"})
 }
 
 func (f *fakeAPI) serveWatch(w http.ResponseWriter, r *http.Request, resource string) {
@@ -202,6 +215,13 @@ func serviceList(version int, items ...*v1.Service) *v1.ServiceList {
 	for _, s := range items {
 		out.Items = append(out.Items, *s)
 	}
+	return out
+}
+
+func serviceCIDRList(cidrs ...string) *networking.ServiceCIDRList {
+	out := &networking.ServiceCIDRList{ListMeta: metav1.ListMeta{ResourceVersion: "10"}}
+	out.Items = append(out.Items, networking.ServiceCIDR{ObjectMeta: metav1.ObjectMeta{Name: "kubernetes", ResourceVersion: "3"},
+		Spec: networking.ServiceCIDRSpec{CIDRs: cidrs}})
 	return out
 }
 

@@ -11,6 +11,7 @@ import (
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 	"k8s.io/apimachinery/pkg/runtime"
 	"k8s.io/apimachinery/pkg/watch"
+	"k8s.io/client-go/rest"
 	"k8s.io/client-go/tools/cache"
 )
 
@@ -26,10 +27,17 @@ type resource struct {
 	example runtime.Object
 	// fields and labels select among the objects.
 	fields, labels string
-	list           func(context.Context, metav1.ListOptions) (runtime.Object, error)
-	watch          func(context.Context, metav1.ListOptions) (watch.Interface, error)
+	client         rest.Interface
+	newList        func() runtime.Object
 	silence        time.Duration
 	log            *slog.Logger
+	// optional is true for a resource that not every API server has, and without which all else works. group is its API
+	// group. Where it is not served, or not to this program, it is asked for again after askAgain only; unavailable is
+	// called after each request for it that failed, whatever for.
+	optional    bool
+	group       string
+	askAgain    time.Duration
+	unavailable func()
 
 	mu      sync.Mutex
 	state   Staleness
@@ -39,8 +47,11 @@ type resource struct {
 
 // Staleness says how current what is known of one kind of objects is.
 type Staleness struct {
-	// Resource is services, endpointslices or nodes.
+	// Resource is services, endpointslices, nodes or servicecidrs.
 	Resource string
+	// Absent is true where the API server does not serve the resource, or not to this program, and all else works without;
+	// such a resource is not stale, whatever its Age.
+	Absent bool
 	// Synced is true once all objects have been delivered.
 	Synced bool
 	// Watching is true while a watch is open.
@@ -68,7 +79,7 @@ func (r *resource) heard() {
 	now := time.Now()
 	r.mu.Lock()
 	since := r.failing
-	r.heardAt, r.failing, r.state.Failure = now, time.Time{}, ""
+	r.heardAt, r.failing, r.state.Failure, r.state.Absent = now, time.Time{}, "", false
 	r.mu.Unlock()
 	if !since.IsZero() {
 		r.log.Info("the API server answers again", "resource", r.name, "after", now.Sub(since).Round(time.Millisecond))
@@ -83,7 +94,19 @@ func (r *resource) failed(what string, err error) {
 		r.failing = time.Now()
 	}
 	r.state.Failure = fmt.Sprintf("%s: %v", what, err)
+	news := first || !r.state.Absent
+	r.state.Absent = r.optional && (apierrors.IsNotFound(err) || apierrors.IsForbidden(err))
+	absent := r.state.Absent
 	r.mu.Unlock()
+	if r.optional {
+		defer r.unavailable()
+	}
+	if absent {
+		if news {
+			r.tellAbsent(err)
+		}
+		return
+	}
 	level := slog.LevelDebug
 	switch {
 	case first && (apierrors.IsResourceExpired(err) || apierrors.IsGone(err)):
@@ -95,25 +118,46 @@ func (r *resource) failed(what string, err error) {
 		"resource", r.name, "request", what, "error", err)
 }
 
+// tellAbsent says what follows from the answer that there is no such resource for this program.
+func (r *resource) tellAbsent(err error) {
+	if apierrors.IsForbidden(err) {
+		r.log.Warn("this program may not read a resource; Services are proxied without it. The rule that allows it: apiGroups ["+
+			r.group+"], resources ["+r.name+"], verbs [list, watch]", "resource", r.name, "asked-again-in", r.askAgain, "error", err)
+		return
+	}
+	r.log.Info("the API server has no such resource; Services are proxied without it", "resource", r.name, "group", r.group,
+		"asked-again-in", r.askAgain)
+}
+
+// absent reports whether the last answer was that there is no such resource for this program.
+func (r *resource) absent() bool {
+	r.mu.Lock()
+	defer r.mu.Unlock()
+	return r.state.Absent
+}
+
 func (r *resource) watching(open bool) {
 	r.mu.Lock()
 	defer r.mu.Unlock()
 	r.state.Watching = open
 }
 
-func (r *resource) synced() {
+// synced notes that all objects have been delivered, and reports whether that is so for the first time.
+func (r *resource) synced() bool {
 	r.mu.Lock()
 	defer r.mu.Unlock()
+	first := !r.state.Synced
 	r.state.Synced = true
+	return first
 }
 
 // listWatch is what a reflector asks for the objects.
-func (r *resource) listWatch(client any) cache.ListerWatcher {
-	return cache.ToListWatcherWithWatchListSemantics(&cache.ListWatch{
+func (r *resource) listWatch() cache.ListerWatcher {
+	return &cache.ListWatch{
 		ListWithContextFunc: func(ctx context.Context, o metav1.ListOptions) (runtime.Object, error) {
 			ctx, cancel := context.WithTimeoutCause(ctx, requestTimeout, errNoAnswer)
 			defer cancel()
-			list, err := r.list(ctx, r.narrowed(o))
+			list, err := r.list(ctx, o)
 			if err != nil {
 				err = because(ctx, err)
 				r.failed("list", err)
@@ -124,16 +168,15 @@ func (r *resource) listWatch(client any) cache.ListerWatcher {
 		},
 		WatchFuncWithContext: func(ctx context.Context, o metav1.ListOptions) (watch.Interface, error) {
 			w, err := r.openWatch(ctx, o)
+			if o.SendInitialEvents != nil && apierrors.IsInvalid(err) {
+				r.log.Debug("the API server does not stream lists; they are asked for as a whole", "resource", r.name)
+				return nil, err
+			}
 			if err != nil {
 				r.failed("watch", err)
 				return nil, err
 			}
 			return w, nil
 		},
-	}, client)
-}
-
-func (r *resource) narrowed(o metav1.ListOptions) metav1.ListOptions {
-	o.FieldSelector, o.LabelSelector = r.fields, r.labels
-	return o
+	}
 }

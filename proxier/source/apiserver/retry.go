@@ -20,7 +20,7 @@ const steadyFor = 10 * time.Second
 // keepWatching lists and watches until ctx ends. It differs from the reflector's own Run in that the waits begin anew
 // after a watch that went well, not only after minutes without a failure: after the restart of an API server, one
 // failure (of the connection) is followed by another (the versions it knows begin anew) as a rule.
-func keepWatching(ctx context.Context, reflector *cache.Reflector) {
+func keepWatching(ctx context.Context, reflector *cache.Reflector, r *resource) {
 	backoff := retries
 	for ctx.Err() == nil {
 		begun := time.Now()
@@ -28,9 +28,13 @@ func keepWatching(ctx context.Context, reflector *cache.Reflector) {
 		if time.Since(begun) >= steadyFor {
 			backoff = retries
 		}
+		pause := backoff.Step()
+		if r.absent() {
+			pause = wait.Jitter(r.askAgain, 0.2)
+		}
 		select {
 		case <-ctx.Done():
-		case <-time.After(backoff.Step()):
+		case <-time.After(pause):
 		}
 	}
 }

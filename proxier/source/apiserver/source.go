@@ -1,11 +1,12 @@
-// Package apiserver delivers the Services and EndpointSlices of a cluster, and the Node that this program runs on, as
-// they change at the API server.
+// Package apiserver delivers the Services, EndpointSlices and ServiceCIDRs of a cluster, and the Node that this program runs
+// on, as they change at the API server.
 //
 // It uses client-go's reflectors, the part of an informer that lists and watches, without an informer's cache: the
 // proxier keeps what it needs of an object in a form of its own, and nobody else asks for one.
 package apiserver
 
 import (
+	"cmp"
 	"context"
 	"errors"
 	"log/slog"
@@ -13,12 +14,7 @@ import (
 	"time"
 
 	v1 "k8s.io/api/core/v1"
-	discovery "k8s.io/api/discovery/v1"
-	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
-	"k8s.io/apimachinery/pkg/fields"
-	"k8s.io/apimachinery/pkg/runtime"
 	"k8s.io/apimachinery/pkg/types"
-	"k8s.io/client-go/kubernetes"
 	"k8s.io/client-go/tools/cache"
 	"k8s.io/utils/ptr"
 
@@ -28,9 +24,21 @@ import (
 // DefaultNodeTimeout is how long the Node is waited for by default.
 const DefaultNodeTimeout = 30 * time.Second
 
+// DefaultPodCIDRTimeout is how long those should wait for the Node's pod CIDRs who need them; kube-proxy waits as long.
+const DefaultPodCIDRTimeout = 5 * time.Minute
+
+const (
+	// optionalTimeout is how long optional resources are waited for when all else is there. Their coming later would only
+	// mean that everything is programmed twice.
+	optionalTimeout = 2 * time.Second
+	// askAgain is the wait before the API server is asked again for what it does not serve, or not to this program. Its
+	// version or the rights may change, but nobody is in a hurry.
+	askAgain = 10 * time.Minute
+)
+
 // Config says what to watch.
 type Config struct {
-	Client kubernetes.Interface
+	Client *Client
 	// NodeName is the name of this node's Node object, the only one that is watched.
 	NodeName string
 	// Silence is how long a watch may be silent before it is taken for dead and another is opened; zero means
@@ -39,9 +47,15 @@ type Config struct {
 	// NodeTimeout is how long the Node is waited for when all else is there; zero means DefaultNodeTimeout. An API server
 	// that does not tell of it must not keep all Services from working.
 	NodeTimeout time.Duration
-	Log         *slog.Logger
+	// PodCIDRTimeout is how long a Node with spec.podCIDRs is waited for when all else is there, instead of NodeTimeout for
+	// any Node; zero means that pod CIDRs are not waited for. It is for detect-local-mode NodeCIDR: without them the node's
+	// pods are not told from other clients.
+	PodCIDRTimeout time.Duration
+	Log            *slog.Logger
 	// Report receives what there is to say of objects; nil discards it.
 	Report source.Report
+
+	askAgain time.Duration // zero means the constant
 }
 
 // Source is a source.Source. It runs once.
@@ -53,7 +67,7 @@ type Source struct {
 	sink    source.Sink
 	missing map[*resource]bool // what has not been delivered for the first time
 	synced  bool
-	noNode  *time.Timer
+	lately  *time.Timer // set once nothing is missing but what is not waited for without end
 }
 
 // New returns a Source that makes no request before it runs.
@@ -70,49 +84,16 @@ func New(cfg Config) *Source {
 	s := &Source{cfg: cfg, resources: resources(cfg), missing: map[*resource]bool{}}
 	for _, r := range s.resources {
 		s.missing[r] = true
+		if r.optional {
+			r.unavailable = func() { s.notWaitedFor(r) }
+		}
 	}
 	return s
 }
 
-// The names of the resources, as the API has them.
-const (
-	services       = "services"
-	endpointSlices = "endpointslices"
-	nodes          = "nodes"
-)
-
-func resources(cfg Config) []*resource {
-	core, slices := cfg.Client.CoreV1(), cfg.Client.DiscoveryV1().EndpointSlices(metav1.NamespaceAll)
-	all := core.Services(metav1.NamespaceAll)
-	out := []*resource{{
-		name: services, example: &v1.Service{},
-		fields: fields.OneTermNotEqualSelector("spec.clusterIP", v1.ClusterIPNone).String(),
-		labels: "!" + labelProxyName,
-		list:   lister(all.List), watch: all.Watch,
-	}, {
-		name: endpointSlices, example: &discovery.EndpointSlice{},
-		labels: "!" + v1.IsHeadlessService,
-		list:   lister(slices.List), watch: slices.Watch,
-	}, {
-		name: nodes, example: &v1.Node{},
-		fields: fields.OneTermEqualSelector(metav1.ObjectNameField, cfg.NodeName).String(),
-		list:   lister(core.Nodes().List), watch: core.Nodes().Watch,
-	}}
-	for _, r := range out {
-		r.silence, r.log = cfg.Silence, cfg.Log
-	}
-	return out
-}
-
-// lister turns a typed list function into one that fits all.
-func lister[L runtime.Object](list func(context.Context, metav1.ListOptions) (L, error)) func(
-	context.Context, metav1.ListOptions) (runtime.Object, error) {
-	return func(ctx context.Context, o metav1.ListOptions) (runtime.Object, error) { return list(ctx, o) }
-}
-
 // Run delivers objects until ctx ends, and then returns nil: whatever the API server does, it is asked again, and what
-// has been delivered stays in force meanwhile. The first batch with Synced comes when all Services, EndpointSlices and the
-// Node, if there is one, have been delivered.
+// has been delivered stays in force meanwhile. The first batch with Synced comes when all Services, EndpointSlices,
+// ServiceCIDRs where they are served, and the Node, if there is one, have been delivered.
 func (s *Source) Run(ctx context.Context, sink source.Sink) error {
 	s.mu.Lock()
 	if s.sink != nil {
@@ -125,42 +106,17 @@ func (s *Source) Run(ctx context.Context, sink source.Sink) error {
 	var running sync.WaitGroup
 	for _, r := range s.resources {
 		objects := &store{resource: r, put: putInto[r.name], deliver: s.deliver, versions: map[types.NamespacedName]string{}}
-		reflector := cache.NewReflectorWithOptions(r.listWatch(s.cfg.Client), r.example, objects,
+		reflector := cache.NewReflectorWithOptions(r.listWatch(), r.example, objects,
 			cache.ReflectorOptions{Name: r.name, Backoff: ptr.To(retries)})
-		running.Go(func() { keepWatching(ctx, reflector) })
+		running.Go(func() { keepWatching(ctx, reflector, r) })
 	}
 	running.Wait()
 	s.mu.Lock()
 	defer s.mu.Unlock()
-	if s.noNode != nil {
-		s.noNode.Stop()
+	if s.lately != nil {
+		s.lately.Stop()
 	}
 	return nil
-}
-
-// putInto notes an object, or with nil that it is gone, in the part of a batch where it belongs.
-var putInto = map[string]func(*source.Batch, types.NamespacedName, any){
-	services: func(b *source.Batch, name types.NamespacedName, obj any) {
-		o, _ := obj.(*v1.Service)
-		if b.Services == nil {
-			b.Services = map[types.NamespacedName]*v1.Service{}
-		}
-		b.Services[name] = o
-	},
-	endpointSlices: func(b *source.Batch, name types.NamespacedName, obj any) {
-		o, _ := obj.(*discovery.EndpointSlice)
-		if b.EndpointSlices == nil {
-			b.EndpointSlices = map[types.NamespacedName]*discovery.EndpointSlice{}
-		}
-		b.EndpointSlices[name] = o
-	},
-	nodes: func(b *source.Batch, name types.NamespacedName, obj any) {
-		o, _ := obj.(*v1.Node)
-		if b.Nodes == nil {
-			b.Nodes = map[string]*v1.Node{}
-		}
-		b.Nodes[name.Name] = o
-	},
 }
 
 // deliver passes a batch on. complete is true for one after which everything that the API server has of the resource has
@@ -168,15 +124,11 @@ var putInto = map[string]func(*source.Batch, types.NamespacedName, any){
 func (s *Source) deliver(r *resource, b source.Batch, complete bool) {
 	s.mu.Lock()
 	defer s.mu.Unlock()
-	if complete && s.missing[r] {
+	if complete && r.synced() && r.name == nodes {
+		s.tellNode(b.Nodes[s.cfg.NodeName])
+	}
+	if s.missing[r] && s.enough(r, b, complete) {
 		delete(s.missing, r)
-		r.synced()
-		if r.name == nodes && len(b.Nodes) == 0 {
-			s.cfg.Report(source.Finding{
-				Severity: source.Problem, Object: "Node " + s.cfg.NodeName, Detail: "the cluster has no Node of this name",
-				Effect: "zone hints are not heeded, and node ports with addresses \"primary\" have none, until there is one",
-			})
-		}
 		b.Synced = s.nowSynced()
 	}
 	if !b.Empty() {
@@ -184,7 +136,47 @@ func (s *Source) deliver(r *resource, b source.Batch, complete bool) {
 	}
 }
 
-// nowSynced reports whether everything has been delivered as of now, once.
+// enough reports whether there is nothing more of a resource to wait for after a batch.
+func (s *Source) enough(r *resource, b source.Batch, complete bool) bool {
+	if r.name != nodes || s.cfg.PodCIDRTimeout == 0 {
+		return complete
+	}
+	return hasPodCIDRs(b.Nodes[s.cfg.NodeName])
+}
+
+func hasPodCIDRs(node *v1.Node) bool {
+	return node != nil && (len(node.Spec.PodCIDRs) > 0 || node.Spec.PodCIDR != "")
+}
+
+// tellNode says what is missing of the Node when the API server has told of all that there are for the first time.
+func (s *Source) tellNode(node *v1.Node) {
+	if node == nil {
+		s.cfg.Report(source.Finding{
+			Severity: source.Problem, Object: "Node " + s.cfg.NodeName, Detail: "the cluster has no Node of this name",
+			Effect: "zone hints are not heeded, and node ports with addresses \"primary\" have none, until there is one",
+		})
+	}
+	if s.cfg.PodCIDRTimeout > 0 && !hasPodCIDRs(node) {
+		s.cfg.Log.Info("waiting for the Node's spec.podCIDRs, which detect-local-mode NodeCIDR needs; the rules stay as they are",
+			"node", s.cfg.NodeName, "at-most", s.cfg.PodCIDRTimeout)
+	}
+}
+
+// notWaitedFor notes that the API server does not give this resource, as yet or ever.
+func (s *Source) notWaitedFor(r *resource) {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	if !s.missing[r] {
+		return
+	}
+	delete(s.missing, r)
+	if s.nowSynced() {
+		s.sink.Apply(source.Batch{Synced: true})
+	}
+}
+
+// nowSynced reports whether everything has been delivered as of now, once. Where what is missing is nothing to wait for
+// without end, it sets the time until which it is waited for.
 func (s *Source) nowSynced() bool {
 	if s.synced {
 		return false
@@ -193,25 +185,42 @@ func (s *Source) nowSynced() bool {
 		s.synced = true
 		return true
 	}
-	onlyNode := len(s.missing) == 1
+	var wait time.Duration
 	for r := range s.missing {
-		onlyNode = onlyNode && r.name == nodes
+		switch {
+		case r.optional:
+			wait = max(wait, optionalTimeout)
+		case r.name == nodes:
+			wait = max(wait, cmp.Or(s.cfg.PodCIDRTimeout, s.cfg.NodeTimeout))
+		default:
+			return false
+		}
 	}
-	if onlyNode && s.noNode == nil {
-		s.noNode = time.AfterFunc(s.cfg.NodeTimeout, s.goOnWithoutNode)
+	if s.lately != nil {
+		s.lately.Stop() // It was set when more was missing, for which to wait longer.
 	}
+	s.lately = time.AfterFunc(wait, s.goOn)
 	return false
 }
 
-func (s *Source) goOnWithoutNode() {
+// goOn declares all delivered, though something is missing.
+func (s *Source) goOn() {
 	s.mu.Lock()
 	defer s.mu.Unlock()
 	if s.synced {
 		return
 	}
 	s.synced = true
-	s.cfg.Log.Warn("the API server does not tell of this node; Services are proxied without regard to its zone and addresses",
-		"node", s.cfg.NodeName, "waited", s.cfg.NodeTimeout)
+	for r := range s.missing {
+		if r.name != nodes {
+			continue
+		}
+		effect := "the API server does not tell of this node; Services are proxied without regard to its zone and addresses"
+		if s.cfg.PodCIDRTimeout > 0 {
+			effect = "this node has no spec.podCIDRs yet; Services are proxied without them"
+		}
+		s.cfg.Log.Warn(effect, "node", s.cfg.NodeName, "waited", cmp.Or(s.cfg.PodCIDRTimeout, s.cfg.NodeTimeout))
+	}
 	s.sink.Apply(source.Batch{Synced: true})
 }
 

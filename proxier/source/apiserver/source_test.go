@@ -1,12 +1,15 @@
 package apiserver
 
 import (
+	"log/slog"
 	"net/http"
 	"strings"
 	"sync"
 	"testing"
 	"time"
 
+	v1 "k8s.io/api/core/v1"
+	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 	"k8s.io/apimachinery/pkg/types"
 	"k8s.io/apimachinery/pkg/watch"
 
@@ -20,7 +23,7 @@ var (
 
 func TestSyncedComesOnceAndLast(t *testing.T) {
 	t.Parallel()
-	for _, slow := range []string{services, endpointSlices, nodes} {
+	for _, slow := range []string{services, endpointSlices, nodes, serviceCIDRs} {
 		t.Run(slow, func(t *testing.T) {
 			t.Parallel()
 			f := newFakeAPI(t)
@@ -28,10 +31,11 @@ func TestSyncedComesOnceAndLast(t *testing.T) {
 			f.held[slow] = hold
 			f.lists[services] = serviceList(10, serviceAt(4, "first"))
 			f.lists[nodes] = nodeList("n1")
+			f.lists[serviceCIDRs] = serviceCIDRList("10.96.0.0/16")
 			s, sink := start(t, f, nil)
-			wait := 1 // a batch of the Service or of the Node; without EndpointSlices there is none of them
+			wait := 2 // batches of the Service, the Node and the ServiceCIDR; without EndpointSlices there is none of them
 			if slow == endpointSlices {
-				wait = 2
+				wait = 3
 			}
 			sink.sees("what is not slow", func() bool { return len(sink.batches) == wait })
 			time.Sleep(50 * time.Millisecond)
@@ -172,4 +176,174 @@ func TestNodeIsNotWaitedForForever(t *testing.T) {
 	f.set(func() { f.fail[nodes], f.lists[nodes] = 0, nodeList("n1") })
 	sink.sees("the Node", func() bool { return sink.batches[len(sink.batches)-1].Nodes["n1"] != nil })
 	sink.sees("Synced once", func() bool { return sink.synced == 1 })
+}
+
+// logged collects what is logged at level info or above.
+type logged struct {
+	mu   sync.Mutex
+	text strings.Builder
+}
+
+func (l *logged) Write(b []byte) (int, error) {
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	return l.text.Write(b)
+}
+
+func (l *logged) lines(with string) []string {
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	var out []string
+	for line := range strings.Lines(l.text.String()) {
+		if strings.Contains(line, with) {
+			out = append(out, line)
+		}
+	}
+	return out
+}
+
+// TestServiceCIDRsNotServed: where there are no ServiceCIDRs to read, nothing waits for them, it is said once, and they are
+// asked for again now and then.
+func TestServiceCIDRsNotServed(t *testing.T) {
+	t.Parallel()
+	for status, want := range map[int][2]string{
+		http.StatusNotFound:  {"level=INFO", "no such resource"},
+		http.StatusForbidden: {"level=WARN", "apiGroups [networking.k8s.io], resources [servicecidrs], verbs [list, watch]"},
+	} {
+		t.Run(http.StatusText(status), func(t *testing.T) {
+			t.Parallel()
+			f, log := newFakeAPI(t), &logged{}
+			f.fail[serviceCIDRs] = status
+			f.lists[services] = serviceList(10, serviceAt(4, "first"))
+			begun := time.Now()
+			s, sink := start(t, f, func(c *Config) {
+				c.askAgain, c.Log = 20*time.Millisecond, slog.New(slog.NewTextHandler(log, nil))
+			})
+			sink.sees("Synced", func() bool { return sink.synced == 1 && len(sink.services) == 1 })
+			if took := time.Since(begun); took >= optionalTimeout {
+				t.Errorf("they were waited for: %s", took)
+			}
+			sink.sees("further requests", func() bool {
+				f.mu.Lock()
+				defer f.mu.Unlock()
+				return f.asked[serviceCIDRs] >= 4
+			})
+			lines := log.lines(serviceCIDRs)
+			if len(lines) != 1 || !strings.Contains(lines[0], want[0]) || !strings.Contains(lines[0], want[1]) {
+				t.Errorf("logged %q, want one line with %q", lines, want)
+			}
+			if st := staleness(s, serviceCIDRs); !st.Absent || st.Synced {
+				t.Errorf("%+v, want it to be absent", st)
+			}
+			f.set(func() { f.fail[serviceCIDRs], f.lists[serviceCIDRs] = 0, serviceCIDRList("10.96.0.0/16") })
+			sink.sees("the ServiceCIDR", func() bool { return sink.batches[len(sink.batches)-1].ServiceCIDRs["kubernetes"] != nil })
+			if st := staleness(s, serviceCIDRs); st.Absent || !st.Synced {
+				t.Errorf("%+v, want it to be synced", st)
+			}
+			sink.sees("Synced once", func() bool { return sink.synced == 1 })
+		})
+	}
+}
+
+func staleness(s *Source, resource string) Staleness {
+	for _, st := range s.Staleness() {
+		if st.Resource == resource {
+			return st
+		}
+	}
+	return Staleness{}
+}
+
+// TestServiceCIDRsAreRarelyAskedFor: by default it takes minutes until they are asked for again.
+func TestServiceCIDRsAreRarelyAskedFor(t *testing.T) {
+	t.Parallel()
+	f := newFakeAPI(t)
+	f.fail[serviceCIDRs] = http.StatusNotFound
+	_, sink := start(t, f, nil)
+	sink.sees("Synced", func() bool { return sink.synced == 1 })
+	time.Sleep(1500 * time.Millisecond) // other failures are followed by an attempt within a second
+	f.mu.Lock()
+	defer f.mu.Unlock()
+	if n := f.asked[serviceCIDRs]; n != 1 {
+		t.Errorf("asked %d times", n)
+	}
+}
+
+// TestServiceCIDRsAreNotWaitedForLong: no answer at all to the question for them keeps no Service from working.
+func TestServiceCIDRsAreNotWaitedForLong(t *testing.T) {
+	t.Parallel()
+	f := newFakeAPI(t)
+	f.held[serviceCIDRs] = make(chan struct{})
+	f.lists[services] = serviceList(10, serviceAt(4, "first"))
+	_, sink := start(t, f, nil)
+	sink.sees("Synced", func() bool { return sink.synced == 1 && len(sink.services) == 1 })
+	f.set(func() { f.lists[serviceCIDRs] = serviceCIDRList("10.96.0.0/16") })
+	f.events[services] <- watch.Event{Type: watch.Deleted, Object: serviceAt(12, "first")}
+	sink.sees("a change", func() bool { return len(sink.services) == 0 })
+}
+
+// TestPodCIDRsAreWaitedFor: who needs the Node's podCIDRs gets Synced when they are there, or after a while.
+func TestPodCIDRsAreWaitedFor(t *testing.T) {
+	t.Parallel()
+	node := func(version string, podCIDRs ...string) *v1.Node {
+		return &v1.Node{TypeMeta: metav1.TypeMeta{Kind: "Node", APIVersion: "v1"},
+			ObjectMeta: metav1.ObjectMeta{Name: "n1", ResourceVersion: version}, Spec: v1.NodeSpec{PodCIDRs: podCIDRs}}
+	}
+	t.Run("they come", func(t *testing.T) {
+		t.Parallel()
+		f, log := newFakeAPI(t), &logged{}
+		f.lists[nodes] = nodeList("n1")
+		s, sink := start(t, f, func(c *Config) {
+			c.PodCIDRTimeout, c.NodeTimeout, c.Log = time.Minute, time.Millisecond, slog.New(slog.NewTextHandler(log, nil))
+			c.Report = func(f source.Finding) { t.Errorf("reported: %s", f) } // There is a Node, whatever else.
+		})
+		sink.sees("the Node", func() bool { return len(sink.batches) == 1 && sink.batches[0].Nodes["n1"] != nil })
+		f.events[nodes] <- watch.Event{Type: watch.Modified, Object: node("11")}
+		sink.sees("a change of it", func() bool { return len(sink.batches) == 2 })
+		f.set(func() {
+			f.lists[nodes] = &v1.NodeList{ListMeta: metav1.ListMeta{ResourceVersion: "11"}, Items: []v1.Node{*node("11")}}
+		})
+		f.expire(nodes) // a new list, in which the Node is as it was
+		sink.sees("another watch", func() bool { return f.watched(nodes) == 2 })
+		time.Sleep(50 * time.Millisecond)
+		sink.sees("no Synced yet", func() bool { return sink.synced == 0 })
+		if lines := log.lines("podCIDRs"); len(lines) != 1 {
+			t.Errorf("logged %q, want one line", lines)
+		}
+		if st := staleness(s, nodes); !st.Synced {
+			t.Errorf("%+v: all that there is has been delivered", st)
+		}
+		f.events[nodes] <- watch.Event{Type: watch.Modified, Object: node("12", "10.244.1.0/24")}
+		sink.sees("Synced with them", func() bool {
+			last := sink.batches[len(sink.batches)-1]
+			return sink.synced == 1 && last.Synced && last.Nodes["n1"] != nil
+		})
+	})
+	t.Run("they are there", func(t *testing.T) {
+		t.Parallel()
+		f := newFakeAPI(t)
+		f.lists[nodes] = &v1.NodeList{ListMeta: metav1.ListMeta{ResourceVersion: "10"}, Items: []v1.Node{*node("3", "10.244.1.0/24")}}
+		_, sink := start(t, f, func(c *Config) { c.PodCIDRTimeout = time.Minute })
+		sink.sees("Synced", func() bool { return sink.synced == 1 })
+	})
+	t.Run("they do not come", func(t *testing.T) {
+		t.Parallel()
+		f := newFakeAPI(t)
+		f.lists[nodes] = nodeList("n1")
+		_, sink := start(t, f, func(c *Config) { c.PodCIDRTimeout = 300 * time.Millisecond })
+		sink.sees("the Node", func() bool { return len(sink.batches) == 1 })
+		sink.sees("no Synced yet", func() bool { return sink.synced == 0 })
+		sink.sees("Synced", func() bool { return sink.synced == 1 })
+		f.events[nodes] <- watch.Event{Type: watch.Modified, Object: node("12", "10.244.1.0/24")}
+		sink.sees("them later", func() bool { return len(sink.batches) == 3 && sink.synced == 1 })
+	})
+	t.Run("there is no Node", func(t *testing.T) {
+		t.Parallel()
+		f := newFakeAPI(t)
+		_, sink := start(t, f, func(c *Config) { c.PodCIDRTimeout = time.Minute })
+		time.Sleep(100 * time.Millisecond)
+		sink.sees("no Synced yet", func() bool { return sink.synced == 0 })
+		f.events[nodes] <- watch.Event{Type: watch.Added, Object: node("12", "10.244.1.0/24")}
+		sink.sees("Synced with it", func() bool { return sink.synced == 1 })
+	})
 }

@@ -28,7 +28,7 @@ func because(ctx context.Context, err error) error {
 func (r *resource) openWatch(ctx context.Context, o metav1.ListOptions) (watch.Interface, error) {
 	ctx, cancel := context.WithCancelCause(ctx)
 	begin := time.AfterFunc(requestTimeout, func() { cancel(errNoAnswer) })
-	inner, err := r.watch(ctx, r.narrowed(o))
+	inner, err := r.watch(ctx, o)
 	if !begin.Stop() && err == nil {
 		inner.Stop()
 		err = errNoAnswer

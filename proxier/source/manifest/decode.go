@@ -13,12 +13,13 @@ import (
 	"go.yaml.in/yaml/v3"
 	v1 "k8s.io/api/core/v1"
 	discovery "k8s.io/api/discovery/v1"
+	networking "k8s.io/api/networking/v1"
 	"sigs.k8s.io/json"
 
 	"nodeproxy/proxier/source"
 )
 
-// objectID names an object. Nodes have no namespace.
+// objectID names an object. Nodes and ServiceCIDRs have no namespace.
 type objectID struct{ kind, namespace, name string }
 
 func (id objectID) String() string {
@@ -39,7 +40,7 @@ func (id objectID) String() string {
 // text when a new version of the file holds the same document.
 type body struct {
 	id     objectID // of a broken document: as far as it can be told
-	obj    any      // *v1.Service, *discovery.EndpointSlice, *legacyEndpoints, *v1.Pod or *v1.Node; nil for other kinds
+	obj    any      // a pointer to one of the types in object; nil for other kinds
 	issues []issue
 	bad    bool   // broken or refused: the last good version counts
 	prefix string // of field paths, within a List
@@ -156,7 +157,7 @@ func readHead(data []byte) head {
 
 func (h head) id() objectID {
 	id := objectID{kind: h.kind, namespace: h.namespace, name: h.name}
-	if id.kind == kindNode {
+	if id.kind == kindNode || id.kind == kindServiceCIDR {
 		id.namespace = ""
 	} else if id.namespace == "" && versions[h.kind] != "" {
 		id.namespace = v1.NamespaceDefault
@@ -251,6 +252,8 @@ func decodeJSON(data []byte, kind, apiVersion string) *body {
 		b.obj = read(data, c, setPodDefaults, checkPod)
 	case kindNode:
 		b.obj = read(data, c, setNodeDefaults, checkNode)
+	case kindServiceCIDR:
+		b.obj = read(data, c, setServiceCIDRDefaults, checkServiceCIDR)
 	default:
 		if isList(h.kind, h.apiVersion) {
 			checkList(data, c)
@@ -285,7 +288,7 @@ func checkList(data []byte, c *checker) {
 
 // kinds of objects that are read.
 type object interface {
-	v1.Service | discovery.EndpointSlice | legacyEndpoints | v1.Pod | v1.Node
+	v1.Service | discovery.EndpointSlice | legacyEndpoints | v1.Pod | v1.Node | networking.ServiceCIDR
 }
 
 // read decodes an object, sets the API's defaults and checks it as the API server would.

@@ -17,6 +17,10 @@ func slice(name, service, addressType string, lines ...string) string {
 		"\n  labels:\n    kubernetes.io/service-name: " + service + "\naddressType: " + addressType + "\n" + strings.Join(lines, "\n") + "\n"
 }
 
+func serviceCIDR(cidrs string) string {
+	return "apiVersion: networking.k8s.io/v1\nkind: ServiceCIDR\nmetadata: {name: a}\nspec: {cidrs: " + cidrs + "}\n"
+}
+
 // bystander is an object that must come through, whatever stands beside it.
 const bystander = "---\napiVersion: v1\nkind: Service\nmetadata: {name: bystander}\nspec: {ports: [{port: 80}]}\n"
 
@@ -91,6 +95,15 @@ var faults = map[string]struct {
 		"m.yaml:6: Service default/web: metadata.annotations[a/b/c]: \"a/b/c\" is no valid key", true},
 	"bad label": {service("web\n  labels:\n    a: 'x y'", onePort...),
 		`m.yaml:6: Service default/web: metadata.labels[a]: "x y" is no valid label value`, true},
+	"no range":     {serviceCIDR("[]"), "m.yaml:4: ServiceCIDR a: spec.cidrs: 0 ranges; a ServiceCIDR has one, or one of each family", false},
+	"bad range":    {serviceCIDR("[10.96.0.0]"), `m.yaml:4: ServiceCIDR a: spec.cidrs[0]: "10.96.0.0" is no CIDR`, false},
+	"mapped range": {serviceCIDR("['::ffff:10.96.0.0/112']"), `m.yaml:4: ServiceCIDR a: spec.cidrs[0]: "::ffff:10.96.0.0/112" is no CIDR`, false},
+	"unmasked range": {serviceCIDR("[10.96.0.1/16]"),
+		"m.yaml:4: ServiceCIDR a: spec.cidrs[0]: 10.96.0.1/16 has bits set behind its prefix; the range is 10.96.0.0/16", false},
+	"two of a family": {serviceCIDR("[10.96.0.0/16, 10.97.0.0/16]"),
+		"m.yaml:4: ServiceCIDR a: spec.cidrs[1]: 10.97.0.0/16 is the second range of its family", false},
+	"old ServiceCIDR": {strings.Replace(serviceCIDR("[10.96.0.0/16]"), "/v1", "/v1beta1", 1),
+		`m.yaml:1: ServiceCIDR a: apiVersion: "networking.k8s.io/v1beta1" has no kind ServiceCIDR; it is read in networking.k8s.io/v1`, false},
 	"no ports": {service("web", "type: ClusterIP"),
 		"m.yaml:5: Service default/web: spec.ports: required", false},
 	"port 0": {service("web", "ports:", "- port: 0"),
@@ -312,6 +325,17 @@ metadata: {name: c}
 note: m.yaml:1: Ingress a: ; not proxied
 note: m.yaml:6: ConfigMap x/b: ; not proxied
 note: m.yaml:10: Widget c: ; not proxied`)
+}
+
+func TestServiceCIDR(t *testing.T) {
+	t.Parallel()
+	b, f := load(t, serviceCIDR("[10.98.0.0/16, 'fd00:98::/112']")+"---\n"+service("web", "clusterIP: 10.96.0.2", "ports: [{port: 80}]"))
+	same(t, "objects", describe(b), "cidr a [10.98.0.0/16 fd00:98::/112]\nsvc default/web ClusterIP 10.96.0.2 :80/TCP->80")
+	for _, finding := range f {
+		if strings.Contains(finding.Object, "ServiceCIDR") {
+			t.Errorf("reported: %s", finding)
+		}
+	}
 }
 
 func TestDuplicates(t *testing.T) {

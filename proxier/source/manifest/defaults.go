@@ -5,6 +5,7 @@ import (
 
 	v1 "k8s.io/api/core/v1"
 	discovery "k8s.io/api/discovery/v1"
+	networking "k8s.io/api/networking/v1"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 	"k8s.io/apimachinery/pkg/util/intstr"
 )
@@ -127,3 +128,5 @@ func setPodDefaults(pod *v1.Pod) {
 }
 
 func setNodeDefaults(node *v1.Node) { node.Namespace = "" }
+
+func setServiceCIDRDefaults(c *networking.ServiceCIDR) { c.Namespace = "" }

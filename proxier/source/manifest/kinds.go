@@ -13,6 +13,7 @@ const (
 	kindEndpoints     = "Endpoints"
 	kindPod           = "Pod"
 	kindNode          = "Node"
+	kindServiceCIDR   = "ServiceCIDR"
 )
 
 // versions says in which API version each used kind is read.
@@ -22,6 +23,7 @@ var versions = map[string]string{
 	kindEndpoints:     "v1",
 	kindPod:           "v1",
 	kindNode:          "v1",
+	kindServiceCIDR:   "networking.k8s.io/v1",
 }
 
 // knownKinds lists the kinds of the API groups that come with Kubernetes, so that a slip of the pen in one of them can be
@@ -58,7 +60,7 @@ func kindProblem(kind, apiVersion string) (field, detail string) {
 		return "apiVersion", "no apiVersion is given"
 	case used && apiVersion == want:
 		return "", ""
-	case used && (!grouped || group == "discovery.k8s.io" || knownKinds[apiVersion] != nil):
+	case used && (!grouped || group == "discovery.k8s.io" || group == "networking.k8s.io" || knownKinds[apiVersion] != nil):
 		return "apiVersion", sayf("%.60q has no kind %s; it is read in %s", apiVersion, kind, want)
 	case !grouped && apiVersion != "v1":
 		return "apiVersion", sayf("there is no API version %.60q", apiVersion)
@@ -78,8 +80,8 @@ func whyNotProxied(kind string) string {
 		return "nothing here starts its Pods; a Service finds its endpoints in Pods with an address, Endpoints or EndpointSlices"
 	case "NetworkPolicy":
 		return "traffic is filtered by the network plugin"
-	case "ServiceCIDR", "IPAddress":
-		return "the range of cluster IPs comes from the configuration"
+	case "IPAddress":
+		return "which Service has which cluster IP is read from the Services"
 	}
 	return "it has no part in forwarding"
 }

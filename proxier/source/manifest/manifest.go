@@ -1,5 +1,5 @@
-// Package manifest turns a directory of manifests into the Services, EndpointSlices and Nodes of a cluster that has no API
-// server: it checks objects and sets defaults as that would, allocates cluster IPs and node ports, and makes EndpointSlices
+// Package manifest turns a directory of manifests into the Services, EndpointSlices, ServiceCIDRs and Nodes of a cluster that
+// has no API server: it checks objects and sets defaults as that would, allocates cluster IPs and node ports, and makes EndpointSlices
 // out of Pods and Endpoints as the controllers would.
 //
 // What it delivers is a pure function of the set of objects in force: how they are spread over files, the names of these
@@ -28,7 +28,7 @@ type Config struct {
 	// begin with a dot are left alone.
 	Path string
 	// ServiceCIDRs are the ranges of cluster IPs, at most one a family; the first is that of Services that ask for no
-	// family. Default: 10.96.0.0/16.
+	// family. Default: 10.96.0.0/16. ServiceCIDR objects in the manifests are delivered, but nothing is allotted from them.
 	ServiceCIDRs []netip.Prefix
 	// NodePorts is the range of node ports. Default: 30000-32767.
 	NodePorts PortRange

@@ -86,6 +86,9 @@ func describe(b source.Batch) string {
 	for _, name := range slices.Sorted(maps.Keys(b.Nodes)) {
 		lines = append(lines, "node "+name)
 	}
+	for name, c := range b.ServiceCIDRs {
+		lines = append(lines, fmt.Sprintf("cidr %s %s", name, c.Spec.CIDRs))
+	}
 	slices.Sort(lines)
 	return strings.Join(lines, "\n")
 }

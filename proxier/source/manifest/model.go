@@ -6,6 +6,7 @@ import (
 
 	v1 "k8s.io/api/core/v1"
 	discovery "k8s.io/api/discovery/v1"
+	networking "k8s.io/api/networking/v1"
 	"k8s.io/apimachinery/pkg/api/equality"
 	"k8s.io/apimachinery/pkg/types"
 
@@ -62,6 +63,7 @@ func (m *model) update(readings []*reading, gone []string) source.Batch {
 	m.batch = source.Batch{
 		Services:       map[types.NamespacedName]*v1.Service{},
 		EndpointSlices: map[types.NamespacedName]*discovery.EndpointSlice{},
+		ServiceCIDRs:   map[string]*networking.ServiceCIDR{},
 		Nodes:          map[string]*v1.Node{},
 	}
 	m.dirty, m.changed = map[types.NamespacedName]bool{}, map[types.NamespacedName]bool{}
@@ -169,6 +171,8 @@ func (m *model) settle(id objectID) {
 		m.setPod(as[v1.Pod](before), as[v1.Pod](after))
 	case kindNode:
 		m.setNode(id.name, as[v1.Node](after))
+	case kindServiceCIDR:
+		m.batch.ServiceCIDRs[id.name] = as[networking.ServiceCIDR](after)
 	}
 }
 

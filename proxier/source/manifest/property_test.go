@@ -25,7 +25,7 @@ func tightConfig() *Config {
 func drawObject(t *rapid.T, n int) string {
 	name := fmt.Sprintf("o%d", n)
 	app := rapid.SampledFrom([]string{"a", "b"}).Draw(t, "app")
-	switch rapid.SampledFrom([]string{"service", "service", "service", "pod", "slice", "endpoints", "node"}).Draw(t, "kind") {
+	switch rapid.SampledFrom([]string{"service", "service", "service", "pod", "slice", "endpoints", "node", "cidr"}).Draw(t, "kind") {
 	case "pod":
 		return strings.TrimPrefix(strings.Replace(pod(name, fmt.Sprintf("10.0.0.%d", n+1)), "app: web", "app: "+app, 1), "---\n")
 	case "slice":
@@ -35,6 +35,9 @@ func drawObject(t *rapid.T, n int) string {
 		return fmt.Sprintf("apiVersion: v1\nkind: Endpoints\nmetadata: {name: o%d}\nsubsets: [{addresses: [{ip: 10.2.0.1}], ports: [{port: 80}]}]\n", n)
 	case "node":
 		return "apiVersion: v1\nkind: Node\nmetadata: {name: node-a-" + name + ", labels: {topology.kubernetes.io/zone: z}}\n"
+	case "cidr":
+		return fmt.Sprintf("apiVersion: networking.k8s.io/v1\nkind: ServiceCIDR\nmetadata: {name: %s}\nspec: {cidrs: [10.%d.0.0/16]}\n",
+			name, rapid.IntRange(100, 103).Draw(t, "range"))
 	}
 	spec := []string{"type: " + rapid.SampledFrom([]string{"ClusterIP", "NodePort", "LoadBalancer"}).Draw(t, "type")}
 	if rapid.Bool().Draw(t, "selects") {
@@ -90,8 +93,13 @@ func (p *player) put(files map[string]string, gone ...string) {
 		}
 	}
 	for name, node := range p.all.Nodes {
-		if node == nil {
+		if node == nil || node.DeletionTimestamp != nil { // the latter is what Merge makes of one that is gone
 			delete(p.all.Nodes, name)
+		}
+	}
+	for name, cidr := range p.all.ServiceCIDRs {
+		if cidr == nil {
+			delete(p.all.ServiceCIDRs, name)
 		}
 	}
 }

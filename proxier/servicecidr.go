@@ -1,0 +1,59 @@
+package proxier
+
+import (
+	"fmt"
+	"maps"
+	"net/netip"
+	"slices"
+
+	networking "k8s.io/api/networking/v1"
+
+	"nodeproxy/proxier/plan"
+)
+
+// applyServiceCIDRs takes in what is new of ServiceCIDRs.
+func (s *State) applyServiceCIDRs(objects map[string]*networking.ServiceCIDR) {
+	if len(objects) == 0 {
+		return
+	}
+	for _, name := range slices.Sorted(maps.Keys(objects)) {
+		s.applyServiceCIDR(name, objects[name])
+	}
+	if now := s.serviceCIDRs(); !slices.Equal(now, s.plan.Settings.ServiceCIDRs) {
+		s.plan.Settings.ServiceCIDRs = now
+		s.rebuild = true
+	}
+}
+
+// applyServiceCIDR takes in a ServiceCIDR; nil means that it is gone. One that is being deleted still counts: it goes when
+// no Service has an address of it any more, as its finalizer has it (KEP-1880).
+func (s *State) applyServiceCIDR(name string, obj *networking.ServiceCIDR) {
+	f := &findings{object: "ServiceCIDR " + name}
+	delete(s.cidrs, name)
+	if obj != nil {
+		for i, text := range obj.Spec.CIDRs {
+			cidr, ok := parseCIDR(text)
+			if !ok {
+				f.problem(fmt.Sprintf("spec.cidrs[%d]", i), "this range is ignored", "%.80q is no CIDR", text)
+				continue
+			}
+			s.cidrs[name] = append(s.cidrs[name], cidr)
+		}
+	}
+	s.tell(f.object, f.list)
+}
+
+// serviceCIDRs are the ranges of the configuration and of all objects, in order, each once.
+func (s *State) serviceCIDRs() []netip.Prefix {
+	var out []netip.Prefix
+	for _, cidr := range s.given {
+		if cidr, ok := plan.Unmapped(cidr); ok {
+			out = append(out, cidr)
+		}
+	}
+	for _, cidrs := range s.cidrs {
+		out = append(out, cidrs...)
+	}
+	slices.SortFunc(out, netip.Prefix.Compare)
+	return slices.Compact(out)
+}

@@ -1,0 +1,53 @@
+package proxier
+
+import (
+	"net/netip"
+	"strconv"
+	"strings"
+
+	"nodeproxy/proxier/source"
+	"nodeproxy/topology"
+)
+
+// mostWrongWeights is how many wrong parts of one annotation are named each; a slice can have a thousand.
+const mostWrongWeights = 5
+
+// setWeights gives endpoints of a slice the weights that its annotation names for them, "ADDRESS=WEIGHT" with commas
+// between.
+func setWeights(text string, endpoints []topology.Endpoint, f *findings) {
+	wrong := 0
+	problem := func(detail string, args ...any) {
+		if wrong++; wrong <= mostWrongWeights {
+			f.problem(annotationField(source.AnnotationWeights), "this weight is ignored", detail, args...)
+		}
+	}
+	index := make(map[netip.Addr][]int, len(endpoints))
+	for i, ep := range endpoints {
+		index[ep.Addr.Addr()] = append(index[ep.Addr.Addr()], i)
+	}
+	for part := range strings.SplitSeq(text, ",") {
+		if part = strings.TrimSpace(part); part == "" {
+			continue
+		}
+		address, number, ok := strings.Cut(part, "=")
+		ip, isIP := parseIP(strings.TrimSpace(address))
+		weight, err := strconv.ParseUint(strings.TrimSpace(number), 10, 16)
+		switch at := index[ip]; {
+		case !ok || !isIP:
+			problem("%.80q is not of the form ADDRESS=WEIGHT", part)
+		case err != nil || weight == 0:
+			problem("%.80q: the weight is not within 1-65535", part)
+		case len(at) == 0:
+			problem("%.80q: the slice has no endpoint in use at this address", part)
+		case endpoints[at[0]].Weight != 0:
+			problem("%.80q: the address has a weight already, %d", part, endpoints[at[0]].Weight)
+		default:
+			for _, i := range at {
+				endpoints[i].Weight = uint16(weight)
+			}
+		}
+	}
+	if wrong > mostWrongWeights {
+		f.problem(annotationField(source.AnnotationWeights), "they are ignored", "%d more parts are wrong", wrong-mostWrongWeights)
+	}
+}
