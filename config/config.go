@@ -24,6 +24,9 @@ type Config struct {
 	API APIServer
 	// ServiceCIDRs are the ranges that cluster IPs are allotted from, at most one a family.
 	ServiceCIDRs []netip.Prefix
+	// ServiceCIDRsGiven is set where these are the ranges in use: with manifests, or by a flag. In a cluster, the default
+	// is but a guess.
+	ServiceCIDRsGiven bool
 	// NodePorts is the range that node ports are allotted from.
 	NodePorts PortRange
 	// IPTablesBackend is the implementation of iptables to use.

@@ -40,7 +40,7 @@ func defaults() Config {
 	return Config{
 		Mode: "iptables", NodeName: "node1", Manifests: "m",
 		API:          APIServer{ContentType: "application/vnd.kubernetes.protobuf", QPS: 5, Burst: 10},
-		ServiceCIDRs: prefixes("10.96.0.0/16"), NodePorts: PortRange{30000, 32767},
+		ServiceCIDRs: prefixes("10.96.0.0/16"), ServiceCIDRsGiven: true, NodePorts: PortRange{30000, 32767},
 		IPTablesBackend: iptables.Auto, MasqueradeBit: 14, LogLevel: "info", LogFormat: "text",
 		SyncPeriod: 30 * time.Second, OOMScoreAdj: -999,
 		Servers: Servers{

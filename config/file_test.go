@@ -155,14 +155,14 @@ func keptCases() []fileCase {
 		{"metricsBindAddress", `"[::1]:99"`, func(c *Config) { c.Servers.Metrics = netip.MustParseAddrPort("[::1]:99") }, later},
 		{"oomScoreAdj", "-5", func(c *Config) { c.OOMScoreAdj = -5 }, ""},
 		{"oomScoreAdj", "0", func(c *Config) { c.OOMScoreAdj = 0 }, ""},
-		{"conntrack.maxPerCore", "1", func(c *Config) { c.Conntrack.MaxPerCore = 1 }, later},
+		{"conntrack.maxPerCore", "1", func(c *Config) { c.Conntrack.MaxPerCore = 1 }, ""},
 		{"conntrack.maxPerCore", "0", func(c *Config) { c.Conntrack.MaxPerCore = 0 }, ""},
-		{"conntrack.min", "1", func(c *Config) { c.Conntrack.Min = 1 }, later},
-		{"conntrack.tcpEstablishedTimeout", "1m", func(c *Config) { c.Conntrack.TCPEstablishedTimeout = minute }, later},
-		{"conntrack.tcpCloseWaitTimeout", "1m", func(c *Config) { c.Conntrack.TCPCloseWaitTimeout = minute }, later},
-		{"conntrack.tcpBeLiberal", "true", func(c *Config) { c.Conntrack.TCPBeLiberal = true }, later},
-		{"conntrack.udpTimeout", "1m", func(c *Config) { c.Conntrack.UDPTimeout = minute }, later},
-		{"conntrack.udpStreamTimeout", "1m", func(c *Config) { c.Conntrack.UDPStreamTimeout = minute }, later},
+		{"conntrack.min", "1", func(c *Config) { c.Conntrack.Min = 1 }, ""},
+		{"conntrack.tcpEstablishedTimeout", "1m", func(c *Config) { c.Conntrack.TCPEstablishedTimeout = minute }, ""},
+		{"conntrack.tcpCloseWaitTimeout", "1m", func(c *Config) { c.Conntrack.TCPCloseWaitTimeout = minute }, ""},
+		{"conntrack.tcpBeLiberal", "true", func(c *Config) { c.Conntrack.TCPBeLiberal = true }, ""},
+		{"conntrack.udpTimeout", "1m", func(c *Config) { c.Conntrack.UDPTimeout = minute }, ""},
+		{"conntrack.udpStreamTimeout", "1m", func(c *Config) { c.Conntrack.UDPStreamTimeout = minute }, ""},
 		{"ipvs.syncPeriod", "1m", func(c *Config) { c.IPVS.SyncPeriod = minute }, forIPVS},
 		{"ipvs.minSyncPeriod", "1s", func(c *Config) { c.IPVS.MinSyncPeriod = time.Second }, forIPVS},
 		{"ipvs.scheduler", "wrr", func(c *Config) { c.IPVS.Scheduler = "wrr" }, forIPVS},
@@ -201,7 +201,7 @@ func TestEveryFieldOfTheFile(t *testing.T) {
 			}
 			want := defaults()
 			if strings.HasPrefix(tc.field, "clientConnection.kubeconfig") {
-				want.Manifests = ""
+				want.Manifests, want.ServiceCIDRsGiven = "", false
 			}
 			tc.change(&want)
 			var said []string
@@ -249,7 +249,7 @@ func TestKubeadm(t *testing.T) {
 		t.Fatal(err)
 	}
 	want := defaults()
-	want.Manifests = ""
+	want.Manifests, want.ServiceCIDRsGiven = "", false
 	want.API.Kubeconfig = "/var/lib/kube-proxy/kubeconfig.conf"
 	want.Settings.DetectLocal.CIDRs = prefixes("10.244.0.0/16")
 	if !reflect.DeepEqual(*got, want) {
@@ -276,8 +276,7 @@ func TestKubeProxysDefaults(t *testing.T) {
 	if !reflect.DeepEqual(*got, want) {
 		t.Errorf("got\n%+v\nwant\n%+v", *got, want)
 	}
-	wantIgnored := []string{"conntrack.maxPerCore", "conntrack.min", "conntrack.tcpCloseWaitTimeout",
-		"conntrack.tcpEstablishedTimeout", "healthzBindAddress", "iptables.syncPeriod", "metricsBindAddress"}
+	wantIgnored := []string{"healthzBindAddress", "iptables.syncPeriod", "metricsBindAddress"}
 	if !slices.Equal(ignored, wantIgnored) {
 		t.Errorf("without effect are %q, want %q", ignored, wantIgnored)
 	}

@@ -233,8 +233,7 @@ func TestFindings(t *testing.T) {
 		{"clusterCIDR: 10.0.0.0/8\nhostnameOverride: ''", "--hostname-override=x", nil},
 		{"clusterCIDR: 10.0.0.0/8\nclientConnection: {kubeconfig: k}", "", []string{"problem: FILE:4: " +
 			"clientConnection.kubeconfig: --manifests is given too; objects come from the manifests alone"}},
-		{"clusterCIDR: 10.0.0.0/8", "--conntrack-min=5 --conntrack-max-per-core=0 --profiling=false", []string{
-			"problem: --conntrack-min: no effect yet; it is ignored by this version"}},
+		{"clusterCIDR: 10.0.0.0/8", "--conntrack-min=5 --conntrack-max-per-core=0 --profiling=false", nil},
 		{"clusterCIDR: 10.0.0.0/8", "--logtostderr --healthz-port=7 --ipvs-strict-arp", []string{
 			"problem: --ipvs-strict-arp: no effect: it is for mode ipvs; it is ignored",
 			"problem: --logtostderr: it has no meaning here; it is ignored",

@@ -15,7 +15,6 @@ import (
 var notYet = []string{
 	"iptables.syncPeriod",
 	"bindAddress", "bindAddressHardFail", "healthzBindAddress", "metricsBindAddress", "enableProfiling",
-	"conntrack",
 }
 
 // noMeaning lists fields that stay without effect, and why.

@@ -85,8 +85,8 @@ func (e *Effective) understand(toRun bool) (*Config, error) {
 	k.otherModes(c)
 	if c.Mode == "ipvs" {
 		c.SyncPeriod, c.MinSyncPeriod = c.IPVS.SyncPeriod, c.IPVS.MinSyncPeriod
-		c.Settings.LocalhostNodePorts = false                         // IPVS drops what leaves the node with a loopback address.
-		if k.own.manifests != "" || k.given["--service-cidr"] != "" { // In a cluster, the default may not be so.
+		c.Settings.LocalhostNodePorts = false // IPVS drops what leaves the node with a loopback address.
+		if c.ServiceCIDRsGiven {
 			c.Settings.ServiceCIDRs = c.ServiceCIDRs
 		}
 	}
@@ -138,6 +138,7 @@ func (k *checker) manifests(c *Config) {
 	var err error
 	c.ServiceCIDRs, err = onePerFamily(k.own.serviceCIDR)
 	k.check("--service-cidr", err)
+	c.ServiceCIDRsGiven = k.own.manifests != "" || k.given["--service-cidr"] != ""
 	c.NodePorts, err = parsePorts(k.own.nodePortRange)
 	k.check("--service-node-port-range", err)
 }

@@ -14,6 +14,7 @@ import (
 	"nodeproxy/iptables"
 	"nodeproxy/ipvs"
 	"nodeproxy/proxier"
+	"nodeproxy/proxier/conntrack"
 	"nodeproxy/proxier/plan"
 	"nodeproxy/proxier/source"
 	"nodeproxy/proxier/source/apiserver"
@@ -26,6 +27,7 @@ type daemon struct {
 	log     *slog.Logger
 	backend backend
 	proxier *proxier.Proxier
+	flows   *conntrack.Reconciler // nil in mode ipvs
 	objects source.Source
 	from    string // names the source
 	// warn tells the cluster of what is wrong with the mode on this node, if there is a cluster.
@@ -45,18 +47,37 @@ func newDaemon(ctx context.Context, cfg *config.Config, report source.Report, lo
 	if err := d.open(ctx, report); err != nil {
 		return nil, err
 	}
+	trackConnections(cfg, report)
 	var err error
 	if d.backend, err = newBackend(cfg, d.warnAnd(report), log); err != nil {
 		d.warn(err.Error())
 		return nil, err
 	}
+	var programmed proxier.Backend = d.backend
+	if cfg.Mode == "iptables" { // IPVS forgets flows to what is gone by itself.
+		known := cfg.ServiceCIDRs
+		if !cfg.ServiceCIDRsGiven {
+			known = nil
+		}
+		d.flows = conntrack.New(conntrack.Config{Families: d.backend.Families(), ServiceCIDRs: known, Log: log})
+		programmed = d.flows.After(d.backend)
+	}
 	first := sync.OnceFunc(func() { close(d.inSync) })
 	d.proxier = proxier.New(proxier.Config{
-		NodeName: cfg.NodeName, Settings: cfg.Settings, Families: d.backend.Families(), Backend: d.backend,
+		NodeName: cfg.NodeName, Settings: cfg.Settings, Families: d.backend.Families(), Backend: programmed,
 		MinSyncPeriod: cfg.MinSyncPeriod, Report: report, Log: log,
 		AfterSync: func(*plan.Plan, plan.Keys, time.Duration) { first() },
 	})
 	return d, nil
+}
+
+// trackConnections makes the kernel track connections as configured.
+func trackConnections(cfg *config.Config, report source.Report) {
+	for _, u := range conntrack.Sysctls(cfg.Conntrack).Apply() {
+		report(source.Finding{
+			Severity: source.Problem, Field: u.Field, Detail: u.Error(), Effect: "connections are tracked by what is in force",
+		})
+	}
 }
 
 // warnAnd reports what is wrong with the mode as an event too.
@@ -93,6 +114,9 @@ func (d *daemon) run(ctx context.Context) error {
 		failed <- d.objects.Run(ctx, d.proxier)
 	}()
 	var beside sync.WaitGroup
+	if d.flows != nil {
+		beside.Go(func() { d.flows.Run(ctx) })
+	}
 	beside.Go(func() { d.runBeside(ctx) })
 	d.proxier.Run(ctx)
 	cancel()

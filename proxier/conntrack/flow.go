@@ -1,0 +1,121 @@
+package conntrack
+
+import (
+	"encoding/binary"
+	"net/netip"
+	"syscall"
+
+	"nodeproxy/proxier/plan"
+)
+
+// flow is what matters of an entry of the kernel's table.
+type flow struct {
+	family   plan.Family
+	protocol uint8 // as in IP headers
+	// dst is where the client sent its packets; from is who is to answer them.
+	dst, from netip.AddrPort
+	zone      bool // whether the flow is in a zone other than the default one
+	// id tells the entry from a later one of the same addresses and ports. orig is the tuple by which the kernel finds it,
+	// in its own form; it is valid as long as the buffer that the flow was read from.
+	id, orig []byte
+}
+
+// translated reports whether another address or port answers than the one that the client sent to.
+func (f *flow) translated() bool { return f.dst != f.from }
+
+// parse reads a flow from the payload of a message of the kernel's, and reports whether it is a whole one with ports.
+func (f *flow) parse(b []byte) bool {
+	*f = flow{}
+	if len(b) < nfgenmsgLen {
+		return false
+	}
+	switch b[0] {
+	case syscall.AF_INET:
+		f.family = plan.IPv4
+	case syscall.AF_INET6:
+		f.family = plan.IPv6
+	default:
+		return false
+	}
+	var orig, reply tuple
+	whole := attributes(b[nfgenmsgLen:], func(typ uint16, payload []byte) {
+		switch typ {
+		case attrOrig:
+			f.orig = payload
+			orig.parse(payload)
+		case attrReply:
+			reply.parse(payload)
+		case attrID:
+			f.id = payload
+		case attrZone:
+			f.zone = f.zone || nonZero(payload)
+		}
+	})
+	f.zone = f.zone || orig.zone || reply.zone
+	f.protocol, f.dst, f.from = orig.protocol, orig.dst(), reply.src()
+	return whole && orig.protocol == reply.protocol && f.dst.IsValid() && f.from.IsValid() &&
+		plan.FamilyOf(f.dst.Addr()) == f.family && plan.FamilyOf(f.from.Addr()) == f.family
+}
+
+// tuple is one direction of a flow.
+type tuple struct {
+	srcAddr, dstAddr netip.Addr
+	srcPort, dstPort uint16
+	protocol         uint8
+	zone             bool
+}
+
+func (t *tuple) src() netip.AddrPort { return netip.AddrPortFrom(t.srcAddr, t.srcPort) }
+func (t *tuple) dst() netip.AddrPort { return netip.AddrPortFrom(t.dstAddr, t.dstPort) }
+
+func (t *tuple) parse(b []byte) {
+	attributes(b, func(typ uint16, payload []byte) {
+		switch typ {
+		case attrTupleIP:
+			attributes(payload, func(typ uint16, payload []byte) {
+				switch typ {
+				case attrIPv4Src, attrIPv6Src:
+					t.srcAddr, _ = netip.AddrFromSlice(payload)
+				case attrIPv4Dst, attrIPv6Dst:
+					t.dstAddr, _ = netip.AddrFromSlice(payload)
+				}
+			})
+		case attrTupleProto:
+			attributes(payload, t.parseProtocol)
+		case attrTupleZone:
+			t.zone = nonZero(payload)
+		}
+	})
+}
+
+func (t *tuple) parseProtocol(typ uint16, payload []byte) {
+	switch {
+	case typ == attrProtoNum && len(payload) == 1:
+		t.protocol = payload[0]
+	case typ == attrSrcPort && len(payload) == 2:
+		t.srcPort = binary.BigEndian.Uint16(payload)
+	case typ == attrDstPort && len(payload) == 2:
+		t.dstPort = binary.BigEndian.Uint16(payload)
+	}
+}
+
+func nonZero(b []byte) bool {
+	for _, x := range b {
+		if x != 0 {
+			return true
+		}
+	}
+	return false
+}
+
+// deleteRequest appends a message that deletes this very entry, and not a later one in its place.
+func (f *flow) deleteRequest(m message, flags uint16, seq uint32) message {
+	start := len(m)
+	m = m.start(msgDelete, flags, seq, f.family)
+	m = m.attr(attrOrig|nested, f.orig...)
+	if len(f.id) > 0 {
+		m = m.attr(attrID, f.id...)
+	}
+	m.finish(start)
+	return m
+}

@@ -1,0 +1,252 @@
+package conntrack
+
+import (
+	"encoding/binary"
+	"fmt"
+	"log/slog"
+	"net/netip"
+	"os/exec"
+	"runtime"
+	"syscall"
+	"testing"
+
+	"github.com/vishvananda/netlink"
+	"github.com/vishvananda/netns"
+
+	"nodeproxy/proxier/plan"
+)
+
+// inNamespace runs f on a thread of its own in a new network namespace with its loopback up. The namespace goes with the
+// thread. Programs that f starts, and sockets that it makes, are in it; those of goroutines that it starts are not.
+func inNamespace(t testing.TB, f func()) {
+	t.Helper()
+	done := make(chan error, 1)
+	go func() {
+		// Never unlocked: the thread ends with the goroutine, and the namespace with the thread.
+		runtime.LockOSThread()
+		ns, err := netns.New()
+		if err != nil {
+			done <- fmt.Errorf("making a network namespace (these tests need root): %w", err)
+			return
+		}
+		defer ns.Close()
+		defer close(done)
+		lo, err := netlink.LinkByName("lo")
+		if err == nil {
+			err = netlink.LinkSetUp(lo)
+		}
+		if err != nil {
+			done <- err
+			return
+		}
+		f()
+	}()
+	if err := <-done; err != nil {
+		t.Fatal(err)
+	}
+}
+
+// entry describes a flow that inject makes.
+type entry struct {
+	protocol uint8
+	src, dst string // of the original direction
+	from, to string // source and destination of the replies; where empty, those of a flow that is not translated
+	zone     uint16
+}
+
+func (e entry) tuples() (src, dst, from, to netip.AddrPort) {
+	src, dst = netip.MustParseAddrPort(e.src), netip.MustParseAddrPort(e.dst)
+	from, to = dst, src
+	if e.from != "" {
+		from = netip.MustParseAddrPort(e.from)
+	}
+	if e.to != "" {
+		to = netip.MustParseAddrPort(e.to)
+	}
+	return src, dst, from, to
+}
+
+func appendTuple(m message, typ uint16, protocol uint8, src, dst netip.AddrPort) message {
+	v4 := src.Addr().Is4()
+	return m.nest(typ, func(m message) message {
+		m = m.nest(attrTupleIP, func(m message) message {
+			if v4 {
+				return m.attr(attrIPv4Src, src.Addr().AsSlice()...).attr(attrIPv4Dst, dst.Addr().AsSlice()...)
+			}
+			return m.attr(attrIPv6Src, src.Addr().AsSlice()...).attr(attrIPv6Dst, dst.Addr().AsSlice()...)
+		})
+		return m.nest(attrTupleProto, func(m message) message {
+			return m.attr(attrProtoNum, protocol).port(attrSrcPort, src.Port()).port(attrDstPort, dst.Port())
+		})
+	})
+}
+
+// create appends a message that puts a flow into the kernel's table for ten minutes.
+func (e entry) create(m message, flags uint16, seq uint32) message {
+	const attrTimeout = 7
+	src, dst, from, to := e.tuples()
+	start := len(m)
+	m = m.start(msgNew, syscall.NLM_F_REQUEST|syscall.NLM_F_CREATE|syscall.NLM_F_EXCL|flags, seq, plan.FamilyOf(src.Addr()))
+	m = appendTuple(m, attrOrig, e.protocol, src, dst)
+	m = appendTuple(m, attrReply, e.protocol, from, to)
+	m = m.attr(attrTimeout, binary.BigEndian.AppendUint32(nil, 600)...)
+	if e.zone != 0 {
+		m = m.port(attrZone, e.zone)
+	}
+	m.finish(start)
+	return m
+}
+
+// inject puts flows into the kernel's table of this thread's namespace.
+func inject(t testing.TB, entries ...entry) {
+	t.Helper()
+	c, err := openSocket()
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer c.Close()
+	buf := make([]byte, receiveBuffer)
+	for i, e := range entries {
+		if err := c.Send(e.create(nil, syscall.NLM_F_ACK, uint32(i))); err != nil {
+			t.Fatal(err)
+		}
+		n, err := c.Receive(buf)
+		if err == nil {
+			err = messages(buf[:n], func(_ header, payload []byte) error { return errnoOf(payload) })
+		}
+		if err != nil {
+			t.Fatalf("making the flow %+v: %v", e, err)
+		}
+	}
+}
+
+// held returns the sources of the flows in the table of this thread's namespace that one of the entries describes.
+func held(t testing.TB, entries []entry) map[string]bool {
+	t.Helper()
+	out := map[string]bool{}
+	noFilter := true
+	for _, f := range plan.Families {
+		for _, p := range protocols {
+			table, err := openTable(openSocket, &noFilter)
+			if err != nil {
+				t.Fatal(err)
+			}
+			_, _, err = table.removeIf(t.Context(), filter{family: f, protocol: protocolNumber(p)}, func(fl *flow) bool {
+				var orig tuple
+				orig.parse(fl.orig)
+				for _, e := range entries {
+					src, dst, from, _ := e.tuples()
+					if src == orig.src() && dst == fl.dst && from == fl.from && e.protocol == fl.protocol {
+						out[e.src] = true
+					}
+				}
+				return false
+			})
+			table.close()
+			if err != nil {
+				t.Fatal(err)
+			}
+		}
+	}
+	return out
+}
+
+// wantHeld checks which of the entries are left, by their sources.
+func wantHeld(t testing.TB, entries []entry, want ...string) {
+	t.Helper()
+	got := held(t, entries)
+	for _, w := range want {
+		if !got[w] {
+			t.Errorf("the flow from %s was removed, but should have stayed", w)
+		}
+		delete(got, w)
+	}
+	for s := range got {
+		t.Errorf("the flow from %s is still there", s)
+	}
+}
+
+func newReconciler(change func(*Config)) *Reconciler {
+	cfg := Config{Families: plan.Families[:], Log: slog.New(slog.DiscardHandler)}
+	if change != nil {
+		change(&cfg)
+	}
+	return New(cfg)
+}
+
+// mustPass does one pass.
+func mustPass(t testing.TB, r *Reconciler) {
+	t.Helper()
+	if _, err := r.pass(t.Context()); err != nil {
+		t.Fatal(err)
+	}
+}
+
+func sh(t testing.TB, command string) string {
+	t.Helper()
+	out, err := exec.Command("sh", "-ec", command).CombinedOutput()
+	if err != nil {
+		t.Fatalf("%s: %v: %s", command, err, out)
+	}
+	return string(out)
+}
+
+// service makes a ServicePort with a cluster IP and endpoints in use.
+func service(name string, protocol plan.Protocol, clusterIP string, endpoints ...string) *plan.ServicePort {
+	at := netip.MustParseAddrPort(clusterIP)
+	sp := &plan.ServicePort{
+		Key: plan.Key{Service: plan.Service{Namespace: "default", Name: name}, Protocol: protocol,
+			Family: plan.FamilyOf(at.Addr())},
+		Frontends: []plan.Frontend{
+			{Kind: plan.ClusterIP, Addr: at.Addr(), Protocol: protocol, Port: at.Port()},
+		},
+	}
+	for _, e := range endpoints {
+		sp.Cluster = append(sp.Cluster, plan.Endpoint{Addr: netip.MustParseAddrPort(e)})
+	}
+	sp.Any = len(endpoints) > 0
+	return sp
+}
+
+func withNodePort(sp *plan.ServicePort, port uint16) *plan.ServicePort {
+	sp.Frontends = append(sp.Frontends, plan.Frontend{Kind: plan.NodePort, Protocol: sp.Key.Protocol, Port: port})
+	return sp
+}
+
+// TestDeletesThatEntryOnly: a flow that was made anew since it was read, with the same addresses and ports, is not
+// deleted in the place of the one that was read.
+func TestDeletesThatEntryOnly(t *testing.T) {
+	t.Parallel()
+	inNamespace(t, func() {
+		flows := fromPort("10.244.1.9", []entry{{protocol: protoUDP, dst: "10.96.0.10:53"}}, 1)
+		inject(t, flows...)
+		noFilter := false
+		remove := func(change func(*flow)) (read, deleted int) {
+			table, err := openTable(openSocket, &noFilter)
+			if err != nil {
+				t.Fatal(err)
+			}
+			defer table.close()
+			read, deleted, err = table.removeIf(t.Context(), filter{family: plan.IPv4, protocol: protoUDP}, func(fl *flow) bool {
+				if len(fl.id) == 0 {
+					t.Error("the kernel gives no id")
+				}
+				change(fl)
+				return true
+			})
+			if err != nil {
+				t.Error(err)
+			}
+			return read, deleted
+		}
+		other := func(fl *flow) { fl.id = []byte{fl.id[0] ^ 1, fl.id[1], fl.id[2], fl.id[3]} }
+		if read, deleted := remove(other); read != 1 || deleted != 0 {
+			t.Errorf("with another id: read %d, deleted %d", read, deleted)
+		}
+		wantHeld(t, flows, flows[0].src)
+		if read, deleted := remove(func(*flow) {}); read != 1 || deleted != 1 {
+			t.Errorf("with its id: read %d, deleted %d", read, deleted)
+		}
+		wantHeld(t, flows)
+	})
+}
