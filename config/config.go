@@ -50,6 +50,8 @@ type Config struct {
 	OOMScoreAdj int
 	// LogLevel is debug, info, warn or error; LogFormat is text or json.
 	LogLevel, LogFormat string
+	// Configz is the configuration as /configz shows it: a KubeProxyConfiguration of version v1alpha1.
+	Configz any
 	// Findings are what the user should know about this configuration: values that were overridden, and those without
 	// effect.
 	Findings []source.Finding

@@ -72,7 +72,6 @@ type fileCase struct {
 }
 
 const (
-	later    = "no effect yet; it is ignored by this version"
 	windows  = "no effect: it is for Windows; it is ignored"
 	oneLog   = "no effect: there is one stream for the log, without a buffer; it is ignored"
 	forIPVS  = "no effect: it is for mode ipvs; it is ignored"
@@ -113,7 +112,7 @@ func fileCases() []fileCase {
 		{"iptables.masqueradeAll", "yes", func(c *Config) { c.Settings.MasqueradeAll = true }, ""},
 		{"iptables.localhostNodePorts", "false", func(c *Config) { c.Settings.LocalhostNodePorts = false }, ""},
 		{"iptables.minSyncPeriod", "1s", func(c *Config) { c.MinSyncPeriod = time.Second }, ""},
-		{"iptables.syncPeriod", "1m", func(c *Config) { c.SyncPeriod = time.Minute }, later},
+		{"iptables.syncPeriod", "1m", func(c *Config) { c.SyncPeriod = time.Minute }, ""},
 		{"logging.format", "json", func(c *Config) { c.LogFormat = "json" }, ""},
 		{"logging.verbosity", "5", func(c *Config) { c.LogLevel = "debug" }, ""},
 		{"featureGates", "{A: true}", nothing, "no effect: there are no feature gates; it is ignored"},
@@ -142,17 +141,17 @@ func fileCases() []fileCase {
 func keptCases() []fileCase {
 	minute := time.Minute
 	return []fileCase{
-		{"bindAddress", "10.0.0.1", func(c *Config) { c.Servers.Bind = netip.MustParseAddr("10.0.0.1") }, later},
+		{"bindAddress", "10.0.0.1", func(c *Config) { c.Servers.Bind = netip.MustParseAddr("10.0.0.1") }, ""},
 		{"bindAddress", `"::"`, func(c *Config) {
 			c.Servers.Bind, c.Servers.Healthz = netip.IPv6Unspecified(), netip.MustParseAddrPort("[::]:10256")
 			c.Servers.Metrics = netip.MustParseAddrPort("[::1]:10249")
 		}, ""},
-		{"bindAddressHardFail", "true", func(c *Config) { c.Servers.HardFail = true }, later},
-		{"enableProfiling", "true", func(c *Config) { c.Servers.Profiling = true }, later},
+		{"bindAddressHardFail", "true", func(c *Config) { c.Servers.HardFail = true }, ""},
+		{"enableProfiling", "true", func(c *Config) { c.Servers.Profiling = true }, ""},
 		{"healthzBindAddress", "10.0.0.1", func(c *Config) {
 			c.Servers.Healthz = netip.MustParseAddrPort("10.0.0.1:10256")
-		}, later},
-		{"metricsBindAddress", `"[::1]:99"`, func(c *Config) { c.Servers.Metrics = netip.MustParseAddrPort("[::1]:99") }, later},
+		}, ""},
+		{"metricsBindAddress", `"[::1]:99"`, func(c *Config) { c.Servers.Metrics = netip.MustParseAddrPort("[::1]:99") }, ""},
 		{"oomScoreAdj", "-5", func(c *Config) { c.OOMScoreAdj = -5 }, ""},
 		{"oomScoreAdj", "0", func(c *Config) { c.OOMScoreAdj = 0 }, ""},
 		{"conntrack.maxPerCore", "1", func(c *Config) { c.Conntrack.MaxPerCore = 1 }, ""},
@@ -210,7 +209,7 @@ func TestEveryFieldOfTheFile(t *testing.T) {
 					said = append(said, f.String())
 				}
 			}
-			got.Findings = nil
+			got.Findings, got.Configz = nil, nil
 			if !reflect.DeepEqual(*got, want) {
 				t.Errorf("got\n%+v\nwant\n%+v", *got, want)
 			}
@@ -234,7 +233,7 @@ func TestEveryFieldOfTheFile(t *testing.T) {
 // TestListsOfGaps name fields that exist.
 func TestListsOfGaps(t *testing.T) {
 	t.Parallel()
-	for _, field := range append(sortedKeys(noMeaning), notYet...) {
+	for _, field := range sortedKeys(noMeaning) {
 		if _, ok := lookup(&proxyconfig.KubeProxyConfiguration{}, field); !ok {
 			t.Errorf("there is no field %s", field)
 		}
@@ -252,6 +251,7 @@ func TestKubeadm(t *testing.T) {
 	want.Manifests, want.ServiceCIDRsGiven = "", false
 	want.API.Kubeconfig = "/var/lib/kube-proxy/kubeconfig.conf"
 	want.Settings.DetectLocal.CIDRs = prefixes("10.244.0.0/16")
+	got.Configz = nil
 	if !reflect.DeepEqual(*got, want) {
 		t.Errorf("got\n%+v\nwant\n%+v", *got, want)
 	}
@@ -272,13 +272,12 @@ func TestKubeProxysDefaults(t *testing.T) {
 			ignored = append(ignored, f.Field)
 		}
 	}
-	got.Findings = nil
+	got.Findings, got.Configz = nil, nil
 	if !reflect.DeepEqual(*got, want) {
 		t.Errorf("got\n%+v\nwant\n%+v", *got, want)
 	}
-	wantIgnored := []string{"healthzBindAddress", "iptables.syncPeriod", "metricsBindAddress"}
-	if !slices.Equal(ignored, wantIgnored) {
-		t.Errorf("without effect are %q, want %q", ignored, wantIgnored)
+	if len(ignored) > 0 {
+		t.Errorf("without effect are %q", ignored)
 	}
 }
 

@@ -10,13 +10,6 @@ import (
 	"nodeproxy/proxier/source"
 )
 
-// notYet lists fields, or groups of them, that are read and validated, but that nothing acts on so far. Whoever makes one
-// effective takes it out here.
-var notYet = []string{
-	"iptables.syncPeriod",
-	"bindAddress", "bindAddressHardFail", "healthzBindAddress", "metricsBindAddress", "enableProfiling",
-}
-
 // noMeaning lists fields that stay without effect, and why.
 var noMeaning = map[string]string{
 	"featureGates":                "there are no feature gates",
@@ -129,14 +122,8 @@ func (e *Effective) gap(field string) (detail, effect string) {
 			return "", ""
 		}
 	}
-	unspecified := field == "bindAddress" && (written(now) == "0.0.0.0" || written(now) == "::")
-	if empty(now) || unspecified {
+	if empty(now) {
 		return "", ""
-	}
-	for _, group := range notYet {
-		if field == group || strings.HasPrefix(field, group+".") {
-			return "no effect yet", "it is ignored by this version"
-		}
 	}
 	var usual values
 	usual.defaults()

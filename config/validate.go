@@ -66,6 +66,7 @@ func (e *Effective) understand(toRun bool) (*Config, error) {
 			ContentType: kp.ClientConnection.ContentType, AcceptContentTypes: kp.ClientConnection.AcceptContentTypes,
 			QPS: kp.ClientConnection.QPS, Burst: int(kp.ClientConnection.Burst),
 		},
+		Configz:  *kp,
 		Findings: e.findings(),
 	}
 	if own.manifests != "" {

@@ -122,6 +122,7 @@ func (f *Flags) understand(data []byte) (*Config, error) {
 func sameEffect(a, b *Config) bool {
 	x, y := *a, *b
 	x.Findings, y.Findings = nil, nil
+	x.Configz, y.Configz = nil, nil
 	return reflect.DeepEqual(x, y)
 }
 

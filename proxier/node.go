@@ -19,6 +19,12 @@ func (s *State) applyNode(obj *v1.Node) {
 		return
 	}
 	node, podCIDRs, found := readNode(obj)
+	if s.nodeIP.IsValid() {
+		node.IPs = slices.DeleteFunc(node.IPs, func(a netip.Addr) bool {
+			return plan.FamilyOf(a) == plan.FamilyOf(s.nodeIP)
+		})
+		node.IPs = append(node.IPs, s.nodeIP)
+	}
 	detect := &s.plan.Settings.DetectLocal
 	if detect.Mode == plan.DetectNodeCIDR && !slices.Equal(detect.CIDRs, podCIDRs) {
 		detect.CIDRs = podCIDRs

@@ -3,6 +3,7 @@ package proxier
 import (
 	"context"
 	"log/slog"
+	"net/netip"
 	"sync"
 	"time"
 
@@ -31,12 +32,36 @@ type Config struct {
 	// begins after a rest as long as that sync took, so that changes never keep the machine busy for more than half of
 	// the time.
 	MinSyncPeriod time.Duration
-	// AfterSync, if set, is called after each successful sync, in the goroutine that runs the Proxier: p is not to be kept,
-	// since it changes, and what takes long is to be done elsewhere. changed is as it was for the Backend.
-	AfterSync func(p *plan.Plan, changed plan.Keys, took time.Duration)
+	// CompareEvery is how often everything is compared with the kernel even if nothing changed, so that what others have
+	// changed there is mended; zero for never. Where a comparison takes long, it is done less often: it takes up no more
+	// than one part in 200 of the time.
+	CompareEvery time.Duration
+	// NodeIP, if valid, is the node's own address of its family, whatever the Node object says.
+	NodeIP netip.Addr
+	// Observer is told how it goes; nil for nobody.
+	Observer Observer
 	// Report receives what owners of objects should know; nil discards it.
 	Report source.Report
 	Log    *slog.Logger
+}
+
+// Observer is told how changes make their way to the kernel. Its methods must not block, nor call the Proxier.
+type Observer interface {
+	// Queued tells of a batch that waits for a sync. synced is true once all objects have been delivered, with this batch.
+	Queued(b source.Batch, synced bool)
+	// Taken tells that all batches that waited have been taken for a sync. It is not called before all objects are there.
+	Taken()
+	// Synced tells how that sync went. changed is as in Backend.Sync; p is not to be kept.
+	Synced(p *plan.Plan, changed plan.Keys, r Result)
+}
+
+// Result is how one sync went.
+type Result struct {
+	Err                  error
+	Retry                bool          // the one before had failed
+	Apply, Plan, Backend time.Duration // how long its stages took; Backend is 0 where nothing had to be written
+	Triggers             []Trigger     // of what it has programmed
+	Eligible             bool          // as State.NodeEligible
 }
 
 // The wait after a failed sync doubles from the first to the second of these.
@@ -45,27 +70,42 @@ const (
 	lastRetry  = 30 * time.Second
 )
 
+// compareShare is how many times as long as a comparison of everything takes there is none.
+const compareShare = 200
+
 // longestRest is how long changes may have to wait at most for the sake of a sync that took long.
 const longestRest = time.Second
 
 // Proxier receives batches of objects, and syncs its backend whenever they change the plan.
 type Proxier struct {
-	cfg   Config
-	state *State // only Run's goroutine uses it
-	wake  chan struct{}
+	cfg  Config
+	wake chan struct{}
+
+	// Only Run's goroutine uses what follows.
+	state    *State
+	full     bool          // nothing may be assumed about the kernel
+	retry    time.Duration // how long to wait after the failed sync that came last; 0 if it did not fail
+	inSync   bool          // there was a sync that did not fail
+	triggers []Trigger     // of changes that no sync has programmed yet
+	// compared is when everything was compared with the kernel last, and comparing how long that took.
+	compared  time.Time
+	comparing time.Duration
 
 	mu      sync.Mutex
 	pending source.Batch
+	synced  bool // a batch with Synced has come
 	resync  bool // everything is to be compared with the kernel
 }
 
 // New returns a Proxier that does nothing until it runs.
 func New(cfg Config) *Proxier {
-	return &Proxier{
+	p := &Proxier{
 		cfg:   cfg,
 		state: NewState(cfg.NodeName, cfg.Settings, cfg.Families, cfg.Report),
 		wake:  make(chan struct{}, 1),
 	}
+	p.state.nodeIP = cfg.NodeIP
+	return p
 }
 
 // Apply notes a batch down; it never waits for a sync. Of an object that changes again before it is used, only the last
@@ -73,6 +113,10 @@ func New(cfg Config) *Proxier {
 func (p *Proxier) Apply(b source.Batch) {
 	p.mu.Lock()
 	p.pending.Merge(b)
+	p.synced = p.synced || b.Synced
+	if p.cfg.Observer != nil {
+		p.cfg.Observer.Queued(b, p.synced) // with the lock held, so that Taken can't come between
+	}
 	p.mu.Unlock()
 	p.rouse()
 }
@@ -94,83 +138,105 @@ func (p *Proxier) rouse() {
 
 // Run keeps the backend in step until ctx ends. It leaves the rules in place when it returns: traffic flows on without it.
 func (p *Proxier) Run(ctx context.Context) {
-	retry := time.Duration(0)
-	full := false // whether the last sync failed, so that nothing may be assumed about the kernel
-	inSync := false
-	for {
-		var again <-chan time.Time
-		if retry > 0 {
-			again = time.After(retry)
-		}
-		select {
-		case <-ctx.Done():
-			return
-		case <-again:
-		case <-p.wakeUnless(retry > 0):
-		}
-		if ctx.Err() != nil { // select takes any of what is ready
-			return
-		}
-		batch, resync := p.take()
-		p.state.Apply(batch)
-		full = full || resync
-		if !p.state.Synced() {
-			continue
-		}
-		start := time.Now()
-		desired, changed := p.state.Update()
-		if changed != nil && len(changed) == 0 && !full {
-			continue
-		}
-		if full {
+	for p.wait(ctx) {
+		p.round(ctx)
+	}
+}
+
+// wait returns when there is something to do, or false when ctx ends.
+func (p *Proxier) wait(ctx context.Context) bool {
+	var again, compare <-chan time.Time
+	wake := p.wake
+	switch {
+	case p.retry > 0: // Batches that arrive meanwhile go into that sync.
+		wake, again = nil, time.After(p.retry)
+	case p.cfg.CompareEvery > 0 && !p.compared.IsZero():
+		compare = time.After(time.Until(p.compared.Add(max(p.cfg.CompareEvery, compareShare*p.comparing))))
+	}
+	select {
+	case <-ctx.Done():
+	case <-again:
+	case <-wake:
+	case <-compare:
+		p.full = true
+	}
+	return ctx.Err() == nil // select takes any of what is ready
+}
+
+// round takes what has arrived, and syncs the backend if that changes anything.
+func (p *Proxier) round(ctx context.Context) {
+	begin := time.Now()
+	batch, resync := p.take()
+	p.state.Apply(batch)
+	p.full = p.full || resync
+	if !p.state.Synced() {
+		return
+	}
+	start := time.Now()
+	result := Result{Retry: p.retry > 0, Apply: start.Sub(begin), Eligible: p.state.NodeEligible()}
+	desired, changed := p.state.Update()
+	p.triggers = append(p.triggers, p.state.Triggers()...)
+	result.Plan = time.Since(start)
+	idle := changed != nil && len(changed) == 0 && !p.full
+	if !idle {
+		if p.full {
 			changed = nil
 		}
-		p.warnOnce(&inSync)
-		err := p.cfg.Backend.Sync(ctx, desired, changed)
+		p.warnOnce()
+		writing := time.Now()
+		result.Err = p.cfg.Backend.Sync(ctx, desired, changed)
 		if ctx.Err() != nil {
 			return
 		}
-		if full = err != nil; full {
-			retry = min(max(2*retry, firstRetry), lastRetry)
-			p.cfg.Log.Error("sync failed; the kernel keeps what it has and everything is compared and written anew",
-				"retry-in", retry, "error", err)
-			continue
-		}
-		retry = 0
-		level := slog.LevelDebug
-		if !inSync {
-			inSync, level = true, slog.LevelInfo
-		}
-		took := time.Since(start)
-		p.cfg.Log.Log(ctx, level, "in sync", "took", took.Round(10*time.Microsecond), "changed", len(changed),
-			"service-ports", len(desired.Services))
-		if p.cfg.AfterSync != nil {
-			p.cfg.AfterSync(desired, changed, took)
-		}
+		result.Backend = time.Since(writing)
+		p.ended(ctx, desired, changed, start, result.Err)
+	}
+	if result.Err == nil {
+		result.Triggers, p.triggers = p.triggers, nil
+	}
+	if p.cfg.Observer != nil {
+		p.cfg.Observer.Synced(desired, changed, result)
+	}
+	if !idle && result.Err == nil {
 		p.pause(ctx, start, changed == nil)
 	}
 }
 
-// wakeUnless returns the channel of new batches, or none while a failed sync waits for its retry: batches that arrive
-// meanwhile go into that.
-func (p *Proxier) wakeUnless(waiting bool) <-chan struct{} {
-	if waiting {
-		return nil
+// ended notes how a sync went.
+func (p *Proxier) ended(ctx context.Context, desired *plan.Plan, changed plan.Keys, start time.Time, err error) {
+	if p.full = err != nil; p.full {
+		p.retry = min(max(2*p.retry, firstRetry), lastRetry)
+		p.cfg.Log.Error("sync failed; the kernel keeps what it has and everything is compared and written anew",
+			"retry-in", p.retry, "error", err)
+		return
 	}
-	return p.wake
+	p.retry = 0
+	took := time.Since(start)
+	if changed == nil {
+		p.compared, p.comparing = time.Now(), took
+	}
+	level := slog.LevelDebug
+	if !p.inSync {
+		p.inSync, level = true, slog.LevelInfo
+	}
+	p.cfg.Log.Log(ctx, level, "in sync", "took", took.Round(10*time.Microsecond), "changed", len(changed),
+		"service-ports", len(desired.Services))
 }
 
 func (p *Proxier) take() (b source.Batch, resync bool) {
 	p.mu.Lock()
 	defer p.mu.Unlock()
+	if p.synced && p.cfg.Observer != nil {
+		p.cfg.Observer.Taken()
+	}
 	b, resync = p.pending, p.resync
 	p.pending, p.resync = source.Batch{}, false
 	return b, resync
 }
 
 // warnOnce tells, before the first sync, of settings that can't take effect.
-func (p *Proxier) warnOnce(inSync *bool) {
-	if !*inSync && p.state.podCIDRsMissing() {
+func (p *Proxier) warnOnce() {
+	if !p.inSync && p.state.podCIDRsMissing() {
 		p.cfg.Log.Warn("detect-local-mode is NodeCIDR, but the Node has no spec.podCIDRs; traffic from pods is not told "+
 			"from other traffic until it has", "node", p.cfg.NodeName)
 	}

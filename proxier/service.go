@@ -26,6 +26,7 @@ type portSpec struct {
 	affinity     time.Duration
 	scheduler    plan.Scheduler
 	critical     bool
+	healthCheck  bool // whether the Service has a health check node port
 }
 
 // findings collects what is to be said of one object while it is read.
@@ -82,6 +83,7 @@ func readService(svc *v1.Service, families []plan.Family) ([]portSpec, []source.
 				affinity:     affinity(svc),
 				scheduler:    scheduler,
 				critical:     critical(svc),
+				healthCheck:  hasHealthCheck(svc),
 			}
 			spec.wants = frontends(svc, addrs, port, family, i == 0)
 			specs = append(specs, spec)
@@ -244,9 +246,8 @@ func frontends(svc *v1.Service, addrs addresses, port v1.ServicePort, family pla
 	if port.NodePort != 0 {
 		out = append(out, plan.Frontend{Kind: plan.NodePort, Protocol: protocol, Port: uint16(port.NodePort)})
 	}
-	if hc := svc.Spec.HealthCheckNodePort; first && hc > 0 && hc <= 65535 &&
-		svc.Spec.Type == v1.ServiceTypeLoadBalancer && externalPolicy(svc) == plan.Local {
-		out = append(out, plan.Frontend{Kind: plan.HealthCheckNodePort, Protocol: plan.TCP, Port: uint16(hc)})
+	if first && hasHealthCheck(svc) {
+		out = append(out, plan.Frontend{Kind: plan.HealthCheckNodePort, Protocol: plan.TCP, Port: uint16(svc.Spec.HealthCheckNodePort)})
 	}
 	slices.SortFunc(out, plan.Frontend.Compare)
 	// An address listed twice, be it as two kinds, is one frontend: of the kind with the better right to it.
@@ -257,6 +258,12 @@ func frontends(svc *v1.Service, addrs addresses, port v1.ServicePort, family pla
 		}
 	}
 	return unique
+}
+
+// hasHealthCheck reports whether load balancers can ask for a Service's endpoints on this node.
+func hasHealthCheck(svc *v1.Service) bool {
+	hc := svc.Spec.HealthCheckNodePort
+	return hc > 0 && hc <= 65535 && svc.Spec.Type == v1.ServiceTypeLoadBalancer && externalPolicy(svc) == plan.Local
 }
 
 func internalPolicy(svc *v1.Service) plan.Policy {

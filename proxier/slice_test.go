@@ -232,7 +232,14 @@ func TestTriggers(t *testing.T) {
 		es.Annotations[v1.EndpointsLastChangeTriggerTime] = at
 		s.Apply(source.Batch{EndpointSlices: map[types.NamespacedName]*discovery.EndpointSlice{name: es}, Synced: synced})
 		s.Update()
-		return s.Triggers()
+		var out []time.Time
+		for _, trigger := range s.Triggers() {
+			if trigger.Family != plan.IPv4 {
+				t.Errorf("the trigger is for %s", trigger.Family)
+			}
+			out = append(out, trigger.Time)
+		}
+		return out
 	}
 	const first, second = "2026-01-02T03:04:05Z", "2026-01-02T03:04:05.5Z"
 	for i, step := range []struct {

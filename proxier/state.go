@@ -24,6 +24,8 @@ import (
 // A State is not safe for concurrent use, and the plan that it returns is its own: it changes with the next Update.
 type State struct {
 	families []plan.Family
+	// nodeIP, if valid, goes before the address of its family in the Node.
+	nodeIP   netip.Addr
 	plan     *plan.Plan
 	services map[plan.Service]*service
 	// sliceOf remembers to which Service a slice belongs: the label that tells it can change, and a deletion comes
@@ -37,7 +39,7 @@ type State struct {
 	// leaving is whether this node is about to go.
 	leaving bool
 	// triggers collects what Triggers returns after the next Update, updated is what it returns now.
-	triggers, updated []time.Time
+	triggers, updated []Trigger
 	// rebuild is set when the node or a setting that all rules depend on has changed.
 	rebuild bool
 	synced  bool
@@ -172,12 +174,18 @@ func (s *State) noteTrigger(before, now *slice) {
 	if !s.synced || now.triggered.IsZero() || before != nil && !now.triggered.After(before.triggered) {
 		return
 	}
-	s.triggers = append(s.triggers, now.triggered)
+	s.triggers = append(s.triggers, Trigger{now.family, now.triggered})
+}
+
+// Trigger is when a change of endpoints of one family was made.
+type Trigger struct {
+	Family plan.Family
+	Time   time.Time
 }
 
 // Triggers returns when the changes of endpoints were made that the last Update has taken in, as their EndpointSlices tell it:
 // when the Pod or the Service changed. It has nothing of slices that do not tell. It is valid until the next Update.
-func (s *State) Triggers() []time.Time { return s.updated }
+func (s *State) Triggers() []Trigger { return s.updated }
 
 // forgetIfEmpty drops the entry of a Service of which nothing is left.
 func (s *State) forgetIfEmpty(id plan.Service, svc *service) {
@@ -274,7 +282,7 @@ func (s *State) servicePort(spec *portSpec, endpoints []topology.Endpoint) *plan
 		}
 	}
 	node := topology.Node{Name: s.plan.Node.Name, Zone: s.plan.Node.Zone}
-	sp.Endpoints = topology.Select(endpoints, node, topology.UseOf(spec.internal, spec.external, sp.HasExternal()))
+	sp.Endpoints = topology.Select(endpoints, node, topology.UseOf(spec.internal, spec.external, sp.HasExternal() || spec.healthCheck))
 	return sp
 }
 

@@ -5,14 +5,15 @@ import (
 	"errors"
 	"fmt"
 	"log/slog"
+	"net/netip"
 	"os"
 	"strings"
 	"sync"
-	"time"
 
 	"nodeproxy/config"
 	"nodeproxy/iptables"
 	"nodeproxy/ipvs"
+	"nodeproxy/metrics"
 	"nodeproxy/proxier"
 	"nodeproxy/proxier/conntrack"
 	"nodeproxy/proxier/plan"
@@ -21,19 +22,18 @@ import (
 	"nodeproxy/proxier/source/manifest"
 )
 
-// daemon is one run of the program with one configuration: a source, the proxier, a backend.
+// daemon is one run of the program with one configuration: a source, the proxier, a backend, and what goes on beside them.
 type daemon struct {
 	cfg     *config.Config
 	log     *slog.Logger
 	backend backend
 	proxier *proxier.Proxier
 	flows   *conntrack.Reconciler // nil in mode ipvs
+	monitor *monitor
 	objects source.Source
 	from    string // names the source
 	// warn tells the cluster of what is wrong with the mode on this node, if there is a cluster.
 	warn func(text string)
-	// inSync is closed when the kernel has been brought to the plan for the first time.
-	inSync chan struct{}
 }
 
 // backend is a mode.
@@ -43,30 +43,39 @@ type backend interface {
 }
 
 func newDaemon(ctx context.Context, cfg *config.Config, report source.Report, log *slog.Logger) (*daemon, error) {
-	d := &daemon{cfg: cfg, log: log, inSync: make(chan struct{}), warn: func(string) {}}
+	d := &daemon{cfg: cfg, log: log, warn: func(string) {}}
+	families := hostFamilies(log)
+	set := metrics.New(metrics.Config{Mode: cfg.Mode, Version: version, Families: families, Start: started, Log: log})
+	set.CollectRESTClient(requests)
+	report = set.Report(report)
 	if err := d.open(ctx, report); err != nil {
 		return nil, err
 	}
 	trackConnections(cfg, report)
 	var err error
-	if d.backend, err = newBackend(cfg, d.warnAnd(report), log); err != nil {
+	if d.backend, err = newBackend(cfg, families, d.warnAnd(report), log); err != nil {
 		d.warn(err.Error())
 		return nil, err
 	}
+	d.monitor = newMonitor(cfg, set, d.backend.Families(), d.objects, report, log)
 	var programmed proxier.Backend = d.backend
 	if cfg.Mode == "iptables" { // IPVS forgets flows to what is gone by itself.
 		known := cfg.ServiceCIDRs
 		if !cfg.ServiceCIDRsGiven {
 			known = nil
 		}
-		d.flows = conntrack.New(conntrack.Config{Families: d.backend.Families(), ServiceCIDRs: known, Log: log})
+		d.flows = conntrack.New(conntrack.Config{
+			Families: d.backend.Families(), ServiceCIDRs: known, Observe: flowsSwept(set), Log: log,
+		})
 		programmed = d.flows.After(d.backend)
 	}
-	first := sync.OnceFunc(func() { close(d.inSync) })
+	nodeIP := cfg.Servers.Bind
+	if nodeIP.IsUnspecified() {
+		nodeIP = netip.Addr{}
+	}
 	d.proxier = proxier.New(proxier.Config{
-		NodeName: cfg.NodeName, Settings: cfg.Settings, Families: d.backend.Families(), Backend: programmed,
-		MinSyncPeriod: cfg.MinSyncPeriod, Report: report, Log: log,
-		AfterSync: func(*plan.Plan, plan.Keys, time.Duration) { first() },
+		NodeName: cfg.NodeName, NodeIP: nodeIP, Settings: cfg.Settings, Families: d.backend.Families(), Backend: programmed,
+		MinSyncPeriod: cfg.MinSyncPeriod, CompareEvery: cfg.SyncPeriod, Observer: d.monitor, Report: report, Log: log,
 	})
 	return d, nil
 }
@@ -89,18 +98,18 @@ func (d *daemon) warnAnd(report source.Report) source.Report {
 }
 
 // newBackend makes the backend of a mode.
-func newBackend(cfg *config.Config, report source.Report, log *slog.Logger) (backend, error) {
+func newBackend(cfg *config.Config, families []plan.Family, report source.Report, log *slog.Logger) (backend, error) {
 	if cfg.Mode == "ipvs" {
 		return ipvs.New(ipvs.Config{
 			Options: ipvs.Options{MasqueradeBit: cfg.MasqueradeBit, Scheduler: cfg.IPVS.Scheduler, VIPs: cfg.IPVS.VIPs},
-			Variant: cfg.IPTablesBackend, Families: hostFamilies(log), ExcludeCIDRs: cfg.IPVS.ExcludeCIDRs,
+			Variant: cfg.IPTablesBackend, Families: families, ExcludeCIDRs: cfg.IPVS.ExcludeCIDRs,
 			StrictARP: cfg.IPVS.StrictARP, TCPTimeout: cfg.IPVS.TCPTimeout, TCPFinTimeout: cfg.IPVS.TCPFinTimeout,
 			UDPTimeout: cfg.IPVS.UDPTimeout, GracePeriod: cfg.IPVS.GracePeriod, Log: log,
 			Warn: func(text string) { report(source.Finding{Severity: source.Problem, Detail: text}) },
 		})
 	}
 	return iptables.New(iptables.Config{
-		Variant: cfg.IPTablesBackend, Families: hostFamilies(log), MasqueradeBit: cfg.MasqueradeBit, Log: log,
+		Variant: cfg.IPTablesBackend, Families: families, MasqueradeBit: cfg.MasqueradeBit, Log: log,
 	})
 }
 
@@ -108,26 +117,32 @@ func newBackend(cfg *config.Config, report source.Report, log *slog.Logger) (bac
 func (d *daemon) run(ctx context.Context) error {
 	ctx, cancel := context.WithCancel(ctx)
 	defer cancel()
-	failed := make(chan error, 1)
-	go func() {
-		defer cancel()
-		failed <- d.objects.Run(ctx, d.proxier)
-	}()
-	var beside sync.WaitGroup
+	var running sync.WaitGroup
+	errs := make(chan error, 2)
+	end := func(err error) { // Whatever ends, the rest does too.
+		errs <- err
+		cancel()
+	}
+	running.Go(func() {
+		err := d.objects.Run(ctx, d.proxier)
+		if err != nil && !errors.Is(err, context.Canceled) {
+			err = fmt.Errorf("reading objects from %s: %w", d.from, err)
+		} else {
+			err = nil
+		}
+		end(err)
+	})
+	running.Go(func() { end(d.monitor.run(ctx)) })
+	running.Go(func() { d.runBeside(ctx) })
 	if d.flows != nil {
-		beside.Go(func() { d.flows.Run(ctx) })
+		running.Go(func() { d.flows.Run(ctx) })
 	}
-	beside.Go(func() { d.runBeside(ctx) })
 	d.proxier.Run(ctx)
-	cancel()
-	beside.Wait()
-	if err := <-failed; err != nil && !errors.Is(err, context.Canceled) {
-		return fmt.Errorf("reading objects from %s: %w", d.from, err)
-	}
-	return nil
+	running.Wait()
+	return errors.Join(<-errs, <-errs)
 }
 
-// runBeside does what goes on beside syncs.
+// runBeside does what a mode needs beside syncs.
 func (d *daemon) runBeside(ctx context.Context) {
 	if b, ok := d.backend.(*ipvs.Backend); ok {
 		if err := b.Run(ctx, d.proxier.Resync); err != nil {
@@ -138,7 +153,7 @@ func (d *daemon) runBeside(ctx context.Context) {
 	select {
 	case <-ctx.Done():
 		return
-	case <-d.inSync:
+	case <-d.monitor.inSync:
 	}
 	if err := d.leaveIPVS(ctx); err != nil {
 		d.log.Warn("something of mode ipvs stays until the next start", "error", err)

@@ -46,6 +46,7 @@ func runWatched(ctx context.Context, flags *config.Flags, cfg *config.Config) er
 	defer cancel()
 	log := newLog(cfg)
 	slog.SetDefault(log) // What outlives a configuration logs by it.
+	requests.Listen()
 	changes := make(chan *config.Config, 1)
 	go func() {
 		err := flags.Watch(ctx, func(c *config.Config) {

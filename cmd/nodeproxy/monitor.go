@@ -1,0 +1,148 @@
+package main
+
+import (
+	"context"
+	"fmt"
+	"log/slog"
+	"net/netip"
+	"sync"
+	"time"
+
+	"nodeproxy/config"
+	"nodeproxy/ipvs"
+	"nodeproxy/metrics"
+	"nodeproxy/proxier"
+	"nodeproxy/proxier/conntrack"
+	"nodeproxy/proxier/health"
+	"nodeproxy/proxier/plan"
+	"nodeproxy/proxier/source"
+	"nodeproxy/proxier/source/apiserver"
+)
+
+// monitor tells the world how it goes: health, metrics, and the health check node ports of Services.
+type monitor struct {
+	metrics  *metrics.Set
+	node     *health.Node
+	services *health.Services
+	servers  []health.Server
+	// inSync is closed when the kernel has been brought to the plan for the first time.
+	inSync chan struct{}
+	first  func()
+}
+
+// started is when this program began, whatever restarts in place came after.
+var started = time.Now()
+
+// requests counts requests to the API server.
+var requests = metrics.NewRESTClient()
+
+func newMonitor(cfg *config.Config, set *metrics.Set, families []plan.Family, objects source.Source, report source.Report,
+	log *slog.Logger) *monitor {
+	m := &monitor{metrics: set, inSync: make(chan struct{})}
+	m.first = sync.OnceFunc(func() { close(m.inSync) })
+	nodeConfig := health.NodeConfig{Families: families, Timeout: 2 * cfg.SyncPeriod, Answered: m.metrics.Answered}
+	if api, ok := objects.(*apiserver.Source); ok {
+		nodeConfig.Watches = watches(api)
+		m.metrics.CollectWatches(func() map[string]time.Duration {
+			out := map[string]time.Duration{}
+			for _, w := range nodeConfig.Watches() {
+				out[w.Resource] = w.Age
+			}
+			return out
+		})
+	}
+	m.node = health.NewNode(nodeConfig)
+	m.services = health.NewServices(health.ServicesConfig{
+		Healthy: m.node.Healthy, NotNode: []string{ipvs.DeviceName}, Report: report, Log: log,
+	})
+	m.metrics.CollectOldestChange(m.node.OldestChange)
+	m.metrics.CollectHealthCheckNodePorts(m.services.Ports)
+	debug := health.Debug{Metrics: m.metrics.Handler(), Mode: cfg.Mode, Config: cfg.Configz, Profiling: cfg.Servers.Profiling}
+	m.servers = []health.Server{
+		{Name: "healthz", Addrs: []netip.AddrPort{cfg.Servers.Healthz}, Handler: m.node.Handler()},
+		{Name: "metrics", Addrs: []netip.AddrPort{cfg.Servers.Metrics}, Handler: debug.Handler()},
+	}
+	for i := range m.servers {
+		m.servers[i].HardFail, m.servers[i].Log = cfg.Servers.HardFail, log
+	}
+	return m
+}
+
+// run serves until ctx ends, or until an address can't be bound, where that is to be an error.
+func (m *monitor) run(ctx context.Context) error {
+	ctx, cancel := context.WithCancel(ctx)
+	defer cancel()
+	var running sync.WaitGroup
+	defer running.Wait()
+	running.Go(func() { m.services.Run(ctx) })
+	ended := make(chan error, len(m.servers))
+	for i := range m.servers {
+		running.Go(func() { ended <- m.servers[i].Run(ctx) })
+	}
+	for range m.servers {
+		if err := <-ended; err != nil {
+			cancel()
+			return fmt.Errorf("--bind-address-hard-fail: %w", err)
+		}
+	}
+	return nil
+}
+
+// Queued implements proxier.Observer.
+func (m *monitor) Queued(b source.Batch, synced bool) {
+	m.metrics.Queued(len(b.Services), len(b.EndpointSlices))
+	if synced {
+		m.node.Synced()
+		m.node.Queued()
+	}
+}
+
+// Taken implements proxier.Observer.
+func (m *monitor) Taken() {
+	m.metrics.Taken()
+	m.node.Taken()
+}
+
+// Synced implements proxier.Observer.
+func (m *monitor) Synced(p *plan.Plan, changed plan.Keys, r proxier.Result) {
+	s := metrics.Sync{
+		Full: changed == nil, Failed: r.Err != nil, Retry: r.Retry,
+		Stages: map[metrics.Stage]time.Duration{metrics.Apply: r.Apply, metrics.Plan: r.Plan},
+	}
+	if r.Backend > 0 {
+		s.Stages[metrics.Backend] = r.Backend
+	}
+	for _, t := range r.Triggers {
+		s.Triggers = append(s.Triggers, metrics.Trigger(t))
+	}
+	m.metrics.Synced(s)
+	m.metrics.Planned(p, changed)
+	m.services.Update(p, changed)
+	m.node.Leaving(!r.Eligible)
+	if r.Err == nil {
+		m.node.Programmed()
+		m.first()
+	}
+}
+
+// flowsSwept passes on what the removal of stale flows did.
+func flowsSwept(set *metrics.Set) func(conntrack.Sweep) {
+	return func(s conntrack.Sweep) {
+		if s.Err == nil {
+			set.FlowsReconciled(s.Family, s.Took, s.Deleted)
+		}
+	}
+}
+
+// watches reads how current a source is. What the API server does not have is not waited for.
+func watches(api *apiserver.Source) func() []health.Watch {
+	return func() []health.Watch {
+		var out []health.Watch
+		for _, s := range api.Staleness() {
+			if s.Resource != "servicecidrs" && !s.Absent {
+				out = append(out, health.Watch{Resource: s.Resource, Synced: s.Synced, Age: s.Age, Failure: s.Failure})
+			}
+		}
+		return out
+	}
+}

@@ -1,0 +1,71 @@
+package metrics
+
+import (
+	"time"
+
+	"github.com/prometheus/client_golang/prometheus"
+)
+
+// Kind is a kind of thing in the kernel that can differ from what was written.
+type Kind string
+
+// The kinds of things that drift. What a mode does not write stays at zero.
+const (
+	Table         Kind = "table"
+	Chain         Kind = "chain"
+	Rule          Kind = "rule"
+	SetElement    Kind = "set_element" // of an ipset, or of a set or map of nftables
+	VirtualServer Kind = "virtual_server"
+	RealServer    Kind = "real_server"
+	Address       Kind = "address"
+	Route         Kind = "route"
+	Sysctl        Kind = "sysctl"
+)
+
+var kinds = [...]Kind{Table, Chain, Rule, SetElement, VirtualServer, RealServer, Address, Route, Sysctl}
+
+type driftMetrics struct {
+	found, repaired *prometheus.CounterVec
+	checked         *prometheus.GaugeVec // without a series until the first check
+	took            prometheus.Histogram
+	conflicts       prometheus.Gauge
+}
+
+func newDriftMetrics(s *Set) *driftMetrics {
+	m := &driftMetrics{
+		found: s.counterVec("nodeproxy_drift_found_total",
+			"Things found in the kernel that were not as they had been written, or not there.", "kind"),
+		repaired: s.counterVec("nodeproxy_drift_repaired_total", "Things in the kernel that were repaired.", "kind"),
+		checked: s.gaugeVec("nodeproxy_drift_last_check_timestamp_seconds",
+			"When the kernel was last compared with what had been written."),
+		took: prometheus.NewHistogram(prometheus.HistogramOpts{Name: "nodeproxy_drift_check_duration_seconds",
+			Help: "How long comparing the kernel with what had been written took.", Buckets: syncBuckets}),
+		conflicts: s.gauge("nodeproxy_port_conflicts",
+			"Sockets of other programs on this node whose address and port a Service captures."),
+	}
+	s.registry.MustRegister(m.took)
+	for _, k := range kinds {
+		m.found.WithLabelValues(string(k))
+		m.repaired.WithLabelValues(string(k))
+	}
+	return m
+}
+
+// DriftChecked counts a comparison of the kernel with what was written, and what it found, by kind.
+func (s *Set) DriftChecked(took time.Duration, found map[Kind]int) {
+	s.drift.took.Observe(took.Seconds())
+	s.drift.checked.WithLabelValues().Set(timestamp(time.Now()))
+	for k, n := range found {
+		s.drift.found.WithLabelValues(string(k)).Add(float64(n))
+	}
+}
+
+// DriftRepaired counts what was repaired, by kind.
+func (s *Set) DriftRepaired(repaired map[Kind]int) {
+	for k, n := range repaired {
+		s.drift.repaired.WithLabelValues(string(k)).Add(float64(n))
+	}
+}
+
+// PortConflicts notes how many sockets of other programs Services capture now.
+func (s *Set) PortConflicts(n int) { s.drift.conflicts.Set(float64(n)) }

@@ -1,0 +1,35 @@
+package metrics
+
+import (
+	"time"
+
+	"github.com/prometheus/client_golang/prometheus"
+
+	"nodeproxy/proxier/plan"
+)
+
+// flowMetrics are about connection tracking.
+type flowMetrics struct {
+	took    *prometheus.HistogramVec
+	deleted *prometheus.CounterVec
+}
+
+func newFlowMetrics(s *Set) *flowMetrics {
+	m := &flowMetrics{}
+	m.took = s.histogramVec("kubeproxy_conntrack_reconciler_sync_duration_seconds",
+		"How long looking through the tracked flows took.", syncBuckets, "ip_family")
+	m.deleted = s.counterVec("kubeproxy_conntrack_reconciler_deleted_entries_total",
+		"Tracked flows that were deleted because their endpoint is no longer one.", "ip_family")
+	for _, f := range s.cfg.Families {
+		m.took.WithLabelValues(f.String())
+		m.deleted.WithLabelValues(f.String())
+	}
+	s.registry.MustRegister(newConntrackTable(procDir))
+	return m
+}
+
+// FlowsReconciled counts a look through the tracked flows of a family.
+func (s *Set) FlowsReconciled(f plan.Family, took time.Duration, deleted int) {
+	s.flows.took.WithLabelValues(f.String()).Observe(took.Seconds())
+	s.flows.deleted.WithLabelValues(f.String()).Add(float64(deleted))
+}

@@ -1,0 +1,175 @@
+package metrics
+
+import (
+	"sync"
+
+	"github.com/prometheus/client_golang/prometheus"
+
+	"nodeproxy/proxier/plan"
+)
+
+// reasons are the label values for the reasons to leave an endpoint out; the last is for all that are not listed.
+var reasons = [...]struct {
+	reason plan.Reason
+	label  string
+}{
+	{plan.NotReady, "not_ready"},
+	{plan.Terminating, "terminating"},
+	{plan.TerminatingStopped, "terminating_not_serving"},
+	{plan.NotForThisNode, "node_hints"},
+	{plan.NotForThisZone, "zone_hints"},
+	{plan.NotLocal, "not_local"},
+	{"", "other"},
+}
+
+func reasonIndex(r plan.Reason) int {
+	for i := range reasons {
+		if reasons[i].reason == r {
+			return i
+		}
+	}
+	return len(reasons) - 1
+}
+
+var policies = [...]plan.Policy{plan.Cluster, plan.Local}
+
+// counts is what one ServicePort, or all of a family, has.
+type counts struct {
+	ports, shadowed        int32
+	noneInside, noneBeyond int32 // without a local endpoint for internal, external traffic under policy Local
+	endpoints              [len(policies)]int32
+	excluded               [len(policies)][len(reasons)]int32
+}
+
+// add adds n times o.
+func (c *counts) add(o *counts, n int32) {
+	c.ports += n * o.ports
+	c.shadowed += n * o.shadowed
+	c.noneInside += n * o.noneInside
+	c.noneBeyond += n * o.noneBeyond
+	for p := range policies {
+		c.endpoints[p] += n * o.endpoints[p]
+		for r := range reasons {
+			c.excluded[p][r] += n * o.excluded[p][r]
+		}
+	}
+}
+
+func countsOf(sp *plan.ServicePort) counts {
+	c := counts{ports: 1, shadowed: int32(len(sp.Shadowed))}
+	c.endpoints[plan.Cluster] = int32(len(sp.Endpoints.Cluster))
+	c.endpoints[plan.Local] = int32(len(sp.Endpoints.Local))
+	for i := range sp.Excluded {
+		c.excluded[sp.Excluded[i].Policy][reasonIndex(sp.Excluded[i].Reason)]++
+	}
+	if sp.Any && len(sp.Endpoints.Local) == 0 {
+		if sp.InternalPolicy == plan.Local {
+			c.noneInside = 1
+		}
+		if sp.ExternalPolicy == plan.Local && sp.HasExternal() {
+			c.noneBeyond = 1
+		}
+	}
+	return c
+}
+
+// planMetrics is a collector of what the plan holds. It keeps the counts of each ServicePort, so that a change costs what
+// differs.
+type planMetrics struct {
+	families                             []plan.Family
+	ports, shadowed, endpoints, excluded *prometheus.Desc
+	noLocal                              *prometheus.Desc
+
+	mu    sync.Mutex
+	known map[plan.Key]counts
+	total map[plan.Family]*counts
+}
+
+func newPlanMetrics(s *Set) *planMetrics {
+	const family = "ip_family"
+	m := &planMetrics{
+		families: s.cfg.Families,
+		ports:    prometheus.NewDesc("nodeproxy_service_ports", "Ports of Services that are proxied.", []string{family}, nil),
+		shadowed: prometheus.NewDesc("nodeproxy_shadowed_frontends",
+			"Addresses and ports that a Service asks for and another one has.", []string{family}, nil),
+		endpoints: prometheus.NewDesc("nodeproxy_endpoints", "Endpoints in use, each once for every port of a Service.",
+			[]string{family, "policy"}, nil),
+		excluded: prometheus.NewDesc("nodeproxy_excluded_endpoints",
+			"Endpoints that are not used under a traffic policy, by the reason why.", []string{family, "policy", "reason"}, nil),
+		noLocal: prometheus.NewDesc("kubeproxy_sync_proxy_rules_no_local_endpoints_total",
+			"Ports of Services with traffic policy Local that have endpoints, but none on this node. It may fall.",
+			[]string{"traffic_policy", family}, nil),
+	}
+	m.reset()
+	s.registry.MustRegister(m)
+	return m
+}
+
+func (m *planMetrics) reset() {
+	m.known, m.total = map[plan.Key]counts{}, map[plan.Family]*counts{}
+	for _, f := range plan.Families {
+		m.total[f] = &counts{}
+	}
+}
+
+// Planned counts what a plan holds now. changed names the ServicePorts that may differ from the last call, vanished ones
+// included; nil stands for all. It costs work for those in changed only, and keeps nothing of the plan.
+func (s *Set) Planned(p *plan.Plan, changed plan.Keys) {
+	m := s.plan
+	m.mu.Lock()
+	defer m.mu.Unlock()
+	if changed == nil {
+		m.reset()
+		for key, sp := range p.Services {
+			m.put(key, sp)
+		}
+		return
+	}
+	for key := range changed {
+		m.put(key, p.Services[key])
+	}
+}
+
+// put counts a ServicePort in place of what was counted of its key; nil if it is gone.
+func (m *planMetrics) put(key plan.Key, sp *plan.ServicePort) {
+	total := m.total[key.Family]
+	if old, ok := m.known[key]; ok {
+		total.add(&old, -1)
+		delete(m.known, key)
+	}
+	if sp != nil {
+		now := countsOf(sp)
+		total.add(&now, 1)
+		m.known[key] = now
+	}
+}
+
+// Describe implements prometheus.Collector.
+func (m *planMetrics) Describe(ch chan<- *prometheus.Desc) {
+	for _, d := range []*prometheus.Desc{m.ports, m.shadowed, m.endpoints, m.excluded, m.noLocal} {
+		ch <- d
+	}
+}
+
+// Collect implements prometheus.Collector.
+func (m *planMetrics) Collect(ch chan<- prometheus.Metric) {
+	for _, f := range m.families {
+		m.mu.Lock()
+		c := *m.total[f]
+		m.mu.Unlock()
+		send := func(d *prometheus.Desc, kind prometheus.ValueType, n int32, labels ...string) {
+			ch <- prometheus.MustNewConstMetric(d, kind, float64(n), labels...)
+		}
+		family := f.String()
+		send(m.ports, prometheus.GaugeValue, c.ports, family)
+		send(m.shadowed, prometheus.GaugeValue, c.shadowed, family)
+		for p, policy := range policies {
+			send(m.endpoints, prometheus.GaugeValue, c.endpoints[p], family, policy.String())
+			for r := range reasons {
+				send(m.excluded, prometheus.GaugeValue, c.excluded[p][r], family, policy.String(), reasons[r].label)
+			}
+		}
+		send(m.noLocal, prometheus.UntypedValue, c.noneInside, "internal", family)
+		send(m.noLocal, prometheus.UntypedValue, c.noneBeyond, "external", family)
+	}
+}

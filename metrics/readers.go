@@ -1,0 +1,111 @@
+package metrics
+
+import (
+	"math"
+	"time"
+
+	"github.com/prometheus/client_golang/prometheus"
+)
+
+// CollectWatches adds how long ago the source last showed each kind of object to be current. read is called at each scrape; it
+// returns ages by resource (services, …), negative ones for what has never been heard of. It is to be called once.
+func (s *Set) CollectWatches(read func() map[string]time.Duration) {
+	s.registry.MustRegister(&reader{
+		desc: prometheus.NewDesc("nodeproxy_watch_staleness_seconds",
+			"Time since the API server last showed that what is known of a resource is current; NaN before it first did.",
+			[]string{"resource"}, nil),
+		kind: prometheus.GaugeValue,
+		read: func(send func(float64, ...string)) error {
+			for resource, age := range read() {
+				if age < 0 {
+					send(math.NaN(), resource)
+				} else {
+					send(age.Seconds(), resource)
+				}
+			}
+			return nil
+		},
+	})
+}
+
+// CollectOldestChange adds for how long the oldest change that is not programmed yet has waited; 0 if there is none. read is
+// called at each scrape. It is to be called once.
+func (s *Set) CollectOldestChange(read func() time.Duration) {
+	s.registry.MustRegister(&reader{
+		desc: prometheus.NewDesc("nodeproxy_oldest_change_wait_seconds",
+			"How long the oldest change that is not programmed yet has waited; 0 if there is none.", nil, nil),
+		kind: prometheus.GaugeValue,
+		read: func(send func(float64, ...string)) error {
+			send(read().Seconds())
+			return nil
+		},
+	})
+}
+
+// CollectHealthCheckNodePorts adds how many health check node ports there are, and how many of them are not listened at
+// everywhere they should be. read is called at each scrape. It is to be called once.
+func (s *Set) CollectHealthCheckNodePorts(read func() (all, failing int)) {
+	s.registry.MustRegister(&reader{
+		desc: prometheus.NewDesc("nodeproxy_health_check_node_ports",
+			"Health check node ports of Services: listening, or failing, which can't be listened at somewhere.",
+			[]string{"state"}, nil),
+		kind: prometheus.GaugeValue,
+		read: func(send func(float64, ...string)) error {
+			all, failing := read()
+			send(float64(all-failing), "listening")
+			send(float64(failing), "failing")
+			return nil
+		},
+	})
+}
+
+// CollectPacketCounters adds kube-proxy's two counters of packets, in mode iptables: those that were dropped since connection
+// tracking took them for invalid, and those that were accepted for node ports at loopback addresses. What is nil is left
+// out. They are called at each scrape; an error is logged, and the metric left out of that scrape. It is to be called once.
+func (s *Set) CollectPacketCounters(invalidDropped, localhostNodePorts func() (uint64, error)) {
+	if !s.is(iptables) {
+		return
+	}
+	for _, c := range []struct {
+		name, help string
+		read       func() (uint64, error)
+	}{
+		{"kubeproxy_iptables_ct_state_invalid_dropped_packets_total",
+			"Packets dropped since connection tracking took them for invalid.", invalidDropped},
+		{"kubeproxy_iptables_localhost_nodeports_accepted_packets_total",
+			"Packets accepted for node ports at loopback addresses.", localhostNodePorts},
+	} {
+		if c.read == nil {
+			continue
+		}
+		s.registry.MustRegister(&reader{desc: prometheus.NewDesc(c.name, c.help, nil, nil), kind: prometheus.CounterValue,
+			read: func(send func(float64, ...string)) error {
+				n, err := c.read()
+				if err == nil {
+					send(float64(n))
+				}
+				return err
+			}})
+	}
+}
+
+// reader is a collector of one metric that is read at each scrape.
+type reader struct {
+	desc *prometheus.Desc
+	kind prometheus.ValueType
+	// read sends each value with those of the labels.
+	read func(send func(value float64, labels ...string)) error
+}
+
+// Describe implements prometheus.Collector.
+func (r *reader) Describe(ch chan<- *prometheus.Desc) { ch <- r.desc }
+
+// Collect implements prometheus.Collector.
+func (r *reader) Collect(ch chan<- prometheus.Metric) {
+	err := r.read(func(value float64, labels ...string) {
+		ch <- prometheus.MustNewConstMetric(r.desc, r.kind, value, labels...)
+	})
+	if err != nil {
+		ch <- prometheus.NewInvalidMetric(r.desc, err)
+	}
+}

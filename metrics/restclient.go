@@ -1,0 +1,51 @@
+package metrics
+
+import (
+	"context"
+	"net/url"
+	"time"
+
+	"github.com/prometheus/client_golang/prometheus"
+	clientmetrics "k8s.io/client-go/tools/metrics"
+)
+
+// RESTClient counts requests to the API server, under the names that every Kubernetes component has for them. client-go tells
+// only one receiver in a process, whatever number of clients and Sets it has over time, so this stands beside Set.
+type RESTClient struct {
+	requests *prometheus.CounterVec
+	duration *prometheus.HistogramVec
+}
+
+// NewRESTClient returns a RESTClient that is told of no request yet.
+func NewRESTClient() *RESTClient {
+	return &RESTClient{
+		requests: prometheus.NewCounterVec(prometheus.CounterOpts{Name: "rest_client_requests_total",
+			Help: "Requests to the API server, by status code (or <error>) and method."}, []string{"code", "method", "host"}),
+		duration: prometheus.NewHistogramVec(prometheus.HistogramOpts{Name: "rest_client_request_duration_seconds",
+			Help:    "How long requests to the API server took.",
+			Buckets: []float64{0.005, 0.025, 0.1, 0.25, 0.5, 1, 2, 4, 8, 15, 30, 60}}, []string{"verb", "host"}),
+	}
+}
+
+// Listen makes client-go tell r of all requests of this process. The first call in a process counts, and it must come before
+// the first client is made.
+func (r *RESTClient) Listen() {
+	clientmetrics.Register(clientmetrics.RegisterOpts{RequestResult: requestResult{r}, RequestLatency: requestLatency{r}})
+}
+
+// CollectRESTClient adds what r counts. It is to be called once.
+func (s *Set) CollectRESTClient(r *RESTClient) { s.registry.MustRegister(r.requests, r.duration) }
+
+type requestResult struct{ *RESTClient }
+
+// Increment implements client-go's ResultMetric.
+func (r requestResult) Increment(_ context.Context, code, method, host string) {
+	r.requests.WithLabelValues(code, method, host).Inc()
+}
+
+type requestLatency struct{ *RESTClient }
+
+// Observe implements client-go's LatencyMetric.
+func (r requestLatency) Observe(_ context.Context, verb string, u url.URL, latency time.Duration) {
+	r.duration.WithLabelValues(verb, u.Host).Observe(latency.Seconds())
+}

@@ -1,0 +1,167 @@
+// Package metrics turns what the program does into Prometheus metrics: kube-proxy's, under its names and with its meaning, so
+// that dashboards and alerts carry over, and nodeproxy's own. Every metric is made here, and none is global: a Set is a value
+// that is handed to those who have something to count.
+//
+// Two of kube-proxy's names end in _total although their value can fall (kubeproxy_sync_proxy_rules_iptables_total and
+// kubeproxy_sync_proxy_rules_no_local_endpoints_total). There they have type gauge, which the Prometheus linter refuses; here
+// they have no type. No query can tell the difference.
+package metrics
+
+import (
+	"log/slog"
+	"net/http"
+	"runtime"
+	"slices"
+	"time"
+
+	"github.com/prometheus/client_golang/prometheus"
+	"github.com/prometheus/client_golang/prometheus/collectors"
+	"github.com/prometheus/client_golang/prometheus/promhttp"
+
+	"nodeproxy/proxier/plan"
+	"nodeproxy/proxier/source"
+)
+
+// The proxy modes, which decide what metrics there are.
+const (
+	iptables = "iptables"
+	ipvs     = "ipvs"
+	nftables = "nftables"
+)
+
+// Config says what a Set is to count.
+type Config struct {
+	// Mode is the proxy mode: iptables, ipvs or nftables.
+	Mode string
+	// Version is the program's.
+	Version string
+	// Families are those that the node forwards. Metrics have a series for each from the start.
+	Families []plan.Family
+	// Start is when the program started; zero means now. What was asked for before is not measured.
+	Start time.Time
+	// Log receives what goes wrong while metrics are read; nil discards it.
+	Log *slog.Logger
+}
+
+// Set is all metrics of one run of the program. Its methods are safe for concurrent use, and none costs more than a few
+// microseconds unless it says so.
+type Set struct {
+	cfg      Config
+	registry *prometheus.Registry
+
+	syncs    *syncMetrics
+	plan     *planMetrics
+	health   *prometheus.CounterVec
+	live     *prometheus.CounterVec
+	ready    *prometheus.CounterVec
+	findings *prometheus.CounterVec
+	rules    *ruleMetrics
+	flows    *flowMetrics
+	drift    *driftMetrics
+}
+
+// New returns a Set on which nothing has happened yet.
+func New(cfg Config) *Set {
+	if cfg.Start.IsZero() {
+		cfg.Start = time.Now()
+	}
+	if cfg.Log == nil {
+		cfg.Log = slog.New(slog.DiscardHandler)
+	}
+	s := &Set{cfg: cfg, registry: prometheus.NewRegistry()}
+	s.registry.MustRegister(collectors.NewGoCollector(), collectors.NewProcessCollector(collectors.ProcessCollectorOpts{}))
+	s.syncs = newSyncMetrics(s)
+	s.plan = newPlanMetrics(s)
+	s.health = s.answers("kubeproxy_proxy_healthz_total", "Answers of /healthz, by status code.")
+	s.live = s.answers("kubeproxy_proxy_livez_total", "Answers of /livez, by status code.")
+	s.ready = s.answers("nodeproxy_readyz_total", "Answers of /readyz, by status code.")
+	s.findings = s.counterVec("nodeproxy_findings_total", "Findings about objects and settings: problem for what can't be used as "+
+		"it is, note for what is so by design.", "severity")
+	for _, severity := range []source.Severity{source.Note, source.Problem} {
+		s.findings.WithLabelValues(severity.String())
+	}
+	s.rules = newRuleMetrics(s)
+	s.flows = newFlowMetrics(s)
+	s.drift = newDriftMetrics(s)
+	build := s.gaugeVec("nodeproxy_build_info", "Always 1; the labels tell which program this is.", "version", "go_version", "mode")
+	build.WithLabelValues(cfg.Version, runtime.Version(), cfg.Mode).Set(1)
+	return s
+}
+
+// Gatherer reads all metrics.
+func (s *Set) Gatherer() prometheus.Gatherer { return s.registry }
+
+// Handler serves all metrics. What can't be read is logged and left out; the rest is served.
+func (s *Set) Handler() http.Handler {
+	return promhttp.HandlerFor(s.registry, promhttp.HandlerOpts{
+		ErrorHandling: promhttp.ContinueOnError,
+		ErrorLog:      slog.NewLogLogger(s.cfg.Log.Handler(), slog.LevelWarn),
+	})
+}
+
+// Answered counts an answer of /healthz, /livez or /readyz. Other paths are not counted.
+func (s *Set) Answered(path string, code int) {
+	vec := map[string]*prometheus.CounterVec{"/healthz": s.health, "/livez": s.live, "/readyz": s.ready}[path]
+	if vec != nil {
+		vec.WithLabelValues(codeText(code)).Inc()
+	}
+}
+
+// answers makes a counter of answers with a series for each code that there is.
+func (s *Set) answers(name, help string) *prometheus.CounterVec {
+	vec := s.counterVec(name, help, "code")
+	for _, code := range []int{http.StatusOK, http.StatusServiceUnavailable} {
+		vec.WithLabelValues(codeText(code))
+	}
+	return vec
+}
+
+func codeText(code int) string {
+	if code == http.StatusOK {
+		return "200"
+	}
+	return "503"
+}
+
+// Report returns a report that counts findings and passes them on to next, which may be nil.
+func (s *Set) Report(next source.Report) source.Report {
+	return func(f source.Finding) {
+		s.findings.WithLabelValues(f.Severity.String()).Inc()
+		if next != nil {
+			next(f)
+		}
+	}
+}
+
+// is reports whether the mode is one of some.
+func (s *Set) is(modes ...string) bool { return slices.Contains(modes, s.cfg.Mode) }
+
+func (s *Set) counterVec(name, help string, labels ...string) *prometheus.CounterVec {
+	vec := prometheus.NewCounterVec(prometheus.CounterOpts{Name: name, Help: help}, labels)
+	s.registry.MustRegister(vec)
+	return vec
+}
+
+func (s *Set) gaugeVec(name, help string, labels ...string) *prometheus.GaugeVec {
+	vec := prometheus.NewGaugeVec(prometheus.GaugeOpts{Name: name, Help: help}, labels)
+	s.registry.MustRegister(vec)
+	return vec
+}
+
+func (s *Set) histogramVec(name, help string, buckets []float64, labels ...string) *prometheus.HistogramVec {
+	vec := prometheus.NewHistogramVec(prometheus.HistogramOpts{Name: name, Help: help, Buckets: buckets}, labels)
+	s.registry.MustRegister(vec)
+	return vec
+}
+
+func (s *Set) counter(name, help string) prometheus.Counter {
+	c := prometheus.NewCounter(prometheus.CounterOpts{Name: name, Help: help})
+	s.registry.MustRegister(c)
+	return c
+}
+
+func (s *Set) gauge(name, help string) prometheus.Gauge {
+	g := prometheus.NewGauge(prometheus.GaugeOpts{Name: name, Help: help})
+	s.registry.MustRegister(g)
+	return g
+}

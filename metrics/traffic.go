@@ -1,0 +1,159 @@
+package metrics
+
+import (
+	"cmp"
+	"context"
+	"iter"
+	"slices"
+	"sync"
+	"time"
+
+	"github.com/prometheus/client_golang/prometheus"
+
+	"nodeproxy/proxier/plan"
+)
+
+// DefaultTrafficLimit is for how many ServicePorts there are metrics of traffic by default. Each has up to five series.
+const DefaultTrafficLimit = 1000
+
+// trafficTimeout is how long reading all counters may take. Prometheus waits ten seconds by default.
+const trafficTimeout = 8 * time.Second
+
+// NotCounted stands for what a backend does not count.
+const NotCounted = -1
+
+// ServiceTraffic is what has gone through a ServicePort so far, over all its frontends. The numbers only grow, except that they
+// may begin at zero again. NotCounted stands for those that are not known.
+type ServiceTraffic struct {
+	Key                  plan.Key
+	Connections          int64
+	PacketsIn, BytesIn   int64 // from clients to endpoints
+	PacketsOut, BytesOut int64 // and back
+}
+
+// TrafficReader reads counters from the kernel. Backends implement it.
+type TrafficReader interface {
+	// Traffic yields the traffic of each ServicePort once, in any order, until ctx ends. An error tells that something could not
+	// be read, and may be followed by more.
+	Traffic(ctx context.Context) iter.Seq2[ServiceTraffic, error]
+}
+
+// trafficMetrics is a collector of traffic by ServicePort. A ServicePort that has got a place keeps it for as long as it is
+// read: series that come and go with what is busiest at the moment would be of no use. Free places go to those with the most
+// bytes, packets or connections at that time.
+type trafficMetrics struct {
+	reader                                   TrafficReader
+	limit                                    int
+	connections, packets, bytes, out, failed *prometheus.Desc
+	warn                                     func(error)
+
+	mu       sync.Mutex
+	admitted map[plan.Key]bool
+	failures int
+}
+
+// CollectTraffic adds connections, packets and bytes of at most limit ServicePorts; zero means DefaultTrafficLimit, less means
+// none at all. The reader is asked at each scrape and at no other time. It is to be called once.
+func (s *Set) CollectTraffic(r TrafficReader, limit int) {
+	if limit < 0 {
+		return
+	}
+	labels := []string{"namespace", "service", "port", "protocol", "ip_family"}
+	directed := append(slices.Clone(labels), "direction")
+	s.registry.MustRegister(&trafficMetrics{
+		reader: r, limit: cmp.Or(limit, DefaultTrafficLimit), admitted: map[plan.Key]bool{},
+		warn: func(err error) { s.cfg.Log.Warn("counters of traffic could not all be read", "error", err) },
+		connections: prometheus.NewDesc("nodeproxy_service_connections_total", "Connections through a port of a Service.",
+			labels, nil),
+		packets: prometheus.NewDesc("nodeproxy_service_packets_total",
+			"Packets through a port of a Service, in to its endpoints and out from them.", directed, nil),
+		bytes: prometheus.NewDesc("nodeproxy_service_bytes_total",
+			"Bytes through a port of a Service, in to its endpoints and out from them.", directed, nil),
+		out: prometheus.NewDesc("nodeproxy_service_traffic_left_out",
+			"Ports of Services without metrics of their traffic, since there are more than the limit.", nil, nil),
+		failed: prometheus.NewDesc("nodeproxy_service_traffic_read_failures_total",
+			"Errors in reading counters of traffic from the kernel.", nil, nil),
+	})
+}
+
+// Describe implements prometheus.Collector.
+func (m *trafficMetrics) Describe(ch chan<- *prometheus.Desc) {
+	for _, d := range []*prometheus.Desc{m.connections, m.packets, m.bytes, m.out, m.failed} {
+		ch <- d
+	}
+}
+
+// Collect implements prometheus.Collector.
+func (m *trafficMetrics) Collect(ch chan<- prometheus.Metric) {
+	m.mu.Lock() // Two scrapes at once read one after the other.
+	defer m.mu.Unlock()
+	ctx, cancel := context.WithTimeout(context.Background(), trafficTimeout)
+	defer cancel()
+	var read []ServiceTraffic
+	var first error
+	for t, err := range m.reader.Traffic(ctx) {
+		if err != nil {
+			m.failures++
+			first = cmp.Or(first, err)
+			continue
+		}
+		read = append(read, t)
+	}
+	if first != nil {
+		m.warn(first)
+	}
+	shown := m.admit(read, first == nil)
+	for i := range shown {
+		m.send(ch, &shown[i])
+	}
+	ch <- prometheus.MustNewConstMetric(m.out, prometheus.GaugeValue, float64(len(read)-len(shown)))
+	ch <- prometheus.MustNewConstMetric(m.failed, prometheus.CounterValue, float64(m.failures))
+}
+
+// admit returns those that have a place. complete is false where some may be missing that still exist: those keep theirs.
+func (m *trafficMetrics) admit(read []ServiceTraffic, complete bool) []ServiceTraffic {
+	if complete {
+		still := make(map[plan.Key]bool, len(m.admitted))
+		for i := range read {
+			if m.admitted[read[i].Key] {
+				still[read[i].Key] = true
+			}
+		}
+		m.admitted = still
+	}
+	slices.SortFunc(read, func(a, b ServiceTraffic) int {
+		return cmp.Or(
+			cmp.Compare(b.BytesIn+b.BytesOut, a.BytesIn+a.BytesOut),
+			cmp.Compare(b.PacketsIn+b.PacketsOut, a.PacketsIn+a.PacketsOut),
+			cmp.Compare(b.Connections, a.Connections),
+			a.Key.Compare(b.Key),
+		)
+	})
+	var shown []ServiceTraffic
+	for i := range read {
+		if key := read[i].Key; m.admitted[key] || len(m.admitted) < m.limit {
+			m.admitted[key] = true
+			shown = append(shown, read[i])
+		}
+	}
+	return shown
+}
+
+func (m *trafficMetrics) send(ch chan<- prometheus.Metric, t *ServiceTraffic) {
+	k := t.Key
+	labels := []string{k.Service.Namespace, k.Service.Name, k.Port, string(k.Protocol), k.Family.String()}
+	for _, v := range []struct {
+		desc      *prometheus.Desc
+		value     int64
+		direction []string
+	}{
+		{m.connections, t.Connections, nil},
+		{m.packets, t.PacketsIn, []string{"in"}}, {m.packets, t.PacketsOut, []string{"out"}},
+		{m.bytes, t.BytesIn, []string{"in"}}, {m.bytes, t.BytesOut, []string{"out"}},
+	} {
+		if v.value != NotCounted {
+			ch <- prometheus.MustNewConstMetric(v.desc, prometheus.CounterValue, float64(v.value),
+				slices.Concat(labels, v.direction)...)
+		}
+	}
+}

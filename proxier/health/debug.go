@@ -1,0 +1,65 @@
+package health
+
+import (
+	"fmt"
+	"net/http"
+	"net/http/pprof"
+)
+
+// Debug says what the debug endpoints show.
+type Debug struct {
+	// Metrics serves /metrics; nil for nothing there.
+	Metrics http.Handler
+	// Mode is the proxy mode, iptables for example.
+	Mode string
+	// Config is shown at /configz as JSON: a KubeProxyConfiguration of version v1alpha1 with its kind and apiVersion set. Nil
+	// if there is none to show.
+	Config any
+	// Profiling serves /debug/pprof.
+	Profiling bool
+}
+
+// configGroup is the API group that kube-proxy shows its configuration under.
+const configGroup = "kubeproxy.config.k8s.io"
+
+// Handler serves /metrics, /healthz ("ok" as long as the program runs), /proxyMode, /configz and, with Profiling,
+// /debug/pprof, each as kube-proxy does at its metrics port.
+func (d Debug) Handler() http.Handler {
+	mux := http.NewServeMux()
+	if d.Metrics != nil {
+		mux.Handle("/metrics", d.Metrics)
+	}
+	mux.HandleFunc("/healthz", pong)
+	mux.HandleFunc("/healthz/ping", pong)
+	mux.HandleFunc("/proxyMode", func(w http.ResponseWriter, _ *http.Request) { writeText(w, d.Mode) })
+	mux.HandleFunc("/configz", func(w http.ResponseWriter, _ *http.Request) {
+		shown := map[string]any{}
+		if d.Config != nil {
+			shown[configGroup] = d.Config
+		}
+		writeJSON(w, http.StatusOK, shown)
+	})
+	if d.Profiling {
+		mux.HandleFunc("/debug/pprof/", pprof.Index)
+		mux.HandleFunc("/debug/pprof/cmdline", pprof.Cmdline)
+		mux.HandleFunc("/debug/pprof/profile", pprof.Profile)
+		mux.HandleFunc("/debug/pprof/symbol", pprof.Symbol)
+		mux.HandleFunc("/debug/pprof/trace", pprof.Trace)
+	}
+	return mux
+}
+
+// pong answers as Kubernetes components do whose only check is that they run.
+func pong(w http.ResponseWriter, r *http.Request) {
+	if r.URL.Query().Has("verbose") {
+		writeText(w, "[+]ping ok\nhealthz check passed\n")
+		return
+	}
+	writeText(w, "ok")
+}
+
+func writeText(w http.ResponseWriter, text string) {
+	w.Header().Set("Content-Type", "text/plain; charset=utf-8")
+	w.Header().Set("X-Content-Type-Options", "nosniff")
+	_, _ = fmt.Fprint(w, text)
+}
