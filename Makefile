@@ -5,7 +5,7 @@ BINARY  := bin/nodeproxy
 MODE    ?= iptables
 
 .DELETE_ON_ERROR:
-.PHONY: all build deps controlplane unit race e2e test lint bench bench-iptables demo fuzz clean
+.PHONY: all build deps controlplane unit race e2e test lint bench bench-api bench-iptables demo fuzz clean
 
 all: build
 
@@ -49,6 +49,10 @@ bench: deps
 # The whole program at 10,000 services, on both variants of iptables.
 bench-iptables: deps build
 	go run ./e2e/bench -binary $(CURDIR)/$(BINARY)
+
+# nodeproxy beside kube-proxy, through a real API server with 10,000 services: a quarter of an hour. BENCH_API holds flags.
+bench-api: deps build controlplane
+	go run ./e2e/benchapi -binary $(CURDIR)/$(BINARY) $(BENCH_API)
 
 demo: deps build
 	go run ./e2e/demo -mode=$(MODE) -binary $(CURDIR)/$(BINARY)
