@@ -12,7 +12,9 @@ import (
 	"log/slog"
 	"os"
 	"sync"
+	"time"
 
+	"nodeproxy/proxier/drift"
 	"nodeproxy/proxier/plan"
 )
 
@@ -24,12 +26,17 @@ type Config struct {
 	Families []plan.Family
 	// MasqueradeBit is as in Options.
 	MasqueradeBit int
-	Log           *slog.Logger
+	// Compared is told of each comparison of everything with the kernel, once for all families, with what was not as it had
+	// been written. The first sync and the one after an error do not know that. Nil is for nobody. It must not block.
+	Compared func(drift.Report)
+	Log      *slog.Logger
 }
 
-// Backend keeps the iptables rules of this network namespace equal to a plan. It is not safe for concurrent use.
+// Backend keeps the iptables rules of this network namespace equal to a plan. Sync is not safe for concurrent use.
 type Backend struct {
-	engines []*engine
+	engines  []*engine
+	compared func(drift.Report)
+	watch    *watch
 }
 
 // New finds the iptables programs and what they and the kernel can do. It changes nothing. A family for which there are
@@ -39,7 +46,7 @@ func New(cfg Config) (*Backend, error) {
 	if cfg.Variant == Auto || cfg.Variant == "" {
 		cfg.Variant = Detect()
 	}
-	b := &Backend{}
+	b := &Backend{compared: cfg.Compared, watch: &watch{}}
 	var missing []error
 	for _, f := range cfg.Families {
 		t, err := newTool(cfg.Variant, f)
@@ -51,6 +58,7 @@ func New(cfg Config) (*Backend, error) {
 			continue
 		}
 		b.engines = append(b.engines, newEngine(t, cfg))
+		b.watch.add(t, tableNAT, tableFilter)
 	}
 	if len(b.engines) == 0 {
 		return nil, fmt.Errorf("mode iptables can't work here: %w", errors.Join(missing...))
@@ -87,14 +95,33 @@ func (b *Backend) Families() []plan.Family {
 
 // Sync implements proxier.Backend. The families do not wait for each other.
 func (b *Backend) Sync(ctx context.Context, p *plan.Plan, changed plan.Keys) error {
+	begin := time.Now()
 	errs := make([]error, len(b.engines))
 	var wg sync.WaitGroup
+	done := b.watch.writing()
 	for i, e := range b.engines {
 		wg.Go(func() { errs[i] = e.sync(ctx, p, changed) })
 	}
 	wg.Wait()
-	return errors.Join(errs...)
+	done()
+	err := errors.Join(errs...)
+	r, known := drift.Report{Err: err}, false
+	for _, e := range b.engines {
+		if e.found != nil {
+			known = true
+			r.Merge(*e.found)
+		}
+	}
+	if known && b.compared != nil {
+		r.Took = time.Since(begin)
+		b.compared(r)
+	}
+	return err
 }
+
+// Run calls suspect, with the reason, when another program may have changed what Sync has written. It returns when ctx ends,
+// or with an error if it can't watch: then only a Sync that compares everything finds out.
+func (b *Backend) Run(ctx context.Context, suspect func(why string)) error { return b.watch.run(ctx, suspect) }
 
 // kernel is what an engine needs of the machine.
 type kernel interface {
@@ -112,9 +139,12 @@ type engine struct {
 	log     *slog.Logger
 	// current is what the kernel holds; nil where that is not known.
 	current *rules
+	// found is what the last sync found to differ from current; nil if it did not compare.
+	found *drift.Found
 }
 
 func (e *engine) sync(ctx context.Context, p *plan.Plan, changed plan.Keys) error {
+	e.found = nil
 	var err error
 	if changed == nil || e.current == nil || e.current.outgrown(p, changed) {
 		err = e.syncAll(ctx, p)

@@ -2,6 +2,7 @@ package iptables
 
 import (
 	"fmt"
+	"net/netip"
 	"slices"
 
 	"nodeproxy/proxier/plan"
@@ -45,8 +46,25 @@ type tableChain struct {
 	chain
 }
 
+// form is what the base chains are like.
+type form struct {
+	compact bool
+	// ranges are those of cluster IPs to which all traffic is masqueraded, or all that is not from pods.
+	ranges []netip.Prefix
+	pods   netip.Prefix
+}
+
+// toClusterIPs begins a rule for connections to a range of cluster IPs that are to be masqueraded.
+func (x form) toClusterIPs(cidr netip.Prefix) *rule {
+	r := newRule()
+	if x.pods.IsValid() {
+		r.notSrc(x.pods)
+	}
+	return r.word("-m", "conntrack", "--ctstate", "DNAT", "--ctorigdst", cidr.String())
+}
+
 // baseChains are the chains that depend on no ServicePort and no frontend.
-func baseChains(o Options, f plan.Family, compact bool) []tableChain {
+func baseChains(o Options, f plan.Family, x form) []tableChain {
 	mask := fmt.Sprintf("%#x", uint32(1)<<o.MasqueradeBit)
 	masquerade := "MASQUERADE"
 	if o.RandomFully {
@@ -71,10 +89,16 @@ func baseChains(o Options, f plan.Family, compact bool) []tableChain {
 		newRule().jump("MARK --set-xmark " + mask + "/0x0"),
 		newRule().comment("kubernetes service traffic requiring SNAT").jump(masquerade),
 	}
-	if compact {
-		postrouting = append([]string{hairpin(f).jump(masquerade)}, postrouting...)
+	var first []string
+	if x.compact {
+		first = append(first, hairpin(f).jump(masquerade))
 		forward = append(forward, hairpin(f).jump("ACCEPT"))
 	}
+	for _, cidr := range x.ranges {
+		first = append(first, x.toClusterIPs(cidr).jump(masquerade))
+		forward = append(forward, x.toClusterIPs(cidr).jump("ACCEPT"))
+	}
+	postrouting = append(first, postrouting...)
 	return []tableChain{
 		{tableFilter, chain{chainForward, forward}},
 		{tableNAT, chain{chainMarkMasq, []string{

@@ -8,6 +8,7 @@ import (
 	"slices"
 	"strings"
 
+	"nodeproxy/proxier/drift"
 	"nodeproxy/proxier/plan"
 )
 
@@ -75,9 +76,12 @@ func (x *Fixed) jumps(t table) []FixedJump {
 
 // FixedTables keeps fixed rules of one family in the kernel.
 type FixedTables struct {
-	tool   *tool
-	kernel fixedKernel
-	batch  int
+	// Found, if not nil, gathers what Apply finds to differ from what it had written before.
+	Found   *drift.Found
+	tool    *tool
+	kernel  fixedKernel
+	batch   int
+	written *Fixed // by the last Apply that did not fail; nil where that is not known
 }
 
 // fixedKernel is what FixedTables needs of the machine.
@@ -128,10 +132,15 @@ func (x *FixedTables) Apply(ctx context.Context, fixed *Fixed) (int, error) {
 	var text strings.Builder
 	stale := map[table][]string{}
 	changes := 0
+	written := x.written
+	x.written = nil
 	for _, t := range fixedTables {
 		held, err := x.kernel.save(ctx, t)
 		if err != nil {
 			return 0, err
+		}
+		if written != nil && x.Found != nil {
+			(&comparison{x.tool.family, x.Found}).fixed(written, t, held)
 		}
 		block, n := fixedBlock(t, held, fixed)
 		text.WriteString(block)
@@ -149,6 +158,7 @@ func (x *FixedTables) Apply(ctx context.Context, fixed *Fixed) (int, error) {
 			return changes, fmt.Errorf("removing chains of another mode from table %s: %w", t, err)
 		}
 	}
+	x.written = fixed
 	return changes, nil
 }
 
@@ -247,7 +257,7 @@ func removeChains(restore func(string) error, t table, names []string, batch int
 // BaseChains are the chains that every mode has: KUBE-FORWARD, KUBE-MARK-MASQ and KUBE-POSTROUTING.
 func BaseChains(o Options, f plan.Family) []FixedChain {
 	var out []FixedChain
-	for _, c := range baseChains(o, f, false) {
+	for _, c := range baseChains(o, f, form{}) {
 		out = append(out, FixedChain{string(c.table), c.name, c.rules})
 	}
 	return out

@@ -10,6 +10,7 @@ import (
 	"slices"
 	"strings"
 
+	"nodeproxy/proxier/drift"
 	"nodeproxy/proxier/plan"
 )
 
@@ -28,6 +29,10 @@ func (e *engine) syncAll(ctx context.Context, p *plan.Plan) error {
 	}
 	if f.filter, err = e.tool.save(ctx, tableFilter); err != nil {
 		return err
+	}
+	if e.current != nil {
+		e.found = &drift.Found{}
+		(&comparison{e.family, e.found}).rules(e.current, f.nat, f.filter)
 	}
 	if err := f.run(p); err != nil {
 		return err
@@ -110,7 +115,7 @@ func boolCompare(a, b bool) int {
 // base writes the chains that all others need.
 func (f *fullSync) base() error {
 	nat, filter := block{table: tableNAT}, block{table: tableFilter}
-	for _, c := range baseChains(f.options, f.family, f.rules.compact) {
+	for _, c := range baseChains(f.options, f.family, f.rules.form()) {
 		b := &nat
 		if c.table == tableFilter {
 			b = &filter
@@ -375,7 +380,11 @@ func (f *fullSync) guard() error {
 }
 
 // leaveOtherModes removes the rules that lead to chains of another mode, and then those that are in no table of this one.
+// Where there are some in table mangle, there are in the others too, which are read anyway.
 func (f *fullSync) leaveOtherModes() error {
+	if !f.otherModeHeld() {
+		return nil
+	}
 	mangle, err := f.tool.save(f.ctx, tableMangle)
 	if err != nil {
 		return err
@@ -402,6 +411,17 @@ func (f *fullSync) leaveOtherModes() error {
 	stale := obsolete(tableMangle, mangle, nil)
 	f.removed += len(stale)
 	return removeChains(f.restore, tableMangle, stale, f.batch)
+}
+
+func (f *fullSync) otherModeHeld() bool {
+	for _, t := range []table{tableNAT, tableFilter} {
+		for name := range f.held(t) {
+			if slices.Contains(otherModes[t], name) {
+				return true
+			}
+		}
+	}
+	return false
 }
 
 // sweep removes the chains that nothing wants.

@@ -1,6 +1,9 @@
 package iptables
 
 import (
+	"net/netip"
+	"slices"
+
 	"nodeproxy/proxier/plan"
 )
 
@@ -16,6 +19,10 @@ type rules struct {
 	// endpoints is how many there are in all, and compact the form that follows from it.
 	endpoints int
 	compact   bool
+	// externals is how many external frontends lie within ranges of cluster IPs. Without any, in the compact form, ranges
+	// are those of which one rule masquerades all that is to be masqueraded.
+	externals int
+	ranges    []netip.Prefix
 	tries     tries
 }
 
@@ -30,10 +37,46 @@ func newRules(p *plan.Plan, f plan.Family, o Options) *rules {
 	for k, sp := range p.Services {
 		if k.Family == f {
 			r.endpoints += endpointCount(sp)
+			r.externals += r.externalsOf(sp)
 		}
 	}
 	r.compact = o.compact(r.endpoints)
+	if r.byRange() {
+		r.ranges = r.serviceCIDRs()
+	}
 	return r
+}
+
+// byRange reports whether one rule for each range of cluster IPs can masquerade, in place of one for each ServicePort. The
+// rule stands where the interface that a packet came by is not known any more, and can't tell cluster IPs from others.
+func (r *rules) byRange() bool {
+	return r.options.compact(r.endpoints) && r.externals == 0 && len(r.serviceCIDRs()) > 0 &&
+		(r.settings.MasqueradeAll || byCIDR(r.settings.DetectLocal) && r.settings.DetectLocal.Implemented(r.family))
+}
+
+// serviceCIDRs are the known ranges of cluster IPs of this family.
+func (r *rules) serviceCIDRs() []netip.Prefix {
+	return slices.DeleteFunc(slices.Clone(r.settings.ServiceCIDRs), func(c netip.Prefix) bool {
+		return plan.FamilyOf(c.Addr()) != r.family
+	})
+}
+
+// externalsOf counts a ServicePort's external frontends within ranges of cluster IPs.
+func (r *rules) externalsOf(sp *plan.ServicePort) int {
+	n := 0
+	if sp == nil || len(r.settings.ServiceCIDRs) == 0 {
+		return 0
+	}
+	for _, f := range sp.Frontends {
+		if f.Kind != plan.ClusterIP && f.Addr.IsValid() && within(f.Addr, r.settings.ServiceCIDRs) {
+			n++
+		}
+	}
+	return n
+}
+
+func within(a netip.Addr, ranges []netip.Prefix) bool {
+	return slices.ContainsFunc(ranges, func(r netip.Prefix) bool { return r.Contains(a) })
 }
 
 func (o Options) compact(endpoints int) bool { return o.CompactAbove > 0 && endpoints > o.CompactAbove }
@@ -50,9 +93,19 @@ func (r *rules) outgrown(p *plan.Plan, changed plan.Keys) bool {
 	for k := range changed {
 		if k.Family == r.family {
 			r.endpoints += endpointCount(p.Services[k]) - endpointCount(r.services[k])
+			r.externals += r.externalsOf(p.Services[k]) - r.externalsOf(r.services[k])
 		}
 	}
-	return r.options.compact(r.endpoints) != r.compact
+	return r.options.compact(r.endpoints) != r.compact || r.byRange() != (len(r.ranges) > 0)
+}
+
+// form is what the base chains depend on beside the options.
+func (r *rules) form() form {
+	f := form{compact: r.compact, ranges: r.ranges}
+	if d := r.settings.DetectLocal; !r.settings.MasqueradeAll && len(r.ranges) > 0 {
+		f.pods = d.CIDR(r.family)
+	}
+	return f
 }
 
 // enter adds a ServicePort that was not there before, and returns the chains of its own.
@@ -112,7 +165,7 @@ var dispatcherOrder = [dispatchers]dispatcherID{
 
 // fixed calls emit for every chain that is not a ServicePort's own, those that others lead to first.
 func (r *rules) fixed(emit func(tableChain)) {
-	for _, c := range baseChains(r.options, r.family, r.compact) {
+	for _, c := range baseChains(r.options, r.family, r.form()) {
 		emit(c)
 	}
 	for _, id := range dispatcherOrder {

@@ -28,9 +28,10 @@ type builder struct {
 	sp       *plan.ServicePort
 	settings *plan.Settings
 	node     *plan.Node
-	name     string // namespace/name:port, for comments
-	compact  bool   // as few and as light rules as possible
-	direct   bool   // endpoints have no chains of their own
+	name     string         // namespace/name:port, for comments
+	compact  bool           // as few and as light rules as possible
+	direct   bool           // endpoints have no chains of their own
+	ranges   []netip.Prefix // of cluster IPs that a rule for all masquerades
 	out      fragment
 }
 
@@ -39,7 +40,8 @@ func (r *rules) fragment(sp *plan.ServicePort) fragment {
 	if sp == nil {
 		return fragment{}
 	}
-	b := &builder{sp: sp, settings: &r.settings, node: &r.node, name: sp.Key.PortName(), compact: r.compact}
+	b := &builder{sp: sp, settings: &r.settings, node: &r.node, name: sp.Key.PortName(), compact: r.compact,
+		ranges: r.ranges}
 	// Affinity needs the chains: an endpoint's chain remembers the client.
 	b.direct = r.compact && sp.Affinity == 0
 	for _, f := range sp.Frontends {
@@ -232,6 +234,8 @@ func (b *builder) masqueradeClusterIP(f plan.Frontend) string {
 	d := b.settings.DetectLocal
 	r := newRule()
 	switch {
+	case within(f.Addr, b.ranges):
+		return ""
 	case b.settings.MasqueradeAll:
 	case !d.Implemented(b.sp.Key.Family):
 		return ""

@@ -28,9 +28,8 @@ type Config struct {
 	Families []plan.Family
 	Backend  Backend
 	// MinSyncPeriod is the least time between the starts of two syncs; zero by default. A change that finds the Proxier idle
-	// is programmed at once. Changes that arrive while a sync of other changes runs go into the next one together, which
-	// begins after a rest as long as that sync took, so that changes never keep the machine busy for more than half of
-	// the time.
+	// is programmed at once. Changes that arrive while a sync runs go into the next one together. Where one follows the
+	// other without end, there are rests between them, so that in the long run syncs take up two thirds of the time.
 	MinSyncPeriod time.Duration
 	// CompareEvery is how often everything is compared with the kernel even if nothing changed, so that what others have
 	// changed there is mended; zero for never. Where a comparison takes long, it is done less often: it takes up no more
@@ -73,8 +72,12 @@ const (
 // compareShare is how many times as long as a comparison of everything takes there is none.
 const compareShare = 200
 
-// longestRest is how long changes may have to wait at most for the sake of a sync that took long.
-const longestRest = time.Second
+// A sync is followed by a rest, in which further changes gather, once syncs have taken more than burst beyond their share
+// of the time. No rest is longer than longestRest.
+const (
+	burst       = 500 * time.Millisecond
+	longestRest = time.Second
+)
 
 // Proxier receives batches of objects, and syncs its backend whenever they change the plan.
 type Proxier struct {
@@ -87,6 +90,9 @@ type Proxier struct {
 	retry    time.Duration // how long to wait after the failed sync that came last; 0 if it did not fail
 	inSync   bool          // there was a sync that did not fail
 	triggers []Trigger     // of changes that no sync has programmed yet
+	// debt is by how much syncs have taken more than their share of the time, as of owed.
+	debt time.Duration
+	owed time.Time
 	// compared is when everything was compared with the kernel last, and comparing how long that took.
 	compared  time.Time
 	comparing time.Duration
@@ -242,14 +248,19 @@ func (p *Proxier) warnOnce() {
 	}
 }
 
-// pause waits until MinSyncPeriod has passed since start, when a sync began that has just ended. If changes have arrived
-// meanwhile, there are many: it also waits as long as that sync took, and what arrives by then goes along. A sync of
-// everything is no measure of what changes cost.
+// pause waits until MinSyncPeriod has passed since start, when a sync began that has just ended. Where syncs have taken too
+// much of the time of late, and changes wait already, there is a rest. A sync of everything does not count: it is no
+// measure of what changes cost.
 func (p *Proxier) pause(ctx context.Context, start time.Time, all bool) {
-	took := time.Since(start)
-	left := p.cfg.MinSyncPeriod - took
-	if !all && p.waiting() {
-		left = max(left, min(took, longestRest))
+	now := time.Now()
+	left := p.cfg.MinSyncPeriod - now.Sub(start)
+	p.debt = max(p.debt-min(now.Sub(p.owed), time.Minute)*2/3, -burst)
+	p.owed = now
+	if !all {
+		p.debt += now.Sub(start)
+	}
+	if p.debt > 0 && p.waiting() {
+		left = max(left, min(p.debt*3/2, longestRest))
 	}
 	if left <= 0 {
 		return

@@ -109,21 +109,48 @@ func TestChangesDuringASyncGoTogether(t *testing.T) {
 	expect(t, calls, "0s: all of 1", "1s: 2 of 3")
 }
 
-// TestChangesInARowRest: the rest after a sync is as long as the sync, but only where there is more to do.
+// TestChangesInARowRest: a burst of changes is programmed without rest; where they go on, syncs get two thirds of the time.
 func TestChangesInARowRest(t *testing.T) {
 	t.Parallel()
-	r := &recorder{takes: 100 * time.Millisecond}
+	const takes = 100 * time.Millisecond
+	r := &recorder{takes: takes}
 	calls := run(t, r, 0, func(p *Proxier) {
 		p.Apply(batch("a", 1, true))
 		time.Sleep(time.Second)
-		for i := range int32(10) { // One every 50 ms.
+		for i := range int32(400) {
 			p.Apply(batch("a", 10+i, false))
-			time.Sleep(50 * time.Millisecond)
+			time.Sleep(10 * time.Millisecond)
 		}
 		time.Sleep(time.Second)
-		p.Apply(batch("a", 30, false))
 	})
-	expect(t, calls, "0s: all of 1", "1s: 1 of 1", "1.2s: 1 of 1", "1.4s: 1 of 1", "1.6s: 1 of 1", "2.5s: 1 of 1")
+	var gaps []time.Duration
+	for i := range calls[1:] {
+		gaps = append(gaps, at(t, calls[i+1])-at(t, calls[i]))
+	}
+	for i, g := range gaps[1:] {
+		switch {
+		case i < 12 && g > takes+time.Millisecond:
+			t.Errorf("sync %d of a burst began %v after the one before", i, g)
+		case i > 16 && i < len(gaps)-3 && g < takes*3/2-time.Millisecond:
+			t.Errorf("after many, sync %d began %v after the one before", i, g)
+		case g > takes*2:
+			t.Errorf("sync %d began %v after the one before", i, g)
+		}
+	}
+	if len(gaps) < 25 {
+		t.Errorf("there were %d syncs", len(gaps))
+	}
+}
+
+// at is when a call was made.
+func at(t *testing.T, call string) time.Duration {
+	t.Helper()
+	text, _, _ := strings.Cut(call, ":")
+	d, err := time.ParseDuration(text)
+	if err != nil {
+		t.Fatal(err)
+	}
+	return d
 }
 
 func TestAfterAFailureNothingIsAssumed(t *testing.T) {

@@ -261,11 +261,23 @@ type stateModule struct {
 	flag   string
 	states []string
 	not    bool
+	// original is the range of the destination before any translation; the zero Prefix is any.
+	original netip.Prefix
 }
 
 var states = []string{"NEW", "ESTABLISHED", "RELATED", "INVALID", "UNTRACKED", "SNAT", "DNAT"}
 
 func (m *stateModule) option(p *parser, name string, not bool) (bool, error) {
+	if name == "--ctorigdst" && m.flag == "--ctstate" && !not {
+		value, err := p.argument(name)
+		if err != nil {
+			return true, err
+		}
+		if m.original, err = netip.ParsePrefix(value); err != nil {
+			return true, fmt.Errorf("option %s: %w", name, err)
+		}
+		return true, nil
+	}
 	if name != m.flag {
 		return false, nil
 	}
@@ -292,6 +304,9 @@ func (m *stateModule) finish(*parser) (matcher, error) {
 func (m *stateModule) match(p *packet) (float64, error) {
 	has := func(s string) bool {
 		return s == "NEW" || s == "DNAT" && p.dnat || s == "SNAT" && p.masquerade
+	}
+	if m.original.IsValid() && !m.original.Contains(p.original) {
+		return 0, nil
 	}
 	return is(slices.ContainsFunc(m.states, has), m.not), nil
 }

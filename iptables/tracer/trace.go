@@ -95,6 +95,7 @@ var manipulates = map[hook]int{preRouting: 0, output: 0, input: 1, postRouting: 
 // packet is a packet on its way, as rules see it.
 type packet struct {
 	src, dst   netip.Addr
+	original   netip.Addr // where it was sent
 	protocol   string
 	port       uint16
 	in         string
@@ -130,7 +131,7 @@ type step struct {
 // The outcomes are in order of destination. The error names the rule that can't be judged.
 func (rs *Ruleset) Trace(pkt plan.Packet, node Node) ([]Outcome, error) {
 	start := way{probability: 1, packet: packet{
-		src: pkt.Src, dst: pkt.Dst, protocol: pkt.Protocol.Lower(), port: pkt.DstPort, in: pkt.InInterface,
+		src: pkt.Src, dst: pkt.Dst, original: pkt.Dst, protocol: pkt.Protocol.Lower(), port: pkt.DstPort, in: pkt.InInterface,
 		node: &node, ruleset: rs,
 	}}
 	if plan.FamilyOf(pkt.Src) != rs.family || plan.FamilyOf(pkt.Dst) != rs.family {

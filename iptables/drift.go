@@ -1,0 +1,100 @@
+package iptables
+
+import (
+	"maps"
+	"slices"
+
+	"nodeproxy/proxier/drift"
+	"nodeproxy/proxier/plan"
+)
+
+// comparison finds out in what the tables that the kernel holds differ from what was written to them last.
+type comparison struct {
+	family plan.Family
+	found  *drift.Found
+}
+
+// rules compares with the rules of mode iptables. KUBE-FIREWALL is left out: the kubelet has a say in it. So are chains of
+// other modes: who starts one in another mode has not changed what was written.
+func (c *comparison) rules(written *rules, nat, filter kernelTable) {
+	held := map[table]kernelTable{tableNAT: nat, tableFilter: filter}
+	known := map[table]map[string]bool{tableNAT: {}, tableFilter: {}}
+	check := func(t table, want chain) {
+		known[t][want.name] = true
+		c.chain(t, want, held[t])
+	}
+	for _, k := range slices.SortedFunc(maps.Keys(written.services), plan.Key.Compare) {
+		for _, own := range written.fragment(written.services[k]).chains {
+			check(tableNAT, own)
+		}
+	}
+	written.fixed(func(want tableChain) { check(want.table, want.chain) })
+	for _, t := range []table{tableNAT, tableFilter} {
+		for _, name := range slices.Sorted(maps.Keys(held[t])) {
+			if mayBeStale(name) && !known[t][name] {
+				c.found.Add(drift.Chain, drift.Unexpected, "%s of table %s (%s)", name, t, c.family)
+			}
+		}
+	}
+	for _, j := range jumps(written.localnet()) {
+		if j.to != chainFirewall {
+			c.jump(j.table, j.from, j.text(), held[j.table])
+		}
+	}
+}
+
+// fixed compares one table with fixed rules.
+func (c *comparison) fixed(written *Fixed, t table, held kernelTable) {
+	known := map[string]bool{}
+	for _, want := range written.chains(t) {
+		known[want.name] = true
+		c.chain(t, want, held)
+	}
+	for _, name := range slices.Sorted(maps.Keys(held)) {
+		if isOurs(t, name) && !known[name] {
+			c.found.Add(drift.Chain, drift.Unexpected, "%s of table %s (%s)", name, t, c.family)
+		}
+	}
+	for _, j := range written.jumps(t) {
+		c.jump(t, j.From, j.Rule, held)
+	}
+}
+
+func (c *comparison) jump(t table, from, rule string, held kernelTable) {
+	if !slices.Contains(held[from], rule) {
+		c.found.Add(drift.Rule, drift.Missing, "%q in %s of table %s (%s)", rule, from, t, c.family)
+	}
+}
+
+// chain compares one chain, rule by rule.
+func (c *comparison) chain(t table, want chain, held kernelTable) {
+	rules, is := held[want.name]
+	switch {
+	case !is:
+		c.found.Add(drift.Chain, drift.Missing, "%s of table %s (%s)", want.name, t, c.family)
+		return
+	case sameRules(want, chain{want.name, rules}):
+		return
+	}
+	left := map[string]int{}
+	for _, r := range rules {
+		left[r]++
+	}
+	same := true
+	for _, r := range want.rules {
+		if left[r]--; left[r] < 0 {
+			same = false
+			c.found.Add(drift.Rule, drift.Missing, "%q in %s of table %s (%s)", r, want.name, t, c.family)
+		}
+	}
+	for _, r := range rules {
+		if left[r] > 0 {
+			left[r]--
+			same = false
+			c.found.Add(drift.Rule, drift.Unexpected, "%q in %s of table %s (%s)", r, want.name, t, c.family)
+		}
+	}
+	if same {
+		c.found.Add(drift.Chain, drift.Changed, "%s of table %s (%s): the order of its rules", want.name, t, c.family)
+	}
+}
