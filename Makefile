@@ -5,7 +5,8 @@ BINARY  := bin/nodeproxy
 MODE    ?= iptables
 
 .DELETE_ON_ERROR:
-.PHONY: all build deps controlplane unit race e2e test lint bench bench-api bench-iptables demo fuzz clean
+.PHONY: all build deps controlplane kernel deploytools unit race e2e test lint bench bench-api bench-iptables bench-ipvs demo image \
+	fuzz clean
 
 all: build
 
@@ -19,8 +20,20 @@ deps:
 controlplane:
 	@e2e/controlplane/build >/dev/null
 
+# A kernel with IPVS for tests, on machines whose own has none; built once: five minutes.
+kernel: deps
+	@e2e/kernel/probe || e2e/kernel/build >/dev/null
+
+# helm and kubectl for the tests of deploy/, built once: two minutes.
+deploytools:
+	@e2e/deploy/tools/build >/dev/null
+
+# An OCI image archive, bin/nodeproxy-image.tar, without any registry; for "ctr images import".
+image: deps build
+	@VERSION=$(VERSION) hack/build-image
+
 # The inner loop: everything but packets. Needs root, for rules in namespaces of the tests' own.
-unit: deps
+unit: deps kernel
 	go test $$(go list ./... | grep -v /e2e)
 
 # The parts with concurrency, under the race detector.
@@ -28,7 +41,7 @@ race: deps
 	go test -race -count=1 ./proxier/... ./config/... ./cmd/...
 
 # Real packets through the real binary, in network namespaces.
-e2e: deps build controlplane
+e2e: deps build controlplane kernel deploytools
 	NODEPROXY_BIN=$(CURDIR)/$(BINARY) go test -timeout 20m ./e2e/...
 
 lint:
@@ -36,7 +49,7 @@ lint:
 	go vet ./...
 	go tool staticcheck ./...
 
-test: deps build lint controlplane
+test: deps build lint controlplane kernel deploytools
 	go test -count=1 -timeout 10m $$(go list ./... | grep -v /e2e)
 	$(MAKE) race
 	NODEPROXY_BIN=$(CURDIR)/$(BINARY) go test -count=1 -timeout 20m -v ./e2e/... | hack/quiet

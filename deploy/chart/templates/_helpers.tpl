@@ -1,0 +1,25 @@
+{{- /* The labels of every object. */ -}}
+{{- define "nodeproxy.labels" -}}
+app.kubernetes.io/name: nodeproxy
+app.kubernetes.io/instance: {{ .Release.Name }}
+app.kubernetes.io/managed-by: {{ .Release.Service }}
+app.kubernetes.io/version: {{ .Chart.AppVersion | quote }}
+helm.sh/chart: {{ printf "%s-%s" .Chart.Name .Chart.Version }}
+{{- end }}
+
+{{- define "nodeproxy.image" -}}
+{{ .Values.image.repository }}:{{ .Values.image.tag | default .Chart.AppVersion }}
+{{- end }}
+
+{{- /* What both containers may do: these capabilities and no more. */ -}}
+{{- define "nodeproxy.securityContext" -}}
+privileged: false
+allowPrivilegeEscalation: false
+readOnlyRootFilesystem: true
+runAsUser: 0
+runAsGroup: 0
+capabilities:
+  drop: ["ALL"]
+  add:
+    {{- toYaml . | nindent 4 }}
+{{- end }}

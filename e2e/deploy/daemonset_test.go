@@ -1,0 +1,56 @@
+package deploy
+
+import (
+	"slices"
+	"testing"
+
+	apps "k8s.io/api/apps/v1"
+	v1 "k8s.io/api/core/v1"
+	"sigs.k8s.io/yaml"
+)
+
+// daemonSet is the DaemonSet among manifests.
+func daemonSet(t testing.TB, text string) *apps.DaemonSet {
+	t.Helper()
+	o := objects(t, text)["DaemonSet kube-system/nodeproxy"]
+	if o == nil {
+		t.Fatalf("no DaemonSet in\n%s", text)
+	}
+	raw, err := yaml.Marshal(o)
+	if err != nil {
+		t.Fatal(err)
+	}
+	var ds apps.DaemonSet
+	if err := yaml.UnmarshalStrict(raw, &ds); err != nil {
+		t.Fatal(err)
+	}
+	return &ds
+}
+
+// TestLeastPrivilege: no container is privileged, and each has these capabilities and no others. What the rest of this package
+// shows to work, works with these.
+func TestLeastPrivilege(t *testing.T) {
+	t.Parallel()
+	want := map[string][]v1.Capability{"nodeproxy": {"NET_ADMIN", "NET_RAW"}, "modules": {"NET_ADMIN", "SYS_MODULE"}}
+	for _, overlay := range []string{"overlays/iptables", "overlays/ipvs", "overlays/kubeadm", "overlays/migrate"} {
+		pod := daemonSet(t, kustomized(t, overlay)).Spec.Template.Spec
+		if !pod.HostNetwork || pod.HostPID || pod.HostIPC || pod.PriorityClassName != "system-node-critical" {
+			t.Errorf("%s: the pod's namespaces or priority: %+v", overlay, pod)
+		}
+		if pod.SecurityContext.SeccompProfile.Type != v1.SeccompProfileTypeRuntimeDefault {
+			t.Errorf("%s: seccomp profile %+v", overlay, pod.SecurityContext.SeccompProfile)
+		}
+		for _, c := range append(pod.InitContainers, pod.Containers...) {
+			s := c.SecurityContext
+			if *s.Privileged || *s.AllowPrivilegeEscalation || !*s.ReadOnlyRootFilesystem {
+				t.Errorf("%s, %s: %+v", overlay, c.Name, s)
+			}
+			if len(s.Capabilities.Drop) != 1 || s.Capabilities.Drop[0] != "ALL" {
+				t.Errorf("%s, %s: drops %q, want ALL", overlay, c.Name, s.Capabilities.Drop)
+			}
+			if got := s.Capabilities.Add; !slices.Equal(got, want[c.Name]) {
+				t.Errorf("%s, %s: adds %q, want %q", overlay, c.Name, got, want[c.Name])
+			}
+		}
+	}
+}

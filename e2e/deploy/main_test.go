@@ -1,0 +1,92 @@
+package deploy
+
+import (
+	"bytes"
+	"fmt"
+	"os"
+	"os/exec"
+	"os/signal"
+	"path/filepath"
+	"strings"
+	"sync"
+	"syscall"
+	"testing"
+
+	"nodeproxy/e2e/cluster"
+	"nodeproxy/e2e/harness"
+)
+
+func TestMain(m *testing.M) {
+	interrupted := make(chan os.Signal, 1)
+	signal.Notify(interrupted, os.Interrupt, syscall.SIGTERM)
+	go func() {
+		<-interrupted
+		cluster.KillAll() // before the harness removes their files
+	}()
+	os.Exit(harness.Main(m))
+}
+
+// projectDir is the root of the project.
+var projectDir = sync.OnceValues(func() (string, error) {
+	out, err := exec.Command("go", "env", "GOMOD").Output()
+	if err != nil {
+		return "", fmt.Errorf("find the module: %w", err)
+	}
+	return filepath.Dir(strings.TrimSpace(string(out))), nil
+})
+
+// project is a path inside the project.
+func project(t testing.TB, elements ...string) string {
+	t.Helper()
+	root, err := projectDir()
+	if err != nil {
+		t.Fatal(err)
+	}
+	return filepath.Join(append([]string{root}, elements...)...)
+}
+
+// toolsDir is the directory with helm and kubectl. They are built if they are not there, which takes some minutes the first
+// time.
+var toolsDir = sync.OnceValues(func() (string, error) {
+	root, err := projectDir()
+	if err != nil {
+		return "", err
+	}
+	build := exec.Command(filepath.Join(root, "e2e", "deploy", "tools", "build"))
+	build.Stderr = os.Stderr
+	out, err := build.Output()
+	if err != nil {
+		return "", fmt.Errorf("build helm and kubectl: %w", err)
+	}
+	return strings.TrimSpace(string(out)), nil
+})
+
+func tool(t testing.TB, name string) string {
+	t.Helper()
+	dir, err := toolsDir()
+	if err != nil {
+		t.Fatal(err)
+	}
+	return filepath.Join(dir, name)
+}
+
+// output runs a command, which must succeed, and returns what it printed on stdout.
+func output(t testing.TB, name string, args ...string) string {
+	t.Helper()
+	out, err := attempt(name, args...)
+	if err != nil {
+		t.Fatal(err)
+	}
+	return out
+}
+
+// attempt is output for a command that may fail. The error has what it printed on stderr.
+func attempt(name string, args ...string) (string, error) {
+	cmd := exec.Command(name, args...)
+	var stdout, stderr bytes.Buffer
+	cmd.Stdout, cmd.Stderr = &stdout, &stderr
+	if err := cmd.Run(); err != nil {
+		return stdout.String(), fmt.Errorf("%s %s: %w: %s", filepath.Base(name), strings.Join(args, " "), err, stderr.String())
+	}
+	return stdout.String(), nil
+}
