@@ -208,20 +208,20 @@ func (c *ControlPlane) Via(n *harness.Netns, cfg *rest.Config) *rest.Config {
 	return cfg
 }
 
-// Install creates the objects of deploy/rbac.yaml, and returns the path of a kubeconfig and a token with which a client is
+// Install creates the objects of deploy/base/rbac.yaml, and returns the path of a kubeconfig and a token with which a client is
 // the ServiceAccount in there: allowed what a nodeproxy that is deployed with it is allowed.
 func (c *ControlPlane) Install(ctx context.Context) (kubeconfig, token string, err error) {
 	root, err := projectDir()
 	if err != nil {
 		return "", "", err
 	}
-	text, err := os.ReadFile(filepath.Join(root, "deploy", "rbac.yaml"))
+	text, err := os.ReadFile(filepath.Join(root, "deploy", "base", "rbac.yaml"))
 	if err != nil {
 		return "", "", err
 	}
 	for _, doc := range strings.Split(string(text), "\n---\n") {
 		if err := c.create(ctx, []byte(doc)); err != nil {
-			return "", "", fmt.Errorf("deploy/rbac.yaml: %w", err)
+			return "", "", fmt.Errorf("deploy/base/rbac.yaml: %w", err)
 		}
 	}
 	answer, err := c.Admin.CoreV1().ServiceAccounts("kube-system").CreateToken(ctx, "nodeproxy",

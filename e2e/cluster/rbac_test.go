@@ -20,7 +20,7 @@ import (
 	"nodeproxy/e2e/harness"
 )
 
-// TestRights: the ClusterRole of deploy/rbac.yaml allows what is needed (or no other test here would pass) and nothing
+// TestRights: the ClusterRole of deploy/base/rbac.yaml allows what is needed (or no other test here would pass) and nothing
 // else, and the daemon tells of its start by an event on its Node.
 func TestRights(t *testing.T) {
 	t.Parallel()
