@@ -48,6 +48,8 @@ type Config struct {
 	NFTables NFTables
 	// OOMScoreAdj is how ready the kernel is to kill this process when memory runs out, -1000 to 1000; -999 by default.
 	OOMScoreAdj int
+	// SysctlDir is where kernel settings are written; /proc/sys by default.
+	SysctlDir string
 	// LogLevel is debug, info, warn or error; LogFormat is text or json.
 	LogLevel, LogFormat string
 	// Configz is the configuration as /configz shows it: a KubeProxyConfiguration of version v1alpha1.

@@ -41,7 +41,7 @@ func defaults() Config {
 		Mode: "iptables", NodeName: "node1", Manifests: "m",
 		API:          APIServer{ContentType: "application/vnd.kubernetes.protobuf", QPS: 5, Burst: 10},
 		ServiceCIDRs: prefixes("10.96.0.0/16"), ServiceCIDRsGiven: true, NodePorts: PortRange{30000, 32767},
-		IPTablesBackend: iptables.Auto, MasqueradeBit: 14, LogLevel: "info", LogFormat: "text",
+		IPTablesBackend: iptables.Auto, MasqueradeBit: 14, SysctlDir: "/proc/sys", LogLevel: "info", LogFormat: "text",
 		SyncPeriod: 30 * time.Second, OOMScoreAdj: -999,
 		Servers: Servers{
 			Bind: netip.MustParseAddr("0.0.0.0"), Healthz: netip.MustParseAddrPort("0.0.0.0:10256"),
@@ -53,6 +53,7 @@ func defaults() Config {
 		IPVS: IPVS{SyncPeriod: 30 * time.Second, VIPs: ipvs.Routes, GracePeriod: 5 * time.Minute}, NFTables: NFTables{MasqueradeBit: 14, SyncPeriod: 30 * time.Second},
 		Settings: plan.Settings{
 			DetectLocal: plan.DetectLocal{Mode: plan.DetectClusterCIDR}, LocalhostNodePorts: true,
+			ServiceCIDRs: prefixes("10.96.0.0/16"),
 		},
 	}
 }
@@ -75,7 +76,10 @@ func TestFlags(t *testing.T) {
 		return func(c *Config) { c.Settings.DetectLocal.CIDRs = prefixes(cidrs...) }
 	}
 	serviceCIDR := func(cidrs ...string) func(*Config) {
-		return func(c *Config) { c.ServiceCIDRs = prefixes(cidrs...) }
+		return func(c *Config) {
+			c.ServiceCIDRs = prefixes(cidrs...)
+			c.Settings.ServiceCIDRs = c.ServiceCIDRs
+		}
 	}
 	for _, tc := range []struct {
 		args   string
@@ -85,7 +89,6 @@ func TestFlags(t *testing.T) {
 		{"--mode=iptables", func(*Config) {}},
 		{"--mode=ipvs", func(c *Config) {
 			c.Mode, c.Settings.LocalhostNodePorts = "ipvs", false
-			c.Settings.ServiceCIDRs = prefixes("10.96.0.0/16")
 		}},
 		{"--proxy-mode=iptables", func(*Config) {}},
 		{"--proxy-mode=", func(*Config) {}},

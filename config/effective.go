@@ -101,7 +101,7 @@ func (e *Effective) ownSettings() string {
 		{"config", e.own.configFile}, {"manifests", e.own.manifests}, {"master", e.own.master},
 		{"service-cidr", e.own.serviceCIDR}, {"service-node-port-range", e.own.nodePortRange},
 		{"iptables-backend", e.own.iptablesBackend}, {"ipvs-vips", e.own.ipvsVIPs},
-		{"ipvs-graceful-period", e.own.ipvsGrace.String()}, {"log-level", e.own.logLevel},
+		{"ipvs-graceful-period", e.own.ipvsGrace.String()}, {"log-level", e.own.logLevel}, {"sysctl-dir", e.own.sysctlDir},
 	} {
 		if s.value != "" {
 			fmt.Fprintf(&b, "#   --%s=%s\n", s.flag, s.value)

@@ -200,7 +200,7 @@ func TestEveryFieldOfTheFile(t *testing.T) {
 			}
 			want := defaults()
 			if strings.HasPrefix(tc.field, "clientConnection.kubeconfig") {
-				want.Manifests, want.ServiceCIDRsGiven = "", false
+				want.Manifests, want.ServiceCIDRsGiven, want.Settings.ServiceCIDRs = "", false, nil
 			}
 			tc.change(&want)
 			var said []string
@@ -248,7 +248,7 @@ func TestKubeadm(t *testing.T) {
 		t.Fatal(err)
 	}
 	want := defaults()
-	want.Manifests, want.ServiceCIDRsGiven = "", false
+	want.Manifests, want.ServiceCIDRsGiven, want.Settings.ServiceCIDRs = "", false, nil
 	want.API.Kubeconfig = "/var/lib/kube-proxy/kubeconfig.conf"
 	want.Settings.DetectLocal.CIDRs = prefixes("10.244.0.0/16")
 	got.Configz = nil

@@ -197,6 +197,8 @@ func (v *values) serverFlags(fs *pflag.FlagSet) {
 	text(fs, &kp.ShowHiddenMetricsForVersion, "show-hidden-metrics-for-version", "no effect: no metric is hidden")
 	fs.Int32Var(kp.OOMScoreAdj, "oom-score-adj", *kp.OOMScoreAdj,
 		"how ready the kernel is to kill this process when memory runs out, -1000 to 1000")
+	text(fs, &v.own.sysctlDir, "sysctl-dir",
+		"where to write kernel settings; in a container that is not privileged, where the node's /proc/sys/net is mounted at DIR/net")
 	_ = fs.MarkHidden("healthz-port")
 	_ = fs.MarkHidden("metrics-port")
 }

@@ -6,6 +6,7 @@ import (
 	"fmt"
 	"net/netip"
 	"os"
+	"path/filepath"
 	"regexp"
 	"strconv"
 	"strings"
@@ -84,12 +85,12 @@ func (e *Effective) understand(toRun bool) (*Config, error) {
 	k.servers(c)
 	k.conntrack(&c.Conntrack)
 	k.otherModes(c)
+	if c.ServiceCIDRsGiven {
+		c.Settings.ServiceCIDRs = c.ServiceCIDRs
+	}
 	if c.Mode == "ipvs" {
 		c.SyncPeriod, c.MinSyncPeriod = c.IPVS.SyncPeriod, c.IPVS.MinSyncPeriod
 		c.Settings.LocalhostNodePorts = false // IPVS drops what leaves the node with a loopback address.
-		if c.ServiceCIDRsGiven {
-			c.Settings.ServiceCIDRs = c.ServiceCIDRs
-		}
 	}
 	k.check("clientConnection.burst", notNegative(kp.ClientConnection.Burst))
 	if kp.ConfigSyncPeriod.Duration <= 0 {
@@ -99,6 +100,9 @@ func (e *Effective) understand(toRun bool) (*Config, error) {
 }
 
 func (k *checker) mode(c *Config) {
+	if c.SysctlDir = k.own.sysctlDir; !filepath.IsAbs(c.SysctlDir) {
+		k.check("--sysctl-dir", fmt.Errorf("%q is not an absolute path", c.SysctlDir))
+	}
 	if c.Mode = string(k.kp.Mode); c.Mode != "iptables" && c.Mode != "ipvs" {
 		k.check("mode", fmt.Errorf("%q is not supported; iptables and ipvs are", c.Mode))
 	}

@@ -29,7 +29,7 @@ type own struct {
 	serviceCIDR, nodePortRange string
 	iptablesBackend, ipvsVIPs  string
 	ipvsGrace                  time.Duration
-	logLevel                   string
+	logLevel, sysctlDir        string
 	cleanup, initOnly          bool
 	healthzPort, metricsPort   int32
 	ignored                    map[string]*string // flags without any effect
@@ -76,7 +76,7 @@ func (v *values) defaults() {
 	v.own = own{
 		serviceCIDR: "10.96.0.0/16", nodePortRange: "30000-32767", iptablesBackend: string(iptables.Auto), logLevel: "info",
 		ipvsVIPs: string(ipvs.Routes), ipvsGrace: ipvs.DefaultGracePeriod,
-		healthzPort: healthzPort, metricsPort: metricsPort,
+		healthzPort: healthzPort, metricsPort: metricsPort, sysctlDir: "/proc/sys",
 	}
 	v.complete(nil)
 }

@@ -78,8 +78,8 @@ type files struct{ proc, sys string }
 
 // Apply makes the settings for the network namespace of its caller's thread, and returns those that could not be made. It
 // is to be called before rules are written, as some depend on nf_conntrack_tcp_be_liberal.
-func (s Sysctls) Apply() []*Unset {
-	f := files{"/proc/sys/net/netfilter", "/sys"}
+func (s Sysctls) Apply(sysctlDir string) []*Unset {
+	f := files{filepath.Join(sysctlDir, "net/netfilter"), "/sys"}
 	if _, err := os.Stat(f.max()); err != nil {
 		loadModule()
 	}

@@ -129,7 +129,7 @@ func TestSysctlsOfNamespace(t *testing.T) {
 		}
 		s := wholeSysctls
 		s.MaxPerCore, s.Min = 1, machine+1
-		found := s.Apply()
+		found := s.Apply("/proc/sys")
 		if len(found) == 0 || found[0].Key != "net.netfilter.nf_conntrack_max" {
 			t.Fatalf("the limit is not said to be unset: %v", found)
 		}
@@ -149,7 +149,7 @@ func TestSysctlsOfNamespace(t *testing.T) {
 			}
 		}
 		s.MaxPerCore, s.Min = 1, machine
-		if found := s.Apply(); len(found) != 0 {
+		if found := s.Apply("/proc/sys"); len(found) != 0 {
 			t.Errorf("everything is as wanted, but: %v", found)
 		}
 	})
@@ -171,7 +171,7 @@ func TestReadOnlySysctls(t *testing.T) {
 				t.Fatalf("mount %+v: %v", m, err)
 			}
 		}
-		found := Sysctls{UDPTimeout: 7 * time.Second}.Apply()
+		found := Sysctls{UDPTimeout: 7 * time.Second}.Apply("/proc/sys")
 		if len(found) != 1 || !errors.Is(found[0], syscall.EROFS) || found[0].Actual == "" || found[0].Wanted != "7" ||
 			found[0].Field != "conntrack.udpTimeout" || !strings.Contains(found[0].Error(), "read-only file system") {
 			t.Errorf("%v", found)
