@@ -434,7 +434,7 @@ func serverDown(s *scenario) {
 	svc := s.loadedService("n1a", "n2a")
 	line := len(s.daemon.Log())
 	s.cp.APIServer.Kill()
-	time.Sleep(12 * time.Second)
+	time.Sleep(time.Minute)
 	s.must(s.daemon.WaitForAfter(line, 10*time.Second, "request to the API server failed", "resource=services"))
 	s.must(s.cp.StartAPIServer())
 	s.must(s.freshControllers())
