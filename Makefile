@@ -67,8 +67,15 @@ bench-iptables: deps build
 bench-api: deps build controlplane
 	go run ./e2e/benchapi -binary $(CURDIR)/$(BINARY) $(BENCH_API)
 
-demo: deps build
-	go run ./e2e/demo -mode=$(MODE) -binary $(CURDIR)/$(BINARY)
+# nodeproxy beside kube-proxy, both in mode ipvs, in the test kernel. BENCH_IPVS holds flags.
+bench-ipvs: deps build controlplane kernel
+	CGO_ENABLED=0 go build -o bin/benchipvs ./e2e/benchipvs
+	bin/benchipvs -binary $(CURDIR)/$(BINARY) $(BENCH_IPVS)
+
+# MODE=ipvs runs in the test kernel, on machines whose own has no IPVS.
+demo: deps build $(if $(filter ipvs,$(MODE)),kernel)
+	CGO_ENABLED=0 go build -o bin/demo ./e2e/demo
+	$(if $(filter ipvs,$(MODE)),e2e/kernel/run) bin/demo -mode=$(MODE) -binary $(CURDIR)/$(BINARY)
 
 # FUZZTIME for each fuzz target.
 FUZZTIME ?= 60s

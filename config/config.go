@@ -50,6 +50,8 @@ type Config struct {
 	OOMScoreAdj int
 	// SysctlDir is where kernel settings are written; /proc/sys by default.
 	SysctlDir string
+	// ServiceMetrics is for how many ServicePorts at most there are metrics of traffic; 0 for none.
+	ServiceMetrics int
 	// LogLevel is debug, info, warn or error; LogFormat is text or json.
 	LogLevel, LogFormat string
 	// Configz is the configuration as /configz shows it: a KubeProxyConfiguration of version v1alpha1.

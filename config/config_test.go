@@ -88,7 +88,7 @@ func TestFlags(t *testing.T) {
 		{"", func(*Config) {}},
 		{"--mode=iptables", func(*Config) {}},
 		{"--mode=ipvs", func(c *Config) {
-			c.Mode, c.Settings.LocalhostNodePorts = "ipvs", false
+			c.Mode, c.Settings.LocalhostNodePorts, c.ServiceMetrics = "ipvs", false, 1000
 		}},
 		{"--proxy-mode=iptables", func(*Config) {}},
 		{"--proxy-mode=", func(*Config) {}},

@@ -176,6 +176,9 @@ func (v *values) ruleFlags(fs *pflag.FlagSet) {
 		"bit of the packet mark that asks for masquerading, 0-31")
 	fs.BoolVar(kp.IPTables.LocalhostNodePorts, "iptables-localhost-nodeports", *kp.IPTables.LocalhostNodePorts,
 		"let node ports answer on 127.0.0.1 too, which needs the sysctl route_localnet")
+	fs.BoolVar(&v.own.resetTCP, "reset-tcp", v.own.resetTCP,
+		"reset TCP connections to endpoints that are gone, unless a Service's annotation nodeproxy.io/reset-tcp says otherwise "+
+			"(mode iptables)")
 	period := &kp.IPTables.MinSyncPeriod.Duration
 	fs.DurationVar(period, "min-sync-period", *period, "least time between two changes of the rules; 0 for none")
 	fs.DurationVar(period, "iptables-min-sync-period", *period, "same as --min-sync-period")
@@ -197,6 +200,9 @@ func (v *values) serverFlags(fs *pflag.FlagSet) {
 	text(fs, &kp.ShowHiddenMetricsForVersion, "show-hidden-metrics-for-version", "no effect: no metric is hidden")
 	fs.Int32Var(kp.OOMScoreAdj, "oom-score-adj", *kp.OOMScoreAdj,
 		"how ready the kernel is to kill this process when memory runs out, -1000 to 1000")
+	fs.Int32Var(&v.own.serviceMetrics, "service-metrics", v.own.serviceMetrics,
+		"for how many ports of Services at most there are metrics of traffic; 0 for none, -1 for 1000 in mode ipvs and none in mode "+
+			"iptables, where reading them takes up to a second with 10,000 Services")
 	text(fs, &v.own.sysctlDir, "sysctl-dir",
 		"where to write kernel settings; in a container that is not privileged, where the node's /proc/sys/net is mounted at DIR/net")
 	_ = fs.MarkHidden("healthz-port")

@@ -14,6 +14,7 @@ import (
 
 	"nodeproxy/iptables"
 	"nodeproxy/ipvs"
+	"nodeproxy/metrics"
 	"nodeproxy/proxier/plan"
 )
 
@@ -106,6 +107,15 @@ func (k *checker) mode(c *Config) {
 	if c.Mode = string(k.kp.Mode); c.Mode != "iptables" && c.Mode != "ipvs" {
 		k.check("mode", fmt.Errorf("%q is not supported; iptables and ipvs are", c.Mode))
 	}
+	switch c.ServiceMetrics = int(k.own.serviceMetrics); {
+	case c.ServiceMetrics >= 0:
+	case c.ServiceMetrics < -1:
+		k.check("--service-metrics", fmt.Errorf("%d is less than -1", c.ServiceMetrics))
+	case c.Mode == "ipvs":
+		c.ServiceMetrics = metrics.DefaultTrafficLimit
+	default:
+		c.ServiceMetrics = 0
+	}
 	notYet := errors.New("not supported yet; nothing was done")
 	if k.own.cleanup {
 		k.check("--cleanup", notYet)
@@ -163,6 +173,7 @@ func (k *checker) rules(c *Config) {
 	k.periods("iptables", c.SyncPeriod, c.MinSyncPeriod)
 	c.Settings.MasqueradeAll = kp.IPTables.MasqueradeAll
 	c.Settings.LocalhostNodePorts = *kp.IPTables.LocalhostNodePorts
+	c.Settings.ResetTCP = k.own.resetTCP
 	var err error
 	c.Settings.NodePortAddresses, err = parseNodePortAddresses(kp.NodePortAddresses)
 	k.check("nodePortAddresses", err)

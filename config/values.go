@@ -30,6 +30,8 @@ type own struct {
 	iptablesBackend, ipvsVIPs  string
 	ipvsGrace                  time.Duration
 	logLevel, sysctlDir        string
+	resetTCP                   bool
+	serviceMetrics             int32 // below 0 for the default of the mode
 	cleanup, initOnly          bool
 	healthzPort, metricsPort   int32
 	ignored                    map[string]*string // flags without any effect
@@ -77,6 +79,7 @@ func (v *values) defaults() {
 		serviceCIDR: "10.96.0.0/16", nodePortRange: "30000-32767", iptablesBackend: string(iptables.Auto), logLevel: "info",
 		ipvsVIPs: string(ipvs.Routes), ipvsGrace: ipvs.DefaultGracePeriod,
 		healthzPort: healthzPort, metricsPort: metricsPort, sysctlDir: "/proc/sys",
+		serviceMetrics: -1,
 	}
 	v.complete(nil)
 }

@@ -2,24 +2,19 @@
 package e2e
 
 import (
+	"fmt"
 	"os"
 	"testing"
 
 	"nodeproxy/e2e/harness"
 )
 
-func TestMain(m *testing.M) { os.Exit(harness.Main(m)) }
-
-// onEachVariant runs a test on both variants of iptables, in parallel with others.
-func onEachVariant(t *testing.T, test func(t *testing.T, variant harness.Variant)) {
-	t.Helper()
-	t.Parallel()
-	for _, variant := range harness.Variants {
-		t.Run(string(variant), func(t *testing.T) {
-			t.Parallel()
-			test(t, variant)
-		})
+func TestMain(m *testing.M) {
+	if err := selectTests(); err != nil {
+		fmt.Fprintln(os.Stderr, "flag -skip:", err)
+		os.Exit(2)
 	}
+	os.Exit(harness.Main(m))
 }
 
 var (

@@ -97,7 +97,7 @@ func (m *matrix) add(r row, sit situation, a harness.Addresses, internal, extern
 			}
 			for _, network := range networks {
 				m.cells = append(m.cells, cell{
-					row: r, other: other, source: source, network: network, family: family, want: r.cells[source],
+					row: r, other: other, source: source, network: network, family: family, want: expected(r, source),
 					client: clients[source], to: to, sit: sit,
 				})
 			}
@@ -193,7 +193,7 @@ func (m *matrix) run() map[int]string {
 
 // table renders the outcome: the expectation of each cell, and how many of its questions were answered so. A cell
 // stands for TCP and UDP, both families where they apply, and both values of the other policy.
-func (m *matrix) table(variant harness.Variant, wrong map[int]string) string {
+func (m *matrix) table(name string, wrong map[int]string) string {
 	type key struct{ frontend, policy, situation, source string }
 	asked, right := map[key]int{}, map[key]int{}
 	for i, c := range m.cells {
@@ -205,8 +205,8 @@ func (m *matrix) table(variant harness.Variant, wrong map[int]string) string {
 	}
 	rows, _ := parseExpectations()
 	var b strings.Builder
-	fmt.Fprintf(&b, "packet matrix, iptables variant %s: %d of %d questions answered as expected\n",
-		variant, len(m.cells)-len(wrong), len(m.cells))
+	fmt.Fprintf(&b, "packet matrix, mode %s, %s: %d of %d questions answered as expected\n",
+		mode, name, len(m.cells)-len(wrong), len(m.cells))
 	fmt.Fprintf(&b, "%-12s %-8s %-13s", "frontend", "policy", "endpoints")
 	for _, source := range sources {
 		fmt.Fprintf(&b, " %-18s", source)
@@ -218,11 +218,16 @@ func (m *matrix) table(variant harness.Variant, wrong map[int]string) string {
 			k := key{r.frontend, r.policy, r.situation, source}
 			text := "-"
 			if asked[k] > 0 {
-				text = fmt.Sprintf("%s %d/%d", r.cells[source], right[k], asked[k])
+				text = fmt.Sprintf("%s %d/%d", expected(r, source), right[k], asked[k])
 			}
 			fmt.Fprintf(&b, " %-18s", text)
 		}
 		b.WriteString("\n")
+	}
+	for _, d := range differences {
+		if d.mode == mode {
+			fmt.Fprintf(&b, "%s: %s instead of an answer, since %s\n", d.frontend, d.answered, d.why)
+		}
 	}
 	return b.String()
 }
@@ -250,22 +255,40 @@ func publish(t *testing.T, table string) {
 	}
 }
 
-// TestPacketMatrix sends packets for every frontend, policy, situation and client; see expectations.
+// TestPacketMatrix sends packets for every frontend, policy, situation and client; see expectations. In mode ipvs, it does so
+// with each of the two ways in which addresses of Services become the node's.
 func TestPacketMatrix(t *testing.T) {
 	onEachVariant(t, func(t *testing.T, variant harness.Variant) {
-		w := harness.New(t, harness.Options{})
-		w.Write(t, "nodes.yaml", w.NodeObjects()...)
-		m := newMatrix(t, w)
-		w.Run(t, variant, clusterCIDR)
-		wrong := m.run()
-		table := m.table(variant, wrong)
-		t.Log("\n" + table)
-		publish(t, table)
-		for _, i := range slices.Sorted(maps.Keys(wrong)) {
-			t.Errorf("%s: %s", m.cells[i], wrong[i])
+		if mode == harness.IPTables {
+			testPacketMatrix(t, variant, harness.VIPsWith(variant))
+			return
 		}
-		if len(wrong) > 0 {
-			t.Log(w.Node1().Dump(variant))
+		for _, vips := range []harness.VIPs{harness.VIPRoutes, harness.VIPAddresses} {
+			t.Run(string(vips), func(t *testing.T) {
+				t.Parallel()
+				testPacketMatrix(t, variant, vips)
+			})
 		}
 	})
+}
+
+func testPacketMatrix(t *testing.T, variant harness.Variant, vips harness.VIPs) {
+	w := harness.New(t, harness.Options{})
+	w.Write(t, "nodes.yaml", w.NodeObjects()...)
+	m := newMatrix(t, w)
+	w.Run(t, variant, clusterCIDR, "--ipvs-vips="+string(vips))
+	wrong := m.run()
+	name := "variant " + string(variant)
+	if mode == harness.IPVS {
+		name += ", " + string(vips)
+	}
+	table := m.table(name, wrong)
+	t.Log("\n" + table)
+	publish(t, table)
+	for _, i := range slices.Sorted(maps.Keys(wrong)) {
+		t.Errorf("%s: %s", m.cells[i], wrong[i])
+	}
+	if len(wrong) > 0 {
+		t.Log(w.Node1().Dump(variant))
+	}
 }

@@ -76,11 +76,11 @@ func TestObjectsReadAsMeant(t *testing.T) {
 			s.Status.LoadBalancer.Ingress = append(names, s.Status.LoadBalancer.Ingress...)
 		}), endpoints...)...)
 		w.Run(t, variant, clusterCIDR)
-		checkObjects(t, w)
+		checkObjects(t, w, variant)
 	})
 }
 
-func checkObjects(t *testing.T, w *harness.World) {
+func checkObjects(t *testing.T, w *harness.World, variant harness.Variant) {
 	t.Helper()
 	var checks []func()
 	for _, family := range families {
@@ -103,7 +103,7 @@ func checkObjects(t *testing.T, w *harness.World) {
 			func() { wantOutcome(t, w.Pod("n1c").Host, vip(sloppy, family), harness.TimedOut) },
 		)
 		checks = append(checks,
-			func() { wantOutcome(t, w.Client, clusterIP(otherProxy, family), harness.TimedOut) },
+			func() { wantOutcome(t, w.Client, clusterIP(otherProxy, family), freeClusterIP(variant)) },
 			func() { wantOutcome(t, w.Client, vip(otherProxy, family), harness.TimedOut) },
 			func() { wantOutcome(t, w.Client, nodePort(node, otherProxy), harness.Refused) },
 			func() { wantOutcome(t, w.Client, clusterIP(headless, family), harness.Refused) },

@@ -102,14 +102,20 @@ func wantSource(t *testing.T, client *harness.Host, to netip.AddrPort, want neti
 // long that took.
 func eventually(t *testing.T, what string, check func() error) time.Duration {
 	t.Helper()
+	return eventuallyWithin(t, 10*time.Second, what, check)
+}
+
+// eventuallyWithin is eventually with a limit of its own.
+func eventuallyWithin(t *testing.T, limit time.Duration, what string, check func() error) time.Duration {
+	t.Helper()
 	start := time.Now()
 	for {
 		err := check()
 		if err == nil {
 			return time.Since(start)
 		}
-		if time.Since(start) > 10*time.Second {
-			t.Fatalf("%s, still not after 10s: %v", what, err)
+		if time.Since(start) > limit {
+			t.Fatalf("%s, still not after %v: %v", what, limit, err)
 		}
 		time.Sleep(2 * time.Millisecond)
 	}
@@ -147,7 +153,8 @@ func noFailures(t *testing.T, loads ...*harness.Load) {
 		l.Stop()
 		t.Logf("load: %s", l)
 		if failed := l.Failures(); len(failed) > 0 {
-			t.Errorf("%d of %d requests failed, the first with %v", len(failed), l.Requests(), failed[0])
+			t.Errorf("%d of %d requests failed, the first, of %s, with %v", len(failed), l.Requests(),
+				failed[0].Begun.UTC().Format("15:04:05.000"), failed[0])
 		}
 		if l.Requests() < 50 {
 			t.Errorf("only %d requests were made: too few to show anything", l.Requests())

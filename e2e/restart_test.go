@@ -238,7 +238,7 @@ func TestForeignRulesSurvive(t *testing.T) {
 	onEachVariant(t, func(t *testing.T, variant harness.Variant) {
 		w := harness.New(t, harness.Options{})
 		w.Write(t, "nodes.yaml", w.NodeObjects()...)
-		for _, table := range []string{"nat", "filter"} {
+		for _, table := range []string{"nat", "filter", "mangle"} {
 			rule(t, w, variant, "-t "+table+" -N CNI-OTHER")
 			rule(t, w, variant, "-t "+table+" -A CNI-OTHER -p tcp --dport 4242 -j RETURN")
 			rule(t, w, variant, "-t "+table+" -A OUTPUT -p tcp --dport 4242 -j CNI-OTHER")
@@ -281,7 +281,7 @@ func TestForeignRulesSurvive(t *testing.T) {
 		}
 		for _, family := range families {
 			eventually(t, "Services gone", ends(w.Client, nodePort(w.Node1().IP(family), 1), harness.Refused))
-			eventually(t, "Services gone", ends(w.Client, clusterIP(1, family), harness.TimedOut))
+			eventually(t, "Services gone", ends(w.Client, clusterIP(1, family), freeClusterIP(variant)))
 		}
 		check("without Services")
 	})

@@ -87,7 +87,7 @@ func TestBackendAuto(t *testing.T) {
 			wantServers(t, w.Client, nodePort(w.Node1().IP(family), 1), "n1a", "n2a")
 		}
 		for _, v := range harness.Variants {
-			if got := strings.Contains(rules(t, w, v), "KUBE-SVC-"); got != (v == variant) {
+			if got := strings.Contains(rules(t, w, v), byMode("-A KUBE-SVC-", "-A KUBE-IPVS-FILTER")); got != (v == variant) {
 				t.Errorf("rules in variant %s: %v", v, got)
 			}
 		}

@@ -6,11 +6,13 @@
 package iptables
 
 import (
+	"cmp"
 	"context"
 	"errors"
 	"fmt"
 	"log/slog"
 	"os"
+	"path/filepath"
 	"sync"
 	"time"
 
@@ -26,6 +28,8 @@ type Config struct {
 	Families []plan.Family
 	// MasqueradeBit is as in Options.
 	MasqueradeBit int
+	// SysctlDir is where kernel settings are written; empty for /proc/sys.
+	SysctlDir string
 	// Compared is told of each comparison of everything with the kernel, once for all families, with what was not as it had
 	// been written. The first sync and the one after an error do not know that. Nil is for nobody. It must not block.
 	Compared func(drift.Report)
@@ -71,7 +75,7 @@ func New(cfg Config) (*Backend, error) {
 
 func newEngine(t *tool, cfg Config) *engine {
 	liberal := readSysctl("net/netfilter/nf_conntrack_tcp_be_liberal")
-	e := &engine{tool: t, family: t.family, log: cfg.Log, options: Options{
+	e := &engine{tool: t, family: t.family, log: cfg.Log, sysctlDir: cmp.Or(cfg.SysctlDir, "/proc/sys"), options: Options{
 		MasqueradeBit: cfg.MasqueradeBit,
 		RandomFully:   t.ipt.HasRandomFully(),
 		CompactAbove:  DefaultCompactAbove,
@@ -105,7 +109,13 @@ func (b *Backend) Sync(ctx context.Context, p *plan.Plan, changed plan.Keys) err
 	wg.Wait()
 	done()
 	err := errors.Join(errs...)
-	r, known := drift.Report{Err: err}, false
+	b.report(time.Since(begin), err)
+	return err
+}
+
+// report tells what the engines have found in a sync that compared everything.
+func (b *Backend) report(took time.Duration, err error) {
+	r, known := drift.Report{Took: took, Err: err}, false
 	for _, e := range b.engines {
 		if e.found != nil {
 			known = true
@@ -113,15 +123,15 @@ func (b *Backend) Sync(ctx context.Context, p *plan.Plan, changed plan.Keys) err
 		}
 	}
 	if known && b.compared != nil {
-		r.Took = time.Since(begin)
 		b.compared(r)
 	}
-	return err
 }
 
-// Run calls suspect, with the reason, when another program may have changed what Sync has written. It returns when ctx ends,
-// or with an error if it can't watch: then only a Sync that compares everything finds out.
-func (b *Backend) Run(ctx context.Context, suspect func(why string)) error { return b.watch.run(ctx, suspect) }
+// Watch calls suspect, with the reason, when another program may have changed what Sync has written. It returns when ctx
+// ends, or with an error if it can't watch: then only a Sync that compares everything finds out.
+func (b *Backend) Watch(ctx context.Context, suspect func(why string)) error {
+	return b.watch.run(ctx, suspect)
+}
 
 // kernel is what an engine needs of the machine.
 type kernel interface {
@@ -137,6 +147,9 @@ type engine struct {
 	options Options
 	batch   int // how many chain names one restore may mention; 0 for any number
 	log     *slog.Logger
+	// sysctlDir is where kernel settings are written.
+	sysctlDir    string
+	toldLocalnet bool // whether it was said that localhost node ports can't be had
 	// current is what the kernel holds; nil where that is not known.
 	current *rules
 	// found is what the last sync found to differ from current; nil if it did not compare.
@@ -188,12 +201,12 @@ func readSysctl(name string) string {
 
 // allowRouteLocalnet lets packets with a loopback address travel beyond the loopback device, which node ports on
 // 127.0.0.1 need. The guard against their misuse must be in place before.
-func allowRouteLocalnet() error {
+func allowRouteLocalnet(dir string) error {
 	const name = "net/ipv4/conf/all/route_localnet"
 	if readSysctl(name) == "1" {
 		return nil
 	}
-	if err := os.WriteFile("/proc/sys/"+name, []byte("1\n"), 0o644); err != nil {
+	if err := os.WriteFile(filepath.Join(dir, name), []byte("1\n"), 0o644); err != nil {
 		return fmt.Errorf("setting %s, which node ports on localhost need (--iptables-localhost-nodeports=false does "+
 			"without): %w", name, err)
 	}

@@ -8,15 +8,15 @@ import (
 	"nodeproxy/proxier/plan"
 )
 
-// comparison finds out in what the tables that the kernel holds differ from what was written to them last.
-type comparison struct {
+// driftFinder finds out in what the tables that the kernel holds differ from what was written to them last.
+type driftFinder struct {
 	family plan.Family
 	found  *drift.Found
 }
 
 // rules compares with the rules of mode iptables. KUBE-FIREWALL is left out: the kubelet has a say in it. So are chains of
 // other modes: who starts one in another mode has not changed what was written.
-func (c *comparison) rules(written *rules, nat, filter kernelTable) {
+func (c *driftFinder) rules(written *rules, nat, filter kernelTable) {
 	held := map[table]kernelTable{tableNAT: nat, tableFilter: filter}
 	known := map[table]map[string]bool{tableNAT: {}, tableFilter: {}}
 	check := func(t table, want chain) {
@@ -44,7 +44,7 @@ func (c *comparison) rules(written *rules, nat, filter kernelTable) {
 }
 
 // fixed compares one table with fixed rules.
-func (c *comparison) fixed(written *Fixed, t table, held kernelTable) {
+func (c *driftFinder) fixed(written *Fixed, t table, held kernelTable) {
 	known := map[string]bool{}
 	for _, want := range written.chains(t) {
 		known[want.name] = true
@@ -60,14 +60,14 @@ func (c *comparison) fixed(written *Fixed, t table, held kernelTable) {
 	}
 }
 
-func (c *comparison) jump(t table, from, rule string, held kernelTable) {
+func (c *driftFinder) jump(t table, from, rule string, held kernelTable) {
 	if !slices.Contains(held[from], rule) {
 		c.found.Add(drift.Rule, drift.Missing, "%q in %s of table %s (%s)", rule, from, t, c.family)
 	}
 }
 
 // chain compares one chain, rule by rule.
-func (c *comparison) chain(t table, want chain, held kernelTable) {
+func (c *driftFinder) chain(t table, want chain, held kernelTable) {
 	rules, is := held[want.name]
 	switch {
 	case !is:

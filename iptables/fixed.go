@@ -82,6 +82,7 @@ type FixedTables struct {
 	kernel  fixedKernel
 	batch   int
 	written *Fixed // by the last Apply that did not fail; nil where that is not known
+	watch   watch
 }
 
 // fixedKernel is what FixedTables needs of the machine.
@@ -103,6 +104,7 @@ func NewFixedTables(v Variant, f plan.Family) (*FixedTables, error) {
 		return nil, err
 	}
 	x := &FixedTables{tool: t, kernel: t}
+	x.watch.add(t, fixedTables...)
 	if v == NFT {
 		x.batch = maxNames
 	}
@@ -129,6 +131,7 @@ func (x *FixedTables) ServiceChains(ctx context.Context) (bool, error) {
 // half of the rules. What this program, or kube-proxy, has left of another mode's rules is removed then. Rules in built-in
 // chains that lead to chains that are neither stay. It returns how many chains and jumps it wrote or removed.
 func (x *FixedTables) Apply(ctx context.Context, fixed *Fixed) (int, error) {
+	defer x.watch.writing()()
 	var text strings.Builder
 	stale := map[table][]string{}
 	changes := 0
@@ -140,7 +143,7 @@ func (x *FixedTables) Apply(ctx context.Context, fixed *Fixed) (int, error) {
 			return 0, err
 		}
 		if written != nil && x.Found != nil {
-			(&comparison{x.tool.family, x.Found}).fixed(written, t, held)
+			(&driftFinder{x.tool.family, x.Found}).fixed(written, t, held)
 		}
 		block, n := fixedBlock(t, held, fixed)
 		text.WriteString(block)
@@ -160,6 +163,13 @@ func (x *FixedTables) Apply(ctx context.Context, fixed *Fixed) (int, error) {
 	}
 	x.written = fixed
 	return changes, nil
+}
+
+// OpenWatch opens sockets in the network namespace of the caller's thread, and returns a function that calls suspect, with the
+// reason, when another program may have changed what Apply has written, until ctx ends. Where there is an error, only another
+// Apply finds out.
+func (x *FixedTables) OpenWatch() (func(ctx context.Context, suspect func(why string)), error) {
+	return x.watch.open()
 }
 
 // Remove takes all rules away that this program or kube-proxy keeps, in any mode, but for those that are shared with the

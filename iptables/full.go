@@ -5,7 +5,6 @@ import (
 	"context"
 	"errors"
 	"fmt"
-	"maps"
 	"net/netip"
 	"slices"
 	"strings"
@@ -32,7 +31,7 @@ func (e *engine) syncAll(ctx context.Context, p *plan.Plan) error {
 	}
 	if e.current != nil {
 		e.found = &drift.Found{}
-		(&comparison{e.family, e.found}).rules(e.current, f.nat, f.filter)
+		(&driftFinder{e.family, e.found}).rules(e.current, f.nat, f.filter)
 	}
 	if err := f.run(p); err != nil {
 		return err
@@ -359,7 +358,11 @@ func (f *fullSync) jumps() error {
 	if !f.rules.localnet() {
 		return nil
 	}
-	return allowRouteLocalnet()
+	if err := allowRouteLocalnet(f.sysctlDir); err != nil && !f.toldLocalnet {
+		f.engine.toldLocalnet = true // Everything else works, and at every sync it is tried again.
+		f.log.Warn("node ports do not answer on localhost", "error", err)
+	}
+	return nil
 }
 
 // guard puts the guard of localhost node ports into KUBE-FIREWALL. The kubelet keeps the same rule there, and may keep
@@ -377,69 +380,4 @@ func (f *fullSync) guard() error {
 	out.WriteString("COMMIT\n")
 	f.filter[chainFirewall] = append(f.filter[chainFirewall], localnetGuard())
 	return f.restore(out.String())
-}
-
-// leaveOtherModes removes the rules that lead to chains of another mode, and then those that are in no table of this one.
-// Where there are some in table mangle, there are in the others too, which are read anyway.
-func (f *fullSync) leaveOtherModes() error {
-	if !f.otherModeHeld() {
-		return nil
-	}
-	mangle, err := f.tool.save(f.ctx, tableMangle)
-	if err != nil {
-		return err
-	}
-	for _, t := range fixedTables {
-		held := mangle
-		if t != tableMangle {
-			held = f.held(t)
-		}
-		var out strings.Builder
-		for _, name := range slices.Sorted(maps.Keys(held)) {
-			for _, r := range held[name] {
-				if builtin(name) && slices.Contains(otherModes[t], jumpTarget(r)) {
-					out.WriteString("-D " + name + " " + r + "\n")
-				}
-			}
-		}
-		if out.Len() > 0 {
-			if err := f.restore("*" + string(t) + "\n" + out.String() + "COMMIT\n"); err != nil {
-				return err
-			}
-		}
-	}
-	stale := obsolete(tableMangle, mangle, nil)
-	f.removed += len(stale)
-	return removeChains(f.restore, tableMangle, stale, f.batch)
-}
-
-func (f *fullSync) otherModeHeld() bool {
-	for _, t := range []table{tableNAT, tableFilter} {
-		for name := range f.held(t) {
-			if slices.Contains(otherModes[t], name) {
-				return true
-			}
-		}
-	}
-	return false
-}
-
-// sweep removes the chains that nothing wants.
-func (f *fullSync) sweep() error {
-	for _, t := range []table{tableNAT, tableFilter} {
-		var stale []string
-		for _, name := range slices.Sorted(maps.Keys(f.held(t))) {
-			if (mayBeStale(name) || slices.Contains(otherModes[t], name)) && !f.wanted[t][name] {
-				stale = append(stale, name)
-			}
-		}
-		f.removed += len(stale)
-		if err := f.ctx.Err(); err != nil {
-			return err
-		}
-		if err := removeChains(f.restore, t, stale, f.batch); err != nil {
-			return err
-		}
-	}
-	return nil
 }

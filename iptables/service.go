@@ -106,7 +106,11 @@ func (b *builder) refusal() (comment, target string) {
 		return b.name + " has no local endpoints", "DROP"
 	}
 	reject := "icmp-port-unreachable"
-	if b.sp.Key.Family == plan.IPv6 {
+	switch {
+	case b.sp.ResetTCP && b.sp.Key.Protocol == plan.TCP:
+		// A client that is refused by ICMP in the middle of a connection goes on trying for minutes.
+		reject = "tcp-reset"
+	case b.sp.Key.Family == plan.IPv6:
 		reject = "icmp6-port-unreachable"
 	}
 	return b.name + " has no endpoints", "REJECT --reject-with " + reject

@@ -39,6 +39,7 @@ type tool struct {
 	// restorePath and savePath are iptables-restore and iptables-save.
 	restorePath, savePath string
 	ipt                   *goiptables.IPTables
+	children              children
 }
 
 // newTool finds the programs of a variant and family. Where the programs with the variant's name are missing (some
@@ -194,11 +195,13 @@ func (t *tool) restore(text string) error {
 	}
 	cmd := exec.Command(t.restorePath, args...)
 	cmd.Stdin = strings.NewReader(text)
-	out, err := cmd.CombinedOutput()
+	var out bytes.Buffer
+	cmd.Stdout, cmd.Stderr = &out, &out
+	err := t.children.run(cmd)
 	if err == nil {
 		return nil
 	}
-	return &RestoreError{Program: t.restorePath, Message: oneLine(string(out)), Excerpt: excerpt(text, string(out)), Err: err}
+	return &RestoreError{Program: t.restorePath, Message: oneLine(out.String()), Excerpt: excerpt(text, out.String()), Err: err}
 }
 
 // RestoreError tells of input that iptables-restore refused.

@@ -7,6 +7,7 @@
 package ipvs
 
 import (
+	"cmp"
 	"context"
 	"errors"
 	"fmt"
@@ -18,6 +19,7 @@ import (
 
 	"nodeproxy/iptables"
 	"nodeproxy/ipvs/kernel"
+	"nodeproxy/proxier/drift"
 	"nodeproxy/proxier/plan"
 )
 
@@ -46,9 +48,14 @@ type Config struct {
 	// GracePeriod is as DefaultGracePeriod, which zero stands for. The time that a pod itself has to end is not counted: as
 	// long as an EndpointSlice lists an endpoint, its connections are left to it.
 	GracePeriod time.Duration
+	// SysctlDir is where kernel settings are written; empty for /proc/sys.
+	SysctlDir string
 	// Warn is told of schedulers that the kernel lacks, each once; nil for nobody.
 	Warn func(text string)
-	Log  *slog.Logger
+	// Compared is told of each comparison of everything with the kernel, once for all families, with what was not as it had
+	// been written. The first sync and the one after an error do not know that. Nil is for nobody. It must not block.
+	Compared func(drift.Report)
+	Log      *slog.Logger
 }
 
 // Backend keeps virtual servers and what belongs to them equal to a plan. Sync is not safe for concurrent use.
@@ -56,6 +63,7 @@ type Backend struct {
 	cfg     Config
 	servers *kernel.Servers
 	engines []*engine
+	tables  []*iptables.FixedTables
 }
 
 // New finds out what the node can do, and sets the sysctls that IPVS needs. An error names what is missing, and what to do
@@ -107,7 +115,7 @@ func (b *Backend) open() error {
 	for _, err := range missing {
 		b.cfg.Log.Warn("Services of this family are not proxied", "error", err)
 	}
-	if err := setSysctls(b.cfg.StrictARP, b.cfg.Log); err != nil {
+	if err := setSysctls(cmp.Or(b.cfg.SysctlDir, "/proc/sys"), b.cfg.StrictARP, b.cfg.Log); err != nil {
 		return err
 	}
 	if err := b.servers.SetTimeouts(b.cfg.TCPTimeout, b.cfg.TCPFinTimeout, b.cfg.UDPTimeout); err != nil {
@@ -127,13 +135,16 @@ func (b *Backend) open() error {
 
 func (b *Backend) engine(f plan.Family, t *iptables.FixedTables, s *kernel.Sets, d *kernel.Device) *engine {
 	options := b.cfg.Options
-	options.RandomFully = t.RandomFully()
+	options.RandomFully, options.TCPLiberal = t.RandomFully(), tcpLiberal()
 	b.cfg.Log.Info("using IPVS", "program", t.Describe(), "scheduler", options.Scheduler)
-	return &engine{
+	e := &engine{
 		family: f, options: options, exclude: b.cfg.ExcludeCIDRs, grace: b.cfg.GracePeriod, log: b.cfg.Log,
 		machine: machine{servers: b.servers, sets: s, device: d, tables: t,
 			host: func(f plan.Family) (map[netip.Addr]struct{}, error) { return kernel.HostAddresses(f, DeviceName) }},
 	}
+	t.Found = &e.found
+	b.tables = append(b.tables, t)
+	return e
 }
 
 // Families are those that the backend programs.
@@ -147,11 +158,23 @@ func (b *Backend) Families() []plan.Family {
 
 // Sync implements proxier.Backend.
 func (b *Backend) Sync(ctx context.Context, p *plan.Plan, changed plan.Keys) error {
+	begin := time.Now()
 	var errs []error
 	for _, e := range b.engines { // One after the other: they share the kernel's lock on IPVS.
 		errs = append(errs, e.sync(ctx, p, changed))
 	}
-	return errors.Join(errs...)
+	err := errors.Join(errs...)
+	r, known := drift.Report{Err: err, Took: time.Since(begin)}, false
+	for _, e := range b.engines {
+		if e.compared {
+			known = true
+			r.Merge(e.found)
+		}
+	}
+	if known && b.cfg.Compared != nil {
+		b.cfg.Compared(r)
+	}
+	return err
 }
 
 // Run removes real servers when their connections are gone, and calls changed when everything must be synced anew,

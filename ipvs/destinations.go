@@ -147,8 +147,7 @@ func (e *engine) drainServer(id kernel.ServerID, v *heldServer, now time.Time) e
 	if err != nil {
 		return err
 	}
-	if seen == nil {
-		delete(e.held.servers, id)
+	if seen == nil { // Others have removed it. The next comparison tells of that, and makes it again if it is wanted.
 		return nil
 	}
 	for addr, d := range v.destinations {

@@ -12,6 +12,7 @@ import (
 	"time"
 
 	"nodeproxy/ipvs/kernel"
+	"nodeproxy/proxier/drift"
 	"nodeproxy/proxier/plan"
 )
 
@@ -29,7 +30,11 @@ type engine struct {
 	desired *state
 	ranges  []netip.Prefix
 	held    *held
-	ops     []kernel.Op // changes of virtual servers that flush is to make
+	routed  map[netip.Prefix]netip.Addr // the routes of ranges that were made, with their sources
+	ops     []kernel.Op                 // changes of virtual servers that flush is to make
+	// compared says that the last sync knew what had been written before, and found is what it found to differ.
+	compared bool
+	found    drift.Found
 }
 
 // held is what the kernel holds, as far as it is ours.
@@ -56,6 +61,7 @@ type heldDestination struct {
 func (e *engine) sync(ctx context.Context, p *plan.Plan, changed plan.Keys) error {
 	e.mu.Lock()
 	defer e.mu.Unlock()
+	e.compared, e.found = false, drift.Found{}
 	var err error
 	if changed == nil || e.desired == nil {
 		err = e.syncAll(ctx, p)
@@ -83,7 +89,15 @@ func (e *engine) syncAll(ctx context.Context, p *plan.Plan) error {
 	if err != nil {
 		return fmt.Errorf("listing the addresses of the node: %w", err)
 	}
+	mended, err := e.machine.device.Ensure()
+	if err != nil {
+		return err
+	}
 	e.options.Host = host
+	before := e.held
+	if e.compared = e.desired != nil; !e.compared {
+		before = nil
+	}
 	e.desired, e.ranges = full(p, e.family, e.options), e.options.routed(p, e.family)
 	// On a node that another mode serves, its rules translate destinations before IPVS sees a packet. They do until all is
 	// in place. On any other node, what masquerades and refuses comes first.
@@ -91,8 +105,14 @@ func (e *engine) syncAll(ctx context.Context, p *plan.Plan) error {
 	if err != nil {
 		return err
 	}
-	if err := e.read(); err != nil {
+	if err := e.read(before); err != nil {
 		return err
+	}
+	if e.compared {
+		if mended != "" {
+			e.found.Add(drift.Address, drift.Changed, "interface %s with all addresses: it was %s", DeviceName, mended)
+		}
+		e.differences(before)
 	}
 	write := func() error {
 		n, err := e.machine.tables.Apply(ctx, rules(p, e.family, e.options))
@@ -112,8 +132,8 @@ type ruleSteps struct {
 	before, after, routes func() error
 }
 
-// read learns what the kernel holds. Sets are made where they are missing.
-func (e *engine) read() error {
+// read learns what the kernel holds. Sets are made where they are missing. What drained before, if that is known, goes on to.
+func (e *engine) read(before *held) error {
 	e.held = &held{servers: map[kernel.ServerID]*heldServer{}, members: map[member]shared{}}
 	for id := range setCount {
 		set := setOf(id, e.family)
@@ -133,6 +153,7 @@ func (e *engine) read() error {
 	if err != nil {
 		return err
 	}
+	now := time.Now() // Once: where the clock is a system call, asking for each one takes as long as all the rest.
 	for id, v := range list {
 		if e.foreign(id) {
 			continue
@@ -143,7 +164,10 @@ func (e *engine) read() error {
 		}
 		h := &heldServer{Server: v.Server, destinations: map[netip.AddrPort]*heldDestination{}}
 		for addr, d := range v.Destinations {
-			h.destinations[addr] = &heldDestination{weight: d.Weight, draining: d.Weight == 0, since: time.Now()}
+			h.destinations[addr] = &heldDestination{weight: d.Weight, draining: d.Weight == 0, since: now}
+			if was := before.destination(id, addr); was != nil && was.draining && d.Weight == 0 {
+				h.destinations[addr].since = was.since
+			}
 		}
 		e.held.servers[id] = h
 	}
@@ -343,12 +367,17 @@ func (e *engine) routes(p *plan.Plan) error {
 	if err != nil {
 		return err
 	}
+	if e.compared {
+		e.routeDifferences(have)
+	}
 	src := p.Node.IP(e.family)
 	if _, own := e.options.Host[src]; !own {
 		src = netip.Addr{} // A route's source must be an address of the node.
 	}
 	var errs []error
+	e.routed = map[netip.Prefix]netip.Addr{}
 	for _, r := range e.ranges {
+		e.routed[r] = src
 		if with, is := have[r]; !is || with != src {
 			errs = append(errs, e.machine.device.AddRoute(r, src))
 		}

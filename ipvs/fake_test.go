@@ -138,6 +138,8 @@ func (k fakeSets) Ensure(s kernel.Set) (bool, error) {
 
 func bare(e kernel.Entry) kernel.Entry { return member{entry: e}.key().entry }
 
+func (k fakeSets) Size(name string) (int, error) { return len(k.set[name]), nil }
+
 func (k fakeSets) Entries(s kernel.Set) (map[kernel.Entry]struct{}, error) {
 	out := map[kernel.Entry]struct{}{}
 	for e := range k.set[s.Name] {
@@ -174,6 +176,8 @@ func (k fakeSets) Destroy(name string) error {
 }
 
 type fakeDevice struct{ *fakeKernel }
+
+func (fakeDevice) Ensure() (string, error) { return "", nil }
 
 func (k fakeDevice) Addresses(plan.Family) (map[netip.Addr]struct{}, error) {
 	return maps.Clone(k.addresses), nil

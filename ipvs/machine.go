@@ -28,6 +28,7 @@ type servers interface {
 type sets interface {
 	Names() ([]string, error)
 	Ensure(kernel.Set) (bool, error)
+	Size(name string) (int, error)
 	Entries(kernel.Set) (map[kernel.Entry]struct{}, error)
 	Add(kernel.Set, []kernel.Entry) error
 	Remove(kernel.Set, []kernel.Entry) error
@@ -35,6 +36,7 @@ type sets interface {
 }
 
 type device interface {
+	Ensure() (mended string, err error)
 	Addresses(plan.Family) (map[netip.Addr]struct{}, error)
 	AddAddresses([]netip.Addr) error
 	RemoveAddresses([]netip.Addr) error

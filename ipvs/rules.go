@@ -39,15 +39,6 @@ func rules(p *plan.Plan, f plan.Family, o Options) *iptables.Fixed {
 	for _, c := range iptables.BaseChains(iptables.Options{
 		MasqueradeBit: o.MasqueradeBit, RandomFully: o.RandomFully, TCPLiberal: o.TCPLiberal,
 	}, f) {
-		if c.Name == chainPostrouting {
-			masquerade := "MASQUERADE"
-			if o.RandomFully {
-				masquerade += " --random-fully"
-			}
-			c.Rules = append([]string{
-				comment("traffic of an endpoint to itself") + "-m ipvs --ipvs " + r.in(setLoopBack, "dst,dst,src") + "-j " + masquerade,
-			}, c.Rules...)
-		}
 		r.out.Chains = append(r.out.Chains, c)
 	}
 	r.jumps()
@@ -143,7 +134,11 @@ func (r *ruleMaker) mangle() {
 	r.chain("mangle", chainUnmark,
 		// The first packet of a connection is still to be masqueraded, where that was asked for.
 		ours+"-m conntrack ! --ctstate NEW "+clearMark(^uint32(0)),
-		ours+clearMark(r.marks.mask()))
+		ours+clearMark(r.marks.mask()),
+		// An endpoint would not take an answer from itself for one from the Service. This is not among the rules of table nat,
+		// since mode iptables has these too, and writes them first when it takes over: traffic comes by here until it is done.
+		isNew+comment("traffic of an endpoint to itself")+"-m ipvs --ipvs "+r.in(setLoopBack, "dst,dst,src")+
+			setMark(r.marks.masquerade))
 }
 
 // inside are rules that lead pods and the node itself to endpoints of the cluster, after others that are for both.

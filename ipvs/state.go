@@ -51,6 +51,9 @@ func newState(p *plan.Plan, f plan.Family, o Options) *state {
 // full is the state of a whole plan.
 func full(p *plan.Plan, f plan.Family, o Options) *state {
 	s := newState(p, f, o)
+	for _, a := range anchors(f, o.routed(p, f)) {
+		s.vips[a]++
+	}
 	changed := plan.Keys{}
 	for k := range p.Services {
 		changed.Add(k)
@@ -159,9 +162,24 @@ func (s *state) build(sp *plan.ServicePort) objects {
 	return b.objects()
 }
 
+// anchors are addresses that the device always has: with its last address of IPv4, an interface loses all of its routes. The
+// first address of a range is no Service's.
+func anchors(f plan.Family, ranges []netip.Prefix) []netip.Addr {
+	var out []netip.Addr
+	for _, r := range ranges {
+		if f == plan.IPv4 {
+			out = append(out, r.Masked().Addr())
+		}
+	}
+	return out
+}
+
 // bound reports whether a VIP is to be an address of the device: not if a host's interface has it, nor within a range that
 // has a route.
 func (s *state) bound(a netip.Addr, host map[netip.Addr]struct{}, ranges []netip.Prefix) bool {
 	_, hosts := host[a]
+	if slices.Contains(anchors(s.family, ranges), a) {
+		return !hosts
+	}
 	return s.vips[a] > 0 && !hosts && !slices.ContainsFunc(ranges, func(r netip.Prefix) bool { return r.Contains(a) })
 }

@@ -2,6 +2,7 @@ package ipvs
 
 import (
 	"context"
+	"maps"
 	"net/netip"
 	"slices"
 	"strings"
@@ -263,16 +264,25 @@ func TestRoutes(t *testing.T) {
 	k.hostAddrs[own] = struct{}{}
 	k.local[netip.MustParsePrefix("10.0.0.0/24")] = netip.Addr{}
 	must(t, e.sync(context.Background(), p, nil))
-	if len(k.addresses) != 1 || len(k.local) != 1 {
-		t.Errorf("addresses %v, routes %v", k.addresses, k.local)
+	check := func(when string, addresses ...netip.Addr) {
+		t.Helper()
+		if len(k.local) != 1 {
+			t.Errorf("%s: routes %v", when, k.local)
+		}
+		if _, ok := k.local[netip.MustParsePrefix("10.96.0.0/12")]; !ok {
+			t.Errorf("%s: the range has no route: %v", when, k.local)
+		}
+		if got := slices.SortedFunc(maps.Keys(k.addresses), netip.Addr.Compare); !slices.Equal(got, addresses) {
+			t.Errorf("%s: addresses %v, want %v", when, got, addresses)
+		}
+		if n := len(k.set["KUBE-IPVS-IPS"]); n != len(addresses) {
+			t.Errorf("%s: KUBE-IPVS-IPS has %d entries, want %d", when, n, len(addresses))
+		}
 	}
-	if _, ok := k.addresses[other]; !ok {
-		t.Errorf("the external IP is not on the device: %v", k.addresses)
-	}
-	if _, ok := k.local[netip.MustParsePrefix("10.96.0.0/12")]; !ok {
-		t.Errorf("the range has no route: %v", k.local)
-	}
-	if n := len(k.set["KUBE-IPVS-IPS"]); n != 1 {
-		t.Errorf("KUBE-IPVS-IPS has %d entries", n)
-	}
+	// The first address of the range keeps the device from losing its last one, and all routes with it.
+	anchor := netip.MustParseAddr("10.96.0.0")
+	check("with an external IP", anchor, other)
+	p.Set(large(3).Services[key])
+	must(t, e.sync(context.Background(), p, plan.Keys{key: {}}))
+	check("without", anchor)
 }

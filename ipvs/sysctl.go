@@ -5,6 +5,7 @@ import (
 	"fmt"
 	"log/slog"
 	"os"
+	"path/filepath"
 	"strings"
 
 	"golang.org/x/sys/unix"
@@ -41,7 +42,7 @@ func sysctls(strictARP bool, major, minor int) []sysctl {
 
 // setSysctls makes the settings. One that can't be written, and is not as it should be, is an error if nothing works without
 // it, else a warning.
-func setSysctls(strictARP bool, log *slog.Logger) error {
+func setSysctls(dir string, strictARP bool, log *slog.Logger) error {
 	var name unix.Utsname
 	if err := unix.Uname(&name); err != nil {
 		return fmt.Errorf("asking for the kernel's version: %w", err)
@@ -53,7 +54,7 @@ func setSysctls(strictARP bool, log *slog.Logger) error {
 	}
 	var errs []error
 	for _, s := range sysctls(strictARP, major, minor) {
-		switch err := s.set(); {
+		switch err := s.set(dir); {
 		case err != nil && s.required:
 			errs = append(errs, err)
 		case err != nil:
@@ -63,8 +64,14 @@ func setSysctls(strictARP bool, log *slog.Logger) error {
 	return errors.Join(errs...)
 }
 
-func (s sysctl) set() error {
-	path := "/proc/sys/" + s.name
+// tcpLiberal reports whether conntrack lets TCP packets outside of the window pass (net.netfilter.nf_conntrack_tcp_be_liberal).
+func tcpLiberal() bool {
+	value, err := os.ReadFile("/proc/sys/net/netfilter/nf_conntrack_tcp_be_liberal")
+	return err == nil && strings.TrimSpace(string(value)) != "0"
+}
+
+func (s sysctl) set(dir string) error {
+	path := filepath.Join(dir, s.name)
 	have, err := os.ReadFile(path)
 	if err == nil && strings.TrimSpace(string(have)) == s.value {
 		return nil

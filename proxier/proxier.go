@@ -69,8 +69,19 @@ const (
 	lastRetry  = 30 * time.Second
 )
 
-// compareShare is how many times as long as a comparison of everything takes there is none.
-const compareShare = 200
+// compareShare is how many times as long as a comparison of everything takes there is none; suspectShare is the same where
+// something in the kernel may not be as it was written.
+const (
+	compareShare = 200
+	suspectShare = 25
+)
+
+// A suspicion is followed when no other has come for settle, so that who changes many things is done with them, or settleMost
+// after the first.
+const (
+	settle     = 200 * time.Millisecond
+	settleMost = time.Second
+)
 
 // A sync is followed by a rest, in which further changes gather, once syncs have taken more than burst beyond their share
 // of the time. No rest is longer than longestRest.
@@ -83,6 +94,8 @@ const (
 type Proxier struct {
 	cfg  Config
 	wake chan struct{}
+	// doubt is sent to when suspicion has changed.
+	doubt chan struct{}
 
 	// Only Run's goroutine uses what follows.
 	state    *State
@@ -96,11 +109,16 @@ type Proxier struct {
 	// compared is when everything was compared with the kernel last, and comparing how long that took.
 	compared  time.Time
 	comparing time.Duration
+	// earlier are when the last comparisons were, the latest one last. A few may come one after the other, since a suspicion
+	// that was right is followed at once; over time, all count.
+	earlier [3]time.Time
 
 	mu      sync.Mutex
 	pending source.Batch
 	synced  bool // a batch with Synced has come
 	resync  bool // everything is to be compared with the kernel
+	// When Suspect was called for the first and the last time since everything was compared; zero if it was not.
+	suspectedFirst, suspectedLast time.Time
 }
 
 // New returns a Proxier that does nothing until it runs.
@@ -109,6 +127,7 @@ func New(cfg Config) *Proxier {
 		cfg:   cfg,
 		state: NewState(cfg.NodeName, cfg.Settings, cfg.Families, cfg.Report),
 		wake:  make(chan struct{}, 1),
+		doubt: make(chan struct{}, 1),
 	}
 	p.state.nodeIP = cfg.NodeIP
 	return p
@@ -135,6 +154,56 @@ func (p *Proxier) Resync() {
 	p.rouse()
 }
 
+// Suspect says that something in the kernel may not be as the backend has written it, and why. Everything is compared soon:
+// calls that come close together cost one comparison, and comparisons take up no more than one part in 25 of the time.
+func (p *Proxier) Suspect(why string) {
+	now := time.Now()
+	p.mu.Lock()
+	first := p.suspectedFirst.IsZero()
+	if first {
+		p.suspectedFirst = now
+	}
+	p.suspectedLast = now
+	p.mu.Unlock()
+	if first { // Else it is waited for already.
+		p.cfg.Log.Debug("everything will be compared with the kernel", "reason", why)
+		select {
+		case p.doubt <- struct{}{}:
+		default:
+		}
+	}
+}
+
+// compareAt is when everything is to be compared with the kernel next; zero for never.
+func (p *Proxier) compareAt() time.Time {
+	var at time.Time
+	if p.compared.IsZero() { // The first sync compares anyway.
+		return at
+	}
+	if p.cfg.CompareEvery > 0 {
+		at = p.compared.Add(max(p.cfg.CompareEvery, compareShare*p.comparing))
+	}
+	p.mu.Lock()
+	first, last := p.suspectedFirst, p.suspectedLast
+	p.mu.Unlock()
+	if first.IsZero() {
+		return at
+	}
+	due := last.Add(settle)
+	if most := first.Add(settleMost); most.Before(due) {
+		due = most
+	}
+	if earliest := p.earlier[0]; !earliest.IsZero() {
+		if rest := earliest.Add(time.Duration(len(p.earlier)) * suspectShare * p.comparing); rest.After(due) {
+			due = rest
+		}
+	}
+	if at.IsZero() || due.Before(at) {
+		at = due
+	}
+	return at
+}
+
 func (p *Proxier) rouse() {
 	select {
 	case p.wake <- struct{}{}:
@@ -151,22 +220,31 @@ func (p *Proxier) Run(ctx context.Context) {
 
 // wait returns when there is something to do, or false when ctx ends.
 func (p *Proxier) wait(ctx context.Context) bool {
-	var again, compare <-chan time.Time
-	wake := p.wake
-	switch {
-	case p.retry > 0: // Batches that arrive meanwhile go into that sync.
-		wake, again = nil, time.After(p.retry)
-	case p.cfg.CompareEvery > 0 && !p.compared.IsZero():
-		compare = time.After(time.Until(p.compared.Add(max(p.cfg.CompareEvery, compareShare*p.comparing))))
+	if p.retry > 0 { // Batches that arrive meanwhile go into that sync, which compares everything.
+		select {
+		case <-ctx.Done():
+		case <-time.After(p.retry):
+		}
+		return ctx.Err() == nil // select takes any of what is ready
 	}
-	select {
-	case <-ctx.Done():
-	case <-again:
-	case <-wake:
-	case <-compare:
-		p.full = true
+	for ctx.Err() == nil {
+		var compare <-chan time.Time
+		at := p.compareAt()
+		if !at.IsZero() {
+			compare = time.After(time.Until(at))
+		}
+		select {
+		case <-ctx.Done():
+		case <-p.doubt: // It may be sooner now.
+		case <-p.wake:
+			return ctx.Err() == nil
+		case <-compare:
+			if p.full = !time.Now().Before(p.compareAt()); p.full { // else there was another suspicion meanwhile
+				return ctx.Err() == nil
+			}
+		}
 	}
-	return ctx.Err() == nil // select takes any of what is ready
+	return false
 }
 
 // round takes what has arrived, and syncs the backend if that changes anything.
@@ -187,6 +265,9 @@ func (p *Proxier) round(ctx context.Context) {
 	if !idle {
 		if p.full {
 			changed = nil
+			p.mu.Lock()
+			p.suspectedFirst, p.suspectedLast = time.Time{}, time.Time{} // Anything that is seen from here on counts.
+			p.mu.Unlock()
 		}
 		p.warnOnce()
 		writing := time.Now()
@@ -220,6 +301,8 @@ func (p *Proxier) ended(ctx context.Context, desired *plan.Plan, changed plan.Ke
 	took := time.Since(start)
 	if changed == nil {
 		p.compared, p.comparing = time.Now(), took
+		copy(p.earlier[:], p.earlier[1:])
+		p.earlier[len(p.earlier)-1] = p.compared
 	}
 	level := slog.LevelDebug
 	if !p.inSync {

@@ -25,6 +25,7 @@ type portSpec struct {
 	sourceRanges []netip.Prefix
 	affinity     time.Duration
 	scheduler    plan.Scheduler
+	resetTCP     *bool // nil where the Service does not say
 	critical     bool
 	healthCheck  bool // whether the Service has a health check node port
 }
@@ -66,6 +67,7 @@ func readService(svc *v1.Service, families []plan.Family) ([]portSpec, []source.
 	addrs := readAddresses(svc, f)
 	ports := readPorts(svc, f)
 	scheduler := readScheduler(svc, f)
+	resetTCP := readResetTCP(svc, f)
 	var specs []portSpec
 	for _, family := range families {
 		if !addrs.cluster[family].IsValid() {
@@ -82,6 +84,7 @@ func readService(svc *v1.Service, families []plan.Family) ([]portSpec, []source.
 				sourceRanges: addrs.sourceRanges[family],
 				affinity:     affinity(svc),
 				scheduler:    scheduler,
+				resetTCP:     resetTCP,
 				critical:     critical(svc),
 				healthCheck:  hasHealthCheck(svc),
 			}
@@ -292,6 +295,20 @@ func affinity(svc *v1.Service) time.Duration {
 		return time.Duration(*c.ClientIP.TimeoutSeconds) * time.Second
 	}
 	return defaultAffinity
+}
+
+// readResetTCP reads whether a Service wants connections to endpoints that are gone to be reset; nil if it does not say.
+func readResetTCP(svc *v1.Service, f *findings) *bool {
+	text, given := svc.Annotations[source.AnnotationResetTCP]
+	if !given {
+		return nil
+	}
+	yes := text == "true"
+	if !yes && text != "false" {
+		f.problem(annotationField(source.AnnotationResetTCP), "it is ignored", "%.80q is neither true nor false", text)
+		return nil
+	}
+	return &yes
 }
 
 // critical recognises what a node needs to get anywhere: the API server's own Service and cluster DNS, by the label that

@@ -272,6 +272,7 @@ func (s *State) servicePort(spec *portSpec, endpoints []topology.Endpoint) *plan
 		SourceRanges:   spec.sourceRanges,
 		Affinity:       spec.affinity,
 		Scheduler:      spec.scheduler,
+		ResetTCP:       s.resetTCP(spec),
 		Critical:       spec.critical,
 	}
 	for _, f := range spec.wants {
@@ -284,6 +285,17 @@ func (s *State) servicePort(spec *portSpec, endpoints []topology.Endpoint) *plan
 	node := topology.Node{Name: s.plan.Node.Name, Zone: s.plan.Node.Zone}
 	sp.Endpoints = topology.Select(endpoints, node, topology.UseOf(spec.internal, spec.external, sp.HasExternal() || spec.healthCheck))
 	return sp
+}
+
+// resetTCP is what a Service says, or else the settings.
+func (s *State) resetTCP(spec *portSpec) bool {
+	switch {
+	case spec.key.Protocol != plan.TCP:
+		return false
+	case spec.resetTCP != nil:
+		return *spec.resetTCP
+	}
+	return s.plan.Settings.ResetTCP
 }
 
 func (s *State) tellShadowed(sp *plan.ServicePort) {

@@ -28,7 +28,7 @@ type daemon struct {
 	log     *slog.Logger
 	backend backend
 	proxier *proxier.Proxier
-	flows   *conntrack.Reconciler // nil in mode ipvs
+	flows   *conntrack.Reconciler
 	monitor *monitor
 	objects source.Source
 	from    string // names the source
@@ -58,23 +58,19 @@ func newDaemon(ctx context.Context, cfg *config.Config, report source.Report, lo
 		return nil, err
 	}
 	d.monitor = newMonitor(cfg, set, d.backend.Families(), d.objects, report, log)
-	var programmed proxier.Backend = d.backend
-	if cfg.Mode == "iptables" { // IPVS forgets flows to what is gone by itself.
-		known := cfg.ServiceCIDRs
-		if !cfg.ServiceCIDRsGiven {
-			known = nil
-		}
-		d.flows = conntrack.New(conntrack.Config{
-			Families: d.backend.Families(), ServiceCIDRs: known, Observe: flowsSwept(set), Log: log,
-		})
-		programmed = d.flows.After(d.backend)
+	known := cfg.ServiceCIDRs
+	if !cfg.ServiceCIDRsGiven {
+		known = nil
 	}
+	d.flows = conntrack.New(conntrack.Config{
+		Families: d.backend.Families(), ServiceCIDRs: known, Observe: flowsSwept(set), Log: log,
+	})
 	nodeIP := cfg.Servers.Bind
 	if nodeIP.IsUnspecified() {
 		nodeIP = netip.Addr{}
 	}
 	d.proxier = proxier.New(proxier.Config{
-		NodeName: cfg.NodeName, NodeIP: nodeIP, Settings: cfg.Settings, Families: d.backend.Families(), Backend: programmed,
+		NodeName: cfg.NodeName, NodeIP: nodeIP, Settings: cfg.Settings, Families: d.backend.Families(), Backend: d.flows.After(d.backend),
 		MinSyncPeriod: cfg.MinSyncPeriod, CompareEvery: cfg.SyncPeriod, Observer: d.monitor, Report: report, Log: log,
 	})
 	return d, nil
@@ -82,7 +78,7 @@ func newDaemon(ctx context.Context, cfg *config.Config, report source.Report, lo
 
 // trackConnections makes the kernel track connections as configured.
 func trackConnections(cfg *config.Config, report source.Report) {
-	for _, u := range conntrack.Sysctls(cfg.Conntrack).Apply() {
+	for _, u := range conntrack.Sysctls(cfg.Conntrack).Apply(cfg.SysctlDir) {
 		report(source.Finding{
 			Severity: source.Problem, Field: u.Field, Detail: u.Error(), Effect: "connections are tracked by what is in force",
 		})
@@ -104,12 +100,12 @@ func newBackend(cfg *config.Config, families []plan.Family, report source.Report
 			Options: ipvs.Options{MasqueradeBit: cfg.MasqueradeBit, Scheduler: cfg.IPVS.Scheduler, VIPs: cfg.IPVS.VIPs},
 			Variant: cfg.IPTablesBackend, Families: families, ExcludeCIDRs: cfg.IPVS.ExcludeCIDRs,
 			StrictARP: cfg.IPVS.StrictARP, TCPTimeout: cfg.IPVS.TCPTimeout, TCPFinTimeout: cfg.IPVS.TCPFinTimeout,
-			UDPTimeout: cfg.IPVS.UDPTimeout, GracePeriod: cfg.IPVS.GracePeriod, Log: log,
-			Warn: func(text string) { report(source.Finding{Severity: source.Problem, Detail: text}) },
+			UDPTimeout: cfg.IPVS.UDPTimeout, GracePeriod: cfg.IPVS.GracePeriod, SysctlDir: cfg.SysctlDir,
+			Log: log, Warn: func(text string) { report(source.Finding{Severity: source.Problem, Detail: text}) },
 		})
 	}
 	return iptables.New(iptables.Config{
-		Variant: cfg.IPTablesBackend, Families: families, MasqueradeBit: cfg.MasqueradeBit, Log: log,
+		Variant: cfg.IPTablesBackend, Families: families, MasqueradeBit: cfg.MasqueradeBit, SysctlDir: cfg.SysctlDir, Log: log,
 	})
 }
 
@@ -134,9 +130,7 @@ func (d *daemon) run(ctx context.Context) error {
 	})
 	running.Go(func() { end(d.monitor.run(ctx)) })
 	running.Go(func() { d.runBeside(ctx) })
-	if d.flows != nil {
-		running.Go(func() { d.flows.Run(ctx) })
-	}
+	running.Go(func() { d.flows.Run(ctx) })
 	d.proxier.Run(ctx)
 	running.Wait()
 	return errors.Join(<-errs, <-errs)

@@ -9,11 +9,13 @@ import (
 	"time"
 
 	"nodeproxy/config"
+	"nodeproxy/iptables"
 	"nodeproxy/ipvs"
 	"nodeproxy/metrics"
 	"nodeproxy/proxier"
 	"nodeproxy/proxier/conntrack"
 	"nodeproxy/proxier/health"
+	"nodeproxy/proxier/listeners"
 	"nodeproxy/proxier/plan"
 	"nodeproxy/proxier/source"
 	"nodeproxy/proxier/source/apiserver"
@@ -25,6 +27,11 @@ type monitor struct {
 	node     *health.Node
 	services *health.Services
 	servers  []health.Server
+	// listeners looks for programs that listen where a Service captures the traffic; warn, if set, tells the cluster of them.
+	listeners *listeners.Watcher
+	warn      func(text string)
+	// traffic counts connections by the rules of mode iptables; nil where it is not to.
+	traffic *iptables.TrafficReader
 	// inSync is closed when the kernel has been brought to the plan for the first time.
 	inSync chan struct{}
 	first  func()
@@ -55,6 +62,9 @@ func newMonitor(cfg *config.Config, set *metrics.Set, families []plan.Family, ob
 	m.services = health.NewServices(health.ServicesConfig{
 		Healthy: m.node.Healthy, NotNode: []string{ipvs.DeviceName}, Report: report, Log: log,
 	})
+	m.listeners = listeners.New(listeners.Config{
+		NotNode: []string{ipvs.DeviceName}, Report: m.conflict(report), Count: m.metrics.PortConflicts, Log: log,
+	})
 	m.metrics.CollectOldestChange(m.node.OldestChange)
 	m.metrics.CollectHealthCheckNodePorts(m.services.Ports)
 	debug := health.Debug{Metrics: m.metrics.Handler(), Mode: cfg.Mode, Config: cfg.Configz, Profiling: cfg.Servers.Profiling}
@@ -75,6 +85,7 @@ func (m *monitor) run(ctx context.Context) error {
 	var running sync.WaitGroup
 	defer running.Wait()
 	running.Go(func() { m.services.Run(ctx) })
+	running.Go(func() { m.listeners.Run(ctx) })
 	ended := make(chan error, len(m.servers))
 	for i := range m.servers {
 		running.Go(func() { ended <- m.servers[i].Run(ctx) })
@@ -118,10 +129,40 @@ func (m *monitor) Synced(p *plan.Plan, changed plan.Keys, r proxier.Result) {
 	m.metrics.Synced(s)
 	m.metrics.Planned(p, changed)
 	m.services.Update(p, changed)
+	m.listeners.Update(p, changed)
+	if m.traffic != nil {
+		m.traffic.Update(p, changed)
+	}
 	m.node.Leaving(!r.Eligible)
 	if r.Err == nil {
 		m.node.Programmed()
 		m.first()
+	}
+}
+
+// conflict returns a report that warns the cluster too.
+func (m *monitor) conflict(report source.Report) source.Report {
+	return func(f source.Finding) {
+		report(f)
+		if f.Severity == source.Problem && m.warn != nil {
+			m.warn(f.String())
+		}
+	}
+}
+
+// countTraffic adds metrics of what goes through at most limit ServicePorts, if that is more than 0, and through rules.
+func (m *monitor) countTraffic(b backend, limit int) {
+	switch b := b.(type) {
+	case *ipvs.Backend:
+		if limit > 0 {
+			m.metrics.CollectTraffic(b.Traffic(), limit)
+		}
+	case *iptables.Backend:
+		m.metrics.CollectPacketCounters(b.InvalidDropped, nil)
+		if limit > 0 {
+			m.traffic = b.Traffic()
+			m.metrics.CollectTraffic(m.traffic, limit)
+		}
 	}
 }
 

@@ -169,8 +169,13 @@ func (s *scenario) must(err error) {
 // applied to it before.
 func (s *scenario) service(changes ...func(*v1.Service)) *v1.Service {
 	s.Helper()
+	return s.serviceNamed("web", changes...)
+}
+
+func (s *scenario) serviceNamed(name string, changes ...func(*v1.Service)) *v1.Service {
+	s.Helper()
 	svc := &v1.Service{
-		ObjectMeta: metav1.ObjectMeta{Name: "web", Namespace: s.namespace},
+		ObjectMeta: metav1.ObjectMeta{Name: name, Namespace: s.namespace},
 		Spec: v1.ServiceSpec{
 			Selector: map[string]string{"app": "web"},
 			Ports:    []v1.ServicePort{{Port: 80, TargetPort: intstr.FromInt32(8080)}},

@@ -57,6 +57,7 @@ var scenarios = []struct {
 	{"api-server-down-under-load", serverDown},
 	{"api-server-hangs-under-load", serverHangs},
 	{"compaction-while-away", compaction},
+	{"kube-proxys-command-line", dropIn},
 }
 
 func serviceBeforeEndpoints(s *scenario) {

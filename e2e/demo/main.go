@@ -8,8 +8,8 @@ import (
 	"fmt"
 	"net/netip"
 	"os"
+	"os/exec"
 	"path/filepath"
-	"slices"
 	"strings"
 	"text/tabwriter"
 	"time"
@@ -25,16 +25,24 @@ func main() {
 	binary := flag.String("binary", "", "the nodeproxy to run; by default one is built")
 	examples := flag.String("examples", "examples", "the manifests to serve")
 	flag.Parse()
-	if *mode != "iptables" {
-		fmt.Fprintf(os.Stderr, "demo: mode %q is not supported; iptables is\n", *mode)
+	switch harness.Mode(*mode) {
+	case harness.IPTables:
+	case harness.IPVS:
+		if err := kernelHasIPVS(); err != nil {
+			fmt.Fprintf(os.Stderr, "demo: mode ipvs: %v; e2e/kernel/run has a kernel that does\n", err)
+			os.Exit(2)
+		}
+	default:
+		fmt.Fprintf(os.Stderr, "demo: mode %q is not known; iptables and ipvs are\n", *mode)
 		os.Exit(2)
 	}
+	os.Setenv(harness.ModeVariable, *mode)
 	if *binary != "" {
 		os.Setenv("NODEPROXY_BIN", *binary)
 	}
 	os.Exit(harness.Supervise(func() int {
 		start := time.Now()
-		d := &demo{examples: *examples}
+		d := &demo{mode: harness.Mode(*mode), examples: *examples}
 		err := d.run()
 		if d.world != nil {
 			err = errors.Join(err, d.world.Close())
@@ -48,12 +56,24 @@ func main() {
 	}))
 }
 
+// kernelHasIPVS fails on a kernel without IPVS.
+func kernelHasIPVS() error {
+	if _, err := os.Stat("/proc/net/ip_vs"); err == nil {
+		return nil
+	}
+	if err := exec.Command("modprobe", "ip_vs").Run(); err != nil {
+		return errors.New("this kernel has no IPVS")
+	}
+	return nil
+}
+
 var (
 	serviceCIDRs = []netip.Prefix{harness.ServiceCIDR4, harness.ServiceCIDR6}
 	clusterCIDRs = []netip.Prefix{harness.ClusterCIDR4, harness.ClusterCIDR6}
 )
 
 type demo struct {
+	mode     harness.Mode
 	examples string
 	world    *harness.World
 	daemon   *harness.Daemon
@@ -61,15 +81,21 @@ type demo struct {
 	db       string // the name of the server outside the cluster
 }
 
+type step struct {
+	title string
+	do    func() error
+}
+
 func (d *demo) run() error {
-	for _, step := range []struct {
-		title string
-		do    func() error
-	}{
+	held := step{"The rules of shop/web, from iptables-save on node1", d.chains}
+	if d.mode == harness.IPVS {
+		held = step{"What node1's kernel has of shop/web", d.servers}
+	}
+	for _, step := range []step{
 		{"A node with pods, two more nodes, and a client outside, in network namespaces", d.setUp},
-		{"nodeproxy run, on node1, over examples/", d.start},
+		{"nodeproxy run --mode=" + string(d.mode) + ", on node1, over examples/", d.start},
 		{"What it serves", d.services},
-		{"The rules of shop/web, from iptables-save on node1", d.rules},
+		held,
 		{"Requests", d.requests},
 		{"A manifest is edited: pod web-3 becomes ready", d.edit},
 		{"An endpoint goes away under load: pod web-1 is no longer ready", d.remove},
@@ -205,40 +231,6 @@ func (d *demo) services() error {
 	return out.Flush()
 }
 
-func (d *demo) rules() error {
-	saved, err := d.world.Node1().Output("iptables-nft-save", "-t", "nat")
-	if err != nil {
-		return err
-	}
-	var chains []string
-	lines := strings.Split(saved, "\n")
-	for i := 0; i < 2; i++ { // what names the Service, then what that leads to
-		for _, line := range lines {
-			words := strings.Fields(line)
-			if len(words) < 2 || words[0] != "-A" {
-				continue
-			}
-			if strings.Contains(line, "shop/web:http") || slices.Contains(chains, words[1]) {
-				if target := words[len(words)-1]; strings.HasPrefix(target, "KUBE-S") || strings.HasPrefix(target, "KUBE-E") {
-					chains = append(chains, target)
-				}
-			}
-		}
-	}
-	shown := 0
-	for _, line := range lines {
-		words := strings.Fields(line)
-		if len(words) > 1 && words[0] == "-A" && (strings.Contains(line, "shop/web:http") || slices.Contains(chains, words[1])) {
-			fmt.Println("   " + line)
-			shown++
-		}
-	}
-	if shown < 8 {
-		return fmt.Errorf("only %d rules found in\n%s", shown, saved)
-	}
-	return nil
-}
-
 // frontend finds where a Service is reached.
 func (d *demo) frontend(service string, kind plan.FrontendKind, family plan.Family) (plan.Frontend, error) {
 	for _, sp := range d.plan.Sorted(family) {
@@ -252,80 +244,6 @@ func (d *demo) frontend(service string, kind plan.FrontendKind, family plan.Fami
 		}
 	}
 	return plan.Frontend{}, fmt.Errorf("%s has no %s in %s", service, kind, family)
-}
-
-func (d *demo) requests() error {
-	w := d.world
-	for _, q := range []struct {
-		from    *harness.Netns
-		network string
-		service string
-		kind    plan.FrontendKind
-		family  plan.Family
-		want    []string // who may answer; nobody if empty, and the connection is refused
-		kept    bool     // whether the server has to see the client's own address
-	}{
-		{w.Pod("n1c").Netns, "tcp", "shop/web", plan.ClusterIP, plan.IPv4, []string{"n1a", "n2a"}, false},
-		{w.Pod("n1c").Netns, "tcp", "shop/web", plan.ClusterIP, plan.IPv6, []string{"n1a", "n2a"}, false},
-		{w.Node1().Netns, "tcp", "shop/web", plan.ClusterIP, plan.IPv4, []string{"n1a", "n2a"}, false},
-		{w.Client.Netns, "tcp", "shop/web", plan.NodePort, plan.IPv4, []string{"n1a", "n2a"}, false},
-		{w.Client.Netns, "tcp", "shop/api", plan.LoadBalancerIP, plan.IPv4, []string{"n1b"}, true},
-		{w.Pod("n1c").Netns, "tcp", "shop/api", plan.LoadBalancerIP, plan.IPv4, []string{"n1b", "n2b"}, false},
-		{w.Client.Netns, "tcp", "shop/cache", plan.ExternalIP, plan.IPv4, []string{"n1a", "n2a"}, false},
-		{w.Pod("n2a").Netns, "udp", "kube-system/kube-dns", plan.ClusterIP, plan.IPv4, []string{"n1c"}, false},
-		{w.Pod("n1a").Netns, "tcp", "shop/database", plan.ClusterIP, plan.IPv4, []string{d.db}, false},
-		{w.Pod("n1a").Netns, "tcp", "shop/nobody", plan.ClusterIP, plan.IPv4, nil, false},
-	} {
-		f, err := d.frontend(q.service, q.kind, q.family)
-		if err != nil {
-			return err
-		}
-		sources, err := d.ask(q.from, q.network, q.service, f, q.want)
-		if err != nil {
-			return err
-		}
-		if q.kept && (len(sources) != 1 || !sources[w.Client.IP4]) {
-			return fmt.Errorf("%s to %s: the client's address was not kept", q.from.Name, f)
-		}
-	}
-	return nil
-}
-
-// ask sends 40 requests, prints who answered, and returns the addresses that the servers saw.
-func (d *demo) ask(
-	from *harness.Netns, network, service string, f plan.Frontend, want []string,
-) (map[netip.Addr]bool, error) {
-	counts, sources, ended := map[string]int{}, map[netip.Addr]bool{}, ""
-	for i := 0; i < 40 && ended == ""; i++ {
-		a := from.Ask(network, netip.AddrPortFrom(f.Addr, f.Port), harness.Patient)
-		switch {
-		case a.Outcome == harness.Answered:
-			counts[a.Server]++
-			sources[a.Source] = true
-		case len(want) == 0 && a.Outcome == harness.Refused:
-			ended = "refused"
-		default:
-			return nil, fmt.Errorf("%s to %s: %s", from.Name, f, a)
-		}
-		if !slices.Contains(want, a.Server) && a.Outcome == harness.Answered {
-			return nil, fmt.Errorf("%s to %s was answered by %s, which is none of its endpoints", from.Name, f, a.Server)
-		}
-	}
-	out := ended
-	for _, name := range want {
-		out += fmt.Sprintf("%s %d  ", name, counts[name])
-	}
-	for s := range sources {
-		out += fmt.Sprintf("  seen from %s", s)
-	}
-	fmt.Printf("   %-6s -> %-21s %-42s %s\n", from.Name, service, f, out)
-	switch sticky := service == "shop/cache"; { // the one with session affinity
-	case len(want) > 1 && !sticky && (counts[want[0]] == 0 || counts[want[1]] == 0):
-		return nil, fmt.Errorf("%s to %s: 40 requests all went to one endpoint", from.Name, f)
-	case sticky && len(counts) != 1:
-		return nil, fmt.Errorf("%s to %s: one client's requests went to %d endpoints despite affinity", from.Name, f, len(counts))
-	}
-	return sources, nil
 }
 
 // replace edits a manifest as an editor does: by a new file in the place of the old one.

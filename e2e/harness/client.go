@@ -33,9 +33,11 @@ type Answer struct {
 	Server string
 	Port   uint16
 	Source netip.Addr
-	// Err is the error of a request that was not answered, Took the time until its end.
-	Err  error
-	Took time.Duration
+	// Err is the error of a request that was not answered.
+	Err error
+	// Begun is when the request began, Took the time until its end.
+	Begun time.Time
+	Took  time.Duration
 }
 
 func (a Answer) String() string {
@@ -57,7 +59,7 @@ const (
 func (n *Netns) Ask(network string, to netip.AddrPort, timeout time.Duration) Answer {
 	start := time.Now()
 	a := n.ask(network, to, start.Add(timeout))
-	a.Took = time.Since(start)
+	a.Begun, a.Took = start, time.Since(start)
 	return a
 }
 
@@ -108,14 +110,21 @@ func askUDP(c net.Conn, deadline time.Time) Answer {
 // caller that keeps it sets another.
 func (n *Netns) Dial(network string, to netip.AddrPort, deadline time.Time) (net.Conn, error) {
 	var c net.Conn
-	err := n.Do(func() (err error) {
+	dial := func() (err error) {
 		d := net.Dialer{Deadline: deadline, KeepAlive: -1}
-		if network == "udp" {
-			d.LocalAddr = &net.UDPAddr{Port: n.freshPort()}
+		switch port := n.freshPort(); {
+		case network == "udp":
+			d.LocalAddr = &net.UDPAddr{Port: port}
+		case ModeUnderTest() == IPVS: // see SamePort
+			d.LocalAddr = &net.TCPAddr{Port: port}
 		}
 		c, err = d.Dial(network, to.String())
 		return err
-	})
+	}
+	err := n.Do(dial)
+	for errors.Is(err, syscall.EADDRINUSE) { // by a server
+		err = n.Do(dial)
+	}
 	if err != nil {
 		return nil, err
 	}
@@ -126,12 +135,47 @@ func (n *Netns) Dial(network string, to netip.AddrPort, deadline time.Time) (net
 	return c, nil
 }
 
+// SamePort opens TCP connections to several addresses from one source port, as a system may choose it by chance. IPVS takes
+// two of them for one if they go to the same endpoint; see TestIPVSOneSourcePort.
+func (n *Netns) SamePort(addrs ...netip.AddrPort) ([]net.Conn, error) {
+	port := n.freshPort()
+	var out []net.Conn
+	for _, to := range addrs {
+		err := n.Do(func() error {
+			d := net.Dialer{Timeout: Patient, LocalAddr: &net.TCPAddr{Port: port}, Control: shareAddress}
+			c, err := d.Dial("tcp", to.String())
+			if err == nil {
+				out = append(out, c)
+			}
+			return err
+		})
+		if err != nil {
+			for _, c := range out {
+				c.Close()
+			}
+			return nil, err
+		}
+	}
+	return out, nil
+}
+
+// shareAddress lets a socket have an address that another one is bound to.
+func shareAddress(_, _ string, c syscall.RawConn) error {
+	var failed error
+	if err := c.Control(func(fd uintptr) {
+		failed = syscall.SetsockoptInt(int(fd), syscall.SOL_SOCKET, syscall.SO_REUSEADDR, 1)
+	}); err != nil {
+		return err
+	}
+	return failed
+}
+
 // freshPort is a source port that the namespace has not used yet, or not for the longest time. The kernel tracks a UDP flow
 // for minutes after its socket is closed, and sends a new socket that happens to get the old one's port where the old
 // one's packets went.
 func (n *Netns) freshPort() int {
 	const first, count = 10000, 50000
-	return first + int(n.udpPorts.Add(1)%count)
+	return first + int(n.ports.Add(1)%count)
 }
 
 // Greeting reads the line with which a server opens a TCP connection.
@@ -220,3 +264,9 @@ func (c *Conversation) Echo(line string) error {
 
 // Close closes the connection.
 func (c *Conversation) Close() { c.conn.Close() }
+
+// Abort closes the connection with a reset.
+func (c *Conversation) Abort() {
+	_ = c.conn.(*net.TCPConn).SetLinger(0)
+	c.conn.Close()
+}

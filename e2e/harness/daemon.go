@@ -53,10 +53,10 @@ func (d *Daemon) String() string {
 const StartupTimeout = 60 * time.Second
 
 // Run starts nodeproxy on node1 over the World's manifests with --iptables-backend=variant and these flags besides, and
-// waits until it is in sync.
+// waits until it is in sync. Mode ipvs has the addresses of Services as VIPsWith says, unless the flags say it.
 func (w *World) Run(t testing.TB, variant Variant, flags ...string) *Daemon {
 	t.Helper()
-	args := append([]string{"--iptables-backend=" + string(variant)}, flags...)
+	args := append([]string{"--iptables-backend=" + string(variant), "--ipvs-vips=" + string(VIPsWith(variant))}, flags...)
 	d, err := w.StartDaemon(w.Node1(), args...)
 	if err == nil {
 		err = d.WaitFor(StartupTimeout, InSync)
@@ -70,15 +70,15 @@ func (w *World) Run(t testing.TB, variant Variant, flags ...string) *Daemon {
 // InSync is what the daemon logs when it has programmed everything it knows of.
 const InSync = `msg="in sync"`
 
-// StartDaemon starts nodeproxy on a node, over the World's manifests, in iptables mode, with these flags besides, and
-// does not wait for anything.
+// StartDaemon starts nodeproxy on a node, over the World's manifests, in the mode under test, with these flags besides,
+// which go before, and does not wait for anything.
 func (w *World) StartDaemon(n *Node, flags ...string) (*Daemon, error) {
 	path, err := Binary()
 	if err != nil {
 		return nil, err
 	}
 	args := append([]string{
-		"run", "--mode=iptables", "--manifests=" + w.Manifests, "--node-name=" + n.Name, "--log-level=debug",
+		"run", "--mode=" + string(ModeUnderTest()), "--manifests=" + w.Manifests, "--node-name=" + n.Name, "--log-level=debug",
 		"--service-cidr=" + ServiceCIDR4.String() + "," + ServiceCIDR6.String(),
 	}, flags...)
 	d := &Daemon{Node: n, Args: args, exited: make(chan struct{}), changed: make(chan struct{})}

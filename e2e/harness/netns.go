@@ -22,9 +22,9 @@ import (
 type Netns struct {
 	Name string // for messages only
 
-	handle   netns.NsHandle
-	nl       *netlink.Handle
-	udpPorts atomic.Uint32 // how many UDP source ports have been used
+	handle netns.NsHandle
+	nl     *netlink.Handle
+	ports  atomic.Uint32 // how many source ports have been used
 }
 
 // home is the namespace that the process started in.

@@ -19,8 +19,13 @@ import (
 const runDirPrefix = "nodeproxy-e2e-"
 
 // worldsAtOnce is the number of tests that run in parallel, unless -parallel says another: more than there are
-// processors, since most of the time a test waits for silence.
-const worldsAtOnce = 5
+// processors, since most of the time a test waits for silence. The kernel with IPVS has but one, and is slow.
+func worldsAtOnce() int {
+	if ModeUnderTest() == IPVS {
+		return 3
+	}
+	return 5
+}
 
 var live struct {
 	sync.Mutex
@@ -36,7 +41,7 @@ func Main(m *testing.M) int {
 	parallelGiven := false
 	flag.Visit(func(f *flag.Flag) { parallelGiven = parallelGiven || f.Name == "test.parallel" })
 	if !parallelGiven {
-		if err := flag.Set("test.parallel", strconv.Itoa(worldsAtOnce)); err != nil {
+		if err := flag.Set("test.parallel", strconv.Itoa(worldsAtOnce())); err != nil {
 			panic(err)
 		}
 	}

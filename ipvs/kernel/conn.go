@@ -30,9 +30,8 @@ type message struct {
 }
 
 const (
-	// maxBatch and maxBytes limit one send, so that the errors for all of it fit into the socket's receive buffer.
+	// maxBatch is how many messages are sent at once: so few that an error for each fits into the socket's receive buffer.
 	maxBatch = 200
-	maxBytes = 64 << 10
 	// answerTimeout is for a kernel that never answers. Loading a module takes the longest.
 	answerTimeout = 30 * time.Second
 )
@@ -68,11 +67,7 @@ func (c *conn) do(ms []message) []error {
 		errs[i] = err
 	}
 	for start := 0; start < len(ms); {
-		end, size := start, 0
-		for end < len(ms) && end-start < maxBatch && (end == start || size+aligned(ms[end]) <= maxBytes) {
-			size += aligned(ms[end])
-			end++
-		}
+		end := min(start+maxBatch, len(ms))
 		if err := c.batch(ms[start:end], func(i int, err error) { fail(start+i, err) }); err != nil {
 			for i := start; i < len(ms); i++ {
 				if errs == nil || errs[i] == nil {
@@ -85,8 +80,6 @@ func (c *conn) do(ms []message) []error {
 	}
 	return errs
 }
-
-func aligned(m message) int { return align(unix.SizeofNlMsghdr + len(m.body)) }
 
 // batch sends messages at once, and reports those that failed.
 func (c *conn) batch(ms []message, fail func(int, error)) error {

@@ -74,7 +74,8 @@ func TestDevice(t *testing.T) {
 	}
 	compare(plan.IPv4, "10.96.0.1", "10.96.0.2", "10.96.0.3")
 	compare(plan.IPv6, "fd00::1", "fd00::2")
-	if show := run(t, "ip", "addr", "show", deviceName); strings.Contains(show, "tentative") || !strings.Contains(show, "10.96.0.1/32 scope host") {
+	show = run(t, "ip", "addr", "show", deviceName)
+	if strings.Count(show, " nodad") != 2 || !strings.Contains(show, "10.96.0.1/32 scope host") {
 		t.Errorf("addresses are not as they should: %s", show)
 	}
 	for range 2 {
@@ -156,7 +157,8 @@ func TestRoutes(t *testing.T) {
 				t.Fatal(err)
 			}
 			compare(c.f, map[netip.Prefix]netip.Addr{c.p: want})
-			if got := run(t, "ip", "route", "get", c.inside); !strings.HasPrefix(got, "local "+c.inside) || !strings.Contains(got, "src "+src) {
+			got := run(t, "ip", "route", "get", c.inside)
+			if !strings.HasPrefix(got, "local "+c.inside) || !strings.Contains(got, "src "+src) {
 				t.Errorf("route to %s: %s", c.inside, got)
 			}
 		}
@@ -216,12 +218,15 @@ func TestWatchAddresses(t *testing.T) {
 		ended <- WatchAddresses(ctx, deviceName, func() { calls <- struct{}{} })
 	}()
 	count := func() int {
-		time.Sleep(4 * quiet)
-		n := len(calls)
-		for range n {
-			<-calls
+		n := 0
+		for {
+			select {
+			case <-calls:
+				n++
+			case <-time.After(4 * quiet):
+				return n
+			}
 		}
-		return n
 	}
 	if n := count(); n != 1 {
 		t.Errorf("%d calls at the beginning, want 1", n)
@@ -232,10 +237,12 @@ func TestWatchAddresses(t *testing.T) {
 	if n := count(); n != 0 {
 		t.Errorf("%d calls for addresses of the interface that is left out", n)
 	}
-	for _, c := range [][]string{{"add", "192.0.2.1/32"}, {"add", "2001:db8::1/128"}, {"del", "192.0.2.1/32"}, {"del", "2001:db8::1/128"}} {
-		run(t, "ip", "addr", c[0], c[1], "dev", "lo")
-		if n := count(); n != 1 {
-			t.Errorf("%d calls for %v, want 1", n, c)
+	for _, change := range []string{"add", "del"} {
+		for _, a := range []string{"192.0.2.1/32", "2001:db8::1/128"} {
+			run(t, "ip", "addr", change, a, "dev", "lo")
+			if n := count(); n != 1 {
+				t.Errorf("%d calls for %s %s, want 1", n, change, a)
+			}
 		}
 	}
 
@@ -252,7 +259,7 @@ func TestWatchAddresses(t *testing.T) {
 	if err := other.AddAddresses(many); err != nil {
 		t.Fatal(err)
 	}
-	if n := count(); n == 0 || n > 5 {
+	if n := count(); n == 0 || n > len(many)/10 {
 		t.Errorf("%d calls for %d addresses at once", n, len(many))
 	}
 	run(t, "ip", "addr", "add", "192.0.2.1/32", "dev", "lo")

@@ -35,7 +35,9 @@ func HostAddresses(f plan.Family, except string) (map[netip.Addr]struct{}, error
 }
 
 // addresses returns those addresses of an interface, or of all if it is nil, that are wanted.
-func addresses(h *netlink.Handle, link netlink.Link, f plan.Family, want func(a netip.Addr, index int) bool) (map[netip.Addr]struct{}, error) {
+func addresses(
+	h *netlink.Handle, link netlink.Link, f plan.Family, want func(a netip.Addr, index int) bool,
+) (map[netip.Addr]struct{}, error) {
 	var list []netlink.Addr
 	err := retry(func() (err error) {
 		list, err = h.AddrList(link, int(addressFamily(f)))

@@ -4,6 +4,7 @@ import (
 	"errors"
 	"fmt"
 	"io"
+	"maps"
 	"net/netip"
 	"sync"
 	"time"
@@ -89,25 +90,19 @@ func (s *Servers) Close() error {
 func (s *Servers) List(f plan.Family) (map[ServerID]*HeldServer, error) {
 	s.mu.Lock()
 	defer s.mu.Unlock()
-	var held map[ServerID]*HeldServer
-	err := whole(func() error {
-		held = map[ServerID]*HeldServer{}
-		if err := s.services(func(h *HeldServer, _ Traffic) {
-			if h.ID.Family == f {
-				held[h.ID] = h
-			}
-		}); err != nil {
-			return err
-		}
-		for _, h := range held {
-			if err := s.destinations(h); err != nil {
-				return fmt.Errorf("destinations of %s: %w", h.ID, err)
-			}
-		}
-		return nil
-	})
+	held := map[ServerID]*HeldServer{}
+	all, err := s.services()
 	if err != nil {
 		return nil, fmt.Errorf("listing virtual servers: %w", err)
+	}
+	for id, v := range all {
+		if id.Family != f {
+			continue
+		}
+		if err := s.destinations(v.server); err != nil {
+			return nil, fmt.Errorf("listing the destinations of virtual server %s: %w", id, err)
+		}
+		held[id] = v.server
 	}
 	return held, nil
 }
@@ -125,10 +120,7 @@ func (s *Servers) Get(id ServerID) (*HeldServer, error) {
 		h, _, err = parseService(body)
 	}
 	if err == nil {
-		err = whole(func() error {
-			clear(h.Destinations)
-			return s.destinations(h)
-		})
+		err = s.destinations(h)
 	}
 	if err != nil {
 		return nil, fmt.Errorf("reading virtual server %s: %w", id, err)
@@ -140,37 +132,58 @@ func (s *Servers) Get(id ServerID) (*HeldServer, error) {
 func (s *Servers) Stats() (map[ServerID]Traffic, error) {
 	s.mu.Lock()
 	defer s.mu.Unlock()
-	var stats map[ServerID]Traffic
-	err := whole(func() error {
-		stats = map[ServerID]Traffic{}
-		return s.services(func(h *HeldServer, t Traffic) { stats[h.ID] = t })
-	})
+	all, err := s.services()
 	if err != nil {
 		return nil, fmt.Errorf("reading the counters of virtual servers: %w", err)
+	}
+	stats := make(map[ServerID]Traffic, len(all))
+	for id, v := range all {
+		stats[id] = v.traffic
 	}
 	return stats, nil
 }
 
-// services dumps all virtual servers without their destinations.
-func (s *Servers) services(each func(*HeldServer, Traffic)) error {
-	return s.conn.dump(message{kind: s.family, body: genl(commandGetService)}, func(body []byte) error {
-		h, t, err := parseService(body)
-		if err == nil {
-			each(h, t)
+type service struct {
+	server  *HeldServer
+	traffic Traffic
+}
+
+// services dumps all virtual servers without their destinations, at least twice, until two dumps in a row have the same ones.
+// Between two parts of a dump, the kernel remembers only how many servers it has passed, those of all other network
+// namespaces included. So if any of these, of a container say, are added or deleted meanwhile, others are left out of the
+// dump or twice in it, and the kernel does not say so.
+func (s *Servers) services() (map[ServerID]service, error) {
+	var all map[ServerID]service
+	err := whole(func() error {
+		before := all
+		all = map[ServerID]service{}
+		err := s.conn.dump(message{kind: s.family, body: genl(commandGetService)}, func(body []byte) error {
+			h, t, err := parseService(body)
+			if err == nil {
+				all[h.ID] = service{h, t}
+			}
+			return err
+		})
+		if err == nil && (before == nil || !maps.EqualFunc(all, before, func(service, service) bool { return true })) {
+			return errInterrupted
 		}
 		return err
 	})
+	return all, err
 }
 
 // destinations dumps those of one virtual server into it. The kernel does not complain if the server is gone.
 func (s *Servers) destinations(h *HeldServer) error {
-	return s.conn.dump(s.serviceMessage(commandGetDest, h.ID), func(body []byte) error {
-		d, foreign, err := parseDestination(body, h.ID.Family)
-		if err == nil {
-			h.Destinations[d.Addr] = d
-			h.Foreign = h.Foreign || foreign
-		}
-		return err
+	return whole(func() error {
+		clear(h.Destinations)
+		return s.conn.dump(s.serviceMessage(commandGetDest, h.ID), func(body []byte) error {
+			d, foreign, err := parseDestination(body, h.ID.Family)
+			if err == nil {
+				h.Destinations[d.Addr] = d
+				h.Foreign = h.Foreign || foreign
+			}
+			return err
+		})
 	})
 }
 
@@ -200,15 +213,12 @@ func (s *Servers) SetTimeouts(tcp, tcpFin, udp time.Duration) error {
 func (s *Servers) HasScheduler(name string) bool {
 	s.mu.Lock()
 	defer s.mu.Unlock()
-	if s.schedulers[name] {
-		return true
+	if !s.schedulers[name] {
+		s.schedulers[name] = s.tryScheduler(name) ||
+			// The kernel asks for the module too, but may not know where modprobe is.
+			loadModule("ip_vs_"+name) == nil && s.tryScheduler(name)
 	}
-	has := s.tryScheduler(name)
-	if !has && loadModule("ip_vs_"+name) == nil { // The kernel may have failed to, not knowing where modprobe is.
-		has = s.tryScheduler(name)
-	}
-	s.schedulers[name] = has
-	return has
+	return s.schedulers[name]
 }
 
 // tryScheduler makes and removes, at once, a virtual server with a scheduler. It is at an address that is for documentation

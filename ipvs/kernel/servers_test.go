@@ -84,7 +84,8 @@ func TestServersReadBack(t *testing.T) {
 		id(plan.UDP, "[fd00::1]:53"), {Family: plan.IPv4, Mark: 0x90007530}, {Family: plan.IPv6, Mark: 0x90007530},
 	}
 	shapes := []Server{
-		{Scheduler: "rr"}, {Scheduler: "wrr", Persistence: 3 * time.Hour}, {Scheduler: "mh", Ports: true}, {Scheduler: "sh", Fallback: true},
+		{Scheduler: "rr"}, {Scheduler: "wrr", Persistence: 3 * time.Hour},
+		{Scheduler: "mh", Ports: true}, {Scheduler: "sh", Fallback: true},
 		{Scheduler: "mh", Ports: true, Fallback: true, Persistence: time.Second},
 	}
 	destinations := func(id ServerID) []Destination {
@@ -185,7 +186,8 @@ func TestApply(t *testing.T) {
 	d := Destination{at("10.1.0.1:80"), 1}
 	errs := s.Apply([]Op{
 		{Kind: AddServer, Server: lacking}, {AddDestination, lacking, d},
-		{Kind: UpdateServer, Server: good}, {UpdateDestination, good, d}, {AddDestination, good, Destination{at("10.1.0.2:80"), 1}},
+		{Kind: UpdateServer, Server: good}, {UpdateDestination, good, d},
+		{AddDestination, good, Destination{at("10.1.0.2:80"), 1}},
 		{Kind: DeleteServer, Server: none}, {DeleteDestination, none, d},
 	})
 	if len(errs) != 7 || errs[0] == nil || errs[1] == nil || errors.Join(errs[2:]...) != nil {
@@ -235,7 +237,8 @@ func TestForeignServers(t *testing.T) {
 	defer handle.Close()
 	service := func(port uint16) *ipvs.Service {
 		return &ipvs.Service{
-			Address: []byte{10, 96, 0, 1}, Port: port, Protocol: unix.IPPROTO_UDP, SchedName: "rr", AddressFamily: unix.AF_INET, Netmask: 0xffffffff,
+			Address: []byte{10, 96, 0, 1}, Port: port, Protocol: unix.IPPROTO_UDP, SchedName: "rr",
+			AddressFamily: unix.AF_INET, Netmask: 0xffffffff,
 		}
 	}
 	local := &ipvs.Destination{Address: []byte{127, 0, 0, 1}, Port: 80, Weight: 1, AddressFamily: unix.AF_INET}
@@ -250,7 +253,8 @@ func TestForeignServers(t *testing.T) {
 		destination *ipvs.Destination
 		want        bool
 	}{
-		{service(1), local, false}, {onePacket, local, true}, {wide, local, true}, {service(4), &tunnel, true}, {service(5), &threshold, true},
+		{service(1), local, false}, {onePacket, local, true}, {wide, local, true},
+		{service(4), &tunnel, true}, {service(5), &threshold, true},
 	} {
 		if err := errors.Join(handle.NewService(c.service), handle.NewDestination(c.service, c.destination)); err != nil {
 			t.Fatal(err)
@@ -320,6 +324,57 @@ func TestServersFromManyGoroutines(t *testing.T) {
 	list, err := s.List(plan.IPv4)
 	if err != nil || len(list) != 8 {
 		t.Errorf("%v, %v; want eight servers", maps.Keys(list), err)
+	}
+}
+
+// TestListWhileOthersChange lists servers while those of another network namespace come and go.
+func TestListWhileOthersChange(t *testing.T) {
+	s := openServers(t)
+	const n = 500
+	if errs := s.Apply(bulk(n)); errs != nil {
+		t.Fatal(errs[0])
+	}
+	done, stop := make(chan error), make(chan struct{})
+	go func() {
+		done <- func() error {
+			runtime.LockOSThread()
+			ns, err := netns.New()
+			if err != nil {
+				return err
+			}
+			defer ns.Close()
+			other, err := OpenServers()
+			if err != nil {
+				return err
+			}
+			defer other.Close()
+			for {
+				for _, kind := range []OpKind{AddServer, DeleteServer} {
+					var ops []Op
+					for i := range 100 {
+						v := Server{ID: id(plan.TCP, fmt.Sprintf("10.97.0.%d:80", i)), Scheduler: "rr"}
+						ops = append(ops, Op{Kind: kind, Server: v})
+					}
+					if errs := other.Apply(ops); errs != nil {
+						return errs[0]
+					}
+					select {
+					case <-stop:
+						return nil
+					case <-time.After(10 * time.Millisecond):
+					}
+				}
+			}
+		}()
+	}()
+	for range 50 {
+		if got, err := s.Stats(); err != nil || len(got) != n {
+			t.Errorf("counters of %d servers, %v; want %d", len(got), err, n)
+		}
+	}
+	close(stop)
+	if err := <-done; err != nil {
+		t.Fatal(err)
 	}
 }
 

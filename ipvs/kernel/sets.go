@@ -60,8 +60,8 @@ func (s *Sets) hasType(kind string) error {
 			body, err = ask()
 		}
 		if err != nil {
-			return fmt.Errorf("ipset: this kernel has no sets of type %s, and the module %s cannot be loaded: run modprobe %s on this node,"+
-				" or use another proxy mode: %w", kind, module, module, err)
+			return fmt.Errorf("ipset: this kernel has no sets of type %s, and the module %s cannot be loaded: run modprobe %s"+
+				" on this node, or use another proxy mode: %w", kind, module, module, err)
 		}
 	}
 	var newest, oldest uint8
@@ -74,8 +74,8 @@ func (s *Sets) hasType(kind string) error {
 		}
 	}
 	if want := setTypes[kind].revision; want < oldest || want > newest {
-		return fmt.Errorf("ipset: this kernel has revisions %d to %d of sets of type %s, and revision %d is needed (Linux 3.18): use a newer kernel,"+
-			" or another proxy mode", oldest, newest, kind, want)
+		return fmt.Errorf("ipset: this kernel has revisions %d to %d of sets of type %s, and revision %d is needed (Linux 3.18):"+
+			" use a newer kernel, or another proxy mode", oldest, newest, kind, want)
 	}
 	return nil
 }
@@ -155,7 +155,9 @@ func (s *Sets) replacement(set Set) (Set, error) {
 }
 
 func (s *Sets) create(set Set) error {
-	create := setMessage(ipsetCreate, unix.NLM_F_CREATE|unix.NLM_F_EXCL, set.Name, func(b []byte) []byte { return appendCreate(b, set) })
+	create := setMessage(ipsetCreate, unix.NLM_F_CREATE|unix.NLM_F_EXCL, set.Name, func(b []byte) []byte {
+		return appendCreate(b, set)
+	})
 	if err := errors.Join(s.conn.do([]message{create})...); err != nil {
 		return fmt.Errorf("making ipset %s of type %s: %w", set.Name, set.Type, err)
 	}

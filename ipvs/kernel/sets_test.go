@@ -59,9 +59,15 @@ func samples(kind string, f plan.Family) []Entry {
 	case "hash:net":
 		return []Entry{{Net: wide}, {Net: one}, {Net: half}}
 	case "hash:ip,port":
-		return []Entry{{Addr: a, Protocol: plan.TCP, Port: 443}, {Addr: a, Protocol: plan.UDP, Port: 1}, {Addr: b, Protocol: plan.SCTP, Port: 65535}}
+		return []Entry{
+			{Addr: a, Protocol: plan.TCP, Port: 443}, {Addr: a, Protocol: plan.UDP, Port: 1},
+			{Addr: b, Protocol: plan.SCTP, Port: 65535},
+		}
 	case "hash:net,port":
-		return []Entry{{Net: wide, Protocol: plan.TCP, Port: 443}, {Net: half, Protocol: plan.UDP, Port: 1}, {Net: one, Protocol: plan.SCTP, Port: 65535}}
+		return []Entry{
+			{Net: wide, Protocol: plan.TCP, Port: 443}, {Net: half, Protocol: plan.UDP, Port: 1},
+			{Net: one, Protocol: plan.SCTP, Port: 65535},
+		}
 	case "hash:ip,port,ip":
 		return []Entry{{Addr: a, Protocol: plan.TCP, Port: 443, Addr2: b}, {Addr: a, Protocol: plan.UDP, Port: 1, Addr2: a}}
 	case "hash:ip,port,net":
@@ -232,7 +238,9 @@ func TestBadEntries(t *testing.T) {
 	good := samples("hash:net", plan.IPv4)
 	bad := []Entry{{Net: prefix("0.0.0.0/0")}, {Net: prefix("fd00::/64")}}
 	err := s.Add(set, []Entry{good[0], bad[0], good[1], bad[1], good[2]})
-	for _, part := range []string{"ipset NETS, entry 0.0.0.0/0: a range of this length", "entry fd00::/64: the kernel does not understand this; an address may"} {
+	for _, part := range []string{
+		"ipset NETS, entry 0.0.0.0/0: a range of this length", "entry fd00::/64: the kernel does not understand this; an address may",
+	} {
 		if err == nil || !strings.Contains(err.Error(), part) {
 			t.Errorf("error %v, want %q in it", err, part)
 		}

@@ -280,6 +280,9 @@ type ServicePort struct {
 	Affinity time.Duration
 	// Scheduler is the one that the Service asks for.
 	Scheduler Scheduler
+	// ResetTCP asks that a TCP connection to an endpoint that is gone, rather than terminating, is reset when its client next
+	// sends. It is never set for other protocols.
+	ResetTCP bool
 	// Critical marks what a node needs before anything else works (the API server, cluster DNS): programmed first.
 	Critical bool
 
@@ -309,6 +312,7 @@ func (sp *ServicePort) Equal(o *ServicePort) bool {
 		sp.Affinity == o.Affinity &&
 		sp.Critical == o.Critical &&
 		sp.Scheduler == o.Scheduler &&
+		sp.ResetTCP == o.ResetTCP &&
 		sp.Any == o.Any &&
 		slices.Equal(sp.Frontends, o.Frontends) &&
 		slices.Equal(sp.Shadowed, o.Shadowed) &&

@@ -115,6 +115,8 @@ type Settings struct {
 	// LocalhostNodePorts lets node ports answer on 127.0.0.0/8, where NodePortAddresses allows it too. IPv6 has no
 	// counterpart: ::1 can't be routed.
 	LocalhostNodePorts bool
+	// ResetTCP is ServicePort.ResetTCP for Services that do not say by annotation.
+	ResetTCP bool
 	// ServiceCIDRs are the ranges that the cluster allots cluster IPs from, in order, as far as they are known. A range
 	// that is known makes every address in it one of Services.
 	ServiceCIDRs []netip.Prefix

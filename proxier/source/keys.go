@@ -9,6 +9,10 @@ const (
 	// ipvs, such as "10.244.1.5=3,10.244.2.7=1".
 	AnnotationWeights = "nodeproxy.io/weights"
 
+	// AnnotationResetTCP, on a Service, is "true" where TCP connections to an endpoint that is gone are to be reset when their
+	// clients next send, and "false" where they are not, whatever the flag --reset-tcp says.
+	AnnotationResetTCP = "nodeproxy.io/reset-tcp"
+
 	// The two that kube-router reads for a Service's scheduler and its flags.
 	AnnotationKubeRouterScheduler  = "kube-router.io/service.scheduler"
 	AnnotationKubeRouterSchedFlags = "kube-router.io/service.schedflags"

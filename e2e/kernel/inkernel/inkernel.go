@@ -65,8 +65,8 @@ func writable() []string {
 	if dir := value("test.gocoverdir"); dir != "" {
 		dirs = append(dirs, dir)
 	}
-	for _, name := range []string{"test.coverprofile", "test.cpuprofile", "test.memprofile", "test.blockprofile", "test.mutexprofile", "test.trace"} {
-		if file := value(name); filepath.IsAbs(file) {
+	for _, name := range []string{"coverprofile", "cpuprofile", "memprofile", "blockprofile", "mutexprofile", "trace"} {
+		if file := value("test." + name); filepath.IsAbs(file) {
 			dirs = append(dirs, filepath.Dir(file))
 		} else if file != "" {
 			dirs = append(dirs, filepath.Join(value("test.outputdir"), filepath.Dir(file)))

@@ -15,10 +15,11 @@ import (
 // Labels and annotations that objects keep.
 var (
 	serviceLabels      = []string{labelProxyName, "k8s-app"}
-	serviceAnnotations = append(slices.Clone(source.SchedulerAnnotations), source.AnnotationKubeRouterSchedFlags)
-	sliceLabels        = []string{discovery.LabelServiceName, v1.IsHeadlessService}
-	sliceAnnotations   = []string{source.AnnotationWeights, v1.EndpointsLastChangeTriggerTime}
-	nodeLabels         = []string{v1.LabelTopologyZone}
+	serviceAnnotations = append(slices.Clone(source.SchedulerAnnotations), source.AnnotationKubeRouterSchedFlags,
+		source.AnnotationResetTCP)
+	sliceLabels      = []string{discovery.LabelServiceName, v1.IsHeadlessService}
+	sliceAnnotations = []string{source.AnnotationWeights, v1.EndpointsLastChangeTriggerTime}
+	nodeLabels       = []string{v1.LabelTopologyZone}
 )
 
 const labelProxyName = "service.kubernetes.io/service-proxy-name"

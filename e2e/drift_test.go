@@ -1,0 +1,167 @@
+package e2e
+
+import (
+	"fmt"
+	"io"
+	"net"
+	"regexp"
+	"strconv"
+	"strings"
+	"testing"
+	"time"
+
+	"nodeproxy/e2e/harness"
+)
+
+// driftFault is what somebody does to the kernel.
+type driftFault struct {
+	name string
+	do   string // {} stands for the variant, CHAIN for the chain of the Service's endpoints
+	// kind is that of what is found, by which metrics know it.
+	kind  string
+	words string // in the log
+}
+
+var driftFaults = map[harness.Mode][]driftFault{
+	harness.IPTables: {
+		{"table nat emptied", "iptables-{} -w -t nat -F", "rule", "of table nat (IPv4): missing"},
+		{"table filter emptied", "iptables-{} -w -t filter -F", "rule", "of table filter (IPv4): missing"},
+		{"one rule removed", "iptables-{} -w -t nat -D CHAIN 2", "rule", "in CHAIN of table nat (IPv4): missing"},
+		{"a foreign rule in a chain", "iptables-{} -w -t nat -I CHAIN -p tcp --dport 80 -j ACCEPT", "rule",
+			"in CHAIN of table nat (IPv4): unexpected"},
+		{"jumps removed", "iptables-{} -w -t nat -F PREROUTING", "rule", "in PREROUTING of table nat (IPv4): missing"},
+	},
+	harness.IPVS: {
+		{"a virtual server removed", "ipvsadm -D -t 10.96.0.11:80", "virtual_server", "virtual server TCP 10.96.0.11:80: missing"},
+		{"all virtual servers removed", "ipvsadm -C", "virtual_server", "virtual server TCP 10.96.0.11:80: missing"},
+		{"a set emptied", "ipset flush KUBE-CLUSTER-IP", "set_element", "of set KUBE-CLUSTER-IP: missing"},
+		{"the device removed", "ip link del kube-ipvs0", "address", "interface kube-ipvs0 with all addresses: it was removed"},
+		{"table filter emptied", "iptables-{} -w -t filter -F", "rule", "of table filter (IPv4): missing"},
+	},
+}
+
+// TestDrift: what another program does to what nodeproxy has written is repaired within seconds, logged with what it was, and
+// counted once; the rules of others stay as they are.
+func TestDrift(t *testing.T) {
+	onEachVariant(t, func(t *testing.T, variant harness.Variant) {
+		w := harness.New(t, harness.Options{})
+		w.Write(t, "nodes.yaml", w.NodeObjects()...)
+		w.Write(t, "s.yaml", harness.Objects(harness.Service("s", 1), w.Ready("n1a", "n2a")...)...)
+		for _, table := range []string{"nat", "filter"} {
+			rule(t, w, variant, "-t "+table+" -N CNI-OTHER")
+		}
+		d := w.Run(t, variant, clusterCIDR)
+		wantServers(t, w.Client, clusterIP(1, 4), "n1a", "n2a")
+		want := held(t, w, variant)
+		chain := regexp.MustCompile(`-A (KUBE-SVC-\S+) `).FindStringSubmatch(want)
+		var table []string
+		for _, f := range driftFaults[mode] {
+			if chain != nil {
+				f.do, f.words = strings.ReplaceAll(f.do, "CHAIN", chain[1]), strings.ReplaceAll(f.words, "CHAIN", chain[1])
+			}
+			found, repaired := driftCount(t, w, "found", f.kind), driftCount(t, w, "repaired", f.kind)
+			lines := len(d.Log())
+			output(t, w, strings.ReplaceAll(f.do, "{}", string(variant)))
+			begin := time.Now()
+			if err := d.WaitForAfter(lines, 10*time.Second, "it has been repaired", f.words); err != nil {
+				t.Fatalf("%s: %v", f.name, err)
+			}
+			took := time.Since(begin)
+			if now := held(t, w, variant); now != want {
+				t.Errorf("%s: %s", f.name, firstDifference(want, now))
+			}
+			wantServers(t, w.Client, clusterIP(1, 4), "n1a", "n2a")
+			newFound, newRepaired := driftCount(t, w, "found", f.kind)-found, driftCount(t, w, "repaired", f.kind)-repaired
+			if newFound < 1 || newRepaired != newFound {
+				t.Errorf("%s: counted %d found and %d repaired of kind %s", f.name, newFound, newRepaired, f.kind)
+			}
+			if n := count(d.Log()[lines:], "it has been repaired"); n != 1 {
+				t.Errorf("%s: it was logged %d times", f.name, n)
+			}
+			table = append(table, fmt.Sprintf("%-30s repaired after %v", f.name, took.Round(10*time.Millisecond)))
+		}
+		t.Log(strings.Join(table, "\n"))
+	})
+}
+
+func count(lines []string, part string) (n int) {
+	for _, l := range lines {
+		if strings.Contains(l, part) {
+			n++
+		}
+	}
+	return n
+}
+
+// driftCount reads one of the counters nodeproxy_drift_*_total.
+func driftCount(t *testing.T, w *harness.World, which, kind string) int {
+	t.Helper()
+	text := scrape(t, w)
+	m := regexp.MustCompile(`(?m)^nodeproxy_drift_` + which + `_total\{kind="` + kind + `"\} (\S+)$`).FindStringSubmatch(text)
+	if m == nil {
+		t.Fatalf("no counter of drift %s of kind %s", which, kind)
+	}
+	n, err := strconv.Atoi(m[1])
+	if err != nil {
+		t.Fatal(err)
+	}
+	return n
+}
+
+// scrape reads the metrics of the daemon on node1.
+func scrape(t *testing.T, w *harness.World) string {
+	t.Helper()
+	var c net.Conn
+	err := w.Node1().Do(func() (err error) {
+		c, err = net.DialTimeout("tcp4", "127.0.0.1:10249", time.Second)
+		return err
+	})
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer c.Close()
+	fmt.Fprint(c, "GET /metrics HTTP/1.0\r\n\r\n")
+	text, err := io.ReadAll(c)
+	if err != nil {
+		t.Fatal(err)
+	}
+	return string(text)
+}
+
+// TestDriftNoStorm: another program that writes a hundred unrelated rules a second does not keep nodeproxy busy comparing.
+func TestDriftNoStorm(t *testing.T) {
+	onEachVariant(t, func(t *testing.T, variant harness.Variant) {
+		w := harness.New(t, harness.Options{})
+		w.Write(t, "nodes.yaml", w.NodeObjects()...)
+		manyServices(t, w)
+		rule(t, w, variant, "-t nat -N CNI-OTHER")
+		d := w.Run(t, variant, clusterCIDR)
+		time.Sleep(2 * time.Second)
+		lines := len(d.Log())
+		const seconds = 4
+		for end := time.Now().Add(seconds * time.Second); time.Now().Before(end); {
+			next := time.Now().Add(100 * time.Millisecond)
+			restore := "*nat\n"
+			for i := range 10 {
+				restore += fmt.Sprintf("-A CNI-OTHER -s 192.0.2.%d -j RETURN\n", i)
+			}
+			if _, err := w.Node1().OutputWithInput(restore+"COMMIT\n", variant.Tool("iptables")+"-restore", "--noflush"); err != nil {
+				t.Fatal(err)
+			}
+			time.Sleep(time.Until(next))
+		}
+		time.Sleep(2 * time.Second)
+		log := d.Log()[lines:]
+		if n := count(log, "had changed what was written"); n > 0 {
+			t.Errorf("it took rules of others for its own:\n%s", strings.Join(log, "\n"))
+		}
+		// The legacy variant can't tell whose rules have changed; it looks each time, but no more often than once a second.
+		families, most := 2, 0
+		if variant == harness.Legacy {
+			most = families * (seconds + 3)
+		}
+		if n := count(log, "compared all rules"); n > most {
+			t.Errorf("it compared %d times in %d seconds, want at most %d:\n%s", n, seconds, most, strings.Join(log, "\n"))
+		}
+	})
+}

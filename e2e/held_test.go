@@ -1,0 +1,102 @@
+package e2e
+
+import (
+	"regexp"
+	"slices"
+	"strings"
+	"testing"
+
+	"nodeproxy/e2e/harness"
+)
+
+// held returns what node1 holds that nodeproxy may have put there: the rules of both families and, on a kernel that has
+// them, sets, virtual servers, and addresses and routes of kube-ipvs0; all without what counts or goes by itself.
+func held(t *testing.T, w *harness.World, variant harness.Variant) string {
+	t.Helper()
+	out := rules(t, w, variant)
+	if mode == harness.IPVS {
+		out += ipSets(t, w) + virtualServers(t, w) + device(t, w)
+	}
+	return out
+}
+
+func output(t *testing.T, w *harness.World, command string) string {
+	t.Helper()
+	words := strings.Fields(command)
+	out, err := w.Node1().Output(words[0], words[1:]...)
+	if err != nil {
+		t.Fatal(err)
+	}
+	return out
+}
+
+var setSizes = regexp.MustCompile(` (hashsize|bucketsize|initval) \S+`)
+
+// ipSets returns all sets of node1 with their entries, in the form of ipset save.
+func ipSets(t *testing.T, w *harness.World) string {
+	t.Helper()
+	return sortedLines(setSizes.ReplaceAllString(output(t, w, "ipset save"), ""))
+}
+
+// virtualServers returns those of node1 with their real servers, in the form of ipvsadm --save.
+func virtualServers(t *testing.T, w *harness.World) string {
+	t.Helper()
+	return sortedLines(output(t, w, "ipvsadm --save --numeric"))
+}
+
+// device returns addresses and local routes of kube-ipvs0, or "" if it is not there.
+func device(t *testing.T, w *harness.World) string {
+	t.Helper()
+	const name = "kube-ipvs0"
+	out := ""
+	for _, line := range strings.Split(output(t, w, "ip -o addr show"), "\n") {
+		if f := strings.Fields(line); len(f) > 3 && f[1] == name && !strings.HasPrefix(f[3], "fe80:") {
+			out += f[3] + "\n"
+		}
+	}
+	for _, family := range []string{"-4", "-6"} {
+		for _, line := range strings.Split(output(t, w, "ip "+family+" route show table local"), "\n") {
+			if strings.Contains(line, " dev "+name+" ") {
+				out += line + "\n"
+			}
+		}
+	}
+	if strings.Contains(output(t, w, "ip -o link"), " "+name+":") {
+		out += name + "\n"
+	}
+	return sortedLines(out)
+}
+
+func sortedLines(text string) string {
+	lines := strings.Split(strings.TrimSpace(text), "\n")
+	slices.Sort(lines)
+	return strings.TrimLeft(strings.Join(lines, "\n")+"\n", "\n")
+}
+
+// essence returns what rules does, table by table and line by line in order of name, since jumps from built-in chains may
+// stand in another order after a switch; and without what may stay when a mode ends: tables without rules or chains of
+// anybody's, and KUBE-FIREWALL, which is the kubelet's as well.
+func essence(rules string) string {
+	var tables []string
+	family := ""
+	for _, table := range strings.SplitAfter(rules, "COMMIT\n") {
+		var lines []string
+		used := false
+		for _, line := range strings.Split(table, "\n") {
+			switch {
+			case strings.HasSuffix(line, "tables-save"):
+				family = line
+			case !strings.Contains(line, "KUBE-FIREWALL"):
+				lines = append(lines, line)
+				used = used || strings.HasPrefix(line, "-A ") || strings.HasPrefix(line, ":KUBE-")
+			}
+		}
+		if used {
+			slices.Sort(lines)
+			lines = append([]string{family}, lines...)
+			tables = append(tables, strings.Join(lines, "\n"))
+		}
+	}
+	slices.Sort(tables)
+	return strings.Join(tables, "")
+}

@@ -1,0 +1,202 @@
+package e2e
+
+import (
+	"fmt"
+	"net/netip"
+	"strings"
+	"testing"
+	"time"
+
+	"nodeproxy/e2e/harness"
+)
+
+// switching is a World whose daemon changes modes, with requests and connections all the while.
+type switching struct {
+	*harness.World
+	variant harness.Variant
+	daemon  *harness.Daemon
+	loads   []*harness.Load
+	open    map[string]*harness.Conversation
+}
+
+// start runs nodeproxy in a mode, after it has ended what runs.
+func (s *switching) start(t *testing.T, m harness.Mode, flags ...string) {
+	t.Helper()
+	if s.daemon != nil {
+		if err := s.daemon.Stop(); err != nil {
+			t.Fatal(err)
+		}
+	}
+	s.daemon = s.Run(t, s.variant, append([]string{"--mode=" + string(m), clusterCIDR}, flags...)...)
+}
+
+// load starts requests from outside, a pod and the node, to every sort of frontend.
+func (s *switching) load() {
+	const pause = 10 * time.Millisecond
+	for _, family := range families {
+		node := s.Node1()
+		s.loads = append(s.loads,
+			s.Client.StartLoad("tcp", clusterIP(1, family), 1, pause),
+			s.Client.StartLoad("udp", vip(4, family), 1, pause),
+			s.Client.StartLoad("tcp", nodePort(node.IP(family), 3), 1, pause),
+			s.Client.StartLoad("tcp", vip(3, family), 1, pause),
+			s.Pod("n1c").StartLoad("tcp", clusterIP(5, family), 1, pause),
+			s.Pod("n1c").StartLoad("tcp", nodePort(node.IP(family), 1), 1, pause),
+			s.Pod("n1a").StartLoad("udp", clusterIP(1, family), 1, pause),
+			node.StartLoad("tcp", clusterIP(1, family), 1, pause),
+			node.StartLoad("tcp", externalIP(1, family), 1, pause))
+	}
+}
+
+// converse opens connections that stay.
+func (s *switching) converse(t *testing.T, phase string) {
+	t.Helper()
+	for _, family := range families {
+		for _, c := range []struct {
+			from *harness.Host
+			to   netip.AddrPort
+		}{
+			{s.Client, clusterIP(1, family)}, {s.Client, nodePort(s.Node1().IP(family), 3)}, {s.Client, vip(1, family)},
+			{s.Pod("n1c").Host, clusterIP(5, family)}, {s.Node1().Host, clusterIP(1, family)},
+		} {
+			talk, err := c.from.Converse(c.to)
+			if err != nil {
+				t.Errorf("%s: %s to %s: %v", phase, c.from.Name, c.to, err)
+				continue
+			}
+			t.Cleanup(talk.Close)
+			s.open[fmt.Sprintf("%s to %s, opened in %s", c.from.Name, c.to, phase)] = talk
+		}
+	}
+}
+
+func (s *switching) goOn(t *testing.T, when string) {
+	t.Helper()
+	for name, c := range s.open {
+		if err := c.Echo("line"); err != nil {
+			t.Errorf("%s: %s: %v", when, name, err)
+		}
+	}
+}
+
+// left is what node1 holds of mode ipvs beside rules.
+func (s *switching) left(t *testing.T) string {
+	t.Helper()
+	return strings.TrimSpace(ipSets(t, s.World) + virtualServers(t, s.World) + device(t, s.World))
+}
+
+// TestIPVSModeSwitch: from iptables to ipvs and back by restarts with another --mode. No request fails, connections go on,
+// and what is left is what a node holds that never was in the other mode. What IPVS knows of connections stays until they
+// end, or for the grace period.
+func TestIPVSModeSwitch(t *testing.T) {
+	const grace = 8 * time.Second
+	onEachVariant(t, func(t *testing.T, variant harness.Variant) {
+		w := harness.New(t, harness.Options{})
+		w.Write(t, "nodes.yaml", w.NodeObjects()...)
+		manyServices(t, w)
+		s := &switching{World: w, variant: variant, open: map[string]*harness.Conversation{}}
+		s.start(t, harness.IPTables)
+		onlyIPTables := essence(rules(t, w, variant))
+		if left := s.left(t); left != "" {
+			t.Errorf("mode iptables makes what is of mode ipvs:\n%s", left)
+		}
+		s.load()
+		s.converse(t, "mode iptables")
+		time.Sleep(time.Second)
+
+		s.start(t, harness.IPVS)
+		s.goOn(t, "in mode ipvs")
+		s.converse(t, "mode ipvs")
+		time.Sleep(time.Second)
+		never := harness.New(t, harness.Options{})
+		never.Write(t, "nodes.yaml", never.NodeObjects()...)
+		manyServices(t, never)
+		never.Run(t, variant, "--mode=ipvs", clusterCIDR)
+		fresh := &switching{World: never}
+		if now, want := s.left(t), fresh.left(t); now != want {
+			t.Errorf("not as on a node that was in mode ipvs from the start:\n%s", firstDifference(want, now))
+		}
+		if now, want := essence(rules(t, w, variant)), essence(rules(t, never, variant)); now != want {
+			t.Errorf("rules not as on a node that was in mode ipvs from the start:\n%s", firstDifference(want, now))
+		}
+
+		if value, err := w.Node1().ReadSysctl("net/ipv4/conf/all/route_localnet"); err != nil ||
+			value != "0" && !strings.Contains(rules(t, w, variant), "block incoming localnet connections") {
+			t.Errorf("route_localnet is %q (%v), and nothing keeps others from what listens on 127.0.0.1", value, err)
+		}
+
+		s.start(t, harness.IPTables, "--ipvs-graceful-period="+grace.String())
+		back := time.Now()
+		s.goOn(t, "in mode iptables again")
+		s.converse(t, "mode iptables again")
+		time.Sleep(time.Second)
+		if !strings.Contains(virtualServers(t, w), "-a -t ") {
+			t.Error("no virtual server was left for the connections that need one")
+		}
+		s.goOn(t, "before the grace period has passed")
+		if took := time.Since(back); took > grace {
+			t.Logf("this took %v, more than the grace period: connections of mode ipvs may have been cut", took)
+		}
+		noFailures(t, s.loads...)
+		for name, c := range s.open {
+			// While it has them, the node takes the addresses of Services for its own source. A connection of its own ends with
+			// them then, though it needs no IPVS.
+			ownSource := strings.HasPrefix(name, "node1 ") && harness.VIPsWith(variant) == harness.VIPAddresses
+			if strings.HasSuffix(name, "mode ipvs") || ownSource {
+				c.Close()
+				delete(s.open, name)
+			}
+		}
+		eventuallyWithin(t, grace+30*time.Second, "nothing of mode ipvs is left", func() error {
+			if left := s.left(t); left != "" {
+				return fmt.Errorf("%s", left)
+			}
+			return nil
+		})
+		if now := essence(rules(t, w, variant)); now != onlyIPTables {
+			t.Errorf("rules are not those from before:\n%s", firstDifference(onlyIPTables, now))
+		}
+		s.goOn(t, "at the end")
+		for _, family := range families {
+			wantServers(t, w.Client, clusterIP(1, family), "n1a", "n2a", "n3a")
+		}
+	})
+}
+
+// TestIPVSLeavingEndsWithConnections: what mode ipvs has left goes soon after the last connection that needs it has ended,
+// long before the grace period has. Virtual servers without connections do not wait for others.
+func TestIPVSLeavingEndsWithConnections(t *testing.T) {
+	onEachVariant(t, func(t *testing.T, variant harness.Variant) {
+		w := harness.New(t, harness.Options{})
+		w.Write(t, "nodes.yaml", w.NodeObjects()...)
+		manyServices(t, w)
+		s := &switching{World: w, variant: variant}
+		s.start(t, harness.IPVS)
+		c, err := w.Client.Converse(clusterIP(1, 4))
+		if err != nil {
+			t.Fatal(err)
+		}
+		defer c.Close()
+		s.start(t, harness.IPTables, "--ipvs-graceful-period=1h")
+		time.Sleep(4 * time.Second)
+		if err := c.Echo("line"); err != nil {
+			t.Errorf("after four seconds: %v", err)
+		}
+		var left []string
+		for _, line := range strings.Split(virtualServers(t, w), "\n") {
+			if strings.HasPrefix(line, "-A ") {
+				left = append(left, line)
+			}
+		}
+		if len(left) != 1 || !strings.Contains(left[0], clusterIP(1, 4).String()) {
+			t.Errorf("virtual servers left: %q, want that with a connection, %s", left, clusterIP(1, 4))
+		}
+		c.Abort() // IPVS remembers it for ten seconds
+		eventuallyWithin(t, 20*time.Second, "nothing of mode ipvs is left", func() error {
+			if left := s.left(t); left != "" {
+				return fmt.Errorf("%s", left)
+			}
+			return nil
+		})
+	})
+}

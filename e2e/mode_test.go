@@ -1,0 +1,79 @@
+package e2e
+
+import (
+	"flag"
+	"strings"
+	"testing"
+
+	"nodeproxy/e2e/harness"
+)
+
+// mode is the one that the tests run in. Package e2e/ipvs runs them in mode ipvs.
+var mode = harness.ModeUnderTest()
+
+// onlyIPTables are the tests of what mode ipvs has nothing of.
+var onlyIPTables = []string{
+	"TestSCTPFlows",                        // of conntrack entries without packets; see TestIPVSSCTP
+	"TestUDPFlowsStay",                     // IPVS forgets UDP clients of an endpoint with the endpoint
+	"TestUDPServiceDeletedWhileDown",       // of silence where no Service is; see freeClusterIP
+	"TestModeIPVSMissing",                  // what it says is missing is there
+	"TestLocalhostNotReachableFromOutside", // no localhost node ports, and so no route_localnet
+	"TestRenderIsWhatRunApplies",           // of iptables-restore's input
+	"TestSeeds",                            // of what objects mean: they find cluster IPs by the comments of rules
+	"TestStaleChainsRemoved",               // of chains for each Service; see TestIPVSStaleRemoved
+	"TestTakeoverFromKubeProxy",            // in mode iptables; see TestIPVSModeSwitch
+}
+
+// onlyIPVS begins the names of tests that need a kernel with IPVS.
+const onlyIPVS = "TestIPVS"
+
+// selectTests leaves out the tests that are not for the mode, beside those that the flag -skip names.
+func selectTests() error {
+	flag.Parse()
+	out := "^" + onlyIPVS
+	switch {
+	case mode == harness.IPVS:
+		out = "^(" + strings.Join(onlyIPTables, "|") + ")$"
+	case kernelHasIPVS():
+		out += "|^TestModeIPVSMissing$"
+	}
+	skip := flag.Lookup("test.skip")
+	if given := skip.Value.String(); given != "" {
+		out = given + "|" + out
+	}
+	return skip.Value.Set(out)
+}
+
+// byMode picks what is expected in the mode under test.
+func byMode[T any](iptables, ipvs T) T {
+	if mode == harness.IPVS {
+		return ipvs
+	}
+	return iptables
+}
+
+// freeClusterIP is how a request to a cluster IP ends that no Service of ours has. In mode iptables the packet goes where
+// the network sends it, and here nobody answers. With a route for the range, such an address is the node's own.
+func freeClusterIP(variant harness.Variant) harness.Outcome {
+	if mode == harness.IPVS && harness.VIPsWith(variant) == harness.VIPRoutes {
+		return harness.Refused
+	}
+	return harness.TimedOut
+}
+
+// otherPort is how a request ends to a port that is none of the Service's, at an address of the Service. Mode ipvs makes
+// it an address of the node, and refuses there what is no Service's.
+func otherPort() harness.Outcome { return byMode(harness.TimedOut, harness.Refused) }
+
+// onEachVariant runs a test on both variants of iptables, in parallel with others. In mode ipvs, the variants also have
+// the two ways in which addresses of Services become the node's; see harness.VIPsWith.
+func onEachVariant(t *testing.T, test func(t *testing.T, variant harness.Variant)) {
+	t.Helper()
+	t.Parallel()
+	for _, variant := range harness.Variants {
+		t.Run(string(variant), func(t *testing.T) {
+			t.Parallel()
+			test(t, variant)
+		})
+	}
+}

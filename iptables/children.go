@@ -1,0 +1,59 @@
+package iptables
+
+import (
+	"os/exec"
+	"sync"
+	"time"
+)
+
+// children remembers by which processes this program writes rules, so that what they do is told from what others do.
+//
+// A notification of nf_tables bears the netlink port of who made the change. The kernel makes that the process id of the
+// program in its own pid namespace, which is also this program's; the id that the notification has besides is the host's.
+type children struct {
+	mu   sync.Mutex
+	pids map[uint32]time.Time // when it ended; zero while it runs
+}
+
+// linger is how long a process is remembered after its end: notifications of what it did may still wait to be read.
+const linger = 5 * time.Second
+
+// run runs a program as one of them.
+func (c *children) run(cmd *exec.Cmd) error {
+	c.mu.Lock() // until its id is known: it may be faster than this
+	err := cmd.Start()
+	if err == nil {
+		c.note(uint32(cmd.Process.Pid), time.Time{})
+	}
+	c.mu.Unlock()
+	if err != nil {
+		return err
+	}
+	defer func() {
+		c.mu.Lock()
+		defer c.mu.Unlock()
+		c.note(uint32(cmd.Process.Pid), time.Now())
+	}()
+	return cmd.Wait()
+}
+
+// note must be called with the lock held.
+func (c *children) note(pid uint32, ended time.Time) {
+	if c.pids == nil {
+		c.pids = map[uint32]time.Time{}
+	}
+	for p, at := range c.pids {
+		if !at.IsZero() && time.Since(at) > linger {
+			delete(c.pids, p)
+		}
+	}
+	c.pids[pid] = ended
+}
+
+// has reports whether a netlink port is that of one of them.
+func (c *children) has(port uint32) bool {
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	ended, is := c.pids[port]
+	return is && (ended.IsZero() || time.Since(ended) <= linger)
+}

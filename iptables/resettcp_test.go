@@ -1,0 +1,41 @@
+package iptables
+
+import (
+	"context"
+	"strings"
+	"testing"
+
+	"nodeproxy/proxier/plan"
+	"nodeproxy/proxier/plan/plantest"
+)
+
+// TestRefusalByReset has Services without endpoints that ask for resets, and others, on the real kernel of both variants.
+func TestRefusalByReset(t *testing.T) {
+	t.Parallel()
+	for _, protocol := range []plan.Protocol{plan.TCP, plan.UDP} {
+		for _, reset := range []bool{false, true} {
+			sp := *plantest.LargeService(0, 0, 0)
+			sp.Key.Protocol, sp.ResetTCP = protocol, reset
+			sp.Frontends = []plan.Frontend{sp.Frontends[0], {Kind: plan.NodePort, Protocol: protocol, Port: 30080}}
+			sp.Frontends[0].Protocol = protocol
+			p := plan.New(plan.Node{Name: "me"}, plan.Settings{})
+			p.Set(&sp)
+			want := "REJECT --reject-with icmp-port-unreachable"
+			if reset && protocol == plan.TCP {
+				want = "REJECT --reject-with tcp-reset"
+			}
+			for _, v := range []Variant{NFT, Legacy} {
+				inNamespace(t, func() {
+					e := realEngine(t, v, plan.IPv4)
+					if err := e.sync(context.Background(), p, nil); err != nil {
+						t.Error(err)
+						return
+					}
+					if held := ours(t, e.tool); strings.Count(held, want) != 2 || strings.Count(held, "REJECT") != 2 {
+						t.Errorf("%s, %s, reset %t: want %q twice in\n%s", v, protocol, reset, want, held)
+					}
+				})
+			}
+		}
+	}
+}

@@ -1,0 +1,215 @@
+package iptables
+
+import (
+	"bufio"
+	"bytes"
+	"context"
+	"fmt"
+	"io"
+	"iter"
+	"maps"
+	"math"
+	"os/exec"
+	"strconv"
+	"strings"
+	"sync"
+
+	"nodeproxy/metrics"
+	"nodeproxy/proxier/plan"
+)
+
+// TrafficReader reads how many connections have gone to each ServicePort. It implements metrics.TrafficReader.
+//
+// Table nat sees the first packet of a connection only. So the counters of the rules that lead to a ServicePort are numbers
+// of connections, and nothing tells the packets and bytes after that. A connection whose first packet is dropped later on is
+// counted again with each further try; one that is refused, as there are no endpoints, is not counted.
+//
+// A chain that changes begins at zero, and with it the counters of up to 32 other frontends. What is told of a ServicePort is
+// the sum of how much each of its rules has grown by, so that it does not fall; what was counted between the last time that
+// a rule was read and its end is lost.
+//
+// iptables lists a table as a whole only: see Traffic for what that costs.
+type TrafficReader struct {
+	tables []counterTable
+
+	mu    sync.Mutex                          // held for keys only
+	keys  map[plan.Family]map[string]plan.Key // by the hash in the names of a ServicePort's chains
+	reads sync.Mutex                          // held while rules are read, and for what follows
+	last  map[string]uint64                   // by rule
+	total map[plan.Key]uint64
+}
+
+// counterTable lists the rules of table nat of one family, with counters.
+type counterTable struct {
+	family plan.Family
+	list   func(ctx context.Context, read func(io.Reader) error) error
+}
+
+// Traffic returns a reader of the backend's counters. It may be used beside Sync. It has to be told of the plan by Update.
+func (b *Backend) Traffic() *TrafficReader {
+	var tables []counterTable
+	for _, e := range b.engines {
+		if t, ok := e.tool.(*tool); ok {
+			tables = append(tables, counterTable{e.family, t.saveCounters})
+		}
+	}
+	return newTrafficReader(tables)
+}
+
+func newTrafficReader(tables []counterTable) *TrafficReader {
+	return &TrafficReader{
+		tables: tables, keys: map[plan.Family]map[string]plan.Key{}, last: map[string]uint64{}, total: map[plan.Key]uint64{},
+	}
+}
+
+// saveCounters lists table nat with counters.
+func (t *tool) saveCounters(ctx context.Context, read func(io.Reader) error) error {
+	cmd := exec.CommandContext(ctx, t.savePath, "-c", "-t", string(tableNAT))
+	var stderr bytes.Buffer
+	cmd.Stderr = &stderr
+	out, err := cmd.StdoutPipe()
+	if err == nil {
+		err = cmd.Start()
+	}
+	if err != nil {
+		return fmt.Errorf("running %s: %w", t.savePath, err)
+	}
+	readErr := read(out)
+	if readErr != nil {
+		io.Copy(io.Discard, out) // lets the program end
+	}
+	if err := cmd.Wait(); err != nil {
+		return fmt.Errorf("reading counters by %s: %w: %s", t.savePath, err, oneLine(stderr.String()))
+	}
+	return readErr
+}
+
+// Update tells what the plan is. changed names the ServicePorts that differ from the last call, vanished ones included; nil
+// stands for all. It costs work for those only, and keeps nothing of p.
+func (r *TrafficReader) Update(p *plan.Plan, changed plan.Keys) {
+	r.mu.Lock()
+	defer r.mu.Unlock()
+	if changed == nil {
+		r.keys = map[plan.Family]map[string]plan.Key{}
+		for key := range p.Services {
+			r.enter(key)
+		}
+	}
+	for key := range changed {
+		if p.Services[key] != nil {
+			r.enter(key)
+		} else {
+			delete(r.keys[key.Family], serviceChain("", key))
+		}
+	}
+}
+
+func (r *TrafficReader) enter(key plan.Key) {
+	if r.keys[key.Family] == nil {
+		r.keys[key.Family] = map[string]plan.Key{}
+	}
+	r.keys[key.Family][serviceChain("", key)] = key
+}
+
+// Traffic implements metrics.TrafficReader. It runs iptables-save once for each family. With 10,000 services of two
+// endpoints that takes 0.4 to 0.7 s of a core on the nft variant and 0.2 s on the legacy one (BenchmarkTraffic), at each
+// scrape.
+func (r *TrafficReader) Traffic(ctx context.Context) iter.Seq2[metrics.ServiceTraffic, error] {
+	return func(yield func(metrics.ServiceTraffic, error) bool) {
+		r.reads.Lock()
+		defer r.reads.Unlock()
+		known, last := map[plan.Key]bool{}, map[string]uint64{}
+		complete := true
+		for _, t := range r.tables {
+			r.mu.Lock()
+			keys := maps.Clone(r.keys[t.family])
+			r.mu.Unlock()
+			err := t.list(ctx, func(in io.Reader) error { return r.read(in, t.family, keys, last) })
+			if err != nil {
+				complete = false
+				if !yield(metrics.ServiceTraffic{}, fmt.Errorf("traffic of %s: %w", t.family, err)) {
+					return
+				}
+			}
+			for _, key := range keys {
+				known[key] = true
+			}
+		}
+		if complete {
+			r.last = last
+		}
+		for key := range r.total {
+			if complete && !known[key] {
+				delete(r.total, key)
+			}
+		}
+		for key := range known {
+			t := metrics.ServiceTraffic{
+				Key: key, Connections: int64(min(r.total[key], math.MaxInt64)),
+				PacketsIn: metrics.NotCounted, BytesIn: metrics.NotCounted,
+				PacketsOut: metrics.NotCounted, BytesOut: metrics.NotCounted,
+			}
+			if !yield(t, nil) {
+				return
+			}
+		}
+	}
+}
+
+// read adds what the rules of a listing have counted since the last one, and notes in last what they have counted now.
+func (r *TrafficReader) read(in io.Reader, f plan.Family, keys map[string]plan.Key, last map[string]uint64) error {
+	lines := bufio.NewScanner(in)
+	lines.Buffer(make([]byte, 64<<10), 1<<20)
+	for lines.Scan() {
+		packets, key, ok := leading(lines.Text(), keys)
+		if !ok {
+			continue
+		}
+		_, rule, _ := strings.Cut(lines.Text(), " ")
+		rule = f.String() + rule
+		before := r.last[rule]
+		if before > packets {
+			before = 0 // Its chain was written anew.
+		}
+		r.total[key] += packets - before
+		last[rule] = packets
+		// If a later family can't be read, this one is not added twice.
+		r.last[rule] = packets
+	}
+	if err := lines.Err(); err != nil {
+		return fmt.Errorf("reading the output of iptables-save: %w", err)
+	}
+	return nil
+}
+
+// leading reads a rule that leads from outside to a ServicePort: from a chain of a dispatcher to one of the ServicePort's own.
+func leading(line string, keys map[string]plan.Key) (packets uint64, key plan.Key, ok bool) {
+	if !strings.HasPrefix(line, "[") {
+		return 0, plan.Key{}, false
+	}
+	jump := strings.LastIndex(line, " -j ")
+	if jump < 0 {
+		return 0, plan.Key{}, false
+	}
+	if key, ok = keys[serviceHash(line[jump+len(" -j "):])]; !ok {
+		return 0, plan.Key{}, false
+	}
+	counters, rule, _ := strings.Cut(line, " ")
+	from, _, _ := strings.Cut(strings.TrimPrefix(rule, "-A "), " ")
+	if _, own := keys[serviceHash(from)]; own {
+		return 0, plan.Key{}, false
+	}
+	text, _, _ := strings.Cut(counters[1:], ":")
+	packets, err := strconv.ParseUint(text, 10, 64)
+	return packets, key, err == nil
+}
+
+// serviceHash is the part of a chain's name that stands for a ServicePort, if the chain is one of a ServicePort.
+func serviceHash(name string) string {
+	for _, prefix := range []string{prefixCluster, prefixLocal, prefixExternal, prefixFirewall} {
+		if hash, ok := strings.CutPrefix(name, prefix); ok {
+			return hash
+		}
+	}
+	return ""
+}

@@ -1,0 +1,161 @@
+package iptables
+
+import (
+	"context"
+	"fmt"
+	"slices"
+	"strings"
+	"sync"
+	"time"
+)
+
+// watch notices that other programs change tables that are ours. The nft variant is told by the kernel of each change
+// (notify.go). The legacy variant has no notifications; the number of entries and bytes of a table is read instead (info.go),
+// which costs next to nothing, whatever the table's size.
+type watch struct {
+	tables []watched
+
+	mu    sync.Mutex
+	busy  int            // how many syncs are at work
+	sizes map[sized]info // of the legacy variant, as they were after the last sync; nil where that is not watched
+	probe *infoSockets
+}
+
+// watched are tables of one family that belong to a backend.
+type watched struct {
+	tool   *tool
+	tables []table
+}
+
+func (w *watch) add(t *tool, tables ...table) { w.tables = append(w.tables, watched{t, tables}) }
+
+// run calls suspect when another program may have changed something of ours, until ctx ends.
+func (w *watch) run(ctx context.Context, suspect func(why string)) error {
+	follow, err := w.open()
+	if err != nil {
+		return fmt.Errorf("watching for changes of iptables rules by other programs: %w", err)
+	}
+	follow(ctx, suspect)
+	return nil
+}
+
+// open opens sockets in the network namespace of the caller's thread, and returns what follows them until ctx ends.
+func (w *watch) open() (func(context.Context, func(string)), error) {
+	var nft, legacy []watched
+	for _, t := range w.tables {
+		if t.tool.variant == NFT {
+			nft = append(nft, t)
+		} else {
+			legacy = append(legacy, t)
+		}
+	}
+	var all []func(context.Context, func(string))
+	if len(nft) > 0 {
+		n, err := openNotifications(nft)
+		if err != nil {
+			return nil, err
+		}
+		all = append(all, n.follow)
+	}
+	if len(legacy) > 0 {
+		probe, err := openInfo()
+		if err != nil {
+			return nil, err
+		}
+		w.begin(probe, legacy)
+		all = append(all, w.poll)
+	}
+	return func(ctx context.Context, suspect func(string)) {
+		var wg sync.WaitGroup
+		for _, follow := range all {
+			wg.Go(func() { follow(ctx, suspect) })
+		}
+		wg.Wait()
+	}, nil
+}
+
+// sized is a table of the legacy variant.
+type sized struct {
+	tool  *tool
+	table table
+}
+
+// pollInterval is how often the sizes of tables are looked at.
+const pollInterval = time.Second
+
+func (w *watch) begin(probe *infoSockets, legacy []watched) {
+	w.mu.Lock()
+	defer w.mu.Unlock()
+	w.probe, w.sizes = probe, map[sized]info{}
+	for _, t := range legacy {
+		for _, name := range t.tables {
+			w.sizes[sized{t.tool, name}] = info{}
+		}
+	}
+	if w.busy == 0 {
+		w.measure()
+	}
+}
+
+// writing tells that rules are about to be written, and returns what tells that this is done. What the size of a table is
+// then is what it should be.
+func (w *watch) writing() (done func()) {
+	w.mu.Lock()
+	defer w.mu.Unlock()
+	w.busy++
+	return func() {
+		w.mu.Lock()
+		defer w.mu.Unlock()
+		if w.busy--; w.busy == 0 {
+			w.measure()
+		}
+	}
+}
+
+// measure reads the sizes of all tables, and returns those that are not as they were. The lock must be held.
+func (w *watch) measure() (other []sized) {
+	for s, was := range w.sizes {
+		if now := w.probe.read(s.tool.family, s.table); now != was {
+			w.sizes[s] = now
+			other = append(other, s)
+		}
+	}
+	return other
+}
+
+// poll looks at the sizes of tables now and then. Whoever replaces rules by as many of the same length goes unnoticed here.
+func (w *watch) poll(ctx context.Context, suspect func(string)) {
+	defer func() {
+		w.mu.Lock()
+		defer w.mu.Unlock()
+		w.probe.close()
+		w.sizes = nil
+	}()
+	ticks := time.NewTicker(pollInterval)
+	defer ticks.Stop()
+	for {
+		select {
+		case <-ctx.Done():
+			return
+		case <-ticks.C:
+		}
+		if other := w.changed(); len(other) > 0 {
+			slices.Sort(other)
+			suspect("another program has changed " + strings.Join(other, ", "))
+		}
+	}
+}
+
+// changed names the tables that others have changed since the last time.
+func (w *watch) changed() []string {
+	w.mu.Lock()
+	defer w.mu.Unlock()
+	if w.busy > 0 {
+		return nil
+	}
+	var out []string
+	for _, s := range w.measure() {
+		out = append(out, fmt.Sprintf("table %s (%s)", s.table, s.tool.family))
+	}
+	return out
+}

@@ -1,0 +1,284 @@
+// Package drifttest tests, on a real kernel with IPVS, that a Backend of package ipvs notices what others have changed.
+package drifttest
+
+import (
+	"context"
+	"flag"
+	"log/slog"
+	"net/netip"
+	"os"
+	"os/exec"
+	"regexp"
+	"runtime"
+	"slices"
+	"strings"
+	"sync"
+	"testing"
+	"time"
+
+	"github.com/vishvananda/netns"
+
+	"nodeproxy/e2e/kernel/inkernel"
+	"nodeproxy/iptables"
+	"nodeproxy/ipvs"
+	"nodeproxy/proxier/drift"
+	"nodeproxy/proxier/plan"
+	"nodeproxy/proxier/plan/plantest"
+)
+
+func TestMain(m *testing.M) {
+	flag.Parse()
+	if err := flag.Set("test.parallel", "8"); err != nil { // They wait most of the time, also on one processor.
+		panic(err)
+	}
+	os.Exit(inkernel.Main(m))
+}
+
+// lab is a Backend over a network namespace.
+type lab struct {
+	t       testing.TB
+	variant iptables.Variant
+	ns      netns.NsHandle
+	backend *ipvs.Backend
+	plan    *plan.Plan
+	seen    chan string
+	reports []drift.Report
+}
+
+// inLab runs f on a thread in a namespace of its own, in which n Services with two endpoints each are programmed. Programs
+// that f starts inherit it; goroutines do not.
+func inLab(t testing.TB, v iptables.Variant, n int, o ipvs.Options, f func(l *lab)) {
+	t.Helper()
+	done := make(chan error, 1)
+	go func() {
+		defer close(done)
+		runtime.LockOSThread() // Never unlocked: the namespace goes with the thread.
+		ns, err := netns.New()
+		if err != nil {
+			done <- err
+			return
+		}
+		defer ns.Close()
+		l := &lab{t: t, variant: v, ns: ns, plan: plantest.Large(n, 2), seen: make(chan string, 1000)}
+		l.plan.Settings.ServiceCIDRs = []netip.Prefix{netip.MustParsePrefix("10.96.0.0/12")}
+		if err := l.start(o); err != nil {
+			done <- err
+			return
+		}
+		ctx, cancel := context.WithCancel(context.Background())
+		var running sync.WaitGroup
+		defer running.Wait()
+		defer cancel()
+		running.Go(func() {
+			if err := l.watch(ctx); err != nil {
+				t.Error(err)
+			}
+		})
+		f(l)
+	}()
+	if err := <-done; err != nil {
+		t.Fatal(err)
+	}
+}
+
+func (l *lab) start(o ipvs.Options) (err error) {
+	if err := exec.Command("ip", "link", "set", "lo", "up").Run(); err != nil {
+		return err
+	}
+	o.MasqueradeBit = iptables.DefaultMasqueradeBit
+	l.backend, err = ipvs.New(ipvs.Config{
+		Options: o, Variant: l.variant, Families: []plan.Family{plan.IPv4, plan.IPv6}, Log: slog.New(slog.DiscardHandler),
+		Compared: func(r drift.Report) { l.reports = append(l.reports, r) },
+	})
+	if err != nil {
+		return err
+	}
+	return l.backend.Sync(context.Background(), l.plan, nil)
+}
+
+// watch runs the backend's watch in the namespace, on a thread that goes with it.
+func (l *lab) watch(ctx context.Context) error {
+	runtime.LockOSThread()
+	if err := netns.Set(l.ns); err != nil {
+		return err
+	}
+	return l.backend.Watch(ctx, func(why string) { l.seen <- why })
+}
+
+func (l *lab) sync() {
+	l.t.Helper()
+	if err := l.backend.Sync(context.Background(), l.plan, nil); err != nil {
+		l.t.Error(err)
+	}
+}
+
+// do runs a command, {} in which stands for the variant.
+func (l *lab) do(command string) {
+	l.t.Helper()
+	words := strings.Fields(strings.ReplaceAll(command, "{}", string(l.variant)))
+	if out, err := exec.Command(words[0], words[1:]...).CombinedOutput(); err != nil {
+		l.t.Errorf("%s: %v: %s", command, err, out)
+	}
+}
+
+// BenchmarkCompare is a comparison of everything at 5,000 Services.
+func BenchmarkCompare(b *testing.B) {
+	for _, vips := range []ipvs.VIPs{ipvs.Routes, ipvs.Addresses} {
+		b.Run(string(vips), func(b *testing.B) {
+			inLab(b, iptables.NFT, 5000, ipvs.Options{VIPs: vips}, func(l *lab) {
+				b.ResetTimer()
+				for b.Loop() {
+					l.sync()
+				}
+				begin := time.Now()
+				raw, _ := os.ReadFile("/proc/net/ip_vs")
+				b.Log(len(raw), time.Since(begin), len(l.seen))
+			})
+		})
+	}
+}
+
+// fault is something that another program does.
+type fault struct {
+	name string
+	do   string
+	want string             // in the words of what is found; empty if nothing is to be
+	n    map[drift.Kind]int // how much is found, where that is known
+}
+
+func one(k drift.Kind) map[drift.Kind]int { return map[drift.Kind]int{k: 1} }
+
+const services = 20
+
+// faults are in groups, each of which is tried in a namespace of its own.
+var faults = [][]fault{
+	{
+		{"nothing", "true", "", nil},
+		{"a virtual server removed", "ipvsadm -D -t 10.96.0.10:80", "virtual server TCP 10.96.0.10:80: missing", one(drift.VirtualServer)},
+		{"a virtual server's scheduler", "ipvsadm -E -t 10.96.0.10:80 -s sh", "virtual server TCP 10.96.0.10:80: changed",
+			one(drift.VirtualServer)},
+		{"a virtual server added", "ipvsadm -A -t 10.97.0.1:80 -s rr", "virtual server TCP 10.97.0.1:80: unexpected",
+			one(drift.VirtualServer)},
+	}, {
+		{"a real server removed", "ipvsadm -d -t 10.96.0.11:80 -r 10.244.0.2:8080",
+			"real server 10.244.0.2:8080 of virtual server TCP 10.96.0.11:80: missing", one(drift.RealServer)},
+		{"a real server's weight", "ipvsadm -e -t 10.96.0.11:80 -r 10.244.0.2:8080 -m -w 7", "weight 7 in place of 1: changed",
+			one(drift.RealServer)},
+		{"all virtual servers removed", "ipvsadm -C", "virtual server TCP 10.96.0.10:80: missing",
+			map[drift.Kind]int{drift.VirtualServer: services}},
+	}, {
+		{"a set's entry removed", "ipset del KUBE-CLUSTER-IP 10.96.0.12,tcp:80",
+			"set element 10.96.0.12,tcp:80 of set KUBE-CLUSTER-IP: missing", one(drift.SetElement)},
+		{"a set's entry added", "ipset add KUBE-NO-ENDPOINTS 10.96.0.12,udp:80",
+			"set element 10.96.0.12,udp:80 of set KUBE-NO-ENDPOINTS: unexpected", one(drift.SetElement)},
+		{"a set emptied", "ipset flush KUBE-CLUSTER-IP", "of set KUBE-CLUSTER-IP: missing",
+			map[drift.Kind]int{drift.SetElement: services}},
+	}, {
+		{"an address removed", "ip addr del 10.96.0.13/32 dev kube-ipvs0", "address 10.96.0.13 of interface kube-ipvs0: missing",
+			one(drift.Address)},
+		{"an address added", "ip addr add 10.11.12.13/32 dev kube-ipvs0", "address 10.11.12.13 of interface kube-ipvs0: unexpected",
+			one(drift.Address)},
+		{"the device turned off", "ip link set kube-ipvs0 down", "it was turned off", one(drift.Address)},
+		{"the device removed", "ip link del kube-ipvs0", "it was removed",
+			map[drift.Kind]int{drift.Address: 1 + services}},
+		{"a chain emptied", "iptables-{} -w -t nat -F KUBE-POSTROUTING", "in KUBE-POSTROUTING of table nat (IPv4): missing", nil},
+		{"a table emptied", "iptables-{} -w -t mangle -F", "of table mangle (IPv4): missing", nil},
+		{"IPv6 jumps removed", "ip6tables-{} -w -t filter -F INPUT", "in INPUT of table filter (IPv6): missing", nil},
+	},
+}
+
+// routeFaults are for --ipvs-vips=routes.
+var routeFaults = []fault{
+	{"nothing", "true", "", nil},
+	{"a route removed", "ip route del local 10.96.0.0/12 dev kube-ipvs0 table local",
+		"route 10.96.0.0/12 of interface kube-ipvs0: missing", one(drift.Route)},
+	{"a rule inserted", "iptables-{} -w -t nat -I KUBE-SERVICES -j RETURN", "\"-j RETURN\" in KUBE-SERVICES of table nat (IPv4): unexpected",
+		one(drift.Rule)},
+}
+
+// TestDrift: what others change is noticed within seconds, named, counted once, and put right.
+func TestDrift(t *testing.T) {
+	t.Parallel()
+	try := func(v iptables.Variant, vips ipvs.VIPs, group []fault) {
+		t.Run(string(v)+"/"+group[len(group)-1].name, func(t *testing.T) {
+			t.Parallel()
+			inLab(t, v, services, ipvs.Options{VIPs: vips}, func(l *lab) {
+				before := l.held()
+				for _, f := range group {
+					l.check(f, before)
+				}
+			})
+		})
+	}
+	for _, group := range faults {
+		try(iptables.NFT, ipvs.Addresses, group)
+	}
+	try(iptables.Legacy, ipvs.Addresses, faults[len(faults)-1])
+	try(iptables.Legacy, ipvs.Routes, routeFaults)
+}
+
+func (l *lab) check(f fault, before string) {
+	l.reports = nil
+	drain(l.seen)
+	l.do(f.do)
+	begin, why := time.Now(), ""
+	select {
+	case why = <-l.seen:
+	case <-time.After(4 * time.Second):
+	}
+	took := time.Since(begin)
+	if (why != "") != (f.want != "") {
+		l.t.Errorf("%s: suspected %q", f.name, why)
+	}
+	l.sync()
+	if len(l.reports) != 1 {
+		l.t.Fatalf("%s: %d reports", f.name, len(l.reports))
+	}
+	r := l.reports[0]
+	if !strings.Contains(r.Words(drift.Most), f.want) || f.want == "" && r.Total() > 0 {
+		l.t.Errorf("%s: found %s, want %s", f.name, r.Words(drift.Most), f.want)
+	}
+	for kind, n := range f.n {
+		if r.Counts[kind] != n || r.Total() != n {
+			l.t.Errorf("%s: found %v, want %d of %s", f.name, r.Counts, n, kind)
+		}
+	}
+	if now := l.held(); now != before {
+		l.t.Errorf("%s: it is not as before:\n%s\nwant\n%s", f.name, now, before)
+	}
+	l.sync()
+	if n := l.reports[len(l.reports)-1].Total(); n > 0 {
+		l.t.Errorf("%s: after the repair there are %d differences", f.name, n)
+	}
+	l.t.Logf("%-28s noticed after %4v, repaired in %v: %s (%s)", f.name, took.Round(time.Millisecond), r.Took.Round(time.Millisecond),
+		r.Words(1), why)
+}
+
+// held is what there is but for rules, which the last step of check compares.
+func (l *lab) held() string {
+	var out strings.Builder
+	for _, command := range []string{"ipvsadm --save --numeric", "ipset save", "ip -o addr show dev kube-ipvs0"} {
+		words := strings.Fields(command)
+		text, err := exec.Command(words[0], words[1:]...).Output()
+		if err != nil {
+			l.t.Errorf("%s: %v", command, err)
+		}
+		lines := strings.Split(changing.ReplaceAllString(string(text), ""), "\n")
+		slices.Sort(lines)
+		out.WriteString(strings.Join(lines, "\n"))
+	}
+	return out.String()
+}
+
+// changing is what may differ without meaning anything.
+var changing = regexp.MustCompile(`(?m)^\d+: | (hashsize|bucketsize|initval) \S+`)
+
+func drain(c chan string) {
+	for {
+		select {
+		case <-c:
+		case <-time.After(300 * time.Millisecond):
+			return
+		}
+	}
+}

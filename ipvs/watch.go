@@ -1,0 +1,62 @@
+package ipvs
+
+import (
+	"context"
+	"fmt"
+	"slices"
+	"sync"
+
+	"nodeproxy/ipvs/kernel"
+	"nodeproxy/proxier/plan"
+)
+
+// Watch calls suspect, with the reason, when another program may have changed what Sync has written: rules, addresses and
+// routes at once, virtual servers and entries of sets within seconds (probe.go). It returns when ctx ends, or with an error
+// if it can't watch: then only a Sync that compares everything finds out.
+func (b *Backend) Watch(ctx context.Context, suspect func(why string)) error {
+	device, err := kernel.WatchDevice(DeviceName)
+	if err != nil {
+		return err
+	}
+	var running sync.WaitGroup
+	defer running.Wait()
+	ctx, cancel := context.WithCancel(ctx)
+	defer cancel()
+	running.Go(func() {
+		device(ctx, func(c kernel.DeviceChange) {
+			if slices.ContainsFunc(b.engines, func(e *engine) bool { return e.unlike(c) }) {
+				suspect(fmt.Sprintf("interface %s: %s", DeviceName, c))
+			}
+		})
+	})
+	for _, t := range b.tables {
+		rules, err := t.OpenWatch()
+		if err != nil {
+			return fmt.Errorf("watching for changes of iptables rules by other programs: %w", err)
+		}
+		running.Go(func() { rules(ctx, suspect) })
+	}
+	b.probe(ctx, suspect)
+	return nil
+}
+
+// unlike reports whether a change of the device is not what was written last. It waits for a sync to end, so that what that
+// changes is not taken for another program's doing.
+func (e *engine) unlike(c kernel.DeviceChange) bool {
+	e.mu.Lock()
+	defer e.mu.Unlock()
+	switch {
+	case e.desired == nil: // The next sync looks at everything.
+		return false
+	case c.Route.IsValid():
+		_, made := e.routed[c.Route]
+		return made
+	case c.Address.IsValid():
+		if plan.FamilyOf(c.Address) != e.family {
+			return false
+		}
+		_, held := e.held.vips[c.Address]
+		return held == c.Gone
+	}
+	return true
+}

@@ -1,0 +1,119 @@
+package proxier
+
+import (
+	"context"
+	"log/slog"
+	"strings"
+	"testing"
+	"testing/synctest"
+	"time"
+
+	"nodeproxy/proxier/plan"
+)
+
+// compare runs a Proxier whose syncs take as long as r says, and returns how many compared everything while do ran.
+func compare(t *testing.T, r *recorder, every time.Duration, do func(p *Proxier)) (all int) {
+	t.Helper()
+	synctest.Test(t, func(t *testing.T) {
+		r.start = time.Now()
+		p := New(Config{NodeName: "me", Families: plan.Families[:], Backend: r, CompareEvery: every,
+			Log: slog.New(slog.DiscardHandler)})
+		ctx, cancel := context.WithCancel(t.Context())
+		ended := make(chan struct{})
+		go func() {
+			p.Run(ctx)
+			close(ended)
+		}()
+		p.Apply(batch("a", 1, true))
+		time.Sleep(r.takes + time.Millisecond)
+		synctest.Wait()
+		r.calls = nil
+		do(p)
+		synctest.Wait()
+		cancel()
+		<-ended
+	})
+	for _, c := range r.calls {
+		if strings.Contains(c, ": all") {
+			all++
+		}
+	}
+	return all
+}
+
+// TestSuspicion: what may have changed in the kernel is looked at soon, once for many suspicions, and without waiting for
+// those that never end.
+func TestSuspicion(t *testing.T) {
+	t.Parallel()
+	for _, tc := range []struct {
+		name  string
+		every time.Duration // between suspicions
+		n     int
+		most  time.Duration // until the comparison
+	}{
+		{"one", 0, 1, settle},
+		{"many", 10 * time.Millisecond, 10, settle + 90*time.Millisecond},
+		{"without end", 100 * time.Millisecond, 10, settleMost},
+	} {
+		t.Run(tc.name, func(t *testing.T) {
+			t.Parallel()
+			r := &recorder{takes: time.Millisecond}
+			var begin time.Time
+			n := compare(t, r, 0, func(p *Proxier) {
+				begin = time.Now()
+				for range tc.n {
+					p.Suspect("a test says so")
+					time.Sleep(tc.every)
+				}
+				time.Sleep(10 * time.Second)
+			})
+			if n != 1 || len(r.calls) != 1 {
+				t.Fatalf("want one comparison, and nothing else: %q", r.calls)
+			}
+			if took := at(t, r.calls[0]) - begin.Sub(r.start); took > tc.most {
+				t.Errorf("it came after %v, want %v", took, tc.most)
+			}
+		})
+	}
+}
+
+// TestSuspicionsWithoutEnd: however many there are, comparing takes one part in 25 of the time.
+func TestSuspicionsWithoutEnd(t *testing.T) {
+	t.Parallel()
+	r := &recorder{takes: time.Second}
+	n := compare(t, r, 0, func(p *Proxier) {
+		for range 40000 {
+			p.Suspect("a test says so")
+			time.Sleep(10 * time.Millisecond)
+		}
+	})
+	if n < 14 || n > 20 {
+		t.Errorf("in 400 s there were %d comparisons of a second each, want some 16: %q", n, r.calls)
+	}
+}
+
+// TestSuspicionDuringComparison: what happens while everything is compared may have come too late for it.
+func TestSuspicionDuringComparison(t *testing.T) {
+	t.Parallel()
+	r := &recorder{takes: time.Second}
+	n := compare(t, r, 0, func(p *Proxier) {
+		p.Suspect("a test says so")
+		time.Sleep(settle + 500*time.Millisecond)
+		p.Suspect("a test says so")
+		time.Sleep(10 * time.Second)
+	})
+	if n != 2 {
+		t.Errorf("want two comparisons: %q", r.calls)
+	}
+}
+
+// TestCompareEvery: without any suspicion everything is compared now and then; less often where that takes long.
+func TestCompareEvery(t *testing.T) {
+	t.Parallel()
+	for takes, want := range map[time.Duration]int{time.Millisecond: 10, time.Second: 1} {
+		r := &recorder{takes: takes}
+		if n := compare(t, r, 30*time.Second, func(*Proxier) { time.Sleep(305 * time.Second) }); n != want {
+			t.Errorf("of %v each: %d in 305 s, want %d: %q", takes, n, want, r.calls)
+		}
+	}
+}
