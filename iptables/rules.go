@@ -136,8 +136,8 @@ func (r *rules) dispatcher(id dispatcherID, t *tries) *dispatch {
 	refusals := t[filterExternal] != nil || t[filterExternalNodePorts] != nil
 	switch {
 	case id == natServices:
-		d.tail = toNodePorts(&r.settings, &r.node, r.family,
-			"kubernetes service nodeports; NOTE: this must be the last rule in this chain", chainNodePorts)
+		d.tail = append(r.localhostNodePorts(), toNodePorts(&r.settings, &r.node, r.family,
+			"kubernetes service nodeports; NOTE: this must be the last rule in this chain", chainNodePorts)...)
 	case id == filterServices && refusals:
 		// KUBE-EXTERNAL-SERVICES is not called from OUTPUT, where this chain is.
 		d.tail = []string{newRule().srcLocal().jump(chainExternalServices)}
@@ -150,6 +150,33 @@ func (r *rules) dispatcher(id dispatcherID, t *tries) *dispatch {
 		d.head = []string{translated()}
 	}
 	return d
+}
+
+// localhostNodePorts are rules that lead what is for loopback addresses to the node ports, apart from all else, so that
+// their counters tell how many connections are accepted there: those that are led there less those that come back.
+func (r *rules) localhostNodePorts() []string {
+	if !r.localnet() {
+		return nil
+	}
+	loopback := loopbackOf(r.family)
+	ranges := []netip.Prefix{loopback}
+	if !r.settings.NodePortAddresses.All(r.family) {
+		ranges = nil
+		for _, x := range r.settings.NodePortAddresses.Ranges(r.family, r.node) {
+			switch {
+			case !loopback.Overlaps(x):
+			case x.Bits() < loopback.Bits():
+				ranges = append(ranges, loopback)
+			default:
+				ranges = append(ranges, x)
+			}
+		}
+	}
+	var out []string
+	for _, x := range ranges {
+		out = append(out, newRule().dst(x).comment("kubernetes service nodeports at localhost").dstLocal().jump(chainNodePorts))
+	}
+	return append(out, newRule().dst(loopback).jump("RETURN"))
 }
 
 // translated is the rule that lets packets pass whose destination DNAT has put there: it is an endpoint, and goes there

@@ -210,6 +210,11 @@ func BenchmarkTraffic(b *testing.B) {
 					b.Error(err)
 				}
 				b.ReportMetric(float64(time.Since(start).Milliseconds()), "ms/invalid")
+				start = time.Now()
+				if _, err := backend.LocalhostNodePorts()(); err != nil {
+					b.Error(err)
+				}
+				b.ReportMetric(float64(time.Since(start).Milliseconds()), "ms/localhost")
 			})
 		})
 	}

@@ -34,6 +34,8 @@ type daemon struct {
 	from    string // names the source
 	// warn tells the cluster of what is wrong with the mode on this node, if there is a cluster.
 	warn func(text string)
+	// warnConflict tells it of host processes that listen where Services are; nil without a cluster.
+	warnConflict func(text string)
 }
 
 // backend is a mode.
@@ -58,13 +60,17 @@ func newDaemon(ctx context.Context, cfg *config.Config, report source.Report, lo
 		return nil, err
 	}
 	d.monitor = newMonitor(cfg, set, d.backend.Families(), d.objects, report, log)
+	d.monitor.countTraffic(d.backend, cfg.ServiceMetrics)
+	d.monitor.warn = d.warnConflict
 	known := cfg.ServiceCIDRs
 	if !cfg.ServiceCIDRsGiven {
 		known = nil
 	}
-	d.flows = conntrack.New(conntrack.Config{
-		Families: d.backend.Families(), ServiceCIDRs: known, Observe: flowsSwept(set), Log: log,
-	})
+	tracked := conntrack.Config{Families: d.backend.Families(), ServiceCIDRs: known, Observe: flowsSwept(set), Log: log}
+	if cfg.Mode == "iptables" { // IPVS has a table of connections of its own, which this would not change.
+		tracked.ResetTCP = func(sp *plan.ServicePort) bool { return sp.ResetTCP }
+	}
+	d.flows = conntrack.New(tracked)
 	nodeIP := cfg.Servers.Bind
 	if nodeIP.IsUnspecified() {
 		nodeIP = netip.Addr{}
@@ -189,6 +195,7 @@ func (d *daemon) open(ctx context.Context, report source.Report) error {
 	go events.Run(ctx)
 	events.Normal("Starting", "StartNodeproxy", "")
 	d.warn = func(text string) { events.Warning("ModeProblem", "StartNodeproxy", "mode %s: %s", cfg.Mode, text) }
+	d.warnConflict = func(text string) { events.Warning("PortConflict", "WatchPorts", "%s", text) }
 	d.from = "the API server"
 	watched := apiserver.Config{Client: client, NodeName: cfg.NodeName, Log: d.log, Report: report}
 	if cfg.Settings.DetectLocal.Mode == plan.DetectNodeCIDR {

@@ -158,7 +158,7 @@ func (m *monitor) countTraffic(b backend, limit int) {
 			m.metrics.CollectTraffic(b.Traffic(), limit)
 		}
 	case *iptables.Backend:
-		m.metrics.CollectPacketCounters(b.InvalidDropped, nil)
+		m.metrics.CollectPacketCounters(b.InvalidDropped, b.LocalhostNodePorts())
 		if limit > 0 {
 			m.traffic = b.Traffic()
 			m.metrics.CollectTraffic(m.traffic, limit)

@@ -1,0 +1,72 @@
+package iptables
+
+import (
+	"context"
+	"net"
+	"testing"
+	"time"
+
+	"github.com/vishvananda/netlink"
+
+	"nodeproxy/proxier/plan"
+)
+
+// TestLocalhostNodePortsAreCounted connects to a node port at loopback and other addresses, and to another port.
+func TestLocalhostNodePortsAreCounted(t *testing.T) {
+	t.Parallel()
+	for _, v := range []Variant{NFT, Legacy} {
+		t.Run(string(v), func(t *testing.T) { inNamespace(t, func() { connectToLocalhost(t, v) }) })
+	}
+}
+
+func connectToLocalhost(t *testing.T, v Variant) {
+	lo, err := netlink.LinkByName("lo")
+	if err == nil {
+		err = netlink.LinkSetUp(lo)
+	}
+	if addr, _ := netlink.ParseAddr("192.0.2.7/32"); err == nil {
+		err = netlink.AddrAdd(lo, addr)
+	}
+	if err != nil {
+		t.Error(err)
+		return
+	}
+	listener, err := net.Listen("tcp", "192.0.2.7:8080")
+	if err != nil {
+		t.Error(err)
+		return
+	}
+	defer listener.Close()
+	// Backend.Sync would do its work on other threads, which are in other namespaces.
+	e := realEngine(t, v, plan.IPv4)
+	b := &Backend{engines: []*engine{e}}
+	read := b.LocalhostNodePorts()
+	p := trafficPlan("192.0.2.7:8080")
+	p.Settings.LocalhostNodePorts = true
+	if n, err := read(); n != 0 || err != nil {
+		t.Errorf("before the first sync: %d connections, %v", n, err)
+	}
+	if err := e.sync(context.Background(), p, nil); err != nil {
+		t.Error(err)
+		return
+	}
+	for _, c := range []struct {
+		to   string
+		open bool
+		want uint64
+	}{
+		{"127.0.0.1:30080", true, 1}, {"127.0.0.1:30081", false, 1}, {"192.0.2.7:30080", true, 1}, {"127.9.9.9:30080", true, 2},
+		{"192.0.2.7:30081", false, 2}, {"127.0.0.1:30080", true, 3},
+	} {
+		conn, err := net.DialTimeout("tcp", c.to, 3*time.Second)
+		if (err == nil) != c.open {
+			t.Errorf("%s: %v, want it open: %t", c.to, err, c.open)
+		}
+		if err == nil {
+			conn.Close()
+		}
+		if n, err := read(); n != c.want || err != nil {
+			t.Errorf("after a connection to %s: %d, %v; want %d", c.to, n, err, c.want)
+		}
+	}
+}
