@@ -1,0 +1,161 @@
+package main
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"os"
+	"os/exec"
+	"path/filepath"
+	"runtime"
+	"slices"
+	"strings"
+	"syscall"
+	"time"
+
+	"nodeproxy/e2e/cluster"
+	"nodeproxy/e2e/harness"
+)
+
+// What the guest gets where the environment does not say it: memory for a control plane and two proxies, and time.
+const (
+	guestMemory  = "NODEPROXY_KERNEL_MEMORY=6G"
+	guestSeconds = "NODEPROXY_KERNEL_TIMEOUT=3600"
+)
+
+// runInside builds what is measured, where that is faster, runs this program again on a kernel with IPVS, and returns its
+// exit code.
+func runInside(ctx context.Context, o options, args []string) (code int, err error) {
+	dir, err := os.MkdirTemp("", "benchipvs-")
+	if err != nil {
+		return 0, err
+	}
+	defer os.RemoveAll(dir)
+	nodeproxy, err := binaryIn(dir)
+	if err != nil {
+		return 0, err
+	}
+	if _, err := cluster.Binaries(); err != nil {
+		return 0, err
+	}
+	self, err := os.Executable()
+	if err != nil {
+		return 0, err
+	}
+	root, err := exec.Command("go", "list", "-m", "-f", "{{.Dir}}").Output()
+	if err != nil {
+		return 0, fmt.Errorf("find the module: %w", err)
+	}
+	kernel := filepath.Join(strings.TrimSpace(string(root)), "e2e", "kernel")
+	if exec.Command(filepath.Join(kernel, "probe")).Run() == nil {
+		fmt.Println("# on this machine's own kernel")
+	} else {
+		fmt.Println("# on the test kernel (e2e/kernel), which has one processor and slow system calls:")
+		fmt.Println("# compare what is measured here with each other, not with what was measured elsewhere")
+	}
+	fmt.Printf("# this machine: %s, %d processors, kernel %s\n", processorName(), runtime.NumCPU(),
+		firstLine("/proc/sys/kernel/osrelease"))
+	load := watchLoad()
+	cmd := exec.CommandContext(ctx, filepath.Join(kernel, "run"), append([]string{self, "-inside"}, args...)...)
+	cmd.Env = append(withDefaults(os.Environ(), guestMemory, guestSeconds), "NODEPROXY_BIN="+nodeproxy)
+	cmd.Stdout, cmd.Stderr = os.Stdout, os.Stderr
+	// The kernel is to go with this process; to the system, that is the thread that starts it.
+	cmd.SysProcAttr = &syscall.SysProcAttr{Pdeathsig: syscall.SIGTERM}
+	runtime.LockOSThread()
+	defer runtime.UnlockOSThread()
+	err = cmd.Run()
+	fmt.Printf("\nThe whole run took %.0f s; meanwhile, the machine's %s.\n", time.Since(o.begun).Seconds(), load.stop())
+	if exit := new(exec.ExitError); errors.As(err, &exit) && exit.ExitCode() > 0 {
+		return exit.ExitCode(), nil // It has said why.
+	}
+	return 0, err
+}
+
+// binaryIn is the nodeproxy to measure. One that was built for this run gets another name, in dir: to the harness over there,
+// the directory of this process's own looks like one that was left behind, and it removes those.
+func binaryIn(dir string) (string, error) {
+	path, err := harness.Binary()
+	if err != nil || os.Getenv("NODEPROXY_BIN") != "" {
+		return path, err
+	}
+	link := filepath.Join(dir, nodeproxyName)
+	return link, os.Link(path, link)
+}
+
+// withDefaults adds settings to an environment that does not have them.
+func withDefaults(env []string, settings ...string) []string {
+	for _, s := range settings {
+		name, _, _ := strings.Cut(s, "=")
+		if os.Getenv(name) == "" {
+			env = append(env, s)
+		}
+	}
+	return env
+}
+
+// processorName is the model of the first processor, as the kernel knows it.
+func processorName() string {
+	b, err := os.ReadFile("/proc/cpuinfo")
+	if err != nil {
+		return "unknown processor"
+	}
+	for line := range strings.Lines(string(b)) {
+		if key, value, _ := strings.Cut(line, ":"); strings.TrimSpace(key) == "model name" {
+			return strings.TrimSpace(value)
+		}
+	}
+	return "unnamed processor"
+}
+
+// firstLine is the first line of a file, or why there is none.
+func firstLine(file string) string {
+	b, err := os.ReadFile(file)
+	if err != nil {
+		return err.Error()
+	}
+	line, _, _ := strings.Cut(string(b), "\n")
+	return line
+}
+
+// loads collects the load average of the last minute until it is stopped.
+type loads struct {
+	end    chan struct{}
+	values chan []float64
+}
+
+// samplePeriod is how often the load average is looked at; the kernel computes it anew every five seconds.
+const samplePeriod = 5 * time.Second
+
+func watchLoad() *loads {
+	l := &loads{end: make(chan struct{}), values: make(chan []float64)}
+	go func() {
+		tick := time.NewTicker(samplePeriod)
+		defer tick.Stop()
+		var values []float64
+		for {
+			var now float64
+			if _, err := fmt.Sscan(firstLine("/proc/loadavg"), &now); err == nil {
+				values = append(values, now)
+			}
+			select {
+			case <-l.end:
+				l.values <- values
+				return
+			case <-tick.C:
+			}
+		}
+	}()
+	return l
+}
+
+// stop ends the collection and sums it up.
+func (l *loads) stop() string {
+	close(l.end)
+	values := <-l.values
+	if len(values) == 0 {
+		return "load average is unknown"
+	}
+	slices.Sort(values)
+	return fmt.Sprintf("1-minute load average was %.1f to %.1f, %.1f in the median", values[0], values[len(values)-1],
+		values[len(values)/2])
+}
