@@ -56,6 +56,8 @@ type Config struct {
 	LogLevel, LogFormat string
 	// Configz is the configuration as /configz shows it: a KubeProxyConfiguration of version v1alpha1.
 	Configz any
+	// Cleanup and InitOnly ask for something else than to run: to remove everything, or to do what needs most rights.
+	Cleanup, InitOnly bool
 	// Findings are what the user should know about this configuration: values that were overridden, and those without
 	// effect.
 	Findings []source.Finding

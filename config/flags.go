@@ -151,8 +151,8 @@ func (v *values) sourceFlags(fs *pflag.FlagSet) {
 		"range that cluster IPs are allotted from where a Service of the manifests names none; a comma-separated pair for dual stack")
 	text(fs, &own.nodePortRange, "service-node-port-range",
 		"range that node ports are allotted from where a Service of the manifests names none")
-	fs.BoolVar(&own.cleanup, "cleanup", false, "remove all rules, and exit")
-	fs.BoolVar(&own.initOnly, "init-only", false, "do what only root may do, and exit")
+	fs.BoolVar(&own.cleanup, "cleanup", false, "remove everything of kube-proxy's and nodeproxy's, and exit; see nodeproxy cleanup")
+	fs.BoolVar(&own.initOnly, "init-only", false, "load modules and make kernel settings, which needs most rights, and exit")
 }
 
 // ruleFlags say what the rules are like.

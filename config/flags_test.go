@@ -198,7 +198,7 @@ func TestOriginInErrors(t *testing.T) {
 		{"mode: ipvs", "--proxy-mode=iptables", ""},
 		{"mode: iptables", "--iptables-sync-period=0s", "--iptables-sync-period: 0s is not more than 0"},
 		{"mode: iptables", "--cleanup --init-only",
-			"--cleanup: not supported yet; nothing was done\n--init-only: not supported yet; nothing was done"},
+			"--cleanup: can't be combined with --init-only"},
 		{"mode: iptables", "--kubeconfig=k",
 			"--manifests: can't be combined with --kubeconfig or --master: objects come from one place"},
 	} {

@@ -75,7 +75,7 @@ func (e *Effective) understand(toRun bool) (*Config, error) {
 		c.API.Kubeconfig = "" // Of the file: onePlace has refused one by a flag.
 	}
 	k.mode(c)
-	if toRun {
+	if toRun && !c.Cleanup && !c.InitOnly {
 		k.onePlace()
 	}
 	k.nodeName(c)
@@ -116,12 +116,9 @@ func (k *checker) mode(c *Config) {
 	default:
 		c.ServiceMetrics = 0
 	}
-	notYet := errors.New("not supported yet; nothing was done")
-	if k.own.cleanup {
-		k.check("--cleanup", notYet)
-	}
-	if k.own.initOnly {
-		k.check("--init-only", notYet)
+	c.Cleanup, c.InitOnly = k.own.cleanup, k.own.initOnly
+	if c.Cleanup && c.InitOnly {
+		k.check("--cleanup", errors.New("can't be combined with --init-only"))
 	}
 }
 

@@ -87,6 +87,25 @@ func New(cfg Config) (*Backend, error) {
 	return b, nil
 }
 
+// Prepare does the part of New that needs more rights than programming does: it loads what the kernel has as modules, and sets
+// the sysctls.
+func Prepare(cfg Config) error {
+	v, err := kernel.OpenServers()
+	if err != nil {
+		return fmt.Errorf("mode ipvs can't work here: %w", err)
+	}
+	defer v.Close()
+	if _, err := kernel.OpenSets(); err != nil {
+		return fmt.Errorf("mode ipvs can't work here: %w", err)
+	}
+	for _, name := range []string{cmp.Or(cfg.Scheduler, DefaultScheduler), "wrr", "lc", "wlc", "sed", "nq", "sh", "mh", "dh"} {
+		if !v.HasScheduler(name) {
+			cfg.Log.Warn("this kernel lacks an IPVS scheduler; Services that ask for it get the default one", "scheduler", name)
+		}
+	}
+	return setSysctls(cmp.Or(cfg.SysctlDir, "/proc/sys"), cfg.StrictARP, cfg.Log)
+}
+
 func (b *Backend) open() error {
 	s, err := kernel.OpenSets()
 	if err != nil {

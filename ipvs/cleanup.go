@@ -5,6 +5,7 @@ import (
 	"errors"
 	"fmt"
 	"log/slog"
+	"maps"
 	"net/netip"
 	"slices"
 	"time"
@@ -65,6 +66,40 @@ func (c *Cleaner) Run(ctx context.Context) error {
 	}
 	c.Log.Info("what mode ipvs has left is removed")
 	return nil
+}
+
+// List says what Run would remove, a line each.
+func (c *Cleaner) List() ([]string, error) {
+	var out []string
+	if v, err := kernel.OpenServers(); err == nil {
+		defer v.Close()
+		e := engine{exclude: c.ExcludeCIDRs, desired: &state{marks: newMarks(c.MasqueradeBit)}}
+		for _, f := range plan.Families {
+			list, err := v.List(f)
+			if err != nil {
+				return nil, err
+			}
+			for _, id := range slices.SortedFunc(maps.Keys(list), compareServers) {
+				if !e.foreign(id) {
+					out = append(out, fmt.Sprintf("virtual server %s with %d real servers", id, len(list[id].Destinations)))
+				}
+			}
+		}
+	}
+	if kernel.DeviceExists(DeviceName) {
+		out = append(out, "device "+DeviceName)
+	}
+	s, err := kernel.OpenSets()
+	if err != nil {
+		return out, nil // A kernel without sets holds none.
+	}
+	names, err := s.Names()
+	for _, name := range names {
+		if ourSet(name) {
+			out = append(out, "ipset "+name)
+		}
+	}
+	return out, err
 }
 
 // servers removes virtual servers without connections, or all of them. It returns how many are left.

@@ -47,7 +47,7 @@ func root() *cobra.Command {
 	cmd.Flags().AddFlagSet(run.Flags())
 	cmd.SetGlobalNormalizationFunc(cliflag.WordSepNormalizeFunc)
 	cmd.SetFlagErrorFunc(func(_ *cobra.Command, err error) error { return &usageError{err} })
-	cmd.AddCommand(run, renderCommand(), configCommand(), versionCommand())
+	cmd.AddCommand(run, renderCommand(), configCommand(), cleanupCommand(), versionCommand())
 	return cmd
 }
 

@@ -32,6 +32,12 @@ func runCommand() *cobra.Command {
 			}
 			ctx, stop := signal.NotifyContext(cmd.Context(), syscall.SIGTERM, os.Interrupt)
 			defer stop()
+			switch {
+			case cfg.Cleanup:
+				return cleanup(ctx, cfg, false, cmd.OutOrStdout())
+			case cfg.InitOnly:
+				return initOnly(cfg, newLog(cfg))
+			}
 			return runWatched(ctx, flags, cfg)
 		},
 	}

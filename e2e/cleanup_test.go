@@ -1,0 +1,53 @@
+package e2e
+
+import (
+	"strings"
+	"testing"
+
+	"nodeproxy/e2e/harness"
+)
+
+// TestCleanup: after "nodeproxy cleanup" nothing is left of nodeproxy's, nor of kube-proxy's mode nftables; what others have
+// stays. A dry run prints as much, and changes nothing.
+func TestCleanup(t *testing.T) {
+	onEachVariant(t, func(t *testing.T, variant harness.Variant) {
+		w := harness.New(t, harness.Options{})
+		w.Write(t, "nodes.yaml", w.NodeObjects()...)
+		w.Write(t, "s.yaml", harness.Objects(harness.Service("s", 1), w.Ready("n1a", "n2a")...)...)
+		const foreign = "192.0.2.77/32"
+		output(t, w, variant.Tool("iptables")+" -t nat -A PREROUTING -s "+foreign+" -j ACCEPT")
+		if err := w.Run(t, variant, clusterCIDR).Stop(); err != nil {
+			t.Fatal(err)
+		}
+		binary, err := harness.Binary()
+		if err != nil {
+			t.Fatal(err)
+		}
+		ran := held(t, w, variant)
+		dry := output(t, w, binary+" cleanup --dry-run")
+		if after := held(t, w, variant); after != ran {
+			t.Errorf("a dry run has changed something:\n%s\nwas\n%s", after, ran)
+		}
+		if !strings.Contains(dry, "chain KUBE-SERVICES of table nat, iptables") {
+			t.Errorf("a dry run printed only\n%s", dry)
+		}
+		if wet := output(t, w, binary+" cleanup"); wet != dry {
+			t.Errorf("removed was\n%s\nand a dry run had promised\n%s", wet, dry)
+		}
+		left := held(t, w, variant)
+		for _, line := range strings.Split(left, "\n") {
+			if strings.Contains(line, "KUBE-") && !strings.Contains(line, "KUBE-FIREWALL") || strings.Contains(line, "kube-ipvs0") {
+				t.Errorf("%q is left", line)
+			}
+		}
+		if !strings.Contains(left, foreign) {
+			t.Error("a rule of somebody else's is gone")
+		}
+		if mode == harness.IPVS && ipSets(t, w)+virtualServers(t, w)+device(t, w) != "" {
+			t.Errorf("left are\n%s", left)
+		}
+		if again := output(t, w, binary+" cleanup"); again != "" {
+			t.Errorf("a second time there was\n%s", again)
+		}
+	})
+}

@@ -1,0 +1,90 @@
+package iptables
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"maps"
+	"os"
+	"slices"
+	"strings"
+
+	"nodeproxy/proxier/plan"
+)
+
+// Cleanup removes all rules that this program or kube-proxy keeps, in any mode, in both variants and families; what they share
+// with the kubelet stays, and so does everything of anybody else's. It returns a line for each thing that it removes, or would
+// remove if dry is set. A variant without programs, or without tables in the kernel, holds nothing.
+func Cleanup(ctx context.Context, dry bool) ([]string, error) {
+	var out []string
+	var errs []error
+	for _, v := range []Variant{NFT, Legacy} {
+		for _, f := range plan.Families {
+			tables := fixedTables
+			if v == Legacy {
+				if tables = legacyTables(f); len(tables) == 0 {
+					continue
+				}
+			}
+			t, err := newTool(v, f)
+			if err != nil {
+				continue
+			}
+			x := &FixedTables{tool: t, kernel: t}
+			if v == NFT {
+				x.batch = maxNames
+			}
+			list, err := x.cleanup(ctx, tables, dry)
+			for _, what := range list {
+				out = append(out, fmt.Sprintf("%s, %s", what, t.describe()))
+			}
+			if err != nil {
+				errs = append(errs, fmt.Errorf("%s: %w", t.describe(), err))
+			}
+		}
+	}
+	return out, errors.Join(errs...)
+}
+
+// legacyTables are those of the legacy variant that the kernel has. To ask for one that is not there would make it.
+func legacyTables(f plan.Family) []table {
+	name := "/proc/net/ip_tables_names"
+	if f == plan.IPv6 {
+		name = "/proc/net/ip6_tables_names"
+	}
+	raw, _ := os.ReadFile(name) // Where it can't be read, there are none.
+	names := strings.Fields(string(raw))
+	return slices.DeleteFunc(slices.Clone(fixedTables), func(t table) bool { return !slices.Contains(names, string(t)) })
+}
+
+// cleanup lists what is ours in tables and, unless dry is set, removes it.
+func (x *FixedTables) cleanup(ctx context.Context, tables []table, dry bool) ([]string, error) {
+	var out []string
+	var errs []error
+	for _, t := range tables {
+		held, err := x.kernel.save(ctx, t)
+		if err != nil {
+			errs = append(errs, err)
+			continue
+		}
+		for _, name := range slices.Sorted(maps.Keys(held)) {
+			for _, r := range held[name] {
+				if builtin(name) && isOurs(t, jumpTarget(r)) {
+					out = append(out, fmt.Sprintf("rule in %s of table %s that leads to %s", name, t, jumpTarget(r)))
+				}
+			}
+		}
+		stale := obsolete(t, held, nil)
+		for _, name := range stale {
+			out = append(out, fmt.Sprintf("chain %s of table %s", name, t))
+		}
+		if dry {
+			continue
+		}
+		if block, n := fixedBlock(t, held, &Fixed{}); n > 0 {
+			errs = append(errs, x.kernel.restore(block))
+		}
+		errs = append(errs, removeChains(x.kernel.restore, t, stale, x.batch))
+	}
+	return out, errors.Join(errs...)
+}
