@@ -52,7 +52,7 @@ func TestDrift(t *testing.T) {
 		}
 		d := w.Run(t, variant, clusterCIDR)
 		wantServers(t, w.Client, clusterIP(1, 4), "n1a", "n2a")
-		want := held(t, w, variant)
+		want := heldTwice(t, w, variant)
 		chain := regexp.MustCompile(`-A (KUBE-SVC-\S+) `).FindStringSubmatch(want)
 		var table []string
 		for _, f := range driftFaults[mode] {
@@ -67,7 +67,7 @@ func TestDrift(t *testing.T) {
 				t.Fatalf("%s: %v", f.name, err)
 			}
 			took := time.Since(begin)
-			if now := held(t, w, variant); now != want {
+			if now := heldTwice(t, w, variant); now != want {
 				t.Errorf("%s: %s", f.name, firstDifference(want, now))
 			}
 			wantServers(t, w.Client, clusterIP(1, 4), "n1a", "n2a")
@@ -82,6 +82,19 @@ func TestDrift(t *testing.T) {
 		}
 		t.Log(strings.Join(table, "\n"))
 	})
+}
+
+// heldTwice is what held returns two times in a row: where virtual servers of another network namespace come and go meanwhile,
+// the kernel lists some of this one twice, or not at all.
+func heldTwice(t *testing.T, w *harness.World, variant harness.Variant) string {
+	t.Helper()
+	for last := held(t, w, variant); ; {
+		now := held(t, w, variant)
+		if now == last {
+			return now
+		}
+		last = now
+	}
 }
 
 func count(lines []string, part string) (n int) {
@@ -156,9 +169,13 @@ func TestDriftNoStorm(t *testing.T) {
 			t.Errorf("it took rules of others for its own:\n%s", strings.Join(log, "\n"))
 		}
 		// The legacy variant can't tell whose rules have changed; it looks each time, but no more often than once a second.
+		// In mode ipvs, virtual servers of the other network namespaces of this test may make it look once.
 		families, most := 2, 0
+		if mode == harness.IPVS {
+			most = families
+		}
 		if variant == harness.Legacy {
-			most = families * (seconds + 3)
+			most += families * (seconds + 3)
 		}
 		if n := count(log, "compared all rules"); n > most {
 			t.Errorf("it compared %d times in %d seconds, want at most %d:\n%s", n, seconds, most, strings.Join(log, "\n"))

@@ -35,6 +35,8 @@ type engine struct {
 	// compared says that the last sync knew what had been written before, and found is what it found to differ.
 	compared bool
 	found    drift.Found
+	// comparisons is how many syncs have compared everything.
+	comparisons int
 }
 
 // held is what the kernel holds, as far as it is ours.
@@ -124,6 +126,7 @@ func (e *engine) syncAll(ctx context.Context, p *plan.Plan) error {
 		steps = &ruleSteps{before: steps.after, after: write}
 	}
 	steps.routes = func() error { return e.routes(p) }
+	e.comparisons++
 	return e.apply(e.everything(), steps)
 }
 

@@ -36,11 +36,9 @@ func rules(p *plan.Plan, f plan.Family, o Options) *iptables.Fixed {
 	r.mangle()
 	r.filter()
 	r.nat()
-	for _, c := range iptables.BaseChains(iptables.Options{
+	r.out.Chains = append(r.out.Chains, iptables.BaseChains(iptables.Options{
 		MasqueradeBit: o.MasqueradeBit, RandomFully: o.RandomFully, TCPLiberal: o.TCPLiberal,
-	}, f) {
-		r.out.Chains = append(r.out.Chains, c)
-	}
+	}, f)...)
 	r.jumps()
 	return &r.out
 }

@@ -70,10 +70,11 @@ const (
 )
 
 // compareShare is how many times as long as a comparison of everything takes there is none; suspectShare is the same where
-// something in the kernel may not be as it was written.
+// something in the kernel may not be as it was written, on the average: suspectBurst comparisons may come one after the other.
 const (
 	compareShare = 200
 	suspectShare = 25
+	suspectBurst = 10
 )
 
 // A suspicion is followed when no other has come for settle, so that who changes many things is done with them, or settleMost
@@ -109,9 +110,8 @@ type Proxier struct {
 	// compared is when everything was compared with the kernel last, and comparing how long that took.
 	compared  time.Time
 	comparing time.Duration
-	// earlier are when the last comparisons were, the latest one last. A few may come one after the other, since a suspicion
-	// that was right is followed at once; over time, all count.
-	earlier [3]time.Time
+	// earlier are when the last comparisons were, the latest one last.
+	earlier [suspectBurst]time.Time
 
 	mu      sync.Mutex
 	pending source.Batch

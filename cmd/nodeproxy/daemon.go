@@ -16,6 +16,7 @@ import (
 	"nodeproxy/metrics"
 	"nodeproxy/proxier"
 	"nodeproxy/proxier/conntrack"
+	"nodeproxy/proxier/drift"
 	"nodeproxy/proxier/plan"
 	"nodeproxy/proxier/source"
 	"nodeproxy/proxier/source/apiserver"
@@ -30,6 +31,7 @@ type daemon struct {
 	proxier *proxier.Proxier
 	flows   *conntrack.Reconciler
 	monitor *monitor
+	drift   *driftReporter
 	objects source.Source
 	from    string // names the source
 	// warn tells the cluster of what is wrong with the mode on this node, if there is a cluster.
@@ -41,6 +43,7 @@ type daemon struct {
 // backend is a mode.
 type backend interface {
 	proxier.Backend
+	watcher
 	Families() []plan.Family
 }
 
@@ -49,13 +52,14 @@ func newDaemon(ctx context.Context, cfg *config.Config, report source.Report, lo
 	families := hostFamilies(log)
 	set := metrics.New(metrics.Config{Mode: cfg.Mode, Version: version, Families: families, Start: started, Log: log})
 	set.CollectRESTClient(requests)
+	d.drift = &driftReporter{metrics: set, log: log}
 	report = set.Report(report)
 	if err := d.open(ctx, report); err != nil {
 		return nil, err
 	}
 	trackConnections(cfg, report)
 	var err error
-	if d.backend, err = newBackend(cfg, families, d.warnAnd(report), log); err != nil {
+	if d.backend, err = newBackend(cfg, families, d.warnAnd(report), d.drift.compared, log); err != nil {
 		d.warn(err.Error())
 		return nil, err
 	}
@@ -100,18 +104,20 @@ func (d *daemon) warnAnd(report source.Report) source.Report {
 }
 
 // newBackend makes the backend of a mode.
-func newBackend(cfg *config.Config, families []plan.Family, report source.Report, log *slog.Logger) (backend, error) {
+func newBackend(cfg *config.Config, families []plan.Family, report source.Report, compared func(drift.Report),
+	log *slog.Logger) (backend, error) {
 	if cfg.Mode == "ipvs" {
 		return ipvs.New(ipvs.Config{
 			Options: ipvs.Options{MasqueradeBit: cfg.MasqueradeBit, Scheduler: cfg.IPVS.Scheduler, VIPs: cfg.IPVS.VIPs},
 			Variant: cfg.IPTablesBackend, Families: families, ExcludeCIDRs: cfg.IPVS.ExcludeCIDRs,
 			StrictARP: cfg.IPVS.StrictARP, TCPTimeout: cfg.IPVS.TCPTimeout, TCPFinTimeout: cfg.IPVS.TCPFinTimeout,
-			UDPTimeout: cfg.IPVS.UDPTimeout, GracePeriod: cfg.IPVS.GracePeriod, SysctlDir: cfg.SysctlDir,
+			UDPTimeout: cfg.IPVS.UDPTimeout, GracePeriod: cfg.IPVS.GracePeriod, Compared: compared, SysctlDir: cfg.SysctlDir,
 			Log: log, Warn: func(text string) { report(source.Finding{Severity: source.Problem, Detail: text}) },
 		})
 	}
 	return iptables.New(iptables.Config{
-		Variant: cfg.IPTablesBackend, Families: families, MasqueradeBit: cfg.MasqueradeBit, SysctlDir: cfg.SysctlDir, Log: log,
+		Compared: compared,
+		Variant:  cfg.IPTablesBackend, Families: families, MasqueradeBit: cfg.MasqueradeBit, SysctlDir: cfg.SysctlDir, Log: log,
 	})
 }
 
@@ -136,6 +142,7 @@ func (d *daemon) run(ctx context.Context) error {
 	})
 	running.Go(func() { end(d.monitor.run(ctx)) })
 	running.Go(func() { d.runBeside(ctx) })
+	running.Go(func() { d.drift.watch(ctx, d.backend, d.proxier.Suspect) })
 	running.Go(func() { d.flows.Run(ctx) })
 	d.proxier.Run(ctx)
 	running.Wait()
@@ -196,6 +203,7 @@ func (d *daemon) open(ctx context.Context, report source.Report) error {
 	events.Normal("Starting", "StartNodeproxy", "")
 	d.warn = func(text string) { events.Warning("ModeProblem", "StartNodeproxy", "mode %s: %s", cfg.Mode, text) }
 	d.warnConflict = func(text string) { events.Warning("PortConflict", "WatchPorts", "%s", text) }
+	d.drift.tell = func(text string) { events.Warning("DriftRepaired", "RepairRules", "%s", text) }
 	d.from = "the API server"
 	watched := apiserver.Config{Client: client, NodeName: cfg.NodeName, Log: d.log, Report: report}
 	if cfg.Settings.DetectLocal.Mode == plan.DetectNodeCIDR {

@@ -1,0 +1,129 @@
+package ipvs
+
+import (
+	"context"
+	"net/netip"
+	"strings"
+	"testing"
+	"time"
+
+	"pgregory.net/rapid"
+
+	"nodeproxy/ipvs/kernel"
+	"nodeproxy/proxier/drift"
+	"nodeproxy/proxier/plan"
+	"nodeproxy/proxier/plan/plantest"
+)
+
+// TestDriftWithPendingChanges: where a comparison and a change of the plan come together, the change is no drift; what somebody
+// has removed is.
+func TestDriftWithPendingChanges(t *testing.T) {
+	t.Parallel()
+	rapid.Check(t, func(t *rapid.T) {
+		f := rapid.SampledFrom(plan.Families[:]).Draw(t, "family")
+		e, k := fakeEngine(f, testOptions)
+		plans := rapid.SliceOfN(plantest.Plans(), 2, 4).Draw(t, "plans")
+		for i, p := range plans {
+			if err := e.sync(context.Background(), p, nil); err != nil {
+				t.Fatal(err)
+			}
+			if e.compared != (i > 0) || e.found.Total() > 0 {
+				t.Fatalf("step %d: compared %t, found %s", i, e.compared, e.found.Words(5))
+			}
+			if rapid.Bool().Draw(t, "drain") {
+				if err := e.drain(time.Now()); err != nil {
+					t.Fatal(err)
+				}
+			}
+		}
+		var gone netip.Addr
+		for a := range k.addresses {
+			gone = a
+		}
+		if gone.IsValid() {
+			delete(k.addresses, gone)
+		}
+		if err := e.sync(context.Background(), plans[0], nil); err != nil {
+			t.Fatal(err)
+		}
+		if !gone.IsValid() && e.found.Total() > 0 || gone.IsValid() && (e.found.Total() != 1 || e.found.First[0].Kind != drift.Address ||
+			!strings.Contains(e.found.Words(1), gone.String())) {
+			t.Fatalf("address %s was removed: found %s", gone, e.found.Words(5))
+		}
+	})
+}
+
+// TestNothingIsKnownAfterAnError: what a sync that failed has left is not compared with.
+func TestNothingIsKnownAfterAnError(t *testing.T) {
+	t.Parallel()
+	e, k := fakeEngine(plan.IPv4, testOptions)
+	p := large(3)
+	must(t, e.sync(context.Background(), p, nil))
+	k.addresses = map[netip.Addr]struct{}{}
+	k.fail = "rules"
+	if err := e.sync(context.Background(), p, nil); err == nil {
+		t.Fatal("the kernel refused the rules, and there was no error")
+	}
+	k.fail = ""
+	must(t, e.sync(context.Background(), p, nil))
+	if e.compared {
+		t.Error("it compared with what it did not know")
+	}
+}
+
+// TestComparisonKeepsGracePeriod: however often everything is compared, a real server that drains has no more time than it had.
+func TestComparisonKeepsGracePeriod(t *testing.T) {
+	t.Parallel()
+	e, k := fakeEngine(plan.IPv4, testOptions)
+	p := large(1)
+	key := p.Sorted(plan.IPv4)[0].Key
+	old := p.Services[key].Endpoints.Cluster[1].Addr
+	must(t, e.sync(context.Background(), p, nil))
+	k.connections[old] = 3
+	gone, changed := replaced(p, key, "10.250.0.1:8080")
+	must(t, e.sync(context.Background(), gone, changed))
+	var since time.Time
+	for id := range e.held.servers {
+		if d := e.held.destination(id, old); d != nil {
+			d.since = d.since.Add(-time.Minute)
+			since = d.since
+		}
+	}
+	must(t, e.sync(context.Background(), gone, nil))
+	for id := range e.held.servers {
+		if d := e.held.destination(id, old); d != nil && !d.since.Equal(since) {
+			t.Errorf("it drains since %v, want since %v", d.since, since)
+		}
+	}
+	if since.IsZero() {
+		t.Fatal("nothing drains")
+	}
+	must(t, e.drain(time.Now().Add(DefaultGracePeriod-30*time.Second)))
+	if strings.Contains(k.text(), old.String()) {
+		t.Error("it still drains after the grace period")
+	}
+}
+
+// TestArtifacts: a difference that stays as it is after a comparison is none; any other is told of, each time.
+func TestArtifacts(t *testing.T) {
+	t.Parallel()
+	p := &prober{}
+	for i, step := range []struct {
+		by          int
+		comparisons int
+		want        bool
+	}{
+		{0, 1, false},
+		{7, 1, true},
+		{7, 1, true}, // not compared yet
+		{7, 2, false},
+		{7, 3, false},
+		{8, 3, true}, // something else has changed
+		{7, 4, false},
+		{0, 5, false},
+	} {
+		if got := p.differs(kernel.Fingerprint(step.by), step.comparisons); got != step.want {
+			t.Errorf("step %d: told: %t, want %t", i, got, step.want)
+		}
+	}
+}
