@@ -1,6 +1,7 @@
 package cluster
 
 import (
+	"errors"
 	"fmt"
 	"net/netip"
 	"os"
@@ -66,6 +67,12 @@ func dropIn(s *scenario) {
 	answers := map[string][]string{}
 	for _, name := range []string{"kube-proxy", "nodeproxy"} {
 		stop := s.runProxy(proxies[name], arguments)
+		s.within(30*time.Second, name+" is healthy", func() error { // The rules are there from the one before.
+			if line := s.get(":10256/healthz"); line != "GET :10256/healthz 200" {
+				return errors.New(line)
+			}
+			return nil
+		})
 		s.within(30*time.Second, name+" answers", servers(s.Client, s.nodePort(cluster), "n1a", "n2a"))
 		answers[name] = s.behaviour(cluster, local)
 		stop()
@@ -150,13 +157,19 @@ func (s *scenario) behaviour(cluster, local *v1.Service) []string {
 		}
 	}
 	for _, url := range []string{":10256/healthz", ":10256/livez", ":10249/healthz", ":10249/proxyMode", ":10249/metrics"} {
-		body, err := s.Node1().Output("curl", "-s", "-o", "/dev/null", "-w", "%{http_code}", "http://127.0.0.1"+url)
-		if err != nil {
-			body = err.Error()
-		}
-		out = append(out, "GET "+url+" "+strings.TrimSpace(body))
+		out = append(out, s.get(url))
 	}
 	mode, err := s.Node1().Output("curl", "-s", "http://127.0.0.1:10249/proxyMode")
 	s.must(err)
 	return append(out, "mode "+mode)
+}
+
+// get says how a request to one of a proxy's own endpoints ended.
+func (s *scenario) get(url string) string {
+	s.Helper()
+	code, err := s.Node1().Output("curl", "-s", "-o", "/dev/null", "-w", "%{http_code}", "http://127.0.0.1"+url)
+	if err != nil {
+		code = err.Error()
+	}
+	return "GET " + url + " " + strings.TrimSpace(code)
 }
