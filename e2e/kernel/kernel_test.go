@@ -11,6 +11,7 @@ import (
 	"strings"
 	"syscall"
 	"testing"
+	"time"
 
 	"github.com/moby/ipvs"
 	"github.com/vishvananda/netlink"
@@ -123,23 +124,34 @@ func TestVirtualServer(t *testing.T) {
 	for _, family := range []int{4, 6} {
 		vip := addresses.VIP(family)
 		mask := net.CIDRMask(vip.BitLen(), vip.BitLen())
-		address := &netlink.Addr{IPNet: &net.IPNet{IP: vip.AsSlice(), Mask: mask}}
+		address := &netlink.Addr{IPNet: &net.IPNet{IP: vip.AsSlice(), Mask: mask}, Flags: syscall.IFA_F_NODAD}
 		if err := node.Netlink().AddrAdd(dummy, address); err != nil {
 			t.Fatal(err)
 		}
 		for network, protocol := range map[string]uint16{"tcp": syscall.IPPROTO_TCP, "udp": syscall.IPPROTO_UDP} {
 			at := netip.AddrPortFrom(vip, 80)
 			virtual := service(at, protocol, ipvs.RoundRobin)
-			if err := handle.NewService(virtual); err != nil {
-				t.Fatal(err)
-			}
-			for _, pod := range pods {
-				server := &ipvs.Destination{
-					Address: w.Pod(pod).IP(family).AsSlice(), Port: 8080, Weight: 1,
-					AddressFamily: virtual.AddressFamily, ConnectionFlags: ipvs.ConnectionFlagMasq,
-				}
-				if err := handle.NewDestination(virtual, server); err != nil {
+			// On a busy machine, it can take a while until all neighbours have found each other: another virtual server
+			// is for that.
+			first := service(netip.AddrPortFrom(vip, 81), protocol, ipvs.RoundRobin)
+			for _, v := range []*ipvs.Service{first, virtual} {
+				if err := handle.NewService(v); err != nil {
 					t.Fatal(err)
+				}
+				for _, pod := range pods {
+					server := &ipvs.Destination{
+						Address: w.Pod(pod).IP(family).AsSlice(), Port: 8080, Weight: 1,
+						AddressFamily: v.AddressFamily, ConnectionFlags: ipvs.ConnectionFlagMasq,
+					}
+					if err := handle.NewDestination(v, server); err != nil {
+						t.Fatal(err)
+					}
+				}
+			}
+			seen := map[string]bool{}
+			for begun := time.Now(); len(seen) < len(pods) && time.Since(begun) < 15*time.Second; {
+				if a := w.Client.Ask(network, netip.AddrPortFrom(vip, 81), harness.Patient); a.Outcome == harness.Answered {
+					seen[a.Server] = true
 				}
 			}
 			var got []string
