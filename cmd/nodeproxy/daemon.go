@@ -148,7 +148,13 @@ func (d *daemon) run(ctx context.Context) error {
 	running.Go(func() { end(d.monitor.run(ctx)) })
 	running.Go(func() { d.runBeside(ctx) })
 	running.Go(func() { d.removeLeftovers(ctx) })
-	running.Go(func() { d.drift.watch(ctx, d.backend, d.proxier.Suspect) })
+	running.Go(func() {
+		select {
+		case <-ctx.Done():
+		case <-d.monitor.inSync: // The first programming is a flood of notifications, all of them of our own doing.
+			d.drift.watch(ctx, d.backend, d.proxier.Suspect)
+		}
+	})
 	running.Go(func() { d.flows.Run(ctx) })
 	d.proxier.Run(ctx)
 	running.Wait()
