@@ -12,13 +12,13 @@ import (
 	"nodeproxy/proxier/plan"
 )
 
-// Cleanup removes all rules that this program or kube-proxy keeps, in any mode, in these variants and both families; what they
-// share with the kubelet stays, and so does everything of anybody else's. It returns a line for each thing that it removes, or would
+// Cleanup removes all rules that this program or kube-proxy keeps, in any mode, in both variants and families; what they share
+// with the kubelet stays, and so does everything of anybody else's. It returns a line for each thing that it removes, or would
 // remove if dry is set. A variant without programs, or without tables in the kernel, holds nothing.
-func Cleanup(ctx context.Context, dry bool, variants ...Variant) ([]string, error) {
+func Cleanup(ctx context.Context, dry bool) ([]string, error) {
 	var out []string
 	var errs []error
-	for _, v := range variants {
+	for _, v := range []Variant{NFT, Legacy} {
 		for _, f := range plan.Families {
 			tables := fixedTables
 			if v == Legacy {
