@@ -220,20 +220,21 @@ func (e *engine) everything() *touched {
 	return t
 }
 
-// apply brings what is touched to what is desired. What packets need to be masqueraded or refused is there before what sends
-// them on, and goes after it; an address of a Service is the last that comes and the last that goes. One thing that fails
-// does not keep the others from being done.
+// apply brings what is touched to what is desired. A packet that had an endpoint before and has one after must have one all the
+// while, so: what masquerades or refuses comes before what sends packets on, and goes after it; a mark leads to a virtual
+// server only while that has its real servers; an address of a Service is the last that comes and the last that goes. One thing
+// that fails does not keep the others from being done.
 func (e *engine) apply(t *touched, steps *ruleSteps) error {
 	if steps == nil {
 		none := func() error { return nil }
 		steps = &ruleSteps{none, none, none}
 	}
 	bind, unbind := e.addresses(t)
-	add, remove := e.members(t, bind, unbind)
+	m := e.members(t, bind, unbind)
 	ids := slices.SortedFunc(maps.Keys(t.servers), e.order)
 	var errs []error
 	do := func(err error) { errs = append(errs, err) }
-	do(e.addMembers(add))
+	do(e.addGuards(m.guards))
 	do(steps.before())
 	for _, id := range ids {
 		e.raise(id)
@@ -243,12 +244,14 @@ func (e *engine) apply(t *touched, steps *ruleSteps) error {
 	if len(bind) > 0 {
 		do(e.bind(bind))
 	}
+	do(e.addLeads(m.leads))
 	do(steps.after())
+	do(e.removeMisleading(m.misleading))
 	for _, id := range ids {
 		e.lower(id)
 	}
 	do(e.flush())
-	do(e.removeMembers(remove))
+	do(e.removeSpent(m.spent))
 	if len(unbind) > 0 {
 		do(e.unbind(unbind))
 	}
@@ -304,64 +307,6 @@ func (e *engine) unbind(list []netip.Addr) error {
 		delete(e.held.vips, a)
 	}
 	return nil
-}
-
-// members are the set entries to add or change, and to remove.
-func (e *engine) members(t *touched, bind, unbind []netip.Addr) (add, remove []member) {
-	for m := range t.members {
-		want := e.desired.members[m]
-		have, is := e.held.members[m]
-		switch {
-		case want == nil && is:
-			remove = append(remove, m)
-		case want != nil && (!is || have.mark != want.mark || have.mask != want.mask):
-			m.entry.Mark, m.entry.Mask = want.mark, want.mask
-			add = append(add, m)
-		}
-	}
-	for _, a := range bind {
-		if _, is := e.held.members[vipMember(a)]; !is {
-			add = append(add, vipMember(a))
-		}
-	}
-	for _, a := range unbind {
-		if _, is := e.held.members[vipMember(a)]; is {
-			remove = append(remove, vipMember(a))
-		}
-	}
-	return add, remove
-}
-
-func (e *engine) addMembers(list []member) error {
-	return e.bySet(list, e.machine.sets.Add, func(m member) {
-		e.held.members[m.key()] = shared{mark: m.entry.Mark, mask: m.entry.Mask}
-	})
-}
-
-func (e *engine) removeMembers(list []member) error {
-	return e.bySet(list, e.machine.sets.Remove, func(m member) { delete(e.held.members, m.key()) })
-}
-
-// bySet hands entries to do, those of a set together, and notes what is done.
-func (e *engine) bySet(list []member, do func(kernel.Set, []kernel.Entry) error, done func(member)) error {
-	entries := make([][]kernel.Entry, setCount)
-	for _, m := range list {
-		entries[m.set] = append(entries[m.set], m.entry)
-	}
-	var errs []error
-	for id, some := range entries {
-		if len(some) == 0 {
-			continue
-		}
-		if err := do(setOf(setID(id), e.family), some); err != nil {
-			errs = append(errs, err)
-			continue
-		}
-		for _, entry := range some {
-			done(member{setID(id), entry})
-		}
-	}
-	return errors.Join(errs...)
 }
 
 // routes makes the routes of ranges what they should be. New ones come before old ones go.

@@ -9,7 +9,6 @@ import (
 	"net/netip"
 	"slices"
 	"strings"
-	"testing"
 
 	"nodeproxy/iptables"
 	"nodeproxy/ipvs/kernel"
@@ -30,6 +29,7 @@ type fakeKernel struct {
 	connections map[netip.AddrPort]uint32
 	calls       []string
 	fail        string // calls that begin with this fail
+	before      func() // is called before each change
 }
 
 func newFakeKernel(f plan.Family) *fakeKernel {
@@ -46,6 +46,9 @@ var errRefused = errors.New("refused")
 func (k *fakeKernel) call(format string, args ...any) error {
 	text := fmt.Sprintf(format, args...)
 	k.calls = append(k.calls, text)
+	if k.before != nil {
+		k.before()
+	}
 	if k.fail != "" && strings.HasPrefix(text, k.fail) {
 		return errRefused
 	}
@@ -233,6 +236,36 @@ func engineOver(k *fakeKernel, o Options) *engine {
 	}}
 }
 
+// render is what the kernel holds as Render has it.
+func (k *fakeKernel) render() string {
+	var out strings.Builder
+	out.WriteString("# ipset restore\n")
+	for id := range setCount {
+		set := setOf(id, k.family)
+		fmt.Fprintln(&out, set.CreateText())
+		for e := range k.set[set.Name] {
+			fmt.Fprintf(&out, "add %s %s\n", set.Name, k.marks[set.Name][e].Text(set))
+		}
+	}
+	out.WriteString("# ipvsadm --restore\n")
+	for _, v := range k.virtual {
+		s := server{Server: v.Server}
+		for _, d := range v.Destinations {
+			s.destinations = append(s.destinations, d.Destination)
+		}
+		renderServer(&out, s)
+	}
+	out.WriteString("# ip -batch\nlink add " + DeviceName + " type dummy\n")
+	for r := range k.local {
+		fmt.Fprintf(&out, "route add local %s dev %s table local\n", r, DeviceName)
+	}
+	for a := range k.addresses {
+		fmt.Fprintf(&out, "address add %s dev %s\n", netip.PrefixFrom(a, a.BitLen()), DeviceName)
+	}
+	out.WriteString("# iptables-restore\n" + k.fixed.Render())
+	return out.String()
+}
+
 // text is all that the kernel holds, in a stable order.
 func (k *fakeKernel) text() string {
 	var out strings.Builder
@@ -261,7 +294,10 @@ func (k *fakeKernel) text() string {
 	return out.String()
 }
 
-func must(t testing.TB, err error) {
+func must(t interface {
+	Helper()
+	Fatal(...any)
+}, err error) {
 	t.Helper()
 	if err != nil {
 		t.Fatal(err)

@@ -107,11 +107,13 @@ func (r *ruleMaker) mangle() {
 		"-m addrtype ! --dst-type LOCAL -j RETURN",
 		r.to(setClusterIP) + "-j RETURN",
 		isNew + r.to(setLoadBalancerFirewall) + "-j " + chainFirewall,
+		// A frontend that changes its policy is among both while it does. Until its own virtual server has all endpoints, pods
+		// and the node are led to others by mark.
+		r.to(setLoadBalancerLocal) + "-g " + chainShortCircuit,
+		r.to(setExternalIPLocal) + "-g " + chainShortCircuit,
 		r.to(setLoadBalancer) + "-j RETURN",
 		r.to(setExternalIP) + "-j RETURN",
 		r.to(setNoEndpoints) + "-j RETURN",
-		r.to(setLoadBalancerLocal) + "-g " + chainShortCircuit,
-		r.to(setExternalIPLocal) + "-g " + chainShortCircuit,
 		r.to(setNoLocalEndpoints) + "-j RETURN",
 		r.in(setVIPs, "dst") + "-j RETURN", // Node ports do not answer at addresses of Services.
 	}
@@ -126,8 +128,9 @@ func (r *ruleMaker) mangle() {
 		"-j DROP")
 	r.chain("mangle", chainShortCircuit, r.inside(r.mapMark(setLoadBalancerLocal), r.mapMark(setExternalIPLocal))...)
 	r.chain("mangle", chainNodePort,
-		r.mapMark(setNodePort),
-		r.to(setNodePortLocal)+"-j "+chainPortLocal)
+		// One that changes its policy is in both for a moment.
+		r.to(setNodePortLocal)+"-g "+chainPortLocal,
+		r.mapMark(setNodePort))
 	r.chain("mangle", chainPortLocal, append([]string{r.mapMark(setNodePortLocal)}, r.inside()...)...)
 	r.chain("mangle", chainUnmark,
 		// The first packet of a connection is still to be masqueraded, where that was asked for.

@@ -7,7 +7,8 @@ import (
 	"nodeproxy/proxier/plan"
 )
 
-// setID names one of the ipsets that the rules ask. Those up to setLoopBack have kube-proxy's names and types.
+// setID names one of the ipsets that the rules ask. Those up to setLoopBack have kube-proxy's names and types. Entries come and go
+// in the order of these numbers or in the reverse one, see memberChanges.
 type setID int
 
 const (

@@ -23,6 +23,8 @@ type Cluster struct {
 	Plan *plan.Plan
 	// LocalAddrs are the node's own addresses, without those of the loopback range.
 	LocalAddrs []netip.Addr
+
+	drafts []draft
 }
 
 // Local reports whether an address is the node's own.
@@ -108,8 +110,9 @@ func drawCluster(t *rapid.T) *Cluster {
 			}
 		}
 	}
-	for _, sp := range drawServices(t, c.Plan.Node) {
-		c.Plan.Set(sp)
+	c.drafts = drawServices(t)
+	for _, d := range c.drafts {
+		c.Plan.Set(d.choose(c.Plan.Node))
 	}
 	return c
 }

@@ -22,7 +22,7 @@ type draft struct {
 
 // drawServices draws the ServicePorts of a plan: a few with everything that there is, and at times many plain ones, so
 // that a backend divides its dispatching.
-func drawServices(t *rapid.T, node plan.Node) []*plan.ServicePort {
+func drawServices(t *rapid.T) []draft {
 	var drafts []draft
 	for i := range rapid.IntRange(0, 8).Draw(t, "services") {
 		drafts = append(drafts, drawService(t, i)...)
@@ -35,13 +35,14 @@ func drawServices(t *rapid.T, node plan.Node) []*plan.ServicePort {
 	}
 	slices.SortFunc(drafts, func(a, b draft) int { return a.sp.Key.Compare(b.sp.Key) })
 	assign(drafts)
-	var out []*plan.ServicePort
-	for _, d := range drafts {
-		d.sp.Endpoints = topology.Select(d.endpoints, topology.Node{Name: node.Name, Zone: node.Zone},
-			topology.UseOf(d.sp.InternalPolicy, d.sp.ExternalPolicy, slices.ContainsFunc(d.wants, isExternal)))
-		out = append(out, d.sp)
-	}
-	return out
+	return drafts
+}
+
+// choose is the draft's ServicePort with the endpoints that its policies choose on a node.
+func (d *draft) choose(node plan.Node) *plan.ServicePort {
+	d.sp.Endpoints = topology.Select(d.endpoints, topology.Node{Name: node.Name, Zone: node.Zone},
+		topology.UseOf(d.sp.InternalPolicy, d.sp.ExternalPolicy, slices.ContainsFunc(d.wants, isExternal)))
+	return d.sp
 }
 
 func isExternal(f plan.Frontend) bool {

@@ -1,0 +1,51 @@
+package plantest
+
+import (
+	"fmt"
+	"net/netip"
+	"slices"
+	"time"
+
+	"pgregory.net/rapid"
+
+	"nodeproxy/proxier/plan"
+)
+
+// Edited draws the cluster's plan after some of its Services were edited, and some of their endpoints have come or gone. The
+// frontends are the same, and so are the node and the settings.
+func (c *Cluster) Edited(t *rapid.T) *plan.Plan {
+	out := plan.New(c.Plan.Node, c.Plan.Settings)
+	for i, d := range c.drafts {
+		if i < mostEdits && rapid.Bool().Draw(t, fmt.Sprintf("%s is edited", d.sp.Key)) {
+			d = d.edited(t)
+		}
+		out.Set(d.choose(c.Plan.Node))
+	}
+	return out
+}
+
+// mostEdits is how many ServicePorts of a large plan may be edited: the plain ones, which come last, are all alike.
+const mostEdits = 20
+
+func (d draft) edited(t *rapid.T) draft {
+	label := func(what string) string { return fmt.Sprintf("%s, edited: %s", d.sp.Key, what) }
+	sp := *d.sp
+	policies := rapid.SampledFrom([]plan.Policy{plan.Cluster, plan.Local})
+	sp.InternalPolicy, sp.ExternalPolicy = policies.Draw(t, label("internal policy")), policies.Draw(t, label("external policy"))
+	sp.Affinity = rapid.SampledFrom([]time.Duration{sp.Affinity, 0, time.Hour}).Draw(t, label("affinity"))
+	w := worlds[sp.Key.Family]
+	if chance(t, 3, label("other source ranges")) {
+		sp.SourceRanges = rapid.SliceOfNDistinct(rapid.SampledFrom(w.ranges), 0, 3, rapid.ID).Draw(t, label("source ranges"))
+		slices.SortFunc(sp.SourceRanges, netip.Prefix.Compare)
+	}
+	switch rapid.SampledFrom([]string{"same", "one fewer", "more", "others"}).Draw(t, label("endpoints")) {
+	case "one fewer":
+		d.endpoints = d.endpoints[min(1, len(d.endpoints)):]
+	case "more":
+		d.endpoints = append(slices.Clone(d.endpoints), drawEndpoints(t, w, label)...)
+	case "others":
+		d.endpoints = drawEndpoints(t, w, label)
+	}
+	d.sp = &sp
+	return d
+}
