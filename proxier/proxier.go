@@ -270,6 +270,7 @@ func (p *Proxier) round(ctx context.Context) {
 			p.mu.Unlock()
 		}
 		p.warnOnce()
+		p.cfg.Log.Debug("syncing", "all", changed == nil, "changed", len(changed))
 		writing := time.Now()
 		result.Err = p.cfg.Backend.Sync(ctx, desired, changed)
 		if ctx.Err() != nil {

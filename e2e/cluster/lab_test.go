@@ -288,6 +288,7 @@ func (s *scenario) within(timeout time.Duration, what string, check func() error
 	for {
 		err := check()
 		if err == nil {
+			harness.Settle(s.T)
 			return
 		}
 		if time.Since(start) > timeout {

@@ -94,7 +94,9 @@ func (w *World) StartDaemon(n *Node, flags ...string) (*Daemon, error) {
 		r.Close()
 		return nil, fmt.Errorf("start %s: %w", d, err)
 	}
+	live.Lock()
 	w.daemons = append(w.daemons, d)
+	live.Unlock()
 	go d.collect(r)
 	return d, nil
 }

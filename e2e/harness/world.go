@@ -98,6 +98,7 @@ type World struct {
 	all     []*Netns
 	servers []interface{ Close() error }
 	daemons []*Daemon
+	test    string // whose World this is; "" outside of tests
 }
 
 // New makes a World that goes away with the test.
@@ -107,6 +108,7 @@ func New(t testing.TB, o Options) *World {
 	if err != nil {
 		t.Fatalf("harness: %v", err)
 	}
+	w.name(t.Name())
 	t.Cleanup(func() {
 		if t.Failed() {
 			for _, d := range w.daemons {

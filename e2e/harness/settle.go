@@ -1,0 +1,82 @@
+package harness
+
+import (
+	"slices"
+	"strings"
+	"testing"
+	"time"
+)
+
+// What the daemon logs when a sync begins, and when it has ended well or badly.
+const (
+	syncing    = "msg=syncing"
+	syncFailed = `msg="sync failed`
+)
+
+// settleTimeout is how long Settle waits for a sync: one that is held up is what some tests are about.
+const settleTimeout = 5 * time.Second
+
+// logDelay is how long a line of the log may take to get here.
+const logDelay = 10 * time.Millisecond
+
+// Settle waits until each daemon of the test's Worlds has ended the sync that it is in. A sync takes effect piece by piece: once
+// one of its effects is seen, the others can be asked for only then.
+func Settle(t testing.TB) {
+	time.Sleep(logDelay)
+	deadline := time.After(settleTimeout)
+	for _, d := range daemonsOf(t.Name()) {
+		d.settle(deadline)
+	}
+}
+
+// daemonsOf are the daemons of the Worlds of a test, or of one that it is part of.
+func daemonsOf(test string) []*Daemon {
+	live.Lock()
+	defer live.Unlock()
+	var out []*Daemon
+	for w := range live.worlds {
+		if w.test != "" && (w.test == test || strings.HasPrefix(test, w.test+"/")) {
+			out = append(out, w.daemons...)
+		}
+	}
+	return out
+}
+
+// name notes whose World this is.
+func (w *World) name(test string) {
+	live.Lock()
+	defer live.Unlock()
+	w.test = test
+}
+
+// settle waits until the daemon is between syncs, has ended, or time is up.
+func (d *Daemon) settle(deadline <-chan time.Time) {
+	for {
+		d.mu.Lock()
+		lines, changed := d.lines, d.changed
+		d.mu.Unlock()
+		if !busy(lines) {
+			return
+		}
+		select {
+		case <-changed:
+		case <-d.exited:
+			return
+		case <-deadline:
+			return
+		}
+	}
+}
+
+// busy reports whether a log ends within a sync.
+func busy(lines []string) bool {
+	for _, line := range slices.Backward(lines) {
+		switch {
+		case strings.Contains(line, syncing):
+			return true
+		case strings.Contains(line, InSync), strings.Contains(line, syncFailed):
+			return false
+		}
+	}
+	return false
+}
