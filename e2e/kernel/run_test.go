@@ -81,13 +81,13 @@ func TestRunWrites(t *testing.T) {
 	t.Parallel()
 	lost, kept, also := t.TempDir(), t.TempDir(), t.TempDir()
 	got := run(t, []string{"NODEPROXY_KERNEL_WRITABLE=" + kept + ":" + also},
-		"sh", "-c", `for d; do echo text >"$d/file" && cat "$d/file"; done`, "sh", lost, kept, also)
-	if got != (result{stdout: "text\ntext\ntext\n"}) {
+		"sh", "-c", `for d; do echo text >"$d/file" && cat "$d/file"; done; cat /proc/mounts >&2`, "sh", lost, kept, also)
+	if got.status != 0 || got.stdout != "text\ntext\ntext\n" {
 		t.Errorf("got %+v", got)
 	}
 	for _, directory := range []string{kept, also} {
 		if b, err := os.ReadFile(filepath.Join(directory, "file")); string(b) != "text\n" {
-			t.Errorf("a file in a writable directory has %q, %v", b, err)
+			t.Errorf("a file in a writable directory has %q, %v; mounted was\n%s", b, err, got.stderr)
 		}
 	}
 	if _, err := os.Stat(filepath.Join(lost, "file")); err == nil && !ownKernel() {
