@@ -47,6 +47,19 @@ func (n *Netns) enslave(name, bridge string) error {
 	return nil
 }
 
+// allowHairpin lets a port of a bridge get back what came in by it, as network plugins do for pods: with
+// bridge-nf-call-iptables, what a pod sends to a Service and gets itself never leaves the bridge.
+func (n *Netns) allowHairpin(name string) error {
+	port, err := link(n, name)
+	if err != nil {
+		return err
+	}
+	if err := n.nl.LinkSetHairpin(port, true); err != nil {
+		return fmt.Errorf("hairpin mode of %s of %s: %w", name, n.Name, err)
+	}
+	return nil
+}
+
 func (n *Netns) up(name string) error {
 	l, err := link(n, name)
 	if err != nil {

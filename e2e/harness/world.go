@@ -341,7 +341,7 @@ func (w *World) newPod(n *Node, name string, ip4, ip6 netip.Addr, ports []uint16
 	toPod := hostSide
 	if w.opts.Bridge {
 		toPod = PodBridge
-		if err := n.enslave(hostSide, PodBridge); err != nil {
+		if err := errors.Join(n.enslave(hostSide, PodBridge), n.allowHairpin(hostSide)); err != nil {
 			return nil, err
 		}
 	} else if err := n.addAddr(hostSide, 64, podGateway6, syscall.RT_SCOPE_LINK); err != nil {
