@@ -28,6 +28,8 @@ type Config struct {
 	Families []plan.Family
 	// MasqueradeBit is as in Options.
 	MasqueradeBit int
+	// KeepCounters is for a Backend whose Traffic is read: see Options.
+	KeepCounters bool
 	// SysctlDir is where kernel settings are written; empty for /proc/sys.
 	SysctlDir string
 	// Compared is told of each comparison of everything with the kernel, once for all families, with what was not as it had
@@ -79,6 +81,7 @@ func newEngine(t *tool, cfg Config) *engine {
 		MasqueradeBit: cfg.MasqueradeBit,
 		RandomFully:   t.ipt.HasRandomFully(),
 		CompactAbove:  DefaultCompactAbove,
+		KeepCounters:  cfg.KeepCounters,
 		TCPLiberal:    liberal != "" && liberal != "0",
 	}}
 	if t.variant == NFT {

@@ -18,9 +18,12 @@ type Options struct {
 	RandomFully bool
 	// CompactAbove is the number of endpoints, over all ServicePorts of a family, above which rules take their compact
 	// form: no chain for each endpoint (but with session affinity), comments only in the rule that leads to a
-	// ServicePort's chain, and one rule that masquerades hairpin traffic for all. 0 is for never, which kernels without
-	// xt_bpf need.
+	// ServicePort's chain, no such chain either for one with a cluster IP only and one or two endpoints, and one rule that
+	// masquerades hairpin traffic for all. 0 is for never, which kernels without xt_bpf need.
 	CompactAbove int
+	// KeepCounters has every ServicePort keep a chain in the compact form too: the counters of what leads there are not
+	// lost when others change, as those of rules in a dispatcher are.
+	KeepCounters bool
 	// TCPLiberal is set where net.netfilter.nf_conntrack_tcp_be_liberal is: then packets that conntrack calls invalid
 	// are not dropped.
 	TCPLiberal bool
@@ -60,8 +63,11 @@ func (x form) toClusterIPs(cidr netip.Prefix) *rule {
 	if x.pods.IsValid() {
 		r.notSrc(x.pods)
 	}
-	return r.word("-m", "conntrack", "--ctstate", "DNAT", "--ctorigdst", cidr.String())
+	return r.word("-m", "conntrack", ctDNAT, "--ctorigdst", cidr.String())
 }
+
+// ctDNAT is in all rules of the base chains that do for all services what could be done for each.
+const ctDNAT = "--ctstate DNAT"
 
 // baseChains are the chains that depend on no ServicePort and no frontend.
 func baseChains(o Options, f plan.Family, x form) []tableChain {
@@ -121,7 +127,7 @@ func hairpin(f plan.Family) *rule {
 	if f == plan.IPv6 {
 		program = v6
 	}
-	return newRule().word("-m", "conntrack", "--ctstate", "DNAT").comment("hairpin").
+	return newRule().word("-m", "conntrack", ctDNAT).comment("hairpin").
 		word("-m", "bpf", "--bytecode", `"`+program+`"`)
 }
 

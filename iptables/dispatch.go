@@ -113,14 +113,14 @@ func inner(t *trie) bool { return t.count > maxFlat }
 // rules are those of the chain that a trie becomes.
 func (d *dispatch) rules(t *trie) []string {
 	if !inner(t) {
-		return t.rules(nil)
+		return t.list(nil)
 	}
 	var out []string
 	for _, kid := range t.kids {
 		if branches(kid) {
 			out = append(out, d.match(kid.prefix).goTo(d.name(kid.prefix)))
 		} else {
-			out = kid.rules(out)
+			out = kid.list(out)
 		}
 	}
 	return out
@@ -133,7 +133,7 @@ func (d *dispatch) rootChain() chain {
 	switch {
 	case d.root == nil:
 	case !inner(d.root):
-		rules = d.root.rules(nil)
+		rules = d.root.list(nil)
 	default:
 		rules = append(rules, d.match(d.root.prefix).jump(d.name(d.root.prefix)))
 	}

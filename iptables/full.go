@@ -51,6 +51,7 @@ type fullSync struct {
 	nat, filter kernelTable // what the kernel held before
 	rules       *rules
 	wanted      map[table]map[string]bool
+	rewrites    []own   // ServicePorts with chains that the kernel has otherwise
 	refused     []error // ServicePorts whose chains the kernel does not take
 	written     int
 	removed     int
@@ -111,10 +112,12 @@ func boolCompare(a, b bool) int {
 	return -1
 }
 
-// base writes the chains that all others need.
+// base writes the chains that all others need. What one rule does for all services in the form that the kernel holds goes only
+// at the end (dispatch), when each does it for itself.
 func (f *fullSync) base() error {
 	nat, filter := block{table: tableNAT}, block{table: tableFilter}
 	for _, c := range baseChains(f.options, f.family, f.rules.form()) {
+		c.rules = slices.Concat(f.forAll(c, tableNAT), c.rules, f.forAll(c, tableFilter))
 		b := &nat
 		if c.table == tableFilter {
 			b = &filter
@@ -139,6 +142,17 @@ func (f *fullSync) base() error {
 		}
 	}
 	return nil
+}
+
+// forAll are the rules for all services in a base chain that the kernel holds and that are not to be: in table nat they stand
+// first, in table filter last.
+func (f *fullSync) forAll(c tableChain, in table) []string {
+	if c.table != in {
+		return nil
+	}
+	return slices.DeleteFunc(slices.Clone(f.held(in)[c.name]), func(r string) bool {
+		return !strings.Contains(r, ctDNAT) || slices.Contains(c.rules, r)
+	})
 }
 
 // foundation, on a node without rules, makes the critical ServicePorts work before all others are written, together with
@@ -193,35 +207,46 @@ type own struct {
 	chains []chain
 }
 
-// services writes the ServicePorts' own chains, many at a time.
+// services writes the ServicePorts' own chains that the kernel lacks, and notes those that it has otherwise.
 func (f *fullSync) services(services []*plan.ServicePort) error {
-	var batch []own
-	names := map[string]bool{}
-	flush := func() error {
-		err := f.writeServices(batch)
-		batch = nil
-		clear(names)
-		return err
-	}
+	var fresh []own
 	for _, sp := range services {
-		o := own{sp: sp}
+		missing, other := own{sp: sp}, own{sp: sp}
 		for _, c := range f.rules.enter(sp) {
 			f.want(tableNAT, c.name)
-			if !f.nat.has(c) {
-				o.chains = append(o.chains, c)
-				addNames(names, c)
+			if rules, exists := f.nat[c.name]; !exists {
+				missing.chains = append(missing.chains, c)
+			} else if !slices.Equal(rules, c.rules) {
+				other.chains = append(other.chains, c)
 			}
 		}
-		if len(o.chains) == 0 {
-			continue
+		if len(missing.chains) > 0 {
+			fresh = append(fresh, missing)
 		}
-		if batch = append(batch, o); f.tooMany(names) {
-			if err := flush(); err != nil {
-				return err
-			}
+		if len(other.chains) > 0 {
+			f.rewrites = append(f.rewrites, other)
 		}
 	}
-	return flush()
+	return f.writeAll(fresh)
+}
+
+// writeAll writes ServicePorts' own chains, many at a time.
+func (f *fullSync) writeAll(list []own) error {
+	names := map[string]bool{}
+	first := 0
+	for i, o := range list {
+		for _, c := range o.chains {
+			addNames(names, c)
+		}
+		if f.tooMany(names) || i == len(list)-1 {
+			if err := f.writeServices(list[first : i+1]); err != nil {
+				return err
+			}
+			first = i + 1
+			clear(names)
+		}
+	}
+	return nil
 }
 
 // writeServices writes a batch. Where the kernel refuses it, halves are tried until the ServicePorts at fault are found;
@@ -263,39 +288,6 @@ func (f *fullSync) writeServices(batch []own) error {
 		sp.Key.Service, sp.Key.Port, err))
 	return nil
 }
-
-// dispatch writes all chains that are not a ServicePort's own, those that others lead to first.
-func (f *fullSync) dispatch() error {
-	var todo []tableChain
-	f.rules.fixed(func(c tableChain) {
-		f.want(c.table, c.name)
-		if !f.held(c.table).has(c.chain) {
-			todo = append(todo, c)
-		}
-	})
-	// The roots come last of all: until they are written, the trees that were there before are whole.
-	slices.SortStableFunc(todo, func(a, b tableChain) int { return boolCompare(fixedName(a.name), fixedName(b.name)) })
-	var blocks []block
-	names := map[string]bool{}
-	for _, c := range todo {
-		if n := len(blocks); n == 0 || blocks[n-1].table != c.table {
-			blocks = append(blocks, block{table: c.table})
-		}
-		blocks[len(blocks)-1].write(c.chain)
-		f.written++
-		if addNames(names, c.chain); f.tooMany(names) {
-			if err := f.write(blocks); err != nil {
-				return err
-			}
-			blocks = nil
-			clear(names)
-		}
-	}
-	return f.write(blocks)
-}
-
-// fixedName reports whether a chain is there whatever the Services: one that does not belong to a tree.
-func fixedName(name string) bool { return !mayBeStale(name) || name == chainExternalNodePorts }
 
 func (f *fullSync) write(blocks []block) error {
 	if len(blocks) == 0 {

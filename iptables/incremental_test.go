@@ -23,6 +23,7 @@ type fakeKernel struct {
 	// refuse, if set, makes restores of text that holds it fail.
 	refuse   string
 	restores []string
+	changed  func() // is called after each change of a table
 }
 
 func newFakeKernel() *fakeKernel {
@@ -47,7 +48,14 @@ func (k *fakeKernel) ensureJump(j jump) error {
 		return fmt.Errorf("no chain %s in %s", j.to, j.table)
 	}
 	t[j.from] = slices.Insert(t[j.from], 0, j.text())
+	k.tell()
 	return nil
+}
+
+func (k *fakeKernel) tell() {
+	if k.changed != nil {
+		k.changed()
+	}
 }
 
 func (k *fakeKernel) restore(text string) error {
@@ -96,6 +104,7 @@ func (k *fakeKernel) restore(text string) error {
 				return fail(err.Error())
 			}
 			k.tables[tbl] = work
+			k.tell()
 		default:
 			return fail("not understood")
 		}
@@ -249,7 +258,7 @@ func TestOneChangeWritesOneService(t *testing.T) {
 // TestRefusedServiceDoesNotStopOthers: rules that the kernel does not take cost the one ServicePort that they are for.
 func TestRefusedServiceDoesNotStopOthers(t *testing.T) {
 	e, k := fakeEngine(plan.IPv4)
-	p := plantest.Large(50, 2)
+	p := plantest.Large(50, 3) // With fewer endpoints it would have no chain, at whose name it is refused.
 	bad := p.Sorted(plan.IPv4)[23]
 	k.refuse = ":" + serviceChain(prefixCluster, bad.Key) + " "
 	err := e.sync(context.Background(), p, nil)
@@ -304,7 +313,7 @@ func dumpTrie(t *trie) string {
 	for _, k := range t.kids {
 		kids = append(kids, dumpTrie(k))
 	}
-	return fmt.Sprintf("%q %q %d [%s]", t.prefix, t.rule, t.count, strings.Join(kids, " "))
+	return fmt.Sprintf("%q %q %d [%s]", t.prefix, t.rules, t.count, strings.Join(kids, " "))
 }
 
 // TestNamesFit: no chain name is longer than iptables takes, and no two chains of a table have the same.

@@ -113,7 +113,7 @@ func (r *rules) enter(sp *plan.ServicePort) []chain {
 	frag := r.fragment(sp)
 	r.services[sp.Key] = sp
 	for _, e := range frag.entries {
-		r.tries[e.dispatcher] = r.tries[e.dispatcher].with(e.key, e.rule)
+		r.tries[e.dispatcher] = r.tries[e.dispatcher].with(e.key, e.rules)
 	}
 	return frag.chains
 }
@@ -269,7 +269,7 @@ func (r *rules) step(in table, transitions []*transition) block {
 	for _, t := range transitions {
 		for _, e := range t.old.entries {
 			// In a step before, the frontend may have got another owner, whose entry is not to go.
-			if places[e.dispatcher].table == in && r.tries[e.dispatcher].at(e.key) == e.rule {
+			if places[e.dispatcher].table == in && r.tries[e.dispatcher].at(e.key) == e.rules {
 				r.tries[e.dispatcher] = r.tries[e.dispatcher].without(e.key)
 			}
 		}
@@ -277,7 +277,7 @@ func (r *rules) step(in table, transitions []*transition) block {
 	for _, t := range transitions {
 		for _, e := range t.new.entries {
 			if places[e.dispatcher].table == in {
-				r.tries[e.dispatcher] = r.tries[e.dispatcher].with(e.key, e.rule)
+				r.tries[e.dispatcher] = r.tries[e.dispatcher].with(e.key, e.rules)
 			}
 		}
 		if in == tableNAT {

@@ -4,6 +4,7 @@ import (
 	"net/netip"
 	"slices"
 	"strconv"
+	"strings"
 	"time"
 
 	"nodeproxy/proxier/plan"
@@ -16,11 +17,11 @@ type fragment struct {
 	entries []entry
 }
 
-// entry is one rule in a dispatcher, at a key that no other ServicePort has.
+// entry is what stands in a dispatcher at a key that no other ServicePort has: a rule, or several with a newline between them.
 type entry struct {
 	dispatcher dispatcherID
 	key        key
-	rule       string
+	rules      string
 }
 
 // builder makes the fragment of one ServicePort.
@@ -31,6 +32,7 @@ type builder struct {
 	name     string         // namespace/name:port, for comments
 	compact  bool           // as few and as light rules as possible
 	direct   bool           // endpoints have no chains of their own
+	inline   bool           // and the ServicePort has none either
 	ranges   []netip.Prefix // of cluster IPs that a rule for all masquerades
 	out      fragment
 }
@@ -44,6 +46,8 @@ func (r *rules) fragment(sp *plan.ServicePort) fragment {
 		ranges: r.ranges}
 	// Affinity needs the chains: an endpoint's chain remembers the client.
 	b.direct = r.compact && sp.Affinity == 0
+	b.inline = b.direct && !r.options.KeepCounters && !sp.HasExternal() &&
+		len(sp.ForPolicy(sp.InternalPolicy)) <= maxInlineEndpoints
 	for _, f := range sp.Frontends {
 		switch f.Kind {
 		case plan.ClusterIP:
@@ -55,7 +59,7 @@ func (r *rules) fragment(sp *plan.ServicePort) fragment {
 			b.entry(filterNodePorts, f, r.jump("ACCEPT"))
 		}
 	}
-	if !sp.Any {
+	if !sp.Any || b.inline {
 		return b.out
 	}
 	if b.limited() {
@@ -74,21 +78,24 @@ func (r *rules) fragment(sp *plan.ServicePort) fragment {
 	return b.out
 }
 
-func (b *builder) entry(d dispatcherID, f plan.Frontend, text string) {
-	b.out.entries = append(b.out.entries, entry{dispatcher: d, key: keyOf(f), rule: text})
+func (b *builder) entry(d dispatcherID, f plan.Frontend, rules ...string) {
+	b.out.entries = append(b.out.entries, entry{dispatcher: d, key: keyOf(f), rules: strings.Join(rules, "\n")})
 }
 
 func (b *builder) chain(name string, rules ...string) {
 	b.out.chains = append(b.out.chains, chain{name, rules})
 }
 
-// at begins a rule for traffic to a frontend.
+// at begins a rule for traffic to a frontend, with a comment unless that is empty.
 func (b *builder) at(f plan.Frontend, comment string) *rule {
 	r := newRule()
 	if f.Addr.IsValid() {
 		r.dstIP(f.Addr)
 	}
-	return r.proto(f.Protocol).comment(comment).port(f.Protocol, f.Port)
+	if r.proto(f.Protocol); comment != "" {
+		r.comment(comment)
+	}
+	return r.port(f.Protocol, f.Port)
 }
 
 // policyChainName is the chain with the endpoints of a policy.
@@ -117,7 +124,11 @@ func (b *builder) refusal() (comment, target string) {
 }
 
 func (b *builder) clusterIP(f plan.Frontend) {
-	if len(b.sp.ForPolicy(b.sp.InternalPolicy)) > 0 {
+	if endpoints := b.sp.ForPolicy(b.sp.InternalPolicy); len(endpoints) > 0 {
+		if b.inline {
+			b.entry(natServices, f, b.inlineRules(f, endpoints)...)
+			return
+		}
 		b.entry(natServices, f, b.at(f, b.name+" cluster IP").jump(b.policyChainName(b.sp.InternalPolicy)))
 		return
 	}
@@ -247,7 +258,7 @@ func (b *builder) masqueradeClusterIP(f plan.Frontend) string {
 		r.notSrc(d.CIDR(b.sp.Key.Family))
 	}
 	// Nothing but the cluster IP leads to the chain of a ServicePort without other frontends, so it need not be asked for.
-	sole := b.compact && !b.sp.HasExternal()
+	sole := b.compact && !b.sp.HasExternal() && !b.inline
 	if !sole {
 		r.dstIP(f.Addr)
 	}

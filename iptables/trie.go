@@ -6,21 +6,21 @@ import "strings"
 // protocol, the destination port. All keys of one dispatcher are equally long.
 type key string
 
-// A trie is an immutable tree of rules by key; nil is the empty one. Changing it makes a new one that shares all but one
+// A trie is an immutable tree of entries by key; nil is the empty one. Changing it makes a new one that shares all but one
 // path with the old, so that two of them are compared at the cost of what differs. Its shape, and so that of the chains
 // made from it, depends on the set of keys alone, not on the order in which they came.
 type trie struct {
-	prefix key // what all keys below have in common; the whole key in an entry
-	rule   string
+	prefix key     // what all keys below have in common; the whole key in an entry
+	rules  string  // of an entry, with newlines between them
 	kids   []*trie // at least two, in order of the digit behind prefix; none in an entry
 	count  int     // entries below
 }
 
 func (t *trie) isEntry() bool { return len(t.kids) == 0 }
 
-// with returns the trie with a rule at k, in place of the one there was.
-func (t *trie) with(k key, rule string) *trie {
-	entry := &trie{prefix: k, rule: rule, count: 1}
+// with returns the trie with an entry at k, in place of the one there was.
+func (t *trie) with(k key, rules string) *trie {
+	entry := &trie{prefix: k, rules: rules, count: 1}
 	if t == nil {
 		return entry
 	}
@@ -42,11 +42,11 @@ func (t *trie) with(k key, rule string) *trie {
 		return t.withKids(kids)
 	}
 	kids := append([]*trie(nil), t.kids...)
-	kids[i] = kids[i].with(k, rule)
+	kids[i] = kids[i].with(k, rules)
 	return t.withKids(kids)
 }
 
-// without returns the trie without the rule at k.
+// without returns the trie without the entry at k.
 func (t *trie) without(k key) *trie {
 	if t == nil || !strings.HasPrefix(string(k), string(t.prefix)) {
 		return t
@@ -74,11 +74,11 @@ func (t *trie) without(k key) *trie {
 	return t.withKids(kids)
 }
 
-// at returns the rule at k; empty if there is none.
+// at returns the rules at k; empty if there are none.
 func (t *trie) at(k key) string {
 	for t != nil && strings.HasPrefix(string(k), string(t.prefix)) {
 		if t.isEntry() {
-			return t.rule
+			return t.rules
 		}
 		i, found := t.kid(k)
 		if !found {
@@ -108,16 +108,19 @@ func (t *trie) withKids(kids []*trie) *trie {
 	return &trie{prefix: t.prefix, kids: kids, count: count}
 }
 
-// rules appends the rules of all entries in order of key.
-func (t *trie) rules(out []string) []string {
+// list appends the rules of all entries in order of key.
+func (t *trie) list(out []string) []string {
 	switch {
 	case t == nil:
 		return out
 	case t.isEntry():
-		return append(out, t.rule)
+		for rule := range strings.SplitSeq(t.rules, "\n") {
+			out = append(out, rule)
+		}
+		return out
 	}
 	for _, kid := range t.kids {
-		out = kid.rules(out)
+		out = kid.list(out)
 	}
 	return out
 }

@@ -24,6 +24,7 @@ func drawOptions(t *rapid.T) iptables.Options {
 		RandomFully:   rapid.Bool().Draw(t, "random fully"),
 		TCPLiberal:    rapid.Bool().Draw(t, "TCP liberal"),
 		CompactAbove:  rapid.SampledFrom([]int{0, 1, 20}).Draw(t, "compact above"),
+		KeepCounters:  rapid.Bool().Draw(t, "keep counters"),
 	}
 }
 

@@ -116,8 +116,8 @@ func newBackend(cfg *config.Config, families []plan.Family, report source.Report
 		})
 	}
 	return iptables.New(iptables.Config{
-		Compared: compared,
-		Variant:  cfg.IPTablesBackend, Families: families, MasqueradeBit: cfg.MasqueradeBit, SysctlDir: cfg.SysctlDir, Log: log,
+		Compared: compared, KeepCounters: cfg.ServiceMetrics > 0,
+		Variant: cfg.IPTablesBackend, Families: families, MasqueradeBit: cfg.MasqueradeBit, SysctlDir: cfg.SysctlDir, Log: log,
 	})
 }
 

@@ -68,6 +68,7 @@ func render(cfg *config.Config, family string, report source.Report) (string, er
 	}
 	options := iptables.Options{
 		MasqueradeBit: cfg.MasqueradeBit, RandomFully: true, CompactAbove: iptables.DefaultCompactAbove,
+		KeepCounters: cfg.ServiceMetrics > 0,
 	}
 	if len(families) == 1 {
 		return iptables.Render(desired, families[0], options), nil

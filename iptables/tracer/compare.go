@@ -5,6 +5,7 @@ import (
 	"fmt"
 	"math"
 	"net/netip"
+	"slices"
 	"strings"
 
 	"nodeproxy/proxier/plan"
@@ -128,4 +129,27 @@ func (l Leeway) agreeForward(v plan.Verdict, pkt plan.Packet, outcomes []Outcome
 		errs = append(errs, fmt.Errorf("%s is never reached", addr))
 	}
 	return errors.Join(errs...)
+}
+
+// AgreeBetween says what is wrong with a packet's outcomes while a change is being made, before and after which it gets to an
+// endpoint: it must get to one all the while, of endpoints, which are those that its ServicePort has before or after; and
+// masqueraded where the verdicts have it so: those that know the endpoint, or if neither does, both. It is nil if nothing is wrong.
+func AgreeBetween(before, after plan.Verdict, endpoints []plan.Endpoint, pkt plan.Packet, outcomes []Outcome) error {
+	targets := slices.Concat(before.Targets, after.Targets)
+	for _, o := range outcomes {
+		kept := func(t plan.Target) bool { return !t.Masquerade }
+		of := slices.DeleteFunc(slices.Clone(targets), func(t plan.Target) bool { return t.Addr != o.Dst })
+		if len(of) == 0 {
+			of = targets
+		}
+		known := slices.ContainsFunc(endpoints, func(ep plan.Endpoint) bool { return ep.Addr == o.Dst })
+		leaves := pkt.Output || !o.Delivered
+		switch {
+		case !known || !o.DNAT || o.Action != Accept:
+			return fmt.Errorf("it gets to %s", o)
+		case leaves && !o.Masquerade && !slices.ContainsFunc(of, kept) && o.Dst.Addr() != pkt.Src:
+			return fmt.Errorf("it gets to %s and is not masqueraded", o)
+		}
+	}
+	return nil
 }

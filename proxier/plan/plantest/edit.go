@@ -49,3 +49,39 @@ func (d draft) edited(t *rapid.T) draft {
 	d.sp = &sp
 	return d
 }
+
+// Transit is a packet that gets to an endpoint both before and after a change.
+type Transit struct {
+	Packet        plan.Packet
+	Before, After plan.Verdict
+	Endpoints     []plan.Endpoint // all that its ServicePort has, before or after
+}
+
+// Transits draws packets of a few sources to the frontends that change from the cluster's plan to the next one, as far as there are
+// endpoints for them before and after. None has a loopback address as its source.
+func (c *Cluster) Transits(t *rapid.T, f plan.Family, next *plan.Plan) []Transit {
+	sources := rapid.SliceOfN(c.Packets(f), 4, 4).Draw(t, "sources")
+	was, is := plan.NewEvaluator(c.Plan), plan.NewEvaluator(next)
+	var out []Transit
+	for _, sp := range c.Plan.Sorted(f) {
+		if sp.Equal(next.Services[sp.Key]) {
+			continue
+		}
+		for _, fe := range sp.Frontends {
+			for _, pkt := range sources {
+				pkt.Dst, pkt.Protocol, pkt.DstPort = fe.Addr, fe.Protocol, fe.Port
+				if !fe.Addr.IsValid() {
+					pkt.Dst = c.localOf(f)[0]
+				}
+				pkt.DstLocal = c.Local(pkt.Dst)
+				x := Transit{Packet: pkt, Before: was.Verdict(pkt), After: is.Verdict(pkt)}
+				if x.Before.Action == plan.Forward && x.After.Action == plan.Forward && !pkt.Src.IsLoopback() {
+					x.Endpoints = slices.Concat(c.Plan.Services[x.Before.ServicePort].All(), next.Services[x.After.ServicePort].All())
+					out = append(out, x)
+				}
+			}
+		}
+	}
+	const most = 60
+	return out[:min(len(out), most)]
+}
