@@ -36,6 +36,8 @@ type daemon struct {
 	from    string // names the source
 	// warn tells the cluster of what is wrong with the mode on this node, if there is a cluster.
 	warn func(text string)
+	// waits tells it that this program waits for another proxy.
+	waits func(text string)
 	// warnConflict tells it of host processes that listen where Services are; nil without a cluster.
 	warnConflict func(text string)
 }
@@ -47,14 +49,17 @@ type backend interface {
 	Families() []plan.Family
 }
 
-func newDaemon(ctx context.Context, cfg *config.Config, report source.Report, log *slog.Logger) (*daemon, error) {
-	d := &daemon{cfg: cfg, log: log, warn: func(string) {}}
+func newDaemon(ctx context.Context, cfg *config.Config, turn *turn, report source.Report, log *slog.Logger) (*daemon, error) {
+	d := &daemon{cfg: cfg, log: log, warn: func(string) {}, waits: func(string) {}}
 	families := hostFamilies(log)
 	set := metrics.New(metrics.Config{Mode: cfg.Mode, Version: version, Families: families, Start: started, Log: log})
 	set.CollectRESTClient(requests)
 	d.drift = &driftReporter{metrics: set, log: log}
 	report = set.Report(report)
 	if err := d.open(ctx, report); err != nil {
+		return nil, err
+	}
+	if err := turn.await(ctx, cfg, families, d.waits, log); err != nil {
 		return nil, err
 	}
 	trackConnections(cfg, report)
@@ -142,6 +147,7 @@ func (d *daemon) run(ctx context.Context) error {
 	})
 	running.Go(func() { end(d.monitor.run(ctx)) })
 	running.Go(func() { d.runBeside(ctx) })
+	running.Go(func() { d.removeLeftovers(ctx) })
 	running.Go(func() {
 		select {
 		case <-ctx.Done():
@@ -208,6 +214,7 @@ func (d *daemon) open(ctx context.Context, report source.Report) error {
 	go events.Run(ctx)
 	events.Normal("Starting", "StartNodeproxy", "")
 	d.warn = func(text string) { events.Warning("ModeProblem", "StartNodeproxy", "mode %s: %s", cfg.Mode, text) }
+	d.waits = func(text string) { events.Warning("WaitingForProxy", "StartNodeproxy", "%s", text) }
 	d.warnConflict = func(text string) { events.Warning("PortConflict", "WatchPorts", "%s", text) }
 	d.drift.tell = func(text string) { events.Warning("DriftRepaired", "RepairRules", "%s", text) }
 	d.from = "the API server"
