@@ -55,7 +55,7 @@ func cleanupCommand() *cobra.Command {
 // goes to warnings.
 func cleanup(ctx context.Context, cfg *config.Config, dry bool, out, warnings io.Writer) error {
 	if !dry {
-		guard := exclusive.Guard{Ports: []uint16{cfg.Servers.Healthz.Port(), cfg.Servers.Metrics.Port()}, Log: slog.New(slog.DiscardHandler)}
+		guard := exclusive.Guard{Ports: proxyPorts(cfg), Log: slog.New(slog.DiscardHandler)}
 		if other := guard.Other(); other != nil {
 			fmt.Fprintf(warnings, "warning: %s runs, and will write anew what is removed now\n", other)
 		}

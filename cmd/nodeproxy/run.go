@@ -106,16 +106,12 @@ func run(ctx context.Context, cfg *config.Config, turn *turn, log *slog.Logger) 
 	if err := setOOMScore(cfg.OOMScoreAdj); err != nil {
 		log.Info("the kernel may end this process sooner than others when memory runs out", "error", err)
 	}
-	d, err := newDaemon(ctx, cfg, turn, report, log)
-	if ctx.Err() != nil && errors.Is(err, context.Canceled) {
-		log.Info("stopped before it was this program's turn; nothing has been written")
-		return nil
-	}
+	d, err := newDaemon(ctx, cfg, report, log)
 	if err != nil {
 		return err
 	}
 	log.Info("starting", "version", version, "mode", cfg.Mode, "node", cfg.NodeName, "objects-from", d.from)
-	if err := d.run(ctx); err != nil {
+	if err := d.run(ctx, turn); err != nil {
 		return err
 	}
 	log.Info("stopped; the rules stay in force")

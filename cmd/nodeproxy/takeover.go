@@ -3,7 +3,6 @@ package main
 import (
 	"context"
 	"log/slog"
-	"net/netip"
 	"strings"
 	"sync"
 
@@ -11,7 +10,6 @@ import (
 	"nodeproxy/proxier/exclusive"
 	"nodeproxy/proxier/health"
 	"nodeproxy/proxier/leftovers"
-	"nodeproxy/proxier/plan"
 )
 
 // turn is this program's turn to write to the kernel. It comes when no other proxy runs in the network namespace, and lasts as
@@ -24,45 +22,55 @@ type turn struct {
 	claiming sync.WaitGroup
 }
 
-// await waits for the turn; an error tells that ctx ended before. Meanwhile the health server answers, unless the other proxy
-// has its address, and says whom it waits for; tell tells the cluster, once.
-func (t *turn) await(ctx context.Context, cfg *config.Config, families []plan.Family, tell func(string), log *slog.Logger) error {
+// awaitTurn waits for the turn; an error tells that ctx ended before. Meanwhile health and metrics are served, unless the other
+// proxy has their addresses, and say whom it waits for.
+func (d *daemon) awaitTurn(ctx context.Context, t *turn) error {
 	if t.come {
 		return nil
 	}
-	t.guard.Log = log
-	t.guard.Ports = []uint16{cfg.Servers.Healthz.Port(), cfg.Servers.Metrics.Port()}
-	if cfg.TakeOver {
-		t.force(log)
+	t.guard.Log = d.log
+	t.guard.Ports = proxyPorts(d.cfg)
+	if d.cfg.TakeOver {
+		t.force(d.log)
 		return nil
 	}
-	node := health.NewNode(health.NodeConfig{Families: families})
-	server := health.Server{Name: "healthz", Addrs: []netip.AddrPort{cfg.Servers.Healthz}, Handler: node.Handler(),
-		Log: slog.New(slog.DiscardHandler)} // Most often it is the other proxy that has its address, and that is told.
 	ctx, cancel := context.WithCancel(ctx)
 	var running sync.WaitGroup
 	defer running.Wait()
 	defer cancel()
-	waited := false
+	var node *health.Node
 	err := t.guard.Wait(ctx, func(other exclusive.Proxy) {
-		log.Warn("another proxy runs here; nothing is written before it is gone (--take-over goes ahead at once)", "other", other)
-		node.WaitFor(other.String())
+		d.log.Warn("another proxy runs here; nothing is written before it is gone (--take-over goes ahead at once)",
+			"other", other.String())
 		if !t.told {
 			t.told = true
-			tell("waits until another proxy is gone: " + other.String())
+			d.event("WaitingForProxy", "StartNodeproxy", "nothing is written before another proxy is gone: "+other.String())
 		}
-		if !waited {
-			waited = true
-			running.Go(func() { _ = server.Run(ctx) }) // Without HardFail, it goes on trying.
+		if node == nil {
+			node = d.answerMeanwhile(ctx, &running)
 		}
+		node.WaitFor(other.String())
 	})
 	if err != nil {
 		return err
 	}
-	if t.come = true; waited {
-		log.Info("the other proxy is gone; taking over")
+	if t.come = true; node != nil {
+		d.metrics.Waiting(false)
+		d.log.Info("the other proxy is gone; taking over")
 	}
 	return nil
+}
+
+// answerMeanwhile serves the health of a program that waits, and metrics, until ctx ends.
+func (d *daemon) answerMeanwhile(ctx context.Context, running *sync.WaitGroup) *health.Node {
+	d.metrics.Waiting(true)
+	node := health.NewNode(health.NodeConfig{Families: d.families, Answered: d.metrics.Answered})
+	// Most often it is the other proxy that has an address, which is no error now; once it has gone, the address is tried again.
+	for _, s := range newServers(d.cfg, d.metrics, node) {
+		s.HardFail, s.Log = false, slog.New(slog.DiscardHandler)
+		running.Go(func() { _ = s.Run(ctx) }) // Without HardFail, there is no error.
+	}
+	return node
 }
 
 // force takes the turn whoever else runs. Later starts wait for this process as soon as nobody else has the claim.
@@ -72,8 +80,13 @@ func (t *turn) force(log *slog.Logger) {
 	if other == nil {
 		return
 	}
-	log.Warn("another proxy runs here; going ahead, as --take-over asks", "other", other)
+	log.Warn("another proxy runs here; going ahead, as --take-over asks", "other", other.String())
 	t.claiming.Go(func() { _ = t.guard.Claim(t.process) }) // An error tells of the end of process alone.
+}
+
+// proxyPorts are where another proxy may answer that has the same configuration.
+func proxyPorts(cfg *config.Config) []uint16 {
+	return []uint16{cfg.Servers.Healthz.Port(), cfg.Servers.Metrics.Port()}
 }
 
 // close ends the turn. process must have ended.
@@ -103,6 +116,6 @@ func (d *daemon) removeLeftovers(ctx context.Context) {
 	}
 	if err != nil {
 		d.log.Warn("something of a kube-proxy's stays until the next start", "error", err)
-		d.warn("what a kube-proxy has left can't be removed: " + err.Error())
+		d.event("LeftoversStay", "RemoveLeftovers", "what a kube-proxy has left can't be removed: "+err.Error())
 	}
 }
