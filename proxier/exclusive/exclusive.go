@@ -44,6 +44,11 @@ func (p Proxy) String() string {
 	return out + " (" + strings.Join(more, ", ") + ")"
 }
 
+// same reports whether both are one proxy as far as can be seen; it may have been seen in two ways.
+func (p Proxy) same(other Proxy) bool {
+	return p == other || p.PID != 0 && p.PID == other.PID
+}
+
 // The ports at which a kube-proxy answers if nobody told it otherwise: its health, and its metrics.
 const (
 	HealthzPort = 10256
@@ -91,10 +96,10 @@ func (g *Guard) Wait(ctx context.Context, told func(Proxy)) error {
 		if other == nil {
 			return nil
 		}
-		if *other != last {
-			last = *other
-			told(last)
+		if !other.same(last) {
+			told(*other)
 		}
+		last = *other
 		if err := pause(ctx); err != nil {
 			return err
 		}

@@ -50,7 +50,12 @@ func (g *Guard) ask(s socket) *Proxy {
 	if p, known := g.seen[s.inode]; known {
 		return p
 	}
-	kind := probe(s.reach())
+	kind := gone
+	for _, at := range s.reach() {
+		if kind = probe(at); kind != gone {
+			break
+		}
+	}
 	if kind == gone || kind == waiting {
 		return nil
 	}
@@ -58,11 +63,11 @@ func (g *Guard) ask(s socket) *Proxy {
 	if s.inode != 0 {
 		p.PID, p.Name = ownerOf(s.inode)
 	}
-	silent := kind == silent && (p.PID == 0 || p.Name == kubeProxyName || p.Name == "nodeproxy")
-	if kind != proxy && !silent && p.Name != kubeProxyName {
+	hangs := kind == silent && (p.PID == 0 || p.Name == kubeProxyName || p.Name == "nodeproxy")
+	if kind != proxy && !hangs && p.Name != kubeProxyName {
 		p = nil
 	}
-	if s.inode != 0 {
+	if s.inode != 0 && kind != silent { // Who is silent is asked again: it may just be slow.
 		if g.seen == nil {
 			g.seen = map[uint32]*Proxy{}
 		}

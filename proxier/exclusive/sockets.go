@@ -17,16 +17,21 @@ type socket struct {
 	inode uint32 // 0 where it is not known
 }
 
-// reach is the address at which the socket can be reached from this host.
-func (s socket) reach() netip.AddrPort {
-	a := s.addr.Addr()
-	switch {
+// reach are the addresses at which the socket can be reached from this host, the first one that answers. One for all addresses
+// of IPv6 takes connections of IPv4 too, most often, also where IPv6 is switched off.
+func (s socket) reach() []netip.AddrPort {
+	addrs := []netip.Addr{s.addr.Addr()}
+	switch a := s.addr.Addr(); {
 	case a.IsUnspecified() && a.Is4():
-		a = netip.AddrFrom4([4]byte{127, 0, 0, 1})
+		addrs = []netip.Addr{netip.AddrFrom4([4]byte{127, 0, 0, 1})}
 	case a.IsUnspecified():
-		a = netip.IPv6Loopback()
+		addrs = []netip.Addr{netip.IPv6Loopback(), netip.AddrFrom4([4]byte{127, 0, 0, 1})}
 	}
-	return netip.AddrPortFrom(a, s.addr.Port())
+	var out []netip.AddrPort
+	for _, a := range addrs {
+		out = append(out, netip.AddrPortFrom(a, s.addr.Port()))
+	}
+	return out
 }
 
 // The layout of struct inet_diag_req_v2 and inet_diag_msg, and what is not in golang.org/x/sys/unix.
