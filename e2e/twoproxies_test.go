@@ -106,7 +106,7 @@ func TestWaitEnds(t *testing.T) {
 	w := harness.New(t, harness.Options{})
 	w.Write(t, "nodes.yaml", w.NodeObjects()...)
 	w.Write(t, "s.yaml", harness.Objects(harness.Service("s", 1), w.Ready("n1a")...)...)
-	first := w.Run(t, variant, clusterCIDR)
+	first := w.Run(t, variant, clusterCIDR, "--healthz-bind-address=127.0.0.1:10256")
 	flags := []string{"--iptables-backend=" + string(variant), "--healthz-bind-address=127.0.0.1:10266",
 		"--metrics-bind-address=127.0.0.1:10259", clusterCIDR}
 	second, err := w.StartDaemon(w.Node1(), flags...)
@@ -121,6 +121,20 @@ func TestWaitEnds(t *testing.T) {
 			answer, err := w.Node1().Output("curl", "-s", "-w", "\n%{http_code}", "http://127.0.0.1:"+want[0])
 			if err == nil && !strings.Contains(answer, want[1]) {
 				err = fmt.Errorf("%s: %s, want %q", want[0], answer, want[1])
+			}
+			return err
+		})
+	}
+	must(t, second.Stop())
+	// Where an address of the first one is in the way of one for all addresses, the others are listened at.
+	second, err = w.StartDaemon(w.Node1(), "--iptables-backend="+string(variant), clusterCIDR)
+	must(t, err)
+	must(t, second.WaitFor(10*time.Second, waits(first)...))
+	for _, host := range []string{w.Node1().IP4.String(), "[" + w.Node1().IP6.String() + "]"} {
+		eventually(t, "a probe of the node's address is answered", func() error {
+			answer, err := w.Node1().Output("curl", "-s", "http://"+host+":10256/readyz")
+			if err == nil && !strings.Contains(answer, `"condition":"free"`) {
+				err = fmt.Errorf("/readyz at %s: %s", host, answer)
 			}
 			return err
 		})

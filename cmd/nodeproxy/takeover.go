@@ -3,6 +3,9 @@ package main
 import (
 	"context"
 	"log/slog"
+	"net"
+	"net/netip"
+	"slices"
 	"strings"
 	"sync"
 
@@ -68,9 +71,32 @@ func (d *daemon) answerMeanwhile(ctx context.Context, running *sync.WaitGroup) *
 	// Most often it is the other proxy that has an address, which is no error now; once it has gone, the address is tried again.
 	for _, s := range newServers(d.cfg, d.metrics, node) {
 		s.HardFail, s.Log = false, slog.New(slog.DiscardHandler)
+		s.Addrs = reachable(s.Addrs)
 		running.Go(func() { _ = s.Run(ctx) }) // Without HardFail, there is no error.
 	}
 	return node
+}
+
+// reachable adds the host's own addresses to an unspecified one that somebody else keeps from being listened at, if only by a
+// socket at one address, as k3s has it at 127.0.0.1: the kubelet probes the node's address, and restarts who does not answer.
+func reachable(addrs []netip.AddrPort) []netip.AddrPort {
+	out := slices.Clone(addrs)
+	for _, addr := range addrs {
+		if !addr.IsValid() || !addr.Addr().IsUnspecified() {
+			continue
+		}
+		if listener, err := net.Listen("tcp", addr.String()); err == nil {
+			_ = listener.Close()
+			continue
+		}
+		own, _ := net.InterfaceAddrs() // If they can't be listed, the address itself is tried on.
+		for _, a := range own {
+			if prefix, err := netip.ParsePrefix(a.String()); err == nil && prefix.Addr().IsGlobalUnicast() {
+				out = append(out, netip.AddrPortFrom(prefix.Addr().Unmap(), addr.Port()))
+			}
+		}
+	}
+	return out
 }
 
 // force takes the turn whoever else runs. Later starts wait for this process as soon as nobody else has the claim.

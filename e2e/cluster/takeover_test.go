@@ -79,16 +79,32 @@ func takeOver(s *scenario, mode string) {
 	s.eventually("nothing of kube-proxy's is left", s.nothingOfKubeProxy)
 	s.Logf("took over in %v", took.Round(time.Millisecond))
 
-	// And back. kube-proxy in mode nftables removes the rules of other modes before it has any of its own.
+	// And back.
+	s.must(next.Stop())
 	if mode == "iptables" {
-		s.must(next.Stop())
 		stop = s.kubeProxy(mode)
 		s.within(30*time.Second, "kube-proxy has taken over", s.programmed)
 		stop()
-	} else {
-		s.must(next.Stop())
+		s.enoughPerSecond(begun)
+		s.endLoads()
+	} else { // kube-proxy in mode nftables removes the rules of other modes before it has any of its own.
+		s.enoughPerSecond(begun)
+		s.endLoads()
+		load := s.Client.StartLoad("tcp", s.nodePort(cluster), 2, 5*time.Millisecond)
+		stop = s.kubeProxy(mode)
+		s.within(30*time.Second, "kube-proxy has taken over", s.programmed)
+		s.within(30*time.Second, "kube-proxy works", servers(s.Client, s.nodePort(cluster), "n1a", "n2a"))
+		load.Stop()
+		s.Logf("at the way back, kube-proxy made %d of %d requests fail", len(load.Failures()), load.Requests())
+		stop()
 	}
 	stopTalk()
+	s.cleanAndCompare()
+}
+
+// enoughPerSecond fails the test if the loads have made less than 200 requests a second since begun.
+func (s *scenario) enoughPerSecond(begun time.Time) {
+	s.Helper()
 	total, took := 0, time.Since(begun)
 	for _, l := range s.loads {
 		total += l.Requests()
@@ -96,8 +112,6 @@ func takeOver(s *scenario, mode string) {
 	if rate := float64(total) / took.Seconds(); rate < 200 {
 		s.Errorf("%.0f requests a second; 200 are to be", rate)
 	}
-	s.endLoads()
-	s.cleanAndCompare()
 }
 
 // kubeProxy starts a kube-proxy on node1. The function that it returns ends it.
