@@ -323,3 +323,23 @@ func TestStopped(t *testing.T) {
 		t.Errorf("waits for %v, not for process %d", other, cmd.Process.Pid)
 	}
 }
+
+// BenchmarkOther is what the look for other proxies costs a start where there is none.
+func BenchmarkOther(b *testing.B) {
+	runtime.LockOSThread()
+	n, err := netns.New()
+	if err != nil {
+		b.Fatalf("a network namespace of the benchmark's own (this needs root): %v", err)
+	}
+	defer n.Close()
+	for b.Loop() {
+		g := Guard{Log: slog.Default()}
+		if other := g.Other(); other != nil {
+			b.Fatalf("there is %v", other)
+		}
+		if err := g.Close(); err != nil {
+			b.Fatal(err)
+		}
+	}
+	b.ReportMetric(float64(len(processes())), "processes")
+}
