@@ -70,8 +70,9 @@ func (c *claim) close() error { return c.listener.Close() }
 func askOwner() *takenError {
 	out := &takenError{uid: -1}
 	conn, err := net.DialTimeout("unix", claimName, pollEvery)
-	if err != nil {
-		return out // It has just ended, or is stopped and its queue is full.
+	if err != nil { // It has just ended, is stopped and its queue is full, or does not listen.
+		out.uid = userOf("\x00" + claimName[1:])
+		return out
 	}
 	defer conn.Close()
 	raw, err := conn.(*net.UnixConn).SyscallConn()
