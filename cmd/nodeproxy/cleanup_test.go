@@ -2,6 +2,7 @@ package main
 
 import (
 	"fmt"
+	"net"
 	"os"
 	"os/exec"
 	"path/filepath"
@@ -210,5 +211,27 @@ func TestCleanupFails(t *testing.T) {
 				}
 			}
 		})
+	}
+}
+
+// TestCleanupBesideProxy: a proxy that runs is warned of, since it makes everything anew.
+func TestCleanupBesideProxy(t *testing.T) {
+	t.Parallel()
+	inNamespace(t)
+	proxy, err := net.Listen("unix", "@nodeproxy") // what a running nodeproxy has
+	if err != nil {
+		t.Fatal(err)
+	}
+	warning := fmt.Sprintf("warning: nodeproxy (process %d) runs, and will write anew what is removed now\n", os.Getpid())
+	for _, args := range [][]string{{"cleanup"}, {"--cleanup"}} {
+		if out := command(t, "", "nodeproxy", args...); out != warning {
+			t.Errorf("%v prints %q, want %q", args, out, warning)
+		}
+	}
+	if err := proxy.Close(); err != nil {
+		t.Fatal(err)
+	}
+	if out := command(t, "", "nodeproxy", "cleanup"); out != "" {
+		t.Errorf("without a proxy it prints %q", out)
 	}
 }

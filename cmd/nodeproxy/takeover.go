@@ -21,7 +21,7 @@ type turn struct {
 	process  context.Context // ends with the process, not with a configuration
 	guard    exclusive.Guard
 	come     bool
-	told     bool // the cluster has been told that it is waited for
+	told     string // whom the cluster has been told to be waited for
 	claiming sync.WaitGroup
 }
 
@@ -45,8 +45,8 @@ func (d *daemon) awaitTurn(ctx context.Context, t *turn) error {
 	err := t.guard.Wait(ctx, func(other exclusive.Proxy) {
 		d.log.Warn("another proxy runs here; nothing is written before it is gone (--take-over goes ahead at once)",
 			"other", other.String())
-		if !t.told {
-			t.told = true
+		if t.told != other.String() { // A new configuration makes the wait a new one.
+			t.told = other.String()
 			d.event("WaitingForProxy", "StartNodeproxy", "nothing is written before another proxy is gone: "+other.String())
 		}
 		if node == nil {

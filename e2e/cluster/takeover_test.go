@@ -1,10 +1,13 @@
 package cluster
 
 import (
+	"bufio"
 	"context"
 	"fmt"
+	"io"
 	"net/netip"
 	"os"
+	"os/exec"
 	"path/filepath"
 	"regexp"
 	"slices"
@@ -42,19 +45,19 @@ func takeOver(s *scenario, mode string) {
 	s.must(s.daemon.Stop())
 	stop := s.kubeProxy(mode)
 	s.within(30*time.Second, "kube-proxy has programmed its rules", s.programmed)
-	s.within(30*time.Second, "kube-proxy works", servers(s.Client, s.nodePort(cluster), "n1a", "n2a"))
-	startLoads := func() {
-		s.load(s.Client, s.nodePort(cluster))
-		s.load(s.Client, at(cluster, 4))
-		s.load(s.Client, s.nodePort(local))
-		s.load(s.World.Pod("n1b").Host, at(cluster, 4))
-		s.load(s.Node1().Host, at(cluster, 4))
+	for _, svc := range []*v1.Service{cluster, local} { // From here on it has nothing to change.
+		s.within(30*time.Second, "kube-proxy works", servers(s.Client, at(svc, 4), "n1a", "n2a"))
 	}
-	startLoads()
+	s.load(s.Client, s.nodePort(cluster))
+	s.load(s.Client, at(cluster, 4))
+	s.load(s.Client, s.nodePort(local))
+	s.load(s.World.Pod("n1b").Host, at(cluster, 4))
+	s.load(s.Node1().Host, at(cluster, 4))
 	stopTalk := s.talk(s.nodePort(cluster))
 	begun := time.Now()
 
 	before := s.rules()
+	s.waitsInPod()
 	next, err := s.StartDaemon(s.Node1(), "--iptables-backend="+string(s.variant), clusterCIDR, "--manifests=", "--kubeconfig="+s.kubeconfig,
 		"--healthz-bind-address=127.0.0.1:10266", "--metrics-bind-address=127.0.0.1:10259")
 	s.must(err)
@@ -100,6 +103,31 @@ func takeOver(s *scenario, mode string) {
 	}
 	stopTalk()
 	s.cleanAndCompare()
+}
+
+// waitsInPod starts a nodeproxy with a process namespace of its own, as a pod has it, from where it can't see other processes. It
+// has to see all the same that another proxy runs.
+func (s *scenario) waitsInPod() {
+	s.Helper()
+	binary, err := harness.Binary()
+	s.must(err)
+	cmd := exec.Command("unshare", "--pid", "--fork", "--mount-proc", "--kill-child", binary, "run", clusterCIDR,
+		"--kubeconfig="+s.kubeconfig, "--node-name=node1", "--healthz-bind-address=", "--metrics-bind-address=")
+	log, err := cmd.StderrPipe()
+	s.must(err)
+	s.must(s.Node1().Start(cmd))
+	late := time.AfterFunc(10*time.Second, func() { _ = cmd.Process.Kill() })
+	defer late.Stop()
+	lines, seen := bufio.NewScanner(log), ""
+	for !strings.Contains(seen, `other="another proxy (listens at `) && lines.Scan() {
+		seen += lines.Text() + "\n"
+	}
+	if lines.Err() != nil || !strings.Contains(seen, `other="another proxy (listens at `) {
+		s.Errorf("it does not wait (%v):\n%s", lines.Err(), seen)
+	}
+	_ = cmd.Process.Kill()
+	_, _ = io.Copy(io.Discard, log) // It has ended when nobody holds the other end any more.
+	_ = cmd.Wait()
 }
 
 // enoughPerSecond fails the test if the loads have made less than 200 requests a second since begun.
@@ -273,6 +301,7 @@ func (s *scenario) cleanAndCompare() {
 	binary, err := harness.Binary()
 	s.must(err)
 	s.startDaemon(s.T)
+	s.eventually("nothing of kube-proxy's is left", s.nothingOfKubeProxy)
 	had := s.rules()
 	s.must(s.daemon.Stop())
 	listed, err := s.Node1().Output(binary, "cleanup", "--dry-run")

@@ -68,6 +68,11 @@ var others = map[string]func() error{
 		}
 		return err
 	},
+	"one that looks": func() error {
+		g := Guard{Log: slog.Default()}
+		fmt.Println(g.Other())
+		return g.Close()
+	},
 	"nobody of note": func() error { fmt.Println("ready"); select {} },
 }
 
@@ -228,6 +233,31 @@ func TestOther(t *testing.T) {
 			squatter := tc.uid != 0 && tc.as != "kube-proxy's health" && tc.as != "nobody of note"
 			if warned := strings.Count(log.String(), "another nodeproxy would not be noticed"); squatter != (warned == 1) {
 				t.Errorf("the log has:\n%s", log)
+			}
+		})
+	}
+}
+
+// TestInPod: from a process namespace of its own, as a pod has it, others are seen all the same.
+func TestInPod(t *testing.T) {
+	t.Parallel()
+	for _, tc := range []struct{ as, want string }{
+		{"kube-proxy's health", "another proxy (listens at [::]:10256)"},
+		{"kube-proxy's metrics", "another proxy (listens at 127.0.0.1:10249)"},
+		{"somebody silent", "another proxy (listens at [::]:10256)"},
+		{"a web server", "<nil>"},
+		{"a nodeproxy", "nodeproxy (its process can't be seen from here)"},
+		{"nobody of note", "<nil>"},
+	} {
+		t.Run(tc.as, func(t *testing.T) {
+			t.Parallel()
+			inNamespace(t)
+			program(t, "kube-proxy", tc.as, 0)
+			cmd := exec.Command("unshare", "--pid", "--fork", "--mount-proc", filepath.Join(programs, "program"))
+			cmd.Env = append(os.Environ(), actAs+"=one that looks")
+			out, _ := cmd.CombinedOutput() // It exits with 1, as all that act do.
+			if got, _, _ := strings.Cut(string(out), "\n"); got != tc.want {
+				t.Errorf("got %q, want %q", out, tc.want)
 			}
 		})
 	}
