@@ -36,7 +36,8 @@ func TestTwoProxies(t *testing.T) {
 		file := filepath.Join(t.TempDir(), "config.yaml")
 		configure := func(masquerade bool) {
 			t.Helper()
-			text := fmt.Sprintf("apiVersion: kubeproxy.config.k8s.io/v1alpha1\nkind: KubeProxyConfiguration\niptables:\n  masqueradeAll: %v\n", masquerade)
+			text := fmt.Sprintf("apiVersion: kubeproxy.config.k8s.io/v1alpha1\nkind: KubeProxyConfiguration\n"+
+				"iptables:\n  masqueradeAll: %v\n", masquerade)
 			must(t, os.WriteFile(file+".new", []byte(text), 0o644))
 			must(t, os.Rename(file+".new", file))
 		}

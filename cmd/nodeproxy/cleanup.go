@@ -25,8 +25,8 @@ func cleanupCommand() *cobra.Command {
 		Long: "cleanup removes what nodeproxy and kube-proxy keep in the kernel of this node, in every mode: iptables rules of both\n" +
 			"variants, virtual servers (but for --ipvs-exclude-cidrs), ipsets, the device kube-ipvs0, kube-proxy's nftables tables,\n" +
 			"and its accounting objects. What is anybody else's stays, and so does what is shared with the kubelet. It prints a\n" +
-			"line for each thing that it removes. It fails if something stays, and names it. No proxy may be running, or that one\n" +
-			"makes everything anew.",
+			"line for each thing that it removes. It fails if something stays, and names it. A proxy that runs would make everything\n" +
+			"anew: cleanup warns of it, and goes on.",
 		Args: noArgs,
 		RunE: func(cmd *cobra.Command, _ []string) error {
 			if err := cmd.Flags().Set("cleanup", "true"); err != nil {
@@ -47,7 +47,8 @@ func cleanupCommand() *cobra.Command {
 	cmd.Flags().BoolVar(&dry, "dry-run", false, "only print what would be removed")
 	// Here the default is another one: what is left may be of either variant.
 	backend := cmd.Flags().Lookup("iptables-backend")
-	backend.Usage, backend.DefValue = "implementation of iptables whose rules are removed: nft, legacy, or both, which auto means here too", "both"
+	backend.Usage = "implementation of iptables whose rules are removed: nft, legacy, or both, which auto means here too"
+	backend.DefValue = string(config.BothVariants)
 	return cmd
 }
 

@@ -57,7 +57,8 @@ func (d *daemon) awaitTurn(ctx context.Context, t *turn) error {
 	if err != nil {
 		return err
 	}
-	if t.come = true; node != nil {
+	t.come = true
+	if node != nil { // It was waited for somebody.
 		d.metrics.Waiting(false)
 		d.log.Info("the other proxy is gone; taking over")
 	}
