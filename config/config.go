@@ -29,7 +29,7 @@ type Config struct {
 	ServiceCIDRsGiven bool
 	// NodePorts is the range that node ports are allotted from.
 	NodePorts PortRange
-	// IPTablesBackend is the implementation of iptables to use.
+	// IPTablesBackend is the implementation of iptables to use; with Cleanup also BothVariants.
 	IPTablesBackend iptables.Variant
 	// MasqueradeBit is the bit of the packet mark that asks for masquerading, 0-31.
 	MasqueradeBit int
@@ -58,10 +58,15 @@ type Config struct {
 	Configz any
 	// Cleanup and InitOnly ask for something else than to run: to remove everything, or to do what needs most rights.
 	Cleanup, InitOnly bool
+	// TakeOver goes ahead though another proxy runs on the node.
+	TakeOver bool
 	// Findings are what the user should know about this configuration: values that were overridden, and those without
 	// effect.
 	Findings []source.Finding
 }
+
+// BothVariants is what --iptables-backend may say too where everything is cleaned up.
+const BothVariants iptables.Variant = "both"
 
 // APIServer says how to reach the API server. With neither Kubeconfig nor Master, it is the one of the cluster that this
 // program runs in as a pod.

@@ -102,6 +102,7 @@ func (e *Effective) ownSettings() string {
 		{"service-cidr", e.own.serviceCIDR}, {"service-node-port-range", e.own.nodePortRange},
 		{"iptables-backend", e.own.iptablesBackend}, {"ipvs-vips", e.own.ipvsVIPs},
 		{"ipvs-graceful-period", e.own.ipvsGrace.String()}, {"log-level", e.own.logLevel}, {"sysctl-dir", e.own.sysctlDir},
+		{"take-over", map[bool]string{true: "true"}[e.own.takeOver]},
 	} {
 		if s.value != "" {
 			fmt.Fprintf(&b, "#   --%s=%s\n", s.flag, s.value)

@@ -199,6 +199,8 @@ func TestOriginInErrors(t *testing.T) {
 		{"mode: iptables", "--iptables-sync-period=0s", "--iptables-sync-period: 0s is not more than 0"},
 		{"mode: iptables", "--cleanup --init-only",
 			"--cleanup: can't be combined with --init-only"},
+		{"mode: iptables", "--iptables-backend=both", `--iptables-backend: "both" is for cleanup alone`},
+		{"mode: iptables", "--iptables-backend=both --cleanup", ""},
 		{"mode: iptables", "--kubeconfig=k",
 			"--manifests: can't be combined with --kubeconfig or --master: objects come from one place"},
 	} {

@@ -116,7 +116,7 @@ func (k *checker) mode(c *Config) {
 	default:
 		c.ServiceMetrics = 0
 	}
-	c.Cleanup, c.InitOnly = k.own.cleanup, k.own.initOnly
+	c.Cleanup, c.InitOnly, c.TakeOver = k.own.cleanup, k.own.initOnly, k.own.takeOver
 	if c.Cleanup && c.InitOnly {
 		k.check("--cleanup", errors.New("can't be combined with --init-only"))
 	}
@@ -158,6 +158,10 @@ func (k *checker) manifests(c *Config) {
 func (k *checker) backend(c *Config) {
 	switch c.IPTablesBackend = iptables.Variant(k.own.iptablesBackend); c.IPTablesBackend {
 	case iptables.Auto, iptables.NFT, iptables.Legacy:
+	case BothVariants:
+		if !k.own.cleanup {
+			k.check("--iptables-backend", fmt.Errorf("%q is for cleanup alone", k.own.iptablesBackend))
+		}
 	default:
 		k.check("--iptables-backend", fmt.Errorf("%q is none of auto, nft, legacy", k.own.iptablesBackend))
 	}

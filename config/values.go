@@ -33,6 +33,7 @@ type own struct {
 	resetTCP                   bool
 	serviceMetrics             int32 // below 0 for the default of the mode
 	cleanup, initOnly          bool
+	takeOver                   bool
 	healthzPort, metricsPort   int32
 	ignored                    map[string]*string // flags without any effect
 }

@@ -13,6 +13,7 @@ import (
 	"log/slog"
 	"os"
 	"path/filepath"
+	"slices"
 	"sync"
 	"time"
 
@@ -200,6 +201,33 @@ func readSysctl(name string) string {
 		return ""
 	}
 	return string(raw[:len(raw)-1]) // without the newline
+}
+
+// AllowLocalhostNodePorts makes the kernel setting that node ports on 127.0.0.1 need, and before it puts the rule in place that
+// guards against its misuse. Of cfg it heeds Variant, SysctlDir and Log. A Backend does the same; this is for a program that
+// may not write kernel settings later.
+func AllowLocalhostNodePorts(ctx context.Context, cfg Config) error {
+	cfg.Families = []plan.Family{plan.IPv4}
+	b, err := New(cfg)
+	if err != nil {
+		return err
+	}
+	f := &fullSync{engine: b.engines[0], ctx: ctx}
+	if f.filter, err = f.tool.save(ctx, tableFilter); err != nil {
+		return err
+	}
+	if err := f.guard(); err != nil {
+		return err
+	}
+	for _, j := range jumps(true) {
+		if j.to != chainFirewall || slices.Contains(f.filter[j.from], j.text()) {
+			continue
+		}
+		if err := f.tool.ensureJump(j); err != nil {
+			return err
+		}
+	}
+	return allowRouteLocalnet(f.sysctlDir)
 }
 
 // allowRouteLocalnet lets packets with a loopback address travel beyond the loopback device, which node ports on

@@ -12,13 +12,13 @@ import (
 	"nodeproxy/proxier/plan"
 )
 
-// Cleanup removes all rules that this program or kube-proxy keeps, in any mode, in both variants and families; what they share
-// with the kubelet stays, and so does everything of anybody else's. It returns a line for each thing that it removes, or would
+// Cleanup removes all rules that this program or kube-proxy keeps, in any mode, in these variants and both families; what they
+// share with the kubelet stays, and so does everything of anybody else's. It returns a line for each thing that it removes, or would
 // remove if dry is set. A variant without programs, or without tables in the kernel, holds nothing.
-func Cleanup(ctx context.Context, dry bool) ([]string, error) {
+func Cleanup(ctx context.Context, dry bool, variants ...Variant) ([]string, error) {
 	var out []string
 	var errs []error
-	for _, v := range []Variant{NFT, Legacy} {
+	for _, v := range variants {
 		for _, f := range plan.Families {
 			tables := fixedTables
 			if v == Legacy {
@@ -84,7 +84,13 @@ func (x *FixedTables) cleanup(ctx context.Context, tables []table, dry bool) ([]
 		if block, n := fixedBlock(t, held, &Fixed{}); n > 0 {
 			errs = append(errs, x.kernel.restore(block))
 		}
-		errs = append(errs, removeChains(x.kernel.restore, t, stale, x.batch))
+		if removeChains(x.kernel.restore, t, stale, x.batch) != nil {
+			for _, name := range stale { // One that somebody else's rule leads to keeps only itself.
+				if err := removeChains(x.kernel.restore, t, []string{name}, 1); err != nil {
+					errs = append(errs, fmt.Errorf("chain %s of table %s stays: %w", name, t, err))
+				}
+			}
+		}
 	}
 	return out, errors.Join(errs...)
 }

@@ -55,6 +55,7 @@ type Set struct {
 	live     *prometheus.CounterVec
 	ready    *prometheus.CounterVec
 	findings *prometheus.CounterVec
+	waiting  prometheus.Gauge
 	rules    *ruleMetrics
 	flows    *flowMetrics
 	drift    *driftMetrics
@@ -80,6 +81,8 @@ func New(cfg Config) *Set {
 	for _, severity := range []source.Severity{source.Note, source.Problem} {
 		s.findings.WithLabelValues(severity.String())
 	}
+	s.waiting = s.gauge("nodeproxy_waiting_for_proxy",
+		"1 while nothing is written to the kernel because another proxy runs on this node, else 0.")
 	s.rules = newRuleMetrics(s)
 	s.flows = newFlowMetrics(s)
 	s.drift = newDriftMetrics(s)
@@ -131,6 +134,15 @@ func (s *Set) Report(next source.Report) source.Report {
 			next(f)
 		}
 	}
+}
+
+// Waiting notes whether another proxy is waited for.
+func (s *Set) Waiting(waiting bool) {
+	value := 0.0
+	if waiting {
+		value = 1
+	}
+	s.waiting.Set(value)
 }
 
 // is reports whether the mode is one of some.

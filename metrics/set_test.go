@@ -85,6 +85,8 @@ func TestCounted(t *testing.T) {
 	s.DriftChecked(time.Second, map[Kind]int{Rule: 2, Chain: 1})
 	s.DriftRepaired(map[Kind]int{Rule: 2})
 	s.PortConflicts(4)
+	s.Waiting(false)
+	s.Waiting(true)
 	var passed []source.Finding
 	report := s.Report(func(f source.Finding) { passed = append(passed, f) })
 	report(source.Finding{Severity: source.Problem, Object: "x"})
@@ -110,6 +112,7 @@ func TestCounted(t *testing.T) {
 		"nodeproxy_drift_repaired_total kind=rule":                                          2,
 		"nodeproxy_drift_repaired_total kind=chain":                                         0,
 		"nodeproxy_drift_check_duration_seconds":                                            2,
+		"nodeproxy_waiting_for_proxy":                                                       1,
 		"nodeproxy_port_conflicts":                                                          4,
 		"nodeproxy_findings_total severity=problem":                                         1,
 		"nodeproxy_findings_total severity=note":                                            1,

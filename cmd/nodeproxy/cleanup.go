@@ -1,20 +1,19 @@
 package main
 
 import (
-	"bytes"
 	"context"
 	"errors"
 	"fmt"
 	"io"
 	"log/slog"
-	"os/exec"
 
 	"github.com/spf13/cobra"
 
 	"nodeproxy/config"
 	"nodeproxy/iptables"
 	"nodeproxy/ipvs"
-	"nodeproxy/proxier/conntrack"
+	"nodeproxy/proxier/exclusive"
+	"nodeproxy/proxier/leftovers"
 )
 
 func cleanupCommand() *cobra.Command {
@@ -24,11 +23,15 @@ func cleanupCommand() *cobra.Command {
 		Use:   "cleanup",
 		Short: "Remove everything that nodeproxy and kube-proxy have in the kernel",
 		Long: "cleanup removes what nodeproxy and kube-proxy keep in the kernel of this node, in every mode: iptables rules of both\n" +
-			"variants, virtual servers (but for --ipvs-exclude-cidrs), ipsets, the device kube-ipvs0, and kube-proxy's nftables\n" +
-			"tables. What is anybody else's stays, and so does what is shared with the kubelet. It prints a line for each thing.\n" +
-			"No proxy may be running, or it makes everything anew.",
+			"variants, virtual servers (but for --ipvs-exclude-cidrs), ipsets, the device kube-ipvs0, kube-proxy's nftables tables,\n" +
+			"and its accounting objects. What is anybody else's stays, and so does what is shared with the kubelet. It prints a\n" +
+			"line for each thing that it removes. It fails if something stays, and names it. A proxy that runs would make everything\n" +
+			"anew: cleanup warns of it, and goes on.",
 		Args: noArgs,
 		RunE: func(cmd *cobra.Command, _ []string) error {
+			if err := cmd.Flags().Set("cleanup", "true"); err != nil {
+				return err
+			}
 			effective, err := flags.Effective()
 			if err != nil {
 				return &usageError{err}
@@ -37,72 +40,88 @@ func cleanupCommand() *cobra.Command {
 			if err != nil {
 				return &usageError{err}
 			}
-			return cleanup(cmd.Context(), cfg, dry, cmd.OutOrStdout())
+			return cleanup(cmd.Context(), cfg, dry, cmd.OutOrStdout(), cmd.ErrOrStderr())
 		},
 	}
 	flags.Add(cmd.Flags())
 	cmd.Flags().BoolVar(&dry, "dry-run", false, "only print what would be removed")
+	// Here the default is another one: what is left may be of either variant.
+	backend := cmd.Flags().Lookup("iptables-backend")
+	backend.Usage = "implementation of iptables whose rules are removed: nft, legacy, or both, which auto means here too"
+	backend.DefValue = string(config.BothVariants)
 	return cmd
 }
 
-// cleanup removes what is ours, or with dry lists it. Rules go first: they ask the sets.
-func cleanup(ctx context.Context, cfg *config.Config, dry bool, out io.Writer) error {
-	var errs []error
-	tell := func(lines []string, err error) {
-		for _, line := range lines {
-			fmt.Fprintln(out, line)
+// cleanup removes what is kube-proxy's or this program's, or with dry lists it, a line each on out. What is to be known beside
+// goes to warnings.
+func cleanup(ctx context.Context, cfg *config.Config, dry bool, out, warnings io.Writer) error {
+	if !dry {
+		guard := exclusive.Guard{Ports: proxyPorts(cfg), Log: slog.New(slog.DiscardHandler)}
+		if other := guard.Other(); other != nil {
+			fmt.Fprintf(warnings, "warning: %s runs, and will write anew what is removed now\n", other)
 		}
+		defer guard.Close()
+	}
+	failed := false
+	err := eachLeft(ctx, cfg, dry, func(line string) { fmt.Fprintln(out, line) })
+	if dry {
+		return err
+	}
+	// Whatever the kernel said, what counts is what it has now.
+	again := eachLeft(ctx, cfg, true, func(line string) {
+		failed = true
+		fmt.Fprintf(warnings, "still there: %s\n", line)
+	})
+	if err == nil {
+		err = again
+	}
+	if failed {
+		err = errors.Join(errors.New("not everything is removed"), err)
+	}
+	return err
+}
+
+// eachLeft removes everything, or with dry only lists it. Rules go first: they ask the sets, and count with the accounting objects.
+func eachLeft(ctx context.Context, cfg *config.Config, dry bool, tell func(string)) error {
+	var errs []error
+	lines, err := iptables.Cleanup(ctx, dry, variants(cfg.IPTablesBackend)...)
+	for _, line := range lines {
+		tell(line)
+	}
+	errs = append(errs, err, ipvsLeft(ctx, cfg, dry, tell))
+	found, err := leftovers.Find()
+	errs = append(errs, err)
+	for _, l := range found {
+		tell(l.String())
+	}
+	if !dry {
+		_, err = leftovers.Remove(found)
 		errs = append(errs, err)
 	}
-	tell(iptables.Cleanup(ctx, dry))
-	tell(kubeProxyNFTables(ctx, dry))
-	c := ipvs.Cleaner{ExcludeCIDRs: cfg.IPVS.ExcludeCIDRs, MasqueradeBit: cfg.MasqueradeBit, Log: slog.New(slog.DiscardHandler)}
+	return errors.Join(errs...)
+}
+
+// variants are those of iptables that are cleaned up.
+func variants(v iptables.Variant) []iptables.Variant {
+	if v == iptables.NFT || v == iptables.Legacy {
+		return []iptables.Variant{v}
+	}
+	return []iptables.Variant{iptables.NFT, iptables.Legacy}
+}
+
+// ipvsLeft removes what mode ipvs has left. Without its device and sets, virtual servers are somebody else's.
+func ipvsLeft(ctx context.Context, cfg *config.Config, dry bool, tell func(string)) error {
 	left, err := ipvs.Leftovers()
-	if err == nil && left {
-		tell(c.List())
-		if !dry {
-			err = c.Run(ctx)
-		}
+	if err != nil || !left {
+		return err
 	}
-	return errors.Join(append(errs, err)...)
-}
-
-// kubeProxyNFTables removes the tables of kube-proxy's mode nftables, by the program nft. Without it, nobody has made any.
-func kubeProxyNFTables(ctx context.Context, dry bool) ([]string, error) {
-	nft, err := exec.LookPath("nft")
-	if err != nil {
-		return nil, nil
+	c := ipvs.Cleaner{ExcludeCIDRs: cfg.IPVS.ExcludeCIDRs, MasqueradeBit: cfg.MasqueradeBit, Log: slog.New(slog.DiscardHandler)}
+	lines, err := c.List()
+	for _, line := range lines {
+		tell(line)
 	}
-	list, err := exec.CommandContext(ctx, nft, "list", "tables").Output()
-	if err != nil {
-		return nil, fmt.Errorf("listing nftables tables by %s: %w", nft, err)
+	if dry || err != nil {
+		return err
 	}
-	var out []string
-	for _, family := range []string{"ip", "ip6"} {
-		name := "table " + family + " kube-proxy"
-		if !bytes.Contains(list, []byte(name+"\n")) {
-			continue
-		}
-		out = append(out, "nftables "+name)
-		if dry {
-			continue
-		}
-		if text, err := exec.CommandContext(ctx, nft, "delete", "table", family, "kube-proxy").CombinedOutput(); err != nil {
-			return out, fmt.Errorf("removing nftables %s: %w: %s", name, err, bytes.TrimSpace(text))
-		}
-	}
-	return out, nil
-}
-
-// initOnly does what needs more rights than the program has to have later: it loads modules and makes kernel settings.
-func initOnly(cfg *config.Config, log *slog.Logger) error {
-	for _, u := range conntrack.Sysctls(cfg.Conntrack).Apply(cfg.SysctlDir) {
-		log.Warn("connections are tracked by what is in force", "field", u.Field, "error", u.Error())
-	}
-	if cfg.Mode != "ipvs" {
-		return nil
-	}
-	return ipvs.Prepare(ipvs.Config{
-		Options: ipvs.Options{Scheduler: cfg.IPVS.Scheduler}, StrictARP: cfg.IPVS.StrictARP, SysctlDir: cfg.SysctlDir, Log: log,
-	})
+	return c.Run(ctx)
 }

@@ -25,17 +25,25 @@ import (
 
 // daemon is one run of the program with one configuration: a source, the proxier, a backend, and what goes on beside them.
 type daemon struct {
-	cfg     *config.Config
-	log     *slog.Logger
+	cfg      *config.Config
+	log      *slog.Logger
+	report   source.Report
+	families []plan.Family // of the host
+	metrics  *metrics.Set
+	objects  source.Source
+	from     string // names the source
+	// held keeps what the source delivers until there is a proxier.
+	held source.Held
+
+	// What follows is there once it is this program's turn to write.
 	backend backend
 	proxier *proxier.Proxier
 	flows   *conntrack.Reconciler
 	monitor *monitor
 	drift   *driftReporter
-	objects source.Source
-	from    string // names the source
-	// warn tells the cluster of what is wrong with the mode on this node, if there is a cluster.
-	warn func(text string)
+
+	// event tells the cluster, if there is one, of what is wrong on this node.
+	event func(reason, action, text string)
 	// warnConflict tells it of host processes that listen where Services are; nil without a cluster.
 	warnConflict func(text string)
 }
@@ -47,30 +55,36 @@ type backend interface {
 	Families() []plan.Family
 }
 
+// newDaemon makes a daemon that knows where objects come from. It writes nothing to the kernel.
 func newDaemon(ctx context.Context, cfg *config.Config, report source.Report, log *slog.Logger) (*daemon, error) {
-	d := &daemon{cfg: cfg, log: log, warn: func(string) {}}
-	families := hostFamilies(log)
-	set := metrics.New(metrics.Config{Mode: cfg.Mode, Version: version, Families: families, Start: started, Log: log})
-	set.CollectRESTClient(requests)
-	d.drift = &driftReporter{metrics: set, log: log}
-	report = set.Report(report)
-	if err := d.open(ctx, report); err != nil {
+	d := &daemon{cfg: cfg, log: log, families: hostFamilies(log), event: func(_, _, _ string) {}}
+	d.metrics = metrics.New(metrics.Config{Mode: cfg.Mode, Version: version, Families: d.families, Start: started, Log: log})
+	d.metrics.CollectRESTClient(requests)
+	d.drift = &driftReporter{metrics: d.metrics, log: log}
+	d.report = d.metrics.Report(report)
+	if err := d.open(ctx, d.report); err != nil {
 		return nil, err
 	}
-	trackConnections(cfg, report)
+	return d, nil
+}
+
+// build makes all that brings objects to the kernel, and the settings of the kernel that it needs.
+func (d *daemon) build() error {
+	cfg := d.cfg
+	trackConnections(cfg, d.report)
 	var err error
-	if d.backend, err = newBackend(cfg, families, d.warnAnd(report), d.drift.compared, log); err != nil {
+	if d.backend, err = newBackend(cfg, d.families, d.warnAnd(d.report), d.drift.compared, d.log); err != nil {
 		d.warn(err.Error())
-		return nil, err
+		return err
 	}
-	d.monitor = newMonitor(cfg, set, d.backend.Families(), d.objects, report, log)
+	d.monitor = newMonitor(cfg, d.metrics, d.backend.Families(), d.objects, d.report, d.log)
 	d.monitor.countTraffic(d.backend, cfg.ServiceMetrics)
 	d.monitor.warn = d.warnConflict
 	known := cfg.ServiceCIDRs
 	if !cfg.ServiceCIDRsGiven {
 		known = nil
 	}
-	tracked := conntrack.Config{Families: d.backend.Families(), ServiceCIDRs: known, Observe: flowsSwept(set), Log: log}
+	tracked := conntrack.Config{Families: d.backend.Families(), ServiceCIDRs: known, Observe: flowsSwept(d.metrics), Log: d.log}
 	if cfg.Mode == "iptables" { // IPVS has a table of connections of its own, which this would not change.
 		tracked.ResetTCP = func(sp *plan.ServicePort) bool { return sp.ResetTCP }
 	}
@@ -81,9 +95,9 @@ func newDaemon(ctx context.Context, cfg *config.Config, report source.Report, lo
 	}
 	d.proxier = proxier.New(proxier.Config{
 		NodeName: cfg.NodeName, NodeIP: nodeIP, Settings: cfg.Settings, Families: d.backend.Families(), Backend: d.flows.After(d.backend),
-		MinSyncPeriod: cfg.MinSyncPeriod, CompareEvery: cfg.SyncPeriod, Observer: d.monitor, Report: report, Log: log,
+		MinSyncPeriod: cfg.MinSyncPeriod, CompareEvery: cfg.SyncPeriod, Observer: d.monitor, Report: d.report, Log: d.log,
 	})
-	return d, nil
+	return nil
 }
 
 // trackConnections makes the kernel track connections as configured.
@@ -93,6 +107,11 @@ func trackConnections(cfg *config.Config, report source.Report) {
 			Severity: source.Problem, Field: u.Field, Detail: u.Error(), Effect: "connections are tracked by what is in force",
 		})
 	}
+}
+
+// warn tells the cluster of what is wrong with the mode on this node.
+func (d *daemon) warn(text string) {
+	d.event("ModeProblem", "StartNodeproxy", "mode "+d.cfg.Mode+": "+text)
 }
 
 // warnAnd reports what is wrong with the mode as an event too.
@@ -121,27 +140,49 @@ func newBackend(cfg *config.Config, families []plan.Family, report source.Report
 	})
 }
 
-// run serves until ctx ends or the source fails for good.
-func (d *daemon) run(ctx context.Context) error {
+// run serves until ctx ends or the source fails for good. Objects are read from the start; nothing is written to the kernel
+// before it is this program's turn.
+func (d *daemon) run(ctx context.Context, turn *turn) error {
 	ctx, cancel := context.WithCancel(ctx)
 	defer cancel()
 	var running sync.WaitGroup
-	errs := make(chan error, 2)
-	end := func(err error) { // Whatever ends, the rest does too.
-		errs <- err
-		cancel()
-	}
+	defer running.Wait()
+	defer cancel()
+	read := make(chan error, 1)
 	running.Go(func() {
-		err := d.objects.Run(ctx, d.proxier)
-		if err != nil && !errors.Is(err, context.Canceled) {
-			err = fmt.Errorf("reading objects from %s: %w", d.from, err)
-		} else {
+		defer cancel() // Whatever ends, the rest does too.
+		err := d.objects.Run(ctx, &d.held)
+		if errors.Is(err, context.Canceled) {
 			err = nil
+		} else if err != nil {
+			err = fmt.Errorf("reading objects from %s: %w", d.from, err)
 		}
-		end(err)
+		read <- err
 	})
-	running.Go(func() { end(d.monitor.run(ctx)) })
+	if err := d.awaitTurn(ctx, turn); err != nil {
+		d.log.Info("the wait for another proxy ends; nothing has been written")
+		return <-read // It has ended, or does so by the very end of ctx.
+	}
+	if err := d.build(); err != nil {
+		cancel()
+		return errors.Join(err, <-read)
+	}
+	served := make(chan error, 1)
+	running.Go(func() {
+		defer cancel()
+		served <- d.monitor.run(ctx)
+	})
+	d.goBeside(ctx, &running)
+	d.held.PassTo(d.proxier)
+	d.proxier.Run(ctx)
+	running.Wait()
+	return errors.Join(<-read, <-served)
+}
+
+// goBeside starts what goes on beside the proxier.
+func (d *daemon) goBeside(ctx context.Context, running *sync.WaitGroup) {
 	running.Go(func() { d.runBeside(ctx) })
+	running.Go(func() { d.removeLeftovers(ctx) })
 	running.Go(func() {
 		select {
 		case <-ctx.Done():
@@ -150,9 +191,6 @@ func (d *daemon) run(ctx context.Context) error {
 		}
 	})
 	running.Go(func() { d.flows.Run(ctx) })
-	d.proxier.Run(ctx)
-	running.Wait()
-	return errors.Join(<-errs, <-errs)
 }
 
 // runBeside does what a mode needs beside syncs.
@@ -207,9 +245,9 @@ func (d *daemon) open(ctx context.Context, report source.Report) error {
 	events := apiserver.NewEvents(client, cfg.NodeName, "nodeproxy", d.log)
 	go events.Run(ctx)
 	events.Normal("Starting", "StartNodeproxy", "")
-	d.warn = func(text string) { events.Warning("ModeProblem", "StartNodeproxy", "mode %s: %s", cfg.Mode, text) }
-	d.warnConflict = func(text string) { events.Warning("PortConflict", "WatchPorts", "%s", text) }
-	d.drift.tell = func(text string) { events.Warning("DriftRepaired", "RepairRules", "%s", text) }
+	d.event = func(reason, action, text string) { events.Warning(reason, action, "%s", text) }
+	d.warnConflict = func(text string) { d.event("PortConflict", "WatchPorts", text) }
+	d.drift.tell = func(text string) { d.event("DriftRepaired", "RepairRules", text) }
 	d.from = "the API server"
 	watched := apiserver.Config{Client: client, NodeName: cfg.NodeName, Log: d.log, Report: report}
 	if cfg.Settings.DetectLocal.Mode == plan.DetectNodeCIDR {

@@ -26,7 +26,7 @@ type monitor struct {
 	metrics  *metrics.Set
 	node     *health.Node
 	services *health.Services
-	servers  []health.Server
+	servers  []*health.Server
 	// listeners looks for programs that listen where a Service captures the traffic; warn, if set, tells the cluster of them.
 	listeners *listeners.Watcher
 	warn      func(text string)
@@ -67,15 +67,21 @@ func newMonitor(cfg *config.Config, set *metrics.Set, families []plan.Family, ob
 	})
 	m.metrics.CollectOldestChange(m.node.OldestChange)
 	m.metrics.CollectHealthCheckNodePorts(m.services.Ports)
-	debug := health.Debug{Metrics: m.metrics.Handler(), Mode: cfg.Mode, Config: cfg.Configz, Profiling: cfg.Servers.Profiling}
-	m.servers = []health.Server{
-		{Name: "healthz", Addrs: []netip.AddrPort{cfg.Servers.Healthz}, Handler: m.node.Handler()},
-		{Name: "metrics", Addrs: []netip.AddrPort{cfg.Servers.Metrics}, Handler: debug.Handler()},
-	}
-	for i := range m.servers {
-		m.servers[i].HardFail, m.servers[i].Log = cfg.Servers.HardFail, log
+	m.servers = newServers(cfg, set, m.node)
+	for _, s := range m.servers {
+		s.Log = log
 	}
 	return m
+}
+
+// newServers makes the servers of the program's own endpoints. They have no log yet.
+func newServers(cfg *config.Config, set *metrics.Set, node *health.Node) []*health.Server {
+	debug := health.Debug{Metrics: set.Handler(), Mode: cfg.Mode, Config: cfg.Configz, Profiling: cfg.Servers.Profiling}
+	hard := cfg.Servers.HardFail
+	return []*health.Server{
+		{Name: "healthz", Addrs: []netip.AddrPort{cfg.Servers.Healthz}, Handler: node.Handler(), HardFail: hard},
+		{Name: "metrics", Addrs: []netip.AddrPort{cfg.Servers.Metrics}, Handler: debug.Handler(), HardFail: hard},
+	}
 }
 
 // run serves until ctx ends, or until an address can't be bound, where that is to be an error.
@@ -87,8 +93,8 @@ func (m *monitor) run(ctx context.Context) error {
 	running.Go(func() { m.services.Run(ctx) })
 	running.Go(func() { m.listeners.Run(ctx) })
 	ended := make(chan error, len(m.servers))
-	for i := range m.servers {
-		running.Go(func() { ended <- m.servers[i].Run(ctx) })
+	for _, s := range m.servers {
+		running.Go(func() { ended <- s.Run(ctx) })
 	}
 	for range m.servers {
 		if err := <-ended; err != nil {

@@ -34,9 +34,9 @@ func runCommand() *cobra.Command {
 			defer stop()
 			switch {
 			case cfg.Cleanup:
-				return cleanup(ctx, cfg, false, cmd.OutOrStdout())
+				return cleanup(ctx, cfg, false, cmd.OutOrStdout(), cmd.ErrOrStderr())
 			case cfg.InitOnly:
-				return initOnly(cfg, newLog(cfg))
+				return initOnly(ctx, cfg, newLog(cfg))
 			}
 			return runWatched(ctx, flags, cfg)
 		},
@@ -49,6 +49,8 @@ func runCommand() *cobra.Command {
 // between.
 func runWatched(ctx context.Context, flags *config.Flags, cfg *config.Config) error {
 	ctx, cancel := context.WithCancel(ctx)
+	turn := &turn{process: ctx}
+	defer turn.close()
 	defer cancel()
 	log := newLog(cfg)
 	slog.SetDefault(log) // What outlives a configuration logs by it.
@@ -69,7 +71,7 @@ func runWatched(ctx context.Context, flags *config.Flags, cfg *config.Config) er
 		}
 	}()
 	for {
-		next, err := runUntilChange(ctx, cfg, changes, log)
+		next, err := runUntilChange(ctx, cfg, turn, changes, log)
 		if next == nil || err != nil {
 			return err
 		}
@@ -80,11 +82,12 @@ func runWatched(ctx context.Context, flags *config.Flags, cfg *config.Config) er
 }
 
 // runUntilChange runs until ctx ends, or until there is a new configuration, which it returns.
-func runUntilChange(ctx context.Context, cfg *config.Config, changes <-chan *config.Config, log *slog.Logger) (*config.Config, error) {
+func runUntilChange(ctx context.Context, cfg *config.Config, turn *turn, changes <-chan *config.Config, log *slog.Logger) (
+	*config.Config, error) {
 	ctx, cancel := context.WithCancel(ctx)
 	defer cancel()
 	ended := make(chan error, 1)
-	go func() { ended <- run(ctx, cfg, log) }()
+	go func() { ended <- run(ctx, cfg, turn, log) }()
 	select {
 	case err := <-ended:
 		return nil, err
@@ -95,7 +98,7 @@ func runUntilChange(ctx context.Context, cfg *config.Config, changes <-chan *con
 }
 
 // run serves until ctx ends. The rules stay when it returns.
-func run(ctx context.Context, cfg *config.Config, log *slog.Logger) error {
+func run(ctx context.Context, cfg *config.Config, turn *turn, log *slog.Logger) error {
 	report := reporter(log)
 	for _, f := range cfg.Findings {
 		report(f)
@@ -108,7 +111,7 @@ func run(ctx context.Context, cfg *config.Config, log *slog.Logger) error {
 		return err
 	}
 	log.Info("starting", "version", version, "mode", cfg.Mode, "node", cfg.NodeName, "objects-from", d.from)
-	if err := d.run(ctx); err != nil {
+	if err := d.run(ctx, turn); err != nil {
 		return err
 	}
 	log.Info("stopped; the rules stay in force")
