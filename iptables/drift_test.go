@@ -171,10 +171,7 @@ func testDrift(t *testing.T, v Variant) {
 			l.do("iptables-{} -w -t nat -A OTHERS -s 192.0.2.1/32 -j RETURN")
 		case f.name == "a jump":
 			j := jumps(false)[len(jumps(false))-2]
-			args := append([]string{"-w", "-t", "nat", "-D", j.from}, j.args()...)
-			if out, err := exec.Command("iptables-"+string(v), args...).CombinedOutput(); err != nil {
-				t.Errorf("%v: %s", err, out)
-			}
+			sh(t, fmt.Sprintf("iptables-%s -w -t nat -D %s %s", v, j.from, j.text()))
 		default:
 			l.do(f.do)
 		}
