@@ -4,7 +4,6 @@ import (
 	"cmp"
 	"context"
 	"errors"
-	"fmt"
 	"net/netip"
 	"slices"
 	"strings"
@@ -34,7 +33,7 @@ func (e *engine) syncAll(ctx context.Context, p *plan.Plan) error {
 		(&driftFinder{e.family, e.found}).rules(e.current, f.nat, f.filter)
 	}
 	if err := f.run(p); err != nil {
-		return err
+		return errors.Join(append(f.refused, err)...)
 	}
 	e.log.Debug("compared all rules", "family", e.family, "chains-written", f.written, "chains-removed", f.removed)
 	if len(f.refused) > 0 {
@@ -225,7 +224,7 @@ func (f *fullSync) services(services []*plan.ServicePort) error {
 }
 
 // writeServices writes a batch. Where the kernel refuses it, halves are tried until the ServicePorts at fault are found;
-// those are left out of the rules, and the others work.
+// those keep the rules that they have, or are left out if they have none, and the others work.
 func (f *fullSync) writeServices(batch []own) error {
 	if len(batch) == 0 {
 		return nil
@@ -252,15 +251,7 @@ func (f *fullSync) writeServices(batch []own) error {
 		}
 		return f.writeServices(batch[half:])
 	}
-	sp := batch[0].sp
-	f.rules.leave(sp)
-	for _, c := range batch[0].chains {
-		if _, exists := f.nat[c.name]; !exists {
-			delete(f.wanted[tableNAT], c.name)
-		}
-	}
-	f.refused = append(f.refused, fmt.Errorf("the kernel refuses the rules of Service %s, port %q, so it is not proxied: %w",
-		sp.Key.Service, sp.Key.Port, err))
+	f.refuse(batch[0], err)
 	return nil
 }
 
