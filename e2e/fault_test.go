@@ -1,0 +1,199 @@
+package e2e
+
+import (
+	"fmt"
+	"slices"
+	"strings"
+	"sync"
+	"testing"
+	"time"
+
+	"nodeproxy/e2e/harness"
+)
+
+// faultRow is a line of the table of faults.
+type faultRow struct {
+	fault, injected  string
+	variant          harness.Variant
+	ok               bool
+	requests, failed int
+	// repair is how long after the end of the fault all was as it should be.
+	repair string
+}
+
+// faultTable has the rows of all tests of faults, in the order in which these ended.
+var faultTable struct {
+	sync.Mutex
+	rows []faultRow
+}
+
+// printFaults prints the table, if there is any row.
+func printFaults() {
+	faultTable.Lock()
+	defer faultTable.Unlock()
+	rows := faultTable.rows
+	if len(rows) == 0 {
+		return
+	}
+	slices.SortStableFunc(rows, func(a, b faultRow) int {
+		return strings.Compare(a.fault+a.injected+string(a.variant), b.fault+b.injected+string(b.variant))
+	})
+	const layout = "%-26s %-66s %-15s %8s %6s  %s\n"
+	fmt.Printf("\n"+layout, "fault", "injected", "mode", "requests", "failed", "time to repair")
+	for _, r := range rows {
+		if !r.ok {
+			r.repair += "  TEST FAILED"
+		}
+		fmt.Printf(layout, r.fault, r.injected, string(mode)+" "+string(r.variant), fmt.Sprint(r.requests), fmt.Sprint(r.failed), r.repair)
+	}
+}
+
+// faultScene is a World in which something goes wrong under load. The load is on Services that stay as they are; another one
+// is changed meanwhile. At the end, the kernel has to hold what a daemon that starts anew on another node writes.
+type faultScene struct {
+	*testing.T
+	*harness.World
+	variant harness.Variant
+	flags   []string // of the daemon
+	daemon  *harness.Daemon
+	loads   []*harness.Load
+	row     faultRow
+	repairs []time.Duration
+}
+
+// changing is the number of the Service that changes; see manyServices for the others.
+const changing = 7
+
+// newFaultScene makes the World and its manifests. The row of the table is added when the test ends.
+func newFaultScene(t *testing.T, variant harness.Variant, fault, injected string) *faultScene {
+	t.Helper()
+	f := &faultScene{T: t, World: harness.New(t, harness.Options{}), variant: variant, flags: []string{clusterCIDR}}
+	f.row = faultRow{fault: fault, injected: injected, variant: variant}
+	f.Write(t, "nodes.yaml", f.NodeObjects()...)
+	manyServices(t, f.World)
+	f.change("n1a")
+	t.Cleanup(f.tell)
+	return f
+}
+
+// tell adds the row.
+func (f *faultScene) tell() {
+	r := f.row
+	r.ok = !f.Failed()
+	for _, l := range f.loads {
+		r.requests += l.Requests()
+		r.failed += len(l.Failures())
+	}
+	if len(f.repairs) > 0 {
+		r.repair = slices.Max(f.repairs).Round(10 * time.Millisecond).String()
+	}
+	f.Logf("%s, %s: %d requests, %d failed, time to repair %s", r.fault, r.injected, r.requests, r.failed, r.repair)
+	faultTable.Lock()
+	defer faultTable.Unlock()
+	faultTable.rows = append(faultTable.rows, r)
+}
+
+// change gives the Service that changes these endpoints.
+func (f *faultScene) change(pods ...string) {
+	f.Helper()
+	f.Write(f.T, "changing.yaml", harness.Objects(harness.Service("changing", changing), f.Ready(pods...)...)...)
+}
+
+// start starts the daemon and the load.
+func (f *faultScene) start() {
+	f.Helper()
+	f.daemon = f.World.Run(f.T, f.variant, f.flags...)
+	f.inForce(10*time.Second, "n1a")
+	f.load()
+}
+
+// load sends requests to Services of several kinds until the end.
+func (f *faultScene) load() {
+	f.Helper()
+	const pause = 10 * time.Millisecond
+	f.loads = append(f.loads,
+		f.Client.StartLoad("tcp", clusterIP(1, 4), 1, pause),
+		f.Client.StartLoad("udp", vip(4, 6), 1, pause),
+		f.Client.StartLoad("tcp", nodePort(f.Node1().IP4, 3), 1, pause),
+		f.Pod("n1c").StartLoad("tcp", nodePort(f.Node1().IP6, 2), 1, pause))
+	f.enough()
+}
+
+// enough waits until each load has made some requests more.
+func (f *faultScene) enough() {
+	f.Helper()
+	for _, l := range f.loads {
+		want := l.Requests() + 15
+		eventuallyWithin(f.T, time.Minute, "requests", func() error {
+			if n := l.Requests(); n < want {
+				return fmt.Errorf("%d requests, want %d", n, want)
+			}
+			return nil
+		})
+	}
+}
+
+// inForce waits until the Service that changes has these endpoints, in both families.
+func (f *faultScene) inForce(limit time.Duration, pods ...string) {
+	f.Helper()
+	for _, family := range families {
+		eventuallyWithin(f.T, limit, "change", func() error {
+			return serversOf(f.Client, "tcp", clusterIP(changing, family), pods...)
+		})
+	}
+}
+
+// repaired waits until the Service that changes has these endpoints, after a fault that has just ended.
+func (f *faultScene) repaired(limit time.Duration, pods ...string) {
+	f.Helper()
+	end := time.Now()
+	f.inForce(limit, pods...)
+	f.repairs = append(f.repairs, time.Since(end))
+}
+
+// log waits for a line in the daemon's log from the given one on.
+func (f *faultScene) log(from int, limit time.Duration, parts ...string) {
+	f.Helper()
+	if err := f.daemon.WaitForAfter(from, limit, parts...); err != nil {
+		f.Fatal(err)
+	}
+}
+
+// finish ends the load, in which nothing may have failed, and compares what the kernel holds with what a new start writes.
+func (f *faultScene) finish() {
+	f.Helper()
+	f.enough()
+	noFailures(f.T, f.loads...)
+	if over, err := f.daemon.Exited(); over {
+		f.Errorf("the daemon has ended: %v", err)
+	}
+	f.likeFresh()
+}
+
+// likeFresh compares what node1 holds with what a daemon writes on node2, as if that were node1.
+func (f *faultScene) likeFresh() {
+	f.Helper()
+	other := f.Nodes[1]
+	launch := f.Launch
+	f.Launch = nil
+	fresh, err := f.StartDaemon(other, append([]string{"--iptables-backend=" + string(f.variant),
+		"--ipvs-vips=" + string(harness.VIPsWith(f.variant)), "--node-name=" + f.Node1().Name}, f.flags...)...)
+	f.Launch = launch
+	if err == nil {
+		err = fresh.WaitFor(harness.StartupTimeout, harness.InSync)
+	}
+	if err != nil {
+		f.Fatal(err)
+	}
+	sameAddress := strings.NewReplacer(other.IP4.String(), f.Node1().IP4.String(), other.IP6.String(), f.Node1().IP6.String())
+	eventually(f.T, "the kernel holds what a new start writes", func() error {
+		want := essence(sameAddress.Replace(heldOn(f.T, other, f.variant)))
+		if now := essence(held(f.T, f.World, f.variant)); now != want {
+			return fmt.Errorf("%s", firstDifference(want, now))
+		}
+		return nil
+	})
+	if err := fresh.Stop(); err != nil {
+		f.Error(err)
+	}
+}
