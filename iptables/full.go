@@ -51,6 +51,7 @@ type fullSync struct {
 	rules       *rules
 	wanted      map[table]map[string]bool
 	refused     []error // ServicePorts whose chains the kernel does not take
+	proved      bool    // that something else is taken
 	written     int
 	removed     int
 }
@@ -242,7 +243,7 @@ func (f *fullSync) writeServices(batch []own) error {
 	case err == nil:
 		f.written += len(b.writes)
 		return nil
-	case !errors.As(err, &refused) || errLocked(err):
+	case !errors.As(err, &refused) || errLocked(err) || !f.works():
 		return err
 	case len(batch) > 1:
 		half := len(batch) / 2

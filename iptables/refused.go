@@ -5,6 +5,13 @@ import (
 	"slices"
 )
 
+// works reports whether iptables-restore does anything at all. Where it does not, as without a lock or memory, there is no use in
+// a search for what it refuses, which takes two runs of it for each ServicePort.
+func (f *fullSync) works() bool {
+	f.proved = f.proved || f.tool.restore("*nat\nCOMMIT\n") == nil
+	return f.proved
+}
+
 // refuse makes do without the chains that the kernel does not take. Where all to which dispatchers lead are there already,
 // these go on leading to them, and what they were serves on: endpoints of before are better than none.
 func (f *fullSync) refuse(o own, err error) {

@@ -75,3 +75,19 @@ func TestRefusedServiceKeepsWhatItHas(t *testing.T) {
 		}
 	}
 }
+
+// TestNothingIsTaken: where iptables-restore does nothing at all, no ServicePort is blamed, and it is not tried with each.
+func TestNothingIsTaken(t *testing.T) {
+	e, k := fakeEngine(plan.IPv4)
+	p := plantest.Large(50, 2)
+	if err := e.sync(t.Context(), p, nil); err != nil {
+		t.Fatal(err)
+	}
+	for i := range 50 {
+		p.Set(plantest.LargeService(i, 5000+2*i, 2))
+	}
+	k.refuse, k.restores = "COMMIT", nil
+	if err := e.sync(t.Context(), p, nil); err == nil || strings.Contains(err.Error(), "Service") || len(k.restores) > 4 {
+		t.Errorf("after %d tries: %v", len(k.restores), err)
+	}
+}
