@@ -124,21 +124,26 @@ func driftCount(t *testing.T, w *harness.World, which, kind string) int {
 // scrape reads the metrics of the daemon on node1.
 func scrape(t *testing.T, w *harness.World) string {
 	t.Helper()
+	text, err := scraped(w)
+	if err != nil {
+		t.Fatal(err)
+	}
+	return text
+}
+
+func scraped(w *harness.World) (string, error) {
 	var c net.Conn
 	err := w.Node1().Do(func() (err error) {
-		c, err = net.DialTimeout("tcp4", "127.0.0.1:10249", time.Second)
+		c, err = net.DialTimeout("tcp4", "127.0.0.1:10249", harness.Patient)
 		return err
 	})
 	if err != nil {
-		t.Fatal(err)
+		return "", err
 	}
 	defer c.Close()
 	fmt.Fprint(c, "GET /metrics HTTP/1.0\r\n\r\n")
 	text, err := io.ReadAll(c)
-	if err != nil {
-		t.Fatal(err)
-	}
-	return string(text)
+	return string(text), err
 }
 
 // TestDriftNoStorm: another program that writes a hundred unrelated rules a second does not keep nodeproxy busy comparing.

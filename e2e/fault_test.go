@@ -186,7 +186,7 @@ func (f *faultScene) likeFresh() {
 		f.Fatal(err)
 	}
 	sameAddress := strings.NewReplacer(other.IP4.String(), f.Node1().IP4.String(), other.IP6.String(), f.Node1().IP6.String())
-	eventually(f.T, "the kernel holds what a new start writes", func() error {
+	eventuallyWithin(f.T, time.Minute, "the kernel holds what a new start writes", func() error {
 		want := essence(sameAddress.Replace(heldOn(f.T, other, f.variant)))
 		if now := essence(held(f.T, f.World, f.variant)); now != want {
 			return fmt.Errorf("%s", firstDifference(want, now))

@@ -1,0 +1,216 @@
+package e2e
+
+import (
+	"fmt"
+	"math/rand/v2"
+	"os"
+	"path/filepath"
+	"regexp"
+	"slices"
+	"strconv"
+	"strings"
+	"testing"
+	"time"
+
+	"nodeproxy/e2e/harness"
+)
+
+// The environment variables that say how long TestSoak goes on, and at how many changes a second; "make soak" sets them.
+const soakVariable, soakRateVariable = "SOAK", "SOAK_RATE"
+
+// TestSoak: Services of every sort come, change and go, under load, for as long as it is told. Neither memory, goroutines, file
+// descriptors nor rules grow, no request fails, and in the end the kernel holds what a new start writes.
+func TestSoak(t *testing.T) {
+	length, rate := soakFor(t)
+	onEachVariant(t, func(t *testing.T, variant harness.Variant) {
+		f := newFaultScene(t, variant, "soak", fmt.Sprintf("%d random changes a second for %v", rate, length))
+		f.start()
+		random := rand.New(rand.NewPCG(uint64(time.Now().UnixNano()), 0))
+		begin := time.Now()
+		sampled := f.startSampling(length)
+		changes := 0
+		for time.Since(begin) < length {
+			f.changeOne(random, changes)
+			changes++
+			// Where it lags behind, it catches up.
+			time.Sleep(time.Until(begin.Add(time.Duration(changes) * time.Second / time.Duration(rate))))
+		}
+		samples, err := sampled()
+		if err != nil {
+			t.Fatal(err)
+		}
+		took := time.Since(begin)
+		t.Logf("%d changes in %v: %.1f a second", changes, took.Round(time.Second), float64(changes)/took.Seconds())
+		if changes < rate*int(length.Seconds())/2 {
+			t.Errorf("only %d changes were made in %v", changes, took)
+		}
+		f.row.repair = growth(t, samples)
+		f.change("n2a")
+		f.inForce(10*time.Second, "n2a")
+		f.finish()
+	})
+}
+
+func soakFor(t *testing.T) (length time.Duration, rate int) {
+	t.Helper()
+	length, rate = byMode(45*time.Second, 30*time.Second), byMode(50, 20)
+	var err error
+	if text := os.Getenv(soakVariable); text != "" {
+		if length, err = time.ParseDuration(text); err != nil || length < 10*time.Second {
+			t.Fatalf("%s=%s is no duration of 10s or more: %v", soakVariable, text, err)
+		}
+	}
+	if text := os.Getenv(soakRateVariable); text != "" {
+		if rate, err = strconv.Atoi(text); err != nil || rate < 1 {
+			t.Fatalf("%s=%s is no number of changes a second: %v", soakRateVariable, text, err)
+		}
+	}
+	return length, rate
+}
+
+// The Services that TestSoak changes have numbers from firstSoaked on. Every second one goes and comes back now and then, so
+// that about as many are there at any time.
+const firstSoaked, soaked = 20, 60
+
+// changeOne makes, changes or removes one Service, or its endpoints.
+func (f *faultScene) changeOne(random *rand.Rand, n int) {
+	f.Helper()
+	i := random.IntN(soaked)
+	if n < soaked {
+		i = n // each one once, first
+	}
+	s := harness.Service(fmt.Sprintf("soaked-%d", i), firstSoaked+i)
+	file := s.Name + ".yaml"
+	_, err := os.Stat(filepath.Join(f.Manifests, file))
+	if err == nil && random.IntN(10) == 0 {
+		f.Remove(f.T, file)
+		return
+	}
+	policies := []string{"Cluster", "Local"}
+	harness.Policies(policies[random.IntN(2)], policies[random.IntN(2)])(s)
+	switch random.IntN(6) {
+	case 0:
+		harness.ClusterOnly(s)
+		s.Spec.ExternalTrafficPolicy = "" // which only what is reached from outside may have
+	case 1:
+		sticky(time.Hour)(s)
+	case 2:
+		sourceRanges("203.0.113.0/24", "2001:db8:c::/64")(s)
+	}
+	pods := []string{"n1a", "n1b", "n1c", "n2a", "n2b", "n3a"}
+	random.Shuffle(len(pods), func(a, b int) { pods[a], pods[b] = pods[b], pods[a] })
+	ready := random.IntN(len(pods) + 1)
+	endpoints := append(f.Ready(pods[:ready]...), f.Terminating(pods[ready:ready+random.IntN(len(pods)-ready+1)]...)...)
+	f.Write(f.T, file, harness.Objects(s, endpoints...)...)
+}
+
+// sample is what the daemon takes up at one time.
+type sample struct {
+	rss, goroutines, files, rules int // rss in KiB; rules with chains, sets and whatever else mode ipvs has
+}
+
+var (
+	residentSize   = regexp.MustCompile(`(?m)^VmRSS:\s+(\d+) kB$`)
+	goroutineCount = regexp.MustCompile(`(?m)^go_goroutines (\d+)$`)
+)
+
+// startSampling takes samples for so long, and returns what waits for them.
+func (f *faultScene) startSampling(length time.Duration) (wait func() ([]sample, error)) {
+	var samples []sample
+	var err error
+	ended := make(chan struct{})
+	go func() {
+		defer close(ended)
+		for begin := time.Now(); err == nil && time.Since(begin) < length; {
+			next := time.Now().Add(length / 60)
+			var s sample
+			s, err = f.sample()
+			samples = append(samples, s)
+			time.Sleep(time.Until(next))
+		}
+	}()
+	return func() ([]sample, error) {
+		<-ended
+		return samples, err
+	}
+}
+
+func (f *faultScene) sample() (s sample, err error) {
+	number := func(from *regexp.Regexp, text string) (n int) {
+		if m := from.FindStringSubmatch(text); m != nil {
+			n, err = strconv.Atoi(m[1])
+		} else {
+			err = fmt.Errorf("no %s in:\n%s", from, text)
+		}
+		return n
+	}
+	process := fmt.Sprintf("/proc/%d", f.daemon.PID())
+	status, err := os.ReadFile(process + "/status")
+	if err != nil {
+		return s, err
+	}
+	s.rss = number(residentSize, string(status))
+	files, err := os.ReadDir(process + "/fd")
+	if err != nil {
+		return s, err
+	}
+	s.files = len(files)
+	text, err := scraped(f.World)
+	if err != nil {
+		return s, err
+	}
+	s.goroutines = number(goroutineCount, text)
+	if err != nil {
+		return s, err
+	}
+	programs := []string{f.variant.Tool("iptables") + "-save", f.variant.Tool("ip6tables") + "-save"}
+	if mode == harness.IPVS {
+		programs = append(programs, "ipset save", "ipvsadm --save --numeric", "ip addr show", "ip route show table local")
+	}
+	for _, p := range programs {
+		words := strings.Fields(p)
+		text, err := f.Node1().Output(words[0], words[1:]...)
+		if err != nil {
+			return s, err
+		}
+		s.rules += strings.Count(text, "\n")
+	}
+	return s, nil
+}
+
+// growth compares the medians of the second and the last quarter, fails the test if one of them has grown by more than noise,
+// and says what they are.
+func growth(t *testing.T, samples []sample) string {
+	t.Helper()
+	quarter := len(samples) / 4
+	if quarter < 5 {
+		t.Fatalf("only %d samples", len(samples))
+	}
+	var out []string
+	for _, m := range []struct {
+		name  string
+		of    func(sample) int
+		share float64 // by which it may grow, beside so many: as many Services as chance has it are there
+		most  int
+	}{
+		{"KiB resident", func(s sample) int { return s.rss }, 0.10, 4096},
+		{"goroutines", func(s sample) int { return s.goroutines }, 0.20, 10},
+		{"file descriptors", func(s sample) int { return s.files }, 0.20, 10},
+		{"rules", func(s sample) int { return s.rules }, 0.20, 50},
+	} {
+		median := func(of []sample) int {
+			var values []int
+			for _, s := range of {
+				values = append(values, m.of(s))
+			}
+			slices.Sort(values)
+			return values[len(values)/2]
+		}
+		before, after := median(samples[quarter:2*quarter]), median(samples[len(samples)-quarter:])
+		if limit := before + int(m.share*float64(before)) + m.most; after > limit {
+			t.Errorf("%d %s in the second quarter, %d in the last; more than %d are growth", before, m.name, after, limit)
+		}
+		out = append(out, fmt.Sprintf("%d → %d %s", before, after, m.name))
+	}
+	return strings.Join(out, ", ")
+}
