@@ -41,7 +41,8 @@ var driftFaults = map[harness.Mode][]driftFault{
 }
 
 // TestDrift: what another program does to what nodeproxy has written is repaired within seconds, logged with what it was, and
-// counted once; the rules of others stay as they are.
+// counted once; the rules of others stay as they are. Each is a row of the table of faults, with requests that are under way: one
+// that meets the gap succeeds if it tries again, as TCP does after a second.
 func TestDrift(t *testing.T) {
 	onEachVariant(t, func(t *testing.T, variant harness.Variant) {
 		w := harness.New(t, harness.Options{})
@@ -54,8 +55,14 @@ func TestDrift(t *testing.T) {
 		wantServers(t, w.Client, clusterIP(1, 4), "n1a", "n2a")
 		want := heldTwice(t, w, variant)
 		chain := regexp.MustCompile(`-A (KUBE-SVC-\S+) `).FindStringSubmatch(want)
-		var table []string
 		for _, f := range driftFaults[mode] {
+			loads := []*harness.Load{
+				w.Client.StartLoad("tcp", clusterIP(1, 4), 1, 10*time.Millisecond),
+				w.Client.StartLoad("udp", clusterIP(1, 4), 1, 10*time.Millisecond),
+			}
+			for _, l := range loads {
+				eventually(t, "requests", func() error { return atLeast(l, 20) })
+			}
 			if chain != nil {
 				f.do, f.words = strings.ReplaceAll(f.do, "CHAIN", chain[1]), strings.ReplaceAll(f.words, "CHAIN", chain[1])
 			}
@@ -78,10 +85,27 @@ func TestDrift(t *testing.T) {
 			if n := count(d.Log()[lines:], "it has been repaired"); n != 1 {
 				t.Errorf("%s: it was logged %d times", f.name, n)
 			}
-			table = append(table, fmt.Sprintf("%-30s repaired after %v", f.name, took.Round(10*time.Millisecond)))
+			row := faultRow{Fault: "others change what is ours", Injected: f.name, Mode: mode, Variant: variant, OK: !t.Failed(),
+				Repair: took.Round(10 * time.Millisecond).String()}
+			for _, l := range loads {
+				l.Stop()
+				row.Requests += l.Requests()
+				row.Failed += len(l.Failures())
+			}
+			addFault(row)
+			if row.Failed > 0 {
+				t.Errorf("%s: %d of %d requests failed: %v", f.name, row.Failed, row.Requests, loads[0].Failures())
+			}
 		}
-		t.Log(strings.Join(table, "\n"))
 	})
+}
+
+// atLeast is an error as long as a load has made fewer requests.
+func atLeast(l *harness.Load, want int) error {
+	if n := l.Requests(); n < want {
+		return fmt.Errorf("%d requests, want %d", n, want)
+	}
+	return nil
 }
 
 // heldTwice is what held returns two times in a row: where virtual servers of another network namespace come and go meanwhile,

@@ -1,7 +1,9 @@
 package e2e
 
 import (
+	"encoding/json"
 	"fmt"
+	"os"
 	"slices"
 	"strings"
 	"sync"
@@ -13,19 +15,29 @@ import (
 
 // faultRow is a line of the table of faults.
 type faultRow struct {
-	fault, injected  string
-	variant          harness.Variant
-	ok               bool
-	requests, failed int
-	// repair is how long after the end of the fault all was as it should be.
-	repair string
+	Fault, Injected  string
+	Mode             harness.Mode
+	Variant          harness.Variant
+	OK               bool
+	Requests, Failed int
+	// Repair is how long after the end of the fault all was as it should be, or what is to be said in place of that.
+	Repair string
 }
 
-// faultTable has the rows of all tests of faults, in the order in which these ended.
+// faultTable has the rows of all tests of faults.
 var faultTable struct {
 	sync.Mutex
 	rows []faultRow
 }
+
+func addFault(r faultRow) {
+	faultTable.Lock()
+	defer faultTable.Unlock()
+	faultTable.rows = append(faultTable.rows, r)
+}
+
+// rowsVariable is set for a process that prints rows for another one, each as JSON after rowPrefix, in place of the table.
+const rowsVariable, rowPrefix = "NODEPROXY_FAULT_ROWS", "fault row: "
 
 // printFaults prints the table, if there is any row.
 func printFaults() {
@@ -35,16 +47,26 @@ func printFaults() {
 	if len(rows) == 0 {
 		return
 	}
+	if os.Getenv(rowsVariable) != "" {
+		for _, r := range rows {
+			text, err := json.Marshal(r)
+			if err != nil {
+				panic(err)
+			}
+			fmt.Printf("%s%s\n", rowPrefix, text)
+		}
+		return
+	}
 	slices.SortStableFunc(rows, func(a, b faultRow) int {
-		return strings.Compare(a.fault+a.injected+string(a.variant), b.fault+b.injected+string(b.variant))
+		return strings.Compare(a.Fault+a.Injected+string(a.Variant), b.Fault+b.Injected+string(b.Variant))
 	})
-	const layout = "%-26s %-66s %-15s %8s %6s  %s\n"
+	const layout = "%-27s  %-85s  %-15s %8s %6s  %s\n"
 	fmt.Printf("\n"+layout, "fault", "injected", "mode", "requests", "failed", "time to repair")
 	for _, r := range rows {
-		if !r.ok {
-			r.repair += "  TEST FAILED"
+		if !r.OK {
+			r.Repair += "  TEST FAILED"
 		}
-		fmt.Printf(layout, r.fault, r.injected, string(mode)+" "+string(r.variant), fmt.Sprint(r.requests), fmt.Sprint(r.failed), r.repair)
+		fmt.Printf(layout, r.Fault, r.Injected, fmt.Sprintf("%s %s", r.Mode, r.Variant), fmt.Sprint(r.Requests), fmt.Sprint(r.Failed), r.Repair)
 	}
 }
 
@@ -68,7 +90,7 @@ const changing = 7
 func newFaultScene(t *testing.T, variant harness.Variant, fault, injected string) *faultScene {
 	t.Helper()
 	f := &faultScene{T: t, World: harness.New(t, harness.Options{}), variant: variant, flags: []string{clusterCIDR}}
-	f.row = faultRow{fault: fault, injected: injected, variant: variant}
+	f.row = faultRow{Fault: fault, Injected: injected, Mode: mode, Variant: variant}
 	f.Write(t, "nodes.yaml", f.NodeObjects()...)
 	manyServices(t, f.World)
 	f.change("n1a")
@@ -79,18 +101,16 @@ func newFaultScene(t *testing.T, variant harness.Variant, fault, injected string
 // tell adds the row.
 func (f *faultScene) tell() {
 	r := f.row
-	r.ok = !f.Failed()
+	r.OK = !f.Failed()
 	for _, l := range f.loads {
-		r.requests += l.Requests()
-		r.failed += len(l.Failures())
+		r.Requests += l.Requests()
+		r.Failed += len(l.Failures())
 	}
 	if len(f.repairs) > 0 {
-		r.repair = slices.Max(f.repairs).Round(10 * time.Millisecond).String()
+		r.Repair = slices.Max(f.repairs).Round(10 * time.Millisecond).String()
 	}
-	f.Logf("%s, %s: %d requests, %d failed, time to repair %s", r.fault, r.injected, r.requests, r.failed, r.repair)
-	faultTable.Lock()
-	defer faultTable.Unlock()
-	faultTable.rows = append(faultTable.rows, r)
+	f.Logf("%s, %s: %d requests, %d failed, time to repair %s", r.Fault, r.Injected, r.Requests, r.Failed, r.Repair)
+	addFault(r)
 }
 
 // change gives the Service that changes these endpoints.
@@ -124,12 +144,7 @@ func (f *faultScene) enough() {
 	f.Helper()
 	for _, l := range f.loads {
 		want := l.Requests() + 15
-		eventuallyWithin(f.T, time.Minute, "requests", func() error {
-			if n := l.Requests(); n < want {
-				return fmt.Errorf("%d requests, want %d", n, want)
-			}
-			return nil
-		})
+		eventuallyWithin(f.T, time.Minute, "requests", func() error { return atLeast(l, want) })
 	}
 }
 

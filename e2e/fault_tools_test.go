@@ -47,7 +47,7 @@ func TestFaultLock(t *testing.T) {
 		f.change("n2a")
 		if variant == harness.NFT || mode == harness.IPVS { // neither takes the lock
 			f.inForce(holds/2, "n2a")
-			f.row.repair = "none needed: it uses no lock"
+			f.row.Repair = "none needed: it uses no lock"
 		} else {
 			f.log(line, holds, "another program holds the xtables lock")
 			for _, family := range families {
@@ -60,7 +60,7 @@ func TestFaultLock(t *testing.T) {
 		if err := lock.Close(); err != nil {
 			t.Fatal(err)
 		}
-		if f.row.repair == "" {
+		if f.row.Repair == "" {
 			f.repaired(15*time.Second, "n2a")
 		}
 		f.finish()
@@ -201,7 +201,7 @@ func TestFaultRestoreHangs(t *testing.T) {
 		f.withdraw(order)
 		f.log(line, 40*time.Second, "sync failed", "was ended")
 		f.inForce(10*time.Second, "n2a")
-		f.row.repair = fmt.Sprintf("%v, from its beginning", time.Since(begin).Round(10*time.Millisecond))
+		f.row.Repair = fmt.Sprintf("%v, from its beginning", time.Since(begin).Round(10*time.Millisecond))
 		if n := count(f.daemon.Log(), "was ended"); n > 1 {
 			t.Errorf("runs were ended in %d syncs", n)
 		}

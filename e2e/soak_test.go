@@ -44,7 +44,7 @@ func TestSoak(t *testing.T) {
 		if changes < rate*int(length.Seconds())/2 {
 			t.Errorf("only %d changes were made in %v", changes, took)
 		}
-		f.row.repair = growth(t, samples)
+		f.row.Repair = growth(t, samples)
 		f.change("n2a")
 		f.inForce(10*time.Second, "n2a")
 		f.finish()
