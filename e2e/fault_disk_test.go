@@ -69,7 +69,7 @@ func (f *faultScene) empty(dir string) {
 // TestFaultDiskFull: file systems have no room for a byte or a file more: /run, with the lock of iptables, /tmp, that of the
 // manifests, and that to which the log goes. Then there is room again.
 func TestFaultDiskFull(t *testing.T) {
-	onEachVariant(t, func(t *testing.T, variant harness.Variant) {
+	onEachFaultVariant(t, func(t *testing.T, variant harness.Variant) {
 		f := newFaultScene(t, variant, "disk full", "no room for a byte or a file in /run, with lock and manifests, and in /tmp")
 		f.fullDisks()
 		f.start()

@@ -46,7 +46,7 @@ func (f *faultScene) serves(at string) func() error {
 // TestFaultNotificationsLost: so much changes in the kernel while the daemon stands still that notifications are lost: of nf_tables,
 // and of addresses. What they would have told of is found all the same.
 func TestFaultNotificationsLost(t *testing.T) {
-	onEachVariant(t, func(t *testing.T, variant harness.Variant) {
+	onEachFaultVariant(t, func(t *testing.T, variant harness.Variant) {
 		f := newFaultScene(t, variant, "notifications lost", "rules and addresses change until the sockets of the stopped daemon drop (ENOBUFS)")
 		f.addHealthPort()
 		f.start()
@@ -175,7 +175,7 @@ func (f *faultScene) inject(calls string, more ...string) (end func() string) {
 
 // TestFaultNoMemory: the kernel has no memory for what the daemon, or iptables-restore, asks of it.
 func TestFaultNoMemory(t *testing.T) {
-	onEachVariant(t, func(t *testing.T, variant harness.Variant) {
+	onEachFaultVariant(t, func(t *testing.T, variant harness.Variant) {
 		for _, c := range []struct{ errno, calls, when string }{
 			{"ENOMEM", "sendto,sendmsg,setsockopt", ""},
 			{"ENOBUFS", "sendto,sendmsg,recvfrom,recvmsg", ":when=2+3"},
@@ -204,7 +204,7 @@ func TestFaultNoMemory(t *testing.T) {
 
 // TestFaultInterruptedDumps: what the daemon lists of the kernel changes while it does, so that the kernel breaks lists off.
 func TestFaultInterruptedDumps(t *testing.T) {
-	onEachVariant(t, func(t *testing.T, variant harness.Variant) {
+	onEachFaultVariant(t, func(t *testing.T, variant harness.Variant) {
 		f := newFaultScene(t, variant, "interrupted dumps", "addresses and flows come and go until the kernel has broken off 3 lists (NLM_F_DUMP_INTR)")
 		f.addHealthPort()
 		f.start()

@@ -17,7 +17,7 @@ import (
 // TestFaultKilled: the daemon is killed at random moments, of its start and of its syncs, some of them while iptables-restore
 // runs, and each time started again, while Services change.
 func TestFaultKilled(t *testing.T) {
-	onEachVariant(t, func(t *testing.T, variant harness.Variant) {
+	onEachFaultVariant(t, func(t *testing.T, variant harness.Variant) {
 		kills := byMode(40, 16)
 		f := newFaultScene(t, variant, "killed", fmt.Sprintf("kill -9 at %d random moments of starts and syncs", kills))
 		f.start()

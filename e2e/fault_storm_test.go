@@ -14,10 +14,12 @@ import (
 // TestFaultStorm: a thousand EndpointSlices change a second. That is more than the kernel can be changed each time, so that
 // changes have to gather, without memory growing for it; the last state of each is in force soon after.
 func TestFaultStorm(t *testing.T) {
-	onEachVariant(t, func(t *testing.T, variant harness.Variant) {
+	onEachFaultVariant(t, func(t *testing.T, variant harness.Variant) {
 		rate, length := byMode(1000, 200), 8*time.Second
 		f := newFaultScene(t, variant, "storm of events", "")
-		const first, services, files, perFile = 20, 100, 10, 20 // slices: one a family for each Service
+		const first, files = 20, 10
+		services := byMode(100, 30)
+		perFile := 2 * services / files // slices: one a family for each Service
 		pods := []string{"n1a", "n2a", "n3a"}
 		var texts [files][]string // of slices, by pod
 		for file := range files {

@@ -29,7 +29,7 @@ func (f *faultScene) seen(path string) string {
 
 // TestFaultLock: another program holds the xtables lock while a change comes.
 func TestFaultLock(t *testing.T) {
-	onEachVariant(t, func(t *testing.T, variant harness.Variant) {
+	onEachFaultVariant(t, func(t *testing.T, variant harness.Variant) {
 		const holds = 10 * time.Second
 		f := newFaultScene(t, variant, "iptables lock held", fmt.Sprintf("flock on /run/xtables.lock by another program for %v", holds))
 		f.ownRun("")
@@ -120,7 +120,7 @@ func (f *faultScene) withdraw(order string) {
 
 // TestFaultRestoreRefused: iptables-restore fails for a while, whatever it is given.
 func TestFaultRestoreRefused(t *testing.T) {
-	onEachVariant(t, func(t *testing.T, variant harness.Variant) {
+	onEachFaultVariant(t, func(t *testing.T, variant harness.Variant) {
 		f := newFaultScene(t, variant, "restore refused", "iptables-restore exits 1 for 6 s")
 		order := f.faultyTools()
 		f.start()
@@ -148,7 +148,7 @@ func (f *faultScene) breakRules() {
 
 // TestFaultRestoreRefusesOne: iptables-restore refuses what is of one Service, for good. All others go on to change.
 func TestFaultRestoreRefusesOne(t *testing.T) {
-	onEachVariant(t, func(t *testing.T, variant harness.Variant) {
+	onEachFaultVariant(t, func(t *testing.T, variant harness.Variant) {
 		f := newFaultScene(t, variant, "restore refuses one Service", "iptables-restore exits 2 on anything with one Service's chain")
 		order := f.faultyTools()
 		f.start()
@@ -188,7 +188,7 @@ func TestFaultRestoreRefusesOne(t *testing.T) {
 
 // TestFaultRestoreHangs: iptables-restore does not end.
 func TestFaultRestoreHangs(t *testing.T) {
-	onEachVariant(t, func(t *testing.T, variant harness.Variant) {
+	onEachFaultVariant(t, func(t *testing.T, variant harness.Variant) {
 		f := newFaultScene(t, variant, "restore hangs", "one run of iptables-restore a family does not end; it is ended after 30 s")
 		order := f.faultyTools()
 		f.start()

@@ -22,7 +22,7 @@ const soakVariable, soakRateVariable = "SOAK", "SOAK_RATE"
 // descriptors nor rules grow, no request fails, and in the end the kernel holds what a new start writes.
 func TestSoak(t *testing.T) {
 	length, rate := soakFor(t)
-	onEachVariant(t, func(t *testing.T, variant harness.Variant) {
+	onEachFaultVariant(t, func(t *testing.T, variant harness.Variant) {
 		f := newFaultScene(t, variant, "soak", fmt.Sprintf("%d random changes a second for %v", rate, length))
 		f.start()
 		random := rand.New(rand.NewPCG(uint64(time.Now().UnixNano()), 0))
