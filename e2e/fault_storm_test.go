@@ -34,10 +34,12 @@ func TestFaultStorm(t *testing.T) {
 			f.WriteText(t, fmt.Sprintf("slices-%d.yaml", file), texts[file][0])
 		}
 		f.start()
+		perRound := files * perFile
+		total := (rate*int(length.Seconds()) + perRound - 1) / perRound * perRound
 		begin, events := time.Now(), 0
 		var early, late int
-		for events < rate*int(length.Seconds()) {
-			file, round := events/perFile%files, events/perFile/files
+		for events < total {
+			file, round := events/perFile%files, events/perRound
 			f.WriteText(t, fmt.Sprintf("slices-%d.yaml", file), texts[file][round%len(pods)])
 			events += perFile
 			if early == 0 && time.Since(begin) > length/4 {
@@ -49,7 +51,7 @@ func TestFaultStorm(t *testing.T) {
 		late = f.resident()
 		took := time.Since(begin)
 		f.row.Injected = fmt.Sprintf("%d changes of EndpointSlices at %.0f a second", events, float64(events)/took.Seconds())
-		last := pods[(events-1)/perFile/files%len(pods)]
+		last := pods[(total-1)/perRound%len(pods)]
 		end := time.Now()
 		f.inForce(20*time.Second, "n2a")
 		for _, i := range []int{0, services / 2, services - 1} {

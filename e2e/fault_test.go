@@ -204,7 +204,7 @@ func (f *faultScene) finish() {
 }
 
 // preferredSource is the address of its own that a node puts into a route; node2 does not have that of node1.
-var preferredSource = regexp.MustCompile(`(?m)^(local \S+ dev kube-ipvs0 proto static .*) src \S+`)
+var preferredSource = regexp.MustCompile(`(?m)^(local \S+ dev kube-ipvs0 proto static.*?) src \S+`)
 
 // likeFresh compares what node1 holds with what a daemon writes on node2, as if that were node1.
 func (f *faultScene) likeFresh() {
