@@ -97,3 +97,35 @@ func (f *faultScene) whileWriting(limit time.Duration) {
 		time.Sleep(100 * time.Microsecond)
 	}
 }
+
+// TestFaultKilledWhileWriting: the daemon is killed while iptables-restore runs, which goes on, and writes what it was given while
+// the next daemon starts, after that has read what there is.
+func TestFaultKilledWhileWriting(t *testing.T) {
+	onEachFaultVariant(t, func(t *testing.T, variant harness.Variant) {
+		f := newFaultScene(t, variant, "killed", "kill -9, and an iptables-restore that outlives it writes in the middle of the next start")
+		order := f.faultyTools()
+		f.start()
+		reading := filepath.Join(f.Dir, "reading")
+		f.give(order, fmt.Sprintf("echo >>%[1]s.begun; while [ ! -e %[1]s ]; do sleep 0.01; done; echo >>%[1]s.ended\n", reading))
+		f.change("n2a")
+		eventually(t, "iptables-restore", func() error {
+			if begun, err := os.ReadFile(reading + ".begun"); err != nil || len(begun) < 2 {
+				return fmt.Errorf("%d runs have begun (%v), want one a family", len(begun), err)
+			}
+			return nil
+		})
+		if err := f.daemon.Kill(); err != nil {
+			t.Fatal(err)
+		}
+		// The next daemon finds nothing to do for this Service, but something for another: then it has read all.
+		f.change("n1a")
+		f.Write(t, "internal.yaml", harness.Objects(harness.Service("internal", 5, harness.ClusterOnly), f.Ready("n3a")...)...)
+		f.give(order, fmt.Sprintf("touch %[1]s; while [ \"$(wc -l <%[1]s.ended)\" -lt 2 ]; do sleep 0.01; done; sleep 0.5\n", reading))
+		f.daemon = f.World.Run(t, variant, f.flags...)
+		f.repaired(10*time.Second, "n1a")
+		for _, family := range families {
+			eventually(t, "the other Service", func() error { return serversOf(f.Client, "tcp", clusterIP(5, family), "n3a") })
+		}
+		f.finish()
+	})
+}

@@ -30,12 +30,14 @@ type watched struct {
 
 func (w *watch) add(t *tool, tables ...table) { w.tables = append(w.tables, watched{t, tables}) }
 
-// run calls suspect when another program may have changed something of ours, until ctx ends.
+// run calls suspect when another program may have changed something of ours, until ctx ends. It begins with that: what happened
+// since the first sync has read the tables is told of by nobody. It may be an iptables-restore of a daemon that was killed.
 func (w *watch) run(ctx context.Context, suspect func(why string)) error {
 	follow, err := w.open()
 	if err != nil {
 		return fmt.Errorf("watching for changes of iptables rules by other programs: %w", err)
 	}
+	suspect("changes by other programs were not watched for until now")
 	follow(ctx, suspect)
 	return nil
 }
