@@ -6,7 +6,7 @@ MODE    ?= iptables
 
 .DELETE_ON_ERROR:
 .PHONY: all build deps controlplane kernel deploytools unit race e2e test lint bench bench-api bench-iptables bench-ipvs demo image \
-	fuzz clean
+	fuzz soak clean
 
 all: build
 
@@ -54,6 +54,15 @@ test: deps build lint controlplane kernel deploytools
 	$(MAKE) race
 	NODEPROXY_BIN=$(CURDIR)/$(BINARY) go test -count=1 -timeout 20m -v ./e2e/... | hack/quiet
 	$(MAKE) demo
+
+# Changes without end under load, and then a comparison with a new start: SOAK is for how long, SOAK_RATE how many changes a
+# second, SOAK_VARIANT nft, legacy or, in place of it, ".*" for both; MODE=ipvs as for the demo. See docs/faults.md.
+SOAK         ?= 2h
+SOAK_RATE    ?= 50
+SOAK_VARIANT ?= nft
+soak: deps build $(if $(filter ipvs,$(MODE)),kernel)
+	SOAK=$(SOAK) SOAK_RATE=$(SOAK_RATE) NODEPROXY_KERNEL_TIMEOUT=86400 NODEPROXY_BIN=$(CURDIR)/$(BINARY) go test -count=1 -timeout 0 -v \
+		-run '^TestSoak$$/^$(SOAK_VARIANT)$$' ./e2e$(if $(filter ipvs,$(MODE)),/ipvs) | hack/quiet
 
 # Benchmarks of single functions.
 bench: deps

@@ -13,17 +13,28 @@ import (
 // them, sets, virtual servers, and addresses and routes of kube-ipvs0; all without what counts or goes by itself.
 func held(t *testing.T, w *harness.World, variant harness.Variant) string {
 	t.Helper()
-	out := rules(t, w, variant)
+	return heldOn(t, w.Node1(), variant)
+}
+
+// heldOn is held of any node.
+func heldOn(t *testing.T, n *harness.Node, variant harness.Variant) string {
+	t.Helper()
+	out := rulesOn(t, n, variant)
 	if mode == harness.IPVS {
-		out += ipSets(t, w) + virtualServers(t, w) + device(t, w)
+		out += ipSetsOn(t, n) + virtualServersOn(t, n) + deviceOn(t, n)
 	}
 	return out
 }
 
 func output(t *testing.T, w *harness.World, command string) string {
 	t.Helper()
+	return outputOn(t, w.Node1(), command)
+}
+
+func outputOn(t *testing.T, n *harness.Node, command string) string {
+	t.Helper()
 	words := strings.Fields(command)
-	out, err := w.Node1().Output(words[0], words[1:]...)
+	out, err := n.Output(words[0], words[1:]...)
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -35,33 +46,48 @@ var setSizes = regexp.MustCompile(` (hashsize|bucketsize|initval) \S+`)
 // ipSets returns all sets of node1 with their entries, in the form of ipset save.
 func ipSets(t *testing.T, w *harness.World) string {
 	t.Helper()
-	return sortedLines(setSizes.ReplaceAllString(output(t, w, "ipset save"), ""))
+	return ipSetsOn(t, w.Node1())
+}
+
+func ipSetsOn(t *testing.T, n *harness.Node) string {
+	t.Helper()
+	return sortedLines(setSizes.ReplaceAllString(outputOn(t, n, "ipset save"), ""))
 }
 
 // virtualServers returns those of node1 with their real servers, in the form of ipvsadm --save.
 func virtualServers(t *testing.T, w *harness.World) string {
 	t.Helper()
-	return sortedLines(output(t, w, "ipvsadm --save --numeric"))
+	return virtualServersOn(t, w.Node1())
+}
+
+func virtualServersOn(t *testing.T, n *harness.Node) string {
+	t.Helper()
+	return sortedLines(outputOn(t, n, "ipvsadm --save --numeric"))
 }
 
 // device returns addresses and local routes of kube-ipvs0, or "" if it is not there.
 func device(t *testing.T, w *harness.World) string {
 	t.Helper()
+	return deviceOn(t, w.Node1())
+}
+
+func deviceOn(t *testing.T, n *harness.Node) string {
+	t.Helper()
 	const name = "kube-ipvs0"
 	out := ""
-	for _, line := range strings.Split(output(t, w, "ip -o addr show"), "\n") {
+	for _, line := range strings.Split(outputOn(t, n, "ip -o addr show"), "\n") {
 		if f := strings.Fields(line); len(f) > 3 && f[1] == name && !strings.HasPrefix(f[3], "fe80:") {
 			out += f[3] + "\n"
 		}
 	}
 	for _, family := range []string{"-4", "-6"} {
-		for _, line := range strings.Split(output(t, w, "ip "+family+" route show table local"), "\n") {
+		for _, line := range strings.Split(outputOn(t, n, "ip "+family+" route show table local"), "\n") {
 			if strings.Contains(line, " dev "+name+" ") {
 				out += line + "\n"
 			}
 		}
 	}
-	if strings.Contains(output(t, w, "ip -o link"), " "+name+":") {
+	if strings.Contains(outputOn(t, n, "ip -o link"), " "+name+":") {
 		out += name + "\n"
 	}
 	return sortedLines(out)

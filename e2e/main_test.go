@@ -14,7 +14,9 @@ func TestMain(m *testing.M) {
 		fmt.Fprintln(os.Stderr, "flag -skip:", err)
 		os.Exit(2)
 	}
-	os.Exit(harness.Main(m))
+	code := harness.Main(m)
+	printFaults()
+	os.Exit(code)
 }
 
 var (

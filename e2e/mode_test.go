@@ -22,6 +22,11 @@ var onlyIPTables = []string{
 	"TestSeeds",                            // of what objects mean: they find cluster IPs by the comments of rules
 	"TestStaleChainsRemoved",               // of chains for each Service; see TestIPVSStaleRemoved
 	"TestTakeoverFromKubeProxy",            // in mode iptables; see TestIPVSModeSwitch
+	"TestFaultLock",                        // of programs that write rules, as are these four: they are the same for all modes
+	"TestFaultRestoreHangs",
+	"TestFaultRestoreRefusesOne",
+	"TestFaultDiskFull",
+	"TestFaultKilledWhileWriting",
 }
 
 // onlyIPVS begins the names of tests that need a kernel with IPVS.

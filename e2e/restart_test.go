@@ -19,11 +19,17 @@ var policyCounters = regexp.MustCompile(`(?m)^(:\S+ \S+) \[\d+:\d+\]`)
 // rules returns the rules of both families on node1, without counters.
 func rules(t *testing.T, w *harness.World, variant harness.Variant) string {
 	t.Helper()
-	return policyCounters.ReplaceAllString(countedRules(t, w, variant, false), "$1")
+	return rulesOn(t, w.Node1(), variant)
 }
 
-// countedRules returns the rules of both families on node1, with the counters of each rule if wanted.
-func countedRules(t *testing.T, w *harness.World, variant harness.Variant, counters bool) string {
+// rulesOn is rules of any node.
+func rulesOn(t *testing.T, n *harness.Node, variant harness.Variant) string {
+	t.Helper()
+	return policyCounters.ReplaceAllString(countedRules(t, n, variant, false), "$1")
+}
+
+// countedRules returns the rules of both families on a node, with the counters of each rule if wanted.
+func countedRules(t *testing.T, n *harness.Node, variant harness.Variant, counters bool) string {
 	t.Helper()
 	var all strings.Builder
 	for _, tool := range []string{"iptables-save", "ip6tables-save"} {
@@ -32,7 +38,7 @@ func countedRules(t *testing.T, w *harness.World, variant harness.Variant, count
 			args = append(args, "-c")
 		}
 		family, save, _ := strings.Cut(tool, "-")
-		out, err := w.Node1().Output(variant.Tool(family)+"-"+save, args...)
+		out, err := n.Output(variant.Tool(family)+"-"+save, args...)
 		if err != nil {
 			t.Fatal(err)
 		}
@@ -159,11 +165,11 @@ func TestStartWritesNothing(t *testing.T) {
 			if err := how.end(); err != nil {
 				t.Fatal(err)
 			}
-			rulesBefore, countersBefore := splitCounters(countedRules(t, w, variant, true))
+			rulesBefore, countersBefore := splitCounters(countedRules(t, w.Node1(), variant, true))
 			handles := ruleHandles(t, w, variant)
 			d = w.Run(t, variant, clusterCIDR)
 			time.Sleep(300 * time.Millisecond)
-			rulesAfter, countersAfter := splitCounters(countedRules(t, w, variant, true))
+			rulesAfter, countersAfter := splitCounters(countedRules(t, w.Node1(), variant, true))
 			if rulesAfter != rulesBefore {
 				t.Fatalf("the start after %s changed rules:\n%s", how.name, firstDifference(rulesBefore, rulesAfter))
 			}

@@ -148,19 +148,7 @@ type jump struct {
 	newOnly bool // only for packets that begin a connection
 }
 
-// args are the rule's match and target as arguments of iptables.
-func (j jump) args() []string {
-	var args []string
-	if j.newOnly {
-		args = append(args, "-m", "conntrack", "--ctstate", "NEW")
-	}
-	if j.comment != "" {
-		args = append(args, "-m", "comment", "--comment", j.comment)
-	}
-	return append(args, "-j", j.to)
-}
-
-// text is the same as iptables-save prints it.
+// text is the rule's match and target as iptables-save prints them.
 func (j jump) text() string {
 	r := newRule()
 	if j.newOnly {

@@ -115,6 +115,9 @@ type fault struct {
 	only int    // how many differences there are; 0 for any number
 }
 
+// justBefore names a fault upon which a change of a Service is written at once.
+const justBefore = "a foreign rule just before a change"
+
 var faults = []fault{
 	{"a table emptied", "iptables-{} -w -t nat -F", "of table nat (IPv4): missing", 0},
 	{"another table emptied", "iptables-{} -w -t filter -F", "KUBE-FORWARD\" in FORWARD of table filter (IPv4): missing", 0},
@@ -126,6 +129,8 @@ var faults = []fault{
 		"in PREROUTING of table nat (IPv4): missing", 1},
 	{"a chain that is none of the plan's", "iptables-{} -w -t nat -N KUBE-SVC-OTHER", "chain KUBE-SVC-OTHER of table nat (IPv4): unexpected",
 		1},
+	{justBefore, "iptables-{} -w -t nat -I SVC 2 -s 192.0.2.1/32 -j RETURN",
+		"rule \"-s 192.0.2.1/32 -j RETURN\" in SVC of table nat (IPv4): unexpected", 1},
 	{"IPv6", "ip6tables-{} -w -t nat -F KUBE-MARK-MASQ", "in KUBE-MARK-MASQ of table nat (IPv6): missing", 1},
 }
 
@@ -171,10 +176,10 @@ func testDrift(t *testing.T, v Variant) {
 			l.do("iptables-{} -w -t nat -A OTHERS -s 192.0.2.1/32 -j RETURN")
 		case f.name == "a jump":
 			j := jumps(false)[len(jumps(false))-2]
-			args := append([]string{"-w", "-t", "nat", "-D", j.from}, j.args()...)
-			if out, err := exec.Command("iptables-"+string(v), args...).CombinedOutput(); err != nil {
-				t.Errorf("%v: %s", err, out)
-			}
+			sh(t, fmt.Sprintf("iptables-%s -w -t nat -D %s %s", v, j.from, j.text()))
+		case f.name == justBefore:
+			l.do(f.do)
+			l.sync(plan.Keys{l.plan.Sorted(plan.IPv4)[3].Key: {}})
 		default:
 			l.do(f.do)
 		}

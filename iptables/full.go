@@ -4,7 +4,6 @@ import (
 	"cmp"
 	"context"
 	"errors"
-	"fmt"
 	"net/netip"
 	"slices"
 	"strings"
@@ -34,7 +33,7 @@ func (e *engine) syncAll(ctx context.Context, p *plan.Plan) error {
 		(&driftFinder{e.family, e.found}).rules(e.current, f.nat, f.filter)
 	}
 	if err := f.run(p); err != nil {
-		return err
+		return errors.Join(append(f.refused, err)...)
 	}
 	e.log.Debug("compared all rules", "family", e.family, "chains-written", f.written, "chains-removed", f.removed)
 	if len(f.refused) > 0 {
@@ -53,6 +52,7 @@ type fullSync struct {
 	wanted      map[table]map[string]bool
 	rewrites    []own   // ServicePorts with chains that the kernel has otherwise
 	refused     []error // ServicePorts whose chains the kernel does not take
+	proved      bool    // that something else is taken
 	written     int
 	removed     int
 }
@@ -250,7 +250,7 @@ func (f *fullSync) writeAll(list []own) error {
 }
 
 // writeServices writes a batch. Where the kernel refuses it, halves are tried until the ServicePorts at fault are found;
-// those are left out of the rules, and the others work.
+// those keep the rules that they have, or are left out if they have none, and the others work.
 func (f *fullSync) writeServices(batch []own) error {
 	if len(batch) == 0 {
 		return nil
@@ -267,8 +267,11 @@ func (f *fullSync) writeServices(batch []own) error {
 	switch {
 	case err == nil:
 		f.written += len(b.writes)
+		for _, c := range b.writes {
+			f.nat[c.name] = c.rules
+		}
 		return nil
-	case !errors.As(err, &refused) || errLocked(err):
+	case !errors.As(err, &refused) || errLocked(err) || !f.works():
 		return err
 	case len(batch) > 1:
 		half := len(batch) / 2
@@ -277,15 +280,7 @@ func (f *fullSync) writeServices(batch []own) error {
 		}
 		return f.writeServices(batch[half:])
 	}
-	sp := batch[0].sp
-	f.rules.leave(sp)
-	for _, c := range batch[0].chains {
-		if _, exists := f.nat[c.name]; !exists {
-			delete(f.wanted[tableNAT], c.name)
-		}
-	}
-	f.refused = append(f.refused, fmt.Errorf("the kernel refuses the rules of Service %s, port %q, so it is not proxied: %w",
-		sp.Key.Service, sp.Key.Port, err))
+	f.refuse(batch[0], err)
 	return nil
 }
 

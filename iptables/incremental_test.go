@@ -255,31 +255,6 @@ func TestOneChangeWritesOneService(t *testing.T) {
 	}
 }
 
-// TestRefusedServiceDoesNotStopOthers: rules that the kernel does not take cost the one ServicePort that they are for.
-func TestRefusedServiceDoesNotStopOthers(t *testing.T) {
-	e, k := fakeEngine(plan.IPv4)
-	p := plantest.Large(50, 3) // With fewer endpoints it would have no chain, at whose name it is refused.
-	bad := p.Sorted(plan.IPv4)[23]
-	k.refuse = ":" + serviceChain(prefixCluster, bad.Key) + " "
-	err := e.sync(context.Background(), p, nil)
-	if err == nil || !strings.Contains(err.Error(), bad.Key.Service.String()) {
-		t.Fatalf("want an error that names %s; got %v", bad.Key.Service, err)
-	}
-	p.Delete(bad.Key)
-	if got, want := k.text(), wantText(p, plan.IPv4); got != want {
-		t.Fatalf("the others are not as without it:\n%s", diffLines(want, got))
-	}
-	// When the kernel takes them, all is as it should be.
-	k.refuse = ""
-	p.Set(bad)
-	if err := e.sync(context.Background(), p, nil); err != nil {
-		t.Fatal(err)
-	}
-	if got, want := k.text(), wantText(p, plan.IPv4); got != want {
-		t.Fatalf("after the retry:\n%s", diffLines(want, got))
-	}
-}
-
 // TestTrieIsCanonical: the trees of chains depend on what is in them, not on how it came there.
 func TestTrieIsCanonical(t *testing.T) {
 	rapid.Check(t, func(t *rapid.T) {

@@ -1,6 +1,7 @@
 package iptables
 
 import (
+	"cmp"
 	"errors"
 	"slices"
 )
@@ -11,8 +12,18 @@ func (f *fullSync) dispatch() error {
 	if done, err := f.dispatchAtOnce(); done || err != nil {
 		return err
 	}
-	if err := f.writeAll(f.rewrites); err != nil {
+	rewrites := f.rewrites
+	f.rewrites = nil
+	if err := f.writeAll(rewrites); err != nil {
 		return err
+	}
+	err := f.dispatchInSteps()
+	var refused *RestoreError
+	if !errors.As(err, &refused) || errLocked(err) || !f.works() {
+		return err
+	}
+	if found, other := f.refuseEntries(); other != nil || !found {
+		return cmp.Or(other, err)
 	}
 	return f.dispatchInSteps()
 }

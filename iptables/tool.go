@@ -12,6 +12,7 @@ import (
 	"regexp"
 	"strconv"
 	"strings"
+	"time"
 
 	goiptables "github.com/coreos/go-iptables/iptables"
 
@@ -32,6 +33,14 @@ const (
 // variant has no lock.
 const lockWait = 5
 
+// A run of iptables-restore that takes longer than restoreTime, and lineTime for each line, hangs, and is ended; so is one of
+// iptables-save that takes longer than saveTime. What they may take is many times what they need on a busy machine.
+const (
+	restoreTime = 30 * time.Second
+	lineTime    = time.Millisecond
+	saveTime    = time.Minute
+)
+
 // tool runs the iptables programs of one variant and family.
 type tool struct {
 	variant Variant
@@ -40,13 +49,15 @@ type tool struct {
 	restorePath, savePath string
 	ipt                   *goiptables.IPTables
 	children              children
+	// restoreTime and saveTime are as the constants; tests have less.
+	restoreTime, saveTime time.Duration
 }
 
 // newTool finds the programs of a variant and family. Where the programs with the variant's name are missing (some
 // distributions have only one variant, under the plain name), the plain ones serve if they are of that variant.
 func newTool(v Variant, f plan.Family) (*tool, error) {
 	base := baseName(f)
-	t := &tool{variant: v, family: f}
+	t := &tool{variant: v, family: f, restoreTime: restoreTime, saveTime: saveTime}
 	main, err := lookPath(base + "-" + string(v))
 	if err == nil {
 		t.restorePath, err = lookPath(base + "-" + string(v) + "-restore")
@@ -166,7 +177,10 @@ func countRules(saved string) int { return strings.Count(saved, "\n-") }
 
 // save reads a table from the kernel.
 func (t *tool) save(ctx context.Context, tbl table) (kernelTable, error) {
-	cmd := exec.CommandContext(ctx, t.savePath, "-t", string(tbl))
+	limited, cancel := context.WithTimeout(ctx, t.saveTime)
+	defer cancel()
+	cmd := exec.CommandContext(limited, t.savePath, "-t", string(tbl))
+	cmd.WaitDelay = time.Second
 	var stderr bytes.Buffer
 	cmd.Stderr = &stderr
 	out, err := cmd.StdoutPipe()
@@ -181,25 +195,37 @@ func (t *tool) save(ctx context.Context, tbl table) (kernelTable, error) {
 		io.Copy(io.Discard, out) // lets the program end
 	}
 	if err := cmd.Wait(); err != nil {
+		if ctx.Err() == nil && limited.Err() != nil {
+			return nil, fmt.Errorf("reading table %s by %s: it was ended, since it did not end by itself within %v",
+				tbl, t.savePath, t.saveTime)
+		}
 		return nil, fmt.Errorf("reading table %s by %s: %w: %s", tbl, t.savePath, err, oneLine(stderr.String()))
 	}
 	return parsed, parseErr
 }
 
-// restore applies text. It is not interrupted once it has begun: a table changes as a whole or not at all, but a program
-// that is killed while it holds the lock or between two tables helps nobody.
+// restore applies text. The end of the daemon does not interrupt it once it has begun: a table changes as a whole or not at
+// all, but a program that is killed between two tables helps nobody. Only one that hangs is ended; then what the kernel holds
+// is not known, as after any error.
 func (t *tool) restore(text string) error {
 	args := []string{"--noflush", "--counters"}
 	if t.variant == Legacy {
 		args = append(args, "-w", strconv.Itoa(lockWait))
 	}
-	cmd := exec.Command(t.restorePath, args...)
+	limit := t.restoreTime + time.Duration(strings.Count(text, "\n"))*lineTime
+	ctx, cancel := context.WithTimeout(context.Background(), limit)
+	defer cancel()
+	cmd := exec.CommandContext(ctx, t.restorePath, args...)
+	cmd.WaitDelay = time.Second // for what it has started, which may hold its output open
 	cmd.Stdin = strings.NewReader(text)
 	var out bytes.Buffer
 	cmd.Stdout, cmd.Stderr = &out, &out
 	err := t.children.run(cmd)
 	if err == nil {
 		return nil
+	}
+	if ctx.Err() != nil { // This tells nothing about the input, so it is no RestoreError.
+		return fmt.Errorf("%s was ended, since it did not end by itself within %v: %s", t.restorePath, limit, oneLine(out.String()))
 	}
 	return &RestoreError{Program: t.restorePath, Message: oneLine(out.String()), Excerpt: excerpt(text, out.String()), Err: err}
 }
@@ -262,7 +288,7 @@ func oneLine(s string) string {
 
 // ensureJump puts a rule in front of a built-in chain.
 func (t *tool) ensureJump(j jump) error {
-	if err := t.ipt.Insert(string(j.table), j.from, 1, j.args()...); err != nil {
+	if err := t.restore(fmt.Sprintf("*%s\n-I %s 1 %s\nCOMMIT\n", j.table, j.from, j.text())); err != nil {
 		return fmt.Errorf("leading chain %s of table %s to %s: %w", j.from, j.table, j.to, err)
 	}
 	return nil

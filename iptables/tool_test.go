@@ -10,6 +10,7 @@ import (
 	"strings"
 	"syscall"
 	"testing"
+	"time"
 
 	"nodeproxy/proxier/plan"
 	"nodeproxy/proxier/plan/plantest"
@@ -42,6 +43,32 @@ func TestRestoreErrorShowsTheLine(t *testing.T) {
 				}
 			})
 		})
+	}
+}
+
+// TestProgramsThatHang: a program that does not end by itself is ended, also where something that it has started stays.
+func TestProgramsThatHang(t *testing.T) {
+	hangs := filepath.Join(t.TempDir(), "hangs")
+	if err := os.WriteFile(hangs, []byte("#!/bin/sh\nsleep 5 &\nexec sleep 1000\n"), 0o755); err != nil {
+		t.Fatal(err)
+	}
+	const limit = 100 * time.Millisecond
+	u := &tool{variant: NFT, restorePath: hangs, savePath: hangs, restoreTime: limit, saveTime: limit}
+	var refused *RestoreError
+	if err := u.restore("*nat\nCOMMIT\n"); err == nil || errors.As(err, &refused) || !strings.Contains(err.Error(), "was ended") {
+		t.Errorf("restore: %v", err)
+	}
+	u.savePath = filepath.Join(t.TempDir(), "save")
+	if err := os.WriteFile(u.savePath, []byte("#!/bin/sh\necho '*nat'\nexec sleep 1000\n"), 0o755); err != nil {
+		t.Fatal(err)
+	}
+	if _, err := u.save(t.Context(), tableNAT); err == nil || !strings.Contains(err.Error(), "was ended") {
+		t.Errorf("save: %v", err)
+	}
+	cancelled, cancel := context.WithCancel(t.Context())
+	cancel()
+	if _, err := u.save(cancelled, tableNAT); !errors.Is(err, context.Canceled) {
+		t.Errorf("save, cancelled: %v", err)
 	}
 }
 

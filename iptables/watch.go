@@ -18,6 +18,7 @@ type watch struct {
 	mu    sync.Mutex
 	busy  int            // how many syncs are at work
 	sizes map[sized]info // of the legacy variant, as they were after the last sync; nil where that is not watched
+	noted []sized        // tables that others had changed when a sync began
 	probe *infoSockets
 }
 
@@ -29,12 +30,14 @@ type watched struct {
 
 func (w *watch) add(t *tool, tables ...table) { w.tables = append(w.tables, watched{t, tables}) }
 
-// run calls suspect when another program may have changed something of ours, until ctx ends.
+// run calls suspect when another program may have changed something of ours, until ctx ends. It begins with that: what happened
+// since the first sync has read the tables is told of by nobody. It may be an iptables-restore of a daemon that was killed.
 func (w *watch) run(ctx context.Context, suspect func(why string)) error {
 	follow, err := w.open()
 	if err != nil {
 		return fmt.Errorf("watching for changes of iptables rules by other programs: %w", err)
 	}
+	suspect("changes by other programs were not watched for until now")
 	follow(ctx, suspect)
 	return nil
 }
@@ -86,7 +89,7 @@ const pollInterval = time.Second
 func (w *watch) begin(probe *infoSockets, legacy []watched) {
 	w.mu.Lock()
 	defer w.mu.Unlock()
-	w.probe, w.sizes = probe, map[sized]info{}
+	w.probe, w.sizes, w.noted = probe, map[sized]info{}, nil
 	for _, t := range legacy {
 		for _, name := range t.tables {
 			w.sizes[sized{t.tool, name}] = info{}
@@ -98,10 +101,13 @@ func (w *watch) begin(probe *infoSockets, legacy []watched) {
 }
 
 // writing tells that rules are about to be written, and returns what tells that this is done. What the size of a table is
-// then is what it should be.
+// then is what it should be; so what others did just before has to be noted first.
 func (w *watch) writing() (done func()) {
 	w.mu.Lock()
 	defer w.mu.Unlock()
+	if w.busy == 0 {
+		w.noted = append(w.noted, w.measure()...)
+	}
 	w.busy++
 	return func() {
 		w.mu.Lock()
@@ -129,7 +135,7 @@ func (w *watch) poll(ctx context.Context, suspect func(string)) {
 		w.mu.Lock()
 		defer w.mu.Unlock()
 		w.probe.close()
-		w.sizes = nil
+		w.sizes, w.noted = nil, nil
 	}()
 	ticks := time.NewTicker(pollInterval)
 	defer ticks.Stop()
@@ -141,6 +147,7 @@ func (w *watch) poll(ctx context.Context, suspect func(string)) {
 		}
 		if other := w.changed(); len(other) > 0 {
 			slices.Sort(other)
+			other = slices.Compact(other)
 			suspect("another program has changed " + strings.Join(other, ", "))
 		}
 	}
@@ -154,8 +161,9 @@ func (w *watch) changed() []string {
 		return nil
 	}
 	var out []string
-	for _, s := range w.measure() {
+	for _, s := range append(w.noted, w.measure()...) {
 		out = append(out, fmt.Sprintf("table %s (%s)", s.table, s.tool.family))
 	}
+	w.noted = nil
 	return out
 }

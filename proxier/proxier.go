@@ -63,10 +63,15 @@ type Result struct {
 	Eligible             bool          // as State.NodeEligible
 }
 
-// The wait after a failed sync doubles from the first to the second of these.
+// The wait after a failed sync doubles from firstRetry on. It gets no longer than suspectShare times as long as the sync took,
+// but for leastLastRetry to lastRetry: where a try costs little, what failed for a while works again soon after. A change
+// that arrives meanwhile waits for a part of that time at most, retryShare times as long as the sync took: it may be what
+// helps, and what is in the way of one Service is not to hold up all others.
 const (
-	firstRetry = 200 * time.Millisecond
-	lastRetry  = 30 * time.Second
+	firstRetry     = 200 * time.Millisecond
+	leastLastRetry = 2 * time.Second
+	lastRetry      = 30 * time.Second
+	retryShare     = 5
 )
 
 // compareShare is how many times as long as a comparison of everything takes there is none; suspectShare is the same where
@@ -102,6 +107,7 @@ type Proxier struct {
 	state    *State
 	full     bool          // nothing may be assumed about the kernel
 	retry    time.Duration // how long to wait after the failed sync that came last; 0 if it did not fail
+	failing  time.Duration // how long that sync took
 	inSync   bool          // there was a sync that did not fail
 	triggers []Trigger     // of changes that no sync has programmed yet
 	// debt is by how much syncs have taken more than their share of the time, as of owed.
@@ -221,10 +227,7 @@ func (p *Proxier) Run(ctx context.Context) {
 // wait returns when there is something to do, or false when ctx ends.
 func (p *Proxier) wait(ctx context.Context) bool {
 	if p.retry > 0 { // Batches that arrive meanwhile go into that sync, which compares everything.
-		select {
-		case <-ctx.Done():
-		case <-time.After(p.retry):
-		}
+		p.waitToRetry(ctx)
 		return ctx.Err() == nil // select takes any of what is ready
 	}
 	for ctx.Err() == nil {
@@ -245,6 +248,23 @@ func (p *Proxier) wait(ctx context.Context) bool {
 		}
 	}
 	return false
+}
+
+// waitToRetry waits after a failed sync: less where a change has arrived.
+func (p *Proxier) waitToRetry(ctx context.Context) {
+	due := time.After(p.retry)
+	select {
+	case <-ctx.Done():
+		return
+	case <-due:
+		return
+	case <-time.After(max(firstRetry, retryShare*p.failing)):
+	}
+	select {
+	case <-ctx.Done():
+	case <-due:
+	case <-p.wake:
+	}
 }
 
 // round takes what has arrived, and syncs the backend if that changes anything.
@@ -293,7 +313,9 @@ func (p *Proxier) round(ctx context.Context) {
 // ended notes how a sync went.
 func (p *Proxier) ended(ctx context.Context, desired *plan.Plan, changed plan.Keys, start time.Time, err error) {
 	if p.full = err != nil; p.full {
-		p.retry = min(max(2*p.retry, firstRetry), lastRetry)
+		p.failing = time.Since(start)
+		last := min(max(suspectShare*p.failing, leastLastRetry), lastRetry)
+		p.retry = min(max(2*p.retry, firstRetry), last)
 		p.cfg.Log.Error("sync failed; the kernel keeps what it has and everything is compared and written anew",
 			"retry-in", p.retry, "error", err)
 		return

@@ -157,11 +157,39 @@ func TestAfterAFailureNothingIsAssumed(t *testing.T) {
 	calls := run(t, &recorder{fail: 3}, 0, func(p *Proxier) {
 		p.Apply(batch("a", 80, true))
 		time.Sleep(300 * time.Millisecond) // the second try has failed too
-		p.Apply(batch("b", 80, false))     // waits for the third
+		p.Apply(batch("b", 80, false))     // does not wait as long as the third would
 		time.Sleep(time.Minute)
 		p.Apply(batch("b", 81, false))
 	})
-	expect(t, calls, "0s: all of 1", "200ms: all of 1", "600ms: all of 2", "1.4s: all of 2", "1m0.3s: 1 of 2")
+	expect(t, calls, "0s: all of 1", "200ms: all of 1", "400ms: all of 2", "1.2s: all of 2", "1m0.3s: 1 of 2")
+}
+
+// TestChangesWhileSyncsFail: what stands in the way of one Service, for however long, does not hold up others; nor do changes
+// without end make for tries without end.
+func TestChangesWhileSyncsFail(t *testing.T) {
+	const takes, changes = 100 * time.Millisecond, 100
+	calls := run(t, &recorder{fail: 1000, takes: takes}, 0, func(p *Proxier) {
+		p.Apply(batch("a", 80, true))
+		time.Sleep(10 * time.Minute)
+		for i := range int32(changes) {
+			p.Apply(batch("b", 80+i, false))
+			time.Sleep(50 * time.Millisecond)
+		}
+		time.Sleep(time.Second)
+	})
+	first, end := 10*time.Minute, 10*time.Minute+changes*50*time.Millisecond
+	n, last := 0, time.Duration(0)
+	for _, c := range calls {
+		if when := at(t, c); when >= first {
+			if n++; n == 1 && when > first+retryShare*takes {
+				t.Errorf("the first change was tried %v after it had come", when-first)
+			}
+			last = when
+		}
+	}
+	if most := int((end-first)/(retryShare*takes)) + 2; n > most || last < end-takes {
+		t.Errorf("%d tries within %v, the last one %v before the end of the changes", n, end-first, end-last)
+	}
 }
 
 func TestMinSyncPeriod(t *testing.T) {
@@ -176,30 +204,25 @@ func TestMinSyncPeriod(t *testing.T) {
 	expect(t, calls, "0s: all of 1", "1s: 1 of 1", "2s: 1 of 1")
 }
 
-// TestFailuresBackOff: the wait doubles up to half a minute, and begins anew after a success.
+// TestFailuresBackOff: the wait doubles, up to half a minute where a try takes long, and begins anew after a success.
 func TestFailuresBackOff(t *testing.T) {
-	calls := run(t, &recorder{fail: 11}, 0, func(p *Proxier) {
-		p.Apply(batch("a", 80, true))
-		time.Sleep(10 * time.Minute)
-	})
-	var starts []time.Duration
-	for _, c := range calls {
-		at, what, _ := strings.Cut(c, ": ")
-		d, err := time.ParseDuration(at)
-		if err != nil || what != "all of 1" {
-			t.Fatalf("call %q", c)
+	for takes, most := range map[time.Duration]time.Duration{
+		0: 2 * time.Second, 200 * time.Millisecond: 5 * time.Second, 2 * time.Second: 30 * time.Second,
+	} {
+		calls := run(t, &recorder{fail: 11, takes: takes}, 0, func(p *Proxier) {
+			p.Apply(batch("a", 80, true))
+			time.Sleep(10 * time.Minute)
+		})
+		want := 200 * time.Millisecond
+		for i := 1; i < len(calls); i++ {
+			if got := at(t, calls[i]) - at(t, calls[i-1]) - takes; got != want {
+				t.Errorf("tries that take %s: wait %d is %s, want %s", takes, i, got, want)
+			}
+			want = min(2*want, most)
 		}
-		starts = append(starts, d)
-	}
-	want := 200 * time.Millisecond
-	for i := 1; i < len(starts); i++ {
-		if got := starts[i] - starts[i-1]; got != want {
-			t.Errorf("wait %d is %s, want %s", i, got, want)
+		if len(calls) != 12 {
+			t.Errorf("tries that take %s: %d calls, want 11 that fail and one that does not", takes, len(calls))
 		}
-		want = min(2*want, 30*time.Second)
-	}
-	if len(starts) != 12 {
-		t.Errorf("%d calls, want 11 that fail and one that does not", len(starts))
 	}
 
 	again := run(t, &recorder{fail: 2}, 0, func(p *Proxier) {

@@ -54,6 +54,7 @@ var scenarios = []struct {
 	{"leaves-and-comes-back", otherProxy},
 	{"api-server-from-a-pod", apiServerFromPod},
 	{"daemon-killed-and-restarted-under-load", restart},
+	{"storm-of-slices-under-load", storm},
 	{"api-server-down-under-load", serverDown},
 	{"api-server-hangs-under-load", serverHangs},
 	{"compaction-while-away", compaction},

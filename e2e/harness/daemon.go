@@ -82,7 +82,11 @@ func (w *World) StartDaemon(n *Node, flags ...string) (*Daemon, error) {
 		"--service-cidr=" + ServiceCIDR4.String() + "," + ServiceCIDR6.String(),
 	}, flags...)
 	d := &Daemon{Node: n, Args: args, exited: make(chan struct{}), changed: make(chan struct{})}
-	d.cmd = exec.Command(path, args...)
+	launch := w.Launch
+	if launch == nil {
+		launch = exec.Command
+	}
+	d.cmd = launch(path, args...)
 	r, pipe, err := os.Pipe()
 	if err != nil {
 		return nil, err

@@ -6,6 +6,7 @@ import (
 	"net"
 	"net/netip"
 	"os"
+	"os/exec"
 	"strings"
 	"syscall"
 	"testing"
@@ -92,6 +93,9 @@ type World struct {
 	Client *Host
 	// Dir is a directory for this World's files. Manifests is the directory inside it that Daemons watch.
 	Dir, Manifests string
+	// Launch, if set, makes the command that daemons are started with, in place of exec.Command. The process must become the
+	// daemon itself, so that signals reach it.
+	Launch func(path string, args ...string) *exec.Cmd
 
 	opts    Options
 	fabric  *Netns
