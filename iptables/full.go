@@ -21,7 +21,8 @@ const maxNames = 300
 // syncAll reads what the kernel holds, and writes what differs from the plan: first what nothing leads to yet, then what
 // leads to it, and removes at last what nothing wants any more.
 func (e *engine) syncAll(ctx context.Context, p *plan.Plan) error {
-	f := &fullSync{engine: e, ctx: ctx, rules: newRules(p, e.family, e.options), wanted: map[table]map[string]bool{}}
+	f := &fullSync{engine: e, ctx: ctx, rules: newRules(p, e.family, e.options), wanted: map[table]map[string]bool{},
+		total: map[table]int{}}
 	var err error
 	if f.nat, err = e.tool.save(ctx, tableNAT); err != nil {
 		return err
@@ -37,6 +38,11 @@ func (e *engine) syncAll(ctx context.Context, p *plan.Plan) error {
 		return err
 	}
 	e.log.Debug("compared all rules", "family", e.family, "chains-written", f.written, "chains-removed", f.removed)
+	if f.rules.localnet() {
+		f.total[tableFilter]++ // the guard
+	}
+	e.counts.total = f.total
+	e.counts.tell(e.family)
 	if len(f.refused) > 0 {
 		return errors.Join(f.refused...)
 	}
@@ -51,7 +57,8 @@ type fullSync struct {
 	nat, filter kernelTable // what the kernel held before
 	rules       *rules
 	wanted      map[table]map[string]bool
-	refused     []error // ServicePorts whose chains the kernel does not take
+	refused     []error       // ServicePorts whose chains the kernel does not take
+	total       map[table]int // rules in our chains
 	written     int
 	removed     int
 }
@@ -207,6 +214,7 @@ func (f *fullSync) services(services []*plan.ServicePort) error {
 		o := own{sp: sp}
 		for _, c := range f.rules.enter(sp) {
 			f.want(tableNAT, c.name)
+			f.total[tableNAT] += len(c.rules)
 			if !f.nat.has(c) {
 				o.chains = append(o.chains, c)
 				addNames(names, c)
@@ -255,6 +263,7 @@ func (f *fullSync) writeServices(batch []own) error {
 	sp := batch[0].sp
 	f.rules.leave(sp)
 	for _, c := range batch[0].chains {
+		f.total[tableNAT] -= len(c.rules) - len(f.nat[c.name])
 		if _, exists := f.nat[c.name]; !exists {
 			delete(f.wanted[tableNAT], c.name)
 		}
@@ -269,6 +278,7 @@ func (f *fullSync) dispatch() error {
 	var todo []tableChain
 	f.rules.fixed(func(c tableChain) {
 		f.want(c.table, c.name)
+		f.total[c.table] += len(c.rules)
 		if !f.held(c.table).has(c.chain) {
 			todo = append(todo, c)
 		}

@@ -97,7 +97,7 @@ func TestCounted(t *testing.T) {
 	}
 	holds(t, s, map[string]float64{
 		"kubeproxy_sync_proxy_rules_iptables_partial_restore_failures_total ip_family=IPv6": 1,
-		"kubeproxy_sync_proxy_rules_iptables_restore_failures_total ip_family=IPv6":         0,
+		"kubeproxy_sync_proxy_rules_iptables_restore_failures_total ip_family=IPv6":         1, // that one too
 		"kubeproxy_sync_proxy_rules_iptables_restore_failures_total ip_family=IPv4":         1,
 		"kubeproxy_sync_proxy_rules_iptables_total ip_family=IPv4 table=nat":                100,
 		"kubeproxy_sync_proxy_rules_iptables_last ip_family=IPv4 table=nat":                 7,
