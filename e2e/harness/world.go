@@ -92,6 +92,8 @@ type World struct {
 	Client *Host
 	// Dir is a directory for this World's files. Manifests is the directory inside it that Daemons watch.
 	Dir, Manifests string
+	// DaemonEnv is what Daemons have in their environment besides this process's own.
+	DaemonEnv []string
 
 	opts    Options
 	fabric  *Netns
