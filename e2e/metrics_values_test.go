@@ -6,6 +6,7 @@ import (
 	"net/netip"
 	"strconv"
 	"strings"
+	"syscall"
 	"testing"
 	"time"
 
@@ -180,7 +181,7 @@ func moveMetrics(t *testing.T, w *harness.World, variant harness.Variant) {
 	}
 	for _, family := range families {
 		wantServers(t, w.Client, clusterIP(1, family), "n1a", "n2a")
-		talk(t, w.Client, clusterIP(1, family))
+		track(t, w, syscall.IPPROTO_UDP, 7001, clusterIP(1, family), netip.AddrPortFrom(w.Pod("n1a").IP(family), 8080))
 	}
 	// Rules that go take with them what they have counted since the last scrape.
 	waitForMetrics(t, w, &harness.Scrape{}, []metricCheck{atLeast("nodeproxy_service_connections_total service=s port=a", 2)})
