@@ -1,6 +1,7 @@
 package e2e
 
 import (
+	"os"
 	"slices"
 	"strings"
 	"testing"
@@ -73,6 +74,7 @@ func TestMetrics(t *testing.T) {
 		waitForMetrics(t, w, &harness.Scrape{}, []metricCheck{atLeast("nodeproxy_drift_repaired_total kind=rule", 1)})
 		s := w.Node1().Scrape(t) // That one may have been read while it was counted.
 		compareMetrics(t, s)
+		compareDocs(t, s)
 		problems, err := promlint.New(strings.NewReader(s.Text)).Lint()
 		if err != nil {
 			t.Fatal(err)
@@ -94,6 +96,38 @@ func TestMetrics(t *testing.T) {
 			}
 		}
 	})
+}
+
+// compareDocs compares a scrape with docs/metrics.md.
+func compareDocs(t *testing.T, s *harness.Scrape) {
+	t.Helper()
+	text, err := os.ReadFile("../docs/metrics.md")
+	if err != nil {
+		t.Fatal(err)
+	}
+	told := map[string]bool{}
+	for line := range strings.Lines(string(text)) {
+		row := strings.Split(strings.TrimSpace(line), " | ") // name, type, labels, mode, help
+		if len(row) != 5 || !strings.HasPrefix(row[0], "| `") {
+			continue
+		}
+		name := strings.Trim(row[0], "|` ")
+		told[name] = true
+		if row[3] != "" && row[3] != string(mode) ||
+			slices.ContainsFunc(notThere[mode], func(begin string) bool { return strings.HasPrefix(name, begin) }) {
+			continue
+		}
+		labels := strings.ReplaceAll(strings.Join(s.Labels(name), " "), "`", "")
+		if s.Types[name] != row[1] || labels != strings.ReplaceAll(row[2], "`", "") || s.Help[name] != strings.TrimSuffix(row[4], " |") {
+			t.Errorf("%s is of type %q with labels %q and help %q, unlike in %s", name, s.Types[name], labels, s.Help[name], line)
+		}
+	}
+	for name := range s.Types {
+		own := strings.HasPrefix(name, "kubeproxy_") || strings.HasPrefix(name, "nodeproxy_")
+		if own && !told[name] {
+			t.Errorf("docs/metrics.md does not have %s", name)
+		}
+	}
 }
 
 // notThere begin the names of metrics that a daemon with manifests does not have in a mode. Nothing counts all packets of a

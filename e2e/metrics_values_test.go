@@ -79,7 +79,8 @@ var plannedMetrics = []metricCheck{
 	is("kubeproxy_sync_proxy_rules_endpoint_changes_pending", 0),
 	is("nodeproxy_oldest_change_wait_seconds", 0),
 	is("nodeproxy_build_info mode="+string(mode), 1),
-	atLeast("nodeproxy_findings_total severity=problem", 1+4),
+	is("nodeproxy_findings_total severity=problem kind=EndpointSlice", 1),
+	is("nodeproxy_findings_total severity=problem kind=Service", 4), // of what is shadowed
 	atLeast("nodeproxy_findings_total severity=note", 1),
 	atLeast("nodeproxy_conntrack_entries", 1),
 	is("kubeproxy_sync_proxy_rules_service_changes_total", 5),

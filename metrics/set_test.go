@@ -88,6 +88,7 @@ func TestCounted(t *testing.T) {
 	var passed []source.Finding
 	report := s.Report(func(f source.Finding) { passed = append(passed, f) })
 	report(source.Finding{Severity: source.Problem, Object: "x"})
+	s.Report(nil)(source.Finding{Severity: source.Problem, Object: "EndpointSlice ns/x"})
 	s.Report(nil)(source.Finding{Severity: source.Note})
 	for _, a := range []struct {
 		path string
@@ -111,8 +112,10 @@ func TestCounted(t *testing.T) {
 		"nodeproxy_drift_repaired_total kind=chain":                                         0,
 		"nodeproxy_drift_check_duration_seconds":                                            2,
 		"nodeproxy_port_conflicts":                                                          4,
-		"nodeproxy_findings_total severity=problem":                                         1,
-		"nodeproxy_findings_total severity=note":                                            1,
+		"nodeproxy_findings_total kind=other severity=problem":                              1,
+		"nodeproxy_findings_total kind=other severity=note":                                 1,
+		"nodeproxy_findings_total kind=EndpointSlice severity=problem":                      1,
+		"nodeproxy_findings_total kind=Service severity=problem":                            0,
 		"kubeproxy_proxy_healthz_total code=200":                                            1,
 		"kubeproxy_proxy_healthz_total code=503":                                            0,
 		"kubeproxy_proxy_livez_total code=503":                                              1,
