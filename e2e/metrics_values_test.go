@@ -180,6 +180,10 @@ func moveMetrics(t *testing.T, w *harness.World, variant harness.Variant) {
 			t.Fatalf("%s: %d %s %v", path, code, body, err)
 		}
 	}
+	_, text, err := w.Node1().Get(harness.MetricsAddr, "/metrics/slis")
+	if want := `kubernetes_healthcheck{name="nodeproxy",type="livez"} 1`; err != nil || !strings.Contains(text, want) {
+		t.Errorf("%s is not in /metrics/slis: %v\n%s", want, err, text)
+	}
 	for _, family := range families {
 		wantServers(t, w.Client, clusterIP(1, family), "n1a", "n2a")
 		track(t, w, syscall.IPPROTO_UDP, 7001, clusterIP(1, family), netip.AddrPortFrom(w.Pod("n1a").IP(family), 8080))

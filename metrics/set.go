@@ -55,6 +55,7 @@ type Set struct {
 	health   *prometheus.CounterVec
 	live     *prometheus.CounterVec
 	ready    *prometheus.CounterVec
+	slis     *healthMetrics
 	findings *prometheus.CounterVec
 	rules    *ruleMetrics
 	flows    *flowMetrics
@@ -71,6 +72,7 @@ func New(cfg Config) *Set {
 	}
 	s := &Set{cfg: cfg, registry: prometheus.NewRegistry()}
 	s.registry.MustRegister(collectors.NewGoCollector(), collectors.NewProcessCollector(collectors.ProcessCollectorOpts{}))
+	s.slis = newHealthMetrics()
 	s.syncs = newSyncMetrics(s)
 	s.plan = newPlanMetrics(s)
 	s.health = s.answers("kubeproxy_proxy_healthz_total", "Answers of /healthz, by status code.")
@@ -106,6 +108,7 @@ func (s *Set) Handler() http.Handler {
 func (s *Set) Answered(path string, code int) {
 	vec := map[string]*prometheus.CounterVec{"/healthz": s.health, "/livez": s.live, "/readyz": s.ready}[path]
 	if vec != nil {
+		s.slis.answered(path, code)
 		vec.WithLabelValues(codeText(code)).Inc()
 	}
 }

@@ -67,7 +67,9 @@ func newMonitor(cfg *config.Config, set *metrics.Set, families []plan.Family, ob
 	})
 	m.metrics.CollectOldestChange(m.node.OldestChange)
 	m.metrics.CollectHealthCheckNodePorts(m.services.Ports)
-	debug := health.Debug{Metrics: m.metrics.Handler(), Mode: cfg.Mode, Config: cfg.Configz, Profiling: cfg.Servers.Profiling}
+	debug := health.Debug{
+		Metrics: m.metrics.Handler(), SLIs: m.metrics.SLIHandler(), Mode: cfg.Mode, Config: cfg.Configz, Profiling: cfg.Servers.Profiling,
+	}
 	m.servers = []health.Server{
 		{Name: "healthz", Addrs: []netip.AddrPort{cfg.Servers.Healthz}, Handler: m.node.Handler()},
 		{Name: "metrics", Addrs: []netip.AddrPort{cfg.Servers.Metrics}, Handler: debug.Handler()},
