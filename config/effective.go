@@ -6,6 +6,7 @@ import (
 	"os"
 	"strings"
 
+	"github.com/spf13/pflag"
 	"go.yaml.in/yaml/v3"
 	proxyconfig "k8s.io/kube-proxy/config/v1alpha1"
 	kyaml "sigs.k8s.io/yaml"
@@ -93,21 +94,19 @@ func comment(node *yaml.Node, path []string, text string) {
 	}
 }
 
+// commandFlags are those that ask for something else than to run.
+var commandFlags = map[string]bool{"write-config-to": true, "cleanup": true, "init-only": true}
+
 // ownSettings are nodeproxy's own settings as comments.
 func (e *Effective) ownSettings() string {
 	var b strings.Builder
 	b.WriteString("# Settings without a field, which are made by flags:\n")
-	for _, s := range []struct{ flag, value string }{
-		{"config", e.own.configFile}, {"manifests", e.own.manifests}, {"master", e.own.master},
-		{"service-cidr", e.own.serviceCIDR}, {"service-node-port-range", e.own.nodePortRange},
-		{"iptables-backend", e.own.iptablesBackend}, {"ipvs-vips", e.own.ipvsVIPs},
-		{"ipvs-graceful-period", e.own.ipvsGrace.String()}, {"log-level", e.own.logLevel}, {"sysctl-dir", e.own.sysctlDir},
-		{"take-over", map[bool]string{true: "true"}[e.own.takeOver]},
-	} {
-		if s.value != "" {
-			fmt.Fprintf(&b, "#   --%s=%s\n", s.flag, s.value)
+	v := e.values // Flags are bound to a copy, whose values are their defaults.
+	v.flags().VisitAll(func(f *pflag.Flag) {
+		if flagFields[f.Name] == "" && !f.Hidden && !commandFlags[f.Name] && f.DefValue != "" {
+			fmt.Fprintf(&b, "#   --%s=%s\n", f.Name, f.DefValue)
 		}
-	}
+	})
 	for _, s := range []struct{ field, address string }{
 		{"healthzBindAddress", e.kp.HealthzBindAddress}, {"metricsBindAddress", e.kp.MetricsBindAddress},
 	} {

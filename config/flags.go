@@ -152,7 +152,7 @@ func (v *values) sourceFlags(fs *pflag.FlagSet) {
 	text(fs, &own.nodePortRange, "service-node-port-range",
 		"range that node ports are allotted from where a Service of the manifests names none")
 	fs.BoolVar(&own.cleanup, "cleanup", false, "remove everything of kube-proxy's and nodeproxy's, and exit; see nodeproxy cleanup")
-	fs.BoolVar(&own.takeOver, "take-over", false,
+	fs.BoolVar(&own.takeOver, "take-over", own.takeOver,
 		"start to write at once even if a kube-proxy or another nodeproxy runs here; by default nothing is written before it is gone")
 	fs.BoolVar(&own.initOnly, "init-only", false, "load modules and make kernel settings, which needs most rights, and exit")
 }

@@ -354,7 +354,7 @@ func TestSCTPFlows(t *testing.T) {
 		for _, family := range families {
 			for i, to := range frontends(w, 1, family) {
 				for j, pod := range []string{"n1a", "n2a"} {
-					trackSCTP(t, w, uint16(1000+10*i+j), to, netip.AddrPortFrom(w.Pod(pod).IP(family), 8080))
+					track(t, w, syscall.IPPROTO_SCTP, uint16(1000+10*i+j), to, netip.AddrPortFrom(w.Pod(pod).IP(family), 8080))
 				}
 			}
 		}
@@ -401,8 +401,8 @@ func netlinkFamily(family int) netlink.InetFamily {
 	return syscall.AF_INET
 }
 
-// trackSCTP makes node1's kernel track an SCTP flow of the outside client.
-func trackSCTP(t *testing.T, w *harness.World, port uint16, to, endpoint netip.AddrPort) {
+// track makes node1's kernel track a flow of the outside client, from a port of its.
+func track(t *testing.T, w *harness.World, protocol uint8, port uint16, to, endpoint netip.AddrPort) {
 	t.Helper()
 	family := 4
 	if to.Addr().Is6() {
@@ -412,12 +412,12 @@ func trackSCTP(t *testing.T, w *harness.World, port uint16, to, endpoint netip.A
 	flow := &netlink.ConntrackFlow{
 		FamilyType: uint8(netlinkFamily(family)),
 		Forward: netlink.IPTuple{SrcIP: client, DstIP: to.Addr().AsSlice(), SrcPort: port, DstPort: to.Port(),
-			Protocol: syscall.IPPROTO_SCTP},
+			Protocol: protocol},
 		Reverse: netlink.IPTuple{SrcIP: endpoint.Addr().AsSlice(), DstIP: client, SrcPort: endpoint.Port(), DstPort: port,
-			Protocol: syscall.IPPROTO_SCTP},
+			Protocol: protocol},
 		TimeOut: 600,
 	}
 	if err := w.Node1().Netlink().ConntrackCreate(netlink.ConntrackTable, netlinkFamily(family), flow); err != nil {
-		t.Fatalf("tracking an SCTP flow to %s: %v", to, err)
+		t.Fatalf("tracking a flow of protocol %d to %s: %v", protocol, to, err)
 	}
 }

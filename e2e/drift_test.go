@@ -61,7 +61,7 @@ func TestDrift(t *testing.T) {
 				w.Client.StartLoad("udp", clusterIP(1, 4), 1, 10*time.Millisecond),
 			}
 			for _, l := range loads {
-				eventually(t, "requests", func() error { return atLeast(l, 20) })
+				eventually(t, "requests", func() error { return requestsMade(l, 20) })
 			}
 			if chain != nil {
 				f.do, f.words = strings.ReplaceAll(f.do, "CHAIN", chain[1]), strings.ReplaceAll(f.words, "CHAIN", chain[1])
@@ -102,8 +102,8 @@ func TestDrift(t *testing.T) {
 	})
 }
 
-// atLeast is an error as long as a load has made fewer requests.
-func atLeast(l *harness.Load, want int) error {
+// requestsMade is an error as long as a load has made fewer requests.
+func requestsMade(l *harness.Load, want int) error {
 	if n := l.Requests(); n < want {
 		return fmt.Errorf("%d requests, want %d", n, want)
 	}

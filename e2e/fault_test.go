@@ -162,7 +162,7 @@ func (f *faultScene) enough() {
 	f.Helper()
 	for _, l := range f.loads {
 		want := l.Requests() + 15
-		eventuallyWithin(f.T, time.Minute, "requests", func() error { return atLeast(l, want) })
+		eventuallyWithin(f.T, time.Minute, "requests", func() error { return requestsMade(l, want) })
 	}
 }
 

@@ -33,6 +33,8 @@ type Config struct {
 	KeepCounters bool
 	// SysctlDir is where kernel settings are written; empty for /proc/sys.
 	SysctlDir string
+	// Observer is told of what happens to rules; nil for nobody.
+	Observer Observer
 	// Compared is told of each comparison of everything with the kernel, once for all families, with what was not as it had
 	// been written. The first sync and the one after an error do not know that. Nil is for nobody. It must not block.
 	Compared func(drift.Report)
@@ -78,13 +80,15 @@ func New(cfg Config) (*Backend, error) {
 
 func newEngine(t *tool, cfg Config) *engine {
 	liberal := readSysctl("net/netfilter/nf_conntrack_tcp_be_liberal")
-	e := &engine{tool: t, family: t.family, log: cfg.Log, sysctlDir: cmp.Or(cfg.SysctlDir, "/proc/sys"), options: Options{
+	e := &engine{tool: t, family: t.family, log: cfg.Log, sysctlDir: cmp.Or(cfg.SysctlDir, "/proc/sys"),
+		counts: newRuleCounts(cfg.Observer)}
+	e.options = Options{
 		MasqueradeBit: cfg.MasqueradeBit,
 		RandomFully:   t.ipt.HasRandomFully(),
 		CompactAbove:  DefaultCompactAbove,
 		KeepCounters:  cfg.KeepCounters,
 		TCPLiberal:    liberal != "" && liberal != "0",
-	}}
+	}
 	if t.variant == NFT {
 		e.batch = maxNames
 	}
@@ -157,11 +161,13 @@ type engine struct {
 	// current is what the kernel holds; nil where that is not known.
 	current *rules
 	// found is what the last sync found to differ from current; nil if it did not compare.
-	found *drift.Found
+	found  *drift.Found
+	counts ruleCounts
 }
 
 func (e *engine) sync(ctx context.Context, p *plan.Plan, changed plan.Keys) error {
 	e.found = nil
+	e.counts.begin()
 	var err error
 	if changed == nil || e.current == nil || e.current.outgrown(p, changed) {
 		err = e.syncAll(ctx, p)
@@ -178,18 +184,35 @@ func (e *engine) sync(ctx context.Context, p *plan.Plan, changed plan.Keys) erro
 // syncChanged writes what differs between two plans of which the first is in the kernel.
 func (e *engine) syncChanged(p *plan.Plan, changed plan.Keys) error {
 	blocks := e.current.update(p, changed)
-	if len(blocks) == 0 {
-		return nil
+	e.counts.partial = true
+	if len(blocks) > 0 {
+		if err := e.restore(text(blocks)); err != nil {
+			return err
+		}
 	}
-	return e.restore(text(blocks))
+	for _, b := range blocks {
+		e.counts.total[b.table] += b.grows
+	}
+	e.counts.tell(e.family)
+	return nil
 }
 
 // restore applies text, once more if another program held the lock for too long.
 func (e *engine) restore(text string) error {
-	err := e.tool.restore(text)
+	err := e.restoreOnce(text)
 	if errLocked(err) {
 		e.log.Warn("another program holds the xtables lock; trying again", "error", err)
-		err = e.tool.restore(text)
+		err = e.restoreOnce(text)
+	}
+	return err
+}
+
+func (e *engine) restoreOnce(text string) error {
+	err := e.tool.restore(text)
+	if err != nil {
+		e.counts.failed(e.family)
+	} else {
+		e.counts.wrote(text)
 	}
 	return err
 }

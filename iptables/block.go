@@ -9,12 +9,25 @@ type block struct {
 	table   table
 	writes  []chain
 	removes []string
+	// grows is how many more rules the table has after it.
+	grows int
 }
 
 func (b *block) empty() bool { return len(b.writes) == 0 && len(b.removes) == 0 }
 
 func (b *block) write(c chain)      { b.writes = append(b.writes, c) }
 func (b *block) remove(name string) { b.removes = append(b.removes, name) }
+
+// replace is write for a chain that has had so many rules, and removeChain is remove for one.
+func (b *block) replace(was int, c chain) {
+	b.write(c)
+	b.grows += len(c.rules) - was
+}
+
+func (b *block) removeChain(was int, name string) {
+	b.remove(name)
+	b.grows -= was
+}
 
 // ownChains adds what differs between the chains that a ServicePort had and those that it has.
 func (b *block) ownChains(before, after []chain) {
@@ -24,13 +37,13 @@ func (b *block) ownChains(before, after []chain) {
 	}
 	for _, c := range after {
 		if was, ok := old[c.name]; !ok || !sameRules(was, c) {
-			b.write(c)
+			b.replace(len(was.rules), c)
 		}
 		delete(old, c.name)
 	}
 	for _, c := range before {
 		if _, gone := old[c.name]; gone {
-			b.remove(c.name)
+			b.removeChain(len(c.rules), c.name)
 		}
 	}
 }

@@ -140,13 +140,13 @@ func (d *dispatch) rootChain() chain {
 	return chain{d.place.chain, slices.Concat(d.head, rules, d.tail)}
 }
 
-// changes compares two contents of one dispatcher: write is called for every chain of to that is not the same in from,
-// and remove for the name of every chain that only from has. What the two share is not looked at.
-func changes(from, to *dispatch, write func(chain), remove func(string)) {
-	c := &comparison{dispatch: to, write: write, remove: remove}
+// changes compares two contents of one dispatcher: replace is called for every chain of to that is not the same in from, with
+// the number of rules that it has there, and remove for every chain that only from has. What the two share is not looked at.
+func changes(from, to *dispatch, replace func(was int, c chain), remove func(was int, name string)) {
+	c := &comparison{dispatch: to, replace: replace, remove: remove}
 	c.compare(from.topChains(), to.topChains())
 	if old, new := from.rootChain(), to.rootChain(); !sameRules(old, new) {
-		write(new)
+		replace(len(old.rules), new)
 	}
 }
 
@@ -174,8 +174,8 @@ func chainsBelow(t *trie) []*trie {
 
 type comparison struct {
 	*dispatch
-	write  func(chain)
-	remove func(string)
+	replace func(was int, c chain)
+	remove  func(was int, name string)
 }
 
 // compare finds what differs between the chains of before and after, each a list of tries that lie beside each other, and
@@ -211,19 +211,19 @@ func (c *comparison) compare(before, after []*trie) {
 				done[t] = true
 			}
 			done[b] = true
-			c.remove(c.name(b.prefix))
+			c.remove(len(c.rules(b)), c.name(b.prefix))
 			c.compare(chainsBelow(b), group)
 		default: // a is new, and what is below it may have been there before
 			for _, t := range below {
 				done[t] = true
 			}
-			c.write(chain{c.name(a.prefix), c.rules(a)})
+			c.replace(0, chain{c.name(a.prefix), c.rules(a)})
 			c.compare(below, chainsBelow(a))
 		}
 	}
 	for _, b := range before {
 		if !done[b] {
-			c.remove(c.name(b.prefix))
+			c.remove(len(c.rules(b)), c.name(b.prefix))
 			c.compare(chainsBelow(b), nil)
 		}
 	}
@@ -234,8 +234,9 @@ func (c *comparison) same(b, a *trie) {
 	if a == b {
 		return
 	}
-	if now := (chain{c.name(a.prefix), c.rules(a)}); !sameRules(chain{now.name, c.rules(b)}, now) {
-		c.write(now)
+	old, now := chain{rules: c.rules(b)}, chain{c.name(a.prefix), c.rules(a)}
+	if !sameRules(old, now) {
+		c.replace(len(old.rules), now)
 	}
 	c.compare(chainsBelow(b), chainsBelow(a))
 }

@@ -77,7 +77,10 @@ func (x *Fixed) jumps(t table) []FixedJump {
 // FixedTables keeps fixed rules of one family in the kernel.
 type FixedTables struct {
 	// Found, if not nil, gathers what Apply finds to differ from what it had written before.
-	Found   *drift.Found
+	Found *drift.Found
+	// RestoreFailed, if not nil, is told of each run of iptables-restore that failed.
+	RestoreFailed func(plan.Family)
+
 	tool    *tool
 	kernel  fixedKernel
 	batch   int
@@ -151,18 +154,26 @@ func (x *FixedTables) Apply(ctx context.Context, fixed *Fixed) (int, error) {
 		stale[t] = obsolete(t, held, fixed.chains(t))
 	}
 	if text.Len() > 0 {
-		if err := x.kernel.restore(text.String()); err != nil {
+		if err := x.restore(text.String()); err != nil {
 			return 0, err
 		}
 	}
 	for _, t := range fixedTables {
 		changes += len(stale[t])
-		if err := removeChains(x.kernel.restore, t, stale[t], x.batch); err != nil {
+		if err := removeChains(x.restore, t, stale[t], x.batch); err != nil {
 			return changes, fmt.Errorf("removing chains of another mode from table %s: %w", t, err)
 		}
 	}
 	x.written = fixed
 	return changes, nil
+}
+
+func (x *FixedTables) restore(text string) error {
+	err := x.kernel.restore(text)
+	if err != nil && x.RestoreFailed != nil {
+		x.RestoreFailed(x.tool.family)
+	}
+	return err
 }
 
 // OpenWatch opens sockets in the network namespace of the caller's thread, and returns a function that calls suspect, with the

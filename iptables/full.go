@@ -36,6 +36,8 @@ func (e *engine) syncAll(ctx context.Context, p *plan.Plan) error {
 		return errors.Join(append(f.refused, err)...)
 	}
 	e.log.Debug("compared all rules", "family", e.family, "chains-written", f.written, "chains-removed", f.removed)
+	e.counts.total = f.total()
+	e.counts.tell(e.family)
 	if len(f.refused) > 0 {
 		return errors.Join(f.refused...)
 	}
@@ -137,9 +139,6 @@ func (f *fullSync) base() error {
 	}
 	for _, b := range blocks {
 		f.written += len(b.writes)
-		for _, c := range b.writes {
-			f.held(b.table)[c.name] = c.rules
-		}
 	}
 	return nil
 }
@@ -262,14 +261,11 @@ func (f *fullSync) writeServices(batch []own) error {
 	for _, o := range batch {
 		b.writes = append(b.writes, o.chains...)
 	}
-	err := f.restore(text([]block{b}))
+	err := f.write([]block{b})
 	var refused *RestoreError
 	switch {
 	case err == nil:
 		f.written += len(b.writes)
-		for _, c := range b.writes {
-			f.nat[c.name] = c.rules
-		}
 		return nil
 	case !errors.As(err, &refused) || errLocked(err) || !f.works():
 		return err
@@ -291,7 +287,29 @@ func (f *fullSync) write(blocks []block) error {
 	if err := f.ctx.Err(); err != nil {
 		return err
 	}
-	return f.restore(text(blocks))
+	if err := f.restore(text(blocks)); err != nil {
+		return err
+	}
+	for _, b := range blocks {
+		for _, c := range b.writes {
+			f.held(b.table)[c.name] = c.rules
+		}
+	}
+	return nil
+}
+
+// total is how many rules there are in chains of ours.
+func (f *fullSync) total() map[table]int {
+	out := map[table]int{}
+	for t, names := range f.wanted {
+		for name := range names {
+			out[t] += len(f.held(t)[name])
+		}
+	}
+	if f.rules.localnet() {
+		out[tableFilter]++ // the guard
+	}
+	return out
 }
 
 func (f *fullSync) held(t table) kernelTable {

@@ -9,17 +9,14 @@ import (
 	"regexp"
 	"strings"
 	"testing"
+	"time"
 
-	v1 "k8s.io/api/core/v1"
-	discovery "k8s.io/api/discovery/v1"
-	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
-	"k8s.io/apimachinery/pkg/types"
 	"pgregory.net/rapid"
 
 	"nodeproxy/iptables"
 	"nodeproxy/proxier"
+	"nodeproxy/proxier/hostile"
 	"nodeproxy/proxier/plan"
-	"nodeproxy/proxier/source"
 )
 
 // Every line that a render may consist of. No text of an object gets anywhere but between the quotes of a comment, and
@@ -38,7 +35,7 @@ var (
 		` -m bpf --bytecode "[0-9, ]+"`,
 	}, "|")
 	targets = strings.Join([]string{
-		`-[jg] ` + ownChain, `-j ACCEPT`, `-j DROP`, `-j RETURN`, `-j REJECT --reject-with icmp6?-port-unreachable`,
+		`-[jg] ` + ownChain, `-j ACCEPT`, `-j DROP`, `-j RETURN`, `-j REJECT --reject-with (icmp6?-port-unreachable|tcp-reset)`,
 		`-j MASQUERADE( --random-fully)?`, `-j MARK --set-xmark 0x[0-9a-f]+/0x[0-9a-f]+`,
 		`-j DNAT --to-destination [0-9a-f.:\[\]]+`,
 	}, "|")
@@ -46,15 +43,6 @@ var (
 		`|-A ` + ownChain + `(` + matches + `)* (` + targets + `)` +
 		`|-A (PREROUTING|INPUT|FORWARD|OUTPUT|POSTROUTING)(` + matches + `)* -j ` + ownChain + `)$`)
 )
-
-// hostile are texts that an API server or a manifest may hold where an address, a range or a name belongs.
-var hostile = []string{
-	"", "web", "a\n-A INPUT -j DROP", "a\nCOMMIT\n*filter", `"; -j ACCEPT`, `a" -j ACCEPT`, "x' y", "a\\", "ü",
-	strings.Repeat("a", 300),
-	strings.Repeat("a", 63), "10.96.0.1", "fd00::1", "010.096.000.001", "::ffff:10.0.0.1", "10.0.0.0/8", "::/0", "0.0.0.0/0",
-	"1.2.3.4/33", "::ffff:10.0.0.0/104", "::ffff:0:0/95", "%eth0", "fe80::1%eth0", "255.255.255.255", "0.0.0.0", "::", "127.0.0.1",
-	"ff02::1", "1.1.1.1", "$(id)", "-j", "--", "Local", "ClientIP", "None",
-}
 
 // render draws objects and settings, and returns the rules of each family, having looked at every line.
 func render(t *rapid.T, word *rapid.Generator[string]) (v4, v6 string) {
@@ -64,7 +52,7 @@ func render(t *rapid.T, word *rapid.Generator[string]) (v4, v6 string) {
 		{Mode: plan.DetectBridgeInterface, Interface: "cni0"}, {Mode: plan.DetectInterfaceNamePrefix, Interface: "veth"},
 	}).Draw(t, "detect local")
 	state := proxier.NewState("node", settings, plan.Families[:], nil)
-	state.Apply(drawObjects(t, word))
+	state.Apply(hostile.Objects(t, word))
 	p, _ := state.Update()
 	o := iptables.Options{MasqueradeBit: rapid.IntRange(0, 31).Draw(t, "bit"), RandomFully: true,
 		CompactAbove: rapid.IntRange(0, 3).Draw(t, "compact above")}
@@ -100,7 +88,7 @@ func FuzzRulesAccepted(f *testing.F) {
 		}
 		f.Add(seed)
 	}
-	word := rapid.OneOf(rapid.SampledFrom(hostile), rapid.String())
+	word := rapid.OneOf(rapid.SampledFrom(hostile.Words), rapid.String())
 	f.Fuzz(rapid.MakeFuzz(func(t *rapid.T) {
 		v4, v6 := render(t, word)
 		if err := restoreTest("nft", v4, v6); err != nil {
@@ -116,7 +104,7 @@ func TestRulesAccepted(t *testing.T) {
 	var draws [][2]string
 	proxied := 0
 	rapid.Check(t, func(t *rapid.T) {
-		v4, v6 := render(t, rapid.SampledFrom(hostile))
+		v4, v6 := render(t, rapid.SampledFrom(hostile.Words))
 		draws = append(draws, [2]string{v4, v6})
 		if strings.Contains(v4+v6, "DNAT --to") {
 			proxied++
@@ -148,91 +136,48 @@ func TestRulesAccepted(t *testing.T) {
 	}
 }
 
-// drawObjects makes a few Services with slices, in which every text may be any word. Names are good now and then, so that
-// the rest gets a chance.
-func drawObjects(t *rapid.T, word *rapid.Generator[string]) source.Batch {
-	b := source.Batch{Services: map[types.NamespacedName]*v1.Service{},
-		EndpointSlices: map[types.NamespacedName]*discovery.EndpointSlice{}}
-	for i := range rapid.IntRange(1, 3).Draw(t, "services") {
-		pick := func(label string, good ...string) string {
-			return often(good, word).Draw(t, label)
-		}
-		number := func(label string) int32 {
-			usual := rapid.SampledFrom([]int32{80, 8080, 30080})
-			return rapid.OneOf(usual, usual, usual, usual, usual, usual, usual, rapid.Int32()).Draw(t, label)
-		}
-		name := types.NamespacedName{Namespace: pick("namespace", "ns"), Name: pick("name", "a", "b")}
-		svc := &v1.Service{ObjectMeta: metav1.ObjectMeta{Namespace: name.Namespace, Name: name.Name}}
-		s := &svc.Spec
-		s.Type = v1.ServiceType(pick("type", "ClusterIP", "NodePort", "LoadBalancer"))
-		s.ClusterIP = pick("cluster IP", fmt.Sprintf("10.96.0.%d", i), "fd00::9")
-		s.ClusterIPs = []string{s.ClusterIP, pick("second cluster IP", "fd00::8", "10.96.0.77")}
-		s.ExternalIPs = []string{pick("external IP", "1.1.1.1", "2001:db8::1")}
-		s.LoadBalancerSourceRanges = []string{pick("range", "10.0.0.0/8"), pick("range", "2001:db8::/32")}
-		s.ExternalTrafficPolicy = v1.ServiceExternalTrafficPolicy(pick("policy", "Cluster", "Local"))
-		s.SessionAffinity = v1.ServiceAffinity(pick("affinity", "None", "ClientIP"))
-		s.SessionAffinityConfig = &v1.SessionAffinityConfig{ClientIP: &v1.ClientIPConfig{TimeoutSeconds: new(number("timeout"))}}
-		s.HealthCheckNodePort = number("health check port")
-		svc.Status.LoadBalancer.Ingress = []v1.LoadBalancerIngress{{IP: pick("ingress", "2.2.2.2", "2001:db8::2")}}
-		port := v1.ServicePort{Name: pick("port name", "http"), Protocol: v1.Protocol(pick("protocol", "TCP", "UDP", "SCTP")),
-			Port: number("port"), NodePort: number("node port")}
-		s.Ports = []v1.ServicePort{port}
-		b.Services[name] = svc
-		slice := &discovery.EndpointSlice{ObjectMeta: metav1.ObjectMeta{Namespace: name.Namespace, Name: name.Name,
-			Labels: map[string]string{discovery.LabelServiceName: name.Name}}}
-		slice.AddressType = discovery.AddressType(pick("address type", "IPv4", "IPv6"))
-		slice.Ports = []discovery.EndpointPort{{Name: &port.Name, Protocol: &port.Protocol, Port: new(number("target port"))}}
-		endpoints := []string{"10.244.0.1", "10.244.0.2"}
-		if slice.AddressType == discovery.AddressTypeIPv6 {
-			endpoints = []string{"fd01::1", "fd01::2"}
-		}
-		for range rapid.IntRange(0, 3).Draw(t, "endpoints") {
-			slice.Endpoints = append(slice.Endpoints, discovery.Endpoint{
-				Addresses: []string{pick("endpoint", endpoints...)}, NodeName: new(pick("node", "node"))})
-		}
-		b.EndpointSlices[name] = slice
-	}
-	node := &v1.Node{ObjectMeta: metav1.ObjectMeta{Name: "node"}}
-	node.Spec.PodCIDRs = []string{often([]string{"10.244.1.0/24", "fd01::/64"}, word).Draw(t, "pod CIDR")}
-	node.Status.Addresses = []v1.NodeAddress{{Type: v1.NodeInternalIP,
-		Address: often([]string{"192.168.0.1", "10.0.0.1"}, word).Draw(t, "node IP")}}
-	b.Nodes = map[string]*v1.Node{"node": node}
-	return b
-}
-
-// often is something good most of the time: a Service has many fields, and most draws are to get as far as the rules.
-func often(good []string, word *rapid.Generator[string]) *rapid.Generator[string] {
-	return rapid.Custom(func(t *rapid.T) string {
-		if rapid.IntRange(0, 15).Draw(t, "hostile") == 7 { // not at an end of the range, where draws gather
-			return word.Draw(t, "word")
-		}
-		return rapid.SampledFrom(good).Draw(t, "good")
-	})
-}
-
 // TestTextIsData: even a name that should never have got into a plan stays within its comment. There are as many rules as
-// with a plain name, of the same kinds, and they are accepted.
+// with a plain name, in as many chains, and they are accepted.
 func TestTextIsData(t *testing.T) {
 	t.Parallel()
-	rulesFor := func(name string) string {
+	// The names of chains are made of those of Services, by a hash.
+	hashed := regexp.MustCompile(`KUBE-(SVC|SVL|EXT|FW|SEP)-[A-Z2-7]{16}`)
+	comment := regexp.MustCompile(`--comment ("(\\.|[^"\\])*"|\S+)`)
+	rulesFor := func(key plan.Key) (text, form string) {
+		key.Protocol, key.Family = plan.TCP, plan.IPv4
 		p := plan.New(plan.Node{}, plan.Settings{})
 		p.Set(&plan.ServicePort{
-			Key:       plan.Key{Service: plan.Service{Namespace: "ns", Name: name}, Protocol: plan.TCP, Family: plan.IPv4},
-			Frontends: []plan.Frontend{{Kind: plan.ClusterIP, Addr: netip.MustParseAddr("10.96.0.1"), Protocol: plan.TCP, Port: 80}},
-			Endpoints: plan.Endpoints{Any: true, Cluster: []plan.Endpoint{{Addr: netip.MustParseAddrPort("10.244.0.1:80")}}},
+			Key: key, ExternalPolicy: plan.Local, Affinity: 10 * time.Second,
+			Frontends: []plan.Frontend{
+				{Kind: plan.ClusterIP, Addr: netip.MustParseAddr("10.96.0.1"), Protocol: plan.TCP, Port: 80},
+				{Kind: plan.LoadBalancerIP, Addr: netip.MustParseAddr("192.0.2.1"), Protocol: plan.TCP, Port: 80},
+				{Kind: plan.NodePort, Protocol: plan.TCP, Port: 30080},
+			},
+			SourceRanges: []netip.Prefix{netip.MustParsePrefix("203.0.113.0/24")},
+			Endpoints: plan.Endpoints{Any: true, Cluster: []plan.Endpoint{{Addr: netip.MustParseAddrPort("10.244.0.1:80")}},
+				Local: []plan.Endpoint{{Addr: netip.MustParseAddrPort("10.244.0.1:80")}}},
 		})
-		return iptables.Render(p, plan.IPv4, iptables.Options{MasqueradeBit: 14})
+		text = iptables.Render(p, plan.IPv4, iptables.Options{MasqueradeBit: 14})
+		return text, comment.ReplaceAllString(hashed.ReplaceAllString(text, "KUBE-$1-X"), "--comment X")
 	}
-	plain := strings.Count(rulesFor("web"), "\n")
-	for _, name := range []string{"a\n-A INPUT -j DROP", "a\r\nb", `" -j ACCEPT`, `\" -j ACCEPT`, `a\`, "it's", "a\x00b", "\x7f", "ü", "-A", "a b"} {
-		text := rulesFor(name)
-		if n := strings.Count(text, "\n"); n != plain || strings.ContainsAny(text, "\r\x00\x7f") {
-			t.Errorf("%q makes %d lines, a plain name %d:\n%s", name, n, plain, text)
-		}
-		for _, variant := range []string{"nft", "legacy"} {
-			if err := restoreTest(variant, text, "*nat\nCOMMIT\n"); err != nil {
-				t.Errorf("%q: %v", name, err)
+	var all strings.Builder
+	_, plain := rulesFor(plan.Key{Service: plan.Service{Namespace: "ns", Name: "web"}, Port: "http"})
+	for _, word := range append([]string{"it's", `\" -j ACCEPT`, "\x7f", "-A", strings.Repeat("ü", 5000)}, hostile.Words...) {
+		for field, key := range map[string]plan.Key{
+			"namespace": {Service: plan.Service{Namespace: word, Name: "web"}, Port: "http"},
+			"name":      {Service: plan.Service{Namespace: "ns", Name: word}, Port: "http"},
+			"port":      {Service: plan.Service{Namespace: "ns", Name: "web"}, Port: word},
+		} {
+			text, form := rulesFor(key)
+			if form != plain || strings.ContainsAny(text, "\r\x00\x7f") {
+				t.Errorf("%s %.80q makes\n%s\na plain one\n%s", field, word, form, plain)
 			}
+			all.WriteString(text)
+		}
+	}
+	for _, variant := range []string{"nft", "legacy"} { // An error shows the line.
+		if err := restoreTest(variant, all.String(), "*nat\nCOMMIT\n"); err != nil {
+			t.Error(err)
 		}
 	}
 }

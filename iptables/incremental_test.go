@@ -172,6 +172,7 @@ func subset(t *rapid.T, label string) *plan.Plan {
 
 func checkSteps(t *rapid.T, f plan.Family, plans []*plan.Plan) {
 	e, k := fakeEngine(f)
+	o := observe(e)
 	for i, p := range plans {
 		var changed plan.Keys
 		if i > 0 {
@@ -182,6 +183,9 @@ func checkSteps(t *rapid.T, f plan.Family, plans []*plan.Plan) {
 		}
 		if got, want := k.text(), wantText(p, f); got != want {
 			t.Fatalf("after step %d the kernel holds something else than a full render says:\n%s", i, diffLines(want, got))
+		}
+		if want := k.ruleTotals(); fmt.Sprint(o.total) != fmt.Sprint(want) {
+			t.Fatalf("after step %d: told of %v rules, the kernel holds %v", i, o.total, want)
 		}
 	}
 }

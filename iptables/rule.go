@@ -42,8 +42,13 @@ func (r *rule) dstIP(a netip.Addr) *rule    { return r.dst(single(a)) }
 // proto matches the protocol. A match on its ports must follow (port).
 func (r *rule) proto(p plan.Protocol) *rule { return r.word("-p", p.Lower()) }
 
+// maxComment is how many bytes of a comment the kernel keeps.
+const maxComment = 255
+
 // comment adds a comment. The text is escaped as iptables-save escapes it: it is data, wherever it comes from.
-func (r *rule) comment(text string) *rule { return r.word("-m", "comment", "--comment", quote(text)) }
+func (r *rule) comment(text string) *rule {
+	return r.word("-m", "comment", "--comment", quote(text[:min(len(text), maxComment)]))
+}
 
 // port matches the destination port.
 func (r *rule) port(p plan.Protocol, port uint16) *rule {

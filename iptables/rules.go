@@ -286,7 +286,7 @@ func (r *rules) step(in table, transitions []*transition) block {
 	}
 	for _, id := range dispatcherOrder {
 		if places[id].table == in {
-			changes(r.dispatcher(id, &before), r.dispatcher(id, &r.tries), b.write, b.remove)
+			changes(r.dispatcher(id, &before), r.dispatcher(id, &r.tries), b.replace, b.removeChain)
 		}
 	}
 	return b

@@ -52,6 +52,8 @@ type Config struct {
 	SysctlDir string
 	// Warn is told of schedulers that the kernel lacks, each once; nil for nobody.
 	Warn func(text string)
+	// RestoreFailed is told of each run of iptables-restore that failed; nil for nobody.
+	RestoreFailed func(plan.Family)
 	// Compared is told of each comparison of everything with the kernel, once for all families, with what was not as it had
 	// been written. The first sync and the one after an error do not know that. Nil is for nobody. It must not block.
 	Compared func(drift.Report)
@@ -161,7 +163,7 @@ func (b *Backend) engine(f plan.Family, t *iptables.FixedTables, s *kernel.Sets,
 		machine: machine{servers: b.servers, sets: s, device: d, tables: t,
 			host: func(f plan.Family) (map[netip.Addr]struct{}, error) { return kernel.HostAddresses(f, DeviceName) }},
 	}
-	t.Found = &e.found
+	t.Found, t.RestoreFailed = &e.found, b.cfg.RestoreFailed
 	b.tables = append(b.tables, t)
 	return e
 }

@@ -29,7 +29,7 @@ func newRuleMetrics(s *Set) *ruleMetrics {
 	}
 	if s.is(iptables) {
 		m.partialFailures = s.counterVec("kubeproxy_sync_proxy_rules_iptables_partial_restore_failures_total",
-			"Runs of iptables-restore for single changes that failed, so that everything was compared anew.", family)
+			"Runs of iptables-restore for single changes that failed, so that everything was compared anew; they are among all failures too.", family)
 		m.total = &untyped{desc: prometheus.NewDesc("kubeproxy_sync_proxy_rules_iptables_total",
 			"Rules of iptables that belong to this program. It may fall.", []string{"table", family}, nil),
 			values: map[[2]string]float64{}}
@@ -62,14 +62,14 @@ func (m *ruleMetrics) setRules(f plan.Family, table string, total, written int) 
 	}
 }
 
-// RestoreFailed counts a run of iptables-restore that failed. partial is true for one that wrote single changes. It counts
-// nothing in modes that have no such metric, like the other methods about rules.
+// RestoreFailed counts a run of iptables-restore that failed. One that wrote single changes, for which partial is true, is
+// counted twice, as by kube-proxy: among all and by itself. It counts nothing in modes that have no such metric, like the other
+// methods about rules.
 func (s *Set) RestoreFailed(f plan.Family, partial bool) {
-	vec := s.rules.restoreFailures
-	if partial && s.rules.partialFailures != nil {
-		vec = s.rules.partialFailures
+	inc(s.rules.restoreFailures, f)
+	if partial {
+		inc(s.rules.partialFailures, f)
 	}
-	inc(vec, f)
 }
 
 // NFTablesFailed counts a transaction of nftables that failed. cleanup is true for one that only removed things.

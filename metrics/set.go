@@ -12,6 +12,7 @@ import (
 	"net/http"
 	"runtime"
 	"slices"
+	"strings"
 	"time"
 
 	"github.com/prometheus/client_golang/prometheus"
@@ -54,6 +55,7 @@ type Set struct {
 	health   *prometheus.CounterVec
 	live     *prometheus.CounterVec
 	ready    *prometheus.CounterVec
+	slis     *healthMetrics
 	findings *prometheus.CounterVec
 	waiting  prometheus.Gauge
 	rules    *ruleMetrics
@@ -71,15 +73,18 @@ func New(cfg Config) *Set {
 	}
 	s := &Set{cfg: cfg, registry: prometheus.NewRegistry()}
 	s.registry.MustRegister(collectors.NewGoCollector(), collectors.NewProcessCollector(collectors.ProcessCollectorOpts{}))
+	s.slis = newHealthMetrics()
 	s.syncs = newSyncMetrics(s)
 	s.plan = newPlanMetrics(s)
 	s.health = s.answers("kubeproxy_proxy_healthz_total", "Answers of /healthz, by status code.")
 	s.live = s.answers("kubeproxy_proxy_livez_total", "Answers of /livez, by status code.")
 	s.ready = s.answers("nodeproxy_readyz_total", "Answers of /readyz, by status code.")
-	s.findings = s.counterVec("nodeproxy_findings_total", "Findings about objects and settings: problem for what can't be used as "+
-		"it is, note for what is so by design.", "severity")
+	s.findings = s.counterVec("nodeproxy_findings_total", "Findings about objects, and about settings (kind other): problem for "+
+		"what is refused, in whole or in part, note for what is so by design.", "severity", "kind")
 	for _, severity := range []source.Severity{source.Note, source.Problem} {
-		s.findings.WithLabelValues(severity.String())
+		for _, kind := range append(findingKinds[:], otherKind) {
+			s.findings.WithLabelValues(severity.String(), kind)
+		}
 	}
 	s.waiting = s.gauge("nodeproxy_waiting_for_proxy",
 		"1 while nothing is written to the kernel because another proxy runs on this node, else 0.")
@@ -106,6 +111,7 @@ func (s *Set) Handler() http.Handler {
 func (s *Set) Answered(path string, code int) {
 	vec := map[string]*prometheus.CounterVec{"/healthz": s.health, "/livez": s.live, "/readyz": s.ready}[path]
 	if vec != nil {
+		s.slis.answered(path, code)
 		vec.WithLabelValues(codeText(code)).Inc()
 	}
 }
@@ -126,10 +132,19 @@ func codeText(code int) string {
 	return "503"
 }
 
+// findingKinds are the kinds of objects that findings are counted by; otherKind is for all others, and for settings.
+var findingKinds = [...]string{"Service", "EndpointSlice", "Endpoints", "Pod", "Node", "ServiceCIDR"}
+
+const otherKind = "other"
+
 // Report returns a report that counts findings and passes them on to next, which may be nil.
 func (s *Set) Report(next source.Report) source.Report {
 	return func(f source.Finding) {
-		s.findings.WithLabelValues(f.Severity.String()).Inc()
+		kind, _, _ := strings.Cut(f.Object, " ")
+		if !slices.Contains(findingKinds[:], kind) {
+			kind = otherKind // Manifests may be of any kind.
+		}
+		s.findings.WithLabelValues(f.Severity.String(), kind).Inc()
 		if next != nil {
 			next(f)
 		}

@@ -90,6 +90,7 @@ func TestCounted(t *testing.T) {
 	var passed []source.Finding
 	report := s.Report(func(f source.Finding) { passed = append(passed, f) })
 	report(source.Finding{Severity: source.Problem, Object: "x"})
+	s.Report(nil)(source.Finding{Severity: source.Problem, Object: "EndpointSlice ns/x"})
 	s.Report(nil)(source.Finding{Severity: source.Note})
 	for _, a := range []struct {
 		path string
@@ -99,7 +100,7 @@ func TestCounted(t *testing.T) {
 	}
 	holds(t, s, map[string]float64{
 		"kubeproxy_sync_proxy_rules_iptables_partial_restore_failures_total ip_family=IPv6": 1,
-		"kubeproxy_sync_proxy_rules_iptables_restore_failures_total ip_family=IPv6":         0,
+		"kubeproxy_sync_proxy_rules_iptables_restore_failures_total ip_family=IPv6":         1, // that one too
 		"kubeproxy_sync_proxy_rules_iptables_restore_failures_total ip_family=IPv4":         1,
 		"kubeproxy_sync_proxy_rules_iptables_total ip_family=IPv4 table=nat":                100,
 		"kubeproxy_sync_proxy_rules_iptables_last ip_family=IPv4 table=nat":                 7,
@@ -114,8 +115,10 @@ func TestCounted(t *testing.T) {
 		"nodeproxy_drift_check_duration_seconds":                                            2,
 		"nodeproxy_waiting_for_proxy":                                                       1,
 		"nodeproxy_port_conflicts":                                                          4,
-		"nodeproxy_findings_total severity=problem":                                         1,
-		"nodeproxy_findings_total severity=note":                                            1,
+		"nodeproxy_findings_total kind=other severity=problem":                              1,
+		"nodeproxy_findings_total kind=other severity=note":                                 1,
+		"nodeproxy_findings_total kind=EndpointSlice severity=problem":                      1,
+		"nodeproxy_findings_total kind=Service severity=problem":                            0,
 		"kubeproxy_proxy_healthz_total code=200":                                            1,
 		"kubeproxy_proxy_healthz_total code=503":                                            0,
 		"kubeproxy_proxy_livez_total code=503":                                              1,

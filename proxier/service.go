@@ -131,6 +131,11 @@ func readAddresses(svc *v1.Service, f *findings) addresses {
 			f.problem(fmt.Sprintf("spec.clusterIPs[%d]", i), "the Service is not proxied at it", "%.80q is no IP address", text)
 			continue
 		}
+		// No API server allots these. From one that is not to be trusted, they would capture what is the node's own.
+		if ip.IsUnspecified() || ip.IsLoopback() || ip.IsMulticast() {
+			f.problem(fmt.Sprintf("spec.clusterIPs[%d]", i), "the Service is not proxied at it", "%s is %s", ip, special(ip))
+			continue
+		}
 		if family := plan.FamilyOf(ip); !out.cluster[family].IsValid() {
 			out.cluster[family] = ip
 		}

@@ -131,6 +131,11 @@ func TestReadServiceFrontends(t *testing.T) {
 			"ns/a/TCP/IPv6 cluster IP [fd00::1]:80/TCP, node port 30080/TCP"}},
 		{name: "external IPs go to their family", svc: makeService(externalIPs("192.0.2.1", "2001:db8::1")), wants: []string{
 			"ns/a/TCP/IPv4 cluster IP 10.96.0.1:80/TCP, external IP 192.0.2.1:80/TCP"}},
+		{name: "cluster IPs that can't be", svc: makeService(clusterIPs("127.0.0.1", "ff02::1", "0.0.0.0", "10.96.0.1")), wants: []string{
+			"ns/a/TCP/IPv4 cluster IP 10.96.0.1:80/TCP"}, said: []string{
+			"problem: Service ns/a: spec.clusterIPs[0]: 127.0.0.1 is a loopback address; the Service is not proxied at it",
+			"problem: Service ns/a: spec.clusterIPs[1]: ff02::1 is a multicast address; the Service is not proxied at it",
+			"problem: Service ns/a: spec.clusterIPs[2]: 0.0.0.0 is the unspecified address; the Service is not proxied at it"}},
 		{name: "external IPs that can't be", svc: makeService(externalIPs("127.0.0.1", "0.0.0.0", "224.0.0.1", "169.254.0.1", "x",
 			"192.0.2.1")), wants: []string{"ns/a/TCP/IPv4 cluster IP 10.96.0.1:80/TCP, external IP 192.0.2.1:80/TCP"},
 			said: []string{

@@ -59,6 +59,8 @@ func TestReadSliceEndpoints(t *testing.T) {
 		{"of the other family", addresses("fd00::1"), "", problem(`[0]: "fd00::1" is no IPv4 address`)},
 		{"with a zone", addresses("fe80::1%eth0"), "", problem(`[0]: "fe80::1%eth0" is no IPv4 address`)},
 		{"loopback", addresses("127.0.0.1"), "", problem("[0]: 127.0.0.1 is a loopback address")},
+		{"loopback, mapped", addresses("::ffff:127.0.0.1"), "", problem("[0]: 127.0.0.1 is a loopback address")},
+		{"link-local, mapped", addresses("::ffff:a9fe:a9fe"), "", problem("[0]: 169.254.169.254 is a link-local address")},
 		{"link-local", addresses("169.254.169.254"), "", problem("[0]: 169.254.169.254 is a link-local address")},
 		{"unspecified", addresses("0.0.0.0"), "", problem("[0]: 0.0.0.0 is the unspecified address")},
 		{"multicast", addresses("239.0.0.1"), "", problem("[0]: 239.0.0.1 is a multicast address")},

@@ -73,7 +73,7 @@ func (d *daemon) build() error {
 	cfg := d.cfg
 	trackConnections(cfg, d.report)
 	var err error
-	if d.backend, err = newBackend(cfg, d.families, d.warnAnd(d.report), d.drift.compared, d.log); err != nil {
+	if d.backend, err = newBackend(cfg, d.families, d.warnAnd(d.report), d.drift.compared, d.metrics, d.log); err != nil {
 		d.warn(err.Error())
 		return err
 	}
@@ -124,18 +124,19 @@ func (d *daemon) warnAnd(report source.Report) source.Report {
 
 // newBackend makes the backend of a mode.
 func newBackend(cfg *config.Config, families []plan.Family, report source.Report, compared func(drift.Report),
-	log *slog.Logger) (backend, error) {
+	set *metrics.Set, log *slog.Logger) (backend, error) {
 	if cfg.Mode == "ipvs" {
 		return ipvs.New(ipvs.Config{
 			Options: ipvs.Options{MasqueradeBit: cfg.MasqueradeBit, Scheduler: cfg.IPVS.Scheduler, VIPs: cfg.IPVS.VIPs},
 			Variant: cfg.IPTablesBackend, Families: families, ExcludeCIDRs: cfg.IPVS.ExcludeCIDRs,
 			StrictARP: cfg.IPVS.StrictARP, TCPTimeout: cfg.IPVS.TCPTimeout, TCPFinTimeout: cfg.IPVS.TCPFinTimeout,
 			UDPTimeout: cfg.IPVS.UDPTimeout, GracePeriod: cfg.IPVS.GracePeriod, Compared: compared, SysctlDir: cfg.SysctlDir,
-			Log: log, Warn: func(text string) { report(source.Finding{Severity: source.Problem, Detail: text}) },
+			RestoreFailed: func(f plan.Family) { set.RestoreFailed(f, false) },
+			Log:           log, Warn: func(text string) { report(source.Finding{Severity: source.Problem, Detail: text}) },
 		})
 	}
 	return iptables.New(iptables.Config{
-		Compared: compared, KeepCounters: cfg.ServiceMetrics > 0,
+		Compared: compared, Observer: set, KeepCounters: cfg.ServiceMetrics > 0,
 		Variant: cfg.IPTablesBackend, Families: families, MasqueradeBit: cfg.MasqueradeBit, SysctlDir: cfg.SysctlDir, Log: log,
 	})
 }

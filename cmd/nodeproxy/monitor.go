@@ -76,7 +76,9 @@ func newMonitor(cfg *config.Config, set *metrics.Set, families []plan.Family, ob
 
 // newServers makes the servers of the program's own endpoints. They have no log yet.
 func newServers(cfg *config.Config, set *metrics.Set, node *health.Node) []*health.Server {
-	debug := health.Debug{Metrics: set.Handler(), Mode: cfg.Mode, Config: cfg.Configz, Profiling: cfg.Servers.Profiling}
+	debug := health.Debug{
+		Metrics: set.Handler(), SLIs: set.SLIHandler(), Mode: cfg.Mode, Config: cfg.Configz, Profiling: cfg.Servers.Profiling,
+	}
 	hard := cfg.Servers.HardFail
 	return []*health.Server{
 		{Name: "healthz", Addrs: []netip.AddrPort{cfg.Servers.Healthz}, Handler: node.Handler(), HardFail: hard},

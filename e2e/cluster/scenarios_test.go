@@ -59,6 +59,7 @@ var scenarios = []struct {
 	{"api-server-hangs-under-load", serverHangs},
 	{"compaction-while-away", compaction},
 	{"kube-proxys-command-line", dropIn},
+	{"dashboard", dashboard},
 }
 
 func serviceBeforeEndpoints(s *scenario) {

@@ -96,6 +96,8 @@ type World struct {
 	// Launch, if set, makes the command that daemons are started with, in place of exec.Command. The process must become the
 	// daemon itself, so that signals reach it.
 	Launch func(path string, args ...string) *exec.Cmd
+	// DaemonEnv is what Daemons have in their environment besides this process's own.
+	DaemonEnv []string
 
 	opts    Options
 	fabric  *Netns

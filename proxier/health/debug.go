@@ -10,6 +10,8 @@ import (
 type Debug struct {
 	// Metrics serves /metrics; nil for nothing there.
 	Metrics http.Handler
+	// SLIs serves /metrics/slis; nil for nothing there.
+	SLIs http.Handler
 	// Mode is the proxy mode, iptables for example.
 	Mode string
 	// Config is shown at /configz as JSON: a KubeProxyConfiguration of version v1alpha1 with its kind and apiVersion set. Nil
@@ -22,12 +24,15 @@ type Debug struct {
 // configGroup is the API group that kube-proxy shows its configuration under.
 const configGroup = "kubeproxy.config.k8s.io"
 
-// Handler serves /metrics, /healthz ("ok" as long as the program runs), /proxyMode, /configz and, with Profiling,
+// Handler serves /metrics, /metrics/slis, /healthz ("ok" as long as the program runs), /proxyMode, /configz and, with Profiling,
 // /debug/pprof, each as kube-proxy does at its metrics port.
 func (d Debug) Handler() http.Handler {
 	mux := http.NewServeMux()
 	if d.Metrics != nil {
 		mux.Handle("/metrics", d.Metrics)
+	}
+	if d.SLIs != nil {
+		mux.Handle("/metrics/slis", d.SLIs)
 	}
 	mux.HandleFunc("/healthz", pong)
 	mux.HandleFunc("/healthz/ping", pong)

@@ -118,7 +118,8 @@ func TestDebug(t *testing.T) {
 	t.Parallel()
 	d := Debug{Mode: "iptables", Config: struct {
 		Kind string `json:"kind"`
-	}{"KubeProxyConfiguration"}, Metrics: http.HandlerFunc(func(w http.ResponseWriter, _ *http.Request) { writeText(w, "m 1") })}
+	}{"KubeProxyConfiguration"}, Metrics: http.HandlerFunc(func(w http.ResponseWriter, _ *http.Request) { writeText(w, "m 1") }),
+		SLIs: http.HandlerFunc(func(w http.ResponseWriter, _ *http.Request) { writeText(w, "s 1") })}
 	const text, js = "text/plain; charset=utf-8", "application/json"
 	for _, tc := range []struct {
 		path      string
@@ -132,6 +133,7 @@ func TestDebug(t *testing.T) {
 		{"/healthz?verbose", false, 200, text, "[+]ping ok\nhealthz check passed\n"},
 		{"/proxyMode", false, 200, text, "iptables"},
 		{"/metrics", false, 200, text, "m 1"},
+		{"/metrics/slis", false, 200, text, "s 1"},
 		{"/configz", false, 200, js, `{"kubeproxy.config.k8s.io":{"kind":"KubeProxyConfiguration"}}`},
 		{"/debug/pprof/", false, 404, "", ""},
 		{"/debug/pprof/cmdline", false, 404, "", ""},

@@ -1,0 +1,152 @@
+package harness
+
+import (
+	"bufio"
+	"context"
+	"fmt"
+	"io"
+	"net"
+	"net/http"
+	"net/netip"
+	"regexp"
+	"slices"
+	"strconv"
+	"strings"
+	"testing"
+	"time"
+)
+
+// MetricsAddr is where a daemon serves metrics by default, in its network namespace.
+var MetricsAddr = netip.MustParseAddrPort("127.0.0.1:10249")
+
+// HealthAddr is where it serves probes.
+var HealthAddr = netip.MustParseAddrPort("127.0.0.1:10256")
+
+// Get asks for a path by HTTP from inside the namespace, and returns status code and body.
+func (n *Netns) Get(at netip.AddrPort, path string) (int, string, error) {
+	const patience = 20 * time.Second
+	client := http.Client{Timeout: patience, Transport: &http.Transport{
+		DisableKeepAlives: true,
+		DialContext: func(context.Context, string, string) (net.Conn, error) {
+			return n.Dial("tcp", at, time.Now().Add(patience))
+		},
+	}}
+	answer, err := client.Get("http://" + at.String() + path)
+	if err != nil {
+		return 0, "", err
+	}
+	defer answer.Body.Close()
+	body, err := io.ReadAll(answer.Body)
+	return answer.StatusCode, string(body), err
+}
+
+// Series is one series of a metric.
+type Series struct {
+	Labels map[string]string
+	Value  float64
+}
+
+// Scrape is what a daemon shows at /metrics.
+type Scrape struct {
+	// Text is as the daemon wrote it.
+	Text string
+	// Types are those of the metrics, and Help is what is said of them, by name.
+	Types, Help map[string]string
+	// Series are by the name that queries have: those of a histogram by three names, ending in _bucket, _sum and _count.
+	Series map[string][]Series
+}
+
+// Scrape reads the metrics of the daemon in a namespace.
+func (n *Netns) Scrape(t testing.TB) *Scrape {
+	t.Helper()
+	code, text, err := n.Get(MetricsAddr, "/metrics")
+	if err != nil || code != http.StatusOK {
+		t.Fatalf("harness: metrics of the daemon in %s: status %d, %v", n.Name, code, err)
+	}
+	s, err := ParseScrape(text)
+	if err != nil {
+		t.Fatalf("harness: metrics of the daemon in %s: %v", n.Name, err)
+	}
+	return s
+}
+
+var (
+	sampleLine = regexp.MustCompile(`^([a-zA-Z_:][a-zA-Z0-9_:]*)(?:\{(.*)\})? (\S+)$`)
+	labelPair  = regexp.MustCompile(`^([a-zA-Z_][a-zA-Z0-9_]*)="((?:[^"\\]|\\.)*)",?`)
+	unescape   = strings.NewReplacer(`\\`, `\`, `\"`, `"`, `\n`, "\n")
+)
+
+// ParseScrape reads Prometheus's text format.
+func ParseScrape(text string) (*Scrape, error) {
+	s := &Scrape{Text: text, Types: map[string]string{}, Help: map[string]string{}, Series: map[string][]Series{}}
+	lines := bufio.NewScanner(strings.NewReader(text))
+	lines.Buffer(nil, 1<<20)
+	for lines.Scan() {
+		line := lines.Text()
+		if words := strings.SplitN(line, " ", 4); words[0] == "#" && len(words) == 4 {
+			switch words[1] {
+			case "TYPE":
+				s.Types[words[2]] = words[3]
+			case "HELP":
+				s.Help[words[2]] = words[3]
+			}
+			continue
+		}
+		m := sampleLine.FindStringSubmatch(line)
+		if m == nil {
+			return nil, fmt.Errorf("not a line of metrics: %q", line)
+		}
+		value, err := strconv.ParseFloat(m[3], 64)
+		if err != nil {
+			return nil, fmt.Errorf("not a line of metrics: %q: %w", line, err)
+		}
+		one := Series{Labels: map[string]string{}, Value: value}
+		for rest := m[2]; rest != ""; {
+			pair := labelPair.FindStringSubmatch(rest)
+			if pair == nil {
+				return nil, fmt.Errorf("not the labels of a metric: %q", line)
+			}
+			one.Labels[pair[1]] = unescape.Replace(pair[2])
+			rest = rest[len(pair[0]):]
+		}
+		s.Series[m[1]] = append(s.Series[m[1]], one)
+	}
+	return s, lines.Err()
+}
+
+// Labels are the names of the labels that series of a metric have, sorted; those of a histogram without le.
+func (s *Scrape) Labels(metric string) []string {
+	if s.Types[metric] == "histogram" {
+		metric += "_count"
+	}
+	var out []string
+	for _, series := range s.Series[metric] {
+		for name := range series.Labels {
+			out = append(out, name)
+		}
+	}
+	slices.Sort(out)
+	return slices.Compact(out)
+}
+
+// Select returns the series of a name with these labels, each "name=value".
+func (s *Scrape) Select(name string, labels ...string) []Series {
+	return slices.DeleteFunc(slices.Clone(s.Series[name]), func(x Series) bool {
+		return slices.ContainsFunc(labels, func(l string) bool {
+			label, value, _ := strings.Cut(l, "=")
+			return x.Labels[label] != value
+		})
+	})
+}
+
+// Sum adds up the series of a name with these labels. Of a histogram it is the number of observations.
+func (s *Scrape) Sum(name string, labels ...string) float64 {
+	if s.Types[name] == "histogram" {
+		name += "_count"
+	}
+	sum := 0.0
+	for _, x := range s.Select(name, labels...) {
+		sum += x.Value
+	}
+	return sum
+}

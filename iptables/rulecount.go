@@ -1,0 +1,66 @@
+package iptables
+
+import (
+	"strings"
+
+	"nodeproxy/proxier/plan"
+)
+
+// Observer is told of what happens to rules. Its methods must be safe for concurrent use, and must not block.
+type Observer interface {
+	// RestoreFailed tells of a run of iptables-restore that failed. partial is true where it was to write a change only, so
+	// that everything will be compared with the kernel next.
+	RestoreFailed(f plan.Family, partial bool)
+	// IPTablesRules tells, after a sync that the kernel took but for single ServicePorts, how many rules a table (filter or
+	// nat) holds in chains of this program, and how many rules that sync has written.
+	IPTablesRules(f plan.Family, table string, total, written int)
+}
+
+// ruleCounts are the numbers of rules of one family, by table. Rules in built-in chains that lead to ours are not counted; nor
+// does kube-proxy count them.
+type ruleCounts struct {
+	observer Observer // nil for nobody
+	total    map[table]int
+	written  map[table]int
+	partial  bool // the sync that is at work writes a change only
+}
+
+func newRuleCounts(o Observer) ruleCounts {
+	return ruleCounts{observer: o, total: map[table]int{}, written: map[table]int{}}
+}
+
+// begin is to be called before each sync.
+func (c *ruleCounts) begin() {
+	c.partial = false
+	clear(c.written)
+}
+
+func (c *ruleCounts) failed(f plan.Family) {
+	if c.observer != nil {
+		c.observer.RestoreFailed(f, c.partial)
+	}
+}
+
+// wrote counts the rules in an input of iptables-restore.
+func (c *ruleCounts) wrote(text string) {
+	if c.observer == nil {
+		return
+	}
+	var in table
+	for line := range strings.Lines(text) {
+		if name, ok := strings.CutPrefix(line, "*"); ok {
+			in = table(strings.TrimSuffix(name, "\n"))
+		} else if strings.HasPrefix(line, "-A ") {
+			c.written[in]++
+		}
+	}
+}
+
+func (c *ruleCounts) tell(f plan.Family) {
+	if c.observer == nil {
+		return
+	}
+	for _, t := range []table{tableFilter, tableNAT} {
+		c.observer.IPTablesRules(f, string(t), c.total[t], c.written[t])
+	}
+}

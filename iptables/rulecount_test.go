@@ -1,0 +1,131 @@
+package iptables
+
+import (
+	"context"
+	"fmt"
+	"slices"
+	"strings"
+	"testing"
+
+	"nodeproxy/proxier/plan"
+	"nodeproxy/proxier/plan/plantest"
+)
+
+// told gathers what an engine tells of its rules.
+type told struct {
+	failed         []bool // whether partial, for each
+	total, written map[string]int
+}
+
+func (o *told) RestoreFailed(_ plan.Family, partial bool) { o.failed = append(o.failed, partial) }
+
+func (o *told) IPTablesRules(_ plan.Family, table string, total, written int) {
+	o.total[table], o.written[table] = total, written
+}
+
+func observe(e *engine) *told {
+	o := &told{total: map[string]int{}, written: map[string]int{}}
+	e.counts = newRuleCounts(o)
+	return o
+}
+
+// ruleTotals counts the rules in chains of ours.
+func (k *fakeKernel) ruleTotals() map[string]int {
+	out := map[string]int{}
+	for _, t := range []table{tableFilter, tableNAT} {
+		out[string(t)] = 0
+		for name, rules := range k.tables[t] {
+			if !builtin(name) {
+				out[string(t)] += len(rules)
+			}
+		}
+	}
+	return out
+}
+
+// TestRuleCounts: what is told of a change is what it writes, and of a sync that finds everything in place, nothing.
+func TestRuleCounts(t *testing.T) {
+	e, k := fakeEngine(plan.IPv4)
+	e.options.CompactAbove = 0
+	o := observe(e)
+	p := plantest.Large(400, 2)
+	check := func(what string, changed plan.Keys, nat, filter int) {
+		t.Helper()
+		if err := e.sync(context.Background(), p, changed); err != nil {
+			t.Fatal(err)
+		}
+		if want := k.ruleTotals(); fmt.Sprint(o.total) != fmt.Sprint(want) {
+			t.Errorf("%s: told of %v rules, the kernel holds %v", what, o.total, want)
+		}
+		if nat >= 0 && (o.written["nat"] != nat || o.written["filter"] != filter) {
+			t.Errorf("%s: told of %v rules written, want %d and %d", what, o.written, nat, filter)
+		}
+	}
+	check("at first", nil, -1, 0)
+	if o.written["nat"] < o.total["nat"] {
+		t.Errorf("at first: told of %v rules written, of %v in all", o.written, o.total)
+	}
+	check("all in place", nil, 0, 0)
+	check("no change", plan.Keys{}, 0, 0)
+	other := plantest.LargeService(17, 5000, 2)
+	p.Set(other)
+	// The chain of two endpoints with its masquerading, and a chain of two rules for each.
+	check("two endpoints in place of two", plan.Keys{other.Key: {}}, 3+2*2, 0)
+	p.Delete(other.Key)
+	check("one Service less", plan.Keys{other.Key: {}}, -1, 0)
+	if len(o.failed) > 0 {
+		t.Errorf("told of failures: %v", o.failed)
+	}
+}
+
+// TestRestoreFailuresAreTold, each once, and whether it was a change; the rules of what the kernel does not take are not counted.
+func TestRestoreFailuresAreTold(t *testing.T) {
+	e, k := fakeEngine(plan.IPv4)
+	o := observe(e)
+	p := plantest.Large(8, 2)
+	bad := p.Sorted(plan.IPv4)[3]
+	k.refuse = ":" + serviceChain(prefixCluster, bad.Key) + " "
+	if err := e.sync(context.Background(), p, nil); err == nil {
+		t.Fatal("a refused Service is no error")
+	}
+	refused := 0
+	for _, text := range k.restores {
+		if strings.Contains(text, k.refuse) {
+			refused++
+		}
+	}
+	if want := slices.Repeat([]bool{false}, refused); refused == 0 || !slices.Equal(o.failed, want) {
+		t.Errorf("told of failures %v, want %v", o.failed, want)
+	}
+	if want := k.ruleTotals(); fmt.Sprint(o.total) != fmt.Sprint(want) {
+		t.Errorf("told of %v rules, the kernel holds %v", o.total, want)
+	}
+	k.refuse = ""
+	if err := e.sync(context.Background(), p, nil); err != nil {
+		t.Fatal(err)
+	}
+	o.failed = nil
+	k.refuse = "COMMIT"
+	p.Set(plantest.LargeService(3, 5000, 2))
+	if err := e.sync(context.Background(), p, plan.Keys{bad.Key: {}}); err == nil {
+		t.Fatal("a refused change is no error")
+	}
+	if !slices.Equal(o.failed, []bool{true}) {
+		t.Errorf("told of failures %v, want one of a change", o.failed)
+	}
+}
+
+// TestFixedRestoreFailure: a refused run is told of there too.
+func TestFixedRestoreFailure(t *testing.T) {
+	var told []plan.Family
+	k := newFakeKernel()
+	k.refuse = "COMMIT"
+	x := &FixedTables{tool: &tool{family: plan.IPv6}, kernel: k, RestoreFailed: func(f plan.Family) { told = append(told, f) }}
+	if _, err := x.Apply(context.Background(), testFixed()); err == nil || !slices.Equal(told, []plan.Family{plan.IPv6}) {
+		t.Errorf("%v; told of failures %v", err, told)
+	}
+	k.refuse = ""
+	if _, err := x.Apply(context.Background(), testFixed()); err != nil || len(told) != 1 {
+		t.Errorf("%v; told of failures %v", err, told)
+	}
+}
