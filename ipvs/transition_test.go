@@ -83,7 +83,7 @@ func TestTransitions(t *testing.T) {
 		}
 		must(t, e.sync(context.Background(), c.Plan, nil))
 		packets := transits(t, c, f, next)
-		changed := differing(c.Plan, next)
+		changed := plantest.Differing(c.Plan, next)
 		if rapid.Bool().Draw(t, "everything is compared") {
 			changed = nil
 		}

@@ -49,3 +49,19 @@ func (d draft) edited(t *rapid.T) draft {
 	d.sp = &sp
 	return d
 }
+
+// Differing are the keys by which two plans differ.
+func Differing(a, b *plan.Plan) plan.Keys {
+	out := plan.Keys{}
+	for k, sp := range a.Services {
+		if o := b.Services[k]; o == nil || !o.Equal(sp) {
+			out.Add(k)
+		}
+	}
+	for k := range b.Services {
+		if a.Services[k] == nil {
+			out.Add(k)
+		}
+	}
+	return out
+}
