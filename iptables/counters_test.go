@@ -8,6 +8,7 @@ import (
 
 	"github.com/vishvananda/netlink"
 
+	"nodeproxy/internal/nstest"
 	"nodeproxy/proxier/plan"
 )
 
@@ -15,15 +16,12 @@ import (
 func TestLocalhostNodePortsAreCounted(t *testing.T) {
 	t.Parallel()
 	for _, v := range []Variant{NFT, Legacy} {
-		t.Run(string(v), func(t *testing.T) { inNamespace(t, func() { connectToLocalhost(t, v) }) })
+		t.Run(string(v), func(t *testing.T) { nstest.Run(t, func() { connectToLocalhost(t, v) }) })
 	}
 }
 
 func connectToLocalhost(t *testing.T, v Variant) {
 	lo, err := netlink.LinkByName("lo")
-	if err == nil {
-		err = netlink.LinkSetUp(lo)
-	}
 	if addr, _ := netlink.ParseAddr("192.0.2.7/32"); err == nil {
 		err = netlink.AddrAdd(lo, addr)
 	}
