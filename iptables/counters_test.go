@@ -6,8 +6,6 @@ import (
 	"testing"
 	"time"
 
-	"github.com/vishvananda/netlink"
-
 	"nodeproxy/internal/nstest"
 	"nodeproxy/proxier/plan"
 )
@@ -21,15 +19,7 @@ func TestLocalhostNodePortsAreCounted(t *testing.T) {
 }
 
 func connectToLocalhost(t *testing.T, v Variant) {
-	lo, err := netlink.LinkByName("lo")
-	if addr, _ := netlink.ParseAddr("192.0.2.7/32"); err == nil {
-		err = netlink.AddrAdd(lo, addr)
-	}
-	if err != nil {
-		t.Error(err)
-		return
-	}
-	listener, err := net.Listen("tcp", "192.0.2.7:8080")
+	listener, err := listenAt("192.0.2.7:8080", "192.0.2.7/32")
 	if err != nil {
 		t.Error(err)
 		return

@@ -66,18 +66,22 @@ func TestConnectionsAreCounted(t *testing.T) {
 	}
 }
 
-func connectAndCount(t *testing.T, v Variant) {
+// listenAt gives the loopback addresses, and listens for connections at one of them.
+func listenAt(at string, addresses ...string) (net.Listener, error) {
 	lo, err := netlink.LinkByName("lo")
-	for _, text := range []string{"10.96.0.1/32", "192.0.2.7/32", "192.0.2.8/32", "192.0.2.9/32"} {
+	for _, text := range addresses {
 		if addr, _ := netlink.ParseAddr(text); err == nil {
 			err = netlink.AddrAdd(lo, addr)
 		}
 	}
 	if err != nil {
-		t.Error(err)
-		return
+		return nil, err
 	}
-	listener, err := net.Listen("tcp", "192.0.2.7:8080")
+	return net.Listen("tcp", at)
+}
+
+func connectAndCount(t *testing.T, v Variant) {
+	listener, err := listenAt("192.0.2.7:8080", "10.96.0.1/32", "192.0.2.7/32", "192.0.2.8/32", "192.0.2.9/32")
 	if err != nil {
 		t.Error(err)
 		return
