@@ -4,6 +4,7 @@ import (
 	"context"
 	"testing"
 
+	"nodeproxy/internal/nstest"
 	"nodeproxy/proxier/plan"
 	"nodeproxy/proxier/plan/plantest"
 )
@@ -38,7 +39,7 @@ func BenchmarkUpdateOneOf10k(b *testing.B) {
 func BenchmarkSync(b *testing.B) {
 	for _, v := range []Variant{NFT, Legacy} {
 		b.Run(string(v), func(b *testing.B) {
-			inNamespace(b, func() {
+			nstest.Run(b, func() {
 				p := plantest.Large(10000, 2)
 				b.Run("all", func(b *testing.B) {
 					for b.Loop() {

@@ -6,8 +6,7 @@ import (
 	"testing"
 	"time"
 
-	"github.com/vishvananda/netlink"
-
+	"nodeproxy/internal/nstest"
 	"nodeproxy/proxier/plan"
 )
 
@@ -15,23 +14,12 @@ import (
 func TestLocalhostNodePortsAreCounted(t *testing.T) {
 	t.Parallel()
 	for _, v := range []Variant{NFT, Legacy} {
-		t.Run(string(v), func(t *testing.T) { inNamespace(t, func() { connectToLocalhost(t, v) }) })
+		t.Run(string(v), func(t *testing.T) { nstest.Run(t, func() { connectToLocalhost(t, v) }) })
 	}
 }
 
 func connectToLocalhost(t *testing.T, v Variant) {
-	lo, err := netlink.LinkByName("lo")
-	if err == nil {
-		err = netlink.LinkSetUp(lo)
-	}
-	if addr, _ := netlink.ParseAddr("192.0.2.7/32"); err == nil {
-		err = netlink.AddrAdd(lo, addr)
-	}
-	if err != nil {
-		t.Error(err)
-		return
-	}
-	listener, err := net.Listen("tcp", "192.0.2.7:8080")
+	listener, err := listenAt("192.0.2.7:8080", "192.0.2.7/32")
 	if err != nil {
 		t.Error(err)
 		return

@@ -5,6 +5,8 @@ import (
 	"time"
 
 	"golang.org/x/sys/unix"
+
+	"nodeproxy/internal/nstest"
 )
 
 // cpuTime is the processor time of this program and those that it has run.
@@ -26,7 +28,7 @@ func cpuTime(b *testing.B) time.Duration {
 func BenchmarkCompare(b *testing.B) {
 	for _, v := range []Variant{NFT, Legacy} {
 		b.Run(string(v), func(b *testing.B) {
-			inNamespace(b, func() {
+			nstest.Run(b, func() {
 				l := newLab(b, v, 10000)
 				defer l.end()
 				b.ResetTimer()
@@ -50,7 +52,7 @@ func BenchmarkCompare(b *testing.B) {
 func BenchmarkFlush(b *testing.B) {
 	for _, v := range []Variant{NFT, Legacy} {
 		b.Run(string(v), func(b *testing.B) {
-			inNamespace(b, func() {
+			nstest.Run(b, func() {
 				l := newLab(b, v, 10000)
 				defer l.end()
 				var noticed, repaired time.Duration
@@ -78,7 +80,7 @@ func BenchmarkFlush(b *testing.B) {
 
 // BenchmarkProbe is what the legacy variant does each second.
 func BenchmarkProbe(b *testing.B) {
-	inNamespace(b, func() {
+	nstest.Run(b, func() {
 		l := newLab(b, Legacy, 10000)
 		defer l.end()
 		for b.Loop() {

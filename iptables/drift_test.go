@@ -14,6 +14,7 @@ import (
 
 	"pgregory.net/rapid"
 
+	"nodeproxy/internal/nstest"
 	"nodeproxy/proxier/drift"
 	"nodeproxy/proxier/plan"
 	"nodeproxy/proxier/plan/plantest"
@@ -146,7 +147,7 @@ func TestDrift(t *testing.T) {
 	for _, v := range []Variant{NFT, Legacy} {
 		t.Run(string(v), func(t *testing.T) {
 			t.Parallel()
-			inNamespace(t, func() { testDrift(t, v) })
+			nstest.Run(t, func() { testDrift(t, v) })
 		})
 	}
 }
@@ -256,7 +257,7 @@ func TestUnrelatedRules(t *testing.T) {
 	for _, v := range []Variant{NFT, Legacy} {
 		t.Run(string(v), func(t *testing.T) {
 			t.Parallel()
-			inNamespace(t, func() {
+			nstest.Run(t, func() {
 				l := newLab(t, v, 50)
 				defer l.end()
 				for i := range 10 {

@@ -6,6 +6,7 @@ import (
 	"strings"
 	"testing"
 
+	"nodeproxy/internal/nstest"
 	"nodeproxy/proxier/plan"
 	"nodeproxy/proxier/plan/plantest"
 )
@@ -66,7 +67,7 @@ func TestModesReplaceEachOther(t *testing.T) {
 		for _, f := range plan.Families {
 			t.Run(string(v)+"/"+f.String(), func(t *testing.T) {
 				t.Parallel()
-				inNamespace(t, func() { modesReplaceEachOther(t, v, f) })
+				nstest.Run(t, func() { modesReplaceEachOther(t, v, f) })
 			})
 		}
 	}

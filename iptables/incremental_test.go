@@ -141,22 +141,6 @@ func fakeEngine(f plan.Family) (*engine, *fakeKernel) {
 	return &engine{tool: k, family: f, options: testOptions, batch: 40, log: slog.New(slog.DiscardHandler)}, k
 }
 
-// differing are the keys by which two plans differ.
-func differing(a, b *plan.Plan) plan.Keys {
-	out := plan.Keys{}
-	for k, sp := range a.Services {
-		if o := b.Services[k]; o == nil || !o.Equal(sp) {
-			out.Add(k)
-		}
-	}
-	for k := range b.Services {
-		if a.Services[k] == nil {
-			out.Add(k)
-		}
-	}
-	return out
-}
-
 // subset is a large plan of which each ServicePort is there or not, with more or fewer endpoints.
 func subset(t *rapid.T, label string) *plan.Plan {
 	p := plan.New(plan.Node{Name: "node-1"}, plan.Settings{LocalhostNodePorts: true})
@@ -176,7 +160,7 @@ func checkSteps(t *rapid.T, f plan.Family, plans []*plan.Plan) {
 	for i, p := range plans {
 		var changed plan.Keys
 		if i > 0 {
-			changed = differing(plans[i-1], p)
+			changed = plantest.Differing(plans[i-1], p)
 		}
 		if err := e.sync(context.Background(), p, changed); err != nil {
 			t.Fatalf("step %d: %v", i, err)
@@ -352,7 +336,7 @@ func TestFrontendChangesHands(t *testing.T) {
 
 	e, k := fakeEngine(plan.IPv4)
 	for i, p := range []*plan.Plan{first, second} {
-		changed := differing(first, second)
+		changed := plantest.Differing(first, second)
 		if i == 0 {
 			changed = nil
 		}

@@ -5,39 +5,16 @@ import (
 	"fmt"
 	"log/slog"
 	"maps"
-	"runtime"
 	"slices"
 	"strings"
 	"testing"
 
-	"github.com/vishvananda/netns"
 	"pgregory.net/rapid"
 
+	"nodeproxy/internal/nstest"
 	"nodeproxy/proxier/plan"
 	"nodeproxy/proxier/plan/plantest"
 )
-
-// inNamespace runs f on a thread of its own in a new network namespace. The namespace has no name and goes with the
-// thread. Programs that f starts inherit it; goroutines that it starts do not.
-func inNamespace(t testing.TB, f func()) {
-	t.Helper()
-	done := make(chan error, 1)
-	go func() {
-		// Never unlocked: the thread ends with the goroutine, and the namespace with the thread.
-		runtime.LockOSThread()
-		ns, err := netns.New()
-		if err != nil {
-			done <- fmt.Errorf("making a network namespace (these tests need root): %w", err)
-			return
-		}
-		defer ns.Close()
-		defer close(done)
-		f()
-	}()
-	if err := <-done; err != nil {
-		t.Fatal(err)
-	}
-}
 
 func realEngine(t rapid.TB, v Variant, f plan.Family) *engine {
 	tool, err := newTool(v, f)
@@ -107,7 +84,7 @@ func TestKernelShowsWhatWasWritten(t *testing.T) {
 		for _, f := range plan.Families {
 			t.Run(fmt.Sprintf("%s %s", v, f), func(t *testing.T) {
 				t.Parallel()
-				inNamespace(t, func() {
+				nstest.Run(t, func() {
 					rapid.Check(t, func(t *rapid.T) {
 						p := plantest.Plans().Draw(t, "plan")
 						e := realEngine(t, v, f)

@@ -5,6 +5,7 @@ import (
 	"strings"
 	"testing"
 
+	"nodeproxy/internal/nstest"
 	"nodeproxy/proxier/plan"
 	"nodeproxy/proxier/plan/plantest"
 )
@@ -25,7 +26,7 @@ func TestRefusalByReset(t *testing.T) {
 				want = "REJECT --reject-with tcp-reset"
 			}
 			for _, v := range []Variant{NFT, Legacy} {
-				inNamespace(t, func() {
+				nstest.Run(t, func() {
 					e := realEngine(t, v, plan.IPv4)
 					if err := e.sync(context.Background(), p, nil); err != nil {
 						t.Error(err)

@@ -82,7 +82,7 @@ func TestRuleCounts(t *testing.T) {
 func TestRestoreFailuresAreTold(t *testing.T) {
 	e, k := fakeEngine(plan.IPv4)
 	o := observe(e)
-	p := plantest.Large(8, 2)
+	p := plantest.Large(8, 3) // With fewer endpoints it would have no chain, at whose name it is refused.
 	bad := p.Sorted(plan.IPv4)[3]
 	k.refuse = ":" + serviceChain(prefixCluster, bad.Key) + " "
 	if err := e.sync(context.Background(), p, nil); err == nil {

@@ -12,6 +12,7 @@ import (
 	"testing"
 	"time"
 
+	"nodeproxy/internal/nstest"
 	"nodeproxy/proxier/plan"
 	"nodeproxy/proxier/plan/plantest"
 )
@@ -28,7 +29,7 @@ func sh(t *testing.T, command string) {
 func TestRestoreErrorShowsTheLine(t *testing.T) {
 	for _, v := range []Variant{NFT, Legacy} {
 		t.Run(string(v), func(t *testing.T) {
-			inNamespace(t, func() {
+			nstest.Run(t, func() {
 				e := realEngine(t, v, plan.IPv4)
 				err := e.tool.restore("*nat\n:KUBE-A - [0:0]\n-A KUBE-A -j RETURN\n-A KUBE-A -j KUBE-MISSING\nCOMMIT\n")
 				if err == nil {
@@ -90,7 +91,7 @@ func TestDetect(t *testing.T) {
 		{"as many rules in both", "iptables-legacy -A INPUT -j ACCEPT; iptables-nft -A INPUT -j ACCEPT", NFT},
 	} {
 		t.Run(c.name, func(t *testing.T) {
-			inNamespace(t, func() {
+			nstest.Run(t, func() {
 				sh(t, c.setUp)
 				if got := Detect(); got != c.want {
 					t.Errorf("got %s, want %s", got, c.want)
@@ -104,7 +105,7 @@ func TestDetect(t *testing.T) {
 func TestGuard(t *testing.T) {
 	for _, v := range []Variant{NFT, Legacy} {
 		t.Run(string(v), func(t *testing.T) {
-			inNamespace(t, func() {
+			nstest.Run(t, func() {
 				sh(t, "iptables-"+string(v)+" -N KUBE-FIREWALL; iptables-"+string(v)+" -A KUBE-FIREWALL -m mark --mark 0x8000/0x8000 -j DROP")
 				p := plantest.Large(1, 1)
 				p.Settings.LocalhostNodePorts = true
@@ -137,7 +138,7 @@ func TestRestoreErrorOfBadRule(t *testing.T) {
 	for _, v := range []Variant{NFT, Legacy} {
 		t.Run(string(v), func(t *testing.T) {
 			t.Parallel()
-			inNamespace(t, func() {
+			nstest.Run(t, func() {
 				var input strings.Builder
 				input.WriteString("*nat\n:KUBE-A - [0:0]\n")
 				for i := range 7 {
@@ -206,7 +207,7 @@ func TestLockIsRecognised(t *testing.T) {
 	if err := syscall.Flock(int(lock.Fd()), syscall.LOCK_EX); err != nil {
 		t.Fatal(err)
 	}
-	inNamespace(t, func() {
+	nstest.Run(t, func() {
 		cmd := exec.Command("/usr/sbin/iptables-legacy-restore", "--noflush", "-w", "1")
 		cmd.Env = append(os.Environ(), "XTABLES_LOCKFILE="+lock.Name())
 		cmd.Stdin = strings.NewReader("*nat\nCOMMIT\n")

@@ -13,6 +13,7 @@ import (
 
 	"github.com/vishvananda/netlink"
 
+	"nodeproxy/internal/nstest"
 	"nodeproxy/metrics"
 	"nodeproxy/proxier/plan"
 	"nodeproxy/proxier/plan/plantest"
@@ -61,25 +62,26 @@ func connections(ctx context.Context, r *TrafficReader) (map[string]int64, error
 func TestConnectionsAreCounted(t *testing.T) {
 	t.Parallel()
 	for _, v := range []Variant{NFT, Legacy} {
-		t.Run(string(v), func(t *testing.T) { inNamespace(t, func() { connectAndCount(t, v) }) })
+		t.Run(string(v), func(t *testing.T) { nstest.Run(t, func() { connectAndCount(t, v) }) })
 	}
 }
 
-func connectAndCount(t *testing.T, v Variant) {
+// listenAt gives the loopback addresses, and listens for connections at one of them.
+func listenAt(at string, addresses ...string) (net.Listener, error) {
 	lo, err := netlink.LinkByName("lo")
-	if err == nil {
-		err = netlink.LinkSetUp(lo)
-	}
-	for _, text := range []string{"10.96.0.1/32", "192.0.2.7/32", "192.0.2.8/32", "192.0.2.9/32"} {
+	for _, text := range addresses {
 		if addr, _ := netlink.ParseAddr(text); err == nil {
 			err = netlink.AddrAdd(lo, addr)
 		}
 	}
 	if err != nil {
-		t.Error(err)
-		return
+		return nil, err
 	}
-	listener, err := net.Listen("tcp", "192.0.2.7:8080")
+	return net.Listen("tcp", at)
+}
+
+func connectAndCount(t *testing.T, v Variant) {
+	listener, err := listenAt("192.0.2.7:8080", "10.96.0.1/32", "192.0.2.7/32", "192.0.2.8/32", "192.0.2.9/32")
 	if err != nil {
 		t.Error(err)
 		return
@@ -190,7 +192,7 @@ func TestConnectionsOfWrittenChains(t *testing.T) {
 func BenchmarkTraffic(b *testing.B) {
 	for _, v := range []Variant{NFT, Legacy} {
 		b.Run(string(v), func(b *testing.B) {
-			inNamespace(b, func() {
+			nstest.Run(b, func() {
 				p := plantest.Large(10000, 2)
 				e := realEngine(b, v, plan.IPv4)
 				if err := e.sync(context.Background(), p, nil); err != nil {

@@ -46,7 +46,7 @@ func TestTransitions(t *testing.T) {
 			t.Fatal(err)
 		}
 		packets := c.Transits(t, f, next)
-		changed := differing(c.Plan, next)
+		changed := plantest.Differing(c.Plan, next)
 		if rapid.Bool().Draw(t, "everything is compared") {
 			changed = nil
 			e.options.CompactAbove = compact.Draw(t, "compact above, then")

@@ -18,22 +18,6 @@ import (
 
 var testOptions = Options{MasqueradeBit: 14, RandomFully: true}
 
-// differing are the keys by which two plans differ.
-func differing(a, b *plan.Plan) plan.Keys {
-	out := plan.Keys{}
-	for k, sp := range a.Services {
-		if o := b.Services[k]; o == nil || !o.Equal(sp) {
-			out.Add(k)
-		}
-	}
-	for k := range b.Services {
-		if a.Services[k] == nil {
-			out.Add(k)
-		}
-	}
-	return out
-}
-
 // TestIncrementalEqualsFull: whatever sequence of plans the kernel was brought through, change by change, it holds what it
 // would hold had the last one been the first. What drains is removed before it is compared.
 func TestIncrementalEqualsFull(t *testing.T) {
@@ -48,7 +32,7 @@ func TestIncrementalEqualsFull(t *testing.T) {
 					p.Node, p.Settings = plans[0].Node, plans[0].Settings
 					var changed plan.Keys
 					if i > 0 {
-						changed = differing(plans[i-1], p)
+						changed = plantest.Differing(plans[i-1], p)
 					}
 					if err := e.sync(context.Background(), p, changed); err != nil {
 						t.Fatal(err)

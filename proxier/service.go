@@ -133,7 +133,7 @@ func readAddresses(svc *v1.Service, f *findings) addresses {
 		}
 		// No API server allots these. From one that is not to be trusted, they would capture what is the node's own.
 		if ip.IsUnspecified() || ip.IsLoopback() || ip.IsMulticast() {
-			f.problem(fmt.Sprintf("spec.clusterIPs[%d]", i), "the Service is not proxied at it", "%s is %s", ip, special(ip))
+			f.problem(fmt.Sprintf("spec.clusterIPs[%d]", i), "the Service is not proxied at it", "%s is %s", ip, source.SpecialAddress(ip))
 			continue
 		}
 		if family := plan.FamilyOf(ip); !out.cluster[family].IsValid() {
@@ -145,7 +145,7 @@ func readAddresses(svc *v1.Service, f *findings) addresses {
 		ip, ok := parseIP(text)
 		if !ok {
 			f.problem(field, "this external IP is not proxied", "%.80q is no IP address", text)
-		} else if what := special(ip); what != "" {
+		} else if what := source.SpecialAddress(ip); what != "" {
 			f.problem(field, "this external IP is not proxied", "%s is %s", ip, what)
 		} else {
 			out.external = append(out.external, ip)
@@ -343,22 +343,6 @@ func parseCIDR(text string) (netip.Prefix, bool) {
 	ip, _ := netip.AddrFromSlice(cidr.IP)
 	bits, _ := cidr.Mask.Size()
 	return plan.Unmapped(netip.PrefixFrom(ip, bits))
-}
-
-// special names the kind of an address that no endpoint and no external IP may have: the API server refuses them too,
-// since traffic to them would reach the node itself or leave unrouted (CVE-2021-25737 and its like).
-func special(ip netip.Addr) string {
-	switch {
-	case ip.IsUnspecified():
-		return "the unspecified address"
-	case ip.IsLoopback():
-		return "a loopback address"
-	case ip.IsLinkLocalUnicast():
-		return "a link-local address"
-	case ip.IsMulticast():
-		return "a multicast address"
-	}
-	return ""
 }
 
 // safeText reports whether a name has only what Kubernetes names have. Names get into rule comments, so a name that holds

@@ -111,7 +111,7 @@ func readEndpoint(e *discovery.Endpoint, family plan.Family, f *findings, i int)
 		f.problem(field, effect, "%.80q is no %s address", e.Addresses[0], family)
 		return topology.Endpoint{}, false
 	}
-	if what := special(ip); what != "" {
+	if what := source.SpecialAddress(ip); what != "" {
 		f.problem(field, effect, "%s is %s", ip, what)
 		return topology.Endpoint{}, false
 	}

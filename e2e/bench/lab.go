@@ -1,15 +1,11 @@
 package main
 
 import (
-	"fmt"
-	"net"
 	"net/netip"
-	"syscall"
 	"time"
 
-	"github.com/vishvananda/netlink"
-
 	"nodeproxy/e2e/harness"
+	"nodeproxy/e2e/probe"
 )
 
 // programmingTimeout is for how long bench waits until rules are in place, far beyond any goal.
@@ -19,7 +15,7 @@ const programmingTimeout = 4 * time.Minute
 type lab struct {
 	*harness.World
 	client, server *harness.Pod
-	servers        *servers
+	servers        *probe.Server
 }
 
 // newLab makes a lab. Close removes it.
@@ -35,11 +31,11 @@ func newLab() (*lab, error) {
 		l.Close()
 		return nil, err
 	}
-	if err := l.routeEndpoints(); err != nil {
+	if err := l.server.Take(endpointRange); err != nil {
 		l.Close()
 		return nil, err
 	}
-	if l.servers, err = serve(l.server.Netns, endpointPort); err != nil {
+	if l.servers, err = probe.Serve(l.server.Netns, endpointPort, answer); err != nil {
 		l.Close()
 		return nil, err
 	}
@@ -49,36 +45,9 @@ func newLab() (*lab, error) {
 // Close ends everything in the lab and removes it.
 func (l *lab) Close() {
 	if l.servers != nil {
-		l.servers.close()
+		l.servers.Close()
 	}
 	_ = l.World.Close()
-}
-
-// routeEndpoints sends endpointRange from the node to the server, where all of it is local.
-func (l *lab) routeEndpoints() error {
-	dst := &net.IPNet{IP: endpointRange.Addr().AsSlice(), Mask: net.CIDRMask(endpointRange.Bits(), 32)}
-	toServer, err := l.Node1().Netlink().LinkByName(harness.PodInterfacePrefix + l.server.Name)
-	if err != nil {
-		return fmt.Errorf("the node's interface to %s: %w", l.server.Name, err)
-	}
-	lo, err := l.server.Netlink().LinkByName("lo")
-	if err != nil {
-		return fmt.Errorf("loopback of %s: %w", l.server.Name, err)
-	}
-	err = l.Node1().Netlink().RouteAdd(&netlink.Route{
-		LinkIndex: toServer.Attrs().Index, Dst: dst, Gw: l.server.IP4.AsSlice(), Flags: int(netlink.FLAG_ONLINK),
-	})
-	if err != nil {
-		return fmt.Errorf("route to the endpoints: %w", err)
-	}
-	err = l.server.Netlink().RouteAdd(&netlink.Route{
-		LinkIndex: lo.Attrs().Index, Dst: dst, Type: syscall.RTN_LOCAL, Table: syscall.RT_TABLE_LOCAL,
-		Scope: netlink.SCOPE_HOST,
-	})
-	if err != nil {
-		return fmt.Errorf("make the endpoints local in %s: %w", l.server.Name, err)
-	}
-	return nil
 }
 
 // pod is an address that no service has to do with.

@@ -11,85 +11,21 @@ import (
 	"time"
 
 	"nodeproxy/e2e/harness"
+	"nodeproxy/e2e/probe"
 )
-
-// Everything here uses blocking sockets on threads of their own instead of package net, whose poller costs more than the
-// network that is to be measured. Connections end with a reset (SO_LINGER 0), so that none waits in TIME_WAIT and the
-// client does not run out of ports.
-
-// acceptors is the number of servers that share a listening socket.
-const acceptors = 4
 
 // patience is how long a client waits for an answer.
 const patience = 3 * time.Second
 
-// servers answer each request of one byte with the address at which it arrived, which tells the endpoint.
-type servers struct {
-	listener int
-	done     sync.WaitGroup
-}
-
-func serve(n *harness.Netns, port int) (*servers, error) {
-	s := &servers{}
-	err := n.Do(func() (err error) {
-		if s.listener, err = syscall.Socket(syscall.AF_INET, syscall.SOCK_STREAM|syscall.SOCK_CLOEXEC, 0); err != nil {
-			return err
-		}
-		err = errors.Join(
-			syscall.SetsockoptInt(s.listener, syscall.SOL_SOCKET, syscall.SO_REUSEADDR, 1),
-			syscall.Bind(s.listener, &syscall.SockaddrInet4{Port: port}),
-			syscall.Listen(s.listener, 4096),
-		)
-		if err != nil {
-			_ = syscall.Close(s.listener)
-		}
-		return err
-	})
-	if err != nil {
-		return nil, fmt.Errorf("serve port %d in %s: %w", port, n.Name, err)
-	}
-	for range acceptors {
-		s.done.Go(s.accept)
-	}
-	return s, nil
-}
-
-// close ends the servers: shutdown wakes those that wait in accept.
-func (s *servers) close() {
-	_ = syscall.Shutdown(s.listener, syscall.SHUT_RDWR)
-	s.done.Wait()
-	_ = syscall.Close(s.listener)
-}
-
-func (s *servers) accept() {
-	for {
-		fd, _, err := syscall.Accept4(s.listener, syscall.SOCK_CLOEXEC)
-		switch err {
-		case nil:
-			answer(fd)
-		case syscall.EINTR, syscall.ECONNABORTED:
-		default:
-			return
-		}
-	}
-}
-
-func answer(fd int) {
-	defer syscall.Close(fd)
+// answer answers a request of one byte, and waits until the client ends the connection.
+func answer(fd int, peer syscall.Sockaddr) {
 	_ = syscall.SetsockoptTimeval(fd, syscall.SOL_SOCKET, syscall.SO_RCVTIMEO, timeval(patience))
 	var request [1]byte
-	if n, err := read(fd, request[:]); err != nil || n == 0 {
+	if n, err := probe.Read(fd, request[:]); err != nil || n == 0 {
 		return
 	}
-	local, err := syscall.Getsockname(fd)
-	if err != nil {
-		return
-	}
-	if at, ok := local.(*syscall.SockaddrInet4); ok {
-		// Not Write: the client may have gone, and that must not raise SIGPIPE.
-		_ = syscall.Sendto(fd, at.Addr[:], syscall.MSG_NOSIGNAL, nil)
-		_, _ = read(fd, request[:]) // until the client ends the connection
-	}
+	probe.Greet(fd, peer)
+	_, _ = probe.Read(fd, request[:])
 }
 
 // connect opens a connection and says how long connect(2) took. Where a signal interrupts that (the Go runtime sends
@@ -132,23 +68,14 @@ func ask(to netip.AddrPort) (netip.Addr, error) {
 		return netip.Addr{}, err
 	}
 	defer syscall.Close(fd)
-	var reply [4]byte
 	if _, err := syscall.Write(fd, []byte{1}); err != nil {
 		return netip.Addr{}, fmt.Errorf("request to %s: %w", to, err)
 	}
-	if n, err := read(fd, reply[:]); err != nil || n != len(reply) {
-		return netip.Addr{}, fmt.Errorf("answer of %s: %d bytes, %w", to, n, err)
+	a, err := probe.Receive(fd)
+	if err != nil {
+		return netip.Addr{}, fmt.Errorf("answer of %s: %w", to, err)
 	}
-	return netip.AddrFrom4(reply), nil
-}
-
-// read is read(2), again where a signal interrupts it.
-func read(fd int, b []byte) (n int, err error) {
-	for {
-		if n, err = syscall.Read(fd, b); err != syscall.EINTR {
-			return n, err
-		}
-	}
+	return a.Endpoint, nil
 }
 
 // connectTime is the median time of connect(2) over count connections, after some that do not count.

@@ -11,12 +11,14 @@ import (
 	"flag"
 	"fmt"
 	"os"
+	"path/filepath"
 	"runtime"
 	"strings"
 	"time"
 
-	"nodeproxy/e2e/cluster"
 	"nodeproxy/e2e/harness"
+	"nodeproxy/e2e/machine"
+	"nodeproxy/e2e/sidebyside"
 )
 
 // options are the sizes of what is measured. The goals are stated for the defaults.
@@ -29,23 +31,15 @@ type options struct {
 	rate                int           // changes a second
 	rateDuration        time.Duration
 	only                string // the name of a proxy
-	begun               time.Time
+	sidebyside.Clock
 }
 
-func main() {
-	// Probes and servers block in system calls. With a P for each of them none waits until the scheduler notices.
-	runtime.GOMAXPROCS(16)
-	os.Exit(harness.Supervise(func() int {
-		defer cluster.KillAll()
-		return run(context.Background(), os.Args[1:])
-	}))
-}
+func main() { sidebyside.Main(run) }
 
 func parse(args []string) (options, error) {
-	o := options{begun: time.Now()}
+	o := options{Clock: sidebyside.Clock{Begun: time.Now()}}
 	flags := flag.NewFlagSet("benchapi", flag.ContinueOnError)
 	backend := flags.String("backend", string(harness.NFT), "variant of iptables: nft or legacy")
-	binary := flags.String("binary", "", "the nodeproxy to measure; by default $NODEPROXY_BIN, or one built for this run")
 	flags.IntVar(&o.services, "services", 10000, "number of Services")
 	flags.IntVar(&o.endpoints, "endpoints", 2, "endpoints of each")
 	flags.IntVar(&o.changes, "changes", 60, "endpoints changed one at a time")
@@ -55,18 +49,10 @@ func parse(args []string) (options, error) {
 	flags.IntVar(&o.rate, "rate", 20, "endpoints changed a second, for -rate-duration")
 	flags.DurationVar(&o.rateDuration, "rate-duration", time.Minute, "for how long")
 	flags.StringVar(&o.only, "only", "", "measure only this proxy: nodeproxy or kube-proxy; nothing is compared then")
-	if err := flags.Parse(args); err != nil {
+	if err := sidebyside.Parse(flags, args); err != nil {
 		return o, err
 	}
 	o.variant = harness.Variant(*backend)
-	if *binary != "" {
-		if err := os.Setenv("NODEPROXY_BIN", *binary); err != nil {
-			return o, err
-		}
-	}
-	if flags.NArg() > 0 {
-		return o, fmt.Errorf("unexpected argument %q", flags.Arg(0))
-	}
 	return o, o.validate()
 }
 
@@ -78,7 +64,7 @@ func (o options) validate() error {
 			errs = append(errs, fmt.Errorf("-%s=%d is not between 1 and %d", flag, value, most))
 		}
 	}
-	check("services", o.services, 60000) // as many as the service range has addresses for
+	check("services", o.services, sidebyside.MostServices)
 	check("endpoints", o.endpoints, 1000)
 	check("changes", o.changes, 10000)
 	check("additions", o.additions, 1000)
@@ -92,22 +78,17 @@ func (o options) validate() error {
 	}
 	// By two proxies, and one in each turn to see that it has caught up.
 	needed := 2 * (o.changes + o.rounds + 1 + o.rate*int(o.rateDuration.Seconds()))
-	if o.services < needed || o.services%stride == 0 {
+	if o.services < needed || o.services%sidebyside.Stride == 0 {
 		errs = append(errs, fmt.Errorf("-services=%d: as each may change only once, it takes %d at least, and no multiple of %d",
-			o.services, needed, stride))
+			o.services, needed, sidebyside.Stride))
 	}
 	if o.variant != harness.NFT && o.variant != harness.Legacy {
 		errs = append(errs, fmt.Errorf("-backend=%s is neither nft nor legacy", o.variant))
 	}
-	if o.only != "" && o.only != "nodeproxy" && o.only != "kube-proxy" {
+	if o.only != "" && o.only != sidebyside.NodeProxy && o.only != sidebyside.KubeProxy {
 		errs = append(errs, fmt.Errorf("-only=%s is neither nodeproxy nor kube-proxy", o.only))
 	}
 	return errors.Join(errs...)
-}
-
-// progress prints what has been reached, for those who watch.
-func (o options) progress(format string, args ...any) {
-	fmt.Printf("# %4.0f s  %s\n", time.Since(o.begun).Seconds(), fmt.Sprintf(format, args...))
 }
 
 func run(ctx context.Context, args []string) int {
@@ -134,61 +115,64 @@ func run(ctx context.Context, args []string) int {
 
 // compare measures the proxies, prints the table, and returns how many goals are missed.
 func compare(ctx context.Context, o options) (missed int, err error) {
-	np, err := ours(o.variant)
+	np, kp, err := sidebyside.FindProxies()
 	if err != nil {
 		return 0, err
 	}
-	kp, err := theirs(o.variant)
-	if err != nil {
-		return 0, err
-	}
+	np.Flags = []string{"--proxy-mode=iptables", "--iptables-backend=" + string(o.variant)}
+	kp.Flags = []string{"--proxy-mode=iptables"}
 	if err := printSetting(o, np, kp); err != nil {
 		return 0, err
 	}
-	l, err := newLab(ctx, o.endpoints, np, kp)
+	l, err := sidebyside.NewLab(ctx, o.endpoints, prober, np, kp)
 	if err != nil {
 		return 0, err
 	}
 	defer func() { err = errors.Join(err, l.Close()) }()
-	if err := l.objects.createAll(ctx, o.services); err != nil {
+	tools := filepath.Join(l.Dir, "tools")
+	if err := linkTools(o.variant, tools); err != nil {
 		return 0, err
 	}
-	o.progress("%d Services with %d endpoints each created", o.services, o.endpoints)
-	var sites []*site
-	for _, s := range l.sites {
-		if o.only == "" || o.only == s.proxy.name {
+	l.Sites[1].Proxy.Env = []string{"PATH=" + tools + ":" + os.Getenv("PATH")}
+	if err := l.Objects.CreateUpTo(ctx, o.services); err != nil {
+		return 0, err
+	}
+	o.Progress("%d Services with %d endpoints each created", o.services, o.endpoints)
+	var sites []*sidebyside.Site
+	for _, s := range l.Sites {
+		if o.only == "" || o.only == s.Proxy.Name {
 			sites = append(sites, s)
 		}
 	}
-	load, before := watchLoad(), usageNow()
+	load, before := machine.WatchLoad(), machine.UsageNow()
 	results, err := measure(ctx, l, sites, o)
 	if err != nil {
 		return 0, err
 	}
-	o.progress("done; meanwhile %s; %s", load.stop(), usageNow().othersSince(before))
+	o.Progress("done; meanwhile %s; %s", load.Stop(), machine.UsageNow().OthersSince(before))
 	fmt.Println()
 	if len(results) < 2 {
 		printAlone(os.Stdout, o, results[0])
 	} else {
 		missed = printTable(os.Stdout, o, results[0], results[1])
 	}
-	fmt.Printf("\nThe whole run took %.0f s.\n", time.Since(o.begun).Seconds())
+	fmt.Printf("\nThe whole run took %.0f s.\n", time.Since(o.Begun).Seconds())
 	return missed, nil
 }
 
 // printSetting says what is measured, and where.
-func printSetting(o options, np, kp proxy) error {
-	tool, err := output(o.variant.Tool("iptables"), "--version")
+func printSetting(o options, np, kp sidebyside.Proxy) error {
+	tool, err := sidebyside.VersionOf(o.variant.Tool("iptables"), "--version")
 	if err != nil {
 		return err
 	}
-	before := usageNow()
+	before := machine.UsageNow()
 	time.Sleep(time.Second)
 	fmt.Println(strings.Join([]string{
-		fmt.Sprintf("# nodeproxy %s, kube-proxy %s, iptables %s; kernel %s, %d processors", np.version, kp.version, tool,
-			firstLine("/proc/sys/kernel/osrelease"), runtime.NumCPU()),
-		fmt.Sprintf("# before the run: load average %s; within a second, %s", firstLine("/proc/loadavg"),
-			usageNow().othersSince(before)),
+		fmt.Sprintf("# nodeproxy %s, kube-proxy %s, iptables %s; kernel %s, %d processors", np.Version, kp.Version, tool,
+			machine.FirstLine("/proc/sys/kernel/osrelease"), runtime.NumCPU()),
+		fmt.Sprintf("# before the run: load average %s; within a second, %s", machine.FirstLine("/proc/loadavg"),
+			machine.UsageNow().OthersSince(before)),
 		"# Both proxies run with the same flags and otherwise with their defaults. One of kube-proxy's is minSyncPeriod 1s: it",
 		"# waits a second from one sync to the next. One at a time, changes come " + o.settle.String() + " after the last one took",
 		"# effect, so it has waited already; not so when they come faster, or when a Service and its EndpointSlice come as",

@@ -4,11 +4,22 @@ import (
 	"context"
 	"errors"
 	"fmt"
-	"net/netip"
-	"slices"
-	"syscall"
 	"time"
+
+	"nodeproxy/e2e/machine"
+	"nodeproxy/e2e/probe"
+	"nodeproxy/e2e/sidebyside"
 )
+
+// prober waits for a SYN-ACK, which comes within some 100 us or not at all. It finds out what is measured to a percent, and
+// does not slow down a proxy that takes seconds.
+var prober = probe.Prober{
+	Connect:   probe.ConnectLooking,
+	Handshake: 2 * time.Millisecond,
+	Pause: func(since time.Duration) time.Duration {
+		return min(max(since/100, 300*time.Microsecond), 100*time.Millisecond)
+	},
+}
 
 // result is what was measured of one proxy.
 type result struct {
@@ -19,16 +30,10 @@ type result struct {
 	memory, peak                   int64 // bytes
 }
 
-// The longest that may pass until a proxy has programmed everything, or one change, before that counts as never.
-const (
-	coldStartTimeout = 10 * time.Minute
-	changeTimeout    = time.Minute
-)
-
 // trial is the measurement of one proxy under way.
 type trial struct {
-	*running
-	site *site
+	*sidebyside.Running
+	site *sidebyside.Site
 	result
 	// cpuChanges and cpuAdditions are the processor time that these have taken in all.
 	cpuChanges, cpuAdditions time.Duration
@@ -37,22 +42,23 @@ type trial struct {
 // measure measures the proxies of all sites. They share the cluster, so what one is measured by concerns the others too:
 // these are stopped meanwhile (SIGSTOP), and get time to catch up before it is their turn. The turns are short, so
 // that whatever else the machine does meanwhile disturbs all alike.
-func measure(ctx context.Context, l *lab, sites []*site, o options) ([]result, error) {
+func measure(ctx context.Context, l *sidebyside.Lab, sites []*sidebyside.Site, o options) ([]result, error) {
 	var results []result
 	var trials []*trial
 	defer func() {
 		for _, t := range trials {
-			t.stop()
+			t.Stop()
 		}
 	}()
 	for _, s := range sites {
-		before := usageNow()
+		before := machine.UsageNow()
 		t, err := coldStart(l, s)
 		if err != nil {
 			return nil, err
 		}
 		trials = append(trials, t)
-		o.progress("%s: cold start %s; meanwhile %s", t.name, seconds(t.coldStart), usageNow().othersSince(before))
+		o.Progress("%s: cold start %s; meanwhile %s", t.Name, sidebyside.Duration(t.coldStart),
+			machine.UsageNow().OthersSince(before))
 	}
 	for round := range o.rounds {
 		for _, t := range trials {
@@ -60,8 +66,8 @@ func measure(ctx context.Context, l *lab, sites []*site, o options) ([]result, e
 			if err != nil {
 				return nil, err
 			}
-			o.progress("%s, round %d: p50 so far %s for a changed endpoint, %s for a new Service; %s", t.name, round+1,
-				seconds(percentile(t.changed, 0.5)), seconds(percentile(t.added, 0.5)), text)
+			o.Progress("%s, round %d: p50 so far %s for a changed endpoint, %s for a new Service; %s", t.Name, round+1,
+				median(t.changed), median(t.added), text)
 		}
 	}
 	for _, t := range trials {
@@ -69,40 +75,39 @@ func measure(ctx context.Context, l *lab, sites []*site, o options) ([]result, e
 		if err != nil {
 			return nil, err
 		}
-		o.progress("%s, %d changes a second: p50 %s; %s", t.name, o.rate, seconds(percentile(t.paced, 0.5)), text)
+		o.Progress("%s, %d changes a second: p50 %s; %s", t.Name, o.rate, median(t.paced), text)
 		results = append(results, t.result)
 	}
 	return results, nil
 }
 
+func median(of []time.Duration) string { return sidebyside.Duration(sidebyside.Percentile(of, 0.5)) }
+
 // turn lets the proxy go on, runs fn when it has caught up, and stops it again. What it returns is about the machine
 // meanwhile.
-func (t *trial) turn(ctx context.Context, l *lab, o options, fn func() error) (machine string, err error) {
-	if err := t.thaw(ctx, l, o); err != nil {
-		return "", t.explain(err)
+func (t *trial) turn(ctx context.Context, l *sidebyside.Lab, o options, fn func() error) (others string, err error) {
+	if err := t.resume(ctx, l, o); err != nil {
+		return "", t.Explain(err)
 	}
-	before := usageNow()
+	before := machine.UsageNow()
 	if err := fn(); err != nil {
-		return "", t.explain(err)
+		return "", t.Explain(err)
 	}
-	return "meanwhile " + usageNow().othersSince(before), t.freeze()
+	return "meanwhile " + machine.UsageNow().OthersSince(before), t.Freeze()
 }
 
-// freeze stops the proxy until thaw.
-func (t *trial) freeze() error { return t.cmd.Process.Signal(syscall.SIGSTOP) }
-
-// thaw lets the proxy go on, and waits until it has caught up: a change is in effect, and it has nothing left to do.
-func (t *trial) thaw(ctx context.Context, l *lab, o options) error {
-	if err := t.cmd.Process.Signal(syscall.SIGCONT); err != nil {
+// resume lets the proxy go on, and waits until it has caught up: a change is in effect, and it has nothing left to do.
+func (t *trial) resume(ctx context.Context, l *sidebyside.Lab, o options) error {
+	if err := t.Thaw(); err != nil {
 		return err
 	}
-	if err := t.rest(); err != nil {
+	if err := t.Rest(); err != nil {
 		return err
 	}
-	if _, err := l.change(ctx, t.site); err != nil {
+	if _, _, err := l.Change(ctx, t.site, 1); err != nil {
 		return fmt.Errorf("catching up: %w", err)
 	}
-	if err := t.rest(); err != nil {
+	if err := t.Rest(); err != nil {
 		return err
 	}
 	time.Sleep(o.settle)
@@ -110,11 +115,11 @@ func (t *trial) thaw(ctx context.Context, l *lab, o options) error {
 }
 
 // round makes a round's share of changes and additions.
-func (t *trial) round(ctx context.Context, l *lab, o options, round int) error {
+func (t *trial) round(ctx context.Context, l *sidebyside.Lab, o options, round int) error {
 	share := func(total int) int { return total*(round+1)/o.rounds - total*round/o.rounds }
 	cpu, err := t.counted(func() error {
 		for range share(o.changes) {
-			took, err := l.change(ctx, t.site)
+			took, _, err := l.Change(ctx, t.site, 1)
 			if err != nil {
 				return err
 			}
@@ -129,7 +134,7 @@ func (t *trial) round(ctx context.Context, l *lab, o options, round int) error {
 	t.cpuChanges += cpu
 	cpu, err = t.counted(func() error {
 		for range share(o.additions) {
-			took, err := l.add(ctx, t.site)
+			took, err := add(ctx, l, t.site)
 			if err != nil {
 				return err
 			}
@@ -145,7 +150,7 @@ func (t *trial) round(ctx context.Context, l *lab, o options, round int) error {
 }
 
 // steady makes changes at a steady rate, and looks at the memory after that.
-func (t *trial) steady(ctx context.Context, l *lab, o options) error {
+func (t *trial) steady(ctx context.Context, l *sidebyside.Lab, o options) error {
 	cpu, err := t.counted(func() (err error) {
 		t.paced, err = measureRate(ctx, l, t.site, o)
 		return err
@@ -154,128 +159,80 @@ func (t *trial) steady(ctx context.Context, l *lab, o options) error {
 		return err
 	}
 	t.pacedCPU = cpu / time.Duration(len(t.paced))
-	t.result.memory, t.peak, err = t.running.memory()
+	t.memory, t.peak, err = t.Memory()
 	return err
 }
 
 // counted runs something until the proxy has nothing left to do, and returns the processor time that the proxy took for
 // that and for whatever it did besides.
-func (r *running) counted(fn func() error) (time.Duration, error) {
-	before, err := r.cpu()
+func (t *trial) counted(fn func() error) (time.Duration, error) {
+	before, err := t.CPU()
 	if err != nil {
 		return 0, err
 	}
-	if err := errors.Join(fn(), r.rest()); err != nil {
+	if err := errors.Join(fn(), t.Rest()); err != nil {
 		return 0, err
 	}
-	after, err := r.cpu()
+	after, err := t.CPU()
 	return after - before, err
 }
 
-// samples is the number of Services whose answers are awaited after a cold start; all others are asked once more after that.
-const samples = 100
-
 // coldStart starts the proxy on a node without rules, and leaves it frozen. What it takes is the time from before the
 // process existed until Services from all of the cluster answered. Those that then still do not are waited for, too.
-func coldStart(l *lab, s *site) (t *trial, err error) {
+func coldStart(l *sidebyside.Lab, s *sidebyside.Site) (t *trial, err error) {
 	begun := time.Now()
-	p, err := s.start(l.Dir)
+	p, err := s.Start()
 	if err != nil {
 		return nil, err
 	}
-	t = &trial{running: p, site: s}
-	err = s.client.Do(func() error {
-		t.coldStart, err = awaitAll(begun, l.objects.services)
-		return err
-	})
-	if err == nil {
-		err = p.rest()
+	t = &trial{Running: p, site: s}
+	if t.coldStart, err = l.AwaitSamples(s, begun); err == nil {
+		err = t.awaitAll(begun, l.Objects.Services)
 	}
 	if err == nil {
-		t.coldCPU, err = p.cpu()
-	}
-	if err == nil {
-		err = t.freeze()
+		t.coldCPU, err = p.Settle()
 	}
 	if err != nil {
-		p.stop()
-		return nil, p.explain(fmt.Errorf("cold start: %w", err))
+		p.Stop()
+		return nil, p.Explain(fmt.Errorf("cold start: %w", err))
 	}
 	return t, nil
 }
 
-// awaitAll waits until each of the services answers, in the calling thread's namespace, and returns the time since begun.
-func awaitAll(begun time.Time, all []*service) (took time.Duration, err error) {
-	step := max(1, len(all)/samples)
-	for i := len(all) - 1; i >= 0; i -= step {
-		if took, err = await(begun, all[i].frontend(), all[i].has, coldStartTimeout); err != nil {
-			return 0, err
+// awaitAll asks each of the Services, and takes the cold start to have lasted until the last one that had to be waited for.
+func (t *trial) awaitAll(begun time.Time, all []*sidebyside.Service) error {
+	return t.site.Client.Do(func() error {
+		for _, svc := range all {
+			a, err := prober.Ask(svc.Frontend(), probe.Patience)
+			if err == nil && !svc.Has(a.Endpoint) {
+				t.coldStart, err = prober.Await(begun, svc.Frontend(), svc.Has, 1, sidebyside.ColdStartTimeout)
+			}
+			if err != nil {
+				return fmt.Errorf("service %s: %w", svc.Name, err)
+			}
 		}
-	}
-	for _, svc := range all {
-		from, err := ask(svc.frontend(), patience)
-		if err == nil && !svc.has(from) {
-			took, err = await(begun, svc.frontend(), svc.has, coldStartTimeout)
-		}
-		if err != nil {
-			return 0, fmt.Errorf("service %s: %w", svc.name, err)
-		}
-	}
-	return took, nil
-}
-
-// change replaces an endpoint, of another Service each time, and returns the time from before the PATCH is sent until
-// the new endpoint answers a connection.
-func (l *lab) change(ctx context.Context, s *site) (time.Duration, error) {
-	svc := l.objects.next()
-	endpoint, patch, err := l.objects.prepareChange(svc)
-	if err != nil {
-		return 0, err
-	}
-	sent := make(chan error, 1)
-	begun := time.Now()
-	go func() { sent <- patch(ctx) }()
-	took, err := s.await(begun, svc.frontend(), is(endpoint))
-	if err := errors.Join(<-sent, err); err != nil {
-		return 0, fmt.Errorf("changed service %s: %w", svc.name, err)
-	}
-	return took, nil
+		return nil
+	})
 }
 
 // add creates a Service with its endpoints, and returns the time from before the first POST is sent until the new Service
 // answers a connection.
-func (l *lab) add(ctx context.Context, s *site) (time.Duration, error) {
-	svc := l.objects.newService()
+func add(ctx context.Context, l *sidebyside.Lab, s *sidebyside.Site) (took time.Duration, err error) {
+	svc := l.Objects.NewService()
 	named, sent := make(chan struct{}), make(chan error, 1)
 	begun := time.Now()
-	go func() { sent <- l.objects.create(ctx, svc, func() { close(named) }) }()
+	go func() { sent <- l.Objects.Create(ctx, svc, func() { close(named) }) }()
 	select {
 	case <-named:
 	case err := <-sent:
 		return 0, err
 	}
-	took, err := s.await(begun, svc.frontend(), svc.has)
-	if err := errors.Join(<-sent, err); err != nil {
-		return 0, fmt.Errorf("new service %s: %w", svc.name, err)
-	}
-	return took, nil
-}
-
-// await awaits an answer to the site's client; see the function await.
-func (s *site) await(begun time.Time, to netip.AddrPort, want func(netip.Addr) bool) (took time.Duration, err error) {
-	err = s.client.Do(func() (err error) {
-		took, err = await(begun, to, want, changeTimeout)
+	err = s.Client.Do(func() (err error) {
+		took, err = prober.Await(begun, svc.Frontend(), svc.Has, 1, sidebyside.ChangeTimeout)
 		return err
 	})
-	return took, err
-}
-
-func is(endpoint netip.Addr) func(netip.Addr) bool {
-	return func(from netip.Addr) bool { return from == endpoint }
-}
-
-// percentile is the value that a share p of all is not above; p is between 0 and 1.
-func percentile(values []time.Duration, p float64) time.Duration {
-	sorted := slices.Sorted(slices.Values(values))
-	return sorted[min(int(p*float64(len(sorted))), len(sorted)-1)]
+	if err := errors.Join(<-sent, err); err != nil {
+		return 0, fmt.Errorf("new service %s: %w", svc.Name, err)
+	}
+	return took, nil
 }

@@ -5,19 +5,22 @@ import (
 	"fmt"
 	"net/netip"
 	"time"
+
+	"nodeproxy/e2e/probe"
+	"nodeproxy/e2e/sidebyside"
 )
 
 // outstanding is a change that no packet has shown the effect of yet.
 type outstanding struct {
-	service  *service
+	service  *sidebyside.Service
 	endpoint netip.Addr
 	begun    time.Time
 	due      time.Time // of the next probe
 }
 
-// measureRate changes endpoints as lab.change does, but o.rate times a second, whether the change before has taken
+// measureRate changes endpoints as Lab.Change does, but o.rate times a second, whether the change before has taken
 // effect or not.
-func measureRate(ctx context.Context, l *lab, s *site, o options) ([]time.Duration, error) {
+func measureRate(ctx context.Context, l *sidebyside.Lab, s *sidebyside.Site, o options) ([]time.Duration, error) {
 	count := int(o.rateDuration.Seconds() * float64(o.rate))
 	changes := make(chan *outstanding, count) // sending never waits for the probes
 	failed := make(chan error, count)
@@ -27,8 +30,8 @@ func measureRate(ctx context.Context, l *lab, s *site, o options) ([]time.Durati
 		defer tick.Stop()
 		for range count {
 			<-tick.C
-			svc := l.objects.next()
-			endpoint, patch, err := l.objects.prepareChange(svc)
+			svc := l.Objects.Next()
+			endpoint, patch, err := l.Objects.PrepareChange(svc)
 			if err != nil {
 				failed <- err
 				return
@@ -43,7 +46,7 @@ func measureRate(ctx context.Context, l *lab, s *site, o options) ([]time.Durati
 		}
 	}()
 	var took []time.Duration
-	err := s.client.Do(func() (err error) {
+	err := s.Client.Do(func() (err error) {
 		took, err = probeAll(changes, failed)
 		return err
 	})
@@ -84,13 +87,13 @@ func probeAll(changes <-chan *outstanding, failed <-chan error) (took []time.Dur
 			continue
 		}
 		c := waiting[next]
-		from, err := ask(c.service.frontend(), handshake)
+		a, err := prober.Ask(c.service.Frontend(), prober.Handshake)
 		now := time.Now()
 		age := now.Sub(c.begun)
 		switch {
 		case err != nil:
 			return nil, err
-		case from == c.endpoint:
+		case a.Endpoint == c.endpoint:
 			took = append(took, age)
 			waiting = append(waiting[:next], waiting[next+1:]...)
 			for _, other := range waiting {
@@ -98,8 +101,8 @@ func probeAll(changes <-chan *outstanding, failed <-chan error) (took []time.Dur
 					other.due = now
 				}
 			}
-		case age > changeTimeout:
-			return nil, fmt.Errorf("service %s: %w (%s)", c.service.name, errLate, changeTimeout)
+		case age > sidebyside.ChangeTimeout:
+			return nil, fmt.Errorf("service %s: %w (%s)", c.service.Name, probe.ErrLate, sidebyside.ChangeTimeout)
 		default:
 			c.due = now.Add(max(soonest, age/10))
 		}

@@ -9,6 +9,7 @@ import (
 	"time"
 
 	"nodeproxy/e2e/harness"
+	"nodeproxy/e2e/probe"
 )
 
 // The parts of an ARP packet for IPv4 on Ethernet (RFC 826).
@@ -61,7 +62,7 @@ func awaitARP(fd int, target netip.Addr) (bool, error) {
 			return false, err
 		}
 		var p [64]byte
-		n, err := read(fd, p[:])
+		n, err := probe.Read(fd, p[:])
 		switch {
 		case errors.Is(err, syscall.EAGAIN):
 			return false, nil

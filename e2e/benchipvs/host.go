@@ -8,13 +8,14 @@ import (
 	"os/exec"
 	"path/filepath"
 	"runtime"
-	"slices"
 	"strings"
 	"syscall"
 	"time"
 
 	"nodeproxy/e2e/cluster"
 	"nodeproxy/e2e/harness"
+	"nodeproxy/e2e/machine"
+	"nodeproxy/e2e/sidebyside"
 )
 
 // What the guest gets where the environment does not say it: memory for a control plane and two proxies, and time.
@@ -54,8 +55,8 @@ func runInside(ctx context.Context, o options, args []string) (code int, err err
 		fmt.Println("# compare what is measured here with each other, not with what was measured elsewhere")
 	}
 	fmt.Printf("# this machine: %s, %d processors, kernel %s\n", processorName(), runtime.NumCPU(),
-		firstLine("/proc/sys/kernel/osrelease"))
-	load := watchLoad()
+		machine.FirstLine("/proc/sys/kernel/osrelease"))
+	load := machine.WatchLoad()
 	cmd := exec.CommandContext(ctx, filepath.Join(kernel, "run"), append([]string{self, "-inside"}, args...)...)
 	cmd.Env = append(withDefaults(os.Environ(), guestMemory, guestSeconds), "NODEPROXY_BIN="+nodeproxy)
 	cmd.Stdout, cmd.Stderr = os.Stdout, os.Stderr
@@ -64,7 +65,7 @@ func runInside(ctx context.Context, o options, args []string) (code int, err err
 	runtime.LockOSThread()
 	defer runtime.UnlockOSThread()
 	err = cmd.Run()
-	fmt.Printf("\nThe whole run took %.0f s; meanwhile, the machine's %s.\n", time.Since(o.begun).Seconds(), load.stop())
+	fmt.Printf("\nThe whole run took %.0f s; meanwhile, the machine's %s.\n", time.Since(o.Begun).Seconds(), load.Stop())
 	if exit := new(exec.ExitError); errors.As(err, &exit) && exit.ExitCode() > 0 {
 		return exit.ExitCode(), nil // It has said why.
 	}
@@ -78,7 +79,7 @@ func binaryIn(dir string) (string, error) {
 	if err != nil || os.Getenv("NODEPROXY_BIN") != "" {
 		return path, err
 	}
-	link := filepath.Join(dir, nodeproxyName)
+	link := filepath.Join(dir, sidebyside.NodeProxy)
 	return link, os.Link(path, link)
 }
 
@@ -105,57 +106,4 @@ func processorName() string {
 		}
 	}
 	return "unnamed processor"
-}
-
-// firstLine is the first line of a file, or why there is none.
-func firstLine(file string) string {
-	b, err := os.ReadFile(file)
-	if err != nil {
-		return err.Error()
-	}
-	line, _, _ := strings.Cut(string(b), "\n")
-	return line
-}
-
-// loads collects the load average of the last minute until it is stopped.
-type loads struct {
-	end    chan struct{}
-	values chan []float64
-}
-
-// samplePeriod is how often the load average is looked at; the kernel computes it anew every five seconds.
-const samplePeriod = 5 * time.Second
-
-func watchLoad() *loads {
-	l := &loads{end: make(chan struct{}), values: make(chan []float64)}
-	go func() {
-		tick := time.NewTicker(samplePeriod)
-		defer tick.Stop()
-		var values []float64
-		for {
-			var now float64
-			if _, err := fmt.Sscan(firstLine("/proc/loadavg"), &now); err == nil {
-				values = append(values, now)
-			}
-			select {
-			case <-l.end:
-				l.values <- values
-				return
-			case <-tick.C:
-			}
-		}
-	}()
-	return l
-}
-
-// stop ends the collection and sums it up.
-func (l *loads) stop() string {
-	close(l.end)
-	values := <-l.values
-	if len(values) == 0 {
-		return "load average is unknown"
-	}
-	slices.Sort(values)
-	return fmt.Sprintf("1-minute load average was %.1f to %.1f, %.1f in the median", values[0], values[len(values)-1],
-		values[len(values)/2])
 }

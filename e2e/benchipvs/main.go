@@ -12,14 +12,12 @@ import (
 	"flag"
 	"fmt"
 	"os"
-	"runtime"
 	"slices"
 	"strconv"
 	"strings"
 	"time"
 
-	"nodeproxy/e2e/cluster"
-	"nodeproxy/e2e/harness"
+	"nodeproxy/e2e/sidebyside"
 )
 
 // The parts of a run.
@@ -42,22 +40,14 @@ type options struct {
 	idle                  time.Duration // for how long processor time at rest is counted
 	vips                  int           // Services in the comparison of routes with addresses
 	inside                bool
-	begun                 time.Time
+	sidebyside.Clock
 }
 
-func main() {
-	// Probes and servers block in system calls. With a P for each of them none waits until the scheduler notices.
-	runtime.GOMAXPROCS(16)
-	os.Exit(harness.Supervise(func() int {
-		defer cluster.KillAll()
-		return run(context.Background(), os.Args[1:])
-	}))
-}
+func main() { sidebyside.Main(run) }
 
 func parse(args []string) (options, error) {
-	o := options{begun: time.Now()}
+	o := options{Clock: sidebyside.Clock{Begun: time.Now()}}
 	flags := flag.NewFlagSet("benchipvs", flag.ContinueOnError)
-	binary := flags.String("binary", "", "the nodeproxy to measure; by default $NODEPROXY_BIN, or one built for this run")
 	parts := flags.String("parts", strings.Join(allParts, ","), "what to measure")
 	sizes := flags.String("services", "500,5000", "numbers of Services, in ascending order; the goals are for the last one")
 	flags.IntVar(&o.endpoints, "endpoints", 2, "endpoints of each")
@@ -68,16 +58,8 @@ func parse(args []string) (options, error) {
 	flags.DurationVar(&o.idle, "idle", time.Minute, "for how long processor time at rest is counted")
 	flags.IntVar(&o.vips, "vips", 20000, "Services in the comparison of routes with addresses")
 	flags.BoolVar(&o.inside, "inside", false, "this is the right kernel, and all is built")
-	if err := flags.Parse(args); err != nil {
+	if err := sidebyside.Parse(flags, args); err != nil {
 		return o, err
-	}
-	if *binary != "" {
-		if err := os.Setenv("NODEPROXY_BIN", *binary); err != nil {
-			return o, err
-		}
-	}
-	if flags.NArg() > 0 {
-		return o, fmt.Errorf("unexpected argument %q", flags.Arg(0))
 	}
 	o.parts = strings.Split(*parts, ",")
 	for _, text := range strings.Split(*sizes, ",") {
@@ -104,28 +86,24 @@ func (o options) validate() error {
 		}
 	}
 	for i, n := range o.sizes {
-		check("services", n, 1, 60000) // as many as the service range has addresses for
+		check("services", n, 1, sidebyside.MostServices)
 		if i > 0 && n <= o.sizes[i-1] {
 			errs = append(errs, fmt.Errorf("-services: %d does not come in ascending order", n))
 		}
-		if n%stride == 0 {
-			errs = append(errs, fmt.Errorf("-services: %d is a multiple of %d: one Service would be changed all the time", n, stride))
+		if n%sidebyside.Stride == 0 {
+			errs = append(errs, fmt.Errorf("-services: %d is a multiple of %d: one Service would be changed all the time", n,
+				sidebyside.Stride))
 		}
 	}
-	check("endpoints", o.endpoints, 1, maxEndpoints)
+	check("endpoints", o.endpoints, 1, 100)
 	check("changes", o.changes, 1, 100000)
 	check("kube-proxy-changes", o.theirChanges, 1, 10000)
 	check("rounds", o.rounds, 1, min(o.changes, o.theirChanges))
-	check("vips", o.vips, 1, 60000)
+	check("vips", o.vips, 1, sidebyside.MostServices)
 	if o.settle < 0 || o.idle < time.Second {
 		errs = append(errs, fmt.Errorf("-settle=%s is negative, or -idle=%s is less than a second", o.settle, o.idle))
 	}
 	return errors.Join(errs...)
-}
-
-// progress prints what has been reached, for those who watch.
-func (o options) progress(format string, args ...any) {
-	fmt.Printf("# %4.0f s  %s\n", time.Since(o.begun).Seconds(), fmt.Sprintf(format, args...))
 }
 
 func run(ctx context.Context, args []string) int {

@@ -10,9 +10,22 @@ import (
 	"time"
 
 	"nodeproxy/e2e/harness"
+	"nodeproxy/e2e/machine"
+	"nodeproxy/e2e/probe"
+	"nodeproxy/e2e/sidebyside"
 	"nodeproxy/ipvs/kernel"
 	"nodeproxy/proxier/plan"
 )
+
+// prober leaves the one processor of the test kernel, whose system calls are slow, to the proxy. A connection comes there
+// within a millisecond or not at all.
+var prober = probe.Prober{
+	Connect:   probe.ConnectBlocking,
+	Handshake: 30 * time.Millisecond,
+	Pause: func(since time.Duration) time.Duration {
+		return min(max(since/30, 2*time.Millisecond), 200*time.Millisecond)
+	},
+}
 
 // result is what was measured of one proxy, with one number of Services.
 type result struct {
@@ -25,45 +38,43 @@ type result struct {
 	memory, peak       int64           // bytes
 }
 
-// The longest that may pass until a proxy has programmed everything, or one change, before that counts as never.
-const (
-	coldStartTimeout = 10 * time.Minute
-	changeTimeout    = 5 * time.Minute
-)
-
 // trial is the measurement of one proxy under way.
 type trial struct {
-	*running
-	site *site
+	*sidebyside.Running
+	site *sidebyside.Site
 	result
 	changes  int           // to make, in all turns together
-	settle   time.Duration // after each
 	cpuSoFar time.Duration // of those that were made
 }
 
 // compareProxies measures both proxies with each number of Services, prints the table, and returns how many goals are missed.
 func compareProxies(ctx context.Context, o options) (missed int, err error) {
-	proxies, err := bothProxies()
+	np, kp, err := sidebyside.FindProxies()
 	if err != nil {
 		return 0, err
 	}
-	l, err := newLab(ctx, o, proxies)
+	np.Flags, kp.Flags = []string{"--proxy-mode=ipvs"}, []string{"--proxy-mode=ipvs"}
+	var proxies []sidebyside.Proxy // for each number of Services both, so that every cold start is on a node as good as new
+	for range o.sizes {
+		proxies = append(proxies, np, kp)
+	}
+	l, err := sidebyside.NewLab(ctx, o.endpoints, prober, proxies...)
 	if err != nil {
 		return 0, err
 	}
 	defer func() { err = errors.Join(err, l.Close()) }()
-	o.progress("nodeproxy %s, kube-proxy %s, kernel %s; the control plane is up", proxies[0].version, proxies[1].version,
-		firstLine("/proc/sys/kernel/osrelease"))
+	o.Progress("nodeproxy %s, kube-proxy %s, kernel %s; the control plane is up", np.Version, kp.Version,
+		machine.FirstLine("/proc/sys/kernel/osrelease"))
 	var results [][2]result
 	for i, n := range o.sizes {
-		if err := l.objects.createUpTo(ctx, n); err != nil {
+		if err := l.Objects.CreateUpTo(ctx, n); err != nil {
 			return 0, err
 		}
-		if err := l.cp.Compact(ctx); err != nil {
+		if err := l.ControlPlane.Compact(ctx); err != nil {
 			return 0, err
 		}
-		o.progress("%d Services with %d endpoints each", n, o.endpoints)
-		both, err := l.measure(ctx, l.sites[i], o)
+		o.Progress("%d Services with %d endpoints each", n, o.endpoints)
+		both, err := measure(ctx, l, l.Sites[2*i:2*i+2], o)
 		if err != nil {
 			return 0, err
 		}
@@ -75,33 +86,33 @@ func compareProxies(ctx context.Context, o options) (missed int, err error) {
 
 // measure measures both proxies with the Services that there are. They take turns, each stopped (SIGSTOP) while the other
 // one is measured, so that whatever else the machine does meanwhile disturbs both.
-func (l *lab) measure(ctx context.Context, sites [2]*site, o options) (both [2]result, err error) {
+func measure(ctx context.Context, l *sidebyside.Lab, sites []*sidebyside.Site, o options) (both [2]result, err error) {
 	trials := [2]*trial{{changes: o.changes}, {changes: o.theirChanges}}
 	for i, t := range trials {
-		t.site, t.settle, t.services = sites[i], o.settle, len(l.objects.services)
-		if t.running, err = t.site.start(l.Dir); err != nil {
+		t.site, t.services = sites[i], len(l.Objects.Services)
+		if t.Running, err = t.site.Start(); err != nil {
 			return both, err
 		}
-		defer t.stop()
+		defer t.Stop()
 		if err := t.coldStart(l); err != nil {
-			return both, t.explain(err)
+			return both, t.Explain(err)
 		}
-		o.progress("%s: cold start %s", t.name, seconds(t.result.coldStart))
+		o.Progress("%s: cold start %s", t.Name, sidebyside.Duration(t.result.coldStart))
 	}
 	for round := range o.rounds {
 		for _, t := range trials {
 			count := t.changes*(round+1)/o.rounds - t.changes*round/o.rounds
-			if err := t.turn(func() error { return t.makeChanges(ctx, l, count) }); err != nil {
+			if err := t.turn(func() error { return t.makeChanges(ctx, l, o, count) }); err != nil {
 				return both, err
 			}
-			o.progress("%s: %d changes, p50 so far %s", t.name, len(t.changed), seconds(percentile(t.changed, 0.5)))
+			o.Progress("%s: %d changes, p50 so far %s", t.Name, len(t.changed), sidebyside.Seconds(median(t.result)))
 		}
 	}
 	for i, t := range trials {
 		if err := t.turn(func() error { return t.watchIdle(o.idle) }); err != nil {
 			return both, err
 		}
-		o.progress("%s: %s of a processor at rest, %s resident", t.name, percent(t.idle), mebibytes(t.result.memory))
+		o.Progress("%s: %s of a processor at rest, %s resident", t.Name, percent(t.idle), sidebyside.Mebibytes(float64(t.memory)))
 		both[i] = t.result
 	}
 	return both, nil
@@ -109,44 +120,28 @@ func (l *lab) measure(ctx context.Context, sites [2]*site, o options) (both [2]r
 
 // turn lets the proxy go on, runs fn when it has caught up, and stops it again.
 func (t *trial) turn(fn func() error) error {
-	err := t.thaw()
-	for _, step := range []func() error{t.rest, fn, t.freeze} {
+	err := t.Thaw()
+	for _, step := range []func() error{t.Rest, fn, t.Freeze} {
 		if err == nil {
 			err = step()
 		}
 	}
 	if err != nil {
-		return t.explain(err)
+		return t.Explain(err)
 	}
 	return nil
 }
 
-// samples is the number of Services whose answers are awaited after a cold start.
-const samples = 100
-
 // coldStart waits until the proxy that was just started has programmed everything, and leaves it frozen. What it takes is
 // the time until Services from all of the cluster answer, and each one has its virtual server with all real servers.
-func (t *trial) coldStart(l *lab) error {
-	begun, all := time.Now(), l.objects.services
-	err := t.site.client.Do(func() error {
-		for i := len(all) - 1; i >= 0; i -= max(1, len(all)/samples) {
-			if _, err := await(begun, all[i].frontend(), all[i].has, 1, coldStartTimeout); err != nil {
-				return err
-			}
-		}
-		return nil
-	})
+func (t *trial) coldStart(l *sidebyside.Lab) error {
+	begun, all := time.Now(), l.Objects.Services
+	_, err := l.AwaitSamples(t.site, begun)
 	if err == nil {
 		t.result.coldStart, err = t.awaitComplete(begun, all)
 	}
 	if err == nil {
-		err = t.rest()
-	}
-	if err == nil {
-		t.coldCPU, err = t.cpu()
-	}
-	if err == nil {
-		err = t.freeze()
+		t.coldCPU, err = t.Settle()
 	}
 	if err != nil {
 		return fmt.Errorf("cold start: %w", err)
@@ -156,22 +151,22 @@ func (t *trial) coldStart(l *lab) error {
 
 // awaitComplete waits until each of the services has a virtual server with all real servers, and returns the time since
 // begun. A look at them takes a while itself: what counts is when the one began that found all.
-func (t *trial) awaitComplete(begun time.Time, all []*service) (time.Duration, error) {
+func (t *trial) awaitComplete(begun time.Time, all []*sidebyside.Service) (time.Duration, error) {
 	for {
 		took := time.Since(begun)
-		held, err := virtualServers(t.site.node.Netns)
+		held, err := virtualServers(t.site.Node.Netns)
 		if err != nil {
 			return 0, err
 		}
-		missing := slices.DeleteFunc(slices.Clone(all), func(s *service) bool {
-			return held[s.frontend()] >= len(s.endpoints)
+		missing := slices.DeleteFunc(slices.Clone(all), func(s *sidebyside.Service) bool {
+			return held[s.Frontend()] >= len(s.Endpoints)
 		})
 		switch {
 		case len(missing) == 0:
 			return took, nil
-		case took > coldStartTimeout:
+		case took > sidebyside.ColdStartTimeout:
 			return 0, fmt.Errorf("%d of %d Services, such as %s, are not programmed: %w (%s)", len(missing), len(all),
-				missing[0].name, errLate, coldStartTimeout)
+				missing[0].Name, probe.ErrLate, sidebyside.ColdStartTimeout)
 		}
 		time.Sleep(took / 10)
 	}
@@ -198,70 +193,39 @@ func virtualServers(n *harness.Netns) (map[netip.AddrPort]int, error) {
 	return held, nil
 }
 
-// makeChanges replaces endpoints, of another Service each time.
-func (t *trial) makeChanges(ctx context.Context, l *lab, count int) error {
-	before, err := t.cpu()
+// makeChanges replaces endpoints, of another Service each time. It may take as many connections as a Service has endpoints
+// until the new one answers, so each probe makes up to that many.
+func (t *trial) makeChanges(ctx context.Context, l *sidebyside.Lab, o options, count int) error {
+	before, err := t.CPU()
 	if err != nil {
 		return err
 	}
 	for range count {
-		took, patched, err := l.change(ctx, t.site)
+		took, patched, err := l.Change(ctx, t.site, o.endpoints)
 		if err != nil {
 			return err
 		}
 		t.changed, t.patched = append(t.changed, took), append(t.patched, patched)
-		time.Sleep(t.settle)
+		time.Sleep(o.settle)
 	}
-	after, err := t.cpu()
+	after, err := t.CPU()
 	t.cpuSoFar += after - before
 	t.changedCPU = t.cpuSoFar / time.Duration(len(t.changed))
 	return err
 }
 
-// change replaces an endpoint, and returns the time from before the PATCH is sent until the new endpoint answers a
-// connection, and until the API server has answered.
-func (l *lab) change(ctx context.Context, s *site) (took, patched time.Duration, err error) {
-	svc := l.objects.next()
-	endpoint, patch, err := l.objects.prepareChange(svc)
-	if err != nil {
-		return 0, 0, err
-	}
-	sent := make(chan error, 1)
-	begun := time.Now()
-	go func() {
-		err := patch(ctx)
-		patched = time.Since(begun)
-		sent <- err
-	}()
-	isNew := func(from netip.Addr) bool { return from == endpoint }
-	err = s.client.Do(func() (err error) {
-		took, err = await(begun, svc.frontend(), isNew, len(svc.endpoints), changeTimeout)
-		return err
-	})
-	if err := errors.Join(<-sent, err); err != nil {
-		return 0, 0, fmt.Errorf("changed service %s: %w", svc.name, err)
-	}
-	return took, patched, nil
-}
-
 // watchIdle counts the processor time of a while in which nothing changes.
 func (t *trial) watchIdle(period time.Duration) error {
-	before, err := t.cpu()
+	before, err := t.CPU()
 	if err != nil {
 		return err
 	}
 	time.Sleep(period)
-	after, err := t.cpu()
+	after, err := t.CPU()
 	if err != nil {
 		return err
 	}
 	t.idle = (after - before).Seconds() / period.Seconds()
-	t.result.memory, t.peak, err = t.running.memory()
+	t.memory, t.peak, err = t.Memory()
 	return err
-}
-
-// percentile is the value that a share p of all is not above; p is between 0 and 1.
-func percentile(values []time.Duration, p float64) time.Duration {
-	sorted := slices.Sorted(slices.Values(values))
-	return sorted[min(int(p*float64(len(sorted))), len(sorted)-1)]
 }

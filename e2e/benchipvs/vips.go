@@ -14,6 +14,9 @@ import (
 	"time"
 
 	"nodeproxy/e2e/harness"
+	"nodeproxy/e2e/machine"
+	"nodeproxy/e2e/probe"
+	"nodeproxy/e2e/sidebyside"
 	"nodeproxy/ipvs"
 	"nodeproxy/ipvs/kernel"
 	"nodeproxy/proxier/plan"
@@ -24,7 +27,7 @@ import (
 type vipResult struct {
 	// How long it takes to program all Services, to start anew over what is there, and to change one endpoint.
 	program, again, change time.Duration
-	slab, heap             int64         // bytes that the kernel and the process have more
+	slab, heap             float64       // bytes that the kernel and the process have more
 	addresses              int           // of the node
 	list                   time.Duration // for ip(8) to list them
 	source                 string        // of connections from the node itself, as the endpoint sees it
@@ -57,8 +60,8 @@ func compareVIPs(ctx context.Context, o options) error {
 			if err != nil {
 				return fmt.Errorf("--ipvs-vips=%s: %w", way, err)
 			}
-			o.progress("--ipvs-vips=%s: %d Services programmed in %s, again in %s", way, o.vips, seconds(r.program),
-				seconds(r.again))
+			o.Progress("--ipvs-vips=%s: %d Services programmed in %s, again in %s", way, o.vips, sidebyside.Duration(r.program),
+				sidebyside.Duration(r.again))
 			if round > 0 {
 				r.keepBest(results[i])
 			}
@@ -83,14 +86,14 @@ func printVIPs(w io.Writer, o options, routes, addresses vipResult) {
 		what string
 		show func(vipResult) string
 	}{
-		{"programming all", func(r vipResult) string { return seconds(r.program) }},
-		{"starting anew over what is there", func(r vipResult) string { return seconds(r.again) }},
-		{"one endpoint changed, p50", func(r vipResult) string { return seconds(r.change) }},
-		{"memory of the kernel", func(r vipResult) string { return mebibytes(r.slab) }},
-		{"memory of the process (heap)", func(r vipResult) string { return mebibytes(r.heap) }},
+		{"programming all", func(r vipResult) string { return sidebyside.Duration(r.program) }},
+		{"starting anew over what is there", func(r vipResult) string { return sidebyside.Duration(r.again) }},
+		{"one endpoint changed, p50", func(r vipResult) string { return sidebyside.Duration(r.change) }},
+		{"memory of the kernel", func(r vipResult) string { return sidebyside.Mebibytes(r.slab) }},
+		{"memory of the process (heap)", func(r vipResult) string { return sidebyside.Mebibytes(r.heap) }},
 		{"addresses of the node", func(r vipResult) string { return fmt.Sprint(r.addresses) }},
-		{"ip -o address show", func(r vipResult) string { return seconds(r.list) }},
-		{"removing kube-ipvs0", func(r vipResult) string { return seconds(r.remove) }},
+		{"ip -o address show", func(r vipResult) string { return sidebyside.Duration(r.list) }},
+		{"removing kube-ipvs0", func(r vipResult) string { return sidebyside.Duration(r.remove) }},
 		{"source of connections from the node itself", func(r vipResult) string { return r.source }},
 		{"a port of the node at a Service's address, from a pod", func(r vipResult) string { return r.hostPort }},
 		{"  from the node itself", func(r vipResult) string { return r.hostPortOwn }},
@@ -106,11 +109,11 @@ func printVIPs(w io.Writer, o options, routes, addresses vipResult) {
 
 // vipLab is a node on which package ipvs works without a control plane, and a neighbour of it.
 type vipLab struct {
-	*site
-	neighbour *harness.Node
-	way       ipvs.VIPs
-	plan      *plan.Plan
-	backend   *ipvs.Backend
+	node, neighbour *harness.Node
+	client, target  *harness.Pod
+	way             ipvs.VIPs
+	plan            *plan.Plan
+	backend         *ipvs.Backend
 }
 
 func measureVIPs(ctx context.Context, o options, way ipvs.VIPs) (r vipResult, err error) {
@@ -120,19 +123,19 @@ func measureVIPs(ctx context.Context, o options, way ipvs.VIPs) (r vipResult, er
 	}
 	defer func() { err = errors.Join(err, w.Close()) }()
 	n := w.Nodes[0]
-	l := &vipLab{site: &site{node: n, client: n.Pods[0], target: n.Pods[1]}, neighbour: w.Nodes[1], way: way}
-	if err := routeTo(n, l.target, endpointRange); err != nil {
+	l := &vipLab{node: n, neighbour: w.Nodes[1], client: n.Pods[0], target: n.Pods[1], way: way}
+	if err := l.target.Take(sidebyside.EndpointRange); err != nil {
 		return r, err
 	}
 	for _, s := range []struct {
 		in   *harness.Netns
 		port int
-	}{{l.target.Netns, endpointPort}, {n.Netns, hostPort}} {
-		server, err := serve(s.in, s.port)
+	}{{l.target.Netns, sidebyside.EndpointPort}, {n.Netns, hostPort}} {
+		server, err := probe.Serve(s.in, s.port, probe.Greet)
 		if err != nil {
 			return r, err
 		}
-		defer server.close()
+		defer server.Close()
 	}
 	l.plan = vipPlan(n.IP4, o.vips, o.endpoints)
 	for _, step := range []func(context.Context, options, *vipResult) error{
@@ -148,7 +151,9 @@ func measureVIPs(ctx context.Context, o options, way ipvs.VIPs) (r vipResult, er
 // vipPlan is a plan of Services whose cluster IPs follow each other from the start of the range, but for the first ten.
 func vipPlan(node netip.Addr, services, endpoints int) *plan.Plan {
 	p := plan.New(plan.Node{Name: "node1", IPs: []netip.Addr{node}}, plan.Settings{
-		DetectLocal:  plan.DetectLocal{Mode: plan.DetectClusterCIDR, CIDRs: []netip.Prefix{netip.MustParsePrefix(podRange)}},
+		DetectLocal: plan.DetectLocal{
+			Mode: plan.DetectClusterCIDR, CIDRs: []netip.Prefix{netip.MustParsePrefix(sidebyside.PodRange)},
+		},
 		ServiceCIDRs: []netip.Prefix{harness.ServiceCIDR4},
 	})
 	for i := range services {
@@ -161,32 +166,25 @@ func vipPlan(node netip.Addr, services, endpoints int) *plan.Plan {
 func vipService(i, first, endpoints int) *plan.ServicePort {
 	var list []topology.Endpoint
 	for n := range endpoints {
+		addr := sidebyside.Nth(sidebyside.EndpointRange, 1+first+n)
 		list = append(list, topology.Endpoint{
-			Addr: netip.AddrPortFrom(nth(endpointRange, 1+first+n), endpointPort), Ready: true, Serving: true, Node: "node2",
+			Addr: netip.AddrPortFrom(addr, sidebyside.EndpointPort), Ready: true, Serving: true, Node: "node2",
 		})
 	}
 	return &plan.ServicePort{
 		Key: plan.Key{
-			Service: plan.Service{Namespace: namespace, Name: fmt.Sprintf("s%d", i)}, Protocol: plan.TCP, Family: plan.IPv4,
+			Service:  plan.Service{Namespace: sidebyside.Namespace, Name: fmt.Sprintf("s%d", i)},
+			Protocol: plan.TCP, Family: plan.IPv4,
 		},
-		Frontends: []plan.Frontend{{Kind: plan.ClusterIP, Addr: vip(i), Protocol: plan.TCP, Port: servicePort}},
+		Frontends: []plan.Frontend{{Kind: plan.ClusterIP, Addr: vip(i), Protocol: plan.TCP, Port: sidebyside.ServicePort}},
 		Endpoints: topology.Select(list, topology.Node{Name: "node1"}, topology.UseOf(plan.Cluster, plan.Cluster, false)),
 	}
 }
 
-func vip(i int) netip.Addr { return nth(harness.ServiceCIDR4, 10+i) }
+func vip(i int) netip.Addr { return sidebyside.Nth(harness.ServiceCIDR4, 10+i) }
 
 // unusedVIP is an address of the range that no Service has.
-var unusedVIP = nth(harness.ServiceCIDR4, 65000)
-
-// nth is the n-th address of an IPv4 range.
-func nth(p netip.Prefix, n int) netip.Addr {
-	b := p.Addr().As4()
-	b[1] += byte(n >> 16)
-	b[2] += byte(n >> 8)
-	b[3] += byte(n)
-	return netip.AddrFrom4(b)
-}
+var unusedVIP = sidebyside.Nth(harness.ServiceCIDR4, 65000)
 
 // sync programs everything with a Backend that knows nothing of the kernel, as after a start.
 func (l *vipLab) sync(ctx context.Context) (took time.Duration, err error) {
@@ -229,16 +227,16 @@ func (l *vipLab) measureProgramming(ctx context.Context, o options, r *vipResult
 }
 
 // memory is what the kernel's slabs hold, and what this process has on its heap.
-func memory() (slab, heap int64, err error) {
+func memory() (slab, heap float64, err error) {
 	b, err := os.ReadFile("/proc/meminfo")
 	if err != nil {
 		return 0, 0, err
 	}
-	slab, err = kilobytes(string(b), "Slab")
+	held, err := machine.Kilobytes(string(b), "Slab")
 	runtime.GC()
 	var m runtime.MemStats
 	runtime.ReadMemStats(&m)
-	return slab, int64(m.HeapAlloc), err
+	return float64(held), float64(m.HeapAlloc), err
 }
 
 // measureChanges replaces all endpoints of some Services, one Service at a time.
@@ -246,7 +244,7 @@ func (l *vipLab) measureChanges(ctx context.Context, o options, r *vipResult) er
 	const count = 50
 	var took []time.Duration
 	for i := range count {
-		sp := vipService(i*stride%o.vips, o.endpoints*o.vips+i, o.endpoints)
+		sp := vipService(i*sidebyside.Stride%o.vips, o.endpoints*o.vips+i, o.endpoints)
 		l.plan.Set(sp)
 		begun := time.Now()
 		err := l.node.Do(func() error { return l.backend.Sync(ctx, l.plan, plan.Keys{sp.Key: {}}) })
@@ -255,7 +253,7 @@ func (l *vipLab) measureChanges(ctx context.Context, o options, r *vipResult) er
 		}
 		took = append(took, time.Since(begun))
 	}
-	r.change = percentile(took, 0.5)
+	r.change = sidebyside.Percentile(took, 0.5)
 	return nil
 }
 
@@ -277,7 +275,7 @@ func (l *vipLab) measureRemoval(_ context.Context, _ options, r *vipResult) erro
 
 // observePackets makes connections, and notes what becomes of them.
 func (l *vipLab) observePackets(_ context.Context, o options, r *vipResult) error {
-	service := netip.AddrPortFrom(vip(o.vips-1), servicePort)
+	service := netip.AddrPortFrom(vip(o.vips-1), sidebyside.ServicePort)
 	names := map[netip.Addr]string{l.node.IP4: "the node's address", service.Addr(): "the Service's address"}
 	for _, c := range []struct {
 		from *harness.Netns
@@ -287,27 +285,27 @@ func (l *vipLab) observePackets(_ context.Context, o options, r *vipResult) erro
 		{l.node.Netns, service, &r.source},
 		{l.client.Netns, netip.AddrPortFrom(service.Addr(), hostPort), &r.hostPort},
 		{l.node.Netns, netip.AddrPortFrom(service.Addr(), hostPort), &r.hostPortOwn},
-		{l.client.Netns, netip.AddrPortFrom(unusedVIP, servicePort), &r.unused},
+		{l.client.Netns, netip.AddrPortFrom(unusedVIP, sidebyside.ServicePort), &r.unused},
 	} {
-		var a answer
+		var a probe.Answer
 		err := c.from.Do(func() (err error) {
-			a, err = ask(c.to, harness.Patient)
+			a, err = prober.Ask(c.to, harness.Patient)
 			return err
 		})
 		if err != nil {
 			return err
 		}
 		switch {
-		case a.refused:
+		case a.Refused:
 			*c.into = "refused"
-		case !a.endpoint.IsValid():
+		case !a.Endpoint.IsValid():
 			*c.into = "no answer"
 		case c.into != &r.source:
 			*c.into = "answers"
-		case names[a.client] != "":
-			*c.into = names[a.client]
+		case names[a.Client] != "":
+			*c.into = names[a.Client]
 		default:
-			*c.into = a.client.String()
+			*c.into = a.Client.String()
 		}
 	}
 	return nil

@@ -2,49 +2,15 @@ package conntrack
 
 import (
 	"encoding/binary"
-	"fmt"
 	"log/slog"
 	"net/netip"
 	"os/exec"
-	"runtime"
 	"syscall"
 	"testing"
 
-	"github.com/vishvananda/netlink"
-	"github.com/vishvananda/netns"
-
+	"nodeproxy/internal/nstest"
 	"nodeproxy/proxier/plan"
 )
-
-// inNamespace runs f on a thread of its own in a new network namespace with its loopback up. The namespace goes with the
-// thread. Programs that f starts, and sockets that it makes, are in it; those of goroutines that it starts are not.
-func inNamespace(t testing.TB, f func()) {
-	t.Helper()
-	done := make(chan error, 1)
-	go func() {
-		// Never unlocked: the thread ends with the goroutine, and the namespace with the thread.
-		runtime.LockOSThread()
-		ns, err := netns.New()
-		if err != nil {
-			done <- fmt.Errorf("making a network namespace (these tests need root): %w", err)
-			return
-		}
-		defer ns.Close()
-		defer close(done)
-		lo, err := netlink.LinkByName("lo")
-		if err == nil {
-			err = netlink.LinkSetUp(lo)
-		}
-		if err != nil {
-			done <- err
-			return
-		}
-		f()
-	}()
-	if err := <-done; err != nil {
-		t.Fatal(err)
-	}
-}
 
 // entry describes a flow that inject makes.
 type entry struct {
@@ -217,7 +183,7 @@ func withNodePort(sp *plan.ServicePort, port uint16) *plan.ServicePort {
 // deleted in the place of the one that was read.
 func TestDeletesThatEntryOnly(t *testing.T) {
 	t.Parallel()
-	inNamespace(t, func() {
+	nstest.Run(t, func() {
 		flows := fromPort("10.244.1.9", []entry{{protocol: protoUDP, dst: "10.96.0.10:53"}}, 1)
 		inject(t, flows...)
 		noFilter := false

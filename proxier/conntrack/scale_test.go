@@ -8,6 +8,7 @@ import (
 	"testing"
 	"time"
 
+	"nodeproxy/internal/nstest"
 	"nodeproxy/proxier/plan"
 )
 
@@ -57,7 +58,7 @@ func count(t testing.TB) int {
 
 // TestManyFlows: going through 200,000 flows takes no more memory than a few do; deleting all of them neither.
 func TestManyFlows(t *testing.T) {
-	inNamespace(t, func() {
+	nstest.Run(t, func() {
 		most, err := readNumber("/proc/sys/net/netfilter/nf_conntrack_max")
 		if err != nil {
 			t.Fatal(err)

@@ -8,6 +8,7 @@ import (
 	"syscall"
 	"testing"
 
+	"nodeproxy/internal/nstest"
 	"nodeproxy/proxier/plan"
 )
 
@@ -95,7 +96,7 @@ func TestLiveFrontend(t *testing.T) {
 		for f, a := range byFamily {
 			t.Run(fmt.Sprintf("%s %s", protocol, f), func(t *testing.T) {
 				t.Parallel()
-				inNamespace(t, func() {
+				nstest.Run(t, func() {
 					nodeAddresses(t)
 					p := plan.New(plan.Node{}, plan.Settings{})
 					p.Set(full("dns", protocol, a))
@@ -158,7 +159,7 @@ func liveFlows(a addressesOf, protocol uint8) states {
 // TestOtherProtocols: flows of TCP are not touched, whatever happens.
 func TestOtherProtocols(t *testing.T) {
 	t.Parallel()
-	inNamespace(t, func() {
+	nstest.Run(t, func() {
 		nodeAddresses(t)
 		a := byFamily[plan.IPv4]
 		p := plan.New(plan.Node{}, plan.Settings{})
@@ -183,7 +184,7 @@ func TestOtherProtocols(t *testing.T) {
 // TestScaledToZero: without endpoints every flow to a Service goes (139628); a Service that never had any included.
 func TestScaledToZero(t *testing.T) {
 	t.Parallel()
-	inNamespace(t, func() {
+	nstest.Run(t, func() {
 		nodeAddresses(t)
 		a := byFamily[plan.IPv4]
 		p := plan.New(plan.Node{}, plan.Settings{})
@@ -210,7 +211,7 @@ func TestServiceDeleted(t *testing.T) {
 	for f, a := range byFamily {
 		t.Run(f.String(), func(t *testing.T) {
 			t.Parallel()
-			inNamespace(t, func() {
+			nstest.Run(t, func() {
 				nodeAddresses(t)
 				p := plan.New(plan.Node{}, plan.Settings{})
 				sp := full("dns", plan.UDP, a)
@@ -301,7 +302,7 @@ func TestZones(t *testing.T) {
 // TestStart: a flow to a cluster IP that is no frontend is taken for one of a Service that is gone by the first pass only.
 func TestStart(t *testing.T) {
 	t.Parallel()
-	inNamespace(t, func() {
+	nstest.Run(t, func() {
 		a := byFamily[plan.IPv4]
 		flow := func(i int) []entry {
 			return fromPort(a.client, []entry{{protocol: protoSCTP, dst: a.unused + ":53", from: a.one + ":5353"}}, i)
@@ -337,7 +338,7 @@ func TestNodePortAddresses(t *testing.T) {
 	} {
 		t.Run(c.name, func(t *testing.T) {
 			t.Parallel()
-			inNamespace(t, func() {
+			nstest.Run(t, func() {
 				nodeAddresses(t)
 				sh(t, "ip addr add 192.168.5.5/32 dev lo; ip route add local 172.31.0.0/24 dev lo;"+
 					"ip route add local 10.9.0.0/16 dev lo table 99")
@@ -365,7 +366,7 @@ func TestNodePortAddresses(t *testing.T) {
 // TestResetTCP: where asked for, translated TCP flows to endpoints that are no longer listed go, and no others.
 func TestResetTCP(t *testing.T) {
 	t.Parallel()
-	inNamespace(t, func() {
+	nstest.Run(t, func() {
 		a := byFamily[plan.IPv4]
 		p := plan.New(plan.Node{}, plan.Settings{})
 		sp := full("web", plan.TCP, a)

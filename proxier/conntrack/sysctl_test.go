@@ -12,6 +12,8 @@ import (
 	"syscall"
 	"testing"
 	"time"
+
+	"nodeproxy/internal/nstest"
 )
 
 func TestLimit(t *testing.T) {
@@ -121,7 +123,7 @@ func TestMissingSysctls(t *testing.T) {
 // it can't be set there is said.
 func TestSysctlsOfNamespace(t *testing.T) {
 	t.Parallel()
-	inNamespace(t, func() {
+	nstest.Run(t, func() {
 		f := files{"/proc/sys/net/netfilter", "/sys"} // which shows the settings of the reader's namespace
 		machine, err := readNumber(f.max())
 		if err != nil {
@@ -158,7 +160,7 @@ func TestSysctlsOfNamespace(t *testing.T) {
 // TestReadOnlySysctls: a read-only /proc/sys, as containers have it, is named as the reason.
 func TestReadOnlySysctls(t *testing.T) {
 	t.Parallel()
-	inNamespace(t, func() {
+	nstest.Run(t, func() {
 		if err := syscall.Unshare(syscall.CLONE_NEWNS | syscall.CLONE_FS); err != nil {
 			t.Fatal(err)
 		}

@@ -9,6 +9,7 @@ import (
 	"testing"
 	"time"
 
+	"nodeproxy/internal/nstest"
 	"nodeproxy/proxier/plan"
 )
 
@@ -65,7 +66,7 @@ func ask(c net.Conn) string {
 // began before there was one; a pass frees it.
 func TestRealFlow(t *testing.T) {
 	t.Parallel()
-	inNamespace(t, func() {
+	nstest.Run(t, func() {
 		oneHost(t)
 		udpServer(t, "one", "10.0.0.1:5353")
 		udpServer(t, "two", "10.0.0.2:5353")
@@ -128,7 +129,7 @@ func echoServer(t testing.TB, at string) {
 func TestRealReset(t *testing.T) {
 	t.Parallel()
 	for _, reset := range []bool{false, true} {
-		inNamespace(t, func() {
+		nstest.Run(t, func() {
 			oneHost(t)
 			r := newReconciler(func(c *Config) { c.ResetTCP = func(*plan.ServicePort) bool { return reset } })
 			p := plan.New(plan.Node{}, plan.Settings{})

@@ -85,3 +85,19 @@ func (c *Cluster) Transits(t *rapid.T, f plan.Family, next *plan.Plan) []Transit
 	const most = 60
 	return out[:min(len(out), most)]
 }
+
+// Differing are the keys by which two plans differ.
+func Differing(a, b *plan.Plan) plan.Keys {
+	out := plan.Keys{}
+	for k, sp := range a.Services {
+		if o := b.Services[k]; o == nil || !o.Equal(sp) {
+			out.Add(k)
+		}
+	}
+	for k := range b.Services {
+		if a.Services[k] == nil {
+			out.Add(k)
+		}
+	}
+	return out
+}

@@ -8,6 +8,8 @@ import (
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 	"k8s.io/apimachinery/pkg/util/validation"
 	utilnet "k8s.io/utils/net"
+
+	"nodeproxy/proxier/source"
 )
 
 // The check functions refuse what the API server would refuse, so that nothing reaches the proxier from a manifest that
@@ -119,23 +121,9 @@ func (c *checker) endpointIP(field, text string) (netip.Addr, bool) {
 	if !ok {
 		return ip, false
 	}
-	if what := specialIP(ip); what != "" {
+	if what := source.SpecialAddress(ip); what != "" {
 		c.refuse(field, "%s is %s; an endpoint or external IP may not be", ip, what)
 		return ip, false
 	}
 	return ip, true
-}
-
-func specialIP(ip netip.Addr) string {
-	switch {
-	case ip.IsUnspecified():
-		return "the unspecified address"
-	case ip.IsLoopback():
-		return "a loopback address"
-	case ip.IsLinkLocalUnicast():
-		return "a link-local address"
-	case ip.IsMulticast():
-		return "a multicast address"
-	}
-	return ""
 }

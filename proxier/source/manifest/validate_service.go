@@ -7,6 +7,8 @@ import (
 	"k8s.io/apimachinery/pkg/util/intstr"
 	"k8s.io/apimachinery/pkg/util/validation"
 	utilnet "k8s.io/utils/net"
+
+	"nodeproxy/proxier/source"
 )
 
 func checkService(svc *v1.Service, c *checker) {
@@ -130,7 +132,7 @@ func checkClusterIPs(svc *v1.Service, c *checker) {
 		if !ok {
 			continue
 		}
-		if what := specialIP(ip); what != "" && !ip.IsLinkLocalUnicast() {
+		if what := source.SpecialAddress(ip); what != "" && !ip.IsLinkLocalUnicast() {
 			c.refuse(field, "%s is %s; a cluster IP may not be", ip, what)
 		}
 		family := familyOf(ip)
@@ -225,7 +227,7 @@ func checkLoadBalancer(svc *v1.Service, c *checker) {
 		if in.IP != "" {
 			ip, ok := c.ip(field+".ip", in.IP)
 			if ok && (ip.IsUnspecified() || ip.IsLoopback() || ip.IsMulticast()) {
-				c.refuse(field+".ip", "%s is %s; a load balancer can't have it", ip, specialIP(ip))
+				c.refuse(field+".ip", "%s is %s; a load balancer can't have it", ip, source.SpecialAddress(ip))
 			}
 			if in.IPMode != nil {
 				oneOf(c, field+".ipMode", *in.IPMode, v1.LoadBalancerIPModeVIP, v1.LoadBalancerIPModeProxy)

@@ -1,0 +1,80 @@
+package sidebyside
+
+import (
+	"net/netip"
+	"strings"
+	"testing"
+	"time"
+)
+
+func TestTableJudgesByTheGoals(t *testing.T) {
+	t.Parallel()
+	value := func(v float64) float64 { return v }
+	for _, c := range []struct {
+		row          Row[float64]
+		ours, theirs float64
+		want         string
+		missed       int
+	}{
+		{Row[float64]{}, 5, 1, "what 5 1 5", 0},
+		{Row[float64]{Part: 20}, 4, 80, "what 4 80 1/20 <= 1/20 met", 0},
+		{Row[float64]{Part: 20}, 4.1, 80, "what 4.1 80 1/19.5 <= 1/20 MISSED", 1},
+		{Row[float64]{Most: 3}, 3, 1, "what 3 1 3 <= 3 met", 0},
+		{Row[float64]{Most: 3}, 3.1, 9, "what 3.1 9 1/2.9 <= 3 MISSED", 1},
+	} {
+		var out strings.Builder
+		table := NewTable(&out)
+		c.row.What, c.row.Value, c.row.Show = "what", value, Short
+		Compare(table, "title", []Row[float64]{c.row}, c.ours, c.theirs)
+		_ = table.Flush()
+		_, line, _ := strings.Cut(out.String(), "\n")
+		got := strings.Join(strings.Fields(line), " ")
+		if got != c.want || table.Missed != c.missed {
+			t.Errorf("%d missed and the line %q, want %d and %q", table.Missed, got, c.missed, c.want)
+		}
+	}
+}
+
+func TestPercentile(t *testing.T) {
+	t.Parallel()
+	values := []time.Duration{4, 1, 3, 2}
+	for p, want := range map[float64]time.Duration{0: 1, 0.5: 3, 0.99: 4, 1: 4} {
+		if got := Percentile(values, p); got != want {
+			t.Errorf("percentile %v: %d, want %d", p, got, want)
+		}
+	}
+}
+
+func TestNumbersAreShort(t *testing.T) {
+	t.Parallel()
+	for d, want := range map[time.Duration]string{
+		45678 * time.Microsecond: "45.7 ms", 999900 * time.Microsecond: "1000 ms",
+		1650 * time.Second: "1650 s", 1234 * time.Millisecond: "1.23 s",
+	} {
+		if got := Duration(d); got != want {
+			t.Errorf("%v is shown as %q, want %q", d, got, want)
+		}
+	}
+	for _, c := range []struct {
+		a, b float64
+		want string
+	}{{1, 20, "1/20"}, {2, 1, "2"}, {0, 1, "-"}, {1, 1234, "1/1234"}} {
+		if got := Inverse(c.a, c.b); got != c.want {
+			t.Errorf("%v by %v is shown as %q, want %q", c.a, c.b, got, c.want)
+		}
+	}
+}
+
+// TestFreshEndpoints: addresses are in their range and none comes twice, over the borders of bytes too.
+func TestFreshEndpoints(t *testing.T) {
+	t.Parallel()
+	var o Objects
+	seen := map[netip.Addr]bool{}
+	for range 1 << 17 {
+		a := o.freshEndpoint()
+		if seen[a] || !EndpointRange.Contains(a) {
+			t.Fatalf("%s is in use already, or not in %s", a, EndpointRange)
+		}
+		seen[a] = true
+	}
+}

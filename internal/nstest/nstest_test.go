@@ -1,0 +1,44 @@
+package nstest
+
+import (
+	"net"
+	"testing"
+
+	"github.com/vishvananda/netns"
+)
+
+// TestRun: f is in a namespace that is not this thread's, with nothing but a loopback that works.
+func TestRun(t *testing.T) {
+	t.Parallel()
+	outside, err := netns.Get()
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer outside.Close()
+	Run(t, func() {
+		inside, err := netns.Get()
+		if err != nil {
+			t.Error(err)
+			return
+		}
+		defer inside.Close()
+		if inside.Equal(outside) {
+			t.Error("the namespace is the one outside")
+		}
+		listener, err := net.Listen("tcp", "127.0.0.1:1")
+		if err != nil {
+			t.Errorf("loopback: %v", err)
+			return
+		}
+		listener.Close()
+		all, err := net.Interfaces()
+		if err != nil {
+			t.Error(err)
+		}
+		for _, i := range all {
+			if up := i.Flags&net.FlagUp != 0; up != (i.Name == "lo") {
+				t.Errorf("%s is up: %v", i.Name, up)
+			}
+		}
+	})
+}
