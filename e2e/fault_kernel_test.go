@@ -160,11 +160,13 @@ func (f *faultScene) inject(calls string, more ...string) (end func() string) {
 	})
 	return func() string {
 		f.Helper()
-		// Twice, as the first may only interrupt what it waits for.
+		// It lets go of all threads by itself, but sometimes waits for one of them for ever; the kernel does the same when it dies.
 		if err := cmd.Process.Signal(syscall.SIGTERM); err != nil {
 			f.Fatal(err)
 		}
+		kill := time.AfterFunc(3*time.Second, func() { _ = cmd.Process.Kill() })
 		_ = cmd.Wait() // It ends by the signal.
+		kill.Stop()
 		seen, err := os.ReadFile(log)
 		if err != nil {
 			f.Fatal(err)
