@@ -18,7 +18,7 @@ func refuseRestores(t *testing.T, w *harness.World, variant harness.Variant) (re
 	flag := filepath.Join(dir, "refuse")
 	for _, name := range []string{"iptables", "ip6tables"} {
 		program := variant.Tool(name) + "-restore"
-		script := fmt.Sprintf("#!/bin/sh\n[ -e %s ] && { echo refused for a test >&2; exit 1; }\nexec /usr/sbin/%s \"$@\"\n", flag, program)
+		script := fmt.Sprintf("#!/bin/sh\n[ -e %s ] && { sleep 1; echo refused for a test >&2; exit 1; }\nexec /usr/sbin/%s \"$@\"\n", flag, program)
 		if err := os.WriteFile(filepath.Join(dir, program), []byte(script), 0o755); err != nil {
 			t.Fatal(err)
 		}
@@ -74,7 +74,7 @@ func TestMetricsOfTrouble(t *testing.T) {
 			is("kubeproxy_proxy_livez_total code=503", 1),
 			is("nodeproxy_readyz_total code=503", 1),
 		})
-		// The wait between tries doubles each time, so that a change has to wait for longer and longer.
+		// A change has to wait while a try is under way.
 		w.Write(t, "added.yaml", harness.Objects(harness.Service("added", 6), w.Ready("n1b", "n2b")...)...)
 		waitForMetrics(t, w, nothing, []metricCheck{
 			is("kubeproxy_sync_proxy_rules_service_changes_pending", 1),

@@ -91,7 +91,7 @@ func (w *World) StartDaemon(n *Node, flags ...string) (*Daemon, error) {
 	if err != nil {
 		return nil, err
 	}
-	d.cmd.Env = append(os.Environ(), w.DaemonEnv...)
+	d.cmd.Env = append(d.cmd.Environ(), w.DaemonEnv...)
 	d.cmd.Stderr, d.cmd.Stdout = pipe, pipe
 	err = n.Start(d.cmd)
 	pipe.Close()
