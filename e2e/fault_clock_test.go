@@ -82,7 +82,7 @@ func clockJumps(t *testing.T, variant harness.Variant) {
 		}
 		defer c.Close()
 		f.change(pods[i])
-		f.inForce(20*time.Second, pods[i])
+		f.inForce(soon, pods[i])
 		jump(t, by)
 		total += by
 		f.repairs = append(f.repairs, f.sound(t))
@@ -90,7 +90,7 @@ func clockJumps(t *testing.T, variant harness.Variant) {
 			t.Errorf("after %v, a client is sent to %s and no longer to %s", by, now, pod)
 		}
 		f.change("n1a")
-		f.repaired(20*time.Second, "n1a")
+		f.repaired(soon, "n1a")
 	}
 	f.finish() // Nothing drains any more.
 }
@@ -131,7 +131,7 @@ func (f *faultScene) sound(t *testing.T) time.Duration {
 	t.Helper()
 	begin := time.Now()
 	for _, path := range []string{"/healthz", "/livez", "/readyz"} {
-		eventually(t, path, func() error {
+		eventuallyWithin(t, soon, path, func() error {
 			c, err := f.Client.Dial("tcp", netip.AddrPortFrom(f.Node1().IP4, 10256), time.Now().Add(harness.Patient))
 			if err != nil {
 				return err
@@ -146,7 +146,7 @@ func (f *faultScene) sound(t *testing.T) time.Duration {
 		})
 	}
 	f.breakRules()
-	eventuallyWithin(t, 20*time.Second, "a rule of ours is repaired", func() error {
+	eventuallyWithin(t, soon, "a rule of ours is repaired", func() error {
 		if strings.Contains(rules(t, f.World, f.variant), "-A KUBE-MARK-MASQ -j RETURN") {
 			return fmt.Errorf("a rule of others is still in KUBE-MARK-MASQ")
 		}

@@ -92,13 +92,13 @@ func TestFaultDiskFull(t *testing.T) {
 		if err := write("more.yaml", changed); !errors.Is(err, syscall.ENOSPC) {
 			t.Errorf("there is room in the directory of manifests: %v", err)
 		}
-		f.log(line, 10*time.Second, "level=WARN", "changing.yaml")
+		f.log(line, soon, "level=WARN", "changing.yaml")
 		// Another Service changes, and the legacy variant can't make its lock.
 		if err := write("internal.yaml", internal); err != nil {
 			t.Fatal(err)
 		}
 		if variant == harness.Legacy && mode == harness.IPTables {
-			f.log(line, 10*time.Second, "sync failed", "xtables.lock")
+			f.log(line, soon, "sync failed", "xtables.lock")
 		}
 		f.inForce(5*time.Second, "n1a")
 		time.Sleep(2 * time.Second)
@@ -108,9 +108,9 @@ func TestFaultDiskFull(t *testing.T) {
 			t.Fatal(err)
 		}
 		end := time.Now()
-		f.inForce(10*time.Second, "n2a")
+		f.inForce(afterRetry, "n2a")
 		for _, family := range families {
-			eventually(t, "the other Service", func() error { return serversOf(f.Client, "tcp", clusterIP(5, family), "n3a") })
+			eventuallyWithin(t, afterRetry, "the other Service", func() error { return serversOf(f.Client, "tcp", clusterIP(5, family), "n3a") })
 		}
 		f.repairs = append(f.repairs, time.Since(end))
 		// The other node's daemon reads what this one has read.

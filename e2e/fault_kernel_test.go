@@ -50,7 +50,7 @@ func TestFaultNotificationsLost(t *testing.T) {
 		f := newFaultScene(t, variant, "notifications lost", "rules and addresses change until the sockets of the stopped daemon drop (ENOBUFS)")
 		f.addHealthPort()
 		f.start()
-		eventually(t, "health check node port", f.serves(f.Node1().IP4.String()))
+		eventuallyWithin(t, soon, "health check node port", f.serves(f.Node1().IP4.String()))
 		rule(t, f.World, variant, "-t nat -N CNI-OTHER")
 		time.Sleep(time.Second)
 		before := held(t, f.World, variant)
@@ -78,9 +78,9 @@ func TestFaultNotificationsLost(t *testing.T) {
 		f.change("n2a")
 		f.signal(syscall.SIGCONT)
 		end := time.Now()
-		f.inForce(10*time.Second, "n2a")
-		eventually(t, "health check node port at a new address", f.serves("192.168.77.99"))
-		eventually(t, "a rule of ours is repaired", func() error {
+		f.inForce(soon, "n2a")
+		eventuallyWithin(t, soon, "health check node port at a new address", f.serves("192.168.77.99"))
+		eventuallyWithin(t, soon, "a rule of ours is repaired", func() error {
 			// The change is of other chains, by which both differ.
 			if strings.Contains(held(t, f.World, variant), "-A KUBE-MARK-MASQ -j RETURN") {
 				return fmt.Errorf("a rule of others is still in KUBE-MARK-MASQ")
@@ -92,7 +92,7 @@ func TestFaultNotificationsLost(t *testing.T) {
 			f.log(line, time.Second, "notifications of nf_tables were lost")
 		}
 		f.change("n1a")
-		eventually(t, "all is as before", func() error {
+		eventuallyWithin(t, soon, "all is as before", func() error {
 			if now := held(t, f.World, variant); now != before {
 				return fmt.Errorf("%s", firstDifference(before, now))
 			}
@@ -197,7 +197,7 @@ func TestFaultNoMemory(t *testing.T) {
 				if seen := end(); !strings.Contains(seen, c.errno) {
 					t.Errorf("nothing failed:\n%s", seen)
 				}
-				f.repaired(10*time.Second, "n2a")
+				f.repaired(afterRetry, "n2a")
 				f.finish()
 			})
 		}
@@ -210,7 +210,7 @@ func TestFaultInterruptedDumps(t *testing.T) {
 		f := newFaultScene(t, variant, "interrupted dumps", "addresses and flows come and go until the kernel has broken off 3 lists (NLM_F_DUMP_INTR)")
 		f.addHealthPort()
 		f.start()
-		eventually(t, "health check node port", f.serves(f.Node1().IP4.String()))
+		eventuallyWithin(t, soon, "health check node port", f.serves(f.Node1().IP4.String()))
 		end := f.inject("recvfrom,recvmsg")
 		var text strings.Builder
 		for _, verb := range []string{"add", "del"} {
@@ -235,8 +235,8 @@ func TestFaultInterruptedDumps(t *testing.T) {
 		flows.Stop()
 		output(t, f.World, "ip addr add 192.168.77.99/24 dev eth0")
 		begin := time.Now()
-		f.inForce(10*time.Second, pods[changes%3])
-		eventually(t, "health check node port at a new address", f.serves("192.168.77.99"))
+		f.inForce(soon, pods[changes%3])
+		eventuallyWithin(t, soon, "health check node port at a new address", f.serves("192.168.77.99"))
 		f.repairs = append(f.repairs, time.Since(begin))
 		output(t, f.World, "ip addr del 192.168.77.99/24 dev eth0")
 		f.finish()

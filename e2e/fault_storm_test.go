@@ -53,10 +53,10 @@ func TestFaultStorm(t *testing.T) {
 		f.row.Injected = fmt.Sprintf("%d changes of EndpointSlices at %.0f a second", events, float64(events)/took.Seconds())
 		last := pods[(total-1)/perRound%len(pods)]
 		end := time.Now()
-		f.inForce(20*time.Second, "n2a")
+		f.inForce(soon, "n2a")
 		for _, i := range []int{0, services / 2, services - 1} {
 			for _, family := range families {
-				eventually(t, "the last change", func() error { return serversOf(f.Client, "tcp", clusterIP(first+i, family), last) })
+				eventuallyWithin(t, soon, "the last change", func() error { return serversOf(f.Client, "tcp", clusterIP(first+i, family), last) })
 			}
 		}
 		f.repairs = append(f.repairs, time.Since(end))

@@ -99,6 +99,10 @@ func onEachFaultVariant(t *testing.T, test func(t *testing.T, variant harness.Va
 	})
 }
 
+// How long a repair may take on a busy machine: soon is less than the half minute after which everything is compared anyway, and
+// afterRetry is more than the longest wait after a sync that failed.
+const soon, afterRetry = 20 * time.Second, 45 * time.Second
+
 // changing is the number of the Service that changes; see manyServices for the others.
 const changing = 7
 
@@ -141,7 +145,7 @@ func (f *faultScene) change(pods ...string) {
 func (f *faultScene) start() {
 	f.Helper()
 	f.daemon = f.World.Run(f.T, f.variant, f.flags...)
-	f.inForce(10*time.Second, "n1a")
+	f.inForce(soon, "n1a")
 	f.load()
 }
 
@@ -161,7 +165,7 @@ func (f *faultScene) load() {
 func (f *faultScene) enough() {
 	f.Helper()
 	for _, l := range f.loads {
-		want := l.Requests() + 15
+		want := max(l.Requests()+15, 60) // as many as noFailures wants, and more
 		eventuallyWithin(f.T, time.Minute, "requests", func() error { return requestsMade(l, want) })
 	}
 }

@@ -61,7 +61,7 @@ func TestFaultLock(t *testing.T) {
 			t.Fatal(err)
 		}
 		if f.row.Repair == "" {
-			f.repaired(15*time.Second, "n2a")
+			f.repaired(afterRetry, "n2a")
 		}
 		f.finish()
 	})
@@ -128,10 +128,10 @@ func TestFaultRestoreRefused(t *testing.T) {
 		line := len(f.daemon.Log())
 		f.breakRules()
 		f.change("n2a")
-		f.log(line, 10*time.Second, "sync failed", "line 3 failed")
+		f.log(line, soon, "sync failed", "line 3 failed")
 		time.Sleep(6 * time.Second)
 		f.withdraw(order)
-		f.repaired(10*time.Second, "n2a")
+		f.repaired(afterRetry, "n2a")
 		f.finish()
 	})
 }
@@ -162,11 +162,11 @@ func TestFaultRestoreRefusesOne(t *testing.T) {
 		line := len(f.daemon.Log())
 		changed := harness.Service("internal", 5, harness.ClusterOnly)
 		f.Write(t, "internal.yaml", harness.Objects(changed, f.Ready("n3a")...)...)
-		f.log(line, 10*time.Second, "sync failed", "Service e2e/internal")
+		f.log(line, soon, "sync failed", "Service e2e/internal")
 		time.Sleep(8 * time.Second) // The waits between tries have become as long as they get.
 		begin := time.Now()
 		f.change("n2a")
-		f.inForce(3*time.Second, "n2a")
+		f.inForce(10*time.Second, "n2a")
 		t.Logf("a change of another Service took %v", time.Since(begin))
 		for _, family := range families {
 			if err := serversOf(f.Client, "tcp", clusterIP(5, family), "n1a", "n2a", "n3a"); err != nil {
@@ -175,9 +175,9 @@ func TestFaultRestoreRefusesOne(t *testing.T) {
 		}
 		f.withdraw(order)
 		end := time.Now()
-		f.inForce(10*time.Second, "n2a")
+		f.inForce(afterRetry, "n2a")
 		for _, family := range families {
-			eventually(t, "the Service that was refused", func() error {
+			eventuallyWithin(t, afterRetry, "the Service that was refused", func() error {
 				return serversOf(f.Client, "tcp", clusterIP(5, family), "n3a")
 			})
 		}
@@ -199,8 +199,8 @@ func TestFaultRestoreHangs(t *testing.T) {
 		f.change("n2a")
 		time.Sleep(5 * time.Second) // Both have begun.
 		f.withdraw(order)
-		f.log(line, 40*time.Second, "sync failed", "was ended")
-		f.inForce(10*time.Second, "n2a")
+		f.log(line, time.Minute, "sync failed", "was ended")
+		f.inForce(afterRetry, "n2a")
 		f.row.Repair = fmt.Sprintf("%v, from its beginning", time.Since(begin).Round(10*time.Millisecond))
 		if n := count(f.daemon.Log(), "was ended"); n > 1 {
 			t.Errorf("runs were ended in %d syncs", n)

@@ -49,7 +49,7 @@ func TestSoak(t *testing.T) {
 			t.Errorf("%s", strings.Join(grown, "\n"))
 		}
 		f.change("n2a")
-		f.inForce(10*time.Second, "n2a")
+		f.inForce(soon, "n2a")
 		f.finish()
 	})
 }
