@@ -195,7 +195,7 @@ func TestLocalhostNotReachableFromOutside(t *testing.T) {
 		w := harness.New(t, harness.Options{})
 		w.Write(t, "nodes.yaml", w.NodeObjects()...)
 		w.Write(t, "s.yaml", harness.Objects(harness.Service("s", 1), w.Ready("n1a")...)...)
-		w.Run(t, variant, clusterCIDR)
+		d := w.Run(t, variant, clusterCIDR)
 		if value, err := w.Node1().ReadSysctl("net/ipv4/conf/all/route_localnet"); err != nil || value != "1" {
 			t.Fatalf("route_localnet is %q (%v), want 1: otherwise this test shows nothing", value, err)
 		}
@@ -218,7 +218,10 @@ func TestLocalhostNotReachableFromOutside(t *testing.T) {
 		if n := received.Count(); n > 0 {
 			t.Errorf("%d packets from outside reached %s", n, server)
 		}
-		// Without the guard it gets through: the test would notice.
+		// Without the guard it gets through: the test would notice. So would the daemon, and repair it.
+		if err := d.Stop(); err != nil {
+			t.Fatal(err)
+		}
 		if _, err := node.Output(variant.Tool("iptables"), "-w", "-F", "KUBE-FIREWALL"); err != nil {
 			t.Fatal(err)
 		}

@@ -13,9 +13,10 @@ var mode = harness.ModeUnderTest()
 
 // onlyIPTables are the tests of what mode ipvs has nothing of.
 var onlyIPTables = []string{
-	"TestSCTPFlows",                        // of conntrack entries without packets; see TestIPVSSCTP
-	"TestUDPFlowsStay",                     // IPVS forgets UDP clients of an endpoint with the endpoint
-	"TestUDPServiceDeletedWhileDown",       // of silence where no Service is; see freeClusterIP
+	"TestSCTPFlows",                     // of conntrack entries without packets; see TestIPVSSCTP
+	"TestUDPFlowsStay",                  // IPVS forgets UDP clients of an endpoint with the endpoint
+	"TestUDPServiceDeletedWhileDown",    // of silence where no Service is; see freeClusterIP
+	"TestCompact", "TestCompactChanges", // of forms of rules
 	"TestModeIPVSMissing",                  // what it says is missing is there
 	"TestLocalhostNotReachableFromOutside", // no localhost node ports, and so no route_localnet
 	"TestRenderIsWhatRunApplies",           // of iptables-restore's input
