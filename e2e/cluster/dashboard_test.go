@@ -22,6 +22,7 @@ func dashboard(s *scenario) {
 	svc := s.service()
 	s.pod("n1a", "n2a")
 	s.eventually("served", servers(s.Client, at(svc, 4), "n1a", "n2a"))
+	s.latencyCounted()
 	_, err := s.Node1().Output(s.variant.Tool("iptables"), "-w", "-t", "nat", "-F", "KUBE-SERVICES")
 	s.must(err)
 	s.within(30*time.Second, "repaired drift", func() error {
@@ -48,6 +49,22 @@ func dashboard(s *scenario) {
 		s.Errorf("%s: %s", p.Metric, p.Text)
 	}
 	s.watchMetrics(scrape)
+}
+
+// latencyCounted changes endpoints until it is counted how long that took. The controller says when a change was made only where it
+// knows, which it does not when it has to try again.
+func (s *scenario) latencyCounted() {
+	s.Helper()
+	s.within(30*time.Second, "the latency of a change", func() error {
+		if s.Node1().Scrape(s.T).Sum("kubeproxy_network_programming_duration_seconds", "ip_family=IPv4") > 0 {
+			return nil
+		}
+		s.gone("n2a")
+		time.Sleep(1100 * time.Millisecond)
+		s.pod("n2a")
+		time.Sleep(500 * time.Millisecond)
+		return errors.New("none is counted")
+	})
 }
 
 // watchMetrics checks the metrics that only a daemon with an API server has.
