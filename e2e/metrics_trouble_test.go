@@ -6,6 +6,7 @@ import (
 	"os"
 	"path/filepath"
 	"testing"
+	"time"
 
 	"nodeproxy/e2e/harness"
 )
@@ -74,7 +75,10 @@ func TestMetricsOfTrouble(t *testing.T) {
 			is("kubeproxy_proxy_livez_total code=503", 1),
 			is("nodeproxy_readyz_total code=503", 1),
 		})
-		// A change has to wait while a try is under way.
+		// A change that comes while a try is under way has to wait for its end, and longer.
+		if err := d.WaitForAfter(len(d.Log()), time.Minute, "msg=syncing"); err != nil {
+			t.Fatal(err)
+		}
 		w.Write(t, "added.yaml", harness.Objects(harness.Service("added", 6), w.Ready("n1b", "n2b")...)...)
 		waitForMetrics(t, w, nothing, []metricCheck{
 			is("kubeproxy_sync_proxy_rules_service_changes_pending", 1),
