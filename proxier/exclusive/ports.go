@@ -12,6 +12,8 @@ import (
 	"os"
 	"slices"
 	"time"
+
+	"nodeproxy/proxier/sockets"
 )
 
 // answerTimeout is how long somebody who listens may take to answer. A proxy answers from memory.
@@ -20,22 +22,22 @@ const answerTimeout = time.Second
 // listening looks for a proxy that listens at one of the ports.
 func (g *Guard) listening() *Proxy {
 	ports := slices.Concat([]uint16{HealthzPort, MetricsPort}, g.Ports)
-	sockets, err := listeningAt(ports)
+	listening, err := listeningAt(ports)
 	if err != nil {
 		g.warn("another proxy is looked for only at the loopback addresses", err)
 		for _, port := range ports {
 			for _, a := range []netip.Addr{netip.AddrFrom4([4]byte{127, 0, 0, 1}), netip.IPv6Loopback()} {
-				sockets = append(sockets, socket{addr: netip.AddrPortFrom(a, port)})
+				listening = append(listening, sockets.Socket{Addr: a, Port: port})
 			}
 		}
 	}
-	if len(sockets) == 0 {
+	if len(listening) == 0 {
 		return nil
 	}
-	own := ownSockets()
-	for _, s := range sockets {
+	own := sockets.Own()
+	for _, s := range listening {
 		// A proxy is root's. Whoever is not may not keep one from working.
-		if s.uid != 0 && int(s.uid) != os.Geteuid() || own[fmt.Sprintf("socket:[%d]", s.inode)] {
+		if s.UID != 0 && int(s.UID) != os.Geteuid() || own[s.Inode] {
 			continue
 		}
 		if p := g.ask(s); p != nil {
@@ -46,12 +48,12 @@ func (g *Guard) listening() *Proxy {
 }
 
 // ask returns the proxy that a socket belongs to; nil if it belongs to none.
-func (g *Guard) ask(s socket) *Proxy {
-	if p, known := g.seen[s.inode]; known {
+func (g *Guard) ask(s sockets.Socket) *Proxy {
+	if p, known := g.seen[s.Inode]; known {
 		return p
 	}
 	kind := gone
-	for _, at := range s.reach() {
+	for _, at := range reach(s) {
 		if kind = probe(at); kind != gone {
 			break
 		}
@@ -59,19 +61,20 @@ func (g *Guard) ask(s socket) *Proxy {
 	if kind == gone || kind == waiting {
 		return nil
 	}
-	p := &Proxy{At: s.addr}
-	if s.inode != 0 {
-		p.PID, p.Name = ownerOf(s.inode)
+	p := &Proxy{At: netip.AddrPortFrom(s.Addr, s.Port)}
+	if s.Inode != 0 {
+		owner := sockets.Owners(map[uint32]bool{s.Inode: true})[s.Inode]
+		p.PID, p.Name = owner.PID, owner.Name
 	}
 	hangs := kind == silent && (p.PID == 0 || p.Name == kubeProxyName || p.Name == "nodeproxy")
 	if kind != proxy && !hangs && p.Name != kubeProxyName {
 		p = nil
 	}
-	if s.inode != 0 && kind != silent { // Who is silent is asked again: it may just be slow.
+	if s.Inode != 0 && kind != silent { // Who is silent is asked again: it may just be slow.
 		if g.seen == nil {
 			g.seen = map[uint32]*Proxy{}
 		}
-		g.seen[s.inode] = p
+		g.seen[s.Inode] = p
 	}
 	return p
 }

@@ -98,15 +98,15 @@ func (x *index) captured(s socket, host []netip.Addr) []owner {
 	}
 	for _, f := range s.families() {
 		if x.answers(s, f, host) {
-			add(place{f, s.protocol, netip.Addr{}, s.port})
+			add(place{f, s.Protocol, netip.Addr{}, s.Port})
 		}
-		if !s.everywhere() {
-			add(place{f, s.protocol, s.addr, s.port})
+		if !s.Everywhere() {
+			add(place{f, s.Protocol, s.Addr, s.Port})
 			continue
 		}
 		for _, addr := range host {
 			if plan.FamilyOf(addr) == f {
-				add(place{f, s.protocol, addr, s.port})
+				add(place{f, s.Protocol, addr, s.Port})
 			}
 		}
 	}
@@ -125,8 +125,8 @@ func (x *index) answers(s socket, f plan.Family, host []netip.Addr) bool {
 		ranges := x.settings.NodePortAddresses.Ranges(f, x.node)
 		return slices.ContainsFunc(ranges, func(r netip.Prefix) bool { return r.Contains(addr) })
 	}
-	if !s.everywhere() {
-		return at(s.addr)
+	if !s.Everywhere() {
+		return at(s.Addr)
 	}
 	return slices.ContainsFunc(host, at)
 }
@@ -137,11 +137,11 @@ func (x *index) endpointOf(o owner, s socket, host []netip.Addr) bool {
 		return false
 	}
 	is := func(at netip.AddrPort) bool {
-		if at.Port() != s.port {
+		if at.Port() != s.Port {
 			return false
 		}
-		if !s.everywhere() {
-			return at.Addr() == s.addr
+		if !s.Everywhere() {
+			return at.Addr() == s.Addr
 		}
 		return slices.Contains(s.families(), plan.FamilyOf(at.Addr())) && slices.Contains(host, at.Addr())
 	}

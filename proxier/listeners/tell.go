@@ -6,6 +6,7 @@ import (
 	"slices"
 
 	"nodeproxy/proxier/plan"
+	"nodeproxy/proxier/sockets"
 	"nodeproxy/proxier/source"
 )
 
@@ -18,12 +19,12 @@ func (w *Watcher) tell(now map[conflict][]uint32) {
 			ended = append(ended, c)
 		}
 	}
-	for c, sockets := range now {
+	for c, list := range now {
 		if _, before := w.found[c]; before {
 			continue
 		}
 		begun = append(begun, c)
-		for _, inode := range sockets {
+		for _, inode := range list {
 			inodes[inode] = true
 		}
 	}
@@ -36,7 +37,7 @@ func (w *Watcher) tell(now map[conflict][]uint32) {
 	}
 	if len(begun) > 0 {
 		slices.SortFunc(begun, conflict.compare)
-		seen := processes(inodes)
+		seen := sockets.Owners(inodes)
 		for _, c := range begun {
 			who := c.who(now[c], seen)
 			w.found[c] = who
@@ -68,15 +69,15 @@ func (w *Watcher) exists(c conflict) bool {
 func (c conflict) compare(o conflict) int {
 	return cmp.Or(
 		c.port.Compare(o.port), c.frontend.Compare(o.frontend),
-		c.socket.addr.Compare(o.socket.addr), cmp.Compare(c.socket.port, o.socket.port),
+		c.socket.Addr.Compare(o.socket.Addr), cmp.Compare(c.socket.Port, o.socket.Port),
 		cmp.Compare(c.socket.where(), o.socket.where()),
 	)
 }
 
 // who names the process that has one of these sockets.
-func (c conflict) who(sockets []uint32, seen map[uint32]process) string {
-	var all []process
-	for _, inode := range sockets {
+func (c conflict) who(inodes []uint32, seen map[uint32]sockets.Process) string {
+	var all []sockets.Process
+	for _, inode := range inodes {
 		if p, ok := seen[inode]; ok {
 			all = append(all, p)
 		}
@@ -84,7 +85,7 @@ func (c conflict) who(sockets []uint32, seen map[uint32]process) string {
 	if len(all) == 0 {
 		return "a process that can't be seen from here"
 	}
-	return slices.MinFunc(all, func(a, b process) int { return cmp.Compare(a.pid, b.pid) }).String()
+	return slices.MinFunc(all, func(a, b sockets.Process) int { return cmp.Compare(a.PID, b.PID) }).String()
 }
 
 // dnsPort is where caches of DNS bind cluster IPs.
@@ -92,7 +93,7 @@ const dnsPort = 53
 
 // deliberate reports whether a socket looks like one of a program that keeps its packets from Services by rules of its own.
 func (c conflict) deliberate() bool {
-	return c.frontend.Kind == plan.ClusterIP && c.frontend.Port == dnsPort && !c.socket.everywhere()
+	return c.frontend.Kind == plan.ClusterIP && c.frontend.Port == dnsPort && !c.socket.Everywhere()
 }
 
 func (c conflict) finding(who string) source.Finding {

@@ -9,6 +9,7 @@ import (
 	"time"
 
 	"nodeproxy/proxier/plan"
+	"nodeproxy/proxier/sockets"
 	"nodeproxy/proxier/source"
 )
 
@@ -56,7 +57,7 @@ type Watcher struct {
 // conflict is a socket and a frontend that are for the same packets. Sockets that share one place are one, and so are the
 // node ports of both families.
 type conflict struct {
-	socket   socket   // without inode
+	socket   socket   // without inode and user
 	port     plan.Key // without family
 	frontend plan.Frontend
 }
@@ -74,7 +75,7 @@ func New(cfg Config) *Watcher {
 	}
 	return &Watcher{
 		cfg: cfg, period: defaultPeriod, gap: defaultGap, wake: make(chan struct{}, 1),
-		dump: dumpSockets, host: hostAddresses, own: ownSockets,
+		dump: dumpSockets, host: hostAddresses, own: sockets.Own,
 		index: newIndex(), found: map[conflict]string{}, doubtful: map[uint32]bool{},
 	}
 }
@@ -134,7 +135,7 @@ func (w *Watcher) look() (again bool, err error) {
 	if !known {
 		return false, nil
 	}
-	var sockets []socket
+	var list []socket
 	for _, p := range []plan.Protocol{plan.TCP, plan.UDP, plan.SCTP} {
 		if count[p] == 0 {
 			continue
@@ -143,43 +144,43 @@ func (w *Watcher) look() (again bool, err error) {
 		if err != nil {
 			return false, err
 		}
-		sockets = append(sockets, some...)
+		list = append(list, some...)
 	}
 	host, err := w.host(w.cfg.NotNode)
 	if err != nil {
 		return false, err
 	}
-	now := w.conflicts(sockets, host)
+	now := w.conflicts(list, host)
 	w.tell(now)
 	return len(w.doubtful) > 0, nil
 }
 
 // conflicts returns those that there are, each with the inodes of its sockets.
-func (w *Watcher) conflicts(sockets []socket, host []netip.Addr) map[conflict][]uint32 {
+func (w *Watcher) conflicts(list []socket, host []netip.Addr) map[conflict][]uint32 {
 	now := map[conflict][]uint32{}
 	doubtful := map[uint32]bool{}
 	ephemeral := ephemeralPorts()
 	var own map[uint32]bool
 	w.mu.Lock()
 	defer w.mu.Unlock()
-	for _, s := range sockets {
+	for _, s := range list {
 		for _, o := range w.index.captured(s, host) {
-			doubt := s.protocol == plan.UDP && ephemeral.contains(s.port)
+			doubt := s.Protocol == plan.UDP && ephemeral.contains(s.Port)
 			if o.frontend.Kind == plan.HealthCheckNodePort {
 				if own == nil {
 					own = w.own()
 				}
-				if own[s.inode] {
+				if own[s.Inode] {
 					continue
 				}
 				doubt = true // It may have been this program's, and is closed by now.
 			}
 			c := conflictOf(s, o)
-			if _, told := w.found[c]; doubt && !told && !w.doubtful[s.inode] {
-				doubtful[s.inode] = true
+			if _, told := w.found[c]; doubt && !told && !w.doubtful[s.Inode] {
+				doubtful[s.Inode] = true
 				continue
 			}
-			now[c] = append(now[c], s.inode)
+			now[c] = append(now[c], s.Inode)
 		}
 	}
 	w.doubtful = doubtful
@@ -187,6 +188,6 @@ func (w *Watcher) conflicts(sockets []socket, host []netip.Addr) map[conflict][]
 }
 
 func conflictOf(s socket, o owner) conflict {
-	s.inode, o.key.Family = 0, 0
+	s.Inode, s.UID, o.key.Family = 0, 0, 0
 	return conflict{s, o.key, o.frontend}
 }

@@ -14,6 +14,7 @@ import (
 	"time"
 
 	"nodeproxy/proxier/plan"
+	"nodeproxy/proxier/sockets"
 	"nodeproxy/proxier/source"
 )
 
@@ -169,7 +170,7 @@ func TestHealthCheckNodePort(t *testing.T) {
 	w := newWatched(t, plan.Settings{})
 	w.set(servicePort("web", plan.IPv4, []plan.Frontend{at(plan.HealthCheckNodePort, "", plan.TCP, 32000)}, "10.0.0.5:32000"))
 	listen(t, "tcp", ":32000")
-	w.own = ownSockets
+	w.own = sockets.Own
 	for range 3 {
 		if found := w.see(); len(found) != 0 {
 			t.Fatalf("told of %v; the socket is this program's", found)
