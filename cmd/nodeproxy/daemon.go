@@ -85,7 +85,9 @@ func (d *daemon) build() error {
 		known = nil
 	}
 	tracked := conntrack.Config{Families: d.backend.Families(), ServiceCIDRs: known, Observe: flowsSwept(d.metrics), Log: d.log}
-	if cfg.Mode == "iptables" { // IPVS has a table of connections of its own, which this would not change.
+	if cfg.Mode == "ipvs" {
+		tracked.StrayAnswers = true
+	} else { // IPVS has a table of connections of its own, which this would not change.
 		tracked.ResetTCP = func(sp *plan.ServicePort) bool { return sp.ResetTCP }
 	}
 	d.flows = conntrack.New(tracked)

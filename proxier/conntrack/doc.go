@@ -37,6 +37,16 @@
 //
 // Flows in conntrack zones other than the default one belong to whoever made the zone, and are left alone.
 //
+// # Stray answers
+//
+// An answer that is on its way while its flow is removed, by this package or by IPVS itself, is the first packet of a flow
+// from the endpoint to the client. When the client's packets come to the same endpoint again, theirs would be the same flow in
+// the other direction. Rules that translate have the kernel choose another source port then. IPVS does not: Linux 6.12 was
+// seen to drop the client's packets for as long as it remembers that answer, which is nf_conntrack_udp_timeout, 30 seconds.
+// With Config.StrayAnswers such flows are therefore removed when a UDP endpoint comes back that had left, and by two full
+// passes after it has left. What has seen no answer and is not translated loses nothing by that: its next packet is
+// treated as the last one was.
+//
 // # When
 //
 // After a change that can make a flow stale, then again every so often, since no event tells of a flow that slipped
@@ -44,7 +54,7 @@
 // endpoints. From the moment that the rules of a plan begin to be written, flows are judged by it, so that no flow of the
 // new rules is taken for a stale one.
 //
-// The kernel filters (Linux 5.8 or later) by protocol and, where a change concerns one address or port only, by those.
+// The kernel filters (Linux 5.8 or later) by protocol and, where a change concerns one IPv4 address or one port only, by those.
 // The answer is read and judged piece by piece, and stale flows are deleted meanwhile, so memory does not depend on the
 // number of flows.
 package conntrack

@@ -133,6 +133,12 @@ func describe(request []byte) (asked string, filtered bool) {
 	if orig.dstPort != 0 {
 		asked += fmt.Sprintf(" :%d", orig.dstPort)
 	}
+	if orig.srcAddr.IsValid() {
+		asked += " from " + orig.srcAddr.String()
+	}
+	if orig.srcPort != 0 {
+		asked += fmt.Sprintf(" from :%d", orig.srcPort)
+	}
 	return asked, true
 }
 

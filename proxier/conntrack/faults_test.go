@@ -111,11 +111,47 @@ func TestWhatIsRead(t *testing.T) {
 		t.Errorf("full pass: dumps %q, want %q", k.dumps, want)
 	}
 	r.mu.Lock()
-	r.work.add(make([]frontend, mostFrontends+1))
+	var many work
+	many.frontends = map[frontend]struct{}{}
+	for i := range mostNoted + 1 {
+		many.frontends[frontend{port: uint16(i)}] = struct{}{}
+	}
+	r.work.add(many)
 	all := r.work.all
 	r.mu.Unlock()
 	if !all {
 		t.Error("any number of frontends is noted one by one")
+	}
+}
+
+// TestStrayAnswersRead: stray answers are read for when an endpoint is back that had left, of that endpoint only.
+func TestStrayAnswersRead(t *testing.T) {
+	k := &fakeKernel{}
+	r, p := fakeReconciler(k, func(c *Config) { c.StrayAnswers = true })
+	mustPass(t, r)
+	one, two, three := "10.244.1.1:5353", "10.244.2.2:5353", "10.244.3.3:5354"
+	frontend := "17 10.96.0.10 :53"
+	for _, step := range []struct {
+		what      string
+		endpoints []string
+		want      []string
+	}{
+		{"one more", []string{one, two}, nil},
+		{"one leaves", []string{two}, []string{frontend}},
+		{"it is back", []string{one, two}, []string{"17 from 10.244.1.1 from :5353"}},
+		{"all leave", nil, []string{frontend}},
+		{"both are back", []string{one, two}, []string{frontend, "17 from :5353"}},
+		{"a new one takes their place", []string{three}, []string{frontend}},
+		{"all are back", []string{one, two, three}, []string{"17 from :5353"}},
+	} {
+		k.dumps = nil
+		sp := service("dns", plan.UDP, "10.96.0.10:53", step.endpoints...)
+		p.Set(sp)
+		r.Update(p, plan.Keys{sp.Key: {}})
+		mustPass(t, r)
+		if !slices.Equal(k.dumps, step.want) {
+			t.Errorf("%s: dumps %q, want %q", step.what, k.dumps, step.want)
+		}
 	}
 }
 

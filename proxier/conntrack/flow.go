@@ -12,9 +12,11 @@ import (
 type flow struct {
 	family   plan.Family
 	protocol uint8 // as in IP headers
-	// dst is where the client sent its packets; from is who is to answer them.
-	dst, from netip.AddrPort
-	zone      bool // whether the flow is in a zone other than the default one
+	// src is where the first packet came from, and dst where it was sent to; from is who is to answer, and to is where
+	// answers are sent.
+	src, dst, from, to netip.AddrPort
+	replied            bool // whether there was an answer
+	zone               bool // whether the flow is in a zone other than the default one
 	// id tells the entry from a later one of the same addresses and ports. orig is the tuple by which the kernel finds it,
 	// in its own form; it is valid as long as the buffer that the flow was read from.
 	id, orig []byte
@@ -22,6 +24,10 @@ type flow struct {
 
 // translated reports whether another address or port answers than the one that the client sent to.
 func (f *flow) translated() bool { return f.dst != f.from }
+
+// oneWay reports whether a flow has packets of one direction only, and goes from where it seems to come from to where it was
+// sent. To take such a flow away changes nothing for its packets.
+func (f *flow) oneWay() bool { return !f.replied && !f.translated() && f.src == f.to }
 
 // parse reads a flow from the payload of a message of the kernel's, and reports whether it is a whole one with ports.
 func (f *flow) parse(b []byte) bool {
@@ -45,6 +51,8 @@ func (f *flow) parse(b []byte) bool {
 			orig.parse(payload)
 		case attrReply:
 			reply.parse(payload)
+		case attrStatus:
+			f.replied = len(payload) == 4 && binary.BigEndian.Uint32(payload)&statusReplied != 0
 		case attrID:
 			f.id = payload
 		case attrZone:
@@ -52,7 +60,8 @@ func (f *flow) parse(b []byte) bool {
 		}
 	})
 	f.zone = f.zone || orig.zone || reply.zone
-	f.protocol, f.dst, f.from = orig.protocol, orig.dst(), reply.src()
+	f.protocol = orig.protocol
+	f.src, f.dst, f.from, f.to = orig.src(), orig.dst(), reply.src(), reply.dst()
 	return whole && orig.protocol == reply.protocol && f.dst.IsValid() && f.from.IsValid() &&
 		plan.FamilyOf(f.dst.Addr()) == f.family && plan.FamilyOf(f.from.Addr()) == f.family
 }

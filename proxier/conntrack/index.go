@@ -116,7 +116,7 @@ func (t *target) mayStrand(old *target) bool {
 	return slices.ContainsFunc(old.allowed, func(a netip.AddrPort) bool { return !contains(t.allowed, a) })
 }
 
-// passesAfterEnd is how many full passes look for flows to a frontend after its end.
+// passesAfterEnd is how many full passes look for flows to a frontend after its end, or of an endpoint after it left.
 const passesAfterEnd = 2
 
 // index knows which frontends there are and were, and by that which flows are stale.
@@ -128,28 +128,32 @@ type index struct {
 	live     map[frontend]plan.Key
 	// gone are frontends that have ceased to be, each with the number of full passes that are still to look for it.
 	gone map[frontend]int
+	// strays is set where stray answers are looked for. left are the UDP endpoints that flows are taken from, so that stray
+	// answers of theirs may be under way; with numbers like those of gone.
+	strays bool
+	left   map[netip.AddrPort]int
 }
 
-func newIndex(ranges []netip.Prefix) *index {
-	return &index{ranges: ranges, targets: map[plan.Key]*target{}, live: map[frontend]plan.Key{}, gone: map[frontend]int{}}
+func newIndex(ranges []netip.Prefix, strays bool) *index {
+	return &index{ranges: ranges, targets: map[plan.Key]*target{}, live: map[frontend]plan.Key{}, gone: map[frontend]int{},
+		strays: strays, left: map[netip.AddrPort]int{}}
 }
 
-// set puts a ServicePort in the place of what had its key; nil takes it out. It returns the frontends whose flows may be
-// stale now.
-func (x *index) set(key plan.Key, sp *plan.ServicePort) []frontend {
+// set puts a ServicePort in the place of what had its key; nil takes it out. It returns where flows may be stale now.
+func (x *index) set(key plan.Key, sp *plan.ServicePort) work {
 	old := x.targets[key]
 	var now *target
 	if sp != nil {
 		now = newTarget(sp)
 	}
+	todo := work{frontends: map[frontend]struct{}{}, returned: x.moved(key, old, now)}
 	if old == nil && now == nil {
-		return nil
+		return todo
 	}
 	if old != nil && now != nil && !now.mayStrand(old) {
 		x.targets[key] = now
-		return nil
+		return todo
 	}
-	var touched []frontend
 	if old != nil {
 		for _, f := range old.frontends {
 			if x.live[f] != key {
@@ -158,20 +162,44 @@ func (x *index) set(key plan.Key, sp *plan.ServicePort) []frontend {
 			delete(x.live, f)
 			if f.protocol != protoTCP {
 				x.gone[f] = passesAfterEnd
-				touched = append(touched, f)
+				todo.frontends[f] = struct{}{}
 			}
 		}
 	}
 	if now == nil {
 		delete(x.targets, key)
-		return touched
+		return todo
 	}
 	x.targets[key] = now
 	for _, f := range now.frontends {
 		x.live[f] = key
 		delete(x.gone, f)
+		todo.frontends[f] = struct{}{}
 	}
-	return append(touched, now.frontends...)
+	return todo
+}
+
+// moved notes which endpoints a change of a ServicePort takes flows from, and returns those that are back.
+func (x *index) moved(key plan.Key, old, now *target) map[netip.AddrPort]struct{} {
+	back := map[netip.AddrPort]struct{}{}
+	if !x.strays || key.Protocol != plan.UDP {
+		return back
+	}
+	if now != nil {
+		for _, a := range now.allowed {
+			if _, was := x.left[a]; was && !(old != nil && contains(old.allowed, a)) {
+				back[a] = struct{}{}
+			}
+		}
+	}
+	if old != nil {
+		for _, a := range old.allowed {
+			if now == nil || !contains(now.allowed, a) {
+				x.left[a] = passesAfterEnd
+			}
+		}
+	}
+	return back
 }
 
 // stale reports whether a flow is to be removed, given the machine's own addresses. unknown lets translated flows to the
@@ -179,6 +207,9 @@ func (x *index) set(key plan.Key, sp *plan.ServicePort) []frontend {
 func (x *index) stale(f *flow, own *addresses, unknown bool) bool {
 	if f.zone {
 		return false
+	}
+	if _, left := x.left[f.src]; left && f.protocol == protoUDP && f.oneWay() {
+		return true
 	}
 	at := frontend{f.dst.Addr(), f.protocol, f.dst.Port()}
 	port := frontend{anyAddr(f.family), f.protocol, f.dst.Port()}
@@ -220,18 +251,23 @@ func (x *index) watched(f plan.Family, protocol uint8) bool {
 			return true
 		}
 	}
+	for a := range x.left {
+		if protocol == protoUDP && plan.FamilyOf(a.Addr()) == f {
+			return true
+		}
+	}
 	return false
 }
 
-// swept notes that a full pass has succeeded for everything that was in gone at its start.
-func (x *index) swept(before map[frontend]int) {
-	for f, left := range before {
-		switch now, ok := x.gone[f]; {
+// swept notes that a full pass has succeeded for everything that was noted at its start.
+func swept[T comparable](noted, before map[T]int) {
+	for what, left := range before {
+		switch now, ok := noted[what]; {
 		case !ok || now != left: // it has been there again meanwhile
 		case left == 1:
-			delete(x.gone, f)
+			delete(noted, what)
 		default:
-			x.gone[f] = left - 1
+			noted[what] = left - 1
 		}
 	}
 }

@@ -18,6 +18,7 @@ type entry struct {
 	src, dst string // of the original direction
 	from, to string // source and destination of the replies; where empty, those of a flow that is not translated
 	zone     uint16
+	replied  bool
 }
 
 func (e entry) tuples() (src, dst, from, to netip.AddrPort) {
@@ -58,6 +59,10 @@ func (e entry) create(m message, flags uint16, seq uint32) message {
 	m = m.attr(attrTimeout, binary.BigEndian.AppendUint32(nil, 600)...)
 	if e.zone != 0 {
 		m = m.port(attrZone, e.zone)
+	}
+	if e.replied {
+		const confirmed = 1 << 3
+		m = m.attr(attrStatus, 0, 0, 0, statusReplied|confirmed)
 	}
 	m.finish(start)
 	return m
@@ -177,6 +182,41 @@ func service(name string, protocol plan.Protocol, clusterIP string, endpoints ..
 func withNodePort(sp *plan.ServicePort, port uint16) *plan.ServicePort {
 	sp.Frontends = append(sp.Frontends, plan.Frontend{Kind: plan.NodePort, Protocol: sp.Key.Protocol, Port: port})
 	return sp
+}
+
+// TestFilters: the kernel hands over all flows that a filter is for. It may hand over more.
+func TestFilters(t *testing.T) {
+	t.Parallel()
+	for f, a := range byFamily {
+		nstest.Run(t, func() {
+			wanted := entry{protocol: protoUDP, src: a.client + ":4001", dst: a.clusterIP + ":53"}
+			inject(t, wanted,
+				entry{protocol: protoUDP, src: a.one + ":4002", dst: a.clusterIP + ":54"},
+				entry{protocol: protoUDP, src: a.client + ":4003", dst: a.two + ":53"},
+				entry{protocol: protoSCTP, src: a.client + ":4004", dst: a.clusterIP + ":53"})
+			client, clusterIP := parseAddr(a.client), parseAddr(a.clusterIP)
+			for _, want := range []filter{
+				{}, {dst: part{clusterIP, 53}}, {dst: part{clusterIP, 0}}, {dst: part{port: 53}},
+				{src: part{client, 4001}}, {src: part{client, 0}}, {src: part{port: 4001}},
+				{src: part{client, 4001}, dst: part{clusterIP, 53}},
+			} {
+				want.family, want.protocol = f, protoUDP
+				noFilter, found := false, false
+				table, err := openTable(openSocket, &noFilter)
+				if err != nil {
+					t.Fatal(err)
+				}
+				_, _, err = table.removeIf(t.Context(), want, func(fl *flow) bool {
+					found = found || fl.src.String() == wanted.src
+					return false
+				})
+				table.close()
+				if err != nil || !found || noFilter {
+					t.Errorf("%+v: found %v, without a filter %v, %v", want, found, noFilter, err)
+				}
+			}
+		})
+	}
 }
 
 // TestDeletesThatEntryOnly: a flow that was made anew since it was read, with the same addresses and ports, is not

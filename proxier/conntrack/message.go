@@ -19,6 +19,7 @@ const (
 
 	attrOrig   = 1  // CTA_TUPLE_ORIG
 	attrReply  = 2  // CTA_TUPLE_REPLY
+	attrStatus = 3  // CTA_STATUS
 	attrID     = 12 // CTA_ID
 	attrZone   = 18 // CTA_ZONE
 	attrFilter = 25 // CTA_FILTER
@@ -41,12 +42,16 @@ const (
 
 	nested   = 1 << 15 // NLA_F_NESTED
 	typeMask = 1<<14 - 1
+
+	statusReplied = 1 << 1 // IPS_SEEN_REPLY, as in linux/netfilter/nf_conntrack_common.h
 )
 
 // Which parts of a tuple the kernel is to compare, as in its nf_conntrack_netlink.c.
 const (
+	compareSrc     = 1 << 0
 	compareDst     = 1 << 1
 	compareProto   = 1 << 3
+	compareSrcPort = 1 << 4
 	compareDstPort = 1 << 5
 )
 
@@ -120,32 +125,53 @@ func attributes(b []byte, visit func(typ uint16, payload []byte)) bool {
 	return len(b) == 0
 }
 
-// filter says which flows a dump is for. Addr and Port may be zero: any.
+// filter says which flows a dump is for, by where their first packet came from and went to. An address or port that is zero
+// stands for any.
 type filter struct {
 	family   plan.Family
 	protocol uint8
-	addr     netip.Addr // the original destination
-	port     uint16
+	src, dst part
+}
+
+// part is what a filter says of one end of a flow.
+type part struct {
+	addr netip.Addr
+	port uint16
+}
+
+// narrowest returns the part that lets all of these through, and as little else as can be.
+func narrowest(ends []part) part {
+	out := ends[0]
+	for _, e := range ends {
+		if e.addr != out.addr {
+			out.addr = netip.Addr{}
+		}
+		if e.port != out.port {
+			out.port = 0
+		}
+	}
+	return out
 }
 
 // dumpRequest asks for all flows of the filter's family, and leaves the rest of the filter to the kernel if inKernel is
-// set. A kernel before 5.8 does not know that attribute, and passes over it.
+// set. A kernel before 5.8 does not know that attribute, and passes over it. Of IPv6 addresses, kernels up to 6.18 at least
+// return the flows that have others (ctnetlink_filter_match_tuple takes ipv6_addr_cmp for a predicate), so they are not
+// among what the kernel is to compare.
 func dumpRequest(f filter, inKernel bool, seq uint32) message {
 	m := newMessage(msgGet, syscall.NLM_F_REQUEST|syscall.NLM_F_DUMP, seq, f.family)
 	if inKernel {
 		compare := uint32(compareProto)
 		m = m.nest(attrOrig, func(m message) message {
-			if f.addr.IsValid() {
-				compare |= compareDst
-				m = m.nest(attrTupleIP, func(m message) message { return m.attr(dstType(f.family), f.addr.AsSlice()...) })
+			if f.family == plan.IPv4 && (f.src.addr.IsValid() || f.dst.addr.IsValid()) {
+				m = m.nest(attrTupleIP, func(m message) message {
+					m = m.compareAddr(attrIPv4Src, f.src.addr, compareSrc, &compare)
+					return m.compareAddr(attrIPv4Dst, f.dst.addr, compareDst, &compare)
+				})
 			}
 			return m.nest(attrTupleProto, func(m message) message {
 				m = m.attr(attrProtoNum, f.protocol)
-				if f.port != 0 {
-					compare |= compareDstPort
-					m = m.port(attrDstPort, f.port)
-				}
-				return m
+				m = m.comparePort(attrSrcPort, f.src.port, compareSrcPort, &compare)
+				return m.comparePort(attrDstPort, f.dst.port, compareDstPort, &compare)
 			})
 		})
 		m = m.nest(attrFilter, func(m message) message {
@@ -157,9 +183,20 @@ func dumpRequest(f filter, inKernel bool, seq uint32) message {
 	return m
 }
 
-func dstType(f plan.Family) uint16 {
-	if f == plan.IPv4 {
-		return attrIPv4Dst
+// compareAddr appends an address and has the kernel compare it, unless any will do.
+func (m message) compareAddr(typ uint16, a netip.Addr, flag uint32, compare *uint32) message {
+	if !a.IsValid() {
+		return m
 	}
-	return attrIPv6Dst
+	*compare |= flag
+	return m.attr(typ, a.AsSlice()...)
+}
+
+// comparePort appends a port and has the kernel compare it, unless any will do.
+func (m message) comparePort(typ, port uint16, flag uint32, compare *uint32) message {
+	if port == 0 {
+		return m
+	}
+	*compare |= flag
+	return m.port(typ, port)
 }

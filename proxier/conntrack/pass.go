@@ -14,63 +14,58 @@ import (
 type work struct {
 	all       bool
 	frontends map[frontend]struct{}
+	// returned are endpoints whose stray answers are to be looked for.
+	returned map[netip.AddrPort]struct{}
 }
 
-// mostFrontends is how many frontends are worth noting one by one.
-const mostFrontends = 1000
+// mostNoted is how many frontends and endpoints are worth noting one by one.
+const mostNoted = 1000
 
-func (w *work) add(frontends []frontend) {
-	if w.all || len(frontends) == 0 {
+// add notes more work; a full pass is the work of everything.
+func (w *work) add(o work) {
+	if w.all || o.all || len(w.frontends)+len(o.frontends) > mostNoted || len(w.returned)+len(o.returned) > mostNoted {
+		*w = work{all: true}
 		return
 	}
-	if len(w.frontends)+len(frontends) > mostFrontends {
-		w.all, w.frontends = true, nil
-		return
-	}
-	if w.frontends == nil {
-		w.frontends = map[frontend]struct{}{}
-	}
-	for _, f := range frontends {
-		w.frontends[f] = struct{}{}
-	}
+	w.frontends, w.returned = union(w.frontends, o.frontends), union(w.returned, o.returned)
 }
 
-// addWork puts back what could not be done.
-func (w *work) addWork(o work) {
-	if o.all || w.all {
-		w.all, w.frontends = true, nil
-		return
+func union[T comparable](a, b map[T]struct{}) map[T]struct{} {
+	if len(a) == 0 {
+		return b
 	}
-	for f := range o.frontends {
-		w.add([]frontend{f})
-	}
+	maps.Copy(a, b)
+	return a
 }
 
-func (w *work) empty() bool { return !w.all && len(w.frontends) == 0 }
+func (w *work) empty() bool { return !w.all && len(w.frontends) == 0 && len(w.returned) == 0 }
 
-// filter returns the narrowest filter that lets through the flows of a family and protocol that the work is about, and
-// false if it is about none.
-func (w *work) filter(family plan.Family, protocol uint8) (filter, bool) {
-	f := filter{family: family, protocol: protocol}
-	found := false
+// filters returns the narrowest filters that let through the flows of a family and protocol that the work is about: those to
+// frontends, and those of answers.
+func (w *work) filters(family plan.Family, protocol uint8) []filter {
+	var to, from []part
 	for at := range w.frontends {
-		if at.protocol != protocol || plan.FamilyOf(at.addr) != family {
-			continue
-		}
-		if !found {
-			found, f.addr, f.port = true, at.addr, at.port
-		}
-		if f.addr != at.addr {
-			f.addr = netip.Addr{}
-		}
-		if f.port != at.port {
-			f.port = 0
+		if at.protocol == protocol && plan.FamilyOf(at.addr) == family {
+			to = append(to, part{at.addr, at.port})
 		}
 	}
-	if f.addr == anyAddr(family) {
-		f.addr = netip.Addr{}
+	for at := range w.returned {
+		if protocol == protoUDP && plan.FamilyOf(at.Addr()) == family {
+			from = append(from, part{at.Addr(), at.Port()})
+		}
 	}
-	return f, found
+	var out []filter
+	if len(to) > 0 {
+		f := filter{family: family, protocol: protocol, dst: narrowest(to)}
+		if f.dst.addr == anyAddr(family) {
+			f.dst.addr = netip.Addr{}
+		}
+		out = append(out, f)
+	}
+	if len(from) > 0 {
+		out = append(out, filter{family: family, protocol: protocol, src: narrowest(from)})
+	}
+	return out
 }
 
 var protocols = [...]plan.Protocol{plan.UDP, plan.SCTP, plan.TCP}
@@ -85,7 +80,7 @@ func (r *Reconciler) pass(ctx context.Context) (full bool, err error) {
 	}
 	todo, settled, unknown := r.work, r.settled, !r.started
 	r.work = work{}
-	gone := maps.Clone(r.index.gone)
+	gone, left := maps.Clone(r.index.gone), maps.Clone(r.index.left)
 	filters := r.filters(todo)
 	r.mu.Unlock()
 	if len(filters) > 0 {
@@ -95,13 +90,14 @@ func (r *Reconciler) pass(ctx context.Context) (full bool, err error) {
 	defer r.mu.Unlock()
 	switch {
 	case err != nil || !settled:
-		r.work.addWork(todo)
+		r.work.add(todo)
 		if err == nil && r.settled {
 			r.poke() // The end may have come when there was nothing left to do.
 		}
 	case todo.all:
 		r.started = true
-		r.index.swept(gone)
+		swept(r.index.gone, gone)
+		swept(r.index.left, left)
 	}
 	return todo.all, err
 }
@@ -112,14 +108,12 @@ func (r *Reconciler) filters(todo work) []filter {
 	for _, family := range r.cfg.Families {
 		for _, p := range protocols {
 			protocol := protocolNumber(p)
-			f, need := todo.filter(family, protocol)
-			if todo.all {
-				f = filter{family: family, protocol: protocol}
-				need = r.index.watched(family, protocol) ||
-					!r.started && p != plan.TCP && len(r.cfg.ServiceCIDRs) > 0
+			if !todo.all {
+				out = append(out, todo.filters(family, protocol)...)
+				continue
 			}
-			if need {
-				out = append(out, f)
+			if r.index.watched(family, protocol) || !r.started && p != plan.TCP && len(r.cfg.ServiceCIDRs) > 0 {
+				out = append(out, filter{family: family, protocol: protocol})
 			}
 		}
 	}

@@ -25,6 +25,9 @@ type Config struct {
 	// it. This takes net.netfilter.nf_conntrack_tcp_loose, which is on by default. Where no endpoint is left, the rules
 	// decide: only a reject with a TCP reset ends the connection at once.
 	ResetTCP func(*plan.ServicePort) bool
+	// StrayAnswers has flows removed that began with an answer: where IPVS translates, they keep clients from an endpoint. See
+	// the package's documentation.
+	StrayAnswers bool
 	// Observe is called after each sweep; nil for nobody.
 	Observe func(Sweep)
 	Log     *slog.Logger
@@ -85,7 +88,7 @@ func New(cfg Config) *Reconciler {
 		cfg.Observe = func(Sweep) {}
 	}
 	return &Reconciler{cfg: cfg, wake: make(chan struct{}, 1), open: openSocket, local: localAddresses,
-		index: newIndex(cfg.ServiceCIDRs)}
+		index: newIndex(cfg.ServiceCIDRs, cfg.StrayAnswers)}
 }
 
 // Backend is what makes the kernel's rules equal to a plan, as the proxier's does.

@@ -396,3 +396,80 @@ func TestResetTCP(t *testing.T) {
 		}
 	})
 }
+
+// TestStrayAnswers: a flow that an answer began is removed when its endpoint is back, and by full passes after it left; only
+// where that is asked for, and no flow that somebody answers or that is translated.
+func TestStrayAnswers(t *testing.T) {
+	t.Parallel()
+	for f, a := range byFamily {
+		for _, asked := range []bool{true, false} {
+			t.Run(fmt.Sprintf("%s %v", f, asked), func(t *testing.T) {
+				t.Parallel()
+				nstest.Run(t, func() { testStrayAnswers(t, a, asked) })
+			})
+		}
+	}
+}
+
+func testStrayAnswers(t *testing.T, a addressesOf, asked bool) {
+	r := newReconciler(func(c *Config) { c.StrayAnswers = asked })
+	p := plan.New(plan.Node{}, plan.Settings{})
+	use := func(endpoints ...string) {
+		sp := service("dns", plan.UDP, a.clusterIP+":53", endpoints...)
+		p.Set(sp)
+		r.Update(p, plan.Keys{sp.Key: {}})
+		mustPass(t, r)
+	}
+	one, two := a.one+":5353", a.two+":5353"
+	r.Update(p, nil)
+	use(one, two)
+	mustPass(t, r)
+	stray := entry{protocol: protoUDP, src: one, dst: a.client + ":4001"}
+	others := []entry{
+		{protocol: protoUDP, src: one, dst: a.client + ":4002", replied: true},
+		{protocol: protoUDP, src: one, dst: a.client + ":4003", to: a.masquerade + ":4003"},
+		{protocol: protoUDP, src: one, dst: a.client + ":4004", from: a.two + ":4004"},
+		{protocol: protoSCTP, src: one, dst: a.client + ":4005"},
+		{protocol: protoUDP, src: a.one + ":5354", dst: a.client + ":4006"},
+		{protocol: protoUDP, src: two, dst: a.client + ":4007"},
+	}
+	inject(t, append(others, stray)...)
+	check := func(when string, stays bool) {
+		t.Helper()
+		if got := len(held(t, []entry{stray})) == 1; got != stays {
+			t.Errorf("%s, the stray answer is there: %v, want %v", when, got, stays)
+		}
+		if stays == false && !asked {
+			t.Fatal("the test is wrong: nothing was asked for")
+		}
+		for _, e := range others {
+			if len(held(t, []entry{e})) == 0 {
+				t.Errorf("%s, %+v is gone", when, e)
+			}
+		}
+	}
+	use(one, two)
+	check("while its endpoint serves", true)
+	use(two)
+	check("when its endpoint left", true) // more may follow
+	use(one, two)
+	check("when its endpoint is back", !asked)
+	if !asked {
+		return
+	}
+	inject(t, stray)
+	use(two)
+	r.work.all = true
+	mustPass(t, r)
+	check("after a full pass", false)
+	for range passesAfterEnd {
+		r.work.all = true
+		mustPass(t, r)
+	}
+	if len(r.index.left) > 0 {
+		t.Errorf("%d full passes after: %v is still remembered", passesAfterEnd+1, r.index.left)
+	}
+	inject(t, stray)
+	use(one, two)
+	check("when its endpoint is back after long", true)
+}
