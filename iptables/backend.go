@@ -242,13 +242,9 @@ func AllowLocalhostNodePorts(ctx context.Context, cfg Config) error {
 	if err := f.guard(); err != nil {
 		return err
 	}
-	for _, j := range jumps(true) {
-		if j.to != chainFirewall || slices.Contains(f.filter[j.from], j.text()) {
-			continue
-		}
-		if err := f.tool.ensureJump(j); err != nil {
-			return err
-		}
+	guards := slices.DeleteFunc(jumps(true), func(j jump) bool { return j.to != chainFirewall })
+	if err := f.ensure(guards); err != nil {
+		return err
 	}
 	return allowRouteLocalnet(f.sysctlDir)
 }

@@ -21,8 +21,9 @@ type Options struct {
 	// ServicePort's chain, no such chain either for one with a cluster IP only and one or two endpoints, and one rule that
 	// masquerades hairpin traffic for all. 0 is for never, which kernels without xt_bpf need.
 	CompactAbove int
-	// KeepCounters has every ServicePort keep a chain in the compact form too: the counters of what leads there are not
-	// lost when others change, as those of rules in a dispatcher are.
+	// KeepCounters has every ServicePort keep a chain in the compact form too. Traffic tells ServicePorts apart by their
+	// chains; and what leads there loses its counter only when frontends near it in the dispatcher come or go, not whenever an
+	// endpoint of theirs does.
 	KeepCounters bool
 	// TCPLiberal is set where net.netfilter.nf_conntrack_tcp_be_liberal is: then packets that conntrack calls invalid
 	// are not dropped.

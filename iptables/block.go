@@ -1,6 +1,7 @@
 package iptables
 
 import (
+	"slices"
 	"strings"
 )
 
@@ -27,6 +28,31 @@ func (b *block) replace(was int, c chain) {
 func (b *block) removeChain(was int, name string) {
 	b.remove(name)
 	b.grows -= was
+}
+
+// blocks are a change of both tables. Each changes as a whole, one after the other.
+type blocks struct{ nat, filter block }
+
+func (b *blocks) write(c tableChain) {
+	if c.table == tableFilter {
+		b.filter.write(c.chain)
+	} else {
+		b.nat.write(c.chain)
+	}
+}
+
+func (b *blocks) empty() bool { return b.nat.empty() && b.filter.empty() }
+
+// filterFirst and natFirst say which table changes first.
+func (b *blocks) filterFirst() []block {
+	b.nat.table, b.filter.table = tableNAT, tableFilter
+	return []block{b.filter, b.nat}
+}
+
+func (b *blocks) natFirst() []block {
+	list := b.filterFirst()
+	slices.Reverse(list)
+	return list
 }
 
 // ownChains adds what differs between the chains that a ServicePort had and those that it has.

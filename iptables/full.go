@@ -67,8 +67,7 @@ func (f *fullSync) run(p *plan.Plan) error {
 		return cmp.Or(boolCompare(b.Critical, a.Critical), firstAddr(a).Compare(firstAddr(b)))
 	})
 	if err := f.base(); err != nil {
-		var refused *RestoreError
-		if !f.rules.compact || !errors.As(err, &refused) || errLocked(err) {
+		if !f.rules.compact || !errRefused(err) {
 			return err
 		}
 		f.log.Warn("the kernel refuses the rule for hairpin traffic of many services, which needs the module xt_bpf; "+
@@ -117,30 +116,14 @@ func boolCompare(a, b bool) int {
 // base writes the chains that all others need. What one rule does for all services in the form that the kernel holds goes only
 // at the end (dispatch), when each does it for itself.
 func (f *fullSync) base() error {
-	nat, filter := block{table: tableNAT}, block{table: tableFilter}
+	var b blocks
 	for _, c := range baseChains(f.options, f.family, f.rules.form()) {
 		c.rules = slices.Concat(f.forAll(c, tableNAT), c.rules, f.forAll(c, tableFilter))
-		b := &nat
-		if c.table == tableFilter {
-			b = &filter
-		}
-		if held := f.held(c.table); !held.has(c.chain) {
-			b.write(c.chain)
+		if !f.held(c.table).has(c.chain) {
+			b.write(c)
 		}
 	}
-	var blocks []block
-	for _, b := range []block{filter, nat} {
-		if !b.empty() {
-			blocks = append(blocks, b)
-		}
-	}
-	if err := f.write(blocks); err != nil {
-		return err
-	}
-	for _, b := range blocks {
-		f.written += len(b.writes)
-	}
-	return nil
+	return f.write(b.filterFirst()...)
 }
 
 // forAll are the rules for all services in a base chain that the kernel holds and that are not to be: in table nat they stand
@@ -162,40 +145,30 @@ func (f *fullSync) foundation(p *plan.Plan, services []*plan.ServicePort) error 
 		return nil
 	}
 	first := newRules(p, f.family, f.engine.options)
-	nat, filter := block{table: tableNAT}, block{table: tableFilter}
+	var b blocks
 	for _, sp := range services {
 		if !sp.Critical {
 			break
 		}
 		for _, c := range first.enter(sp) {
 			if !f.nat.has(c) {
-				nat.write(c)
+				b.nat.write(c)
 			}
 		}
 	}
 	first.fixed(func(c tableChain) {
-		switch {
-		case f.held(c.table).has(c.chain) || len(f.held(c.table)[c.name]) > 0:
-			// What is there may serve more than the critical ones; it is not to serve less meanwhile.
-		case c.table == tableNAT:
-			nat.write(c.chain)
-		default:
-			filter.write(c.chain)
+		// What is there may serve more than the critical ones; it is not to serve less meanwhile.
+		if !f.held(c.table).has(c.chain) && len(f.held(c.table)[c.name]) == 0 {
+			b.write(c)
 		}
 	})
-	if nat.empty() && filter.empty() {
+	if b.empty() {
 		return nil
 	}
-	if err := f.restore(text([]block{filter, nat})); err != nil {
+	if err := f.write(b.filterFirst()...); err != nil {
 		// One refused ServicePort must not take the rest down: they are tried one by one next.
 		f.log.Debug("the critical Services were not programmed ahead of the others", "error", err)
 		return nil
-	}
-	for _, c := range nat.writes {
-		f.nat[c.name] = c.rules
-	}
-	for _, c := range filter.writes {
-		f.filter[c.name] = c.rules
 	}
 	return f.jumps()
 }
@@ -261,13 +234,11 @@ func (f *fullSync) writeServices(batch []own) error {
 	for _, o := range batch {
 		b.writes = append(b.writes, o.chains...)
 	}
-	err := f.write([]block{b})
-	var refused *RestoreError
+	err := f.write(b)
 	switch {
 	case err == nil:
-		f.written += len(b.writes)
 		return nil
-	case !errors.As(err, &refused) || errLocked(err) || !f.works():
+	case !errRefused(err) || !f.works():
 		return err
 	case len(batch) > 1:
 		half := len(batch) / 2
@@ -280,7 +251,9 @@ func (f *fullSync) writeServices(batch []own) error {
 	return nil
 }
 
-func (f *fullSync) write(blocks []block) error {
+// write writes blocks that are not empty, all or none.
+func (f *fullSync) write(blocks ...block) error {
+	blocks = slices.DeleteFunc(blocks, func(b block) bool { return b.empty() })
 	if len(blocks) == 0 {
 		return nil
 	}
@@ -291,6 +264,7 @@ func (f *fullSync) write(blocks []block) error {
 		return err
 	}
 	for _, b := range blocks {
+		f.written += len(b.writes)
 		for _, c := range b.writes {
 			f.held(b.table)[c.name] = c.rules
 		}
@@ -349,7 +323,22 @@ func (f *fullSync) jumps() error {
 			return err
 		}
 	}
-	for _, j := range jumps(f.rules.localnet()) {
+	if err := f.ensure(jumps(f.rules.localnet())); err != nil {
+		return err
+	}
+	if !f.rules.localnet() {
+		return nil
+	}
+	if err := allowRouteLocalnet(f.sysctlDir); err != nil && !f.toldLocalnet {
+		f.engine.toldLocalnet = true // Everything else works, and at every sync it is tried again.
+		f.log.Warn("node ports do not answer on localhost", "error", err)
+	}
+	return nil
+}
+
+// ensure puts rules into built-in chains that lack them.
+func (f *fullSync) ensure(list []jump) error {
+	for _, j := range list {
 		held := f.held(j.table)
 		if slices.Contains(held[j.from], j.text()) {
 			continue
@@ -359,13 +348,6 @@ func (f *fullSync) jumps() error {
 		}
 		held[j.from] = append(held[j.from], j.text())
 		f.written++
-	}
-	if !f.rules.localnet() {
-		return nil
-	}
-	if err := allowRouteLocalnet(f.sysctlDir); err != nil && !f.toldLocalnet {
-		f.engine.toldLocalnet = true // Everything else works, and at every sync it is tried again.
-		f.log.Warn("node ports do not answer on localhost", "error", err)
 	}
 	return nil
 }

@@ -2,65 +2,56 @@ package iptables
 
 import (
 	"cmp"
-	"errors"
 	"slices"
 )
 
 // dispatch writes what leads to the ServicePorts' own chains, with those of these that change: at once where they are not too
 // many, so that no packet meets the one without the other.
 func (f *fullSync) dispatch() error {
-	if done, err := f.dispatchAtOnce(); done || err != nil {
+	todo := f.fixedTodo()
+	if done, err := f.dispatchAtOnce(todo); done || err != nil {
 		return err
 	}
 	rewrites := f.rewrites
 	f.rewrites = nil
+	refused := len(f.refused)
 	if err := f.writeAll(rewrites); err != nil {
 		return err
 	}
-	err := f.dispatchInSteps()
-	var refused *RestoreError
-	if !errors.As(err, &refused) || errLocked(err) || !f.works() {
+	if len(f.refused) > refused { // What leads to those is not to be, or is to be as it was.
+		todo = f.fixedTodo()
+	}
+	err := f.dispatchInSteps(todo)
+	if !errRefused(err) || !f.works() {
 		return err
 	}
 	if found, other := f.refuseEntries(); other != nil || !found {
 		return cmp.Or(other, err)
 	}
-	return f.dispatchInSteps()
+	return f.dispatchInSteps(f.fixedTodo())
 }
 
 // dispatchAtOnce reports whether it has written all, which it has not where that is too much, or the kernel refuses something.
-func (f *fullSync) dispatchAtOnce() (bool, error) {
-	nat, filter := block{table: tableNAT}, block{table: tableFilter}
+func (f *fullSync) dispatchAtOnce(todo []tableChain) (bool, error) {
+	var b blocks
 	names := map[string]bool{}
 	for _, o := range f.rewrites {
 		for _, c := range o.chains {
-			nat.write(c)
+			b.nat.write(c)
 			addNames(names, c)
 		}
 	}
-	for _, c := range f.fixedTodo() {
-		if c.table == tableNAT {
-			nat.write(c.chain)
-		} else {
-			filter.write(c.chain)
-		}
+	for _, c := range todo {
+		b.write(c)
 		addNames(names, c.chain)
 	}
 	if f.tooMany(names) {
 		return false, nil
 	}
-	var blocks []block
-	for _, b := range []block{nat, filter} {
-		if !b.empty() {
-			blocks = append(blocks, b)
-		}
-	}
-	err := f.write(blocks)
-	var refused *RestoreError
-	if errors.As(err, &refused) && !errLocked(err) {
+	err := f.write(b.natFirst()...)
+	if errRefused(err) {
 		return false, nil // In steps it turns out by what.
 	}
-	f.written += len(nat.writes) + len(filter.writes)
 	return err == nil, err
 }
 
@@ -77,8 +68,7 @@ func (f *fullSync) fixedTodo() []tableChain {
 }
 
 // dispatchInSteps writes the chains that are not a ServicePort's own, those that others lead to first.
-func (f *fullSync) dispatchInSteps() error {
-	todo := f.fixedTodo()
+func (f *fullSync) dispatchInSteps(todo []tableChain) error {
 	// The roots come last of all: until they are written, the trees that were there before are whole.
 	slices.SortStableFunc(todo, func(a, b tableChain) int { return boolCompare(fixedName(a.name), fixedName(b.name)) })
 	var blocks []block
@@ -88,16 +78,15 @@ func (f *fullSync) dispatchInSteps() error {
 			blocks = append(blocks, block{table: c.table})
 		}
 		blocks[len(blocks)-1].write(c.chain)
-		f.written++
 		if addNames(names, c.chain); f.tooMany(names) {
-			if err := f.write(blocks); err != nil {
+			if err := f.write(blocks...); err != nil {
 				return err
 			}
 			blocks = nil
 			clear(names)
 		}
 	}
-	return f.write(blocks)
+	return f.write(blocks...)
 }
 
 // fixedName reports whether a chain is there whatever the Services: one that does not belong to a tree.

@@ -84,9 +84,8 @@ func (f *fullSync) tryEntries(services []*plan.ServicePort) error {
 		return err
 	}
 	err := f.trial(services)
-	var refused *RestoreError
 	switch half := len(services) / 2; {
-	case !errors.As(err, &refused) || errLocked(err):
+	case !errRefused(err):
 		return err
 	case half > 0:
 		if err := f.tryEntries(services[:half]); err != nil {

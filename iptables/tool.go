@@ -308,6 +308,12 @@ func (t *tool) describe() string {
 	return fmt.Sprintf("%s %d.%d.%d (%s)", baseName(t.family), v1, v2, v3, t.variant)
 }
 
+// errRefused recognises that iptables-restore, or the kernel, does not take some input, whenever it is tried.
+func errRefused(err error) bool {
+	var refused *RestoreError
+	return errors.As(err, &refused) && !errLocked(err)
+}
+
 // errLocked recognises a lock that another program did not release in time, after which a retry soon makes sense.
 func errLocked(err error) bool {
 	var re *RestoreError
