@@ -175,6 +175,29 @@ func TestUDPClientsFollowEndpoints(t *testing.T) {
 	})
 }
 
+// TestUDPEndpointReturns: UDP clients come back to an endpoint that has left for a moment, however often that happens, though
+// answers of its are on their way when it leaves.
+func TestUDPEndpointReturns(t *testing.T) {
+	onEachVariant(t, func(t *testing.T, variant harness.Variant) {
+		w := harness.New(t, harness.Options{})
+		w.Write(t, "nodes.yaml", w.NodeObjects()...)
+		s := harness.Service("s", 1)
+		set := func(pods ...string) { w.Write(t, "s.yaml", harness.Objects(s, w.Ready(pods...)...)...) }
+		set("n2a")
+		w.Run(t, variant, clusterCIDR)
+		all := talkers(t, w)
+		allHear(t, "the start", all, "n2a")
+		for range 8 {
+			set("n3a")
+			allHear(t, "another endpoint", all, "n3a")
+			set()
+			allHear(t, "scaling to zero", all, refused)
+			set("n2a")
+			allHear(t, "scaling from zero", all, "n2a")
+		}
+	})
+}
+
 // TestUDPServiceRecreated: when a Service is deleted, its UDP clients no longer reach its endpoint; when it is made anew,
 // with the same addresses and another endpoint, they reach that one (kubernetes/kubernetes#141371).
 func TestUDPServiceRecreated(t *testing.T) {

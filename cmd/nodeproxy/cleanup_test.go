@@ -7,24 +7,11 @@ import (
 	"os/exec"
 	"path/filepath"
 	"regexp"
-	"runtime"
 	"strings"
 	"testing"
 
-	"github.com/vishvananda/netns"
+	"nodeproxy/internal/nstest"
 )
-
-// inNamespace moves the test to a thread in a network namespace of its own, which ends with it. Programs that the test starts
-// are in there too.
-func inNamespace(t *testing.T) {
-	t.Helper()
-	runtime.LockOSThread() // For good: the thread ends with the test's goroutine, and the namespace with the thread.
-	n, err := netns.New()
-	if err != nil {
-		t.Fatalf("a network namespace of the test's own (this needs root): %v", err)
-	}
-	t.Cleanup(func() { n.Close() })
-}
 
 // command runs a program and returns what it prints.
 func command(t *testing.T, stdin, name string, args ...string) string {
@@ -139,7 +126,7 @@ func populate(t *testing.T) (others string) {
 // be done is told before.
 func TestCleanup(t *testing.T) {
 	t.Parallel()
-	inNamespace(t)
+	nstest.Enter(t)
 	others := populate(t)
 	before := saved(t)
 	listed := command(t, "", "nodeproxy", "cleanup", "--dry-run")
@@ -174,7 +161,7 @@ func TestCleanup(t *testing.T) {
 // TestCleanupOneVariant: what --iptables-backend does not name stays.
 func TestCleanupOneVariant(t *testing.T) {
 	t.Parallel()
-	inNamespace(t)
+	nstest.Enter(t)
 	others := populate(t)
 	for i, variant := range variantsUnderTest {
 		removed := command(t, "", "nodeproxy", "cleanup", "--iptables-backend="+variant)
@@ -194,7 +181,7 @@ func TestCleanupFails(t *testing.T) {
 	for _, variant := range variantsUnderTest {
 		t.Run(variant, func(t *testing.T) {
 			t.Parallel()
-			inNamespace(t)
+			nstest.Enter(t)
 			populate(t)
 			command(t, "", "iptables-"+variant, "-t", "nat", "-A", "CNI-HOSTPORT", "-j", "KUBE-MARK-MASQ")
 			out, err := exec.Command("nodeproxy", "cleanup").CombinedOutput()
@@ -217,7 +204,7 @@ func TestCleanupFails(t *testing.T) {
 // TestCleanupBesideProxy: a proxy that runs is warned of, since it makes everything anew.
 func TestCleanupBesideProxy(t *testing.T) {
 	t.Parallel()
-	inNamespace(t)
+	nstest.Enter(t)
 	proxy, err := net.Listen("unix", "@nodeproxy") // what a running nodeproxy has
 	if err != nil {
 		t.Fatal(err)

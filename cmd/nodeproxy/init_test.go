@@ -5,6 +5,8 @@ import (
 	"path/filepath"
 	"strings"
 	"testing"
+
+	"nodeproxy/internal/nstest"
 )
 
 // TestInitOnly: kernel settings are made as configured, what guards against their misuse before, and nothing else.
@@ -23,7 +25,7 @@ func TestInitOnly(t *testing.T) {
 	} {
 		t.Run(tc.name, func(t *testing.T) {
 			t.Parallel()
-			inNamespace(t)
+			nstest.Enter(t)
 			for _, key := range []string{"all", "default", "lo"} { // New namespaces take these over from the host's.
 				if err := os.WriteFile("/proc/sys/net/ipv4/conf/"+key+"/route_localnet", []byte("0"), 0o644); err != nil {
 					t.Fatal(err)

@@ -3,34 +3,33 @@ package nstest
 
 import (
 	"fmt"
+	"os"
+	"os/exec"
 	"runtime"
+	"syscall"
 	"testing"
 
 	"github.com/vishvananda/netlink"
 	"github.com/vishvananda/netns"
 )
 
-// Run runs f on a thread of its own in a new network namespace, whose loopback is up. The namespace has no name and goes with
-// the thread. Programs that f starts, and sockets that it makes, are in it; those of goroutines that it starts are not.
+// Enter moves the calling test or benchmark to a new network namespace, whose loopback is up. The namespace has no name and goes
+// with the test. Programs that the test starts, and sockets that it makes, are in it; those of goroutines that it starts are not.
+func Enter(t testing.TB) {
+	t.Helper()
+	if err := enter(); err != nil {
+		t.Fatal(err)
+	}
+}
+
+// Run runs f like a test that enters a namespace, on a thread of its own. f must not end the test.
 func Run(t testing.TB, f func()) {
 	t.Helper()
 	done := make(chan error, 1)
 	go func() {
 		defer close(done)
-		// Never unlocked: the thread ends with the goroutine, and the namespace with the thread.
-		runtime.LockOSThread()
-		ns, err := netns.New()
-		if err != nil {
-			done <- fmt.Errorf("making a network namespace (these tests need root): %w", err)
-			return
-		}
-		defer ns.Close()
-		lo, err := netlink.LinkByName("lo")
-		if err == nil {
-			err = netlink.LinkSetUp(lo)
-		}
-		if err != nil {
-			done <- fmt.Errorf("loopback of a network namespace: %w", err)
+		if err := enter(); err != nil {
+			done <- err
 			return
 		}
 		f()
@@ -38,4 +37,48 @@ func Run(t testing.TB, f func()) {
 	if err := <-done; err != nil {
 		t.Fatal(err)
 	}
+}
+
+// Process runs the calling test once more, in a process of its own with a network namespace of its own, whose loopback is up:
+// for tests with goroutines that are to be in it too. It returns false to the caller in the first process, whose test is over
+// then, and true in the second. The test is parallel to others by that.
+func Process(t *testing.T) bool {
+	t.Helper()
+	const inside = "NODEPROXY_TEST_IN_NAMESPACE"
+	if os.Getenv(inside) != "" {
+		if err := raiseLoopback(); err != nil {
+			t.Fatal(err)
+		}
+		return true
+	}
+	t.Parallel()
+	cmd := exec.Command("/proc/self/exe", "-test.run=^"+t.Name()+"$", "-test.timeout=60s", "-test.v")
+	cmd.Env = append(os.Environ(), inside+"=yes")
+	cmd.SysProcAttr = &syscall.SysProcAttr{Cloneflags: syscall.CLONE_NEWNET, Pdeathsig: syscall.SIGKILL}
+	if out, err := cmd.CombinedOutput(); err != nil {
+		t.Errorf("in a network namespace (this needs root): %v\n%s", err, out)
+	}
+	return false
+}
+
+func enter() error {
+	// Never unlocked: the thread ends with the goroutine, and the namespace with the thread.
+	runtime.LockOSThread()
+	ns, err := netns.New()
+	if err != nil {
+		return fmt.Errorf("making a network namespace (these tests need root): %w", err)
+	}
+	ns.Close()
+	return raiseLoopback()
+}
+
+func raiseLoopback() error {
+	lo, err := netlink.LinkByName("lo")
+	if err == nil {
+		err = netlink.LinkSetUp(lo)
+	}
+	if err != nil {
+		return fmt.Errorf("loopback of a network namespace: %w", err)
+	}
+	return nil
 }

@@ -42,3 +42,24 @@ func TestRun(t *testing.T) {
 		}
 	})
 }
+
+// TestProcess: goroutines are in the namespace too.
+func TestProcess(t *testing.T) {
+	if !Process(t) {
+		return
+	}
+	done := make(chan error)
+	go func() {
+		listener, err := net.Listen("tcp", "127.0.0.1:1")
+		if err == nil {
+			listener.Close()
+		}
+		done <- err
+	}()
+	if err := <-done; err != nil {
+		t.Error(err)
+	}
+	if all, err := net.Interfaces(); err != nil || len(all) == 0 || all[0].Name != "lo" {
+		t.Errorf("interfaces %v, %v", all, err)
+	}
+}

@@ -12,6 +12,7 @@ import (
 
 	"github.com/vishvananda/netns"
 
+	"nodeproxy/internal/nstest"
 	"nodeproxy/proxier/plan"
 )
 
@@ -36,7 +37,7 @@ func addrSet(addrs ...string) map[netip.Addr]struct{} {
 }
 
 func TestDevice(t *testing.T) {
-	inNamespace(t)
+	nstest.Enter(t)
 	if err := RemoveDevice(deviceName); err != nil {
 		t.Errorf("removing what is not there: %v", err)
 	}
@@ -107,7 +108,7 @@ func TestDevice(t *testing.T) {
 
 // TestSourceAddress sends to another network through an interface without an address: a VIP must not become the source.
 func TestSourceAddress(t *testing.T) {
-	inNamespace(t)
+	nstest.Enter(t)
 	d := openDevice(t)
 	if err := d.AddAddresses([]netip.Addr{addr("10.96.0.1"), addr("fd00::1")}); err != nil {
 		t.Fatal(err)
@@ -129,7 +130,7 @@ func TestSourceAddress(t *testing.T) {
 }
 
 func TestRoutes(t *testing.T) {
-	inNamespace(t)
+	nstest.Enter(t)
 	d := openDevice(t)
 	if err := d.AddAddresses([]netip.Addr{addr("192.0.2.1"), addr("2001:db8::1")}); err != nil {
 		t.Fatal(err)
@@ -175,7 +176,7 @@ func TestRoutes(t *testing.T) {
 }
 
 func TestHostAddresses(t *testing.T) {
-	inNamespace(t)
+	nstest.Enter(t)
 	run(t, "ip", "link", "add", "eth0", "type", "dummy")
 	run(t, "ip", "link", "set", "eth0", "addrgenmode", "none")
 	run(t, "ip", "link", "set", "eth0", "up")
@@ -198,7 +199,7 @@ func TestHostAddresses(t *testing.T) {
 }
 
 func TestWatchAddresses(t *testing.T) {
-	inNamespace(t)
+	nstest.Enter(t)
 	ctx, cancel := context.WithCancel(context.Background())
 	defer cancel()
 	d := openDevice(t)
@@ -279,7 +280,7 @@ func TestWatchAddresses(t *testing.T) {
 func BenchmarkAddresses(b *testing.B) {
 	for _, n := range []int{1000, 5000} {
 		b.Run(fmt.Sprint(n), func(b *testing.B) {
-			inNamespace(b)
+			nstest.Enter(b)
 			d := openDevice(b)
 			addrs := make([]netip.Addr, n)
 			for i := range addrs {

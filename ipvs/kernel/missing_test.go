@@ -5,12 +5,14 @@ import (
 	"testing"
 
 	"golang.org/x/sys/unix"
+
+	"nodeproxy/internal/nstest"
 )
 
 // TestMissing asks for what no kernel has, and for what has to be there without the right to it. Each error has to name what
 // is missing, and what to do.
 func TestMissing(t *testing.T) {
-	inNamespace(t)
+	nstest.Enter(t)
 	d := openDevice(t)
 	d.name = "none0"
 	_, family := genericFamily("NONE", "none_such")

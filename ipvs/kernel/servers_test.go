@@ -14,37 +14,19 @@ import (
 	"time"
 
 	"github.com/moby/ipvs"
-	"github.com/vishvananda/netlink"
 	"github.com/vishvananda/netns"
 	"golang.org/x/sys/unix"
 
 	"nodeproxy/e2e/kernel/inkernel"
+	"nodeproxy/internal/nstest"
 	"nodeproxy/proxier/plan"
 )
 
 func TestMain(m *testing.M) { os.Exit(inkernel.Main(m)) }
 
-// inNamespace puts a test into a network namespace of its own. The namespace goes with the thread, and that with the test.
-func inNamespace(t testing.TB) {
-	t.Helper()
-	runtime.LockOSThread() // and never unlocked, so that the runtime ends the thread
-	ns, err := netns.New()
-	if err != nil {
-		t.Fatalf("network namespace: %v", err)
-	}
-	ns.Close()
-	lo, err := netlink.LinkByName("lo")
-	if err == nil {
-		err = netlink.LinkSetUp(lo) // IPVS takes no destination before a namespace has its local routing table
-	}
-	if err != nil {
-		t.Fatalf("lo: %v", err)
-	}
-}
-
 func openServers(t testing.TB) *Servers {
 	t.Helper()
-	inNamespace(t)
+	nstest.Enter(t)
 	s, err := OpenServers()
 	if err != nil {
 		t.Fatal(err)

@@ -11,12 +11,13 @@ import (
 	"strings"
 	"testing"
 
+	"nodeproxy/internal/nstest"
 	"nodeproxy/proxier/plan"
 )
 
 func openSets(t testing.TB) *Sets {
 	t.Helper()
-	inNamespace(t)
+	nstest.Enter(t)
 	s, err := OpenSets()
 	if err != nil {
 		t.Fatal(err)

@@ -16,9 +16,9 @@ import (
 	"testing"
 	"time"
 
-	"github.com/vishvananda/netlink"
 	"github.com/vishvananda/netns"
 
+	"nodeproxy/internal/nstest"
 	"nodeproxy/proxier/health"
 	"nodeproxy/proxier/plan"
 	"nodeproxy/proxier/sockets"
@@ -122,24 +122,6 @@ func kubeProxy() http.Handler {
 	return mux
 }
 
-// inNamespace moves the test to a thread in a network namespace of its own, which ends with it.
-func inNamespace(t *testing.T) {
-	t.Helper()
-	runtime.LockOSThread() // For good: the thread ends with the test's goroutine, and the namespace with the thread.
-	n, err := netns.New()
-	if err != nil {
-		t.Fatalf("a network namespace of the test's own (this needs root): %v", err)
-	}
-	t.Cleanup(func() { n.Close() })
-	lo, err := netlink.LinkByName("lo")
-	if err == nil {
-		err = netlink.LinkSetUp(lo)
-	}
-	if err != nil {
-		t.Fatal(err)
-	}
-}
-
 // program starts another program, which is called by this name, in the namespace of this thread.
 func program(t *testing.T, name, as string, uid uint32) *exec.Cmd {
 	t.Helper()
@@ -217,7 +199,7 @@ func TestOther(t *testing.T) {
 	} {
 		t.Run(fmt.Sprintf("%s as %s %d %v", tc.name, tc.as, tc.uid, tc.ports), func(t *testing.T) {
 			t.Parallel()
-			inNamespace(t)
+			nstest.Enter(t)
 			cmd := program(t, tc.name, tc.as, tc.uid)
 			g, log := guard(t)
 			g.Ports = tc.ports
@@ -252,7 +234,7 @@ func TestInPod(t *testing.T) {
 	} {
 		t.Run(tc.as, func(t *testing.T) {
 			t.Parallel()
-			inNamespace(t)
+			nstest.Enter(t)
 			program(t, "kube-proxy", tc.as, 0)
 			cmd := exec.Command("unshare", "--pid", "--fork", "--mount-proc", filepath.Join(programs, "program"))
 			cmd.Env = append(os.Environ(), actAs+"=one that looks")
@@ -267,7 +249,7 @@ func TestInPod(t *testing.T) {
 // TestSameProgram: between two processes of one program, the claim decides, even if they are called kube-proxy.
 func TestSameProgram(t *testing.T) {
 	t.Parallel()
-	inNamespace(t)
+	nstest.Enter(t)
 	self, err := os.Executable()
 	if err != nil {
 		t.Fatal(err)
@@ -286,11 +268,11 @@ func TestSameProgram(t *testing.T) {
 // TestElsewhere: a proxy in another network namespace is not waited for.
 func TestElsewhere(t *testing.T) {
 	t.Parallel()
-	inNamespace(t)
+	nstest.Enter(t)
 	for _, as := range []string{"a nodeproxy", "kube-proxy's health"} {
 		program(t, "kube-proxy", as, 0)
 	}
-	inNamespace(t)
+	nstest.Enter(t)
 	g, log := guard(t)
 	if other := g.Other(); other != nil || log.Len() > 0 {
 		t.Errorf("waits for %v; log: %s", other, log)
@@ -300,7 +282,7 @@ func TestElsewhere(t *testing.T) {
 // TestOwnSockets: a guard does not wait for its own program, which answers while it waits for another.
 func TestOwnSockets(t *testing.T) {
 	t.Parallel()
-	inNamespace(t)
+	nstest.Enter(t)
 	l, err := net.Listen("tcp", "127.0.0.1:10256")
 	if err != nil {
 		t.Fatal(err)
@@ -317,7 +299,7 @@ func TestOwnSockets(t *testing.T) {
 // TestWait: the turn comes soon after a proxy is killed, and each that is waited for is told of once.
 func TestWait(t *testing.T) {
 	t.Parallel()
-	inNamespace(t)
+	nstest.Enter(t)
 	first := []*exec.Cmd{program(t, "nodeproxy", "a nodeproxy", 0), program(t, "kube-proxy", "kube-proxy's health", 0)}
 	g, _ := guard(t)
 	var told []string
@@ -358,7 +340,7 @@ func TestWait(t *testing.T) {
 // TestStopped: a proxy that is stopped for now goes on some time, so it is waited for.
 func TestStopped(t *testing.T) {
 	t.Parallel()
-	inNamespace(t)
+	nstest.Enter(t)
 	cmd := program(t, "anything", "a nodeproxy", 0)
 	if err := cmd.Process.Signal(syscall.SIGSTOP); err != nil {
 		t.Fatal(err)

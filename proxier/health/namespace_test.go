@@ -6,8 +6,6 @@ import (
 	"log/slog"
 	"net/http"
 	"net/netip"
-	"os"
-	"os/exec"
 	"slices"
 	"syscall"
 	"testing"
@@ -15,33 +13,9 @@ import (
 
 	"github.com/vishvananda/netlink"
 
+	"nodeproxy/internal/nstest"
 	"nodeproxy/proxier/plan"
 )
-
-// inNamespace runs the calling test once more, in a process of its own with a network namespace of its own, which goes with
-// it. It returns false to the caller in the first process, whose test is over then.
-func inNamespace(t *testing.T) bool {
-	t.Helper()
-	const inside = "NODEPROXY_TEST_IN_NAMESPACE"
-	if os.Getenv(inside) != "" {
-		lo, err := netlink.LinkByName("lo")
-		if err == nil {
-			err = netlink.LinkSetUp(lo)
-		}
-		if err != nil {
-			t.Fatal(err)
-		}
-		return true
-	}
-	t.Parallel()
-	cmd := exec.Command("/proc/self/exe", "-test.run=^"+t.Name()+"$", "-test.timeout=60s", "-test.v")
-	cmd.Env = append(os.Environ(), inside+"=yes")
-	cmd.SysProcAttr = &syscall.SysProcAttr{Cloneflags: syscall.CLONE_NEWNET, Pdeathsig: syscall.SIGKILL}
-	if out, err := cmd.CombinedOutput(); err != nil {
-		t.Errorf("in a network namespace (this needs root): %v\n%s", err, out)
-	}
-	return false
-}
 
 // addLink makes a link that is up, of the pair that every kernel has; the other end is up too.
 func addLink(t *testing.T, name string) netlink.Link {
@@ -88,7 +62,7 @@ func del(t *testing.T, link netlink.Link, text string) {
 // TestAddressesComeAndGo: with ranges, sockets follow the host's addresses of both families, among them one that the kernel
 // checks for a double first.
 func TestAddressesComeAndGo(t *testing.T) {
-	if !inNamespace(t) {
+	if !nstest.Process(t) {
 		return
 	}
 	eth := addLink(t, "eth0")
@@ -119,7 +93,7 @@ func TestAddressesComeAndGo(t *testing.T) {
 
 // TestPrimaryAddressChanges: with addresses "primary", sockets follow those in the node's status, once the host has them.
 func TestPrimaryAddressChanges(t *testing.T) {
-	if !inNamespace(t) {
+	if !nstest.Process(t) {
 		return
 	}
 	eth := addLink(t, "eth0")
@@ -138,7 +112,7 @@ func TestPrimaryAddressChanges(t *testing.T) {
 
 // TestEveryAddress: without ranges one socket answers on every address of both families, those that come later too.
 func TestEveryAddress(t *testing.T) {
-	if !inNamespace(t) {
+	if !nstest.Process(t) {
 		return
 	}
 	b, number := newLive(t, plan.Settings{}), uint16(32000)
@@ -156,7 +130,7 @@ func TestEveryAddress(t *testing.T) {
 
 // TestServerAtEveryAddress: 0.0.0.0 means both families.
 func TestServerAtEveryAddress(t *testing.T) {
-	if !inNamespace(t) {
+	if !nstest.Process(t) {
 		return
 	}
 	s := Server{Name: "healthz", Addrs: []netip.AddrPort{netip.MustParseAddrPort("0.0.0.0:10256")}, Log: slog.New(slog.DiscardHandler),
@@ -178,7 +152,7 @@ func TestServerAtEveryAddress(t *testing.T) {
 
 // TestAddressesOfServices do not count as the node's.
 func TestAddressesOfServices(t *testing.T) {
-	if !inNamespace(t) {
+	if !nstest.Process(t) {
 		return
 	}
 	add(t, addLink(t, "eth0"), "192.168.1.10/24")
@@ -205,7 +179,7 @@ func TestAddressesOfServices(t *testing.T) {
 
 // TestManyAddresses: one address that counts among thousands that do not is found soon.
 func TestManyAddresses(t *testing.T) {
-	if !inNamespace(t) {
+	if !nstest.Process(t) {
 		return
 	}
 	eth := addLink(t, "eth0")

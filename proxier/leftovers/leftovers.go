@@ -7,14 +7,15 @@ import (
 	"fmt"
 	"slices"
 
+	"github.com/google/nftables"
 	"golang.org/x/sys/unix"
 )
 
 // Leftover is something that a kube-proxy has left.
 type Leftover struct {
 	what string
-	// remove sends the request that removes it.
-	remove func(*conn) error
+	// remove removes it.
+	remove func() error
 }
 
 func (l Leftover) String() string { return l.what }
@@ -28,31 +29,24 @@ var counterNames = []string{"ct_state_invalid_dropped_pkts", "localhost_nps_acce
 // Find lists what there is in the network namespace of the calling thread. A kernel without nftables, or without accounting,
 // holds none of it.
 func Find() ([]Leftover, error) {
-	c, err := dial()
-	if errors.Is(err, unix.EPROTONOSUPPORT) {
-		return nil, nil
-	}
-	if err != nil {
-		return nil, err
-	}
-	defer c.close()
-	tables, err := c.tables()
+	list, err := tables()
 	if err != nil {
 		return nil, fmt.Errorf("listing nftables tables: %w", err)
 	}
 	var out []Leftover
-	for _, t := range tables {
-		if t.name == tableName && (t.family == unix.NFPROTO_IPV4 || t.family == unix.NFPROTO_IPV6) {
-			out = append(out, Leftover{"nftables table " + t.String(), func(c *conn) error { return c.deleteTable(t) }})
+	families := map[nftables.TableFamily]string{nftables.TableFamilyIPv4: "ip", nftables.TableFamilyIPv6: "ip6"}
+	for _, t := range list {
+		if family, is := families[t.Family]; is && t.Name == tableName {
+			out = append(out, Leftover{"nftables table " + family + " " + t.Name, func() error { return deleteTable(t) }})
 		}
 	}
-	counters, err := c.counters()
+	names, err := counters()
 	if err != nil {
 		return out, fmt.Errorf("listing accounting objects: %w", err)
 	}
-	for _, name := range counters {
+	for _, name := range names {
 		if slices.Contains(counterNames, name) {
-			out = append(out, Leftover{"accounting object " + name, func(c *conn) error { return c.deleteCounter(name) }})
+			out = append(out, Leftover{"accounting object " + name, func() error { return deleteCounter(name) }})
 		}
 	}
 	return out, nil
@@ -62,18 +56,10 @@ func Find() ([]Leftover, error) {
 // Connections that it has translated go on, since that is kept with the connection. It returns what it has removed; an error
 // names each thing that stays.
 func Remove(found []Leftover) ([]Leftover, error) {
-	if len(found) == 0 {
-		return nil, nil
-	}
-	c, err := dial()
-	if err != nil {
-		return nil, err
-	}
-	defer c.close()
 	var out []Leftover
 	var errs []error
 	for _, l := range found {
-		switch err := l.remove(c); {
+		switch err := l.remove(); {
 		case err == nil:
 			out = append(out, l)
 		case !errors.Is(err, unix.ENOENT):

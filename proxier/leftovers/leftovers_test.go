@@ -3,25 +3,14 @@ package leftovers
 import (
 	"fmt"
 	"os/exec"
-	"runtime"
 	"slices"
 	"strings"
 	"testing"
 
-	"github.com/vishvananda/netns"
 	"golang.org/x/sys/unix"
-)
 
-// inNamespace moves the test to a thread in a network namespace of its own, which ends with it.
-func inNamespace(t *testing.T) {
-	t.Helper()
-	runtime.LockOSThread() // For good: the thread ends with the test's goroutine, and the namespace with the thread.
-	n, err := netns.New()
-	if err != nil {
-		t.Fatalf("a network namespace of the test's own (this needs root): %v", err)
-	}
-	t.Cleanup(func() { n.Close() })
-}
+	"nodeproxy/internal/nstest"
+)
 
 func nft(t *testing.T, script string) string {
 	t.Helper()
@@ -37,7 +26,7 @@ func nft(t *testing.T, script string) string {
 // TestTables: kube-proxy's tables go, with chains, maps and rules that lead from one to the other, and nobody else's do.
 func TestTables(t *testing.T) {
 	t.Parallel()
-	inNamespace(t)
+	nstest.Enter(t)
 	const others = `table inet kube-proxy {
 }
 table ip kube-proxy-not {
@@ -99,17 +88,11 @@ table ip mine {
 // TestCounters: kube-proxy's accounting objects go once no rule counts with them; one that stays is named.
 func TestCounters(t *testing.T) {
 	t.Parallel()
-	inNamespace(t)
-	c, err := dial()
-	if err != nil {
-		t.Fatal(err)
-	}
-	defer c.close()
+	nstest.Enter(t)
 	const accountingNew = 0
 	for _, name := range append([]string{"mine"}, counterNames...) {
-		c.seq++
-		flags := uint16(unix.NLM_F_REQUEST | unix.NLM_F_ACK | unix.NLM_F_CREATE)
-		if err := c.exchange(c.message(nil, accounting(accountingNew), flags, 0, 0, textAttribute(accountingName, name)), nil); err != nil {
+		request := accounting(accountingNew, unix.NLM_F_ACK|unix.NLM_F_CREATE, name)
+		if _, err := request.Execute(unix.NETLINK_NETFILTER, 0); err != nil {
 			t.Fatal(err)
 		}
 	}
@@ -134,7 +117,7 @@ func TestCounters(t *testing.T) {
 	if removed, err := Remove(found); err != nil || len(removed) != 1 {
 		t.Errorf("removed %v, %v", removed, err)
 	}
-	if left, err := c.counters(); err != nil || !slices.Equal(left, []string{"mine"}) {
+	if left, err := counters(); err != nil || !slices.Equal(left, []string{"mine"}) {
 		t.Errorf("left are %q, %v", left, err)
 	}
 }
@@ -142,7 +125,7 @@ func TestCounters(t *testing.T) {
 // TestOwned: a table that can't be removed, since a process owns it, is named.
 func TestOwned(t *testing.T) {
 	t.Parallel()
-	inNamespace(t)
+	nstest.Enter(t)
 	owner := exec.Command("nft", "-i")
 	in, err := owner.StdinPipe()
 	if err != nil {

@@ -4,8 +4,6 @@ import (
 	"context"
 	"net"
 	"net/netip"
-	"os"
-	"os/exec"
 	"strings"
 	"syscall"
 	"testing"
@@ -13,38 +11,27 @@ import (
 	"github.com/vishvananda/netlink"
 	"golang.org/x/sys/unix"
 
+	"nodeproxy/internal/nstest"
 	"nodeproxy/proxier/plan"
 	"nodeproxy/proxier/source"
 )
 
-// inNamespace runs the calling test once more, in a process of its own with a network namespace of its own, which goes with
-// it. It returns false to the caller in the first process, whose test is over then.
-func inNamespace(t *testing.T) bool {
+// node is nstest.Process on a node with addresses of its own and of Services.
+func node(t *testing.T) bool {
 	t.Helper()
-	const inside = "NODEPROXY_TEST_IN_NAMESPACE"
-	if os.Getenv(inside) != "" {
-		device(t, "lo")
+	inside := nstest.Process(t)
+	if inside {
 		device(t, "node0", "10.0.0.5/24", "10.0.0.6/24", "fd00::5/64")
 		device(t, "services0", "10.96.0.1/32", "10.96.0.10/32")
-		return true
 	}
-	t.Parallel()
-	cmd := exec.Command("/proc/self/exe", "-test.run=^"+t.Name()+"$", "-test.timeout=60s", "-test.v")
-	cmd.Env = append(os.Environ(), inside+"=yes")
-	cmd.SysProcAttr = &syscall.SysProcAttr{Cloneflags: syscall.CLONE_NEWNET, Pdeathsig: syscall.SIGKILL}
-	if out, err := cmd.CombinedOutput(); err != nil {
-		t.Errorf("in a network namespace (this needs root): %v\n%s", err, out)
-	}
-	return false
+	return inside
 }
 
-// device makes a device, of the pair that every kernel has, unless it is lo, and gives it addresses.
+// device makes a device, of the pair that every kernel has, and gives it addresses.
 func device(t *testing.T, name string, addresses ...string) {
 	t.Helper()
-	if name != "lo" {
-		if err := netlink.LinkAdd(&netlink.Veth{LinkAttrs: netlink.LinkAttrs{Name: name}, PeerName: "peer-" + name}); err != nil {
-			t.Fatal(err)
-		}
+	if err := netlink.LinkAdd(&netlink.Veth{LinkAttrs: netlink.LinkAttrs{Name: name}, PeerName: "peer-" + name}); err != nil {
+		t.Fatal(err)
 	}
 	link, err := netlink.LinkByName(name)
 	if err == nil {

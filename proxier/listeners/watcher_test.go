@@ -22,7 +22,7 @@ var primary = plan.Settings{NodePortAddresses: plan.NodePortAddresses{Primary: t
 
 // TestWhatConflicts opens a socket of each kind and compares what is told with what is so.
 func TestWhatConflicts(t *testing.T) {
-	if !inNamespace(t) {
+	if !node(t) {
 		return
 	}
 	const inNodePort = "spec.ports[p].nodePort"
@@ -144,7 +144,7 @@ func TestWhatConflicts(t *testing.T) {
 
 // TestOneConflictForBothFamilies has one socket of both families and a Service of both, and two sockets in one place.
 func TestOneConflictForBothFamilies(t *testing.T) {
-	if !inNamespace(t) {
+	if !node(t) {
 		return
 	}
 	w := newWatched(t, plan.Settings{})
@@ -164,7 +164,7 @@ func TestOneConflictForBothFamilies(t *testing.T) {
 
 // TestHealthCheckNodePort has a socket of this program at the port, and then one of somebody else.
 func TestHealthCheckNodePort(t *testing.T) {
-	if !inNamespace(t) {
+	if !node(t) {
 		return
 	}
 	w := newWatched(t, plan.Settings{})
@@ -190,7 +190,7 @@ func TestHealthCheckNodePort(t *testing.T) {
 
 // TestUDPSenders has sockets that only send: one whose port the kernel chose, and one that is connected.
 func TestUDPSenders(t *testing.T) {
-	if !inNamespace(t) {
+	if !node(t) {
 		return
 	}
 	w := newWatched(t, plan.Settings{})
@@ -221,7 +221,7 @@ func TestUDPSenders(t *testing.T) {
 
 // TestServiceGoes has frontends come, change hands and go.
 func TestServiceGoes(t *testing.T) {
-	if !inNamespace(t) {
+	if !node(t) {
 		return
 	}
 	listen(t, "tcp", ":30080")
@@ -251,7 +251,7 @@ func TestServiceGoes(t *testing.T) {
 
 // TestRun finds what begins and ends without being told, and at once where the plan changes; and goes on after a failure.
 func TestRun(t *testing.T) {
-	if !inNamespace(t) {
+	if !node(t) {
 		return
 	}
 	var mu sync.Mutex
@@ -303,7 +303,7 @@ func TestRun(t *testing.T) {
 
 // TestCost holds what a look costs on a node with 10,000 Services and many listeners.
 func TestCost(t *testing.T) {
-	if !inNamespace(t) {
+	if !node(t) {
 		return
 	}
 	w := newWatched(t, plan.Settings{})
