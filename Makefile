@@ -5,7 +5,7 @@ BINARY  := bin/nodeproxy
 MODE    ?= iptables
 
 .DELETE_ON_ERROR:
-.PHONY: all build deps controlplane kernel deploytools unit race e2e test lint bench bench-api bench-iptables bench-ipvs demo image \
+.PHONY: all build deps controlplane kernel guest deploytools unit race e2e test lint bench bench-api bench-iptables bench-ipvs demo image \
 	fuzz soak clean
 
 all: build
@@ -24,6 +24,10 @@ controlplane:
 kernel: deps
 	@e2e/kernel/probe || e2e/kernel/build >/dev/null
 
+# The same kernel for tests of what is not to happen to this machine's, such as a clock that jumps.
+guest: deps
+	@[ "$$(uname -m)" != x86_64 ] || e2e/kernel/build >/dev/null
+
 # helm and kubectl for the tests of deploy/, built once: two minutes.
 deploytools:
 	@e2e/deploy/tools/build >/dev/null
@@ -41,7 +45,7 @@ race: deps
 	go test -race -count=1 ./proxier/... ./config/... ./cmd/...
 
 # Real packets through the real binary, in network namespaces.
-e2e: deps build controlplane kernel deploytools
+e2e: deps build controlplane kernel guest deploytools
 	NODEPROXY_BIN=$(CURDIR)/$(BINARY) go test -timeout 20m ./e2e/...
 
 lint:
@@ -49,7 +53,7 @@ lint:
 	go vet ./...
 	go tool staticcheck ./...
 
-test: deps build lint controlplane kernel deploytools
+test: deps build lint controlplane kernel guest deploytools
 	go test -count=1 -timeout 10m $$(go list ./... | grep -v /e2e)
 	$(MAKE) race
 	NODEPROXY_BIN=$(CURDIR)/$(BINARY) go test -count=1 -timeout 20m -v ./e2e/... | hack/quiet
@@ -58,7 +62,7 @@ test: deps build lint controlplane kernel deploytools
 # Changes without end under load, and then a comparison with a new start: SOAK is for how long, SOAK_RATE how many changes a
 # second, SOAK_VARIANT nft, legacy or, in place of it, ".*" for both; MODE=ipvs as for the demo. See docs/faults.md.
 SOAK         ?= 2h
-SOAK_RATE    ?= 50
+SOAK_RATE    ?= $(if $(filter ipvs,$(MODE)),20,50)
 SOAK_VARIANT ?= nft
 soak: deps build $(if $(filter ipvs,$(MODE)),kernel)
 	SOAK=$(SOAK) SOAK_RATE=$(SOAK_RATE) NODEPROXY_KERNEL_TIMEOUT=86400 NODEPROXY_BIN=$(CURDIR)/$(BINARY) go test -count=1 -timeout 0 -v \

@@ -106,7 +106,8 @@ func TestFaultKilledWhileWriting(t *testing.T) {
 		order := f.faultyTools()
 		f.start()
 		reading := filepath.Join(f.Dir, "reading")
-		f.give(order, fmt.Sprintf("echo >>%[1]s.begun; while [ ! -e %[1]s ]; do sleep 0.01; done; echo >>%[1]s.ended\n", reading))
+		// Not for ever, should the test end early.
+		f.give(order, fmt.Sprintf("echo >>%[1]s.begun; timeout 60 sh -c 'while [ ! -e %[1]s ]; do sleep 0.01; done'; echo >>%[1]s.ended\n", reading))
 		f.change("n2a")
 		eventuallyWithin(t, soon, "iptables-restore", func() error {
 			if begun, err := os.ReadFile(reading + ".begun"); err != nil || len(begun) < 2 {
@@ -120,7 +121,7 @@ func TestFaultKilledWhileWriting(t *testing.T) {
 		// The next daemon finds nothing to do for this Service, but something for another: then it has read all.
 		f.change("n1a")
 		f.Write(t, "internal.yaml", harness.Objects(harness.Service("internal", 5, harness.ClusterOnly), f.Ready("n3a")...)...)
-		f.give(order, fmt.Sprintf("touch %[1]s; while [ \"$(wc -l <%[1]s.ended)\" -lt 2 ]; do sleep 0.01; done; sleep 0.5\n", reading))
+		f.give(order, fmt.Sprintf("touch %[1]s; timeout 60 sh -c 'while [ \"$(wc -l <%[1]s.ended)\" -lt 2 ]; do sleep 0.01; done'; sleep 0.5\n", reading))
 		f.daemon = f.World.Run(t, variant, f.flags...)
 		f.repaired(soon, "n1a")
 		for _, family := range families {

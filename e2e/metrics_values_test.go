@@ -40,6 +40,9 @@ func atLeast(metric string, want float64) metricCheck {
 
 func (x metricCheck) compare(before, after *harness.Scrape) error {
 	f := strings.Fields(x.metric)
+	if !after.Has(f[0], f[1:]...) {
+		return fmt.Errorf("there is no %s", x.metric)
+	}
 	if b, a := before.Sum(f[0], f[1:]...), after.Sum(f[0], f[1:]...); !x.check(b, a) {
 		return fmt.Errorf("%s was %v and is %v, want %s", x.metric, b, a, x.what)
 	}

@@ -9,6 +9,7 @@ import (
 	"slices"
 	"strconv"
 	"strings"
+	"sync/atomic"
 	"testing"
 	"time"
 
@@ -22,10 +23,19 @@ const soakVariable, soakRateVariable = "SOAK", "SOAK_RATE"
 // descriptors nor rules grow, no request fails, and in the end the kernel holds what a new start writes.
 func TestSoak(t *testing.T) {
 	length, rate := soakFor(t)
+	var ran atomic.Bool
+	t.Cleanup(func() {
+		if !ran.Load() {
+			t.Errorf("nothing ran: -run, or SOAK_VARIANT of make soak, names no variant that mode %s is soaked with", mode)
+		}
+	})
 	onEachFaultVariant(t, func(t *testing.T, variant harness.Variant) {
 		f := newFaultScene(t, variant, "soak", fmt.Sprintf("%d random changes a second for %v", rate, length))
 		f.start()
-		random := rand.New(rand.NewPCG(uint64(time.Now().UnixNano()), 0))
+		ran.Store(true)
+		seed := uint64(time.Now().UnixNano())
+		t.Logf("random seed %d", seed)
+		random := rand.New(rand.NewPCG(seed, 0))
 		begin := time.Now()
 		sampled := f.startSampling(length)
 		changes := 0

@@ -15,7 +15,6 @@ import (
 	"nodeproxy/e2e/cluster"
 	"nodeproxy/e2e/harness"
 	"nodeproxy/e2e/machine"
-	"nodeproxy/e2e/sidebyside"
 )
 
 // What the guest gets where the environment does not say it: memory for a control plane and two proxies, and time.
@@ -32,7 +31,7 @@ func runInside(ctx context.Context, o options, args []string) (code int, err err
 		return 0, err
 	}
 	defer os.RemoveAll(dir)
-	nodeproxy, err := binaryIn(dir)
+	nodeproxy, err := harness.BinaryElsewhere(dir)
 	if err != nil {
 		return 0, err
 	}
@@ -70,17 +69,6 @@ func runInside(ctx context.Context, o options, args []string) (code int, err err
 		return exit.ExitCode(), nil // It has said why.
 	}
 	return 0, err
-}
-
-// binaryIn is the nodeproxy to measure. One that was built for this run gets another name, in dir: to the harness over there,
-// the directory of this process's own looks like one that was left behind, and it removes those.
-func binaryIn(dir string) (string, error) {
-	path, err := harness.Binary()
-	if err != nil || os.Getenv("NODEPROXY_BIN") != "" {
-		return path, err
-	}
-	link := filepath.Join(dir, sidebyside.NodeProxy)
-	return link, os.Link(path, link)
 }
 
 // withDefaults adds settings to an environment that does not have them.

@@ -175,3 +175,15 @@ var Binary = sync.OnceValues(func() (string, error) {
 	}
 	return path, nil
 })
+
+// BinaryElsewhere is Binary for a process on another kernel that sees this one's files. What was built for this process gets
+// another name, in dir: to the harness over there, the directory of this process's own looks like one that was left behind, and
+// it removes those.
+func BinaryElsewhere(dir string) (string, error) {
+	path, err := Binary()
+	if err != nil || os.Getenv("NODEPROXY_BIN") != "" {
+		return path, err
+	}
+	link := filepath.Join(dir, filepath.Base(path))
+	return link, os.Link(path, link)
+}

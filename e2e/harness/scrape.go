@@ -139,14 +139,21 @@ func (s *Scrape) Select(name string, labels ...string) []Series {
 	})
 }
 
-// Sum adds up the series of a name with these labels. Of a histogram it is the number of observations.
+// Sum adds up the series of a name with these labels; 0 if there are none. Of a histogram it is the number of observations.
 func (s *Scrape) Sum(name string, labels ...string) float64 {
-	if s.Types[name] == "histogram" {
-		name += "_count"
-	}
 	sum := 0.0
-	for _, x := range s.Select(name, labels...) {
+	for _, x := range s.counts(name, labels) {
 		sum += x.Value
 	}
 	return sum
+}
+
+// Has reports whether there is a series of a name with these labels.
+func (s *Scrape) Has(name string, labels ...string) bool { return len(s.counts(name, labels)) > 0 }
+
+func (s *Scrape) counts(name string, labels []string) []Series {
+	if s.Types[name] == "histogram" {
+		name += "_count"
+	}
+	return s.Select(name, labels...)
 }
