@@ -104,25 +104,29 @@ func TestComparisonKeepsGracePeriod(t *testing.T) {
 	}
 }
 
-// TestArtifacts: a difference that stays as it is after a comparison is none; any other is told of, each time.
+// TestArtifacts: a difference that stays as it is after a comparison that finds none is none; any other is told of, each time.
 func TestArtifacts(t *testing.T) {
 	t.Parallel()
 	p := &prober{}
 	for i, step := range []struct {
-		by          int
-		comparisons int
-		want        bool
+		by    int
+		alike int
+		want  bool
 	}{
 		{0, 1, false},
 		{7, 1, true},
-		{7, 1, true}, // not compared yet
+		{7, 1, true}, // not compared yet, or the comparison has found it, and here it is again
 		{7, 2, false},
 		{7, 3, false},
 		{8, 3, true}, // something else has changed
 		{7, 4, false},
 		{0, 5, false},
+		{7, 5, true},
+		{0, 5, false}, // repaired
+		{0, 50, false},
+		{7, 50, true}, // the same once more, much later
 	} {
-		if got := p.differs(kernel.Fingerprint(step.by), step.comparisons); got != step.want {
+		if got := p.differs(kernel.Fingerprint(step.by), step.alike); got != step.want {
 			t.Errorf("step %d: told: %t, want %t", i, got, step.want)
 		}
 	}

@@ -35,8 +35,8 @@ type engine struct {
 	// compared says that the last sync knew what had been written before, and found is what it found to differ.
 	compared bool
 	found    drift.Found
-	// comparisons is how many syncs have compared everything.
-	comparisons int
+	// alike is how many syncs have compared everything and found all virtual servers as they had been written.
+	alike int
 }
 
 // held is what the kernel holds, as far as it is ours.
@@ -115,6 +115,9 @@ func (e *engine) syncAll(ctx context.Context, p *plan.Plan) error {
 			e.found.Add(drift.Address, drift.Changed, "interface %s with all addresses: it was %s", DeviceName, mended)
 		}
 		e.differences(before)
+		if e.found.Counts[drift.VirtualServer]+e.found.Counts[drift.RealServer] == 0 {
+			e.alike++
+		}
 	}
 	write := func() error {
 		n, err := e.machine.tables.Apply(ctx, rules(p, e.family, e.options))
@@ -126,7 +129,6 @@ func (e *engine) syncAll(ctx context.Context, p *plan.Plan) error {
 		steps = &ruleSteps{before: steps.after, after: write}
 	}
 	steps.routes = func() error { return e.routes(p) }
-	e.comparisons++
 	return e.apply(e.everything(), steps)
 }
 

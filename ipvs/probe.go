@@ -23,29 +23,34 @@ const (
 //
 // Where other network namespaces have virtual servers too, kernels up to 6.12 at least leave some out of /proc/net/ip_vs, or
 // have them there twice: between two parts of the file, they count those of all namespaces in one place, and those of the
-// reader's in another. So what still differs after a comparison of everything, which reads in another way, is none.
+// reader's in another. So what still differs after a comparison of everything, which reads in another way and has found no
+// difference, is none.
 type prober struct {
 	artifact kernel.Fingerprint // by how much it differs where nothing does
 	last     kernel.Fingerprint // by how much it did when that was told last
-	told     int                // how many comparisons there had been then
+	told     int                // how many comparisons had found no difference then
 }
 
-// differs reports whether there is a difference to tell of.
-func (p *prober) differs(by kernel.Fingerprint, comparisons int) bool {
-	if by == p.last && comparisons > p.told {
+// differs reports whether there is a difference to tell of, given how many comparisons have found none.
+func (p *prober) differs(by kernel.Fingerprint, alike int) bool {
+	switch {
+	case by == 0:
+		p.artifact, p.last = 0, 0
+	case by == p.last && alike > p.told:
 		p.artifact = by
 	}
-	if by == p.artifact || by == 0 {
+	if by == p.artifact {
 		return false
 	}
-	p.last, p.told = by, comparisons
+	p.last, p.told = by, alike
 	return true
 }
 
-// comparisons is how many there have been. The locks must be held.
-func (b *Backend) comparisons() (n int) {
+// alike is how many comparisons have found no difference in virtual servers of any family. The locks must be held.
+func (b *Backend) alike() int {
+	n := b.engines[0].alike
 	for _, e := range b.engines {
-		n += e.comparisons
+		n = min(n, e.alike)
 	}
 	return n
 }
@@ -101,7 +106,7 @@ func (b *Backend) unlike(p *prober) string {
 	switch {
 	case err != nil:
 		return err.Error()
-	case p.differs(have-want, b.comparisons()):
+	case p.differs(have-want, b.alike()):
 		return "another program has changed virtual servers"
 	}
 	for _, e := range b.engines {
