@@ -7,8 +7,8 @@ import (
 	"nodeproxy/e2e/harness"
 )
 
-// TestCleanup: after "nodeproxy cleanup" nothing is left of nodeproxy's, nor of kube-proxy's mode nftables; what others have
-// stays. A dry run prints as much, and changes nothing.
+// TestCleanup: after "nodeproxy cleanup" nothing is left of nodeproxy's; what others have stays. A dry run prints as much, and
+// changes nothing. What a kube-proxy leaves is in the tests of cmd/nodeproxy.
 func TestCleanup(t *testing.T) {
 	onEachVariant(t, func(t *testing.T, variant harness.Variant) {
 		w := harness.New(t, harness.Options{})

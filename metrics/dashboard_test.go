@@ -71,7 +71,10 @@ func scraped(t *testing.T, mode string) map[string][]string {
 	return out
 }
 
-// TestDashboardQueries: every metric and every label that the dashboard asks for is in a scrape, in any mode.
+// byPackets are metrics that mode iptables has none of: its rules see the first packet of a connection only.
+var byPackets = regexp.MustCompile(`nodeproxy_service_(packets|bytes)_total`)
+
+// TestDashboardQueries: every metric and every label that the dashboard asks for is in a scrape, in any mode, but for byPackets.
 func TestDashboardQueries(t *testing.T) {
 	t.Parallel()
 	d := readDashboard(t)
@@ -91,6 +94,9 @@ func TestDashboardQueries(t *testing.T) {
 	for _, mode := range []string{iptables, ipvs, nftables} {
 		series := scraped(t, mode)
 		for _, query := range queries {
+			if mode == iptables && byPackets.MatchString(query) {
+				continue
+			}
 			checkQuery(t, query, series)
 		}
 	}

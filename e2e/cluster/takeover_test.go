@@ -21,8 +21,8 @@ import (
 	"nodeproxy/e2e/harness"
 )
 
-// TestTakeOver: nodeproxy takes over from a kube-proxy that runs, whatever that one's mode is, and gives back to it, without
-// a failed request. Before it is that one's end, it writes nothing.
+// TestTakeOver: nodeproxy takes over from a kube-proxy that runs, whatever that one's mode is, without a failed request, and gives
+// back to one in mode iptables without any either. Before it is that one's end, it writes nothing.
 func TestTakeOver(t *testing.T) {
 	for _, variant := range harness.Variants {
 		t.Run(string(variant), func(t *testing.T) {
