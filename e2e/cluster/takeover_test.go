@@ -70,7 +70,7 @@ func takeOver(s *scenario, mode string) {
 		}
 		return err
 	})
-	s.eventually("an event says so", func() error { return s.hasEvent("WaitingForProxy", "kube-proxy") })
+	s.eventually("an event says so", func() error { return s.hasEvent(begun, "WaitingForProxy", "kube-proxy") })
 	time.Sleep(time.Second)
 	if after := s.rules(); after != before {
 		s.Errorf("rules changed while kube-proxy ran:\n%s", differences(before, after))
@@ -253,14 +253,15 @@ func differences(before, after string) string {
 	return out.String()
 }
 
-// hasEvent looks for an event about node1.
-func (s *scenario) hasEvent(reason, text string) error {
+// hasEvent looks for an event about node1 that is not older than since.
+func (s *scenario) hasEvent(since time.Time, reason, text string) error {
 	list, err := s.cp.Admin.EventsV1().Events(metav1.NamespaceDefault).List(s.Context(), metav1.ListOptions{})
 	if err != nil {
 		return err
 	}
 	for _, e := range list.Items {
-		if e.Reason == reason && e.Regarding.Name == "node1" && strings.Contains(e.Note, text) {
+		late := !e.EventTime.Time.Before(since) // An event of an earlier scenario's daemon is none of this one's.
+		if late && e.Reason == reason && e.Regarding.Name == "node1" && strings.Contains(e.Note, text) {
 			return nil
 		}
 	}
