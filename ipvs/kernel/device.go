@@ -5,8 +5,10 @@ import (
 	"fmt"
 	"net"
 	"net/netip"
+	"slices"
 	"sync"
 	"syscall"
+	"time"
 
 	"github.com/vishvananda/netlink"
 	"golang.org/x/sys/unix"
@@ -117,38 +119,104 @@ func (d *Device) Addresses(f plan.Family) (map[netip.Addr]struct{}, error) {
 
 // AddAddresses adds addresses, each as a range of its own. The rest of the node does not take one of them for the source of
 // what it sends elsewhere: those of IPv4 have scope host, and those of IPv6 count as deprecated (RFC 6724, section 5). If
-// some fail, all others are added.
+// some fail, all others are added. When it returns, packets to those that it has added are the node's.
 func (d *Device) AddAddresses(addrs []netip.Addr) error {
-	return d.change(unix.RTM_NEWADDR, unix.NLM_F_CREATE|unix.NLM_F_EXCL, addrs, unix.EEXIST, "adding")
+	d.mu.Lock()
+	defer d.mu.Unlock()
+	added, err := d.change(unix.RTM_NEWADDR, unix.NLM_F_CREATE|unix.NLM_F_EXCL, addrs, unix.EEXIST, "adding")
+	return errors.Join(err, d.waitLocal(slices.DeleteFunc(added, netip.Addr.Is4)))
 }
 
 // RemoveAddresses removes addresses. If some fail, all others are removed.
 func (d *Device) RemoveAddresses(addrs []netip.Addr) error {
-	return d.change(unix.RTM_DELADDR, 0, addrs, unix.EADDRNOTAVAIL, "removing")
-}
-
-func (d *Device) change(kind, flags uint16, addrs []netip.Addr, done syscall.Errno, doing string) error {
 	d.mu.Lock()
 	defer d.mu.Unlock()
+	_, err := d.change(unix.RTM_DELADDR, 0, addrs, unix.EADDRNOTAVAIL, "removing")
+	return err
+}
+
+// localWithin is how long the kernel may take to make IPv6 addresses local. Mostly it is less than a millisecond.
+const localWithin = 10 * time.Second
+
+// waitLocal waits until packets to addresses of IPv6 are the node's. The kernel leaves that to a worker thread, also where it
+// looks for no duplicate. A packet that comes before is sent on as to some other host, and connection tracking does the same
+// with all later ones of its connection, so that its client hangs.
+func (d *Device) waitLocal(addrs []netip.Addr) error {
+	pause := 50 * time.Microsecond
+	for begin := time.Now(); ; {
+		var err error
+		if addrs, err = d.notLocal(addrs); err != nil || len(addrs) == 0 {
+			return err
+		}
+		if time.Since(begin) > localWithin {
+			return fmt.Errorf("%d addresses of interface %s, such as %s, are there for %v, but packets to them are not the node's",
+				len(addrs), d.name, addrs[0], localWithin)
+		}
+		time.Sleep(pause)
+		pause = min(2*pause, 10*time.Millisecond)
+	}
+}
+
+// notLocal returns those of some IPv6 addresses that are not local yet. A few are asked for one by one.
+func (d *Device) notLocal(addrs []netip.Addr) ([]netip.Addr, error) {
+	const few = 50
+	local := map[netip.Addr]bool{}
+	note := func(list []netlink.Route, err error) error {
+		for _, r := range list {
+			if a, ok := netip.AddrFromSlice(r.Dst.IP); ok && r.Type == unix.RTN_LOCAL {
+				local[a] = true
+			}
+		}
+		return err
+	}
+	var err error
+	if len(addrs) > few {
+		filter := &netlink.Route{LinkIndex: d.link.Attrs().Index, Table: unix.RT_TABLE_LOCAL}
+		err = retry(func() error {
+			return note(d.handle.RouteListFiltered(unix.AF_INET6, filter, netlink.RT_FILTER_OIF|netlink.RT_FILTER_TABLE))
+		})
+	} else {
+		for _, a := range addrs {
+			// Without any route there, that is the error.
+			if failed := note(d.handle.RouteGet(a.AsSlice())); failed != nil && !errors.Is(failed, unix.ENETUNREACH) {
+				err = errors.Join(err, failed)
+			}
+		}
+	}
+	if err != nil {
+		return nil, fmt.Errorf("looking whether addresses of interface %s are local: %w", d.name, err)
+	}
+	return slices.DeleteFunc(addrs, func(a netip.Addr) bool { return local[a] }), nil
+}
+
+// change adds or removes addresses, and returns those of which that was to be done. done is the error of others.
+func (d *Device) change(kind, flags uint16, addrs []netip.Addr, done syscall.Errno, doing string) ([]netip.Addr, error) {
 	messages := make([]message, len(addrs))
 	for i, a := range addrs {
 		messages[i] = message{kind: kind, flags: flags, body: addressBody(a, d.link.Attrs().Index)}
 	}
 	const most = 10 // of what may be one error for each address
+	var changed []netip.Addr
 	var failed []error
 	count := 0
-	for i, err := range d.conn.do(messages) {
-		if err == nil || errors.Is(err, done) {
+	errs := d.conn.do(messages)
+	for i, a := range addrs {
+		if errs == nil || errs[i] == nil {
+			changed = append(changed, a)
+			continue
+		}
+		err := errs[i]
+		if errors.Is(err, done) {
 			continue
 		}
 		if count++; count <= most {
-			failed = append(failed, fmt.Errorf("%s address %s of interface %s: %w", doing, addrs[i], d.name, err))
+			failed = append(failed, fmt.Errorf("%s address %s of interface %s: %w", doing, a, d.name, err))
 		}
 	}
 	if count > most {
 		failed = append(failed, fmt.Errorf("and %d more", count-most))
 	}
-	return errors.Join(failed...)
+	return changed, errors.Join(failed...)
 }
 
 // addressBody is an address as in linux/if_addr.h.

@@ -10,7 +10,9 @@ import (
 	"testing"
 	"time"
 
+	"github.com/vishvananda/netlink"
 	"github.com/vishvananda/netns"
+	"golang.org/x/sys/unix"
 
 	"nodeproxy/internal/nstest"
 	"nodeproxy/proxier/plan"
@@ -103,6 +105,29 @@ func TestDevice(t *testing.T) {
 	run(t, "ip", "link", "add", deviceName, "type", "bridge")
 	if _, err := OpenDevice(deviceName); err == nil || !strings.Contains(err.Error(), "of type bridge") {
 		t.Errorf("a bridge of that name: %v", err)
+	}
+}
+
+// TestAddressesAreLocal: when addresses have been added, packets to them are the node's, be it one or many.
+func TestAddressesAreLocal(t *testing.T) {
+	nstest.Enter(t)
+	d := openDevice(t)
+	number := 0
+	for _, count := range []int{1, 1, 1, 5, 60, 400} {
+		var all []netip.Addr
+		for range count {
+			number++
+			all = append(all, addr(fmt.Sprintf("10.96.%d.%d", number/250, number%250)), addr(fmt.Sprintf("fd00:96::%x", number)))
+		}
+		if err := d.AddAddresses(all); err != nil {
+			t.Fatal(err)
+		}
+		for _, a := range all {
+			route, err := netlink.RouteGet(a.AsSlice())
+			if err != nil || len(route) != 1 || route[0].Type != unix.RTN_LOCAL {
+				t.Fatalf("%s, one of %d: %v, %v", a, count, route, err)
+			}
+		}
 	}
 }
 
