@@ -286,14 +286,6 @@ func oneLine(s string) string {
 	return strings.Join(out, "; ")
 }
 
-// ensureJump puts a rule in front of a built-in chain.
-func (t *tool) ensureJump(j jump) error {
-	if err := t.restore(fmt.Sprintf("*%s\n-I %s 1 %s\nCOMMIT\n", j.table, j.from, j.text())); err != nil {
-		return fmt.Errorf("leading chain %s of table %s to %s: %w", j.from, j.table, j.to, err)
-	}
-	return nil
-}
-
 // usable reports why the kernel can't do what this family needs, if so.
 func (t *tool) usable() error {
 	if _, err := t.ipt.ChainExists(string(tableNAT), "POSTROUTING"); err != nil {
