@@ -9,6 +9,9 @@ import (
 	"slices"
 	"strings"
 
+	"github.com/google/nftables"
+	"golang.org/x/sys/unix"
+
 	"nodeproxy/proxier/plan"
 )
 
@@ -20,11 +23,12 @@ func Cleanup(ctx context.Context, dry bool, variants ...Variant) ([]string, erro
 	var errs []error
 	for _, v := range variants {
 		for _, f := range plan.Families {
-			tables := fixedTables
-			if v == Legacy {
-				if tables = legacyTables(f); len(tables) == 0 {
-					continue
-				}
+			tables, err := presentTables(v, f)
+			if err != nil {
+				errs = append(errs, err)
+			}
+			if len(tables) == 0 {
+				continue
 			}
 			t, err := newTool(v, f)
 			if err != nil {
@@ -46,15 +50,42 @@ func Cleanup(ctx context.Context, dry bool, variants ...Variant) ([]string, erro
 	return out, errors.Join(errs...)
 }
 
-// legacyTables are those of the legacy variant that the kernel has. To ask for one that is not there would make it.
-func legacyTables(f plan.Family) []table {
+// presentTables are those that the kernel has. A legacy program that is asked for another one makes it, and an nft program fails
+// where the kernel has no nf_tables.
+func presentTables(v Variant, f plan.Family) ([]table, error) {
+	names, err := legacyTables(f), error(nil)
+	if v == NFT {
+		names, err = nftTables(f)
+	}
+	return slices.DeleteFunc(slices.Clone(fixedTables), func(t table) bool { return !slices.Contains(names, string(t)) }), err
+}
+
+func legacyTables(f plan.Family) []string {
 	name := "/proc/net/ip_tables_names"
 	if f == plan.IPv6 {
 		name = "/proc/net/ip6_tables_names"
 	}
 	raw, _ := os.ReadFile(name) // Where it can't be read, there are none.
-	names := strings.Fields(string(raw))
-	return slices.DeleteFunc(slices.Clone(fixedTables), func(t table) bool { return !slices.Contains(names, string(t)) })
+	return strings.Fields(string(raw))
+}
+
+func nftTables(f plan.Family) ([]string, error) {
+	var list []*nftables.Table
+	c, err := nftables.New()
+	if err == nil {
+		list, err = c.ListTablesOfFamily(nftables.TableFamily(nfProtocol(f)))
+	}
+	if errors.Is(err, unix.EPROTONOSUPPORT) || errors.Is(err, unix.EINVAL) {
+		return nil, nil // The kernel has no netfilter sockets, or nothing behind them that knows of tables.
+	}
+	if err != nil {
+		return nil, fmt.Errorf("listing the tables of nf_tables for %s: %w", f, err)
+	}
+	var names []string
+	for _, t := range list {
+		names = append(names, t.Name)
+	}
+	return names, nil
 }
 
 // cleanup lists what is ours in tables and, unless dry is set, removes it.
