@@ -147,7 +147,8 @@ func TestFailedJumpIsTold(t *testing.T) {
 	o = observe(e)
 	k.refuse = "-I FORWARD 1 "
 	err := e.sync(t.Context(), p, nil)
-	if err == nil || !strings.Contains(err.Error(), "leading chain FORWARD of table filter to ") || !slices.Equal(o.failed, []bool{false}) {
+	if err == nil || !strings.Contains(err.Error(), "leading chain FORWARD of table filter to ") ||
+		!slices.Equal(o.failed, []bool{false}) {
 		t.Errorf("refused: %v; told of failures %v", err, o.failed)
 	}
 }
