@@ -53,9 +53,12 @@ func Cleanup(ctx context.Context, dry bool, variants ...Variant) ([]string, erro
 // presentTables are those that the kernel has. A legacy program that is asked for another one makes it, and an nft program fails
 // where the kernel has no nf_tables.
 func presentTables(v Variant, f plan.Family) ([]table, error) {
-	names, err := legacyTables(f), error(nil)
+	var names []string
+	var err error
 	if v == NFT {
 		names, err = nftTables(f)
+	} else {
+		names = legacyTables(f)
 	}
 	return slices.DeleteFunc(slices.Clone(fixedTables), func(t table) bool { return !slices.Contains(names, string(t)) }), err
 }
