@@ -145,7 +145,6 @@ func (b *Backend) Watch(ctx context.Context, suspect func(why string)) error {
 type kernel interface {
 	save(ctx context.Context, t table) (kernelTable, error)
 	restore(text string) error
-	ensureJump(j jump) error
 }
 
 // engine programs one family.

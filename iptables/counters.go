@@ -1,11 +1,15 @@
 package iptables
 
 import (
+	"bytes"
+	"context"
 	"fmt"
+	"os/exec"
 	"slices"
 	"strconv"
 	"strings"
 	"sync"
+	"time"
 
 	"nodeproxy/proxier/plan"
 )
@@ -82,15 +86,37 @@ func (b *Backend) localhostNodePorts() (led, back uint64, err error) {
 
 // listChain lists a chain with counters; nothing if there is no such chain.
 func listChain(t *tool, tbl table, name string) ([]string, error) {
-	rules, err := t.ipt.ListWithCounters(string(tbl), name)
+	ctx, cancel := context.WithTimeout(context.Background(), t.saveTime)
+	defer cancel()
+	rules, err := t.list(ctx, tbl, name)
 	if err == nil {
 		return rules, nil
 	}
 	// What is said of a chain that does not exist differs from version to version.
-	if chains, listErr := t.ipt.ListChains(string(tbl)); listErr == nil && !slices.Contains(chains, name) {
+	if all, listErr := t.list(ctx, tbl); listErr == nil && !slices.Contains(all, "-N "+name) {
 		return nil, nil
 	}
 	return nil, fmt.Errorf("listing chain %s of %s: %w", name, t.family, err)
+}
+
+// list lists chains of a table with counters, a line for each chain and rule: all of them, or one of that name. The program is
+// ended with ctx.
+func (t *tool) list(ctx context.Context, tbl table, name ...string) ([]string, error) {
+	args := append([]string{"-t", string(tbl), "-v", "-S"}, name...)
+	if t.variant == Legacy {
+		args = append(args, "-w", strconv.Itoa(lockWait))
+	}
+	cmd := exec.CommandContext(ctx, t.path, args...)
+	cmd.WaitDelay = time.Second
+	var out, stderr bytes.Buffer
+	cmd.Stdout, cmd.Stderr = &out, &stderr
+	if err := cmd.Run(); err != nil {
+		if ctx.Err() != nil {
+			return nil, fmt.Errorf("%s was ended, since it did not end by itself within %v", t.path, t.saveTime)
+		}
+		return nil, fmt.Errorf("%s: %w: %s", t.path, err, oneLine(stderr.String()))
+	}
+	return strings.Split(out.String(), "\n"), nil
 }
 
 // counted reads the number of packets of a rule, as in

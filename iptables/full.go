@@ -4,6 +4,7 @@ import (
 	"cmp"
 	"context"
 	"errors"
+	"fmt"
 	"net/netip"
 	"slices"
 	"strings"
@@ -336,15 +337,15 @@ func (f *fullSync) jumps() error {
 	return nil
 }
 
-// ensure puts rules into built-in chains that lack them.
+// ensure puts rules in front of built-in chains that lack them.
 func (f *fullSync) ensure(list []jump) error {
 	for _, j := range list {
 		held := f.held(j.table)
 		if slices.Contains(held[j.from], j.text()) {
 			continue
 		}
-		if err := f.tool.ensureJump(j); err != nil {
-			return err
+		if err := f.restore(fmt.Sprintf("*%s\n-I %s 1 %s\nCOMMIT\n", j.table, j.from, j.text())); err != nil {
+			return fmt.Errorf("leading chain %s of table %s to %s: %w", j.from, j.table, j.to, err)
 		}
 		held[j.from] = append(held[j.from], j.text())
 		f.written++

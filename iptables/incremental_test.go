@@ -21,7 +21,9 @@ import (
 type fakeKernel struct {
 	tables map[table]kernelTable
 	// refuse, if set, makes restores of text that holds it fail.
-	refuse   string
+	refuse string
+	// locked, if set, makes the next restore of text that holds it find the xtables lock held.
+	locked   string
 	restores []string
 	changed  func() // is called after each change of a table
 }
@@ -42,16 +44,6 @@ func (k *fakeKernel) save(_ context.Context, t table) (kernelTable, error) {
 	return out, nil
 }
 
-func (k *fakeKernel) ensureJump(j jump) error {
-	t := k.tables[j.table]
-	if _, ok := t[j.to]; !ok {
-		return fmt.Errorf("no chain %s in %s", j.to, j.table)
-	}
-	t[j.from] = slices.Insert(t[j.from], 0, j.text())
-	k.tell()
-	return nil
-}
-
 func (k *fakeKernel) tell() {
 	if k.changed != nil {
 		k.changed()
@@ -62,6 +54,11 @@ func (k *fakeKernel) restore(text string) error {
 	k.restores = append(k.restores, text)
 	if k.refuse != "" && strings.Contains(text, k.refuse) {
 		return &RestoreError{Program: "fake", Message: "refused", Err: errors.New("exit status 1")}
+	}
+	if k.locked != "" && strings.Contains(text, k.locked) {
+		k.locked = ""
+		return &RestoreError{Program: "fake", Message: "Another app is currently holding the xtables lock",
+			Err: errors.New("exit status 4")}
 	}
 	var tbl table
 	var work kernelTable

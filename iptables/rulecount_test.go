@@ -129,3 +129,26 @@ func TestFixedRestoreFailure(t *testing.T) {
 		t.Errorf("%v; told of failures %v", err, told)
 	}
 }
+
+// TestFailedJumpIsTold: a run that was to lead a built-in chain to one of ours is told of when it fails, and tried once more when
+// another program held the lock, as any other.
+func TestFailedJumpIsTold(t *testing.T) {
+	e, k := fakeEngine(plan.IPv4)
+	o := observe(e)
+	p := plantest.Large(8, 2)
+	k.locked = "-I FORWARD 1 "
+	if err := e.sync(t.Context(), p, nil); err != nil || !slices.Equal(o.failed, []bool{false}) {
+		t.Errorf("while the lock is held: %v; told of failures %v", err, o.failed)
+	}
+	if got, want := k.text(), wantText(p, plan.IPv4); got != want {
+		t.Errorf("after the second try:\n%s", diffLines(want, got))
+	}
+	e, k = fakeEngine(plan.IPv4)
+	o = observe(e)
+	k.refuse = "-I FORWARD 1 "
+	err := e.sync(t.Context(), p, nil)
+	if err == nil || !strings.Contains(err.Error(), "leading chain FORWARD of table filter to ") ||
+		!slices.Equal(o.failed, []bool{false}) {
+		t.Errorf("refused: %v; told of failures %v", err, o.failed)
+	}
+}

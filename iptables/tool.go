@@ -34,7 +34,8 @@ const (
 const lockWait = 5
 
 // A run of iptables-restore that takes longer than restoreTime, and lineTime for each line, hangs, and is ended; so is one of
-// iptables-save that takes longer than saveTime. What they may take is many times what they need on a busy machine.
+// iptables-save that takes longer than saveTime, and one of iptables that lists a chain. What they may take is many times what
+// they need on a busy machine.
 const (
 	restoreTime = 30 * time.Second
 	lineTime    = time.Millisecond
@@ -45,10 +46,10 @@ const (
 type tool struct {
 	variant Variant
 	family  plan.Family
-	// restorePath and savePath are iptables-restore and iptables-save.
-	restorePath, savePath string
-	ipt                   *goiptables.IPTables
-	children              children
+	// path, restorePath and savePath are iptables, iptables-restore and iptables-save.
+	path, restorePath, savePath string
+	ipt                         *goiptables.IPTables
+	children                    children
 	// restoreTime and saveTime are as the constants; tests have less.
 	restoreTime, saveTime time.Duration
 }
@@ -70,6 +71,7 @@ func newTool(v Variant, f plan.Family) (*tool, error) {
 			return nil, err
 		}
 	}
+	t.path = main
 	protocol := goiptables.ProtocolIPv4
 	if f == plan.IPv6 {
 		protocol = goiptables.ProtocolIPv6
@@ -284,14 +286,6 @@ func oneLine(s string) string {
 		}
 	}
 	return strings.Join(out, "; ")
-}
-
-// ensureJump puts a rule in front of a built-in chain.
-func (t *tool) ensureJump(j jump) error {
-	if err := t.restore(fmt.Sprintf("*%s\n-I %s 1 %s\nCOMMIT\n", j.table, j.from, j.text())); err != nil {
-		return fmt.Errorf("leading chain %s of table %s to %s: %w", j.from, j.table, j.to, err)
-	}
-	return nil
 }
 
 // usable reports why the kernel can't do what this family needs, if so.

@@ -54,10 +54,16 @@ func TestProgramsThatHang(t *testing.T) {
 		t.Fatal(err)
 	}
 	const limit = 100 * time.Millisecond
-	u := &tool{variant: NFT, restorePath: hangs, savePath: hangs, restoreTime: limit, saveTime: limit}
+	u := &tool{variant: NFT, path: hangs, restorePath: hangs, savePath: hangs, restoreTime: limit, saveTime: limit}
 	var refused *RestoreError
 	if err := u.restore("*nat\nCOMMIT\n"); err == nil || errors.As(err, &refused) || !strings.Contains(err.Error(), "was ended") {
 		t.Errorf("restore: %v", err)
+	}
+	b := &Backend{engines: []*engine{{tool: u, family: plan.IPv4}}}
+	for name, read := range map[string]func() (uint64, error){"dropped": b.InvalidDropped, "node ports": b.LocalhostNodePorts()} {
+		if _, err := read(); err == nil || !strings.Contains(err.Error(), "was ended") {
+			t.Errorf("counters of %s: %v", name, err)
+		}
 	}
 	u.savePath = filepath.Join(t.TempDir(), "save")
 	if err := os.WriteFile(u.savePath, []byte("#!/bin/sh\necho '*nat'\nexec sleep 1000\n"), 0o755); err != nil {
