@@ -113,8 +113,14 @@ func TestIPVSDrain(t *testing.T) {
 		second := converse()
 		set(kept)
 		removal := time.Now()
-		moved("taken out", "n1a")
+		eventually(t, "taken out", func() error {
+			if got := realServer(t, w, at, removed); got != "-w 0" {
+				return fmt.Errorf("an endpoint that is taken out with a connection has %q, want weight 0", got)
+			}
+			return nil
+		})
 		goOn(second, "within the grace period")
+		moved("taken out", "n1a")
 		eventuallyWithin(t, grace+10*time.Second, "the end of the connections", func() error {
 			for _, c := range second {
 				if c.Echo("line") == nil {
