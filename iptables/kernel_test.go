@@ -124,3 +124,52 @@ func diffLines(want, got string) string {
 	}
 	return out.String()
 }
+
+// TestChainInUse: a chain that somebody else's rule leads to fails no sync when it is no longer wanted; it is emptied, and goes
+// later than that rule.
+func TestChainInUse(t *testing.T) {
+	t.Parallel()
+	for _, v := range []Variant{NFT, Legacy} {
+		t.Run(string(v), func(t *testing.T) {
+			t.Parallel()
+			nstest.Enter(t)
+			e := realEngine(t, v, plan.IPv4)
+			p := plantest.Large(1, 3)
+			sp := p.Sorted(plan.IPv4)[0]
+			sync := func(changed plan.Keys) error { return e.sync(t.Context(), p, changed) }
+			if err := sync(nil); err != nil {
+				t.Fatal(err)
+			}
+			name := ""
+			for _, c := range newRules(p, plan.IPv4, testOptions).enter(sp) {
+				if strings.HasPrefix(c.name, "KUBE-SVC-") {
+					name = c.name
+				}
+			}
+			others := "*nat\n:OTHERS - [0:0]\n-A OTHERS -p tcp -j " + name + "\nCOMMIT\n"
+			if err := e.tool.restore(others); err != nil {
+				t.Fatal(err)
+			}
+			p.Delete(sp.Key)
+			_ = sync(plan.Keys{sp.Key: {}}) // It fails, and the next one compares everything.
+			for range 2 {
+				if err := sync(nil); err != nil {
+					t.Fatalf("a sync with a chain in use: %v", err)
+				}
+				held, err := e.tool.save(t.Context(), tableNAT)
+				if rules, is := held[name]; err != nil || !is || len(rules) > 0 || len(held["OTHERS"]) != 1 {
+					t.Errorf("the chain in use is there: %v, with rules %q; the other program's has %q; %v", is, rules, held["OTHERS"], err)
+				}
+			}
+			if err := e.tool.restore("*nat\n:OTHERS - [0:0]\n-X OTHERS\nCOMMIT\n"); err != nil {
+				t.Fatal(err)
+			}
+			if err := sync(nil); err != nil {
+				t.Fatal(err)
+			}
+			if got, want := ours(t, e.tool), wantText(p, plan.IPv4); got != want {
+				t.Errorf("in the end:\n%s", diffLines(want, got))
+			}
+		})
+	}
+}

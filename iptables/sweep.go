@@ -23,11 +23,16 @@ func (f *fullSync) leaveOtherModes() error {
 		}
 		var out strings.Builder
 		for _, name := range slices.Sorted(maps.Keys(held)) {
-			for _, r := range held[name] {
-				if builtin(name) && slices.Contains(otherModes[t], jumpTarget(r)) {
+			if !builtin(name) {
+				continue
+			}
+			held[name] = slices.DeleteFunc(slices.Clone(held[name]), func(r string) bool {
+				leads := slices.Contains(otherModes[t], jumpTarget(r))
+				if leads {
 					out.WriteString("-D " + name + " " + r + "\n")
 				}
-			}
+				return leads
+			})
 		}
 		if out.Len() > 0 {
 			if err := f.restore("*" + string(t) + "\n" + out.String() + "COMMIT\n"); err != nil {
@@ -51,7 +56,8 @@ func (f *fullSync) otherModeHeld() bool {
 	return false
 }
 
-// sweep removes the chains that nothing wants.
+// sweep removes the chains that nothing wants. One that somebody else's rule leads to can't be removed; it is emptied, so that it
+// does nothing, and goes when that rule has gone.
 func (f *fullSync) sweep() error {
 	for _, t := range []table{tableNAT, tableFilter} {
 		var stale []string
@@ -60,6 +66,19 @@ func (f *fullSync) sweep() error {
 				stale = append(stale, name)
 			}
 		}
+		inUse := f.usedByOthers(t, stale)
+		empty := block{table: t}
+		for _, name := range slices.Sorted(maps.Keys(inUse)) {
+			if len(f.held(t)[name]) > 0 {
+				empty.write(chain{name: name})
+				f.log.Warn("a chain that is no longer needed is emptied, but stays, since a rule of another program leads to it",
+					"family", f.family, "table", string(t), "chain", name, "from", inUse[name])
+			}
+		}
+		if err := f.write(empty); err != nil {
+			return err
+		}
+		stale = slices.DeleteFunc(stale, func(name string) bool { return inUse[name] != "" })
 		f.removed += len(stale)
 		if err := f.ctx.Err(); err != nil {
 			return err
@@ -69,4 +88,24 @@ func (f *fullSync) sweep() error {
 		}
 	}
 	return nil
+}
+
+// usedByOthers returns those of some chains that rules of other programs lead to, each with a chain that such a rule is in.
+func (f *fullSync) usedByOthers(t table, names []string) map[string]string {
+	if len(names) == 0 {
+		return nil
+	}
+	out := map[string]string{}
+	held := f.held(t)
+	for _, name := range slices.Sorted(maps.Keys(held)) {
+		if isOurs(t, name) {
+			continue
+		}
+		for _, r := range held[name] {
+			if _, stale := slices.BinarySearch(names, jumpTarget(r)); stale {
+				out[jumpTarget(r)] = name
+			}
+		}
+	}
+	return out
 }
