@@ -38,10 +38,16 @@ func atLeast(metric string, want float64) metricCheck {
 	return metricCheck{metric, func(_, after float64) bool { return after >= want }, fmt.Sprint("at least ", want)}
 }
 
+// absent wants no series at all.
+func absent(metric string) metricCheck { return metricCheck{metric: metric} }
+
 func (x metricCheck) compare(before, after *harness.Scrape) error {
 	f := strings.Fields(x.metric)
-	if !after.Has(f[0], f[1:]...) {
-		return fmt.Errorf("there is no %s", x.metric)
+	if is, want := after.Has(f[0], f[1:]...), x.check != nil; is != want {
+		return fmt.Errorf("%s is there: %v, want %v", x.metric, is, want)
+	}
+	if x.check == nil {
+		return nil
 	}
 	if b, a := before.Sum(f[0], f[1:]...), after.Sum(f[0], f[1:]...); !x.check(b, a) {
 		return fmt.Errorf("%s was %v and is %v, want %s", x.metric, b, a, x.what)
