@@ -74,19 +74,30 @@ func New(cfg Config) (*Backend, error) {
 	if cfg.GracePeriod == 0 {
 		cfg.GracePeriod = DefaultGracePeriod
 	}
-	if cfg.Variant == iptables.Auto || cfg.Variant == "" {
-		cfg.Variant = iptables.Detect()
-	}
-	v, err := kernel.OpenServers()
+	n, err := find(&cfg)
 	if err != nil {
 		return nil, fmt.Errorf("mode ipvs can't work here: %w", err)
 	}
-	b := &Backend{cfg: cfg, servers: v}
-	if err := b.open(); err != nil {
-		_ = v.Close()
+	b := &Backend{cfg: cfg, servers: n.servers}
+	if err := b.open(n); err != nil {
+		n.close()
 		return nil, fmt.Errorf("mode ipvs can't work here: %w", err)
 	}
 	return b, nil
+}
+
+// Check returns the error that New would return, as far as that can be known by looking. It may load kernel modules, and changes
+// nothing else. Of what is no error it tells the log alone.
+func Check(cfg Config) error {
+	n, err := find(&cfg)
+	if err == nil {
+		defer n.close()
+		err = setSysctls(cfg, true)
+	}
+	if err != nil {
+		return fmt.Errorf("mode ipvs can't work here: %w", err)
+	}
+	return nil
 }
 
 // Prepare does the part of New that needs more rights than programming does: it loads what the kernel has as modules, and sets
@@ -105,38 +116,16 @@ func Prepare(cfg Config) error {
 			cfg.Log.Warn("this kernel lacks an IPVS scheduler; Services that ask for it get the default one", "scheduler", name)
 		}
 	}
-	return setSysctls(cmp.Or(cfg.SysctlDir, "/proc/sys"), cfg.StrictARP, cfg.Log)
+	return setSysctls(cfg, false)
 }
 
-func (b *Backend) open() error {
-	s, err := kernel.OpenSets()
-	if err != nil {
-		return err
-	}
-	available := &schedulers{has: b.servers.HasScheduler, known: map[string]bool{}, warn: b.cfg.Warn}
-	if b.cfg.Scheduler == "" {
-		b.cfg.Scheduler = DefaultScheduler
-	}
-	if !b.servers.HasScheduler(b.cfg.Scheduler) {
-		return fmt.Errorf("--ipvs-scheduler: this kernel has no scheduler %q (module ip_vs_%s)", b.cfg.Scheduler, b.cfg.Scheduler)
-	}
-	b.cfg.Unavailable = available.lacks
-	tables := map[plan.Family]*iptables.FixedTables{}
-	var missing []error
-	for _, f := range b.cfg.Families {
-		if t, err := iptables.NewFixedTables(b.cfg.Variant, f); err != nil {
-			missing = append(missing, fmt.Errorf("%s: %w", f, err))
-		} else {
-			tables[f] = t
-		}
-	}
-	if len(tables) == 0 {
-		return errors.Join(missing...)
-	}
-	for _, err := range missing {
+func (b *Backend) open(n *node) error {
+	for _, err := range n.missing {
 		b.cfg.Log.Warn("Services of this family are not proxied", "error", err)
 	}
-	if err := setSysctls(cmp.Or(b.cfg.SysctlDir, "/proc/sys"), b.cfg.StrictARP, b.cfg.Log); err != nil {
+	available := &schedulers{has: b.servers.HasScheduler, known: map[string]bool{}, warn: b.cfg.Warn}
+	b.cfg.Unavailable = available.lacks
+	if err := setSysctls(b.cfg, false); err != nil {
 		return err
 	}
 	if err := b.servers.SetTimeouts(b.cfg.TCPTimeout, b.cfg.TCPFinTimeout, b.cfg.UDPTimeout); err != nil {
@@ -147,8 +136,8 @@ func (b *Backend) open() error {
 		return err
 	}
 	for _, f := range b.cfg.Families {
-		if tables[f] != nil {
-			b.engines = append(b.engines, b.engine(f, tables[f], s, d))
+		if t := n.tables[f]; t != nil {
+			b.engines = append(b.engines, b.engine(f, t, n.sets, d))
 		}
 	}
 	return nil

@@ -25,8 +25,9 @@ type turn struct {
 	claiming sync.WaitGroup
 }
 
-// awaitTurn waits for the turn; an error tells that ctx ended before. Meanwhile health and metrics are served, unless the other
-// proxy has their addresses, and say whom it waits for.
+// awaitTurn waits for the turn. An error tells that ctx ended before, or that the mode can't work here: who has made another proxy
+// go for this one would learn of that too late. Meanwhile health and metrics are served, unless the other proxy has their
+// addresses, and say whom it waits for.
 func (d *daemon) awaitTurn(ctx context.Context, t *turn) error {
 	if t.come {
 		return nil
@@ -42,17 +43,21 @@ func (d *daemon) awaitTurn(ctx context.Context, t *turn) error {
 	defer running.Wait()
 	defer cancel()
 	var node *health.Node
-	err := t.guard.Wait(ctx, func(other exclusive.Proxy) {
+	err := t.guard.Wait(ctx, func(other exclusive.Proxy) error {
+		if node == nil {
+			if err := d.check(); err != nil {
+				return err
+			}
+			node = d.answerMeanwhile(ctx, &running)
+		}
 		d.log.Warn("another proxy runs here; nothing is written before it is gone (--take-over goes ahead at once)",
 			"other", other.String())
 		if t.told != other.String() { // A new configuration makes the wait a new one.
 			t.told = other.String()
 			d.event("WaitingForProxy", "StartNodeproxy", "nothing is written before another proxy is gone: "+other.String())
 		}
-		if node == nil {
-			node = d.answerMeanwhile(ctx, &running)
-		}
 		node.WaitFor(other.String())
+		return nil
 	})
 	if err != nil {
 		return err

@@ -88,8 +88,8 @@ func (g *Guard) Other() *Proxy {
 }
 
 // Wait waits until no other proxy runs, and then has the claim. told is called for each proxy that it waits for. It returns an
-// error if ctx ends before.
-func (g *Guard) Wait(ctx context.Context, told func(Proxy)) error {
+// error if ctx ends before, and that of told, which ends the wait.
+func (g *Guard) Wait(ctx context.Context, told func(Proxy) error) error {
 	var last Proxy
 	for {
 		other := g.Other()
@@ -97,7 +97,9 @@ func (g *Guard) Wait(ctx context.Context, told func(Proxy)) error {
 			return nil
 		}
 		if !other.same(last) {
-			told(*other)
+			if err := told(*other); err != nil {
+				return err
+			}
 		}
 		last = *other
 		if err := pause(ctx); err != nil {

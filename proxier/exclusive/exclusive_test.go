@@ -304,13 +304,14 @@ func TestWait(t *testing.T) {
 	g, _ := guard(t)
 	var told []string
 	killed := make(chan time.Time, len(first))
-	err := g.Wait(t.Context(), func(p Proxy) {
+	err := g.Wait(t.Context(), func(p Proxy) error {
 		told = append(told, p.Name)
 		cmd := first[len(told)-1]
 		time.AfterFunc(3*pollEvery, func() {
 			killed <- time.Now()
 			_ = cmd.Process.Kill()
 		})
+		return nil
 	})
 	<-killed
 	took := time.Since(<-killed)
@@ -326,8 +327,12 @@ func TestWait(t *testing.T) {
 	}
 	ctx, cancel := context.WithTimeout(t.Context(), 2*pollEvery)
 	defer cancel()
-	if err := late.Wait(ctx, func(Proxy) {}); !errors.Is(err, context.DeadlineExceeded) {
+	if err := late.Wait(ctx, func(Proxy) error { return nil }); !errors.Is(err, context.DeadlineExceeded) {
 		t.Errorf("a wait that was given up: %v", err)
+	}
+	wrong := errors.New("it makes no sense to wait")
+	if err := late.Wait(t.Context(), func(Proxy) error { return wrong }); !errors.Is(err, wrong) {
+		t.Errorf("a wait that makes no sense: %v", err)
 	}
 	if err := g.Close(); err != nil {
 		t.Fatal(err)
