@@ -197,6 +197,7 @@ func (d *daemon) run(ctx context.Context, turn *turn) error {
 		served <- d.monitor.run(ctx)
 	})
 	d.goBeside(ctx, &running)
+	running.Go(func() { d.watchOthers(ctx, turn, lookEvery) })
 	d.held.PassTo(d.proxier)
 	d.proxier.Run(ctx)
 	running.Wait()

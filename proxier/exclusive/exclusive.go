@@ -102,8 +102,27 @@ func (g *Guard) Wait(ctx context.Context, told func(Proxy) error) error {
 			}
 		}
 		last = *other
-		if err := pause(ctx); err != nil {
+		if err := pause(ctx, pollEvery); err != nil {
 			return err
+		}
+	}
+}
+
+// Watch looks every so often, until ctx ends, for a proxy that works beside this one although this one has the claim: a kube-proxy
+// knows of none. told is called with one when there is, and with nil when there is none any more.
+func (g *Guard) Watch(ctx context.Context, every time.Duration, told func(*Proxy)) {
+	there := false
+	for {
+		other := g.listeningBeside()
+		if other == nil {
+			other = g.named()
+		}
+		if there != (other != nil) {
+			there = !there
+			told(other)
+		}
+		if pause(ctx, every) != nil {
+			return
 		}
 	}
 }
@@ -112,18 +131,18 @@ func (g *Guard) Wait(ctx context.Context, told func(Proxy) error) error {
 // does, so that others wait for it.
 func (g *Guard) Claim(ctx context.Context) error {
 	for g.makeClaim() != nil {
-		if err := pause(ctx); err != nil {
+		if err := pause(ctx, pollEvery); err != nil {
 			return err
 		}
 	}
 	return nil
 }
 
-func pause(ctx context.Context) error {
+func pause(ctx context.Context, d time.Duration) error {
 	select {
 	case <-ctx.Done():
 		return ctx.Err()
-	case <-time.After(pollEvery):
+	case <-time.After(d):
 		return nil
 	}
 }
