@@ -28,9 +28,11 @@ func TestModeIPVSMissingBesideProxy(t *testing.T) {
 	endsAtOnce(t, true, []string{"--mode=ipvs"}, "mode ipvs", "ip_vs", "modprobe")
 }
 
-// TestIPVSSchedulerMissing: the same for a scheduler that is asked for by flag, and that no kernel has.
+// TestIPVSSchedulerMissing: the same for a scheduler that is asked for by flag, and that no kernel has; before that, for what runs
+// with more rights.
 func TestIPVSSchedulerMissing(t *testing.T) {
 	t.Parallel()
+	endsAtOnce(t, false, []string{"--init-only", "--ipvs-scheduler=best"}, "mode ipvs", "--ipvs-scheduler", "best")
 	endsAtOnce(t, false, []string{"--ipvs-scheduler=best"}, "mode ipvs", "--ipvs-scheduler", "best")
 }
 

@@ -14,6 +14,7 @@ import (
 	"log/slog"
 	"net/netip"
 	"slices"
+	"strings"
 	"sync"
 	"time"
 
@@ -101,22 +102,22 @@ func Check(cfg Config) error {
 }
 
 // Prepare does the part of New that needs more rights than programming does: it loads what the kernel has as modules, and sets
-// the sysctls.
+// the sysctls. The error is the one that New would return for want of these.
 func Prepare(cfg Config) error {
-	v, err := kernel.OpenServers()
+	n, err := findInKernel(cmp.Or(cfg.Scheduler, DefaultScheduler))
+	if err == nil {
+		defer n.close()
+		err = setSysctls(cfg, false)
+	}
 	if err != nil {
 		return fmt.Errorf("mode ipvs can't work here: %w", err)
 	}
-	defer v.Close()
-	if _, err := kernel.OpenSets(); err != nil {
-		return fmt.Errorf("mode ipvs can't work here: %w", err)
+	// To ask for a scheduler loads it.
+	if missing := slices.DeleteFunc(slices.Clone(plan.Schedulers), n.servers.HasScheduler); len(missing) > 0 {
+		cfg.Log.Info("this kernel lacks some IPVS schedulers; Services that ask for one of them get the default one",
+			"schedulers", strings.Join(missing, ", "))
 	}
-	for _, name := range []string{cmp.Or(cfg.Scheduler, DefaultScheduler), "wrr", "lc", "wlc", "sed", "nq", "sh", "mh", "dh"} {
-		if !v.HasScheduler(name) {
-			cfg.Log.Warn("this kernel lacks an IPVS scheduler; Services that ask for it get the default one", "scheduler", name)
-		}
-	}
-	return setSysctls(cfg, false)
+	return nil
 }
 
 func (b *Backend) open(n *node) error {

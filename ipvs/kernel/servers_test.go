@@ -250,7 +250,7 @@ func TestForeignServers(t *testing.T) {
 
 func TestSchedulers(t *testing.T) {
 	s := openServers(t)
-	for _, name := range []string{"rr", "wrr", "lc", "wlc", "sed", "nq", "sh", "mh", "dh", "lblc", "lblcr"} {
+	for _, name := range plan.Schedulers {
 		if !s.HasScheduler(name) || !s.makeWith(name) {
 			t.Errorf("no scheduler %s", name)
 		}
