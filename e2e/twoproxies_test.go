@@ -188,7 +188,7 @@ func TestOtherProxyStarts(t *testing.T) {
 	must(t, w.Node1().Start(kubeProxy))
 	t.Cleanup(func() { _ = kubeProxy.Process.Kill(); _ = kubeProxy.Wait() })
 	const soon = 2 * time.Minute // It is looked for every 30 seconds.
-	must(t, first.WaitFor(soon, "another proxy has started", fmt.Sprintf("kube-proxy (process %d)", kubeProxy.Process.Pid)))
+	must(t, first.WaitFor(soon, "another proxy runs beside this one", fmt.Sprintf("kube-proxy (process %d)", kubeProxy.Process.Pid)))
 	metric := func(want string) func() error {
 		return func() error {
 			answer, err := w.Node1().Output("curl", "-s", "http://127.0.0.1:10249/metrics")

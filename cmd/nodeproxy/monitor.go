@@ -74,8 +74,8 @@ func newMonitor(cfg *config.Config, set *metrics.Set, families []plan.Family, ob
 	return m
 }
 
-// newServers makes the servers of the program's own endpoints. They have no log yet. mode is the one in force, "" for none: that is how
-// others tell a nodeproxy that waits from a proxy.
+// newServers makes the servers of the program's own endpoints. They have no log yet. mode is the one in force, "" for none: that
+// is how others tell a nodeproxy that waits from a proxy.
 func newServers(cfg *config.Config, mode string, set *metrics.Set, node *health.Node) []*health.Server {
 	debug := health.Debug{
 		Metrics: set.Handler(), SLIs: set.SLIHandler(), Mode: mode, Config: cfg.Configz, Profiling: cfg.Servers.Profiling,

@@ -74,8 +74,8 @@ func (d *daemon) awaitTurn(ctx context.Context, t *turn) error {
 // lookEvery is how often another proxy is looked for once this program has its turn. That takes a few milliseconds.
 const lookEvery = 30 * time.Second
 
-// watchOthers tells of a proxy that starts, or comes back, although this program has its turn, as long as ctx lasts. This one goes on:
-// which of them is to be here is for people to say, and until they do, traffic has to flow.
+// watchOthers tells of a proxy that starts, or comes back, although this program has its turn, as long as ctx lasts. This one goes
+// on: which of them is to be here is for people to say, and until they do, traffic has to flow.
 func (d *daemon) watchOthers(ctx context.Context, t *turn, every time.Duration) {
 	if d.cfg.TakeOver || t.forced { // Then it is known, and wanted.
 		return
@@ -87,7 +87,7 @@ func (d *daemon) watchOthers(ctx context.Context, t *turn, every time.Duration) 
 			d.log.Warn("the other proxy is gone; what it has changed is repaired")
 			return
 		}
-		d.log.Warn("another proxy has started; both write, and each undoes what the other does: one of them has to go",
+		d.log.Warn("another proxy runs beside this one; both write, and each undoes what the other does: one of them has to go",
 			"other", other.String())
 		d.event("OtherProxyRuns", "WatchProxies",
 			"another proxy runs beside nodeproxy, and each undoes what the other does: one of them has to go: "+other.String())
