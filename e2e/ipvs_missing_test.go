@@ -19,20 +19,39 @@ func kernelHasIPVS() bool {
 // leaves nothing behind.
 func TestModeIPVSMissing(t *testing.T) {
 	t.Parallel()
-	endsAtOnce(t, []string{"--mode=ipvs"}, "mode ipvs", "ip_vs", "modprobe")
+	endsAtOnce(t, false, []string{"--mode=ipvs"}, "mode ipvs", "ip_vs", "modprobe")
 }
 
-// TestIPVSSchedulerMissing: the same for a scheduler that is asked for by flag, and that no kernel has.
+// TestModeIPVSMissingBesideProxy: that is found out before another proxy is waited for, which would be made to go in vain.
+func TestModeIPVSMissingBesideProxy(t *testing.T) {
+	t.Parallel()
+	endsAtOnce(t, true, []string{"--mode=ipvs"}, "mode ipvs", "ip_vs", "modprobe")
+}
+
+// TestIPVSSchedulerMissing: the same for a scheduler that is asked for by flag, and that no kernel has; before that, for what runs
+// with more rights.
 func TestIPVSSchedulerMissing(t *testing.T) {
 	t.Parallel()
-	endsAtOnce(t, []string{"--ipvs-scheduler=best"}, "mode ipvs", "--ipvs-scheduler", "best")
+	endsAtOnce(t, false, []string{"--init-only", "--ipvs-scheduler=best"}, "mode ipvs", "--ipvs-scheduler", "best")
+	endsAtOnce(t, false, []string{"--ipvs-scheduler=best"}, "mode ipvs", "--ipvs-scheduler", "best")
 }
 
-func endsAtOnce(t *testing.T, flags []string, parts ...string) {
+// TestIPVSMissingBesideProxy: the same before another proxy is waited for, and for a kernel setting that can't be made.
+func TestIPVSMissingBesideProxy(t *testing.T) {
+	t.Parallel()
+	endsAtOnce(t, true, []string{"--ipvs-scheduler=best"}, "mode ipvs", "--ipvs-scheduler", "best")
+	endsAtOnce(t, true, []string{"--sysctl-dir=/nonexistent"}, "net.ipv4.ip_forward")
+}
+
+// endsAtOnce runs a daemon that can't work, beside another one or alone.
+func endsAtOnce(t *testing.T, beside bool, flags []string, parts ...string) {
 	t.Helper()
 	w := harness.New(t, harness.Options{})
 	w.Write(t, "nodes.yaml", w.NodeObjects()...)
 	w.Write(t, "s.yaml", harness.Objects(harness.Service("s", 1), w.Ready("n1a")...)...)
+	if beside {
+		w.Run(t, harness.NFT, clusterCIDR)
+	}
 	left := func() string {
 		out := ""
 		for _, variant := range harness.Variants {

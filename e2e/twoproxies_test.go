@@ -4,6 +4,7 @@ import (
 	"errors"
 	"fmt"
 	"os"
+	"os/exec"
 	"path/filepath"
 	"strings"
 	"testing"
@@ -164,4 +165,47 @@ func TestWaitEnds(t *testing.T) {
 		}
 		return err
 	})
+}
+
+// TestOtherProxyStarts: a daemon tells of a kube-proxy that starts beside it, and of its end; not of a nodeproxy that waits.
+func TestOtherProxyStarts(t *testing.T) {
+	t.Parallel()
+	w := harness.New(t, harness.Options{})
+	w.Write(t, "nodes.yaml", w.NodeObjects()...)
+	w.Write(t, "s.yaml", harness.Objects(harness.Service("s", 1), w.Ready("n1a")...)...)
+	first := w.Run(t, harness.NFT, clusterCIDR)
+	ip := w.Node1().IP4.String()
+	second, err := w.StartDaemon(w.Node1(), "--iptables-backend=nft", "--healthz-bind-address="+ip+":10266",
+		"--metrics-bind-address="+ip+":10249", clusterCIDR)
+	must(t, err)
+	must(t, second.WaitFor(10*time.Second, waits(first)...))
+
+	sleep, err := exec.LookPath("sleep")
+	must(t, err)
+	path := filepath.Join(t.TempDir(), "kube-proxy")
+	must(t, os.Symlink(sleep, path))
+	kubeProxy := exec.Command(path, "600")
+	must(t, w.Node1().Start(kubeProxy))
+	t.Cleanup(func() { _ = kubeProxy.Process.Kill(); _ = kubeProxy.Wait() })
+	const soon = 2 * time.Minute // It is looked for every 30 seconds.
+	must(t, first.WaitFor(soon, "another proxy runs beside this one", fmt.Sprintf("kube-proxy (process %d)", kubeProxy.Process.Pid)))
+	metric := func(want string) func() error {
+		return func() error {
+			answer, err := w.Node1().Output("curl", "-s", "http://127.0.0.1:10249/metrics")
+			if err == nil && !strings.Contains(answer, "\nnodeproxy_other_proxy_runs "+want+"\n") {
+				err = fmt.Errorf("nodeproxy_other_proxy_runs is not %s", want)
+			}
+			return err
+		}
+	}
+	eventually(t, "the metric says so", metric("1"))
+	must(t, kubeProxy.Process.Kill())
+	must(t, first.WaitFor(soon, "the other proxy is gone"))
+	eventually(t, "the metric falls", metric("0"))
+	for _, line := range first.Log() {
+		if strings.Contains(line, fmt.Sprintf("process %d", second.PID())) {
+			t.Errorf("a nodeproxy that waits is taken for a proxy: %s", line)
+		}
+	}
+	must(t, second.Stop())
 }

@@ -14,6 +14,7 @@ import (
 	"log/slog"
 	"net/netip"
 	"slices"
+	"strings"
 	"sync"
 	"time"
 
@@ -74,69 +75,58 @@ func New(cfg Config) (*Backend, error) {
 	if cfg.GracePeriod == 0 {
 		cfg.GracePeriod = DefaultGracePeriod
 	}
-	if cfg.Variant == iptables.Auto || cfg.Variant == "" {
-		cfg.Variant = iptables.Detect()
-	}
-	v, err := kernel.OpenServers()
+	n, err := find(&cfg)
 	if err != nil {
 		return nil, fmt.Errorf("mode ipvs can't work here: %w", err)
 	}
-	b := &Backend{cfg: cfg, servers: v}
-	if err := b.open(); err != nil {
-		_ = v.Close()
+	b := &Backend{cfg: cfg, servers: n.servers}
+	if err := b.open(n); err != nil {
+		n.close()
 		return nil, fmt.Errorf("mode ipvs can't work here: %w", err)
 	}
 	return b, nil
 }
 
-// Prepare does the part of New that needs more rights than programming does: it loads what the kernel has as modules, and sets
-// the sysctls.
-func Prepare(cfg Config) error {
-	v, err := kernel.OpenServers()
+// Check returns the error that New would return, as far as that can be known by looking. It may load kernel modules, and changes
+// nothing else. Of what is no error it tells the log alone.
+func Check(cfg Config) error {
+	n, err := find(&cfg)
+	if err == nil {
+		defer n.close()
+		err = setSysctls(cfg, true)
+	}
 	if err != nil {
 		return fmt.Errorf("mode ipvs can't work here: %w", err)
 	}
-	defer v.Close()
-	if _, err := kernel.OpenSets(); err != nil {
-		return fmt.Errorf("mode ipvs can't work here: %w", err)
-	}
-	for _, name := range []string{cmp.Or(cfg.Scheduler, DefaultScheduler), "wrr", "lc", "wlc", "sed", "nq", "sh", "mh", "dh"} {
-		if !v.HasScheduler(name) {
-			cfg.Log.Warn("this kernel lacks an IPVS scheduler; Services that ask for it get the default one", "scheduler", name)
-		}
-	}
-	return setSysctls(cmp.Or(cfg.SysctlDir, "/proc/sys"), cfg.StrictARP, cfg.Log)
+	return nil
 }
 
-func (b *Backend) open() error {
-	s, err := kernel.OpenSets()
+// Prepare does the part of New that needs more rights than programming does: it loads what the kernel has as modules, and sets
+// the sysctls. The error is the one that New would return for want of these.
+func Prepare(cfg Config) error {
+	n, err := findInKernel(cmp.Or(cfg.Scheduler, DefaultScheduler))
+	if err == nil {
+		defer n.close()
+		err = setSysctls(cfg, false)
+	}
 	if err != nil {
-		return err
+		return fmt.Errorf("mode ipvs can't work here: %w", err)
 	}
-	available := &schedulers{has: b.servers.HasScheduler, known: map[string]bool{}, warn: b.cfg.Warn}
-	if b.cfg.Scheduler == "" {
-		b.cfg.Scheduler = DefaultScheduler
+	// To ask for a scheduler loads it.
+	if missing := slices.DeleteFunc(slices.Clone(plan.Schedulers), n.servers.HasScheduler); len(missing) > 0 {
+		cfg.Log.Info("this kernel lacks some IPVS schedulers; Services that ask for one of them get the default one",
+			"schedulers", strings.Join(missing, ", "))
 	}
-	if !b.servers.HasScheduler(b.cfg.Scheduler) {
-		return fmt.Errorf("--ipvs-scheduler: this kernel has no scheduler %q (module ip_vs_%s)", b.cfg.Scheduler, b.cfg.Scheduler)
-	}
-	b.cfg.Unavailable = available.lacks
-	tables := map[plan.Family]*iptables.FixedTables{}
-	var missing []error
-	for _, f := range b.cfg.Families {
-		if t, err := iptables.NewFixedTables(b.cfg.Variant, f); err != nil {
-			missing = append(missing, fmt.Errorf("%s: %w", f, err))
-		} else {
-			tables[f] = t
-		}
-	}
-	if len(tables) == 0 {
-		return errors.Join(missing...)
-	}
-	for _, err := range missing {
+	return nil
+}
+
+func (b *Backend) open(n *node) error {
+	for _, err := range n.missing {
 		b.cfg.Log.Warn("Services of this family are not proxied", "error", err)
 	}
-	if err := setSysctls(cmp.Or(b.cfg.SysctlDir, "/proc/sys"), b.cfg.StrictARP, b.cfg.Log); err != nil {
+	available := &schedulers{has: b.servers.HasScheduler, known: map[string]bool{}, warn: b.cfg.Warn}
+	b.cfg.Unavailable = available.lacks
+	if err := setSysctls(b.cfg, false); err != nil {
 		return err
 	}
 	if err := b.servers.SetTimeouts(b.cfg.TCPTimeout, b.cfg.TCPFinTimeout, b.cfg.UDPTimeout); err != nil {
@@ -147,8 +137,8 @@ func (b *Backend) open() error {
 		return err
 	}
 	for _, f := range b.cfg.Families {
-		if tables[f] != nil {
-			b.engines = append(b.engines, b.engine(f, tables[f], s, d))
+		if t := n.tables[f]; t != nil {
+			b.engines = append(b.engines, b.engine(f, t, n.sets, d))
 		}
 	}
 	return nil

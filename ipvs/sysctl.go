@@ -1,9 +1,9 @@
 package ipvs
 
 import (
+	"cmp"
 	"errors"
 	"fmt"
-	"log/slog"
 	"os"
 	"path/filepath"
 	"strings"
@@ -40,9 +40,9 @@ func sysctls(strictARP bool, major, minor int) []sysctl {
 	return out
 }
 
-// setSysctls makes the settings. One that can't be written, and is not as it should be, is an error if nothing works without
-// it, else a warning.
-func setSysctls(dir string, strictARP bool, log *slog.Logger) error {
+// setSysctls makes the settings; with dry, it only finds out whether it could. One that can't be written, and is not as it should
+// be, is an error if nothing works without it, else a warning.
+func setSysctls(cfg Config, dry bool) error {
 	var name unix.Utsname
 	if err := unix.Uname(&name); err != nil {
 		return fmt.Errorf("asking for the kernel's version: %w", err)
@@ -53,12 +53,12 @@ func setSysctls(dir string, strictARP bool, log *slog.Logger) error {
 		return fmt.Errorf("the kernel's version %q is not understood: %w", release, err)
 	}
 	var errs []error
-	for _, s := range sysctls(strictARP, major, minor) {
-		switch err := s.set(dir); {
+	for _, s := range sysctls(cfg.StrictARP, major, minor) {
+		switch err := s.set(cmp.Or(cfg.SysctlDir, "/proc/sys"), dry); {
 		case err != nil && s.required:
 			errs = append(errs, err)
 		case err != nil:
-			log.Warn("a kernel setting for mode ipvs can't be made", "error", err)
+			cfg.Log.Warn("a kernel setting for mode ipvs can't be made", "error", err)
 		}
 	}
 	return errors.Join(errs...)
@@ -70,13 +70,20 @@ func tcpLiberal() bool {
 	return err == nil && strings.TrimSpace(string(value)) != "0"
 }
 
-func (s sysctl) set(dir string) error {
+func (s sysctl) set(dir string, dry bool) error {
 	path := filepath.Join(dir, s.name)
 	have, err := os.ReadFile(path)
 	if err == nil && strings.TrimSpace(string(have)) == s.value {
 		return nil
 	}
-	if err := os.WriteFile(path, []byte(s.value+"\n"), 0o644); err != nil {
+	file, err := os.OpenFile(path, os.O_WRONLY, 0)
+	if err == nil {
+		if !dry {
+			_, err = file.WriteString(s.value + "\n")
+		}
+		err = errors.Join(err, file.Close())
+	}
+	if err != nil {
 		return fmt.Errorf("setting %s to %s (it is %q): %w", strings.ReplaceAll(s.name, "/", "."), s.value,
 			strings.TrimSpace(string(have)), err)
 	}

@@ -58,6 +58,7 @@ type Set struct {
 	slis     *healthMetrics
 	findings *prometheus.CounterVec
 	waiting  prometheus.Gauge
+	beside   prometheus.Gauge
 	rules    *ruleMetrics
 	flows    *flowMetrics
 	drift    *driftMetrics
@@ -88,6 +89,8 @@ func New(cfg Config) *Set {
 	}
 	s.waiting = s.gauge("nodeproxy_waiting_for_proxy",
 		"1 while nothing is written to the kernel because another proxy runs on this node, else 0.")
+	s.beside = s.gauge("nodeproxy_other_proxy_runs", "1 while another proxy runs on this node although it is nodeproxy's turn to "+
+		"write, so that each undoes what the other does, else 0. It is looked for every 30 seconds, and not with --take-over.")
 	s.rules = newRuleMetrics(s)
 	s.flows = newFlowMetrics(s)
 	s.drift = newDriftMetrics(s)
@@ -152,12 +155,16 @@ func (s *Set) Report(next source.Report) source.Report {
 }
 
 // Waiting notes whether another proxy is waited for.
-func (s *Set) Waiting(waiting bool) {
-	value := 0.0
-	if waiting {
-		value = 1
+func (s *Set) Waiting(waiting bool) { s.waiting.Set(number(waiting)) }
+
+// OtherProxyRuns notes whether another proxy runs although none is waited for.
+func (s *Set) OtherProxyRuns(runs bool) { s.beside.Set(number(runs)) }
+
+func number(yes bool) float64 {
+	if yes {
+		return 1
 	}
-	s.waiting.Set(value)
+	return 0
 }
 
 // is reports whether the mode is one of some.

@@ -10,12 +10,7 @@ import (
 	"nodeproxy/proxier/source"
 )
 
-// schedulers are the kernel's schedulers for mode ipvs.
-var schedulers = []string{
-	"rr", "wrr", "lc", "wlc", "lblc", "lblcr", "sh", "dh", "sed", "nq", "mh", "fo", "ovf", "twos",
-}
-
-// flagged are those of them that have flags.
+// flagged are the schedulers that have flags.
 var flagged = []string{"sh", "mh"}
 
 // readScheduler takes the scheduler that a Service asks for from its annotations. One that can't be understood in every
@@ -65,8 +60,8 @@ func (r *schedulerReader) problem(key, detail string, args ...any) {
 
 func (r *schedulerReader) name(text string) {
 	name := strings.ToLower(strings.TrimSpace(text))
-	if !slices.Contains(schedulers, name) {
-		r.problem(r.key, "%.80q is none of the schedulers %s", text, strings.Join(schedulers, ", "))
+	if !slices.Contains(plan.Schedulers, name) {
+		r.problem(r.key, "%.80q is none of the schedulers %s", text, strings.Join(plan.Schedulers, ", "))
 		return
 	}
 	r.out.Name = name

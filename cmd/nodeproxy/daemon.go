@@ -16,7 +16,6 @@ import (
 	"nodeproxy/metrics"
 	"nodeproxy/proxier"
 	"nodeproxy/proxier/conntrack"
-	"nodeproxy/proxier/drift"
 	"nodeproxy/proxier/plan"
 	"nodeproxy/proxier/source"
 	"nodeproxy/proxier/source/apiserver"
@@ -73,8 +72,12 @@ func (d *daemon) build() error {
 	cfg := d.cfg
 	trackConnections(cfg, d.report)
 	var err error
-	if d.backend, err = newBackend(cfg, d.families, d.warnAnd(d.report), d.drift.compared, d.metrics, d.log); err != nil {
-		d.warn(err.Error())
+	if cfg.Mode == "ipvs" {
+		d.backend, err = ipvs.New(d.ipvsConfig())
+	} else {
+		d.backend, err = iptables.New(d.iptablesConfig())
+	}
+	if err != nil {
 		return err
 	}
 	d.monitor = newMonitor(cfg, d.metrics, d.backend.Families(), d.objects, d.report, d.log)
@@ -124,23 +127,36 @@ func (d *daemon) warnAnd(report source.Report) source.Report {
 	}
 }
 
-// newBackend makes the backend of a mode.
-func newBackend(cfg *config.Config, families []plan.Family, report source.Report, compared func(drift.Report),
-	set *metrics.Set, log *slog.Logger) (backend, error) {
-	if cfg.Mode == "ipvs" {
-		return ipvs.New(ipvs.Config{
-			Options: ipvs.Options{MasqueradeBit: cfg.MasqueradeBit, Scheduler: cfg.IPVS.Scheduler, VIPs: cfg.IPVS.VIPs},
-			Variant: cfg.IPTablesBackend, Families: families, ExcludeCIDRs: cfg.IPVS.ExcludeCIDRs,
-			StrictARP: cfg.IPVS.StrictARP, TCPTimeout: cfg.IPVS.TCPTimeout, TCPFinTimeout: cfg.IPVS.TCPFinTimeout,
-			UDPTimeout: cfg.IPVS.UDPTimeout, GracePeriod: cfg.IPVS.GracePeriod, Compared: compared, SysctlDir: cfg.SysctlDir,
-			RestoreFailed: func(f plan.Family) { set.RestoreFailed(f, false) },
-			Log:           log, Warn: func(text string) { report(source.Finding{Severity: source.Problem, Detail: text}) },
-		})
+// check returns the error that the mode would make of what this node lacks. It writes nothing to the kernel.
+func (d *daemon) check() error {
+	if d.cfg.Mode == "ipvs" {
+		cfg := d.ipvsConfig()
+		cfg.Log = slog.New(slog.DiscardHandler)
+		return ipvs.Check(cfg)
 	}
-	return iptables.New(iptables.Config{
-		Compared: compared, Observer: set, KeepCounters: cfg.ServiceMetrics > 0,
-		Variant: cfg.IPTablesBackend, Families: families, MasqueradeBit: cfg.MasqueradeBit, SysctlDir: cfg.SysctlDir, Log: log,
-	})
+	cfg := d.iptablesConfig()
+	cfg.Log = slog.New(slog.DiscardHandler)
+	_, err := iptables.New(cfg)
+	return err
+}
+
+func (d *daemon) ipvsConfig() ipvs.Config {
+	cfg, report := d.cfg, d.warnAnd(d.report)
+	return ipvs.Config{
+		Options: ipvs.Options{MasqueradeBit: cfg.MasqueradeBit, Scheduler: cfg.IPVS.Scheduler, VIPs: cfg.IPVS.VIPs},
+		Variant: cfg.IPTablesBackend, Families: d.families, ExcludeCIDRs: cfg.IPVS.ExcludeCIDRs,
+		StrictARP: cfg.IPVS.StrictARP, TCPTimeout: cfg.IPVS.TCPTimeout, TCPFinTimeout: cfg.IPVS.TCPFinTimeout,
+		UDPTimeout: cfg.IPVS.UDPTimeout, GracePeriod: cfg.IPVS.GracePeriod, Compared: d.drift.compared, SysctlDir: cfg.SysctlDir,
+		RestoreFailed: func(f plan.Family) { d.metrics.RestoreFailed(f, false) },
+		Log:           d.log, Warn: func(text string) { report(source.Finding{Severity: source.Problem, Detail: text}) },
+	}
+}
+
+func (d *daemon) iptablesConfig() iptables.Config {
+	return iptables.Config{
+		Compared: d.drift.compared, Observer: d.metrics, KeepCounters: d.cfg.ServiceMetrics > 0, Variant: d.cfg.IPTablesBackend,
+		Families: d.families, MasqueradeBit: d.cfg.MasqueradeBit, SysctlDir: d.cfg.SysctlDir, Log: d.log,
+	}
 }
 
 // run serves until ctx ends or the source fails for good. Objects are read from the start; nothing is written to the kernel
@@ -162,11 +178,16 @@ func (d *daemon) run(ctx context.Context, turn *turn) error {
 		}
 		read <- err
 	})
-	if err := d.awaitTurn(ctx, turn); err != nil {
+	err := d.awaitTurn(ctx, turn)
+	if err != nil && ctx.Err() != nil {
 		d.log.Info("the wait for another proxy ends; nothing has been written")
 		return <-read // It has ended, or does so by the very end of ctx.
 	}
-	if err := d.build(); err != nil {
+	if err == nil {
+		err = d.build()
+	}
+	if err != nil {
+		d.warn(err.Error())
 		cancel()
 		return errors.Join(err, <-read)
 	}
@@ -176,6 +197,7 @@ func (d *daemon) run(ctx context.Context, turn *turn) error {
 		served <- d.monitor.run(ctx)
 	})
 	d.goBeside(ctx, &running)
+	running.Go(func() { d.watchOthers(ctx, turn, lookEvery) })
 	d.held.PassTo(d.proxier)
 	d.proxier.Run(ctx)
 	running.Wait()

@@ -67,17 +67,18 @@ func newMonitor(cfg *config.Config, set *metrics.Set, families []plan.Family, ob
 	})
 	m.metrics.CollectOldestChange(m.node.OldestChange)
 	m.metrics.CollectHealthCheckNodePorts(m.services.Ports)
-	m.servers = newServers(cfg, set, m.node)
+	m.servers = newServers(cfg, cfg.Mode, set, m.node)
 	for _, s := range m.servers {
 		s.Log = log
 	}
 	return m
 }
 
-// newServers makes the servers of the program's own endpoints. They have no log yet.
-func newServers(cfg *config.Config, set *metrics.Set, node *health.Node) []*health.Server {
+// newServers makes the servers of the program's own endpoints. They have no log yet. mode is the one in force, "" for none: that
+// is how others tell a nodeproxy that waits from a proxy.
+func newServers(cfg *config.Config, mode string, set *metrics.Set, node *health.Node) []*health.Server {
 	debug := health.Debug{
-		Metrics: set.Handler(), SLIs: set.SLIHandler(), Mode: cfg.Mode, Config: cfg.Configz, Profiling: cfg.Servers.Profiling,
+		Metrics: set.Handler(), SLIs: set.SLIHandler(), Mode: mode, Config: cfg.Configz, Profiling: cfg.Servers.Profiling,
 	}
 	hard := cfg.Servers.HardFail
 	return []*health.Server{

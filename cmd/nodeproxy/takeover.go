@@ -8,6 +8,7 @@ import (
 	"slices"
 	"strings"
 	"sync"
+	"time"
 
 	"nodeproxy/config"
 	"nodeproxy/proxier/exclusive"
@@ -21,18 +22,19 @@ type turn struct {
 	process  context.Context // ends with the process, not with a configuration
 	guard    exclusive.Guard
 	come     bool
+	forced   bool   // taken although another proxy had it; from then on, guard is for claiming alone
 	told     string // whom the cluster has been told to be waited for
 	claiming sync.WaitGroup
 }
 
-// awaitTurn waits for the turn; an error tells that ctx ended before. Meanwhile health and metrics are served, unless the other
-// proxy has their addresses, and say whom it waits for.
+// awaitTurn waits for the turn. An error tells that ctx ended before, or that the mode can't work here: who has made another proxy
+// go for this one would learn of that too late. Meanwhile health and metrics are served, unless the other proxy has their
+// addresses, and say whom it waits for.
 func (d *daemon) awaitTurn(ctx context.Context, t *turn) error {
 	if t.come {
 		return nil
 	}
-	t.guard.Log = d.log
-	t.guard.Ports = proxyPorts(d.cfg)
+	t.guard.Log, t.guard.Ports = d.log, proxyPorts(d.cfg)
 	if d.cfg.TakeOver {
 		t.force(d.log)
 		return nil
@@ -42,17 +44,21 @@ func (d *daemon) awaitTurn(ctx context.Context, t *turn) error {
 	defer running.Wait()
 	defer cancel()
 	var node *health.Node
-	err := t.guard.Wait(ctx, func(other exclusive.Proxy) {
+	err := t.guard.Wait(ctx, func(other exclusive.Proxy) error {
+		if node == nil {
+			if err := d.check(); err != nil {
+				return err
+			}
+			node = d.answerMeanwhile(ctx, &running)
+		}
 		d.log.Warn("another proxy runs here; nothing is written before it is gone (--take-over goes ahead at once)",
 			"other", other.String())
 		if t.told != other.String() { // A new configuration makes the wait a new one.
 			t.told = other.String()
 			d.event("WaitingForProxy", "StartNodeproxy", "nothing is written before another proxy is gone: "+other.String())
 		}
-		if node == nil {
-			node = d.answerMeanwhile(ctx, &running)
-		}
 		node.WaitFor(other.String())
+		return nil
 	})
 	if err != nil {
 		return err
@@ -65,12 +71,35 @@ func (d *daemon) awaitTurn(ctx context.Context, t *turn) error {
 	return nil
 }
 
+// lookEvery is how often another proxy is looked for once this program has its turn. That takes a few milliseconds.
+const lookEvery = 30 * time.Second
+
+// watchOthers tells of a proxy that starts, or comes back, although this program has its turn, as long as ctx lasts. This one goes
+// on: which of them is to be here is for people to say, and until they do, traffic has to flow.
+func (d *daemon) watchOthers(ctx context.Context, t *turn, every time.Duration) {
+	if d.cfg.TakeOver || t.forced { // Then it is known, and wanted.
+		return
+	}
+	t.guard.Log, t.guard.Ports = d.log, proxyPorts(d.cfg)
+	t.guard.Watch(ctx, every, func(other *exclusive.Proxy) {
+		d.metrics.OtherProxyRuns(other != nil)
+		if other == nil {
+			d.log.Warn("the other proxy is gone; what it has changed is repaired")
+			return
+		}
+		d.log.Warn("another proxy runs beside this one; both write, and each undoes what the other does: one of them has to go",
+			"other", other.String())
+		d.event("OtherProxyRuns", "WatchProxies",
+			"another proxy runs beside nodeproxy, and each undoes what the other does: one of them has to go: "+other.String())
+	})
+}
+
 // answerMeanwhile serves the health of a program that waits, and metrics, until ctx ends.
 func (d *daemon) answerMeanwhile(ctx context.Context, running *sync.WaitGroup) *health.Node {
 	d.metrics.Waiting(true)
 	node := health.NewNode(health.NodeConfig{Families: d.families, Answered: d.metrics.Answered})
 	// Most often it is the other proxy that has an address, which is no error now; once it has gone, the address is tried again.
-	for _, s := range newServers(d.cfg, d.metrics, node) {
+	for _, s := range newServers(d.cfg, "", d.metrics, node) {
 		s.HardFail, s.Log = false, slog.New(slog.DiscardHandler)
 		s.Addrs = reachable(s.Addrs)
 		running.Go(func() { _ = s.Run(ctx) }) // Without HardFail, there is no error.
@@ -107,6 +136,7 @@ func (t *turn) force(log *slog.Logger) {
 	if other == nil {
 		return
 	}
+	t.forced = true
 	log.Warn("another proxy runs here; going ahead, as --take-over asks", "other", other.String())
 	t.claiming.Go(func() { _ = t.guard.Claim(t.process) }) // An error tells of the end of process alone.
 }

@@ -40,6 +40,27 @@ func OpenDevice(name string) (*Device, error) {
 	return d, nil
 }
 
+// CheckDevice returns the error that OpenDevice would return, and makes no interface.
+func CheckDevice(name string) error {
+	handle, err := netlink.NewHandle(unix.NETLINK_ROUTE)
+	if err != nil {
+		return fmt.Errorf("interface %s: netlink socket: %w", name, err)
+	}
+	defer handle.Close()
+	d := &Device{name: name, handle: handle}
+	link, err := handle.LinkByName(name)
+	switch {
+	case err == nil:
+		err = isDummy(link)
+	case errors.As(err, new(netlink.LinkNotFoundError)):
+		err = d.canMake("dummy")
+	}
+	if err != nil {
+		return fmt.Errorf("interface %s: %w", name, err)
+	}
+	return nil
+}
+
 func (d *Device) open() error {
 	link, err := d.handle.LinkByName(d.name)
 	if errors.As(err, new(netlink.LinkNotFoundError)) {
@@ -48,8 +69,8 @@ func (d *Device) open() error {
 	if err != nil {
 		return err
 	}
-	if link.Type() != "dummy" {
-		return fmt.Errorf("it exists, but is of type %s and not dummy: remove or rename it", link.Type())
+	if err := isDummy(link); err != nil {
+		return err
 	}
 	// Without IPv6 there is nothing to turn off. Where this fails for another reason, the interface has one address more.
 	const none = 1 // IN6_ADDR_GEN_MODE_NONE
@@ -62,24 +83,52 @@ func (d *Device) open() error {
 	return err
 }
 
-// make makes the interface. The module for a kind of interface has its name.
+func isDummy(link netlink.Link) error {
+	if link.Type() != "dummy" {
+		return fmt.Errorf("it exists, but is of type %s and not dummy: remove or rename it", link.Type())
+	}
+	return nil
+}
+
+// make makes the interface.
 func (d *Device) make(kind string) (netlink.Link, error) {
+	if err := d.add(kind, nil); err != nil && !errors.Is(err, unix.EEXIST) {
+		return nil, err
+	}
+	return d.handle.LinkByName(d.name)
+}
+
+// canMake finds out whether the interface could be made, by asking for one with an address that none can have, as it is one of
+// multicast. Only a kernel that knows the kind looks at that.
+func (d *Device) canMake(kind string) error {
+	err := d.add(kind, net.HardwareAddr{1, 0, 0, 0, 0, 0})
+	if errors.Is(err, unix.EADDRNOTAVAIL) || errors.Is(err, unix.EEXIST) {
+		return nil
+	}
+	if err == nil { // This kernel does not look at it.
+		err = RemoveDevice(d.name)
+	}
+	return err
+}
+
+// add makes an interface of that name, with an address unless that is nil. The module for a kind of interface has its name.
+func (d *Device) add(kind string, addr net.HardwareAddr) error {
 	link := &netlink.GenericLink{LinkAttrs: netlink.NewLinkAttrs(), LinkType: kind}
-	link.Name = d.name
+	link.Name, link.HardwareAddr = d.name, addr
 	err := d.handle.LinkAdd(link)
 	if errors.Is(err, unix.EOPNOTSUPP) && loadModule(kind) == nil {
 		err = d.handle.LinkAdd(link)
 	}
 	switch {
-	case err == nil, errors.Is(err, unix.EEXIST):
-		return d.handle.LinkByName(d.name)
+	case err == nil:
+		return nil
 	case errors.Is(err, unix.EOPNOTSUPP):
-		return nil, fmt.Errorf("this kernel has no %s interfaces, and the module %s cannot be loaded: run modprobe %s on this node,"+
+		return fmt.Errorf("this kernel has no %s interfaces, and the module %s cannot be loaded: run modprobe %s on this node,"+
 			" or use another proxy mode: %w", kind, kind, kind, err)
 	case errors.Is(err, unix.EPERM):
-		return nil, fmt.Errorf("the capability CAP_NET_ADMIN is missing: run as root, or add it: %w", err)
+		return fmt.Errorf("the capability CAP_NET_ADMIN is missing: run as root, or add it: %w", err)
 	}
-	return nil, fmt.Errorf("making it: %w", err)
+	return fmt.Errorf("making it: %w", err)
 }
 
 // Close closes the sockets. The interface stays.

@@ -43,8 +43,14 @@ func TestDevice(t *testing.T) {
 	if err := RemoveDevice(deviceName); err != nil {
 		t.Errorf("removing what is not there: %v", err)
 	}
+	if err := CheckDevice(deviceName); err != nil {
+		t.Errorf("before it is made: %v", err)
+	}
 	before := DeviceExists(deviceName)
 	openDevice(t)
+	if err := CheckDevice(deviceName); err != nil {
+		t.Errorf("once it is there: %v", err)
+	}
 	if before || !DeviceExists(deviceName) {
 		t.Errorf("the interface exists: before it is made %v, then %v", before, !before)
 	}

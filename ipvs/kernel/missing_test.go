@@ -17,7 +17,7 @@ func TestMissing(t *testing.T) {
 	d.name = "none0"
 	_, family := genericFamily("NONE", "none_such")
 	_, link := d.make("none-such")
-	errs := map[string]error{"module none_such": family, "module none-such": link}
+	errs := map[string]error{"module none_such": family, "module none-such": link, "module none-too": d.canMake("none-too")}
 
 	// Rights are a thread's; this one ends with the test.
 	header := unix.CapUserHeader{Version: unix.LINUX_CAPABILITY_VERSION_3}
@@ -46,6 +46,11 @@ func TestMissing(t *testing.T) {
 	} else {
 		d.Close()
 		t.Error("an interface can be made without any right to it")
+	}
+	if err := CheckDevice("none1"); err != nil {
+		errs["interface none1: the capability"] = err
+	} else {
+		t.Error("an interface could be made without any right to it")
 	}
 	for want, err := range errs {
 		advice := "run as root"

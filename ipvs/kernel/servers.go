@@ -209,7 +209,7 @@ func (s *Servers) SetTimeouts(tcp, tcpFin, udp time.Duration) error {
 	return nil
 }
 
-// HasScheduler reports whether the kernel has a scheduler, and loads its module if it has to and can.
+// HasScheduler reports whether the kernel has a scheduler, and loads its module if it has to and can. It makes nothing.
 func (s *Servers) HasScheduler(name string) bool {
 	s.mu.Lock()
 	defer s.mu.Unlock()
@@ -221,9 +221,28 @@ func (s *Servers) HasScheduler(name string) bool {
 	return s.schedulers[name]
 }
 
-// tryScheduler makes and removes, at once, a virtual server with a scheduler. It is at an address that is for documentation
-// (RFC 5737). If there is such a server, of whomever, another port will do.
+// tryScheduler asks for a virtual server that the kernel refuses as invalid, but not before it has looked for the scheduler: one
+// of IPv6 with an empty netmask.
 func (s *Servers) tryScheduler(name string) bool {
+	const longest = 15 // IP_VS_SCHEDNAME_MAXLEN, without the zero at the end; what is longer is invalid too.
+	if len(name) > longest {
+		return false
+	}
+	probe := Server{Scheduler: name, ID: ServerID{
+		Family: plan.IPv6, Protocol: plan.TCP, Addr: netip.MustParseAddr("2001:db8::1"), Port: 65535,
+	}}
+	_, err := s.conn.ask(message{kind: s.family, body: nested(genl(commandNewService), attrService, func(b []byte) []byte {
+		return attribute32(appendService(b, probe), serviceNetmask, 0) // The last attribute of a kind is the one that counts.
+	})})
+	if errors.Is(err, unix.EAFNOSUPPORT) {
+		return s.makeWith(name)
+	}
+	return errors.Is(err, unix.EINVAL)
+}
+
+// makeWith does the same where IPVS is built without IPv6: it makes and removes, at once, a virtual server with the scheduler. It
+// is at an address that is for documentation (RFC 5737). If there is such a server, of whomever, another port will do.
+func (s *Servers) makeWith(name string) bool {
 	for port := uint16(65535); port > 65000; port-- {
 		probe := Server{Scheduler: name, ID: ServerID{
 			Family: plan.IPv4, Protocol: plan.TCP, Addr: netip.AddrFrom4([4]byte{192, 0, 2, 1}), Port: port,

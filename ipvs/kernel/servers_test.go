@@ -250,18 +250,20 @@ func TestForeignServers(t *testing.T) {
 
 func TestSchedulers(t *testing.T) {
 	s := openServers(t)
-	for _, name := range []string{"rr", "wrr", "lc", "wlc", "sed", "nq", "sh", "mh", "dh", "lblc", "lblcr"} {
-		if !s.HasScheduler(name) {
+	for _, name := range plan.Schedulers {
+		if !s.HasScheduler(name) || !s.makeWith(name) {
 			t.Errorf("no scheduler %s", name)
 		}
 	}
 	for _, name := range []string{"", "xx", "none-of-that-name"} {
-		if s.HasScheduler(name) {
+		if s.HasScheduler(name) || s.makeWith(name) {
 			t.Errorf("there is a scheduler %q", name)
 		}
 	}
-	if list, err := s.List(plan.IPv4); err != nil || len(list) != 0 {
-		t.Errorf("looking for schedulers left %v, %v", list, err)
+	for _, f := range plan.Families {
+		if list, err := s.List(f); err != nil || len(list) != 0 {
+			t.Errorf("looking for schedulers left %v, %v", list, err)
+		}
 	}
 }
 

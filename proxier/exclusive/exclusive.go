@@ -88,8 +88,8 @@ func (g *Guard) Other() *Proxy {
 }
 
 // Wait waits until no other proxy runs, and then has the claim. told is called for each proxy that it waits for. It returns an
-// error if ctx ends before.
-func (g *Guard) Wait(ctx context.Context, told func(Proxy)) error {
+// error if ctx ends before, and that of told, which ends the wait.
+func (g *Guard) Wait(ctx context.Context, told func(Proxy) error) error {
 	var last Proxy
 	for {
 		other := g.Other()
@@ -97,11 +97,32 @@ func (g *Guard) Wait(ctx context.Context, told func(Proxy)) error {
 			return nil
 		}
 		if !other.same(last) {
-			told(*other)
+			if err := told(*other); err != nil {
+				return err
+			}
 		}
 		last = *other
-		if err := pause(ctx); err != nil {
+		if err := pause(ctx, pollEvery); err != nil {
 			return err
+		}
+	}
+}
+
+// Watch looks every so often, until ctx ends, for a proxy that works beside this one although this one has the claim: a kube-proxy
+// knows of none. told is called with one when there is, and with nil when there is none any more.
+func (g *Guard) Watch(ctx context.Context, every time.Duration, told func(*Proxy)) {
+	there := false
+	for {
+		other := g.listeningBeside()
+		if other == nil {
+			other = g.named()
+		}
+		if there != (other != nil) {
+			there = !there
+			told(other)
+		}
+		if pause(ctx, every) != nil {
+			return
 		}
 	}
 }
@@ -110,18 +131,18 @@ func (g *Guard) Wait(ctx context.Context, told func(Proxy)) error {
 // does, so that others wait for it.
 func (g *Guard) Claim(ctx context.Context) error {
 	for g.makeClaim() != nil {
-		if err := pause(ctx); err != nil {
+		if err := pause(ctx, pollEvery); err != nil {
 			return err
 		}
 	}
 	return nil
 }
 
-func pause(ctx context.Context) error {
+func pause(ctx context.Context, d time.Duration) error {
 	select {
 	case <-ctx.Done():
 		return ctx.Err()
-	case <-time.After(pollEvery):
+	case <-time.After(d):
 		return nil
 	}
 }

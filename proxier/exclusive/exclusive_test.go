@@ -11,6 +11,7 @@ import (
 	"os/exec"
 	"path/filepath"
 	"runtime"
+	"slices"
 	"strings"
 	"syscall"
 	"testing"
@@ -38,6 +39,16 @@ var others = map[string]func() error{
 		node := health.NewNode(health.NodeConfig{Families: plan.Families[:]})
 		node.WaitFor("kube-proxy")
 		return serve("0.0.0.0:10256", node.Handler())
+	},
+	"a nodeproxy that waits elsewhere": func() error {
+		node := health.NewNode(health.NodeConfig{Families: plan.Families[:]})
+		node.WaitFor("kube-proxy")
+		l, err := net.Listen("tcp", "127.0.0.2:10249")
+		if err != nil {
+			return err
+		}
+		go func() { _ = http.Serve(l, health.Debug{}.Handler()) }()
+		return serve("127.0.0.2:10256", node.Handler())
 	},
 	"a nodeproxy without a claim": func() error {
 		return serve("0.0.0.0:10256", health.NewNode(health.NodeConfig{Families: plan.Families[:]}).Handler())
@@ -283,6 +294,16 @@ func TestElsewhere(t *testing.T) {
 func TestOwnSockets(t *testing.T) {
 	t.Parallel()
 	nstest.Enter(t)
+	answerAsProxy(t)
+	g, _ := guard(t)
+	if other := g.Other(); other != nil {
+		t.Errorf("waits for %v", other)
+	}
+}
+
+// answerAsProxy lets this program answer as a proxy does.
+func answerAsProxy(t *testing.T) {
+	t.Helper()
 	l, err := net.Listen("tcp", "127.0.0.1:10256")
 	if err != nil {
 		t.Fatal(err)
@@ -290,10 +311,6 @@ func TestOwnSockets(t *testing.T) {
 	server := &http.Server{Handler: kubeProxy()}
 	t.Cleanup(func() { _ = server.Close() })
 	go func() { _ = server.Serve(l) }()
-	g, _ := guard(t)
-	if other := g.Other(); other != nil {
-		t.Errorf("waits for %v", other)
-	}
 }
 
 // TestWait: the turn comes soon after a proxy is killed, and each that is waited for is told of once.
@@ -304,13 +321,14 @@ func TestWait(t *testing.T) {
 	g, _ := guard(t)
 	var told []string
 	killed := make(chan time.Time, len(first))
-	err := g.Wait(t.Context(), func(p Proxy) {
+	err := g.Wait(t.Context(), func(p Proxy) error {
 		told = append(told, p.Name)
 		cmd := first[len(told)-1]
 		time.AfterFunc(3*pollEvery, func() {
 			killed <- time.Now()
 			_ = cmd.Process.Kill()
 		})
+		return nil
 	})
 	<-killed
 	took := time.Since(<-killed)
@@ -326,14 +344,58 @@ func TestWait(t *testing.T) {
 	}
 	ctx, cancel := context.WithTimeout(t.Context(), 2*pollEvery)
 	defer cancel()
-	if err := late.Wait(ctx, func(Proxy) {}); !errors.Is(err, context.DeadlineExceeded) {
+	if err := late.Wait(ctx, func(Proxy) error { return nil }); !errors.Is(err, context.DeadlineExceeded) {
 		t.Errorf("a wait that was given up: %v", err)
+	}
+	wrong := errors.New("it makes no sense to wait")
+	if err := late.Wait(t.Context(), func(Proxy) error { return wrong }); !errors.Is(err, wrong) {
+		t.Errorf("a wait that makes no sense: %v", err)
 	}
 	if err := g.Close(); err != nil {
 		t.Fatal(err)
 	}
 	if err := late.Claim(t.Context()); err != nil || late.claim == nil {
 		t.Errorf("the claim was given back, and can't be had: %v", err)
+	}
+}
+
+// TestWatch: whoever has the turn is told once of a proxy that comes, once of its end, and so again; never of itself, and never of
+// a nodeproxy, which waits.
+func TestWatch(t *testing.T) {
+	t.Parallel()
+	nstest.Enter(t)
+	answerAsProxy(t)
+	g, log := guard(t)
+	if other := g.Other(); other != nil {
+		t.Fatalf("there is %v", other)
+	}
+	ctx, cancel := context.WithTimeout(t.Context(), time.Minute)
+	defer cancel()
+	coming := []string{"kube-proxy's metrics", "nobody of note"}
+	var here *exec.Cmd
+	var told []string
+	next := func() {
+		if len(coming) == 0 {
+			cancel()
+			return
+		}
+		here = program(t, "kube-proxy", coming[0], 0)
+		coming = coming[1:]
+	}
+	program(t, "nodeproxy", "a nodeproxy that waits elsewhere", 0)
+	next()
+	g.Watch(ctx, pollEvery, func(p *Proxy) {
+		if p == nil {
+			told = append(told, "gone")
+			next()
+			return
+		}
+		told = append(told, strings.ReplaceAll(p.String(), fmt.Sprint(here.Process.Pid), "PID"))
+		time.AfterFunc(3*pollEvery, func() { _ = here.Process.Kill() }) // It is seen some more times before.
+	})
+	want := []string{"kube-proxy (process PID, listens at 127.0.0.1:10249)", "gone", "kube-proxy (process PID)", "gone"}
+	if !slices.Equal(told, want) || log.Len() > 0 {
+		t.Errorf("told of %q, want %q; log: %s", told, want, log)
 	}
 }
 

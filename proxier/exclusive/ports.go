@@ -21,7 +21,7 @@ const answerTimeout = time.Second
 
 // listening looks for a proxy that listens at one of the ports.
 func (g *Guard) listening() *Proxy {
-	ports := slices.Concat([]uint16{HealthzPort, MetricsPort}, g.Ports)
+	ports := g.ports()
 	listening, err := listeningAt(ports)
 	if err != nil {
 		g.warn("another proxy is looked for only at the loopback addresses", err)
@@ -34,7 +34,28 @@ func (g *Guard) listening() *Proxy {
 	if len(listening) == 0 {
 		return nil
 	}
-	own := sockets.Own()
+	return g.among(listening, sockets.Own())
+}
+
+// listeningBeside does the same for a program that listens there itself. Where its own sockets can't be told from those of others,
+// there are no others.
+func (g *Guard) listeningBeside() *Proxy {
+	listening, err := listeningAt(g.ports())
+	if err != nil {
+		g.warn("a proxy that starts later is looked for only by its name", err)
+		return nil
+	}
+	own := sockets.Own() // After the list, so that no socket of this program's is in that alone.
+	if own == nil {
+		return nil
+	}
+	return g.among(listening, own)
+}
+
+func (g *Guard) ports() []uint16 { return slices.Concat([]uint16{HealthzPort, MetricsPort}, g.Ports) }
+
+// among returns the first proxy that one of these sockets belongs to, leaving out this program's own.
+func (g *Guard) among(listening []sockets.Socket, own map[uint32]bool) *Proxy {
 	for _, s := range listening {
 		// A proxy is root's. Whoever is not may not keep one from working.
 		if s.UID != 0 && int(s.UID) != os.Geteuid() || own[s.Inode] {

@@ -12,7 +12,7 @@ type Debug struct {
 	Metrics http.Handler
 	// SLIs serves /metrics/slis; nil for nothing there.
 	SLIs http.Handler
-	// Mode is the proxy mode, iptables for example.
+	// Mode is the proxy mode, iptables for example; empty while none is in force.
 	Mode string
 	// Config is shown at /configz as JSON: a KubeProxyConfiguration of version v1alpha1 with its kind and apiVersion set. Nil
 	// if there is none to show.

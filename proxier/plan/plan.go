@@ -216,6 +216,9 @@ type Scheduler struct {
 	Ports, Fallback bool
 }
 
+// Schedulers are the names of all that the kernel may have.
+var Schedulers = []string{"rr", "wrr", "lc", "wlc", "lblc", "lblcr", "sh", "dh", "sed", "nq", "mh", "fo", "ovf", "twos"}
+
 // Reason says why an endpoint is not used.
 type Reason string
 

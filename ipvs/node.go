@@ -1,0 +1,73 @@
+package ipvs
+
+import (
+	"cmp"
+	"errors"
+	"fmt"
+
+	"nodeproxy/iptables"
+	"nodeproxy/ipvs/kernel"
+	"nodeproxy/proxier/plan"
+)
+
+// node is what this mode needs of a node, found without a change to anything but modules, which are loaded.
+type node struct {
+	servers *kernel.Servers
+	sets    *kernel.Sets
+	tables  map[plan.Family]*iptables.FixedTables
+	// missing says of each family without tables why it has none.
+	missing []error
+}
+
+// find finds what a configuration needs, and sets in it what was left open. An error names what is missing.
+func find(cfg *Config) (*node, error) {
+	cfg.Scheduler = cmp.Or(cfg.Scheduler, DefaultScheduler)
+	if cfg.Variant == iptables.Auto || cfg.Variant == "" {
+		cfg.Variant = iptables.Detect()
+	}
+	n, err := findInKernel(cfg.Scheduler)
+	if err != nil {
+		return nil, err
+	}
+	n.tables = map[plan.Family]*iptables.FixedTables{}
+	for _, f := range cfg.Families {
+		if t, err := iptables.NewFixedTables(cfg.Variant, f); err != nil {
+			n.missing = append(n.missing, fmt.Errorf("%s: %w", f, err))
+		} else {
+			n.tables[f] = t
+		}
+	}
+	if len(n.tables) == 0 {
+		n.close()
+		return nil, errors.Join(n.missing...)
+	}
+	return n, nil
+}
+
+// findInKernel finds all but tables.
+func findInKernel(scheduler string) (*node, error) {
+	n := &node{}
+	var err error
+	if n.servers, err = kernel.OpenServers(); err != nil {
+		return nil, err
+	}
+	if n.sets, err = kernel.OpenSets(); err == nil && !n.servers.HasScheduler(scheduler) {
+		err = fmt.Errorf("--ipvs-scheduler: this kernel has no scheduler %q (module ip_vs_%s)", scheduler, scheduler)
+	}
+	if err == nil {
+		err = kernel.CheckDevice(DeviceName)
+	}
+	if err != nil {
+		n.close()
+		return nil, err
+	}
+	return n, nil
+}
+
+// close closes the sockets.
+func (n *node) close() {
+	_ = n.servers.Close()
+	if n.sets != nil {
+		_ = n.sets.Close()
+	}
+}
