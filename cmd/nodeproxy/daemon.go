@@ -55,12 +55,15 @@ type backend interface {
 }
 
 // newDaemon makes a daemon that knows where objects come from. It writes nothing to the kernel.
-func newDaemon(ctx context.Context, cfg *config.Config, report source.Report, log *slog.Logger) (*daemon, error) {
+func newDaemon(ctx context.Context, cfg *config.Config, log *slog.Logger) (*daemon, error) {
 	d := &daemon{cfg: cfg, log: log, families: hostFamilies(log), event: func(_, _, _ string) {}}
 	d.metrics = metrics.New(metrics.Config{Mode: cfg.Mode, Version: version, Families: d.families, Start: started, Log: log})
 	d.metrics.CollectRESTClient(requests)
 	d.drift = &driftReporter{metrics: d.metrics, log: log}
-	d.report = d.metrics.Report(report)
+	d.report = d.metrics.Report(reporter(log))
+	for _, f := range cfg.Findings {
+		d.report(f)
+	}
 	if err := d.open(ctx, d.report); err != nil {
 		return nil, err
 	}

@@ -99,14 +99,10 @@ func runUntilChange(ctx context.Context, cfg *config.Config, turn *turn, changes
 
 // run serves until ctx ends. The rules stay when it returns.
 func run(ctx context.Context, cfg *config.Config, turn *turn, log *slog.Logger) error {
-	report := reporter(log)
-	for _, f := range cfg.Findings {
-		report(f)
-	}
 	if err := setOOMScore(cfg.OOMScoreAdj); err != nil {
 		log.Info("the kernel may end this process sooner than others when memory runs out", "error", err)
 	}
-	d, err := newDaemon(ctx, cfg, report, log)
+	d, err := newDaemon(ctx, cfg, log)
 	if err != nil {
 		return err
 	}
