@@ -216,6 +216,10 @@ func (s *scenario) pod(names ...string) {
 		obj := s.PodObject(s.World.Pod(name), map[string]string{"app": "web"})
 		obj.Namespace = s.namespace
 		status := obj.Status
+		// A kubelet says since when; the endpoints controller passes that on as the time of the change.
+		for i := range status.Conditions {
+			status.Conditions[i].LastTransitionTime = metav1.Now()
+		}
 		made, err := s.cp.Admin.CoreV1().Pods(s.namespace).Create(s.Context(), obj, metav1.CreateOptions{})
 		s.must(err)
 		made.Status = status
