@@ -10,14 +10,11 @@ import (
 	"os"
 	"os/exec"
 	"path/filepath"
-	"runtime"
 	"slices"
 	"strings"
 	"syscall"
 	"testing"
 	"time"
-
-	"github.com/vishvananda/netns"
 
 	"nodeproxy/internal/nstest"
 	"nodeproxy/proxier/health"
@@ -390,8 +387,9 @@ func TestWatch(t *testing.T) {
 			next()
 			return
 		}
-		told = append(told, strings.ReplaceAll(p.String(), fmt.Sprint(here.Process.Pid), "PID"))
-		time.AfterFunc(3*pollEvery, func() { _ = here.Process.Kill() }) // It is seen some more times before.
+		process := here.Process // By then, here may be the next one.
+		told = append(told, strings.ReplaceAll(p.String(), fmt.Sprint(process.Pid), "PID"))
+		time.AfterFunc(3*pollEvery, func() { _ = process.Kill() }) // It is seen some more times before.
 	})
 	want := []string{"kube-proxy (process PID, listens at 127.0.0.1:10249)", "gone", "kube-proxy (process PID)", "gone"}
 	if !slices.Equal(told, want) || log.Len() > 0 {
@@ -415,12 +413,7 @@ func TestStopped(t *testing.T) {
 
 // BenchmarkOther is what the look for other proxies costs a start where there is none.
 func BenchmarkOther(b *testing.B) {
-	runtime.LockOSThread()
-	n, err := netns.New()
-	if err != nil {
-		b.Fatalf("a network namespace of the benchmark's own (this needs root): %v", err)
-	}
-	defer n.Close()
+	nstest.Enter(b)
 	for b.Loop() {
 		g := Guard{Log: slog.Default()}
 		if other := g.Other(); other != nil {
