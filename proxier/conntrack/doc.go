@@ -43,8 +43,8 @@
 // from the endpoint to the client. When the client's packets come to the same endpoint again, theirs would be the same flow in
 // the other direction. Rules that translate have the kernel choose another source port then. IPVS does not: Linux 6.12 was
 // seen to drop the client's packets for as long as it remembers that answer, which is nf_conntrack_udp_timeout, 30 seconds.
-// With Config.StrayAnswers such flows are therefore removed when a UDP endpoint comes back that had left, and by two full
-// passes after it has left. What has seen no answer and is not translated loses nothing by that: its next packet is
+// With Config.StrayAnswers such flows are therefore removed when a UDP endpoint comes back that had left, a few times more in the
+// quarter of a minute after that, and by two full passes after it has left. What has seen no answer and is not translated loses nothing by that: its next packet is
 // treated as the last one was.
 //
 // # When

@@ -3,6 +3,7 @@ package conntrack
 import (
 	"context"
 	"errors"
+	"fmt"
 	"slices"
 	"strings"
 	"syscall"
@@ -152,6 +153,47 @@ func TestStrayAnswersRead(t *testing.T) {
 		if !slices.Equal(k.dumps, step.want) {
 			t.Errorf("%s: dumps %q, want %q", step.what, k.dumps, step.want)
 		}
+	}
+}
+
+// TestLooksAgain: stray answers of an endpoint that is back are looked for a few times more, since they may be slow.
+func TestLooksAgain(t *testing.T) {
+	k := &fakeKernel{}
+	r, p := fakeReconciler(k, func(c *Config) { c.StrayAnswers, c.Period = true, time.Hour })
+	r.again = []time.Duration{20 * time.Millisecond, 30 * time.Millisecond, 40 * time.Millisecond}
+	ctx, cancel := context.WithCancel(t.Context())
+	ended := make(chan struct{})
+	go func() { r.Run(ctx); close(ended) }()
+	defer func() { cancel(); <-ended }()
+	use := func(endpoints ...string) {
+		sp := service("dns", plan.UDP, "10.96.0.10:53", endpoints...)
+		p.Set(sp)
+		r.Update(p, plan.Keys{sp.Key: {}})
+	}
+	looks := func() (n int) {
+		for _, d := range k.dumps {
+			if d == "17 from 10.244.1.1 from :5353" {
+				n++
+			}
+		}
+		return n
+	}
+	k.wait(t, "the first pass", func() bool { return len(k.dumps) == 1 })
+	for _, want := range []int{4, 8} {
+		k.mu.Lock()
+		before := len(k.dumps)
+		k.mu.Unlock()
+		use("10.244.2.2:5353")
+		k.wait(t, "a look for what has left", func() bool { return len(k.dumps) > before })
+		use("10.244.1.1:5353", "10.244.2.2:5353")
+		k.wait(t, fmt.Sprintf("%d looks", want), func() bool { return looks() == want })
+		time.Sleep(100 * time.Millisecond)
+		k.wait(t, "and no more", func() bool { return looks() == want })
+	}
+	r.mu.Lock()
+	defer r.mu.Unlock()
+	if len(r.back.endpoints) > 0 {
+		t.Errorf("%v is still looked for", r.back.endpoints)
 	}
 }
 

@@ -3,6 +3,7 @@ package conntrack
 import (
 	"context"
 	"log/slog"
+	"maps"
 	"net/netip"
 	"sync"
 	"time"
@@ -58,6 +59,10 @@ const (
 	lastRetry  = time.Minute
 )
 
+// lookAgainAfter are the times between one look for stray answers of an endpoint that is back and the next: as long as some server
+// may take for an answer.
+var lookAgainAfter = []time.Duration{time.Second, 2 * time.Second, 4 * time.Second, 8 * time.Second}
+
 // Reconciler removes stale flows. Update tells it of the plan, Run works.
 type Reconciler struct {
 	cfg  Config
@@ -66,10 +71,12 @@ type Reconciler struct {
 	// The seams of tests.
 	open  func() (conn, error)
 	local func(plan.Family) (*addresses, error)
+	again []time.Duration
 
 	mu    sync.RWMutex
 	index *index
 	work  work
+	back  returned
 	// known is set once there is a plan. settled is set while the rules are those of that plan: what a pass finds before, it
 	// has to look for again.
 	known, settled bool
@@ -87,7 +94,7 @@ func New(cfg Config) *Reconciler {
 	if cfg.Observe == nil {
 		cfg.Observe = func(Sweep) {}
 	}
-	return &Reconciler{cfg: cfg, wake: make(chan struct{}, 1), open: openSocket, local: localAddresses,
+	return &Reconciler{cfg: cfg, wake: make(chan struct{}, 1), open: openSocket, local: localAddresses, again: lookAgainAfter,
 		index: newIndex(cfg.ServiceCIDRs, cfg.StrayAnswers)}
 }
 
@@ -136,7 +143,9 @@ func (r *Reconciler) begin(p *plan.Plan, changed plan.Keys) bool {
 	for key := range changed {
 		if sp := r.wanted(p.Services[key]); sp != nil || r.index.targets[key] != nil {
 			concerned = true
-			r.work.add(r.index.set(key, sp))
+			todo := r.index.set(key, sp)
+			r.back.note(todo.returned, r.again)
+			r.work.add(todo)
 		}
 	}
 	if concerned {
@@ -191,9 +200,9 @@ func (r *Reconciler) Run(ctx context.Context) {
 	period := time.NewTimer(r.cfg.Period)
 	defer period.Stop()
 	for {
-		wake, again, tick := r.wake, (<-chan time.Time)(nil), period.C
+		wake, again, tick, look := r.wake, (<-chan time.Time)(nil), period.C, r.nextLook()
 		if retry > 0 {
-			wake, again, tick = nil, time.After(retry), nil // What else is due goes along with the retry.
+			wake, again, tick, look = nil, time.After(retry), nil, nil // What else is due goes along with the retry.
 		}
 		select {
 		case <-ctx.Done():
@@ -203,6 +212,10 @@ func (r *Reconciler) Run(ctx context.Context) {
 		case <-tick:
 			r.mu.Lock()
 			r.work.all = true
+			r.mu.Unlock()
+		case <-look:
+			r.mu.Lock()
+			r.work.add(r.back.look(r.again))
 			r.mu.Unlock()
 		}
 		start := time.Now()
@@ -234,4 +247,41 @@ func rest(ctx context.Context, d time.Duration) {
 	case <-ctx.Done():
 	case <-time.After(d):
 	}
+}
+
+// nextLook returns a channel that tells when stray answers are to be looked for again; nil for not at all.
+func (r *Reconciler) nextLook() <-chan time.Time {
+	r.mu.Lock()
+	defer r.mu.Unlock()
+	if len(r.back.endpoints) == 0 {
+		return nil
+	}
+	return time.After(time.Until(r.back.due))
+}
+
+// returned are endpoints that have come back, whose stray answers may still be under way.
+type returned struct {
+	endpoints map[netip.AddrPort]struct{}
+	looks     int       // how often they have been looked for again
+	due       time.Time // when they are to be next
+}
+
+// note adds endpoints that are back now. All are looked for together, as often and as long as for the last that came.
+func (b *returned) note(list map[netip.AddrPort]struct{}, after []time.Duration) {
+	if len(list) == 0 {
+		return
+	}
+	b.endpoints = union(b.endpoints, maps.Clone(list))
+	b.looks, b.due = 0, time.Now().Add(after[0])
+}
+
+// look returns what to look for now, and notes when to do so again.
+func (b *returned) look(after []time.Duration) work {
+	todo := work{returned: maps.Clone(b.endpoints)}
+	if b.looks++; b.looks == len(after) {
+		*b = returned{}
+	} else {
+		b.due = time.Now().Add(after[b.looks])
+	}
+	return todo
 }
