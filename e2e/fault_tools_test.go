@@ -193,7 +193,7 @@ func TestFaultRestoreHangs(t *testing.T) {
 		order := f.faultyTools()
 		f.start()
 		begin := time.Now()
-		f.give(order, "exec sleep 1000\n")
+		f.give(order, "exec sleep 120\n") // Longer than is waited for it; not much longer, should this test be killed.
 		line := len(f.daemon.Log())
 		f.breakRules()
 		f.change("n2a")
