@@ -131,8 +131,8 @@ func (x *FixedTables) ServiceChains(ctx context.Context) (bool, error) {
 }
 
 // Apply reads what the kernel holds, and writes what differs: each table changes as a whole, so that at no time a packet meets
-// half of the rules. What this program, or kube-proxy, has left of another mode's rules is removed then. Rules in built-in
-// chains that lead to chains that are neither stay. It returns how many chains and jumps it wrote or removed.
+// half of the rules. What this program, or kube-proxy, has left of another mode's rules is removed then, but for a chain that
+// somebody else's rule leads to: that is emptied. Rules in built-in chains that lead to chains that are neither stay. It returns how many chains and jumps it wrote or removed.
 func (x *FixedTables) Apply(ctx context.Context, fixed *Fixed) (int, error) {
 	defer x.watch.writing()()
 	var text strings.Builder
@@ -148,10 +148,15 @@ func (x *FixedTables) Apply(ctx context.Context, fixed *Fixed) (int, error) {
 		if written != nil && x.Found != nil {
 			(&driftFinder{x.tool.family, x.Found}).fixed(written, t, held)
 		}
-		block, n := fixedBlock(t, held, fixed)
-		text.WriteString(block)
+		change, n := fixedBlock(t, held, fixed)
+		text.WriteString(change)
 		changes += n
-		stale[t] = obsolete(t, held, fixed.chains(t))
+		var emptied block
+		emptied, stale[t] = staleChains(t, held, fixed)
+		if !emptied.empty() {
+			emptied.appendTo(&text)
+			changes += len(emptied.writes)
+		}
 	}
 	if text.Len() > 0 {
 		if err := x.restore(text.String()); err != nil {
@@ -166,6 +171,24 @@ func (x *FixedTables) Apply(ctx context.Context, fixed *Fixed) (int, error) {
 	}
 	x.written = fixed
 	return changes, nil
+}
+
+// staleChains are the chains of a table that nothing wants any more: those to empty, as somebody else's rule leads to them, unless
+// they are empty already, and those to remove.
+func staleChains(t table, held kernelTable, fixed *Fixed) (emptied block, removed []string) {
+	others := maps.Clone(held)
+	// What leads from built-in chains to ours goes before.
+	maps.DeleteFunc(others, func(name string, _ []string) bool { return builtin(name) })
+	removed = obsolete(t, held, fixed.chains(t))
+	inUse := usedByOthers(t, others, removed)
+	emptied.table = t
+	removed = slices.DeleteFunc(removed, func(name string) bool {
+		if inUse[name] != "" && len(held[name]) > 0 {
+			emptied.write(chain{name: name})
+		}
+		return inUse[name] != ""
+	})
+	return emptied, removed
 }
 
 func (x *FixedTables) restore(text string) error {

@@ -149,3 +149,48 @@ func TestFixedRender(t *testing.T) {
 		t.Error("there is no jump in table mangle")
 	}
 }
+
+// TestFixedChainInUse: a chain of another mode that somebody else's rule leads to fails nothing; it is emptied, and goes later than
+// that rule.
+func TestFixedChainInUse(t *testing.T) {
+	t.Parallel()
+	for _, v := range []Variant{NFT, Legacy} {
+		t.Run(string(v), func(t *testing.T) {
+			t.Parallel()
+			nstest.Enter(t)
+			x, err := NewFixedTables(v, plan.IPv4)
+			if err != nil {
+				t.Fatal(err)
+			}
+			const name = "KUBE-SVC-AAAAAAAAAAAAAAAA"
+			write := func(text string) {
+				t.Helper()
+				if err := x.kernel.restore(text); err != nil {
+					t.Fatal(err)
+				}
+			}
+			write("*nat\n:" + name + " - [0:0]\n:KUBE-SEP-AAAAAAAAAAAAAAAA - [0:0]\n:OTHERS - [0:0]\n-A " + name +
+				" -j KUBE-SEP-AAAAAAAAAAAAAAAA\n-A OTHERS -p tcp -j " + name + "\n-A PREROUTING -j " + name + "\nCOMMIT\n")
+			for i := range 2 {
+				n, err := x.Apply(t.Context(), testFixed())
+				if err != nil || i > 0 && n > 0 {
+					t.Fatalf("round %d: %d changes, %v", i, n, err)
+				}
+				held, err := x.kernel.save(t.Context(), tableNAT)
+				rules, is := held[name]
+				if _, sep := held["KUBE-SEP-AAAAAAAAAAAAAAAA"]; err != nil || !is || len(rules) > 0 || sep || len(held["OTHERS"]) != 1 {
+					t.Errorf("the chain in use is there: %v, with %q; what it led to: %v; the others' rules: %q; %v",
+						is, rules, sep, held["OTHERS"], err)
+				}
+			}
+			write("*nat\n:OTHERS - [0:0]\n-X OTHERS\nCOMMIT\n")
+			if _, err := x.Apply(t.Context(), testFixed()); err != nil {
+				t.Fatal(err)
+			}
+			held, err := x.kernel.save(t.Context(), tableNAT)
+			if _, is := held[name]; err != nil || is {
+				t.Errorf("in the end it is there: %v, %v", is, err)
+			}
+		})
+	}
+}

@@ -66,7 +66,7 @@ func (f *fullSync) sweep() error {
 				stale = append(stale, name)
 			}
 		}
-		inUse := f.usedByOthers(t, stale)
+		inUse := usedByOthers(t, f.held(t), stale)
 		empty := block{table: t}
 		for _, name := range slices.Sorted(maps.Keys(inUse)) {
 			if len(f.held(t)[name]) > 0 {
@@ -91,12 +91,11 @@ func (f *fullSync) sweep() error {
 }
 
 // usedByOthers returns those of some chains that rules of other programs lead to, each with a chain that such a rule is in.
-func (f *fullSync) usedByOthers(t table, names []string) map[string]string {
+func usedByOthers(t table, held kernelTable, names []string) map[string]string {
 	if len(names) == 0 {
 		return nil
 	}
 	out := map[string]string{}
-	held := f.held(t)
 	for _, name := range slices.Sorted(maps.Keys(held)) {
 		if isOurs(t, name) {
 			continue
