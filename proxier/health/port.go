@@ -12,6 +12,8 @@ import (
 	"sync/atomic"
 	"time"
 
+	"golang.org/x/sys/unix"
+
 	"nodeproxy/proxier/plan"
 	"nodeproxy/proxier/source"
 )
@@ -169,6 +171,9 @@ func (p *port) listen(at []listenAt, lost func(*port, error)) bool {
 		}
 		address := netip.AddrPortFrom(where.addr, p.number).String()
 		listener, err := (&net.ListenConfig{}).Listen(context.Background(), where.network, address)
+		if where.addr.IsUnspecified() && errors.Is(err, unix.EAFNOSUPPORT) {
+			continue // The kernel lacks the family, so nobody asks by it.
+		}
 		if err != nil {
 			if failed == nil {
 				failed = fmt.Errorf("port %d can't be listened at on %s: %w", p.number, where, cause(err))

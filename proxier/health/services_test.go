@@ -369,12 +369,12 @@ func TestSockets(t *testing.T) {
 	}{
 		{"everywhere", false, "", "[every address]"},
 		{"everywhere, said", false, "0.0.0.0/0 ::/0", "[every address]"},
-		{"one family", false, "0.0.0.0/0", "[0.0.0.0]"},
+		{"one family, said", false, "0.0.0.0/0", "[every address]"},
 		{"one family, and some of the other", false, "0.0.0.0/0 fd00::/8", "[0.0.0.0 fd00::10]"},
-		{"ranges", false, "192.168.0.0/16 10.0.0.0/8", "[192.168.1.10 10.1.0.1]"},
-		{"link-local", false, "fe80::/10", "[fe80::1%2]"},
+		{"ranges", false, "192.168.0.0/16 10.0.0.0/8", "[192.168.1.10 10.1.0.1 ::]"},
+		{"link-local", false, "fe80::/10", "[0.0.0.0 fe80::1%2]"},
 		{"primary", true, "", "[192.168.1.10 fd00::10]"},
-		{"nowhere", false, "203.0.113.0/24", "[]"},
+		{"nowhere", false, "203.0.113.0/24 2001:db8::/32", "[]"},
 	} {
 		at := plan.NodePortAddresses{Primary: tc.primary}
 		for _, c := range strings.Fields(tc.cidrs) {

@@ -68,24 +68,32 @@ func (d DetectLocal) Matches(src netip.Addr, iface string) bool {
 type NodePortAddresses struct {
 	// Primary limits node ports to the node's primary addresses, Node.IPs.
 	Primary bool
-	// CIDRs limits them to local addresses within these ranges. Without CIDRs, and Primary unset, every local address
-	// answers.
+	// CIDRs limits them to local addresses within these ranges. In a family without CIDRs, and with Primary unset, every
+	// local address answers: ranges of one family say nothing about the other.
 	CIDRs []netip.Prefix
 }
 
-// All reports whether node ports of this family answer on every local address: no limit is set, or one of the CIDRs
-// holds every address.
+// All reports whether node ports of this family answer on every local address: no limit is set for the family, or one of
+// its CIDRs holds every address.
 func (n NodePortAddresses) All(f Family) bool {
 	if n.Primary {
 		return false
 	}
-	return len(n.CIDRs) == 0 || slices.ContainsFunc(n.CIDRs, func(c netip.Prefix) bool {
-		return FamilyOf(c.Addr()) == f && c.Bits() == 0
-	})
+	limited := false
+	for _, c := range n.CIDRs {
+		if FamilyOf(c.Addr()) != f {
+			continue
+		}
+		if c.Bits() == 0 {
+			return true
+		}
+		limited = true
+	}
+	return !limited
 }
 
 // Ranges returns the address ranges of one family to which node ports are limited, in order. It is empty where All is
-// true, and also where no address of this family answers at all.
+// true, and also where Primary is set and the node has no address of this family: then no address answers.
 func (n NodePortAddresses) Ranges(f Family, node Node) []netip.Prefix {
 	if n.All(f) {
 		return nil
