@@ -135,7 +135,9 @@ func (k *fakeKernel) text() string {
 
 func fakeEngine(f plan.Family) (*engine, *fakeKernel) {
 	k := newFakeKernel()
-	return &engine{tool: k, family: f, options: testOptions, batch: 40, log: slog.New(slog.DiscardHandler)}, k
+	// This machine's settings are not the fake kernel's.
+	return &engine{tool: k, family: f, options: testOptions, batch: 40, log: slog.New(slog.DiscardHandler),
+		sysctlDir: "/nonexistent"}, k
 }
 
 // subset is a large plan of which each ServicePort is there or not, with more or fewer endpoints.

@@ -16,15 +16,14 @@ import (
 	"nodeproxy/proxier/plan/plantest"
 )
 
+// realEngine is an engine as New makes it, but for its options. The test must be in a namespace of its own.
 func realEngine(t rapid.TB, v Variant, f plan.Family) *engine {
 	tool, err := newTool(v, f)
 	if err != nil {
 		t.Fatal(err)
 	}
-	e := &engine{tool: tool, family: f, options: testOptions, log: slog.New(slog.DiscardHandler)}
-	if v == NFT {
-		e.batch = maxNames
-	}
+	e := newEngine(tool, Config{Log: slog.New(slog.DiscardHandler)})
+	e.options = testOptions
 	return e
 }
 
