@@ -26,11 +26,6 @@ func TestInitOnly(t *testing.T) {
 		t.Run(tc.name, func(t *testing.T) {
 			t.Parallel()
 			nstest.Enter(t)
-			for _, key := range []string{"all", "default", "lo"} { // New namespaces take these over from the host's.
-				if err := os.WriteFile("/proc/sys/net/ipv4/conf/"+key+"/route_localnet", []byte("0"), 0o644); err != nil {
-					t.Fatal(err)
-				}
-			}
 			usual := setting(t, udp)
 			for range 2 {
 				args := append([]string{"run", "--init-only", "--conntrack-max-per-core=0", "--iptables-backend=nft"}, strings.Fields(tc.flags)...)

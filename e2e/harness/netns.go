@@ -16,6 +16,8 @@ import (
 
 	"github.com/vishvananda/netlink"
 	"github.com/vishvananda/netns"
+
+	"nodeproxy/internal/nstest"
 )
 
 // Netns is a network namespace without a name.
@@ -30,7 +32,7 @@ type Netns struct {
 // home is the namespace that the process started in.
 var home = sync.OnceValues(netns.Get)
 
-// newNetns makes a namespace with its loopback up and without duplicate address detection.
+// newNetns makes a namespace with the kernel's default settings, its loopback up and without duplicate address detection.
 func newNetns(name string) (*Netns, error) {
 	origin, err := home()
 	if err != nil {
@@ -39,12 +41,16 @@ func newNetns(name string) (*Netns, error) {
 	n := &Netns{Name: name}
 	runtime.LockOSThread()
 	n.handle, err = netns.New()
+	if err == nil {
+		err = nstest.Reset()
+	}
 	if back := netns.Set(origin); back != nil {
 		// The thread stays locked, so that the runtime ends it with its goroutine instead of reusing it.
 		return nil, fmt.Errorf("return from new namespace %s: %w", name, back)
 	}
 	runtime.UnlockOSThread()
 	if err != nil {
+		n.Close()
 		return nil, fmt.Errorf("new network namespace %s: %w", name, err)
 	}
 	if n.nl, err = netlink.NewHandleAt(n.handle); err != nil {
@@ -60,15 +66,14 @@ func newNetns(name string) (*Netns, error) {
 
 func (n *Netns) prepare() error {
 	for _, scope := range []string{"all", "default"} {
-		for _, kv := range []string{"accept_dad=0", "dad_transmits=0", "accept_ra=0", "accept_redirects=0"} {
-			key, value, _ := strings.Cut(kv, "=")
-			if err := n.Sysctl("net/ipv6/conf/"+scope+"/"+key, value); err != nil {
+		for _, key := range []string{"accept_dad", "dad_transmits", "accept_ra", "accept_redirects"} {
+			if err := n.Sysctl("net/ipv6/conf/"+scope+"/"+key, "0"); err != nil {
 				return err
 			}
 		}
-		// New namespaces take these over from the host's. A node that sends a packet back out to where it came from, as it
-		// does with one for an address that nobody has, must not teach the sender to go elsewhere next time.
-		for _, key := range []string{"rp_filter", "forwarding", "route_localnet", "send_redirects", "accept_redirects"} {
+		// A node that sends a packet back out to where it came from, as it does with one for an address that nobody has, must
+		// not teach the sender to go elsewhere next time.
+		for _, key := range []string{"send_redirects", "accept_redirects"} {
 			if err := n.Sysctl("net/ipv4/conf/"+scope+"/"+key, "0"); err != nil {
 				return err
 			}

@@ -1,4 +1,5 @@
-// Package nstest runs tests in network namespaces of their own. They need root.
+// Package nstest runs tests in network namespaces of their own, with the kernel's default settings whatever those of the machine are.
+// They need root.
 package nstest
 
 import (
@@ -46,7 +47,7 @@ func Process(t *testing.T) bool {
 	t.Helper()
 	const inside = "NODEPROXY_TEST_IN_NAMESPACE"
 	if os.Getenv(inside) != "" {
-		if err := raiseLoopback(); err != nil {
+		if err := prepare(); err != nil {
 			t.Fatal(err)
 		}
 		return true
@@ -69,6 +70,14 @@ func enter() error {
 		return fmt.Errorf("making a network namespace (these tests need root): %w", err)
 	}
 	ns.Close()
+	return prepare()
+}
+
+// prepare resets the settings of a new namespace and raises its loopback.
+func prepare() error {
+	if err := Reset(); err != nil {
+		return err
+	}
 	return raiseLoopback()
 }
 

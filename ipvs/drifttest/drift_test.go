@@ -19,6 +19,7 @@ import (
 	"github.com/vishvananda/netns"
 
 	"nodeproxy/e2e/kernel/inkernel"
+	"nodeproxy/internal/nstest"
 	"nodeproxy/iptables"
 	"nodeproxy/ipvs"
 	"nodeproxy/proxier/drift"
@@ -59,6 +60,10 @@ func inLab(t testing.TB, v iptables.Variant, n int, o ipvs.Options, f func(l *la
 			return
 		}
 		defer ns.Close()
+		if err := nstest.Reset(); err != nil {
+			done <- err
+			return
+		}
 		l := &lab{t: t, variant: v, ns: ns, plan: plantest.Large(n, 2), seen: make(chan string, 1000)}
 		l.plan.Settings.ServiceCIDRs = []netip.Prefix{netip.MustParsePrefix("10.96.0.0/12")}
 		if err := l.start(o); err != nil {
