@@ -15,19 +15,24 @@ import (
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 	logs "k8s.io/component-base/logs/api/v1"
 	proxyconfig "k8s.io/kube-proxy/config/v1alpha1"
+
+	"nodeproxy/proxier/source"
 )
 
 // document is a configuration file as it was read.
 type document struct {
 	path  string
 	lines map[string]int // of each field that has a value
+	// passedOver are fields that are unknown or given twice. kube-proxy, too, only warns of them in a file of version v1alpha1:
+	// older files have fields that are gone since.
+	passedOver []source.Finding
 }
 
 // at says where a field stands.
 func (d *document) at(field string) string { return fmt.Sprintf("%s:%d", d.path, d.lines[field]) }
 
-// decode reads a KubeProxyConfiguration into kp. It is strict: its error has a line, with file, line and field, for every
-// field that is unknown, given twice or of the wrong type.
+// decode reads a KubeProxyConfiguration into kp. Its error has a line, with file, line and field, for every field of the wrong
+// type. Fields that are unknown are passed over; of those given twice, the last one counts.
 func decode(path string, data []byte, kp *proxyconfig.KubeProxyConfiguration) (*document, error) {
 	root, err := single(path, data)
 	if err != nil {
@@ -89,6 +94,13 @@ func (d *decoder) fail(node *yaml.Node, field, format string, args ...any) {
 	d.errs = append(d.errs, errors.New(where+fmt.Sprintf(format, args...)))
 }
 
+// passOver notes a field that has no effect where it stands.
+func (d *decoder) passOver(node *yaml.Node, field, detail, effect string) {
+	d.passedOver = append(d.passedOver, source.Finding{
+		Severity: source.Problem, Where: fmt.Sprintf("%s:%d", d.path, node.Line), Field: field, Detail: detail, Effect: effect,
+	})
+}
+
 func (d *decoder) identity(field, got, want string) {
 	if got != want {
 		where := d.path
@@ -109,14 +121,24 @@ func (d *decoder) object(node *yaml.Node, v reflect.Value, path string) {
 		field, known := fields[name]
 		switch {
 		case !known:
-			d.fail(key, join(path, name), "unknown field%s", similar(name, fields))
+			d.passOver(key, join(path, name), "unknown field"+similar(name, fields), "it is ignored")
 			continue
 		case seen[name] > 0:
-			d.fail(key, join(path, name), "given twice, on line %d too", seen[name])
-			continue
+			d.passOver(key, join(path, name), fmt.Sprintf("given twice, on line %d too", seen[name]), "the last one counts")
+			d.forget(field, join(path, name))
 		}
 		seen[name] = key.Line
 		d.value(value, field, join(path, name))
+	}
+}
+
+// forget takes back what a field was set to.
+func (d *decoder) forget(v reflect.Value, path string) {
+	v.SetZero()
+	for field := range d.lines {
+		if field == path || strings.HasPrefix(field, path+".") {
+			delete(d.lines, field)
+		}
 	}
 }
 
@@ -150,14 +172,47 @@ func (d *decoder) value(node *yaml.Node, v reflect.Value, path string) {
 		return
 	}
 	d.lines[path] = node.Line
-	if err := decodeLeaf(node, v); err != nil {
+	d.dropRepeated(node, path)
+	err := decodeLeaf(node, v, true)
+	if err != nil && strings.Contains(err.Error(), "unknown field") {
+		d.passOver(node, path, strings.TrimPrefix(err.Error(), "json: "), "it is ignored")
+		v.SetZero()
+		err = decodeLeaf(node, v, false)
+	}
+	if err != nil {
 		d.fail(node, path, "%s is no %s", shown(node), wanted(v))
 	}
 }
 
+// dropRepeated leaves the last of those entries of a mapping, or of mappings within it, that have the same key.
+func (d *decoder) dropRepeated(node *yaml.Node, path string) {
+	if node.Kind != yaml.MappingNode {
+		for _, inner := range node.Content {
+			d.dropRepeated(inner, path)
+		}
+		return
+	}
+	last := map[string]int{}
+	for i := 0; i+1 < len(node.Content); i += 2 {
+		last[node.Content[i].Value] = i
+	}
+	var kept []*yaml.Node
+	for i := 0; i+1 < len(node.Content); i += 2 {
+		key := node.Content[i]
+		if at := last[key.Value]; at != i {
+			d.passOver(key, join(path, key.Value), fmt.Sprintf("given twice, on line %d too", node.Content[at].Line),
+				"the last one counts")
+			continue
+		}
+		d.dropRepeated(node.Content[i+1], join(path, key.Value))
+		kept = append(kept, key, node.Content[i+1])
+	}
+	node.Content = kept
+}
+
 // decodeLeaf reads a node into a value without named fields of its own. Booleans may be spelt as in YAML 1.1, all else is as
-// strict as JSON.
-func decodeLeaf(node *yaml.Node, v reflect.Value) error {
+// in JSON. With strict, an unknown field in it is an error.
+func decodeLeaf(node *yaml.Node, v reflect.Value, strict bool) error {
 	if v.Kind() == reflect.Bool {
 		return node.Decode(v.Addr().Interface())
 	}
@@ -169,9 +224,11 @@ func decodeLeaf(node *yaml.Node, v reflect.Value) error {
 	if err != nil {
 		return err
 	}
-	strict := json.NewDecoder(bytes.NewReader(text))
-	strict.DisallowUnknownFields()
-	return strict.Decode(v.Addr().Interface())
+	decoder := json.NewDecoder(bytes.NewReader(text))
+	if strict {
+		decoder.DisallowUnknownFields()
+	}
+	return decoder.Decode(v.Addr().Interface())
 }
 
 // isObject reports whether a value is a struct that is written as its fields.

@@ -18,7 +18,7 @@ func TestEffectiveGolden(t *testing.T) {
 		{"defaults.golden", ""},
 		{"kubeadm.golden", "--config=testdata/kubeadm.yaml --hostname-override=node1"},
 		{"overridden.golden", "--config=testdata/unusual.yaml --hostname-override=node1 --iptables-masquerade-bit=3 " +
-			"--nodeport-addresses=primary --feature-gates=New=true --metrics-bind-address= --iptables-backend=nft " +
+			"--nodeport-addresses=primary --feature-gates=WinOverlay=true --metrics-bind-address= --iptables-backend=nft " +
 			"--master=https://m --ipvs-scheduler=rr --conntrack-min=1 --v=6 --take-over"},
 	} {
 		e, err := flagsOf(t, strings.Fields(tc.args)...).Effective()

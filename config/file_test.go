@@ -115,7 +115,10 @@ func fileCases() []fileCase {
 		{"iptables.syncPeriod", "1m", func(c *Config) { c.SyncPeriod = time.Minute }, ""},
 		{"logging.format", "json", func(c *Config) { c.LogFormat = "json" }, ""},
 		{"logging.verbosity", "5", func(c *Config) { c.LogLevel = "debug" }, ""},
-		{"featureGates", "{A: true}", nothing, "no effect: there are no feature gates; it is ignored"},
+		{"featureGates", "{WinDSR: true}", nothing, "no effect of WinDSR: it is for Windows; it is ignored"},
+		{"featureGates", "{KubeProxyIPVS: false, TopologyAwareHints: true}", nothing, ""},
+		{"featureGates", "{AllowServiceExternalIPs: true}", nothing, ""},
+		{"featureGates", "{AllowServiceExternalIPs: false}", func(c *Config) { c.Settings.IgnoreExternalIPs = true }, ""},
 		{"showHiddenMetricsForVersion", `"1.35"`, nothing, "no effect: no metric is hidden; it is ignored"},
 		{"configSyncPeriod", "1m", nothing, noPeriod},
 		{"configSyncPeriod", "15m", nothing, ""},
@@ -285,8 +288,6 @@ func TestKubeProxysDefaults(t *testing.T) {
 func TestWrongFiles(t *testing.T) {
 	t.Parallel()
 	for _, tc := range []struct{ body, want string }{
-		{"iptable:\n  masqueradeBit: 1", "FILE:3: iptable: unknown field"},
-		{"iptables:\n  masqueradebit: 1", `FILE:4: iptables.masqueradebit: unknown field; there is "masqueradeBit"`},
 		{"iptables:\n  syncPeriod: 30", "FILE:4: iptables.syncPeriod: 30 is no duration such as 30s"},
 		{"iptables:\n  syncPeriod: 30x", `FILE:4: iptables.syncPeriod: "30x" is no duration such as 30s`},
 		{"conntrack: {tcpEstablishedTimeout: [1h]}",
@@ -295,7 +296,7 @@ func TestWrongFiles(t *testing.T) {
 		{"logging: {verbosity: -1}", "FILE:3: logging.verbosity: -1 is no natural number of 32 bits"},
 		{"logging: {options: {text: {infoBufferSize: much}}}",
 			`FILE:3: logging.options.text.infoBufferSize: "much" is no QuantityValue`},
-		{"logging: {vmodule: [{file: a}]}", "FILE:3: logging.vmodule: this list is no VModuleConfiguration"},
+		{"logging: {vmodule: [a]}", "FILE:3: logging.vmodule: this list is no VModuleConfiguration"},
 		{"iptables:\n  masqueradeBit: '14'", `FILE:4: iptables.masqueradeBit: "14" is no whole number of 32 bits`},
 		{"iptables:\n  masqueradeBit: 9999999999", "FILE:4: iptables.masqueradeBit: 9999999999 is no whole number of 32 bits"},
 		{"iptables:\n  masqueradeAll: sometimes", `FILE:4: iptables.masqueradeAll: "sometimes" is no boolean`},
@@ -304,10 +305,14 @@ func TestWrongFiles(t *testing.T) {
 		{"hostnameOverride: 7", "FILE:3: hostnameOverride: 7 is no string"},
 		{"nodePortAddresses: 10.0.0.0/8", `FILE:3: nodePortAddresses: "10.0.0.0/8" is no list of strings`},
 		{"featureGates: {A: 1}", "FILE:3: featureGates: a group of fields is no map of names to booleans"},
-		{"portRange: a\nportRange: b", "FILE:4: portRange: given twice, on line 3 too"},
 		{"mode: iptables\n--- \nmode: ipvs", "FILE:5: a second document; a configuration file has one"},
 		{"mode: [", "FILE:3: not YAML: did not find expected node content"},
-		{"x: 1\ny: 2\nmode: {}", "FILE:3: x: unknown field\nFILE:4: y: unknown field\nFILE:5: mode: a group of fields is no string"},
+		{"x: 1\nbindAddress: 2\nmode: {}", "FILE:4: bindAddress: 2 is no string\nFILE:5: mode: a group of fields is no string"},
+		{"featureGates: {AllowServiceExternalIP: false}",
+			`FILE:3: featureGates: "AllowServiceExternalIP" is no feature gate of kube-proxy 1.33 to 1.37; there is "AllowServiceExternalIPs"`},
+		{"featureGates: {TopologyAwareHints: false}",
+			"FILE:3: featureGates: TopologyAwareHints can't be false: hints for zones are always followed"},
+		{"mode: ipvs\nfeatureGates: {KubeProxyIPVS: false}", "FILE:3: mode: ipvs is switched off by featureGates: KubeProxyIPVS=false"},
 		{"mode: nftables", `FILE:3: mode: "nftables" is not supported; iptables and ipvs are`},
 		{"mode: kernelspace", `FILE:3: mode: "kernelspace" is not supported; iptables and ipvs are`},
 		{"iptables: {masqueradeBit: 32}", "FILE:3: iptables.masqueradeBit: 32 is not within 0-31"},
@@ -346,6 +351,41 @@ func TestWrongFiles(t *testing.T) {
 				t.Errorf("got\n%s\nwant\n%s", got, tc.want)
 			}
 		})
+	}
+}
+
+// TestLenientFiles: fields that are unknown or given twice are warned of, with file, line and field, as by kube-proxy, and the rest
+// of the file counts.
+func TestLenientFiles(t *testing.T) {
+	t.Parallel()
+	for _, tc := range []struct{ body, want string }{
+		{"udpIdleTimeout: 250ms", "FILE:3: udpIdleTimeout: unknown field; it is ignored"},
+		{"iptables:\n  masqueradebit: 1", `FILE:4: iptables.masqueradebit: unknown field; there is "masqueradeBit"; it is ignored`},
+		{"portRange: ''\nportRange: ''", "FILE:4: portRange: given twice, on line 3 too; the last one counts"},
+		{"iptables: {masqueradeAll: true}\niptables: {localhostNodePorts: true}",
+			"FILE:4: iptables: given twice, on line 3 too; the last one counts"},
+		{"featureGates:\n  AllowServiceExternalIPs: false\n  AllowServiceExternalIPs: true",
+			"FILE:4: featureGates.AllowServiceExternalIPs: given twice, on line 5 too; the last one counts"},
+		{"logging: {vmodule: [{file: a}]}", `FILE:3: logging.vmodule: unknown field "file"; it is ignored`},
+	} {
+		path := writeFile(t, tc.body+"\nclusterCIDR: 10.0.0.0/8\n")
+		c, err := flagsOf(t, "--config="+path, "--manifests=m").Config()
+		if err != nil {
+			t.Errorf("%s: %v", tc.body, err)
+			continue
+		}
+		var told []string
+		for _, f := range c.Findings {
+			if f.Severity == source.Problem && !strings.HasPrefix(f.Detail, "no effect") {
+				told = append(told, strings.ReplaceAll(f.String(), path, "FILE"))
+			}
+		}
+		if len(told) != 1 || told[0] != tc.want {
+			t.Errorf("%s: told %q, want %q", tc.body, told, tc.want)
+		}
+		if len(c.Settings.DetectLocal.CIDRs) != 1 || c.Settings.MasqueradeAll || c.Settings.IgnoreExternalIPs {
+			t.Errorf("%s: the rest of the file does not count: %+v", tc.body, c.Settings)
+		}
 	}
 }
 

@@ -186,7 +186,8 @@ func (v *values) ruleFlags(fs *pflag.FlagSet) {
 	fs.DurationVar(period, "iptables-min-sync-period", *period, "same as --min-sync-period")
 	fs.DurationVar(&kp.IPTables.SyncPeriod.Duration, "iptables-sync-period", kp.IPTables.SyncPeriod.Duration,
 		"time after which the kernel is looked through even if nothing changed")
-	fs.Var(cliflag.NewMapStringBool(&kp.FeatureGates), "feature-gates", "no effect: there are no feature gates")
+	fs.Var(cliflag.NewMapStringBool(&kp.FeatureGates), "feature-gates",
+		"name=true or false of kube-proxy's feature gates; AllowServiceExternalIPs=false leaves spec.externalIPs out")
 }
 
 // serverFlags are about the process and its HTTP endpoints.

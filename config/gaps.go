@@ -12,7 +12,6 @@ import (
 
 // noMeaning lists fields that stay without effect, and why.
 var noMeaning = map[string]string{
-	"featureGates":                "there are no feature gates",
 	"showHiddenMetricsForVersion": "no metric is hidden",
 	"configSyncPeriod":            "objects are watched; every change is seen at once",
 	"portRange":                   "no ports are reserved; kube-proxy has no use for it either",
@@ -41,6 +40,9 @@ var deprecatedFlags = map[string]string{
 // findings tells of values of the file that flags override, and of values without effect.
 func (e *Effective) findings() []source.Finding {
 	var out []source.Finding
+	if e.doc != nil {
+		out = append(out, e.doc.passedOver...)
+	}
 	for _, field := range e.saidFields() {
 		if o, ok := e.overridden(field); ok {
 			out = append(out, source.Finding{Severity: source.Problem, Where: e.doc.at(field), Field: field,
@@ -50,6 +52,7 @@ func (e *Effective) findings() []source.Finding {
 			out = append(out, e.finding(source.Problem, field, detail, effect))
 		}
 	}
+	out = append(out, e.gateFindings()...)
 	for _, name := range sortedKeys(ignoredFlags) {
 		if flag := "--" + name; e.given[flag] != "" {
 			out = append(out, e.finding(source.Problem, flag, "it has no meaning here", "it is ignored"))

@@ -86,6 +86,7 @@ func (e *Effective) understand(toRun bool) (*Config, error) {
 	k.servers(c)
 	k.conntrack(&c.Conntrack)
 	k.otherModes(c)
+	k.featureGates(c)
 	if c.ServiceCIDRsGiven {
 		c.Settings.ServiceCIDRs = c.ServiceCIDRs
 	}

@@ -77,8 +77,8 @@ func TestWatch(t *testing.T) {
 	expect(t, told, "FILE:3: iptables.masqueradeBit: 32 is not within 0-31")
 	write(t, path, bit(2)+"# What was in force is still in force.\n")
 	expectNothing(t, told)
-	write(t, path, header+"nonsense: 1\n")
-	expect(t, told, "FILE:3: nonsense: unknown field")
+	write(t, path, header+"mode: nonsense\n")
+	expect(t, told, `FILE:3: mode: "nonsense" is not supported; iptables and ipvs are`)
 	write(t, path+".new", bit(3)) // As editors do.
 	if err := os.Rename(path+".new", path); err != nil {
 		t.Fatal(err)

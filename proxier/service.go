@@ -95,6 +95,18 @@ func readService(svc *v1.Service, families []plan.Family) ([]portSpec, []source.
 	return specs, f.list
 }
 
+// withoutExternalIPs returns a Service as it is where external IPs are not allowed, and what its owner should know of that.
+func withoutExternalIPs(svc *v1.Service) (*v1.Service, []source.Finding) {
+	if len(svc.Spec.ExternalIPs) == 0 {
+		return svc, nil
+	}
+	f := &findings{object: "Service " + svc.Namespace + "/" + svc.Name}
+	f.problem("spec.externalIPs", "these addresses are not proxied", "feature gate AllowServiceExternalIPs is false")
+	out := *svc
+	out.Spec.ExternalIPs = nil
+	return &out, f.list
+}
+
 // notProxied says why a Service is none of a service proxy's business; empty where it is.
 func notProxied(svc *v1.Service) string {
 	proxy, other := svc.Labels["service.kubernetes.io/service-proxy-name"]

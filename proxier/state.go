@@ -129,7 +129,11 @@ func (s *State) applyService(name types.NamespacedName, obj *v1.Service) {
 	var found []source.Finding
 	svc.specs, svc.exists = nil, obj != nil
 	if svc.exists {
-		svc.specs, found = readService(obj, s.families)
+		if s.plan.Settings.IgnoreExternalIPs {
+			obj, found = withoutExternalIPs(obj)
+		}
+		specs, more := readService(obj, s.families)
+		svc.specs, found = specs, append(found, more...)
 	}
 	for i := range svc.specs {
 		s.claims.add(&svc.specs[i], s.touchKey)

@@ -125,6 +125,8 @@ type Settings struct {
 	LocalhostNodePorts bool
 	// ResetTCP is ServicePort.ResetTCP for Services that do not say by annotation.
 	ResetTCP bool
+	// IgnoreExternalIPs lets spec.externalIPs of every Service count as empty (KEP-5707).
+	IgnoreExternalIPs bool
 	// ServiceCIDRs are the ranges that the cluster allots cluster IPs from, in order, as far as they are known. A range
 	// that is known makes every address in it one of Services.
 	ServiceCIDRs []netip.Prefix
