@@ -37,6 +37,15 @@
 //
 // Flows in conntrack zones other than the default one belong to whoever made the zone, and are left alone.
 //
+// # Connections that begin early
+//
+// A TCP connection whose first packet comes before the rules of its Service is not translated, and neither are the packets
+// that its client sends again: it hangs until the client gives up. Such a connection is removed once the frontend leads to
+// endpoints, and the next SYN begins it anew. Only a connection in state SYN_SENT that has seen no answer and is not
+// translated is removed. It is looked for when a frontend is new or gets its first endpoints, once more in the next full
+// pass, and after each sync that compares everything, since that may have repaired rules. All frontends of a batch share one
+// dump, of which the kernel leaves out (Linux 5.17 or later) what has been answered or translated.
+//
 // # Stray answers
 //
 // An answer that is on its way while its flow is removed, by this package or by IPVS itself, is the first packet of a flow
@@ -50,7 +59,7 @@
 // # When
 //
 // After a change that can make a flow stale, then again every so often, since no event tells of a flow that slipped
-// through: Config.Period. A change of TCP ports alone costs nothing, and neither does a UDP port that only gains
+// through: Config.Period. A change of a TCP port's endpoints costs nothing, and neither does a UDP port that only gains
 // endpoints. From the moment that the rules of a plan begin to be written, flows are judged by it, so that no flow of the
 // new rules is taken for a stale one.
 //

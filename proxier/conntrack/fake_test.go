@@ -115,12 +115,15 @@ func (c *fakeConn) dump(h header, request []byte) {
 
 func describe(request []byte) (asked string, filtered bool) {
 	var orig tuple
+	early := false
 	attributes(request[nfgenmsgLen:], func(typ uint16, payload []byte) {
 		switch typ {
 		case attrOrig:
 			orig.parse(payload)
 		case attrFilter:
 			filtered = true
+		case attrStatusMask:
+			early = payload[3] == statusReplied|statusDstNAT
 		}
 	})
 	if !filtered {
@@ -138,6 +141,9 @@ func describe(request []byte) (asked string, filtered bool) {
 	}
 	if orig.srcPort != 0 {
 		asked += fmt.Sprintf(" from :%d", orig.srcPort)
+	}
+	if early {
+		asked += " early"
 	}
 	return asked, true
 }

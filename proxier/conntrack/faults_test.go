@@ -88,7 +88,13 @@ func TestWhatIsRead(t *testing.T) {
 		sync []*plan.ServicePort
 		want []string
 	}{
-		{"a TCP port", []*plan.ServicePort{service("web", plan.TCP, "10.96.0.10:80", one)}, nil},
+		{"a TCP port", []*plan.ServicePort{service("web", plan.TCP, "10.96.0.10:80", one)}, []string{"6 10.96.0.10 :80 early"}},
+		{"its endpoints", []*plan.ServicePort{service("web", plan.TCP, "10.96.0.10:80", two)}, nil},
+		{"no endpoints", []*plan.ServicePort{service("web", plan.TCP, "10.96.0.10:80")}, nil},
+		{"the first endpoint", []*plan.ServicePort{service("web", plan.TCP, "10.96.0.10:80", two)}, []string{"6 10.96.0.10 :80 early"}},
+		{"TCP ports without endpoints", []*plan.ServicePort{service("web2", plan.TCP, "10.96.0.11:80")}, nil},
+		{"more TCP ports", []*plan.ServicePort{service("web2", plan.TCP, "10.96.0.11:80", one), service("web3", plan.TCP, other, one)},
+			[]string{"6 early"}},
 		{"one more endpoint", []*plan.ServicePort{service("dns", plan.UDP, "10.96.0.10:53", one, two)}, nil},
 		{"one endpoint less", []*plan.ServicePort{service("dns", plan.UDP, "10.96.0.10:53", two)}, []string{"17 10.96.0.10 :53"}},
 		{"no endpoint", []*plan.ServicePort{service("dns", plan.UDP, "10.96.0.10:53")}, []string{"17 10.96.0.10 :53"}},
@@ -108,8 +114,21 @@ func TestWhatIsRead(t *testing.T) {
 	}
 	k.dumps, r.work.all = nil, true
 	mustPass(t, r)
-	if want := []string{"17", "132"}; !slices.Equal(k.dumps, want) {
+	if want := []string{"17", "132", "6 early"}; !slices.Equal(k.dumps, want) {
 		t.Errorf("full pass: dumps %q, want %q", k.dumps, want)
+	}
+	k.dumps, r.work.all = nil, true
+	mustPass(t, r)
+	if want := []string{"17", "132"}; !slices.Equal(k.dumps, want) {
+		t.Errorf("a full pass after which no TCP port is new: dumps %q, want %q", k.dumps, want)
+	}
+	k.dumps = nil
+	var thousand []*plan.ServicePort
+	for i := range mostNoted + 1 {
+		thousand = append(thousand, service(fmt.Sprint("many", i), plan.TCP, fmt.Sprintf("10.97.%d.%d:80", i>>8, i&255), one))
+	}
+	if sync(thousand...); !slices.Equal(k.dumps, []string{"6 early"}) {
+		t.Errorf("many TCP ports: dumps %q", k.dumps)
 	}
 	r.mu.Lock()
 	var many work
@@ -201,7 +220,7 @@ func TestLooksAgain(t *testing.T) {
 func TestNothingUDP(t *testing.T) {
 	k := &fakeKernel{}
 	p := plan.New(plan.Node{}, plan.Settings{})
-	p.Set(service("web", plan.TCP, "10.96.0.10:80", "10.244.1.1:80"))
+	p.Set(service("web", plan.TCP, "10.96.0.10:80"))
 	r := newReconciler(func(c *Config) { c.Families = []plan.Family{plan.IPv4} })
 	r.open = k.open
 	r.Update(p, nil)
@@ -273,13 +292,16 @@ func TestRulesNotTaken(t *testing.T) {
 	}
 }
 
-// TestTCPSync: a sync of TCP ports alone does not concern it.
+// TestTCPSync: a sync of endpoints of TCP ports alone does not concern it.
 func TestTCPSync(t *testing.T) {
 	k := &fakeKernel{}
 	r, p := fakeReconciler(k, nil)
+	web := service("web", plan.TCP, "10.96.0.10:80", "10.244.1.1:80")
+	p.Set(web)
+	r.Update(p, plan.Keys{web.Key: {}})
 	mustPass(t, r)
 	k.dumps = nil
-	web := service("web", plan.TCP, "10.96.0.10:80", "10.244.1.1:80")
+	web = service("web", plan.TCP, "10.96.0.10:80", "10.244.1.2:80")
 	p.Set(web)
 	err := r.After(syncFunc(func() error {
 		if !r.settled {

@@ -16,6 +16,7 @@ type flow struct {
 	// answers are sent.
 	src, dst, from, to netip.AddrPort
 	replied            bool // whether there was an answer
+	synSent            bool // of TCP: whether it is in state SYN_SENT
 	zone               bool // whether the flow is in a zone other than the default one
 	// id tells the entry from a later one of the same addresses and ports. orig is the tuple by which the kernel finds it,
 	// in its own form; it is valid as long as the buffer that the flow was read from.
@@ -53,6 +54,8 @@ func (f *flow) parse(b []byte) bool {
 			reply.parse(payload)
 		case attrStatus:
 			f.replied = len(payload) == 4 && binary.BigEndian.Uint32(payload)&statusReplied != 0
+		case attrProtoInfo:
+			f.synSent = tcpState(payload) == tcpSynSent
 		case attrID:
 			f.id = payload
 		case attrZone:
@@ -64,6 +67,21 @@ func (f *flow) parse(b []byte) bool {
 	f.src, f.dst, f.from, f.to = orig.src(), orig.dst(), reply.src(), reply.dst()
 	return whole && orig.protocol == reply.protocol && f.dst.IsValid() && f.from.IsValid() &&
 		plan.FamilyOf(f.dst.Addr()) == f.family && plan.FamilyOf(f.from.Addr()) == f.family
+}
+
+// tcpState is the state of a TCP connection; 0 if there is none.
+func tcpState(protoInfo []byte) (state byte) {
+	attributes(protoInfo, func(typ uint16, payload []byte) {
+		if typ != attrProtoInfoTCP {
+			return
+		}
+		attributes(payload, func(typ uint16, payload []byte) {
+			if typ == attrTCPState && len(payload) == 1 {
+				state = payload[0]
+			}
+		})
+	})
+	return state
 }
 
 // tuple is one direction of a flow.

@@ -47,22 +47,28 @@ type target struct {
 }
 
 func newTarget(sp *plan.ServicePort) *target {
-	t := &target{}
-	for _, f := range sp.Frontends {
-		switch {
-		case f.Kind == plan.HealthCheckNodePort: // the node itself answers there
-		case f.Kind == plan.NodePort:
-			t.frontends = append(t.frontends, frontend{anyAddr(sp.Key.Family), protocolNumber(f.Protocol), f.Port})
-		default:
-			t.frontends = append(t.frontends, frontend{f.Addr, protocolNumber(f.Protocol), f.Port})
-		}
-	}
+	t := &target{frontends: frontendsOf(sp)}
 	if sp.Key.Protocol == plan.TCP {
 		t.allowed = listed(sp)
 	} else {
 		t.allowed = serving(sp)
 	}
 	return t
+}
+
+// frontendsOf are the frontends of a ServicePort, as flows see them.
+func frontendsOf(sp *plan.ServicePort) []frontend {
+	var out []frontend
+	for _, f := range sp.Frontends {
+		switch {
+		case f.Kind == plan.HealthCheckNodePort: // the node itself answers there
+		case f.Kind == plan.NodePort:
+			out = append(out, frontend{anyAddr(sp.Key.Family), protocolNumber(f.Protocol), f.Port})
+		default:
+			out = append(out, frontend{f.Addr, protocolNumber(f.Protocol), f.Port})
+		}
+	}
+	return out
 }
 
 // serving are the endpoints that are in use, or would answer if they were.
@@ -126,6 +132,7 @@ type index struct {
 	ranges   []netip.Prefix // where cluster IPs are
 	targets  map[plan.Key]*target
 	live     map[frontend]plan.Key
+	early    early
 	// gone are frontends that have ceased to be, each with the number of full passes that are still to look for it.
 	gone map[frontend]int
 	// strays is set where stray answers are looked for. left are the UDP endpoints that flows are taken from, so that stray
@@ -135,7 +142,7 @@ type index struct {
 }
 
 func newIndex(ranges []netip.Prefix, strays bool) *index {
-	return &index{ranges: ranges, targets: map[plan.Key]*target{}, live: map[frontend]plan.Key{}, gone: map[frontend]int{},
+	return &index{ranges: ranges, targets: map[plan.Key]*target{}, live: map[frontend]plan.Key{}, early: newEarly(), gone: map[frontend]int{},
 		strays: strays, left: map[netip.AddrPort]int{}}
 }
 
@@ -207,6 +214,9 @@ func (x *index) moved(key plan.Key, old, now *target) map[netip.AddrPort]struct{
 func (x *index) stale(f *flow, own *addresses, unknown bool) bool {
 	if f.zone {
 		return false
+	}
+	if x.tooEarly(f, own) {
+		return true
 	}
 	if _, left := x.left[f.src]; left && f.protocol == protoUDP && f.oneWay() {
 		return true

@@ -19,6 +19,7 @@ type entry struct {
 	from, to string // source and destination of the replies; where empty, those of a flow that is not translated
 	zone     uint16
 	replied  bool
+	state    byte // of TCP
 }
 
 func (e entry) tuples() (src, dst, from, to netip.AddrPort) {
@@ -63,6 +64,11 @@ func (e entry) create(m message, flags uint16, seq uint32) message {
 	if e.replied {
 		const confirmed = 1 << 3
 		m = m.attr(attrStatus, 0, 0, 0, statusReplied|confirmed)
+	}
+	if e.state != 0 {
+		m = m.nest(attrProtoInfo, func(m message) message {
+			return m.nest(attrProtoInfoTCP, func(m message) message { return m.attr(attrTCPState, e.state) })
+		})
 	}
 	m.finish(start)
 	return m

@@ -62,7 +62,7 @@ func (a *addresses) contains(addr netip.Addr) bool {
 
 // answers reports whether node ports answer at an address, given the machine's own ones.
 func (x *index) answers(own *addresses, addr netip.Addr) bool {
-	if !own.contains(addr) {
+	if own == nil || !own.contains(addr) {
 		return false
 	}
 	f := plan.FamilyOf(addr)

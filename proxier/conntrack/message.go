@@ -17,12 +17,17 @@ const (
 	msgDelete = subsystem | 2
 	msgStats  = subsystem | 5 // IPCTNL_MSG_CT_GET_STATS
 
-	attrOrig   = 1  // CTA_TUPLE_ORIG
-	attrReply  = 2  // CTA_TUPLE_REPLY
-	attrStatus = 3  // CTA_STATUS
-	attrID     = 12 // CTA_ID
-	attrZone   = 18 // CTA_ZONE
-	attrFilter = 25 // CTA_FILTER
+	attrOrig       = 1  // CTA_TUPLE_ORIG
+	attrReply      = 2  // CTA_TUPLE_REPLY
+	attrStatus     = 3  // CTA_STATUS
+	attrProtoInfo  = 4  // CTA_PROTOINFO
+	attrID         = 12 // CTA_ID
+	attrZone       = 18 // CTA_ZONE
+	attrFilter     = 25 // CTA_FILTER
+	attrStatusMask = 26 // CTA_STATUS_MASK
+
+	attrProtoInfoTCP = 1 // CTA_PROTOINFO_TCP
+	attrTCPState     = 1 // CTA_PROTOINFO_TCP_STATE
 
 	attrFilterOrig  = 1 // CTA_FILTER_ORIG_FLAGS
 	attrFilterReply = 2 // CTA_FILTER_REPLY_FLAGS
@@ -44,6 +49,9 @@ const (
 	typeMask = 1<<14 - 1
 
 	statusReplied = 1 << 1 // IPS_SEEN_REPLY, as in linux/netfilter/nf_conntrack_common.h
+	statusDstNAT  = 1 << 5 // IPS_DST_NAT; IPVS does not set it
+
+	tcpSynSent = 1 // TCP_CONNTRACK_SYN_SENT, as in linux/netfilter/nf_conntrack_tcp.h
 )
 
 // Which parts of a tuple the kernel is to compare, as in its nf_conntrack_netlink.c.
@@ -131,6 +139,8 @@ type filter struct {
 	family   plan.Family
 	protocol uint8
 	src, dst part
+	// early leaves out flows that have been answered, and those that rules have translated.
+	early bool
 }
 
 // part is what a filter says of one end of a flow.
@@ -178,6 +188,9 @@ func dumpRequest(f filter, inKernel bool, seq uint32) message {
 			m = m.attr(attrFilterOrig, binary.NativeEndian.AppendUint32(nil, compare)...)
 			return m.attr(attrFilterReply, 0, 0, 0, 0)
 		})
+		if f.early { // Linux 5.17 or later compares these bits; others pass over it.
+			m = m.attr(attrStatus, 0, 0, 0, 0).attr(attrStatusMask, 0, 0, 0, statusReplied|statusDstNAT)
+		}
 	}
 	m.finish(0)
 	return m

@@ -14,6 +14,9 @@ import (
 type work struct {
 	all       bool
 	frontends map[frontend]struct{}
+	// opened are TCP frontends that lead to endpoints now; openedMany stands for more than are worth noting.
+	opened     map[frontend]struct{}
+	openedMany bool
 	// returned are endpoints whose stray answers are to be looked for.
 	returned map[netip.AddrPort]struct{}
 }
@@ -28,6 +31,11 @@ func (w *work) add(o work) {
 		return
 	}
 	w.frontends, w.returned = union(w.frontends, o.frontends), union(w.returned, o.returned)
+	if w.openedMany = w.openedMany || o.openedMany || len(w.opened)+len(o.opened) > mostNoted; w.openedMany {
+		w.opened = nil
+	} else {
+		w.opened = union(w.opened, o.opened)
+	}
 }
 
 func union[T comparable](a, b map[T]struct{}) map[T]struct{} {
@@ -38,17 +46,15 @@ func union[T comparable](a, b map[T]struct{}) map[T]struct{} {
 	return a
 }
 
-func (w *work) empty() bool { return !w.all && len(w.frontends) == 0 && len(w.returned) == 0 }
+func (w *work) empty() bool {
+	return !w.all && !w.openedMany && len(w.frontends) == 0 && len(w.opened) == 0 && len(w.returned) == 0
+}
 
 // filters returns the narrowest filters that let through the flows of a family and protocol that the work is about: those to
 // frontends, and those of answers.
 func (w *work) filters(family plan.Family, protocol uint8) []filter {
-	var to, from []part
-	for at := range w.frontends {
-		if at.protocol == protocol && plan.FamilyOf(at.addr) == family {
-			to = append(to, part{at.addr, at.port})
-		}
-	}
+	to := partsOf(w.frontends, family, protocol)
+	var from []part
 	for at := range w.returned {
 		if protocol == protoUDP && plan.FamilyOf(at.Addr()) == family {
 			from = append(from, part{at.Addr(), at.Port()})
@@ -56,14 +62,31 @@ func (w *work) filters(family plan.Family, protocol uint8) []filter {
 	}
 	var out []filter
 	if len(to) > 0 {
-		f := filter{family: family, protocol: protocol, dst: narrowest(to)}
-		if f.dst.addr == anyAddr(family) {
-			f.dst.addr = netip.Addr{}
-		}
-		out = append(out, f)
+		out = append(out, filter{family: family, protocol: protocol, dst: narrowest(to)})
+	}
+	if opened := partsOf(w.opened, family, protocol); len(opened) > 0 {
+		out = append(out, filter{family: family, protocol: protocol, dst: narrowest(opened), early: true})
+	} else if w.openedMany && protocol == protoTCP {
+		out = append(out, filter{family: family, protocol: protocol, early: true})
 	}
 	if len(from) > 0 {
 		out = append(out, filter{family: family, protocol: protocol, src: narrowest(from)})
+	}
+	return out
+}
+
+// partsOf are what a filter says of the frontends of a family and protocol.
+func partsOf(frontends map[frontend]struct{}, family plan.Family, protocol uint8) []part {
+	var out []part
+	for at := range frontends {
+		if at.protocol != protocol || plan.FamilyOf(at.addr) != family {
+			continue
+		}
+		p := part{at.addr, at.port}
+		if at.addr == anyAddr(family) {
+			p.addr = netip.Addr{}
+		}
+		out = append(out, p)
 	}
 	return out
 }
@@ -78,10 +101,13 @@ func (r *Reconciler) pass(ctx context.Context) (full bool, err error) {
 		r.mu.Unlock()
 		return false, nil
 	}
-	todo, settled, unknown := r.work, r.settled, !r.started
+	todo, settled, unknown, early := r.work, r.settled, !r.started, r.index.early.due
 	r.work = work{}
+	if todo.all {
+		r.index.early.due = false
+	}
 	gone, left := maps.Clone(r.index.gone), maps.Clone(r.index.left)
-	filters := r.filters(todo)
+	filters := r.filters(todo, early)
 	r.mu.Unlock()
 	if len(filters) > 0 {
 		err = r.removeStale(ctx, filters, todo.all, unknown)
@@ -91,6 +117,7 @@ func (r *Reconciler) pass(ctx context.Context) (full bool, err error) {
 	switch {
 	case err != nil || !settled:
 		r.work.add(todo)
+		r.index.early.due = r.index.early.due || early
 		if err == nil && r.settled {
 			r.poke() // The end may have come when there was nothing left to do.
 		}
@@ -102,8 +129,8 @@ func (r *Reconciler) pass(ctx context.Context) (full bool, err error) {
 	return todo.all, err
 }
 
-// filters returns what has to be read for some work.
-func (r *Reconciler) filters(todo work) []filter {
+// filters returns what has to be read for some work; early is set where a full pass is to look for connections that began early.
+func (r *Reconciler) filters(todo work, early bool) []filter {
 	var out []filter
 	for _, family := range r.cfg.Families {
 		for _, p := range protocols {
@@ -114,6 +141,8 @@ func (r *Reconciler) filters(todo work) []filter {
 			}
 			if r.index.watched(family, protocol) || !r.started && p != plan.TCP && len(r.cfg.ServiceCIDRs) > 0 {
 				out = append(out, filter{family: family, protocol: protocol})
+			} else if early && p == plan.TCP {
+				out = append(out, filter{family: family, protocol: protocol, early: true})
 			}
 		}
 	}
@@ -130,7 +159,8 @@ func (r *Reconciler) removeStale(ctx context.Context, filters []filter, full, un
 	own := map[plan.Family]*addresses{}
 	var errs []error
 	for _, f := range filters {
-		if own[f.family] == nil {
+		// Most often there is no flow whose address matters, and some machines have very many addresses.
+		if own[f.family] == nil && !(f.early && f.dst.addr.IsValid()) {
 			if own[f.family], err = r.local(f.family); err != nil {
 				return errors.Join(append(errs, err)...)
 			}

@@ -141,6 +141,10 @@ func (r *Reconciler) begin(p *plan.Plan, changed plan.Keys) bool {
 		r.updateAll(p)
 	}
 	for key := range changed {
+		if opened := r.index.early.set(key, p.Services[key]); len(opened) > 0 {
+			concerned = true
+			r.work.add(work{opened: opened})
+		}
 		if sp := r.wanted(p.Services[key]); sp != nil || r.index.targets[key] != nil {
 			concerned = true
 			todo := r.index.set(key, sp)
@@ -180,10 +184,18 @@ func (r *Reconciler) updateAll(p *plan.Plan) {
 			r.index.set(key, nil)
 		}
 	}
+	for key := range r.index.early.ports {
+		if p.Services[key] == nil {
+			r.index.early.set(key, nil)
+		}
+	}
 	for key, sp := range p.Services {
 		r.index.set(key, r.wanted(sp))
+		r.index.early.set(key, sp)
 	}
-	r.work.all = true
+	// What leads to endpoints may not have done so before: nothing says what this sync repairs.
+	r.index.early.due = len(r.index.early.owners) > 0
+	r.work.add(work{all: true})
 }
 
 func (r *Reconciler) poke() {

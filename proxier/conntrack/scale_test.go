@@ -12,8 +12,8 @@ import (
 	"nodeproxy/proxier/plan"
 )
 
-// fill puts n UDP flows to one frontend into the table of this thread's namespace.
-func fill(t testing.TB, n int, dst, from string) {
+// fill puts n flows like e into the table of this thread's namespace, each from a source of its own.
+func fill(t testing.TB, e entry, n int) {
 	t.Helper()
 	c, err := openSocket()
 	if err != nil {
@@ -31,7 +31,8 @@ func fill(t testing.TB, n int, dst, from string) {
 				flags = syscall.NLM_F_ACK
 			}
 			src := netip.AddrFrom4([4]byte{172, 16 + byte(i>>24), byte(i >> 16), byte(i >> 8)})
-			m = entry{protocol: protoUDP, src: fmt.Sprintf("%s:%d", src, 20000+i&255), dst: dst, from: from}.create(m, flags, 1)
+			e.src = fmt.Sprintf("%s:%d", src, 20000+i&255)
+			m = e.create(m, flags, 1)
 		}
 		if err := c.Send(m); err != nil {
 			t.Fatal(err)
@@ -66,7 +67,7 @@ func TestManyFlows(t *testing.T) {
 		n := min(200_000, most/4*3) // small machines track fewer
 		const dst, from = "10.96.0.10:53", "10.244.1.1:5353"
 		start := time.Now()
-		fill(t, n, dst, from)
+		fill(t, entry{protocol: protoUDP, dst: dst, from: from}, n)
 		t.Logf("made %d flows in %v", count(t), time.Since(start))
 		var last Sweep
 		r := newReconciler(func(c *Config) {
