@@ -121,8 +121,9 @@ type Proxier struct {
 
 	mu      sync.Mutex
 	pending source.Batch
-	synced  bool // a batch with Synced has come
-	resync  bool // everything is to be compared with the kernel
+	synced  bool              // a batch with Synced has come
+	resync  bool              // everything is to be compared with the kernel
+	reserve *[]netip.AddrPort // what Reserve was called with last; nil once that is taken
 	// When Suspect was called for the first and the last time since everything was compared; zero if it was not.
 	suspectedFirst, suspectedLast time.Time
 }
@@ -156,6 +157,15 @@ func (p *Proxier) Apply(b source.Batch) {
 func (p *Proxier) Resync() {
 	p.mu.Lock()
 	p.resync = true
+	p.mu.Unlock()
+	p.rouse()
+}
+
+// Reserve says where the API server is reached. No Service gets an external IP or a load balancer IP with such an address and
+// port. It goes before all that has not been synced yet.
+func (p *Proxier) Reserve(list []netip.AddrPort) {
+	p.mu.Lock()
+	p.reserve = &list
 	p.mu.Unlock()
 	p.rouse()
 }
@@ -270,7 +280,10 @@ func (p *Proxier) waitToRetry(ctx context.Context) {
 // round takes what has arrived, and syncs the backend if that changes anything.
 func (p *Proxier) round(ctx context.Context) {
 	begin := time.Now()
-	batch, resync := p.take()
+	batch, resync, reserve := p.take()
+	if reserve != nil {
+		p.state.Reserve(*reserve)
+	}
 	p.state.Apply(batch)
 	p.full = p.full || resync
 	if !p.state.Synced() {
@@ -335,15 +348,15 @@ func (p *Proxier) ended(ctx context.Context, desired *plan.Plan, changed plan.Ke
 		"service-ports", len(desired.Services))
 }
 
-func (p *Proxier) take() (b source.Batch, resync bool) {
+func (p *Proxier) take() (b source.Batch, resync bool, reserve *[]netip.AddrPort) {
 	p.mu.Lock()
 	defer p.mu.Unlock()
 	if p.synced && p.cfg.Observer != nil {
 		p.cfg.Observer.Taken()
 	}
-	b, resync = p.pending, p.resync
-	p.pending, p.resync = source.Batch{}, false
-	return b, resync
+	b, resync, reserve = p.pending, p.resync, p.reserve
+	p.pending, p.resync, p.reserve = source.Batch{}, false, nil
+	return b, resync, reserve
 }
 
 // warnOnce tells, before the first sync, of settings that can't take effect.

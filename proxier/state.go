@@ -30,9 +30,10 @@ type State struct {
 	services map[plan.Service]*service
 	// sliceOf remembers to which Service a slice belongs: the label that tells it can change, and a deletion comes
 	// without the object.
-	sliceOf map[types.NamespacedName]plan.Service
-	claims  claims
-	dirty   map[plan.Service]struct{}
+	sliceOf  map[types.NamespacedName]plan.Service
+	claims   claims
+	reserved reserved
+	dirty    map[plan.Service]struct{}
 	// given are the service CIDRs of the configuration, cidrs those of ServiceCIDR objects, by name.
 	given []netip.Prefix
 	cidrs map[string][]netip.Prefix
@@ -157,7 +158,7 @@ func (s *State) applySlice(name types.NamespacedName, obj *discovery.EndpointSli
 	if old, ok := s.sliceOf[name]; ok && (parsed == nil || old != id) {
 		delete(s.services[old].slices, name.Name)
 		delete(s.sliceOf, name)
-		s.touch(old)
+		s.touchSlices(old)
 		s.forgetIfEmpty(old, s.services[old])
 	}
 	if parsed == nil {
@@ -169,7 +170,15 @@ func (s *State) applySlice(name types.NamespacedName, obj *discovery.EndpointSli
 	s.noteTrigger(s.services[id].slices[name.Name], parsed)
 	s.services[id].slices[name.Name] = parsed
 	s.sliceOf[name] = id
+	s.touchSlices(id)
+}
+
+// touchSlices marks a Service as changed whose slices have.
+func (s *State) touchSlices(id plan.Service) {
 	s.touch(id)
+	if id == apiServer {
+		s.reserveEndpoints()
+	}
 }
 
 // noteTrigger notes when the change was made that a slice follows, if it follows a new one. What happened before the source
@@ -252,6 +261,7 @@ func (s *State) recompute(id plan.Service, changed plan.Keys) {
 			endpoints = append(endpoints, svc.slices[name].endpointsFor(spec.key)...)
 		}
 		sp := s.servicePort(spec, endpoints)
+		s.tellReserved(spec)
 		if old := s.plan.Services[spec.key]; old == nil || !old.Equal(sp) {
 			s.plan.Set(sp)
 			changed.Add(spec.key)
@@ -262,6 +272,7 @@ func (s *State) recompute(id plan.Service, changed plan.Keys) {
 		if _, ok := wanted[key]; !ok {
 			s.plan.Delete(key)
 			s.tell("shadowed "+key.String(), nil)
+			s.tell("reserved "+key.String(), nil)
 			changed.Add(key)
 		}
 	}
@@ -280,6 +291,9 @@ func (s *State) servicePort(spec *portSpec, endpoints []topology.Endpoint) *plan
 		Critical:       spec.critical,
 	}
 	for _, f := range spec.wants {
+		if s.reserved.has(f) {
+			continue
+		}
 		if owner := s.claims.owner(claimOf(f, spec.key.Family)); owner == spec.key {
 			sp.Frontends = append(sp.Frontends, f)
 		} else {

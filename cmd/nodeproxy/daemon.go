@@ -9,6 +9,7 @@ import (
 	"os"
 	"strings"
 	"sync"
+	"time"
 
 	"nodeproxy/config"
 	"nodeproxy/iptables"
@@ -41,6 +42,9 @@ type daemon struct {
 	monitor *monitor
 	drift   *driftReporter
 
+	// location is where the API server is; nil without one.
+	location *apiserver.Location
+
 	// event tells the cluster, if there is one, of what is wrong on this node.
 	event func(reason, action, text string)
 	// warnConflict tells it of host processes that listen where Services are; nil without a cluster.
@@ -60,7 +64,7 @@ func newDaemon(ctx context.Context, cfg *config.Config, log *slog.Logger) (*daem
 	d.metrics = metrics.New(metrics.Config{Mode: cfg.Mode, Version: version, Families: d.families, Start: started, Log: log})
 	d.metrics.CollectRESTClient(requests)
 	d.drift = &driftReporter{metrics: d.metrics, log: log}
-	d.report = d.metrics.Report(reporter(log))
+	d.report = d.withEvents(d.metrics.Report(reporter(log)))
 	for _, f := range cfg.Findings {
 		d.report(f)
 	}
@@ -68,6 +72,16 @@ func newDaemon(ctx context.Context, cfg *config.Config, log *slog.Logger) (*daem
 		return nil, err
 	}
 	return d, nil
+}
+
+// withEvents has findings reported as events too that ask for that.
+func (d *daemon) withEvents(report source.Report) source.Report {
+	return func(f source.Finding) {
+		report(f)
+		if f.Event != "" {
+			d.event(f.Event, "ReadObjects", f.String())
+		}
+	}
 }
 
 // build makes all that brings objects to the kernel, and the settings of the kernel that it needs.
@@ -201,10 +215,34 @@ func (d *daemon) run(ctx context.Context, turn *turn) error {
 	})
 	d.goBeside(ctx, &running)
 	running.Go(func() { d.watchOthers(ctx, turn, lookEvery) })
+	if d.location != nil {
+		d.followLocation(ctx, &running)
+	}
 	d.held.PassTo(d.proxier)
 	d.proxier.Run(ctx)
 	running.Wait()
 	return errors.Join(<-read, <-served)
+}
+
+// locateFirst is how long the first sync waits for where the API server is. Whatever has brought the objects could look it up.
+const locateFirst = 5 * time.Second
+
+// followLocation keeps Services from getting the API server's own address and port.
+func (d *daemon) followLocation(ctx context.Context, running *sync.WaitGroup) {
+	known := make(chan struct{})
+	var once sync.Once
+	running.Go(func() {
+		d.location.Follow(ctx, func(list []netip.AddrPort) {
+			d.log.Debug("no external address of a Service may be the API server's", "addresses", list)
+			d.proxier.Reserve(list)
+			once.Do(func() { close(known) })
+		})
+	})
+	select {
+	case <-ctx.Done():
+	case <-known:
+	case <-time.After(locateFirst):
+	}
 }
 
 // goBeside starts what goes on beside the proxier.
@@ -268,6 +306,9 @@ func (d *daemon) open(ctx context.Context, report source.Report) error {
 		UserAgent: "nodeproxy/" + version,
 	})
 	if err != nil {
+		return &usageError{err}
+	}
+	if d.location, err = client.Location(d.log); err != nil {
 		return &usageError{err}
 	}
 	events := apiserver.NewEvents(client, cfg.NodeName, "nodeproxy", d.log)

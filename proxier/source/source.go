@@ -102,6 +102,8 @@ type Finding struct {
 	Field string
 	// Detail says what was wrong, Effect what happens now.
 	Detail, Effect string
+	// Event is the reason of an event that tells the cluster of it; empty for none.
+	Event string
 }
 
 func (f Finding) String() string {

@@ -2,6 +2,7 @@ package apiserver
 
 import (
 	"fmt"
+	"net/url"
 
 	v1 "k8s.io/api/core/v1"
 	discovery "k8s.io/api/discovery/v1"
@@ -40,6 +41,7 @@ type ClientConfig struct {
 // clientset: that one brings the types of every group along, which take more room in the program than all the rest of it.
 type Client struct {
 	core, discovery, networking, events rest.Interface
+	server                              *url.URL
 }
 
 // NewClient returns a client for the API server that c describes. It makes no request; an API server that can't be
@@ -68,6 +70,9 @@ func newClient(cfg *rest.Config) (*Client, error) {
 		return nil, err
 	}
 	out := &Client{}
+	if out.server, _, err = rest.DefaultServerUrlFor(cfg); err != nil {
+		return nil, err
+	}
 	for _, group := range []struct {
 		version schema.GroupVersion
 		client  *rest.Interface
