@@ -36,6 +36,8 @@ func (c cell) String() string {
 type matrix struct {
 	world *harness.World
 	cells []cell
+	// atOnce is how many questions are put at a time.
+	atOnce int
 }
 
 var policies = []string{"Cluster", "Local"}
@@ -46,7 +48,7 @@ func newMatrix(t *testing.T, w *harness.World) *matrix {
 	if err != nil {
 		t.Fatal(err)
 	}
-	m := &matrix{world: w}
+	m := &matrix{world: w, atOnce: 48}
 	number := 0
 	for _, sit := range situations {
 		for _, internal := range policies {
@@ -165,14 +167,13 @@ func checkSilence(c cell) string {
 
 // run puts all questions, many at a time, and returns what is wrong, by position in m.cells.
 func (m *matrix) run() map[int]string {
-	const atOnce = 48
 	var (
 		mu    sync.Mutex
 		wrong = map[int]string{}
 		work  = make(chan int)
 		wait  sync.WaitGroup
 	)
-	for range atOnce {
+	for range m.atOnce {
 		wait.Go(func() {
 			for i := range work {
 				if problem := m.ask(m.cells[i]); problem != "" {

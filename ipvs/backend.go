@@ -138,20 +138,26 @@ func (b *Backend) open(n *node) error {
 	}
 	for _, f := range b.cfg.Families {
 		if t := n.tables[f]; t != nil {
-			b.engines = append(b.engines, b.engine(f, t, n.sets, d))
+			b.engines = append(b.engines, b.engine(f, t, n, d))
 		}
 	}
 	return nil
 }
 
-func (b *Backend) engine(f plan.Family, t *iptables.FixedTables, s *kernel.Sets, d *kernel.Device) *engine {
+func (b *Backend) engine(f plan.Family, t *iptables.FixedTables, n *node, d *kernel.Device) *engine {
 	options := b.cfg.Options
 	options.RandomFully, options.TCPLiberal = t.RandomFully(), tcpLiberal()
 	b.cfg.Log.Info("using IPVS", "program", t.Describe(), "scheduler", options.Scheduler)
 	e := &engine{
 		family: f, options: options, exclude: b.cfg.ExcludeCIDRs, grace: b.cfg.GracePeriod, log: b.cfg.Log,
-		machine: machine{servers: b.servers, sets: s, device: d, tables: t,
+		machine: machine{servers: b.servers, sets: n.sets, device: d, tables: t,
 			host: func(f plan.Family) (map[netip.Addr]struct{}, error) { return kernel.HostAddresses(f, DeviceName) }},
+	}
+	if g := n.guards[f]; g != nil {
+		e.machine.guard = g
+	} else {
+		b.cfg.Log.Warn("marks that lead packets to virtual servers are not guarded: node ports do not work beside a network policy"+
+			" that uses marks too", "family", f, "error", kernel.ErrNoGuard)
 	}
 	t.Found, t.RestoreFailed = &e.found, b.cfg.RestoreFailed
 	b.tables = append(b.tables, t)

@@ -14,10 +14,13 @@ import (
 	"nodeproxy/proxier/plan"
 )
 
-// Leftovers reports whether mode ipvs, this program's or kube-proxy's, has left something on this node: the device, or sets.
+// Leftovers reports whether mode ipvs, this program's or kube-proxy's, has left something on this node: the device, the guard of marks, or sets.
 func Leftovers() (bool, error) {
 	if kernel.DeviceExists(DeviceName) {
 		return true, nil
+	}
+	if guards, err := kernel.GuardTables(); err != nil || len(guards) > 0 {
+		return len(guards) > 0, err
 	}
 	s, err := kernel.OpenSets()
 	if err != nil {
@@ -89,6 +92,13 @@ func (c *Cleaner) List() ([]string, error) {
 	if kernel.DeviceExists(DeviceName) {
 		out = append(out, "device "+DeviceName)
 	}
+	guards, err := kernel.GuardTables()
+	if err != nil {
+		return nil, err
+	}
+	for _, f := range guards {
+		out = append(out, fmt.Sprintf("nftables table %s (%s)", kernel.GuardTable, f))
+	}
 	s, err := kernel.OpenSets()
 	if err != nil {
 		return out, nil // A kernel without sets holds none.
@@ -157,9 +167,9 @@ func ourSet(name string) bool {
 	return false
 }
 
-// removeRest removes device and sets.
+// removeRest removes the device, the guard of marks, and sets.
 func removeRest() error {
-	if err := kernel.RemoveDevice(DeviceName); err != nil {
+	if err := errors.Join(kernel.RemoveDevice(DeviceName), kernel.RemoveGuards()); err != nil {
 		return err
 	}
 	s, err := kernel.OpenSets()

@@ -122,7 +122,10 @@ func (e *engine) syncAll(ctx context.Context, p *plan.Plan) error {
 	write := func() error {
 		n, err := e.machine.tables.Apply(ctx, rules(p, e.family, e.options))
 		e.log.Debug("compared all rules", "family", e.family, "changed", n)
-		return err
+		if err != nil {
+			return err
+		}
+		return e.guardMarks()
 	}
 	steps := &ruleSteps{before: write, after: func() error { return nil }}
 	if takeOver {
@@ -130,6 +133,23 @@ func (e *engine) syncAll(ctx context.Context, p *plan.Plan) error {
 	}
 	steps.routes = func() error { return e.routes(p) }
 	return e.apply(e.everything(), steps)
+}
+
+// guardMarks has marks kept apart, once rules are there that do not look for ours where they are not to be seen.
+func (e *engine) guardMarks() error {
+	if e.machine.guard == nil {
+		return nil
+	}
+	was, written, err := e.machine.guard.Ensure()
+	if err != nil || !written || !e.compared {
+		return err
+	}
+	state := drift.Missing
+	if was {
+		state = drift.Changed
+	}
+	e.found.Add(drift.Chain, state, "in nftables table %s (%s)", kernel.GuardTable, e.family)
+	return nil
 }
 
 // ruleSteps are what a full sync does in the middle of apply: rules before or after the virtual servers, routes for ranges.

@@ -15,6 +15,7 @@ type machine struct {
 	sets    sets
 	device  device
 	tables  tables
+	guard   guard // nil where the kernel has no nftables
 	// host lists the addresses of all other interfaces.
 	host func(plan.Family) (map[netip.Addr]struct{}, error)
 }
@@ -43,6 +44,11 @@ type device interface {
 	Routes(plan.Family) (map[netip.Prefix]netip.Addr, error)
 	AddRoute(netip.Prefix, netip.Addr) error
 	RemoveRoute(netip.Prefix) error
+}
+
+// guard keeps marks of ours and of other programs apart.
+type guard interface {
+	Ensure() (was, written bool, err error)
 }
 
 type tables interface {

@@ -6,6 +6,7 @@ import (
 	"fmt"
 	"slices"
 
+	"nodeproxy/ipvs/kernel"
 	"nodeproxy/proxier/plan"
 )
 
@@ -15,8 +16,8 @@ import (
 // that nothing else uses: four bits that all of them have, one that says for whom it is, and what tells one ServicePort from
 // another. The bit that asks for masquerading is left out of this; it may be any of the 32.
 //
-// Marks are set just before IPVS looks at a packet, and taken off as it leaves. Routing, policies of the network plugin
-// and other users of marks never see them.
+// Marks are set just before IPVS looks at a packet, and taken off as it is sent on. What changes or looks at marks in between
+// does not see ours, nor IPVS what that has made of them: see kernel.MarkGuard.
 type marks struct {
 	masquerade uint32 // the bit that asks for masquerading
 }
@@ -45,6 +46,11 @@ func (m marks) mask() uint32 { return ^m.masquerade }
 // match is what all marks of ours have, as iptables prints value and mask.
 func (m marks) match() string {
 	return fmt.Sprintf("%#x/%#x", m.value(signature), m.value(signatureMask))
+}
+
+// guard is what keeps marks of ours and of other programs apart.
+func (m marks) guard() kernel.MarkGuard {
+	return kernel.MarkGuard{Signature: m.value(signature), SignatureMask: m.value(signatureMask), Masquerade: m.masquerade}
 }
 
 // ours reports whether a mark is one that this package gives.

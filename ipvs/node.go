@@ -15,6 +15,7 @@ type node struct {
 	servers *kernel.Servers
 	sets    *kernel.Sets
 	tables  map[plan.Family]*iptables.FixedTables
+	guards  map[plan.Family]*kernel.Guards // none on a kernel without nftables
 	// missing says of each family without tables why it has none.
 	missing []error
 }
@@ -29,7 +30,7 @@ func find(cfg *Config) (*node, error) {
 	if err != nil {
 		return nil, err
 	}
-	n.tables = map[plan.Family]*iptables.FixedTables{}
+	n.tables, n.guards = map[plan.Family]*iptables.FixedTables{}, map[plan.Family]*kernel.Guards{}
 	for _, f := range cfg.Families {
 		if t, err := iptables.NewFixedTables(cfg.Variant, f); err != nil {
 			n.missing = append(n.missing, fmt.Errorf("%s: %w", f, err))
@@ -37,11 +38,28 @@ func find(cfg *Config) (*node, error) {
 			n.tables[f] = t
 		}
 	}
+	if err := n.openGuards(newMarks(cfg.MasqueradeBit).guard()); err != nil {
+		n.close()
+		return nil, err
+	}
 	if len(n.tables) == 0 {
 		n.close()
 		return nil, errors.Join(n.missing...)
 	}
 	return n, nil
+}
+
+// openGuards opens the guard of marks of each family that has tables.
+func (n *node) openGuards(m kernel.MarkGuard) error {
+	for f := range n.tables {
+		switch g, err := kernel.OpenGuards(f, m); {
+		case err == nil:
+			n.guards[f] = g
+		case !errors.Is(err, kernel.ErrNoGuard):
+			return err
+		}
+	}
+	return nil
 }
 
 // findInKernel finds all but tables.
@@ -69,5 +87,8 @@ func (n *node) close() {
 	_ = n.servers.Close()
 	if n.sets != nil {
 		_ = n.sets.Close()
+	}
+	for _, g := range n.guards {
+		_ = g.Close()
 	}
 }

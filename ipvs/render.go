@@ -13,7 +13,7 @@ import (
 )
 
 // Render returns what a plan is in the kernel for one family, as input for the programs ipset, ipvsadm, ip and
-// iptables-restore, in stable order.
+// iptables-restore, in stable order. Of what is written to nftables by netlink there is a description.
 func Render(p *plan.Plan, f plan.Family, o Options) string {
 	s := full(p, f, o)
 	ranges := o.routed(p, f)
@@ -37,6 +37,7 @@ func Render(p *plan.Plan, f plan.Family, o Options) string {
 			fmt.Fprintf(&out, "address add %s dev %s\n", netip.PrefixFrom(a, a.BitLen()), DeviceName)
 		}
 	}
+	out.WriteString("# nftables by netlink\n" + newMarks(o.MasqueradeBit).guard().Text(f))
 	if f == plan.IPv6 {
 		out.WriteString("# ip6tables-restore\n")
 	} else {

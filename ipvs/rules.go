@@ -10,11 +10,13 @@ import (
 
 // The chains of this mode that kube-proxy has none like. The others have its names.
 const (
-	chainMark         = "KUBE-IPVS-MARK"       // mangle: which virtual server a packet is for
-	chainUnmark       = "KUBE-IPVS-UNMARK"     // mangle: what has served is taken off
-	chainShortCircuit = "KUBE-SHORT-CIRCUIT"   // mangle: external addresses under policy Local, from inside
-	chainPortLocal    = "KUBE-NODE-PORT-LOCAL" // mangle: node ports under policy Local
-	chainFilterPorts  = "KUBE-IPVS-NODE-PORTS" // filter: node ports to refuse
+	chainMark             = "KUBE-IPVS-MARK"       // mangle: which virtual server a packet is for
+	chainUnmark           = "KUBE-IPVS-UNMARK"     // mangle: what has served is taken off
+	chainShortCircuit     = "KUBE-SHORT-CIRCUIT"   // mangle: external addresses under policy Local, from inside
+	chainPortLocal        = "KUBE-NODE-PORT-LOCAL" // mangle: node ports under policy Local
+	chainFilterPorts      = "KUBE-IPVS-NODE-PORTS" // filter: node ports to refuse
+	chainFilterLocal      = "KUBE-IPVS-LOCAL"      // filter: external addresses under policy Local without an endpoint here
+	chainFilterPortsLocal = "KUBE-IPVS-NP-LOCAL"   // filter: node ports under policy Local without an endpoint here
 )
 
 const (
@@ -133,9 +135,10 @@ func (r *ruleMaker) mangle() {
 		r.mapMark(setNodePort))
 	r.chain("mangle", chainPortLocal, append([]string{r.mapMark(setNodePortLocal)}, r.inside()...)...)
 	r.chain("mangle", chainUnmark,
-		// The first packet of a connection is still to be masqueraded, where that was asked for.
-		ours+"-m conntrack ! --ctstate NEW "+clearMark(^uint32(0)),
-		ours+clearMark(r.marks.mask()),
+		// A kernel without nftables has no guard that has done this; see kernel.MarkGuard.
+		"-m ipvs --ipvs "+ours+clearMark(r.marks.mask()),
+		// Only the first packet of a connection asks for masquerading.
+		"-m ipvs --ipvs -m conntrack ! --ctstate NEW "+clearMark(r.marks.masquerade),
 		// An endpoint would not take an answer from itself for one from the Service. This is not among the rules of table nat,
 		// since mode iptables has these too, and writes them first when it takes over: traffic comes by here until it is done.
 		isNew+comment("traffic of an endpoint to itself")+"-m ipvs --ipvs "+r.in(setLoopBack, "dst,dst,src")+
@@ -156,27 +159,27 @@ func (r *ruleMaker) inside(both ...string) []string {
 		add(pods+" ", setMark(cluster))
 		out = append(out, pods+" -j RETURN")
 	}
-	add("-m addrtype --src-type LOCAL ", setMark(cluster|r.marks.masquerade))
+	add(fromNode, setMark(cluster|r.marks.masquerade))
 	return out
 }
 
+// fromNode matches what the node itself sends.
+const fromNode = "-m addrtype --src-type LOCAL "
+
 // filter is where packets are refused that no virtual server is for. Those of the node itself come by INPUT too, since
-// every address of a Service is one of the node's.
+// every address of a Service is one of the node's. Marks of ours are not to be seen here: see kernel.MarkGuard.
 func (r *ruleMaker) filter() {
 	r.chain("filter", chainNodePort,
 		"-p tcp "+comment("kubernetes health check node ports")+r.in(setHealthCheckNodePort, "dst")+"-j ACCEPT")
-	local := fmt.Sprintf("-m mark --mark %#x/%#x ", r.marks.value(signature), r.marks.value(signatureMask|toCluster))
 	list := []string{
 		translated, // It is for an endpoint of the node's own, even where others may not get to that address and port.
-		isNew + local + r.to(setNodePortNoLocalEndpoints) + "-j DROP",
-		"-m mark --mark " + r.marks.match() + " -j RETURN",
+		r.to(setLoadBalancerLocal) + "-g " + chainFilterLocal,
+		r.to(setExternalIPLocal) + "-g " + chainFilterLocal,
 		isNew + r.to(setNoLocalEndpoints) + "-j DROP",
 		isNew + r.to(setNoEndpoints) + r.reject(),
 		r.to(setClusterIP) + "-j RETURN",
 		r.to(setLoadBalancer) + "-j RETURN",
 		r.to(setExternalIP) + "-j RETURN",
-		r.to(setLoadBalancerLocal) + "-j RETURN",
-		r.to(setExternalIPLocal) + "-j RETURN",
 		// What listens at all addresses of the node is not to be reached at those of Services.
 		r.notICMP() + isNew + r.in(setVIPs, "dst") + r.reject(),
 	}
@@ -185,7 +188,20 @@ func (r *ruleMaker) filter() {
 	}
 	list = append(list, iptables.ToNodePorts(&r.settings, &r.node, r.family, "kubernetes service nodeports", chainFilterPorts)...)
 	r.chain("filter", chainFilter, list...)
-	r.chain("filter", chainFilterPorts, isNew+r.to(setNodePortNoEndpoints)+r.reject())
+	r.chain("filter", chainFilterPorts,
+		r.to(setNodePortLocal)+"-g "+chainFilterPortsLocal,
+		isNew+r.to(setNodePortNoEndpoints)+r.reject())
+	r.chain("filter", chainFilterLocal, r.outside(isNew+r.to(setNoLocalEndpoints)+"-j DROP")...)
+	r.chain("filter", chainFilterPortsLocal, r.outside(isNew+r.to(setNodePortNoLocalEndpoints)+"-j DROP")...)
+}
+
+// outside are rules that apply a rule to all but pods and the node itself, which are led to endpoints elsewhere.
+func (r *ruleMaker) outside(rule string) []string {
+	var out []string
+	if pods, ok := iptables.FromPods(r.settings.DetectLocal, r.family, false); ok {
+		out = append(out, pods+" -j RETURN")
+	}
+	return append(out, fromNode+"-j RETURN", rule)
 }
 
 // nat is where packets are marked for masquerading, but for those that table mangle has marked.

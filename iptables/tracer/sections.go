@@ -12,8 +12,10 @@ var sections = map[string]func(*Ruleset, string) error{
 	"# ipset restore":     (*Ruleset).RestoreSets,
 	"# ipvsadm --restore": (*Ruleset).RestoreServers,
 	"# ip -batch":         (*Ruleset).RestoreAddresses,
-	"# iptables-restore":  (*Ruleset).Restore,
-	"# ip6tables-restore": (*Ruleset).Restore,
+	// It exchanges marks so that no other program's rules come between those that a Ruleset has: nothing to follow.
+	"# nftables by netlink": func(*Ruleset, string) error { return nil },
+	"# iptables-restore":    (*Ruleset).Restore,
+	"# ip6tables-restore":   (*Ruleset).Restore,
 }
 
 // ParseSections reads a text that has something for each of several programs into an empty machine. A comment line that
