@@ -41,17 +41,19 @@ func (e *engine) raiseDestination(v *heldServer, want kernel.Destination) {
 	v.destinations[want.Addr] = &heldDestination{weight: want.Weight}
 }
 
-// lower takes away from a virtual server what it is not to have, and the server itself if that is all.
-func (e *engine) lower(id kernel.ServerID) {
+// lower takes away from a virtual server what it is not to have, and the server itself if that is all. One that is replaced by
+// another one goes when its connections have ended.
+func (e *engine) lower(id kernel.ServerID, replaced bool) {
 	have := e.held.servers[id]
 	if have == nil {
 		return
 	}
 	want, wanted := e.desired.servers[id]
-	if !wanted {
+	if !wanted && !replaced {
 		e.deleteServer(have)
 		return
 	}
+	want.drains = want.drains || replaced
 	for _, addr := range slices.SortedFunc(maps.Keys(have.destinations), netip.AddrPort.Compare) {
 		_, used := slices.BinarySearchFunc(want.destinations, addr, func(d kernel.Destination, a netip.AddrPort) int {
 			return d.Addr.Compare(a)

@@ -217,8 +217,18 @@ func (e *engine) everything() *touched {
 	for id := range e.desired.servers {
 		t.servers[id] = struct{}{}
 	}
+	hashes := map[uint32]bool(nil)
 	for id := range e.held.servers {
 		t.servers[id] = struct{}{}
+		if _, wanted := e.desired.servers[id]; wanted {
+			continue
+		}
+		if hashes == nil { // There are few, if any.
+			hashes = e.desired.hashes()
+		}
+		if e.desired.replaces(id, hashes) {
+			t.replaced[id] = struct{}{}
+		}
 	}
 	for m := range e.desired.members {
 		t.members[m] = struct{}{}
@@ -270,7 +280,8 @@ func (e *engine) apply(t *touched, steps *ruleSteps) error {
 	do(steps.after())
 	do(e.removeMisleading(m.misleading))
 	for _, id := range ids {
-		e.lower(id)
+		_, replaced := t.replaced[id]
+		e.lower(id, replaced)
 	}
 	do(e.flush())
 	do(e.removeSpent(m.spent))

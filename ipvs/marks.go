@@ -69,6 +69,20 @@ func nodePortID(p plan.Protocol, port uint16) markID {
 	return protocol<<16 | markID(port)
 }
 
+// protocol is that of a node port.
+func (id markID) protocol() plan.Protocol {
+	return [...]plan.Protocol{plan.TCP, plan.UDP, plan.SCTP, ""}[id>>16&3]
+}
+
+// hash is the hash of a ServicePort's name; false for a node port.
+func (id markID) hash() (uint32, bool) { return uint32(id&^byHash) / ranks, id&byHash != 0 }
+
+// identity is the identity in a mark of ours.
+func (m marks) identity(mark uint32) markID {
+	low := m.masquerade - 1
+	return markID((mark&low | mark>>1&^low) &^ (signatureMask | toCluster))
+}
+
 // identities gives identities to ServicePorts without a node port: a hash of 22 bits, and the place in order of name among
 // those that share it. So they are the same on every node and after every restart, whatever came first.
 type identities map[uint32][]plan.Key

@@ -34,6 +34,9 @@ func TestMarks(t *testing.T) {
 		if !m.ours(mark(a)) || mark(a)&m.masquerade != 0 != (a.kind == masqueradedMark) {
 			t.Fatalf("%v has mark %#x", a, mark(a))
 		}
+		if name := m.identity(mark(a)); name != nodePortID(a.protocol, a.port) || name.protocol() != a.protocol {
+			t.Fatalf("the mark of %v leads back to %x", a, name)
+		}
 		hashed := m.of(markID(byHash|rapid.Uint32Range(0, 1<<25-1).Draw(t, "hash")), a.kind)
 		if hashed == mark(a) || !m.ours(hashed) {
 			t.Fatalf("a hash and %v have the mark %#x", a, hashed)

@@ -34,10 +34,13 @@ type touched struct {
 	servers map[kernel.ServerID]struct{}
 	members map[member]struct{} // by key
 	vips    map[netip.Addr]struct{}
+	// replaced are virtual servers that go while their ServicePort stays, and is found in another way from now on: their
+	// connections are left to them.
+	replaced map[kernel.ServerID]struct{}
 }
 
 func newTouched() *touched {
-	return &touched{map[kernel.ServerID]struct{}{}, map[member]struct{}{}, map[netip.Addr]struct{}{}}
+	return &touched{map[kernel.ServerID]struct{}{}, map[member]struct{}{}, map[netip.Addr]struct{}{}, map[kernel.ServerID]struct{}{}}
 }
 
 func newState(p *plan.Plan, f plan.Family, o Options) *state {
@@ -88,6 +91,9 @@ func (s *state) update(p *plan.Plan, changed plan.Keys) *touched {
 	}
 	slices.SortFunc(keys, plan.Key.Compare)
 	for _, k := range keys {
+		if _, stays := p.Services[k]; stays {
+			s.noteReplaced(k, t)
+		}
 		s.leave(k, t)
 	}
 	for _, k := range keys {
@@ -149,6 +155,52 @@ func (s *state) leave(k plan.Key, t *touched) {
 		}
 		t.vips[a] = struct{}{}
 	}
+}
+
+// noteReplaced notes the virtual servers that a ServicePort has by mark: which it has depends on its policies. Those that it
+// still has when it has entered again are not replaced.
+func (s *state) noteReplaced(k plan.Key, t *touched) {
+	for _, v := range s.objects[k].servers {
+		if v.ID.Mark != 0 && v.drains {
+			t.replaced[v.ID] = struct{}{}
+		}
+	}
+}
+
+// hasNodePort reports whether some ServicePort has a node port.
+func (s *state) hasNodePort(id markID) bool {
+	for _, kind := range []markKind{localMark, masqueradedMark} {
+		if _, has := s.servers[kernel.ServerID{Family: s.family, Mark: s.marks.of(id, kind)}]; has {
+			return true
+		}
+	}
+	return false
+}
+
+// replaces reports whether a virtual server that is not desired was one of a ServicePort that is there, though it is found in
+// another way now: by another mark, as under another policy, or, where it was kube-proxy's, by an address of the node and a
+// node port. hashes are those of all ServicePorts.
+func (s *state) replaces(id kernel.ServerID, hashes map[uint32]bool) bool {
+	if id.Mark == 0 {
+		_, host := s.options.Host[id.Addr]
+		return host && id.Protocol == plan.TCP && s.hasNodePort(nodePortID(id.Protocol, id.Port))
+	}
+	name := s.marks.identity(id.Mark)
+	if hash, is := name.hash(); is {
+		return hashes[hash]
+	}
+	return name.protocol() == plan.TCP && s.hasNodePort(name)
+}
+
+// hashes are those of the names of all ServicePorts of TCP.
+func (s *state) hashes() map[uint32]bool {
+	out := make(map[uint32]bool, len(s.services))
+	for k := range s.services {
+		if k.Protocol == plan.TCP {
+			out[hashOf(k)] = true
+		}
+	}
+	return out
 }
 
 // build makes the objects of a ServicePort.

@@ -270,3 +270,97 @@ func TestRoutes(t *testing.T) {
 	must(t, e.sync(context.Background(), p, plan.Keys{key: {}}))
 	check("without", anchor)
 }
+
+// webPlan has ns/web with a node port, under an external policy.
+func webPlan(policy plan.Policy, protocol plan.Protocol) *plan.Plan {
+	p := plan.New(plan.Node{Name: "me"}, plan.Settings{})
+	ep := plan.Endpoint{Addr: netip.MustParseAddrPort("10.244.1.5:8080"), Local: true}
+	sp := &plan.ServicePort{
+		Key:            plan.Key{Service: plan.Service{Namespace: "ns", Name: "web"}, Protocol: protocol, Family: plan.IPv4},
+		ExternalPolicy: policy,
+		Frontends: []plan.Frontend{
+			{Kind: plan.ClusterIP, Addr: netip.MustParseAddr("10.96.0.1"), Protocol: protocol, Port: 80},
+			{Kind: plan.ExternalIP, Addr: netip.MustParseAddr("192.0.2.9"), Protocol: protocol, Port: 80},
+			{Kind: plan.NodePort, Protocol: protocol, Port: 30080},
+		},
+	}
+	sp.Any, sp.Endpoints.Cluster, sp.Endpoints.Local = true, []plan.Endpoint{ep}, []plan.Endpoint{ep}
+	p.Set(sp)
+	return p
+}
+
+// TestReplacedServers: a virtual server that another one replaces, as upon a change of policy or in place of kube-proxy's,
+// gets no new connections and goes when its connections have ended. That of a Service that is deleted, or of UDP, goes at once.
+func TestReplacedServers(t *testing.T) {
+	t.Parallel()
+	local, cluster := webPlan(plan.Local, plan.TCP), webPlan(plan.Cluster, plan.TCP)
+	udp, udpCluster := webPlan(plan.Local, plan.UDP), webPlan(plan.Cluster, plan.UDP)
+	noNodePort := webPlan(plan.Local, plan.TCP)
+	noNodePortCluster := webPlan(plan.Cluster, plan.TCP)
+	for _, p := range []*plan.Plan{noNodePort, noNodePortCluster} {
+		for k, sp := range p.Services {
+			without := *sp
+			without.Frontends = without.Frontends[:2]
+			p.Services[k] = &without
+		}
+	}
+	none := plan.New(plan.Node{Name: "me"}, plan.Settings{})
+	host := netip.MustParseAddr("192.0.2.1")
+	for _, tc := range []struct {
+		name         string
+		before, next *plan.Plan
+		replaced     int
+	}{
+		{"from Local to Cluster", local, cluster, 2}, // masqueraded traffic has the same one
+		{"from Local to Cluster without a node port", noNodePort, noNodePortCluster, 2},
+		{"from Cluster to Local", cluster, local, 0},
+		{"of UDP", udp, udpCluster, 0},
+		{"deleted", local, none, 0},
+		{"kube-proxy's", none, cluster, 1},
+		{"kube-proxy's of a Service that is gone", none, none, 0},
+	} {
+		for _, all := range []bool{false, true} {
+			t.Run(tc.name+map[bool]string{true: ", after a restart", false: ""}[all], func(t *testing.T) {
+				t.Parallel()
+				e, k := fakeEngine(plan.IPv4, testOptions)
+				k.hostAddrs[host] = struct{}{}
+				must(t, e.sync(context.Background(), tc.before, nil))
+				k.connections[netip.MustParseAddrPort("10.244.1.5:8080")] = 1
+				changed := plantest.Differing(tc.before, tc.next)
+				if strings.HasPrefix(tc.name, "kube-proxy") {
+					v := kernel.Server{ID: kernel.ServerID{Family: plan.IPv4, Protocol: plan.TCP, Addr: host, Port: 30080}, Scheduler: "rr"}
+					dest := kernel.Destination{Addr: netip.MustParseAddrPort("10.244.1.5:8080"), Weight: 1}
+					must(t, fakeServers{k}.do(kernel.Op{Kind: kernel.AddServer, Server: v}))
+					must(t, fakeServers{k}.do(kernel.Op{Kind: kernel.AddDestination, Server: v, Destination: dest}))
+					changed = nil
+				}
+				if all {
+					e, changed = engineOver(k, testOptions), nil
+				}
+				must(t, e.sync(context.Background(), tc.next, changed))
+				fresh, want := fakeEngine(plan.IPv4, testOptions)
+				must(t, fresh.sync(context.Background(), tc.next, nil))
+				left := 0
+				for id, v := range k.virtual {
+					if want.virtual[id] != nil {
+						continue
+					}
+					left++
+					for addr, d := range v.Destinations {
+						if d.Weight != 0 {
+							t.Errorf("%s still sends new connections to %s", id, addr)
+						}
+					}
+				}
+				if left != tc.replaced {
+					t.Errorf("%d virtual servers are left with connections, want %d:\n%s", left, tc.replaced, k.text())
+				}
+				clear(k.connections)
+				must(t, e.drain(time.Now()))
+				if k.text() != want.text() {
+					t.Errorf("when the connections had ended, the kernel held\n%s\nwant\n%s", k.text(), want.text())
+				}
+			})
+		}
+	}
+}
