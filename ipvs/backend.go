@@ -136,6 +136,12 @@ func (b *Backend) open(n *node) error {
 	if err != nil {
 		return err
 	}
+	if n.tables[plan.IPv6] != nil {
+		if err := d.EnableIPv6(cmp.Or(b.cfg.SysctlDir, "/proc/sys")); err != nil {
+			b.cfg.Log.Warn("Services of IPv6 are not proxied", "error", err)
+			delete(n.tables, plan.IPv6)
+		}
+	}
 	for _, f := range b.cfg.Families {
 		if t := n.tables[f]; t != nil {
 			b.engines = append(b.engines, b.engine(f, t, n, d))

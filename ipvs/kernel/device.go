@@ -5,7 +5,10 @@ import (
 	"fmt"
 	"net"
 	"net/netip"
+	"os"
+	"path/filepath"
 	"slices"
+	"strings"
 	"sync"
 	"syscall"
 	"time"
@@ -23,6 +26,8 @@ type Device struct {
 	link   netlink.Link
 	handle *netlink.Handle // vishvananda/netlink, for links, lists and routes
 	conn   *conn           // for many addresses at once
+	// sysctlDir is where the interface's settings are written; empty where it has no addresses of IPv6.
+	sysctlDir string
 }
 
 // OpenDevice makes the interface unless it is there, without any address of its own, and turns it on. The error names what is
@@ -78,9 +83,36 @@ func (d *Device) open() error {
 	if err := d.handle.LinkSetUp(link); err != nil {
 		return fmt.Errorf("turning it on: %w", err)
 	}
+	if err := d.enableIPv6(); err != nil {
+		return err
+	}
 	d.link = link
 	d.conn, err = dial(unix.NETLINK_ROUTE)
 	return err
+}
+
+// EnableIPv6 lets the interface have addresses of IPv6 where the node has IPv6 off for new interfaces
+// (net.ipv6.conf.default.disable_ipv6), now and whenever it is made anew. sysctlDir is where kernel settings are written.
+func (d *Device) EnableIPv6(sysctlDir string) error {
+	d.mu.Lock()
+	defer d.mu.Unlock()
+	d.sysctlDir = sysctlDir
+	return d.enableIPv6()
+}
+
+func (d *Device) enableIPv6() error {
+	if d.sysctlDir == "" {
+		return nil
+	}
+	path := filepath.Join("net/ipv6/conf", d.name, "disable_ipv6")
+	have, err := os.ReadFile(filepath.Join("/proc/sys", path))
+	if err != nil || strings.TrimSpace(string(have)) == "0" { // A kernel without IPv6 has no such file.
+		return nil
+	}
+	if err := os.WriteFile(filepath.Join(d.sysctlDir, path), []byte("0\n"), 0o644); err != nil {
+		return fmt.Errorf("IPv6 is off on interface %s: setting %s to 0: %w", d.name, path, err)
+	}
+	return nil
 }
 
 func isDummy(link netlink.Link) error {

@@ -5,6 +5,7 @@ import (
 	"fmt"
 	"maps"
 	"net/netip"
+	"os"
 	"runtime"
 	"strings"
 	"testing"
@@ -111,6 +112,40 @@ func TestDevice(t *testing.T) {
 	run(t, "ip", "link", "add", deviceName, "type", "bridge")
 	if _, err := OpenDevice(deviceName); err == nil || !strings.Contains(err.Error(), "of type bridge") {
 		t.Errorf("a bridge of that name: %v", err)
+	}
+}
+
+// TestDeviceWithIPv6OffByDefault: the interface gets addresses of IPv6 on a node where new interfaces have IPv6 off, also after
+// another program has removed it; and no other interface is changed.
+func TestDeviceWithIPv6OffByDefault(t *testing.T) {
+	nstest.Enter(t)
+	const byDefault = "/proc/sys/net/ipv6/conf/default/disable_ipv6"
+	if err := os.WriteFile(byDefault, []byte("1"), 0o644); err != nil {
+		t.Fatal(err)
+	}
+	d := openDevice(t)
+	all := []netip.Addr{addr("10.96.0.1"), addr("fd00::1")}
+	if err := d.AddAddresses(all[1:]); err == nil {
+		t.Error("an address was added with IPv6 off: this test shows nothing")
+	}
+	if err := d.EnableIPv6("/nonexistent"); err == nil || !strings.Contains(err.Error(), "disable_ipv6") {
+		t.Errorf("a setting that can't be made: %v", err)
+	}
+	if err := d.EnableIPv6("/proc/sys"); err != nil {
+		t.Fatal(err)
+	}
+	if err := d.AddAddresses(all); err != nil {
+		t.Error(err)
+	}
+	run(t, "ip", "link", "delete", deviceName)
+	if mended, err := d.Ensure(); err != nil || mended == "" {
+		t.Fatalf("%q, %v", mended, err)
+	}
+	if err := d.AddAddresses(all); err != nil {
+		t.Errorf("after the interface was removed: %v", err)
+	}
+	if value, err := os.ReadFile(byDefault); err != nil || strings.TrimSpace(string(value)) != "1" {
+		t.Errorf("the default is %s, %v", value, err)
 	}
 }
 
