@@ -5,7 +5,7 @@ BINARY  := bin/nodeproxy
 MODE    ?= iptables
 
 .DELETE_ON_ERROR:
-.PHONY: all build deps controlplane kernel guest deploytools unit race e2e test lint bench bench-api bench-iptables bench-ipvs demo image \
+.PHONY: all build deps controlplane kernel guest deploytools unit race e2e test test-all test-hostile test-fresh lint bench bench-api bench-iptables bench-ipvs demo image \
 	fuzz soak clean
 
 all: build
@@ -49,15 +49,36 @@ e2e: deps build controlplane kernel guest deploytools
 	NODEPROXY_BIN=$(CURDIR)/$(BINARY) go test -timeout 20m ./e2e/...
 
 lint:
-	@out=$$(gofmt -l $$(git ls-files '*.go')); [ -z "$$out" ] || { echo "gofmt would change:"; echo "$$out"; exit 1; }
+	@files=$$(git ls-files '*.go') && [ -n "$$files" ] && out=$$(gofmt -l $$files) || exit 1; [ -z "$$out" ] || { echo "gofmt would change:"; echo "$$out"; exit 1; }
 	go vet ./...
 	go tool staticcheck ./...
 
-test: deps build lint controlplane kernel guest deploytools
+# Everything, and then whether this machine is as it was.
+test: deps
+	hack/unchanged $(MAKE) test-all
+
+test-all: deps build lint controlplane kernel guest deploytools
 	go test -count=1 -timeout 10m $$(go list ./... | grep -v /e2e)
 	$(MAKE) race
 	NODEPROXY_BIN=$(CURDIR)/$(BINARY) go test -count=1 -timeout 20m -v ./e2e/... | hack/quiet
+	$(MAKE) test-hostile
 	$(MAKE) demo
+
+# The tests of the kernel once more, as on a machine that is set up otherwise than most: see hack/hostile. HOSTILE are those that
+# send packets; none of them takes long.
+HOSTILE_PACKAGES := ./iptables ./ipvs/... ./proxier/conntrack ./proxier/exclusive ./proxier/health ./proxier/leftovers ./proxier/listeners \
+	./cmd/nodeproxy ./internal/nstest ./e2e/harness
+HOSTILE          ?= TestAffinityKeeps|TestBackendAuto|TestCleanup|TestConnectionsSurvive|TestForeignRules|TestForwardPolicyDrop|TestHealthCheckNodePort|\
+TestInvalidPackets|TestIPVS|TestLocalhostNotReachable|TestMasquerade|TestModeIPVS|TestNodePortAddresses|TestPacketMatrix|TestPodsAsEndpoints|\
+TestRenderIsWhatRunApplies|TestRestartUnderLoad|TestSCTP|TestSingleStack|TestSourceRanges|TestStartWritesNothing|TestTakeover|TestTCPReset|TestUDP
+test-hostile: deps build kernel guest
+	hack/hostile go test -count=1 -timeout 10m $(HOSTILE_PACKAGES)
+	NODEPROXY_BIN=$(CURDIR)/$(BINARY) hack/hostile sh -c \
+		"go test -count=1 -timeout 20m -v -run '^($(subst $() ,,$(HOSTILE)))' ./e2e ./e2e/ipvs | hack/quiet"
+
+# "make test" in a clone, on a Debian without any package that this installs: see hack/fresh-root.
+test-fresh: deps
+	hack/fresh-root make test
 
 # Changes without end under load, and then a comparison with a new start: SOAK is for how long, SOAK_RATE how many changes a
 # second, SOAK_VARIANT nft, legacy or, in place of it, ".*" for both; MODE=ipvs as for the demo. See docs/faults.md.

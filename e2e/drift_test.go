@@ -45,7 +45,7 @@ var driftFaults = map[harness.Mode][]driftFault{
 // that begin before the repair may fail, for the kernel goes on with a connection as it began; later ones may not.
 func TestDrift(t *testing.T) {
 	onEachVariant(t, func(t *testing.T, variant harness.Variant) {
-		w := harness.New(t, harness.Options{})
+		w := harness.New(t, harness.Options{OwnFirewall: true})
 		w.Write(t, "nodes.yaml", w.NodeObjects()...)
 		w.Write(t, "s.yaml", harness.Objects(harness.Service("s", 1), w.Ready("n1a", "n2a")...)...)
 		for _, table := range []string{"nat", "filter"} {

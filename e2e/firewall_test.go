@@ -77,7 +77,7 @@ func TestSourceRanges(t *testing.T) {
 // included. Other traffic is not nodeproxy's to accept. In mode ipvs, none to Services is forwarded, only answers are.
 func TestForwardPolicyDrop(t *testing.T) {
 	onEachVariant(t, func(t *testing.T, variant harness.Variant) {
-		w := harness.New(t, harness.Options{})
+		w := harness.New(t, harness.Options{OwnFirewall: true})
 		w.Write(t, "nodes.yaml", w.NodeObjects()...)
 		w.Write(t, "s.yaml", harness.Objects(harness.Service("s", 1), w.Ready("n1a", "n2a")...)...)
 		rule(t, w, variant, "-P FORWARD DROP")
@@ -106,7 +106,7 @@ func TestForwardPolicyDrop(t *testing.T) {
 func TestHealthCheckNodePort(t *testing.T) {
 	onEachVariant(t, func(t *testing.T, variant harness.Variant) {
 		const port, another = 32100, 32101
-		w := harness.New(t, harness.Options{})
+		w := harness.New(t, harness.Options{OwnFirewall: true})
 		w.Write(t, "nodes.yaml", w.NodeObjects()...)
 		s := harness.Service("s", 1, harness.Policies("Cluster", "Local"))
 		s.Spec.HealthCheckNodePort = port
@@ -155,10 +155,9 @@ func TestInvalidPacketsDropped(t *testing.T) {
 			w := harness.New(t, harness.Options{})
 			w.Write(t, "nodes.yaml", w.NodeObjects()...)
 			w.Write(t, "s.yaml", harness.Objects(harness.Service("s", 1), w.Ready("n1a")...)...)
-			if liberal {
-				if err := w.Node1().Sysctl("net/netfilter/nf_conntrack_tcp_be_liberal", "1"); err != nil {
-					t.Fatal(err)
-				}
+			value := map[bool]string{false: "0", true: "1"}[liberal]
+			if err := w.Node1().Sysctl("net/netfilter/nf_conntrack_tcp_be_liberal", value); err != nil {
+				t.Fatal(err)
 			}
 			w.Run(t, variant, clusterCIDR)
 			for _, family := range families {
@@ -192,7 +191,7 @@ func TestInvalidPacketsDropped(t *testing.T) {
 // what listens on 127.0.0.1.
 func TestLocalhostNotReachableFromOutside(t *testing.T) {
 	onEachVariant(t, func(t *testing.T, variant harness.Variant) {
-		w := harness.New(t, harness.Options{})
+		w := harness.New(t, harness.Options{OwnFirewall: true})
 		w.Write(t, "nodes.yaml", w.NodeObjects()...)
 		w.Write(t, "s.yaml", harness.Objects(harness.Service("s", 1), w.Ready("n1a")...)...)
 		d := w.Run(t, variant, clusterCIDR)

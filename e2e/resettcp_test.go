@@ -148,11 +148,21 @@ func resetsTCP(value string) func(*v1.Service) {
 	return func(s *v1.Service) { s.Annotations = map[string]string{"nodeproxy.io/reset-tcp": value} }
 }
 
+// needsLoose makes the one setting that resetting connections needs: conntrack takes up a connection that it has forgotten, which is
+// what the kernel does by default.
+func needsLoose(t *testing.T, w *harness.World) {
+	t.Helper()
+	if err := w.Node1().Sysctl("net/netfilter/nf_conntrack_tcp_loose", "1"); err != nil {
+		t.Fatal(err)
+	}
+}
+
 // TestTCPReset: connections to an endpoint that is gone, but still answers, are reset if the Service's annotation says so,
 // be there another endpoint or none; those to one that terminates are not. Without the annotation, all go on.
 func TestTCPReset(t *testing.T) {
 	onEachVariant(t, func(t *testing.T, variant harness.Variant) {
 		w := harness.New(t, harness.Options{})
+		needsLoose(t, w)
 		w.Write(t, "nodes.yaml", w.NodeObjects()...)
 		s, plain := harness.Service("s", 1, resetsTCP("true")), harness.Service("plain", 2)
 		set := func(endpoints ...harness.Endpoint) time.Time {
@@ -192,6 +202,7 @@ func TestTCPReset(t *testing.T) {
 func TestTCPResetByFlag(t *testing.T) {
 	onEachVariant(t, func(t *testing.T, variant harness.Variant) {
 		w := harness.New(t, harness.Options{})
+		needsLoose(t, w)
 		w.Write(t, "nodes.yaml", w.NodeObjects()...)
 		s, not := harness.Service("s", 1), harness.Service("not", 2, resetsTCP("false"))
 		set := func(pod string) time.Time {

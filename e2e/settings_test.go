@@ -100,6 +100,10 @@ func TestRenderIsWhatRunApplies(t *testing.T) {
 		w := harness.New(t, harness.Options{})
 		w.Write(t, "nodes.yaml", w.NodeObjects()...)
 		manyServices(t, w)
+		// run leaves a rule out where conntrack is liberal, and render knows nothing of the node.
+		if err := w.Node1().Sysctl("net/netfilter/nf_conntrack_tcp_be_liberal", "0"); err != nil {
+			t.Fatal(err)
+		}
 		w.Run(t, variant, clusterCIDR)
 		path, err := harness.Binary()
 		if err != nil {

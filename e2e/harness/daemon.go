@@ -57,7 +57,11 @@ const StartupTimeout = 60 * time.Second
 func (w *World) Run(t testing.TB, variant Variant, flags ...string) *Daemon {
 	t.Helper()
 	args := append([]string{"--iptables-backend=" + string(variant), "--ipvs-vips=" + string(VIPsWith(variant))}, flags...)
-	d, err := w.StartDaemon(w.Node1(), args...)
+	var d *Daemon
+	err := w.hostile(variant)
+	if err == nil {
+		d, err = w.StartDaemon(w.Node1(), args...)
+	}
 	if err == nil {
 		err = d.WaitFor(StartupTimeout, InSync)
 	}

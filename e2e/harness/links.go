@@ -7,6 +7,8 @@ import (
 	"syscall"
 
 	"github.com/vishvananda/netlink"
+
+	"nodeproxy/internal/nstest"
 )
 
 // addVeth makes an interface in n whose other end is an interface in peer; both are up.
@@ -60,10 +62,16 @@ func (n *Netns) allowHairpin(name string) error {
 	return nil
 }
 
+// up raises an interface, and turns IPv6 on where a node's settings have it off by default.
 func (n *Netns) up(name string) error {
 	l, err := link(n, name)
 	if err != nil {
 		return err
+	}
+	if nstest.Hostile() {
+		if err := n.Sysctl("net/ipv6/conf/"+name+"/disable_ipv6", "0"); err != nil {
+			return err
+		}
 	}
 	if err := n.nl.LinkSetUp(l); err != nil {
 		return fmt.Errorf("interface %s of %s up: %w", name, n.Name, err)

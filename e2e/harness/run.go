@@ -37,7 +37,9 @@ var live struct {
 // Main runs a package's tests and removes what they left, also when they are interrupted. A TestMain ends with
 // os.Exit(harness.Main(m)).
 func Main(m *testing.M) int {
-	flag.Parse()
+	if !flag.Parsed() { // Another time, it would take back what TestMain has made of a flag.
+		flag.Parse()
+	}
 	parallelGiven := false
 	flag.Visit(func(f *flag.Flag) { parallelGiven = parallelGiven || f.Name == "test.parallel" })
 	if !parallelGiven {

@@ -12,6 +12,8 @@ import (
 	"testing"
 
 	"github.com/vishvananda/netlink"
+
+	"nodeproxy/internal/nstest"
 )
 
 // The address plan, the same in every World.
@@ -55,6 +57,8 @@ type Options struct {
 	Bridge bool
 	// SecondAddress gives every node a second address in each family, which the others can reach.
 	SecondAddress bool
+	// OwnFirewall leaves the firewall of the nodes to the test, also with hostile settings.
+	OwnFirewall bool
 }
 
 // Host is something with addresses: a node, a pod or the outside client.
@@ -105,6 +109,8 @@ type World struct {
 	servers []interface{ Close() error }
 	daemons []*Daemon
 	test    string // whose World this is; "" outside of tests
+	// hardened are the variants of iptables in which the nodes of a hostile World have their firewall.
+	hardened map[Variant]bool
 }
 
 // New makes a World that goes away with the test.
@@ -240,6 +246,11 @@ func (w *World) addNode(i, pods int) error {
 	host := &Host{Netns: ns, IP4: nth(nodeNet4, 11+i), IP6: nth(nodeNet6, 11+i)}
 	n := &Node{Host: host, index: i + 1}
 	w.Nodes = append(w.Nodes, n)
+	if nstest.Hostile() {
+		if err := ns.harden(); err != nil {
+			return err
+		}
+	}
 	if err := w.uplink(ns, name); err != nil {
 		return err
 	}
@@ -258,14 +269,11 @@ func (w *World) addNode(i, pods int) error {
 			return err
 		}
 	}
-	if err := ns.addAddr("lo", 32, podGateway4, syscall.RT_SCOPE_LINK); err != nil {
-		return err
-	}
 	if w.opts.Bridge {
 		if err := ns.addBridge(PodBridge); err != nil {
 			return err
 		}
-		if err := ns.addAddr(PodBridge, 64, podGateway6, syscall.RT_SCOPE_LINK); err != nil {
+		if err := ns.addPodGateway(PodBridge); err != nil {
 			return err
 		}
 	}
@@ -350,7 +358,7 @@ func (w *World) newPod(n *Node, name string, ip4, ip6 netip.Addr, ports []uint16
 		if err := errors.Join(n.enslave(hostSide, PodBridge), n.allowHairpin(hostSide)); err != nil {
 			return nil, err
 		}
-	} else if err := n.addAddr(hostSide, 64, podGateway6, syscall.RT_SCOPE_LINK); err != nil {
+	} else if err := n.addPodGateway(hostSide); err != nil {
 		return nil, err
 	}
 	err = errors.Join(
@@ -369,6 +377,15 @@ func (w *World) newPod(n *Node, name string, ip4, ip6 netip.Addr, ports []uint16
 		}
 	}
 	return p, nil
+}
+
+// addPodGateway gives an interface of a node to its pods the addresses that they send everything to. A node with strict ARP
+// answers only for addresses of the interface that was asked.
+func (n *Netns) addPodGateway(name string) error {
+	if err := n.addAddr(name, 32, podGateway4, syscall.RT_SCOPE_LINK); err != nil {
+		return err
+	}
+	return n.addAddr(name, 64, podGateway6, syscall.RT_SCOPE_LINK)
 }
 
 // addClient makes the outside client, which sends what is meant for the cluster to node1.

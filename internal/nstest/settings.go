@@ -5,6 +5,7 @@ import (
 	"fmt"
 	"io/fs"
 	"os"
+	"os/exec"
 	"path/filepath"
 	"slices"
 	"strings"
@@ -122,6 +123,7 @@ var inheritedOnce = sync.OnceValues(inherited)
 
 // inherited returns the settings of the calling thread's network namespace that are not the kernel's defaults.
 func inherited() ([]setting, error) {
+	_ = exec.Command("modprobe", "--quiet", "nf_conntrack").Run() // Without it, namespaces lack its settings until a rule needs it.
 	var out []setting
 	for _, s := range settings {
 		have, err := os.ReadFile(filepath.Join("/proc/sys/net", s.path))
