@@ -38,7 +38,10 @@ type Config struct {
 	// Compared is told of each comparison of everything with the kernel, once for all families, with what was not as it had
 	// been written. The first sync and the one after an error do not know that. Nil is for nobody. It must not block.
 	Compared func(drift.Report)
-	Log      *slog.Logger
+	// NativeRules is told of tables in which other programs keep rules that iptables can't read, when their chains are found and
+	// when they are gone. Nil is for nobody. It must not block.
+	NativeRules func(NativeRules)
+	Log         *slog.Logger
 }
 
 // Backend keeps the iptables rules of this network namespace equal to a plan. Sync is not safe for concurrent use.
@@ -66,6 +69,7 @@ func New(cfg Config) (*Backend, error) {
 			missing = append(missing, fmt.Errorf("%s: %w", f, err))
 			continue
 		}
+		t.native = cfg.NativeRules
 		b.engines = append(b.engines, newEngine(t, cfg))
 		b.watch.add(t, tableNAT, tableFilter)
 	}
@@ -84,7 +88,7 @@ func newEngine(t *tool, cfg Config) *engine {
 		counts: newRuleCounts(cfg.Observer)}
 	e.options = Options{
 		MasqueradeBit: cfg.MasqueradeBit,
-		RandomFully:   t.ipt.HasRandomFully(),
+		RandomFully:   t.version.randomFully(),
 		CompactAbove:  DefaultCompactAbove,
 		KeepCounters:  cfg.KeepCounters,
 		TCPLiberal:    liberal != "" && liberal != "0",

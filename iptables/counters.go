@@ -1,15 +1,14 @@
 package iptables
 
 import (
-	"bytes"
 	"context"
+	"errors"
 	"fmt"
-	"os/exec"
+	"io"
 	"slices"
 	"strconv"
 	"strings"
 	"sync"
-	"time"
 
 	"nodeproxy/proxier/plan"
 )
@@ -86,37 +85,42 @@ func (b *Backend) localhostNodePorts() (led, back uint64, err error) {
 
 // listChain lists a chain with counters; nothing if there is no such chain.
 func listChain(t *tool, tbl table, name string) ([]string, error) {
-	ctx, cancel := context.WithTimeout(context.Background(), t.saveTime)
-	defer cancel()
+	ctx := context.Background()
 	rules, err := t.list(ctx, tbl, name)
 	if err == nil {
 		return rules, nil
 	}
 	// What is said of a chain that does not exist differs from version to version.
-	if all, listErr := t.list(ctx, tbl); listErr == nil && !slices.Contains(all, "-N "+name) {
+	if failed := (*readError)(nil); errors.As(err, &failed) && !t.hasChain(ctx, tbl, name) {
 		return nil, nil
 	}
 	return nil, fmt.Errorf("listing chain %s of %s: %w", name, t.family, err)
 }
 
-// list lists chains of a table with counters, a line for each chain and rule: all of them, or one of that name. The program is
-// ended with ctx.
+// hasChain reports whether a table has a chain; true where that is not known.
+func (t *tool) hasChain(ctx context.Context, tbl table, name string) bool {
+	if t.variant == NFT {
+		names, err := nftChains(t.family, tbl)
+		return err != nil || slices.Contains(names, name)
+	}
+	all, err := t.list(ctx, tbl)
+	return err != nil || slices.Contains(all, "-N "+name)
+}
+
+// list lists chains of a table with counters, a line for each chain and rule: all of them, or one of that name.
 func (t *tool) list(ctx context.Context, tbl table, name ...string) ([]string, error) {
 	args := append([]string{"-t", string(tbl), "-v", "-S"}, name...)
 	if t.variant == Legacy {
 		args = append(args, "-w", strconv.Itoa(lockWait))
 	}
-	cmd := exec.CommandContext(ctx, t.path, args...)
-	cmd.WaitDelay = time.Second
-	var out, stderr bytes.Buffer
-	cmd.Stdout, cmd.Stderr = &out, &stderr
-	if err := cmd.Run(); err != nil {
-		if ctx.Err() != nil {
-			return nil, fmt.Errorf("%s was ended, since it did not end by itself within %v", t.path, t.saveTime)
-		}
-		return nil, fmt.Errorf("%s: %w: %s", t.path, err, oneLine(stderr.String()))
+	var lines []string
+	err := t.read(ctx, t.path, "", func(out io.Reader) error {
+		return eachLine(out, func(line string) { lines = append(lines, line) })
+	}, args...)
+	if err != nil {
+		return nil, fmt.Errorf("%s: %w", t.path, err)
 	}
-	return strings.Split(out.String(), "\n"), nil
+	return lines, nil
 }
 
 // counted reads the number of packets of a rule, as in

@@ -61,7 +61,7 @@ func (c *driftFinder) fixed(written *Fixed, t table, held kernelTable) {
 }
 
 func (c *driftFinder) jump(t table, from, rule string, held kernelTable) {
-	if !slices.Contains(held[from], rule) {
+	if !held.leads(from, rule) {
 		c.found.Add(drift.Rule, drift.Missing, "%q in %s of table %s (%s)", rule, from, t, c.family)
 	}
 }
@@ -74,6 +74,10 @@ func (c *driftFinder) chain(t table, want chain, held kernelTable) {
 		c.found.Add(drift.Chain, drift.Missing, "%s of table %s (%s)", want.name, t, c.family)
 		return
 	case sameRules(want, chain{want.name, rules}):
+		return
+	}
+	if slices.ContainsFunc(rules, unread) {
+		c.found.Add(drift.Chain, drift.Changed, "%s of table %s (%s): it holds rules that only nft can read", want.name, t, c.family)
 		return
 	}
 	left := map[string]int{}

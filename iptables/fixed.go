@@ -80,6 +80,8 @@ type FixedTables struct {
 	Found *drift.Found
 	// RestoreFailed, if not nil, is told of each run of iptables-restore that failed.
 	RestoreFailed func(plan.Family)
+	// NativeRules, if not nil, is as in Config.
+	NativeRules func(NativeRules)
 
 	tool    *tool
 	kernel  fixedKernel
@@ -107,6 +109,11 @@ func NewFixedTables(v Variant, f plan.Family) (*FixedTables, error) {
 		return nil, err
 	}
 	x := &FixedTables{tool: t, kernel: t}
+	t.native = func(n NativeRules) {
+		if x.NativeRules != nil {
+			x.NativeRules(n)
+		}
+	}
 	x.watch.add(t, fixedTables...)
 	if v == NFT {
 		x.batch = maxNames
@@ -116,7 +123,7 @@ func NewFixedTables(v Variant, f plan.Family) (*FixedTables, error) {
 
 // Describe names the program for a log line, and RandomFully tells whether it knows --random-fully.
 func (x *FixedTables) Describe() string  { return x.tool.describe() }
-func (x *FixedTables) RandomFully() bool { return x.tool.ipt.HasRandomFully() }
+func (x *FixedTables) RandomFully() bool { return x.tool.version.randomFully() }
 
 // ServiceChains reports whether there are chains of single Services, as mode iptables has them: then it is by its rules that
 // traffic flows.
@@ -239,7 +246,7 @@ func fixedBlock(t table, held kernelTable, fixed *Fixed) (string, int) {
 		}
 	}
 	for _, j := range jumps {
-		if !slices.Contains(held[j.From], j.Rule) {
+		if !held.leads(j.From, j.Rule) {
 			rules.WriteString("-I " + j.From + " 1 " + j.Rule + "\n")
 			n++
 		}

@@ -341,7 +341,7 @@ func (f *fullSync) jumps() error {
 func (f *fullSync) ensure(list []jump) error {
 	for _, j := range list {
 		held := f.held(j.table)
-		if slices.Contains(held[j.from], j.text()) {
+		if held.leads(j.from, j.text()) {
 			continue
 		}
 		if err := f.restore(fmt.Sprintf("*%s\n-I %s 1 %s\nCOMMIT\n", j.table, j.from, j.text())); err != nil {

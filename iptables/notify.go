@@ -6,6 +6,7 @@ import (
 	"encoding/binary"
 	"errors"
 	"fmt"
+	"iter"
 	"os"
 	"slices"
 	"syscall"
@@ -149,18 +150,26 @@ func by(generation []byte) string {
 
 // attribute returns the content of the first attribute of a type; nil if there is none.
 func attribute(b []byte, want uint16) []byte {
-	const header, kinds = 4, 0x3fff // the highest bits of the type are flags
-	for len(b) >= header {
-		size := int(binary.NativeEndian.Uint16(b))
-		if size < header || size > len(b) {
-			return nil
+	for kind, content := range attributes(b) {
+		if kind == want {
+			return content
 		}
-		if binary.NativeEndian.Uint16(b[2:])&kinds == want {
-			return b[header:size]
-		}
-		b = b[min(len(b), (size+3)&^3):]
 	}
 	return nil
+}
+
+// attributes are the types of attributes and their contents, up to one that is cut off.
+func attributes(b []byte) iter.Seq2[uint16, []byte] {
+	const header, kinds = 4, 0x3fff // the highest bits of the type are flags
+	return func(yield func(uint16, []byte) bool) {
+		for len(b) >= header {
+			size := int(binary.NativeEndian.Uint16(b))
+			if size < header || size > len(b) || !yield(binary.NativeEndian.Uint16(b[2:])&kinds, b[header:size]) {
+				return
+			}
+			b = b[min(len(b), (size+3)&^3):]
+		}
+	}
 }
 
 // text0 is a text that may end with a NUL.

@@ -10,11 +10,10 @@ import (
 	"os/exec"
 	"path/filepath"
 	"regexp"
+	"slices"
 	"strconv"
 	"strings"
 	"time"
-
-	goiptables "github.com/coreos/go-iptables/iptables"
 
 	"nodeproxy/proxier/plan"
 )
@@ -34,12 +33,13 @@ const (
 const lockWait = 5
 
 // A run of iptables-restore that takes longer than restoreTime, and lineTime for each line, hangs, and is ended; so is one of
-// iptables-save that takes longer than saveTime, and one of iptables that lists a chain. What they may take is many times what
-// they need on a busy machine.
+// iptables-save that takes longer than saveTime, one of iptables that lists a chain, and one that is asked for its version and
+// takes longer than versionTime. What they may take is many times what they need on a busy machine.
 const (
 	restoreTime = 30 * time.Second
 	lineTime    = time.Millisecond
 	saveTime    = time.Minute
+	versionTime = 30 * time.Second
 )
 
 // tool runs the iptables programs of one variant and family.
@@ -48,10 +48,14 @@ type tool struct {
 	family  plan.Family
 	// path, restorePath and savePath are iptables, iptables-restore and iptables-save.
 	path, restorePath, savePath string
-	ipt                         *goiptables.IPTables
+	version                     programVersion
 	children                    children
 	// restoreTime and saveTime are as the constants; tests have less.
 	restoreTime, saveTime time.Duration
+	// native is told of tables with native rules; nil for nobody.
+	native func(NativeRules)
+	// told are the chains of each table that it was told of last. Only save and restore use it.
+	told map[table][]string
 }
 
 // newTool finds the programs of a variant and family. Where the programs with the variant's name are missing (some
@@ -72,38 +76,73 @@ func newTool(v Variant, f plan.Family) (*tool, error) {
 		}
 	}
 	t.path = main
-	protocol := goiptables.ProtocolIPv4
-	if f == plan.IPv6 {
-		protocol = goiptables.ProtocolIPv6
-	}
-	t.ipt, err = goiptables.New(goiptables.IPFamily(protocol), goiptables.Path(main), goiptables.Timeout(lockWait))
-	if err != nil {
-		return nil, fmt.Errorf("asking %s for its version: %w", main, err)
-	}
-	return t, nil
+	t.version, err = askVersion(main, versionTime)
+	return t, err
 }
 
+// plainTool finds the programs under their plain names, if they are of the tool's variant.
 func plainTool(t *tool, base string) (string, error) {
 	main, err := lookPath(base)
 	if err != nil {
 		return "", fmt.Errorf("neither %s-%s nor %s is installed (Debian package iptables)", base, t.variant, base)
 	}
-	version, err := exec.Command(main, "--version").Output()
+	version, err := askVersion(main, versionTime)
 	if err != nil {
-		return "", fmt.Errorf("asking %s for its version: %w", main, err)
+		return "", err
 	}
-	is := Legacy
-	if bytes.Contains(version, []byte("nf_tables")) {
-		is = NFT
-	}
-	if is != t.variant {
-		return "", fmt.Errorf("%s is of the %s variant, and %s-%s is not installed", main, is, base, t.variant)
+	if version.variant != t.variant {
+		return "", fmt.Errorf("%s is of the %s variant, and %s-%s is not installed", main, version.variant, base, t.variant)
 	}
 	if t.restorePath, err = lookPath(base + "-restore"); err != nil {
 		return "", err
 	}
 	t.savePath, err = lookPath(base + "-save")
 	return main, err
+}
+
+// programVersion is what iptables says of itself.
+type programVersion struct {
+	number  [3]int
+	variant Variant
+}
+
+// versionText is such as "iptables v1.8.9 (nf_tables)".
+var versionText = regexp.MustCompile(`v(\d+)\.(\d+)\.(\d+)`)
+
+// askVersion runs a program with --version, and ends it after limit.
+func askVersion(path string, limit time.Duration) (programVersion, error) {
+	out, err := output(path, limit, "--version")
+	if err != nil {
+		return programVersion{}, fmt.Errorf("asking %s for its version: %w", path, err)
+	}
+	m := versionText.FindSubmatch(out)
+	if m == nil {
+		return programVersion{}, fmt.Errorf("asking %s for its version: it says %q", path, oneLine(string(out)))
+	}
+	v := programVersion{variant: Legacy}
+	for i := range v.number {
+		v.number[i], _ = strconv.Atoi(string(m[i+1])) // digits, as matched
+	}
+	if bytes.Contains(out, []byte("nf_tables")) {
+		v.variant = NFT
+	}
+	return v, nil
+}
+
+// randomFully reports whether MASQUERADE has --random-fully.
+func (v programVersion) randomFully() bool { return slices.Compare(v.number[:], []int{1, 6, 2}) >= 0 }
+
+// output runs a program that is to end within limit, and returns what it prints.
+func output(path string, limit time.Duration, args ...string) ([]byte, error) {
+	ctx, cancel := context.WithTimeout(context.Background(), limit)
+	defer cancel()
+	cmd := exec.CommandContext(ctx, path, args...)
+	cmd.WaitDelay = time.Second
+	out, err := cmd.Output()
+	if ctx.Err() != nil {
+		return nil, fmt.Errorf("it was ended, since it did not end by itself within %v", limit)
+	}
+	return out, err
 }
 
 func baseName(f plan.Family) string {
@@ -130,30 +169,22 @@ func lookPath(name string) (string, error) {
 // Detect says which variant to use where the configuration leaves it open: the one that holds the kubelet's hint chains,
 // or else more rules, as the iptables-wrappers of Kubernetes decide; nft on a node without rules.
 func Detect() Variant {
-	nftHint, legacyText := "", ""
+	if nftHinted() {
+		return NFT
+	}
+	legacyText := ""
 	for _, f := range plan.Families {
-		nftHint += saved(baseName(f)+"-nft-save", "-t", "mangle")
 		// Legacy programs must not be asked for a single table: they would create it.
 		legacyText += saved(baseName(f) + "-legacy-save")
 	}
-	if hinted(nftHint) {
-		return NFT
-	}
-	if hinted(legacyText) {
+	if hintChain.MatchString(legacyText) {
 		return Legacy
 	}
-	if n := countRules(legacyText); n > 0 {
-		nftText := ""
-		for _, f := range plan.Families {
-			nftText += saved(baseName(f) + "-nft-save")
-		}
-		if n > countRules(nftText) {
-			return Legacy
-		}
+	if n := strings.Count(legacyText, "\n-"); n > 0 && n > nftRuleCount() {
+		return Legacy
 	}
 	if _, err := lookPath("iptables-nft-restore"); err != nil {
-		if version, err := exec.Command("iptables", "--version").Output(); err == nil &&
-			!bytes.Contains(version, []byte("nf_tables")) {
+		if v, err := askVersion("iptables", versionTime); err == nil && v.variant == Legacy {
 			return Legacy
 		}
 	}
@@ -162,54 +193,115 @@ func Detect() Variant {
 
 // saved returns the output of a save program; nothing where it is missing or fails, as it does where the kernel lacks what
 // it needs.
-func saved(name string, args ...string) string {
+func saved(name string) string {
 	path, err := lookPath(name)
 	if err != nil {
 		return ""
 	}
-	out, _ := exec.Command(path, args...).Output() // A variant that can't be asked holds no rules of anybody.
+	out, _ := output(path, saveTime) // A variant that can't be asked holds no rules of anybody.
 	return string(out)
 }
 
-var hintChain = regexp.MustCompile(`(?m)^:(KUBE-IPTABLES-HINT|KUBE-KUBELET-CANARY) `)
+// The chains that a kubelet makes in table mangle of the variant that it uses.
+const kubeletHint, kubeletCanary = "KUBE-IPTABLES-HINT", "KUBE-KUBELET-CANARY"
 
-func hinted(saved string) bool { return hintChain.MatchString(saved) }
+var hintChain = regexp.MustCompile(`(?m)^:(` + kubeletHint + `|` + kubeletCanary + `) `)
 
-func countRules(saved string) int { return strings.Count(saved, "\n-") }
+// nftHinted reports whether table mangle of the nft variant has such a chain. The kernel is asked, not iptables-save, which prints
+// nothing of a table with rules that are native to nft.
+func nftHinted() bool {
+	for _, f := range plan.Families {
+		names, _ := nftChains(f, tableMangle) // A kernel without nf_tables has none.
+		if slices.Contains(names, kubeletHint) || slices.Contains(names, kubeletCanary) {
+			return true
+		}
+	}
+	return false
+}
 
-// save reads a table from the kernel.
+// nftRuleCount is how many rules the tables of the nft variant hold.
+func nftRuleCount() int {
+	n := 0
+	for _, f := range plan.Families {
+		for _, t := range []table{tableFilter, tableNAT, tableMangle, "raw", "security"} {
+			rules, _ := nftRules(f, t, "") // A kernel without nf_tables has none.
+			n += len(rules)
+		}
+	}
+	return n
+}
+
+// save reads a table from the kernel. What can't be read is an error: a table is never taken for empty because a program prints
+// nothing of it.
 func (t *tool) save(ctx context.Context, tbl table) (kernelTable, error) {
+	var held kernelTable
+	var whole bool
+	err := t.read(ctx, t.savePath, "", func(out io.Reader) (err error) {
+		held, whole, err = parseSave(out, tbl)
+		return err
+	}, "-t", string(tbl))
+	switch {
+	case err != nil:
+		return nil, fmt.Errorf("reading table %s by %s: %w", tbl, t.savePath, err)
+	case whole:
+		t.tellNative(tbl, nil)
+		return held, nil
+	case t.variant == NFT:
+		return t.saveByChain(ctx, tbl)
+	}
+	return nil, fmt.Errorf("reading table %s by %s: it does not print the table", tbl, t.savePath)
+}
+
+// read runs a program that reads from the kernel, and passes on what it prints. The program is ended with ctx, and after saveTime.
+func (t *tool) read(ctx context.Context, path, input string, parse func(io.Reader) error, args ...string) error {
 	limited, cancel := context.WithTimeout(ctx, t.saveTime)
 	defer cancel()
-	cmd := exec.CommandContext(limited, t.savePath, "-t", string(tbl))
+	cmd := exec.CommandContext(limited, path, args...)
 	cmd.WaitDelay = time.Second
+	cmd.Stdin = strings.NewReader(input)
 	var stderr bytes.Buffer
 	cmd.Stderr = &stderr
 	out, err := cmd.StdoutPipe()
+	if err == nil {
+		err = cmd.Start()
+	}
 	if err != nil {
-		return nil, fmt.Errorf("running %s: %w", t.savePath, err)
+		return err
 	}
-	if err := cmd.Start(); err != nil {
-		return nil, fmt.Errorf("running %s: %w", t.savePath, err)
-	}
-	parsed, parseErr := parseSave(out)
+	parseErr := parse(out)
 	if parseErr != nil {
 		io.Copy(io.Discard, out) // lets the program end
 	}
 	if err := cmd.Wait(); err != nil {
 		if ctx.Err() == nil && limited.Err() != nil {
-			return nil, fmt.Errorf("reading table %s by %s: it was ended, since it did not end by itself within %v",
-				tbl, t.savePath, t.saveTime)
+			return fmt.Errorf("it was ended, since it did not end by itself within %v", t.saveTime)
 		}
-		return nil, fmt.Errorf("reading table %s by %s: %w: %s", tbl, t.savePath, err, oneLine(stderr.String()))
+		return &readError{err, oneLine(stderr.String())}
 	}
-	return parsed, parseErr
+	return parseErr
 }
+
+// readError tells of a program that failed to read from the kernel.
+type readError struct {
+	err     error
+	message string // what it said
+}
+
+func (e *readError) Error() string { return fmt.Sprintf("%v: %s", e.err, e.message) }
+func (e *readError) Unwrap() error { return e.err }
 
 // restore applies text. The end of the daemon does not interrupt it once it has begun: a table changes as a whole or not at
 // all, but a program that is killed between two tables helps nobody. Only one that hangs is ended; then what the kernel holds
 // is not known, as after any error.
 func (t *tool) restore(text string) error {
+	text, deletions := t.deletions(text)
+	if err := t.restoreText(text); err != nil {
+		return err
+	}
+	return t.delete(deletions)
+}
+
+func (t *tool) restoreText(text string) error {
 	args := []string{"--noflush", "--counters"}
 	if t.variant == Legacy {
 		args = append(args, "-w", strconv.Itoa(lockWait))
@@ -290,16 +382,29 @@ func oneLine(s string) string {
 
 // usable reports why the kernel can't do what this family needs, if so.
 func (t *tool) usable() error {
-	if _, err := t.ipt.ChainExists(string(tableNAT), "POSTROUTING"); err != nil {
+	args := []string{"-t", string(tableNAT), "-S", "POSTROUTING", "1"}
+	if t.variant == Legacy {
+		args = append(args, "-w", strconv.Itoa(lockWait))
+	}
+	err := t.read(context.Background(), t.path, "", discard, args...)
+	if exit := (*exec.ExitError)(nil); errors.As(err, &exit) && exit.ExitCode() == 1 {
+		return nil // The table is there; the chain may not be, or hold rules that are native to nft.
+	}
+	if err != nil {
 		return fmt.Errorf("%s can't use table nat: %w", baseName(t.family), err)
 	}
 	return nil
 }
 
+func discard(out io.Reader) error {
+	_, err := io.Copy(io.Discard, out)
+	return err
+}
+
 // describe names the program for a log line.
 func (t *tool) describe() string {
-	v1, v2, v3 := t.ipt.GetIptablesVersion()
-	return fmt.Sprintf("%s %d.%d.%d (%s)", baseName(t.family), v1, v2, v3, t.variant)
+	n := t.version.number
+	return fmt.Sprintf("%s %d.%d.%d (%s)", baseName(t.family), n[0], n[1], n[2], t.variant)
 }
 
 // errRefused recognises that iptables-restore, or the kernel, does not take some input, whenever it is tried.

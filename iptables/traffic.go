@@ -9,7 +9,6 @@ import (
 	"iter"
 	"maps"
 	"math"
-	"os/exec"
 	"strconv"
 	"strings"
 	"sync"
@@ -62,26 +61,39 @@ func newTrafficReader(tables []counterTable) *TrafficReader {
 	}
 }
 
-// saveCounters lists table nat with counters.
+// saveCounters lists table nat with counters, as iptables-save -c does.
 func (t *tool) saveCounters(ctx context.Context, read func(io.Reader) error) error {
-	cmd := exec.CommandContext(ctx, t.savePath, "-c", "-t", string(tableNAT))
-	var stderr bytes.Buffer
-	cmd.Stderr = &stderr
-	out, err := cmd.StdoutPipe()
-	if err == nil {
-		err = cmd.Start()
+	whole := false
+	err := t.read(ctx, t.savePath, "", func(out io.Reader) error {
+		lines := bufio.NewReader(out)
+		head, _ := lines.Peek(lines.Size()) // as far as there is that much
+		whole = bytes.Contains(head, []byte("*"+string(tableNAT)+"\n"))
+		return read(lines)
+	}, "-c", "-t", string(tableNAT))
+	if err == nil && !whole && t.variant == NFT {
+		var list strings.Builder
+		if _, _, err = t.listByChain(ctx, tableNAT, func(line string) { list.WriteString(counterFirst(line)) }); err == nil {
+			return read(strings.NewReader(list.String()))
+		}
 	}
 	if err != nil {
-		return fmt.Errorf("running %s: %w", t.savePath, err)
+		return fmt.Errorf("reading counters by %s: %w", t.savePath, err)
 	}
-	readErr := read(out)
-	if readErr != nil {
-		io.Copy(io.Discard, out) // lets the program end
+	return nil
+}
+
+// counterFirst turns a rule with counters as iptables -S prints it to how iptables-save does, with the counters in front.
+func counterFirst(line string) string {
+	i := strings.LastIndex(line, " -c ")
+	if i < 0 {
+		return line + "\n"
 	}
-	if err := cmd.Wait(); err != nil {
-		return fmt.Errorf("reading counters by %s: %w: %s", t.savePath, err, oneLine(stderr.String()))
+	words := strings.SplitN(line[i+len(" -c "):], " ", 3)
+	if len(words) < 2 {
+		return line + "\n"
 	}
-	return readErr
+	rest := strings.Join(words[2:], " ")
+	return fmt.Sprintf("[%s:%s] %s %s\n", words[0], words[1], line[:i], rest)
 }
 
 // Update tells what the plan is. changed names the ServicePorts that differ from the last call, vanished ones included; nil

@@ -55,6 +55,8 @@ type Config struct {
 	Warn func(text string)
 	// RestoreFailed is told of each run of iptables-restore that failed; nil for nobody.
 	RestoreFailed func(plan.Family)
+	// NativeRules is as in iptables.Config.
+	NativeRules func(iptables.NativeRules)
 	// Compared is told of each comparison of everything with the kernel, once for all families, with what was not as it had
 	// been written. The first sync and the one after an error do not know that. Nil is for nobody. It must not block.
 	Compared func(drift.Report)
@@ -165,7 +167,7 @@ func (b *Backend) engine(f plan.Family, t *iptables.FixedTables, n *node, d *ker
 		b.cfg.Log.Warn("marks that lead packets to virtual servers are not guarded: node ports do not work beside a network policy"+
 			" that uses marks too", "family", f, "error", kernel.ErrNoGuard)
 	}
-	t.Found, t.RestoreFailed = &e.found, b.cfg.RestoreFailed
+	t.Found, t.RestoreFailed, t.NativeRules = &e.found, b.cfg.RestoreFailed, b.cfg.NativeRules
 	b.tables = append(b.tables, t)
 	return e
 }

@@ -164,8 +164,8 @@ func (d *daemon) ipvsConfig() ipvs.Config {
 		Variant: cfg.IPTablesBackend, Families: d.families, ExcludeCIDRs: cfg.IPVS.ExcludeCIDRs,
 		StrictARP: cfg.IPVS.StrictARP, TCPTimeout: cfg.IPVS.TCPTimeout, TCPFinTimeout: cfg.IPVS.TCPFinTimeout,
 		UDPTimeout: cfg.IPVS.UDPTimeout, GracePeriod: cfg.IPVS.GracePeriod, Compared: d.drift.compared, SysctlDir: cfg.SysctlDir,
-		RestoreFailed: func(f plan.Family) { d.metrics.RestoreFailed(f, false) },
-		Log:           d.log, Warn: func(text string) { report(source.Finding{Severity: source.Problem, Detail: text}) },
+		RestoreFailed: func(f plan.Family) { d.metrics.RestoreFailed(f, false) }, NativeRules: d.nativeRules,
+		Log: d.log, Warn: func(text string) { report(source.Finding{Severity: source.Problem, Detail: text}) },
 	}
 }
 
@@ -173,7 +173,23 @@ func (d *daemon) iptablesConfig() iptables.Config {
 	return iptables.Config{
 		Compared: d.drift.compared, Observer: d.metrics, KeepCounters: d.cfg.ServiceMetrics > 0, Variant: d.cfg.IPTablesBackend,
 		Families: d.families, MasqueradeBit: d.cfg.MasqueradeBit, SysctlDir: d.cfg.SysctlDir, Log: d.log,
+		NativeRules: d.nativeRules,
 	}
+}
+
+// nativeRules tells of a table with rules that only nft can read. Families may call it at the same time.
+func (d *daemon) nativeRules(n iptables.NativeRules) {
+	if len(n.Chains) == 0 {
+		d.log.Info("iptables can read the table again", "table", n.Table, "family", n.Family)
+		return
+	}
+	f := source.Finding{
+		Severity: source.Problem, Object: fmt.Sprintf("table %s (%s)", n.Table, n.Family), Detail: n.String(),
+		Effect: "nodeproxy reads it chain by chain and goes on; programs that count on iptables-save may not, so such rules " +
+			"should move to a table of their own",
+	}
+	d.report(f)
+	d.event("NativeRules", "CompareRules", f.String())
 }
 
 // run serves until ctx ends or the source fails for good. Objects are read from the start; nothing is written to the kernel

@@ -1,0 +1,341 @@
+package iptables
+
+import (
+	"context"
+	"fmt"
+	"os"
+	"path/filepath"
+	"slices"
+	"strings"
+	"testing"
+	"time"
+
+	"nodeproxy/internal/nstest"
+	"nodeproxy/proxier/plan"
+	"nodeproxy/proxier/plan/plantest"
+)
+
+// nativeRules are rules that iptables has no words for.
+var nativeRules = []string{
+	"{} nat POSTROUTING masquerade", "{} nat PREROUTING ct state new counter", "{} nat PREROUTING fib daddr type local accept",
+	"{} filter INPUT ct state established accept", "{} filter FORWARD log", "{} filter OUTPUT meta l4proto tcp tcp dport 7 reject",
+	"{} mangle PREROUTING ct mark set 1",
+}
+
+// addNative adds rules for nft, in tables that iptables has made, at the front or the end of chains.
+func addNative(t *testing.T, add string, f plan.Family, rules ...string) {
+	t.Helper()
+	for _, r := range rules {
+		sh(t, fmt.Sprintf("nft %s rule %s", add, strings.ReplaceAll(r, "{}", nftFamily(f))))
+	}
+}
+
+// builtinChains makes the built-in chains that rules of others go to.
+func builtinChains(t *testing.T, f plan.Family) {
+	t.Helper()
+	for table, chains := range map[table]string{
+		tableNAT: "PREROUTING POSTROUTING", tableFilter: "INPUT FORWARD OUTPUT", tableMangle: "INPUT PREROUTING",
+	} {
+		for _, c := range strings.Fields(chains) {
+			sh(t, fmt.Sprintf("%s-nft -t %s -I %s -p tcp -j ACCEPT", baseName(f), table, c))
+		}
+	}
+}
+
+// countingKernel notes what is written.
+type countingKernel struct {
+	kernel
+	writes []string
+}
+
+func (k *countingKernel) restore(text string) error {
+	k.writes = append(k.writes, text)
+	return k.kernel.restore(text)
+}
+
+// TestNativeRules: beside rules that only nft can read, in any table, nothing is taken for missing, and nothing is written again;
+// changes are; and a start finds all as it was left.
+func TestNativeRules(t *testing.T) {
+	for _, add := range []string{"add", "insert"} {
+		for _, v := range nativeRules {
+			t.Run(add+" "+v, func(t *testing.T) {
+				t.Parallel()
+				nstest.Run(t, func() { besideNativeRules(t, add, v) })
+			})
+		}
+	}
+}
+
+func besideNativeRules(t *testing.T, add, rule string) {
+	e := realEngine(t, NFT, plan.IPv4)
+	k := &countingKernel{kernel: e.tool}
+	e.tool = k
+	var told []NativeRules
+	k.kernel.(*tool).native = func(n NativeRules) { told = append(told, n) }
+	p := plantest.Large(30, 3)
+	sync := func(e *engine) {
+		t.Helper()
+		if err := e.sync(context.Background(), p, nil); err != nil {
+			t.Error(err)
+		}
+	}
+	sync(e)
+	want := ours(t, e.tool)
+	readable := func() string { // without what stands for the native rules
+		return strings.Join(slices.DeleteFunc(strings.SplitAfter(ours(t, e.tool), "\n"), unread), "")
+	}
+	sh(t, "iptables-nft -t mangle -A PREROUTING -s 192.0.2.1 -j ACCEPT")
+	addNative(t, add, plan.IPv4, rule)
+	table, chain := strings.Fields(rule)[1], strings.Fields(rule)[2]
+
+	k.writes = nil
+	sync(e)
+	if len(k.writes) > 0 || e.found == nil || e.found.Total() > 0 {
+		t.Errorf("beside a native rule, %q is written, and %v is found to differ", k.writes, e.found)
+	}
+	if got := readable(); got != want {
+		t.Errorf("what is read is not what is there:\n%s", diffLines(want, got))
+	}
+	if table != "mangle" && (len(told) != 1 || told[0].Table != table || !slices.Equal(told[0].Chains, []string{chain})) {
+		t.Errorf("told of %v", told)
+	}
+	fresh := realEngine(t, NFT, plan.IPv4)
+	counted := &countingKernel{kernel: fresh.tool}
+	fresh.tool = counted
+	if sync(fresh); len(counted.writes) > 0 {
+		t.Errorf("a start writes %q", counted.writes)
+	}
+	// A Service that changes, one that goes, a jump that somebody removes.
+	p.Set(plantest.LargeService(3, 5000, 2))
+	p.Delete(p.Sorted(plan.IPv4)[9].Key)
+	if err := k.kernel.restore("*nat\n-D PREROUTING -m comment --comment \"kubernetes service portals\" -j KUBE-SERVICES\nCOMMIT\n"); err != nil {
+		t.Error(err)
+	}
+	sync(e)
+	if e.found == nil || e.found.Total() != 1 {
+		t.Errorf("of one jump that is missing, %v is told", e.found)
+	}
+	if got, want := readable(), wantText(p, plan.IPv4); got != want {
+		t.Errorf("after a change:\n%s", diffLines(want, got))
+	}
+	removeNative(t, table, chain)
+	if got, want := ours(t, e.tool), wantText(p, plan.IPv4); got != want {
+		t.Errorf("as iptables-save reads it:\n%s", diffLines(want, got))
+	}
+	if table != "mangle" && (len(told) != 2 || len(told[1].Chains) > 0) {
+		t.Errorf("told of %v", told)
+	}
+}
+
+// nftHeld are the rules of a chain of IPv4, as the kernel lists them.
+func nftHeld(t *testing.T, tbl, chain string) []string {
+	t.Helper()
+	rules, err := nftRules(plan.IPv4, table(tbl), chain)
+	if err != nil {
+		t.Error(err)
+	}
+	return rules
+}
+
+// removeNative removes the rules of a chain that iptables can't read.
+func removeNative(t *testing.T, tbl, chain string) {
+	t.Helper()
+	for _, r := range nftHeld(t, tbl, chain) {
+		if handle, ok := strings.CutPrefix(r, unreadMark); ok {
+			sh(t, fmt.Sprintf("nft delete rule ip %s %s handle %s", tbl, chain, strings.Fields(handle)[0]))
+		}
+	}
+}
+
+// TestNativeRuleInOurChain: what others put there goes, whatever it is.
+func TestNativeRuleInOurChain(t *testing.T) {
+	nstest.Run(t, func() {
+		e := realEngine(t, NFT, plan.IPv4)
+		p := plantest.Large(30, 3)
+		own := serviceChain(prefixCluster, p.Sorted(plan.IPv4)[3].Key)
+		for range 2 {
+			if err := e.sync(context.Background(), p, nil); err != nil {
+				t.Fatal(err)
+			}
+		}
+		want := wantText(p, plan.IPv4)
+		for _, chain := range []string{chainServices, own, chainPostrouting} {
+			addNative(t, "insert", plan.IPv4, "{} nat "+chain+" ct state new counter")
+			if err := e.sync(context.Background(), p, nil); err != nil {
+				t.Error(err)
+			}
+			if e.found == nil || e.found.Total() != 1 || !strings.Contains(e.found.Words(1), "chain "+chain+" of table nat (IPv4): it holds rules") {
+				t.Errorf("%s: found %v", chain, e.found)
+			}
+			if got := ours(t, e.tool); got != want {
+				t.Errorf("%s:\n%s", chain, diffLines(want, got))
+			}
+		}
+	})
+}
+
+// TestTableOfOthers: tables that somebody's nftables.conf has made, with chains of names of its own, before anything of iptables.
+func TestTableOfOthers(t *testing.T) {
+	nstest.Run(t, func() {
+		config := filepath.Join(t.TempDir(), "nftables.conf")
+		const text = `table ip nat {
+	chain prerouting { type nat hook prerouting priority dstnat; ct state new counter; }
+	chain postrouting { type nat hook postrouting priority srcnat; oifname "eth9" masquerade; }
+}
+table ip filter {
+	chain input { type filter hook input priority filter; policy accept; ct state established,related accept; }
+}
+`
+		if err := os.WriteFile(config, []byte(text), 0o600); err != nil {
+			t.Fatal(err)
+		}
+		sh(t, "nft -f "+config)
+		p := plantest.Large(30, 3)
+		for range 3 {
+			e := realEngine(t, NFT, plan.IPv4)
+			k := &countingKernel{kernel: e.tool}
+			e.tool = k
+			for i := range 2 {
+				k.writes = nil
+				if err := e.sync(context.Background(), p, nil); err != nil {
+					t.Fatal(err)
+				}
+				if i > 0 && (len(k.writes) > 0 || e.found.Total() > 0) {
+					t.Errorf("a comparison finds %v and writes %q", e.found, k.writes)
+				}
+			}
+			if got, want := ours(t, e.tool), wantText(p, plan.IPv4); got != want {
+				t.Error(diffLines(want, got))
+			}
+			for chain, rules := range map[string]int{"nat prerouting": 1, "nat postrouting": 1, "filter input": 1} {
+				table, name, _ := strings.Cut(chain, " ")
+				if held := nftHeld(t, table, name); len(held) != rules {
+					t.Errorf("the chain %s of others holds %q", chain, held)
+				}
+			}
+		}
+		lines, err := Cleanup(context.Background(), false, NFT)
+		if err != nil || len(lines) == 0 {
+			t.Errorf("cleanup: %q, %v", lines, err)
+		}
+		if lines, err := Cleanup(context.Background(), true, NFT); err != nil || len(lines) > 0 {
+			t.Errorf("after cleanup there is %q, %v", lines, err)
+		}
+	})
+}
+
+// TestFixedBesideNativeRules is the same for what mode ipvs has, which has rules in table mangle too, and for its removal.
+func TestFixedBesideNativeRules(t *testing.T) {
+	for _, f := range plan.Families {
+		for _, add := range []string{"add", "insert"} {
+			t.Run(f.String()+"/"+add, func(t *testing.T) {
+				t.Parallel()
+				nstest.Run(t, func() {
+					builtinChains(t, f)
+					x, err := NewFixedTables(NFT, f)
+					if err != nil {
+						t.Error(err)
+						return
+					}
+					fixed := testFixed()
+					if f == plan.IPv6 {
+						fixed.Chains[3].Rules = []string{"-j RETURN"}
+					}
+					apply := func(fixed *Fixed) int {
+						n, err := x.Apply(context.Background(), fixed)
+						if err != nil {
+							t.Error(err)
+						}
+						return n
+					}
+					if apply(fixed) == 0 {
+						t.Error("nothing was written")
+					}
+					addNative(t, add, f, "{} nat PREROUTING ct state new counter", "{} filter INPUT ct state new counter",
+						"{} mangle INPUT ct state new counter")
+					for range 2 {
+						if n := apply(fixed); n > 0 {
+							t.Errorf("beside native rules, a comparison changes %d things", n)
+						}
+					}
+					if n := apply(&Fixed{}); n != 7 {
+						t.Errorf("%d chains and jumps are removed", n)
+					}
+					if n := apply(fixed); n != 7 {
+						t.Errorf("%d chains and jumps are written", n)
+					}
+					if lines, err := Cleanup(context.Background(), false, NFT); len(lines) != 7 || err != nil {
+						t.Errorf("cleanup removes %q, %v", lines, err)
+					}
+					if lines, err := Cleanup(context.Background(), true, NFT); len(lines) != 0 || err != nil {
+						t.Errorf("cleanup leaves %q, %v", lines, err)
+					}
+				})
+			})
+		}
+	}
+}
+
+// TestDetectBesideNativeRules: what says which variant is in use is seen beside rules that iptables can't read.
+func TestDetectBesideNativeRules(t *testing.T) {
+	for _, c := range []struct {
+		name, setUp string
+		want        Variant
+	}{
+		{"the kubelet's hint", "iptables-nft -t mangle -N KUBE-IPTABLES-HINT; iptables-nft -t mangle -A INPUT -j ACCEPT; " +
+			"nft add rule ip mangle INPUT ct state new counter; iptables-legacy -A INPUT -j ACCEPT", NFT},
+		{"more rules in nft", "iptables-nft -A INPUT -j ACCEPT; iptables-nft -A INPUT -j DROP; nft add rule ip filter INPUT ct state new counter; " +
+			"iptables-legacy -A INPUT -j ACCEPT; iptables-legacy -A INPUT -j DROP", NFT},
+	} {
+		t.Run(c.name, func(t *testing.T) {
+			nstest.Run(t, func() {
+				sh(t, c.setUp)
+				if got := Detect(); got != c.want {
+					t.Errorf("got %s, want %s", got, c.want)
+				}
+			})
+		})
+	}
+}
+
+// TestCountersBesideNativeRules: connections are counted on.
+func TestCountersBesideNativeRules(t *testing.T) {
+	for line, want := range map[string]string{
+		`-A KUBE-SERVICES -d 10.0.0.1/32 -m comment --comment "a -c 1 2" -c 3 156 -j KUBE-SVC-A`: `[3:156] -A KUBE-SERVICES ` +
+			`-d 10.0.0.1/32 -m comment --comment "a -c 1 2" -j KUBE-SVC-A` + "\n",
+		"-A KUBE-X -c 0 0":     "[0:0] -A KUBE-X \n",
+		"-N KUBE-X":            "-N KUBE-X\n",
+		"-P INPUT ACCEPT -c 1": "-P INPUT ACCEPT -c 1\n",
+	} {
+		if got := counterFirst(line); got != want {
+			t.Errorf("%q becomes %q", line, got)
+		}
+	}
+}
+
+// TestVersion: what programs say of themselves, and those that say nothing in time.
+func TestVersion(t *testing.T) {
+	dir := t.TempDir()
+	for i, c := range []struct {
+		script string
+		want   string
+		random bool
+	}{
+		{"echo 'iptables v1.8.9 (nf_tables)'", "{[1 8 9] nft} <nil>", true},
+		{"echo 'ip6tables v1.8.10 (legacy)'", "{[1 8 10] legacy} <nil>", true},
+		{"echo 'iptables v1.6.1'", "{[1 6 1] legacy} <nil>", false},
+		{"echo 'iptables v1.6.2'", "{[1 6 2] legacy} <nil>", true},
+		{"echo nothing", `{[0 0 0] } asking PATH for its version: it says "nothing"`, false},
+		{"exit 3", "{[0 0 0] } asking PATH for its version: exit status 3", false},
+		{"sleep 5 & exec sleep 1000", "{[0 0 0] } asking PATH for its version: it was ended, since it did not end by itself within 3s", false},
+	} {
+		path := filepath.Join(dir, fmt.Sprint(i))
+		if err := os.WriteFile(path, []byte("#!/bin/sh\n"+c.script+"\n"), 0o755); err != nil {
+			t.Fatal(err)
+		}
+		v, err := askVersion(path, 3*time.Second)
+		if got := strings.ReplaceAll(fmt.Sprint(v, " ", err), path, "PATH"); got != c.want || v.randomFully() != c.random {
+			t.Errorf("%s: got %s, want %s", c.script, got, c.want)
+		}
+	}
+}
