@@ -22,11 +22,26 @@ type Batch struct {
 	Nodes        map[string]*v1.Node
 	// Synced is true once everything that existed when the source started has been delivered, with this batch.
 	Synced bool
+	// Extent says whether all objects are known, where that has changed.
+	Extent Extent
 }
+
+// Extent says how much a source knows.
+type Extent int
+
+// Before a source says otherwise, what it has delivered when it is synced is the Whole. It is Partial where some of what it
+// reads from can't be read, and never could since it started: of objects that there may have been before, nothing is known, and
+// what the kernel holds for them is to stay as it is.
+const (
+	Unchanged Extent = iota
+	Whole
+	Partial
+)
 
 // Empty reports whether the batch says nothing.
 func (b Batch) Empty() bool {
-	return len(b.Services) == 0 && len(b.EndpointSlices) == 0 && len(b.ServiceCIDRs) == 0 && len(b.Nodes) == 0 && !b.Synced
+	return len(b.Services) == 0 && len(b.EndpointSlices) == 0 && len(b.ServiceCIDRs) == 0 && len(b.Nodes) == 0 && !b.Synced &&
+		b.Extent == Unchanged
 }
 
 // Merge puts a later batch on top of this one: the later object wins. Only of a Node that is gone, what this batch says of
@@ -43,6 +58,9 @@ func (b *Batch) Merge(later Batch) {
 	}
 	b.Nodes = merge(merge(b.Nodes, later.Nodes), last)
 	b.Synced = b.Synced || later.Synced
+	if later.Extent != Unchanged {
+		b.Extent = later.Extent
+	}
 }
 
 // deleted returns a Node as it is while it is being deleted.

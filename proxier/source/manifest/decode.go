@@ -46,6 +46,11 @@ type body struct {
 	prefix string // of field paths, within a List
 }
 
+// unread reports whether this is what could not be read: text that breaks the rules of YAML or JSON.
+func (b *body) unread() bool {
+	return b.bad && slices.ContainsFunc(b.issues, func(is issue) bool { return is.at })
+}
+
 // entry is a body at its place.
 type entry struct {
 	*body

@@ -6,8 +6,11 @@ import (
 	"hash/maphash"
 	"runtime"
 	"slices"
+	"strings"
 	"sync"
 	"sync/atomic"
+
+	"nodeproxy/proxier/source"
 )
 
 // file is what is known of one file: its content when last read, and the objects of it that are in force.
@@ -18,6 +21,8 @@ type file struct {
 	decoded map[uint64]*decodedDocument
 	entries []*entry // in force, in order; of a broken document the last good version
 	remarks []remark
+	// fault is the first document that can't be used; empty where all can.
+	fault string
 }
 
 // decodedDocument is a document with what was read from it.
@@ -34,9 +39,32 @@ type reading struct {
 	path    string
 	text    *text
 	err     error // the file can't be read
+	id      fileID
+	open    bool // a program had it open for writing
 	decoded []*decodedDocument
-	// suspect is set where something is newly broken or everything is gone: perhaps the file is being written just now.
+	// suspect is set where something is newly broken: perhaps the file is being written just now.
 	suspect bool
+}
+
+// blank reports whether there is nothing in the file.
+func (r *reading) blank() bool { return len(bytes.TrimSpace(r.text.data)) == 0 }
+
+// whole reports whether every document could be read, though perhaps not used.
+func (r *reading) whole() bool {
+	return r.err == nil && !slices.ContainsFunc(r.decoded, func(d *decodedDocument) bool {
+		return slices.ContainsFunc(d.bodies, (*body).unread)
+	})
+}
+
+// lacks reports whether an object is not in this version of a file that was in another one.
+func (r *reading) lacks(entries []*entry) bool {
+	has := map[objectID]bool{}
+	for _, d := range r.decoded {
+		for _, b := range d.bodies {
+			has[b.id] = true
+		}
+	}
+	return slices.ContainsFunc(entries, func(e *entry) bool { return e.obj != nil && !has[e.id] })
 }
 
 var seed = maphash.MakeSeed()
@@ -90,8 +118,6 @@ func decodeAll(readings []*reading, files map[string]*file) {
 		fresh[d] = true
 	}
 	for _, r := range readings {
-		old := files[r.path]
-		r.suspect = r.err != nil || old != nil && len(old.entries) > 0 && len(r.decoded) == 0
 		for _, d := range r.decoded {
 			r.suspect = r.suspect || fresh[d] && slices.ContainsFunc(d.bodies, func(b *body) bool { return b.bad })
 		}
@@ -106,10 +132,11 @@ const (
 )
 
 // put makes a new version of a file the one in force. Where a document is broken, its object keeps its last good version;
-// where it can't be told which object that is, the whole file stays as it was.
+// where it can't be told which object that is, the whole file stays as it was. An object that is missing has not left while
+// there is a document that can't be read: it may stand in that, or behind a fault that swallows what follows.
 func (f *file) put(r *reading) {
 	f.decoded = make(map[uint64]*decodedDocument, len(r.decoded))
-	f.remarks = nil
+	f.remarks, f.fault = nil, ""
 	entries := make([]*entry, 0, len(r.decoded))
 	bad := 0
 	for _, d := range r.decoded {
@@ -143,7 +170,11 @@ func (f *file) put(r *reading) {
 			if is.effect == "" {
 				is.effect = effect
 			}
-			f.remarks = append(f.remarks, remark{issue: is, object: e.id.String(), entry: e})
+			rem := remark{issue: is, object: e.id.String(), entry: e}
+			f.remarks = append(f.remarks, rem)
+			if e.bad && f.fault == "" {
+				f.fault = rem.located()
+			}
 		}
 	}
 	if whole {
@@ -153,6 +184,7 @@ func (f *file) put(r *reading) {
 		f.entries = entries
 		return
 	}
+	before := f.entries
 	f.entries = nil
 	for _, e := range entries {
 		if last := kept[e]; last != nil {
@@ -162,6 +194,40 @@ func (f *file) put(r *reading) {
 			f.entries = append(f.entries, e)
 		}
 	}
+	if !r.whole() {
+		f.keepMissing(before, len(entries))
+	}
+}
+
+// keepMissing keeps objects in force that a new version of the file does not have, though it may only not be readable there.
+func (f *file) keepMissing(before []*entry, order int) {
+	has := map[objectID]bool{}
+	var missing []string
+	for _, e := range f.entries {
+		has[e.id] = true
+	}
+	for _, e := range before {
+		if e.obj != nil && !has[e.id] {
+			e.order = order
+			order++
+			f.entries = append(f.entries, e)
+			missing = append(missing, e.id.String())
+		}
+	}
+	if len(missing) > 0 {
+		f.remarks = append(f.remarks, remark{file: f.path, issue: issue{severity: source.Problem,
+			detail: sayf("the file can't be read whole, and it is not known whether it still has %s", enumerate(missing)),
+			effect: "they stay in force as they were"}})
+	}
+}
+
+// enumerate names some of a list, and says how many there are.
+func enumerate(names []string) string {
+	const most = 3
+	if len(names) <= most {
+		return strings.Join(names, ", ")
+	}
+	return sayf("%s and %d more objects", strings.Join(names[:most], ", "), len(names)-most)
 }
 
 // keep finds the last good version of each broken document's object among those in force. whole is set where there is a

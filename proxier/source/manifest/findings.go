@@ -66,6 +66,13 @@ func (r *remark) said() said {
 	return s
 }
 
+// located is what a remark says, with its place in front.
+func (r *remark) located() string {
+	var lines lineFinder
+	f := source.Finding{Where: sayf("%s:%d", fileOf(r), lines.find(r)), Object: r.object, Field: r.field, Detail: r.detail}
+	return f.String()
+}
+
 // reporter reports findings, each once as long as it holds.
 type reporter struct {
 	report  source.Report

@@ -15,6 +15,7 @@ import (
 	"os"
 	"path/filepath"
 	"slices"
+	"sync"
 
 	"nodeproxy/proxier/source"
 )
@@ -71,7 +72,26 @@ func (c Config) complete() (Config, error) {
 }
 
 // Source watches manifests and delivers what changes. See New.
-type Source struct{ cfg Config }
+type Source struct {
+	cfg Config
+
+	mu     sync.Mutex
+	faults []string
+}
+
+// Faults are what keeps the manifests from being in force as they are, each with its file and line; none where all are. In
+// place of what can't be read, what was read last is in force. It may be called at any time.
+func (s *Source) Faults() []string {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	return s.faults
+}
+
+func (s *Source) setFaults(faults []string) {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	s.faults = faults
+}
 
 var _ source.Source = (*Source)(nil)
 
@@ -96,7 +116,10 @@ func Load(cfg Config) (source.Batch, error) {
 	}
 	m := newModel(&cfg)
 	tree := scan(cfg.Path)
-	tree.tellErrors(&scanned{}, &m.report)
+	for path, err := range tree.errs {
+		m.report.tell("scan "+path, []remark{{file: path, issue: issue{severity: source.Problem,
+			detail: "can't be read: " + err.Error(), effect: "it is left out"}}})
+	}
 	readings := readAll(slices.Collect(maps.Keys(tree.files)))
 	decodeAll(readings, m.files)
 	batch := m.update(readings, nil)

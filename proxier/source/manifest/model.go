@@ -20,6 +20,7 @@ type model struct {
 	cfg    *Config
 	report reporter
 	files  map[string]*file
+	faulty map[string]*file // those with documents that can't be used
 
 	candidates map[objectID][]*entry // all entries of an object, in order
 	inForce    map[objectID]*entry   // the first of them
@@ -45,6 +46,7 @@ func newModel(cfg *Config) *model {
 		cfg:        cfg,
 		report:     reporter{report: cfg.Report, current: map[string][]said{}},
 		files:      map[string]*file{},
+		faulty:     map[string]*file{},
 		candidates: map[objectID][]*entry{},
 		inForce:    map[objectID]*entry{},
 		services:   map[types.NamespacedName]*v1.Service{},
@@ -76,6 +78,7 @@ func (m *model) update(readings []*reading, gone []string) source.Batch {
 			m.replaceEntries(f.entries, nil, touched)
 			m.report.tell("file "+path, nil)
 			delete(m.files, path)
+			delete(m.faulty, path)
 		}
 	}
 	for id := range touched {
@@ -106,6 +109,10 @@ func (m *model) putFile(r *reading, touched map[objectID]bool) {
 	}
 	before := f.entries
 	f.put(r)
+	delete(m.faulty, r.path)
+	if f.fault != "" {
+		m.faulty[r.path] = f
+	}
 	m.replaceEntries(before, f.entries, touched)
 	m.report.tell("file "+r.path, f.remarks)
 }

@@ -11,7 +11,7 @@ import (
 	"strings"
 	"syscall"
 
-	"nodeproxy/proxier/source"
+	"golang.org/x/sys/unix"
 )
 
 // stamp tells whether a file has changed.
@@ -20,6 +20,11 @@ type stamp struct {
 	size         int64
 	mtime, ctime int64
 }
+
+// fileID tells a file or directory from any other that is there at the same time.
+type fileID struct{ dev, inode uint64 }
+
+func (s stamp) id() fileID { return fileID{s.dev, s.inode} }
 
 func stampOf(info fs.FileInfo) stamp {
 	st := stamp{size: info.Size(), mtime: info.ModTime().UnixNano()}
@@ -32,19 +37,23 @@ func stampOf(info fs.FileInfo) stamp {
 // scanned is what lies at the path of the manifests.
 type scanned struct {
 	files  map[string]stamp
-	dirs   map[string]bool // those of manifests
-	linked map[string]bool // those that symbolic links lead through or into
-	above  string          // the nearest directory above the path that exists
+	dirs   map[string]bool   // those of manifests
+	ids    map[string]fileID // of those
+	linked map[string]bool   // those that symbolic links lead through or into
+	above  string            // the nearest directory above the path that exists
 	errs   map[string]error
-	exists bool
-	seen   map[[2]uint64]bool // directories, so that links in a circle end
+	// dangling are symbolic links that lead to nothing.
+	dangling map[string]bool
+	exists   bool
+	root     fileID          // of the path itself
+	seen     map[fileID]bool // directories, so that links in a circle end
 }
 
 // scan lists the manifests. It follows symbolic links, as the volumes of ConfigMaps are made of them.
 func scan(root string) *scanned {
 	s := &scanned{
 		files: map[string]stamp{}, dirs: map[string]bool{}, linked: map[string]bool{}, errs: map[string]error{},
-		seen: map[[2]uint64]bool{},
+		ids: map[string]fileID{}, dangling: map[string]bool{}, seen: map[fileID]bool{},
 	}
 	s.above = existing(filepath.Dir(root))
 	s.follow(root)
@@ -54,15 +63,34 @@ func scan(root string) *scanned {
 		if !errors.Is(err, fs.ErrNotExist) {
 			s.errs[root] = err
 		}
+		_, err := os.Lstat(root)
+		s.dangling[root] = err == nil
+		return s
 	case info.IsDir():
-		s.exists = true
 		s.directory(root, info)
 	default:
-		s.exists = true
 		s.file(root, info)
 	}
+	s.exists, s.root = true, stampOf(info).id()
 	return s
 }
+
+// removed reports whether what was at a path below root is there no more because it was removed from a directory that can be
+// read; else where says what keeps that from being known.
+func (s *scanned) removed(path, root string) (yes bool, where string) {
+	for ; path != root; path = filepath.Dir(path) {
+		if s.errs[path] != nil || s.dangling[path] {
+			return false, path
+		}
+		if parent := filepath.Dir(path); s.dirs[parent] {
+			return s.errs[parent] == nil, parent
+		}
+	}
+	return false, root
+}
+
+// errDangling is what a symbolic link is that leads to nothing.
+var errDangling = errors.New("it is a symbolic link that leads to nothing")
 
 // existing returns the nearest directory at or above a path that exists.
 func existing(dir string) string {
@@ -95,14 +123,13 @@ func (s *scanned) follow(path string) {
 }
 
 func (s *scanned) directory(dir string, info fs.FileInfo) {
-	st := stampOf(info)
-	if s.seen[[2]uint64{st.dev, st.inode}] {
+	id := stampOf(info).id()
+	if s.seen[id] {
 		return
 	}
-	s.seen[[2]uint64{st.dev, st.inode}] = true
-	s.dirs[dir] = true
+	s.seen[id], s.dirs[dir], s.ids[dir] = true, true, id
 	entries, err := os.ReadDir(dir)
-	if err != nil && !errors.Is(err, fs.ErrNotExist) {
+	if err != nil {
 		s.errs[dir] = err
 	}
 	for _, e := range entries {
@@ -116,6 +143,12 @@ func (s *scanned) directory(dir string, info fs.FileInfo) {
 		info, err := os.Stat(path)
 		switch {
 		case errors.Is(err, fs.ErrNotExist): // Gone meanwhile, or a link to nowhere.
+			if _, err := os.Lstat(path); err == nil {
+				s.dangling[path] = true
+				if accepted(path) {
+					s.errs[path] = errDangling
+				}
+			}
 		case err != nil:
 			s.errs[path] = err
 		case info.IsDir():
@@ -137,47 +170,51 @@ func (s *scanned) file(path string, info fs.FileInfo) {
 // maxFile is the largest file that is read, in bytes.
 const maxFile = 1 << 30
 
-// tellErrors reports what could not be listed, and takes back what was said of those in before.
-func (s *scanned) tellErrors(before *scanned, report *reporter) {
-	for path := range before.errs {
-		if s.errs[path] == nil {
-			report.tell("scan "+path, nil)
-		}
-	}
-	for path, err := range s.errs {
-		report.tell("scan "+path, []remark{{file: path, issue: issue{severity: source.Problem,
-			detail: "can't be read: " + err.Error(), effect: "it is left out"}}})
-	}
-}
-
 // readAll reads files, in order of name.
 func readAll(paths []string) []*reading {
 	slices.Sort(paths)
 	out := make([]*reading, 0, len(paths))
 	for _, path := range slices.Compact(paths) {
 		r := &reading{path: path, text: &text{name: path}}
-		r.text.data, r.err = readFile(path)
+		r.text.data, r.id, r.open, r.err = readFile(path)
 		out = append(out, r)
 	}
 	return out
 }
 
-func readFile(path string) (data []byte, err error) {
+// readFile reads a file, and tells which one that was, and whether a program has it open for writing.
+func readFile(path string) (data []byte, id fileID, open bool, err error) {
 	f, err := os.OpenFile(path, os.O_RDONLY|syscall.O_NONBLOCK, 0) // A pipe in a file's place must not hold us up.
 	if err != nil {
-		return nil, err
+		return nil, id, false, err
 	}
 	defer func() { err = errors.Join(err, f.Close()) }()
 	info, err := f.Stat()
 	if err != nil {
-		return nil, err
+		return nil, id, false, err
 	}
 	if !info.Mode().IsRegular() || info.Size() > maxFile {
-		return nil, fmt.Errorf("no regular file of at most %d bytes", maxFile)
+		return nil, id, false, fmt.Errorf("no regular file of at most %d bytes", maxFile)
 	}
-	data = make([]byte, 0, info.Size()+1)
+	open = beingWritten(f)
+	data, err = readAllOf(f, info.Size())
+	return data, stampOf(info).id(), open, err
+}
+
+// beingWritten reports whether a program has the file open for writing: the kernel grants no lease on it then. Where leases
+// can't be had, as on some network file systems, nothing is known, and the answer is no.
+func beingWritten(f *os.File) bool {
+	_, err := unix.FcntlInt(f.Fd(), unix.F_SETLEASE, unix.F_RDLCK)
+	if err == nil {
+		_, err = unix.FcntlInt(f.Fd(), unix.F_SETLEASE, unix.F_UNLCK)
+	}
+	return errors.Is(err, unix.EAGAIN)
+}
+
+func readAllOf(in io.Reader, size int64) ([]byte, error) {
+	data := make([]byte, 0, size+1)
 	for {
-		n, err := f.Read(data[len(data):cap(data)])
+		n, err := in.Read(data[len(data):cap(data)])
 		data = data[:len(data)+n]
 		if err == io.EOF {
 			return data, nil

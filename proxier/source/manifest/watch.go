@@ -5,6 +5,7 @@ import (
 	"context"
 	"errors"
 	"io/fs"
+	"maps"
 	"os"
 	"path/filepath"
 	"slices"
@@ -21,10 +22,13 @@ const (
 	// programs save a file in several steps.
 	quiet = 2 * time.Millisecond
 	busy  = 15 * time.Millisecond
-	// hold is how long a file that is newly broken, empty or gone is given to become whole again, from its last change on,
+	// hold is how long a file that is newly broken or gone is given to become whole again, from its last change on,
 	// and patience how long altogether.
 	hold     = 40 * time.Millisecond
 	patience = 250 * time.Millisecond
+	// settle is how long a file must not change that has become smaller, or lacks objects, before that counts: it may be
+	// being written, in pieces.
+	settle = 2 * time.Second
 	// lookAgain is how often everything is looked through for changes of which no event told, as on network file systems;
 	// lookOften the same where there are no events at all.
 	lookAgain = 15 * time.Second
@@ -37,29 +41,35 @@ type watch struct {
 	model  *model
 	sink   source.Sink
 	events *fsnotify.Watcher // nil where the system grants none
+	faults func([]string)    // is told of what keeps the files from being in force as they are
 
 	tree   *scanned
-	stamps map[string]stamp     // of each file when it was last read
-	texts  map[string][]byte    // the content of each file that is in force
-	held   map[string]*heldFile // newly broken, empty or gone
+	fresh  bool                // the tree has been listed in this look
+	root   fileID              // of the path when all files below it were there last
+	stamps map[string]stamp    // of each file when it was last read
+	texts  map[string][]byte   // the content of each file that is in force
+	whole  map[string]version  // the last one of each file that could be read whole
+	held   map[string]*held    // what is not, or not yet, in force as it is
+	told   map[string][]remark // of those: what has been said, by the path that it is said of
 	synced bool
+	// unknown are the paths of which nothing has been known since the start.
+	unknown map[string]bool
 
 	pending map[string]bool // files of which an event told
 	all     bool            // look at everything
 	due     time.Time       // when to look; zero if there is nothing
 	since   time.Time       // of the first event after the last look
+	last    time.Time       // of the last event
 }
-
-// heldFile is a file that is given time to become whole again.
-type heldFile struct{ since, until time.Time }
 
 // Run delivers everything, and then what changes, until ctx ends; then it returns nil. Where there is nothing at the path
 // yet it waits: nothing is not the same as an empty directory, and must not wipe out what the kernel holds.
 func (s *Source) Run(ctx context.Context, sink source.Sink) error {
 	cfg := s.cfg
 	w := &watch{
-		cfg: &cfg, model: newModel(&cfg), sink: sink, tree: &scanned{},
-		stamps: map[string]stamp{}, texts: map[string][]byte{}, held: map[string]*heldFile{}, pending: map[string]bool{},
+		cfg: &cfg, model: newModel(&cfg), sink: sink, faults: s.setFaults, tree: &scanned{},
+		stamps: map[string]stamp{}, texts: map[string][]byte{}, whole: map[string]version{}, held: map[string]*held{},
+		told: map[string][]remark{}, pending: map[string]bool{},
 	}
 	var err error
 	var events chan fsnotify.Event
@@ -135,6 +145,7 @@ func (w *watch) note(name string) {
 
 func (w *watch) schedule() {
 	now := time.Now()
+	w.last = now
 	if w.since.IsZero() {
 		w.since = now
 	}
@@ -148,8 +159,10 @@ func (w *watch) schedule() {
 func (w *watch) wake() time.Time {
 	at := w.due
 	for _, h := range w.held {
-		if at.IsZero() || h.until.Before(at) {
-			at = h.until
+		for _, t := range []time.Time{h.again, h.tellAt()} {
+			if !t.IsZero() && (at.IsZero() || t.Before(at)) {
+				at = t
+			}
 		}
 	}
 	return at
@@ -160,58 +173,72 @@ func (w *watch) look(now time.Time) {
 	pending, all := w.pending, w.all
 	w.pending, w.all, w.due, w.since = map[string]bool{}, false, time.Time{}, time.Time{}
 	for path, h := range w.held {
-		if !now.Before(h.until) {
+		if all || !h.again.IsZero() && !now.Before(h.again) {
 			pending[path] = true
 		}
 	}
-	if all {
+	if w.fresh = all; all {
 		w.rescan(pending)
 	}
-	readings, gone := w.read(pending)
+	readings, gone := w.read(pending, now)
 	decodeAll(readings, w.model.files)
-	if w.synced {
-		readings = slices.DeleteFunc(readings, func(r *reading) bool { return r.suspect && w.holdBack(r.path, now) })
-		gone = slices.DeleteFunc(gone, func(path string) bool { return !w.movedAway(path) && w.holdBack(path, now) })
-	} else if !w.tree.exists {
-		w.tellMissing("nothing is programmed until there is")
-		w.model.report.flush()
+	readings = slices.DeleteFunc(readings, func(r *reading) bool { return !w.counts(r, now) })
+	gone = slices.DeleteFunc(gone, func(path string) bool { return !w.hasGone(path, now) })
+	if !w.synced && !w.tree.exists {
+		w.tell(now)
 		return
 	}
 	for _, r := range readings {
-		delete(w.held, r.path)
-		if r.err == nil {
-			w.texts[r.path] = r.text.data
-		} else {
-			delete(w.texts, r.path)
+		w.texts[r.path] = r.text.data
+		if r.whole() {
+			w.whole[r.path] = version{r.text.data, r.id}
 		}
 	}
 	for _, path := range gone {
-		delete(w.held, path)
 		delete(w.texts, path)
+		delete(w.whole, path)
 		delete(w.stamps, path)
 	}
-	if w.tree.exists {
-		w.model.report.tell("path", nil)
-	} else if len(w.held) == 0 {
-		w.tellMissing("all objects are gone until there is")
+	if w.tree.exists && len(w.tree.files) > 0 && !slices.ContainsFunc(slices.Collect(maps.Values(w.held)), (*held).isGone) {
+		w.root = w.tree.root
 	}
 	batch := w.model.update(readings, gone)
-	batch.Synced, w.synced = !w.synced, true
+	w.tell(now)
+	w.complete(&batch)
 	if !batch.Empty() {
 		w.sink.Apply(batch)
 	}
 }
 
-func (w *watch) tellMissing(effect string) {
-	w.model.report.tell("path", []remark{{file: w.cfg.Path, issue: issue{severity: source.Problem,
-		detail: "there is nothing at this path", effect: effect}}})
+// complete says in a batch whether it is the first one, and how much of what there was at the start is known.
+func (w *watch) complete(b *source.Batch) {
+	first := !w.synced
+	b.Synced, w.synced = first, true
+	faults := w.faultyPaths()
+	if first {
+		w.unknown = faults
+		if len(faults) > 0 {
+			b.Extent = source.Partial
+		}
+		return
+	}
+	if len(w.unknown) == 0 {
+		return
+	}
+	for path := range w.unknown {
+		if !faults[path] {
+			delete(w.unknown, path)
+		}
+	}
+	if len(w.unknown) == 0 {
+		b.Extent = source.Whole
+	}
 }
 
 // rescan lists everything, and adds what differs from what was read to the pending files.
 func (w *watch) rescan(pending map[string]bool) {
 	old := w.tree
 	w.tree = scan(w.cfg.Path)
-	w.tree.tellErrors(old, &w.model.report)
 	for path, st := range w.tree.files {
 		if w.stamps[path] != st {
 			pending[path] = true
@@ -225,8 +252,8 @@ func (w *watch) rescan(pending map[string]bool) {
 	w.setWatches(old)
 }
 
-// read reads the pending files. It returns those that differ from what is in force or held, and those that are gone.
-func (w *watch) read(pending map[string]bool) (readings []*reading, gone []string) {
+// read reads the pending files. It returns those that differ from what is in force, and those that are gone.
+func (w *watch) read(pending map[string]bool, now time.Time) (readings []*reading, gone []string) {
 	var paths []string
 	for path := range pending {
 		info, err := os.Stat(path)
@@ -234,6 +261,8 @@ func (w *watch) read(pending map[string]bool) (readings []*reading, gone []strin
 		case err == nil && info.IsDir(), errors.Is(err, fs.ErrNotExist), !accepted(path) && path != w.cfg.Path:
 			if w.model.files[path] != nil {
 				gone = append(gone, path)
+			} else {
+				delete(w.held, path)
 			}
 			continue
 		case err == nil:
@@ -246,6 +275,9 @@ func (w *watch) read(pending map[string]bool) (readings []*reading, gone []strin
 		old, known := w.texts[r.path]
 		if r.err == nil && known && bytes.Equal(old, r.text.data) {
 			delete(w.held, r.path) // It is as it was before.
+			if v, ok := w.whole[r.path]; ok && bytes.Equal(v.data, r.text.data) {
+				w.whole[r.path] = version{v.data, r.id}
+			}
 			return true
 		}
 		return errors.Is(r.err, fs.ErrNotExist) // The next event tells.
@@ -253,28 +285,11 @@ func (w *watch) read(pending map[string]bool) (readings []*reading, gone []strin
 	return readings, gone
 }
 
-// holdBack decides whether to wait with a file that is newly broken, empty or gone. Each new event extends the time.
-func (w *watch) holdBack(path string, now time.Time) bool {
-	h := w.held[path]
-	if h == nil {
-		w.held[path] = &heldFile{since: now, until: now.Add(hold)}
-		return true
-	}
-	if !now.Before(h.until) {
-		return false
-	}
-	h.until = now.Add(hold)
-	if last := h.since.Add(patience); h.until.After(last) {
-		h.until = last
-	}
-	return true
-}
-
 // movedAway reports whether a file that is gone has only got another name, so that nothing is to be waited for.
 func (w *watch) movedAway(path string) bool {
 	was := w.stamps[path]
 	for other, st := range w.stamps {
-		if other != path && st.inode == was.inode && st.dev == was.dev {
+		if other != path && st.id() == was.id() {
 			return true
 		}
 	}

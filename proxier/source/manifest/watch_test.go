@@ -16,8 +16,9 @@ import (
 
 // running is a Source that runs, and what came of it.
 type running struct {
-	t    *testing.T
-	path string
+	t      *testing.T
+	path   string
+	source *Source
 
 	mu       sync.Mutex
 	batches  []source.Batch
@@ -78,6 +79,7 @@ func start(t *testing.T, path string) *running {
 	if err != nil {
 		t.Fatal(err)
 	}
+	r.source = s
 	ctx, cancel := context.WithCancel(context.Background())
 	done := make(chan error)
 	go func() { done <- s.Run(ctx, r) }()
@@ -221,7 +223,9 @@ func TestWatchBroken(t *testing.T) {
 	write(t, file, o2)
 	r.awaitState("mended, with one object less", ol2)
 	write(t, file, "")
-	r.awaitState("empty", "")
+	r.awaitSaid("all.yaml:1: the file is empty, as while it is being written; all objects of the file stay as they were")
+	remove(t, file)
+	r.awaitState("removed", "")
 }
 
 // TestWatchHalfWritten holds that a file which is broken for a moment only is never reported.
@@ -335,14 +339,17 @@ func TestWatchDirectoryComesAndGoes(t *testing.T) {
 	write(t, filepath.Join(dir, "web.yaml"), m1)
 	r.awaitState("made later", l1)
 	remove(t, dir)
-	r.awaitState("removed", "")
+	r.awaitSaid("there is nothing at this path; all objects of the files below stay as they were")
+	r.awaitState("removed", l1)
 	write(t, filepath.Join(dir, "web.yaml"), m2)
 	r.awaitState("made anew", l2)
 	write(t, filepath.Join(dir, "web.yaml"), m1)
 	r.awaitState("and watched", l1)
 	rename(t, dir, dir+"2")
-	r.awaitState("moved away", "")
+	r.await("moved away", func() bool { return len(r.source.Faults()) > 0 })
+	r.awaitState("moved away", l1)
 	rename(t, dir+"2", dir)
+	r.await("moved back", func() bool { return len(r.source.Faults()) == 0 })
 	r.awaitState("moved back", l1)
 }
 
