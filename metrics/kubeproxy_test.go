@@ -53,6 +53,7 @@ func inUse(mode string) *Set {
 	s.CollectWatches(func() map[string]time.Duration {
 		return map[string]time.Duration{"services": 3 * time.Second, "nodes": -1}
 	})
+	s.CollectFaults(func() bool { return true })
 	s.CollectHealthCheckNodePorts(func() (int, int) { return 3, 1 })
 	traffic := ServiceTraffic{Key: testKey("a", plan.IPv4), Connections: 1, PacketsIn: 2, PacketsOut: 3, BytesIn: 4, BytesOut: 5}
 	if mode == iptables { // whose rules see the first packet of a connection only

@@ -28,6 +28,25 @@ func (s *Set) CollectWatches(read func() map[string]time.Duration) {
 	})
 }
 
+// CollectFaults adds whether something can't be read of what objects are read from. read is called at each scrape. It is to be
+// called once.
+func (s *Set) CollectFaults(read func() bool) {
+	s.registry.MustRegister(&reader{
+		desc: prometheus.NewDesc("nodeproxy_manifests_faulty",
+			"1 while manifests can't be read, or not be used as they are, so that what was read of them last is in force, else 0.",
+			nil, nil),
+		kind: prometheus.GaugeValue,
+		read: func(send func(float64, ...string)) error {
+			if read() {
+				send(1)
+			} else {
+				send(0)
+			}
+			return nil
+		},
+	})
+}
+
 // CollectOldestChange adds for how long the oldest change that is not programmed yet has waited; 0 if there is none. read is
 // called at each scrape. It is to be called once.
 func (s *Set) CollectOldestChange(read func() time.Duration) {

@@ -19,6 +19,7 @@ import (
 	"nodeproxy/proxier/plan"
 	"nodeproxy/proxier/source"
 	"nodeproxy/proxier/source/apiserver"
+	"nodeproxy/proxier/source/manifest"
 )
 
 // monitor tells the world how it goes: health, metrics, and the health check node ports of Services.
@@ -58,6 +59,12 @@ func newMonitor(cfg *config.Config, set *metrics.Set, families []plan.Family, ob
 			return out
 		})
 	}
+	faults := func() []string { return nil }
+	if files, ok := objects.(*manifest.Source); ok {
+		faults = files.Faults
+		nodeConfig.Faults = faults
+	}
+	m.metrics.CollectFaults(func() bool { return len(faults()) > 0 })
 	m.node = health.NewNode(nodeConfig)
 	m.services = health.NewServices(health.ServicesConfig{
 		Healthy: m.node.Healthy, NotNode: []string{ipvs.DeviceName}, Report: report, Log: log,

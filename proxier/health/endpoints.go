@@ -19,8 +19,8 @@ import (
 //
 // /livez says nothing of whether the node is about to go (KEP-3836).
 //
-// /readyz is 200 when all objects have been delivered, the rules have been written, no change waits for too long, and what
-// is known is not stale. Its JSON names what is missing.
+// /readyz is 200 when all objects have been delivered, the source can read all that it should, the rules have been written, no
+// change waits for too long, and what is known is not stale. Its JSON names what is missing.
 func (n *Node) Handler() http.Handler {
 	mux := http.NewServeMux()
 	mux.HandleFunc("/healthz", n.healthz)

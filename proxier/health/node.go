@@ -5,6 +5,7 @@ package health
 
 import (
 	"fmt"
+	"slices"
 	"sync"
 	"time"
 
@@ -39,6 +40,8 @@ type NodeConfig struct {
 	Timeout time.Duration
 	// Watches tells how current the objects are; nil where the source has nothing that can get stale, as with files.
 	Watches func() []Watch
+	// Faults tells what the source can't read, so that what it read before is in force; nil where that can't be.
+	Faults func() []string
 	// StaleAfter is the Age from which a Watch is stale; zero means DefaultStaleAfter.
 	StaleAfter time.Duration
 	// Answered is told of each answer: the path that was asked for, and the status code; nil for nobody.
@@ -159,7 +162,7 @@ func (n *Node) OldestChange() time.Duration { return n.state().waited }
 
 // Missing is something that a node needs to be ready.
 type Missing struct {
-	// Condition is one of free, synced, programmed, in-time and fresh.
+	// Condition is one of free, synced, whole, programmed, in-time and fresh.
 	Condition string `json:"condition"`
 	// Detail says what is missing, for people.
 	Detail string `json:"detail"`
@@ -175,6 +178,20 @@ func (n *Node) watches() []Watch {
 	return n.cfg.Watches()
 }
 
+// mostFaults is how many faults are listed one by one.
+const mostFaults = 10
+
+func (n *Node) faults() []string {
+	if n.cfg.Faults == nil {
+		return nil
+	}
+	faults := n.cfg.Faults()
+	if more := len(faults) - mostFaults; more > 0 {
+		return append(slices.Clone(faults[:mostFaults]), fmt.Sprintf("and %d more", more))
+	}
+	return faults
+}
+
 func (n *Node) missing(s state, watches []Watch) []Missing {
 	out := []Missing{} // not nil: it is shown as JSON
 	add := func(condition, detail string, args ...any) {
@@ -185,6 +202,9 @@ func (n *Node) missing(s state, watches []Watch) []Missing {
 	}
 	if !s.synced {
 		add("synced", "not all objects have been delivered yet")
+	}
+	for _, fault := range n.faults() {
+		add("whole", "%s", fault)
 	}
 	if s.programmed.IsZero() {
 		add("programmed", "no sync has succeeded yet")
