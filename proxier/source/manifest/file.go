@@ -21,7 +21,9 @@ type file struct {
 	decoded map[uint64]*decodedDocument
 	entries []*entry // in force, in order; of a broken document the last good version
 	remarks []remark
-	// fault is the first document that can't be used; empty where all can.
+	// bad is set where there are documents that can't be used. fault is the first of those that can't be read, or that leave a
+	// last good version in force; empty if there is none.
+	bad   bool
 	fault string
 }
 
@@ -156,7 +158,7 @@ func (f *file) put(r *reading) {
 	}
 	var kept map[*entry]*entry
 	whole := false
-	if bad > 0 {
+	if f.bad = bad > 0; f.bad {
 		kept, whole = keep(entries, f.entries)
 	}
 	for _, e := range entries {
@@ -172,7 +174,7 @@ func (f *file) put(r *reading) {
 			}
 			rem := remark{issue: is, object: e.id.String(), entry: e}
 			f.remarks = append(f.remarks, rem)
-			if e.bad && f.fault == "" {
+			if f.fault == "" && e.bad && (whole || kept[e] != nil || e.unread()) {
 				f.fault = rem.located()
 			}
 		}

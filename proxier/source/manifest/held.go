@@ -304,7 +304,9 @@ func (w *watch) publish() {
 		}
 	}
 	for _, f := range w.model.faulty {
-		out = append(out, f.fault)
+		if f.fault != "" {
+			out = append(out, f.fault)
+		}
 	}
 	slices.Sort(out)
 	w.faults(out)

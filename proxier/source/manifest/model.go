@@ -110,7 +110,7 @@ func (m *model) putFile(r *reading, touched map[objectID]bool) {
 	before := f.entries
 	f.put(r)
 	delete(m.faulty, r.path)
-	if f.fault != "" {
+	if f.bad {
 		m.faulty[r.path] = f
 	}
 	m.replaceEntries(before, f.entries, touched)
