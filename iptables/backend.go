@@ -163,6 +163,8 @@ type engine struct {
 	toldLocalnet bool // whether it was said that localhost node ports can't be had
 	// current is what the kernel holds; nil where that is not known.
 	current *rules
+	// kept is what the kernel held, before this program wrote anything, for ServicePorts that are not known; nil where all are.
+	kept *kept
 	// found is what the last sync found to differ from current; nil if it did not compare.
 	found  *drift.Found
 	counts ruleCounts
@@ -172,7 +174,7 @@ func (e *engine) sync(ctx context.Context, p *plan.Plan, changed plan.Keys) erro
 	e.found = nil
 	e.counts.begin()
 	var err error
-	if changed == nil || e.current == nil || e.current.outgrown(p, changed) {
+	if changed == nil || e.current == nil || e.current.outgrown(p, changed) || e.kept.any() && p.Adds(changed, e.family, e.current.services) {
 		err = e.syncAll(ctx, p)
 	} else {
 		err = e.syncChanged(p, changed)

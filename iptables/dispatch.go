@@ -245,10 +245,15 @@ func sameRules(a, b chain) bool { return slices.Equal(a.rules, b.rules) }
 
 // addrDigits is the number of digits that an address has in this dispatcher's keys.
 func (d *dispatch) addrDigits() int {
-	if d.place.chain == chainNodePorts || d.place.chain == chainExternalNodePorts {
+	if !d.place.addressed() {
 		return 0
 	}
 	return d.family.Bits() / 4
+}
+
+// addressed reports whether the entries of a dispatcher are for addresses, rather than for ports alone.
+func (p place) addressed() bool {
+	return p.chain != chainNodePorts && p.chain != chainExternalNodePorts
 }
 
 // split takes a key's prefix apart: the address range, the protocol, and the port range that it stands for.

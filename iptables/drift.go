@@ -28,6 +28,9 @@ func (c *driftFinder) rules(written *rules, nat, filter kernelTable) {
 			check(tableNAT, own)
 		}
 	}
+	for _, own := range written.kept.own() {
+		check(tableNAT, own)
+	}
 	written.fixed(func(want tableChain) { check(want.table, want.chain) })
 	for _, t := range []table{tableNAT, tableFilter} {
 		for _, name := range slices.Sorted(maps.Keys(held[t])) {

@@ -33,6 +33,9 @@ func (e *engine) syncAll(ctx context.Context, p *plan.Plan) error {
 		e.found = &drift.Found{}
 		(&driftFinder{e.family, e.found}).rules(e.current, f.nat, f.filter)
 	}
+	if err := f.findKept(p); err != nil {
+		return err
+	}
 	if err := f.run(p); err != nil {
 		return errors.Join(append(f.refused, err)...)
 	}
@@ -200,7 +203,10 @@ func (f *fullSync) services(services []*plan.ServicePort) error {
 			f.rewrites = append(f.rewrites, other)
 		}
 	}
-	return f.writeAll(fresh)
+	if err := f.writeAll(fresh); err != nil {
+		return err
+	}
+	return f.enterKept()
 }
 
 // writeAll writes ServicePorts' own chains, many at a time.

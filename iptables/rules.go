@@ -24,6 +24,8 @@ type rules struct {
 	externals int
 	ranges    []netip.Prefix
 	tries     tries
+	// kept is what stays of ServicePorts that are not known; nil where all are.
+	kept *kept
 }
 
 // tries are the entries of all dispatchers.
@@ -193,7 +195,7 @@ var dispatcherOrder = [dispatchers]dispatcherID{
 // fixed calls emit for every chain that is not a ServicePort's own, those that others lead to first.
 func (r *rules) fixed(emit func(tableChain)) {
 	for _, c := range baseChains(r.options, r.family, r.form()) {
-		emit(c)
+		emit(r.kept.around(c))
 	}
 	for _, id := range dispatcherOrder {
 		d := r.dispatcher(id, &r.tries)

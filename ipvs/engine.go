@@ -65,7 +65,7 @@ func (e *engine) sync(ctx context.Context, p *plan.Plan, changed plan.Keys) erro
 	defer e.mu.Unlock()
 	e.compared, e.found = false, drift.Found{}
 	var err error
-	if changed == nil || e.desired == nil {
+	if changed == nil || e.desired == nil || p.Partial && p.Adds(changed, e.family, e.desired.services) {
 		err = e.syncAll(ctx, p)
 	} else {
 		err = e.apply(e.desired.update(p, changed), nil)
@@ -107,6 +107,9 @@ func (e *engine) syncAll(ctx context.Context, p *plan.Plan) error {
 	if err != nil {
 		return err
 	}
+	if takeOver && p.Partial {
+		return plan.ErrPartial
+	}
 	if err := e.read(before); err != nil {
 		return err
 	}
@@ -132,7 +135,11 @@ func (e *engine) syncAll(ctx context.Context, p *plan.Plan) error {
 		steps = &ruleSteps{before: steps.after, after: write}
 	}
 	steps.routes = func() error { return e.routes(p) }
-	return e.apply(e.everything(), steps)
+	all := e.everything()
+	if p.Partial {
+		e.leaveUnknown(all, p)
+	}
+	return e.apply(all, steps)
 }
 
 // guardMarks has marks kept apart, once rules are there that do not look for ours where they are not to be seen.
@@ -252,6 +259,26 @@ func (e *engine) everything() *touched {
 	return t
 }
 
+// leaveUnknown takes out of what is touched what the kernel holds for frontends that a plan.Partial does not have.
+func (e *engine) leaveUnknown(t *touched, p *plan.Plan) {
+	known := p.Addresses(e.family)
+	for id := range t.servers {
+		if _, desired := e.desired.servers[id]; !desired && !known[plan.Address{Addr: id.Addr, Protocol: id.Protocol, Port: id.Port}] {
+			delete(t.servers, id)
+		}
+	}
+	for m := range t.members {
+		if e.desired.members[m] == nil && !known[plan.Address{Addr: m.entry.Addr, Protocol: m.entry.Protocol, Port: m.entry.Port}] {
+			delete(t.members, m)
+		}
+	}
+	for a := range t.vips {
+		if e.desired.vips[a] == 0 {
+			delete(t.vips, a)
+		}
+	}
+}
+
 // apply brings what is touched to what is desired. A packet that had an endpoint before and has one after must have one all the
 // while, so: what masquerades or refuses comes before what sends packets on, and goes after it; a mark leads to a virtual
 // server only while that has its real servers; an address of a Service is the last that comes and the last that goes. One thing
@@ -364,7 +391,7 @@ func (e *engine) routes(p *plan.Plan) error {
 		}
 	}
 	for r := range have {
-		if !slices.Contains(e.ranges, r) {
+		if !slices.Contains(e.ranges, r) && !p.Partial {
 			errs = append(errs, e.machine.device.RemoveRoute(r))
 		}
 	}

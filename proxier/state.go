@@ -100,6 +100,11 @@ func (s *State) Apply(b source.Batch) {
 	if obj, told := b.Nodes[s.plan.Node.Name]; told {
 		s.applyNode(obj)
 	}
+	if b.Extent != source.Unchanged {
+		partial := b.Extent == source.Partial
+		s.rebuild = s.rebuild || partial != s.plan.Partial
+		s.plan.Partial = partial
+	}
 	s.synced = s.synced || b.Synced
 }
 

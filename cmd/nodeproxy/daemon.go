@@ -286,7 +286,7 @@ func (d *daemon) runBeside(ctx context.Context) {
 	select {
 	case <-ctx.Done():
 		return
-	case <-d.monitor.inSync:
+	case <-d.monitor.complete:
 	}
 	if err := d.leaveIPVS(ctx); err != nil {
 		d.log.Warn("something of mode ipvs stays until the next start", "error", err)

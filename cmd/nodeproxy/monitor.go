@@ -33,9 +33,10 @@ type monitor struct {
 	warn      func(text string)
 	// traffic counts connections by the rules of mode iptables; nil where it is not to.
 	traffic *iptables.TrafficReader
-	// inSync is closed when the kernel has been brought to the plan for the first time.
-	inSync chan struct{}
-	first  func()
+	// inSync is closed when the kernel has been brought to the plan for the first time, and complete when that was a plan with
+	// all there is.
+	inSync, complete     chan struct{}
+	first, firstComplete func()
 }
 
 // started is when this program began, whatever restarts in place came after.
@@ -46,8 +47,9 @@ var requests = metrics.NewRESTClient()
 
 func newMonitor(cfg *config.Config, set *metrics.Set, families []plan.Family, objects source.Source, report source.Report,
 	log *slog.Logger) *monitor {
-	m := &monitor{metrics: set, inSync: make(chan struct{})}
+	m := &monitor{metrics: set, inSync: make(chan struct{}), complete: make(chan struct{})}
 	m.first = sync.OnceFunc(func() { close(m.inSync) })
+	m.firstComplete = sync.OnceFunc(func() { close(m.complete) })
 	nodeConfig := health.NodeConfig{Families: families, Timeout: 2 * cfg.SyncPeriod, Answered: m.metrics.Answered}
 	if api, ok := objects.(*apiserver.Source); ok {
 		nodeConfig.Watches = watches(api)
@@ -153,6 +155,9 @@ func (m *monitor) Synced(p *plan.Plan, changed plan.Keys, r proxier.Result) {
 	if r.Err == nil {
 		m.node.Programmed()
 		m.first()
+		if !p.Partial {
+			m.firstComplete()
+		}
 	}
 }
 

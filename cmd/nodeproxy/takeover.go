@@ -157,7 +157,7 @@ func (d *daemon) removeLeftovers(ctx context.Context) {
 	select {
 	case <-ctx.Done():
 		return
-	case <-d.monitor.inSync:
+	case <-d.monitor.complete:
 	}
 	found, err := leftovers.Find()
 	if err != nil {

@@ -101,7 +101,7 @@ func (r *Reconciler) pass(ctx context.Context) (full bool, err error) {
 		r.mu.Unlock()
 		return false, nil
 	}
-	todo, settled, unknown, early := r.work, r.settled, !r.started, r.index.early.due
+	todo, settled, unknown, early := r.work, r.settled, !r.started && !r.partial, r.index.early.due
 	r.work = work{}
 	if todo.all {
 		r.index.early.due = false
@@ -122,7 +122,7 @@ func (r *Reconciler) pass(ctx context.Context) (full bool, err error) {
 			r.poke() // The end may have come when there was nothing left to do.
 		}
 	case todo.all:
-		r.started = true
+		r.started = r.started || unknown
 		swept(r.index.gone, gone)
 		swept(r.index.left, left)
 	}
@@ -139,7 +139,7 @@ func (r *Reconciler) filters(todo work, early bool) []filter {
 				out = append(out, todo.filters(family, protocol)...)
 				continue
 			}
-			if r.index.watched(family, protocol) || !r.started && p != plan.TCP && len(r.cfg.ServiceCIDRs) > 0 {
+			if r.index.watched(family, protocol) || !r.started && !r.partial && p != plan.TCP && len(r.cfg.ServiceCIDRs) > 0 {
 				out = append(out, filter{family: family, protocol: protocol})
 			} else if early && p == plan.TCP {
 				out = append(out, filter{family: family, protocol: protocol, early: true})

@@ -80,8 +80,8 @@ type Reconciler struct {
 	// known is set once there is a plan. settled is set while the rules are those of that plan: what a pass finds before, it
 	// has to look for again.
 	known, settled bool
-	// started is set once a full pass has succeeded.
-	started bool
+	// started is set once a full pass has succeeded, with a plan that has all there is. partial says that it does not.
+	started, partial bool
 
 	noFilter bool // only Run's goroutine uses it
 }
@@ -178,7 +178,7 @@ func (r *Reconciler) wanted(sp *plan.ServicePort) *plan.ServicePort {
 }
 
 func (r *Reconciler) updateAll(p *plan.Plan) {
-	r.index.settings, r.index.node = p.Settings, p.Node
+	r.index.settings, r.index.node, r.partial = p.Settings, p.Node, p.Partial
 	for key := range r.index.targets {
 		if p.Services[key] == nil {
 			r.index.set(key, nil)

@@ -7,6 +7,7 @@ package plan
 
 import (
 	"cmp"
+	"errors"
 	"fmt"
 	"net/netip"
 	"slices"
@@ -331,6 +332,9 @@ type Plan struct {
 	Settings Settings
 	// Services holds every ServicePort. It is to be changed by Set and Delete only.
 	Services map[Key]*ServicePort
+	// Partial says that there may be ServicePorts that are not known. What the kernel holds for frontends that the plan does not
+	// have is to stay as it is, and to work.
+	Partial bool
 	// keys lists the keys of each Service, so that those of one are found without a walk over all.
 	keys map[Service][]Key
 }
@@ -339,6 +343,39 @@ type Plan struct {
 func New(node Node, settings Settings) *Plan {
 	return &Plan{Node: node, Settings: settings, Services: map[Key]*ServicePort{}, keys: map[Service][]Key{}}
 }
+
+// Address is a frontend without its kind: what a packet is known by. Addr is invalid for node ports.
+type Address struct {
+	Addr     netip.Addr
+	Protocol Protocol
+	Port     uint16
+}
+
+// Addresses are those of all frontends of a family.
+func (p *Plan) Addresses(family Family) map[Address]bool {
+	out := map[Address]bool{}
+	for k, sp := range p.Services {
+		if k.Family == family {
+			for _, f := range sp.Frontends {
+				out[Address{f.Addr, f.Protocol, f.Port}] = true
+			}
+		}
+	}
+	return out
+}
+
+// Adds reports whether a change of these ServicePorts adds one of the family that was not among those before.
+func (p *Plan) Adds(changed Keys, family Family, before map[Key]*ServicePort) bool {
+	for k := range changed {
+		if k.Family == family && p.Services[k] != nil && before[k] == nil {
+			return true
+		}
+	}
+	return false
+}
+
+// ErrPartial is why the kernel is not changed from another mode's objects to this one's while not all ServicePorts are known.
+var ErrPartial = errors.New("another mode's rules are in force here, and not everything is known yet that they are for: they stay until it is")
 
 // Set puts a ServicePort in, in place of the one that had its key.
 func (p *Plan) Set(sp *ServicePort) {

@@ -1,0 +1,209 @@
+package iptables
+
+import (
+	"maps"
+	"net/netip"
+	"slices"
+	"strconv"
+	"strings"
+
+	"nodeproxy/proxier/plan"
+)
+
+// kept is what the kernel holds for frontends that a plan.Partial does not have: entries of dispatchers, chains that those lead
+// to, and what the base chains do for all Services in the form that the kernel has. It is read from rules, this program's or
+// kube-proxy's, since whose they are is not known. A nil kept is empty.
+type kept struct {
+	entries []entry
+	chains  map[string][]string
+	forAll  map[tableChainName][]string
+}
+
+type tableChainName struct {
+	table table
+	name  string
+}
+
+func (k *kept) any() bool { return k != nil && len(k.entries) > 0 }
+
+// own are the chains that belong to the ServicePorts that are not known.
+func (k *kept) own() []chain {
+	if k == nil {
+		return nil
+	}
+	var out []chain
+	for _, name := range slices.Sorted(maps.Keys(k.chains)) {
+		out = append(out, chain{name, k.chains[name]})
+	}
+	return out
+}
+
+// around adds to a base chain what it does for all Services in the form that the kernel has: as in forAll, at the beginning in
+// table nat, and at the end in table filter.
+func (k *kept) around(c tableChain) tableChain {
+	if k == nil {
+		return c
+	}
+	rules := slices.DeleteFunc(slices.Clone(k.forAll[tableChainName{c.table, c.name}]), func(r string) bool {
+		return slices.Contains(c.rules, r)
+	})
+	if c.table == tableNAT {
+		c.rules = slices.Concat(rules, c.rules)
+	} else {
+		c.rules = slices.Concat(c.rules, rules)
+	}
+	return c
+}
+
+// findKept finds out what the kernel holds that a plan may not know. It is done once: what is written later is this program's own.
+func (f *fullSync) findKept(p *plan.Plan) error {
+	switch {
+	case !p.Partial:
+		f.engine.kept = nil
+		return nil
+	case f.otherModeHeld():
+		return plan.ErrPartial
+	case f.engine.kept == nil:
+		f.engine.kept = readKept(f.nat, f.filter)
+		f.log.Info("not everything is known of what the kernel may hold rules for; those for unknown Services stay as they are",
+			"family", f.family, "frontends", len(f.engine.kept.entries))
+	}
+	return nil
+}
+
+// readKept reads the entries of all dispatchers, and what belongs to them.
+func readKept(nat, filter kernelTable) *kept {
+	k := &kept{chains: map[string][]string{}, forAll: map[tableChainName][]string{}}
+	held := map[table]kernelTable{tableNAT: nat, tableFilter: filter}
+	for id, at := range places {
+		r := &entryReader{held: held[at.table], place: at, found: map[key][]string{}, seen: map[string]bool{}}
+		r.chain(at.chain)
+		for _, key := range slices.Sorted(maps.Keys(r.found)) {
+			k.entries = append(k.entries, entry{dispatcherID(id), key, strings.Join(r.found[key], "\n")})
+		}
+	}
+	for t, chains := range held {
+		for name, rules := range chains {
+			for _, r := range rules {
+				if strings.Contains(r, ctDNAT) && isOurs(t, name) {
+					k.forAll[tableChainName{t, name}] = append(k.forAll[tableChainName{t, name}], r)
+				}
+			}
+		}
+	}
+	return k
+}
+
+// entryReader reads the entries of a dispatcher out of its chain and those below.
+type entryReader struct {
+	held  kernelTable
+	place place
+	found map[key][]string
+	seen  map[string]bool
+}
+
+func (r *entryReader) chain(name string) {
+	if r.seen[name] {
+		return
+	}
+	r.seen[name] = true
+	for _, rule := range r.held[name] {
+		if f, ok := frontendOf(rule); ok && f.Addr.IsValid() == (r.place.addressed()) {
+			r.found[keyOf(f)] = append(r.found[keyOf(f)], rule)
+		} else if to := jumpTarget(rule); !ok && strings.HasPrefix(to, r.place.prefix) && !isDispatcher(to) {
+			r.chain(to)
+		}
+	}
+}
+
+// isDispatcher reports whether a chain is a dispatcher's own.
+func isDispatcher(name string) bool {
+	return slices.ContainsFunc(places[:], func(p place) bool { return p.chain == name })
+}
+
+// frontendOf reads for which frontend a rule is: a protocol, a single port, and a single address or none.
+func frontendOf(rule string) (f plan.Frontend, ok bool) {
+	if before, rest, found := strings.Cut(rule, "\""); found { // A comment may hold anything.
+		_, after, _ := strings.Cut(rest, "\"")
+		rule = before + after
+	}
+	words := strings.Fields(rule)
+	for i := 0; i+1 < len(words); i++ {
+		value := words[i+1]
+		negated := i > 0 && words[i-1] == "!"
+		switch words[i] {
+		case "-d", "-p", "--dport":
+			if negated {
+				return f, false
+			}
+		}
+		switch words[i] {
+		case "-d":
+			at, err := netip.ParsePrefix(value)
+			if err != nil || !at.IsSingleIP() {
+				return f, false
+			}
+			f.Addr = at.Addr()
+		case "-p":
+			f.Protocol = plan.Protocol(strings.ToUpper(value))
+		case "--dport":
+			port, err := strconv.ParseUint(value, 10, 16)
+			if err != nil {
+				return f, false
+			}
+			f.Port = uint16(port)
+		}
+	}
+	_, known := protocolDigit[f.Protocol]
+	return f, known && f.Port != 0
+}
+
+// enterKept has what is kept stand beside what is known: of frontends that no known ServicePort has.
+func (f *fullSync) enterKept() error {
+	if f.engine.kept == nil {
+		return nil
+	}
+	k := &kept{chains: map[string][]string{}, forAll: f.engine.kept.forAll}
+	f.rules.kept = k
+	own := map[key]bool{}
+	for _, sp := range f.rules.services {
+		for _, front := range sp.Frontends {
+			own[keyOf(front)] = true
+		}
+	}
+	for _, e := range f.engine.kept.entries {
+		if own[e.key] {
+			continue
+		}
+		k.entries = append(k.entries, e)
+		f.rules.tries[e.dispatcher] = f.rules.tries[e.dispatcher].with(e.key, e.rules)
+		if places[e.dispatcher].table == tableNAT {
+			for rule := range strings.SplitSeq(e.rules, "\n") {
+				f.keepChains(k, jumpTarget(rule))
+			}
+		}
+	}
+	missing := block{table: tableNAT}
+	for _, c := range k.own() {
+		if !f.nat.has(c) {
+			missing.write(c)
+		}
+	}
+	return f.write(missing)
+}
+
+// keepChains keeps a chain of a ServicePort that is not known, and those that it leads to, as they were at first.
+func (f *fullSync) keepChains(k *kept, name string) {
+	if !mayBeStale(name) || f.wanted[tableNAT][name] {
+		return
+	}
+	first := f.engine.kept.chains
+	if _, known := first[name]; !known {
+		first[name] = f.nat[name]
+	}
+	f.want(tableNAT, name)
+	k.chains[name] = first[name]
+	for _, r := range first[name] {
+		f.keepChains(k, jumpTarget(r))
+	}
+}

@@ -1,0 +1,91 @@
+package ipvs
+
+import (
+	"context"
+	"fmt"
+	"testing"
+	"time"
+
+	"pgregory.net/rapid"
+
+	"nodeproxy/proxier/plan"
+	"nodeproxy/proxier/plan/plantest"
+)
+
+// TestPartialPlan: a start that does not know all Services whose objects are in the kernel changes nothing; what is learnt takes
+// effect, also where a Service is another one by then; and once all are known the kernel holds what it would have held.
+func TestPartialPlan(t *testing.T) {
+	t.Parallel()
+	unknown := 0
+	rapid.Check(t, func(t *rapid.T) {
+		f := rapid.SampledFrom(plan.Families[:]).Draw(t, "family")
+		all := plantest.Plans().Draw(t, "plan")
+		first, k := fakeEngine(f, testOptions)
+		must(t, first.sync(context.Background(), all, nil))
+		before := k.text()
+		some := plan.New(all.Node, all.Settings)
+		some.Partial = true
+		known := map[plan.Service]bool{}
+		missing := plan.Keys{}
+		for _, sp := range all.Sorted(f) {
+			if _, drawn := known[sp.Key.Service]; !drawn {
+				known[sp.Key.Service] = rapid.Bool().Draw(t, fmt.Sprint("known ", sp.Key.Service))
+			}
+			if known[sp.Key.Service] {
+				some.Set(sp)
+			} else {
+				missing.Add(sp.Key)
+			}
+		}
+		unknown += len(missing)
+		e := engineOver(k, testOptions)
+		for range 2 {
+			must(t, e.sync(context.Background(), some, nil))
+			must(t, e.drain(time.Now()))
+			if k.text() != before {
+				t.Fatalf("the kernel holds\n%s\ninstead of\n%s", k.text(), before)
+			}
+		}
+		if e.found.Counts != nil && len(e.found.Counts) > 0 {
+			t.Fatalf("found to repair: %+v", e.found)
+		}
+		for key := range missing {
+			some.Set(all.Services[key])
+		}
+		must(t, e.sync(context.Background(), some, missing))
+		must(t, e.drain(time.Now()))
+		if k.text() != before {
+			t.Fatalf("when all is known again, the kernel holds\n%s\ninstead of\n%s", k.text(), before)
+		}
+		after := plantest.Plans().Draw(t, "another plan")
+		after.Node, after.Settings = all.Node, all.Settings
+		must(t, e.sync(context.Background(), after, nil))
+		must(t, e.drain(time.Now()))
+		fresh, want := fakeEngine(f, testOptions)
+		must(t, fresh.sync(context.Background(), after, nil))
+		if k.text() != want.text() {
+			t.Fatalf("when all is known, the kernel holds\n%s\ninstead of\n%s", k.text(), want.text())
+		}
+	})
+	if unknown == 0 {
+		t.Error("no Service was unknown")
+	}
+}
+
+// TestPartialOtherMode: while not everything is known, another mode's rules are not replaced.
+func TestPartialOtherMode(t *testing.T) {
+	t.Parallel()
+	e, k := fakeEngine(plan.IPv4, testOptions)
+	k.otherMode = true
+	p := large(3)
+	p.Partial = true
+	before := k.text()
+	if err := e.sync(context.Background(), p, nil); err == nil {
+		t.Error("no error")
+	}
+	if k.text() != before {
+		t.Errorf("the kernel holds\n%s\ninstead of\n%s", k.text(), before)
+	}
+	p.Partial = false
+	must(t, e.sync(context.Background(), p, nil))
+}
