@@ -43,6 +43,7 @@ type body struct {
 	obj    any      // a pointer to one of the types in object; nil for other kinds
 	issues []issue
 	bad    bool   // broken or refused: the last good version counts
+	other  string // API version and kind of an object that is not made use of
 	prefix string // of field paths, within a List
 }
 
@@ -160,15 +161,23 @@ func readHead(data []byte) head {
 	return h
 }
 
+// id names the object. A kind of another API than Kubernetes' own is told from its namesake by its group.
 func (h head) id() objectID {
 	id := objectID{kind: h.kind, namespace: h.namespace, name: h.name}
-	if id.kind == kindNode || id.kind == kindServiceCIDR {
+	switch {
+	case foreign(h.kind, h.apiVersion):
+		group, _, _ := strings.Cut(h.apiVersion, "/")
+		id.kind += "." + group
+	case id.kind == kindNode || id.kind == kindServiceCIDR:
 		id.namespace = ""
-	} else if id.namespace == "" && versions[h.kind] != "" {
+	case id.namespace == "" && versions[h.kind] != "":
 		id.namespace = v1.NamespaceDefault
 	}
 	return id
 }
+
+// used reports whether objects like this are made use of, as far as kind and group tell.
+func (h head) used() bool { return versions[h.kind] != "" && !foreign(h.kind, h.apiVersion) }
 
 // faultLine finds the line of a fault: the first from which on every further line leaves the document broken. The parser
 // tells only where the construct around it began, if at all.
@@ -216,7 +225,7 @@ func identifyYAML(data []byte, line int) objectID {
 		}
 		if js, err := yamlToJSON(node, 1024); err == nil {
 			h := readHead(js)
-			if h.name == "" || versions[h.kind] == "" {
+			if h.name == "" || !h.used() {
 				return objectID{}
 			}
 			return h.id()
@@ -231,7 +240,7 @@ func decodeJSON(data []byte, kind, apiVersion string) *body {
 	if h.kind == "" && h.apiVersion == "" {
 		h.kind, h.apiVersion = kind, apiVersion
 	}
-	if len(data) == 0 || data[0] != '{' || versions[h.kind] == "" {
+	if len(data) == 0 || data[0] != '{' || !h.used() {
 		if is, ok := syntaxIssue(data); !ok {
 			return broken(h.id(), is)
 		}
@@ -246,7 +255,11 @@ func decodeJSON(data []byte, kind, apiVersion string) *body {
 	}
 	b := &body{id: h.id()}
 	c := &checker{}
-	switch h.kind {
+	kind = h.kind
+	if !h.used() {
+		kind = ""
+	}
+	switch kind {
 	case kindService:
 		b.obj = read(data, c, setServiceDefaults, checkService)
 	case kindEndpointSlice:
@@ -263,7 +276,8 @@ func decodeJSON(data []byte, kind, apiVersion string) *body {
 		if isList(h.kind, h.apiVersion) {
 			checkList(data, c)
 		} else {
-			c.note("", "not proxied", "%s", whyNotProxied(h.kind))
+			b.other = h.apiVersion + " " + h.kind
+			c.note("", "not proxied", "%s", whyNotProxied(h.kind, h.apiVersion))
 		}
 	}
 	b.issues, b.bad = c.issues, c.refused

@@ -47,11 +47,20 @@ var knownKinds = map[string][]string{
 	"apiextensions.k8s.io/v1":      {"CustomResourceDefinition"},
 }
 
+// foreign reports whether a kind has a name that is made use of, but is another API's, such as Knative's Service. A group that
+// comes with Kubernetes and has no such kind is a mistake instead.
+func foreign(kind, apiVersion string) bool {
+	group, _, grouped := strings.Cut(apiVersion, "/")
+	return versions[kind] != "" && grouped && group != "discovery.k8s.io" && group != "networking.k8s.io" && knownKinds[apiVersion] == nil
+}
+
 // kindProblem says what is wrong with a kind and apiVersion; empty where nothing is.
 func kindProblem(kind, apiVersion string) (field, detail string) {
 	want, used := versions[kind]
-	group, _, grouped := strings.Cut(apiVersion, "/")
+	_, _, grouped := strings.Cut(apiVersion, "/")
 	switch {
+	case foreign(kind, apiVersion):
+		return "", ""
 	case kind == "" && apiVersion == "":
 		return "kind", "neither apiVersion nor kind is given: this is no Kubernetes object"
 	case kind == "":
@@ -60,7 +69,7 @@ func kindProblem(kind, apiVersion string) (field, detail string) {
 		return "apiVersion", "no apiVersion is given"
 	case used && apiVersion == want:
 		return "", ""
-	case used && (!grouped || group == "discovery.k8s.io" || group == "networking.k8s.io" || knownKinds[apiVersion] != nil):
+	case used:
 		return "apiVersion", sayf("%.60q has no kind %s; it is read in %s", apiVersion, kind, want)
 	case !grouped && apiVersion != "v1":
 		return "apiVersion", sayf("there is no API version %.60q", apiVersion)
@@ -72,7 +81,10 @@ func kindProblem(kind, apiVersion string) (field, detail string) {
 }
 
 // whyNotProxied says why an object of another kind makes no difference here.
-func whyNotProxied(kind string) string {
+func whyNotProxied(kind, apiVersion string) string {
+	if foreign(kind, apiVersion) {
+		return sayf("a %s of %.80s is not the one of %s", kind, apiVersion, versions[kind])
+	}
 	switch kind {
 	case "Ingress", "IngressClass", "Gateway", "HTTPRoute", "GRPCRoute", "TLSRoute", "GatewayClass":
 		return "requests are routed by host and path by an ingress or gateway controller; a service proxy forwards connections"

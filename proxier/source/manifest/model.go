@@ -21,6 +21,7 @@ type model struct {
 	report reporter
 	files  map[string]*file
 	faulty map[string]*file // those with documents that can't be used
+	others map[string]bool  // kinds of which it has been said that they are not proxied
 
 	candidates map[objectID][]*entry // all entries of an object, in order
 	inForce    map[objectID]*entry   // the first of them
@@ -47,6 +48,7 @@ func newModel(cfg *Config) *model {
 		report:     reporter{report: cfg.Report, current: map[string][]said{}},
 		files:      map[string]*file{},
 		faulty:     map[string]*file{},
+		others:     map[string]bool{},
 		candidates: map[objectID][]*entry{},
 		inForce:    map[objectID]*entry{},
 		services:   map[types.NamespacedName]*v1.Service{},
@@ -114,7 +116,22 @@ func (m *model) putFile(r *reading, touched map[objectID]bool) {
 		m.faulty[r.path] = f
 	}
 	m.replaceEntries(before, f.entries, touched)
-	m.report.tell("file "+r.path, f.remarks)
+	m.report.tell("file "+r.path, m.withoutOthers(f.remarks))
+}
+
+// withoutOthers reports of each kind of objects that is not proxied the first one, once, and returns the remarks about all else.
+func (m *model) withoutOthers(remarks []remark) []remark {
+	var out []remark
+	for _, rem := range remarks {
+		switch e := rem.entry; {
+		case e == nil || e.other == "":
+			out = append(out, rem)
+		case !m.others[e.other]:
+			m.others[e.other] = true
+			m.report.tell("kind "+e.other, []remark{rem})
+		}
+	}
+	return out
 }
 
 // replaceEntries enters and removes what differs between two versions of a file.

@@ -257,6 +257,10 @@ func (w *watch) read(pending map[string]bool, now time.Time) (readings []*readin
 	var paths []string
 	for path := range pending {
 		info, err := os.Stat(path)
+		if _, lerr := os.Lstat(path); err == nil || lerr != nil { // What was seen there before is there no more.
+			delete(w.tree.errs, path)
+			delete(w.tree.dangling, path)
+		}
 		switch {
 		case err == nil && info.IsDir(), errors.Is(err, fs.ErrNotExist), !accepted(path) && path != w.cfg.Path:
 			if w.model.files[path] != nil {
