@@ -2,6 +2,7 @@ package iptables
 
 import (
 	"fmt"
+	"math/bits"
 	"net/netip"
 	"slices"
 	"strings"
@@ -37,17 +38,30 @@ type place struct {
 	table  table
 	chain  string
 	prefix string
+	// depth is how many chains below the built-in one chain is at most, and tail how many chains a packet passes at most
+	// behind the dispatcher's last one.
+	depth, tail int
 }
 
 var places = [dispatchers]place{
-	natServices:             {tableNAT, chainServices, prefixCluster},
-	natNodePorts:            {tableNAT, chainNodePorts, prefixExternal},
-	filterServices:          {tableFilter, chainServices, prefixCluster},
-	filterExternal:          {tableFilter, chainExternalServices, prefixExternal},
-	filterExternalNodePorts: {tableFilter, chainExternalNodePorts, prefixExternal},
-	filterFirewall:          {tableFilter, chainProxyFirewall, prefixFirewall},
-	filterNodePorts:         {tableFilter, chainNodePorts, prefixLocal},
+	// Behind it come KUBE-FW, KUBE-EXT, KUBE-SVC or KUBE-SVL, a group of endpoints, KUBE-SEP, KUBE-MARK-MASQ.
+	natServices: {tableNAT, chainServices, prefixCluster, 1, 6},
+	// KUBE-SERVICES leads to it. Behind it come the same but for KUBE-FW.
+	natNodePorts:   {tableNAT, chainNodePorts, prefixExternal, 2, 5},
+	filterServices: {tableFilter, chainServices, prefixCluster, 1, 0},
+	// In OUTPUT it is KUBE-SERVICES that leads to it.
+	filterExternal:          {tableFilter, chainExternalServices, prefixExternal, 2, 0},
+	filterExternalNodePorts: {tableFilter, chainExternalNodePorts, prefixExternal, 3, 0},
+	filterFirewall:          {tableFilter, chainProxyFirewall, prefixFirewall, 1, 0},
+	filterNodePorts:         {tableFilter, chainNodePorts, prefixLocal, 1, 0},
 }
+
+// maxNesting is how many chains deep below a built-in one nf_tables lets rules lead, whether they jump or go to
+// (NFT_JUMP_STACK_SIZE is 16, the built-in chain included). It refuses a rule that leads deeper with EMLINK.
+const maxNesting = 15
+
+// levels is how many chains deep the tree below a dispatcher's own chain may be.
+func (p place) levels() int { return maxNesting - p.depth - p.tail }
 
 // A chain of a dispatcher lists its entries one by one while there are up to maxFlat. Beyond that it has a rule for each
 // value of the next four bits, that leads to a chain of its own unless not more than maxInline entries would be in it.
@@ -89,40 +103,93 @@ type dispatch struct {
 	tail   []string
 }
 
+// A node is a trie that becomes a chain, and how many chains deep the tree from that one on may be. Where this is less than
+// the trie has levels, the chain is a wide one, which takes in what would be chains below it. levels is never more than the
+// trie's, so that equal nodes become equal chains with equal chains below.
+type node struct {
+	*trie
+	levels int
+}
+
+func nodeOf(t *trie, levels int) node { return node{t, min(levels, t.levels)} }
+
+// parts calls branch for every trie that becomes a chain below that of an inner node, and inline for those whose entries
+// stand in the node's own chain.
+//
+// A wide chain has the branches of all tries below it that hold more than about a quarter of its entries: those are not
+// more than three beside each other, so the chain is not much wider than the tree is deep there, and each chain that it
+// leads to has less than half of its entries. The comparison is by powers of two, so that one entry more or less seldom
+// moves anything else. With one level left there is nothing but entries.
+func (n node) parts(branch func(node), inline func(*trie)) {
+	wide := n.levels < n.trie.levels
+	var expand func(*trie)
+	expand = func(t *trie) {
+		for _, kid := range t.kids {
+			switch {
+			case n.levels == 1 || !branches(kid):
+				inline(kid)
+			case wide && inner(kid) && bits.Len(uint(kid.count)) > bits.Len(uint(n.count))-2:
+				expand(kid)
+			default:
+				branch(nodeOf(kid, n.levels-1))
+			}
+		}
+	}
+	expand(n.trie)
+}
+
+// below are the nodes whose chains a node's chain leads to.
+func (n node) below() []node {
+	var out []node
+	if inner(n.trie) {
+		n.parts(func(kid node) { out = append(out, kid) }, func(*trie) {})
+	}
+	return out
+}
+
+// top are the nodes whose chains the dispatcher's own chain leads to: the root, unless its entries stand there.
+func (d *dispatch) top() []node {
+	if d.root == nil || !inner(d.root) {
+		return nil
+	}
+	return []node{nodeOf(d.root, d.place.levels())}
+}
+
 // chains calls emit for the dispatcher's chain and all below it, those below first.
 func (d *dispatch) chains(emit func(chain)) {
-	for _, t := range d.topChains() {
-		d.emit(t, emit)
-	}
+	d.walk(func(n node) { emit(d.chain(n)) })
 	emit(d.rootChain())
 }
 
-func (d *dispatch) emit(t *trie, emit func(chain)) {
-	for _, kid := range chainsBelow(t) {
-		d.emit(kid, emit)
+// walk calls visit for all nodes, those below first.
+func (d *dispatch) walk(visit func(node)) {
+	var down func([]node)
+	down = func(nodes []node) {
+		for _, n := range nodes {
+			down(n.below())
+			visit(n)
+		}
 	}
-	emit(chain{d.name(t.prefix), d.rules(t)})
+	down(d.top())
 }
 
-// branches reports whether a child of an inner chain is a chain of its own.
+// branches reports whether a child of an inner trie becomes a chain of its own.
 func branches(kid *trie) bool { return kid.count > maxInline && !kid.isEntry() }
 
 // inner reports whether a trie's chain leads to further chains, rather than listing its entries.
 func inner(t *trie) bool { return t.count > maxFlat }
 
-// rules are those of the chain that a trie becomes.
-func (d *dispatch) rules(t *trie) []string {
-	if !inner(t) {
-		return t.list(nil)
+// chain is what a node becomes.
+func (d *dispatch) chain(n node) chain { return chain{d.name(n.prefix), d.rules(n)} }
+
+func (d *dispatch) rules(n node) []string {
+	if !inner(n.trie) {
+		return n.list(nil)
 	}
 	var out []string
-	for _, kid := range t.kids {
-		if branches(kid) {
-			out = append(out, d.match(kid.prefix).goTo(d.name(kid.prefix)))
-		} else {
-			out = kid.list(out)
-		}
-	}
+	n.parts(
+		func(kid node) { out = append(out, d.match(kid.prefix).goTo(d.name(kid.prefix))) },
+		func(t *trie) { out = t.list(out) })
 	return out
 }
 
@@ -144,32 +211,10 @@ func (d *dispatch) rootChain() chain {
 // the number of rules that it has there, and remove for every chain that only from has. What the two share is not looked at.
 func changes(from, to *dispatch, replace func(was int, c chain), remove func(was int, name string)) {
 	c := &comparison{dispatch: to, replace: replace, remove: remove}
-	c.compare(from.topChains(), to.topChains())
+	c.compare(from.top(), to.top())
 	if old, new := from.rootChain(), to.rootChain(); !sameRules(old, new) {
 		replace(len(old.rules), new)
 	}
-}
-
-// topChains are the tries that become the chains directly below the dispatcher's own.
-func (d *dispatch) topChains() []*trie {
-	if d.root == nil || !inner(d.root) {
-		return nil
-	}
-	return []*trie{d.root}
-}
-
-// chainsBelow are the tries that become the chains directly below that of t.
-func chainsBelow(t *trie) []*trie {
-	if !inner(t) {
-		return nil
-	}
-	var out []*trie
-	for _, kid := range t.kids {
-		if branches(kid) {
-			out = append(out, kid)
-		}
-	}
-	return out
 }
 
 type comparison struct {
@@ -178,16 +223,16 @@ type comparison struct {
 	remove  func(was int, name string)
 }
 
-// compare finds what differs between the chains of before and after, each a list of tries that lie beside each other, and
+// compare finds what differs between the chains of before and after, each a list of nodes that lie beside each other, and
 // all chains below those. Chains are the same if their prefixes are, at whatever depth they hang: an address far from all
 // others puts a level on top of the tree, and leaves the rest as it was.
-func (c *comparison) compare(before, after []*trie) {
-	done := map[*trie]bool{}
-	within := func(list []*trie, prefix key) []*trie {
-		var out []*trie
-		for _, t := range list {
-			if !done[t] && strings.HasPrefix(string(t.prefix), string(prefix)) {
-				out = append(out, t)
+func (c *comparison) compare(before, after []node) {
+	done := map[node]bool{}
+	within := func(list []node, prefix key) []node {
+		var out []node
+		for _, n := range list {
+			if !done[n] && strings.HasPrefix(string(n.prefix), string(prefix)) {
+				out = append(out, n)
 			}
 		}
 		return out
@@ -197,7 +242,7 @@ func (c *comparison) compare(before, after []*trie) {
 			continue
 		}
 		below := within(before, a.prefix)
-		around := slices.IndexFunc(before, func(b *trie) bool {
+		around := slices.IndexFunc(before, func(b node) bool {
 			return len(b.prefix) < len(a.prefix) && strings.HasPrefix(string(a.prefix), string(b.prefix))
 		})
 		switch {
@@ -207,38 +252,38 @@ func (c *comparison) compare(before, after []*trie) {
 		case around >= 0: // a hung below a chain that is gone
 			b := before[around]
 			group := within(after, b.prefix)
-			for _, t := range group {
-				done[t] = true
+			for _, n := range group {
+				done[n] = true
 			}
 			done[b] = true
 			c.remove(len(c.rules(b)), c.name(b.prefix))
-			c.compare(chainsBelow(b), group)
+			c.compare(b.below(), group)
 		default: // a is new, and what is below it may have been there before
-			for _, t := range below {
-				done[t] = true
+			for _, n := range below {
+				done[n] = true
 			}
-			c.replace(0, chain{c.name(a.prefix), c.rules(a)})
-			c.compare(below, chainsBelow(a))
+			c.replace(0, c.chain(a))
+			c.compare(below, a.below())
 		}
 	}
 	for _, b := range before {
 		if !done[b] {
 			c.remove(len(c.rules(b)), c.name(b.prefix))
-			c.compare(chainsBelow(b), nil)
+			c.compare(b.below(), nil)
 		}
 	}
 }
 
 // same compares a chain with what it becomes.
-func (c *comparison) same(b, a *trie) {
+func (c *comparison) same(b, a node) {
 	if a == b {
 		return
 	}
-	old, now := chain{rules: c.rules(b)}, chain{c.name(a.prefix), c.rules(a)}
+	old, now := c.chain(b), c.chain(a)
 	if !sameRules(old, now) {
 		c.replace(len(old.rules), now)
 	}
-	c.compare(chainsBelow(b), chainsBelow(a))
+	c.compare(b.below(), a.below())
 }
 
 func sameRules(a, b chain) bool { return slices.Equal(a.rules, b.rules) }

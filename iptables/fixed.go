@@ -259,13 +259,17 @@ func fixedBlock(t table, held kernelTable, fixed *Fixed) (string, int) {
 
 // jumpTarget is where a rule leads; empty if to nowhere.
 func jumpTarget(rule string) string {
-	words := strings.Fields(rule)
-	for i := len(words) - 2; i >= 0; i-- {
-		if words[i] == "-j" || words[i] == "-g" {
-			return words[i+1]
+	for end := len(rule); ; {
+		i := strings.LastIndexByte(rule[:end], '-')
+		if i < 0 {
+			return ""
 		}
+		if word := rule[i:]; (i == 0 || rule[i-1] == ' ') && (strings.HasPrefix(word, "-j ") || strings.HasPrefix(word, "-g ")) {
+			target, _, _ := strings.Cut(word[len("-j "):], " ")
+			return target
+		}
+		end = i
 	}
-	return ""
 }
 
 // obsolete lists the chains of a table that are ours to remove, and that nothing wants.

@@ -5,6 +5,7 @@ import (
 	"context"
 	"errors"
 	"fmt"
+	"maps"
 	"net/netip"
 	"slices"
 	"strings"
@@ -148,33 +149,46 @@ func (f *fullSync) foundation(p *plan.Plan, services []*plan.ServicePort) error 
 	if len(f.nat[chainServices]) > 0 {
 		return nil
 	}
-	first := newRules(p, f.family, f.engine.options)
-	var b blocks
-	for _, sp := range services {
-		if !sp.Critical {
-			break
-		}
-		for _, c := range first.enter(sp) {
-			if !f.nat.has(c) {
-				b.nat.write(c)
+	before := map[table]kernelTable{tableNAT: maps.Clone(f.nat), tableFilter: maps.Clone(f.filter)}
+	lay := func(services []*plan.ServicePort) error {
+		first := newRules(p, f.family, f.engine.options)
+		var b blocks
+		for _, sp := range services {
+			for _, c := range first.enter(sp) {
+				if !f.nat.has(c) {
+					b.nat.write(c)
+				}
 			}
 		}
+		first.fixed(func(c tableChain) {
+			// What is there may serve more than the critical ones; it is not to serve less meanwhile.
+			if !f.held(c.table).has(c.chain) && len(before[c.table][c.name]) == 0 {
+				b.write(c)
+			}
+		})
+		return f.write(b.filterFirst()...)
 	}
-	first.fixed(func(c tableChain) {
-		// What is there may serve more than the critical ones; it is not to serve less meanwhile.
-		if !f.held(c.table).has(c.chain) && len(f.held(c.table)[c.name]) == 0 {
-			b.write(c)
-		}
-	})
-	if b.empty() {
-		return nil
+	// Packets get to the dispatchers before there are any entries: some things the kernel refuses only then, and the
+	// ServicePort at fault is to be found.
+	if err := lay(nil); err != nil {
+		return err
 	}
-	if err := f.write(b.filterFirst()...); err != nil {
+	if err := f.jumps(); err != nil {
+		return err
+	}
+	if err := lay(services[:critical(services)]); err != nil {
 		// One refused ServicePort must not take the rest down: they are tried one by one next.
 		f.log.Debug("the critical Services were not programmed ahead of the others", "error", err)
-		return nil
 	}
-	return f.jumps()
+	return nil
+}
+
+// critical is how many ServicePorts at the front of a list are.
+func critical(services []*plan.ServicePort) int {
+	if i := slices.IndexFunc(services, func(sp *plan.ServicePort) bool { return !sp.Critical }); i >= 0 {
+		return i
+	}
+	return len(services)
 }
 
 // own is a ServicePort with those of its chains that differ from the kernel's.

@@ -22,6 +22,8 @@ type fakeKernel struct {
 	tables map[table]kernelTable
 	// refuse, if set, makes restores of text that holds it fail.
 	refuse string
+	// refuseReached, if set, makes restores fail after which a rule that holds it can be reached from a built-in chain.
+	refuseReached string
 	// locked, if set, makes the next restore of text that holds it find the xtables lock held.
 	locked   string
 	restores []string
@@ -97,7 +99,7 @@ func (k *fakeKernel) restore(text string) error {
 			}
 			delete(work, line[3:])
 		case line == "COMMIT":
-			if err := checkTargets(work); err != nil {
+			if err := errors.Join(checkTargets(work), k.checkReached(work)); err != nil {
 				return fail(err.Error())
 			}
 			k.tables[tbl] = work
@@ -112,13 +114,28 @@ func (k *fakeKernel) restore(text string) error {
 func checkTargets(t kernelTable) error {
 	for name, rules := range t {
 		for _, r := range rules {
-			words := strings.Fields(r)
-			for i, w := range words {
-				if (w == "-j" || w == "-g") && i+1 < len(words) && strings.HasPrefix(words[i+1], "KUBE-") {
-					if _, ok := t[words[i+1]]; !ok {
-						return fmt.Errorf("chain %s leads to %s, which does not exist", name, words[i+1])
-					}
+			if to := jumpTarget(r); strings.HasPrefix(to, "KUBE-") {
+				if _, ok := t[to]; !ok {
+					return fmt.Errorf("chain %s leads to %s, which does not exist", name, to)
 				}
+			}
+		}
+	}
+	return nil
+}
+
+// checkReached is what nf_tables looks at only in rules that packets can get to: above all, how deep they lead.
+func (k *fakeKernel) checkReached(t kernelTable) error {
+	if way := deepest(t); len(way)-1 > maxNesting {
+		return fmt.Errorf("too many links: %s", strings.Join(way, " > "))
+	}
+	if k.refuseReached == "" {
+		return nil
+	}
+	for name := range depths(t) {
+		for _, r := range t[name] {
+			if strings.Contains(r, k.refuseReached) {
+				return fmt.Errorf("refused where it is reached, in chain %s: %s", name, r)
 			}
 		}
 	}
@@ -190,15 +207,26 @@ func TestIncrementalEqualsFull(t *testing.T) {
 				checkSteps(t, f, []*plan.Plan{subset(t, "a"), subset(t, "b"), subset(t, "c")})
 			})
 		})
+		t.Run(f.String()+" nested", func(t *testing.T) {
+			rapid.Check(t, func(t *rapid.T) {
+				checkSteps(t, f, rapid.SliceOfN(plantest.Nested(f), 2, 2).Draw(t, "plans"))
+			})
+		})
 	}
 }
 
 // TestFullFromAnything: a full sync comes to the same rules from whatever another plan, with other settings, left behind,
 // and writes nothing where they are right already.
 func TestFullFromAnything(t *testing.T) {
+	t.Run("random", func(t *testing.T) { fullFromAnything(t, plantest.Plans()) })
+	t.Run("nested", func(t *testing.T) { fullFromAnything(t, plantest.Nested(plan.IPv4)) })
+}
+
+func fullFromAnything(t *testing.T, plans *rapid.Generator[*plan.Plan]) {
 	rapid.Check(t, func(t *rapid.T) {
 		e, k := fakeEngine(plan.IPv4)
-		for i, p := range rapid.SliceOfN(plantest.Plans(), 2, 4).Draw(t, "plans") {
+		e.batch = rapid.SampledFrom([]int{maxNames, 40, 0}).Draw(t, "batch")
+		for i, p := range rapid.SliceOfN(plans, 2, 3).Draw(t, "plans") {
 			if err := e.sync(context.Background(), p, nil); err != nil {
 				t.Fatal(err)
 			}

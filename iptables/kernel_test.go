@@ -63,9 +63,10 @@ func writeTable(out *strings.Builder, tbl table, held kernelTable) {
 }
 
 // wantText is what ours is to be for a plan.
-func wantText(p *plan.Plan, f plan.Family) string {
+func wantText(p *plan.Plan, f plan.Family) string { return textOf(desired(p, f, testOptions)) }
+
+func textOf(tables map[table][]chain) string {
 	var out strings.Builder
-	tables := desired(p, f, testOptions)
 	for _, tbl := range []table{tableFilter, tableNAT} {
 		held := kernelTable{}
 		for _, c := range tables[tbl] {

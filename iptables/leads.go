@@ -71,6 +71,25 @@ func (f *fullSync) fixedTodo() []tableChain {
 func (f *fullSync) dispatchInSteps(todo []tableChain) error {
 	// The roots come last of all: until they are written, the trees that were there before are whole.
 	slices.SortStableFunc(todo, func(a, b tableChain) int { return boolCompare(fixedName(a.name), fixedName(b.name)) })
+	if f.batch == 0 || !f.nestsTooDeep(todo) {
+		return f.writeInSteps(todo)
+	}
+	// What is new is reached by nothing yet; all that is to be otherwise changes at once.
+	isHeld := func(c tableChain) bool { _, held := f.held(c.table)[c.name]; return held }
+	slices.SortStableFunc(todo, func(a, b tableChain) int { return boolCompare(isHeld(a), isHeld(b)) })
+	first := slices.IndexFunc(todo, isHeld)
+	if err := f.writeInSteps(todo[:first]); err != nil {
+		return err
+	}
+	var b blocks
+	for _, c := range todo[first:] {
+		b.write(c)
+	}
+	return f.write(b.natFirst()...)
+}
+
+// writeInSteps writes chains in order, not too many at a time.
+func (f *fullSync) writeInSteps(todo []tableChain) error {
 	var blocks []block
 	names := map[string]bool{}
 	for _, c := range todo {
@@ -91,3 +110,49 @@ func (f *fullSync) dispatchInSteps(todo []tableChain) error {
 
 // fixedName reports whether a chain is there whatever the Services: one that does not belong to a tree.
 func fixedName(name string) bool { return !mayBeStale(name) || name == chainExternalNodePorts }
+
+// nestsTooDeep reports whether, while these chains are written one after the other, rules would at times lead deeper than the
+// kernel takes: down to one of them by the chains that are there, and on by those that are to be.
+func (f *fullSync) nestsTooDeep(todo []tableChain) bool {
+	rewritten := map[table]map[string]int{tableNAT: {}, tableFilter: {}} // their depths
+	held := map[table]map[string]int{tableNAT: depths(f.nat), tableFilter: depths(f.filter)}
+	for _, c := range todo {
+		if depth, reached := held[c.table][c.name]; reached {
+			rewritten[c.table][c.name] = depth
+		}
+	}
+	deep := false
+	for _, id := range dispatcherOrder {
+		d := f.rules.dispatcher(id, &f.rules.tries)
+		d.walk(func(n node) {
+			depth, is := rewritten[d.place.table][d.name(n.prefix)]
+			deep = deep || is && depth+n.levels-1+d.place.tail > maxNesting
+		})
+	}
+	return deep
+}
+
+// depths tells of each chain that packets can get to how deep below a built-in one it lies at most.
+func depths(held kernelTable) map[string]int {
+	out := map[string]int{}
+	var visit func(name string, depth int)
+	visit = func(name string, depth int) {
+		if was, seen := out[name]; seen && was >= depth {
+			return
+		}
+		out[name] = depth
+		for _, r := range held[name] {
+			if to := jumpTarget(r); to != "" {
+				if _, is := held[to]; is {
+					visit(to, depth+1)
+				}
+			}
+		}
+	}
+	for name := range held {
+		if builtin(name) {
+			visit(name, 0)
+		}
+	}
+	return out
+}

@@ -59,7 +59,8 @@ func (f *fullSync) keep(name string) {
 	}
 }
 
-// chainTrial is where it is tried whether the kernel takes the entries of dispatchers. Nothing leads to it.
+// chainTrial is where it is tried whether the kernel takes the entries of dispatchers. Packets get to it, since some things an
+// nft kernel looks at only in rules that they can get to; but its first rule sends them back.
 const chainTrial = prefixCluster + "TRIAL"
 
 // refuseEntries looks for the ServicePorts of which the kernel does not take the entries in dispatchers, and leaves them out. It
@@ -102,7 +103,7 @@ func (f *fullSync) tryEntries(services []*plan.ServicePort) error {
 	return nil
 }
 
-// trial writes the entries of ServicePorts where nothing leads to, and removes them.
+// trial writes the entries of ServicePorts where they do nothing, and removes them.
 func (f *fullSync) trial(services []*plan.ServicePort) error {
 	rules := map[table][]string{}
 	for _, sp := range services {
@@ -113,17 +114,27 @@ func (f *fullSync) trial(services []*plan.ServicePort) error {
 	}
 	var errs []error
 	for _, t := range []table{tableNAT, tableFilter} {
-		if len(rules[t]) == 0 {
-			continue
-		}
-		try, end := block{table: t}, block{table: t}
-		try.write(chain{chainTrial, rules[t]})
-		end.remove(chainTrial)
-		if err := f.restore(text([]block{try})); err != nil {
-			errs = append(errs, err)
-		} else if err := f.restore(text([]block{end})); err != nil {
-			errs = append(errs, err)
+		if len(rules[t]) > 0 {
+			errs = append(errs, f.trialIn(t, rules[t]))
 		}
 	}
 	return errors.Join(errs...)
+}
+
+func (f *fullSync) trialIn(t table, rules []string) error {
+	declare, lead := ":"+chainTrial+" - [0:0]\n", chainServices+" "+newRule().jump(chainTrial)+"\n"
+	var try, end strings.Builder
+	try.WriteString("*" + string(t) + "\n" + declare)
+	end.WriteString("*" + string(t) + "\n" + declare)
+	chain{chainTrial, append([]string{newRule().jump("RETURN")}, rules...)}.appendTo(&try, "")
+	if _, held := f.held(t)[chainServices]; held {
+		try.WriteString("-A " + lead)
+		end.WriteString("-D " + lead)
+	}
+	try.WriteString("COMMIT\n")
+	end.WriteString("-X " + chainTrial + "\nCOMMIT\n")
+	if err := f.restore(try.String()); err != nil {
+		return err
+	}
+	return f.restore(end.String())
 }

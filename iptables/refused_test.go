@@ -118,3 +118,34 @@ func TestRefusedEntry(t *testing.T) {
 		}
 	}
 }
+
+// TestRefusedWhereReached: what the kernel refuses only in rules that packets can get to costs the one ServicePort that it is of,
+// on an empty node and beside others, be it one that is written ahead of all others.
+func TestRefusedWhereReached(t *testing.T) {
+	for _, critical := range []bool{false, true} {
+		for _, endpoints := range []int{2, 3} {
+			e, k := fakeEngine(plan.IPv4)
+			p := plantest.Large(50, endpoints)
+			some := *p.Sorted(plan.IPv4)[23]
+			some.Critical = critical
+			bad := &some
+			p.Set(bad)
+			k.refuseReached = "-d " + bad.Frontends[0].Addr.String() + "/32 "
+			for _, on := range []string{"an empty node", "the others"} {
+				err := e.sync(t.Context(), p, nil)
+				if err == nil || !strings.Contains(err.Error(), bad.Key.Service.String()) || !strings.Contains(err.Error(), "not proxied") {
+					t.Fatalf("on %s: want an error that names %s; got %.300v", on, bad.Key.Service, err)
+				}
+				without := plan.New(p.Node, p.Settings)
+				for _, sp := range p.Sorted(plan.IPv4) {
+					if sp != bad {
+						without.Set(sp)
+					}
+				}
+				if got, want := k.text(), wantText(without, plan.IPv4); got != want {
+					t.Errorf("on %s: the others are not as without it:\n%s", on, diffLines(want, got))
+				}
+			}
+		}
+	}
+}

@@ -14,13 +14,15 @@ type trie struct {
 	rules  string  // of an entry, with newlines between them
 	kids   []*trie // at least two, in order of the digit behind prefix; none in an entry
 	count  int     // entries below
+	// levels is how many chains deep the trie is if each inner trie becomes a chain of its own (dispatch.go).
+	levels int
 }
 
 func (t *trie) isEntry() bool { return len(t.kids) == 0 }
 
 // with returns the trie with an entry at k, in place of the one there was.
 func (t *trie) with(k key, rules string) *trie {
-	entry := &trie{prefix: k, rules: rules, count: 1}
+	entry := &trie{prefix: k, rules: rules, count: 1, levels: 1}
 	if t == nil {
 		return entry
 	}
@@ -30,7 +32,7 @@ func (t *trie) with(k key, rules string) *trie {
 		if k[n] < t.prefix[n] {
 			kids = []*trie{entry, t}
 		}
-		return &trie{prefix: k[:n], kids: kids, count: t.count + 1}
+		return parent(k[:n], kids)
 	}
 	if t.isEntry() {
 		return entry
@@ -100,12 +102,23 @@ func (t *trie) kid(k key) (int, bool) {
 	return len(t.kids), false
 }
 
-func (t *trie) withKids(kids []*trie) *trie {
-	count := 0
+func (t *trie) withKids(kids []*trie) *trie { return parent(t.prefix, kids) }
+
+// parent joins tries that have a prefix in common and differ in the digit behind it.
+func parent(prefix key, kids []*trie) *trie {
+	t := &trie{prefix: prefix, kids: kids, levels: 1}
 	for _, kid := range kids {
-		count += kid.count
+		t.count += kid.count
 	}
-	return &trie{prefix: t.prefix, kids: kids, count: count}
+	if !inner(t) {
+		return t
+	}
+	for _, kid := range kids {
+		if branches(kid) {
+			t.levels = max(t.levels, 1+kid.levels)
+		}
+	}
+	return t
 }
 
 // list appends the rules of all entries in order of key.

@@ -1,0 +1,205 @@
+package iptables
+
+import (
+	"fmt"
+	"net/netip"
+	"slices"
+	"strings"
+	"testing"
+
+	"pgregory.net/rapid"
+
+	"nodeproxy/internal/nstest"
+	"nodeproxy/proxier/plan"
+	"nodeproxy/proxier/plan/plantest"
+)
+
+// deepest is the longest way from a built-in chain through the chains of a table.
+func deepest(held kernelTable) []string {
+	memo := map[string][]string{}
+	var from func(name string) []string
+	from = func(name string) []string {
+		if way, known := memo[name]; known {
+			return way
+		}
+		var longest []string
+		for _, r := range held[name] {
+			if to := jumpTarget(r); to != "" {
+				if _, is := held[to]; is {
+					if way := from(to); len(way) > len(longest) {
+						longest = way
+					}
+				}
+			}
+		}
+		memo[name] = append([]string{name}, longest...)
+		return memo[name]
+	}
+	var out []string
+	for name := range held {
+		if way := from(name); builtin(name) && len(way) > len(out) {
+			out = way
+		}
+	}
+	return out
+}
+
+// rendered are the tables that a plan is rendered as.
+func rendered(t rapid.TB, p *plan.Plan, f plan.Family, o Options) map[table]kernelTable {
+	out := map[table]kernelTable{}
+	for _, part := range strings.Split(Render(p, f, o), "COMMIT\n") {
+		head, body, _ := strings.Cut(part, "\n")
+		if head == "" {
+			continue
+		}
+		held, err := parseSave(strings.NewReader(body))
+		if err != nil {
+			t.Fatal(err)
+		}
+		out[table(head[1:])] = held
+	}
+	return out
+}
+
+func checkNesting(t rapid.TB, p *plan.Plan, f plan.Family, o Options) {
+	for tbl, held := range rendered(t, p, f, o) {
+		if way := deepest(held); len(way)-1 > maxNesting {
+			t.Errorf("in table %s rules lead %d chains deep: %s", tbl, len(way)-1, strings.Join(way, " > "))
+		}
+	}
+}
+
+// TestNesting: whatever frontends there are, rules lead no deeper than nf_tables takes, in no table.
+func TestNesting(t *testing.T) {
+	t.Parallel()
+	for _, f := range plan.Families {
+		for name, p := range map[string]*plan.Plan{"pools": plantest.Pools(f), "crossed": plantest.Crossed(f)} {
+			t.Run(fmt.Sprintf("%s %s", name, f), func(t *testing.T) { checkNesting(t, p, f, Options{MasqueradeBit: 14}) })
+		}
+		t.Run("random "+f.String(), func(t *testing.T) {
+			rapid.Check(t, func(t *rapid.T) {
+				p := plantest.Nested(f).Draw(t, "plan")
+				checkNesting(t, p, f, Options{MasqueradeBit: 14, CompactAbove: rapid.SampledFrom([]int{0, 12}).Draw(t, "compact above")})
+			})
+		})
+	}
+}
+
+// TestNestingWidens: that rules lead no deeper than they may hardly makes more of them to pass.
+func TestNestingWidens(t *testing.T) {
+	t.Parallel()
+	for _, f := range plan.Families {
+		rapid.Check(t, func(t *rapid.T) {
+			p := plantest.Nested(f).Draw(t, "plan")
+			r := newRules(p, f, Options{})
+			for _, sp := range p.Sorted(f) {
+				r.enter(sp)
+			}
+			d := r.dispatcher(natServices, &r.tries)
+			bounded := mostPassed(d)
+			d.place.depth = -100
+			if free := mostPassed(d); bounded > 2*free {
+				t.Errorf("of %d entries, a packet passes up to %d rules, and would pass %d if rules could lead as deep as they like",
+					d.root.count, bounded, free)
+			}
+		})
+	}
+}
+
+// mostPassed is how many rules of a dispatcher's tree a packet passes at most.
+func mostPassed(d *dispatch) int {
+	var from func(nodes []node) int
+	from = func(nodes []node) int {
+		most := 0
+		for _, n := range nodes {
+			most = max(most, len(d.rules(n))+from(n.below()))
+		}
+		return most
+	}
+	return from(d.top())
+}
+
+// TestNestingWhileWriting: an address to which many ports come in the same sync in which many others come lies deep in the rules
+// that are there, and leads deep in those that are to be.
+func TestNestingWhileWriting(t *testing.T) {
+	t.Parallel()
+	crossed := plantest.Crossed(plan.IPv4)
+	with := func(ports int) *plan.Plan { // at the address in the middle of all others
+		p := plan.New(crossed.Node, crossed.Settings)
+		for i, sp := range crossed.Sorted(plan.IPv4) {
+			some := *sp
+			some.Frontends = slices.DeleteFunc(slices.Clone(sp.Frontends), func(f plan.Frontend) bool {
+				switch f.Addr.String() {
+				case "198.51.100.1":
+					return i >= ports
+				case "198.51.100.4":
+					return true
+				}
+				return f.Kind == plan.ExternalIP && i >= 40
+			})
+			some.SourceRanges = []netip.Prefix{netip.MustParsePrefix("10.0.0.0/8")} // One chain more to pass.
+			for i := range some.Frontends {
+				if some.Frontends[i].Kind == plan.ExternalIP {
+					some.Frontends[i].Kind = plan.LoadBalancerIP
+				}
+			}
+			p.Set(&some)
+		}
+		return p
+	}
+	few, many := with(20), with(1000)
+	e, k := fakeEngine(plan.IPv4)
+	e.options.CompactAbove = 0
+	e.batch = 5
+	for _, p := range []*plan.Plan{few, many, few} {
+		if err := e.sync(t.Context(), p, nil); err != nil {
+			t.Fatal(err)
+		}
+		if got, want := k.text(), textOf(desired(p, plan.IPv4, e.options)); got != want {
+			t.Fatalf("the kernel holds something else:\n%s", diffLines(want, got))
+		}
+	}
+}
+
+// TestNestedPrograms: plans with the deepest nesting are programmed by the kernel, on an empty node and as changes.
+func TestNestedPrograms(t *testing.T) {
+	t.Parallel()
+	for _, v := range []Variant{NFT, Legacy} {
+		for _, f := range plan.Families {
+			for name, p := range map[string]*plan.Plan{"pools": plantest.Pools(f), "crossed": plantest.Crossed(f)} {
+				t.Run(fmt.Sprintf("%s %s %s", v, f, name), func(t *testing.T) {
+					nstest.Enter(t)
+					e := realEngine(t, v, f)
+					e.options = Options{MasqueradeBit: 14, RandomFully: true}
+					if err := e.sync(t.Context(), p, nil); err != nil {
+						t.Fatalf("%.800v", err)
+					}
+					check := func(after string, p *plan.Plan) {
+						t.Helper()
+						if got, want := ours(t, e.tool), textOf(desired(p, f, e.options)); got != want {
+							t.Fatalf("after %s the kernel holds something else:\n%s", after, diffLines(want, got))
+						}
+					}
+					check("the first sync", p)
+					fewer := plan.New(p.Node, p.Settings)
+					gone := plan.Keys{}
+					for i, sp := range p.Sorted(f) {
+						if i%3 == 0 {
+							fewer.Set(sp)
+						} else {
+							gone.Add(sp.Key)
+						}
+					}
+					if err := e.sync(t.Context(), fewer, gone); err != nil {
+						t.Fatalf("%.800v", err)
+					}
+					check("most have gone", fewer)
+					if err := e.sync(t.Context(), p, gone); err != nil {
+						t.Fatalf("%.800v", err)
+					}
+					check("they are back", p)
+				})
+			}
+		}
+	}
+}
