@@ -58,13 +58,21 @@ type form struct {
 	pods   netip.Prefix
 }
 
+// masqueraded are the ranges of cluster IPs to which anything is masqueraded: none where all traffic is from pods.
+func (x form) masqueraded() []netip.Prefix {
+	if x.pods.IsValid() && x.pods.Bits() == 0 {
+		return nil
+	}
+	return x.ranges
+}
+
 // toClusterIPs begins a rule for connections to a range of cluster IPs that are to be masqueraded.
 func (x form) toClusterIPs(cidr netip.Prefix) *rule {
 	r := newRule()
 	if x.pods.IsValid() {
 		r.notSrc(x.pods)
 	}
-	return r.word("-m", "conntrack", ctDNAT, "--ctorigdst", cidr.String())
+	return r.connectedTo(cidr)
 }
 
 // ctDNAT is in all rules of the base chains that do for all services what could be done for each.
@@ -101,7 +109,7 @@ func baseChains(o Options, f plan.Family, x form) []tableChain {
 		first = append(first, hairpin(f).jump(masquerade))
 		forward = append(forward, hairpin(f).jump("ACCEPT"))
 	}
-	for _, cidr := range x.ranges {
+	for _, cidr := range x.masqueraded() {
 		first = append(first, x.toClusterIPs(cidr).jump(masquerade))
 		forward = append(forward, x.toClusterIPs(cidr).jump("ACCEPT"))
 	}

@@ -33,11 +33,7 @@ func (c *driftFinder) rules(written *rules, nat, filter kernelTable) {
 	}
 	written.fixed(func(want tableChain) { check(want.table, want.chain) })
 	for _, t := range []table{tableNAT, tableFilter} {
-		for _, name := range slices.Sorted(maps.Keys(held[t])) {
-			if mayBeStale(name) && !known[t][name] {
-				c.found.Add(drift.Chain, drift.Unexpected, "%s of table %s (%s)", name, t, c.family)
-			}
-		}
+		c.unexpected(t, held[t], func(name string) bool { return mayBeStale(name) && !known[t][name] })
 	}
 	for _, j := range jumps(written.localnet()) {
 		if j.to != chainFirewall {
@@ -53,13 +49,29 @@ func (c *driftFinder) fixed(written *Fixed, t table, held kernelTable) {
 		known[want.name] = true
 		c.chain(t, want, held)
 	}
-	for _, name := range slices.Sorted(maps.Keys(held)) {
-		if isOurs(t, name) && !known[name] {
-			c.found.Add(drift.Chain, drift.Unexpected, "%s of table %s (%s)", name, t, c.family)
-		}
-	}
+	c.unexpected(t, held, func(name string) bool { return isOurs(t, name) && !known[name] })
 	for _, j := range written.jumps(t) {
 		c.jump(t, j.From, j.Rule, held)
+	}
+}
+
+// unexpected finds chains that were not written, but for an empty one that somebody else's rule leads to: that is how such a
+// chain is left (sweep), and has to be as long as the rule is there.
+func (c *driftFinder) unexpected(t table, held kernelTable, is func(name string) bool) {
+	var names, empty []string
+	for _, name := range slices.Sorted(maps.Keys(held)) {
+		if is(name) {
+			names = append(names, name)
+			if len(held[name]) == 0 {
+				empty = append(empty, name)
+			}
+		}
+	}
+	left := usedByOthers(t, held, empty)
+	for _, name := range names {
+		if left[name] == "" {
+			c.found.Add(drift.Chain, drift.Unexpected, "%s of table %s (%s)", name, t, c.family)
+		}
 	}
 }
 

@@ -318,21 +318,27 @@ func BaseChains(o Options, f plan.Family) []FixedChain {
 	return out
 }
 
-// FromPods is the match of traffic from pods in a rule, or of all other traffic; false where the two can't be told apart.
+// FromPods is the match of traffic from pods in a rule, or of all other traffic, with a space behind it; it is empty where all
+// traffic is from pods. It is false where the two can't be told apart, or nothing matches.
 func FromPods(d plan.DetectLocal, f plan.Family, not bool) (string, bool) {
 	if !d.Implemented(f) {
 		return "", false
 	}
 	b := builder{settings: &plan.Settings{DetectLocal: d}}
+	r := newRule()
 	switch {
+	case byCIDR(d) && d.CIDR(f).Bits() == 0:
+		return "", !not
 	case byCIDR(d) && not:
-		return newRule().notSrc(d.CIDR(f)).b.String(), true
+		r.notSrc(d.CIDR(f))
 	case byCIDR(d):
-		return newRule().src(d.CIDR(f)).b.String(), true
+		r.src(d.CIDR(f))
 	case not:
-		return newRule().word("!").word(b.podInterface()...).b.String(), true
+		r.word("!").word(b.podInterface()...)
+	default:
+		r.word(b.podInterface()...)
 	}
-	return newRule().word(b.podInterface()...).b.String(), true
+	return r.b.String() + " ", true
 }
 
 // ToNodePorts are rules that send traffic for those of the node's addresses where node ports answer to a chain. It is the

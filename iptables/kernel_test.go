@@ -97,11 +97,39 @@ func TestKernelShowsWhatWasWritten(t *testing.T) {
 						if e.current == nil {
 							t.Fatal("the engine does not know what the kernel holds")
 						}
+						compareAgain(t, e, p)
 					})
 				})
 			})
 		}
 	}
+}
+
+// compareAgain compares everything once more, which is to find nothing and write nothing.
+func compareAgain(t rapid.TB, e *engine, p *plan.Plan) {
+	noted := &notedRestores{kernel: e.tool}
+	e.tool = noted
+	defer func() { e.tool = noted.kernel }()
+	if err := e.sync(context.Background(), p, nil); err != nil {
+		t.Fatal(err)
+	}
+	if len(noted.texts) > 0 {
+		t.Fatalf("a second comparison wrote\n%s", strings.Join(noted.texts, "\n"))
+	}
+	if e.found == nil || e.found.Total() > 0 {
+		t.Fatalf("a second comparison found %+v", e.found)
+	}
+}
+
+// notedRestores is a kernel that notes down what is written.
+type notedRestores struct {
+	kernel
+	texts []string
+}
+
+func (n *notedRestores) restore(text string) error {
+	n.texts = append(n.texts, text)
+	return n.kernel.restore(text)
 }
 
 // diffLines shows the lines that only one of two texts has.
@@ -161,6 +189,7 @@ func TestChainInUse(t *testing.T) {
 					t.Errorf("the chain in use is there: %v, with rules %q; the other program's has %q; %v", is, rules, held["OTHERS"], err)
 				}
 			}
+			compareAgain(t, e, p)
 			if err := e.tool.restore("*nat\n:OTHERS - [0:0]\n-X OTHERS\nCOMMIT\n"); err != nil {
 				t.Fatal(err)
 			}

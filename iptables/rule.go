@@ -32,12 +32,30 @@ func (r *rule) word(words ...string) *rule {
 
 func newRule() *rule { return &rule{} }
 
-// src and dst match an address or range; not inverts.
-func (r *rule) src(p netip.Prefix) *rule    { return r.word("-s", p.String()) }
+// src and dst match an address or range; iptables-save prints nothing for the range of all addresses. not inverts, and is not
+// for that range: what would match nothing is no rule (nf_tables takes none).
+func (r *rule) src(p netip.Prefix) *rule    { return r.within("-s", p) }
+func (r *rule) dst(p netip.Prefix) *rule    { return r.within("-d", p) }
 func (r *rule) notSrc(p netip.Prefix) *rule { return r.word("!", "-s", p.String()) }
-func (r *rule) dst(p netip.Prefix) *rule    { return r.word("-d", p.String()) }
 func (r *rule) notDst(p netip.Prefix) *rule { return r.word("!", "-d", p.String()) }
-func (r *rule) dstIP(a netip.Addr) *rule    { return r.dst(single(a)) }
+
+func (r *rule) within(option string, p netip.Prefix) *rule {
+	if p.Bits() == 0 {
+		return r
+	}
+	return r.word(option, p.String())
+}
+
+// connectedTo matches connections whose first packet went to a range of addresses, and that DNAT has sent elsewhere.
+func (r *rule) connectedTo(p netip.Prefix) *rule {
+	to := p.String()
+	if p.IsSingleIP() {
+		to = p.Addr().String()
+	}
+	return r.word("-m", "conntrack", ctDNAT, "--ctorigdst", to)
+}
+
+func (r *rule) dstIP(a netip.Addr) *rule { return r.dst(single(a)) }
 
 // proto matches the protocol. A match on its ports must follow (port).
 func (r *rule) proto(p plan.Protocol) *rule { return r.word("-p", p.Lower()) }

@@ -4,6 +4,8 @@ import (
 	"bufio"
 	"fmt"
 	"io"
+	"net/netip"
+	"regexp"
 	"slices"
 	"strings"
 )
@@ -49,7 +51,7 @@ func (t kernelTable) add(line string) {
 	switch {
 	case word == "-A":
 		name, body, _ := strings.Cut(rest, " ")
-		t[name] = append(t[name], body)
+		t[name] = append(t[name], withAddresses(body))
 		return
 	case strings.HasPrefix(word, ":"):
 		rest = word[1:]
@@ -59,6 +61,40 @@ func (t kernelTable) add(line string) {
 	name, _, _ := strings.Cut(rest, " ")
 	if _, seen := t[name]; !seen {
 		t[name] = nil
+	}
+}
+
+// withAddresses is a rule with its IPv6 addresses as Go prints them. The C library of the GNU project prints those of which
+// only the last 32 bits are set, ::/96 but ::/111, with these as an IPv4 address: ::1.2.3.4.
+func withAddresses(rule string) string {
+	if !mayHaveDotted(rule) {
+		return rule
+	}
+	return dotted.ReplaceAllStringFunc(rule, func(match string) string {
+		m := dotted.FindStringSubmatch(match)
+		addr, err := netip.ParseAddr(m[2])
+		if err != nil {
+			return match
+		}
+		return m[1] + addr.String()
+	})
+}
+
+// dotted finds such addresses behind the options that take one.
+var dotted = regexp.MustCompile(`((?:^| )(?:-[sd]|--ctorigdst|--to-destination) \[?)(::[0-9]+\.[0-9]+\.[0-9]+\.[0-9]+)`)
+
+// mayHaveDotted is false, at little cost, for nearly every rule that has none.
+func mayHaveDotted(rule string) bool {
+	for {
+		_, after, found := strings.Cut(rule, "::")
+		if !found {
+			return false
+		}
+		rest := strings.TrimLeft(after, "0123456789")
+		if len(rest) < len(after) && strings.HasPrefix(rest, ".") {
+			return true
+		}
+		rule = after
 	}
 }
 

@@ -254,6 +254,8 @@ func (b *builder) masqueradeClusterIP(f plan.Frontend) string {
 	case b.settings.MasqueradeAll:
 	case !d.Implemented(b.sp.Key.Family):
 		return ""
+	case byCIDR(d) && d.CIDR(b.sp.Key.Family).Bits() == 0: // All traffic is from pods.
+		return ""
 	case byCIDR(d):
 		r.notSrc(d.CIDR(b.sp.Key.Family))
 	}

@@ -156,8 +156,8 @@ func (r *ruleMaker) inside(both ...string) []string {
 		out = append(out, who+mark)
 	}
 	if pods, ok := iptables.FromPods(r.settings.DetectLocal, r.family, false); ok {
-		add(pods+" ", setMark(cluster))
-		out = append(out, pods+" -j RETURN")
+		add(pods, setMark(cluster))
+		out = append(out, pods+"-j RETURN")
 	}
 	add(fromNode, setMark(cluster|r.marks.masquerade))
 	return out
@@ -212,7 +212,7 @@ func (r *ruleMaker) nat() {
 		services = append(services, r.to(setClusterIP)+masq)
 	} else {
 		if others, ok := iptables.FromPods(r.settings.DetectLocal, r.family, true); ok {
-			services = append(services, others+" "+r.to(setClusterIP)+masq)
+			services = append(services, others+r.to(setClusterIP)+masq)
 		}
 		// The node takes the address of a Service for its source when it sends to it, if nothing else is said.
 		services = append(services, r.in(setVIPs, "src")+r.to(setClusterIP)+masq)

@@ -67,7 +67,7 @@ var worlds = map[plan.Family]world{
 		external: addrs("198.18.0.1", "198.18.0.2"),
 		cluster:  prefix("10.96.0.0/16"), podRange: prefix("10.244.0.0/16"), nodePods: prefix("10.244.1.0/24"),
 		ranges: prefixes("203.0.113.0/24", "203.0.113.128/25", "198.51.100.1/32", "192.168.1.0/24", "192.168.1.10/32",
-			"10.244.0.0/16", "172.20.0.2/32"),
+			"10.244.0.0/16", "172.20.0.2/32", "0.0.0.0/0"),
 		nodeNets: prefixes("192.168.1.0/24", "172.16.0.0/12", "127.0.0.0/8", "127.0.0.1/32", "10.244.1.1/32", "0.0.0.0/0"),
 	},
 	plan.IPv6: {
@@ -77,10 +77,10 @@ var worlds = map[plan.Family]world{
 		farPods:  addrs("fd00:10:244:2::2", "fd00:10:244:2::3", "fd00:10:244:3::2", "fd00:10:244:3::3"),
 		outside:  addrs("2001:db8:f::1", "2001:db8:f:8000::1", "2001:db8:e::1"),
 		balancer: addrs("fd00:20::1", "fd00:20::2", "fd00:20::3"),
-		external: addrs("2001:db8:d::1", "2001:db8:d::2"),
+		external: addrs("2001:db8:d::1", "2001:db8:d::2", "::1.2.3.4"),
 		cluster:  prefix("fd00:10:96::/112"), podRange: prefix("fd00:10:244::/48"), nodePods: prefix("fd00:10:244:1::/64"),
 		ranges: prefixes("2001:db8:f::/48", "2001:db8:f:8000::/49", "2001:db8:e::1/128", "2001:db8:1::/64",
-			"2001:db8:1::10/128", "fd00:10:244::/48", "fd00:20::2/128"),
+			"2001:db8:1::10/128", "fd00:10:244::/48", "fd00:20::2/128", "::/0", "::1.2.3.0/120"),
 		nodeNets: prefixes("2001:db8:1::/64", "fd00:16::/64", "::1/128", "fd00:10:244:1::1/128", "::/0"),
 	},
 }
@@ -136,6 +136,9 @@ func drawSettings(t *rapid.T) plan.Settings {
 	for _, f := range plan.Families {
 		if chance(t, 2, fmt.Sprintf("the %s service CIDR is known", f)) {
 			s.ServiceCIDRs = append(s.ServiceCIDRs, worlds[f].cluster)
+			if chance(t, 4, fmt.Sprintf("so is a %s service CIDR of one address", f)) {
+				s.ServiceCIDRs = append(s.ServiceCIDRs, netip.PrefixFrom(nth(worlds[f].cluster, 4000), f.Bits()))
+			}
 		}
 	}
 	switch rapid.IntRange(0, 3).Draw(t, "node port addresses") {
@@ -159,7 +162,8 @@ func drawDetectLocal(t *rapid.T) plan.DetectLocal {
 		}
 		switch d.Mode {
 		case plan.DetectClusterCIDR:
-			d.CIDRs = append(d.CIDRs, worlds[f].podRange)
+			d.CIDRs = append(d.CIDRs, rapid.SampledFrom([]netip.Prefix{worlds[f].podRange, worlds[f].podRange, everything(f)}).
+				Draw(t, fmt.Sprintf("%s pod range", f)))
 		case plan.DetectNodeCIDR:
 			d.CIDRs = append(d.CIDRs, worlds[f].nodePods)
 		}
@@ -175,6 +179,14 @@ func drawDetectLocal(t *rapid.T) plan.DetectLocal {
 
 // chance is true once in about n times. Simpler cases are those where it is false.
 func chance(t *rapid.T, n int, what string) bool { return rapid.IntRange(0, n-1).Draw(t, what) == n-1 }
+
+// everything is the range of all addresses of a family.
+func everything(f plan.Family) netip.Prefix {
+	if f == plan.IPv6 {
+		return prefix("::/0")
+	}
+	return prefix("0.0.0.0/0")
+}
 
 func addr(s string) netip.Addr     { return netip.MustParseAddr(s) }
 func prefix(s string) netip.Prefix { return netip.MustParsePrefix(s) }

@@ -1,0 +1,60 @@
+package iptables
+
+import (
+	"fmt"
+	"net/netip"
+	"strings"
+	"testing"
+
+	"nodeproxy/internal/nstest"
+	"nodeproxy/proxier/plan"
+)
+
+// TestAddressesAsPrinted: every form of an address and a range, in rules and as destination of DNAT, is written as iptables-save
+// prints it.
+func TestAddressesAsPrinted(t *testing.T) {
+	t.Parallel()
+	prefixes := map[plan.Family][]string{
+		plan.IPv4: {"1.2.3.4/32", "10.0.0.0/8", "0.0.0.0/32", "0.0.0.0/1", "128.0.0.0/1"},
+		plan.IPv6: {
+			"::1.2.3.4/128", "::102/128", "::1:2/128", "::0.1.0.2/128", "::ffff/128", "::1:0/128", "::1/128", "::2/128", "::/128",
+			"::1:0:0/128", "::1:2:3/128", "::ffff:0:0/128", "::fffe:102:304/128", "::ffff:0:102:304/128", "64:ff9b::102:304/128",
+			"::1.2.3.0/120", "::1.2.0.0/112", "::1.0.0.0/104", "::/1", "::/96", "::1.2.3.4/126", "::ffff:0:0:0/80",
+			"fd00::/8", "fd00:0:0:1::/64", "fd00:0:1:0:0:1:0:0/112", "1:0:0:2:0:0:0:3/128", "1:0:2:3:4:5:6:7/128", "0:1:2:3:4:5:6:7/128",
+			"1:2:3:4:5:6:7:0/128", "0:0:1:2:3:4:5:6/128", "1:2:3:4:5:6::/128", "0:0:0:0:0:1:0:0/128", "::100:0/128", "::255.255.255.255/128",
+		},
+	}
+	for _, v := range []Variant{NFT, Legacy} {
+		for _, f := range plan.Families {
+			t.Run(fmt.Sprintf("%s %s", v, f), func(t *testing.T) {
+				nstest.Enter(t)
+				e := realEngine(t, v, f)
+				var rules []string
+				all := netip.PrefixFrom(netip.IPv4Unspecified(), 0)
+				if f == plan.IPv6 {
+					all = netip.PrefixFrom(netip.IPv6Unspecified(), 0)
+				}
+				rules = append(rules, newRule().src(all).dst(all).jump("RETURN"), newRule().connectedTo(all).jump("RETURN"))
+				for _, text := range prefixes[f] {
+					p := netip.MustParsePrefix(text).Masked()
+					rules = append(rules, newRule().src(p).jump("RETURN"), newRule().notDst(p).jump("RETURN"))
+					if p.IsSingleIP() {
+						rules = append(rules, newRule().proto(plan.TCP).word("-m", "tcp").jump("DNAT --to-destination "+netip.AddrPortFrom(p.Addr(), 80).String()))
+					}
+					rules = append(rules, newRule().connectedTo(p).jump("RETURN"))
+				}
+				c := chain{"KUBE-SVC-TEST", rules}
+				if err := e.tool.restore(text([]block{{table: tableNAT, writes: []chain{c}}})); err != nil {
+					t.Fatal(err)
+				}
+				held, err := e.tool.save(t.Context(), tableNAT)
+				if err != nil {
+					t.Fatal(err)
+				}
+				if got, want := strings.Join(held[c.name], "\n"), strings.Join(rules, "\n"); got != want {
+					t.Errorf("written and printed differ:\n%s", diffLines(want, got))
+				}
+			})
+		}
+	}
+}
