@@ -273,6 +273,10 @@ func (m *stateModule) option(p *parser, name string, not bool) (bool, error) {
 		if err != nil {
 			return true, err
 		}
+		if addr, err := netip.ParseAddr(value); err == nil {
+			m.original = netip.PrefixFrom(addr, addr.BitLen())
+			return true, nil
+		}
 		if m.original, err = netip.ParsePrefix(value); err != nil {
 			return true, fmt.Errorf("option %s: %w", name, err)
 		}

@@ -67,7 +67,7 @@ var worlds = map[plan.Family]world{
 		external: addrs("198.18.0.1", "198.18.0.2"),
 		cluster:  prefix("10.96.0.0/16"), podRange: prefix("10.244.0.0/16"), nodePods: prefix("10.244.1.0/24"),
 		ranges: prefixes("203.0.113.0/24", "203.0.113.128/25", "198.51.100.1/32", "192.168.1.0/24", "192.168.1.10/32",
-			"10.244.0.0/16", "172.20.0.2/32", "0.0.0.0/0"),
+			"10.244.0.0/16", "172.20.0.2/32"),
 		nodeNets: prefixes("192.168.1.0/24", "172.16.0.0/12", "127.0.0.0/8", "127.0.0.1/32", "10.244.1.1/32", "0.0.0.0/0"),
 	},
 	plan.IPv6: {
@@ -80,7 +80,7 @@ var worlds = map[plan.Family]world{
 		external: addrs("2001:db8:d::1", "2001:db8:d::2", "::1.2.3.4"),
 		cluster:  prefix("fd00:10:96::/112"), podRange: prefix("fd00:10:244::/48"), nodePods: prefix("fd00:10:244:1::/64"),
 		ranges: prefixes("2001:db8:f::/48", "2001:db8:f:8000::/49", "2001:db8:e::1/128", "2001:db8:1::/64",
-			"2001:db8:1::10/128", "fd00:10:244::/48", "fd00:20::2/128", "::/0", "::1.2.3.0/120"),
+			"2001:db8:1::10/128", "fd00:10:244::/48", "fd00:20::2/128", "::1.2.3.0/120"),
 		nodeNets: prefixes("2001:db8:1::/64", "fd00:16::/64", "::1/128", "fd00:10:244:1::1/128", "::/0"),
 	},
 }
@@ -136,9 +136,6 @@ func drawSettings(t *rapid.T) plan.Settings {
 	for _, f := range plan.Families {
 		if chance(t, 2, fmt.Sprintf("the %s service CIDR is known", f)) {
 			s.ServiceCIDRs = append(s.ServiceCIDRs, worlds[f].cluster)
-			if chance(t, 4, fmt.Sprintf("so is a %s service CIDR of one address", f)) {
-				s.ServiceCIDRs = append(s.ServiceCIDRs, netip.PrefixFrom(nth(worlds[f].cluster, 4000), f.Bits()))
-			}
 		}
 	}
 	switch rapid.IntRange(0, 3).Draw(t, "node port addresses") {
