@@ -54,6 +54,9 @@ func (d Debug) Handler() http.Handler {
 	return mux
 }
 
+// profiles is the path of what takes as long as it is asked to.
+const profiles = "/debug/pprof/"
+
 // pong answers as Kubernetes components do whose only check is that they run.
 func pong(w http.ResponseWriter, r *http.Request) {
 	if r.URL.Query().Has("verbose") {

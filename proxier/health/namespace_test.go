@@ -133,11 +133,11 @@ func TestServerAtEveryAddress(t *testing.T) {
 	if !nstest.Process(t) {
 		return
 	}
-	s := Server{Name: "healthz", Addrs: []netip.AddrPort{netip.MustParseAddrPort("0.0.0.0:10256")}, Log: slog.New(slog.DiscardHandler),
+	serving := Serving{Addrs: []netip.AddrPort{netip.MustParseAddrPort("0.0.0.0:10256")}, Log: slog.New(slog.DiscardHandler),
 		Handler: http.HandlerFunc(pong)}
 	ctx, cancel := context.WithCancel(context.Background())
 	ended := make(chan error)
-	go func() { ended <- s.Run(ctx) }()
+	go func() { ended <- NewServer("healthz").Run(ctx, serving) }()
 	for _, host := range []string{"127.0.0.1", "[::1]"} {
 		eventually(t, host+" answers", func() bool {
 			_, _, body, err := get("http://" + host + ":10256/")

@@ -4,6 +4,7 @@ import (
 	"context"
 	"errors"
 	"fmt"
+	"log/slog"
 	"net"
 	"net/http"
 	"net/netip"
@@ -106,11 +107,11 @@ func equalAddresses(a, b plan.NodePortAddresses) bool {
 	return a.Primary == b.Primary && slices.Equal(a.CIDRs, b.CIDRs)
 }
 
-func newPort(svc plan.Service, number uint16, cfg ServicesConfig) *port {
+func newPort(svc plan.Service, number uint16, cfg ServicesConfig, c *connections) *port {
 	p := &port{service: svc, number: number, open: map[listenAt]*socket{}, report: cfg.Report}
-	p.server = newServer(http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
+	p.server = newHTTPServer(http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
 		p.answer(w, familyOf(r), cfg.Healthy())
-	}), cfg.Log)
+	}), c, func() *slog.Logger { return cfg.Log })
 	return p
 }
 

@@ -72,11 +72,11 @@ func TestServerTakesAnAddressOnceItIsFree(t *testing.T) {
 	log := &logBuffer{}
 	free, freeAddr := taken(t)
 	free.Close()
-	s := Server{Name: "healthz", Addrs: []netip.AddrPort{addr, {}, freeAddr}, Handler: http.HandlerFunc(pong),
+	serving := Serving{Addrs: []netip.AddrPort{addr, {}, freeAddr}, Handler: http.HandlerFunc(pong),
 		Log: slog.New(slog.NewTextHandler(log, nil))}
 	ctx, cancel := context.WithCancel(context.Background())
 	ended := make(chan error, 1)
-	go func() { ended <- s.Run(ctx) }()
+	go func() { ended <- NewServer("healthz").Run(ctx, serving) }()
 	answers := func(at netip.AddrPort) func() bool {
 		return func() bool {
 			code, _, body, err := get(fmt.Sprintf("http://%s/", at))
@@ -105,9 +105,9 @@ func TestServerTakesAnAddressOnceItIsFree(t *testing.T) {
 func TestServerHardFail(t *testing.T) {
 	t.Parallel()
 	_, addr := taken(t)
-	s := Server{Name: "metrics", Addrs: []netip.AddrPort{addr}, Handler: http.HandlerFunc(pong), HardFail: true,
+	serving := Serving{Addrs: []netip.AddrPort{addr}, Handler: http.HandlerFunc(pong), HardFail: true,
 		Log: slog.New(slog.DiscardHandler)}
-	err := s.Run(context.Background())
+	err := NewServer("metrics").Run(context.Background(), serving)
 	want := "metrics server at " + addr.String() + ": the address can't be listened at: "
 	if err == nil || !strings.HasPrefix(err.Error(), want) || !strings.Contains(err.Error(), "address already in use") {
 		t.Errorf("error is %v, want %s…", err, want)

@@ -22,6 +22,9 @@ const (
 	lastRetry  = 30 * time.Second
 )
 
+// mostOfServices is how many connections the health check node ports have at most, all together.
+const mostOfServices = 1024
+
 // ServicesConfig says what Services works with.
 type ServicesConfig struct {
 	// Healthy tells whether the node as a whole is healthy, as Node.Healthy does.
@@ -43,6 +46,7 @@ type ServicesConfig struct {
 type Services struct {
 	cfg     ServicesConfig
 	host    hostAddresses
+	clients *connections
 	addrsOf chan struct{} // the host's addresses have changed
 	wake    chan struct{}
 
@@ -68,7 +72,7 @@ func NewServices(cfg ServicesConfig) *Services {
 		cfg.Log = slog.New(slog.DiscardHandler)
 	}
 	return &Services{
-		cfg: cfg, host: kernelAddresses{cfg.NotNode, netlink.AddrSubscribe},
+		cfg: cfg, host: kernelAddresses{cfg.NotNode, netlink.AddrSubscribe}, clients: newConnections(mostOfServices),
 		addrsOf: make(chan struct{}, 1), wake: make(chan struct{}, 1),
 		byName: map[plan.Service]*port{}, dirty: map[*port]bool{}, failing: map[*port]bool{},
 	}
@@ -129,7 +133,7 @@ func (s *Services) update(p *plan.Plan, svc plan.Service) {
 		delete(s.dirty, had)
 	}
 	if number != 0 {
-		made := newPort(svc, number, s.cfg)
+		made := newPort(svc, number, s.cfg, s.clients)
 		made.count.Store(&now)
 		s.byName[svc] = made
 		s.dirty[made] = true
