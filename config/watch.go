@@ -7,6 +7,7 @@ import (
 	"os"
 	"path/filepath"
 	"reflect"
+	"slices"
 	"time"
 
 	"github.com/fsnotify/fsnotify"
@@ -20,8 +21,8 @@ const (
 )
 
 // Watch reads the configuration file again whenever it changes, until ctx ends. A good one that differs in anything that
-// matters is handed to changed, with flags put over it as before; that one is gone or wrong in any way is told to rejected,
-// once, and what was in force stays so. Without a file it only waits. Config must have returned before.
+// matters, or of which there is something else to say, or that comes after a wrong one, is handed to changed, with flags put over it as
+// before; that one is gone or wrong in any way is told to rejected, once. Without a file it only waits. Config must have returned before.
 // The error tells why the file can't be watched.
 func (f *Flags) Watch(ctx context.Context, changed func(*Config), rejected func(error)) error {
 	if f.values.own.configFile == "" {
@@ -68,6 +69,7 @@ type fileWatch struct {
 	path     string
 	inForce  *Config
 	seen     []byte // the last content that was looked at
+	wrong    bool   // that was wrong
 	suspect  bool   // it was wrong at the last look, of which nothing is said yet
 	failure  string // what was said last of what is wrong
 	changed  func(*Config)
@@ -93,7 +95,7 @@ func (w *fileWatch) look() (again bool) {
 		w.suspect = true
 		return true
 	case err != nil:
-		w.suspect, w.seen = false, data
+		w.suspect, w.seen, w.wrong = false, data, true
 		if w.failure != err.Error() {
 			w.failure = err.Error()
 			w.rejected(err)
@@ -101,8 +103,8 @@ func (w *fileWatch) look() (again bool) {
 		return false
 	}
 	w.failure, w.suspect, w.seen = "", false, data
-	differs := w.inForce == nil || !sameEffect(c, w.inForce)
-	w.inForce, w.flags.read = c, data
+	differs := w.inForce == nil || w.wrong || !c.SameEffect(w.inForce) || !slices.Equal(c.Findings, w.inForce.Findings)
+	w.inForce, w.flags.read, w.wrong = c, data, false
 	if differs {
 		w.changed(c)
 	}
@@ -118,9 +120,9 @@ func (f *Flags) understand(data []byte) (*Config, error) {
 	return e.understand(true)
 }
 
-// sameEffect reports whether two configurations differ in nothing but what there is to say about them.
-func sameEffect(a, b *Config) bool {
-	x, y := *a, *b
+// SameEffect reports whether two configurations differ in nothing but what there is to say about them.
+func (c *Config) SameEffect(other *Config) bool {
+	x, y := *c, *other
 	x.Findings, y.Findings = nil, nil
 	x.Configz, y.Configz = nil, nil
 	return reflect.DeepEqual(x, y)

@@ -149,10 +149,12 @@ var movedIn = map[harness.Mode][]metricCheck{
 }
 
 // shownElsewhere are the metrics that other tests show: TestMetricsOfTrouble, TestMetricsAreTheKernels, TestWaitEnds,
-// TestOtherProxyStarts, TestFaultManifests and, of counters of the kernel that nothing here moves, those of package metrics.
+// TestOtherProxyStarts, TestFaultManifests, TestBadConfigurations and, of counters of the kernel that nothing here moves, those of
+// package metrics.
 var shownElsewhere = []string{
 	"kubeproxy_sync_proxy_rules_iptables_last", "nodeproxy_conntrack_entries_limit", "nodeproxy_waiting_for_proxy",
-	"nodeproxy_other_proxy_runs", "nodeproxy_manifests_faulty", "nodeproxy_conntrack_insert_failures_total", "nodeproxy_conntrack_drops_total",
+	"nodeproxy_other_proxy_runs", "nodeproxy_manifests_faulty", "nodeproxy_config_rejected",
+	"nodeproxy_conntrack_insert_failures_total", "nodeproxy_conntrack_drops_total",
 }
 
 // TestMetricsMove: every metric shows what there is, or moves with what happens.

@@ -59,6 +59,7 @@ type Set struct {
 	findings *prometheus.CounterVec
 	waiting  prometheus.Gauge
 	beside   prometheus.Gauge
+	rejected prometheus.Gauge
 	rules    *ruleMetrics
 	flows    *flowMetrics
 	drift    *driftMetrics
@@ -91,6 +92,8 @@ func New(cfg Config) *Set {
 		"1 while nothing is written to the kernel because another proxy runs on this node, else 0.")
 	s.beside = s.gauge("nodeproxy_other_proxy_runs", "1 while another proxy runs on this node although it is nodeproxy's turn to "+
 		"write, so that each undoes what the other does, else 0. It is looked for every 30 seconds, and not with --take-over.")
+	s.rejected = s.gauge("nodeproxy_config_rejected", "1 while the configuration file holds what is wrong, or can't be put in force on "+
+		"this node, so that an earlier one stays in force, else 0.")
 	s.rules = newRuleMetrics(s)
 	s.flows = newFlowMetrics(s)
 	s.drift = newDriftMetrics(s)
@@ -159,6 +162,9 @@ func (s *Set) Waiting(waiting bool) { s.waiting.Set(number(waiting)) }
 
 // OtherProxyRuns notes whether another proxy runs although none is waited for.
 func (s *Set) OtherProxyRuns(runs bool) { s.beside.Set(number(runs)) }
+
+// ConfigRejected notes whether the configuration file holds something else than what is in force.
+func (s *Set) ConfigRejected(rejected bool) { s.rejected.Set(number(rejected)) }
 
 func number(yes bool) float64 {
 	if yes {

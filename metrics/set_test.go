@@ -89,6 +89,7 @@ func TestCounted(t *testing.T) {
 	s.Waiting(true)
 	s.OtherProxyRuns(false)
 	s.OtherProxyRuns(true)
+	s.ConfigRejected(true)
 	var passed []source.Finding
 	report := s.Report(func(f source.Finding) { passed = append(passed, f) })
 	report(source.Finding{Severity: source.Problem, Object: "x"})
@@ -117,6 +118,7 @@ func TestCounted(t *testing.T) {
 		"nodeproxy_drift_check_duration_seconds":                                            2,
 		"nodeproxy_waiting_for_proxy":                                                       1,
 		"nodeproxy_other_proxy_runs":                                                        1,
+		"nodeproxy_config_rejected":                                                         1,
 		"nodeproxy_port_conflicts":                                                          4,
 		"nodeproxy_findings_total kind=other severity=problem":                              1,
 		"nodeproxy_findings_total kind=other severity=note":                                 1,

@@ -1,6 +1,7 @@
 package main
 
 import (
+	"cmp"
 	"context"
 	"errors"
 	"fmt"
@@ -17,6 +18,7 @@ import (
 	"nodeproxy/metrics"
 	"nodeproxy/proxier"
 	"nodeproxy/proxier/conntrack"
+	"nodeproxy/proxier/health"
 	"nodeproxy/proxier/plan"
 	"nodeproxy/proxier/source"
 	"nodeproxy/proxier/source/apiserver"
@@ -34,6 +36,16 @@ type daemon struct {
 	from     string // names the source
 	// held keeps what the source delivers until there is a proxier.
 	held source.Held
+	// ctx ends when the daemon is to stop. running are all its goroutines, and read receives what the source ended with.
+	ctx     context.Context
+	cancel  context.CancelFunc
+	running sync.WaitGroup
+	read    chan error
+	// rejected is what was last told of a configuration file that holds something else than what is in force.
+	rejected string
+	// findings are what there is to say about the configuration, and reports what is to be said once the daemon runs.
+	findings []source.Finding
+	reports  heldReports
 
 	// What follows is there once it is this program's turn to write.
 	backend backend
@@ -45,8 +57,9 @@ type daemon struct {
 	// location is where the API server is; nil without one.
 	location *apiserver.Location
 
-	// event tells the cluster, if there is one, of what is wrong on this node.
+	// event tells the cluster, if there is one, of what is wrong on this node, and tell of what is not.
 	event func(reason, action, text string)
+	tell  func(reason, action string)
 	// warnConflict tells it of host processes that listen where Services are; nil without a cluster.
 	warnConflict func(text string)
 }
@@ -58,19 +71,32 @@ type backend interface {
 	Families() []plan.Family
 }
 
-// newDaemon makes a daemon that knows where objects come from. It writes nothing to the kernel.
+// newDaemon makes a daemon that reads objects already, and stops when ctx ends. It writes nothing to the kernel.
 func newDaemon(ctx context.Context, cfg *config.Config, log *slog.Logger) (*daemon, error) {
-	d := &daemon{cfg: cfg, log: log, families: hostFamilies(log), event: func(_, _, _ string) {}}
+	d := &daemon{cfg: cfg, log: log, families: hostFamilies(log), event: func(_, _, _ string) {}, tell: func(_, _ string) {},
+		read: make(chan error, 1)}
+	d.ctx, d.cancel = context.WithCancel(ctx)
 	d.metrics = metrics.New(metrics.Config{Mode: cfg.Mode, Version: version, Families: d.families, Start: started, Log: log})
 	d.metrics.CollectRESTClient(requests)
 	d.drift = &driftReporter{metrics: d.metrics, log: log}
-	d.report = d.withEvents(d.metrics.Report(reporter(log)))
+	d.report, d.findings = d.reports.report, cfg.Findings
 	for _, f := range cfg.Findings {
 		d.report(f)
 	}
-	if err := d.open(ctx, d.report); err != nil {
+	if err := d.open(d.ctx, d.report); err != nil {
+		d.cancel()
 		return nil, err
 	}
+	d.running.Go(func() {
+		defer d.cancel() // Whatever ends, the rest does too.
+		err := d.objects.Run(d.ctx, &d.held)
+		if errors.Is(err, context.Canceled) {
+			err = nil
+		} else if err != nil {
+			err = fmt.Errorf("reading objects from %s: %w", d.from, err)
+		}
+		d.read <- err
+	})
 	return d, nil
 }
 
@@ -84,10 +110,58 @@ func (d *daemon) withEvents(report source.Report) source.Report {
 	}
 }
 
-// build makes all that brings objects to the kernel, and the settings of the kernel that it needs.
-func (d *daemon) build() error {
+// heldReports keeps findings until they are to be told. A configuration that is only tried tells of none.
+type heldReports struct {
+	mu   sync.Mutex
+	kept []source.Finding
+	next source.Report
+}
+
+func (h *heldReports) report(f source.Finding) {
+	h.mu.Lock()
+	defer h.mu.Unlock()
+	if h.next == nil {
+		h.kept = append(h.kept, f)
+		return
+	}
+	h.next(f)
+}
+
+func (h *heldReports) passTo(next source.Report) {
+	h.mu.Lock()
+	defer h.mu.Unlock()
+	for _, f := range h.kept {
+		next(f)
+	}
+	h.kept, h.next = nil, next
+}
+
+// stop ends a daemon that does not run. The rules stay.
+func (d *daemon) stop() {
+	d.cancel()
+	d.running.Wait()
+}
+
+// await returns when all objects have been read, or with the error for which they can't be.
+func (d *daemon) await() error {
+	select {
+	case <-d.held.Synced():
+		return nil
+	case <-d.ctx.Done():
+		err := <-d.read
+		d.read <- err
+		return cmp.Or(err, context.Cause(d.ctx))
+	}
+}
+
+// build makes all that brings objects to the kernel, and the settings of the kernel that it needs. Where the mode can't work, no
+// setting has changed.
+func (d *daemon) build(services *health.Services) error {
 	cfg := d.cfg
-	trackConnections(cfg, d.report)
+	if err := d.check(); err != nil {
+		return err
+	}
+	trackConnections(cfg, d.report) // Before the mode: some of its rules depend on them.
 	var err error
 	if cfg.Mode == "ipvs" {
 		d.backend, err = ipvs.New(d.ipvsConfig())
@@ -97,7 +171,7 @@ func (d *daemon) build() error {
 	if err != nil {
 		return err
 	}
-	d.monitor = newMonitor(cfg, d.metrics, d.backend.Families(), d.objects, d.report, d.log)
+	d.monitor = newMonitor(cfg, d.metrics, d.backend.Families(), d.objects, services, d.report, d.log)
 	d.monitor.countTraffic(d.backend, cfg.ServiceMetrics)
 	d.monitor.warn = d.warnConflict
 	known := cfg.ServiceCIDRs
@@ -192,52 +266,49 @@ func (d *daemon) nativeRules(n iptables.NativeRules) {
 	d.event("NativeRules", "CompareRules", f.String())
 }
 
-// run serves until ctx ends or the source fails for good. Objects are read from the start; nothing is written to the kernel
-// before it is this program's turn.
-func (d *daemon) run(ctx context.Context, turn *turn) error {
-	ctx, cancel := context.WithCancel(ctx)
-	defer cancel()
-	var running sync.WaitGroup
-	defer running.Wait()
-	defer cancel()
-	read := make(chan error, 1)
-	running.Go(func() {
-		defer cancel() // Whatever ends, the rest does too.
-		err := d.objects.Run(ctx, &d.held)
-		if errors.Is(err, context.Canceled) {
-			err = nil
-		} else if err != nil {
-			err = fmt.Errorf("reading objects from %s: %w", d.from, err)
-		}
-		read <- err
-	})
+// run serves until the daemon is stopped or its source fails for good. Nothing is written to the kernel before it is this program's
+// turn. The rules stay when it returns.
+func (d *daemon) run(turn *turn, front *front) error {
+	defer d.stop()
+	ctx := d.ctx
+	if err := setOOMScore(d.cfg.OOMScoreAdj); err != nil {
+		d.log.Info("the kernel may end this process sooner than others when memory runs out", "error", err)
+	}
+	d.log.Info("starting", "version", version, "mode", d.cfg.Mode, "node", d.cfg.NodeName, "objects-from", d.from)
+	d.reports.passTo(d.withEvents(d.metrics.Report(reporter(d.log))))
+	d.tell("Starting", "StartNodeproxy")
 	err := d.awaitTurn(ctx, turn)
 	if err != nil && ctx.Err() != nil {
 		d.log.Info("the wait for another proxy ends; nothing has been written")
-		return <-read // It has ended, or does so by the very end of ctx.
+		return <-d.read // It has ended, or does so by the very end of ctx.
 	}
 	if err == nil {
-		err = d.build()
+		err = front.prepare(d.cfg)
+	}
+	if err == nil {
+		err = d.build(front.services)
 	}
 	if err != nil {
+		front.discard()
 		d.warn(err.Error())
-		cancel()
-		return errors.Join(err, <-read)
+		d.cancel()
+		return &startError{errors.Join(err, <-d.read)}
 	}
-	served := make(chan error, 1)
-	running.Go(func() {
-		defer cancel()
-		served <- d.monitor.run(ctx)
-	})
-	d.goBeside(ctx, &running)
-	running.Go(func() { d.watchOthers(ctx, turn, lookEvery) })
+	front.serve(d)
+	d.running.Go(func() { d.monitor.listeners.Run(ctx) })
+	d.goBeside(ctx, &d.running)
+	d.running.Go(func() { d.watchOthers(ctx, turn, lookEvery) })
 	if d.location != nil {
-		d.followLocation(ctx, &running)
+		d.followLocation(ctx, &d.running)
 	}
 	d.held.PassTo(d.proxier)
 	d.proxier.Run(ctx)
-	running.Wait()
-	return errors.Join(<-read, <-served)
+	d.running.Wait()
+	if err := <-d.read; err != nil {
+		return err
+	}
+	d.log.Info("stopped; the rules stay in force")
+	return nil
 }
 
 // locateFirst is how long the first sync waits for where the API server is. Whatever has brought the objects could look it up.
@@ -329,7 +400,7 @@ func (d *daemon) open(ctx context.Context, report source.Report) error {
 	}
 	events := apiserver.NewEvents(client, cfg.NodeName, "nodeproxy", d.log)
 	go events.Run(ctx)
-	events.Normal("Starting", "StartNodeproxy", "")
+	d.tell = func(reason, action string) { events.Normal(reason, action, "") }
 	d.event = func(reason, action, text string) { events.Warning(reason, action, "%s", text) }
 	d.warnConflict = func(text string) { d.event("PortConflict", "WatchPorts", text) }
 	d.drift.tell = func(text string) { d.event("DriftRepaired", "RepairRules", text) }

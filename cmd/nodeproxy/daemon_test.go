@@ -20,6 +20,8 @@ func TestSettingsAreCounted(t *testing.T) {
 	if err != nil {
 		t.Fatal(err)
 	}
+	t.Cleanup(d.stop)
+	d.reports.passTo(d.metrics.Report(reporter(d.log)))
 	if !strings.Contains(log.String(), "is strange") {
 		t.Errorf("it is not logged: %s", log)
 	}

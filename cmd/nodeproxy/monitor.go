@@ -1,10 +1,7 @@
 package main
 
 import (
-	"context"
-	"fmt"
 	"log/slog"
-	"net/netip"
 	"sync"
 	"time"
 
@@ -26,8 +23,7 @@ import (
 type monitor struct {
 	metrics  *metrics.Set
 	node     *health.Node
-	services *health.Services
-	servers  []*health.Server
+	services *health.Services // of the front
 	// listeners looks for programs that listen where a Service captures the traffic; warn, if set, tells the cluster of them.
 	listeners *listeners.Watcher
 	warn      func(text string)
@@ -45,9 +41,9 @@ var started = time.Now()
 // requests counts requests to the API server.
 var requests = metrics.NewRESTClient()
 
-func newMonitor(cfg *config.Config, set *metrics.Set, families []plan.Family, objects source.Source, report source.Report,
-	log *slog.Logger) *monitor {
-	m := &monitor{metrics: set, inSync: make(chan struct{}), complete: make(chan struct{})}
+func newMonitor(cfg *config.Config, set *metrics.Set, families []plan.Family, objects source.Source,
+	services *health.Services, report source.Report, log *slog.Logger) *monitor {
+	m := &monitor{metrics: set, services: services, inSync: make(chan struct{}), complete: make(chan struct{})}
 	m.first = sync.OnceFunc(func() { close(m.inSync) })
 	m.firstComplete = sync.OnceFunc(func() { close(m.complete) })
 	nodeConfig := health.NodeConfig{Families: families, Timeout: 2 * cfg.SyncPeriod, Answered: m.metrics.Answered}
@@ -68,53 +64,12 @@ func newMonitor(cfg *config.Config, set *metrics.Set, families []plan.Family, ob
 	}
 	m.metrics.CollectFaults(func() bool { return len(faults()) > 0 })
 	m.node = health.NewNode(nodeConfig)
-	m.services = health.NewServices(health.ServicesConfig{
-		Healthy: m.node.Healthy, NotNode: []string{ipvs.DeviceName}, Report: report, Log: log,
-	})
 	m.listeners = listeners.New(listeners.Config{
 		NotNode: []string{ipvs.DeviceName}, Report: m.conflict(report), Count: m.metrics.PortConflicts, Log: log,
 	})
 	m.metrics.CollectOldestChange(m.node.OldestChange)
 	m.metrics.CollectHealthCheckNodePorts(m.services.Ports)
-	m.servers = newServers(cfg, cfg.Mode, set, m.node)
-	for _, s := range m.servers {
-		s.Log = log
-	}
 	return m
-}
-
-// newServers makes the servers of the program's own endpoints. They have no log yet. mode is the one in force, "" for none: that
-// is how others tell a nodeproxy that waits from a proxy.
-func newServers(cfg *config.Config, mode string, set *metrics.Set, node *health.Node) []*health.Server {
-	debug := health.Debug{
-		Metrics: set.Handler(), SLIs: set.SLIHandler(), Mode: mode, Config: cfg.Configz, Profiling: cfg.Servers.Profiling,
-	}
-	hard := cfg.Servers.HardFail
-	return []*health.Server{
-		{Name: "healthz", Addrs: []netip.AddrPort{cfg.Servers.Healthz}, Handler: node.Handler(), HardFail: hard},
-		{Name: "metrics", Addrs: []netip.AddrPort{cfg.Servers.Metrics}, Handler: debug.Handler(), HardFail: hard},
-	}
-}
-
-// run serves until ctx ends, or until an address can't be bound, where that is to be an error.
-func (m *monitor) run(ctx context.Context) error {
-	ctx, cancel := context.WithCancel(ctx)
-	defer cancel()
-	var running sync.WaitGroup
-	defer running.Wait()
-	running.Go(func() { m.services.Run(ctx) })
-	running.Go(func() { m.listeners.Run(ctx) })
-	ended := make(chan error, len(m.servers))
-	for _, s := range m.servers {
-		running.Go(func() { ended <- s.Run(ctx) })
-	}
-	for range m.servers {
-		if err := <-ended; err != nil {
-			cancel()
-			return fmt.Errorf("--bind-address-hard-fail: %w", err)
-		}
-	}
-	return nil
 }
 
 // Queued implements proxier.Observer.

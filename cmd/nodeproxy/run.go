@@ -45,73 +45,28 @@ func runCommand() *cobra.Command {
 	return cmd
 }
 
-// runWatched runs until ctx ends, and anew with each new configuration that the file comes to hold. Rules stay in force in
-// between.
+// runWatched runs until ctx ends, and with each new configuration that the file comes to hold and that can be put in force. Rules
+// stay in force in between.
 func runWatched(ctx context.Context, flags *config.Flags, cfg *config.Config) error {
 	ctx, cancel := context.WithCancel(ctx)
-	turn := &turn{process: ctx}
-	defer turn.close()
+	r := &reloads{turn: &turn{process: ctx}, front: newFront(), updates: make(chan update, 1)}
+	defer r.turn.close()
+	defer r.front.close()
 	defer cancel()
 	log := newLog(cfg)
 	slog.SetDefault(log) // What outlives a configuration logs by it.
 	requests.Listen()
-	changes := make(chan *config.Config, 1)
-	go func() {
-		err := flags.Watch(ctx, func(c *config.Config) {
-			select {
-			case <-changes: // A newer one goes in place of one that nobody has taken yet.
-			default:
-			}
-			changes <- c
-		}, func(err error) {
-			slog.Error("the configuration file is wrong; what was read before stays in force", "error", err)
-		})
-		if err != nil {
-			log.Warn("changes of the configuration file are not seen", "error", err)
-		}
-	}()
-	for {
-		next, err := runUntilChange(ctx, cfg, turn, changes, log)
-		if next == nil || err != nil {
-			return err
-		}
-		cfg, log = next, newLog(next)
-		slog.SetDefault(log)
-		log.Info("the configuration file has changed; starting again with it, while the rules stay in force")
-	}
-}
-
-// runUntilChange runs until ctx ends, or until there is a new configuration, which it returns.
-func runUntilChange(ctx context.Context, cfg *config.Config, turn *turn, changes <-chan *config.Config, log *slog.Logger) (
-	*config.Config, error) {
-	ctx, cancel := context.WithCancel(ctx)
-	defer cancel()
-	ended := make(chan error, 1)
-	go func() { ended <- run(ctx, cfg, turn, log) }()
-	select {
-	case err := <-ended:
-		return nil, err
-	case next := <-changes:
-		cancel()
-		return next, <-ended
-	}
-}
-
-// run serves until ctx ends. The rules stay when it returns.
-func run(ctx context.Context, cfg *config.Config, turn *turn, log *slog.Logger) error {
-	if err := setOOMScore(cfg.OOMScoreAdj); err != nil {
-		log.Info("the kernel may end this process sooner than others when memory runs out", "error", err)
-	}
 	d, err := newDaemon(ctx, cfg, log)
 	if err != nil {
 		return err
 	}
-	log.Info("starting", "version", version, "mode", cfg.Mode, "node", cfg.NodeName, "objects-from", d.from)
-	if err := d.run(ctx, turn); err != nil {
-		return err
-	}
-	log.Info("stopped; the rules stay in force")
-	return nil
+	go func() {
+		err := flags.Watch(ctx, func(c *config.Config) { r.put(update{cfg: c}) }, func(err error) { r.put(update{err: err}) })
+		if err != nil {
+			log.Warn("changes of the configuration file are not seen", "error", err)
+		}
+	}()
+	return r.run(ctx, d)
 }
 
 // setOOMScore says how ready the kernel is to kill this process when memory runs out. Only a process with CAP_SYS_RESOURCE

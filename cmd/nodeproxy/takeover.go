@@ -99,10 +99,10 @@ func (d *daemon) answerMeanwhile(ctx context.Context, running *sync.WaitGroup) *
 	d.metrics.Waiting(true)
 	node := health.NewNode(health.NodeConfig{Families: d.families, Answered: d.metrics.Answered})
 	// Most often it is the other proxy that has an address, which is no error now; once it has gone, the address is tried again.
-	for _, s := range newServers(d.cfg, "", d.metrics, node) {
-		s.HardFail, s.Log = false, slog.New(slog.DiscardHandler)
-		s.Addrs = reachable(s.Addrs)
-		running.Go(func() { _ = s.Run(ctx) }) // Without HardFail, there is no error.
+	healthz, debug := servings(d.cfg, "", d.metrics, node, slog.New(slog.DiscardHandler))
+	for name, serving := range map[string]health.Serving{"healthz": healthz, "metrics": debug} {
+		serving.HardFail, serving.Addrs = false, reachable(serving.Addrs)
+		running.Go(func() { _ = health.NewServer(name).Run(ctx, serving) }) // Without HardFail, there is no error.
 	}
 	return node
 }

@@ -113,6 +113,16 @@ func (n *Node) Synced() {
 	n.synced = true
 }
 
+// Continue notes that the rules are those that another Node knows of, as where one configuration takes the place of another: what was
+// programmed still is, until a change is late.
+func (n *Node) Continue(before *Node) {
+	was := before.state()
+	n.mu.Lock()
+	defer n.mu.Unlock()
+	n.programmed, n.leaving = was.programmed, was.leaving
+	n.synced = n.synced || was.synced
+}
+
 // Leaving notes whether the node is about to go: its Node object is being deleted, is gone, or has the cluster autoscaler's
 // taint ToBeDeletedByClusterAutoscaler (KEP-3836). /healthz then tells load balancers to leave the node out.
 func (n *Node) Leaving(leaving bool) {

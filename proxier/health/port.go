@@ -36,13 +36,25 @@ type port struct {
 // socket is where a port is listened at.
 type socket struct {
 	net.Listener
-	closed atomic.Bool // it was closed here
-	ended  atomic.Bool // it does not serve any more
+	closed atomic.Bool   // it was closed here
+	ended  chan struct{} // is closed when it does not serve any more
 }
 
+// close returns when the kernel, too, has closed the socket, so that its address can be listened at again.
 func (s *socket) close() {
 	s.closed.Store(true)
 	_ = s.Close() // If it is closed already, so be it.
+	<-s.ended
+}
+
+// over reports whether it does not serve any more.
+func (s *socket) over() bool {
+	select {
+	case <-s.ended:
+		return true
+	default:
+		return false
+	}
 }
 
 // localEndpoints are how many ready endpoints of a Service run on this node, by family.
@@ -155,7 +167,7 @@ func (p *port) close() {
 // closeExcept closes the sockets that are elsewhere than at, and forgets those that have ended.
 func (p *port) closeExcept(at []listenAt) {
 	for where, s := range p.open {
-		if s.ended.Load() || !slices.Contains(at, where) {
+		if s.over() || !slices.Contains(at, where) {
 			delete(p.open, where)
 			s.close()
 		}
@@ -181,11 +193,11 @@ func (p *port) listen(at []listenAt, lost func(*port, error)) bool {
 			}
 			continue
 		}
-		s := &socket{Listener: listener}
+		s := &socket{Listener: listener, ended: make(chan struct{})}
 		p.open[where] = s
 		go func() {
 			err := p.server.Serve(s)
-			if s.ended.Store(true); !s.closed.Load() {
+			if close(s.ended); !s.closed.Load() {
 				lost(p, err)
 			}
 		}()

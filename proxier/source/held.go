@@ -5,15 +5,36 @@ import "sync"
 // Held is a Sink that keeps what it is given until it is told where that goes. It keeps objects that there are, and none that
 // have gone in the meantime, so it may be left waiting for as long as need be.
 type Held struct {
-	mu   sync.Mutex
-	kept Batch
-	next Sink
+	mu     sync.Mutex
+	kept   Batch
+	next   Sink
+	synced chan struct{} // closed once everything has been delivered; nil while nobody asks
+	all    bool          // whether it has
+}
+
+// Synced is closed once the source has delivered everything that it had at the start.
+func (h *Held) Synced() <-chan struct{} {
+	h.mu.Lock()
+	defer h.mu.Unlock()
+	if h.synced == nil {
+		h.synced = make(chan struct{})
+		if h.all {
+			close(h.synced)
+		}
+	}
+	return h.synced
 }
 
 // Apply implements Sink.
 func (h *Held) Apply(b Batch) {
 	h.mu.Lock()
 	defer h.mu.Unlock()
+	if b.Synced && !h.all {
+		h.all = true
+		if h.synced != nil {
+			close(h.synced)
+		}
+	}
 	if h.next != nil {
 		h.next.Apply(b)
 		return

@@ -1,0 +1,207 @@
+package main
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"log/slog"
+	"slices"
+	"time"
+
+	"nodeproxy/config"
+	"nodeproxy/proxier/source"
+)
+
+// retryReload is how often a configuration that can't be put in force is tried again: what it lacks may come.
+const retryReload = 10 * time.Second
+
+// tellReload is after how long it is told that a new configuration is not in force yet.
+const tellReload = 5 * time.Second
+
+// reloads keeps a daemon running with the configuration that the file has, or with the last one that could be put in force.
+type reloads struct {
+	turn    *turn
+	front   *front
+	updates chan update
+}
+
+// update is what the configuration file has come to hold: a configuration, or something that is wrong.
+type update struct {
+	cfg *config.Config
+	err error
+}
+
+// put leaves an update for run, in place of one that has not been taken yet.
+func (r *reloads) put(u update) {
+	select {
+	case <-r.updates:
+	default:
+	}
+	r.updates <- u
+}
+
+// run runs a daemon, and in its place one with each new configuration that can be put in force, until ctx ends or a daemon does.
+func (r *reloads) run(ctx context.Context, d *daemon) error {
+	var former *config.Config // what to go back to if d can't start
+	for {
+		ended := make(chan error, 1)
+		go func() { ended <- d.run(r.turn, r.front) }()
+		next, err := r.await(ctx, d, ended)
+		var start *startError
+		switch {
+		case next != nil:
+			d.log.Info("the configuration file has changed; what it says now takes effect, while the rules stay in force")
+			d.cancel()
+			if err := <-ended; err != nil {
+				d.log.Warn("the former configuration ended with an error", "error", err)
+			}
+			former = d.cfg
+			d = next
+		case errors.As(err, &start) && former != nil:
+			back, failure := newDaemon(ctx, former, newLog(former))
+			if failure != nil {
+				return errors.Join(err, failure)
+			}
+			back.notInForce(fmt.Errorf("the configuration file has changed, but what it says now can't run: %w", err))
+			d, former = back, nil
+		default:
+			return err
+		}
+		slog.SetDefault(d.log)
+	}
+}
+
+// await returns the daemon that is to take the place of d, once there is one that can. When d ends before, it returns nil and the
+// error of d.
+func (r *reloads) await(ctx context.Context, d *daemon, ended <-chan error) (*daemon, error) {
+	var try *trial
+	var wanted *config.Config
+	var again, late <-chan time.Time
+	begin := func() {
+		try, again, late = r.try(ctx, wanted), nil, time.After(tellReload)
+	}
+	for {
+		select {
+		case err := <-ended:
+			r.abandon(try)
+			return nil, err
+		case u := <-r.updates:
+			r.abandon(try)
+			try, again, late = nil, nil, nil
+			switch {
+			case u.err != nil:
+				d.notInForce(fmt.Errorf("the configuration file is wrong: %w", u.err))
+			case u.cfg.SameEffect(d.cfg):
+				d.inForce(u.cfg.Findings)
+			default:
+				wanted = u.cfg
+				begin()
+			}
+		case err := <-try.result():
+			if err == nil {
+				return try.daemon, nil
+			}
+			r.abandon(try)
+			try, late = nil, nil
+			d.notInForce(fmt.Errorf("the configuration file has changed, but what it says now can't run: %w", err))
+			again = time.After(retryReload)
+		case <-late:
+			d.notInForce(fmt.Errorf("the configuration file has changed, but not all objects have come yet from %s", try.from()))
+		case <-again:
+			begin()
+		}
+	}
+}
+
+// trial is a daemon of a new configuration that reads objects, while the one in force goes on.
+type trial struct {
+	daemon *daemon // nil if it could not even be made
+	done   chan error
+}
+
+// try finds out whether a configuration can be put in force: whether its addresses can be listened at, its mode can work, and all
+// objects can be read.
+func (r *reloads) try(ctx context.Context, cfg *config.Config) *trial {
+	t := &trial{done: make(chan error, 1)}
+	err := r.front.prepare(cfg)
+	if err == nil {
+		t.daemon, err = newDaemon(ctx, cfg, newLog(cfg))
+	}
+	if err != nil {
+		t.done <- err
+		return t
+	}
+	go func() {
+		err := t.daemon.check()
+		if err == nil {
+			err = t.daemon.await()
+		}
+		t.done <- err
+	}()
+	return t
+}
+
+// result is where the trial tells how it went; nil for no trial.
+func (t *trial) result() <-chan error {
+	if t == nil {
+		return nil
+	}
+	return t.done
+}
+
+// from names where objects are read.
+func (t *trial) from() string {
+	if t.daemon == nil {
+		return "nowhere"
+	}
+	return t.daemon.from
+}
+
+// abandon ends a trial; nil is none.
+func (r *reloads) abandon(t *trial) {
+	if t == nil {
+		return
+	}
+	r.front.discard()
+	if t.daemon != nil {
+		t.daemon.stop()
+	}
+}
+
+// startError tells that a daemon could not start to work. It has programmed nothing.
+type startError struct{ error }
+
+func (e *startError) Unwrap() error { return e.error }
+
+// notInForce tells that the configuration file holds something else than what is in force, and why: once for each reason.
+func (d *daemon) notInForce(why error) {
+	d.metrics.ConfigRejected(true)
+	if text := why.Error(); d.rejected != text {
+		d.rejected = text
+		d.log.Error("what was in force stays so", "error", why)
+		d.event("ConfigRejected", "ReloadConfig", text+"; what was in force stays so")
+	}
+}
+
+// inForce tells that the configuration file holds what is in force, and what else there is to say about it.
+func (d *daemon) inForce(findings []source.Finding) {
+	d.metrics.ConfigRejected(false)
+	if d.rejected != "" {
+		d.rejected = ""
+		d.log.Info("the configuration file holds what is in force")
+	}
+	for _, f := range findings {
+		if !saidOf(d.findings, f) {
+			d.report(f)
+		}
+	}
+	d.findings = findings
+}
+
+// saidOf reports whether the same has been said, be it of another line.
+func saidOf(said []source.Finding, f source.Finding) bool {
+	return slices.ContainsFunc(said, func(other source.Finding) bool {
+		other.Where = f.Where
+		return other == f
+	})
+}
