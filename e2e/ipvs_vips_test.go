@@ -106,7 +106,7 @@ func TestIPVSDevice(t *testing.T) {
 // there is a Service for it; also if the node gets it while nodeproxy runs.
 func TestIPVSOwnAddressIsLeftAlone(t *testing.T) {
 	onEachVariant(t, func(t *testing.T, variant harness.Variant) {
-		w := harness.New(t, harness.Options{SecondAddress: true})
+		w := harness.New(t, harness.Options{SecondAddress: true, OwnFirewall: true})
 		node := w.Node1()
 		w.Write(t, "nodes.yaml", w.NodeObjects()...)
 		a := harness.AddressesOf(1)
