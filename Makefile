@@ -69,7 +69,8 @@ test-all: deps build lint controlplane kernel guest deploytools
 HOSTILE_PACKAGES := ./iptables ./ipvs/... ./proxier/conntrack ./proxier/exclusive ./proxier/health ./proxier/leftovers ./proxier/listeners \
 	./cmd/nodeproxy ./internal/nstest ./e2e/harness
 HOSTILE          ?= TestAffinityKeeps|TestBackendAuto|TestCleanup|TestConnectionsSurvive|TestForeignRules|TestForwardPolicyDrop|TestHealthCheckNodePort|\
-TestInvalidPackets|TestIPVS|TestLocalhostNotReachable|TestMasquerade|TestModeIPVS|TestNodePortAddresses|TestPacketMatrix|TestPodsAsEndpoints|\
+TestInvalidPackets|TestIPVSAddresses|TestIPVSDevice|TestIPVSOneSourcePort|TestIPVSOwnAddress|TestIPVSSCTP|TestLocalhostNotReachable|\
+TestMasquerade|TestNodePortAddresses|TestPacketMatrix|TestPodsAsEndpoints|\
 TestRenderIsWhatRunApplies|TestRestartUnderLoad|TestSCTP|TestSingleStack|TestSourceRanges|TestStartWritesNothing|TestTakeover|TestTCPReset|TestUDP
 test-hostile: deps build kernel guest
 	hack/hostile go test -count=1 -timeout 10m $(HOSTILE_PACKAGES)
