@@ -98,6 +98,9 @@ func TestIPVSTakeoverKeepsNodePortConnections(t *testing.T) {
 		o := openConnections{}
 		var servers []string
 		for _, family := range families {
+			// Any rules like these have the kernel track connections, as it does beside kube-proxy.
+			xtables(t, w, variant, family, "restore", "*nat\n-A PREROUTING -i none -j RETURN\n"+
+				"-A POSTROUTING -o none -j RETURN\nCOMMIT\n*filter\n-A INPUT -i none -m conntrack --ctstate NEW -j RETURN\nCOMMIT\n", "--noflush")
 			to := nodePort(node.IP(family), 1)
 			servers = append(servers, "-t "+to.String()+" ")
 			output(t, w, fmt.Sprintf("ipvsadm -A -t %s -s rr", to))
