@@ -2,6 +2,7 @@ package e2e
 
 import (
 	"fmt"
+	"net/http"
 	"os"
 	"os/exec"
 	"path/filepath"
@@ -162,8 +163,8 @@ func TestFaultRestoreRefusesOne(t *testing.T) {
 		line := len(f.daemon.Log())
 		changed := harness.Service("internal", 5, harness.ClusterOnly)
 		f.Write(t, "internal.yaml", harness.Objects(changed, f.Ready("n3a")...)...)
-		f.log(line, soon, "sync failed", "Service e2e/internal")
-		time.Sleep(8 * time.Second) // The waits between tries have become as long as they get.
+		f.log(line, soon, "the kernel refuses", "Service e2e/internal")
+		f.healthyAll()
 		begin := time.Now()
 		f.change("n2a")
 		f.inForce(10*time.Second, "n2a")
@@ -173,17 +174,34 @@ func TestFaultRestoreRefusesOne(t *testing.T) {
 				t.Errorf("the Service that is refused no longer does what it did: %v", err)
 			}
 		}
+		f.healthyAll()
+		if n := count(f.daemon.Log(), "sync failed"); n > 0 {
+			t.Errorf("%d syncs failed", n)
+		}
+		if n := count(f.daemon.Log(), "the kernel refuses"); n > 2*len(families) { // a port of each protocol, at most
+			t.Errorf("it is told of %d times", n)
+		}
 		f.withdraw(order)
 		end := time.Now()
 		f.inForce(afterRetry, "n2a")
 		for _, family := range families {
-			eventuallyWithin(t, afterRetry, "the Service that was refused", func() error {
+			eventuallyWithin(t, 2*afterRetry, "the Service that was refused", func() error {
 				return serversOf(f.Client, "tcp", clusterIP(5, family), "n3a")
 			})
 		}
 		f.repairs = append(f.repairs, time.Since(end))
 		f.finish()
 	})
+}
+
+// healthyAll holds that probes take the node for healthy.
+func (f *faultScene) healthyAll() {
+	f.Helper()
+	for _, path := range []string{"/healthz", "/livez", "/readyz"} {
+		if code, body, err := f.Node1().Get(harness.HealthAddr, path); err != nil || code != http.StatusOK {
+			f.Errorf("%s: %d, %s, %v", path, code, body, err)
+		}
+	}
 }
 
 // TestFaultRestoreHangs: iptables-restore does not end.

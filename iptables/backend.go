@@ -41,7 +41,10 @@ type Config struct {
 	// NativeRules is told of tables in which other programs keep rules that iptables can't read, when their chains are found and
 	// when they are gone. Nil is for nobody. It must not block.
 	NativeRules func(NativeRules)
-	Log         *slog.Logger
+	// Refused is told of all ServicePorts of a family that the kernel does not take, whenever these are others than before. Nil is
+	// for nobody. It must not block.
+	Refused func(plan.Family, []plan.Refusal)
+	Log     *slog.Logger
 }
 
 // Backend keeps the iptables rules of this network namespace equal to a plan. Sync is not safe for concurrent use.
@@ -85,7 +88,7 @@ func New(cfg Config) (*Backend, error) {
 func newEngine(t *tool, cfg Config) *engine {
 	liberal := readSysctl("net/netfilter/nf_conntrack_tcp_be_liberal")
 	e := &engine{tool: t, family: t.family, log: cfg.Log, sysctlDir: cmp.Or(cfg.SysctlDir, "/proc/sys"),
-		counts: newRuleCounts(cfg.Observer)}
+		counts: newRuleCounts(cfg.Observer), tellRefused: cfg.Refused}
 	e.options = Options{
 		MasqueradeBit: cfg.MasqueradeBit,
 		RandomFully:   t.version.randomFully(),
@@ -161,6 +164,9 @@ type engine struct {
 	// sysctlDir is where kernel settings are written.
 	sysctlDir    string
 	toldLocalnet bool // whether it was said that localhost node ports can't be had
+	// refused are the ServicePorts that the kernel does not take, and tellRefused, if not nil, is told of them.
+	refused     map[plan.Key]*refusal
+	tellRefused func(plan.Family, []plan.Refusal)
 	// current is what the kernel holds; nil where that is not known.
 	current *rules
 	// kept is what the kernel held, before this program wrote anything, for ServicePorts that are not known; nil where all are.
@@ -173,11 +179,16 @@ type engine struct {
 func (e *engine) sync(ctx context.Context, p *plan.Plan, changed plan.Keys) error {
 	e.found = nil
 	e.counts.begin()
+	changed = e.withhold(p, changed)
 	var err error
 	if changed == nil || e.current == nil || e.current.outgrown(p, changed) || e.kept.any() && p.Adds(changed, e.family, e.current.services) {
 		err = e.syncAll(ctx, p)
 	} else {
 		err = e.syncChanged(p, changed)
+		if errRefused(err) { // A sync of everything finds out by what, and does all else.
+			e.current = nil
+			err = e.syncAll(ctx, p)
+		}
 	}
 	if err != nil {
 		e.current = nil

@@ -24,7 +24,7 @@ func (c *driftFinder) rules(written *rules, nat, filter kernelTable) {
 		c.chain(t, want, held[t])
 	}
 	for _, k := range slices.SortedFunc(maps.Keys(written.services), plan.Key.Compare) {
-		for _, own := range written.fragment(written.services[k]).chains {
+		for _, own := range written.inForce(written.services[k]).chains {
 			check(tableNAT, own)
 		}
 	}

@@ -22,7 +22,8 @@ const maxNames = 300
 // syncAll reads what the kernel holds, and writes what differs from the plan: first what nothing leads to yet, then what
 // leads to it, and removes at last what nothing wants any more.
 func (e *engine) syncAll(ctx context.Context, p *plan.Plan) error {
-	f := &fullSync{engine: e, ctx: ctx, rules: newRules(p, e.family, e.options), wanted: map[table]map[string]bool{}}
+	f := &fullSync{engine: e, ctx: ctx, rules: newRules(p, e.family, e.options), wanted: map[table]map[string]bool{},
+		asked: map[plan.Key]*plan.ServicePort{}, tried: map[plan.Key]bool{}, byEntries: map[plan.Key]bool{}}
 	var err error
 	if f.nat, err = e.tool.save(ctx, tableNAT); err != nil {
 		return err
@@ -38,15 +39,16 @@ func (e *engine) syncAll(ctx context.Context, p *plan.Plan) error {
 		return err
 	}
 	if err := f.run(p); err != nil {
-		return errors.Join(append(f.refused, err)...)
+		for _, r := range f.refused {
+			err = errors.Join(err, errors.New(r.String()))
+		}
+		return err
 	}
 	e.log.Debug("compared all rules", "family", e.family, "chains-written", f.written, "chains-removed", f.removed)
 	e.counts.total = f.total()
 	e.counts.tell(e.family)
-	if len(f.refused) > 0 {
-		return errors.Join(f.refused...)
-	}
 	e.current = f.rules
+	e.settle(f.refused, f)
 	return nil
 }
 
@@ -57,9 +59,12 @@ type fullSync struct {
 	nat, filter kernelTable // what the kernel held before
 	rules       *rules
 	wanted      map[table]map[string]bool
-	rewrites    []own   // ServicePorts with chains that the kernel has otherwise
-	refused     []error // ServicePorts whose chains the kernel does not take
-	proved      bool    // that something else is taken
+	rewrites    []own                          // ServicePorts with chains that the kernel has otherwise
+	refused     []plan.Refusal                 // ServicePorts that the kernel does not take
+	asked       map[plan.Key]*plan.ServicePort // what was asked of those
+	tried       map[plan.Key]bool              // which of those were tried
+	byEntries   map[plan.Key]bool              // of which it is the entries that are refused
+	proved      bool                           // that something else is taken
 	written     int
 	removed     int
 }
@@ -210,6 +215,16 @@ func (f *fullSync) services(services []*plan.ServicePort) error {
 				other.chains = append(other.chains, c)
 			}
 		}
+		if r := f.stillRefused(sp); r != nil {
+			if r.entries {
+				f.refuseEntry(sp, r.Err)
+				continue
+			}
+			if len(missing.chains)+len(other.chains) > 0 {
+				f.refuse(sp, r.Err)
+				continue
+			}
+		}
 		if len(missing.chains) > 0 {
 			fresh = append(fresh, missing)
 		}
@@ -268,7 +283,8 @@ func (f *fullSync) writeServices(batch []own) error {
 		}
 		return f.writeServices(batch[half:])
 	}
-	f.refuse(batch[0], err)
+	f.tried[batch[0].sp.Key] = true
+	f.refuse(batch[0].sp, err)
 	return nil
 }
 

@@ -2,9 +2,10 @@ package iptables
 
 import (
 	"errors"
-	"fmt"
+	"maps"
 	"slices"
 	"strings"
+	"time"
 
 	"nodeproxy/proxier/plan"
 )
@@ -16,45 +17,120 @@ func (f *fullSync) works() bool {
 	return f.proved
 }
 
+// The wait until a refused ServicePort is tried again doubles from firstRefusal on, up to lastRefusal. It is tried by a comparison of
+// everything, or with its next change.
+const firstRefusal, lastRefusal = 5 * time.Second, 10 * time.Minute
+
+// refusal is a ServicePort that the kernel has refused.
+type refusal struct {
+	plan.Refusal
+	sp      *plan.ServicePort // as it was refused
+	entries bool              // it was its entries in dispatchers, not its chains
+	wait    time.Duration
+	again   time.Time // when it may be tried again
+}
+
+// settle notes what a sync of everything found to be refused, and tells of it where that is not what it was before.
+func (e *engine) settle(found []plan.Refusal, f *fullSync) {
+	before := e.refused
+	e.refused = make(map[plan.Key]*refusal, len(found))
+	same := len(found) == len(before)
+	for _, r := range found {
+		was := before[r.Key]
+		same = same && was != nil && was.Kept == r.Kept
+		if was != nil && !f.tried[r.Key] {
+			e.refused[r.Key] = was
+			continue
+		}
+		now := &refusal{Refusal: r, sp: f.asked[r.Key], entries: f.byEntries[r.Key], wait: firstRefusal}
+		if was != nil {
+			now.wait = min(2*was.wait, lastRefusal)
+		}
+		now.again = time.Now().Add(now.wait)
+		e.refused[r.Key] = now
+	}
+	if !same && e.tellRefused != nil {
+		e.tellRefused(e.family, found)
+	}
+}
+
+// withhold takes the ServicePorts out of a change that were refused a short while ago, and are still wanted: to find out that they
+// still are would cost a comparison of everything. A later sync has them.
+func (e *engine) withhold(p *plan.Plan, changed plan.Keys) plan.Keys {
+	if len(e.refused) == 0 || changed == nil {
+		return changed
+	}
+	out := maps.Clone(changed)
+	maps.DeleteFunc(out, func(k plan.Key, _ struct{}) bool {
+		r := e.refused[k]
+		return r != nil && p.Services[k] != nil && time.Now().Before(r.again)
+	})
+	return out
+}
+
+// stillRefused returns how a ServicePort was refused that is not to be tried yet; nil if it is to be tried.
+func (f *fullSync) stillRefused(sp *plan.ServicePort) *refusal {
+	if r := f.engine.refused[sp.Key]; r != nil && time.Now().Before(r.again) && r.sp.Equal(sp) {
+		return r
+	}
+	return nil
+}
+
 // refuse makes do without the chains that the kernel does not take. Where all to which dispatchers lead are there already,
 // these go on leading to them, and what they were serves on: endpoints of before are better than none.
-func (f *fullSync) refuse(o own, err error) {
-	f.rewrites = slices.DeleteFunc(f.rewrites, func(other own) bool { return other.sp == o.sp })
-	effect := "it keeps the endpoints that it had"
-	frag := f.rules.fragment(o.sp)
+func (f *fullSync) refuse(sp *plan.ServicePort, err error) {
+	f.rewrites = slices.DeleteFunc(f.rewrites, func(other own) bool { return other.sp == sp })
+	frag := f.rules.fragment(sp)
 	missing := func(c chain) bool { _, exists := f.nat[c.name]; return !exists }
 	leaves := slices.ContainsFunc(frag.entries, func(e entry) bool {
 		return slices.ContainsFunc(frag.chains, func(c chain) bool { return missing(c) && c.name == jumpTarget(e.rules) })
 	})
 	if leaves {
-		f.rules.leave(o.sp)
-		effect = "it is not proxied"
+		f.rules.leave(sp)
 	}
 	for _, c := range frag.chains {
 		delete(f.wanted[tableNAT], c.name)
 	}
-	for _, e := range frag.entries {
-		if to := jumpTarget(e.rules); !leaves && f.nat[to] != nil {
-			f.keep(to)
+	if !leaves {
+		kept := fragment{entries: frag.entries}
+		for _, e := range frag.entries {
+			if to := jumpTarget(e.rules); f.nat[to] != nil {
+				f.keep(to, &kept)
+			}
 		}
+		f.rules.spared[sp.Key] = kept
 	}
-	f.tellRefused(o.sp, effect, err)
+	f.noteRefused(sp, !leaves, err)
 }
 
-func (f *fullSync) tellRefused(sp *plan.ServicePort, effect string, err error) {
-	f.refused = append(f.refused, fmt.Errorf("the kernel refuses the rules of Service %s, port %q, so %s: %w",
-		sp.Key.Service, sp.Key.Port, effect, err))
+func (f *fullSync) noteRefused(sp *plan.ServicePort, kept bool, err error) {
+	f.refused = append(f.refused, plan.Refusal{Key: sp.Key, Kept: kept, Err: err})
+	f.asked[sp.Key] = sp
+}
+
+// refuseEntry makes do without a ServicePort of which the kernel does not take the entries in dispatchers.
+func (f *fullSync) refuseEntry(sp *plan.ServicePort, err error) {
+	f.rewrites = slices.DeleteFunc(f.rewrites, func(other own) bool { return other.sp == sp })
+	for _, c := range f.rules.fragment(sp).chains {
+		delete(f.wanted[tableNAT], c.name)
+	}
+	f.rules.leave(sp)
+	f.byEntries[sp.Key] = true
+	f.noteRefused(sp, false, err)
 }
 
 // keep wants a chain of table nat as the kernel has it, with all that it leads to.
-func (f *fullSync) keep(name string) {
+func (f *fullSync) keep(name string, kept *fragment) {
 	if f.wanted[tableNAT][name] {
 		return
 	}
 	f.want(tableNAT, name)
+	if mayBeStale(name) { // All others are fixed.
+		kept.chains = append(kept.chains, chain{name, f.nat[name]})
+	}
 	for _, r := range f.nat[name] {
 		if to := jumpTarget(r); f.nat[to] != nil {
-			f.keep(to)
+			f.keep(to, kept)
 		}
 	}
 }
@@ -95,11 +171,8 @@ func (f *fullSync) tryEntries(services []*plan.ServicePort) error {
 		return f.tryEntries(services[half:])
 	}
 	sp := services[0]
-	for _, c := range f.rules.fragment(sp).chains {
-		delete(f.wanted[tableNAT], c.name)
-	}
-	f.rules.leave(sp)
-	f.tellRefused(sp, "it is not proxied", err)
+	f.tried[sp.Key] = true
+	f.refuseEntry(sp, err)
 	return nil
 }
 

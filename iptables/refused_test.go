@@ -4,10 +4,29 @@ import (
 	"context"
 	"strings"
 	"testing"
+	"time"
 
 	"nodeproxy/proxier/plan"
 	"nodeproxy/proxier/plan/plantest"
 )
+
+// refusedAlone holds that a sync succeeds, and refuses one ServicePort alone.
+func refusedAlone(t *testing.T, e *engine, err error, key plan.Key, kept bool) {
+	t.Helper()
+	if err != nil || e.current == nil {
+		t.Errorf("one ServicePort that is refused makes the sync fail: %v", err)
+	}
+	if r := e.refused[key]; len(e.refused) != 1 || r == nil || r.Kept != kept || r.Err == nil {
+		t.Errorf("refused are %v, want %s, kept: %v", e.refused, key, kept)
+	}
+}
+
+// makeDue lets what is refused be tried again at the next comparison.
+func makeDue(e *engine) {
+	for _, r := range e.refused {
+		r.again = time.Time{}
+	}
+}
 
 // TestRefusedServiceDoesNotStopOthers: rules that the kernel does not take cost the one ServicePort that they are for.
 func TestRefusedServiceDoesNotStopOthers(t *testing.T) {
@@ -16,9 +35,7 @@ func TestRefusedServiceDoesNotStopOthers(t *testing.T) {
 	bad := p.Sorted(plan.IPv4)[23]
 	k.refuse = ":" + serviceChain(prefixCluster, bad.Key) + " "
 	err := e.sync(context.Background(), p, nil)
-	if err == nil || !strings.Contains(err.Error(), bad.Key.Service.String()) {
-		t.Fatalf("want an error that names %s; got %v", bad.Key.Service, err)
-	}
+	refusedAlone(t, e, err, bad.Key, false)
 	p.Delete(bad.Key)
 	if got, want := k.text(), wantText(p, plan.IPv4); got != want {
 		t.Fatalf("the others are not as without it:\n%s", diffLines(want, got))
@@ -26,8 +43,9 @@ func TestRefusedServiceDoesNotStopOthers(t *testing.T) {
 	// When the kernel takes them, all is as it should be.
 	k.refuse = ""
 	p.Set(bad)
-	if err := e.sync(context.Background(), p, nil); err != nil {
-		t.Fatal(err)
+	makeDue(e)
+	if err := e.sync(context.Background(), p, nil); err != nil || len(e.refused) > 0 {
+		t.Fatalf("%v is refused, %v", e.refused, err)
 	}
 	if got, want := k.text(), wantText(p, plan.IPv4); got != want {
 		t.Fatalf("after the retry:\n%s", diffLines(want, got))
@@ -60,13 +78,17 @@ func TestRefusedServiceKeepsWhatItHas(t *testing.T) {
 		want := fresh(p)
 		p.Set(bad)
 		err := sync(e, p)
-		if err == nil || !strings.Contains(err.Error(), bad.Key.Service.String()) || !strings.Contains(err.Error(), "keeps the endpoints") {
-			t.Errorf("want an error that names %s; got %v", bad.Key.Service, err)
-		}
+		refusedAlone(t, e, err, bad.Key, true)
 		if got := k.text(); got != want {
 			t.Errorf("refused:\n%s", diffLines(want, got))
 		}
+		// A comparison finds all as it is, and does not search again.
+		k.restores = nil
+		if err := sync(e, p); err != nil || len(k.restores) > 0 || e.found == nil || e.found.Total() > 0 {
+			t.Errorf("a comparison: %v, writes %q, finds %v", err, k.restores, e.found)
+		}
 		k.refuse = ""
+		makeDue(e)
 		if err := sync(e, p); err != nil {
 			t.Fatal(err)
 		}
@@ -101,15 +123,14 @@ func TestRefusedEntry(t *testing.T) {
 		bad := p.Sorted(plan.IPv4)[23]
 		k.refuse = "-d " + bad.Frontends[0].Addr.String() + "/32 "
 		err := e.sync(t.Context(), p, nil)
-		if err == nil || !strings.Contains(err.Error(), bad.Key.Service.String()) || !strings.Contains(err.Error(), "not proxied") {
-			t.Fatalf("want an error that names %s; got %v", bad.Key.Service, err)
-		}
+		refusedAlone(t, e, err, bad.Key, false)
 		p.Delete(bad.Key)
 		if got, want := k.text(), wantText(p, plan.IPv4); got != want {
 			t.Errorf("the others are not as without it:\n%s", diffLines(want, got))
 		}
 		k.refuse = ""
 		p.Set(bad)
+		makeDue(e)
 		if err := e.sync(t.Context(), p, nil); err != nil {
 			t.Fatal(err)
 		}
@@ -133,9 +154,7 @@ func TestRefusedWhereReached(t *testing.T) {
 			k.refuseReached = "-d " + bad.Frontends[0].Addr.String() + "/32 "
 			for _, on := range []string{"an empty node", "the others"} {
 				err := e.sync(t.Context(), p, nil)
-				if err == nil || !strings.Contains(err.Error(), bad.Key.Service.String()) || !strings.Contains(err.Error(), "not proxied") {
-					t.Fatalf("on %s: want an error that names %s; got %.300v", on, bad.Key.Service, err)
-				}
+				refusedAlone(t, e, err, bad.Key, false)
 				without := plan.New(p.Node, p.Settings)
 				for _, sp := range p.Sorted(plan.IPv4) {
 					if sp != bad {
@@ -146,6 +165,62 @@ func TestRefusedWhereReached(t *testing.T) {
 					t.Errorf("on %s: the others are not as without it:\n%s", on, diffLines(want, got))
 				}
 			}
+		}
+	}
+}
+
+// TestRefusedChange: a change that the kernel refuses of one ServicePort leaves the sync in order, and so do the changes of others
+// that follow, none of which costs a search; those of the refused one wait until it may be tried again.
+func TestRefusedChange(t *testing.T) {
+	for _, compactAbove := range []int{0, 12} {
+		e, k := fakeEngine(plan.IPv4)
+		e.options.CompactAbove = compactAbove
+		var told [][]plan.Refusal
+		e.tellRefused = func(_ plan.Family, list []plan.Refusal) { told = append(told, list) }
+		p := plantest.Large(50, 3)
+		change := func(sp *plan.ServicePort) {
+			t.Helper()
+			p.Set(sp)
+			k.restores = nil
+			if err := e.sync(t.Context(), p, plan.Keys{sp.Key: {}}); err != nil {
+				t.Error(err)
+			}
+		}
+		if err := e.sync(t.Context(), p, nil); err != nil {
+			t.Fatal(err)
+		}
+		bad := plantest.LargeService(17, 5000, 3)
+		k.refuse = ":" + serviceChain(prefixCluster, bad.Key) + " "
+		change(bad)
+		refusedAlone(t, e, nil, bad.Key, true)
+		for i := range 3 {
+			if change(plantest.LargeService(20+i, 6000+10*i, 3)); len(k.restores) != 1 {
+				t.Errorf("a change of another one takes %d writes", len(k.restores))
+			}
+			if change(plantest.LargeService(17, 5100+10*i, 3)); len(k.restores) != 0 {
+				t.Errorf("one that was refused just now takes %d writes", len(k.restores))
+			}
+		}
+		if len(told) != 1 || len(told[0]) != 1 || told[0][0].Key != bad.Key || !told[0][0].Kept {
+			t.Errorf("told of %v", told)
+		}
+		// When the kernel takes it, its next change, or the next comparison, has it in force.
+		k.refuse = ""
+		makeDue(e)
+		change(plantest.LargeService(17, 5200, 3))
+		if err := e.sync(t.Context(), p, nil); err != nil || e.found == nil || e.found.Total() > 0 || len(e.refused) > 0 {
+			t.Errorf("%v, found %v, refused %v", err, e.found, e.refused)
+		}
+		if len(told) != 2 || len(told[1]) != 0 {
+			t.Errorf("told of %v", told)
+		}
+		fresh, want := fakeEngine(plan.IPv4)
+		fresh.options.CompactAbove = compactAbove
+		if err := fresh.sync(t.Context(), p, nil); err != nil {
+			t.Fatal(err)
+		}
+		if got, want := k.text(), want.text(); got != want {
+			t.Errorf("at the end:\n%s", diffLines(want, got))
 		}
 	}
 }

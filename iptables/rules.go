@@ -1,6 +1,7 @@
 package iptables
 
 import (
+	"cmp"
 	"net/netip"
 	"slices"
 
@@ -26,6 +27,10 @@ type rules struct {
 	tries     tries
 	// kept is what stays of ServicePorts that are not known; nil where all are.
 	kept *kept
+	// spared are the fragments that the kernel holds of ServicePorts whose own it does not take, and left the ServicePorts that it
+	// does not take at all; what those have counts for the form all the same.
+	spared map[plan.Key]fragment
+	left   map[plan.Key]*plan.ServicePort
 }
 
 // tries are the entries of all dispatchers.
@@ -35,6 +40,7 @@ type tries [dispatchers]*trie
 func newRules(p *plan.Plan, f plan.Family, o Options) *rules {
 	r := &rules{
 		family: f, options: o, settings: p.Settings, node: p.Node, services: map[plan.Key]*plan.ServicePort{},
+		spared: map[plan.Key]fragment{}, left: map[plan.Key]*plan.ServicePort{},
 	}
 	for k, sp := range p.Services {
 		if k.Family == f {
@@ -94,8 +100,9 @@ func endpointCount(sp *plan.ServicePort) int {
 func (r *rules) outgrown(p *plan.Plan, changed plan.Keys) bool {
 	for k := range changed {
 		if k.Family == r.family {
-			r.endpoints += endpointCount(p.Services[k]) - endpointCount(r.services[k])
-			r.externals += r.externalsOf(p.Services[k]) - r.externalsOf(r.services[k])
+			before := cmp.Or(r.services[k], r.left[k])
+			r.endpoints += endpointCount(p.Services[k]) - endpointCount(before)
+			r.externals += r.externalsOf(p.Services[k]) - r.externalsOf(before)
 		}
 	}
 	return r.options.compact(r.endpoints) != r.compact || r.byRange() != (len(r.ranges) > 0)
@@ -123,6 +130,7 @@ func (r *rules) enter(sp *plan.ServicePort) []chain {
 // leave takes a ServicePort out again.
 func (r *rules) leave(sp *plan.ServicePort) {
 	delete(r.services, sp.Key)
+	r.left[sp.Key] = sp
 	for _, e := range r.fragment(sp).entries {
 		r.tries[e.dispatcher] = r.tries[e.dispatcher].without(e.key)
 	}
@@ -217,6 +225,8 @@ func (r *rules) update(p *plan.Plan, changed plan.Keys) []block {
 		} else {
 			others = append(others, t)
 		}
+		delete(r.spared, k)
+		delete(r.left, k)
 		if sp := p.Services[k]; sp != nil {
 			r.services[k] = sp
 		} else {
@@ -242,7 +252,7 @@ type transition struct {
 }
 
 func (r *rules) transition(before, after *plan.ServicePort) *transition {
-	t := &transition{old: r.fragment(before), new: r.fragment(after)}
+	t := &transition{old: r.inForce(before), new: r.fragment(after)}
 	has := func(entries []entry, e entry) bool {
 		for _, o := range entries {
 			if o.dispatcher == e.dispatcher && o.key == e.key {
@@ -258,6 +268,16 @@ func (r *rules) transition(before, after *plan.ServicePort) *transition {
 		t.getsFilter = t.getsFilter || places[e.dispatcher].table == tableFilter && !has(t.old.entries, e)
 	}
 	return t
+}
+
+// inForce is what a ServicePort has contributed to what the kernel holds; nothing, if it is nil.
+func (r *rules) inForce(sp *plan.ServicePort) fragment {
+	if sp != nil {
+		if spared, is := r.spared[sp.Key]; is {
+			return spared
+		}
+	}
+	return r.fragment(sp)
 }
 
 // step applies transitions in one table, and returns the block that does the same in the kernel.

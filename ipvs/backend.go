@@ -57,6 +57,8 @@ type Config struct {
 	RestoreFailed func(plan.Family)
 	// NativeRules is as in iptables.Config.
 	NativeRules func(iptables.NativeRules)
+	// Refused is as in iptables.Config.
+	Refused func(plan.Family, []plan.Refusal)
 	// Compared is told of each comparison of everything with the kernel, once for all families, with what was not as it had
 	// been written. The first sync and the one after an error do not know that. Nil is for nobody. It must not block.
 	Compared func(drift.Report)
@@ -157,7 +159,7 @@ func (b *Backend) engine(f plan.Family, t *iptables.FixedTables, n *node, d *ker
 	options.RandomFully, options.TCPLiberal = t.RandomFully(), tcpLiberal()
 	b.cfg.Log.Info("using IPVS", "program", t.Describe(), "scheduler", options.Scheduler)
 	e := &engine{
-		family: f, options: options, exclude: b.cfg.ExcludeCIDRs, grace: b.cfg.GracePeriod, log: b.cfg.Log,
+		family: f, options: options, tellRefused: b.cfg.Refused, exclude: b.cfg.ExcludeCIDRs, grace: b.cfg.GracePeriod, log: b.cfg.Log,
 		machine: machine{servers: b.servers, sets: n.sets, device: d, tables: t,
 			host: func(f plan.Family) (map[netip.Addr]struct{}, error) { return kernel.HostAddresses(f, DeviceName) }},
 	}

@@ -110,7 +110,7 @@ func (e *engine) flush() error {
 	if len(ops) == 0 {
 		return nil
 	}
-	return errors.Join(e.machine.servers.Apply(ops)...)
+	return e.settle(ops, e.machine.servers.Apply(ops))
 }
 
 // drain removes the real servers that drain and have no connections left, and those whose time has passed. It asks the kernel

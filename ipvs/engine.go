@@ -31,7 +31,11 @@ type engine struct {
 	ranges  []netip.Prefix
 	held    *held
 	routed  map[netip.Prefix]netip.Addr // the routes of ranges that were made, with their sources
-	ops     []kernel.Op                 // changes of virtual servers that flush is to make
+	refused map[kernel.ServerID]error   // virtual servers that the kernel does not take, whole or in part
+	told    []plan.Refusal              // what tellRefused, if not nil, was told last
+	// tellRefused is told of the ServicePorts that these are of.
+	tellRefused func(plan.Family, []plan.Refusal)
+	ops         []kernel.Op // changes of virtual servers that flush is to make
 	// compared says that the last sync knew what had been written before, and found is what it found to differ.
 	compared bool
 	found    drift.Found
@@ -74,6 +78,7 @@ func (e *engine) sync(ctx context.Context, p *plan.Plan, changed plan.Keys) erro
 		e.desired = nil
 		return fmt.Errorf("programming %s: %w", e.family, err)
 	}
+	e.reportRefused()
 	return nil
 }
 

@@ -20,6 +20,7 @@ type objects struct {
 // connections to former endpoints, it is kept for them.
 type server struct {
 	kernel.Server
+	key          plan.Key             // whose it is
 	destinations []kernel.Destination // in order of address
 	// lingering are endpoints that are not to be used, but that still exist: their connections are left to them.
 	lingering []netip.AddrPort
@@ -101,6 +102,7 @@ func (b *builder) server(id kernel.ServerID, policy plan.Policy) {
 		return
 	}
 	s := server{
+		key: b.sp.Key,
 		Server: kernel.Server{
 			ID: id, Scheduler: b.scheduler.Name, Ports: b.scheduler.Ports, Fallback: b.scheduler.Fallback,
 			Persistence: b.sp.Affinity,

@@ -6,6 +6,7 @@ import (
 	"errors"
 	"fmt"
 	"log/slog"
+	"maps"
 	"net/netip"
 	"os"
 	"strings"
@@ -239,6 +240,7 @@ func (d *daemon) ipvsConfig() ipvs.Config {
 		StrictARP: cfg.IPVS.StrictARP, TCPTimeout: cfg.IPVS.TCPTimeout, TCPFinTimeout: cfg.IPVS.TCPFinTimeout,
 		UDPTimeout: cfg.IPVS.UDPTimeout, GracePeriod: cfg.IPVS.GracePeriod, Compared: d.drift.compared, SysctlDir: cfg.SysctlDir,
 		RestoreFailed: func(f plan.Family) { d.metrics.RestoreFailed(f, false) }, NativeRules: d.nativeRules,
+		Refused: d.refusals(),
 		Log: d.log, Warn: func(text string) { report(source.Finding{Severity: source.Problem, Detail: text}) },
 	}
 }
@@ -247,7 +249,35 @@ func (d *daemon) iptablesConfig() iptables.Config {
 	return iptables.Config{
 		Compared: d.drift.compared, Observer: d.metrics, KeepCounters: d.cfg.ServiceMetrics > 0, Variant: d.cfg.IPTablesBackend,
 		Families: d.families, MasqueradeBit: d.cfg.MasqueradeBit, SysctlDir: d.cfg.SysctlDir, Log: d.log,
-		NativeRules: d.nativeRules,
+		NativeRules: d.nativeRules, Refused: d.refusals(),
+	}
+}
+
+// refusals returns what reports ServicePorts that the kernel does not take, each once as long as that lasts.
+func (d *daemon) refusals() func(plan.Family, []plan.Refusal) {
+	var mu sync.Mutex // Families may call it at the same time.
+	known := map[plan.Key]bool{}
+	return func(f plan.Family, list []plan.Refusal) {
+		mu.Lock()
+		defer mu.Unlock()
+		now := map[plan.Key]bool{}
+		for _, r := range list {
+			if now[r.Key] = true; known[r.Key] {
+				continue
+			}
+			finding := source.Finding{
+				Severity: source.Problem, Object: "Service " + r.Key.Service.String(), Detail: r.String(), Effect: r.Effect(),
+			}
+			d.report(finding)
+			d.event("ServiceRefused", "SyncRules", finding.String())
+		}
+		for k := range known {
+			if k.Family == f && !now[k] {
+				d.log.Info("the kernel takes the Service again, or it is gone", "service", k.Service.String(), "port", k.Port, "family", f)
+				delete(known, k)
+			}
+		}
+		maps.Copy(known, now)
 	}
 }
 
