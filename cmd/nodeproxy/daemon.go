@@ -417,11 +417,7 @@ func (d *daemon) open(ctx context.Context, report source.Report) error {
 		return err
 	}
 	apiserver.RedirectLogs(d.log)
-	client, err := apiserver.NewClient(apiserver.ClientConfig{
-		Kubeconfig: cfg.API.Kubeconfig, Master: cfg.API.Master, ContentType: cfg.API.ContentType,
-		AcceptContentTypes: cfg.API.AcceptContentTypes, QPS: cfg.API.QPS, Burst: cfg.API.Burst,
-		UserAgent: "nodeproxy/" + version,
-	})
+	client, err := newClient(cfg)
 	if err != nil {
 		return &usageError{err}
 	}
@@ -441,6 +437,14 @@ func (d *daemon) open(ctx context.Context, report source.Report) error {
 	}
 	d.objects = apiserver.New(watched)
 	return nil
+}
+
+func newClient(cfg *config.Config) (*apiserver.Client, error) {
+	return apiserver.NewClient(apiserver.ClientConfig{
+		Kubeconfig: cfg.API.Kubeconfig, Master: cfg.API.Master, ContentType: cfg.API.ContentType,
+		AcceptContentTypes: cfg.API.AcceptContentTypes, QPS: cfg.API.QPS, Burst: cfg.API.Burst,
+		UserAgent: "nodeproxy/" + version,
+	})
 }
 
 func manifestConfig(cfg *config.Config, report source.Report, log *slog.Logger) manifest.Config {

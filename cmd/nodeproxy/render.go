@@ -1,8 +1,11 @@
 package main
 
 import (
+	"context"
 	"errors"
 	"fmt"
+	"io"
+	"os"
 	"slices"
 	"strings"
 
@@ -14,55 +17,115 @@ import (
 	"nodeproxy/proxier"
 	"nodeproxy/proxier/plan"
 	"nodeproxy/proxier/source"
+	"nodeproxy/proxier/source/apiserver"
 	"nodeproxy/proxier/source/manifest"
 )
 
 func renderCommand() *cobra.Command {
 	flags := &config.Flags{}
-	family := ""
+	r := &renderer{}
 	cmd := &cobra.Command{
-		Use:   "render",
-		Short: "Print the rules that run would make of the manifests",
+		Use:   "render [FILE|DIRECTORY|-]",
+		Short: "Print the rules that run would make of manifests, or of a cluster",
 		Long: "render prints, as input for iptables-restore, the rules that run would make of the manifests. It needs no root and\n" +
 			"changes nothing. What there is to say about the objects goes to standard error. In mode ipvs, sections behind comment\n" +
 			"lines are input for ipset, ipvsadm, ip and iptables-restore.\n\n" +
+			"The manifests are those of the argument or of --manifests; - is standard input. Without either, with --kubeconfig or\n" +
+			"--master, the objects are read once from the API server.\n\n" +
+			"If a file can't be read, or an object has to be left out, render prints no rules and exits with code 1; with --lenient\n" +
+			"it prints those of all else.\n\n" +
 			"With both families in one text, every rule begins with -4 or -6, so that iptables-restore and ip6tables-restore\n" +
 			"each take their own; --family=ipv4 or ipv6 prints one family without that.",
-		Args: noArgs,
-		RunE: func(cmd *cobra.Command, _ []string) error {
+		Args: func(_ *cobra.Command, args []string) error {
+			if len(args) > 1 {
+				return &usageError{fmt.Errorf("%q: only one file or directory can be given", args[1])}
+			}
+			return nil
+		},
+		RunE: func(cmd *cobra.Command, args []string) error {
+			if len(args) > 0 {
+				if cmd.Flags().Changed("manifests") {
+					return &usageError{fmt.Errorf("%q: the manifests are given by --manifests already", args[0])}
+				}
+				if err := cmd.Flags().Set("manifests", args[0]); err != nil {
+					return &usageError{err}
+				}
+			}
 			cfg, err := flags.Config()
 			if err != nil {
 				return &usageError{err}
 			}
-			if cfg.Manifests == "" {
-				return &usageError{errors.New("--manifests: required: render works on manifests")}
+			if cfg.Manifests == "" && cfg.API.Kubeconfig == "" && cfg.API.Master == "" {
+				return &usageError{errors.New("--manifests: required, or a file, or --kubeconfig: render needs objects")}
 			}
-			if !slices.Contains([]string{"all", "ipv4", "ipv6"}, family) {
-				return &usageError{fmt.Errorf("--family: %q is none of ipv4, ipv6, all", family)}
+			if !slices.Contains([]string{"all", "ipv4", "ipv6"}, r.family) {
+				return &usageError{fmt.Errorf("--family: %q is none of ipv4, ipv6, all", r.family)}
 			}
-			report := func(f source.Finding) { fmt.Fprintf(cmd.ErrOrStderr(), "%s: %s\n", f.Severity, f) }
-			text, err := render(cfg, family, report)
+			leftOut := 0
+			report := func(f source.Finding) {
+				fmt.Fprintf(cmd.ErrOrStderr(), "%s: %s\n", f.Severity, f)
+				if f.LeftOut {
+					leftOut++
+				}
+			}
+			text, err := r.render(cmd.Context(), cfg, cmd.InOrStdin(), report)
 			if err != nil {
 				return err
+			}
+			if leftOut > 0 && !r.lenient {
+				return errors.New("some of the manifests can't be read or used, as told above; --lenient prints the rules of all else")
 			}
 			_, err = fmt.Fprint(cmd.OutOrStdout(), text)
 			return err
 		},
 	}
 	flags.Add(cmd.Flags())
-	cmd.Flags().StringVar(&family, "family", "all", "families to print: ipv4, ipv6 or all")
+	cmd.Flags().StringVar(&r.family, "family", "all", "families to print: ipv4, ipv6 or all")
+	cmd.Flags().BoolVar(&r.lenient, "lenient", false, "print rules though something can't be read or has to be left out")
 	return cmd
 }
 
-func render(cfg *config.Config, family string, report source.Report) (string, error) {
-	batch, err := manifest.Load(manifestConfig(cfg, report, newLog(cfg)))
+// renderer prints rules.
+type renderer struct {
+	family  string
+	lenient bool
+}
+
+// objects reads what there is to render.
+func (r *renderer) objects(ctx context.Context, cfg *config.Config, stdin io.Reader, report source.Report) (source.Batch, error) {
+	if cfg.Manifests == "" {
+		client, err := newClient(cfg)
+		if err != nil {
+			return source.Batch{}, &usageError{err}
+		}
+		return apiserver.Load(ctx, apiserver.Config{Client: client, NodeName: cfg.NodeName, Log: newLog(cfg), Report: report})
+	}
+	files := manifestConfig(cfg, report, newLog(cfg))
+	if cfg.Manifests == "-" {
+		files.Path = "standard input"
+		return manifest.Read(files, stdin)
+	}
+	// A pipe, as of process substitution, is named, but can be read only once.
+	if info, err := os.Stat(cfg.Manifests); err == nil && !info.IsDir() && !info.Mode().IsRegular() {
+		f, err := os.Open(cfg.Manifests)
+		if err != nil {
+			return source.Batch{}, fmt.Errorf("manifests: %w", err)
+		}
+		defer f.Close()
+		return manifest.Read(files, f)
+	}
+	return manifest.Load(files)
+}
+
+func (r *renderer) render(ctx context.Context, cfg *config.Config, stdin io.Reader, report source.Report) (string, error) {
+	batch, err := r.objects(ctx, cfg, stdin, report)
 	if err != nil {
 		return "", err
 	}
 	state := proxier.NewState(cfg.NodeName, cfg.Settings, plan.Families[:], report)
 	state.Apply(batch)
 	desired, _ := state.Update()
-	families := map[string][]plan.Family{"ipv4": {plan.IPv4}, "ipv6": {plan.IPv6}}[family]
+	families := map[string][]plan.Family{"ipv4": {plan.IPv4}, "ipv6": {plan.IPv6}}[r.family]
 	if cfg.Mode == "ipvs" {
 		return renderIPVS(cfg, desired, families), nil
 	}

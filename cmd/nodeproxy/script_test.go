@@ -39,7 +39,7 @@ func rulesOf(ts *testscript.TestScript, neg bool, args []string) {
 	if neg || len(args) == 0 {
 		ts.Fatalf("usage: rules NAMESPACE/NAME [FLAG...]")
 	}
-	flags := append([]string{"render", "--manifests=m", "--node-name=node1", "--family=ipv4",
+	flags := append([]string{"render", "--lenient", "--manifests=m", "--node-name=node1", "--family=ipv4",
 		"--service-cidr=10.96.0.0/16,fd00:10:96::/112"}, args[1:]...)
 	ts.Check(ts.Exec("nodeproxy", flags...))
 	lines := strings.Split(strings.TrimSpace(ts.ReadFile("stdout")), "\n")

@@ -122,6 +122,8 @@ type Finding struct {
 	Detail, Effect string
 	// Event is the reason of an event that tells the cluster of it; empty for none.
 	Event string
+	// LeftOut is set where an object, or a whole file, can't be used.
+	LeftOut bool
 }
 
 func (f Finding) String() string {

@@ -172,6 +172,7 @@ func (f *file) put(r *reading) {
 			if is.effect == "" {
 				is.effect = effect
 			}
+			is.leftOut = e.bad
 			rem := remark{issue: is, object: e.id.String(), entry: e}
 			f.remarks = append(f.remarks, rem)
 			if f.fault == "" && e.bad && (whole || kept[e] != nil || e.unread()) {

@@ -20,6 +20,7 @@ type issue struct {
 	offset   int    // in the document's text, where positioned
 	line     int    // in the document, where positioned and offset is 0; from 1
 	at       bool   // positioned: offset or line tell the place, not the field
+	leftOut  bool   // as in source.Finding
 }
 
 // checker collects the issues of one object.
@@ -129,6 +130,7 @@ func (r *reporter) flush() {
 		l := located{file: fileOf(rem)}
 		l.finding = source.Finding{
 			Severity: rem.severity, Object: rem.object, Field: rem.field, Detail: rem.detail, Effect: rem.effect, Where: l.file,
+			LeftOut: rem.leftOut,
 		}
 		if rem.entry != nil {
 			l.line = lines.find(rem)

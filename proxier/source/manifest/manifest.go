@@ -9,6 +9,7 @@ package manifest
 import (
 	"errors"
 	"fmt"
+	"io"
 	"log/slog"
 	"maps"
 	"net/netip"
@@ -118,11 +119,27 @@ func Load(cfg Config) (source.Batch, error) {
 	tree := scan(cfg.Path)
 	for path, err := range tree.errs {
 		m.report.tell("scan "+path, []remark{{file: path, issue: issue{severity: source.Problem,
-			detail: "can't be read: " + err.Error(), effect: "it is left out"}}})
+			detail: "can't be read: " + err.Error(), effect: "it is left out", leftOut: true}}})
 	}
-	readings := readAll(slices.Collect(maps.Keys(tree.files)))
+	return m.load(readAll(slices.Collect(maps.Keys(tree.files)))), nil
+}
+
+// Read is Load for manifests that come from elsewhere than a file with a name, as from standard input; cfg.Path names it.
+func Read(cfg Config, in io.Reader) (source.Batch, error) {
+	cfg, err := cfg.complete()
+	if err != nil {
+		return source.Batch{}, err
+	}
+	data, err := io.ReadAll(io.LimitReader(in, maxFile))
+	if err != nil {
+		return source.Batch{}, fmt.Errorf("manifests: reading %s: %w", cfg.Path, err)
+	}
+	return newModel(&cfg).load([]*reading{{path: cfg.Path, text: &text{name: cfg.Path, data: data}}}), nil
+}
+
+func (m *model) load(readings []*reading) source.Batch {
 	decodeAll(readings, m.files)
 	batch := m.update(readings, nil)
 	batch.Synced = true
-	return batch, nil
+	return batch
 }

@@ -106,7 +106,8 @@ func (m *model) putFile(r *reading, touched map[objectID]bool) {
 			effect = effectFile
 		}
 		m.report.tell("file "+r.path, []remark{{file: r.text.name,
-			issue: issue{severity: source.Problem, detail: "can't be read: " + r.err.Error(), effect: effect}}})
+			issue: issue{severity: source.Problem, detail: "can't be read: " + r.err.Error(), effect: effect,
+				leftOut: true}}})
 		return
 	}
 	before := f.entries
@@ -221,7 +222,8 @@ func (m *model) tellDuplicates(id objectID, list []*entry) {
 		where := sayf("%s:%d", list[0].doc.text.name, lines.find(&first))
 		remarks = append(remarks, remark{object: id.String(), entry: list[i], issue: issue{
 			severity: source.Problem, field: "metadata.name", detail: "the same object stands at " + where,
-			effect: "that one is used, as it comes first by file name and line; this one is left out",
+			effect:  "that one is used, as it comes first by file name and line; this one is left out",
+			leftOut: true,
 		}})
 	}
 	m.report.tell("duplicate "+id.String(), remarks)
@@ -378,6 +380,7 @@ func (m *model) recompute(name types.NamespacedName) {
 	m.deliverMade(name, made)
 	var remarks []remark
 	for _, is := range forService.issues {
+		is.leftOut = svc != nil && m.granted[name] != nil && m.granted[name].refused
 		remarks = append(remarks, remark{issue: is, object: svcID.String(), entry: m.inForce[svcID]})
 	}
 	epID := objectID{kindEndpoints, name.Namespace, name.Name}

@@ -1,0 +1,35 @@
+package apiserver
+
+import (
+	"context"
+	"net/http"
+	"testing"
+
+	v1 "k8s.io/api/core/v1"
+	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
+	"k8s.io/apimachinery/pkg/types"
+)
+
+// TestLoad holds that everything is asked for once, without a watch; that ServiceCIDRs may be missing, and nothing else.
+func TestLoad(t *testing.T) {
+	f := newFakeAPI(t)
+	f.lists[services] = &v1.ServiceList{Items: []v1.Service{{ObjectMeta: metav1.ObjectMeta{Namespace: "default", Name: "web"}}}}
+	f.fail[serviceCIDRs] = http.StatusNotFound
+	client, err := NewClient(ClientConfig{Master: f.URL, ContentType: "application/json"})
+	if err != nil {
+		t.Fatal(err)
+	}
+	b, err := Load(context.Background(), Config{Client: client, NodeName: "node1"})
+	if err != nil || !b.Synced || len(b.Services) != 1 || b.Services[types.NamespacedName{Namespace: "default", Name: "web"}] == nil {
+		t.Errorf("loaded %+v, %v", b, err)
+	}
+	for _, resource := range []string{services, endpointSlices, nodes, serviceCIDRs} {
+		if f.asked[resource] != 1 || f.watches[resource] != 0 {
+			t.Errorf("%s: %d lists, %d watches", resource, f.asked[resource], f.watches[resource])
+		}
+	}
+	f.fail[endpointSlices] = http.StatusForbidden
+	if _, err := Load(context.Background(), Config{Client: client, NodeName: "node1"}); err == nil {
+		t.Error("no error though EndpointSlices can't be had")
+	}
+}
