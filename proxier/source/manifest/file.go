@@ -21,8 +21,8 @@ type file struct {
 	decoded map[uint64]*decodedDocument
 	entries []*entry // in force, in order; of a broken document the last good version
 	remarks []remark
-	// bad is set where there are documents that can't be used. fault is the first of those that can't be read, or that leave a
-	// last good version in force; empty if there is none.
+	// bad is set where there are documents that can't be used. fault is the first of those that can't be read, that the file ends
+	// in the middle of, or that leave a last good version in force; empty if there is none.
 	bad   bool
 	fault string
 }
@@ -175,7 +175,7 @@ func (f *file) put(r *reading) {
 			is.leftOut = e.bad
 			rem := remark{issue: is, object: e.id.String(), entry: e}
 			f.remarks = append(f.remarks, rem)
-			if f.fault == "" && e.bad && (whole || kept[e] != nil || e.unread()) {
+			if f.fault == "" && e.bad && (whole || kept[e] != nil || e.unread() || e == entries[len(entries)-1] && !endsLine(r.text.data)) {
 				f.fault = rem.located()
 			}
 		}

@@ -176,8 +176,10 @@ func betweenDocuments(data, rest []byte) bool {
 
 // endsEarly reports whether a file no longer ends with the end of a line, as one does of which a part is written.
 func endsEarly(last, data []byte) bool {
-	return bytes.HasSuffix(last, []byte{'\n'}) && !bytes.HasSuffix(data, []byte{'\n'})
+	return endsLine(last) && !endsLine(data)
 }
+
+func endsLine(data []byte) bool { return bytes.HasSuffix(data, []byte{'\n'}) }
 
 // weighCut decides about a file that is the beginning of its last good version. That may be what somebody has saved, or what
 // was written so far, or all that is left. Only what ends with a line can be meant; within a document, only where it was put in
