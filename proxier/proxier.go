@@ -4,6 +4,7 @@ import (
 	"context"
 	"log/slog"
 	"net/netip"
+	"strconv"
 	"sync"
 	"time"
 
@@ -344,7 +345,11 @@ func (p *Proxier) ended(ctx context.Context, desired *plan.Plan, changed plan.Ke
 	if !p.inSync {
 		p.inSync, level = true, slog.LevelInfo
 	}
-	p.cfg.Log.Log(ctx, level, "in sync", "took", took.Round(10*time.Microsecond), "changed", len(changed),
+	what := "all"
+	if changed != nil {
+		what = strconv.Itoa(len(changed))
+	}
+	p.cfg.Log.Log(ctx, level, "in sync", "took", took.Round(10*time.Microsecond), "changed", what,
 		"service-ports", len(desired.Services))
 }
 

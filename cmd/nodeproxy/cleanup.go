@@ -55,13 +55,15 @@ func cleanupCommand() *cobra.Command {
 // cleanup removes what is kube-proxy's or this program's, or with dry lists it, a line each on out. What is to be known beside
 // goes to warnings.
 func cleanup(ctx context.Context, cfg *config.Config, dry bool, out, warnings io.Writer) error {
-	if !dry {
-		guard := exclusive.Guard{Ports: proxyPorts(cfg), Log: slog.New(slog.DiscardHandler)}
-		if other := guard.Other(); other != nil {
-			fmt.Fprintf(warnings, "warning: %s runs, and will write anew what is removed now\n", other)
+	guard := exclusive.Guard{Ports: proxyPorts(cfg), Log: slog.New(slog.DiscardHandler)}
+	if other := guard.Other(); other != nil {
+		when := "now"
+		if dry {
+			when = "without --dry-run"
 		}
-		defer guard.Close()
+		fmt.Fprintf(warnings, "warning: %s runs, and will write anew what is removed %s\n", other, when)
 	}
+	defer guard.Close()
 	failed := false
 	err := eachLeft(ctx, cfg, dry, func(line string) { fmt.Fprintln(out, line) })
 	if dry {

@@ -47,8 +47,27 @@ func root() *cobra.Command {
 	cmd.Flags().AddFlagSet(run.Flags())
 	cmd.SetGlobalNormalizationFunc(cliflag.WordSepNormalizeFunc)
 	cmd.SetFlagErrorFunc(func(_ *cobra.Command, err error) error { return &usageError{err} })
-	cmd.AddCommand(run, renderCommand(), configCommand(), cleanupCommand(), versionCommand())
+	render, show, clean := renderCommand(), configCommand(), cleanupCommand()
+	refuse(render, "cleanup", "init-only", "write-config-to", "take-over")
+	refuse(show, "cleanup", "init-only")
+	refuse(clean, "cleanup", "init-only", "write-config-to", "take-over")
+	cmd.AddCommand(run, render, show, clean, versionCommand())
 	return cmd
+}
+
+// refuse makes flags that mean nothing to a subcommand a mistake on its command line, and leaves them out of its help.
+func refuse(cmd *cobra.Command, names ...string) {
+	for _, name := range names {
+		_ = cmd.Flags().MarkHidden(name) // It has it: it has all of run's.
+	}
+	cmd.PreRunE = func(cmd *cobra.Command, _ []string) error {
+		for _, name := range names {
+			if cmd.Flags().Changed(name) {
+				return &usageError{fmt.Errorf("--%s: it means nothing to %s", name, cmd.CommandPath())}
+			}
+		}
+		return nil
+	}
 }
 
 // noArgs refuses arguments that are no flags, such as a misspelt subcommand.
@@ -77,6 +96,12 @@ func newLog(c *config.Config) *slog.Logger {
 	}[c.LogLevel]
 	options := &slog.HandlerOptions{Level: level}
 	if c.LogFormat == "json" {
+		options.ReplaceAttr = func(_ []string, a slog.Attr) slog.Attr {
+			if a.Value.Kind() == slog.KindDuration { // By default it is a number of nanoseconds, which nobody can tell.
+				a.Value = slog.StringValue(a.Value.Duration().String())
+			}
+			return a
+		}
 		return slog.New(slog.NewJSONHandler(os.Stderr, options))
 	}
 	return slog.New(slog.NewTextHandler(os.Stderr, options))

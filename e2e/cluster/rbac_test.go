@@ -105,7 +105,7 @@ func serviceCIDRs(s *scenario, client kubernetes.Interface) {
 	_, err := networking.Create(s.Context(), &networkingv1.ServiceCIDR{ObjectMeta: metav1.ObjectMeta{Name: "further"},
 		Spec: networkingv1.ServiceCIDRSpec{CIDRs: []string{"10.97.0.0/16"}}}, metav1.CreateOptions{})
 	s.must(err)
-	s.must(s.daemon.WaitForAfter(line, 10*time.Second, harness.InSync, "changed=0"))
+	s.must(s.daemon.WaitForAfter(line, 10*time.Second, harness.InSync, "changed=all"))
 
 	s.must(s.daemon.Stop())
 	roles := s.cp.Admin.RbacV1().ClusterRoles()
