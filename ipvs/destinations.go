@@ -21,12 +21,26 @@ func (e *engine) raise(id kernel.ServerID) {
 		e.queue(kernel.AddServer, want.Server, kernel.Destination{})
 		have = &heldServer{Server: want.Server, destinations: map[netip.AddrPort]*heldDestination{}}
 		e.held.servers[id] = have
-	case have.Server != want.Server:
-		e.queue(kernel.UpdateServer, want.Server, kernel.Destination{})
-		have.Server = want.Server
+	default:
+		e.reschedule(want.Server, have)
 	}
 	for _, d := range want.destinations {
 		e.raiseDestination(have, d)
+	}
+	e.reschedule(want.Server, have) // One that drained may be back.
+}
+
+// reschedule makes a virtual server what it should be, given whether real servers of it drain.
+func (e *engine) reschedule(want kernel.Server, v *heldServer) {
+	if want.ID != v.ID { // Nothing new is led to this one.
+		return
+	}
+	if v.drains() {
+		want = e.options.whileDraining(want)
+	}
+	if v.Server != want {
+		e.queue(kernel.UpdateServer, want, kernel.Destination{})
+		v.Server = want
 	}
 }
 
@@ -79,6 +93,9 @@ func (e *engine) lowerDestination(want *server, v *heldServer, addr netip.AddrPo
 		e.deleteDestination(v, addr)
 		return
 	}
+	begins := !d.draining
+	d.draining = true
+	e.reschedule(want.Server, v)
 	if d.weight > 0 {
 		e.queue(kernel.UpdateDestination, v.Server, kernel.Destination{Addr: addr})
 		d.weight = 0
@@ -86,10 +103,9 @@ func (e *engine) lowerDestination(want *server, v *heldServer, addr netip.AddrPo
 	switch lingers := slices.Contains(want.lingering, addr); {
 	case lingers:
 		d.since = time.Time{}
-	case !d.draining || d.since.IsZero():
+	case begins || d.since.IsZero():
 		d.since = time.Now()
 	}
-	d.draining = true
 }
 
 func (e *engine) deleteDestination(v *heldServer, addr netip.AddrPort) {
@@ -160,6 +176,8 @@ func (e *engine) drainServer(id kernel.ServerID, v *heldServer, now time.Time) e
 	}
 	if len(v.destinations) == 0 {
 		e.deleteServer(v)
+	} else if want, wanted := e.desired.servers[id]; wanted {
+		e.reschedule(want.Server, v)
 	}
 	return nil
 }

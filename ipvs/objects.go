@@ -115,7 +115,7 @@ func (b *builder) server(id kernel.ServerID, policy plan.Policy) {
 	if b.sp.Affinity > 0 && id.Mark != 0 {
 		// With persistence, IPVS translates no port for what it finds by mark (ip_vs_sched_persist in Linux): the port at the
 		// endpoint would be that of the frontend. A hash of the client's address needs no memory.
-		s.Persistence, s.Scheduler, s.Ports, s.Fallback = 0, b.sticky.Name, false, false
+		s.Persistence, s.Scheduler, s.Ports, s.Fallback = 0, b.sticky.Name, false, b.sticky.Fallback
 	}
 	if b.sp.Any {
 		for _, ep := range b.sp.ForPolicy(policy) {

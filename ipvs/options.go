@@ -1,9 +1,11 @@
 package ipvs
 
 import (
+	"cmp"
 	"net/netip"
 	"slices"
 
+	"nodeproxy/ipvs/kernel"
 	"nodeproxy/proxier/plan"
 )
 
@@ -46,7 +48,26 @@ func (o Options) scheduler(sp *plan.ServicePort) plan.Scheduler {
 	if s.Name == "" {
 		s.Name = DefaultScheduler
 	}
+	s.Fallback = s.Fallback || fallsBack(s.Name)
 	return s
+}
+
+// fallsBack reports whether a scheduler is told to choose another endpoint in place of one that drains. Without that, sh and mh
+// refuse the clients whose hash leads there for as long as it drains.
+func fallsBack(name string) bool { return name == "sh" || name == "mh" }
+
+// whileDraining is what a virtual server is while real servers of it drain. The scheduler dh refuses all clients if it is one of
+// these that its hash leads to, and cannot be told otherwise; so the default one does its work meanwhile.
+func (o Options) whileDraining(v kernel.Server) kernel.Server {
+	if v.Scheduler != "dh" {
+		return v
+	}
+	v.Scheduler = cmp.Or(o.Scheduler, DefaultScheduler)
+	if v.Scheduler == "dh" {
+		v.Scheduler = DefaultScheduler
+	}
+	v.Fallback = fallsBack(v.Scheduler)
+	return v
 }
 
 // sticky is the scheduler that stands in for session affinity where there can be no persistence. Of those that choose by the
@@ -54,7 +75,7 @@ func (o Options) scheduler(sp *plan.ServicePort) plan.Scheduler {
 func (o Options) sticky(sp *plan.ServicePort) plan.Scheduler {
 	for _, name := range []string{"mh", "sh"} {
 		if sp.Affinity > 0 && (o.Unavailable == nil || !o.Unavailable(name)) {
-			return plan.Scheduler{Name: name}
+			return plan.Scheduler{Name: name, Fallback: true}
 		}
 	}
 	return o.scheduler(sp)

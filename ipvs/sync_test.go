@@ -364,3 +364,50 @@ func TestReplacedServers(t *testing.T) {
 		}
 	}
 }
+
+// TestDrainHashed: sh and mh pass over a real server that drains. The scheduler dh can't, so it is not the virtual server's from before
+// the weight is 0 until the real server is gone, or back.
+func TestDrainHashed(t *testing.T) {
+	t.Parallel()
+	for _, tc := range []struct{ scheduler, meanwhile string }{{"sh", "sh"}, {"mh", "mh"}, {"dh", "rr"}, {"lc", "lc"}} {
+		t.Run(tc.scheduler, func(t *testing.T) {
+			t.Parallel()
+			p := large(1)
+			key := p.Sorted(plan.IPv4)[0].Key
+			sp := *p.Services[key]
+			sp.Scheduler.Name = tc.scheduler
+			p.Set(&sp)
+			old := sp.Endpoints.Cluster[1].Addr
+			gone, changed := replaced(p, key, "10.250.0.1:8080")
+			e, k := fakeEngine(plan.IPv4, testOptions)
+			has := func(when, scheduler string) {
+				t.Helper()
+				for id, v := range k.virtual {
+					if v.Scheduler != scheduler || v.Fallback != (scheduler == "sh" || scheduler == "mh") {
+						t.Errorf("%s: virtual server %s has scheduler %s, fallback %t", when, id, v.Scheduler, v.Fallback)
+					}
+				}
+			}
+			must(t, e.sync(context.Background(), p, nil))
+			has("at first", tc.scheduler)
+			k.connections[old] = 1
+			k.before = func() {
+				if last := k.calls[len(k.calls)-1]; strings.HasPrefix(last, "update destination") && strings.HasSuffix(last, " 0") {
+					has("before the weight is 0", tc.meanwhile)
+				}
+			}
+			must(t, e.sync(context.Background(), gone, changed))
+			k.before = nil
+			has("while one drains", tc.meanwhile)
+			must(t, e.sync(context.Background(), gone, nil))
+			has("after a comparison", tc.meanwhile)
+			must(t, e.sync(context.Background(), p, changed))
+			must(t, e.drain(time.Now()))
+			has("when it is back", tc.scheduler)
+			must(t, e.sync(context.Background(), gone, changed))
+			k.connections[old] = 0
+			must(t, e.drain(time.Now()))
+			has("when it is gone", tc.scheduler)
+		})
+	}
+}

@@ -94,7 +94,7 @@ func drawService(t *rapid.T, i int) []draft {
 	internal, external := policies.Draw(t, name("internal policy")), policies.Draw(t, name("external policy"))
 	affinity := rapid.SampledFrom([]time.Duration{0, 0, time.Second, 3 * time.Hour}).Draw(t, name("affinity"))
 	scheduler := rapid.SampledFrom([]plan.Scheduler{
-		{}, {}, {Name: "wrr"}, {Name: "lc"}, {Name: "sh", Fallback: true}, {Name: "mh", Ports: true},
+		{}, {}, {Name: "wrr"}, {Name: "lc"}, {Name: "dh"}, {Name: "sh", Fallback: true}, {Name: "mh", Ports: true},
 	}).Draw(t, name("scheduler"))
 	families := rapid.SampledFrom([][]plan.Family{plan.Families[:], plan.Families[:1], plan.Families[1:]}).
 		Draw(t, name("families"))
