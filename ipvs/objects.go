@@ -77,7 +77,7 @@ func (b *builder) objects() objects {
 	}
 	if b.sp.Any {
 		for _, ep := range b.sp.All() {
-			if ep.Local { // No other endpoint's own traffic comes by here.
+			if ep.Local || ep.Unplaced { // No other endpoint's own traffic comes by here.
 				b.member(setLoopBack, kernel.Entry{
 					Addr: ep.Addr.Addr(), Protocol: b.sp.Key.Protocol, Port: ep.Addr.Port(), Addr2: ep.Addr.Addr(),
 				})

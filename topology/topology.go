@@ -95,6 +95,7 @@ func choose(endpoints []Endpoint, node Node, policy plan.Policy, allowed func(En
 		chosen = append(chosen, plan.Endpoint{
 			Addr:        ep.Addr,
 			Local:       ep.Node != "" && ep.Node == node.Name,
+			Unplaced:    ep.Node == "",
 			Terminating: !ep.Ready,
 			Weight:      ep.Weight,
 		})

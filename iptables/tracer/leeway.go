@@ -25,8 +25,8 @@ type Leeway struct {
 //
 // The addresses of Services are the machine's own there, so that what the kernel does with a port nobody listens on is
 // what it does with a port of theirs that no Service has. What an endpoint on another machine sends to itself by way of
-// this one is not masqueraded: the set of endpoints that can do so, KUBE-LOOP-BACK, holds this machine's only, as
-// kube-proxy's does. And IPVS sends nothing with a loopback source to another machine.
+// this one is not masqueraded: the set of endpoints that can do so, KUBE-LOOP-BACK, holds only those of this machine, and
+// those whose machine is not known. And IPVS sends nothing with a loopback source to another machine.
 func IPVSLeeway(p *plan.Plan) Leeway {
 	vips, local := map[netip.Addr]bool{}, map[netip.AddrPort]bool{}
 	for _, sp := range p.Services {
@@ -34,7 +34,7 @@ func IPVSLeeway(p *plan.Plan) Leeway {
 			vips[f.Addr] = true
 		}
 		for _, ep := range sp.All() {
-			local[ep.Addr] = local[ep.Addr] || ep.Local
+			local[ep.Addr] = local[ep.Addr] || ep.Local || ep.Unplaced
 		}
 	}
 	return Leeway{

@@ -200,6 +200,8 @@ type Endpoint struct {
 	Addr netip.AddrPort
 	// Local is true where the endpoint runs on this node.
 	Local bool
+	// Unplaced is true where it is not known on which node the endpoint runs: it may be this one.
+	Unplaced bool
 	// Terminating is true for an endpoint that shuts down but still serves, in use because no ready one is left
 	// (KEP-1669).
 	Terminating bool

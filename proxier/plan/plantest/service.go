@@ -167,6 +167,9 @@ func drawEndpoints(t *rapid.T, w world, label func(string) string) []topology.En
 			ep.Node = nodeName
 			from = append(slices.Clone(w.pods), w.node)
 		}
+		if chance(t, 6, label("has no node name")) {
+			ep.Node = ""
+		}
 		ep.Addr = netip.AddrPortFrom(rapid.SampledFrom(from).Draw(t, label("address")),
 			rapid.SampledFrom(targetPorts).Draw(t, label("port")))
 		switch {
