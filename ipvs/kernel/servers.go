@@ -241,12 +241,12 @@ func (s *Servers) tryScheduler(name string) bool {
 }
 
 // makeWith does the same where IPVS is built without IPv6: it makes and removes, at once, a virtual server with the scheduler. It
-// is at an address that is for documentation (RFC 5737). If there is such a server, of whomever, another port will do.
+// is for a firewall mark that nobody gives to packets, so that none can come to it. If there is such a server, of whomever,
+// another mark will do.
 func (s *Servers) makeWith(name string) bool {
-	for port := uint16(65535); port > 65000; port-- {
-		probe := Server{Scheduler: name, ID: ServerID{
-			Family: plan.IPv4, Protocol: plan.TCP, Addr: netip.AddrFrom4([4]byte{192, 0, 2, 1}), Port: port,
-		}}
+	const first, marks = 0xfedcba00, 256
+	for mark := uint32(first); mark < first+marks; mark++ {
+		probe := Server{Scheduler: name, ID: ServerID{Family: plan.IPv4, Mark: mark}}
 		ops := []Op{{Kind: AddServer, Server: probe}, {Kind: DeleteServer, Server: probe}}
 		if held, err := s.conn.ask(s.serviceMessage(commandGetService, probe.ID)); err == nil && held != nil {
 			continue

@@ -267,6 +267,44 @@ func TestSchedulers(t *testing.T) {
 	}
 }
 
+// TestSchedulerProbe: packets never see that somebody looks for a scheduler, not even where IPVS is built without IPv6: there is no
+// virtual server at an address, at any time.
+func TestSchedulerProbe(t *testing.T) {
+	s := openServers(t)
+	stop, watched := make(chan struct{}), make(chan error, 1)
+	other := openServers(t)
+	go func() {
+		for {
+			select {
+			case <-stop:
+				watched <- nil
+				return
+			default:
+			}
+			list, err := other.services()
+			for id := range list {
+				if id.Mark == 0 {
+					err = errors.Join(err, fmt.Errorf("there is a virtual server %s", id))
+				}
+			}
+			if err != nil && !errors.Is(err, errInterrupted) {
+				watched <- err
+				return
+			}
+		}
+	}()
+	for range 3000 {
+		if !s.makeWith("rr") {
+			t.Error("no scheduler rr")
+			break
+		}
+	}
+	close(stop)
+	if err := <-watched; err != nil {
+		t.Error(err)
+	}
+}
+
 func TestTimeouts(t *testing.T) {
 	s := openServers(t)
 	before, err := s.handle.GetConfig()
