@@ -69,6 +69,8 @@ type Config struct {
 type Backend struct {
 	cfg     Config
 	servers *kernel.Servers
+	node    *node
+	device  *kernel.Device
 	engines []*engine
 	tables  []*iptables.FixedTables
 }
@@ -83,9 +85,12 @@ func New(cfg Config) (*Backend, error) {
 	if err != nil {
 		return nil, fmt.Errorf("mode ipvs can't work here: %w", err)
 	}
-	b := &Backend{cfg: cfg, servers: n.servers}
+	b := &Backend{cfg: cfg, servers: n.servers, node: n}
 	if err := b.open(n); err != nil {
 		n.close()
+		if b.device != nil {
+			_ = b.device.Close()
+		}
 		return nil, fmt.Errorf("mode ipvs can't work here: %w", err)
 	}
 	return b, nil
@@ -140,6 +145,7 @@ func (b *Backend) open(n *node) error {
 	if err != nil {
 		return err
 	}
+	b.device = d
 	if n.tables[plan.IPv6] != nil {
 		if err := d.EnableIPv6(cmp.Or(b.cfg.SysctlDir, "/proc/sys")); err != nil {
 			b.cfg.Log.Warn("Services of IPv6 are not proxied", "error", err)
@@ -174,6 +180,13 @@ func (b *Backend) engine(f plan.Family, t *iptables.FixedTables, n *node, d *ker
 	return e
 }
 
+// Close closes the backend's sockets, and leaves what it has programmed. Neither Sync, Run, Watch nor a reader of traffic may be
+// running, nor be called after it.
+func (b *Backend) Close() error {
+	b.node.close()
+	return b.device.Close()
+}
+
 // Families are those that the backend programs.
 func (b *Backend) Families() []plan.Family {
 	var out []plan.Family
@@ -204,8 +217,8 @@ func (b *Backend) Sync(ctx context.Context, p *plan.Plan, changed plan.Keys) err
 	return err
 }
 
-// Run removes real servers when their connections are gone, and calls changed when everything must be synced anew,
-// as after a change of the node's own addresses. It returns when ctx ends.
+// Run removes real servers when their connections are gone, and follows the node's own addresses. It calls changed when everything
+// must be synced anew, as after a failure. It returns when ctx ends.
 func (b *Backend) Run(ctx context.Context, changed func()) error {
 	watch := make(chan error, 1)
 	var wg sync.WaitGroup
@@ -214,7 +227,11 @@ func (b *Backend) Run(ctx context.Context, changed func()) error {
 	defer cancel()
 	wg.Go(func() {
 		watch <- kernel.WatchAddresses(ctx, DeviceName, func() {
-			if slices.ContainsFunc(b.engines, (*engine).moved) {
+			again := false
+			for _, e := range b.engines {
+				again = e.follow() || again
+			}
+			if again {
 				changed()
 			}
 		})

@@ -82,12 +82,58 @@ func (e *engine) sync(ctx context.Context, p *plan.Plan, changed plan.Keys) erro
 	return nil
 }
 
-// moved reports whether the node's own addresses are others than when everything was synced last.
-func (e *engine) moved() bool {
+// follow brings what depends on the node's own addresses up to date: an address of a Service is on the device unless another
+// interface has it, and a route's source is an address of the node. It reports whether everything is to be synced anew.
+func (e *engine) follow() (again bool) {
 	host, err := e.machine.host(e.family)
 	e.mu.Lock()
 	defer e.mu.Unlock()
-	return err != nil || !maps.Equal(host, e.options.Host)
+	if e.desired == nil { // The next sync looks at everything.
+		return false
+	}
+	if err != nil {
+		e.log.Warn("the node's addresses could not be listed; everything is compared anew", "family", e.family, "error", err)
+		e.desired = nil
+		return true
+	}
+	t, routes := e.concerned(host)
+	e.options.Host = host
+	if len(t.vips) == 0 && !routes {
+		return false
+	}
+	none := func() error { return nil }
+	steps := &ruleSteps{none, none, none}
+	if routes {
+		e.compared = false
+		steps.routes = func() error { return e.routes(true) }
+	}
+	if err := e.apply(t, steps); err != nil {
+		e.log.Warn("following the node's addresses failed; everything is compared anew", "family", e.family, "error", err)
+		e.desired = nil
+	}
+	return e.desired == nil
+}
+
+// concerned is what a change of the node's addresses to these touches, and whether the source of routes is among it.
+func (e *engine) concerned(host map[netip.Addr]struct{}) (t *touched, routes bool) {
+	t = newTouched()
+	note := func(a netip.Addr) {
+		if e.desired.vips[a] > 0 {
+			t.vips[a] = struct{}{}
+		}
+		routes = routes || len(e.ranges) > 0 && a == e.desired.node.IP(e.family)
+	}
+	for a := range host {
+		if _, was := e.options.Host[a]; !was {
+			note(a)
+		}
+	}
+	for a := range e.options.Host {
+		if _, is := host[a]; !is {
+			note(a)
+		}
+	}
+	return t, routes
 }
 
 // syncAll reads what the kernel holds, and changes what differs.
@@ -139,7 +185,7 @@ func (e *engine) syncAll(ctx context.Context, p *plan.Plan) error {
 	if takeOver {
 		steps = &ruleSteps{before: steps.after, after: write}
 	}
-	steps.routes = func() error { return e.routes(p) }
+	steps.routes = func() error { return e.routes(p.Partial) }
 	all := e.everything()
 	if p.Partial {
 		e.leaveUnknown(all, p)
@@ -375,7 +421,7 @@ func (e *engine) unbind(list []netip.Addr) error {
 }
 
 // routes makes the routes of ranges what they should be. New ones come before old ones go.
-func (e *engine) routes(p *plan.Plan) error {
+func (e *engine) routes(onlyAdd bool) error {
 	have, err := e.machine.device.Routes(e.family)
 	if err != nil {
 		return err
@@ -383,7 +429,7 @@ func (e *engine) routes(p *plan.Plan) error {
 	if e.compared {
 		e.routeDifferences(have)
 	}
-	src := p.Node.IP(e.family)
+	src := e.desired.node.IP(e.family)
 	if _, own := e.options.Host[src]; !own {
 		src = netip.Addr{} // A route's source must be an address of the node.
 	}
@@ -396,7 +442,7 @@ func (e *engine) routes(p *plan.Plan) error {
 		}
 	}
 	for r := range have {
-		if !slices.Contains(e.ranges, r) && !p.Partial {
+		if !slices.Contains(e.ranges, r) && !onlyAdd {
 			errs = append(errs, e.machine.device.RemoveRoute(r))
 		}
 	}

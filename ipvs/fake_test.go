@@ -232,7 +232,7 @@ func fakeEngine(f plan.Family, o Options) (*engine, *fakeKernel) {
 func engineOver(k *fakeKernel, o Options) *engine {
 	return &engine{family: k.family, options: o, grace: DefaultGracePeriod, log: slog.New(slog.DiscardHandler), machine: machine{
 		servers: fakeServers{k}, sets: fakeSets{k}, device: fakeDevice{k}, tables: fakeTables{k},
-		host: func(plan.Family) (map[netip.Addr]struct{}, error) { return k.hostAddrs, nil },
+		host: func(plan.Family) (map[netip.Addr]struct{}, error) { return maps.Clone(k.hostAddrs), nil },
 	}}
 }
 

@@ -53,8 +53,17 @@ func (m marks) guard() kernel.MarkGuard {
 	return kernel.MarkGuard{Signature: m.value(signature), SignatureMask: m.value(signatureMask), Masquerade: m.masquerade}
 }
 
-// ours reports whether a mark is one that this package gives.
-func (m marks) ours(mark uint32) bool { return mark&m.value(signatureMask) == m.value(signature) }
+// ours reports whether a mark is one that this package gives, whichever bit asks for masquerading: it may have been another one
+// at the last start.
+func (m marks) ours(mark uint32) bool {
+	const lowest = 27 // With this one and all below, the signature is in one place.
+	for bit := lowest; bit < 32; bit++ {
+		if m := newMarks(bit); mark&m.value(signatureMask) == m.value(signature) {
+			return true
+		}
+	}
+	return false
+}
 
 // ranks is how many ServicePorts whose names have one hash can be told apart. With a thousand of them in need of a hash,
 // the chance that any two share one is one in eight, and that nine do is none.

@@ -5,6 +5,7 @@ import (
 	"context"
 	"errors"
 	"fmt"
+	"io"
 	"log/slog"
 	"maps"
 	"net/netip"
@@ -334,6 +335,11 @@ func (d *daemon) run(turn *turn, front *front) error {
 	d.held.PassTo(d.proxier)
 	d.proxier.Run(ctx)
 	d.running.Wait()
+	if c, ok := d.backend.(io.Closer); ok {
+		if err := c.Close(); err != nil {
+			d.log.Warn("some sockets of the mode stay open", "error", err)
+		}
+	}
 	if err := <-d.read; err != nil {
 		return err
 	}

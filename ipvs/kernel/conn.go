@@ -54,7 +54,12 @@ func dial(protocol int) (*conn, error) {
 	return &conn{fd: fd, buffer: make([]byte, 64<<10)}, nil
 }
 
-func (c *conn) close() error { return unix.Close(c.fd) }
+// close closes the socket. What uses it afterwards gets an error, and not whatever has its number by then.
+func (c *conn) close() error {
+	fd := c.fd
+	c.fd = -1
+	return unix.Close(fd)
+}
 
 // do carries out messages in order. It returns nil, or an error (or nil) for each message. Where the kernel's answers are
 // lost, each message without an answer has the error that says so; it may have been carried out.

@@ -195,7 +195,7 @@ func RemoveDevice(name string) error {
 func (d *Device) Addresses(f plan.Family) (map[netip.Addr]struct{}, error) {
 	d.mu.Lock()
 	defer d.mu.Unlock()
-	return addresses(d.handle, d.link, f, func(a netip.Addr, _ int) bool { return !(a.Is6() && a.IsLinkLocalUnicast()) })
+	return addresses(d.handle, d.link, f, func(a netip.Addr, _ int) bool { return !linkLocal6(a) })
 }
 
 // AddAddresses adds addresses, each as a range of its own. The rest of the node does not take one of them for the source of
@@ -216,10 +216,23 @@ func (d *Device) RemoveAddresses(addrs []netip.Addr) error {
 	return err
 }
 
-// localWithin is how long the kernel may take to make IPv6 addresses local. Mostly it is less than a millisecond.
-const localWithin = 10 * time.Second
+// localWithin is how long the kernel may take to make IPv6 addresses local. Mostly it is less than a millisecond. All other
+// changes wait meanwhile.
+const localWithin = time.Second
 
-// waitLocal waits until packets to addresses of IPv6 are the node's. The kernel leaves that to a worker thread, also where it
+// goneAfter is the pause between two looks from which on it is looked whether addresses have been removed.
+const goneAfter = time.Millisecond
+
+// still returns those of some IPv6 addresses that the interface has. None has any if it is gone.
+func (d *Device) still(addrs []netip.Addr) ([]netip.Addr, error) {
+	have, err := addresses(d.handle, d.link, plan.IPv6, func(netip.Addr, int) bool { return true })
+	if errors.Is(err, unix.ENODEV) {
+		return nil, nil
+	}
+	return slices.DeleteFunc(addrs, func(a netip.Addr) bool { _, is := have[a]; return !is }), err
+}
+
+// waitLocal waits until packets to addresses of IPv6 are the node's, as far as nobody removes these meanwhile. The kernel leaves that to a worker thread, also where it
 // looks for no duplicate. A packet that comes before is sent on as to some other host, and connection tracking does the same
 // with all later ones of its connection, so that its client hangs.
 func (d *Device) waitLocal(addrs []netip.Addr) error {
@@ -228,6 +241,11 @@ func (d *Device) waitLocal(addrs []netip.Addr) error {
 		var err error
 		if addrs, err = d.notLocal(addrs); err != nil || len(addrs) == 0 {
 			return err
+		}
+		if pause > goneAfter { // It takes long: whoever has removed some of them meanwhile is not to be waited for.
+			if addrs, err = d.still(addrs); err != nil || len(addrs) == 0 {
+				return err
+			}
 		}
 		if time.Since(begin) > localWithin {
 			return fmt.Errorf("%d addresses of interface %s, such as %s, are there for %v, but packets to them are not the node's",

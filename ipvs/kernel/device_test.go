@@ -172,6 +172,33 @@ func TestAddressesAreLocal(t *testing.T) {
 	}
 }
 
+// TestAddressesThatGo: an address that somebody removes before it is local is not waited for.
+func TestAddressesThatGo(t *testing.T) {
+	nstest.Enter(t)
+	d := openDevice(t)
+	for _, count := range []int{1, 200} {
+		var all []netip.Addr
+		for i := range count {
+			all = append(all, addr(fmt.Sprintf("fd00:96::%x", i+1)))
+		}
+		if err := d.AddAddresses(all); err != nil {
+			t.Fatal(err)
+		}
+		run(t, "ip", "-6", "address", "flush", "dev", deviceName)
+		begin := time.Now()
+		if err := d.waitLocal(all); err != nil || time.Since(begin) > localWithin {
+			t.Errorf("%d addresses that are gone are waited for %v: %v", count, time.Since(begin), err)
+		}
+	}
+	if err := RemoveDevice(deviceName); err != nil {
+		t.Fatal(err)
+	}
+	begin := time.Now()
+	if err := d.waitLocal([]netip.Addr{addr("fd00:96::1")}); err != nil || time.Since(begin) > localWithin {
+		t.Errorf("addresses of an interface that is gone are waited for %v: %v", time.Since(begin), err)
+	}
+}
+
 // TestSourceAddress sends to another network through an interface without an address: a VIP must not become the source.
 func TestSourceAddress(t *testing.T) {
 	nstest.Enter(t)
@@ -248,6 +275,7 @@ func TestHostAddresses(t *testing.T) {
 	run(t, "ip", "link", "set", "eth0", "up")
 	run(t, "ip", "addr", "add", "192.0.2.1/24", "dev", "eth0")
 	run(t, "ip", "addr", "add", "2001:db8::1/64", "dev", "eth0", "nodad")
+	run(t, "ip", "addr", "add", "fe80::5/64", "dev", "eth0", "nodad")
 	compare := func() {
 		t.Helper()
 		for f, want := range map[plan.Family][]string{plan.IPv4: {"127.0.0.1", "192.0.2.1"}, plan.IPv6: {"::1", "2001:db8::1"}} {
@@ -303,6 +331,11 @@ func TestWatchAddresses(t *testing.T) {
 	}
 	if n := count(); n != 0 {
 		t.Errorf("%d calls for addresses of the interface that is left out", n)
+	}
+	run(t, "ip", "addr", "add", "fe80::5/64", "dev", "lo")
+	run(t, "ip", "addr", "del", "fe80::5/64", "dev", "lo")
+	if n := count(); n != 0 {
+		t.Errorf("%d calls for a link-local address, as every interface of a pod has one", n)
 	}
 	for _, change := range []string{"add", "del"} {
 		for _, a := range []string{"192.0.2.1/32", "2001:db8::1/128"} {

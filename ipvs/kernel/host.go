@@ -16,7 +16,8 @@ import (
 	"nodeproxy/proxier/plan"
 )
 
-// HostAddresses returns the addresses of all interfaces except one, which need not exist.
+// HostAddresses returns the addresses of all interfaces except one, which need not exist, without link-local ones of IPv6. No
+// Service can have such an address, and every interface of a pod has one.
 func HostAddresses(f plan.Family, except string) (map[netip.Addr]struct{}, error) {
 	handle, err := netlink.NewHandle(unix.NETLINK_ROUTE)
 	if err != nil {
@@ -31,8 +32,10 @@ func HostAddresses(f plan.Family, except string) (map[netip.Addr]struct{}, error
 	case !errors.As(err, new(netlink.LinkNotFoundError)):
 		return nil, fmt.Errorf("addresses of this node: interface %s: %w", except, err)
 	}
-	return addresses(handle, nil, f, func(_ netip.Addr, index int) bool { return index != out })
+	return addresses(handle, nil, f, func(a netip.Addr, index int) bool { return index != out && !linkLocal6(a) })
 }
+
+func linkLocal6(a netip.Addr) bool { return a.Is6() && a.IsLinkLocalUnicast() }
 
 // addresses returns those addresses of an interface, or of all if it is nil, that are wanted.
 func addresses(
@@ -69,7 +72,7 @@ func retry(list func() error) error {
 // quiet is how long WatchAddresses waits for more changes before it tells of the first: whoever adds one address adds more.
 const quiet = 100 * time.Millisecond
 
-// WatchAddresses calls changed when it begins, and after addresses of interfaces other than one came or went, or may have. It
+// WatchAddresses calls changed when it begins, and after addresses such as HostAddresses returns came or went, or may have. It
 // returns nil when the context is done, and an error if it cannot begin. Calls do not overlap, and none comes after that.
 func WatchAddresses(ctx context.Context, except string, changed func()) error {
 	fail := func(err error) error { return fmt.Errorf("watching the addresses of this node: %w", err) }
@@ -131,7 +134,11 @@ func (w *addressWatch) receive(ctx context.Context) {
 			continue
 		}
 		for _, m := range messages {
-			if len(m.Data) >= unix.SizeofIfAddrmsg && !w.excepted(binary.NativeEndian.Uint32(m.Data[4:])) {
+			if len(m.Data) < unix.SizeofIfAddrmsg || w.excepted(binary.NativeEndian.Uint32(m.Data[4:])) {
+				continue
+			}
+			a, ok := netip.AddrFromSlice(byType(m.Data[unix.SizeofIfAddrmsg:])[unix.IFA_ADDRESS])
+			if !ok || !linkLocal6(a) {
 				w.note()
 			}
 		}

@@ -100,7 +100,7 @@ func (w *deviceWatch) message(m syscall.NetlinkMessage) {
 		if !ok { // IPv6 has only this one.
 			a, ok = netip.AddrFromSlice(attrs[unix.IFA_ADDRESS])
 		}
-		if ok && !(a.Is6() && a.IsLinkLocalUnicast()) {
+		if ok && !linkLocal6(a) {
 			w.tell(DeviceChange{Address: a, Gone: m.Header.Type == unix.RTM_DELADDR})
 		}
 	case unix.RTM_DELROUTE:

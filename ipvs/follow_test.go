@@ -1,0 +1,91 @@
+package ipvs
+
+import (
+	"context"
+	"net/netip"
+	"slices"
+	"strings"
+	"testing"
+	"time"
+
+	"nodeproxy/proxier/plan"
+)
+
+// TestFollow: of the node's own addresses, only those that a Service has too, and the source of routes, cost anything when they come
+// or go, and that is what depends on them and nothing more.
+func TestFollow(t *testing.T) {
+	t.Parallel()
+	e, k := fakeEngine(plan.IPv4, testOptions)
+	node, external := netip.MustParseAddr("192.0.2.1"), netip.MustParseAddr("198.51.100.9")
+	p := large(50)
+	p.Node.IPs = []netip.Addr{node}
+	p.Settings.ServiceCIDRs = []netip.Prefix{netip.MustParsePrefix("10.96.0.0/12")}
+	sp := *p.Services[p.Sorted(plan.IPv4)[0].Key]
+	sp.Frontends = append(slices.Clone(sp.Frontends), plan.Frontend{Kind: plan.ExternalIP, Addr: external, Protocol: plan.TCP, Port: 80})
+	p.Set(&sp)
+	k.hostAddrs[node] = struct{}{}
+	must(t, e.sync(context.Background(), p, nil))
+	for _, step := range []struct {
+		what   string
+		change func()
+		want   string // what each call begins with
+	}{
+		{"nothing changes", func() {}, ""},
+		{"a pod's interface", func() { k.hostAddrs[netip.MustParseAddr("10.244.0.1")] = struct{}{} }, ""},
+		{"a Service's address comes", func() { k.hostAddrs[external] = struct{}{} }, "remove 1 from KUBE-IPVS-IPS,remove addresses"},
+		{"and goes", func() { delete(k.hostAddrs, external) }, "add 1 to KUBE-IPVS-IPS,add addresses"},
+		{"the node's address goes", func() { delete(k.hostAddrs, node) }, "add route"},
+		{"and comes", func() { k.hostAddrs[node] = struct{}{} }, "add route"},
+	} {
+		k.calls = nil
+		step.change()
+		if e.follow() {
+			t.Errorf("%s: everything is to be synced anew", step.what)
+		}
+		var want []string
+		if step.want != "" {
+			want = strings.Split(step.want, ",")
+		}
+		if !slices.EqualFunc(k.calls, want, strings.HasPrefix) {
+			t.Errorf("%s: it took %q, want %q", step.what, k.calls, want)
+		}
+		fresh, other := fakeEngine(plan.IPv4, testOptions)
+		other.hostAddrs = k.hostAddrs
+		must(t, fresh.sync(context.Background(), p, nil))
+		if k.text() != other.text() {
+			t.Errorf("%s: the kernel holds\n%s\ninstead of\n%s", step.what, k.text(), other.text())
+		}
+	}
+	k.fail = "remove addresses"
+	k.hostAddrs[external] = struct{}{}
+	if !e.follow() || e.desired != nil {
+		t.Error("after a failure everything is to be synced anew")
+	}
+}
+
+// TestMasqueradeBitChanges: a start with another bit for masquerading takes over the virtual servers that marks of the old one led to.
+func TestMasqueradeBitChanges(t *testing.T) {
+	t.Parallel()
+	p := large(3)
+	for i, key := range p.Sorted(plan.IPv4) {
+		sp := *p.Services[key.Key]
+		sp.Frontends = append(slices.Clone(sp.Frontends), plan.Frontend{Kind: plan.NodePort, Protocol: plan.TCP, Port: uint16(30001 + i)})
+		p.Set(&sp)
+	}
+	for _, before := range []int{0, 14, 27, 28, 29, 30, 31} {
+		for _, after := range []int{0, 14, 15, 28, 29, 30, 31} {
+			old, next := testOptions, testOptions
+			old.MasqueradeBit, next.MasqueradeBit = before, after
+			first, k := fakeEngine(plan.IPv4, old)
+			must(t, first.sync(context.Background(), p, nil))
+			second := engineOver(k, next)
+			must(t, second.sync(context.Background(), p, nil))
+			must(t, second.drain(time.Now()))
+			fresh, want := fakeEngine(plan.IPv4, next)
+			must(t, fresh.sync(context.Background(), p, nil))
+			if k.text() != want.text() {
+				t.Errorf("from bit %d to bit %d, the kernel holds\n%s\ninstead of\n%s", before, after, k.text(), want.text())
+			}
+		}
+	}
+}
