@@ -62,7 +62,10 @@ var manifestFaults = []manifestFault{
 	{injected: "a dangling symbolic link in its place", inject: func(s *manifestScene) {
 		s.must(os.Symlink("/does/not/exist", s.file+".new"))
 		s.must(os.Rename(s.file+".new", s.file))
-	}, mend: func(s *manifestScene) { s.must(os.Remove(s.file)) }},
+	}, mend: func(s *manifestScene) { // Not by removing it first: that would be the removal of a file.
+		s.must(os.WriteFile(s.file+".new", []byte(s.text), 0o644))
+		s.must(os.Rename(s.file+".new", s.file))
+	}},
 	{injected: "no permission to read it", inject: func(s *manifestScene) {
 		s.must(os.Chmod(s.file, 0))
 		s.must(os.Truncate(s.file, int64(len(s.text)/2)))
