@@ -91,7 +91,7 @@ func newEngine(t *tool, cfg Config) *engine {
 		counts: newRuleCounts(cfg.Observer), tellRefused: cfg.Refused}
 	e.options = Options{
 		MasqueradeBit: cfg.MasqueradeBit,
-		RandomFully:   t.version.randomFully(),
+		RandomFully:   t.randomFully,
 		CompactAbove:  DefaultCompactAbove,
 		KeepCounters:  cfg.KeepCounters,
 		TCPLiberal:    liberal != "" && liberal != "0",

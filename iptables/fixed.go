@@ -123,7 +123,7 @@ func NewFixedTables(v Variant, f plan.Family) (*FixedTables, error) {
 
 // Describe names the program for a log line, and RandomFully tells whether it knows --random-fully.
 func (x *FixedTables) Describe() string  { return x.tool.describe() }
-func (x *FixedTables) RandomFully() bool { return x.tool.version.randomFully() }
+func (x *FixedTables) RandomFully() bool { return x.tool.randomFully }
 
 // ServiceChains reports whether there are chains of single Services, as mode iptables has them: then it is by its rules that
 // traffic flows.

@@ -15,6 +15,8 @@ import (
 	"strings"
 	"time"
 
+	goiptables "github.com/coreos/go-iptables/iptables"
+
 	"nodeproxy/proxier/plan"
 )
 
@@ -49,6 +51,7 @@ type tool struct {
 	// path, restorePath and savePath are iptables, iptables-restore and iptables-save.
 	path, restorePath, savePath string
 	version                     programVersion
+	randomFully                 bool // whether MASQUERADE has --random-fully
 	children                    children
 	// restoreTime and saveTime are as the constants; tests have less.
 	restoreTime, saveTime time.Duration
@@ -76,8 +79,23 @@ func newTool(v Variant, f plan.Family) (*tool, error) {
 		}
 	}
 	t.path = main
-	t.version, err = askVersion(main, versionTime)
-	return t, err
+	if t.version, err = askVersion(main, versionTime); err != nil {
+		return nil, err
+	}
+	// This asks the program for its version once more, without a time limit: it has just been seen to answer.
+	ipt, err := goiptables.New(goiptables.IPFamily(protocol(f)), goiptables.Path(main), goiptables.Timeout(lockWait))
+	if err != nil {
+		return nil, fmt.Errorf("asking %s for its version: %w", main, err)
+	}
+	t.randomFully = ipt.HasRandomFully()
+	return t, nil
+}
+
+func protocol(f plan.Family) goiptables.Protocol {
+	if f == plan.IPv6 {
+		return goiptables.ProtocolIPv6
+	}
+	return goiptables.ProtocolIPv4
 }
 
 // plainTool finds the programs under their plain names, if they are of the tool's variant.
@@ -128,9 +146,6 @@ func askVersion(path string, limit time.Duration) (programVersion, error) {
 	}
 	return v, nil
 }
-
-// randomFully reports whether MASQUERADE has --random-fully.
-func (v programVersion) randomFully() bool { return slices.Compare(v.number[:], []int{1, 6, 2}) >= 0 }
 
 // output runs a program that is to end within limit, and returns what it prints.
 func output(path string, limit time.Duration, args ...string) ([]byte, error) {
