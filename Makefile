@@ -5,7 +5,7 @@ BINARY  := bin/nodeproxy
 MODE    ?= iptables
 
 .DELETE_ON_ERROR:
-.PHONY: all build deps controlplane kernel guest deploytools unit race e2e test test-all test-hostile test-fresh lint bench bench-api bench-iptables bench-ipvs demo image \
+.PHONY: all build deps controlplane kernel guest deploytools neighbours unit race e2e test test-all test-hostile test-fresh lint bench bench-api bench-iptables bench-ipvs demo image \
 	fuzz soak clean
 
 all: build
@@ -32,6 +32,10 @@ guest: deps
 deploytools:
 	@e2e/deploy/tools/build >/dev/null
 
+# A root with firewalls and Docker for the tests of nodeproxy beside them, made once: a minute or two.
+neighbours: deps
+	@e2e/neighbours/build >/dev/null
+
 # An OCI image archive, bin/nodeproxy-image.tar, without any registry; for "ctr images import".
 image: deps build
 	@VERSION=$(VERSION) hack/build-image
@@ -45,7 +49,7 @@ race: deps
 	go test -race -count=1 ./proxier/... ./config/... ./cmd/...
 
 # Real packets through the real binary, in network namespaces.
-e2e: deps build controlplane kernel guest deploytools
+e2e: deps build controlplane kernel guest deploytools neighbours
 	NODEPROXY_BIN=$(CURDIR)/$(BINARY) go test -timeout 20m ./e2e/...
 
 lint:
@@ -57,7 +61,7 @@ lint:
 test: deps
 	hack/unchanged $(MAKE) test-all
 
-test-all: deps build lint controlplane kernel guest deploytools
+test-all: deps build lint controlplane kernel guest deploytools neighbours
 	go test -count=1 -timeout 10m $$(go list ./... | grep -v /e2e)
 	$(MAKE) race
 	NODEPROXY_BIN=$(CURDIR)/$(BINARY) go test -count=1 -timeout 20m -v ./e2e/... | hack/quiet

@@ -84,7 +84,7 @@ type sized struct {
 }
 
 // pollInterval is how often the sizes of tables are looked at.
-const pollInterval = time.Second
+const pollInterval = 250 * time.Millisecond
 
 func (w *watch) begin(probe *infoSockets, legacy []watched) {
 	w.mu.Lock()

@@ -84,9 +84,10 @@ const (
 )
 
 // A suspicion is followed when no other has come for settle, so that who changes many things is done with them, or settleMost
-// after the first.
+// after the first. Who empties all tables leaves Services without rules for that long: so it is short, and what another program
+// does slowly costs a few comparisons.
 const (
-	settle     = 200 * time.Millisecond
+	settle     = 50 * time.Millisecond
 	settleMost = time.Second
 )
 

@@ -53,7 +53,7 @@ func TestSuspicion(t *testing.T) {
 	}{
 		{"one", 0, 1, settle},
 		{"many", 10 * time.Millisecond, 10, settle + 90*time.Millisecond},
-		{"without end", 100 * time.Millisecond, 10, settleMost},
+		{"without end", settle / 2, int(2 * settleMost / settle), settleMost},
 	} {
 		t.Run(tc.name, func(t *testing.T) {
 			t.Parallel()

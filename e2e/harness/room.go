@@ -1,0 +1,113 @@
+package harness
+
+import (
+	"bufio"
+	"fmt"
+	"os"
+	"os/exec"
+	"path/filepath"
+	"strings"
+	"sync"
+	"syscall"
+	"testing"
+)
+
+// Room is a root file system of its own for programs that run in a namespace: they find their files at the places where their
+// packages put them, what they write is gone with the Room, and so are the processes that they leave behind.
+type Room struct {
+	n   *Netns
+	pid string // of the first process in the Room
+}
+
+// NeighbourRoot returns the root file system that e2e/neighbours/build makes.
+var NeighbourRoot = sync.OnceValues(func() (string, error) {
+	gomod := ""
+	for dir, err := os.Getwd(); err == nil && dir != "/"; dir = filepath.Dir(dir) {
+		if _, err := os.Stat(filepath.Join(dir, "go.mod")); err == nil {
+			gomod = dir
+			break
+		}
+	}
+	cmd := exec.Command(filepath.Join(gomod, "e2e/neighbours/build"))
+	cmd.Stderr = os.Stderr
+	out, err := cmd.Output()
+	if err != nil {
+		return "", fmt.Errorf("e2e/neighbours/build: %w", err)
+	}
+	return strings.TrimSpace(string(out)), nil
+})
+
+// enterRoom makes the Room: a writable layer in memory over the root file system $1, in $2, with the variant $3 of iptables.
+// It says when it is done, and stays.
+const enterRoom = `set -e
+mount --make-rprivate /
+mount -t tmpfs tmpfs "$2"
+mkdir "$2/upper" "$2/work" "$2/root"
+mount -t overlay -o "lowerdir=$1,upperdir=$2/upper,workdir=$2/work" overlay "$2/root"
+cd "$2/root"
+mount -t proc proc proc
+mount --rbind /sys sys
+mount --rbind /dev dev
+mount -t tmpfs tmpfs run
+mount -t tmpfs tmpfs tmp
+mount -t tmpfs tmpfs var/lib/docker
+for tool in iptables ip6tables; do
+	for part in "" -save -restore; do
+		ln -sf "/usr/sbin/$tool-$3$part" "etc/alternatives/$tool$part"
+	done
+done
+exec chroot "$2/root" sh -c 'echo ready; exec sleep infinity'
+`
+
+// NewRoom makes a Room in a namespace for as long as the test lasts. iptables is the given variant there.
+func (w *World) NewRoom(t testing.TB, n *Netns, variant Variant) *Room {
+	t.Helper()
+	r, err := w.newRoom(n, variant)
+	if err != nil {
+		t.Fatalf("harness: room in %s: %v", n.Name, err)
+	}
+	return r
+}
+
+func (w *World) newRoom(n *Netns, variant Variant) (*Room, error) {
+	root, err := NeighbourRoot()
+	if err != nil {
+		return nil, err
+	}
+	dir, err := os.MkdirTemp(w.Dir, "room-")
+	if err != nil {
+		return nil, err
+	}
+	cmd := exec.Command("unshare", "--mount", "--pid", "--ipc", "--uts", "--fork", "--kill-child",
+		"sh", "-c", enterRoom, "sh", root, dir, string(variant))
+	cmd.Stderr = os.Stderr
+	out, err := cmd.StdoutPipe()
+	if err != nil {
+		return nil, err
+	}
+	if err := n.Start(cmd); err != nil {
+		return nil, err
+	}
+	w.servers = append(w.servers, room{cmd})
+	if line, err := bufio.NewReader(out).ReadString('\n'); line != "ready\n" {
+		return nil, fmt.Errorf("no room: %q, %w", line, err)
+	}
+	pid := fmt.Sprint(cmd.Process.Pid)
+	children, err := os.ReadFile("/proc/" + pid + "/task/" + pid + "/children")
+	return &Room{n, strings.TrimSpace(string(children))}, err
+}
+
+// room ends with its first process.
+type room struct{ cmd *exec.Cmd }
+
+func (r room) Close() error {
+	_ = r.cmd.Process.Signal(syscall.SIGKILL)
+	_ = r.cmd.Wait()
+	return nil
+}
+
+// Output runs a shell script in the Room and returns what it printed on stdout.
+func (r *Room) Output(script string) (string, error) {
+	return r.n.Output("nsenter", "--target="+r.pid, "--mount", "--pid", "--ipc", "--uts", "--root", "--wd=/",
+		"/usr/bin/env", "-i", "PATH=/usr/sbin:/usr/bin:/sbin:/bin", "HOME=/root", "LC_ALL=C", "sh", "-ec", script)
+}
