@@ -23,7 +23,8 @@ var onlyIPTables = []string{
 	"TestSeeds",                            // of what objects mean: they find cluster IPs by the comments of rules
 	"TestStaleChainsRemoved",               // of chains for each Service; see TestIPVSStaleRemoved
 	"TestTakeoverFromKubeProxy",            // in mode iptables; see TestIPVSModeSwitch
-	"TestFaultLock",                        // of programs that write rules, as are these four: they are the same for all modes
+	"TestNeighbours", "TestNodeLocalDNS",   // of minutes on the kernel with IPVS; TestMeshes and the tests of marks are for both modes
+	"TestFaultLock", // of programs that write rules, as are these four: they are the same for all modes
 	"TestFaultRestoreHangs",
 	"TestFaultRestoreRefusesOne",
 	"TestFaultDiskFull",
