@@ -112,6 +112,15 @@ func (b *Backend) Families() []plan.Family {
 	return out
 }
 
+// MostAtOnce is how many chains should change in one Sync; 0 for any number.
+func (b *Backend) MostAtOnce() int {
+	most := 0
+	for _, e := range b.engines {
+		most = max(most, e.batch)
+	}
+	return most
+}
+
 // Sync implements proxier.Backend. The families do not wait for each other.
 func (b *Backend) Sync(ctx context.Context, p *plan.Plan, changed plan.Keys) error {
 	begin := time.Now()

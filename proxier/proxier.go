@@ -38,6 +38,9 @@ type Config struct {
 	CompareEvery time.Duration
 	// NodeIP, if valid, is the node's own address of its family, whatever the Node object says.
 	NodeIP netip.Addr
+	// MostAtOnce is about how many chains of rules one sync may write for changes; 0 for any number. Larger changes are made in
+	// several syncs, and small ones that arrive meanwhile go in between. A sync of everything is not divided.
+	MostAtOnce int
 	// Observer is told how it goes; nil for nobody.
 	Observer Observer
 	// Report receives what owners of objects should know; nil discards it.
@@ -62,6 +65,7 @@ type Result struct {
 	Apply, Plan, Backend time.Duration // how long its stages took; Backend is 0 where nothing had to be written
 	Triggers             []Trigger     // of what it has programmed
 	Eligible             bool          // as State.NodeEligible
+	Waiting              int           // how many ServicePorts have changed that are left to later syncs
 }
 
 // The wait after a failed sync doubles from firstRetry on. It gets no longer than suspectShare times as long as the sync took,
@@ -107,6 +111,7 @@ type Proxier struct {
 
 	// Only Run's goroutine uses what follows.
 	state    *State
+	portions portions
 	full     bool          // nothing may be assumed about the kernel
 	retry    time.Duration // how long to wait after the failed sync that came last; 0 if it did not fail
 	failing  time.Duration // how long that sync took
@@ -139,6 +144,7 @@ func New(cfg Config) *Proxier {
 		doubt: make(chan struct{}, 1),
 	}
 	p.state.nodeIP = cfg.NodeIP
+	p.portions.most = cfg.MostAtOnce
 	return p
 }
 
@@ -242,6 +248,9 @@ func (p *Proxier) wait(ctx context.Context) bool {
 		p.waitToRetry(ctx)
 		return ctx.Err() == nil // select takes any of what is ready
 	}
+	if len(p.portions.waiting) > 0 {
+		return ctx.Err() == nil
+	}
 	for ctx.Err() == nil {
 		var compare <-chan time.Time
 		at := p.compareAt()
@@ -294,12 +303,15 @@ func (p *Proxier) round(ctx context.Context) {
 	start := time.Now()
 	result := Result{Retry: p.retry > 0, Apply: start.Sub(begin), Eligible: p.state.NodeEligible()}
 	desired, changed := p.state.Update()
-	p.triggers = append(p.triggers, p.state.Triggers()...)
-	result.Plan = time.Since(start)
-	idle := changed != nil && len(changed) == 0 && !p.full
+	if p.full {
+		changed = nil
+	}
+	desired, changed = p.portions.next(desired, changed)
+	p.triggers = append(p.triggers, p.portions.triggered(p.state.Triggers())...)
+	result.Plan, result.Waiting = time.Since(start), len(p.portions.waiting)
+	idle := changed != nil && len(changed) == 0
 	if !idle {
-		if p.full {
-			changed = nil
+		if changed == nil {
 			p.mu.Lock()
 			p.suspectedFirst, p.suspectedLast = time.Time{}, time.Time{} // Anything that is seen from here on counts.
 			p.mu.Unlock()
@@ -320,7 +332,7 @@ func (p *Proxier) round(ctx context.Context) {
 	if p.cfg.Observer != nil {
 		p.cfg.Observer.Synced(desired, changed, result)
 	}
-	if !idle && result.Err == nil {
+	if !idle && result.Err == nil && len(p.portions.waiting) == 0 {
 		p.pause(ctx, start, changed == nil)
 	}
 }

@@ -191,8 +191,13 @@ func (d *daemon) build(services *health.Services) error {
 	if nodeIP.IsUnspecified() {
 		nodeIP = netip.Addr{}
 	}
+	most := 0
+	if b, ok := d.backend.(*iptables.Backend); ok {
+		most = b.MostAtOnce()
+	}
 	d.proxier = proxier.New(proxier.Config{
 		NodeName: cfg.NodeName, NodeIP: nodeIP, Settings: cfg.Settings, Families: d.backend.Families(), Backend: d.flows.After(d.backend),
+		MostAtOnce:    most,
 		MinSyncPeriod: cfg.MinSyncPeriod, CompareEvery: cfg.SyncPeriod, Observer: d.monitor, Report: d.report, Log: d.log,
 	})
 	return nil
