@@ -2,7 +2,9 @@ package iptables
 
 import (
 	"context"
+	"fmt"
 	"testing"
+	"time"
 
 	"nodeproxy/internal/nstest"
 	"nodeproxy/proxier/plan"
@@ -55,4 +57,49 @@ func BenchmarkSync(b *testing.B) {
 			})
 		})
 	}
+}
+
+// BenchmarkManyAtOnce brings 4,000 Services with session affinity and three endpoints each to a node that has 500 others: all in
+// one change, and in portions as the proxier makes them of it (proxier/portion.go), where longest is how long another change
+// has to wait at most.
+func BenchmarkManyAtOnce(b *testing.B) {
+	const services, endpoints = 4000, 3
+	for _, portion := range []int{services, maxNames / (endpoints + 1)} {
+		b.Run(fmt.Sprintf("%d at once", portion), func(b *testing.B) {
+			nstest.Run(b, func() {
+				for b.Loop() {
+					manyAtOnce(b, services, endpoints, portion)
+				}
+			})
+		})
+	}
+}
+
+func manyAtOnce(b *testing.B, services, endpoints, portion int) {
+	b.StopTimer()
+	e := realEngine(b, NFT, plan.IPv4)
+	e.options.CompactAbove = DefaultCompactAbove
+	p := plantest.Large(500, endpoints)
+	if err := e.sync(b.Context(), p, nil); err != nil {
+		b.Error(err)
+		return
+	}
+	b.StartTimer()
+	longest := time.Duration(0)
+	for first := 0; first < services; first += portion {
+		changed := plan.Keys{}
+		for i := first; i < min(first+portion, services); i++ {
+			sp := plantest.LargeService(500+i, 3*(500+i), endpoints)
+			sp.Affinity = time.Hour
+			p.Set(sp)
+			changed.Add(sp.Key)
+		}
+		begin := time.Now()
+		if err := e.sync(b.Context(), p, changed); err != nil {
+			b.Error(err)
+			return
+		}
+		longest = max(longest, time.Since(begin))
+	}
+	b.ReportMetric(longest.Seconds(), "s-longest")
 }
