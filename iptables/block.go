@@ -41,8 +41,6 @@ func (b *blocks) write(c tableChain) {
 	}
 }
 
-func (b *blocks) empty() bool { return b.nat.empty() && b.filter.empty() }
-
 // filterFirst and natFirst say which table changes first.
 func (b *blocks) filterFirst() []block {
 	b.nat.table, b.filter.table = tableNAT, tableFilter

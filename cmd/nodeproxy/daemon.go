@@ -247,7 +247,7 @@ func (d *daemon) ipvsConfig() ipvs.Config {
 		UDPTimeout: cfg.IPVS.UDPTimeout, GracePeriod: cfg.IPVS.GracePeriod, Compared: d.drift.compared, SysctlDir: cfg.SysctlDir,
 		RestoreFailed: func(f plan.Family) { d.metrics.RestoreFailed(f, false) }, NativeRules: d.nativeRules,
 		Refused: d.refusals(),
-		Log: d.log, Warn: func(text string) { report(source.Finding{Severity: source.Problem, Detail: text}) },
+		Log:     d.log, Warn: func(text string) { report(source.Finding{Severity: source.Problem, Detail: text}) },
 	}
 }
 
