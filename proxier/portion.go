@@ -99,7 +99,7 @@ func (x *portions) reset(desired *plan.Plan) {
 	if x.plan == nil {
 		x.plan = plan.New(desired.Node, desired.Settings)
 	}
-	x.plan.Node, x.plan.Settings = desired.Node, desired.Settings
+	x.plan.Node, x.plan.Settings, x.plan.Partial = desired.Node, desired.Settings, desired.Partial
 	for k := range x.plan.Services {
 		if desired.Services[k] == nil {
 			x.plan.Delete(k)

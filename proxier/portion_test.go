@@ -138,6 +138,18 @@ func TestPortions(t *testing.T) {
 	})
 }
 
+// TestPortionsKeepWhatThePlanSays: what is said of a plan as a whole is said of the one that the backend gets, too.
+func TestPortionsKeepWhatThePlanSays(t *testing.T) {
+	x := &portions{most: 20}
+	for _, partial := range []bool{true, false} {
+		desired := plan.New(plan.Node{Name: "me"}, plan.Settings{ResetTCP: partial})
+		desired.Partial = partial
+		if p, _ := x.next(desired, nil); p.Partial != partial || p.Settings.ResetTCP != partial || p.Node.Name != "me" {
+			t.Errorf("the backend gets a plan with Partial=%v, want %v", p.Partial, partial)
+		}
+	}
+}
+
 func copyOf(p *plan.Plan) *plan.Plan {
 	out := plan.New(p.Node, p.Settings)
 	for _, sp := range p.Services {
