@@ -195,7 +195,7 @@ func (e *engine) sync(ctx context.Context, p *plan.Plan, changed plan.Keys) erro
 	} else {
 		err = e.syncChanged(p, changed)
 		if errRefused(err) { // A sync of everything finds out by what, and does all else.
-			e.current = nil
+			e.current, e.counts.partial = nil, false
 			err = e.syncAll(ctx, p)
 		}
 	}

@@ -156,6 +156,10 @@ func (r *ruleMaker) inside(both ...string) []string {
 		out = append(out, who+mark)
 	}
 	if pods, ok := iptables.FromPods(r.settings.DetectLocal, r.family, false); ok {
+		if pods == "" { // Every address counts as a pod's, even that of a Service, which the node may take for its source.
+			add(r.in(setVIPs, "src"), setMark(cluster|r.marks.masquerade))
+			out = append(out, r.in(setVIPs, "src")+"-j RETURN")
+		}
 		add(pods, setMark(cluster))
 		out = append(out, pods+"-j RETURN")
 	}
@@ -199,7 +203,7 @@ func (r *ruleMaker) filter() {
 func (r *ruleMaker) outside(rule string) []string {
 	var out []string
 	if pods, ok := iptables.FromPods(r.settings.DetectLocal, r.family, false); ok {
-		out = append(out, pods+" -j RETURN")
+		out = append(out, pods+"-j RETURN")
 	}
 	return append(out, fromNode+"-j RETURN", rule)
 }

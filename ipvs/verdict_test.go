@@ -285,7 +285,7 @@ func same(l tracer.Leeway, pkt plan.Packet, by, as []tracer.Outcome) string {
 		kept.masquerade = true
 		switch {
 		case want[e]:
-		case want[kept] && e.dst.Addr() == pkt.Src && l.KeepHairpin(e.dst):
+		case want[kept] && e.dst.Addr() == pkt.Src && l.KeepHairpin(pkt.Protocol, e.dst):
 			want[e] = true
 			delete(want, kept)
 		case e.action == tracer.Reject && want[end{action: tracer.Accept}] && !pkt.DstLocal && l.RejectPass(pkt.Dst):

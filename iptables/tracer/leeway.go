@@ -13,7 +13,7 @@ type Leeway struct {
 	RejectPass func(netip.Addr) bool
 	// KeepHairpin reports whether what an endpoint sends to itself may keep its source where the verdict is to masquerade
 	// it. Nil is for no endpoint.
-	KeepHairpin func(netip.AddrPort) bool
+	KeepHairpin func(plan.Protocol, netip.AddrPort) bool
 	// DropLoopback allows that a packet with a loopback address as its source is dropped where it would leave the machine
 	// for an endpoint elsewhere.
 	DropLoopback bool
@@ -28,13 +28,19 @@ type Leeway struct {
 // this one is not masqueraded: the set of endpoints that can do so, KUBE-LOOP-BACK, holds only those of this machine, and
 // those whose machine is not known. And IPVS sends nothing with a loopback source to another machine.
 func IPVSLeeway(p *plan.Plan) Leeway {
-	vips, local := map[netip.Addr]bool{}, map[netip.AddrPort]bool{}
+	type port struct {
+		protocol plan.Protocol
+		addr     netip.AddrPort
+	}
+	vips, here := map[netip.Addr]bool{}, map[port]bool{}
 	for _, sp := range p.Services {
 		for _, f := range sp.Frontends {
 			vips[f.Addr] = true
 		}
 		for _, ep := range sp.All() {
-			local[ep.Addr] = local[ep.Addr] || ep.Local || ep.Unplaced
+			if ep.Local || ep.Unplaced {
+				here[port{sp.Key.Protocol, ep.Addr}] = true
+			}
 		}
 	}
 	return Leeway{
@@ -46,7 +52,7 @@ func IPVSLeeway(p *plan.Plan) Leeway {
 			}
 			return vips[a]
 		},
-		KeepHairpin:  func(a netip.AddrPort) bool { return !local[a] },
+		KeepHairpin:  func(p plan.Protocol, a netip.AddrPort) bool { return !here[port{p, a}] },
 		DropLoopback: true,
 	}
 }
@@ -58,5 +64,5 @@ func (l Leeway) allowsRejectPass(pkt plan.Packet) bool {
 
 // allowsKeepHairpin reports whether a packet may get to an endpoint with its own source.
 func (l Leeway) allowsKeepHairpin(pkt plan.Packet, to netip.AddrPort) bool {
-	return to.Addr() == pkt.Src && l.KeepHairpin != nil && l.KeepHairpin(to)
+	return to.Addr() == pkt.Src && l.KeepHairpin != nil && l.KeepHairpin(pkt.Protocol, to)
 }
