@@ -6,6 +6,7 @@ import (
 
 	"k8s.io/apimachinery/pkg/util/wait"
 	"k8s.io/client-go/tools/cache"
+	"k8s.io/utils/clock"
 )
 
 // retries are the waits after requests that fail one after the other: half a second, doubled up to five, and each
@@ -37,4 +38,26 @@ func keepWatching(ctx context.Context, reflector *cache.Reflector, r *resource) 
 		case <-time.After(pause):
 		}
 	}
+}
+
+// interruptible is a clock whose waits end with ctx. The reflector does not look at its context while it waits for the next attempt at
+// a streamed list, for up to ten seconds.
+type interruptible struct {
+	clock.RealClock
+	ctx context.Context
+}
+
+func (c interruptible) After(d time.Duration) <-chan time.Time {
+	out := make(chan time.Time, 1)
+	go func() {
+		timer := time.NewTimer(d)
+		defer timer.Stop()
+		select {
+		case <-c.ctx.Done():
+			out <- time.Now()
+		case now := <-timer.C:
+			out <- now
+		}
+	}()
+	return out
 }

@@ -107,7 +107,7 @@ func (s *Source) Run(ctx context.Context, sink source.Sink) error {
 	for _, r := range s.resources {
 		objects := &store{resource: r, put: putInto[r.name], deliver: s.deliver, versions: map[types.NamespacedName]string{}}
 		reflector := cache.NewReflectorWithOptions(r.listWatch(), r.example, objects,
-			cache.ReflectorOptions{Name: r.name, Backoff: ptr.To(retries)})
+			cache.ReflectorOptions{Name: r.name, Backoff: ptr.To(retries), Clock: interruptible{ctx: ctx}})
 		running.Go(func() { keepWatching(ctx, reflector, r) })
 	}
 	running.Wait()

@@ -1,7 +1,9 @@
 package apiserver
 
 import (
+	"context"
 	"log/slog"
+	"net"
 	"net/http"
 	"strings"
 	"sync"
@@ -346,4 +348,40 @@ func TestPodCIDRsAreWaitedFor(t *testing.T) {
 		f.events[nodes] <- watch.Event{Type: watch.Added, Object: node("12", "10.244.1.0/24")}
 		sink.sees("Synced with it", func() bool { return sink.synced == 1 })
 	})
+}
+
+// TestRunEndsAtOnce: Run ends with its context, also while it waits to ask again an API server that refuses connections, or waits
+// for the answer of one that gives none.
+func TestRunEndsAtOnce(t *testing.T) {
+	t.Parallel()
+	for _, what := range []string{"refuses", "hangs"} {
+		t.Run(what, func(t *testing.T) {
+			t.Parallel()
+			listener, err := net.Listen("tcp", "127.0.0.1:0") // Nobody accepts, so nobody is answered.
+			if err != nil {
+				t.Fatal(err)
+			}
+			t.Cleanup(func() { _ = listener.Close() })
+			if what == "refuses" {
+				_ = listener.Close()
+			}
+			client, err := NewClient(ClientConfig{Master: "http://" + listener.Addr().String(), QPS: -1})
+			if err != nil {
+				t.Fatal(err)
+			}
+			s := New(Config{Client: client, NodeName: "n1", Log: slog.New(slog.DiscardHandler)})
+			ctx, cancel := context.WithCancel(t.Context())
+			ended := make(chan error, 1)
+			go func() { ended <- s.Run(ctx, &recorder{t: t, services: map[types.NamespacedName]*v1.Service{}}) }()
+			time.Sleep(3 * time.Second) // By then, it waits for seconds between two attempts.
+			cancel()
+			begun := time.Now()
+			if err := <-ended; err != nil {
+				t.Error(err)
+			}
+			if took := time.Since(begun); took > 500*time.Millisecond {
+				t.Errorf("Run ends %v after its context, want at most 500ms", took)
+			}
+		})
+	}
 }

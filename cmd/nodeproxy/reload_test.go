@@ -1,0 +1,168 @@
+package main
+
+import (
+	"fmt"
+	"os"
+	"os/exec"
+	"path/filepath"
+	"strings"
+	"testing"
+
+	"nodeproxy/internal/nstest"
+)
+
+// configFor is a configuration file for the API server of a kubeconfig.
+func configFor(kubeconfig string) string {
+	return fmt.Sprintf("apiVersion: kubeproxy.config.k8s.io/v1alpha1\nkind: KubeProxyConfiguration\nmode: iptables\n"+
+		"clientConnection: {kubeconfig: %q, contentType: application/json}\n", kubeconfig)
+}
+
+// curl asks at a URL in the network namespace of this thread. Any other answer than 200 is an error.
+func curl(url string) (string, error) {
+	out, err := exec.Command("curl", "-sf", "--max-time", "5", url).Output()
+	return string(out), err
+}
+
+// ready reports whether the nodeproxy of this thread's network namespace is ready.
+func ready() bool {
+	_, err := curl("http://127.0.0.1:10256/readyz")
+	return err == nil
+}
+
+// rejected reports whether the metric says that the configuration file holds something else than what is in force.
+func rejected(t *testing.T) bool {
+	t.Helper()
+	text, err := curl("http://127.0.0.1:10249/metrics")
+	if err != nil {
+		t.Fatal(err)
+	}
+	_, value, found := strings.Cut(text, "\nnodeproxy_config_rejected ")
+	if !found {
+		t.Fatal("there is no metric nodeproxy_config_rejected")
+	}
+	return strings.HasPrefix(value, "1\n")
+}
+
+// runs reports whether a process has not ended.
+func (p *process) runs() bool {
+	select {
+	case <-p.ended:
+		return false
+	default:
+		return true
+	}
+}
+
+// TestKubeconfigNotThere: a configuration file that comes to name a kubeconfig that is not there changes nothing. It is told of in the
+// log, by one event and by a metric, until the file is mended.
+func TestKubeconfigNotThere(t *testing.T) {
+	t.Parallel()
+	nstest.Enter(t)
+	cluster := newEmptyCluster(t, "127.0.0.1:0", nil)
+	file := filepath.Join(t.TempDir(), "config.yaml")
+	right := configFor(kubeconfig(t, cluster.URL))
+	writeFile(t, file, right)
+	p := startProcess(t, nil, "--config="+file)
+	eventually(t, "it is ready", ready)
+
+	missing := filepath.Join(t.TempDir(), "missing")
+	writeFile(t, file, configFor(missing))
+	eventually(t, "an event", func() bool { return len(cluster.notes("ConfigRejected")) > 0 })
+	for _, text := range []string{cluster.notes("ConfigRejected")[0], p.log.String()} {
+		if !strings.Contains(text, missing) || !strings.Contains(text, "what was in force stays so") {
+			t.Errorf("it is not told what is wrong: %s", text)
+		}
+	}
+	if !rejected(t) || !ready() {
+		t.Error("the metric is not 1, or the node is not ready")
+	}
+
+	writeFile(t, file, right)
+	eventually(t, "the metric is 0", func() bool { return !rejected(t) })
+	if n := len(cluster.notes("ConfigRejected")); n != 1 || !ready() {
+		t.Errorf("%d events, want 1; ready: %t", n, ready())
+	}
+	if !p.runs() {
+		t.Error("the process has ended")
+	}
+}
+
+// TestFallBack: where the daemon of a new configuration fails although its trial went well, the former configuration is put in force
+// again, and that is told.
+func TestFallBack(t *testing.T) {
+	t.Parallel()
+	nstest.Enter(t)
+	tools := newFlakyTools(t)
+	before := newEmptyCluster(t, "127.0.0.1:0", nil)
+	hold := make(chan struct{})
+	after := newEmptyCluster(t, "127.0.0.1:0", hold)
+	file := filepath.Join(t.TempDir(), "config.yaml")
+	writeFile(t, file, configFor(kubeconfig(t, before.URL)))
+	p := startProcess(t, []string{"PATH=" + tools.dir + ":" + os.Getenv("PATH")}, "--config="+file, "--iptables-backend=nft")
+	eventually(t, "it is ready", ready)
+	calls := tools.calls(t)
+
+	writeFile(t, file, configFor(kubeconfig(t, after.URL)))
+	// Each look at the programs asks each of them twice.
+	eventually(t, "the trial finds iptables", func() bool { return after.lists("services") > 0 && tools.calls(t) == calls+2*len(flakyNames) })
+	tools.failOnce(t)
+	lists := before.lists("services")
+	close(hold)
+	eventually(t, "an event", func() bool { return len(before.notes("ConfigRejected")) > 0 })
+	if note := before.notes("ConfigRejected")[0]; !strings.Contains(note, "what it says now can't run") || !strings.Contains(note, "version") {
+		t.Errorf("it is not told what is wrong: %s", note)
+	}
+	eventually(t, "the former configuration is in force", func() bool { return ready() && rejected(t) && before.lists("services") > lists })
+	if !p.runs() {
+		t.Error("the process has ended")
+	}
+}
+
+// flakyTools are a directory with an iptables-nft and an ip6tables-nft that can be made to fail.
+type flakyTools struct{ dir string }
+
+var flakyNames = []string{"iptables-nft", "ip6tables-nft"}
+
+func newFlakyTools(t *testing.T) flakyTools {
+	t.Helper()
+	f := flakyTools{t.TempDir()}
+	for _, name := range flakyNames {
+		real, err := exec.LookPath(name)
+		if err != nil {
+			t.Fatal(err)
+		}
+		script := fmt.Sprintf(`#!/bin/sh
+if [ "$1" = --version ]; then
+	echo asked >>%[1]s.calls
+	if rm %[1]s.fail 2>/dev/null; then exit 1; fi
+fi
+exec %[2]s "$@"
+`, filepath.Join(f.dir, name), real)
+		if err := os.WriteFile(filepath.Join(f.dir, name), []byte(script), 0o755); err != nil {
+			t.Fatal(err)
+		}
+	}
+	return f
+}
+
+// calls returns how often the versions were asked for.
+func (f flakyTools) calls(t *testing.T) int {
+	t.Helper()
+	calls := 0
+	for _, name := range flakyNames {
+		text, err := os.ReadFile(filepath.Join(f.dir, name+".calls"))
+		if err != nil {
+			t.Fatal(err)
+		}
+		calls += strings.Count(string(text), "\n")
+	}
+	return calls
+}
+
+// failOnce makes the next question for each version fail.
+func (f flakyTools) failOnce(t *testing.T) {
+	t.Helper()
+	for _, name := range flakyNames {
+		writeFile(t, filepath.Join(f.dir, name+".fail"), "")
+	}
+}

@@ -1,0 +1,59 @@
+package main
+
+import (
+	"net"
+	"syscall"
+	"testing"
+	"time"
+
+	"nodeproxy/internal/nstest"
+)
+
+// stopWithin is how long SIGTERM may take, whatever the API server does.
+const stopWithin = 500 * time.Millisecond
+
+// TestStopWithoutAPIServer: SIGTERM ends the process at once, also while the API server refuses connections, or gives no answer, be
+// it from the start or after it had delivered all objects.
+func TestStopWithoutAPIServer(t *testing.T) {
+	t.Parallel()
+	for _, answered := range []bool{false, true} {
+		for _, refuses := range []bool{false, true} {
+			name := map[bool]string{false: "never answered", true: "answered before"}[answered] + " and now " +
+				map[bool]string{false: "hangs", true: "refuses"}[refuses]
+			t.Run(name, func(t *testing.T) {
+				t.Parallel()
+				nstest.Enter(t)
+				const address = "127.0.0.1:6443"
+				var p *process
+				if answered {
+					cluster := newEmptyCluster(t, address, nil)
+					p = startProcess(t, nil, "--master=http://"+address, "--kube-api-content-type=application/json")
+					eventually(t, "all objects are read", func() bool {
+						return cluster.lists("services") > 0 && cluster.lists("nodes") > 0 && cluster.lists("endpointslices") > 0
+					})
+					time.Sleep(time.Second) // The watches begin.
+					cluster.end()
+				}
+				if !refuses {
+					listener, err := net.Listen("tcp", address) // The kernel accepts; nobody answers.
+					if err != nil {
+						t.Fatal(err)
+					}
+					t.Cleanup(func() { _ = listener.Close() })
+				}
+				if !answered {
+					p = startProcess(t, nil, "--master=http://"+address)
+				}
+				time.Sleep(5 * time.Second) // By then, it waits for seconds between two attempts.
+				begun := time.Now()
+				if err := p.Process.Signal(syscall.SIGTERM); err != nil {
+					t.Fatal(err)
+				}
+				<-p.ended
+				if took := time.Since(begun); took > stopWithin || !p.ProcessState.Success() {
+					t.Errorf("%v after %v, want success within %v", p.ProcessState, took, stopWithin)
+				}
+			})
+		}
+	}
+}
