@@ -8,6 +8,7 @@ import (
 	"log/slog"
 
 	"github.com/spf13/cobra"
+	"golang.org/x/sys/unix"
 
 	"nodeproxy/config"
 	"nodeproxy/iptables"
@@ -55,6 +56,9 @@ func cleanupCommand() *cobra.Command {
 // cleanup removes what is kube-proxy's or this program's, or with dry lists it, a line each on out. What is to be known beside
 // goes to warnings.
 func cleanup(ctx context.Context, cfg *config.Config, dry bool, out, warnings io.Writer) error {
+	if err := mayAdminister(); err != nil {
+		return err
+	}
 	guard := exclusive.Guard{Ports: proxyPorts(cfg), Log: slog.New(slog.DiscardHandler)}
 	if other := guard.Other(); other != nil {
 		when := "now"
@@ -81,6 +85,20 @@ func cleanup(ctx context.Context, cfg *config.Config, dry bool, out, warnings io
 		err = errors.Join(errors.New("not everything is removed"), err)
 	}
 	return err
+}
+
+// mayAdminister returns an error unless the kernel lets this process see and change rules.
+func mayAdminister() error {
+	header := unix.CapUserHeader{Version: unix.LINUX_CAPABILITY_VERSION_3}
+	var sets [2]unix.CapUserData
+	if err := unix.Capget(&header, &sets[0]); err != nil {
+		return fmt.Errorf("reading this process's capabilities: %w", err)
+	}
+	if sets[0].Effective&(1<<unix.CAP_NET_ADMIN) == 0 {
+		return errors.New("cleanup needs the capability CAP_NET_ADMIN to see and to remove rules, and this process lacks it: run it as root; " +
+			"nothing has been removed")
+	}
+	return nil
 }
 
 // eachLeft removes everything, or with dry only lists it. Rules go first: they ask the sets, and count with the accounting objects.

@@ -210,9 +210,13 @@ func TestCleanupBesideProxy(t *testing.T) {
 		t.Fatal(err)
 	}
 	warning := fmt.Sprintf("warning: nodeproxy (process %d) runs, and will write anew what is removed now\n", os.Getpid())
-	for _, args := range [][]string{{"cleanup"}, {"--cleanup"}} {
-		if out := command(t, "", "nodeproxy", args...); out != warning {
-			t.Errorf("%v prints %q, want %q", args, out, warning)
+	for _, args := range [][]string{{"cleanup"}, {"--cleanup"}, {"cleanup", "--dry-run"}} {
+		want := warning
+		if len(args) > 1 {
+			want = strings.Replace(want, "removed now", "removed without --dry-run", 1)
+		}
+		if out := command(t, "", "nodeproxy", args...); out != want {
+			t.Errorf("%v prints %q, want %q", args, out, want)
 		}
 	}
 	if err := proxy.Close(); err != nil {
@@ -220,5 +224,20 @@ func TestCleanupBesideProxy(t *testing.T) {
 	}
 	if out := command(t, "", "nodeproxy", "cleanup"); out != "" {
 		t.Errorf("without a proxy it prints %q", out)
+	}
+}
+
+// TestCleanupUnprivileged: without the rights, cleanup says in a sentence what it lacks, and nothing else.
+func TestCleanupUnprivileged(t *testing.T) {
+	t.Parallel()
+	nstest.Enter(t)
+	for _, args := range [][]string{{"cleanup"}, {"cleanup", "--dry-run"}, {"--cleanup"}} {
+		cmd := exec.Command("setpriv", append([]string{"--bounding-set=-net_admin", "--inh-caps=-net_admin", "nodeproxy"}, args...)...)
+		out, err := cmd.CombinedOutput()
+		const want = "nodeproxy: cleanup needs the capability CAP_NET_ADMIN to see and to remove rules, and this process lacks it: " +
+			"run it as root; nothing has been removed\n"
+		if cmd.ProcessState.ExitCode() != 1 || string(out) != want {
+			t.Errorf("%v: %v: %s", args, err, out)
+		}
 	}
 }

@@ -454,7 +454,7 @@ func newClient(cfg *config.Config) (*apiserver.Client, error) {
 	return apiserver.NewClient(apiserver.ClientConfig{
 		Kubeconfig: cfg.API.Kubeconfig, Master: cfg.API.Master, ContentType: cfg.API.ContentType,
 		AcceptContentTypes: cfg.API.AcceptContentTypes, QPS: cfg.API.QPS, Burst: cfg.API.Burst,
-		UserAgent: "nodeproxy/" + version,
+		UserAgent: program(),
 	})
 }
 

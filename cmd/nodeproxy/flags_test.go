@@ -10,23 +10,77 @@ import (
 	"testing"
 	"time"
 
+	"github.com/spf13/cobra"
+	"github.com/spf13/pflag"
+
 	"nodeproxy/config"
 )
 
-// TestFlagsOfSubcommands: a flag that means nothing to a subcommand is a mistake, and nothing is done.
+// TestFlagsOfSubcommands: each flag of run's is read by a subcommand, or a mistake there, and then nothing is done.
 func TestFlagsOfSubcommands(t *testing.T) {
 	t.Parallel()
+	all := pflag.NewFlagSet("", pflag.ContinueOnError)
+	new(config.Flags).Add(all)
+	for _, r := range flagReaders {
+		for _, name := range strings.Fields(r.flags) {
+			if all.Lookup(name) == nil {
+				t.Errorf("the table has --%s, which is no flag", name)
+			}
+		}
+	}
+	refused := map[string]int{}
+	for _, subcommand := range []string{"render", "config", "cleanup"} {
+		all.VisitAll(func(f *pflag.Flag) {
+			cmd := root()
+			sub, _, err := cmd.Find([]string{subcommand})
+			if err != nil {
+				t.Fatal(err)
+			}
+			ran := false
+			sub.RunE = func(*cobra.Command, []string) error { ran = true; return nil }
+			value := f.DefValue
+			switch f.Value.Type() { // As the flag itself takes it, not as the help shows it.
+			case "duration":
+				value = "1s"
+			case "mapStringBool":
+				value = "X=true"
+			case "pattern=N,...":
+				value = "x=1"
+			case "quantity":
+				value = "1"
+			case "stringSlice":
+				value = "10.0.0.0/8"
+			}
+			cmd.SetArgs([]string{subcommand, "--" + f.Name + "=" + value})
+			cmd.SetOut(io.Discard)
+			cmd.SetErr(io.Discard)
+			err = cmd.Execute()
+			if reads(subcommand, f.Name) {
+				if err != nil || !ran {
+					t.Errorf("%s --%s=%s: %v", subcommand, f.Name, value, err)
+				}
+				return
+			}
+			refused[subcommand]++
+			var usage *usageError
+			want := "--" + f.Name + ": it means nothing to nodeproxy " + subcommand
+			if ran || !errors.As(err, &usage) || err.Error() != want {
+				t.Errorf("%s --%s=%s: %v, want %s", subcommand, f.Name, value, err, want)
+			}
+			if !sub.Flags().Lookup(f.Name).Hidden {
+				t.Errorf("the help of %s shows --%s", subcommand, f.Name)
+			}
+		})
+	}
+	t.Logf("refused: %v", refused)
 	for _, args := range []string{
-		"render --cleanup", "render --init-only", "render --write-config-to=/nowhere/x", "render --take-over",
-		"cleanup --write-config-to=/nowhere/x", "cleanup --init-only", "cleanup --take-over", "config --cleanup", "config --init-only",
+		"render --cleanup", "render --take-over", "render --healthz-bind-address=:1", "render --conntrack-min=1", "cleanup --kubeconfig=k",
+		"cleanup --write-config-to=f", "cleanup --mode=ipvs", "config --init-only",
 	} {
-		cmd := root()
-		cmd.SetArgs(strings.Fields(args))
-		cmd.SetOut(io.Discard)
-		cmd.SetErr(io.Discard)
-		var usage *usageError
-		if err := cmd.Execute(); !errors.As(err, &usage) || !strings.Contains(err.Error(), "it means nothing to nodeproxy ") {
-			t.Errorf("%s: %v", args, err)
+		command, flag, _ := strings.Cut(args, " --")
+		flag, _, _ = strings.Cut(flag, "=")
+		if reads(command, flag) {
+			t.Errorf("%s: it is taken", args)
 		}
 	}
 }

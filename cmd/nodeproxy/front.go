@@ -30,7 +30,7 @@ type front struct {
 func newFront() *front {
 	f := &front{healthz: health.NewServer("healthz"), metrics: health.NewServer("metrics")}
 	f.services = health.NewServices(health.ServicesConfig{
-		Healthy: func() bool { return f.daemon.Load().monitor.node.Healthy() }, NotNode: []string{ipvs.DeviceName},
+		Healthy: func() bool { return f.daemon.Load().monitor.node.Healthy() }, Program: program(), NotNode: []string{ipvs.DeviceName},
 		Report: func(finding source.Finding) { f.daemon.Load().report(finding) },
 		Log:    slog.New(defaultLog{}),
 	})
@@ -44,8 +44,8 @@ func servings(cfg *config.Config, mode string, set *metrics.Set, node *health.No
 		Metrics: set.Handler(), SLIs: set.SLIHandler(), Mode: mode, Config: cfg.Configz, Profiling: cfg.Servers.Profiling,
 	}
 	hard := cfg.Servers.HardFail
-	return health.Serving{Addrs: []netip.AddrPort{cfg.Servers.Healthz}, Handler: node.Handler(), HardFail: hard, Log: log},
-		health.Serving{Addrs: []netip.AddrPort{cfg.Servers.Metrics}, Handler: answers.Handler(), HardFail: hard, Log: log}
+	return health.Serving{Addrs: []netip.AddrPort{cfg.Servers.Healthz}, Handler: node.Handler(), Program: program(), HardFail: hard, Log: log},
+		health.Serving{Addrs: []netip.AddrPort{cfg.Servers.Metrics}, Handler: answers.Handler(), Program: program(), HardFail: hard, Log: log}
 }
 
 // prepare opens the addresses that a configuration asks for, and that are not open yet. An error tells of one that can't be opened

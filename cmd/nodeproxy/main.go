@@ -47,27 +47,8 @@ func root() *cobra.Command {
 	cmd.Flags().AddFlagSet(run.Flags())
 	cmd.SetGlobalNormalizationFunc(cliflag.WordSepNormalizeFunc)
 	cmd.SetFlagErrorFunc(func(_ *cobra.Command, err error) error { return &usageError{err} })
-	render, show, clean := renderCommand(), configCommand(), cleanupCommand()
-	refuse(render, "cleanup", "init-only", "write-config-to", "take-over")
-	refuse(show, "cleanup", "init-only")
-	refuse(clean, "cleanup", "init-only", "write-config-to", "take-over")
-	cmd.AddCommand(run, render, show, clean, versionCommand())
+	cmd.AddCommand(run, refuseOthers(renderCommand()), refuseOthers(configCommand()), refuseOthers(cleanupCommand()), versionCommand())
 	return cmd
-}
-
-// refuse makes flags that mean nothing to a subcommand a mistake on its command line, and leaves them out of its help.
-func refuse(cmd *cobra.Command, names ...string) {
-	for _, name := range names {
-		_ = cmd.Flags().MarkHidden(name) // It has it: it has all of run's.
-	}
-	cmd.PreRunE = func(cmd *cobra.Command, _ []string) error {
-		for _, name := range names {
-			if cmd.Flags().Changed(name) {
-				return &usageError{fmt.Errorf("--%s: it means nothing to %s", name, cmd.CommandPath())}
-			}
-		}
-		return nil
-	}
 }
 
 // noArgs refuses arguments that are no flags, such as a misspelt subcommand.
@@ -80,6 +61,9 @@ func noArgs(cmd *cobra.Command, args []string) error {
 
 // version is set when the program is built.
 var version = "dev"
+
+// program is how this program is called in answers.
+func program() string { return "nodeproxy/" + version }
 
 func versionCommand() *cobra.Command {
 	return &cobra.Command{

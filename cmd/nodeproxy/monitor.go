@@ -46,7 +46,7 @@ func newMonitor(cfg *config.Config, set *metrics.Set, families []plan.Family, ob
 	m := &monitor{metrics: set, services: services, inSync: make(chan struct{}), complete: make(chan struct{})}
 	m.first = sync.OnceFunc(func() { close(m.inSync) })
 	m.firstComplete = sync.OnceFunc(func() { close(m.complete) })
-	nodeConfig := health.NodeConfig{Families: families, Timeout: 2 * cfg.SyncPeriod, Answered: m.metrics.Answered}
+	nodeConfig := health.NodeConfig{Program: program(), Families: families, Timeout: 2 * cfg.SyncPeriod, Answered: m.metrics.Answered}
 	if api, ok := objects.(*apiserver.Source); ok {
 		nodeConfig.Watches = watches(api)
 		m.metrics.CollectWatches(func() map[string]time.Duration {

@@ -18,8 +18,8 @@ func configFor(kubeconfig string) string {
 }
 
 // curl asks at a URL in the network namespace of this thread. Any other answer than 200 is an error.
-func curl(url string) (string, error) {
-	out, err := exec.Command("curl", "-sf", "--max-time", "5", url).Output()
+func curl(url string, flags ...string) (string, error) {
+	out, err := exec.Command("curl", append([]string{"-sf", "--max-time", "5", url}, flags...)...).Output()
 	return string(out), err
 }
 
@@ -64,6 +64,13 @@ func TestKubeconfigNotThere(t *testing.T) {
 	writeFile(t, file, right)
 	p := startProcess(t, nil, "--config="+file)
 	eventually(t, "it is ready", ready)
+
+	for _, path := range []string{"healthz", "livez", "readyz"} { // Each tells whose answer it is.
+		if out, err := curl("http://127.0.0.1:10256/"+path, "-i"); err != nil || !strings.Contains(out, "\r\nServer: "+program()+"\r\n") ||
+			!strings.Contains(out, `"program":"`+program()+`"`) {
+			t.Errorf("/%s: %v: %s", path, err, out)
+		}
+	}
 
 	missing := filepath.Join(t.TempDir(), "missing")
 	writeFile(t, file, configFor(missing))

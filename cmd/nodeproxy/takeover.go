@@ -97,7 +97,7 @@ func (d *daemon) watchOthers(ctx context.Context, t *turn, every time.Duration) 
 // answerMeanwhile serves the health of a program that waits, and metrics, until ctx ends.
 func (d *daemon) answerMeanwhile(ctx context.Context, running *sync.WaitGroup) *health.Node {
 	d.metrics.Waiting(true)
-	node := health.NewNode(health.NodeConfig{Families: d.families, Answered: d.metrics.Answered})
+	node := health.NewNode(health.NodeConfig{Program: program(), Families: d.families, Answered: d.metrics.Answered})
 	// Most often it is the other proxy that has an address, which is no error now; once it has gone, the address is tried again.
 	healthz, debug := servings(d.cfg, "", d.metrics, node, slog.New(slog.DiscardHandler))
 	for name, serving := range map[string]health.Serving{"healthz": healthz, "metrics": debug} {

@@ -8,7 +8,7 @@ import (
 
 // Handler serves /healthz, /livez and /readyz.
 //
-// /healthz and /livez have kube-proxy's paths, status codes (200 or 503), headers and JSON, with two differences:
+// /healthz and /livez have kube-proxy's paths, status codes (200 or 503), headers and JSON, with three differences:
 //
 //   - /healthz is 503 until the first sync has succeeded, be it one of an empty cluster: before that the node forwards
 //     nothing of what it should, and load balancers are to leave it out. In kube-proxy it is 200 from the start. /livez is 200
@@ -16,6 +16,7 @@ import (
 //     That clock starts when all objects have been delivered, so an API server that can't be reached kills nobody.
 //   - lastUpdated is when the last successful sync ended; year 1 if there was none. In kube-proxy it is the current time
 //     while all is well.
+//   - program says whose answer it is: while a kube-proxy has the port, the answers are its own.
 //
 // /livez says nothing of whether the node is about to go (KEP-3836).
 //
@@ -41,10 +42,12 @@ type nodeAnswer struct {
 	NodeEligible *bool                   `json:"nodeEligible,omitempty"`
 	Healthy      bool                    `json:"healthy"`
 	Status       map[string]familyAnswer `json:"status,omitempty"`
+	// Program is a field that kube-proxy does not have.
+	Program string `json:"program,omitempty"`
 }
 
 func (n *Node) answer(s state, healthy bool) nodeAnswer {
-	out := nodeAnswer{LastUpdated: s.programmed, CurrentTime: s.now, Healthy: healthy, Status: map[string]familyAnswer{}}
+	out := nodeAnswer{LastUpdated: s.programmed, CurrentTime: s.now, Healthy: healthy, Status: map[string]familyAnswer{}, Program: n.cfg.Program}
 	for _, f := range n.cfg.Families {
 		out.Status[f.String()] = familyAnswer{LastUpdated: s.programmed, Healthy: healthy}
 	}
@@ -71,6 +74,7 @@ type readyAnswer struct {
 	LastUpdated time.Time     `json:"lastUpdated"`
 	CurrentTime time.Time     `json:"currentTime"`
 	Watches     []watchAnswer `json:"watches,omitempty"`
+	Program     string        `json:"program,omitempty"`
 }
 
 type watchAnswer struct {
@@ -83,7 +87,7 @@ type watchAnswer struct {
 
 func (n *Node) readyz(w http.ResponseWriter, r *http.Request) {
 	s, watches := n.state(), n.watches()
-	out := readyAnswer{Missing: n.missing(s, watches), LastUpdated: s.programmed, CurrentTime: s.now}
+	out := readyAnswer{Missing: n.missing(s, watches), LastUpdated: s.programmed, CurrentTime: s.now, Program: n.cfg.Program}
 	out.Ready = len(out.Missing) == 0
 	for _, watch := range watches {
 		age := -1.0

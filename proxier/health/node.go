@@ -35,6 +35,8 @@ type Watch struct {
 type NodeConfig struct {
 	// Families are those that the node forwards; the answers name each.
 	Families []plan.Family
+	// Program and its version are the field program of each answer; "" for none.
+	Program string
 	// Timeout is how long a change may wait to be programmed before the node counts as unhealthy; zero means
 	// DefaultTimeout. kube-proxy takes twice its syncPeriod.
 	Timeout time.Duration

@@ -124,6 +124,7 @@ func newPort(svc plan.Service, number uint16, cfg ServicesConfig, c *connections
 	p.server = newHTTPServer(http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
 		p.answer(w, familyOf(r), cfg.Healthy())
 	}), c, func() *slog.Logger { return cfg.Log })
+	p.server.Handler = told(func() string { return cfg.Program }, p.server.Handler)
 	return p
 }
 

@@ -26,6 +26,8 @@ type Serving struct {
 	// AddrPort is left out.
 	Addrs   []netip.AddrPort
 	Handler http.Handler
+	// Program and its version, such as nodeproxy/1.0, are the header Server of each answer; "" for none.
+	Program string
 	// HardFail makes an address that can't be bound an error. Otherwise it is logged and tried again.
 	HardFail bool
 	Log      *slog.Logger
@@ -53,6 +55,7 @@ func NewServer(name string) *Server {
 	s := &Server{name: name, places: map[netip.AddrPort]*place{}, prepared: map[netip.AddrPort]net.Listener{}}
 	answer := http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) { s.serving.Load().Handler.ServeHTTP(w, r) })
 	s.http = newHTTPServer(answer, newConnections(mostConnections), func() *slog.Logger { return s.serving.Load().Log })
+	s.http.Handler = told(func() string { return s.serving.Load().Program }, s.http.Handler)
 	return s
 }
 
@@ -206,6 +209,16 @@ func newHTTPServer(h http.Handler, c *connections, logger func() *slog.Logger) *
 		Handler: onlyAnswers(h), ReadTimeout: requestTimeout, IdleTimeout: idleTimeout, MaxHeaderBytes: headerBytes,
 		ConnState: c.changed, ErrorLog: log.New(debugWriter(logger), "", 0),
 	}
+}
+
+// told says in each answer of h whose it is: where two proxies have one port, it may be either's.
+func told(program func() string, h http.Handler) http.Handler {
+	return http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
+		if p := program(); p != "" {
+			w.Header().Set("Server", p)
+		}
+		h.ServeHTTP(w, r)
+	})
 }
 
 // debugWriter logs what is written to it, at level debug.

@@ -14,6 +14,8 @@ import (
 	"sync"
 	"testing"
 	"time"
+
+	"nodeproxy/proxier/plan"
 )
 
 // logBuffer is a log that can be read while it is written.
@@ -160,5 +162,43 @@ func TestDebug(t *testing.T) {
 	bad := Debug{Config: func() {}}
 	if bad.Handler().ServeHTTP(w, httptest.NewRequest("GET", "/configz", nil)); w.Code != 500 {
 		t.Errorf("with a configuration that is none: %d %s", w.Code, w.Body)
+	}
+}
+
+// TestAnswersTellWhose: every answer names the program, be it a refusal or that of a health check node port.
+func TestAnswersTellWhose(t *testing.T) {
+	t.Parallel()
+	const program = "nodeproxy/1.2"
+	free, addr := taken(t)
+	free.Close()
+	s := NewServer("healthz")
+	t.Cleanup(s.Close)
+	node := NewNode(NodeConfig{Program: program})
+	s.Serve(Serving{Addrs: []netip.AddrPort{addr}, Handler: node.Handler(), Program: program, Log: slog.New(slog.DiscardHandler)})
+	eventually(t, "it answers", func() bool { _, _, _, err := get("http://" + addr.String()); return err == nil })
+	for path, code := range map[string]int{"/healthz": 503, "/livez": 200, "/readyz": 503, "/elsewhere": 404} {
+		c, header, body, err := get("http://" + addr.String() + path)
+		if err != nil || c != code || header.Get("Server") != program {
+			t.Errorf("%s: %v, %d, header %v", path, err, c, header)
+		}
+		if code != 404 && !strings.Contains(body, `"program":"`+program+`"`) {
+			t.Errorf("%s: %s", path, body)
+		}
+	}
+	resp, err := http.Post("http://"+addr.String()+"/healthz", "", nil)
+	if err != nil {
+		t.Fatal(err)
+	}
+	resp.Body.Close()
+	if resp.StatusCode != 405 || resp.Header.Get("Server") != program {
+		t.Errorf("POST: %s, header %v", resp.Status, resp.Header)
+	}
+
+	p := newPort(plan.Service{Namespace: "ns", Name: "s"}, 1, ServicesConfig{Program: program, Healthy: node.Healthy}, newConnections(1))
+	p.count.Store(&localEndpoints{})
+	w := httptest.NewRecorder()
+	p.server.Handler.ServeHTTP(w, httptest.NewRequest("GET", "/", nil))
+	if got := w.Header().Get("Server"); got != program {
+		t.Errorf("a health check node port: Server is %q", got)
 	}
 }

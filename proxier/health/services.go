@@ -29,6 +29,8 @@ const mostOfServices = 1024
 type ServicesConfig struct {
 	// Healthy tells whether the node as a whole is healthy, as Node.Healthy does.
 	Healthy func() bool
+	// Program and its version are the header Server of each answer; "" for none.
+	Program string
 	// NotNode names links whose addresses belong to Services and not to the node, such as kube-ipvs0.
 	NotNode []string
 	// Report receives what the owners of Services should know; nil discards it.

@@ -1,0 +1,57 @@
+package main
+
+import (
+	"fmt"
+	"slices"
+	"strings"
+
+	"github.com/spf13/cobra"
+	"github.com/spf13/pflag"
+
+	"nodeproxy/config"
+)
+
+// flagReaders says which subcommands read a flag, besides run, which reads all. A flag that is not here is read by config too, which
+// prints what it sets.
+var flagReaders = []struct{ commands, flags string }{
+	{"config render cleanup", "config iptables-masquerade-bit"},
+	{"config render", "node-name hostname-override manifests kubeconfig master kube-api-content-type kube-api-qps kube-api-burst " +
+		"service-cidr service-node-port-range mode proxy-mode cluster-cidr detect-local-mode pod-bridge-interface " +
+		"pod-interface-name-prefix nodeport-addresses masquerade-all iptables-localhost-nodeports feature-gates reset-tcp service-metrics " +
+		"ipvs-scheduler ipvs-vips log-level v logging-format"},
+	// By the addresses, cleanup finds a proxy that runs.
+	{"config cleanup", "iptables-backend ipvs-exclude-cidrs healthz-bind-address metrics-bind-address healthz-port metrics-port"},
+	{"", "cleanup init-only"},
+}
+
+// reads reports whether a subcommand reads a flag of run's.
+func reads(command, flag string) bool {
+	for _, r := range flagReaders {
+		if slices.Contains(strings.Fields(r.flags), flag) {
+			return slices.Contains(strings.Fields(r.commands), command)
+		}
+	}
+	return command == "config"
+}
+
+// refuseOthers makes the flags of run's that a subcommand does not read a mistake on its command line, and leaves them out of its help.
+func refuseOthers(cmd *cobra.Command) *cobra.Command {
+	var others []string
+	all := pflag.NewFlagSet("", pflag.ContinueOnError)
+	new(config.Flags).Add(all)
+	all.VisitAll(func(f *pflag.Flag) {
+		if !reads(cmd.Name(), f.Name) {
+			others = append(others, f.Name)
+			cmd.Flags().Lookup(f.Name).Hidden = true
+		}
+	})
+	cmd.PreRunE = func(cmd *cobra.Command, _ []string) error {
+		for _, name := range others {
+			if cmd.Flags().Changed(name) {
+				return &usageError{fmt.Errorf("--%s: it means nothing to %s", name, cmd.CommandPath())}
+			}
+		}
+		return nil
+	}
+	return cmd
+}
