@@ -81,12 +81,13 @@ func (o Options) sticky(sp *plan.ServicePort) plan.Scheduler {
 	return o.scheduler(sp)
 }
 
-// routed are the ranges that get a route.
+// routed are the ranges that get a route. A range of one address gets none: the kernel makes the same local route with the address
+// of a Service there, and one of the two would take the other's place.
 func (o Options) routed(p *plan.Plan, f plan.Family) []netip.Prefix {
 	if o.VIPs == Addresses {
 		return nil
 	}
 	return slices.DeleteFunc(slices.Clone(p.Settings.ServiceCIDRs), func(r netip.Prefix) bool {
-		return plan.FamilyOf(r.Addr()) != f
+		return plan.FamilyOf(r.Addr()) != f || r.IsSingleIP()
 	})
 }

@@ -271,6 +271,39 @@ func TestRoutes(t *testing.T) {
 	check("without", anchor)
 }
 
+// TestRangeOfOneAddress: such a service CIDR gets no route; a Service there gets its address as outside of all ranges.
+func TestRangeOfOneAddress(t *testing.T) {
+	t.Parallel()
+	for _, f := range plan.Families {
+		e, k := fakeEngine(f, testOptions)
+		p := plan.New(plan.Node{Name: "me"}, plan.Settings{})
+		a := map[plan.Family]string{plan.IPv4: "10.96.15.160", plan.IPv6: "fd00::5"}[f]
+		vip := netip.MustParseAddr(a)
+		p.Settings.ServiceCIDRs = []netip.Prefix{netip.PrefixFrom(vip, f.Bits())}
+		check := func(when string, want ...netip.Addr) {
+			t.Helper()
+			if len(k.local) > 0 {
+				t.Errorf("%s %s: routes %v", f, when, k.local)
+			}
+			if got := slices.Collect(maps.Keys(k.addresses)); !slices.Equal(got, want) {
+				t.Errorf("%s %s: addresses %v, want %v", f, when, got, want)
+			}
+		}
+		must(t, e.sync(t.Context(), p, nil))
+		check("without a Service")
+		key := plan.Key{Service: plan.Service{Namespace: "ns", Name: "web"}, Protocol: plan.TCP, Family: f}
+		sp := &plan.ServicePort{Key: key, Frontends: []plan.Frontend{{Kind: plan.ClusterIP, Addr: vip, Protocol: plan.TCP, Port: 80}}}
+		p.Set(sp)
+		must(t, e.sync(t.Context(), p, plan.Keys{key: {}}))
+		check("with a Service", vip)
+		must(t, e.sync(t.Context(), p, nil))
+		check("compared", vip)
+		p.Delete(key)
+		must(t, e.sync(t.Context(), p, plan.Keys{key: {}}))
+		check("when it has gone")
+	}
+}
+
 // webPlan has ns/web with a node port, under an external policy.
 func webPlan(policy plan.Policy, protocol plan.Protocol) *plan.Plan {
 	p := plan.New(plan.Node{Name: "me"}, plan.Settings{})

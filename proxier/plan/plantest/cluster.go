@@ -136,6 +136,9 @@ func drawSettings(t *rapid.T) plan.Settings {
 	for _, f := range plan.Families {
 		if chance(t, 2, fmt.Sprintf("the %s service CIDR is known", f)) {
 			s.ServiceCIDRs = append(s.ServiceCIDRs, worlds[f].cluster)
+			if chance(t, 4, fmt.Sprintf("so is a %s service CIDR of one address", f)) {
+				s.ServiceCIDRs = append(s.ServiceCIDRs, netip.PrefixFrom(nth(worlds[f].cluster, 4000), f.Bits()))
+			}
 		}
 	}
 	switch rapid.IntRange(0, 3).Draw(t, "node port addresses") {
