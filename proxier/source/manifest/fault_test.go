@@ -4,6 +4,7 @@ import (
 	"fmt"
 	"os"
 	"path/filepath"
+	"slices"
 	"strings"
 	"testing"
 	"time"
@@ -247,10 +248,10 @@ func TestStartOverBroken(t *testing.T) {
 			remove(t, file)
 			write(t, file, m1)
 			r.awaitState("mended", l2+l1)
-			r.await("whole", func() bool {
+			r.await("whole", func() bool { // It may have come before the object, when the file was seen to be gone.
 				r.mu.Lock()
 				defer r.mu.Unlock()
-				return r.batches[len(r.batches)-1].Extent == source.Whole
+				return slices.ContainsFunc(r.batches[1:], func(b source.Batch) bool { return b.Extent == source.Whole })
 			})
 			r.await("no fault", func() bool { return len(r.source.Faults()) == 0 })
 		})
