@@ -180,8 +180,8 @@ func (b *Backend) engine(f plan.Family, t *iptables.FixedTables, n *node, d *ker
 	return e
 }
 
-// Close closes the backend's sockets, and leaves what it has programmed. Neither Sync, Run, Watch nor a reader of traffic may be
-// running, nor be called after it.
+// Close closes the backend's sockets, and leaves what it has programmed. Neither Sync, Run nor Watch may be running, nor be called
+// after it. A reader of traffic works on: metrics are read until the next backend takes the place of this one.
 func (b *Backend) Close() error {
 	b.node.close()
 	return b.device.Close()

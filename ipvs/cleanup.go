@@ -26,6 +26,7 @@ func Leftovers() (bool, error) {
 	if err != nil {
 		return false, nil // A kernel without sets holds none.
 	}
+	defer s.Close()
 	names, err := s.Names()
 	return slices.ContainsFunc(names, ourSet), err
 }
@@ -103,6 +104,7 @@ func (c *Cleaner) List() ([]string, error) {
 	if err != nil {
 		return out, nil // A kernel without sets holds none.
 	}
+	defer s.Close()
 	names, err := s.Names()
 	for _, name := range names {
 		if ourSet(name) {
@@ -176,6 +178,7 @@ func removeRest() error {
 	if err != nil {
 		return nil // A kernel without sets holds none.
 	}
+	defer s.Close()
 	names, err := s.Names()
 	errs := []error{err}
 	for _, name := range names {

@@ -29,7 +29,7 @@ type TrafficReader struct {
 	total map[plan.Key]kernel.Traffic
 }
 
-// Traffic returns a reader of the backend's counters. It may be used beside Sync.
+// Traffic returns a reader of the backend's counters. It may be used beside Sync, and after Close.
 func (b *Backend) Traffic() *TrafficReader { return newTrafficReader(b.engines, b.servers.Stats) }
 
 func newTrafficReader(engines []*engine, stats func() (map[kernel.ServerID]kernel.Traffic, error)) *TrafficReader {

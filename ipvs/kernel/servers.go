@@ -91,7 +91,7 @@ func (s *Servers) List(f plan.Family) (map[ServerID]*HeldServer, error) {
 	s.mu.Lock()
 	defer s.mu.Unlock()
 	held := map[ServerID]*HeldServer{}
-	all, err := s.services()
+	all, err := services(s.conn, s.family)
 	if err != nil {
 		return nil, fmt.Errorf("listing virtual servers: %w", err)
 	}
@@ -128,11 +128,15 @@ func (s *Servers) Get(id ServerID) (*HeldServer, error) {
 	return h, nil
 }
 
-// Stats returns the counters of all virtual servers.
+// Stats returns the counters of all virtual servers in the network namespace of the caller's thread. It has a socket of its own, so it
+// may also be called after Close, and waits for no other call.
 func (s *Servers) Stats() (map[ServerID]Traffic, error) {
-	s.mu.Lock()
-	defer s.mu.Unlock()
-	all, err := s.services()
+	c, err := dial(unix.NETLINK_GENERIC)
+	if err != nil {
+		return nil, fmt.Errorf("reading the counters of virtual servers: %w", err)
+	}
+	defer c.close()
+	all, err := services(c, s.family)
 	if err != nil {
 		return nil, fmt.Errorf("reading the counters of virtual servers: %w", err)
 	}
@@ -152,12 +156,12 @@ type service struct {
 // Between two parts of a dump, the kernel remembers only how many servers it has passed, those of all other network
 // namespaces included. So if any of these, of a container say, are added or deleted meanwhile, others are left out of the
 // dump or twice in it, and the kernel does not say so.
-func (s *Servers) services() (map[ServerID]service, error) {
+func services(c *conn, family uint16) (map[ServerID]service, error) {
 	var all map[ServerID]service
 	err := whole(func() error {
 		before := all
 		all = map[ServerID]service{}
-		err := s.conn.dump(message{kind: s.family, body: genl(commandGetService)}, func(body []byte) error {
+		err := c.dump(message{kind: family, body: genl(commandGetService)}, func(body []byte) error {
 			h, t, err := parseService(body)
 			if err == nil {
 				all[h.ID] = service{h, t}

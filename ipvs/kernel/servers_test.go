@@ -281,7 +281,7 @@ func TestSchedulerProbe(t *testing.T) {
 				return
 			default:
 			}
-			list, err := other.services()
+			list, err := services(other.conn, other.family)
 			for id := range list {
 				if id.Mark == 0 {
 					err = errors.Join(err, fmt.Errorf("there is a virtual server %s", id))
