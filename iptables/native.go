@@ -59,8 +59,8 @@ func (t *tool) tellNative(tbl table, chains []string) {
 	}
 }
 
-// listTries is how often a table is listed that changes meanwhile, and mostNative how many chains may have native rules: each costs
-// a run of a program.
+// listTries is how often a table is listed that changes meanwhile, and mostNative how many chains with native rules are found by
+// listing: each costs a run of a program. Of all other chains that are not ours, the kernel is asked then.
 const listTries, mostNative = 3, 50
 
 // saveByChain is save for a table that iptables-save does not print.
@@ -99,8 +99,21 @@ func (t *tool) listByChain(ctx context.Context, tbl table, counters func(line st
 	// What is not ours comes first: it is there that native rules are to be expected, and each costs another run for what is left.
 	slices.SortStableFunc(names, func(a, b string) int { return boolCompare(isOurs(tbl, a), isOurs(tbl, b)) })
 	held := kernelTable{}
-	var native []string
-	for left := names; len(left) > 0; {
+	var native, left []string
+	ask := func(name string) error {
+		rules, err := nftRules(t.family, tbl, name)
+		held[name] = rules
+		native = append(native, name)
+		return err
+	}
+	for _, name := range names {
+		if len(name) <= maxChainName {
+			left = append(left, name)
+		} else if err := ask(name); err != nil { // iptables takes no such name.
+			return nil, nil, err
+		}
+	}
+	for runs := 0; len(left) > 0; runs++ {
 		err := t.listChains(ctx, tbl, left, func(line string) {
 			if held.add(line); counters != nil {
 				counters(line)
@@ -115,16 +128,17 @@ func (t *tool) listByChain(ctx context.Context, tbl table, counters func(line st
 				i = slices.Index(left, m[1])
 			}
 		}
-		if i < 0 || len(native) == mostNative {
+		if i < 0 || runs > mostNative {
 			return nil, nil, err
 		}
-		rules, err := nftRules(t.family, tbl, left[i])
-		if err != nil {
+		if err := ask(left[i]); err != nil {
 			return nil, nil, err
 		}
-		held[left[i]] = rules
-		native = append(native, left[i])
-		left = left[i+1:]
+		for left = left[i+1:]; runs == mostNative && len(left) > 0 && !isOurs(tbl, left[0]); left = left[1:] {
+			if err := ask(left[0]); err != nil {
+				return nil, nil, err
+			}
+		}
 	}
 	for _, name := range names {
 		if _, listed := held[name]; !listed {

@@ -174,6 +174,48 @@ func TestNativeRuleInOurChain(t *testing.T) {
 	})
 }
 
+// TestManyNativeChains: a table in which a chain has a name that iptables takes for too long, or more chains have native rules than
+// are worth a run of a program each, is read all the same, with what leads from there to chains of ours.
+func TestManyNativeChains(t *testing.T) {
+	var many []string
+	for i := range mostNative + 10 {
+		many = append(many, fmt.Sprintf("nft add chain ip nat other-%d", i), fmt.Sprintf("nft add rule ip nat other-%d ct state new counter", i))
+	}
+	const long = "a-chain-with-a-name-that-iptables-takes-for-too-long"
+	for name, commands := range map[string][]string{
+		"long name": {"nft add chain ip nat " + long, "nft add rule ip nat " + long + " masquerade"},
+		"many":      many,
+	} {
+		t.Run(name, func(t *testing.T) {
+			nstest.Run(t, func() {
+				e := realEngine(t, NFT, plan.IPv4)
+				p := plantest.Large(30, 3)
+				if err := e.sync(context.Background(), p, nil); err != nil {
+					t.Fatal(err)
+				}
+				sh(t, strings.Join(commands, "\n"))
+				sh(t, "nft insert rule ip nat POSTROUTING ct state new counter")
+				p.Set(plantest.LargeService(3, 5000, 2))
+				k := &countingKernel{kernel: e.tool}
+				e.tool = k
+				for _, want := range []bool{true, false} {
+					k.writes = nil
+					if err := e.sync(context.Background(), p, nil); err != nil {
+						t.Fatal(err)
+					}
+					if len(k.writes) > 0 != want {
+						t.Errorf("%q is written", k.writes)
+					}
+				}
+				got := strings.Join(slices.DeleteFunc(strings.SplitAfter(ours(t, e.tool), "\n"), unread), "")
+				if want := wantText(p, plan.IPv4); got != want {
+					t.Errorf("what is there is not what is to be:\n%s", diffLines(want, got))
+				}
+			})
+		})
+	}
+}
+
 // TestTableOfOthers: tables that somebody's nftables.conf has made, with chains of names of its own, before anything of iptables.
 func TestTableOfOthers(t *testing.T) {
 	nstest.Run(t, func() {
