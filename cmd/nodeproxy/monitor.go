@@ -107,12 +107,17 @@ func (m *monitor) Synced(p *plan.Plan, changed plan.Keys, r proxier.Result) {
 		m.traffic.Update(p, changed)
 	}
 	m.node.Leaving(!r.Eligible)
-	if r.Err == nil {
+	switch {
+	case r.Err != nil:
+		return
+	case r.Waiting > 0:
+		m.node.Progressed()
+	default:
 		m.node.Programmed()
-		m.first()
-		if !p.Partial {
-			m.firstComplete()
-		}
+	}
+	m.first()
+	if !p.Partial {
+		m.firstComplete()
 	}
 }
 

@@ -108,6 +108,15 @@ func (n *Node) Programmed() {
 	n.taken, n.programmed = time.Time{}, time.Now()
 }
 
+// Progressed notes that a part of what was taken is in the kernel, and that more of it follows: the rest is late when nothing
+// more of it has been programmed for NodeConfig.Timeout.
+func (n *Node) Progressed() {
+	n.mu.Lock()
+	defer n.mu.Unlock()
+	n.taken = time.Now()
+	n.programmed = n.taken
+}
+
 // Synced notes that the source has delivered all that it had at the start.
 func (n *Node) Synced() {
 	n.mu.Lock()

@@ -97,6 +97,31 @@ func TestNodeLife(t *testing.T) {
 	})
 }
 
+// TestProgress: of a change that is programmed in parts, each part counts, and the rest gets late when no more of it is programmed.
+func TestProgress(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		n := NewNode(NodeConfig{Timeout: 20 * time.Second})
+		n.Queued()
+		n.Taken()
+		for range 5 {
+			time.Sleep(7 * time.Second)
+			n.Progressed()
+			n.Taken() // nothing has come meanwhile
+			if !n.Healthy() {
+				t.Error("unhealthy while a large change is being programmed")
+			}
+		}
+		time.Sleep(20 * time.Second)
+		if n.Healthy() {
+			t.Error("healthy though the rest of a change has not been programmed for 20 s")
+		}
+		n.Programmed()
+		if time.Sleep(time.Hour); !n.Healthy() {
+			t.Error("unhealthy when all is programmed")
+		}
+	})
+}
+
 // TestFailedSync: changes that sync after sync fails to program stay as old as they are.
 func TestFailedSync(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {

@@ -1,0 +1,48 @@
+package main
+
+import (
+	"errors"
+	"log/slog"
+	"testing"
+	"testing/synctest"
+	"time"
+
+	"nodeproxy/config"
+	"nodeproxy/metrics"
+	"nodeproxy/proxier"
+	"nodeproxy/proxier/health"
+	"nodeproxy/proxier/plan"
+	"nodeproxy/proxier/source"
+)
+
+// TestRestOfAChangeIsLate: a node on which a part of a large change is programmed and the rest fails is unhealthy in the end.
+func TestRestOfAChangeIsLate(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		log := slog.New(slog.DiscardHandler)
+		set := metrics.New(metrics.Config{Mode: "iptables", Families: plan.Families[:], Start: time.Now(), Log: log})
+		m := newMonitor(&config.Config{SyncPeriod: 30 * time.Second}, set, plan.Families[:], nil,
+			health.NewServices(health.ServicesConfig{}), func(source.Finding) {}, log)
+		p, changed := plan.New(plan.Node{}, plan.Settings{}), plan.Keys{}
+		m.Queued(source.Batch{Synced: true}, true)
+		m.Taken()
+		m.Synced(p, nil, proxier.Result{})
+		m.Queued(source.Batch{}, true)
+		m.Taken()
+		m.Synced(p, changed, proxier.Result{Waiting: 100})
+		if !m.node.Healthy() {
+			t.Error("unhealthy while a large change is being programmed")
+		}
+		for range 4 {
+			time.Sleep(20 * time.Second)
+			m.Taken()
+			m.Synced(p, nil, proxier.Result{Err: errors.New("no"), Retry: true})
+		}
+		if m.node.Healthy() {
+			t.Error("healthy though most of a change has not been programmed for 80 s")
+		}
+		m.Synced(p, nil, proxier.Result{Retry: true})
+		if !m.node.Healthy() {
+			t.Error("unhealthy when all is programmed")
+		}
+	})
+}
