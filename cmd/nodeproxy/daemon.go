@@ -73,7 +73,7 @@ type backend interface {
 	Families() []plan.Family
 }
 
-// newDaemon makes a daemon that reads objects already, and stops when ctx ends. It writes nothing to the kernel.
+// newDaemon makes a daemon that stops when ctx ends. It writes nothing to the kernel, and reads no objects before begin.
 func newDaemon(ctx context.Context, cfg *config.Config, log *slog.Logger) (*daemon, error) {
 	d := &daemon{cfg: cfg, log: log, families: hostFamilies(log), event: func(_, _, _ string) {}, tell: func(_, _ string) {},
 		read: make(chan error, 1)}
@@ -89,6 +89,11 @@ func newDaemon(ctx context.Context, cfg *config.Config, log *slog.Logger) (*daem
 		d.cancel()
 		return nil, err
 	}
+	return d, nil
+}
+
+// begin begins to read objects. It is called once, before run.
+func (d *daemon) begin() {
 	d.running.Go(func() {
 		defer d.cancel() // Whatever ends, the rest does too.
 		err := d.objects.Run(d.ctx, &d.held)
@@ -99,7 +104,6 @@ func newDaemon(ctx context.Context, cfg *config.Config, log *slog.Logger) (*daem
 		}
 		d.read <- err
 	})
-	return d, nil
 }
 
 // withEvents has findings reported as events too that ask for that.

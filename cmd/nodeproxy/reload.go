@@ -12,8 +12,9 @@ import (
 	"nodeproxy/proxier/source"
 )
 
-// retryReload is how often a configuration that can't be put in force is tried again: what it lacks may come.
-const retryReload = 10 * time.Second
+// A configuration that can't be put in force is tried again, as what it lacks may come. The wait doubles from firstReload to
+// lastReload: every node may have the same one, and where it is the objects that can't be read, each try asks the API server.
+const firstReload, lastReload = 10 * time.Second, 5 * time.Minute
 
 // tellReload is after how long it is told that a new configuration is not in force yet.
 const tellReload = 5 * time.Second
@@ -62,6 +63,7 @@ func (r *reloads) run(ctx context.Context, d *daemon) error {
 			if failure != nil {
 				return errors.Join(err, failure)
 			}
+			back.begin()
 			back.notInForce(fmt.Errorf("the configuration file has changed, but what it says now can't run: %w", err))
 			d, former = back, nil
 		default:
@@ -77,6 +79,7 @@ func (r *reloads) await(ctx context.Context, d *daemon, ended <-chan error) (*da
 	var try *trial
 	var wanted *config.Config
 	var again, late <-chan time.Time
+	wait := firstReload
 	begin := func() {
 		try, again, late = r.try(ctx, wanted), nil, time.After(tellReload)
 	}
@@ -94,7 +97,7 @@ func (r *reloads) await(ctx context.Context, d *daemon, ended <-chan error) (*da
 			case u.cfg.SameEffect(d.cfg):
 				d.inForce(u.cfg.Findings)
 			default:
-				wanted = u.cfg
+				wanted, wait = u.cfg, firstReload
 				begin()
 			}
 		case err := <-try.result():
@@ -104,7 +107,7 @@ func (r *reloads) await(ctx context.Context, d *daemon, ended <-chan error) (*da
 			r.abandon(try)
 			try, late = nil, nil
 			d.notInForce(fmt.Errorf("the configuration file has changed, but what it says now can't run: %w", err))
-			again = time.After(retryReload)
+			again, wait = time.After(wait), min(2*wait, lastReload)
 		case <-late:
 			d.notInForce(fmt.Errorf("the configuration file has changed, but not all objects have come yet from %s", try.from()))
 		case <-again:
@@ -117,12 +120,13 @@ func (r *reloads) await(ctx context.Context, d *daemon, ended <-chan error) (*da
 type trial struct {
 	daemon *daemon // nil if it could not even be made
 	done   chan error
+	ended  chan struct{} // closed when nothing is tried any more
 }
 
-// try finds out whether a configuration can be put in force: whether its addresses can be listened at, its mode can work, and all
-// objects can be read.
+// try finds out whether a configuration can be put in force: whether its addresses can be listened at, its mode can work, and then
+// whether all objects can be read.
 func (r *reloads) try(ctx context.Context, cfg *config.Config) *trial {
-	t := &trial{done: make(chan error, 1)}
+	t := &trial{done: make(chan error, 1), ended: make(chan struct{})}
 	err := r.front.prepare(cfg)
 	if err == nil {
 		t.daemon, err = newDaemon(ctx, cfg, newLog(cfg))
@@ -132,8 +136,10 @@ func (r *reloads) try(ctx context.Context, cfg *config.Config) *trial {
 		return t
 	}
 	go func() {
+		defer close(t.ended)
 		err := t.daemon.check()
 		if err == nil {
+			t.daemon.begin()
 			err = t.daemon.await()
 		}
 		t.done <- err
@@ -164,7 +170,11 @@ func (r *reloads) abandon(t *trial) {
 	}
 	r.front.discard()
 	if t.daemon != nil {
-		t.daemon.stop()
+		t.daemon.cancel()
+		go func() { // To look whether a mode can work may take a while.
+			<-t.ended
+			t.daemon.stop()
+		}()
 	}
 }
 

@@ -60,6 +60,7 @@ func runWatched(ctx context.Context, flags *config.Flags, cfg *config.Config) er
 	if err != nil {
 		return err
 	}
+	d.begin()
 	go func() {
 		err := flags.Watch(ctx, func(c *config.Config) { r.put(update{cfg: c}) }, func(err error) { r.put(update{err: err}) })
 		if err != nil {
