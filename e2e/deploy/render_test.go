@@ -106,7 +106,7 @@ func TestChart(t *testing.T) {
 
 	for _, flag := range []string{
 		"config.mode=nftables", "config.mode=", "config.healthzBindAddress=localhost", "apiServer.port=0",
-		"apiServer.host=https://10.0.0.5", "capabilities={NET_RAW}", "colour=red", "image.repository=", "extraArgs={run}",
+		"apiServer.host=https://10.0.0.5", "capabilities={NET_RAW}", "colour=red", "seLinuxOptions.kind=spc_t", "image.repository=", "extraArgs={run}",
 	} {
 		out, err := attempt(helm, "template", "nodeproxy", chart, "--set="+flag)
 		if err == nil || !strings.Contains(err.Error(), "schema") {
@@ -116,7 +116,8 @@ func TestChart(t *testing.T) {
 
 	values := "--set=apiServer.host=api.example.org,apiServer.port=443,config.healthzBindAddress=127.0.0.1:20256," +
 		"image.repository=registry.example.org/np,image.tag=v2,extraArgs={--v=4},capabilities={NET_ADMIN}," +
-		"config.clusterCIDR=10.244.0.0/16,podAnnotations.a=b,podLabels.c=d,imagePullSecrets[0].name=key"
+		"config.clusterCIDR=10.244.0.0/16,podAnnotations.a=b,podLabels.c=d,imagePullSecrets[0].name=key,seLinuxOptions.type=unconfined_t," +
+		"updateStrategy.rollingUpdate.maxSurge=1,updateStrategy.rollingUpdate.maxUnavailable=0"
 	ds := daemonSet(t, charted(t, values))
 	pod := ds.Spec.Template.Spec
 	c := pod.Containers[0]
@@ -125,8 +126,11 @@ func TestChart(t *testing.T) {
 		env[e.Name] = e.Value
 	}
 	for what, ok := range map[string]bool{
-		"API server":    env["KUBERNETES_SERVICE_HOST"] == "api.example.org" && env["KUBERNETES_SERVICE_PORT"] == "443",
-		"health port":   c.Ports[0].ContainerPort == 20256,
+		"API server": env["KUBERNETES_SERVICE_HOST"] == "api.example.org" && env["KUBERNETES_SERVICE_PORT"] == "443",
+		"health port": c.StartupProbe.HTTPGet.Port.IntVal == 20256 && c.LivenessProbe.HTTPGet.Port.IntVal == 20256 &&
+			c.ReadinessProbe.HTTPGet.Port.IntVal == 20256,
+		"SELinux":       pod.SecurityContext.SELinuxOptions.Type == "unconfined_t",
+		"surge":         ds.Spec.UpdateStrategy.RollingUpdate.MaxSurge.IntVal == 1,
 		"image":         c.Image == "registry.example.org/np:v2",
 		"extra flag":    c.Args[len(c.Args)-1] == "--v=4",
 		"capabilities":  len(c.SecurityContext.Capabilities.Add) == 1,
@@ -145,6 +149,28 @@ func TestChart(t *testing.T) {
 	cm := file["ConfigMap kube-system/nodeproxy"]["data"].(map[string]any)["config.yaml"].(object)
 	if want := map[string]any{"masqueradeBit": 13.0}; !reflect.DeepEqual(cm["iptables"], any(want)) || cm["mode"] != "iptables" {
 		t.Errorf("configuration %v", cm)
+	}
+}
+
+// TestPodsMayOverlap: an update with maxSurge puts a second pod on a node, which the scheduler does not do for pods with host ports; with
+// hostNetwork, each port that a pod declares is one. SELinux lets the pods do their work.
+func TestPodsMayOverlap(t *testing.T) {
+	t.Parallel()
+	for _, mode := range modes {
+		for what, text := range map[string]string{"kustomize": kustomized(t, mode.overlay), "chart": charted(t, mode.flags...)} {
+			pod := daemonSet(t, text).Spec.Template.Spec
+			for _, c := range append(pod.InitContainers, pod.Containers...) {
+				if len(c.Ports) > 0 {
+					t.Errorf("%s, %s: container %s declares ports %v", mode.overlay, what, c.Name, c.Ports)
+				}
+			}
+			if o := pod.SecurityContext.SELinuxOptions; o == nil || o.Type != "spc_t" {
+				t.Errorf("%s, %s: SELinux options %v", mode.overlay, what, o)
+			}
+		}
+	}
+	if o := daemonSet(t, charted(t, "--set-json=seLinuxOptions=null")).Spec.Template.Spec.SecurityContext.SELinuxOptions; o != nil {
+		t.Errorf("without them, SELinux options %v", o)
 	}
 }
 
