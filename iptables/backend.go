@@ -52,6 +52,7 @@ type Backend struct {
 	engines  []*engine
 	compared func(drift.Report)
 	watch    *watch
+	took     map[plan.Family]time.Duration // by the last Sync
 }
 
 // New finds the iptables programs and what they and the kernel can do. It changes nothing. A family for which there are
@@ -124,18 +125,28 @@ func (b *Backend) MostAtOnce() int {
 // Sync implements proxier.Backend. The families do not wait for each other.
 func (b *Backend) Sync(ctx context.Context, p *plan.Plan, changed plan.Keys) error {
 	begin := time.Now()
-	errs := make([]error, len(b.engines))
+	errs, took := make([]error, len(b.engines)), make([]time.Duration, len(b.engines))
 	var wg sync.WaitGroup
 	done := b.watch.writing()
 	for i, e := range b.engines {
-		wg.Go(func() { errs[i] = e.sync(ctx, p, changed) })
+		wg.Go(func() {
+			errs[i] = e.sync(ctx, p, changed)
+			took[i] = time.Since(begin)
+		})
 	}
 	wg.Wait()
 	done()
+	b.took = map[plan.Family]time.Duration{}
+	for i, e := range b.engines {
+		b.took[e.family] = took[i]
+	}
 	err := errors.Join(errs...)
 	b.report(time.Since(begin), err)
 	return err
 }
+
+// Took is how long the last Sync took for each family. It may be called between two of them.
+func (b *Backend) Took() map[plan.Family]time.Duration { return b.took }
 
 // report tells what the engines have found in a sync that compared everything.
 func (b *Backend) report(took time.Duration, err error) {

@@ -73,6 +73,7 @@ type Backend struct {
 	device  *kernel.Device
 	engines []*engine
 	tables  []*iptables.FixedTables
+	took    map[plan.Family]time.Duration // by the last Sync
 }
 
 // New finds out what the node can do, and sets the sysctls that IPVS needs. An error names what is missing, and what to do
@@ -200,8 +201,11 @@ func (b *Backend) Families() []plan.Family {
 func (b *Backend) Sync(ctx context.Context, p *plan.Plan, changed plan.Keys) error {
 	begin := time.Now()
 	var errs []error
+	b.took = map[plan.Family]time.Duration{}
 	for _, e := range b.engines { // One after the other: they share the kernel's lock on IPVS.
+		family := time.Now()
 		errs = append(errs, e.sync(ctx, p, changed))
+		b.took[e.family] = time.Since(family)
 	}
 	err := errors.Join(errs...)
 	r, known := drift.Report{Err: err, Took: time.Since(begin)}, false
@@ -216,6 +220,9 @@ func (b *Backend) Sync(ctx context.Context, p *plan.Plan, changed plan.Keys) err
 	}
 	return err
 }
+
+// Took is how long the last Sync took for each family. It may be called between two of them.
+func (b *Backend) Took() map[plan.Family]time.Duration { return b.took }
 
 // Run removes real servers when their connections are gone, and follows the node's own addresses. It calls changed when everything
 // must be synced anew, as after a failure. It returns when ctx ends.

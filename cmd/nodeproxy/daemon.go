@@ -71,6 +71,7 @@ type backend interface {
 	proxier.Backend
 	watcher
 	Families() []plan.Family
+	Took() map[plan.Family]time.Duration
 }
 
 // newDaemon makes a daemon that stops when ctx ends. It writes nothing to the kernel, and reads no objects before begin.
@@ -178,6 +179,7 @@ func (d *daemon) build(services *health.Services) error {
 		return err
 	}
 	d.monitor = newMonitor(cfg, d.metrics, d.backend.Families(), d.objects, services, d.report, d.log)
+	d.monitor.took = d.backend.Took
 	d.monitor.countTraffic(d.backend, cfg.ServiceMetrics)
 	d.monitor.warn = d.warnConflict
 	known := cfg.ServiceCIDRs

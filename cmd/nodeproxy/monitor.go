@@ -27,6 +27,8 @@ type monitor struct {
 	// listeners looks for programs that listen where a Service captures the traffic; warn, if set, tells the cluster of them.
 	listeners *listeners.Watcher
 	warn      func(text string)
+	// took tells how long the backend took for each family.
+	took func() map[plan.Family]time.Duration
 	// traffic counts connections by the rules of mode iptables; nil where it is not to.
 	traffic *iptables.TrafficReader
 	// inSync is closed when the kernel has been brought to the plan for the first time, and complete when that was a plan with
@@ -95,6 +97,10 @@ func (m *monitor) Synced(p *plan.Plan, changed plan.Keys, r proxier.Result) {
 	}
 	if r.Backend > 0 {
 		s.Stages[metrics.Backend] = r.Backend
+		s.ByFamily = map[plan.Family]time.Duration{}
+		for family, took := range m.took() {
+			s.ByFamily[family] = r.Apply + r.Plan + took
+		}
 	}
 	for _, t := range r.Triggers {
 		s.Triggers = append(s.Triggers, metrics.Trigger(t))

@@ -173,3 +173,26 @@ func (f flakyTools) failOnce(t *testing.T) {
 		writeFile(t, filepath.Join(f.dir, name+".fail"), "")
 	}
 }
+
+// TestNothingChangesWithoutAMode: where the mode can't work on the node, the start ends with an error before it changes the settings
+// of connection tracking.
+func TestNothingChangesWithoutAMode(t *testing.T) {
+	t.Parallel()
+	nstest.Enter(t)
+	const setting = "/proc/sys/net/netfilter/nf_conntrack_tcp_timeout_established"
+	tools := newFlakyTools(t)
+	path := []string{"PATH=" + tools.dir + ":" + os.Getenv("PATH")}
+	args := []string{"--manifests=" + t.TempDir(), "--iptables-backend=nft", "--conntrack-tcp-timeout-established=77m"}
+	before := command(t, "", "cat", setting)
+	tools.failOnce(t)
+	p := startProcess(t, path, args...)
+	<-p.ended
+	if p.ProcessState.ExitCode() != 1 || !strings.Contains(p.log.String(), "mode iptables can't work here") {
+		t.Errorf("%v: %s", p.ProcessState, p.log)
+	}
+	if after := command(t, "", "cat", setting); after != before {
+		t.Errorf("the setting has changed from %sto %s", before, after)
+	}
+	startProcess(t, path, args...) // Now the mode can work.
+	eventually(t, "the setting is made", func() bool { return command(t, "", "cat", setting) == "4620\n" })
+}
