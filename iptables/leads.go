@@ -3,6 +3,8 @@ package iptables
 import (
 	"cmp"
 	"slices"
+
+	"nodeproxy/proxier/plan"
 )
 
 // dispatch writes what leads to the ServicePorts' own chains, with those of these that change: at once where they are not too
@@ -12,15 +14,24 @@ func (f *fullSync) dispatch() error {
 	if done, err := f.dispatchAtOnce(todo); done || err != nil {
 		return err
 	}
-	rewrites := f.rewrites
+	first, last := f.split(f.rewrites)
 	f.rewrites = nil
 	refused := len(f.refused)
-	if err := f.writeAll(rewrites); err != nil {
+	if err := f.writeAll(first); err != nil {
 		return err
 	}
 	if len(f.refused) > refused { // What leads to those is not to be, or is to be as it was.
 		todo = f.fixedTodo()
 	}
+	if err := f.dispatchOrRefuse(todo); err != nil {
+		return err
+	}
+	last = slices.DeleteFunc(last, func(o own) bool { return f.asked[o.sp.Key] != nil })
+	return f.writeAll(last)
+}
+
+// dispatchOrRefuse writes what leads to the ServicePorts' chains, without those ServicePorts whose entries the kernel refuses.
+func (f *fullSync) dispatchOrRefuse(todo []tableChain) error {
 	err := f.dispatchInSteps(todo)
 	if !errRefused(err) || !f.works() {
 		return err
@@ -29,6 +40,51 @@ func (f *fullSync) dispatch() error {
 		return cmp.Or(other, err)
 	}
 	return f.dispatchInSteps(f.fixedTodo())
+}
+
+// split returns the rewrites to write before the dispatchers, and those to write after them. When the internal policy changes, the
+// dispatchers lead traffic for the cluster IP to the chain of the former policy until they are written; that chain masquerades
+// the traffic until then, and loses the rule for it afterwards.
+func (f *fullSync) split(rewrites []own) (first, last []own) {
+	for _, o := range rewrites {
+		now, later := own{sp: o.sp}, own{sp: o.sp}
+		for _, c := range o.chains {
+			masquerading := f.stillMasquerading(o.sp, c)
+			if len(masquerading.rules) > len(c.rules) {
+				later.chains = append(later.chains, c)
+			}
+			now.chains = append(now.chains, masquerading)
+		}
+		first = append(first, now)
+		if len(later.chains) > 0 {
+			last = append(last, later)
+		}
+	}
+	return first, last
+}
+
+// stillMasquerading returns c, preceded by the rules that masquerade traffic for the cluster IP if c is the chain of the policy
+// that is not in force any more, and the kernel's version of it has such rules.
+func (f *fullSync) stillMasquerading(sp *plan.ServicePort, c chain) chain {
+	b := f.rules.builder(sp)
+	former := plan.Cluster
+	if sp.InternalPolicy == plan.Cluster {
+		former = plan.Local
+	}
+	masquerades := func(rule string) bool { return jumpTarget(rule) == chainMarkMasq }
+	if c.name != b.policyChainName(former) || !slices.ContainsFunc(f.nat[c.name], masquerades) {
+		return c
+	}
+	var rules []string
+	for _, front := range sp.Frontends {
+		if front.Kind != plan.ClusterIP {
+			continue
+		}
+		if r := b.masquerade(front, false); r != "" {
+			rules = append(rules, r)
+		}
+	}
+	return chain{c.name, slices.Concat(rules, c.rules)}
 }
 
 // dispatchAtOnce reports whether it has written all, which it has not where that is too much, or the kernel refuses something.
@@ -69,8 +125,9 @@ func (f *fullSync) fixedTodo() []tableChain {
 
 // dispatchInSteps writes the chains that are not a ServicePort's own, those that others lead to first.
 func (f *fullSync) dispatchInSteps(todo []tableChain) error {
-	// The roots come last of all: until they are written, the trees that were there before are whole.
-	slices.SortStableFunc(todo, func(a, b tableChain) int { return boolCompare(fixedName(a.name), fixedName(b.name)) })
+	// The roots come after the trees below them: until they are written, the trees that were there before are whole. What the
+	// base chains lose only then, such as a rule that masquerades for all Services, the former trees relied on.
+	slices.SortStableFunc(todo, func(a, b tableChain) int { return turn(a.name) - turn(b.name) })
 	if f.batch == 0 || !f.nestsTooDeep(todo) {
 		return f.writeInSteps(todo)
 	}
@@ -110,6 +167,17 @@ func (f *fullSync) writeInSteps(todo []tableChain) error {
 
 // fixedName reports whether a chain is there whatever the Services: one that does not belong to a tree.
 func fixedName(name string) bool { return !mayBeStale(name) || name == chainExternalNodePorts }
+
+// turn is when dispatchInSteps writes a chain: those of trees first, then the dispatchers' own, then the base chains.
+func turn(name string) int {
+	switch {
+	case !fixedName(name):
+		return 0
+	case isDispatcher(name):
+		return 1
+	}
+	return 2
+}
 
 // nestsTooDeep reports whether, while these chains are written one after the other, rules would at times lead deeper than the
 // kernel takes: down to one of them by the chains that are there, and on by those that are to be.

@@ -42,8 +42,7 @@ func (r *rules) fragment(sp *plan.ServicePort) fragment {
 	if sp == nil {
 		return fragment{}
 	}
-	b := &builder{sp: sp, settings: &r.settings, node: &r.node, name: sp.Key.PortName(), compact: r.compact,
-		ranges: r.ranges}
+	b := r.builder(sp)
 	// Affinity needs the chains: an endpoint's chain remembers the client.
 	b.direct = r.compact && sp.Affinity == 0
 	b.inline = b.direct && !r.options.KeepCounters && !sp.HasExternal() &&
@@ -76,6 +75,10 @@ func (r *rules) fragment(sp *plan.ServicePort) fragment {
 		}
 	}
 	return b.out
+}
+
+func (r *rules) builder(sp *plan.ServicePort) *builder {
+	return &builder{sp: sp, settings: &r.settings, node: &r.node, name: sp.Key.PortName(), compact: r.compact, ranges: r.ranges}
 }
 
 func (b *builder) entry(d dispatcherID, f plan.Frontend, rules ...string) {
@@ -245,7 +248,15 @@ func byCIDR(d plan.DetectLocal) bool {
 // masqueradeClusterIP is the rule that masquerades traffic to the cluster IP, if any: all of it where so configured, else
 // what does not come from pods. The latter reaches the cluster IP through any node that it is routed to, and the answer
 // must take the same way back.
+//
+// Nothing but the cluster IP leads to the chain of a ServicePort without other frontends in the compact form, so the rule need not
+// match the cluster IP there.
 func (b *builder) masqueradeClusterIP(f plan.Frontend) string {
+	return b.masquerade(f, b.compact && !b.sp.HasExternal() && !b.inline)
+}
+
+// masquerade is masqueradeClusterIP for a chain that nothing but the cluster IP leads to, if sole is true.
+func (b *builder) masquerade(f plan.Frontend, sole bool) string {
 	d := b.settings.DetectLocal
 	r := newRule()
 	switch {
@@ -259,8 +270,6 @@ func (b *builder) masqueradeClusterIP(f plan.Frontend) string {
 	case byCIDR(d):
 		r.notSrc(d.CIDR(b.sp.Key.Family))
 	}
-	// Nothing but the cluster IP leads to the chain of a ServicePort without other frontends, so it need not be asked for.
-	sole := b.compact && !b.sp.HasExternal() && !b.inline
 	if !sole {
 		r.dstIP(f.Addr)
 	}

@@ -39,7 +39,7 @@ func TestTransitions(t *testing.T) {
 		next := c.Edited(t)
 		f := rapid.SampledFrom(plan.Families[:]).Draw(t, "family")
 		e, k := fakeEngine(f)
-		e.batch = 0 // In more than one, a change of the internal policy is not seamless where all is compared.
+		e.batch = rapid.SampledFrom([]int{0, 1, 5, 20}).Draw(t, "batch") // less than a plan takes, but for 0
 		compact := rapid.SampledFrom([]int{0, 1, 10, 40})
 		e.options.CompactAbove = compact.Draw(t, "compact above")
 		if err := e.sync(context.Background(), c.Plan, nil); err != nil {
