@@ -2,6 +2,7 @@ package iptables
 
 import (
 	"context"
+	"net/netip"
 	"strings"
 	"testing"
 
@@ -75,5 +76,64 @@ func TestTransitions(t *testing.T) {
 	})
 	if seen == 0 {
 		t.Error("no packet was sent")
+	}
+}
+
+// TestInternalPolicyOfMany: while a comparison of everything changes the internal policy of more ServicePorts than are written at once,
+// what comes from outside is masqueraded all the while, whichever the policy was.
+func TestInternalPolicyOfMany(t *testing.T) {
+	t.Parallel()
+	const services = 150
+	planOf := func(policy plan.Policy) *plan.Plan {
+		p := plantest.Large(services, 3)
+		for i := range services {
+			sp := plantest.LargeService(i, 3*i, 3)
+			sp.InternalPolicy = policy
+			sp.Frontends = append(sp.Frontends, plan.Frontend{Kind: plan.NodePort, Protocol: plan.TCP, Port: uint16(30000 + i)})
+			sp.Local = sp.Cluster[:1]
+			p.Set(sp)
+		}
+		return p
+	}
+	other := map[plan.Policy]plan.Policy{plan.Cluster: plan.Local, plan.Local: plan.Cluster}
+	for before, after := range other {
+		e, k := fakeEngine(plan.IPv4)
+		e.batch = maxNames
+		if err := e.sync(t.Context(), planOf(before), nil); err != nil {
+			t.Fatal(err)
+		}
+		next := planOf(after)
+		states := 0
+		k.changed = func() {
+			rs, err := tracer.Parse(plan.IPv4, k.saved())
+			if err != nil {
+				t.Fatal(err)
+			}
+			for _, sp := range next.Sorted(plan.IPv4) {
+				pkt := plan.Packet{Src: netip.MustParseAddr("203.0.113.7"), Dst: sp.Frontends[0].Addr, Protocol: plan.TCP, DstPort: 80,
+					InInterface: "eth0"}
+				outcomes, err := rs.Trace(pkt, tracer.Node{Local: func(netip.Addr) bool { return false }})
+				if err != nil {
+					t.Fatal(err)
+				}
+				for _, o := range outcomes {
+					if !o.DNAT || !o.Masquerade {
+						t.Fatalf("from %v to %v, after %d writes: %s gets to %s", before, after, len(k.restores), pkt, o)
+					}
+				}
+			}
+			states++
+		}
+		k.restores = nil
+		if err := e.sync(t.Context(), next, nil); err != nil {
+			t.Fatal(err)
+		}
+		if states < 3 {
+			t.Errorf("from %v to %v: all was written in %d steps", before, after, states)
+		}
+		k.changed = nil
+		if got, want := k.text(), wantText(next, plan.IPv4); got != want {
+			t.Errorf("from %v to %v:\n%s", before, after, diffLines(want, got))
+		}
 	}
 }

@@ -12,13 +12,14 @@ import (
 
 // raise makes a virtual server and adds what it lacks: nothing is taken away from it.
 func (e *engine) raise(id kernel.ServerID) {
+	delete(e.refused, id) // All that was refused of it is tried again.
 	want, wanted := e.desired.servers[id]
 	have := e.held.servers[id]
 	switch {
 	case !wanted || have == nil && len(want.destinations) == 0:
 		return
 	case have == nil:
-		e.queue(kernel.AddServer, want.Server, kernel.Destination{})
+		e.queue(kernel.AddServer, want.Server, kernel.Destination{}, func() { delete(e.held.servers, id) })
 		have = &heldServer{Server: want.Server, destinations: map[netip.AddrPort]*heldDestination{}}
 		e.held.servers[id] = have
 	default:
@@ -38,8 +39,12 @@ func (e *engine) reschedule(want kernel.Server, v *heldServer) {
 	if v.drains() {
 		want = e.options.whileDraining(want)
 	}
-	if v.Server != want {
-		e.queue(kernel.UpdateServer, want, kernel.Destination{})
+	if was := v.Server; was != want {
+		e.queue(kernel.UpdateServer, want, kernel.Destination{}, func() {
+			if v.Server == want { // A later change may have been taken.
+				v.Server = was
+			}
+		})
 		v.Server = want
 	}
 }
@@ -48,9 +53,9 @@ func (e *engine) reschedule(want kernel.Server, v *heldServer) {
 func (e *engine) raiseDestination(v *heldServer, want kernel.Destination) {
 	switch have := v.destinations[want.Addr]; {
 	case have == nil:
-		e.queue(kernel.AddDestination, v.Server, want)
+		e.queue(kernel.AddDestination, v.Server, want, func() { delete(v.destinations, want.Addr) })
 	case have.weight != want.Weight:
-		e.queue(kernel.UpdateDestination, v.Server, want)
+		e.queue(kernel.UpdateDestination, v.Server, want, func() { v.destinations[want.Addr] = have })
 	}
 	v.destinations[want.Addr] = &heldDestination{weight: want.Weight}
 }
@@ -82,7 +87,7 @@ func (e *engine) lower(id kernel.ServerID, replaced bool) {
 }
 
 func (e *engine) deleteServer(v *heldServer) {
-	e.queue(kernel.DeleteServer, v.Server, kernel.Destination{})
+	e.queue(kernel.DeleteServer, v.Server, kernel.Destination{}, nil)
 	delete(e.held.servers, v.ID)
 }
 
@@ -93,40 +98,51 @@ func (e *engine) lowerDestination(want *server, v *heldServer, addr netip.AddrPo
 		e.deleteDestination(v, addr)
 		return
 	}
-	begins := !d.draining
+	was := *d
 	d.draining = true
 	e.reschedule(want.Server, v)
 	if d.weight > 0 {
-		e.queue(kernel.UpdateDestination, v.Server, kernel.Destination{Addr: addr})
+		e.queue(kernel.UpdateDestination, v.Server, kernel.Destination{Addr: addr}, func() { *d = was })
 		d.weight = 0
 	}
 	switch lingers := slices.Contains(want.lingering, addr); {
 	case lingers:
 		d.since = time.Time{}
-	case begins || d.since.IsZero():
+	case !was.draining || d.since.IsZero():
 		d.since = time.Now()
 	}
 }
 
 func (e *engine) deleteDestination(v *heldServer, addr netip.AddrPort) {
-	e.queue(kernel.DeleteDestination, v.Server, kernel.Destination{Addr: addr})
+	e.queue(kernel.DeleteDestination, v.Server, kernel.Destination{Addr: addr}, nil)
 	delete(v.destinations, addr)
 }
 
+// change is a change of a virtual server. undo, which is nil for a deletion, makes held what it was before: it is called if the
+// kernel refuses the change.
+type change struct {
+	kernel.Op
+	undo func()
+}
+
 // queue notes a change of a virtual server down for flush. What the kernel holds is taken to be changed already: after any
-// error it is read anew.
-func (e *engine) queue(kind kernel.OpKind, v kernel.Server, d kernel.Destination) {
-	e.ops = append(e.ops, kernel.Op{Kind: kind, Server: v, Destination: d})
+// error but a refusal it is read anew.
+func (e *engine) queue(kind kernel.OpKind, v kernel.Server, d kernel.Destination, undo func()) {
+	e.changes = append(e.changes, change{kernel.Op{Kind: kind, Server: v, Destination: d}, undo})
 }
 
 // flush makes the changes that are queued, in few round trips to the kernel.
 func (e *engine) flush() error {
-	ops := e.ops
-	e.ops = nil
-	if len(ops) == 0 {
+	changes := e.changes
+	e.changes = nil
+	if len(changes) == 0 {
 		return nil
 	}
-	return e.settle(ops, e.machine.servers.Apply(ops))
+	ops := make([]kernel.Op, len(changes))
+	for i, c := range changes {
+		ops[i] = c.Op
+	}
+	return e.settle(changes, e.machine.servers.Apply(ops))
 }
 
 // drain removes the real servers that drain and have no connections left, and those whose time has passed. It asks the kernel

@@ -32,10 +32,12 @@ type engine struct {
 	held    *held
 	routed  map[netip.Prefix]netip.Addr // the routes of ranges that were made, with their sources
 	refused map[kernel.ServerID]error   // virtual servers that the kernel does not take, whole or in part
-	told    []plan.Refusal              // what tellRefused, if not nil, was told last
+	// refusedMembers are entries of sets, by key, that the kernel does not take.
+	refusedMembers map[member]refusedMember
+	told           []plan.Refusal // what tellRefused, if not nil, was told last
 	// tellRefused is told of the ServicePorts that these are of.
 	tellRefused func(plan.Family, []plan.Refusal)
-	ops         []kernel.Op // changes of virtual servers that flush is to make
+	changes     []change // of virtual servers, that flush is to make
 	// compared says that the last sync knew what had been written before, and found is what it found to differ.
 	compared bool
 	found    drift.Found
@@ -242,7 +244,7 @@ func (e *engine) read(before *held) error {
 			continue
 		}
 		if v.Foreign { // kube-proxy and we never make such, but its address is one of ours: it goes, and comes again.
-			e.queue(kernel.DeleteServer, v.Server, kernel.Destination{})
+			e.queue(kernel.DeleteServer, v.Server, kernel.Destination{}, nil)
 			continue
 		}
 		h := &heldServer{Server: v.Server, destinations: map[netip.AddrPort]*heldDestination{}}

@@ -69,18 +69,42 @@ func (e *engine) removeMisleading(list []member) error { return e.removeMembers(
 func (e *engine) removeSpent(list []member) error { return e.removeMembers(list, false) }
 
 func (e *engine) addMembers(list []member, backwards bool) error {
-	return e.bySet(list, backwards, e.machine.sets.Add, func(m member) {
-		e.held.members[m.key()] = shared{mark: m.entry.Mark, mask: m.entry.Mask}
-	})
+	add := func(id setID, entries []kernel.Entry) error {
+		err := e.machine.sets.Add(setOf(id, e.family), entries)
+		refused, ok := map[kernel.Entry]error(nil), true
+		if err != nil {
+			if refused, ok = refusedEntries(err, len(entries)); !ok {
+				return err
+			}
+		}
+		for _, entry := range entries {
+			m := member{id, entry}
+			if err := refused[entry]; err != nil {
+				e.refuseMember(m, err)
+				continue
+			}
+			delete(e.refusedMembers, m.key())
+			e.held.members[m.key()] = shared{mark: entry.Mark, mask: entry.Mask}
+		}
+		return nil
+	}
+	return bySet(list, backwards, add)
 }
 
 func (e *engine) removeMembers(list []member, backwards bool) error {
-	return e.bySet(list, backwards, e.machine.sets.Remove, func(m member) { delete(e.held.members, m.key()) })
+	return bySet(list, backwards, func(id setID, entries []kernel.Entry) error {
+		if err := e.machine.sets.Remove(setOf(id, e.family), entries); err != nil {
+			return err
+		}
+		for _, entry := range entries {
+			delete(e.held.members, member{id, entry}.key())
+		}
+		return nil
+	})
 }
 
-// bySet hands entries to do, those of a set together, and notes what is done. Sets come in the order of their numbers, or with
-// backwards in the reverse one.
-func (e *engine) bySet(list []member, backwards bool, do func(kernel.Set, []kernel.Entry) error, done func(member)) error {
+// bySet hands entries to do, those of a set together. Sets come in the order of their numbers, or with backwards in the reverse one.
+func bySet(list []member, backwards bool, do func(setID, []kernel.Entry) error) error {
 	entries := map[setID][]kernel.Entry{}
 	for _, m := range list {
 		entries[m.set] = append(entries[m.set], m.entry)
@@ -91,13 +115,7 @@ func (e *engine) bySet(list []member, backwards bool, do func(kernel.Set, []kern
 	}
 	var errs []error
 	for _, id := range ids {
-		if err := do(setOf(id, e.family), entries[id]); err != nil {
-			errs = append(errs, err)
-			continue
-		}
-		for _, entry := range entries[id] {
-			done(member{id, entry})
-		}
+		errs = append(errs, do(id, entries[id]))
 	}
 	return errors.Join(errs...)
 }

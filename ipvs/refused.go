@@ -14,22 +14,24 @@ import (
 // mostRefused is how many virtual servers may be refused where nothing else is taken: if there are more, the fault is not theirs.
 const mostRefused = 10
 
-// settle takes what became of changes of virtual servers. A virtual server, or real server, that the kernel does not take is noted,
-// and not held; every other error is returned.
-func (e *engine) settle(ops []kernel.Op, errs []error) error {
-	if errs == nil {
-		e.taken(ops, nil)
-		return nil
-	}
+// refusedMember is an entry of a set that the kernel does not take, and the ServicePorts that ask for it.
+type refusedMember struct {
+	err  error
+	keys []plan.Key
+}
+
+// settle takes what became of changes of virtual servers. One that the kernel refuses is noted and undone in held; every other error
+// is returned.
+func (e *engine) settle(changes []change, errs []error) error {
 	refused := map[kernel.ServerID]error{}
 	others, taken := false, 0
 	for i, err := range errs {
-		id := ops[i].Server.ID
+		id := changes[i].Server.ID
 		switch {
 		case err == nil:
 			taken++
 		case refused[id] != nil && errors.Is(err, unix.ESRCH): // It follows from that.
-		case refusal(ops[i], err):
+		case changes[i].undo != nil && refusal(err):
 			refused[id] = err
 		default:
 			others = true
@@ -38,38 +40,74 @@ func (e *engine) settle(ops []kernel.Op, errs []error) error {
 	if others || taken == 0 && len(refused) > mostRefused {
 		return errors.Join(errs...)
 	}
-	for i, err := range errs {
-		have := e.held.servers[ops[i].Server.ID]
-		switch {
-		case err == nil || have == nil:
-		case ops[i].Kind == kernel.AddServer:
-			delete(e.held.servers, ops[i].Server.ID)
-		default:
-			delete(have.destinations, ops[i].Destination.Addr)
-		}
-	}
-	e.taken(ops, refused)
-	return nil
-}
-
-// taken forgets the refusals of virtual servers that were changed now, but for those that are refused.
-func (e *engine) taken(ops []kernel.Op, refused map[kernel.ServerID]error) {
-	for _, op := range ops {
-		if op.Kind == kernel.AddServer || op.Kind == kernel.AddDestination {
-			delete(e.refused, op.Server.ID)
+	for i, err := range slices.Backward(errs) {
+		if err != nil && changes[i].undo != nil {
+			changes[i].undo()
 		}
 	}
 	if e.refused == nil {
 		e.refused = map[kernel.ServerID]error{}
 	}
 	maps.Copy(e.refused, refused)
+	return nil
 }
 
-// refusal reports whether an error says that the kernel does not take what is to be added, whenever it is tried: a scheduler that it
-// lacks, or a value that it knows nothing of.
-func refusal(op kernel.Op, err error) bool {
-	return (op.Kind == kernel.AddServer || op.Kind == kernel.AddDestination) &&
-		slices.ContainsFunc([]error{unix.EINVAL, unix.ENOENT, unix.EOPNOTSUPP, unix.ERANGE}, func(e error) bool { return errors.Is(err, e) })
+// refusal reports whether an error says that the kernel does not take what is to be added or changed, whenever it is tried: a
+// scheduler that it lacks, or a value that it knows nothing of.
+func refusal(err error) bool {
+	return slices.ContainsFunc([]error{unix.EINVAL, unix.ENOENT, unix.EOPNOTSUPP, unix.ERANGE},
+		func(e error) bool { return errors.Is(err, e) })
+}
+
+// refusedEntries returns the entries of a set that the kernel refuses, if err consists of nothing but their errors, and the fault is
+// theirs: some others of the given number were taken, or there are few.
+func refusedEntries(err error, asked int) (map[kernel.Entry]error, bool) {
+	joined, ok := err.(interface{ Unwrap() []error })
+	if !ok {
+		return nil, false
+	}
+	refused := map[kernel.Entry]error{}
+	for _, err := range joined.Unwrap() {
+		entry := new(kernel.EntryError)
+		if !errors.As(err, &entry) {
+			return nil, false
+		}
+		refused[entry.Entry] = err
+	}
+	return refused, len(refused) < asked || len(refused) <= mostRefused
+}
+
+// refuseMember notes an entry that the kernel refuses.
+func (e *engine) refuseMember(m member, err error) {
+	if e.refusedMembers == nil {
+		e.refusedMembers = map[member]refusedMember{}
+	}
+	e.refusedMembers[m.key()] = refusedMember{err, e.desired.asking(m.key())}
+}
+
+// asking returns the ServicePorts that ask for an entry. It looks at all, since only what is refused needs to be traced back.
+func (s *state) asking(wanted member) []plan.Key {
+	var keys []plan.Key
+	for k, o := range s.objects {
+		if slices.ContainsFunc(o.members, func(m member) bool { return m.key() == wanted }) ||
+			wanted.set == setVIPs && slices.Contains(o.vips, wanted.entry.Addr) {
+			keys = append(keys, k)
+		}
+	}
+	return keys
+}
+
+// asks reports whether an entry is still asked for.
+func (s *state) asks(m member) bool {
+	return s.members[m] != nil || m.set == setVIPs && s.vips[m.entry.Addr] > 0
+}
+
+// served reports whether some virtual server of a ServicePort has endpoints.
+func (e *engine) served(k plan.Key) bool {
+	return slices.ContainsFunc(e.desired.objects[k].servers, func(v server) bool {
+		have := e.held.servers[v.ID]
+		return have != nil && len(have.destinations) > 0
+	})
 }
 
 // reportRefused tells of the ServicePorts that are refused, where these are others than before. What is refused is tried again with
@@ -86,6 +124,17 @@ func (e *engine) reportRefused() {
 		r, seen := byKey[want.key]
 		kept := have != nil && len(have.destinations) > 0
 		byKey[want.key] = plan.Refusal{Key: want.key, Kept: kept && (!seen || r.Kept), Err: err}
+	}
+	for m, r := range e.refusedMembers {
+		if !e.desired.asks(m) {
+			delete(e.refusedMembers, m)
+			continue
+		}
+		for _, k := range r.keys {
+			if _, seen := byKey[k]; !seen && e.desired.services[k] != nil {
+				byKey[k] = plan.Refusal{Key: k, Kept: e.served(k), Err: r.err}
+			}
+		}
 	}
 	var list []plan.Refusal
 	for _, k := range slices.SortedFunc(maps.Keys(byKey), plan.Key.Compare) {

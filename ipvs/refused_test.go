@@ -1,7 +1,9 @@
 package ipvs
 
 import (
+	"errors"
 	"fmt"
+	"slices"
 	"testing"
 
 	"golang.org/x/sys/unix"
@@ -105,5 +107,174 @@ func TestRefusedServer(t *testing.T) {
 				t.Error("no memory is taken for a refusal")
 			}
 		})
+	}
+}
+
+// TestRefusedUpdate: a change of a virtual server, or of a real server's weight, that the kernel refuses is reported, and leaves the
+// ServicePort what it had; others change, no comparison finds a difference, and the change is made once the kernel takes it.
+func TestRefusedUpdate(t *testing.T) {
+	for _, kind := range []kernel.OpKind{kernel.UpdateServer, kernel.UpdateDestination} {
+		t.Run(fmt.Sprint(kind), func(t *testing.T) {
+			p := plantest.Large(20, 3)
+			e, k := fakeEngine(plan.IPv4, Options{})
+			if err := e.sync(t.Context(), p, nil); err != nil {
+				t.Fatal(err)
+			}
+			before := k.text()
+			was := p.Sorted(plan.IPv4)[7]
+			bad := *was
+			bad.Scheduler = plan.Scheduler{Name: "wrr"}
+			if kind == kernel.UpdateDestination {
+				bad.Scheduler = was.Scheduler
+				bad.Cluster = slices.Clone(was.Cluster)
+				bad.Cluster[1].Weight = 5
+			}
+			refuse := true
+			servers := &picky{fakeServers: fakeServers{k}}
+			servers.refuses = func(op kernel.Op) error {
+				if refuse && op.Kind == kind && op.Server.ID.Addr == was.Frontends[0].Addr {
+					return unix.ENOENT
+				}
+				return nil
+			}
+			e.machine.servers = servers
+			var told [][]plan.Refusal
+			e.tellRefused = func(_ plan.Family, list []plan.Refusal) { told = append(told, list) }
+			p.Set(&bad)
+			for _, changed := range []plan.Keys{{bad.Key: {}}, nil, nil} {
+				if err := e.sync(t.Context(), p, changed); err != nil || e.desired == nil || e.found.Total() > 0 {
+					t.Errorf("changed %v: %v, found %v", changed, err, e.found)
+				}
+				if now := k.text(); now != before {
+					t.Errorf("the kernel holds\n%s\nwant\n%s", now, before)
+				}
+			}
+			if len(told) != 1 || len(told[0]) != 1 || told[0][0].Key != bad.Key || !told[0][0].Kept {
+				t.Errorf("reported %v, want %s", told, bad.Key)
+			}
+			servers.changes = 0
+			other := plantest.LargeService(3, 5000, 3)
+			p.Set(other)
+			if err := e.sync(t.Context(), p, plan.Keys{other.Key: {}}); err != nil || servers.changes != 6 || len(e.refused) != 1 {
+				t.Errorf("another ServicePort: %v, %d changes, refused %v", err, servers.changes, e.refused)
+			}
+			refuse = false
+			if err := e.sync(t.Context(), p, nil); err != nil || e.found.Total() > 0 || len(e.refused) > 0 {
+				t.Errorf("no longer refused: %v, found %v, refused %v", err, e.found, e.refused)
+			}
+			fresh, want := fakeEngine(plan.IPv4, Options{})
+			if err := fresh.sync(t.Context(), p, nil); err != nil {
+				t.Fatal(err)
+			}
+			if fresh.held.servers[serverAt(was)].Server != e.held.servers[serverAt(was)].Server ||
+				want.virtual[serverAt(was)].Destinations[was.All()[1].Addr] != k.virtual[serverAt(was)].Destinations[was.All()[1].Addr] {
+				t.Errorf("at the end the kernel holds %+v, want %+v", k.virtual[serverAt(was)], want.virtual[serverAt(was)])
+			}
+			if len(told) != 2 || len(told[1]) != 0 {
+				t.Errorf("reported %v", told)
+			}
+		})
+	}
+}
+
+// serverAt is the virtual server for the first frontend of a ServicePort.
+func serverAt(sp *plan.ServicePort) kernel.ServerID {
+	f := sp.Frontends[0]
+	return kernel.ServerID{Family: sp.Key.Family, Protocol: f.Protocol, Addr: f.Addr, Port: f.Port}
+}
+
+// pickySets are sets of a kernel that refuses some entries.
+type pickySets struct {
+	fakeSets
+	refuses func(kernel.Entry) bool
+	all     error // is returned for all entries
+}
+
+func (k *pickySets) Add(s kernel.Set, list []kernel.Entry) error {
+	if k.all != nil {
+		return k.all
+	}
+	var errs []error
+	var taken []kernel.Entry
+	for _, entry := range list {
+		if k.refuses(entry) {
+			errs = append(errs, &kernel.EntryError{Set: s, Entry: entry, Err: unix.EINVAL})
+		} else {
+			taken = append(taken, entry)
+		}
+	}
+	return errors.Join(append(errs, k.fakeSets.Add(s, taken))...)
+}
+
+// TestRefusedSetEntry: entries of sets that the kernel refuses are reported of the ServicePort that asks for them; all others are
+// there, no comparison finds a difference, and the entries are there once the kernel takes them.
+func TestRefusedSetEntry(t *testing.T) {
+	for _, vips := range []VIPs{Addresses, Routes} { // Addresses are entries of a set too.
+		p := plantest.Large(20, 3)
+		bad := plantest.LargeService(7, 21, 3)
+		e, k := fakeEngine(plan.IPv4, Options{VIPs: vips})
+		refuse := true
+		sets := &pickySets{fakeSets: fakeSets{k}}
+		sets.refuses = func(entry kernel.Entry) bool { return refuse && entry.Addr == bad.Frontends[0].Addr }
+		e.machine.sets = sets
+		var told [][]plan.Refusal
+		e.tellRefused = func(_ plan.Family, list []plan.Refusal) { told = append(told, list) }
+		for range 3 {
+			if err := e.sync(t.Context(), p, nil); err != nil || e.desired == nil || e.found.Total() > 0 {
+				t.Errorf("%v, found %v", err, e.found)
+			}
+		}
+		if len(told) != 1 || len(told[0]) != 1 || told[0][0].Key != bad.Key || told[0][0].Err == nil {
+			t.Errorf("reported %v, want %s", told, bad.Key)
+		}
+		if n := len(k.set["KUBE-CLUSTER-IP"]); n != 19 || len(k.virtual) != 20 {
+			t.Errorf("%d entries, %d virtual servers", n, len(k.virtual))
+		}
+		// A change of the ServicePort itself is made as far as it can be, and one of another one leaves the report as it is.
+		changed := plantest.LargeService(7, 5000, 2)
+		other := plantest.LargeService(3, 6000, 3)
+		for _, sp := range []*plan.ServicePort{changed, other} {
+			p.Set(sp)
+			if err := e.sync(t.Context(), p, plan.Keys{sp.Key: {}}); err != nil || len(told) != 1 {
+				t.Errorf("%s: %v, reported %v", sp.Key, err, told)
+			}
+			if n := len(k.virtual[serverAt(sp)].Destinations); n < len(sp.All()) {
+				t.Errorf("%s has %d endpoints, want %d", sp.Key, n, len(sp.All()))
+			}
+		}
+		refuse = false
+		if err := e.sync(t.Context(), p, nil); err != nil || e.found.Total() > 0 || len(told) != 2 || len(told[1]) != 0 {
+			t.Errorf("no longer refused: %v, found %v, reported %v", err, e.found, told)
+		}
+		if n := len(k.set["KUBE-CLUSTER-IP"]); n != 20 || len(e.refusedMembers) > 0 {
+			t.Errorf("%d entries, refused %v", n, e.refusedMembers)
+		}
+		// A refusal ends with the ServicePort.
+		refuse = true
+		p.Delete(bad.Key)
+		if err := e.sync(t.Context(), p, plan.Keys{bad.Key: {}}); err != nil {
+			t.Error(err)
+		}
+		p.Set(bad)
+		if err := e.sync(t.Context(), p, plan.Keys{bad.Key: {}}); err != nil || len(told) != 3 || len(told[2]) != 1 {
+			t.Errorf("%v, reported %v", err, told)
+		}
+		p.Delete(bad.Key)
+		if err := e.sync(t.Context(), p, plan.Keys{bad.Key: {}}); err != nil || len(told) != 4 || len(told[3]) != 0 {
+			t.Errorf("%v, reported %v", err, told)
+		}
+		// An error that is not of entries is one of the sync.
+		sets.all = errors.Join(&kernel.EntryError{Err: unix.EINVAL}, unix.ENOMEM)
+		p.Set(bad)
+		if err := e.sync(t.Context(), p, plan.Keys{bad.Key: {}}); err == nil {
+			t.Error("no memory is taken for a refusal")
+		}
+		// So is one of all of many entries.
+		sets.all, sets.refuses = nil, func(kernel.Entry) bool { return true }
+		fresh, _ := fakeEngine(plan.IPv4, Options{VIPs: vips})
+		fresh.machine.sets = sets
+		if err := fresh.sync(t.Context(), plantest.Large(30, 3), nil); err == nil {
+			t.Error("a kernel that takes no entry at all is in order")
+		}
 	}
 }

@@ -235,8 +235,21 @@ func (s *Sets) entries(set Set) (map[Entry]struct{}, error) {
 	return entries, nil
 }
 
-// Add adds entries, or changes their marks. A set that is full is replaced by a larger one, without the rules noticing. The
-// entries that the kernel does not take are in the error; all others are added.
+// EntryError is an entry of a set that the kernel refuses.
+type EntryError struct {
+	Set   Set
+	Entry Entry
+	Err   error
+}
+
+func (e *EntryError) Error() string {
+	return fmt.Sprintf("ipset %s, entry %s: %v", e.Set.Name, e.Entry.Text(e.Set), e.Err)
+}
+
+func (e *EntryError) Unwrap() error { return e.Err }
+
+// Add adds entries, or changes their marks. A set that is full is replaced by a larger one, without the rules noticing. The error
+// joins an EntryError for each entry that the kernel refuses; if there is no other error in it, all other entries are added.
 func (s *Sets) Add(set Set, entries []Entry) error { return s.change(ipsetAdd, set, entries) }
 
 // Remove removes entries; their marks do not count.
@@ -264,7 +277,7 @@ func (s *Sets) change(command uint16, set Set, entries []Entry) error {
 				entries = entries[e.entry-1:]
 			}
 		case known:
-			failed = append(failed, fmt.Errorf("ipset %s, entry %s: %w", set.Name, some[e.entry-1].Text(set), err))
+			failed = append(failed, &EntryError{Set: set, Entry: some[e.entry-1], Err: err})
 			entries = entries[e.entry:]
 		default:
 			failed = append(failed, fmt.Errorf("ipset %s, %d entries from %s on: %w", set.Name, len(entries), some[0].Text(set), err))
