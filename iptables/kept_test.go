@@ -141,3 +141,135 @@ func TestPartialPlan(t *testing.T) {
 		t.Error("nothing was tried")
 	}
 }
+
+// TestRefusedBesideUnknown: a start that does not know all Services, on a kernel that refuses one of those that it knows, leaves both
+// the refused and the unknown ones what they had; comparisons find no difference and write nothing; once all are known, and again
+// once nothing is refused, the kernel holds what it should.
+func TestRefusedBesideUnknown(t *testing.T) {
+	for _, compactAbove := range []int{0, 12} {
+		for _, keeps := range []bool{true, false} {
+			const services, refused, unknown = 50, 17, 23
+			all := plantest.Large(services, 3)
+			first, k := fakeEngine(plan.IPv4)
+			first.options.CompactAbove = compactAbove
+			key := plantest.LargeService(refused, 0, 3).Key
+			if !keeps { // The kernel has never taken it.
+				all.Delete(key)
+			}
+			if err := first.sync(t.Context(), all, nil); err != nil {
+				t.Fatal(err)
+			}
+			before := k.text()
+			all.Set(plantest.LargeService(refused, 5000, 3))
+			some := plan.New(all.Node, all.Settings)
+			some.Partial = true
+			for _, sp := range all.Sorted(plan.IPv4) {
+				if sp.Key != plantest.LargeService(unknown, 0, 3).Key {
+					some.Set(sp)
+				}
+			}
+			e, _ := fakeEngine(plan.IPv4)
+			e.tool, e.options.CompactAbove = k, compactAbove
+			k.refuse = ":" + serviceChain(prefixCluster, key) + " "
+			held := func(when string, p *plan.Plan, want string) {
+				t.Helper()
+				for comparison := range 2 {
+					k.restores = nil
+					err := e.sync(t.Context(), p, nil)
+					refusedAlone(t, e, err, key, keeps)
+					if got := k.text(); got != want {
+						t.Errorf("%s, kept %v:\n%s", when, keeps, diffLines(want, got))
+					}
+					if comparison > 0 && (len(k.restores) > 0 || e.found == nil || e.found.Total() > 0) {
+						t.Errorf("%s, kept %v: a comparison writes %q, finds %v", when, keeps, k.restores, e.found)
+					}
+				}
+			}
+			held("not all is known", some, before)
+			// What is known changes beside both.
+			other := plantest.LargeService(30, 6000, 2)
+			all.Set(other)
+			some.Set(other)
+			if err := e.sync(t.Context(), some, plan.Keys{other.Key: {}}); err != nil {
+				t.Error(err)
+			}
+			fresh := func(p *plan.Plan) string {
+				e, k := fakeEngine(plan.IPv4)
+				e.options.CompactAbove = compactAbove
+				if err := e.sync(t.Context(), p, nil); err != nil {
+					t.Fatal(err)
+				}
+				return k.text()
+			}
+			without := plan.New(all.Node, all.Settings)
+			for _, sp := range all.Sorted(plan.IPv4) {
+				without.Set(sp)
+			}
+			without.Delete(key)
+			if keeps {
+				without.Set(plantest.LargeService(refused, 3*refused, 3))
+			}
+			want := fresh(without)
+			held("another one has changed", some, want)
+			held("all is known", all, want)
+			k.refuse = ""
+			makeDue(e)
+			if err := e.sync(t.Context(), all, nil); err != nil || len(e.refused) > 0 {
+				t.Errorf("no longer refused: %v, refused %v", err, e.refused)
+			}
+			if got, want := k.text(), fresh(all); got != want {
+				t.Errorf("no longer refused:\n%s", diffLines(want, got))
+			}
+		}
+	}
+}
+
+// TestRefusedOnceKnown: a Service that a start does not know keeps what it had when it becomes known and the kernel refuses what it
+// is by then.
+func TestRefusedOnceKnown(t *testing.T) {
+	const number = 17
+	all := plantest.Large(50, 3)
+	first, k := fakeEngine(plan.IPv4)
+	if err := first.sync(t.Context(), all, nil); err != nil {
+		t.Fatal(err)
+	}
+	before := k.text()
+	late := plantest.LargeService(number, 5000, 3)
+	plans := [2]*plan.Plan{plan.New(all.Node, all.Settings), plan.New(all.Node, all.Settings)}
+	for i, p := range plans {
+		p.Partial = true
+		for _, sp := range all.Sorted(plan.IPv4) {
+			if sp.Key != late.Key {
+				p.Set(sp)
+			}
+		}
+		if i == 1 {
+			p.Set(late)
+		}
+	}
+	e, _ := fakeEngine(plan.IPv4)
+	e.tool = k
+	k.refuse = ":" + serviceChain(prefixCluster, late.Key) + " "
+	if err := e.sync(t.Context(), plans[0], nil); err != nil || len(e.refused) > 0 || k.text() != before {
+		t.Fatalf("not known: %v, refused %v\n%s", err, e.refused, diffLines(before, k.text()))
+	}
+	for _, changed := range []plan.Keys{{late.Key: {}}, nil, nil} {
+		err := e.sync(t.Context(), plans[1], changed)
+		refusedAlone(t, e, err, late.Key, true)
+		if got := k.text(); got != before {
+			t.Errorf("known and refused:\n%s", diffLines(before, got))
+		}
+	}
+	if e.found == nil || e.found.Total() > 0 {
+		t.Errorf("a comparison finds %v", e.found)
+	}
+	k.refuse = ""
+	makeDue(e)
+	if err := e.sync(t.Context(), plans[1], nil); err != nil || len(e.refused) > 0 {
+		t.Errorf("no longer refused: %v, refused %v", err, e.refused)
+	}
+	all.Set(late)
+	if got, want := k.text(), wantText(all, plan.IPv4); got != want {
+		t.Errorf("no longer refused:\n%s", diffLines(want, got))
+	}
+}
