@@ -60,7 +60,7 @@ func BenchmarkSync(b *testing.B) {
 }
 
 // BenchmarkManyAtOnce brings 4,000 Services with session affinity and three endpoints each to a node that has 500 others: all in
-// one change, and in portions as the proxier makes them of it (proxier/portion.go), where longest is how long another change
+// one change, and in portions as the proxier makes them of it (proxier/portion), where longest is how long another change
 // has to wait at most.
 func BenchmarkManyAtOnce(b *testing.B) {
 	const services, endpoints = 4000, 3

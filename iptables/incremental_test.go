@@ -14,6 +14,7 @@ import (
 
 	"nodeproxy/proxier/plan"
 	"nodeproxy/proxier/plan/plantest"
+	"nodeproxy/proxier/portion"
 )
 
 // fakeKernel holds tables as the kernel does, and refuses what the kernel refuses: rules in or to chains that do not exist, and
@@ -214,6 +215,47 @@ func TestIncrementalEqualsFull(t *testing.T) {
 		})
 	}
 }
+
+// TestPortionsEqualFull: after each portion of changes, some of which come while others are being written, the kernel holds what a
+// full sync of the plan as of then would write; with the last one, that is the plan that is asked for.
+func TestPortionsEqualFull(t *testing.T) {
+	rapid.Check(t, func(t *rapid.T) {
+		f := rapid.SampledFrom(plan.Families[:]).Draw(t, "family")
+		e, k := fakeEngine(f)
+		queue := portion.New(rapid.IntRange(1, 20).Draw(t, "most"))
+		program := func(desired *plan.Plan, changed plan.Keys) {
+			p, changed := queue.Next(desired, changed)
+			if err := e.sync(context.Background(), p, changed); err != nil {
+				t.Fatal(err)
+			}
+			if got, want := k.text(), wantText(p, f); got != want {
+				t.Fatalf("the kernel holds something else than a full render says:\n%s", diffLines(want, got))
+			}
+		}
+		plans := rapid.SliceOfN(plantest.Plans(), 2, 4).Draw(t, "plans")
+		for i, p := range plans {
+			p.Settings, p.Node = plans[0].Settings, plans[0].Node
+			var changed plan.Keys
+			if i > 0 && !chance(t, "everything is compared") {
+				changed = plantest.Differing(plans[i-1], p)
+			}
+			program(p, changed)
+			for range rapid.IntRange(0, 3).Draw(t, "portions before the next change") {
+				program(p, plan.Keys{})
+			}
+		}
+		last := plans[len(plans)-1]
+		for queue.Waiting() > 0 {
+			program(last, plan.Keys{})
+		}
+		if got, want := k.text(), wantText(last, f); got != want {
+			t.Fatalf("in the end the kernel holds something else:\n%s", diffLines(want, got))
+		}
+	})
+}
+
+// chance is true once in about eight times.
+func chance(t *rapid.T, what string) bool { return rapid.IntRange(0, 7).Draw(t, what) == 7 }
 
 // TestFullFromAnything: a full sync comes to the same rules from whatever another plan, with other settings, left behind,
 // and writes nothing where they are right already.

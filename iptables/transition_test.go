@@ -11,6 +11,7 @@ import (
 	"nodeproxy/iptables/tracer"
 	"nodeproxy/proxier/plan"
 	"nodeproxy/proxier/plan/plantest"
+	"nodeproxy/proxier/portion"
 )
 
 // saved is what the kernel holds as iptables-save prints it.
@@ -29,8 +30,8 @@ func (k *fakeKernel) saved() string {
 	return out.String()
 }
 
-// TestTransitions: while a change of policies, endpoints, source ranges or affinity is being made, or all rules take another form,
-// whoever got to an endpoint before it and gets to one after it gets to one of these all the while.
+// TestTransitions: while a change of policies, endpoints, source ranges or affinity is being made, at once or in portions, or all
+// rules take another form, whoever got to an endpoint before it and gets to one after it gets to one of these all the while.
 func TestTransitions(t *testing.T) {
 	t.Parallel()
 	seen := 0
@@ -43,9 +44,14 @@ func TestTransitions(t *testing.T) {
 		e.batch = rapid.SampledFrom([]int{0, 1, 5, 20}).Draw(t, "batch") // less than a plan takes, but for 0
 		compact := rapid.SampledFrom([]int{0, 1, 10, 40})
 		e.options.CompactAbove = compact.Draw(t, "compact above")
-		if err := e.sync(context.Background(), c.Plan, nil); err != nil {
-			t.Fatal(err)
+		queue := portion.New(rapid.SampledFrom([]int{0, 1, 5}).Draw(t, "most at once"))
+		program := func(p *plan.Plan, changed plan.Keys) {
+			p, changed = queue.Next(p, changed)
+			if err := e.sync(context.Background(), p, changed); err != nil {
+				t.Fatal(err)
+			}
 		}
+		program(c.Plan, nil)
 		packets := c.Transits(t, f, next)
 		changed := plantest.Differing(c.Plan, next)
 		if rapid.Bool().Draw(t, "everything is compared") {
@@ -70,8 +76,8 @@ func TestTransitions(t *testing.T) {
 				seen++
 			}
 		}
-		if err := e.sync(context.Background(), next, changed); err != nil {
-			t.Fatal(err)
+		for program(next, changed); queue.Waiting() > 0; {
+			program(next, plan.Keys{})
 		}
 	})
 	if seen == 0 {

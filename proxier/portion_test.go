@@ -2,21 +2,20 @@ package proxier
 
 import (
 	"context"
+	"errors"
 	"fmt"
+	"log/slog"
 	"slices"
 	"testing"
 	"testing/synctest"
 	"time"
 
 	v1 "k8s.io/api/core/v1"
+	discovery "k8s.io/api/discovery/v1"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 	"k8s.io/apimachinery/pkg/types"
-	"pgregory.net/rapid"
-
-	"log/slog"
 
 	"nodeproxy/proxier/plan"
-	"nodeproxy/proxier/plan/plantest"
 	"nodeproxy/proxier/source"
 )
 
@@ -31,13 +30,30 @@ func services(first, n int, port int32) source.Batch {
 	return b
 }
 
+// runPortions runs a Proxier with portions of 20 chains over a backend that takes a second for each, after a Service of its own.
+func runPortions(t *testing.T, observer Observer, backend backendFunc) (p *Proxier, stop func()) {
+	p = New(Config{NodeName: "me", Families: plan.Families[:1], Backend: backend, MostAtOnce: 20, Observer: observer,
+		Log: slog.New(slog.DiscardHandler)})
+	ctx, cancel := context.WithCancel(t.Context())
+	ended := make(chan struct{})
+	go func() {
+		p.Run(ctx)
+		close(ended)
+	}()
+	first := services(900, 1, 80)
+	first.Synced = true
+	p.Apply(first)
+	time.Sleep(10 * time.Second)
+	return p, func() { cancel(); <-ended }
+}
+
 // TestSmallChangeGoesBetween: a change that arrives while a large one is programmed waits for one portion of it, not for all.
 func TestSmallChangeGoesBetween(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		var calls []string
 		begin := time.Now()
 		programmed := map[string]time.Duration{}
-		backend := backendFunc(func(_ context.Context, p *plan.Plan, changed plan.Keys) error {
+		p, stop := runPortions(t, nil, func(_ context.Context, p *plan.Plan, changed plan.Keys) error {
 			time.Sleep(time.Second)
 			calls = append(calls, fmt.Sprint(len(changed), " of ", len(p.Services)))
 			for k := range changed {
@@ -45,24 +61,12 @@ func TestSmallChangeGoesBetween(t *testing.T) {
 			}
 			return nil
 		})
-		p := New(Config{NodeName: "me", Families: plan.Families[:1], Backend: backend, MostAtOnce: 20, Log: slog.New(slog.DiscardHandler)})
-		ctx, cancel := context.WithCancel(t.Context())
-		ended := make(chan struct{})
-		go func() {
-			p.Run(ctx)
-			close(ended)
-		}()
-		first := services(900, 1, 80)
-		first.Synced = true
-		p.Apply(first)
-		time.Sleep(10 * time.Second)
 		begin = time.Now()
 		p.Apply(services(0, 100, 80))
 		time.Sleep(1500 * time.Millisecond)
 		p.Apply(services(900, 1, 81))
 		time.Sleep(20 * time.Second)
-		cancel()
-		<-ended
+		stop()
 		want := []string{"0 of 1", "20 of 21", "20 of 41", "21 of 61", "20 of 81", "20 of 101"}
 		if !slices.Equal(calls, want) {
 			t.Errorf("the backend was called for %v, want %v", calls, want)
@@ -73,87 +77,98 @@ func TestSmallChangeGoesBetween(t *testing.T) {
 	})
 }
 
-type backendFunc func(ctx context.Context, p *plan.Plan, changed plan.Keys) error
-
-func (f backendFunc) Sync(ctx context.Context, p *plan.Plan, changed plan.Keys) error {
-	return f(ctx, p, changed)
-}
-
-// TestPortions: whatever changes come in whatever portions, each plan differs from the one before in what is said and no more, has
-// one owner for each frontend, never takes one away that has an owner before and after, and the last one is what is desired.
-func TestPortions(t *testing.T) {
-	rapid.Check(t, func(t *rapid.T) {
-		plans := rapid.SliceOfN(plantest.Plans(), 2, 5).Draw(t, "plans")
-		x := &portions{most: rapid.IntRange(1, 40).Draw(t, "most")}
-		held := plan.New(plans[0].Node, plans[0].Settings)
-		owners := func(p *plan.Plan) map[claim]plan.Key {
-			out := map[claim]plan.Key{}
-			for k, sp := range p.Services {
-				for _, f := range sp.Frontends {
-					c := claimOf(f, k.Family)
-					if other, taken := out[c]; taken && other != k {
-						t.Fatalf("%s and %s have %s", k, other, f)
-					}
-					out[c] = k
-				}
-			}
-			return out
+// TestCancelledBetweenPortions: who is told to stop in the middle of a large change writes the portion that it is at, and no other,
+// and waits for nothing.
+func TestCancelledBetweenPortions(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		var calls []int
+		p, stop := runPortions(t, nil, func(_ context.Context, p *plan.Plan, _ plan.Keys) error {
+			time.Sleep(time.Second)
+			calls = append(calls, len(p.Services))
+			return nil
+		})
+		p.Apply(services(0, 100, 80))
+		time.Sleep(1500 * time.Millisecond)
+		begin := time.Now()
+		stop()
+		if took := time.Since(begin); took != 500*time.Millisecond {
+			t.Errorf("it took %v to stop", took)
 		}
-		desired := plans[0]
-		x.next(desired, nil)
-		held = copyOf(x.plan)
-		step := func(changed plan.Keys) {
-			before := owners(held)
-			p, keys := x.next(desired, changed)
-			for k := range plantest.Differing(held, p) {
-				if _, told := keys[k]; !told {
-					t.Fatalf("%s differs, and is not told", k)
-				}
-			}
-			held = copyOf(p)
-			now, then := owners(held), owners(desired)
-			for c, k := range before {
-				if _, has := now[c]; !has && then[c] != (plan.Key{}) {
-					t.Fatalf("%v of %s is nobody's, and is to be %s's", c, k, then[c])
-				}
-			}
-		}
-		for _, next := range plans[1:] {
-			changed := plantest.Differing(desired, next)
-			desired = next
-			step(changed)
-			for range rapid.IntRange(0, 3).Draw(t, "portions before the next change") {
-				step(plan.Keys{})
-			}
-		}
-		for range 1000 {
-			if len(x.waiting) == 0 {
-				break
-			}
-			step(plan.Keys{})
-		}
-		if left := plantest.Differing(held, desired); len(left) > 0 {
-			t.Fatalf("in the end these differ: %v", left)
+		if want := []int{1, 21, 41}; !slices.Equal(calls, want) {
+			t.Errorf("the backend was called for plans of %v, want %v", calls, want)
 		}
 	})
 }
 
-// TestPortionsKeepWhatThePlanSays: what is said of a plan as a whole is said of the one that the backend gets, too.
-func TestPortionsKeepWhatThePlanSays(t *testing.T) {
-	x := &portions{most: 20}
-	for _, partial := range []bool{true, false} {
-		desired := plan.New(plan.Node{Name: "me"}, plan.Settings{ResetTCP: partial})
-		desired.Partial = partial
-		if p, _ := x.next(desired, nil); p.Partial != partial || p.Settings.ResetTCP != partial || p.Node.Name != "me" {
-			t.Errorf("the backend gets a plan with Partial=%v, want %v", p.Partial, partial)
-		}
+// TestPortionsAndComparisons: where a portion fails, or everything is to be compared, all that waits is programmed with the rest.
+func TestPortionsAndComparisons(t *testing.T) {
+	for name, disturb := range map[string]func(p *Proxier) error{
+		"a portion fails":   func(*Proxier) error { return errors.New("refused") },
+		"a full comparison": func(p *Proxier) error { p.Resync(); return nil },
+		"a suspicion":       func(p *Proxier) error { p.Suspect("a test"); return nil },
+	} {
+		t.Run(name, func(t *testing.T) {
+			synctest.Test(t, func(t *testing.T) {
+				var p *Proxier
+				var calls []string
+				p, stop := runPortions(t, nil, func(_ context.Context, desired *plan.Plan, changed plan.Keys) error {
+					time.Sleep(time.Second)
+					calls = append(calls, fmt.Sprint(changed == nil, " ", len(desired.Services)))
+					if len(calls) == 2 {
+						return disturb(p)
+					}
+					return nil
+				})
+				p.Apply(services(0, 100, 80))
+				time.Sleep(20 * time.Second)
+				stop()
+				if calls[0] != "true 1" || calls[1] != "false 21" || calls[len(calls)-1] != "true 101" || len(calls) > 4 {
+					t.Errorf("the backend was called for %q, want everything at once soon after the first portion", calls)
+				}
+			})
+		})
 	}
 }
 
-func copyOf(p *plan.Plan) *plan.Plan {
-	out := plan.New(p.Node, p.Settings)
-	for _, sp := range p.Services {
-		out.Set(sp)
-	}
-	return out
+// TestPortionsAreObserved: as long as a part of a change waits, that is told, and its triggers do not count as programmed.
+func TestPortionsAreObserved(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		seen := &results{}
+		p, stop := runPortions(t, seen, func(context.Context, *plan.Plan, plan.Keys) error {
+			time.Sleep(time.Second)
+			return nil
+		})
+		seen.list = nil
+		begin := time.Now()
+		b := services(0, 50, 80)
+		slice := &discovery.EndpointSlice{AddressType: discovery.AddressTypeIPv4, ObjectMeta: metav1.ObjectMeta{
+			Namespace: "ns", Name: "s049-1", Labels: map[string]string{discovery.LabelServiceName: "s049"},
+			Annotations: map[string]string{v1.EndpointsLastChangeTriggerTime: begin.Format(time.RFC3339Nano)},
+		}}
+		b.EndpointSlices = map[types.NamespacedName]*discovery.EndpointSlice{{Namespace: "ns", Name: slice.Name}: slice}
+		p.Apply(b)
+		time.Sleep(20 * time.Second)
+		stop()
+		for i, r := range seen.list {
+			if last := i == len(seen.list)-1; (r.Waiting == 0) != last || (len(r.Triggers) == 1) != last {
+				t.Errorf("portion %d of %d: %d wait, triggers %v", i+1, len(seen.list), r.Waiting, r.Triggers)
+			}
+		}
+		if len(seen.list) != 3 {
+			t.Errorf("%d portions, want 3", len(seen.list))
+		}
+	})
+}
+
+// results is an Observer that keeps what it is told.
+type results struct{ list []Result }
+
+func (r *results) Queued(source.Batch, bool)                    {}
+func (r *results) Taken()                                       {}
+func (r *results) Synced(_ *plan.Plan, _ plan.Keys, got Result) { r.list = append(r.list, got) }
+
+type backendFunc func(ctx context.Context, p *plan.Plan, changed plan.Keys) error
+
+func (f backendFunc) Sync(ctx context.Context, p *plan.Plan, changed plan.Keys) error {
+	return f(ctx, p, changed)
 }

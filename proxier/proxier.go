@@ -9,6 +9,7 @@ import (
 	"time"
 
 	"nodeproxy/proxier/plan"
+	"nodeproxy/proxier/portion"
 	"nodeproxy/proxier/source"
 )
 
@@ -39,7 +40,7 @@ type Config struct {
 	// NodeIP, if valid, is the node's own address of its family, whatever the Node object says.
 	NodeIP netip.Addr
 	// MostAtOnce is about how many chains of rules one sync may write for changes; 0 for any number. Larger changes are made in
-	// several syncs, and small ones that arrive meanwhile go in between. A sync of everything is not divided.
+	// several syncs without a pause, and small ones that arrive meanwhile go in between. A sync of everything is not divided.
 	MostAtOnce int
 	// Observer is told how it goes; nil for nobody.
 	Observer Observer
@@ -111,12 +112,13 @@ type Proxier struct {
 
 	// Only Run's goroutine uses what follows.
 	state    *State
-	portions portions
+	portions *portion.Queue
 	full     bool          // nothing may be assumed about the kernel
 	retry    time.Duration // how long to wait after the failed sync that came last; 0 if it did not fail
 	failing  time.Duration // how long that sync took
 	inSync   bool          // there was a sync that did not fail
 	triggers []Trigger     // of changes that no sync has programmed yet
+	late     []Trigger     // of those, the ones of changes that were too large for one portion
 	// debt is by how much syncs have taken more than their share of the time, as of owed.
 	debt time.Duration
 	owed time.Time
@@ -144,7 +146,7 @@ func New(cfg Config) *Proxier {
 		doubt: make(chan struct{}, 1),
 	}
 	p.state.nodeIP = cfg.NodeIP
-	p.portions.most = cfg.MostAtOnce
+	p.portions = portion.New(cfg.MostAtOnce)
 	return p
 }
 
@@ -248,7 +250,10 @@ func (p *Proxier) wait(ctx context.Context) bool {
 		p.waitToRetry(ctx)
 		return ctx.Err() == nil // select takes any of what is ready
 	}
-	if len(p.portions.waiting) > 0 {
+	if p.portions.Waiting() > 0 {
+		// Someone may have changed what has been written while a large change is.
+		at := p.compareAt()
+		p.full = !at.IsZero() && !time.Now().Before(at)
 		return ctx.Err() == nil
 	}
 	for ctx.Err() == nil {
@@ -306,9 +311,9 @@ func (p *Proxier) round(ctx context.Context) {
 	if p.full {
 		changed = nil
 	}
-	desired, changed = p.portions.next(desired, changed)
-	p.triggers = append(p.triggers, p.portions.triggered(p.state.Triggers())...)
-	result.Plan, result.Waiting = time.Since(start), len(p.portions.waiting)
+	desired, changed = p.portions.Next(desired, changed)
+	p.noteTriggers()
+	result.Plan, result.Waiting = time.Since(start), p.portions.Waiting()
 	idle := changed != nil && len(changed) == 0
 	if !idle {
 		if changed == nil {
@@ -332,8 +337,21 @@ func (p *Proxier) round(ctx context.Context) {
 	if p.cfg.Observer != nil {
 		p.cfg.Observer.Synced(desired, changed, result)
 	}
-	if !idle && result.Err == nil && len(p.portions.waiting) == 0 {
+	if !idle && result.Err == nil {
 		p.pause(ctx, start, changed == nil)
+	}
+}
+
+// noteTriggers takes in those of what the last Update has taken in. Those of a change that is too large for one portion count
+// with its last one.
+func (p *Proxier) noteTriggers() {
+	fresh := &p.triggers
+	if p.portions.Late() {
+		fresh = &p.late
+	}
+	*fresh = append(*fresh, p.state.Triggers()...)
+	if p.portions.Waiting() == 0 {
+		p.triggers, p.late = append(p.triggers, p.late...), nil
 	}
 }
 
@@ -387,7 +405,7 @@ func (p *Proxier) warnOnce() {
 
 // pause waits until MinSyncPeriod has passed since start, when a sync began that has just ended. Where syncs have taken too
 // much of the time of late, and changes wait already, there is a rest. A sync of everything does not count: it is no
-// measure of what changes cost.
+// measure of what changes cost. Portions of one change follow each other without a pause.
 func (p *Proxier) pause(ctx context.Context, start time.Time, all bool) {
 	now := time.Now()
 	left := p.cfg.MinSyncPeriod - now.Sub(start)
@@ -395,6 +413,9 @@ func (p *Proxier) pause(ctx context.Context, start time.Time, all bool) {
 	p.owed = now
 	if !all {
 		p.debt += now.Sub(start)
+	}
+	if p.portions.Waiting() > 0 {
+		return
 	}
 	if p.debt > 0 && p.waiting() {
 		left = max(left, min(p.debt*3/2, longestRest))

@@ -85,7 +85,7 @@ func Crossed(f plan.Family) *plan.Plan {
 func Nested(f plan.Family) *rapid.Generator[*plan.Plan] {
 	return rapid.Custom(func(t *rapid.T) *plan.Plan {
 		p := emptyPlan()
-		for i := range rapid.SampledFrom([]int{0, 50, 400}).Draw(t, "plain services") {
+		for i := range rapid.SampledFrom([]int{0, 30, 120}).Draw(t, "plain services") {
 			d := plainDraft(f, i)
 			d.sp.Frontends = d.wants
 			p.Set(withEndpoints(d.sp, 2*i, 2))

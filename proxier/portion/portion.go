@@ -1,0 +1,210 @@
+// Package portion divides changes that arrive at once into portions of a bounded size, each a change from one plan to the next.
+package portion
+
+import (
+	"cmp"
+	"slices"
+
+	"nodeproxy/proxier/plan"
+)
+
+// Queue divides changes into portions, so that a small change that arrives meanwhile does not wait for all of a large one. It is
+// not safe for concurrent use.
+type Queue struct {
+	most int
+	// plan is what the backend has been given so far. It is the same object at all times.
+	plan *plan.Plan
+	// waiting are the ServicePorts that differ from it, those that have waited longest first; within says which these are.
+	waiting []plan.Key
+	within  plan.Keys
+	late    bool
+}
+
+// New returns a Queue whose portions write about most chains of rules a family; 0 for any number.
+func New(most int) *Queue { return &Queue{most: most, within: plan.Keys{}} }
+
+// Waiting is how many ServicePorts have changed that are left to later portions.
+func (q *Queue) Waiting() int { return len(q.waiting) }
+
+// Late reports whether what had just changed was too much for the last portion.
+func (q *Queue) Late() bool { return q.late }
+
+// Next returns the plan to program next, and which ServicePorts differ in it from the one before: all that have just changed, if
+// they are not too many for one portion, and as many of those that wait. changed is what has changed in desired since the call
+// before; nil gives everything.
+func (q *Queue) Next(desired *plan.Plan, changed plan.Keys) (*plan.Plan, plan.Keys) {
+	if q.most == 0 {
+		return desired, changed
+	}
+	q.late = false
+	if changed == nil {
+		q.waiting = nil
+		clear(q.within)
+		q.reset(desired)
+		return q.plan, nil
+	}
+	fresh := sorted(changed, desired)
+	if q.late = q.tooMany(fresh, desired); q.late {
+		q.wait(fresh)
+		fresh = nil
+	}
+	now := q.choose(desired, fresh)
+	q.waiting = slices.DeleteFunc(q.waiting, func(k plan.Key) bool { _, taken := now[k]; return taken })
+	for k := range now {
+		delete(q.within, k)
+		if sp := desired.Services[k]; sp != nil {
+			q.plan.Set(sp)
+		} else {
+			q.plan.Delete(k)
+		}
+	}
+	return q.plan, now
+}
+
+// sorted returns ServicePorts in the order in which they are programmed: what a node needs before anything else works comes
+// first. The families of a Service stay together, since backends program both at the same time.
+func sorted(changed plan.Keys, desired *plan.Plan) []plan.Key {
+	out := make([]plan.Key, 0, len(changed))
+	for k := range changed {
+		out = append(out, k)
+	}
+	rank := func(k plan.Key) int {
+		if sp := desired.Services[k]; sp != nil && sp.Critical {
+			return 0
+		}
+		return 1
+	}
+	slices.SortFunc(out, func(a, b plan.Key) int { return cmp.Or(rank(a)-rank(b), a.Compare(b)) })
+	return out
+}
+
+// tooMany reports whether ServicePorts are too many for one portion.
+func (q *Queue) tooMany(keys []plan.Key, desired *plan.Plan) bool {
+	cost := map[plan.Family]int{}
+	for _, k := range keys {
+		if cost[k.Family] += q.cost(k, desired); cost[k.Family] > q.most {
+			return true
+		}
+	}
+	return false
+}
+
+// wait puts ServicePorts behind those that wait already.
+func (q *Queue) wait(fresh []plan.Key) {
+	for _, k := range fresh {
+		if _, already := q.within[k]; !already {
+			q.within.Add(k)
+			q.waiting = append(q.waiting, k)
+		}
+	}
+}
+
+// choose returns what goes into the next portion: all that is fresh, and of what waits as much as one may have.
+func (q *Queue) choose(desired *plan.Plan, fresh []plan.Key) plan.Keys {
+	p := &chosen{queue: q, desired: desired, keys: plan.Keys{}, cost: map[plan.Family]int{}, moves: q.moves(desired, fresh)}
+	for _, k := range fresh {
+		p.take(k)
+	}
+	clear(p.cost)
+	for _, k := range q.waiting {
+		if p.cost[k.Family] < q.most {
+			p.take(k)
+		}
+	}
+	return p.keys
+}
+
+// chosen is a portion that is being chosen.
+type chosen struct {
+	queue   *Queue
+	desired *plan.Plan
+	moves   map[frontend][]plan.Key
+	keys    plan.Keys
+	cost    map[plan.Family]int
+}
+
+// take adds a ServicePort, with all that frontends pass to or from.
+func (p *chosen) take(k plan.Key) {
+	todo := []plan.Key{k}
+	for len(todo) > 0 {
+		k, todo = todo[len(todo)-1], todo[:len(todo)-1]
+		if _, taken := p.keys[k]; taken {
+			continue
+		}
+		p.keys.Add(k)
+		p.cost[k.Family] += p.queue.cost(k, p.desired)
+		for _, f := range p.queue.moved(k, p.desired) {
+			todo = append(todo, p.moves[f]...)
+		}
+	}
+}
+
+// reset makes the plan that of all.
+func (q *Queue) reset(desired *plan.Plan) {
+	if q.plan == nil {
+		q.plan = plan.New(desired.Node, desired.Settings)
+	}
+	q.plan.Node, q.plan.Settings, q.plan.Partial = desired.Node, desired.Settings, desired.Partial
+	for k := range q.plan.Services {
+		if desired.Services[k] == nil {
+			q.plan.Delete(k)
+		}
+	}
+	for _, sp := range desired.Services {
+		q.plan.Set(sp)
+	}
+}
+
+// cost is about how many chains of rules a ServicePort's change writes or removes.
+func (q *Queue) cost(k plan.Key, desired *plan.Plan) int {
+	most := 0
+	for _, sp := range []*plan.ServicePort{q.plan.Services[k], desired.Services[k]} {
+		if sp != nil {
+			most = max(most, len(sp.All()))
+		}
+	}
+	return 1 + most
+}
+
+// frontend is what a packet is known by.
+type frontend struct {
+	family  plan.Family
+	address plan.Address
+}
+
+// moves tells of each frontend that a ServicePort that waits, or has just changed, gets or loses, by which that is. A frontend
+// that passes from one to another does so in one portion: it never has two owners, nor none.
+func (q *Queue) moves(desired *plan.Plan, fresh []plan.Key) map[frontend][]plan.Key {
+	out := map[frontend][]plan.Key{}
+	note := func(k plan.Key) {
+		for _, f := range q.moved(k, desired) {
+			out[f] = append(out[f], k)
+		}
+	}
+	for _, k := range q.waiting {
+		note(k)
+	}
+	for _, k := range fresh {
+		note(k)
+	}
+	return out
+}
+
+// moved are the frontends that a ServicePort gets or loses.
+func (q *Queue) moved(k plan.Key, desired *plan.Plan) []frontend {
+	var out []frontend
+	before, after := q.plan.Services[k], desired.Services[k]
+	only := func(a, b *plan.ServicePort) {
+		if a == nil {
+			return
+		}
+		for _, f := range a.Frontends {
+			if b == nil || !slices.Contains(b.Frontends, f) {
+				out = append(out, frontend{k.Family, plan.Address{Addr: f.Addr, Protocol: f.Protocol, Port: f.Port}})
+			}
+		}
+	}
+	only(before, after)
+	only(after, before)
+	return out
+}
