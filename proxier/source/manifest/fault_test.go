@@ -9,6 +9,8 @@ import (
 	"testing"
 	"time"
 
+	"k8s.io/apimachinery/pkg/types"
+
 	"nodeproxy/proxier/source"
 )
 
@@ -213,6 +215,108 @@ func TestFilesThatCantBeRead(t *testing.T) {
 			}
 		})
 	}
+}
+
+// TestReplacedAfterStartOverBroken: a file that could not be read at the start, and that is removed and written anew, as editors do,
+// is not taken for gone in between.
+func TestReplacedAfterStartOverBroken(t *testing.T) {
+	t.Parallel()
+	m1, l1 := at("web", 1)
+	m2, l2 := at("other", 2)
+	dir := writeFiles(t, map[string]string{"other.yaml": m2, "web.yaml": ""})
+	file := filepath.Join(dir, "web.yaml")
+	r := start(t, dir)
+	r.awaitState("what can be read", l2)
+	remove(t, file)
+	time.Sleep(25 * time.Millisecond)
+	write(t, file, m1)
+	r.awaitState("mended", l2+l1)
+	r.await("whole", func() bool { return r.extent() == source.Whole })
+	r.mu.Lock()
+	defer r.mu.Unlock()
+	for _, b := range r.batches {
+		if b.Services[types.NamespacedName{Namespace: "default", Name: "web"}] != nil {
+			return
+		}
+		if b.Extent == source.Whole {
+			t.Fatal("everything counts as known before the file is there again")
+		}
+	}
+}
+
+// TestRemovedAfterStartOverBroken: where such a file is removed for good, everything is known.
+func TestRemovedAfterStartOverBroken(t *testing.T) {
+	t.Parallel()
+	m2, l2 := at("other", 2)
+	dir := writeFiles(t, map[string]string{"other.yaml": m2, "web.yaml": ""})
+	r := start(t, dir)
+	r.awaitState("what can be read", l2)
+	remove(t, filepath.Join(dir, "web.yaml"))
+	r.await("whole", func() bool { return r.extent() == source.Whole })
+	r.await("no fault", func() bool { return len(r.source.Faults()) == 0 })
+}
+
+// TestStartWhileBeingWritten: a file that a program writes while this one starts has not only what it has so far.
+func TestStartWhileBeingWritten(t *testing.T) {
+	t.Parallel()
+	m1, l1 := at("web", 1)
+	m2, l2 := at("other", 2)
+	dir := t.TempDir()
+	file, err := os.Create(filepath.Join(dir, "all.yaml"))
+	if err != nil {
+		t.Fatal(err)
+	}
+	put := func(text string) {
+		t.Helper()
+		if _, err := file.WriteString(text); err != nil {
+			t.Fatal(err)
+		}
+	}
+	put(m1 + "---\n")
+	r := start(t, dir)
+	r.await("the first batch", func() bool { return r.count() > 0 })
+	if got := r.extent(); got != source.Partial {
+		t.Errorf("the first batch has extent %v", got)
+	}
+	time.Sleep(patience + hold)
+	if got := r.extent(); got != source.Partial {
+		t.Errorf("while it is being written, the extent is %v", got)
+	}
+	put(m2)
+	if err := file.Close(); err != nil {
+		t.Fatal(err)
+	}
+	r.awaitState("written", l2+l1)
+	r.await("whole", func() bool { return r.extent() == source.Whole })
+	r.await("no fault", func() bool { return len(r.source.Faults()) == 0 })
+}
+
+// TestMovedAway: a file that is renamed has not gone; one whose inode another file has got has.
+func TestMovedAway(t *testing.T) {
+	t.Parallel()
+	a := stamp{dev: 1, inode: 12, size: 300, mtime: 1000, ctime: 1000}
+	renamed, reused := a, stamp{dev: 1, inode: 12, size: 200, mtime: 2000, ctime: 2000}
+	renamed.ctime = 1500
+	for what, row := range map[string]struct {
+		other stamp
+		want  bool
+	}{"renamed": {renamed, true}, "a new file with its inode": {reused, false}} {
+		w := &watch{stamps: map[string]stamp{"a.yaml": a, "b.yaml": row.other}}
+		if got := w.movedAway("a.yaml"); got != row.want {
+			t.Errorf("%s: %v", what, got)
+		}
+	}
+}
+
+// extent is what was said last of how much is known.
+func (r *running) extent() source.Extent {
+	r.mu.Lock()
+	defer r.mu.Unlock()
+	var all source.Batch
+	for _, b := range r.batches {
+		all.Merge(b)
+	}
+	return all.Extent
 }
 
 // TestStartOverBroken holds that a start over files that can't be read says that not everything is known, until it is.

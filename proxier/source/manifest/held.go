@@ -109,6 +109,12 @@ func (w *watch) weigh(r *reading, h *held, now time.Time) bool {
 		return false
 	}
 	last, known := w.whole[r.path]
+	if r.open && (!w.synced || w.unknown[r.path]) { // What it will have in the end, nobody knows.
+		h.wrong(name, issue{detail: "a program has the file open for writing",
+			effect: sayf("%s until that is done, or the file has not changed for %v", effect, settle)})
+		at := h.changed.Add(settle)
+		return !now.Before(at) || h.until(at, now)
+	}
 	if known {
 		if cut := cutOff(last.data, r.text.data); cut != notCut {
 			return w.weighCut(r, h, cut, last, now)

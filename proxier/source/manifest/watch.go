@@ -226,7 +226,7 @@ func (w *watch) complete(b *source.Batch) {
 		return
 	}
 	for path := range w.unknown {
-		if !faults[path] {
+		if !faults[path] && w.held[path] == nil {
 			delete(w.unknown, path)
 		}
 	}
@@ -263,7 +263,8 @@ func (w *watch) read(pending map[string]bool, now time.Time) (readings []*readin
 		}
 		switch {
 		case err == nil && info.IsDir(), errors.Is(err, fs.ErrNotExist), !accepted(path) && path != w.cfg.Path:
-			if w.model.files[path] != nil {
+			// Of a file that could not be read since the start, nothing is in force, but the kernel may hold rules for it.
+			if w.model.files[path] != nil || w.unknown[path] && errors.Is(err, fs.ErrNotExist) {
 				gone = append(gone, path)
 			} else {
 				delete(w.held, path)
@@ -289,11 +290,12 @@ func (w *watch) read(pending map[string]bool, now time.Time) (readings []*readin
 	return readings, gone
 }
 
-// movedAway reports whether a file that is gone has only got another name, so that nothing is to be waited for.
+// movedAway reports whether a file that is gone has only got another name, so that nothing is to be waited for. A new file that has
+// got the inode of a removed one is another.
 func (w *watch) movedAway(path string) bool {
 	was := w.stamps[path]
 	for other, st := range w.stamps {
-		if other != path && st.id() == was.id() {
+		if other != path && st.id() == was.id() && st.size == was.size && st.mtime == was.mtime {
 			return true
 		}
 	}
