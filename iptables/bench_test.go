@@ -79,6 +79,7 @@ func manyAtOnce(b *testing.B, services, endpoints, portion int) {
 	b.StopTimer()
 	e := realEngine(b, NFT, plan.IPv4)
 	e.options.CompactAbove = DefaultCompactAbove
+	e.tool.(*tool).restoreTime = time.Hour // On a busy machine, the run for all takes longer than it may.
 	p := plantest.Large(500, endpoints)
 	if err := e.sync(b.Context(), p, nil); err != nil {
 		b.Error(err)

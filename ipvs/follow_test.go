@@ -2,6 +2,7 @@ package ipvs
 
 import (
 	"context"
+	"maps"
 	"net/netip"
 	"slices"
 	"strings"
@@ -79,7 +80,20 @@ func TestMasqueradeBitChanges(t *testing.T) {
 			first, k := fakeEngine(plan.IPv4, old)
 			must(t, first.sync(context.Background(), p, nil))
 			second := engineOver(k, next)
+			held := maps.Clone(k.virtual)
+			for _, v := range held {
+				for a := range v.Destinations {
+					k.connections[a] = 1
+				}
+			}
 			must(t, second.sync(context.Background(), p, nil))
+			must(t, second.drain(time.Now()))
+			for id := range held {
+				if k.virtual[id] == nil {
+					t.Errorf("from bit %d to bit %d, virtual server %s goes with its connections", before, after, id)
+				}
+			}
+			clear(k.connections)
 			must(t, second.drain(time.Now()))
 			fresh, want := fakeEngine(plan.IPv4, next)
 			must(t, fresh.sync(context.Background(), p, nil))

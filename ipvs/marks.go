@@ -55,14 +55,18 @@ func (m marks) guard() kernel.MarkGuard {
 
 // ours reports whether a mark is one that this package gives, whichever bit asks for masquerading: it may have been another one
 // at the last start.
-func (m marks) ours(mark uint32) bool {
-	const lowest = 27 // With this one and all below, the signature is in one place.
-	for bit := lowest; bit < 32; bit++ {
-		if m := newMarks(bit); mark&m.value(signatureMask) == m.value(signature) {
-			return true
+func (m marks) ours(mark uint32) bool { return len(m.identities(mark)) > 0 }
+
+// identities are those that a mark of ours may stand for, as the bit that asked for masquerading when it was given is not known.
+func (m marks) identities(mark uint32) []markID {
+	var out []markID
+	for bit := range 32 {
+		given := newMarks(bit)
+		if mark&given.value(signatureMask) == given.value(signature) {
+			out = append(out, given.identity(mark))
 		}
 	}
-	return false
+	return out
 }
 
 // ranks is how many ServicePorts whose names have one hash can be told apart. With a thousand of them in need of a hash,

@@ -178,18 +178,19 @@ func (s *state) hasNodePort(id markID) bool {
 }
 
 // replaces reports whether a virtual server that is not desired was one of a ServicePort that is there, though it is found in
-// another way now: by another mark, as under another policy, or, where it was kube-proxy's, by an address of the node and a
-// node port. hashes are those of all ServicePorts.
+// another way now: by another mark, as under another policy or with another bit for masquerading, or, where it was kube-proxy's,
+// by an address of the node and a node port. hashes are those of all ServicePorts.
 func (s *state) replaces(id kernel.ServerID, hashes map[uint32]bool) bool {
 	if id.Mark == 0 {
 		_, host := s.options.Host[id.Addr]
 		return host && id.Protocol == plan.TCP && s.hasNodePort(nodePortID(id.Protocol, id.Port))
 	}
-	name := s.marks.identity(id.Mark)
-	if hash, is := name.hash(); is {
-		return hashes[hash]
-	}
-	return name.protocol() == plan.TCP && s.hasNodePort(name)
+	return slices.ContainsFunc(s.marks.identities(id.Mark), func(name markID) bool {
+		if hash, is := name.hash(); is {
+			return hashes[hash]
+		}
+		return name.protocol() == plan.TCP && s.hasNodePort(name)
+	})
 }
 
 // hashes are those of the names of all ServicePorts of TCP.
