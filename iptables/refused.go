@@ -54,18 +54,25 @@ func (e *engine) settle(found []plan.Refusal, f *fullSync) {
 	}
 }
 
-// withhold takes the ServicePorts out of a change that were refused a short while ago, and are still wanted: to find out that they
-// still are would cost a comparison of everything. A later sync has them.
+// withhold takes the ServicePorts out of a change that were refused a short while ago, and differ from that in their endpoints alone:
+// to find out that they still are would cost a comparison of everything. A later sync has them. What differs otherwise is tried at
+// once: it may be the owner's mend.
 func (e *engine) withhold(p *plan.Plan, changed plan.Keys) plan.Keys {
 	if len(e.refused) == 0 || changed == nil {
 		return changed
 	}
 	out := maps.Clone(changed)
 	maps.DeleteFunc(out, func(k plan.Key, _ struct{}) bool {
-		r := e.refused[k]
-		return r != nil && p.Services[k] != nil && time.Now().Before(r.again)
+		r, sp := e.refused[k], p.Services[k]
+		return r != nil && sp != nil && time.Now().Before(r.again) && sameButEndpoints(r.sp, sp)
 	})
 	return out
+}
+
+func sameButEndpoints(a, b *plan.ServicePort) bool {
+	like := *b
+	like.Endpoints = a.Endpoints
+	return a.Equal(&like)
 }
 
 // stillRefused returns how a ServicePort was refused that is not to be tried yet; nil if it is to be tried.

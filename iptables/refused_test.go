@@ -224,3 +224,34 @@ func TestRefusedChange(t *testing.T) {
 		}
 	}
 }
+
+// TestMendedByItsOwner: a ServicePort that is refused is tried with a change of its own at once, unless only its endpoints have
+// changed.
+func TestMendedByItsOwner(t *testing.T) {
+	e, k := fakeEngine(plan.IPv4)
+	p := plantest.Large(50, 3)
+	good := plantest.LargeService(17, 5000, 3)
+	bad := *good
+	bad.Affinity = time.Hour
+	p.Set(&bad)
+	k.refuse = "-m recent "
+	err := e.sync(t.Context(), p, nil)
+	refusedAlone(t, e, err, bad.Key, false)
+	changed := plan.Keys{}
+	changed.Add(bad.Key)
+
+	more := *plantest.LargeService(17, 6000, 4)
+	more.Affinity = time.Hour
+	p.Set(&more)
+	k.restores = nil
+	if err := e.sync(t.Context(), p, changed); err != nil || len(k.restores) > 0 {
+		t.Errorf("other endpoints: %v, writes %q", err, k.restores)
+	}
+	p.Set(good)
+	if err := e.sync(t.Context(), p, changed); err != nil {
+		t.Fatal(err)
+	}
+	if got, want := k.text(), wantText(p, plan.IPv4); got != want {
+		t.Errorf("without what the kernel does not take:\n%s", diffLines(want, got))
+	}
+}
