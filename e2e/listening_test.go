@@ -28,10 +28,10 @@ func TestListening(t *testing.T) {
 		}{
 			{nil, []string{"*:10256", "*:32100", "127.0.0.1:10249"}, harness.MetricsAddr, 404},
 			{[]string{"--metrics-bind-address=127.0.0.2:7001", "--healthz-bind-address=" + node.String() + ":7002", "--profiling",
-				"--nodeport-addresses=192.168.77.0/24"},
+				"--nodeport-addresses=192.168.77.0/24,fd00:99::/64"},
 				[]string{"127.0.0.2:7001", node.String() + ":32100", node.String() + ":7002"}, netip.MustParseAddrPort("127.0.0.2:7001"), 200},
 			{[]string{"--metrics-bind-address=", "--healthz-bind-address=", "--nodeport-addresses=127.0.0.0/8,192.168.77.0/24"},
-				[]string{"127.0.0.1:32100", node.String() + ":32100"}, netip.AddrPort{}, 0},
+				[]string{"*:32100", "127.0.0.1:32100", node.String() + ":32100"}, netip.AddrPort{}, 0},
 		} {
 			d := w.Run(t, variant, append(tc.flags, clusterCIDR)...)
 			eventually(t, fmt.Sprint(tc.flags), func() error {

@@ -266,7 +266,7 @@ func TestUnrelatedRules(t *testing.T) {
 					l.sync(plan.Keys{sp.Key: {}})
 				}
 				l.sync(nil)
-				time.Sleep(pollInterval + 100*time.Millisecond)
+				time.Sleep(tellInterval + pollInterval + 100*time.Millisecond)
 				if why := l.seen.take(); len(why) > 0 {
 					t.Errorf("syncs of its own made it suspect that %q", why)
 				}

@@ -18,7 +18,9 @@ type watch struct {
 	mu    sync.Mutex
 	busy  int            // how many syncs are at work
 	sizes map[sized]info // of the legacy variant, as they were after the last sync; nil where that is not watched
-	noted []sized        // tables that others had changed when a sync began
+	noted []sized        // tables that others have changed, and that nobody has been told of yet
+	lost  bool           // whether one of those has fewer entries than before
+	told  time.Time      // when somebody was told last
 	probe *infoSockets
 }
 
@@ -83,8 +85,13 @@ type sized struct {
 	table table
 }
 
-// pollInterval is how often the sizes of tables are looked at.
-const pollInterval = 250 * time.Millisecond
+// pollInterval is how often the sizes of tables are looked at, and tellInterval the least time between two suspicions, unless a table
+// has lost entries: those may be ours, and Services may be without rules, while a program that adds to its own rules all the time
+// is not to cost a comparison each time.
+const (
+	pollInterval = 250 * time.Millisecond
+	tellInterval = time.Second
+)
 
 func (w *watch) begin(probe *infoSockets, legacy []watched) {
 	w.mu.Lock()
@@ -106,7 +113,7 @@ func (w *watch) writing() (done func()) {
 	w.mu.Lock()
 	defer w.mu.Unlock()
 	if w.busy == 0 {
-		w.noted = append(w.noted, w.measure()...)
+		w.note()
 	}
 	w.busy++
 	return func() {
@@ -118,15 +125,23 @@ func (w *watch) writing() (done func()) {
 	}
 }
 
-// measure reads the sizes of all tables, and returns those that are not as they were. The lock must be held.
-func (w *watch) measure() (other []sized) {
+// note notes the tables whose size is not what it was. The lock must be held.
+func (w *watch) note() {
+	other, lost := w.measure()
+	w.noted, w.lost = append(w.noted, other...), w.lost || lost
+}
+
+// measure reads the sizes of all tables, and returns those that are not as they were, and whether one has lost entries. The lock
+// must be held.
+func (w *watch) measure() (other []sized, lost bool) {
 	for s, was := range w.sizes {
 		if now := w.probe.read(s.tool.family, s.table); now != was {
 			w.sizes[s] = now
 			other = append(other, s)
+			lost = lost || now.entries < was.entries
 		}
 	}
-	return other
+	return other, lost
 }
 
 // poll looks at the sizes of tables now and then. Whoever replaces rules by as many of the same length goes unnoticed here.
@@ -153,17 +168,21 @@ func (w *watch) poll(ctx context.Context, suspect func(string)) {
 	}
 }
 
-// changed names the tables that others have changed since the last time.
+// changed names the tables that others have changed since the last time, if it is time to tell.
 func (w *watch) changed() []string {
 	w.mu.Lock()
 	defer w.mu.Unlock()
 	if w.busy > 0 {
 		return nil
 	}
+	w.note()
+	if len(w.noted) == 0 || !w.lost && time.Since(w.told) < tellInterval {
+		return nil
+	}
 	var out []string
-	for _, s := range append(w.noted, w.measure()...) {
+	for _, s := range w.noted {
 		out = append(out, fmt.Sprintf("table %s (%s)", s.table, s.tool.family))
 	}
-	w.noted = nil
+	w.noted, w.lost, w.told = nil, false, time.Now()
 	return out
 }
