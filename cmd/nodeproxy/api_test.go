@@ -22,7 +22,9 @@ import (
 // emptyCluster is an API server without objects, which keeps the events that it is sent.
 type emptyCluster struct {
 	*httptest.Server
-	hold chan struct{} // if not nil, lists wait until it is closed
+	hold  chan struct{} // if not nil, lists wait until it is closed
+	ended chan struct{} // closed when requests are to end
+	end   func()        // closes its address and all connections
 
 	mu     sync.Mutex
 	asked  map[string]int // lists, by resource
@@ -36,17 +38,16 @@ func newEmptyCluster(t *testing.T, address string, hold chan struct{}) *emptyClu
 	if err != nil {
 		t.Fatal(err)
 	}
-	c := &emptyCluster{hold: hold, asked: map[string]int{}}
+	c := &emptyCluster{hold: hold, ended: make(chan struct{}), asked: map[string]int{}}
 	c.Server = &httptest.Server{Listener: listener, Config: &http.Server{Handler: c}}
 	c.Start()
+	c.end = sync.OnceFunc(func() {
+		close(c.ended) // A client may connect again while connections are closed, and Close waits for its request.
+		c.CloseClientConnections()
+		c.Close()
+	})
 	t.Cleanup(c.end)
 	return c
-}
-
-// end closes its address and all connections.
-func (c *emptyCluster) end() {
-	c.CloseClientConnections()
-	c.Close()
 }
 
 // kinds are the kinds of the lists, by resource.
@@ -75,7 +76,10 @@ func (c *emptyCluster) ServeHTTP(w http.ResponseWriter, r *http.Request) {
 		answerError(w, http.StatusUnprocessableEntity, metav1.StatusReasonInvalid)
 	case query.Get("watch") != "":
 		w.(http.Flusher).Flush()
-		<-r.Context().Done()
+		select {
+		case <-c.ended:
+		case <-r.Context().Done():
+		}
 	default:
 		c.mu.Lock()
 		c.asked[resource]++
@@ -83,6 +87,8 @@ func (c *emptyCluster) ServeHTTP(w http.ResponseWriter, r *http.Request) {
 		if c.hold != nil {
 			select {
 			case <-c.hold:
+			case <-c.ended:
+				return
 			case <-r.Context().Done():
 				return
 			}
