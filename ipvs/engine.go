@@ -321,7 +321,9 @@ func (e *engine) leaveUnknown(t *touched, p *plan.Plan) {
 		}
 	}
 	for m := range t.members {
-		if e.desired.members[m] == nil && !known[plan.Address{Addr: m.entry.Addr, Protocol: m.entry.Protocol, Port: m.entry.Port}] {
+		// What is in KUBE-LOOP-BACK are endpoints, which may be those of a Service that is not known whatever frontends are.
+		ofKnown := m.set != setLoopBack && known[plan.Address{Addr: m.entry.Addr, Protocol: m.entry.Protocol, Port: m.entry.Port}]
+		if e.desired.members[m] == nil && !ofKnown {
 			delete(t.members, m)
 		}
 	}
