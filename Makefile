@@ -64,7 +64,7 @@ test: deps
 test-all: deps build lint controlplane kernel guest deploytools neighbours
 	go test -count=1 -timeout 10m $$(go list ./... | grep -v /e2e)
 	$(MAKE) race
-	NODEPROXY_BIN=$(CURDIR)/$(BINARY) go test -count=1 -timeout 20m -v ./e2e/... | hack/quiet
+	NODEPROXY_BIN=$(CURDIR)/$(BINARY) go test -count=1 -timeout 29m -v ./e2e/... | hack/quiet
 	$(MAKE) test-hostile
 	$(MAKE) demo
 
@@ -79,7 +79,7 @@ TestRenderIsWhatRunApplies|TestRestartUnderLoad|TestSCTP|TestSingleStack|TestSou
 test-hostile: deps build kernel guest
 	hack/hostile go test -count=1 -timeout 10m $(HOSTILE_PACKAGES)
 	NODEPROXY_BIN=$(CURDIR)/$(BINARY) hack/hostile sh -c \
-		"go test -count=1 -timeout 20m -v -run '^($(subst $() ,,$(HOSTILE)))' ./e2e ./e2e/ipvs | hack/quiet"
+		"go test -count=1 -timeout 29m -v -run '^($(subst $() ,,$(HOSTILE)))' ./e2e ./e2e/ipvs | hack/quiet"
 
 # "make test" in a clone, on a Debian without any package that this installs: see hack/fresh-root.
 test-fresh: deps

@@ -47,7 +47,7 @@ func TestIPVSSchedulers(t *testing.T) {
 			t.Error(err)
 		}
 		servers := virtualServers(t, w)
-		for number, want := range map[int]string{hash: "sh", unknown: "lc", weights: "wrr", plain: "lc"} {
+		for number, want := range map[int]string{hash: "sh -b sh-fallback", unknown: "lc", weights: "wrr", plain: "lc"} {
 			for _, family := range families {
 				for _, to := range []netip.AddrPort{clusterIP(number, family), vip(number, family), externalIP(number, family)} {
 					if line := fmt.Sprintf("-A -t %s -s %s\n", to, want); !strings.Contains(servers, line) {

@@ -89,7 +89,7 @@ func (s *switching) left(t *testing.T) string {
 // and what is left is what a node holds that never was in the other mode. What IPVS knows of connections stays until they
 // end, or for the grace period.
 func TestIPVSModeSwitch(t *testing.T) {
-	const grace = 8 * time.Second
+	const grace = 20 * time.Second
 	onEachVariant(t, func(t *testing.T, variant harness.Variant) {
 		w := harness.New(t, harness.Options{})
 		w.Write(t, "nodes.yaml", w.NodeObjects()...)
