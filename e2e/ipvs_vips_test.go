@@ -19,7 +19,7 @@ const hostPort = 7070
 // listens to is not to be reached there, nor are node ports; and they answer to ping.
 func TestIPVSAddressesAreServicesOnly(t *testing.T) {
 	onEachVariant(t, func(t *testing.T, variant harness.Variant) {
-		w := harness.New(t, harness.Options{})
+		w := harness.New(t, harness.Options{OwnFirewall: true}) // ports of the node are asked for from outside
 		w.Write(t, "nodes.yaml", w.NodeObjects()...)
 		w.Write(t, "s.yaml", harness.Objects(harness.Service("s", 1), w.Ready("n1a", "n2a")...)...)
 		local := harness.Service("local", 2, harness.Policies("Local", "Local"))

@@ -36,49 +36,6 @@ var ufw = otherProgram{
 	reload: func(b *beside) { b.program("ufw reload") },
 }
 
-// firewalld has tables of its own in nf_tables, as its default is, whichever variant of iptables others use. Version 1 empties all
-// tables of iptables besides, at its start and at each reload; and while it reloads it drops what is new.
-var firewalld = otherProgram{
-	name: "firewalld", kind: theProgram,
-	start: func(b *beside) {
-		rules := "firewall-offline-cmd --zone=trusted --add-source={pods}\n"
-		if mode == harness.IPVS {
-			for _, to := range []string{"{services}", "{lbs}", "{externals}"} {
-				rules += `firewall-offline-cmd --zone=public --add-rich-rule='rule family="ipv{v}" destination address="` + to +
-					`" accept'` + "\n"
-			}
-			rules += `4 firewall-offline-cmd --zone=public --add-port=30000-32767/tcp
-				4 firewall-offline-cmd --zone=public --add-port=30000-32767/udp
-			`
-		}
-		b.program(b.perFamily(rules) + startFirewalld)
-	},
-	reload:  func(b *beside) { b.program("firewall-cmd --quiet --reload") },
-	empties: func(harness.Variant) bool { return true },
-}
-
-const startFirewalld = `
-mkdir -p /run/dbus
-cat >/run/bus.conf <<-END
-	<!DOCTYPE busconfig PUBLIC "-//freedesktop//DTD D-Bus Bus Configuration 1.0//EN"
-		"http://www.freedesktop.org/standards/dbus/1.0/busconfig.dtd">
-	<busconfig>
-		<type>system</type>
-		<listen>unix:path=/run/dbus/system_bus_socket</listen>
-		<auth>EXTERNAL</auth>
-		<policy context="default"><allow send_destination="*" eavesdrop="true"/><allow eavesdrop="true"/><allow own="*"/></policy>
-	</busconfig>
-END
-dbus-daemon --config-file=/run/bus.conf --fork --nopidfile
-firewalld --nofork --nopid >/run/firewalld.log 2>&1 &
-for i in $(seq 300); do
-	! firewall-cmd --quiet --state 2>/dev/null || exit 0
-	sleep 0.1
-done
-cat /run/firewalld.log >&2
-exit 1
-`
-
 // docker sets the policy of FORWARD to DROP. The network plugin of a cluster has rules of its own that accept what goes to pods and
 // what comes from them.
 var docker = otherProgram{
