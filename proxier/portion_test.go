@@ -6,6 +6,7 @@ import (
 	"fmt"
 	"log/slog"
 	"slices"
+	"sync"
 	"testing"
 	"testing/synctest"
 	"time"
@@ -138,7 +139,7 @@ func TestPortionsAreObserved(t *testing.T) {
 			time.Sleep(time.Second)
 			return nil
 		})
-		seen.list = nil
+		seen.take() // the first sync
 		begin := time.Now()
 		b := services(0, 50, 80)
 		slice := &discovery.EndpointSlice{AddressType: discovery.AddressTypeIPv4, ObjectMeta: metav1.ObjectMeta{
@@ -149,23 +150,40 @@ func TestPortionsAreObserved(t *testing.T) {
 		p.Apply(b)
 		time.Sleep(20 * time.Second)
 		stop()
-		for i, r := range seen.list {
-			if last := i == len(seen.list)-1; (r.Waiting == 0) != last || (len(r.Triggers) == 1) != last {
-				t.Errorf("portion %d of %d: %d wait, triggers %v", i+1, len(seen.list), r.Waiting, r.Triggers)
+		list := seen.take()
+		for i, r := range list {
+			if last := i == len(list)-1; (r.Waiting == 0) != last || (len(r.Triggers) == 1) != last {
+				t.Errorf("portion %d of %d: %d wait, triggers %v", i+1, len(list), r.Waiting, r.Triggers)
 			}
 		}
-		if len(seen.list) != 3 {
-			t.Errorf("%d portions, want 3", len(seen.list))
+		if len(list) != 3 {
+			t.Errorf("%d portions, want 3", len(list))
 		}
 	})
 }
 
 // results is an Observer that keeps what it is told.
-type results struct{ list []Result }
+type results struct {
+	mu   sync.Mutex
+	list []Result
+}
 
-func (r *results) Queued(source.Batch, bool)                    {}
-func (r *results) Taken()                                       {}
-func (r *results) Synced(_ *plan.Plan, _ plan.Keys, got Result) { r.list = append(r.list, got) }
+func (r *results) Queued(source.Batch, bool) {}
+func (r *results) Taken()                    {}
+func (r *results) Synced(_ *plan.Plan, _ plan.Keys, got Result) {
+	r.mu.Lock()
+	defer r.mu.Unlock()
+	r.list = append(r.list, got)
+}
+
+// take returns what it was told since the last time.
+func (r *results) take() []Result {
+	r.mu.Lock()
+	defer r.mu.Unlock()
+	list := r.list
+	r.list = nil
+	return list
+}
 
 type backendFunc func(ctx context.Context, p *plan.Plan, changed plan.Keys) error
 
