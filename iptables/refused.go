@@ -17,8 +17,8 @@ func (f *fullSync) works() bool {
 	return f.proved
 }
 
-// The wait until a refused ServicePort is tried again doubles from firstRefusal on, up to lastRefusal. It is tried by a comparison of
-// everything, or with its next change.
+// The wait until a refused ServicePort is tried again doubles from firstRefusal on, up to lastRefusal. After it, a comparison of
+// everything tries it, or its next change. A change of more than its endpoints does not wait.
 const firstRefusal, lastRefusal = 5 * time.Second, 10 * time.Minute
 
 // refusal is a ServicePort that the kernel has refused.
