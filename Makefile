@@ -46,7 +46,7 @@ unit: deps kernel
 
 # The parts with concurrency, under the race detector.
 race: deps
-	go test -race -count=1 ./proxier/... ./config/... ./cmd/...
+	go test -race -count=1 ./proxier/... ./source/... ./node/... ./kernel/... ./plan/... ./config/... ./cmd/...
 
 # Real packets through the real binary, in network namespaces.
 e2e: deps build controlplane kernel guest deploytools neighbours
@@ -70,8 +70,7 @@ test-all: deps build lint controlplane kernel guest deploytools neighbours
 
 # The tests of the kernel once more, as on a machine that is set up otherwise than most: see hack/hostile. HOSTILE are those that
 # send packets; none of them takes long.
-HOSTILE_PACKAGES := ./iptables ./ipvs/... ./proxier/conntrack ./proxier/exclusive ./proxier/health ./proxier/leftovers ./proxier/listeners \
-	./cmd/nodeproxy ./internal/nstest ./e2e/harness
+HOSTILE_PACKAGES := ./iptables ./ipvs/... ./kernel/... ./node/... ./cmd/nodeproxy ./internal/nstest ./e2e/harness
 HOSTILE          ?= TestAffinityKeeps|TestBackendAuto|TestCleanup|TestConnectionsSurvive|TestForeignRules|TestForwardPolicyDrop|TestHealthCheckNodePort|\
 TestInvalidPackets|TestIPVSAddresses|TestIPVSDevice|TestIPVSOneSourcePort|TestIPVSOwnAddress|TestIPVSSCTP|TestLocalhostNotReachable|\
 TestMasquerade|TestNodePortAddresses|TestPacketMatrix|TestPodsAsEndpoints|\
@@ -96,7 +95,7 @@ soak: deps build $(if $(filter ipvs,$(MODE)),kernel)
 
 # Benchmarks of single functions.
 bench: deps
-	go test -run '^$$' -bench . -benchtime 3x ./iptables/... ./proxier/...
+	go test -run '^$$' -bench . -benchtime 3x ./iptables/... ./proxier/... ./node/... ./plan/...
 
 # The whole program at 10,000 services, on both variants of iptables.
 bench-iptables: deps build

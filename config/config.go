@@ -8,8 +8,8 @@ import (
 
 	"nodeproxy/iptables"
 	"nodeproxy/ipvs"
-	"nodeproxy/proxier/plan"
-	"nodeproxy/proxier/source"
+	"nodeproxy/plan"
+	"nodeproxy/source"
 )
 
 // Config is what nodeproxy was asked to do.

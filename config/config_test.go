@@ -12,7 +12,7 @@ import (
 
 	"nodeproxy/iptables"
 	"nodeproxy/ipvs"
-	"nodeproxy/proxier/plan"
+	"nodeproxy/plan"
 )
 
 // parse reads a command line. --manifests and --node-name are given, so that a case needs no more than what it is about.

@@ -16,7 +16,7 @@ import (
 	logs "k8s.io/component-base/logs/api/v1"
 	proxyconfig "k8s.io/kube-proxy/config/v1alpha1"
 
-	"nodeproxy/proxier/source"
+	"nodeproxy/source"
 )
 
 // document is a configuration file as it was read.

@@ -5,7 +5,7 @@ import (
 	"slices"
 	"strings"
 
-	"nodeproxy/proxier/source"
+	"nodeproxy/source"
 )
 
 // gateUse says what a feature gate of kube-proxy's comes to here.

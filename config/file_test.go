@@ -13,8 +13,8 @@ import (
 	"github.com/spf13/pflag"
 	proxyconfig "k8s.io/kube-proxy/config/v1alpha1"
 
-	"nodeproxy/proxier/plan"
-	"nodeproxy/proxier/source"
+	"nodeproxy/plan"
+	"nodeproxy/source"
 )
 
 const header = "apiVersion: kubeproxy.config.k8s.io/v1alpha1\nkind: KubeProxyConfiguration\n"

@@ -6,8 +6,8 @@ import (
 	"slices"
 	"strings"
 
-	"nodeproxy/proxier/plan"
-	"nodeproxy/proxier/source"
+	"nodeproxy/plan"
+	"nodeproxy/source"
 )
 
 // noMeaning lists fields that stay without effect, and why.

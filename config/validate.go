@@ -15,7 +15,7 @@ import (
 	"nodeproxy/iptables"
 	"nodeproxy/ipvs"
 	"nodeproxy/metrics"
-	"nodeproxy/proxier/plan"
+	"nodeproxy/plan"
 )
 
 // checker understands values and gathers what is wrong with them.

@@ -12,7 +12,7 @@ import (
 
 	"nodeproxy/iptables"
 	"nodeproxy/ipvs"
-	"nodeproxy/proxier/plan"
+	"nodeproxy/plan"
 )
 
 // values are a configuration as it is written, before it is understood: what kube-proxy's file can say, and what only flags

@@ -17,8 +17,8 @@ import (
 	"sync"
 	"time"
 
+	"nodeproxy/plan"
 	"nodeproxy/proxier/drift"
-	"nodeproxy/proxier/plan"
 )
 
 // Config says how a Backend works.

@@ -5,7 +5,7 @@ import (
 	"net/netip"
 	"slices"
 
-	"nodeproxy/proxier/plan"
+	"nodeproxy/plan"
 )
 
 // Options are the parts of the rules that come from the configuration of this backend or from what the node's iptables

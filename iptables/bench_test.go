@@ -7,8 +7,8 @@ import (
 	"time"
 
 	"nodeproxy/internal/nstest"
-	"nodeproxy/proxier/plan"
-	"nodeproxy/proxier/plan/plantest"
+	"nodeproxy/plan"
+	"nodeproxy/plan/plantest"
 )
 
 // BenchmarkRender10k makes the text of 10,000 services with two endpoints each.

@@ -12,7 +12,7 @@ import (
 	"github.com/google/nftables"
 	"golang.org/x/sys/unix"
 
-	"nodeproxy/proxier/plan"
+	"nodeproxy/plan"
 )
 
 // Cleanup removes all rules that this program or kube-proxy keeps, in any mode, in these variants and both families; what they

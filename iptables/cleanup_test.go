@@ -15,7 +15,7 @@ import (
 	"golang.org/x/sys/unix"
 
 	"nodeproxy/internal/nstest"
-	"nodeproxy/proxier/plan"
+	"nodeproxy/plan"
 )
 
 // TestCleanupWithoutNFTables: the variant nft holds nothing where the kernel has no nf_tables, or no netfilter sockets at all, and

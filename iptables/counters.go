@@ -10,7 +10,7 @@ import (
 	"strings"
 	"sync"
 
-	"nodeproxy/proxier/plan"
+	"nodeproxy/plan"
 )
 
 // InvalidDropped returns how many packets KUBE-FORWARD has dropped since connection tracking took them for invalid, in

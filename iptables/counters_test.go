@@ -7,7 +7,7 @@ import (
 	"time"
 
 	"nodeproxy/internal/nstest"
-	"nodeproxy/proxier/plan"
+	"nodeproxy/plan"
 )
 
 // TestLocalhostNodePortsAreCounted connects to a node port at loopback and other addresses, and to another port.

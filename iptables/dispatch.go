@@ -7,7 +7,7 @@ import (
 	"slices"
 	"strings"
 
-	"nodeproxy/proxier/plan"
+	"nodeproxy/plan"
 )
 
 // table is an iptables table.

@@ -4,8 +4,8 @@ import (
 	"maps"
 	"slices"
 
+	"nodeproxy/plan"
 	"nodeproxy/proxier/drift"
-	"nodeproxy/proxier/plan"
 )
 
 // driftFinder finds out in what the tables that the kernel holds differ from what was written to them last.

@@ -15,9 +15,9 @@ import (
 	"pgregory.net/rapid"
 
 	"nodeproxy/internal/nstest"
+	"nodeproxy/plan"
+	"nodeproxy/plan/plantest"
 	"nodeproxy/proxier/drift"
-	"nodeproxy/proxier/plan"
-	"nodeproxy/proxier/plan/plantest"
 )
 
 // suspicions are what a watch has told.

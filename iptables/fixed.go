@@ -8,8 +8,8 @@ import (
 	"slices"
 	"strings"
 
+	"nodeproxy/plan"
 	"nodeproxy/proxier/drift"
-	"nodeproxy/proxier/plan"
 )
 
 // Fixed is a set of rules that does not grow with the number of Services: what a backend needs beside what it programs by

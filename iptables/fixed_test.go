@@ -7,8 +7,8 @@ import (
 	"testing"
 
 	"nodeproxy/internal/nstest"
-	"nodeproxy/proxier/plan"
-	"nodeproxy/proxier/plan/plantest"
+	"nodeproxy/plan"
+	"nodeproxy/plan/plantest"
 )
 
 // testFixed is a set of fixed rules as mode ipvs might have it.

@@ -10,8 +10,8 @@ import (
 	"slices"
 	"strings"
 
+	"nodeproxy/plan"
 	"nodeproxy/proxier/drift"
-	"nodeproxy/proxier/plan"
 )
 
 // maxNames is how many different chain names one run of iptables-nft-restore should see. Its cost grows with their square

@@ -14,9 +14,9 @@ import (
 	"pgregory.net/rapid"
 
 	"nodeproxy/iptables"
+	"nodeproxy/plan"
 	"nodeproxy/proxier"
-	"nodeproxy/proxier/hostile"
-	"nodeproxy/proxier/plan"
+	"nodeproxy/source/sourcetest"
 )
 
 // Every line that a render may consist of. No text of an object gets anywhere but between the quotes of a comment, and
@@ -52,7 +52,7 @@ func render(t *rapid.T, word *rapid.Generator[string]) (v4, v6 string) {
 		{Mode: plan.DetectBridgeInterface, Interface: "cni0"}, {Mode: plan.DetectInterfaceNamePrefix, Interface: "veth"},
 	}).Draw(t, "detect local")
 	state := proxier.NewState("node", settings, plan.Families[:], nil)
-	state.Apply(hostile.Objects(t, word))
+	state.Apply(sourcetest.Objects(t, word))
 	p, _ := state.Update()
 	o := iptables.Options{MasqueradeBit: rapid.IntRange(0, 31).Draw(t, "bit"), RandomFully: true,
 		CompactAbove: rapid.IntRange(0, 3).Draw(t, "compact above")}
@@ -88,7 +88,7 @@ func FuzzRulesAccepted(f *testing.F) {
 		}
 		f.Add(seed)
 	}
-	word := rapid.OneOf(rapid.SampledFrom(hostile.Words), rapid.String())
+	word := rapid.OneOf(rapid.SampledFrom(sourcetest.Words), rapid.String())
 	f.Fuzz(rapid.MakeFuzz(func(t *rapid.T) {
 		v4, v6 := render(t, word)
 		if err := restoreTest("nft", v4, v6); err != nil {
@@ -104,7 +104,7 @@ func TestRulesAccepted(t *testing.T) {
 	var draws [][2]string
 	proxied := 0
 	rapid.Check(t, func(t *rapid.T) {
-		v4, v6 := render(t, rapid.SampledFrom(hostile.Words))
+		v4, v6 := render(t, rapid.SampledFrom(sourcetest.Words))
 		draws = append(draws, [2]string{v4, v6})
 		if strings.Contains(v4+v6, "DNAT --to") {
 			proxied++
@@ -113,7 +113,7 @@ func TestRulesAccepted(t *testing.T) {
 	counted := len(draws)
 	for range 4 { // Of so many, a third have by chance less than once in 10^7 runs; nearly half have on average.
 		rapid.Check(t, func(t *rapid.T) {
-			v4, v6 := render(t, rapid.SampledFrom(hostile.Words))
+			v4, v6 := render(t, rapid.SampledFrom(sourcetest.Words))
 			counted++
 			if strings.Contains(v4+v6, "DNAT --to") {
 				proxied++
@@ -172,7 +172,7 @@ func TestTextIsData(t *testing.T) {
 	}
 	var all strings.Builder
 	_, plain := rulesFor(plan.Key{Service: plan.Service{Namespace: "ns", Name: "web"}, Port: "http"})
-	for _, word := range append([]string{"it's", `\" -j ACCEPT`, "\x7f", "-A", strings.Repeat("ü", 5000)}, hostile.Words...) {
+	for _, word := range append([]string{"it's", `\" -j ACCEPT`, "\x7f", "-A", strings.Repeat("ü", 5000)}, sourcetest.Words...) {
 		for field, key := range map[string]plan.Key{
 			"namespace": {Service: plan.Service{Namespace: word, Name: "web"}, Port: "http"},
 			"name":      {Service: plan.Service{Namespace: "ns", Name: word}, Port: "http"},

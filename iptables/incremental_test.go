@@ -12,8 +12,8 @@ import (
 
 	"pgregory.net/rapid"
 
-	"nodeproxy/proxier/plan"
-	"nodeproxy/proxier/plan/plantest"
+	"nodeproxy/plan"
+	"nodeproxy/plan/plantest"
 	"nodeproxy/proxier/portion"
 )
 

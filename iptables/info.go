@@ -7,7 +7,7 @@ import (
 
 	"golang.org/x/sys/unix"
 
-	"nodeproxy/proxier/plan"
+	"nodeproxy/plan"
 )
 
 // info is how much a table of the legacy variant holds.

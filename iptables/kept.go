@@ -7,7 +7,7 @@ import (
 	"strconv"
 	"strings"
 
-	"nodeproxy/proxier/plan"
+	"nodeproxy/plan"
 )
 
 // kept is what the kernel holds for frontends that a plan.Partial does not have: entries of dispatchers, chains that those lead

@@ -8,9 +8,9 @@ import (
 
 	"pgregory.net/rapid"
 
-	"nodeproxy/iptables/tracer"
-	"nodeproxy/proxier/plan"
-	"nodeproxy/proxier/plan/plantest"
+	"nodeproxy/plan"
+	"nodeproxy/plan/packetsim"
+	"nodeproxy/plan/plantest"
 )
 
 // partial is a plan of which some Services are not known.
@@ -81,12 +81,12 @@ func TestPartialPlan(t *testing.T) {
 		evaluator := plan.NewEvaluator(c.Plan)
 		check := func() {
 			text := k.saved()
-			rs, err := tracer.Parse(f, text)
+			rs, err := packetsim.Parse(f, text)
 			if err != nil {
 				t.Fatal(err)
 			}
 			for _, pkt := range packets {
-				if err := tracer.Compare(evaluator, rs, pkt, tracer.Node{Local: c.Local}); err != nil {
+				if err := packetsim.Compare(evaluator, rs, pkt, packetsim.Node{Local: c.Local}); err != nil {
 					t.Fatalf("%v\n%s", err, text)
 				}
 				seen++

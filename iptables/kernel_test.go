@@ -12,8 +12,8 @@ import (
 	"pgregory.net/rapid"
 
 	"nodeproxy/internal/nstest"
-	"nodeproxy/proxier/plan"
-	"nodeproxy/proxier/plan/plantest"
+	"nodeproxy/plan"
+	"nodeproxy/plan/plantest"
 )
 
 // realEngine is an engine as New makes it, but for its options. The test must be in a namespace of its own.

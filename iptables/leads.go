@@ -4,7 +4,7 @@ import (
 	"cmp"
 	"slices"
 
-	"nodeproxy/proxier/plan"
+	"nodeproxy/plan"
 )
 
 // dispatch writes what leads to the ServicePorts' own chains, with those of these that change: at once where they are not too

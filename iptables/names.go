@@ -7,7 +7,7 @@ import (
 	"slices"
 	"strconv"
 
-	"nodeproxy/proxier/plan"
+	"nodeproxy/plan"
 )
 
 // The fixed chains. Names, and how the others are derived, are kube-proxy's, so that each can take over from the other in

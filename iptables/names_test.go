@@ -4,7 +4,7 @@ import (
 	"net/netip"
 	"testing"
 
-	"nodeproxy/proxier/plan"
+	"nodeproxy/plan"
 )
 
 // TestNamesAreKubeProxys: kube-proxy and nodeproxy take over from each other in place only if both derive the same names.

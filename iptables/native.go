@@ -14,7 +14,7 @@ import (
 	"github.com/vishvananda/netlink/nl"
 	"golang.org/x/sys/unix"
 
-	"nodeproxy/proxier/plan"
+	"nodeproxy/plan"
 )
 
 // Anybody may add rules to the tables of the nft variant by nft, and what iptables knows no match or target for (masquerade,

@@ -11,8 +11,8 @@ import (
 	"time"
 
 	"nodeproxy/internal/nstest"
-	"nodeproxy/proxier/plan"
-	"nodeproxy/proxier/plan/plantest"
+	"nodeproxy/plan"
+	"nodeproxy/plan/plantest"
 )
 
 // nativeRules are rules that iptables has no words for.

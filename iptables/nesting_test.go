@@ -10,8 +10,8 @@ import (
 	"pgregory.net/rapid"
 
 	"nodeproxy/internal/nstest"
-	"nodeproxy/proxier/plan"
-	"nodeproxy/proxier/plan/plantest"
+	"nodeproxy/plan"
+	"nodeproxy/plan/plantest"
 )
 
 // deepest is the longest way from a built-in chain through the chains of a table.

@@ -14,7 +14,7 @@ import (
 
 	"golang.org/x/sys/unix"
 
-	"nodeproxy/proxier/plan"
+	"nodeproxy/plan"
 )
 
 // notifications are what the kernel tells of each change of nf_tables in this network namespace.

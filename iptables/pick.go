@@ -4,7 +4,7 @@ import (
 	"hash/fnv"
 	"net/netip"
 
-	"nodeproxy/proxier/plan"
+	"nodeproxy/plan"
 )
 
 // maxFlatEndpoints is how many endpoints a chain picks from in one line of rules. Rule k of n is tried by every

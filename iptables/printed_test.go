@@ -7,7 +7,7 @@ import (
 	"testing"
 
 	"nodeproxy/internal/nstest"
-	"nodeproxy/proxier/plan"
+	"nodeproxy/plan"
 )
 
 // TestAddressesAsPrinted: every form of an address and a range, in rules and as destination of DNAT, is written as iptables-save

@@ -7,7 +7,7 @@ import (
 	"strings"
 	"time"
 
-	"nodeproxy/proxier/plan"
+	"nodeproxy/plan"
 )
 
 // works reports whether iptables-restore does anything at all. Where it does not, as without a lock or memory, there is no use in

@@ -6,8 +6,8 @@ import (
 	"testing"
 	"time"
 
-	"nodeproxy/proxier/plan"
-	"nodeproxy/proxier/plan/plantest"
+	"nodeproxy/plan"
+	"nodeproxy/plan/plantest"
 )
 
 // refusedAlone holds that a sync succeeds, and refuses one ServicePort alone.

@@ -4,7 +4,7 @@ import (
 	"slices"
 	"strings"
 
-	"nodeproxy/proxier/plan"
+	"nodeproxy/plan"
 )
 
 // Render returns the rules of a plan for one family as input for iptables-restore: what a sync brings the kernel to, in

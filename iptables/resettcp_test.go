@@ -6,8 +6,8 @@ import (
 	"testing"
 
 	"nodeproxy/internal/nstest"
-	"nodeproxy/proxier/plan"
-	"nodeproxy/proxier/plan/plantest"
+	"nodeproxy/plan"
+	"nodeproxy/plan/plantest"
 )
 
 // TestRefusalByReset has Services without endpoints that ask for resets, and others, on the real kernel of both variants.

@@ -6,7 +6,7 @@ import (
 	"strconv"
 	"strings"
 
-	"nodeproxy/proxier/plan"
+	"nodeproxy/plan"
 )
 
 // A chain is a chain's name and its rules in order. Rules are in the form in which iptables-save prints them, without

@@ -3,7 +3,7 @@ package iptables
 import (
 	"strings"
 
-	"nodeproxy/proxier/plan"
+	"nodeproxy/plan"
 )
 
 // Observer is told of what happens to rules. Its methods must be safe for concurrent use, and must not block.

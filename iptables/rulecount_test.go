@@ -7,8 +7,8 @@ import (
 	"strings"
 	"testing"
 
-	"nodeproxy/proxier/plan"
-	"nodeproxy/proxier/plan/plantest"
+	"nodeproxy/plan"
+	"nodeproxy/plan/plantest"
 )
 
 // told gathers what an engine tells of its rules.

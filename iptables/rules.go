@@ -5,7 +5,7 @@ import (
 	"net/netip"
 	"slices"
 
-	"nodeproxy/proxier/plan"
+	"nodeproxy/plan"
 )
 
 // rules is the desired content of one family's tables, as far as it is ours. It is kept between syncs, so that a change

@@ -7,7 +7,7 @@ import (
 	"strings"
 	"time"
 
-	"nodeproxy/proxier/plan"
+	"nodeproxy/plan"
 )
 
 // fragment is what one ServicePort contributes to the rules: chains of its own, all in table nat, and entries in the

@@ -5,7 +5,7 @@ import (
 	"testing"
 	"time"
 
-	"nodeproxy/proxier/plan"
+	"nodeproxy/plan"
 )
 
 // slowKernel takes a while to be read.

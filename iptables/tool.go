@@ -17,7 +17,7 @@ import (
 
 	goiptables "github.com/coreos/go-iptables/iptables"
 
-	"nodeproxy/proxier/plan"
+	"nodeproxy/plan"
 )
 
 // Variant is one of the two implementations of iptables: over nf_tables, or over the kernel's original interface.

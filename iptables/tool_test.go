@@ -13,8 +13,8 @@ import (
 	"time"
 
 	"nodeproxy/internal/nstest"
-	"nodeproxy/proxier/plan"
-	"nodeproxy/proxier/plan/plantest"
+	"nodeproxy/plan"
+	"nodeproxy/plan/plantest"
 )
 
 // sh runs a shell command in the namespace of this thread.

@@ -14,7 +14,7 @@ import (
 	"sync"
 
 	"nodeproxy/metrics"
-	"nodeproxy/proxier/plan"
+	"nodeproxy/plan"
 )
 
 // TrafficReader reads how many connections have gone to each ServicePort. It implements metrics.TrafficReader.

@@ -15,8 +15,8 @@ import (
 
 	"nodeproxy/internal/nstest"
 	"nodeproxy/metrics"
-	"nodeproxy/proxier/plan"
-	"nodeproxy/proxier/plan/plantest"
+	"nodeproxy/plan"
+	"nodeproxy/plan/plantest"
 )
 
 var trafficKey = plan.Key{

@@ -8,9 +8,9 @@ import (
 
 	"pgregory.net/rapid"
 
-	"nodeproxy/iptables/tracer"
-	"nodeproxy/proxier/plan"
-	"nodeproxy/proxier/plan/plantest"
+	"nodeproxy/plan"
+	"nodeproxy/plan/packetsim"
+	"nodeproxy/plan/plantest"
 	"nodeproxy/proxier/portion"
 )
 
@@ -61,14 +61,14 @@ func TestTransitions(t *testing.T) {
 		k.restores = nil
 		k.changed = func() {
 			text := k.saved()
-			rs, err := tracer.Parse(f, text)
+			rs, err := packetsim.Parse(f, text)
 			if err != nil {
 				t.Fatal(err)
 			}
 			for _, p := range packets {
-				outcomes, err := rs.Trace(p.Packet, tracer.Node{Local: c.Local})
+				outcomes, err := rs.Trace(p.Packet, packetsim.Node{Local: c.Local})
 				if err == nil {
-					err = tracer.AgreeBetween(p.Before, p.After, p.Endpoints, p.Packet, outcomes)
+					err = packetsim.AgreeBetween(p.Before, p.After, p.Endpoints, p.Packet, outcomes)
 				}
 				if err != nil {
 					t.Fatalf("packet %s: after %q, %v\nbefore: %s\nafter: %s\n%s", p.Packet, k.restores, err, p.Before, p.After, text)
@@ -111,14 +111,14 @@ func TestInternalPolicyOfMany(t *testing.T) {
 		next := planOf(after)
 		states := 0
 		k.changed = func() {
-			rs, err := tracer.Parse(plan.IPv4, k.saved())
+			rs, err := packetsim.Parse(plan.IPv4, k.saved())
 			if err != nil {
 				t.Fatal(err)
 			}
 			for _, sp := range next.Sorted(plan.IPv4) {
 				pkt := plan.Packet{Src: netip.MustParseAddr("203.0.113.7"), Dst: sp.Frontends[0].Addr, Protocol: plan.TCP, DstPort: 80,
 					InInterface: "eth0"}
-				outcomes, err := rs.Trace(pkt, tracer.Node{Local: func(netip.Addr) bool { return false }})
+				outcomes, err := rs.Trace(pkt, packetsim.Node{Local: func(netip.Addr) bool { return false }})
 				if err != nil {
 					t.Fatal(err)
 				}

@@ -9,9 +9,9 @@ import (
 	"pgregory.net/rapid"
 
 	"nodeproxy/iptables"
-	"nodeproxy/iptables/tracer"
-	"nodeproxy/proxier/plan"
-	"nodeproxy/proxier/plan/plantest"
+	"nodeproxy/plan"
+	"nodeproxy/plan/packetsim"
+	"nodeproxy/plan/plantest"
 )
 
 // packetsPerPlan is how many packets are sent through the rules of each random plan and family.
@@ -40,7 +40,7 @@ func TestRenderVerdicts(t *testing.T) {
 			rules := parse(t, f, iptables.Render(c.Plan, f, options))
 			for range packetsPerPlan {
 				pkt := c.Packets(f).Draw(t, "packet")
-				if err := tracer.Compare(evaluator, rules, pkt, tracer.Node{Local: c.Local}); err != nil {
+				if err := packetsim.Compare(evaluator, rules, pkt, packetsim.Node{Local: c.Local}); err != nil {
 					t.Fatal(err)
 				}
 			}
@@ -59,7 +59,7 @@ func TestRenderAllVerdicts(t *testing.T) {
 			rules := parse(t, f, text)
 			for range packetsPerPlan / 3 {
 				pkt := c.Packets(f).Draw(t, "packet")
-				if err := tracer.Compare(evaluator, rules, pkt, tracer.Node{Local: c.Local}); err != nil {
+				if err := packetsim.Compare(evaluator, rules, pkt, packetsim.Node{Local: c.Local}); err != nil {
 					t.Fatal(err)
 				}
 			}
@@ -86,12 +86,12 @@ func TestRenderPassesMasqueraded(t *testing.T) {
 				for _, target := range c.Plan.Verdict(pkt).Targets {
 					masquerade[target.Addr] = target.Masquerade
 				}
-				for _, o := range trace(t, rules, pkt, tracer.Node{Local: c.Local}) {
+				for _, o := range trace(t, rules, pkt, packetsim.Node{Local: c.Local}) {
 					if pkt.Output || o.Delivered || !masquerade[o.Dst] {
 						continue
 					}
 					forwarded++
-					if o.Action != tracer.Accept {
+					if o.Action != packetsim.Accept {
 						t.Fatalf("%s: %s by\n%s", pkt, o, strings.Join(o.Rules, "\n"))
 					}
 				}
@@ -122,7 +122,7 @@ func TestRenderAffinity(t *testing.T) {
 				if v.Action != plan.Forward {
 					continue
 				}
-				node := tracer.Node{Local: c.Local}
+				node := packetsim.Node{Local: c.Local}
 				o := rapid.SampledFrom(trace(t, rules, pkt, node)).Draw(t, "endpoint")
 				list := recentSet.FindStringSubmatch(strings.Join(o.Rules, "\n"))
 				if asked := c.Plan.Services[v.ServicePort].Affinity > 0; asked != (list != nil) {
@@ -144,9 +144,9 @@ func TestRenderAffinity(t *testing.T) {
 	}
 }
 
-// parse reads rules, each of which the tracer must know.
-func parse(t *rapid.T, f plan.Family, text string) *tracer.Ruleset {
-	rules, err := tracer.Parse(f, text)
+// parse reads rules, each of which the simulator must know.
+func parse(t *rapid.T, f plan.Family, text string) *packetsim.Ruleset {
+	rules, err := packetsim.Parse(f, text)
 	if err == nil {
 		err = rules.Unknown()
 	}
@@ -156,7 +156,7 @@ func parse(t *rapid.T, f plan.Family, text string) *tracer.Ruleset {
 	return rules
 }
 
-func trace(t *rapid.T, rules *tracer.Ruleset, pkt plan.Packet, node tracer.Node) []tracer.Outcome {
+func trace(t *rapid.T, rules *packetsim.Ruleset, pkt plan.Packet, node packetsim.Node) []packetsim.Outcome {
 	outcomes, err := rules.Trace(pkt, node)
 	if err != nil {
 		t.Fatal(err)

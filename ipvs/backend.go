@@ -20,8 +20,8 @@ import (
 
 	"nodeproxy/iptables"
 	"nodeproxy/ipvs/kernel"
+	"nodeproxy/plan"
 	"nodeproxy/proxier/drift"
-	"nodeproxy/proxier/plan"
 )
 
 // DeviceName is the network interface that the addresses of Services are put on.

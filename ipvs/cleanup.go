@@ -11,7 +11,7 @@ import (
 	"time"
 
 	"nodeproxy/ipvs/kernel"
-	"nodeproxy/proxier/plan"
+	"nodeproxy/plan"
 )
 
 // Leftovers reports whether mode ipvs, this program's or kube-proxy's, has left something on this node: the device, the guard of marks, or sets.

@@ -5,12 +5,12 @@ import (
 	"testing"
 
 	"nodeproxy/iptables"
-	"nodeproxy/iptables/tracer"
 	"nodeproxy/ipvs"
-	"nodeproxy/proxier/plan"
+	"nodeproxy/plan"
+	"nodeproxy/plan/packetsim"
 )
 
-// TestDifferences shows where mode ipvs does otherwise than mode iptables. They are what tracer.IPVSLeeway and the other
+// TestDifferences shows where mode ipvs does otherwise than mode iptables. They are what packetsim.IPVSLeeway and the other
 // tests here make allowance for, and nothing else is.
 func TestDifferences(t *testing.T) {
 	t.Parallel()
@@ -43,11 +43,11 @@ func TestDifferences(t *testing.T) {
 	loopback.Output, loopback.InInterface = true, ""
 	pod := netip.MustParseAddr("10.244.1.2")
 	o := iptables.Options{MasqueradeBit: 14}
-	rules, err := tracer.Parse(plan.IPv4, iptables.Render(p, plan.IPv4, o))
+	rules, err := packetsim.Parse(plan.IPv4, iptables.Render(p, plan.IPv4, o))
 	if err != nil {
 		t.Fatal(err)
 	}
-	rs, err := tracer.ParseSections(plan.IPv4, ipvs.Render(p, plan.IPv4, ipvs.Options{
+	rs, err := packetsim.ParseSections(plan.IPv4, ipvs.Render(p, plan.IPv4, ipvs.Options{
 		MasqueradeBit: 14, Host: map[netip.Addr]struct{}{node: {}}}))
 	if err != nil {
 		t.Fatal(err)
@@ -55,35 +55,35 @@ func TestDifferences(t *testing.T) {
 	for _, tc := range []struct {
 		name           string
 		packet         plan.Packet
-		iptables, ipvs tracer.Outcome // but for probability and rules
+		iptables, ipvs packetsim.Outcome // but for probability and rules
 	}{
 		{"a port that no Service has, at a cluster IP", in(pod, "10.96.0.1", 81),
-			tracer.Outcome{Action: tracer.Accept, Dst: netip.MustParseAddrPort("10.96.0.1:81")},
-			tracer.Outcome{Action: tracer.Reject, Dst: netip.MustParseAddrPort("10.96.0.1:81"), Delivered: true}},
+			packetsim.Outcome{Action: packetsim.Accept, Dst: netip.MustParseAddrPort("10.96.0.1:81")},
+			packetsim.Outcome{Action: packetsim.Reject, Dst: netip.MustParseAddrPort("10.96.0.1:81"), Delivered: true}},
 		{"an endpoint of another node to itself by way of this one", in(far, "10.96.0.1", 80),
-			tracer.Outcome{Action: tracer.Accept, Dst: netip.MustParseAddrPort("10.244.2.2:8080"), DNAT: true,
+			packetsim.Outcome{Action: packetsim.Accept, Dst: netip.MustParseAddrPort("10.244.2.2:8080"), DNAT: true,
 				Masquerade: true},
-			tracer.Outcome{Action: tracer.Accept, Dst: netip.MustParseAddrPort("10.244.2.2:8080"), DNAT: true}},
+			packetsim.Outcome{Action: packetsim.Accept, Dst: netip.MustParseAddrPort("10.244.2.2:8080"), DNAT: true}},
 		{"from a loopback address to another node", loopback,
-			tracer.Outcome{Action: tracer.Accept, Dst: netip.MustParseAddrPort("10.244.2.2:8080"), DNAT: true,
+			packetsim.Outcome{Action: packetsim.Accept, Dst: netip.MustParseAddrPort("10.244.2.2:8080"), DNAT: true,
 				Masquerade: true},
-			tracer.Outcome{Action: tracer.Drop, Dst: netip.MustParseAddrPort("192.168.1.10:30080"), Delivered: true}},
+			packetsim.Outcome{Action: packetsim.Drop, Dst: netip.MustParseAddrPort("192.168.1.10:30080"), Delivered: true}},
 		{"an external IP that is another node's: its other ports", in(pod, "192.168.1.11", 22),
-			tracer.Outcome{Action: tracer.Accept, Dst: netip.MustParseAddrPort("192.168.1.11:22")},
-			tracer.Outcome{Action: tracer.Reject, Dst: netip.MustParseAddrPort("192.168.1.11:22"), Delivered: true}},
+			packetsim.Outcome{Action: packetsim.Accept, Dst: netip.MustParseAddrPort("192.168.1.11:22")},
+			packetsim.Outcome{Action: packetsim.Reject, Dst: netip.MustParseAddrPort("192.168.1.11:22"), Delivered: true}},
 		{"an external IP that is another node's: an endpoint there", in(pod, "10.96.0.2", 80),
-			tracer.Outcome{Action: tracer.Accept, Dst: netip.MustParseAddrPort("192.168.1.11:8080"), DNAT: true},
-			tracer.Outcome{Action: tracer.Accept, Dst: netip.MustParseAddrPort("192.168.1.11:8080"), DNAT: true,
+			packetsim.Outcome{Action: packetsim.Accept, Dst: netip.MustParseAddrPort("192.168.1.11:8080"), DNAT: true},
+			packetsim.Outcome{Action: packetsim.Accept, Dst: netip.MustParseAddrPort("192.168.1.11:8080"), DNAT: true,
 				Delivered: true}},
 	} {
 		t.Run(tc.name, func(t *testing.T) {
 			t.Parallel()
 			for _, mode := range []struct {
 				name string
-				rs   *tracer.Ruleset
-				want tracer.Outcome
+				rs   *packetsim.Ruleset
+				want packetsim.Outcome
 			}{{"iptables", rules, tc.iptables}, {"ipvs", rs, tc.ipvs}} {
-				outcomes, err := mode.rs.Trace(tc.packet, tracer.Node{Local: func(a netip.Addr) bool {
+				outcomes, err := mode.rs.Trace(tc.packet, packetsim.Node{Local: func(a netip.Addr) bool {
 					return a == node || a.IsLoopback()
 				}})
 				if err != nil {

@@ -10,9 +10,9 @@ import (
 	"pgregory.net/rapid"
 
 	"nodeproxy/ipvs/kernel"
+	"nodeproxy/plan"
+	"nodeproxy/plan/plantest"
 	"nodeproxy/proxier/drift"
-	"nodeproxy/proxier/plan"
-	"nodeproxy/proxier/plan/plantest"
 )
 
 // TestDriftWithPendingChanges: where a comparison and a change of the plan come together, the change is no drift; what somebody

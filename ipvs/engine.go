@@ -12,8 +12,8 @@ import (
 	"time"
 
 	"nodeproxy/ipvs/kernel"
+	"nodeproxy/plan"
 	"nodeproxy/proxier/drift"
-	"nodeproxy/proxier/plan"
 )
 
 // engine programs one family.

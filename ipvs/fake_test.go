@@ -12,7 +12,7 @@ import (
 
 	"nodeproxy/iptables"
 	"nodeproxy/ipvs/kernel"
-	"nodeproxy/proxier/plan"
+	"nodeproxy/plan"
 )
 
 // fakeKernel holds what the kernel would, and refuses what the kernel refuses.

@@ -9,7 +9,7 @@ import (
 	"testing"
 	"time"
 
-	"nodeproxy/proxier/plan"
+	"nodeproxy/plan"
 )
 
 // TestFollow: of the node's own addresses, only those that a Service has too, and the source of routes, cost anything when they come

@@ -11,9 +11,9 @@ import (
 	"pgregory.net/rapid"
 
 	"nodeproxy/ipvs"
+	"nodeproxy/plan"
 	"nodeproxy/proxier"
-	"nodeproxy/proxier/hostile"
-	"nodeproxy/proxier/plan"
+	"nodeproxy/source/sourcetest"
 )
 
 // Every line that a render may consist of, by section. No text of an object is among them, but for addresses that have been
@@ -36,7 +36,7 @@ func renderHostile(t *rapid.T, word *rapid.Generator[string], f plan.Family) (ru
 	settings.DetectLocal = rapid.SampledFrom([]plan.DetectLocal{{}, {Mode: plan.DetectNodeCIDR},
 		{Mode: plan.DetectBridgeInterface, Interface: "cni0"}}).Draw(t, "detect local")
 	state := proxier.NewState("node", settings, plan.Families[:], nil)
-	state.Apply(hostile.Objects(t, word))
+	state.Apply(sourcetest.Objects(t, word))
 	p, _ := state.Update()
 	vips := rapid.SampledFrom([]ipvs.VIPs{ipvs.Addresses, ipvs.Routes}).Draw(t, "VIPs")
 	text := ipvs.Render(p, f, ipvs.Options{MasqueradeBit: 14, RandomFully: true, VIPs: vips, Host: map[netip.Addr]struct{}{}})
@@ -80,7 +80,7 @@ func acceptRules(f plan.Family, rules string) error {
 // FuzzRender: whatever an API server or a manifest says, what is rendered of it is only what mode ipvs consists of.
 func FuzzRender(f *testing.F) {
 	f.Add([]byte(strings.Repeat("seed of objects ", 512)))
-	word := rapid.OneOf(rapid.SampledFrom(hostile.Words), rapid.String())
+	word := rapid.OneOf(rapid.SampledFrom(sourcetest.Words), rapid.String())
 	f.Fuzz(rapid.MakeFuzz(func(t *rapid.T) {
 		for _, family := range plan.Families {
 			if err := acceptRules(family, renderHostile(t, word, family)); err != nil {
@@ -96,7 +96,7 @@ func TestHostileObjects(t *testing.T) {
 	different := map[plan.Family]map[string]bool{plan.IPv4: {}, plan.IPv6: {}}
 	rapid.Check(t, func(t *rapid.T) {
 		for _, family := range plan.Families {
-			different[family][renderHostile(t, rapid.SampledFrom(hostile.Words), family)] = true
+			different[family][renderHostile(t, rapid.SampledFrom(sourcetest.Words), family)] = true
 		}
 	})
 	for family, all := range different {
@@ -124,7 +124,7 @@ func TestNamesAreNotRendered(t *testing.T) {
 		return regexp.MustCompile(`(skbmark 0x|-f )[0-9a-f/x]+`).ReplaceAllString(text, "$1")
 	}
 	plain := render("web")
-	for _, word := range hostile.Words {
+	for _, word := range sourcetest.Words {
 		if got := render(word); got != plain {
 			t.Errorf("%q makes\n%s\na plain name\n%s", word, got, plain)
 		}

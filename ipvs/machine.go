@@ -6,7 +6,7 @@ import (
 
 	"nodeproxy/iptables"
 	"nodeproxy/ipvs/kernel"
-	"nodeproxy/proxier/plan"
+	"nodeproxy/plan"
 )
 
 // machine is what an engine needs of the node. kernel.Servers, kernel.Sets and kernel.Device are its parts.

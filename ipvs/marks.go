@@ -7,7 +7,7 @@ import (
 	"slices"
 
 	"nodeproxy/ipvs/kernel"
-	"nodeproxy/proxier/plan"
+	"nodeproxy/plan"
 )
 
 // A packet's firewall mark tells IPVS which virtual server a packet is for where its destination does not: at a node port,

@@ -6,7 +6,7 @@ import (
 
 	"pgregory.net/rapid"
 
-	"nodeproxy/proxier/plan"
+	"nodeproxy/plan"
 )
 
 // TestMarks: whatever the masquerade bit, marks of different servers differ, have the signature, and only those that are to

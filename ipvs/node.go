@@ -7,7 +7,7 @@ import (
 
 	"nodeproxy/iptables"
 	"nodeproxy/ipvs/kernel"
-	"nodeproxy/proxier/plan"
+	"nodeproxy/plan"
 )
 
 // node is what this mode needs of a node, found without a change to anything but modules, which are loaded.

@@ -5,7 +5,7 @@ import (
 	"slices"
 
 	"nodeproxy/ipvs/kernel"
-	"nodeproxy/proxier/plan"
+	"nodeproxy/plan"
 )
 
 // objects are what one ServicePort is in the kernel: its share of virtual servers, set entries and addresses. They depend on

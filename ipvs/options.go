@@ -6,7 +6,7 @@ import (
 	"slices"
 
 	"nodeproxy/ipvs/kernel"
-	"nodeproxy/proxier/plan"
+	"nodeproxy/plan"
 )
 
 // VIPs says how the addresses of Services become addresses of the node, as IPVS needs them to be.

@@ -8,8 +8,8 @@ import (
 
 	"pgregory.net/rapid"
 
-	"nodeproxy/proxier/plan"
-	"nodeproxy/proxier/plan/plantest"
+	"nodeproxy/plan"
+	"nodeproxy/plan/plantest"
 )
 
 // TestPartialPlan: a start that does not know all Services whose objects are in the kernel changes nothing; what is learnt takes

@@ -9,7 +9,7 @@ import (
 	"golang.org/x/sys/unix"
 
 	"nodeproxy/ipvs/kernel"
-	"nodeproxy/proxier/plan"
+	"nodeproxy/plan"
 )
 
 // The kernel does not tell of changes of virtual servers and sets. What can be read at little cost is looked at every

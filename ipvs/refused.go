@@ -8,7 +8,7 @@ import (
 	"golang.org/x/sys/unix"
 
 	"nodeproxy/ipvs/kernel"
-	"nodeproxy/proxier/plan"
+	"nodeproxy/plan"
 )
 
 // mostRefused is how many virtual servers may be refused where nothing else is taken: if there are more, the fault is not theirs.

@@ -9,8 +9,8 @@ import (
 	"golang.org/x/sys/unix"
 
 	"nodeproxy/ipvs/kernel"
-	"nodeproxy/proxier/plan"
-	"nodeproxy/proxier/plan/plantest"
+	"nodeproxy/plan"
+	"nodeproxy/plan/plantest"
 )
 
 // picky are virtual servers of a kernel that does not take some changes.

@@ -9,7 +9,7 @@ import (
 	"strings"
 
 	"nodeproxy/ipvs/kernel"
-	"nodeproxy/proxier/plan"
+	"nodeproxy/plan"
 )
 
 // Render returns what a plan is in the kernel for one family, as input for the programs ipset, ipvsadm, ip and

@@ -5,7 +5,7 @@ import (
 	"net/netip"
 
 	"nodeproxy/iptables"
-	"nodeproxy/proxier/plan"
+	"nodeproxy/plan"
 )
 
 // The chains of this mode that kube-proxy has none like. The others have its names.

@@ -4,7 +4,7 @@ import (
 	"net/netip"
 
 	"nodeproxy/ipvs/kernel"
-	"nodeproxy/proxier/plan"
+	"nodeproxy/plan"
 )
 
 // setID names one of the ipsets that the rules ask. Those up to setLoopBack have kube-proxy's names and types. Entries come and go

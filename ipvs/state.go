@@ -5,7 +5,7 @@ import (
 	"slices"
 
 	"nodeproxy/ipvs/kernel"
-	"nodeproxy/proxier/plan"
+	"nodeproxy/plan"
 )
 
 // state is what one family's part of a plan asks of the kernel. It is incremental: entering or leaving a ServicePort costs

@@ -12,8 +12,8 @@ import (
 	"pgregory.net/rapid"
 
 	"nodeproxy/ipvs/kernel"
-	"nodeproxy/proxier/plan"
-	"nodeproxy/proxier/plan/plantest"
+	"nodeproxy/plan"
+	"nodeproxy/plan/plantest"
 )
 
 var testOptions = Options{MasqueradeBit: 14, RandomFully: true}

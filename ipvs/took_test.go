@@ -5,7 +5,7 @@ import (
 	"time"
 
 	"nodeproxy/ipvs/kernel"
-	"nodeproxy/proxier/plan"
+	"nodeproxy/plan"
 )
 
 // slowServers take a while to be listed.

@@ -10,7 +10,7 @@ import (
 
 	"nodeproxy/ipvs/kernel"
 	"nodeproxy/metrics"
-	"nodeproxy/proxier/plan"
+	"nodeproxy/plan"
 )
 
 // TrafficReader reads how much has gone through the virtual servers of each ServicePort. It implements

@@ -10,7 +10,7 @@ import (
 
 	"nodeproxy/ipvs/kernel"
 	"nodeproxy/metrics"
-	"nodeproxy/proxier/plan"
+	"nodeproxy/plan"
 )
 
 // trafficPlan has ns/web with a cluster IP and a node port, and ns/idle with a cluster IP only.

@@ -7,9 +7,9 @@ import (
 
 	"pgregory.net/rapid"
 
-	"nodeproxy/iptables/tracer"
-	"nodeproxy/proxier/plan"
-	"nodeproxy/proxier/plan/plantest"
+	"nodeproxy/plan"
+	"nodeproxy/plan/packetsim"
+	"nodeproxy/plan/plantest"
 )
 
 // TestTransitions: while a change of policies, endpoints, source ranges or affinity is being made, whoever got to an endpoint
@@ -40,7 +40,7 @@ func TestTransitions(t *testing.T) {
 				return // To look takes long, and there are many.
 			}
 			text := k.render()
-			rs, err := tracer.ParseSections(f, text)
+			rs, err := packetsim.ParseSections(f, text)
 			if err != nil {
 				t.Fatal(err)
 			}
@@ -49,9 +49,9 @@ func TestTransitions(t *testing.T) {
 					slices.Concat(p.Before.Targets, p.After.Targets), func(t plan.Target) bool { return rs.Added(t.Addr.Addr()) }) {
 					continue // Addresses of Services that are somebody's own too: see TestRenderVerdicts.
 				}
-				outcomes, err := rs.Trace(p.Packet, tracer.Node{Local: c.Local})
+				outcomes, err := rs.Trace(p.Packet, packetsim.Node{Local: c.Local})
 				if err == nil {
-					err = tracer.AgreeBetween(p.Before, p.After, p.Endpoints, p.Packet, outcomes)
+					err = packetsim.AgreeBetween(p.Before, p.After, p.Endpoints, p.Packet, outcomes)
 				}
 				if err != nil {
 					t.Fatalf("packet %s: after %q, %v\nbefore: %s\nafter: %s\n%s", p.Packet, k.calls[:len(k.calls)-1], err, p.Before,

@@ -11,10 +11,10 @@ import (
 	"pgregory.net/rapid"
 
 	"nodeproxy/iptables"
-	"nodeproxy/iptables/tracer"
 	"nodeproxy/ipvs"
-	"nodeproxy/proxier/plan"
-	"nodeproxy/proxier/plan/plantest"
+	"nodeproxy/plan"
+	"nodeproxy/plan/packetsim"
+	"nodeproxy/plan/plantest"
 )
 
 // packetsPerPlan is how many packets are sent through what is rendered of each random plan and family.
@@ -49,9 +49,9 @@ func drawOptions(t *rapid.T, c *plantest.Cluster) ipvs.Options {
 	return o
 }
 
-// parse reads what is rendered, each rule of which the tracer must know.
-func parse(t *rapid.T, f plan.Family, text string) *tracer.Ruleset {
-	rs, err := tracer.ParseSections(f, text)
+// parse reads what is rendered, each rule of which the simulator must know.
+func parse(t *rapid.T, f plan.Family, text string) *packetsim.Ruleset {
+	rs, err := packetsim.ParseSections(f, text)
 	if err == nil {
 		err = rs.Unknown()
 	}
@@ -63,23 +63,23 @@ func parse(t *rapid.T, f plan.Family, text string) *tracer.Ruleset {
 
 // isMartian reports whether a packet came in with an address of a Service as its source. The kernel drops such a packet
 // before any rule where that address is the machine's own, as it is in this mode.
-func isMartian(rs *tracer.Ruleset, pkt plan.Packet) bool { return !pkt.Output && rs.Added(pkt.Src) }
+func isMartian(rs *packetsim.Ruleset, pkt plan.Packet) bool { return !pkt.Output && rs.Added(pkt.Src) }
 
 // isTaken reports whether a packet is for an endpoint whose address some Service has for an external IP or a load balancer
 // IP. In this mode such an address is the machine's own, so nothing reaches who has it elsewhere.
-func isTaken(rs *tracer.Ruleset, v plan.Verdict) bool {
+func isTaken(rs *packetsim.Ruleset, v plan.Verdict) bool {
 	return slices.ContainsFunc(v.Targets, func(t plan.Target) bool { return rs.Added(t.Addr.Addr()) })
 }
 
 // TestRenderVerdicts holds what is rendered to the plan's own verdict: whatever the plan and whatever the packet, IPVS and
-// the rules beside it must do with it what the plan says, but for the differences that tracer.IPVSLeeway lists.
+// the rules beside it must do with it what the plan says, but for the differences that packetsim.IPVSLeeway lists.
 func TestRenderVerdicts(t *testing.T) {
 	t.Parallel()
 	met := map[plan.Action]int{}
 	rapid.Check(t, func(t *rapid.T) {
 		c := drawCluster(t)
 		options := drawOptions(t, c)
-		evaluator, leeway := plan.NewEvaluator(c.Plan), tracer.IPVSLeeway(c.Plan)
+		evaluator, leeway := plan.NewEvaluator(c.Plan), packetsim.IPVSLeeway(c.Plan)
 		for _, f := range plan.Families {
 			rs := parse(t, f, ipvs.Render(c.Plan, f, options))
 			for range packetsPerPlan {
@@ -88,7 +88,7 @@ func TestRenderVerdicts(t *testing.T) {
 				if isMartian(rs, pkt) || isTaken(rs, v) {
 					continue
 				}
-				if err := leeway.Compare(evaluator, rs, pkt, tracer.Node{Local: c.Local}); err != nil {
+				if err := leeway.Compare(evaluator, rs, pkt, packetsim.Node{Local: c.Local}); err != nil {
 					t.Fatal(err)
 				}
 				met[v.Action]++
@@ -113,7 +113,7 @@ func TestForeignMarks(t *testing.T) {
 	rapid.Check(t, func(t *rapid.T) {
 		c := drawCluster(t)
 		options := drawOptions(t, c)
-		evaluator, leeway := plan.NewEvaluator(c.Plan), tracer.IPVSLeeway(c.Plan)
+		evaluator, leeway := plan.NewEvaluator(c.Plan), packetsim.IPVSLeeway(c.Plan)
 		for _, f := range plan.Families {
 			text := ipvs.Render(c.Plan, f, options)
 			servers := markServer.FindAllStringSubmatch(text, -1)
@@ -136,7 +136,7 @@ func TestForeignMarks(t *testing.T) {
 				if isMartian(rs, pkt) || isTaken(rs, evaluator.Verdict(pkt)) {
 					continue
 				}
-				if err := leeway.Compare(evaluator, rs, pkt, tracer.Node{Local: c.Local}); err != nil {
+				if err := leeway.Compare(evaluator, rs, pkt, packetsim.Node{Local: c.Local}); err != nil {
 					t.Fatal(err)
 				}
 				marked++
@@ -156,7 +156,7 @@ func TestHostClients(t *testing.T) {
 	left := 0
 	rapid.Check(t, func(t *rapid.T) {
 		c := drawCluster(t)
-		evaluator, leeway := plan.NewEvaluator(c.Plan), tracer.IPVSLeeway(c.Plan)
+		evaluator, leeway := plan.NewEvaluator(c.Plan), packetsim.IPVSLeeway(c.Plan)
 		options := drawOptions(t, c)
 		options.VIPs = ipvs.Addresses
 		for _, f := range plan.Families {
@@ -168,13 +168,13 @@ func TestHostClients(t *testing.T) {
 				if !rs.Added(pkt.Dst) || isTaken(rs, v) {
 					continue
 				}
-				outcomes, err := rs.Trace(pkt, tracer.Node{Local: c.Local})
+				outcomes, err := rs.Trace(pkt, packetsim.Node{Local: c.Local})
 				if err != nil {
 					t.Fatal(err)
 				}
 				for i := range v.Targets {
 					to := &v.Targets[i]
-					at := slices.IndexFunc(outcomes, func(o tracer.Outcome) bool { return o.Dst == to.Addr })
+					at := slices.IndexFunc(outcomes, func(o packetsim.Outcome) bool { return o.Dst == to.Addr })
 					to.Masquerade = at < 0 || !outcomes[at].Delivered || outcomes[at].Masquerade
 					left++
 				}
@@ -191,14 +191,14 @@ func TestHostClients(t *testing.T) {
 
 // end is one thing that becomes of a packet, as far as both modes must have it in common.
 type end struct {
-	action     tracer.Action
+	action     packetsim.Action
 	dst        netip.AddrPort // zero unless it is forwarded to an endpoint
 	masquerade bool
 }
 
 // ends are the outcomes of a packet. Whether one is masqueraded that came from elsewhere to an endpoint on the node's own
 // network does not matter, since such a packet never leaves.
-func ends(pkt plan.Packet, outcomes []tracer.Outcome) map[end]bool {
+func ends(pkt plan.Packet, outcomes []packetsim.Outcome) map[end]bool {
 	out := map[end]bool{}
 	for _, o := range outcomes {
 		e := end{action: o.Action}
@@ -218,9 +218,9 @@ func TestModesAgree(t *testing.T) {
 	rapid.Check(t, func(t *rapid.T) {
 		c := drawCluster(t)
 		options := drawOptions(t, c)
-		evaluator, leeway, node := plan.NewEvaluator(c.Plan), tracer.IPVSLeeway(c.Plan), tracer.Node{Local: c.Local}
+		evaluator, leeway, node := plan.NewEvaluator(c.Plan), packetsim.IPVSLeeway(c.Plan), packetsim.Node{Local: c.Local}
 		for _, f := range plan.Families {
-			rules, err := tracer.Parse(f, iptables.Render(c.Plan, f, iptables.Options{MasqueradeBit: options.MasqueradeBit}))
+			rules, err := packetsim.Parse(f, iptables.Render(c.Plan, f, iptables.Options{MasqueradeBit: options.MasqueradeBit}))
 			if err != nil {
 				t.Fatal(err)
 			}
@@ -275,9 +275,9 @@ func toFrontends(c *plantest.Cluster, f plan.Family, sources []plan.Packet) []pl
 }
 
 // same says how mode ipvs does otherwise with a packet than mode iptables, where it must not; empty if it does not.
-func same(l tracer.Leeway, pkt plan.Packet, by, as []tracer.Outcome) string {
+func same(l packetsim.Leeway, pkt plan.Packet, by, as []packetsim.Outcome) string {
 	want, got := ends(pkt, by), ends(pkt, as)
-	if pkt.Src.IsLoopback() && got[end{action: tracer.Drop}] {
+	if pkt.Src.IsLoopback() && got[end{action: packetsim.Drop}] {
 		return "" // Nothing with a loopback source leaves by IPVS; TestRenderVerdicts looks at the shares.
 	}
 	for e := range got {
@@ -288,9 +288,9 @@ func same(l tracer.Leeway, pkt plan.Packet, by, as []tracer.Outcome) string {
 		case want[kept] && e.dst.Addr() == pkt.Src && l.KeepHairpin(pkt.Protocol, e.dst):
 			want[e] = true
 			delete(want, kept)
-		case e.action == tracer.Reject && want[end{action: tracer.Accept}] && !pkt.DstLocal && l.RejectPass(pkt.Dst):
+		case e.action == packetsim.Reject && want[end{action: packetsim.Accept}] && !pkt.DstLocal && l.RejectPass(pkt.Dst):
 			want[e] = true
-			delete(want, end{action: tracer.Accept})
+			delete(want, end{action: packetsim.Accept})
 		default:
 			return "only mode ipvs has it " + string(e.action) + " " + e.dst.String()
 		}

@@ -7,7 +7,7 @@ import (
 	"sync"
 
 	"nodeproxy/ipvs/kernel"
-	"nodeproxy/proxier/plan"
+	"nodeproxy/plan"
 )
 
 // Watch calls suspect, with the reason, when another program may have changed what Sync has written: rules, addresses and

@@ -5,7 +5,7 @@ import (
 
 	"github.com/prometheus/client_golang/prometheus"
 
-	"nodeproxy/proxier/plan"
+	"nodeproxy/plan"
 )
 
 // flowMetrics are about connection tracking.

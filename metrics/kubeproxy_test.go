@@ -12,7 +12,7 @@ import (
 	"github.com/prometheus/client_golang/prometheus/testutil/promlint"
 	dto "github.com/prometheus/client_model/go"
 
-	"nodeproxy/proxier/plan"
+	"nodeproxy/plan"
 )
 
 // kubeProxy is what kube-proxy v1.36.3 has: its metrics, their types, their labels in order of name, and the modes with them.

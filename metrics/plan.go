@@ -5,7 +5,7 @@ import (
 
 	"github.com/prometheus/client_golang/prometheus"
 
-	"nodeproxy/proxier/plan"
+	"nodeproxy/plan"
 )
 
 // reasons are the label values for the reasons to leave an endpoint out; the last is for all that are not listed.

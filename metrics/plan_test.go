@@ -13,7 +13,7 @@ import (
 
 	"pgregory.net/rapid"
 
-	"nodeproxy/proxier/plan"
+	"nodeproxy/plan"
 )
 
 var anEndpoint = plan.Endpoint{Addr: netip.MustParseAddrPort("10.0.0.1:80")}
@@ -103,7 +103,7 @@ func drawServicePort(t *rapid.T, key plan.Key) *plan.ServicePort {
 // TestEveryReasonHasALabel reads the reasons from the source of package plan.
 func TestEveryReasonHasALabel(t *testing.T) {
 	t.Parallel()
-	file, err := parser.ParseFile(token.NewFileSet(), "../proxier/plan/plan.go", nil, 0)
+	file, err := parser.ParseFile(token.NewFileSet(), "../plan/plan.go", nil, 0)
 	if err != nil {
 		t.Fatal(err)
 	}

@@ -6,7 +6,7 @@ import (
 
 	"github.com/prometheus/client_golang/prometheus"
 
-	"nodeproxy/proxier/plan"
+	"nodeproxy/plan"
 )
 
 // Tables of iptables that rules are written to.

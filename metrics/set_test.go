@@ -11,8 +11,8 @@ import (
 	"testing/synctest"
 	"time"
 
-	"nodeproxy/proxier/plan"
-	"nodeproxy/proxier/source"
+	"nodeproxy/plan"
+	"nodeproxy/source"
 )
 
 // TestSyncs walks through changes, a sync that fails, its retry, and one of a single change.

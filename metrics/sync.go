@@ -6,7 +6,7 @@ import (
 
 	"github.com/prometheus/client_golang/prometheus"
 
-	"nodeproxy/proxier/plan"
+	"nodeproxy/plan"
 )
 
 // syncBuckets are kube-proxy's, 1 ms to 16.4 s, and go on to 17 minutes: syncs of minutes are what large clusters suffer from.

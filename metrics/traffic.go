@@ -10,7 +10,7 @@ import (
 
 	"github.com/prometheus/client_golang/prometheus"
 
-	"nodeproxy/proxier/plan"
+	"nodeproxy/plan"
 )
 
 // DefaultTrafficLimit is for how many ServicePorts there are metrics of traffic by default. Each has up to five series.

@@ -9,7 +9,7 @@ import (
 	"strings"
 	"testing"
 
-	"nodeproxy/proxier/plan"
+	"nodeproxy/plan"
 )
 
 // fakeTraffic yields what it holds; an entry without a name is an error.

@@ -5,7 +5,7 @@ import (
 	"net/netip"
 	"slices"
 
-	"nodeproxy/proxier/plan"
+	"nodeproxy/plan"
 )
 
 // claim is what a packet is recognised by, and so what only one ServicePort can have. A node port has no address.

@@ -11,7 +11,7 @@ import (
 	"k8s.io/apimachinery/pkg/types"
 	"pgregory.net/rapid"
 
-	"nodeproxy/proxier/source"
+	"nodeproxy/source"
 )
 
 // cluster is a set of objects, as a source holds them.

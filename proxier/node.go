@@ -7,8 +7,8 @@ import (
 
 	v1 "k8s.io/api/core/v1"
 
-	"nodeproxy/proxier/plan"
-	"nodeproxy/proxier/source"
+	"nodeproxy/plan"
+	"nodeproxy/source"
 )
 
 // applyNode takes in what is known of this node now; nil means that its object is gone. This program runs on, so the node

@@ -6,7 +6,7 @@ import (
 	v1 "k8s.io/api/core/v1"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 
-	"nodeproxy/proxier/source"
+	"nodeproxy/source"
 )
 
 // TestNodeGone: what was known of this node stays in force when its object goes, and other nodes do not matter.

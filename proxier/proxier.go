@@ -8,9 +8,9 @@ import (
 	"sync"
 	"time"
 
-	"nodeproxy/proxier/plan"
+	"nodeproxy/plan"
 	"nodeproxy/proxier/portion"
-	"nodeproxy/proxier/source"
+	"nodeproxy/source"
 )
 
 // Backend keeps the kernel equal to a plan.

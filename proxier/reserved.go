@@ -4,8 +4,8 @@ import (
 	"maps"
 	"net/netip"
 
-	"nodeproxy/proxier/plan"
-	"nodeproxy/proxier/source"
+	"nodeproxy/plan"
+	"nodeproxy/source"
 )
 
 // reserved are the addresses and ports of TCP at which the API server itself is reached. A Service that had one of them for an

@@ -10,8 +10,8 @@ import (
 	discovery "k8s.io/api/discovery/v1"
 	"k8s.io/apimachinery/pkg/types"
 
-	"nodeproxy/proxier/plan"
-	"nodeproxy/proxier/source"
+	"nodeproxy/plan"
+	"nodeproxy/source"
 )
 
 // TestReserved: no Service gets the API server's own address and port for an external IP or a load balancer IP, neither where

@@ -8,7 +8,7 @@ import (
 
 	networking "k8s.io/api/networking/v1"
 
-	"nodeproxy/proxier/plan"
+	"nodeproxy/plan"
 )
 
 // applyServiceCIDRs takes in what is new of ServiceCIDRs.

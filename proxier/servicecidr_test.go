@@ -9,8 +9,8 @@ import (
 	networking "k8s.io/api/networking/v1"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 
-	"nodeproxy/proxier/plan"
-	"nodeproxy/proxier/source"
+	"nodeproxy/plan"
+	"nodeproxy/source"
 )
 
 // TestServiceCIDRs: the ranges of the configuration and of ServiceCIDR objects make one list, and everything is made anew

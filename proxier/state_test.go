@@ -15,8 +15,8 @@ import (
 	"k8s.io/apimachinery/pkg/types"
 	"pgregory.net/rapid"
 
-	"nodeproxy/proxier/plan"
-	"nodeproxy/proxier/source"
+	"nodeproxy/plan"
+	"nodeproxy/source"
 )
 
 func ptr[T any](v T) *T { return &v }

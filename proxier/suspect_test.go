@@ -8,7 +8,7 @@ import (
 	"testing/synctest"
 	"time"
 
-	"nodeproxy/proxier/plan"
+	"nodeproxy/plan"
 )
 
 // compare runs a Proxier whose syncs take as long as r says, and returns how many compared everything while do ran.

@@ -5,7 +5,7 @@ import (
 	"strconv"
 	"strings"
 
-	"nodeproxy/proxier/source"
+	"nodeproxy/source"
 	"nodeproxy/topology"
 )
 

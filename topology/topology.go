@@ -10,7 +10,7 @@ import (
 	"net/netip"
 	"slices"
 
-	"nodeproxy/proxier/plan"
+	"nodeproxy/plan"
 )
 
 // Endpoint is an endpoint as the EndpointSlices of a Service describe it.

@@ -10,7 +10,7 @@ import (
 
 	"pgregory.net/rapid"
 
-	"nodeproxy/proxier/plan"
+	"nodeproxy/plan"
 )
 
 // ep makes a ready endpoint 10.0.0.N:80 on a node; its changes are applied in order.

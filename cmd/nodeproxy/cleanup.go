@@ -13,8 +13,8 @@ import (
 	"nodeproxy/config"
 	"nodeproxy/iptables"
 	"nodeproxy/ipvs"
-	"nodeproxy/proxier/exclusive"
-	"nodeproxy/proxier/leftovers"
+	"nodeproxy/node/exclusive"
+	"nodeproxy/node/leftovers"
 )
 
 func cleanupCommand() *cobra.Command {

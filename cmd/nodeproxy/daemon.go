@@ -18,13 +18,13 @@ import (
 	"nodeproxy/iptables"
 	"nodeproxy/ipvs"
 	"nodeproxy/metrics"
+	"nodeproxy/node/flows"
+	"nodeproxy/node/health"
+	"nodeproxy/plan"
 	"nodeproxy/proxier"
-	"nodeproxy/proxier/conntrack"
-	"nodeproxy/proxier/health"
-	"nodeproxy/proxier/plan"
-	"nodeproxy/proxier/source"
-	"nodeproxy/proxier/source/apiserver"
-	"nodeproxy/proxier/source/manifest"
+	"nodeproxy/source"
+	"nodeproxy/source/apiserver"
+	"nodeproxy/source/manifest"
 )
 
 // daemon is one run of the program with one configuration: a source, the proxier, a backend, and what goes on beside them.
@@ -52,7 +52,7 @@ type daemon struct {
 	// What follows is there once it is this program's turn to write.
 	backend backend
 	proxier *proxier.Proxier
-	flows   *conntrack.Reconciler
+	flows   *flows.Reconciler
 	monitor *monitor
 	drift   *driftReporter
 
@@ -186,13 +186,13 @@ func (d *daemon) build(services *health.Services) error {
 	if !cfg.ServiceCIDRsGiven {
 		known = nil
 	}
-	tracked := conntrack.Config{Families: d.backend.Families(), ServiceCIDRs: known, Observe: flowsSwept(d.metrics), Log: d.log}
+	tracked := flows.Config{Families: d.backend.Families(), ServiceCIDRs: known, Observe: flowsSwept(d.metrics), Log: d.log}
 	if cfg.Mode == "ipvs" {
 		tracked.StrayAnswers = true
 	} else { // IPVS has a table of connections of its own, which this would not change.
 		tracked.ResetTCP = func(sp *plan.ServicePort) bool { return sp.ResetTCP }
 	}
-	d.flows = conntrack.New(tracked)
+	d.flows = flows.New(tracked)
 	nodeIP := cfg.Servers.Bind
 	if nodeIP.IsUnspecified() {
 		nodeIP = netip.Addr{}
@@ -211,7 +211,7 @@ func (d *daemon) build(services *health.Services) error {
 
 // trackConnections makes the kernel track connections as configured.
 func trackConnections(cfg *config.Config, report source.Report) {
-	for _, u := range conntrack.Sysctls(cfg.Conntrack).Apply(cfg.SysctlDir) {
+	for _, u := range flows.Sysctls(cfg.Conntrack).Apply(cfg.SysctlDir) {
 		report(source.Finding{
 			Severity: source.Problem, Field: u.Field, Detail: u.Error(), Effect: "connections are tracked by what is in force",
 		})

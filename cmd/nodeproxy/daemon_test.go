@@ -6,7 +6,7 @@ import (
 	"testing"
 
 	"nodeproxy/config"
-	"nodeproxy/proxier/source"
+	"nodeproxy/source"
 )
 
 // TestSettingsAreCounted: findings about the configuration are logged, and counted like those about objects.

@@ -11,8 +11,8 @@ import (
 	"nodeproxy/config"
 	"nodeproxy/ipvs"
 	"nodeproxy/metrics"
-	"nodeproxy/proxier/health"
-	"nodeproxy/proxier/source"
+	"nodeproxy/node/health"
+	"nodeproxy/source"
 )
 
 // front is where the world asks how it goes: the servers of health and of metrics, and the health check node ports of Services. It

@@ -9,14 +9,14 @@ import (
 	"nodeproxy/iptables"
 	"nodeproxy/ipvs"
 	"nodeproxy/metrics"
+	"nodeproxy/node/flows"
+	"nodeproxy/node/health"
+	"nodeproxy/node/listeners"
+	"nodeproxy/plan"
 	"nodeproxy/proxier"
-	"nodeproxy/proxier/conntrack"
-	"nodeproxy/proxier/health"
-	"nodeproxy/proxier/listeners"
-	"nodeproxy/proxier/plan"
-	"nodeproxy/proxier/source"
-	"nodeproxy/proxier/source/apiserver"
-	"nodeproxy/proxier/source/manifest"
+	"nodeproxy/source"
+	"nodeproxy/source/apiserver"
+	"nodeproxy/source/manifest"
 )
 
 // monitor tells the world how it goes: health, metrics, and the health check node ports of Services.
@@ -154,8 +154,8 @@ func (m *monitor) countTraffic(b backend, limit int) {
 }
 
 // flowsSwept passes on what the removal of stale flows did.
-func flowsSwept(set *metrics.Set) func(conntrack.Sweep) {
-	return func(s conntrack.Sweep) {
+func flowsSwept(set *metrics.Set) func(flows.Sweep) {
+	return func(s flows.Sweep) {
 		if s.Err == nil {
 			set.FlowsReconciled(s.Family, s.Took, s.Deleted)
 		}

@@ -9,10 +9,10 @@ import (
 
 	"nodeproxy/config"
 	"nodeproxy/metrics"
+	"nodeproxy/node/health"
+	"nodeproxy/plan"
 	"nodeproxy/proxier"
-	"nodeproxy/proxier/health"
-	"nodeproxy/proxier/plan"
-	"nodeproxy/proxier/source"
+	"nodeproxy/source"
 )
 
 // TestRestOfAChangeIsLate: a node on which a part of a large change is programmed and the rest fails is unhealthy in the end.

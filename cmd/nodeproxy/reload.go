@@ -9,7 +9,7 @@ import (
 	"time"
 
 	"nodeproxy/config"
-	"nodeproxy/proxier/source"
+	"nodeproxy/source"
 )
 
 // A configuration that can't be put in force is tried again, as what it lacks may come. The wait doubles from firstReload to

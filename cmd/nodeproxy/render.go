@@ -14,11 +14,11 @@ import (
 	"nodeproxy/config"
 	"nodeproxy/iptables"
 	"nodeproxy/ipvs"
+	"nodeproxy/plan"
 	"nodeproxy/proxier"
-	"nodeproxy/proxier/plan"
-	"nodeproxy/proxier/source"
-	"nodeproxy/proxier/source/apiserver"
-	"nodeproxy/proxier/source/manifest"
+	"nodeproxy/source"
+	"nodeproxy/source/apiserver"
+	"nodeproxy/source/manifest"
 )
 
 func renderCommand() *cobra.Command {

@@ -13,7 +13,7 @@ import (
 	"github.com/spf13/cobra"
 
 	"nodeproxy/config"
-	"nodeproxy/proxier/source"
+	"nodeproxy/source"
 )
 
 func runCommand() *cobra.Command {

@@ -11,9 +11,9 @@ import (
 	"time"
 
 	"nodeproxy/config"
-	"nodeproxy/proxier/exclusive"
-	"nodeproxy/proxier/health"
-	"nodeproxy/proxier/leftovers"
+	"nodeproxy/node/exclusive"
+	"nodeproxy/node/health"
+	"nodeproxy/node/leftovers"
 )
 
 // turn is this program's turn to write to the kernel. It comes when no other proxy runs in the network namespace, and lasts as

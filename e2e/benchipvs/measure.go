@@ -14,7 +14,7 @@ import (
 	"nodeproxy/e2e/probe"
 	"nodeproxy/e2e/sidebyside"
 	"nodeproxy/ipvs/kernel"
-	"nodeproxy/proxier/plan"
+	"nodeproxy/plan"
 )
 
 // prober leaves the one processor of the test kernel, whose system calls are slow, to the proxy. A connection comes there

@@ -19,7 +19,7 @@ import (
 	"nodeproxy/e2e/sidebyside"
 	"nodeproxy/ipvs"
 	"nodeproxy/ipvs/kernel"
-	"nodeproxy/proxier/plan"
+	"nodeproxy/plan"
 	"nodeproxy/topology"
 )
 

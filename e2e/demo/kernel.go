@@ -7,7 +7,7 @@ import (
 	"strconv"
 	"strings"
 
-	"nodeproxy/proxier/plan"
+	"nodeproxy/plan"
 )
 
 // chains shows what mode iptables has of shop/web.

@@ -15,9 +15,9 @@ import (
 	"time"
 
 	"nodeproxy/e2e/harness"
+	"nodeproxy/plan"
 	"nodeproxy/proxier"
-	"nodeproxy/proxier/plan"
-	"nodeproxy/proxier/source/manifest"
+	"nodeproxy/source/manifest"
 )
 
 func main() {

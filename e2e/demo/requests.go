@@ -6,7 +6,7 @@ import (
 	"slices"
 
 	"nodeproxy/e2e/harness"
-	"nodeproxy/proxier/plan"
+	"nodeproxy/plan"
 )
 
 func (d *demo) requests() error {

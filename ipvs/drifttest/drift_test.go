@@ -22,9 +22,9 @@ import (
 	"nodeproxy/internal/nstest"
 	"nodeproxy/iptables"
 	"nodeproxy/ipvs"
+	"nodeproxy/plan"
+	"nodeproxy/plan/plantest"
 	"nodeproxy/proxier/drift"
-	"nodeproxy/proxier/plan"
-	"nodeproxy/proxier/plan/plantest"
 )
 
 func TestMain(m *testing.M) {

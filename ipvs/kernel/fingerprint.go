@@ -10,7 +10,7 @@ import (
 	"net/netip"
 	"os"
 
-	"nodeproxy/proxier/plan"
+	"nodeproxy/plan"
 )
 
 // Fingerprint is a number for a set of virtual servers with their real servers, in any order: the sum of a hash of each. It

@@ -9,7 +9,7 @@ import (
 	"github.com/moby/ipvs"
 	"golang.org/x/sys/unix"
 
-	"nodeproxy/proxier/plan"
+	"nodeproxy/plan"
 )
 
 // The generic netlink interface of IPVS, from linux/ip_vs.h. moby/ipvs has the same, but keeps most of it to itself.

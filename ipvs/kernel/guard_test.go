@@ -4,7 +4,7 @@ import (
 	"testing"
 
 	"nodeproxy/internal/nstest"
-	"nodeproxy/proxier/plan"
+	"nodeproxy/plan"
 )
 
 // TestMarkGuard: a second comparison writes nothing, whatever was changed is mended, and nothing stays.

@@ -13,7 +13,7 @@ import (
 	"github.com/vishvananda/netlink/nl"
 	"golang.org/x/sys/unix"
 
-	"nodeproxy/proxier/plan"
+	"nodeproxy/plan"
 )
 
 // HostAddresses returns the addresses of all interfaces except one, which need not exist, without link-local ones of IPv6. No

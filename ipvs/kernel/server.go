@@ -11,7 +11,7 @@ import (
 	"net/netip"
 	"time"
 
-	"nodeproxy/proxier/plan"
+	"nodeproxy/plan"
 )
 
 // ServerID names a virtual server: by address, protocol and port, or, if Mark is not 0, by the firewall mark of packets of

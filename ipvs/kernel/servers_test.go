@@ -19,7 +19,7 @@ import (
 
 	"nodeproxy/e2e/kernel/inkernel"
 	"nodeproxy/internal/nstest"
-	"nodeproxy/proxier/plan"
+	"nodeproxy/plan"
 )
 
 func TestMain(m *testing.M) { os.Exit(inkernel.Main(m)) }

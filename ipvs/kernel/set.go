@@ -4,7 +4,7 @@ import (
 	"fmt"
 	"net/netip"
 
-	"nodeproxy/proxier/plan"
+	"nodeproxy/plan"
 )
 
 // Set is an ipset.

@@ -12,7 +12,7 @@ import (
 	"testing"
 
 	"nodeproxy/internal/nstest"
-	"nodeproxy/proxier/plan"
+	"nodeproxy/plan"
 )
 
 func openSets(t testing.TB) *Sets {

@@ -9,7 +9,7 @@ import (
 	"testing"
 	"time"
 
-	"nodeproxy/proxier/plan"
+	"nodeproxy/plan"
 )
 
 // TestTraffic holds a TCP connection, and has a UDP exchange, by way of a virtual server with persistence.

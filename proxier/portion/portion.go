@@ -5,7 +5,7 @@ import (
 	"cmp"
 	"slices"
 
-	"nodeproxy/proxier/plan"
+	"nodeproxy/plan"
 )
 
 // Queue divides changes into portions, so that a small change that arrives meanwhile does not wait for all of a large one. It is

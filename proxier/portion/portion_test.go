@@ -6,8 +6,8 @@ import (
 
 	"pgregory.net/rapid"
 
-	"nodeproxy/proxier/plan"
-	"nodeproxy/proxier/plan/plantest"
+	"nodeproxy/plan"
+	"nodeproxy/plan/plantest"
 )
 
 // TestPortions: whatever changes come in whatever portions, each plan differs from the one before in what is said and no more, has

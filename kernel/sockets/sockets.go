@@ -1,0 +1,102 @@
+// Package sockets lists the sockets of the network namespace of the caller's thread, and finds the processes that have them open.
+package sockets
+
+import (
+	"encoding/binary"
+	"errors"
+	"fmt"
+	"net/netip"
+
+	"github.com/vishvananda/netlink/nl"
+	"golang.org/x/sys/unix"
+
+	"nodeproxy/plan"
+)
+
+// Socket is one that takes what comes in from anywhere: one of TCP or SCTP that listens, or one of UDP that is bound and not
+// connected.
+type Socket struct {
+	Protocol plan.Protocol
+	// Addr is where it is bound; the unspecified address of its family for everywhere.
+	Addr netip.Addr
+	Port uint16
+	// Both is set for a socket of IPv6 that is bound everywhere and takes IPv4 too.
+	Both bool
+	// UID is the user that it belongs to.
+	UID uint32
+	// Inode tells it from all others; 0 where it is not known.
+	Inode uint32
+}
+
+// Everywhere reports whether a socket is bound to no address in particular.
+func (s Socket) Everywhere() bool { return s.Addr.IsUnspecified() }
+
+// The layout of struct inet_diag_req_v2 and inet_diag_msg, and what is not in golang.org/x/sys/unix.
+const (
+	requestLength = 56
+	messageLength = 72
+	attrV6Only    = 11 // INET_DIAG_SKV6ONLY
+	stateClose    = 7  // TCP_CLOSE: for UDP, not connected
+	stateListen   = 10 // TCP_LISTEN, and SCTP_SS_LISTENING
+)
+
+var protocolNumbers = map[plan.Protocol]uint8{
+	plan.TCP: unix.IPPROTO_TCP, plan.UDP: unix.IPPROTO_UDP, plan.SCTP: unix.IPPROTO_SCTP,
+}
+
+// List asks the kernel, by sock_diag, for the sockets of a protocol and of both families. The error of a kernel that does not
+// know the protocol, or can't show its sockets, is ENOENT.
+func List(p plan.Protocol) ([]Socket, error) {
+	state := uint32(1) << stateListen
+	if p == plan.UDP {
+		state = 1 << stateClose
+	}
+	var out []Socket
+	for _, family := range []uint8{unix.AF_INET, unix.AF_INET6} {
+		request := make([]byte, requestLength)
+		request[0], request[1] = family, protocolNumbers[p]
+		binary.NativeEndian.PutUint32(request[4:], state)
+		ask := nl.NewNetlinkRequest(nl.SOCK_DIAG_BY_FAMILY, unix.NLM_F_DUMP)
+		ask.AddRawData(request)
+		err := ask.ExecuteIter(unix.NETLINK_INET_DIAG, 0, func(message []byte) bool {
+			if s, ok := parse(p, message); ok {
+				out = append(out, s)
+			}
+			return true
+		})
+		// What is added or goes while the kernel lists may be missing; the next look sees it.
+		if err != nil && !errors.Is(err, nl.ErrDumpInterrupted) {
+			return nil, fmt.Errorf("listing the %s sockets of this node by sock_diag: %w", p, err)
+		}
+	}
+	return out, nil
+}
+
+// parse reads an inet_diag_msg. It returns false for what is none, and for a socket without a port.
+func parse(p plan.Protocol, m []byte) (Socket, bool) {
+	if len(m) < messageLength {
+		return Socket{}, false
+	}
+	s := Socket{
+		Protocol: p, Port: binary.BigEndian.Uint16(m[4:]),
+		UID: binary.NativeEndian.Uint32(m[64:]), Inode: binary.NativeEndian.Uint32(m[68:]),
+	}
+	switch m[0] {
+	case unix.AF_INET:
+		s.Addr = netip.AddrFrom4([4]byte(m[8:12]))
+	case unix.AF_INET6:
+		raw := netip.AddrFrom16([16]byte(m[8:24]))
+		s.Addr = raw.Unmap()
+		s.Both = raw.IsUnspecified() && !v6Only(m[messageLength:])
+	default:
+		return Socket{}, false
+	}
+	return s, s.Port != 0
+}
+
+// v6Only looks for the attribute that says that a socket of IPv6 takes no IPv4.
+func v6Only(attributes []byte) bool {
+	list, err := nl.ParseRouteAttrAsMap(attributes)
+	value := list[attrV6Only].Value
+	return err == nil && len(value) > 0 && value[0] != 0
+}

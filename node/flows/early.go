@@ -1,0 +1,87 @@
+package flows
+
+import (
+	"slices"
+
+	"nodeproxy/plan"
+)
+
+// early knows the TCP frontends that lead to endpoints, so that connections can be found that began before they did: the
+// kernel goes on with such a connection as it began, untranslated.
+type early struct {
+	ports  map[plan.Key]*plan.ServicePort
+	owners map[frontend]*plan.ServicePort
+	// due is set while the next full pass is to look for such connections.
+	due bool
+}
+
+func newEarly() early {
+	return early{ports: map[plan.Key]*plan.ServicePort{}, owners: map[frontend]*plan.ServicePort{}}
+}
+
+// set puts a ServicePort in the place of what had its key; nil takes it out. It returns the frontends that lead to endpoints now
+// and did not before.
+func (e *early) set(key plan.Key, sp *plan.ServicePort) map[frontend]struct{} {
+	if key.Protocol != plan.TCP {
+		return nil
+	}
+	old := e.ports[key]
+	if sp != nil && !sp.Any {
+		sp = nil
+	}
+	if old == nil && sp == nil {
+		return nil
+	}
+	if sp == nil {
+		delete(e.ports, key)
+	} else {
+		e.ports[key] = sp
+	}
+	if old != nil && sp != nil && slices.Equal(old.Frontends, sp.Frontends) {
+		for _, at := range tcpFrontends(sp) {
+			e.owners[at] = sp
+		}
+		return nil
+	}
+	return e.replace(old, sp)
+}
+
+func (e *early) replace(old, sp *plan.ServicePort) map[frontend]struct{} {
+	before := tcpFrontends(old)
+	for _, at := range before {
+		if e.owners[at] == old { // and not another ServicePort's by now
+			delete(e.owners, at)
+		}
+	}
+	opened := map[frontend]struct{}{}
+	for _, at := range tcpFrontends(sp) {
+		e.owners[at] = sp
+		if !slices.Contains(before, at) {
+			opened[at] = struct{}{}
+			e.due = true
+		}
+	}
+	return opened
+}
+
+// tcpFrontends are those of a ServicePort, as flows see them; none of nil.
+func tcpFrontends(sp *plan.ServicePort) []frontend {
+	if sp == nil {
+		return nil
+	}
+	return frontendsOf(sp)
+}
+
+// tooEarly reports whether a flow is a TCP connection that waits for its first answer, and that was not translated though its
+// destination is a frontend with endpoints. To take such a flow away loses nothing: the client's next SYN begins it anew.
+func (x *index) tooEarly(f *flow, own *addresses) bool {
+	if f.protocol != protoTCP || !f.synSent || f.replied || f.zone || f.translated() {
+		return false
+	}
+	at := frontend{f.dst.Addr(), protoTCP, f.dst.Port()}
+	if _, ok := x.early.owners[at]; ok {
+		return true
+	}
+	_, ok := x.early.owners[frontend{anyAddr(f.family), protoTCP, at.port}]
+	return ok && x.answers(own, at.addr)
+}

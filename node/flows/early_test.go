@@ -1,0 +1,177 @@
+package flows
+
+import (
+	"fmt"
+	"net/netip"
+	"testing"
+	"time"
+
+	"nodeproxy/internal/nstest"
+	"nodeproxy/plan"
+)
+
+// States of TCP connections, as in linux/netfilter/nf_conntrack_tcp.h.
+const (
+	tcpSynRecv     = 2
+	tcpEstablished = 3
+	tcpTimeWait    = 7
+)
+
+// earlyFlows are connections, most of them to a frontend with endpoints that was not there when they began.
+func earlyFlows(a addressesOf) states {
+	const sent, established = tcpSynSent, tcpEstablished
+	var s states
+	for _, dst := range []string{a.clusterIP + ":80", a.lb + ":80", a.external + ":80", a.node + ":30080"} {
+		s.goes = append(s.goes, entry{dst: dst, state: sent}, entry{dst: dst, state: sent, to: a.masquerade})
+		s.stay = append(s.stay,
+			entry{dst: dst, state: sent, from: a.one + ":5353"},                       // translated, and not answered yet
+			entry{dst: dst, state: sent, from: a.one + ":5353", to: a.masquerade},     // the same, masqueraded
+			entry{dst: dst, state: tcpSynRecv, replied: true},                         // answered
+			entry{dst: dst, state: established, replied: true},                        // open
+			entry{dst: dst, state: established},                                       // the kernel saw one direction of it only
+			entry{dst: dst, state: tcpTimeWait, replied: true},                        // over
+			entry{dst: dst, state: established, from: a.one + ":5353", replied: true}, // to an endpoint
+			entry{dst: dst, state: sent, zone: 7},                                     // another zone's
+		)
+	}
+	s.stay = append(s.stay,
+		entry{dst: a.clusterIP + ":81", state: sent},   // another port
+		entry{dst: a.unused + ":80", state: sent},      // another address
+		entry{dst: a.other + ":30080", state: sent},    // a host elsewhere, at the number of a node port
+		entry{dst: a.loopback + ":30080", state: sent}, // no node port answers there
+		entry{dst: a.two + ":8443", state: sent},       // a frontend without endpoints
+	)
+	for _, list := range [][]entry{s.goes, s.stay} {
+		for i := range list {
+			list[i].protocol = protoTCP
+		}
+	}
+	s.goes, s.stay = fromPort(a.client, s.goes, 1000), fromPort(a.client, s.stay, 2000)
+	return s
+}
+
+func webService(a addressesOf, endpoints ...string) *plan.ServicePort {
+	sp := withNodePort(service("web", plan.TCP, a.clusterIP+":80", endpoints...), 30080)
+	for kind, addr := range map[plan.FrontendKind]string{plan.LoadBalancerIP: a.lb, plan.ExternalIP: a.external} {
+		sp.Frontends = append(sp.Frontends, plan.Frontend{Kind: kind, Addr: parseAddr(addr), Protocol: plan.TCP, Port: 80})
+	}
+	return sp
+}
+
+// TestEarlyConnections: of the connections to a Service, those are removed that wait for their first answer and were not
+// translated, once the Service is there and has endpoints; no others.
+func TestEarlyConnections(t *testing.T) {
+	t.Parallel()
+	for f, a := range byFamily {
+		for what, begin := range map[string]func(*Reconciler, *plan.Plan){
+			"a new Service": func(r *Reconciler, p *plan.Plan) {
+				r.Update(p, nil)
+				web := webService(a, a.one+":5353")
+				p.Set(web)
+				r.Update(p, plan.Keys{web.Key: {}})
+			},
+			"first endpoint": func(r *Reconciler, p *plan.Plan) {
+				p.Set(webService(a))
+				r.Update(p, nil)
+				web := webService(a, a.one+":5353")
+				p.Set(web)
+				r.Update(p, plan.Keys{web.Key: {}})
+			},
+			"a start": func(r *Reconciler, p *plan.Plan) {
+				p.Set(webService(a, a.one+":5353"))
+				r.Update(p, nil)
+			},
+			"a comparison of everything": func(r *Reconciler, p *plan.Plan) {
+				p.Set(webService(a, a.one+":5353"))
+				r.Update(p, nil)
+				if _, err := r.pass(t.Context()); err != nil {
+					t.Error(err)
+				}
+				r.Update(p, nil)
+			},
+		} {
+			t.Run(fmt.Sprintf("%s %s", what, f), func(t *testing.T) {
+				t.Parallel()
+				nstest.Run(t, func() {
+					nodeAddresses(t)
+					p := plan.New(plan.Node{}, plan.Settings{})
+					p.Set(service("none", plan.TCP, a.two+":8443"))
+					r := newReconciler(nil)
+					begin(r, p)
+					earlyFlows(a).run(t, r)
+				})
+			})
+		}
+	}
+}
+
+// TestEarlyConnectionWhoseServiceGoes: what a Service no longer has is none of ours, whichever of two Services that swap an
+// address comes first.
+func TestEarlyConnectionWhoseServiceGoes(t *testing.T) {
+	t.Parallel()
+	x := newIndex(nil, false)
+	one := service("one", plan.TCP, "10.96.0.10:80", "10.244.1.1:80")
+	x.early.set(one.Key, one)
+	at := frontendsOf(one)[0]
+	f := flow{family: plan.IPv4, protocol: protoTCP, synSent: true, dst: netip.MustParseAddrPort("10.96.0.10:80"),
+		from: netip.MustParseAddrPort("10.96.0.10:80")}
+	two := service("two", plan.TCP, "10.96.0.10:80", "10.244.1.1:80")
+	if opened := x.early.set(two.Key, two); len(opened) != 1 {
+		t.Errorf("a frontend changes hands: opened %v", opened)
+	}
+	x.early.set(one.Key, nil)
+	if x.early.owners[at] != two || !x.tooEarly(&f, nil) {
+		t.Error("the Service that has lost an address takes it from the one that has it")
+	}
+	x.early.set(two.Key, nil)
+	if x.tooEarly(&f, nil) || len(x.early.owners) > 0 || len(x.early.ports) > 0 {
+		t.Errorf("%v is left of Services that are gone", x.early)
+	}
+}
+
+// TestEarlyScale: 1,000 new Services at once cost one look through 100,000 tracked connections, of which the kernel hands over
+// those only that may have to go.
+func TestEarlyScale(t *testing.T) {
+	nstest.Run(t, func() {
+		most, err := readNumber("/proc/sys/net/netfilter/nf_conntrack_max")
+		if err != nil {
+			t.Error(err)
+			return
+		}
+		n := min(100_000, most/4*3)
+		fill(t, entry{protocol: protoTCP, dst: "203.0.113.5:443", state: tcpEstablished, replied: true}, n)
+		early := fromPort("10.244.1.9", []entry{
+			{protocol: protoTCP, dst: "10.97.1.7:80", state: tcpSynSent}, {protocol: protoTCP, dst: "10.97.3.230:80", state: tcpSynSent},
+		}, 1)
+		inject(t, early...)
+		var sweeps []Sweep
+		r := newReconciler(func(c *Config) {
+			c.Families = []plan.Family{plan.IPv4}
+			c.Observe = func(s Sweep) { sweeps = append(sweeps, s) }
+		})
+		p := plan.New(plan.Node{}, plan.Settings{})
+		r.Update(p, nil)
+		mustPass(t, r)
+		changed := plan.Keys{}
+		for i := range 1000 {
+			sp := service(fmt.Sprint("s", i), plan.TCP, fmt.Sprintf("10.97.%d.%d:80", i>>8, i&255), "10.244.1.1:80")
+			p.Set(sp)
+			changed.Add(sp.Key)
+		}
+		begin := time.Now()
+		r.Update(p, changed)
+		noted := time.Since(begin)
+		mustPass(t, r)
+		t.Logf("%d connections, 1,000 new Services: noted in %v, looked for in %v", count(t), noted, time.Since(begin)-noted)
+		if len(sweeps) != 1 || sweeps[0].Deleted != 2 || sweeps[0].Read > 2 {
+			t.Errorf("swept %+v, want one sweep that deletes 2", sweeps)
+		}
+		wantHeld(t, early)
+		sp := service("s7", plan.TCP, "10.97.0.7:80", "10.244.1.2:80")
+		p.Set(sp)
+		r.Update(p, plan.Keys{sp.Key: {}})
+		if mustPass(t, r); len(sweeps) != 1 {
+			t.Errorf("a change of endpoints: swept %+v", sweeps[1:])
+		}
+	})
+}

@@ -1,0 +1,395 @@
+package flows
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"slices"
+	"strings"
+	"syscall"
+	"testing"
+	"time"
+
+	"nodeproxy/plan"
+)
+
+// TestFaults: whatever fails, it is reported, and the next pass does all that is left to do.
+func TestFaults(t *testing.T) {
+	for _, c := range []struct {
+		name  string
+		fault func(*fakeKernel)
+		want  error
+	}{
+		{"interrupted dump", func(k *fakeKernel) { k.interrupted = 1 }, errInterrupted},
+		{"dump overrun", func(k *fakeKernel) { k.dumpError = syscall.ENOBUFS }, syscall.ENOBUFS},
+		{"answer overrun", func(k *fakeKernel) { k.lostAnswer = syscall.ENOBUFS }, syscall.ENOBUFS},
+		{"no right to delete", func(k *fakeKernel) { k.deleteError = syscall.EPERM }, syscall.EPERM},
+		{"deletion refused", func(k *fakeKernel) { k.deleteError = syscall.EINVAL }, syscall.EINVAL},
+		{"no socket", func(k *fakeKernel) { k.openError = syscall.EMFILE }, syscall.EMFILE},
+	} {
+		t.Run(c.name, func(t *testing.T) {
+			k := &fakeKernel{flows: staleFlows(3*batchSize + 7)}
+			c.fault(k)
+			r, _ := fakeReconciler(k, nil)
+			if _, err := r.pass(t.Context()); !errors.Is(err, c.want) {
+				t.Errorf("first pass: %v, want %v", err, c.want)
+			}
+			if r.started {
+				t.Error("a pass that failed counts as one that did its work")
+			}
+			k.deleteError = nil
+			if _, err := r.pass(t.Context()); err != nil {
+				t.Errorf("second pass: %v", err)
+			}
+			if len(k.flows) != 0 {
+				t.Errorf("%d flows are left", len(k.flows))
+			}
+			if r.noFilter {
+				t.Error("the kernel is no longer asked to filter, though it did not refuse")
+			}
+		})
+	}
+}
+
+// TestNoKernelFilter: a kernel that refuses to filter is asked for everything, from then on.
+func TestNoKernelFilter(t *testing.T) {
+	k := &fakeKernel{flows: staleFlows(3), noFilter: true}
+	r, _ := fakeReconciler(k, nil)
+	mustPass(t, r)
+	r.work.all = true
+	mustPass(t, r)
+	if want := []string{"17", "all", "all"}; !slices.Equal(k.dumps, want) || len(k.flows) != 0 {
+		t.Errorf("dumps %q, want %q; %d flows left", k.dumps, want, len(k.flows))
+	}
+}
+
+// TestWhatIsRead: changes are read for as narrowly as one dump allows, and not at all where no flow can be stale.
+func TestWhatIsRead(t *testing.T) {
+	k := &fakeKernel{}
+	var observed []Sweep
+	r, p := fakeReconciler(k, func(c *Config) { c.Observe = func(s Sweep) { observed = append(observed, s) } })
+	mustPass(t, r)
+	if len(observed) != 1 || !observed[0].Full || observed[0].Protocol != plan.UDP || observed[0].Family != plan.IPv4 {
+		t.Errorf("observed %+v", observed)
+	}
+	k.dumps = nil
+	sync := func(sps ...*plan.ServicePort) {
+		changed := plan.Keys{}
+		for _, sp := range sps {
+			p.Set(sp)
+			changed.Add(sp.Key)
+		}
+		r.Update(p, changed)
+		mustPass(t, r)
+	}
+	one, two, other := "10.244.1.1:5353", "10.244.2.2:5353", "10.96.0.20:53"
+	for _, step := range []struct {
+		what string
+		sync []*plan.ServicePort
+		want []string
+	}{
+		{"a TCP port", []*plan.ServicePort{service("web", plan.TCP, "10.96.0.10:80", one)}, []string{"6 10.96.0.10 :80 early"}},
+		{"its endpoints", []*plan.ServicePort{service("web", plan.TCP, "10.96.0.10:80", two)}, nil},
+		{"no endpoints", []*plan.ServicePort{service("web", plan.TCP, "10.96.0.10:80")}, nil},
+		{"the first endpoint", []*plan.ServicePort{service("web", plan.TCP, "10.96.0.10:80", two)}, []string{"6 10.96.0.10 :80 early"}},
+		{"TCP ports without endpoints", []*plan.ServicePort{service("web2", plan.TCP, "10.96.0.11:80")}, nil},
+		{"more TCP ports", []*plan.ServicePort{service("web2", plan.TCP, "10.96.0.11:80", one), service("web3", plan.TCP, other, one)},
+			[]string{"6 early"}},
+		{"one more endpoint", []*plan.ServicePort{service("dns", plan.UDP, "10.96.0.10:53", one, two)}, nil},
+		{"one endpoint less", []*plan.ServicePort{service("dns", plan.UDP, "10.96.0.10:53", two)}, []string{"17 10.96.0.10 :53"}},
+		{"no endpoint", []*plan.ServicePort{service("dns", plan.UDP, "10.96.0.10:53")}, []string{"17 10.96.0.10 :53"}},
+		{"an endpoint again", []*plan.ServicePort{service("dns", plan.UDP, "10.96.0.10:53", one)}, []string{"17 10.96.0.10 :53"}},
+		{"a new one of the same port", []*plan.ServicePort{service("dns2", plan.UDP, other, one),
+			service("dns", plan.UDP, "10.96.0.10:53")}, []string{"17 :53"}},
+		{"a new port", []*plan.ServicePort{service("dns2", plan.UDP, "10.96.0.20:54", one)}, []string{"17 10.96.0.20"}},
+		{"a node port too", []*plan.ServicePort{withNodePort(service("dns2", plan.UDP, "10.96.0.20:54", one), 30054)},
+			[]string{"17"}},
+		{"SCTP", []*plan.ServicePort{service("tel", plan.SCTP, other, one)}, []string{"132 10.96.0.20 :53"}},
+	} {
+		k.dumps = nil
+		sync(step.sync...)
+		if !slices.Equal(k.dumps, step.want) {
+			t.Errorf("%s: dumps %q, want %q", step.what, k.dumps, step.want)
+		}
+	}
+	k.dumps, r.work.all = nil, true
+	mustPass(t, r)
+	if want := []string{"17", "132", "6 early"}; !slices.Equal(k.dumps, want) {
+		t.Errorf("full pass: dumps %q, want %q", k.dumps, want)
+	}
+	k.dumps, r.work.all = nil, true
+	mustPass(t, r)
+	if want := []string{"17", "132"}; !slices.Equal(k.dumps, want) {
+		t.Errorf("a full pass after which no TCP port is new: dumps %q, want %q", k.dumps, want)
+	}
+	k.dumps = nil
+	var thousand []*plan.ServicePort
+	for i := range mostNoted + 1 {
+		thousand = append(thousand, service(fmt.Sprint("many", i), plan.TCP, fmt.Sprintf("10.97.%d.%d:80", i>>8, i&255), one))
+	}
+	if sync(thousand...); !slices.Equal(k.dumps, []string{"6 early"}) {
+		t.Errorf("many TCP ports: dumps %q", k.dumps)
+	}
+	r.mu.Lock()
+	var many work
+	many.frontends = map[frontend]struct{}{}
+	for i := range mostNoted + 1 {
+		many.frontends[frontend{port: uint16(i)}] = struct{}{}
+	}
+	r.work.add(many)
+	all := r.work.all
+	r.mu.Unlock()
+	if !all {
+		t.Error("any number of frontends is noted one by one")
+	}
+}
+
+// TestStrayAnswersRead: stray answers are read for when an endpoint is back that had left, of that endpoint only.
+func TestStrayAnswersRead(t *testing.T) {
+	k := &fakeKernel{}
+	r, p := fakeReconciler(k, func(c *Config) { c.StrayAnswers = true })
+	mustPass(t, r)
+	one, two, three := "10.244.1.1:5353", "10.244.2.2:5353", "10.244.3.3:5354"
+	frontend := "17 10.96.0.10 :53"
+	for _, step := range []struct {
+		what      string
+		endpoints []string
+		want      []string
+	}{
+		{"one more", []string{one, two}, nil},
+		{"one leaves", []string{two}, []string{frontend}},
+		{"it is back", []string{one, two}, []string{"17 from 10.244.1.1 from :5353"}},
+		{"all leave", nil, []string{frontend}},
+		{"both are back", []string{one, two}, []string{frontend, "17 from :5353"}},
+		{"a new one takes their place", []string{three}, []string{frontend}},
+		{"all are back", []string{one, two, three}, []string{"17 from :5353"}},
+	} {
+		k.dumps = nil
+		sp := service("dns", plan.UDP, "10.96.0.10:53", step.endpoints...)
+		p.Set(sp)
+		r.Update(p, plan.Keys{sp.Key: {}})
+		mustPass(t, r)
+		if !slices.Equal(k.dumps, step.want) {
+			t.Errorf("%s: dumps %q, want %q", step.what, k.dumps, step.want)
+		}
+	}
+}
+
+// TestLooksAgain: stray answers of an endpoint that is back are looked for a few times more, since they may be slow.
+func TestLooksAgain(t *testing.T) {
+	k := &fakeKernel{}
+	r, p := fakeReconciler(k, func(c *Config) { c.StrayAnswers, c.Period = true, time.Hour })
+	r.again = []time.Duration{20 * time.Millisecond, 30 * time.Millisecond, 40 * time.Millisecond}
+	ctx, cancel := context.WithCancel(t.Context())
+	ended := make(chan struct{})
+	go func() { r.Run(ctx); close(ended) }()
+	defer func() { cancel(); <-ended }()
+	use := func(endpoints ...string) {
+		sp := service("dns", plan.UDP, "10.96.0.10:53", endpoints...)
+		p.Set(sp)
+		r.Update(p, plan.Keys{sp.Key: {}})
+	}
+	looks := func() (n int) {
+		for _, d := range k.dumps {
+			if d == "17 from 10.244.1.1 from :5353" {
+				n++
+			}
+		}
+		return n
+	}
+	k.wait(t, "the first pass", func() bool { return len(k.dumps) == 1 })
+	for _, want := range []int{4, 8} {
+		k.mu.Lock()
+		before := len(k.dumps)
+		k.mu.Unlock()
+		use("10.244.2.2:5353")
+		k.wait(t, "a look for what has left", func() bool { return len(k.dumps) > before })
+		use("10.244.1.1:5353", "10.244.2.2:5353")
+		k.wait(t, fmt.Sprintf("%d looks", want), func() bool { return looks() == want })
+		time.Sleep(100 * time.Millisecond)
+		k.wait(t, "and no more", func() bool { return looks() == want })
+	}
+	r.mu.Lock()
+	defer r.mu.Unlock()
+	if len(r.back.endpoints) > 0 {
+		t.Errorf("%v is still looked for", r.back.endpoints)
+	}
+}
+
+// TestNothingUDP: without anything to look for, nothing is read.
+func TestNothingUDP(t *testing.T) {
+	k := &fakeKernel{}
+	p := plan.New(plan.Node{}, plan.Settings{})
+	p.Set(service("web", plan.TCP, "10.96.0.10:80"))
+	r := newReconciler(func(c *Config) { c.Families = []plan.Family{plan.IPv4} })
+	r.open = k.open
+	r.Update(p, nil)
+	mustPass(t, r)
+	if len(k.dumps) != 0 || !r.started {
+		t.Errorf("dumps %q", k.dumps)
+	}
+}
+
+// syncFunc is a Backend.
+type syncFunc func() error
+
+func (f syncFunc) Sync(context.Context, *plan.Plan, plan.Keys) error { return f() }
+
+// TestWhileRulesChange: while the backend writes, flows that the new plan wants stay, since the new rules may have made
+// them; flows that it does not want are removed, then again once it has succeeded, as the old rules may have made more.
+func TestWhileRulesChange(t *testing.T) {
+	k := &fakeKernel{flows: staleFlows(2)} // to what is to be the endpoint
+	r, p := fakeReconciler(k, nil)
+	sp := service("dns", plan.UDP, "10.96.0.10:53", "10.244.2.2:5353")
+	p.Set(sp)
+	old := fromPort("10.244.1.9", []entry{{protocol: protoUDP, dst: "10.96.0.10:53", from: "10.244.1.1:5353"}}, 100)
+	err := r.After(syncFunc(func() error {
+		mustPass(t, r)
+		k.flows = append(k.flows, old...)
+		mustPass(t, r)
+		k.flows = append(k.flows, old...)
+		return nil
+	})).Sync(t.Context(), p, plan.Keys{sp.Key: {}})
+	if err != nil || k.deleted != 1 || r.started {
+		t.Fatalf("error %v, %d flows deleted, want 1; started %v", err, k.deleted, r.started)
+	}
+	mustPass(t, r)
+	if k.deleted != 2 || len(k.flows) != 2 || !r.started || !r.work.empty() {
+		t.Errorf("%d flows deleted, want 2; %d left, want 2; started %v, work %+v", k.deleted, len(k.flows), r.started, r.work)
+	}
+}
+
+// TestRulesNotTaken: where a backend reports failure, as it does as long as the kernel refuses the rules of any Service,
+// flows are still removed; and what is gone is looked for until it has succeeded, and then as long as ever.
+func TestRulesNotTaken(t *testing.T) {
+	k := &fakeKernel{}
+	r, p := fakeReconciler(k, nil)
+	mustPass(t, r)
+	gone := service("dns", plan.UDP, "10.96.0.10:53").Key
+	p.Delete(gone)
+	refused := errors.New("refused")
+	b := r.After(syncFunc(func() error { return refused }))
+	for range 2 * passesAfterEnd {
+		if err := b.Sync(t.Context(), p, nil); !errors.Is(err, refused) {
+			t.Fatal(err)
+		}
+		k.flows = staleFlows(1)
+		mustPass(t, r)
+		if len(k.flows) != 0 {
+			t.Fatal("the flow to a Service that is gone was not removed")
+		}
+	}
+	refused = nil
+	if err := b.Sync(t.Context(), p, nil); err != nil {
+		t.Fatal(err)
+	}
+	for i := range passesAfterEnd + 1 {
+		k.flows, r.work.all = staleFlows(1), true
+		mustPass(t, r)
+		if left := len(k.flows); left != 0 != (i == passesAfterEnd) {
+			t.Errorf("pass %d after the end: %d flows left", i+1, left)
+		}
+	}
+}
+
+// TestTCPSync: a sync of endpoints of TCP ports alone does not concern it.
+func TestTCPSync(t *testing.T) {
+	k := &fakeKernel{}
+	r, p := fakeReconciler(k, nil)
+	web := service("web", plan.TCP, "10.96.0.10:80", "10.244.1.1:80")
+	p.Set(web)
+	r.Update(p, plan.Keys{web.Key: {}})
+	mustPass(t, r)
+	k.dumps = nil
+	web = service("web", plan.TCP, "10.96.0.10:80", "10.244.1.2:80")
+	p.Set(web)
+	err := r.After(syncFunc(func() error {
+		if !r.settled {
+			t.Error("it counts as unsettled")
+		}
+		return errors.New("refused")
+	})).Sync(t.Context(), p, plan.Keys{web.Key: {}})
+	mustPass(t, r)
+	if err == nil || len(k.dumps) != 0 || !r.settled {
+		t.Errorf("error %v, dumps %q, settled %v", err, k.dumps, r.settled)
+	}
+}
+
+// running runs r until the test ends.
+func running(t *testing.T, r *Reconciler) {
+	t.Helper()
+	ctx, cancel := context.WithCancel(t.Context())
+	done := make(chan struct{})
+	go func() {
+		defer close(done)
+		r.Run(ctx)
+	}()
+	t.Cleanup(func() {
+		cancel()
+		<-done
+	})
+}
+
+// TestRun: a change is acted on at once, a failure is tried again, and what no event told of is found by the periodic pass.
+func TestRun(t *testing.T) {
+	t.Parallel()
+	k := &fakeKernel{flows: staleFlows(300), interrupted: 3}
+	var log logLines
+	r, _ := fakeReconciler(k, func(c *Config) { c.Period, c.Log = 50*time.Millisecond, log.logger() })
+	running(t, r)
+	k.wait(t, "first pass, tried again", func() bool { return len(k.flows) == 0 && k.interrupted == 0 })
+	k.wait(t, "a pass that succeeds", func() bool { return len(k.dumps) >= 3 })
+	k.mu.Lock()
+	k.flows = staleFlows(1)
+	k.mu.Unlock()
+	k.wait(t, "periodic pass", func() bool { return len(k.flows) == 0 })
+	if got := strings.Count(log.String(), "level=WARN"); got != 1 {
+		t.Errorf("%d warnings for one reason, want 1:\n%s", got, log.String())
+	}
+}
+
+// TestRunAtOnce: what a plan no longer wants is removed when its rules are in force, and not only by the periodic pass.
+func TestRunAtOnce(t *testing.T) {
+	t.Parallel()
+	k := &fakeKernel{}
+	r, p := fakeReconciler(k, func(c *Config) { c.Period = time.Hour })
+	running(t, r)
+	k.wait(t, "first pass", func() bool { return len(k.dumps) == 1 })
+	k.mu.Lock()
+	k.flows = fromPort("10.244.1.9", []entry{{protocol: protoUDP, dst: "10.96.0.10:53", from: "10.244.1.1:5353"}}, 1)
+	k.mu.Unlock()
+	sp := service("dns", plan.UDP, "10.96.0.10:53", "10.244.2.2:5353")
+	p.Set(sp)
+	b := r.After(syncFunc(func() error { return nil }))
+	if err := b.Sync(t.Context(), p, plan.Keys{sp.Key: {}}); err != nil {
+		t.Fatal(err)
+	}
+	k.wait(t, "the pass after a change", func() bool { return len(k.flows) == 0 })
+}
+
+// TestUnreadableAddresses: without the machine's addresses nothing is removed, and the error says what failed.
+func TestUnreadableAddresses(t *testing.T) {
+	k := &fakeKernel{flows: staleFlows(1)}
+	r, _ := fakeReconciler(k, nil)
+	r.local = func(plan.Family) (*addresses, error) { return nil, syscall.ENOBUFS }
+	if _, err := r.pass(t.Context()); !errors.Is(err, syscall.ENOBUFS) || k.deleted != 0 {
+		t.Errorf("error %v, %d flows deleted", err, k.deleted)
+	}
+}
+
+// FuzzFlow: no message makes the parser fail, and what it makes of one is whole.
+func FuzzFlow(f *testing.F) {
+	for _, e := range []entry{{protocol: protoUDP, src: "10.0.0.1:1", dst: "10.0.0.2:2"},
+		{protocol: protoSCTP, src: "[fd00::1]:1", dst: "[fd00::2]:2", from: "[fd00::3]:3", zone: 9}} {
+		f.Add([]byte(e.create(nil, 0, 1)))
+	}
+	f.Fuzz(func(t *testing.T, b []byte) {
+		_ = messages(b, func(_ header, payload []byte) error {
+			var fl flow
+			if fl.parse(payload) && (!fl.dst.IsValid() || !fl.from.IsValid() || len(fl.orig) == 0) {
+				t.Errorf("%+v", fl)
+			}
+			return nil
+		})
+	})
+}

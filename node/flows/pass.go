@@ -1,0 +1,195 @@
+package flows
+
+import (
+	"context"
+	"errors"
+	"maps"
+	"net/netip"
+	"time"
+
+	"nodeproxy/plan"
+)
+
+// work is what the next pass is to look for.
+type work struct {
+	all       bool
+	frontends map[frontend]struct{}
+	// opened are TCP frontends that lead to endpoints now; openedMany stands for more than are worth noting.
+	opened     map[frontend]struct{}
+	openedMany bool
+	// returned are endpoints whose stray answers are to be looked for.
+	returned map[netip.AddrPort]struct{}
+}
+
+// mostNoted is how many frontends and endpoints are worth noting one by one.
+const mostNoted = 1000
+
+// add notes more work; a full pass is the work of everything.
+func (w *work) add(o work) {
+	if w.all || o.all || len(w.frontends)+len(o.frontends) > mostNoted || len(w.returned)+len(o.returned) > mostNoted {
+		*w = work{all: true}
+		return
+	}
+	w.frontends, w.returned = union(w.frontends, o.frontends), union(w.returned, o.returned)
+	if w.openedMany = w.openedMany || o.openedMany || len(w.opened)+len(o.opened) > mostNoted; w.openedMany {
+		w.opened = nil
+	} else {
+		w.opened = union(w.opened, o.opened)
+	}
+}
+
+func union[T comparable](a, b map[T]struct{}) map[T]struct{} {
+	if len(a) == 0 {
+		return b
+	}
+	maps.Copy(a, b)
+	return a
+}
+
+func (w *work) empty() bool {
+	return !w.all && !w.openedMany && len(w.frontends) == 0 && len(w.opened) == 0 && len(w.returned) == 0
+}
+
+// filters returns the narrowest filters that let through the flows of a family and protocol that the work is about: those to
+// frontends, and those of answers.
+func (w *work) filters(family plan.Family, protocol uint8) []filter {
+	to := partsOf(w.frontends, family, protocol)
+	var from []part
+	for at := range w.returned {
+		if protocol == protoUDP && plan.FamilyOf(at.Addr()) == family {
+			from = append(from, part{at.Addr(), at.Port()})
+		}
+	}
+	var out []filter
+	if len(to) > 0 {
+		out = append(out, filter{family: family, protocol: protocol, dst: narrowest(to)})
+	}
+	if opened := partsOf(w.opened, family, protocol); len(opened) > 0 {
+		out = append(out, filter{family: family, protocol: protocol, dst: narrowest(opened), early: true})
+	} else if w.openedMany && protocol == protoTCP {
+		out = append(out, filter{family: family, protocol: protocol, early: true})
+	}
+	if len(from) > 0 {
+		out = append(out, filter{family: family, protocol: protocol, src: narrowest(from)})
+	}
+	return out
+}
+
+// partsOf are what a filter says of the frontends of a family and protocol.
+func partsOf(frontends map[frontend]struct{}, family plan.Family, protocol uint8) []part {
+	var out []part
+	for at := range frontends {
+		if at.protocol != protocol || plan.FamilyOf(at.addr) != family {
+			continue
+		}
+		p := part{at.addr, at.port}
+		if at.addr == anyAddr(family) {
+			p.addr = netip.Addr{}
+		}
+		out = append(out, p)
+	}
+	return out
+}
+
+var protocols = [...]plan.Protocol{plan.UDP, plan.SCTP, plan.TCP}
+
+// pass does the work there is, once, and reports whether it was a full pass. What could not be done is put back, and so
+// is what was done before the rules were those of the plan.
+func (r *Reconciler) pass(ctx context.Context) (full bool, err error) {
+	r.mu.Lock()
+	if !r.known {
+		r.mu.Unlock()
+		return false, nil
+	}
+	todo, settled, unknown, early := r.work, r.settled, !r.started && !r.partial, r.index.early.due
+	r.work = work{}
+	if todo.all {
+		r.index.early.due = false
+	}
+	gone, left := maps.Clone(r.index.gone), maps.Clone(r.index.left)
+	filters := r.filters(todo, early)
+	r.mu.Unlock()
+	if len(filters) > 0 {
+		err = r.removeStale(ctx, filters, todo.all, unknown)
+	}
+	r.mu.Lock()
+	defer r.mu.Unlock()
+	switch {
+	case err != nil || !settled:
+		r.work.add(todo)
+		r.index.early.due = r.index.early.due || early
+		if err == nil && r.settled {
+			r.poke() // The end may have come when there was nothing left to do.
+		}
+	case todo.all:
+		r.started = r.started || unknown
+		swept(r.index.gone, gone)
+		swept(r.index.left, left)
+	}
+	return todo.all, err
+}
+
+// filters returns what has to be read for some work; early is set where a full pass is to look for connections that began early.
+func (r *Reconciler) filters(todo work, early bool) []filter {
+	var out []filter
+	for _, family := range r.cfg.Families {
+		for _, p := range protocols {
+			protocol := protocolNumber(p)
+			if !todo.all {
+				out = append(out, todo.filters(family, protocol)...)
+				continue
+			}
+			if r.index.watched(family, protocol) || !r.started && !r.partial && p != plan.TCP && len(r.cfg.ServiceCIDRs) > 0 {
+				out = append(out, filter{family: family, protocol: protocol})
+			} else if early && p == plan.TCP {
+				out = append(out, filter{family: family, protocol: protocol, early: true})
+			}
+		}
+	}
+	return out
+}
+
+// removeStale reads flows and removes the stale ones among them.
+func (r *Reconciler) removeStale(ctx context.Context, filters []filter, full, unknown bool) error {
+	t, err := openTable(r.open, &r.noFilter)
+	if err != nil {
+		return err
+	}
+	defer t.close()
+	own := map[plan.Family]*addresses{}
+	var errs []error
+	for _, f := range filters {
+		// Most often there is no flow whose address matters, and some machines have very many addresses.
+		if own[f.family] == nil && !(f.early && f.dst.addr.IsValid()) {
+			if own[f.family], err = r.local(f.family); err != nil {
+				return errors.Join(append(errs, err)...)
+			}
+		}
+		start := time.Now()
+		read, deleted, err := t.removeIf(ctx, f, func(fl *flow) bool {
+			r.mu.RLock()
+			defer r.mu.RUnlock()
+			return r.index.stale(fl, own[fl.family], unknown)
+		})
+		s := Sweep{Family: f.family, Protocol: protocolOf(f.protocol), Full: full, Read: read, Deleted: deleted,
+			Took: time.Since(start), Err: err}
+		r.cfg.Observe(s)
+		if deleted > 0 {
+			r.cfg.Log.Debug("stale flows removed", "family", s.Family, "protocol", s.Protocol, "count", deleted, "of", read,
+				"took", s.Took.Round(10*time.Microsecond))
+		}
+		if err != nil {
+			errs = append(errs, err)
+		}
+	}
+	return errors.Join(errs...)
+}
+
+func protocolOf(number uint8) plan.Protocol {
+	for _, p := range protocols {
+		if protocolNumber(p) == number {
+			return p
+		}
+	}
+	return plan.TCP
+}

@@ -1,0 +1,299 @@
+package flows
+
+import (
+	"context"
+	"log/slog"
+	"maps"
+	"net/netip"
+	"sync"
+	"time"
+
+	"nodeproxy/plan"
+)
+
+// Config says how a Reconciler works.
+type Config struct {
+	// Families are those whose flows are looked at.
+	Families []plan.Family
+	// ServiceCIDRs are where cluster IPs are, for flows to Services that went before this process started. Without any,
+	// those flows stay.
+	ServiceCIDRs []netip.Prefix
+	// Period is the time between full passes, 30 seconds by default. It is stretched where a pass takes long, so that they
+	// take no more than two percent of the time.
+	Period time.Duration
+	// ResetTCP says of which TCP ServicePorts the flows to endpoints that are no longer listed are to be removed too; nil:
+	// of none. The client's next packet is then sent to another endpoint, which knows nothing of the connection and resets
+	// it. This takes net.netfilter.nf_conntrack_tcp_loose, which is on by default. Where no endpoint is left, the rules
+	// decide: only a reject with a TCP reset ends the connection at once.
+	ResetTCP func(*plan.ServicePort) bool
+	// StrayAnswers has flows removed that began with an answer: where IPVS translates, they keep clients from an endpoint. See
+	// the package's documentation.
+	StrayAnswers bool
+	// Observe is called after each sweep; nil for nobody.
+	Observe func(Sweep)
+	Log     *slog.Logger
+}
+
+// Sweep tells how the flows of one family and protocol were gone through.
+type Sweep struct {
+	Family   plan.Family
+	Protocol plan.Protocol
+	// Full is true where all frontends were looked for, and not only those that a change concerns.
+	Full bool
+	// Read are the flows that the kernel handed over, Deleted those that were removed.
+	Read, Deleted int
+	Took          time.Duration
+	Err           error
+}
+
+const (
+	defaultPeriod = 30 * time.Second
+	// fullShare is how much longer than a full pass the time to the next one is at least.
+	fullShare = 50
+	// After a pass, the next one waits restShare times as long as it took, so that changes never keep more than a quarter of
+	// a core busy, but no longer than longestRest.
+	restShare   = 3
+	longestRest = 10 * time.Second
+	// The wait after a failed pass doubles from the first to the second of these.
+	firstRetry = 200 * time.Millisecond
+	lastRetry  = time.Minute
+)
+
+// lookAgainAfter are the times between one look for stray answers of an endpoint that is back and the next: as long as some server
+// may take for an answer.
+var lookAgainAfter = []time.Duration{time.Second, 2 * time.Second, 4 * time.Second, 8 * time.Second}
+
+// Reconciler removes stale flows. Update tells it of the plan, Run works.
+type Reconciler struct {
+	cfg  Config
+	wake chan struct{}
+
+	// The seams of tests.
+	open  func() (conn, error)
+	local func(plan.Family) (*addresses, error)
+	again []time.Duration
+
+	mu    sync.RWMutex
+	index *index
+	work  work
+	back  returned
+	// known is set once there is a plan. settled is set while the rules are those of that plan: what a pass finds before, it
+	// has to look for again.
+	known, settled bool
+	// started is set once a full pass has succeeded, with a plan that has all there is. partial says that it does not.
+	started, partial bool
+
+	noFilter bool // only Run's goroutine uses it
+}
+
+// New returns a Reconciler that does nothing until it runs and has been told of a plan.
+func New(cfg Config) *Reconciler {
+	if cfg.Period <= 0 {
+		cfg.Period = defaultPeriod
+	}
+	if cfg.Observe == nil {
+		cfg.Observe = func(Sweep) {}
+	}
+	return &Reconciler{cfg: cfg, wake: make(chan struct{}, 1), open: openSocket, local: localAddresses, again: lookAgainAfter,
+		index: newIndex(cfg.ServiceCIDRs, cfg.StrayAnswers)}
+}
+
+// Backend is what makes the kernel's rules equal to a plan, as the proxier's does.
+type Backend interface {
+	Sync(ctx context.Context, p *plan.Plan, changed plan.Keys) error
+}
+
+// After returns a Backend that is b, but of which r learns what plan is being put into force, and when it is. Flows are
+// removed by themselves, after Sync has returned.
+func (r *Reconciler) After(b Backend) Backend { return &follower{b, r} }
+
+type follower struct {
+	backend    Backend
+	reconciler *Reconciler
+}
+
+func (f *follower) Sync(ctx context.Context, p *plan.Plan, changed plan.Keys) error {
+	concerned := f.reconciler.begin(p, changed)
+	err := f.backend.Sync(ctx, p, changed)
+	if concerned {
+		f.reconciler.end(err == nil)
+	}
+	return err
+}
+
+// Update tells that the rules are those of this plan now. changed names the ServicePorts that differ from those of the last
+// call, vanished ones included; nil stands for any. It does not wait for flows to be removed, and keeps nothing of p that
+// changes.
+func (r *Reconciler) Update(p *plan.Plan, changed plan.Keys) {
+	if r.begin(p, changed) {
+		r.end(true)
+	}
+}
+
+// begin takes over what a plan says, whose rules are about to be written, and reports whether that is anything. From here
+// on, what this plan wants is not stale. What it does not want may come back as long as the old rules are in force, so it
+// is looked for again after the end.
+func (r *Reconciler) begin(p *plan.Plan, changed plan.Keys) bool {
+	r.mu.Lock()
+	defer r.mu.Unlock()
+	concerned := changed == nil
+	if concerned {
+		r.updateAll(p)
+	}
+	for key := range changed {
+		if opened := r.index.early.set(key, p.Services[key]); len(opened) > 0 {
+			concerned = true
+			r.work.add(work{opened: opened})
+		}
+		if sp := r.wanted(p.Services[key]); sp != nil || r.index.targets[key] != nil {
+			concerned = true
+			todo := r.index.set(key, sp)
+			r.back.note(todo.returned, r.again)
+			r.work.add(todo)
+		}
+	}
+	if concerned {
+		r.known, r.settled = true, false
+	}
+	return concerned
+}
+
+// end notes that the rules are those of the plan, or that writing them has failed. In that case flows are judged by the
+// plan all the same: some of its rules may never be taken by the kernel, and that must not keep the others' flows.
+func (r *Reconciler) end(inForce bool) {
+	r.mu.Lock()
+	defer r.mu.Unlock()
+	r.settled = inForce
+	if !r.work.empty() {
+		r.poke()
+	}
+}
+
+// wanted returns the ServicePort if its flows are to be looked at, and nil if not.
+func (r *Reconciler) wanted(sp *plan.ServicePort) *plan.ServicePort {
+	if sp == nil || sp.Key.Protocol == plan.TCP && (r.cfg.ResetTCP == nil || !r.cfg.ResetTCP(sp)) {
+		return nil
+	}
+	return sp
+}
+
+func (r *Reconciler) updateAll(p *plan.Plan) {
+	r.index.settings, r.index.node, r.partial = p.Settings, p.Node, p.Partial
+	for key := range r.index.targets {
+		if p.Services[key] == nil {
+			r.index.set(key, nil)
+		}
+	}
+	for key := range r.index.early.ports {
+		if p.Services[key] == nil {
+			r.index.early.set(key, nil)
+		}
+	}
+	for key, sp := range p.Services {
+		r.index.set(key, r.wanted(sp))
+		r.index.early.set(key, sp)
+	}
+	// What leads to endpoints may not have done so before: nothing says what this sync repairs.
+	r.index.early.due = len(r.index.early.owners) > 0
+	r.work.add(work{all: true})
+}
+
+func (r *Reconciler) poke() {
+	select {
+	case r.wake <- struct{}{}:
+	default: // It will look anyway.
+	}
+}
+
+// Run removes stale flows until ctx ends.
+func (r *Reconciler) Run(ctx context.Context) {
+	var retry time.Duration
+	said := ""
+	period := time.NewTimer(r.cfg.Period)
+	defer period.Stop()
+	for {
+		wake, again, tick, look := r.wake, (<-chan time.Time)(nil), period.C, r.nextLook()
+		if retry > 0 {
+			wake, again, tick, look = nil, time.After(retry), nil, nil // What else is due goes along with the retry.
+		}
+		select {
+		case <-ctx.Done():
+			return
+		case <-again:
+		case <-wake:
+		case <-tick:
+			r.mu.Lock()
+			r.work.all = true
+			r.mu.Unlock()
+		case <-look:
+			r.mu.Lock()
+			r.work.add(r.back.look(r.again))
+			r.mu.Unlock()
+		}
+		start := time.Now()
+		full, err := r.pass(ctx)
+		if ctx.Err() != nil {
+			return
+		}
+		took := time.Since(start)
+		if err != nil {
+			retry = min(max(2*retry, firstRetry), lastRetry)
+			level := slog.LevelDebug // for a failure that the next try mends, and for one that was told of
+			if again != nil && err.Error() != said {
+				level, said = slog.LevelWarn, err.Error()
+			}
+			r.cfg.Log.Log(ctx, level, "flows to endpoints or Services that are gone may remain", "retry-in", retry, "error", err)
+			period.Reset(r.cfg.Period)
+			continue
+		}
+		retry, said = 0, ""
+		if full {
+			period.Reset(max(r.cfg.Period, fullShare*took))
+		}
+		rest(ctx, min(restShare*took, longestRest))
+	}
+}
+
+func rest(ctx context.Context, d time.Duration) {
+	select {
+	case <-ctx.Done():
+	case <-time.After(d):
+	}
+}
+
+// nextLook returns a channel that tells when stray answers are to be looked for again; nil for not at all.
+func (r *Reconciler) nextLook() <-chan time.Time {
+	r.mu.Lock()
+	defer r.mu.Unlock()
+	if len(r.back.endpoints) == 0 {
+		return nil
+	}
+	return time.After(time.Until(r.back.due))
+}
+
+// returned are endpoints that have come back, whose stray answers may still be under way.
+type returned struct {
+	endpoints map[netip.AddrPort]struct{}
+	looks     int       // how often they have been looked for again
+	due       time.Time // when they are to be next
+}
+
+// note adds endpoints that are back now. All are looked for together, as often and as long as for the last that came.
+func (b *returned) note(list map[netip.AddrPort]struct{}, after []time.Duration) {
+	if len(list) == 0 {
+		return
+	}
+	b.endpoints = union(b.endpoints, maps.Clone(list))
+	b.looks, b.due = 0, time.Now().Add(after[0])
+}
+
+// look returns what to look for now, and notes when to do so again.
+func (b *returned) look(after []time.Duration) work {
+	todo := work{returned: maps.Clone(b.endpoints)}
+	if b.looks++; b.looks == len(after) {
+		*b = returned{}
+	} else {
+		b.due = time.Now().Add(after[b.looks])
+	}
+	return todo
+}

@@ -1,0 +1,116 @@
+package flows
+
+import (
+	"fmt"
+	"net/netip"
+	"runtime"
+	"syscall"
+	"testing"
+	"time"
+
+	"nodeproxy/internal/nstest"
+	"nodeproxy/plan"
+)
+
+// fill puts n flows like e into the table of this thread's namespace, each from a source of its own.
+func fill(t testing.TB, e entry, n int) {
+	t.Helper()
+	c, err := openSocket()
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer c.Close()
+	buf := make([]byte, receiveBuffer)
+	const most = 100
+	for i := 0; i < n; {
+		var m message
+		last := min(i+most, n)
+		for ; i < last; i++ {
+			flags := uint16(0)
+			if i == last-1 {
+				flags = syscall.NLM_F_ACK
+			}
+			src := netip.AddrFrom4([4]byte{172, 16 + byte(i>>24), byte(i >> 16), byte(i >> 8)})
+			e.src = fmt.Sprintf("%s:%d", src, 20000+i&255)
+			m = e.create(m, flags, 1)
+		}
+		if err := c.Send(m); err != nil {
+			t.Fatal(err)
+		}
+		got, err := c.Receive(buf)
+		if err == nil {
+			err = messages(buf[:got], func(_ header, payload []byte) error { return errnoOf(payload) })
+		}
+		if err != nil {
+			t.Fatalf("making flow %d: %v (net.netfilter.nf_conntrack_max may be too low)", i, err)
+		}
+	}
+}
+
+// count returns how many flows this thread's namespace tracks.
+func count(t testing.TB) int {
+	t.Helper()
+	n, err := readNumber("/proc/sys/net/netfilter/nf_conntrack_count")
+	if err != nil {
+		t.Fatal(err)
+	}
+	return n
+}
+
+// TestManyFlows: going through 200,000 flows takes no more memory than a few do; deleting all of them neither.
+func TestManyFlows(t *testing.T) {
+	nstest.Run(t, func() {
+		most, err := readNumber("/proc/sys/net/netfilter/nf_conntrack_max")
+		if err != nil {
+			t.Fatal(err)
+		}
+		n := min(200_000, most/4*3) // small machines track fewer
+		const dst, from = "10.96.0.10:53", "10.244.1.1:5353"
+		start := time.Now()
+		fill(t, entry{protocol: protoUDP, dst: dst, from: from}, n)
+		t.Logf("made %d flows in %v", count(t), time.Since(start))
+		var last Sweep
+		r := newReconciler(func(c *Config) {
+			c.Families = []plan.Family{plan.IPv4}
+			c.Observe = func(s Sweep) { last = s }
+		})
+		p := plan.New(plan.Node{}, plan.Settings{})
+		for i := range 1000 {
+			p.Set(service(fmt.Sprint("s", i), plan.UDP, fmt.Sprintf("10.97.%d.%d:53", i>>8, i&255), from))
+		}
+		sp := service("dns", plan.UDP, dst, from)
+		p.Set(sp)
+		r.Update(p, nil)
+		pass := func(what string, read, deleted int) {
+			runtime.GC()
+			var before, after runtime.MemStats
+			runtime.ReadMemStats(&before)
+			mustPass(t, r)
+			runtime.ReadMemStats(&after)
+			allocated := after.TotalAlloc - before.TotalAlloc
+			t.Logf("%s: read %d, deleted %d in %v (%v for each 100,000 in the table), %d kB allocated",
+				what, last.Read, last.Deleted, last.Took, last.Took*100_000/time.Duration(n), allocated>>10)
+			if last.Read < read || last.Deleted != deleted {
+				t.Errorf("%s: read %d, deleted %d; want %d, %d", what, last.Read, last.Deleted, read, deleted)
+			}
+			// All that is allocated, though it is garbage at once. Other tests do not run meanwhile.
+			if allocated > 1<<20 {
+				t.Errorf("%s: %d bytes allocated", what, allocated)
+			}
+		}
+		pass("full pass", n, 0)
+		other := service("s0", plan.UDP, "10.97.0.0:53")
+		p.Set(other)
+		r.Update(p, plan.Keys{other.Key: {}})
+		pass("change of another Service", 0, 0)
+		if last.Read != 0 {
+			t.Errorf("the kernel did not filter: %d flows read for a Service that has none", last.Read)
+		}
+		p.Set(service("dns", plan.UDP, dst, "10.244.1.2:5353"))
+		r.Update(p, plan.Keys{sp.Key: {}})
+		pass("endpoint replaced", n, n)
+		if left := count(t); left != 0 {
+			t.Errorf("%d flows are left", left)
+		}
+	})
+}

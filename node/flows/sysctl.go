@@ -1,0 +1,214 @@
+package flows
+
+import (
+	"cmp"
+	"errors"
+	"fmt"
+	"io/fs"
+	"os"
+	"path/filepath"
+	"runtime"
+	"strconv"
+	"strings"
+	"syscall"
+	"time"
+)
+
+// Sysctls are what the kernel's connection tracking is to be set to. Zero leaves a setting of the kernel as it is.
+type Sysctls struct {
+	// MaxPerCore times the number of CPUs is how many flows are tracked at most, but no fewer than Min, and no more than
+	// 1,048,576 unless Min is. A limit that is higher already stays: with a lower one, new connections could fail. Zero
+	// MaxPerCore leaves the limit as it is, whatever Min is.
+	MaxPerCore, Min int
+	// How long an idle connection is remembered; the kernel counts whole seconds, and parts are rounded up.
+	TCPEstablishedTimeout, TCPCloseWaitTimeout, UDPTimeout, UDPStreamTimeout time.Duration
+	// TCPBeLiberal lets packets out of the TCP window pass.
+	TCPBeLiberal bool
+}
+
+// mostByCores is where the limit stops growing with the number of CPUs: each flow takes some 300 bytes.
+const mostByCores = 1 << 20
+
+// flowsPerBucket is how many flows a bucket of the kernel's hash table may have on average.
+const flowsPerBucket = 4
+
+// limit is how many flows are to be tracked at most, or 0 for any number.
+func (s Sysctls) limit(cpus int) int {
+	if s.MaxPerCore <= 0 {
+		return 0
+	}
+	return max(min(s.MaxPerCore*cpus, mostByCores), s.Min)
+}
+
+// Unset is a setting that could not be made. Connections are tracked all the same, by what is in force.
+type Unset struct {
+	// Key is the sysctl, such as net.netfilter.nf_conntrack_max, or the path of a module's parameter.
+	Key string
+	// Field is the field of KubeProxyConfiguration that asks for it.
+	Field string
+	// Wanted is the value asked for, Actual the one in force; empty where it can't be read.
+	Wanted, Actual string
+	// Err is the reason.
+	Err error
+}
+
+func (u *Unset) Unwrap() error { return u.Err }
+
+func (u *Unset) Error() string {
+	return fmt.Sprintf("%s is %s, and can't be set to %s: %s", u.Key, cmp.Or(u.Actual, "not known"), u.Wanted, u.reason())
+}
+
+// reason says in words what the common errors mean.
+func (u *Unset) reason() string {
+	switch {
+	case errors.Is(u.Err, fs.ErrNotExist):
+		return "this kernel, or this network namespace, does not have it"
+	case errors.Is(u.Err, syscall.EROFS):
+		return "it is on a read-only file system, as in a container that is not privileged"
+	case errors.Is(u.Err, fs.ErrPermission):
+		return "permission denied; some can be set in the initial network namespace only, or need CAP_NET_ADMIN"
+	case errors.Is(u.Err, syscall.EOPNOTSUPP):
+		return "it can be set in the initial network namespace only"
+	}
+	return u.Err.Error()
+}
+
+// files is where the settings are.
+type files struct{ proc, sys string }
+
+// Apply makes the settings for the network namespace of its caller's thread, and returns those that could not be made. It
+// is to be called before rules are written, as some depend on nf_conntrack_tcp_be_liberal.
+func (s Sysctls) Apply(sysctlDir string) []*Unset {
+	f := files{filepath.Join(sysctlDir, "net/netfilter"), "/sys"}
+	if _, err := os.Stat(f.max()); err != nil {
+		loadModule()
+	}
+	return s.apply(f)
+}
+
+func (s Sysctls) apply(f files) []*Unset {
+	var out []*Unset
+	add := func(u *Unset) {
+		if u != nil {
+			out = append(out, u)
+		}
+	}
+	if limit := s.limit(f.cpus()); limit > 0 {
+		add(raise("conntrack.maxPerCore", limit, f.max()))
+		add(raise("conntrack.maxPerCore", (limit+flowsPerBucket-1)/flowsPerBucket, f.hashSize()))
+	}
+	for _, t := range []struct {
+		field, key string
+		value      time.Duration
+	}{
+		{"conntrack.tcpEstablishedTimeout", "nf_conntrack_tcp_timeout_established", s.TCPEstablishedTimeout},
+		{"conntrack.tcpCloseWaitTimeout", "nf_conntrack_tcp_timeout_close_wait", s.TCPCloseWaitTimeout},
+		{"conntrack.udpTimeout", "nf_conntrack_udp_timeout", s.UDPTimeout},
+		{"conntrack.udpStreamTimeout", "nf_conntrack_udp_timeout_stream", s.UDPStreamTimeout},
+	} {
+		if t.value > 0 {
+			seconds := int((t.value + time.Second - 1) / time.Second)
+			add(set(t.field, seconds, filepath.Join(f.proc, t.key)))
+		}
+	}
+	if s.TCPBeLiberal {
+		add(set("conntrack.tcpBeLiberal", 1, filepath.Join(f.proc, "nf_conntrack_tcp_be_liberal")))
+	}
+	return out
+}
+
+func (f files) max() string { return filepath.Join(f.proc, "nf_conntrack_max") }
+
+func (f files) hashSize() string {
+	return filepath.Join(f.sys, "module/nf_conntrack/parameters/hashsize")
+}
+
+// cpus counts the machine's CPUs that are online. Those that this process may use can be fewer, but it is the whole
+// machine's traffic that is tracked.
+func (f files) cpus() int {
+	text, err := os.ReadFile(filepath.Join(f.sys, "devices/system/cpu/online"))
+	if n := countCPUs(string(text)); err == nil && n > 0 {
+		return n
+	}
+	return runtime.NumCPU()
+}
+
+// countCPUs counts the numbers in a list such as 0-3,8; 0 if it is none.
+func countCPUs(list string) int {
+	n := 0
+	for _, part := range strings.Split(strings.TrimSpace(list), ",") {
+		from, to, found := strings.Cut(part, "-")
+		if !found {
+			to = from
+		}
+		first, err1 := strconv.Atoi(from)
+		last, err2 := strconv.Atoi(to)
+		if err1 != nil || err2 != nil || last < first {
+			return 0
+		}
+		n += last - first + 1
+	}
+	return n
+}
+
+// raise is set for what is only to be made larger.
+func raise(field string, want int, path string) *Unset {
+	if now, err := readNumber(path); err == nil && now >= want {
+		return nil
+	}
+	return set(field, want, path)
+}
+
+// set writes a number, unless it is there already, and reads it back.
+func set(field string, want int, path string) *Unset {
+	now, err := readNumber(path)
+	if err == nil && now == want {
+		return nil
+	}
+	if err == nil || !errors.Is(err, fs.ErrNotExist) {
+		err = os.WriteFile(path, []byte(strconv.Itoa(want)), 0)
+	}
+	now, readErr := readNumber(path)
+	if err == nil && readErr == nil && now < want {
+		err = errors.New("the kernel took another value")
+	}
+	if err == nil {
+		return nil
+	}
+	u := &Unset{Key: name(path), Field: field, Wanted: strconv.Itoa(want), Err: err}
+	if readErr == nil {
+		u.Actual = strconv.Itoa(now)
+	}
+	return u
+}
+
+// name is how people call the setting of this path.
+func name(path string) string {
+	if _, key, ok := strings.Cut(path, "/proc/sys/"); ok {
+		return strings.ReplaceAll(key, "/", ".")
+	}
+	return path
+}
+
+func readNumber(path string) (int, error) {
+	b, err := os.ReadFile(path)
+	if err != nil {
+		return 0, err
+	}
+	return strconv.Atoi(strings.TrimSpace(string(b)))
+}
+
+// loadModule makes the kernel load its connection tracking, which it does when asked for it by netlink. What comes of it
+// shows in the settings.
+func loadModule() {
+	c, err := openSocket()
+	if err != nil {
+		return
+	}
+	defer c.Close()
+	m := newMessage(msgStats, syscall.NLM_F_REQUEST, 1, 4)
+	m.finish(0)
+	if c.Send(m) == nil {
+		_, _ = c.Receive(make([]byte, receiveBuffer))
+	}
+}

@@ -1,0 +1,163 @@
+package flows
+
+import (
+	"fmt"
+	"io"
+	"net"
+	"strings"
+	"syscall"
+	"testing"
+	"time"
+
+	"nodeproxy/internal/nstest"
+	"nodeproxy/plan"
+)
+
+// oneHost makes this thread's namespace a host with two endpoints' addresses, which tracks flows and sends everything else
+// nowhere.
+func oneHost(t testing.TB) {
+	t.Helper()
+	sh(t, "ip addr add 10.0.0.1/32 dev lo; ip addr add 10.0.0.2/32 dev lo; ip addr add 192.168.0.1/32 dev lo;"+
+		"ip route add default dev lo src 192.168.0.1; iptables-nft -w -A OUTPUT -m conntrack --ctstate INVALID -j DROP")
+}
+
+// translate makes an endpoint the one of a frontend.
+func translate(t testing.TB, protocol, addr string, port int, endpoint string) {
+	t.Helper()
+	sh(t, fmt.Sprintf("iptables-nft -w -t nat -F OUTPUT; iptables-nft -w -t nat -A OUTPUT -p %s -d %s --dport %d "+
+		"-j DNAT --to-destination %s", protocol, addr, port, endpoint))
+}
+
+// udpServer answers each packet at an address of this thread's namespace with its name, until the test ends.
+func udpServer(t testing.TB, name, at string) {
+	t.Helper()
+	c, err := net.ListenPacket("udp", at)
+	if err != nil {
+		t.Fatal(err)
+	}
+	t.Cleanup(func() { c.Close() })
+	go func() {
+		buf := make([]byte, 100)
+		for {
+			_, from, err := c.ReadFrom(buf)
+			if err != nil {
+				return
+			}
+			_, _ = c.WriteTo([]byte(name), from)
+		}
+	}()
+}
+
+// ask sends a packet from a connected socket and returns the answer, or the error as text.
+func ask(c net.Conn) string {
+	if _, err := c.Write([]byte("?")); err != nil {
+		return err.Error()
+	}
+	_ = c.SetReadDeadline(time.Now().Add(300 * time.Millisecond))
+	buf := make([]byte, 100)
+	n, err := c.Read(buf)
+	if err != nil {
+		return err.Error()
+	}
+	return string(buf[:n])
+}
+
+// TestRealFlow: a UDP client that keeps its port is stuck with an endpoint that is gone, and with no endpoint where it
+// began before there was one; a pass frees it.
+func TestRealFlow(t *testing.T) {
+	t.Parallel()
+	nstest.Run(t, func() {
+		oneHost(t)
+		udpServer(t, "one", "10.0.0.1:5353")
+		udpServer(t, "two", "10.0.0.2:5353")
+		c, err := (&net.Dialer{LocalAddr: &net.UDPAddr{Port: 40000}}).DialContext(t.Context(), "udp", "10.96.0.10:53")
+		if err != nil {
+			t.Fatal(err)
+		}
+		defer c.Close()
+		if got := ask(c); got == "one" || got == "two" {
+			t.Fatalf("without rules: %s", got)
+		}
+		r := newReconciler(nil)
+		p := plan.New(plan.Node{}, plan.Settings{})
+		for _, step := range []struct{ endpoint, name string }{
+			{"10.0.0.1:5353", "one"}, {"10.0.0.2:5353", "two"}, {"10.0.0.1:5353", "one"},
+		} {
+			translate(t, "udp", "10.96.0.10", 53, step.endpoint)
+			if got := ask(c); got == step.name {
+				t.Errorf("the flow goes to %q before anything was removed: the kernel does not do what this test is about", got)
+			}
+			sp := service("dns", plan.UDP, "10.96.0.10:53", step.endpoint)
+			p.Set(sp)
+			r.Update(p, plan.Keys{sp.Key: {}})
+			mustPass(t, r)
+			if got := ask(c); got != step.name {
+				t.Errorf("with endpoint %s: %q, want %q", step.endpoint, got, step.name)
+			}
+			mustPass(t, r)
+			if got := ask(c); got != step.name {
+				t.Errorf("with endpoint %s, second pass: %q, want %q", step.endpoint, got, step.name)
+			}
+		}
+	})
+}
+
+// echoServer echoes what comes over TCP at an address of this thread's namespace, until the test ends.
+func echoServer(t testing.TB, at string) {
+	t.Helper()
+	l, err := net.Listen("tcp", at)
+	if err != nil {
+		t.Fatal(err)
+	}
+	t.Cleanup(func() { l.Close() })
+	go func() {
+		for {
+			c, err := l.Accept()
+			if err != nil {
+				return
+			}
+			go func() {
+				defer c.Close()
+				_, _ = io.Copy(c, c)
+			}()
+		}
+	}()
+}
+
+// TestRealReset: a TCP connection to an endpoint that is gone goes on without ResetTCP; with it, its next packet resets it,
+// since another endpoint gets that.
+func TestRealReset(t *testing.T) {
+	t.Parallel()
+	for _, reset := range []bool{false, true} {
+		nstest.Run(t, func() {
+			oneHost(t)
+			r := newReconciler(func(c *Config) { c.ResetTCP = func(*plan.ServicePort) bool { return reset } })
+			p := plan.New(plan.Node{}, plan.Settings{})
+			use := func(endpoint string) {
+				translate(t, "tcp", "10.96.0.10", 80, endpoint)
+				p.Set(service("web", plan.TCP, "10.96.0.10:80", endpoint))
+				r.Update(p, nil)
+				mustPass(t, r)
+			}
+			echoServer(t, "10.0.0.1:8080")
+			echoServer(t, "10.0.0.2:8080")
+			use("10.0.0.1:8080")
+			c, err := net.DialTimeout("tcp", "10.96.0.10:80", time.Second)
+			if err != nil {
+				t.Fatal(err)
+			}
+			defer c.Close()
+			if got := ask(c); got != "?" {
+				t.Fatalf("before: %s", got)
+			}
+			use("10.0.0.2:8080")
+			want := "?"
+			if reset {
+				want = syscall.ECONNRESET.Error()
+			}
+			if got := ask(c); !strings.HasSuffix(got, want) {
+				t.Errorf("reset %v: %q, want %q", reset, got, want)
+			}
+		})
+	}
+}

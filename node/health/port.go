@@ -1,0 +1,233 @@
+package health
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"log/slog"
+	"net"
+	"net/http"
+	"net/netip"
+	"slices"
+	"strconv"
+	"sync/atomic"
+	"time"
+
+	"golang.org/x/sys/unix"
+
+	"nodeproxy/plan"
+	"nodeproxy/source"
+)
+
+// port is the health check node port of one Service. All but count is for Services.Run alone.
+type port struct {
+	service plan.Service
+	number  uint16
+	count   atomic.Pointer[localEndpoints]
+
+	server  *http.Server
+	open    map[listenAt]*socket
+	report  source.Report
+	said    string // what was last reported; empty if nothing since all was well
+	retry   time.Duration
+	retryAt time.Time
+}
+
+// socket is where a port is listened at.
+type socket struct {
+	net.Listener
+	closed atomic.Bool   // it was closed here
+	ended  chan struct{} // is closed when it does not serve any more
+}
+
+// close returns when the kernel, too, has closed the socket, so that its address can be listened at again.
+func (s *socket) close() {
+	s.closed.Store(true)
+	_ = s.Close() // If it is closed already, so be it.
+	<-s.ended
+}
+
+// over reports whether it does not serve any more.
+func (s *socket) over() bool {
+	select {
+	case <-s.ended:
+		return true
+	default:
+		return false
+	}
+}
+
+// localEndpoints are how many ready endpoints of a Service run on this node, by family.
+type localEndpoints struct {
+	number [2]int  // of IPv4, IPv6
+	has    [2]bool // whether the Service has a cluster IP of the family
+}
+
+func familyIndex(f plan.Family) int {
+	if f == plan.IPv6 {
+		return 1
+	}
+	return 0
+}
+
+// for a request over f.
+func (l *localEndpoints) over(f plan.Family) int {
+	i := familyIndex(f)
+	if !l.has[i] {
+		i = 1 - i
+	}
+	return l.number[i]
+}
+
+// readPort returns the health check node port of a Service, 0 if it has none, and its ready endpoints on this node. Two ports
+// of one endpoint count once, and those that shut down not at all. Endpoints on this node are found under policy Local, which
+// a Service with such a port has; for ports where that is not computed, since nothing outside reaches them yet, under Cluster.
+func readPort(p *plan.Plan, svc plan.Service) (number uint16, count localEndpoints) {
+	keys := p.KeysOf(svc)
+	for _, key := range keys {
+		for _, f := range p.Services[key].Frontends {
+			if f.Kind == plan.HealthCheckNodePort {
+				number = f.Port
+			}
+		}
+	}
+	if number == 0 {
+		return 0, count
+	}
+	var here [2][]netip.Addr
+	for _, key := range keys {
+		i := familyIndex(key.Family)
+		count.has[i] = true
+		sp := p.Services[key]
+		for _, list := range [][]plan.Endpoint{sp.Endpoints.Local, sp.Endpoints.Cluster} {
+			for _, ep := range list {
+				if ep.Local && !ep.Terminating {
+					here[i] = append(here[i], ep.Addr.Addr())
+				}
+			}
+		}
+	}
+	for i := range here {
+		slices.SortFunc(here[i], netip.Addr.Compare)
+		count.number[i] = len(slices.Compact(here[i]))
+	}
+	return number, count
+}
+
+// equalAddresses reports whether node ports answer at the same addresses.
+func equalAddresses(a, b plan.NodePortAddresses) bool {
+	return a.Primary == b.Primary && slices.Equal(a.CIDRs, b.CIDRs)
+}
+
+func newPort(svc plan.Service, number uint16, cfg ServicesConfig, c *connections) *port {
+	p := &port{service: svc, number: number, open: map[listenAt]*socket{}, report: cfg.Report}
+	p.server = newHTTPServer(http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
+		p.answer(w, familyOf(r), cfg.Healthy())
+	}), c, func() *slog.Logger { return cfg.Log })
+	p.server.Handler = told(func() string { return cfg.Program }, p.server.Handler)
+	return p
+}
+
+// familyOf returns the family over which a request has come.
+func familyOf(r *http.Request) plan.Family {
+	if addr, ok := r.Context().Value(http.LocalAddrContextKey).(*net.TCPAddr); ok {
+		return plan.FamilyOf(addr.AddrPort().Addr())
+	}
+	return plan.IPv4
+}
+
+// answerFormat is the body of an answer; kube-proxy's, to the byte.
+const answerFormat = `{
+	"service": {
+		"namespace": %q,
+		"name": %q
+	},
+	"localEndpoints": %d,
+	"serviceProxyHealthy": %t
+}`
+
+// answer is what kube-proxy answers, at any path. The weight is for load balancers that send to nodes by their number of
+// endpoints.
+func (p *port) answer(w http.ResponseWriter, f plan.Family, healthy bool) {
+	n := p.count.Load().over(f)
+	w.Header().Set("Content-Type", "application/json")
+	w.Header().Set("X-Content-Type-Options", "nosniff")
+	w.Header().Set("X-Load-Balancing-Endpoint-Weight", strconv.Itoa(n))
+	if n == 0 || !healthy {
+		w.WriteHeader(http.StatusServiceUnavailable)
+	}
+	_, _ = fmt.Fprintf(w, answerFormat, p.service.Namespace, p.service.Name, n, healthy)
+}
+
+// close closes all sockets and connections.
+func (p *port) close() {
+	p.closeExcept(nil)
+	_ = p.server.Close() // Its sockets are closed already.
+}
+
+// closeExcept closes the sockets that are elsewhere than at, and forgets those that have ended.
+func (p *port) closeExcept(at []listenAt) {
+	for where, s := range p.open {
+		if s.over() || !slices.Contains(at, where) {
+			delete(p.open, where)
+			s.close()
+		}
+	}
+}
+
+// listen opens the sockets that are missing. It returns false if one could not be opened, and then says when to try again. lost
+// is called when a socket ends without being closed here.
+func (p *port) listen(at []listenAt, lost func(*port, error)) bool {
+	var failed error
+	for _, where := range at {
+		if p.open[where] != nil {
+			continue
+		}
+		address := netip.AddrPortFrom(where.addr, p.number).String()
+		listener, err := (&net.ListenConfig{}).Listen(context.Background(), where.network, address)
+		if where.addr.IsUnspecified() && errors.Is(err, unix.EAFNOSUPPORT) {
+			continue // The kernel lacks the family, so nobody asks by it.
+		}
+		if err != nil {
+			if failed == nil {
+				failed = fmt.Errorf("port %d can't be listened at on %s: %w", p.number, where, cause(err))
+			}
+			continue
+		}
+		s := &socket{Listener: listener, ended: make(chan struct{})}
+		p.open[where] = s
+		go func() {
+			err := p.server.Serve(s)
+			if close(s.ended); !s.closed.Load() {
+				lost(p, err)
+			}
+		}()
+	}
+	if failed == nil {
+		p.said, p.retry = "", 0
+		return true
+	}
+	p.putOff(time.Now())
+	if text := failed.Error(); p.said != text {
+		p.said = text
+		p.report(source.Finding{
+			Severity: source.Problem, Object: "Service " + p.service.String(), Field: "spec.healthCheckNodePort", Detail: text,
+			Effect: "load balancers that ask there take this node for one without endpoints; it is tried again until it works",
+		})
+	}
+	return false
+}
+
+// putOff says when to try again.
+func (p *port) putOff(now time.Time) {
+	p.retry = min(max(2*p.retry, firstRetry), lastRetry)
+	p.retryAt = now.Add(p.retry)
+}
+
+// cause is what was wrong, without the address, which is told otherwise.
+func cause(err error) error {
+	if op := (*net.OpError)(nil); errors.As(err, &op) {
+		return op.Err
+	}
+	return err
+}

@@ -1,0 +1,313 @@
+package health
+
+import (
+	"context"
+	"log/slog"
+	"maps"
+	"net/netip"
+	"slices"
+	"sync"
+	"sync/atomic"
+	"time"
+
+	"github.com/vishvananda/netlink"
+
+	"nodeproxy/plan"
+	"nodeproxy/source"
+)
+
+// The wait before a port that can't be listened at is tried again doubles from the first to the second of these.
+const (
+	firstRetry = time.Second
+	lastRetry  = 30 * time.Second
+)
+
+// mostOfServices is how many connections the health check node ports have at most, all together.
+const mostOfServices = 1024
+
+// ServicesConfig says what Services works with.
+type ServicesConfig struct {
+	// Healthy tells whether the node as a whole is healthy, as Node.Healthy does.
+	Healthy func() bool
+	// Program and its version are the header Server of each answer; "" for none.
+	Program string
+	// NotNode names links whose addresses belong to Services and not to the node, such as kube-ipvs0.
+	NotNode []string
+	// Report receives what the owners of Services should know; nil discards it.
+	Report source.Report
+	// Log is for what concerns the node as a whole; nil discards it.
+	Log *slog.Logger
+}
+
+// Services answers at the health check node port of each Service that has one: there a load balancer asks whether this node
+// has endpoints of the Service, and how many (KEP-1669: those that shut down do not count). It listens where node ports
+// answer, on the addresses of both families, and follows the host's addresses as they come and go.
+//
+// A Service has one port for both families, but may have endpoints of one only. Whoever asks over a family that the Service
+// has is told of the endpoints of that family; over the other, of those that there are. kube-proxy does not listen there.
+type Services struct {
+	cfg     ServicesConfig
+	host    hostAddresses
+	clients *connections
+	addrsOf chan struct{} // the host's addresses have changed
+	wake    chan struct{}
+
+	mu       sync.Mutex // guards what follows
+	byName   map[plan.Service]*port
+	at       plan.NodePortAddresses
+	node     plan.Node
+	known    bool // whether at and node are
+	moved    bool // whether sockets may have to be elsewhere than they are
+	dirty    map[*port]bool
+	obsolete []*port
+
+	failing      map[*port]bool // only Run uses it
+	failingCount atomic.Int64
+}
+
+// NewServices returns a Services that listens nowhere before it runs.
+func NewServices(cfg ServicesConfig) *Services {
+	if cfg.Report == nil {
+		cfg.Report = func(source.Finding) {}
+	}
+	if cfg.Log == nil {
+		cfg.Log = slog.New(slog.DiscardHandler)
+	}
+	return &Services{
+		cfg: cfg, host: kernelAddresses{cfg.NotNode, netlink.AddrSubscribe}, clients: newConnections(mostOfServices),
+		addrsOf: make(chan struct{}, 1), wake: make(chan struct{}, 1),
+		byName: map[plan.Service]*port{}, dirty: map[*port]bool{}, failing: map[*port]bool{},
+	}
+}
+
+// Update takes in what a plan says now. changed names the ServicePorts that may differ from the last call, vanished ones
+// included; nil stands for all, and for a change of the node. It costs work for the Services in changed only, touches no
+// socket, and keeps nothing of the plan: answers follow at once, sockets within moments.
+func (s *Services) Update(p *plan.Plan, changed plan.Keys) {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	if changed == nil {
+		s.updateAll(p)
+	} else {
+		seen := map[plan.Service]bool{}
+		for key := range changed {
+			if !seen[key.Service] {
+				seen[key.Service] = true
+				s.update(p, key.Service)
+			}
+		}
+	}
+	if len(s.dirty) > 0 || len(s.obsolete) > 0 || s.moved {
+		notify(s.wake)
+	}
+}
+
+// updateAll does so for every Service, and for what is common to all.
+func (s *Services) updateAll(p *plan.Plan) {
+	if !s.known || !s.node.Equal(p.Node) || !equalAddresses(s.at, p.Settings.NodePortAddresses) {
+		s.node, s.at, s.known, s.moved = p.Node, p.Settings.NodePortAddresses, true, true
+		s.node.IPs = slices.Clone(p.Node.IPs)
+	}
+	here := map[plan.Service]bool{}
+	for key := range p.Services {
+		if !here[key.Service] {
+			here[key.Service] = true
+			s.update(p, key.Service)
+		}
+	}
+	for svc := range s.byName {
+		if !here[svc] {
+			s.update(p, svc)
+		}
+	}
+}
+
+func (s *Services) update(p *plan.Plan, svc plan.Service) {
+	number, now := readPort(p, svc)
+	had := s.byName[svc]
+	if had != nil && had.number == number {
+		had.count.Store(&now)
+		return
+	}
+	if had != nil {
+		s.obsolete = append(s.obsolete, had)
+		delete(s.byName, svc)
+		delete(s.dirty, had)
+	}
+	if number != 0 {
+		made := newPort(svc, number, s.cfg, s.clients)
+		made.count.Store(&now)
+		s.byName[svc] = made
+		s.dirty[made] = true
+	}
+}
+
+// Ports returns how many health check node ports there are, and how many of them are not listened at everywhere they should
+// be.
+func (s *Services) Ports() (all, failing int) {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	return len(s.byName), int(s.failingCount.Load())
+}
+
+// calm is how long to wait after a change of the host's addresses: there are often more at once.
+const calm = 50 * time.Millisecond
+
+// Run listens and answers until ctx ends, and then closes all sockets. A Services runs once.
+func (s *Services) Run(ctx context.Context) {
+	var running sync.WaitGroup
+	defer running.Wait()
+	defer s.closeAll()
+	ctx, cancel := context.WithCancel(ctx)
+	defer cancel()
+	following := false
+	for {
+		if !following && s.follows() {
+			following = true
+			running.Go(func() { s.host.watch(ctx, func() { notify(s.addrsOf) }) })
+		}
+		var again <-chan time.Time
+		if first := s.nextTry(); !first.IsZero() {
+			again = time.After(time.Until(first))
+		}
+		select {
+		case <-ctx.Done():
+			return
+		case <-s.addrsOf:
+			s.addressesChanged(ctx)
+		case <-s.wake:
+		case <-again:
+		}
+		s.reconcile()
+	}
+}
+
+// follows reports whether the host's addresses matter.
+func (s *Services) follows() bool {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	return s.known && !everywhere(s.at)
+}
+
+func (s *Services) addressesChanged(ctx context.Context) {
+	select {
+	case <-ctx.Done():
+	case <-time.After(calm):
+	}
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	s.moved = true
+}
+
+// work is what there is to do about sockets.
+type work struct {
+	close []*port
+	open  map[*port]bool
+	at    plan.NodePortAddresses
+	node  plan.Node
+}
+
+// take returns what there is to do now. The lock is not held while it is done: there may be thousands of sockets, and the sync
+// loop must not wait for them.
+func (s *Services) take() work {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	w := work{close: s.obsolete, open: s.dirty, at: s.at, node: s.node}
+	s.obsolete, s.dirty = nil, map[*port]bool{}
+	if s.moved {
+		for _, p := range s.byName {
+			w.open[p] = true
+		}
+	}
+	s.moved = false
+	return w
+}
+
+// reconcile closes sockets that are not wanted any more, then opens those that are missing.
+func (s *Services) reconcile() {
+	w := s.take()
+	for _, p := range w.close {
+		p.close()
+		delete(s.failing, p)
+	}
+	maps.Copy(w.open, s.due(len(w.close) > 0))
+	var host []netip.Addr
+	if !everywhere(w.at) && len(w.open) > 0 {
+		var err error
+		if host, err = s.host.list(); err != nil {
+			s.cfg.Log.Warn("health check node ports do not follow this host's addresses for now; they are asked for again",
+				"error", err)
+			for p := range w.open {
+				p.putOff(time.Now())
+				s.failing[p] = true
+			}
+			s.failingCount.Store(int64(len(s.failing)))
+			return
+		}
+	}
+	at := sockets(w.at, w.node, host)
+	for p := range w.open { // First of all, since sockets at single addresses keep those at all addresses from opening.
+		p.closeExcept(at)
+	}
+	for p := range w.open {
+		if delete(s.failing, p); !p.listen(at, s.lost) {
+			s.failing[p] = true
+		}
+	}
+	s.failingCount.Store(int64(len(s.failing)))
+}
+
+// due returns the ports that are to be tried again now: all where freed is true, since a port has been closed that another
+// Service may have waited for.
+func (s *Services) due(freed bool) map[*port]bool {
+	out, now := map[*port]bool{}, time.Now()
+	for p := range s.failing {
+		if freed || !p.retryAt.After(now) {
+			out[p] = true
+		}
+	}
+	return out
+}
+
+// lost notes that a socket of p has ended by itself.
+func (s *Services) lost(p *port, err error) {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	if s.byName[p.service] != p {
+		return
+	}
+	s.cfg.Log.Warn("a health check node port is not listened at any more; it is tried again", "service", p.service,
+		"port", p.number, "error", err)
+	s.dirty[p] = true
+	notify(s.wake)
+}
+
+// nextTry returns when the first port is due that could not be listened at; zero if there is none.
+func (s *Services) nextTry() time.Time {
+	var first time.Time
+	for p := range s.failing {
+		if first.IsZero() || p.retryAt.Before(first) {
+			first = p.retryAt
+		}
+	}
+	return first
+}
+
+// closeAll closes all sockets.
+func (s *Services) closeAll() {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	for _, p := range s.obsolete {
+		p.close()
+	}
+	for _, p := range s.byName {
+		p.close()
+	}
+}
+
+func notify(c chan struct{}) {
+	select {
+	case c <- struct{}{}:
+	default: // It will look anyway.
+	}
+}

@@ -1,0 +1,160 @@
+package listeners
+
+import (
+	"net/netip"
+	"slices"
+
+	"nodeproxy/plan"
+)
+
+// place is what a packet is recognised by. Node ports have the zero Addr.
+type place struct {
+	family   plan.Family
+	protocol plan.Protocol
+	addr     netip.Addr
+	port     uint16
+}
+
+// owner is the ServicePort that a place belongs to, and the frontend that it is.
+type owner struct {
+	key      plan.Key
+	frontend plan.Frontend
+}
+
+// index knows which places belong to Services, and where their endpoints are.
+type index struct {
+	settings plan.Settings
+	node     plan.Node
+	services map[plan.Key]*plan.ServicePort
+	places   map[place]owner
+	count    map[plan.Protocol]int // places of each protocol
+}
+
+func newIndex() *index {
+	return &index{services: map[plan.Key]*plan.ServicePort{}, places: map[place]owner{}, count: map[plan.Protocol]int{}}
+}
+
+// update takes over what a plan says of the ServicePorts in changed, or of all if that is nil. It reports whether any
+// frontend, or what applies to all, is other than it was.
+func (x *index) update(p *plan.Plan, changed plan.Keys) bool {
+	if changed == nil {
+		*x = *newIndex()
+		x.settings, x.node = p.Settings, p.Node
+		for _, sp := range p.Services {
+			x.enter(sp)
+		}
+		return true
+	}
+	differs := false
+	// What changes hands is left by one before another enters it.
+	for key := range changed {
+		old, now := x.services[key], p.Services[key]
+		if old != nil && (now == nil || !slices.Equal(old.Frontends, now.Frontends)) {
+			x.leave(old)
+			differs = true
+		}
+	}
+	for key := range changed {
+		if now := p.Services[key]; now != nil {
+			differs = x.enter(now) || differs
+		}
+	}
+	return differs
+}
+
+func placeOf(key plan.Key, f plan.Frontend) place {
+	return place{key.Family, f.Protocol, f.Addr, f.Port}
+}
+
+// enter puts a ServicePort in, or in the place of one with the same frontends. It reports whether there was none.
+func (x *index) enter(sp *plan.ServicePort) bool {
+	known := x.services[sp.Key] != nil
+	x.services[sp.Key] = sp
+	if known {
+		return false
+	}
+	for _, f := range sp.Frontends {
+		x.places[placeOf(sp.Key, f)] = owner{sp.Key, f}
+		x.count[f.Protocol]++
+	}
+	return len(sp.Frontends) > 0
+}
+
+func (x *index) leave(sp *plan.ServicePort) {
+	delete(x.services, sp.Key)
+	for _, f := range sp.Frontends {
+		delete(x.places, placeOf(sp.Key, f))
+		x.count[f.Protocol]--
+	}
+}
+
+// captured returns the frontends that get what is sent to a socket, on a node with these addresses.
+func (x *index) captured(s socket, host []netip.Addr) []owner {
+	var out []owner
+	add := func(p place) {
+		if o, ok := x.places[p]; ok && !x.endpointOf(o, s, host) {
+			out = append(out, o)
+		}
+	}
+	for _, f := range s.families() {
+		if x.answers(s, f, host) {
+			add(place{f, s.Protocol, netip.Addr{}, s.Port})
+		}
+		if !s.Everywhere() {
+			add(place{f, s.Protocol, s.Addr, s.Port})
+			continue
+		}
+		for _, addr := range host {
+			if plan.FamilyOf(addr) == f {
+				add(place{f, s.Protocol, addr, s.Port})
+			}
+		}
+	}
+	return out
+}
+
+// answers reports whether a socket can be reached at an address of a family where node ports answer too.
+func (x *index) answers(s socket, f plan.Family, host []netip.Addr) bool {
+	at := func(addr netip.Addr) bool {
+		if plan.FamilyOf(addr) != f || addr.IsLoopback() && !x.settings.LocalhostReachable(f) {
+			return false
+		}
+		if x.settings.NodePortAddresses.All(f) {
+			return true
+		}
+		ranges := x.settings.NodePortAddresses.Ranges(f, x.node)
+		return slices.ContainsFunc(ranges, func(r netip.Prefix) bool { return r.Contains(addr) })
+	}
+	if !s.Everywhere() {
+		return at(s.Addr)
+	}
+	return slices.ContainsFunc(host, at)
+}
+
+// endpointOf reports whether a socket is that of an endpoint of the ServicePort, of whichever family.
+func (x *index) endpointOf(o owner, s socket, host []netip.Addr) bool {
+	if o.frontend.Kind == plan.HealthCheckNodePort {
+		return false
+	}
+	is := func(at netip.AddrPort) bool {
+		if at.Port() != s.Port {
+			return false
+		}
+		if !s.Everywhere() {
+			return at.Addr() == s.Addr
+		}
+		return slices.Contains(s.families(), plan.FamilyOf(at.Addr())) && slices.Contains(host, at.Addr())
+	}
+	key := o.key
+	for _, key.Family = range plan.Families {
+		sp := x.services[key]
+		if sp == nil {
+			continue
+		}
+		if slices.ContainsFunc(sp.All(), func(e plan.Endpoint) bool { return is(e.Addr) }) ||
+			slices.ContainsFunc(sp.Excluded, func(e plan.Exclusion) bool { return is(e.Addr) }) {
+			return true
+		}
+	}
+	return false
+}

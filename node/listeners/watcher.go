@@ -1,0 +1,193 @@
+package listeners
+
+import (
+	"context"
+	"log/slog"
+	"maps"
+	"net/netip"
+	"sync"
+	"time"
+
+	"nodeproxy/kernel/sockets"
+	"nodeproxy/plan"
+	"nodeproxy/source"
+)
+
+// Config says how a Watcher works.
+type Config struct {
+	// NotNode names devices whose addresses are those of Services, and not the node's.
+	NotNode []string
+	// Report receives a problem once for each conflict, when it is found, and a note when it ends while the Service still
+	// has the frontend; nil for nobody.
+	Report source.Report
+	// Count receives the number of conflicts after each look; nil for nobody.
+	Count func(int)
+	// Log receives why sockets could not be listed; nil discards it.
+	Log *slog.Logger
+}
+
+// When sockets are looked at.
+const (
+	defaultPeriod = 30 * time.Second
+	// defaultGap is the least time between two looks, whatever changes.
+	defaultGap = 5 * time.Second
+)
+
+// Watcher looks for conflicts. Update tells it of the plan, Run works.
+type Watcher struct {
+	cfg         Config
+	period, gap time.Duration
+	wake        chan struct{}
+
+	// The seams of tests.
+	dump func(plan.Protocol) ([]socket, error)
+	host func(not []string) ([]netip.Addr, error)
+	own  func() map[uint32]bool
+
+	mu    sync.Mutex
+	index *index
+	known bool // whether there is a plan
+
+	// Only Run's goroutine uses these.
+	found map[conflict]string // with who has the socket
+	// doubtful are the sockets that count if they are seen again, by inode.
+	doubtful map[uint32]bool
+}
+
+// conflict is a socket and a frontend that are for the same packets. Sockets that share one place are one, and so are the
+// node ports of both families.
+type conflict struct {
+	socket   socket   // without inode and user
+	port     plan.Key // without family
+	frontend plan.Frontend
+}
+
+// New returns a Watcher that does nothing until it runs and has been told of a plan.
+func New(cfg Config) *Watcher {
+	if cfg.Report == nil {
+		cfg.Report = func(source.Finding) {}
+	}
+	if cfg.Count == nil {
+		cfg.Count = func(int) {}
+	}
+	if cfg.Log == nil {
+		cfg.Log = slog.New(slog.DiscardHandler)
+	}
+	return &Watcher{
+		cfg: cfg, period: defaultPeriod, gap: defaultGap, wake: make(chan struct{}, 1),
+		dump: dumpSockets, host: hostAddresses, own: sockets.Own,
+		index: newIndex(), found: map[conflict]string{}, doubtful: map[uint32]bool{},
+	}
+}
+
+// Update tells what the plan is. changed names the ServicePorts that differ from the last call, vanished ones included; nil
+// stands for all. It costs work for those only, waits for no look at sockets, and keeps nothing of p that changes.
+func (w *Watcher) Update(p *plan.Plan, changed plan.Keys) {
+	w.mu.Lock()
+	defer w.mu.Unlock()
+	if w.index.update(p, changed) {
+		select {
+		case w.wake <- struct{}{}:
+		default: // It will look anyway.
+		}
+	}
+	w.known = true
+}
+
+// Run looks for conflicts until ctx ends: once there is a plan, every 30 seconds, and soon after frontends have changed.
+func (w *Watcher) Run(ctx context.Context) {
+	said := ""
+	next := time.NewTimer(w.period)
+	defer next.Stop()
+	for {
+		select {
+		case <-ctx.Done():
+			return
+		case <-w.wake:
+		case <-next.C:
+		}
+		again, err := w.look()
+		switch {
+		case err == nil:
+			said = ""
+		case err.Error() != said:
+			said = err.Error()
+			w.cfg.Log.Warn("programs that listen where a Service captures the traffic are not looked for", "error", err)
+		}
+		wait := w.period
+		if again {
+			wait = w.gap
+		}
+		next.Reset(wait)
+		select {
+		case <-ctx.Done():
+			return
+		case <-time.After(w.gap):
+		}
+	}
+}
+
+// look compares the sockets that there are with the plan. It returns true if it should be done again soon.
+func (w *Watcher) look() (again bool, err error) {
+	w.mu.Lock()
+	known, count := w.known, maps.Clone(w.index.count)
+	w.mu.Unlock()
+	if !known {
+		return false, nil
+	}
+	var list []socket
+	for _, p := range []plan.Protocol{plan.TCP, plan.UDP, plan.SCTP} {
+		if count[p] == 0 {
+			continue
+		}
+		some, err := w.dump(p)
+		if err != nil {
+			return false, err
+		}
+		list = append(list, some...)
+	}
+	host, err := w.host(w.cfg.NotNode)
+	if err != nil {
+		return false, err
+	}
+	now := w.conflicts(list, host)
+	w.tell(now)
+	return len(w.doubtful) > 0, nil
+}
+
+// conflicts returns those that there are, each with the inodes of its sockets.
+func (w *Watcher) conflicts(list []socket, host []netip.Addr) map[conflict][]uint32 {
+	now := map[conflict][]uint32{}
+	doubtful := map[uint32]bool{}
+	ephemeral := ephemeralPorts()
+	var own map[uint32]bool
+	w.mu.Lock()
+	defer w.mu.Unlock()
+	for _, s := range list {
+		for _, o := range w.index.captured(s, host) {
+			doubt := s.Protocol == plan.UDP && ephemeral.contains(s.Port)
+			if o.frontend.Kind == plan.HealthCheckNodePort {
+				if own == nil {
+					own = w.own()
+				}
+				if own[s.Inode] {
+					continue
+				}
+				doubt = true // It may have been this program's, and is closed by now.
+			}
+			c := conflictOf(s, o)
+			if _, told := w.found[c]; doubt && !told && !w.doubtful[s.Inode] {
+				doubtful[s.Inode] = true
+				continue
+			}
+			now[c] = append(now[c], s.Inode)
+		}
+	}
+	w.doubtful = doubtful
+	return now
+}
+
+func conflictOf(s socket, o owner) conflict {
+	s.Inode, s.UID, o.key.Family = 0, 0, 0
+	return conflict{s, o.key, o.frontend}
+}

@@ -1,0 +1,138 @@
+package packetsim
+
+import (
+	"errors"
+	"fmt"
+	"net/netip"
+	"slices"
+	"strings"
+
+	"nodeproxy/plan"
+)
+
+// RestoreAddresses adds a text as "ip -batch" takes it: links, addresses, and routes of table local. What it adds is
+// local to the machine, beside what Node.Local says. Lines of the other family are passed over. The error names the line.
+func (rs *Ruleset) RestoreAddresses(text string) error {
+	for i, line := range strings.Split(text, "\n") {
+		line = strings.TrimSpace(line)
+		if line == "" || line[0] == '#' {
+			continue
+		}
+		if err := rs.ipCommand(strings.Fields(line)); err != nil {
+			return fmt.Errorf("%s addresses, line %d: %w: %.300s", rs.family, i+1, err, line)
+		}
+	}
+	return nil
+}
+
+func (rs *Ruleset) ipCommand(words []string) error {
+	if words[0] == "-4" || words[0] == "-6" {
+		words = words[1:]
+	}
+	if len(words) < 3 {
+		return errors.New("it is no whole command")
+	}
+	object, verb, rest := words[0], words[1], words[2:]
+	if object == "link" {
+		return nil
+	}
+	if verb != "add" && verb != "replace" && verb != "del" {
+		return fmt.Errorf("command %s is not known", verb)
+	}
+	switch object {
+	case "address", "addr":
+		return rs.ipAddress(verb, rest)
+	case "route":
+		return rs.ipRoute(verb, rest)
+	}
+	return fmt.Errorf("the simulator does not know object %s", object)
+}
+
+func (rs *Ruleset) ipAddress(verb string, words []string) error {
+	addr, _, _ := strings.Cut(words[0], "/")
+	a, err := netip.ParseAddr(addr)
+	if err != nil {
+		return err
+	}
+	if err := ipOptions(words[1:]); err != nil {
+		return err
+	}
+	return rs.changeLocal(verb, netip.PrefixFrom(a, a.BitLen()))
+}
+
+func (rs *Ruleset) ipRoute(verb string, words []string) error {
+	if words[0] != "local" || len(words) < 2 {
+		return fmt.Errorf("the simulator does not know routes of type %s", words[0])
+	}
+	prefix, err := parsePrefix(words[1])
+	if err != nil {
+		return err
+	}
+	if err := ipOptions(words[2:]); err != nil {
+		return err
+	}
+	if at := slices.Index(words, "table"); at < 0 || words[at+1] != "local" {
+		return errors.New("a local route belongs into table local")
+	}
+	return rs.changeLocal(verb, prefix)
+}
+
+// ipOptions reads what follows an address or a route, of which only the device must be there.
+func ipOptions(words []string) error {
+	device := false
+	for len(words) > 0 {
+		name := words[0]
+		words = words[1:]
+		switch name {
+		case "nodad", "noprefixroute":
+			continue
+		case "dev", "table", "src", "scope", "proto", "metric":
+		default:
+			return fmt.Errorf("the simulator does not know option %s", name)
+		}
+		if len(words) == 0 {
+			return fmt.Errorf("option %s has no value", name)
+		}
+		device = device || name == "dev"
+		words = words[1:]
+	}
+	if !device {
+		return errors.New("it names no device")
+	}
+	return nil
+}
+
+// changeLocal adds or removes one address, or one route; the same may not be there twice.
+func (rs *Ruleset) changeLocal(verb string, prefix netip.Prefix) error {
+	if plan.FamilyOf(prefix.Addr()) != rs.family {
+		return nil
+	}
+	switch exists := rs.addresses[prefix]; {
+	case verb == "add" && exists:
+		return errors.New("it exists")
+	case verb == "del" && !exists:
+		return errors.New("there is nothing such to delete")
+	case verb == "del":
+		delete(rs.addresses, prefix)
+	default:
+		rs.addresses[prefix] = true
+	}
+	return nil
+}
+
+// local reports whether an address is the machine's: its own, or one that was added for Services.
+func (p *packet) local(a netip.Addr) bool { return p.node.Local(a) || p.ruleset.Added(a) }
+
+// Added reports whether RestoreAddresses has made an address local. A kernel with its usual settings takes no packet in
+// whose source is such an address; Trace takes it.
+func (rs *Ruleset) Added(a netip.Addr) bool {
+	if rs.addresses[netip.PrefixFrom(a, a.BitLen())] {
+		return true
+	}
+	for prefix := range rs.addresses {
+		if !prefix.IsSingleIP() && prefix.Contains(a) {
+			return true
+		}
+	}
+	return false
+}

@@ -1,0 +1,129 @@
+package packetsim_test
+
+import (
+	"strings"
+	"testing"
+
+	"nodeproxy/plan"
+	"nodeproxy/plan/packetsim"
+)
+
+// TestRestoreErrors lists what iptables-restore or the kernel would refuse.
+func TestRestoreErrors(t *testing.T) {
+	t.Parallel()
+	for _, tc := range []struct{ name, rules, want string }{
+		{"table", "*nut\nCOMMIT\n", "line 1: there is no such table"},
+		{"no table", "-A INPUT -j DROP\n", "line 1: it stands outside of any table"},
+		{"no commit", "*filter\n", "table filter has no COMMIT"},
+		{"no commit between", "*filter\n*nat\nCOMMIT\n", "line 2: table filter has no COMMIT"},
+		{"chain", table("filter", "-A KUBE-X -j DROP"), "line 2: table filter has no chain KUBE-X"},
+		{"chain of another table", table("filter", "-A PREROUTING -j DROP"), "table filter has no chain PREROUTING"},
+		{"jump to nowhere", table("filter", "-A INPUT -j KUBE-X"),
+			"line 3: table filter has no chain KUBE-X, to which leads line 2: -A INPUT -j KUBE-X"},
+		{"goto to nowhere", table("filter", "-A INPUT -g KUBE-X"), "no chain KUBE-X"},
+		{"jump to a built-in chain", table("filter", "-A INPUT -j FORWARD"), "a built-in chain can't be jumped to"},
+		{"loop", table("filter", "A", "B", "-A A -j B", "-A B -g A"), "leads back to itself"},
+		{"loop to itself", table("filter", "A", "-A A -j A"), "leads back to itself"},
+		{"long name", table("filter", "KUBE-123456789012345678901234"), "at most 28"},
+		{"policy of a user's chain", table("filter", ":A DROP [0:0]"), "only built-in chains have a policy"},
+		{"unknown policy", table("filter", ":INPUT REJECT [0:0]"), "REJECT is no policy"},
+		{"delete a chain in use", table("filter", "A", "-A INPUT -j A", "-X A"), "still in use by line 3"},
+		{"delete a full chain", table("filter", "A", "-A A -j DROP", "-X A"), "still has rules"},
+		{"delete no rule", table("filter", "-D INPUT -j DROP"), "no such rule"},
+		{"create twice", table("filter", "A", "-N A"), "the chain exists"},
+		{"insert far", table("filter", "-I INPUT 3 -j DROP"), "has only 0 rules"},
+		{"command", table("filter", "-R INPUT 1 -j DROP"), "command -R is not known"},
+		{"quote", table("filter", `-A INPUT -m comment --comment "x -j DROP`), "a quotation does not end"},
+		{"family of -d", table("filter", "-A INPUT -d ::1/128 -j DROP"), "::1/128 is no IPv4 address"},
+		{"family of DNAT", table("nat", "-A OUTPUT -p tcp -j DNAT --to-destination [::2]:80"), "::2 is no IPv4 address"},
+		{"family of REJECT", table("filter", "-A INPUT -j REJECT --reject-with icmp6-port-unreachable"),
+			"is not of IPv4"},
+		{"tcp-reset", table("filter", "-A INPUT -p udp -j REJECT --reject-with tcp-reset"), "needs -p tcp"},
+		{"port without protocol", table("filter", "-A INPUT -m tcp --dport 80 -j DROP"), "match tcp: it needs -p"},
+		{"port of another protocol", table("filter", "-A INPUT -p udp -m tcp --dport 80 -j DROP"),
+			"match tcp: it needs -p"},
+		{"port of not this protocol", table("filter", "-A INPUT ! -p tcp -m tcp --dport 80 -j DROP"),
+			"match tcp: it needs -p"},
+		{"bad port", table("filter", "-A INPUT -p tcp --dport http -j DROP"), `"http" is no port`},
+		{"port beyond", table("filter", "-A INPUT -p tcp --dport 65536 -j DROP"), "is no port"},
+		{"DNAT without protocol", table("nat", "-A OUTPUT -j DNAT --to-destination 10.0.0.1:80"), "a port needs -p"},
+		{"DNAT to nothing", table("nat", "-A OUTPUT -j DNAT"), "no --to-destination"},
+		{"DNAT in filter", table("filter", "-A OUTPUT -j DNAT --to-destination 10.0.0.1"), "belongs into table nat"},
+		{"DROP in nat", table("nat", "-A OUTPUT -j DROP"), "not for filtering"},
+		{"REJECT in nat", table("nat", "-A OUTPUT -j REJECT"), "belongs into table filter"},
+		{"state", table("filter", "-A INPUT -m conntrack --ctstate NEVER -j DROP"), `no state "NEVER"`},
+		{"mark", table("filter", "-A INPUT -m mark --mark x -j DROP"), "is no mark"},
+		{"probability", table("filter", "-A INPUT -m statistic --mode random --probability 1.5 -j DROP"),
+			"is no probability"},
+		{"bytecode", table("filter", `-A INPUT -m bpf --bytecode "1,6 0 0" -j DROP`), "is no BPF instruction"},
+		{"length of bytecode", table("filter", `-A INPUT -m bpf --bytecode "2,6 0 0 0" -j DROP`), "and has 1"},
+		{"a word", table("filter", "-A INPUT DROP"), `"DROP" is no option`},
+		{"no value", table("filter", "-A INPUT -j"), "option -j has no value"},
+		{"options of a chain", table("filter", "A", "-A INPUT -j A --to-destination 10.0.0.1"),
+			"chain A takes no option"},
+		{"option of a target", table("filter", "-A INPUT -j DROP --hard"), "target DROP: it takes no option --hard"},
+	} {
+		t.Run(tc.name, func(t *testing.T) {
+			t.Parallel()
+			if _, err := packetsim.Parse(plan.IPv4, tc.rules); err == nil || !strings.Contains(err.Error(), tc.want) {
+				t.Errorf("error is %v, want one with %q", err, tc.want)
+			}
+		})
+	}
+}
+
+// TestRestoreInSteps holds later texts to what --noflush does with earlier ones.
+func TestRestoreInSteps(t *testing.T) {
+	t.Parallel()
+	rules := packetsim.New(plan.IPv4)
+	verdict := func(step string, want packetsim.Action, lines ...string) {
+		t.Helper()
+		if err := rules.Restore("# a comment\n\n" + table("filter", lines...)); err != nil {
+			t.Fatalf("%s: %v", step, err)
+		}
+		outcomes, err := rules.Trace(to(vip, 80), packetsim.Node{Local: local})
+		if err != nil {
+			t.Fatalf("%s: %v", step, err)
+		}
+		if len(outcomes) != 1 || outcomes[0].Action != want {
+			t.Fatalf("%s: outcomes are %v, want %s", step, outcomes, want)
+		}
+	}
+	verdict("first", packetsim.Drop, "A", ":FORWARD ACCEPT [0:0]", "-A FORWARD -j A", "-A A -j DROP")
+	verdict("nothing", packetsim.Drop)
+	verdict("a built-in chain is not emptied", packetsim.Drop, ":FORWARD ACCEPT [0:0]")
+	verdict("a declared chain is emptied", packetsim.Reject, "A", "-A A -j REJECT")
+	verdict("in front", packetsim.Drop, "-I A -j DROP")
+	verdict("second", packetsim.Drop, "-D A -j DROP", "-I A 2 -j ACCEPT", "-I A 1 -m comment --comment \"x y\" -j DROP")
+	verdict("deleted by words", packetsim.Reject, `-D A -m comment --comment "x y" -j DROP`)
+	verdict("deleted by number", packetsim.Accept, "-D A 1")
+	verdict("flushed", packetsim.Accept, "-F A")
+	verdict("policy", packetsim.Drop, "-P FORWARD DROP")
+	verdict("removed", packetsim.Drop, "A", "-D FORWARD -j A", "-X A")
+	verdict("made anew", packetsim.Accept, "-N A", "-A A -j ACCEPT", "-A FORWARD -j A")
+}
+
+func TestFamilyOfARule(t *testing.T) {
+	t.Parallel()
+	text := table("filter", "A", "-4 -A FORWARD -d 10.96.0.1/32 -j A", "-6 -A FORWARD -d fd00::1/128 -j A",
+		"-A A -j DROP")
+	for _, f := range plan.Families {
+		if _, err := packetsim.Parse(f, text); err != nil {
+			t.Error(err)
+		}
+	}
+}
+
+func TestUnknown(t *testing.T) {
+	t.Parallel()
+	rules, err := packetsim.Parse(plan.IPv4, table("filter", "-A INPUT -j LOG", "-A INPUT -m limit --limit 1/s -j DROP",
+		"-A INPUT -j DROP"))
+	if err != nil {
+		t.Fatal(err)
+	}
+	want := "table filter, line 2: -A INPUT -j LOG: the simulator does not know target LOG\n" +
+		"table filter, line 3: -A INPUT -m limit --limit 1/s -j DROP: the simulator does not know match limit"
+	if err := rules.Unknown(); err == nil || err.Error() != want {
+		t.Errorf("unknown is %v, want %s", err, want)
+	}
+}

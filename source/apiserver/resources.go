@@ -1,0 +1,103 @@
+package apiserver
+
+import (
+	"cmp"
+	"context"
+	"time"
+
+	v1 "k8s.io/api/core/v1"
+	discovery "k8s.io/api/discovery/v1"
+	networking "k8s.io/api/networking/v1"
+	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
+	"k8s.io/apimachinery/pkg/fields"
+	"k8s.io/apimachinery/pkg/runtime"
+	"k8s.io/apimachinery/pkg/types"
+	"k8s.io/apimachinery/pkg/watch"
+	"k8s.io/client-go/rest"
+
+	"nodeproxy/source"
+)
+
+// The names of the resources, as the API has them.
+const (
+	services       = "services"
+	endpointSlices = "endpointslices"
+	nodes          = "nodes"
+	serviceCIDRs   = "servicecidrs"
+)
+
+// resources are what is watched.
+func resources(cfg Config) []*resource {
+	out := []*resource{{
+		name: services, client: cfg.Client.core, example: &v1.Service{}, newList: func() runtime.Object { return &v1.ServiceList{} },
+		fields: fields.OneTermNotEqualSelector("spec.clusterIP", v1.ClusterIPNone).String(),
+		labels: "!" + labelProxyName,
+	}, {
+		name: endpointSlices, client: cfg.Client.discovery, example: &discovery.EndpointSlice{},
+		newList: func() runtime.Object { return &discovery.EndpointSliceList{} },
+		labels:  "!" + v1.IsHeadlessService,
+	}, {
+		name: nodes, client: cfg.Client.core, example: &v1.Node{}, newList: func() runtime.Object { return &v1.NodeList{} },
+		fields: fields.OneTermEqualSelector(metav1.ObjectNameField, cfg.NodeName).String(),
+	}, {
+		name: serviceCIDRs, client: cfg.Client.networking, example: &networking.ServiceCIDR{},
+		newList:  func() runtime.Object { return &networking.ServiceCIDRList{} },
+		optional: true, group: networking.GroupName, askAgain: cmp.Or(cfg.askAgain, askAgain),
+	}}
+	for _, r := range out {
+		r.silence, r.log = cfg.Silence, cfg.Log
+	}
+	return out
+}
+
+// get begins a request for objects of a resource, in all namespaces.
+func (r *resource) get(o metav1.ListOptions) *rest.Request {
+	o.FieldSelector, o.LabelSelector = r.fields, r.labels
+	request := r.client.Get().Resource(r.name).VersionedParams(&o, parameters)
+	if o.TimeoutSeconds != nil {
+		request.Timeout(time.Duration(*o.TimeoutSeconds) * time.Second)
+	}
+	return request
+}
+
+func (r *resource) list(ctx context.Context, o metav1.ListOptions) (runtime.Object, error) {
+	list := r.newList()
+	return list, r.get(o).Do(ctx).Into(list)
+}
+
+func (r *resource) watch(ctx context.Context, o metav1.ListOptions) (watch.Interface, error) {
+	o.Watch = true
+	return r.get(o).Watch(ctx)
+}
+
+// putInto notes an object, or with nil that it is gone, in the part of a batch where it belongs.
+var putInto = map[string]func(*source.Batch, types.NamespacedName, any){
+	services: func(b *source.Batch, name types.NamespacedName, obj any) {
+		o, _ := obj.(*v1.Service)
+		if b.Services == nil {
+			b.Services = map[types.NamespacedName]*v1.Service{}
+		}
+		b.Services[name] = o
+	},
+	endpointSlices: func(b *source.Batch, name types.NamespacedName, obj any) {
+		o, _ := obj.(*discovery.EndpointSlice)
+		if b.EndpointSlices == nil {
+			b.EndpointSlices = map[types.NamespacedName]*discovery.EndpointSlice{}
+		}
+		b.EndpointSlices[name] = o
+	},
+	nodes: func(b *source.Batch, name types.NamespacedName, obj any) {
+		o, _ := obj.(*v1.Node)
+		if b.Nodes == nil {
+			b.Nodes = map[string]*v1.Node{}
+		}
+		b.Nodes[name.Name] = o
+	},
+	serviceCIDRs: func(b *source.Batch, name types.NamespacedName, obj any) {
+		o, _ := obj.(*networking.ServiceCIDR)
+		if b.ServiceCIDRs == nil {
+			b.ServiceCIDRs = map[string]*networking.ServiceCIDR{}
+		}
+		b.ServiceCIDRs[name.Name] = o
+	},
+}

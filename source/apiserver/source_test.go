@@ -1,0 +1,387 @@
+package apiserver
+
+import (
+	"context"
+	"log/slog"
+	"net"
+	"net/http"
+	"strings"
+	"sync"
+	"testing"
+	"time"
+
+	v1 "k8s.io/api/core/v1"
+	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
+	"k8s.io/apimachinery/pkg/types"
+	"k8s.io/apimachinery/pkg/watch"
+
+	"nodeproxy/source"
+)
+
+var (
+	first  = types.NamespacedName{Namespace: "default", Name: "first"}
+	second = types.NamespacedName{Namespace: "default", Name: "second"}
+)
+
+func TestSyncedComesOnceAndLast(t *testing.T) {
+	t.Parallel()
+	for _, slow := range []string{services, endpointSlices, nodes, serviceCIDRs} {
+		t.Run(slow, func(t *testing.T) {
+			t.Parallel()
+			f := newFakeAPI(t)
+			hold := make(chan struct{})
+			f.held[slow] = hold
+			f.lists[services] = serviceList(10, serviceAt(4, "first"))
+			f.lists[nodes] = nodeList("n1")
+			f.lists[serviceCIDRs] = serviceCIDRList("10.96.0.0/16")
+			s, sink := start(t, f, nil)
+			wait := 2 // batches of the Service, the Node and the ServiceCIDR; without EndpointSlices there is none of them
+			if slow == endpointSlices {
+				wait = 3
+			}
+			sink.sees("what is not slow", func() bool { return len(sink.batches) == wait })
+			time.Sleep(50 * time.Millisecond)
+			sink.sees("no Synced yet", func() bool { return sink.synced == 0 })
+			close(hold)
+			sink.sees("Synced", func() bool { return sink.synced == 1 })
+			sink.sees("it with the last batch", func() bool { return sink.batches[len(sink.batches)-1].Synced && len(sink.services) == 1 })
+			f.expire(slow)
+			f.expire(services)
+			for begun := time.Now(); f.watched(services) < 2 && time.Since(begun) < 10*time.Second; {
+				time.Sleep(time.Millisecond)
+			}
+			sink.sees("Synced no more", func() bool { return sink.synced == 1 })
+			for _, st := range s.Staleness() {
+				if !st.Synced {
+					t.Errorf("%+v: not synced", st)
+				}
+			}
+		})
+	}
+}
+
+// TestNewListTellsWhatIsGone: after a gap in the watch, what is not in the new list is gone, and what is as it was is
+// not said again.
+func TestNewListTellsWhatIsGone(t *testing.T) {
+	t.Parallel()
+	f := newFakeAPI(t)
+	f.lists[services] = serviceList(10, serviceAt(4, "first"), serviceAt(5, "second"))
+	_, sink := start(t, f, nil)
+	sink.sees("both", func() bool { return sink.synced == 1 && len(sink.services) == 2 })
+	f.set(func() { f.lists[services] = serviceList(20, serviceAt(4, "first")) })
+	f.expire(services)
+	sink.sees("second gone", func() bool { return len(sink.services) == 1 })
+	sink.mu.Lock()
+	defer sink.mu.Unlock()
+	last := sink.batches[len(sink.batches)-1]
+	if gone, told := last.Services[second]; !told || gone != nil || len(last.Services) != 1 {
+		t.Errorf("after the new list: %v, want only that %s is gone", last.Services, second)
+	}
+}
+
+func TestChangesOfAWatch(t *testing.T) {
+	t.Parallel()
+	f := newFakeAPI(t)
+	_, sink := start(t, f, nil)
+	sink.sees("sync", func() bool { return sink.synced == 1 })
+	f.events[services] <- watch.Event{Type: watch.Added, Object: serviceAt(11, "first")}
+	sink.sees("added", func() bool { return sink.services[first] != nil })
+	changed := serviceAt(12, "first")
+	changed.Spec.ClusterIP = "10.96.0.8"
+	f.events[services] <- watch.Event{Type: watch.Modified, Object: changed}
+	sink.sees("modified", func() bool { return sink.services[first].Spec.ClusterIP == "10.96.0.8" })
+	f.events[services] <- watch.Event{Type: watch.Deleted, Object: changed}
+	sink.sees("deleted", func() bool { return len(sink.services) == 0 })
+}
+
+// TestFailedListsChangeNothing: whatever a list fails with, what is known stays, and it shows how old it is.
+func TestFailedListsChangeNothing(t *testing.T) {
+	t.Parallel()
+	for _, status := range []int{http.StatusTooManyRequests, http.StatusInternalServerError, http.StatusForbidden,
+		http.StatusServiceUnavailable, http.StatusGone} {
+		t.Run(http.StatusText(status), func(t *testing.T) {
+			t.Parallel()
+			f := newFakeAPI(t)
+			f.lists[services] = serviceList(10, serviceAt(4, "first"))
+			s, sink := start(t, f, nil)
+			sink.sees("sync", func() bool { return sink.synced == 1 && f.watched(services) == 1 })
+			batches := len(sink.batches)
+			f.set(func() { f.fail[services] = status })
+			f.expire(services)
+			sink.sees("failure", func() bool {
+				st := s.Staleness()[0]
+				return st.Resource == services && !st.Watching && strings.Contains(st.Failure, "list")
+			})
+			time.Sleep(100 * time.Millisecond)
+			sink.mu.Lock()
+			if len(sink.batches) != batches {
+				t.Errorf("a failed list gave %+v", sink.batches[batches:])
+			}
+			sink.mu.Unlock()
+			f.set(func() {
+				f.fail[services], f.lists[services] = 0, serviceList(20, serviceAt(4, "first"), serviceAt(15, "second"))
+			})
+			sink.sees("the end of it", func() bool { return len(sink.services) == 2 })
+			sink.sees("a watch", func() bool { st := s.Staleness()[0]; return st.Watching && st.Failure == "" && st.Age >= 0 })
+		})
+	}
+}
+
+// TestSilentWatchIsRenewed: a watch through which not even bookmarks come is given up, though its connection is open.
+func TestSilentWatchIsRenewed(t *testing.T) {
+	t.Parallel()
+	f := newFakeAPI(t)
+	_, sink := start(t, f, func(c *Config) { c.Silence = 1200 * time.Millisecond })
+	sink.sees("sync", func() bool { return sink.synced == 1 })
+	sink.sees("another watch", func() bool { return f.watched(services) >= 2 })
+	f.events[services] <- watch.Event{Type: watch.Added, Object: serviceAt(11, "first")}
+	sink.sees("a change through it", func() bool { return len(sink.services) == 1 })
+}
+
+func TestMissingNodeIsReported(t *testing.T) {
+	t.Parallel()
+	f := newFakeAPI(t)
+	var mu sync.Mutex
+	var reported []source.Finding
+	_, sink := start(t, f, func(c *Config) {
+		c.Report = func(f source.Finding) {
+			mu.Lock()
+			defer mu.Unlock()
+			reported = append(reported, f)
+		}
+	})
+	sink.sees("sync without a Node", func() bool { return sink.synced == 1 })
+	mu.Lock()
+	defer mu.Unlock()
+	if len(reported) != 1 || reported[0].Object != "Node n1" || reported[0].Severity != source.Problem {
+		t.Errorf("reported %v, want one problem of Node n1", reported)
+	}
+}
+
+func TestSourceRunsOnce(t *testing.T) {
+	t.Parallel()
+	s, sink := start(t, newFakeAPI(t), nil)
+	sink.sees("sync", func() bool { return sink.synced == 1 })
+	if err := s.Run(t.Context(), sink); err == nil {
+		t.Error("a second Run was accepted")
+	}
+}
+
+// TestNodeIsNotWaitedForForever: without the right to read Nodes, Services are delivered all the same.
+func TestNodeIsNotWaitedForForever(t *testing.T) {
+	t.Parallel()
+	f := newFakeAPI(t)
+	f.fail[nodes] = http.StatusForbidden
+	f.lists[services] = serviceList(10, serviceAt(4, "first"))
+	_, sink := start(t, f, func(c *Config) { c.NodeTimeout = 100 * time.Millisecond })
+	sink.sees("sync", func() bool { return sink.synced == 1 && len(sink.services) == 1 })
+	f.set(func() { f.fail[nodes], f.lists[nodes] = 0, nodeList("n1") })
+	sink.sees("the Node", func() bool { return sink.batches[len(sink.batches)-1].Nodes["n1"] != nil })
+	sink.sees("Synced once", func() bool { return sink.synced == 1 })
+}
+
+// logged collects what is logged at level info or above.
+type logged struct {
+	mu   sync.Mutex
+	text strings.Builder
+}
+
+func (l *logged) Write(b []byte) (int, error) {
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	return l.text.Write(b)
+}
+
+func (l *logged) lines(with string) []string {
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	var out []string
+	for line := range strings.Lines(l.text.String()) {
+		if strings.Contains(line, with) {
+			out = append(out, line)
+		}
+	}
+	return out
+}
+
+// TestServiceCIDRsNotServed: where there are no ServiceCIDRs to read, nothing waits for them, it is said once, and they are
+// asked for again now and then.
+func TestServiceCIDRsNotServed(t *testing.T) {
+	t.Parallel()
+	for status, want := range map[int][2]string{
+		http.StatusNotFound:  {"level=INFO", "no such resource"},
+		http.StatusForbidden: {"level=WARN", "apiGroups [networking.k8s.io], resources [servicecidrs], verbs [list, watch]"},
+	} {
+		t.Run(http.StatusText(status), func(t *testing.T) {
+			t.Parallel()
+			f, log := newFakeAPI(t), &logged{}
+			f.fail[serviceCIDRs] = status
+			f.lists[services] = serviceList(10, serviceAt(4, "first"))
+			begun := time.Now()
+			s, sink := start(t, f, func(c *Config) {
+				c.askAgain, c.Log = 20*time.Millisecond, slog.New(slog.NewTextHandler(log, nil))
+			})
+			sink.sees("Synced", func() bool { return sink.synced == 1 && len(sink.services) == 1 })
+			if took := time.Since(begun); took >= optionalTimeout {
+				t.Errorf("they were waited for: %s", took)
+			}
+			sink.sees("further requests", func() bool {
+				f.mu.Lock()
+				defer f.mu.Unlock()
+				return f.asked[serviceCIDRs] >= 4
+			})
+			lines := log.lines(serviceCIDRs)
+			if len(lines) != 1 || !strings.Contains(lines[0], want[0]) || !strings.Contains(lines[0], want[1]) {
+				t.Errorf("logged %q, want one line with %q", lines, want)
+			}
+			if st := staleness(s, serviceCIDRs); !st.Absent || st.Synced {
+				t.Errorf("%+v, want it to be absent", st)
+			}
+			f.set(func() { f.fail[serviceCIDRs], f.lists[serviceCIDRs] = 0, serviceCIDRList("10.96.0.0/16") })
+			sink.sees("the ServiceCIDR", func() bool { return sink.batches[len(sink.batches)-1].ServiceCIDRs["kubernetes"] != nil })
+			if st := staleness(s, serviceCIDRs); st.Absent || !st.Synced {
+				t.Errorf("%+v, want it to be synced", st)
+			}
+			sink.sees("Synced once", func() bool { return sink.synced == 1 })
+		})
+	}
+}
+
+func staleness(s *Source, resource string) Staleness {
+	for _, st := range s.Staleness() {
+		if st.Resource == resource {
+			return st
+		}
+	}
+	return Staleness{}
+}
+
+// TestServiceCIDRsAreRarelyAskedFor: by default it takes minutes until they are asked for again.
+func TestServiceCIDRsAreRarelyAskedFor(t *testing.T) {
+	t.Parallel()
+	f := newFakeAPI(t)
+	f.fail[serviceCIDRs] = http.StatusNotFound
+	_, sink := start(t, f, nil)
+	sink.sees("Synced", func() bool { return sink.synced == 1 })
+	time.Sleep(1500 * time.Millisecond) // other failures are followed by an attempt within a second
+	f.mu.Lock()
+	defer f.mu.Unlock()
+	if n := f.asked[serviceCIDRs]; n != 1 {
+		t.Errorf("asked %d times", n)
+	}
+}
+
+// TestServiceCIDRsAreNotWaitedForLong: no answer at all to the question for them keeps no Service from working.
+func TestServiceCIDRsAreNotWaitedForLong(t *testing.T) {
+	t.Parallel()
+	f := newFakeAPI(t)
+	f.held[serviceCIDRs] = make(chan struct{})
+	f.lists[services] = serviceList(10, serviceAt(4, "first"))
+	_, sink := start(t, f, nil)
+	sink.sees("Synced", func() bool { return sink.synced == 1 && len(sink.services) == 1 })
+	f.set(func() { f.lists[serviceCIDRs] = serviceCIDRList("10.96.0.0/16") })
+	f.events[services] <- watch.Event{Type: watch.Deleted, Object: serviceAt(12, "first")}
+	sink.sees("a change", func() bool { return len(sink.services) == 0 })
+}
+
+// TestPodCIDRsAreWaitedFor: who needs the Node's podCIDRs gets Synced when they are there, or after a while.
+func TestPodCIDRsAreWaitedFor(t *testing.T) {
+	t.Parallel()
+	node := func(version string, podCIDRs ...string) *v1.Node {
+		return &v1.Node{TypeMeta: metav1.TypeMeta{Kind: "Node", APIVersion: "v1"},
+			ObjectMeta: metav1.ObjectMeta{Name: "n1", ResourceVersion: version}, Spec: v1.NodeSpec{PodCIDRs: podCIDRs}}
+	}
+	t.Run("they come", func(t *testing.T) {
+		t.Parallel()
+		f, log := newFakeAPI(t), &logged{}
+		f.lists[nodes] = nodeList("n1")
+		s, sink := start(t, f, func(c *Config) {
+			c.PodCIDRTimeout, c.NodeTimeout, c.Log = time.Minute, time.Millisecond, slog.New(slog.NewTextHandler(log, nil))
+			c.Report = func(f source.Finding) { t.Errorf("reported: %s", f) } // There is a Node, whatever else.
+		})
+		sink.sees("the Node", func() bool { return len(sink.batches) == 1 && sink.batches[0].Nodes["n1"] != nil })
+		f.events[nodes] <- watch.Event{Type: watch.Modified, Object: node("11")}
+		sink.sees("a change of it", func() bool { return len(sink.batches) == 2 })
+		f.set(func() {
+			f.lists[nodes] = &v1.NodeList{ListMeta: metav1.ListMeta{ResourceVersion: "11"}, Items: []v1.Node{*node("11")}}
+		})
+		f.expire(nodes) // a new list, in which the Node is as it was
+		sink.sees("another watch", func() bool { return f.watched(nodes) == 2 })
+		time.Sleep(50 * time.Millisecond)
+		sink.sees("no Synced yet", func() bool { return sink.synced == 0 })
+		if lines := log.lines("podCIDRs"); len(lines) != 1 {
+			t.Errorf("logged %q, want one line", lines)
+		}
+		if st := staleness(s, nodes); !st.Synced {
+			t.Errorf("%+v: all that there is has been delivered", st)
+		}
+		f.events[nodes] <- watch.Event{Type: watch.Modified, Object: node("12", "10.244.1.0/24")}
+		sink.sees("Synced with them", func() bool {
+			last := sink.batches[len(sink.batches)-1]
+			return sink.synced == 1 && last.Synced && last.Nodes["n1"] != nil
+		})
+	})
+	t.Run("they are there", func(t *testing.T) {
+		t.Parallel()
+		f := newFakeAPI(t)
+		f.lists[nodes] = &v1.NodeList{ListMeta: metav1.ListMeta{ResourceVersion: "10"}, Items: []v1.Node{*node("3", "10.244.1.0/24")}}
+		_, sink := start(t, f, func(c *Config) { c.PodCIDRTimeout = time.Minute })
+		sink.sees("Synced", func() bool { return sink.synced == 1 })
+	})
+	t.Run("they do not come", func(t *testing.T) {
+		t.Parallel()
+		f := newFakeAPI(t)
+		f.lists[nodes] = nodeList("n1")
+		_, sink := start(t, f, func(c *Config) { c.PodCIDRTimeout = 300 * time.Millisecond })
+		sink.sees("the Node", func() bool { return len(sink.batches) == 1 })
+		sink.sees("no Synced yet", func() bool { return sink.synced == 0 })
+		sink.sees("Synced", func() bool { return sink.synced == 1 })
+		f.events[nodes] <- watch.Event{Type: watch.Modified, Object: node("12", "10.244.1.0/24")}
+		sink.sees("them later", func() bool { return len(sink.batches) == 3 && sink.synced == 1 })
+	})
+	t.Run("there is no Node", func(t *testing.T) {
+		t.Parallel()
+		f := newFakeAPI(t)
+		_, sink := start(t, f, func(c *Config) { c.PodCIDRTimeout = time.Minute })
+		time.Sleep(100 * time.Millisecond)
+		sink.sees("no Synced yet", func() bool { return sink.synced == 0 })
+		f.events[nodes] <- watch.Event{Type: watch.Added, Object: node("12", "10.244.1.0/24")}
+		sink.sees("Synced with it", func() bool { return sink.synced == 1 })
+	})
+}
+
+// TestRunEndsAtOnce: Run ends with its context, also while it waits to ask again an API server that refuses connections, or waits
+// for the answer of one that gives none.
+func TestRunEndsAtOnce(t *testing.T) {
+	t.Parallel()
+	for _, what := range []string{"refuses", "hangs"} {
+		t.Run(what, func(t *testing.T) {
+			t.Parallel()
+			listener, err := net.Listen("tcp", "127.0.0.1:0") // Nobody accepts, so nobody is answered.
+			if err != nil {
+				t.Fatal(err)
+			}
+			t.Cleanup(func() { _ = listener.Close() })
+			if what == "refuses" {
+				_ = listener.Close()
+			}
+			client, err := NewClient(ClientConfig{Master: "http://" + listener.Addr().String(), QPS: -1})
+			if err != nil {
+				t.Fatal(err)
+			}
+			s := New(Config{Client: client, NodeName: "n1", Log: slog.New(slog.DiscardHandler)})
+			ctx, cancel := context.WithCancel(t.Context())
+			ended := make(chan error, 1)
+			go func() { ended <- s.Run(ctx, &recorder{t: t, services: map[types.NamespacedName]*v1.Service{}}) }()
+			time.Sleep(3 * time.Second) // By then, it waits for seconds between two attempts.
+			cancel()
+			begun := time.Now()
+			if err := <-ended; err != nil {
+				t.Error(err)
+			}
+			if took := time.Since(begun); took > 500*time.Millisecond {
+				t.Errorf("Run ends %v after its context, want at most 500ms", took)
+			}
+		})
+	}
+}

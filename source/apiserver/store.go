@@ -1,0 +1,103 @@
+package apiserver
+
+import (
+	"fmt"
+
+	"k8s.io/apimachinery/pkg/api/meta"
+	"k8s.io/apimachinery/pkg/types"
+	"k8s.io/client-go/tools/cache"
+
+	"nodeproxy/source"
+)
+
+// store is where a reflector puts the objects of one resource. It passes them on and keeps only their names and
+// versions: the names to tell after a new list which ones are gone, the versions so as not to pass on again what has not
+// changed. Only the reflector's goroutine uses it.
+type store struct {
+	resource *resource
+	put      func(*source.Batch, types.NamespacedName, any) // any is nil for an object that is gone
+	deliver  func(r *resource, b source.Batch, complete bool)
+	versions map[types.NamespacedName]string
+}
+
+// Transformer implements cache.TransformingStore: what a watch streams at first is stripped as it arrives.
+func (s *store) Transformer() cache.TransformFunc { return strip }
+
+// Add implements cache.ReflectorStore.
+func (s *store) Add(obj any) error { return s.Update(obj) }
+
+// Update implements cache.ReflectorStore.
+func (s *store) Update(obj any) error {
+	var b source.Batch
+	if err := s.take(&b, obj, s.versions); err != nil {
+		return err
+	}
+	s.deliver(s.resource, b, false)
+	return nil
+}
+
+// Delete implements cache.ReflectorStore.
+func (s *store) Delete(obj any) error {
+	name, _, err := identify(obj)
+	if err != nil {
+		return err
+	}
+	if _, known := s.versions[name]; !known {
+		return nil
+	}
+	delete(s.versions, name)
+	var b source.Batch
+	s.put(&b, name, nil)
+	s.deliver(s.resource, b, false)
+	return nil
+}
+
+// Replace implements cache.ReflectorStore: these are all objects there are.
+func (s *store) Replace(objects []any, _ string) error {
+	var b source.Batch
+	now := make(map[types.NamespacedName]string, len(objects))
+	for _, obj := range objects {
+		if err := s.take(&b, obj, now); err != nil {
+			return err
+		}
+	}
+	for name := range s.versions {
+		if _, still := now[name]; !still {
+			s.put(&b, name, nil)
+		}
+	}
+	s.versions = now
+	s.deliver(s.resource, b, true)
+	return nil
+}
+
+// Resync implements cache.ReflectorStore. There is nothing to repeat: whoever takes the batches keeps what is in them.
+func (s *store) Resync() error { return nil }
+
+// take strips an object and puts it into a batch, unless this version of it has been passed on already, and notes its
+// version in versions.
+func (s *store) take(b *source.Batch, obj any, versions map[types.NamespacedName]string) error {
+	name, version, err := identify(obj)
+	if err != nil {
+		return err
+	}
+	if had, known := s.versions[name]; !known || had != version || version == "" {
+		stripped, err := strip(obj)
+		if err != nil {
+			return err
+		}
+		s.put(b, name, stripped)
+	}
+	versions[name] = version
+	return nil
+}
+
+func identify(obj any) (types.NamespacedName, string, error) {
+	o, err := meta.Accessor(obj)
+	if err != nil {
+		return types.NamespacedName{}, "", fmt.Errorf("object from the API server: %w", err)
+	}
+	return types.NamespacedName{Namespace: o.GetNamespace(), Name: o.GetName()}, o.GetResourceVersion(), nil
+}
+
+var _ cache.TransformingStore = (*store)(nil)

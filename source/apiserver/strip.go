@@ -1,0 +1,127 @@
+package apiserver
+
+import (
+	"maps"
+	"slices"
+
+	v1 "k8s.io/api/core/v1"
+	discovery "k8s.io/api/discovery/v1"
+	networking "k8s.io/api/networking/v1"
+	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
+
+	"nodeproxy/source"
+)
+
+// Labels and annotations that objects keep.
+var (
+	serviceLabels      = []string{labelProxyName, "k8s-app"}
+	serviceAnnotations = append(slices.Clone(source.SchedulerAnnotations), source.AnnotationKubeRouterSchedFlags,
+		source.AnnotationResetTCP)
+	sliceLabels      = []string{discovery.LabelServiceName, v1.IsHeadlessService}
+	sliceAnnotations = []string{source.AnnotationWeights, v1.EndpointsLastChangeTriggerTime}
+	nodeLabels       = []string{v1.LabelTopologyZone}
+)
+
+const labelProxyName = "service.kubernetes.io/service-proxy-name"
+
+// strip returns an object with nothing but what the proxier reads of it. Everything else (managed fields, most labels and
+// annotations, what an endpoint is a reference to) would only take up memory. Stripping twice is the same as stripping
+// once. Objects of other kinds come back as they are.
+func strip(obj any) (any, error) {
+	switch o := obj.(type) {
+	case *v1.Service:
+		return stripService(o), nil
+	case *discovery.EndpointSlice:
+		return stripSlice(o), nil
+	case *v1.Node:
+		return stripNode(o), nil
+	case *networking.ServiceCIDR:
+		return stripServiceCIDR(o), nil
+	}
+	return obj, nil
+}
+
+func stripMeta(m *metav1.ObjectMeta, labels, annotations []string) metav1.ObjectMeta {
+	return metav1.ObjectMeta{
+		Namespace: m.Namespace, Name: m.Name, ResourceVersion: m.ResourceVersion,
+		Labels: only(m.Labels, labels), Annotations: only(m.Annotations, annotations),
+	}
+}
+
+func only(entries map[string]string, keep []string) map[string]string {
+	var out map[string]string
+	for _, key := range keep {
+		if value, ok := entries[key]; ok {
+			if out == nil {
+				out = make(map[string]string, 1)
+			}
+			out[key] = value
+		}
+	}
+	if maps.Equal(out, entries) {
+		return entries
+	}
+	return out
+}
+
+func stripService(s *v1.Service) *v1.Service {
+	out := &v1.Service{
+		ObjectMeta: stripMeta(&s.ObjectMeta, serviceLabels, serviceAnnotations),
+		Spec: v1.ServiceSpec{
+			Type:                     s.Spec.Type,
+			ClusterIP:                s.Spec.ClusterIP,
+			ClusterIPs:               s.Spec.ClusterIPs,
+			ExternalIPs:              s.Spec.ExternalIPs,
+			LoadBalancerSourceRanges: s.Spec.LoadBalancerSourceRanges,
+			SessionAffinity:          s.Spec.SessionAffinity,
+			SessionAffinityConfig:    s.Spec.SessionAffinityConfig,
+			InternalTrafficPolicy:    s.Spec.InternalTrafficPolicy,
+			ExternalTrafficPolicy:    s.Spec.ExternalTrafficPolicy,
+			HealthCheckNodePort:      s.Spec.HealthCheckNodePort,
+		},
+	}
+	for _, p := range s.Spec.Ports {
+		out.Spec.Ports = append(out.Spec.Ports,
+			v1.ServicePort{Name: p.Name, Protocol: p.Protocol, Port: p.Port, NodePort: p.NodePort})
+	}
+	for _, in := range s.Status.LoadBalancer.Ingress {
+		out.Status.LoadBalancer.Ingress = append(out.Status.LoadBalancer.Ingress,
+			v1.LoadBalancerIngress{IP: in.IP, IPMode: in.IPMode})
+	}
+	return out
+}
+
+func stripSlice(s *discovery.EndpointSlice) *discovery.EndpointSlice {
+	out := &discovery.EndpointSlice{
+		ObjectMeta:  stripMeta(&s.ObjectMeta, sliceLabels, sliceAnnotations),
+		AddressType: s.AddressType,
+		Endpoints:   make([]discovery.Endpoint, len(s.Endpoints)),
+	}
+	for _, p := range s.Ports {
+		out.Ports = append(out.Ports, discovery.EndpointPort{Name: p.Name, Protocol: p.Protocol, Port: p.Port})
+	}
+	for i, e := range s.Endpoints {
+		out.Endpoints[i] = discovery.Endpoint{
+			Addresses: e.Addresses, Conditions: e.Conditions, NodeName: e.NodeName, Hints: e.Hints,
+		}
+	}
+	return out
+}
+
+// stripNode also keeps what tells that the node is about to go: load balancers are to leave it out then.
+func stripNode(n *v1.Node) *v1.Node {
+	out := &v1.Node{
+		ObjectMeta: stripMeta(&n.ObjectMeta, nodeLabels, nil),
+		Spec:       v1.NodeSpec{PodCIDR: n.Spec.PodCIDR, PodCIDRs: n.Spec.PodCIDRs},
+		Status:     v1.NodeStatus{Addresses: n.Status.Addresses},
+	}
+	out.DeletionTimestamp = n.DeletionTimestamp
+	if i := slices.IndexFunc(n.Spec.Taints, func(t v1.Taint) bool { return t.Key == source.TaintToBeDeleted }); i >= 0 {
+		out.Spec.Taints = []v1.Taint{{Key: source.TaintToBeDeleted, Effect: n.Spec.Taints[i].Effect}}
+	}
+	return out
+}
+
+func stripServiceCIDR(c *networking.ServiceCIDR) *networking.ServiceCIDR {
+	return &networking.ServiceCIDR{ObjectMeta: stripMeta(&c.ObjectMeta, nil, nil), Spec: c.Spec}
+}

@@ -1,0 +1,363 @@
+package manifest
+
+import (
+	"cmp"
+	"maps"
+	"net/netip"
+	"slices"
+
+	v1 "k8s.io/api/core/v1"
+	"k8s.io/apimachinery/pkg/types"
+
+	"nodeproxy/source"
+)
+
+// allocator hands out cluster IPs and node ports as the API server does; but what a Service gets is a pure function of the
+// set of Services and of the configured ranges, so that it is the same on every node, after every restart, and however
+// the objects are spread over files.
+//
+// The canonical order is that of namespace and name. First, in this order, each Service that names addresses or ports
+// of its own gets them, or is refused as a whole where another one has any of them already. Then the rest is handed out
+// by pool.allocate.
+type allocator struct {
+	cidrs map[v1.IPFamily]netip.Prefix
+	first v1.IPFamily // the family of Services that ask for none
+	ports PortRange
+
+	ips       map[netip.Addr]types.NamespacedName
+	nodePorts map[portClaim]types.NamespacedName
+	out       map[types.NamespacedName]*allocation
+}
+
+// portClaim is a node port, which two Services may share only if their protocols differ.
+type portClaim struct {
+	protocol v1.Protocol
+	port     int32
+}
+
+// allocation is what a Service got.
+type allocation struct {
+	families  []v1.IPFamily
+	ips       []string // as many as families
+	nodePorts []int32  // as many as ports; 0 where none
+	health    int32
+	issues    []issue
+	refused   bool
+}
+
+func (a *allocation) equal(b *allocation) bool {
+	return b != nil && a.refused == b.refused && a.health == b.health && slices.Equal(a.families, b.families) &&
+		slices.Equal(a.ips, b.ips) && slices.Equal(a.nodePorts, b.nodePorts) && slices.Equal(a.issues, b.issues)
+}
+
+func (a *allocation) refuse(field, format string, args ...any) {
+	a.refused = true
+	a.issues = append(a.issues, issue{
+		severity: source.Problem, field: field, detail: sayf(format, args...), effect: "the Service is not proxied",
+	})
+}
+
+func familyOf(ip netip.Addr) v1.IPFamily {
+	if ip.Is4() {
+		return v1.IPv4Protocol
+	}
+	return v1.IPv6Protocol
+}
+
+// allocatable reports whether a Service gets addresses at all.
+func allocatable(svc *v1.Service) bool {
+	return svc.Spec.Type != v1.ServiceTypeExternalName && !headless(svc)
+}
+
+// wantsNodePorts reports whether a Service gets a node port for each port that names none.
+func wantsNodePorts(svc *v1.Service) bool {
+	return svc.Spec.Type == v1.ServiceTypeNodePort ||
+		svc.Spec.Type == v1.ServiceTypeLoadBalancer && *svc.Spec.AllocateLoadBalancerNodePorts
+}
+
+// sameRequest reports whether two versions of a Service ask for the same, so that nothing needs to be allocated anew.
+func sameRequest(a, b *v1.Service) bool {
+	if allocatable(a) != allocatable(b) || !allocatable(a) {
+		return allocatable(a) == allocatable(b)
+	}
+	policy := func(s *v1.Service) v1.IPFamilyPolicy {
+		if s.Spec.IPFamilyPolicy == nil {
+			return v1.IPFamilyPolicySingleStack
+		}
+		return *s.Spec.IPFamilyPolicy
+	}
+	samePort := func(p, q v1.ServicePort) bool {
+		return p.Name == q.Name && p.Protocol == q.Protocol && p.Port == q.Port && p.NodePort == q.NodePort
+	}
+	return a.Spec.Type == b.Spec.Type && policy(a) == policy(b) && slices.Equal(a.Spec.ClusterIPs, b.Spec.ClusterIPs) &&
+		slices.Equal(a.Spec.IPFamilies, b.Spec.IPFamilies) && slices.EqualFunc(a.Spec.Ports, b.Spec.Ports, samePort) &&
+		wantsNodePorts(a) == wantsNodePorts(b) && needsHealthCheck(a) == needsHealthCheck(b) &&
+		a.Spec.HealthCheckNodePort == b.Spec.HealthCheckNodePort
+}
+
+// allocate returns what each of the Services gets.
+func allocate(cfg *Config, services map[types.NamespacedName]*v1.Service) map[types.NamespacedName]*allocation {
+	a := &allocator{
+		cidrs: map[v1.IPFamily]netip.Prefix{}, ports: cfg.NodePorts,
+		ips: map[netip.Addr]types.NamespacedName{}, nodePorts: map[portClaim]types.NamespacedName{},
+		out: make(map[types.NamespacedName]*allocation, len(services)),
+	}
+	for i, cidr := range cfg.ServiceCIDRs {
+		if i == 0 {
+			a.first = familyOf(cidr.Addr())
+		}
+		a.cidrs[familyOf(cidr.Addr())] = cidr.Masked()
+	}
+	names := slices.SortedFunc(maps.Keys(services), compareNames)
+	names = slices.DeleteFunc(names, func(n types.NamespacedName) bool { return !allocatable(services[n]) })
+	for _, n := range names {
+		svc := services[n]
+		got := &allocation{nodePorts: make([]int32, len(svc.Spec.Ports))}
+		a.out[n] = got
+		a.families(svc, got)
+		a.claimExplicit(n, svc, got)
+	}
+	names = slices.DeleteFunc(names, func(n types.NamespacedName) bool { return a.out[n].refused })
+	a.clusterIPs(names)
+	a.allocatePorts(names, services)
+	return a.out
+}
+
+func compareNames(a, b types.NamespacedName) int {
+	return cmp.Or(cmp.Compare(a.Namespace, b.Namespace), cmp.Compare(a.Name, b.Name))
+}
+
+// families decides which families a Service has (KEP-563).
+func (a *allocator) families(svc *v1.Service, got *allocation) {
+	spec := &svc.Spec
+	policy := v1.IPFamilyPolicySingleStack
+	if spec.IPFamilyPolicy != nil {
+		policy = *spec.IPFamilyPolicy
+	}
+	got.families = slices.Clone(spec.IPFamilies)
+	for i, text := range spec.ClusterIPs {
+		if ip, ok := parseIP(text); ok && i >= len(got.families) {
+			got.families = append(got.families, familyOf(ip))
+		}
+	}
+	if len(got.families) == 0 {
+		got.families = []v1.IPFamily{a.first}
+	}
+	if policy != v1.IPFamilyPolicySingleStack && len(got.families) == 1 {
+		other := v1.IPv6Protocol
+		if got.families[0] == other {
+			other = v1.IPv4Protocol
+		}
+		if _, ok := a.cidrs[other]; ok {
+			got.families = append(got.families, other)
+		} else if policy == v1.IPFamilyPolicyRequireDualStack {
+			got.refuse("spec.ipFamilyPolicy", "RequireDualStack, but there is no service CIDR for %s", other)
+		}
+	}
+	for i, f := range got.families {
+		if _, ok := a.cidrs[f]; !ok && i >= len(spec.ClusterIPs) {
+			got.refuse("spec.ipFamilies", "there is no service CIDR for %s", f)
+		}
+	}
+}
+
+// claimExplicit enters what a Service names itself, all of it or, where somebody else has a part of it, nothing.
+func (a *allocator) claimExplicit(n types.NamespacedName, svc *v1.Service, got *allocation) {
+	got.ips = make([]string, len(got.families))
+	var ips []netip.Addr
+	for i, text := range svc.Spec.ClusterIPs {
+		ip, _ := parseIP(text)
+		field := sayf("spec.clusterIPs[%d]", i)
+		if i == 0 {
+			field = "spec.clusterIP"
+		}
+		if owner, taken := a.ips[ip]; taken {
+			got.refuse(field, "%s is the cluster IP of Service %s, which comes first by name", ip, owner)
+		}
+		if cidr, ok := a.cidrs[familyOf(ip)]; !ok {
+			got.issues = append(got.issues, issue{field: field, detail: sayf("there is no service CIDR for %s", familyOf(ip)),
+				effect: sayf("%s is used as given", ip)})
+		} else if !cidr.Contains(ip) {
+			got.issues = append(got.issues, issue{field: field, detail: sayf("%s is outside of the service CIDR %s", ip, cidr),
+				effect: "it is used as given"})
+		}
+		got.ips[i] = text
+		ips = append(ips, ip)
+	}
+	claims := a.explicitPorts(n, svc, got)
+	if got.refused {
+		return
+	}
+	for _, ip := range ips {
+		a.ips[ip] = n
+	}
+	for _, c := range claims {
+		a.nodePorts[c] = n
+	}
+}
+
+// explicitPorts lists the node ports that a Service names itself.
+func (a *allocator) explicitPorts(n types.NamespacedName, svc *v1.Service, got *allocation) []portClaim {
+	var claims []portClaim
+	claim := func(field string, c portClaim) {
+		if c.port < int32(a.ports.First) || c.port > int32(a.ports.Last) {
+			got.refuse(field, "%d is not within the range of node ports, %d-%d", c.port, a.ports.First, a.ports.Last)
+		} else if owner, taken := a.nodePorts[c]; taken {
+			got.refuse(field, "%d/%s is a node port of Service %s, which comes first by name", c.port, c.protocol, owner)
+		} else if slices.Contains(claims, c) {
+			got.refuse(field, "%d/%s is a node port of this Service already", c.port, c.protocol)
+		}
+		claims = append(claims, c)
+	}
+	for i, p := range svc.Spec.Ports {
+		if p.NodePort != 0 && reachableFromOutside(svc) {
+			claim(sayf("spec.ports[%d].nodePort", i), portClaim{p.Protocol, p.NodePort})
+			got.nodePorts[i] = p.NodePort
+		}
+	}
+	if h := svc.Spec.HealthCheckNodePort; h != 0 {
+		claim("spec.healthCheckNodePort", portClaim{v1.ProtocolTCP, h})
+		got.health = h
+	}
+	return claims
+}
+
+// clusterIPs hands out the addresses that nobody named.
+func (a *allocator) clusterIPs(names []types.NamespacedName) {
+	for _, family := range []v1.IPFamily{v1.IPv4Protocol, v1.IPv6Protocol} {
+		cidr, ok := a.cidrs[family]
+		if !ok {
+			continue
+		}
+		var bids []bid
+		for _, n := range names {
+			got := a.out[n]
+			i := slices.Index(got.families, family)
+			if i < 0 || got.ips[i] != "" {
+				continue
+			}
+			bids = append(bids, bid{
+				key:  sayf("%s %s", n, family),
+				free: func(slot uint64) bool { _, taken := a.ips[address(cidr, slot)]; return !taken },
+				take: func(slot uint64) {
+					ip := address(cidr, slot)
+					a.ips[ip], got.ips[i] = n, ip.String()
+				},
+			})
+		}
+		failed := addressPool(cidr).allocate(bids)
+		for _, b := range failed {
+			for _, n := range names {
+				if sayf("%s %s", n, family) == b.key {
+					a.out[n].refuse("spec.clusterIP", "no address is left in the service CIDR %s", cidr)
+				}
+			}
+		}
+	}
+}
+
+// allocatePorts hands out the node ports that nobody named. Ports of a Service that have the same number, and differ in
+// protocol, have the same node port.
+func (a *allocator) allocatePorts(names []types.NamespacedName, services map[types.NamespacedName]*v1.Service) {
+	var bids []bid
+	owners := map[string]types.NamespacedName{}
+	enter := func(n types.NamespacedName, what string, protocols []v1.Protocol, set func(int32)) {
+		key := sayf("%s %s", n, what)
+		owners[key] = n
+		at := func(slot uint64) int32 { return int32(uint64(a.ports.First) + slot) }
+		bids = append(bids, bid{
+			key: key,
+			free: func(slot uint64) bool {
+				// A number is free if no protocol has it: nobody is to be surprised by what answers at 30080.
+				for _, protocol := range []v1.Protocol{v1.ProtocolTCP, v1.ProtocolUDP, v1.ProtocolSCTP} {
+					if _, taken := a.nodePorts[portClaim{protocol, at(slot)}]; taken {
+						return false
+					}
+				}
+				return true
+			},
+			take: func(slot uint64) {
+				for _, protocol := range protocols {
+					a.nodePorts[portClaim{protocol, at(slot)}] = n
+				}
+				set(at(slot))
+			},
+		})
+	}
+	for _, n := range names {
+		svc, got := services[n], a.out[n]
+		if got.refused {
+			continue
+		}
+		if wantsNodePorts(svc) {
+			a.portBids(n, svc, got, enter)
+		}
+		if needsHealthCheck(svc) && got.health == 0 {
+			enter(n, "health check", []v1.Protocol{v1.ProtocolTCP}, func(port int32) { got.health = port })
+		}
+	}
+	for _, b := range portPool(a.ports).allocate(bids) {
+		a.out[owners[b.key]].refuse("spec.ports", "no node port is left in the range %d-%d", a.ports.First, a.ports.Last)
+	}
+}
+
+// portBids groups the ports of a Service that get one node port, and enters a bid for each group.
+func (a *allocator) portBids(n types.NamespacedName, svc *v1.Service, got *allocation,
+	enter func(types.NamespacedName, string, []v1.Protocol, func(int32))) {
+	ports := svc.Spec.Ports
+	for _, number := range portNumbers(ports) {
+		var group []int
+		var protocols []v1.Protocol
+		named := int32(0)
+		for i, p := range ports {
+			if p.Port == number && got.nodePorts[i] != 0 && named == 0 {
+				named = got.nodePorts[i]
+			}
+		}
+		for i, p := range ports {
+			if p.Port != number || got.nodePorts[i] != 0 {
+				continue
+			}
+			c := portClaim{p.Protocol, named}
+			if _, taken := a.nodePorts[c]; named != 0 && !taken {
+				a.nodePorts[c], got.nodePorts[i] = n, named
+				continue
+			}
+			group, protocols = append(group, i), append(protocols, p.Protocol)
+		}
+		if len(group) > 0 {
+			enter(n, "port "+ports[group[0]].Name, protocols, func(port int32) {
+				for _, i := range group {
+					got.nodePorts[i] = port
+				}
+			})
+		}
+	}
+}
+
+func portNumbers(ports []v1.ServicePort) []int32 {
+	var out []int32
+	for _, p := range ports {
+		if !slices.Contains(out, p.Port) {
+			out = append(out, p.Port)
+		}
+	}
+	return out
+}
+
+// allocated returns a copy of a Service with what it got.
+func (got *allocation) apply(svc *v1.Service) *v1.Service {
+	out := *svc
+	out.Spec.ClusterIPs = slices.Clone(got.ips)
+	out.Spec.ClusterIP = got.ips[0]
+	out.Spec.IPFamilies = got.families
+	if out.Spec.IPFamilyPolicy == nil {
+		out.Spec.IPFamilyPolicy = new(v1.IPFamilyPolicySingleStack)
+	}
+	out.Spec.Ports = slices.Clone(svc.Spec.Ports)
+	for i := range out.Spec.Ports {
+		out.Spec.Ports[i].NodePort = got.nodePorts[i]
+	}
+	out.Spec.HealthCheckNodePort = got.health
+	return &out
+}

@@ -1,0 +1,378 @@
+package manifest
+
+import (
+	"fmt"
+	"os"
+	"path/filepath"
+	"slices"
+	"strings"
+	"testing"
+	"time"
+
+	"k8s.io/apimachinery/pkg/types"
+
+	"nodeproxy/source"
+)
+
+// twenty is a file of twenty Services with two ports each, and what it stands for. step moves their addresses.
+func twenty(step int) (manifest, lines string) {
+	var docs []string
+	for i := range 20 {
+		name := fmt.Sprintf("s%02d", i)
+		docs = append(docs, service(name, fmt.Sprintf("clusterIP: 10.96.0.%d", 10+i+step), "ports:", "- name: a", "  port: 80",
+			"- name: b", "  port: 8080"))
+		lines += fmt.Sprintf("svc default/%s ClusterIP 10.96.0.%d a:80/TCP->80 b:8080/TCP->8080\n", name, 10+i+step)
+	}
+	return strings.Join(docs, "---\n"), lines
+}
+
+// nothingChanged fails where a batch has taken a Service away or changed one since a number of batches.
+func (r *running) nothingChanged(since int, what string) {
+	r.t.Helper()
+	r.mu.Lock()
+	defer r.mu.Unlock()
+	for _, b := range r.batches[since:] {
+		for name, svc := range b.Services {
+			if svc == nil {
+				r.t.Errorf("%s: %s is gone", what, name)
+			} else {
+				r.t.Errorf("%s: %s has changed", what, name)
+			}
+		}
+	}
+	r.batches = r.batches[:since:since]
+}
+
+// overwrite writes in place: the file is emptied and then written in pieces.
+func overwrite(t *testing.T, path string, pause time.Duration, pieces ...string) {
+	t.Helper()
+	f, err := os.Create(path)
+	if err != nil {
+		t.Fatal(err)
+	}
+	for i, piece := range pieces {
+		if i > 0 {
+			time.Sleep(pause)
+		}
+		if _, err := f.WriteString(piece); err != nil {
+			t.Fatal(err)
+		}
+	}
+	if err := f.Close(); err != nil {
+		t.Fatal(err)
+	}
+}
+
+// TestCutAtEveryByte cuts a file of twenty documents at every byte. No object may leave or change.
+func TestCutAtEveryByte(t *testing.T) {
+	t.Parallel()
+	text, lines := twenty(0)
+	dir := writeFiles(t, map[string]string{"all.yaml": text})
+	file := filepath.Join(dir, "all.yaml")
+	r := start(t, dir)
+	r.awaitState("start", lines)
+	before := r.count()
+	for at := len(text) - 1; at >= 0; at-- {
+		if err := os.Truncate(file, int64(at)); err != nil {
+			t.Fatal(err)
+		}
+		time.Sleep(4 * time.Millisecond)
+	}
+	time.Sleep(400 * time.Millisecond)
+	r.nothingChanged(before, "cut")
+	r.awaitSaid("all.yaml:1: ")
+	write(t, file, text)
+	time.Sleep(100 * time.Millisecond)
+	r.nothingChanged(before, "whole again")
+}
+
+// TestCutForLong leaves a file cut off for longer than it is given to settle.
+func TestCutForLong(t *testing.T) {
+	t.Parallel()
+	text, lines := twenty(0)
+	for what, at := range map[string]int{
+		"nothing left":      0,
+		"within a number":   strings.LastIndex(text, "8080") + 2,
+		"after a port":      strings.LastIndex(text, "- name: b"),
+		"within a document": strings.LastIndex(text, "ports:") + 3,
+	} {
+		t.Run(what, func(t *testing.T) {
+			t.Parallel()
+			dir := writeFiles(t, map[string]string{"all.yaml": text})
+			r := start(t, dir)
+			r.awaitState("start", lines)
+			before := r.count()
+			if err := os.Truncate(filepath.Join(dir, "all.yaml"), int64(at)); err != nil {
+				t.Fatal(err)
+			}
+			r.awaitSaid("all.yaml:")
+			time.Sleep(settle + time.Second)
+			r.nothingChanged(before, what)
+		})
+	}
+}
+
+// TestRewriteInPieces writes a file anew in place, with pauses, both kept open and opened for each piece.
+func TestRewriteInPieces(t *testing.T) {
+	t.Parallel()
+	for what, step := range map[string]int{"the same": 0, "other addresses": 30} {
+		t.Run(what, func(t *testing.T) {
+			t.Parallel()
+			text, lines := twenty(0)
+			next, nextLines := twenty(step)
+			dir := writeFiles(t, map[string]string{"all.yaml": text})
+			file := filepath.Join(dir, "all.yaml")
+			r := start(t, dir)
+			r.awaitState("start", lines)
+			third := len(next) / 3
+			overwrite(t, file, 400*time.Millisecond, next[:third], next[third:2*third], next[2*third:])
+			r.awaitState("written", nextLines)
+			overwrite(t, file, 0, text[:third])
+			for _, piece := range []string{text[third : 2*third], text[2*third:]} {
+				time.Sleep(400 * time.Millisecond)
+				f, err := os.OpenFile(file, os.O_APPEND|os.O_WRONLY, 0)
+				if err != nil {
+					t.Fatal(err)
+				}
+				if _, err := f.WriteString(piece); err != nil {
+					t.Fatal(err)
+				}
+				if err := f.Close(); err != nil {
+					t.Fatal(err)
+				}
+			}
+			r.awaitState("written back", lines)
+			r.mu.Lock()
+			defer r.mu.Unlock()
+			for _, b := range r.batches {
+				for name, svc := range b.Services {
+					if svc == nil || len(svc.Spec.Ports) != 2 || svc.Spec.Ports[1].Port != 8080 {
+						t.Errorf("%s was not whole for a moment", name)
+					}
+				}
+			}
+		})
+	}
+}
+
+// TestDocumentsBehindAFault holds that objects which a file had behind a place that can't be read stay.
+func TestDocumentsBehindAFault(t *testing.T) {
+	t.Parallel()
+	text, lines := twenty(0)
+	dir := writeFiles(t, map[string]string{"all.yaml": text})
+	r := start(t, dir)
+	r.awaitState("start", lines)
+	before := r.count()
+	docs := strings.SplitAfter(text, "---\n")
+	write(t, filepath.Join(dir, "all.yaml"), strings.Join(docs[:3], "")+strings.Replace(docs[3], "spec:", "spec: {", 1))
+	r.awaitSaid("all.yaml:")
+	time.Sleep(settle + 500*time.Millisecond)
+	r.nothingChanged(before, "broken")
+}
+
+// TestFilesThatCantBeRead holds that no object leaves with a file that is there but can't be read, nor with the directory.
+func TestFilesThatCantBeRead(t *testing.T) {
+	t.Parallel()
+	for what, fault := range map[string]func(t *testing.T, dir string){
+		"dangling": func(t *testing.T, dir string) {
+			remove(t, filepath.Join(dir, "web.yaml"))
+			symlink(t, "/does/not/exist", filepath.Join(dir, "web.yaml"))
+		},
+		"unreadable": func(t *testing.T, dir string) { // Reading it is an I/O error.
+			symlink(t, "/proc/self/mem", filepath.Join(dir, ".new"))
+			rename(t, filepath.Join(dir, ".new"), filepath.Join(dir, "web.yaml"))
+		},
+		"no file": func(t *testing.T, dir string) {
+			symlink(t, "/dev/zero", filepath.Join(dir, ".new"))
+			rename(t, filepath.Join(dir, ".new"), filepath.Join(dir, "web.yaml"))
+		},
+		"directory gone":      func(t *testing.T, dir string) { rename(t, dir, dir+".away") },
+		"directory removed":   func(t *testing.T, dir string) { remove(t, dir) },
+		"another directory":   func(t *testing.T, dir string) { rename(t, dir, dir+".away"); mkdir(t, dir) },
+		"a file in its place": func(t *testing.T, dir string) { rename(t, dir, dir+".away"); write(t, dir, "x") },
+		"a link to nowhere":   func(t *testing.T, dir string) { rename(t, dir, dir+".away"); symlink(t, "/does/not/exist", dir) },
+		"subdirectory no link": func(t *testing.T, dir string) {
+			rename(t, dir+"/sub", dir+"/.away")
+			symlink(t, "/does/not/exist", dir+"/sub")
+		},
+	} {
+		t.Run(what, func(t *testing.T) {
+			t.Parallel()
+			m1, l1 := at("web", 1)
+			m2, l2 := at("other", 2)
+			dir := filepath.Join(t.TempDir(), "manifests")
+			write(t, filepath.Join(dir, "web.yaml"), m1)
+			write(t, filepath.Join(dir, "sub", "other.yaml"), m2)
+			r := start(t, dir)
+			r.awaitState("start", l2+l1)
+			before := r.count()
+			fault(t, dir)
+			r.awaitSaid("problem: " + dir)
+			time.Sleep(settle + 500*time.Millisecond)
+			r.nothingChanged(before, what)
+			if len(r.source.Faults()) == 0 {
+				t.Error("no fault is known")
+			}
+		})
+	}
+}
+
+// TestReplacedAfterStartOverBroken: a file that could not be read at the start, and that is removed and written anew, as editors do,
+// is not taken for gone in between.
+func TestReplacedAfterStartOverBroken(t *testing.T) {
+	t.Parallel()
+	m1, l1 := at("web", 1)
+	m2, l2 := at("other", 2)
+	dir := writeFiles(t, map[string]string{"other.yaml": m2, "web.yaml": ""})
+	file := filepath.Join(dir, "web.yaml")
+	r := start(t, dir)
+	r.awaitState("what can be read", l2)
+	remove(t, file)
+	time.Sleep(25 * time.Millisecond)
+	write(t, file, m1)
+	r.awaitState("mended", l2+l1)
+	r.await("whole", func() bool { return r.extent() == source.Whole })
+	r.mu.Lock()
+	defer r.mu.Unlock()
+	for _, b := range r.batches {
+		if b.Services[types.NamespacedName{Namespace: "default", Name: "web"}] != nil {
+			return
+		}
+		if b.Extent == source.Whole {
+			t.Fatal("everything counts as known before the file is there again")
+		}
+	}
+}
+
+// TestRemovedAfterStartOverBroken: where such a file is removed for good, everything is known.
+func TestRemovedAfterStartOverBroken(t *testing.T) {
+	t.Parallel()
+	m2, l2 := at("other", 2)
+	dir := writeFiles(t, map[string]string{"other.yaml": m2, "web.yaml": ""})
+	r := start(t, dir)
+	r.awaitState("what can be read", l2)
+	remove(t, filepath.Join(dir, "web.yaml"))
+	r.await("whole", func() bool { return r.extent() == source.Whole })
+	r.await("no fault", func() bool { return len(r.source.Faults()) == 0 })
+}
+
+// TestStartWhileBeingWritten: a file that a program writes while this one starts has not only what it has so far.
+func TestStartWhileBeingWritten(t *testing.T) {
+	t.Parallel()
+	m1, l1 := at("web", 1)
+	m2, l2 := at("other", 2)
+	dir := t.TempDir()
+	file, err := os.Create(filepath.Join(dir, "all.yaml"))
+	if err != nil {
+		t.Fatal(err)
+	}
+	put := func(text string) {
+		t.Helper()
+		if _, err := file.WriteString(text); err != nil {
+			t.Fatal(err)
+		}
+	}
+	put(m1 + "---\n")
+	r := start(t, dir)
+	r.await("the first batch", func() bool { return r.count() > 0 })
+	if got := r.extent(); got != source.Partial {
+		t.Errorf("the first batch has extent %v", got)
+	}
+	time.Sleep(patience + hold)
+	if got := r.extent(); got != source.Partial {
+		t.Errorf("while it is being written, the extent is %v", got)
+	}
+	put(m2)
+	if err := file.Close(); err != nil {
+		t.Fatal(err)
+	}
+	r.awaitState("written", l2+l1)
+	r.await("whole", func() bool { return r.extent() == source.Whole })
+	r.await("no fault", func() bool { return len(r.source.Faults()) == 0 })
+}
+
+// TestMovedAway: a file that is renamed has not gone; one whose inode another file has got has.
+func TestMovedAway(t *testing.T) {
+	t.Parallel()
+	a := stamp{dev: 1, inode: 12, size: 300, mtime: 1000, ctime: 1000}
+	renamed, reused := a, stamp{dev: 1, inode: 12, size: 200, mtime: 2000, ctime: 2000}
+	renamed.ctime = 1500
+	for what, row := range map[string]struct {
+		other stamp
+		want  bool
+	}{"renamed": {renamed, true}, "a new file with its inode": {reused, false}} {
+		w := &watch{stamps: map[string]stamp{"a.yaml": a, "b.yaml": row.other}}
+		if got := w.movedAway("a.yaml"); got != row.want {
+			t.Errorf("%s: %v", what, got)
+		}
+	}
+}
+
+// extent is what was said last of how much is known.
+func (r *running) extent() source.Extent {
+	r.mu.Lock()
+	defer r.mu.Unlock()
+	var all source.Batch
+	for _, b := range r.batches {
+		all.Merge(b)
+	}
+	return all.Extent
+}
+
+// TestStartOverBroken holds that a start over files that can't be read says that not everything is known, until it is.
+func TestStartOverBroken(t *testing.T) {
+	t.Parallel()
+	m1, l1 := at("web", 1)
+	m2, l2 := at("other", 2)
+	for what, broken := range map[string]func(file string){
+		"empty":     func(file string) { write(t, file, "") },
+		"cut off":   func(file string) { write(t, file, "apiVersion: v1\nkind: Service\nmetadata: {na") },
+		"refused":   func(file string) { write(t, file, strings.Replace(m1, "80", "0", 1)) },
+		"dangling":  func(file string) { symlink(t, "/does/not/exist", file) },
+		"I/O error": func(file string) { symlink(t, "/proc/self/mem", file) },
+	} {
+		t.Run(what, func(t *testing.T) {
+			t.Parallel()
+			dir := writeFiles(t, map[string]string{"other.yaml": m2})
+			file := filepath.Join(dir, "web.yaml")
+			broken(file)
+			r := start(t, dir)
+			r.awaitState("what can be read", l2)
+			if b := r.batches[0]; !b.Synced || b.Extent != source.Partial {
+				t.Errorf("the first batch: synced %v, extent %v", b.Synced, b.Extent)
+			}
+			faults := r.source.Faults()
+			if what == "refused" { // It could be read, and is reported as what it is.
+				if len(faults) != 0 {
+					t.Errorf("faults: %q", faults)
+				}
+			} else if len(faults) != 1 || !strings.Contains(faults[0], file) {
+				t.Errorf("faults: %q", faults)
+			}
+			remove(t, file)
+			write(t, file, m1)
+			r.awaitState("mended", l2+l1)
+			r.await("whole", func() bool { // It may have come before the object, when the file was seen to be gone.
+				r.mu.Lock()
+				defer r.mu.Unlock()
+				return slices.ContainsFunc(r.batches[1:], func(b source.Batch) bool { return b.Extent == source.Whole })
+			})
+			r.await("no fault", func() bool { return len(r.source.Faults()) == 0 })
+		})
+	}
+	t.Run("sound", func(t *testing.T) {
+		t.Parallel()
+		r := start(t, writeFiles(t, map[string]string{"other.yaml": m2}))
+		r.awaitState("start", l2)
+		if b := r.batches[0]; b.Extent != source.Unchanged {
+			t.Errorf("the first batch has extent %v", b.Extent)
+		}
+	})
+}
+
+func mkdir(t *testing.T, dir string) {
+	t.Helper()
+	if err := os.Mkdir(dir, 0o755); err != nil {
+		t.Fatal(err)
+	}
+}

@@ -1,0 +1,302 @@
+package manifest
+
+import (
+	"bytes"
+	"cmp"
+	"hash/maphash"
+	"runtime"
+	"slices"
+	"strings"
+	"sync"
+	"sync/atomic"
+
+	"nodeproxy/source"
+)
+
+// file is what is known of one file: its content when last read, and the objects of it that are in force.
+type file struct {
+	path string
+	// decoded holds what was read from each document, by a hash of its text, so that a new version of the file costs the
+	// decoding of those documents only that changed.
+	decoded map[uint64]*decodedDocument
+	entries []*entry // in force, in order; of a broken document the last good version
+	remarks []remark
+	// bad is set where there are documents that can't be used. fault is the first of those that can't be read, that the file ends
+	// in the middle of, or that leave a last good version in force; empty if there is none.
+	bad   bool
+	fault string
+}
+
+// decodedDocument is a document with what was read from it.
+type decodedDocument struct {
+	doc     *document
+	hash    uint64
+	bodies  []*body
+	entries []*entry // of the bodies, once the document has been in a version that was put in force
+	usedBy  *reading // the latest version of the file that holds the same document
+}
+
+// reading is a new version of a file that is not in force yet.
+type reading struct {
+	path    string
+	text    *text
+	err     error // the file can't be read
+	id      fileID
+	open    bool // a program had it open for writing
+	decoded []*decodedDocument
+	// suspect is set where something is newly broken: perhaps the file is being written just now.
+	suspect bool
+}
+
+// blank reports whether there is nothing in the file.
+func (r *reading) blank() bool { return len(bytes.TrimSpace(r.text.data)) == 0 }
+
+// whole reports whether every document could be read, though perhaps not used.
+func (r *reading) whole() bool {
+	return r.err == nil && !slices.ContainsFunc(r.decoded, func(d *decodedDocument) bool {
+		return slices.ContainsFunc(d.bodies, (*body).unread)
+	})
+}
+
+// lacks reports whether an object is not in this version of a file that was in another one.
+func (r *reading) lacks(entries []*entry) bool {
+	has := map[objectID]bool{}
+	for _, d := range r.decoded {
+		for _, b := range d.bodies {
+			has[b.id] = true
+		}
+	}
+	return slices.ContainsFunc(entries, func(e *entry) bool { return e.obj != nil && !has[e.id] })
+}
+
+var seed = maphash.MakeSeed()
+
+func (d *document) hash() uint64 {
+	var h maphash.Hash
+	h.SetSeed(seed)
+	_, _ = h.Write(d.bytes())
+	_, _ = h.WriteString("\x00" + d.kind + "\x00" + d.apiVersion)
+	return h.Sum64()
+}
+
+func (d *document) same(o *document) bool {
+	return d.json == o.json && d.kind == o.kind && d.apiVersion == o.apiVersion && bytes.Equal(d.bytes(), o.bytes())
+}
+
+// decodeAll splits and decodes new versions of files on all CPUs. files are those that are in force, by path.
+func decodeAll(readings []*reading, files map[string]*file) {
+	var todo []*decodedDocument
+	for _, r := range readings {
+		if r.err != nil || r.text == nil {
+			continue
+		}
+		old := files[r.path]
+		for _, doc := range split(r.text) {
+			d := &decodedDocument{doc: doc, hash: doc.hash()}
+			if old != nil {
+				if was := old.decoded[d.hash]; was != nil && was.usedBy != r && was.doc.same(doc) {
+					was.usedBy = r // The same text twice in a file makes two objects, though only one counts.
+					d.bodies, d.entries = was.bodies, was.entries
+				}
+			}
+			if d.bodies == nil {
+				todo = append(todo, d)
+			}
+			r.decoded = append(r.decoded, d)
+		}
+	}
+	var next atomic.Int64
+	var wg sync.WaitGroup
+	for range min(runtime.GOMAXPROCS(0), len(todo)) {
+		wg.Go(func() {
+			for i := next.Add(1) - 1; i < int64(len(todo)); i = next.Add(1) - 1 {
+				todo[i].bodies = decode(todo[i].doc)
+			}
+		})
+	}
+	wg.Wait()
+	fresh := map[*decodedDocument]bool{}
+	for _, d := range todo {
+		fresh[d] = true
+	}
+	for _, r := range readings {
+		for _, d := range r.decoded {
+			r.suspect = r.suspect || fresh[d] && slices.ContainsFunc(d.bodies, func(b *body) bool { return b.bad })
+		}
+	}
+}
+
+// What is said to become of an object that can't be taken as it is written.
+const (
+	effectKept    = "its last good version stays in force"
+	effectFile    = "all objects of the file stay as they were"
+	effectLeftOut = "it is left out, everything else is used"
+)
+
+// put makes a new version of a file the one in force. Where a document is broken, its object keeps its last good version;
+// where it can't be told which object that is, the whole file stays as it was. An object that is missing has not left while
+// there is a document that can't be read: it may stand in that, or behind a fault that swallows what follows.
+func (f *file) put(r *reading) {
+	f.decoded = make(map[uint64]*decodedDocument, len(r.decoded))
+	f.remarks, f.fault = nil, ""
+	entries := make([]*entry, 0, len(r.decoded))
+	bad := 0
+	for _, d := range r.decoded {
+		f.decoded[d.hash] = d
+		if d.entries == nil {
+			for _, b := range d.bodies {
+				d.entries = append(d.entries, &entry{body: b})
+			}
+		}
+		for _, e := range d.entries {
+			e.doc, e.order = d.doc, len(entries)
+			entries = append(entries, e)
+			if e.bad {
+				bad++
+			}
+		}
+	}
+	var kept map[*entry]*entry
+	whole := false
+	if f.bad = bad > 0; f.bad {
+		kept, whole = keep(entries, f.entries)
+	}
+	for _, e := range entries {
+		effect := effectLeftOut
+		if whole {
+			effect = effectFile
+		} else if kept[e] != nil {
+			effect = effectKept
+		}
+		for _, is := range e.issues {
+			if is.effect == "" {
+				is.effect = effect
+			}
+			is.leftOut = e.bad
+			rem := remark{issue: is, object: e.id.String(), entry: e}
+			f.remarks = append(f.remarks, rem)
+			if f.fault == "" && e.bad && (whole || kept[e] != nil || e.unread() || e == entries[len(entries)-1] && !endsLine(r.text.data)) {
+				f.fault = rem.located()
+			}
+		}
+	}
+	if whole {
+		return
+	}
+	if bad == 0 {
+		f.entries = entries
+		return
+	}
+	before := f.entries
+	f.entries = nil
+	for _, e := range entries {
+		if last := kept[e]; last != nil {
+			last.order = e.order
+			f.entries = append(f.entries, last)
+		} else if !e.bad {
+			f.entries = append(f.entries, e)
+		}
+	}
+	if !r.whole() {
+		f.keepMissing(before, len(entries))
+	}
+}
+
+// keepMissing keeps objects in force that a new version of the file does not have, though it may only not be readable there.
+func (f *file) keepMissing(before []*entry, order int) {
+	has := map[objectID]bool{}
+	var missing []string
+	for _, e := range f.entries {
+		has[e.id] = true
+	}
+	for _, e := range before {
+		if e.obj != nil && !has[e.id] {
+			e.order = order
+			order++
+			f.entries = append(f.entries, e)
+			missing = append(missing, e.id.String())
+		}
+	}
+	if len(missing) > 0 {
+		f.remarks = append(f.remarks, remark{file: f.path, issue: issue{severity: source.Problem,
+			detail: sayf("the file can't be read whole, and it is not known whether it still has %s", enumerate(missing)),
+			effect: "they stay in force as they were"}})
+	}
+}
+
+// enumerate names some of a list, and says how many there are.
+func enumerate(names []string) string {
+	const most = 3
+	if len(names) <= most {
+		return strings.Join(names, ", ")
+	}
+	return sayf("%s and %d more objects", strings.Join(names[:most], ", "), len(names)-most)
+}
+
+// keep finds the last good version of each broken document's object among those in force. whole is set where there is a
+// document of which nobody can tell which of the objects that are missing now it was.
+func keep(entries, inForce []*entry) (kept map[*entry]*entry, whole bool) {
+	kept = map[*entry]*entry{}
+	missing := map[objectID]*entry{}
+	for _, e := range inForce {
+		if e.obj != nil && missing[e.id] == nil {
+			missing[e.id] = e
+		}
+	}
+	good := map[objectID]bool{}
+	for _, e := range entries {
+		if !e.bad {
+			good[e.id] = true
+			delete(missing, e.id)
+		}
+	}
+	claim := func(b *entry, last *entry) {
+		kept[b] = last
+		delete(missing, last.id)
+	}
+	var open []*entry
+	for _, b := range entries {
+		if !b.bad {
+			continue
+		}
+		if last := missing[b.id]; last != nil {
+			claim(b, last)
+		} else if !good[b.id] {
+			open = append(open, b)
+		}
+	}
+	unknown := 0
+	for _, b := range open {
+		// The namespace may stand behind the fault.
+		var fits []*entry
+		for id, e := range missing {
+			if id.name == b.id.name && id.kind == b.id.kind {
+				fits = append(fits, e)
+			}
+		}
+		if len(fits) == 1 {
+			claim(b, fits[0])
+		} else if b.id.name == "" || b.id.kind == "" {
+			unknown++
+		}
+	}
+	if unknown == 0 || len(missing) == 0 {
+		return kept, false
+	}
+	if unknown == 1 && len(missing) == 1 {
+		for _, b := range open {
+			if kept[b] == nil && (b.id.name == "" || b.id.kind == "") {
+				for _, last := range missing {
+					claim(b, last)
+				}
+			}
+		}
+		return kept, false
+	}
+	return kept, true
+}
+
+// compareEntries orders entries of one object: by file name, then by place.
+func compareEntries(a, b *entry) int {
+	return cmp.Or(cmp.Compare(a.doc.text.name, b.doc.text.name), cmp.Compare(a.order, b.order))
+}

@@ -1,0 +1,342 @@
+package manifest
+
+import (
+	"bytes"
+	"context"
+	"errors"
+	"io/fs"
+	"maps"
+	"os"
+	"path/filepath"
+	"slices"
+	"strings"
+	"time"
+
+	"github.com/fsnotify/fsnotify"
+
+	"nodeproxy/source"
+)
+
+const (
+	// quiet is how long no further event must come before what has come is looked at, and busy how long that can go on:
+	// programs save a file in several steps.
+	quiet = 2 * time.Millisecond
+	busy  = 15 * time.Millisecond
+	// hold is how long a file that is newly broken or gone is given to become whole again, from its last change on,
+	// and patience how long altogether.
+	hold     = 40 * time.Millisecond
+	patience = 250 * time.Millisecond
+	// settle is how long a file must not change that has become smaller, or lacks objects, before that counts: it may be
+	// being written, in pieces.
+	settle = 2 * time.Second
+	// lookAgain is how often everything is looked through for changes of which no event told, as on network file systems;
+	// lookOften the same where there are no events at all.
+	lookAgain = 15 * time.Second
+	lookOften = 250 * time.Millisecond
+)
+
+// watch is a running Source.
+type watch struct {
+	cfg    *Config
+	model  *model
+	sink   source.Sink
+	events *fsnotify.Watcher // nil where the system grants none
+	faults func([]string)    // is told of what keeps the files from being in force as they are
+
+	tree   *scanned
+	fresh  bool                // the tree has been listed in this look
+	root   fileID              // of the path when all files below it were there last
+	stamps map[string]stamp    // of each file when it was last read
+	texts  map[string][]byte   // the content of each file that is in force
+	whole  map[string]version  // the last one of each file that could be read whole
+	held   map[string]*held    // what is not, or not yet, in force as it is
+	told   map[string][]remark // of those: what has been said, by the path that it is said of
+	synced bool
+	// unknown are the paths of which nothing has been known since the start.
+	unknown map[string]bool
+
+	pending map[string]bool // files of which an event told
+	all     bool            // look at everything
+	due     time.Time       // when to look; zero if there is nothing
+	since   time.Time       // of the first event after the last look
+	last    time.Time       // of the last event
+}
+
+// Run delivers everything, and then what changes, until ctx ends; then it returns nil. Where there is nothing at the path
+// yet it waits: nothing is not the same as an empty directory, and must not wipe out what the kernel holds.
+func (s *Source) Run(ctx context.Context, sink source.Sink) error {
+	cfg := s.cfg
+	w := &watch{
+		cfg: &cfg, model: newModel(&cfg), sink: sink, faults: s.setFaults, tree: &scanned{},
+		stamps: map[string]stamp{}, texts: map[string][]byte{}, whole: map[string]version{}, held: map[string]*held{},
+		told: map[string][]remark{}, pending: map[string]bool{},
+	}
+	var err error
+	var events chan fsnotify.Event
+	var errs chan error
+	period := lookAgain
+	if w.events, err = fsnotify.NewWatcher(); err != nil {
+		period = lookOften
+		cfg.Log.Warn("manifests can't be watched; they are looked at from time to time", "period", period, "error", err)
+	} else {
+		defer func() { _ = w.events.Close() }()
+		events, errs = w.events.Events, w.events.Errors
+	}
+	w.all = true
+	w.look(time.Now())
+	poll := time.NewTicker(period)
+	defer poll.Stop()
+	for {
+		var timer <-chan time.Time
+		if wake := w.wake(); !wake.IsZero() {
+			timer = time.After(time.Until(wake))
+		}
+		select {
+		case <-ctx.Done():
+			return nil
+		case e, ok := <-events:
+			if !ok {
+				return errors.New("the watch of the manifests ended by itself")
+			}
+			w.note(e.Name)
+		case err := <-errs:
+			if !errors.Is(err, fsnotify.ErrEventOverflow) {
+				cfg.Log.Warn("watching the manifests", "error", err)
+			}
+			w.all = true
+			w.schedule()
+		case now := <-timer:
+			w.look(now)
+		case now := <-poll.C:
+			w.all = true
+			w.look(now)
+		}
+	}
+}
+
+// note takes an event in.
+func (w *watch) note(name string) {
+	name = filepath.Clean(name)
+	dir, base := filepath.Dir(name), filepath.Base(name)
+	switch {
+	case name == w.cfg.Path:
+		w.pending[name], w.all = true, true
+	case w.tree.dirs[name], w.tree.linked[dir], !w.tree.exists:
+		w.all = true
+	case !w.tree.dirs[dir]:
+		return // Beside the manifests.
+	case strings.HasPrefix(base, ".."):
+		w.all = true // A ConfigMap volume is swapped.
+	case strings.HasPrefix(base, "."):
+		return
+	default:
+		info, err := os.Lstat(name)
+		if err == nil && (info.IsDir() || info.Mode()&fs.ModeSymlink != 0) {
+			w.all = true
+		}
+		if accepted(base) {
+			w.pending[name] = true
+		} else if !w.all {
+			return // Somebody's temporary file.
+		}
+	}
+	w.schedule()
+}
+
+func (w *watch) schedule() {
+	now := time.Now()
+	w.last = now
+	if w.since.IsZero() {
+		w.since = now
+	}
+	w.due = now.Add(quiet)
+	if last := w.since.Add(busy); w.due.After(last) {
+		w.due = last
+	}
+}
+
+// wake returns when there is something to be done; zero if never.
+func (w *watch) wake() time.Time {
+	at := w.due
+	for _, h := range w.held {
+		for _, t := range []time.Time{h.again, h.tellAt()} {
+			if !t.IsZero() && (at.IsZero() || t.Before(at)) {
+				at = t
+			}
+		}
+	}
+	return at
+}
+
+// look reads what has changed and delivers what follows.
+func (w *watch) look(now time.Time) {
+	pending, all := w.pending, w.all
+	w.pending, w.all, w.due, w.since = map[string]bool{}, false, time.Time{}, time.Time{}
+	for path, h := range w.held {
+		if all || !h.again.IsZero() && !now.Before(h.again) {
+			pending[path] = true
+		}
+	}
+	if w.fresh = all; all {
+		w.rescan(pending)
+	}
+	readings, gone := w.read(pending, now)
+	decodeAll(readings, w.model.files)
+	readings = slices.DeleteFunc(readings, func(r *reading) bool { return !w.counts(r, now) })
+	gone = slices.DeleteFunc(gone, func(path string) bool { return !w.hasGone(path, now) })
+	if !w.synced && !w.tree.exists {
+		w.tell(now)
+		return
+	}
+	for _, r := range readings {
+		w.texts[r.path] = r.text.data
+		if r.whole() {
+			w.whole[r.path] = version{r.text.data, r.id}
+		}
+	}
+	for _, path := range gone {
+		delete(w.texts, path)
+		delete(w.whole, path)
+		delete(w.stamps, path)
+	}
+	if w.tree.exists && len(w.tree.files) > 0 && !slices.ContainsFunc(slices.Collect(maps.Values(w.held)), (*held).isGone) {
+		w.root = w.tree.root
+	}
+	batch := w.model.update(readings, gone)
+	w.tell(now)
+	w.complete(&batch)
+	if !batch.Empty() {
+		w.sink.Apply(batch)
+	}
+}
+
+// complete says in a batch whether it is the first one, and how much of what there was at the start is known.
+func (w *watch) complete(b *source.Batch) {
+	first := !w.synced
+	b.Synced, w.synced = first, true
+	faults := w.faultyPaths()
+	if first {
+		w.unknown = faults
+		if len(faults) > 0 {
+			b.Extent = source.Partial
+		}
+		return
+	}
+	if len(w.unknown) == 0 {
+		return
+	}
+	for path := range w.unknown {
+		if !faults[path] && w.held[path] == nil {
+			delete(w.unknown, path)
+		}
+	}
+	if len(w.unknown) == 0 {
+		b.Extent = source.Whole
+	}
+}
+
+// rescan lists everything, and adds what differs from what was read to the pending files.
+func (w *watch) rescan(pending map[string]bool) {
+	old := w.tree
+	w.tree = scan(w.cfg.Path)
+	for path, st := range w.tree.files {
+		if w.stamps[path] != st {
+			pending[path] = true
+		}
+	}
+	for path := range w.stamps {
+		if _, ok := w.tree.files[path]; !ok && w.held[path] == nil {
+			pending[path] = true
+		}
+	}
+	w.setWatches(old)
+}
+
+// read reads the pending files. It returns those that differ from what is in force, and those that are gone.
+func (w *watch) read(pending map[string]bool, now time.Time) (readings []*reading, gone []string) {
+	var paths []string
+	for path := range pending {
+		info, err := os.Stat(path)
+		if _, lerr := os.Lstat(path); err == nil || lerr != nil { // What was seen there before is there no more.
+			delete(w.tree.errs, path)
+			delete(w.tree.dangling, path)
+		}
+		switch {
+		case err == nil && info.IsDir(), errors.Is(err, fs.ErrNotExist), !accepted(path) && path != w.cfg.Path:
+			// Of a file that could not be read since the start, nothing is in force, but the kernel may hold rules for it.
+			if w.model.files[path] != nil || w.unknown[path] && errors.Is(err, fs.ErrNotExist) {
+				gone = append(gone, path)
+			} else {
+				delete(w.held, path)
+			}
+			continue
+		case err == nil:
+			w.stamps[path] = stampOf(info)
+		}
+		paths = append(paths, path)
+	}
+	slices.Sort(gone)
+	readings = slices.DeleteFunc(readAll(paths), func(r *reading) bool {
+		old, known := w.texts[r.path]
+		if r.err == nil && known && bytes.Equal(old, r.text.data) {
+			delete(w.held, r.path) // It is as it was before.
+			if v, ok := w.whole[r.path]; ok && bytes.Equal(v.data, r.text.data) {
+				w.whole[r.path] = version{v.data, r.id}
+			}
+			return true
+		}
+		return errors.Is(r.err, fs.ErrNotExist) // The next event tells.
+	})
+	return readings, gone
+}
+
+// movedAway reports whether a file that is gone has only got another name, so that nothing is to be waited for. A new file that has
+// got the inode of a removed one is another.
+func (w *watch) movedAway(path string) bool {
+	was := w.stamps[path]
+	for other, st := range w.stamps {
+		if other != path && st.id() == was.id() && st.size == was.size && st.mtime == was.mtime {
+			return true
+		}
+	}
+	return false
+}
+
+// setWatches watches the directories of the tree. Adding one again does no harm, and is needed where it was made anew.
+func (w *watch) setWatches(old *scanned) {
+	if w.events == nil {
+		return
+	}
+	before, wanted := old.watched(), w.tree.watched()
+	for _, dir := range sortedKeys(wanted) {
+		if err := w.events.Add(dir); err != nil && !errors.Is(err, fs.ErrNotExist) {
+			w.cfg.Log.Warn("a directory can't be watched; it is looked at from time to time", "directory", dir,
+				"period", lookAgain, "error", err)
+		}
+		if !before[dir] {
+			w.all = true // Files may have come between the listing and the watch.
+			w.schedule()
+		}
+	}
+	for dir := range before {
+		if !wanted[dir] {
+			if err := w.events.Remove(dir); err != nil && !errors.Is(err, fsnotify.ErrNonExistentWatch) {
+				w.cfg.Log.Debug("ending a watch", "directory", dir, "error", err)
+			}
+		}
+	}
+}
+
+// watched returns the directories in which a change matters.
+func (s *scanned) watched() map[string]bool {
+	out := map[string]bool{}
+	for _, dirs := range []map[string]bool{s.dirs, s.linked} {
+		for dir := range dirs {
+			out[dir] = true
+		}
+	}
+	if s.above != "" {
+		out[s.above] = true
+	}
+	return out
+}
