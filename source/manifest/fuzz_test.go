@@ -11,7 +11,7 @@ import (
 // FuzzDecode holds that no content of a file ends the program, that each finding tells where it belongs and what happens,
 // that whatever is delivered has safe names, and that a second reading of the same changes nothing.
 func FuzzDecode(f *testing.F) {
-	files, err := filepath.Glob("../../../testdata/seeds/*.yaml")
+	files, err := filepath.Glob("../../testdata/seeds/*.yaml")
 	if err != nil || len(files) == 0 {
 		f.Fatal(err, files)
 	}

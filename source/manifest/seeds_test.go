@@ -9,7 +9,7 @@ import (
 	"nodeproxy/source"
 )
 
-const seedsDir = "../../../testdata/seeds"
+const seedsDir = "../../testdata/seeds"
 
 // Notes of which several seeds get the same.
 const (
