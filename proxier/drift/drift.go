@@ -3,8 +3,6 @@ package drift
 
 import (
 	"fmt"
-	"maps"
-	"slices"
 	"strings"
 	"time"
 )
@@ -97,9 +95,6 @@ func (f *Found) Words(few int) string {
 	}
 	return strings.Join(out, "; ")
 }
-
-// Kinds are the kinds of which there is a difference, in a stable order.
-func (f *Found) Kinds() []Kind { return slices.Sorted(maps.Keys(f.Counts)) }
 
 // Report is the outcome of one comparison of everything with the kernel.
 type Report struct {
