@@ -7,6 +7,8 @@ import (
 	"slices"
 
 	"golang.org/x/sys/unix"
+
+	"nodeproxy/kernel/netlink"
 )
 
 // OpKind says what an Op does.
@@ -63,17 +65,17 @@ var opCommands = [...]struct{ command, otherwise uint8 }{
 func (s *Servers) Apply(ops []Op) []error {
 	s.mu.Lock()
 	defer s.mu.Unlock()
-	messages := make([]message, len(ops))
+	messages := make([]netlink.Message, len(ops))
 	for i, o := range ops {
 		messages[i] = s.command(opCommands[o.Kind].command, o)
 	}
-	errs := s.conn.do(messages)
+	errs := s.conn.Do(messages...)
 	if errs == nil {
 		return nil
 	}
 
 	// Once more, where the kernel knew more or less than the caller.
-	var again []message
+	var again []netlink.Message
 	var indexes []int
 	late := superseded(ops)
 	for i, o := range ops {
@@ -86,7 +88,7 @@ func (s *Servers) Apply(ops []Op) []error {
 			again, indexes = append(again, s.command(command, o)), append(indexes, i)
 		}
 	}
-	for j, err := range s.conn.do(again) {
+	for j, err := range s.conn.Do(again...) {
 		errs[indexes[j]] = err
 	}
 	failed := false
@@ -160,8 +162,8 @@ func (o Op) failed(err error) error {
 }
 
 // command is the message that carries out an op by a certain command.
-func (s *Servers) command(command uint8, o Op) message {
-	body := nested(genl(command), attrService, func(b []byte) []byte {
+func (s *Servers) command(command uint8, o Op) netlink.Message {
+	body := genl(command).Nest(attrService, func(b netlink.Buffer) netlink.Buffer {
 		if command == commandNewService || command == commandSetService {
 			return appendService(b, o.Server)
 		}
@@ -169,42 +171,9 @@ func (s *Servers) command(command uint8, o Op) message {
 	})
 	switch command {
 	case commandNewDest, commandSetDest:
-		body = nested(body, attrDest, func(b []byte) []byte { return appendDestination(b, o.Destination) })
+		body = body.Nest(attrDest, func(b netlink.Buffer) netlink.Buffer { return appendDestination(b, o.Destination) })
 	case commandDelDest:
-		body = nested(body, attrDest, func(b []byte) []byte { return appendDestinationID(b, o.Destination.Addr) })
+		body = body.Nest(attrDest, func(b netlink.Buffer) netlink.Buffer { return appendDestinationID(b, o.Destination.Addr) })
 	}
-	return message{kind: s.family, body: body}
-}
-
-func (s *Servers) apply(o Op) error {
-	if errs := s.Apply([]Op{o}); errs != nil {
-		return errs[0]
-	}
-	return nil
-}
-
-// Add adds a virtual server.
-func (s *Servers) Add(v Server) error { return s.apply(Op{Kind: AddServer, Server: v}) }
-
-// Update changes a virtual server. Connections go on.
-func (s *Servers) Update(v Server) error { return s.apply(Op{Kind: UpdateServer, Server: v}) }
-
-// Delete removes a virtual server with its destinations, and cuts its connections.
-func (s *Servers) Delete(id ServerID) error {
-	return s.apply(Op{Kind: DeleteServer, Server: Server{ID: id}})
-}
-
-// AddDestination adds a destination to a virtual server.
-func (s *Servers) AddDestination(id ServerID, d Destination) error {
-	return s.apply(Op{Kind: AddDestination, Server: Server{ID: id}, Destination: d})
-}
-
-// UpdateDestination changes the weight of a destination.
-func (s *Servers) UpdateDestination(id ServerID, d Destination) error {
-	return s.apply(Op{Kind: UpdateDestination, Server: Server{ID: id}, Destination: d})
-}
-
-// DeleteDestination removes a destination, and cuts its connections.
-func (s *Servers) DeleteDestination(id ServerID, addr netip.AddrPort) error {
-	return s.apply(Op{Kind: DeleteDestination, Server: Server{ID: id}, Destination: Destination{Addr: addr}})
+	return netlink.Message{Type: s.family, Body: body}
 }

@@ -1,6 +1,7 @@
 package kernel
 
 import (
+	"encoding/binary"
 	"errors"
 	"fmt"
 	"net"
@@ -13,9 +14,10 @@ import (
 	"syscall"
 	"time"
 
-	"github.com/vishvananda/netlink"
+	links "github.com/vishvananda/netlink"
 	"golang.org/x/sys/unix"
 
+	"nodeproxy/kernel/netlink"
 	"nodeproxy/plan"
 )
 
@@ -23,9 +25,9 @@ import (
 type Device struct {
 	mu     sync.Mutex
 	name   string
-	link   netlink.Link
-	handle *netlink.Handle // vishvananda/netlink, for links, lists and routes
-	conn   *conn           // for many addresses at once
+	link   links.Link
+	handle *links.Handle // vishvananda/netlink, for links, lists and routes
+	conn   *netlink.Conn // for many addresses at once
 	// sysctlDir is where the interface's settings are written; empty where it has no addresses of IPv6.
 	sysctlDir string
 }
@@ -33,7 +35,7 @@ type Device struct {
 // OpenDevice makes the interface unless it is there, without any address of its own, and turns it on. The error names what is
 // missing.
 func OpenDevice(name string) (*Device, error) {
-	handle, err := netlink.NewHandle(unix.NETLINK_ROUTE)
+	handle, err := links.NewHandle(unix.NETLINK_ROUTE)
 	if err != nil {
 		return nil, fmt.Errorf("interface %s: netlink socket: %w", name, err)
 	}
@@ -47,7 +49,7 @@ func OpenDevice(name string) (*Device, error) {
 
 // CheckDevice returns the error that OpenDevice would return, and makes no interface.
 func CheckDevice(name string) error {
-	handle, err := netlink.NewHandle(unix.NETLINK_ROUTE)
+	handle, err := links.NewHandle(unix.NETLINK_ROUTE)
 	if err != nil {
 		return fmt.Errorf("interface %s: netlink socket: %w", name, err)
 	}
@@ -57,7 +59,7 @@ func CheckDevice(name string) error {
 	switch {
 	case err == nil:
 		err = isDummy(link)
-	case errors.As(err, new(netlink.LinkNotFoundError)):
+	case errors.As(err, new(links.LinkNotFoundError)):
 		err = d.canMake("dummy")
 	}
 	if err != nil {
@@ -68,7 +70,7 @@ func CheckDevice(name string) error {
 
 func (d *Device) open() error {
 	link, err := d.handle.LinkByName(d.name)
-	if errors.As(err, new(netlink.LinkNotFoundError)) {
+	if errors.As(err, new(links.LinkNotFoundError)) {
 		link, err = d.make("dummy")
 	}
 	if err != nil {
@@ -87,7 +89,7 @@ func (d *Device) open() error {
 		return err
 	}
 	d.link = link
-	d.conn, err = dial(unix.NETLINK_ROUTE)
+	d.conn, err = netlink.Dial(unix.NETLINK_ROUTE)
 	return err
 }
 
@@ -115,7 +117,7 @@ func (d *Device) enableIPv6() error {
 	return nil
 }
 
-func isDummy(link netlink.Link) error {
+func isDummy(link links.Link) error {
 	if link.Type() != "dummy" {
 		return fmt.Errorf("it exists, but is of type %s and not dummy: remove or rename it", link.Type())
 	}
@@ -123,7 +125,7 @@ func isDummy(link netlink.Link) error {
 }
 
 // make makes the interface.
-func (d *Device) make(kind string) (netlink.Link, error) {
+func (d *Device) make(kind string) (links.Link, error) {
 	if err := d.add(kind, nil); err != nil && !errors.Is(err, unix.EEXIST) {
 		return nil, err
 	}
@@ -145,7 +147,7 @@ func (d *Device) canMake(kind string) error {
 
 // add makes an interface of that name, with an address unless that is nil. The module for a kind of interface has its name.
 func (d *Device) add(kind string, addr net.HardwareAddr) error {
-	link := &netlink.GenericLink{LinkAttrs: netlink.NewLinkAttrs(), LinkType: kind}
+	link := &links.GenericLink{LinkAttrs: links.NewLinkAttrs(), LinkType: kind}
 	link.Name, link.HardwareAddr = d.name, addr
 	err := d.handle.LinkAdd(link)
 	if errors.Is(err, unix.EOPNOTSUPP) && loadModule(kind) == nil {
@@ -168,18 +170,18 @@ func (d *Device) Close() error {
 	d.mu.Lock()
 	defer d.mu.Unlock()
 	d.handle.Close()
-	return d.conn.close()
+	return d.conn.Close()
 }
 
 // RemoveDevice removes an interface, and with it its addresses and routes.
 func RemoveDevice(name string) error {
-	handle, err := netlink.NewHandle(unix.NETLINK_ROUTE)
+	handle, err := links.NewHandle(unix.NETLINK_ROUTE)
 	if err != nil {
 		return fmt.Errorf("removing interface %s: netlink socket: %w", name, err)
 	}
 	defer handle.Close()
 	link, err := handle.LinkByName(name)
-	if errors.As(err, new(netlink.LinkNotFoundError)) {
+	if errors.As(err, new(links.LinkNotFoundError)) {
 		return nil
 	}
 	if err == nil {
@@ -260,7 +262,7 @@ func (d *Device) waitLocal(addrs []netip.Addr) error {
 func (d *Device) notLocal(addrs []netip.Addr) ([]netip.Addr, error) {
 	const few = 50
 	local := map[netip.Addr]bool{}
-	note := func(list []netlink.Route, err error) error {
+	note := func(list []links.Route, err error) error {
 		for _, r := range list {
 			if a, ok := netip.AddrFromSlice(r.Dst.IP); ok && r.Type == unix.RTN_LOCAL {
 				local[a] = true
@@ -270,9 +272,9 @@ func (d *Device) notLocal(addrs []netip.Addr) ([]netip.Addr, error) {
 	}
 	var err error
 	if len(addrs) > few {
-		filter := &netlink.Route{LinkIndex: d.link.Attrs().Index, Table: unix.RT_TABLE_LOCAL}
+		filter := &links.Route{LinkIndex: d.link.Attrs().Index, Table: unix.RT_TABLE_LOCAL}
 		err = retry(func() error {
-			return note(d.handle.RouteListFiltered(unix.AF_INET6, filter, netlink.RT_FILTER_OIF|netlink.RT_FILTER_TABLE))
+			return note(d.handle.RouteListFiltered(unix.AF_INET6, filter, links.RT_FILTER_OIF|links.RT_FILTER_TABLE))
 		})
 	} else {
 		for _, a := range addrs {
@@ -288,15 +290,15 @@ func (d *Device) notLocal(addrs []netip.Addr) ([]netip.Addr, error) {
 
 // change adds or removes addresses, and returns those of which that was to be done. done is the error of others.
 func (d *Device) change(kind, flags uint16, addrs []netip.Addr, done syscall.Errno, doing string) ([]netip.Addr, error) {
-	messages := make([]message, len(addrs))
+	messages := make([]netlink.Message, len(addrs))
 	for i, a := range addrs {
-		messages[i] = message{kind: kind, flags: flags, body: addressBody(a, d.link.Attrs().Index)}
+		messages[i] = netlink.Message{Type: kind, Flags: flags, Body: addressBody(a, d.link.Attrs().Index)}
 	}
 	const most = 10 // of what may be one error for each address
 	var changed []netip.Addr
 	var failed []error
 	count := 0
-	errs := d.conn.do(messages)
+	errs := d.conn.Do(messages...)
 	for i, a := range addrs {
 		if errs == nil || errs[i] == nil {
 			changed = append(changed, a)
@@ -319,20 +321,20 @@ func (d *Device) change(kind, flags uint16, addrs []netip.Addr, done syscall.Err
 // addressBody is an address as in linux/if_addr.h.
 func addressBody(a netip.Addr, index int) []byte {
 	family := plan.FamilyOf(a)
-	b := []byte{uint8(addressFamily(family)), uint8(a.BitLen()), 0, unix.RT_SCOPE_HOST}
-	b = nativeUint32(b, uint32(index))
-	b = attribute(b, unix.IFA_LOCAL, a.AsSlice()...)
-	b = attribute(b, unix.IFA_ADDRESS, a.AsSlice()...)
+	b := netlink.Buffer{netlink.Family(family), uint8(a.BitLen()), 0, unix.RT_SCOPE_HOST}
+	b = binary.NativeEndian.AppendUint32(b, uint32(index))
+	b = b.Addr(unix.IFA_LOCAL, a)
+	b = b.Addr(unix.IFA_ADDRESS, a)
 	if family == plan.IPv4 {
 		return b
 	}
-	b = attribute32(b, unix.IFA_FLAGS, unix.IFA_F_NODAD)
+	b = b.Uint32(unix.IFA_FLAGS, unix.IFA_F_NODAD)
 	const never = 0xffffffff
 	var times []byte // preferred and valid in seconds; two more that only the kernel sets
 	for _, t := range []uint32{0, never, 0, 0} {
-		times = nativeUint32(times, t)
+		times = binary.NativeEndian.AppendUint32(times, t)
 	}
-	return attribute(b, unix.IFA_CACHEINFO, times...)
+	return b.Bytes(unix.IFA_CACHEINFO, times...)
 }
 
 // Routes returns the ranges that are local by a route to this interface, other than by its addresses, with the source
@@ -340,11 +342,11 @@ func addressBody(a netip.Addr, index int) []byte {
 func (d *Device) Routes(f plan.Family) (map[netip.Prefix]netip.Addr, error) {
 	d.mu.Lock()
 	defer d.mu.Unlock()
-	filter := &netlink.Route{LinkIndex: d.link.Attrs().Index, Table: unix.RT_TABLE_LOCAL, Type: unix.RTN_LOCAL}
-	var list []netlink.Route
+	filter := &links.Route{LinkIndex: d.link.Attrs().Index, Table: unix.RT_TABLE_LOCAL, Type: unix.RTN_LOCAL}
+	var list []links.Route
 	err := retry(func() (err error) {
-		list, err = d.handle.RouteListFiltered(int(addressFamily(f)), filter,
-			netlink.RT_FILTER_OIF|netlink.RT_FILTER_TABLE|netlink.RT_FILTER_TYPE)
+		list, err = d.handle.RouteListFiltered(int(netlink.Family(f)), filter,
+			links.RT_FILTER_OIF|links.RT_FILTER_TABLE|links.RT_FILTER_TYPE)
 		return err
 	})
 	if err != nil {
@@ -388,9 +390,9 @@ func (d *Device) RemoveRoute(p netip.Prefix) error {
 	return nil
 }
 
-func (d *Device) route(p netip.Prefix) *netlink.Route {
+func (d *Device) route(p netip.Prefix) *links.Route {
 	p = p.Masked()
-	return &netlink.Route{
+	return &links.Route{
 		LinkIndex: d.link.Attrs().Index, Table: unix.RT_TABLE_LOCAL, Type: unix.RTN_LOCAL,
 		Scope: unix.RT_SCOPE_HOST, Protocol: unix.RTPROT_STATIC,
 		Dst: &net.IPNet{IP: p.Addr().AsSlice(), Mask: net.CIDRMask(p.Bits(), p.Addr().BitLen())},

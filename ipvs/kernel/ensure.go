@@ -5,7 +5,7 @@ import (
 	"fmt"
 	"net"
 
-	"github.com/vishvananda/netlink"
+	links "github.com/vishvananda/netlink"
 )
 
 // Ensure makes the interface again if somebody has removed it, and turns it on if somebody has turned it off. It returns which
@@ -21,7 +21,7 @@ func (d *Device) Ensure() (mended string, err error) {
 		mended = "turned off"
 	case err == nil:
 		mended = "removed and made again"
-	case !errors.As(err, new(netlink.LinkNotFoundError)):
+	case !errors.As(err, new(links.LinkNotFoundError)):
 		return "", fmt.Errorf("interface %s: %w", d.name, err)
 	default:
 		mended = "removed"
@@ -30,5 +30,5 @@ func (d *Device) Ensure() (mended string, err error) {
 	if err := d.open(); err != nil {
 		return "", fmt.Errorf("interface %s: %w", d.name, err)
 	}
-	return mended, old.close()
+	return mended, old.Close()
 }

@@ -1,9 +1,9 @@
 package kernel
 
-import "github.com/vishvananda/netlink"
+import links "github.com/vishvananda/netlink"
 
 // DeviceExists reports whether there is a network interface of that name.
 func DeviceExists(name string) bool {
-	_, err := netlink.LinkByName(name)
+	_, err := links.LinkByName(name)
 	return err == nil
 }

@@ -6,13 +6,13 @@ import (
 	"net/netip"
 	"time"
 
-	"github.com/moby/ipvs"
 	"golang.org/x/sys/unix"
 
+	"nodeproxy/kernel/netlink"
 	"nodeproxy/plan"
 )
 
-// The generic netlink interface of IPVS, from linux/ip_vs.h. moby/ipvs has the same, but keeps most of it to itself.
+// The generic netlink interface of IPVS, as in linux/ip_vs.h.
 const (
 	commandNewService = 1 + iota
 	commandSetService
@@ -22,12 +22,16 @@ const (
 	commandSetDest
 	commandDelDest
 	commandGetDest
+	commandSetConfig = 12
 	commandGetConfig = 13
 )
 
 const (
-	attrService = 1
-	attrDest    = 2
+	attrService       = 1
+	attrDest          = 2
+	attrTimeoutTCP    = 4
+	attrTimeoutTCPFin = 5
+	attrTimeoutUDP    = 6
 )
 
 const (
@@ -67,6 +71,12 @@ const (
 	statsBytesOut
 )
 
+// How packets reach a destination: its method is in some of the bits of a number.
+const (
+	forwardMask       = 0x7
+	forwardMasquerade = 0x0
+)
+
 // Flags of a service. The schedulers sh and mh agree on the meaning of theirs.
 const (
 	flagPersistent = 0x1
@@ -83,13 +93,6 @@ var protocolNames = map[uint8]plan.Protocol{
 	unix.IPPROTO_TCP: plan.TCP, unix.IPPROTO_UDP: plan.UDP, unix.IPPROTO_SCTP: plan.SCTP,
 }
 
-func addressFamily(f plan.Family) uint16 {
-	if f == plan.IPv6 {
-		return unix.AF_INET6
-	}
-	return unix.AF_INET
-}
-
 // netmask is what the kernel wants for clients of one address each: a mask for IPv4, a length for IPv6.
 func netmask(f plan.Family) uint32 {
 	if f == plan.IPv6 {
@@ -99,24 +102,24 @@ func netmask(f plan.Family) uint32 {
 }
 
 // genl begins the body of a message: command, version and two bytes without use.
-func genl(command uint8) []byte { return []byte{command, 1, 0, 0} }
+func genl(command uint8) netlink.Buffer { return netlink.Buffer{command, 1, 0, 0} }
 
 const genlHeader = 4
 
 // appendServiceID appends the attributes that name a virtual server.
-func appendServiceID(b []byte, id ServerID) []byte {
-	b = attribute16(b, serviceFamily, addressFamily(id.Family))
+func appendServiceID(b netlink.Buffer, id ServerID) netlink.Buffer {
+	b = b.Uint16(serviceFamily, uint16(netlink.Family(id.Family)))
 	if id.Mark != 0 {
-		return attribute32(b, serviceMark, id.Mark)
+		return b.Uint32(serviceMark, id.Mark)
 	}
-	b = attribute16(b, serviceProtocol, uint16(protocolNumbers[id.Protocol]))
-	b = attribute(b, serviceAddr, id.Addr.AsSlice()...)
-	return attribute(b, servicePort, binary.BigEndian.AppendUint16(nil, id.Port)...)
+	b = b.Uint16(serviceProtocol, uint16(protocolNumbers[id.Protocol]))
+	b = b.Addr(serviceAddr, id.Addr)
+	return b.BigEndian16(servicePort, id.Port)
 }
 
-func appendService(b []byte, s Server) []byte {
+func appendService(b netlink.Buffer, s Server) netlink.Buffer {
 	b = appendServiceID(b, s.ID)
-	b = attributeText(b, serviceScheduler, s.Scheduler)
+	b = b.Text(serviceScheduler, s.Scheduler)
 	var flags uint32
 	if s.Persistence > 0 {
 		flags |= flagPersistent
@@ -127,26 +130,26 @@ func appendService(b []byte, s Server) []byte {
 	if s.Fallback {
 		flags |= flagFallback
 	}
-	b = attribute(b, serviceFlags, binary.NativeEndian.AppendUint32(binary.NativeEndian.AppendUint32(nil, flags), 0xffffffff)...)
-	b = attribute32(b, serviceTimeout, seconds(s.Persistence))
-	return attribute32(b, serviceNetmask, netmask(s.ID.Family))
+	b = b.Bytes(serviceFlags, binary.NativeEndian.AppendUint32(binary.NativeEndian.AppendUint32(nil, flags), 0xffffffff)...)
+	b = b.Uint32(serviceTimeout, seconds(s.Persistence))
+	return b.Uint32(serviceNetmask, netmask(s.ID.Family))
 }
 
 // seconds rounds up, so that what is not 0 is not turned off.
 func seconds(d time.Duration) uint32 { return uint32((d + time.Second - 1) / time.Second) }
 
-func appendDestination(b []byte, d Destination) []byte {
+func appendDestination(b netlink.Buffer, d Destination) netlink.Buffer {
 	b = appendDestinationID(b, d.Addr)
-	b = attribute32(b, destForwarding, ipvs.ConnectionFlagMasq)
-	b = attribute32(b, destWeight, d.Weight)
-	b = attribute32(b, destUpperThreshold, 0)
-	return attribute32(b, destLowerThreshold, 0)
+	b = b.Uint32(destForwarding, forwardMasquerade)
+	b = b.Uint32(destWeight, d.Weight)
+	b = b.Uint32(destUpperThreshold, 0)
+	return b.Uint32(destLowerThreshold, 0)
 }
 
-func appendDestinationID(b []byte, a netip.AddrPort) []byte {
-	b = attribute(b, destAddr, a.Addr().AsSlice()...)
-	b = attribute(b, destPort, binary.BigEndian.AppendUint16(nil, a.Port())...)
-	return attribute16(b, destFamily, addressFamily(plan.FamilyOf(a.Addr())))
+func appendDestinationID(b netlink.Buffer, a netip.AddrPort) netlink.Buffer {
+	b = b.Addr(destAddr, a.Addr())
+	b = b.BigEndian16(destPort, a.Port())
+	return b.Uint16(destFamily, uint16(netlink.Family(plan.FamilyOf(a.Addr()))))
 }
 
 // parseService reads a virtual server and its traffic from the body of a message.
@@ -156,32 +159,32 @@ func parseService(body []byte) (*HeldServer, Traffic, error) {
 	var addr []byte
 	var mask uint32
 	exact, persistent := false, false
-	for kind, value := range attributes(inside(body, attrService)) {
+	for kind, value := range netlink.Attributes(inside(body, attrService)) {
 		switch kind {
 		case serviceFamily:
 			s.ID.Family = plan.IPv4
-			if number(value) == unix.AF_INET6 {
+			if netlink.Number(value) == unix.AF_INET6 {
 				s.ID.Family = plan.IPv6
 			}
 		case serviceProtocol:
-			s.ID.Protocol = protocolNames[uint8(number(value))]
+			s.ID.Protocol = protocolNames[uint8(netlink.Number(value))]
 		case serviceAddr:
 			addr = value
 		case servicePort:
-			s.ID.Port = uint16(bigEndian(value))
+			s.ID.Port = uint16(netlink.BigEndian(value))
 		case serviceMark:
-			s.ID.Mark = uint32(number(value))
+			s.ID.Mark = uint32(netlink.Number(value))
 		case serviceScheduler:
-			s.Scheduler = text(value)
+			s.Scheduler = netlink.Text(value)
 		case serviceFlags:
-			flags := number(value[:min(4, len(value))])
+			flags := netlink.Number(value[:min(4, len(value))])
 			s.Ports, s.Fallback = flags&flagPorts != 0, flags&flagFallback != 0
 			persistent = flags&flagPersistent != 0
 			s.Foreign = s.Foreign || flags&^(flagPersistent|flagHashed|flagPorts|flagFallback) != 0
 		case serviceTimeout:
-			s.Persistence = time.Duration(number(value)) * time.Second
+			s.Persistence = time.Duration(netlink.Number(value)) * time.Second
 		case serviceNetmask:
-			mask = uint32(number(value))
+			mask = uint32(netlink.Number(value))
 		case servicePersistenceEngine:
 			s.Foreign = true
 		case serviceStats:
@@ -201,36 +204,31 @@ func parseService(body []byte) (*HeldServer, Traffic, error) {
 		return s, traffic, nil
 	}
 	var err error
-	if s.ID.Addr, err = address(addr, s.ID.Family.Bits()); err != nil {
+	if s.ID.Addr, err = netlink.Addr(addr, s.ID.Family); err != nil {
 		return nil, traffic, fmt.Errorf("virtual server: %w", err)
 	}
 	return s, traffic, nil
 }
 
-// inside is the value of one attribute in the body of a message.
-func inside(body []byte, want uint16) []byte {
-	for kind, value := range attributes(body[min(genlHeader, len(body)):]) {
-		if kind == want {
-			return value
-		}
-	}
-	return nil
+// inside returns the value of an attribute in the body of a message.
+func inside(body []byte, kind uint16) []byte {
+	return netlink.Attribute(body[min(genlHeader, len(body)):], kind)
 }
 
 func parseTraffic(b []byte) Traffic {
 	var t Traffic
-	for kind, value := range attributes(b) {
+	for kind, value := range netlink.Attributes(b) {
 		switch kind {
 		case statsConnections:
-			t.Connections = number(value)
+			t.Connections = netlink.Number(value)
 		case statsPacketsIn:
-			t.PacketsIn = number(value)
+			t.PacketsIn = netlink.Number(value)
 		case statsPacketsOut:
-			t.PacketsOut = number(value)
+			t.PacketsOut = netlink.Number(value)
 		case statsBytesIn:
-			t.BytesIn = number(value)
+			t.BytesIn = netlink.Number(value)
 		case statsBytesOut:
-			t.BytesOut = number(value)
+			t.BytesOut = netlink.Number(value)
 		}
 	}
 	return t
@@ -240,19 +238,19 @@ func parseTraffic(b []byte) Traffic {
 func parseDestination(body []byte, family plan.Family) (d HeldDestination, foreign bool, err error) {
 	var addr []byte
 	var port uint16
-	for kind, value := range attributes(inside(body, attrDest)) {
-		n := uint32(number(value))
+	for kind, value := range netlink.Attributes(inside(body, attrDest)) {
+		n := uint32(netlink.Number(value))
 		switch kind {
 		case destAddr:
 			addr = value
 		case destPort:
-			port = uint16(bigEndian(value))
+			port = uint16(netlink.BigEndian(value))
 		case destFamily:
 			if n == unix.AF_INET { // IPv4 behind IPv6 goes with tunnels only
 				family = plan.IPv4
 			}
 		case destForwarding:
-			foreign = foreign || n&ipvs.ConnectionFlagFwdMask != ipvs.ConnectionFlagMasq
+			foreign = foreign || n&forwardMask != forwardMasquerade
 		case destUpperThreshold, destLowerThreshold:
 			foreign = foreign || n != 0
 		case destWeight:
@@ -265,7 +263,7 @@ func parseDestination(body []byte, family plan.Family) (d HeldDestination, forei
 			d.Persistent = n
 		}
 	}
-	a, err := address(addr, family.Bits())
+	a, err := netlink.Addr(addr, family)
 	if err != nil {
 		return d, false, fmt.Errorf("destination: %w", err)
 	}

@@ -6,20 +6,19 @@ import (
 	"errors"
 	"fmt"
 	"net/netip"
-	"os"
 	"time"
 
-	"github.com/vishvananda/netlink"
-	"github.com/vishvananda/netlink/nl"
+	links "github.com/vishvananda/netlink"
 	"golang.org/x/sys/unix"
 
+	"nodeproxy/kernel/netlink"
 	"nodeproxy/plan"
 )
 
 // HostAddresses returns the addresses of all interfaces except one, which need not exist, without link-local ones of IPv6. No
 // Service can have such an address, and every interface of a pod has one.
 func HostAddresses(f plan.Family, except string) (map[netip.Addr]struct{}, error) {
-	handle, err := netlink.NewHandle(unix.NETLINK_ROUTE)
+	handle, err := links.NewHandle(unix.NETLINK_ROUTE)
 	if err != nil {
 		return nil, fmt.Errorf("addresses of this node: netlink socket: %w", err)
 	}
@@ -29,7 +28,7 @@ func HostAddresses(f plan.Family, except string) (map[netip.Addr]struct{}, error
 	switch {
 	case err == nil:
 		out = link.Attrs().Index
-	case !errors.As(err, new(netlink.LinkNotFoundError)):
+	case !errors.As(err, new(links.LinkNotFoundError)):
 		return nil, fmt.Errorf("addresses of this node: interface %s: %w", except, err)
 	}
 	return addresses(handle, nil, f, func(a netip.Addr, index int) bool { return index != out && !linkLocal6(a) })
@@ -39,11 +38,11 @@ func linkLocal6(a netip.Addr) bool { return a.Is6() && a.IsLinkLocalUnicast() }
 
 // addresses returns those addresses of an interface, or of all if it is nil, that are wanted.
 func addresses(
-	h *netlink.Handle, link netlink.Link, f plan.Family, want func(a netip.Addr, index int) bool,
+	h *links.Handle, link links.Link, f plan.Family, want func(a netip.Addr, index int) bool,
 ) (map[netip.Addr]struct{}, error) {
-	var list []netlink.Addr
+	var list []links.Addr
 	err := retry(func() (err error) {
-		list, err = h.AddrList(link, int(addressFamily(f)))
+		list, err = h.AddrList(link, int(netlink.Family(f)))
 		return err
 	})
 	if err != nil {
@@ -60,10 +59,10 @@ func addresses(
 
 // retry repeats what vishvananda/netlink lists until nothing changes meanwhile.
 func retry(list func() error) error {
-	return whole(func() error {
+	return netlink.Retry(func() error {
 		err := list()
-		if errors.Is(err, netlink.ErrDumpInterrupted) || errors.Is(err, unix.EINTR) {
-			return errInterrupted
+		if errors.Is(err, links.ErrDumpInterrupted) || errors.Is(err, unix.EINTR) {
+			return netlink.ErrInterrupted
 		}
 		return err
 	})
@@ -76,19 +75,22 @@ const quiet = 100 * time.Millisecond
 // returns nil when the context is done, and an error if it cannot begin. Calls do not overlap, and none comes after that.
 func WatchAddresses(ctx context.Context, except string, changed func()) error {
 	fail := func(err error) error { return fmt.Errorf("watching the addresses of this node: %w", err) }
-	handle, err := netlink.NewHandle(unix.NETLINK_ROUTE)
+	handle, err := links.NewHandle(unix.NETLINK_ROUTE)
 	if err != nil {
 		return fail(err)
 	}
-	socket, err := nl.Subscribe(unix.NETLINK_ROUTE, unix.RTNLGRP_IPV4_IFADDR, unix.RTNLGRP_IPV6_IFADDR)
+	subscription, err := netlink.Subscribe(unix.NETLINK_ROUTE, 0, unix.RTNLGRP_IPV4_IFADDR, unix.RTNLGRP_IPV6_IFADDR)
 	if err != nil {
 		handle.Close()
 		return fail(err)
 	}
-	w := addressWatch{handle: handle, socket: socket, except: except, known: map[uint32]bool{}, news: make(chan struct{}, 1)}
-	context.AfterFunc(ctx, socket.Close)
+	w := addressWatch{handle: handle, except: except, known: map[uint32]bool{}, news: make(chan struct{}, 1)}
 	w.note()
-	go w.receive(ctx)
+	go func() {
+		defer handle.Close()
+		// What was lost may be any change.
+		subscription.Follow(ctx, w.message, func(error) { w.note() })
+	}()
 	for {
 		select {
 		case <-ctx.Done():
@@ -109,39 +111,19 @@ func WatchAddresses(ctx context.Context, except string, changed func()) error {
 }
 
 type addressWatch struct {
-	handle *netlink.Handle
-	socket *nl.NetlinkSocket
+	handle *links.Handle
 	except string
 	known  map[uint32]bool // whether an interface is the one not to tell of
 	news   chan struct{}
 }
 
-// receive reads from the socket until it is closed.
-func (w *addressWatch) receive(ctx context.Context) {
-	defer w.handle.Close()
-	for {
-		messages, from, err := w.socket.Receive()
-		switch {
-		case ctx.Err() != nil || errors.Is(err, os.ErrClosed):
-			return
-		case err != nil: // ENOBUFS, when there was more than the socket holds: anything may have changed.
-			w.note()
-			if !errors.Is(err, unix.ENOBUFS) {
-				time.Sleep(quiet) // so that an error that stays does not keep a processor busy
-			}
-			continue
-		case from.Pid != nl.PidKernel:
-			continue
-		}
-		for _, m := range messages {
-			if len(m.Data) < unix.SizeofIfAddrmsg || w.excepted(binary.NativeEndian.Uint32(m.Data[4:])) {
-				continue
-			}
-			a, ok := netip.AddrFromSlice(byType(m.Data[unix.SizeofIfAddrmsg:])[unix.IFA_ADDRESS])
-			if !ok || !linkLocal6(a) {
-				w.note()
-			}
-		}
+func (w *addressWatch) message(_ netlink.Header, body []byte) {
+	if len(body) < unix.SizeofIfAddrmsg || w.excepted(binary.NativeEndian.Uint32(body[4:])) {
+		return
+	}
+	a, ok := netip.AddrFromSlice(netlink.Attribute(body[unix.SizeofIfAddrmsg:], unix.IFA_ADDRESS))
+	if !ok || !linkLocal6(a) {
+		w.note()
 	}
 }
 

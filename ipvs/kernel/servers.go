@@ -3,27 +3,24 @@ package kernel
 import (
 	"errors"
 	"fmt"
-	"io"
 	"maps"
 	"net/netip"
 	"sync"
 	"time"
 
-	"github.com/moby/ipvs"
-	"github.com/sirupsen/logrus"
-	"github.com/vishvananda/netlink"
+	links "github.com/vishvananda/netlink"
 	"golang.org/x/sys/unix"
 
+	"nodeproxy/kernel/netlink"
 	"nodeproxy/plan"
 )
 
-// Servers are the virtual servers of a network namespace. moby/ipvs sets timeouts; the rest is done here, since it
-// sends one change at a time, cuts weights to 16 bits, and reads neither counters of 64 bits nor persistent connections.
+// Servers are the virtual servers of a network namespace. moby/ipvs is not used: it sends one change at a time, cuts weights to 16
+// bits, reads neither counters of 64 bits nor persistent connections, and logs through the logger that all users of logrus share.
 type Servers struct {
 	mu         sync.Mutex
-	conn       *conn
+	conn       *netlink.Conn
 	family     uint16 // what generic netlink calls IPVS
-	handle     *ipvs.Handle
 	schedulers map[string]bool
 }
 
@@ -33,57 +30,40 @@ func OpenServers() (*Servers, error) {
 	if err != nil {
 		return nil, fmt.Errorf("IPVS: %w", err)
 	}
-	c, err := dial(unix.NETLINK_GENERIC)
+	c, err := netlink.Dial(unix.NETLINK_GENERIC)
 	if err != nil {
 		return nil, fmt.Errorf("IPVS: %w", err)
 	}
-	if _, err := c.ask(message{kind: family, body: genl(commandGetConfig)}); err != nil {
-		_ = c.close()
+	if _, err := c.Ask(netlink.Message{Type: family, Body: genl(commandGetConfig)}); err != nil {
+		_ = c.Close()
 		if errors.Is(err, unix.EPERM) {
 			return nil, fmt.Errorf("IPVS: the capability CAP_NET_ADMIN is missing: run as root, or add it: %w", err)
 		}
 		return nil, fmt.Errorf("IPVS: the kernel does not say its timeouts: %w", err)
 	}
-	handle, err := openHandle()
-	if err != nil {
-		_ = c.close()
-		return nil, fmt.Errorf("IPVS: %w", err)
-	}
-	return &Servers{conn: c, family: family, handle: handle, schedulers: map[string]bool{}}, nil
+	return &Servers{conn: c, family: family, schedulers: map[string]bool{}}, nil
 }
 
 // genericFamily is the number by which generic netlink knows an interface, which a module brings.
 func genericFamily(name, module string) (uint16, error) {
-	family, err := netlink.GenlFamilyGet(name)
+	family, err := links.GenlFamilyGet(name)
 	if err != nil {
 		if load := loadModule(module); load != nil {
 			return 0, fmt.Errorf("this kernel does not have it, and the module %s cannot be loaded: run modprobe %s on this node,"+
 				" or use another proxy mode: %w", module, module, load)
 		}
-		if family, err = netlink.GenlFamilyGet(name); err != nil {
+		if family, err = links.GenlFamilyGet(name); err != nil {
 			return 0, fmt.Errorf("the module %s is loaded, but without the netlink interface %s: %w", module, name, err)
 		}
 	}
 	return family.ID, nil
 }
 
-// openHandle opens a handle of moby/ipvs, once IPVS is known to be there: all that is asked of a handle without it would go
-// well. Its first time in a process runs modprobe, and warns through logrus where that fails, which means nothing here.
-// Nothing else in this program uses logrus.
-func openHandle() (*ipvs.Handle, error) {
-	logger := logrus.StandardLogger()
-	out := logger.Out
-	logger.SetOutput(io.Discard)
-	defer logger.SetOutput(out)
-	return ipvs.New("")
-}
-
-// Close closes the sockets. It changes nothing.
+// Close closes the socket. It changes nothing.
 func (s *Servers) Close() error {
 	s.mu.Lock()
 	defer s.mu.Unlock()
-	s.handle.Close()
-	return s.conn.close()
+	return s.conn.Close()
 }
 
 // List returns all virtual servers of a family, with their destinations.
@@ -111,7 +91,7 @@ func (s *Servers) List(f plan.Family) (map[ServerID]*HeldServer, error) {
 func (s *Servers) Get(id ServerID) (*HeldServer, error) {
 	s.mu.Lock()
 	defer s.mu.Unlock()
-	body, err := s.conn.ask(s.serviceMessage(commandGetService, id))
+	body, err := s.conn.Ask(s.serviceMessage(commandGetService, id))
 	if errors.Is(err, unix.ESRCH) {
 		return nil, nil
 	}
@@ -131,11 +111,11 @@ func (s *Servers) Get(id ServerID) (*HeldServer, error) {
 // Stats returns the counters of all virtual servers in the network namespace of the caller's thread. It has a socket of its own, so it
 // may also be called after Close, and waits for no other call.
 func (s *Servers) Stats() (map[ServerID]Traffic, error) {
-	c, err := dial(unix.NETLINK_GENERIC)
+	c, err := netlink.Dial(unix.NETLINK_GENERIC)
 	if err != nil {
 		return nil, fmt.Errorf("reading the counters of virtual servers: %w", err)
 	}
-	defer c.close()
+	defer c.Close()
 	all, err := services(c, s.family)
 	if err != nil {
 		return nil, fmt.Errorf("reading the counters of virtual servers: %w", err)
@@ -156,12 +136,12 @@ type service struct {
 // Between two parts of a dump, the kernel remembers only how many servers it has passed, those of all other network
 // namespaces included. So if any of these, of a container say, are added or deleted meanwhile, others are left out of the
 // dump or twice in it, and the kernel does not say so.
-func services(c *conn, family uint16) (map[ServerID]service, error) {
+func services(c *netlink.Conn, family uint16) (map[ServerID]service, error) {
 	var all map[ServerID]service
-	err := whole(func() error {
+	err := netlink.Retry(func() error {
 		before := all
 		all = map[ServerID]service{}
-		err := c.dump(message{kind: family, body: genl(commandGetService)}, func(body []byte) error {
+		err := c.Dump(netlink.Message{Type: family, Body: genl(commandGetService)}, func(body []byte) error {
 			h, t, err := parseService(body)
 			if err == nil {
 				all[h.ID] = service{h, t}
@@ -169,7 +149,7 @@ func services(c *conn, family uint16) (map[ServerID]service, error) {
 			return err
 		})
 		if err == nil && (before == nil || !maps.EqualFunc(all, before, func(service, service) bool { return true })) {
-			return errInterrupted
+			return netlink.ErrInterrupted
 		}
 		return err
 	})
@@ -178,9 +158,9 @@ func services(c *conn, family uint16) (map[ServerID]service, error) {
 
 // destinations dumps those of one virtual server into it. The kernel does not complain if the server is gone.
 func (s *Servers) destinations(h *HeldServer) error {
-	return whole(func() error {
+	return netlink.Retry(func() error {
 		clear(h.Destinations)
-		return s.conn.dump(s.serviceMessage(commandGetDest, h.ID), func(body []byte) error {
+		return s.conn.Dump(s.serviceMessage(commandGetDest, h.ID), func(body []byte) error {
 			d, foreign, err := parseDestination(body, h.ID.Family)
 			if err == nil {
 				h.Destinations[d.Addr] = d
@@ -192,9 +172,9 @@ func (s *Servers) destinations(h *HeldServer) error {
 }
 
 // serviceMessage is a request about the virtual server that id names.
-func (s *Servers) serviceMessage(command uint8, id ServerID) message {
-	body := nested(genl(command), attrService, func(b []byte) []byte { return appendServiceID(b, id) })
-	return message{kind: s.family, body: body}
+func (s *Servers) serviceMessage(command uint8, id ServerID) netlink.Message {
+	body := genl(command).Nest(attrService, func(b netlink.Buffer) netlink.Buffer { return appendServiceID(b, id) })
+	return netlink.Message{Type: s.family, Body: body}
 }
 
 // SetTimeouts sets how long an idle connection is kept: one of TCP, one of TCP after a FIN, and one of UDP. In whole seconds;
@@ -205,9 +185,11 @@ func (s *Servers) SetTimeouts(tcp, tcpFin, udp time.Duration) error {
 	}
 	s.mu.Lock()
 	defer s.mu.Unlock()
-	whole := func(d time.Duration) time.Duration { return time.Duration(seconds(d)) * time.Second }
-	config := &ipvs.Config{TimeoutTCP: whole(tcp), TimeoutTCPFin: whole(tcpFin), TimeoutUDP: whole(udp)}
-	if err := s.handle.SetConfig(config); err != nil {
+	body := genl(commandSetConfig)
+	for kind, d := range map[uint16]time.Duration{attrTimeoutTCP: tcp, attrTimeoutTCPFin: tcpFin, attrTimeoutUDP: udp} {
+		body = body.Uint32(kind, seconds(d))
+	}
+	if err := errors.Join(s.conn.Do(netlink.Message{Type: s.family, Body: body})...); err != nil {
 		return fmt.Errorf("setting IPVS timeouts (TCP %v, TCP after FIN %v, UDP %v): %w", tcp, tcpFin, udp, err)
 	}
 	return nil
@@ -235,8 +217,8 @@ func (s *Servers) tryScheduler(name string) bool {
 	probe := Server{Scheduler: name, ID: ServerID{
 		Family: plan.IPv6, Protocol: plan.TCP, Addr: netip.MustParseAddr("2001:db8::1"), Port: 65535,
 	}}
-	_, err := s.conn.ask(message{kind: s.family, body: nested(genl(commandNewService), attrService, func(b []byte) []byte {
-		return attribute32(appendService(b, probe), serviceNetmask, 0) // The last attribute of a kind is the one that counts.
+	_, err := s.conn.Ask(netlink.Message{Type: s.family, Body: genl(commandNewService).Nest(attrService, func(b netlink.Buffer) netlink.Buffer {
+		return appendService(b, probe).Uint32(serviceNetmask, 0) // The last attribute of a kind is the one that counts.
 	})})
 	if errors.Is(err, unix.EAFNOSUPPORT) {
 		return s.makeWith(name)
@@ -252,10 +234,10 @@ func (s *Servers) makeWith(name string) bool {
 	for mark := uint32(first); mark < first+marks; mark++ {
 		probe := Server{Scheduler: name, ID: ServerID{Family: plan.IPv4, Mark: mark}}
 		ops := []Op{{Kind: AddServer, Server: probe}, {Kind: DeleteServer, Server: probe}}
-		if held, err := s.conn.ask(s.serviceMessage(commandGetService, probe.ID)); err == nil && held != nil {
+		if held, err := s.conn.Ask(s.serviceMessage(commandGetService, probe.ID)); err == nil && held != nil {
 			continue
 		}
-		errs := s.conn.do([]message{s.command(commandNewService, ops[0]), s.command(commandDelService, ops[1])})
+		errs := s.conn.Do(s.command(commandNewService, ops[0]), s.command(commandDelService, ops[1]))
 		return errs == nil || errs[0] == nil
 	}
 	return false

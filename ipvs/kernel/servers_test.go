@@ -19,6 +19,7 @@ import (
 
 	"nodeproxy/e2e/kernel/inkernel"
 	"nodeproxy/internal/nstest"
+	"nodeproxy/kernel/netlink"
 	"nodeproxy/plan"
 )
 
@@ -212,7 +213,7 @@ func TestApply(t *testing.T) {
 
 func TestForeignServers(t *testing.T) {
 	s := openServers(t)
-	handle, err := openHandle()
+	handle, err := ipvs.New("")
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -287,7 +288,7 @@ func TestSchedulerProbe(t *testing.T) {
 					err = errors.Join(err, fmt.Errorf("there is a virtual server %s", id))
 				}
 			}
-			if err != nil && !errors.Is(err, errInterrupted) {
+			if err != nil && !errors.Is(err, netlink.ErrInterrupted) {
 				watched <- err
 				return
 			}
@@ -307,7 +308,12 @@ func TestSchedulerProbe(t *testing.T) {
 
 func TestTimeouts(t *testing.T) {
 	s := openServers(t)
-	before, err := s.handle.GetConfig()
+	handle, err := ipvs.New("")
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer handle.Close()
+	before, err := handle.GetConfig()
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -318,7 +324,7 @@ func TestTimeouts(t *testing.T) {
 		t.Error(err)
 	}
 	want := ipvs.Config{TimeoutTCP: before.TimeoutTCP, TimeoutTCPFin: 17 * time.Second, TimeoutUDP: 2 * time.Second}
-	if got, err := s.handle.GetConfig(); err != nil || *got != want {
+	if got, err := handle.GetConfig(); err != nil || *got != want {
 		t.Errorf("timeouts are %v, %v; want %v", got, err, want)
 	}
 }
@@ -422,7 +428,7 @@ func BenchmarkServers(b *testing.B) {
 	ops := bulk(n)
 	flush := func(b *testing.B, s *Servers) {
 		b.Helper()
-		h, err := openHandle()
+		h, err := ipvs.New("")
 		if err != nil {
 			b.Fatal(err)
 		}
@@ -457,6 +463,11 @@ func BenchmarkServers(b *testing.B) {
 	})
 	b.Run("moby", func(b *testing.B) {
 		s := openServers(b)
+		handle, err := ipvs.New("")
+		if err != nil {
+			b.Fatal(err)
+		}
+		defer handle.Close()
 		for b.Loop() {
 			for _, o := range ops {
 				v := &ipvs.Service{
@@ -465,10 +476,10 @@ func BenchmarkServers(b *testing.B) {
 				}
 				var err error
 				if o.Kind == AddServer {
-					err = s.handle.NewService(v)
+					err = handle.NewService(v)
 				} else {
 					d := &ipvs.Destination{Address: o.Destination.Addr.Addr().AsSlice(), Port: 8080, Weight: 1, AddressFamily: unix.AF_INET}
-					err = s.handle.NewDestination(v, d)
+					err = handle.NewDestination(v, d)
 				}
 				if err != nil {
 					b.Fatal(err)

@@ -8,24 +8,26 @@ import (
 	"sync"
 
 	"golang.org/x/sys/unix"
+
+	"nodeproxy/kernel/netlink"
 )
 
 // Sets are the ipsets of a network namespace.
 type Sets struct {
 	mu   sync.Mutex
-	conn *conn
+	conn *netlink.Conn
 }
 
 // OpenSets loads the kernel modules of ipset if it has to and can. The error names those that are missing.
 func OpenSets() (*Sets, error) {
-	c, err := dial(unix.NETLINK_NETFILTER)
+	c, err := netlink.Dial(unix.NETLINK_NETFILTER)
 	if err != nil {
 		return nil, fmt.Errorf("ipset: %w", err)
 	}
 	s := &Sets{conn: c}
 	for _, kind := range slices.Sorted(maps.Keys(setTypes)) {
 		if err := s.hasType(kind); err != nil {
-			_ = c.close()
+			_ = c.Close()
 			return nil, err
 		}
 	}
@@ -36,15 +38,16 @@ func OpenSets() (*Sets, error) {
 func (s *Sets) Close() error {
 	s.mu.Lock()
 	defer s.mu.Unlock()
-	return s.conn.close()
+	return s.conn.Close()
 }
 
 // hasType returns an error if the kernel has a type of set not, or not in the revision that is used.
 func (s *Sets) hasType(kind string) error {
 	ask := func() ([]byte, error) {
-		return s.conn.ask(setMessage(ipsetType, 0, "", func(b []byte) []byte {
-			return attribute(attributeText(b, setAttrType, kind), setAttrFamily, unix.AF_INET)
+		body, err := s.conn.Ask(setMessage(ipsetType, 0, "", func(b netlink.Buffer) netlink.Buffer {
+			return b.Text(setAttrType, kind).Bytes(setAttrFamily, unix.AF_INET)
 		}))
+		return body, explain(err)
 	}
 	body, err := ask()
 	switch {
@@ -65,12 +68,12 @@ func (s *Sets) hasType(kind string) error {
 		}
 	}
 	var newest, oldest uint8
-	for kind, value := range attributes(body[min(nfHeader, len(body)):]) {
+	for kind, value := range netlink.Attributes(behindHeader(body)) {
 		switch kind {
 		case setAttrRevision:
-			newest = uint8(number(value))
+			newest = uint8(netlink.Number(value))
 		case setAttrMinRevision:
-			oldest = uint8(number(value))
+			oldest = uint8(netlink.Number(value))
 		}
 	}
 	if want := setTypes[kind].revision; want < oldest || want > newest {
@@ -90,17 +93,11 @@ func (s *Sets) Names() ([]string, error) {
 	s.mu.Lock()
 	defer s.mu.Unlock()
 	var names []string
-	err := whole(func() error {
-		names = nil
-		request := setMessage(ipsetList, 0, "", func(b []byte) []byte { return appendBigEndian32(b, setAttrFlags, flagListNames) })
-		return s.conn.dump(request, func(body []byte) error {
-			for kind, value := range attributes(body[min(nfHeader, len(body)):]) {
-				if kind == setAttrName {
-					names = append(names, text(value))
-				}
-			}
-			return nil
-		})
+	err := s.dump(listMessage("", flagListNames), func() { names = nil }, func(body []byte) error {
+		if name := netlink.Attribute(behindHeader(body), setAttrName); name != nil {
+			names = append(names, netlink.Text(name))
+		}
+		return nil
 	})
 	if err != nil {
 		return nil, fmt.Errorf("listing ipsets: %w", err)
@@ -154,11 +151,21 @@ func (s *Sets) replacement(set Set) (Set, error) {
 	return set, s.create(set)
 }
 
+func (s *Sets) do(m netlink.Message) error { return explain(errors.Join(s.conn.Do(m)...)) }
+
+// dump retries what changes meanwhile; begin is called before each try.
+func (s *Sets) dump(m netlink.Message, begin func(), each func(body []byte) error) error {
+	return explain(netlink.Retry(func() error {
+		begin()
+		return s.conn.Dump(m, each)
+	}))
+}
+
 func (s *Sets) create(set Set) error {
-	create := setMessage(ipsetCreate, unix.NLM_F_CREATE|unix.NLM_F_EXCL, set.Name, func(b []byte) []byte {
+	create := setMessage(ipsetCreate, unix.NLM_F_CREATE|unix.NLM_F_EXCL, set.Name, func(b netlink.Buffer) netlink.Buffer {
 		return appendCreate(b, set)
 	})
-	if err := errors.Join(s.conn.do([]message{create})...); err != nil {
+	if err := s.do(create); err != nil {
 		return fmt.Errorf("making ipset %s of type %s: %w", set.Name, set.Type, err)
 	}
 	return nil
@@ -166,8 +173,8 @@ func (s *Sets) create(set Set) error {
 
 // swap exchanges the content of two sets.
 func (s *Sets) swap(a, b string) error {
-	swap := setMessage(ipsetSwap, 0, a, func(body []byte) []byte { return attributeText(body, setAttrOtherName, b) })
-	return errors.Join(s.conn.do([]message{swap})...)
+	swap := setMessage(ipsetSwap, 0, a, func(body netlink.Buffer) netlink.Buffer { return body.Text(setAttrOtherName, b) })
+	return s.do(swap)
 }
 
 // Destroy removes a set.
@@ -178,7 +185,7 @@ func (s *Sets) Destroy(name string) error {
 }
 
 func (s *Sets) destroy(name string) error {
-	err := errors.Join(s.conn.do([]message{setMessage(ipsetDestroy, 0, name, nil)})...)
+	err := s.do(setMessage(ipsetDestroy, 0, name, nil))
 	switch {
 	case err == nil, errors.Is(err, unix.ENOENT):
 		return nil
@@ -192,12 +199,9 @@ func (s *Sets) destroy(name string) error {
 // header reads what a set is like.
 func (s *Sets) header(name string) (heldSet, error) {
 	var h heldSet
-	request := setMessage(ipsetList, 0, name, func(b []byte) []byte { return appendBigEndian32(b, setAttrFlags, flagListHeader) })
-	err := whole(func() error {
-		return s.conn.dump(request, func(body []byte) error {
-			h = parseSet(body)
-			return nil
-		})
+	err := s.dump(listMessage(name, flagListHeader), func() {}, func(body []byte) error {
+		h = parseSet(body)
+		return nil
 	})
 	return h, err
 }
@@ -211,23 +215,16 @@ func (s *Sets) Entries(set Set) (map[Entry]struct{}, error) {
 
 func (s *Sets) entries(set Set) (map[Entry]struct{}, error) {
 	var entries map[Entry]struct{}
-	err := whole(func() error {
-		entries = map[Entry]struct{}{}
-		return s.conn.dump(setMessage(ipsetList, 0, set.Name, nil), func(body []byte) error {
-			for kind, value := range attributes(body[min(nfHeader, len(body)):]) {
-				if kind != setAttrEntries {
-					continue
-				}
-				for _, data := range attributes(value) {
-					e, err := parseEntry(data, set)
-					if err != nil {
-						return err
-					}
-					entries[e] = struct{}{}
-				}
+	begin := func() { entries = map[Entry]struct{}{} }
+	err := s.dump(setMessage(ipsetList, 0, set.Name, nil), begin, func(body []byte) error {
+		for _, data := range netlink.Attributes(netlink.Attribute(behindHeader(body), setAttrEntries)) {
+			e, err := parseEntry(data, set)
+			if err != nil {
+				return err
 			}
-			return nil
-		})
+			entries[e] = struct{}{}
+		}
+		return nil
 	})
 	if err != nil {
 		return nil, fmt.Errorf("reading ipset %s: %w", set.Name, err)
@@ -289,16 +286,16 @@ func (s *Sets) change(command uint16, set Set, entries []Entry) error {
 
 // send adds or removes some entries. After an error, those before the one at fault are done.
 func (s *Sets) send(command uint16, set Set, entries []Entry) error {
-	request := setMessage(command, 0, set.Name, func(b []byte) []byte {
-		b = attribute32(b, setAttrLine, 0)
-		return nested(b, setAttrEntries, func(b []byte) []byte {
+	request := setMessage(command, 0, set.Name, func(b netlink.Buffer) netlink.Buffer {
+		b = b.Uint32(setAttrLine, 0)
+		return b.Nest(setAttrEntries, func(b netlink.Buffer) netlink.Buffer {
 			for i, e := range entries {
 				b = appendEntry(b, set, e, i+1)
 			}
 			return b
 		})
 	})
-	return errors.Join(s.conn.do([]message{request})...)
+	return s.do(request)
 }
 
 // grow replaces a set by one for four times as many entries, with the same ones in it.

@@ -2,10 +2,13 @@ package kernel
 
 import (
 	"encoding/binary"
+	"errors"
 	"fmt"
 	"net/netip"
 
 	"golang.org/x/sys/unix"
+
+	"nodeproxy/kernel/netlink"
 )
 
 // The netlink interface of ipset, from linux/netfilter/ipset/ip_set.h. vishvananda/netlink has one too, but it sends one entry
@@ -65,13 +68,12 @@ const (
 	flagWithMarks = 1 << 6
 )
 
-// Errors of ipset's own have numbers from 4096 on.
+// Errors of ipset's own.
 const (
-	ipsetPrivateErrors = 4096
-	ipsetNoSuchType    = 4098
-	ipsetBusy          = 4100
-	ipsetTypeMismatch  = 4102
-	ipsetFull          = 4352
+	ipsetNoSuchType   = 4098
+	ipsetBusy         = 4100
+	ipsetTypeMismatch = 4102
+	ipsetFull         = 4352
 )
 
 // setError is an error of ipset's own.
@@ -101,14 +103,22 @@ func (e setError) Error() string {
 	}
 }
 
+// explain makes a setError of an error of ipset's own, and returns any other as it is.
+func explain(err error) error {
+	if e := (*netlink.SubsystemError)(nil); errors.As(err, &e) {
+		return setError{number: e.Number, entry: failedEntry(e.Request)}
+	}
+	return err
+}
+
 // failedEntry finds in the echo of a request, with which an error comes, the number that the kernel wrote there.
 func failedEntry(request []byte) int {
 	if len(request) < unix.SizeofNlMsghdr+nfHeader {
 		return 0
 	}
-	for kind, value := range attributes(request[unix.SizeofNlMsghdr+nfHeader:]) {
+	for kind, value := range netlink.Attributes(request[unix.SizeofNlMsghdr+nfHeader:]) {
 		if kind == setAttrLine {
-			return int(number(value))
+			return int(netlink.Number(value))
 		}
 	}
 	return 0
@@ -116,64 +126,69 @@ func failedEntry(request []byte) int {
 
 const nfHeader = 4
 
+// behindHeader returns the attributes in the body of a message.
+func behindHeader(body []byte) []byte { return body[min(nfHeader, len(body)):] }
+
 // setMessage is a request about a set; content appends what comes after the name, if there is more.
-func setMessage(command uint16, flags uint16, name string, content func([]byte) []byte) message {
-	body := []byte{unix.AF_UNSPEC, 0, 0, 0} // family, version, resource: only the last two have to be 0
-	body = attribute(body, setAttrProtocol, ipsetProtocol)
+func setMessage(command uint16, flags uint16, name string, content func(netlink.Buffer) netlink.Buffer) netlink.Message {
+	body := netlink.Buffer{unix.AF_UNSPEC, 0, 0, 0} // family, version, resource: only the last two have to be 0
+	body = body.Bytes(setAttrProtocol, ipsetProtocol)
 	if name != "" {
-		body = attributeText(body, setAttrName, name)
+		body = body.Text(setAttrName, name)
 	}
 	if content != nil {
 		body = content(body)
 	}
-	return message{kind: unix.NFNL_SUBSYS_IPSET<<8 | command, flags: flags, body: body}
+	return netlink.Message{Type: unix.NFNL_SUBSYS_IPSET<<8 | command, Flags: flags, Body: body}
 }
 
-func appendBigEndian32(b []byte, kind uint16, value uint32) []byte {
-	return attribute(b, kind|unix.NLA_F_NET_BYTEORDER, binary.BigEndian.AppendUint32(nil, value)...)
-}
+// netOrder is the flag of the types of numbers in network byte order and of addresses.
+const netOrder = unix.NLA_F_NET_BYTEORDER
 
-func appendBigEndian16(b []byte, kind, value uint16) []byte {
-	return attribute(b, kind|unix.NLA_F_NET_BYTEORDER, binary.BigEndian.AppendUint16(nil, value)...)
-}
-
-func appendIP(b []byte, kind uint16, a netip.Addr) []byte {
+func appendIP(b netlink.Buffer, kind uint16, a netip.Addr) netlink.Buffer {
 	version := uint16(1)
 	if a.Is6() {
 		version = 2
 	}
-	return nested(b, kind, func(b []byte) []byte { return attribute(b, version|unix.NLA_F_NET_BYTEORDER, a.AsSlice()...) })
+	return b.Nest(kind, func(b netlink.Buffer) netlink.Buffer { return b.Addr(version|netOrder, a) })
+}
+
+// listMessage is a request to list a set, or with an empty name all sets, as far as the flags say.
+func listMessage(name string, flags uint32) netlink.Message {
+	return setMessage(ipsetList, 0, name, func(b netlink.Buffer) netlink.Buffer {
+		return b.BigEndian32(setAttrFlags|netOrder, flags)
+	})
 }
 
 // appendCreate appends what says what a set is like.
-func appendCreate(b []byte, s Set) []byte {
+func appendCreate(b netlink.Buffer, s Set) netlink.Buffer {
 	t := setTypes[s.Type]
-	family := uint8(addressFamily(s.Family))
+	family := netlink.Family(s.Family)
 	if t.bitmap {
 		family = unix.AF_UNSPEC
 	}
-	b = attributeText(b, setAttrType, s.Type)
-	b = attribute(b, setAttrRevision, t.revision)
-	b = attribute(b, setAttrFamily, family)
-	return nested(b, setAttrData, func(b []byte) []byte {
+	b = b.Text(setAttrType, s.Type)
+	b = b.Bytes(setAttrRevision, t.revision)
+	b = b.Bytes(setAttrFamily, family)
+	return b.Nest(setAttrData, func(b netlink.Buffer) netlink.Buffer {
 		if t.bitmap {
-			b = appendBigEndian16(b, dataPort, 0)
-			b = appendBigEndian16(b, dataPortTo, 65535)
+			b = b.BigEndian16(dataPort|netOrder, 0)
+			b = b.BigEndian16(dataPortTo|netOrder, 65535)
 		} else {
-			b = appendBigEndian32(b, dataMaxElem, s.maxElem())
+			b = b.BigEndian32(dataMaxElem|netOrder, s.maxElem())
 		}
 		if s.Marks {
-			b = appendBigEndian32(b, dataFlags, flagWithMarks)
+			b = b.BigEndian32(dataFlags|netOrder, flagWithMarks)
 		}
 		return b
 	})
 }
 
 // appendEntry appends an entry. The kernel names line if it does not take it.
-func appendEntry(b []byte, s Set, e Entry, line int) []byte {
+func appendEntry(b netlink.Buffer, s Set, e Entry, line int) netlink.Buffer {
 	t := setTypes[s.Type]
-	return nested(b, setAttrData, func(b []byte) []byte {
-		b = attribute32(b, dataLine, uint32(line))
+	return b.Nest(setAttrData, func(b netlink.Buffer) netlink.Buffer {
+		b = b.Uint32(dataLine, uint32(line))
 		netIP, netCIDR := uint16(dataIP), uint16(dataCIDR)
 		if t.addr {
 			b = appendIP(b, dataIP, e.Addr)
@@ -181,20 +196,20 @@ func appendEntry(b []byte, s Set, e Entry, line int) []byte {
 		}
 		if t.net {
 			b = appendIP(b, netIP, e.Net.Addr())
-			b = attribute(b, netCIDR, uint8(e.Net.Bits()))
+			b = b.Bytes(netCIDR, uint8(e.Net.Bits()))
 		}
 		if t.second {
 			b = appendIP(b, dataIP2, e.Addr2)
 		}
 		if t.port {
-			b = attribute(b, dataProtocol, protocolNumbers[e.Protocol])
+			b = b.Bytes(dataProtocol, protocolNumbers[e.Protocol])
 		}
 		if t.port || t.bitmap {
-			b = appendBigEndian16(b, dataPort, e.Port)
+			b = b.BigEndian16(dataPort|netOrder, e.Port)
 		}
 		if s.Marks {
 			mark := binary.BigEndian.AppendUint32(binary.BigEndian.AppendUint32(nil, e.Mark), e.Mask)
-			b = attribute(b, dataMark|unix.NLA_F_NET_BYTEORDER, mark...)
+			b = b.Bytes(dataMark|netOrder, mark...)
 		}
 		return b
 	})
@@ -207,22 +222,22 @@ func parseEntry(data []byte, s Set) (Entry, error) {
 	var err error
 	var ip, ip2 netip.Addr
 	var cidr, cidr2 = s.Family.Bits(), s.Family.Bits()
-	for kind, value := range attributes(data) {
+	for kind, value := range netlink.Attributes(data) {
 		switch kind {
 		case dataIP:
 			ip, err = parseIP(value, err)
 		case dataIP2:
 			ip2, err = parseIP(value, err)
 		case dataCIDR:
-			cidr = int(number(value))
+			cidr = int(netlink.Number(value))
 		case dataCIDR2:
-			cidr2 = int(number(value))
+			cidr2 = int(netlink.Number(value))
 		case dataProtocol:
-			e.Protocol = protocolNames[uint8(number(value))]
+			e.Protocol = protocolNames[uint8(netlink.Number(value))]
 		case dataPort:
-			e.Port = uint16(bigEndian(value))
+			e.Port = uint16(netlink.BigEndian(value))
 		case dataMark:
-			n := bigEndian(value)
+			n := netlink.BigEndian(value)
 			e.Mark, e.Mask = uint32(n>>32), uint32(n)
 		}
 	}
@@ -245,10 +260,13 @@ func parseIP(b []byte, err error) (netip.Addr, error) {
 	if err != nil {
 		return netip.Addr{}, err
 	}
-	for _, value := range attributes(b) {
-		return address(value, 8*len(value))
+	for _, value := range netlink.Attributes(b) {
+		if a, ok := netip.AddrFromSlice(value); ok {
+			return a, nil
+		}
+		return netip.Addr{}, fmt.Errorf("an address has %d bytes", len(value))
 	}
-	return netip.Addr{}, fmt.Errorf("an address is missing")
+	return netip.Addr{}, errors.New("an address is missing")
 }
 
 // heldSet is a set as the kernel has it.
@@ -264,15 +282,15 @@ type heldSet struct {
 // parseSet reads what a set is like.
 func parseSet(body []byte) heldSet {
 	var h heldSet
-	for kind, value := range attributes(body[min(nfHeader, len(body)):]) {
+	for kind, value := range netlink.Attributes(behindHeader(body)) {
 		switch kind {
 		case setAttrType:
-			h.kind = text(value)
+			h.kind = netlink.Text(value)
 		case setAttrFamily:
-			h.family = uint8(number(value))
+			h.family = uint8(netlink.Number(value))
 		case setAttrData:
-			for kind, value := range attributes(value) {
-				n := uint32(bigEndian(value))
+			for kind, value := range netlink.Attributes(value) {
+				n := uint32(netlink.BigEndian(value))
 				switch kind {
 				case dataPort:
 					h.firstPort = uint16(n)
@@ -302,7 +320,7 @@ func (h heldSet) is(s Set) bool {
 	if want.kind = s.Type; setTypes[s.Type].bitmap {
 		want.finalPort = 65535
 	} else {
-		want.family = uint8(addressFamily(s.Family))
+		want.family = netlink.Family(s.Family)
 	}
 	if s.Marks {
 		want.flags = flagWithMarks

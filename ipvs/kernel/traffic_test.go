@@ -2,6 +2,7 @@ package kernel
 
 import (
 	"bufio"
+	"encoding/binary"
 	"errors"
 	"io"
 	"net"
@@ -9,6 +10,7 @@ import (
 	"testing"
 	"time"
 
+	"nodeproxy/kernel/netlink"
 	"nodeproxy/plan"
 )
 
@@ -87,14 +89,13 @@ func TestTraffic(t *testing.T) {
 
 // TestTrafficOf64Bits reads counters as kernels before and since 4.1 send them.
 func TestTrafficOf64Bits(t *testing.T) {
-	counters := func(wide bool, n uint64) func([]byte) []byte {
-		return func(b []byte) []byte {
+	counters := func(wide bool, n uint64) func(netlink.Buffer) netlink.Buffer {
+		return func(b netlink.Buffer) netlink.Buffer {
 			for kind := uint16(statsConnections); kind <= statsBytesOut; kind++ {
 				if wide || kind >= statsBytesIn {
-					b = nativeUint32(nativeUint32(attribute(b, kind), uint32(n)), uint32(n>>32))
-					b[len(b)-12] += 8
+					b = b.Bytes(kind, binary.NativeEndian.AppendUint64(nil, n)...)
 				} else {
-					b = attribute32(b, kind, uint32(n))
+					b = b.Uint32(kind, uint32(n))
 				}
 				n++
 			}
@@ -102,11 +103,11 @@ func TestTrafficOf64Bits(t *testing.T) {
 		}
 	}
 	for _, wide := range []bool{false, true} {
-		body := nested(genl(commandNewService), attrService, func(b []byte) []byte {
+		body := genl(commandNewService).Nest(attrService, func(b netlink.Buffer) netlink.Buffer {
 			b = appendService(b, Server{ID: id(plan.TCP, "10.96.0.1:80"), Scheduler: "rr"})
-			b = nested(b, serviceStats, counters(false, 1))
+			b = b.Nest(serviceStats, counters(false, 1))
 			if wide {
-				b = nested(b, serviceStats64, counters(true, 1<<32))
+				b = b.Nest(serviceStats64, counters(true, 1<<32))
 			}
 			return b
 		})

@@ -3,16 +3,13 @@ package kernel
 import (
 	"context"
 	"encoding/binary"
-	"errors"
 	"fmt"
 	"net"
 	"net/netip"
-	"os"
-	"syscall"
-	"time"
 
-	"github.com/vishvananda/netlink/nl"
 	"golang.org/x/sys/unix"
+
+	"nodeproxy/kernel/netlink"
 )
 
 // DeviceChange is something that happened to an interface. If neither Address nor Route is valid, it is the interface itself
@@ -40,87 +37,61 @@ func (c DeviceChange) String() string {
 
 // deviceWatch reads notifications.
 type deviceWatch struct {
-	name   string
-	index  uint32 // of the interface; 0 while there is none
-	socket *nl.NetlinkSocket
-	tell   func(DeviceChange)
+	name  string
+	index uint32 // of the interface; 0 while there is none
+	tell  func(DeviceChange)
 }
 
 // WatchDevice opens a socket in the network namespace of the caller's thread, and returns a function that calls tell for
 // each change of an interface until ctx ends, whoever makes it. A change is told of again if notifications come twice.
 func WatchDevice(name string) (func(ctx context.Context, tell func(DeviceChange)), error) {
-	socket, err := nl.Subscribe(unix.NETLINK_ROUTE, unix.RTNLGRP_LINK, unix.RTNLGRP_IPV4_IFADDR, unix.RTNLGRP_IPV6_IFADDR,
+	subscription, err := netlink.Subscribe(unix.NETLINK_ROUTE, 0, unix.RTNLGRP_LINK, unix.RTNLGRP_IPV4_IFADDR, unix.RTNLGRP_IPV6_IFADDR,
 		unix.RTNLGRP_IPV4_ROUTE, unix.RTNLGRP_IPV6_ROUTE)
 	if err != nil {
 		return nil, fmt.Errorf("watching interface %s: %w", name, err)
 	}
-	w := &deviceWatch{name: name, socket: socket}
+	w := &deviceWatch{name: name}
 	if link, err := net.InterfaceByName(name); err == nil {
 		w.index = uint32(link.Index)
 	}
 	return func(ctx context.Context, tell func(DeviceChange)) {
 		w.tell = tell
-		defer context.AfterFunc(ctx, func() { socket.Close() })()
-		w.receive(ctx)
+		subscription.Follow(ctx, w.message, func(error) { tell(DeviceChange{}) })
 	}, nil
 }
 
-func (w *deviceWatch) receive(ctx context.Context) {
-	defer w.socket.Close()
-	for {
-		messages, from, err := w.socket.Receive()
-		switch {
-		case ctx.Err() != nil || errors.Is(err, os.ErrClosed):
-			return
-		case err != nil: // ENOBUFS, when there was more than the socket holds
-			w.tell(DeviceChange{})
-			if !errors.Is(err, unix.ENOBUFS) {
-				time.Sleep(quiet) // so that an error that stays does not keep a processor busy
-			}
-			continue
-		case from.Pid != nl.PidKernel:
-			continue
-		}
-		for _, m := range messages {
-			w.message(m)
-		}
-	}
-}
-
-func (w *deviceWatch) message(m syscall.NetlinkMessage) {
-	switch m.Header.Type {
+func (w *deviceWatch) message(h netlink.Header, body []byte) {
+	switch h.Type {
 	case unix.RTM_NEWLINK, unix.RTM_DELLINK:
-		w.link(m)
+		w.link(h, body)
 	case unix.RTM_NEWADDR, unix.RTM_DELADDR:
-		if len(m.Data) < unix.SizeofIfAddrmsg || binary.NativeEndian.Uint32(m.Data[4:]) != w.index {
+		if len(body) < unix.SizeofIfAddrmsg || binary.NativeEndian.Uint32(body[4:]) != w.index {
 			return
 		}
-		attrs := byType(m.Data[unix.SizeofIfAddrmsg:])
+		attrs := netlink.ByType(body[unix.SizeofIfAddrmsg:])
 		a, ok := netip.AddrFromSlice(attrs[unix.IFA_LOCAL])
 		if !ok { // IPv6 has only this one.
 			a, ok = netip.AddrFromSlice(attrs[unix.IFA_ADDRESS])
 		}
 		if ok && !linkLocal6(a) {
-			w.tell(DeviceChange{Address: a, Gone: m.Header.Type == unix.RTM_DELADDR})
+			w.tell(DeviceChange{Address: a, Gone: h.Type == unix.RTM_DELADDR})
 		}
 	case unix.RTM_DELROUTE:
-		w.route(m.Data)
+		w.route(body)
 	}
 }
 
 // link follows the interface's index, which is another one each time it is made.
-func (w *deviceWatch) link(m syscall.NetlinkMessage) {
-	if len(m.Data) < unix.SizeofIfInfomsg {
+func (w *deviceWatch) link(h netlink.Header, body []byte) {
+	if len(body) < unix.SizeofIfInfomsg {
 		return
 	}
-	info := nl.DeserializeIfInfomsg(m.Data)
-	name := byType(m.Data[unix.SizeofIfInfomsg:])[unix.IFLA_IFNAME]
-	if text(name) != w.name {
+	index, flags := binary.NativeEndian.Uint32(body[4:]), binary.NativeEndian.Uint32(body[8:]) // of struct ifinfomsg
+	if netlink.Text(netlink.Attribute(body[unix.SizeofIfInfomsg:], unix.IFLA_IFNAME)) != w.name {
 		return
 	}
-	index := uint32(info.Index)
-	gone := m.Header.Type == unix.RTM_DELLINK
-	if gone || index != w.index || info.Flags&unix.IFF_UP == 0 {
+	gone := h.Type == unix.RTM_DELLINK
+	if gone || index != w.index || flags&unix.IFF_UP == 0 {
 		w.tell(DeviceChange{})
 	}
 	if w.index = index; gone {
@@ -132,20 +103,11 @@ func (w *deviceWatch) route(data []byte) {
 	if len(data) < unix.SizeofRtMsg || data[7] != unix.RTN_LOCAL {
 		return
 	}
-	attrs := byType(data[unix.SizeofRtMsg:])
+	attrs := netlink.ByType(data[unix.SizeofRtMsg:])
 	out, dst := attrs[unix.RTA_OIF], attrs[unix.RTA_DST]
 	a, ok := netip.AddrFromSlice(dst)
 	if !ok || len(out) < 4 || binary.NativeEndian.Uint32(out) != w.index {
 		return
 	}
 	w.tell(DeviceChange{Route: netip.PrefixFrom(a, int(data[1])), Gone: true})
-}
-
-// byType are the attributes of a message.
-func byType(b []byte) map[uint16][]byte {
-	out := map[uint16][]byte{}
-	for kind, value := range attributes(b) {
-		out[kind] = value
-	}
-	return out
 }

@@ -1,0 +1,217 @@
+// Package netlink sends requests to the kernel and reads its answers and notifications: what kernel/ipvs, ipset, conntrack, host,
+// nft and sockets, and the watch over the rules of iptables, have in common. It knows no subsystem.
+//
+// It exists since neither of the libraries for this serves without loss. Both send a second request only after they have read the
+// answer to the first, or (mdlayher/netlink) return an error without the sequence number by which it could be assigned to one of
+// several requests, and without the request in which ipset notes the entry that it refused; a batch of 3,000 changes of IPVS would be
+// 3,000 round trips instead of 15. And mdlayher/netlink keeps all of a dump in memory and does not say that it was interrupted.
+// Lists of links, addresses and routes, which are short, are left to vishvananda/netlink (kernel/host).
+package netlink
+
+import (
+	"errors"
+	"fmt"
+
+	"golang.org/x/sys/unix"
+)
+
+// Conn is a socket for requests, in the network namespace of the thread that opened it. It is not safe for concurrent use.
+//
+// The kernel handles all messages of one send in order before send returns, and answers those that failed in any case. So only the
+// last message of a send asks for an answer, and its answer says that there are no more: a few hundred changes cost one send and
+// one receive.
+type Conn struct {
+	socket Socket
+	seq    uint32 // of the last message sent
+	// dumping is set while the kernel has more to say about the last request, which was for a dump that was given up.
+	dumping bool
+	in, out []byte
+}
+
+// maxBatch is how many messages are sent at once: so few that an error for each fits into the socket's receive buffer.
+const maxBatch = 200
+
+// Dial opens a Conn for a netlink protocol, such as unix.NETLINK_ROUTE.
+func Dial(protocol int) (*Conn, error) {
+	s, err := openSocket(protocol)
+	if err != nil {
+		return nil, err
+	}
+	return NewConn(s), nil
+}
+
+// NewConn returns a Conn that uses a socket.
+func NewConn(s Socket) *Conn { return &Conn{socket: s, in: make([]byte, longest)} }
+
+// Close closes the socket.
+func (c *Conn) Close() error { return c.socket.Close() }
+
+// Do carries out requests in order. It returns nil, or an error (or nil) for each. Where the kernel's answers are lost, each
+// request without an answer has the error that says so; it may have been carried out. One that fails does not keep those after it
+// from being carried out.
+func (c *Conn) Do(requests ...Message) []error {
+	var errs []error
+	fail := func(i int, err error) {
+		if errs == nil {
+			errs = make([]error, len(requests))
+		}
+		errs[i] = err
+	}
+	for start := 0; start < len(requests); {
+		end := min(start+maxBatch, len(requests))
+		if err := c.batch(requests[start:end], func(i int, err error) { fail(start+i, err) }); err != nil {
+			for i := start; i < len(requests); i++ {
+				if errs == nil || errs[i] == nil {
+					fail(i, err)
+				}
+			}
+			return errs
+		}
+		start = end
+	}
+	return errs
+}
+
+// batch sends requests at once, and reports those that failed.
+func (c *Conn) batch(requests []Message, fail func(int, error)) error {
+	if err := c.drain(); err != nil {
+		return err
+	}
+	first, last := c.seq+1, len(requests)-1
+	c.out = c.out[:0]
+	for i, m := range requests {
+		c.seq++
+		if m.Flags |= unix.NLM_F_REQUEST; i == last {
+			m.Flags |= unix.NLM_F_ACK
+		}
+		c.out = m.Append(c.out, c.seq)
+	}
+	if err := c.socket.Send(c.out); err != nil {
+		return fmt.Errorf("netlink send: %w", err)
+	}
+	for done := false; !done; {
+		err := c.receive(func(h Header, body []byte) {
+			i := h.Seq - first // Answers to what was given up earlier have numbers below 0, and so above any index.
+			if i > uint32(last) || h.Type != unix.NLMSG_ERROR {
+				return
+			}
+			if err := Outcome(body); err != nil {
+				fail(int(i), err)
+			}
+			done = done || int(i) == last
+		})
+		if err != nil {
+			return err
+		}
+	}
+	return nil
+}
+
+// Ask sends a request that is answered with one message, and returns the body of that, which is valid until the next request.
+func (c *Conn) Ask(m Message) (answer []byte, err error) {
+	if err := c.send(m); err != nil {
+		return nil, err
+	}
+	for done := false; !done; {
+		receive := c.receive(func(h Header, body []byte) {
+			switch {
+			case h.Seq != c.seq || done:
+			case h.Type == unix.NLMSG_ERROR:
+				done, err = true, Outcome(body)
+			default:
+				done, answer = true, body
+			}
+		})
+		if receive != nil {
+			return nil, receive
+		}
+	}
+	return answer, err
+}
+
+// Dump sends a request that is answered with any number of messages, and calls each with their bodies, which are valid during the
+// call only. It ends with the first error of each. If what it listed has changed meanwhile, so that something may be missing, or
+// be in it twice, the error is ErrInterrupted.
+func (c *Conn) Dump(m Message, each func(body []byte) error) error {
+	m.Flags |= unix.NLM_F_DUMP
+	if err := c.send(m); err != nil {
+		return err
+	}
+	c.dumping = true
+	var failed error
+	interrupted := false
+	for c.dumping && failed == nil {
+		err := c.receive(func(h Header, body []byte) {
+			switch {
+			case h.Seq != c.seq || failed != nil:
+			case h.Type == unix.NLMSG_ERROR || h.Type == unix.NLMSG_DONE:
+				failed = Outcome(body)
+			default:
+				failed = each(body)
+			}
+			interrupted = interrupted || h.Seq == c.seq && h.Flags&unix.NLM_F_DUMP_INTR != 0
+		})
+		if err != nil {
+			return err
+		}
+	}
+	if failed == nil && interrupted {
+		return ErrInterrupted
+	}
+	return failed
+}
+
+// ErrInterrupted is the error of a dump of what has changed meanwhile.
+var ErrInterrupted = errors.New("it changed while it was read")
+
+// Retry calls a function that dumps until nothing changes meanwhile, but not without end.
+func Retry(dump func() error) error {
+	var err error
+	for range 10 {
+		if err = dump(); !errors.Is(err, ErrInterrupted) {
+			return err
+		}
+	}
+	return err
+}
+
+func (c *Conn) send(m Message) error {
+	if err := c.drain(); err != nil {
+		return err
+	}
+	c.seq++
+	m.Flags |= unix.NLM_F_REQUEST
+	c.out = m.Append(c.out[:0], c.seq)
+	if err := c.socket.Send(c.out); err != nil {
+		return fmt.Errorf("netlink send: %w", err)
+	}
+	return nil
+}
+
+// drain reads what is left of a dump that was given up: the kernel begins no other before its end.
+func (c *Conn) drain() error {
+	for c.dumping {
+		if err := c.receive(func(Header, []byte) {}); err != nil {
+			c.dumping = false // The next request finds out whether it is so.
+			return err
+		}
+	}
+	return nil
+}
+
+// receive waits for messages, and calls each with those of the kernel.
+func (c *Conn) receive(each func(h Header, body []byte)) error {
+	n, err := c.socket.Receive(c.in)
+	if err == nil {
+		err = Messages(c.in[:n], func(h Header, body []byte) {
+			if h.Seq == c.seq && (h.Type == unix.NLMSG_ERROR || h.Type == unix.NLMSG_DONE) {
+				c.dumping = false
+			}
+			each(h, body)
+		})
+	}
+	if err != nil {
+		return fmt.Errorf("netlink receive: %w", err)
+	}
+	return nil
+}

@@ -1,0 +1,106 @@
+package netlink
+
+import (
+	"errors"
+	"fmt"
+	"time"
+
+	"golang.org/x/sys/unix"
+)
+
+// Socket carries messages to and from the kernel. Tests have sockets with no kernel behind them.
+type Socket interface {
+	// Send sends whole messages.
+	Send(b []byte) error
+	// Receive waits for messages, and returns how much of b they fill.
+	Receive(b []byte) (int, error)
+	Close() error
+}
+
+const (
+	// answerTimeout is for a kernel that never answers. Loading a module takes the longest.
+	answerTimeout = 30 * time.Second
+	// receiveBuffer is how much may wait to be received: an error for each message of a batch, and more.
+	receiveBuffer = 1 << 20
+	// longest is the length of the longest answer: an error that repeats a request which is as long as an attribute can be. A part
+	// of a dump has up to 32 kB.
+	longest = 68 << 10
+)
+
+// socket is a socket of the kernel.
+type socket struct{ fd int }
+
+func openSocket(protocol int) (*socket, error) {
+	fd, err := unix.Socket(unix.AF_NETLINK, unix.SOCK_RAW|unix.SOCK_CLOEXEC, protocol)
+	if err != nil {
+		return nil, fmt.Errorf("netlink socket: %w", err)
+	}
+	timeout := unix.NsecToTimeval(answerTimeout.Nanoseconds())
+	err = errors.Join(
+		unix.SetsockoptTimeval(fd, unix.SOL_SOCKET, unix.SO_RCVTIMEO, &timeout),
+		unix.SetsockoptTimeval(fd, unix.SOL_SOCKET, unix.SO_SNDTIMEO, &timeout),
+		setReceiveBuffer(fd, receiveBuffer),
+		unix.Bind(fd, &unix.SockaddrNetlink{Family: unix.AF_NETLINK}),
+	)
+	if err != nil {
+		unix.Close(fd)
+		return nil, fmt.Errorf("netlink socket: %w", err)
+	}
+	return &socket{fd}, nil
+}
+
+// setReceiveBuffer makes room for so many bytes, or without the right to that, as far as net.core.rmem_max allows.
+func setReceiveBuffer(fd, size int) error {
+	if unix.SetsockoptInt(fd, unix.SOL_SOCKET, unix.SO_RCVBUFFORCE, size) == nil {
+		return nil
+	}
+	return unix.SetsockoptInt(fd, unix.SOL_SOCKET, unix.SO_RCVBUF, size)
+}
+
+func (s *socket) Send(b []byte) error {
+	for {
+		if err := unix.Sendto(s.fd, b, 0, &unix.SockaddrNetlink{Family: unix.AF_NETLINK}); !errors.Is(err, unix.EINTR) {
+			return err
+		}
+	}
+}
+
+func (s *socket) Receive(b []byte) (int, error) {
+	for {
+		n, port, err := receive(s.fd, b)
+		switch {
+		case errors.Is(err, unix.EAGAIN):
+			return 0, fmt.Errorf("no answer from the kernel within %v", answerTimeout)
+		case err != nil || port == 0: // Only the kernel has port 0; any process may send.
+			return n, err
+		}
+	}
+}
+
+// receive receives once, and returns the port of the sender too.
+func receive(fd int, b []byte) (n int, port uint32, err error) {
+	err = unix.EINTR
+	var flags int
+	var from unix.Sockaddr
+	for errors.Is(err, unix.EINTR) {
+		n, _, flags, from, err = unix.Recvmsg(fd, b, nil, 0)
+	}
+	if err != nil {
+		return 0, 0, err
+	}
+	if flags&unix.MSG_TRUNC != 0 {
+		return 0, 0, fmt.Errorf("a message does not fit into %d bytes", len(b))
+	}
+	sender, ok := from.(*unix.SockaddrNetlink)
+	if !ok {
+		return 0, 0, errors.New("a message comes from no netlink socket")
+	}
+	return n, sender.Pid, nil
+}
+
+// Close closes the socket. What uses it afterwards gets an error, and not whatever has its number by then.
+func (s *socket) Close() error {
+	fd := s.fd
+	s.fd = -1
+	return unix.Close(fd)
+}
