@@ -24,6 +24,7 @@ import (
 	"nodeproxy/proxier"
 	"nodeproxy/source"
 	"nodeproxy/source/apiserver"
+	"nodeproxy/source/controlplane"
 	"nodeproxy/source/manifest"
 )
 
@@ -466,8 +467,8 @@ func newClient(cfg *config.Config) (*apiserver.Client, error) {
 
 func manifestConfig(cfg *config.Config, report source.Report, log *slog.Logger) manifest.Config {
 	return manifest.Config{
-		Path: cfg.Manifests, ServiceCIDRs: cfg.ServiceCIDRs,
-		NodePorts: manifest.PortRange{First: cfg.NodePorts.First, Last: cfg.NodePorts.Last}, Report: report, Log: log,
+		Path: cfg.Manifests, Report: report, Log: log,
+		Ranges: controlplane.Ranges{ServiceCIDRs: cfg.ServiceCIDRs, NodePorts: controlplane.PortRange(cfg.NodePorts)},
 	}
 }
 

@@ -17,6 +17,7 @@ import (
 	"nodeproxy/e2e/harness"
 	"nodeproxy/plan"
 	"nodeproxy/proxier"
+	"nodeproxy/source/controlplane"
 	"nodeproxy/source/manifest"
 )
 
@@ -196,8 +197,7 @@ func finding(line string) (object, detail string, ok bool) {
 
 // services prints the plan that the daemon follows, made here in the same way from the same manifests.
 func (d *demo) services() error {
-	batch, err := manifest.Load(manifest.Config{Path: d.world.Manifests, ServiceCIDRs: serviceCIDRs,
-		NodePorts: manifest.PortRange{First: 30000, Last: 32767}})
+	batch, err := manifest.Load(manifest.Config{Path: d.world.Manifests, Ranges: controlplane.Ranges{ServiceCIDRs: serviceCIDRs}})
 	if err != nil {
 		return err
 	}

@@ -136,18 +136,17 @@ func BenchmarkLoad(b *testing.B) {
 // BenchmarkEdit measures what a change of one endpoint costs in a file of 10,000 Services and slices.
 func BenchmarkEdit(b *testing.B) {
 	data := benchManifest(10_000, "json")
-	cfg, err := Config{Path: "all.json"}.complete()
+	_, s, err := Config{Path: "all.json"}.open()
 	if err != nil {
 		b.Fatal(err)
 	}
-	m := newModel(&cfg)
 	versions := [2][]byte{data, bytes.Replace(data, []byte("10.20.5.2"), []byte("10.20.5.9"), 1)}
 	i := 0
 	next := func() int {
 		r := &reading{path: "all.json", text: &text{name: "all.json", data: versions[i%2]}}
 		i++
-		decodeAll([]*reading{r}, m.files)
-		return len(m.update([]*reading{r}, nil).EndpointSlices)
+		decodeAll([]*reading{r}, s.files)
+		return len(s.update([]*reading{r}, nil).EndpointSlices)
 	}
 	next()
 	for b.Loop() {

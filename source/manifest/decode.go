@@ -11,40 +11,21 @@ import (
 	"strings"
 
 	"go.yaml.in/yaml/v3"
-	v1 "k8s.io/api/core/v1"
-	discovery "k8s.io/api/discovery/v1"
-	networking "k8s.io/api/networking/v1"
 	"sigs.k8s.io/json"
 
 	"nodeproxy/source"
+	"nodeproxy/source/controlplane"
 )
-
-// objectID names an object. Nodes and ServiceCIDRs have no namespace.
-type objectID struct{ kind, namespace, name string }
-
-func (id objectID) String() string {
-	kind, name := id.kind, id.name
-	if id.namespace != "" && name != "" {
-		name = id.namespace + "/" + name
-	}
-	if name != "" && !printable(name) || strings.ContainsAny(name, `"'`) {
-		name = sayf("%.80q", name)
-	}
-	if kind != "" && !printable(kind) {
-		kind = sayf("%.40q", kind)
-	}
-	return strings.TrimSpace(kind + " " + name)
-}
 
 // body is what was read from a document, or from one item of a List. It does not change, and outlives the file's
 // text when a new version of the file holds the same document.
 type body struct {
-	id     objectID // of a broken document: as far as it can be told
-	obj    any      // a pointer to one of the types in object; nil for other kinds
+	id     controlplane.ID // of a broken document: as far as it can be told
+	obj    any             // what controlplane.Type.New has made; nil for other kinds
 	issues []issue
-	bad    bool   // broken or refused: the last good version counts
-	other  string // API version and kind of an object that is not made use of
-	prefix string // of field paths, within a List
+	bad    bool              // broken or refused: the last good version counts
+	other  controlplane.Type // of an object that is not used
+	prefix string            // of field paths, within a List
 }
 
 // unread reports whether this is what could not be read: text that breaks the rules of YAML or JSON.
@@ -64,77 +45,80 @@ type entry struct {
 func decode(doc *document) []*body {
 	data := doc.bytes()
 	if doc.json {
-		return []*body{decodeJSON(data, doc.kind, doc.apiVersion)}
+		return []*body{decodeJSON(data, doc.typ)}
 	}
 	node, err := parseYAML(data)
 	if err != nil {
 		e := asYAMLError(err)
 		line := faultLine(data, e.line)
-		return []*body{broken(identifyYAML(data, line), issue{detail: e.detail, line: line, at: true})}
+		return []*body{broken(identifyYAML(data, line), issue{Finding: source.Finding{Detail: e.detail}, line: line, at: true})}
 	}
 	if node == nil || node.Kind == yaml.ScalarNode && node.ShortTag() == "!!null" {
 		return nil
 	}
 	if node.Kind != yaml.MappingNode {
-		return []*body{broken(objectID{}, issue{
-			detail: "a document must be one object, a mapping of apiVersion, kind, metadata …", line: node.Line, at: true,
+		return []*body{broken(controlplane.ID{}, issue{
+			Finding: source.Finding{Detail: "a document must be one object, a mapping of apiVersion, kind, metadata …"},
+			line:    node.Line, at: true,
 		})}
 	}
-	if items, kind, apiVersion := yamlList(node); items != nil {
+	if items, typ := yamlList(node); items != nil {
 		var out []*body
 		for i, item := range items {
-			b := decodeYAML(item, len(data), kind, apiVersion)
-			b.prefix = sayf("items[%d]", i)
+			b := decodeYAML(item, len(data), typ)
+			b.prefix = fmt.Sprintf("items[%d]", i)
 			out = append(out, b)
 		}
 		return out
 	}
-	return []*body{decodeYAML(node, len(data), "", "")}
+	return []*body{decodeYAML(node, len(data), controlplane.Type{})}
 }
 
-func decodeYAML(node *yaml.Node, size int, kind, apiVersion string) *body {
+func decodeYAML(node *yaml.Node, size int, typ controlplane.Type) *body {
 	js, err := yamlToJSON(node, min(size, 1<<16))
 	if err != nil {
 		e := asYAMLError(err)
-		return broken(objectID{}, issue{detail: e.detail, line: e.line, at: true})
+		return broken(controlplane.ID{}, issue{Finding: source.Finding{Detail: e.detail}, line: e.line, at: true})
 	}
-	return decodeJSON(js, kind, apiVersion)
+	return decodeJSON(js, typ)
 }
 
 // yamlList returns the items of a List that holds nothing unexpected, and the type of those that don't tell their own.
-func yamlList(node *yaml.Node) (items []*yaml.Node, kind, apiVersion string) {
+func yamlList(node *yaml.Node) (items []*yaml.Node, typ controlplane.Type) {
 	for i := 0; i < len(node.Content); i += 2 {
 		value := node.Content[i+1]
 		switch node.Content[i].Value {
 		case "kind":
-			kind = value.Value
+			typ.Kind = value.Value
 		case "apiVersion":
-			apiVersion = value.Value
+			typ.APIVersion = value.Value
 		case "metadata":
 		case "items":
 			if value.Kind == yaml.SequenceNode {
 				items = value.Content
 			}
 		default:
-			return nil, "", ""
+			return nil, typ
 		}
 	}
-	if !isList(kind, apiVersion) {
-		return nil, "", ""
+	if !typ.IsList() {
+		return nil, typ
 	}
-	kind, apiVersion = itemType(kind, apiVersion)
-	return items, kind, apiVersion
+	return items, typ.Item()
 }
 
-func broken(id objectID, is issue) *body {
-	is.severity = source.Problem
+func broken(id controlplane.ID, is issue) *body {
+	is.Severity = source.Problem
 	return &body{id: id, bad: true, issues: []issue{is}}
 }
 
 func wellFormed(data []byte) bool { return gojson.Valid(data) }
 
 // head is what tells one object from another.
-type head struct{ kind, apiVersion, namespace, name string }
+type head struct {
+	controlplane.Type
+	namespace, name string
+}
 
 // readHead reads as much of the head as can be found, also in broken JSON.
 func readHead(data []byte) head {
@@ -143,9 +127,9 @@ func readHead(data []byte) head {
 	for _, m := range members {
 		switch m.key {
 		case "kind":
-			h.kind, _ = jsonString(m.value.of(data))
+			h.Kind, _ = jsonString(m.value.of(data))
 		case "apiVersion":
-			h.apiVersion, _ = jsonString(m.value.of(data))
+			h.APIVersion, _ = jsonString(m.value.of(data))
 		case "metadata":
 			inner, _ := jsonMembers(data, m.value.start)
 			for _, m := range inner {
@@ -161,23 +145,7 @@ func readHead(data []byte) head {
 	return h
 }
 
-// id names the object. A kind of another API than Kubernetes' own is told from its namesake by its group.
-func (h head) id() objectID {
-	id := objectID{kind: h.kind, namespace: h.namespace, name: h.name}
-	switch {
-	case foreign(h.kind, h.apiVersion):
-		group, _, _ := strings.Cut(h.apiVersion, "/")
-		id.kind += "." + group
-	case id.kind == kindNode || id.kind == kindServiceCIDR:
-		id.namespace = ""
-	case id.namespace == "" && versions[h.kind] != "":
-		id.namespace = v1.NamespaceDefault
-	}
-	return id
-}
-
-// used reports whether objects like this are made use of, as far as kind and group tell.
-func (h head) used() bool { return versions[h.kind] != "" && !foreign(h.kind, h.apiVersion) }
+func (h head) id() controlplane.ID { return h.ID(h.namespace, h.name) }
 
 // faultLine finds the line of a fault: the first from which on every further line leaves the document broken. The parser
 // tells only where the construct around it began, if at all.
@@ -213,7 +181,7 @@ func faultLine(data []byte, hint int) int {
 }
 
 // identifyYAML says which object a broken document is about, from the lines before the fault.
-func identifyYAML(data []byte, line int) objectID {
+func identifyYAML(data []byte, line int) controlplane.ID {
 	lines := bytes.SplitAfter(data, []byte{'\n'})
 	if line <= 0 || line > len(lines) {
 		line = len(lines)
@@ -225,98 +193,81 @@ func identifyYAML(data []byte, line int) objectID {
 		}
 		if js, err := yamlToJSON(node, 1024); err == nil {
 			h := readHead(js)
-			if h.name == "" || !h.used() {
-				return objectID{}
+			if h.name == "" || !h.Used() {
+				return controlplane.ID{}
 			}
 			return h.id()
 		}
 	}
-	return objectID{}
+	return controlplane.ID{}
 }
 
-// decodeJSON reads one object. kind and apiVersion stand in where it has none.
-func decodeJSON(data []byte, kind, apiVersion string) *body {
+// decodeJSON reads one object. typ stands in where it has none.
+func decodeJSON(data []byte, typ controlplane.Type) *body {
 	h := readHead(data)
-	if h.kind == "" && h.apiVersion == "" {
-		h.kind, h.apiVersion = kind, apiVersion
+	if h.Type == (controlplane.Type{}) {
+		h.Type = typ
 	}
-	if len(data) == 0 || data[0] != '{' || !h.used() {
+	isObject := len(data) > 0 && data[0] == '{'
+	if !isObject || !h.Used() {
 		if is, ok := syntaxIssue(data); !ok {
 			return broken(h.id(), is)
 		}
 	}
-	if len(data) == 0 || data[0] != '{' {
-		return broken(objectID{}, issue{
-			detail: "a document must be one object with apiVersion, kind, metadata …", line: 1, at: true,
+	if !isObject {
+		return broken(controlplane.ID{}, issue{
+			Finding: source.Finding{Detail: "a document must be one object with apiVersion, kind, metadata …"}, line: 1, at: true,
 		})
 	}
-	if field, detail := kindProblem(h.kind, h.apiVersion); detail != "" && !isList(h.kind, h.apiVersion) {
-		return broken(h.id(), issue{field: field, detail: detail})
+	if field, detail := h.Problem(); detail != "" && !h.IsList() {
+		return broken(h.id(), issue{Finding: source.Finding{Field: field, Detail: detail}})
 	}
 	b := &body{id: h.id()}
-	c := &checker{}
-	kind = h.kind
-	if !h.used() {
-		kind = ""
-	}
-	switch kind {
-	case kindService:
-		b.obj = read(data, c, setServiceDefaults, checkService)
-	case kindEndpointSlice:
-		b.obj = read(data, c, setSliceDefaults, checkSlice)
-	case kindEndpoints:
-		b.obj = read(data, c, setEndpointsDefaults, checkEndpoints)
-	case kindPod:
-		b.obj = read(data, c, setPodDefaults, checkPod)
-	case kindNode:
-		b.obj = read(data, c, setNodeDefaults, checkNode)
-	case kindServiceCIDR:
-		b.obj = read(data, c, setServiceCIDRDefaults, checkServiceCIDR)
+	switch {
+	case h.Used():
+		b.read(data, h.Type)
+	case h.IsList():
+		b.checkList(data)
 	default:
-		if isList(h.kind, h.apiVersion) {
-			checkList(data, c)
-		} else {
-			b.other = h.apiVersion + " " + h.kind
-			c.note("", "not proxied", "%s", whyNotProxied(h.kind, h.apiVersion))
-		}
-	}
-	b.issues, b.bad = c.issues, c.refused
-	if b.bad {
-		b.obj = nil
+		b.other = h.Type
+		b.add(source.Finding{Detail: h.WhyNotProxied(), Effect: "not proxied"})
 	}
 	return b
 }
 
+func (b *body) add(f source.Finding) { b.issues = append(b.issues, issue{Finding: f}) }
+
+// refuse adds a fault for which the object can't be used.
+func (b *body) refuse(field, detail string) {
+	b.bad = true
+	b.add(source.Finding{Severity: source.Problem, Field: field, Detail: detail})
+}
+
 // checkList says what keeps a List from being read.
-func checkList(data []byte, c *checker) {
+func (b *body) checkList(data []byte) {
 	members, _ := jsonMembers(data, 0)
 	for _, m := range members {
 		switch m.key {
 		case "kind", "apiVersion", "metadata":
 		case "items":
 			if raw := m.value.of(data); raw[0] != '[' && string(raw) != "null" {
-				c.refuse("items", "must be a list")
+				b.refuse("items", "must be a list")
 			} else if items, _, _ := jsonItems(data, m.value.start); len(items) > 0 {
-				c.refuse("items", "a List within a List, or beside unknown fields, is not read")
+				b.refuse("items", "a List within a List, or beside unknown fields, is not read")
 			}
 		default:
-			c.refuse(m.key, "a List has no field %.60q", m.key)
+			b.refuse(m.key, fmt.Sprintf("a List has no field %.60q", m.key))
 		}
 	}
 }
 
-// kinds of objects that are read.
-type object interface {
-	v1.Service | discovery.EndpointSlice | legacyEndpoints | v1.Pod | v1.Node | networking.ServiceCIDR
-}
-
-// read decodes an object, sets the API's defaults and checks it as the API server would.
-func read[T object](data []byte, c *checker, defaults func(*T), check func(*T, *checker)) *T {
-	obj := new(T)
+// read decodes an object and admits it as the API server would.
+func (b *body) read(data []byte, typ controlplane.Type) {
+	obj := typ.New()
 	strict, err := json.UnmarshalStrict(data, obj)
 	if err != nil {
-		decodingIssues[T](data, err, c)
-		return nil
+		b.decodingIssues(data, typ, err)
+		return
 	}
 	for _, s := range strict {
 		field, detail := "", s.Error()
@@ -328,11 +279,15 @@ func read[T object](data []byte, c *checker, defaults func(*T), check func(*T, *
 		if strings.HasPrefix(detail, "duplicate") {
 			effect = "the last of them is used"
 		}
-		c.problem(field, effect, "%s", detail)
+		b.add(source.Finding{Severity: source.Problem, Field: field, Detail: detail, Effect: effect})
 	}
-	defaults(obj)
-	check(obj, c)
-	return obj
+	found, refused := controlplane.Admit(obj)
+	for _, f := range found {
+		b.add(f)
+	}
+	if b.bad = refused; !refused {
+		b.obj = obj
+	}
 }
 
 // syntaxIssue says where JSON breaks; true where it does not.
@@ -342,7 +297,7 @@ func syntaxIssue(data []byte) (issue, bool) {
 	if err == nil {
 		return issue{}, true
 	}
-	is := issue{severity: source.Problem, detail: "broken JSON: " + err.Error(), at: true, line: 1}
+	is := issue{Finding: source.Finding{Severity: source.Problem, Detail: "broken JSON: " + err.Error()}, at: true, line: 1}
 	if syntax, ok := errors.AsType[*gojson.SyntaxError](err); ok {
 		is.offset = max(int(syntax.Offset)-1, 0)
 	}
@@ -351,14 +306,14 @@ func syntaxIssue(data []byte) (issue, bool) {
 
 // decodingIssues says which fields can't be read. The decoder names none, or not which of a list; so fields are taken
 // away until it no longer complains.
-func decodingIssues[T object](data []byte, err error, c *checker) {
-	c.refused = true
+func (b *body) decodingIssues(data []byte, typ controlplane.Type, err error) {
+	b.bad = true
 	if is, ok := syntaxIssue(data); !ok {
-		c.issues = append(c.issues, is)
+		b.issues = append(b.issues, is)
 		return
 	}
 	fails := func(data []byte) error {
-		return json.UnmarshalCaseSensitivePreserveInts(data, new(T))
+		return json.UnmarshalCaseSensitivePreserveInts(data, typ.New())
 	}
 	const most = 5
 	for range most {
@@ -367,11 +322,11 @@ func decodingIssues[T object](data []byte, err error, c *checker) {
 			break
 		}
 		if steps == nil {
-			c.refuse("", "%s", plainError(err, nil))
+			b.refuse("", plainError(err, nil))
 			return
 		}
 		at := treeAt(data, steps).span
-		c.refuse(field, "%s", plainError(cause, at.of(data)))
+		b.refuse(field, plainError(cause, at.of(data)))
 		data = blank(data, at)
 	}
 }
@@ -428,9 +383,9 @@ func plainError(err error, value []byte) string {
 	if t, ok := errors.AsType[*gojson.UnmarshalTypeError](err); ok {
 		want := wanted(t.Type)
 		if len(value) > 0 && len(value) <= 60 {
-			return sayf("must be %s, not %s", want, value)
+			return fmt.Sprintf("must be %s, not %s", want, value)
 		}
-		return sayf("must be %s, not %s", want, article(t.Value))
+		return fmt.Sprintf("must be %s, not %s", want, article(t.Value))
 	}
 	text := err.Error()
 	if len(value) > 0 && len(value) <= 60 && !strings.Contains(text, string(bytes.Trim(value, `"`))) {

@@ -5,17 +5,8 @@ import (
 	"testing"
 
 	"nodeproxy/source"
+	"nodeproxy/source/controlplane"
 )
-
-// service returns the manifest of a Service: its name, and the lines of its spec.
-func service(name string, spec ...string) string {
-	return "apiVersion: v1\nkind: Service\nmetadata:\n  name: " + name + "\nspec:\n  " + strings.Join(spec, "\n  ") + "\n"
-}
-
-func slice(name, service, addressType string, lines ...string) string {
-	return "apiVersion: discovery.k8s.io/v1\nkind: EndpointSlice\nmetadata:\n  name: " + name +
-		"\n  labels:\n    kubernetes.io/service-name: " + service + "\naddressType: " + addressType + "\n" + strings.Join(lines, "\n") + "\n"
-}
 
 func serviceCIDR(cidrs string) string {
 	return "apiVersion: networking.k8s.io/v1\nkind: ServiceCIDR\nmetadata: {name: a}\nspec: {cidrs: " + cidrs + "}\n"
@@ -358,9 +349,9 @@ func TestConfig(t *testing.T) {
 	t.Parallel()
 	for _, cfg := range []Config{
 		{},
-		{Path: "x", ServiceCIDRs: prefixes("10.0.0.0/8", "10.96.0.0/16")},
-		{Path: "x", ServiceCIDRs: prefixes("10.0.0.0/8", "fd00::/112", "fd01::/112")},
-		{Path: "x", NodePorts: PortRange{2, 1}},
+		{Path: "x", Ranges: controlplane.Ranges{ServiceCIDRs: prefixes("10.0.0.0/8", "10.96.0.0/16")}},
+		{Path: "x", Ranges: controlplane.Ranges{ServiceCIDRs: prefixes("10.0.0.0/8", "fd00::/112", "fd01::/112")}},
+		{Path: "x", Ranges: controlplane.Ranges{NodePorts: controlplane.PortRange{First: 2, Last: 1}}},
 	} {
 		if _, err := New(cfg); err == nil {
 			t.Errorf("%+v is accepted", cfg)

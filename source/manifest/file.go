@@ -3,6 +3,7 @@ package manifest
 import (
 	"bytes"
 	"cmp"
+	"fmt"
 	"hash/maphash"
 	"runtime"
 	"slices"
@@ -10,7 +11,7 @@ import (
 	"sync"
 	"sync/atomic"
 
-	"nodeproxy/source"
+	"nodeproxy/source/controlplane"
 )
 
 // file is what is known of one file: its content when last read, and the objects of it that are in force.
@@ -60,7 +61,7 @@ func (r *reading) whole() bool {
 
 // lacks reports whether an object is not in this version of a file that was in another one.
 func (r *reading) lacks(entries []*entry) bool {
-	has := map[objectID]bool{}
+	has := map[controlplane.ID]bool{}
 	for _, d := range r.decoded {
 		for _, b := range d.bodies {
 			has[b.id] = true
@@ -75,12 +76,12 @@ func (d *document) hash() uint64 {
 	var h maphash.Hash
 	h.SetSeed(seed)
 	_, _ = h.Write(d.bytes())
-	_, _ = h.WriteString("\x00" + d.kind + "\x00" + d.apiVersion)
+	_, _ = h.WriteString("\x00" + d.typ.String())
 	return h.Sum64()
 }
 
 func (d *document) same(o *document) bool {
-	return d.json == o.json && d.kind == o.kind && d.apiVersion == o.apiVersion && bytes.Equal(d.bytes(), o.bytes())
+	return d.json == o.json && d.typ == o.typ && bytes.Equal(d.bytes(), o.bytes())
 }
 
 // decodeAll splits and decodes new versions of files on all CPUs. files are those that are in force, by path.
@@ -169,11 +170,11 @@ func (f *file) put(r *reading) {
 			effect = effectKept
 		}
 		for _, is := range e.issues {
-			if is.effect == "" {
-				is.effect = effect
+			if is.Effect == "" {
+				is.Effect = effect
 			}
-			is.leftOut = e.bad
-			rem := remark{issue: is, object: e.id.String(), entry: e}
+			is.Object, is.LeftOut = e.id.String(), e.bad
+			rem := remark{issue: is, entry: e}
 			f.remarks = append(f.remarks, rem)
 			if f.fault == "" && e.bad && (whole || kept[e] != nil || e.unread() || e == entries[len(entries)-1] && !endsLine(r.text.data)) {
 				f.fault = rem.located()
@@ -204,7 +205,7 @@ func (f *file) put(r *reading) {
 
 // keepMissing keeps objects in force that a new version of the file does not have, though it may only not be readable there.
 func (f *file) keepMissing(before []*entry, order int) {
-	has := map[objectID]bool{}
+	has := map[controlplane.ID]bool{}
 	var missing []string
 	for _, e := range f.entries {
 		has[e.id] = true
@@ -218,9 +219,9 @@ func (f *file) keepMissing(before []*entry, order int) {
 		}
 	}
 	if len(missing) > 0 {
-		f.remarks = append(f.remarks, remark{file: f.path, issue: issue{severity: source.Problem,
-			detail: sayf("the file can't be read whole, and it is not known whether it still has %s", enumerate(missing)),
-			effect: "they stay in force as they were"}})
+		f.remarks = append(f.remarks, fileProblem(f.path,
+			fmt.Sprintf("the file can't be read whole, and it is not known whether it still has %s", enumerate(missing)),
+			"they stay in force as they were", false))
 	}
 }
 
@@ -230,20 +231,20 @@ func enumerate(names []string) string {
 	if len(names) <= most {
 		return strings.Join(names, ", ")
 	}
-	return sayf("%s and %d more objects", strings.Join(names[:most], ", "), len(names)-most)
+	return fmt.Sprintf("%s and %d more objects", strings.Join(names[:most], ", "), len(names)-most)
 }
 
 // keep finds the last good version of each broken document's object among those in force. whole is set where there is a
 // document of which nobody can tell which of the objects that are missing now it was.
 func keep(entries, inForce []*entry) (kept map[*entry]*entry, whole bool) {
 	kept = map[*entry]*entry{}
-	missing := map[objectID]*entry{}
+	missing := map[controlplane.ID]*entry{}
 	for _, e := range inForce {
 		if e.obj != nil && missing[e.id] == nil {
 			missing[e.id] = e
 		}
 	}
-	good := map[objectID]bool{}
+	good := map[controlplane.ID]bool{}
 	for _, e := range entries {
 		if !e.bad {
 			good[e.id] = true
@@ -270,13 +271,13 @@ func keep(entries, inForce []*entry) (kept map[*entry]*entry, whole bool) {
 		// The namespace may stand behind the fault.
 		var fits []*entry
 		for id, e := range missing {
-			if id.name == b.id.name && id.kind == b.id.kind {
+			if id.Name == b.id.Name && id.Kind == b.id.Kind {
 				fits = append(fits, e)
 			}
 		}
 		if len(fits) == 1 {
 			claim(b, fits[0])
-		} else if b.id.name == "" || b.id.kind == "" {
+		} else if b.id.Name == "" || b.id.Kind == "" {
 			unknown++
 		}
 	}
@@ -285,7 +286,7 @@ func keep(entries, inForce []*entry) (kept map[*entry]*entry, whole bool) {
 	}
 	if unknown == 1 && len(missing) == 1 {
 		for _, b := range open {
-			if kept[b] == nil && (b.id.name == "" || b.id.kind == "") {
+			if kept[b] == nil && (b.id.Name == "" || b.id.Kind == "") {
 				for _, last := range missing {
 					claim(b, last)
 				}

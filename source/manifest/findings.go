@@ -9,93 +9,63 @@ import (
 	"nodeproxy/source"
 )
 
-func sayf(format string, args ...any) string { return fmt.Sprintf(format, args...) }
-
-// issue is what is to be said of an object, before it is known where the object stands.
+// issue is a finding about an object, before it is known where the object stands.
 type issue struct {
-	severity source.Severity
-	field    string
-	detail   string
-	effect   string // empty for one that lets the object be refused: what that means is seen later
-	offset   int    // in the document's text, where positioned
-	line     int    // in the document, where positioned and offset is 0; from 1
-	at       bool   // positioned: offset or line tell the place, not the field
-	leftOut  bool   // as in source.Finding
-}
-
-// checker collects the issues of one object.
-type checker struct {
-	issues  []issue
-	refused bool
-}
-
-// refuse reports a fault for which the API server would not take the object.
-func (c *checker) refuse(field, format string, args ...any) {
-	c.refused = true
-	c.issues = append(c.issues, issue{severity: source.Problem, field: field, detail: sayf(format, args...)})
-}
-
-// problem reports a fault that leaves the object in use.
-func (c *checker) problem(field, effect, format string, args ...any) {
-	c.issues = append(c.issues, issue{severity: source.Problem, field: field, detail: sayf(format, args...), effect: effect})
-}
-
-// note reports what is so by design.
-func (c *checker) note(field, effect, format string, args ...any) {
-	c.issues = append(c.issues, issue{severity: source.Note, field: field, detail: sayf(format, args...), effect: effect})
+	source.Finding
+	offset int  // in the document's text, where positioned
+	line   int  // in the document, where positioned and offset is 0; from 1
+	at     bool // positioned: offset or line tell the place, not the field
 }
 
 // remark is an issue with its place.
 type remark struct {
 	issue
-	object string
-	entry  *entry // where it stands; nil where it stands nowhere
-	file   string // for issues of a file as a whole
+	entry *entry // where it stands; nil where it stands nowhere, or at Finding.Where
+}
+
+// fileProblem is a remark about a file as a whole.
+func fileProblem(where, detail, effect string, leftOut bool) remark {
+	return remark{issue: issue{
+		Finding: source.Finding{Severity: source.Problem, Where: where, Detail: detail, Effect: effect, LeftOut: leftOut},
+	}}
 }
 
 // said is what makes two findings the same, though lines above them come and go.
-type said struct {
-	severity                            source.Severity
-	file, object, field, detail, effect string
-}
-
-func (r *remark) said() said {
-	s := said{r.severity, r.file, r.object, r.field, r.detail, r.effect}
-	if r.entry != nil {
-		s.file = r.entry.doc.text.name
-	}
-	return s
+func (r *remark) said() source.Finding {
+	f := r.Finding
+	f.Where, f.LeftOut = fileOf(r), false
+	return f
 }
 
 // located is what a remark says, with its place in front.
 func (r *remark) located() string {
 	var lines lineFinder
-	f := source.Finding{Where: sayf("%s:%d", fileOf(r), lines.find(r)), Object: r.object, Field: r.field, Detail: r.detail}
+	f := r.Finding
+	f.Where, f.Effect = fmt.Sprintf("%s:%d", fileOf(r), lines.find(r)), ""
 	return f.String()
 }
 
 // reporter reports findings, each once as long as it holds.
 type reporter struct {
 	report  source.Report
-	current map[string][]said // by owner: what was last said
+	current map[string][]source.Finding // by topic: what was last said
 	fresh   []remark
 }
 
-// tell replaces what is to be said by one owner: a file, or one side of an object. What it had not said yet is put by for
-// flush.
-func (r *reporter) tell(owner string, remarks []remark) {
-	before := r.current[owner]
+// set replaces what there is to say on a topic, such as a file or an object. What is new is kept for flush.
+func (r *reporter) set(topic string, remarks []remark) {
+	before := r.current[topic]
 	if len(remarks) == 0 {
 		if before != nil {
-			delete(r.current, owner)
+			delete(r.current, topic)
 		}
 		return
 	}
-	known := map[said]bool{}
+	known := map[source.Finding]bool{}
 	for _, s := range before {
 		known[s] = true
 	}
-	now := make([]said, 0, len(remarks))
+	now := make([]source.Finding, 0, len(remarks))
 	for _, rem := range remarks {
 		s := rem.said()
 		now = append(now, s)
@@ -104,7 +74,7 @@ func (r *reporter) tell(owner string, remarks []remark) {
 			r.fresh = append(r.fresh, rem)
 		}
 	}
-	r.current[owner] = now
+	r.current[topic] = now
 }
 
 // flush reports the fresh findings in order of file and line.
@@ -127,14 +97,10 @@ func (r *reporter) flush() {
 	var lines lineFinder
 	for i := range fresh {
 		rem := &fresh[i]
-		l := located{file: fileOf(rem)}
-		l.finding = source.Finding{
-			Severity: rem.severity, Object: rem.object, Field: rem.field, Detail: rem.detail, Effect: rem.effect, Where: l.file,
-			LeftOut: rem.leftOut,
-		}
+		l := located{file: fileOf(rem), finding: rem.Finding}
 		if rem.entry != nil {
 			l.line = lines.find(rem)
-			l.finding.Where = sayf("%s:%d", l.file, l.line)
+			l.finding.Where = fmt.Sprintf("%s:%d", l.file, l.line)
 		}
 		out = append(out, l)
 	}
@@ -151,7 +117,7 @@ func fileOf(r *remark) string {
 	if r.entry != nil {
 		return r.entry.doc.text.name
 	}
-	return r.file
+	return r.Where
 }
 
 func startOf(r *remark) int {
@@ -182,11 +148,11 @@ func (f *lineFinder) find(r *remark) int {
 	if f.tree == nil {
 		return first
 	}
-	path := r.field
+	path := r.Field
 	if prefix := r.entry.prefix; prefix != "" {
 		path = strings.TrimSuffix(prefix+"."+path, ".")
-		if strings.HasPrefix(r.field, "[") {
-			path = prefix + r.field
+		if strings.HasPrefix(r.Field, "[") {
+			path = prefix + r.Field
 		}
 	}
 	pos := f.tree.find(path).pos

@@ -3,6 +3,7 @@ package manifest
 import (
 	"bytes"
 	"errors"
+	"fmt"
 	"hash/maphash"
 	"io/fs"
 	"maps"
@@ -10,8 +11,6 @@ import (
 	"path/filepath"
 	"slices"
 	"time"
-
-	"nodeproxy/source"
 )
 
 // An object leaves only when its file could be read whole and no longer has it, or when the file was removed from a directory
@@ -62,9 +61,9 @@ func (w *watch) hold(path string, sum uint64, now time.Time) *held {
 }
 
 // wrong notes what is wrong with what is held.
-func (h *held) wrong(where string, is issue) {
-	is.severity = source.Problem
-	h.fault, h.where = &remark{file: where, issue: is}, where
+func (h *held) wrong(where, detail, effect string) {
+	rem := fileProblem(where, detail, effect, false)
+	h.fault, h.where = &rem, where
 }
 
 // until has it looked at again at a time, or a little later where that has passed.
@@ -89,12 +88,12 @@ func (w *watch) decide(path string, h *held, weigh func() bool) bool {
 	if counts {
 		delete(w.held, path)
 	}
-	h.told = h.told && h.fault != nil && before != nil && h.fault.issue == before.issue
+	h.told = h.told && h.fault != nil && before != nil && h.fault.Detail == before.Detail && h.fault.Effect == before.Effect
 	return counts
 }
 
 func (w *watch) weigh(r *reading, h *held, now time.Time) bool {
-	f := w.model.files[r.path]
+	f := w.store.files[r.path]
 	effect := "it is left out"
 	if f != nil && len(f.entries) > 0 {
 		effect = effectFile
@@ -102,16 +101,15 @@ func (w *watch) weigh(r *reading, h *held, now time.Time) bool {
 	name := r.text.name
 	switch {
 	case r.err != nil:
-		h.wrong(name, issue{detail: "can't be read: " + r.err.Error(), effect: effect})
+		h.wrong(name, "can't be read: "+r.err.Error(), effect)
 		return false
 	case r.blank():
-		h.wrong(name+":1", issue{detail: "the file is empty, as while it is being written", effect: effect + " until it holds something, or is removed"})
+		h.wrong(name+":1", "the file is empty, as while it is being written", effect+" until it holds something, or is removed")
 		return false
 	}
 	last, known := w.whole[r.path]
 	if r.open && (!w.synced || w.unknown[r.path]) { // What it will have in the end, nobody knows.
-		h.wrong(name, issue{detail: "a program has the file open for writing",
-			effect: sayf("%s until that is done, or the file has not changed for %v", effect, settle)})
+		h.wrong(name, "a program has the file open for writing", fmt.Sprintf("%s until that is done, or the file has not changed for %v", effect, settle))
 		at := h.changed.Add(settle)
 		return !now.Before(at) || h.until(at, now)
 	}
@@ -192,17 +190,15 @@ func endsLine(data []byte) bool { return bytes.HasSuffix(data, []byte{'\n'}) }
 // place as a whole.
 func (w *watch) weighCut(r *reading, h *held, c cut, last version, now time.Time) bool {
 	renamed := last.id != r.id && !r.open
-	where := sayf("%s:%d", r.text.name, r.text.line(len(bytes.TrimRight(r.text.data, "\r\n"))))
+	where := fmt.Sprintf("%s:%d", r.text.name, r.text.line(len(bytes.TrimRight(r.text.data, "\r\n"))))
 	switch {
 	case c == withinLine || r.suspect || c == betweenLines && !renamed:
-		h.wrong(where, issue{detail: "the file is cut off: it ends within a document, which goes on in its last good version",
-			effect: effectFile + "; if that is meant, end it with a line \"...\""})
+		h.wrong(where, "the file is cut off: it ends within a document, which goes on in its last good version", effectFile+"; if that is meant, end it with a line \"...\"")
 		return false
 	case renamed:
 		return true
 	}
-	h.wrong(where, issue{detail: "the file is cut off: its last good version has more documents",
-		effect: sayf("%s until it has not changed for %v", effectFile, settle)})
+	h.wrong(where, "the file is cut off: its last good version has more documents", fmt.Sprintf("%s until it has not changed for %v", effectFile, settle))
 	return w.settled(r, h, now)
 }
 
@@ -228,7 +224,7 @@ func (w *watch) weighGone(path string, h *held, now time.Time) bool {
 	}
 	yes, where := w.tree.removed(path, w.cfg.Path)
 	if !yes || w.replacedByNothing() {
-		h.wrong(where, issue{detail: w.whyLost(where), effect: "all objects of the files below stay as they were"})
+		h.wrong(where, w.whyLost(where), "all objects of the files below stay as they were")
 		return false
 	}
 	// A directory has gone, or another one is in its place, which may be being filled.
@@ -274,13 +270,12 @@ func (w *watch) tell(now time.Time) {
 	found := map[string][]remark{}
 	for path, err := range w.tree.errs {
 		if w.held[path] == nil {
-			found[path] = []remark{{file: path, issue: issue{severity: source.Problem, detail: "can't be read: " + err.Error(),
-				effect: "it is left out"}}}
+			found[path] = []remark{fileProblem(path, "can't be read: "+err.Error(), "it is left out", false)}
 		}
 	}
 	if !w.synced && !w.tree.exists {
-		found[w.cfg.Path] = []remark{{file: w.cfg.Path, issue: issue{severity: source.Problem,
-			detail: "there is nothing at this path", effect: "nothing is programmed until there is"}}}
+		found[w.cfg.Path] = []remark{fileProblem(w.cfg.Path, "there is nothing at this path",
+			"nothing is programmed until there is", false)}
 	}
 	for _, path := range slices.Sorted(maps.Keys(w.held)) {
 		h := w.held[path]
@@ -292,14 +287,14 @@ func (w *watch) tell(now time.Time) {
 	}
 	for where := range w.told {
 		if found[where] == nil {
-			w.model.report.tell("held "+where, nil)
+			w.store.findings.set("held "+where, nil)
 		}
 	}
 	for where, remarks := range found {
-		w.model.report.tell("held "+where, remarks)
+		w.store.findings.set("held "+where, remarks)
 	}
 	w.told = found
-	w.model.report.flush()
+	w.store.findings.flush()
 	w.publish()
 }
 
@@ -308,10 +303,10 @@ func (w *watch) publish() {
 	var out []string
 	for _, remarks := range w.told {
 		for _, rem := range remarks {
-			out = append(out, rem.file+": "+rem.detail)
+			out = append(out, rem.Where+": "+rem.Detail)
 		}
 	}
-	for _, f := range w.model.faulty {
+	for _, f := range w.store.faulty {
 		if f.fault != "" {
 			out = append(out, f.fault)
 		}
@@ -323,7 +318,7 @@ func (w *watch) publish() {
 // faultyPaths are the files and directories with something that could not be taken as it is.
 func (w *watch) faultyPaths() map[string]bool {
 	out := map[string]bool{}
-	for path := range w.model.faulty {
+	for path := range w.store.faulty {
 		out[path] = true
 	}
 	for path := range w.tree.errs {

@@ -3,6 +3,8 @@ package manifest
 import (
 	"strings"
 	"testing"
+
+	"nodeproxy/source"
 )
 
 // TestLastGood plays two versions of a file and holds what is in force after the second.
@@ -44,7 +46,7 @@ func TestLastGood(t *testing.T) {
 			t.Parallel()
 			var f findings
 			p := newPlayer()
-			p.m.report.report = f.report
+			p.s.findings.report = f.Report
 			p.put(map[string]string{"f.yaml": test.before})
 			before := len(f)
 			p.put(map[string]string{"f.yaml": test.after})
@@ -85,4 +87,45 @@ func TestDuplicateGoesAway(t *testing.T) {
 	same(t, "one", describe(p.all), web2Line)
 	p.put(map[string]string{"a.yaml": web1})
 	same(t, "both again", describe(p.all), web1Line)
+}
+
+// TestMove holds that a Service which takes another one's allocated address is told of.
+func TestMove(t *testing.T) {
+	t.Parallel()
+	var f findings
+	_, s, err := Config{Path: "x", Report: f.Report}.open()
+	if err != nil {
+		t.Fatal(err)
+	}
+	put := func(name, content string) string {
+		r := &reading{path: name, text: &text{name: name, data: []byte(content)}}
+		decodeAll([]*reading{r}, s.files)
+		return describe(s.update([]*reading{r}, nil))
+	}
+	first := put("a.yaml", service("web", "ports: [{port: 80}]"))
+	ip := strings.Fields(first)[3]
+	put("b.yaml", service("thief", "clusterIP: "+ip, "ports: [{port: 80}]"))
+	if want := "a.yaml:5: Service default/web: spec.clusterIPs: the allocated [" + ip + "] is another Service's by the same rules now; it moves to ["; !strings.Contains(f.String(), want) {
+		t.Errorf("want %s\ngot %s", want, f)
+	}
+	before := len(f)
+	put("c.yaml", service("honest", "ports: [{port: 80}]"))
+	for _, x := range f[before:] {
+		if strings.Contains(x.Effect, "moves to") {
+			t.Error(x)
+		}
+	}
+}
+
+// TestComment holds that a comment above an object delivers nothing.
+func TestComment(t *testing.T) {
+	t.Parallel()
+	p := newPlayer()
+	p.put(map[string]string{"services.yaml": service("web", webSelector, "ports: [{port: 80}]"), "pod.yaml": pod("a", "10.0.0.1")})
+	before := describe(p.all)
+	p.all = source.Batch{}
+	p.put(map[string]string{"pod.yaml": "# only a comment\n" + pod("a", "10.0.0.1")})
+	if !p.all.Empty() || before == "" {
+		t.Errorf("a comment delivers %s", describe(p.all))
+	}
 }

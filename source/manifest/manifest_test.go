@@ -1,33 +1,25 @@
 package manifest
 
 import (
-	"fmt"
-	"maps"
 	"os"
 	"path/filepath"
-	"slices"
 	"strings"
 	"testing"
 
-	v1 "k8s.io/api/core/v1"
-	discovery "k8s.io/api/discovery/v1"
-	"k8s.io/apimachinery/pkg/types"
-
 	"nodeproxy/source"
+	"nodeproxy/source/sourcetest"
 )
 
-// findings collects what is reported.
-type findings []source.Finding
+// What the tests of this package and those of controlplane share.
+type findings = sourcetest.Findings
 
-func (f *findings) report(x source.Finding) { *f = append(*f, x) }
+const webSelector = sourcetest.WebSelector
 
-func (f findings) String() string {
-	var b strings.Builder
-	for _, x := range f {
-		fmt.Fprintf(&b, "%s: %s\n", x.Severity, x)
-	}
-	return b.String()
-}
+var (
+	service, slice, pod       = sourcetest.Service, sourcetest.Slice, sourcetest.Pod
+	describe, describeService = sourcetest.Describe, sourcetest.DescribeService
+	nameOf, prefixes, same    = sourcetest.Name, sourcetest.Prefixes, sourcetest.Same
+)
 
 // writeFiles makes a directory of files. The text of one is given as "name: content".
 func writeFiles(t testing.TB, files map[string]string) string {
@@ -59,7 +51,7 @@ func loadFiles(t testing.TB, files map[string]string, change ...func(*Config)) (
 	t.Helper()
 	dir := writeFiles(t, files)
 	var f findings
-	cfg := Config{Path: dir, Report: f.report}
+	cfg := Config{Path: dir, Report: f.Report}
 	for _, c := range change {
 		c(&cfg)
 	}
@@ -72,79 +64,4 @@ func loadFiles(t testing.TB, files map[string]string, change ...func(*Config)) (
 		f[i].Detail = strings.ReplaceAll(f[i].Detail, dir+"/", "")
 	}
 	return batch, f
-}
-
-// describe prints a batch for comparison, a line an object.
-func describe(b source.Batch) string {
-	var lines []string
-	for _, svc := range b.Services {
-		lines = append(lines, describeService(svc))
-	}
-	for _, es := range b.EndpointSlices {
-		lines = append(lines, describeSlice(es))
-	}
-	for _, name := range slices.Sorted(maps.Keys(b.Nodes)) {
-		lines = append(lines, "node "+name)
-	}
-	for name, c := range b.ServiceCIDRs {
-		lines = append(lines, fmt.Sprintf("cidr %s %s", name, c.Spec.CIDRs))
-	}
-	slices.Sort(lines)
-	return strings.Join(lines, "\n")
-}
-
-func describeService(svc *v1.Service) string {
-	s := fmt.Sprintf("svc %s/%s %s %s", svc.Namespace, svc.Name, svc.Spec.Type, strings.Join(svc.Spec.ClusterIPs, ","))
-	for _, p := range svc.Spec.Ports {
-		s += fmt.Sprintf(" %s:%d/%s->%s", p.Name, p.Port, p.Protocol, p.TargetPort.String())
-		if p.NodePort != 0 {
-			s += fmt.Sprintf("@%d", p.NodePort)
-		}
-	}
-	if svc.Spec.HealthCheckNodePort != 0 {
-		s += fmt.Sprintf(" health@%d", svc.Spec.HealthCheckNodePort)
-	}
-	return s
-}
-
-func describeSlice(es *discovery.EndpointSlice) string {
-	s := fmt.Sprintf("slice %s/%s %s", es.Namespace, es.Labels[discovery.LabelServiceName], es.AddressType)
-	for _, p := range es.Ports {
-		s += fmt.Sprintf(" %s:%d/%s", *p.Name, *p.Port, *p.Protocol)
-	}
-	for _, e := range es.Endpoints {
-		s += " " + strings.Join(e.Addresses, "+")
-		c := e.Conditions
-		for _, x := range []struct {
-			mark string
-			on   *bool
-		}{{"r", c.Ready}, {"s", c.Serving}, {"t", c.Terminating}} {
-			if x.on != nil && *x.on {
-				s += "," + x.mark
-			}
-		}
-		if e.NodeName != nil {
-			s += " on " + *e.NodeName
-		}
-		if e.Zone != nil {
-			s += " in " + *e.Zone
-		}
-		if h := e.Hints; h != nil {
-			s += fmt.Sprintf(" for %v%v", h.ForZones, h.ForNodes)
-		}
-	}
-	return s
-}
-
-// same compares texts line by line.
-func same(t testing.TB, what, got, want string) {
-	t.Helper()
-	got, want = strings.TrimSpace(got), strings.TrimSpace(want)
-	if got != want {
-		t.Errorf("%s:\n%s\nwant:\n%s", what, got, want)
-	}
-}
-
-func nameOf(namespace, name string) types.NamespacedName {
-	return types.NamespacedName{Namespace: namespace, Name: name}
 }

@@ -2,6 +2,7 @@ package manifest
 
 import (
 	"fmt"
+	"maps"
 	"slices"
 	"strings"
 	"testing"
@@ -10,15 +11,14 @@ import (
 	"pgregory.net/rapid"
 
 	"nodeproxy/source"
+	"nodeproxy/source/controlplane"
 )
 
 // tightConfig has so little to hand out that collisions and refusals are frequent.
 func tightConfig() *Config {
-	cfg, err := Config{Path: "x", ServiceCIDRs: prefixes("10.96.0.0/27", "fd00:10:96::/120"), NodePorts: PortRange{30000, 30039}}.complete()
-	if err != nil {
-		panic(err)
-	}
-	return &cfg
+	return &Config{Path: "x", Ranges: controlplane.Ranges{
+		ServiceCIDRs: prefixes("10.96.0.0/27", "fd00:10:96::/120"), NodePorts: controlplane.PortRange{First: 30000, Last: 30039},
+	}}
 }
 
 // drawObject draws the manifest of one object. The number makes its name unique within its kind.
@@ -67,21 +67,27 @@ func drawFiles(t *rapid.T, objects []string) map[string]string {
 	return files
 }
 
-// player plays versions of files to a model and keeps what it delivers.
+// player plays versions of files to a store and keeps what it delivers.
 type player struct {
-	m   *model
+	s   *store
 	all source.Batch
 }
 
-func newPlayer() *player { return &player{m: newModel(tightConfig())} }
+func newPlayer() *player {
+	s, err := newStore(tightConfig())
+	if err != nil {
+		panic(err)
+	}
+	return &player{s: s}
+}
 
 func (p *player) put(files map[string]string, gone ...string) {
 	var readings []*reading
-	for _, name := range sortedKeys(files) {
+	for _, name := range slices.Sorted(maps.Keys(files)) {
 		readings = append(readings, &reading{path: name, text: &text{name: name, data: []byte(files[name])}})
 	}
-	decodeAll(readings, p.m.files)
-	p.all.Merge(p.m.update(readings, gone))
+	decodeAll(readings, p.s.files)
+	p.all.Merge(p.s.update(readings, gone))
 	for name, svc := range p.all.Services {
 		if svc == nil {
 			delete(p.all.Services, name)
@@ -137,11 +143,11 @@ func TestResultFollowsFromObjectsAlone(t *testing.T) {
 			step.put(files)
 		}
 		last := drawFiles(t, objects)
-		order := rapid.Permutation(sortedKeys(last)).Draw(t, "arrival")
+		order := rapid.Permutation(slices.Sorted(maps.Keys(last))).Draw(t, "arrival")
 		for _, name := range order {
 			step.put(map[string]string{name: last[name]})
 		}
-		for _, name := range sortedKeys(step.m.files) {
+		for _, name := range slices.Sorted(maps.Keys(step.s.files)) {
 			if !slices.Contains(order, name) {
 				step.put(nil, name)
 			}

@@ -116,7 +116,7 @@ func TestSeeds(t *testing.T) {
 			t.Parallel()
 			path := filepath.Join(seedsDir, name)
 			var f findings
-			b, err := Load(Config{Path: path, Report: f.report})
+			b, err := Load(Config{Path: path, Report: f.Report})
 			if err != nil {
 				t.Fatal(err)
 			}
@@ -137,7 +137,7 @@ func TestSeeds(t *testing.T) {
 func TestSeedsTogether(t *testing.T) {
 	t.Parallel()
 	var f findings
-	b, err := Load(Config{Path: seedsDir, Report: f.report})
+	b, err := Load(Config{Path: seedsDir, Report: f.Report})
 	if err != nil {
 		t.Fatal(err)
 	}

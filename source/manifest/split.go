@@ -3,10 +3,11 @@ package manifest
 import (
 	"bytes"
 	"path/filepath"
-	"slices"
 	"sort"
 	"strings"
 	"sync"
+
+	"nodeproxy/source/controlplane"
 )
 
 // text is the content of a file.
@@ -35,8 +36,8 @@ type document struct {
 	text *text
 	span
 	json bool
-	// kind and apiVersion are those of items that leave theirs out, in lists such as a ServiceList.
-	kind, apiVersion string
+	// typ is that of items that leave theirs out, in lists such as a ServiceList.
+	typ controlplane.Type
 }
 
 func (d *document) bytes() []byte { return d.of(d.text.data) }
@@ -100,7 +101,7 @@ func splitJSON(t *text, start int) []*document {
 // there is no List, or one that is not well-formed enough to tell.
 func splitList(t *text, i int) (docs []*document, end int) {
 	data := t.data
-	var kind, apiVersion string
+	var typ controlplane.Type
 	var items []span
 	end, err := eachMember(data, i, func(key string, _, start int) (int, error) {
 		if key == "items" {
@@ -115,23 +116,22 @@ func splitList(t *text, i int) (docs []*document, end int) {
 		}
 		switch key {
 		case "kind":
-			kind, _ = jsonString(data[start:end])
+			typ.Kind, _ = jsonString(data[start:end])
 		case "apiVersion":
-			apiVersion, _ = jsonString(data[start:end])
+			typ.APIVersion, _ = jsonString(data[start:end])
 		case "metadata":
 		default:
 			return 0, errJSON // No List, or an unknown field, which the slow way reports.
 		}
 		return end, nil
 	})
-	if err != nil || !isList(kind, apiVersion) {
+	if err != nil || !typ.IsList() {
 		return nil, 0
 	}
-	itemKind, itemVersion := itemType(kind, apiVersion)
 	docs = make([]*document, len(items))
 	all := make([]document, len(items))
 	for n, s := range items {
-		all[n] = document{text: t, span: s, json: true, kind: itemKind, apiVersion: itemVersion}
+		all[n] = document{text: t, span: s, json: true, typ: typ.Item()}
 		docs[n] = &all[n]
 	}
 	return docs, end
@@ -182,20 +182,4 @@ func hasContent(data []byte) bool {
 		}
 	}
 	return false
-}
-
-// isList reports whether a kind is a list of objects, such as List or ServiceList.
-func isList(kind, apiVersion string) bool {
-	if kind == "List" {
-		return apiVersion == "v1" || apiVersion == ""
-	}
-	item, found := strings.CutSuffix(kind, "List")
-	return found && slices.Contains(knownKinds[apiVersion], item)
-}
-
-func itemType(kind, apiVersion string) (string, string) {
-	if kind == "List" {
-		return "", ""
-	}
-	return strings.TrimSuffix(kind, "List"), apiVersion
 }

@@ -38,7 +38,7 @@ const (
 // watch is a running Source.
 type watch struct {
 	cfg    *Config
-	model  *model
+	store  *store
 	sink   source.Sink
 	events *fsnotify.Watcher // nil where the system grants none
 	faults func([]string)    // is told of what keeps the files from being in force as they are
@@ -67,7 +67,7 @@ type watch struct {
 func (s *Source) Run(ctx context.Context, sink source.Sink) error {
 	cfg := s.cfg
 	w := &watch{
-		cfg: &cfg, model: newModel(&cfg), sink: sink, faults: s.setFaults, tree: &scanned{},
+		cfg: &cfg, store: s.store, sink: sink, faults: s.setFaults, tree: &scanned{},
 		stamps: map[string]stamp{}, texts: map[string][]byte{}, whole: map[string]version{}, held: map[string]*held{},
 		told: map[string][]remark{}, pending: map[string]bool{},
 	}
@@ -181,7 +181,7 @@ func (w *watch) look(now time.Time) {
 		w.rescan(pending)
 	}
 	readings, gone := w.read(pending, now)
-	decodeAll(readings, w.model.files)
+	decodeAll(readings, w.store.files)
 	readings = slices.DeleteFunc(readings, func(r *reading) bool { return !w.counts(r, now) })
 	gone = slices.DeleteFunc(gone, func(path string) bool { return !w.hasGone(path, now) })
 	if !w.synced && !w.tree.exists {
@@ -202,7 +202,7 @@ func (w *watch) look(now time.Time) {
 	if w.tree.exists && len(w.tree.files) > 0 && !slices.ContainsFunc(slices.Collect(maps.Values(w.held)), (*held).isGone) {
 		w.root = w.tree.root
 	}
-	batch := w.model.update(readings, gone)
+	batch := w.store.update(readings, gone)
 	w.tell(now)
 	w.complete(&batch)
 	if !batch.Empty() {
@@ -264,7 +264,7 @@ func (w *watch) read(pending map[string]bool, now time.Time) (readings []*readin
 		switch {
 		case err == nil && info.IsDir(), errors.Is(err, fs.ErrNotExist), !accepted(path) && path != w.cfg.Path:
 			// Of a file that could not be read since the start, nothing is in force, but the kernel may hold rules for it.
-			if w.model.files[path] != nil || w.unknown[path] && errors.Is(err, fs.ErrNotExist) {
+			if w.store.files[path] != nil || w.unknown[path] && errors.Is(err, fs.ErrNotExist) {
 				gone = append(gone, path)
 			} else {
 				delete(w.held, path)
@@ -308,7 +308,7 @@ func (w *watch) setWatches(old *scanned) {
 		return
 	}
 	before, wanted := old.watched(), w.tree.watched()
-	for _, dir := range sortedKeys(wanted) {
+	for _, dir := range slices.Sorted(maps.Keys(wanted)) {
 		if err := w.events.Add(dir); err != nil && !errors.Is(err, fs.ErrNotExist) {
 			w.cfg.Log.Warn("a directory can't be watched; it is looked at from time to time", "directory", dir,
 				"period", lookAgain, "error", err)

@@ -46,16 +46,6 @@ func (r *running) state() string {
 	for _, b := range r.batches {
 		all.Merge(b)
 	}
-	for name, svc := range all.Services {
-		if svc == nil {
-			delete(all.Services, name)
-		}
-	}
-	for name, es := range all.EndpointSlices {
-		if es == nil {
-			delete(all.EndpointSlices, name)
-		}
-	}
 	return describe(all)
 }
 

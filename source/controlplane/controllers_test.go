@@ -1,31 +1,10 @@
-package manifest
+package controlplane
 
 import (
 	"fmt"
 	"strings"
 	"testing"
 )
-
-// pod returns the manifest of a Pod with label app: web, that is ready on node-a unless lines say otherwise.
-func pod(name, ip string, lines ...string) string {
-	return fmt.Sprintf(`---
-apiVersion: v1
-kind: Pod
-metadata: {name: %s, labels: {app: web}}
-spec:
-  nodeName: node-a
-  containers:
-  - name: main
-    ports: [{name: http, containerPort: 8080}, {name: dns, containerPort: 53, protocol: UDP}]
-status:
-  phase: Running
-  podIP: %s
-  conditions: [{type: Ready, status: "True"}]
-%s
-`, name, ip, strings.Join(lines, "\n"))
-}
-
-const webSelector = "selector: {app: web}"
 
 func TestPodSlices(t *testing.T) {
 	t.Parallel()
@@ -41,7 +20,7 @@ func TestPodSlices(t *testing.T) {
 			"slice default/web IPv4 :8080/TCP 10.0.0.1,s,t on node-a\n" + svc, ""},
 		"ended":   {web + strings.Replace(pod("a", "10.0.0.1"), "Running", "Succeeded", 1), svc, "the Pod has ended (Succeeded)"},
 		"failed":  {web + strings.Replace(pod("a", "10.0.0.1"), "Running", "Failed", 1), svc, "the Pod has ended (Failed)"},
-		"no IP":   {web + strings.Replace(pod("a", "10.0.0.1"), "podIP: 10.0.0.1", "{}", 1), svc, "broken YAML"},
+		"no IP":   {web + strings.Replace(pod("a", "10.0.0.1"), "  podIP: 10.0.0.1\n", "", 1), svc, "the Pod has no status.podIP"},
 		"no node": {web + strings.Replace(pod("a", "10.0.0.1"), "nodeName: node-a", "hostNetwork: true", 1), svc, "the Pod has no spec.nodeName"},
 		"no status": {web + "---\napiVersion: v1\nkind: Pod\nmetadata: {name: a, labels: {app: web}}\nspec: {containers: [{name: x}]}\n",
 			svc, "Pod default/a: status: the Pod has no status.podIP; nothing here runs it and gives it one; it is no endpoint of any Service"},
@@ -74,10 +53,6 @@ func TestPodSlices(t *testing.T) {
 		t.Run(name, func(t *testing.T) {
 			t.Parallel()
 			b, f := load(t, test.manifest)
-			if name == "no IP" {
-				b, f = load(t, strings.Replace(test.manifest, "  {}\n", "", 1))
-				test.finding = "the Pod has no status.podIP"
-			}
 			same(t, "objects", describe(b), test.want)
 			if !strings.Contains(f.String(), test.finding) {
 				t.Errorf("want %s\ngot %s", test.finding, f)
@@ -90,7 +65,7 @@ func TestPodSlicesDualStack(t *testing.T) {
 	t.Parallel()
 	b, _ := load(t, service("web", "ipFamilyPolicy: PreferDualStack", "clusterIP: 10.96.0.2", "clusterIPs: [10.96.0.2, 'fd00:10:96::2']",
 		webSelector, "ports: [{port: 80}]")+pod("a", "10.0.0.1", "  podIPs: [{ip: 10.0.0.1}, {ip: 'fd00::1'}]")+pod("b", "10.0.0.2"),
-		func(c *Config) { c.ServiceCIDRs = prefixes("10.96.0.0/16", "fd00:10:96::/112") })
+		func(r *Ranges) { r.ServiceCIDRs = prefixes("10.96.0.0/16", "fd00:10:96::/112") })
 	same(t, "objects", describe(b), `
 slice default/web IPv4 :80/TCP 10.0.0.1,r,s on node-a 10.0.0.2,r,s on node-a
 slice default/web IPv6 :80/TCP fd00::1,r,s on node-a
@@ -123,7 +98,7 @@ func TestMirror(t *testing.T) {
 	}
 	web := service("web", "clusterIP: 10.96.0.2", "ports: [{port: 80}]")
 	const svc = "svc default/web ClusterIP 10.96.0.2 :80/TCP->80"
-	const one = "- {addresses: [{ip: 10.0.0.1, nodeName: n}], ports: [{port: 80}]}\n"
+	const one = "- {addresses: [{ip: 10.0.0.1, nodeName: 'n'}], ports: [{port: 80}]}\n"
 	for name, test := range map[string]struct{ manifest, want, finding string }{
 		"plain": {web + endpoints("", one), "slice default/web IPv4 :80/TCP 10.0.0.1,r on n\n" + svc, ""},
 		"not ready and two families": {web + endpoints("", "- {addresses: [{ip: 10.0.0.1}, {ip: 'fd00::1'}], notReadyAddresses: [{ip: 10.0.0.2}], ports: [{port: 80}]}\n"),
@@ -131,7 +106,7 @@ func TestMirror(t *testing.T) {
 		"subsets that share an address": {web + endpoints("", "- {addresses: [{ip: 10.0.0.1}], ports: [{name: a, port: 80}]}\n"+
 			"- {addresses: [{ip: 10.0.0.1}, {ip: 10.0.0.2}], ports: [{name: b, port: 81}]}\n"),
 			"slice default/web IPv4 a:80/TCP b:81/TCP 10.0.0.1,r\nslice default/web IPv4 b:81/TCP 10.0.0.2,r\n" + svc, `has a port named ""`},
-		"ready and not": {web + endpoints("", one+"- {notReadyAddresses: [{ip: 10.0.0.1, nodeName: n}], ports: [{port: 80}]}\n"),
+		"ready and not": {web + endpoints("", one+"- {notReadyAddresses: [{ip: 10.0.0.1, nodeName: 'n'}], ports: [{port: 80}]}\n"),
 			"slice default/web IPv4 :80/TCP 10.0.0.1 on n\n" + svc, ""},
 		"sloppy":      {web + endpoints("", "- {addresses: [{ip: 010.000.000.001}], ports: [{port: 80}]}\n"), "slice default/web IPv4 :80/TCP 10.0.0.1,r\n" + svc, ""},
 		"skip-mirror": {web + endpoints(", labels: {endpointslice.kubernetes.io/skip-mirror: 'true'}", one), svc, "marked as not to be mirrored"},
@@ -159,58 +134,23 @@ func TestMirror(t *testing.T) {
 // TestPodChangeTouchesItsServicesOnly holds that a changed Pod costs nothing for Services that do not select it.
 func TestPodChangeTouchesItsServicesOnly(t *testing.T) {
 	t.Parallel()
-	cfg, err := Config{Path: "x"}.complete()
-	if err != nil {
-		t.Fatal(err)
-	}
-	m := newModel(&cfg)
-	put := func(name, content string) (services, slices int) {
-		r := &reading{path: name, text: &text{name: name, data: []byte(content)}}
-		decodeAll([]*reading{r}, m.files)
-		b := m.update([]*reading{r}, nil)
+	c := newCluster(t, Ranges{}, nil)
+	put := func(content string) (services, slices int) {
+		b := c.Update(objects(t, content, nil))
 		return len(b.Services), len(b.EndpointSlices)
 	}
-	put("services.yaml", service("web", webSelector, "ports: [{port: 80}]")+"---\n"+service("other", "selector: {app: other}", "ports: [{port: 80}]"))
-	if services, slices := put("pod.yaml", pod("a", "10.0.0.1")); services != 0 || slices != 1 {
+	put(service("web", webSelector, "ports: [{port: 80}]") + "---\n" + service("other", "selector: {app: other}", "ports: [{port: 80}]"))
+	if services, slices := put(pod("a", "10.0.0.1")); services != 0 || slices != 1 {
 		t.Errorf("a new Pod: %d Services, %d slices", services, slices)
 	}
-	if len(m.dirty) != 1 || !m.dirty[nameOf("default", "web")] {
-		t.Errorf("touched: %v", m.dirty)
+	if len(c.dirty) != 1 || !c.dirty[nameOf("default", "web")] {
+		t.Errorf("touched: %v", c.dirty)
 	}
-	put("pod.yaml", strings.Replace(pod("a", "10.0.0.1"), "app: web", "app: other", 1))
-	if len(m.dirty) != 2 {
-		t.Errorf("a Pod that goes from one Service to the other touches %v", m.dirty)
+	put(strings.Replace(pod("a", "10.0.0.1"), "app: web", "app: other", 1))
+	if len(c.dirty) != 2 {
+		t.Errorf("a Pod that goes from one Service to the other touches %v", c.dirty)
 	}
-	if services, slices := put("pod.yaml", "# only a comment\n"+strings.Replace(pod("a", "10.0.0.1"), "app: web", "app: other", 1)); services+slices+len(m.dirty) != 0 {
-		t.Errorf("a comment touches %v", m.dirty)
-	}
-}
-
-// TestMove holds that a Service which takes another one's allocated address is told of.
-func TestMove(t *testing.T) {
-	t.Parallel()
-	var f findings
-	cfg, err := Config{Path: "x", Report: f.report}.complete()
-	if err != nil {
-		t.Fatal(err)
-	}
-	m := newModel(&cfg)
-	put := func(name, content string) string {
-		r := &reading{path: name, text: &text{name: name, data: []byte(content)}}
-		decodeAll([]*reading{r}, m.files)
-		return describe(m.update([]*reading{r}, nil))
-	}
-	first := put("a.yaml", service("web", "ports: [{port: 80}]"))
-	ip := strings.Fields(first)[3]
-	put("b.yaml", service("thief", "clusterIP: "+ip, "ports: [{port: 80}]"))
-	if want := "a.yaml:5: Service default/web: spec.clusterIPs: the allocated [" + ip + "] is another Service's by the same rules now; it moves to ["; !strings.Contains(f.String(), want) {
-		t.Errorf("want %s\ngot %s", want, f)
-	}
-	before := len(f)
-	put("c.yaml", service("honest", "ports: [{port: 80}]"))
-	for _, x := range f[before:] {
-		if strings.Contains(x.Effect, "moves to") {
-			t.Error(x)
-		}
+	if services, slices := put(strings.Replace(pod("a", "10.0.0.1"), "app: web", "app: other", 1)); services+slices+len(c.dirty) != 0 {
+		t.Errorf("the same Pod again touches %v", c.dirty)
 	}
 }

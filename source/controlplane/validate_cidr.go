@@ -1,6 +1,7 @@
-package manifest
+package controlplane
 
 import (
+	"fmt"
 	"net/netip"
 
 	v1 "k8s.io/api/core/v1"
@@ -16,7 +17,7 @@ func checkServiceCIDR(s *networking.ServiceCIDR, c *checker) {
 	}
 	seen := map[v1.IPFamily]bool{}
 	for i, text := range s.Spec.CIDRs {
-		field := sayf("spec.cidrs[%d]", i)
+		field := fmt.Sprintf("spec.cidrs[%d]", i)
 		// Unlike others, this field came when lenience was over.
 		cidr, err := netip.ParsePrefix(text)
 		switch {

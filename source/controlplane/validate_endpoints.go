@@ -1,6 +1,7 @@
-package manifest
+package controlplane
 
 import (
+	"fmt"
 	v1 "k8s.io/api/core/v1"
 	discovery "k8s.io/api/discovery/v1"
 	"k8s.io/apimachinery/pkg/util/validation"
@@ -28,7 +29,7 @@ func checkSlice(es *discovery.EndpointSlice, c *checker) {
 	}
 	names := map[string]int{}
 	for i, p := range es.Ports {
-		field := sayf("ports[%d]", i)
+		field := fmt.Sprintf("ports[%d]", i)
 		if *p.Name != "" {
 			c.format(field+".name", *p.Name, validation.IsDNS1123Label)
 		}
@@ -43,7 +44,7 @@ func checkSlice(es *discovery.EndpointSlice, c *checker) {
 		}
 	}
 	for i := range es.Endpoints {
-		checkEndpoint(&es.Endpoints[i], es.AddressType, sayf("endpoints[%d]", i), c)
+		checkEndpoint(&es.Endpoints[i], es.AddressType, fmt.Sprintf("endpoints[%d]", i), c)
 	}
 	if es.AddressType == discovery.AddressTypeFQDN && !c.refused {
 		c.note("addressType", "not proxied", "endpoints that are names can't be forwarded to")
@@ -55,7 +56,7 @@ func checkEndpoint(e *discovery.Endpoint, kind discovery.AddressType, field stri
 		c.refuse(field+".addresses", "%d addresses; 1 is the use, %d the most", len(e.Addresses), maxAddresses)
 	}
 	for i, text := range e.Addresses {
-		at := sayf("%s.addresses[%d]", field, i)
+		at := fmt.Sprintf("%s.addresses[%d]", field, i)
 		if kind == discovery.AddressTypeFQDN {
 			c.format(at, text, validation.IsDNS1123Subdomain)
 			continue
@@ -82,24 +83,24 @@ func checkEndpoint(e *discovery.Endpoint, kind discovery.AddressType, field stri
 		return
 	}
 	for i, z := range e.Hints.ForZones {
-		c.format(sayf("%s.hints.forZones[%d].name", field, i), z.Name, validation.IsValidLabelValue)
+		c.format(fmt.Sprintf("%s.hints.forZones[%d].name", field, i), z.Name, validation.IsValidLabelValue)
 	}
 	for i, n := range e.Hints.ForNodes {
-		c.format(sayf("%s.hints.forNodes[%d].name", field, i), n.Name, validation.IsDNS1123Subdomain)
+		c.format(fmt.Sprintf("%s.hints.forNodes[%d].name", field, i), n.Name, validation.IsDNS1123Subdomain)
 	}
 }
 
 func checkEndpoints(ep *legacyEndpoints, c *checker) {
 	checkMeta(&ep.ObjectMeta, true, validation.IsDNS1123Subdomain, c)
 	for i := range ep.Subsets {
-		s, field := &ep.Subsets[i], sayf("subsets[%d]", i)
+		s, field := &ep.Subsets[i], fmt.Sprintf("subsets[%d]", i)
 		if len(s.Addresses)+len(s.NotReadyAddresses) == 0 {
 			c.refuse(field, "must have addresses or notReadyAddresses")
 		}
 		checkEndpointAddresses(s.Addresses, field+".addresses", c)
 		checkEndpointAddresses(s.NotReadyAddresses, field+".notReadyAddresses", c)
 		for j, p := range s.Ports {
-			at := sayf("%s.ports[%d]", field, j)
+			at := fmt.Sprintf("%s.ports[%d]", field, j)
 			if p.Name != "" {
 				c.format(at+".name", p.Name, validation.IsDNS1123Label)
 			} else if len(s.Ports) > 1 {
@@ -113,7 +114,7 @@ func checkEndpoints(ep *legacyEndpoints, c *checker) {
 
 func checkEndpointAddresses(list []v1.EndpointAddress, field string, c *checker) {
 	for i, a := range list {
-		at := sayf("%s[%d]", field, i)
+		at := fmt.Sprintf("%s[%d]", field, i)
 		c.endpointIP(at+".ip", a.IP)
 		if a.Hostname != "" {
 			c.format(at+".hostname", a.Hostname, validation.IsDNS1123Label)
@@ -130,7 +131,7 @@ func checkPod(pod *v1.Pod, c *checker) {
 		c.format("spec.nodeName", pod.Spec.NodeName, validation.IsDNS1123Subdomain)
 	}
 	for i, ip := range pod.Status.PodIPs {
-		field := sayf("status.podIPs[%d].ip", i)
+		field := fmt.Sprintf("status.podIPs[%d].ip", i)
 		if i == 0 && ip.IP == pod.Status.PodIP {
 			field = "status.podIP"
 		}
@@ -142,7 +143,7 @@ func checkPod(pod *v1.Pod, c *checker) {
 	}{{"spec.containers", pod.Spec.Containers}, {"spec.initContainers", pod.Spec.InitContainers}} {
 		for i := range group.containers {
 			for j, p := range group.containers[i].Ports {
-				at := sayf("%s[%d].ports[%d]", group.field, i, j)
+				at := fmt.Sprintf("%s[%d].ports[%d]", group.field, i, j)
 				c.portNumber(at+".containerPort", p.ContainerPort)
 				oneOf(c, at+".protocol", p.Protocol, v1.ProtocolTCP, v1.ProtocolUDP, v1.ProtocolSCTP)
 				if p.Name != "" {

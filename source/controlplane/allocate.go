@@ -1,7 +1,8 @@
-package manifest
+package controlplane
 
 import (
 	"cmp"
+	"fmt"
 	"maps"
 	"net/netip"
 	"slices"
@@ -41,19 +42,19 @@ type allocation struct {
 	ips       []string // as many as families
 	nodePorts []int32  // as many as ports; 0 where none
 	health    int32
-	issues    []issue
+	findings  []source.Finding
 	refused   bool
 }
 
 func (a *allocation) equal(b *allocation) bool {
 	return b != nil && a.refused == b.refused && a.health == b.health && slices.Equal(a.families, b.families) &&
-		slices.Equal(a.ips, b.ips) && slices.Equal(a.nodePorts, b.nodePorts) && slices.Equal(a.issues, b.issues)
+		slices.Equal(a.ips, b.ips) && slices.Equal(a.nodePorts, b.nodePorts) && slices.Equal(a.findings, b.findings)
 }
 
 func (a *allocation) refuse(field, format string, args ...any) {
 	a.refused = true
-	a.issues = append(a.issues, issue{
-		severity: source.Problem, field: field, detail: sayf(format, args...), effect: "the Service is not proxied",
+	a.findings = append(a.findings, source.Finding{
+		Severity: source.Problem, Field: field, Detail: fmt.Sprintf(format, args...), Effect: "the Service is not proxied",
 	})
 }
 
@@ -96,13 +97,13 @@ func sameRequest(a, b *v1.Service) bool {
 }
 
 // allocate returns what each of the Services gets.
-func allocate(cfg *Config, services map[types.NamespacedName]*v1.Service) map[types.NamespacedName]*allocation {
+func allocate(r *Ranges, services map[types.NamespacedName]*v1.Service) map[types.NamespacedName]*allocation {
 	a := &allocator{
-		cidrs: map[v1.IPFamily]netip.Prefix{}, ports: cfg.NodePorts,
+		cidrs: map[v1.IPFamily]netip.Prefix{}, ports: r.NodePorts,
 		ips: map[netip.Addr]types.NamespacedName{}, nodePorts: map[portClaim]types.NamespacedName{},
 		out: make(map[types.NamespacedName]*allocation, len(services)),
 	}
-	for i, cidr := range cfg.ServiceCIDRs {
+	for i, cidr := range r.ServiceCIDRs {
 		if i == 0 {
 			a.first = familyOf(cidr.Addr())
 		}
@@ -167,19 +168,20 @@ func (a *allocator) claimExplicit(n types.NamespacedName, svc *v1.Service, got *
 	var ips []netip.Addr
 	for i, text := range svc.Spec.ClusterIPs {
 		ip, _ := parseIP(text)
-		field := sayf("spec.clusterIPs[%d]", i)
+		field := fmt.Sprintf("spec.clusterIPs[%d]", i)
 		if i == 0 {
 			field = "spec.clusterIP"
+		}
+		note := func(detail, effect string) {
+			got.findings = append(got.findings, source.Finding{Field: field, Detail: detail, Effect: effect})
 		}
 		if owner, taken := a.ips[ip]; taken {
 			got.refuse(field, "%s is the cluster IP of Service %s, which comes first by name", ip, owner)
 		}
 		if cidr, ok := a.cidrs[familyOf(ip)]; !ok {
-			got.issues = append(got.issues, issue{field: field, detail: sayf("there is no service CIDR for %s", familyOf(ip)),
-				effect: sayf("%s is used as given", ip)})
+			note("there is no service CIDR for "+string(familyOf(ip)), ip.String()+" is used as given")
 		} else if !cidr.Contains(ip) {
-			got.issues = append(got.issues, issue{field: field, detail: sayf("%s is outside of the service CIDR %s", ip, cidr),
-				effect: "it is used as given"})
+			note(fmt.Sprintf("%s is outside of the service CIDR %s", ip, cidr), "it is used as given")
 		}
 		got.ips[i] = text
 		ips = append(ips, ip)
@@ -211,7 +213,7 @@ func (a *allocator) explicitPorts(n types.NamespacedName, svc *v1.Service, got *
 	}
 	for i, p := range svc.Spec.Ports {
 		if p.NodePort != 0 && reachableFromOutside(svc) {
-			claim(sayf("spec.ports[%d].nodePort", i), portClaim{p.Protocol, p.NodePort})
+			claim(fmt.Sprintf("spec.ports[%d].nodePort", i), portClaim{p.Protocol, p.NodePort})
 			got.nodePorts[i] = p.NodePort
 		}
 	}
@@ -237,7 +239,7 @@ func (a *allocator) clusterIPs(names []types.NamespacedName) {
 				continue
 			}
 			bids = append(bids, bid{
-				key:  sayf("%s %s", n, family),
+				key:  fmt.Sprintf("%s %s", n, family),
 				free: func(slot uint64) bool { _, taken := a.ips[address(cidr, slot)]; return !taken },
 				take: func(slot uint64) {
 					ip := address(cidr, slot)
@@ -248,7 +250,7 @@ func (a *allocator) clusterIPs(names []types.NamespacedName) {
 		failed := addressPool(cidr).allocate(bids)
 		for _, b := range failed {
 			for _, n := range names {
-				if sayf("%s %s", n, family) == b.key {
+				if fmt.Sprintf("%s %s", n, family) == b.key {
 					a.out[n].refuse("spec.clusterIP", "no address is left in the service CIDR %s", cidr)
 				}
 			}
@@ -262,7 +264,7 @@ func (a *allocator) allocatePorts(names []types.NamespacedName, services map[typ
 	var bids []bid
 	owners := map[string]types.NamespacedName{}
 	enter := func(n types.NamespacedName, what string, protocols []v1.Protocol, set func(int32)) {
-		key := sayf("%s %s", n, what)
+		key := fmt.Sprintf("%s %s", n, what)
 		owners[key] = n
 		at := func(slot uint64) int32 { return int32(uint64(a.ports.First) + slot) }
 		bids = append(bids, bid{
@@ -345,7 +347,7 @@ func portNumbers(ports []v1.ServicePort) []int32 {
 	return out
 }
 
-// allocated returns a copy of a Service with what it got.
+// apply returns a copy of a Service with what it got.
 func (got *allocation) apply(svc *v1.Service) *v1.Service {
 	out := *svc
 	out.Spec.ClusterIPs = slices.Clone(got.ips)

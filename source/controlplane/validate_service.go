@@ -1,6 +1,7 @@
-package manifest
+package controlplane
 
 import (
+	"fmt"
 	"strings"
 
 	v1 "k8s.io/api/core/v1"
@@ -22,7 +23,7 @@ func checkService(svc *v1.Service, c *checker) {
 	checkAffinity(spec, c)
 	checkPolicies(svc, c)
 	for i, ip := range spec.ExternalIPs {
-		c.endpointIP(sayf("spec.externalIPs[%d]", i), ip)
+		c.endpointIP(fmt.Sprintf("spec.externalIPs[%d]", i), ip)
 	}
 	checkLoadBalancer(svc, c)
 	for _, key := range sortedKeys(spec.Selector) {
@@ -48,7 +49,7 @@ func checkServicePorts(svc *v1.Service, c *checker) {
 	}
 	names, numbers, nodePorts := map[string]int{}, map[number]int{}, map[number]int{}
 	for i := range ports {
-		p, field := &ports[i], sayf("spec.ports[%d]", i)
+		p, field := &ports[i], fmt.Sprintf("spec.ports[%d]", i)
 		if p.Name != "" {
 			c.format(field+".name", p.Name, validation.IsDNS1123Label)
 			if first, ok := names[p.Name]; ok {
@@ -106,9 +107,9 @@ func checkClusterIPs(svc *v1.Service, c *checker) {
 	}
 	seen := map[v1.IPFamily]bool{}
 	for i, f := range spec.IPFamilies {
-		oneOf(c, sayf("spec.ipFamilies[%d]", i), f, v1.IPv4Protocol, v1.IPv6Protocol)
+		oneOf(c, fmt.Sprintf("spec.ipFamilies[%d]", i), f, v1.IPv4Protocol, v1.IPv6Protocol)
 		if seen[f] {
-			c.refuse(sayf("spec.ipFamilies[%d]", i), "%s is given twice", f)
+			c.refuse(fmt.Sprintf("spec.ipFamilies[%d]", i), "%s is given twice", f)
 		}
 		seen[f] = true
 	}
@@ -124,7 +125,7 @@ func checkClusterIPs(svc *v1.Service, c *checker) {
 	}
 	used := map[v1.IPFamily]bool{}
 	for i, text := range spec.ClusterIPs {
-		field := sayf("spec.clusterIPs[%d]", i)
+		field := fmt.Sprintf("spec.clusterIPs[%d]", i)
 		if i == 0 {
 			field = "spec.clusterIP"
 		}
@@ -210,7 +211,7 @@ func checkLoadBalancer(svc *v1.Service, c *checker) {
 	}
 	for i, text := range spec.LoadBalancerSourceRanges {
 		if _, _, err := utilnet.ParseCIDRSloppy(strings.TrimSpace(text)); err != nil {
-			c.refuse(sayf("spec.loadBalancerSourceRanges[%d]", i), "%.60q is no CIDR", text)
+			c.refuse(fmt.Sprintf("spec.loadBalancerSourceRanges[%d]", i), "%.60q is no CIDR", text)
 		}
 	}
 	if spec.AllocateLoadBalancerNodePorts != nil && !balanced {
@@ -223,7 +224,7 @@ func checkLoadBalancer(svc *v1.Service, c *checker) {
 		c.refuse("status.loadBalancer.ingress", "may be set only where spec.type is LoadBalancer")
 	}
 	for i, in := range svc.Status.LoadBalancer.Ingress {
-		field := sayf("status.loadBalancer.ingress[%d]", i)
+		field := fmt.Sprintf("status.loadBalancer.ingress[%d]", i)
 		if in.IP != "" {
 			ip, ok := c.ip(field+".ip", in.IP)
 			if ok && (ip.IsUnspecified() || ip.IsLoopback() || ip.IsMulticast()) {

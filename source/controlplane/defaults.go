@@ -1,11 +1,10 @@
-package manifest
+package controlplane
 
 import (
 	"slices"
 
 	v1 "k8s.io/api/core/v1"
 	discovery "k8s.io/api/discovery/v1"
-	networking "k8s.io/api/networking/v1"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 	"k8s.io/apimachinery/pkg/util/intstr"
 )
@@ -126,7 +125,3 @@ func setPodDefaults(pod *v1.Pod) {
 		pod.Status.PodIPs = append([]v1.PodIP{{IP: ip}}, pod.Status.PodIPs...)
 	}
 }
-
-func setNodeDefaults(node *v1.Node) { node.Namespace = "" }
-
-func setServiceCIDRDefaults(c *networking.ServiceCIDR) { c.Namespace = "" }

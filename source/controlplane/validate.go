@@ -1,4 +1,4 @@
-package manifest
+package controlplane
 
 import (
 	"net/netip"

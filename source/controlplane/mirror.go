@@ -1,7 +1,8 @@
-package manifest
+package controlplane
 
 import (
 	"cmp"
+	"fmt"
 	"slices"
 
 	v1 "k8s.io/api/core/v1"
@@ -38,7 +39,7 @@ func mirrorSlices(svc *v1.Service, ep *legacyEndpoints, c *checker) []*discovery
 	}
 	for _, key := range sortedKeys(groups) {
 		if g := groups[key]; len(g.endpoints) > maxMirrored {
-			c.problem("subsets", sayf("the first %d are used", maxMirrored),
+			c.problem("subsets", fmt.Sprintf("the first %d are used", maxMirrored),
 				"%d %s addresses with the same ports; at most %d are mirrored", len(g.endpoints), g.family, maxMirrored)
 			g.endpoints = g.endpoints[:maxMirrored]
 		}

@@ -1,7 +1,8 @@
-package manifest
+package controlplane
 
 import (
 	"cmp"
+	"fmt"
 	"slices"
 	"strings"
 
@@ -34,7 +35,7 @@ type sliceGroups map[string]*sliceGroup
 func (g sliceGroups) add(family v1.IPFamily, ports []discovery.EndpointPort, e discovery.Endpoint) {
 	key := string(family)
 	for _, p := range ports {
-		key += sayf(" %s/%s/%d", *p.Name, *p.Protocol, *p.Port)
+		key += fmt.Sprintf(" %s/%s/%d", *p.Name, *p.Protocol, *p.Port)
 	}
 	if g[key] == nil {
 		g[key] = &sliceGroup{family: family, ports: ports, key: key}
@@ -57,7 +58,7 @@ func (g sliceGroups) slices(svc *v1.Service, controller string, size int) []*dis
 				TypeMeta: metav1.TypeMeta{APIVersion: discovery.SchemeGroupVersion.String(), Kind: kindEndpointSlice},
 				ObjectMeta: metav1.ObjectMeta{
 					Namespace: svc.Namespace,
-					Name:      sliceName(svc.Name, sayf("%s %s %s %d", svc.Namespace, controller, key, n)),
+					Name:      sliceName(svc.Name, fmt.Sprintf("%s %s %s %d", svc.Namespace, controller, key, n)),
 					Labels:    map[string]string{discovery.LabelServiceName: svc.Name, discovery.LabelManagedBy: controller},
 				},
 				AddressType: discovery.AddressType(group.family),
@@ -103,7 +104,7 @@ func podSlices(svc *v1.Service, pods []*v1.Pod, zones map[string]string, c *chec
 			p := &svc.Spec.Ports[i]
 			number, ok := targetPort(pod, p)
 			if !ok {
-				field := sayf("spec.ports[%d].targetPort", i)
+				field := fmt.Sprintf("spec.ports[%d].targetPort", i)
 				unnamed[field] = append(unnamed[field], pod.Name)
 				continue
 			}
@@ -124,7 +125,7 @@ func podSlices(svc *v1.Service, pods []*v1.Pod, zones map[string]string, c *chec
 		names := unnamed[field]
 		slices.Sort(names)
 		if len(names) > 3 {
-			names = append(names[:3:3], sayf("and %d more", len(unnamed[field])-3))
+			names = append(names[:3:3], fmt.Sprintf("and %d more", len(unnamed[field])-3))
 		}
 		c.problem(field, "they are no endpoints of this port",
 			"no container port of this name and protocol in Pod %s", strings.Join(names, ", "))

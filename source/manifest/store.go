@@ -1,0 +1,163 @@
+package manifest
+
+import (
+	"fmt"
+	"slices"
+
+	"nodeproxy/source"
+	"nodeproxy/source/controlplane"
+)
+
+// store is what the files hold: their objects, and of each object the definition that is in force.
+type store struct {
+	cluster  *controlplane.Cluster
+	findings reporter
+	files    map[string]*file
+	faulty   map[string]*file           // those with documents that can't be used
+	others   map[controlplane.Type]bool // types of which it has been reported that they are not proxied
+
+	definitions map[controlplane.ID][]*entry // of each object, in order: the first is in force
+	marks       int                          // the last one given to an entry
+}
+
+func newStore(cfg *Config) (*store, error) {
+	s := &store{
+		findings:    reporter{report: cfg.Report, current: map[string][]source.Finding{}},
+		files:       map[string]*file{},
+		faulty:      map[string]*file{},
+		others:      map[controlplane.Type]bool{},
+		definitions: map[controlplane.ID][]*entry{},
+	}
+	var err error
+	s.cluster, err = controlplane.New(cfg.Ranges, s.located)
+	return s, err
+}
+
+// located reports what the cluster has to say, at the places of the objects that it is about.
+func (s *store) located(topic string, remarks []controlplane.Remark) {
+	var out []remark
+	for _, r := range remarks {
+		r.Object = r.ID.String()
+		rem := remark{issue: issue{Finding: r.Finding}}
+		if list := s.definitions[r.ID]; len(list) > 0 {
+			rem.entry = list[0]
+		}
+		out = append(out, rem)
+	}
+	s.findings.set(topic, out)
+}
+
+// update puts new versions of files in force, and drops the files that are gone. It returns what is to be delivered.
+func (s *store) update(readings []*reading, gone []string) source.Batch {
+	touched := map[controlplane.ID]bool{}
+	for _, r := range readings {
+		s.putFile(r, touched)
+	}
+	for _, path := range gone {
+		if f := s.files[path]; f != nil {
+			s.replaceEntries(f.entries, nil, touched)
+			s.findings.set("file "+path, nil)
+			delete(s.files, path)
+			delete(s.faulty, path)
+		}
+	}
+	objects := make(map[controlplane.ID]any, len(touched))
+	for id := range touched {
+		objects[id] = nil
+		list := s.definitions[id]
+		slices.SortStableFunc(list, compareEntries)
+		if len(list) > 0 {
+			objects[id] = list[0].obj
+		}
+		s.reportDuplicates(id, list)
+	}
+	batch := s.cluster.Update(objects)
+	s.findings.flush()
+	return batch
+}
+
+func (s *store) reportDuplicates(id controlplane.ID, list []*entry) {
+	var remarks []remark
+	for i := 1; i < len(list); i++ {
+		var lines lineFinder
+		first := remark{issue: issue{Finding: source.Finding{Field: "metadata.name"}}, entry: list[0]}
+		where := fmt.Sprintf("%s:%d", list[0].doc.text.name, lines.find(&first))
+		remarks = append(remarks, remark{entry: list[i], issue: issue{Finding: source.Finding{
+			Severity: source.Problem, Object: id.String(), Field: "metadata.name", Detail: "the same object stands at " + where,
+			Effect:  "that one is used, as it comes first by file name and line; this one is left out",
+			LeftOut: true,
+		}}})
+	}
+	s.findings.set("duplicate "+id.String(), remarks)
+}
+
+func (s *store) putFile(r *reading, touched map[controlplane.ID]bool) {
+	f := s.files[r.path]
+	if f == nil {
+		f = &file{path: r.path}
+		s.files[r.path] = f
+	}
+	if r.err != nil {
+		effect := "it is left out"
+		if len(f.entries) > 0 {
+			effect = effectFile
+		}
+		s.findings.set("file "+r.path, []remark{fileProblem(r.text.name, "can't be read: "+r.err.Error(), effect, true)})
+		return
+	}
+	before := f.entries
+	f.put(r)
+	delete(s.faulty, r.path)
+	if f.bad {
+		s.faulty[r.path] = f
+	}
+	s.replaceEntries(before, f.entries, touched)
+	s.findings.set("file "+r.path, s.withoutOthers(f.remarks))
+}
+
+// withoutOthers reports of each kind of objects that is not proxied the first one, once, and returns the remarks about all else.
+func (s *store) withoutOthers(remarks []remark) []remark {
+	var out []remark
+	for _, rem := range remarks {
+		switch e := rem.entry; {
+		case e == nil || e.other == (controlplane.Type{}):
+			out = append(out, rem)
+		case !s.others[e.other]:
+			s.others[e.other] = true
+			s.findings.set("kind "+e.other.String(), []remark{rem})
+		}
+	}
+	return out
+}
+
+// replaceEntries enters and removes what differs between two versions of a file.
+func (s *store) replaceEntries(before, after []*entry, touched map[controlplane.ID]bool) {
+	had, has := s.marks+1, s.marks+2
+	s.marks += 2
+	for _, e := range before {
+		e.mark = had
+	}
+	for _, e := range after {
+		was := e.mark
+		e.mark = has
+		if e.obj == nil {
+			continue
+		}
+		if was != had {
+			s.definitions[e.id] = append(s.definitions[e.id], e)
+			touched[e.id] = true
+		} else if len(s.definitions[e.id]) > 1 {
+			touched[e.id] = true // Its place may have changed.
+		}
+	}
+	for _, e := range before {
+		if e.obj == nil || e.mark == has {
+			continue
+		}
+		left := slices.DeleteFunc(s.definitions[e.id], func(o *entry) bool { return o == e })
+		if s.definitions[e.id] = left; len(left) == 0 {
+			delete(s.definitions, e.id)
+		}
+		touched[e.id] = true
+	}
+}
