@@ -67,7 +67,9 @@ func scan(root string) *scanned {
 		s.dangling[root] = err == nil
 		return s
 	case info.IsDir():
-		s.directory(root, info)
+		if s.directory(root, info); !s.dirs[root] {
+			return s
+		}
 	default:
 		s.file(root, info)
 	}
@@ -127,8 +129,11 @@ func (s *scanned) directory(dir string, info fs.FileInfo) {
 	if s.seen[id] {
 		return
 	}
-	s.seen[id], s.dirs[dir], s.ids[dir] = true, true, id
 	entries, err := os.ReadDir(dir)
+	if errors.Is(err, fs.ErrNotExist) { // It was removed meanwhile.
+		return
+	}
+	s.seen[id], s.dirs[dir], s.ids[dir] = true, true, id
 	if err != nil {
 		s.errs[dir] = err
 	}
