@@ -75,12 +75,39 @@ func decode(doc *document) []*body {
 }
 
 func decodeYAML(node *yaml.Node, size int, typ controlplane.Type) *body {
+	if key := secondHead(node); key != nil {
+		return broken(controlplane.ID{}, issue{line: key.Line, at: true, Finding: source.Finding{Detail: fmt.Sprintf(
+			`a second %q in one object: two objects need a line "---" between them, or in a List a "- " before each`, key.Value)}})
+	}
 	js, err := yamlToJSON(node, min(size, 1<<16))
 	if err != nil {
 		e := asYAMLError(err)
 		return broken(controlplane.ID{}, issue{Finding: source.Finding{Detail: e.detail}, line: e.line, at: true})
 	}
 	return decodeJSON(js, typ)
+}
+
+// secondHead returns the first key of a mapping that tells what an object is and is there for the second time; nil if there is
+// none. It is the first key of another object that no line "---" separates from the one before. If the last value of each key
+// counted, as it does within an object, all objects but the last would be lost.
+func secondHead(node *yaml.Node) *yaml.Node {
+	var apiVersion, kind bool
+	for i := 0; i+1 < len(node.Content) && node.Kind == yaml.MappingNode; i += 2 {
+		var seen *bool
+		switch node.Content[i].Value {
+		case "apiVersion":
+			seen = &apiVersion
+		case "kind":
+			seen = &kind
+		default:
+			continue
+		}
+		if *seen {
+			return node.Content[i]
+		}
+		*seen = true
+	}
+	return nil
 }
 
 // yamlList returns the items of a List that holds nothing unexpected, and the type of those that don't tell their own.
