@@ -1,6 +1,8 @@
 package config
 
 import (
+	"os"
+	"path/filepath"
 	"reflect"
 	"slices"
 	"strings"
@@ -8,6 +10,8 @@ import (
 
 	"github.com/spf13/pflag"
 	proxyconfig "k8s.io/kube-proxy/config/v1alpha1"
+
+	"nodeproxy/source"
 )
 
 // flagCases has every flag of kube-proxy 1.36 (kube-proxy --help) that has a field of the configuration file: a value, and
@@ -253,6 +257,53 @@ func TestFindings(t *testing.T) {
 		}
 		if !slices.Equal(got, tc.want) {
 			t.Errorf("%s %s: got\n%s\nwant\n%s", tc.body, tc.args, strings.Join(got, "\n"), strings.Join(tc.want, "\n"))
+		}
+	}
+}
+
+// TestLogLevelOverVerbosity: --log-level goes before the file's logging.verbosity, as every flag goes before the file, and that is
+// told; -v on the command line counts beside it.
+func TestLogLevelOverVerbosity(t *testing.T) {
+	t.Parallel()
+	const overridden = "logging.verbosity: 4 here, 0 by --log-level; the flag goes before the file"
+	for _, tc := range []struct {
+		file string
+		args []string
+		want string // the level
+		says bool
+	}{
+		{"4", nil, "debug", false},
+		{"4", []string{"--log-level=info"}, "info", true},
+		{"4", []string{"--log-level=debug"}, "debug", false},
+		{"2", []string{"--log-level=warn"}, "warn", false},
+		{"2", []string{"--log-level=warn", "-v=4"}, "debug", false},
+		{"4", []string{"--log-level=info", "-v=2"}, "info", false},
+	} {
+		name := filepath.Join(t.TempDir(), "config.yaml")
+		text := "apiVersion: kubeproxy.config.k8s.io/v1alpha1\nkind: KubeProxyConfiguration\nlogging: {verbosity: " + tc.file + "}\n"
+		if err := os.WriteFile(name, []byte(text), 0o600); err != nil {
+			t.Fatal(err)
+		}
+		var f Flags
+		fs := pflag.NewFlagSet("nodeproxy", pflag.ContinueOnError)
+		f.Add(fs)
+		if err := fs.Parse(append([]string{"--config=" + name, "--manifests=x", "--node-name=n"}, tc.args...)); err != nil {
+			t.Fatal(err)
+		}
+		e, err := f.Effective()
+		if err != nil {
+			t.Fatal(err)
+		}
+		c, err := e.Config()
+		if err != nil {
+			t.Fatal(err)
+		}
+		if c.LogLevel != tc.want {
+			t.Errorf("verbosity %s with %q: level %s, want %s", tc.file, tc.args, c.LogLevel, tc.want)
+		}
+		said := slices.ContainsFunc(c.Findings, func(f source.Finding) bool { return strings.HasSuffix(f.String(), overridden) })
+		if said != tc.says {
+			t.Errorf("verbosity %s with %q: said %v, want %v: %v", tc.file, tc.args, said, tc.says, c.Findings)
 		}
 	}
 }

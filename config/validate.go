@@ -328,7 +328,7 @@ func (k *checker) log(c *Config) {
 	default:
 		k.check("--log-level", fmt.Errorf("%q is none of debug, info, warn, error", c.LogLevel))
 	}
-	if k.kp.Logging.Verbosity >= 4 {
+	if k.kp.Logging.Verbosity >= debugVerbosity {
 		c.LogLevel = "debug"
 	}
 	switch c.LogFormat = k.kp.Logging.Format; c.LogFormat {

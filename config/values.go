@@ -92,9 +92,14 @@ func orDefault[T comparable](field *T, value T) {
 	}
 }
 
-// complete makes values whole after flags were put over them. Empty modes are the default ones. The deprecated flags for a
-// port count unless the flag for the address names one; port 0 switches the endpoint off.
+// complete makes values whole after flags were put over them. Empty modes are the default ones. --log-level overrides a file's
+// verbosity that asks for more. The deprecated flags for a port count unless the flag for the address names one; port 0 switches
+// the endpoint off.
 func (v *values) complete(given map[string]string) {
+	const level, verbosity = "--log-level", "logging.verbosity"
+	if given[level] != "" && given[verbosity] == "" && v.own.logLevel != "debug" && v.kp.Logging.Verbosity >= debugVerbosity {
+		v.kp.Logging.Verbosity, given[verbosity] = 0, level
+	}
 	orDefault(&v.kp.Mode, "iptables")
 	orDefault(&v.kp.DetectLocalMode, proxyconfig.LocalMode(plan.DetectClusterCIDR))
 	for _, s := range []struct {
@@ -120,6 +125,9 @@ func (v *values) complete(given map[string]string) {
 		}
 	}
 }
+
+// debugVerbosity is the lowest of kube-proxy's log levels that stands for --log-level=debug.
+const debugVerbosity = 4
 
 // withPort adds a port to an address without one.
 func withPort(address string, port int32) string {
