@@ -65,7 +65,7 @@ func (e *Effective) YAML() ([]byte, error) {
 	for _, field := range e.saidFields() {
 		if o, ok := e.overridden(field); ok {
 			comment(doc.Content[0], strings.Split(field, "."),
-				fmt.Sprintf("%s goes before %s, which has %s", e.given[field], e.doc.at(field), o.file))
+				fmt.Sprintf("%s overrides %s, which has %s", e.given[field], e.doc.at(field), o.file))
 		}
 	}
 	var out bytes.Buffer

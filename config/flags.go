@@ -133,28 +133,28 @@ func (v *values) flags() *pflag.FlagSet {
 // sourceFlags say where things are read and written.
 func (v *values) sourceFlags(fs *pflag.FlagSet) {
 	kp, own := &v.kp, &v.own
-	text(fs, &own.configFile, "config", "file with a KubeProxyConfiguration; flags go before it")
+	text(fs, &own.configFile, "config", "file with a KubeProxyConfiguration; flags override it")
 	text(fs, &own.writeConfigTo, "write-config-to", "write the effective configuration to this file, and exit")
 	text(fs, &kp.HostnameOverride, "node-name", "name of this node; by default the host's name")
 	text(fs, &kp.HostnameOverride, "hostname-override", "same as --node-name")
 	text(fs, &own.manifests, "manifests",
 		"file or directory of YAML or JSON with Services, EndpointSlices, Endpoints, Pods and Nodes, watched in place of an API server")
-	text(fs, &kp.ClientConnection.Kubeconfig, "kubeconfig", "file that says how to reach the API server")
-	text(fs, &own.master, "master", "URL of the API server; it goes before the one in --kubeconfig")
+	text(fs, &kp.ClientConnection.Kubeconfig, "kubeconfig", "kubeconfig file that says how to reach the API server")
+	text(fs, &own.master, "master", "URL of the API server; overrides the one in --kubeconfig")
 	text(fs, &kp.ClientConnection.ContentType, "kube-api-content-type", "MIME type of requests to the API server")
 	fs.Float32Var(&kp.ClientConnection.QPS, "kube-api-qps", kp.ClientConnection.QPS,
-		"requests to the API server a second, in the long run")
-	fs.Int32Var(&kp.ClientConnection.Burst, "kube-api-burst", kp.ClientConnection.Burst, "requests to the API server at once")
+		"requests to the API server per second, on average")
+	fs.Int32Var(&kp.ClientConnection.Burst, "kube-api-burst", kp.ClientConnection.Burst, "requests to the API server in a burst")
 	fs.DurationVar(&kp.ConfigSyncPeriod.Duration, "config-sync-period", kp.ConfigSyncPeriod.Duration,
 		"no effect: objects are watched")
 	text(fs, &own.serviceCIDR, "service-cidr",
-		"range that cluster IPs are allotted from where a Service of the manifests names none; a comma-separated pair for dual stack")
+		"range from which a Service in the manifests gets its cluster IP if it names none; a comma-separated pair for dual stack")
 	text(fs, &own.nodePortRange, "service-node-port-range",
-		"range that node ports are allotted from where a Service of the manifests names none")
-	fs.BoolVar(&own.cleanup, "cleanup", false, "remove everything of kube-proxy's and nodeproxy's, and exit; see nodeproxy cleanup")
+		"range from which a Service in the manifests gets its node ports if it names none")
+	fs.BoolVar(&own.cleanup, "cleanup", false, "remove what kube-proxy and nodeproxy keep in the kernel, and exit; see nodeproxy cleanup")
 	fs.BoolVar(&own.takeOver, "take-over", own.takeOver,
-		"start to write at once even if a kube-proxy or another nodeproxy runs here; by default nothing is written before it is gone")
-	fs.BoolVar(&own.initOnly, "init-only", false, "load modules and make kernel settings, which needs most rights, and exit")
+		"write rules at once even if a kube-proxy or another nodeproxy runs here; by default nodeproxy waits until it has ended")
+	fs.BoolVar(&own.initOnly, "init-only", false, "load kernel modules and set sysctls, which needs more privileges than anything else, and exit")
 }
 
 // ruleFlags say what the rules are like.
@@ -163,14 +163,14 @@ func (v *values) ruleFlags(fs *pflag.FlagSet) {
 	text(fs, (*string)(&kp.Mode), "mode", "how to program the kernel: iptables or ipvs")
 	text(fs, (*string)(&kp.Mode), "proxy-mode", "same as --mode")
 	text(fs, &v.own.iptablesBackend, "iptables-backend",
-		"implementation of iptables: nft, legacy, or auto for the one that holds rules already")
+		"variant of iptables: nft, legacy, or auto for the one that already holds rules")
 	text(fs, &kp.ClusterCIDR, "cluster-cidr",
-		"range of pod addresses, by which traffic of pods is recognised in mode ClusterCIDR; a comma-separated pair for dual stack")
+		"range of pod addresses, by which --detect-local-mode=ClusterCIDR recognises traffic from pods; a comma-separated pair for dual stack")
 	text(fs, (*string)(&kp.DetectLocalMode), "detect-local-mode",
-		"how to recognise traffic of pods: ClusterCIDR, NodeCIDR, BridgeInterface or InterfaceNamePrefix")
-	text(fs, &kp.DetectLocal.BridgeInterface, "pod-bridge-interface", "bridge of the pods, in mode BridgeInterface")
+		"how to recognise traffic from pods: ClusterCIDR, NodeCIDR, BridgeInterface or InterfaceNamePrefix")
+	text(fs, &kp.DetectLocal.BridgeInterface, "pod-bridge-interface", "bridge of the pods, for --detect-local-mode=BridgeInterface")
 	text(fs, &kp.DetectLocal.InterfaceNamePrefix, "pod-interface-name-prefix",
-		"what the names of the pods' interfaces begin with, in mode InterfaceNamePrefix")
+		"prefix of the names of the pods' interfaces, for --detect-local-mode=InterfaceNamePrefix")
 	fs.StringSliceVar(&kp.NodePortAddresses, "nodeport-addresses", kp.NodePortAddresses,
 		"ranges of the node's addresses where node ports answer, or \"primary\" for those of its Node object; by default all")
 	fs.BoolVar(&kp.IPTables.MasqueradeAll, "masquerade-all", kp.IPTables.MasqueradeAll, "masquerade all traffic to cluster IPs")
@@ -182,19 +182,19 @@ func (v *values) ruleFlags(fs *pflag.FlagSet) {
 		"reset TCP connections to endpoints that are gone, unless a Service's annotation nodeproxy.io/reset-tcp says otherwise "+
 			"(mode iptables)")
 	period := &kp.IPTables.MinSyncPeriod.Duration
-	fs.DurationVar(period, "min-sync-period", *period, "least time between two changes of the rules; 0 for none")
+	fs.DurationVar(period, "min-sync-period", *period, "minimum time between two changes of the rules; 0 for none")
 	fs.DurationVar(period, "iptables-min-sync-period", *period, "same as --min-sync-period")
 	fs.DurationVar(&kp.IPTables.SyncPeriod.Duration, "iptables-sync-period", kp.IPTables.SyncPeriod.Duration,
-		"time after which the kernel is looked through even if nothing changed")
+		"how often the kernel is compared with what it should hold, even if nothing changed")
 	fs.Var(cliflag.NewMapStringBool(&kp.FeatureGates), "feature-gates",
-		"name=true or false of kube-proxy's feature gates; AllowServiceExternalIPs=false leaves spec.externalIPs out")
+		"kube-proxy's feature gates, as NAME=true or NAME=false; AllowServiceExternalIPs=false ignores spec.externalIPs")
 }
 
 // serverFlags are about the process and its HTTP endpoints.
 func (v *values) serverFlags(fs *pflag.FlagSet) {
 	kp := &v.kp
-	text(fs, &kp.BindAddress, "bind-address", "what to take for the node's own address, unless it is 0.0.0.0 or ::")
-	fs.BoolVar(&kp.BindAddressHardFail, "bind-address-hard-fail", kp.BindAddressHardFail, "end if an address can't be bound")
+	text(fs, &kp.BindAddress, "bind-address", "the node's own address; 0.0.0.0 or :: to find it out")
+	fs.BoolVar(&kp.BindAddressHardFail, "bind-address-hard-fail", kp.BindAddressHardFail, "exit if the health check or metrics server can't listen at its address")
 	text(fs, &kp.HealthzBindAddress, "healthz-bind-address", "IP and port of the health check server; empty for none")
 	text(fs, &kp.MetricsBindAddress, "metrics-bind-address", "IP and port of the metrics server; empty for none")
 	fs.Int32Var(&v.own.healthzPort, "healthz-port", v.own.healthzPort, "deprecated: see --healthz-bind-address")
@@ -202,12 +202,12 @@ func (v *values) serverFlags(fs *pflag.FlagSet) {
 	fs.BoolVar(&kp.EnableProfiling, "profiling", kp.EnableProfiling, "serve /debug/pprof")
 	text(fs, &kp.ShowHiddenMetricsForVersion, "show-hidden-metrics-for-version", "no effect: no metric is hidden")
 	fs.Int32Var(kp.OOMScoreAdj, "oom-score-adj", *kp.OOMScoreAdj,
-		"how ready the kernel is to kill this process when memory runs out, -1000 to 1000")
+		"oom_score_adj of this process: how readily the kernel kills it when memory runs out, -1000 to 1000")
 	fs.Int32Var(&v.own.serviceMetrics, "service-metrics", v.own.serviceMetrics,
-		"for how many ports of Services at most there are metrics of traffic; 0 for none, -1 for 1000 in mode ipvs and none in mode "+
+		"maximum number of Service ports with traffic metrics; 0 for none, -1 for 1000 in mode ipvs and none in mode "+
 			"iptables, where reading them takes up to a second with 10,000 Services")
 	text(fs, &v.own.sysctlDir, "sysctl-dir",
-		"where to write kernel settings; in a container that is not privileged, where the node's /proc/sys/net is mounted at DIR/net")
+		"directory to write sysctls below; in an unprivileged container, DIR where the node's /proc/sys/net is mounted at DIR/net")
 	_ = fs.MarkHidden("healthz-port")
 	_ = fs.MarkHidden("metrics-port")
 }
@@ -215,44 +215,44 @@ func (v *values) serverFlags(fs *pflag.FlagSet) {
 func (v *values) conntrackFlags(fs *pflag.FlagSet) {
 	c := &v.kp.Conntrack
 	fs.Int32Var(c.MaxPerCore, "conntrack-max-per-core", *c.MaxPerCore,
-		"connections to track for each CPU core; 0 leaves the kernel's limit as it is")
-	fs.Int32Var(c.Min, "conntrack-min", *c.Min, "connections to track at least, however few the cores")
+		"maximum number of tracked connections per CPU core; 0 leaves the kernel's limit as it is")
+	fs.Int32Var(c.Min, "conntrack-min", *c.Min, "maximum number of tracked connections, at least, however few the cores")
 	fs.DurationVar(&c.TCPEstablishedTimeout.Duration, "conntrack-tcp-timeout-established", c.TCPEstablishedTimeout.Duration,
 		"how long to remember idle TCP connections; 0 leaves the kernel's setting as it is")
 	fs.DurationVar(&c.TCPCloseWaitTimeout.Duration, "conntrack-tcp-timeout-close-wait", c.TCPCloseWaitTimeout.Duration,
-		"the same for those in state CLOSE_WAIT")
-	fs.BoolVar(&c.TCPBeLiberal, "conntrack-tcp-be-liberal", c.TCPBeLiberal, "let packets out of the TCP window pass")
+		"how long to remember TCP connections in state CLOSE_WAIT; 0 leaves the kernel's setting as it is")
+	fs.BoolVar(&c.TCPBeLiberal, "conntrack-tcp-be-liberal", c.TCPBeLiberal, "accept packets outside the TCP window (sysctl nf_conntrack_tcp_be_liberal)")
 	fs.DurationVar(&c.UDPTimeout.Duration, "conntrack-udp-timeout", c.UDPTimeout.Duration,
-		"how long to remember UDP packets without an answer; 0 leaves the kernel's setting as it is")
+		"how long to remember UDP flows without an answer; 0 leaves the kernel's setting as it is")
 	fs.DurationVar(&c.UDPStreamTimeout.Duration, "conntrack-udp-timeout-stream", c.UDPStreamTimeout.Duration,
-		"the same for those with one")
+		"how long to remember UDP flows with packets in both directions; 0 leaves the kernel's setting as it is")
 }
 
 func (v *values) ipvsFlags(fs *pflag.FlagSet) {
 	c := &v.kp.IPVS
 	const in = " (mode ipvs)"
 	fs.DurationVar(&c.SyncPeriod.Duration, "ipvs-sync-period", c.SyncPeriod.Duration,
-		"time after which the kernel is looked through even if nothing changed"+in)
+		"how often the kernel is compared with what it should hold, even if nothing changed"+in)
 	fs.DurationVar(&c.MinSyncPeriod.Duration, "ipvs-min-sync-period", c.MinSyncPeriod.Duration,
-		"least time between two changes"+in)
-	text(fs, &c.Scheduler, "ipvs-scheduler", "how to choose an endpoint"+in)
+		"minimum time between two changes"+in)
+	text(fs, &c.Scheduler, "ipvs-scheduler", "IPVS scheduler, which chooses an endpoint; rr if empty"+in)
 	fs.StringSliceVar(&c.ExcludeCIDRs, "ipvs-exclude-cidrs", c.ExcludeCIDRs, "ranges whose virtual servers are left alone"+in)
 	fs.BoolVar(&c.StrictARP, "ipvs-strict-arp", c.StrictARP, "set arp_ignore to 1 and arp_announce to 2"+in)
 	fs.DurationVar(&c.TCPTimeout.Duration, "ipvs-tcp-timeout", c.TCPTimeout.Duration,
 		"how long to remember idle TCP connections; 0 leaves the kernel's setting as it is"+in)
-	fs.DurationVar(&c.TCPFinTimeout.Duration, "ipvs-tcpfin-timeout", c.TCPFinTimeout.Duration, "the same after a FIN"+in)
-	fs.DurationVar(&c.UDPTimeout.Duration, "ipvs-udp-timeout", c.UDPTimeout.Duration, "the same for UDP"+in)
+	fs.DurationVar(&c.TCPFinTimeout.Duration, "ipvs-tcpfin-timeout", c.TCPFinTimeout.Duration, "how long to remember TCP connections after a FIN; 0 leaves the kernel's setting as it is"+in)
+	fs.DurationVar(&c.UDPTimeout.Duration, "ipvs-udp-timeout", c.UDPTimeout.Duration, "how long to remember UDP flows; 0 leaves the kernel's setting as it is"+in)
 	text(fs, &v.own.ipvsVIPs, "ipvs-vips",
-		"routes for one local route of each range of cluster IPs that is known, addresses for an address of each Service"+in)
+		"how addresses of Services become local: routes for one local route per range of cluster IPs, addresses for one address per Service"+in)
 	fs.DurationVar(&v.own.ipvsGrace, "ipvs-graceful-period", v.own.ipvsGrace,
-		"how long connections are left to an endpoint that no EndpointSlice lists any more"+in)
+		"how long connections may last to an endpoint that no EndpointSlice lists any more"+in)
 }
 
 func (v *values) logFlags(fs *pflag.FlagSet) {
 	c := &v.kp.Logging
 	text(fs, &v.own.logLevel, "log-level", "what to log: debug, info, warn or error")
 	fs.Uint32VarP((*uint32)(&c.Verbosity), "v", "v", uint32(c.Verbosity),
-		"kube-proxy's log level: 4 and more is --log-level=debug")
+		"kube-proxy's log level: 4 or more means --log-level=debug")
 	text(fs, &c.Format, "logging-format", "how to write the log: text or json")
 	fs.DurationVar(&c.FlushFrequency.Duration.Duration, "log-flush-frequency", c.FlushFrequency.Duration.Duration,
 		"no effect: the log is not buffered")

@@ -234,7 +234,7 @@ func TestFindings(t *testing.T) {
 		{"clusterCIDR: 10.0.0.0/8", "--detect-local-mode=NodeCIDR", []string{"note: FILE:3: clusterCIDR: not used with " +
 			"--detect-local-mode=NodeCIDR; traffic of pods is recognised without it"}},
 		{"clusterCIDR: 10.0.0.0/8", "--cluster-cidr=11.0.0.0/8", []string{"problem: FILE:3: clusterCIDR: 10.0.0.0/8 here, " +
-			"11.0.0.0/8 by --cluster-cidr; the flag goes before the file"}},
+			"11.0.0.0/8 by --cluster-cidr; the flag overrides the file"}},
 		{"clusterCIDR: 10.0.0.0/8\niptables:\n  masqueradeBit: 4", "--iptables-masquerade-bit=4", nil},
 		{"clusterCIDR: 10.0.0.0/8\nhostnameOverride: ''", "--hostname-override=x", nil},
 		{"clusterCIDR: 10.0.0.0/8\nclientConnection: {kubeconfig: k}", "", []string{"problem: FILE:4: " +
@@ -261,11 +261,11 @@ func TestFindings(t *testing.T) {
 	}
 }
 
-// TestLogLevelOverVerbosity: --log-level goes before the file's logging.verbosity, as every flag goes before the file, and that is
-// told; -v on the command line counts beside it.
+// TestLogLevelOverVerbosity: --log-level overrides the file's logging.verbosity, as every flag overrides the file, and a
+// finding says so; -v on the command line counts beside it.
 func TestLogLevelOverVerbosity(t *testing.T) {
 	t.Parallel()
-	const overridden = "logging.verbosity: 4 here, 0 by --log-level; the flag goes before the file"
+	const overridden = "logging.verbosity: 4 here, 0 by --log-level; the flag overrides the file"
 	for _, tc := range []struct {
 		file string
 		args []string

@@ -46,7 +46,7 @@ func (e *Effective) findings() []source.Finding {
 	for _, field := range e.saidFields() {
 		if o, ok := e.overridden(field); ok {
 			out = append(out, source.Finding{Severity: source.Problem, Where: e.doc.at(field), Field: field,
-				Detail: fmt.Sprintf("%s here, %s by %s", o.file, o.flag, e.given[field]), Effect: "the flag goes before the file"})
+				Detail: fmt.Sprintf("%s here, %s by %s", o.file, o.flag, e.given[field]), Effect: "the flag overrides the file"})
 		}
 		if detail, effect := e.gap(field); detail != "" {
 			out = append(out, e.finding(source.Problem, field, detail, effect))

@@ -84,7 +84,7 @@ func TestReloadLeaksNothing(t *testing.T) {
 			t.Helper()
 			line := len(c.Log())
 			c.write(t, text)
-			must(t, c.WaitForAfter(line, harness.StartupTimeout, "what was in force stays so", says))
+			must(t, c.WaitForAfter(line, harness.StartupTimeout, "the former configuration stays in force", says))
 		}
 		reload := func(i int) {
 			t.Helper()

@@ -148,7 +148,7 @@ func TestBadConfigurations(t *testing.T) {
 		} {
 			line := len(c.Log())
 			c.write(t, tc.text)
-			if err := c.WaitForAfter(line, 10*time.Second, "level=ERROR", "what was in force stays so", tc.says); err != nil {
+			if err := c.WaitForAfter(line, 10*time.Second, "level=ERROR", "the former configuration stays in force", tc.says); err != nil {
 				t.Errorf("%s: %v", tc.name, err)
 			}
 			eventually(t, tc.name+" is counted", rejected("1"))

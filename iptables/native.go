@@ -33,7 +33,11 @@ type NativeRules struct {
 
 // String says what was found, for people.
 func (n NativeRules) String() string {
-	return fmt.Sprintf("%s hold rules that only nft can read, so iptables-save shows nothing of the table", chainList(n.Chains))
+	verb := "hold"
+	if len(n.Chains) == 1 {
+		verb = "holds"
+	}
+	return fmt.Sprintf("%s %s rules that only nft can read, so iptables-save shows nothing of the table", chainList(n.Chains), verb)
 }
 
 // chainList is such as "chains INPUT and OUTPUT".

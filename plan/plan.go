@@ -173,7 +173,7 @@ func (f Frontend) Compare(o Frontend) int {
 	)
 }
 
-// Shadowed is a frontend that a ServicePort asks for but does not get, because another one has the better right to it.
+// Shadowed is a frontend that a ServicePort asks for but does not get, because another one takes precedence.
 type Shadowed struct {
 	Frontend Frontend
 	Owner    Key
@@ -377,7 +377,7 @@ func (p *Plan) Adds(changed Keys, family Family, before map[Key]*ServicePort) bo
 }
 
 // ErrPartial is why the kernel is not changed from another mode's objects to this one's while not all ServicePorts are known.
-var ErrPartial = errors.New("another mode's rules are in force here, and not everything is known yet that they are for: they stay until it is")
+var ErrPartial = errors.New("the rules of another proxy mode are in force here and stay until all objects have been read, as they may serve some that are not known yet")
 
 // Set puts a ServicePort in, in place of the one that had its key.
 func (p *Plan) Set(sp *ServicePort) {

@@ -270,7 +270,7 @@ func frontends(svc *v1.Service, addrs addresses, port v1.ServicePort, family pla
 		out = append(out, plan.Frontend{Kind: plan.HealthCheckNodePort, Protocol: plan.TCP, Port: uint16(svc.Spec.HealthCheckNodePort)})
 	}
 	slices.SortFunc(out, plan.Frontend.Compare)
-	// An address listed twice, be it as two kinds, is one frontend: of the kind with the better right to it.
+	// An address listed twice, be it as two kinds, is one frontend: of the kind that takes precedence.
 	var unique []plan.Frontend
 	for _, fe := range out {
 		if !slices.ContainsFunc(unique, func(u plan.Frontend) bool { return claimOf(u, family) == claimOf(fe, family) }) {

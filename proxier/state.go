@@ -324,7 +324,7 @@ func (s *State) resetTCP(spec *portSpec) bool {
 func (s *State) tellShadowed(sp *plan.ServicePort) {
 	f := &findings{object: "Service " + sp.Key.Service.String()}
 	for _, sh := range sp.Shadowed {
-		f.problem(portField(sp.Key), "this frontend goes to "+sh.Owner.String(), "%s is also claimed by %s, which has the better right to it",
+		f.problem(portField(sp.Key), sh.Owner.String()+" gets the traffic", "%s is also claimed by %s, which takes precedence",
 			sh.Frontend, sh.Owner)
 	}
 	s.tell("shadowed "+sp.Key.String(), f.list)

@@ -229,7 +229,7 @@ func toSay(b source.Batch) map[subject]bool {
 	for key, sp := range p.Services {
 		for _, sh := range sp.Shadowed {
 			out[subject{key, fmt.Sprintf(
-				"Service %s: spec.ports[%s]: %s is also claimed by %s, which has the better right to it; this frontend goes to %s",
+				"Service %s: spec.ports[%s]: %s is also claimed by %s, which takes precedence; %s gets the traffic",
 				key.Service, key.Port, sh.Frontend, sh.Owner, sh.Owner)}] = true
 		}
 	}

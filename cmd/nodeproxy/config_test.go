@@ -37,11 +37,11 @@ portRange: 1-2
 	if err != nil {
 		t.Fatal(err)
 	}
-	line := "clusterCIDR: 11.0.0.0/8 # --cluster-cidr goes before " + path + ":3, which has 10.0.0.0/8\n"
+	line := "clusterCIDR: 11.0.0.0/8 # --cluster-cidr overrides " + path + ":3, which has 10.0.0.0/8\n"
 	if !strings.Contains(out, line) {
 		t.Errorf("there is no line %q in\n%s", line, out)
 	}
-	want := "problem: " + path + ":3: clusterCIDR: 10.0.0.0/8 here, 11.0.0.0/8 by --cluster-cidr; the flag goes before the file\n" +
+	want := "problem: " + path + ":3: clusterCIDR: 10.0.0.0/8 here, 11.0.0.0/8 by --cluster-cidr; the flag overrides the file\n" +
 		"problem: " + path + ":4: portRange: no effect: no ports are reserved; kube-proxy has no use for it either; it is ignored\n"
 	if errs != want {
 		t.Errorf("said\n%swant\n%s", errs, want)

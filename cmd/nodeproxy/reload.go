@@ -188,8 +188,8 @@ func (d *daemon) notInForce(why error) {
 	d.metrics.ConfigRejected(true)
 	if text := why.Error(); d.rejected != text {
 		d.rejected = text
-		d.log.Error("what was in force stays so", "error", why)
-		d.event("ConfigRejected", "ReloadConfig", text+"; what was in force stays so")
+		d.log.Error("the configuration file is not used; the former configuration stays in force", "error", why)
+		d.event("ConfigRejected", "ReloadConfig", text+"; the former configuration stays in force")
 	}
 }
 

@@ -76,7 +76,7 @@ func TestKubeconfigNotThere(t *testing.T) {
 	writeFile(t, file, configFor(missing))
 	eventually(t, "an event", func() bool { return len(cluster.notes("ConfigRejected")) > 0 })
 	for _, text := range []string{cluster.notes("ConfigRejected")[0], p.log.String()} {
-		if !strings.Contains(text, missing) || !strings.Contains(text, "what was in force stays so") {
+		if !strings.Contains(text, missing) || !strings.Contains(text, "the former configuration stays in force") {
 			t.Errorf("it is not told what is wrong: %s", text)
 		}
 	}

@@ -28,12 +28,13 @@ func renderCommand() *cobra.Command {
 		Use:   "render [FILE|DIRECTORY|-]",
 		Short: "Print the rules that run would make of manifests, or of a cluster",
 		Long: "render prints, as input for iptables-restore, the rules that run would make of the manifests. It needs no root and\n" +
-			"changes nothing. What there is to say about the objects goes to standard error. In mode ipvs, sections behind comment\n" +
-			"lines are input for ipset, ipvsadm, ip and iptables-restore.\n\n" +
+			"changes nothing. Notes and problems of the objects go to standard error. In mode ipvs each section begins with a comment\n" +
+			"that names the program whose input it is: ipset restore, ipvsadm --restore, ip -batch and iptables-restore. The section\n" +
+			"\"nftables by netlink\" describes in words what nodeproxy writes without a program.\n\n" +
 			"The manifests are those of the argument or of --manifests; - is standard input. Without either, with --kubeconfig or\n" +
 			"--master, the objects are read once from the API server.\n\n" +
 			"If a file can't be read, or an object has to be left out, render prints no rules and exits with code 1; with --lenient\n" +
-			"it prints those of all else.\n\n" +
+			"it prints the rules of everything else.\n\n" +
 			"With both families in one text, every rule begins with -4 or -6, so that iptables-restore and ip6tables-restore\n" +
 			"each take their own; --family=ipv4 or ipv6 prints one family without that.",
 		Args: func(_ *cobra.Command, args []string) error {
@@ -73,7 +74,7 @@ func renderCommand() *cobra.Command {
 				return err
 			}
 			if leftOut > 0 && !r.lenient {
-				return errors.New("some of the manifests can't be read or used, as told above; --lenient prints the rules of all else")
+				return errors.New("some manifests can't be read or used (see the problems above), so no rules are printed; --lenient prints those of all others")
 			}
 			_, err = fmt.Fprint(cmd.OutOrStdout(), text)
 			return err

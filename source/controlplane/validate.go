@@ -122,7 +122,7 @@ func (c *checker) endpointIP(field, text string) (netip.Addr, bool) {
 		return ip, false
 	}
 	if what := source.SpecialAddress(ip); what != "" {
-		c.refuse(field, "%s is %s; an endpoint or external IP may not be", ip, what)
+		c.refuse(field, "%s is %s, which neither an endpoint nor an external IP may be", ip, what)
 		return ip, false
 	}
 	return ip, true
