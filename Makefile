@@ -1,11 +1,12 @@
-# Everything here works as root on a Debian machine that has Go and make; what else is needed, "make deps" installs.
+# "make build", "make unit" and "make lint" need nothing but Go. The other targets work as root on a Debian machine; what else
+# they need, "make deps" installs.
 
 VERSION ?= $(shell git describe --tags --always --dirty 2>/dev/null || echo dev)
 BINARY  := bin/nodeproxy
 MODE    ?= iptables
 
 .DELETE_ON_ERROR:
-.PHONY: all build deps controlplane kernel guest deploytools neighbours unit race e2e test test-all test-hostile test-fresh lint bench bench-api bench-iptables bench-ipvs demo image \
+.PHONY: all build deps controlplane kernel guest deploytools neighbours unit integration race e2e test test-all test-hostile test-fresh lint bench bench-api bench-iptables bench-ipvs demo image \
 	fuzz soak clean
 
 all: build
@@ -40,9 +41,17 @@ neighbours: deps
 image: deps build
 	@VERSION=$(VERSION) hack/build-image
 
-# The inner loop: everything but packets. Needs root, for rules in namespaces of the tests' own.
-unit: deps kernel
-	go test $$(go list ./... | grep -v /e2e)
+# All packages but those that send packets through the whole program.
+PACKAGES = $$(go list ./... | grep -v /e2e)
+
+# The inner loop, in seconds: needs neither root nor any tool or feature of the kernel. NODEPROXY_UNIT skips the tests that do (see
+# internal/nstest/unit.go), and -short has property tests try a fifth of the examples.
+unit:
+	NODEPROXY_UNIT=1 go test -short $(PACKAGES)
+
+# The same tests whole, and those that need the kernel: as root, in network namespaces of their own.
+integration: deps kernel guest
+	go test -timeout 10m $(PACKAGES)
 
 # The parts with concurrency, under the race detector.
 race: deps
@@ -62,7 +71,7 @@ test: deps
 	hack/unchanged $(MAKE) test-all
 
 test-all: deps build lint controlplane kernel guest deploytools neighbours
-	go test -count=1 -timeout 10m $$(go list ./... | grep -v /e2e)
+	go test -count=1 -timeout 10m $(PACKAGES)
 	$(MAKE) race
 	NODEPROXY_BIN=$(CURDIR)/$(BINARY) go test -count=1 -timeout 29m -v ./e2e/... | hack/quiet
 	$(MAKE) test-hostile

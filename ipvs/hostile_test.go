@@ -10,6 +10,7 @@ import (
 
 	"pgregory.net/rapid"
 
+	"nodeproxy/internal/nstest"
 	"nodeproxy/ipvs"
 	"nodeproxy/plan"
 	"nodeproxy/proxier"
@@ -79,6 +80,7 @@ func acceptRules(f plan.Family, rules string) error {
 
 // FuzzRender: whatever an API server or a manifest says, what is rendered of it is only what mode ipvs consists of.
 func FuzzRender(f *testing.F) {
+	nstest.NeedKernel(f)
 	f.Add([]byte(strings.Repeat("seed of objects ", 512)))
 	word := rapid.OneOf(rapid.SampledFrom(sourcetest.Words), rapid.String())
 	f.Fuzz(rapid.MakeFuzz(func(t *rapid.T) {
@@ -99,6 +101,7 @@ func TestHostileObjects(t *testing.T) {
 			different[family][renderHostile(t, rapid.SampledFrom(sourcetest.Words), family)] = true
 		}
 	})
+	nstest.NeedKernel(t)
 	for family, all := range different {
 		for rules := range all {
 			if err := acceptRules(family, rules); err != nil {

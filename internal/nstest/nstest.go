@@ -18,6 +18,7 @@ import (
 // with the test. Programs that the test starts, and sockets that it makes, are in it; those of goroutines that it starts are not.
 func Enter(t testing.TB) {
 	t.Helper()
+	NeedKernel(t)
 	if err := enter(); err != nil {
 		t.Fatal(err)
 	}
@@ -26,6 +27,7 @@ func Enter(t testing.TB) {
 // Run runs f like a test that enters a namespace, on a thread of its own. f must not end the test.
 func Run(t testing.TB, f func()) {
 	t.Helper()
+	NeedKernel(t)
 	done := make(chan error, 1)
 	go func() {
 		defer close(done)
@@ -53,6 +55,7 @@ func Process(t *testing.T) bool {
 		return true
 	}
 	t.Parallel()
+	NeedKernel(t)
 	cmd := exec.Command("/proc/self/exe", "-test.run=^"+t.Name()+"$", "-test.timeout=60s", "-test.v")
 	cmd.Env = append(os.Environ(), inside+"=yes")
 	cmd.SysProcAttr = &syscall.SysProcAttr{Cloneflags: syscall.CLONE_NEWNET, Pdeathsig: syscall.SIGKILL}

@@ -27,6 +27,7 @@ func TestNothingIsInherited(t *testing.T) {
 	if runtime.GOARCH != "amd64" {
 		t.Skip("the test kernel is for x86-64")
 	}
+	NeedKernel(t)
 	if os.Getenv(inGuest) == "" {
 		program, err := os.Executable()
 		if err != nil {
@@ -70,6 +71,7 @@ func TestNothingIsInherited(t *testing.T) {
 
 // TestHostileSettings: with hostile settings too, a namespace for tests has the kernel's defaults, and it did have others.
 func TestHostileSettings(t *testing.T) {
+	NeedKernel(t)
 	if os.Getenv(Variable) == "" {
 		cmd := exec.Command(os.Args[0], "-test.run=^"+t.Name()+"$", "-test.v")
 		cmd.Env = append(os.Environ(), Variable+"=hostile")

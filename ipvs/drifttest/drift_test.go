@@ -50,24 +50,17 @@ type lab struct {
 // that f starts inherit it; goroutines do not.
 func inLab(t testing.TB, v iptables.Variant, n int, o ipvs.Options, f func(l *lab)) {
 	t.Helper()
-	done := make(chan error, 1)
-	go func() {
-		defer close(done)
-		runtime.LockOSThread() // Never unlocked: the namespace goes with the thread.
-		ns, err := netns.New()
+	nstest.Run(t, func() {
+		ns, err := netns.Get()
 		if err != nil {
-			done <- err
+			t.Error(err)
 			return
 		}
 		defer ns.Close()
-		if err := nstest.Reset(); err != nil {
-			done <- err
-			return
-		}
 		l := &lab{t: t, variant: v, ns: ns, plan: plantest.Large(n, 2), seen: make(chan string, 1000)}
 		l.plan.Settings.ServiceCIDRs = []netip.Prefix{netip.MustParsePrefix("10.96.0.0/12")}
 		if err := l.start(o); err != nil {
-			done <- err
+			t.Error(err)
 			return
 		}
 		ctx, cancel := context.WithCancel(context.Background())
@@ -80,16 +73,10 @@ func inLab(t testing.TB, v iptables.Variant, n int, o ipvs.Options, f func(l *la
 			}
 		})
 		f(l)
-	}()
-	if err := <-done; err != nil {
-		t.Fatal(err)
-	}
+	})
 }
 
 func (l *lab) start(o ipvs.Options) (err error) {
-	if err := exec.Command("ip", "link", "set", "lo", "up").Run(); err != nil {
-		return err
-	}
 	o.MasqueradeBit = iptables.DefaultMasqueradeBit
 	l.backend, err = ipvs.New(ipvs.Config{
 		Options: o, Variant: l.variant, Families: []plan.Family{plan.IPv4, plan.IPv6}, Log: slog.New(slog.DiscardHandler),

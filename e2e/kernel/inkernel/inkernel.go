@@ -12,18 +12,21 @@ import (
 	"strings"
 	"syscall"
 	"testing"
+
+	"nodeproxy/internal/nstest"
 )
 
 // variable is set for the copy of a test binary that runs on the test kernel. It runs the tests whatever it finds there.
 const variable = "NODEPROXY_INKERNEL"
 
 // Main runs a package's tests on a kernel with IPVS: it starts the test binary a second time, with the same arguments, by
-// e2e/kernel/run. A TestMain ends with os.Exit(inkernel.Main(m)).
+// e2e/kernel/run. If only tests without the kernel are to run, it runs them right here, and nstest skips the others. A
+// TestMain ends with os.Exit(inkernel.Main(m)).
 func Main(m *testing.M) int { return Run(m.Run) }
 
 // Run is Main for a package that does more than to run its tests.
 func Run(tests func() int) int {
-	if os.Getenv(variable) != "" {
+	if os.Getenv(variable) != "" || nstest.UnitOnly() {
 		return tests()
 	}
 	module, err := moduleRoot()
