@@ -134,6 +134,16 @@ type Settings struct {
 
 var loopback4 = netip.MustParsePrefix("127.0.0.0/8")
 
+// NodePortsAnswer reports whether node ports answer at an address of a node, if it is one.
+func (s Settings) NodePortsAnswer(node Node, a netip.Addr) bool {
+	f := FamilyOf(a)
+	if a.IsLoopback() && !s.LocalhostReachable(f) {
+		return false
+	}
+	return s.NodePortAddresses.All(f) ||
+		slices.ContainsFunc(s.NodePortAddresses.Ranges(f, node), func(r netip.Prefix) bool { return r.Contains(a) })
+}
+
 // LocalhostReachable reports whether node ports of this family answer on the loopback addresses.
 func (s Settings) LocalhostReachable(f Family) bool {
 	if f != IPv4 || !s.LocalhostNodePorts || s.NodePortAddresses.Primary {

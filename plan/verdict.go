@@ -165,17 +165,11 @@ func (e *Evaluator) nodePort(pkt Packet, m match) Verdict {
 
 // nodePortsAnswer reports whether node ports answer at an address of this node, and why not.
 func (p *Plan) nodePortsAnswer(dst netip.Addr) (bool, string) {
-	f := FamilyOf(dst)
-	if dst.IsLoopback() && !p.Settings.LocalhostReachable(f) {
-		return false, fmt.Sprintf("node ports do not answer on the loopback address %s", dst)
-	}
-	if p.Settings.NodePortAddresses.All(f) {
+	switch {
+	case p.Settings.NodePortsAnswer(p.Node, dst):
 		return true, ""
-	}
-	for _, r := range p.Settings.NodePortAddresses.Ranges(f, p.Node) {
-		if r.Contains(dst) {
-			return true, ""
-		}
+	case dst.IsLoopback() && !p.Settings.LocalhostReachable(FamilyOf(dst)):
+		return false, fmt.Sprintf("node ports do not answer on the loopback address %s", dst)
 	}
 	return false, fmt.Sprintf("%s is not among the addresses that node ports answer at", dst)
 }

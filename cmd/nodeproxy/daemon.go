@@ -17,6 +17,7 @@ import (
 	"nodeproxy/config"
 	"nodeproxy/iptables"
 	"nodeproxy/ipvs"
+	"nodeproxy/kernel/conntrack"
 	"nodeproxy/metrics"
 	"nodeproxy/node/flows"
 	"nodeproxy/node/health"
@@ -212,7 +213,7 @@ func (d *daemon) build(services *health.Services) error {
 
 // trackConnections makes the kernel track connections as configured.
 func trackConnections(cfg *config.Config, report source.Report) {
-	for _, u := range flows.Sysctls(cfg.Conntrack).Apply(cfg.SysctlDir) {
+	for _, u := range conntrack.Sysctls(cfg.Conntrack).Apply(cfg.SysctlDir) {
 		report(source.Finding{
 			Severity: source.Problem, Field: u.Field, Detail: u.Error(), Effect: "connections are tracked by what is in force",
 		})

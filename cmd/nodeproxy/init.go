@@ -7,7 +7,7 @@ import (
 	"nodeproxy/config"
 	"nodeproxy/iptables"
 	"nodeproxy/ipvs"
-	"nodeproxy/node/flows"
+	"nodeproxy/kernel/conntrack"
 	"nodeproxy/plan"
 )
 
@@ -16,7 +16,7 @@ import (
 // without it, as in a run: an init container that fails keeps the node from having a proxy at all. It does not wait for another
 // proxy, since it takes nothing from any.
 func initOnly(ctx context.Context, cfg *config.Config, log *slog.Logger) error {
-	for _, u := range flows.Sysctls(cfg.Conntrack).Apply(cfg.SysctlDir) {
+	for _, u := range conntrack.Sysctls(cfg.Conntrack).Apply(cfg.SysctlDir) {
 		log.Warn("connections are tracked by what is in force", "field", u.Field, "error", u.Error())
 	}
 	switch {

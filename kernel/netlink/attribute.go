@@ -193,3 +193,29 @@ func Family(f plan.Family) uint8 {
 	}
 	return unix.AF_INET
 }
+
+// Protocol returns the number of a protocol in IP headers.
+func Protocol(p plan.Protocol) uint8 {
+	switch p {
+	case plan.TCP:
+		return unix.IPPROTO_TCP
+	case plan.UDP:
+		return unix.IPPROTO_UDP
+	case plan.SCTP:
+		return unix.IPPROTO_SCTP
+	}
+	return 0
+}
+
+// ProtocolOf returns the protocol with a number in IP headers; "" for one that no Service has.
+func ProtocolOf(number uint8) plan.Protocol {
+	switch number {
+	case unix.IPPROTO_TCP:
+		return plan.TCP
+	case unix.IPPROTO_UDP:
+		return plan.UDP
+	case unix.IPPROTO_SCTP:
+		return plan.SCTP
+	}
+	return ""
+}

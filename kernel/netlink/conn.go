@@ -4,8 +4,9 @@
 // It exists since neither of the libraries for this serves without loss. Both send a second request only after they have read the
 // answer to the first, or (mdlayher/netlink) return an error without the sequence number by which it could be assigned to one of
 // several requests, and without the request in which ipset notes the entry that it refused; a batch of 3,000 changes of IPVS would be
-// 3,000 round trips instead of 15. And mdlayher/netlink keeps all of a dump in memory and does not say that it was interrupted.
-// Lists of links, addresses and routes, which are short, are left to vishvananda/netlink (kernel/host).
+// 3,000 round trips instead of 15. mdlayher/netlink keeps all of a dump in memory and does not say that it was interrupted;
+// vishvananda/netlink copies each part. To dump 100,000 tracked flows takes the same time with all three, most of it in the kernel,
+// and 0.2 MB of memory here, 34 MB with vishvananda/netlink and 63 MB with mdlayher/netlink. Lists of links, addresses and routes, which are short, are left to vishvananda/netlink (kernel/host).
 package netlink
 
 import (
@@ -41,7 +42,7 @@ func Dial(protocol int) (*Conn, error) {
 }
 
 // NewConn returns a Conn that uses a socket.
-func NewConn(s Socket) *Conn { return &Conn{socket: s, in: make([]byte, longest)} }
+func NewConn(s Socket) *Conn { return &Conn{socket: s} }
 
 // Close closes the socket.
 func (c *Conn) Close() error { return c.socket.Close() }
@@ -201,6 +202,9 @@ func (c *Conn) drain() error {
 
 // receive waits for messages, and calls each with those of the kernel.
 func (c *Conn) receive(each func(h Header, body []byte)) error {
+	if c.in == nil {
+		c.in = make([]byte, longest)
+	}
 	n, err := c.socket.Receive(c.in)
 	if err == nil {
 		err = Messages(c.in[:n], func(h Header, body []byte) {

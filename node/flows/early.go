@@ -3,6 +3,8 @@ package flows
 import (
 	"slices"
 
+	"nodeproxy/kernel/conntrack"
+	"nodeproxy/kernel/host"
 	"nodeproxy/plan"
 )
 
@@ -74,14 +76,14 @@ func tcpFrontends(sp *plan.ServicePort) []frontend {
 
 // tooEarly reports whether a flow is a TCP connection that waits for its first answer, and that was not translated though its
 // destination is a frontend with endpoints. To take such a flow away loses nothing: the client's next SYN begins it anew.
-func (x *index) tooEarly(f *flow, own *addresses) bool {
-	if f.protocol != protoTCP || !f.synSent || f.replied || f.zone || f.translated() {
+func (x *index) tooEarly(f *conntrack.Flow, own *host.Local) bool {
+	if f.Protocol != protoTCP || !f.SynSent || f.Replied || f.Zoned || f.Translated() {
 		return false
 	}
-	at := frontend{f.dst.Addr(), protoTCP, f.dst.Port()}
+	at := frontend{f.Dst.Addr(), protoTCP, f.Dst.Port()}
 	if _, ok := x.early.owners[at]; ok {
 		return true
 	}
-	_, ok := x.early.owners[frontend{anyAddr(f.family), protoTCP, at.port}]
+	_, ok := x.early.owners[frontend{anyAddr(f.Family), protoTCP, at.port}]
 	return ok && x.answers(own, at.addr)
 }

@@ -7,11 +7,14 @@ import (
 	"time"
 
 	"nodeproxy/internal/nstest"
+	"nodeproxy/kernel/conntrack"
+	"nodeproxy/kernel/conntrack/conntracktest"
 	"nodeproxy/plan"
 )
 
 // States of TCP connections, as in linux/netfilter/nf_conntrack_tcp.h.
 const (
+	tcpSynSent     = 1
 	tcpSynRecv     = 2
 	tcpEstablished = 3
 	tcpTimeWait    = 7
@@ -22,28 +25,28 @@ func earlyFlows(a addressesOf) states {
 	const sent, established = tcpSynSent, tcpEstablished
 	var s states
 	for _, dst := range []string{a.clusterIP + ":80", a.lb + ":80", a.external + ":80", a.node + ":30080"} {
-		s.goes = append(s.goes, entry{dst: dst, state: sent}, entry{dst: dst, state: sent, to: a.masquerade})
+		s.goes = append(s.goes, entry{Dst: dst, State: sent}, entry{Dst: dst, State: sent, To: a.masquerade})
 		s.stay = append(s.stay,
-			entry{dst: dst, state: sent, from: a.one + ":5353"},                       // translated, and not answered yet
-			entry{dst: dst, state: sent, from: a.one + ":5353", to: a.masquerade},     // the same, masqueraded
-			entry{dst: dst, state: tcpSynRecv, replied: true},                         // answered
-			entry{dst: dst, state: established, replied: true},                        // open
-			entry{dst: dst, state: established},                                       // the kernel saw one direction of it only
-			entry{dst: dst, state: tcpTimeWait, replied: true},                        // over
-			entry{dst: dst, state: established, from: a.one + ":5353", replied: true}, // to an endpoint
-			entry{dst: dst, state: sent, zone: 7},                                     // another zone's
+			entry{Dst: dst, State: sent, From: a.one + ":5353"},                       // translated, and not answered yet
+			entry{Dst: dst, State: sent, From: a.one + ":5353", To: a.masquerade},     // the same, masqueraded
+			entry{Dst: dst, State: tcpSynRecv, Replied: true},                         // answered
+			entry{Dst: dst, State: established, Replied: true},                        // open
+			entry{Dst: dst, State: established},                                       // the kernel saw one direction of it only
+			entry{Dst: dst, State: tcpTimeWait, Replied: true},                        // over
+			entry{Dst: dst, State: established, From: a.one + ":5353", Replied: true}, // to an endpoint
+			entry{Dst: dst, State: sent, Zone: 7},                                     // another zone's
 		)
 	}
 	s.stay = append(s.stay,
-		entry{dst: a.clusterIP + ":81", state: sent},   // another port
-		entry{dst: a.unused + ":80", state: sent},      // another address
-		entry{dst: a.other + ":30080", state: sent},    // a host elsewhere, at the number of a node port
-		entry{dst: a.loopback + ":30080", state: sent}, // no node port answers there
-		entry{dst: a.two + ":8443", state: sent},       // a frontend without endpoints
+		entry{Dst: a.clusterIP + ":81", State: sent},   // another port
+		entry{Dst: a.unused + ":80", State: sent},      // another address
+		entry{Dst: a.other + ":30080", State: sent},    // a host elsewhere, at the number of a node port
+		entry{Dst: a.loopback + ":30080", State: sent}, // no node port answers there
+		entry{Dst: a.two + ":8443", State: sent},       // a frontend without endpoints
 	)
 	for _, list := range [][]entry{s.goes, s.stay} {
 		for i := range list {
-			list[i].protocol = protoTCP
+			list[i].Protocol = protoTCP
 		}
 	}
 	s.goes, s.stay = fromPort(a.client, s.goes, 1000), fromPort(a.client, s.stay, 2000)
@@ -113,8 +116,8 @@ func TestEarlyConnectionWhoseServiceGoes(t *testing.T) {
 	one := service("one", plan.TCP, "10.96.0.10:80", "10.244.1.1:80")
 	x.early.set(one.Key, one)
 	at := frontendsOf(one)[0]
-	f := flow{family: plan.IPv4, protocol: protoTCP, synSent: true, dst: netip.MustParseAddrPort("10.96.0.10:80"),
-		from: netip.MustParseAddrPort("10.96.0.10:80")}
+	f := conntrack.Flow{Family: plan.IPv4, Protocol: protoTCP, SynSent: true, Dst: netip.MustParseAddrPort("10.96.0.10:80"),
+		From: netip.MustParseAddrPort("10.96.0.10:80")}
 	two := service("two", plan.TCP, "10.96.0.10:80", "10.244.1.1:80")
 	if opened := x.early.set(two.Key, two); len(opened) != 1 {
 		t.Errorf("a frontend changes hands: opened %v", opened)
@@ -133,17 +136,13 @@ func TestEarlyConnectionWhoseServiceGoes(t *testing.T) {
 // those only that may have to go.
 func TestEarlyScale(t *testing.T) {
 	nstest.Run(t, func() {
-		most, err := readNumber("/proc/sys/net/netfilter/nf_conntrack_max")
-		if err != nil {
-			t.Error(err)
-			return
-		}
+		most := readNumber(t, "nf_conntrack_max")
 		n := min(100_000, most/4*3)
-		fill(t, entry{protocol: protoTCP, dst: "203.0.113.5:443", state: tcpEstablished, replied: true}, n)
+		fill(t, entry{Protocol: protoTCP, Dst: "203.0.113.5:443", State: tcpEstablished, Replied: true}, n)
 		early := fromPort("10.244.1.9", []entry{
-			{protocol: protoTCP, dst: "10.97.1.7:80", state: tcpSynSent}, {protocol: protoTCP, dst: "10.97.3.230:80", state: tcpSynSent},
+			{Protocol: protoTCP, Dst: "10.97.1.7:80", State: tcpSynSent}, {Protocol: protoTCP, Dst: "10.97.3.230:80", State: tcpSynSent},
 		}, 1)
-		inject(t, early...)
+		conntracktest.Inject(t, early...)
 		var sweeps []Sweep
 		r := newReconciler(func(c *Config) {
 			c.Families = []plan.Family{plan.IPv4}
@@ -166,7 +165,7 @@ func TestEarlyScale(t *testing.T) {
 		if len(sweeps) != 1 || sweeps[0].Deleted != 2 || sweeps[0].Read > 2 {
 			t.Errorf("swept %+v, want one sweep that deletes 2", sweeps)
 		}
-		wantHeld(t, early)
+		wantPresent(t, early)
 		sp := service("s7", plan.TCP, "10.97.0.7:80", "10.244.1.2:80")
 		p.Set(sp)
 		r.Update(p, plan.Keys{sp.Key: {}})

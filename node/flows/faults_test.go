@@ -10,6 +10,9 @@ import (
 	"testing"
 	"time"
 
+	"nodeproxy/kernel/conntrack/conntracktest"
+	"nodeproxy/kernel/host"
+	"nodeproxy/kernel/netlink"
 	"nodeproxy/plan"
 )
 
@@ -17,18 +20,18 @@ import (
 func TestFaults(t *testing.T) {
 	for _, c := range []struct {
 		name  string
-		fault func(*fakeKernel)
+		fault func(*conntracktest.Kernel)
 		want  error
 	}{
-		{"interrupted dump", func(k *fakeKernel) { k.interrupted = 1 }, errInterrupted},
-		{"dump overrun", func(k *fakeKernel) { k.dumpError = syscall.ENOBUFS }, syscall.ENOBUFS},
-		{"answer overrun", func(k *fakeKernel) { k.lostAnswer = syscall.ENOBUFS }, syscall.ENOBUFS},
-		{"no right to delete", func(k *fakeKernel) { k.deleteError = syscall.EPERM }, syscall.EPERM},
-		{"deletion refused", func(k *fakeKernel) { k.deleteError = syscall.EINVAL }, syscall.EINVAL},
-		{"no socket", func(k *fakeKernel) { k.openError = syscall.EMFILE }, syscall.EMFILE},
+		{"interrupted dump", func(k *conntracktest.Kernel) { k.Interrupted = 1 }, netlink.ErrInterrupted},
+		{"dump overrun", func(k *conntracktest.Kernel) { k.DumpError = syscall.ENOBUFS }, syscall.ENOBUFS},
+		{"answer overrun", func(k *conntracktest.Kernel) { k.LostAnswer = syscall.ENOBUFS }, syscall.ENOBUFS},
+		{"no right to delete", func(k *conntracktest.Kernel) { k.DeleteError = syscall.EPERM }, syscall.EPERM},
+		{"deletion refused", func(k *conntracktest.Kernel) { k.DeleteError = syscall.EINVAL }, syscall.EINVAL},
+		{"no socket", func(k *conntracktest.Kernel) { k.OpenError = syscall.EMFILE }, syscall.EMFILE},
 	} {
 		t.Run(c.name, func(t *testing.T) {
-			k := &fakeKernel{flows: staleFlows(3*batchSize + 7)}
+			k := &conntracktest.Kernel{Flows: staleFlows(3*128 + 7)}
 			c.fault(k)
 			r, _ := fakeReconciler(k, nil)
 			if _, err := r.pass(t.Context()); !errors.Is(err, c.want) {
@@ -37,14 +40,14 @@ func TestFaults(t *testing.T) {
 			if r.started {
 				t.Error("a pass that failed counts as one that did its work")
 			}
-			k.deleteError = nil
+			k.DeleteError = nil
 			if _, err := r.pass(t.Context()); err != nil {
 				t.Errorf("second pass: %v", err)
 			}
-			if len(k.flows) != 0 {
-				t.Errorf("%d flows are left", len(k.flows))
+			if len(k.Flows) != 0 {
+				t.Errorf("%d flows are left", len(k.Flows))
 			}
-			if r.noFilter {
+			if r.table.Unfiltered {
 				t.Error("the kernel is no longer asked to filter, though it did not refuse")
 			}
 		})
@@ -53,26 +56,26 @@ func TestFaults(t *testing.T) {
 
 // TestNoKernelFilter: a kernel that refuses to filter is asked for everything, from then on.
 func TestNoKernelFilter(t *testing.T) {
-	k := &fakeKernel{flows: staleFlows(3), noFilter: true}
+	k := &conntracktest.Kernel{Flows: staleFlows(3), NoFilter: true}
 	r, _ := fakeReconciler(k, nil)
 	mustPass(t, r)
 	r.work.all = true
 	mustPass(t, r)
-	if want := []string{"17", "all", "all"}; !slices.Equal(k.dumps, want) || len(k.flows) != 0 {
-		t.Errorf("dumps %q, want %q; %d flows left", k.dumps, want, len(k.flows))
+	if want := []string{"17", "all", "all"}; !slices.Equal(k.Dumps, want) || len(k.Flows) != 0 {
+		t.Errorf("dumps %q, want %q; %d flows left", k.Dumps, want, len(k.Flows))
 	}
 }
 
 // TestWhatIsRead: changes are read for as narrowly as one dump allows, and not at all where no flow can be stale.
 func TestWhatIsRead(t *testing.T) {
-	k := &fakeKernel{}
+	k := &conntracktest.Kernel{}
 	var observed []Sweep
 	r, p := fakeReconciler(k, func(c *Config) { c.Observe = func(s Sweep) { observed = append(observed, s) } })
 	mustPass(t, r)
 	if len(observed) != 1 || !observed[0].Full || observed[0].Protocol != plan.UDP || observed[0].Family != plan.IPv4 {
 		t.Errorf("observed %+v", observed)
 	}
-	k.dumps = nil
+	k.Dumps = nil
 	sync := func(sps ...*plan.ServicePort) {
 		changed := plan.Keys{}
 		for _, sp := range sps {
@@ -106,29 +109,29 @@ func TestWhatIsRead(t *testing.T) {
 			[]string{"17"}},
 		{"SCTP", []*plan.ServicePort{service("tel", plan.SCTP, other, one)}, []string{"132 10.96.0.20 :53"}},
 	} {
-		k.dumps = nil
+		k.Dumps = nil
 		sync(step.sync...)
-		if !slices.Equal(k.dumps, step.want) {
-			t.Errorf("%s: dumps %q, want %q", step.what, k.dumps, step.want)
+		if !slices.Equal(k.Dumps, step.want) {
+			t.Errorf("%s: dumps %q, want %q", step.what, k.Dumps, step.want)
 		}
 	}
-	k.dumps, r.work.all = nil, true
+	k.Dumps, r.work.all = nil, true
 	mustPass(t, r)
-	if want := []string{"17", "132", "6 early"}; !slices.Equal(k.dumps, want) {
-		t.Errorf("full pass: dumps %q, want %q", k.dumps, want)
+	if want := []string{"17", "132", "6 early"}; !slices.Equal(k.Dumps, want) {
+		t.Errorf("full pass: dumps %q, want %q", k.Dumps, want)
 	}
-	k.dumps, r.work.all = nil, true
+	k.Dumps, r.work.all = nil, true
 	mustPass(t, r)
-	if want := []string{"17", "132"}; !slices.Equal(k.dumps, want) {
-		t.Errorf("a full pass after which no TCP port is new: dumps %q, want %q", k.dumps, want)
+	if want := []string{"17", "132"}; !slices.Equal(k.Dumps, want) {
+		t.Errorf("a full pass after which no TCP port is new: dumps %q, want %q", k.Dumps, want)
 	}
-	k.dumps = nil
+	k.Dumps = nil
 	var thousand []*plan.ServicePort
 	for i := range mostNoted + 1 {
 		thousand = append(thousand, service(fmt.Sprint("many", i), plan.TCP, fmt.Sprintf("10.97.%d.%d:80", i>>8, i&255), one))
 	}
-	if sync(thousand...); !slices.Equal(k.dumps, []string{"6 early"}) {
-		t.Errorf("many TCP ports: dumps %q", k.dumps)
+	if sync(thousand...); !slices.Equal(k.Dumps, []string{"6 early"}) {
+		t.Errorf("many TCP ports: dumps %q", k.Dumps)
 	}
 	r.mu.Lock()
 	var many work
@@ -146,7 +149,7 @@ func TestWhatIsRead(t *testing.T) {
 
 // TestStrayAnswersRead: stray answers are read for when an endpoint is back that had left, of that endpoint only.
 func TestStrayAnswersRead(t *testing.T) {
-	k := &fakeKernel{}
+	k := &conntracktest.Kernel{}
 	r, p := fakeReconciler(k, func(c *Config) { c.StrayAnswers = true })
 	mustPass(t, r)
 	one, two, three := "10.244.1.1:5353", "10.244.2.2:5353", "10.244.3.3:5354"
@@ -164,20 +167,20 @@ func TestStrayAnswersRead(t *testing.T) {
 		{"a new one takes their place", []string{three}, []string{frontend}},
 		{"all are back", []string{one, two, three}, []string{"17 from :5353"}},
 	} {
-		k.dumps = nil
+		k.Dumps = nil
 		sp := service("dns", plan.UDP, "10.96.0.10:53", step.endpoints...)
 		p.Set(sp)
 		r.Update(p, plan.Keys{sp.Key: {}})
 		mustPass(t, r)
-		if !slices.Equal(k.dumps, step.want) {
-			t.Errorf("%s: dumps %q, want %q", step.what, k.dumps, step.want)
+		if !slices.Equal(k.Dumps, step.want) {
+			t.Errorf("%s: dumps %q, want %q", step.what, k.Dumps, step.want)
 		}
 	}
 }
 
 // TestLooksAgain: stray answers of an endpoint that is back are looked for a few times more, since they may be slow.
 func TestLooksAgain(t *testing.T) {
-	k := &fakeKernel{}
+	k := &conntracktest.Kernel{}
 	r, p := fakeReconciler(k, func(c *Config) { c.StrayAnswers, c.Period = true, time.Hour })
 	r.again = []time.Duration{20 * time.Millisecond, 30 * time.Millisecond, 40 * time.Millisecond}
 	ctx, cancel := context.WithCancel(t.Context())
@@ -190,24 +193,24 @@ func TestLooksAgain(t *testing.T) {
 		r.Update(p, plan.Keys{sp.Key: {}})
 	}
 	looks := func() (n int) {
-		for _, d := range k.dumps {
+		for _, d := range k.Dumps {
 			if d == "17 from 10.244.1.1 from :5353" {
 				n++
 			}
 		}
 		return n
 	}
-	k.wait(t, "the first pass", func() bool { return len(k.dumps) == 1 })
+	k.Wait(t, "the first pass", func() bool { return len(k.Dumps) == 1 })
 	for _, want := range []int{4, 8} {
-		k.mu.Lock()
-		before := len(k.dumps)
-		k.mu.Unlock()
+		k.Lock()
+		before := len(k.Dumps)
+		k.Unlock()
 		use("10.244.2.2:5353")
-		k.wait(t, "a look for what has left", func() bool { return len(k.dumps) > before })
+		k.Wait(t, "a look for what has left", func() bool { return len(k.Dumps) > before })
 		use("10.244.1.1:5353", "10.244.2.2:5353")
-		k.wait(t, fmt.Sprintf("%d looks", want), func() bool { return looks() == want })
+		k.Wait(t, fmt.Sprintf("%d looks", want), func() bool { return looks() == want })
 		time.Sleep(100 * time.Millisecond)
-		k.wait(t, "and no more", func() bool { return looks() == want })
+		k.Wait(t, "and no more", func() bool { return looks() == want })
 	}
 	r.mu.Lock()
 	defer r.mu.Unlock()
@@ -218,15 +221,15 @@ func TestLooksAgain(t *testing.T) {
 
 // TestNothingUDP: without anything to look for, nothing is read.
 func TestNothingUDP(t *testing.T) {
-	k := &fakeKernel{}
+	k := &conntracktest.Kernel{}
 	p := plan.New(plan.Node{}, plan.Settings{})
 	p.Set(service("web", plan.TCP, "10.96.0.10:80"))
 	r := newReconciler(func(c *Config) { c.Families = []plan.Family{plan.IPv4} })
-	r.open = k.open
+	r.table.Dial = k.Dial
 	r.Update(p, nil)
 	mustPass(t, r)
-	if len(k.dumps) != 0 || !r.started {
-		t.Errorf("dumps %q", k.dumps)
+	if len(k.Dumps) != 0 || !r.started {
+		t.Errorf("dumps %q", k.Dumps)
 	}
 }
 
@@ -238,31 +241,31 @@ func (f syncFunc) Sync(context.Context, *plan.Plan, plan.Keys) error { return f(
 // TestWhileRulesChange: while the backend writes, flows that the new plan wants stay, since the new rules may have made
 // them; flows that it does not want are removed, then again once it has succeeded, as the old rules may have made more.
 func TestWhileRulesChange(t *testing.T) {
-	k := &fakeKernel{flows: staleFlows(2)} // to what is to be the endpoint
+	k := &conntracktest.Kernel{Flows: staleFlows(2)} // to what is to be the endpoint
 	r, p := fakeReconciler(k, nil)
 	sp := service("dns", plan.UDP, "10.96.0.10:53", "10.244.2.2:5353")
 	p.Set(sp)
-	old := fromPort("10.244.1.9", []entry{{protocol: protoUDP, dst: "10.96.0.10:53", from: "10.244.1.1:5353"}}, 100)
+	old := fromPort("10.244.1.9", []entry{{Protocol: protoUDP, Dst: "10.96.0.10:53", From: "10.244.1.1:5353"}}, 100)
 	err := r.After(syncFunc(func() error {
 		mustPass(t, r)
-		k.flows = append(k.flows, old...)
+		k.Flows = append(k.Flows, old...)
 		mustPass(t, r)
-		k.flows = append(k.flows, old...)
+		k.Flows = append(k.Flows, old...)
 		return nil
 	})).Sync(t.Context(), p, plan.Keys{sp.Key: {}})
-	if err != nil || k.deleted != 1 || r.started {
-		t.Fatalf("error %v, %d flows deleted, want 1; started %v", err, k.deleted, r.started)
+	if err != nil || k.Deleted != 1 || r.started {
+		t.Fatalf("error %v, %d flows deleted, want 1; started %v", err, k.Deleted, r.started)
 	}
 	mustPass(t, r)
-	if k.deleted != 2 || len(k.flows) != 2 || !r.started || !r.work.empty() {
-		t.Errorf("%d flows deleted, want 2; %d left, want 2; started %v, work %+v", k.deleted, len(k.flows), r.started, r.work)
+	if k.Deleted != 2 || len(k.Flows) != 2 || !r.started || !r.work.empty() {
+		t.Errorf("%d flows deleted, want 2; %d left, want 2; started %v, work %+v", k.Deleted, len(k.Flows), r.started, r.work)
 	}
 }
 
 // TestRulesNotTaken: where a backend reports failure, as it does as long as the kernel refuses the rules of any Service,
 // flows are still removed; and what is gone is looked for until it has succeeded, and then as long as ever.
 func TestRulesNotTaken(t *testing.T) {
-	k := &fakeKernel{}
+	k := &conntracktest.Kernel{}
 	r, p := fakeReconciler(k, nil)
 	mustPass(t, r)
 	gone := service("dns", plan.UDP, "10.96.0.10:53").Key
@@ -273,9 +276,9 @@ func TestRulesNotTaken(t *testing.T) {
 		if err := b.Sync(t.Context(), p, nil); !errors.Is(err, refused) {
 			t.Fatal(err)
 		}
-		k.flows = staleFlows(1)
+		k.Flows = staleFlows(1)
 		mustPass(t, r)
-		if len(k.flows) != 0 {
+		if len(k.Flows) != 0 {
 			t.Fatal("the flow to a Service that is gone was not removed")
 		}
 	}
@@ -284,9 +287,9 @@ func TestRulesNotTaken(t *testing.T) {
 		t.Fatal(err)
 	}
 	for i := range passesAfterEnd + 1 {
-		k.flows, r.work.all = staleFlows(1), true
+		k.Flows, r.work.all = staleFlows(1), true
 		mustPass(t, r)
-		if left := len(k.flows); left != 0 != (i == passesAfterEnd) {
+		if left := len(k.Flows); left != 0 != (i == passesAfterEnd) {
 			t.Errorf("pass %d after the end: %d flows left", i+1, left)
 		}
 	}
@@ -294,13 +297,13 @@ func TestRulesNotTaken(t *testing.T) {
 
 // TestTCPSync: a sync of endpoints of TCP ports alone does not concern it.
 func TestTCPSync(t *testing.T) {
-	k := &fakeKernel{}
+	k := &conntracktest.Kernel{}
 	r, p := fakeReconciler(k, nil)
 	web := service("web", plan.TCP, "10.96.0.10:80", "10.244.1.1:80")
 	p.Set(web)
 	r.Update(p, plan.Keys{web.Key: {}})
 	mustPass(t, r)
-	k.dumps = nil
+	k.Dumps = nil
 	web = service("web", plan.TCP, "10.96.0.10:80", "10.244.1.2:80")
 	p.Set(web)
 	err := r.After(syncFunc(func() error {
@@ -310,8 +313,8 @@ func TestTCPSync(t *testing.T) {
 		return errors.New("refused")
 	})).Sync(t.Context(), p, plan.Keys{web.Key: {}})
 	mustPass(t, r)
-	if err == nil || len(k.dumps) != 0 || !r.settled {
-		t.Errorf("error %v, dumps %q, settled %v", err, k.dumps, r.settled)
+	if err == nil || len(k.Dumps) != 0 || !r.settled {
+		t.Errorf("error %v, dumps %q, settled %v", err, k.Dumps, r.settled)
 	}
 }
 
@@ -333,16 +336,16 @@ func running(t *testing.T, r *Reconciler) {
 // TestRun: a change is acted on at once, a failure is tried again, and what no event told of is found by the periodic pass.
 func TestRun(t *testing.T) {
 	t.Parallel()
-	k := &fakeKernel{flows: staleFlows(300), interrupted: 3}
+	k := &conntracktest.Kernel{Flows: staleFlows(300), Interrupted: 3}
 	var log logLines
 	r, _ := fakeReconciler(k, func(c *Config) { c.Period, c.Log = 50*time.Millisecond, log.logger() })
 	running(t, r)
-	k.wait(t, "first pass, tried again", func() bool { return len(k.flows) == 0 && k.interrupted == 0 })
-	k.wait(t, "a pass that succeeds", func() bool { return len(k.dumps) >= 3 })
-	k.mu.Lock()
-	k.flows = staleFlows(1)
-	k.mu.Unlock()
-	k.wait(t, "periodic pass", func() bool { return len(k.flows) == 0 })
+	k.Wait(t, "first pass, tried again", func() bool { return len(k.Flows) == 0 && k.Interrupted == 0 })
+	k.Wait(t, "a pass that succeeds", func() bool { return len(k.Dumps) >= 3 })
+	k.Lock()
+	k.Flows = staleFlows(1)
+	k.Unlock()
+	k.Wait(t, "periodic pass", func() bool { return len(k.Flows) == 0 })
 	if got := strings.Count(log.String(), "level=WARN"); got != 1 {
 		t.Errorf("%d warnings for one reason, want 1:\n%s", got, log.String())
 	}
@@ -351,45 +354,28 @@ func TestRun(t *testing.T) {
 // TestRunAtOnce: what a plan no longer wants is removed when its rules are in force, and not only by the periodic pass.
 func TestRunAtOnce(t *testing.T) {
 	t.Parallel()
-	k := &fakeKernel{}
+	k := &conntracktest.Kernel{}
 	r, p := fakeReconciler(k, func(c *Config) { c.Period = time.Hour })
 	running(t, r)
-	k.wait(t, "first pass", func() bool { return len(k.dumps) == 1 })
-	k.mu.Lock()
-	k.flows = fromPort("10.244.1.9", []entry{{protocol: protoUDP, dst: "10.96.0.10:53", from: "10.244.1.1:5353"}}, 1)
-	k.mu.Unlock()
+	k.Wait(t, "first pass", func() bool { return len(k.Dumps) == 1 })
+	k.Lock()
+	k.Flows = fromPort("10.244.1.9", []entry{{Protocol: protoUDP, Dst: "10.96.0.10:53", From: "10.244.1.1:5353"}}, 1)
+	k.Unlock()
 	sp := service("dns", plan.UDP, "10.96.0.10:53", "10.244.2.2:5353")
 	p.Set(sp)
 	b := r.After(syncFunc(func() error { return nil }))
 	if err := b.Sync(t.Context(), p, plan.Keys{sp.Key: {}}); err != nil {
 		t.Fatal(err)
 	}
-	k.wait(t, "the pass after a change", func() bool { return len(k.flows) == 0 })
+	k.Wait(t, "the pass after a change", func() bool { return len(k.Flows) == 0 })
 }
 
 // TestUnreadableAddresses: without the machine's addresses nothing is removed, and the error says what failed.
 func TestUnreadableAddresses(t *testing.T) {
-	k := &fakeKernel{flows: staleFlows(1)}
+	k := &conntracktest.Kernel{Flows: staleFlows(1)}
 	r, _ := fakeReconciler(k, nil)
-	r.local = func(plan.Family) (*addresses, error) { return nil, syscall.ENOBUFS }
-	if _, err := r.pass(t.Context()); !errors.Is(err, syscall.ENOBUFS) || k.deleted != 0 {
-		t.Errorf("error %v, %d flows deleted", err, k.deleted)
+	r.local = func(plan.Family) (*host.Local, error) { return nil, syscall.ENOBUFS }
+	if _, err := r.pass(t.Context()); !errors.Is(err, syscall.ENOBUFS) || k.Deleted != 0 {
+		t.Errorf("error %v, %d flows deleted", err, k.Deleted)
 	}
-}
-
-// FuzzFlow: no message makes the parser fail, and what it makes of one is whole.
-func FuzzFlow(f *testing.F) {
-	for _, e := range []entry{{protocol: protoUDP, src: "10.0.0.1:1", dst: "10.0.0.2:2"},
-		{protocol: protoSCTP, src: "[fd00::1]:1", dst: "[fd00::2]:2", from: "[fd00::3]:3", zone: 9}} {
-		f.Add([]byte(e.create(nil, 0, 1)))
-	}
-	f.Fuzz(func(t *testing.T, b []byte) {
-		_ = messages(b, func(_ header, payload []byte) error {
-			var fl flow
-			if fl.parse(payload) && (!fl.dst.IsValid() || !fl.from.IsValid() || len(fl.orig) == 0) {
-				t.Errorf("%+v", fl)
-			}
-			return nil
-		})
-	})
 }

@@ -3,8 +3,12 @@ package flows
 import (
 	"net/netip"
 	"slices"
-	"syscall"
 
+	"golang.org/x/sys/unix"
+
+	"nodeproxy/kernel/conntrack"
+	"nodeproxy/kernel/host"
+	"nodeproxy/kernel/netlink"
 	"nodeproxy/plan"
 )
 
@@ -17,20 +21,10 @@ type frontend struct {
 
 // The protocol numbers of IP headers.
 const (
-	protoTCP  = syscall.IPPROTO_TCP
-	protoUDP  = syscall.IPPROTO_UDP
-	protoSCTP = syscall.IPPROTO_SCTP
+	protoTCP  = unix.IPPROTO_TCP
+	protoUDP  = unix.IPPROTO_UDP
+	protoSCTP = unix.IPPROTO_SCTP
 )
-
-func protocolNumber(p plan.Protocol) uint8 {
-	switch p {
-	case plan.UDP:
-		return protoUDP
-	case plan.SCTP:
-		return protoSCTP
-	}
-	return protoTCP
-}
 
 func anyAddr(f plan.Family) netip.Addr {
 	if f == plan.IPv4 {
@@ -63,9 +57,9 @@ func frontendsOf(sp *plan.ServicePort) []frontend {
 		switch {
 		case f.Kind == plan.HealthCheckNodePort: // the node itself answers there
 		case f.Kind == plan.NodePort:
-			out = append(out, frontend{anyAddr(sp.Key.Family), protocolNumber(f.Protocol), f.Port})
+			out = append(out, frontend{anyAddr(sp.Key.Family), netlink.Protocol(f.Protocol), f.Port})
 		default:
-			out = append(out, frontend{f.Addr, protocolNumber(f.Protocol), f.Port})
+			out = append(out, frontend{f.Addr, netlink.Protocol(f.Protocol), f.Port})
 		}
 	}
 	return out
@@ -211,18 +205,18 @@ func (x *index) moved(key plan.Key, old, now *target) map[netip.AddrPort]struct{
 
 // stale reports whether a flow is to be removed, given the machine's own addresses. unknown lets translated flows to the
 // cluster IP ranges be stale though no frontend is known to have been there.
-func (x *index) stale(f *flow, own *addresses, unknown bool) bool {
-	if f.zone {
+func (x *index) stale(f *conntrack.Flow, own *host.Local, unknown bool) bool {
+	if f.Zoned {
 		return false
 	}
 	if x.tooEarly(f, own) {
 		return true
 	}
-	if _, left := x.left[f.src]; left && f.protocol == protoUDP && f.oneWay() {
+	if _, left := x.left[f.Src]; left && f.Protocol == protoUDP && f.OneWay() {
 		return true
 	}
-	at := frontend{f.dst.Addr(), f.protocol, f.dst.Port()}
-	port := frontend{anyAddr(f.family), f.protocol, f.dst.Port()}
+	at := frontend{f.Dst.Addr(), f.Protocol, f.Dst.Port()}
+	port := frontend{anyAddr(f.Family), f.Protocol, f.Dst.Port()}
 	if key, ok := x.live[at]; ok {
 		return x.stranded(f, key)
 	}
@@ -230,7 +224,7 @@ func (x *index) stale(f *flow, own *addresses, unknown bool) bool {
 	if key, ok := x.live[port]; ok && x.answers(own, at.addr) {
 		return x.stranded(f, key)
 	}
-	if !f.translated() || f.protocol == protoTCP {
+	if !f.Translated() || f.Protocol == protoTCP {
 		return false
 	}
 	if !was {
@@ -242,17 +236,17 @@ func (x *index) stale(f *flow, own *addresses, unknown bool) bool {
 
 // stranded reports whether a flow to a frontend of this ServicePort goes elsewhere than it should. A TCP connection that
 // was not translated never was one to the Service.
-func (x *index) stranded(f *flow, key plan.Key) bool {
-	if f.protocol == protoTCP && !f.translated() {
+func (x *index) stranded(f *conntrack.Flow, key plan.Key) bool {
+	if f.Protocol == protoTCP && !f.Translated() {
 		return false
 	}
-	return !contains(x.targets[key].allowed, f.from)
+	return !contains(x.targets[key].allowed, f.From)
 }
 
 // watched reports whether there is anything to look for among the flows of a family and protocol.
 func (x *index) watched(f plan.Family, protocol uint8) bool {
 	for key := range x.targets {
-		if key.Family == f && protocolNumber(key.Protocol) == protocol {
+		if key.Family == f && netlink.Protocol(key.Protocol) == protocol {
 			return true
 		}
 	}
@@ -267,6 +261,11 @@ func (x *index) watched(f plan.Family, protocol uint8) bool {
 		}
 	}
 	return false
+}
+
+// answers reports whether node ports answer at an address, given the machine's own ones.
+func (x *index) answers(own *host.Local, addr netip.Addr) bool {
+	return own != nil && own.Contains(addr) && x.settings.NodePortsAnswer(x.node, addr)
 }
 
 // swept notes that a full pass has succeeded for everything that was noted at its start.

@@ -7,6 +7,9 @@ import (
 	"net/netip"
 	"time"
 
+	"nodeproxy/kernel/conntrack"
+	"nodeproxy/kernel/host"
+	"nodeproxy/kernel/netlink"
 	"nodeproxy/plan"
 )
 
@@ -52,39 +55,39 @@ func (w *work) empty() bool {
 
 // filters returns the narrowest filters that let through the flows of a family and protocol that the work is about: those to
 // frontends, and those of answers.
-func (w *work) filters(family plan.Family, protocol uint8) []filter {
+func (w *work) filters(family plan.Family, protocol uint8) []conntrack.Filter {
 	to := partsOf(w.frontends, family, protocol)
-	var from []part
+	var from []conntrack.End
 	for at := range w.returned {
 		if protocol == protoUDP && plan.FamilyOf(at.Addr()) == family {
-			from = append(from, part{at.Addr(), at.Port()})
+			from = append(from, conntrack.End{Addr: at.Addr(), Port: at.Port()})
 		}
 	}
-	var out []filter
+	var out []conntrack.Filter
 	if len(to) > 0 {
-		out = append(out, filter{family: family, protocol: protocol, dst: narrowest(to)})
+		out = append(out, conntrack.Filter{Family: family, Protocol: protocol, Dst: conntrack.Narrowest(to)})
 	}
 	if opened := partsOf(w.opened, family, protocol); len(opened) > 0 {
-		out = append(out, filter{family: family, protocol: protocol, dst: narrowest(opened), early: true})
+		out = append(out, conntrack.Filter{Family: family, Protocol: protocol, Dst: conntrack.Narrowest(opened), Early: true})
 	} else if w.openedMany && protocol == protoTCP {
-		out = append(out, filter{family: family, protocol: protocol, early: true})
+		out = append(out, conntrack.Filter{Family: family, Protocol: protocol, Early: true})
 	}
 	if len(from) > 0 {
-		out = append(out, filter{family: family, protocol: protocol, src: narrowest(from)})
+		out = append(out, conntrack.Filter{Family: family, Protocol: protocol, Src: conntrack.Narrowest(from)})
 	}
 	return out
 }
 
 // partsOf are what a filter says of the frontends of a family and protocol.
-func partsOf(frontends map[frontend]struct{}, family plan.Family, protocol uint8) []part {
-	var out []part
+func partsOf(frontends map[frontend]struct{}, family plan.Family, protocol uint8) []conntrack.End {
+	var out []conntrack.End
 	for at := range frontends {
 		if at.protocol != protocol || plan.FamilyOf(at.addr) != family {
 			continue
 		}
-		p := part{at.addr, at.port}
+		p := conntrack.End{Addr: at.addr, Port: at.port}
 		if at.addr == anyAddr(family) {
-			p.addr = netip.Addr{}
+			p.Addr = netip.Addr{}
 		}
 		out = append(out, p)
 	}
@@ -130,19 +133,19 @@ func (r *Reconciler) pass(ctx context.Context) (full bool, err error) {
 }
 
 // filters returns what has to be read for some work; early is set where a full pass is to look for connections that began early.
-func (r *Reconciler) filters(todo work, early bool) []filter {
-	var out []filter
+func (r *Reconciler) filters(todo work, early bool) []conntrack.Filter {
+	var out []conntrack.Filter
 	for _, family := range r.cfg.Families {
 		for _, p := range protocols {
-			protocol := protocolNumber(p)
+			protocol := netlink.Protocol(p)
 			if !todo.all {
 				out = append(out, todo.filters(family, protocol)...)
 				continue
 			}
 			if r.index.watched(family, protocol) || !r.started && !r.partial && p != plan.TCP && len(r.cfg.ServiceCIDRs) > 0 {
-				out = append(out, filter{family: family, protocol: protocol})
+				out = append(out, conntrack.Filter{Family: family, Protocol: protocol})
 			} else if early && p == plan.TCP {
-				out = append(out, filter{family: family, protocol: protocol, early: true})
+				out = append(out, conntrack.Filter{Family: family, Protocol: protocol, Early: true})
 			}
 		}
 	}
@@ -150,28 +153,28 @@ func (r *Reconciler) filters(todo work, early bool) []filter {
 }
 
 // removeStale reads flows and removes the stale ones among them.
-func (r *Reconciler) removeStale(ctx context.Context, filters []filter, full, unknown bool) error {
-	t, err := openTable(r.open, &r.noFilter)
+func (r *Reconciler) removeStale(ctx context.Context, filters []conntrack.Filter, full, unknown bool) error {
+	session, err := r.table.Open()
 	if err != nil {
 		return err
 	}
-	defer t.close()
-	own := map[plan.Family]*addresses{}
+	defer session.Close()
+	own := map[plan.Family]*host.Local{}
 	var errs []error
 	for _, f := range filters {
 		// Most often there is no flow whose address matters, and some machines have very many addresses.
-		if own[f.family] == nil && !(f.early && f.dst.addr.IsValid()) {
-			if own[f.family], err = r.local(f.family); err != nil {
+		if own[f.Family] == nil && !(f.Early && f.Dst.Addr.IsValid()) {
+			if own[f.Family], err = r.local(f.Family); err != nil {
 				return errors.Join(append(errs, err)...)
 			}
 		}
 		start := time.Now()
-		read, deleted, err := t.removeIf(ctx, f, func(fl *flow) bool {
+		read, deleted, err := session.RemoveIf(ctx, f, func(fl *conntrack.Flow) bool {
 			r.mu.RLock()
 			defer r.mu.RUnlock()
-			return r.index.stale(fl, own[fl.family], unknown)
+			return r.index.stale(fl, own[fl.Family], unknown)
 		})
-		s := Sweep{Family: f.family, Protocol: protocolOf(f.protocol), Full: full, Read: read, Deleted: deleted,
+		s := Sweep{Family: f.Family, Protocol: netlink.ProtocolOf(f.Protocol), Full: full, Read: read, Deleted: deleted,
 			Took: time.Since(start), Err: err}
 		r.cfg.Observe(s)
 		if deleted > 0 {
@@ -183,13 +186,4 @@ func (r *Reconciler) removeStale(ctx context.Context, filters []filter, full, un
 		}
 	}
 	return errors.Join(errs...)
-}
-
-func protocolOf(number uint8) plan.Protocol {
-	for _, p := range protocols {
-		if protocolNumber(p) == number {
-			return p
-		}
-	}
-	return plan.TCP
 }

@@ -8,6 +8,8 @@ import (
 	"sync"
 	"time"
 
+	"nodeproxy/kernel/conntrack"
+	"nodeproxy/kernel/host"
 	"nodeproxy/plan"
 )
 
@@ -69,8 +71,7 @@ type Reconciler struct {
 	wake chan struct{}
 
 	// The seams of tests.
-	open  func() (conn, error)
-	local func(plan.Family) (*addresses, error)
+	local func(plan.Family) (*host.Local, error)
 	again []time.Duration
 
 	mu    sync.RWMutex
@@ -83,7 +84,7 @@ type Reconciler struct {
 	// started is set once a full pass has succeeded, with a plan that has all there is. partial says that it does not.
 	started, partial bool
 
-	noFilter bool // only Run's goroutine uses it
+	table conntrack.Table // only Run's goroutine uses it
 }
 
 // New returns a Reconciler that does nothing until it runs and has been told of a plan.
@@ -94,7 +95,7 @@ func New(cfg Config) *Reconciler {
 	if cfg.Observe == nil {
 		cfg.Observe = func(Sweep) {}
 	}
-	return &Reconciler{cfg: cfg, wake: make(chan struct{}, 1), open: openSocket, local: localAddresses, again: lookAgainAfter,
+	return &Reconciler{cfg: cfg, wake: make(chan struct{}, 1), local: host.ReadLocal, again: lookAgainAfter,
 		index: newIndex(cfg.ServiceCIDRs, cfg.StrayAnswers)}
 }
 

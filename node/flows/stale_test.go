@@ -5,10 +5,13 @@ import (
 	"maps"
 	"net/netip"
 	"slices"
-	"syscall"
 	"testing"
 
 	"nodeproxy/internal/nstest"
+	"nodeproxy/kernel/conntrack"
+	"nodeproxy/kernel/conntrack/conntracktest"
+	"nodeproxy/kernel/host"
+	"nodeproxy/kernel/netlink"
 	"nodeproxy/plan"
 )
 
@@ -22,22 +25,22 @@ func (s states) all() []entry { return slices.Concat(s.stay, s.goes) }
 // run puts the flows into the kernel's table, does a pass, and checks which are left.
 func (s states) run(t testing.TB, r *Reconciler) {
 	t.Helper()
-	inject(t, s.all()...)
+	conntracktest.Inject(t, s.all()...)
 	mustPass(t, r)
 	var want []string
 	for _, e := range s.stay {
-		want = append(want, e.src)
+		want = append(want, e.Src)
 	}
-	wantHeld(t, s.all(), want...)
+	wantPresent(t, s.all(), want...)
 }
 
 // fromPort numbers the sources of entries, so that each is another flow, and those of masqueraded ones likewise.
 func fromPort(host string, entries []entry, first int) []entry {
 	out := slices.Clone(entries)
 	for i := range out {
-		out[i].src = fmt.Sprintf("%s:%d", host, first+i)
-		if out[i].to != "" {
-			out[i].to = fmt.Sprintf("%s:%d", out[i].to, first+i)
+		out[i].Src = fmt.Sprintf("%s:%d", host, first+i)
+		if out[i].To != "" {
+			out[i].To = fmt.Sprintf("%s:%d", out[i].To, first+i)
 		}
 	}
 	return out
@@ -102,7 +105,7 @@ func TestLiveFrontend(t *testing.T) {
 					p.Set(full("dns", protocol, a))
 					r := newReconciler(func(c *Config) { c.ServiceCIDRs = []netip.Prefix{netip.MustParsePrefix(a.service)} })
 					r.Update(p, nil)
-					liveFlows(a, protocolNumber(protocol)).run(t, r)
+					liveFlows(a, netlink.Protocol(protocol)).run(t, r)
 				})
 			})
 		}
@@ -111,46 +114,46 @@ func TestLiveFrontend(t *testing.T) {
 
 func liveFlows(a addressesOf, protocol uint8) states {
 	stay := []entry{
-		{from: a.one + ":5353"}, {from: a.one + ":5353", to: a.masquerade},
-		{from: a.two + ":6001"}, {from: a.two + ":6002"}, {from: a.two + ":6003"}, {from: a.two + ":6004"},
+		{From: a.one + ":5353"}, {From: a.one + ":5353", To: a.masquerade},
+		{From: a.two + ":6001"}, {From: a.two + ":6002"}, {From: a.two + ":6003"}, {From: a.two + ":6004"},
 	}
 	goes := []entry{
 		{}, // it was not translated
-		{from: a.two + ":5353"}, {from: a.one + ":5354"}, {from: a.two + ":5353", to: a.masquerade},
-		{from: a.two + ":7001"}, {from: a.two + ":7002"}, {from: a.three + ":7003"},
+		{From: a.two + ":5353"}, {From: a.one + ":5354"}, {From: a.two + ":5353", To: a.masquerade},
+		{From: a.two + ":7001"}, {From: a.two + ":7002"}, {From: a.three + ":7003"},
 	}
 	var s states
 	for _, dst := range []string{a.clusterIP + ":53", a.lb + ":53", a.external + ":53", a.node + ":30053"} {
 		for _, e := range stay {
-			e.dst = dst
+			e.Dst = dst
 			s.stay = append(s.stay, e)
 		}
 		for _, e := range goes {
-			e.dst = dst
+			e.Dst = dst
 			s.goes = append(s.goes, e)
 		}
 	}
 	s.stay = append(s.stay,
-		entry{dst: a.clusterIP + ":54"},                        // another port
-		entry{dst: a.other + ":30053"},                         // a host elsewhere, at the number of a node port (49881)
-		entry{dst: a.other + ":30053", from: a.two + ":5353"},  // translated by other rules
-		entry{dst: a.node + ":30099"},                          // the health check node port is for TCP
-		entry{dst: a.loopback + ":30053"},                      // no node port answers there
-		entry{dst: a.clusterIP + ":53", zone: 7},               // another zone
-		entry{dst: a.other + ":53", from: a.other + ":53"},     // nothing of ours
-		entry{dst: a.unused + ":53"},                           // no frontend, and not translated
-		entry{dst: a.lb + ":54", from: a.two + ":5353"},        // never known
-		entry{dst: a.node + ":30054", from: a.two + ":5353"},   // never known
-		entry{dst: a.clusterIP + ":53", from: a.one + ":5353"}, // once more, among the others
+		entry{Dst: a.clusterIP + ":54"},                        // another port
+		entry{Dst: a.other + ":30053"},                         // a host elsewhere, at the number of a node port (49881)
+		entry{Dst: a.other + ":30053", From: a.two + ":5353"},  // translated by other rules
+		entry{Dst: a.node + ":30099"},                          // the health check node port is for TCP
+		entry{Dst: a.loopback + ":30053"},                      // no node port answers there
+		entry{Dst: a.clusterIP + ":53", Zone: 7},               // another zone
+		entry{Dst: a.other + ":53", From: a.other + ":53"},     // nothing of ours
+		entry{Dst: a.unused + ":53"},                           // no frontend, and not translated
+		entry{Dst: a.lb + ":54", From: a.two + ":5353"},        // never known
+		entry{Dst: a.node + ":30054", From: a.two + ":5353"},   // never known
+		entry{Dst: a.clusterIP + ":53", From: a.one + ":5353"}, // once more, among the others
 	)
 	// Translated, and to the ranges of Services: of one that was deleted before.
 	s.goes = append(s.goes,
-		entry{dst: a.unused + ":53", from: a.two + ":5353"}, entry{dst: a.clusterIP + ":54", from: a.two + ":5353"})
+		entry{Dst: a.unused + ":53", From: a.two + ":5353"}, entry{Dst: a.clusterIP + ":54", From: a.two + ":5353"})
 	for i := range s.stay {
-		s.stay[i].protocol = protocol
+		s.stay[i].Protocol = protocol
 	}
 	for i := range s.goes {
-		s.goes[i].protocol = protocol
+		s.goes[i].Protocol = protocol
 	}
 	s.stay, s.goes = fromPort(a.client, s.stay, 10000), fromPort(a.client, s.goes, 20000)
 	return s
@@ -174,8 +177,8 @@ func TestOtherProtocols(t *testing.T) {
 		p.Delete(tcp.Key)
 		r.Update(p, nil)
 		mustPass(t, r)
-		wantHeld(t, s.stay, slices.Collect(maps.Keys(held(t, s.stay)))...)
-		if got := len(held(t, s.stay)); got != len(s.stay) {
+		wantPresent(t, s.stay, slices.Collect(maps.Keys(conntracktest.Present(t, s.stay)))...)
+		if got := len(conntracktest.Present(t, s.stay)); got != len(s.stay) {
 			t.Errorf("%d flows left of %d", got, len(s.stay))
 		}
 	})
@@ -193,14 +196,14 @@ func TestScaledToZero(t *testing.T) {
 		r := newReconciler(nil)
 		r.Update(p, nil)
 		flows := fromPort(a.client, []entry{
-			{protocol: protoUDP, dst: a.clusterIP + ":53", from: a.one + ":5353"},
-			{protocol: protoUDP, dst: a.node + ":30053", from: a.one + ":5353", to: a.masquerade},
+			{Protocol: protoUDP, Dst: a.clusterIP + ":53", From: a.one + ":5353"},
+			{Protocol: protoUDP, Dst: a.node + ":30053", From: a.one + ":5353", To: a.masquerade},
 		}, 1000)
 		states{stay: flows}.run(t, r)
 		p.Set(withNodePort(service("dns", plan.UDP, a.clusterIP+":53"), 30053))
 		r.Update(p, plan.Keys{sp.Key: {}})
 		mustPass(t, r)
-		wantHeld(t, flows)
+		wantPresent(t, flows)
 	})
 }
 
@@ -222,16 +225,16 @@ func TestServiceDeleted(t *testing.T) {
 				p.Delete(sp.Key)
 				r.Update(p, plan.Keys{sp.Key: {}})
 				goes := []entry{
-					{dst: a.clusterIP + ":53", from: a.one + ":5353"}, {dst: a.lb + ":53", from: a.one + ":5353"},
-					{dst: a.external + ":53", from: a.one + ":5353"}, {dst: a.node + ":30053", from: a.one + ":5353"},
+					{Dst: a.clusterIP + ":53", From: a.one + ":5353"}, {Dst: a.lb + ":53", From: a.one + ":5353"},
+					{Dst: a.external + ":53", From: a.one + ":5353"}, {Dst: a.node + ":30053", From: a.one + ":5353"},
 				}
-				stays := []entry{{dst: a.clusterIP + ":53"}, {dst: a.other + ":30053", from: a.one + ":5353"},
-					{dst: a.unused + ":53", from: a.one + ":5353"}}
+				stays := []entry{{Dst: a.clusterIP + ":53"}, {Dst: a.other + ":30053", From: a.one + ":5353"},
+					{Dst: a.unused + ":53", From: a.one + ":5353"}}
 				for i := range goes {
-					goes[i].protocol = protoUDP
+					goes[i].Protocol = protoUDP
 				}
 				for i := range stays {
-					stays[i].protocol = protoUDP
+					stays[i].Protocol = protoUDP
 				}
 				states{stay: fromPort(a.client, stays, 1), goes: fromPort(a.client, goes, 100)}.run(t, r)
 				for i := range passesAfterEnd {
@@ -261,40 +264,29 @@ func TestFrontendMoves(t *testing.T) {
 		if len(r.index.gone) != 0 || len(r.index.live) != 2 {
 			t.Fatalf("live %v, gone %v", r.index.live, r.index.gone)
 		}
-		fl := flow{family: plan.IPv4, protocol: protoUDP, dst: netip.MustParseAddrPort(a.clusterIP + ":53"),
-			from: netip.MustParseAddrPort(a.two + ":2")}
-		if r.index.stale(&fl, &addresses{}, false) {
+		fl := conntrack.Flow{Family: plan.IPv4, Protocol: protoUDP, Dst: netip.MustParseAddrPort(a.clusterIP + ":53"),
+			From: netip.MustParseAddrPort(a.two + ":2")}
+		if r.index.stale(&fl, &host.Local{}, false) {
 			t.Fatal("a flow to the new owner's endpoint is stale")
 		}
-		fl.from = netip.MustParseAddrPort(a.one + ":1")
-		if !r.index.stale(&fl, &addresses{}, false) {
+		fl.From = netip.MustParseAddrPort(a.one + ":1")
+		if !r.index.stale(&fl, &host.Local{}, false) {
 			t.Fatal("a flow to the old owner's endpoint is not stale")
 		}
 	}
 }
 
-// TestZones: a flow of another conntrack zone is never stale, wherever the kernel names the zone.
+// TestZones: a flow of another conntrack zone is never stale.
 func TestZones(t *testing.T) {
 	p := plan.New(plan.Node{}, plan.Settings{})
 	p.Set(service("dns", plan.UDP, "10.96.0.10:53"))
 	r := newReconciler(nil)
 	r.Update(p, nil)
-	for _, c := range []struct {
-		zone, tupleZone uint16
-		want            bool
-	}{{0, 0, true}, {7, 0, false}, {0, 7, false}, {256, 0, false}} {
-		client, dst := netip.MustParseAddrPort("10.244.1.9:1"), netip.MustParseAddrPort("10.96.0.10:53")
-		m := appendTuple(message{syscall.AF_INET, 0, 0, 0}, attrOrig, protoUDP, client, dst)
-		m = m.nest(attrReply, func(m message) message {
-			reply := appendTuple(nil, attrReply, protoUDP, dst, client)
-			return append(m, reply[attrHeader:]...).port(attrTupleZone, c.tupleZone)
-		})
-		var fl flow
-		if !fl.parse(m.port(attrZone, c.zone)) {
-			t.Fatal("not read")
-		}
-		if got := r.index.stale(&fl, &addresses{}, false); got != c.want {
-			t.Errorf("zone %d, of the tuple %d: stale %v, want %v", c.zone, c.tupleZone, got, c.want)
+	client, dst := netip.MustParseAddrPort("10.244.1.9:1"), netip.MustParseAddrPort("10.96.0.10:53")
+	for _, zoned := range []bool{false, true} {
+		fl := conntrack.Flow{Family: plan.IPv4, Protocol: protoUDP, Src: client, Dst: dst, From: dst, To: client, Zoned: zoned}
+		if got := r.index.stale(&fl, &host.Local{}, false); got == zoned {
+			t.Errorf("in another zone %v: stale %v", zoned, got)
 		}
 	}
 }
@@ -305,14 +297,14 @@ func TestStart(t *testing.T) {
 	nstest.Run(t, func() {
 		a := byFamily[plan.IPv4]
 		flow := func(i int) []entry {
-			return fromPort(a.client, []entry{{protocol: protoSCTP, dst: a.unused + ":53", from: a.one + ":5353"}}, i)
+			return fromPort(a.client, []entry{{Protocol: protoSCTP, Dst: a.unused + ":53", From: a.one + ":5353"}}, i)
 		}
 		r := newReconciler(func(c *Config) { c.ServiceCIDRs = []netip.Prefix{netip.MustParsePrefix(a.service)} })
 		states{stay: flow(1)}.run(t, r) // nothing is known yet, so nothing is done
 		p := plan.New(plan.Node{}, plan.Settings{})
 		r.Update(p, nil)
 		mustPass(t, r)
-		wantHeld(t, flow(1))
+		wantPresent(t, flow(1))
 		p.Set(service("other", plan.SCTP, a.clusterIP+":53")) // so that SCTP flows are read at all
 		r.Update(p, nil)
 		states{stay: flow(2)}.run(t, r)
@@ -349,8 +341,8 @@ func TestNodePortAddresses(t *testing.T) {
 				var s states
 				for i, addr := range []string{
 					"192.168.0.1", "192.168.5.5", "172.31.0.9", "127.0.0.1", "127.9.9.9", "10.9.0.1", "203.0.113.5"} {
-					e := entry{protocol: protoUDP, src: fmt.Sprintf("%s:%d", a.client, 100+i), dst: addr + ":30053",
-						from: a.two + ":5353"}
+					e := entry{Protocol: protoUDP, Src: fmt.Sprintf("%s:%d", a.client, 100+i), Dst: addr + ":30053",
+						From: a.two + ":5353"}
 					if slices.Contains(c.goes, addr) {
 						s.goes = append(s.goes, e)
 					} else {
@@ -377,21 +369,21 @@ func TestResetTCP(t *testing.T) {
 		r.Update(p, nil)
 		s := states{
 			stay: fromPort(a.client, []entry{
-				{dst: a.clusterIP + ":53", from: a.one + ":5353"}, {dst: a.clusterIP + ":53"},
-				{dst: a.clusterIP + ":53", from: a.two + ":7001"}, {dst: a.clusterIP + ":53", from: a.two + ":7002"},
+				{Dst: a.clusterIP + ":53", From: a.one + ":5353"}, {Dst: a.clusterIP + ":53"},
+				{Dst: a.clusterIP + ":53", From: a.two + ":7001"}, {Dst: a.clusterIP + ":53", From: a.two + ":7002"},
 			}, 1),
-			goes: fromPort(a.client, []entry{{dst: a.clusterIP + ":53", from: a.three + ":5353"}}, 100),
+			goes: fromPort(a.client, []entry{{Dst: a.clusterIP + ":53", From: a.three + ":5353"}}, 100),
 		}
 		for i := range s.stay {
-			s.stay[i].protocol = protoTCP
+			s.stay[i].Protocol = protoTCP
 		}
-		s.goes[0].protocol = protoTCP
+		s.goes[0].Protocol = protoTCP
 		s.run(t, r)
 		// A connection to a Service that is deleted lives on.
 		p.Delete(sp.Key)
 		r.Update(p, plan.Keys{sp.Key: {}})
 		mustPass(t, r)
-		if got := len(held(t, s.stay)); got != len(s.stay) {
+		if got := len(conntracktest.Present(t, s.stay)); got != len(s.stay) {
 			t.Errorf("%d flows left of %d", got, len(s.stay))
 		}
 	})
@@ -424,26 +416,26 @@ func testStrayAnswers(t *testing.T, a addressesOf, asked bool) {
 	r.Update(p, nil)
 	use(one, two)
 	mustPass(t, r)
-	stray := entry{protocol: protoUDP, src: one, dst: a.client + ":4001"}
+	stray := entry{Protocol: protoUDP, Src: one, Dst: a.client + ":4001"}
 	others := []entry{
-		{protocol: protoUDP, src: one, dst: a.client + ":4002", replied: true},
-		{protocol: protoUDP, src: one, dst: a.client + ":4003", to: a.masquerade + ":4003"},
-		{protocol: protoUDP, src: one, dst: a.client + ":4004", from: a.two + ":4004"},
-		{protocol: protoSCTP, src: one, dst: a.client + ":4005"},
-		{protocol: protoUDP, src: a.one + ":5354", dst: a.client + ":4006"},
-		{protocol: protoUDP, src: two, dst: a.client + ":4007"},
+		{Protocol: protoUDP, Src: one, Dst: a.client + ":4002", Replied: true},
+		{Protocol: protoUDP, Src: one, Dst: a.client + ":4003", To: a.masquerade + ":4003"},
+		{Protocol: protoUDP, Src: one, Dst: a.client + ":4004", From: a.two + ":4004"},
+		{Protocol: protoSCTP, Src: one, Dst: a.client + ":4005"},
+		{Protocol: protoUDP, Src: a.one + ":5354", Dst: a.client + ":4006"},
+		{Protocol: protoUDP, Src: two, Dst: a.client + ":4007"},
 	}
-	inject(t, append(others, stray)...)
+	conntracktest.Inject(t, append(others, stray)...)
 	check := func(when string, stays bool) {
 		t.Helper()
-		if got := len(held(t, []entry{stray})) == 1; got != stays {
+		if got := len(conntracktest.Present(t, []entry{stray})) == 1; got != stays {
 			t.Errorf("%s, the stray answer is there: %v, want %v", when, got, stays)
 		}
 		if stays == false && !asked {
 			t.Fatal("the test is wrong: nothing was asked for")
 		}
 		for _, e := range others {
-			if len(held(t, []entry{e})) == 0 {
+			if len(conntracktest.Present(t, []entry{e})) == 0 {
 				t.Errorf("%s, %+v is gone", when, e)
 			}
 		}
@@ -457,7 +449,7 @@ func testStrayAnswers(t *testing.T, a addressesOf, asked bool) {
 	if !asked {
 		return
 	}
-	inject(t, stray)
+	conntracktest.Inject(t, stray)
 	use(two)
 	r.work.all = true
 	mustPass(t, r)
@@ -469,7 +461,7 @@ func testStrayAnswers(t *testing.T, a addressesOf, asked bool) {
 	if len(r.index.left) > 0 {
 		t.Errorf("%d full passes after: %v is still remembered", passesAfterEnd+1, r.index.left)
 	}
-	inject(t, stray)
+	conntracktest.Inject(t, stray)
 	use(one, two)
 	check("when its endpoint is back after long", true)
 }

@@ -116,14 +116,7 @@ func (x *index) captured(s socket, host []netip.Addr) []owner {
 // answers reports whether a socket can be reached at an address of a family where node ports answer too.
 func (x *index) answers(s socket, f plan.Family, host []netip.Addr) bool {
 	at := func(addr netip.Addr) bool {
-		if plan.FamilyOf(addr) != f || addr.IsLoopback() && !x.settings.LocalhostReachable(f) {
-			return false
-		}
-		if x.settings.NodePortAddresses.All(f) {
-			return true
-		}
-		ranges := x.settings.NodePortAddresses.Ranges(f, x.node)
-		return slices.ContainsFunc(ranges, func(r netip.Prefix) bool { return r.Contains(addr) })
+		return plan.FamilyOf(addr) == f && x.settings.NodePortsAnswer(x.node, addr)
 	}
 	if !s.Everywhere() {
 		return at(s.Addr)

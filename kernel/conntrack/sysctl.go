@@ -1,4 +1,4 @@
-package flows
+package conntrack
 
 import (
 	"cmp"
@@ -12,6 +12,9 @@ import (
 	"strings"
 	"syscall"
 	"time"
+
+	"nodeproxy/kernel/netlink"
+	"nodeproxy/plan"
 )
 
 // Sysctls are what the kernel's connection tracking is to be set to. Zero leaves a setting of the kernel as it is.
@@ -198,17 +201,11 @@ func readNumber(path string) (int, error) {
 	return strconv.Atoi(strings.TrimSpace(string(b)))
 }
 
-// loadModule makes the kernel load its connection tracking, which it does when asked for it by netlink. What comes of it
-// shows in the settings.
+// loadModule makes the kernel load its connection tracking, which it does when netlink asks for it. Whether it has done so shows in
+// the settings.
 func loadModule() {
-	c, err := openSocket()
-	if err != nil {
-		return
-	}
-	defer c.Close()
-	m := newMessage(msgStats, syscall.NLM_F_REQUEST, 1, 4)
-	m.finish(0)
-	if c.Send(m) == nil {
-		_, _ = c.Receive(make([]byte, receiveBuffer))
+	if c, err := Dial(); err == nil {
+		_, _ = c.Ask(netlink.Message{Type: msgStats, Body: appendHeader(nil, plan.IPv4)})
+		_ = c.Close()
 	}
 }
