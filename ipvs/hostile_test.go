@@ -23,8 +23,8 @@ var hostileLines = map[string]*regexp.Regexp{
 	"ipset restore": regexp.MustCompile(`^(create KUBE-[A-Z0-9-]+ [a-z0-9:, -]+|add KUBE-[A-Z0-9-]+ [0-9a-fx:.,/a-z]+( skbmark 0x[0-9a-f/x]+)?)$`),
 	"ipvsadm --restore": regexp.MustCompile(`^(-A|-a) (-[tu]|-f|--sctp-service) [0-9a-f:.\[\]]+( -6)?` +
 		`( -s (rr|wrr|lc|wlc|lblc|lblcr|sh|dh|sed|nq|fo|ovf|mh)( -p [0-9]+)?( -b [a-z,-]+)?| -r [0-9a-f:.\[\]]+ -m -w [0-9]+)$`),
-	"ip -batch": regexp.MustCompile(`^(link add kube-ipvs0 type dummy|route add local [0-9a-f:./]+ dev kube-ipvs0 table local( src [0-9a-f:.]+)?` +
-		`|address add [0-9a-f:.]+/[0-9]+ dev kube-ipvs0)$`),
+	"ip -batch": regexp.MustCompile(`^(link add kube-ipvs0 type dummy|link set kube-ipvs0 (up|addrgenmode none)|route add local [0-9a-f:./]+ dev kube-ipvs0 table local( src [0-9a-f:.]+)?` +
+		`|address add [0-9a-f:.]+/[0-9]+ dev kube-ipvs0 (scope host|nodad preferred_lft 0))$`),
 	"nftables by netlink": regexp.MustCompile(`^(table ip6? nodeproxy-ipvs-marks|chain [a-z-]+ type filter hook (input|output) priority -?[0-9]+` +
 		`|rule [a-z-]+ [a-z0-9 =&|"]+)$`),
 	"restore": regexp.MustCompile(`^([*](mangle|filter|nat)|COMMIT|:KUBE-[A-Z0-9-]+ - \[0:0\]` +

@@ -24,19 +24,7 @@ func Render(p *plan.Plan, f plan.Family, o Options) string {
 	for _, id := range slices.SortedFunc(maps.Keys(s.servers), compareServers) {
 		renderServer(&out, s.servers[id])
 	}
-	out.WriteString("# ip -batch\nlink add " + DeviceName + " type dummy\n")
-	for _, r := range ranges {
-		fmt.Fprintf(&out, "route add local %s dev %s table local", r, DeviceName)
-		if ip := p.Node.IP(f); ip.IsValid() {
-			fmt.Fprintf(&out, " src %s", ip)
-		}
-		out.WriteByte('\n')
-	}
-	for _, a := range slices.SortedFunc(maps.Keys(s.vips), netip.Addr.Compare) {
-		if s.bound(a, o.Host, ranges) {
-			fmt.Fprintf(&out, "address add %s dev %s\n", netip.PrefixFrom(a, a.BitLen()), DeviceName)
-		}
-	}
+	s.renderDevice(&out, p.Node.IP(f), ranges)
 	out.WriteString("# nftables by netlink\n" + newMarks(o.MasqueradeBit).guard().Text(f))
 	if f == plan.IPv6 {
 		out.WriteString("# ip6tables-restore\n")
@@ -45,6 +33,28 @@ func Render(p *plan.Plan, f plan.Family, o Options) string {
 	}
 	out.WriteString(rules(p, f, o).Render())
 	return out.String()
+}
+
+// renderDevice prints the device with its addresses and routes, as kernel.Device makes them.
+func (s *state) renderDevice(out *strings.Builder, nodeIP netip.Addr, ranges []netip.Prefix) {
+	fmt.Fprintf(out, "# ip -batch\nlink add %s type dummy\nlink set %s addrgenmode none\nlink set %s up\n", DeviceName, DeviceName, DeviceName)
+	// The rest of the node does not take such an address for its own connections.
+	attributes := "scope host"
+	if s.family == plan.IPv6 {
+		attributes = "nodad preferred_lft 0"
+	}
+	for _, a := range slices.SortedFunc(maps.Keys(s.vips), netip.Addr.Compare) {
+		if s.bound(a, s.options.Host, ranges) {
+			fmt.Fprintf(out, "address add %s dev %s %s\n", netip.PrefixFrom(a, a.BitLen()), DeviceName, attributes)
+		}
+	}
+	for _, r := range ranges {
+		fmt.Fprintf(out, "route add local %s dev %s table local", r, DeviceName)
+		if nodeIP.IsValid() {
+			fmt.Fprintf(out, " src %s", nodeIP)
+		}
+		out.WriteByte('\n')
+	}
 }
 
 func (s *state) renderSets(out *strings.Builder, ranges []netip.Prefix) {

@@ -29,8 +29,9 @@ func renderCommand() *cobra.Command {
 		Short: "Print the rules that run would make of manifests, or of a cluster",
 		Long: "render prints, as input for iptables-restore, the rules that run would make of the manifests. It needs no root and\n" +
 			"changes nothing. Notes and problems of the objects go to standard error. In mode ipvs each section begins with a comment\n" +
-			"that names the program whose input it is: ipset restore, ipvsadm --restore, ip -batch and iptables-restore. The section\n" +
-			"\"nftables by netlink\" describes in words what nodeproxy writes without a program.\n\n" +
+			"that names the program whose input it is: ipset restore, ipvsadm --restore, ip -batch and iptables-restore. Both families\n" +
+			"add the device kube-ipvs0, so the second needs ip -force. The section \"nftables by netlink\" describes what nodeproxy\n" +
+			"writes without a program.\n\n" +
 			"The manifests are those of the argument or of --manifests; - is standard input. Without either, with --kubeconfig or\n" +
 			"--master, the objects are read once from the API server.\n\n" +
 			"If a file can't be read, or an object has to be left out, render prints no rules and exits with code 1; with --lenient\n" +

@@ -86,7 +86,7 @@ func ipOptions(words []string) error {
 		switch name {
 		case "nodad", "noprefixroute":
 			continue
-		case "dev", "table", "src", "scope", "proto", "metric":
+		case "dev", "table", "src", "scope", "proto", "metric", "preferred_lft":
 		default:
 			return fmt.Errorf("the simulator does not know option %s", name)
 		}
