@@ -7,9 +7,9 @@ import (
 	"fmt"
 	"net/netip"
 
-	"github.com/vishvananda/netlink/nl"
 	"golang.org/x/sys/unix"
 
+	"nodeproxy/kernel/netlink"
 	"nodeproxy/plan"
 )
 
@@ -40,10 +40,6 @@ const (
 	stateListen   = 10 // TCP_LISTEN, and SCTP_SS_LISTENING
 )
 
-var protocolNumbers = map[plan.Protocol]uint8{
-	plan.TCP: unix.IPPROTO_TCP, plan.UDP: unix.IPPROTO_UDP, plan.SCTP: unix.IPPROTO_SCTP,
-}
-
 // List asks the kernel, by sock_diag, for the sockets of a protocol and of both families. The error of a kernel that does not
 // know the protocol, or can't show its sockets, is ENOENT.
 func List(p plan.Protocol) ([]Socket, error) {
@@ -51,21 +47,24 @@ func List(p plan.Protocol) ([]Socket, error) {
 	if p == plan.UDP {
 		state = 1 << stateClose
 	}
+	c, err := netlink.Dial(unix.NETLINK_INET_DIAG)
+	if err != nil {
+		return nil, fmt.Errorf("listing the %s sockets of this node by sock_diag: %w", p, err)
+	}
+	defer c.Close()
 	var out []Socket
 	for _, family := range []uint8{unix.AF_INET, unix.AF_INET6} {
 		request := make([]byte, requestLength)
-		request[0], request[1] = family, protocolNumbers[p]
+		request[0], request[1] = family, netlink.Protocol(p)
 		binary.NativeEndian.PutUint32(request[4:], state)
-		ask := nl.NewNetlinkRequest(nl.SOCK_DIAG_BY_FAMILY, unix.NLM_F_DUMP)
-		ask.AddRawData(request)
-		err := ask.ExecuteIter(unix.NETLINK_INET_DIAG, 0, func(message []byte) bool {
+		err := c.Dump(netlink.Message{Type: unix.SOCK_DIAG_BY_FAMILY, Body: request}, func(message []byte) error {
 			if s, ok := parse(p, message); ok {
 				out = append(out, s)
 			}
-			return true
+			return nil
 		})
 		// What is added or goes while the kernel lists may be missing; the next look sees it.
-		if err != nil && !errors.Is(err, nl.ErrDumpInterrupted) {
+		if err != nil && !errors.Is(err, netlink.ErrInterrupted) {
 			return nil, fmt.Errorf("listing the %s sockets of this node by sock_diag: %w", p, err)
 		}
 	}
@@ -96,7 +95,6 @@ func parse(p plan.Protocol, m []byte) (Socket, bool) {
 
 // v6Only looks for the attribute that says that a socket of IPv6 takes no IPv4.
 func v6Only(attributes []byte) bool {
-	list, err := nl.ParseRouteAttrAsMap(attributes)
-	value := list[attrV6Only].Value
-	return err == nil && len(value) > 0 && value[0] != 0
+	value := netlink.Attribute(attributes, attrV6Only)
+	return len(value) > 0 && value[0] != 0
 }

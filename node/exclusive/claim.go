@@ -9,6 +9,8 @@ import (
 	"time"
 
 	"golang.org/x/sys/unix"
+
+	"nodeproxy/kernel/sockets"
 )
 
 // claimName is an abstract Unix socket: it belongs to a network namespace as a port does, and needs no file.
@@ -71,7 +73,7 @@ func askOwner() *takenError {
 	out := &takenError{uid: -1}
 	conn, err := net.DialTimeout("unix", claimName, pollEvery)
 	if err != nil { // It has just ended, is stopped and its queue is full, or does not listen.
-		out.uid = userOf("\x00" + claimName[1:])
+		out.uid = sockets.UserOf("\x00" + claimName[1:])
 		return out
 	}
 	defer conn.Close()

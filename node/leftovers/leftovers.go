@@ -7,8 +7,11 @@ import (
 	"fmt"
 	"slices"
 
-	"github.com/google/nftables"
 	"golang.org/x/sys/unix"
+
+	"nodeproxy/kernel/nfacct"
+	"nodeproxy/kernel/nft"
+	"nodeproxy/plan"
 )
 
 // Leftover is something that a kube-proxy has left.
@@ -27,26 +30,26 @@ const tableName = "kube-proxy"
 var counterNames = []string{"ct_state_invalid_dropped_pkts", "localhost_nps_accepted_pkts"}
 
 // Find lists what there is in the network namespace of the calling thread. A kernel without nftables, or without accounting,
-// holds none of it.
+// has none of it.
 func Find() ([]Leftover, error) {
-	list, err := tables()
-	if err != nil {
-		return nil, fmt.Errorf("listing nftables tables: %w", err)
-	}
 	var out []Leftover
-	families := map[nftables.TableFamily]string{nftables.TableFamilyIPv4: "ip", nftables.TableFamilyIPv6: "ip6"}
-	for _, t := range list {
-		if family, is := families[t.Family]; is && t.Name == tableName {
-			out = append(out, Leftover{"nftables table " + family + " " + t.Name, func() error { return deleteTable(t) }})
+	for _, f := range plan.Families {
+		names, err := nft.Tables(f)
+		if err != nil && !errors.Is(err, nft.ErrAbsent) {
+			return nil, fmt.Errorf("listing nftables tables: %w", err)
+		}
+		if slices.Contains(names, tableName) {
+			out = append(out, Leftover{"nftables table " + nft.FamilyName(f) + " " + tableName,
+				func() error { return nft.DeleteTable(f, tableName) }})
 		}
 	}
-	names, err := counters()
+	names, err := nfacct.List()
 	if err != nil {
 		return out, fmt.Errorf("listing accounting objects: %w", err)
 	}
 	for _, name := range names {
 		if slices.Contains(counterNames, name) {
-			out = append(out, Leftover{"accounting object " + name, func() error { return deleteCounter(name) }})
+			out = append(out, Leftover{"accounting object " + name, func() error { return nfacct.Delete(name) }})
 		}
 	}
 	return out, nil

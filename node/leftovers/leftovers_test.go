@@ -10,9 +10,11 @@ import (
 	"golang.org/x/sys/unix"
 
 	"nodeproxy/internal/nstest"
+	"nodeproxy/kernel/netlink"
+	"nodeproxy/kernel/nfacct"
 )
 
-func nft(t *testing.T, script string) string {
+func runNFT(t *testing.T, script string) string {
 	t.Helper()
 	cmd := exec.Command("nft", "-f", "-")
 	cmd.Stdin = strings.NewReader(script)
@@ -36,12 +38,12 @@ table ip mine {
 	}
 }
 `
-	nft(t, others)
+	runNFT(t, others)
 	if found, err := Find(); err != nil || len(found) != 0 {
 		t.Fatalf("found %v, %v before there was any", found, err)
 	}
 	for _, family := range []string{"ip", "ip6"} {
-		nft(t, fmt.Sprintf(`table %s kube-proxy {
+		runNFT(t, fmt.Sprintf(`table %s kube-proxy {
 			map service-ips {
 				type %sv%s_addr . inet_proto . inet_service : verdict
 			}
@@ -58,7 +60,7 @@ table ip mine {
 		}
 		`, family, "ip", map[string]string{"ip": "4", "ip6": "6"}[family], family))
 		address := map[string]string{"ip": "10.96.0.1", "ip6": "fd00::1"}[family]
-		nft(t, fmt.Sprintf("add element %s kube-proxy service-ips { %s . tcp . 80 : goto endpoint }", family, address))
+		runNFT(t, fmt.Sprintf("add element %s kube-proxy service-ips { %s . tcp . 80 : goto endpoint }", family, address))
 	}
 	found, err := Find()
 	if err != nil {
@@ -89,11 +91,16 @@ table ip mine {
 func TestCounters(t *testing.T) {
 	t.Parallel()
 	nstest.Enter(t)
-	const accountingNew = 0
+	const accountingNew, accountingName = unix.NFNL_SUBSYS_ACCT<<8 | 0, 1
+	c, err := netlink.Dial(unix.NETLINK_NETFILTER)
+	if err != nil {
+		t.Fatal(err)
+	}
+	t.Cleanup(func() { c.Close() })
 	for _, name := range append([]string{"mine"}, counterNames...) {
-		request := accounting(accountingNew, unix.NLM_F_ACK|unix.NLM_F_CREATE, name)
-		if _, err := request.Execute(unix.NETLINK_NETFILTER, 0); err != nil {
-			t.Fatal(err)
+		body := netlink.Buffer{unix.AF_UNSPEC, 0, 0, 0}.Text(accountingName, name)
+		if errs := c.Do(netlink.Message{Type: accountingNew, Flags: unix.NLM_F_CREATE, Body: body}); errs != nil {
+			t.Fatal(errs)
 		}
 	}
 	rule := []string{"INPUT", "-m", "nfacct", "--nfacct-name", counterNames[0], "-j", "DROP"}
@@ -117,7 +124,7 @@ func TestCounters(t *testing.T) {
 	if removed, err := Remove(found); err != nil || len(removed) != 1 {
 		t.Errorf("removed %v, %v", removed, err)
 	}
-	if left, err := counters(); err != nil || !slices.Equal(left, []string{"mine"}) {
+	if left, err := nfacct.List(); err != nil || !slices.Equal(left, []string{"mine"}) {
 		t.Errorf("left are %q, %v", left, err)
 	}
 }
