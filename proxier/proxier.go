@@ -82,6 +82,8 @@ const (
 
 // compareShare is how many times as long as a comparison of everything takes there is none; suspectShare is the same where
 // something in the kernel may not be as it was written, on the average: suspectBurst comparisons may come one after the other.
+// What a comparison takes is the least that one of the last three took: one that was slow, since another program had the lock
+// or much had to be repaired, does not put the next one off.
 const (
 	compareShare = 200
 	suspectShare = 25
@@ -122,11 +124,8 @@ type Proxier struct {
 	// debt is by how much syncs have taken more than their share of the time, as of owed.
 	debt time.Duration
 	owed time.Time
-	// compared is when everything was compared with the kernel last, and comparing how long that took.
-	compared  time.Time
-	comparing time.Duration
-	// earlier are when the last comparisons were, the latest one last.
-	earlier [suspectBurst]time.Time
+	// comparisons are the last ones of everything with the kernel, the latest one last.
+	comparisons [suspectBurst]comparison
 
 	mu      sync.Mutex
 	pending source.Batch
@@ -135,6 +134,12 @@ type Proxier struct {
 	reserve *[]netip.AddrPort // what Reserve was called with last; nil once that is taken
 	// When Suspect was called for the first and the last time since everything was compared; zero if it was not.
 	suspectedFirst, suspectedLast time.Time
+}
+
+// comparison is one sync that compared everything with the kernel: when it ended, and how long it took.
+type comparison struct {
+	ended time.Time
+	took  time.Duration
 }
 
 // New returns a Proxier that does nothing until it runs.
@@ -203,11 +208,13 @@ func (p *Proxier) Suspect(why string) {
 // compareAt is when everything is to be compared with the kernel next; zero for never.
 func (p *Proxier) compareAt() time.Time {
 	var at time.Time
-	if p.compared.IsZero() { // The first sync compares anyway.
+	compared := p.comparisons[suspectBurst-1].ended
+	if compared.IsZero() { // The first sync compares anyway.
 		return at
 	}
+	takes := p.comparing()
 	if p.cfg.CompareEvery > 0 {
-		at = p.compared.Add(max(p.cfg.CompareEvery, compareShare*p.comparing))
+		at = compared.Add(max(p.cfg.CompareEvery, compareShare*takes))
 	}
 	p.mu.Lock()
 	first, last := p.suspectedFirst, p.suspectedLast
@@ -219,8 +226,12 @@ func (p *Proxier) compareAt() time.Time {
 	if most := first.Add(settleMost); most.Before(due) {
 		due = most
 	}
-	if earliest := p.earlier[0]; !earliest.IsZero() {
-		if rest := earliest.Add(time.Duration(len(p.earlier)) * suspectShare * p.comparing); rest.After(due) {
+	if earliest := p.comparisons[0].ended; !earliest.IsZero() {
+		rest := earliest.Add(suspectBurst * suspectShare * takes)
+		if most := compared.Add(suspectShare * takes); most.Before(rest) {
+			rest = most // After a burst, comparisons have their share, and the burst does not come off it.
+		}
+		if rest.After(due) {
 			due = rest
 		}
 	}
@@ -228,6 +239,17 @@ func (p *Proxier) compareAt() time.Time {
 		at = due
 	}
 	return at
+}
+
+// comparing is how long a comparison of everything takes.
+func (p *Proxier) comparing() time.Duration {
+	takes := p.comparisons[suspectBurst-1].took
+	for _, c := range p.comparisons[suspectBurst-3:] {
+		if !c.ended.IsZero() {
+			takes = min(takes, c.took)
+		}
+	}
+	return takes
 }
 
 func (p *Proxier) rouse() {
@@ -368,9 +390,8 @@ func (p *Proxier) ended(ctx context.Context, desired *plan.Plan, changed plan.Ke
 	p.retry = 0
 	took := time.Since(start)
 	if changed == nil {
-		p.compared, p.comparing = time.Now(), took
-		copy(p.earlier[:], p.earlier[1:])
-		p.earlier[len(p.earlier)-1] = p.compared
+		copy(p.comparisons[:], p.comparisons[1:])
+		p.comparisons[suspectBurst-1] = comparison{ended: time.Now(), took: took}
 	}
 	level := slog.LevelDebug
 	if !p.inSync {

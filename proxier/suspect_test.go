@@ -117,3 +117,53 @@ func TestCompareEvery(t *testing.T) {
 		}
 	}
 }
+
+// TestSuspicionAfterMany: who changes the kernel again and again is followed up less often, but what one comparison takes
+// decides how long that is, not what many took.
+func TestSuspicionAfterMany(t *testing.T) {
+	t.Parallel()
+	r := &recorder{takes: time.Second}
+	var last time.Time
+	n := compare(t, r, 0, func(p *Proxier) {
+		for range suspectBurst - 1 { // The first sync was one too.
+			p.Suspect("a test says so")
+			time.Sleep(3 * time.Second)
+		}
+		last = time.Now()
+		p.Suspect("a test says so")
+		time.Sleep(1000 * time.Second)
+	})
+	if n != suspectBurst {
+		t.Fatalf("want %d comparisons: %q", suspectBurst, r.calls)
+	}
+	if waited := at(t, r.calls[n-1]) - last.Sub(r.start); waited > suspectShare*r.takes {
+		t.Errorf("the last suspicion waits %v for a comparison that takes %v", waited, r.takes)
+	}
+}
+
+// TestSlowComparison: one comparison that took long, as while another program had the lock, delays no later one.
+func TestSlowComparison(t *testing.T) {
+	t.Parallel()
+	for _, every := range []time.Duration{0, 30 * time.Second} {
+		r := &recorder{takes: 10 * time.Millisecond}
+		var last time.Time
+		n := compare(t, r, every, func(p *Proxier) {
+			for range suspectBurst {
+				p.Suspect("a test says so")
+				time.Sleep(2 * time.Second)
+			}
+			r.takes = 10 * time.Second
+			p.Suspect("a test says so")
+			time.Sleep(11 * time.Second)
+			r.takes = 10 * time.Millisecond
+			last = time.Now()
+			p.Suspect("a test says so")
+			time.Sleep(20 * time.Second)
+		})
+		if n < suspectBurst+2 {
+			t.Errorf("compared every %v: nothing within 20 s after a comparison that took 10 s: %q", every, r.calls)
+		} else if waited := at(t, r.calls[n-1]) - last.Sub(r.start); waited > time.Second {
+			t.Errorf("compared every %v: a suspicion waits %v after a comparison that took 10 s", every, waited)
+		}
+	}
+}
