@@ -1,14 +1,10 @@
 package config
 
 import (
-	"bytes"
 	"encoding/json"
 	"errors"
 	"fmt"
-	"io"
 	"reflect"
-	"regexp"
-	"slices"
 	"strings"
 
 	"go.yaml.in/yaml/v3"
@@ -17,178 +13,121 @@ import (
 	proxyconfig "k8s.io/kube-proxy/config/v1alpha1"
 
 	"nodeproxy/source"
+	"nodeproxy/source/document"
 )
 
-// document is a configuration file as it was read.
-type document struct {
+// file is a configuration file as it was read.
+type file struct {
 	path  string
 	lines map[string]int // of each field that has a value
-	// passedOver are fields that are unknown or given twice. kube-proxy, too, only warns of them in a file of version v1alpha1:
-	// older files have fields that are gone since.
-	passedOver []source.Finding
+	// ignored are fields that are unknown or given twice. kube-proxy, too, only warns of them in a file of version v1alpha1: older
+	// files have fields that are gone since.
+	ignored []source.Finding
 }
 
-// at says where a field stands.
-func (d *document) at(field string) string { return fmt.Sprintf("%s:%d", d.path, d.lines[field]) }
+// at returns the place of a field, or of the file where it has no such field.
+func (f *file) at(field string) string {
+	if f.lines[field] == 0 {
+		return f.path
+	}
+	return fmt.Sprintf("%s:%d", f.path, f.lines[field])
+}
 
-// decode reads a KubeProxyConfiguration into kp. Its error has a line, with file, line and field, for every field of the wrong
-// type. Fields that are unknown are passed over; of those given twice, the last one counts.
-func decode(path string, data []byte, kp *proxyconfig.KubeProxyConfiguration) (*document, error) {
-	root, err := single(path, data)
+// decode reads a KubeProxyConfiguration into kp. Its error has a line, with file, line and field, for every field that can't be
+// read. Fields that are unknown are ignored; of those given twice, the last one counts.
+func decode(path string, data []byte, kp *proxyconfig.KubeProxyConfiguration) (*file, error) {
+	doc, root, err := single(&document.Text{Name: path, Data: data})
 	if err != nil {
 		return nil, err
 	}
-	d := &decoder{document: document{path: path, lines: map[string]int{}}}
-	if root.Kind != yaml.MappingNode {
-		return nil, fmt.Errorf("%s:%d: a KubeProxyConfiguration is wanted here", path, max(root.Line, 1))
+	f := &file{path: path, lines: map[string]int{}}
+	f.tidy(doc, root, "")
+	text, err := document.ToJSON(root, len(data))
+	if err != nil {
+		return nil, located(doc, err)
 	}
-	d.object(root, reflect.ValueOf(kp).Elem(), "")
-	if len(d.errs) == 0 {
-		d.identity("apiVersion", kp.APIVersion, proxyconfig.SchemeGroupVersion.String())
-		d.identity("kind", kp.Kind, "KubeProxyConfiguration")
+	fields := doc.Fields()
+	unknown, faults, err := document.Decode(text, kp)
+	if err != nil {
+		return nil, fmt.Errorf("%s: %w", path, err)
 	}
-	return &d.document, errors.Join(d.errs...)
+	for _, u := range unknown {
+		f.ignore(fields.Line(u.Field), u.Field, u.Detail+similar(kp, u.Field), "it is ignored")
+	}
+	var errs []error
+	for _, x := range faults {
+		if v, ok := lookup(kp, x.Field); ok && isDuration(v) {
+			x.Detail = fmt.Sprintf("must be a duration such as 30s, not %s", x.Value)
+		}
+		errs = append(errs, fmt.Errorf("%s:%d: %s: %s", path, fields.Line(x.Field), x.Field, x.Detail))
+	}
+	if len(errs) > 0 {
+		return nil, errors.Join(errs...)
+	}
+	var values map[string]any
+	if err := json.Unmarshal(text, &values); err != nil {
+		return nil, fmt.Errorf("%s: %w", path, err)
+	}
+	f.locate(fields, values, reflect.ValueOf(kp).Elem(), "")
+	return f, errors.Join(f.identity("apiVersion", kp.APIVersion, proxyconfig.SchemeGroupVersion.String()),
+		f.identity("kind", kp.Kind, "KubeProxyConfiguration"))
 }
 
-var yamlLine = regexp.MustCompile(`^yaml: line (\d+): `)
-
-// single parses a file that has one document.
-func single(path string, data []byte) (*yaml.Node, error) {
-	stream := yaml.NewDecoder(bytes.NewReader(data))
-	var found *yaml.Node
-	for {
-		var node yaml.Node
-		err := stream.Decode(&node)
+// single parses a file that has one document, a mapping.
+func single(text *document.Text) (*document.Document, *yaml.Node, error) {
+	var doc *document.Document
+	var root *yaml.Node
+	for _, d := range document.SplitYAML(text) {
+		node, err := d.YAML()
 		switch {
-		case errors.Is(err, io.EOF) && found == nil:
-			return nil, fmt.Errorf("%s: the file is empty; a KubeProxyConfiguration is wanted", path)
-		case errors.Is(err, io.EOF):
-			return found, nil
-		case err != nil && yamlLine.MatchString(err.Error()):
-			return nil, errors.New(yamlLine.ReplaceAllString(err.Error(), path+":$1: not YAML: "))
 		case err != nil:
-			return nil, fmt.Errorf("%s: not YAML: %s", path, strings.TrimPrefix(err.Error(), "yaml: "))
-		}
-		content := node.Content[0]
-		switch {
-		case content.Kind == yaml.ScalarNode && content.Tag == "!!null": // Between two separators.
-		case found != nil:
-			return nil, fmt.Errorf("%s:%d: a second document; a configuration file has one", path, content.Line)
+			return nil, nil, located(d, err)
+		case node == nil || isNull(node): // Between two separators.
+		case root != nil:
+			return nil, nil, fmt.Errorf("%s:%d: a second document; a configuration file has one", text.Name, d.Fields().Line(""))
 		default:
-			found = content
+			doc, root = d, node
 		}
 	}
-}
-
-// decoder fills a value by a document and gathers what is wrong.
-type decoder struct {
-	document
-	errs []error
-}
-
-func (d *decoder) fail(node *yaml.Node, field, format string, args ...any) {
-	where := fmt.Sprintf("%s:%d: ", d.path, node.Line)
-	if field != "" {
-		where += field + ": "
+	switch {
+	case root == nil:
+		return nil, nil, fmt.Errorf("%s: the file is empty; it must hold a KubeProxyConfiguration", text.Name)
+	case root.Kind != yaml.MappingNode:
+		return nil, nil, fmt.Errorf("%s:%d: this is not a KubeProxyConfiguration", text.Name, doc.Line(root.Line))
 	}
-	d.errs = append(d.errs, errors.New(where+fmt.Sprintf(format, args...)))
+	return doc, root, nil
 }
 
-// passOver notes a field that has no effect where it stands.
-func (d *decoder) passOver(node *yaml.Node, field, detail, effect string) {
-	d.passedOver = append(d.passedOver, source.Finding{
-		Severity: source.Problem, Where: fmt.Sprintf("%s:%d", d.path, node.Line), Field: field, Detail: detail, Effect: effect,
+func isNull(node *yaml.Node) bool { return node.Kind == yaml.ScalarNode && node.ShortTag() == "!!null" }
+
+// located puts the place of a fault in front of an error.
+func located(doc *document.Document, err error) error {
+	if e, ok := errors.AsType[*document.SyntaxError](err); ok {
+		return fmt.Errorf("%s:%d: %w", doc.Name, doc.Line(e.Line), err)
+	}
+	return fmt.Errorf("%s: %w", doc.Name, err)
+}
+
+// ignore notes a field that has no effect where it stands.
+func (f *file) ignore(line int, field, detail, effect string) {
+	f.ignored = append(f.ignored, source.Finding{
+		Severity: source.Problem, Where: fmt.Sprintf("%s:%d", f.path, line), Field: field, Detail: detail, Effect: effect,
 	})
 }
 
-func (d *decoder) identity(field, got, want string) {
-	if got != want {
-		where := d.path
-		if d.lines[field] > 0 {
-			where = d.at(field)
-		}
-		d.errs = append(d.errs, fmt.Errorf("%s: %s: %q; only %q is understood", where, field, got, want))
+func (f *file) identity(field, got, want string) error {
+	if got == want {
+		return nil
 	}
+	return fmt.Errorf("%s: %s: must be %q, not %q", f.at(field), field, want, got)
 }
 
-// object reads a mapping into a struct.
-func (d *decoder) object(node *yaml.Node, v reflect.Value, path string) {
-	fields := fieldsOf(v)
-	seen := map[string]int{}
-	for i := 0; i+1 < len(node.Content); i += 2 {
-		key, value := node.Content[i], node.Content[i+1]
-		name := key.Value
-		field, known := fields[name]
-		switch {
-		case !known:
-			d.passOver(key, join(path, name), "unknown field"+similar(name, fields), "it is ignored")
-			continue
-		case seen[name] > 0:
-			d.passOver(key, join(path, name), fmt.Sprintf("given twice, on line %d too", seen[name]), "the last one counts")
-			d.forget(field, join(path, name))
-		}
-		seen[name] = key.Line
-		d.value(value, field, join(path, name))
-	}
-}
-
-// forget takes back what a field was set to.
-func (d *decoder) forget(v reflect.Value, path string) {
-	v.SetZero()
-	for field := range d.lines {
-		if field == path || strings.HasPrefix(field, path+".") {
-			delete(d.lines, field)
-		}
-	}
-}
-
-func similar(name string, fields map[string]reflect.Value) string {
-	for other := range fields {
-		if strings.EqualFold(name, other) {
-			return fmt.Sprintf("; there is %q", other)
-		}
-	}
-	return ""
-}
-
-// value reads a node into a field.
-func (d *decoder) value(node *yaml.Node, v reflect.Value, path string) {
-	for node.Kind == yaml.AliasNode {
-		node = node.Alias
-	}
-	if node.Kind == yaml.ScalarNode && node.Tag == "!!null" {
-		return
-	}
-	if v.Kind() == reflect.Pointer {
-		v.Set(reflect.New(v.Type().Elem()))
-		v = v.Elem()
-	}
-	if isObject(v) {
-		if node.Kind != yaml.MappingNode {
-			d.fail(node, path, "%s is no group of fields", shown(node))
-			return
-		}
-		d.object(node, v, path)
-		return
-	}
-	d.lines[path] = node.Line
-	d.dropRepeated(node, path)
-	err := decodeLeaf(node, v, true)
-	if err != nil && strings.Contains(err.Error(), "unknown field") {
-		d.passOver(node, path, strings.TrimPrefix(err.Error(), "json: "), "it is ignored")
-		v.SetZero()
-		err = decodeLeaf(node, v, false)
-	}
-	if err != nil {
-		d.fail(node, path, "%s is no %s", shown(node), wanted(v))
-	}
-}
-
-// dropRepeated leaves the last of those entries of a mapping, or of mappings within it, that have the same key.
-func (d *decoder) dropRepeated(node *yaml.Node, path string) {
+// tidy leaves the last of those entries of a mapping, or of mappings within it, that have the same key, and no field without a
+// value: a duration can't be decoded from null. Text that YAML 1.1 takes for a boolean stays text where a field takes text.
+func (f *file) tidy(doc *document.Document, node *yaml.Node, path string) {
 	if node.Kind != yaml.MappingNode {
 		for _, inner := range node.Content {
-			d.dropRepeated(inner, path)
+			f.tidy(doc, inner, path)
 		}
 		return
 	}
@@ -200,35 +139,64 @@ func (d *decoder) dropRepeated(node *yaml.Node, path string) {
 	for i := 0; i+1 < len(node.Content); i += 2 {
 		key := node.Content[i]
 		if at := last[key.Value]; at != i {
-			d.passOver(key, join(path, key.Value), fmt.Sprintf("given twice, on line %d too", node.Content[at].Line),
-				"the last one counts")
+			f.ignore(doc.Line(key.Line), join(path, key.Value),
+				fmt.Sprintf("given twice, on line %d too", doc.Line(node.Content[at].Line)), "the last one counts")
 			continue
 		}
-		d.dropRepeated(node.Content[i+1], join(path, key.Value))
-		kept = append(kept, key, node.Content[i+1])
+		value, field := node.Content[i+1], join(path, key.Value)
+		v, known := lookup(&proxyconfig.KubeProxyConfiguration{}, field)
+		if known && isNull(value) {
+			continue
+		}
+		if known && v.Kind() == reflect.String && value.ShortTag() == "!!str" {
+			value.Style = yaml.DoubleQuotedStyle // What may be a boolean elsewhere, such as no, is text here.
+		}
+		f.tidy(doc, value, field)
+		kept = append(kept, key, value)
 	}
 	node.Content = kept
 }
 
-// decodeLeaf reads a node into a value without named fields of its own. Booleans may be spelt as in YAML 1.1, all else is as
-// in JSON. With strict, an unknown field in it is an error.
-func decodeLeaf(node *yaml.Node, v reflect.Value, strict bool) error {
-	if v.Kind() == reflect.Bool {
-		return node.Decode(v.Addr().Interface())
+// locate notes the line of each field of a struct that has a value.
+func (f *file) locate(fields *document.Fields, values map[string]any, v reflect.Value, path string) {
+	for name, field := range fieldsOf(v) {
+		value, path := values[name], join(path, name)
+		if value == nil {
+			continue
+		}
+		if group, ok := value.(map[string]any); ok && isObject(field) {
+			f.locate(fields, group, field, path)
+		} else {
+			f.lines[path] = fields.Line(path)
+		}
 	}
-	var content any
-	if err := node.Decode(&content); err != nil {
-		return err
+}
+
+// similar names the field that an unknown one may be a misspelling of.
+func similar(kp *proxyconfig.KubeProxyConfiguration, path string) string {
+	group, name, ok := reflect.ValueOf(kp).Elem(), path, true
+	if i := strings.LastIndexByte(path, '.'); i >= 0 {
+		group, ok = lookup(kp, path[:i])
+		name = path[i+1:]
 	}
-	text, err := json.Marshal(content)
-	if err != nil {
-		return err
+	if !ok || !isObject(group) {
+		return ""
 	}
-	decoder := json.NewDecoder(bytes.NewReader(text))
-	if strict {
-		decoder.DisallowUnknownFields()
+	for other := range fieldsOf(group) {
+		if strings.EqualFold(name, other) {
+			return fmt.Sprintf("; there is %q", other)
+		}
 	}
-	return decoder.Decode(v.Addr().Interface())
+	return ""
+}
+
+// isDuration reports whether a field takes a duration.
+func isDuration(v reflect.Value) bool {
+	switch v.Interface().(type) {
+	case metav1.Duration, *metav1.Duration, logs.TimeOrMetaDuration:
+		return true
+	}
+	return false
 }
 
 // isObject reports whether a value is a struct that is written as its fields.
@@ -291,40 +259,4 @@ func join(path, name string) string {
 		return name
 	}
 	return path + "." + name
-}
-
-// shown is a node as an error shows it.
-func shown(node *yaml.Node) string {
-	switch {
-	case node.Kind == yaml.MappingNode:
-		return "a group of fields"
-	case node.Kind == yaml.SequenceNode:
-		return "this list"
-	case node.Tag == "!!str":
-		return fmt.Sprintf("%q", node.Value)
-	}
-	return node.Value
-}
-
-// wanted describes the values that a field takes.
-func wanted(v reflect.Value) string {
-	switch v.Interface().(type) {
-	case metav1.Duration, logs.TimeOrMetaDuration:
-		return "duration such as 30s"
-	}
-	switch kind := v.Kind(); {
-	case kind == reflect.String:
-		return "string"
-	case kind == reflect.Bool:
-		return "boolean"
-	case slices.Contains([]reflect.Kind{reflect.Int32, reflect.Uint32}, kind):
-		return fmt.Sprintf("%s number of 32 bits", map[bool]string{true: "whole", false: "natural"}[kind == reflect.Int32])
-	case kind == reflect.Float32:
-		return "number"
-	case kind == reflect.Map:
-		return "map of names to booleans"
-	case v.Type() == reflect.TypeFor[[]string]():
-		return "list of strings"
-	}
-	return v.Type().Name()
 }

@@ -15,7 +15,7 @@ import (
 // Effective is the configuration that comes of defaults, file and flags, before it is understood.
 type Effective struct {
 	values
-	doc   *document                          // nil without a file
+	doc   *file                              // nil without a file
 	file  proxyconfig.KubeProxyConfiguration // as the file says it
 	given map[string]string                  // which flag gave a field its value; flags without a field by their own name
 }

@@ -288,26 +288,27 @@ func TestKubeProxysDefaults(t *testing.T) {
 func TestWrongFiles(t *testing.T) {
 	t.Parallel()
 	for _, tc := range []struct{ body, want string }{
-		{"iptables:\n  syncPeriod: 30", "FILE:4: iptables.syncPeriod: 30 is no duration such as 30s"},
-		{"iptables:\n  syncPeriod: 30x", `FILE:4: iptables.syncPeriod: "30x" is no duration such as 30s`},
+		{"iptables:\n  syncPeriod: 30", "FILE:4: iptables.syncPeriod: must be a duration such as 30s, not 30"},
+		{"iptables:\n  syncPeriod: 30x", `FILE:4: iptables.syncPeriod: must be a duration such as 30s, not "30x"`},
 		{"conntrack: {tcpEstablishedTimeout: [1h]}",
-			"FILE:3: conntrack.tcpEstablishedTimeout: this list is no duration such as 30s"},
-		{"logging: {flushFrequency: soon}", `FILE:3: logging.flushFrequency: "soon" is no duration such as 30s`},
-		{"logging: {verbosity: -1}", "FILE:3: logging.verbosity: -1 is no natural number of 32 bits"},
+			`FILE:3: conntrack.tcpEstablishedTimeout: must be a duration such as 30s, not ["1h"]`},
+		{"logging: {flushFrequency: soon}", `FILE:3: logging.flushFrequency: must be a duration such as 30s, not "soon"`},
+		{"logging: {verbosity: -1}", "FILE:3: logging.verbosity: must be a whole number of 32 bits that is not negative, not -1"},
 		{"logging: {options: {text: {infoBufferSize: much}}}",
-			`FILE:3: logging.options.text.infoBufferSize: "much" is no QuantityValue`},
-		{"logging: {vmodule: [a]}", "FILE:3: logging.vmodule: this list is no VModuleConfiguration"},
-		{"iptables:\n  masqueradeBit: '14'", `FILE:4: iptables.masqueradeBit: "14" is no whole number of 32 bits`},
-		{"iptables:\n  masqueradeBit: 9999999999", "FILE:4: iptables.masqueradeBit: 9999999999 is no whole number of 32 bits"},
-		{"iptables:\n  masqueradeAll: sometimes", `FILE:4: iptables.masqueradeAll: "sometimes" is no boolean`},
-		{"iptables: 5", "FILE:3: iptables: 5 is no group of fields"},
-		{"clientConnection: {qps: fast}", `FILE:3: clientConnection.qps: "fast" is no number`},
-		{"hostnameOverride: 7", "FILE:3: hostnameOverride: 7 is no string"},
-		{"nodePortAddresses: 10.0.0.0/8", `FILE:3: nodePortAddresses: "10.0.0.0/8" is no list of strings`},
-		{"featureGates: {A: 1}", "FILE:3: featureGates: a group of fields is no map of names to booleans"},
+			`FILE:3: logging.options.text.infoBufferSize: can't be read: quantities must match the regular expression ` +
+				`'^([+-]?[0-9.]+)([eEinumkKMGTP]*[-+]?[0-9]*)$': "much"`},
+		{"logging: {vmodule: [a]}", `FILE:3: logging.vmodule[0]: must be a mapping of fields, not "a"`},
+		{"iptables:\n  masqueradeBit: '14'", `FILE:4: iptables.masqueradeBit: must be a whole number of 32 bits, not "14"`},
+		{"iptables:\n  masqueradeBit: 9999999999", "FILE:4: iptables.masqueradeBit: must be a whole number of 32 bits, not 9999999999"},
+		{"iptables:\n  masqueradeAll: sometimes", `FILE:4: iptables.masqueradeAll: must be true or false, not "sometimes"`},
+		{"iptables: 5", "FILE:3: iptables: must be a mapping of fields, not 5"},
+		{"clientConnection: {qps: fast}", `FILE:3: clientConnection.qps: must be a number, not "fast"`},
+		{"hostnameOverride: 7", "FILE:3: hostnameOverride: must be a string (quote it), not 7"},
+		{"nodePortAddresses: 10.0.0.0/8", `FILE:3: nodePortAddresses: must be a list, not "10.0.0.0/8"`},
+		{"featureGates: {A: 1}", "FILE:3: featureGates.A: must be true or false, not 1"},
 		{"mode: iptables\n--- \nmode: ipvs", "FILE:5: a second document; a configuration file has one"},
-		{"mode: [", "FILE:3: not YAML: did not find expected node content"},
-		{"x: 1\nbindAddress: 2\nmode: {}", "FILE:4: bindAddress: 2 is no string\nFILE:5: mode: a group of fields is no string"},
+		{"mode: [", "FILE:3: broken YAML: did not find expected node content"},
+		{"x: 1\nbindAddress: 2\nmode: {}", "FILE:4: bindAddress: must be a string (quote it), not 2\nFILE:5: mode: must be a string (quote it), not {}"},
 		{"featureGates: {AllowServiceExternalIP: false}",
 			`FILE:3: featureGates: "AllowServiceExternalIP" is no feature gate of kube-proxy 1.33 to 1.37; there is "AllowServiceExternalIPs"`},
 		{"featureGates: {TopologyAwareHints: false}",
@@ -361,12 +362,12 @@ func TestLenientFiles(t *testing.T) {
 	for _, tc := range []struct{ body, want string }{
 		{"udpIdleTimeout: 250ms", "FILE:3: udpIdleTimeout: unknown field; it is ignored"},
 		{"iptables:\n  masqueradebit: 1", `FILE:4: iptables.masqueradebit: unknown field; there is "masqueradeBit"; it is ignored`},
-		{"portRange: ''\nportRange: ''", "FILE:4: portRange: given twice, on line 3 too; the last one counts"},
+		{"portRange: ''\nportRange: ''", "FILE:3: portRange: given twice, on line 4 too; the last one counts"},
 		{"iptables: {masqueradeAll: true}\niptables: {localhostNodePorts: true}",
-			"FILE:4: iptables: given twice, on line 3 too; the last one counts"},
+			"FILE:3: iptables: given twice, on line 4 too; the last one counts"},
 		{"featureGates:\n  AllowServiceExternalIPs: false\n  AllowServiceExternalIPs: true",
 			"FILE:4: featureGates.AllowServiceExternalIPs: given twice, on line 5 too; the last one counts"},
-		{"logging: {vmodule: [{file: a}]}", `FILE:3: logging.vmodule: unknown field "file"; it is ignored`},
+		{"logging: {vmodule: [{file: a}]}", `FILE:3: logging.vmodule[0].file: unknown field; it is ignored`},
 	} {
 		path := writeFile(t, tc.body+"\nclusterCIDR: 10.0.0.0/8\n")
 		c, err := flagsOf(t, "--config="+path, "--manifests=m").Config()
@@ -393,14 +394,14 @@ func TestLenientFiles(t *testing.T) {
 func TestFilesOfAnotherKind(t *testing.T) {
 	t.Parallel()
 	for _, tc := range []struct{ content, want string }{
-		{"", "FILE: the file is empty; a KubeProxyConfiguration is wanted"},
-		{"---\n---\n", "FILE: the file is empty; a KubeProxyConfiguration is wanted"},
-		{"- a\n", "FILE:1: a KubeProxyConfiguration is wanted here"},
-		{"a: b: c\n", "FILE: not YAML: mapping values are not allowed in this context"},
-		{"mode: iptables\n", `FILE: apiVersion: ""; only "kubeproxy.config.k8s.io/v1alpha1" is understood` + "\n" +
-			`FILE: kind: ""; only "KubeProxyConfiguration" is understood`},
+		{"", "FILE: the file is empty; it must hold a KubeProxyConfiguration"},
+		{"---\n---\n", "FILE: the file is empty; it must hold a KubeProxyConfiguration"},
+		{"- a\n", "FILE:1: this is not a KubeProxyConfiguration"},
+		{"a: b: c\n", "FILE:1: broken YAML: mapping values are not allowed in this context"},
+		{"mode: iptables\n", `FILE: apiVersion: must be "kubeproxy.config.k8s.io/v1alpha1", not ""` + "\n" +
+			`FILE: kind: must be "KubeProxyConfiguration", not ""`},
 		{"apiVersion: kubeproxy.config.k8s.io/v1alpha2\nkind: KubeProxyConfiguration\n",
-			`FILE:1: apiVersion: "kubeproxy.config.k8s.io/v1alpha2"; only "kubeproxy.config.k8s.io/v1alpha1" is understood`},
+			`FILE:1: apiVersion: must be "kubeproxy.config.k8s.io/v1alpha1", not "kubeproxy.config.k8s.io/v1alpha2"`},
 	} {
 		path := filepath.Join(t.TempDir(), "config.yaml")
 		if err := os.WriteFile(path, []byte(tc.content), 0o644); err != nil {

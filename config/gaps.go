@@ -41,7 +41,7 @@ var deprecatedFlags = map[string]string{
 func (e *Effective) findings() []source.Finding {
 	var out []source.Finding
 	if e.doc != nil {
-		out = append(out, e.doc.passedOver...)
+		out = append(out, e.doc.ignored...)
 	}
 	for _, field := range e.saidFields() {
 		if o, ok := e.overridden(field); ok {

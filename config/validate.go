@@ -38,10 +38,8 @@ func (e *Effective) origin(field string) string {
 		return field
 	case e.given[field] != "":
 		return e.given[field]
-	case e.doc != nil && e.doc.lines[field] > 0:
-		return e.doc.at(field) + ": " + field
 	case e.doc != nil:
-		return e.doc.path + ": " + field
+		return e.doc.at(field) + ": " + field
 	}
 	return cmp.Or(flagOf(field), field)
 }

@@ -138,7 +138,7 @@ func TestBadConfigurations(t *testing.T) {
 		for _, tc := range []struct{ name, text, says string }{
 			{"cut short", good()[:40], "apiVersion"},
 			{"emptied", "", "the file is empty"},
-			{"no YAML", good() + "iptables: {", "not YAML"},
+			{"no YAML", good() + "iptables: {", "broken YAML"},
 			{"wrong type", good() + "iptables: {masqueradeBit: many}\n", ":4: iptables.masqueradeBit"},
 			{"wrong value", good() + "nodePortAddresses: [10.0.0.0/99]\n", ":4: nodePortAddresses"},
 			{"unknown mode", configHeader + "mode: nftables\n", ":3: mode"},

@@ -6,6 +6,8 @@ import (
 	"os"
 	"path/filepath"
 	"testing"
+
+	"nodeproxy/source/document"
 )
 
 // The objects of the benchmarks, of about the size that an API server prints them in.
@@ -143,7 +145,7 @@ func BenchmarkEdit(b *testing.B) {
 	versions := [2][]byte{data, bytes.Replace(data, []byte("10.20.5.2"), []byte("10.20.5.9"), 1)}
 	i := 0
 	next := func() int {
-		r := &reading{path: "all.json", text: &text{name: "all.json", data: versions[i%2]}}
+		r := &reading{path: "all.json", text: &document.Text{Name: "all.json", Data: versions[i%2]}}
 		i++
 		decodeAll([]*reading{r}, s.files)
 		return len(s.update([]*reading{r}, nil).EndpointSlices)

@@ -2,19 +2,14 @@ package manifest
 
 import (
 	"bytes"
-	gojson "encoding/json"
 	"errors"
 	"fmt"
-	"reflect"
-	"slices"
-	"sort"
-	"strings"
 
 	"go.yaml.in/yaml/v3"
-	"sigs.k8s.io/json"
 
 	"nodeproxy/source"
 	"nodeproxy/source/controlplane"
+	"nodeproxy/source/document"
 )
 
 // body is what was read from a document, or from one item of a List. It does not change, and outlives the file's
@@ -24,43 +19,34 @@ type body struct {
 	obj    any             // what controlplane.Type.New has made; nil for other kinds
 	issues []issue
 	bad    bool              // broken or refused: the last good version counts
+	unread bool              // broken: the text breaks the rules of YAML or JSON
 	other  controlplane.Type // of an object that is not used
 	prefix string            // of field paths, within a List
-}
-
-// unread reports whether this is what could not be read: text that breaks the rules of YAML or JSON.
-func (b *body) unread() bool {
-	return b.bad && slices.ContainsFunc(b.issues, func(is issue) bool { return is.at })
 }
 
 // entry is a body at its place.
 type entry struct {
 	*body
-	doc   *document
+	doc   *document.Document
 	order int // within the file
 	mark  int // when last seen, see model.replaceEntries
 }
 
 // decode reads a document. It returns a body for each object, broken ones included.
-func decode(doc *document) []*body {
-	data := doc.bytes()
-	if doc.json {
-		return []*body{decodeJSON(data, doc.typ)}
+func decode(doc *document.Document) []*body {
+	data := doc.Bytes()
+	if doc.JSON {
+		return []*body{decodeJSON(data, controlplane.Type(doc.List).Item())}
 	}
-	node, err := parseYAML(data)
-	if err != nil {
-		e := asYAMLError(err)
-		line := faultLine(data, e.line)
-		return []*body{broken(identifyYAML(data, line), issue{Finding: source.Finding{Detail: e.detail}, line: line, at: true})}
+	node, err := doc.YAML()
+	if e, ok := errors.AsType[*document.SyntaxError](err); ok {
+		return []*body{unread(identifyYAML(data, e.Line), e.Line, e.Detail)}
 	}
 	if node == nil || node.Kind == yaml.ScalarNode && node.ShortTag() == "!!null" {
 		return nil
 	}
 	if node.Kind != yaml.MappingNode {
-		return []*body{broken(controlplane.ID{}, issue{
-			Finding: source.Finding{Detail: "a document must be one object, a mapping of apiVersion, kind, metadata …"},
-			line:    node.Line, at: true,
-		})}
+		return []*body{unread(controlplane.ID{}, node.Line, "a document must be one object, a mapping of apiVersion, kind, metadata …")}
 	}
 	if items, typ := yamlList(node); items != nil {
 		var out []*body
@@ -76,13 +62,12 @@ func decode(doc *document) []*body {
 
 func decodeYAML(node *yaml.Node, size int, typ controlplane.Type) *body {
 	if key := secondHead(node); key != nil {
-		return broken(controlplane.ID{}, issue{line: key.Line, at: true, Finding: source.Finding{Detail: fmt.Sprintf(
-			`a second %q in one object: two objects need a line "---" between them, or in a List a "- " before each`, key.Value)}})
+		return unread(controlplane.ID{}, key.Line, fmt.Sprintf(
+			`a second %q in one object: two objects need a line "---" between them, or in a List a "- " before each`, key.Value))
 	}
-	js, err := yamlToJSON(node, min(size, 1<<16))
-	if err != nil {
-		e := asYAMLError(err)
-		return broken(controlplane.ID{}, issue{Finding: source.Finding{Detail: e.detail}, line: e.line, at: true})
+	js, err := document.ToJSON(node, size)
+	if e, ok := errors.AsType[*document.SyntaxError](err); ok {
+		return unread(controlplane.ID{}, e.Line, e.Detail)
 	}
 	return decodeJSON(js, typ)
 }
@@ -134,12 +119,12 @@ func yamlList(node *yaml.Node) (items []*yaml.Node, typ controlplane.Type) {
 	return items, typ.Item()
 }
 
-func broken(id controlplane.ID, is issue) *body {
-	is.Severity = source.Problem
-	return &body{id: id, bad: true, issues: []issue{is}}
+// unread is the body of a document that breaks the rules of YAML or JSON.
+func unread(id controlplane.ID, line int, detail string) *body {
+	return &body{id: id, bad: true, unread: true, issues: []issue{{
+		Finding: source.Finding{Severity: source.Problem, Detail: detail}, line: max(line, 1),
+	}}}
 }
-
-func wellFormed(data []byte) bool { return gojson.Valid(data) }
 
 // head is what tells one object from another.
 type head struct {
@@ -150,21 +135,21 @@ type head struct {
 // readHead reads as much of the head as can be found, also in broken JSON.
 func readHead(data []byte) head {
 	var h head
-	members, _ := jsonMembers(data, 0)
+	members, _ := document.Members(data, 0)
 	for _, m := range members {
-		switch m.key {
+		switch m.Key {
 		case "kind":
-			h.Kind, _ = jsonString(m.value.of(data))
+			h.Kind, _ = document.String(m.Value.Of(data))
 		case "apiVersion":
-			h.APIVersion, _ = jsonString(m.value.of(data))
+			h.APIVersion, _ = document.String(m.Value.Of(data))
 		case "metadata":
-			inner, _ := jsonMembers(data, m.value.start)
+			inner, _ := document.Members(data, m.Value.Start)
 			for _, m := range inner {
-				switch m.key {
+				switch m.Key {
 				case "name":
-					h.name, _ = jsonString(m.value.of(data))
+					h.name, _ = document.String(m.Value.Of(data))
 				case "namespace":
-					h.namespace, _ = jsonString(m.value.of(data))
+					h.namespace, _ = document.String(m.Value.Of(data))
 				}
 			}
 		}
@@ -174,39 +159,6 @@ func readHead(data []byte) head {
 
 func (h head) id() controlplane.ID { return h.ID(h.namespace, h.name) }
 
-// faultLine finds the line of a fault: the first from which on every further line leaves the document broken. The parser
-// tells only where the construct around it began, if at all.
-func faultLine(data []byte, hint int) int {
-	const (
-		most  = 300 // lines to look at
-		after = 4   // so many more broken lines make sure that this is no value that goes on over several lines
-	)
-	var ends []int // offsets after each line
-	for i, c := range data {
-		if c == '\n' {
-			ends = append(ends, i+1)
-		}
-	}
-	ends = append(ends, len(data))
-	first, run := 0, 0
-	for n := max(hint-2, 0); n < len(ends) && n < hint+most; n++ {
-		if _, err := parseYAML(data[:ends[n]]); err == nil {
-			run = 0
-			continue
-		}
-		if run++; run == 1 {
-			first = n + 1
-		}
-		if run > after {
-			return first
-		}
-	}
-	if run > 0 {
-		return first
-	}
-	return max(hint, 1)
-}
-
 // identifyYAML says which object a broken document is about, from the lines before the fault.
 func identifyYAML(data []byte, line int) controlplane.ID {
 	lines := bytes.SplitAfter(data, []byte{'\n'})
@@ -214,11 +166,11 @@ func identifyYAML(data []byte, line int) controlplane.ID {
 		line = len(lines)
 	}
 	for n := line; n > 0 && n > line-20; n-- {
-		node, err := parseYAML(bytes.Join(lines[:n], nil))
+		node, err := document.ParseYAML(bytes.Join(lines[:n], nil))
 		if err != nil || node == nil || node.Kind != yaml.MappingNode {
 			continue
 		}
-		if js, err := yamlToJSON(node, 1024); err == nil {
+		if js, err := document.ToJSON(node, 1024); err == nil {
 			h := readHead(js)
 			if h.name == "" || !h.Used() {
 				return controlplane.ID{}
@@ -237,20 +189,17 @@ func decodeJSON(data []byte, typ controlplane.Type) *body {
 	}
 	isObject := len(data) > 0 && data[0] == '{'
 	if !isObject || !h.Used() {
-		if is, ok := syntaxIssue(data); !ok {
-			return broken(h.id(), is)
+		if e, ok := errors.AsType[*document.SyntaxError](document.CheckJSON(data)); ok {
+			return unread(h.id(), e.Line, e.Detail)
 		}
 	}
 	if !isObject {
-		return broken(controlplane.ID{}, issue{
-			Finding: source.Finding{Detail: "a document must be one object with apiVersion, kind, metadata …"}, line: 1, at: true,
-		})
-	}
-	if field, detail := h.Problem(); detail != "" && !h.IsList() {
-		return broken(h.id(), issue{Finding: source.Finding{Field: field, Detail: detail}})
+		return unread(controlplane.ID{}, 1, "a document must be one object with apiVersion, kind, metadata …")
 	}
 	b := &body{id: h.id()}
-	switch {
+	switch field, detail := h.Problem(); {
+	case detail != "" && !h.IsList():
+		b.refuse(field, detail)
 	case h.Used():
 		b.read(data, h.Type)
 	case h.IsList():
@@ -272,18 +221,18 @@ func (b *body) refuse(field, detail string) {
 
 // checkList says what keeps a List from being read.
 func (b *body) checkList(data []byte) {
-	members, _ := jsonMembers(data, 0)
+	members, _ := document.Members(data, 0)
 	for _, m := range members {
-		switch m.key {
+		switch m.Key {
 		case "kind", "apiVersion", "metadata":
 		case "items":
-			if raw := m.value.of(data); raw[0] != '[' && string(raw) != "null" {
+			if raw := m.Value.Of(data); raw[0] != '[' && string(raw) != "null" {
 				b.refuse("items", "must be a list")
-			} else if items, _, _ := jsonItems(data, m.value.start); len(items) > 0 {
+			} else if items, _, _ := document.Items(data, m.Value.Start); len(items) > 0 {
 				b.refuse("items", "a List within a List, or beside unknown fields, is not read")
 			}
 		default:
-			b.refuse(m.key, fmt.Sprintf("a List has no field %.60q", m.key))
+			b.refuse(m.Key, fmt.Sprintf("a List has no field %.60q", m.Key))
 		}
 	}
 }
@@ -291,22 +240,23 @@ func (b *body) checkList(data []byte) {
 // read decodes an object and admits it as the API server would.
 func (b *body) read(data []byte, typ controlplane.Type) {
 	obj := typ.New()
-	strict, err := json.UnmarshalStrict(data, obj)
-	if err != nil {
-		b.decodingIssues(data, typ, err)
+	ignored, faults, err := document.Decode(data, obj)
+	if e, ok := errors.AsType[*document.SyntaxError](err); ok {
+		*b = *unread(b.id, e.Line, e.Detail)
 		return
 	}
-	for _, s := range strict {
-		field, detail := "", s.Error()
-		if fe, ok := errors.AsType[json.FieldError](s); ok {
-			field = fe.FieldPath()
-			detail, _, _ = strings.Cut(detail, " \"")
-		}
+	for _, f := range ignored {
 		effect := "the field is ignored, the rest of the object is used"
-		if strings.HasPrefix(detail, "duplicate") {
+		if f.Detail == document.DuplicateField {
 			effect = "the last of them is used"
 		}
-		b.add(source.Finding{Severity: source.Problem, Field: field, Detail: detail, Effect: effect})
+		b.add(source.Finding{Severity: source.Problem, Field: f.Field, Detail: f.Detail, Effect: effect})
+	}
+	for _, f := range faults {
+		b.refuse(f.Field, f.Detail)
+	}
+	if b.bad {
+		return
 	}
 	found, refused := controlplane.Admit(obj)
 	for _, f := range found {
@@ -315,148 +265,4 @@ func (b *body) read(data []byte, typ controlplane.Type) {
 	if b.bad = refused; !refused {
 		b.obj = obj
 	}
-}
-
-// syntaxIssue says where JSON breaks; true where it does not.
-func syntaxIssue(data []byte) (issue, bool) {
-	var v gojson.RawMessage
-	err := gojson.Unmarshal(data, &v)
-	if err == nil {
-		return issue{}, true
-	}
-	is := issue{Finding: source.Finding{Severity: source.Problem, Detail: "broken JSON: " + err.Error()}, at: true, line: 1}
-	if syntax, ok := errors.AsType[*gojson.SyntaxError](err); ok {
-		is.offset = max(int(syntax.Offset)-1, 0)
-	}
-	return is, false
-}
-
-// decodingIssues says which fields can't be read. The decoder names none, or not which of a list; so fields are taken
-// away until it no longer complains.
-func (b *body) decodingIssues(data []byte, typ controlplane.Type, err error) {
-	b.bad = true
-	if is, ok := syntaxIssue(data); !ok {
-		b.issues = append(b.issues, is)
-		return
-	}
-	fails := func(data []byte) error {
-		return json.UnmarshalCaseSensitivePreserveInts(data, typ.New())
-	}
-	const most = 5
-	for range most {
-		steps, field, cause := findFault(data, fails)
-		if cause == nil {
-			break
-		}
-		if steps == nil {
-			b.refuse("", plainError(err, nil))
-			return
-		}
-		at := treeAt(data, steps).span
-		b.refuse(field, plainError(cause, at.of(data)))
-		data = blank(data, at)
-	}
-}
-
-// findFault finds the first value without which data decodes further: the way to it from the root, its field path, and
-// what the decoder says of it. The steps are nil where no part alone is at fault; the error is nil where nothing is.
-func findFault(data []byte, fails func([]byte) error) (steps []int, path string, cause error) {
-	if cause = fails(data); cause == nil {
-		return nil, "", nil
-	}
-	for {
-		node := treeAt(data, steps)
-		spans := make([]span, len(node.values))
-		for i, child := range node.values {
-			spans[i] = child.span
-		}
-		if len(spans) == 0 || fails(blank(data, spans...)) != nil {
-			return steps, path, cause // No child, but the value as such.
-		}
-		// With all children blanked it decodes; so as more and more of them are left in, one is the first to fail.
-		first := sort.Search(len(spans)-1, func(i int) bool { return fails(blank(data, spans[i+1:]...)) != nil })
-		data = blank(data, slices.Concat(spans[:first], spans[first+1:])...)
-		err := fails(data)
-		if err == nil {
-			return steps, path, cause
-		}
-		cause, path = err, node.childPath(path, first)
-		steps = append(steps, first)
-	}
-}
-
-// treeAt returns what lies at the end of the steps from the root.
-func treeAt(data []byte, steps []int) *tree {
-	t := jsonTree(data, span{0, len(data)}, 0)
-	for _, i := range steps {
-		t = t.values[i]
-	}
-	return t
-}
-
-// blank replaces values by null. The spans are in order.
-func blank(data []byte, spans ...span) []byte {
-	out := make([]byte, 0, len(data)+4*len(spans))
-	at := 0
-	for _, s := range spans {
-		out = append(append(out, data[at:s.start]...), "null"...)
-		at = s.end
-	}
-	return append(out, data[at:]...)
-}
-
-// plainError says in plain words what the decoder found wrong.
-func plainError(err error, value []byte) string {
-	if t, ok := errors.AsType[*gojson.UnmarshalTypeError](err); ok {
-		want := wanted(t.Type)
-		if len(value) > 0 && len(value) <= 60 {
-			return fmt.Sprintf("must be %s, not %s", want, value)
-		}
-		return fmt.Sprintf("must be %s, not %s", want, article(t.Value))
-	}
-	text := err.Error()
-	if len(value) > 0 && len(value) <= 60 && !strings.Contains(text, string(bytes.Trim(value, `"`))) {
-		text = fmt.Sprintf("%s: %s", text, value)
-	}
-	return "can't be read: " + strings.TrimPrefix(text, "json: ")
-}
-
-func wanted(t reflect.Type) string {
-	switch t.Kind() {
-	case reflect.String:
-		return "a string (quote it)"
-	case reflect.Bool:
-		return "true or false"
-	case reflect.Int32:
-		return "a whole number of 32 bits"
-	case reflect.Int, reflect.Int64:
-		return "a whole number"
-	case reflect.Slice:
-		return "a list"
-	case reflect.Map, reflect.Struct:
-		return "a mapping of fields"
-	case reflect.Pointer:
-		return wanted(t.Elem())
-	}
-	return "of another type"
-}
-
-func article(what string) string {
-	switch what {
-	case "object":
-		return "a mapping of fields"
-	case "array":
-		return "a list"
-	case "bool":
-		return "true or false"
-	}
-	return "a " + what
-}
-
-// firstLine returns the line, from 1, on which a node's own text begins.
-func firstLine(n *yaml.Node) int {
-	if n.Kind == yaml.MappingNode && len(n.Content) > 0 {
-		return n.Content[0].Line
-	}
-	return n.Line
 }

@@ -12,6 +12,7 @@ import (
 	"sync/atomic"
 
 	"nodeproxy/source/controlplane"
+	"nodeproxy/source/document"
 )
 
 // file is what is known of one file: its content when last read, and the objects of it that are in force.
@@ -30,7 +31,7 @@ type file struct {
 
 // decodedDocument is a document with what was read from it.
 type decodedDocument struct {
-	doc     *document
+	doc     *document.Document
 	hash    uint64
 	bodies  []*body
 	entries []*entry // of the bodies, once the document has been in a version that was put in force
@@ -40,7 +41,7 @@ type decodedDocument struct {
 // reading is a new version of a file that is not in force yet.
 type reading struct {
 	path    string
-	text    *text
+	text    *document.Text
 	err     error // the file can't be read
 	id      fileID
 	open    bool // a program had it open for writing
@@ -50,12 +51,12 @@ type reading struct {
 }
 
 // blank reports whether there is nothing in the file.
-func (r *reading) blank() bool { return len(bytes.TrimSpace(r.text.data)) == 0 }
+func (r *reading) blank() bool { return len(bytes.TrimSpace(r.text.Data)) == 0 }
 
 // whole reports whether every document could be read, though perhaps not used.
 func (r *reading) whole() bool {
 	return r.err == nil && !slices.ContainsFunc(r.decoded, func(d *decodedDocument) bool {
-		return slices.ContainsFunc(d.bodies, (*body).unread)
+		return slices.ContainsFunc(d.bodies, func(b *body) bool { return b.unread })
 	})
 }
 
@@ -72,17 +73,16 @@ func (r *reading) lacks(entries []*entry) bool {
 
 var seed = maphash.MakeSeed()
 
-func (d *document) hash() uint64 {
+func hashOf(d *document.Document) uint64 {
 	var h maphash.Hash
 	h.SetSeed(seed)
-	_, _ = h.Write(d.bytes())
-	_, _ = h.WriteString("\x00" + d.typ.String())
+	_, _ = h.Write(d.Bytes())
+	_, _ = h.WriteString("\x00" + d.List.Kind + "\x00" + d.List.APIVersion)
 	return h.Sum64()
 }
 
-func (d *document) same(o *document) bool {
-	return d.json == o.json && d.typ == o.typ && bytes.Equal(d.bytes(), o.bytes())
-}
+// isList reports whether a JSON document is a list, each of whose items is a document.
+func isList(t document.Type) bool { return controlplane.Type(t).IsList() }
 
 // decodeAll splits and decodes new versions of files on all CPUs. files are those that are in force, by path.
 func decodeAll(readings []*reading, files map[string]*file) {
@@ -92,10 +92,10 @@ func decodeAll(readings []*reading, files map[string]*file) {
 			continue
 		}
 		old := files[r.path]
-		for _, doc := range split(r.text) {
-			d := &decodedDocument{doc: doc, hash: doc.hash()}
+		for _, doc := range document.Split(r.text, isList) {
+			d := &decodedDocument{doc: doc, hash: hashOf(doc)}
 			if old != nil {
-				if was := old.decoded[d.hash]; was != nil && was.usedBy != r && was.doc.same(doc) {
+				if was := old.decoded[d.hash]; was != nil && was.usedBy != r && was.doc.Same(doc) {
 					was.usedBy = r // The same text twice in a file makes two objects, though only one counts.
 					d.bodies, d.entries = was.bodies, was.entries
 				}
@@ -176,7 +176,7 @@ func (f *file) put(r *reading) {
 			is.Object, is.LeftOut = e.id.String(), e.bad
 			rem := remark{issue: is, entry: e}
 			f.remarks = append(f.remarks, rem)
-			if f.fault == "" && e.bad && (whole || kept[e] != nil || e.unread() || e == entries[len(entries)-1] && !endsLine(r.text.data)) {
+			if f.fault == "" && e.bad && (whole || kept[e] != nil || e.unread || e == entries[len(entries)-1] && !endsLine(r.text.Data)) {
 				f.fault = rem.located()
 			}
 		}
@@ -299,5 +299,5 @@ func keep(entries, inForce []*entry) (kept map[*entry]*entry, whole bool) {
 
 // compareEntries orders entries of one object: by file name, then by place.
 func compareEntries(a, b *entry) int {
-	return cmp.Or(cmp.Compare(a.doc.text.name, b.doc.text.name), cmp.Compare(a.order, b.order))
+	return cmp.Or(cmp.Compare(a.doc.Name, b.doc.Name), cmp.Compare(a.order, b.order))
 }

@@ -7,14 +7,13 @@ import (
 	"strings"
 
 	"nodeproxy/source"
+	"nodeproxy/source/document"
 )
 
 // issue is a finding about an object, before it is known where the object stands.
 type issue struct {
 	source.Finding
-	offset int  // in the document's text, where positioned
-	line   int  // in the document, where positioned and offset is 0; from 1
-	at     bool // positioned: offset or line tell the place, not the field
+	line int // in the document, from 1, of a fault in its text; 0 where the field tells the place
 }
 
 // remark is an issue with its place.
@@ -115,38 +114,31 @@ func (r *reporter) flush() {
 
 func fileOf(r *remark) string {
 	if r.entry != nil {
-		return r.entry.doc.text.name
+		return r.entry.doc.Name
 	}
 	return r.Where
 }
 
 func startOf(r *remark) int {
 	if r.entry != nil {
-		return r.entry.doc.start
+		return r.entry.doc.Start
 	}
 	return 0
 }
 
-// lineFinder finds the lines of fields. It keeps the skeleton of the last document.
+// lineFinder finds the lines of remarks. It keeps the places of the last document's fields.
 type lineFinder struct {
-	doc  *document
-	tree *tree
+	doc    *document.Document
+	fields *document.Fields
 }
 
 func (f *lineFinder) find(r *remark) int {
 	doc := r.entry.doc
-	first := doc.text.line(doc.start)
-	if r.at {
-		if r.offset > 0 {
-			return doc.text.line(min(doc.start+r.offset, max(len(doc.text.data)-1, 0)))
-		}
-		return first + max(r.line, 1) - 1
+	if r.line > 0 {
+		return doc.Line(r.line)
 	}
 	if f.doc != doc {
-		f.doc, f.tree = doc, skeleton(doc)
-	}
-	if f.tree == nil {
-		return first
+		f.doc, f.fields = doc, doc.Fields()
 	}
 	path := r.Field
 	if prefix := r.entry.prefix; prefix != "" {
@@ -155,25 +147,5 @@ func (f *lineFinder) find(r *remark) int {
 			path = prefix + r.Field
 		}
 	}
-	pos := f.tree.find(path).pos
-	if doc.json {
-		return doc.text.line(doc.start + pos)
-	}
-	return first + pos - 1
-}
-
-// skeleton parses a document for its fields' places; nil where it can't be parsed.
-func skeleton(doc *document) *tree {
-	data := doc.bytes()
-	if doc.json {
-		if !wellFormed(data) {
-			return nil
-		}
-		return jsonTree(data, span{0, len(data)}, 0)
-	}
-	node, err := parseYAML(data)
-	if err != nil || node == nil {
-		return nil
-	}
-	return yamlTree(node, firstLine(node), 0)
+	return f.fields.Line(path)
 }

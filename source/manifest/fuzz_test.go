@@ -7,6 +7,7 @@ import (
 	"testing"
 
 	"nodeproxy/source"
+	"nodeproxy/source/document"
 )
 
 // FuzzDecode holds that no content of a file ends the program, that each finding tells where it belongs and what happens,
@@ -50,7 +51,7 @@ func FuzzDecode(f *testing.F) {
 			t.Fatal(err)
 		}
 		put := func() source.Batch {
-			r := &reading{path: name, text: &text{name: name, data: data}}
+			r := &reading{path: name, text: &document.Text{Name: name, Data: data}}
 			decodeAll([]*reading{r}, s.files)
 			return s.update([]*reading{r}, nil)
 		}

@@ -11,6 +11,8 @@ import (
 	"path/filepath"
 	"slices"
 	"time"
+
+	"nodeproxy/source/document"
 )
 
 // An object leaves only when its file could be read whole and no longer has it, or when the file was removed from a directory
@@ -76,7 +78,7 @@ func (h *held) until(at, now time.Time) bool {
 
 // counts decides whether a new version of a file is to be put in force now.
 func (w *watch) counts(r *reading, now time.Time) bool {
-	h := w.hold(r.path, maphash.Bytes(seed, r.text.data), now)
+	h := w.hold(r.path, maphash.Bytes(seed, r.text.Data), now)
 	return w.decide(r.path, h, func() bool { return w.weigh(r, h, now) })
 }
 
@@ -98,7 +100,7 @@ func (w *watch) weigh(r *reading, h *held, now time.Time) bool {
 	if f != nil && len(f.entries) > 0 {
 		effect = effectFile
 	}
-	name := r.text.name
+	name := r.text.Name
 	switch {
 	case r.err != nil:
 		h.wrong(name, "can't be read: "+r.err.Error(), effect)
@@ -114,13 +116,13 @@ func (w *watch) weigh(r *reading, h *held, now time.Time) bool {
 		return !now.Before(at) || h.until(at, now)
 	}
 	if known {
-		if cut := cutOff(last.data, r.text.data); cut != notCut {
+		if cut := cutOff(last.data, r.text.Data); cut != notCut {
 			return w.weighCut(r, h, cut, last, now)
 		}
 	}
 	inPlace := known && last.id == r.id
 	switch {
-	case inPlace && (len(r.text.data) < len(last.data) || r.lacks(f.entries) || endsEarly(last.data, r.text.data)):
+	case inPlace && (len(r.text.Data) < len(last.data) || r.lacks(f.entries) || endsEarly(last.data, r.text.Data)):
 		return w.settled(r, h, now)
 	case w.synced && (r.suspect || r.open && (known || f == nil)):
 		if !now.Before(h.changed.Add(hold)) && !r.open || !now.Before(h.since.Add(patience)) {
@@ -166,7 +168,7 @@ func cutOff(last, data []byte) cut {
 func betweenDocuments(data, rest []byte) bool {
 	for line := range bytes.Lines(rest) {
 		text := bytes.TrimSpace(line)
-		if isMarker(line, "---") || isMarker(line, "...") || len(text) > 0 && text[0] == '{' {
+		if document.IsMarker(line, "---") || document.IsMarker(line, "...") || len(text) > 0 && text[0] == '{' {
 			return true
 		}
 		if len(text) > 0 && text[0] != '#' {
@@ -175,7 +177,7 @@ func betweenDocuments(data, rest []byte) bool {
 	}
 	data = bytes.TrimRight(data, " \t\r\n")
 	line := data[bytes.LastIndexByte(data, '\n')+1:]
-	return isMarker(line, "---") || isMarker(line, "...")
+	return document.IsMarker(line, "---") || document.IsMarker(line, "...")
 }
 
 // endsEarly reports whether a file no longer ends with the end of a line, as one does of which a part is written.
@@ -190,7 +192,7 @@ func endsLine(data []byte) bool { return bytes.HasSuffix(data, []byte{'\n'}) }
 // place as a whole.
 func (w *watch) weighCut(r *reading, h *held, c cut, last version, now time.Time) bool {
 	renamed := last.id != r.id && !r.open
-	where := fmt.Sprintf("%s:%d", r.text.name, r.text.line(len(bytes.TrimRight(r.text.data, "\r\n"))))
+	where := fmt.Sprintf("%s:%d", r.text.Name, r.text.Line(len(bytes.TrimRight(r.text.Data, "\r\n"))))
 	switch {
 	case c == withinLine || r.suspect || c == betweenLines && !renamed:
 		h.wrong(where, "the file is cut off: it ends within a document, which goes on in its last good version", effectFile+"; if that is meant, end it with a line \"...\"")

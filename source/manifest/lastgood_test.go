@@ -5,6 +5,7 @@ import (
 	"testing"
 
 	"nodeproxy/source"
+	"nodeproxy/source/document"
 )
 
 // TestLastGood plays two versions of a file and holds what is in force after the second.
@@ -99,7 +100,7 @@ func TestMove(t *testing.T) {
 		t.Fatal(err)
 	}
 	put := func(name, content string) string {
-		r := &reading{path: name, text: &text{name: name, data: []byte(content)}}
+		r := &reading{path: name, text: &document.Text{Name: name, Data: []byte(content)}}
 		decodeAll([]*reading{r}, s.files)
 		return describe(s.update([]*reading{r}, nil))
 	}

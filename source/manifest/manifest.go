@@ -19,6 +19,7 @@ import (
 
 	"nodeproxy/source"
 	"nodeproxy/source/controlplane"
+	"nodeproxy/source/document"
 )
 
 // Config says where the manifests are and what to allot from.
@@ -109,7 +110,7 @@ func Read(cfg Config, in io.Reader) (source.Batch, error) {
 	if err != nil {
 		return source.Batch{}, fmt.Errorf("manifests: reading %s: %w", cfg.Path, err)
 	}
-	return s.load([]*reading{{path: cfg.Path, text: &text{name: cfg.Path, data: data}}}), nil
+	return s.load([]*reading{{path: cfg.Path, text: &document.Text{Name: cfg.Path, Data: data}}}), nil
 }
 
 func (s *store) load(readings []*reading) source.Batch {

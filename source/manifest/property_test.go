@@ -12,6 +12,7 @@ import (
 
 	"nodeproxy/source"
 	"nodeproxy/source/controlplane"
+	"nodeproxy/source/document"
 )
 
 // tightConfig has so little to hand out that collisions and refusals are frequent.
@@ -84,7 +85,7 @@ func newPlayer() *player {
 func (p *player) put(files map[string]string, gone ...string) {
 	var readings []*reading
 	for _, name := range slices.Sorted(maps.Keys(files)) {
-		readings = append(readings, &reading{path: name, text: &text{name: name, data: []byte(files[name])}})
+		readings = append(readings, &reading{path: name, text: &document.Text{Name: name, Data: []byte(files[name])}})
 	}
 	decodeAll(readings, p.s.files)
 	p.all.Merge(p.s.update(readings, gone))

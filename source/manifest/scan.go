@@ -12,6 +12,8 @@ import (
 	"syscall"
 
 	"golang.org/x/sys/unix"
+
+	"nodeproxy/source/document"
 )
 
 // stamp tells whether a file has changed.
@@ -180,8 +182,8 @@ func readAll(paths []string) []*reading {
 	slices.Sort(paths)
 	out := make([]*reading, 0, len(paths))
 	for _, path := range slices.Compact(paths) {
-		r := &reading{path: path, text: &text{name: path}}
-		r.text.data, r.id, r.open, r.err = readFile(path)
+		r := &reading{path: path, text: &document.Text{Name: path}}
+		r.text.Data, r.id, r.open, r.err = readFile(path)
 		out = append(out, r)
 	}
 	return out
@@ -231,4 +233,14 @@ func readAllOf(in io.Reader, size int64) ([]byte, error) {
 			data = slices.Grow(data, 1<<16)
 		}
 	}
+}
+
+// accepted reports whether a file of this name holds manifests.
+func accepted(name string) bool {
+	base := filepath.Base(name)
+	switch strings.ToLower(filepath.Ext(base)) {
+	case ".yaml", ".yml", ".json":
+		return !strings.HasPrefix(base, ".")
+	}
+	return false
 }

@@ -81,7 +81,7 @@ func (s *store) reportDuplicates(id controlplane.ID, list []*entry) {
 	for i := 1; i < len(list); i++ {
 		var lines lineFinder
 		first := remark{issue: issue{Finding: source.Finding{Field: "metadata.name"}}, entry: list[0]}
-		where := fmt.Sprintf("%s:%d", list[0].doc.text.name, lines.find(&first))
+		where := fmt.Sprintf("%s:%d", list[0].doc.Name, lines.find(&first))
 		remarks = append(remarks, remark{entry: list[i], issue: issue{Finding: source.Finding{
 			Severity: source.Problem, Object: id.String(), Field: "metadata.name", Detail: "the same object stands at " + where,
 			Effect:  "that one is used, as it comes first by file name and line; this one is left out",
@@ -102,7 +102,7 @@ func (s *store) putFile(r *reading, touched map[controlplane.ID]bool) {
 		if len(f.entries) > 0 {
 			effect = effectFile
 		}
-		s.findings.set("file "+r.path, []remark{fileProblem(r.text.name, "can't be read: "+r.err.Error(), effect, true)})
+		s.findings.set("file "+r.path, []remark{fileProblem(r.text.Name, "can't be read: "+r.err.Error(), effect, true)})
 		return
 	}
 	before := f.entries

@@ -189,9 +189,9 @@ func (w *watch) look(now time.Time) {
 		return
 	}
 	for _, r := range readings {
-		w.texts[r.path] = r.text.data
+		w.texts[r.path] = r.text.Data
 		if r.whole() {
-			w.whole[r.path] = version{r.text.data, r.id}
+			w.whole[r.path] = version{r.text.Data, r.id}
 		}
 	}
 	for _, path := range gone {
@@ -278,9 +278,9 @@ func (w *watch) read(pending map[string]bool, now time.Time) (readings []*readin
 	slices.Sort(gone)
 	readings = slices.DeleteFunc(readAll(paths), func(r *reading) bool {
 		old, known := w.texts[r.path]
-		if r.err == nil && known && bytes.Equal(old, r.text.data) {
+		if r.err == nil && known && bytes.Equal(old, r.text.Data) {
 			delete(w.held, r.path) // It is as it was before.
-			if v, ok := w.whole[r.path]; ok && bytes.Equal(v.data, r.text.data) {
+			if v, ok := w.whole[r.path]; ok && bytes.Equal(v.data, r.text.Data) {
 				w.whole[r.path] = version{v.data, r.id}
 			}
 			return true

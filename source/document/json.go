@@ -1,16 +1,14 @@
-package manifest
+package document
 
 import (
 	"bytes"
 	"encoding/json"
 	"errors"
-	"strconv"
-	"strings"
 )
 
 // The functions here find their way through JSON text without decoding it: where one document ends and the next begins,
-// where the items of a List are, and at which offset a field stands. They check only what they need; each piece that
-// they cut out is checked by the decoder.
+// where the items of a List are, and at which offset a field stands. Unlike json.Decoder they match brackets and strings
+// alone, so that a fault within a value does not hide what follows it; each piece that they cut out is checked by the decoder.
 
 func isSpace(c byte) bool { return c == ' ' || c == '\t' || c == '\n' || c == '\r' }
 
@@ -80,29 +78,30 @@ func skipValue(data []byte, i int) int {
 	return -1
 }
 
-// span is a range of offsets in a text.
-type span struct{ start, end int }
+// Span is a range of offsets in a text.
+type Span struct{ Start, End int }
 
-func (s span) of(data []byte) []byte { return data[s.start:s.end] }
+// Of returns the text of a span.
+func (s Span) Of(data []byte) []byte { return data[s.Start:s.End] }
 
-// member is one key and value of a JSON object.
-type member struct {
-	key      string
+// Member is one key and value of a JSON object.
+type Member struct {
+	Key      string
 	keyStart int
-	value    span
+	Value    Span
 }
 
 var errJSON = errors.New("not well-formed JSON")
 
-// jsonMembers lists what the object that starts at offset i holds.
-func jsonMembers(data []byte, i int) ([]member, error) {
-	var out []member
+// Members lists what the object that starts at offset i holds, as far as that can be told.
+func Members(data []byte, i int) ([]Member, error) {
+	var out []Member
 	_, err := eachMember(data, i, func(key string, at, start int) (int, error) {
 		end := skipValue(data, start)
-		out = append(out, member{key, at, span{start, end}})
+		out = append(out, Member{key, at, Span{start, end}})
 		return end, nil
 	})
-	if n := len(out); err != nil && n > 0 && out[n-1].value.end < 0 {
+	if n := len(out); err != nil && n > 0 && out[n-1].Value.End < 0 {
 		out = out[:n-1]
 	}
 	return out, err
@@ -116,7 +115,7 @@ func eachMember(data []byte, i int, read func(key string, at, start int) (int, e
 		if end < 0 || data[i] != '"' {
 			return 0, errJSON
 		}
-		key, ok := jsonString(data[i:end])
+		key, ok := String(data[i:end])
 		colon := skipSpace(data, end)
 		if !ok || colon >= len(data) || data[colon] != ':' {
 			return 0, errJSON
@@ -125,12 +124,12 @@ func eachMember(data []byte, i int, read func(key string, at, start int) (int, e
 	})
 }
 
-// jsonItems lists the elements of the array that starts at offset i, and returns the offset after it.
-func jsonItems(data []byte, i int) (out []span, end int, err error) {
+// Items lists the elements of the array that starts at offset i, and returns the offset after it.
+func Items(data []byte, i int) (out []Span, end int, err error) {
 	end, err = eachElement(data, i, '[', ']', func(i int) (int, error) {
 		end := skipValue(data, i)
 		if end >= 0 {
-			out = append(out, span{i, end})
+			out = append(out, Span{i, end})
 		}
 		return end, nil
 	})
@@ -165,8 +164,8 @@ func eachElement(data []byte, i int, open, closing byte, read func(int) (int, er
 	}
 }
 
-// jsonString decodes a JSON string; false where it is none.
-func jsonString(raw []byte) (string, bool) {
+// String decodes a JSON string; false where it is none.
+func String(raw []byte) (string, bool) {
 	if len(raw) < 2 || raw[0] != '"' {
 		return "", false
 	}
@@ -192,101 +191,4 @@ func appendJSONString(out []byte, s string) []byte {
 	}
 	quoted, _ := json.Marshal(s) // A string can always be marshalled.
 	return append(out, quoted...)
-}
-
-// tree is the skeleton of a document: where its fields stand. pos is a byte offset in JSON and a line number in YAML.
-type tree struct {
-	pos    int
-	span   span // of the value, in JSON only
-	keys   []string
-	values []*tree // of keys in an object, or the elements of an array
-	array  bool
-}
-
-// jsonTree reads the skeleton of the value at offset i of well-formed JSON, which is at pos as far as its owner is
-// concerned.
-func jsonTree(data []byte, at span, pos int) *tree {
-	t := &tree{pos: pos, span: at}
-	switch data[at.start] {
-	case '{':
-		members, _ := jsonMembers(data, at.start)
-		for _, m := range members {
-			t.keys = append(t.keys, m.key)
-			t.values = append(t.values, jsonTree(data, m.value, m.keyStart))
-		}
-	case '[':
-		t.array = true
-		items, _, _ := jsonItems(data, at.start)
-		for _, item := range items {
-			t.values = append(t.values, jsonTree(data, item, item.start))
-		}
-	}
-	return t
-}
-
-// find follows a field path as far as it leads.
-func (t *tree) find(path string) *tree {
-	for path != "" {
-		child, rest := t.step(path)
-		if child == nil {
-			return t
-		}
-		t, path = child, rest
-	}
-	return t
-}
-
-// step takes the first step of a path. Keys may hold dots themselves, so the longest key that fits is taken.
-func (t *tree) step(path string) (*tree, string) {
-	if path[0] == '[' {
-		end := strings.IndexByte(path, ']')
-		if end < 0 {
-			return nil, ""
-		}
-		inner, rest := path[1:end], strings.TrimPrefix(path[end+1:], ".")
-		if !t.array {
-			return t.byKey(inner), rest
-		}
-		n, err := strconv.Atoi(inner)
-		if err != nil || n < 0 || n >= len(t.values) {
-			return nil, ""
-		}
-		return t.values[n], rest
-	}
-	for end := len(path); end > 0; end-- {
-		if end < len(path) && path[end] != '.' && path[end] != '[' {
-			continue
-		}
-		if child := t.byKey(path[:end]); child != nil {
-			return child, strings.TrimPrefix(path[end:], ".")
-		}
-	}
-	return nil, ""
-}
-
-func (t *tree) byKey(key string) *tree {
-	if t.array {
-		return nil
-	}
-	for i := len(t.keys) - 1; i >= 0; i-- { // Of a key given twice the last one counts.
-		if t.keys[i] == key {
-			return t.values[i]
-		}
-	}
-	return nil
-}
-
-// childPath extends a field path by the i-th child of t.
-func (t *tree) childPath(path string, i int) string {
-	if t.array {
-		return path + "[" + strconv.Itoa(i) + "]"
-	}
-	key := t.keys[i]
-	if strings.ContainsAny(key, "./ []") {
-		return path + "[" + key + "]"
-	}
-	if path == "" {
-		return key
-	}
-	return path + "." + key
 }

@@ -1,4 +1,4 @@
-package manifest
+package document
 
 import (
 	"bytes"
@@ -12,39 +12,40 @@ import (
 	"go.yaml.in/yaml/v3"
 )
 
-// Aliases can make a small text mean a huge document. No manifest needs more than these.
+// Aliases can make a small text mean a huge document. No configuration needs more than these.
 const (
 	maxDepth     = 256
 	maxExpansion = 4 << 20 // bytes of JSON above ten times the size of the text
 )
 
-// yamlError is a fault of a YAML document, at a line that counts from 1 at the document's start; 0 where it is unknown.
-type yamlError struct {
-	line   int
-	detail string
+// SyntaxError is a fault in the text of a document.
+type SyntaxError struct {
+	Line   int // from 1 at the document's start; 0 where it is unknown
+	Detail string
 }
 
-func (e *yamlError) Error() string { return e.detail }
+func (e *SyntaxError) Error() string { return e.Detail }
 
 var yamlLine = regexp.MustCompile(`^(?:yaml: )?(?:line (\d+): )?`)
 
-// parseYAML parses one document. The node is nil where the document is empty.
-func parseYAML(text []byte) (node *yaml.Node, err error) {
+// ParseYAML parses the text of one document. The node is nil where there is nothing in it. The error is a *SyntaxError, whose
+// line is that of the construct around the fault, if it is known at all.
+func ParseYAML(text []byte) (node *yaml.Node, err error) {
 	defer func() {
 		// The parser has been seen to panic on input that nobody would write; a file must not end the program.
 		if r := recover(); r != nil {
-			node, err = nil, &yamlError{detail: fmt.Sprintf("the YAML parser gives up: %v", r)}
+			node, err = nil, &SyntaxError{Detail: fmt.Sprintf("the YAML parser gives up: %v", r)}
 		}
 	}()
 	if i := bytes.IndexFunc(text, isControl); i >= 0 {
 		line := 1 + bytes.Count(text[:i], []byte{'\n'})
-		return nil, &yamlError{line, fmt.Sprintf("character %q is not allowed in YAML", text[i])}
+		return nil, &SyntaxError{line, fmt.Sprintf("character %q is not allowed in YAML", text[i])}
 	}
 	var doc yaml.Node
 	if err := yaml.Unmarshal(text, &doc); err != nil {
 		m := yamlLine.FindStringSubmatch(err.Error())
 		line, _ := strconv.Atoi(m[1])
-		return nil, &yamlError{line, "broken YAML: " + err.Error()[len(m[0]):]}
+		return nil, &SyntaxError{line, "broken YAML: " + err.Error()[len(m[0]):]}
 	}
 	if len(doc.Content) == 0 {
 		return nil, nil
@@ -56,9 +57,11 @@ func isControl(r rune) bool {
 	return r < 0x20 && r != '\t' && r != '\n' && r != '\r' || r == 0x7f
 }
 
-// yamlToJSON writes a node as JSON, reading scalars as kubectl does: the words yes, no, on and off are booleans too
-// (YAML 1.1), and timestamps stay text.
-func yamlToJSON(node *yaml.Node, size int) ([]byte, error) {
+// ToJSON writes a node of a document of this size as JSON. The words yes, no, on and off are booleans too, as in YAML 1.1 and for
+// kubectl, and timestamps stay text. Keys keep their order and are repeated where the document repeats them, so that the
+// decoder sees what stands there. The error is a *SyntaxError.
+func ToJSON(node *yaml.Node, size int) ([]byte, error) {
+	size = min(size, 1<<16)
 	w := &jsonWriter{out: make([]byte, 0, size+size/4), limit: 10*size + maxExpansion}
 	if err := w.value(node, 0); err != nil {
 		return nil, err
@@ -73,10 +76,10 @@ type jsonWriter struct {
 
 func (w *jsonWriter) value(n *yaml.Node, depth int) error {
 	if depth > maxDepth {
-		return &yamlError{n.Line, fmt.Sprintf("nested more than %d deep, or an alias within its own anchor", maxDepth)}
+		return &SyntaxError{n.Line, fmt.Sprintf("nested more than %d deep, or an alias within its own anchor", maxDepth)}
 	}
 	if len(w.out) > w.limit {
-		return &yamlError{n.Line, "aliases blow this document up beyond all use"}
+		return &SyntaxError{n.Line, "aliases blow this document up beyond all use"}
 	}
 	switch n.Kind {
 	case yaml.AliasNode:
@@ -124,7 +127,7 @@ func mappingPairs(n *yaml.Node, depth int) ([]*yaml.Node, error) {
 	for i := 0; i < len(n.Content); i += 2 {
 		key := n.Content[i]
 		if key.Kind != yaml.ScalarNode {
-			return nil, &yamlError{key.Line, "a key must be a plain word"}
+			return nil, &SyntaxError{key.Line, "a key must be a plain word"}
 		}
 		merges = merges || key.ShortTag() == "!!merge"
 	}
@@ -132,7 +135,7 @@ func mappingPairs(n *yaml.Node, depth int) ([]*yaml.Node, error) {
 		return n.Content, nil
 	}
 	if depth > maxDepth {
-		return nil, &yamlError{n.Line, "a merge within its own anchor"}
+		return nil, &SyntaxError{n.Line, "a merge within its own anchor"}
 	}
 	var own, merged []*yaml.Node
 	has := map[string]bool{}
@@ -155,7 +158,7 @@ func mappingPairs(n *yaml.Node, depth int) ([]*yaml.Node, error) {
 				from = from.Alias
 			}
 			if from.Kind != yaml.MappingNode {
-				return nil, &yamlError{from.Line, "only a mapping can be merged in by <<"}
+				return nil, &SyntaxError{from.Line, "only a mapping can be merged in by <<"}
 			}
 			pairs, err := mappingPairs(from, depth+1)
 			if err != nil {
@@ -179,7 +182,7 @@ func (w *jsonWriter) scalar(n *yaml.Node) error {
 	case "!!bool":
 		var b bool
 		if err := n.Decode(&b); err != nil {
-			return &yamlError{n.Line, fmt.Sprintf("%.40q is no boolean", n.Value)}
+			return &SyntaxError{n.Line, fmt.Sprintf("%.40q is no boolean", n.Value)}
 		}
 		w.out = strconv.AppendBool(w.out, b)
 	case "!!int", "!!float":
@@ -214,7 +217,7 @@ func (w *jsonWriter) number(n *yaml.Node) error {
 	}
 	var v any
 	if err := n.Decode(&v); err != nil {
-		return &yamlError{n.Line, fmt.Sprintf("%.40q is no number", n.Value)}
+		return &SyntaxError{n.Line, fmt.Sprintf("%.40q is no number", n.Value)}
 	}
 	switch v := v.(type) {
 	case int:
@@ -235,34 +238,45 @@ func (w *jsonWriter) number(n *yaml.Node) error {
 	return nil
 }
 
-// yamlTree reads the skeleton of a node; pos is the line within the document, counting from 1.
-func yamlTree(n *yaml.Node, line, depth int) *tree {
-	t := &tree{pos: line}
-	if n.Kind == yaml.AliasNode {
-		n = n.Alias
+// YAML parses a YAML document as ParseYAML does, but finds the line of a fault.
+func (d *Document) YAML() (*yaml.Node, error) {
+	data := d.Bytes()
+	node, err := ParseYAML(data)
+	if e, ok := errors.AsType[*SyntaxError](err); ok {
+		return nil, &SyntaxError{faultLine(data, e.Line), e.Detail}
 	}
-	if depth > maxDepth {
-		return t
-	}
-	switch n.Kind {
-	case yaml.MappingNode:
-		for i := 0; i+1 < len(n.Content); i += 2 {
-			t.keys = append(t.keys, n.Content[i].Value)
-			t.values = append(t.values, yamlTree(n.Content[i+1], n.Content[i].Line, depth+1))
-		}
-	case yaml.SequenceNode:
-		t.array = true
-		for _, item := range n.Content {
-			t.values = append(t.values, yamlTree(item, item.Line, depth+1))
-		}
-	}
-	return t
+	return node, err
 }
 
-// asYAMLError returns err as a fault with a line.
-func asYAMLError(err error) *yamlError {
-	if e, ok := errors.AsType[*yamlError](err); ok {
-		return e
+// faultLine finds the line of a fault: the first from which on every further line leaves the document broken. The parser
+// tells only where the construct around it began, if at all.
+func faultLine(data []byte, hint int) int {
+	const (
+		most  = 300 // lines to look at
+		after = 4   // so many more broken lines make sure that this is no value that goes on over several lines
+	)
+	var ends []int // offsets after each line
+	for i, c := range data {
+		if c == '\n' {
+			ends = append(ends, i+1)
+		}
 	}
-	return &yamlError{detail: err.Error()}
+	ends = append(ends, len(data))
+	first, run := 0, 0
+	for n := max(hint-2, 0); n < len(ends) && n < hint+most; n++ {
+		if _, err := ParseYAML(data[:ends[n]]); err == nil {
+			run = 0
+			continue
+		}
+		if run++; run == 1 {
+			first = n + 1
+		}
+		if run > after {
+			return first
+		}
+	}
+	if run > 0 {
+		return first
+	}
+	return max(hint, 1)
 }
