@@ -28,7 +28,7 @@ func newConntrackTable(proc string) *conntrackTable {
 		failed: prometheus.NewDesc("nodeproxy_conntrack_insert_failures_total",
 			"Flows that could not be tracked, so that their packet was dropped, as where two packets of one flow race.", nil, nil),
 		drops: prometheus.NewDesc("nodeproxy_conntrack_drops_total",
-			"Packets that were dropped since the table was full or memory was short.", nil, nil),
+			"Packets dropped because the connection tracking table was full or memory was short.", nil, nil),
 	}
 }
 

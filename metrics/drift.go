@@ -34,12 +34,12 @@ type driftMetrics struct {
 func newDriftMetrics(s *Set) *driftMetrics {
 	m := &driftMetrics{
 		found: s.counterVec("nodeproxy_drift_found_total",
-			"Things found in the kernel that were not as they had been written, or not there.", "kind"),
+			"Things in the kernel that other programs had changed, added or removed.", "kind"),
 		repaired: s.counterVec("nodeproxy_drift_repaired_total", "Things in the kernel that were repaired.", "kind"),
 		checked: s.gaugeVec("nodeproxy_drift_last_check_timestamp_seconds",
 			"When the kernel was last compared with what had been written."),
 		took: prometheus.NewHistogram(prometheus.HistogramOpts{Name: "nodeproxy_drift_check_duration_seconds",
-			Help: "How long comparing the kernel with what had been written took.", Buckets: syncBuckets}),
+			Help: "Time taken to compare the kernel with what had been written.", Buckets: syncBuckets}),
 		conflicts: s.gauge("nodeproxy_port_conflicts",
 			"Sockets of other programs on this node whose address and port a Service captures."),
 	}

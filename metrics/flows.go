@@ -17,7 +17,7 @@ type flowMetrics struct {
 func newFlowMetrics(s *Set) *flowMetrics {
 	m := &flowMetrics{}
 	m.took = s.histogramVec("kubeproxy_conntrack_reconciler_sync_duration_seconds",
-		"How long looking through the tracked flows took.", syncBuckets, "ip_family")
+		"Time taken to look through the tracked flows.", syncBuckets, "ip_family")
 	m.deleted = s.counterVec("kubeproxy_conntrack_reconciler_deleted_entries_total",
 		"Tracked flows that were deleted because their endpoint is no longer one, or because they began before their Service had rules.", "ip_family")
 	for _, f := range s.cfg.Families {

@@ -33,7 +33,7 @@ func (s *Set) CollectWatches(read func() map[string]time.Duration) {
 func (s *Set) CollectFaults(read func() bool) {
 	s.registry.MustRegister(&reader{
 		desc: prometheus.NewDesc("nodeproxy_manifests_faulty",
-			"1 while manifests can't be read, or not be used as they are, so that what was read of them last is in force, else 0.",
+			"1 while manifests can't be read or used as they are, so that their last good version is in force, else 0.",
 			nil, nil),
 		kind: prometheus.GaugeValue,
 		read: func(send func(float64, ...string)) error {
@@ -90,7 +90,7 @@ func (s *Set) CollectPacketCounters(invalidDropped, localhostNodePorts func() (u
 		read       func() (uint64, error)
 	}{
 		{"kubeproxy_iptables_ct_state_invalid_dropped_packets_total",
-			"Packets dropped since connection tracking took them for invalid.", invalidDropped},
+			"Packets dropped because connection tracking considers them invalid.", invalidDropped},
 		{"kubeproxy_iptables_localhost_nodeports_accepted_packets_total",
 			"Packets accepted for node ports at loopback addresses.", localhostNodePorts},
 	} {

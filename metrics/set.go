@@ -97,7 +97,7 @@ func New(cfg Config) *Set {
 	s.rules = newRuleMetrics(s)
 	s.flows = newFlowMetrics(s)
 	s.drift = newDriftMetrics(s)
-	build := s.gaugeVec("nodeproxy_build_info", "Always 1; the labels tell which program this is.", "version", "go_version", "mode")
+	build := s.gaugeVec("nodeproxy_build_info", "Always 1; the labels identify the program.", "version", "go_version", "mode")
 	build.WithLabelValues(cfg.Version, runtime.Version(), cfg.Mode).Set(1)
 	return s
 }

@@ -47,27 +47,27 @@ type syncMetrics struct {
 func newSyncMetrics(s *Set) *syncMetrics {
 	const family = "ip_family"
 	m := &syncMetrics{
-		duration: s.histogramVec("kubeproxy_sync_proxy_rules_duration_seconds", "How long syncs took.", syncBuckets, family),
+		duration: s.histogramVec("kubeproxy_sync_proxy_rules_duration_seconds", "Duration of syncs.", syncBuckets, family),
 		programming: s.histogramVec("kubeproxy_network_programming_duration_seconds",
 			"Time from a change of a Service or pod to its being in the kernel's rules.", programmingBuckets, family),
 		lastDone:   s.gaugeVec("kubeproxy_sync_proxy_rules_last_timestamp_seconds", "When the last successful sync ended.", family),
-		lastQueued: s.gaugeVec("kubeproxy_sync_proxy_rules_last_queued_timestamp_seconds", "When a sync was last asked for.", family),
-		services:   s.counter("kubeproxy_sync_proxy_rules_service_changes_total", "Changes of Services that have come."),
-		slices:     s.counter("kubeproxy_sync_proxy_rules_endpoint_changes_total", "Changes of EndpointSlices that have come."),
+		lastQueued: s.gaugeVec("kubeproxy_sync_proxy_rules_last_queued_timestamp_seconds", "When a sync was last requested.", family),
+		services:   s.counter("kubeproxy_sync_proxy_rules_service_changes_total", "Changes of Services received."),
+		slices:     s.counter("kubeproxy_sync_proxy_rules_endpoint_changes_total", "Changes of EndpointSlices received."),
 		servicesWait: s.gauge("kubeproxy_sync_proxy_rules_service_changes_pending",
-			"Changes of Services that no sync has taken yet."),
+			"Changes of Services that no sync has processed yet."),
 		slicesWait: s.gauge("kubeproxy_sync_proxy_rules_endpoint_changes_pending",
-			"Changes of EndpointSlices that no sync has taken yet."),
+			"Changes of EndpointSlices that no sync has processed yet."),
 		stages: s.histogramVec("nodeproxy_sync_stage_duration_seconds", "How long the parts of syncs took: apply takes objects in, "+
 			"plan makes the desired state, backend writes it.", stageBuckets, "stage"),
 		failures: s.counter("nodeproxy_sync_failures_total", "Syncs that failed in whole or in part."),
-		retries:  s.counter("nodeproxy_sync_retries_total", "Syncs that were made because the one before had failed."),
+		retries:  s.counter("nodeproxy_sync_retries_total", "Syncs made because the previous one had failed."),
 	}
 	if s.is(iptables, nftables) {
 		m.full = s.histogramVec("kubeproxy_sync_full_proxy_rules_duration_seconds",
-			"How long syncs took that compared everything with the kernel.", syncBuckets, family)
+			"Duration of syncs that compared everything with the kernel.", syncBuckets, family)
 		m.partial = s.histogramVec("kubeproxy_sync_partial_proxy_rules_duration_seconds",
-			"How long syncs took that wrote what had changed.", syncBuckets, family)
+			"Duration of syncs that wrote only what had changed.", syncBuckets, family)
 	}
 	for _, f := range s.cfg.Families {
 		for _, vec := range []*prometheus.HistogramVec{m.duration, m.programming, m.full, m.partial} {

@@ -70,7 +70,7 @@ func (s *Set) CollectTraffic(r TrafficReader, limit int) {
 		bytes: prometheus.NewDesc("nodeproxy_service_bytes_total",
 			"Bytes through a port of a Service, in to its endpoints and out from them.", directed, nil),
 		out: prometheus.NewDesc("nodeproxy_service_traffic_left_out",
-			"Ports of Services without metrics of their traffic, since there are more than the limit.", nil, nil),
+			"Ports of Services without metrics of their traffic, because there are more than the limit.", nil, nil),
 		failed: prometheus.NewDesc("nodeproxy_service_traffic_read_failures_total",
 			"Errors in reading counters of traffic from the kernel.", nil, nil),
 	})

@@ -343,8 +343,8 @@ func TestDuplicates(t *testing.T) {
 		"c.yaml": service("web", "clusterIP: 10.96.0.4", "ports: [{port: 80}]"),
 	})
 	same(t, "objects", describe(b), "svc default/web ClusterIP 10.96.0.3 :80/TCP->80")
-	for _, want := range []string{"problem: b.yaml:4: Service default/web: metadata.name: the same object stands at a.yaml:5; ",
-		"problem: c.yaml:4: Service default/web: metadata.name: the same object stands at a.yaml:5; "} {
+	for _, want := range []string{"problem: b.yaml:4: Service default/web: metadata.name: the same object is defined at a.yaml:5; ",
+		"problem: c.yaml:4: Service default/web: metadata.name: the same object is defined at a.yaml:5; "} {
 		if !strings.Contains(f.String(), want) {
 			t.Errorf("want %s\ngot %s", want, f)
 		}

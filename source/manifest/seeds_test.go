@@ -150,7 +150,7 @@ func TestSeedsTogether(t *testing.T) {
 	for _, x := range f {
 		if x.Severity == source.Problem {
 			duplicates++
-			if !strings.Contains(x.Detail, "the same object stands at") {
+			if !strings.Contains(x.Detail, "the same object is defined at") {
 				t.Error(x)
 			}
 		}

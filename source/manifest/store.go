@@ -83,7 +83,7 @@ func (s *store) reportDuplicates(id controlplane.ID, list []*entry) {
 		first := remark{issue: issue{Finding: source.Finding{Field: "metadata.name"}}, entry: list[0]}
 		where := fmt.Sprintf("%s:%d", list[0].doc.Name, lines.find(&first))
 		remarks = append(remarks, remark{entry: list[i], issue: issue{Finding: source.Finding{
-			Severity: source.Problem, Object: id.String(), Field: "metadata.name", Detail: "the same object stands at " + where,
+			Severity: source.Problem, Object: id.String(), Field: "metadata.name", Detail: "the same object is defined at " + where,
 			Effect:  "that one is used, as it comes first by file name and line; this one is left out",
 			LeftOut: true,
 		}}})
