@@ -20,6 +20,7 @@ import (
 
 	"nodeproxy/iptables"
 	"nodeproxy/ipvs/kernel"
+	"nodeproxy/kernel/host"
 	"nodeproxy/plan"
 	"nodeproxy/proxier/drift"
 )
@@ -168,7 +169,7 @@ func (b *Backend) engine(f plan.Family, t *iptables.FixedTables, n *node, d *ker
 	e := &engine{
 		family: f, options: options, tellRefused: b.cfg.Refused, exclude: b.cfg.ExcludeCIDRs, grace: b.cfg.GracePeriod, log: b.cfg.Log,
 		machine: machine{servers: b.servers, sets: n.sets, device: d, tables: t,
-			host: func(f plan.Family) (map[netip.Addr]struct{}, error) { return kernel.HostAddresses(f, DeviceName) }},
+			host: hostAddresses},
 	}
 	if g := n.guards[f]; g != nil {
 		e.machine.guard = g
@@ -224,6 +225,25 @@ func (b *Backend) Sync(ctx context.Context, p *plan.Plan, changed plan.Keys) err
 // Took is how long the last Sync took for each family. It may be called between two of them.
 func (b *Backend) Took() map[plan.Family]time.Duration { return b.took }
 
+// others are the addresses of this node that are not those of Services.
+var others = host.Filter{Except: []string{DeviceName}}
+
+// hostAddresses lists them.
+func hostAddresses(f plan.Family) (map[netip.Addr]struct{}, error) {
+	list, err := others.Addresses(f)
+	if err != nil {
+		return nil, err
+	}
+	out := make(map[netip.Addr]struct{}, len(list))
+	for _, a := range list {
+		out[a.Addr] = struct{}{}
+	}
+	return out, nil
+}
+
+// quiet is how long to wait for more changes of the node's addresses.
+const quiet = 100 * time.Millisecond
+
 // Run removes real servers when their connections are gone, and follows the node's own addresses. It calls changed when everything
 // must be synced anew, as after a failure. It returns when ctx ends.
 func (b *Backend) Run(ctx context.Context, changed func()) error {
@@ -233,7 +253,7 @@ func (b *Backend) Run(ctx context.Context, changed func()) error {
 	ctx, cancel := context.WithCancel(ctx)
 	defer cancel()
 	wg.Go(func() {
-		watch <- kernel.WatchAddresses(ctx, DeviceName, func() {
+		watch <- others.Watch(ctx, quiet, func() {
 			again := false
 			for _, e := range b.engines {
 				again = e.follow() || again

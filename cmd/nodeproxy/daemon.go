@@ -9,8 +9,6 @@ import (
 	"log/slog"
 	"maps"
 	"net/netip"
-	"os"
-	"strings"
 	"sync"
 	"time"
 
@@ -18,6 +16,7 @@ import (
 	"nodeproxy/iptables"
 	"nodeproxy/ipvs"
 	"nodeproxy/kernel/conntrack"
+	"nodeproxy/kernel/host"
 	"nodeproxy/metrics"
 	"nodeproxy/node/flows"
 	"nodeproxy/node/health"
@@ -475,12 +474,8 @@ func manifestConfig(cfg *config.Config, report source.Report, log *slog.Logger) 
 
 // hostFamilies are the families that this node can forward: IPv4 always, IPv6 unless the kernel has it off.
 func hostFamilies(log *slog.Logger) []plan.Family {
-	if _, err := os.Stat("/proc/net/if_inet6"); err != nil {
-		log.Info("IPv4 only: this kernel has no IPv6")
-		return []plan.Family{plan.IPv4}
-	}
-	if off, err := os.ReadFile("/proc/sys/net/ipv6/conf/all/disable_ipv6"); err == nil && strings.TrimSpace(string(off)) == "1" {
-		log.Info("IPv4 only: IPv6 is switched off by net.ipv6.conf.all.disable_ipv6")
+	if why := host.WithoutIPv6(); why != "" {
+		log.Info("IPv4 only: " + why)
 		return []plan.Family{plan.IPv4}
 	}
 	return plan.Families[:]

@@ -11,9 +11,11 @@ import (
 	"time"
 
 	"nodeproxy/config"
+	"nodeproxy/kernel/host"
 	"nodeproxy/node/exclusive"
 	"nodeproxy/node/health"
 	"nodeproxy/node/leftovers"
+	"nodeproxy/plan"
 )
 
 // turn is this program's turn to write to the kernel. It comes when no other proxy runs in the network namespace, and lasts as
@@ -119,10 +121,10 @@ func reachable(addrs []netip.AddrPort) []netip.AddrPort {
 			_ = listener.Close()
 			continue
 		}
-		own, _ := net.InterfaceAddrs() // If they can't be listed, the address itself is tried on.
+		own, _ := host.Filter{}.Addresses(plan.Families[:]...) // If they can't be listed, the address itself is tried on.
 		for _, a := range own {
-			if prefix, err := netip.ParsePrefix(a.String()); err == nil && prefix.Addr().IsGlobalUnicast() {
-				out = append(out, netip.AddrPortFrom(prefix.Addr().Unmap(), addr.Port()))
+			if a.Addr.IsGlobalUnicast() {
+				out = append(out, netip.AddrPortFrom(a.Addr, addr.Port()))
 			}
 		}
 	}

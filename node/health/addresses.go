@@ -2,16 +2,12 @@ package health
 
 import (
 	"context"
-	"errors"
-	"fmt"
 	"net/netip"
 	"slices"
 	"strconv"
 	"time"
 
-	"github.com/vishvananda/netlink"
-	"golang.org/x/sys/unix"
-
+	"nodeproxy/kernel/host"
 	"nodeproxy/plan"
 )
 
@@ -24,100 +20,50 @@ type hostAddresses interface {
 }
 
 // kernelAddresses are the addresses in the network namespace of the process.
-type kernelAddresses struct {
-	// not names links whose addresses do not count.
-	not       []string
-	subscribe func(chan<- netlink.AddrUpdate, <-chan struct{}) error
+type kernelAddresses struct{ host.Filter }
+
+// newKernelAddresses leaves out the addresses of some interfaces.
+func newKernelAddresses(except []string) kernelAddresses {
+	return kernelAddresses{host.Filter{Except: except, LinkLocal: true}}
 }
 
-// dumpTries is how often a list is asked for that the kernel breaks off because it changes meanwhile.
-const dumpTries = 5
-
 func (k kernelAddresses) list() ([]netip.Addr, error) {
-	var not []int
-	for _, name := range k.not {
-		if link, err := netlink.LinkByName(name); err == nil {
-			not = append(not, link.Attrs().Index)
-		}
-	}
-	var addrs []netlink.Addr
-	var err error
-	for range dumpTries {
-		if addrs, err = netlink.AddrList(nil, netlink.FAMILY_ALL); !errors.Is(err, netlink.ErrDumpInterrupted) {
-			break
-		}
-	}
+	list, err := k.Addresses(plan.Families[:]...)
 	if err != nil {
-		return nil, fmt.Errorf("listing this host's addresses: %w", err)
+		return nil, err
 	}
 	var out []netip.Addr
-	for _, a := range addrs {
-		if ip, ok := usable(a); ok && !slices.Contains(not, a.LinkIndex) {
-			out = append(out, ip)
+	for _, a := range list {
+		if a.Usable {
+			out = append(out, zoned(a))
 		}
 	}
 	slices.SortFunc(out, netip.Addr.Compare)
 	return slices.Compact(out), nil
 }
 
-// usable reads an address. One that the kernel still checks for a double, or has found one of, can't be bound; a notification
-// comes when that is over.
-func usable(a netlink.Addr) (netip.Addr, bool) {
-	ip, ok := netip.AddrFromSlice(a.IP)
-	ip = ip.Unmap()
-	tentative := a.Flags&unix.IFA_F_TENTATIVE != 0 && a.Flags&unix.IFA_F_OPTIMISTIC == 0
-	if !ok || tentative || a.Flags&unix.IFA_F_DADFAILED != 0 {
-		return netip.Addr{}, false
+// zoned gives an address of a link a zone, without which no socket can be bound to it.
+func zoned(a host.Address) netip.Addr {
+	if a.Addr.Is6() && a.Addr.IsLinkLocalUnicast() {
+		return a.Addr.WithZone(strconv.Itoa(a.Index))
 	}
-	if ip.Is6() && ip.IsLinkLocalUnicast() {
-		ip = ip.WithZone(strconv.Itoa(a.LinkIndex))
-	}
-	return ip, true
+	return a.Addr
 }
 
-// resubscribeAfter is the wait before notifications are asked for again after they broke off, as they do when more came than
-// the socket could hold.
-const resubscribeAfter = time.Second
+// watchAgainAfter is the wait before a watch of addresses is tried again that could not begin.
+const watchAgainAfter = time.Second
 
 func (k kernelAddresses) watch(ctx context.Context, changed func()) {
-	for {
-		updates, done := make(chan netlink.AddrUpdate), make(chan struct{})
-		err := k.subscribe(updates, done)
-		if err == nil {
-			// What happened before the subscription is told of by none of its notifications.
-			changed()
-			pass(ctx, updates, changed)
-		}
-		close(done)
-		if err == nil {
-			go drain(updates)
-		}
+	untilBegun(ctx, func() error { return k.Watch(ctx, 0, changed) })
+}
+
+// untilBegun calls watch until it returns no error, or ctx ends.
+func untilBegun(ctx context.Context, watch func() error) {
+	for watch() != nil {
 		select {
 		case <-ctx.Done():
 			return
-		case <-time.After(resubscribeAfter):
-		}
-	}
-}
-
-// drain takes what is left of a subscription, so that it does not wait for a taker and notices that it is over.
-func drain(updates <-chan netlink.AddrUpdate) {
-	for range updates {
-		continue
-	}
-}
-
-// pass calls changed for each update until there are no more or ctx ends.
-func pass(ctx context.Context, updates <-chan netlink.AddrUpdate, changed func()) {
-	for {
-		select {
-		case <-ctx.Done():
-			return
-		case _, open := <-updates:
-			if !open {
-				return
-			}
-			changed()
+		case <-time.After(watchAgainAfter):
 		}
 	}
 }

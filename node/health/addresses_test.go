@@ -3,70 +3,46 @@ package health
 import (
 	"context"
 	"errors"
-	"net"
 	"net/netip"
 	"testing"
 	"testing/synctest"
 	"time"
 
-	"github.com/vishvananda/netlink"
-	"golang.org/x/sys/unix"
-
+	"nodeproxy/kernel/host"
 	"nodeproxy/plan"
 )
 
-// TestNotificationsBreakOff: when they do, as after an overrun of the socket, or can't be had at all, they are asked for again,
-// and what happened meanwhile is not missed.
-func TestNotificationsBreakOff(t *testing.T) {
+// TestWatchRefused: a watch that cannot begin is tried again, until the end.
+func TestWatchRefused(t *testing.T) {
 	t.Parallel()
 	synctest.Test(t, func(t *testing.T) {
-		subscriptions, told := 0, 0
-		k := kernelAddresses{subscribe: func(updates chan<- netlink.AddrUpdate, done <-chan struct{}) error {
-			subscriptions++
-			if subscriptions == 1 {
-				return errors.New("refused")
+		tries, refused := 0, errors.New("refused")
+		untilBegun(t.Context(), func() error {
+			if tries++; tries < 3 {
+				return refused
 			}
-			n := subscriptions
-			go func() {
-				defer close(updates)
-				updates <- netlink.AddrUpdate{}
-				if n > 2 {
-					<-done
-				}
-			}()
 			return nil
-		}}
-		ctx, cancel := context.WithTimeout(context.Background(), 10*time.Second)
+		})
+		if tries != 3 {
+			t.Errorf("%d tries, want 3", tries)
+		}
+		ctx, cancel := context.WithTimeout(t.Context(), 10*time.Second)
 		defer cancel()
-		k.watch(ctx, func() { told++ })
-		if subscriptions != 3 || told != 4 {
-			t.Errorf("%d subscriptions, told %d times; want 3, 4", subscriptions, told)
+		tries = 0
+		untilBegun(ctx, func() error { tries++; return refused })
+		if tries < 9 || tries > 11 {
+			t.Errorf("%d tries in 10 seconds, want one a second", tries)
 		}
 	})
 }
 
-func TestUsable(t *testing.T) {
+func TestZoned(t *testing.T) {
 	t.Parallel()
-	for _, tc := range []struct {
-		ip    string
-		flags int
-		want  string
-	}{
-		{"192.168.1.1", unix.IFA_F_PERMANENT, "192.168.1.1"},
-		{"::ffff:192.168.1.1", 0, "192.168.1.1"},
-		{"fd00::1", 0, "fd00::1"},
-		{"fe80::1", 0, "fe80::1%7"},
-		{"fd00::1", unix.IFA_F_TENTATIVE, "none"},
-		{"fd00::1", unix.IFA_F_TENTATIVE | unix.IFA_F_OPTIMISTIC, "fd00::1"},
-		{"fd00::1", unix.IFA_F_DADFAILED, "none"},
+	for addr, want := range map[string]string{
+		"192.168.1.1": "192.168.1.1", "169.254.0.1": "169.254.0.1", "fd00::1": "fd00::1", "fe80::1": "fe80::1%7",
 	} {
-		got := "none"
-		ip := net.ParseIP(tc.ip)
-		if ip, ok := usable(netlink.Addr{IPNet: &net.IPNet{IP: ip}, Flags: tc.flags, LinkIndex: 7}); ok {
-			got = ip.String()
-		}
-		if got != tc.want {
-			t.Errorf("%s with flags %#x: %s, want %s", tc.ip, tc.flags, got, tc.want)
+		if got := zoned(host.Address{Addr: netip.MustParseAddr(addr), Index: 7}); got.String() != want {
+			t.Errorf("%s: %s, want %s", addr, got, want)
 		}
 	}
 }

@@ -161,7 +161,7 @@ func TestAddressesOfServices(t *testing.T) {
 		not  []string
 		want string
 	}{{nil, "[127.0.0.1 192.168.1.10 192.168.9.9]"}, {[]string{"kube-ipvs0", "none"}, "[127.0.0.1 192.168.1.10]"}} {
-		all, err := kernelAddresses{not: tc.not}.list()
+		all, err := newKernelAddresses(tc.not).list()
 		if err != nil {
 			t.Fatal(err)
 		}

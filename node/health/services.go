@@ -10,8 +10,6 @@ import (
 	"sync/atomic"
 	"time"
 
-	"github.com/vishvananda/netlink"
-
 	"nodeproxy/plan"
 	"nodeproxy/source"
 )
@@ -74,7 +72,7 @@ func NewServices(cfg ServicesConfig) *Services {
 		cfg.Log = slog.New(slog.DiscardHandler)
 	}
 	return &Services{
-		cfg: cfg, host: kernelAddresses{cfg.NotNode, netlink.AddrSubscribe}, clients: newConnections(mostOfServices),
+		cfg: cfg, host: newKernelAddresses(cfg.NotNode), clients: newConnections(mostOfServices),
 		addrsOf: make(chan struct{}, 1), wake: make(chan struct{}, 1),
 		byName: map[plan.Service]*port{}, dirty: map[*port]bool{}, failing: map[*port]bool{},
 	}

@@ -91,7 +91,7 @@ table ip mine {
 func TestCounters(t *testing.T) {
 	t.Parallel()
 	nstest.Enter(t)
-	const accountingNew, accountingName = unix.NFNL_SUBSYS_ACCT<<8 | 0, 1
+	const accountingNew, accountingName = unix.NFNL_SUBSYS_ACCT << 8, 1
 	c, err := netlink.Dial(unix.NETLINK_NETFILTER)
 	if err != nil {
 		t.Fatal(err)

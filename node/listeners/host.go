@@ -1,41 +1,22 @@
 package listeners
 
 import (
-	"errors"
 	"fmt"
 	"net/netip"
 	"os"
-	"slices"
 
-	"github.com/vishvananda/netlink"
+	"nodeproxy/kernel/host"
+	"nodeproxy/plan"
 )
-
-// addressTries is how often addresses are asked for that change while the kernel lists them.
-const addressTries = 5
 
 // hostAddresses returns the addresses of this network namespace, except those of the devices in not.
 func hostAddresses(not []string) ([]netip.Addr, error) {
-	var skip []int
-	for _, name := range not {
-		if link, err := netlink.LinkByName(name); err == nil {
-			skip = append(skip, link.Attrs().Index)
-		}
-	}
-	var addrs []netlink.Addr
-	err := error(netlink.ErrDumpInterrupted)
-	for try := 0; try < addressTries && errors.Is(err, netlink.ErrDumpInterrupted); try++ {
-		addrs, err = netlink.AddrList(nil, netlink.FAMILY_ALL)
-	}
-	if err != nil {
-		return nil, fmt.Errorf("listing this node's addresses: %w", err)
-	}
+	list, err := host.Filter{Except: not, LinkLocal: true}.Addresses(plan.Families[:]...)
 	var out []netip.Addr
-	for _, a := range addrs {
-		if ip, ok := netip.AddrFromSlice(a.IP); ok && !slices.Contains(skip, a.LinkIndex) {
-			out = append(out, ip.Unmap())
-		}
+	for _, a := range list {
+		out = append(out, a.Addr)
 	}
-	return out, nil
+	return out, err
 }
 
 // portRange is from which port to which the kernel chooses one for a socket that asks for none in particular.
