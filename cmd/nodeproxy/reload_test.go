@@ -9,6 +9,7 @@ import (
 	"testing"
 
 	"nodeproxy/internal/nstest"
+	"nodeproxy/source/apiserver/apiservertest"
 )
 
 // configFor is a configuration file for the API server of a kubeconfig.
@@ -58,9 +59,9 @@ func (p *process) runs() bool {
 func TestKubeconfigNotThere(t *testing.T) {
 	t.Parallel()
 	nstest.Enter(t)
-	cluster := newEmptyCluster(t, "127.0.0.1:0", nil)
+	cluster := apiservertest.New(t)
 	file := filepath.Join(t.TempDir(), "config.yaml")
-	right := configFor(kubeconfig(t, cluster.URL))
+	right := configFor(apiservertest.Kubeconfig(t, cluster.URL))
 	writeFile(t, file, right)
 	p := startProcess(t, nil, "--config="+file)
 	eventually(t, "it is ready", ready)
@@ -74,8 +75,8 @@ func TestKubeconfigNotThere(t *testing.T) {
 
 	missing := filepath.Join(t.TempDir(), "missing")
 	writeFile(t, file, configFor(missing))
-	eventually(t, "an event", func() bool { return len(cluster.notes("ConfigRejected")) > 0 })
-	for _, text := range []string{cluster.notes("ConfigRejected")[0], p.log.String()} {
+	eventually(t, "an event", func() bool { return len(cluster.Notes("ConfigRejected")) > 0 })
+	for _, text := range []string{cluster.Notes("ConfigRejected")[0], p.log.String()} {
 		if !strings.Contains(text, missing) || !strings.Contains(text, "the former configuration stays in force") {
 			t.Errorf("it is not told what is wrong: %s", text)
 		}
@@ -86,7 +87,7 @@ func TestKubeconfigNotThere(t *testing.T) {
 
 	writeFile(t, file, right)
 	eventually(t, "the metric is 0", func() bool { return !rejected(t) })
-	if n := len(cluster.notes("ConfigRejected")); n != 1 || !ready() {
+	if n := len(cluster.Notes("ConfigRejected")); n != 1 || !ready() {
 		t.Errorf("%d events, want 1; ready: %t", n, ready())
 	}
 	if !p.runs() {
@@ -100,26 +101,27 @@ func TestFallBack(t *testing.T) {
 	t.Parallel()
 	nstest.Enter(t)
 	tools := newFlakyTools(t)
-	before := newEmptyCluster(t, "127.0.0.1:0", nil)
+	before := apiservertest.New(t)
 	hold := make(chan struct{})
-	after := newEmptyCluster(t, "127.0.0.1:0", hold)
+	after := apiservertest.New(t)
+	after.Hold(hold, "services", "nodes", "endpointslices", "servicecidrs")
 	file := filepath.Join(t.TempDir(), "config.yaml")
-	writeFile(t, file, configFor(kubeconfig(t, before.URL)))
+	writeFile(t, file, configFor(apiservertest.Kubeconfig(t, before.URL)))
 	p := startProcess(t, []string{"PATH=" + tools.dir + ":" + os.Getenv("PATH")}, "--config="+file, "--iptables-backend=nft")
 	eventually(t, "it is ready", ready)
 	calls := tools.calls(t)
 
-	writeFile(t, file, configFor(kubeconfig(t, after.URL)))
+	writeFile(t, file, configFor(apiservertest.Kubeconfig(t, after.URL)))
 	// Each look at the programs asks each of them twice.
-	eventually(t, "the trial finds iptables", func() bool { return after.lists("services") > 0 && tools.calls(t) == calls+2*len(flakyNames) })
+	eventually(t, "the trial finds iptables", func() bool { return after.Lists("services") > 0 && tools.calls(t) == calls+2*len(flakyNames) })
 	tools.failOnce(t)
-	lists := before.lists("services")
+	lists := before.Lists("services")
 	close(hold)
-	eventually(t, "an event", func() bool { return len(before.notes("ConfigRejected")) > 0 })
-	if note := before.notes("ConfigRejected")[0]; !strings.Contains(note, "what it says now can't run") || !strings.Contains(note, "version") {
+	eventually(t, "an event", func() bool { return len(before.Notes("ConfigRejected")) > 0 })
+	if note := before.Notes("ConfigRejected")[0]; !strings.Contains(note, "what it says now can't run") || !strings.Contains(note, "version") {
 		t.Errorf("it is not told what is wrong: %s", note)
 	}
-	eventually(t, "the former configuration is in force", func() bool { return ready() && rejected(t) && before.lists("services") > lists })
+	eventually(t, "the former configuration is in force", func() bool { return ready() && rejected(t) && before.Lists("services") > lists })
 	if !p.runs() {
 		t.Error("the process has ended")
 	}

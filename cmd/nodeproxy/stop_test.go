@@ -7,6 +7,7 @@ import (
 	"time"
 
 	"nodeproxy/internal/nstest"
+	"nodeproxy/source/apiserver/apiservertest"
 )
 
 // stopWithin is how long SIGTERM may take, whatever the API server does.
@@ -26,13 +27,13 @@ func TestStopWithoutAPIServer(t *testing.T) {
 				const address = "127.0.0.1:6443"
 				var p *process
 				if answered {
-					cluster := newEmptyCluster(t, address, nil)
+					cluster := apiservertest.At(t, address)
 					p = startProcess(t, nil, "--master=http://"+address, "--kube-api-content-type=application/json")
 					eventually(t, "all objects are read", func() bool {
-						return cluster.lists("services") > 0 && cluster.lists("nodes") > 0 && cluster.lists("endpointslices") > 0
+						return cluster.Lists("services") > 0 && cluster.Lists("nodes") > 0 && cluster.Lists("endpointslices") > 0
 					})
 					time.Sleep(time.Second) // The watches begin.
-					cluster.end()
+					cluster.End()
 				}
 				if !refuses {
 					listener, err := net.Listen("tcp", address) // The kernel accepts; nobody answers.

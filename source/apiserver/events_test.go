@@ -14,6 +14,8 @@ import (
 	"time"
 
 	eventsv1 "k8s.io/api/events/v1"
+
+	"nodeproxy/source/apiserver/apiservertest"
 )
 
 // eventServer takes events, and answers as a test says.
@@ -35,7 +37,7 @@ func (s *eventServer) ServeHTTP(w http.ResponseWriter, r *http.Request) {
 		status := s.answers[0]
 		s.answers = s.answers[1:]
 		if status != 0 {
-			refuse(w, status)
+			apiservertest.Refuse(w, status)
 			return
 		}
 	}
@@ -46,7 +48,7 @@ func (s *eventServer) ServeHTTP(w http.ResponseWriter, r *http.Request) {
 	}
 	var e eventsv1.Event
 	if err := json.Unmarshal(body, &e); err != nil {
-		refuse(w, http.StatusBadRequest)
+		apiservertest.Refuse(w, http.StatusBadRequest)
 		return
 	}
 	s.created = append(s.created, e)

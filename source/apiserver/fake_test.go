@@ -1,140 +1,20 @@
 package apiserver
 
 import (
-	"encoding/json"
 	"fmt"
 	"log/slog"
-	"net/http"
-	"net/http/httptest"
-	"path"
 	"sync"
 	"testing"
 	"time"
 
 	v1 "k8s.io/api/core/v1"
-	discovery "k8s.io/api/discovery/v1"
 	networking "k8s.io/api/networking/v1"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
-	"k8s.io/apimachinery/pkg/runtime"
 	"k8s.io/apimachinery/pkg/types"
-	"k8s.io/apimachinery/pkg/watch"
 
 	"nodeproxy/source"
+	"nodeproxy/source/apiserver/apiservertest"
 )
-
-// fakeAPI is an API server of before the time of streamed lists. What it answers, a test says.
-type fakeAPI struct {
-	*httptest.Server
-
-	mu      sync.Mutex
-	lists   map[string]runtime.Object // by resource
-	fail    map[string]int            // HTTP status with which lists of a resource fail
-	held    map[string]chan struct{}  // lists of a resource wait until the channel is closed
-	events  map[string]chan watch.Event
-	watches map[string]int // number of watches begun
-	asked   map[string]int // number of lists asked for
-}
-
-func newFakeAPI(t *testing.T) *fakeAPI {
-	f := &fakeAPI{
-		lists: map[string]runtime.Object{
-			services:       &v1.ServiceList{ListMeta: metav1.ListMeta{ResourceVersion: "10"}},
-			endpointSlices: &discovery.EndpointSliceList{ListMeta: metav1.ListMeta{ResourceVersion: "10"}},
-			nodes:          &v1.NodeList{ListMeta: metav1.ListMeta{ResourceVersion: "10"}},
-			serviceCIDRs:   &networking.ServiceCIDRList{ListMeta: metav1.ListMeta{ResourceVersion: "10"}},
-		},
-		fail: map[string]int{}, held: map[string]chan struct{}{}, watches: map[string]int{}, asked: map[string]int{},
-		events: map[string]chan watch.Event{},
-	}
-	for resource := range f.lists {
-		f.events[resource] = make(chan watch.Event)
-	}
-	f.Server = httptest.NewServer(f)
-	t.Cleanup(f.Close)
-	t.Cleanup(f.CloseClientConnections)
-	return f
-}
-
-func (f *fakeAPI) ServeHTTP(w http.ResponseWriter, r *http.Request) {
-	resource := path.Base(r.URL.Path)
-	w.Header().Set("Content-Type", "application/json")
-	if r.URL.Query().Get("watch") != "" {
-		if r.URL.Query().Get("sendInitialEvents") != "" {
-			refuse(w, http.StatusUnprocessableEntity)
-			return
-		}
-		f.serveWatch(w, r, resource)
-		return
-	}
-	f.mu.Lock()
-	f.asked[resource]++
-	held, status, list := f.held[resource], f.fail[resource], f.lists[resource]
-	f.mu.Unlock()
-	if held != nil {
-		select {
-		case <-held:
-		case <-r.Context().Done():
-			return
-		}
-	}
-	if status != 0 {
-		refuse(w, status)
-		return
-	}
-	_ = json.NewEncoder(w).Encode(list)
-}
-
-// reasons are those that clients go by, rather than by the status.
-var reasons = map[int]metav1.StatusReason{
-	http.StatusNotFound: metav1.StatusReasonNotFound, http.StatusForbidden: metav1.StatusReasonForbidden,
-	http.StatusUnprocessableEntity: metav1.StatusReasonInvalid,
-}
-
-func refuse(w http.ResponseWriter, status int) {
-	w.WriteHeader(status)
-	_ = json.NewEncoder(w).Encode(&metav1.Status{TypeMeta: metav1.TypeMeta{Kind: "Status", APIVersion: "v1"},
-		Status: metav1.StatusFailure, Code: int32(status), Reason: reasons[status], Message: "the test wants it so"})
-}
-
-func (f *fakeAPI) serveWatch(w http.ResponseWriter, r *http.Request, resource string) {
-	f.mu.Lock()
-	f.watches[resource]++
-	events := f.events[resource]
-	f.mu.Unlock()
-	w.(http.Flusher).Flush()
-	for {
-		select {
-		case <-r.Context().Done():
-			return
-		case e := <-events:
-			_ = json.NewEncoder(w).Encode(map[string]any{"type": e.Type, "object": e.Object})
-			w.(http.Flusher).Flush()
-			if e.Type == watch.Error {
-				return
-			}
-		}
-	}
-}
-
-// set changes what is answered.
-func (f *fakeAPI) set(change func()) {
-	f.mu.Lock()
-	defer f.mu.Unlock()
-	change()
-}
-
-func (f *fakeAPI) watched(resource string) int {
-	f.mu.Lock()
-	defer f.mu.Unlock()
-	return f.watches[resource]
-}
-
-// expire ends a watch as a server does that no longer knows the version from which on it goes.
-func (f *fakeAPI) expire(resource string) {
-	f.events[resource] <- watch.Event{Type: watch.Error, Object: &metav1.Status{
-		TypeMeta: metav1.TypeMeta{Kind: "Status", APIVersion: "v1"}, Status: metav1.StatusFailure,
-		Code: http.StatusGone, Reason: metav1.StatusReasonExpired, Message: "too old"}}
-}
 
 // recorder is a Sink that remembers.
 type recorder struct {
@@ -177,7 +57,7 @@ func (r *recorder) sees(what string, condition func() bool) {
 }
 
 // start runs a Source against the fake until the test ends.
-func start(t *testing.T, f *fakeAPI, change func(*Config)) (*Source, *recorder) {
+func start(t *testing.T, f *apiservertest.Server, change func(*Config)) (*Source, *recorder) {
 	client, err := NewClient(ClientConfig{Master: f.URL, ContentType: "application/json", AcceptContentTypes: "application/json", QPS: -1})
 	if err != nil {
 		t.Fatal(err)

@@ -8,13 +8,15 @@ import (
 	v1 "k8s.io/api/core/v1"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 	"k8s.io/apimachinery/pkg/types"
+
+	"nodeproxy/source/apiserver/apiservertest"
 )
 
 // TestLoad holds that everything is asked for once, without a watch; that ServiceCIDRs may be missing, and nothing else.
 func TestLoad(t *testing.T) {
-	f := newFakeAPI(t)
-	f.lists[services] = &v1.ServiceList{Items: []v1.Service{{ObjectMeta: metav1.ObjectMeta{Namespace: "default", Name: "web"}}}}
-	f.fail[serviceCIDRs] = http.StatusNotFound
+	f := apiservertest.New(t)
+	f.Serve(services, &v1.ServiceList{Items: []v1.Service{{ObjectMeta: metav1.ObjectMeta{Namespace: "default", Name: "web"}}}})
+	f.Fail(serviceCIDRs, http.StatusNotFound)
 	client, err := NewClient(ClientConfig{Master: f.URL, ContentType: "application/json"})
 	if err != nil {
 		t.Fatal(err)
@@ -24,11 +26,11 @@ func TestLoad(t *testing.T) {
 		t.Errorf("loaded %+v, %v", b, err)
 	}
 	for _, resource := range []string{services, endpointSlices, nodes, serviceCIDRs} {
-		if f.asked[resource] != 1 || f.watches[resource] != 0 {
-			t.Errorf("%s: %d lists, %d watches", resource, f.asked[resource], f.watches[resource])
+		if f.Lists(resource) != 1 || f.Watches(resource) != 0 {
+			t.Errorf("%s: %d lists, %d watches", resource, f.Lists(resource), f.Watches(resource))
 		}
 	}
-	f.fail[endpointSlices] = http.StatusForbidden
+	f.Fail(endpointSlices, http.StatusForbidden)
 	if _, err := Load(context.Background(), Config{Client: client, NodeName: "node1"}); err == nil {
 		t.Error("no error though EndpointSlices can't be had")
 	}

@@ -16,6 +16,7 @@ import (
 	"k8s.io/apimachinery/pkg/watch"
 
 	"nodeproxy/source"
+	"nodeproxy/source/apiserver/apiservertest"
 )
 
 var (
@@ -28,12 +29,12 @@ func TestSyncedComesOnceAndLast(t *testing.T) {
 	for _, slow := range []string{services, endpointSlices, nodes, serviceCIDRs} {
 		t.Run(slow, func(t *testing.T) {
 			t.Parallel()
-			f := newFakeAPI(t)
+			f := apiservertest.New(t)
 			hold := make(chan struct{})
-			f.held[slow] = hold
-			f.lists[services] = serviceList(10, serviceAt(4, "first"))
-			f.lists[nodes] = nodeList("n1")
-			f.lists[serviceCIDRs] = serviceCIDRList("10.96.0.0/16")
+			f.Hold(hold, slow)
+			f.Serve(services, serviceList(10, serviceAt(4, "first")))
+			f.Serve(nodes, nodeList("n1"))
+			f.Serve(serviceCIDRs, serviceCIDRList("10.96.0.0/16"))
 			s, sink := start(t, f, nil)
 			wait := 2 // batches of the Service, the Node and the ServiceCIDR; without EndpointSlices there is none of them
 			if slow == endpointSlices {
@@ -45,9 +46,9 @@ func TestSyncedComesOnceAndLast(t *testing.T) {
 			close(hold)
 			sink.sees("Synced", func() bool { return sink.synced == 1 })
 			sink.sees("it with the last batch", func() bool { return sink.batches[len(sink.batches)-1].Synced && len(sink.services) == 1 })
-			f.expire(slow)
-			f.expire(services)
-			for begun := time.Now(); f.watched(services) < 2 && time.Since(begun) < 10*time.Second; {
+			f.Expire(slow)
+			f.Expire(services)
+			for begun := time.Now(); f.Watches(services) < 2 && time.Since(begun) < 10*time.Second; {
 				time.Sleep(time.Millisecond)
 			}
 			sink.sees("Synced no more", func() bool { return sink.synced == 1 })
@@ -64,12 +65,12 @@ func TestSyncedComesOnceAndLast(t *testing.T) {
 // not said again.
 func TestNewListTellsWhatIsGone(t *testing.T) {
 	t.Parallel()
-	f := newFakeAPI(t)
-	f.lists[services] = serviceList(10, serviceAt(4, "first"), serviceAt(5, "second"))
+	f := apiservertest.New(t)
+	f.Serve(services, serviceList(10, serviceAt(4, "first"), serviceAt(5, "second")))
 	_, sink := start(t, f, nil)
 	sink.sees("both", func() bool { return sink.synced == 1 && len(sink.services) == 2 })
-	f.set(func() { f.lists[services] = serviceList(20, serviceAt(4, "first")) })
-	f.expire(services)
+	f.Serve(services, serviceList(20, serviceAt(4, "first")))
+	f.Expire(services)
 	sink.sees("second gone", func() bool { return len(sink.services) == 1 })
 	sink.mu.Lock()
 	defer sink.mu.Unlock()
@@ -81,16 +82,16 @@ func TestNewListTellsWhatIsGone(t *testing.T) {
 
 func TestChangesOfAWatch(t *testing.T) {
 	t.Parallel()
-	f := newFakeAPI(t)
+	f := apiservertest.New(t)
 	_, sink := start(t, f, nil)
 	sink.sees("sync", func() bool { return sink.synced == 1 })
-	f.events[services] <- watch.Event{Type: watch.Added, Object: serviceAt(11, "first")}
+	f.Send(services, watch.Added, serviceAt(11, "first"))
 	sink.sees("added", func() bool { return sink.services[first] != nil })
 	changed := serviceAt(12, "first")
 	changed.Spec.ClusterIP = "10.96.0.8"
-	f.events[services] <- watch.Event{Type: watch.Modified, Object: changed}
+	f.Send(services, watch.Modified, changed)
 	sink.sees("modified", func() bool { return sink.services[first].Spec.ClusterIP == "10.96.0.8" })
-	f.events[services] <- watch.Event{Type: watch.Deleted, Object: changed}
+	f.Send(services, watch.Deleted, changed)
 	sink.sees("deleted", func() bool { return len(sink.services) == 0 })
 }
 
@@ -101,13 +102,13 @@ func TestFailedListsChangeNothing(t *testing.T) {
 		http.StatusServiceUnavailable, http.StatusGone} {
 		t.Run(http.StatusText(status), func(t *testing.T) {
 			t.Parallel()
-			f := newFakeAPI(t)
-			f.lists[services] = serviceList(10, serviceAt(4, "first"))
+			f := apiservertest.New(t)
+			f.Serve(services, serviceList(10, serviceAt(4, "first")))
 			s, sink := start(t, f, nil)
-			sink.sees("sync", func() bool { return sink.synced == 1 && f.watched(services) == 1 })
+			sink.sees("sync", func() bool { return sink.synced == 1 && f.Watches(services) == 1 })
 			batches := len(sink.batches)
-			f.set(func() { f.fail[services] = status })
-			f.expire(services)
+			f.Fail(services, status)
+			f.Expire(services)
 			sink.sees("failure", func() bool {
 				st := s.Staleness()[0]
 				return st.Resource == services && !st.Watching && strings.Contains(st.Failure, "list")
@@ -118,9 +119,8 @@ func TestFailedListsChangeNothing(t *testing.T) {
 				t.Errorf("a failed list gave %+v", sink.batches[batches:])
 			}
 			sink.mu.Unlock()
-			f.set(func() {
-				f.fail[services], f.lists[services] = 0, serviceList(20, serviceAt(4, "first"), serviceAt(15, "second"))
-			})
+			f.Serve(services, serviceList(20, serviceAt(4, "first"), serviceAt(15, "second")))
+			f.Fail(services, 0)
 			sink.sees("the end of it", func() bool { return len(sink.services) == 2 })
 			sink.sees("a watch", func() bool { st := s.Staleness()[0]; return st.Watching && st.Failure == "" && st.Age >= 0 })
 		})
@@ -130,17 +130,17 @@ func TestFailedListsChangeNothing(t *testing.T) {
 // TestSilentWatchIsRenewed: a watch through which not even bookmarks come is given up, though its connection is open.
 func TestSilentWatchIsRenewed(t *testing.T) {
 	t.Parallel()
-	f := newFakeAPI(t)
+	f := apiservertest.New(t)
 	_, sink := start(t, f, func(c *Config) { c.Silence = 1200 * time.Millisecond })
 	sink.sees("sync", func() bool { return sink.synced == 1 })
-	sink.sees("another watch", func() bool { return f.watched(services) >= 2 })
-	f.events[services] <- watch.Event{Type: watch.Added, Object: serviceAt(11, "first")}
+	sink.sees("another watch", func() bool { return f.Watches(services) >= 2 })
+	f.Send(services, watch.Added, serviceAt(11, "first"))
 	sink.sees("a change through it", func() bool { return len(sink.services) == 1 })
 }
 
 func TestMissingNodeIsReported(t *testing.T) {
 	t.Parallel()
-	f := newFakeAPI(t)
+	f := apiservertest.New(t)
 	var mu sync.Mutex
 	var reported []source.Finding
 	_, sink := start(t, f, func(c *Config) {
@@ -160,7 +160,7 @@ func TestMissingNodeIsReported(t *testing.T) {
 
 func TestSourceRunsOnce(t *testing.T) {
 	t.Parallel()
-	s, sink := start(t, newFakeAPI(t), nil)
+	s, sink := start(t, apiservertest.New(t), nil)
 	sink.sees("sync", func() bool { return sink.synced == 1 })
 	if err := s.Run(t.Context(), sink); err == nil {
 		t.Error("a second Run was accepted")
@@ -170,12 +170,13 @@ func TestSourceRunsOnce(t *testing.T) {
 // TestNodeIsNotWaitedForForever: without the right to read Nodes, Services are delivered all the same.
 func TestNodeIsNotWaitedForForever(t *testing.T) {
 	t.Parallel()
-	f := newFakeAPI(t)
-	f.fail[nodes] = http.StatusForbidden
-	f.lists[services] = serviceList(10, serviceAt(4, "first"))
+	f := apiservertest.New(t)
+	f.Fail(nodes, http.StatusForbidden)
+	f.Serve(services, serviceList(10, serviceAt(4, "first")))
 	_, sink := start(t, f, func(c *Config) { c.NodeTimeout = 100 * time.Millisecond })
 	sink.sees("sync", func() bool { return sink.synced == 1 && len(sink.services) == 1 })
-	f.set(func() { f.fail[nodes], f.lists[nodes] = 0, nodeList("n1") })
+	f.Serve(nodes, nodeList("n1"))
+	f.Fail(nodes, 0)
 	sink.sees("the Node", func() bool { return sink.batches[len(sink.batches)-1].Nodes["n1"] != nil })
 	sink.sees("Synced once", func() bool { return sink.synced == 1 })
 }
@@ -214,9 +215,9 @@ func TestServiceCIDRsNotServed(t *testing.T) {
 	} {
 		t.Run(http.StatusText(status), func(t *testing.T) {
 			t.Parallel()
-			f, log := newFakeAPI(t), &logged{}
-			f.fail[serviceCIDRs] = status
-			f.lists[services] = serviceList(10, serviceAt(4, "first"))
+			f, log := apiservertest.New(t), &logged{}
+			f.Fail(serviceCIDRs, status)
+			f.Serve(services, serviceList(10, serviceAt(4, "first")))
 			begun := time.Now()
 			s, sink := start(t, f, func(c *Config) {
 				c.askAgain, c.Log = 20*time.Millisecond, slog.New(slog.NewTextHandler(log, nil))
@@ -226,9 +227,7 @@ func TestServiceCIDRsNotServed(t *testing.T) {
 				t.Errorf("they were waited for: %s", took)
 			}
 			sink.sees("further requests", func() bool {
-				f.mu.Lock()
-				defer f.mu.Unlock()
-				return f.asked[serviceCIDRs] >= 4
+				return f.Lists(serviceCIDRs) >= 4
 			})
 			lines := log.lines(serviceCIDRs)
 			if len(lines) != 1 || !strings.Contains(lines[0], want[0]) || !strings.Contains(lines[0], want[1]) {
@@ -237,7 +236,8 @@ func TestServiceCIDRsNotServed(t *testing.T) {
 			if st := staleness(s, serviceCIDRs); !st.Absent || st.Synced {
 				t.Errorf("%+v, want it to be absent", st)
 			}
-			f.set(func() { f.fail[serviceCIDRs], f.lists[serviceCIDRs] = 0, serviceCIDRList("10.96.0.0/16") })
+			f.Serve(serviceCIDRs, serviceCIDRList("10.96.0.0/16"))
+			f.Fail(serviceCIDRs, 0)
 			sink.sees("the ServiceCIDR", func() bool { return sink.batches[len(sink.batches)-1].ServiceCIDRs["kubernetes"] != nil })
 			if st := staleness(s, serviceCIDRs); st.Absent || !st.Synced {
 				t.Errorf("%+v, want it to be synced", st)
@@ -259,14 +259,12 @@ func staleness(s *Source, resource string) Staleness {
 // TestServiceCIDRsAreRarelyAskedFor: by default it takes minutes until they are asked for again.
 func TestServiceCIDRsAreRarelyAskedFor(t *testing.T) {
 	t.Parallel()
-	f := newFakeAPI(t)
-	f.fail[serviceCIDRs] = http.StatusNotFound
+	f := apiservertest.New(t)
+	f.Fail(serviceCIDRs, http.StatusNotFound)
 	_, sink := start(t, f, nil)
 	sink.sees("Synced", func() bool { return sink.synced == 1 })
 	time.Sleep(1500 * time.Millisecond) // other failures are followed by an attempt within a second
-	f.mu.Lock()
-	defer f.mu.Unlock()
-	if n := f.asked[serviceCIDRs]; n != 1 {
+	if n := f.Lists(serviceCIDRs); n != 1 {
 		t.Errorf("asked %d times", n)
 	}
 }
@@ -274,13 +272,13 @@ func TestServiceCIDRsAreRarelyAskedFor(t *testing.T) {
 // TestServiceCIDRsAreNotWaitedForLong: no answer at all to the question for them keeps no Service from working.
 func TestServiceCIDRsAreNotWaitedForLong(t *testing.T) {
 	t.Parallel()
-	f := newFakeAPI(t)
-	f.held[serviceCIDRs] = make(chan struct{})
-	f.lists[services] = serviceList(10, serviceAt(4, "first"))
+	f := apiservertest.New(t)
+	f.Hold(make(chan struct{}), serviceCIDRs)
+	f.Serve(services, serviceList(10, serviceAt(4, "first")))
 	_, sink := start(t, f, nil)
 	sink.sees("Synced", func() bool { return sink.synced == 1 && len(sink.services) == 1 })
-	f.set(func() { f.lists[serviceCIDRs] = serviceCIDRList("10.96.0.0/16") })
-	f.events[services] <- watch.Event{Type: watch.Deleted, Object: serviceAt(12, "first")}
+	f.Serve(serviceCIDRs, serviceCIDRList("10.96.0.0/16"))
+	f.Send(services, watch.Deleted, serviceAt(12, "first"))
 	sink.sees("a change", func() bool { return len(sink.services) == 0 })
 }
 
@@ -293,20 +291,18 @@ func TestPodCIDRsAreWaitedFor(t *testing.T) {
 	}
 	t.Run("they come", func(t *testing.T) {
 		t.Parallel()
-		f, log := newFakeAPI(t), &logged{}
-		f.lists[nodes] = nodeList("n1")
+		f, log := apiservertest.New(t), &logged{}
+		f.Serve(nodes, nodeList("n1"))
 		s, sink := start(t, f, func(c *Config) {
 			c.PodCIDRTimeout, c.NodeTimeout, c.Log = time.Minute, time.Millisecond, slog.New(slog.NewTextHandler(log, nil))
 			c.Report = func(f source.Finding) { t.Errorf("reported: %s", f) } // There is a Node, whatever else.
 		})
 		sink.sees("the Node", func() bool { return len(sink.batches) == 1 && sink.batches[0].Nodes["n1"] != nil })
-		f.events[nodes] <- watch.Event{Type: watch.Modified, Object: node("11")}
+		f.Send(nodes, watch.Modified, node("11"))
 		sink.sees("a change of it", func() bool { return len(sink.batches) == 2 })
-		f.set(func() {
-			f.lists[nodes] = &v1.NodeList{ListMeta: metav1.ListMeta{ResourceVersion: "11"}, Items: []v1.Node{*node("11")}}
-		})
-		f.expire(nodes) // a new list, in which the Node is as it was
-		sink.sees("another watch", func() bool { return f.watched(nodes) == 2 })
+		f.Serve(nodes, &v1.NodeList{ListMeta: metav1.ListMeta{ResourceVersion: "11"}, Items: []v1.Node{*node("11")}})
+		f.Expire(nodes) // a new list, in which the Node is as it was
+		sink.sees("another watch", func() bool { return f.Watches(nodes) == 2 })
 		time.Sleep(50 * time.Millisecond)
 		sink.sees("no Synced yet", func() bool { return sink.synced == 0 })
 		if lines := log.lines("podCIDRs"); len(lines) != 1 {
@@ -315,7 +311,7 @@ func TestPodCIDRsAreWaitedFor(t *testing.T) {
 		if st := staleness(s, nodes); !st.Synced {
 			t.Errorf("%+v: all that there is has been delivered", st)
 		}
-		f.events[nodes] <- watch.Event{Type: watch.Modified, Object: node("12", "10.244.1.0/24")}
+		f.Send(nodes, watch.Modified, node("12", "10.244.1.0/24"))
 		sink.sees("Synced with them", func() bool {
 			last := sink.batches[len(sink.batches)-1]
 			return sink.synced == 1 && last.Synced && last.Nodes["n1"] != nil
@@ -323,29 +319,29 @@ func TestPodCIDRsAreWaitedFor(t *testing.T) {
 	})
 	t.Run("they are there", func(t *testing.T) {
 		t.Parallel()
-		f := newFakeAPI(t)
-		f.lists[nodes] = &v1.NodeList{ListMeta: metav1.ListMeta{ResourceVersion: "10"}, Items: []v1.Node{*node("3", "10.244.1.0/24")}}
+		f := apiservertest.New(t)
+		f.Serve(nodes, &v1.NodeList{ListMeta: metav1.ListMeta{ResourceVersion: "10"}, Items: []v1.Node{*node("3", "10.244.1.0/24")}})
 		_, sink := start(t, f, func(c *Config) { c.PodCIDRTimeout = time.Minute })
 		sink.sees("Synced", func() bool { return sink.synced == 1 })
 	})
 	t.Run("they do not come", func(t *testing.T) {
 		t.Parallel()
-		f := newFakeAPI(t)
-		f.lists[nodes] = nodeList("n1")
+		f := apiservertest.New(t)
+		f.Serve(nodes, nodeList("n1"))
 		_, sink := start(t, f, func(c *Config) { c.PodCIDRTimeout = 300 * time.Millisecond })
 		sink.sees("the Node", func() bool { return len(sink.batches) == 1 })
 		sink.sees("no Synced yet", func() bool { return sink.synced == 0 })
 		sink.sees("Synced", func() bool { return sink.synced == 1 })
-		f.events[nodes] <- watch.Event{Type: watch.Modified, Object: node("12", "10.244.1.0/24")}
+		f.Send(nodes, watch.Modified, node("12", "10.244.1.0/24"))
 		sink.sees("them later", func() bool { return len(sink.batches) == 3 && sink.synced == 1 })
 	})
 	t.Run("there is no Node", func(t *testing.T) {
 		t.Parallel()
-		f := newFakeAPI(t)
+		f := apiservertest.New(t)
 		_, sink := start(t, f, func(c *Config) { c.PodCIDRTimeout = time.Minute })
 		time.Sleep(100 * time.Millisecond)
 		sink.sees("no Synced yet", func() bool { return sink.synced == 0 })
-		f.events[nodes] <- watch.Event{Type: watch.Added, Object: node("12", "10.244.1.0/24")}
+		f.Send(nodes, watch.Added, node("12", "10.244.1.0/24"))
 		sink.sees("Synced with it", func() bool { return sink.synced == 1 })
 	})
 }

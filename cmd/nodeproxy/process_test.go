@@ -1,0 +1,82 @@
+package main
+
+import (
+	"os"
+	"os/exec"
+	"strings"
+	"sync"
+	"syscall"
+	"testing"
+	"time"
+)
+
+// writeFile writes a file as a whole.
+func writeFile(t *testing.T, name, text string) {
+	t.Helper()
+	if err := os.WriteFile(name+".new", []byte(text), 0o644); err != nil {
+		t.Fatal(err)
+	}
+	if err := os.Rename(name+".new", name); err != nil {
+		t.Fatal(err)
+	}
+}
+
+// process is a nodeproxy that runs in the network namespace of the test.
+type process struct {
+	*exec.Cmd
+	log   *logged
+	ended chan struct{} // is closed when it has ended
+}
+
+// logged is what a process writes.
+type logged struct {
+	mu   sync.Mutex
+	text strings.Builder
+}
+
+func (l *logged) Write(p []byte) (int, error) {
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	return l.text.Write(p)
+}
+
+func (l *logged) String() string {
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	return l.text.String()
+}
+
+// startProcess starts a nodeproxy of node n1, which the end of the test ends.
+func startProcess(t *testing.T, env []string, args ...string) *process {
+	t.Helper()
+	p := &process{log: &logged{}, ended: make(chan struct{})}
+	p.Cmd = exec.Command("nodeproxy", append([]string{"run", "--node-name=n1", "--oom-score-adj=0"}, args...)...)
+	p.Env = append(append(os.Environ(), "GORACE=atexit_sleep_ms=0"), env...) // Under -race, it would take a second more to end.
+	p.Stdout, p.Stderr = p.log, p.log
+	p.SysProcAttr = &syscall.SysProcAttr{Pdeathsig: syscall.SIGKILL}
+	if err := p.Start(); err != nil {
+		t.Fatal(err)
+	}
+	go func() {
+		_ = p.Wait() // Its ProcessState says how it ended.
+		close(p.ended)
+	}()
+	t.Cleanup(func() {
+		_ = p.Process.Kill()
+		<-p.ended
+		if t.Failed() {
+			t.Logf("log of %v:\n%s", args, p.log)
+		}
+	})
+	return p
+}
+
+// eventually waits until a condition holds, for at most 30 seconds.
+func eventually(t *testing.T, what string, condition func() bool) {
+	t.Helper()
+	for end := time.Now().Add(30 * time.Second); !condition(); time.Sleep(20 * time.Millisecond) {
+		if time.Now().After(end) {
+			t.Fatalf("not within 30s: %s", what)
+		}
+	}
+}
