@@ -61,12 +61,7 @@ func runWatched(ctx context.Context, flags *config.Flags, cfg *config.Config) er
 		return err
 	}
 	d.begin()
-	go func() {
-		err := flags.Watch(ctx, func(c *config.Config) { r.put(update{cfg: c}) }, func(err error) { r.put(update{err: err}) })
-		if err != nil {
-			log.Warn("changes of the configuration file are not seen", "error", err)
-		}
-	}()
+	go flags.Watch(ctx, func(c *config.Config) { r.put(update{cfg: c}) }, func(err error) { r.put(update{err: err}) })
 	return r.run(ctx, d)
 }
 

@@ -220,9 +220,8 @@ func (w *watch) weighGone(path string, h *held, now time.Time) bool {
 		return !now.Before(at) || h.until(at, now)
 	}
 	if !w.fresh { // What is known of the directories may be old.
-		old := w.tree
 		w.tree, w.fresh = scan(w.cfg.Path), true
-		w.setWatches(old)
+		w.setWatches()
 	}
 	yes, where := w.tree.removed(path, w.cfg.Path)
 	if !yes || w.replacedByNothing() {

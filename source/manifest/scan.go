@@ -14,6 +14,7 @@ import (
 	"golang.org/x/sys/unix"
 
 	"nodeproxy/source/document"
+	"nodeproxy/source/filewatch"
 )
 
 // stamp tells whether a file has changed.
@@ -57,8 +58,8 @@ func scan(root string) *scanned {
 		files: map[string]stamp{}, dirs: map[string]bool{}, linked: map[string]bool{}, errs: map[string]error{},
 		ids: map[string]fileID{}, dangling: map[string]bool{}, seen: map[fileID]bool{},
 	}
-	s.above = existing(filepath.Dir(root))
-	s.follow(root)
+	s.above = filewatch.Existing(filepath.Dir(root))
+	filewatch.Links(root, s.linked)
 	info, err := os.Stat(root)
 	switch {
 	case err != nil:
@@ -96,36 +97,6 @@ func (s *scanned) removed(path, root string) (yes bool, where string) {
 // errDangling is what a symbolic link is that leads to nothing.
 var errDangling = errors.New("it is a symbolic link that leads to nothing")
 
-// existing returns the nearest directory at or above a path that exists.
-func existing(dir string) string {
-	for {
-		if info, err := os.Stat(dir); err == nil && info.IsDir() || dir == filepath.Dir(dir) {
-			return dir
-		}
-		dir = filepath.Dir(dir)
-	}
-}
-
-// follow notes the directories in which a change can make a symbolic link lead elsewhere.
-func (s *scanned) follow(path string) {
-	for range 16 {
-		target, err := os.Readlink(path)
-		if err != nil {
-			return
-		}
-		if !filepath.IsAbs(target) {
-			target = filepath.Join(filepath.Dir(path), target)
-		}
-		// The target may lead through a link itself, as ..data of a ConfigMap volume.
-		dir := filepath.Dir(target)
-		s.linked[existing(dir)] = true
-		if _, err := os.Readlink(dir); err == nil {
-			s.linked[existing(filepath.Dir(dir))] = true
-		}
-		path = target
-	}
-}
-
 func (s *scanned) directory(dir string, info fs.FileInfo) {
 	id := stampOf(info).id()
 	if s.seen[id] {
@@ -145,7 +116,7 @@ func (s *scanned) directory(dir string, info fs.FileInfo) {
 			continue
 		}
 		if e.Type()&fs.ModeSymlink != 0 {
-			s.follow(path)
+			filewatch.Links(path, s.linked)
 		}
 		info, err := os.Stat(path)
 		switch {

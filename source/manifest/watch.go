@@ -12,9 +12,8 @@ import (
 	"strings"
 	"time"
 
-	"github.com/fsnotify/fsnotify"
-
 	"nodeproxy/source"
+	"nodeproxy/source/filewatch"
 )
 
 const (
@@ -29,10 +28,6 @@ const (
 	// settle is how long a file must not change that has become smaller, or lacks objects, before that counts: it may be
 	// being written, in pieces.
 	settle = 2 * time.Second
-	// lookAgain is how often everything is looked through for changes of which no event told, as on network file systems;
-	// lookOften the same where there are no events at all.
-	lookAgain = 15 * time.Second
-	lookOften = 250 * time.Millisecond
 )
 
 // watch is a running Source.
@@ -40,8 +35,8 @@ type watch struct {
 	cfg    *Config
 	store  *store
 	sink   source.Sink
-	events *fsnotify.Watcher // nil where the system grants none
-	faults func([]string)    // is told of what keeps the files from being in force as they are
+	events *filewatch.Watcher
+	faults func([]string) // is told of what keeps the files from being in force as they are
 
 	tree   *scanned
 	fresh  bool                // the tree has been listed in this look
@@ -71,21 +66,10 @@ func (s *Source) Run(ctx context.Context, sink source.Sink) error {
 		stamps: map[string]stamp{}, texts: map[string][]byte{}, whole: map[string]version{}, held: map[string]*held{},
 		told: map[string][]remark{}, pending: map[string]bool{},
 	}
-	var err error
-	var events chan fsnotify.Event
-	var errs chan error
-	period := lookAgain
-	if w.events, err = fsnotify.NewWatcher(); err != nil {
-		period = lookOften
-		cfg.Log.Warn("manifests can't be watched; they are looked at from time to time", "period", period, "error", err)
-	} else {
-		defer func() { _ = w.events.Close() }()
-		events, errs = w.events.Events, w.events.Errors
-	}
+	w.events = filewatch.New(cfg.Log)
+	defer w.events.Close()
 	w.all = true
 	w.look(time.Now())
-	poll := time.NewTicker(period)
-	defer poll.Stop()
 	for {
 		var timer <-chan time.Time
 		if wake := w.wake(); !wake.IsZero() {
@@ -94,28 +78,21 @@ func (s *Source) Run(ctx context.Context, sink source.Sink) error {
 		select {
 		case <-ctx.Done():
 			return nil
-		case e, ok := <-events:
-			if !ok {
-				return errors.New("the watch of the manifests ended by itself")
-			}
-			w.note(e.Name)
-		case err := <-errs:
-			if !errors.Is(err, fsnotify.ErrEventOverflow) {
-				cfg.Log.Warn("watching the manifests", "error", err)
-			}
-			w.all = true
-			w.schedule()
+		case path := <-w.events.C:
+			w.note(path)
 		case now := <-timer:
-			w.look(now)
-		case now := <-poll.C:
-			w.all = true
 			w.look(now)
 		}
 	}
 }
 
-// note takes an event in.
+// note takes the path of an event in; the empty path stands for any.
 func (w *watch) note(name string) {
+	if name == "" {
+		w.all = true
+		w.schedule()
+		return
+	}
 	name = filepath.Clean(name)
 	dir, base := filepath.Dir(name), filepath.Base(name)
 	switch {
@@ -237,7 +214,6 @@ func (w *watch) complete(b *source.Batch) {
 
 // rescan lists everything, and adds what differs from what was read to the pending files.
 func (w *watch) rescan(pending map[string]bool) {
-	old := w.tree
 	w.tree = scan(w.cfg.Path)
 	for path, st := range w.tree.files {
 		if w.stamps[path] != st {
@@ -249,7 +225,7 @@ func (w *watch) rescan(pending map[string]bool) {
 			pending[path] = true
 		}
 	}
-	w.setWatches(old)
+	w.setWatches()
 }
 
 // read reads the pending files. It returns those that differ from what is in force, and those that are gone.
@@ -302,28 +278,11 @@ func (w *watch) movedAway(path string) bool {
 	return false
 }
 
-// setWatches watches the directories of the tree. Adding one again does no harm, and is needed where it was made anew.
-func (w *watch) setWatches(old *scanned) {
-	if w.events == nil {
-		return
-	}
-	before, wanted := old.watched(), w.tree.watched()
-	for _, dir := range slices.Sorted(maps.Keys(wanted)) {
-		if err := w.events.Add(dir); err != nil && !errors.Is(err, fs.ErrNotExist) {
-			w.cfg.Log.Warn("a directory can't be watched; it is looked at from time to time", "directory", dir,
-				"period", lookAgain, "error", err)
-		}
-		if !before[dir] {
-			w.all = true // Files may have come between the listing and the watch.
-			w.schedule()
-		}
-	}
-	for dir := range before {
-		if !wanted[dir] {
-			if err := w.events.Remove(dir); err != nil && !errors.Is(err, fsnotify.ErrNonExistentWatch) {
-				w.cfg.Log.Debug("ending a watch", "directory", dir, "error", err)
-			}
-		}
+// setWatches watches the directories of the tree.
+func (w *watch) setWatches() {
+	if w.events.Watch(w.tree.watched()) {
+		w.all = true // Files may have come between the listing and the watch.
+		w.schedule()
 	}
 }
 

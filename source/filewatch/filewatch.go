@@ -1,0 +1,158 @@
+// Package filewatch tells when files may have changed, also where symbolic links lead to them, as in the volume of a ConfigMap.
+package filewatch
+
+import (
+	"errors"
+	"io/fs"
+	"log/slog"
+	"os"
+	"path/filepath"
+	"time"
+
+	"github.com/fsnotify/fsnotify"
+)
+
+const (
+	// pollPeriod is how often to look for changes without an event, as on network file systems; pollOften the same where the system
+	// grants no events at all.
+	pollPeriod = 15 * time.Second
+	pollOften  = 250 * time.Millisecond
+)
+
+// Watcher watches directories.
+type Watcher struct {
+	// C receives the path of each event, and the empty path when anything may have changed: when events were lost, and from time
+	// to time in any case.
+	C <-chan string
+
+	c      chan string
+	done   chan struct{}
+	events *fsnotify.Watcher // nil where the system grants none
+	dirs   map[string]bool
+	log    *slog.Logger
+}
+
+// New returns a Watcher of no directories, which must be closed after use.
+func New(log *slog.Logger) *Watcher {
+	w := &Watcher{c: make(chan string), done: make(chan struct{}), log: log}
+	w.C = w.c
+	period := pollPeriod
+	var err error
+	if w.events, err = fsnotify.NewWatcher(); err != nil {
+		period = pollOften
+		log.Warn("no events for changed files; files are compared periodically", "period", period, "error", err)
+		w.events = nil
+	}
+	go w.run(period)
+	return w
+}
+
+// Close ends the watch.
+func (w *Watcher) Close() {
+	close(w.done)
+	if w.events != nil {
+		_ = w.events.Close()
+	}
+}
+
+func (w *Watcher) run(period time.Duration) {
+	poll := time.NewTicker(period)
+	defer poll.Stop()
+	var events chan fsnotify.Event
+	var errs chan error
+	if w.events != nil {
+		events, errs = w.events.Events, w.events.Errors
+	}
+	for {
+		path := ""
+		select {
+		case <-w.done:
+			return
+		case e := <-events:
+			path = e.Name
+		case err := <-errs:
+			if err != nil && !errors.Is(err, fsnotify.ErrEventOverflow) {
+				w.log.Warn("watching files", "error", err)
+			}
+		case <-poll.C:
+		}
+		select {
+		case w.c <- path:
+		case <-w.done:
+			return
+		}
+	}
+}
+
+// Watch watches these directories and no others. It reports whether one of them was not watched before: files may have changed
+// in it since the caller has read them.
+func (w *Watcher) Watch(dirs map[string]bool) (added bool) {
+	if w.events == nil {
+		return false
+	}
+	for dir := range dirs {
+		isNew := !w.dirs[dir]
+		added = added || isNew
+		// Adding a directory again does no harm, and is needed where another one is in its place.
+		if err := w.events.Add(dir); err != nil && isNew && !errors.Is(err, fs.ErrNotExist) {
+			w.log.Warn("a directory can't be watched; its files are compared periodically", "directory", dir, "period", pollPeriod,
+				"error", err)
+		}
+	}
+	for dir := range w.dirs {
+		if !dirs[dir] {
+			if err := w.events.Remove(dir); err != nil && !errors.Is(err, fsnotify.ErrNonExistentWatch) {
+				w.log.Debug("ending a watch", "directory", dir, "error", err)
+			}
+		}
+	}
+	w.dirs = dirs
+	return added
+}
+
+// Directories returns the directories in which a change can make a path lead to something else.
+func Directories(path string) map[string]bool {
+	dir := filepath.Dir(path)
+	out := map[string]bool{dir: true}
+	Links(path, out)
+	if isLink(dir) {
+		out[filepath.Dir(dir)] = true
+		Links(dir, out)
+	}
+	return out
+}
+
+// Links adds to dirs the directories that the symbolic links lead through which a path leads to.
+func Links(path string, dirs map[string]bool) {
+	for range 40 { // As many links as the kernel follows.
+		target, err := os.Readlink(path)
+		if err != nil {
+			return
+		}
+		if !filepath.IsAbs(target) {
+			target = filepath.Join(filepath.Dir(path), target)
+		}
+		// The target may lead through a link itself, as ..data of a ConfigMap volume.
+		dir := filepath.Dir(target)
+		dirs[Existing(dir)] = true
+		if isLink(dir) {
+			dirs[Existing(filepath.Dir(dir))] = true
+		}
+		path = target
+	}
+}
+
+func isLink(path string) bool {
+	_, err := os.Readlink(path)
+	return err == nil
+}
+
+// Existing returns the nearest directory at or above a path that exists.
+func Existing(dir string) string {
+	for {
+		if info, err := os.Stat(dir); err == nil && info.IsDir() || dir == filepath.Dir(dir) {
+			return dir
+		}
+		dir = filepath.Dir(dir)
+	}
+}
