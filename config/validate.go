@@ -14,7 +14,6 @@ import (
 
 	"nodeproxy/iptables"
 	"nodeproxy/ipvs"
-	"nodeproxy/metrics"
 	"nodeproxy/plan"
 )
 
@@ -111,7 +110,7 @@ func (k *checker) mode(c *Config) {
 	case c.ServiceMetrics < -1:
 		k.check("--service-metrics", fmt.Errorf("%d is less than -1", c.ServiceMetrics))
 	case c.Mode == "ipvs":
-		c.ServiceMetrics = metrics.DefaultTrafficLimit
+		c.ServiceMetrics = defaultServiceMetrics
 	default:
 		c.ServiceMetrics = 0
 	}

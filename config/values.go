@@ -41,6 +41,8 @@ type own struct {
 const (
 	healthzPort = 10256
 	metricsPort = 10249
+	// defaultServiceMetrics is the number of ServicePorts with metrics of traffic in mode ipvs.
+	defaultServiceMetrics = 1000
 )
 
 // defaults fills in what is not said: kube-proxy's defaults but for the least time between syncs, which is none here.

@@ -59,7 +59,7 @@ func inUse(mode string) *Set {
 	if mode == iptables { // whose rules see the first packet of a connection only
 		traffic.PacketsIn, traffic.PacketsOut, traffic.BytesIn, traffic.BytesOut = NotCounted, NotCounted, NotCounted, NotCounted
 	}
-	s.CollectTraffic(fakeTraffic{traffic}, 0)
+	s.CollectTraffic(fakeTraffic{traffic}, 1000)
 	p := plan.New(plan.Node{}, plan.Settings{})
 	s.Queued(1, 1)
 	s.Taken()

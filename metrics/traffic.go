@@ -13,9 +13,6 @@ import (
 	"nodeproxy/plan"
 )
 
-// DefaultTrafficLimit is for how many ServicePorts there are metrics of traffic by default. Each has up to five series.
-const DefaultTrafficLimit = 1000
-
 // trafficTimeout is how long reading all counters may take. Prometheus waits ten seconds by default.
 const trafficTimeout = 8 * time.Second
 
@@ -52,16 +49,16 @@ type trafficMetrics struct {
 	failures int
 }
 
-// CollectTraffic adds connections, packets and bytes of at most limit ServicePorts; zero means DefaultTrafficLimit, less means
-// none at all. The reader is asked at each scrape and at no other time. It is to be called once.
+// CollectTraffic adds connections, packets and bytes of at most limit ServicePorts, each of which has up to five series; nothing
+// where the limit is 0. The reader is asked at each scrape and at no other time. It is to be called once.
 func (s *Set) CollectTraffic(r TrafficReader, limit int) {
-	if limit < 0 {
+	if limit == 0 {
 		return
 	}
 	labels := []string{"namespace", "service", "port", "protocol", "ip_family"}
 	directed := append(slices.Clone(labels), "direction")
 	s.registry.MustRegister(&trafficMetrics{
-		reader: r, limit: cmp.Or(limit, DefaultTrafficLimit), admitted: map[plan.Key]bool{},
+		reader: r, limit: limit, admitted: map[plan.Key]bool{},
 		warn: func(err error) { s.cfg.Log.Warn("counters of traffic could not all be read", "error", err) },
 		connections: prometheus.NewDesc("nodeproxy_service_connections_total", "Connections through a port of a Service.",
 			labels, nil),

@@ -87,7 +87,7 @@ func TestTrafficValues(t *testing.T) {
 	s.CollectTraffic(fakeTraffic{
 		{Key: testKey("a", plan.IPv6), Connections: 1, PacketsIn: 2, PacketsOut: 3, BytesIn: 4, BytesOut: 5},
 		{Key: testKey("b", plan.IPv4), Connections: 6, PacketsIn: NotCounted, PacketsOut: NotCounted, BytesIn: 0, BytesOut: NotCounted},
-	}, 0)
+	}, 1000)
 	const a, b = " ip_family=IPv6 namespace=ns port=http protocol=TCP service=a", " ip_family=IPv4 namespace=ns port=http protocol=TCP service=b"
 	holds(t, s, map[string]float64{
 		"nodeproxy_service_connections_total" + a:           1,
@@ -105,11 +105,11 @@ func TestTrafficValues(t *testing.T) {
 	}
 }
 
-// TestTrafficOff: with a limit below zero nobody is asked.
+// TestTrafficOff: with a limit of 0 nobody is asked.
 func TestTrafficOff(t *testing.T) {
 	t.Parallel()
 	s := New(Config{Mode: ipvs})
-	s.CollectTraffic(nil, -1)
+	s.CollectTraffic(nil, 0)
 	if gather(t, s)["nodeproxy_service_traffic_left_out"] != nil {
 		t.Error("traffic is collected")
 	}
@@ -119,7 +119,7 @@ func TestTrafficOff(t *testing.T) {
 func TestNobodyIsAskedBeforeAScrape(t *testing.T) {
 	t.Parallel()
 	s, asked := New(Config{Mode: ipvs}), 0
-	s.CollectTraffic(readerFunc(func() { asked++ }), 0)
+	s.CollectTraffic(readerFunc(func() { asked++ }), 1000)
 	s.Synced(Sync{})
 	if asked != 0 {
 		t.Errorf("asked %d times before a scrape", asked)

@@ -137,13 +137,11 @@ func (m *monitor) conflict(report source.Report) source.Report {
 	}
 }
 
-// countTraffic adds metrics of what goes through at most limit ServicePorts, if that is more than 0, and through rules.
+// countTraffic adds metrics of what goes through at most limit ServicePorts and through rules.
 func (m *monitor) countTraffic(b backend, limit int) {
 	switch b := b.(type) {
 	case *ipvs.Backend:
-		if limit > 0 {
-			m.metrics.CollectTraffic(b.Traffic(), limit)
-		}
+		m.metrics.CollectTraffic(b.Traffic(), limit)
 	case *iptables.Backend:
 		m.metrics.CollectPacketCounters(b.InvalidDropped, b.LocalhostNodePorts())
 		if limit > 0 {
