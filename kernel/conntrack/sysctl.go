@@ -17,13 +17,13 @@ import (
 	"nodeproxy/plan"
 )
 
-// Sysctls are what the kernel's connection tracking is to be set to. Zero leaves a setting of the kernel as it is.
+// Sysctls are the desired settings of the kernel's connection tracking. Zero leaves a setting as it is.
 type Sysctls struct {
-	// MaxPerCore times the number of CPUs is how many flows are tracked at most, but no fewer than Min, and no more than
-	// 1,048,576 unless Min is. A limit that is higher already stays: with a lower one, new connections could fail. Zero
-	// MaxPerCore leaves the limit as it is, whatever Min is.
+	// MaxPerCore times the number of CPUs is the limit of tracked flows, but not less than Min, and not more than 1,048,576 unless Min
+	// is. A limit that is higher already stays: with a lower one, new connections could fail. If MaxPerCore is zero, the limit stays
+	// as it is, whatever Min is.
 	MaxPerCore, Min int
-	// How long an idle connection is remembered; the kernel counts whole seconds, and parts are rounded up.
+	// How long an idle connection is remembered. The kernel counts in whole seconds; parts are rounded up.
 	TCPEstablishedTimeout, TCPCloseWaitTimeout, UDPTimeout, UDPStreamTimeout time.Duration
 	// TCPBeLiberal lets packets out of the TCP window pass.
 	TCPBeLiberal bool
@@ -35,7 +35,7 @@ const mostByCores = 1 << 20
 // flowsPerBucket is how many flows a bucket of the kernel's hash table may have on average.
 const flowsPerBucket = 4
 
-// limit is how many flows are to be tracked at most, or 0 for any number.
+// limit returns the limit of tracked flows; 0 leaves it as it is.
 func (s Sysctls) limit(cpus int) int {
 	if s.MaxPerCore <= 0 {
 		return 0
@@ -61,7 +61,7 @@ func (u *Unset) Error() string {
 	return fmt.Sprintf("%s is %s, and can't be set to %s: %s", u.Key, cmp.Or(u.Actual, "not known"), u.Wanted, u.reason())
 }
 
-// reason says in words what the common errors mean.
+// reason explains the common errors.
 func (u *Unset) reason() string {
 	switch {
 	case errors.Is(u.Err, fs.ErrNotExist):
@@ -79,8 +79,8 @@ func (u *Unset) reason() string {
 // files is where the settings are.
 type files struct{ proc, sys string }
 
-// Apply makes the settings for the network namespace of its caller's thread, and returns those that could not be made. It
-// is to be called before rules are written, as some depend on nf_conntrack_tcp_be_liberal.
+// Apply makes the settings for the network namespace of the caller's thread, and returns those that could not be made. Call it
+// before rules are written, as some depend on nf_conntrack_tcp_be_liberal.
 func (s Sysctls) Apply(sysctlDir string) []*Unset {
 	f := files{filepath.Join(sysctlDir, "net/netfilter"), "/sys"}
 	if _, err := os.Stat(f.max()); err != nil {
@@ -154,7 +154,7 @@ func countCPUs(list string) int {
 	return n
 }
 
-// raise is set for what is only to be made larger.
+// raise is like set, but leaves a larger number as it is.
 func raise(field string, want int, path string) *Unset {
 	if now, err := readNumber(path); err == nil && now >= want {
 		return nil
@@ -185,7 +185,7 @@ func set(field string, want int, path string) *Unset {
 	return u
 }
 
-// name is how people call the setting of this path.
+// name returns the usual name of the setting at a path.
 func name(path string) string {
 	if _, key, ok := strings.Cut(path, "/proc/sys/"); ok {
 		return strings.ReplaceAll(key, "/", ".")

@@ -124,7 +124,7 @@ func (f Filter) Watch(ctx context.Context, quiet time.Duration, changed func()) 
 type addressWatch struct {
 	filter Filter
 	handle *links.Handle
-	known  map[uint32]bool // whether an interface is one of those not to tell of
+	known  map[uint32]bool // whether the addresses of an interface are left out
 	news   chan struct{}
 }
 

@@ -98,7 +98,7 @@ func receive(fd int, b []byte) (n int, port uint32, err error) {
 	return n, sender.Pid, nil
 }
 
-// Close closes the socket. What uses it afterwards gets an error, and not whatever has its number by then.
+// Close closes the socket. Later uses fail; they do not reach another file that has been given its number.
 func (s *socket) Close() error {
 	fd := s.fd
 	s.fd = -1

@@ -23,7 +23,7 @@ func Subscribe(protocol, room int, groups ...int) (*Subscription, error) {
 		return nil, fmt.Errorf("netlink socket: %w", err)
 	}
 	if room > 0 {
-		_ = setReceiveBuffer(fd, room) // With less room, more is lost, of which Follow tells.
+		_ = setReceiveBuffer(fd, room) // With less room, more is lost, which Follow reports.
 	}
 	err = unix.Bind(fd, &unix.SockaddrNetlink{Family: unix.AF_NETLINK})
 	for _, g := range groups {

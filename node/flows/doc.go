@@ -1,16 +1,15 @@
-// Package flows keeps the kernel's table of tracked flows in step with the plan, and sets what the plan's owner
-// configures of connection tracking.
+// Package flows keeps the kernel's table of tracked flows in step with the plan.
 //
 // The kernel chooses an endpoint for the first packet of a flow only. A TCP client notices that its endpoint is gone, and
 // connects anew. A UDP or SCTP client that goes on sending from the same port keeps the flow alive, and its packets
-// go where they went before, for hours if need be. A Reconciler removes such flows; the next packet is a first one then,
-// and is treated as the rules now say.
+// go where they went before, possibly for hours. A Reconciler removes such flows: the next packet is then a first one, and the
+// rules decide about it as they are now.
 //
 // # Which flows are stale
 //
-// A flow is judged by where its client sent it (the original destination) and who is to answer (the reply source; it
-// differs from the original destination if the flow was translated). What the flow was translated to on its other side
-// does not matter, so masqueraded flows and those of a pod to itself are judged alike. An original destination belongs to
+// A flow is judged by where its client sent it (the original destination) and who is to answer (the reply source, which
+// differs from the original destination if the flow was translated). Whether its source was translated does not matter, so
+// masqueraded flows and those of a pod to itself are judged alike. An original destination belongs to
 // a frontend if address, protocol and port are those of a cluster, load balancer or external IP; or else, if protocol
 // and port are those of a node port, and the address is one of this node's at which node ports answer. A flow of a pod to
 // some other host is therefore never taken for one to a node port, whatever its port number (issue 49881 of
@@ -22,18 +21,18 @@
 //   - A flow that was not translated, because it is older than the Service or its rules, is stale.
 //   - An endpoint that is terminating but still serves keeps its flows. So does one that serves but that traffic policy
 //     or hints now leave out: they decide about new flows, as for TCP. An endpoint that is not ready keeps none.
-//   - Of an endpoint that is left out only for being on another node, the plan does not tell whether it serves, unless
-//     policy Cluster is in use too; it counts as serving until it is no longer listed.
-//   - Where other rules translate what is for a frontend, such as those of a hostPort with the number of a node port,
-//     their flows look stale: the entry is removed with every full pass, and made anew by the next packet.
+//   - The plan does not say whether an endpoint serves that is left out only for being on another node, unless policy Cluster
+//     is in use too. It counts as serving until it is no longer listed.
+//   - Where other rules translate packets for a frontend, such as those of a hostPort with the number of a node port,
+//     their flows look stale: every full pass removes the entry, and the next packet makes it anew.
 //
 // To a frontend that existed earlier in the life of this process, a flow is stale if it was translated (issue
 // 141371). This is looked for until two full passes have succeeded since, as a packet that met the old rules may still
-// be on its way through the kernel when the first begins. A flow that was not translated is none of a Service.
+// be on its way through the kernel when the first begins. A flow that was not translated belongs to no Service.
 //
 // What existed before this process started can't be known. The first full pass therefore takes a translated flow to an
 // address of the cluster's service ranges, where no frontend is, for one of a Service that is gone. Later passes do not,
-// for it may be another proxy's. Flows to external IPs and node ports that vanished while no proxy ran stay.
+// since it may be another proxy's. Flows to external IPs and node ports that vanished while no proxy ran stay.
 //
 // Flows in conntrack zones other than the default one belong to whoever made the zone, and are left alone.
 //
@@ -58,12 +57,11 @@
 //
 // # When
 //
-// After a change that can make a flow stale, then again every so often, since no event tells of a flow that slipped
-// through: Config.Period. A change of a TCP port's endpoints costs nothing, and neither does a UDP port that only gains
+// After a change that can make a flow stale, and periodically (Config.Period), since no event reports a flow that slipped
+// through. A change of a TCP port's endpoints costs nothing, and neither does a UDP port that only gains
 // endpoints. From the moment that the rules of a plan begin to be written, flows are judged by it, so that no flow of the
 // new rules is taken for a stale one.
 //
-// The kernel filters (Linux 5.8 or later) by protocol and, where a change concerns one IPv4 address or one port only, by those.
-// The answer is read and judged piece by piece, and stale flows are deleted meanwhile, so memory does not depend on the
-// number of flows.
+// Package kernel/conntrack reads the flows, filtered by protocol and, where a change concerns one IPv4 address or one port only, by
+// those.
 package flows

@@ -66,7 +66,7 @@ func (e *early) replace(old, sp *plan.ServicePort) map[frontend]struct{} {
 	return opened
 }
 
-// tcpFrontends are those of a ServicePort, as flows see them; none of nil.
+// tcpFrontends returns the frontends of a ServicePort, as flows see them; none if it is nil.
 func tcpFrontends(sp *plan.ServicePort) []frontend {
 	if sp == nil {
 		return nil

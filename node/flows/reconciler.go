@@ -31,18 +31,18 @@ type Config struct {
 	// StrayAnswers has flows removed that began with an answer: where IPVS translates, they keep clients from an endpoint. See
 	// the package's documentation.
 	StrayAnswers bool
-	// Observe is called after each sweep; nil for nobody.
+	// Observe, unless nil, is called after each sweep.
 	Observe func(Sweep)
 	Log     *slog.Logger
 }
 
-// Sweep tells how the flows of one family and protocol were gone through.
+// Sweep describes one look through the flows of a family and protocol.
 type Sweep struct {
 	Family   plan.Family
 	Protocol plan.Protocol
 	// Full is true where all frontends were looked for, and not only those that a change concerns.
 	Full bool
-	// Read are the flows that the kernel handed over, Deleted those that were removed.
+	// Read counts the flows that the kernel handed over, and Deleted those that were removed.
 	Read, Deleted int
 	Took          time.Duration
 	Err           error
@@ -50,7 +50,7 @@ type Sweep struct {
 
 const (
 	defaultPeriod = 30 * time.Second
-	// fullShare is how much longer than a full pass the time to the next one is at least.
+	// fullShare is how many times longer than a full pass the time to the next one is at least.
 	fullShare = 50
 	// After a pass, the next one waits restShare times as long as it took, so that changes never keep more than a quarter of
 	// a core busy, but no longer than longestRest.
@@ -61,11 +61,11 @@ const (
 	lastRetry  = time.Minute
 )
 
-// lookAgainAfter are the times between one look for stray answers of an endpoint that is back and the next: as long as some server
-// may take for an answer.
+// lookAgainAfter are the pauses between looks for stray answers of an endpoint that is back. Together they are as long as a slow server
+// may take to answer.
 var lookAgainAfter = []time.Duration{time.Second, 2 * time.Second, 4 * time.Second, 8 * time.Second}
 
-// Reconciler removes stale flows. Update tells it of the plan, Run works.
+// Reconciler removes stale flows. Update passes it the plan, and Run does the work.
 type Reconciler struct {
 	cfg  Config
 	wake chan struct{}
@@ -87,7 +87,7 @@ type Reconciler struct {
 	table conntrack.Table // only Run's goroutine uses it
 }
 
-// New returns a Reconciler that does nothing until it runs and has been told of a plan.
+// New returns a Reconciler. It does nothing before it has a plan and runs.
 func New(cfg Config) *Reconciler {
 	if cfg.Period <= 0 {
 		cfg.Period = defaultPeriod
@@ -99,13 +99,13 @@ func New(cfg Config) *Reconciler {
 		index: newIndex(cfg.ServiceCIDRs, cfg.StrayAnswers)}
 }
 
-// Backend is what makes the kernel's rules equal to a plan, as the proxier's does.
+// Backend makes the kernel's rules equal to a plan, as the proxier's does.
 type Backend interface {
 	Sync(ctx context.Context, p *plan.Plan, changed plan.Keys) error
 }
 
-// After returns a Backend that is b, but of which r learns what plan is being put into force, and when it is. Flows are
-// removed by themselves, after Sync has returned.
+// After returns a Backend that calls b, and from which r learns which plan is being put into force, and when it is. Run removes
+// flows, after Sync has returned.
 func (r *Reconciler) After(b Backend) Backend { return &follower{b, r} }
 
 type follower struct {
@@ -239,7 +239,7 @@ func (r *Reconciler) Run(ctx context.Context) {
 		took := time.Since(start)
 		if err != nil {
 			retry = min(max(2*retry, firstRetry), lastRetry)
-			level := slog.LevelDebug // for a failure that the next try mends, and for one that was told of
+			level := slog.LevelDebug // for a failure that the next try mends, and for one that was reported
 			if again != nil && err.Error() != said {
 				level, said = slog.LevelWarn, err.Error()
 			}
@@ -262,7 +262,7 @@ func rest(ctx context.Context, d time.Duration) {
 	}
 }
 
-// nextLook returns a channel that tells when stray answers are to be looked for again; nil for not at all.
+// nextLook returns a channel that delivers when it is time to look for stray answers again; nil if it never is.
 func (r *Reconciler) nextLook() <-chan time.Time {
 	r.mu.Lock()
 	defer r.mu.Unlock()
