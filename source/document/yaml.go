@@ -4,6 +4,7 @@ import (
 	"bytes"
 	"errors"
 	"fmt"
+	"io"
 	"math"
 	"regexp"
 	"strconv"
@@ -41,16 +42,28 @@ func ParseYAML(text []byte) (node *yaml.Node, err error) {
 		line := 1 + bytes.Count(text[:i], []byte{'\n'})
 		return nil, &SyntaxError{line, fmt.Sprintf("character %q is not allowed in YAML", text[i])}
 	}
-	var doc yaml.Node
-	if err := yaml.Unmarshal(text, &doc); err != nil {
-		m := yamlLine.FindStringSubmatch(err.Error())
-		line, _ := strconv.Atoi(m[1])
-		return nil, &SyntaxError{line, "broken YAML: " + err.Error()[len(m[0]):]}
+	var doc, more yaml.Node
+	stream := yaml.NewDecoder(bytes.NewReader(text))
+	if err := stream.Decode(&doc); errors.Is(err, io.EOF) {
+		return nil, nil
+	} else if err != nil {
+		return nil, brokenYAML(err)
 	}
-	if len(doc.Content) == 0 {
+	switch err := stream.Decode(&more); {
+	case err == nil:
+		return nil, &SyntaxError{more.Line, `a second document begins here without a line "---" before it: lines have to end with a line feed`}
+	case !errors.Is(err, io.EOF):
+		return nil, brokenYAML(err)
+	case len(doc.Content) == 0:
 		return nil, nil
 	}
 	return doc.Content[0], nil
+}
+
+func brokenYAML(err error) *SyntaxError {
+	m := yamlLine.FindStringSubmatch(err.Error())
+	line, _ := strconv.Atoi(m[1])
+	return &SyntaxError{line, "broken YAML: " + err.Error()[len(m[0]):]}
 }
 
 func isControl(r rune) bool {

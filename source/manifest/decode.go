@@ -20,9 +20,13 @@ type body struct {
 	issues []issue
 	bad    bool              // broken or refused: the last good version counts
 	unread bool              // broken: the text breaks the rules of YAML or JSON
+	noKind bool              // broken: its kind is one that no API server has
 	other  controlplane.Type // of an object that is not used
 	prefix string            // of field paths, within a List
 }
+
+// anonymous reports whether the object of a broken document may be any.
+func (b *body) anonymous() bool { return b.id.Name == "" || b.id.Kind == "" || b.noKind }
 
 // entry is a body at its place.
 type entry struct {
@@ -200,6 +204,7 @@ func decodeJSON(data []byte, typ controlplane.Type) *body {
 	switch field, detail := h.Problem(); {
 	case detail != "" && !h.IsList():
 		b.refuse(field, detail)
+		b.noKind = field == "kind"
 	case h.Used():
 		b.read(data, h.Type)
 	case h.IsList():

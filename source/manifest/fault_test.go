@@ -174,6 +174,46 @@ func TestDocumentsBehindAFault(t *testing.T) {
 	r.nothingChanged(before, "broken")
 }
 
+// TestObjectsStayThatAreNotNamedAnyMore holds that objects stay which a file no longer has since something in it is written wrongly: a
+// kind that there is not, or line ends that hide where a document begins.
+func TestObjectsStayThatAreNotNamedAnyMore(t *testing.T) {
+	t.Parallel()
+	for what, fault := range map[string]struct {
+		change func(text string) string
+		says   string
+	}{
+		"a kind in lower case": {
+			func(text string) string { return strings.Replace(text, "kind: Service\n", "kind: service\n", 1) }, `v1 has no kind "service"`,
+		},
+		"a kind that is misspelt": {
+			func(text string) string { return strings.Replace(text, "kind: Service\n", "kind: Servcie\n", 1) }, `v1 has no kind "Servcie"`,
+		},
+		"all kinds in lower case": {
+			func(text string) string { return strings.ReplaceAll(text, "kind: Service\n", "kind: service\n") }, `v1 has no kind "service"`,
+		},
+		"lines that end with a carriage return alone": {
+			func(text string) string { return strings.ReplaceAll(text, "\n", "\r") }, "a second document begins here",
+		},
+	} {
+		t.Run(what, func(t *testing.T) {
+			t.Parallel()
+			text, lines := twenty(0)
+			dir := writeFiles(t, map[string]string{"all.yaml": text})
+			r := start(t, dir)
+			r.awaitState("start", lines)
+			before := r.count()
+			changed := fault.change(text)
+			if changed == text {
+				t.Fatal("the text is as it was")
+			}
+			write(t, filepath.Join(dir, "all.yaml"), changed)
+			r.awaitSaid(fault.says)
+			time.Sleep(settle + 500*time.Millisecond)
+			r.nothingChanged(before, "broken")
+		})
+	}
+}
+
 // TestFilesThatCantBeRead holds that no object leaves with a file that is there but can't be read, nor with the directory.
 func TestFilesThatCantBeRead(t *testing.T) {
 	t.Parallel()

@@ -268,16 +268,16 @@ func keep(entries, inForce []*entry) (kept map[*entry]*entry, whole bool) {
 	}
 	unknown := 0
 	for _, b := range open {
-		// The namespace may stand behind the fault.
+		// The namespace may stand behind the fault, and a kind that there is not may be any.
 		var fits []*entry
 		for id, e := range missing {
-			if id.Name == b.id.Name && id.Kind == b.id.Kind {
+			if id.Name == b.id.Name && (id.Kind == b.id.Kind || b.noKind) {
 				fits = append(fits, e)
 			}
 		}
 		if len(fits) == 1 {
 			claim(b, fits[0])
-		} else if b.id.Name == "" || b.id.Kind == "" {
+		} else if b.anonymous() {
 			unknown++
 		}
 	}
@@ -286,7 +286,7 @@ func keep(entries, inForce []*entry) (kept map[*entry]*entry, whole bool) {
 	}
 	if unknown == 1 && len(missing) == 1 {
 		for _, b := range open {
-			if kept[b] == nil && (b.id.Name == "" || b.id.Kind == "") {
+			if kept[b] == nil && b.anonymous() {
 				for _, last := range missing {
 					claim(b, last)
 				}

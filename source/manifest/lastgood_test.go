@@ -22,7 +22,7 @@ func TestLastGood(t *testing.T) {
 		"syntax":                {web1 + "---\n" + api1, strings.Replace(web2, "ports:", "ports: }", 1) + "---\n" + api2, api2Line + web1Line, effectKept},
 		"type":                  {web1 + "---\n" + api1, strings.Replace(web2, "80", "http", 1) + "---\n" + api2, api2Line + web1Line, effectKept},
 		"rule":                  {web1 + "---\n" + api1, strings.Replace(web2, "80", "0", 1) + "---\n" + api2, api2Line + web1Line, effectKept},
-		"kind misspelt":         {web1 + "---\n" + api1, strings.Replace(web2, "Service", "Serivce", 1) + "---\n" + api2, api2Line, effectLeftOut},
+		"kind misspelt":         {web1 + "---\n" + api1, strings.Replace(web2, "Service", "Serivce", 1) + "---\n" + api2, api2Line + web1Line, effectKept},
 		"separator lost":        {web1 + "---\n" + api1, web1 + api2, api1Line + web1Line, effectFile},
 		"new and broken":        {web1, web2 + "---\n" + strings.Replace(api1, "80", "0", 1), web2Line, effectLeftOut},
 		"broken and removed":    {web1 + "---\n" + api1, strings.Replace(web2, "80", "0", 1), web1Line, effectKept},
