@@ -48,6 +48,7 @@ type device interface {
 
 // guard keeps marks of ours and of other programs apart.
 type guard interface {
+	Intact() (bool, error)
 	Ensure() (was, written bool, err error)
 }
 

@@ -10,9 +10,9 @@ import (
 	"nodeproxy/plan"
 )
 
-// Watch calls suspect, with the reason, when another program may have changed what Sync has written: rules, addresses and
-// routes at once, virtual servers and entries of sets within seconds (probe.go). It returns when ctx ends, or with an error
-// if it can't watch: then only a Sync that compares everything finds out.
+// Watch calls suspect, with the reason, when another program may have changed what Sync has written: rules, the guard of marks,
+// addresses and routes at once, virtual servers and entries of sets within seconds (probe.go). It returns when ctx ends, or with
+// an error if it can't watch: then only a Sync that compares everything finds out.
 func (b *Backend) Watch(ctx context.Context, suspect func(why string)) error {
 	device, err := kernel.WatchDevice(DeviceName)
 	if err != nil {
@@ -29,6 +29,19 @@ func (b *Backend) Watch(ctx context.Context, suspect func(why string)) error {
 			}
 		})
 	})
+	if len(b.node.guards) > 0 {
+		guards, err := kernel.WatchGuards()
+		if err != nil {
+			return err
+		}
+		running.Go(func() {
+			guards(ctx, func(f plan.Family) {
+				if slices.ContainsFunc(b.engines, func(e *engine) bool { return e.family == f && e.guardChanged() }) {
+					suspect(fmt.Sprintf("nftables table %s (%s) was changed", kernel.GuardTable, f))
+				}
+			})
+		})
+	}
 	for _, t := range b.tables {
 		rules, err := t.OpenWatch()
 		if err != nil {
@@ -59,4 +72,15 @@ func (e *engine) unlike(c kernel.DeviceChange) bool {
 		return held == c.Gone
 	}
 	return true
+}
+
+// guardChanged reports whether the guard of marks is not what it should be.
+func (e *engine) guardChanged() bool {
+	e.mu.Lock() // for what a sync writes, and Ensure reads, uses the same socket
+	defer e.mu.Unlock()
+	if e.desired == nil || e.machine.guard == nil {
+		return false
+	}
+	intact, err := e.machine.guard.Intact()
+	return err != nil || !intact
 }

@@ -172,6 +172,15 @@ var routeFaults = []fault{
 		one(drift.Rule)},
 }
 
+// guardFaults are in the nftables tables that keep marks apart, whichever variant of iptables there is.
+var guardFaults = []fault{
+	{"nothing", "true", "", nil},
+	{"a rule of the guard removed", "nft flush chain ip6 nodeproxy-ipvs-marks input-show",
+		"chain in nftables table nodeproxy-ipvs-marks (IPv6): changed", one(drift.Chain)},
+	{"the guard of marks removed", "nft delete table ip nodeproxy-ipvs-marks",
+		"chain in nftables table nodeproxy-ipvs-marks (IPv4): missing", one(drift.Chain)},
+}
+
 // TestDrift: what others change is noticed within seconds, named, counted once, and put right.
 func TestDrift(t *testing.T) {
 	t.Parallel()
@@ -191,6 +200,8 @@ func TestDrift(t *testing.T) {
 	}
 	try(iptables.Legacy, ipvs.Addresses, faults[len(faults)-1])
 	try(iptables.Legacy, ipvs.Routes, routeFaults)
+	try(iptables.NFT, ipvs.Addresses, guardFaults)
+	try(iptables.Legacy, ipvs.Addresses, guardFaults)
 }
 
 func (l *lab) check(f fault, before string) {

@@ -244,30 +244,42 @@ func noNFTables(err error) error {
 // Close closes the socket. The table stays.
 func (x *Guards) Close() error { return x.conn.CloseLasting() }
 
-// Ensure makes the table what it should be, in one step. It reports whether it was there, and whether it had to be written.
-func (x *Guards) Ensure() (was, written bool, err error) {
+// Intact reports whether the table is what it should be.
+func (x *Guards) Intact() (bool, error) {
+	_, intact, err := x.compare()
+	return intact, err
+}
+
+// compare reports whether the table is there, and whether it is what it should be.
+func (x *Guards) compare() (is, intact bool, err error) {
 	chains, err := x.held()
 	if err != nil {
 		return false, false, fmt.Errorf("reading nftables table %s: %w", GuardTable, err)
 	}
 	want := x.guard.chains()
-	same := len(chains) == len(want)
+	intact = len(chains) == len(want)
 	for _, c := range want {
-		same = same && chains[c.name] != nil && slices.EqualFunc(chains[c.name], x.labels(c), slices.Equal[[]byte])
+		intact = intact && chains[c.name] != nil && slices.EqualFunc(chains[c.name], x.labels(c), slices.Equal[[]byte])
 	}
-	if same {
-		return true, false, nil
+	return len(chains) > 0, intact, nil
+}
+
+// Ensure makes the table what it should be, in one step. It reports whether it was there, and whether it had to be written.
+func (x *Guards) Ensure() (was, written bool, err error) {
+	was, intact, err := x.compare()
+	if err != nil || intact {
+		return was, false, err
 	}
 	x.conn.AddTable(x.table)
 	x.conn.DelTable(x.table)
 	x.conn.AddTable(x.table)
-	for _, c := range want {
+	for _, c := range x.guard.chains() {
 		x.add(c)
 	}
 	if err := x.conn.Flush(); err != nil {
-		return len(chains) > 0, false, fmt.Errorf("writing nftables table %s: %w", GuardTable, err)
+		return was, false, fmt.Errorf("writing nftables table %s: %w", GuardTable, err)
 	}
-	return len(chains) > 0, true, nil
+	return was, true, nil
 }
 
 func (x *Guards) labels(c guardChain) [][]byte {
