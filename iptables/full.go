@@ -63,6 +63,7 @@ type fullSync struct {
 	refused     []plan.Refusal                 // ServicePorts that the kernel does not take
 	asked       map[plan.Key]*plan.ServicePort // what was asked of those
 	tried       map[plan.Key]bool              // which of those were tried
+	confirmed   int                            // how many of those were refused while nobody else changed the tables
 	byEntries   map[plan.Key]bool              // of which it is the entries that are refused
 	proved      bool                           // that something else is taken
 	written     int
@@ -79,6 +80,9 @@ func (f *fullSync) run(p *plan.Plan) error {
 	if err := f.base(); err != nil {
 		if !f.rules.compact || !errRefused(err) {
 			return err
+		}
+		if other := f.undisturbed(); other != nil {
+			return errors.Join(other, err)
 		}
 		f.log.Warn("the kernel refuses the rule for hairpin traffic of many services, which needs the module xt_bpf; "+
 			"each endpoint gets a chain of its own instead", "family", f.family, "error", err)
@@ -238,7 +242,7 @@ func (f *fullSync) services(services []*plan.ServicePort) error {
 	return f.enterKept()
 }
 
-// writeAll writes ServicePorts' own chains, many at a time.
+// writeAll writes ServicePorts' own chains, many at a time, and finds out which the kernel refuses.
 func (f *fullSync) writeAll(list []own) error {
 	names := map[string]bool{}
 	first := 0
@@ -254,7 +258,7 @@ func (f *fullSync) writeAll(list []own) error {
 			clear(names)
 		}
 	}
-	return nil
+	return f.confirm()
 }
 
 // writeServices writes a batch. Where the kernel refuses it, halves are tried until the ServicePorts at fault are found;

@@ -2,6 +2,7 @@ package iptables
 
 import (
 	"errors"
+	"fmt"
 	"maps"
 	"slices"
 	"strings"
@@ -15,6 +16,40 @@ import (
 func (f *fullSync) works() bool {
 	f.proved = f.proved || f.tool.restore("*nat\nCOMMIT\n") == nil
 	return f.proved
+}
+
+// confirm returns an error if another program has removed or changed chains of ours since this sync has read or written them, and
+// any ServicePort was found to be refused since the last call: rules that lead to a chain that somebody has removed are refused too,
+// whoever asks for them, and nobody is to be blamed for that. The next sync begins with what the kernel holds then.
+func (f *fullSync) confirm() error {
+	if len(f.tried) == f.confirmed {
+		return nil
+	}
+	if err := f.undisturbed(); err != nil {
+		f.refused = nil
+		return err
+	}
+	f.confirmed = len(f.tried)
+	return nil
+}
+
+// undisturbed returns an error that names a chain of ours that the kernel no longer holds as this sync has read or written it.
+func (f *fullSync) undisturbed() error {
+	for _, t := range []table{tableNAT, tableFilter} {
+		now, err := f.tool.save(f.ctx, t)
+		if err != nil {
+			return err
+		}
+		held := f.held(t)
+		for name := range held {
+			// Kernels differ in how they print a rule, but not in how many there are.
+			rules, exists := now[name]
+			if isOurs(t, name) && (!exists || len(rules) != len(held[name])) {
+				return fmt.Errorf("chain %s of table %s was removed or changed by another program while rules were written", name, t)
+			}
+		}
+	}
+	return nil
 }
 
 // The wait until a refused ServicePort is tried again doubles from firstRefusal on, up to lastRefusal. After it, a comparison of
@@ -155,8 +190,11 @@ func (f *fullSync) refuseEntries() (bool, error) {
 	}
 	slices.SortFunc(all, func(a, b *plan.ServicePort) int { return a.Key.Compare(b.Key) })
 	before := len(f.refused)
-	err := f.tryEntries(all)
-	return len(f.refused) > before, err
+	if err := f.tryEntries(all); err != nil {
+		return false, err
+	}
+	found := len(f.refused) > before
+	return found, f.confirm()
 }
 
 // tryEntries tries the entries of ServicePorts all together, and if that fails of either half.

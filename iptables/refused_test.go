@@ -2,6 +2,8 @@ package iptables
 
 import (
 	"context"
+	"fmt"
+	"slices"
 	"strings"
 	"testing"
 	"time"
@@ -254,4 +256,77 @@ func TestMendedByItsOwner(t *testing.T) {
 	if got, want := k.text(), wantText(p, plan.IPv4); got != want {
 		t.Errorf("without what the kernel does not take:\n%s", diffLines(want, got))
 	}
+}
+
+// TestEmptiedWhileWritten: where another program empties the tables while a sync writes them, at whichever point, no ServicePort is
+// taken for one that the kernel refuses, and the next sync writes all.
+func TestEmptiedWhileWritten(t *testing.T) {
+	for _, other := range []struct {
+		name string
+		does func(k *fakeKernel)
+	}{
+		{"removes all chains", func(k *fakeKernel) { k.tables = newFakeKernel().tables }},
+		{"removes all rules", func(k *fakeKernel) {
+			for _, held := range k.tables {
+				for name := range held {
+					held[name] = nil
+				}
+			}
+		}},
+		{"removes the chains of one Service", func(k *fakeKernel) {
+			gone := serviceChain(prefixCluster, plantest.LargeService(7, 0, 3).Key)
+			for name, rules := range k.tables[tableNAT] {
+				k.tables[tableNAT][name] = slices.DeleteFunc(rules, func(r string) bool { return jumpTarget(r) == gone })
+			}
+			delete(k.tables[tableNAT], gone)
+		}},
+	} {
+		for _, compactAbove := range []int{0, 12} {
+			for _, before := range []int{0, 30} {
+				t.Run(fmt.Sprintf("%s, of %d, compact above %d", other.name, before, compactAbove), func(t *testing.T) {
+					for n, last := 1, false; !last; n++ {
+						last = emptiedAfter(t, n, before, compactAbove, other.does)
+					}
+				})
+			}
+		}
+	}
+}
+
+// emptiedAfter has another program do something after the n-th change of a table by a sync of 40 ServicePorts, of which the kernel
+// holds some already. It reports whether there were fewer changes.
+func emptiedAfter(t *testing.T, n, before, compactAbove int, does func(*fakeKernel)) bool {
+	t.Helper()
+	e, k := fakeEngine(plan.IPv4)
+	e.options.CompactAbove = compactAbove
+	if err := e.sync(t.Context(), plantest.Large(before, 3), nil); err != nil {
+		t.Fatal(err)
+	}
+	changes := 0
+	k.changed = func() {
+		if changes++; changes == n {
+			does(k)
+		}
+	}
+	p := plantest.Large(40, 3)
+	err := e.sync(t.Context(), p, nil)
+	if len(e.refused) > 0 {
+		t.Errorf("after %d changes: %d ServicePorts are taken for refused", n, len(e.refused))
+	}
+	if err != nil && strings.Contains(err.Error(), "Service ") {
+		t.Errorf("after %d changes, the error blames a Service: %v", n, err)
+	}
+	k.changed = nil
+	if err := e.sync(t.Context(), p, nil); err != nil {
+		t.Fatalf("after %d changes: the next sync: %v", n, err)
+	}
+	fresh, want := fakeEngine(plan.IPv4)
+	fresh.options.CompactAbove = compactAbove
+	if err := fresh.sync(t.Context(), p, nil); err != nil {
+		t.Fatal(err)
+	}
+	if got, want := k.text(), want.text(); got != want {
+		t.Errorf("after %d changes:\n%s", n, diffLines(want, got))
+	}
+	return changes < n
 }
