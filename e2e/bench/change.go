@@ -7,6 +7,7 @@ import (
 	"time"
 
 	"nodeproxy/e2e/harness"
+	"nodeproxy/e2e/measure"
 )
 
 const (
@@ -14,7 +15,7 @@ const (
 	changeTimeout = 30 * time.Second
 	// pauseBetweenProbes keeps the probing from taking a processor away from what is measured.
 	pauseBetweenProbes = 300 * time.Microsecond
-	// spare is the offset in endpointRange of the last address that no service has; a change takes one from there down.
+	// spare is the offset in measure.EndpointRange of the last address that no service has; a change takes one from there down.
 	spare = 1<<22 - 2
 	// maxChanges leaves those addresses to the endpoints that clusters of the largest sizes have.
 	maxChanges = 10000
@@ -36,8 +37,8 @@ func measureChanges(r *report, l *lab, c *cluster, v harness.Variant, o options,
 	}
 	var took []time.Duration
 	for n := range o.changes {
-		// 7919 is prime: the services are scattered over the files and over the address range.
-		t, err := changeOne(l, c, n*7919%len(c.services), n)
+		// measure.Stride is prime: the services are scattered over the files and over the address range.
+		t, err := changeOne(l, c, n*measure.Stride%len(c.services), n)
 		if err != nil {
 			return err
 		}
@@ -56,9 +57,9 @@ func measureChanges(r *report, l *lab, c *cluster, v harness.Variant, o options,
 		fmt.Printf("#     changes: %v\n", took)
 	}
 	r.atMost(fmt.Sprintf("one endpoint of %d services changed, effective: p50", len(c.services)), changeGoal,
-		percentile(took, 0.5), fmt.Sprintf("(p90 %s, max %s; of %d)", short(percentile(took, 0.9)),
-			short(percentile(took, 1)), len(took)))
-	cost := fmt.Sprintf("%s of CPU in nodeproxy itself", short((cpu-cpuBefore)/time.Duration(o.changes)))
+		measure.Percentile(took, 0.5), fmt.Sprintf("(p90 %s, max %s; of %d)", measure.Duration(measure.Percentile(took, 0.9)),
+			measure.Duration(measure.Percentile(took, 1)), len(took)))
+	cost := fmt.Sprintf("%s of CPU in nodeproxy itself", measure.Duration((cpu-cpuBefore)/time.Duration(o.changes)))
 	if v == harness.NFT {
 		if after == before {
 			return fmt.Errorf("the endpoints changed, but the generation of nf_tables did not")
@@ -71,24 +72,24 @@ func measureChanges(r *report, l *lab, c *cluster, v harness.Variant, o options,
 
 // changeOne replaces an endpoint of service i by the n'th spare address.
 func changeOne(l *lab, c *cluster, i, n int) (time.Duration, error) {
-	s := &c.services[i]
-	was, is := s.endpoints[0], add(endpointRange.Addr(), spare-n)
-	s.endpoints[0] = is
+	s := c.services[i]
+	was, is := s.Endpoints[0], measure.Nth(measure.EndpointRange, spare-n)
+	s.Endpoints[0] = is
 	replace, err := c.prepare(i)
 	if err != nil {
 		return 0, err
 	}
 	var took time.Duration
-	err = l.client.Do(func() error {
+	err = l.stage.Client.Do(func() error {
 		begun := time.Now()
 		if err := replace(); err != nil {
 			return err
 		}
-		if err := awaitEndpoint(s.frontend(), is); err != nil {
-			return fmt.Errorf("service %s: %w", s.name, err)
+		if err := awaitEndpoint(s.Frontend(), is); err != nil {
+			return fmt.Errorf("service %s: %w", s.Name, err)
 		}
 		took = time.Since(begun)
-		return neverAgain(s.frontend(), was)
+		return neverAgain(s.Frontend(), was)
 	})
 	return took, err
 }
@@ -174,8 +175,8 @@ func measureRestartAfterChange(r *report, l *lab, c *cluster, v harness.Variant,
 	if err := d.Stop(); err != nil {
 		return err
 	}
-	s := &c.services[len(c.services)/2]
-	s.endpoints[1] = add(endpointRange.Addr(), spare-maxChanges)
+	s := c.services[len(c.services)/2]
+	s.Endpoints[1] = measure.Nth(measure.EndpointRange, spare-maxChanges)
 	if err := c.write(len(c.services) / 2); err != nil {
 		return err
 	}
@@ -184,8 +185,8 @@ func measureRestartAfterChange(r *report, l *lab, c *cluster, v harness.Variant,
 		return err
 	}
 	var took time.Duration
-	err := l.client.Do(func() error {
-		err := awaitEndpoint(s.frontend(), s.endpoints[1])
+	err := l.stage.Client.Do(func() error {
+		err := awaitEndpoint(s.Frontend(), s.Endpoints[1])
 		took = time.Since(begun)
 		return err
 	})

@@ -9,6 +9,8 @@ import (
 
 	v1 "k8s.io/api/core/v1"
 	discovery "k8s.io/api/discovery/v1"
+
+	"nodeproxy/e2e/measure"
 )
 
 // readCluster reads the manifests in dir back: the services' addresses, and their endpoints by service.
@@ -58,7 +60,7 @@ func TestClusterIsWhatItsManifestsSay(t *testing.T) {
 	if err := os.Mkdir(dir, 0o755); err != nil {
 		t.Fatal(err)
 	}
-	sizes := append(uniform(perFile, 2), 3*perSlice+1)
+	sizes := append(uniform(perFile, 2), 3*measure.PerSlice+1)
 	c, err := newCluster(dir, sizes...)
 	if err != nil {
 		t.Fatal(err)
@@ -66,19 +68,19 @@ func TestClusterIsWhatItsManifestsSay(t *testing.T) {
 	services, endpoints, local := readCluster(t, dir)
 	seen := map[string]bool{}
 	for i, s := range c.services {
-		if services[s.name] != s.addr.String() || len(endpoints[s.name]) != sizes[i] {
-			t.Errorf("%s: %q with %d endpoints in the manifests, want %s with %d", s.name, services[s.name],
-				len(endpoints[s.name]), s.addr, sizes[i])
+		if services[s.Name] != s.Addr.String() || len(endpoints[s.Name]) != sizes[i] {
+			t.Errorf("%s: %q with %d endpoints in the manifests, want %s with %d", s.Name, services[s.Name],
+				len(endpoints[s.Name]), s.Addr, sizes[i])
 		}
-		for _, e := range append(endpoints[s.name], services[s.name]) {
+		for _, e := range append(endpoints[s.Name], services[s.Name]) {
 			if seen[e] {
-				t.Errorf("%s: %s is in use twice", s.name, e)
+				t.Errorf("%s: %s is in use twice", s.Name, e)
 			}
 			seen[e] = true
 		}
 	}
-	if total := 2*perFile + 3*perSlice + 1; local < total/nodesOfCluster || local > total/nodesOfCluster+1 {
-		t.Errorf("%d of %d endpoints are on node1, want one in %d", local, total, nodesOfCluster)
+	if total := 2*perFile + 3*measure.PerSlice + 1; local < total/measure.NodesOfCluster || local > total/measure.NodesOfCluster+1 {
+		t.Errorf("%d of %d endpoints are on node1, want one in %d", local, total, measure.NodesOfCluster)
 	}
 }
 
@@ -91,8 +93,8 @@ func TestPrepareChangesNothingUntilReplaced(t *testing.T) {
 	if err != nil {
 		t.Fatal(err)
 	}
-	was := c.services[0].endpoints[0].String()
-	c.services[0].endpoints[0] = netip.MustParseAddr("10.190.0.1")
+	was := c.services[0].Endpoints[0].String()
+	c.services[0].Endpoints[0] = netip.MustParseAddr("10.190.0.1")
 	replace, err := c.prepare(0)
 	if err != nil {
 		t.Fatal(err)
@@ -105,26 +107,5 @@ func TestPrepareChangesNothingUntilReplaced(t *testing.T) {
 	}
 	if _, got, _ := readCluster(t, dir); got["svc-00000"][0] != "10.190.0.1" {
 		t.Errorf("after replace: %s, want 10.190.0.1", got["svc-00000"][0])
-	}
-}
-
-func TestAddCarries(t *testing.T) {
-	for _, c := range []struct {
-		from string
-		n    int
-		want string
-	}{{"10.96.0.0", 1, "10.96.0.1"}, {"10.96.0.255", 1, "10.96.1.0"}, {"10.128.0.0", 1<<22 - 1, "10.191.255.255"}} {
-		if got := add(netip.MustParseAddr(c.from), c.n); got.String() != c.want {
-			t.Errorf("%s + %d = %s, want %s", c.from, c.n, got, c.want)
-		}
-	}
-}
-
-func TestPercentile(t *testing.T) {
-	v := []float64{5, 1, 4, 2, 3}
-	for p, want := range map[float64]float64{0: 1, 0.5: 3, 0.9: 5, 1: 5} {
-		if got := percentile(v, p); got != want {
-			t.Errorf("percentile %v = %v, want %v", p, got, want)
-		}
 	}
 }

@@ -1,21 +1,21 @@
 package main
 
 import (
+	"errors"
 	"net/netip"
 	"time"
 
 	"nodeproxy/e2e/harness"
-	"nodeproxy/e2e/probe"
+	"nodeproxy/e2e/measure"
 )
 
 // programmingTimeout is for how long bench waits until rules are in place, far beyond any goal.
 const programmingTimeout = 4 * time.Minute
 
-// lab is a node with two pods: the client, and a server that answers at every address of endpointRange.
+// lab is a stage in a small network of its own.
 type lab struct {
 	*harness.World
-	client, server *harness.Pod
-	servers        *probe.Server
+	stage *measure.Stage
 }
 
 // newLab makes a lab. Close removes it.
@@ -24,34 +24,23 @@ func newLab() (*lab, error) {
 	if err != nil {
 		return nil, err
 	}
-	l := &lab{World: w, client: w.Pod("n1a"), server: w.Pod("n1b")}
-	// The clients reset connections by the hundred thousand. Kept for the usual ten seconds, they would fill the kernel's
-	// table, and what is measured would depend on what was measured before.
-	if err := l.Node1().Sysctl("net/netfilter/nf_conntrack_tcp_timeout_close", "1"); err != nil {
-		l.Close()
-		return nil, err
+	stage, err := measure.NewStage(w.Node1(), answer, measure.EndpointRange)
+	if err != nil {
+		return nil, errors.Join(err, w.Close())
 	}
-	if err := l.server.Take(endpointRange); err != nil {
-		l.Close()
-		return nil, err
-	}
-	if l.servers, err = probe.Serve(l.server.Netns, endpointPort, answer); err != nil {
-		l.Close()
-		return nil, err
-	}
-	return l, nil
+	return &lab{w, stage}, nil
 }
 
 // Close ends everything in the lab and removes it.
 func (l *lab) Close() {
-	if l.servers != nil {
-		l.servers.Close()
-	}
+	l.stage.Close()
 	_ = l.World.Close()
 }
 
 // pod is an address that no service has to do with.
-func (l *lab) pod() netip.AddrPort { return netip.AddrPortFrom(l.server.IP4, endpointPort) }
+func (l *lab) pod() netip.AddrPort {
+	return netip.AddrPortFrom(l.stage.Server.IP4, measure.EndpointPort)
+}
 
 // start runs nodeproxy on the node and waits until it reports the rules to be in sync. It returns how long that took,
 // from before the process existed.
@@ -66,5 +55,5 @@ func (l *lab) start(variant harness.Variant) (*harness.Daemon, time.Duration, er
 }
 
 func daemonFlags(variant harness.Variant) []string {
-	return []string{"--iptables-backend=" + string(variant), "--cluster-cidr=" + podRange.String()}
+	return []string{"--iptables-backend=" + string(variant), "--cluster-cidr=" + measure.PodRange}
 }

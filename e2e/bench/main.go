@@ -7,15 +7,17 @@
 package main
 
 import (
+	"context"
 	"errors"
 	"flag"
 	"fmt"
 	"os"
-	"runtime"
 	"strings"
 	"time"
 
 	"nodeproxy/e2e/harness"
+	"nodeproxy/e2e/machine"
+	"nodeproxy/e2e/measure"
 )
 
 // options are the sizes of what is measured. The goals are stated for the defaults.
@@ -26,6 +28,8 @@ type options struct {
 	changes   int // how often an endpoint is changed
 	rounds    int // of each comparison; the median of the rounds counts
 	verbose   bool
+	variants  []harness.Variant
+	suites    map[string]bool // by name
 }
 
 // suites are the parts that can be run alone, in their order.
@@ -38,85 +42,69 @@ var suites = []struct {
 	{"wide", measureWide},
 }
 
-func main() {
-	// The clients and servers below block in system calls, as threads of their own would. With a P for each of them none
-	// waits until the scheduler notices.
-	runtime.GOMAXPROCS(32)
-	os.Exit(harness.Supervise(run))
+func main() { measure.Main(run) }
+
+// parse reads the flags: the sizes, and which variants of iptables and which suites are asked for.
+func parse(args []string) (o options, err error) {
+	flags := flag.NewFlagSet("bench", flag.ContinueOnError)
+	backend := flags.String("backend", "both", "variant of iptables: nft, legacy or both")
+	only := flags.String("only", "", "comma-separated suites to run: services, endpoints, wide; all by default")
+	flags.IntVar(&o.services, "services", 10000, "services with 2 endpoints each")
+	flags.IntVar(&o.endpoints, "endpoints", 1000, "endpoints of one service")
+	flags.IntVar(&o.wide, "wide", 1000, "services with 50 endpoints each")
+	flags.IntVar(&o.changes, "changes", 31, "changes of an endpoint")
+	flags.IntVar(&o.rounds, "rounds", 9, "rounds of each comparison")
+	flags.BoolVar(&o.verbose, "v", false, "print every single value of what is summarised")
+	if err := measure.Parse(flags, args); err != nil {
+		return o, err
+	}
+	var bad error
+	o.variants, err = parseBackend(*backend)
+	o.suites, bad = parseSuites(*only)
+	return o, errors.Join(err, bad, o.validate())
 }
 
-func run() int {
-	var o options
-	backend := flag.String("backend", "both", "variant of iptables: nft, legacy or both")
-	binary := flag.String("binary", "", "the nodeproxy to measure; by default $NODEPROXY_BIN, or one built for this run")
-	only := flag.String("only", "", "comma-separated suites to run: services, endpoints, wide; all by default")
-	flag.IntVar(&o.services, "services", 10000, "services with 2 endpoints each")
-	flag.IntVar(&o.endpoints, "endpoints", 1000, "endpoints of one service")
-	flag.IntVar(&o.wide, "wide", 1000, "services with 50 endpoints each")
-	flag.IntVar(&o.changes, "changes", 31, "changes of an endpoint")
-	flag.IntVar(&o.rounds, "rounds", 9, "rounds of each comparison")
-	flag.BoolVar(&o.verbose, "v", false, "print every single value of what is summarised")
-	flag.Parse()
-	variants, err := parseBackend(*backend)
-	chosen, bad := parseSuites(*only)
-	err = errors.Join(err, bad, o.validate())
-	if flag.NArg() > 0 {
-		err = errors.Join(err, fmt.Errorf("unexpected argument %q", flag.Arg(0)))
+func run(_ context.Context, args []string) int {
+	o, err := parse(args)
+	if err == nil {
+		err = measure.NeedRoot("network namespaces and iptables")
 	}
-	if err != nil {
-		fmt.Fprintln(os.Stderr, "bench:", err)
-		return 2
+	missed := 0
+	if err == nil {
+		missed, err = measureAll(o)
 	}
-	if *binary != "" {
-		if err := os.Setenv("NODEPROXY_BIN", *binary); err != nil {
-			fmt.Fprintln(os.Stderr, "bench:", err)
-			return 2
-		}
-	}
-	if os.Geteuid() != 0 {
-		fmt.Fprintln(os.Stderr, "bench: needs root, for network namespaces and iptables")
-		return 2
-	}
+	return measure.ExitCode("bench", missed, err)
+}
+
+// measureAll runs the suites, prints the table, and returns how many goals are missed. A suite that fails does not keep the others
+// from being run.
+func measureAll(o options) (missed int, err error) {
 	var r report
-	failed := false
-	for _, variant := range variants {
+	for _, variant := range o.variants {
 		r.begin(variant)
 		for _, s := range suites {
-			if !chosen[s.name] {
+			if !o.suites[s.name] {
 				continue
 			}
 			begun := time.Now()
-			if err := s.run(&r, variant, o); err != nil {
-				failed = true
-				r.fail(s.name, err)
+			if failed := s.run(&r, variant, o); failed != nil {
+				r.fail(s.name)
+				err = errors.Join(err, fmt.Errorf("%s, %s: %w", variant, s.name, failed))
 			}
-			fmt.Printf("# %s, %s: took %.1f s; %s\n", variant, s.name, time.Since(begun).Seconds(), loadAverage())
+			fmt.Printf("# %s, %s: took %.1f s; %s\n", variant, s.name, time.Since(begun).Seconds(), machine.LoadAverage())
 		}
 	}
-	missed := r.print(os.Stdout)
-	switch {
-	case failed:
-		return 2
-	case missed > 0:
-		return 1
-	}
-	return 0
+	return r.print(os.Stdout), err
 }
 
 // validate rejects sizes that cannot be measured.
 func (o options) validate() error {
-	var errs []error
-	check := func(flag string, value, most int) {
-		if value < 1 || value > most {
-			errs = append(errs, fmt.Errorf("-%s=%d is not between 1 and %d", flag, value, most))
-		}
-	}
-	check("services", o.services, maxServices)
-	check("endpoints", o.endpoints, maxServices)
-	check("wide", o.wide, maxServices)
-	check("changes", o.changes, maxChanges)
-	check("rounds", o.rounds, 1000)
-	return errors.Join(errs...)
+	return errors.Join(
+		measure.Between("services", o.services, 1, measure.MostServices),
+		measure.Between("endpoints", o.endpoints, 1, measure.MostServices),
+		measure.Between("wide", o.wide, 1, measure.MostServices),
+		measure.Between("changes", o.changes, 1, maxChanges),
+		measure.Between("rounds", o.rounds, 1, 1000))
 }
 
 // parseSuites reads a list of names; an empty one stands for all suites.

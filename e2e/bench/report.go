@@ -3,12 +3,13 @@ package main
 import (
 	"fmt"
 	"io"
-	"os"
 	"strings"
 	"text/tabwriter"
 	"time"
 
 	"nodeproxy/e2e/harness"
+	"nodeproxy/e2e/machine"
+	"nodeproxy/e2e/measure"
 )
 
 // row is one line of the table.
@@ -28,7 +29,7 @@ type report struct {
 // begin starts the part of one variant, and prints what else the machine is doing.
 func (r *report) begin(v harness.Variant) {
 	r.variant = v
-	fmt.Printf("# iptables-%s; %s\n", v, machineState(os.Getpid()))
+	fmt.Printf("# iptables-%s; %s\n", v, machine.State())
 }
 
 // binds reports whether the goals bind the present variant.
@@ -41,9 +42,8 @@ func (r *report) note(what, measured string) {
 }
 
 // fail adds the line of something that could not be measured.
-func (r *report) fail(what string, err error) {
+func (r *report) fail(what string) {
 	r.rows = append(r.rows, row{r.variant, what, "", "not measured", "ERROR"})
-	fmt.Fprintf(os.Stderr, "bench: %s, %s: %v\n", r.variant, what, err)
 }
 
 // judge adds a line with a goal.
@@ -61,7 +61,7 @@ func (r *report) judge(what, goal, measured string, ok bool) {
 
 // atMost judges a duration by an upper limit.
 func (r *report) atMost(what string, limit, got time.Duration, detail string) {
-	r.judge(what, "<= "+short(limit), strings.TrimSpace(short(got)+" "+detail), got <= limit)
+	r.judge(what, "<= "+measure.Duration(limit), strings.TrimSpace(measure.Duration(got)+" "+detail), got <= limit)
 }
 
 // print writes the table and returns how many binding goals were missed.
@@ -74,15 +74,4 @@ func (r *report) print(w io.Writer) int {
 	}
 	_ = t.Flush()
 	return r.missed
-}
-
-// short prints a duration with three significant digits.
-func short(d time.Duration) string {
-	switch {
-	case d >= time.Second:
-		return fmt.Sprintf("%.2f s", d.Seconds())
-	case d >= time.Millisecond:
-		return fmt.Sprintf("%.1f ms", d.Seconds()*1e3)
-	}
-	return fmt.Sprintf("%.1f us", d.Seconds()*1e6)
 }

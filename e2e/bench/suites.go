@@ -6,6 +6,7 @@ import (
 	"time"
 
 	"nodeproxy/e2e/harness"
+	"nodeproxy/e2e/measure"
 )
 
 // The goals.
@@ -74,36 +75,27 @@ func measureProgramming(r *report, l *lab, c *cluster, v harness.Variant, what s
 		return nil, err
 	}
 	r.atMost("first programming of "+what, programmingGoal, took,
-		fmt.Sprintf("(%d nat rules; %s of CPU in nodeproxy itself)", rules, short(cpu)))
+		fmt.Sprintf("(%d nat rules; %s of CPU in nodeproxy itself)", rules, measure.Duration(cpu)))
 	return d, nil
 }
 
 // checkServices asks the first, the last and some of the services between for an answer, and checks that one of
 // their own endpoints gives it.
 func checkServices(l *lab, c *cluster) error {
-	return l.client.Do(func() error {
+	return l.stage.Client.Do(func() error {
 		step := max(1, len(c.services)/200)
 		for i := len(c.services) - 1; i >= 0; i -= step {
 			s := c.services[i]
-			from, err := ask(s.frontend())
+			from, err := ask(s.Frontend())
 			if err != nil {
-				return fmt.Errorf("service %s: %w", s.name, err)
+				return fmt.Errorf("service %s: %w", s.Name, err)
 			}
-			if !s.has(from) {
-				return fmt.Errorf("service %s: %s answered, which is none of its endpoints", s.name, from)
+			if !s.Has(from) {
+				return fmt.Errorf("service %s: %s answered, which is none of its endpoints", s.Name, from)
 			}
 		}
 		return nil
 	})
-}
-
-func (s service) has(endpoint netip.Addr) bool {
-	for _, e := range s.endpoints {
-		if e == endpoint {
-			return true
-		}
-	}
-	return false
 }
 
 // target is something that is compared with others.
@@ -119,7 +111,7 @@ func connectTimes(o options, targets ...target) ([]time.Duration, error) {
 	for round := range o.rounds {
 		for i := range targets {
 			i = (i + round) % len(targets)
-			took, err := connectTime(targets[i].lab.client.Netns, targets[i].to, connectsPerRound)
+			took, err := connectTime(targets[i].lab.stage.Client.Netns, targets[i].to, connectsPerRound)
 			if err != nil {
 				return nil, fmt.Errorf("%s: %w", targets[i].name, err)
 			}
@@ -131,19 +123,19 @@ func connectTimes(o options, targets ...target) ([]time.Duration, error) {
 		if o.verbose {
 			fmt.Printf("#     connect, %s: %v\n", targets[i].name, v)
 		}
-		out[i] = median(v)
+		out[i] = measure.Percentile(v, 0.5)
 	}
 	return out, nil
 }
 
 func compareConnects(r *report, plain, l *lab, c *cluster, o options) error {
 	t, err := connectTimes(o,
-		target{"pod, no proxy", plain, plain.pod()}, target{"last service", l, c.last().frontend()},
-		target{"first service", l, c.first().frontend()}, target{"pod", l, l.pod()})
+		target{"pod, no proxy", plain, plain.pod()}, target{"last service", l, c.last().Frontend()},
+		target{"first service", l, c.first().Frontend()}, target{"pod", l, l.pod()})
 	if err != nil {
 		return err
 	}
-	r.note("connect to a pod, no proxy", short(t[0]))
+	r.note("connect to a pod, no proxy", measure.Duration(t[0]))
 	r.judge(fmt.Sprintf("connect to the last of %d services, by pod without proxy", len(c.services)),
 		fmt.Sprintf("<= %.0f x", connectGoal), times(t[1], t[0]), ratio(t[1], t[0]) <= connectGoal)
 	r.note("connect to the first service", times(t[2], t[0]))
@@ -153,7 +145,9 @@ func compareConnects(r *report, plain, l *lab, c *cluster, o options) error {
 
 func ratio(a, b time.Duration) float64 { return float64(a) / float64(b) }
 
-func times(a, b time.Duration) string { return fmt.Sprintf("%.2f x (%s)", ratio(a, b), short(a)) }
+func times(a, b time.Duration) string {
+	return fmt.Sprintf("%.2f x (%s)", ratio(a, b), measure.Duration(a))
+}
 
 // compareRates compares new connections per second to a pod. What stands for "no proxy" is a node that tracks
 // connections and has one MASQUERADE rule, as nodes do whose CNI plugin masquerades what leaves the cluster: the kernel's
@@ -171,7 +165,7 @@ func compareRates(r *report, plain, l *lab, c *cluster, o options) error {
 		return err
 	}
 	rates, err := connectionRates(o, target{"no rules", plain, plain.pod()}, target{"no proxy", tracked, tracked.pod()},
-		target{"proxy", l, l.pod()}, target{"last service", l, c.last().frontend()})
+		target{"proxy", l, l.pod()}, target{"last service", l, c.last().Frontend()})
 	if err != nil {
 		return err
 	}
@@ -192,7 +186,7 @@ func connectionRates(o options, targets ...target) ([]float64, error) {
 	for round := range o.rounds * ratesPerRound {
 		for i := range targets {
 			i = (i + round) % len(targets)
-			rate, err := connectionRate(targets[i].lab.client.Netns, targets[i].to, timePerRate)
+			rate, err := connectionRate(targets[i].lab.stage.Client.Netns, targets[i].to, timePerRate)
 			if err != nil {
 				return nil, fmt.Errorf("%s: %w", targets[i].name, err)
 			}
@@ -204,7 +198,7 @@ func connectionRates(o options, targets ...target) ([]float64, error) {
 		if o.verbose {
 			fmt.Printf("#     connections/s, %s: %.0f\n", targets[i].name, v)
 		}
-		out[i] = percentile(v, 0.9)
+		out[i] = measure.Percentile(v, 0.9)
 	}
 	return out, nil
 }
@@ -227,7 +221,7 @@ func measureEndpoints(r *report, v harness.Variant, o options) error {
 		return err
 	}
 	few, many := c.services[0], c.services[1]
-	t, err := connectTimes(o, target{"2 endpoints", l, few.frontend()}, target{"many endpoints", l, many.frontend()})
+	t, err := connectTimes(o, target{"2 endpoints", l, few.Frontend()}, target{"many endpoints", l, many.Frontend()})
 	if err != nil {
 		return err
 	}
@@ -237,12 +231,12 @@ func measureEndpoints(r *report, v harness.Variant, o options) error {
 }
 
 // checkSpread sends requests to a service and says how evenly its endpoints got them.
-func checkSpread(r *report, l *lab, s service) error {
+func checkSpread(r *report, l *lab, s *measure.Service) error {
 	const perEndpoint = 20
 	got := map[netip.Addr]int{}
-	err := l.client.Do(func() error {
-		for range perEndpoint * len(s.endpoints) {
-			from, err := ask(s.frontend())
+	err := l.stage.Client.Do(func() error {
+		for range perEndpoint * len(s.Endpoints) {
+			from, err := ask(s.Frontend())
 			if err != nil {
 				return err
 			}
@@ -253,11 +247,11 @@ func checkSpread(r *report, l *lab, s service) error {
 	if err != nil {
 		return err
 	}
-	least, most := got[s.endpoints[0]], 0
-	for _, e := range s.endpoints {
+	least, most := got[s.Endpoints[0]], 0
+	for _, e := range s.Endpoints {
 		least, most = min(least, got[e]), max(most, got[e])
 	}
-	r.note(fmt.Sprintf("spread over %d endpoints, %d requests each on average", len(s.endpoints), perEndpoint),
+	r.note(fmt.Sprintf("spread over %d endpoints, %d requests each on average", len(s.Endpoints), perEndpoint),
 		fmt.Sprintf("%d to %d each", least, most))
 	return nil
 }

@@ -4,13 +4,13 @@ import (
 	"errors"
 	"fmt"
 	"net/netip"
-	"slices"
 	"sync"
 	"sync/atomic"
 	"syscall"
 	"time"
 
 	"nodeproxy/e2e/harness"
+	"nodeproxy/e2e/measure"
 	"nodeproxy/e2e/probe"
 )
 
@@ -97,7 +97,7 @@ func connectTime(from *harness.Netns, to netip.AddrPort, count int) (time.Durati
 	if err != nil {
 		return 0, err
 	}
-	return median(times), nil
+	return measure.Percentile(times, 0.5), nil
 }
 
 // clients is the number of clients that connectionRate runs.
@@ -129,16 +129,4 @@ func connectionRate(from *harness.Netns, to netip.AddrPort, during time.Duration
 func timeval(d time.Duration) *syscall.Timeval {
 	tv := syscall.NsecToTimeval(d.Nanoseconds())
 	return &tv
-}
-
-// median sorts its argument.
-func median[T time.Duration | float64](v []T) T {
-	slices.Sort(v)
-	return v[len(v)/2]
-}
-
-// percentile sorts its argument; p is between 0 and 1.
-func percentile[T time.Duration | float64](v []T, p float64) T {
-	slices.Sort(v)
-	return v[min(int(p*float64(len(v))), len(v)-1)]
 }

@@ -10,8 +10,8 @@ import (
 
 	"nodeproxy/e2e/cluster"
 	"nodeproxy/e2e/harness"
+	"nodeproxy/e2e/measure"
 	"nodeproxy/e2e/probe"
-	"nodeproxy/e2e/sidebyside"
 )
 
 func TestMain(m *testing.M) {
@@ -40,7 +40,7 @@ func newPods(t *testing.T) (client, server *harness.Pod) {
 	t.Helper()
 	w := harness.New(t, harness.Options{Pods: []int{2}, Ports: []uint16{}})
 	client, server = w.Pod("n1a"), w.Pod("n1b")
-	for _, port := range []int{sidebyside.ServicePort, sidebyside.EndpointPort} {
+	for _, port := range []int{measure.ServicePort, measure.EndpointPort} {
 		s, err := probe.Serve(server.Netns, port, probe.Greet)
 		if err != nil {
 			t.Fatal(err)
@@ -56,11 +56,11 @@ func TestProbeAll(t *testing.T) {
 	const later = 200 * time.Millisecond
 	client, server := newPods(t)
 	effective := make(chan error, 1)
-	time.AfterFunc(later, func() { effective <- server.Take(sidebyside.EndpointRange) })
+	time.AfterFunc(later, func() { effective <- server.Take(measure.EndpointRange) })
 	changes := make(chan *outstanding, 2)
 	now := time.Now()
-	for _, addr := range []netip.Addr{sidebyside.EndpointRange.Addr().Next(), server.IP4} {
-		changes <- &outstanding{service: &sidebyside.Service{Addr: addr}, endpoint: addr, begun: now, due: now}
+	for _, addr := range []netip.Addr{measure.EndpointRange.Addr().Next(), server.IP4} {
+		changes <- &outstanding{service: &measure.Service{Addr: addr}, endpoint: addr, begun: now, due: now}
 	}
 	close(changes)
 	var took []time.Duration
@@ -87,27 +87,26 @@ func TestProbeAllEndsWithAFailedRequest(t *testing.T) {
 }
 
 func TestTableJudgesByTheGoals(t *testing.T) {
-	theirs := result{
-		coldStart: 80 * time.Second, coldCPU: time.Second, changed: []time.Duration{time.Second},
-		added: []time.Duration{4 * time.Second}, paced: []time.Duration{3 * time.Second},
-		changedCPU: time.Second, addedCPU: time.Second, pacedCPU: time.Second, memory: 100 << 20, peak: 200 << 20,
+	of := func(cold, change, added, paced time.Duration, resident int64) result {
+		return result{
+			Result: measure.Result{ColdStart: cold, ColdCPU: time.Second, Changed: []time.Duration{change}, Resident: resident, Peak: 200 << 20},
+			load:   load{added: []time.Duration{added}, paced: []time.Duration{paced}, addedCPU: time.Second, pacedCPU: time.Second},
+		}
 	}
-	ours := result{
-		coldStart: 4 * time.Second, coldCPU: time.Second, changed: []time.Duration{50 * time.Millisecond},
-		added: []time.Duration{100 * time.Millisecond}, paced: []time.Duration{100 * time.Millisecond},
-		changedCPU: 100 * time.Millisecond, addedCPU: time.Second, pacedCPU: time.Second, memory: 50 << 20, peak: 200 << 20,
-	}
+	theirs := of(80*time.Second, time.Second, 4*time.Second, 3*time.Second, 100<<20)
+	ours := of(4*time.Second, 50*time.Millisecond, 100*time.Millisecond, 100*time.Millisecond, 50<<20)
+	theirs.ChangedCPU, ours.ChangedCPU = time.Second, 100*time.Millisecond
 	var out strings.Builder
 	if missed := printTable(&out, options{}, ours, theirs); missed != 0 {
 		t.Errorf("%d goals missed where each is just met:\n%s", missed, out.String())
 	}
 	for what, worse := range map[string]func(*result){
-		"cold start": func(r *result) { r.coldStart++ },
-		"change":     func(r *result) { r.changed = []time.Duration{50*time.Millisecond + 1} },
+		"cold start": func(r *result) { r.ColdStart++ },
+		"change":     func(r *result) { r.Changed = []time.Duration{50*time.Millisecond + 1} },
 		"addition":   func(r *result) { r.added = []time.Duration{100*time.Millisecond + 1} },
 		"rate":       func(r *result) { r.paced = []time.Duration{100*time.Millisecond + 1} },
-		"CPU":        func(r *result) { r.changedCPU++ },
-		"memory":     func(r *result) { r.memory++ },
+		"CPU":        func(r *result) { r.ChangedCPU++ },
+		"memory":     func(r *result) { r.Resident++ },
 	} {
 		slow := ours
 		worse(&slow)

@@ -12,13 +12,12 @@ import (
 	"fmt"
 	"os"
 	"path/filepath"
-	"runtime"
 	"strings"
 	"time"
 
 	"nodeproxy/e2e/harness"
 	"nodeproxy/e2e/machine"
-	"nodeproxy/e2e/sidebyside"
+	"nodeproxy/e2e/measure"
 )
 
 // options are the sizes of what is measured. The goals are stated for the defaults.
@@ -31,13 +30,13 @@ type options struct {
 	rate                int           // changes a second
 	rateDuration        time.Duration
 	only                string // the name of a proxy
-	sidebyside.Clock
+	measure.Clock
 }
 
-func main() { sidebyside.Main(run) }
+func main() { measure.Main(run) }
 
 func parse(args []string) (options, error) {
-	o := options{Clock: sidebyside.Clock{Begun: time.Now()}}
+	o := options{Clock: measure.Clock{Begun: time.Now()}}
 	flags := flag.NewFlagSet("benchapi", flag.ContinueOnError)
 	backend := flags.String("backend", string(harness.NFT), "variant of iptables: nft or legacy")
 	flags.IntVar(&o.services, "services", 10000, "number of Services")
@@ -49,7 +48,7 @@ func parse(args []string) (options, error) {
 	flags.IntVar(&o.rate, "rate", 20, "endpoints changed a second, for -rate-duration")
 	flags.DurationVar(&o.rateDuration, "rate-duration", time.Minute, "for how long")
 	flags.StringVar(&o.only, "only", "", "measure only this proxy: nodeproxy or kube-proxy; nothing is compared then")
-	if err := sidebyside.Parse(flags, args); err != nil {
+	if err := measure.Parse(flags, args); err != nil {
 		return o, err
 	}
 	o.variant = harness.Variant(*backend)
@@ -58,18 +57,14 @@ func parse(args []string) (options, error) {
 
 // validate rejects what cannot be measured.
 func (o options) validate() error {
-	var errs []error
-	check := func(flag string, value, most int) {
-		if value < 1 || value > most {
-			errs = append(errs, fmt.Errorf("-%s=%d is not between 1 and %d", flag, value, most))
-		}
+	errs := []error{
+		measure.Between("services", o.services, 1, measure.MostServices),
+		measure.Between("endpoints", o.endpoints, 1, 1000),
+		measure.Between("changes", o.changes, 1, 10000),
+		measure.Between("additions", o.additions, 1, 1000),
+		measure.Between("rounds", o.rounds, 1, min(o.changes, o.additions)),
+		measure.Between("rate", o.rate, 1, 1000),
 	}
-	check("services", o.services, sidebyside.MostServices)
-	check("endpoints", o.endpoints, 1000)
-	check("changes", o.changes, 10000)
-	check("additions", o.additions, 1000)
-	check("rounds", o.rounds, min(o.changes, o.additions))
-	check("rate", o.rate, 1000)
 	if o.rateDuration < time.Second || o.rateDuration > time.Hour {
 		errs = append(errs, fmt.Errorf("-rate-duration=%s is not between 1s and 1h", o.rateDuration))
 	}
@@ -78,14 +73,14 @@ func (o options) validate() error {
 	}
 	// By two proxies, and one in each turn to see that it has caught up.
 	needed := 2 * (o.changes + o.rounds + 1 + o.rate*int(o.rateDuration.Seconds()))
-	if o.services < needed || o.services%sidebyside.Stride == 0 {
+	if o.services < needed || o.services%measure.Stride == 0 {
 		errs = append(errs, fmt.Errorf("-services=%d: as each may change only once, it takes %d at least, and no multiple of %d",
-			o.services, needed, sidebyside.Stride))
+			o.services, needed, measure.Stride))
 	}
 	if o.variant != harness.NFT && o.variant != harness.Legacy {
 		errs = append(errs, fmt.Errorf("-backend=%s is neither nft nor legacy", o.variant))
 	}
-	if o.only != "" && o.only != sidebyside.NodeProxy && o.only != sidebyside.KubeProxy {
+	if o.only != "" && o.only != measure.NodeProxy && o.only != measure.KubeProxy {
 		errs = append(errs, fmt.Errorf("-only=%s is neither nodeproxy nor kube-proxy", o.only))
 	}
 	return errors.Join(errs...)
@@ -93,29 +88,19 @@ func (o options) validate() error {
 
 func run(ctx context.Context, args []string) int {
 	o, err := parse(args)
-	if errors.Is(err, flag.ErrHelp) {
-		return 0
+	if err == nil {
+		err = measure.NeedRoot("network namespaces and iptables")
 	}
-	if err == nil && os.Geteuid() != 0 {
-		err = errors.New("needs root, for network namespaces and iptables")
-	}
-	var missed int
+	missed := 0
 	if err == nil {
 		missed, err = compare(ctx, o)
 	}
-	switch {
-	case err != nil:
-		fmt.Fprintln(os.Stderr, "benchapi:", err)
-		return 2
-	case missed > 0:
-		return 1
-	}
-	return 0
+	return measure.ExitCode("benchapi", missed, err)
 }
 
 // compare measures the proxies, prints the table, and returns how many goals are missed.
 func compare(ctx context.Context, o options) (missed int, err error) {
-	np, kp, err := sidebyside.FindProxies()
+	np, kp, err := measure.FindProxies()
 	if err != nil {
 		return 0, err
 	}
@@ -124,7 +109,7 @@ func compare(ctx context.Context, o options) (missed int, err error) {
 	if err := printSetting(o, np, kp); err != nil {
 		return 0, err
 	}
-	l, err := sidebyside.NewLab(ctx, o.endpoints, prober, np, kp)
+	l, err := measure.NewLab(ctx, o.endpoints, prober, np, kp)
 	if err != nil {
 		return 0, err
 	}
@@ -138,14 +123,14 @@ func compare(ctx context.Context, o options) (missed int, err error) {
 		return 0, err
 	}
 	o.Progress("%d Services with %d endpoints each created", o.services, o.endpoints)
-	var sites []*sidebyside.Site
+	var sites []*measure.Site
 	for _, s := range l.Sites {
 		if o.only == "" || o.only == s.Proxy.Name {
 			sites = append(sites, s)
 		}
 	}
 	load, before := machine.WatchLoad(), machine.UsageNow()
-	results, err := measure(ctx, l, sites, o)
+	results, err := measureProxies(ctx, l, sites, o)
 	if err != nil {
 		return 0, err
 	}
@@ -161,18 +146,14 @@ func compare(ctx context.Context, o options) (missed int, err error) {
 }
 
 // printSetting says what is measured, and where.
-func printSetting(o options, np, kp sidebyside.Proxy) error {
-	tool, err := sidebyside.VersionOf(o.variant.Tool("iptables"), "--version")
+func printSetting(o options, np, kp measure.Proxy) error {
+	tool, err := measure.VersionOf(o.variant.Tool("iptables"), "--version")
 	if err != nil {
 		return err
 	}
-	before := machine.UsageNow()
-	time.Sleep(time.Second)
 	fmt.Println(strings.Join([]string{
-		fmt.Sprintf("# nodeproxy %s, kube-proxy %s, iptables %s; kernel %s, %d processors", np.Version, kp.Version, tool,
-			machine.FirstLine("/proc/sys/kernel/osrelease"), runtime.NumCPU()),
-		fmt.Sprintf("# before the run: load average %s; within a second, %s", machine.FirstLine("/proc/loadavg"),
-			machine.UsageNow().OthersSince(before)),
+		fmt.Sprintf("# nodeproxy %s, kube-proxy %s, iptables %s", np.Version, kp.Version, tool),
+		"# before the run: " + machine.State(),
 		"# Both proxies run with the same flags and otherwise with their defaults. One of kube-proxy's is minSyncPeriod 1s: it",
 		"# waits a second from one sync to the next. One at a time, changes come " + o.settle.String() + " after the last one took",
 		"# effect, so it has waited already; not so when they come faster, or when a Service and its EndpointSlice come as",

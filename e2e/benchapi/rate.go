@@ -6,13 +6,13 @@ import (
 	"net/netip"
 	"time"
 
+	"nodeproxy/e2e/measure"
 	"nodeproxy/e2e/probe"
-	"nodeproxy/e2e/sidebyside"
 )
 
 // outstanding is a change that no packet has shown the effect of yet.
 type outstanding struct {
-	service  *sidebyside.Service
+	service  *measure.Service
 	endpoint netip.Addr
 	begun    time.Time
 	due      time.Time // of the next probe
@@ -20,7 +20,7 @@ type outstanding struct {
 
 // measureRate changes endpoints as Lab.Change does, but o.rate times a second, whether the change before has taken
 // effect or not.
-func measureRate(ctx context.Context, l *sidebyside.Lab, s *sidebyside.Site, o options) ([]time.Duration, error) {
+func measureRate(ctx context.Context, l *measure.Lab, s *measure.Site, o options) ([]time.Duration, error) {
 	count := int(o.rateDuration.Seconds() * float64(o.rate))
 	changes := make(chan *outstanding, count) // sending never waits for the probes
 	failed := make(chan error, count)
@@ -101,8 +101,8 @@ func probeAll(changes <-chan *outstanding, failed <-chan error) (took []time.Dur
 					other.due = now
 				}
 			}
-		case age > sidebyside.ChangeTimeout:
-			return nil, fmt.Errorf("service %s: %w (%s)", c.service.Name, probe.ErrLate, sidebyside.ChangeTimeout)
+		case age > measure.ChangeTimeout:
+			return nil, fmt.Errorf("service %s: %w (%s)", c.service.Name, probe.ErrLate, measure.ChangeTimeout)
 		default:
 			c.due = now.Add(max(soonest, age/10))
 		}

@@ -6,7 +6,7 @@ import (
 	"text/tabwriter"
 	"time"
 
-	"nodeproxy/e2e/sidebyside"
+	"nodeproxy/e2e/measure"
 )
 
 // ratioGoals are the goals for nodeproxy's part of what kube-proxy takes: one in so many.
@@ -21,27 +21,27 @@ const (
 // paceGoal is the goal for the median latency at a steady rate of changes.
 const paceGoal = 100 * time.Millisecond
 
-func rows(o options) []sidebyside.Row[result] {
+func rows(o options) []measure.Row[result] {
 	latency := func(of func(result) []time.Duration, p float64) func(result) float64 {
-		return func(r result) float64 { return sidebyside.Percentile(of(r), p).Seconds() }
+		return func(r result) float64 { return measure.Percentile(of(r), p).Seconds() }
 	}
-	changed := func(r result) []time.Duration { return r.changed }
+	changed := func(r result) []time.Duration { return r.Changed }
 	added := func(r result) []time.Duration { return r.added }
 	paced := func(r result) []time.Duration { return r.paced }
 	thousand := func(of func(result) time.Duration) func(result) float64 {
 		return func(r result) float64 { return of(r).Seconds() * 1000 }
 	}
-	changedCPU := thousand(func(r result) time.Duration { return r.changedCPU })
+	changedCPU := thousand(func(r result) time.Duration { return r.ChangedCPU })
 	addedCPU := thousand(func(r result) time.Duration { return r.addedCPU })
 	pacedCPU := thousand(func(r result) time.Duration { return r.pacedCPU })
-	cold := func(r result) float64 { return r.coldStart.Seconds() }
-	memory := func(r result) float64 { return float64(r.memory) }
-	show, mebibytes := sidebyside.Seconds, sidebyside.Mebibytes
-	cpuSeconds := func(s float64) string { return sidebyside.Short(s) + " s" }
+	cold := func(r result) float64 { return r.ColdStart.Seconds() }
+	memory := func(r result) float64 { return float64(r.Resident) }
+	show, mebibytes := measure.Seconds, measure.Mebibytes
+	cpuSeconds := func(s float64) string { return measure.Short(s) + " s" }
 	pace := fmt.Sprintf("%d changes/s for %s", o.rate, o.rateDuration)
-	return []sidebyside.Row[result]{
+	return []measure.Row[result]{
 		{What: "cold start to packets", Value: cold, Show: show, Part: coldStartGoal},
-		{What: "  CPU time of it", Value: func(r result) float64 { return r.coldCPU.Seconds() }, Show: show},
+		{What: "  CPU time of it", Value: func(r result) float64 { return r.ColdCPU.Seconds() }, Show: show},
 		{What: "PATCH of an endpoint to packets, p50", Value: latency(changed, 0.5), Show: show, Part: changeGoal},
 		{What: "  p99", Value: latency(changed, 0.99), Show: show},
 		{What: "  CPU seconds per 1,000", Value: changedCPU, Show: cpuSeconds, Part: cpuGoal},
@@ -52,14 +52,14 @@ func rows(o options) []sidebyside.Row[result] {
 		{What: "  p99", Value: latency(paced, 0.99), Show: show},
 		{What: "  CPU seconds per 1,000", Value: pacedCPU, Show: cpuSeconds},
 		{What: "resident memory after all that", Value: memory, Show: mebibytes, Part: memoryGoal},
-		{What: "  at its highest", Value: func(r result) float64 { return float64(r.peak) }, Show: mebibytes},
+		{What: "  at its highest", Value: func(r result) float64 { return float64(r.Peak) }, Show: mebibytes},
 	}
 }
 
 // printTable compares nodeproxy with kube-proxy, and returns how many goals are missed.
 func printTable(w io.Writer, o options, np, kp result) (missed int) {
-	t := sidebyside.NewTable(w)
-	sidebyside.Compare(t, fmt.Sprintf("%d Services x %d endpoints, iptables-%s", o.services, o.endpoints, o.variant), rows(o),
+	t := measure.NewTable(w)
+	measure.Compare(t, fmt.Sprintf("%d Services x %d endpoints, iptables-%s", o.services, o.endpoints, o.variant), rows(o),
 		np, kp)
 	_ = t.Flush()
 	fmt.Fprintf(w, "p99 is of %d changes, %d new Services and %d changes at a rate: of fewer than 100, it is the worst.\n",

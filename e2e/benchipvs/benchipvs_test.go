@@ -10,6 +10,7 @@ import (
 
 	"nodeproxy/e2e/cluster"
 	"nodeproxy/e2e/harness"
+	"nodeproxy/e2e/measure"
 )
 
 // TestMain is main where TestSmallRun has started this program again on a kernel with IPVS.
@@ -46,8 +47,8 @@ func TestARPing(t *testing.T) {
 // resultsWith are results of which each goal is just met.
 func resultsWith() [][2]result {
 	of := func(services int, change time.Duration) result {
-		return result{services: services, changed: []time.Duration{change}, patched: []time.Duration{change},
-			coldStart: 1, coldCPU: 1, changedCPU: 1, idle: 1, memory: 1, peak: 1}
+		return result{services: services, idle: 1, Result: measure.Result{Changed: []time.Duration{change},
+			Patched: []time.Duration{change}, ColdStart: 1, ColdCPU: 1, ChangedCPU: 1, Resident: 1, Peak: 1}}
 	}
 	return [][2]result{
 		{of(500, 100*time.Millisecond), of(500, time.Second)},
@@ -62,8 +63,8 @@ func TestTableJudgesByTheGoals(t *testing.T) {
 		t.Errorf("%d goals missed where both are just met:\n%s", missed, out.String())
 	}
 	for what, worse := range map[string]func([][2]result){
-		"change": func(r [][2]result) { r[1][1].changed[0]-- },
-		"growth": func(r [][2]result) { r[0][0].changed[0]-- },
+		"change": func(r [][2]result) { r[1][1].Changed[0]-- },
+		"growth": func(r [][2]result) { r[0][0].Changed[0]-- },
 	} {
 		results := resultsWith()
 		worse(results)

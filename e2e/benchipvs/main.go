@@ -11,13 +11,12 @@ import (
 	"errors"
 	"flag"
 	"fmt"
-	"os"
 	"slices"
 	"strconv"
 	"strings"
 	"time"
 
-	"nodeproxy/e2e/sidebyside"
+	"nodeproxy/e2e/measure"
 )
 
 // The parts of a run.
@@ -40,13 +39,13 @@ type options struct {
 	idle                  time.Duration // for how long processor time at rest is counted
 	vips                  int           // Services in the comparison of routes with addresses
 	inside                bool
-	sidebyside.Clock
+	measure.Clock
 }
 
-func main() { sidebyside.Main(run) }
+func main() { measure.Main(run) }
 
 func parse(args []string) (options, error) {
-	o := options{Clock: sidebyside.Clock{Begun: time.Now()}}
+	o := options{Clock: measure.Clock{Begun: time.Now()}}
 	flags := flag.NewFlagSet("benchipvs", flag.ContinueOnError)
 	parts := flags.String("parts", strings.Join(allParts, ","), "what to measure")
 	sizes := flags.String("services", "500,5000", "numbers of Services, in ascending order; the goals are for the last one")
@@ -58,7 +57,7 @@ func parse(args []string) (options, error) {
 	flags.DurationVar(&o.idle, "idle", time.Minute, "for how long processor time at rest is counted")
 	flags.IntVar(&o.vips, "vips", 20000, "Services in the comparison of routes with addresses")
 	flags.BoolVar(&o.inside, "inside", false, "this is the right kernel, and all is built")
-	if err := sidebyside.Parse(flags, args); err != nil {
+	if err := measure.Parse(flags, args); err != nil {
 		return o, err
 	}
 	o.parts = strings.Split(*parts, ",")
@@ -75,31 +74,27 @@ func parse(args []string) (options, error) {
 // validate rejects what cannot be measured.
 func (o options) validate() error {
 	var errs []error
-	check := func(flag string, value, least, most int) {
-		if value < least || value > most {
-			errs = append(errs, fmt.Errorf("-%s: %d is not between %d and %d", flag, value, least, most))
-		}
-	}
 	for _, part := range o.parts {
 		if !slices.Contains(allParts, part) {
 			errs = append(errs, fmt.Errorf("-parts: no part %q; there are %s", part, strings.Join(allParts, ", ")))
 		}
 	}
 	for i, n := range o.sizes {
-		check("services", n, 1, sidebyside.MostServices)
+		errs = append(errs, measure.Between("services", n, 1, measure.MostServices))
 		if i > 0 && n <= o.sizes[i-1] {
 			errs = append(errs, fmt.Errorf("-services: %d does not come in ascending order", n))
 		}
-		if n%sidebyside.Stride == 0 {
+		if n%measure.Stride == 0 {
 			errs = append(errs, fmt.Errorf("-services: %d is a multiple of %d: one Service would be changed all the time", n,
-				sidebyside.Stride))
+				measure.Stride))
 		}
 	}
-	check("endpoints", o.endpoints, 1, 100)
-	check("changes", o.changes, 1, 100000)
-	check("kube-proxy-changes", o.theirChanges, 1, 10000)
-	check("rounds", o.rounds, 1, min(o.changes, o.theirChanges))
-	check("vips", o.vips, 1, sidebyside.MostServices)
+	errs = append(errs,
+		measure.Between("endpoints", o.endpoints, 1, 100),
+		measure.Between("changes", o.changes, 1, 100000),
+		measure.Between("kube-proxy-changes", o.theirChanges, 1, 10000),
+		measure.Between("rounds", o.rounds, 1, min(o.changes, o.theirChanges)),
+		measure.Between("vips", o.vips, 1, measure.MostServices))
 	if o.settle < 0 || o.idle < time.Second {
 		errs = append(errs, fmt.Errorf("-settle=%s is negative, or -idle=%s is less than a second", o.settle, o.idle))
 	}
@@ -108,28 +103,21 @@ func (o options) validate() error {
 
 func run(ctx context.Context, args []string) int {
 	o, err := parse(args)
-	if errors.Is(err, flag.ErrHelp) {
-		return 0
+	if err == nil {
+		err = measure.NeedRoot("network namespaces, IPVS and the test kernel")
 	}
-	if err == nil && os.Geteuid() != 0 {
-		err = errors.New("needs root, for network namespaces, IPVS and the test kernel")
-	}
-	code := 0
+	missed := 0
 	switch {
 	case err != nil:
 	case o.inside:
-		var missed int
-		if missed, err = measureAll(ctx, o); missed > 0 {
-			code = 1
-		}
+		missed, err = measureAll(ctx, o)
 	default:
-		code, err = runInside(ctx, o, args)
+		var code int
+		if code, err = runInside(ctx, o, args); err == nil {
+			return code
+		}
 	}
-	if err != nil {
-		fmt.Fprintln(os.Stderr, "benchipvs:", err)
-		return 2
-	}
-	return code
+	return measure.ExitCode("benchipvs", missed, err)
 }
 
 // measureAll measures what was asked for, and returns how many goals are missed.

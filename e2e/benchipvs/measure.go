@@ -11,8 +11,8 @@ import (
 
 	"nodeproxy/e2e/harness"
 	"nodeproxy/e2e/machine"
+	"nodeproxy/e2e/measure"
 	"nodeproxy/e2e/probe"
-	"nodeproxy/e2e/sidebyside"
 	"nodeproxy/ipvs/kernel"
 	"nodeproxy/plan"
 )
@@ -29,36 +29,23 @@ var prober = probe.Prober{
 
 // result is what was measured of one proxy, with one number of Services.
 type result struct {
-	services           int
-	coldStart, coldCPU time.Duration
-	changed            []time.Duration // latencies of changes
-	patched            []time.Duration // the part of them until the API server has answered the PATCH
-	changedCPU         time.Duration   // for each change
-	idle               float64         // share of one processor
-	memory, peak       int64           // bytes
-}
-
-// trial is the measurement of one proxy under way.
-type trial struct {
-	*sidebyside.Running
-	site *sidebyside.Site
-	result
-	changes  int           // to make, in all turns together
-	cpuSoFar time.Duration // of those that were made
+	measure.Result
+	services int
+	idle     float64 // share of one processor
 }
 
 // compareProxies measures both proxies with each number of Services, prints the table, and returns how many goals are missed.
 func compareProxies(ctx context.Context, o options) (missed int, err error) {
-	np, kp, err := sidebyside.FindProxies()
+	np, kp, err := measure.FindProxies()
 	if err != nil {
 		return 0, err
 	}
 	np.Flags, kp.Flags = []string{"--proxy-mode=ipvs"}, []string{"--proxy-mode=ipvs"}
-	var proxies []sidebyside.Proxy // for each number of Services both, so that every cold start is on a node as good as new
+	var proxies []measure.Proxy // for each number of Services both, so that every cold start is on a node as good as new
 	for range o.sizes {
 		proxies = append(proxies, np, kp)
 	}
-	l, err := sidebyside.NewLab(ctx, o.endpoints, prober, proxies...)
+	l, err := measure.NewLab(ctx, o.endpoints, prober, proxies...)
 	if err != nil {
 		return 0, err
 	}
@@ -74,7 +61,7 @@ func compareProxies(ctx context.Context, o options) (missed int, err error) {
 			return 0, err
 		}
 		o.Progress("%d Services with %d endpoints each", n, o.endpoints)
-		both, err := measure(ctx, l, l.Sites[2*i:2*i+2], o)
+		both, err := measureBoth(ctx, l, l.Sites[2*i:2*i+2], o)
 		if err != nil {
 			return 0, err
 		}
@@ -84,89 +71,63 @@ func compareProxies(ctx context.Context, o options) (missed int, err error) {
 	return printProxies(os.Stdout, o, results), nil
 }
 
-// measure measures both proxies with the Services that there are. They take turns, each stopped (SIGSTOP) while the other
-// one is measured, so that whatever else the machine does meanwhile disturbs both.
-func measure(ctx context.Context, l *sidebyside.Lab, sites []*sidebyside.Site, o options) (both [2]result, err error) {
-	trials := [2]*trial{{changes: o.changes}, {changes: o.theirChanges}}
-	for i, t := range trials {
-		t.site, t.services = sites[i], len(l.Objects.Services)
-		if t.Running, err = t.site.Start(); err != nil {
+// measureBoth measures both proxies with the Services that there are, in turns.
+func measureBoth(ctx context.Context, l *measure.Lab, sites []*measure.Site, o options) (both [2]result, err error) {
+	var trials [2]*measure.Trial
+	for i, s := range sites {
+		t, err := l.ColdStart(s, func(t *measure.Trial, begun time.Time) error { return awaitComplete(t, begun, l.Objects.Services) })
+		if err != nil {
 			return both, err
 		}
 		defer t.Stop()
-		if err := t.coldStart(l); err != nil {
-			return both, t.Explain(err)
-		}
-		o.Progress("%s: cold start %s", t.Name, sidebyside.Duration(t.result.coldStart))
+		o.Progress("%s: cold start %s", t.Name, measure.Duration(t.ColdStart))
+		trials[i] = t
 	}
+	changes := [2]int{o.changes, o.theirChanges}
 	for round := range o.rounds {
-		for _, t := range trials {
-			count := t.changes*(round+1)/o.rounds - t.changes*round/o.rounds
-			if err := t.turn(func() error { return t.makeChanges(ctx, l, o, count) }); err != nil {
+		for i, t := range trials {
+			// It may take as many connections as a Service has endpoints until the new one answers.
+			count := measure.Share(changes[i], round, o.rounds)
+			if err := t.Turn(func() error { return t.Changes(ctx, l, count, o.endpoints, o.settle) }); err != nil {
 				return both, err
 			}
-			o.Progress("%s: %d changes, p50 so far %s", t.Name, len(t.changed), sidebyside.Seconds(median(t.result)))
+			o.Progress("%s: %d changes, p50 so far %s", t.Name, len(t.Changed), measure.Duration(measure.Percentile(t.Changed, 0.5)))
 		}
 	}
 	for i, t := range trials {
-		if err := t.turn(func() error { return t.watchIdle(o.idle) }); err != nil {
+		r := &both[i]
+		r.services = len(l.Objects.Services)
+		if err := t.Turn(func() (err error) {
+			r.idle, err = watchIdle(t, o.idle)
+			return err
+		}); err != nil {
 			return both, err
 		}
-		o.Progress("%s: %s of a processor at rest, %s resident", t.Name, percent(t.idle), sidebyside.Mebibytes(float64(t.memory)))
-		both[i] = t.result
+		r.Result = t.Result
+		o.Progress("%s: %s of a processor at rest, %s resident", t.Name, percent(r.idle), measure.Mebibytes(float64(r.Resident)))
 	}
 	return both, nil
 }
 
-// turn lets the proxy go on, runs fn when it has caught up, and stops it again.
-func (t *trial) turn(fn func() error) error {
-	err := t.Thaw()
-	for _, step := range []func() error{t.Rest, fn, t.Freeze} {
-		if err == nil {
-			err = step()
-		}
-	}
-	if err != nil {
-		return t.Explain(err)
-	}
-	return nil
-}
-
-// coldStart waits until the proxy that was just started has programmed everything, and leaves it frozen. What it takes is
-// the time until Services from all of the cluster answer, and each one has its virtual server with all real servers.
-func (t *trial) coldStart(l *sidebyside.Lab) error {
-	begun, all := time.Now(), l.Objects.Services
-	_, err := l.AwaitSamples(t.site, begun)
-	if err == nil {
-		t.result.coldStart, err = t.awaitComplete(begun, all)
-	}
-	if err == nil {
-		t.coldCPU, err = t.Settle()
-	}
-	if err != nil {
-		return fmt.Errorf("cold start: %w", err)
-	}
-	return nil
-}
-
-// awaitComplete waits until each of the services has a virtual server with all real servers, and returns the time since
-// begun. A look at them takes a while itself: what counts is when the one began that found all.
-func (t *trial) awaitComplete(begun time.Time, all []*sidebyside.Service) (time.Duration, error) {
+// awaitComplete waits until each of the Services has a virtual server with all real servers. A look at them takes a while itself:
+// the cold start has lasted until the one began that found all.
+func awaitComplete(t *measure.Trial, begun time.Time, all []*measure.Service) error {
 	for {
 		took := time.Since(begun)
-		held, err := virtualServers(t.site.Node.Netns)
+		servers, err := virtualServers(t.Site.Node.Netns)
 		if err != nil {
-			return 0, err
+			return err
 		}
-		missing := slices.DeleteFunc(slices.Clone(all), func(s *sidebyside.Service) bool {
-			return held[s.Frontend()] >= len(s.Endpoints)
+		missing := slices.DeleteFunc(slices.Clone(all), func(s *measure.Service) bool {
+			return servers[s.Frontend()] >= len(s.Endpoints)
 		})
 		switch {
 		case len(missing) == 0:
-			return took, nil
-		case took > sidebyside.ColdStartTimeout:
-			return 0, fmt.Errorf("%d of %d Services, such as %s, are not programmed: %w (%s)", len(missing), len(all),
-				missing[0].Name, probe.ErrLate, sidebyside.ColdStartTimeout)
+			t.ColdStart = took
+			return nil
+		case took > measure.ColdStartTimeout:
+			return fmt.Errorf("%d of %d Services, such as %s, are not programmed: %w (%s)", len(missing), len(all),
+				missing[0].Name, probe.ErrLate, measure.ColdStartTimeout)
 		}
 		time.Sleep(took / 10)
 	}
@@ -193,39 +154,16 @@ func virtualServers(n *harness.Netns) (map[netip.AddrPort]int, error) {
 	return held, nil
 }
 
-// makeChanges replaces endpoints, of another Service each time. It may take as many connections as a Service has endpoints
-// until the new one answers, so each probe makes up to that many.
-func (t *trial) makeChanges(ctx context.Context, l *sidebyside.Lab, o options, count int) error {
+// watchIdle returns the share of a processor that the proxy takes while nothing changes, and looks at its memory.
+func watchIdle(t *measure.Trial, period time.Duration) (share float64, err error) {
 	before, err := t.CPU()
 	if err != nil {
-		return err
-	}
-	for range count {
-		took, patched, err := l.Change(ctx, t.site, o.endpoints)
-		if err != nil {
-			return err
-		}
-		t.changed, t.patched = append(t.changed, took), append(t.patched, patched)
-		time.Sleep(o.settle)
-	}
-	after, err := t.CPU()
-	t.cpuSoFar += after - before
-	t.changedCPU = t.cpuSoFar / time.Duration(len(t.changed))
-	return err
-}
-
-// watchIdle counts the processor time of a while in which nothing changes.
-func (t *trial) watchIdle(period time.Duration) error {
-	before, err := t.CPU()
-	if err != nil {
-		return err
+		return 0, err
 	}
 	time.Sleep(period)
 	after, err := t.CPU()
 	if err != nil {
-		return err
+		return 0, err
 	}
-	t.idle = (after - before).Seconds() / period.Seconds()
-	t.memory, t.peak, err = t.Memory()
-	return err
+	return (after - before).Seconds() / period.Seconds(), t.WeighMemory()
 }

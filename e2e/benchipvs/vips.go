@@ -15,8 +15,8 @@ import (
 
 	"nodeproxy/e2e/harness"
 	"nodeproxy/e2e/machine"
+	"nodeproxy/e2e/measure"
 	"nodeproxy/e2e/probe"
-	"nodeproxy/e2e/sidebyside"
 	"nodeproxy/ipvs"
 	"nodeproxy/ipvs/kernel"
 	"nodeproxy/plan"
@@ -60,8 +60,8 @@ func compareVIPs(ctx context.Context, o options) error {
 			if err != nil {
 				return fmt.Errorf("--ipvs-vips=%s: %w", way, err)
 			}
-			o.Progress("--ipvs-vips=%s: %d Services programmed in %s, again in %s", way, o.vips, sidebyside.Duration(r.program),
-				sidebyside.Duration(r.again))
+			o.Progress("--ipvs-vips=%s: %d Services programmed in %s, again in %s", way, o.vips, measure.Duration(r.program),
+				measure.Duration(r.again))
 			if round > 0 {
 				r.keepBest(results[i])
 			}
@@ -86,14 +86,14 @@ func printVIPs(w io.Writer, o options, routes, addresses vipResult) {
 		what string
 		show func(vipResult) string
 	}{
-		{"programming all", func(r vipResult) string { return sidebyside.Duration(r.program) }},
-		{"starting anew over what is there", func(r vipResult) string { return sidebyside.Duration(r.again) }},
-		{"one endpoint changed, p50", func(r vipResult) string { return sidebyside.Duration(r.change) }},
-		{"memory of the kernel", func(r vipResult) string { return sidebyside.Mebibytes(r.slab) }},
-		{"memory of the process (heap)", func(r vipResult) string { return sidebyside.Mebibytes(r.heap) }},
+		{"programming all", func(r vipResult) string { return measure.Duration(r.program) }},
+		{"starting anew over what is there", func(r vipResult) string { return measure.Duration(r.again) }},
+		{"one endpoint changed, p50", func(r vipResult) string { return measure.Duration(r.change) }},
+		{"memory of the kernel", func(r vipResult) string { return measure.Mebibytes(r.slab) }},
+		{"memory of the process (heap)", func(r vipResult) string { return measure.Mebibytes(r.heap) }},
 		{"addresses of the node", func(r vipResult) string { return fmt.Sprint(r.addresses) }},
-		{"ip -o address show", func(r vipResult) string { return sidebyside.Duration(r.list) }},
-		{"removing kube-ipvs0", func(r vipResult) string { return sidebyside.Duration(r.remove) }},
+		{"ip -o address show", func(r vipResult) string { return measure.Duration(r.list) }},
+		{"removing kube-ipvs0", func(r vipResult) string { return measure.Duration(r.remove) }},
 		{"source of connections from the node itself", func(r vipResult) string { return r.source }},
 		{"a port of the node at a Service's address, from a pod", func(r vipResult) string { return r.hostPort }},
 		{"  from the node itself", func(r vipResult) string { return r.hostPortOwn }},
@@ -109,11 +109,11 @@ func printVIPs(w io.Writer, o options, routes, addresses vipResult) {
 
 // vipLab is a node on which package ipvs works without a control plane, and a neighbour of it.
 type vipLab struct {
-	node, neighbour *harness.Node
-	client, target  *harness.Pod
-	way             ipvs.VIPs
-	plan            *plan.Plan
-	backend         *ipvs.Backend
+	*measure.Stage
+	neighbour *harness.Node
+	way       ipvs.VIPs
+	plan      *plan.Plan
+	backend   *ipvs.Backend
 }
 
 func measureVIPs(ctx context.Context, o options, way ipvs.VIPs) (r vipResult, err error) {
@@ -123,20 +123,17 @@ func measureVIPs(ctx context.Context, o options, way ipvs.VIPs) (r vipResult, er
 	}
 	defer func() { err = errors.Join(err, w.Close()) }()
 	n := w.Nodes[0]
-	l := &vipLab{node: n, neighbour: w.Nodes[1], client: n.Pods[0], target: n.Pods[1], way: way}
-	if err := l.target.Take(sidebyside.EndpointRange); err != nil {
+	stage, err := measure.NewStage(n, probe.Greet, measure.EndpointRange)
+	if err != nil {
 		return r, err
 	}
-	for _, s := range []struct {
-		in   *harness.Netns
-		port int
-	}{{l.target.Netns, sidebyside.EndpointPort}, {n.Netns, hostPort}} {
-		server, err := probe.Serve(s.in, s.port, probe.Greet)
-		if err != nil {
-			return r, err
-		}
-		defer server.Close()
+	defer stage.Close()
+	server, err := probe.Serve(n.Netns, hostPort, probe.Greet)
+	if err != nil {
+		return r, err
 	}
+	defer server.Close()
+	l := &vipLab{Stage: stage, neighbour: w.Nodes[1], way: way}
 	l.plan = vipPlan(n.IP4, o.vips, o.endpoints)
 	for _, step := range []func(context.Context, options, *vipResult) error{
 		l.measureProgramming, l.measureChanges, l.measureList, l.observePackets, l.observeARP, l.measureRemoval,
@@ -152,7 +149,7 @@ func measureVIPs(ctx context.Context, o options, way ipvs.VIPs) (r vipResult, er
 func vipPlan(node netip.Addr, services, endpoints int) *plan.Plan {
 	p := plan.New(plan.Node{Name: "node1", IPs: []netip.Addr{node}}, plan.Settings{
 		DetectLocal: plan.DetectLocal{
-			Mode: plan.DetectClusterCIDR, CIDRs: []netip.Prefix{netip.MustParsePrefix(sidebyside.PodRange)},
+			Mode: plan.DetectClusterCIDR, CIDRs: []netip.Prefix{netip.MustParsePrefix(measure.PodRange)},
 		},
 		ServiceCIDRs: []netip.Prefix{harness.ServiceCIDR4},
 	})
@@ -166,30 +163,30 @@ func vipPlan(node netip.Addr, services, endpoints int) *plan.Plan {
 func vipService(i, first, endpoints int) *plan.ServicePort {
 	var list []topology.Endpoint
 	for n := range endpoints {
-		addr := sidebyside.Nth(sidebyside.EndpointRange, 1+first+n)
+		addr := measure.Nth(measure.EndpointRange, 1+first+n)
 		list = append(list, topology.Endpoint{
-			Addr: netip.AddrPortFrom(addr, sidebyside.EndpointPort), Ready: true, Serving: true, Node: "node2",
+			Addr: netip.AddrPortFrom(addr, measure.EndpointPort), Ready: true, Serving: true, Node: "node2",
 		})
 	}
 	return &plan.ServicePort{
 		Key: plan.Key{
-			Service:  plan.Service{Namespace: sidebyside.Namespace, Name: fmt.Sprintf("s%d", i)},
+			Service:  plan.Service{Namespace: measure.Namespace, Name: fmt.Sprintf("s%d", i)},
 			Protocol: plan.TCP, Family: plan.IPv4,
 		},
-		Frontends: []plan.Frontend{{Kind: plan.ClusterIP, Addr: vip(i), Protocol: plan.TCP, Port: sidebyside.ServicePort}},
+		Frontends: []plan.Frontend{{Kind: plan.ClusterIP, Addr: vip(i), Protocol: plan.TCP, Port: measure.ServicePort}},
 		Endpoints: topology.Select(list, topology.Node{Name: "node1"}, topology.UseOf(plan.Cluster, plan.Cluster, false)),
 	}
 }
 
-func vip(i int) netip.Addr { return sidebyside.Nth(harness.ServiceCIDR4, 10+i) }
+func vip(i int) netip.Addr { return measure.Nth(harness.ServiceCIDR4, 10+i) }
 
 // unusedVIP is an address of the range that no Service has.
-var unusedVIP = sidebyside.Nth(harness.ServiceCIDR4, 65000)
+var unusedVIP = measure.Nth(harness.ServiceCIDR4, 65000)
 
 // sync programs everything with a Backend that knows nothing of the kernel, as after a start.
 func (l *vipLab) sync(ctx context.Context) (took time.Duration, err error) {
 	begun := time.Now()
-	err = l.node.Do(func() (err error) {
+	err = l.Node.Do(func() (err error) {
 		l.backend, err = ipvs.New(ipvs.Config{
 			Options:  ipvs.Options{MasqueradeBit: 14, VIPs: l.way},
 			Families: []plan.Family{plan.IPv4},
@@ -215,7 +212,7 @@ func (l *vipLab) measureProgramming(ctx context.Context, o options, r *vipResult
 		return err
 	}
 	r.slab, r.heap = r.slab-slab, r.heap-heap
-	held, err := virtualServers(l.node.Netns)
+	held, err := virtualServers(l.Node.Netns)
 	if err != nil {
 		return err
 	}
@@ -244,23 +241,23 @@ func (l *vipLab) measureChanges(ctx context.Context, o options, r *vipResult) er
 	const count = 50
 	var took []time.Duration
 	for i := range count {
-		sp := vipService(i*sidebyside.Stride%o.vips, o.endpoints*o.vips+i, o.endpoints)
+		sp := vipService(i*measure.Stride%o.vips, o.endpoints*o.vips+i, o.endpoints)
 		l.plan.Set(sp)
 		begun := time.Now()
-		err := l.node.Do(func() error { return l.backend.Sync(ctx, l.plan, plan.Keys{sp.Key: {}}) })
+		err := l.Node.Do(func() error { return l.backend.Sync(ctx, l.plan, plan.Keys{sp.Key: {}}) })
 		if err != nil {
 			return err
 		}
 		took = append(took, time.Since(begun))
 	}
-	r.change = sidebyside.Percentile(took, 0.5)
+	r.change = measure.Percentile(took, 0.5)
 	return nil
 }
 
 // measureList lists the node's addresses as people do.
 func (l *vipLab) measureList(_ context.Context, _ options, r *vipResult) error {
 	begun := time.Now()
-	out, err := l.node.Output("ip", "-o", "-4", "address", "show")
+	out, err := l.Node.Output("ip", "-o", "-4", "address", "show")
 	r.list, r.addresses = time.Since(begun), strings.Count(out, "\n")
 	return err
 }
@@ -268,24 +265,24 @@ func (l *vipLab) measureList(_ context.Context, _ options, r *vipResult) error {
 // measureRemoval removes the device. Meanwhile, nobody else can change a network interface or a route of the machine.
 func (l *vipLab) measureRemoval(_ context.Context, _ options, r *vipResult) error {
 	begun := time.Now()
-	err := l.node.Do(func() error { return kernel.RemoveDevice(ipvs.DeviceName) })
+	err := l.Node.Do(func() error { return kernel.RemoveDevice(ipvs.DeviceName) })
 	r.remove = time.Since(begun)
 	return err
 }
 
 // observePackets makes connections, and notes what becomes of them.
 func (l *vipLab) observePackets(_ context.Context, o options, r *vipResult) error {
-	service := netip.AddrPortFrom(vip(o.vips-1), sidebyside.ServicePort)
-	names := map[netip.Addr]string{l.node.IP4: "the node's address", service.Addr(): "the Service's address"}
+	service := netip.AddrPortFrom(vip(o.vips-1), measure.ServicePort)
+	names := map[netip.Addr]string{l.Node.IP4: "the node's address", service.Addr(): "the Service's address"}
 	for _, c := range []struct {
 		from *harness.Netns
 		to   netip.AddrPort
 		into *string
 	}{
-		{l.node.Netns, service, &r.source},
-		{l.client.Netns, netip.AddrPortFrom(service.Addr(), hostPort), &r.hostPort},
-		{l.node.Netns, netip.AddrPortFrom(service.Addr(), hostPort), &r.hostPortOwn},
-		{l.client.Netns, netip.AddrPortFrom(unusedVIP, sidebyside.ServicePort), &r.unused},
+		{l.Node.Netns, service, &r.source},
+		{l.Client.Netns, netip.AddrPortFrom(service.Addr(), hostPort), &r.hostPort},
+		{l.Node.Netns, netip.AddrPortFrom(service.Addr(), hostPort), &r.hostPortOwn},
+		{l.Client.Netns, netip.AddrPortFrom(unusedVIP, measure.ServicePort), &r.unused},
 	} {
 		var a probe.Answer
 		err := c.from.Do(func() (err error) {
@@ -321,7 +318,7 @@ func (l *vipLab) observeARP(_ context.Context, o options, r *vipResult) error {
 		if err := l.setARP(c.strict); err != nil {
 			return err
 		}
-		own, err := arping(l.neighbour, l.node.IP4)
+		own, err := arping(l.neighbour, l.Node.IP4)
 		if err != nil {
 			return err
 		}
@@ -346,6 +343,6 @@ func (l *vipLab) setARP(strict bool) error {
 	if strict {
 		ignore, announce = "1", "2"
 	}
-	return errors.Join(l.node.Sysctl("net/ipv4/conf/all/arp_ignore", ignore),
-		l.node.Sysctl("net/ipv4/conf/all/arp_announce", announce))
+	return errors.Join(l.Node.Sysctl("net/ipv4/conf/all/arp_ignore", ignore),
+		l.Node.Sysctl("net/ipv4/conf/all/arp_announce", announce))
 }

@@ -3,8 +3,15 @@ package machine
 import (
 	"fmt"
 	"slices"
+	"strings"
 	"time"
 )
+
+// LoadAverage is the load average of the last one, five and fifteen minutes.
+func LoadAverage() string {
+	fields := strings.Fields(FirstLine("/proc/loadavg"))
+	return "load average " + strings.Join(fields[:min(3, len(fields))], " ")
+}
 
 // Loads collects the load average of the last minute until it is stopped.
 type Loads struct {

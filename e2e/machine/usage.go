@@ -45,6 +45,17 @@ func UsageNow() Usage {
 	return u
 }
 
+// observation is for how long State looks at the other processes.
+const observation = time.Second
+
+// State says what may disturb a measurement that is about to begin.
+func State() string {
+	before := UsageNow()
+	time.Sleep(observation)
+	return fmt.Sprintf("kernel %s, %d processors, %s; within a second, %s", FirstLine("/proc/sys/kernel/osrelease"), runtime.NumCPU(),
+		LoadAverage(), UsageNow().OthersSince(before))
+}
+
 // OthersSince says how much of the machine others than this benchmark used since then, and which processes those are of
 // which there is something to see: not those that came and went.
 func (u Usage) OthersSince(was Usage) string {

@@ -1,10 +1,9 @@
-package sidebyside
+package measure
 
 import (
 	"context"
 	"errors"
 	"fmt"
-	"net/netip"
 	"path/filepath"
 	"time"
 
@@ -29,13 +28,10 @@ type Lab struct {
 	prober       probe.Prober
 }
 
-// Site is a node with the proxy that is measured on it, and two pods: a client, and a server that answers at every address
-// of EndpointRange.
+// Site is a node with the proxy that is measured on it.
 type Site struct {
+	*Stage
 	Proxy           Proxy
-	Node            *harness.Node
-	Client, server  *harness.Pod
-	listening       *probe.Server
 	kubeconfig, log string // files
 }
 
@@ -59,9 +55,7 @@ func NewLab(ctx context.Context, endpoints int, prober probe.Prober, proxies ...
 // Close ends everything in the lab and removes it.
 func (l *Lab) Close() error {
 	for _, s := range l.Sites {
-		if s.listening != nil {
-			s.listening.Close()
-		}
+		s.Close()
 	}
 	if l.ControlPlane != nil {
 		l.ControlPlane.Close()
@@ -82,35 +76,20 @@ func (l *Lab) build(ctx context.Context, endpoints int, proxies []Proxy) (err er
 	}
 	for i, p := range proxies {
 		n := l.Nodes[1+i]
-		s := &Site{Proxy: p, Node: n, Client: n.Pods[0], server: n.Pods[1], kubeconfig: kubeconfigs[p.Name],
-			log: filepath.Join(l.Dir, n.Name+".log")}
-		l.Sites = append(l.Sites, s)
-		if err := s.build(); err != nil {
+		// Packets to a Service that is not programmed go to the server too, where nobody listens at that port: so a probe of
+		// what is not there yet is refused at once instead of waiting for an answer.
+		stage, err := NewStage(n, probe.Greet, EndpointRange, harness.ServiceCIDR4)
+		if err != nil {
 			return err
 		}
-		_, err := l.ControlPlane.Admin.CoreV1().Nodes().Create(ctx,
+		l.Sites = append(l.Sites, &Site{stage, p, kubeconfigs[p.Name], filepath.Join(l.Dir, n.Name+".log")})
+		_, err = l.ControlPlane.Admin.CoreV1().Nodes().Create(ctx,
 			l.NodeObject(n, map[string]string{v1.LabelHostname: n.Name}), metav1.CreateOptions{})
 		if err != nil {
 			return fmt.Errorf("node %s: %w", n.Name, err)
 		}
 	}
 	return nil
-}
-
-func (s *Site) build() (err error) {
-	// The probes reset connections by the ten thousand. Kept for the usual ten seconds, they would fill the kernel's table.
-	if err := s.Node.Sysctl("net/netfilter/nf_conntrack_tcp_timeout_close", "1"); err != nil {
-		return err
-	}
-	// Packets to a Service that is not programmed go to the server too, where nobody listens at that port: so a probe of
-	// what is not there yet is refused at once instead of waiting for an answer.
-	for _, p := range []netip.Prefix{EndpointRange, harness.ServiceCIDR4} {
-		if err := s.server.Take(p); err != nil {
-			return err
-		}
-	}
-	s.listening, err = probe.Serve(s.server.Netns, EndpointPort, probe.Greet)
-	return err
 }
 
 // kubeconfigs makes one for each proxy, by its name. Each is the ServiceAccount that it has in a cluster: nodeproxy that of

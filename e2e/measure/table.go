@@ -1,4 +1,4 @@
-package sidebyside
+package measure
 
 import (
 	"fmt"
@@ -52,7 +52,7 @@ func Compare[R any](t *Table, title string, rows []Row[R], np, kp R) {
 }
 
 // Percentile is the value that a share p of all is not above; p is between 0 and 1.
-func Percentile(values []time.Duration, p float64) time.Duration {
+func Percentile[T time.Duration | float64](values []T, p float64) T {
 	sorted := slices.Sorted(slices.Values(values))
 	return sorted[min(int(p*float64(len(sorted))), len(sorted)-1)]
 }
@@ -70,10 +70,13 @@ func Inverse(a, b float64) string {
 
 // Seconds shows a number of seconds.
 func Seconds(s float64) string {
-	if s >= 1 {
+	switch {
+	case s >= 1:
 		return Short(s) + " s"
+	case s >= 1e-3 || s == 0:
+		return Short(s*1e3) + " ms"
 	}
-	return Short(s*1e3) + " ms"
+	return Short(s*1e6) + " us"
 }
 
 // Duration shows a duration.

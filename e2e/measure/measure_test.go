@@ -1,6 +1,8 @@
-package sidebyside
+package measure
 
 import (
+	"errors"
+	"flag"
 	"net/netip"
 	"strings"
 	"testing"
@@ -43,13 +45,47 @@ func TestPercentile(t *testing.T) {
 			t.Errorf("percentile %v: %d, want %d", p, got, want)
 		}
 	}
+	if values[0] != 4 {
+		t.Errorf("the values are in another order now: %v", values)
+	}
+	for p, want := range map[float64]float64{0: 1, 0.5: 3, 0.9: 5, 1: 5} {
+		if got := Percentile([]float64{5, 1, 4, 2, 3}, p); got != want {
+			t.Errorf("percentile %v: %v, want %v", p, got, want)
+		}
+	}
+}
+
+func TestNth(t *testing.T) {
+	t.Parallel()
+	for _, c := range []struct {
+		of   string
+		n    int
+		want string
+	}{{"10.96.0.0/16", 1, "10.96.0.1"}, {"10.96.0.0/16", 256, "10.96.1.0"}, {"10.128.0.0/10", 1<<22 - 1, "10.191.255.255"}} {
+		if got := Nth(netip.MustParsePrefix(c.of), c.n); got.String() != c.want {
+			t.Errorf("address %d of %s: %s, want %s", c.n, c.of, got, c.want)
+		}
+	}
+}
+
+func TestExitCode(t *testing.T) {
+	t.Parallel()
+	for _, c := range []struct {
+		missed int
+		err    error
+		want   int
+	}{{0, nil, 0}, {2, nil, 1}, {0, flag.ErrHelp, 0}, {0, errors.New("a test wants it so"), 2}, {2, errors.New("a test wants it so"), 2}} {
+		if got := ExitCode("measure", c.missed, c.err); got != c.want {
+			t.Errorf("%d missed, %v: %d, want %d", c.missed, c.err, got, c.want)
+		}
+	}
 }
 
 func TestNumbersAreShort(t *testing.T) {
 	t.Parallel()
 	for d, want := range map[time.Duration]string{
 		45678 * time.Microsecond: "45.7 ms", 999900 * time.Microsecond: "1000 ms",
-		1650 * time.Second: "1650 s", 1234 * time.Millisecond: "1.23 s",
+		1650 * time.Second: "1650 s", 12345 * time.Nanosecond: "12.3 us", 0: "0 ms", 1234 * time.Millisecond: "1.23 s",
 	} {
 		if got := Duration(d); got != want {
 			t.Errorf("%v is shown as %q, want %q", d, got, want)
