@@ -75,6 +75,9 @@ type Backend struct {
 	engines []*engine
 	tables  []*iptables.FixedTables
 	took    map[plan.Family]time.Duration // by the last Sync
+
+	settings sync.Mutex // held while sysctls is used
+	sysctls  sysctlKeeper
 }
 
 // New finds out what the node can do, and sets the sysctls that IPVS needs. An error names what is missing, and what to do
@@ -138,6 +141,10 @@ func (b *Backend) open(n *node) error {
 	available := &schedulers{has: b.servers.HasScheduler, known: map[string]bool{}, warn: b.cfg.Warn}
 	b.cfg.Unavailable = available.lacks
 	if err := setSysctls(b.cfg, false); err != nil {
+		return err
+	}
+	var err error
+	if b.sysctls, err = keepSysctls(b.cfg); err != nil {
 		return err
 	}
 	if err := b.servers.SetTimeouts(b.cfg.TCPTimeout, b.cfg.TCPFinTimeout, b.cfg.UDPTimeout); err != nil {
@@ -209,7 +216,13 @@ func (b *Backend) Sync(ctx context.Context, p *plan.Plan, changed plan.Keys) err
 		b.took[e.family] = time.Since(family)
 	}
 	err := errors.Join(errs...)
-	r, known := drift.Report{Err: err, Took: time.Since(begin)}, false
+	r, known := drift.Report{Err: err}, false
+	if changed == nil {
+		b.settings.Lock()
+		b.sysctls.repair(&r.Found)
+		b.settings.Unlock()
+	}
+	r.Took = time.Since(begin)
 	for _, e := range b.engines {
 		if e.compared {
 			known = true

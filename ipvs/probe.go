@@ -79,9 +79,18 @@ func (b *Backend) probe(ctx context.Context, suspect func(why string)) {
 		begin := cpuTime()
 		if why := b.unlike(p); why != "" {
 			suspect(why)
+		} else if name := b.otherSysctl(); name != "" {
+			suspect("sysctl " + name + " has another value")
 		}
 		wait = max(probeInterval, probeShare*(cpuTime()-begin))
 	}
+}
+
+// otherSysctl is the name of a kernel setting that is not as it was made; empty for none.
+func (b *Backend) otherSysctl() string {
+	b.settings.Lock()
+	defer b.settings.Unlock()
+	return b.sysctls.differs()
 }
 
 // unlike says what is not as it was written; empty if nothing can be seen to be so.

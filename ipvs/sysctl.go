@@ -4,11 +4,14 @@ import (
 	"cmp"
 	"errors"
 	"fmt"
+	"log/slog"
 	"os"
 	"path/filepath"
 	"strings"
 
 	"golang.org/x/sys/unix"
+
+	"nodeproxy/proxier/drift"
 )
 
 // sysctl is a kernel setting of this network namespace.
@@ -40,21 +43,30 @@ func sysctls(strictARP bool, major, minor int) []sysctl {
 	return out
 }
 
-// setSysctls makes the settings; with dry, it only finds out whether it could. One that can't be written, and is not as it should
-// be, is an error if nothing works without it, else a warning.
-func setSysctls(cfg Config, dry bool) error {
+// sysctlsHere are the settings for this kernel.
+func sysctlsHere(cfg Config) ([]sysctl, error) {
 	var name unix.Utsname
 	if err := unix.Uname(&name); err != nil {
-		return fmt.Errorf("asking for the kernel's version: %w", err)
+		return nil, fmt.Errorf("asking for the kernel's version: %w", err)
 	}
 	var major, minor int
 	release := unix.ByteSliceToString(name.Release[:])
 	if _, err := fmt.Sscanf(release, "%d.%d", &major, &minor); err != nil {
-		return fmt.Errorf("the kernel's version %q is not understood: %w", release, err)
+		return nil, fmt.Errorf("the kernel's version %q is not understood: %w", release, err)
+	}
+	return sysctls(cfg.StrictARP, major, minor), nil
+}
+
+// setSysctls makes the settings; with dry, it only finds out whether it could. One that can't be written, and is not as it should
+// be, is an error if nothing works without it, else a warning.
+func setSysctls(cfg Config, dry bool) error {
+	list, err := sysctlsHere(cfg)
+	if err != nil {
+		return err
 	}
 	var errs []error
-	for _, s := range sysctls(cfg.StrictARP, major, minor) {
-		switch err := s.set(cmp.Or(cfg.SysctlDir, "/proc/sys"), dry); {
+	for _, s := range list {
+		switch err := s.set(cfg.sysctlDir(), dry); {
 		case err != nil && s.required:
 			errs = append(errs, err)
 		case err != nil:
@@ -64,19 +76,83 @@ func setSysctls(cfg Config, dry bool) error {
 	return errors.Join(errs...)
 }
 
+func (cfg *Config) sysctlDir() string { return cmp.Or(cfg.SysctlDir, "/proc/sys") }
+
+// sysctlKeeper sets anew what another program has set otherwise. The zero value keeps nothing.
+type sysctlKeeper struct {
+	list []sysctl
+	dir  string
+	log  *slog.Logger
+	told map[string]bool // of which settings it has been told that they can't be made; they are tried again
+}
+
+// keepSysctls returns a keeper of those settings that are as they should be.
+func keepSysctls(cfg Config) (sysctlKeeper, error) {
+	k := sysctlKeeper{dir: cfg.sysctlDir(), log: cfg.Log, told: map[string]bool{}}
+	list, err := sysctlsHere(cfg)
+	if err != nil {
+		return k, err
+	}
+	for _, s := range list {
+		if _, is := s.read(k.dir); is {
+			k.list = append(k.list, s)
+		}
+	}
+	return k, nil
+}
+
+// differs returns the name of a setting that is not as it should be; empty for none.
+func (k *sysctlKeeper) differs() string {
+	for _, s := range k.list {
+		if _, is := s.read(k.dir); !is && !k.told[s.name] {
+			return s.dotted()
+		}
+	}
+	return ""
+}
+
+// repair sets what is not as it should be, and adds it to what has been found. What can't be set is told of once, until it is as it
+// should be: no Service fares better for a sync that fails.
+func (k *sysctlKeeper) repair(found *drift.Found) {
+	for _, s := range k.list {
+		have, is := s.read(k.dir)
+		if is {
+			delete(k.told, s.name)
+			continue
+		}
+		err := s.set(k.dir, false)
+		if err == nil {
+			found.Add(drift.Sysctl, drift.Changed, "%s is %q in place of %s", s.dotted(), have, s.value)
+		} else if !k.told[s.name] {
+			k.told[s.name] = true
+			k.log.Error("another program has changed a kernel setting that mode ipvs needs, and it can't be set back; Services may not work",
+				"error", err)
+		}
+	}
+}
+
 // tcpLiberal reports whether conntrack lets TCP packets outside of the window pass (net.netfilter.nf_conntrack_tcp_be_liberal).
 func tcpLiberal() bool {
 	value, err := os.ReadFile("/proc/sys/net/netfilter/nf_conntrack_tcp_be_liberal")
 	return err == nil && strings.TrimSpace(string(value)) != "0"
 }
 
+// dotted is the name as people write it.
+func (s sysctl) dotted() string { return strings.ReplaceAll(s.name, "/", ".") }
+
+// read returns the value that is in force, if it can be read, and whether it is as it should be.
+func (s sysctl) read(dir string) (have string, is bool) {
+	text, err := os.ReadFile(filepath.Join(dir, s.name))
+	have = strings.TrimSpace(string(text))
+	return have, err == nil && have == s.value
+}
+
 func (s sysctl) set(dir string, dry bool) error {
-	path := filepath.Join(dir, s.name)
-	have, err := os.ReadFile(path)
-	if err == nil && strings.TrimSpace(string(have)) == s.value {
+	have, is := s.read(dir)
+	if is {
 		return nil
 	}
-	file, err := os.OpenFile(path, os.O_WRONLY, 0)
+	file, err := os.OpenFile(filepath.Join(dir, s.name), os.O_WRONLY, 0)
 	if err == nil {
 		if !dry {
 			_, err = file.WriteString(s.value + "\n")
@@ -84,8 +160,7 @@ func (s sysctl) set(dir string, dry bool) error {
 		err = errors.Join(err, file.Close())
 	}
 	if err != nil {
-		return fmt.Errorf("setting %s to %s (it is %q): %w", strings.ReplaceAll(s.name, "/", "."), s.value,
-			strings.TrimSpace(string(have)), err)
+		return fmt.Errorf("setting %s to %s (it is %q): %w", s.dotted(), s.value, have, err)
 	}
 	return nil
 }

@@ -149,6 +149,10 @@ var faults = [][]fault{
 			"set element 10.96.0.12,udp:80 of set KUBE-NO-ENDPOINTS: unexpected", one(drift.SetElement)},
 		{"a set emptied", "ipset flush KUBE-CLUSTER-IP", "of set KUBE-CLUSTER-IP: missing",
 			map[drift.Kind]int{drift.SetElement: services}},
+		{"connection tracking turned off", "sysctl -qw net.ipv4.vs.conntrack=0",
+			`sysctl net.ipv4.vs.conntrack is "0" in place of 1: changed`, one(drift.Sysctl)},
+		{"forwarding turned off", "sysctl -qw net.ipv4.ip_forward=0",
+			`sysctl net.ipv4.ip_forward is "0" in place of 1: changed`, one(drift.Sysctl)},
 	}, {
 		{"an address removed", "ip addr del 10.96.0.13/32 dev kube-ipvs0", "address 10.96.0.13 of interface kube-ipvs0: missing",
 			one(drift.Address)},

@@ -19,6 +19,7 @@ const (
 	RealServer    Kind = "real_server"
 	Address       Kind = "address"
 	Route         Kind = "route"
+	Sysctl        Kind = "sysctl"
 )
 
 // State is in which way a thing is not as it was written.
