@@ -153,7 +153,8 @@ func (s *Source) tellNode(node *v1.Node) {
 	if node == nil {
 		s.cfg.Report(source.Finding{
 			Severity: source.Problem, Object: "Node " + s.cfg.NodeName, Detail: "the cluster has no Node of this name",
-			Effect: "zone hints are not heeded, and node ports with addresses \"primary\" have none, until there is one",
+			Effect: "zone hints are not heeded, and node ports with addresses \"primary\" have none, until there is one; if the name is " +
+				"wrong (--hostname-override), no endpoint counts as being on this node, and traffic with policy Local is dropped",
 		})
 	}
 	if s.cfg.PodCIDRTimeout > 0 && !hasPodCIDRs(node) {

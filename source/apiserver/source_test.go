@@ -154,7 +154,10 @@ func TestMissingNodeIsReported(t *testing.T) {
 	mu.Lock()
 	defer mu.Unlock()
 	if len(reported) != 1 || reported[0].Object != "Node n1" || reported[0].Severity != source.Problem {
-		t.Errorf("reported %v, want one problem of Node n1", reported)
+		t.Fatalf("reported %v, want one problem of Node n1", reported)
+	}
+	if effect := reported[0].Effect; !strings.Contains(effect, "--hostname-override") || !strings.Contains(effect, "policy Local is dropped") {
+		t.Errorf("the effect is %q, which does not say what a wrong name costs", effect)
 	}
 }
 
