@@ -23,8 +23,7 @@ var onlyIPTables = []string{
 	"TestSeeds",                            // of what objects mean: they find cluster IPs by the comments of rules
 	"TestStaleChainsRemoved",               // of chains for each Service; see TestIPVSStaleRemoved
 	"TestTakeoverFromKubeProxy",            // in mode iptables; see TestIPVSModeSwitch
-	"TestNeighbours", "TestNodeLocalDNS",   // of minutes on the kernel with IPVS; TestMeshes and the tests of marks are for both modes
-	"TestFaultLock", // of programs that write rules, as are these four: they are the same for all modes
+	"TestFaultLock",                        // of programs that write rules, as are these four: they are the same for all modes
 	"TestFaultRestoreHangs",
 	"TestFaultRestoreRefusesOne",
 	"TestFaultDiskFull",

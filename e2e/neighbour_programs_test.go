@@ -2,6 +2,7 @@ package e2e
 
 import (
 	"strings"
+	"time"
 
 	"nodeproxy/e2e/harness"
 )
@@ -12,9 +13,14 @@ func (b *beside) perFamily(template string) string { return b.text(template, 4) 
 // A firewall on a node has to admit what pods send, and what goes to pods; in mode ipvs, what is for a Service besides, since that
 // comes by INPUT with the address of the Service as its destination.
 
+// withoutRT takes out rules about a header of IPv6 that has long been given up, where the kernel knows nothing of it (xt_rt).
+const withoutRT = `
+	sed -i '/-m rt /d' /etc/ufw/before6.rules
+`
+
 // ufw's default is to drop what comes in, and what is forwarded.
 var ufw = otherProgram{
-	name: "ufw", kind: theProgram,
+	name: "ufw", kind: theProgram, slow: true,
 	start: func(b *beside) {
 		rules := `
 			ufw allow from {pods}
@@ -31,15 +37,68 @@ var ufw = otherProgram{
 			`
 		}
 		// What it sets in /proc/sys may be of the whole machine.
-		b.program(`sed -i 's/^IPT_SYSCTL=.*/IPT_SYSCTL=/' /etc/default/ufw` + "\n" + b.perFamily(rules) + "ufw --force enable")
+		b.program(`sed -i 's/^IPT_SYSCTL=.*/IPT_SYSCTL=/' /etc/default/ufw` + "\n" + byMode("", withoutRT))
+		for _, command := range strings.Split(b.perFamily(rules)+"ufw --force enable", "\n") {
+			b.program(command) // Each may take seconds.
+		}
 	},
 	reload: func(b *beside) { b.program("ufw reload") },
+}
+
+// firewalld has tables of its own in nf_tables, as its default is, whichever variant of iptables others use. Version 1 empties all
+// tables of iptables besides, at its start and at each reload; and while it reloads it drops what is new.
+var firewalld = otherProgram{
+	name: "firewalld", kind: theProgram,
+	start: startFirewalld,
+	// The command ends when firewalld is done, and fails if that has failed.
+	reload:  func(b *beside) { b.program("firewall-cmd --quiet --reload\nfirewall-cmd --quiet --state") },
+	empties: func(harness.Variant) bool { return true },
+}
+
+func startFirewalld(b *beside) {
+	services := ""
+	if mode == harness.IPVS {
+		services = `<port port="30000-32767" protocol="tcp"/><port port="30000-32767" protocol="udp"/>`
+		for _, to := range []string{"{services}", "{lbs}", "{externals}"} {
+			services += b.perFamily(`<rule family="ipv{v}"><destination address="` + to + `"/><accept/></rule>`)
+		}
+	}
+	b.program(`
+		cat >/etc/firewalld/zones/trusted.xml <<-END
+			<zone target="ACCEPT">` + b.perFamily(`<source address="{pods}"/>`) + `</zone>
+		END
+		cat >/etc/firewalld/zones/public.xml <<-END
+			<zone><service name="ssh"/>` + services + `</zone>
+		END
+		mkdir -p /run/dbus
+		cat >/run/bus.conf <<-END
+			<!DOCTYPE busconfig PUBLIC "-//freedesktop//DTD D-Bus Bus Configuration 1.0//EN"
+				"http://www.freedesktop.org/standards/dbus/1.0/busconfig.dtd">
+			<busconfig>
+				<type>system</type>
+				<listen>unix:path=/run/dbus/system_bus_socket</listen>
+				<auth>EXTERNAL</auth>
+				<policy context="default"><allow send_destination="*" eavesdrop="true"/><allow eavesdrop="true"/><allow own="*"/></policy>
+			</busconfig>
+		END
+		dbus-daemon --config-file=/run/bus.conf --fork --nopidfile
+		firewalld --nofork --nopid >/run/firewalld.log 2>&1 &`)
+	b.comesUp("firewalld", "firewall-cmd --state", "/run/firewalld.log")
+}
+
+// comesUp waits until a program has started: until the check succeeds.
+func (b *beside) comesUp(name, check, log string) {
+	b.Helper()
+	eventuallyWithin(b.T, 3*time.Minute, name, func() error {
+		_, err := b.room.Output(check + " >/dev/null 2>&1 || { cat " + log + " >&2; exit 1; }")
+		return err
+	})
 }
 
 // docker sets the policy of FORWARD to DROP. The network plugin of a cluster has rules of its own that accept what goes to pods and
 // what comes from them.
 var docker = otherProgram{
-	name: "Docker", kind: theProgram,
+	name: "Docker", kind: theProgram, slow: true,
 	prepare: func(b *beside) {
 		b.restore("*filter\n-A FORWARD -s {pods} -j ACCEPT\n-A FORWARD -d {pods} -j ACCEPT\nCOMMIT\n")
 	},
@@ -51,14 +110,8 @@ var docker = otherProgram{
 }
 
 func startDocker(b *beside) {
-	b.program(`
-		dockerd --storage-driver=vfs --pidfile=/run/docker.pid >/run/docker.log 2>&1 &
-		for i in $(seq 300); do
-			! docker version >/dev/null 2>&1 || exit 0
-			sleep 0.1
-		done
-		cat /run/docker.log >&2
-		exit 1`)
+	b.program("dockerd --storage-driver=vfs --pidfile=/run/docker.pid >/run/docker.log 2>&1 &")
+	b.comesUp("Docker", "docker version", "/run/docker.log")
 }
 
 // docker29 stands for Docker from version 29 on, with its rules in tables of its own.
@@ -140,7 +193,8 @@ func loadConf(b *beside) { b.nft(nodeConf(b)) }
 var flushRuleset = otherProgram{
 	name: "nftables.conf with flush ruleset", kind: written,
 	start: flushAndLoad, reload: flushAndLoad,
-	empties: func(v harness.Variant) bool { return v == harness.NFT },
+	// The tables in which mode ipvs keeps marks apart are of nf_tables, whichever variant of iptables there is.
+	empties: func(v harness.Variant) bool { return v == harness.NFT || mode == harness.IPVS },
 }
 
 func flushAndLoad(b *beside) { b.nft("flush ruleset\n" + nodeConf(b)) }

@@ -11,7 +11,7 @@ import (
 
 // neighbours are those of TestNeighbours.
 var neighbours = []otherProgram{
-	kubelet, oldKubelet, felix, flannel, kubeRouter, cilium, docker, docker29, ufw, nftablesConf, flushRuleset, iptablesPersistent,
+	kubelet, oldKubelet, felix, flannel, kubeRouter, cilium, docker, docker29, firewalld, ufw, nftablesConf, flushRuleset, iptablesPersistent,
 }
 
 // ensure makes a rule as programs do that look for it first.
