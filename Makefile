@@ -80,7 +80,7 @@ test-all: deps build lint controlplane kernel guest deploytools neighbours
 # The tests of the kernel once more, as on a machine that is set up otherwise than most: see hack/hostile. HOSTILE are those that
 # send packets; none of them takes long.
 HOSTILE_PACKAGES := ./iptables ./ipvs/... ./kernel/... ./node/... ./cmd/nodeproxy ./internal/nstest ./e2e/harness
-HOSTILE          ?= TestAffinityKeeps|TestBackendAuto|TestCleanup|TestConnectionsSurvive|TestForeignRules|TestForwardPolicyDrop|TestHealthCheckNodePort|\
+HOSTILE          ?= TestAffinityKeeps|TestBackendAuto|TestCleanup|TestConnectionsSurvive|TestExternalIPOfAnotherHost|TestForeignRules|TestForwardPolicyDrop|TestHealthCheckNodePort|\
 TestInvalidPackets|TestIPVSAddresses|TestIPVSDevice|TestIPVSOneSourcePort|TestIPVSOwnAddress|TestIPVSSCTP|TestLocalhostNotReachable|\
 TestMasquerade|TestNodePortAddresses|TestPacketMatrix|TestPodsAsEndpoints|\
 TestRenderIsWhatRunApplies|TestRestartUnderLoad|TestSCTP|TestSingleStack|TestSourceRanges|TestStartWritesNothing|TestTakeover|TestTCPReset|TestUDP

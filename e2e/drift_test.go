@@ -40,10 +40,28 @@ var driftFaults = map[harness.Mode][]driftFault{
 	},
 }
 
+// externalIPFaults are done to what makes ports of external IPs local in mode ipvs.
+var externalIPFaults = []driftFault{
+	{"the routing rule of external IPs removed", "ip rule del pref 90", "chain", "nftables table nodeproxy-ipvs-ports or its routing rule (IPv4): changed"},
+	{"a route of an external IP removed", "ip route del local 192.0.2.1 table 2496", "route",
+		"192.0.2.1 of interface kube-ipvs0 in table 2496: missing"},
+	{"the nftables table of external IPs removed", "nft delete table ip nodeproxy-ipvs-ports", "chain",
+		"nftables table nodeproxy-ipvs-ports or its routing rule (IPv4): changed"},
+	{"a port of an external IP removed", "nft delete element ip6 nodeproxy-ipvs-ports ports { fd00:192::1 . tcp . 80 }", "set_element",
+		"fd00:192::1 . tcp . 80 of nftables table nodeproxy-ipvs-ports: missing"},
+}
+
 // TestDrift: what another program does to what nodeproxy has written is repaired within seconds, logged with what it was, and
 // counted once; the rules of others stay as they are. Each is a row of the table of faults, with requests that are under way. Those
 // that begin before the repair may fail, for the kernel goes on with a connection as it began; later ones may not.
-func TestDrift(t *testing.T) {
+func TestDrift(t *testing.T) { repairs(t, driftFaults[mode]) }
+
+// TestIPVSDriftOfExternalIPs is TestDrift for externalIPFaults. Comparisons that follow each other closely are few in number, so
+// these have a process of their own.
+func TestIPVSDriftOfExternalIPs(t *testing.T) { repairs(t, externalIPFaults) }
+
+func repairs(t *testing.T, faults []driftFault) {
+	t.Helper()
 	onEachVariant(t, func(t *testing.T, variant harness.Variant) {
 		w := harness.New(t, harness.Options{OwnFirewall: true})
 		w.Write(t, "nodes.yaml", w.NodeObjects()...)
@@ -55,7 +73,7 @@ func TestDrift(t *testing.T) {
 		wantServers(t, w.Client, clusterIP(1, 4), "n1a", "n2a")
 		want := heldTwice(t, w, variant)
 		chain := regexp.MustCompile(`-A (KUBE-SVC-\S+) `).FindStringSubmatch(want)
-		for _, f := range driftFaults[mode] {
+		for _, f := range faults {
 			loads := []*harness.Load{
 				w.Client.StartLoad("tcp", clusterIP(1, 4), 1, 10*time.Millisecond),
 				w.Client.StartLoad("udp", clusterIP(1, 4), 1, 10*time.Millisecond),

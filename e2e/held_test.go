@@ -65,7 +65,7 @@ func virtualServersOn(t *testing.T, n *harness.Node) string {
 	return sortedLines(outputOn(t, n, "ipvsadm --save --numeric"))
 }
 
-// device returns addresses and local routes of kube-ipvs0, or "" if it is not there.
+// device returns addresses and local routes of kube-ipvs0, and what diverts ports of external IPs, or "" if it is not there.
 func device(t *testing.T, w *harness.World) string {
 	t.Helper()
 	return deviceOn(t, w.Node1())
@@ -87,10 +87,38 @@ func deviceOn(t *testing.T, n *harness.Node) string {
 			}
 		}
 	}
+	for _, family := range []string{"-4", "-6"} {
+		for _, line := range strings.Split(outputOn(t, n, "ip "+family+" rule"), "\n") {
+			if strings.Contains(line, " lookup 2496") {
+				out += line + "\n"
+			}
+		}
+		for _, line := range strings.Split(outputOn(t, n, "ip "+family+" route show table all"), "\n") {
+			if strings.Contains(line, " table 2496") {
+				out += line + "\n"
+			}
+		}
+	}
+	ruleset := outputOn(t, n, "nft list ruleset") // One look, as the tables may go between two.
+	for _, family := range []string{"ip", "ip6"} {
+		if _, table, has := strings.Cut(ruleset, "table "+family+" nodeproxy-ipvs-ports {\n"); has {
+			table, _, _ = strings.Cut(table, "\n}\n")
+			out += family + diverted(table) + "\n"
+		}
+	}
 	if strings.Contains(outputOn(t, n, "ip -o link"), " "+name+":") {
 		out += name + "\n"
 	}
 	return sortedLines(out)
+}
+
+// diverted is a table that diverts ports, with the elements of its set in order.
+func diverted(table string) string {
+	head, rest, _ := strings.Cut(table, "elements = {")
+	elements, tail, _ := strings.Cut(rest, "}")
+	list := strings.Split(strings.Join(strings.Fields(elements), " "), ", ")
+	slices.Sort(list)
+	return head + strings.Join(list, "\n") + tail
 }
 
 func sortedLines(text string) string {

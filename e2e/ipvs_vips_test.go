@@ -16,7 +16,7 @@ import (
 const hostPort = 7070
 
 // TestIPVSAddressesAreServicesOnly: though addresses of Services are the node's own in mode ipvs, what the node itself
-// listens to is not to be reached there, nor are node ports; and they answer to ping.
+// listens to is not to be reached there, nor are node ports; and they answer to ping. Of an external IP, only ports are.
 func TestIPVSAddressesAreServicesOnly(t *testing.T) {
 	onEachVariant(t, func(t *testing.T, variant harness.Variant) {
 		w := harness.New(t, harness.Options{OwnFirewall: true}) // ports of the node are asked for from outside
@@ -39,7 +39,11 @@ func TestIPVSAddressesAreServicesOnly(t *testing.T) {
 				var checks []func()
 				for number := 1; number <= 3; number++ {
 					a := harness.AddressesOf(number)
-					for _, addr := range []netip.Addr{a.ClusterIP(family), a.VIP(family), a.ExternalIP(family)} {
+					external := a.ExternalIP(family) // is another host's, as far as it can be known, and here nobody's
+					checks = append(checks,
+						func() { wantNobody(t, client, netip.AddrPortFrom(external, hostPort)) },
+						func() { wantNobody(t, client, netip.AddrPortFrom(external, a.NodePort)) })
+					for _, addr := range []netip.Addr{a.ClusterIP(family), a.VIP(family)} {
 						checks = append(checks,
 							func() { wantOutcome(t, client, netip.AddrPortFrom(addr, hostPort), harness.Refused) },
 							func() { wantOutcome(t, client, netip.AddrPortFrom(addr, a.NodePort), harness.Refused) },
@@ -85,7 +89,7 @@ func TestIPVSDevice(t *testing.T) {
 				t.Errorf("%s: routes for the ranges: %v, want %v:\n%s", when, routed, want, got)
 			}
 		}
-		external := []netip.Addr{a.VIP4, a.VIP6, a.ExternalIP4, a.ExternalIP6}
+		external := []netip.Addr{a.VIP4, a.VIP6, a.ExternalIP4}    // the latter for the source of ICMP errors
 		internal := []netip.Addr{netip.MustParseAddr("10.96.0.0")} // it keeps the routes of IPv4
 		if harness.VIPsWith(variant) == harness.VIPAddresses {
 			internal = []netip.Addr{a.ClusterIP4, a.ClusterIP6, b.ClusterIP4, b.ClusterIP6}

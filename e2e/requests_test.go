@@ -88,6 +88,17 @@ func wantOutcome(t *testing.T, client *harness.Host, to netip.AddrPort, want har
 	together(func() { ask("tcp") }, func() { ask("udp") })
 }
 
+// wantNobody makes one request over TCP and UDP each to an address that no machine has. The network says so, or nothing.
+func wantNobody(t *testing.T, client *harness.Host, to netip.AddrPort) {
+	t.Helper()
+	ask := func(network string) {
+		if a := client.Ask(network, to, harness.Brief); a.Outcome != harness.TimedOut && a.Outcome != harness.Unreachable {
+			t.Errorf("%s from %s to %s: %v, want no answer", network, client.Name, to, a)
+		}
+	}
+	together(func() { ask("tcp") }, func() { ask("udp") })
+}
+
 // wantSource makes requests over TCP and UDP and checks the client's address as the servers saw it.
 func wantSource(t *testing.T, client *harness.Host, to netip.AddrPort, want netip.Addr) {
 	t.Helper()

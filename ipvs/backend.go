@@ -173,10 +173,17 @@ func (b *Backend) engine(f plan.Family, t *iptables.FixedTables, n *node, d *ker
 	options := b.cfg.Options
 	options.RandomFully, options.TCPLiberal = t.RandomFully(), tcpLiberal()
 	b.cfg.Log.Info("using IPVS", "program", t.Describe(), "scheduler", options.Scheduler)
+	if options.WholeAddresses = n.ports[f] == nil; options.WholeAddresses {
+		b.cfg.Log.Warn("all ports of external IPs are this node's, also where another host has the address: give Services addresses of"+
+			" their own", "family", f, "error", kernel.ErrNoPorts)
+	}
 	e := &engine{
 		family: f, options: options, tellRefused: b.cfg.Refused, exclude: b.cfg.ExcludeCIDRs, grace: b.cfg.GracePeriod, log: b.cfg.Log,
 		machine: machine{servers: b.servers, sets: n.sets, device: d, tables: t,
 			host: hostAddresses},
+	}
+	if p := n.ports[f]; p != nil {
+		e.machine.ports = p
 	}
 	if g := n.guards[f]; g != nil {
 		e.machine.guard = g

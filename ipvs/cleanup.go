@@ -14,13 +14,17 @@ import (
 	"nodeproxy/plan"
 )
 
-// Leftovers reports whether mode ipvs, this program's or kube-proxy's, has left something on this node: the device, the guard of marks, or sets.
+// Leftovers reports whether mode ipvs, this program's or kube-proxy's, has left something on this node: the device, nftables tables,
+// routing rules, or sets.
 func Leftovers() (bool, error) {
 	if kernel.DeviceExists(DeviceName) {
 		return true, nil
 	}
 	if guards, err := kernel.GuardTables(); err != nil || len(guards) > 0 {
 		return len(guards) > 0, err
+	}
+	if ports, err := kernel.PortsFamilies(); err != nil || len(ports) > 0 {
+		return len(ports) > 0, err
 	}
 	s, err := kernel.OpenSets()
 	if err != nil {
@@ -100,6 +104,13 @@ func (c *Cleaner) List() ([]string, error) {
 	for _, f := range guards {
 		out = append(out, fmt.Sprintf("nftables table %s (%s)", kernel.GuardTable, f))
 	}
+	ports, err := kernel.PortsFamilies()
+	if err != nil {
+		return nil, err
+	}
+	for _, f := range ports {
+		out = append(out, fmt.Sprintf("nftables table %s and the routing rule for table %d (%s)", kernel.PortsTable, kernel.RouteTable, f))
+	}
 	s, err := kernel.OpenSets()
 	if err != nil {
 		return out, nil // A kernel without sets holds none.
@@ -169,9 +180,9 @@ func ourSet(name string) bool {
 	return false
 }
 
-// removeRest removes the device, the guard of marks, and sets.
+// removeRest removes the device, nftables tables, routing rules, and sets.
 func removeRest() error {
-	if err := errors.Join(kernel.RemoveDevice(DeviceName), kernel.RemoveGuards()); err != nil {
+	if err := errors.Join(kernel.RemovePorts(), kernel.RemoveDevice(DeviceName), kernel.RemoveGuards()); err != nil {
 		return err
 	}
 	s, err := kernel.OpenSets()

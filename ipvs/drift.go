@@ -29,6 +29,7 @@ func (e *engine) differences(before *held) {
 		}
 	}
 	e.memberDifferences(before)
+	e.portDifferences(before)
 	for _, a := range slices.SortedFunc(maps.Keys(before.vips), netip.Addr.Compare) {
 		if _, is := e.held.vips[a]; !is {
 			e.found.Add(drift.Address, drift.Missing, "%s of interface %s", a, DeviceName)

@@ -50,6 +50,7 @@ type held struct {
 	servers map[kernel.ServerID]*heldServer
 	members map[member]shared // by key; count is not used
 	vips    map[netip.Addr]struct{}
+	ports   heldPorts
 }
 
 // heldServer is a virtual server in the kernel.
@@ -120,7 +121,7 @@ func (e *engine) follow() (again bool) {
 func (e *engine) concerned(host map[netip.Addr]struct{}) (t *touched, routes bool) {
 	t = newTouched()
 	note := func(a netip.Addr) {
-		if e.desired.vips[a] > 0 {
+		if e.desired.vips[a] > 0 || e.desired.ports[a] != nil {
 			t.vips[a] = struct{}{}
 		}
 		routes = routes || len(e.ranges) > 0 && a == e.desired.node.IP(e.family)
@@ -259,8 +260,10 @@ func (e *engine) read(before *held) error {
 	if err := e.flush(); err != nil {
 		return err
 	}
-	e.held.vips, err = e.machine.device.Addresses(e.family)
-	return err
+	if e.held.vips, err = e.machine.device.Addresses(e.family); err != nil {
+		return err
+	}
+	return e.readPorts()
 }
 
 // foreign reports whether a virtual server is none of ours, whatever the plan.
@@ -304,6 +307,10 @@ func (e *engine) everything() *touched {
 	for a := range e.held.vips {
 		t.vips[a] = struct{}{}
 	}
+	for a := range e.desired.ports {
+		t.vips[a] = struct{}{}
+	}
+	e.held.ports.addresses(func(a netip.Addr) { t.vips[a] = struct{}{} })
 	for m := range e.held.members {
 		if m.set == setVIPs {
 			t.vips[m.entry.Addr] = struct{}{}
@@ -328,23 +335,26 @@ func (e *engine) leaveUnknown(t *touched, p *plan.Plan) {
 		}
 	}
 	for a := range t.vips {
-		if e.desired.vips[a] == 0 {
+		if e.desired.vips[a] == 0 && e.desired.ports[a] == nil {
 			delete(t.vips, a)
 		}
 	}
+	t.onlyAdd = true
 }
 
 // apply brings what is touched to what is desired. A packet that had an endpoint before and has one after must have one all the
 // while, so: what masquerades or refuses comes before what sends packets on, and goes after it; a mark leads to a virtual
-// server only while that has its real servers; an address of a Service is the last that comes and the last that goes. One thing
-// that fails does not keep the others from being done.
+// server only while that has its real servers; an address of a Service is the last that comes and the last that goes. A port of an
+// external IP goes before its virtual server: without that, it would lead to a program of the node's own. One thing that fails does not
+// keep the others from being done.
 func (e *engine) apply(t *touched, steps *ruleSteps) error {
 	if steps == nil {
 		none := func() error { return nil }
 		steps = &ruleSteps{none, none, none}
 	}
-	bind, unbind := e.addresses(t)
-	m := e.members(t, bind, unbind)
+	bind, unbind, unlist := e.addresses(t)
+	ports := e.portChanges(t)
+	m := e.members(t, bind, unlist)
 	ids := slices.SortedFunc(maps.Keys(t.servers), e.order)
 	var errs []error
 	do := func(err error) { errs = append(errs, err) }
@@ -358,8 +368,10 @@ func (e *engine) apply(t *touched, steps *ruleSteps) error {
 	if len(bind) > 0 {
 		do(e.bind(bind))
 	}
+	do(e.addPorts(ports))
 	do(e.addLeads(m.leads))
 	do(steps.after())
+	do(e.removePorts(ports))
 	do(e.removeMisleading(m.misleading))
 	for _, id := range ids {
 		_, replaced := t.replaced[id]
@@ -387,19 +399,25 @@ func (e *engine) order(a, b kernel.ServerID) int {
 	return compareServers(a, b)
 }
 
-// addresses are those to put on the device and to take off it.
-func (e *engine) addresses(t *touched) (bind, unbind []netip.Addr) {
+// addresses are those to put on the device with all of their ports, those to take off it, and those to take off the set of the former.
+func (e *engine) addresses(t *touched) (bind, unbind, unlist []netip.Addr) {
 	for _, a := range slices.SortedFunc(maps.Keys(t.vips), netip.Addr.Compare) {
 		_, is := e.held.vips[a]
+		_, unrouted := e.held.ports.unrouted[a]
 		_, listed := e.held.members[vipMember(a)]
-		switch wanted := e.desired.bound(a, e.options.Host, e.ranges); {
+		byPort := e.desired.byPort(a, e.options.Host, e.ranges)
+		wanted := e.desired.bound(a, e.options.Host, e.ranges)
+		switch {
 		case wanted && !(is && listed):
 			bind = append(bind, a)
-		case !wanted && (is || listed):
+		case !wanted && !byPort && (is || unrouted || listed):
 			unbind = append(unbind, a)
 		}
+		if !wanted && listed && !(byPort && t.onlyAdd) {
+			unlist = append(unlist, a)
+		}
 	}
-	return bind, unbind
+	return bind, unbind, unlist
 }
 
 func vipMember(a netip.Addr) member { return member{setVIPs, kernel.Entry{Addr: a}} }
@@ -408,7 +426,14 @@ func (e *engine) bind(list []netip.Addr) error {
 	if err := e.machine.device.AddAddresses(list); err != nil {
 		return err
 	}
+	unrouted := slices.DeleteFunc(slices.Clone(list), func(a netip.Addr) bool { _, is := e.held.ports.unrouted[a]; return !is })
+	if len(unrouted) > 0 {
+		if err := e.machine.device.RouteAddresses(unrouted); err != nil {
+			return err
+		}
+	}
 	for _, a := range list {
+		delete(e.held.ports.unrouted, a)
 		e.held.vips[a] = struct{}{}
 	}
 	return nil
@@ -419,6 +444,7 @@ func (e *engine) unbind(list []netip.Addr) error {
 		return err
 	}
 	for _, a := range list {
+		delete(e.held.ports.unrouted, a)
 		delete(e.held.vips, a)
 	}
 	return nil

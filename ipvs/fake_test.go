@@ -23,6 +23,10 @@ type fakeKernel struct {
 	marks       map[string]map[kernel.Entry]kernel.Entry
 	addresses   map[netip.Addr]struct{}
 	local       map[netip.Prefix]netip.Addr
+	unrouted    map[netip.Addr]struct{} // of addresses
+	portRoutes  map[netip.Addr]struct{}
+	ports       map[plan.Address]struct{} // nil if there is no table for them
+	brokenPorts bool                      // the table is not what it should be
 	hostAddrs   map[netip.Addr]struct{}
 	fixed       *iptables.Fixed
 	otherMode   bool
@@ -37,6 +41,7 @@ func newFakeKernel(f plan.Family) *fakeKernel {
 		family: f, virtual: map[kernel.ServerID]*kernel.HeldServer{}, set: map[string]map[kernel.Entry]struct{}{},
 		marks: map[string]map[kernel.Entry]kernel.Entry{}, addresses: map[netip.Addr]struct{}{},
 		local: map[netip.Prefix]netip.Addr{}, hostAddrs: map[netip.Addr]struct{}{},
+		unrouted: map[netip.Addr]struct{}{}, portRoutes: map[netip.Addr]struct{}{},
 		connections: map[netip.AddrPort]uint32{},
 	}
 }
@@ -196,8 +201,94 @@ func (k fakeDevice) AddAddresses(list []netip.Addr) error {
 func (k fakeDevice) RemoveAddresses(list []netip.Addr) error {
 	for _, a := range list {
 		delete(k.addresses, a)
+		delete(k.unrouted, a)
 	}
 	return k.call("remove addresses %v", list)
+}
+
+func (k fakeDevice) UnroutedAddresses(plan.Family) (map[netip.Addr]struct{}, error) {
+	out := maps.Clone(k.unrouted)
+	maps.DeleteFunc(out, func(a netip.Addr, _ struct{}) bool { _, is := k.addresses[a]; return !is })
+	return out, nil
+}
+
+func (k fakeDevice) AddUnrouted(list []netip.Addr) error {
+	for _, a := range list {
+		if _, routed := k.portRoutes[a]; !routed {
+			return fmt.Errorf("%s is to lose its route, and none of its ports is local", a)
+		}
+		k.addresses[a], k.unrouted[a] = struct{}{}, struct{}{}
+	}
+	return k.call("add unrouted %v", list)
+}
+
+func (k fakeDevice) RouteAddresses(list []netip.Addr) error {
+	for _, a := range list {
+		delete(k.unrouted, a)
+	}
+	return k.call("route addresses %v", list)
+}
+
+func (k fakeDevice) PortRoutes(plan.Family) (map[netip.Addr]struct{}, error) {
+	return maps.Clone(k.portRoutes), nil
+}
+
+func (k fakeDevice) AddPortRoutes(list []netip.Addr) error {
+	for _, a := range list {
+		k.portRoutes[a] = struct{}{}
+	}
+	return k.call("add port routes %v", list)
+}
+
+func (k fakeDevice) RemovePortRoutes(list []netip.Addr) error {
+	for _, a := range list {
+		delete(k.portRoutes, a)
+	}
+	return k.call("remove port routes %v", list)
+}
+
+// fakePorts is the table that diverts ports.
+type fakePorts struct{ *fakeKernel }
+
+func (k fakePorts) Held() (map[plan.Address]struct{}, bool, bool, error) {
+	return maps.Clone(k.ports), k.ports != nil, k.ports != nil && !k.brokenPorts, nil
+}
+
+func (k fakePorts) Write(list []plan.Address) error {
+	k.ports, k.brokenPorts = map[plan.Address]struct{}{}, false
+	return k.divert(list, "write ports %v")
+}
+
+func (k fakePorts) Add(list []plan.Address) error {
+	if k.ports == nil {
+		return errors.New("there is no table for ports")
+	}
+	return k.divert(list, "add ports %v")
+}
+
+func (k fakePorts) divert(list []plan.Address, text string) error {
+	for _, p := range list {
+		if _, routed := k.portRoutes[p.Addr]; !routed {
+			return fmt.Errorf("%v is to be local, and has no route", p)
+		}
+		k.ports[p] = struct{}{}
+	}
+	return k.call(text, list)
+}
+
+func (k fakePorts) Remove(list []plan.Address) error {
+	for _, p := range list {
+		if _, is := k.ports[p]; !is {
+			return fmt.Errorf("%v is to be removed, and is not there", p)
+		}
+		delete(k.ports, p)
+	}
+	return k.call("remove ports %v", list)
+}
+
+func (k fakePorts) Clear() error {
+	k.ports = nil
+	return k.call("clear ports")
 }
 
 func (k fakeDevice) Routes(plan.Family) (map[netip.Prefix]netip.Addr, error) {
@@ -231,7 +322,7 @@ func fakeEngine(f plan.Family, o Options) (*engine, *fakeKernel) {
 
 func engineOver(k *fakeKernel, o Options) *engine {
 	return &engine{family: k.family, options: o, grace: DefaultGracePeriod, log: slog.New(slog.DiscardHandler), machine: machine{
-		servers: fakeServers{k}, sets: fakeSets{k}, device: fakeDevice{k}, tables: fakeTables{k},
+		servers: fakeServers{k}, sets: fakeSets{k}, device: fakeDevice{k}, ports: fakePorts{k}, tables: fakeTables{k},
 		host: func(plan.Family) (map[netip.Addr]struct{}, error) { return maps.Clone(k.hostAddrs), nil },
 	}}
 }
@@ -260,8 +351,13 @@ func (k *fakeKernel) render() string {
 		fmt.Fprintf(&out, "route add local %s dev %s table local\n", r, DeviceName)
 	}
 	for a := range k.addresses {
-		fmt.Fprintf(&out, "address add %s dev %s\n", netip.PrefixFrom(a, a.BitLen()), DeviceName)
+		if _, unrouted := k.unrouted[a]; !unrouted {
+			renderAddress(&out, a)
+		}
 	}
+	ports := slices.SortedFunc(maps.Keys(k.ports), comparePorts)
+	renderPorts(&out, ports)
+	out.WriteString("# nftables by netlink\n" + kernel.PortsText(k.family, ports))
 	out.WriteString("# iptables-restore\n" + k.fixed.Render())
 	return out.String()
 }
@@ -285,6 +381,9 @@ func (k *fakeKernel) text() string {
 		fmt.Fprintf(&out, "%s\n%s", name, strings.Join(lines, ""))
 	}
 	fmt.Fprintln(&out, slices.SortedFunc(maps.Keys(k.addresses), netip.Addr.Compare))
+	fmt.Fprintln(&out, slices.SortedFunc(maps.Keys(k.unrouted), netip.Addr.Compare))
+	fmt.Fprintln(&out, slices.SortedFunc(maps.Keys(k.portRoutes), netip.Addr.Compare))
+	fmt.Fprintln(&out, slices.SortedFunc(maps.Keys(k.ports), comparePorts), k.ports != nil)
 	for _, p := range slices.SortedFunc(maps.Keys(k.local), netip.Prefix.Compare) {
 		fmt.Fprintln(&out, p, k.local[p])
 	}

@@ -33,8 +33,8 @@ func TestFollow(t *testing.T) {
 	}{
 		{"nothing changes", func() {}, ""},
 		{"a pod's interface", func() { k.hostAddrs[netip.MustParseAddr("10.244.0.1")] = struct{}{} }, ""},
-		{"a Service's address comes", func() { k.hostAddrs[external] = struct{}{} }, "remove 1 from KUBE-IPVS-IPS,remove addresses"},
-		{"and goes", func() { delete(k.hostAddrs, external) }, "add 1 to KUBE-IPVS-IPS,add addresses"},
+		{"a Service's address comes", func() { k.hostAddrs[external] = struct{}{} }, "clear ports,remove port routes,remove addresses"},
+		{"and goes", func() { delete(k.hostAddrs, external) }, "add port routes,write ports,add unrouted"},
 		{"the node's address goes", func() { delete(k.hostAddrs, node) }, "add route"},
 		{"and comes", func() { k.hostAddrs[node] = struct{}{} }, "add route"},
 	} {

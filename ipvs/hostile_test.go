@@ -24,9 +24,12 @@ var hostileLines = map[string]*regexp.Regexp{
 	"ipvsadm --restore": regexp.MustCompile(`^(-A|-a) (-[tu]|-f|--sctp-service) [0-9a-f:.\[\]]+( -6)?` +
 		`( -s (rr|wrr|lc|wlc|lblc|lblcr|sh|dh|sed|nq|fo|ovf|mh)( -p [0-9]+)?( -b [a-z,-]+)?| -r [0-9a-f:.\[\]]+ -m -w [0-9]+)$`),
 	"ip -batch": regexp.MustCompile(`^(link add kube-ipvs0 type dummy|link set kube-ipvs0 (up|addrgenmode none)|route add local [0-9a-f:./]+ dev kube-ipvs0 table local( src [0-9a-f:.]+)?` +
-		`|address add [0-9a-f:.]+/[0-9]+ dev kube-ipvs0 (scope host|nodad preferred_lft 0))$`),
-	"nftables by netlink": regexp.MustCompile(`^(table ip6? nodeproxy-ipvs-marks|chain [a-z-]+ type filter hook (input|output) priority -?[0-9]+` +
-		`|rule [a-z-]+ [a-z0-9 =&|"]+)$`),
+		`|address add [0-9a-f:.]+/[0-9]+ dev kube-ipvs0 (scope host|nodad preferred_lft 0)|route del local [0-9.]+ dev kube-ipvs0 table local` +
+		`|route add local [0-9a-f:.]+ dev kube-ipvs0 table 2496)$`),
+	"nftables by netlink": regexp.MustCompile(`^(table ip6? nodeproxy-ipvs-(marks|ports)` +
+		`|chain [a-z-]+ type (filter|route) hook (prerouting|input|forward|output) priority -?[0-9]+` +
+		`|rule [a-z-]+ [a-z0-9 =&|".@]+|set ports type ipv[46]_addr [.] inet_proto [.] inet_service` +
+		`|add element ip6? nodeproxy-ipvs-ports ports [{] [0-9a-f:.]+ [.] (tcp|udp|sctp) [.] [0-9]+ [}]|ip -[46] rule add pref 90 fwmark 0x28030000 lookup 2496)$`),
 	"restore": regexp.MustCompile(`^([*](mangle|filter|nat)|COMMIT|:KUBE-[A-Z0-9-]+ - \[0:0\]` +
 		`|-A (KUBE-[A-Z0-9-]+|PREROUTING|INPUT|FORWARD|OUTPUT|POSTROUTING)( [A-Za-z0-9:./,!_+-]+| "[A-Za-z0-9 :;.-]*")+)$`),
 }

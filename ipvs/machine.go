@@ -15,7 +15,8 @@ type machine struct {
 	sets    sets
 	device  device
 	tables  tables
-	guard   guard // nil where the kernel has no nftables
+	guard   guard     // nil where the kernel has no nftables
+	ports   portTable // nil where Options.WholeAddresses is set
 	// host lists the addresses of all other interfaces.
 	host func(plan.Family) (map[netip.Addr]struct{}, error)
 }
@@ -44,6 +45,21 @@ type device interface {
 	Routes(plan.Family) (map[netip.Prefix]netip.Addr, error)
 	AddRoute(netip.Prefix, netip.Addr) error
 	RemoveRoute(netip.Prefix) error
+	UnroutedAddresses(plan.Family) (map[netip.Addr]struct{}, error)
+	AddUnrouted([]netip.Addr) error
+	RouteAddresses([]netip.Addr) error
+	PortRoutes(plan.Family) (map[netip.Addr]struct{}, error)
+	AddPortRoutes([]netip.Addr) error
+	RemovePortRoutes([]netip.Addr) error
+}
+
+// portTable diverts single ports of addresses to this node.
+type portTable interface {
+	Held() (ports map[plan.Address]struct{}, exists, complete bool, err error)
+	Write([]plan.Address) error
+	Add([]plan.Address) error
+	Remove([]plan.Address) error
+	Clear() error
 }
 
 // guard keeps marks of ours and of other programs apart.

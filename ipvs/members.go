@@ -24,7 +24,7 @@ func (id setID) leads() bool { return setKinds[id].marks || id == setNoLocalEndp
 func (id setID) misleads() bool { return id.leads() || id == setNoEndpoints }
 
 // members are the set entries to add or change, and to remove.
-func (e *engine) members(t *touched, bind, unbind []netip.Addr) memberChanges {
+func (e *engine) members(t *touched, bind, unlist []netip.Addr) memberChanges {
 	var out memberChanges
 	for m := range t.members {
 		want := e.desired.members[m]
@@ -48,7 +48,7 @@ func (e *engine) members(t *touched, bind, unbind []netip.Addr) memberChanges {
 			out.guards = append(out.guards, vipMember(a))
 		}
 	}
-	for _, a := range unbind {
+	for _, a := range unlist {
 		if _, is := e.held.members[vipMember(a)]; is {
 			out.spent = append(out.spent, vipMember(a))
 		}

@@ -16,6 +16,7 @@ type node struct {
 	sets    *kernel.Sets
 	tables  map[plan.Family]*iptables.FixedTables
 	guards  map[plan.Family]*kernel.Guards // none on a kernel without nftables
+	ports   map[plan.Family]*kernel.Ports  // none on a kernel that can't divert ports
 	// missing says of each family without tables why it has none.
 	missing []error
 }
@@ -31,6 +32,7 @@ func find(cfg *Config) (*node, error) {
 		return nil, err
 	}
 	n.tables, n.guards = map[plan.Family]*iptables.FixedTables{}, map[plan.Family]*kernel.Guards{}
+	n.ports = map[plan.Family]*kernel.Ports{}
 	for _, f := range cfg.Families {
 		if t, err := iptables.NewFixedTables(cfg.Variant, f); err != nil {
 			n.missing = append(n.missing, fmt.Errorf("%s: %w", f, err))
@@ -38,7 +40,7 @@ func find(cfg *Config) (*node, error) {
 			n.tables[f] = t
 		}
 	}
-	if err := n.openGuards(newMarks(cfg.MasqueradeBit).guard()); err != nil {
+	if err := errors.Join(n.openGuards(newMarks(cfg.MasqueradeBit).guard()), n.openPorts()); err != nil {
 		n.close()
 		return nil, err
 	}
@@ -56,6 +58,19 @@ func (n *node) openGuards(m kernel.MarkGuard) error {
 		case err == nil:
 			n.guards[f] = g
 		case !errors.Is(err, kernel.ErrNoGuard):
+			return err
+		}
+	}
+	return nil
+}
+
+// openPorts opens what diverts ports of each family that has tables.
+func (n *node) openPorts() error {
+	for f := range n.tables {
+		switch p, err := kernel.OpenPorts(f); {
+		case err == nil:
+			n.ports[f] = p
+		case !errors.Is(err, kernel.ErrNoPorts):
 			return err
 		}
 	}
@@ -90,5 +105,8 @@ func (n *node) close() {
 	}
 	for _, g := range n.guards {
 		_ = g.Close()
+	}
+	for _, p := range n.ports {
+		_ = p.Close()
 	}
 }

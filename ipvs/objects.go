@@ -14,6 +14,7 @@ type objects struct {
 	servers []server
 	members []member
 	vips    []netip.Addr
+	ports   []plan.Address // of addresses that others may have, of which only these ports are to be local
 }
 
 // server is a virtual server as it should be. One without destinations need not exist; but where it does exist, with
@@ -127,7 +128,11 @@ func (b *builder) server(id kernel.ServerID, policy plan.Policy) {
 
 // atAddress adds the virtual server for a frontend's address.
 func (b *builder) atAddress(f plan.Frontend, policy plan.Policy) {
-	b.out.vips = append(b.out.vips, f.Addr)
+	if f.Kind == plan.ExternalIP { // Whoever may make Services may name any address, also that of another host.
+		b.out.ports = append(b.out.ports, plan.Address{Addr: f.Addr, Protocol: f.Protocol, Port: f.Port})
+	} else {
+		b.out.vips = append(b.out.vips, f.Addr)
+	}
 	b.server(kernel.ServerID{Family: b.sp.Key.Family, Protocol: f.Protocol, Addr: f.Addr, Port: f.Port}, policy)
 }
 

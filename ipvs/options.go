@@ -35,6 +35,8 @@ type Options struct {
 	Unavailable func(name string) bool
 	// VIPs is Routes if empty.
 	VIPs VIPs
+	// WholeAddresses makes external IPs local with all of their ports, for a kernel that can't divert single ones.
+	WholeAddresses bool
 	// Host holds the addresses of the node's own interfaces, which are never put on the device.
 	Host map[netip.Addr]struct{}
 }

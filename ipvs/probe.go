@@ -1,6 +1,7 @@
 package ipvs
 
 import (
+	"cmp"
 	"context"
 	"fmt"
 	"runtime"
@@ -119,7 +120,7 @@ func (b *Backend) unlike(p *prober) string {
 		return "another program has changed virtual servers"
 	}
 	for _, e := range b.engines {
-		if why := e.otherSizes(); why != "" {
+		if why := cmp.Or(e.otherSizes(), e.portsUnlike()); why != "" {
 			return why
 		}
 	}

@@ -24,8 +24,10 @@ func Render(p *plan.Plan, f plan.Family, o Options) string {
 	for _, id := range slices.SortedFunc(maps.Keys(s.servers), compareServers) {
 		renderServer(&out, s.servers[id])
 	}
+	diverted := s.diverted(ranges)
 	s.renderDevice(&out, p.Node.IP(f), ranges)
-	out.WriteString("# nftables by netlink\n" + newMarks(o.MasqueradeBit).guard().Text(f))
+	renderPorts(&out, diverted)
+	out.WriteString("# nftables by netlink\n" + newMarks(o.MasqueradeBit).guard().Text(f) + kernel.PortsText(f, diverted))
 	if f == plan.IPv6 {
 		out.WriteString("# ip6tables-restore\n")
 	} else {
@@ -38,14 +40,9 @@ func Render(p *plan.Plan, f plan.Family, o Options) string {
 // renderDevice prints the device with its addresses and routes, as kernel.Device makes them.
 func (s *state) renderDevice(out *strings.Builder, nodeIP netip.Addr, ranges []netip.Prefix) {
 	fmt.Fprintf(out, "# ip -batch\nlink add %s type dummy\nlink set %s addrgenmode none\nlink set %s up\n", DeviceName, DeviceName, DeviceName)
-	// The rest of the node does not take such an address for its own connections.
-	attributes := "scope host"
-	if s.family == plan.IPv6 {
-		attributes = "nodad preferred_lft 0"
-	}
-	for _, a := range slices.SortedFunc(maps.Keys(s.vips), netip.Addr.Compare) {
+	for _, a := range slices.SortedFunc(maps.Keys(s.addresses()), netip.Addr.Compare) {
 		if s.bound(a, s.options.Host, ranges) {
-			fmt.Fprintf(out, "address add %s dev %s %s\n", netip.PrefixFrom(a, a.BitLen()), DeviceName, attributes)
+			renderAddress(out, a)
 		}
 	}
 	for _, r := range ranges {
@@ -57,13 +54,62 @@ func (s *state) renderDevice(out *strings.Builder, nodeIP netip.Addr, ranges []n
 	}
 }
 
+// renderAddress prints an address of the device. The rest of the node does not take it for its own connections.
+func renderAddress(out *strings.Builder, a netip.Addr) {
+	attributes := "scope host"
+	if a.Is6() {
+		attributes = "nodad preferred_lft 0"
+	}
+	fmt.Fprintf(out, "address add %s dev %s %s\n", netip.PrefixFrom(a, a.BitLen()), DeviceName, attributes)
+}
+
+// addresses are those of all Services.
+func (s *state) addresses() map[netip.Addr]struct{} {
+	out := map[netip.Addr]struct{}{}
+	for a := range s.vips {
+		out[a] = struct{}{}
+	}
+	for a := range s.ports {
+		out[a] = struct{}{}
+	}
+	return out
+}
+
+// diverted are the ports of external IPs that are local while their addresses are not, in order.
+func (s *state) diverted(ranges []netip.Prefix) []plan.Address {
+	var out []plan.Address
+	for a, at := range s.ports {
+		if s.byPort(a, s.options.Host, ranges) {
+			out = slices.AppendSeq(out, maps.Keys(at))
+		}
+	}
+	slices.SortFunc(out, comparePorts)
+	return out
+}
+
+// renderPorts prints addresses and routes that diverted ports need.
+func renderPorts(out *strings.Builder, ports []plan.Address) {
+	var last netip.Addr
+	for _, p := range ports {
+		a := p.Addr
+		if a == last {
+			continue
+		}
+		if last = a; a.Is4() {
+			renderAddress(out, a)
+			fmt.Fprintf(out, "route del local %s dev %s table local\n", a, DeviceName)
+		}
+		fmt.Fprintf(out, "route add local %s dev %s table %d\n", a, DeviceName, kernel.RouteTable)
+	}
+}
+
 func (s *state) renderSets(out *strings.Builder, ranges []netip.Prefix) {
 	lines := make([][]string, setCount)
 	for m, with := range s.members {
 		m.entry.Mark, m.entry.Mask = with.mark, with.mask
 		lines[m.set] = append(lines[m.set], m.entry.Text(setOf(m.set, s.family)))
 	}
-	for a := range s.vips {
+	for a := range s.addresses() {
 		if s.bound(a, s.options.Host, ranges) {
 			lines[setVIPs] = append(lines[setVIPs], kernel.Entry{Addr: a}.Text(setOf(setVIPs, s.family)))
 		}

@@ -106,13 +106,14 @@ func (r *ruleMaker) mangle() {
 	mark := []string{
 		translated,                       // It comes by again, and keeps its mark until it leaves.
 		ours + clearMark(r.marks.mask()), // A mark of somebody else's, by chance.
+		// Of an external IP, only ports are the node's, for which addrtype does not look.
+		r.to(setExternalIPLocal) + "-g " + chainShortCircuit,
 		"-m addrtype ! --dst-type LOCAL -j RETURN",
 		r.to(setClusterIP) + "-j RETURN",
 		isNew + r.to(setLoadBalancerFirewall) + "-j " + chainFirewall,
 		// A frontend that changes its policy is among both while it does. Until its own virtual server has all endpoints, pods
 		// and the node are led to others by mark.
 		r.to(setLoadBalancerLocal) + "-g " + chainShortCircuit,
-		r.to(setExternalIPLocal) + "-g " + chainShortCircuit,
 		r.to(setLoadBalancer) + "-j RETURN",
 		r.to(setExternalIP) + "-j RETURN",
 		r.to(setNoEndpoints) + "-j RETURN",

@@ -21,6 +21,7 @@ type state struct {
 	servers  map[kernel.ServerID]server
 	members  map[member]*shared // by key
 	vips     map[netip.Addr]int
+	ports    ports
 }
 
 // shared is an entry that several ServicePorts may ask for, and the mark that it has.
@@ -32,15 +33,18 @@ type shared struct {
 // touched are the things in the kernel that a change may concern.
 type touched struct {
 	servers map[kernel.ServerID]struct{}
-	members map[member]struct{} // by key
-	vips    map[netip.Addr]struct{}
+	members map[member]struct{}     // by key
+	vips    map[netip.Addr]struct{} // and their ports
 	// replaced are virtual servers that go while their ServicePort stays, and is found in another way from now on: their
 	// connections are left to them.
 	replaced map[kernel.ServerID]struct{}
+	// onlyAdd leaves ports that are not desired alone.
+	onlyAdd bool
 }
 
 func newTouched() *touched {
-	return &touched{map[kernel.ServerID]struct{}{}, map[member]struct{}{}, map[netip.Addr]struct{}{}, map[kernel.ServerID]struct{}{}}
+	return &touched{servers: map[kernel.ServerID]struct{}{}, members: map[member]struct{}{}, vips: map[netip.Addr]struct{}{},
+		replaced: map[kernel.ServerID]struct{}{}}
 }
 
 func newState(p *plan.Plan, f plan.Family, o Options) *state {
@@ -48,6 +52,7 @@ func newState(p *plan.Plan, f plan.Family, o Options) *state {
 		family: f, options: o, marks: newMarks(o.MasqueradeBit), node: p.Node,
 		services: map[plan.Key]*plan.ServicePort{}, objects: map[plan.Key]objects{}, ids: identities{},
 		servers: map[kernel.ServerID]server{}, members: map[member]*shared{}, vips: map[netip.Addr]int{},
+		ports: ports{},
 	}
 }
 
@@ -132,6 +137,10 @@ func (s *state) enter(sp *plan.ServicePort, t *touched) {
 		s.vips[a]++
 		t.vips[a] = struct{}{}
 	}
+	for _, p := range o.ports {
+		s.ports.enter(p)
+		t.vips[p.Addr] = struct{}{}
+	}
 }
 
 func (s *state) leave(k plan.Key, t *touched) {
@@ -154,6 +163,10 @@ func (s *state) leave(k plan.Key, t *touched) {
 			delete(s.vips, a)
 		}
 		t.vips[a] = struct{}{}
+	}
+	for _, p := range o.ports {
+		s.ports.leave(p)
+		t.vips[p.Addr] = struct{}{}
 	}
 }
 
@@ -227,12 +240,20 @@ func anchors(f plan.Family, ranges []netip.Prefix) []netip.Addr {
 	return out
 }
 
-// bound reports whether a VIP is to be an address of the device: not if a host's interface has it, nor within a range that
-// has a route.
+// bound reports whether a VIP is to be an address of the device, and local with all of its ports: not if a host's interface has it,
+// nor within a range that has a route, nor where some of its ports are enough.
 func (s *state) bound(a netip.Addr, host map[netip.Addr]struct{}, ranges []netip.Prefix) bool {
-	_, hosts := host[a]
 	if slices.Contains(anchors(s.family, ranges), a) {
+		_, hosts := host[a]
 		return !hosts
 	}
-	return s.vips[a] > 0 && !hosts && !slices.ContainsFunc(ranges, func(r netip.Prefix) bool { return r.Contains(a) })
+	return s.local(a, host, ranges) && !s.byPort(a, host, ranges)
+}
+
+// local reports whether packets to an address of a Service, or to some of its ports, become the node's only by what is made for this
+// address.
+func (s *state) local(a netip.Addr, host map[netip.Addr]struct{}, ranges []netip.Prefix) bool {
+	_, hosts := host[a]
+	return (s.vips[a] > 0 || s.ports[a] != nil) && !hosts &&
+		!slices.ContainsFunc(ranges, func(r netip.Prefix) bool { return r.Contains(a) })
 }

@@ -36,8 +36,10 @@ func (b *Backend) Watch(ctx context.Context, suspect func(why string)) error {
 		}
 		running.Go(func() {
 			guards(ctx, func(f plan.Family) {
-				if slices.ContainsFunc(b.engines, func(e *engine) bool { return e.family == f && e.guardChanged() }) {
-					suspect(fmt.Sprintf("nftables table %s (%s) was changed", kernel.GuardTable, f))
+				for _, e := range b.engines {
+					if e.family == f {
+						e.tellTablesChanged(suspect)
+					}
 				}
 			})
 		})
@@ -61,6 +63,11 @@ func (e *engine) unlike(c kernel.DeviceChange) bool {
 	switch {
 	case e.desired == nil: // The next sync looks at everything.
 		return false
+	case c.PortRule:
+		return c.Family == e.family && e.held.ports.complete
+	case c.ByPort:
+		_, made := e.held.ports.routes[c.Route.Addr()]
+		return made
 	case c.Route.IsValid():
 		_, made := e.routed[c.Route]
 		return made
@@ -68,10 +75,31 @@ func (e *engine) unlike(c kernel.DeviceChange) bool {
 		if plan.FamilyOf(c.Address) != e.family {
 			return false
 		}
-		_, held := e.held.vips[c.Address]
-		return held == c.Gone
+		_, whole := e.held.vips[c.Address]
+		_, unrouted := e.held.ports.unrouted[c.Address]
+		return (whole || unrouted) == c.Gone
 	}
 	return true
+}
+
+// tellTablesChanged calls suspect if a table of nftables is not what it should be.
+func (e *engine) tellTablesChanged(suspect func(why string)) {
+	if e.guardChanged() {
+		suspect(fmt.Sprintf("nftables table %s (%s) was changed", kernel.GuardTable, e.family))
+	}
+	if why := e.portsChanged(); why != "" {
+		suspect(why)
+	}
+}
+
+// portsChanged is portsUnlike, unless the next sync looks at everything.
+func (e *engine) portsChanged() string {
+	e.mu.Lock()
+	defer e.mu.Unlock()
+	if e.desired == nil {
+		return ""
+	}
+	return e.portsUnlike()
 }
 
 // guardChanged reports whether the guard of marks is not what it should be.

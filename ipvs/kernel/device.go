@@ -342,15 +342,9 @@ func addressBody(a netip.Addr, index int) []byte {
 func (d *Device) Routes(f plan.Family) (map[netip.Prefix]netip.Addr, error) {
 	d.mu.Lock()
 	defer d.mu.Unlock()
-	filter := &links.Route{LinkIndex: d.link.Attrs().Index, Table: unix.RT_TABLE_LOCAL, Type: unix.RTN_LOCAL}
-	var list []links.Route
-	err := retry(func() (err error) {
-		list, err = d.handle.RouteListFiltered(int(netlink.Family(f)), filter,
-			links.RT_FILTER_OIF|links.RT_FILTER_TABLE|links.RT_FILTER_TYPE)
-		return err
-	})
+	list, err := d.routes(f, unix.RT_TABLE_LOCAL)
 	if err != nil {
-		return nil, fmt.Errorf("listing the %s routes of interface %s: %w", f, d.name, err)
+		return nil, err
 	}
 	routes := map[netip.Prefix]netip.Addr{}
 	for _, r := range list {

@@ -1,13 +1,9 @@
 package kernel
 
 import (
-	"crypto/sha256"
 	"encoding/binary"
-	"errors"
 	"fmt"
-	"slices"
 
-	"github.com/google/nftables"
 	"github.com/google/nftables/expr"
 	"golang.org/x/sys/unix"
 
@@ -34,22 +30,6 @@ type MarkGuard struct {
 	Masquerade uint32
 }
 
-// ErrNoGuard is the error for a kernel without nftables.
-var ErrNoGuard = errors.New("this kernel has no nftables (module nf_tables)")
-
-// guardRule is one rule: its statements, and what it looks like in the language of nft.
-type guardRule struct {
-	text  string
-	exprs []expr.Any
-}
-
-// guardChain is a chain at a hook, which ends with acceptance.
-type guardChain struct {
-	name, hook string
-	priority   int32
-	rules      []guardRule
-}
-
 // The two places that a mark can be in.
 const (
 	inMark     = expr.MetaKeyMARK
@@ -58,40 +38,40 @@ const (
 
 var guardNames = map[expr.MetaKey]string{inMark: "mark", inPriority: "priority"}
 
-// guardChains are in the order in which a packet meets them. Priorities are those of netfilter: mangle has -150, filter 0,
+// chains are in the order in which a packet meets them. Priorities are those of netfilter: mangle has -150, filter 0,
 // security 50, conntrack at OUTPUT -200; IPVS looks at 98 and 99 at INPUT, and at -99 and -98 at OUTPUT.
-func (g MarkGuard) chains() []guardChain {
-	return []guardChain{
-		{"input-keep", "input", -151, []guardRule{g.rule().copy(inPriority, inMark).done()}},
-		{"input-hide", "input", -149, []guardRule{
+func (g MarkGuard) chains() []nftChain {
+	return []nftChain{
+		{name: "input-keep", hook: "input", priority: -151, rules: []nftRule{g.rule().copy(inPriority, inMark).done()}},
+		{name: "input-hide", hook: "input", priority: -149, rules: []nftRule{
 			g.rule().ours(inMark).swap().accept(),
 			g.rule().ours(inPriority).bare().copy(inMark, inPriority).clear(inPriority).accept(), // It looked like ours, and was cleared.
 			g.rule().clear(inPriority).done(),
 		}},
-		{"input-show", "input", 97, []guardRule{
+		{name: "input-show", hook: "input", priority: 97, rules: []nftRule{
 			g.rule().ours(inPriority).swap().accept(),
 			g.rule().ours(inMark).copy(inPriority, inMark).clear(inMark).accept(),
 		}},
-		{"input-restore", "input", 101, g.restore(false)}, // what stays on this node
-		{"output-sent-on", "output", -301, g.restore(true)},
-		{"output-keep", "output", -151, []guardRule{
+		{name: "input-restore", hook: "input", priority: 101, rules: g.restore(false)}, // what stays on this node
+		{name: "output-sent-on", hook: "output", priority: -301, rules: g.restore(true)},
+		{name: "output-keep", hook: "output", priority: -151, rules: []nftRule{
 			g.rule().ours(inMark).copy(inPriority, inMark).accept(),
 			g.rule().toSelf().copy(inPriority, inMark).done(),
 		}},
-		{"output-restore", "output", -97, g.restore(false)},
+		{name: "output-restore", hook: "output", priority: -97, rules: g.restore(false)},
 	}
 }
 
 // restore are rules that put the mark of a packet back in place. With sentOn, they are for packets alone that IPVS sends on:
 // no other has been tracked already when it comes to chain raw of OUTPUT.
-func (g MarkGuard) restore(sentOn bool) []guardRule {
+func (g MarkGuard) restore(sentOn bool) []nftRule {
 	rule := func() *guardBuilder {
 		if sentOn {
 			return g.rule().tracked()
 		}
 		return g.rule()
 	}
-	return []guardRule{
+	return []nftRule{
 		rule().ours(inMark).masqueraded().takeBack(true).accept(),
 		rule().ours(inMark).takeBack(false).accept(),
 		rule().ours(inPriority).bare().masqueraded().takeBack(true).accept(),
@@ -102,7 +82,7 @@ func (g MarkGuard) restore(sentOn bool) []guardRule {
 // guardBuilder builds a rule. Registers 1 and 2 are used.
 type guardBuilder struct {
 	guard MarkGuard
-	out   guardRule
+	out   nftRule
 }
 
 func (g MarkGuard) rule() *guardBuilder { return &guardBuilder{guard: g} }
@@ -181,193 +161,50 @@ func (b *guardBuilder) takeBack(masquerade bool) *guardBuilder {
 	return b.clear(inPriority)
 }
 
-func (b *guardBuilder) accept() guardRule {
+func (b *guardBuilder) accept() nftRule {
 	return b.add("accept", &expr.Verdict{Kind: expr.VerdictAccept}).out
 }
 
-func (b *guardBuilder) done() guardRule { return b.out }
+func (b *guardBuilder) done() nftRule { return b.out }
 
 // Text is the table in the language of nft, but for the exchange of mark and priority, which that has no words for.
-func (g MarkGuard) Text(f plan.Family) string {
-	out := fmt.Sprintf("table %s %s\n", nftFamilies[f].name, GuardTable)
-	for _, c := range g.chains() {
-		out += fmt.Sprintf("chain %s type filter hook %s priority %d\n", c.name, c.hook, c.priority)
-		for _, r := range c.rules {
-			out += "rule " + c.name + " " + r.text + "\n"
-		}
-	}
-	return out
-}
-
-var nftFamilies = map[plan.Family]struct {
-	family nftables.TableFamily
-	name   string
-}{plan.IPv4: {nftables.TableFamilyIPv4, "ip"}, plan.IPv6: {nftables.TableFamilyIPv6, "ip6"}}
-
-// label is what each rule carries, so that it is told from others by it.
-func (g MarkGuard) label(c guardChain, i int) []byte {
-	sum := sha256.Sum256([]byte(fmt.Sprintf("%s %s %d %s", c.name, c.hook, c.priority, c.rules[i].text)))
-	return fmt.Appendf(nil, "nodeproxy %x", sum[:8])
-}
+func (g MarkGuard) Text(f plan.Family) string { return tableText(f, GuardTable, g.chains()) }
 
 // Guards keeps the guard of marks of one family in the network namespace of the thread that opened it.
 type Guards struct {
-	conn  *nftables.Conn
+	*nftTable
 	guard MarkGuard
-	table *nftables.Table
 }
 
 // OpenGuards returns ErrNoGuard where the kernel has no nftables.
 func OpenGuards(f plan.Family, g MarkGuard) (*Guards, error) {
-	conn, err := nftables.New(nftables.AsLasting())
+	t, err := openTable(f, GuardTable)
 	if err != nil {
-		return nil, fmt.Errorf("nftables: netlink socket: %w", err)
+		return nil, err
 	}
-	x := &Guards{conn, g, &nftables.Table{Family: nftFamilies[f].family, Name: GuardTable}}
-	if _, err := conn.ListTablesOfFamily(x.table.Family); err != nil {
-		_ = x.Close()
-		return nil, noNFTables(err)
-	}
-	return x, nil
+	return &Guards{t, g}, nil
 }
-
-// noNFTables is ErrNoGuard for what a kernel without nftables answers.
-func noNFTables(err error) error {
-	for _, absent := range []error{unix.EINVAL, unix.EOPNOTSUPP, unix.EPROTONOSUPPORT} {
-		if errors.Is(err, absent) {
-			return ErrNoGuard
-		}
-	}
-	return fmt.Errorf("nftables: %w", err)
-}
-
-// Close closes the socket. The table stays.
-func (x *Guards) Close() error { return x.conn.CloseLasting() }
 
 // Intact reports whether the table is what it should be.
 func (x *Guards) Intact() (bool, error) {
-	_, intact, err := x.compare()
+	_, intact, err := x.holds(x.guard.chains())
 	return intact, err
-}
-
-// compare reports whether the table is there, and whether it is what it should be.
-func (x *Guards) compare() (is, intact bool, err error) {
-	chains, err := x.held()
-	if err != nil {
-		return false, false, fmt.Errorf("reading nftables table %s: %w", GuardTable, err)
-	}
-	want := x.guard.chains()
-	intact = len(chains) == len(want)
-	for _, c := range want {
-		intact = intact && chains[c.name] != nil && slices.EqualFunc(chains[c.name], x.labels(c), slices.Equal[[]byte])
-	}
-	return len(chains) > 0, intact, nil
 }
 
 // Ensure makes the table what it should be, in one step. It reports whether it was there, and whether it had to be written.
 func (x *Guards) Ensure() (was, written bool, err error) {
-	was, intact, err := x.compare()
-	if err != nil || intact {
+	want := x.guard.chains()
+	was, same, err := x.holds(want)
+	if err != nil || same {
 		return was, false, err
 	}
-	x.conn.AddTable(x.table)
-	x.conn.DelTable(x.table)
-	x.conn.AddTable(x.table)
-	for _, c := range x.guard.chains() {
-		x.add(c)
-	}
-	if err := x.conn.Flush(); err != nil {
-		return was, false, fmt.Errorf("writing nftables table %s: %w", GuardTable, err)
-	}
-	return was, true, nil
-}
-
-func (x *Guards) labels(c guardChain) [][]byte {
-	var out [][]byte
-	for i := range c.rules {
-		out = append(out, x.guard.label(c, i))
-	}
-	return out
-}
-
-// held are the labels of the rules that there are, by chain.
-func (x *Guards) held() (map[string][][]byte, error) {
-	all, err := x.conn.ListChainsOfTableFamily(x.table.Family)
-	if err != nil {
-		return nil, err
-	}
-	out := map[string][][]byte{}
-	for _, c := range all {
-		if c.Table.Name != GuardTable {
-			continue
-		}
-		rules, err := x.conn.GetRules(x.table, c)
-		if err != nil {
-			return nil, err
-		}
-		out[c.Name] = [][]byte{}
-		for _, r := range rules {
-			out[c.Name] = append(out[c.Name], r.UserData)
-		}
-	}
-	return out, nil
-}
-
-func (x *Guards) add(c guardChain) {
-	hooks := map[string]*nftables.ChainHook{"input": nftables.ChainHookInput, "output": nftables.ChainHookOutput}
-	accept := nftables.ChainPolicyAccept
-	chain := x.conn.AddChain(&nftables.Chain{
-		Name: c.name, Table: x.table, Type: nftables.ChainTypeFilter, Hooknum: hooks[c.hook],
-		Priority: nftables.ChainPriorityRef(nftables.ChainPriority(c.priority)), Policy: &accept,
-	})
-	for i, r := range c.rules {
-		x.conn.AddRule(&nftables.Rule{Table: x.table, Chain: chain, Exprs: r.exprs, UserData: x.guard.label(c, i)})
-	}
+	x.replace()
+	x.add(want)
+	return was, true, x.flush()
 }
 
 // GuardTables lists the families that have a guard of marks in the network namespace of the calling thread.
-func GuardTables() ([]plan.Family, error) {
-	var out []plan.Family
-	conn, err := nftables.New()
-	if err != nil {
-		return nil, fmt.Errorf("nftables: netlink socket: %w", err)
-	}
-	for _, f := range plan.Families {
-		list, err := conn.ListTablesOfFamily(nftFamilies[f].family)
-		if err = noNFTablesOrNil(err); errors.Is(err, ErrNoGuard) {
-			continue
-		} else if err != nil {
-			return nil, err
-		}
-		if slices.ContainsFunc(list, func(t *nftables.Table) bool { return t.Name == GuardTable }) {
-			out = append(out, f)
-		}
-	}
-	return out, nil
-}
-
-func noNFTablesOrNil(err error) error {
-	if err == nil {
-		return nil
-	}
-	return noNFTables(err)
-}
+func GuardTables() ([]plan.Family, error) { return familiesWithTable(GuardTable) }
 
 // RemoveGuards removes the guards of both families, if there are any.
-func RemoveGuards() error {
-	families, err := GuardTables()
-	if err != nil || len(families) == 0 {
-		return err
-	}
-	conn, err := nftables.New()
-	if err != nil {
-		return fmt.Errorf("nftables: netlink socket: %w", err)
-	}
-	for _, f := range families {
-		conn.DelTable(&nftables.Table{Family: nftFamilies[f].family, Name: GuardTable})
-	}
-	if err := conn.Flush(); err != nil && !errors.Is(err, unix.ENOENT) {
-		return fmt.Errorf("removing nftables table %s: %w", GuardTable, err)
-	}
-	return nil
-}
+func RemoveGuards() error { return removeTables(GuardTable) }

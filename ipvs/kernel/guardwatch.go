@@ -18,7 +18,7 @@ type guardWatch struct {
 }
 
 // WatchGuards opens a socket in the network namespace of the caller's thread, and returns a function that calls tell after each
-// transaction that concerns a guard of marks, until ctx ends, whoever made it. It also calls tell when notifications were lost.
+// transaction that concerns a guard of marks or the table of a Ports, until ctx ends, whoever made it. It also calls tell when notifications were lost.
 func WatchGuards() (func(ctx context.Context, tell func(plan.Family)), error) {
 	subscription, err := netlink.Subscribe(unix.NETLINK_NETFILTER, 0, unix.NFNLGRP_NFTABLES)
 	if err != nil {
@@ -49,7 +49,7 @@ func (w *guardWatch) message(h netlink.Header, body []byte) {
 		clear(w.touched)
 	case unix.NFT_MSG_NEWTABLE, unix.NFT_MSG_DELTABLE, unix.NFT_MSG_NEWCHAIN, unix.NFT_MSG_DELCHAIN, unix.NFT_MSG_NEWRULE, unix.NFT_MSG_DELRULE:
 		// This attribute is the table's name in each of these.
-		if netlink.Text(netlink.Attribute(body[header:], unix.NFTA_TABLE_NAME)) != GuardTable {
+		if name := netlink.Text(netlink.Attribute(body[header:], unix.NFTA_TABLE_NAME)); name != GuardTable && name != PortsTable {
 			return
 		}
 		for _, f := range plan.Families {

@@ -10,16 +10,21 @@ import (
 	"golang.org/x/sys/unix"
 
 	"nodeproxy/kernel/netlink"
+	"nodeproxy/plan"
 )
 
-// DeviceChange is something that happened to an interface. If neither Address nor Route is valid, it is the interface itself
+// DeviceChange is something that happened to an interface. If it is no Address, Route or PortRule, it is the interface itself
 // that was made, removed or turned off, or messages about changes were lost.
 type DeviceChange struct {
 	// Address came, or went if Gone is set.
 	Address netip.Addr
-	// Route is a range that was local by a route to the interface, and is no more.
-	Route netip.Prefix
-	Gone  bool
+	// Route is a range that was local by a route to the interface, and is no more; ByPort if the route was in RouteTable.
+	Route  netip.Prefix
+	ByPort bool
+	// PortRule is set where a routing rule that led to RouteTable was removed in a Family.
+	PortRule bool
+	Family   plan.Family
+	Gone     bool
 }
 
 // String tells people.
@@ -27,6 +32,8 @@ func (c DeviceChange) String() string {
 	switch {
 	case c.Route.IsValid():
 		return fmt.Sprintf("route %s was removed", c.Route)
+	case c.PortRule:
+		return fmt.Sprintf("the %s routing rule for table %d was removed", c.Family, RouteTable)
 	case c.Address.IsValid() && c.Gone:
 		return fmt.Sprintf("address %s was removed", c.Address)
 	case c.Address.IsValid():
@@ -46,7 +53,7 @@ type deviceWatch struct {
 // each change of an interface until ctx ends, whoever makes it. A change is told of again if notifications come twice.
 func WatchDevice(name string) (func(ctx context.Context, tell func(DeviceChange)), error) {
 	subscription, err := netlink.Subscribe(unix.NETLINK_ROUTE, 0, unix.RTNLGRP_LINK, unix.RTNLGRP_IPV4_IFADDR, unix.RTNLGRP_IPV6_IFADDR,
-		unix.RTNLGRP_IPV4_ROUTE, unix.RTNLGRP_IPV6_ROUTE)
+		unix.RTNLGRP_IPV4_ROUTE, unix.RTNLGRP_IPV6_ROUTE, unix.RTNLGRP_IPV4_RULE, unix.RTNLGRP_IPV6_RULE)
 	if err != nil {
 		return nil, fmt.Errorf("watching interface %s: %w", name, err)
 	}
@@ -78,6 +85,8 @@ func (w *deviceWatch) message(h netlink.Header, body []byte) {
 		}
 	case unix.RTM_DELROUTE:
 		w.route(body)
+	case unix.RTM_DELRULE:
+		w.rule(body)
 	}
 }
 
@@ -109,5 +118,25 @@ func (w *deviceWatch) route(data []byte) {
 	if !ok || len(out) < 4 || binary.NativeEndian.Uint32(out) != w.index {
 		return
 	}
-	w.tell(DeviceChange{Route: netip.PrefixFrom(a, int(data[1])), Gone: true})
+	table := attrs[unix.RTA_TABLE]
+	w.tell(DeviceChange{
+		Route: netip.PrefixFrom(a, int(data[1])), Gone: true,
+		ByPort: len(table) == 4 && binary.NativeEndian.Uint32(table) == RouteTable,
+	})
+}
+
+func (w *deviceWatch) rule(data []byte) {
+	const header = 12 // struct fib_rule_hdr
+	if len(data) < header {
+		return
+	}
+	table := netlink.ByType(data[header:])[unix.FRA_TABLE]
+	if len(table) != 4 || binary.NativeEndian.Uint32(table) != RouteTable {
+		return
+	}
+	for _, f := range plan.Families {
+		if data[0] == netlink.Family(f) {
+			w.tell(DeviceChange{PortRule: true, Family: f, Gone: true})
+		}
+	}
 }

@@ -5,12 +5,13 @@ import (
 	"fmt"
 	"net/netip"
 	"slices"
+	"strconv"
 	"strings"
 
 	"nodeproxy/plan"
 )
 
-// RestoreAddresses adds a text as "ip -batch" takes it: links, addresses, and routes of table local. What it adds is
+// RestoreAddresses adds a text as "ip -batch" takes it: links, addresses, and local routes. What it adds to table local is
 // local to the machine, beside what Node.Local says. Lines of the other family are passed over. The error names the line.
 func (rs *Ruleset) RestoreAddresses(text string) error {
 	for i, line := range strings.Split(text, "\n") {
@@ -71,10 +72,77 @@ func (rs *Ruleset) ipRoute(verb string, words []string) error {
 	if err := ipOptions(words[2:]); err != nil {
 		return err
 	}
-	if at := slices.Index(words, "table"); at < 0 || words[at+1] != "local" {
-		return errors.New("a local route belongs into table local")
+	table := ""
+	if at := slices.Index(words, "table"); at > 0 {
+		table = words[at+1]
 	}
-	return rs.changeLocal(verb, prefix)
+	if table == "local" {
+		return rs.changeLocal(verb, prefix)
+	}
+	if _, err := strconv.Atoi(table); err != nil || !prefix.IsSingleIP() {
+		return errors.New("a local route belongs into table local, or, if it is to one address, into a table with a number")
+	}
+	if a := prefix.Addr(); plan.FamilyOf(a) == rs.family {
+		rs.tableRoutes[tableRoute{table, a}] = verb != "del"
+	}
+	return nil
+}
+
+// tableRoute is a local route to an address in a table other than local.
+type tableRoute struct {
+	table string
+	addr  netip.Addr
+}
+
+// ipRule reads a rule that leads packets with a mark to a table.
+func (rs *Ruleset) ipRule(verb string, words []string) error {
+	if len(words) != 6 || words[0] != "pref" || words[2] != "fwmark" || words[4] != "lookup" || verb != "add" {
+		return errors.New("the simulator knows routing rules for one mark only")
+	}
+	mark, err := strconv.ParseUint(words[3], 0, 32)
+	if err == nil {
+		rs.markTables[uint32(mark)] = words[5]
+	}
+	return err
+}
+
+// RestoreNFT adds the elements that a text in the language of nft has for sets of the form "address . protocol . port", and looks at
+// which mark packets to these are given, and which table a routing rule leads them to. It passes over everything else: the other chains exchange marks so that no other program's
+// rules come between those that a Ruleset has, which is nothing to follow.
+func (rs *Ruleset) RestoreNFT(text string) error {
+	const toPorts = " @ports meta priority set meta mark meta mark set "
+	for i, line := range strings.Split(text, "\n") {
+		words := strings.Fields(line)
+		if _, mark, ok := strings.Cut(line, toPorts); ok {
+			v, err := strconv.ParseUint(mark, 0, 32)
+			if err != nil {
+				return fmt.Errorf("nftables, line %d: %w", i+1, err)
+			}
+			rs.divertMark = uint32(v)
+		}
+		switch {
+		case len(words) == 10 && words[0] == "ip" && words[2] == "rule":
+			if err := rs.ipRule(words[3], words[4:]); err != nil {
+				return fmt.Errorf("nftables, line %d: %w", i+1, err)
+			}
+			continue
+		case len(words) == 0 || words[0] != "add":
+			continue
+		}
+		var port uint16
+		if len(words) != 12 || words[1] != "element" {
+			return fmt.Errorf("nftables, line %d: the simulator does not know this: %.300s", i+1, line)
+		}
+		if _, err := fmt.Sscan(words[10], &port); err != nil {
+			return fmt.Errorf("nftables, line %d: %w", i+1, err)
+		}
+		a, err := netip.ParseAddr(words[6])
+		if err != nil {
+			return fmt.Errorf("nftables, line %d: %w", i+1, err)
+		}
+		rs.diverted[plan.Address{Addr: a, Protocol: plan.Protocol(strings.ToUpper(words[8])), Port: port}] = true
+	}
+	return nil
 }
 
 // ipOptions reads what follows an address or a route, of which only the device must be there.
@@ -122,6 +190,16 @@ func (rs *Ruleset) changeLocal(verb string, prefix netip.Prefix) error {
 
 // local reports whether an address is the machine's: its own, or one that was added for Services.
 func (p *packet) local(a netip.Addr) bool { return p.node.Local(a) || p.ruleset.Added(a) }
+
+// delivered reports whether the machine takes a packet for its own: what IPVS sends on only where the address is.
+func (p *packet) delivered() bool {
+	if p.local(p.dst) || p.virtual.IsValid() {
+		return p.local(p.dst)
+	}
+	rs := p.ruleset
+	return rs.diverted[plan.Address{Addr: p.dst, Protocol: plan.Protocol(strings.ToUpper(p.protocol)), Port: p.port}] &&
+		rs.tableRoutes[tableRoute{rs.markTables[rs.divertMark], p.dst}]
+}
 
 // Added reports whether RestoreAddresses has made an address local. A kernel with its usual settings takes no packet in
 // whose source is such an address; Trace takes it.

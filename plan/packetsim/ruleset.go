@@ -30,6 +30,11 @@ type Ruleset struct {
 	sets      map[string]*set
 	servers   map[serverKey]*server
 	addresses map[netip.Prefix]bool
+	// diverted are ports that are local by a mark, divertMark, that routing rules lead to a table by.
+	diverted    map[plan.Address]bool
+	divertMark  uint32
+	markTables  map[uint32]string
+	tableRoutes map[tableRoute]bool
 }
 
 // chain is a chain of rules. Built-in chains have a policy.
@@ -62,7 +67,8 @@ var builtin = map[string][]string{
 // New returns the rules of a machine that has none: built-in chains only, each with policy ACCEPT.
 func New(f plan.Family) *Ruleset {
 	rs := &Ruleset{family: f, tables: map[string]map[string]*chain{}, sets: map[string]*set{},
-		servers: map[serverKey]*server{}, addresses: map[netip.Prefix]bool{}}
+		servers: map[serverKey]*server{}, addresses: map[netip.Prefix]bool{},
+		diverted: map[plan.Address]bool{}, markTables: map[uint32]string{}, tableRoutes: map[tableRoute]bool{}}
 	for table, names := range builtin {
 		rs.tables[table] = map[string]*chain{}
 		for _, name := range names {

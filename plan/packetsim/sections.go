@@ -9,11 +9,10 @@ import (
 
 // sections are the headings in a text for several programs, and what reads the lines under each.
 var sections = map[string]func(*Ruleset, string) error{
-	"# ipset restore":     (*Ruleset).RestoreSets,
-	"# ipvsadm --restore": (*Ruleset).RestoreServers,
-	"# ip -batch":         (*Ruleset).RestoreAddresses,
-	// It exchanges marks so that no other program's rules come between those that a Ruleset has: nothing to follow.
-	"# nftables by netlink": func(*Ruleset, string) error { return nil },
+	"# ipset restore":       (*Ruleset).RestoreSets,
+	"# ipvsadm --restore":   (*Ruleset).RestoreServers,
+	"# ip -batch":           (*Ruleset).RestoreAddresses,
+	"# nftables by netlink": (*Ruleset).RestoreNFT,
 	"# iptables-restore":    (*Ruleset).Restore,
 	"# ip6tables-restore":   (*Ruleset).Restore,
 }

@@ -180,13 +180,13 @@ func (w *way) next() hook {
 	case w.leaves:
 		w.leaves, w.in = false, ""
 		return output
-	case w.hook == preRouting && w.local(w.dst):
+	case w.hook == preRouting && w.delivered():
 		return input
 	case w.hook == preRouting:
 		return forward
 	case w.hook == forward || w.hook == output:
 		return postRouting
-	case w.hook == postRouting && w.local(w.dst):
+	case w.hook == postRouting && w.delivered():
 		w.in = "lo"
 		return preRouting
 	}

@@ -1,0 +1,294 @@
+package ipvs
+
+import (
+	"cmp"
+	"errors"
+	"fmt"
+	"maps"
+	"net/netip"
+	"slices"
+
+	"nodeproxy/ipvs/kernel"
+	"nodeproxy/plan"
+	"nodeproxy/proxier/drift"
+)
+
+// An external IP may be the address of another host. So only the ports that Services have are made local: see kernel.Ports. Whatever else
+// is sent to the address goes where the network sends it.
+
+// ports are how many ServicePorts ask for each port of an external IP.
+type ports map[netip.Addr]map[plan.Address]int
+
+func (p ports) enter(a plan.Address) {
+	if p[a.Addr] == nil {
+		p[a.Addr] = map[plan.Address]int{}
+	}
+	p[a.Addr][a]++
+}
+
+func (p ports) leave(a plan.Address) {
+	at := p[a.Addr]
+	if at[a]--; at[a] > 0 {
+		return
+	}
+	if delete(at, a); len(at) == 0 {
+		delete(p, a.Addr)
+	}
+}
+
+// byPort reports whether only those ports of an address are to be local that Services have.
+func (s *state) byPort(a netip.Addr, host map[netip.Addr]struct{}, ranges []netip.Prefix) bool {
+	return s.ports[a] != nil && s.vips[a] == 0 && !s.options.WholeAddresses && s.local(a, host, ranges)
+}
+
+// heldPorts is what the kernel holds for ports of external IPs.
+type heldPorts struct {
+	ports map[netip.Addr]map[plan.Address]struct{}
+	// exists and complete are as kernel.Ports.Held tells.
+	exists, complete bool
+	routes           map[netip.Addr]struct{}
+	// unrouted are addresses of the device that are not local.
+	unrouted map[netip.Addr]struct{}
+}
+
+// portChanges are what is to be made and removed for ports of external IPs.
+type portChanges struct {
+	routes     []netip.Addr
+	ports      []plan.Address
+	unrouted   []netip.Addr // to be no more than sources of ICMP errors
+	gonePorts  []plan.Address
+	goneRoutes []netip.Addr
+}
+
+// portChanges are the changes that touched addresses need.
+func (e *engine) portChanges(t *touched) portChanges {
+	var c portChanges
+	for _, a := range slices.SortedFunc(maps.Keys(t.vips), netip.Addr.Compare) {
+		wanted := e.desired.byPort(a, e.options.Host, e.ranges)
+		if _, whole := e.held.vips[a]; wanted && !(whole && t.onlyAdd) { // A Service that is not known may need all of it.
+			e.wantedPorts(a, &c)
+		}
+		if t.onlyAdd {
+			continue
+		}
+		for p := range e.held.ports.ports[a] {
+			if !wanted || e.desired.ports[a][p] == 0 {
+				c.gonePorts = append(c.gonePorts, p)
+			}
+		}
+		if _, is := e.held.ports.routes[a]; is && !wanted {
+			c.goneRoutes = append(c.goneRoutes, a)
+		}
+	}
+	slices.SortFunc(c.ports, comparePorts)
+	slices.SortFunc(c.gonePorts, comparePorts)
+	return c
+}
+
+// wantedPorts adds what an address still needs to be local by port.
+func (e *engine) wantedPorts(a netip.Addr, c *portChanges) {
+	if _, is := e.held.ports.routes[a]; !is {
+		c.routes = append(c.routes, a)
+	}
+	for p := range e.desired.ports[a] {
+		if !e.held.ports.has(p) {
+			c.ports = append(c.ports, p)
+		}
+	}
+	_, whole := e.held.vips[a]
+	_, unrouted := e.held.ports.unrouted[a]
+	if whole || !unrouted && e.family == plan.IPv4 {
+		c.unrouted = append(c.unrouted, a)
+	}
+}
+
+func comparePorts(a, b plan.Address) int {
+	return cmp.Or(a.Addr.Compare(b.Addr), cmp.Compare(a.Protocol, b.Protocol), cmp.Compare(a.Port, b.Port))
+}
+
+// readPorts learns what the kernel holds. An address without a route is none of those that held.vips is for.
+func (e *engine) readPorts() error {
+	h := heldPorts{ports: map[netip.Addr]map[plan.Address]struct{}{}, unrouted: map[netip.Addr]struct{}{}}
+	unrouted, err := e.machine.device.UnroutedAddresses(e.family)
+	if err != nil {
+		return err
+	}
+	for a := range unrouted {
+		delete(e.held.vips, a)
+		h.unrouted[a] = struct{}{}
+	}
+	if h.routes, err = e.machine.device.PortRoutes(e.family); err != nil {
+		return err
+	}
+	if e.machine.ports != nil {
+		var list map[plan.Address]struct{}
+		if list, h.exists, h.complete, err = e.machine.ports.Held(); err != nil {
+			return err
+		}
+		for p := range list {
+			h.add(p)
+		}
+	}
+	e.held.ports = h
+	return nil
+}
+
+func (h *heldPorts) add(p plan.Address) {
+	if h.ports[p.Addr] == nil {
+		h.ports[p.Addr] = map[plan.Address]struct{}{}
+	}
+	h.ports[p.Addr][p] = struct{}{}
+}
+
+func (h *heldPorts) remove(p plan.Address) {
+	if delete(h.ports[p.Addr], p); len(h.ports[p.Addr]) == 0 {
+		delete(h.ports, p.Addr)
+	}
+}
+
+// has reports whether a port is diverted.
+func (h *heldPorts) has(p plan.Address) bool {
+	_, is := h.ports[p.Addr][p]
+	return is
+}
+
+// list is all ports, in order.
+func (h *heldPorts) list() []plan.Address {
+	var out []plan.Address
+	for _, at := range h.ports {
+		out = slices.AppendSeq(out, maps.Keys(at))
+	}
+	slices.SortFunc(out, comparePorts)
+	return out
+}
+
+// addresses are all that something is held for.
+func (h *heldPorts) addresses(note func(netip.Addr)) {
+	for a := range h.ports {
+		note(a)
+	}
+	for a := range h.routes {
+		note(a)
+	}
+	for a := range h.unrouted {
+		note(a)
+	}
+}
+
+// addPorts makes ports local, and then the rest of their addresses another host's.
+func (e *engine) addPorts(c portChanges) error {
+	h := &e.held.ports
+	if len(c.routes) > 0 {
+		if err := e.machine.device.AddPortRoutes(c.routes); err != nil {
+			return err
+		}
+		for _, a := range c.routes {
+			h.routes[a] = struct{}{}
+		}
+	}
+	if err := e.divert(c.ports); err != nil || len(c.unrouted) == 0 {
+		return err
+	}
+	if e.family == plan.IPv6 { // An ICMP error of IPv6 comes from another address of the node.
+		return e.unbind(c.unrouted)
+	}
+	if err := e.machine.device.AddUnrouted(c.unrouted); err != nil {
+		return err
+	}
+	for _, a := range c.unrouted {
+		delete(e.held.vips, a)
+		h.unrouted[a] = struct{}{}
+	}
+	return nil
+}
+
+// divert adds ports to those that are diverted. Where something is missing of what diverts them, or is not what it should be, all of it
+// is written.
+func (e *engine) divert(ports []plan.Address) error {
+	h := &e.held.ports
+	for _, p := range ports {
+		h.add(p)
+	}
+	switch {
+	case !h.complete && len(h.ports) > 0:
+		if err := e.machine.ports.Write(h.list()); err != nil {
+			return err
+		}
+		h.exists, h.complete = true, true
+	case len(ports) > 0:
+		return e.machine.ports.Add(ports)
+	}
+	return nil
+}
+
+// removePorts removes what no Service has any more, and what diverts ports if no port is left.
+func (e *engine) removePorts(c portChanges) error {
+	h := &e.held.ports
+	var errs []error
+	for _, p := range c.gonePorts {
+		h.remove(p)
+	}
+	switch {
+	case len(h.ports) == 0 && h.exists:
+		errs = append(errs, e.machine.ports.Clear())
+		h.exists, h.complete = false, false
+	case len(c.gonePorts) > 0:
+		errs = append(errs, e.machine.ports.Remove(c.gonePorts))
+	}
+	if len(c.goneRoutes) > 0 {
+		errs = append(errs, e.machine.device.RemovePortRoutes(c.goneRoutes))
+		for _, a := range c.goneRoutes {
+			delete(h.routes, a)
+		}
+	}
+	return errors.Join(errs...)
+}
+
+// portDifferences compares what the kernel holds for ports with what it was left with.
+func (e *engine) portDifferences(before *held) {
+	switch was, is := before.ports, e.held.ports; {
+	case was.complete && !is.exists:
+		e.found.Add(drift.Chain, drift.Missing, "nftables table %s with its routing rule (%s)", kernel.PortsTable, e.family)
+	case was.complete && !is.complete:
+		e.found.Add(drift.Chain, drift.Changed, "nftables table %s or its routing rule (%s)", kernel.PortsTable, e.family)
+	case !was.exists && is.exists:
+		e.found.Add(drift.Chain, drift.Unexpected, "nftables table %s or its routing rule (%s)", kernel.PortsTable, e.family)
+	}
+	compare := func(state drift.State, one, other *heldPorts) {
+		for _, p := range one.list() {
+			if !other.has(p) {
+				e.found.Add(drift.SetElement, state, "%s . %s . %d of nftables table %s", p.Addr, p.Protocol.Lower(), p.Port, kernel.PortsTable)
+			}
+		}
+		for _, a := range slices.SortedFunc(maps.Keys(one.routes), netip.Addr.Compare) {
+			if _, is := other.routes[a]; !is {
+				e.found.Add(drift.Route, state, "%s of interface %s in table %d", a, DeviceName, kernel.RouteTable)
+			}
+		}
+		for _, a := range slices.SortedFunc(maps.Keys(one.unrouted), netip.Addr.Compare) {
+			if _, is := other.unrouted[a]; !is {
+				e.found.Add(drift.Address, state, "%s of interface %s, without a route", a, DeviceName)
+			}
+		}
+	}
+	compare(drift.Missing, &before.ports, &e.held.ports)
+	compare(drift.Unexpected, &e.held.ports, &before.ports)
+}
+
+// portsUnlike says what is not as it was written of that which diverts ports; empty if nothing is.
+func (e *engine) portsUnlike() string {
+	h := &e.held.ports
+	if !h.complete {
+		return ""
+	}
+	list, _, complete, err := e.machine.ports.Held()
+	switch {
+	case err != nil:
+		return err.Error()
+	case !complete:
+		return fmt.Sprintf("nftables table %s (%s) or its routing rule was changed", kernel.PortsTable, e.family)
+	case len(list) != len(h.list()):
+		return fmt.Sprintf("nftables table %s (%s) has %d ports in place of %d", kernel.PortsTable, e.family, len(list), len(h.list()))
+	}
+	return ""
+}
