@@ -240,7 +240,7 @@ func lookup(kp *proxyconfig.KubeProxyConfiguration, path string) (reflect.Value,
 	return v, true
 }
 
-// written returns a field's value as a file would have it.
+// written returns a field's value as it is written in a file.
 func written(v reflect.Value) string {
 	text, err := json.Marshal(v.Interface())
 	if err != nil {
@@ -249,7 +249,7 @@ func written(v reflect.Value) string {
 	return strings.Trim(string(text), `"`)
 }
 
-// empty reports whether a field says nothing.
+// empty reports whether a field has no value.
 func empty(v reflect.Value) bool {
 	return v.IsZero() || (v.Kind() == reflect.Slice || v.Kind() == reflect.Map) && v.Len() == 0 || written(v) == "0"
 }

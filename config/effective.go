@@ -12,7 +12,7 @@ import (
 	kyaml "sigs.k8s.io/yaml"
 )
 
-// Effective is the configuration that comes of defaults, file and flags, before it is understood.
+// Effective is the configuration from defaults, file and flags, before it is validated.
 type Effective struct {
 	values
 	doc   *file                              // nil without a file
@@ -20,8 +20,8 @@ type Effective struct {
 	given map[string]string                  // which flag gave a field its value; flags without a field by their own name
 }
 
-// Effective reads the file, if there is one, and puts the flags over it. The error is about the file: that it can't be read,
-// or every field that is unknown or of the wrong type.
+// Effective reads the file, if there is one, and applies the flags to it. The error is about the file, or about each of its fields
+// that can't be read.
 func (f *Flags) Effective() (*Effective, error) {
 	path := f.values.own.configFile
 	if path == "" {
@@ -35,7 +35,7 @@ func (f *Flags) Effective() (*Effective, error) {
 	return f.over(data)
 }
 
-// over puts the flags over a file with this content.
+// over applies the flags to a file with this content.
 func (f *Flags) over(data []byte) (*Effective, error) {
 	e := &Effective{}
 	if path := f.values.own.configFile; path != "" {
@@ -51,8 +51,8 @@ func (f *Flags) over(data []byte) (*Effective, error) {
 	return e, err
 }
 
-// YAML is the configuration as a file that both nodeproxy and kube-proxy read. Comments tell of values of the file that flags
-// override, and of nodeproxy's own settings, for which there are only flags.
+// YAML returns the configuration as a file that both nodeproxy and kube-proxy read. Comments show the values of the file that flags
+// override, and nodeproxy's own settings, for which there are only flags.
 func (e *Effective) YAML() ([]byte, error) {
 	text, err := kyaml.Marshal(&e.kp)
 	if err != nil {
@@ -94,10 +94,10 @@ func comment(node *yaml.Node, path []string, text string) {
 	}
 }
 
-// commandFlags are those that ask for something else than to run.
+// commandFlags are flags to do something else than to run.
 var commandFlags = map[string]bool{"write-config-to": true, "cleanup": true, "init-only": true}
 
-// ownSettings are nodeproxy's own settings as comments.
+// ownSettings returns nodeproxy's own settings as comments.
 func (e *Effective) ownSettings() string {
 	var b strings.Builder
 	b.WriteString("# Settings without a field, which are made by flags:\n")

@@ -8,15 +8,15 @@ import (
 	"nodeproxy/source"
 )
 
-// gateUse says what a feature gate of kube-proxy's comes to here.
+// gateUse is what a feature gate of kube-proxy does here.
 type gateUse string
 
 const (
-	// gateHonoured is a gate whose two values do here what they do in kube-proxy.
+	// gateHonoured is a gate whose values do what they do in kube-proxy.
 	gateHonoured gateUse = "honoured"
-	// gateFixed is a gate of something that is always on here, as it is in kube-proxy once the gate is locked. False is refused.
+	// gateFixed is a gate that is always on, as it is in kube-proxy once it is locked. False is refused.
 	gateFixed gateUse = "false is refused"
-	// gateIgnored is a gate without a meaning here.
+	// gateIgnored is a gate without effect.
 	gateIgnored gateUse = "no effect"
 )
 
@@ -36,7 +36,7 @@ const (
 	forStability = "no gate that is honoured here is alpha or beta"
 )
 
-// proxyGates are the gates that kube-proxy itself reads, or whose feature is a service proxy's business.
+// proxyGates are the gates that kube-proxy itself reads, or whose feature concerns a service proxy.
 var proxyGates = map[string]featureGate{
 	"AllowServiceExternalIPs": {"1.36", "1.37", gateHonoured, "false: spec.externalIPs of every Service counts as empty (KEP-5707)"},
 	"KubeProxyIPVS":           {"1.37", "1.37", gateHonoured, "false: mode ipvs is refused (KEP-5495)"},
@@ -195,14 +195,14 @@ func (e *Effective) gateOn(name string) bool {
 	return on || !given
 }
 
-// featureGates checks the gates, and heeds those that mean something here. kube-proxy refuses a name that it does not know, too:
-// misspelt, a gate that is to switch something off would not.
+// featureGates checks the gates and applies those that have an effect. Like kube-proxy it refuses unknown names: a misspelt gate
+// would not switch off what it is meant to.
 func (k *checker) featureGates(c *Config) {
 	for _, name := range sortedKeys(k.kp.FeatureGates) {
 		gate, known := knownGates[name]
 		switch {
 		case !known:
-			k.check("featureGates", fmt.Errorf("%q is no feature gate of kube-proxy 1.33 to 1.37%s", name, gateLike(name)))
+			k.check("featureGates", fmt.Errorf("%q is not a feature gate of kube-proxy 1.33 to 1.37%s", name, gateLike(name)))
 		case gate.use == gateFixed && !k.kp.FeatureGates[name]:
 			k.check("featureGates", fmt.Errorf("%s can't be false: %s", name, gate.why))
 		}
@@ -213,7 +213,7 @@ func (k *checker) featureGates(c *Config) {
 	}
 }
 
-// gateLike names a gate that a misspelt one may have meant.
+// gateLike returns a gate that a misspelt one may have meant.
 func gateLike(name string) string {
 	for _, other := range sortedKeys(knownGates) {
 		a, b := strings.ToLower(name), strings.ToLower(other)
@@ -224,7 +224,7 @@ func gateLike(name string) string {
 	return ""
 }
 
-// gateFindings names the gates that have no effect.
+// gateFindings reports the gates that have no effect.
 func (e *Effective) gateFindings() []source.Finding {
 	reasons := map[string][]string{}
 	for name := range e.kp.FeatureGates {

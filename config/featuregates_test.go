@@ -106,7 +106,7 @@ func TestEveryFeatureGate(t *testing.T) {
 	}
 	for args, want := range map[string]string{
 		"--feature-gates=KubeProxyIPVS=false --mode=ipvs": "--mode: ipvs is switched off by --feature-gates=KubeProxyIPVS=false",
-		"--feature-gates=Nonsense=true":                   `--feature-gates: "Nonsense" is no feature gate of kube-proxy 1.33 to 1.37`,
+		"--feature-gates=Nonsense=true":                   `--feature-gates: "Nonsense" is not a feature gate of kube-proxy 1.33 to 1.37`,
 	} {
 		if _, err := flagsOf(t, append(strings.Fields(args), "--manifests=m")...).Config(); err == nil || err.Error() != want {
 			t.Errorf("%s: %v, want %s", args, err, want)

@@ -9,8 +9,7 @@ import (
 	logs "k8s.io/component-base/logs/api/v1"
 )
 
-// Flags are a command line. It is kept as it was given, so that it can be put over a configuration file again whenever that
-// changes.
+// Flags are a command line. They are kept as they were given, to be applied again whenever the configuration file changes.
 type Flags struct {
 	values values
 	args   []arg
@@ -22,20 +21,20 @@ type Flags struct {
 type arg struct{ name, value string }
 
 // Add defines the flags in fs. Their names, meaning and defaults are kube-proxy's where it has them, and underscores in a name
-// are as good as dashes.
+// are equivalent to dashes.
 func (f *Flags) Add(fs *pflag.FlagSet) {
 	fs.SetNormalizeFunc(cliflag.WordSepNormalizeFunc)
 	f.values.defaults()
 	f.values.flags().VisitAll(func(flag *pflag.Flag) {
 		flag.Value = &recorded{Value: flag.Value, name: flag.Name, args: &f.args}
 		if flag.DefValue == "[]" || flag.DefValue == "0s" {
-			flag.DefValue = "" // Not worth a word in the help.
+			flag.DefValue = "" // The help leaves it out.
 		}
 		fs.AddFlag(flag)
 	})
 }
 
-// WriteConfigTo is the file that --write-config-to asks for; empty if it does not.
+// WriteConfigTo returns the value of --write-config-to.
 func (f *Flags) WriteConfigTo() string { return f.values.own.writeConfigTo }
 
 // recorded keeps what a flag was set to, in the order of the command line.
@@ -53,7 +52,7 @@ func (r *recorded) Set(text string) error {
 	return nil
 }
 
-// apply puts a command line over v. It returns which flag gave each field its value, or each flag that has no field.
+// apply applies a command line to v. It returns the flag that gave each field its value, and each flag without a field.
 func (v *values) apply(args []arg) (given map[string]string, err error) {
 	fs := v.flags()
 	given = map[string]string{}
@@ -70,7 +69,7 @@ func (v *values) apply(args []arg) (given map[string]string, err error) {
 	return given, nil
 }
 
-// flagFields names the field of KubeProxyConfiguration that a flag sets.
+// flagFields maps flags to the fields of KubeProxyConfiguration that they set.
 var flagFields = map[string]string{
 	"mode": "mode", "proxy-mode": "mode", "node-name": "hostnameOverride", "hostname-override": "hostnameOverride",
 	"kubeconfig": "clientConnection.kubeconfig", "kube-api-content-type": "clientConnection.contentType",
@@ -99,7 +98,7 @@ var flagFields = map[string]string{
 	"log-json-info-buffer-size": "logging.options.json.infoBufferSize",
 }
 
-// flagOf names the flag for a field: the shortest of those there are, or none.
+// flagOf returns the shortest flag for a field, if there is one.
 func flagOf(field string) string {
 	var names []string
 	for name, f := range flagFields {
@@ -116,7 +115,7 @@ func flagOf(field string) string {
 	return "--" + names[0]
 }
 
-// flags are the flags bound to v, whose values are their defaults.
+// flags returns the flags bound to v, whose values are their defaults.
 func (v *values) flags() *pflag.FlagSet {
 	fs := pflag.NewFlagSet("nodeproxy", pflag.ContinueOnError)
 	fs.SortFlags = false
@@ -130,7 +129,7 @@ func (v *values) flags() *pflag.FlagSet {
 	return fs
 }
 
-// sourceFlags say where things are read and written.
+// sourceFlags are the flags for where things are read and written.
 func (v *values) sourceFlags(fs *pflag.FlagSet) {
 	kp, own := &v.kp, &v.own
 	text(fs, &own.configFile, "config", "file with a KubeProxyConfiguration; flags override it")
@@ -157,7 +156,7 @@ func (v *values) sourceFlags(fs *pflag.FlagSet) {
 	fs.BoolVar(&own.initOnly, "init-only", false, "load kernel modules and set sysctls, which needs more privileges than anything else, and exit")
 }
 
-// ruleFlags say what the rules are like.
+// ruleFlags are the flags for the rules.
 func (v *values) ruleFlags(fs *pflag.FlagSet) {
 	kp := &v.kp
 	text(fs, (*string)(&kp.Mode), "mode", "how to program the kernel: iptables or ipvs")
@@ -190,7 +189,7 @@ func (v *values) ruleFlags(fs *pflag.FlagSet) {
 		"kube-proxy's feature gates, as NAME=true or NAME=false; AllowServiceExternalIPs=false ignores spec.externalIPs")
 }
 
-// serverFlags are about the process and its HTTP endpoints.
+// serverFlags are the flags for the process and its HTTP endpoints.
 func (v *values) serverFlags(fs *pflag.FlagSet) {
 	kp := &v.kp
 	text(fs, &kp.BindAddress, "bind-address", "the node's own address; 0.0.0.0 or :: to find it out")
@@ -268,7 +267,7 @@ func (v *values) logFlags(fs *pflag.FlagSet) {
 	}
 }
 
-// ignoredFlags are accepted because command lines have them that kube-proxy or its older releases took.
+// ignoredFlags adds flags of kube-proxy, or of older releases of it, that have no effect.
 func (v *values) ignoredFlags(fs *pflag.FlagSet) {
 	v.own.ignored = map[string]*string{}
 	for _, name := range sortedKeys(ignoredFlags) {
@@ -283,7 +282,7 @@ func (v *values) ignoredFlags(fs *pflag.FlagSet) {
 	_ = fs.MarkHidden("windows-service")
 }
 
-// anything is the value of a flag that does not matter.
+// anything is the value of a flag without effect.
 type anything string
 
 func (a *anything) Set(text string) error { *a = anything(text); return nil }

@@ -229,8 +229,8 @@ func TestFindings(t *testing.T) {
 		want       []string
 	}{
 		{"", "--cluster-cidr=10.0.0.0/8", nil},
-		{"", "", []string{"note: FILE: clusterCIDR: not given; traffic of pods is not told from other traffic, so none is " +
-			"masqueraded for coming from elsewhere"}},
+		{"", "", []string{"note: FILE: clusterCIDR: not given; traffic from pods can't be told from other traffic, so none is " +
+			"masqueraded because it comes from elsewhere"}},
 		{"clusterCIDR: 10.0.0.0/8", "--detect-local-mode=NodeCIDR", []string{"note: FILE:3: clusterCIDR: not used with " +
 			"--detect-local-mode=NodeCIDR; traffic of pods is recognised without it"}},
 		{"clusterCIDR: 10.0.0.0/8", "--cluster-cidr=11.0.0.0/8", []string{"problem: FILE:3: clusterCIDR: 10.0.0.0/8 here, " +

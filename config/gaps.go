@@ -10,7 +10,7 @@ import (
 	"nodeproxy/source"
 )
 
-// noMeaning lists fields that stay without effect, and why.
+// noMeaning lists fields without effect, and why they have none.
 var noMeaning = map[string]string{
 	"showHiddenMetricsForVersion": "no metric is hidden",
 	"configSyncPeriod":            "objects are watched; every change is seen at once",
@@ -24,20 +24,20 @@ var noMeaning = map[string]string{
 	"nftables":                    "it is for mode nftables",
 }
 
-// ignoredFlags lists flags without a field that have no effect, with their types: those of klog that kube-proxy had before
-// 1.26, and two that it has by accident.
+// ignoredFlags lists flags that have neither a field nor an effect, with their types: those of klog in kube-proxy before 1.26, and
+// two that it has by accident.
 var ignoredFlags = map[string]string{
 	"logtostderr": "bool", "alsologtostderr": "bool", "log-dir": "string", "log-file": "string", "log-file-max-size": "string",
 	"stderrthreshold": "string", "one-output": "bool", "skip-headers": "bool", "skip-log-headers": "bool",
 	"add-dir-header": "bool", "log-backtrace-at": "string", "boot-id-file": "string", "machine-id-file": "string",
 }
 
-// deprecatedFlags lists flags that work, and what to use instead.
+// deprecatedFlags maps flags that still work to what to use instead.
 var deprecatedFlags = map[string]string{
 	"healthz-port": "--healthz-bind-address", "metrics-port": "--metrics-bind-address",
 }
 
-// findings tells of values of the file that flags override, and of values without effect.
+// findings returns findings about values of the file that flags override, and about values without effect.
 func (e *Effective) findings() []source.Finding {
 	var out []source.Finding
 	if e.doc != nil {
@@ -69,7 +69,7 @@ func (e *Effective) findings() []source.Finding {
 			"not used with "+e.saying("detectLocalMode", string(mode)), "traffic of pods is recognised without it"))
 	case e.kp.ClusterCIDR == "" && mode == plan.DetectClusterCIDR:
 		out = append(out, e.finding(source.Note, "clusterCIDR", "not given",
-			"traffic of pods is not told from other traffic, so none is masqueraded for coming from elsewhere"))
+			"traffic from pods can't be told from other traffic, so none is masqueraded because it comes from elsewhere"))
 	}
 	if e.kp.ClientConnection.Kubeconfig != "" && e.own.manifests != "" {
 		out = append(out, e.finding(source.Problem, "clientConnection.kubeconfig", "--manifests is given too",
@@ -86,7 +86,7 @@ func (e *Effective) finding(severity source.Severity, field, detail, effect stri
 	return f
 }
 
-// saidFields are the fields that file or flags give a value, in order.
+// saidFields returns the fields that the file or a flag sets, in order.
 func (e *Effective) saidFields() []string {
 	said := map[string]bool{}
 	for field := range e.given {
@@ -100,10 +100,10 @@ func (e *Effective) saidFields() []string {
 	return slices.DeleteFunc(sortedKeys(said), func(field string) bool { return !said[field] })
 }
 
-// override is what file and flag say of one field.
+// override is the value of one field in the file and by a flag.
 type override struct{ file, flag string }
 
-// overridden returns what the file says of a field, if a flag says something else.
+// overridden returns the two values of a field, if a flag overrides the file.
 func (e *Effective) overridden(field string) (override, bool) {
 	if e.given[field] == "" || e.doc == nil || e.doc.lines[field] == 0 {
 		return override{}, false
@@ -116,8 +116,8 @@ func (e *Effective) overridden(field string) (override, bool) {
 	return override{written(file), written(now)}, true
 }
 
-// gap says why a value has no effect, and what that means; nothing for one that has. A value that is the default, or that
-// asks for nothing, is not worth a word.
+// gap returns why a value has no effect, and what happens instead; nothing for a value that has one, that is the default or that
+// is empty.
 func (e *Effective) gap(field string) (detail, effect string) {
 	now, _ := lookup(&e.kp, field)
 	if e.given[field] == "" {

@@ -17,20 +17,20 @@ import (
 	"nodeproxy/plan"
 )
 
-// checker understands values and gathers what is wrong with them.
+// checker validates values and collects their faults.
 type checker struct {
 	*Effective
 	errs []error
 }
 
-// check notes what is wrong with a field, or with a flag that has no field.
+// check adds a fault of a field, or of a flag that has no field.
 func (k *checker) check(field string, err error) {
 	if err != nil {
 		k.errs = append(k.errs, fmt.Errorf("%s: %w", k.origin(field), err))
 	}
 }
 
-// origin names where a field has its value from: a flag, or FILE:LINE and the field.
+// origin returns where the value of a field is from: a flag, or FILE:LINE and the field.
 func (e *Effective) origin(field string) string {
 	switch {
 	case strings.HasPrefix(field, "--"):
@@ -43,7 +43,7 @@ func (e *Effective) origin(field string) string {
 	return cmp.Or(flagOf(field), field)
 }
 
-// saying repeats a setting in the words of where it came from.
+// saying returns a setting as it is written where it is from.
 func (e *Effective) saying(field, value string) string {
 	if from := e.origin(field); strings.HasPrefix(from, "--") {
 		return from + "=" + value
@@ -51,11 +51,10 @@ func (e *Effective) saying(field, value string) string {
 	return field + ": " + value
 }
 
-// Config understands all of it, but does not insist on a place where objects come from. Its error has a line for everything
-// that is wrong.
-func (e *Effective) Config() (*Config, error) { return e.understand(false) }
+// Config validates the configuration, but does not require a source of objects. Its error has a line for each fault.
+func (e *Effective) Config() (*Config, error) { return e.validate(false) }
 
-func (e *Effective) understand(toRun bool) (*Config, error) {
+func (e *Effective) validate(toRun bool) (*Config, error) {
 	k := &checker{Effective: e}
 	kp, own := &e.kp, &e.own
 	c := &Config{
@@ -69,7 +68,7 @@ func (e *Effective) understand(toRun bool) (*Config, error) {
 		Findings: e.findings(),
 	}
 	if own.manifests != "" {
-		c.API.Kubeconfig = "" // Of the file: onePlace has refused one by a flag.
+		c.API.Kubeconfig = "" // It is from the file: onePlace refuses one by a flag.
 	}
 	k.mode(c)
 	if toRun && !c.Cleanup && !c.InitOnly {
@@ -120,7 +119,7 @@ func (k *checker) mode(c *Config) {
 	}
 }
 
-// onePlace checks that objects come from one place. A flag --manifests goes before a kubeconfig in the file.
+// onePlace checks that there is one source of objects. The flag --manifests overrides a kubeconfig in the file.
 func (k *checker) onePlace() {
 	kubeconfig, byFlag := k.kp.ClientConnection.Kubeconfig != "", k.given["clientConnection.kubeconfig"] != ""
 	master := k.own.master != ""
@@ -128,7 +127,7 @@ func (k *checker) onePlace() {
 	case k.own.manifests != "" && (master || kubeconfig && byFlag):
 		k.check("--manifests", errors.New("can't be combined with --kubeconfig or --master: objects come from one place"))
 	case k.own.manifests == "" && !master && !kubeconfig && os.Getenv("KUBERNETES_SERVICE_HOST") == "":
-		k.check("--manifests", errors.New("one of --manifests, --kubeconfig and --master is required outside of a cluster"))
+		k.check("--manifests", errors.New("one of --manifests, --kubeconfig and --master is required outside a cluster"))
 	}
 }
 
@@ -143,7 +142,7 @@ func (k *checker) nodeName(c *Config) {
 	c.NodeName = strings.ToLower(name)
 }
 
-// manifests reads what only matters with objects from manifests.
+// manifests reads what matters only with manifests.
 func (k *checker) manifests(c *Config) {
 	var err error
 	c.ServiceCIDRs, err = onePerFamily(k.own.serviceCIDR)
@@ -161,7 +160,7 @@ func (k *checker) backend(c *Config) {
 			k.check("--iptables-backend", fmt.Errorf("%q is for cleanup alone", k.own.iptablesBackend))
 		}
 	default:
-		k.check("--iptables-backend", fmt.Errorf("%q is none of auto, nft, legacy", k.own.iptablesBackend))
+		k.check("--iptables-backend", fmt.Errorf("%q is not one of auto, nft, legacy", k.own.iptablesBackend))
 	}
 }
 
@@ -199,7 +198,7 @@ func (k *checker) periods(mode string, period, least time.Duration) {
 	}
 }
 
-// detectLocal reads how traffic of pods is recognised.
+// detectLocal reads how traffic from pods is recognised.
 func (k *checker) detectLocal(d *plan.DetectLocal) {
 	kp := &k.kp
 	d.Mode = plan.DetectLocalMode(kp.DetectLocalMode)
@@ -216,11 +215,11 @@ func (k *checker) detectLocal(d *plan.DetectLocal) {
 		d.Interface = kp.DetectLocal.InterfaceNamePrefix
 		k.interfaceName("detectLocal.interfaceNamePrefix", d.Interface, 14)
 	default:
-		k.check("detectLocalMode", fmt.Errorf("%q is none of ClusterCIDR, NodeCIDR, BridgeInterface, InterfaceNamePrefix", d.Mode))
+		k.check("detectLocalMode", fmt.Errorf("%q is not one of ClusterCIDR, NodeCIDR, BridgeInterface, InterfaceNamePrefix", d.Mode))
 	}
 }
 
-// interfaceName checks the name of a network interface, or what one begins with: it gets into rules. A name has at most 15
+// interfaceName checks the name of a network interface, or the prefix of one, which becomes part of rules. A name has at most 15
 // characters; a rule for a prefix needs one of them for its wildcard.
 func (k *checker) interfaceName(field, name string, longest int) {
 	odd := strings.ContainsFunc(name, func(r rune) bool { return r <= ' ' || r >= 0x7f || strings.ContainsRune("/\"'\\+!", r) })
@@ -238,7 +237,7 @@ func (k *checker) servers(c *Config) {
 	kp := &k.kp
 	bind, err := netip.ParseAddr(kp.BindAddress)
 	if err != nil {
-		k.check("bindAddress", fmt.Errorf("%q is no IP address", kp.BindAddress))
+		k.check("bindAddress", fmt.Errorf("%q is not an IP address", kp.BindAddress))
 	}
 	c.Servers = Servers{
 		Bind: bind.Unmap(), HardFail: kp.BindAddressHardFail, Profiling: kp.EnableProfiling,
@@ -246,21 +245,21 @@ func (k *checker) servers(c *Config) {
 		Metrics: k.addrPort("metricsBindAddress", kp.MetricsBindAddress),
 	}
 	if shown := kp.ShowHiddenMetricsForVersion; shown != "" && !version.MatchString(shown) {
-		k.check("showHiddenMetricsForVersion", fmt.Errorf("%q is no version such as 1.36", shown))
+		k.check("showHiddenMetricsForVersion", fmt.Errorf("%q is not a version such as 1.36", shown))
 	}
 	if c.OOMScoreAdj = int(*kp.OOMScoreAdj); c.OOMScoreAdj < -1000 || c.OOMScoreAdj > 1000 {
 		k.check("oomScoreAdj", fmt.Errorf("%d is not within -1000 to 1000", c.OOMScoreAdj))
 	}
 }
 
-// addrPort reads where a server listens; empty is nowhere.
+// addrPort reads the address of a server; empty for none.
 func (k *checker) addrPort(field, address string) netip.AddrPort {
 	if address == "" {
 		return netip.AddrPort{}
 	}
 	out, err := netip.ParseAddrPort(address)
 	if err != nil || out.Port() == 0 {
-		k.check(field, fmt.Errorf("%q is no IP address with a port", address))
+		k.check(field, fmt.Errorf("%q is not an IP address with a port", address))
 	}
 	return out
 }
@@ -280,7 +279,7 @@ func (k *checker) conntrack(c *Conntrack) {
 	k.check("conntrack.udpStreamTimeout", notNegative(c.UDPStreamTimeout))
 }
 
-// scheduler is what the name of an IPVS scheduler may be: it becomes part of the name of a kernel module.
+// scheduler matches the name of an IPVS scheduler, which becomes part of the name of a kernel module.
 var scheduler = regexp.MustCompile(`^[a-z]{0,12}$`)
 
 // otherModes reads the settings of modes ipvs and nftables.
@@ -298,7 +297,7 @@ func (k *checker) otherModes(c *Config) {
 	switch c.IPVS.VIPs, c.IPVS.GracePeriod = ipvs.VIPs(k.own.ipvsVIPs), k.own.ipvsGrace; c.IPVS.VIPs {
 	case ipvs.Routes, ipvs.Addresses:
 	default:
-		k.check("--ipvs-vips", fmt.Errorf("%q is none of routes, addresses", k.own.ipvsVIPs))
+		k.check("--ipvs-vips", fmt.Errorf("%q is not one of routes, addresses", k.own.ipvsVIPs))
 	}
 	if !scheduler.MatchString(c.IPVS.Scheduler) {
 		k.check("ipvs.scheduler", fmt.Errorf("%q can't be the name of a scheduler", c.IPVS.Scheduler))
@@ -307,7 +306,7 @@ func (k *checker) otherModes(c *Config) {
 	for _, text := range kp.ExcludeCIDRs {
 		cidr, ok := parsePrefix(strings.TrimSpace(text))
 		if !ok {
-			k.check("ipvs.excludeCIDRs", fmt.Errorf("%q is no CIDR", text))
+			k.check("ipvs.excludeCIDRs", fmt.Errorf("%q is not a CIDR", text))
 			continue
 		}
 		c.IPVS.ExcludeCIDRs = append(c.IPVS.ExcludeCIDRs, cidr)
@@ -323,7 +322,7 @@ func (k *checker) log(c *Config) {
 	switch c.LogLevel = k.own.logLevel; c.LogLevel {
 	case "debug", "info", "warn", "error":
 	default:
-		k.check("--log-level", fmt.Errorf("%q is none of debug, info, warn, error", c.LogLevel))
+		k.check("--log-level", fmt.Errorf("%q is not one of debug, info, warn, error", c.LogLevel))
 	}
 	if k.kp.Logging.Verbosity >= debugVerbosity {
 		c.LogLevel = "debug"
@@ -331,7 +330,7 @@ func (k *checker) log(c *Config) {
 	switch c.LogFormat = k.kp.Logging.Format; c.LogFormat {
 	case "text", "json":
 	default:
-		k.check("logging.format", fmt.Errorf("%q is none of text, json", c.LogFormat))
+		k.check("logging.format", fmt.Errorf("%q is not one of text, json", c.LogFormat))
 	}
 }
 
@@ -342,7 +341,7 @@ func notNegative[N int | int32 | time.Duration](n N) error {
 	return nil
 }
 
-// onePerFamily reads a comma-separated list of CIDRs with at most one for each family.
+// onePerFamily reads a comma-separated list of CIDRs, at most one of each family.
 func onePerFamily(text string) ([]netip.Prefix, error) {
 	var out []netip.Prefix
 	seen := map[plan.Family]bool{}
@@ -352,7 +351,7 @@ func onePerFamily(text string) ([]netip.Prefix, error) {
 		}
 		cidr, ok := parsePrefix(part)
 		if !ok {
-			return nil, fmt.Errorf("%q is no CIDR", part)
+			return nil, fmt.Errorf("%q is not a CIDR", part)
 		}
 		family := plan.FamilyOf(cidr.Addr())
 		if seen[family] {
@@ -377,7 +376,7 @@ func parsePorts(text string) (PortRange, error) {
 	a, errA := strconv.ParseUint(first, 10, 16)
 	b, errB := strconv.ParseUint(last, 10, 16)
 	if !ok || errA != nil || errB != nil || a == 0 || a > b {
-		return PortRange{}, fmt.Errorf("%q is no range of ports such as 30000-32767", text)
+		return PortRange{}, fmt.Errorf("%q is not a range of ports such as 30000-32767", text)
 	}
 	return PortRange{uint16(a), uint16(b)}, nil
 }

@@ -15,14 +15,14 @@ import (
 	"nodeproxy/plan"
 )
 
-// values are a configuration as it is written, before it is understood: what kube-proxy's file can say, and what only flags
-// can. Flags are bound to its fields.
+// values are the settings before they are validated: those of kube-proxy's file, and those for which there are only flags. Flags
+// are bound to its fields.
 type values struct {
 	kp  proxyconfig.KubeProxyConfiguration
 	own own
 }
 
-// own are the settings that kube-proxy's file has no field for.
+// own are the settings without a field in kube-proxy's file.
 type own struct {
 	configFile, writeConfigTo  string
 	manifests, master          string
@@ -45,7 +45,7 @@ const (
 	defaultServiceMetrics = 1000
 )
 
-// defaults fills in what is not said: kube-proxy's defaults but for the least time between syncs, which is none here.
+// defaults sets what is not set to kube-proxy's defaults, except that there is no minimum time between syncs.
 func (v *values) defaults() {
 	kp := &v.kp
 	kp.APIVersion, kp.Kind = proxyconfig.SchemeGroupVersion.String(), "KubeProxyConfiguration"
@@ -94,7 +94,7 @@ func orDefault[T comparable](field *T, value T) {
 	}
 }
 
-// complete makes values whole after flags were put over them. Empty modes are the default ones. --log-level overrides a file's
+// complete completes the values after flags were applied. Empty modes are the default ones. --log-level overrides a file's
 // verbosity that asks for more. The deprecated flags for a port count unless the flag for the address names one; port 0 switches
 // the endpoint off.
 func (v *values) complete(given map[string]string) {

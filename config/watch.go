@@ -13,7 +13,7 @@ import (
 	"nodeproxy/source/filewatch"
 )
 
-// settle is how long no further event must come before the file is read again: programs save in several steps.
+// settle is the time without another event after which the file is read again: programs save in several steps.
 const settle = 50 * time.Millisecond
 
 // Watch reads the configuration file again whenever it changes, until ctx ends. It passes a good one to changed, with the flags put
@@ -54,8 +54,8 @@ type fileWatch struct {
 	flags    *Flags
 	path     string
 	inForce  *Config
-	seen     []byte // the last content that was looked at
-	wrong    bool   // that was wrong
+	seen     []byte // the last content
+	wrong    bool   // it was wrong
 	suspect  bool   // it was wrong at the last look, which is not reported yet
 	failure  string // the error that was reported last
 	changed  func(*Config)
@@ -74,7 +74,7 @@ func (w *fileWatch) look() (again bool) {
 	}
 	var c *Config
 	if err == nil {
-		c, err = w.flags.understand(data)
+		c, err = w.flags.reload(data)
 	}
 	switch {
 	case err != nil && !w.suspect:
@@ -97,16 +97,16 @@ func (w *fileWatch) look() (again bool) {
 	return false
 }
 
-// understand makes a Config of a new content of the file.
-func (f *Flags) understand(data []byte) (*Config, error) {
+// reload makes a Config from new content of the file.
+func (f *Flags) reload(data []byte) (*Config, error) {
 	e, err := f.over(data)
 	if err != nil {
 		return nil, err
 	}
-	return e.understand(true)
+	return e.validate(true)
 }
 
-// SameEffect reports whether two configurations differ in nothing but what there is to say about them.
+// SameEffect reports whether two configurations differ in nothing but their findings.
 func (c *Config) SameEffect(other *Config) bool {
 	x, y := *c, *other
 	x.Findings, y.Findings = nil, nil

@@ -2,9 +2,8 @@ package source
 
 import "net/netip"
 
-// SpecialAddress names the kind of an address that no endpoint and no external IP may have; for others it is empty. The API
-// server refuses such addresses too, since traffic to them would reach the node itself or leave unrouted (CVE-2021-25737 and
-// its like).
+// SpecialAddress describes an address that neither an endpoint nor an external IP may have; it is empty for others. The API server
+// refuses such addresses too, since traffic to them would reach the node itself or leave unrouted (such as CVE-2021-25737).
 func SpecialAddress(ip netip.Addr) string {
 	switch {
 	case ip.IsUnspecified():

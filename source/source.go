@@ -22,30 +22,29 @@ type Batch struct {
 	Nodes        map[string]*v1.Node
 	// Synced is true once everything that existed when the source started has been delivered, with this batch.
 	Synced bool
-	// Extent says whether all objects are known, where that has changed.
+	// Extent says whether all objects are known, if that has changed.
 	Extent Extent
 }
 
 // Extent says how much a source knows.
 type Extent int
 
-// Before a source says otherwise, what it has delivered when it is synced is the Whole. It is Partial where some of what it
-// reads from can't be read, and never could since it started: of objects that there may have been before, nothing is known, and
-// what the kernel holds for them is to stay as it is.
+// Unless a source says otherwise, what it has delivered when it is synced is the Whole. It is Partial if the source has never been
+// able to read a part since it started: objects in that part are not known, and what the kernel has for them must stay.
 const (
 	Unchanged Extent = iota
 	Whole
 	Partial
 )
 
-// Empty reports whether the batch says nothing.
+// Empty reports whether the batch has no content.
 func (b Batch) Empty() bool {
 	return len(b.Services) == 0 && len(b.EndpointSlices) == 0 && len(b.ServiceCIDRs) == 0 && len(b.Nodes) == 0 && !b.Synced &&
 		b.Extent == Unchanged
 }
 
-// Merge puts a later batch on top of this one: the later object wins. Only of a Node that is gone, what this batch says of
-// it stays, as of one that is being deleted: what was last known of a node counts for as long as this program runs on it.
+// Merge adds a later batch to this one; the later object wins. A Node that is gone stays as one that is being deleted: what was
+// last known of a node counts for as long as this program runs on it.
 func (b *Batch) Merge(later Batch) {
 	b.Services = merge(b.Services, later.Services)
 	b.EndpointSlices = merge(b.EndpointSlices, later.EndpointSlices)
@@ -63,7 +62,7 @@ func (b *Batch) Merge(later Batch) {
 	}
 }
 
-// deleted returns a Node as it is while it is being deleted.
+// deleted returns a Node with a deletion timestamp.
 func deleted(node *v1.Node) *v1.Node {
 	if node.DeletionTimestamp != nil {
 		return node
@@ -83,7 +82,7 @@ func merge[K comparable, V any](into, from map[K]V) map[K]V {
 	return into
 }
 
-// Sink takes batches in. It does not block for longer than it takes to note them down.
+// Sink receives batches. It does not block for longer than it takes to note them.
 type Sink interface {
 	Apply(Batch)
 }
@@ -96,7 +95,7 @@ type Source interface {
 // Severity grades a Finding.
 type Severity int
 
-// A Note tells what is so by design (an Ingress is not proxied); a Problem tells what somebody should mend.
+// A Note is about a limit by design (an Ingress is not proxied); a Problem should be mended.
 const (
 	Note Severity = iota
 	Problem
@@ -109,20 +108,20 @@ func (s Severity) String() string {
 	return "note"
 }
 
-// Finding is what the owner of an object should know about it.
+// Finding is something that the owner of an object should know about it.
 type Finding struct {
 	Severity Severity
-	// Where is FILE:LINE for an object from a manifest; empty for one from the API server.
+	// Where is FILE:LINE for an object from a manifest, and empty for one from the API server.
 	Where string
-	// Object is kind and name, "Service default/web"; empty where a file could not be read that far.
+	// Object is kind and name, such as "Service default/web"; empty if that could not be read.
 	Object string
-	// Field is the path of the field in question, such as spec.ports[0].port; empty where it is the object as a whole.
+	// Field is the path of the field in question, such as spec.ports[0].port; empty for the object as a whole.
 	Field string
 	// Detail says what was wrong, Effect what happens now.
 	Detail, Effect string
-	// Event is the reason of an event that tells the cluster of it; empty for none.
+	// Event is the reason of the event to write in the cluster; empty for none.
 	Event string
-	// LeftOut is set where an object, or a whole file, can't be used.
+	// LeftOut is set if an object, or a whole file, can't be used.
 	LeftOut bool
 }
 

@@ -37,8 +37,8 @@ type daemon struct {
 	metrics  *metrics.Set
 	objects  source.Source
 	from     string // names the source
-	// held keeps what the source delivers until there is a proxier.
-	held source.Held
+	// buffer keeps what the source delivers until there is a proxier.
+	buffer source.Buffer
 	// ctx ends when the daemon is to stop. running are all its goroutines, and read receives what the source ended with.
 	ctx     context.Context
 	cancel  context.CancelFunc
@@ -98,7 +98,7 @@ func newDaemon(ctx context.Context, cfg *config.Config, log *slog.Logger) (*daem
 func (d *daemon) begin() {
 	d.running.Go(func() {
 		defer d.cancel() // Whatever ends, the rest does too.
-		err := d.objects.Run(d.ctx, &d.held)
+		err := d.objects.Run(d.ctx, &d.buffer)
 		if errors.Is(err, context.Canceled) {
 			err = nil
 		} else if err != nil {
@@ -153,7 +153,7 @@ func (d *daemon) stop() {
 // await returns when all objects have been read, or with the error for which they can't be.
 func (d *daemon) await() error {
 	select {
-	case <-d.held.Synced():
+	case <-d.buffer.Synced():
 		return nil
 	case <-d.ctx.Done():
 		err := <-d.read
@@ -344,7 +344,7 @@ func (d *daemon) run(turn *turn, front *front) error {
 	if d.location != nil {
 		d.followLocation(ctx, &d.running)
 	}
-	d.held.PassTo(d.proxier)
+	d.buffer.PassTo(d.proxier)
 	d.proxier.Run(ctx)
 	d.running.Wait()
 	if c, ok := d.backend.(io.Closer); ok {

@@ -61,7 +61,7 @@ func renderCommand() *cobra.Command {
 				return &usageError{errors.New("--manifests: required, or a file, or --kubeconfig: render needs objects")}
 			}
 			if !slices.Contains([]string{"all", "ipv4", "ipv6"}, r.family) {
-				return &usageError{fmt.Errorf("--family: %q is none of ipv4, ipv6, all", r.family)}
+				return &usageError{fmt.Errorf("--family: %q is not one of ipv4, ipv6, all", r.family)}
 			}
 			leftOut := 0
 			report := func(f source.Finding) {

@@ -11,9 +11,9 @@ import (
 	"nodeproxy/source"
 )
 
-// Admit does to a new object, one that Type.New has made, what the API server does before it stores one: it fills in what is
-// left out and validates the rest. An object that is refused must not be put into a Cluster. The findings name no place and no
-// object, and those for which it is refused no effect: both are the reader's to add.
+// Admit does what the API server does before it stores a new object, which must be of a type that Type.New returns: it sets
+// defaults and validates. An object that is refused must not be added to a Cluster. The caller completes the findings: they have
+// neither place nor object, and those for which the object is refused have no effect.
 func Admit(obj any) (findings []source.Finding, refused bool) {
 	c := &checker{}
 	switch obj := obj.(type) {
@@ -47,7 +47,7 @@ type checker struct {
 	refused  bool
 }
 
-// refuse reports a fault for which the API server would not take the object.
+// refuse reports a fault for which the API server would refuse the object.
 func (c *checker) refuse(field, format string, args ...any) {
 	c.refused = true
 	c.problem(field, "", format, args...)
@@ -59,7 +59,7 @@ func (c *checker) problem(field, effect, format string, args ...any) {
 		source.Finding{Severity: source.Problem, Field: field, Detail: fmt.Sprintf(format, args...), Effect: effect})
 }
 
-// note reports what is so by design.
+// note reports a limit that is there by design.
 func (c *checker) note(field, effect, format string, args ...any) {
 	c.findings = append(c.findings,
 		source.Finding{Severity: source.Note, Field: field, Detail: fmt.Sprintf(format, args...), Effect: effect})

@@ -13,16 +13,14 @@ import (
 	"nodeproxy/source"
 )
 
-// allocator hands out cluster IPs and node ports as the API server does; but what a Service gets is a pure function of the
-// set of Services and of the configured ranges, so that it is the same on every node, after every restart, and however
-// the objects are spread over files.
+// allocator allocates cluster IPs and node ports as the API server does. But what a Service gets is a pure function of the set of
+// Services and of the ranges, so that it is the same on every node and after every restart, whatever files the objects are in.
 //
-// The canonical order is that of namespace and name. First, in this order, each Service that names addresses or ports
-// of its own gets them, or is refused as a whole where another one has any of them already. Then the rest is handed out
-// by pool.allocate.
+// The canonical order is that of namespace and name. First, in this order, each Service gets the addresses and ports that it
+// names, or is refused as a whole if another one has any of them already. Then pool.allocate allocates the rest.
 type allocator struct {
 	cidrs map[v1.IPFamily]netip.Prefix
-	first v1.IPFamily // the family of Services that ask for none
+	first v1.IPFamily // the family of Services that name none
 	ports PortRange
 
 	ips       map[netip.Addr]types.NamespacedName
@@ -36,7 +34,7 @@ type portClaim struct {
 	port     int32
 }
 
-// allocation is what a Service got.
+// allocation is what a Service gets.
 type allocation struct {
 	families  []v1.IPFamily
 	ips       []string // as many as families
@@ -65,18 +63,18 @@ func familyOf(ip netip.Addr) v1.IPFamily {
 	return v1.IPv6Protocol
 }
 
-// allocatable reports whether a Service gets addresses at all.
+// allocatable reports whether a Service gets cluster IPs.
 func allocatable(svc *v1.Service) bool {
 	return svc.Spec.Type != v1.ServiceTypeExternalName && !headless(svc)
 }
 
-// wantsNodePorts reports whether a Service gets a node port for each port that names none.
+// wantsNodePorts reports whether a Service gets a node port for each port without one.
 func wantsNodePorts(svc *v1.Service) bool {
 	return svc.Spec.Type == v1.ServiceTypeNodePort ||
 		svc.Spec.Type == v1.ServiceTypeLoadBalancer && *svc.Spec.AllocateLoadBalancerNodePorts
 }
 
-// sameRequest reports whether two versions of a Service ask for the same, so that nothing needs to be allocated anew.
+// sameRequest reports whether two versions of a Service ask for the same, so that nothing has to be allocated again.
 func sameRequest(a, b *v1.Service) bool {
 	if allocatable(a) != allocatable(b) || !allocatable(a) {
 		return allocatable(a) == allocatable(b)
@@ -128,7 +126,7 @@ func compareNames(a, b types.NamespacedName) int {
 	return cmp.Or(cmp.Compare(a.Namespace, b.Namespace), cmp.Compare(a.Name, b.Name))
 }
 
-// families decides which families a Service has (KEP-563).
+// families chooses the families of a Service (KEP-563).
 func (a *allocator) families(svc *v1.Service, got *allocation) {
 	spec := &svc.Spec
 	policy := v1.IPFamilyPolicySingleStack
@@ -162,7 +160,7 @@ func (a *allocator) families(svc *v1.Service, got *allocation) {
 	}
 }
 
-// claimExplicit enters what a Service names itself, all of it or, where somebody else has a part of it, nothing.
+// claimExplicit claims the addresses and ports that a Service names, or none of them if another Service has one.
 func (a *allocator) claimExplicit(n types.NamespacedName, svc *v1.Service, got *allocation) {
 	got.ips = make([]string, len(got.families))
 	var ips []netip.Addr
@@ -181,7 +179,7 @@ func (a *allocator) claimExplicit(n types.NamespacedName, svc *v1.Service, got *
 		if cidr, ok := a.cidrs[familyOf(ip)]; !ok {
 			note("there is no service CIDR for "+string(familyOf(ip)), ip.String()+" is used as given")
 		} else if !cidr.Contains(ip) {
-			note(fmt.Sprintf("%s is outside of the service CIDR %s", ip, cidr), "it is used as given")
+			note(fmt.Sprintf("%s is outside the service CIDR %s", ip, cidr), "it is used as given")
 		}
 		got.ips[i] = text
 		ips = append(ips, ip)
@@ -198,7 +196,7 @@ func (a *allocator) claimExplicit(n types.NamespacedName, svc *v1.Service, got *
 	}
 }
 
-// explicitPorts lists the node ports that a Service names itself.
+// explicitPorts returns the node ports that a Service names.
 func (a *allocator) explicitPorts(n types.NamespacedName, svc *v1.Service, got *allocation) []portClaim {
 	var claims []portClaim
 	claim := func(field string, c portClaim) {
@@ -224,7 +222,7 @@ func (a *allocator) explicitPorts(n types.NamespacedName, svc *v1.Service, got *
 	return claims
 }
 
-// clusterIPs hands out the addresses that nobody named.
+// clusterIPs allocates the addresses that no Service names.
 func (a *allocator) clusterIPs(names []types.NamespacedName) {
 	for _, family := range []v1.IPFamily{v1.IPv4Protocol, v1.IPv6Protocol} {
 		cidr, ok := a.cidrs[family]
@@ -258,8 +256,8 @@ func (a *allocator) clusterIPs(names []types.NamespacedName) {
 	}
 }
 
-// allocatePorts hands out the node ports that nobody named. Ports of a Service that have the same number, and differ in
-// protocol, have the same node port.
+// allocatePorts allocates the node ports that no Service names. Ports of a Service with the same number and different protocols
+// have the same node port.
 func (a *allocator) allocatePorts(names []types.NamespacedName, services map[types.NamespacedName]*v1.Service) {
 	var bids []bid
 	owners := map[string]types.NamespacedName{}
@@ -270,7 +268,7 @@ func (a *allocator) allocatePorts(names []types.NamespacedName, services map[typ
 		bids = append(bids, bid{
 			key: key,
 			free: func(slot uint64) bool {
-				// A number is free if no protocol has it: nobody is to be surprised by what answers at 30080.
+				// A number is free if no protocol has it, so that one Service answers at it.
 				for _, protocol := range []v1.Protocol{v1.ProtocolTCP, v1.ProtocolUDP, v1.ProtocolSCTP} {
 					if _, taken := a.nodePorts[portClaim{protocol, at(slot)}]; taken {
 						return false
@@ -303,7 +301,7 @@ func (a *allocator) allocatePorts(names []types.NamespacedName, services map[typ
 	}
 }
 
-// portBids groups the ports of a Service that get one node port, and enters a bid for each group.
+// portBids adds a bid for each group of ports of a Service that share a node port.
 func (a *allocator) portBids(n types.NamespacedName, svc *v1.Service, got *allocation,
 	enter func(types.NamespacedName, string, []v1.Protocol, func(int32))) {
 	ports := svc.Spec.Ports
@@ -347,7 +345,7 @@ func portNumbers(ports []v1.ServicePort) []int32 {
 	return out
 }
 
-// apply returns a copy of a Service with what it got.
+// apply returns a copy of a Service with its allocation.
 func (got *allocation) apply(svc *v1.Service) *v1.Service {
 	out := *svc
 	out.Spec.ClusterIPs = slices.Clone(got.ips)

@@ -1,6 +1,7 @@
 // Package controlplane does what the API server and the controllers of a cluster would do with a set of objects: it fills in
 // defaults and validates (Admit), allots cluster IPs and node ports, mirrors Endpoints, and makes EndpointSlices of Pods
-// (Cluster). It knows objects, not where they come from: whoever reads them from files adds the places to what is reported.
+// (Cluster). It knows objects and not where they come from: a
+// caller that reads them from files adds the places to what is reported.
 package controlplane
 
 import (
@@ -21,16 +22,16 @@ import (
 // PortRange is a range of ports, both ends included.
 type PortRange struct{ First, Last uint16 }
 
-// Ranges are what cluster IPs and node ports are allotted from.
+// Ranges are the ranges of cluster IPs and node ports.
 type Ranges struct {
 	// ServiceCIDRs are the ranges of cluster IPs, at most one for each family; the first is that of Services that ask for no
-	// family. Default: 10.96.0.0/16. ServiceCIDR objects are delivered, but nothing is allotted from them.
+	// family. Default: 10.96.0.0/16. ServiceCIDR objects are delivered, but nothing is allocated from them.
 	ServiceCIDRs []netip.Prefix
 	// NodePorts is the range of node ports. Default: 30000-32767.
 	NodePorts PortRange
 }
 
-// complete returns the ranges with their defaults, or says what is wrong with them.
+// complete returns the ranges with their defaults. It fails if they are invalid.
 func (r Ranges) complete() (Ranges, error) {
 	if len(r.ServiceCIDRs) == 0 {
 		r.ServiceCIDRs = []netip.Prefix{netip.MustParsePrefix("10.96.0.0/16")}
@@ -54,18 +55,17 @@ func (r Ranges) complete() (Ranges, error) {
 	return r, nil
 }
 
-// Remark is a finding about an object. It does not name the place of that object, nor does the finding name the object itself.
+// Remark is a finding about an object. The caller completes the finding by the object and its place.
 type Remark struct {
 	ID ID
 	source.Finding
 }
 
-// Report receives all that there is to say on a topic, in place of what was said on it before.
+// Report receives all remarks on a topic, which replace those that it received before.
 type Report func(topic string, remarks []Remark)
 
-// Cluster is what a set of objects describes: the objects, and what the API server and the controllers would make of them. It
-// is incremental: a changed object costs the work for the Services that it concerns. What it delivers is a function of the
-// objects alone.
+// Cluster is a set of objects, and what the API server and the controllers would make of them. It is incremental: a change costs
+// the work for the Services that it concerns. What it delivers is a function of the objects alone.
 type Cluster struct {
 	ranges  Ranges
 	report  Report
@@ -86,7 +86,7 @@ type Cluster struct {
 	changed map[types.NamespacedName]bool // Services whose request changed
 }
 
-// New returns a cluster without objects. It fails where the ranges make no sense.
+// New returns an empty cluster. It fails if the ranges are invalid.
 func New(ranges Ranges, report Report) (*Cluster, error) {
 	ranges, err := ranges.complete()
 	if err != nil {
@@ -107,7 +107,7 @@ func New(ranges Ranges, report Report) (*Cluster, error) {
 	}, nil
 }
 
-// Update takes new versions of objects, nil for those that are gone, and returns what is to be delivered.
+// Update applies new versions of objects, nil for those that are gone, and returns the batch to deliver.
 func (c *Cluster) Update(objects map[ID]any) source.Batch {
 	c.batch = source.Batch{
 		Services:       map[types.NamespacedName]*v1.Service{},
@@ -126,7 +126,7 @@ func (c *Cluster) Update(objects map[ID]any) source.Batch {
 	return c.batch
 }
 
-// set replaces an object and notes what follows from that.
+// set replaces an object and notes the Services that it concerns.
 func (c *Cluster) set(id ID, after any) {
 	before := c.objects[id]
 	if before == after || equality.Semantic.DeepEqual(before, after) {
@@ -203,7 +203,7 @@ func (c *Cluster) setSlice(name types.NamespacedName, before, after *discovery.E
 	c.report("slice "+name.String(), check.remarks(kindEndpointSlice, name))
 }
 
-// ownerOf names the Service that a slice is delivered for; false where it is for none.
+// ownerOf returns the Service of a slice that is delivered; false if it is not.
 func ownerOf(es *discovery.EndpointSlice) (types.NamespacedName, bool) {
 	if es == nil {
 		return types.NamespacedName{}, false
@@ -240,8 +240,8 @@ func (c *Cluster) setNode(name string, node *v1.Node) {
 	}
 }
 
-// allocate hands out addresses and ports anew where a Service asks for something else than before, and tells of those
-// that another one's coming or going has moved.
+// allocate allocates addresses and ports again if a Service asks for something else than before, and reports those that have
+// moved because of another Service.
 func (c *Cluster) allocate() {
 	if len(c.changed) == 0 {
 		return
@@ -265,12 +265,12 @@ func (c *Cluster) allocate() {
 	}
 }
 
-// reportMoved reports what was allotted to a Service and is another's now. It is news each time.
+// reportMoved reports what another Service has taken from one. Each time is reported.
 func (c *Cluster) reportMoved(name types.NamespacedName, was, now *allocation) {
 	check := &checker{}
 	moved := func(field string, from, to any) {
 		check.problem(field, fmt.Sprintf("it moves to %v; name it in the manifest to keep it for good", to),
-			"the allocated %v is another Service's by the same rules now", from)
+			"the allocated %v belongs to another Service now", from)
 	}
 	if !slices.Equal(was.ips, now.ips) {
 		moved("spec.clusterIPs", was.ips, now.ips)
@@ -285,7 +285,7 @@ func (c *Cluster) reportMoved(name types.NamespacedName, was, now *allocation) {
 	c.report("moved "+name.String(), check.remarks(kindService, name))
 }
 
-// recompute decides about one Service: whether and how it is delivered, and which slices the controllers make for it.
+// recompute delivers one Service, if it is proxied, and the slices that controllers make for it.
 func (c *Cluster) recompute(name types.NamespacedName) {
 	svc := c.services[name]
 	forService, forEndpoints := &checker{}, &checker{}
@@ -316,7 +316,7 @@ func (c *Cluster) recompute(name types.NamespacedName) {
 	c.report("service "+name.String(), append(forService.remarks(kindService, name), forEndpoints.remarks(kindEndpoints, name)...))
 }
 
-// notProxied says why a Service is none of a service proxy's business, and in which field that stands.
+// notProxied returns why a service proxy must leave a Service alone, and the field that says so.
 func notProxied(svc *v1.Service) (field, why string) {
 	const proxyName = "service.kubernetes.io/service-proxy-name"
 	if svc.Spec.Type == v1.ServiceTypeExternalName {
@@ -331,7 +331,7 @@ func notProxied(svc *v1.Service) (field, why string) {
 	return "", ""
 }
 
-// makeSlices plays the controllers for one Service.
+// makeSlices returns the slices that the controllers make for one Service.
 func (c *Cluster) makeSlices(
 	name types.NamespacedName, svc *v1.Service, forService, forEndpoints *checker,
 ) []*discovery.EndpointSlice {
@@ -339,7 +339,7 @@ func (c *Cluster) makeSlices(
 	given := len(c.given[name]) > 0
 	if topologyAuto(svc) {
 		forService.note("metadata.annotations", "as with trafficDistribution PreferSameZone, each endpoint is for its own zone",
-			"the annotation asks for shares by the CPUs of each zone, which manifests don't tell")
+			"the annotation asks for shares by the CPUs of each zone, which manifests do not hold")
 	}
 	const none = "connections to it are refused until there are"
 	if len(svc.Spec.Selector) == 0 {
@@ -348,7 +348,7 @@ func (c *Cluster) makeSlices(
 			return mirrorSlices(svc, ep, forEndpoints)
 		case ep != nil:
 			forEndpoints.note("metadata", "not proxied",
-				"they are marked as not to be mirrored to EndpointSlices, or being deleted")
+				"they are marked not to be mirrored to EndpointSlices, or are being deleted")
 		case !given:
 			forService.note("", none,
 				"the Service has no selector, and neither Endpoints nor EndpointSlices belong to it")
@@ -368,7 +368,7 @@ func (c *Cluster) makeSlices(
 		return mirrorSlices(svc, ep, forEndpoints)
 	case ep != nil:
 		forEndpoints.note("", "not used",
-			"the Service has a selector and EndpointSlices, or the Endpoints are marked as not to be mirrored")
+			"the Service has a selector and EndpointSlices, or the Endpoints are marked not to be mirrored")
 	case !given:
 		forService.note("spec.selector", none,
 			"no Pod in the manifests matches, and neither Endpoints nor EndpointSlices belong to the Service")
@@ -376,8 +376,8 @@ func (c *Cluster) makeSlices(
 	return nil
 }
 
-// checkPortNames reports ports for which none of the slices has a port of the same name and protocol, which is what joins the
-// two; the target port plays no part in it.
+// checkPortNames reports the ports without a slice that has a port of the same name and protocol, by which the two are matched;
+// the target port does not matter.
 func (c *Cluster) checkPortNames(name types.NamespacedName, svc *v1.Service, made []*discovery.EndpointSlice, check *checker) {
 	slices := append(slices.Collect(maps.Values(c.given[name])), made...)
 	if len(slices) == 0 {

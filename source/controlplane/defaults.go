@@ -9,8 +9,8 @@ import (
 	"k8s.io/apimachinery/pkg/util/intstr"
 )
 
-// The functions here fill in what the API server fills in for fields left out, as far as a service proxy or the
-// controllers in this package look at them.
+// The functions here set the defaults of the API server for those fields that a service proxy or the controllers in this package
+// read.
 
 func setNamespace(meta *metav1.ObjectMeta) {
 	if meta.Namespace == "" {
@@ -62,7 +62,7 @@ func setServiceDefaults(svc *v1.Service) {
 			}
 		}
 	}
-	// The two ways to name the cluster IP are one: the API server fills in whichever is left out.
+	// The API server fills in whichever of the two fields is left out.
 	if len(spec.ClusterIPs) == 0 && spec.ClusterIP != "" && spec.Type != v1.ServiceTypeExternalName {
 		spec.ClusterIPs = []string{spec.ClusterIP}
 	} else if spec.ClusterIP == "" && len(spec.ClusterIPs) > 0 {

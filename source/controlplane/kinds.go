@@ -10,7 +10,7 @@ import (
 	networking "k8s.io/api/networking/v1"
 )
 
-// The kinds that a Cluster is made of.
+// The kinds that a Cluster uses.
 const (
 	kindService       = "Service"
 	kindEndpointSlice = "EndpointSlice"
@@ -20,7 +20,7 @@ const (
 	kindServiceCIDR   = "ServiceCIDR"
 )
 
-// used maps each of these kinds to the API version in which it is read, and to a function that makes an empty object.
+// used maps these kinds to their API version and to a function that returns an empty object.
 var used = map[string]struct {
 	version string
 	empty   func() any
@@ -59,7 +59,7 @@ type Type struct{ Kind, APIVersion string }
 
 func (t Type) String() string { return t.APIVersion + " " + t.Kind }
 
-// foreign reports whether a kind has the name of one that is used, but is another API's, such as Knative's Service. A group
+// foreign reports whether a kind has the name of one that is used but belongs to another API, such as Knative's Service. A group
 // that comes with Kubernetes and has no such kind is a mistake instead.
 func (t Type) foreign() bool {
 	group, _, grouped := strings.Cut(t.APIVersion, "/")
@@ -73,7 +73,7 @@ func (t Type) Used() bool { return used[t.Kind].version != "" && !t.foreign() }
 // New returns an empty object of a type that is used.
 func (t Type) New() any { return used[t.Kind].empty() }
 
-// Problem says what is wrong with a type, and in which field; nothing where it is one that an API server may have.
+// Problem returns what is wrong with a type, and in which field; nothing if an API server may have such a type.
 func (t Type) Problem() (field, detail string) {
 	want := used[t.Kind].version
 	_, _, grouped := strings.Cut(t.APIVersion, "/")
@@ -81,7 +81,7 @@ func (t Type) Problem() (field, detail string) {
 	case t.foreign():
 		return "", ""
 	case t.Kind == "" && t.APIVersion == "":
-		return "kind", "neither apiVersion nor kind is given: this is no Kubernetes object"
+		return "kind", "neither apiVersion nor kind is given: this is not a Kubernetes object"
 	case t.Kind == "":
 		return "kind", "no kind is given"
 	case t.APIVersion == "":
@@ -99,7 +99,7 @@ func (t Type) Problem() (field, detail string) {
 	return "", ""
 }
 
-// WhyNotProxied says why an object of a type that is not used makes no difference to a proxy.
+// WhyNotProxied returns why objects of a type that is not used make no difference to a proxy.
 func (t Type) WhyNotProxied() string {
 	if t.foreign() {
 		return fmt.Sprintf("a %s of %.80s is not the one of %s", t.Kind, t.APIVersion, used[t.Kind].version)
@@ -126,7 +126,7 @@ func (t Type) IsList() bool {
 	return found && slices.Contains(knownKinds[t.APIVersion], item)
 }
 
-// Item returns the type of a list's items that do not tell their own; it is empty for a List.
+// Item returns the type of a list's items that leave theirs out; it is empty for a List.
 func (t Type) Item() Type {
 	if t.Kind == "List" {
 		return Type{}
@@ -137,7 +137,7 @@ func (t Type) Item() Type {
 // ID names an object. Nodes and ServiceCIDRs have no namespace.
 type ID struct{ Kind, Namespace, Name string }
 
-// ID names an object of this type. A kind of another API than Kubernetes' own is told from its namesake by its group.
+// ID returns the ID of an object of this type. The kind of another API has its group, which distinguishes it from Kubernetes' own.
 func (t Type) ID(namespace, name string) ID {
 	id := ID{t.Kind, namespace, name}
 	switch {
@@ -166,8 +166,8 @@ func (id ID) String() string {
 	return strings.TrimSpace(kind + " " + name)
 }
 
-// legacyEndpoints is the API that EndpointSlice has replaced, deprecated but still served and widely used. Nothing outside of
-// this package knows it: it is mirrored to slices.
+// legacyEndpoints is the API that EndpointSlice has replaced. It is deprecated but still served and widely used. Only this package
+// knows it, and mirrors it to slices.
 //
 //lint:ignore SA1019 reading it is what it is for
 type legacyEndpoints = v1.Endpoints

@@ -12,7 +12,7 @@ import (
 // maxMirrored is how many addresses of a subset the EndpointSlice mirroring controller mirrors.
 const maxMirrored = 1000
 
-// leaderAnnotation marks Endpoints that serve as a lock for leader election and hold no addresses of use.
+// leaderAnnotation marks Endpoints that serve as a lock for leader election and hold no useful addresses.
 const leaderAnnotation = "control-plane.alpha.kubernetes.io/leader"
 
 // mirrored reports whether Endpoints are mirrored at all.
@@ -28,9 +28,9 @@ type mirrorAddress struct {
 	notReady []v1.EndpointPort
 }
 
-// mirrorSlices makes the slices of a Service out of its Endpoints, as the mirroring controller does: subsets are put
-// together by address and taken apart again by ports, and an address that is not ready for a port in one subset is not
-// ready for it, whatever others say.
+// mirrorSlices makes the slices of a Service from its Endpoints, as the mirroring controller does: subsets are
+// joined by address and split again by ports, and an address that is not ready for a port in one subset is not ready for it,
+// whatever the others say.
 func mirrorSlices(svc *v1.Service, ep *legacyEndpoints, c *checker) []*discovery.EndpointSlice {
 	groups := sliceGroups{}
 	for _, a := range mirrorAddresses(ep) {
@@ -73,7 +73,7 @@ func (a *mirrorAddress) add(groups sliceGroups, ports []v1.EndpointPort, ready b
 	groups.add(familyOf(ip), out, e)
 }
 
-// mirrorAddresses puts the subsets together, in order of address.
+// mirrorAddresses joins the subsets, in order of address.
 func mirrorAddresses(ep *legacyEndpoints) []*mirrorAddress {
 	type addressKey struct{ ip, kind, namespace, name string }
 	byKey := map[addressKey]*mirrorAddress{}

@@ -15,7 +15,7 @@ import (
 // maxPodSlice is how many endpoints the EndpointSlice controller puts into a slice.
 const maxPodSlice = 100
 
-// The names of the controllers that the slices are made in place of.
+// The names of the controllers that would make the slices.
 const (
 	sliceController  = "endpointslice-controller.k8s.io"
 	mirrorController = "endpointslicemirroring-controller.k8s.io"
@@ -43,7 +43,7 @@ func (g sliceGroups) add(family v1.IPFamily, ports []discovery.EndpointPort, e d
 	g[key].endpoints = append(g[key].endpoints, e)
 }
 
-// slices makes the EndpointSlices of a Service out of the groups, each of at most size endpoints. Their names follow from
+// slices makes the EndpointSlices of a Service from the groups, each of at most size endpoints. Their names follow from
 // the Service, the controller, the group and the number within it.
 func (g sliceGroups) slices(svc *v1.Service, controller string, size int) []*discovery.EndpointSlice {
 	var out []*discovery.EndpointSlice
@@ -90,8 +90,8 @@ func sliceName(service, what string) string {
 	return service + "-" + string(suffix)
 }
 
-// podSlices makes the slices of a Service out of the Pods that its selector selects, as the EndpointSlice controller
-// does. zones tells the zones of nodes, where known.
+// podSlices makes the slices of a Service from the Pods that its selector selects, as the EndpointSlice controller
+// does. zones are the known zones of nodes.
 func podSlices(svc *v1.Service, pods []*v1.Pod, zones map[string]string, c *checker) []*discovery.EndpointSlice {
 	groups := sliceGroups{}
 	unnamed := map[string][]string{} // by field: the Pods that lack a named port
@@ -127,14 +127,14 @@ func podSlices(svc *v1.Service, pods []*v1.Pod, zones map[string]string, c *chec
 		if len(names) > 3 {
 			names = append(names[:3:3], fmt.Sprintf("and %d more", len(unnamed[field])-3))
 		}
-		c.problem(field, "they are no endpoints of this port",
+		c.problem(field, "they are not endpoints of this port",
 			"no container port of this name and protocol in Pod %s", strings.Join(names, ", "))
 	}
 	return groups.slices(svc, sliceController, maxPodSlice)
 }
 
-// targetPort finds the port number at a Pod that a Service port leads to; false where the Pod has none of that name. Ports
-// of init containers count if these go on running beside the others (KEP-753).
+// targetPort returns the port of a Pod that a Service port leads to; false if the Pod has none of that name. Ports of init
+// containers count if these keep running (KEP-753).
 func targetPort(pod *v1.Pod, p *v1.ServicePort) (int32, bool) {
 	if p.TargetPort.Type == intstr.Int {
 		return p.TargetPort.IntVal, true
@@ -173,7 +173,7 @@ func podReady(pod *v1.Pod) bool {
 	return false
 }
 
-// podEndpoint makes the endpoint of a Pod in one family; false where the Pod has no address of it.
+// podEndpoint returns the endpoint of a Pod in one family; false if the Pod has no address of that family.
 func podEndpoint(svc *v1.Service, pod *v1.Pod, family v1.IPFamily, zones map[string]string) (discovery.Endpoint, bool) {
 	var e discovery.Endpoint
 	for _, p := range pod.Status.PodIPs {
@@ -206,7 +206,7 @@ func podEndpoint(svc *v1.Service, pod *v1.Pod, family v1.IPFamily, zones map[str
 	return e, true
 }
 
-// topologyAuto reports whether the annotation asks for traffic to stay in its zone.
+// topologyAuto reports whether an annotation asks for traffic to stay in its zone.
 func topologyAuto(svc *v1.Service) bool {
 	for _, key := range []string{v1.AnnotationTopologyMode, v1.DeprecatedAnnotationTopologyAwareHints} {
 		if value := svc.Annotations[key]; value == "Auto" || value == "auto" {
@@ -216,7 +216,7 @@ func topologyAuto(svc *v1.Service) bool {
 	return false
 }
 
-// hints says who is to use an endpoint: its own zone, and with PreferSameNode its own node first (KEP-4444, KEP-3015).
+// hints returns who is to use an endpoint: its own zone, and with PreferSameNode its own node first (KEP-4444, KEP-3015).
 func hints(svc *v1.Service, e *discovery.Endpoint) *discovery.EndpointHints {
 	prefer := ""
 	if topologyAuto(svc) {

@@ -7,11 +7,11 @@ import (
 	"net/netip"
 )
 
-// A pool is a range of things to hand out, numbered from 0: the addresses of a service CIDR, or the node ports. What is
-// handed out by itself comes from the upper band, so that the lower one is left to those who choose their own; only when
-// the upper one is full, the lower one is used too (KEP-3070 for cluster IPs, KEP-3668 for node ports).
+// A pool is a range to allocate from, numbered from 0: the addresses of a service CIDR, or the node ports. Allocation starts in
+// the upper band and leaves the lower one to Services that name their own, until the upper one is full (KEP-3070 for cluster IPs,
+// KEP-3668 for node ports).
 type pool struct {
-	size, lower uint64 // lower: how many belong to the lower band
+	size, lower uint64 // lower is the size of the lower band
 }
 
 // band returns the size of the lower band: min(max(16, size/step), most), and none in a range of at most 16.
@@ -22,7 +22,7 @@ func band(size, step, most uint64) uint64 {
 	return min(max(16, size/step), most)
 }
 
-// maxPool limits the numbering of IPv6 ranges; nobody has more Services.
+// maxPool limits the numbering of IPv6 ranges.
 const maxPool = 1 << 62
 
 // addressPool numbers the usable addresses of a CIDR: all but the first, and in IPv4 the last, which is for broadcast.
@@ -53,21 +53,21 @@ func portPool(r PortRange) pool {
 	return pool{size, band(size, 32, 128)}
 }
 
-// bid asks for one of a pool.
+// bid asks for one slot of a pool.
 type bid struct {
 	key  string // what the choice depends on
 	free func(n uint64) bool
 	take func(n uint64)
 }
 
-// rounds is how often a bid is hashed anew before it takes whatever is free next to it.
+// rounds is the number of slots that a bid tries before it takes the next free one.
 const rounds = 16
 
-// allocate serves all bids. It is a function of the bids' keys, of their order and of what is free at the start, and of
-// nothing else. Each bid has a sequence of slots that follows from a hash of its key. In the first round everyone bids for
-// the first slot of the sequence, and of several that meet at one slot the first in the order of bids wins; those who lost
-// bid for their second in the next round, and so on. So somebody who comes later to the set can take away another's slot
-// only where the hashes of both meet. It returns the bids that found nothing.
+// allocate serves all bids and returns those that got nothing. The result is a function of the bids' keys, of their order and of
+// what is free at the start, and of nothing else. Each bid has a sequence of slots that follows from a hash of its key. In the
+// first round each bids for the first slot of its sequence, and of several that meet at one slot the first in the order of bids
+// wins; those that lost bid for their second slot in the next round, and so on. So a new bid takes another's slot only if their
+// hashes meet.
 func (p pool) allocate(bids []bid) (failed []bid) {
 	if upper := p.size - p.lower; upper > 0 {
 		for round := uint64(0); round < rounds && len(bids) > 0; round++ {
@@ -83,7 +83,7 @@ func (p pool) allocate(bids []bid) (failed []bid) {
 			bids = lost
 		}
 	}
-	// Nearly full: whatever is free, searched from the bid's own slot on. A pool this full is small.
+	// Nearly full: take what is free, from the bid's own slot on. A pool this full is small.
 	for _, b := range bids {
 		first, _ := hash(b.key)
 		if !search(b, first, p.lower, p.size) && !search(b, first, 0, p.lower) {

@@ -11,8 +11,8 @@ import (
 // labelPair is a label of Pods in one namespace.
 type labelPair struct{ namespace, key, value string }
 
-// selection finds the Pods of a Service and the Services of a Pod without a walk over all of them: Pods are listed under
-// each of their labels, Services under one that their selector asks for.
+// selection finds the Pods of a Service and the Services of a Pod without walking all of them: Pods are indexed by each of their
+// labels, Services by one label of their selector.
 type selection struct {
 	pods     map[labelPair]map[string]*v1.Pod
 	onNode   map[string]map[types.NamespacedName]*v1.Pod
@@ -55,7 +55,7 @@ func (s selection) setPod(before, after *v1.Pod) {
 	}
 }
 
-// listedUnder returns the label under which a Service is listed; false where it selects nothing.
+// listedUnder returns the label by which a Service is indexed; false if it selects nothing.
 func listedUnder(svc *v1.Service) (labelPair, bool) {
 	if svc == nil || len(svc.Spec.Selector) == 0 {
 		return labelPair{}, false

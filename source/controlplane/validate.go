@@ -12,10 +12,10 @@ import (
 	"nodeproxy/source"
 )
 
-// The check functions refuse what the API server would refuse, so that nothing reaches the proxier from a manifest that
-// could not reach it from a cluster. They do not look at fields that no proxy and no controller here uses.
+// The check functions refuse what the API server would refuse, so that nothing reaches the proxier from a manifest that could
+// not reach it from a cluster. They skip fields that neither the proxy nor a controller here uses.
 
-// checkMeta checks an object's name, namespace, labels and annotations. nameRule is the one of its kind.
+// checkMeta checks an object's name, namespace, labels and annotations. nameRule validates names of its kind.
 func checkMeta(meta *metav1.ObjectMeta, namespaced bool, nameRule func(string) []string, c *checker) {
 	switch {
 	case meta.Name == "" && meta.GenerateName != "":
@@ -39,12 +39,12 @@ func checkMeta(meta *metav1.ObjectMeta, namespaced bool, nameRule func(string) [
 			}
 			const effect = "an API server would refuse the object; here it is used"
 			if msgs := validation.IsQualifiedName(strings.ToLower(key)); len(msgs) > 0 {
-				c.note(field, effect, "%.80q is no valid key, which is a name of at most 63 letters, digits, '-', '_' or '.', after a "+
+				c.note(field, effect, "%.80q is not a valid key, which is a name of at most 63 letters, digits, '-', '_' or '.', after a "+
 					"DNS domain and one '/' if any", key)
 			}
 			if kv.field == "metadata.labels" {
 				if msgs := validation.IsValidLabelValue(kv.values[key]); len(msgs) > 0 {
-					c.note(field, effect, "%.80q is no valid label value: %s", kv.values[key], msgs[0])
+					c.note(field, effect, "%.80q is not a valid label value: %s", kv.values[key], msgs[0])
 				}
 			}
 		}
@@ -64,13 +64,13 @@ func sortedKeys[V any](m map[string]V) []string {
 	return keys
 }
 
-// format refuses a value that breaks a rule about its form.
+// format refuses a value that breaks a rule about its format.
 func (c *checker) format(field, value string, rule func(string) []string) {
 	msgs := rule(value)
 	if len(msgs) == 0 {
 		return
 	}
-	msg, _, _ := strings.Cut(msgs[0], " (e.g.") // An example and a regular expression say it again.
+	msg, _, _ := strings.Cut(msgs[0], " (e.g.") // An example and a regular expression follow.
 	if len(value) > 60 {
 		c.refuse(field, "%.40q… (%d characters): %s", value, len(value), msg)
 	} else {
@@ -78,25 +78,25 @@ func (c *checker) format(field, value string, rule func(string) []string) {
 	}
 }
 
-// oneOf refuses a value that is none of those given.
+// oneOf refuses a value that is not one of those given.
 func oneOf[T ~string](c *checker, field string, value T, allowed ...T) {
 	if !slices.Contains(allowed, value) {
 		names := make([]string, len(allowed))
 		for i, a := range allowed {
 			names[i] = string(a)
 		}
-		c.refuse(field, "%.40q is none of %s", value, strings.Join(names, ", "))
+		c.refuse(field, "%.40q is not one of %s", value, strings.Join(names, ", "))
 	}
 }
 
-// portNumber refuses a number that is no port.
+// portNumber refuses a number that is not a port.
 func (c *checker) portNumber(field string, n int32) {
 	if n < 1 || n > 65535 {
 		c.refuse(field, "%d is not within 1-65535", n)
 	}
 }
 
-// parseIP reads an address as kube-proxy and the API server do: zeros in front are decimal, not octal, and an IPv4
+// parseIP reads an address as kube-proxy and the API server do: leading zeros are decimal, not octal, and an IPv4
 // address in IPv6 form is an IPv4 address.
 func parseIP(text string) (netip.Addr, bool) {
 	if ip, err := netip.ParseAddr(text); err == nil {
@@ -106,16 +106,16 @@ func parseIP(text string) (netip.Addr, bool) {
 	return ip.Unmap(), ok
 }
 
-// ip refuses text that is no address.
+// ip refuses text that is not an address.
 func (c *checker) ip(field, text string) (netip.Addr, bool) {
 	ip, ok := parseIP(text)
 	if !ok {
-		c.refuse(field, "%.60q is no IP address", text)
+		c.refuse(field, "%.60q is not an IP address", text)
 	}
 	return ip, ok
 }
 
-// endpointIP refuses an address that nothing can be sent to, or that would lead back to the node itself.
+// endpointIP refuses an address that can't be reached or that would lead back to the node itself.
 func (c *checker) endpointIP(field, text string) (netip.Addr, bool) {
 	ip, ok := c.ip(field, text)
 	if !ok {

@@ -18,14 +18,14 @@ func checkServiceCIDR(s *networking.ServiceCIDR, c *checker) {
 	seen := map[v1.IPFamily]bool{}
 	for i, text := range s.Spec.CIDRs {
 		field := fmt.Sprintf("spec.cidrs[%d]", i)
-		// Unlike others, this field came when lenience was over.
+		// Unlike older fields, this one is parsed strictly.
 		cidr, err := netip.ParsePrefix(text)
 		switch {
 		case err != nil || cidr.Addr().Is4In6():
-			c.refuse(field, "%.60q is no CIDR", text)
+			c.refuse(field, "%.60q is not a CIDR", text)
 			continue
 		case cidr != cidr.Masked():
-			c.refuse(field, "%s has bits set behind its prefix; the range is %s", text, cidr.Masked())
+			c.refuse(field, "%s has host bits set; the range is %s", text, cidr.Masked())
 		case seen[familyOf(cidr.Addr())]:
 			c.refuse(field, "%s is the second range of its family", text)
 		}

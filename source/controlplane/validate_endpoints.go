@@ -7,7 +7,7 @@ import (
 	"k8s.io/apimachinery/pkg/util/validation"
 )
 
-// The most that the API server takes of each.
+// The maximum numbers that the API server accepts.
 const (
 	maxSliceEndpoints = 1000
 	maxSlicePorts     = 20000
@@ -47,13 +47,13 @@ func checkSlice(es *discovery.EndpointSlice, c *checker) {
 		checkEndpoint(&es.Endpoints[i], es.AddressType, fmt.Sprintf("endpoints[%d]", i), c)
 	}
 	if es.AddressType == discovery.AddressTypeFQDN && !c.refused {
-		c.note("addressType", "not proxied", "endpoints that are names can't be forwarded to")
+		c.note("addressType", "not proxied", "a proxy can't forward to names")
 	}
 }
 
 func checkEndpoint(e *discovery.Endpoint, kind discovery.AddressType, field string, c *checker) {
 	if len(e.Addresses) == 0 || len(e.Addresses) > maxAddresses {
-		c.refuse(field+".addresses", "%d addresses; 1 is the use, %d the most", len(e.Addresses), maxAddresses)
+		c.refuse(field+".addresses", "%d addresses; an endpoint has 1 to %d", len(e.Addresses), maxAddresses)
 	}
 	for i, text := range e.Addresses {
 		at := fmt.Sprintf("%s.addresses[%d]", field, i)
@@ -63,7 +63,7 @@ func checkEndpoint(e *discovery.Endpoint, kind discovery.AddressType, field stri
 		}
 		if ip, ok := c.endpointIP(at, text); ok && string(familyOf(ip)) != string(kind) &&
 			(kind == discovery.AddressTypeIPv4 || kind == discovery.AddressTypeIPv6) {
-			c.refuse(at, "%s is no %s address, which addressType asks for", ip, kind)
+			c.refuse(at, "%s is not an %s address, which addressType asks for", ip, kind)
 		}
 	}
 	if e.NodeName != nil {
@@ -155,7 +155,7 @@ func checkPod(pod *v1.Pod, c *checker) {
 	if c.refused {
 		return
 	}
-	const effect = "it is no endpoint of any Service"
+	const effect = "it is not an endpoint of any Service"
 	switch {
 	case podFinished(pod):
 		c.note("status.phase", effect, "the Pod has ended (%s)", pod.Status.Phase)

@@ -28,10 +28,10 @@ func checkService(svc *v1.Service, c *checker) {
 	checkLoadBalancer(svc, c)
 	for _, key := range sortedKeys(spec.Selector) {
 		if msgs := validation.IsQualifiedName(key); len(msgs) > 0 {
-			c.refuse("spec.selector", "%.80q is no valid label key: %s", key, msgs[0])
+			c.refuse("spec.selector", "%.80q is not a valid label key: %s", key, msgs[0])
 		}
 		if msgs := validation.IsValidLabelValue(spec.Selector[key]); len(msgs) > 0 {
-			c.refuse("spec.selector", "%.80q is no valid label value: %s", spec.Selector[key], msgs[0])
+			c.refuse("spec.selector", "%.80q is not a valid label value: %s", spec.Selector[key], msgs[0])
 		}
 	}
 }
@@ -63,7 +63,7 @@ func checkServicePorts(svc *v1.Service, c *checker) {
 		c.portNumber(field+".port", p.Port)
 		oneOf(c, field+".protocol", p.Protocol, v1.ProtocolTCP, v1.ProtocolUDP, v1.ProtocolSCTP)
 		if p.TargetPort.Type == intstr.Int {
-			if p.TargetPort.IntVal != p.Port { // A default is not to be reported for the fault of its source.
+			if p.TargetPort.IntVal != p.Port { // A default has the fault of its source, which is reported.
 				c.portNumber(field+".targetPort", p.TargetPort.IntVal)
 			}
 		} else {
@@ -142,7 +142,7 @@ func checkClusterIPs(svc *v1.Service, c *checker) {
 		}
 		used[family] = true
 		if i < len(spec.IPFamilies) && spec.IPFamilies[i] != family {
-			c.refuse(field, "%s is no %s address, which spec.ipFamilies[%d] asks for", ip, spec.IPFamilies[i], i)
+			c.refuse(field, "%s is not an %s address, which spec.ipFamilies[%d] asks for", ip, spec.IPFamilies[i], i)
 		}
 	}
 	if single := spec.IPFamilyPolicy == nil || *spec.IPFamilyPolicy == v1.IPFamilyPolicySingleStack; single &&
@@ -165,7 +165,7 @@ func checkExternalName(svc *v1.Service, c *checker) {
 	}
 }
 
-// maxAffinity is the longest sessionAffinityConfig.clientIP.timeoutSeconds, a day.
+// maxAffinity is the maximum of sessionAffinityConfig.clientIP.timeoutSeconds, a day.
 const maxAffinity = 86400
 
 func checkAffinity(spec *v1.ServiceSpec, c *checker) {
@@ -211,7 +211,7 @@ func checkLoadBalancer(svc *v1.Service, c *checker) {
 	}
 	for i, text := range spec.LoadBalancerSourceRanges {
 		if _, _, err := utilnet.ParseCIDRSloppy(strings.TrimSpace(text)); err != nil {
-			c.refuse(fmt.Sprintf("spec.loadBalancerSourceRanges[%d]", i), "%.60q is no CIDR", text)
+			c.refuse(fmt.Sprintf("spec.loadBalancerSourceRanges[%d]", i), "%.60q is not a CIDR", text)
 		}
 	}
 	if spec.AllocateLoadBalancerNodePorts != nil && !balanced {

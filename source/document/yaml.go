@@ -92,7 +92,7 @@ func (w *jsonWriter) value(n *yaml.Node, depth int) error {
 		return &SyntaxError{n.Line, fmt.Sprintf("nested more than %d deep, or an alias within its own anchor", maxDepth)}
 	}
 	if len(w.out) > w.limit {
-		return &SyntaxError{n.Line, "aliases blow this document up beyond all use"}
+		return &SyntaxError{n.Line, "the aliases of this document expand to too much text"}
 	}
 	switch n.Kind {
 	case yaml.AliasNode:
@@ -195,7 +195,7 @@ func (w *jsonWriter) scalar(n *yaml.Node) error {
 	case "!!bool":
 		var b bool
 		if err := n.Decode(&b); err != nil {
-			return &SyntaxError{n.Line, fmt.Sprintf("%.40q is no boolean", n.Value)}
+			return &SyntaxError{n.Line, fmt.Sprintf("%.40q is not a boolean", n.Value)}
 		}
 		w.out = strconv.AppendBool(w.out, b)
 	case "!!int", "!!float":
@@ -230,7 +230,7 @@ func (w *jsonWriter) number(n *yaml.Node) error {
 	}
 	var v any
 	if err := n.Decode(&v); err != nil {
-		return &SyntaxError{n.Line, fmt.Sprintf("%.40q is no number", n.Value)}
+		return &SyntaxError{n.Line, fmt.Sprintf("%.40q is not a number", n.Value)}
 	}
 	switch v := v.(type) {
 	case int:

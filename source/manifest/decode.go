@@ -12,28 +12,28 @@ import (
 	"nodeproxy/source/document"
 )
 
-// body is what was read from a document, or from one item of a List. It does not change, and outlives the file's
-// text when a new version of the file holds the same document.
+// body is the content of a document, or of one item of a List. It does not change, and it outlives the file's text if a new
+// version of the file holds the same document.
 type body struct {
-	id     controlplane.ID // of a broken document: as far as it can be told
-	obj    any             // what controlplane.Type.New has made; nil for other kinds
+	id     controlplane.ID // of a broken document: as much of it as is known
+	obj    any             // made by controlplane.Type.New; nil for types that are not used
 	issues []issue
 	bad    bool              // broken or refused: the last good version counts
 	unread bool              // broken: the text breaks the rules of YAML or JSON
-	noKind bool              // broken: its kind is one that no API server has
+	noKind bool              // broken: no API server has its kind
 	other  controlplane.Type // of an object that is not used
 	prefix string            // of field paths, within a List
 }
 
-// anonymous reports whether the object of a broken document may be any.
+// anonymous reports whether a broken document does not identify its object.
 func (b *body) anonymous() bool { return b.id.Name == "" || b.id.Kind == "" || b.noKind }
 
-// entry is a body at its place.
+// entry is a body and its place.
 type entry struct {
 	*body
 	doc   *document.Document
 	order int // within the file
-	mark  int // when last seen, see model.replaceEntries
+	mark  int // see store.replaceEntries
 }
 
 // decode reads a document. It returns a body for each object, broken ones included.
@@ -76,9 +76,9 @@ func decodeYAML(node *yaml.Node, size int, typ controlplane.Type) *body {
 	return decodeJSON(js, typ)
 }
 
-// secondHead returns the first key of a mapping that tells what an object is and is there for the second time; nil if there is
-// none. It is the first key of another object that no line "---" separates from the one before. If the last value of each key
-// counted, as it does within an object, all objects but the last would be lost.
+// secondHead returns the first key of a mapping that is apiVersion or kind for the second time, or nil. It begins another object,
+// which no line "---" separates from the one before. If the last value of each key counted, as it does within an object, all
+// objects but the last would be lost.
 func secondHead(node *yaml.Node) *yaml.Node {
 	var apiVersion, kind bool
 	for i := 0; i+1 < len(node.Content) && node.Kind == yaml.MappingNode; i += 2 {
@@ -99,7 +99,7 @@ func secondHead(node *yaml.Node) *yaml.Node {
 	return nil
 }
 
-// yamlList returns the items of a List that holds nothing unexpected, and the type of those that don't tell their own.
+// yamlList returns the items of a list that has no other fields, and the type of those that leave theirs out.
 func yamlList(node *yaml.Node) (items []*yaml.Node, typ controlplane.Type) {
 	for i := 0; i < len(node.Content); i += 2 {
 		value := node.Content[i+1]
@@ -123,14 +123,14 @@ func yamlList(node *yaml.Node) (items []*yaml.Node, typ controlplane.Type) {
 	return items, typ.Item()
 }
 
-// unread is the body of a document that breaks the rules of YAML or JSON.
+// unread returns the body of a document that breaks the rules of YAML or JSON.
 func unread(id controlplane.ID, line int, detail string) *body {
 	return &body{id: id, bad: true, unread: true, issues: []issue{{
 		Finding: source.Finding{Severity: source.Problem, Detail: detail}, line: max(line, 1),
 	}}}
 }
 
-// head is what tells one object from another.
+// head identifies an object.
 type head struct {
 	controlplane.Type
 	namespace, name string
@@ -163,7 +163,7 @@ func readHead(data []byte) head {
 
 func (h head) id() controlplane.ID { return h.ID(h.namespace, h.name) }
 
-// identifyYAML says which object a broken document is about, from the lines before the fault.
+// identifyYAML returns the ID of the object in a broken document, from the lines before the fault.
 func identifyYAML(data []byte, line int) controlplane.ID {
 	lines := bytes.SplitAfter(data, []byte{'\n'})
 	if line <= 0 || line > len(lines) {
@@ -185,7 +185,7 @@ func identifyYAML(data []byte, line int) controlplane.ID {
 	return controlplane.ID{}
 }
 
-// decodeJSON reads one object. typ stands in where it has none.
+// decodeJSON reads one object. If it names no type, it is of type typ.
 func decodeJSON(data []byte, typ controlplane.Type) *body {
 	h := readHead(data)
 	if h.Type == (controlplane.Type{}) {
@@ -218,13 +218,13 @@ func decodeJSON(data []byte, typ controlplane.Type) *body {
 
 func (b *body) add(f source.Finding) { b.issues = append(b.issues, issue{Finding: f}) }
 
-// refuse adds a fault for which the object can't be used.
+// refuse adds a fault because of which the object can't be used.
 func (b *body) refuse(field, detail string) {
 	b.bad = true
 	b.add(source.Finding{Severity: source.Problem, Field: field, Detail: detail})
 }
 
-// checkList says what keeps a List from being read.
+// checkList reports why a list can't be read.
 func (b *body) checkList(data []byte) {
 	members, _ := document.Members(data, 0)
 	for _, m := range members {

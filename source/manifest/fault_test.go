@@ -322,7 +322,7 @@ func TestStartWhileBeingWritten(t *testing.T) {
 	if got := r.extent(); got != source.Partial {
 		t.Errorf("the first batch has extent %v", got)
 	}
-	time.Sleep(patience + hold)
+	time.Sleep(patience + grace)
 	if got := r.extent(); got != source.Partial {
 		t.Errorf("while it is being written, the extent is %v", got)
 	}

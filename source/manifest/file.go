@@ -15,21 +15,20 @@ import (
 	"nodeproxy/source/document"
 )
 
-// file is what is known of one file: its content when last read, and the objects of it that are in force.
+// file is a file as it was last read, and those of its objects that are in force.
 type file struct {
 	path string
-	// decoded holds what was read from each document, by a hash of its text, so that a new version of the file costs the
-	// decoding of those documents only that changed.
+	// decoded are the documents by a hash of their text. A new version of the file costs the decoding of those that changed.
 	decoded map[uint64]*decodedDocument
 	entries []*entry // in force, in order; of a broken document the last good version
 	remarks []remark
-	// bad is set where there are documents that can't be used. fault is the first of those that can't be read, that the file ends
-	// in the middle of, or that leave a last good version in force; empty if there is none.
+	// bad is set if there are documents that can't be used. fault is about the first of them that can't be read, that the file ends
+	// in, or that leaves a last good version in force; empty if there is none.
 	bad   bool
 	fault string
 }
 
-// decodedDocument is a document with what was read from it.
+// decodedDocument is a document and its content.
 type decodedDocument struct {
 	doc     *document.Document
 	hash    uint64
@@ -46,21 +45,21 @@ type reading struct {
 	id      fileID
 	open    bool // a program had it open for writing
 	decoded []*decodedDocument
-	// suspect is set where something is newly broken: perhaps the file is being written just now.
+	// suspect is set if something is newly broken: perhaps a program is writing the file.
 	suspect bool
 }
 
-// blank reports whether there is nothing in the file.
+// blank reports whether the file is empty.
 func (r *reading) blank() bool { return len(bytes.TrimSpace(r.text.Data)) == 0 }
 
-// whole reports whether every document could be read, though perhaps not used.
+// whole reports whether every document could be read, even if some can't be used.
 func (r *reading) whole() bool {
 	return r.err == nil && !slices.ContainsFunc(r.decoded, func(d *decodedDocument) bool {
 		return slices.ContainsFunc(d.bodies, func(b *body) bool { return b.unread })
 	})
 }
 
-// lacks reports whether an object is not in this version of a file that was in another one.
+// lacks reports whether one of the objects is not in this version of a file.
 func (r *reading) lacks(entries []*entry) bool {
 	has := map[controlplane.ID]bool{}
 	for _, d := range r.decoded {
@@ -84,7 +83,7 @@ func hashOf(d *document.Document) uint64 {
 // isList reports whether a JSON document is a list, each of whose items is a document.
 func isList(t document.Type) bool { return controlplane.Type(t).IsList() }
 
-// decodeAll splits and decodes new versions of files on all CPUs. files are those that are in force, by path.
+// decodeAll splits new versions of files and decodes them on all CPUs. files are the versions in force, by path.
 func decodeAll(readings []*reading, files map[string]*file) {
 	var todo []*decodedDocument
 	for _, r := range readings {
@@ -127,16 +126,16 @@ func decodeAll(readings []*reading, files map[string]*file) {
 	}
 }
 
-// What is said to become of an object that can't be taken as it is written.
+// The effects of a fault on an object.
 const (
 	effectKept    = "its last good version stays in force"
 	effectFile    = "all objects of the file stay as they were"
 	effectLeftOut = "it is left out, everything else is used"
 )
 
-// put makes a new version of a file the one in force. Where a document is broken, its object keeps its last good version;
-// where it can't be told which object that is, the whole file stays as it was. An object that is missing has not left while
-// there is a document that can't be read: it may stand in that, or behind a fault that swallows what follows.
+// put puts a new version of a file in force. If a document is broken, the last good version of its object stays in force; if it
+// is not known which object that is, the whole file stays as it was. An object that is missing is not gone while there is a
+// document that can't be read: it may be in that one, or hidden by a fault before it.
 func (f *file) put(r *reading) {
 	f.decoded = make(map[uint64]*decodedDocument, len(r.decoded))
 	f.remarks, f.fault = nil, ""
@@ -203,7 +202,7 @@ func (f *file) put(r *reading) {
 	}
 }
 
-// keepMissing keeps objects in force that a new version of the file does not have, though it may only not be readable there.
+// keepMissing keeps the objects in force that a new version of the file lacks, since they may be in the part that can't be read.
 func (f *file) keepMissing(before []*entry, order int) {
 	has := map[controlplane.ID]bool{}
 	var missing []string
@@ -225,7 +224,7 @@ func (f *file) keepMissing(before []*entry, order int) {
 	}
 }
 
-// enumerate names some of a list, and says how many there are.
+// enumerate names the first of a list, and the number of the others.
 func enumerate(names []string) string {
 	const most = 3
 	if len(names) <= most {
@@ -234,8 +233,8 @@ func enumerate(names []string) string {
 	return fmt.Sprintf("%s and %d more objects", strings.Join(names[:most], ", "), len(names)-most)
 }
 
-// keep finds the last good version of each broken document's object among those in force. whole is set where there is a
-// document of which nobody can tell which of the objects that are missing now it was.
+// keep finds the last good version of each broken document's object among those in force. whole is set if a broken document may
+// be any of several objects that are missing now.
 func keep(entries, inForce []*entry) (kept map[*entry]*entry, whole bool) {
 	kept = map[*entry]*entry{}
 	missing := map[controlplane.ID]*entry{}
@@ -268,7 +267,7 @@ func keep(entries, inForce []*entry) (kept map[*entry]*entry, whole bool) {
 	}
 	unknown := 0
 	for _, b := range open {
-		// The namespace may stand behind the fault, and a kind that there is not may be any.
+		// The namespace may follow the fault, and an unknown kind may be any that is misspelt.
 		var fits []*entry
 		for id, e := range missing {
 			if id.Name == b.id.Name && (id.Kind == b.id.Kind || b.noKind) {

@@ -10,16 +10,16 @@ import (
 	"nodeproxy/source/document"
 )
 
-// issue is a finding about an object, before it is known where the object stands.
+// issue is a finding about an object whose place in a file is not known yet.
 type issue struct {
 	source.Finding
-	line int // in the document, from 1, of a fault in its text; 0 where the field tells the place
+	line int // in the document, from 1, of a fault in its text; 0 to find it by the field
 }
 
 // remark is an issue with its place.
 type remark struct {
 	issue
-	entry *entry // where it stands; nil where it stands nowhere, or at Finding.Where
+	entry *entry // nil for a finding about Finding.Where, or nowhere
 }
 
 // fileProblem is a remark about a file as a whole.
@@ -29,14 +29,14 @@ func fileProblem(where, detail, effect string, leftOut bool) remark {
 	}}
 }
 
-// said is what makes two findings the same, though lines above them come and go.
+// said returns the finding without what changes with the lines above it.
 func (r *remark) said() source.Finding {
 	f := r.Finding
 	f.Where, f.LeftOut = fileOf(r), false
 	return f
 }
 
-// located is what a remark says, with its place in front.
+// located returns the text of a remark with its place.
 func (r *remark) located() string {
 	var lines lineFinder
 	f := r.Finding
@@ -44,14 +44,14 @@ func (r *remark) located() string {
 	return f.String()
 }
 
-// reporter reports findings, each once as long as it holds.
+// reporter reports each finding once while it holds.
 type reporter struct {
 	report  source.Report
-	current map[string][]source.Finding // by topic: what was last said
+	current map[string][]source.Finding // by topic
 	fresh   []remark
 }
 
-// set replaces what there is to say on a topic, such as a file or an object. What is new is kept for flush.
+// set replaces the findings on a topic, such as a file or an object. It keeps new ones for flush.
 func (r *reporter) set(topic string, remarks []remark) {
 	before := r.current[topic]
 	if len(remarks) == 0 {
@@ -76,7 +76,7 @@ func (r *reporter) set(topic string, remarks []remark) {
 	r.current[topic] = now
 }
 
-// flush reports the fresh findings in order of file and line.
+// flush reports the new findings in order of file and line.
 func (r *reporter) flush() {
 	fresh := r.fresh
 	r.fresh = nil

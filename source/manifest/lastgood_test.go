@@ -107,7 +107,7 @@ func TestMove(t *testing.T) {
 	first := put("a.yaml", service("web", "ports: [{port: 80}]"))
 	ip := strings.Fields(first)[3]
 	put("b.yaml", service("thief", "clusterIP: "+ip, "ports: [{port: 80}]"))
-	if want := "a.yaml:5: Service default/web: spec.clusterIPs: the allocated [" + ip + "] is another Service's by the same rules now; it moves to ["; !strings.Contains(f.String(), want) {
+	if want := "a.yaml:5: Service default/web: spec.clusterIPs: the allocated [" + ip + "] belongs to another Service now; it moves to ["; !strings.Contains(f.String(), want) {
 		t.Errorf("want %s\ngot %s", want, f)
 	}
 	before := len(f)

@@ -1,9 +1,9 @@
-// Package manifest turns a directory of manifests into the Services, EndpointSlices, ServiceCIDRs and Nodes of a cluster that
-// has no API server: it checks objects and sets defaults as that would, allocates cluster IPs and node ports, and makes EndpointSlices
-// out of Pods and Endpoints as the controllers would.
+// Package manifest reads the objects of a cluster that has no API server from files, watches these, and delivers what
+// controlplane makes of the objects. It knows where each object is, and decides when a change of a file counts: a file may be
+// half written.
 //
-// What it delivers is a pure function of the set of objects in force: how they are spread over files, the names of these
-// and the order of events make no difference, except that of an object defined twice the first by file name counts.
+// What it delivers is a pure function of the set of objects in force. Their distribution over files, the names of the files and
+// the order of events make no difference, except that of an object defined twice the first by file name is used.
 package manifest
 
 import (
@@ -22,21 +22,21 @@ import (
 	"nodeproxy/source/document"
 )
 
-// Config says where the manifests are and what to allot from.
+// Config configures a Source.
 type Config struct {
 	// Path is a file or a directory of manifests: *.yaml, *.yml and *.json, also in directories below it. Names that
 	// begin with a dot are left alone.
 	Path string
 	// Ranges are what cluster IPs and node ports are allotted from.
 	controlplane.Ranges
-	// Report receives what the objects' owners should know, each finding once as long as it holds; nil discards it. It is
-	// called from the goroutine that runs the source.
+	// Report receives each finding about the objects once while it holds; nil discards them. It is called from the goroutine that
+	// runs the source.
 	Report source.Report
-	// Log receives what concerns the source itself, such as a watch that does not work; nil discards it.
+	// Log receives messages about the source itself, such as a watch that does not work; nil discards them.
 	Log *slog.Logger
 }
 
-// open returns the config with its defaults and an empty store, or says what is wrong with the config.
+// open returns the config with its defaults, and an empty store. It fails if the config is invalid.
 func (c Config) open() (Config, *store, error) {
 	if c.Path == "" {
 		return c, nil, errors.New("no path of manifests is given")
@@ -49,7 +49,7 @@ func (c Config) open() (Config, *store, error) {
 	return c, s, err
 }
 
-// Source watches manifests and delivers what changes. See New.
+// Source watches manifests and delivers changes.
 type Source struct {
 	cfg   Config
 	store *store
@@ -58,8 +58,8 @@ type Source struct {
 	faults []string
 }
 
-// Faults are what keeps the manifests from being in force as they are, each with its file and line; none where all are. In
-// place of what can't be read, what was read last is in force. It may be called at any time.
+// Faults returns the faults that keep manifests from being in force as they are, each with its file and line. In place of what
+// can't be read, what was read last is in force. It may be called at any time.
 func (s *Source) Faults() []string {
 	s.mu.Lock()
 	defer s.mu.Unlock()
@@ -74,7 +74,7 @@ func (s *Source) setFaults(faults []string) {
 
 var _ source.Source = (*Source)(nil)
 
-// New returns a source of the manifests at cfg.Path, which need not exist yet. It fails where the config makes no sense.
+// New returns a source of the manifests at cfg.Path, which need not exist yet. It fails if the config is invalid.
 func New(cfg Config) (*Source, error) {
 	cfg, store, err := cfg.open()
 	if err != nil {
@@ -100,7 +100,7 @@ func Load(cfg Config) (source.Batch, error) {
 	return s.load(readAll(slices.Collect(maps.Keys(tree.files)))), nil
 }
 
-// Read is Load for manifests that come from elsewhere than a file with a name, as from standard input; cfg.Path names it.
+// Read is like Load, but reads the manifests from in, such as standard input; cfg.Path is its name.
 func Read(cfg Config, in io.Reader) (source.Batch, error) {
 	cfg, s, err := cfg.open()
 	if err != nil {

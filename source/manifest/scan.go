@@ -17,14 +17,14 @@ import (
 	"nodeproxy/source/filewatch"
 )
 
-// stamp tells whether a file has changed.
+// stamp differs between two versions of a file.
 type stamp struct {
 	dev, inode   uint64
 	size         int64
 	mtime, ctime int64
 }
 
-// fileID tells a file or directory from any other that is there at the same time.
+// fileID identifies a file or directory among all that exist at the same time.
 type fileID struct{ dev, inode uint64 }
 
 func (s stamp) id() fileID { return fileID{s.dev, s.inode} }
@@ -37,22 +37,22 @@ func stampOf(info fs.FileInfo) stamp {
 	return st
 }
 
-// scanned is what lies at the path of the manifests.
+// scanned lists the files and directories at the path of the manifests.
 type scanned struct {
 	files  map[string]stamp
-	dirs   map[string]bool   // those of manifests
-	ids    map[string]fileID // of those
-	linked map[string]bool   // those that symbolic links lead through or into
+	dirs   map[string]bool   // with manifests
+	ids    map[string]fileID // of dirs
+	linked map[string]bool   // that symbolic links lead through or into
 	above  string            // the nearest directory above the path that exists
 	errs   map[string]error
-	// dangling are symbolic links that lead to nothing.
+	// dangling are the symbolic links to nothing.
 	dangling map[string]bool
 	exists   bool
 	root     fileID          // of the path itself
-	seen     map[fileID]bool // directories, so that links in a circle end
+	seen     map[fileID]bool // directories, so that cyclic links end
 }
 
-// scan lists the manifests. It follows symbolic links, as the volumes of ConfigMaps are made of them.
+// scan lists the manifests. It follows symbolic links, which the volumes of ConfigMaps consist of.
 func scan(root string) *scanned {
 	s := &scanned{
 		files: map[string]stamp{}, dirs: map[string]bool{}, linked: map[string]bool{}, errs: map[string]error{},
@@ -80,8 +80,8 @@ func scan(root string) *scanned {
 	return s
 }
 
-// removed reports whether what was at a path below root is there no more because it was removed from a directory that can be
-// read; else where says what keeps that from being known.
+// removed reports whether what was at a path below root was removed from a directory that can be read. If not, where is the
+// path that can't be read.
 func (s *scanned) removed(path, root string) (yes bool, where string) {
 	for ; path != root; path = filepath.Dir(path) {
 		if s.errs[path] != nil || s.dangling[path] {
@@ -94,7 +94,7 @@ func (s *scanned) removed(path, root string) (yes bool, where string) {
 	return false, root
 }
 
-// errDangling is what a symbolic link is that leads to nothing.
+// errDangling is the error of a symbolic link to nothing.
 var errDangling = errors.New("it is a symbolic link that leads to nothing")
 
 func (s *scanned) directory(dir string, info fs.FileInfo) {
@@ -120,7 +120,7 @@ func (s *scanned) directory(dir string, info fs.FileInfo) {
 		}
 		info, err := os.Stat(path)
 		switch {
-		case errors.Is(err, fs.ErrNotExist): // Gone meanwhile, or a link to nowhere.
+		case errors.Is(err, fs.ErrNotExist): // Removed meanwhile, or a link to nothing.
 			if _, err := os.Lstat(path); err == nil {
 				s.dangling[path] = true
 				if accepted(path) {
@@ -160,9 +160,9 @@ func readAll(paths []string) []*reading {
 	return out
 }
 
-// readFile reads a file, and tells which one that was, and whether a program has it open for writing.
+// readFile reads a file and returns its ID, and whether a program has it open for writing.
 func readFile(path string) (data []byte, id fileID, open bool, err error) {
-	f, err := os.OpenFile(path, os.O_RDONLY|syscall.O_NONBLOCK, 0) // A pipe in a file's place must not hold us up.
+	f, err := os.OpenFile(path, os.O_RDONLY|syscall.O_NONBLOCK, 0) // A pipe must not block.
 	if err != nil {
 		return nil, id, false, err
 	}
@@ -179,8 +179,8 @@ func readFile(path string) (data []byte, id fileID, open bool, err error) {
 	return data, stampOf(info).id(), open, err
 }
 
-// beingWritten reports whether a program has the file open for writing: the kernel grants no lease on it then. Where leases
-// can't be had, as on some network file systems, nothing is known, and the answer is no.
+// beingWritten reports whether a program has the file open for writing: the kernel grants no lease on it then. On file systems
+// without leases it returns false.
 func beingWritten(f *os.File) bool {
 	_, err := unix.FcntlInt(f.Fd(), unix.F_SETLEASE, unix.F_RDLCK)
 	if err == nil {

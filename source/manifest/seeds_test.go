@@ -28,7 +28,7 @@ var seeds = map[string]struct {
 		":2: Service default/app-protocol" + noEndpoints + noneYet},
 	"bad-annotation-key.yaml": {``,
 		":7: Service default/high-performance: metadata.annotations[service.kubernetes.io/service.beta.kubernetes.io/ipvs-scheduler]: " +
-			`"service.kubernetes.io/service.beta.kubernetes.io/ipvs-scheduler" is no valid key, which is a name of at most 63 ` +
+			`"service.kubernetes.io/service.beta.kubernetes.io/ipvs-scheduler" is not a valid key, which is a name of at most 63 ` +
 			"letters, digits, '-', '_' or '.', after a DNS domain and one '/' if any; an API server would refuse the object; here it is used\n" +
 			":10: Service default/high-performance: spec.clusterIP: a headless Service has no cluster IP; clients reach its endpoints directly; not proxied"},
 	"clusterip.yaml": {`svc default/service-python ClusterIP 10.96.85.105 :3000/TCP->443`,
@@ -82,7 +82,7 @@ svc default/web-service ClusterIP 10.96.251.116 :80/TCP->8080`,
 slice default/hinted IPv4 :80/TCP 10.1.2.3,r in zone-a for [{zone-a}][]
 svc default/hinted ClusterIP 10.96.212.201 :80/TCP->80`,
 		":6: Service default/hinted: metadata.annotations: the annotation asks for shares by the CPUs of each zone, which manifests " +
-			"don't tell; as with trafficDistribution PreferSameZone, each endpoint is for its own zone"},
+			"do not hold; as with trafficDistribution PreferSameZone, each endpoint is for its own zone"},
 	"slice-named-port.yaml": {`
 slice default/svc-8093 IPv4 svc-p8093:8080/TCP 10.244.1.25
 svc default/svc-8093 ClusterIP 10.96.237.109 svc-p8093:8093/TCP->8093`, ""},

@@ -8,13 +8,13 @@ import (
 	"nodeproxy/source/controlplane"
 )
 
-// store is what the files hold: their objects, and of each object the definition that is in force.
+// store holds the objects of the files, and the definition of each that is in force.
 type store struct {
 	cluster  *controlplane.Cluster
 	findings reporter
 	files    map[string]*file
 	faulty   map[string]*file           // those with documents that can't be used
-	others   map[controlplane.Type]bool // types of which it has been reported that they are not proxied
+	others   map[controlplane.Type]bool // types that have been reported as not proxied
 
 	definitions map[controlplane.ID][]*entry // of each object, in order: the first is in force
 	marks       int                          // the last one given to an entry
@@ -33,7 +33,7 @@ func newStore(cfg *Config) (*store, error) {
 	return s, err
 }
 
-// located reports what the cluster has to say, at the places of the objects that it is about.
+// located adds the places of the objects to what the cluster reports.
 func (s *store) located(topic string, remarks []controlplane.Remark) {
 	var out []remark
 	for _, r := range remarks {
@@ -47,7 +47,7 @@ func (s *store) located(topic string, remarks []controlplane.Remark) {
 	s.findings.set(topic, out)
 }
 
-// update puts new versions of files in force, and drops the files that are gone. It returns what is to be delivered.
+// update puts new versions of files in force and drops the files that are gone. It returns the batch to deliver.
 func (s *store) update(readings []*reading, gone []string) source.Batch {
 	touched := map[controlplane.ID]bool{}
 	for _, r := range readings {
@@ -115,7 +115,7 @@ func (s *store) putFile(r *reading, touched map[controlplane.ID]bool) {
 	s.findings.set("file "+r.path, s.withoutOthers(f.remarks))
 }
 
-// withoutOthers reports of each kind of objects that is not proxied the first one, once, and returns the remarks about all else.
+// withoutOthers reports the first object of each type that is not used, once, and returns the remarks about all others.
 func (s *store) withoutOthers(remarks []remark) []remark {
 	var out []remark
 	for _, rem := range remarks {
@@ -130,7 +130,7 @@ func (s *store) withoutOthers(remarks []remark) []remark {
 	return out
 }
 
-// replaceEntries enters and removes what differs between two versions of a file.
+// replaceEntries adds and removes the definitions that differ between two versions of a file.
 func (s *store) replaceEntries(before, after []*entry, touched map[controlplane.ID]bool) {
 	had, has := s.marks+1, s.marks+2
 	s.marks += 2

@@ -17,16 +17,16 @@ import (
 )
 
 const (
-	// quiet is how long no further event must come before what has come is looked at, and busy how long that can go on:
-	// programs save a file in several steps.
+	// quiet is the time without another event after which files are looked at, and busy the time after which they are in any
+	// case: programs save a file in several steps.
 	quiet = 2 * time.Millisecond
 	busy  = 15 * time.Millisecond
-	// hold is how long a file that is newly broken or gone is given to become whole again, from its last change on,
-	// and patience how long altogether.
-	hold     = 40 * time.Millisecond
+	// grace is the time that a newly broken or removed file has to become whole again, from its last change on, and
+	// patience the time that it has altogether.
+	grace    = 40 * time.Millisecond
 	patience = 250 * time.Millisecond
-	// settle is how long a file must not change that has become smaller, or lacks objects, before that counts: it may be
-	// being written, in pieces.
+	// settle is the time without a change after which it counts that a file has become smaller or lacks objects: it may be
+	// written in pieces.
 	settle = 2 * time.Second
 )
 
@@ -36,35 +36,35 @@ type watch struct {
 	store  *store
 	sink   source.Sink
 	events *filewatch.Watcher
-	faults func([]string) // is told of what keeps the files from being in force as they are
+	faults func([]string) // receives what keeps files from being in force as they are
 
-	tree   *scanned
-	fresh  bool                // the tree has been listed in this look
-	root   fileID              // of the path when all files below it were there last
-	stamps map[string]stamp    // of each file when it was last read
-	texts  map[string][]byte   // the content of each file that is in force
-	whole  map[string]version  // the last one of each file that could be read whole
-	held   map[string]*held    // what is not, or not yet, in force as it is
-	told   map[string][]remark // of those: what has been said, by the path that it is said of
-	synced bool
-	// unknown are the paths of which nothing has been known since the start.
+	tree     *scanned
+	fresh    bool                 // the tree has been listed in this look
+	root     fileID               // of the path when all files below it were there last
+	stamps   map[string]stamp     // of each file when it was last read
+	texts    map[string][]byte    // the content of each file that is in force
+	whole    map[string]version   // the last content of each file that could be read completely
+	deferred map[string]*deferred // by path
+	reported map[string][]remark  // faults of those, by the path that they are about
+	synced   bool
+	// unknown are the paths that could not be read since the start.
 	unknown map[string]bool
 
-	pending map[string]bool // files of which an event told
+	pending map[string]bool // files with an event
 	all     bool            // look at everything
 	due     time.Time       // when to look; zero if there is nothing
 	since   time.Time       // of the first event after the last look
 	last    time.Time       // of the last event
 }
 
-// Run delivers everything, and then what changes, until ctx ends; then it returns nil. Where there is nothing at the path
-// yet it waits: nothing is not the same as an empty directory, and must not wipe out what the kernel holds.
+// Run delivers everything, and then what changes, until ctx ends; then it returns nil. It waits while there is nothing at the
+// path: that is not the same as an empty directory, and must not remove what the kernel holds.
 func (s *Source) Run(ctx context.Context, sink source.Sink) error {
 	cfg := s.cfg
 	w := &watch{
 		cfg: &cfg, store: s.store, sink: sink, faults: s.setFaults, tree: &scanned{},
-		stamps: map[string]stamp{}, texts: map[string][]byte{}, whole: map[string]version{}, held: map[string]*held{},
-		told: map[string][]remark{}, pending: map[string]bool{},
+		stamps: map[string]stamp{}, texts: map[string][]byte{}, whole: map[string]version{}, deferred: map[string]*deferred{},
+		reported: map[string][]remark{}, pending: map[string]bool{},
 	}
 	w.events = filewatch.New(cfg.Log)
 	defer w.events.Close()
@@ -114,7 +114,7 @@ func (w *watch) note(name string) {
 		if accepted(base) {
 			w.pending[name] = true
 		} else if !w.all {
-			return // Somebody's temporary file.
+			return // A temporary file.
 		}
 	}
 	w.schedule()
@@ -132,11 +132,11 @@ func (w *watch) schedule() {
 	}
 }
 
-// wake returns when there is something to be done; zero if never.
+// wake returns when to look next without an event; zero for never.
 func (w *watch) wake() time.Time {
 	at := w.due
-	for _, h := range w.held {
-		for _, t := range []time.Time{h.again, h.tellAt()} {
+	for _, h := range w.deferred {
+		for _, t := range []time.Time{h.again, h.reportAt()} {
 			if !t.IsZero() && (at.IsZero() || t.Before(at)) {
 				at = t
 			}
@@ -149,7 +149,7 @@ func (w *watch) wake() time.Time {
 func (w *watch) look(now time.Time) {
 	pending, all := w.pending, w.all
 	w.pending, w.all, w.due, w.since = map[string]bool{}, false, time.Time{}, time.Time{}
-	for path, h := range w.held {
+	for path, h := range w.deferred {
 		if all || !h.again.IsZero() && !now.Before(h.again) {
 			pending[path] = true
 		}
@@ -162,7 +162,7 @@ func (w *watch) look(now time.Time) {
 	readings = slices.DeleteFunc(readings, func(r *reading) bool { return !w.counts(r, now) })
 	gone = slices.DeleteFunc(gone, func(path string) bool { return !w.hasGone(path, now) })
 	if !w.synced && !w.tree.exists {
-		w.tell(now)
+		w.reportFaults(now)
 		return
 	}
 	for _, r := range readings {
@@ -176,18 +176,18 @@ func (w *watch) look(now time.Time) {
 		delete(w.whole, path)
 		delete(w.stamps, path)
 	}
-	if w.tree.exists && len(w.tree.files) > 0 && !slices.ContainsFunc(slices.Collect(maps.Values(w.held)), (*held).isGone) {
+	if w.tree.exists && len(w.tree.files) > 0 && !slices.ContainsFunc(slices.Collect(maps.Values(w.deferred)), (*deferred).isGone) {
 		w.root = w.tree.root
 	}
 	batch := w.store.update(readings, gone)
-	w.tell(now)
+	w.reportFaults(now)
 	w.complete(&batch)
 	if !batch.Empty() {
 		w.sink.Apply(batch)
 	}
 }
 
-// complete says in a batch whether it is the first one, and how much of what there was at the start is known.
+// complete sets in a batch whether it is the first one, and whether all that existed at the start is known.
 func (w *watch) complete(b *source.Batch) {
 	first := !w.synced
 	b.Synced, w.synced = first, true
@@ -203,7 +203,7 @@ func (w *watch) complete(b *source.Batch) {
 		return
 	}
 	for path := range w.unknown {
-		if !faults[path] && w.held[path] == nil {
+		if !faults[path] && w.deferred[path] == nil {
 			delete(w.unknown, path)
 		}
 	}
@@ -212,7 +212,7 @@ func (w *watch) complete(b *source.Batch) {
 	}
 }
 
-// rescan lists everything, and adds what differs from what was read to the pending files.
+// rescan lists all files and adds those that differ from what was read to the pending ones.
 func (w *watch) rescan(pending map[string]bool) {
 	w.tree = scan(w.cfg.Path)
 	for path, st := range w.tree.files {
@@ -221,7 +221,7 @@ func (w *watch) rescan(pending map[string]bool) {
 		}
 	}
 	for path := range w.stamps {
-		if _, ok := w.tree.files[path]; !ok && w.held[path] == nil {
+		if _, ok := w.tree.files[path]; !ok && w.deferred[path] == nil {
 			pending[path] = true
 		}
 	}
@@ -233,7 +233,7 @@ func (w *watch) read(pending map[string]bool, now time.Time) (readings []*readin
 	var paths []string
 	for path := range pending {
 		info, err := os.Stat(path)
-		if _, lerr := os.Lstat(path); err == nil || lerr != nil { // What was seen there before is there no more.
+		if _, lerr := os.Lstat(path); err == nil || lerr != nil { // What was there before is not there any longer.
 			delete(w.tree.errs, path)
 			delete(w.tree.dangling, path)
 		}
@@ -243,7 +243,7 @@ func (w *watch) read(pending map[string]bool, now time.Time) (readings []*readin
 			if w.store.files[path] != nil || w.unknown[path] && errors.Is(err, fs.ErrNotExist) {
 				gone = append(gone, path)
 			} else {
-				delete(w.held, path)
+				delete(w.deferred, path)
 			}
 			continue
 		case err == nil:
@@ -255,19 +255,19 @@ func (w *watch) read(pending map[string]bool, now time.Time) (readings []*readin
 	readings = slices.DeleteFunc(readAll(paths), func(r *reading) bool {
 		old, known := w.texts[r.path]
 		if r.err == nil && known && bytes.Equal(old, r.text.Data) {
-			delete(w.held, r.path) // It is as it was before.
+			delete(w.deferred, r.path) // It is as it was before.
 			if v, ok := w.whole[r.path]; ok && bytes.Equal(v.data, r.text.Data) {
 				w.whole[r.path] = version{v.data, r.id}
 			}
 			return true
 		}
-		return errors.Is(r.err, fs.ErrNotExist) // The next event tells.
+		return errors.Is(r.err, fs.ErrNotExist) // An event follows.
 	})
 	return readings, gone
 }
 
-// movedAway reports whether a file that is gone has only got another name, so that nothing is to be waited for. A new file that has
-// got the inode of a removed one is another.
+// movedAway reports whether a file that is gone was only renamed, so that there is no need to wait. A new file with the inode of a
+// removed one is another file.
 func (w *watch) movedAway(path string) bool {
 	was := w.stamps[path]
 	for other, st := range w.stamps {
@@ -281,7 +281,7 @@ func (w *watch) movedAway(path string) bool {
 // setWatches watches the directories of the tree.
 func (w *watch) setWatches() {
 	if w.events.Watch(w.tree.watched()) {
-		w.all = true // Files may have come between the listing and the watch.
+		w.all = true // Files may have changed between the listing and the watch.
 		w.schedule()
 	}
 }

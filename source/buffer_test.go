@@ -12,12 +12,12 @@ type batches []Batch
 
 func (b *batches) Apply(x Batch) { *b = append(*b, x) }
 
-// TestHeld: what came before there was anybody to take it comes as one batch, without objects that have gone meanwhile, but for
+// TestBuffer: what came before there was anybody to take it comes as one batch, without objects that have gone meanwhile, but for
 // Nodes; what comes after comes as it is.
-func TestHeld(t *testing.T) {
+func TestBuffer(t *testing.T) {
 	t.Parallel()
 	name := func(s string) types.NamespacedName { return types.NamespacedName{Namespace: "a", Name: s} }
-	var h Held
+	var h Buffer
 	var got batches
 	h.Apply(Batch{
 		Services:       map[types.NamespacedName]*v1.Service{name("stays"): {}, name("goes"): {}},
@@ -36,7 +36,7 @@ func TestHeld(t *testing.T) {
 	}
 	b := got[0]
 	if len(b.Services) != 1 || b.Services[name("stays")] == nil || len(b.EndpointSlices) != 0 || !b.Synced {
-		t.Errorf("held was %+v", b)
+		t.Errorf("kept was %+v", b)
 	}
 	if node := b.Nodes["n"]; node == nil || node.DeletionTimestamp == nil {
 		t.Errorf("a Node that is gone is %+v, want it as it is while it is being deleted", node)
@@ -47,10 +47,10 @@ func TestHeld(t *testing.T) {
 	}
 }
 
-// TestHeldNothing: nothing is passed on where nothing came.
-func TestHeldNothing(t *testing.T) {
+// TestEmptyBuffer: nothing is passed on where nothing came.
+func TestEmptyBuffer(t *testing.T) {
 	t.Parallel()
-	var h Held
+	var h Buffer
 	var got batches
 	h.PassTo(&got)
 	if len(got) != 0 {
