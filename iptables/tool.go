@@ -405,6 +405,9 @@ func (t *tool) usable() error {
 	if exit := (*exec.ExitError)(nil); errors.As(err, &exit) && exit.ExitCode() == 1 {
 		return nil // The table is there; the chain may not be, or hold rules that are native to nft.
 	}
+	if errLocked(err) {
+		return nil // The lock says nothing about the kernel, and what is written later waits for it.
+	}
 	if err != nil {
 		return fmt.Errorf("%s can't use table nat: %w", baseName(t.family), err)
 	}
@@ -430,6 +433,8 @@ func errRefused(err error) bool {
 
 // errLocked recognises a lock that another program did not release in time, after which a retry soon makes sense.
 func errLocked(err error) bool {
-	var re *RestoreError
-	return errors.As(err, &re) && strings.Contains(re.Message, "xtables lock")
+	const said = "xtables lock"
+	var write *RestoreError
+	var read *readError
+	return errors.As(err, &write) && strings.Contains(write.Message, said) || errors.As(err, &read) && strings.Contains(read.message, said)
 }

@@ -202,6 +202,31 @@ func TestExcerpt(t *testing.T) {
 	}
 }
 
+// TestLockIsNoLack: a lock that another program holds says nothing about what the kernel can do. A family that were left out for it
+// would stay so until the next start.
+func TestLockIsNoLack(t *testing.T) {
+	lock, err := os.Create(filepath.Join(t.TempDir(), "lock"))
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer lock.Close()
+	if err := syscall.Flock(int(lock.Fd()), syscall.LOCK_EX); err != nil {
+		t.Fatal(err)
+	}
+	t.Setenv("XTABLES_LOCKFILE", lock.Name())
+	nstest.Run(t, func() {
+		for _, f := range plan.Families {
+			tool, err := newTool(Legacy, f)
+			if err == nil {
+				err = tool.usable()
+			}
+			if err != nil {
+				t.Errorf("%s, while another program holds the lock: %v", f, err)
+			}
+		}
+	})
+}
+
 // TestLockIsRecognised, by what the legacy programs say when another one holds it.
 func TestLockIsRecognised(t *testing.T) {
 	t.Parallel()
