@@ -20,7 +20,7 @@ import (
 // Service is gone.
 func TestExternalIPOfAnotherHost(t *testing.T) {
 	onEachVariant(t, func(t *testing.T, variant harness.Variant) {
-		const other, own = 81, 85 // ports of that host; the latter is the endpoint of a Service that has it as its frontend
+		const other, own = 81, 85                               // ports of that host; the latter is the endpoint of a Service that has it as its frontend
 		w := harness.New(t, harness.Options{OwnFirewall: true}) // It would let neither the other host nor its address pass.
 		w.Write(t, "nodes.yaml", w.NodeObjects()...)
 		host, node := w.Nodes[1], w.Node1()

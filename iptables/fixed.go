@@ -121,8 +121,10 @@ func NewFixedTables(v Variant, f plan.Family) (*FixedTables, error) {
 	return x, nil
 }
 
-// Describe names the program for a log line, and RandomFully tells whether it knows --random-fully.
-func (x *FixedTables) Describe() string  { return x.tool.describe() }
+// Describe names the program for a log line.
+func (x *FixedTables) Describe() string { return x.tool.describe() }
+
+// RandomFully reports whether the program knows --random-fully.
 func (x *FixedTables) RandomFully() bool { return x.tool.randomFully }
 
 // ServiceChains reports whether there are chains of single Services, as mode iptables has them: then it is by its rules that

@@ -55,7 +55,7 @@ func (r *rule) connectedTo(p netip.Prefix) *rule {
 	return r.word("-m", "conntrack", ctDNAT, "--ctorigdst", to)
 }
 
-func (r *rule) dstIP(a netip.Addr) *rule { return r.dst(single(a)) }
+func (r *rule) dstIP(a netip.Addr) { r.dst(single(a)) }
 
 // proto matches the protocol. A match on its ports must follow (port).
 func (r *rule) proto(p plan.Protocol) *rule { return r.word("-p", p.Lower()) }
@@ -77,9 +77,9 @@ func (r *rule) dstLocal() *rule { return r.word("-m", "addrtype", "--dst-type", 
 func (r *rule) srcLocal() *rule { return r.word("-m", "addrtype", "--src-type", "LOCAL") }
 
 // oneIn matches one packet of n, at random. The kernel counts in 2^-31.
-func (r *rule) oneIn(share float64) *rule {
+func (r *rule) oneIn(share float64) {
 	units := math.Round(share * (1 << 31))
-	return r.word("-m", "statistic", "--mode", "random", "--probability", strconv.FormatFloat(units/(1<<31), 'f', 11, 64))
+	r.word("-m", "statistic", "--mode", "random", "--probability", strconv.FormatFloat(units/(1<<31), 'f', 11, 64))
 }
 
 // jump ends the rule: where it matches, chain is walked, and the walk goes on behind this rule if nothing there decides.

@@ -285,7 +285,7 @@ func (t *tool) read(ctx context.Context, path, input string, parse func(io.Reade
 	}
 	parseErr := parse(out)
 	if parseErr != nil {
-		io.Copy(io.Discard, out) // lets the program end
+		_, _ = io.Copy(io.Discard, out) // lets the program end
 	}
 	if err := cmd.Wait(); err != nil {
 		if ctx.Err() == nil && limited.Err() != nil {

@@ -96,8 +96,8 @@ func makeServices(ts *testscript.TestScript, _ bool, args []string) {
 	if len(args) != 3 {
 		ts.Fatalf("usage: services FILE COUNT ENDPOINTS")
 	}
-	fmt.Sscan(args[1], &count)
-	fmt.Sscan(args[2], &endpoints)
+	_, err := fmt.Sscan(args[1]+" "+args[2], &count, &endpoints)
+	ts.Check(err)
 	var b strings.Builder
 	for i := range count {
 		fmt.Fprintf(&b, `apiVersion: v1

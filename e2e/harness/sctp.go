@@ -2,6 +2,7 @@ package harness
 
 import (
 	"bufio"
+	"errors"
 	"fmt"
 	"net"
 	"net/netip"
@@ -57,7 +58,7 @@ func (h *Host) AskSCTP(to netip.AddrPort, timeout time.Duration) Answer {
 			return err
 		}
 		err = syscall.Connect(int(f.Fd()), sockaddr(to))
-		if err == syscall.EINPROGRESS || err == syscall.EAGAIN {
+		if errors.Is(err, syscall.EINPROGRESS) || errors.Is(err, syscall.EAGAIN) {
 			return syscall.ETIMEDOUT
 		}
 		if err == nil {

@@ -64,9 +64,9 @@ func ExitCode(name string, missed int, err error) int {
 }
 
 // Between rejects a size that cannot be measured.
-func Between(flag string, value, least, most int) error {
+func Between(name string, value, least, most int) error {
 	if value < least || value > most {
-		return fmt.Errorf("-%s=%d is not between %d and %d", flag, value, least, most)
+		return fmt.Errorf("-%s=%d is not between %d and %d", name, value, least, most)
 	}
 	return nil
 }

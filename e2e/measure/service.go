@@ -14,8 +14,9 @@ import (
 const (
 	// Namespace is that of all Services.
 	Namespace = "bench"
-	// ServicePort is where clients reach them, EndpointPort where their endpoints listen.
-	ServicePort  = 80
+	// ServicePort is where clients reach them.
+	ServicePort = 80
+	// EndpointPort is where their endpoints listen.
 	EndpointPort = 8080
 	portName     = "http"
 

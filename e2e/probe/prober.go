@@ -4,6 +4,7 @@ import (
 	"errors"
 	"fmt"
 	"net/netip"
+	"slices"
 	"syscall"
 	"time"
 )
@@ -28,6 +29,12 @@ type Prober struct {
 	Pause func(since time.Duration) time.Duration
 }
 
+// noAnswer are the errors with which connect(2) ends where a handshake did not take place.
+var noAnswer = []syscall.Errno{
+	syscall.EINPROGRESS, syscall.EINTR, syscall.ECONNRESET, syscall.EHOSTUNREACH, syscall.ENETUNREACH, syscall.EPERM,
+	syscall.ECONNABORTED, syscall.ETIMEDOUT,
+}
+
 // Ask makes a connection in the calling thread's namespace, within wait, to a server that greets. An error means that
 // nothing can be measured so.
 func (p Prober) Ask(to netip.AddrPort, wait time.Duration) (Answer, error) {
@@ -43,12 +50,12 @@ func (p Prober) Ask(to netip.AddrPort, wait time.Duration) (Answer, error) {
 	if err != nil {
 		return Answer{}, fmt.Errorf("socket of a probe: %w", err)
 	}
-	switch err := p.Connect(fd, &syscall.SockaddrInet4{Port: int(to.Port()), Addr: to.Addr().As4()}, wait); err {
-	case nil:
-	case syscall.ECONNREFUSED:
+	err = p.Connect(fd, &syscall.SockaddrInet4{Port: int(to.Port()), Addr: to.Addr().As4()}, wait)
+	switch {
+	case err == nil:
+	case errors.Is(err, syscall.ECONNREFUSED):
 		return Answer{Refused: true}, nil
-	case syscall.EINPROGRESS, syscall.EINTR, syscall.ECONNRESET, syscall.EHOSTUNREACH, syscall.ENETUNREACH, syscall.EPERM,
-		syscall.ECONNABORTED, syscall.ETIMEDOUT:
+	case slices.ContainsFunc(noAnswer, func(e syscall.Errno) bool { return errors.Is(err, e) }):
 		return Answer{}, nil
 	default:
 		return Answer{}, fmt.Errorf("connect to %s: %w", to, err)

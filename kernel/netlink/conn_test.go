@@ -98,7 +98,9 @@ func TestDumpGivenUp(t *testing.T) {
 	t.Parallel()
 	s := &fakeSocket{}
 	s.answer = func(h Header, _ []byte) [][]byte {
-		item := func(n byte, flags uint16) []byte { return Message{Type: 20, Flags: flags, Body: []byte{n}}.Append(nil, h.Seq) }
+		item := func(n byte, flags uint16) []byte {
+			return Message{Type: 20, Flags: flags, Body: []byte{n}}.Append(nil, h.Seq)
+		}
 		done := Message{Type: unix.NLMSG_DONE, Body: make([]byte, 4)}.Append(nil, h.Seq)
 		switch {
 		case h.Type == 2:

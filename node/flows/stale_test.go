@@ -431,7 +431,7 @@ func testStrayAnswers(t *testing.T, a addressesOf, asked bool) {
 		if got := len(conntracktest.Present(t, []entry{stray})) == 1; got != stays {
 			t.Errorf("%s, the stray answer is there: %v, want %v", when, got, stays)
 		}
-		if stays == false && !asked {
+		if !stays && !asked {
 			t.Fatal("the test is wrong: nothing was asked for")
 		}
 		for _, e := range others {

@@ -39,7 +39,9 @@ type (
 	unknownTarget struct{ name string }
 )
 
-func (t unknownTarget) error() error { return fmt.Errorf("the simulator does not know target %s", t.name) }
+func (t unknownTarget) error() error {
+	return fmt.Errorf("the simulator does not know target %s", t.name)
+}
 
 // extensions are targets of iptables that the simulator does not know; any other name is a chain's.
 var extensions = strings.Fields(`AUDIT BPF CHECKSUM CLASSIFY CLUSTERIP CONNMARK CONNSECMARK CT DNPT DSCP ECN HL HMARK

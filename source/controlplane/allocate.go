@@ -184,7 +184,7 @@ func (a *allocator) claimExplicit(n types.NamespacedName, svc *v1.Service, got *
 		got.ips[i] = text
 		ips = append(ips, ip)
 	}
-	claims := a.explicitPorts(n, svc, got)
+	claims := a.explicitPorts(svc, got)
 	if got.refused {
 		return
 	}
@@ -197,7 +197,7 @@ func (a *allocator) claimExplicit(n types.NamespacedName, svc *v1.Service, got *
 }
 
 // explicitPorts returns the node ports that a Service names.
-func (a *allocator) explicitPorts(n types.NamespacedName, svc *v1.Service, got *allocation) []portClaim {
+func (a *allocator) explicitPorts(svc *v1.Service, got *allocation) []portClaim {
 	var claims []portClaim
 	claim := func(field string, c portClaim) {
 		if c.port < int32(a.ports.First) || c.port > int32(a.ports.Last) {

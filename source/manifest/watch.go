@@ -157,7 +157,7 @@ func (w *watch) look(now time.Time) {
 	if w.fresh = all; all {
 		w.rescan(pending)
 	}
-	readings, gone := w.read(pending, now)
+	readings, gone := w.read(pending)
 	decodeAll(readings, w.store.files)
 	readings = slices.DeleteFunc(readings, func(r *reading) bool { return !w.counts(r, now) })
 	gone = slices.DeleteFunc(gone, func(path string) bool { return !w.hasGone(path, now) })
@@ -229,7 +229,7 @@ func (w *watch) rescan(pending map[string]bool) {
 }
 
 // read reads the pending files. It returns those that differ from what is in force, and those that are gone.
-func (w *watch) read(pending map[string]bool, now time.Time) (readings []*reading, gone []string) {
+func (w *watch) read(pending map[string]bool) (readings []*reading, gone []string) {
 	var paths []string
 	for path := range pending {
 		info, err := os.Stat(path)

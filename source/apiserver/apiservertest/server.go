@@ -57,7 +57,9 @@ func At(t testing.TB, address string) *Server {
 		t.Fatal(err)
 	}
 	meta := metav1.ListMeta{ResourceVersion: "10"}
-	typed := func(apiVersion, kind string) metav1.TypeMeta { return metav1.TypeMeta{APIVersion: apiVersion, Kind: kind} }
+	typed := func(apiVersion, kind string) metav1.TypeMeta {
+		return metav1.TypeMeta{APIVersion: apiVersion, Kind: kind}
+	}
 	s := &Server{ended: make(chan struct{}), resources: map[string]*resource{}}
 	for name, list := range map[string]runtime.Object{
 		"services":       &v1.ServiceList{TypeMeta: typed("v1", "ServiceList"), ListMeta: meta},
