@@ -3,7 +3,7 @@
 //
 // A ServicePort becomes objects (objects.go), which a state gathers (state.go); an engine holds that beside what the kernel
 // has (engine.go), and changes what differs, one thing at a time. The rules (rules.go) know of no Service: they ask sets.
-// Only package kernel, and package iptables for the rules, touch the machine.
+// Only the packages below kernel, nftrules, and iptables for its rules, touch the machine.
 package ipvs
 
 import (
@@ -19,8 +19,10 @@ import (
 	"time"
 
 	"nodeproxy/iptables"
-	"nodeproxy/ipvs/kernel"
+	"nodeproxy/ipvs/nftrules"
 	"nodeproxy/kernel/host"
+	"nodeproxy/kernel/ipvs"
+	"nodeproxy/kernel/nft"
 	"nodeproxy/plan"
 	"nodeproxy/proxier/drift"
 )
@@ -69,9 +71,9 @@ type Config struct {
 // Backend keeps virtual servers and what belongs to them equal to a plan. Sync is not safe for concurrent use.
 type Backend struct {
 	cfg     Config
-	servers *kernel.Servers
+	servers *ipvs.Servers
 	node    *node
-	device  *kernel.Device
+	device  *host.Device
 	engines []*engine
 	tables  []*iptables.FixedTables
 	took    map[plan.Family]time.Duration // by the last Sync
@@ -150,7 +152,7 @@ func (b *Backend) open(n *node) error {
 	if err := b.servers.SetTimeouts(b.cfg.TCPTimeout, b.cfg.TCPFinTimeout, b.cfg.UDPTimeout); err != nil {
 		return err
 	}
-	d, err := kernel.OpenDevice(DeviceName)
+	d, err := host.OpenDevice(DeviceName)
 	if err != nil {
 		return err
 	}
@@ -169,13 +171,13 @@ func (b *Backend) open(n *node) error {
 	return nil
 }
 
-func (b *Backend) engine(f plan.Family, t *iptables.FixedTables, n *node, d *kernel.Device) *engine {
+func (b *Backend) engine(f plan.Family, t *iptables.FixedTables, n *node, d *host.Device) *engine {
 	options := b.cfg.Options
 	options.RandomFully, options.TCPLiberal = t.RandomFully(), tcpLiberal()
 	b.cfg.Log.Info("using IPVS", "program", t.Describe(), "scheduler", options.Scheduler)
 	if options.WholeAddresses = n.ports[f] == nil; options.WholeAddresses {
 		b.cfg.Log.Warn("all ports of external IPs are this node's, also where another host has the address: give Services addresses of"+
-			" their own", "family", f, "error", kernel.ErrNoPorts)
+			" their own", "family", f, "error", nftrules.ErrNoPorts)
 	}
 	e := &engine{
 		family: f, options: options, tellRefused: b.cfg.Refused, exclude: b.cfg.ExcludeCIDRs, grace: b.cfg.GracePeriod, log: b.cfg.Log,
@@ -189,7 +191,7 @@ func (b *Backend) engine(f plan.Family, t *iptables.FixedTables, n *node, d *ker
 		e.machine.guard = g
 	} else {
 		b.cfg.Log.Warn("marks that lead packets to virtual servers are not guarded: node ports do not work beside a network policy"+
-			" that uses marks too", "family", f, "error", kernel.ErrNoGuard)
+			" that uses marks too", "family", f, "error", nft.ErrAbsent)
 	}
 	t.Found, t.RestoreFailed, t.NativeRules = &e.found, b.cfg.RestoreFailed, b.cfg.NativeRules
 	b.tables = append(b.tables, t)

@@ -10,23 +10,26 @@ import (
 	"slices"
 	"time"
 
-	"nodeproxy/ipvs/kernel"
+	"nodeproxy/ipvs/nftrules"
+	"nodeproxy/kernel/host"
+	"nodeproxy/kernel/ipset"
+	"nodeproxy/kernel/ipvs"
 	"nodeproxy/plan"
 )
 
 // Leftovers reports whether mode ipvs, this program's or kube-proxy's, has left something on this node: the device, nftables tables,
 // routing rules, or sets.
 func Leftovers() (bool, error) {
-	if kernel.DeviceExists(DeviceName) {
+	if host.DeviceExists(DeviceName) {
 		return true, nil
 	}
-	if guards, err := kernel.GuardTables(); err != nil || len(guards) > 0 {
+	if guards, err := nftrules.GuardTables(); err != nil || len(guards) > 0 {
 		return len(guards) > 0, err
 	}
-	if ports, err := kernel.PortsFamilies(); err != nil || len(ports) > 0 {
+	if ports, err := nftrules.PortsFamilies(); err != nil || len(ports) > 0 {
 		return len(ports) > 0, err
 	}
-	s, err := kernel.OpenSets()
+	s, err := ipset.OpenSets()
 	if err != nil {
 		return false, nil // A kernel without sets holds none.
 	}
@@ -49,7 +52,7 @@ type Cleaner struct {
 // Run removes virtual servers as they have no connections left, and at last addresses, sets and the device. When ctx ends it
 // stops where it is. No iptables rule may ask a set any more.
 func (c *Cleaner) Run(ctx context.Context) error {
-	v, err := kernel.OpenServers()
+	v, err := ipvs.OpenServers()
 	if err != nil {
 		return fmt.Errorf("removing what mode ipvs has left: %w", err)
 	}
@@ -79,7 +82,7 @@ func (c *Cleaner) Run(ctx context.Context) error {
 // List says what Run would remove, a line each.
 func (c *Cleaner) List() ([]string, error) {
 	var out []string
-	if v, err := kernel.OpenServers(); err == nil {
+	if v, err := ipvs.OpenServers(); err == nil {
 		defer v.Close()
 		e := engine{exclude: c.ExcludeCIDRs, desired: &state{marks: newMarks(c.MasqueradeBit)}}
 		for _, f := range plan.Families {
@@ -94,24 +97,24 @@ func (c *Cleaner) List() ([]string, error) {
 			}
 		}
 	}
-	if kernel.DeviceExists(DeviceName) {
+	if host.DeviceExists(DeviceName) {
 		out = append(out, "device "+DeviceName)
 	}
-	guards, err := kernel.GuardTables()
+	guards, err := nftrules.GuardTables()
 	if err != nil {
 		return nil, err
 	}
 	for _, f := range guards {
-		out = append(out, fmt.Sprintf("nftables table %s (%s)", kernel.GuardTable, f))
+		out = append(out, fmt.Sprintf("nftables table %s (%s)", nftrules.GuardTable, f))
 	}
-	ports, err := kernel.PortsFamilies()
+	ports, err := nftrules.PortsFamilies()
 	if err != nil {
 		return nil, err
 	}
 	for _, f := range ports {
-		out = append(out, fmt.Sprintf("nftables table %s and the routing rule for table %d (%s)", kernel.PortsTable, kernel.RouteTable, f))
+		out = append(out, fmt.Sprintf("nftables table %s and the routing rule for table %d (%s)", nftrules.PortsTable, host.RouteTable, f))
 	}
-	s, err := kernel.OpenSets()
+	s, err := ipset.OpenSets()
 	if err != nil {
 		return out, nil // A kernel without sets holds none.
 	}
@@ -126,7 +129,7 @@ func (c *Cleaner) List() ([]string, error) {
 }
 
 // servers removes virtual servers without connections, or all of them. It returns how many are left.
-func (c *Cleaner) servers(v *kernel.Servers, all bool) (int, error) {
+func (c *Cleaner) servers(v *ipvs.Servers, all bool) (int, error) {
 	e := engine{exclude: c.ExcludeCIDRs, desired: &state{marks: newMarks(c.MasqueradeBit)}}
 	left := 0
 	for _, f := range plan.Families {
@@ -140,7 +143,7 @@ func (c *Cleaner) servers(v *kernel.Servers, all bool) (int, error) {
 			case !all && waited(id, s):
 				left++
 			default:
-				if err := errors.Join(v.Apply([]kernel.Op{{Kind: kernel.DeleteServer, Server: s.Server}})...); err != nil {
+				if err := errors.Join(v.Apply([]ipvs.Op{{Kind: ipvs.DeleteServer, Server: s.Server}})...); err != nil {
 					return 0, err
 				}
 			}
@@ -151,7 +154,7 @@ func (c *Cleaner) servers(v *kernel.Servers, all bool) (int, error) {
 
 // waited reports whether a virtual server has connections that are to go on. Flows of UDP have no end: they are taken up by
 // the rules of the other mode with their next packet.
-func waited(id kernel.ServerID, s *kernel.HeldServer) bool {
+func waited(id ipvs.ServerID, s *ipvs.HeldServer) bool {
 	if id.Mark == 0 && id.Protocol != plan.TCP {
 		return false
 	}
@@ -182,10 +185,10 @@ func ourSet(name string) bool {
 
 // removeRest removes the device, nftables tables, routing rules, and sets.
 func removeRest() error {
-	if err := errors.Join(kernel.RemovePorts(), kernel.RemoveDevice(DeviceName), kernel.RemoveGuards()); err != nil {
+	if err := errors.Join(nftrules.RemovePorts(), host.RemoveDevice(DeviceName), nftrules.RemoveGuards()); err != nil {
 		return err
 	}
-	s, err := kernel.OpenSets()
+	s, err := ipset.OpenSets()
 	if err != nil {
 		return nil // A kernel without sets holds none.
 	}

@@ -7,11 +7,11 @@ import (
 	"slices"
 	"time"
 
-	"nodeproxy/ipvs/kernel"
+	"nodeproxy/kernel/ipvs"
 )
 
 // raise makes a virtual server and adds what it lacks: nothing is taken away from it.
-func (e *engine) raise(id kernel.ServerID) {
+func (e *engine) raise(id ipvs.ServerID) {
 	delete(e.refused, id) // All that was refused of it is tried again.
 	want, wanted := e.desired.servers[id]
 	have := e.held.servers[id]
@@ -19,7 +19,7 @@ func (e *engine) raise(id kernel.ServerID) {
 	case !wanted || have == nil && len(want.destinations) == 0:
 		return
 	case have == nil:
-		e.queue(kernel.AddServer, want.Server, kernel.Destination{}, func() { delete(e.held.servers, id) })
+		e.queue(ipvs.AddServer, want.Server, ipvs.Destination{}, func() { delete(e.held.servers, id) })
 		have = &heldServer{Server: want.Server, destinations: map[netip.AddrPort]*heldDestination{}}
 		e.held.servers[id] = have
 	default:
@@ -32,7 +32,7 @@ func (e *engine) raise(id kernel.ServerID) {
 }
 
 // reschedule makes a virtual server what it should be, given whether real servers of it drain.
-func (e *engine) reschedule(want kernel.Server, v *heldServer) {
+func (e *engine) reschedule(want ipvs.Server, v *heldServer) {
 	if want.ID != v.ID { // Nothing new is led to this one.
 		return
 	}
@@ -40,7 +40,7 @@ func (e *engine) reschedule(want kernel.Server, v *heldServer) {
 		want = e.options.whileDraining(want)
 	}
 	if was := v.Server; was != want {
-		e.queue(kernel.UpdateServer, want, kernel.Destination{}, func() {
+		e.queue(ipvs.UpdateServer, want, ipvs.Destination{}, func() {
 			if v.Server == want { // A later change may have been taken.
 				v.Server = was
 			}
@@ -50,19 +50,19 @@ func (e *engine) reschedule(want kernel.Server, v *heldServer) {
 }
 
 // raiseDestination adds a real server. One that drains gets its weight back; its connections never noticed.
-func (e *engine) raiseDestination(v *heldServer, want kernel.Destination) {
+func (e *engine) raiseDestination(v *heldServer, want ipvs.Destination) {
 	switch have := v.destinations[want.Addr]; {
 	case have == nil:
-		e.queue(kernel.AddDestination, v.Server, want, func() { delete(v.destinations, want.Addr) })
+		e.queue(ipvs.AddDestination, v.Server, want, func() { delete(v.destinations, want.Addr) })
 	case have.weight != want.Weight:
-		e.queue(kernel.UpdateDestination, v.Server, want, func() { v.destinations[want.Addr] = have })
+		e.queue(ipvs.UpdateDestination, v.Server, want, func() { v.destinations[want.Addr] = have })
 	}
 	v.destinations[want.Addr] = &heldDestination{weight: want.Weight}
 }
 
 // lower takes away from a virtual server what it is not to have, and the server itself if that is all. One that is replaced by
 // another one goes when its connections have ended.
-func (e *engine) lower(id kernel.ServerID, replaced bool) {
+func (e *engine) lower(id ipvs.ServerID, replaced bool) {
 	have := e.held.servers[id]
 	if have == nil {
 		return
@@ -74,7 +74,7 @@ func (e *engine) lower(id kernel.ServerID, replaced bool) {
 	}
 	want.drains = want.drains || replaced
 	for _, addr := range slices.SortedFunc(maps.Keys(have.destinations), netip.AddrPort.Compare) {
-		_, used := slices.BinarySearchFunc(want.destinations, addr, func(d kernel.Destination, a netip.AddrPort) int {
+		_, used := slices.BinarySearchFunc(want.destinations, addr, func(d ipvs.Destination, a netip.AddrPort) int {
 			return d.Addr.Compare(a)
 		})
 		if !used {
@@ -87,7 +87,7 @@ func (e *engine) lower(id kernel.ServerID, replaced bool) {
 }
 
 func (e *engine) deleteServer(v *heldServer) {
-	e.queue(kernel.DeleteServer, v.Server, kernel.Destination{}, nil)
+	e.queue(ipvs.DeleteServer, v.Server, ipvs.Destination{}, nil)
 	delete(e.held.servers, v.ID)
 }
 
@@ -102,7 +102,7 @@ func (e *engine) lowerDestination(want *server, v *heldServer, addr netip.AddrPo
 	d.draining = true
 	e.reschedule(want.Server, v)
 	if d.weight > 0 {
-		e.queue(kernel.UpdateDestination, v.Server, kernel.Destination{Addr: addr}, func() { *d = was })
+		e.queue(ipvs.UpdateDestination, v.Server, ipvs.Destination{Addr: addr}, func() { *d = was })
 		d.weight = 0
 	}
 	switch lingers := slices.Contains(want.lingering, addr); {
@@ -114,21 +114,21 @@ func (e *engine) lowerDestination(want *server, v *heldServer, addr netip.AddrPo
 }
 
 func (e *engine) deleteDestination(v *heldServer, addr netip.AddrPort) {
-	e.queue(kernel.DeleteDestination, v.Server, kernel.Destination{Addr: addr}, nil)
+	e.queue(ipvs.DeleteDestination, v.Server, ipvs.Destination{Addr: addr}, nil)
 	delete(v.destinations, addr)
 }
 
 // change is a change of a virtual server. undo, which is nil for a deletion, makes held what it was before: it is called if the
 // kernel refuses the change.
 type change struct {
-	kernel.Op
+	ipvs.Op
 	undo func()
 }
 
 // queue notes a change of a virtual server down for flush. What the kernel holds is taken to be changed already: after any
 // error but a refusal it is read anew.
-func (e *engine) queue(kind kernel.OpKind, v kernel.Server, d kernel.Destination, undo func()) {
-	e.changes = append(e.changes, change{kernel.Op{Kind: kind, Server: v, Destination: d}, undo})
+func (e *engine) queue(kind ipvs.OpKind, v ipvs.Server, d ipvs.Destination, undo func()) {
+	e.changes = append(e.changes, change{ipvs.Op{Kind: kind, Server: v, Destination: d}, undo})
 }
 
 // flush makes the changes that are queued, in few round trips to the kernel.
@@ -138,7 +138,7 @@ func (e *engine) flush() error {
 	if len(changes) == 0 {
 		return nil
 	}
-	ops := make([]kernel.Op, len(changes))
+	ops := make([]ipvs.Op, len(changes))
 	for i, c := range changes {
 		ops[i] = c.Op
 	}
@@ -176,7 +176,7 @@ func (v *heldServer) drains() bool {
 	return false
 }
 
-func (e *engine) drainServer(id kernel.ServerID, v *heldServer, now time.Time) error {
+func (e *engine) drainServer(id ipvs.ServerID, v *heldServer, now time.Time) error {
 	seen, err := e.machine.servers.Get(id)
 	if err != nil {
 		return err

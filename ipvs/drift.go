@@ -5,7 +5,8 @@ import (
 	"net/netip"
 	"slices"
 
-	"nodeproxy/ipvs/kernel"
+	"nodeproxy/kernel/ipset"
+	"nodeproxy/kernel/ipvs"
 	"nodeproxy/proxier/drift"
 )
 
@@ -42,7 +43,7 @@ func (e *engine) differences(before *held) {
 	}
 }
 
-func (e *engine) destinationDifferences(id kernel.ServerID, was, is *heldServer) {
+func (e *engine) destinationDifferences(id ipvs.ServerID, was, is *heldServer) {
 	for _, addr := range slices.SortedFunc(maps.Keys(was.destinations), netip.AddrPort.Compare) {
 		switch d := is.destinations[addr]; {
 		case d == nil:
@@ -83,8 +84,8 @@ func (e *engine) memberDifferences(before *held) {
 
 // entryText is an entry that becomes text only where it is printed.
 type entryText struct {
-	entry kernel.Entry
-	set   kernel.Set
+	entry ipset.Entry
+	set   ipset.Set
 }
 
 func (t entryText) String() string { return t.entry.Text(t.set) }
@@ -107,7 +108,7 @@ func (e *engine) routeDifferences(have map[netip.Prefix]netip.Addr) {
 }
 
 // destination returns what was held at an address; nil if nothing was, or if it is not known what was held.
-func (h *held) destination(id kernel.ServerID, addr netip.AddrPort) *heldDestination {
+func (h *held) destination(id ipvs.ServerID, addr netip.AddrPort) *heldDestination {
 	if h == nil || h.servers[id] == nil {
 		return nil
 	}

@@ -9,7 +9,7 @@ import (
 
 	"pgregory.net/rapid"
 
-	"nodeproxy/ipvs/kernel"
+	"nodeproxy/kernel/ipvs"
 	"nodeproxy/plan"
 	"nodeproxy/plan/plantest"
 	"nodeproxy/proxier/drift"
@@ -126,7 +126,7 @@ func TestArtifacts(t *testing.T) {
 		{0, 50, false},
 		{7, 50, true}, // the same once more, much later
 	} {
-		if got := p.differs(kernel.Fingerprint(step.by), step.alike); got != step.want {
+		if got := p.differs(ipvs.Fingerprint(step.by), step.alike); got != step.want {
 			t.Errorf("step %d: told: %t, want %t", i, got, step.want)
 		}
 	}

@@ -11,7 +11,9 @@ import (
 	"sync"
 	"time"
 
-	"nodeproxy/ipvs/kernel"
+	"nodeproxy/ipvs/nftrules"
+	"nodeproxy/kernel/ipset"
+	"nodeproxy/kernel/ipvs"
 	"nodeproxy/plan"
 	"nodeproxy/proxier/drift"
 )
@@ -31,7 +33,7 @@ type engine struct {
 	ranges  []netip.Prefix
 	held    *held
 	routed  map[netip.Prefix]netip.Addr // the routes of ranges that were made, with their sources
-	refused map[kernel.ServerID]error   // virtual servers that the kernel does not take, whole or in part
+	refused map[ipvs.ServerID]error     // virtual servers that the kernel does not take, whole or in part
 	// refusedMembers are entries of sets, by key, that the kernel does not take.
 	refusedMembers map[member]refusedMember
 	told           []plan.Refusal // what tellRefused, if not nil, was told last
@@ -47,7 +49,7 @@ type engine struct {
 
 // held is what the kernel holds, as far as it is ours.
 type held struct {
-	servers map[kernel.ServerID]*heldServer
+	servers map[ipvs.ServerID]*heldServer
 	members map[member]shared // by key; count is not used
 	vips    map[netip.Addr]struct{}
 	ports   heldPorts
@@ -55,7 +57,7 @@ type held struct {
 
 // heldServer is a virtual server in the kernel.
 type heldServer struct {
-	kernel.Server
+	ipvs.Server
 	destinations map[netip.AddrPort]*heldDestination
 }
 
@@ -209,7 +211,7 @@ func (e *engine) guardMarks() error {
 	if was {
 		state = drift.Changed
 	}
-	e.found.Add(drift.Chain, state, "in nftables table %s (%s)", kernel.GuardTable, e.family)
+	e.found.Add(drift.Chain, state, "in nftables table %s (%s)", nftrules.GuardTable, e.family)
 	return nil
 }
 
@@ -220,7 +222,7 @@ type ruleSteps struct {
 
 // read learns what the kernel holds. Sets are made where they are missing. What drained before, if that is known, goes on to.
 func (e *engine) read(before *held) error {
-	e.held = &held{servers: map[kernel.ServerID]*heldServer{}, members: map[member]shared{}}
+	e.held = &held{servers: map[ipvs.ServerID]*heldServer{}, members: map[member]shared{}}
 	for id := range setCount {
 		set := setOf(id, e.family)
 		if _, err := e.machine.sets.Ensure(set); err != nil {
@@ -245,7 +247,7 @@ func (e *engine) read(before *held) error {
 			continue
 		}
 		if v.Foreign { // kube-proxy and we never make such, but its address is one of ours: it goes, and comes again.
-			e.queue(kernel.DeleteServer, v.Server, kernel.Destination{}, nil)
+			e.queue(ipvs.DeleteServer, v.Server, ipvs.Destination{}, nil)
 			continue
 		}
 		h := &heldServer{Server: v.Server, destinations: map[netip.AddrPort]*heldDestination{}}
@@ -267,7 +269,7 @@ func (e *engine) read(before *held) error {
 }
 
 // foreign reports whether a virtual server is none of ours, whatever the plan.
-func (e *engine) foreign(id kernel.ServerID) bool {
+func (e *engine) foreign(id ipvs.ServerID) bool {
 	if id.Mark != 0 {
 		return !e.desired.marks.ours(id.Mark)
 	}
@@ -386,8 +388,8 @@ func (e *engine) apply(t *touched, steps *ruleSteps) error {
 }
 
 // order has the virtual servers first that nothing works without.
-func (e *engine) order(a, b kernel.ServerID) int {
-	critical := func(id kernel.ServerID) int {
+func (e *engine) order(a, b ipvs.ServerID) int {
+	critical := func(id ipvs.ServerID) int {
 		if v, ok := e.desired.servers[id]; ok && v.critical {
 			return 0
 		}
@@ -420,7 +422,7 @@ func (e *engine) addresses(t *touched) (bind, unbind, unlist []netip.Addr) {
 	return bind, unbind, unlist
 }
 
-func vipMember(a netip.Addr) member { return member{setVIPs, kernel.Entry{Addr: a}} }
+func vipMember(a netip.Addr) member { return member{setVIPs, ipset.Entry{Addr: a}} }
 
 func (e *engine) bind(list []netip.Addr) error {
 	if err := e.machine.device.AddAddresses(list); err != nil {

@@ -11,16 +11,18 @@ import (
 	"strings"
 
 	"nodeproxy/iptables"
-	"nodeproxy/ipvs/kernel"
+	"nodeproxy/ipvs/nftrules"
+	"nodeproxy/kernel/ipset"
+	"nodeproxy/kernel/ipvs"
 	"nodeproxy/plan"
 )
 
 // fakeKernel holds what the kernel would, and refuses what the kernel refuses.
 type fakeKernel struct {
 	family      plan.Family
-	virtual     map[kernel.ServerID]*kernel.HeldServer
-	set         map[string]map[kernel.Entry]struct{} // by name; entries without marks
-	marks       map[string]map[kernel.Entry]kernel.Entry
+	virtual     map[ipvs.ServerID]*ipvs.HeldServer
+	set         map[string]map[ipset.Entry]struct{} // by name; entries without marks
+	marks       map[string]map[ipset.Entry]ipset.Entry
 	addresses   map[netip.Addr]struct{}
 	local       map[netip.Prefix]netip.Addr
 	unrouted    map[netip.Addr]struct{} // of addresses
@@ -38,8 +40,8 @@ type fakeKernel struct {
 
 func newFakeKernel(f plan.Family) *fakeKernel {
 	return &fakeKernel{
-		family: f, virtual: map[kernel.ServerID]*kernel.HeldServer{}, set: map[string]map[kernel.Entry]struct{}{},
-		marks: map[string]map[kernel.Entry]kernel.Entry{}, addresses: map[netip.Addr]struct{}{},
+		family: f, virtual: map[ipvs.ServerID]*ipvs.HeldServer{}, set: map[string]map[ipset.Entry]struct{}{},
+		marks: map[string]map[ipset.Entry]ipset.Entry{}, addresses: map[netip.Addr]struct{}{},
 		local: map[netip.Prefix]netip.Addr{}, hostAddrs: map[netip.Addr]struct{}{},
 		unrouted: map[netip.Addr]struct{}{}, portRoutes: map[netip.Addr]struct{}{},
 		connections: map[netip.AddrPort]uint32{},
@@ -62,20 +64,20 @@ func (k *fakeKernel) call(format string, args ...any) error {
 
 type fakeServers struct{ *fakeKernel }
 
-func (k fakeServers) List(plan.Family) (map[kernel.ServerID]*kernel.HeldServer, error) {
-	out := map[kernel.ServerID]*kernel.HeldServer{}
+func (k fakeServers) List(plan.Family) (map[ipvs.ServerID]*ipvs.HeldServer, error) {
+	out := map[ipvs.ServerID]*ipvs.HeldServer{}
 	for id := range k.virtual {
 		out[id], _ = k.Get(id)
 	}
 	return out, k.call("list servers")
 }
 
-func (k fakeServers) Get(id kernel.ServerID) (*kernel.HeldServer, error) {
+func (k fakeServers) Get(id ipvs.ServerID) (*ipvs.HeldServer, error) {
 	v := k.virtual[id]
 	if v == nil {
 		return nil, nil
 	}
-	out := &kernel.HeldServer{Server: v.Server, Destinations: map[netip.AddrPort]kernel.HeldDestination{}}
+	out := &ipvs.HeldServer{Server: v.Server, Destinations: map[netip.AddrPort]ipvs.HeldDestination{}}
 	for a, d := range v.Destinations {
 		d.Active = k.connections[a]
 		out.Destinations[a] = d
@@ -83,7 +85,7 @@ func (k fakeServers) Get(id kernel.ServerID) (*kernel.HeldServer, error) {
 	return out, nil
 }
 
-func (k fakeServers) Apply(ops []kernel.Op) []error {
+func (k fakeServers) Apply(ops []ipvs.Op) []error {
 	var errs []error
 	for _, op := range ops {
 		errs = append(errs, k.do(op))
@@ -91,7 +93,7 @@ func (k fakeServers) Apply(ops []kernel.Op) []error {
 	return errs
 }
 
-func (k fakeServers) do(op kernel.Op) error {
+func (k fakeServers) do(op ipvs.Op) error {
 	id, d := op.Server.ID, op.Destination
 	v := k.virtual[id]
 	exists := false
@@ -99,35 +101,35 @@ func (k fakeServers) do(op kernel.Op) error {
 		_, exists = v.Destinations[d.Addr]
 	}
 	switch op.Kind {
-	case kernel.AddServer, kernel.UpdateServer, kernel.DeleteServer:
-		what := map[kernel.OpKind]string{kernel.AddServer: "add", kernel.UpdateServer: "update", kernel.DeleteServer: "delete"}[op.Kind]
+	case ipvs.AddServer, ipvs.UpdateServer, ipvs.DeleteServer:
+		what := map[ipvs.OpKind]string{ipvs.AddServer: "add", ipvs.UpdateServer: "update", ipvs.DeleteServer: "delete"}[op.Kind]
 		if err := k.call("%s server %s", what, id); err != nil {
 			return err
 		}
-		if v != nil == (op.Kind == kernel.AddServer) {
+		if v != nil == (op.Kind == ipvs.AddServer) {
 			return fmt.Errorf("%s server %s: it exists: %t", what, id, v != nil)
 		}
 	default:
-		what := map[kernel.OpKind]string{kernel.AddDestination: "add", kernel.UpdateDestination: "update",
-			kernel.DeleteDestination: "delete"}[op.Kind]
+		what := map[ipvs.OpKind]string{ipvs.AddDestination: "add", ipvs.UpdateDestination: "update",
+			ipvs.DeleteDestination: "delete"}[op.Kind]
 		if err := k.call("%s destination %s %s %d", what, id, d.Addr, d.Weight); err != nil {
 			return err
 		}
-		if v == nil || exists == (op.Kind == kernel.AddDestination) {
+		if v == nil || exists == (op.Kind == ipvs.AddDestination) {
 			return fmt.Errorf("%s destination %s of %s: it exists: %t", what, d.Addr, id, exists)
 		}
 	}
 	switch op.Kind {
-	case kernel.AddServer:
-		k.virtual[id] = &kernel.HeldServer{Server: op.Server, Destinations: map[netip.AddrPort]kernel.HeldDestination{}}
-	case kernel.UpdateServer:
+	case ipvs.AddServer:
+		k.virtual[id] = &ipvs.HeldServer{Server: op.Server, Destinations: map[netip.AddrPort]ipvs.HeldDestination{}}
+	case ipvs.UpdateServer:
 		v.Server = op.Server
-	case kernel.DeleteServer:
+	case ipvs.DeleteServer:
 		delete(k.virtual, id)
-	case kernel.DeleteDestination:
+	case ipvs.DeleteDestination:
 		delete(v.Destinations, d.Addr)
 	default:
-		v.Destinations[d.Addr] = kernel.HeldDestination{Destination: d}
+		v.Destinations[d.Addr] = ipvs.HeldDestination{Destination: d}
 	}
 	return nil
 }
@@ -136,27 +138,27 @@ type fakeSets struct{ *fakeKernel }
 
 func (k fakeSets) Names() ([]string, error) { return slices.Sorted(maps.Keys(k.set)), nil }
 
-func (k fakeSets) Ensure(s kernel.Set) (bool, error) {
+func (k fakeSets) Ensure(s ipset.Set) (bool, error) {
 	if k.set[s.Name] != nil {
 		return false, nil
 	}
-	k.set[s.Name], k.marks[s.Name] = map[kernel.Entry]struct{}{}, map[kernel.Entry]kernel.Entry{}
+	k.set[s.Name], k.marks[s.Name] = map[ipset.Entry]struct{}{}, map[ipset.Entry]ipset.Entry{}
 	return true, nil
 }
 
-func bare(e kernel.Entry) kernel.Entry { return member{entry: e}.key().entry }
+func bare(e ipset.Entry) ipset.Entry { return member{entry: e}.key().entry }
 
 func (k fakeSets) Size(name string) (int, error) { return len(k.set[name]), nil }
 
-func (k fakeSets) Entries(s kernel.Set) (map[kernel.Entry]struct{}, error) {
-	out := map[kernel.Entry]struct{}{}
+func (k fakeSets) Entries(s ipset.Set) (map[ipset.Entry]struct{}, error) {
+	out := map[ipset.Entry]struct{}{}
 	for e := range k.set[s.Name] {
 		out[k.marks[s.Name][e]] = struct{}{}
 	}
 	return out, nil
 }
 
-func (k fakeSets) Add(s kernel.Set, list []kernel.Entry) error {
+func (k fakeSets) Add(s ipset.Set, list []ipset.Entry) error {
 	if err := k.call("add %d to %s", len(list), s.Name); err != nil {
 		return err
 	}
@@ -167,7 +169,7 @@ func (k fakeSets) Add(s kernel.Set, list []kernel.Entry) error {
 	return nil
 }
 
-func (k fakeSets) Remove(s kernel.Set, list []kernel.Entry) error {
+func (k fakeSets) Remove(s ipset.Set, list []ipset.Entry) error {
 	if err := k.call("remove %d from %s", len(list), s.Name); err != nil {
 		return err
 	}
@@ -357,7 +359,7 @@ func (k *fakeKernel) render() string {
 	}
 	ports := slices.SortedFunc(maps.Keys(k.ports), comparePorts)
 	renderPorts(&out, ports)
-	out.WriteString("# nftables by netlink\n" + kernel.PortsText(k.family, ports))
+	out.WriteString("# nftables by netlink\n" + nftrules.PortsText(k.family, ports))
 	out.WriteString("# iptables-restore\n" + k.fixed.Render())
 	return out.String()
 }

@@ -5,11 +5,12 @@ import (
 	"net/netip"
 
 	"nodeproxy/iptables"
-	"nodeproxy/ipvs/kernel"
+	"nodeproxy/kernel/ipset"
+	"nodeproxy/kernel/ipvs"
 	"nodeproxy/plan"
 )
 
-// machine is what an engine needs of the node. kernel.Servers, kernel.Sets and kernel.Device are its parts.
+// machine is what an engine needs of the node. ipvs.Servers, ipset.Sets and host.Device are its parts.
 type machine struct {
 	servers servers
 	sets    sets
@@ -22,18 +23,18 @@ type machine struct {
 }
 
 type servers interface {
-	List(plan.Family) (map[kernel.ServerID]*kernel.HeldServer, error)
-	Get(kernel.ServerID) (*kernel.HeldServer, error)
-	Apply([]kernel.Op) []error
+	List(plan.Family) (map[ipvs.ServerID]*ipvs.HeldServer, error)
+	Get(ipvs.ServerID) (*ipvs.HeldServer, error)
+	Apply([]ipvs.Op) []error
 }
 
 type sets interface {
 	Names() ([]string, error)
-	Ensure(kernel.Set) (bool, error)
+	Ensure(ipset.Set) (bool, error)
 	Size(name string) (int, error)
-	Entries(kernel.Set) (map[kernel.Entry]struct{}, error)
-	Add(kernel.Set, []kernel.Entry) error
-	Remove(kernel.Set, []kernel.Entry) error
+	Entries(ipset.Set) (map[ipset.Entry]struct{}, error)
+	Add(ipset.Set, []ipset.Entry) error
+	Remove(ipset.Set, []ipset.Entry) error
 	Destroy(name string) error
 }
 

@@ -6,7 +6,7 @@ import (
 	"fmt"
 	"slices"
 
-	"nodeproxy/ipvs/kernel"
+	"nodeproxy/ipvs/nftrules"
 	"nodeproxy/plan"
 )
 
@@ -17,7 +17,7 @@ import (
 // another. The bit that asks for masquerading is left out of this; it may be any of the 32.
 //
 // Marks are set just before IPVS looks at a packet, and taken off as it is sent on. What changes or looks at marks in between
-// does not see ours, nor IPVS what that has made of them: see kernel.MarkGuard.
+// does not see ours, nor IPVS what that has made of them: see nftrules.MarkGuard.
 type marks struct {
 	masquerade uint32 // the bit that asks for masquerading
 }
@@ -49,8 +49,8 @@ func (m marks) match() string {
 }
 
 // guard is what keeps marks of ours and of other programs apart.
-func (m marks) guard() kernel.MarkGuard {
-	return kernel.MarkGuard{Signature: m.value(signature), SignatureMask: m.value(signatureMask), Masquerade: m.masquerade}
+func (m marks) guard() nftrules.MarkGuard {
+	return nftrules.MarkGuard{Signature: m.value(signature), SignatureMask: m.value(signatureMask), Masquerade: m.masquerade}
 }
 
 // ours reports whether a mark is one that this package gives, whichever bit asks for masquerading: it may have been another one

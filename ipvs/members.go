@@ -6,7 +6,7 @@ import (
 	"net/netip"
 	"slices"
 
-	"nodeproxy/ipvs/kernel"
+	"nodeproxy/kernel/ipset"
 )
 
 // memberChanges are the changes of set entries, by when they are due.
@@ -69,9 +69,9 @@ func (e *engine) removeMisleading(list []member) error { return e.removeMembers(
 func (e *engine) removeSpent(list []member) error { return e.removeMembers(list, false) }
 
 func (e *engine) addMembers(list []member, backwards bool) error {
-	add := func(id setID, entries []kernel.Entry) error {
+	add := func(id setID, entries []ipset.Entry) error {
 		err := e.machine.sets.Add(setOf(id, e.family), entries)
-		refused, ok := map[kernel.Entry]error(nil), true
+		refused, ok := map[ipset.Entry]error(nil), true
 		if err != nil {
 			if refused, ok = refusedEntries(err, len(entries)); !ok {
 				return err
@@ -92,7 +92,7 @@ func (e *engine) addMembers(list []member, backwards bool) error {
 }
 
 func (e *engine) removeMembers(list []member, backwards bool) error {
-	return bySet(list, backwards, func(id setID, entries []kernel.Entry) error {
+	return bySet(list, backwards, func(id setID, entries []ipset.Entry) error {
 		if err := e.machine.sets.Remove(setOf(id, e.family), entries); err != nil {
 			return err
 		}
@@ -104,8 +104,8 @@ func (e *engine) removeMembers(list []member, backwards bool) error {
 }
 
 // bySet hands entries to do, those of a set together. Sets come in the order of their numbers, or with backwards in the reverse one.
-func bySet(list []member, backwards bool, do func(setID, []kernel.Entry) error) error {
-	entries := map[setID][]kernel.Entry{}
+func bySet(list []member, backwards bool, do func(setID, []ipset.Entry) error) error {
+	entries := map[setID][]ipset.Entry{}
 	for _, m := range list {
 		entries[m.set] = append(entries[m.set], m.entry)
 	}

@@ -6,17 +6,21 @@ import (
 	"fmt"
 
 	"nodeproxy/iptables"
-	"nodeproxy/ipvs/kernel"
+	"nodeproxy/ipvs/nftrules"
+	"nodeproxy/kernel/host"
+	"nodeproxy/kernel/ipset"
+	"nodeproxy/kernel/ipvs"
+	"nodeproxy/kernel/nft"
 	"nodeproxy/plan"
 )
 
 // node is what this mode needs of a node, found without a change to anything but modules, which are loaded.
 type node struct {
-	servers *kernel.Servers
-	sets    *kernel.Sets
+	servers *ipvs.Servers
+	sets    *ipset.Sets
 	tables  map[plan.Family]*iptables.FixedTables
-	guards  map[plan.Family]*kernel.Guards // none on a kernel without nftables
-	ports   map[plan.Family]*kernel.Ports  // none on a kernel that can't divert ports
+	guards  map[plan.Family]*nftrules.Guards // none on a kernel without nftables
+	ports   map[plan.Family]*nftrules.Ports  // none on a kernel that can't divert ports
 	// missing says of each family without tables why it has none.
 	missing []error
 }
@@ -31,8 +35,8 @@ func find(cfg *Config) (*node, error) {
 	if err != nil {
 		return nil, err
 	}
-	n.tables, n.guards = map[plan.Family]*iptables.FixedTables{}, map[plan.Family]*kernel.Guards{}
-	n.ports = map[plan.Family]*kernel.Ports{}
+	n.tables, n.guards = map[plan.Family]*iptables.FixedTables{}, map[plan.Family]*nftrules.Guards{}
+	n.ports = map[plan.Family]*nftrules.Ports{}
 	for _, f := range cfg.Families {
 		if t, err := iptables.NewFixedTables(cfg.Variant, f); err != nil {
 			n.missing = append(n.missing, fmt.Errorf("%s: %w", f, err))
@@ -52,12 +56,12 @@ func find(cfg *Config) (*node, error) {
 }
 
 // openGuards opens the guard of marks of each family that has tables.
-func (n *node) openGuards(m kernel.MarkGuard) error {
+func (n *node) openGuards(m nftrules.MarkGuard) error {
 	for f := range n.tables {
-		switch g, err := kernel.OpenGuards(f, m); {
+		switch g, err := nftrules.OpenGuards(f, m); {
 		case err == nil:
 			n.guards[f] = g
-		case !errors.Is(err, kernel.ErrNoGuard):
+		case !errors.Is(err, nft.ErrAbsent):
 			return err
 		}
 	}
@@ -67,10 +71,10 @@ func (n *node) openGuards(m kernel.MarkGuard) error {
 // openPorts opens what diverts ports of each family that has tables.
 func (n *node) openPorts() error {
 	for f := range n.tables {
-		switch p, err := kernel.OpenPorts(f); {
+		switch p, err := nftrules.OpenPorts(f); {
 		case err == nil:
 			n.ports[f] = p
-		case !errors.Is(err, kernel.ErrNoPorts):
+		case !errors.Is(err, nftrules.ErrNoPorts):
 			return err
 		}
 	}
@@ -81,14 +85,14 @@ func (n *node) openPorts() error {
 func findInKernel(scheduler string) (*node, error) {
 	n := &node{}
 	var err error
-	if n.servers, err = kernel.OpenServers(); err != nil {
+	if n.servers, err = ipvs.OpenServers(); err != nil {
 		return nil, err
 	}
-	if n.sets, err = kernel.OpenSets(); err == nil && !n.servers.HasScheduler(scheduler) {
+	if n.sets, err = ipset.OpenSets(); err == nil && !n.servers.HasScheduler(scheduler) {
 		err = fmt.Errorf("--ipvs-scheduler: this kernel has no scheduler %q (module ip_vs_%s)", scheduler, scheduler)
 	}
 	if err == nil {
-		err = kernel.CheckDevice(DeviceName)
+		err = host.CheckDevice(DeviceName)
 	}
 	if err != nil {
 		n.close()

@@ -4,7 +4,8 @@ import (
 	"net/netip"
 	"slices"
 
-	"nodeproxy/ipvs/kernel"
+	"nodeproxy/kernel/ipset"
+	"nodeproxy/kernel/ipvs"
 	"nodeproxy/plan"
 )
 
@@ -20,9 +21,9 @@ type objects struct {
 // server is a virtual server as it should be. One without destinations need not exist; but where it does exist, with
 // connections to former endpoints, it is kept for them.
 type server struct {
-	kernel.Server
-	key          plan.Key             // whose it is
-	destinations []kernel.Destination // in order of address
+	ipvs.Server
+	key          plan.Key           // whose it is
+	destinations []ipvs.Destination // in order of address
 	// lingering are endpoints that are not to be used, but that still exist: their connections are left to them.
 	lingering []netip.AddrPort
 	// drains is set where connections are left to an endpoint that is not to be used any more.
@@ -73,13 +74,13 @@ func (b *builder) objects() objects {
 		case plan.NodePort:
 			b.nodePort(f)
 		case plan.HealthCheckNodePort:
-			b.member(setHealthCheckNodePort, kernel.Entry{Port: f.Port})
+			b.member(setHealthCheckNodePort, ipset.Entry{Port: f.Port})
 		}
 	}
 	if b.sp.Any {
 		for _, ep := range b.sp.All() {
 			if ep.Local || ep.Unplaced { // No other endpoint's own traffic comes by here.
-				b.member(setLoopBack, kernel.Entry{
+				b.member(setLoopBack, ipset.Entry{
 					Addr: ep.Addr.Addr(), Protocol: b.sp.Key.Protocol, Port: ep.Addr.Port(), Addr2: ep.Addr.Addr(),
 				})
 			}
@@ -88,23 +89,23 @@ func (b *builder) objects() objects {
 	return b.out
 }
 
-func (b *builder) member(set setID, e kernel.Entry) {
+func (b *builder) member(set setID, e ipset.Entry) {
 	b.out.members = append(b.out.members, member{set, e})
 }
 
 // at is the entry for a frontend with an address.
-func at(f plan.Frontend) kernel.Entry {
-	return kernel.Entry{Addr: f.Addr, Protocol: f.Protocol, Port: f.Port}
+func at(f plan.Frontend) ipset.Entry {
+	return ipset.Entry{Addr: f.Addr, Protocol: f.Protocol, Port: f.Port}
 }
 
 // server adds a virtual server with the endpoints of a policy; nobody needs a second one that is found in the same way.
-func (b *builder) server(id kernel.ServerID, policy plan.Policy) {
+func (b *builder) server(id ipvs.ServerID, policy plan.Policy) {
 	if slices.ContainsFunc(b.out.servers, func(s server) bool { return s.ID == id }) {
 		return
 	}
 	s := server{
 		key: b.sp.Key,
-		Server: kernel.Server{
+		Server: ipvs.Server{
 			ID: id, Scheduler: b.scheduler.Name, Ports: b.scheduler.Ports, Fallback: b.scheduler.Fallback,
 			Persistence: b.sp.Affinity,
 		},
@@ -120,7 +121,7 @@ func (b *builder) server(id kernel.ServerID, policy plan.Policy) {
 	}
 	if b.sp.Any {
 		for _, ep := range b.sp.ForPolicy(policy) {
-			s.destinations = append(s.destinations, kernel.Destination{Addr: ep.Addr, Weight: max(uint32(ep.Weight), 1)})
+			s.destinations = append(s.destinations, ipvs.Destination{Addr: ep.Addr, Weight: max(uint32(ep.Weight), 1)})
 		}
 	}
 	b.out.servers = append(b.out.servers, s)
@@ -133,7 +134,7 @@ func (b *builder) atAddress(f plan.Frontend, policy plan.Policy) {
 	} else {
 		b.out.vips = append(b.out.vips, f.Addr)
 	}
-	b.server(kernel.ServerID{Family: b.sp.Key.Family, Protocol: f.Protocol, Addr: f.Addr, Port: f.Port}, policy)
+	b.server(ipvs.ServerID{Family: b.sp.Key.Family, Protocol: f.Protocol, Addr: f.Addr, Port: f.Port}, policy)
 }
 
 // atMark adds the virtual server for a mark.
@@ -142,7 +143,7 @@ func (b *builder) atMark(kind markKind) {
 	if kind == localMark {
 		policy = plan.Local
 	}
-	b.server(kernel.ServerID{Family: b.sp.Key.Family, Mark: b.marks.of(b.id, kind)}, policy)
+	b.server(ipvs.ServerID{Family: b.sp.Key.Family, Mark: b.marks.of(b.id, kind)}, policy)
 }
 
 func (b *builder) clusterIP(f plan.Frontend) {
@@ -220,7 +221,7 @@ func (b *builder) nodePort(f plan.Frontend) {
 	}
 	b.atMark(kind)
 	for _, half := range everywhere(b.sp.Key.Family) {
-		e := kernel.Entry{Net: half, Protocol: f.Protocol, Port: f.Port}
+		e := ipset.Entry{Net: half, Protocol: f.Protocol, Port: f.Port}
 		if !b.sp.Any {
 			b.member(setNodePortNoEndpoints, e)
 			continue

@@ -5,7 +5,7 @@ import (
 	"net/netip"
 	"slices"
 
-	"nodeproxy/ipvs/kernel"
+	"nodeproxy/kernel/ipvs"
 	"nodeproxy/plan"
 )
 
@@ -60,7 +60,7 @@ func fallsBack(name string) bool { return name == "sh" || name == "mh" }
 
 // whileDraining is what a virtual server is while real servers of it drain. The scheduler dh refuses all clients if it is one of
 // these that its hash leads to, and cannot be told otherwise; so the default one does its work meanwhile.
-func (o Options) whileDraining(v kernel.Server) kernel.Server {
+func (o Options) whileDraining(v ipvs.Server) ipvs.Server {
 	if v.Scheduler != "dh" {
 		return v
 	}

@@ -8,12 +8,13 @@ import (
 	"net/netip"
 	"slices"
 
-	"nodeproxy/ipvs/kernel"
+	"nodeproxy/ipvs/nftrules"
+	"nodeproxy/kernel/host"
 	"nodeproxy/plan"
 	"nodeproxy/proxier/drift"
 )
 
-// An external IP may be the address of another host. So only the ports that Services have are made local: see kernel.Ports. Whatever else
+// An external IP may be the address of another host. So only the ports that Services have are made local: see nftrules.Ports. Whatever else
 // is sent to the address goes where the network sends it.
 
 // ports are how many ServicePorts ask for each port of an external IP.
@@ -44,7 +45,7 @@ func (s *state) byPort(a netip.Addr, host map[netip.Addr]struct{}, ranges []neti
 // heldPorts is what the kernel holds for ports of external IPs.
 type heldPorts struct {
 	ports map[netip.Addr]map[plan.Address]struct{}
-	// exists and complete are as kernel.Ports.Held tells.
+	// exists and complete are as nftrules.Ports.Held tells.
 	exists, complete bool
 	routes           map[netip.Addr]struct{}
 	// unrouted are addresses of the device that are not local.
@@ -248,21 +249,21 @@ func (e *engine) removePorts(c portChanges) error {
 func (e *engine) portDifferences(before *held) {
 	switch was, is := before.ports, e.held.ports; {
 	case was.complete && !is.exists:
-		e.found.Add(drift.Chain, drift.Missing, "nftables table %s with its routing rule (%s)", kernel.PortsTable, e.family)
+		e.found.Add(drift.Chain, drift.Missing, "nftables table %s with its routing rule (%s)", nftrules.PortsTable, e.family)
 	case was.complete && !is.complete:
-		e.found.Add(drift.Chain, drift.Changed, "nftables table %s or its routing rule (%s)", kernel.PortsTable, e.family)
+		e.found.Add(drift.Chain, drift.Changed, "nftables table %s or its routing rule (%s)", nftrules.PortsTable, e.family)
 	case !was.exists && is.exists:
-		e.found.Add(drift.Chain, drift.Unexpected, "nftables table %s or its routing rule (%s)", kernel.PortsTable, e.family)
+		e.found.Add(drift.Chain, drift.Unexpected, "nftables table %s or its routing rule (%s)", nftrules.PortsTable, e.family)
 	}
 	compare := func(state drift.State, one, other *heldPorts) {
 		for _, p := range one.list() {
 			if !other.has(p) {
-				e.found.Add(drift.SetElement, state, "%s . %s . %d of nftables table %s", p.Addr, p.Protocol.Lower(), p.Port, kernel.PortsTable)
+				e.found.Add(drift.SetElement, state, "%s . %s . %d of nftables table %s", p.Addr, p.Protocol.Lower(), p.Port, nftrules.PortsTable)
 			}
 		}
 		for _, a := range slices.SortedFunc(maps.Keys(one.routes), netip.Addr.Compare) {
 			if _, is := other.routes[a]; !is {
-				e.found.Add(drift.Route, state, "%s of interface %s in table %d", a, DeviceName, kernel.RouteTable)
+				e.found.Add(drift.Route, state, "%s of interface %s in table %d", a, DeviceName, host.RouteTable)
 			}
 		}
 		for _, a := range slices.SortedFunc(maps.Keys(one.unrouted), netip.Addr.Compare) {
@@ -286,9 +287,9 @@ func (e *engine) portsUnlike() string {
 	case err != nil:
 		return err.Error()
 	case !complete:
-		return fmt.Sprintf("nftables table %s (%s) or its routing rule was changed", kernel.PortsTable, e.family)
+		return fmt.Sprintf("nftables table %s (%s) or its routing rule was changed", nftrules.PortsTable, e.family)
 	case len(list) != len(h.list()):
-		return fmt.Sprintf("nftables table %s (%s) has %d ports in place of %d", kernel.PortsTable, e.family, len(list), len(h.list()))
+		return fmt.Sprintf("nftables table %s (%s) has %d ports in place of %d", nftrules.PortsTable, e.family, len(list), len(h.list()))
 	}
 	return ""
 }

@@ -11,7 +11,7 @@ import (
 
 	"pgregory.net/rapid"
 
-	"nodeproxy/ipvs/kernel"
+	"nodeproxy/kernel/ipvs"
 	"nodeproxy/plan"
 )
 
@@ -100,7 +100,7 @@ func TestPortsAreExact(t *testing.T) {
 		e, k := fakeEngine(f, testOptions)
 		k.before = func() {
 			for p := range k.ports {
-				if k.virtual[kernel.ServerID{Family: f, Protocol: p.Protocol, Addr: p.Addr, Port: p.Port}] == nil {
+				if k.virtual[ipvs.ServerID{Family: f, Protocol: p.Protocol, Addr: p.Addr, Port: p.Port}] == nil {
 					t.Errorf("after %q, %v is diverted, and has no virtual server", k.calls, p)
 				}
 			}

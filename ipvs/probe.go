@@ -9,7 +9,7 @@ import (
 
 	"golang.org/x/sys/unix"
 
-	"nodeproxy/ipvs/kernel"
+	"nodeproxy/kernel/ipvs"
 	"nodeproxy/plan"
 )
 
@@ -27,13 +27,13 @@ const (
 // reader's in another. So what still differs after a comparison of everything, which reads in another way and has found no
 // difference, is none.
 type prober struct {
-	artifact kernel.Fingerprint // by how much it differs where nothing does
-	last     kernel.Fingerprint // by how much it did when that was told last
-	told     int                // how many comparisons had found no difference then
+	artifact ipvs.Fingerprint // by how much it differs where nothing does
+	last     ipvs.Fingerprint // by how much it did when that was told last
+	told     int              // how many comparisons had found no difference then
 }
 
 // differs reports whether there is a difference to tell of, given how many comparisons have found none.
-func (p *prober) differs(by kernel.Fingerprint, alike int) bool {
+func (p *prober) differs(by ipvs.Fingerprint, alike int) bool {
 	switch {
 	case by == 0:
 		p.artifact, p.last = 0, 0
@@ -103,16 +103,16 @@ func (b *Backend) unlike(p *prober) string {
 			return ""
 		}
 	}
-	var want kernel.Fingerprint
+	var want ipvs.Fingerprint
 	families := map[plan.Family]bool{}
 	for _, e := range b.engines {
 		families[e.family] = true
 		e.held.fingerprint(&want)
 	}
-	skip := func(id kernel.ServerID) bool {
+	skip := func(id ipvs.ServerID) bool {
 		return id.Mark == 0 && !families[id.Family] || b.engines[0].foreign(id)
 	}
-	have, err := kernel.ReadFingerprint(skip)
+	have, err := ipvs.ReadFingerprint(skip)
 	switch {
 	case err != nil:
 		return err.Error()
@@ -128,11 +128,11 @@ func (b *Backend) unlike(p *prober) string {
 }
 
 // fingerprint adds all virtual servers.
-func (h *held) fingerprint(f *kernel.Fingerprint) {
+func (h *held) fingerprint(f *ipvs.Fingerprint) {
 	for _, v := range h.servers {
 		f.Add(v.Server)
 		for addr, d := range v.destinations {
-			f.AddDestination(v.Server, kernel.Destination{Addr: addr, Weight: d.weight})
+			f.AddDestination(v.Server, ipvs.Destination{Addr: addr, Weight: d.weight})
 		}
 	}
 }

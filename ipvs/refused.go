@@ -7,7 +7,8 @@ import (
 
 	"golang.org/x/sys/unix"
 
-	"nodeproxy/ipvs/kernel"
+	"nodeproxy/kernel/ipset"
+	"nodeproxy/kernel/ipvs"
 	"nodeproxy/plan"
 )
 
@@ -23,7 +24,7 @@ type refusedMember struct {
 // settle takes what became of changes of virtual servers. One that the kernel refuses is noted and undone in held; every other error
 // is returned.
 func (e *engine) settle(changes []change, errs []error) error {
-	refused := map[kernel.ServerID]error{}
+	refused := map[ipvs.ServerID]error{}
 	others, taken := false, 0
 	for i, err := range errs {
 		id := changes[i].Server.ID
@@ -46,7 +47,7 @@ func (e *engine) settle(changes []change, errs []error) error {
 		}
 	}
 	if e.refused == nil {
-		e.refused = map[kernel.ServerID]error{}
+		e.refused = map[ipvs.ServerID]error{}
 	}
 	maps.Copy(e.refused, refused)
 	return nil
@@ -61,14 +62,14 @@ func refusal(err error) bool {
 
 // refusedEntries returns the entries of a set that the kernel refuses, if err consists of nothing but their errors, and the fault is
 // theirs: some others of the given number were taken, or there are few.
-func refusedEntries(err error, asked int) (map[kernel.Entry]error, bool) {
+func refusedEntries(err error, asked int) (map[ipset.Entry]error, bool) {
 	joined, ok := err.(interface{ Unwrap() []error })
 	if !ok {
 		return nil, false
 	}
-	refused := map[kernel.Entry]error{}
+	refused := map[ipset.Entry]error{}
 	for _, err := range joined.Unwrap() {
-		entry := new(kernel.EntryError)
+		entry := new(ipset.EntryError)
 		if !errors.As(err, &entry) {
 			return nil, false
 		}

@@ -8,7 +8,8 @@ import (
 
 	"golang.org/x/sys/unix"
 
-	"nodeproxy/ipvs/kernel"
+	"nodeproxy/kernel/ipset"
+	"nodeproxy/kernel/ipvs"
 	"nodeproxy/plan"
 	"nodeproxy/plan/plantest"
 )
@@ -16,11 +17,11 @@ import (
 // picky are virtual servers of a kernel that does not take some changes.
 type picky struct {
 	fakeServers
-	refuses func(kernel.Op) error
+	refuses func(ipvs.Op) error
 	changes int
 }
 
-func (k *picky) Apply(ops []kernel.Op) []error {
+func (k *picky) Apply(ops []ipvs.Op) []error {
 	var errs []error
 	for _, op := range ops {
 		k.changes++
@@ -28,7 +29,7 @@ func (k *picky) Apply(ops []kernel.Op) []error {
 		if err == nil {
 			err = k.do(op)
 		}
-		if err != nil && k.virtual[op.Server.ID] == nil && op.Kind == kernel.AddDestination {
+		if err != nil && k.virtual[op.Server.ID] == nil && op.Kind == ipvs.AddDestination {
 			err = unix.ESRCH
 		}
 		errs = append(errs, err)
@@ -39,7 +40,7 @@ func (k *picky) Apply(ops []kernel.Op) []error {
 // TestRefusedServer: a virtual server, or a real server, that the kernel does not take is told of, and is no failure: all others are
 // there, no difference is found, and it is there once the kernel takes it.
 func TestRefusedServer(t *testing.T) {
-	for _, kind := range []kernel.OpKind{kernel.AddServer, kernel.AddDestination} {
+	for _, kind := range []ipvs.OpKind{ipvs.AddServer, ipvs.AddDestination} {
 		t.Run(fmt.Sprint(kind), func(t *testing.T) {
 			p := plantest.Large(20, 3)
 			bad := p.Sorted(plan.IPv4)[7]
@@ -50,9 +51,9 @@ func TestRefusedServer(t *testing.T) {
 			e, k := fakeEngine(plan.IPv4, Options{})
 			refuse := error(unix.ENOENT)
 			servers := &picky{fakeServers: fakeServers{k}}
-			servers.refuses = func(op kernel.Op) error {
+			servers.refuses = func(op ipvs.Op) error {
 				if refuse != nil && op.Kind == kind && op.Server.ID.Addr == bad.Frontends[0].Addr &&
-					(kind == kernel.AddServer || op.Destination.Addr == bad.All()[1].Addr) {
+					(kind == ipvs.AddServer || op.Destination.Addr == bad.All()[1].Addr) {
 					return refuse
 				}
 				return nil
@@ -65,7 +66,7 @@ func TestRefusedServer(t *testing.T) {
 					t.Errorf("%v, found %v", err, e.found)
 				}
 			}
-			kept := kind == kernel.AddDestination
+			kept := kind == ipvs.AddDestination
 			if len(told) != 1 || len(told[0]) != 1 || told[0][0].Key != bad.Key || told[0][0].Kept != kept {
 				t.Errorf("told of %v, want %s", told, bad.Key)
 			}
@@ -113,7 +114,7 @@ func TestRefusedServer(t *testing.T) {
 // TestRefusedUpdate: a change of a virtual server, or of a real server's weight, that the kernel refuses is reported, and leaves the
 // ServicePort what it had; others change, no comparison finds a difference, and the change is made once the kernel takes it.
 func TestRefusedUpdate(t *testing.T) {
-	for _, kind := range []kernel.OpKind{kernel.UpdateServer, kernel.UpdateDestination} {
+	for _, kind := range []ipvs.OpKind{ipvs.UpdateServer, ipvs.UpdateDestination} {
 		t.Run(fmt.Sprint(kind), func(t *testing.T) {
 			p := plantest.Large(20, 3)
 			e, k := fakeEngine(plan.IPv4, Options{})
@@ -124,14 +125,14 @@ func TestRefusedUpdate(t *testing.T) {
 			was := p.Sorted(plan.IPv4)[7]
 			bad := *was
 			bad.Scheduler = plan.Scheduler{Name: "wrr"}
-			if kind == kernel.UpdateDestination {
+			if kind == ipvs.UpdateDestination {
 				bad.Scheduler = was.Scheduler
 				bad.Cluster = slices.Clone(was.Cluster)
 				bad.Cluster[1].Weight = 5
 			}
 			refuse := true
 			servers := &picky{fakeServers: fakeServers{k}}
-			servers.refuses = func(op kernel.Op) error {
+			servers.refuses = func(op ipvs.Op) error {
 				if refuse && op.Kind == kind && op.Server.ID.Addr == was.Frontends[0].Addr {
 					return unix.ENOENT
 				}
@@ -178,27 +179,27 @@ func TestRefusedUpdate(t *testing.T) {
 }
 
 // serverAt is the virtual server for the first frontend of a ServicePort.
-func serverAt(sp *plan.ServicePort) kernel.ServerID {
+func serverAt(sp *plan.ServicePort) ipvs.ServerID {
 	f := sp.Frontends[0]
-	return kernel.ServerID{Family: sp.Key.Family, Protocol: f.Protocol, Addr: f.Addr, Port: f.Port}
+	return ipvs.ServerID{Family: sp.Key.Family, Protocol: f.Protocol, Addr: f.Addr, Port: f.Port}
 }
 
 // pickySets are sets of a kernel that refuses some entries.
 type pickySets struct {
 	fakeSets
-	refuses func(kernel.Entry) bool
+	refuses func(ipset.Entry) bool
 	all     error // is returned for all entries
 }
 
-func (k *pickySets) Add(s kernel.Set, list []kernel.Entry) error {
+func (k *pickySets) Add(s ipset.Set, list []ipset.Entry) error {
 	if k.all != nil {
 		return k.all
 	}
 	var errs []error
-	var taken []kernel.Entry
+	var taken []ipset.Entry
 	for _, entry := range list {
 		if k.refuses(entry) {
-			errs = append(errs, &kernel.EntryError{Set: s, Entry: entry, Err: unix.EINVAL})
+			errs = append(errs, &ipset.EntryError{Set: s, Entry: entry, Err: unix.EINVAL})
 		} else {
 			taken = append(taken, entry)
 		}
@@ -215,7 +216,7 @@ func TestRefusedSetEntry(t *testing.T) {
 		e, k := fakeEngine(plan.IPv4, Options{VIPs: vips})
 		refuse := true
 		sets := &pickySets{fakeSets: fakeSets{k}}
-		sets.refuses = func(entry kernel.Entry) bool { return refuse && entry.Addr == bad.Frontends[0].Addr }
+		sets.refuses = func(entry ipset.Entry) bool { return refuse && entry.Addr == bad.Frontends[0].Addr }
 		e.machine.sets = sets
 		var told [][]plan.Refusal
 		e.tellRefused = func(_ plan.Family, list []plan.Refusal) { told = append(told, list) }
@@ -264,13 +265,13 @@ func TestRefusedSetEntry(t *testing.T) {
 			t.Errorf("%v, reported %v", err, told)
 		}
 		// An error that is not of entries is one of the sync.
-		sets.all = errors.Join(&kernel.EntryError{Err: unix.EINVAL}, unix.ENOMEM)
+		sets.all = errors.Join(&ipset.EntryError{Err: unix.EINVAL}, unix.ENOMEM)
 		p.Set(bad)
 		if err := e.sync(t.Context(), p, plan.Keys{bad.Key: {}}); err == nil {
 			t.Error("no memory is taken for a refusal")
 		}
 		// So is one of all of many entries.
-		sets.all, sets.refuses = nil, func(kernel.Entry) bool { return true }
+		sets.all, sets.refuses = nil, func(ipset.Entry) bool { return true }
 		fresh, _ := fakeEngine(plan.IPv4, Options{VIPs: vips})
 		fresh.machine.sets = sets
 		if err := fresh.sync(t.Context(), plantest.Large(30, 3), nil); err == nil {

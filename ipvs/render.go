@@ -8,7 +8,10 @@ import (
 	"slices"
 	"strings"
 
-	"nodeproxy/ipvs/kernel"
+	"nodeproxy/ipvs/nftrules"
+	"nodeproxy/kernel/host"
+	"nodeproxy/kernel/ipset"
+	"nodeproxy/kernel/ipvs"
 	"nodeproxy/plan"
 )
 
@@ -27,7 +30,7 @@ func Render(p *plan.Plan, f plan.Family, o Options) string {
 	diverted := s.diverted(ranges)
 	s.renderDevice(&out, p.Node.IP(f), ranges)
 	renderPorts(&out, diverted)
-	out.WriteString("# nftables by netlink\n" + newMarks(o.MasqueradeBit).guard().Text(f) + kernel.PortsText(f, diverted))
+	out.WriteString("# nftables by netlink\n" + newMarks(o.MasqueradeBit).guard().Text(f) + nftrules.PortsText(f, diverted))
 	if f == plan.IPv6 {
 		out.WriteString("# ip6tables-restore\n")
 	} else {
@@ -37,7 +40,7 @@ func Render(p *plan.Plan, f plan.Family, o Options) string {
 	return out.String()
 }
 
-// renderDevice prints the device with its addresses and routes, as kernel.Device makes them.
+// renderDevice prints the device with its addresses and routes, as host.Device makes them.
 func (s *state) renderDevice(out *strings.Builder, nodeIP netip.Addr, ranges []netip.Prefix) {
 	fmt.Fprintf(out, "# ip -batch\nlink add %s type dummy\nlink set %s addrgenmode none\nlink set %s up\n", DeviceName, DeviceName, DeviceName)
 	for _, a := range slices.SortedFunc(maps.Keys(s.addresses()), netip.Addr.Compare) {
@@ -99,7 +102,7 @@ func renderPorts(out *strings.Builder, ports []plan.Address) {
 			renderAddress(out, a)
 			fmt.Fprintf(out, "route del local %s dev %s table local\n", a, DeviceName)
 		}
-		fmt.Fprintf(out, "route add local %s dev %s table %d\n", a, DeviceName, kernel.RouteTable)
+		fmt.Fprintf(out, "route add local %s dev %s table %d\n", a, DeviceName, host.RouteTable)
 	}
 }
 
@@ -111,7 +114,7 @@ func (s *state) renderSets(out *strings.Builder, ranges []netip.Prefix) {
 	}
 	for a := range s.addresses() {
 		if s.bound(a, s.options.Host, ranges) {
-			lines[setVIPs] = append(lines[setVIPs], kernel.Entry{Addr: a}.Text(setOf(setVIPs, s.family)))
+			lines[setVIPs] = append(lines[setVIPs], ipset.Entry{Addr: a}.Text(setOf(setVIPs, s.family)))
 		}
 	}
 	for id := range setCount {
@@ -125,7 +128,7 @@ func (s *state) renderSets(out *strings.Builder, ranges []netip.Prefix) {
 }
 
 // compareServers has addresses before marks.
-func compareServers(a, b kernel.ServerID) int {
+func compareServers(a, b ipvs.ServerID) int {
 	return cmp.Or(cmp.Compare(a.Mark, b.Mark), a.Addr.Compare(b.Addr), cmp.Compare(a.Protocol, b.Protocol), cmp.Compare(a.Port, b.Port))
 }
 
@@ -157,7 +160,7 @@ func renderServer(out *strings.Builder, v server) {
 }
 
 // serverArgs names a virtual server as arguments of ipvsadm.
-func serverArgs(id kernel.ServerID) string {
+func serverArgs(id ipvs.ServerID) string {
 	switch {
 	case id.Mark != 0 && id.Family == plan.IPv6:
 		return fmt.Sprintf("-f %d -6", id.Mark)

@@ -136,7 +136,7 @@ func (r *ruleMaker) mangle() {
 		r.mapMark(setNodePort))
 	r.chain("mangle", chainPortLocal, append([]string{r.mapMark(setNodePortLocal)}, r.inside()...)...)
 	r.chain("mangle", chainUnmark,
-		// A kernel without nftables has no guard that has done this; see kernel.MarkGuard.
+		// A kernel without nftables has no guard that has done this; see nftrules.MarkGuard.
 		"-m ipvs --ipvs "+ours+clearMark(r.marks.mask()),
 		// Only the first packet of a connection asks for masquerading.
 		"-m ipvs --ipvs -m conntrack ! --ctstate NEW "+clearMark(r.marks.masquerade),
@@ -172,7 +172,7 @@ func (r *ruleMaker) inside(both ...string) []string {
 const fromNode = "-m addrtype --src-type LOCAL "
 
 // filter is where packets are refused that no virtual server is for. Those of the node itself come by INPUT too, since
-// every address of a Service is one of the node's. Marks of ours are not to be seen here: see kernel.MarkGuard.
+// every address of a Service is one of the node's. Marks of ours are not to be seen here: see nftrules.MarkGuard.
 func (r *ruleMaker) filter() {
 	r.chain("filter", chainNodePort,
 		"-p tcp "+comment("kubernetes health check node ports")+r.in(setHealthCheckNodePort, "dst")+"-j ACCEPT")

@@ -3,7 +3,7 @@ package ipvs
 import (
 	"net/netip"
 
-	"nodeproxy/ipvs/kernel"
+	"nodeproxy/kernel/ipset"
 	"nodeproxy/plan"
 )
 
@@ -81,8 +81,8 @@ func familyName(name string, f plan.Family) string {
 	return name[:min(len(name), maxSetName)]
 }
 
-func setOf(id setID, f plan.Family) kernel.Set {
-	return kernel.Set{Name: setName(id, f), Type: setKinds[id].kind, Family: f, Marks: setKinds[id].marks}
+func setOf(id setID, f plan.Family) ipset.Set {
+	return ipset.Set{Name: setName(id, f), Type: setKinds[id].kind, Family: f, Marks: setKinds[id].marks}
 }
 
 // kubeProxySets are sets of kube-proxy's, without their prefixes, for which there is no use here.
@@ -92,7 +92,7 @@ var kubeProxySets = []string{"NODE-PORT-TCP", "NODE-PORT-UDP", "NODE-PORT-LOCAL-
 // member is an entry of a set.
 type member struct {
 	set   setID
-	entry kernel.Entry
+	entry ipset.Entry
 }
 
 // key is what makes an entry the same one: all but the mark, which can change.

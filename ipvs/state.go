@@ -4,7 +4,7 @@ import (
 	"net/netip"
 	"slices"
 
-	"nodeproxy/ipvs/kernel"
+	"nodeproxy/kernel/ipvs"
 	"nodeproxy/plan"
 )
 
@@ -18,7 +18,7 @@ type state struct {
 	services map[plan.Key]*plan.ServicePort
 	objects  map[plan.Key]objects
 	ids      identities
-	servers  map[kernel.ServerID]server
+	servers  map[ipvs.ServerID]server
 	members  map[member]*shared // by key
 	vips     map[netip.Addr]int
 	ports    ports
@@ -32,26 +32,26 @@ type shared struct {
 
 // touched are the things in the kernel that a change may concern.
 type touched struct {
-	servers map[kernel.ServerID]struct{}
+	servers map[ipvs.ServerID]struct{}
 	members map[member]struct{}     // by key
 	vips    map[netip.Addr]struct{} // and their ports
 	// replaced are virtual servers that go while their ServicePort stays, and is found in another way from now on: their
 	// connections are left to them.
-	replaced map[kernel.ServerID]struct{}
+	replaced map[ipvs.ServerID]struct{}
 	// onlyAdd leaves ports that are not desired alone.
 	onlyAdd bool
 }
 
 func newTouched() *touched {
-	return &touched{servers: map[kernel.ServerID]struct{}{}, members: map[member]struct{}{}, vips: map[netip.Addr]struct{}{},
-		replaced: map[kernel.ServerID]struct{}{}}
+	return &touched{servers: map[ipvs.ServerID]struct{}{}, members: map[member]struct{}{}, vips: map[netip.Addr]struct{}{},
+		replaced: map[ipvs.ServerID]struct{}{}}
 }
 
 func newState(p *plan.Plan, f plan.Family, o Options) *state {
 	return &state{
 		family: f, options: o, marks: newMarks(o.MasqueradeBit), node: p.Node,
 		services: map[plan.Key]*plan.ServicePort{}, objects: map[plan.Key]objects{}, ids: identities{},
-		servers: map[kernel.ServerID]server{}, members: map[member]*shared{}, vips: map[netip.Addr]int{},
+		servers: map[ipvs.ServerID]server{}, members: map[member]*shared{}, vips: map[netip.Addr]int{},
 		ports: ports{},
 	}
 }
@@ -183,7 +183,7 @@ func (s *state) noteReplaced(k plan.Key, t *touched) {
 // hasNodePort reports whether some ServicePort has a node port.
 func (s *state) hasNodePort(id markID) bool {
 	for _, kind := range []markKind{localMark, masqueradedMark} {
-		if _, has := s.servers[kernel.ServerID{Family: s.family, Mark: s.marks.of(id, kind)}]; has {
+		if _, has := s.servers[ipvs.ServerID{Family: s.family, Mark: s.marks.of(id, kind)}]; has {
 			return true
 		}
 	}
@@ -193,7 +193,7 @@ func (s *state) hasNodePort(id markID) bool {
 // replaces reports whether a virtual server that is not desired was one of a ServicePort that is there, though it is found in
 // another way now: by another mark, as under another policy or with another bit for masquerading, or, where it was kube-proxy's,
 // by an address of the node and a node port. hashes are those of all ServicePorts.
-func (s *state) replaces(id kernel.ServerID, hashes map[uint32]bool) bool {
+func (s *state) replaces(id ipvs.ServerID, hashes map[uint32]bool) bool {
 	if id.Mark == 0 {
 		_, host := s.options.Host[id.Addr]
 		return host && id.Protocol == plan.TCP && s.hasNodePort(nodePortID(id.Protocol, id.Port))

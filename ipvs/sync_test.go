@@ -11,7 +11,7 @@ import (
 
 	"pgregory.net/rapid"
 
-	"nodeproxy/ipvs/kernel"
+	"nodeproxy/kernel/ipvs"
 	"nodeproxy/plan"
 	"nodeproxy/plan/plantest"
 )
@@ -116,10 +116,10 @@ func TestOneEndpoint(t *testing.T) {
 	next, changed := replaced(p, key, "10.250.0.1:8080")
 	k.calls = nil
 	must(t, e.sync(context.Background(), next, changed))
-	var id kernel.ServerID
+	var id ipvs.ServerID
 	for _, f := range p.Services[key].Frontends {
 		if f.Kind == plan.ClusterIP {
-			id = kernel.ServerID{Family: plan.IPv4, Protocol: f.Protocol, Addr: f.Addr, Port: f.Port}
+			id = ipvs.ServerID{Family: plan.IPv4, Protocol: f.Protocol, Addr: f.Addr, Port: f.Port}
 		}
 	}
 	want := []string{
@@ -221,7 +221,7 @@ func TestOneFailureStopsNothingElse(t *testing.T) {
 	e, k := fakeEngine(plan.IPv4, testOptions)
 	p := large(3)
 	first := p.Sorted(plan.IPv4)[0].Frontends[0]
-	k.fail = "add server " + kernel.ServerID{Family: plan.IPv4, Protocol: first.Protocol, Addr: first.Addr, Port: first.Port}.String()
+	k.fail = "add server " + ipvs.ServerID{Family: plan.IPv4, Protocol: first.Protocol, Addr: first.Addr, Port: first.Port}.String()
 	if err := e.sync(context.Background(), p, nil); err == nil || len(k.virtual) != 2 {
 		t.Errorf("%v; there are %d virtual servers", err, len(k.virtual))
 	}
@@ -361,10 +361,10 @@ func TestReplacedServers(t *testing.T) {
 				k.connections[netip.MustParseAddrPort("10.244.1.5:8080")] = 1
 				changed := plantest.Differing(tc.before, tc.next)
 				if strings.HasPrefix(tc.name, "kube-proxy") {
-					v := kernel.Server{ID: kernel.ServerID{Family: plan.IPv4, Protocol: plan.TCP, Addr: host, Port: 30080}, Scheduler: "rr"}
-					dest := kernel.Destination{Addr: netip.MustParseAddrPort("10.244.1.5:8080"), Weight: 1}
-					must(t, fakeServers{k}.do(kernel.Op{Kind: kernel.AddServer, Server: v}))
-					must(t, fakeServers{k}.do(kernel.Op{Kind: kernel.AddDestination, Server: v, Destination: dest}))
+					v := ipvs.Server{ID: ipvs.ServerID{Family: plan.IPv4, Protocol: plan.TCP, Addr: host, Port: 30080}, Scheduler: "rr"}
+					dest := ipvs.Destination{Addr: netip.MustParseAddrPort("10.244.1.5:8080"), Weight: 1}
+					must(t, fakeServers{k}.do(ipvs.Op{Kind: ipvs.AddServer, Server: v}))
+					must(t, fakeServers{k}.do(ipvs.Op{Kind: ipvs.AddDestination, Server: v, Destination: dest}))
 					changed = nil
 				}
 				if all {

@@ -4,7 +4,7 @@ import (
 	"testing"
 	"time"
 
-	"nodeproxy/ipvs/kernel"
+	"nodeproxy/kernel/ipvs"
 	"nodeproxy/plan"
 )
 
@@ -14,7 +14,7 @@ type slowServers struct {
 	takes time.Duration
 }
 
-func (s slowServers) List(f plan.Family) (map[kernel.ServerID]*kernel.HeldServer, error) {
+func (s slowServers) List(f plan.Family) (map[ipvs.ServerID]*ipvs.HeldServer, error) {
 	time.Sleep(s.takes)
 	return s.fakeServers.List(f)
 }

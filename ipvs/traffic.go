@@ -8,7 +8,7 @@ import (
 	"sync"
 	"time"
 
-	"nodeproxy/ipvs/kernel"
+	"nodeproxy/kernel/ipvs"
 	"nodeproxy/metrics"
 	"nodeproxy/plan"
 )
@@ -22,18 +22,18 @@ import (
 // those that a scheduler found no endpoint for.
 type TrafficReader struct {
 	engines []*engine
-	stats   func() (map[kernel.ServerID]kernel.Traffic, error)
+	stats   func() (map[ipvs.ServerID]ipvs.Traffic, error)
 
 	mu    sync.Mutex
-	last  map[kernel.ServerID]kernel.Traffic
-	total map[plan.Key]kernel.Traffic
+	last  map[ipvs.ServerID]ipvs.Traffic
+	total map[plan.Key]ipvs.Traffic
 }
 
 // Traffic returns a reader of the backend's counters. It may be used beside Sync, and after Close.
 func (b *Backend) Traffic() *TrafficReader { return newTrafficReader(b.engines, b.servers.Stats) }
 
-func newTrafficReader(engines []*engine, stats func() (map[kernel.ServerID]kernel.Traffic, error)) *TrafficReader {
-	return &TrafficReader{engines: engines, stats: stats, total: map[plan.Key]kernel.Traffic{}}
+func newTrafficReader(engines []*engine, stats func() (map[ipvs.ServerID]ipvs.Traffic, error)) *TrafficReader {
+	return &TrafficReader{engines: engines, stats: stats, total: map[plan.Key]ipvs.Traffic{}}
 }
 
 // Traffic implements metrics.TrafficReader. It dumps all virtual servers, which takes less than 0.1 s for 10,000 of them, and
@@ -42,7 +42,7 @@ func (r *TrafficReader) Traffic(ctx context.Context) iter.Seq2[metrics.ServiceTr
 	return func(yield func(metrics.ServiceTraffic, error) bool) {
 		r.mu.Lock()
 		defer r.mu.Unlock()
-		servers := map[plan.Key][]kernel.ServerID{}
+		servers := map[plan.Key][]ipvs.ServerID{}
 		complete := true
 		for _, e := range r.engines {
 			if err := e.serversOf(ctx, servers); err != nil {
@@ -72,8 +72,8 @@ func (r *TrafficReader) Traffic(ctx context.Context) iter.Seq2[metrics.ServiceTr
 
 // add adds to the sum of each ServicePort what its servers have counted since the last time. If complete, servers lists all
 // that there are, and what it does not list is forgotten.
-func (r *TrafficReader) add(servers map[plan.Key][]kernel.ServerID, now map[kernel.ServerID]kernel.Traffic, complete bool) {
-	last := make(map[kernel.ServerID]kernel.Traffic, len(now))
+func (r *TrafficReader) add(servers map[plan.Key][]ipvs.ServerID, now map[ipvs.ServerID]ipvs.Traffic, complete bool) {
+	last := make(map[ipvs.ServerID]ipvs.Traffic, len(now))
 	if !complete {
 		for id, t := range r.last {
 			if _, exists := now[id]; exists {
@@ -100,20 +100,20 @@ func (r *TrafficReader) add(servers map[plan.Key][]kernel.ServerID, now map[kern
 }
 
 // grown is by how much counters have grown; if one has fallen, the server is another one, and all of it is new.
-func grown(from, to kernel.Traffic) kernel.Traffic {
+func grown(from, to ipvs.Traffic) ipvs.Traffic {
 	if to.Connections < from.Connections || to.PacketsIn < from.PacketsIn || to.PacketsOut < from.PacketsOut ||
 		to.BytesIn < from.BytesIn || to.BytesOut < from.BytesOut {
 		return to
 	}
-	return kernel.Traffic{
+	return ipvs.Traffic{
 		Connections: to.Connections - from.Connections,
 		PacketsIn:   to.PacketsIn - from.PacketsIn, PacketsOut: to.PacketsOut - from.PacketsOut,
 		BytesIn: to.BytesIn - from.BytesIn, BytesOut: to.BytesOut - from.BytesOut,
 	}
 }
 
-func plus(a, b kernel.Traffic) kernel.Traffic {
-	return kernel.Traffic{
+func plus(a, b ipvs.Traffic) ipvs.Traffic {
+	return ipvs.Traffic{
 		Connections: a.Connections + b.Connections,
 		PacketsIn:   a.PacketsIn + b.PacketsIn, PacketsOut: a.PacketsOut + b.PacketsOut,
 		BytesIn: a.BytesIn + b.BytesIn, BytesOut: a.BytesOut + b.BytesOut,
@@ -127,7 +127,7 @@ func signed(n uint64) int64 { return int64(min(n, math.MaxInt64)) }
 const lockTry = 5 * time.Millisecond
 
 // serversOf adds which virtual servers each ServicePort has.
-func (e *engine) serversOf(ctx context.Context, into map[plan.Key][]kernel.ServerID) error {
+func (e *engine) serversOf(ctx context.Context, into map[plan.Key][]ipvs.ServerID) error {
 	for !e.mu.TryLock() {
 		select {
 		case <-ctx.Done():
@@ -140,7 +140,7 @@ func (e *engine) serversOf(ctx context.Context, into map[plan.Key][]kernel.Serve
 		return fmt.Errorf("reading traffic of %s: which virtual servers there are is known again after the next sync", e.family)
 	}
 	for key, o := range e.desired.objects {
-		ids := make([]kernel.ServerID, len(o.servers))
+		ids := make([]ipvs.ServerID, len(o.servers))
 		for i := range o.servers {
 			ids[i] = o.servers[i].ID
 		}

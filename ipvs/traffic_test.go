@@ -8,7 +8,7 @@ import (
 	"testing"
 	"time"
 
-	"nodeproxy/ipvs/kernel"
+	"nodeproxy/kernel/ipvs"
 	"nodeproxy/metrics"
 	"nodeproxy/plan"
 )
@@ -34,11 +34,11 @@ func trafficPlan() *plan.Plan {
 
 // counters are those of a kernel.
 type counters struct {
-	traffic map[kernel.ServerID]kernel.Traffic
+	traffic map[ipvs.ServerID]ipvs.Traffic
 	err     error
 }
 
-func (c *counters) stats() (map[kernel.ServerID]kernel.Traffic, error) { return c.traffic, c.err }
+func (c *counters) stats() (map[ipvs.ServerID]ipvs.Traffic, error) { return c.traffic, c.err }
 
 // readTraffic reads once, by name of the Service.
 func readTraffic(ctx context.Context, r *TrafficReader) (map[string]metrics.ServiceTraffic, error) {
@@ -65,7 +65,7 @@ func TestTrafficOfServicePorts(t *testing.T) {
 		t.Fatalf("ns/web has %d virtual servers, want 2", len(servers))
 	}
 	cluster, node := servers[0].ID, servers[1].ID
-	k := &counters{traffic: map[kernel.ServerID]kernel.Traffic{
+	k := &counters{traffic: map[ipvs.ServerID]ipvs.Traffic{
 		cluster: {Connections: 10, PacketsIn: 100, PacketsOut: 90, BytesIn: 1000, BytesOut: 9000},
 		node:    {Connections: 1, PacketsIn: 5, PacketsOut: 4, BytesIn: 50, BytesOut: 40},
 		// Somebody else's.
@@ -87,16 +87,16 @@ func TestTrafficOfServicePorts(t *testing.T) {
 		metrics.ServiceTraffic{Connections: 11, PacketsIn: 105, PacketsOut: 94, BytesIn: 1050, BytesOut: 9040})
 	check("again",
 		metrics.ServiceTraffic{Connections: 11, PacketsIn: 105, PacketsOut: 94, BytesIn: 1050, BytesOut: 9040})
-	k.traffic[node] = kernel.Traffic{Connections: 2, PacketsIn: 6, PacketsOut: 5, BytesIn: 60, BytesOut: 50}
+	k.traffic[node] = ipvs.Traffic{Connections: 2, PacketsIn: 6, PacketsOut: 5, BytesIn: 60, BytesOut: 50}
 	check("after one more",
 		metrics.ServiceTraffic{Connections: 12, PacketsIn: 106, PacketsOut: 95, BytesIn: 1060, BytesOut: 9050})
-	k.traffic[node] = kernel.Traffic{Connections: 1, PacketsIn: 1, PacketsOut: 1, BytesIn: 1, BytesOut: 1}
+	k.traffic[node] = ipvs.Traffic{Connections: 1, PacketsIn: 1, PacketsOut: 1, BytesIn: 1, BytesOut: 1}
 	check("after a server was made anew",
 		metrics.ServiceTraffic{Connections: 13, PacketsIn: 107, PacketsOut: 96, BytesIn: 1061, BytesOut: 9051})
 	delete(k.traffic, cluster)
 	check("after a server went",
 		metrics.ServiceTraffic{Connections: 13, PacketsIn: 107, PacketsOut: 96, BytesIn: 1061, BytesOut: 9051})
-	k.traffic[cluster] = kernel.Traffic{Connections: 20}
+	k.traffic[cluster] = ipvs.Traffic{Connections: 20}
 	check("after it came again",
 		metrics.ServiceTraffic{Connections: 33, PacketsIn: 107, PacketsOut: 96, BytesIn: 1061, BytesOut: 9051})
 
@@ -108,14 +108,14 @@ func TestTrafficOfServicePorts(t *testing.T) {
 	}
 	p.Set(sp)
 	e.desired.update(p, plan.Keys{key: {}})
-	k.traffic[cluster], k.traffic[node] = kernel.Traffic{Connections: 1}, kernel.Traffic{}
+	k.traffic[cluster], k.traffic[node] = ipvs.Traffic{Connections: 1}, ipvs.Traffic{}
 	check("as a new Service", metrics.ServiceTraffic{Connections: 1})
 }
 
 func TestTrafficThatCannotBeRead(t *testing.T) {
 	t.Parallel()
 	e := &engine{family: plan.IPv4, log: slog.New(slog.DiscardHandler)}
-	k := &counters{traffic: map[kernel.ServerID]kernel.Traffic{}}
+	k := &counters{traffic: map[ipvs.ServerID]ipvs.Traffic{}}
 	r := newTrafficReader([]*engine{e}, k.stats)
 	if got, err := readTraffic(context.Background(), r); err == nil || len(got) != 0 {
 		t.Errorf("before any sync: %v, %v; want an error", got, err)

@@ -6,7 +6,8 @@ import (
 	"slices"
 	"sync"
 
-	"nodeproxy/ipvs/kernel"
+	"nodeproxy/ipvs/nftrules"
+	"nodeproxy/kernel/host"
 	"nodeproxy/plan"
 )
 
@@ -14,7 +15,7 @@ import (
 // addresses and routes at once, virtual servers and entries of sets within seconds (probe.go). It returns when ctx ends, or with
 // an error if it can't watch: then only a Sync that compares everything finds out.
 func (b *Backend) Watch(ctx context.Context, suspect func(why string)) error {
-	device, err := kernel.WatchDevice(DeviceName)
+	device, err := host.WatchDevice(DeviceName)
 	if err != nil {
 		return err
 	}
@@ -23,14 +24,14 @@ func (b *Backend) Watch(ctx context.Context, suspect func(why string)) error {
 	ctx, cancel := context.WithCancel(ctx)
 	defer cancel()
 	running.Go(func() {
-		device(ctx, func(c kernel.DeviceChange) {
+		device(ctx, func(c host.DeviceChange) {
 			if slices.ContainsFunc(b.engines, func(e *engine) bool { return e.unlike(c) }) {
 				suspect(fmt.Sprintf("interface %s: %s", DeviceName, c))
 			}
 		})
 	})
 	if len(b.node.guards) > 0 {
-		guards, err := kernel.WatchGuards()
+		guards, err := nftrules.WatchGuards()
 		if err != nil {
 			return err
 		}
@@ -57,7 +58,7 @@ func (b *Backend) Watch(ctx context.Context, suspect func(why string)) error {
 
 // unlike reports whether a change of the device is not what was written last. It waits for a sync to end, so that what that
 // changes is not taken for another program's doing.
-func (e *engine) unlike(c kernel.DeviceChange) bool {
+func (e *engine) unlike(c host.DeviceChange) bool {
 	e.mu.Lock()
 	defer e.mu.Unlock()
 	switch {
@@ -85,7 +86,7 @@ func (e *engine) unlike(c kernel.DeviceChange) bool {
 // tellTablesChanged calls suspect if a table of nftables is not what it should be.
 func (e *engine) tellTablesChanged(suspect func(why string)) {
 	if e.guardChanged() {
-		suspect(fmt.Sprintf("nftables table %s (%s) was changed", kernel.GuardTable, e.family))
+		suspect(fmt.Sprintf("nftables table %s (%s) was changed", nftrules.GuardTable, e.family))
 	}
 	if why := e.portsChanged(); why != "" {
 		suspect(why)

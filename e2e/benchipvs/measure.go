@@ -13,7 +13,7 @@ import (
 	"nodeproxy/e2e/machine"
 	"nodeproxy/e2e/measure"
 	"nodeproxy/e2e/probe"
-	"nodeproxy/ipvs/kernel"
+	"nodeproxy/kernel/ipvs"
 	"nodeproxy/plan"
 )
 
@@ -138,7 +138,7 @@ func awaitComplete(t *measure.Trial, begun time.Time, all []*measure.Service) er
 func virtualServers(n *harness.Netns) (map[netip.AddrPort]int, error) {
 	held := map[netip.AddrPort]int{}
 	err := n.Do(func() error {
-		k, err := kernel.OpenServers()
+		k, err := ipvs.OpenServers()
 		if err != nil {
 			return err
 		}

@@ -18,7 +18,7 @@ import (
 	"nodeproxy/e2e/measure"
 	"nodeproxy/e2e/probe"
 	"nodeproxy/ipvs"
-	"nodeproxy/ipvs/kernel"
+	"nodeproxy/kernel/host"
 	"nodeproxy/plan"
 	"nodeproxy/topology"
 )
@@ -265,7 +265,7 @@ func (l *vipLab) measureList(_ context.Context, _ options, r *vipResult) error {
 // measureRemoval removes the device. Meanwhile, nobody else can change a network interface or a route of the machine.
 func (l *vipLab) measureRemoval(_ context.Context, _ options, r *vipResult) error {
 	begun := time.Now()
-	err := l.Node.Do(func() error { return kernel.RemoveDevice(ipvs.DeviceName) })
+	err := l.Node.Do(func() error { return host.RemoveDevice(ipvs.DeviceName) })
 	r.remove = time.Since(begun)
 	return err
 }

@@ -55,19 +55,33 @@ func (f Filter) Addresses(families ...plan.Family) ([]Address, error) {
 	}
 	var out []Address
 	for _, family := range families {
-		var list []links.Addr
-		err := retry(func() (err error) {
-			list, err = handle.AddrList(nil, int(netlink.Family(family)))
-			return err
-		})
+		list, err := addresses(handle, nil, family)
 		if err != nil {
 			return fail(err)
 		}
 		for _, a := range list {
-			ip, ok := netip.AddrFromSlice(a.IP)
-			if ip = ip.Unmap(); ok && !slices.Contains(not, a.LinkIndex) && (f.LinkLocal || !linkLocal6(ip)) {
-				out = append(out, Address{ip, a.LinkIndex, usable(a.Flags)})
+			if !slices.Contains(not, a.Index) && (f.LinkLocal || !linkLocal6(a.Addr)) {
+				out = append(out, a)
 			}
+		}
+	}
+	return out, nil
+}
+
+// addresses lists the addresses of an interface, or of all if it is nil.
+func addresses(h *links.Handle, link links.Link, f plan.Family) ([]Address, error) {
+	var list []links.Addr
+	err := Retry(func() (err error) {
+		list, err = h.AddrList(link, int(netlink.Family(f)))
+		return err
+	})
+	if err != nil {
+		return nil, fmt.Errorf("listing %s addresses: %w", f, err)
+	}
+	var out []Address
+	for _, a := range list {
+		if ip, ok := netip.AddrFromSlice(a.IP); ok {
+			out = append(out, Address{ip.Unmap(), a.LinkIndex, usable(a.Flags)})
 		}
 	}
 	return out, nil

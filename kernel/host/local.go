@@ -1,4 +1,5 @@
-// Package host reads what the kernel knows of this host.
+// Package host reads what the kernel knows of this host, and changes the addresses and routes of a dummy interface. It makes no
+// decisions.
 package host
 
 import (
@@ -24,7 +25,7 @@ type Local struct {
 // address local.
 func ReadLocal(f plan.Family) (*Local, error) {
 	var routes []links.Route
-	err := retry(func() (err error) {
+	err := Retry(func() (err error) {
 		routes, err = links.RouteListFiltered(int(netlink.Family(f)),
 			&links.Route{Table: unix.RT_TABLE_LOCAL, Type: unix.RTN_LOCAL}, links.RT_FILTER_TABLE|links.RT_FILTER_TYPE)
 		return err
@@ -61,8 +62,8 @@ func (l *Local) Contains(a netip.Addr) bool {
 	return false
 }
 
-// retry repeats what vishvananda/netlink lists until nothing changes meanwhile.
-func retry(list func() error) error {
+// Retry repeats what vishvananda/netlink lists until nothing changes meanwhile.
+func Retry(list func() error) error {
 	return netlink.Retry(func() error {
 		err := list()
 		if errors.Is(err, links.ErrDumpInterrupted) || errors.Is(err, unix.EINTR) {

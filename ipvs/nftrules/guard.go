@@ -1,0 +1,213 @@
+// Package nftrules has the nftables tables of mode ipvs: one keeps marks of this program and of others apart, and one makes single ports of
+// an address the node's.
+package nftrules
+
+import (
+	"encoding/binary"
+	"fmt"
+
+	"github.com/google/nftables/expr"
+	"golang.org/x/sys/unix"
+
+	"nodeproxy/kernel/nft"
+	"nodeproxy/plan"
+)
+
+// GuardTable is the name of the nftables tables, one for each family, that a MarkGuard keeps.
+const GuardTable = "nodeproxy-ipvs-marks"
+
+// MarkGuard keeps the marks that lead packets to virtual servers and the marks of other programs apart.
+//
+// A packet is given a mark of ours in table mangle at INPUT or OUTPUT, and IPVS looks at all of its bits soon after. In
+// between comes table filter at INPUT, where network policies set and clear bits of their own, and behind it table filter at
+// OUTPUT, where they look at them again. So a mark of ours is in force only right before IPVS looks at the packet and while it
+// does. At all other times it is kept in the packet's priority, and in exchange the mark that the packet had is kept there
+// while ours is in force. A priority matters to nothing but the queue of the interface by which a packet leaves.
+//
+// A mark of somebody else's that looks like one of ours gives way in the same manner: IPVS does not see it.
+type MarkGuard struct {
+	// A mark is one of ours if it has Signature in the bits of SignatureMask.
+	Signature, SignatureMask uint32
+	// Masquerade is the bit that is carried over from our mark, or from what others have put in its place, to the mark that a
+	// packet goes on with.
+	Masquerade uint32
+}
+
+// The two places that a mark can be in.
+const (
+	inMark     = expr.MetaKeyMARK
+	inPriority = expr.MetaKeyPRIORITY
+)
+
+var guardNames = map[expr.MetaKey]string{inMark: "mark", inPriority: "priority"}
+
+// chains are in the order in which a packet meets them. Priorities are those of netfilter: mangle has -150, filter 0,
+// security 50, conntrack at OUTPUT -200; IPVS looks at 98 and 99 at INPUT, and at -99 and -98 at OUTPUT.
+func (g MarkGuard) chains() []nft.Chain {
+	return []nft.Chain{
+		{Name: "input-keep", Hook: "input", Priority: -151, Rules: []nft.Rule{g.rule().copy(inPriority, inMark).done()}},
+		{Name: "input-hide", Hook: "input", Priority: -149, Rules: []nft.Rule{
+			g.rule().ours(inMark).swap().accept(),
+			g.rule().ours(inPriority).bare().copy(inMark, inPriority).clear(inPriority).accept(), // It looked like ours, and was cleared.
+			g.rule().clear(inPriority).done(),
+		}},
+		{Name: "input-show", Hook: "input", Priority: 97, Rules: []nft.Rule{
+			g.rule().ours(inPriority).swap().accept(),
+			g.rule().ours(inMark).copy(inPriority, inMark).clear(inMark).accept(),
+		}},
+		{Name: "input-restore", Hook: "input", Priority: 101, Rules: g.restore(false)}, // what stays on this node
+		{Name: "output-sent-on", Hook: "output", Priority: -301, Rules: g.restore(true)},
+		{Name: "output-keep", Hook: "output", Priority: -151, Rules: []nft.Rule{
+			g.rule().ours(inMark).copy(inPriority, inMark).accept(),
+			g.rule().toSelf().copy(inPriority, inMark).done(),
+		}},
+		{Name: "output-restore", Hook: "output", Priority: -97, Rules: g.restore(false)},
+	}
+}
+
+// restore are rules that put the mark of a packet back in place. With sentOn, they are for packets alone that IPVS sends on:
+// no other has been tracked already when it comes to chain raw of OUTPUT.
+func (g MarkGuard) restore(sentOn bool) []nft.Rule {
+	rule := func() *guardBuilder {
+		if sentOn {
+			return g.rule().tracked()
+		}
+		return g.rule()
+	}
+	return []nft.Rule{
+		rule().ours(inMark).masqueraded().takeBack(true).accept(),
+		rule().ours(inMark).takeBack(false).accept(),
+		rule().ours(inPriority).bare().masqueraded().takeBack(true).accept(),
+		rule().ours(inPriority).bare().takeBack(false).accept(),
+	}
+}
+
+// guardBuilder builds a rule. Registers 1 and 2 are used.
+type guardBuilder struct {
+	guard MarkGuard
+	out   nft.Rule
+}
+
+func (g MarkGuard) rule() *guardBuilder { return &guardBuilder{guard: g} }
+
+func (b *guardBuilder) add(text string, e ...expr.Any) *guardBuilder {
+	if text != "" && b.out.Text != "" {
+		b.out.Text += " "
+	}
+	b.out.Text += text
+	b.out.Exprs = append(b.out.Exprs, e...)
+	return b
+}
+
+func native(v uint32) []byte { return binary.NativeEndian.AppendUint32(nil, v) }
+
+func load(k expr.MetaKey, register uint32) expr.Any { return &expr.Meta{Key: k, Register: register} }
+
+func store(k expr.MetaKey, register uint32) expr.Any {
+	return &expr.Meta{Key: k, SourceRegister: true, Register: register}
+}
+
+func bits(mask, flip uint32) expr.Any {
+	return &expr.Bitwise{SourceRegister: 1, DestRegister: 1, Len: 4, Mask: native(mask), Xor: native(flip)}
+}
+
+func equals(v []byte) expr.Any { return &expr.Cmp{Op: expr.CmpOpEq, Register: 1, Data: v} }
+
+// has matches bits of what is in a place.
+func (b *guardBuilder) has(k expr.MetaKey, mask, value uint32) *guardBuilder {
+	return b.add(fmt.Sprintf("meta %s & %#08x == %#08x", guardNames[k], mask, value), load(k, 1), bits(mask, 0), equals(native(value)))
+}
+
+func (b *guardBuilder) ours(k expr.MetaKey) *guardBuilder {
+	return b.has(k, b.guard.SignatureMask, b.guard.Signature)
+}
+
+// bare matches a mark that is cleared, but for the bit for masquerading.
+func (b *guardBuilder) bare() *guardBuilder { return b.has(inMark, ^b.guard.Masquerade, 0) }
+
+func (b *guardBuilder) masqueraded() *guardBuilder {
+	return b.has(inMark, b.guard.Masquerade, b.guard.Masquerade)
+}
+
+// tracked matches packets that belong to a connection already, and are from its client.
+func (b *guardBuilder) tracked() *guardBuilder {
+	return b.add("ct direction original", &expr.Ct{Key: expr.CtKeyDIRECTION, Register: 1}, equals([]byte{0}))
+}
+
+// toSelf matches packets that the node sends to itself.
+func (b *guardBuilder) toSelf() *guardBuilder {
+	name := make([]byte, unix.IFNAMSIZ)
+	copy(name, "lo")
+	return b.add(`oifname "lo"`, &expr.Meta{Key: expr.MetaKeyOIFNAME, Register: 1}, equals(name))
+}
+
+func (b *guardBuilder) copy(to, from expr.MetaKey) *guardBuilder {
+	return b.add(fmt.Sprintf("meta %s set meta %s", guardNames[to], guardNames[from]), load(from, 1), store(to, 1))
+}
+
+func (b *guardBuilder) clear(k expr.MetaKey) *guardBuilder {
+	return b.add(fmt.Sprintf("meta %s set 0", guardNames[k]), &expr.Immediate{Register: 1, Data: native(0)}, store(k, 1))
+}
+
+// swap exchanges mark and priority.
+func (b *guardBuilder) swap() *guardBuilder {
+	return b.add("swap mark and priority", load(inMark, 1), load(inPriority, 2), store(inPriority, 1), store(inMark, 2))
+}
+
+// takeBack puts back the mark that is kept in the priority, with the bit for masquerading where that is wanted.
+func (b *guardBuilder) takeBack(masquerade bool) *guardBuilder {
+	if !masquerade {
+		return b.copy(inMark, inPriority).clear(inPriority)
+	}
+	m := b.guard.Masquerade
+	b.add(fmt.Sprintf("meta mark set meta priority | %#08x", m), load(inPriority, 1), bits(^m, m), store(inMark, 1))
+	return b.clear(inPriority)
+}
+
+func (b *guardBuilder) accept() nft.Rule {
+	return b.add("accept", &expr.Verdict{Kind: expr.VerdictAccept}).out
+}
+
+func (b *guardBuilder) done() nft.Rule { return b.out }
+
+// Text is the table in the language of nft, but for the exchange of mark and priority, which that has no words for.
+func (g MarkGuard) Text(f plan.Family) string { return nft.Text(f, GuardTable, g.chains()) }
+
+// Guards keeps the guard of marks of one family in the network namespace of the thread that opened it.
+type Guards struct {
+	*nft.Table
+	guard MarkGuard
+}
+
+// OpenGuards returns nft.ErrAbsent where the kernel has no nftables.
+func OpenGuards(f plan.Family, g MarkGuard) (*Guards, error) {
+	t, err := nft.Open(f, GuardTable)
+	if err != nil {
+		return nil, err
+	}
+	return &Guards{t, g}, nil
+}
+
+// Intact reports whether the table is what it should be.
+func (x *Guards) Intact() (bool, error) {
+	_, intact, err := x.Holds(x.guard.chains())
+	return intact, err
+}
+
+// Ensure makes the table what it should be, in one step. It reports whether it was there, and whether it had to be written.
+func (x *Guards) Ensure() (was, written bool, err error) {
+	want := x.guard.chains()
+	was, same, err := x.Holds(want)
+	if err != nil || same {
+		return was, false, err
+	}
+	x.Replace()
+	x.Table.Add(want)
+	return was, true, x.Flush()
+}
+
+// GuardTables lists the families that have a guard of marks in the network namespace of the calling thread.
+func GuardTables() ([]plan.Family, error) { return nft.FamiliesWith(GuardTable) }
+
+// RemoveGuards removes the guards of both families, if there are any.
+func RemoveGuards() error { return nft.RemoveTables(GuardTable) }

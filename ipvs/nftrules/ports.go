@@ -1,0 +1,357 @@
+package nftrules
+
+import (
+	"encoding/binary"
+	"errors"
+	"fmt"
+	"net/netip"
+	"slices"
+
+	"github.com/google/nftables"
+	"github.com/google/nftables/expr"
+	links "github.com/vishvananda/netlink"
+	"golang.org/x/sys/unix"
+
+	"nodeproxy/kernel/host"
+	"nodeproxy/kernel/netlink"
+	"nodeproxy/kernel/nft"
+	"nodeproxy/plan"
+)
+
+// PortsTable is the name of the nftables tables, one for each family, that a Ports keeps.
+const PortsTable = "nodeproxy-ipvs-ports"
+
+const (
+	// RoutePriority is that of the routing rule that leads to host.RouteTable: behind table local, so that an address of the node stays the
+	// node's, and before all tables that say where other hosts are.
+	RoutePriority = 90
+	// RouteMark is the mark that the rule looks for. A packet has it only between the last chain before routing and the first one
+	// behind it. No mark that leads to a virtual server has this value.
+	RouteMark = 0x28030000
+)
+
+// ErrNoPorts is the error for a kernel that can't divert single ports of an address.
+var ErrNoPorts = errors.New("this kernel has no nftables (module nf_tables), or no routing rules (CONFIG_IP_MULTIPLE_TABLES)")
+
+// Ports makes single ports of addresses local, while whatever else is sent to these addresses goes where the network sends it:
+//
+//	table ip nodeproxy-ipvs-ports {
+//		set ports { type ipv4_addr . inet_proto . inet_service; }
+//		chain divert {
+//			type filter hook prerouting priority 1000;
+//			ip daddr . meta l4proto . th dport @ports meta mark set 0x28030000
+//		}
+//		...
+//	}
+//	ip rule add pref 90 fwmark 0x28030000 lookup 2496
+//	ip route add local ADDRESS dev kube-ipvs0 table 2496
+//
+// The mark that the packet had is kept in its priority until the packet is routed, and put back then. The node's own packets are
+// routed twice: when their socket connects, which gives them their source, and after chain output-divert.
+//
+// There is neither a table nor a rule while there are no ports: rules make the kernel's look-up of routes slower. The routes are those
+// of Device.AddPortRoutes.
+type Ports struct {
+	*nft.Table
+	family plan.Family
+	set    *nftables.Set
+	handle *links.Handle
+}
+
+// OpenPorts returns ErrNoPorts where the kernel lacks something.
+func OpenPorts(f plan.Family) (*Ports, error) {
+	t, err := nft.Open(f, PortsTable)
+	if errors.Is(err, nft.ErrAbsent) {
+		return nil, ErrNoPorts
+	} else if err != nil {
+		return nil, err
+	}
+	address := nftables.TypeIPAddr
+	if f == plan.IPv6 {
+		address = nftables.TypeIP6Addr
+	}
+	key := nftables.MustConcatSetType(address, nftables.TypeInetProto, nftables.TypeInetService)
+	x := &Ports{Table: t, family: f, set: &nftables.Set{Table: t.Table, Name: "ports", KeyType: key}}
+	if x.handle, err = links.NewHandle(unix.NETLINK_ROUTE); err != nil {
+		_ = t.Close()
+		return nil, fmt.Errorf("routing rules: netlink socket: %w", err)
+	}
+	if _, err := portRules(x.handle, f); err != nil {
+		_ = x.Close()
+		if noRules(err) {
+			return nil, ErrNoPorts
+		}
+		return nil, err
+	}
+	return x, nil
+}
+
+// Close closes the sockets. What was written stays.
+func (x *Ports) Close() error {
+	x.handle.Close()
+	return x.Table.Close()
+}
+
+// portChains are the chains in the order in which a packet meets them. Table raw has priority -300, and connection tracking at OUTPUT -200. What IPVS
+// sends on is tracked already when it comes to OUTPUT, and is not diverted though it may be sent to one of the ports.
+func portChains(f plan.Family) []nft.Chain {
+	rule := func() *guardBuilder { return MarkGuard{}.rule() }
+	restore := []nft.Rule{rule().diverted().copy(inMark, inPriority).clear(inPriority).done()}
+	return []nft.Chain{
+		{Name: "divert", Hook: "prerouting", Priority: 1000, Rules: []nft.Rule{rule().toPort(f).divert().done()}},
+		{Name: "restore", Hook: "input", Priority: -1000, Rules: restore},
+		// A frame that is bridged is not routed.
+		{Name: "restore-bridged", Hook: "forward", Priority: -1000, Rules: restore},
+		{Name: "output-divert", Hook: "output", Priority: -304, Reroutes: true,
+			Rules: []nft.Rule{rule().untracked().toPort(f).divert().done()}},
+		{Name: "output-restore", Hook: "output", Priority: -303, Rules: restore},
+	}
+}
+
+// untracked matches packets that connection tracking has not seen yet.
+func (b *guardBuilder) untracked() *guardBuilder {
+	return b.add("ct state invalid", &expr.Ct{Key: expr.CtKeySTATE, Register: 1}, bits(expr.CtStateBitINVALID, 0),
+		&expr.Cmp{Op: expr.CmpOpNeq, Register: 1, Data: native(0)})
+}
+
+// toPort matches packets to one of the ports. A key takes registers of four bytes, one after the other.
+func (b *guardBuilder) toPort(f plan.Family) *guardBuilder {
+	const first = unix.NFT_REG32_00
+	name, offset, length := "ip", uint32(16), uint32(4)
+	if f == plan.IPv6 {
+		name, offset, length = "ip6", 24, 16
+	}
+	next := first + length/4
+	return b.add(name+" daddr . meta l4proto . th dport @ports",
+		&expr.Payload{DestRegister: first, Base: expr.PayloadBaseNetworkHeader, Offset: offset, Len: length},
+		&expr.Meta{Key: expr.MetaKeyL4PROTO, Register: next},
+		&expr.Payload{DestRegister: next + 1, Base: expr.PayloadBaseTransportHeader, Offset: 2, Len: 2},
+		&expr.Lookup{SourceRegister: first, SetName: "ports"})
+}
+
+// divert keeps the mark, and puts RouteMark in its place.
+func (b *guardBuilder) divert() *guardBuilder {
+	b.copy(inPriority, inMark)
+	return b.add(fmt.Sprintf("meta mark set %#08x", RouteMark), &expr.Immediate{Register: 1, Data: native(RouteMark)}, store(inMark, 1))
+}
+
+func (b *guardBuilder) diverted() *guardBuilder {
+	return b.add(fmt.Sprintf("meta mark == %#08x", RouteMark), load(inMark, 1), equals(native(RouteMark)))
+}
+
+// PortsText is what Ports keeps for some ports, in the languages of nft and ip.
+func PortsText(f plan.Family, ports []plan.Address) string {
+	if len(ports) == 0 {
+		return ""
+	}
+	address := map[plan.Family]string{plan.IPv4: "ipv4_addr", plan.IPv6: "ipv6_addr"}[f]
+	out := nft.Text(f, PortsTable, portChains(f)) + "set ports type " + address + " . inet_proto . inet_service\n"
+	for _, p := range ports {
+		out += fmt.Sprintf("add element %s %s ports { %s . %s . %d }\n", nft.FamilyName(f), PortsTable, p.Addr, p.Protocol.Lower(), p.Port)
+	}
+	option := map[plan.Family]string{plan.IPv4: "-4", plan.IPv6: "-6"}[f]
+	return out + fmt.Sprintf("ip %s rule add pref %d fwmark %#x lookup %d\n", option, RoutePriority, RouteMark, host.RouteTable)
+}
+
+func (x *Ports) rule() *links.Rule {
+	r := links.NewRule()
+	r.Family, r.Priority, r.Table, r.Mark = int(netlink.Family(x.family)), RoutePriority, host.RouteTable, RouteMark
+	// Programs that remove rules which are not theirs, such as systemd-networkd, leave those of the kernel alone.
+	r.Protocol = unix.RTPROT_KERNEL
+	return r
+}
+
+// Held returns the ports that are in the set. complete says that table and rule are what they should be, and exists that there is
+// something of them.
+func (x *Ports) Held() (ports map[plan.Address]struct{}, exists, complete bool, err error) {
+	exists, complete, err = x.Holds(portChains(x.family))
+	if err != nil {
+		return nil, false, false, err
+	}
+	rules, err := portRules(x.handle, x.family)
+	if err != nil {
+		return nil, false, false, err
+	}
+	complete = complete && len(rules) == 1 && isPortRule(rules[0])
+	exists = exists || len(rules) > 0
+	ports, err = x.elements()
+	return ports, exists, complete, err
+}
+
+func isPortRule(r links.Rule) bool {
+	return r.Priority == RoutePriority && r.Mark == RouteMark && r.Src == nil && r.Dst == nil && r.IifName == "" && r.OifName == "" &&
+		!r.Invert && (r.Mask == nil || *r.Mask == ^uint32(0))
+}
+
+func (x *Ports) elements() (map[plan.Address]struct{}, error) {
+	out := map[plan.Address]struct{}{}
+	_, err := x.Conn.GetSetByName(x.Table.Table, x.set.Name)
+	if errors.Is(err, unix.ENOENT) {
+		return out, nil
+	}
+	var list []nftables.SetElement
+	if err == nil {
+		list, err = x.Conn.GetSetElements(x.set)
+	}
+	if err != nil {
+		return nil, fmt.Errorf("reading set %s of nftables table %s: %w", x.set.Name, PortsTable, err)
+	}
+	for _, e := range list {
+		if p, ok := parsePort(e.Key, x.family); ok {
+			out[p] = struct{}{}
+		}
+	}
+	return out, nil
+}
+
+// portKey is an element of the set: each part of it fills registers of four bytes.
+func portKey(p plan.Address) []byte {
+	key := append(p.Addr.AsSlice(), netlink.Protocol(p.Protocol), 0, 0, 0)
+	return append(binary.BigEndian.AppendUint16(key, p.Port), 0, 0)
+}
+
+func parsePort(key []byte, f plan.Family) (plan.Address, bool) {
+	length := 4
+	if f == plan.IPv6 {
+		length = 16
+	}
+	if len(key) != length+8 {
+		return plan.Address{}, false
+	}
+	a, ok := netip.AddrFromSlice(key[:length])
+	return plan.Address{Addr: a, Protocol: netlink.ProtocolOf(key[length]), Port: binary.BigEndian.Uint16(key[length+4:])}, ok
+}
+
+// Write makes table and rule anew, with these ports and no others. The table is another one at once.
+func (x *Ports) Write(ports []plan.Address) error {
+	x.Replace()
+	if err := x.Conn.AddSet(x.set, nil); err != nil {
+		return fmt.Errorf("writing nftables table %s: %w", PortsTable, err)
+	}
+	x.Table.Add(portChains(x.family))
+	if err := x.Add(ports); err != nil {
+		return err
+	}
+	rules, err := portRules(x.handle, x.family)
+	if err != nil {
+		return err
+	}
+	there := false
+	for _, r := range rules {
+		if there = there || isPortRule(r); isPortRule(r) {
+			continue
+		}
+		if err := x.handle.RuleDel(&r); err != nil && !errors.Is(err, unix.ENOENT) {
+			return fmt.Errorf("removing routing rule %s: %w", r, err)
+		}
+	}
+	if there {
+		return nil
+	}
+	if err := x.handle.RuleAdd(x.rule()); err != nil && !errors.Is(err, unix.EEXIST) {
+		return fmt.Errorf("adding the %s routing rule for table %d: %w", x.family, host.RouteTable, err)
+	}
+	return nil
+}
+
+// Add adds ports to those that are diverted.
+func (x *Ports) Add(ports []plan.Address) error { return x.change(ports, x.Conn.SetAddElements) }
+
+// Remove undoes Add.
+func (x *Ports) Remove(ports []plan.Address) error { return x.change(ports, x.Conn.SetDeleteElements) }
+
+func (x *Ports) change(ports []plan.Address, do func(*nftables.Set, []nftables.SetElement) error) error {
+	const most = 500 // in one message
+	for some := range slices.Chunk(ports, most) {
+		var elements []nftables.SetElement
+		for _, p := range some {
+			elements = append(elements, nftables.SetElement{Key: portKey(p)})
+		}
+		if err := do(x.set, elements); err != nil {
+			return fmt.Errorf("changing set %s of nftables table %s: %w", x.set.Name, PortsTable, err)
+		}
+		if err := x.Flush(); err != nil {
+			return err
+		}
+	}
+	return x.Flush()
+}
+
+// Clear removes table and rule.
+func (x *Ports) Clear() error {
+	x.Conn.AddTable(x.Table.Table)
+	x.Conn.DelTable(x.Table.Table)
+	return errors.Join(removePortRules(x.handle, x.family), x.Flush())
+}
+
+// portRules lists the rules that lead to host.RouteTable.
+func portRules(h *links.Handle, f plan.Family) (list []links.Rule, err error) {
+	err = host.Retry(func() (err error) {
+		list, err = h.RuleListFiltered(int(netlink.Family(f)), &links.Rule{Table: host.RouteTable}, links.RT_FILTER_TABLE)
+		return err
+	})
+	if err != nil {
+		return nil, fmt.Errorf("listing the %s routing rules for table %d: %w", f, host.RouteTable, err)
+	}
+	for i := range list {
+		list[i].Family = int(netlink.Family(f))
+	}
+	return list, nil
+}
+
+func removePortRules(h *links.Handle, f plan.Family) error {
+	list, err := portRules(h, f)
+	errs := []error{err}
+	for _, r := range list {
+		if err := h.RuleDel(&r); err != nil && !errors.Is(err, unix.ENOENT) {
+			errs = append(errs, fmt.Errorf("removing routing rule %s: %w", r, err))
+		}
+	}
+	return errors.Join(errs...)
+}
+
+// PortsFamilies lists the families for which a Ports has left a table or a rule in the network namespace of the calling thread.
+func PortsFamilies() ([]plan.Family, error) {
+	out, err := nft.FamiliesWith(PortsTable)
+	if err != nil {
+		return nil, err
+	}
+	handle, err := links.NewHandle(unix.NETLINK_ROUTE)
+	if err != nil {
+		return nil, fmt.Errorf("routing rules: netlink socket: %w", err)
+	}
+	defer handle.Close()
+	for _, f := range plan.Families {
+		list, err := portRules(handle, f)
+		if noRules(err) {
+			continue
+		} else if err != nil {
+			return nil, err
+		}
+		if len(list) > 0 && !slices.Contains(out, f) {
+			out = append(out, f)
+		}
+	}
+	return out, nil
+}
+
+// noRules reports whether an error is that of a kernel without routing rules.
+func noRules(err error) bool {
+	return errors.Is(err, unix.EOPNOTSUPP) || errors.Is(err, unix.EAFNOSUPPORT)
+}
+
+// RemovePorts removes tables and rules of both families, and what an interrupted AddUnrouted has left. The routes go with the interface.
+func RemovePorts() error {
+	handle, err := links.NewHandle(unix.NETLINK_ROUTE)
+	if err != nil {
+		return fmt.Errorf("removing routing rules: netlink socket: %w", err)
+	}
+	defer handle.Close()
+	errs := []error{nft.RemoveTables(PortsTable), host.RemoveThrown()}
+	for _, f := range plan.Families {
+		if err := removePortRules(handle, f); !noRules(err) {
+			errs = append(errs, err)
+		}
+	}
+	return errors.Join(errs...)
+}

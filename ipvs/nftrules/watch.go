@@ -1,0 +1,61 @@
+package nftrules
+
+import (
+	"context"
+	"fmt"
+
+	"golang.org/x/sys/unix"
+
+	"nodeproxy/kernel/netlink"
+	"nodeproxy/kernel/nft"
+	"nodeproxy/plan"
+)
+
+// guardWatch reads notifications of nf_tables. They come in transactions, each of which ends with the number of the new generation.
+type guardWatch struct {
+	tell    func(plan.Family)
+	touched map[plan.Family]bool // in the transaction so far
+}
+
+// WatchGuards opens a socket in the network namespace of the caller's thread, and returns a function that calls tell after each
+// transaction that concerns a guard of marks or the table of a Ports, until ctx ends, whoever made it. It also calls tell when notifications were lost.
+func WatchGuards() (func(ctx context.Context, tell func(plan.Family)), error) {
+	subscription, err := netlink.Subscribe(unix.NETLINK_NETFILTER, 0, unix.NFNLGRP_NFTABLES)
+	if err != nil {
+		return nil, fmt.Errorf("watching nftables tables %s: %w", GuardTable, err)
+	}
+	return func(ctx context.Context, tell func(plan.Family)) {
+		w := &guardWatch{tell: tell, touched: map[plan.Family]bool{}}
+		subscription.Follow(ctx, w.message, func(error) {
+			for _, f := range plan.Families {
+				tell(f)
+			}
+		})
+	}, nil
+}
+
+func (w *guardWatch) message(h netlink.Header, body []byte) {
+	const header = 4 // struct nfgenmsg, which begins with the family
+	if h.Type>>8 != unix.NFNL_SUBSYS_NFTABLES || len(body) < header {
+		return
+	}
+	switch h.Type & 0xff {
+	case unix.NFT_MSG_NEWGEN:
+		for _, f := range plan.Families {
+			if w.touched[f] {
+				w.tell(f)
+			}
+		}
+		clear(w.touched)
+	case unix.NFT_MSG_NEWTABLE, unix.NFT_MSG_DELTABLE, unix.NFT_MSG_NEWCHAIN, unix.NFT_MSG_DELCHAIN, unix.NFT_MSG_NEWRULE, unix.NFT_MSG_DELRULE:
+		// This attribute is the table's name in each of these.
+		if name := netlink.Text(netlink.Attribute(body[header:], unix.NFTA_TABLE_NAME)); name != GuardTable && name != PortsTable {
+			return
+		}
+		for _, f := range plan.Families {
+			if nft.Protocol(f) == body[0] {
+				w.touched[f] = true
+			}
+		}
+	}
+}

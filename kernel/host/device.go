@@ -1,0 +1,413 @@
+package host
+
+import (
+	"encoding/binary"
+	"errors"
+	"fmt"
+	"maps"
+	"net"
+	"net/netip"
+	"os"
+	"path/filepath"
+	"slices"
+	"strings"
+	"sync"
+	"syscall"
+	"time"
+
+	links "github.com/vishvananda/netlink"
+	"golang.org/x/sys/unix"
+
+	"nodeproxy/kernel/module"
+	"nodeproxy/kernel/netlink"
+	"nodeproxy/plan"
+)
+
+// Device is a dummy interface, whose addresses make packets to them local, so that IPVS sees them.
+type Device struct {
+	mu     sync.Mutex
+	name   string
+	link   links.Link
+	handle *links.Handle // vishvananda/netlink, for links, lists and routes
+	conn   *netlink.Conn // for many addresses at once
+	// sysctlDir is where the interface's settings are written; empty where it has no addresses of IPv6.
+	sysctlDir string
+}
+
+// OpenDevice makes the interface unless it is there, without any address of its own, and turns it on. The error names what is
+// missing.
+func OpenDevice(name string) (*Device, error) {
+	handle, err := links.NewHandle(unix.NETLINK_ROUTE)
+	if err != nil {
+		return nil, fmt.Errorf("interface %s: netlink socket: %w", name, err)
+	}
+	d := &Device{name: name, handle: handle}
+	if err := d.open(); err != nil {
+		handle.Close()
+		return nil, fmt.Errorf("interface %s: %w", name, err)
+	}
+	return d, nil
+}
+
+// CheckDevice returns the error that OpenDevice would return, and makes no interface.
+func CheckDevice(name string) error {
+	handle, err := links.NewHandle(unix.NETLINK_ROUTE)
+	if err != nil {
+		return fmt.Errorf("interface %s: netlink socket: %w", name, err)
+	}
+	defer handle.Close()
+	d := &Device{name: name, handle: handle}
+	link, err := handle.LinkByName(name)
+	switch {
+	case err == nil:
+		err = isDummy(link)
+	case errors.As(err, new(links.LinkNotFoundError)):
+		err = d.canMake("dummy")
+	}
+	if err != nil {
+		return fmt.Errorf("interface %s: %w", name, err)
+	}
+	return nil
+}
+
+func (d *Device) open() error {
+	link, err := d.handle.LinkByName(d.name)
+	if errors.As(err, new(links.LinkNotFoundError)) {
+		link, err = d.make("dummy")
+	}
+	if err != nil {
+		return err
+	}
+	if err := isDummy(link); err != nil {
+		return err
+	}
+	// Without IPv6 there is nothing to turn off. Where this fails for another reason, the interface has one address more.
+	const none = 1 // IN6_ADDR_GEN_MODE_NONE
+	_ = d.handle.LinkSetIP6AddrGenMode(link, none)
+	if err := d.handle.LinkSetUp(link); err != nil {
+		return fmt.Errorf("turning it on: %w", err)
+	}
+	if err := d.enableIPv6(); err != nil {
+		return err
+	}
+	d.link = link
+	d.conn, err = netlink.Dial(unix.NETLINK_ROUTE)
+	return err
+}
+
+// EnableIPv6 lets the interface have addresses of IPv6 where the node has IPv6 off for new interfaces
+// (net.ipv6.conf.default.disable_ipv6), now and whenever it is made anew. sysctlDir is where kernel settings are written.
+func (d *Device) EnableIPv6(sysctlDir string) error {
+	d.mu.Lock()
+	defer d.mu.Unlock()
+	d.sysctlDir = sysctlDir
+	return d.enableIPv6()
+}
+
+func (d *Device) enableIPv6() error {
+	if d.sysctlDir == "" {
+		return nil
+	}
+	path := filepath.Join("net/ipv6/conf", d.name, "disable_ipv6")
+	have, err := os.ReadFile(filepath.Join("/proc/sys", path))
+	if err != nil || strings.TrimSpace(string(have)) == "0" { // A kernel without IPv6 has no such file.
+		return nil
+	}
+	if err := os.WriteFile(filepath.Join(d.sysctlDir, path), []byte("0\n"), 0o644); err != nil {
+		return fmt.Errorf("IPv6 is off on interface %s: setting %s to 0: %w", d.name, path, err)
+	}
+	return nil
+}
+
+func isDummy(link links.Link) error {
+	if link.Type() != "dummy" {
+		return fmt.Errorf("it exists, but is of type %s and not dummy: remove or rename it", link.Type())
+	}
+	return nil
+}
+
+// make makes the interface.
+func (d *Device) make(kind string) (links.Link, error) {
+	if err := d.add(kind, nil); err != nil && !errors.Is(err, unix.EEXIST) {
+		return nil, err
+	}
+	return d.handle.LinkByName(d.name)
+}
+
+// canMake finds out whether the interface could be made, by asking for one with an address that none can have, as it is one of
+// multicast. Only a kernel that knows the kind looks at that.
+func (d *Device) canMake(kind string) error {
+	err := d.add(kind, net.HardwareAddr{1, 0, 0, 0, 0, 0})
+	if errors.Is(err, unix.EADDRNOTAVAIL) || errors.Is(err, unix.EEXIST) {
+		return nil
+	}
+	if err == nil { // This kernel does not look at it.
+		err = RemoveDevice(d.name)
+	}
+	return err
+}
+
+// add makes an interface of that name, with an address unless that is nil. The module for a kind of interface has its name.
+func (d *Device) add(kind string, addr net.HardwareAddr) error {
+	link := &links.GenericLink{LinkAttrs: links.NewLinkAttrs(), LinkType: kind}
+	link.Name, link.HardwareAddr = d.name, addr
+	err := d.handle.LinkAdd(link)
+	if errors.Is(err, unix.EOPNOTSUPP) && module.Load(kind) == nil {
+		err = d.handle.LinkAdd(link)
+	}
+	switch {
+	case err == nil:
+		return nil
+	case errors.Is(err, unix.EOPNOTSUPP):
+		return fmt.Errorf("this kernel has no %s interfaces, and the module %s cannot be loaded: run modprobe %s on this node,"+
+			" or use another proxy mode: %w", kind, kind, kind, err)
+	case errors.Is(err, unix.EPERM):
+		return fmt.Errorf("the capability CAP_NET_ADMIN is missing: run as root, or add it: %w", err)
+	}
+	return fmt.Errorf("making it: %w", err)
+}
+
+// Close closes the sockets. The interface stays.
+func (d *Device) Close() error {
+	d.mu.Lock()
+	defer d.mu.Unlock()
+	d.handle.Close()
+	return d.conn.Close()
+}
+
+// RemoveDevice removes an interface, and with it its addresses and routes.
+func RemoveDevice(name string) error {
+	handle, err := links.NewHandle(unix.NETLINK_ROUTE)
+	if err != nil {
+		return fmt.Errorf("removing interface %s: netlink socket: %w", name, err)
+	}
+	defer handle.Close()
+	link, err := handle.LinkByName(name)
+	if errors.As(err, new(links.LinkNotFoundError)) {
+		return nil
+	}
+	if err == nil {
+		err = handle.LinkDel(link)
+	}
+	if err != nil && !errors.Is(err, unix.ENODEV) {
+		return fmt.Errorf("removing interface %s: %w", name, err)
+	}
+	return nil
+}
+
+// Addresses returns the addresses of the interface, without link-local ones of IPv6.
+func (d *Device) Addresses(f plan.Family) (map[netip.Addr]struct{}, error) {
+	d.mu.Lock()
+	defer d.mu.Unlock()
+	all, err := d.addresses(f)
+	if err != nil {
+		return nil, err
+	}
+	maps.DeleteFunc(all, func(a netip.Addr, _ struct{}) bool { return linkLocal6(a) })
+	return all, nil
+}
+
+func (d *Device) addresses(f plan.Family) (map[netip.Addr]struct{}, error) {
+	list, err := addresses(d.handle, d.link, f)
+	if err != nil {
+		return nil, err
+	}
+	out := make(map[netip.Addr]struct{}, len(list))
+	for _, a := range list {
+		out[a.Addr] = struct{}{}
+	}
+	return out, nil
+}
+
+// AddAddresses adds addresses, each as a range of its own. The rest of the node does not take one of them for the source of
+// what it sends elsewhere: those of IPv4 have scope host, and those of IPv6 count as deprecated (RFC 6724, section 5). If
+// some fail, all others are added. When it returns, packets to those that it has added are the node's.
+func (d *Device) AddAddresses(addrs []netip.Addr) error {
+	d.mu.Lock()
+	defer d.mu.Unlock()
+	added, err := d.change(unix.RTM_NEWADDR, unix.NLM_F_CREATE|unix.NLM_F_EXCL, addrs, unix.EEXIST, "adding")
+	return errors.Join(err, d.waitLocal(slices.DeleteFunc(added, netip.Addr.Is4)))
+}
+
+// RemoveAddresses removes addresses. If some fail, all others are removed.
+func (d *Device) RemoveAddresses(addrs []netip.Addr) error {
+	d.mu.Lock()
+	defer d.mu.Unlock()
+	_, err := d.change(unix.RTM_DELADDR, 0, addrs, unix.EADDRNOTAVAIL, "removing")
+	return err
+}
+
+// localWithin is how long the kernel may take to make IPv6 addresses local. Mostly it is less than a millisecond. All other
+// changes wait meanwhile.
+const localWithin = time.Second
+
+// goneAfter is the pause between two looks from which on it is looked whether addresses have been removed.
+const goneAfter = time.Millisecond
+
+// still returns those of some IPv6 addresses that the interface has. None has any if it is gone.
+func (d *Device) still(addrs []netip.Addr) ([]netip.Addr, error) {
+	have, err := d.addresses(plan.IPv6)
+	if errors.Is(err, unix.ENODEV) {
+		return nil, nil
+	}
+	return slices.DeleteFunc(addrs, func(a netip.Addr) bool { _, is := have[a]; return !is }), err
+}
+
+// waitLocal waits until packets to addresses of IPv6 are the node's, as far as nobody removes these meanwhile. The kernel leaves that to a worker thread, also where it
+// looks for no duplicate. A packet that comes before is sent on as to some other host, and connection tracking does the same
+// with all later ones of its connection, so that its client hangs.
+func (d *Device) waitLocal(addrs []netip.Addr) error {
+	pause := 50 * time.Microsecond
+	for begin := time.Now(); ; {
+		var err error
+		if addrs, err = d.notLocal(addrs); err != nil || len(addrs) == 0 {
+			return err
+		}
+		if pause > goneAfter { // It takes long: whoever has removed some of them meanwhile is not to be waited for.
+			if addrs, err = d.still(addrs); err != nil || len(addrs) == 0 {
+				return err
+			}
+		}
+		if time.Since(begin) > localWithin {
+			return fmt.Errorf("%d addresses of interface %s, such as %s, are there for %v, but packets to them are not the node's",
+				len(addrs), d.name, addrs[0], localWithin)
+		}
+		time.Sleep(pause)
+		pause = min(2*pause, 10*time.Millisecond)
+	}
+}
+
+// notLocal returns those of some IPv6 addresses that are not local yet. A few are asked for one by one.
+func (d *Device) notLocal(addrs []netip.Addr) ([]netip.Addr, error) {
+	const few = 50
+	local := map[netip.Addr]bool{}
+	note := func(list []links.Route, err error) error {
+		for _, r := range list {
+			if a, ok := netip.AddrFromSlice(r.Dst.IP); ok && r.Type == unix.RTN_LOCAL {
+				local[a] = true
+			}
+		}
+		return err
+	}
+	var err error
+	if len(addrs) > few {
+		filter := &links.Route{LinkIndex: d.link.Attrs().Index, Table: unix.RT_TABLE_LOCAL}
+		err = Retry(func() error {
+			return note(d.handle.RouteListFiltered(unix.AF_INET6, filter, links.RT_FILTER_OIF|links.RT_FILTER_TABLE))
+		})
+	} else {
+		for _, a := range addrs {
+			// Until there is a local route, the answer may be that there is none, or that of a route that refuses.
+			_ = note(d.handle.RouteGet(a.AsSlice()))
+		}
+	}
+	if err != nil {
+		return nil, fmt.Errorf("looking whether addresses of interface %s are local: %w", d.name, err)
+	}
+	return slices.DeleteFunc(addrs, func(a netip.Addr) bool { return local[a] }), nil
+}
+
+// change adds or removes addresses, and returns those of which that was to be done. done is the error of others.
+func (d *Device) change(kind, flags uint16, addrs []netip.Addr, done syscall.Errno, doing string) ([]netip.Addr, error) {
+	messages := make([]netlink.Message, len(addrs))
+	for i, a := range addrs {
+		messages[i] = netlink.Message{Type: kind, Flags: flags, Body: addressBody(a, d.link.Attrs().Index)}
+	}
+	const most = 10 // of what may be one error for each address
+	var changed []netip.Addr
+	var failed []error
+	count := 0
+	errs := d.conn.Do(messages...)
+	for i, a := range addrs {
+		if errs == nil || errs[i] == nil {
+			changed = append(changed, a)
+			continue
+		}
+		err := errs[i]
+		if errors.Is(err, done) {
+			continue
+		}
+		if count++; count <= most {
+			failed = append(failed, fmt.Errorf("%s address %s of interface %s: %w", doing, a, d.name, err))
+		}
+	}
+	if count > most {
+		failed = append(failed, fmt.Errorf("and %d more", count-most))
+	}
+	return changed, errors.Join(failed...)
+}
+
+// addressBody is an address as in linux/if_addr.h.
+func addressBody(a netip.Addr, index int) []byte {
+	family := plan.FamilyOf(a)
+	b := netlink.Buffer{netlink.Family(family), uint8(a.BitLen()), 0, unix.RT_SCOPE_HOST}
+	b = binary.NativeEndian.AppendUint32(b, uint32(index))
+	b = b.Addr(unix.IFA_LOCAL, a)
+	b = b.Addr(unix.IFA_ADDRESS, a)
+	if family == plan.IPv4 {
+		return b
+	}
+	b = b.Uint32(unix.IFA_FLAGS, unix.IFA_F_NODAD)
+	const never = 0xffffffff
+	var times []byte // preferred and valid in seconds; two more that only the kernel sets
+	for _, t := range []uint32{0, never, 0, 0} {
+		times = binary.NativeEndian.AppendUint32(times, t)
+	}
+	return b.Bytes(unix.IFA_CACHEINFO, times...)
+}
+
+// Routes returns the ranges that are local by a route to this interface, other than by its addresses, with the source
+// address for connections to them; zero if that is the destination itself.
+func (d *Device) Routes(f plan.Family) (map[netip.Prefix]netip.Addr, error) {
+	d.mu.Lock()
+	defer d.mu.Unlock()
+	list, err := d.routes(f, unix.RT_TABLE_LOCAL)
+	if err != nil {
+		return nil, err
+	}
+	routes := map[netip.Prefix]netip.Addr{}
+	for _, r := range list {
+		if r.Protocol == unix.RTPROT_KERNEL || r.Dst == nil {
+			continue
+		}
+		dst, _ := netip.AddrFromSlice(r.Dst.IP)
+		ones, _ := r.Dst.Mask.Size()
+		src, _ := netip.AddrFromSlice(r.Src)
+		routes[netip.PrefixFrom(dst.Unmap(), ones)] = src.Unmap()
+	}
+	return routes, nil
+}
+
+// AddRoute makes all addresses of a range local, and src, if given, the source address of the node's connections to them. It
+// must be an address of the node.
+func (d *Device) AddRoute(p netip.Prefix, src netip.Addr) error {
+	d.mu.Lock()
+	defer d.mu.Unlock()
+	route := d.route(p)
+	if src.IsValid() {
+		route.Src = src.AsSlice()
+	}
+	if err := d.handle.RouteReplace(route); err != nil {
+		return fmt.Errorf("adding local route %s (source %s) to interface %s: %w", p, src, d.name, err)
+	}
+	return nil
+}
+
+// RemoveRoute undoes AddRoute.
+func (d *Device) RemoveRoute(p netip.Prefix) error {
+	d.mu.Lock()
+	defer d.mu.Unlock()
+	if err := d.handle.RouteDel(d.route(p)); err != nil && !errors.Is(err, unix.ESRCH) {
+		return fmt.Errorf("removing local route %s of interface %s: %w", p, d.name, err)
+	}
+	return nil
+}
+
+func (d *Device) route(p netip.Prefix) *links.Route {
+	p = p.Masked()
+	return &links.Route{
+		LinkIndex: d.link.Attrs().Index, Table: unix.RT_TABLE_LOCAL, Type: unix.RTN_LOCAL,
+		Scope: unix.RT_SCOPE_HOST, Protocol: unix.RTPROT_STATIC,
+		Dst: &net.IPNet{IP: p.Addr().AsSlice(), Mask: net.CIDRMask(p.Bits(), p.Addr().BitLen())},
+	}
+}

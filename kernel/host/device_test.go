@@ -1,0 +1,413 @@
+package host
+
+import (
+	"context"
+	"fmt"
+	"maps"
+	"net/netip"
+	"os"
+	"runtime"
+	"strings"
+	"testing"
+	"time"
+
+	"github.com/vishvananda/netlink"
+	"github.com/vishvananda/netns"
+	"golang.org/x/sys/unix"
+
+	"nodeproxy/internal/nstest"
+	"nodeproxy/plan"
+)
+
+const deviceName = "kube-ipvs0"
+
+func openDevice(t testing.TB) *Device {
+	t.Helper()
+	d, err := OpenDevice(deviceName)
+	if err != nil {
+		t.Fatal(err)
+	}
+	t.Cleanup(func() { _ = d.Close() })
+	return d
+}
+
+func addrSet(addrs ...string) map[netip.Addr]struct{} {
+	m := map[netip.Addr]struct{}{}
+	for _, a := range addrs {
+		m[addr(a)] = struct{}{}
+	}
+	return m
+}
+
+func TestDevice(t *testing.T) {
+	nstest.Enter(t)
+	if err := RemoveDevice(deviceName); err != nil {
+		t.Errorf("removing what is not there: %v", err)
+	}
+	if err := CheckDevice(deviceName); err != nil {
+		t.Errorf("before it is made: %v", err)
+	}
+	before := DeviceExists(deviceName)
+	openDevice(t)
+	if err := CheckDevice(deviceName); err != nil {
+		t.Errorf("once it is there: %v", err)
+	}
+	if before || !DeviceExists(deviceName) {
+		t.Errorf("the interface exists: before it is made %v, then %v", before, !before)
+	}
+	d := openDevice(t) // and again
+	show := run(t, "ip", "-d", "link", "show", deviceName) + run(t, "ip", "addr", "show", deviceName)
+	for _, part := range []string{"NOARP", ",UP", "dummy", "addrgenmode none"} {
+		if !strings.Contains(show, part) {
+			t.Errorf("no %q in: %s", part, show)
+		}
+	}
+	if strings.Contains(show, "inet") {
+		t.Errorf("it has an address: %s", show)
+	}
+	run(t, "ip", "addr", "add", "10.96.0.3/32", "dev", deviceName) // as kube-proxy has it
+	all := []netip.Addr{addr("10.96.0.1"), addr("10.96.0.2"), addr("10.96.0.3"), addr("fd00::1"), addr("fd00::2")}
+	if err := d.AddAddresses(all); err != nil {
+		t.Fatal(err)
+	}
+	if err := d.AddAddresses(all); err != nil {
+		t.Errorf("again: %v", err)
+	}
+	compare := func(f plan.Family, want ...string) {
+		t.Helper()
+		if got, err := d.Addresses(f); err != nil || !maps.Equal(got, addrSet(want...)) {
+			t.Errorf("%s: %v, %v; want %v", f, got, err, want)
+		}
+		if got, err := d.Routes(f); err != nil || len(got) != 0 {
+			t.Errorf("routes of %s: %v, %v", f, got, err)
+		}
+	}
+	compare(plan.IPv4, "10.96.0.1", "10.96.0.2", "10.96.0.3")
+	compare(plan.IPv6, "fd00::1", "fd00::2")
+	show = run(t, "ip", "addr", "show", deviceName)
+	if strings.Count(show, " nodad") != 2 || !strings.Contains(show, "10.96.0.1/32 scope host") {
+		t.Errorf("addresses are not as they should: %s", show)
+	}
+	for range 2 {
+		if err := d.RemoveAddresses([]netip.Addr{all[0], all[2], all[3]}); err != nil {
+			t.Error(err)
+		}
+	}
+	compare(plan.IPv4, "10.96.0.2")
+	compare(plan.IPv6, "fd00::2")
+
+	// What is wrong with one must not concern the others.
+	err := d.AddAddresses([]netip.Addr{addr("10.96.0.8"), addr("ff02::5"), addr("fd00::8")})
+	if err == nil || !strings.Contains(err.Error(), "adding address ff02::5 of interface kube-ipvs0") {
+		t.Errorf("a multicast address: %v", err)
+	}
+	compare(plan.IPv4, "10.96.0.2", "10.96.0.8")
+	compare(plan.IPv6, "fd00::2", "fd00::8")
+
+	for range 2 {
+		if err := RemoveDevice(deviceName); err != nil {
+			t.Error(err)
+		}
+	}
+	run(t, "ip", "link", "add", deviceName, "type", "bridge")
+	if _, err := OpenDevice(deviceName); err == nil || !strings.Contains(err.Error(), "of type bridge") {
+		t.Errorf("a bridge of that name: %v", err)
+	}
+}
+
+// TestDeviceWithIPv6OffByDefault: the interface gets addresses of IPv6 on a node where new interfaces have IPv6 off, also after
+// another program has removed it; and no other interface is changed.
+func TestDeviceWithIPv6OffByDefault(t *testing.T) {
+	nstest.Enter(t)
+	const byDefault = "/proc/sys/net/ipv6/conf/default/disable_ipv6"
+	if err := os.WriteFile(byDefault, []byte("1"), 0o644); err != nil {
+		t.Fatal(err)
+	}
+	d := openDevice(t)
+	all := []netip.Addr{addr("10.96.0.1"), addr("fd00::1")}
+	if err := d.AddAddresses(all[1:]); err == nil {
+		t.Error("an address was added with IPv6 off: this test shows nothing")
+	}
+	if err := d.EnableIPv6("/nonexistent"); err == nil || !strings.Contains(err.Error(), "disable_ipv6") {
+		t.Errorf("a setting that can't be made: %v", err)
+	}
+	if err := d.EnableIPv6("/proc/sys"); err != nil {
+		t.Fatal(err)
+	}
+	if err := d.AddAddresses(all); err != nil {
+		t.Error(err)
+	}
+	run(t, "ip", "link", "delete", deviceName)
+	if mended, err := d.Ensure(); err != nil || mended == "" {
+		t.Fatalf("%q, %v", mended, err)
+	}
+	if err := d.AddAddresses(all); err != nil {
+		t.Errorf("after the interface was removed: %v", err)
+	}
+	if value, err := os.ReadFile(byDefault); err != nil || strings.TrimSpace(string(value)) != "1" {
+		t.Errorf("the default is %s, %v", value, err)
+	}
+}
+
+// TestAddressesAreLocal: when addresses have been added, packets to them are the node's, be it one or many.
+func TestAddressesAreLocal(t *testing.T) {
+	nstest.Enter(t)
+	d := openDevice(t)
+	number := 0
+	for _, count := range []int{1, 1, 1, 5, 60, 400} {
+		var all []netip.Addr
+		for range count {
+			number++
+			all = append(all, addr(fmt.Sprintf("10.96.%d.%d", number/250, number%250)), addr(fmt.Sprintf("fd00:96::%x", number)))
+		}
+		if err := d.AddAddresses(all); err != nil {
+			t.Fatal(err)
+		}
+		for _, a := range all {
+			route, err := netlink.RouteGet(a.AsSlice())
+			if err != nil || len(route) != 1 || route[0].Type != unix.RTN_LOCAL {
+				t.Fatalf("%s, one of %d: %v, %v", a, count, route, err)
+			}
+		}
+	}
+}
+
+// TestAddressesThatGo: an address that somebody removes before it is local is not waited for.
+func TestAddressesThatGo(t *testing.T) {
+	nstest.Enter(t)
+	d := openDevice(t)
+	for _, count := range []int{1, 200} {
+		var all []netip.Addr
+		for i := range count {
+			all = append(all, addr(fmt.Sprintf("fd00:96::%x", i+1)))
+		}
+		if err := d.AddAddresses(all); err != nil {
+			t.Fatal(err)
+		}
+		run(t, "ip", "-6", "address", "flush", "dev", deviceName)
+		begin := time.Now()
+		if err := d.waitLocal(all); err != nil || time.Since(begin) > localWithin {
+			t.Errorf("%d addresses that are gone are waited for %v: %v", count, time.Since(begin), err)
+		}
+	}
+	if err := RemoveDevice(deviceName); err != nil {
+		t.Fatal(err)
+	}
+	begin := time.Now()
+	if err := d.waitLocal([]netip.Addr{addr("fd00:96::1")}); err != nil || time.Since(begin) > localWithin {
+		t.Errorf("addresses of an interface that is gone are waited for %v: %v", time.Since(begin), err)
+	}
+}
+
+// TestSourceAddress sends to another network through an interface without an address: a VIP must not become the source.
+func TestSourceAddress(t *testing.T) {
+	nstest.Enter(t)
+	d := openDevice(t)
+	if err := d.AddAddresses([]netip.Addr{addr("10.96.0.1"), addr("fd00::1")}); err != nil {
+		t.Fatal(err)
+	}
+	run(t, "ip", "link", "add", "out0", "type", "dummy")
+	run(t, "ip", "link", "set", "out0", "up")
+	run(t, "ip", "addr", "add", "192.0.2.7/32", "dev", "lo")
+	run(t, "ip", "addr", "add", "2001:db8::7/128", "dev", "lo", "nodad")
+	run(t, "ip", "route", "add", "10.0.0.0/8", "dev", "out0")
+	run(t, "ip", "route", "add", "fd00::/16", "dev", "out0")
+	for to, from := range map[string]string{
+		"10.97.0.1": "192.0.2.7", "fd00:1::1": "2001:db8::7",
+		"10.96.0.1": "10.96.0.1", "fd00::1": "fd00::1", // and the node's own connections to a VIP come from the VIP
+	} {
+		if got := run(t, "ip", "route", "get", to); !strings.Contains(got, "src "+from+" ") {
+			t.Errorf("to %s: %s; want source %s", to, got, from)
+		}
+	}
+}
+
+func TestRoutes(t *testing.T) {
+	nstest.Enter(t)
+	d := openDevice(t)
+	if err := d.AddAddresses([]netip.Addr{addr("192.0.2.1"), addr("2001:db8::1")}); err != nil {
+		t.Fatal(err)
+	}
+	compare := func(f plan.Family, want map[netip.Prefix]netip.Addr) {
+		t.Helper()
+		if got, err := d.Routes(f); err != nil || !maps.Equal(got, want) {
+			t.Errorf("%s: %v, %v; want %v", f, got, err, want)
+		}
+	}
+	for _, c := range []struct {
+		f           plan.Family
+		p           netip.Prefix
+		inside, src string
+	}{
+		{plan.IPv4, prefix("10.96.0.0/12"), "10.100.1.1", "192.0.2.1"},
+		{plan.IPv6, prefix("fd00::/108"), "fd00::1:2", "2001:db8::1"},
+	} {
+		for _, src := range []string{"", c.src, c.src} { // The third time changes nothing.
+			var want netip.Addr
+			if src != "" {
+				want = addr(src)
+			}
+			if err := d.AddRoute(c.p, want); err != nil {
+				t.Fatal(err)
+			}
+			compare(c.f, map[netip.Prefix]netip.Addr{c.p: want})
+			got := run(t, "ip", "route", "get", c.inside)
+			if !strings.HasPrefix(got, "local "+c.inside) || !strings.Contains(got, "src "+src) {
+				t.Errorf("route to %s: %s", c.inside, got)
+			}
+		}
+		for range 2 {
+			if err := d.RemoveRoute(c.p); err != nil {
+				t.Error(err)
+			}
+		}
+		compare(c.f, map[netip.Prefix]netip.Addr{})
+	}
+	if err := d.AddRoute(prefix("10.96.0.0/12"), addr("192.0.2.99")); err == nil || !strings.Contains(err.Error(), "10.96.0.0/12") {
+		t.Errorf("a source that is not the node's: %v", err)
+	}
+}
+
+// hostAddresses are those of all interfaces but one.
+func hostAddresses(f plan.Family) (map[netip.Addr]struct{}, error) {
+	list, err := Filter{Except: []string{deviceName}}.Addresses(f)
+	out := map[netip.Addr]struct{}{}
+	for _, a := range list {
+		out[a.Addr] = struct{}{}
+	}
+	return out, err
+}
+
+func TestHostAddresses(t *testing.T) {
+	nstest.Enter(t)
+	run(t, "ip", "link", "add", "eth0", "type", "dummy")
+	run(t, "ip", "link", "set", "eth0", "addrgenmode", "none")
+	run(t, "ip", "link", "set", "eth0", "up")
+	run(t, "ip", "addr", "add", "192.0.2.1/24", "dev", "eth0")
+	run(t, "ip", "addr", "add", "2001:db8::1/64", "dev", "eth0", "nodad")
+	run(t, "ip", "addr", "add", "fe80::5/64", "dev", "eth0", "nodad")
+	compare := func() {
+		t.Helper()
+		for f, want := range map[plan.Family][]string{plan.IPv4: {"127.0.0.1", "192.0.2.1"}, plan.IPv6: {"::1", "2001:db8::1"}} {
+			if got, err := hostAddresses(f); err != nil || !maps.Equal(got, addrSet(want...)) {
+				t.Errorf("%s: %v, %v; want %v", f, got, err, want)
+			}
+		}
+	}
+	compare()
+	d := openDevice(t)
+	if err := d.AddAddresses([]netip.Addr{addr("10.96.0.1"), addr("fd00::1")}); err != nil {
+		t.Fatal(err)
+	}
+	compare()
+}
+
+// quiet is how long a watch waits for more changes.
+const quiet = 100 * time.Millisecond
+
+func TestWatchAddresses(t *testing.T) {
+	nstest.Enter(t)
+	ctx, cancel := context.WithCancel(context.Background())
+	defer cancel()
+	d := openDevice(t)
+	calls := make(chan struct{}, 100)
+	ended := make(chan error)
+	ns, err := netns.Get()
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer ns.Close()
+	go func() {
+		runtime.LockOSThread()
+		if err := netns.Set(ns); err != nil {
+			ended <- err
+			return
+		}
+		ended <- Filter{Except: []string{deviceName}}.Watch(ctx, quiet, func() { calls <- struct{}{} })
+	}()
+	count := func() int {
+		n := 0
+		for {
+			select {
+			case <-calls:
+				n++
+			case <-time.After(4 * quiet):
+				return n
+			}
+		}
+	}
+	if n := count(); n != 1 {
+		t.Errorf("%d calls at the beginning, want 1", n)
+	}
+	if err := d.AddAddresses([]netip.Addr{addr("10.96.0.1"), addr("fd00::1")}); err != nil {
+		t.Fatal(err)
+	}
+	if n := count(); n != 0 {
+		t.Errorf("%d calls for addresses of the interface that is left out", n)
+	}
+	run(t, "ip", "addr", "add", "fe80::5/64", "dev", "lo")
+	run(t, "ip", "addr", "del", "fe80::5/64", "dev", "lo")
+	if n := count(); n != 0 {
+		t.Errorf("%d calls for a link-local address, as every interface of a pod has one", n)
+	}
+	for _, change := range []string{"add", "del"} {
+		for _, a := range []string{"192.0.2.1/32", "2001:db8::1/128"} {
+			run(t, "ip", "addr", change, a, "dev", "lo")
+			if n := count(); n != 1 {
+				t.Errorf("%d calls for %s %s, want 1", n, change, a)
+			}
+		}
+	}
+
+	// More than the socket holds. The interface is not the one that is left out.
+	other, err := OpenDevice("other")
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer other.Close()
+	var many []netip.Addr
+	for i := range 2000 {
+		many = append(many, netip.AddrFrom4([4]byte{10, 0, byte(i >> 8), byte(i)}))
+	}
+	if err := other.AddAddresses(many); err != nil {
+		t.Fatal(err)
+	}
+	if n := count(); n == 0 || n > len(many)/10 {
+		t.Errorf("%d calls for %d addresses at once", n, len(many))
+	}
+	run(t, "ip", "addr", "add", "192.0.2.1/32", "dev", "lo")
+	if n := count(); n != 1 {
+		t.Errorf("%d calls for an address after that, want 1", n)
+	}
+	cancel()
+	if err := <-ended; err != nil {
+		t.Error(err)
+	}
+	run(t, "ip", "addr", "del", "192.0.2.1/32", "dev", "lo")
+	if n := count(); n != 0 {
+		t.Errorf("%d calls after the end", n)
+	}
+}
+
+func BenchmarkAddresses(b *testing.B) {
+	for _, n := range []int{1000, 5000} {
+		b.Run(fmt.Sprint(n), func(b *testing.B) {
+			nstest.Enter(b)
+			d := openDevice(b)
+			addrs := make([]netip.Addr, n)
+			for i := range addrs {
+				addrs[i] = netip.AddrFrom4([4]byte{10, 96, byte(i >> 8), byte(i)})
+			}
+			for b.Loop() {
+				if err := d.AddAddresses(addrs); err != nil {
+					b.Fatal(err)
+				}
+				b.StopTimer()
+				if err := d.RemoveAddresses(addrs); err != nil {
+					b.Fatal(err)
+				}
+				b.StartTimer()
+			}
+		})
+	}
+}

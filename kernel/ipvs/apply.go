@@ -1,0 +1,179 @@
+package ipvs
+
+import (
+	"errors"
+	"fmt"
+	"net/netip"
+	"slices"
+
+	"golang.org/x/sys/unix"
+
+	"nodeproxy/kernel/netlink"
+)
+
+// OpKind says what an Op does.
+type OpKind uint8
+
+// The kinds of Op. Adding what exists updates it, updating what is gone adds it, and deleting what is gone is no error.
+const (
+	AddServer OpKind = iota
+	UpdateServer
+	DeleteServer // its destinations go with it, and so do the persistent clients; open connections are cut
+	AddDestination
+	UpdateDestination
+	DeleteDestination
+)
+
+// Op is one change: of the virtual server Server, or of a destination of the one that Server.ID names, where no other field
+// of it counts. To delete a destination, its address is enough.
+type Op struct {
+	Kind        OpKind
+	Server      Server
+	Destination Destination
+}
+
+func (o Op) String() string {
+	switch o.Kind {
+	case AddServer:
+		return fmt.Sprintf("adding virtual server %s, scheduler %s", o.Server.ID, o.Server.Scheduler)
+	case UpdateServer:
+		return fmt.Sprintf("changing virtual server %s, scheduler %s", o.Server.ID, o.Server.Scheduler)
+	case DeleteServer:
+		return fmt.Sprintf("deleting virtual server %s", o.Server.ID)
+	case AddDestination:
+		return fmt.Sprintf("adding destination %s of virtual server %s", o.Destination.Addr, o.Server.ID)
+	case UpdateDestination:
+		return fmt.Sprintf("changing destination %s of virtual server %s", o.Destination.Addr, o.Server.ID)
+	default:
+		return fmt.Sprintf("deleting destination %s of virtual server %s", o.Destination.Addr, o.Server.ID)
+	}
+}
+
+// opCommands are the kernel's commands for each kind of Op: the one that should do, and the one if the object was not, or was
+// already, there.
+var opCommands = [...]struct{ command, otherwise uint8 }{
+	AddServer:         {commandNewService, commandSetService},
+	UpdateServer:      {commandSetService, commandNewService},
+	DeleteServer:      {commandDelService, 0},
+	AddDestination:    {commandNewDest, commandSetDest},
+	UpdateDestination: {commandSetDest, commandNewDest},
+	DeleteDestination: {commandDelDest, 0},
+}
+
+// Apply carries out ops in order, some two hundred in a round trip. It returns nil, or an error (or nil) for each op. One
+// that fails does not keep those after it from being carried out.
+func (s *Servers) Apply(ops []Op) []error {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	messages := make([]netlink.Message, len(ops))
+	for i, o := range ops {
+		messages[i] = s.command(opCommands[o.Kind].command, o)
+	}
+	errs := s.conn.Do(messages...)
+	if errs == nil {
+		return nil
+	}
+
+	// Once more, where the kernel knew more or less than the caller.
+	var again []netlink.Message
+	var indexes []int
+	late := superseded(ops)
+	for i, o := range ops {
+		command, ok := o.otherwise(errs[i])
+		if !ok {
+			continue
+		}
+		errs[i] = nil
+		if command != 0 && !late[i] {
+			again, indexes = append(again, s.command(command, o)), append(indexes, i)
+		}
+	}
+	for j, err := range s.conn.Do(again...) {
+		errs[indexes[j]] = err
+	}
+	failed := false
+	for i, o := range ops {
+		if errs[i] != nil {
+			failed = true
+			errs[i] = o.failed(errs[i])
+		}
+	}
+	if !failed {
+		return nil
+	}
+	return errs
+}
+
+// superseded says of each op whether one after it has the last word about its object, so that it would be wrong to come back
+// to it.
+func superseded(ops []Op) []bool {
+	type object struct {
+		server      ServerID
+		destination netip.AddrPort // or zero, for the server
+	}
+	seen, deleted := map[object]bool{}, map[ServerID]bool{}
+	late := make([]bool, len(ops))
+	for i, o := range slices.Backward(ops) {
+		this := object{server: o.Server.ID}
+		if o.Kind > DeleteServer {
+			this.destination = o.Destination.Addr
+		}
+		late[i] = seen[this] || deleted[o.Server.ID]
+		seen[this] = true
+		if o.Kind == DeleteServer {
+			deleted[o.Server.ID] = true
+		}
+	}
+	return late
+}
+
+// otherwise is the command to try after another one failed, or 0 if all is well without. It is false if nothing will help.
+func (o Op) otherwise(err error) (command uint8, ok bool) {
+	switch otherwise := opCommands[o.Kind].otherwise; {
+	case err == nil:
+		return 0, false
+	case otherwise == 0:
+		return 0, missing(err)
+	case errors.Is(err, unix.EEXIST),
+		o.Kind == UpdateServer && errors.Is(err, unix.ESRCH),
+		o.Kind == UpdateDestination && errors.Is(err, unix.ENOENT):
+		return otherwise, true
+	case o.Kind > DeleteServer && errors.Is(err, unix.ESRCH): // an UpdateServer before it adds the server only now
+		return commandNewDest, true
+	}
+	return 0, false
+}
+
+// missing reports whether an error says that a virtual server or a destination is not there.
+func missing(err error) bool { return errors.Is(err, unix.ESRCH) || errors.Is(err, unix.ENOENT) }
+
+// failed says what became of an op.
+func (o Op) failed(err error) error {
+	switch server := o.Kind == AddServer || o.Kind == UpdateServer; {
+	case server && errors.Is(err, unix.ENOENT):
+		return fmt.Errorf("%s: the kernel lacks this scheduler, and could not load the module ip_vs_%s: %w", o, o.Server.Scheduler, err)
+	case server && errors.Is(err, unix.EAFNOSUPPORT):
+		return fmt.Errorf("%s: the kernel has IPVS without %s: %w", o, o.Server.ID.Family, err)
+	case errors.Is(err, unix.ESRCH):
+		return fmt.Errorf("%s: there is no such virtual server: %w", o, err)
+	default:
+		return fmt.Errorf("%s: %w", o, err)
+	}
+}
+
+// command is the message that carries out an op by a certain command.
+func (s *Servers) command(command uint8, o Op) netlink.Message {
+	body := genl(command).Nest(attrService, func(b netlink.Buffer) netlink.Buffer {
+		if command == commandNewService || command == commandSetService {
+			return appendService(b, o.Server)
+		}
+		return appendServiceID(b, o.Server.ID)
+	})
+	switch command {
+	case commandNewDest, commandSetDest:
+		body = body.Nest(attrDest, func(b netlink.Buffer) netlink.Buffer { return appendDestination(b, o.Destination) })
+	case commandDelDest:
+		body = body.Nest(attrDest, func(b netlink.Buffer) netlink.Buffer { return appendDestinationID(b, o.Destination.Addr) })
+	}
+	return netlink.Message{Type: s.family, Body: body}
+}

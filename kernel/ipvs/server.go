@@ -1,0 +1,73 @@
+// Package ipvs reads and changes the virtual servers of IPVS. It makes no decisions.
+//
+// It talks netlink, on a socket that belongs to the network namespace of the thread that opened it, and stays in it. Several
+// goroutines may use Servers at once; their requests wait for one another. Adding what exists changes it, and removing what is gone
+// is no error, so whatever was interrupted can be done again.
+package ipvs
+
+import (
+	"fmt"
+	"net/netip"
+	"time"
+
+	"nodeproxy/plan"
+)
+
+// ServerID names a virtual server: by address, protocol and port, or, if Mark is not 0, by the firewall mark of packets of
+// one family.
+type ServerID struct {
+	Family   plan.Family
+	Protocol plan.Protocol
+	Addr     netip.Addr
+	Port     uint16
+	Mark     uint32
+}
+
+// String is "TCP 10.96.0.1:443", or "FWM 0x90007530 IPv4".
+func (id ServerID) String() string {
+	if id.Mark != 0 {
+		return fmt.Sprintf("FWM %#x %s", id.Mark, id.Family)
+	}
+	return fmt.Sprintf("%s %s", id.Protocol, netip.AddrPortFrom(id.Addr, id.Port))
+}
+
+// Server is a virtual server ("service" in the kernel's terms) without its destinations.
+type Server struct {
+	ID        ServerID
+	Scheduler string
+	// Ports and Fallback are the flags of the schedulers sh and mh: the source port counts too; and where the chosen
+	// destination has weight 0, another one is chosen instead of none.
+	Ports, Fallback bool
+	// Persistence is for how long a client stays with its destination, in whole seconds; 0 turns persistence off. A client
+	// is one address.
+	Persistence time.Duration
+}
+
+// Destination is a real server. Packets to it are always translated (IPVS's "masquerading", ipvsadm -m).
+type Destination struct {
+	Addr netip.AddrPort
+	// Weight 0 takes no new connections.
+	Weight uint32
+}
+
+// Connections counts the connections of a destination. Active ones are established; inactive ones are all others that the
+// kernel still knows, so a UDP flow counts as inactive. Persistent ones are the templates by which clients return.
+type Connections struct{ Active, Inactive, Persistent uint32 }
+
+// HeldDestination is a destination as the kernel has it.
+type HeldDestination struct {
+	Destination
+	Connections
+}
+
+// HeldServer is a virtual server as the kernel has it.
+type HeldServer struct {
+	Server
+	// Foreign says that it, or one of its destinations, has a property that this package never gives, such as another
+	// forwarding method. To put it right, delete it and add it again.
+	Foreign      bool
+	Destinations map[netip.AddrPort]HeldDestination
+}
+
+// Traffic counts what went through a virtual server since it was made. The kernel brings it up to date every two seconds.
+type Traffic struct{ Connections, PacketsIn, PacketsOut, BytesIn, BytesOut uint64 }

@@ -1,0 +1,245 @@
+package ipvs
+
+import (
+	"errors"
+	"fmt"
+	"maps"
+	"net/netip"
+	"sync"
+	"time"
+
+	links "github.com/vishvananda/netlink"
+	"golang.org/x/sys/unix"
+
+	"nodeproxy/kernel/module"
+	"nodeproxy/kernel/netlink"
+	"nodeproxy/plan"
+)
+
+// Servers are the virtual servers of a network namespace. moby/ipvs is not used: it sends one change at a time, cuts weights to 16
+// bits, reads neither counters of 64 bits nor persistent connections, and logs through the logger that all users of logrus share.
+type Servers struct {
+	mu         sync.Mutex
+	conn       *netlink.Conn
+	family     uint16 // what generic netlink calls IPVS
+	schedulers map[string]bool
+}
+
+// OpenServers loads the kernel module ip_vs if it has to and can. The error names what is missing.
+func OpenServers() (*Servers, error) {
+	family, err := genericFamily("IPVS", "ip_vs")
+	if err != nil {
+		return nil, fmt.Errorf("IPVS: %w", err)
+	}
+	c, err := netlink.Dial(unix.NETLINK_GENERIC)
+	if err != nil {
+		return nil, fmt.Errorf("IPVS: %w", err)
+	}
+	if _, err := c.Ask(netlink.Message{Type: family, Body: genl(commandGetConfig)}); err != nil {
+		_ = c.Close()
+		if errors.Is(err, unix.EPERM) {
+			return nil, fmt.Errorf("IPVS: the capability CAP_NET_ADMIN is missing: run as root, or add it: %w", err)
+		}
+		return nil, fmt.Errorf("IPVS: the kernel does not say its timeouts: %w", err)
+	}
+	return &Servers{conn: c, family: family, schedulers: map[string]bool{}}, nil
+}
+
+// genericFamily is the number by which generic netlink knows an interface, which a module brings.
+func genericFamily(name, needs string) (uint16, error) {
+	family, err := links.GenlFamilyGet(name)
+	if err != nil {
+		if load := module.Load(needs); load != nil {
+			return 0, fmt.Errorf("this kernel does not have it, and the module %s cannot be loaded: run modprobe %s on this node,"+
+				" or use another proxy mode: %w", needs, needs, load)
+		}
+		if family, err = links.GenlFamilyGet(name); err != nil {
+			return 0, fmt.Errorf("the module %s is loaded, but without the netlink interface %s: %w", needs, name, err)
+		}
+	}
+	return family.ID, nil
+}
+
+// Close closes the socket. It changes nothing.
+func (s *Servers) Close() error {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	return s.conn.Close()
+}
+
+// List returns all virtual servers of a family, with their destinations.
+func (s *Servers) List(f plan.Family) (map[ServerID]*HeldServer, error) {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	held := map[ServerID]*HeldServer{}
+	all, err := services(s.conn, s.family)
+	if err != nil {
+		return nil, fmt.Errorf("listing virtual servers: %w", err)
+	}
+	for id, v := range all {
+		if id.Family != f {
+			continue
+		}
+		if err := s.destinations(v.server); err != nil {
+			return nil, fmt.Errorf("listing the destinations of virtual server %s: %w", id, err)
+		}
+		held[id] = v.server
+	}
+	return held, nil
+}
+
+// Get returns one virtual server with its destinations and the numbers of their connections, or nil if there is none.
+func (s *Servers) Get(id ServerID) (*HeldServer, error) {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	body, err := s.conn.Ask(s.serviceMessage(commandGetService, id))
+	if errors.Is(err, unix.ESRCH) {
+		return nil, nil
+	}
+	var h *HeldServer
+	if err == nil {
+		h, _, err = parseService(body)
+	}
+	if err == nil {
+		err = s.destinations(h)
+	}
+	if err != nil {
+		return nil, fmt.Errorf("reading virtual server %s: %w", id, err)
+	}
+	return h, nil
+}
+
+// Stats returns the counters of all virtual servers in the network namespace of the caller's thread. It has a socket of its own, so it
+// may also be called after Close, and waits for no other call.
+func (s *Servers) Stats() (map[ServerID]Traffic, error) {
+	c, err := netlink.Dial(unix.NETLINK_GENERIC)
+	if err != nil {
+		return nil, fmt.Errorf("reading the counters of virtual servers: %w", err)
+	}
+	defer c.Close()
+	all, err := services(c, s.family)
+	if err != nil {
+		return nil, fmt.Errorf("reading the counters of virtual servers: %w", err)
+	}
+	stats := make(map[ServerID]Traffic, len(all))
+	for id, v := range all {
+		stats[id] = v.traffic
+	}
+	return stats, nil
+}
+
+type service struct {
+	server  *HeldServer
+	traffic Traffic
+}
+
+// services dumps all virtual servers without their destinations, at least twice, until two dumps in a row have the same ones.
+// Between two parts of a dump, the kernel remembers only how many servers it has passed, those of all other network
+// namespaces included. So if any of these, of a container say, are added or deleted meanwhile, others are left out of the
+// dump or twice in it, and the kernel does not say so.
+func services(c *netlink.Conn, family uint16) (map[ServerID]service, error) {
+	var all map[ServerID]service
+	err := netlink.Retry(func() error {
+		before := all
+		all = map[ServerID]service{}
+		err := c.Dump(netlink.Message{Type: family, Body: genl(commandGetService)}, func(body []byte) error {
+			h, t, err := parseService(body)
+			if err == nil {
+				all[h.ID] = service{h, t}
+			}
+			return err
+		})
+		if err == nil && (before == nil || !maps.EqualFunc(all, before, func(service, service) bool { return true })) {
+			return netlink.ErrInterrupted
+		}
+		return err
+	})
+	return all, err
+}
+
+// destinations dumps those of one virtual server into it. The kernel does not complain if the server is gone.
+func (s *Servers) destinations(h *HeldServer) error {
+	return netlink.Retry(func() error {
+		clear(h.Destinations)
+		return s.conn.Dump(s.serviceMessage(commandGetDest, h.ID), func(body []byte) error {
+			d, foreign, err := parseDestination(body, h.ID.Family)
+			if err == nil {
+				h.Destinations[d.Addr] = d
+				h.Foreign = h.Foreign || foreign
+			}
+			return err
+		})
+	})
+}
+
+// serviceMessage is a request about the virtual server that id names.
+func (s *Servers) serviceMessage(command uint8, id ServerID) netlink.Message {
+	body := genl(command).Nest(attrService, func(b netlink.Buffer) netlink.Buffer { return appendServiceID(b, id) })
+	return netlink.Message{Type: s.family, Body: body}
+}
+
+// SetTimeouts sets how long an idle connection is kept: one of TCP, one of TCP after a FIN, and one of UDP. In whole seconds;
+// 0 leaves the kernel's value. It is for all virtual servers of the namespace.
+func (s *Servers) SetTimeouts(tcp, tcpFin, udp time.Duration) error {
+	if tcp == 0 && tcpFin == 0 && udp == 0 {
+		return nil
+	}
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	body := genl(commandSetConfig)
+	for kind, d := range map[uint16]time.Duration{attrTimeoutTCP: tcp, attrTimeoutTCPFin: tcpFin, attrTimeoutUDP: udp} {
+		body = body.Uint32(kind, seconds(d))
+	}
+	if err := errors.Join(s.conn.Do(netlink.Message{Type: s.family, Body: body})...); err != nil {
+		return fmt.Errorf("setting IPVS timeouts (TCP %v, TCP after FIN %v, UDP %v): %w", tcp, tcpFin, udp, err)
+	}
+	return nil
+}
+
+// HasScheduler reports whether the kernel has a scheduler, and loads its module if it has to and can. It makes nothing.
+func (s *Servers) HasScheduler(name string) bool {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	if !s.schedulers[name] {
+		s.schedulers[name] = s.tryScheduler(name) ||
+			// The kernel asks for the module too, but may not know where modprobe is.
+			module.Load("ip_vs_"+name) == nil && s.tryScheduler(name)
+	}
+	return s.schedulers[name]
+}
+
+// tryScheduler asks for a virtual server that the kernel refuses as invalid, but not before it has looked for the scheduler: one
+// of IPv6 with an empty netmask.
+func (s *Servers) tryScheduler(name string) bool {
+	const longest = 15 // IP_VS_SCHEDNAME_MAXLEN, without the zero at the end; what is longer is invalid too.
+	if len(name) > longest {
+		return false
+	}
+	probe := Server{Scheduler: name, ID: ServerID{
+		Family: plan.IPv6, Protocol: plan.TCP, Addr: netip.MustParseAddr("2001:db8::1"), Port: 65535,
+	}}
+	_, err := s.conn.Ask(netlink.Message{Type: s.family, Body: genl(commandNewService).Nest(attrService, func(b netlink.Buffer) netlink.Buffer {
+		return appendService(b, probe).Uint32(serviceNetmask, 0) // The last attribute of a kind is the one that counts.
+	})})
+	if errors.Is(err, unix.EAFNOSUPPORT) {
+		return s.makeWith(name)
+	}
+	return errors.Is(err, unix.EINVAL)
+}
+
+// makeWith does the same where IPVS is built without IPv6: it makes and removes, at once, a virtual server with the scheduler. It
+// is for a firewall mark that nobody gives to packets, so that none can come to it. If there is such a server, of whomever,
+// another mark will do.
+func (s *Servers) makeWith(name string) bool {
+	const first, marks = 0xfedcba00, 256
+	for mark := uint32(first); mark < first+marks; mark++ {
+		probe := Server{Scheduler: name, ID: ServerID{Family: plan.IPv4, Mark: mark}}
+		ops := []Op{{Kind: AddServer, Server: probe}, {Kind: DeleteServer, Server: probe}}
+		if held, err := s.conn.Ask(s.serviceMessage(commandGetService, probe.ID)); err == nil && held != nil {
+			continue
+		}
+		errs := s.conn.Do(s.command(commandNewService, ops[0]), s.command(commandDelService, ops[1]))
+		return errs == nil || errs[0] == nil
+	}
+	return false
+}

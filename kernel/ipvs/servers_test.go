@@ -1,0 +1,522 @@
+package ipvs
+
+import (
+	"errors"
+	"fmt"
+	"maps"
+	"net/netip"
+	"reflect"
+	"runtime"
+	"strings"
+	"sync"
+	"testing"
+	"time"
+
+	moby "github.com/moby/ipvs"
+	"github.com/vishvananda/netns"
+	"golang.org/x/sys/unix"
+
+	"nodeproxy/internal/nstest"
+	"nodeproxy/kernel/netlink"
+	"nodeproxy/plan"
+)
+
+func openServers(t testing.TB) *Servers {
+	t.Helper()
+	nstest.Enter(t)
+	s, err := OpenServers()
+	if err != nil {
+		t.Fatal(err)
+	}
+	t.Cleanup(func() { _ = s.Close() })
+	return s
+}
+
+func at(s string) netip.AddrPort { return netip.MustParseAddrPort(s) }
+
+func id(protocol plan.Protocol, s string) ServerID {
+	a := at(s)
+	return ServerID{Family: plan.FamilyOf(a.Addr()), Protocol: protocol, Addr: a.Addr(), Port: a.Port()}
+}
+
+// check compares what the kernel has of a server, by List and by Get, with what it should.
+func check(t *testing.T, s *Servers, want Server, destinations ...Destination) {
+	t.Helper()
+	h := &HeldServer{Server: want, Destinations: map[netip.AddrPort]HeldDestination{}}
+	for _, d := range destinations {
+		h.Destinations[d.Addr] = HeldDestination{Destination: d}
+	}
+	got, err := s.Get(want.ID)
+	if err != nil || !reflect.DeepEqual(got, h) {
+		t.Errorf("Get: %+v, %v; want %+v", got, err, h)
+	}
+	list, err := s.List(want.ID.Family)
+	if err != nil || !reflect.DeepEqual(list[want.ID], h) {
+		t.Errorf("List: %+v, %v; want %+v", list[want.ID], err, h)
+	}
+}
+
+func TestServersReadBack(t *testing.T) {
+	s := openServers(t)
+	ids := []ServerID{
+		id(plan.TCP, "10.96.0.1:443"), id(plan.UDP, "10.96.0.1:443"), id(plan.SCTP, "10.96.0.1:443"), id(plan.TCP, "[fd00::1]:443"),
+		id(plan.UDP, "[fd00::1]:53"), {Family: plan.IPv4, Mark: 0x90007530}, {Family: plan.IPv6, Mark: 0x90007530},
+	}
+	shapes := []Server{
+		{Scheduler: "rr"}, {Scheduler: "wrr", Persistence: 3 * time.Hour},
+		{Scheduler: "mh", Ports: true}, {Scheduler: "sh", Fallback: true},
+		{Scheduler: "mh", Ports: true, Fallback: true, Persistence: time.Second},
+	}
+	destinations := func(id ServerID) []Destination {
+		if id.Family == plan.IPv6 {
+			return []Destination{{at("[fd00:1::1]:8080"), 1}, {at("[fd00:1::2]:8080"), 0}}
+		}
+		return []Destination{{at("10.1.0.1:8080"), 1}, {at("10.1.0.2:8080"), 100_000}}
+	}
+	for i, id := range ids {
+		want := shapes[0]
+		want.ID = id
+		if err := s.Add(want); err != nil {
+			t.Fatal(err)
+		}
+		for _, d := range destinations(id) {
+			if err := s.AddDestination(id, d); err != nil {
+				t.Fatal(err)
+			}
+		}
+		check(t, s, want, destinations(id)...)
+		for _, shape := range append(shapes[1:], shapes[i%len(shapes)]) {
+			shape.ID = id
+			if err := s.Update(shape); err != nil {
+				t.Fatal(err)
+			}
+			check(t, s, shape, destinations(id)...)
+		}
+	}
+	for _, f := range plan.Families {
+		list, err := s.List(f)
+		if err != nil {
+			t.Fatal(err)
+		}
+		for id := range list {
+			if id.Family != f {
+				t.Errorf("%s is in the list of %s", id, f)
+			}
+			if err := s.Delete(id); err != nil {
+				t.Error(err)
+			}
+		}
+		if list, err := s.List(f); err != nil || len(list) != 0 {
+			t.Errorf("after deleting all: %v, %v", list, err)
+		}
+	}
+}
+
+func TestServersRepeat(t *testing.T) {
+	s := openServers(t)
+	v := Server{ID: id(plan.TCP, "10.96.0.1:80"), Scheduler: "rr"}
+	d := Destination{at("10.1.0.1:80"), 1}
+	do := func(what string, errs ...error) {
+		t.Helper()
+		for i, err := range errs {
+			if err != nil {
+				t.Errorf("%s, %d: %v", what, i, err)
+			}
+		}
+	}
+	if got, err := s.Get(v.ID); got != nil || err != nil {
+		t.Errorf("Get of what is not there: %v, %v", got, err)
+	}
+	do("delete what is not there", s.Delete(v.ID), s.DeleteDestination(v.ID, d.Addr))
+	if err := s.AddDestination(v.ID, d); !errors.Is(err, unix.ESRCH) || !strings.Contains(err.Error(), "no such virtual server") {
+		t.Errorf("a destination without a server: %v", err)
+	}
+	do("update what is not there", s.Update(v), s.UpdateDestination(v.ID, d))
+	check(t, s, v, d)
+	v.Scheduler, d.Weight = "wrr", 7
+	do("add what is there", s.Add(v), s.AddDestination(v.ID, d))
+	check(t, s, v, d)
+	do("delete the destination", s.DeleteDestination(v.ID, d.Addr), s.DeleteDestination(v.ID, d.Addr))
+	check(t, s, v)
+}
+
+func TestApply(t *testing.T) {
+	s := openServers(t)
+	var ops []Op
+	want := map[ServerID]*HeldServer{}
+	for i := range 700 {
+		v := Server{ID: id(plan.TCP, fmt.Sprintf("10.96.%d.%d:80", i>>8, i&255)), Scheduler: "rr"}
+		d := Destination{at("10.1.0.1:80"), uint32(i)}
+		ops = append(ops, Op{Kind: AddServer, Server: v}, Op{AddDestination, Server{ID: v.ID}, d})
+		want[v.ID] = &HeldServer{Server: v, Destinations: map[netip.AddrPort]HeldDestination{d.Addr: {Destination: d}}}
+	}
+	for range 2 { // The second time, everything is there: as many errors of the kernel as there are ops.
+		if errs := s.Apply(ops); errs != nil {
+			t.Fatalf("%.500v", errors.Join(errs...))
+		}
+		if got, err := s.List(plan.IPv4); err != nil || !reflect.DeepEqual(got, want) {
+			t.Fatalf("List: %d servers, %v; want the %d that were made", len(got), err, len(want))
+		}
+	}
+
+	// What is wrong with one must not concern its neighbours.
+	lacking := Server{ID: id(plan.TCP, "10.97.0.1:80"), Scheduler: "xx"}
+	good, none := Server{ID: id(plan.TCP, "10.97.0.2:80"), Scheduler: "rr"}, Server{ID: id(plan.TCP, "10.97.0.3:80")}
+	d := Destination{at("10.1.0.1:80"), 1}
+	errs := s.Apply([]Op{
+		{Kind: AddServer, Server: lacking}, {AddDestination, lacking, d},
+		{Kind: UpdateServer, Server: good}, {UpdateDestination, good, d},
+		{AddDestination, good, Destination{at("10.1.0.2:80"), 1}},
+		{Kind: DeleteServer, Server: none}, {DeleteDestination, none, d},
+	})
+	if len(errs) != 7 || errs[0] == nil || errs[1] == nil || errors.Join(errs[2:]...) != nil {
+		t.Fatalf("errors: %q", errs)
+	}
+	if !strings.Contains(errs[0].Error(), "lacks this scheduler") || !strings.Contains(errs[0].Error(), "ip_vs_xx") {
+		t.Errorf("error for a scheduler that is not there: %v", errs[0])
+	}
+	check(t, s, good, d, Destination{at("10.1.0.2:80"), 1})
+
+	// The last op about an object has the last word, also where others have to be tried again.
+	gone, kept, back := Destination{at("10.1.0.3:80"), 1}, Destination{at("10.1.0.1:80"), 7}, Destination{at("10.1.0.2:80"), 8}
+	first := ops[0].Server
+	if errs := s.Apply([]Op{
+		{UpdateDestination, good, gone}, {DeleteDestination, good, gone}, {AddDestination, good, kept}, {Kind: UpdateServer, Server: good},
+		{DeleteDestination, good, back}, {AddDestination, good, back},
+		{Kind: AddServer, Server: first}, {UpdateDestination, first, gone}, {Kind: DeleteServer, Server: first},
+	}); errs != nil {
+		t.Fatal(errors.Join(errs...))
+	}
+	check(t, s, good, kept, back)
+	if h, err := s.Get(first.ID); h != nil || err != nil {
+		t.Errorf("a server that was deleted in the end: %v, %v", h, err)
+	}
+
+	for i, o := range ops {
+		ops[i].Kind = DeleteServer
+		if o.Kind == AddDestination {
+			ops[i].Kind = DeleteDestination
+		}
+	}
+	ops = append(ops, Op{Kind: DeleteServer, Server: good})
+	if errs := s.Apply(ops); errs != nil {
+		t.Fatalf("%.500v", errors.Join(errs...))
+	}
+	if got, err := s.List(plan.IPv4); err != nil || len(got) != 0 {
+		t.Errorf("%d servers after deleting all, %v", len(got), err)
+	}
+}
+
+func TestForeignServers(t *testing.T) {
+	s := openServers(t)
+	handle, err := moby.New("")
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer handle.Close()
+	service := func(port uint16) *moby.Service {
+		return &moby.Service{
+			Address: []byte{10, 96, 0, 1}, Port: port, Protocol: unix.IPPROTO_UDP, SchedName: "rr",
+			AddressFamily: unix.AF_INET, Netmask: 0xffffffff,
+		}
+	}
+	local := &moby.Destination{Address: []byte{127, 0, 0, 1}, Port: 80, Weight: 1, AddressFamily: unix.AF_INET}
+	tunnel := *local
+	tunnel.Address, tunnel.ConnectionFlags = []byte{10, 1, 0, 1}, moby.ConnectionFlagTunnel
+	threshold := *local
+	threshold.UpperThreshold = 5
+	onePacket, wide := service(2), service(3)
+	onePacket.Flags, wide.Netmask = 4, 0xffff
+	for _, c := range []struct {
+		service     *moby.Service
+		destination *moby.Destination
+		want        bool
+	}{
+		{service(1), local, false}, {onePacket, local, true}, {wide, local, true},
+		{service(4), &tunnel, true}, {service(5), &threshold, true},
+	} {
+		if err := errors.Join(handle.NewService(c.service), handle.NewDestination(c.service, c.destination)); err != nil {
+			t.Fatal(err)
+		}
+		got, err := s.Get(id(plan.UDP, fmt.Sprintf("10.96.0.1:%d", c.service.Port)))
+		if err != nil || got.Foreign != c.want {
+			t.Errorf("port %d: %+v, %v; want foreign: %v", c.service.Port, got, err, c.want)
+		}
+	}
+}
+
+func TestSchedulers(t *testing.T) {
+	s := openServers(t)
+	for _, name := range plan.Schedulers {
+		if !s.HasScheduler(name) || !s.makeWith(name) {
+			t.Errorf("no scheduler %s", name)
+		}
+	}
+	for _, name := range []string{"", "xx", "none-of-that-name"} {
+		if s.HasScheduler(name) || s.makeWith(name) {
+			t.Errorf("there is a scheduler %q", name)
+		}
+	}
+	for _, f := range plan.Families {
+		if list, err := s.List(f); err != nil || len(list) != 0 {
+			t.Errorf("looking for schedulers left %v, %v", list, err)
+		}
+	}
+}
+
+// TestSchedulerProbe: packets never see that somebody looks for a scheduler, not even where IPVS is built without IPv6: there is no
+// virtual server at an address, at any time.
+func TestSchedulerProbe(t *testing.T) {
+	s := openServers(t)
+	stop, watched := make(chan struct{}), make(chan error, 1)
+	other := openServers(t)
+	go func() {
+		for {
+			select {
+			case <-stop:
+				watched <- nil
+				return
+			default:
+			}
+			list, err := services(other.conn, other.family)
+			for id := range list {
+				if id.Mark == 0 {
+					err = errors.Join(err, fmt.Errorf("there is a virtual server %s", id))
+				}
+			}
+			if err != nil && !errors.Is(err, netlink.ErrInterrupted) {
+				watched <- err
+				return
+			}
+		}
+	}()
+	for range 3000 {
+		if !s.makeWith("rr") {
+			t.Error("no scheduler rr")
+			break
+		}
+	}
+	close(stop)
+	if err := <-watched; err != nil {
+		t.Error(err)
+	}
+}
+
+func TestTimeouts(t *testing.T) {
+	s := openServers(t)
+	handle, err := moby.New("")
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer handle.Close()
+	before, err := handle.GetConfig()
+	if err != nil {
+		t.Fatal(err)
+	}
+	if err := s.SetTimeouts(0, 0, 0); err != nil {
+		t.Error(err)
+	}
+	if err := s.SetTimeouts(0, 17*time.Second, 1500*time.Millisecond); err != nil {
+		t.Error(err)
+	}
+	want := moby.Config{TimeoutTCP: before.TimeoutTCP, TimeoutTCPFin: 17 * time.Second, TimeoutUDP: 2 * time.Second}
+	if got, err := handle.GetConfig(); err != nil || *got != want {
+		t.Errorf("timeouts are %v, %v; want %v", got, err, want)
+	}
+}
+
+func TestServersFromManyGoroutines(t *testing.T) {
+	s := openServers(t)
+	var wg sync.WaitGroup
+	for i := range 8 {
+		wg.Go(func() {
+			v := Server{ID: id(plan.TCP, fmt.Sprintf("10.96.0.%d:80", i+1)), Scheduler: "rr"}
+			for range 20 {
+				if err := s.Add(v); err != nil {
+					t.Error(err)
+				}
+				if _, err := s.List(plan.IPv4); err != nil {
+					t.Error(err)
+				}
+				if _, err := s.Stats(); err != nil {
+					t.Error(err)
+				}
+			}
+		})
+	}
+	wg.Wait()
+	list, err := s.List(plan.IPv4)
+	if err != nil || len(list) != 8 {
+		t.Errorf("%v, %v; want eight servers", maps.Keys(list), err)
+	}
+}
+
+// TestListWhileOthersChange lists servers while those of another network namespace come and go.
+func TestListWhileOthersChange(t *testing.T) {
+	s := openServers(t)
+	const n = 500
+	if errs := s.Apply(bulk(n)); errs != nil {
+		t.Fatal(errs[0])
+	}
+	done, stop := make(chan error), make(chan struct{})
+	go func() {
+		done <- func() error {
+			runtime.LockOSThread()
+			ns, err := netns.New()
+			if err != nil {
+				return err
+			}
+			defer ns.Close()
+			other, err := OpenServers()
+			if err != nil {
+				return err
+			}
+			defer other.Close()
+			for {
+				for _, kind := range []OpKind{AddServer, DeleteServer} {
+					var ops []Op
+					for i := range 100 {
+						v := Server{ID: id(plan.TCP, fmt.Sprintf("10.97.0.%d:80", i)), Scheduler: "rr"}
+						ops = append(ops, Op{Kind: kind, Server: v})
+					}
+					if errs := other.Apply(ops); errs != nil {
+						return errs[0]
+					}
+					select {
+					case <-stop:
+						return nil
+					case <-time.After(10 * time.Millisecond):
+					}
+				}
+			}
+		}()
+	}()
+	for range 50 {
+		if got, err := s.Stats(); err != nil || len(got) != n {
+			t.Errorf("counters of %d servers, %v; want %d", len(got), err, n)
+		}
+	}
+	close(stop)
+	if err := <-done; err != nil {
+		t.Fatal(err)
+	}
+}
+
+// bulk is what programs n virtual servers with two destinations each.
+func bulk(n int) []Op {
+	var ops []Op
+	for i := range n {
+		v := Server{Scheduler: "rr", ID: ServerID{
+			Family: plan.IPv4, Protocol: plan.TCP, Addr: netip.AddrFrom4([4]byte{10, 96, byte(i >> 8), byte(i)}), Port: 80,
+		}}
+		ops = append(ops, Op{Kind: AddServer, Server: v})
+		for j := range 2 {
+			a := netip.AddrPortFrom(netip.AddrFrom4([4]byte{10, byte(j), byte(i >> 8), byte(i)}), 8080)
+			ops = append(ops, Op{AddDestination, Server{ID: v.ID}, Destination{a, 1}})
+		}
+	}
+	return ops
+}
+
+// BenchmarkServers programs virtual servers with two destinations each, and reads them.
+func BenchmarkServers(b *testing.B) {
+	const n = 1000
+	ops := bulk(n)
+	flush := func(b *testing.B, s *Servers) {
+		b.Helper()
+		h, err := moby.New("")
+		if err != nil {
+			b.Fatal(err)
+		}
+		defer h.Close()
+		if err := h.Flush(); err != nil {
+			b.Fatal(err)
+		}
+	}
+	b.Run("at once", func(b *testing.B) {
+		s := openServers(b)
+		for b.Loop() {
+			if errs := s.Apply(ops); errs != nil {
+				b.Fatal(errs[0])
+			}
+			b.StopTimer()
+			flush(b, s)
+			b.StartTimer()
+		}
+	})
+	b.Run("one by one", func(b *testing.B) {
+		s := openServers(b)
+		for b.Loop() {
+			for _, o := range ops {
+				if err := s.apply(o); err != nil {
+					b.Fatal(err)
+				}
+			}
+			b.StopTimer()
+			flush(b, s)
+			b.StartTimer()
+		}
+	})
+	b.Run("moby", func(b *testing.B) {
+		s := openServers(b)
+		handle, err := moby.New("")
+		if err != nil {
+			b.Fatal(err)
+		}
+		defer handle.Close()
+		for b.Loop() {
+			for _, o := range ops {
+				v := &moby.Service{
+					Address: o.Server.ID.Addr.AsSlice(), Port: 80, Protocol: unix.IPPROTO_TCP, SchedName: "rr",
+					AddressFamily: unix.AF_INET, Netmask: 0xffffffff,
+				}
+				var err error
+				if o.Kind == AddServer {
+					err = handle.NewService(v)
+				} else {
+					d := &moby.Destination{Address: o.Destination.Addr.Addr().AsSlice(), Port: 8080, Weight: 1, AddressFamily: unix.AF_INET}
+					err = handle.NewDestination(v, d)
+				}
+				if err != nil {
+					b.Fatal(err)
+				}
+			}
+			b.StopTimer()
+			flush(b, s)
+			b.StartTimer()
+		}
+	})
+	b.Run("list", func(b *testing.B) {
+		s := openServers(b)
+		if errs := s.Apply(ops); errs != nil {
+			b.Fatal(errs[0])
+		}
+		for b.Loop() {
+			if l, err := s.List(plan.IPv4); err != nil || len(l) != n {
+				b.Fatal(len(l), err)
+			}
+		}
+	})
+	b.Run("stats", func(b *testing.B) {
+		s := openServers(b)
+		if errs := s.Apply(ops); errs != nil {
+			b.Fatal(errs[0])
+		}
+		for b.Loop() {
+			if l, err := s.Stats(); err != nil || len(l) != n {
+				b.Fatal(len(l), err)
+			}
+		}
+	})
+	b.Run("one destination", func(b *testing.B) {
+		s := openServers(b)
+		if errs := s.Apply(ops); errs != nil {
+			b.Fatal(errs[0])
+		}
+		for b.Loop() {
+			if err := s.UpdateDestination(ops[0].Server.ID, Destination{ops[1].Destination.Addr, 5}); err != nil {
+				b.Fatal(err)
+			}
+		}
+	})
+}
