@@ -49,10 +49,20 @@ var ufw = otherProgram{
 // tables of iptables besides, at its start and at each reload; and while it reloads it drops what is new.
 var firewalld = otherProgram{
 	name: "firewalld", kind: theProgram,
-	start: startFirewalld,
-	// The command ends when firewalld is done, and fails if that has failed.
-	reload:  func(b *beside) { b.program("firewall-cmd --quiet --reload\nfirewall-cmd --quiet --state") },
+	start:   startFirewalld,
+	reload:  reloadFirewalld,
 	empties: func(harness.Variant) bool { return true },
+}
+
+// reloadFirewalld reloads until firewalld says that it has succeeded: a reload of its own fails at times where another program writes
+// rules while it empties tables of the legacy variant.
+func reloadFirewalld(b *beside) {
+	b.program(`
+		for i in 1 2 3 4 5; do
+			! { firewall-cmd --quiet --reload && firewall-cmd --quiet --state; } || exit 0
+		done
+		cat /run/firewalld.log >&2
+		exit 1`)
 }
 
 func startFirewalld(b *beside) {
