@@ -351,7 +351,7 @@ func (b *beside) others() string {
 	for _, what := range []string{"addr", "rule"} {
 		for _, family := range []string{"-4", "-6"} {
 			for _, line := range strings.Split(output(b.T, b.w, "ip -o "+family+" "+what), "\n") {
-				if line != "" && !strings.Contains(line, " kube-ipvs0 ") && b.unusual(line) {
+				if line != "" && !strings.Contains(line, " kube-ipvs0 ") && !strings.Contains(line, " lookup 2496") && b.unusual(line) {
 					out = append(out, strings.Join(strings.Fields(line), " "))
 				}
 			}
