@@ -2,6 +2,7 @@ package config
 
 import (
 	"fmt"
+	"maps"
 	"slices"
 	"strings"
 
@@ -198,7 +199,7 @@ func (e *Effective) gateOn(name string) bool {
 // featureGates checks the gates and applies those that have an effect. Like kube-proxy it refuses unknown names: a misspelt gate
 // would not switch off what it is meant to.
 func (k *checker) featureGates(c *Config) {
-	for _, name := range sortedKeys(k.kp.FeatureGates) {
+	for _, name := range slices.Sorted(maps.Keys(k.kp.FeatureGates)) {
 		gate, known := knownGates[name]
 		switch {
 		case !known:
@@ -215,7 +216,7 @@ func (k *checker) featureGates(c *Config) {
 
 // gateLike returns a gate that a misspelt one may have meant.
 func gateLike(name string) string {
-	for _, other := range sortedKeys(knownGates) {
+	for _, other := range slices.Sorted(maps.Keys(knownGates)) {
 		a, b := strings.ToLower(name), strings.ToLower(other)
 		if a == b || strings.TrimSuffix(a, "s") == strings.TrimSuffix(b, "s") {
 			return fmt.Sprintf("; there is %q", other)
@@ -233,7 +234,7 @@ func (e *Effective) gateFindings() []source.Finding {
 		}
 	}
 	var out []source.Finding
-	for _, why := range sortedKeys(reasons) {
+	for _, why := range slices.Sorted(maps.Keys(reasons)) {
 		names := reasons[why]
 		slices.Sort(names)
 		detail := fmt.Sprintf("no effect of %s: %s", strings.Join(names, ", "), why)

@@ -2,7 +2,9 @@ package config
 
 import (
 	"fmt"
+	"maps"
 	"os"
+	"slices"
 	"strings"
 	"testing"
 )
@@ -11,7 +13,7 @@ import (
 // span of releases with the others.
 func gateTable() []string {
 	var out []string
-	for _, name := range sortedKeys(proxyGates) {
+	for _, name := range slices.Sorted(maps.Keys(proxyGates)) {
 		g := proxyGates[name]
 		out = append(out, fmt.Sprintf("| `%s` | %s | %s | %s |", name, span(g.first, g.last), g.use, g.why))
 	}
@@ -19,7 +21,7 @@ func gateTable() []string {
 	for releases, names := range otherGates {
 		byReleases[span(releases[0], releases[1])] = "`" + strings.Join(strings.Fields(names), "` `") + "`"
 	}
-	for _, releases := range sortedKeys(byReleases) {
+	for _, releases := range slices.Sorted(maps.Keys(byReleases)) {
 		out = append(out, fmt.Sprintf("| %s | %s |", releases, byReleases[releases]))
 	}
 	return out

@@ -1,6 +1,7 @@
 package config
 
 import (
+	"maps"
 	"net/netip"
 	"os"
 	"path/filepath"
@@ -236,7 +237,7 @@ func TestEveryFieldOfTheFile(t *testing.T) {
 // TestListsOfGaps name fields that exist.
 func TestListsOfGaps(t *testing.T) {
 	t.Parallel()
-	for _, field := range sortedKeys(noMeaning) {
+	for _, field := range slices.Sorted(maps.Keys(noMeaning)) {
 		if _, ok := lookup(&proxyconfig.KubeProxyConfiguration{}, field); !ok {
 			t.Errorf("there is no field %s", field)
 		}

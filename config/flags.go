@@ -2,6 +2,8 @@ package config
 
 import (
 	"fmt"
+	"maps"
+	"slices"
 	"sort"
 
 	"github.com/spf13/pflag"
@@ -270,7 +272,7 @@ func (v *values) logFlags(fs *pflag.FlagSet) {
 // ignoredFlags adds flags of kube-proxy, or of older releases of it, that have no effect.
 func (v *values) ignoredFlags(fs *pflag.FlagSet) {
 	v.own.ignored = map[string]*string{}
-	for _, name := range sortedKeys(ignoredFlags) {
+	for _, name := range slices.Sorted(maps.Keys(ignoredFlags)) {
 		v.own.ignored[name] = new(string)
 		value := fs.VarPF((*anything)(v.own.ignored[name]), name, "", "no effect")
 		value.Hidden = true

@@ -2,6 +2,7 @@ package config
 
 import (
 	"fmt"
+	"maps"
 	"reflect"
 	"slices"
 	"strings"
@@ -53,12 +54,12 @@ func (e *Effective) findings() []source.Finding {
 		}
 	}
 	out = append(out, e.gateFindings()...)
-	for _, name := range sortedKeys(ignoredFlags) {
+	for _, name := range slices.Sorted(maps.Keys(ignoredFlags)) {
 		if flag := "--" + name; e.given[flag] != "" {
 			out = append(out, e.finding(source.Problem, flag, "it has no meaning here", "it is ignored"))
 		}
 	}
-	for _, name := range sortedKeys(deprecatedFlags) {
+	for _, name := range slices.Sorted(maps.Keys(deprecatedFlags)) {
 		if flag := "--" + name; e.given[flag] != "" {
 			out = append(out, e.finding(source.Problem, flag, "deprecated", "use "+deprecatedFlags[name]))
 		}
@@ -97,7 +98,7 @@ func (e *Effective) saidFields() []string {
 			said[field] = true
 		}
 	}
-	return slices.DeleteFunc(sortedKeys(said), func(field string) bool { return !said[field] })
+	return slices.DeleteFunc(slices.Sorted(maps.Keys(said)), func(field string) bool { return !said[field] })
 }
 
 // override is the value of one field in the file and by a flag.
@@ -142,13 +143,4 @@ func (e *Effective) gap(field string) (detail, effect string) {
 		}
 	}
 	return "", ""
-}
-
-func sortedKeys[V any](m map[string]V) []string {
-	keys := make([]string, 0, len(m))
-	for key := range m {
-		keys = append(keys, key)
-	}
-	slices.Sort(keys)
-	return keys
 }

@@ -4,6 +4,7 @@ package source
 
 import (
 	"context"
+	"maps"
 
 	v1 "k8s.io/api/core/v1"
 	discovery "k8s.io/api/discovery/v1"
@@ -76,9 +77,7 @@ func merge[K comparable, V any](into, from map[K]V) map[K]V {
 	if into == nil && len(from) > 0 {
 		into = make(map[K]V, len(from))
 	}
-	for k, v := range from {
-		into[k] = v
-	}
+	maps.Copy(into, from)
 	return into
 }
 

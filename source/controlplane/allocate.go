@@ -230,14 +230,17 @@ func (a *allocator) clusterIPs(names []types.NamespacedName) {
 			continue
 		}
 		var bids []bid
+		owners := map[string]*allocation{}
 		for _, n := range names {
 			got := a.out[n]
 			i := slices.Index(got.families, family)
 			if i < 0 || got.ips[i] != "" {
 				continue
 			}
+			key := fmt.Sprintf("%s %s", n, family)
+			owners[key] = got
 			bids = append(bids, bid{
-				key:  fmt.Sprintf("%s %s", n, family),
+				key:  key,
 				free: func(slot uint64) bool { _, taken := a.ips[address(cidr, slot)]; return !taken },
 				take: func(slot uint64) {
 					ip := address(cidr, slot)
@@ -245,13 +248,8 @@ func (a *allocator) clusterIPs(names []types.NamespacedName) {
 				},
 			})
 		}
-		failed := addressPool(cidr).allocate(bids)
-		for _, b := range failed {
-			for _, n := range names {
-				if fmt.Sprintf("%s %s", n, family) == b.key {
-					a.out[n].refuse("spec.clusterIP", "no address is left in the service CIDR %s", cidr)
-				}
-			}
+		for _, b := range addressPool(cidr).allocate(bids) {
+			owners[b.key].refuse("spec.clusterIP", "no address is left in the service CIDR %s", cidr)
 		}
 	}
 }

@@ -3,6 +3,7 @@ package controlplane
 import (
 	"cmp"
 	"fmt"
+	"maps"
 	"slices"
 
 	v1 "k8s.io/api/core/v1"
@@ -37,7 +38,7 @@ func mirrorSlices(svc *v1.Service, ep *legacyEndpoints, c *checker) []*discovery
 		a.add(groups, a.ready, true)
 		a.add(groups, a.notReady, false)
 	}
-	for _, key := range sortedKeys(groups) {
+	for _, key := range slices.Sorted(maps.Keys(groups)) {
 		if g := groups[key]; len(g.endpoints) > maxMirrored {
 			c.problem("subsets", fmt.Sprintf("the first %d are used", maxMirrored),
 				"%d %s addresses with the same ports; at most %d are mirrored", len(g.endpoints), g.family, maxMirrored)

@@ -3,6 +3,7 @@ package controlplane
 import (
 	"cmp"
 	"fmt"
+	"maps"
 	"slices"
 	"strings"
 
@@ -47,7 +48,7 @@ func (g sliceGroups) add(family v1.IPFamily, ports []discovery.EndpointPort, e d
 // the Service, the controller, the group and the number within it.
 func (g sliceGroups) slices(svc *v1.Service, controller string, size int) []*discovery.EndpointSlice {
 	var out []*discovery.EndpointSlice
-	for _, key := range sortedKeys(g) {
+	for _, key := range slices.Sorted(maps.Keys(g)) {
 		group := g[key]
 		slices.SortStableFunc(group.endpoints, func(a, b discovery.Endpoint) int {
 			return cmp.Or(cmp.Compare(refName(a), refName(b)), slices.Compare(a.Addresses, b.Addresses))
@@ -121,7 +122,7 @@ func podSlices(svc *v1.Service, pods []*v1.Pod, zones map[string]string, c *chec
 			}
 		}
 	}
-	for _, field := range sortedKeys(unnamed) {
+	for _, field := range slices.Sorted(maps.Keys(unnamed)) {
 		names := unnamed[field]
 		slices.Sort(names)
 		if len(names) > 3 {

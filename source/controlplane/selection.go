@@ -108,7 +108,7 @@ func (s selection) podsOf(svc *v1.Service) []*v1.Pod {
 		}
 	}
 	var out []*v1.Pod
-	for _, name := range sortedKeys(few) {
+	for _, name := range slices.Sorted(maps.Keys(few)) {
 		if selects(svc, few[name]) {
 			out = append(out, few[name])
 		}

@@ -1,6 +1,7 @@
 package controlplane
 
 import (
+	"maps"
 	"net/netip"
 	"slices"
 	"strings"
@@ -32,7 +33,7 @@ func checkMeta(meta *metav1.ObjectMeta, namespaced bool, nameRule func(string) [
 		field  string
 		values map[string]string
 	}{{"metadata.labels", meta.Labels}, {"metadata.annotations", meta.Annotations}} {
-		for _, key := range sortedKeys(kv.values) {
+		for _, key := range slices.Sorted(maps.Keys(kv.values)) {
 			field := kv.field + "[" + key + "]"
 			if !printable(key) {
 				field = kv.field
@@ -53,15 +54,6 @@ func checkMeta(meta *metav1.ObjectMeta, namespaced bool, nameRule func(string) [
 
 func printable(s string) bool {
 	return len(s) < 200 && !strings.ContainsFunc(s, func(r rune) bool { return r < 0x21 || r > 0x7e })
-}
-
-func sortedKeys[V any](m map[string]V) []string {
-	keys := make([]string, 0, len(m))
-	for k := range m {
-		keys = append(keys, k)
-	}
-	slices.Sort(keys)
-	return keys
 }
 
 // format refuses a value that breaks a rule about its format.

@@ -2,6 +2,8 @@ package controlplane
 
 import (
 	"fmt"
+	"maps"
+	"slices"
 	"strings"
 
 	v1 "k8s.io/api/core/v1"
@@ -26,7 +28,7 @@ func checkService(svc *v1.Service, c *checker) {
 		c.endpointIP(fmt.Sprintf("spec.externalIPs[%d]", i), ip)
 	}
 	checkLoadBalancer(svc, c)
-	for _, key := range sortedKeys(spec.Selector) {
+	for _, key := range slices.Sorted(maps.Keys(spec.Selector)) {
 		if msgs := validation.IsQualifiedName(key); len(msgs) > 0 {
 			c.refuse("spec.selector", "%.80q is not a valid label key: %s", key, msgs[0])
 		}

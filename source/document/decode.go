@@ -2,6 +2,7 @@ package document
 
 import (
 	"bytes"
+	"cmp"
 	gojson "encoding/json"
 	"errors"
 	"fmt"
@@ -155,7 +156,7 @@ func plainError(err error, value []byte) string {
 		if len(value) > 0 && len(value) <= 60 {
 			return fmt.Sprintf("must be %s, not %s", want, value)
 		}
-		return fmt.Sprintf("must be %s, not %s", want, article(t.Value))
+		return fmt.Sprintf("must be %s, not %s", want, cmp.Or(plain[t.Value], "a "+t.Value))
 	}
 	text := err.Error()
 	if len(value) > 0 && len(value) <= 60 && !strings.Contains(text, string(bytes.Trim(value, `"`))) {
@@ -188,14 +189,5 @@ func wanted(t reflect.Type) string {
 	return "of another type"
 }
 
-func article(what string) string {
-	switch what {
-	case "object":
-		return "a mapping of fields"
-	case "array":
-		return "a list"
-	case "bool":
-		return "true or false"
-	}
-	return "a " + what
-}
+// plain are plain words for types of JSON.
+var plain = map[string]string{"object": "a mapping of fields", "array": "a list", "bool": "true or false"}

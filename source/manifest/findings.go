@@ -83,32 +83,23 @@ func (r *reporter) flush() {
 	if r.report == nil {
 		return
 	}
-	type located struct {
-		file    string
-		line    int
-		finding source.Finding
-	}
 	// Documents are parsed again to find a line; in this order each of them only once.
 	slices.SortStableFunc(fresh, func(a, b remark) int {
 		return cmp.Or(cmp.Compare(fileOf(&a), fileOf(&b)), cmp.Compare(startOf(&a), startOf(&b)))
 	})
-	out := make([]located, 0, len(fresh))
 	var lines lineFinder
 	for i := range fresh {
-		rem := &fresh[i]
-		l := located{file: fileOf(rem), finding: rem.Finding}
-		if rem.entry != nil {
-			l.line = lines.find(rem)
-			l.finding.Where = fmt.Sprintf("%s:%d", l.file, l.line)
+		if rem := &fresh[i]; rem.entry != nil {
+			rem.line = lines.find(rem)
+			rem.Where = fmt.Sprintf("%s:%d", fileOf(rem), rem.line)
 		}
-		out = append(out, l)
 	}
-	slices.SortStableFunc(out, func(a, b located) int {
-		return cmp.Or(cmp.Compare(a.file, b.file), cmp.Compare(a.line, b.line), cmp.Compare(a.finding.Object, b.finding.Object),
-			cmp.Compare(a.finding.Field, b.finding.Field), cmp.Compare(a.finding.Detail, b.finding.Detail))
+	slices.SortStableFunc(fresh, func(a, b remark) int {
+		return cmp.Or(cmp.Compare(fileOf(&a), fileOf(&b)), cmp.Compare(a.line, b.line), cmp.Compare(a.Object, b.Object),
+			cmp.Compare(a.Field, b.Field), cmp.Compare(a.Detail, b.Detail))
 	})
-	for _, l := range out {
-		r.report(l.finding)
+	for _, rem := range fresh {
+		r.report(rem.Finding)
 	}
 }
 

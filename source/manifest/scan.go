@@ -1,9 +1,9 @@
 package manifest
 
 import (
+	"bytes"
 	"errors"
 	"fmt"
-	"io"
 	"io/fs"
 	"os"
 	"path/filepath"
@@ -175,8 +175,10 @@ func readFile(path string) (data []byte, id fileID, open bool, err error) {
 		return nil, id, false, fmt.Errorf("no regular file of at most %d bytes", maxFile)
 	}
 	open = beingWritten(f)
-	data, err = readAllOf(f, info.Size())
-	return data, stampOf(info).id(), open, err
+	var content bytes.Buffer
+	content.Grow(int(info.Size()) + bytes.MinRead)
+	_, err = content.ReadFrom(f)
+	return content.Bytes(), stampOf(info).id(), open, err
 }
 
 // beingWritten reports whether a program has the file open for writing: the kernel grants no lease on it then. On file systems
@@ -187,23 +189,6 @@ func beingWritten(f *os.File) bool {
 		_, err = unix.FcntlInt(f.Fd(), unix.F_SETLEASE, unix.F_UNLCK)
 	}
 	return errors.Is(err, unix.EAGAIN)
-}
-
-func readAllOf(in io.Reader, size int64) ([]byte, error) {
-	data := make([]byte, 0, size+1)
-	for {
-		n, err := in.Read(data[len(data):cap(data)])
-		data = data[:len(data)+n]
-		if err == io.EOF {
-			return data, nil
-		}
-		if err != nil {
-			return nil, err
-		}
-		if len(data) == cap(data) {
-			data = slices.Grow(data, 1<<16)
-		}
-	}
 }
 
 // accepted reports whether a file of this name holds manifests.

@@ -288,12 +288,8 @@ func (w *watch) setWatches() {
 
 // watched returns the directories in which a change matters.
 func (s *scanned) watched() map[string]bool {
-	out := map[string]bool{}
-	for _, dirs := range []map[string]bool{s.dirs, s.linked} {
-		for dir := range dirs {
-			out[dir] = true
-		}
-	}
+	out := maps.Clone(s.dirs)
+	maps.Copy(out, s.linked)
 	if s.above != "" {
 		out[s.above] = true
 	}
