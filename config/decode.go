@@ -108,7 +108,7 @@ func located(doc *document.Document, err error) error {
 	return fmt.Errorf("%s: %w", doc.Name, err)
 }
 
-// ignore notes a field that has no effect where it stands.
+// ignore adds a finding about a field without effect.
 func (f *file) ignore(line int, field, detail, effect string) {
 	f.ignored = append(f.ignored, source.Finding{
 		Severity: source.Problem, Where: fmt.Sprintf("%s:%d", f.path, line), Field: field, Detail: detail, Effect: effect,

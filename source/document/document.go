@@ -1,10 +1,9 @@
-// Package document reads YAML and JSON text without losing where things stand in it. It splits a file into documents, finds
-// the lines of their fields and of their faults, and decodes them as the API server does, saying of each field that can't be
-// read what is wrong with it.
+// Package document reads YAML and JSON text and keeps track of lines. It splits a file into documents, finds the lines of their
+// fields and of their faults, and decodes them as the API server does, reporting each field that can't be read.
 //
-// No library serves in its place: encoding/json/jsontext is an experiment of Go 1.26 and, like json.Decoder, ends at the first
-// fault, behind which other objects of a file may stand; sigs.k8s.io/yaml has no places, and go.yaml.in/yaml/v3, which parses
-// here, does not tell the line on which a fault stands.
+// No library serves instead: encoding/json/jsontext is an experiment of Go 1.26 and, like json.Decoder, ends at the first fault,
+// after which a file may have other objects; sigs.k8s.io/yaml has no positions; and go.yaml.in/yaml/v3, which parses here, does
+// not find the line of a fault.
 package document
 
 import (
@@ -90,7 +89,7 @@ func Split(t *Text, isList func(Type) bool) []*Document {
 	return SplitYAML(t)
 }
 
-// jsonShaped tells JSON from YAML's flow style by its first key.
+// jsonShaped distinguishes JSON from YAML's flow style by its first key.
 func jsonShaped(data []byte) bool {
 	i := skipSpace(data, 1)
 	return i < len(data) && (data[i] == '"' || data[i] == '}')

@@ -8,13 +8,13 @@ import (
 	"go.yaml.in/yaml/v3"
 )
 
-// Fields are the places of a document's fields.
+// Fields are the positions of a document's fields.
 type Fields struct {
 	doc  *Document
 	root *tree // nil where the document can't be parsed
 }
 
-// Fields parses a document for the places of its fields.
+// Fields parses a document for the positions of its fields.
 func (d *Document) Fields() *Fields {
 	data := d.Bytes()
 	if d.JSON {
@@ -30,8 +30,7 @@ func (d *Document) Fields() *Fields {
 	return &Fields{d, yamlTree(node, firstLine(node), 0)}
 }
 
-// Line returns the line of the file on which a field stands, or the nearest one above it that there is. The empty path is the
-// document itself.
+// Line returns the line of a field in the file, or of the nearest existing field above it. The empty path is the document itself.
 func (f *Fields) Line(path string) int {
 	if f.root == nil {
 		return f.doc.Line(1)
@@ -51,7 +50,7 @@ func firstLine(n *yaml.Node) int {
 	return n.Line
 }
 
-// tree is the skeleton of a document: where its fields stand. pos is an offset in JSON and a line, from 1, in YAML.
+// tree has the positions of a document's fields. pos is an offset in JSON and a line, from 1, in YAML.
 type tree struct {
 	pos    int
 	span   Span // of the value, in JSON only

@@ -6,9 +6,9 @@ import (
 	"errors"
 )
 
-// The functions here find their way through JSON text without decoding it: where one document ends and the next begins,
-// where the items of a List are, and at which offset a field stands. Unlike json.Decoder they match brackets and strings
-// alone, so that a fault within a value does not hide what follows it; each piece that they cut out is checked by the decoder.
+// The functions here scan JSON text without decoding it: they find the end of a document, the items of a list and the offset of a
+// field. Unlike json.Decoder they match only brackets and strings, so that a fault within a value does not hide what follows it;
+// the decoder checks each piece that they cut out.
 
 func isSpace(c byte) bool { return c == ' ' || c == '\t' || c == '\n' || c == '\r' }
 
@@ -93,7 +93,7 @@ type Member struct {
 
 var errJSON = errors.New("not well-formed JSON")
 
-// Members lists what the object that starts at offset i holds, as far as that can be told.
+// Members returns the members of the object that starts at offset i, as far as it is well-formed.
 func Members(data []byte, i int) ([]Member, error) {
 	var out []Member
 	_, err := eachMember(data, i, func(key string, at, start int) (int, error) {
@@ -107,8 +107,8 @@ func Members(data []byte, i int) ([]Member, error) {
 	return out, err
 }
 
-// eachMember walks the object that starts at offset i. read is given a key, where it stands, and where its value starts,
-// and returns the offset after the value.
+// eachMember walks the object that starts at offset i. read gets a key, its offset and that of its value, and returns the offset
+// after the value.
 func eachMember(data []byte, i int, read func(key string, at, start int) (int, error)) (end int, err error) {
 	return eachElement(data, i, '{', '}', func(i int) (int, error) {
 		end := skipValue(data, i)

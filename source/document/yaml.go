@@ -33,7 +33,7 @@ var yamlLine = regexp.MustCompile(`^(?:yaml: )?(?:line (\d+): )?`)
 // line is that of the construct around the fault, if it is known at all.
 func ParseYAML(text []byte) (node *yaml.Node, err error) {
 	defer func() {
-		// The parser has been seen to panic on input that nobody would write; a file must not end the program.
+		// The parser has been seen to panic on unusual input; a file must not end the program.
 		if r := recover(); r != nil {
 			node, err = nil, &SyntaxError{Detail: fmt.Sprintf("the YAML parser gives up: %v", r)}
 		}
@@ -71,8 +71,8 @@ func isControl(r rune) bool {
 }
 
 // ToJSON writes a node of a document of this size as JSON. The words yes, no, on and off are booleans too, as in YAML 1.1 and for
-// kubectl, and timestamps stay text. Keys keep their order and are repeated where the document repeats them, so that the
-// decoder sees what stands there. The error is a *SyntaxError.
+// kubectl, and timestamps stay text. Keys keep their order and their repetitions, so that the decoder sees
+// them. The error is a *SyntaxError.
 func ToJSON(node *yaml.Node, size int) ([]byte, error) {
 	size = min(size, 1<<16)
 	w := &jsonWriter{out: make([]byte, 0, size+size/4), limit: 10*size + maxExpansion}
@@ -262,7 +262,7 @@ func (d *Document) YAML() (*yaml.Node, error) {
 }
 
 // faultLine finds the line of a fault: the first from which on every further line leaves the document broken. The parser
-// tells only where the construct around it began, if at all.
+// reports only where the construct around it began, if at all.
 func faultLine(data []byte, hint int) int {
 	const (
 		most  = 300 // lines to look at

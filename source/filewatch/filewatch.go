@@ -1,4 +1,4 @@
-// Package filewatch tells when files may have changed, also where symbolic links lead to them, as in the volume of a ConfigMap.
+// Package filewatch reports when files may have changed, including those behind symbolic links, as in the volume of a ConfigMap.
 package filewatch
 
 import (
