@@ -154,7 +154,7 @@ func (c *Cleaner) servers(v *ipvs.Servers, all bool) (int, error) {
 
 // waited reports whether a virtual server has connections that are to go on. Flows of UDP have no end: they are taken up by
 // the rules of the other mode with their next packet.
-func waited(id ipvs.ServerID, s *ipvs.HeldServer) bool {
+func waited(id ipvs.ServerID, s *ipvs.ActualServer) bool {
 	if id.Mark == 0 && id.Protocol != plan.TCP {
 		return false
 	}

@@ -20,7 +20,7 @@ import (
 // fakeKernel holds what the kernel would, and refuses what the kernel refuses.
 type fakeKernel struct {
 	family      plan.Family
-	virtual     map[ipvs.ServerID]*ipvs.HeldServer
+	virtual     map[ipvs.ServerID]*ipvs.ActualServer
 	set         map[string]map[ipset.Entry]struct{} // by name; entries without marks
 	marks       map[string]map[ipset.Entry]ipset.Entry
 	addresses   map[netip.Addr]struct{}
@@ -40,7 +40,7 @@ type fakeKernel struct {
 
 func newFakeKernel(f plan.Family) *fakeKernel {
 	return &fakeKernel{
-		family: f, virtual: map[ipvs.ServerID]*ipvs.HeldServer{}, set: map[string]map[ipset.Entry]struct{}{},
+		family: f, virtual: map[ipvs.ServerID]*ipvs.ActualServer{}, set: map[string]map[ipset.Entry]struct{}{},
 		marks: map[string]map[ipset.Entry]ipset.Entry{}, addresses: map[netip.Addr]struct{}{},
 		local: map[netip.Prefix]netip.Addr{}, hostAddrs: map[netip.Addr]struct{}{},
 		unrouted: map[netip.Addr]struct{}{}, portRoutes: map[netip.Addr]struct{}{},
@@ -64,20 +64,20 @@ func (k *fakeKernel) call(format string, args ...any) error {
 
 type fakeServers struct{ *fakeKernel }
 
-func (k fakeServers) List(plan.Family) (map[ipvs.ServerID]*ipvs.HeldServer, error) {
-	out := map[ipvs.ServerID]*ipvs.HeldServer{}
+func (k fakeServers) List(plan.Family) (map[ipvs.ServerID]*ipvs.ActualServer, error) {
+	out := map[ipvs.ServerID]*ipvs.ActualServer{}
 	for id := range k.virtual {
 		out[id], _ = k.Get(id)
 	}
 	return out, k.call("list servers")
 }
 
-func (k fakeServers) Get(id ipvs.ServerID) (*ipvs.HeldServer, error) {
+func (k fakeServers) Get(id ipvs.ServerID) (*ipvs.ActualServer, error) {
 	v := k.virtual[id]
 	if v == nil {
 		return nil, nil
 	}
-	out := &ipvs.HeldServer{Server: v.Server, Destinations: map[netip.AddrPort]ipvs.HeldDestination{}}
+	out := &ipvs.ActualServer{Server: v.Server, Destinations: map[netip.AddrPort]ipvs.ActualDestination{}}
 	for a, d := range v.Destinations {
 		d.Active = k.connections[a]
 		out.Destinations[a] = d
@@ -121,7 +121,7 @@ func (k fakeServers) do(op ipvs.Op) error {
 	}
 	switch op.Kind {
 	case ipvs.AddServer:
-		k.virtual[id] = &ipvs.HeldServer{Server: op.Server, Destinations: map[netip.AddrPort]ipvs.HeldDestination{}}
+		k.virtual[id] = &ipvs.ActualServer{Server: op.Server, Destinations: map[netip.AddrPort]ipvs.ActualDestination{}}
 	case ipvs.UpdateServer:
 		v.Server = op.Server
 	case ipvs.DeleteServer:
@@ -129,7 +129,7 @@ func (k fakeServers) do(op ipvs.Op) error {
 	case ipvs.DeleteDestination:
 		delete(v.Destinations, d.Addr)
 	default:
-		v.Destinations[d.Addr] = ipvs.HeldDestination{Destination: d}
+		v.Destinations[d.Addr] = ipvs.ActualDestination{Destination: d}
 	}
 	return nil
 }
@@ -252,7 +252,7 @@ func (k fakeDevice) RemovePortRoutes(list []netip.Addr) error {
 // fakePorts is the table that diverts ports.
 type fakePorts struct{ *fakeKernel }
 
-func (k fakePorts) Held() (map[plan.Address]struct{}, bool, bool, error) {
+func (k fakePorts) List() (map[plan.Address]struct{}, bool, bool, error) {
 	return maps.Clone(k.ports), k.ports != nil, k.ports != nil && !k.brokenPorts, nil
 }
 

@@ -23,8 +23,8 @@ type machine struct {
 }
 
 type servers interface {
-	List(plan.Family) (map[ipvs.ServerID]*ipvs.HeldServer, error)
-	Get(ipvs.ServerID) (*ipvs.HeldServer, error)
+	List(plan.Family) (map[ipvs.ServerID]*ipvs.ActualServer, error)
+	Get(ipvs.ServerID) (*ipvs.ActualServer, error)
 	Apply([]ipvs.Op) []error
 }
 
@@ -56,7 +56,7 @@ type device interface {
 
 // portTable diverts single ports of addresses to this node.
 type portTable interface {
-	Held() (ports map[plan.Address]struct{}, exists, complete bool, err error)
+	List() (ports map[plan.Address]struct{}, exists, complete bool, err error)
 	Write([]plan.Address) error
 	Add([]plan.Address) error
 	Remove([]plan.Address) error

@@ -123,7 +123,7 @@ func (e *engine) readPorts() error {
 	}
 	if e.machine.ports != nil {
 		var list map[plan.Address]struct{}
-		if list, h.exists, h.complete, err = e.machine.ports.Held(); err != nil {
+		if list, h.exists, h.complete, err = e.machine.ports.List(); err != nil {
 			return err
 		}
 		for p := range list {
@@ -282,7 +282,7 @@ func (e *engine) portsUnlike() string {
 	if !h.complete {
 		return ""
 	}
-	list, _, complete, err := e.machine.ports.Held()
+	list, _, complete, err := e.machine.ports.List()
 	switch {
 	case err != nil:
 		return err.Error()

@@ -14,7 +14,7 @@ type slowServers struct {
 	takes time.Duration
 }
 
-func (s slowServers) List(f plan.Family) (map[ipvs.ServerID]*ipvs.HeldServer, error) {
+func (s slowServers) List(f plan.Family) (map[ipvs.ServerID]*ipvs.ActualServer, error) {
 	time.Sleep(s.takes)
 	return s.fakeServers.List(f)
 }

@@ -161,9 +161,9 @@ func (x *Ports) rule() *links.Rule {
 	return r
 }
 
-// Held returns the ports that are in the set. complete says that table and rule are what they should be, and exists that there is
+// List returns the ports that are in the set. complete says that table and rule are what they should be, and exists that there is
 // something of them.
-func (x *Ports) Held() (ports map[plan.Address]struct{}, exists, complete bool, err error) {
+func (x *Ports) List() (ports map[plan.Address]struct{}, exists, complete bool, err error) {
 	exists, complete, err = x.Holds(portChains(x.family))
 	if err != nil {
 		return nil, false, false, err

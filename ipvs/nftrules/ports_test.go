@@ -61,7 +61,7 @@ func TestPorts(t *testing.T) {
 			{Addr: a, Protocol: plan.SCTP, Port: 80}}
 		holds := func(when string, ports []plan.Address, complete bool, routes int, unrouted ...netip.Addr) {
 			t.Helper()
-			got, exists, gotComplete, err := x.Held()
+			got, exists, gotComplete, err := x.List()
 			ok(t, err)
 			want := map[plan.Address]struct{}{}
 			for _, p := range ports {
@@ -126,7 +126,7 @@ func TestPorts(t *testing.T) {
 			many = append(many, plan.Address{Addr: a, Protocol: plan.TCP, Port: 1000 + port})
 		}
 		ok(t, x.Write(many))
-		if got, _, complete, err := x.Held(); len(got) != len(many) || !complete || err != nil {
+		if got, _, complete, err := x.List(); len(got) != len(many) || !complete || err != nil {
 			t.Errorf("of %d ports, %d are there; %v", len(many), len(got), err)
 		}
 		if tc.family == plan.IPv4 {

@@ -9,8 +9,8 @@ import (
 )
 
 // Ensure makes the interface again if somebody has removed it, and turns it on if somebody has turned it off. It returns which
-// of these had happened, in words; empty if nothing had. Addresses and routes have gone with the interface then.
-func (d *Device) Ensure() (mended string, err error) {
+// of these had happened, in words; "" if neither had. Addresses and routes have gone with the interface then.
+func (d *Device) Ensure() (repaired string, err error) {
 	d.mu.Lock()
 	defer d.mu.Unlock()
 	link, err := d.handle.LinkByName(d.name)
@@ -18,17 +18,17 @@ func (d *Device) Ensure() (mended string, err error) {
 	case err == nil && link.Attrs().Index == d.link.Attrs().Index && link.Attrs().Flags&net.FlagUp != 0:
 		return "", nil
 	case err == nil && link.Attrs().Index == d.link.Attrs().Index:
-		mended = "turned off"
+		repaired = "turned off"
 	case err == nil:
-		mended = "removed and made again"
+		repaired = "removed and made again"
 	case !errors.As(err, new(links.LinkNotFoundError)):
 		return "", fmt.Errorf("interface %s: %w", d.name, err)
 	default:
-		mended = "removed"
+		repaired = "removed"
 	}
 	old := d.conn
 	if err := d.open(); err != nil {
 		return "", fmt.Errorf("interface %s: %w", d.name, err)
 	}
-	return mended, old.Close()
+	return repaired, old.Close()
 }

@@ -107,21 +107,21 @@ func (s *Sets) Names() ([]string, error) {
 	return names, nil
 }
 
-// Ensure makes a set unless it is there already. One with other properties is replaced by an empty one; rules that ask it
-// ask the new one from then on. That needs an equal type and family, unless no rule asks it.
+// Ensure makes a set unless it is there already. One with other properties is replaced by an empty one; rules that use it
+// use the new one from then on. That needs an equal type and family, unless no rule uses it.
 func (s *Sets) Ensure(want Set) (created bool, err error) {
 	s.mu.Lock()
 	defer s.mu.Unlock()
 	if _, ok := setTypes[want.Type]; !ok {
 		return false, fmt.Errorf("ipset %s: the type %q is not one that this program knows", want.Name, want.Type)
 	}
-	held, err := s.header(want.Name)
+	actual, err := s.header(want.Name)
 	switch {
 	case errors.Is(err, unix.ENOENT):
 		return true, s.create(want)
 	case err != nil:
 		return false, fmt.Errorf("reading ipset %s: %w", want.Name, err)
-	case held.is(want):
+	case actual.is(want):
 		return false, nil
 	}
 	next, err := s.replacement(want)
@@ -130,10 +130,10 @@ func (s *Sets) Ensure(want Set) (created bool, err error) {
 	}
 	err = s.swap(want.Name, next.Name)
 	if isSetError(err, ipsetTypeMismatch) {
-		// What no rule asks can go first.
+		// What no rule uses can go first.
 		if err = errors.Join(s.destroy(next.Name), s.destroy(want.Name)); err != nil {
-			return false, fmt.Errorf("ipset %s is of type %s and not %s, and cannot be replaced: remove the rules that ask it: %w",
-				want.Name, held.kind, want.Type, err)
+			return false, fmt.Errorf("ipset %s is of type %s and not %s, and cannot be replaced: remove the rules that use it: %w",
+				want.Name, actual.kind, want.Type, err)
 		}
 		return true, s.create(want)
 	}
@@ -191,15 +191,15 @@ func (s *Sets) destroy(name string) error {
 	case err == nil, errors.Is(err, unix.ENOENT):
 		return nil
 	case isSetError(err, ipsetBusy):
-		return fmt.Errorf("ipset %s cannot be removed, for rules (of iptables, say) still ask it: %w", name, err)
+		return fmt.Errorf("ipset %s cannot be removed, since rules (of iptables, say) still use it: %w", name, err)
 	default:
 		return fmt.Errorf("removing ipset %s: %w", name, err)
 	}
 }
 
 // header reads what a set is like.
-func (s *Sets) header(name string) (heldSet, error) {
-	var h heldSet
+func (s *Sets) header(name string) (actualSet, error) {
+	var h actualSet
 	err := s.dump(listMessage(name, flagListHeader), func() {}, func(body []byte) error {
 		h = parseSet(body)
 		return nil
@@ -315,20 +315,20 @@ func (s *Sets) grow(set Set) error {
 	fail := func(err error) error {
 		return fmt.Errorf("ipset %s is full, and making a larger one failed: %w", set.Name, err)
 	}
-	held, err := s.header(set.Name)
+	actual, err := s.header(set.Name)
 	if err != nil {
 		return fail(err)
 	}
 	const most = 1 << 30
-	if held.maxElem >= most || held.maxElem == 0 {
-		return fail(fmt.Errorf("it holds %d entries", held.elements))
+	if actual.maxElem >= most || actual.maxElem == 0 {
+		return fail(fmt.Errorf("it has %d entries", actual.elements))
 	}
 	entries, err := s.entries(set)
 	if err != nil {
 		return fail(err)
 	}
 	larger := set
-	larger.MaxElem = min(4*held.maxElem, most)
+	larger.MaxElem = min(4*actual.maxElem, most)
 	next, err := s.replacement(larger)
 	if err != nil {
 		return fail(err)

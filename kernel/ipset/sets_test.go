@@ -164,10 +164,10 @@ func TestSetWithOtherProperties(t *testing.T) {
 		run(t, "iptables-legacy", append([]string{"-A", "INPUT"}, rule...)...)
 		created, err := s.Ensure(c.want)
 		if c.refused {
-			if created || err == nil || !strings.Contains(err.Error(), "remove the rules that ask it") {
+			if created || err == nil || !strings.Contains(err.Error(), "remove the rules that use it") {
 				t.Errorf("%s to %s, with a rule: %v, %v", c.args, c.want.Type, created, err)
 			}
-			if err := s.Destroy(c.want.Name); err == nil || !strings.Contains(err.Error(), "still ask it") {
+			if err := s.Destroy(c.want.Name); err == nil || !strings.Contains(err.Error(), "still use it") {
 				t.Errorf("removing what a rule asks: %v", err)
 			}
 			run(t, "iptables-legacy", append([]string{"-D", "INPUT"}, rule...)...)

@@ -269,8 +269,8 @@ func parseIP(b []byte, err error) (netip.Addr, error) {
 	return netip.Addr{}, errors.New("an address is missing")
 }
 
-// heldSet is a set as the kernel has it.
-type heldSet struct {
+// actualSet is a set as the kernel has it.
+type actualSet struct {
 	kind                 string
 	family               uint8
 	flags, references    uint32
@@ -280,8 +280,8 @@ type heldSet struct {
 }
 
 // parseSet reads what a set is like.
-func parseSet(body []byte) heldSet {
-	var h heldSet
+func parseSet(body []byte) actualSet {
+	var h actualSet
 	for kind, value := range netlink.Attributes(behindHeader(body)) {
 		switch kind {
 		case setAttrType:
@@ -315,8 +315,8 @@ func parseSet(body []byte) heldSet {
 
 // is reports whether a set is as it should be. How many entries it takes does not count, since it can grow, and neither does
 // the revision of its type.
-func (h heldSet) is(s Set) bool {
-	var want heldSet
+func (h actualSet) is(s Set) bool {
+	var want actualSet
 	if want.kind = s.Type; setTypes[s.Type].bitmap {
 		want.finalPort = 65535
 	} else {

@@ -145,8 +145,8 @@ func appendDestinationID(b netlink.Buffer, a netip.AddrPort) netlink.Buffer {
 }
 
 // parseService reads a virtual server and its traffic from the body of a message.
-func parseService(body []byte) (*HeldServer, Traffic, error) {
-	s := &HeldServer{Destinations: map[netip.AddrPort]HeldDestination{}}
+func parseService(body []byte) (*ActualServer, Traffic, error) {
+	s := &ActualServer{Destinations: map[netip.AddrPort]ActualDestination{}}
 	var traffic Traffic
 	var addr []byte
 	var mask uint32
@@ -227,7 +227,7 @@ func parseTraffic(b []byte) Traffic {
 }
 
 // parseDestination reads a destination of a virtual server of a family. It is foreign if we would not have made it so.
-func parseDestination(body []byte, family plan.Family) (d HeldDestination, foreign bool, err error) {
+func parseDestination(body []byte, family plan.Family) (d ActualDestination, foreign bool, err error) {
 	var addr []byte
 	var port uint16
 	for kind, value := range netlink.Attributes(inside(body, attrDest)) {

@@ -54,19 +54,19 @@ type Destination struct {
 // kernel still knows, so a UDP flow counts as inactive. Persistent ones are the templates by which clients return.
 type Connections struct{ Active, Inactive, Persistent uint32 }
 
-// HeldDestination is a destination as the kernel has it.
-type HeldDestination struct {
+// ActualDestination is a destination as the kernel has it.
+type ActualDestination struct {
 	Destination
 	Connections
 }
 
-// HeldServer is a virtual server as the kernel has it.
-type HeldServer struct {
+// ActualServer is a virtual server as the kernel has it.
+type ActualServer struct {
 	Server
 	// Foreign says that it, or one of its destinations, has a property that this package never gives, such as another
 	// forwarding method. To put it right, delete it and add it again.
 	Foreign      bool
-	Destinations map[netip.AddrPort]HeldDestination
+	Destinations map[netip.AddrPort]ActualDestination
 }
 
 // Traffic counts what went through a virtual server since it was made. The kernel brings it up to date every two seconds.

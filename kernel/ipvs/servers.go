@@ -68,10 +68,10 @@ func (s *Servers) Close() error {
 }
 
 // List returns all virtual servers of a family, with their destinations.
-func (s *Servers) List(f plan.Family) (map[ServerID]*HeldServer, error) {
+func (s *Servers) List(f plan.Family) (map[ServerID]*ActualServer, error) {
 	s.mu.Lock()
 	defer s.mu.Unlock()
-	held := map[ServerID]*HeldServer{}
+	actual := map[ServerID]*ActualServer{}
 	all, err := services(s.conn, s.family)
 	if err != nil {
 		return nil, fmt.Errorf("listing virtual servers: %w", err)
@@ -83,20 +83,20 @@ func (s *Servers) List(f plan.Family) (map[ServerID]*HeldServer, error) {
 		if err := s.destinations(v.server); err != nil {
 			return nil, fmt.Errorf("listing the destinations of virtual server %s: %w", id, err)
 		}
-		held[id] = v.server
+		actual[id] = v.server
 	}
-	return held, nil
+	return actual, nil
 }
 
 // Get returns one virtual server with its destinations and the numbers of their connections, or nil if there is none.
-func (s *Servers) Get(id ServerID) (*HeldServer, error) {
+func (s *Servers) Get(id ServerID) (*ActualServer, error) {
 	s.mu.Lock()
 	defer s.mu.Unlock()
 	body, err := s.conn.Ask(s.serviceMessage(commandGetService, id))
 	if errors.Is(err, unix.ESRCH) {
 		return nil, nil
 	}
-	var h *HeldServer
+	var h *ActualServer
 	if err == nil {
 		h, _, err = parseService(body)
 	}
@@ -129,7 +129,7 @@ func (s *Servers) Stats() (map[ServerID]Traffic, error) {
 }
 
 type service struct {
-	server  *HeldServer
+	server  *ActualServer
 	traffic Traffic
 }
 
@@ -158,7 +158,7 @@ func services(c *netlink.Conn, family uint16) (map[ServerID]service, error) {
 }
 
 // destinations dumps those of one virtual server into it. The kernel does not complain if the server is gone.
-func (s *Servers) destinations(h *HeldServer) error {
+func (s *Servers) destinations(h *ActualServer) error {
 	return netlink.Retry(func() error {
 		clear(h.Destinations)
 		return s.conn.Dump(s.serviceMessage(commandGetDest, h.ID), func(body []byte) error {
@@ -235,7 +235,7 @@ func (s *Servers) makeWith(name string) bool {
 	for mark := uint32(first); mark < first+marks; mark++ {
 		probe := Server{Scheduler: name, ID: ServerID{Family: plan.IPv4, Mark: mark}}
 		ops := []Op{{Kind: AddServer, Server: probe}, {Kind: DeleteServer, Server: probe}}
-		if held, err := s.conn.Ask(s.serviceMessage(commandGetService, probe.ID)); err == nil && held != nil {
+		if existing, err := s.conn.Ask(s.serviceMessage(commandGetService, probe.ID)); err == nil && existing != nil {
 			continue
 		}
 		errs := s.conn.Do(s.command(commandNewService, ops[0]), s.command(commandDelService, ops[1]))

@@ -42,9 +42,9 @@ func id(protocol plan.Protocol, s string) ServerID {
 // check compares what the kernel has of a server, by List and by Get, with what it should.
 func check(t *testing.T, s *Servers, want Server, destinations ...Destination) {
 	t.Helper()
-	h := &HeldServer{Server: want, Destinations: map[netip.AddrPort]HeldDestination{}}
+	h := &ActualServer{Server: want, Destinations: map[netip.AddrPort]ActualDestination{}}
 	for _, d := range destinations {
-		h.Destinations[d.Addr] = HeldDestination{Destination: d}
+		h.Destinations[d.Addr] = ActualDestination{Destination: d}
 	}
 	got, err := s.Get(want.ID)
 	if err != nil || !reflect.DeepEqual(got, h) {
@@ -143,12 +143,12 @@ func TestServersRepeat(t *testing.T) {
 func TestApply(t *testing.T) {
 	s := openServers(t)
 	var ops []Op
-	want := map[ServerID]*HeldServer{}
+	want := map[ServerID]*ActualServer{}
 	for i := range 700 {
 		v := Server{ID: id(plan.TCP, fmt.Sprintf("10.96.%d.%d:80", i>>8, i&255)), Scheduler: "rr"}
 		d := Destination{at("10.1.0.1:80"), uint32(i)}
 		ops = append(ops, Op{Kind: AddServer, Server: v}, Op{AddDestination, Server{ID: v.ID}, d})
-		want[v.ID] = &HeldServer{Server: v, Destinations: map[netip.AddrPort]HeldDestination{d.Addr: {Destination: d}}}
+		want[v.ID] = &ActualServer{Server: v, Destinations: map[netip.AddrPort]ActualDestination{d.Addr: {Destination: d}}}
 	}
 	for range 2 { // The second time, everything is there: as many errors of the kernel as there are ops.
 		if errs := s.Apply(ops); errs != nil {

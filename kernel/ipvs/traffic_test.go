@@ -53,7 +53,7 @@ func TestTraffic(t *testing.T) {
 	}
 
 	got, err := s.Get(v.ID)
-	want := HeldDestination{to, Connections{Active: 1, Persistent: 1}}
+	want := ActualDestination{to, Connections{Active: 1, Persistent: 1}}
 	if err != nil || got.Destinations[to.Addr] != want {
 		t.Errorf("with a connection: %+v, %v; want %+v", got, err, want)
 	}
