@@ -18,11 +18,11 @@ type body struct {
 	id     controlplane.ID // of a broken document: as much of it as is known
 	obj    any             // made by controlplane.Type.New; nil for types that are not used
 	issues []issue
-	bad    bool              // broken or refused: the last good version counts
-	unread bool              // broken: the text breaks the rules of YAML or JSON
-	noKind bool              // broken: no API server has its kind
-	other  controlplane.Type // of an object that is not used
-	prefix string            // of field paths, within a List
+	bad    bool   // broken or refused: the last good version counts
+	unread bool   // broken: the text breaks the rules of YAML or JSON
+	noKind bool   // broken: no API server has its kind
+	other  string // type of an object that is not used
+	prefix string // of field paths, within a List
 }
 
 // anonymous reports whether a broken document does not identify its object.
@@ -210,7 +210,7 @@ func decodeJSON(data []byte, typ controlplane.Type) *body {
 	case h.IsList():
 		b.checkList(data)
 	default:
-		b.other = h.Type
+		b.other = h.Type.String()
 		b.add(source.Finding{Detail: h.WhyNotProxied(), Effect: "not proxied"})
 	}
 	return b

@@ -72,14 +72,6 @@ func (r *reading) lacks(entries []*entry) bool {
 
 var seed = maphash.MakeSeed()
 
-func hashOf(d *document.Document) uint64 {
-	var h maphash.Hash
-	h.SetSeed(seed)
-	_, _ = h.Write(d.Bytes())
-	_, _ = h.WriteString("\x00" + d.List.Kind + "\x00" + d.List.APIVersion)
-	return h.Sum64()
-}
-
 // isList reports whether a JSON document is a list, each of whose items is a document.
 func isList(t document.Type) bool { return controlplane.Type(t).IsList() }
 
@@ -92,7 +84,7 @@ func decodeAll(readings []*reading, files map[string]*file) {
 		}
 		old := files[r.path]
 		for _, doc := range document.Split(r.text, isList) {
-			d := &decodedDocument{doc: doc, hash: hashOf(doc)}
+			d := &decodedDocument{doc: doc, hash: maphash.Bytes(seed, doc.Bytes())}
 			if old != nil {
 				if was := old.decoded[d.hash]; was != nil && was.usedBy != r && was.doc.Same(doc) {
 					was.usedBy = r // The same text twice in a file makes two objects, though only one counts.

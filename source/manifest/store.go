@@ -13,8 +13,8 @@ type store struct {
 	cluster  *controlplane.Cluster
 	findings reporter
 	files    map[string]*file
-	faulty   map[string]*file           // those with documents that can't be used
-	others   map[controlplane.Type]bool // types that have been reported as not proxied
+	faulty   map[string]*file // those with documents that can't be used
+	others   map[string]bool  // types that have been reported as not proxied
 
 	definitions map[controlplane.ID][]*entry // of each object, in order: the first is in force
 	marks       int                          // the last one given to an entry
@@ -25,7 +25,7 @@ func newStore(cfg *Config) (*store, error) {
 		findings:    reporter{report: cfg.Report, current: map[string][]source.Finding{}},
 		files:       map[string]*file{},
 		faulty:      map[string]*file{},
-		others:      map[controlplane.Type]bool{},
+		others:      map[string]bool{},
 		definitions: map[controlplane.ID][]*entry{},
 	}
 	var err error
@@ -120,11 +120,11 @@ func (s *store) withoutOthers(remarks []remark) []remark {
 	var out []remark
 	for _, rem := range remarks {
 		switch e := rem.entry; {
-		case e == nil || e.other == (controlplane.Type{}):
+		case e == nil || e.other == "":
 			out = append(out, rem)
 		case !s.others[e.other]:
 			s.others[e.other] = true
-			s.findings.set("kind "+e.other.String(), []remark{rem})
+			s.findings.set("kind "+e.other, []remark{rem})
 		}
 	}
 	return out
