@@ -52,8 +52,9 @@ func Text(f plan.Family, name string, chains []Chain) string {
 	return out
 }
 
-// Table is a table of this program's in the network namespace of the thread that opened it.
+// Table is a table that belongs to this program alone, in the network namespace of the thread that opened it.
 type Table struct {
+	// Conn and Table are for sets, which this package knows nothing of.
 	Conn  *nftables.Conn
 	Table *nftables.Table
 }
@@ -67,7 +68,10 @@ func Open(f plan.Family, name string) (*Table, error) {
 	t := &Table{conn, &nftables.Table{Family: tableFamily(f), Name: name}}
 	if _, err := conn.ListTablesOfFamily(t.Table.Family); err != nil {
 		_ = t.Close()
-		return nil, absent(err)
+		if err = absent(err); errors.Is(err, ErrAbsent) {
+			return nil, err
+		}
+		return nil, fmt.Errorf("nftables: %w", err)
 	}
 	return t, nil
 }
@@ -75,7 +79,7 @@ func Open(f plan.Family, name string) (*Table, error) {
 // Close closes the socket. The table stays.
 func (t *Table) Close() error { return t.Conn.CloseLasting() }
 
-// label is what each rule carries, so that it is told from others by it.
+// label identifies a rule: each carries its label in the kernel.
 func (c Chain) label(i int) []byte {
 	sum := sha256.Sum256([]byte(fmt.Sprintf("%s %s %d %s", c.Name, c.Hook, c.Priority, c.Rules[i].Text)))
 	return fmt.Appendf(nil, "nodeproxy %x", sum[:8])
@@ -157,19 +161,12 @@ func (t *Table) Flush() error {
 // FamiliesWith lists the families that have a table of a name in the network namespace of the calling thread.
 func FamiliesWith(name string) ([]plan.Family, error) {
 	var out []plan.Family
-	conn, err := nftables.New()
-	if err != nil {
-		return nil, fmt.Errorf("nftables: netlink socket: %w", err)
-	}
 	for _, f := range plan.Families {
-		list, err := conn.ListTablesOfFamily(tableFamily(f))
-		if err != nil {
-			if err = absent(err); errors.Is(err, ErrAbsent) {
-				continue
-			}
-			return nil, err
+		names, err := Tables(f)
+		if err != nil && !errors.Is(err, ErrAbsent) {
+			return nil, fmt.Errorf("listing nftables tables: %w", err)
 		}
-		if slices.ContainsFunc(list, func(t *nftables.Table) bool { return t.Name == name }) {
+		if slices.Contains(names, name) {
 			out = append(out, f)
 		}
 	}
@@ -179,18 +176,11 @@ func FamiliesWith(name string) ([]plan.Family, error) {
 // RemoveTables removes the tables of a name, if there are any.
 func RemoveTables(name string) error {
 	families, err := FamiliesWith(name)
-	if err != nil || len(families) == 0 {
-		return err
-	}
-	conn, err := nftables.New()
-	if err != nil {
-		return fmt.Errorf("nftables: netlink socket: %w", err)
-	}
+	errs := []error{err}
 	for _, f := range families {
-		conn.DelTable(&nftables.Table{Family: tableFamily(f), Name: name})
+		if err := DeleteTable(f, name); err != nil && !errors.Is(err, unix.ENOENT) {
+			errs = append(errs, fmt.Errorf("removing nftables table %s %s: %w", FamilyName(f), name, err))
+		}
 	}
-	if err := conn.Flush(); err != nil && !errors.Is(err, unix.ENOENT) {
-		return fmt.Errorf("removing nftables table %s: %w", name, err)
-	}
-	return nil
+	return errors.Join(errs...)
 }

@@ -8,6 +8,7 @@ import (
 	"sync"
 	"time"
 
+	"nodeproxy/kernel/host"
 	"nodeproxy/kernel/sockets"
 	"nodeproxy/plan"
 	"nodeproxy/source"
@@ -146,26 +147,26 @@ func (w *Watcher) look() (again bool, err error) {
 		}
 		list = append(list, some...)
 	}
-	host, err := w.host(w.cfg.NotNode)
+	addrs, err := w.host(w.cfg.NotNode)
 	if err != nil {
 		return false, err
 	}
-	now := w.conflicts(list, host)
+	now := w.conflicts(list, addrs)
 	w.tell(now)
 	return len(w.doubtful) > 0, nil
 }
 
 // conflicts returns those that there are, each with the inodes of its sockets.
-func (w *Watcher) conflicts(list []socket, host []netip.Addr) map[conflict][]uint32 {
+func (w *Watcher) conflicts(list []socket, addrs []netip.Addr) map[conflict][]uint32 {
 	now := map[conflict][]uint32{}
 	doubtful := map[uint32]bool{}
-	ephemeral := ephemeralPorts()
+	ephemeral := host.EphemeralPorts()
 	var own map[uint32]bool
 	w.mu.Lock()
 	defer w.mu.Unlock()
 	for _, s := range list {
-		for _, o := range w.index.captured(s, host) {
-			doubt := s.Protocol == plan.UDP && ephemeral.contains(s.Port)
+		for _, o := range w.index.captured(s, addrs) {
+			doubt := s.Protocol == plan.UDP && ephemeral.Contains(s.Port)
 			if o.frontend.Kind == plan.HealthCheckNodePort {
 				if own == nil {
 					own = w.own()
