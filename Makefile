@@ -76,7 +76,7 @@ test: deps
 test-all: deps build lint controlplane kernel guest deploytools neighbours
 	go test -count=1 -timeout 10m $(PACKAGES)
 	$(MAKE) race
-	NODEPROXY_BIN=$(CURDIR)/$(BINARY) go test -count=1 -timeout 29m -v ./e2e/... | hack/quiet
+	NODEPROXY_BIN=$(CURDIR)/$(BINARY) go test -count=1 -timeout 45m -v ./e2e/... | hack/quiet
 	$(MAKE) test-hostile
 	$(MAKE) demo
 
