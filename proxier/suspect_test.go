@@ -152,9 +152,11 @@ func TestSlowComparison(t *testing.T) {
 				p.Suspect("a test says so")
 				time.Sleep(2 * time.Second)
 			}
+			synctest.Wait() // until nobody reads takes
 			r.takes = 10 * time.Second
 			p.Suspect("a test says so")
 			time.Sleep(11 * time.Second)
+			synctest.Wait()
 			r.takes = 10 * time.Millisecond
 			last = time.Now()
 			p.Suspect("a test says so")
