@@ -214,7 +214,7 @@ func TestFaultInterruptedDumps(t *testing.T) {
 		end := f.inject("recvfrom,recvmsg")
 		var text strings.Builder
 		for _, verb := range []string{"add", "del"} {
-			for i := range 200 {
+			for i := range 800 { // more than fit into one message of a list
 				fmt.Fprintf(&text, "addr %s 10.99.%d.%d/32 dev lo\n", verb, i/200, i%200)
 			}
 		}

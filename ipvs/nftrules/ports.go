@@ -194,7 +194,7 @@ func (x *Ports) elements() (map[plan.Address]struct{}, error) {
 		list, err = x.Conn.GetSetElements(x.set)
 	}
 	if err != nil {
-		return nil, fmt.Errorf("reading set %s of nftables table %s: %w", x.set.Name, PortsTable, err)
+		return nil, fmt.Errorf("reading set %s of nftables table %s: %w", x.set.Name, PortsTable, x.Failed(err))
 	}
 	for _, e := range list {
 		if p, ok := parsePort(e.Key, x.family); ok {

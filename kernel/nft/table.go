@@ -79,6 +79,19 @@ func Open(f plan.Family, name string) (*Table, error) {
 // Close closes the socket. The table stays.
 func (t *Table) Close() error { return t.Conn.CloseLasting() }
 
+// Failed returns err. If it is one, it gives the table another socket: answers to what has failed may still come, as after ENOBUFS, and
+// each later request on the same socket would take them for its own. What was prepared and not flushed is gone with the socket.
+func (t *Table) Failed(err error) error {
+	if err == nil {
+		return nil
+	}
+	if conn, dialErr := nftables.New(nftables.AsLasting()); dialErr == nil {
+		_ = t.Conn.CloseLasting()
+		t.Conn = conn
+	}
+	return err
+}
+
 // label identifies a rule: each carries its label in the kernel.
 func (c Chain) label(i int) []byte {
 	sum := sha256.Sum256([]byte(fmt.Sprintf("%s %s %d %s", c.Name, c.Hook, c.Priority, c.Rules[i].Text)))
@@ -97,7 +110,7 @@ func (c Chain) labels() [][]byte {
 func (t *Table) Holds(want []Chain) (exists, same bool, err error) {
 	have, err := t.labels()
 	if err != nil {
-		return false, false, fmt.Errorf("reading nftables table %s: %w", t.Table.Name, err)
+		return false, false, fmt.Errorf("reading nftables table %s: %w", t.Table.Name, t.Failed(err))
 	}
 	same = len(have) == len(want)
 	for _, c := range want {
@@ -153,7 +166,7 @@ func (t *Table) Add(chains []Chain) {
 // Flush does what has been prepared, all or nothing of it.
 func (t *Table) Flush() error {
 	if err := t.Conn.Flush(); err != nil {
-		return fmt.Errorf("writing nftables table %s: %w", t.Table.Name, err)
+		return fmt.Errorf("writing nftables table %s: %w", t.Table.Name, t.Failed(err))
 	}
 	return nil
 }
