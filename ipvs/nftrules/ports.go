@@ -226,7 +226,7 @@ func parsePort(key []byte, f plan.Family) (plan.Address, bool) {
 func (x *Ports) Write(ports []plan.Address) error {
 	x.Replace()
 	if err := x.Conn.AddSet(x.set, nil); err != nil {
-		return fmt.Errorf("writing nftables table %s: %w", PortsTable, err)
+		return fmt.Errorf("writing nftables table %s: %w", PortsTable, x.Failed(err)) // and not half of it with the next flush
 	}
 	x.Table.Add(portChains(x.family))
 	if err := x.Add(ports); err != nil {
@@ -268,7 +268,7 @@ func (x *Ports) change(ports []plan.Address, do func(*nftables.Set, []nftables.S
 			elements = append(elements, nftables.SetElement{Key: portKey(p)})
 		}
 		if err := do(x.set, elements); err != nil {
-			return fmt.Errorf("changing set %s of nftables table %s: %w", x.set.Name, PortsTable, err)
+			return fmt.Errorf("changing set %s of nftables table %s: %w", x.set.Name, PortsTable, x.Failed(err))
 		}
 		if err := x.Flush(); err != nil {
 			return err
