@@ -107,8 +107,8 @@ func (l *lab) sync() {
 // do runs a command, {} in which stands for the variant.
 func (l *lab) do(command string) {
 	l.t.Helper()
-	words := strings.Fields(strings.ReplaceAll(command, "{}", string(l.variant)))
-	if out, err := exec.Command(words[0], words[1:]...).CombinedOutput(); err != nil {
+	command = strings.ReplaceAll(command, "{}", string(l.variant))
+	if out, err := exec.Command("sh", "-c", command).CombinedOutput(); err != nil {
 		l.t.Errorf("%s: %v: %s", command, err, out)
 	}
 }
@@ -149,9 +149,9 @@ var faults = [][]fault{
 			"set element 10.96.0.12,udp:80 of set KUBE-NO-ENDPOINTS: unexpected", one(drift.SetElement)},
 		{"a set emptied", "ipset flush KUBE-CLUSTER-IP", "of set KUBE-CLUSTER-IP: missing",
 			map[drift.Kind]int{drift.SetElement: services}},
-		{"connection tracking turned off", "sysctl -qw net.ipv4.vs.conntrack=0",
+		{"connection tracking turned off", "echo 0 >/proc/sys/net/ipv4/vs/conntrack",
 			`sysctl net.ipv4.vs.conntrack is "0" in place of 1: changed`, one(drift.Sysctl)},
-		{"forwarding turned off", "sysctl -qw net.ipv4.ip_forward=0",
+		{"forwarding turned off", "echo 0 >/proc/sys/net/ipv4/ip_forward",
 			`sysctl net.ipv4.ip_forward is "0" in place of 1: changed`, one(drift.Sysctl)},
 	}, {
 		{"an address removed", "ip addr del 10.96.0.13/32 dev kube-ipvs0", "address 10.96.0.13 of interface kube-ipvs0: missing",

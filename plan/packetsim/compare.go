@@ -133,21 +133,23 @@ func (l Leeway) agreeForward(v plan.Verdict, pkt plan.Packet, outcomes []Outcome
 
 // AgreeBetween says what is wrong with a packet's outcomes while a change is being made, before and after which it gets to an
 // endpoint: it must get to one all the while, of endpoints, which are those that its ServicePort has before or after; and
-// masqueraded where the verdicts have it so: those that know the endpoint, or if neither does, both. It is nil if nothing is wrong.
+// masqueraded where the verdicts that know the endpoint have it so. If neither knows it, both must, for the sake of the policy; but
+// what a client that is an endpoint itself meets when it gets to itself, which is always masqueraded, says nothing about the others.
+// It is nil if nothing is wrong.
 func AgreeBetween(before, after plan.Verdict, endpoints []plan.Endpoint, pkt plan.Packet, outcomes []Outcome) error {
 	targets := slices.Concat(before.Targets, after.Targets)
 	for _, o := range outcomes {
 		kept := func(t plan.Target) bool { return !t.Masquerade }
 		of := slices.DeleteFunc(slices.Clone(targets), func(t plan.Target) bool { return t.Addr != o.Dst })
 		if len(of) == 0 {
-			of = targets
+			of = slices.DeleteFunc(slices.Clone(targets), func(t plan.Target) bool { return t.Addr.Addr() == pkt.Src })
 		}
 		known := slices.ContainsFunc(endpoints, func(ep plan.Endpoint) bool { return ep.Addr == o.Dst })
 		leaves := pkt.Output || !o.Delivered
 		switch {
 		case !known || !o.DNAT || o.Action != Accept:
 			return fmt.Errorf("it gets to %s", o)
-		case leaves && !o.Masquerade && !slices.ContainsFunc(of, kept) && o.Dst.Addr() != pkt.Src:
+		case leaves && !o.Masquerade && len(of) > 0 && !slices.ContainsFunc(of, kept) && o.Dst.Addr() != pkt.Src:
 			return fmt.Errorf("it gets to %s and is not masqueraded", o)
 		}
 	}
