@@ -17,6 +17,7 @@ import (
 	"sync"
 	"time"
 
+	"nodeproxy/kernel/names"
 	"nodeproxy/plan"
 	"nodeproxy/proxier/drift"
 )
@@ -75,7 +76,7 @@ func New(cfg Config) (*Backend, error) {
 		}
 		t.native = cfg.NativeRules
 		b.engines = append(b.engines, newEngine(t, cfg))
-		b.watch.add(t, tableNAT, tableFilter)
+		b.watch.add(t, names.NAT, names.Filter)
 	}
 	if len(b.engines) == 0 {
 		return nil, fmt.Errorf("mode iptables can't work here: %w", errors.Join(missing...))
@@ -170,7 +171,7 @@ func (b *Backend) Watch(ctx context.Context, suspect func(why string)) error {
 
 // kernel is what an engine needs of the machine.
 type kernel interface {
-	save(ctx context.Context, t table) (kernelTable, error)
+	save(ctx context.Context, t names.Table) (kernelTable, error)
 	restore(text string) error
 }
 
@@ -272,13 +273,13 @@ func AllowLocalhostNodePorts(ctx context.Context, cfg Config) error {
 		return err
 	}
 	f := &fullSync{engine: b.engines[0], ctx: ctx}
-	if f.filter, err = f.tool.save(ctx, tableFilter); err != nil {
+	if f.filter, err = f.tool.save(ctx, names.Filter); err != nil {
 		return err
 	}
 	if err := f.guard(); err != nil {
 		return err
 	}
-	guards := slices.DeleteFunc(jumps(true), func(j jump) bool { return j.to != chainFirewall })
+	guards := slices.DeleteFunc(jumps(true), func(j jump) bool { return j.to != names.KubeletFirewall })
 	if err := f.ensure(guards); err != nil {
 		return err
 	}

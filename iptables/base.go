@@ -5,6 +5,7 @@ import (
 	"net/netip"
 	"slices"
 
+	"nodeproxy/kernel/names"
 	"nodeproxy/plan"
 )
 
@@ -46,7 +47,7 @@ func (o Options) mark() string {
 
 // tableChain is a chain and the table that it is in.
 type tableChain struct {
-	table table
+	table names.Table
 	chain
 }
 
@@ -115,11 +116,11 @@ func baseChains(o Options, f plan.Family, x form) []tableChain {
 	}
 	postrouting = append(first, postrouting...)
 	return []tableChain{
-		{tableFilter, chain{chainForward, forward}},
-		{tableNAT, chain{chainMarkMasq, []string{
+		{names.Filter, chain{names.Forward, forward}},
+		{names.NAT, chain{names.MarkMasq, []string{
 			newRule().jump("MARK --set-xmark " + o.mark()),
 		}}},
-		{tableNAT, chain{chainPostrouting, postrouting}},
+		{names.NAT, chain{names.Postrouting, postrouting}},
 	}
 }
 
@@ -150,7 +151,7 @@ func localnetGuard() string {
 
 // jump is a rule in a built-in chain that leads to one of ours.
 type jump struct {
-	table   table
+	table   names.Table
 	from    string
 	to      string
 	comment string
@@ -178,25 +179,25 @@ func jumps(localnet bool) []jump {
 		firewall = "kubernetes load balancer firewall"
 	)
 	list := []jump{
-		{tableFilter, "INPUT", chainNodePorts, "kubernetes health check service ports", false},
-		{tableFilter, "INPUT", chainExternalServices, visible, true},
-		{tableFilter, "FORWARD", chainExternalServices, visible, true},
-		{tableFilter, "FORWARD", chainServices, portals, true},
-		{tableFilter, "OUTPUT", chainServices, portals, true},
-		{tableFilter, "INPUT", chainProxyFirewall, firewall, true},
-		{tableFilter, "OUTPUT", chainProxyFirewall, firewall, true},
-		{tableFilter, "FORWARD", chainProxyFirewall, firewall, true},
+		{names.Filter, "INPUT", names.NodePorts, "kubernetes health check service ports", false},
+		{names.Filter, "INPUT", names.ExternalServices, visible, true},
+		{names.Filter, "FORWARD", names.ExternalServices, visible, true},
+		{names.Filter, "FORWARD", names.Services, portals, true},
+		{names.Filter, "OUTPUT", names.Services, portals, true},
+		{names.Filter, "INPUT", names.ProxyFirewall, firewall, true},
+		{names.Filter, "OUTPUT", names.ProxyFirewall, firewall, true},
+		{names.Filter, "FORWARD", names.ProxyFirewall, firewall, true},
 		// First of all, since it is done with every established connection. What is marked for masquerading has been
 		// translated too, so there is nothing to refuse in it.
-		{tableFilter, "FORWARD", chainForward, "kubernetes forwarding rules", false},
-		{tableNAT, "OUTPUT", chainServices, portals, false},
-		{tableNAT, "PREROUTING", chainServices, portals, false},
-		{tableNAT, "POSTROUTING", chainPostrouting, "kubernetes postrouting rules", false},
+		{names.Filter, "FORWARD", names.Forward, "kubernetes forwarding rules", false},
+		{names.NAT, "OUTPUT", names.Services, portals, false},
+		{names.NAT, "PREROUTING", names.Services, portals, false},
+		{names.NAT, "POSTROUTING", names.Postrouting, "kubernetes postrouting rules", false},
 	}
 	if localnet {
 		list = append(list,
-			jump{tableFilter, "INPUT", chainFirewall, "", false},
-			jump{tableFilter, "OUTPUT", chainFirewall, "", false})
+			jump{names.Filter, "INPUT", names.KubeletFirewall, "", false},
+			jump{names.Filter, "OUTPUT", names.KubeletFirewall, "", false})
 	}
 	return list
 }

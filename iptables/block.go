@@ -1,13 +1,14 @@
 package iptables
 
 import (
+	"nodeproxy/kernel/names"
 	"slices"
 	"strings"
 )
 
 // block is a change of one table that the kernel makes as a whole: chains to fill anew and chains to remove.
 type block struct {
-	table   table
+	table   names.Table
 	writes  []chain
 	removes []string
 	// grows is how many more rules the table has after it.
@@ -34,7 +35,7 @@ func (b *block) removeChain(was int, name string) {
 type blocks struct{ nat, filter block }
 
 func (b *blocks) write(c tableChain) {
-	if c.table == tableFilter {
+	if c.table == names.Filter {
 		b.filter.write(c.chain)
 	} else {
 		b.nat.write(c.chain)
@@ -43,7 +44,7 @@ func (b *blocks) write(c tableChain) {
 
 // filterFirst and natFirst say which table changes first.
 func (b *blocks) filterFirst() []block {
-	b.nat.table, b.filter.table = tableNAT, tableFilter
+	b.nat.table, b.filter.table = names.NAT, names.Filter
 	return []block{b.filter, b.nat}
 }
 

@@ -12,6 +12,7 @@ import (
 	"github.com/google/nftables"
 	"golang.org/x/sys/unix"
 
+	"nodeproxy/kernel/names"
 	"nodeproxy/plan"
 )
 
@@ -52,15 +53,15 @@ func Cleanup(ctx context.Context, dry bool, variants ...Variant) ([]string, erro
 
 // presentTables are those that the kernel has. A legacy program that is asked for another one makes it, and an nft program fails
 // where the kernel has no nf_tables.
-func presentTables(v Variant, f plan.Family) ([]table, error) {
-	var names []string
+func presentTables(v Variant, f plan.Family) ([]names.Table, error) {
+	var present []string
 	var err error
 	if v == NFT {
-		names, err = nftTables(f)
+		present, err = nftTables(f)
 	} else {
-		names = legacyTables(f)
+		present = legacyTables(f)
 	}
-	return slices.DeleteFunc(slices.Clone(fixedTables), func(t table) bool { return !slices.Contains(names, string(t)) }), err
+	return slices.DeleteFunc(slices.Clone(fixedTables), func(t names.Table) bool { return !slices.Contains(present, string(t)) }), err
 }
 
 func legacyTables(f plan.Family) []string {
@@ -92,7 +93,7 @@ func nftTables(f plan.Family) ([]string, error) {
 }
 
 // cleanup lists what is ours in tables and, unless dry is set, removes it.
-func (x *FixedTables) cleanup(ctx context.Context, tables []table, dry bool) ([]string, error) {
+func (x *FixedTables) cleanup(ctx context.Context, tables []names.Table, dry bool) ([]string, error) {
 	var out []string
 	var errs []error
 	for _, t := range tables {
@@ -103,7 +104,7 @@ func (x *FixedTables) cleanup(ctx context.Context, tables []table, dry bool) ([]
 		}
 		for _, name := range slices.Sorted(maps.Keys(held)) {
 			for _, r := range held[name] {
-				if builtin(name) && isOurs(t, jumpTarget(r)) {
+				if names.Builtin(name) && names.IsOurs(t, jumpTarget(r)) {
 					out = append(out, fmt.Sprintf("rule in %s of table %s that leads to %s", name, t, jumpTarget(r)))
 				}
 			}
@@ -129,7 +130,7 @@ func (x *FixedTables) cleanup(ctx context.Context, tables []table, dry bool) ([]
 
 // removeOthers removes what can be removed of the chains that are still held after the kernel has refused to. One that somebody
 // else's rule leads to stays, empty, and is named in the error.
-func (x *FixedTables) removeOthers(ctx context.Context, t table, refused error) error {
+func (x *FixedTables) removeOthers(ctx context.Context, t names.Table, refused error) error {
 	held, err := x.kernel.save(ctx, t)
 	if err != nil {
 		return errors.Join(refused, err)
@@ -150,7 +151,7 @@ func (x *FixedTables) removeOthers(ctx context.Context, t table, refused error) 
 
 // removeByHalves removes empty chains all together, and if that is refused, either half of them. It calls stays for each that the
 // kernel does not remove. What else fails ends it.
-func (x *FixedTables) removeByHalves(ctx context.Context, t table, names []string, stays func(name string, err error)) error {
+func (x *FixedTables) removeByHalves(ctx context.Context, t names.Table, names []string, stays func(name string, err error)) error {
 	if err := ctx.Err(); err != nil || len(names) == 0 {
 		return err
 	}

@@ -15,6 +15,7 @@ import (
 	"golang.org/x/sys/unix"
 
 	"nodeproxy/internal/nstest"
+	"nodeproxy/kernel/names"
 	"nodeproxy/plan"
 )
 
@@ -79,13 +80,13 @@ func filterCalls(filter []bpf.Instruction) error {
 // othersLead makes a kernel with many chains of ours, to some of which rules of somebody else's lead.
 func othersLead(n int, to ...int) *fakeKernel {
 	k := newFakeKernel()
-	nat := k.tables[tableNAT]
+	nat := k.tables[names.NAT]
 	for i := range n {
-		nat[fmt.Sprintf("%s%05d", prefixCluster, i)] = []string{fmt.Sprintf("-j %s%05d", prefixEndpoint, i)}
-		nat[fmt.Sprintf("%s%05d", prefixEndpoint, i)] = []string{"-j RETURN"}
+		nat[fmt.Sprintf("%s%05d", names.PrefixCluster, i)] = []string{fmt.Sprintf("-j %s%05d", names.PrefixEndpoint, i)}
+		nat[fmt.Sprintf("%s%05d", names.PrefixEndpoint, i)] = []string{"-j RETURN"}
 	}
 	for _, i := range to {
-		nat["OTHERS"] = append(nat["OTHERS"], fmt.Sprintf("-j %s%05d", prefixCluster, i))
+		nat["OTHERS"] = append(nat["OTHERS"], fmt.Sprintf("-j %s%05d", names.PrefixCluster, i))
 	}
 	return k
 }
@@ -99,10 +100,10 @@ func TestCleanupOfWhatOthersLeadTo(t *testing.T) {
 		for _, others := range [][]int{{}, {n / 3}, {0, n / 2, n/2 + 1, n - 1}} {
 			k := othersLead(n, others...)
 			x := &FixedTables{kernel: k, batch: batch}
-			_, err := x.cleanup(t.Context(), []table{tableNAT}, false)
+			_, err := x.cleanup(t.Context(), []names.Table{names.NAT}, false)
 			var want []string
 			for _, i := range others {
-				name := fmt.Sprintf("%s%05d", prefixCluster, i)
+				name := fmt.Sprintf("%s%05d", names.PrefixCluster, i)
 				want = append(want, name)
 				if err == nil || !strings.Contains(err.Error(), "chain "+name+" of table nat stays, since rules in OTHERS lead to it: ") {
 					t.Errorf("batches of %d: %s is not named: %v", batch, name, err)
@@ -111,10 +112,10 @@ func TestCleanupOfWhatOthersLeadTo(t *testing.T) {
 			if len(others) == 0 && err != nil {
 				t.Errorf("batches of %d: %v", batch, err)
 			}
-			if got := obsolete(tableNAT, k.tables[tableNAT], nil); !slices.Equal(got, want) {
+			if got := obsolete(names.NAT, k.tables[names.NAT], nil); !slices.Equal(got, want) {
 				t.Errorf("batches of %d: %d chains are left, want %v", batch, len(got), want)
 			}
-			if got := k.tables[tableNAT]["OTHERS"]; len(got) != len(others) {
+			if got := k.tables[names.NAT]["OTHERS"]; len(got) != len(others) {
 				t.Errorf("others have left %q", got)
 			}
 			limit := 2 + 2*len(others)*bits.Len(2*n)
@@ -164,7 +165,7 @@ func TestCleanupGivesUp(t *testing.T) {
 		{"it is to end in the search", ctx, 4, 5, refused, context.Canceled, cancel},
 	} {
 		k := &stubborn{othersLead(100, 20), tc.takes, tc.err, tc.then}
-		_, err := (&FixedTables{kernel: k}).cleanup(tc.ctx, []table{tableNAT}, false)
+		_, err := (&FixedTables{kernel: k}).cleanup(tc.ctx, []names.Table{names.NAT}, false)
 		if !errors.Is(err, tc.want) || len(k.restores) != tc.restores {
 			t.Errorf("%s: after %d runs: %v; want %d and %v", tc.name, len(k.restores), err, tc.restores, tc.want)
 		}
@@ -177,7 +178,7 @@ func TestCleanupOfRealTables(t *testing.T) {
 	if !nstest.Process(t) {
 		return
 	}
-	const wanted = prefixCluster + "07"
+	const wanted = names.PrefixCluster + "07"
 	for _, v := range []Variant{NFT, Legacy} {
 		for _, f := range plan.Families {
 			k, err := newTool(v, f)
@@ -187,8 +188,8 @@ func TestCleanupOfRealTables(t *testing.T) {
 			var input strings.Builder
 			input.WriteString("*nat\n:OTHERS - [0:0]\n")
 			for i := range 20 {
-				fmt.Fprintf(&input, ":%s%02d - [0:0]\n:%s%02d - [0:0]\n", prefixCluster, i, prefixEndpoint, i)
-				fmt.Fprintf(&input, "-A %s%02d -j %s%02d\n", prefixCluster, i, prefixEndpoint, i)
+				fmt.Fprintf(&input, ":%s%02d - [0:0]\n:%s%02d - [0:0]\n", names.PrefixCluster, i, names.PrefixEndpoint, i)
+				fmt.Fprintf(&input, "-A %s%02d -j %s%02d\n", names.PrefixCluster, i, names.PrefixEndpoint, i)
 			}
 			if err := k.restore(input.String() + "-A OTHERS -j " + wanted + "\nCOMMIT\n"); err != nil {
 				t.Fatal(err)
@@ -198,8 +199,8 @@ func TestCleanupOfRealTables(t *testing.T) {
 				!strings.Contains(err.Error(), "chain "+wanted+" of table nat stays, since rules in OTHERS lead to it: ") {
 				t.Errorf("%s, %s: %d lines, %v", v, f, len(lines), err)
 			}
-			held, err := k.save(t.Context(), tableNAT)
-			if left := obsolete(tableNAT, held, nil); err != nil || !slices.Equal(left, []string{wanted}) || len(held["OTHERS"]) != 1 {
+			held, err := k.save(t.Context(), names.NAT)
+			if left := obsolete(names.NAT, held, nil); err != nil || !slices.Equal(left, []string{wanted}) || len(held["OTHERS"]) != 1 {
 				t.Errorf("%s, %s: %q are left, %v", v, f, left, err)
 			}
 			if err := k.restore("*nat\n-F OTHERS\nCOMMIT\n"); err != nil {

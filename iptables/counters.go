@@ -10,6 +10,7 @@ import (
 	"strings"
 	"sync"
 
+	"nodeproxy/kernel/names"
 	"nodeproxy/plan"
 )
 
@@ -23,7 +24,7 @@ func (b *Backend) InvalidDropped() (uint64, error) {
 		if !ok {
 			continue
 		}
-		rules, err := listChain(t, tableFilter, chainForward)
+		rules, err := listChain(t, names.Filter, names.Forward)
 		if err != nil {
 			return 0, err
 		}
@@ -66,14 +67,14 @@ func (b *Backend) localhostNodePorts() (led, back uint64, err error) {
 		if !ok || e.family != plan.IPv4 {
 			continue
 		}
-		rules, err := listChain(t, tableNAT, chainServices)
+		rules, err := listChain(t, names.NAT, names.Services)
 		if err != nil {
 			return 0, 0, err
 		}
 		for _, rule := range rules {
 			switch {
-			case !strings.HasPrefix(rule, "-A "+chainServices+" -d 127."):
-			case strings.HasSuffix(rule, " -j "+chainNodePorts):
+			case !strings.HasPrefix(rule, "-A "+names.Services+" -d 127."):
+			case strings.HasSuffix(rule, " -j "+names.NodePorts):
 				led += counted(rule)
 			case strings.HasSuffix(rule, " -j RETURN"):
 				back += counted(rule)
@@ -84,7 +85,7 @@ func (b *Backend) localhostNodePorts() (led, back uint64, err error) {
 }
 
 // listChain lists a chain with counters; nothing if there is no such chain.
-func listChain(t *tool, tbl table, name string) ([]string, error) {
+func listChain(t *tool, tbl names.Table, name string) ([]string, error) {
 	ctx := context.Background()
 	rules, err := t.list(ctx, tbl, name)
 	if err == nil {
@@ -98,7 +99,7 @@ func listChain(t *tool, tbl table, name string) ([]string, error) {
 }
 
 // hasChain reports whether a table has a chain; true where that is not known.
-func (t *tool) hasChain(ctx context.Context, tbl table, name string) bool {
+func (t *tool) hasChain(ctx context.Context, tbl names.Table, name string) bool {
 	if t.variant == NFT {
 		names, err := nftChains(t.family, tbl)
 		return err != nil || slices.Contains(names, name)
@@ -108,7 +109,7 @@ func (t *tool) hasChain(ctx context.Context, tbl table, name string) bool {
 }
 
 // list lists chains of a table with counters, a line for each chain and rule: all of them, or one of that name.
-func (t *tool) list(ctx context.Context, tbl table, name ...string) ([]string, error) {
+func (t *tool) list(ctx context.Context, tbl names.Table, name ...string) ([]string, error) {
 	args := append([]string{"-t", string(tbl), "-v", "-S"}, name...)
 	if t.variant == Legacy {
 		args = append(args, "-w", strconv.Itoa(lockWait))

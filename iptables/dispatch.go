@@ -7,16 +7,8 @@ import (
 	"slices"
 	"strings"
 
+	"nodeproxy/kernel/names"
 	"nodeproxy/plan"
-)
-
-// table is an iptables table.
-type table string
-
-const (
-	tableFilter table = "filter"
-	tableNAT    table = "nat"
-	tableMangle table = "mangle" // no rules of this mode
 )
 
 // dispatcherID names a place where packets are told apart by destination and sent on to a ServicePort's rule.
@@ -35,7 +27,7 @@ const (
 
 // place is where a dispatcher stands: its table and chain, and the prefix of the names of the chains below that.
 type place struct {
-	table  table
+	table  names.Table
 	chain  string
 	prefix string
 	// depth is how many chains below the built-in one chain is at most, and tail how many chains a packet passes at most
@@ -45,15 +37,15 @@ type place struct {
 
 var places = [dispatchers]place{
 	// Behind it come KUBE-FW, KUBE-EXT, KUBE-SVC or KUBE-SVL, a group of endpoints, KUBE-SEP, KUBE-MARK-MASQ.
-	natServices: {tableNAT, chainServices, prefixCluster, 1, 6},
+	natServices: {names.NAT, names.Services, names.PrefixCluster, 1, 6},
 	// KUBE-SERVICES leads to it. Behind it come the same but for KUBE-FW.
-	natNodePorts:   {tableNAT, chainNodePorts, prefixExternal, 2, 5},
-	filterServices: {tableFilter, chainServices, prefixCluster, 1, 0},
+	natNodePorts:   {names.NAT, names.NodePorts, names.PrefixExternal, 2, 5},
+	filterServices: {names.Filter, names.Services, names.PrefixCluster, 1, 0},
 	// In OUTPUT it is KUBE-SERVICES that leads to it.
-	filterExternal:          {tableFilter, chainExternalServices, prefixExternal, 2, 0},
-	filterExternalNodePorts: {tableFilter, chainExternalNodePorts, prefixExternal, 3, 0},
-	filterFirewall:          {tableFilter, chainProxyFirewall, prefixFirewall, 1, 0},
-	filterNodePorts:         {tableFilter, chainNodePorts, prefixLocal, 1, 0},
+	filterExternal:          {names.Filter, names.ExternalServices, names.PrefixExternal, 2, 0},
+	filterExternalNodePorts: {names.Filter, names.ExternalNodePorts, names.PrefixExternal, 3, 0},
+	filterFirewall:          {names.Filter, names.ProxyFirewall, names.PrefixFirewall, 1, 0},
+	filterNodePorts:         {names.Filter, names.NodePorts, names.PrefixLocal, 1, 0},
 }
 
 // maxNesting is how many chains deep below a built-in one nf_tables lets rules lead, whether they jump or go to
@@ -298,7 +290,7 @@ func (d *dispatch) addrDigits() int {
 
 // addressed reports whether the entries of a dispatcher are for addresses, rather than for ports alone.
 func (p place) addressed() bool {
-	return p.chain != chainNodePorts && p.chain != chainExternalNodePorts
+	return p.chain != names.NodePorts && p.chain != names.ExternalNodePorts
 }
 
 // split takes a key's prefix apart: the address range, the protocol, and the port range that it stands for.
@@ -359,7 +351,7 @@ func (d *dispatch) name(prefix key) string {
 		}
 		text += fmt.Sprintf("%s:%d-%d", proto.Lower(), first, last)
 	}
-	if name := d.place.prefix + text; len(name) <= maxChainName {
+	if name := d.place.prefix + text; len(name) <= names.MaxChainName {
 		return name
 	}
 	return d.place.prefix + hashName("dispatch "+text)

@@ -4,6 +4,7 @@ import (
 	"maps"
 	"slices"
 
+	"nodeproxy/kernel/names"
 	"nodeproxy/plan"
 	"nodeproxy/proxier/drift"
 )
@@ -17,39 +18,39 @@ type driftFinder struct {
 // rules compares with the rules of mode iptables. KUBE-FIREWALL is left out: the kubelet has a say in it. So are chains of
 // other modes: who starts one in another mode has not changed what was written.
 func (c *driftFinder) rules(written *rules, nat, filter kernelTable) {
-	held := map[table]kernelTable{tableNAT: nat, tableFilter: filter}
-	known := map[table]map[string]bool{tableNAT: {}, tableFilter: {}}
-	check := func(t table, want chain) {
+	held := map[names.Table]kernelTable{names.NAT: nat, names.Filter: filter}
+	known := map[names.Table]map[string]bool{names.NAT: {}, names.Filter: {}}
+	check := func(t names.Table, want chain) {
 		known[t][want.name] = true
 		c.chain(t, want, held[t])
 	}
 	for _, k := range slices.SortedFunc(maps.Keys(written.services), plan.Key.Compare) {
 		for _, own := range written.inForce(written.services[k]).chains {
-			check(tableNAT, own)
+			check(names.NAT, own)
 		}
 	}
 	for _, own := range written.kept.own() {
-		check(tableNAT, own)
+		check(names.NAT, own)
 	}
 	written.fixed(func(want tableChain) { check(want.table, want.chain) })
-	for _, t := range []table{tableNAT, tableFilter} {
-		c.unexpected(t, held[t], func(name string) bool { return mayBeStale(name) && !known[t][name] })
+	for _, t := range []names.Table{names.NAT, names.Filter} {
+		c.unexpected(t, held[t], func(name string) bool { return names.OfService(name) && !known[t][name] })
 	}
 	for _, j := range jumps(written.localnet()) {
-		if j.to != chainFirewall {
+		if j.to != names.KubeletFirewall {
 			c.jump(j.table, j.from, j.text(), held[j.table])
 		}
 	}
 }
 
 // fixed compares one table with fixed rules.
-func (c *driftFinder) fixed(written *Fixed, t table, held kernelTable) {
+func (c *driftFinder) fixed(written *Fixed, t names.Table, held kernelTable) {
 	known := map[string]bool{}
 	for _, want := range written.chains(t) {
 		known[want.name] = true
 		c.chain(t, want, held)
 	}
-	c.unexpected(t, held, func(name string) bool { return isOurs(t, name) && !known[name] })
+	c.unexpected(t, held, func(name string) bool { return names.IsOurs(t, name) && !known[name] })
 	for _, j := range written.jumps(t) {
 		c.jump(t, j.From, j.Rule, held)
 	}
@@ -57,7 +58,7 @@ func (c *driftFinder) fixed(written *Fixed, t table, held kernelTable) {
 
 // unexpected finds chains that were not written, but for an empty one that somebody else's rule leads to: that is how such a
 // chain is left (sweep), and has to be as long as the rule is there.
-func (c *driftFinder) unexpected(t table, held kernelTable, is func(name string) bool) {
+func (c *driftFinder) unexpected(t names.Table, held kernelTable, is func(name string) bool) {
 	var names, empty []string
 	for _, name := range slices.Sorted(maps.Keys(held)) {
 		if is(name) {
@@ -75,14 +76,14 @@ func (c *driftFinder) unexpected(t table, held kernelTable, is func(name string)
 	}
 }
 
-func (c *driftFinder) jump(t table, from, rule string, held kernelTable) {
+func (c *driftFinder) jump(t names.Table, from, rule string, held kernelTable) {
 	if !held.leads(from, rule) {
 		c.found.Add(drift.Rule, drift.Missing, "%q in %s of table %s (%s)", rule, from, t, c.family)
 	}
 }
 
 // chain compares one chain, rule by rule.
-func (c *driftFinder) chain(t table, want chain, held kernelTable) {
+func (c *driftFinder) chain(t names.Table, want chain, held kernelTable) {
 	rules, is := held[want.name]
 	switch {
 	case !is:

@@ -15,6 +15,7 @@ import (
 	"pgregory.net/rapid"
 
 	"nodeproxy/internal/nstest"
+	"nodeproxy/kernel/names"
 	"nodeproxy/plan"
 	"nodeproxy/plan/plantest"
 	"nodeproxy/proxier/drift"
@@ -155,7 +156,7 @@ func TestDrift(t *testing.T) {
 func testDrift(t *testing.T, v Variant) {
 	l := newLab(t, v, 20)
 	defer l.end()
-	svc := serviceChain(prefixCluster, l.plan.Sorted(plan.IPv4)[3].Key)
+	svc := serviceChain(names.PrefixCluster, l.plan.Sorted(plan.IPv4)[3].Key)
 	l.do("iptables-{} -w -t nat -N OTHERS")
 	l.do("iptables-{} -w -t nat -A OTHERS -s 192.0.2.1/32 -j RETURN")
 	l.do("ip6tables-{} -w -t filter -N OTHERS")
@@ -313,8 +314,8 @@ func TestDriftWithPendingChanges(t *testing.T) {
 			}
 		}
 		// Some rule goes, and a change of the plan comes.
-		name := rapid.SampledFrom([]string{chainForward, chainPostrouting}).Draw(t, "chain")
-		tbl := map[string]table{chainForward: tableFilter, chainPostrouting: tableNAT}[name]
+		name := rapid.SampledFrom([]string{names.Forward, names.Postrouting}).Draw(t, "chain")
+		tbl := map[string]names.Table{names.Forward: names.Filter, names.Postrouting: names.NAT}[name]
 		k.tables[tbl][name] = k.tables[tbl][name][1:]
 		if err := e.sync(context.Background(), plans[0], nil); err != nil {
 			t.Fatal(err)

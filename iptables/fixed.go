@@ -8,6 +8,7 @@ import (
 	"slices"
 	"strings"
 
+	"nodeproxy/kernel/names"
 	"nodeproxy/plan"
 	"nodeproxy/proxier/drift"
 )
@@ -35,7 +36,7 @@ type FixedJump struct {
 
 // fixedTables are the tables in the order in which they are written: what marks and refuses packets before what
 // translates them.
-var fixedTables = []table{tableMangle, tableFilter, tableNAT}
+var fixedTables = []names.Table{names.Mangle, names.Filter, names.NAT}
 
 // Render returns the rules as input for iptables-restore, as the function Render does.
 func (x *Fixed) Render() string {
@@ -60,7 +61,7 @@ func (x *Fixed) Render() string {
 	return out.String()
 }
 
-func (x *Fixed) chains(t table) []chain {
+func (x *Fixed) chains(t names.Table) []chain {
 	var out []chain
 	for _, c := range x.Chains {
 		if c.Table == string(t) {
@@ -70,7 +71,7 @@ func (x *Fixed) chains(t table) []chain {
 	return out
 }
 
-func (x *Fixed) jumps(t table) []FixedJump {
+func (x *Fixed) jumps(t names.Table) []FixedJump {
 	return slices.DeleteFunc(slices.Clone(x.Jumps), func(j FixedJump) bool { return j.Table != string(t) })
 }
 
@@ -92,7 +93,7 @@ type FixedTables struct {
 
 // fixedKernel is what FixedTables needs of the machine.
 type fixedKernel interface {
-	save(ctx context.Context, t table) (kernelTable, error)
+	save(ctx context.Context, t names.Table) (kernelTable, error)
 	restore(text string) error
 }
 
@@ -130,9 +131,9 @@ func (x *FixedTables) RandomFully() bool { return x.tool.randomFully }
 // ServiceChains reports whether there are chains of single Services, as mode iptables has them: then it is by its rules that
 // traffic flows.
 func (x *FixedTables) ServiceChains(ctx context.Context) (bool, error) {
-	held, err := x.kernel.save(ctx, tableNAT)
+	held, err := x.kernel.save(ctx, names.NAT)
 	for name := range held {
-		if mayBeStale(name) {
+		if names.OfService(name) {
 			return true, err
 		}
 	}
@@ -145,7 +146,7 @@ func (x *FixedTables) ServiceChains(ctx context.Context) (bool, error) {
 func (x *FixedTables) Apply(ctx context.Context, fixed *Fixed) (int, error) {
 	defer x.watch.writing()()
 	var text strings.Builder
-	stale := map[table][]string{}
+	stale := map[names.Table][]string{}
 	changes := 0
 	written := x.written
 	x.written = nil
@@ -184,10 +185,10 @@ func (x *FixedTables) Apply(ctx context.Context, fixed *Fixed) (int, error) {
 
 // staleChains are the chains of a table that nothing wants any more: those to empty, as somebody else's rule leads to them, unless
 // they are empty already, and those to remove.
-func staleChains(t table, held kernelTable, fixed *Fixed) (emptied block, removed []string) {
+func staleChains(t names.Table, held kernelTable, fixed *Fixed) (emptied block, removed []string) {
 	others := maps.Clone(held)
 	// What leads from built-in chains to ours goes before.
-	maps.DeleteFunc(others, func(name string, _ []string) bool { return builtin(name) })
+	maps.DeleteFunc(others, func(name string, _ []string) bool { return names.Builtin(name) })
 	removed = obsolete(t, held, fixed.chains(t))
 	inUse := usedByOthers(t, others, removed)
 	emptied.table = t
@@ -220,7 +221,7 @@ func (x *FixedTables) OpenWatch() (func(ctx context.Context, suspect func(why st
 func (x *FixedTables) Remove(ctx context.Context) (int, error) { return x.Apply(ctx, &Fixed{}) }
 
 // fixedBlock is the change of one table: chains to fill anew, jumps to chains that nothing wants any more, missing jumps.
-func fixedBlock(t table, held kernelTable, fixed *Fixed) (string, int) {
+func fixedBlock(t names.Table, held kernelTable, fixed *Fixed) (string, int) {
 	var declare, rules strings.Builder
 	n := 0
 	wanted := map[string]bool{}
@@ -234,13 +235,13 @@ func fixedBlock(t table, held kernelTable, fixed *Fixed) (string, int) {
 	}
 	jumps := fixed.jumps(t)
 	for _, name := range slices.Sorted(maps.Keys(held)) {
-		if !builtin(name) {
+		if !names.Builtin(name) {
 			continue
 		}
 		seen := map[string]bool{}
 		for _, r := range held[name] {
 			mine := slices.ContainsFunc(jumps, func(j FixedJump) bool { return j.From == name && j.Rule == r })
-			if isOurs(t, jumpTarget(r)) && (!mine || seen[r]) {
+			if names.IsOurs(t, jumpTarget(r)) && (!mine || seen[r]) {
 				rules.WriteString("-D " + name + " " + r + "\n")
 				n++
 			}
@@ -275,10 +276,10 @@ func jumpTarget(rule string) string {
 }
 
 // obsolete lists the chains of a table that are ours to remove, and that nothing wants.
-func obsolete(t table, held kernelTable, wanted []chain) []string {
+func obsolete(t names.Table, held kernelTable, wanted []chain) []string {
 	var out []string
 	for _, name := range slices.Sorted(maps.Keys(held)) {
-		if isOurs(t, name) && !slices.ContainsFunc(wanted, func(c chain) bool { return c.name == name }) {
+		if names.IsOurs(t, name) && !slices.ContainsFunc(wanted, func(c chain) bool { return c.name == name }) {
 			out = append(out, name)
 		}
 	}
@@ -287,7 +288,7 @@ func obsolete(t table, held kernelTable, wanted []chain) []string {
 
 // removeChains removes chains that no other chain leads to. They may lead to each other, so all are emptied before any goes.
 // batch limits how many names a run of iptables-restore may see; 0 for any number.
-func removeChains(restore func(string) error, t table, names []string, batch int) error {
+func removeChains(restore func(string) error, t names.Table, names []string, batch int) error {
 	if len(names) == 0 {
 		return nil
 	}

@@ -7,6 +7,7 @@ import (
 	"testing"
 
 	"nodeproxy/internal/nstest"
+	"nodeproxy/kernel/names"
 	"nodeproxy/plan"
 	"nodeproxy/plan/plantest"
 )
@@ -145,7 +146,7 @@ func TestFixedRender(t *testing.T) {
 	if got := allTables(t, rendered); got != applied {
 		t.Errorf("differs:\n%s", diffLines(applied, got))
 	}
-	if !slices.Contains(k.tables[tableMangle]["INPUT"], "-j KUBE-IPVS-MARK") {
+	if !slices.Contains(k.tables[names.Mangle]["INPUT"], "-j KUBE-IPVS-MARK") {
 		t.Error("there is no jump in table mangle")
 	}
 }
@@ -176,7 +177,7 @@ func TestFixedChainInUse(t *testing.T) {
 				if err != nil || i > 0 && n > 0 {
 					t.Fatalf("round %d: %d changes, %v", i, n, err)
 				}
-				held, err := x.kernel.save(t.Context(), tableNAT)
+				held, err := x.kernel.save(t.Context(), names.NAT)
 				rules, is := held[name]
 				if _, sep := held["KUBE-SEP-AAAAAAAAAAAAAAAA"]; err != nil || !is || len(rules) > 0 || sep || len(held["OTHERS"]) != 1 {
 					t.Errorf("the chain in use is there: %v, with %q; what it led to: %v; the others' rules: %q; %v",
@@ -187,7 +188,7 @@ func TestFixedChainInUse(t *testing.T) {
 			if _, err := x.Apply(t.Context(), testFixed()); err != nil {
 				t.Fatal(err)
 			}
-			held, err := x.kernel.save(t.Context(), tableNAT)
+			held, err := x.kernel.save(t.Context(), names.NAT)
 			if _, is := held[name]; err != nil || is {
 				t.Errorf("in the end it is there: %v, %v", is, err)
 			}

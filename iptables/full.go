@@ -10,6 +10,7 @@ import (
 	"slices"
 	"strings"
 
+	"nodeproxy/kernel/names"
 	"nodeproxy/plan"
 	"nodeproxy/proxier/drift"
 )
@@ -22,13 +23,13 @@ const maxNames = 300
 // syncAll reads what the kernel holds, and writes what differs from the plan: first what nothing leads to yet, then what
 // leads to it, and removes at last what nothing wants any more.
 func (e *engine) syncAll(ctx context.Context, p *plan.Plan) error {
-	f := &fullSync{engine: e, ctx: ctx, rules: newRules(p, e.family, e.options), wanted: map[table]map[string]bool{},
+	f := &fullSync{engine: e, ctx: ctx, rules: newRules(p, e.family, e.options), wanted: map[names.Table]map[string]bool{},
 		asked: map[plan.Key]*plan.ServicePort{}, tried: map[plan.Key]bool{}, byEntries: map[plan.Key]bool{}}
 	var err error
-	if f.nat, err = e.tool.save(ctx, tableNAT); err != nil {
+	if f.nat, err = e.tool.save(ctx, names.NAT); err != nil {
 		return err
 	}
-	if f.filter, err = e.tool.save(ctx, tableFilter); err != nil {
+	if f.filter, err = e.tool.save(ctx, names.Filter); err != nil {
 		return err
 	}
 	if e.current != nil {
@@ -58,7 +59,7 @@ type fullSync struct {
 	ctx         context.Context
 	nat, filter kernelTable // what the kernel held before
 	rules       *rules
-	wanted      map[table]map[string]bool
+	wanted      map[names.Table]map[string]bool
 	rewrites    []own                          // ServicePorts with chains that the kernel has otherwise
 	refused     []plan.Refusal                 // ServicePorts that the kernel does not take
 	asked       map[plan.Key]*plan.ServicePort // what was asked of those
@@ -132,7 +133,7 @@ func boolCompare(a, b bool) int {
 func (f *fullSync) base() error {
 	var b blocks
 	for _, c := range baseChains(f.options, f.family, f.rules.form()) {
-		c.rules = slices.Concat(f.forAll(c, tableNAT), c.rules, f.forAll(c, tableFilter))
+		c.rules = slices.Concat(f.forAll(c, names.NAT), c.rules, f.forAll(c, names.Filter))
 		if !f.held(c.table).has(c.chain) {
 			b.write(c)
 		}
@@ -142,7 +143,7 @@ func (f *fullSync) base() error {
 
 // forAll are the rules for all services in a base chain that the kernel holds and that are not to be: in table nat they stand
 // first, in table filter last.
-func (f *fullSync) forAll(c tableChain, in table) []string {
+func (f *fullSync) forAll(c tableChain, in names.Table) []string {
 	if c.table != in {
 		return nil
 	}
@@ -155,10 +156,10 @@ func (f *fullSync) forAll(c tableChain, in table) []string {
 // the masquerading and filter rules that they need. Where rules are in force already, it does nothing: they serve until
 // the new ones are complete.
 func (f *fullSync) foundation(p *plan.Plan, services []*plan.ServicePort) error {
-	if len(f.nat[chainServices]) > 0 {
+	if len(f.nat[names.Services]) > 0 {
 		return nil
 	}
-	before := map[table]kernelTable{tableNAT: maps.Clone(f.nat), tableFilter: maps.Clone(f.filter)}
+	before := map[names.Table]kernelTable{names.NAT: maps.Clone(f.nat), names.Filter: maps.Clone(f.filter)}
 	lay := func(services []*plan.ServicePort) error {
 		first := newRules(p, f.family, f.engine.options)
 		var b blocks
@@ -212,7 +213,7 @@ func (f *fullSync) services(services []*plan.ServicePort) error {
 	for _, sp := range services {
 		missing, other := own{sp: sp}, own{sp: sp}
 		for _, c := range f.rules.enter(sp) {
-			f.want(tableNAT, c.name)
+			f.want(names.NAT, c.name)
 			if rules, exists := f.nat[c.name]; !exists {
 				missing.chains = append(missing.chains, c)
 			} else if !slices.Equal(rules, c.rules) {
@@ -270,7 +271,7 @@ func (f *fullSync) writeServices(batch []own) error {
 	if err := f.ctx.Err(); err != nil {
 		return err
 	}
-	b := block{table: tableNAT}
+	b := block{table: names.NAT}
 	for _, o := range batch {
 		b.writes = append(b.writes, o.chains...)
 	}
@@ -314,27 +315,27 @@ func (f *fullSync) write(blocks ...block) error {
 }
 
 // total is how many rules there are in chains of ours.
-func (f *fullSync) total() map[table]int {
-	out := map[table]int{}
+func (f *fullSync) total() map[names.Table]int {
+	out := map[names.Table]int{}
 	for t, names := range f.wanted {
 		for name := range names {
 			out[t] += len(f.held(t)[name])
 		}
 	}
 	if f.rules.localnet() {
-		out[tableFilter]++ // the guard
+		out[names.Filter]++ // the guard
 	}
 	return out
 }
 
-func (f *fullSync) held(t table) kernelTable {
-	if t == tableNAT {
+func (f *fullSync) held(t names.Table) kernelTable {
+	if t == names.NAT {
 		return f.nat
 	}
 	return f.filter
 }
 
-func (f *fullSync) want(t table, name string) {
+func (f *fullSync) want(t names.Table, name string) {
 	if f.wanted[t] == nil {
 		f.wanted[t] = map[string]bool{}
 	}
@@ -396,16 +397,16 @@ func (f *fullSync) ensure(list []jump) error {
 // guard puts the guard of localhost node ports into KUBE-FIREWALL. The kubelet keeps the same rule there, and may keep
 // others, which stay.
 func (f *fullSync) guard() error {
-	if slices.Contains(f.filter[chainFirewall], localnetGuard()) {
+	if slices.Contains(f.filter[names.KubeletFirewall], localnetGuard()) {
 		return nil
 	}
 	var out strings.Builder
 	out.WriteString("*filter\n")
-	if _, exists := f.filter[chainFirewall]; !exists {
-		out.WriteString(":" + chainFirewall + " - [0:0]\n")
+	if _, exists := f.filter[names.KubeletFirewall]; !exists {
+		out.WriteString(":" + names.KubeletFirewall + " - [0:0]\n")
 	}
-	chain{chainFirewall, []string{localnetGuard()}}.appendTo(&out, "")
+	chain{names.KubeletFirewall, []string{localnetGuard()}}.appendTo(&out, "")
 	out.WriteString("COMMIT\n")
-	f.filter[chainFirewall] = append(f.filter[chainFirewall], localnetGuard())
+	f.filter[names.KubeletFirewall] = append(f.filter[names.KubeletFirewall], localnetGuard())
 	return f.restore(out.String())
 }

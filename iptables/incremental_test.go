@@ -12,6 +12,7 @@ import (
 
 	"pgregory.net/rapid"
 
+	"nodeproxy/kernel/names"
 	"nodeproxy/plan"
 	"nodeproxy/plan/plantest"
 	"nodeproxy/proxier/portion"
@@ -20,7 +21,7 @@ import (
 // fakeKernel holds tables as the kernel does, and refuses what the kernel refuses: rules in or to chains that do not exist, and
 // the removal of chains that have rules or that rules lead to. A table changes as a whole or not at all.
 type fakeKernel struct {
-	tables map[table]kernelTable
+	tables map[names.Table]kernelTable
 	// refuse, if set, makes restores of text that holds it fail.
 	refuse string
 	// refuseReached, if set, makes restores fail after which a rule that holds it can be reached from a built-in chain.
@@ -32,14 +33,14 @@ type fakeKernel struct {
 }
 
 func newFakeKernel() *fakeKernel {
-	return &fakeKernel{tables: map[table]kernelTable{
-		tableNAT:    {"PREROUTING": nil, "INPUT": nil, "OUTPUT": nil, "POSTROUTING": nil},
-		tableFilter: {"INPUT": nil, "FORWARD": nil, "OUTPUT": nil},
-		tableMangle: {"PREROUTING": nil, "INPUT": nil, "FORWARD": nil, "OUTPUT": nil, "POSTROUTING": nil},
+	return &fakeKernel{tables: map[names.Table]kernelTable{
+		names.NAT:    {"PREROUTING": nil, "INPUT": nil, "OUTPUT": nil, "POSTROUTING": nil},
+		names.Filter: {"INPUT": nil, "FORWARD": nil, "OUTPUT": nil},
+		names.Mangle: {"PREROUTING": nil, "INPUT": nil, "FORWARD": nil, "OUTPUT": nil, "POSTROUTING": nil},
 	}}
 }
 
-func (k *fakeKernel) save(_ context.Context, t table) (kernelTable, error) {
+func (k *fakeKernel) save(_ context.Context, t names.Table) (kernelTable, error) {
 	out := kernelTable{}
 	for name, rules := range k.tables[t] {
 		out[name] = slices.Clone(rules)
@@ -63,7 +64,7 @@ func (k *fakeKernel) restore(text string) error {
 		return &RestoreError{Program: "fake", Message: "Another app is currently holding the xtables lock",
 			Err: errors.New("exit status 4")}
 	}
-	var tbl table
+	var tbl names.Table
 	var work kernelTable
 	for n, line := range strings.Split(text, "\n") {
 		fail := func(why string) error {
@@ -73,7 +74,7 @@ func (k *fakeKernel) restore(text string) error {
 		switch {
 		case line == "":
 		case line[0] == '*':
-			tbl = table(line[1:])
+			tbl = names.Table(line[1:])
 			work, _ = k.save(context.Background(), tbl)
 		case line[0] == ':':
 			name, _, _ := strings.Cut(line[1:], " ")
@@ -145,7 +146,7 @@ func (k *fakeKernel) checkReached(t kernelTable) error {
 
 func (k *fakeKernel) text() string {
 	var out strings.Builder
-	for _, tbl := range []table{tableFilter, tableNAT} {
+	for _, tbl := range []names.Table{names.Filter, names.NAT} {
 		writeTable(&out, tbl, k.tables[tbl])
 	}
 	return out.String()
@@ -356,7 +357,7 @@ func TestNamesFit(t *testing.T) {
 			for tbl, chains := range desired(p, f, testOptions) {
 				seen := map[string]bool{}
 				for _, c := range chains {
-					if len(c.name) > maxChainName || seen[c.name] {
+					if len(c.name) > names.MaxChainName || seen[c.name] {
 						t.Fatalf("chain %s of table %s is too long or there twice", c.name, tbl)
 					}
 					seen[c.name] = true
@@ -374,7 +375,7 @@ func TestWithoutBPF(t *testing.T) {
 	if err := e.sync(context.Background(), p, nil); err != nil {
 		t.Fatal(err)
 	}
-	if !strings.Contains(k.text(), prefixEndpoint) {
+	if !strings.Contains(k.text(), names.PrefixEndpoint) {
 		t.Error("no endpoint has a chain")
 	}
 	if strings.Contains(k.text(), "-m bpf") {

@@ -7,6 +7,7 @@ import (
 
 	"golang.org/x/sys/unix"
 
+	"nodeproxy/kernel/names"
 	"nodeproxy/plan"
 )
 
@@ -40,7 +41,7 @@ func openInfo() (*infoSockets, error) {
 }
 
 // read returns the zero value for a table that can't be read. As long as it can't, it does not change either.
-func (s *infoSockets) read(f plan.Family, t table) info {
+func (s *infoSockets) read(f plan.Family, t names.Table) info {
 	fd, level := s.v4, unix.IPPROTO_IP
 	if f == plan.IPv6 {
 		fd, level = s.v6, unix.IPPROTO_IPV6

@@ -7,6 +7,7 @@ import (
 	"strconv"
 	"strings"
 
+	"nodeproxy/kernel/names"
 	"nodeproxy/plan"
 )
 
@@ -20,7 +21,7 @@ type kept struct {
 }
 
 type tableChainName struct {
-	table table
+	table names.Table
 	name  string
 }
 
@@ -47,7 +48,7 @@ func (k *kept) around(c tableChain) tableChain {
 	rules := slices.DeleteFunc(slices.Clone(k.forAll[tableChainName{c.table, c.name}]), func(r string) bool {
 		return slices.Contains(c.rules, r)
 	})
-	if c.table == tableNAT {
+	if c.table == names.NAT {
 		c.rules = slices.Concat(rules, c.rules)
 	} else {
 		c.rules = slices.Concat(c.rules, rules)
@@ -74,7 +75,7 @@ func (f *fullSync) findKept(p *plan.Plan) error {
 // readKept reads the entries of all dispatchers, and what belongs to them.
 func readKept(nat, filter kernelTable) *kept {
 	k := &kept{chains: map[string][]string{}, forAll: map[tableChainName][]string{}}
-	held := map[table]kernelTable{tableNAT: nat, tableFilter: filter}
+	held := map[names.Table]kernelTable{names.NAT: nat, names.Filter: filter}
 	for id, at := range places {
 		r := &entryReader{held: held[at.table], place: at, found: map[key][]string{}, seen: map[string]bool{}}
 		r.chain(at.chain)
@@ -85,7 +86,7 @@ func readKept(nat, filter kernelTable) *kept {
 	for t, chains := range held {
 		for name, rules := range chains {
 			for _, r := range rules {
-				if strings.Contains(r, ctDNAT) && isOurs(t, name) {
+				if strings.Contains(r, ctDNAT) && names.IsOurs(t, name) {
 					k.forAll[tableChainName{t, name}] = append(k.forAll[tableChainName{t, name}], r)
 				}
 			}
@@ -177,13 +178,13 @@ func (f *fullSync) enterKept() error {
 		}
 		k.entries = append(k.entries, e)
 		f.rules.tries[e.dispatcher] = f.rules.tries[e.dispatcher].with(e.key, e.rules)
-		if places[e.dispatcher].table == tableNAT {
+		if places[e.dispatcher].table == names.NAT {
 			for rule := range strings.SplitSeq(e.rules, "\n") {
 				f.keepChains(k, jumpTarget(rule))
 			}
 		}
 	}
-	missing := block{table: tableNAT}
+	missing := block{table: names.NAT}
 	for _, c := range k.own() {
 		if !f.nat.has(c) {
 			missing.write(c)
@@ -194,14 +195,14 @@ func (f *fullSync) enterKept() error {
 
 // keepChains keeps a chain of a ServicePort that is not known, and those that it leads to, as they were at first.
 func (f *fullSync) keepChains(k *kept, name string) {
-	if !mayBeStale(name) || f.wanted[tableNAT][name] {
+	if !names.OfService(name) || f.wanted[names.NAT][name] {
 		return
 	}
 	first := f.engine.kept.chains
 	if _, known := first[name]; !known {
 		first[name] = f.nat[name]
 	}
-	f.want(tableNAT, name)
+	f.want(names.NAT, name)
 	k.chains[name] = first[name]
 	for _, r := range first[name] {
 		f.keepChains(k, jumpTarget(r))

@@ -8,6 +8,7 @@ import (
 
 	"pgregory.net/rapid"
 
+	"nodeproxy/kernel/names"
 	"nodeproxy/plan"
 	"nodeproxy/plan/packetsim"
 	"nodeproxy/plan/plantest"
@@ -38,19 +39,19 @@ func (k *fakeKernel) led() string {
 		more = false
 		nat := kernelTable{}
 		targets := map[string]bool{}
-		for _, rules := range used.tables[tableNAT] {
+		for _, rules := range used.tables[names.NAT] {
 			for _, r := range rules {
 				targets[jumpTarget(r)] = true
 			}
 		}
-		for name, rules := range used.tables[tableNAT] {
-			if mayBeStale(name) && !targets[name] {
+		for name, rules := range used.tables[names.NAT] {
+			if names.OfService(name) && !targets[name] {
 				more = true
 			} else {
 				nat[name] = rules
 			}
 		}
-		used.tables[tableNAT] = nat
+		used.tables[names.NAT] = nat
 	}
 	return used.text()
 }
@@ -170,7 +171,7 @@ func TestRefusedBesideUnknown(t *testing.T) {
 			}
 			e, _ := fakeEngine(plan.IPv4)
 			e.tool, e.options.CompactAbove = k, compactAbove
-			k.refuse = ":" + serviceChain(prefixCluster, key) + " "
+			k.refuse = ":" + serviceChain(names.PrefixCluster, key) + " "
 			held := func(when string, p *plan.Plan, want string) {
 				t.Helper()
 				for comparison := range 2 {
@@ -249,7 +250,7 @@ func TestRefusedOnceKnown(t *testing.T) {
 	}
 	e, _ := fakeEngine(plan.IPv4)
 	e.tool = k
-	k.refuse = ":" + serviceChain(prefixCluster, late.Key) + " "
+	k.refuse = ":" + serviceChain(names.PrefixCluster, late.Key) + " "
 	if err := e.sync(t.Context(), plans[0], nil); err != nil || len(e.refused) > 0 || k.text() != before {
 		t.Fatalf("not known: %v, refused %v\n%s", err, e.refused, diffLines(before, k.text()))
 	}

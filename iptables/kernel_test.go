@@ -12,6 +12,7 @@ import (
 	"pgregory.net/rapid"
 
 	"nodeproxy/internal/nstest"
+	"nodeproxy/kernel/names"
 	"nodeproxy/plan"
 	"nodeproxy/plan/plantest"
 )
@@ -33,7 +34,7 @@ var testOptions = Options{MasqueradeBit: DefaultMasqueradeBit, RandomFully: true
 // ours is the part of the kernel's tables that belongs to this package, as text in a stable order.
 func ours(t rapid.TB, k kernel) string {
 	var out strings.Builder
-	for _, tbl := range []table{tableFilter, tableNAT} {
+	for _, tbl := range []names.Table{names.Filter, names.NAT} {
 		held, err := k.save(context.Background(), tbl)
 		if err != nil {
 			t.Fatal(err)
@@ -43,18 +44,18 @@ func ours(t rapid.TB, k kernel) string {
 	return out.String()
 }
 
-func writeTable(out *strings.Builder, tbl table, held kernelTable) {
+func writeTable(out *strings.Builder, tbl names.Table, held kernelTable) {
 	fmt.Fprintf(out, "*%s\n", tbl)
 	for _, name := range slices.Sorted(maps.Keys(held)) {
-		if builtin(name) && len(held[name]) == 0 {
+		if names.Builtin(name) && len(held[name]) == 0 {
 			continue // some variants show built-in chains that nobody uses
 		}
-		if name == chainFirewall {
+		if name == names.KubeletFirewall {
 			continue // shared with the kubelet, so it is never taken back; TestGuard is about it
 		}
 		fmt.Fprintf(out, ":%s\n", name)
 		for _, r := range held[name] {
-			if r == newRule().jump(chainFirewall) {
+			if r == newRule().jump(names.KubeletFirewall) {
 				continue
 			}
 			fmt.Fprintf(out, "%s\n", r)
@@ -65,9 +66,9 @@ func writeTable(out *strings.Builder, tbl table, held kernelTable) {
 // wantText is what ours is to be for a plan.
 func wantText(p *plan.Plan, f plan.Family) string { return textOf(desired(p, f, testOptions)) }
 
-func textOf(tables map[table][]chain) string {
+func textOf(tables map[names.Table][]chain) string {
 	var out strings.Builder
-	for _, tbl := range []table{tableFilter, tableNAT} {
+	for _, tbl := range []names.Table{names.Filter, names.NAT} {
 		held := kernelTable{}
 		for _, c := range tables[tbl] {
 			held[c.name] = c.rules
@@ -184,7 +185,7 @@ func TestChainInUse(t *testing.T) {
 				if err := sync(nil); err != nil {
 					t.Fatalf("a sync with a chain in use: %v", err)
 				}
-				held, err := e.tool.save(t.Context(), tableNAT)
+				held, err := e.tool.save(t.Context(), names.NAT)
 				if rules, is := held[name]; err != nil || !is || len(rules) > 0 || len(held["OTHERS"]) != 1 {
 					t.Errorf("the chain in use is there: %v, with rules %q; the other program's has %q; %v", is, rules, held["OTHERS"], err)
 				}

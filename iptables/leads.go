@@ -4,6 +4,7 @@ import (
 	"cmp"
 	"slices"
 
+	"nodeproxy/kernel/names"
 	"nodeproxy/plan"
 )
 
@@ -71,7 +72,7 @@ func (f *fullSync) stillMasquerading(sp *plan.ServicePort, c chain) chain {
 	if sp.InternalPolicy == plan.Cluster {
 		former = plan.Local
 	}
-	masquerades := func(rule string) bool { return jumpTarget(rule) == chainMarkMasq }
+	masquerades := func(rule string) bool { return jumpTarget(rule) == names.MarkMasq }
 	if c.name != b.policyChainName(former) || !slices.ContainsFunc(f.nat[c.name], masquerades) {
 		return c
 	}
@@ -166,7 +167,7 @@ func (f *fullSync) writeInSteps(todo []tableChain) error {
 }
 
 // fixedName reports whether a chain is there whatever the Services: one that does not belong to a tree.
-func fixedName(name string) bool { return !mayBeStale(name) || name == chainExternalNodePorts }
+func fixedName(name string) bool { return !names.OfService(name) || name == names.ExternalNodePorts }
 
 // turn is when dispatchInSteps writes a chain: those of trees first, then the dispatchers' own, then the base chains.
 func turn(name string) int {
@@ -182,8 +183,8 @@ func turn(name string) int {
 // nestsTooDeep reports whether, while these chains are written one after the other, rules would at times lead deeper than the
 // kernel takes: down to one of them by the chains that are there, and on by those that are to be.
 func (f *fullSync) nestsTooDeep(todo []tableChain) bool {
-	rewritten := map[table]map[string]int{tableNAT: {}, tableFilter: {}} // their depths
-	held := map[table]map[string]int{tableNAT: depths(f.nat), tableFilter: depths(f.filter)}
+	rewritten := map[names.Table]map[string]int{names.NAT: {}, names.Filter: {}} // their depths
+	held := map[names.Table]map[string]int{names.NAT: depths(f.nat), names.Filter: depths(f.filter)}
 	for _, c := range todo {
 		if depth, reached := held[c.table][c.name]; reached {
 			rewritten[c.table][c.name] = depth
@@ -218,7 +219,7 @@ func depths(held kernelTable) map[string]int {
 		}
 	}
 	for name := range held {
-		if builtin(name) {
+		if names.Builtin(name) {
 			visit(name, 0)
 		}
 	}

@@ -4,6 +4,7 @@ import (
 	"net/netip"
 	"testing"
 
+	"nodeproxy/kernel/names"
 	"nodeproxy/plan"
 )
 
@@ -14,10 +15,10 @@ func TestNamesAreKubeProxys(t *testing.T) {
 		return plan.Key{Service: plan.Service{Namespace: "ns" + svc, Name: "svc" + svc}, Port: port, Protocol: proto}
 	}
 	for _, c := range []struct{ got, want string }{
-		{serviceChain(prefixCluster, key("1", "p80", plan.TCP)), "KUBE-SVC-XPGD46QRK7WJZT7O"},
+		{serviceChain(names.PrefixCluster, key("1", "p80", plan.TCP)), "KUBE-SVC-XPGD46QRK7WJZT7O"},
 		{endpointChain(key("1", "p80", plan.TCP), netip.MustParseAddrPort("10.180.0.1:80")), "KUBE-SEP-SXIVWICOYRO3J4NJ"},
-		{serviceChain(prefixExternal, key("2", "p80", plan.TCP)), "KUBE-EXT-GNZBNJ2PO5MGZ6GT"},
-		{serviceChain(prefixLocal, key("2", "p80", plan.TCP)), "KUBE-SVL-GNZBNJ2PO5MGZ6GT"},
+		{serviceChain(names.PrefixExternal, key("2", "p80", plan.TCP)), "KUBE-EXT-GNZBNJ2PO5MGZ6GT"},
+		{serviceChain(names.PrefixLocal, key("2", "p80", plan.TCP)), "KUBE-SVL-GNZBNJ2PO5MGZ6GT"},
 	} {
 		if c.got != c.want {
 			t.Errorf("got %s, want %s", c.got, c.want)

@@ -14,6 +14,7 @@ import (
 	"github.com/vishvananda/netlink/nl"
 	"golang.org/x/sys/unix"
 
+	"nodeproxy/kernel/names"
 	"nodeproxy/plan"
 )
 
@@ -50,12 +51,12 @@ func chainList(names []string) string {
 }
 
 // tellNative tells of native rules, once.
-func (t *tool) tellNative(tbl table, chains []string) {
+func (t *tool) tellNative(tbl names.Table, chains []string) {
 	if slices.Equal(t.told[tbl], chains) {
 		return
 	}
 	if t.told == nil {
-		t.told = map[table][]string{}
+		t.told = map[names.Table][]string{}
 	}
 	t.told[tbl] = chains
 	if t.native != nil {
@@ -68,7 +69,7 @@ func (t *tool) tellNative(tbl table, chains []string) {
 const listTries, mostNative = 3, 50
 
 // saveByChain is save for a table that iptables-save does not print.
-func (t *tool) saveByChain(ctx context.Context, tbl table) (held kernelTable, err error) {
+func (t *tool) saveByChain(ctx context.Context, tbl names.Table) (held kernelTable, err error) {
 	var native []string
 	for range listTries {
 		if held, native, err = t.listByChain(ctx, tbl, nil); err == nil {
@@ -95,13 +96,13 @@ var nativeChain = regexp.MustCompile("chain `([^']+)' in table `[^']+' is incomp
 
 // listByChain lists a table chain by chain, and returns the chains with native rules too. With counters, each line of a program is
 // passed on as well.
-func (t *tool) listByChain(ctx context.Context, tbl table, counters func(line string)) (kernelTable, []string, error) {
-	names, err := nftChains(t.family, tbl)
+func (t *tool) listByChain(ctx context.Context, tbl names.Table, counters func(line string)) (kernelTable, []string, error) {
+	chains, err := nftChains(t.family, tbl)
 	if err != nil {
 		return nil, nil, err
 	}
 	// What is not ours comes first: it is there that native rules are to be expected, and each costs another run for what is left.
-	slices.SortStableFunc(names, func(a, b string) int { return boolCompare(isOurs(tbl, a), isOurs(tbl, b)) })
+	slices.SortStableFunc(chains, func(a, b string) int { return boolCompare(names.IsOurs(tbl, a), names.IsOurs(tbl, b)) })
 	held := kernelTable{}
 	var native, left []string
 	ask := func(name string) error {
@@ -110,8 +111,8 @@ func (t *tool) listByChain(ctx context.Context, tbl table, counters func(line st
 		native = append(native, name)
 		return err
 	}
-	for _, name := range names {
-		if len(name) <= maxChainName {
+	for _, name := range chains {
+		if len(name) <= names.MaxChainName {
 			left = append(left, name)
 		} else if err := ask(name); err != nil { // iptables takes no such name.
 			return nil, nil, err
@@ -138,13 +139,13 @@ func (t *tool) listByChain(ctx context.Context, tbl table, counters func(line st
 		if err := ask(left[i]); err != nil {
 			return nil, nil, err
 		}
-		for left = left[i+1:]; runs == mostNative && len(left) > 0 && !isOurs(tbl, left[0]); left = left[1:] {
+		for left = left[i+1:]; runs == mostNative && len(left) > 0 && !names.IsOurs(tbl, left[0]); left = left[1:] {
 			if err := ask(left[0]); err != nil {
 				return nil, nil, err
 			}
 		}
 	}
-	for _, name := range names {
+	for _, name := range chains {
 		if _, listed := held[name]; !listed {
 			return nil, nil, fmt.Errorf("%s did not list chain %s", t.restorePath, name)
 		}
@@ -154,7 +155,7 @@ func (t *tool) listByChain(ctx context.Context, tbl table, counters func(line st
 }
 
 // listChains lists chains in one run. Where one of them can't be listed, those before it are.
-func (t *tool) listChains(ctx context.Context, tbl table, names []string, line func(string), counters bool) error {
+func (t *tool) listChains(ctx context.Context, tbl names.Table, names []string, line func(string), counters bool) error {
 	list := "-S "
 	if counters {
 		list = "-v -S "
@@ -170,7 +171,7 @@ func (t *tool) listChains(ctx context.Context, tbl table, names []string, line f
 
 // deletion is a rule to remove from a chain with native rules.
 type deletion struct {
-	table       table
+	table       names.Table
 	chain, rule string
 }
 
@@ -186,10 +187,10 @@ func (t *tool) deletions(text string) (string, []deletion) {
 	}
 	var rest strings.Builder
 	var out []deletion
-	var in table
+	var in names.Table
 	for line := range strings.Lines(text) {
 		if name, is := strings.CutPrefix(line, "*"); is {
-			in = table(strings.TrimSpace(name))
+			in = names.Table(strings.TrimSpace(name))
 		}
 		if body, is := strings.CutPrefix(line, "-D "); is {
 			if chain, rule, _ := strings.Cut(strings.TrimSuffix(body, "\n"), " "); slices.Contains(t.told[in], chain) {
@@ -240,7 +241,7 @@ func (t *tool) deleteHandle(d deletion, handle uint64) error {
 }
 
 // nftChains are the chains of a table, as the kernel lists them.
-func nftChains(f plan.Family, t table) ([]string, error) {
+func nftChains(f plan.Family, t names.Table) ([]string, error) {
 	var names []string
 	err := nftDump(f, unix.NFT_MSG_GETCHAIN, unix.NFT_MSG_NEWCHAIN, t, "", func(attrs []byte) {
 		names = append(names, text0(attribute(attrs, attrChainName)))
@@ -250,7 +251,7 @@ func nftChains(f plan.Family, t table) ([]string, error) {
 
 // nftRules are the rules of a chain, or with an empty name of all chains of a table, each as far as it can be read: whole where all
 // that it has is a comment, the state NEW and a target, as the rules have that lead to our chains; else what it leads to.
-func nftRules(f plan.Family, t table, chain string) ([]string, error) {
+func nftRules(f plan.Family, t names.Table, chain string) ([]string, error) {
 	var rules []string
 	err := nftDump(f, unix.NFT_MSG_GETRULE, unix.NFT_MSG_NEWRULE, t, chain, func(attrs []byte) {
 		rules = append(rules, nftRule(attrs))
@@ -259,7 +260,7 @@ func nftRules(f plan.Family, t table, chain string) ([]string, error) {
 }
 
 // nftDump calls each with the attributes of all that a table, or chain, has of one kind.
-func nftDump(f plan.Family, get, kind int, t table, chain string, each func(attrs []byte)) error {
+func nftDump(f plan.Family, get, kind int, t names.Table, chain string, each func(attrs []byte)) error {
 	const subsystem = unix.NFNL_SUBSYS_NFTABLES << 8
 	r := nl.NewNetlinkRequest(subsystem|get, unix.NLM_F_DUMP)
 	r.AddData(&nl.Nfgenmsg{NfgenFamily: nfProtocol(f), Version: nl.NFNETLINK_V0})

@@ -11,6 +11,7 @@ import (
 	"time"
 
 	"nodeproxy/internal/nstest"
+	"nodeproxy/kernel/names"
 	"nodeproxy/plan"
 	"nodeproxy/plan/plantest"
 )
@@ -33,8 +34,8 @@ func addNative(t *testing.T, add string, f plan.Family, rules ...string) {
 // builtinChains makes the built-in chains that rules of others go to.
 func builtinChains(t *testing.T, f plan.Family) {
 	t.Helper()
-	for table, chains := range map[table]string{
-		tableNAT: "PREROUTING POSTROUTING", tableFilter: "INPUT FORWARD OUTPUT", tableMangle: "INPUT PREROUTING",
+	for table, chains := range map[names.Table]string{
+		names.NAT: "PREROUTING POSTROUTING", names.Filter: "INPUT FORWARD OUTPUT", names.Mangle: "INPUT PREROUTING",
 	} {
 		for _, c := range strings.Fields(chains) {
 			sh(t, fmt.Sprintf("%s-nft -t %s -I %s -p tcp -j ACCEPT", baseName(f), table, c))
@@ -130,7 +131,7 @@ func besideNativeRules(t *testing.T, add, rule string) {
 // nftHeld are the rules of a chain of IPv4, as the kernel lists them.
 func nftHeld(t *testing.T, tbl, chain string) []string {
 	t.Helper()
-	rules, err := nftRules(plan.IPv4, table(tbl), chain)
+	rules, err := nftRules(plan.IPv4, names.Table(tbl), chain)
 	if err != nil {
 		t.Error(err)
 	}
@@ -152,14 +153,14 @@ func TestNativeRuleInOurChain(t *testing.T) {
 	nstest.Run(t, func() {
 		e := realEngine(t, NFT, plan.IPv4)
 		p := plantest.Large(30, 3)
-		own := serviceChain(prefixCluster, p.Sorted(plan.IPv4)[3].Key)
+		own := serviceChain(names.PrefixCluster, p.Sorted(plan.IPv4)[3].Key)
 		for range 2 {
 			if err := e.sync(context.Background(), p, nil); err != nil {
 				t.Fatal(err)
 			}
 		}
 		want := wantText(p, plan.IPv4)
-		for _, chain := range []string{chainServices, own, chainPostrouting} {
+		for _, chain := range []string{names.Services, own, names.Postrouting} {
 			addNative(t, "insert", plan.IPv4, "{} nat "+chain+" ct state new counter")
 			if err := e.sync(context.Background(), p, nil); err != nil {
 				t.Error(err)

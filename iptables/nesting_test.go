@@ -10,6 +10,7 @@ import (
 	"pgregory.net/rapid"
 
 	"nodeproxy/internal/nstest"
+	"nodeproxy/kernel/names"
 	"nodeproxy/plan"
 	"nodeproxy/plan/plantest"
 )
@@ -37,7 +38,7 @@ func deepest(held kernelTable) []string {
 	}
 	var out []string
 	for name := range held {
-		if way := from(name); builtin(name) && len(way) > len(out) {
+		if way := from(name); names.Builtin(name) && len(way) > len(out) {
 			out = way
 		}
 	}
@@ -45,8 +46,8 @@ func deepest(held kernelTable) []string {
 }
 
 // rendered are the tables that a plan is rendered as.
-func rendered(t rapid.TB, p *plan.Plan, f plan.Family, o Options) map[table]kernelTable {
-	out := map[table]kernelTable{}
+func rendered(t rapid.TB, p *plan.Plan, f plan.Family, o Options) map[names.Table]kernelTable {
+	out := map[names.Table]kernelTable{}
 	for _, part := range strings.Split(Render(p, f, o), "COMMIT\n") {
 		head, body, _ := strings.Cut(part, "\n")
 		if head == "" {
@@ -56,7 +57,7 @@ func rendered(t rapid.TB, p *plan.Plan, f plan.Family, o Options) map[table]kern
 		if err := eachLine(strings.NewReader(body), held.add); err != nil {
 			t.Fatal(err)
 		}
-		out[table(head[1:])] = held
+		out[names.Table(head[1:])] = held
 	}
 	return out
 }

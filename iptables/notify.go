@@ -14,6 +14,7 @@ import (
 
 	"golang.org/x/sys/unix"
 
+	"nodeproxy/kernel/names"
 	"nodeproxy/plan"
 )
 
@@ -110,7 +111,7 @@ func (n *notifications) concerns(kind uint16, protocol byte, attrs []byte) strin
 	if i < 0 {
 		return ""
 	}
-	t := table(text0(attribute(attrs, attrTable)))
+	t := names.Table(text0(attribute(attrs, attrTable)))
 	if !slices.Contains(n.tables[i].tables, t) {
 		return ""
 	}
@@ -120,12 +121,12 @@ func (n *notifications) concerns(kind uint16, protocol byte, attrs []byte) strin
 	case unix.NFT_MSG_DELTABLE:
 		return where + " was removed"
 	case unix.NFT_MSG_NEWCHAIN, unix.NFT_MSG_DELCHAIN:
-		if c := name(attrChainName); isOurs(t, c) || builtin(c) && kind == unix.NFT_MSG_DELCHAIN {
+		if c := name(attrChainName); names.IsOurs(t, c) || names.Builtin(c) && kind == unix.NFT_MSG_DELCHAIN {
 			return fmt.Sprintf("chain %s of %s was made or removed", c, where)
 		}
 	case unix.NFT_MSG_NEWRULE, unix.NFT_MSG_DELRULE:
 		c := name(attrRuleChain)
-		if isOurs(t, c) || builtin(c) && kind == unix.NFT_MSG_DELRULE && bytes.Contains(attrs, []byte("KUBE-")) {
+		if names.IsOurs(t, c) || names.Builtin(c) && kind == unix.NFT_MSG_DELRULE && bytes.Contains(attrs, []byte("KUBE-")) {
 			return fmt.Sprintf("a rule in chain %s of %s was added or removed", c, where)
 		}
 	}

@@ -4,6 +4,7 @@ import (
 	"hash/fnv"
 	"net/netip"
 
+	"nodeproxy/kernel/names"
 	"nodeproxy/plan"
 )
 
@@ -69,9 +70,9 @@ func (b *builder) groups(p plan.Policy, endpoints []plan.Endpoint) (rules []stri
 		g := groupOf(ep.Addr, count)
 		members[g] = append(members[g], ep)
 	}
-	prefix := prefixCluster
+	prefix := names.PrefixCluster
 	if p == plan.Local {
-		prefix = prefixLocal
+		prefix = names.PrefixLocal
 	}
 	left := len(endpoints)
 	for g, m := range members {

@@ -7,6 +7,7 @@ import (
 	"testing"
 
 	"nodeproxy/internal/nstest"
+	"nodeproxy/kernel/names"
 	"nodeproxy/plan"
 )
 
@@ -44,10 +45,10 @@ func TestAddressesAsPrinted(t *testing.T) {
 					rules = append(rules, newRule().connectedTo(p).jump("RETURN"))
 				}
 				c := chain{"KUBE-SVC-TEST", rules}
-				if err := e.tool.restore(text([]block{{table: tableNAT, writes: []chain{c}}})); err != nil {
+				if err := e.tool.restore(text([]block{{table: names.NAT, writes: []chain{c}}})); err != nil {
 					t.Fatal(err)
 				}
-				held, err := e.tool.save(t.Context(), tableNAT)
+				held, err := e.tool.save(t.Context(), names.NAT)
 				if err != nil {
 					t.Fatal(err)
 				}

@@ -8,6 +8,7 @@ import (
 	"strings"
 	"time"
 
+	"nodeproxy/kernel/names"
 	"nodeproxy/plan"
 )
 
@@ -131,7 +132,7 @@ func (f *fullSync) refuse(sp *plan.ServicePort, err error) {
 		f.rules.leave(sp)
 	}
 	for _, c := range frag.chains {
-		delete(f.wanted[tableNAT], c.name)
+		delete(f.wanted[names.NAT], c.name)
 	}
 	if !leaves {
 		kept := fragment{entries: frag.entries}
@@ -154,7 +155,7 @@ func (f *fullSync) noteRefused(sp *plan.ServicePort, kept bool, err error) {
 func (f *fullSync) refuseEntry(sp *plan.ServicePort, err error) {
 	f.rewrites = slices.DeleteFunc(f.rewrites, func(other own) bool { return other.sp == sp })
 	for _, c := range f.rules.fragment(sp).chains {
-		delete(f.wanted[tableNAT], c.name)
+		delete(f.wanted[names.NAT], c.name)
 	}
 	f.rules.leave(sp)
 	f.byEntries[sp.Key] = true
@@ -163,11 +164,11 @@ func (f *fullSync) refuseEntry(sp *plan.ServicePort, err error) {
 
 // keep wants a chain of table nat as the kernel has it, with all that it leads to.
 func (f *fullSync) keep(name string, kept *fragment) {
-	if f.wanted[tableNAT][name] {
+	if f.wanted[names.NAT][name] {
 		return
 	}
-	f.want(tableNAT, name)
-	if mayBeStale(name) { // All others are fixed.
+	f.want(names.NAT, name)
+	if names.OfService(name) { // All others are fixed.
 		kept.chains = append(kept.chains, chain{name, f.nat[name]})
 	}
 	for _, r := range f.nat[name] {
@@ -179,7 +180,7 @@ func (f *fullSync) keep(name string, kept *fragment) {
 
 // chainTrial is where it is tried whether the kernel takes the entries of dispatchers. Packets get to it, since some things an
 // nft kernel looks at only in rules that they can get to; but its first rule sends them back.
-const chainTrial = prefixCluster + "TRIAL"
+const chainTrial = names.PrefixCluster + "TRIAL"
 
 // refuseEntries looks for the ServicePorts of which the kernel does not take the entries in dispatchers, and leaves them out. It
 // reports whether there are any.
@@ -223,7 +224,7 @@ func (f *fullSync) tryEntries(services []*plan.ServicePort) error {
 
 // trial writes the entries of ServicePorts where they do nothing, and removes them.
 func (f *fullSync) trial(services []*plan.ServicePort) error {
-	rules := map[table][]string{}
+	rules := map[names.Table][]string{}
 	for _, sp := range services {
 		for _, e := range f.rules.fragment(sp).entries {
 			t := places[e.dispatcher].table
@@ -231,7 +232,7 @@ func (f *fullSync) trial(services []*plan.ServicePort) error {
 		}
 	}
 	var errs []error
-	for _, t := range []table{tableNAT, tableFilter} {
+	for _, t := range []names.Table{names.NAT, names.Filter} {
 		if len(rules[t]) > 0 {
 			errs = append(errs, f.trialIn(t, rules[t]))
 		}
@@ -239,13 +240,13 @@ func (f *fullSync) trial(services []*plan.ServicePort) error {
 	return errors.Join(errs...)
 }
 
-func (f *fullSync) trialIn(t table, rules []string) error {
-	declare, lead := ":"+chainTrial+" - [0:0]\n", chainServices+" "+newRule().jump(chainTrial)+"\n"
+func (f *fullSync) trialIn(t names.Table, rules []string) error {
+	declare, lead := ":"+chainTrial+" - [0:0]\n", names.Services+" "+newRule().jump(chainTrial)+"\n"
 	var try, end strings.Builder
 	try.WriteString("*" + string(t) + "\n" + declare)
 	end.WriteString("*" + string(t) + "\n" + declare)
 	chain{chainTrial, append([]string{newRule().jump("RETURN")}, rules...)}.appendTo(&try, "")
-	if _, held := f.held(t)[chainServices]; held {
+	if _, held := f.held(t)[names.Services]; held {
 		try.WriteString("-A " + lead)
 		end.WriteString("-D " + lead)
 	}

@@ -8,6 +8,7 @@ import (
 	"testing"
 	"time"
 
+	"nodeproxy/kernel/names"
 	"nodeproxy/plan"
 	"nodeproxy/plan/plantest"
 )
@@ -35,7 +36,7 @@ func TestRefusedServiceDoesNotStopOthers(t *testing.T) {
 	e, k := fakeEngine(plan.IPv4)
 	p := plantest.Large(50, 3) // With fewer endpoints it would have no chain, at whose name it is refused.
 	bad := p.Sorted(plan.IPv4)[23]
-	k.refuse = ":" + serviceChain(prefixCluster, bad.Key) + " "
+	k.refuse = ":" + serviceChain(names.PrefixCluster, bad.Key) + " "
 	err := e.sync(context.Background(), p, nil)
 	refusedAlone(t, e, err, bad.Key, false)
 	p.Delete(bad.Key)
@@ -75,7 +76,7 @@ func TestRefusedServiceKeepsWhatItHas(t *testing.T) {
 			t.Fatal(err)
 		}
 		bad := plantest.LargeService(17, 5000, 3)
-		k.refuse = ":" + serviceChain(prefixCluster, bad.Key) + " "
+		k.refuse = ":" + serviceChain(names.PrefixCluster, bad.Key) + " "
 		p.Set(plantest.LargeService(18, 6000, 2))
 		want := fresh(p)
 		p.Set(bad)
@@ -192,7 +193,7 @@ func TestRefusedChange(t *testing.T) {
 			t.Fatal(err)
 		}
 		bad := plantest.LargeService(17, 5000, 3)
-		k.refuse = ":" + serviceChain(prefixCluster, bad.Key) + " "
+		k.refuse = ":" + serviceChain(names.PrefixCluster, bad.Key) + " "
 		change(bad)
 		refusedAlone(t, e, nil, bad.Key, true)
 		for i := range 3 {

@@ -4,6 +4,7 @@ import (
 	"slices"
 	"strings"
 
+	"nodeproxy/kernel/names"
 	"nodeproxy/plan"
 )
 
@@ -13,10 +14,10 @@ import (
 func Render(p *plan.Plan, f plan.Family, o Options) string {
 	var out strings.Builder
 	tables := desired(p, f, o)
-	for _, t := range []table{tableFilter, tableNAT} {
+	for _, t := range []names.Table{names.Filter, names.NAT} {
 		out.WriteString("*" + string(t) + "\n")
 		for _, c := range tables[t] {
-			if !builtin(c.name) {
+			if !names.Builtin(c.name) {
 				out.WriteString(":" + c.name + " - [0:0]\n")
 			}
 		}
@@ -33,11 +34,11 @@ func Render(p *plan.Plan, f plan.Family, o Options) string {
 func RenderAll(p *plan.Plan, o Options) string {
 	var out strings.Builder
 	v4, v6 := desired(p, plan.IPv4, o), desired(p, plan.IPv6, o)
-	for _, t := range []table{tableFilter, tableNAT} {
+	for _, t := range []names.Table{names.Filter, names.NAT} {
 		out.WriteString("*" + string(t) + "\n")
 		seen := map[string]bool{}
 		for _, c := range slices.Concat(v4[t], v6[t]) {
-			if !builtin(c.name) && !seen[c.name] {
+			if !names.Builtin(c.name) && !seen[c.name] {
 				seen[c.name] = true
 				out.WriteString(":" + c.name + " - [0:0]\n")
 			}
@@ -55,13 +56,13 @@ func RenderAll(p *plan.Plan, o Options) string {
 
 // desired lists the chains of each table: built-in ones, with our rules in them, then those that are always there, then
 // the ServicePorts' own.
-func desired(p *plan.Plan, f plan.Family, o Options) map[table][]chain {
+func desired(p *plan.Plan, f plan.Family, o Options) map[names.Table][]chain {
 	r := newRules(p, f, o)
 	var own []chain
 	for _, sp := range p.Sorted(f) {
 		own = append(own, r.enter(sp)...)
 	}
-	out := map[table][]chain{}
+	out := map[names.Table][]chain{}
 	for _, j := range jumps(r.localnet()) {
 		i := slices.IndexFunc(out[j.table], func(c chain) bool { return c.name == j.from })
 		if i < 0 {
@@ -72,18 +73,9 @@ func desired(p *plan.Plan, f plan.Family, o Options) map[table][]chain {
 		c.rules = slices.Insert(c.rules, 0, j.text())
 	}
 	if r.localnet() {
-		out[tableFilter] = append(out[tableFilter], chain{chainFirewall, []string{localnetGuard()}})
+		out[names.Filter] = append(out[names.Filter], chain{names.KubeletFirewall, []string{localnetGuard()}})
 	}
 	r.fixed(func(c tableChain) { out[c.table] = append(out[c.table], c.chain) })
-	out[tableNAT] = append(out[tableNAT], own...)
+	out[names.NAT] = append(out[names.NAT], own...)
 	return out
-}
-
-// builtin reports whether a chain is one of the kernel's.
-func builtin(name string) bool {
-	switch name {
-	case "PREROUTING", "INPUT", "FORWARD", "OUTPUT", "POSTROUTING":
-		return true
-	}
-	return false
 }

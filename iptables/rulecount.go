@@ -3,6 +3,7 @@ package iptables
 import (
 	"strings"
 
+	"nodeproxy/kernel/names"
 	"nodeproxy/plan"
 )
 
@@ -20,13 +21,13 @@ type Observer interface {
 // does kube-proxy count them.
 type ruleCounts struct {
 	observer Observer // nil for nobody
-	total    map[table]int
-	written  map[table]int
+	total    map[names.Table]int
+	written  map[names.Table]int
 	partial  bool // the sync that is at work writes a change only
 }
 
 func newRuleCounts(o Observer) ruleCounts {
-	return ruleCounts{observer: o, total: map[table]int{}, written: map[table]int{}}
+	return ruleCounts{observer: o, total: map[names.Table]int{}, written: map[names.Table]int{}}
 }
 
 // begin is to be called before each sync.
@@ -46,10 +47,10 @@ func (c *ruleCounts) wrote(text string) {
 	if c.observer == nil {
 		return
 	}
-	var in table
+	var in names.Table
 	for line := range strings.Lines(text) {
 		if name, ok := strings.CutPrefix(line, "*"); ok {
-			in = table(strings.TrimSuffix(name, "\n"))
+			in = names.Table(strings.TrimSuffix(name, "\n"))
 		} else if strings.HasPrefix(line, "-A ") {
 			c.written[in]++
 		}
@@ -60,7 +61,7 @@ func (c *ruleCounts) tell(f plan.Family) {
 	if c.observer == nil {
 		return
 	}
-	for _, t := range []table{tableFilter, tableNAT} {
+	for _, t := range []names.Table{names.Filter, names.NAT} {
 		c.observer.IPTablesRules(f, string(t), c.total[t], c.written[t])
 	}
 }

@@ -7,6 +7,7 @@ import (
 	"strings"
 	"testing"
 
+	"nodeproxy/kernel/names"
 	"nodeproxy/plan"
 	"nodeproxy/plan/plantest"
 )
@@ -32,10 +33,10 @@ func observe(e *engine) *told {
 // ruleTotals counts the rules in chains of ours.
 func (k *fakeKernel) ruleTotals() map[string]int {
 	out := map[string]int{}
-	for _, t := range []table{tableFilter, tableNAT} {
+	for _, t := range []names.Table{names.Filter, names.NAT} {
 		out[string(t)] = 0
 		for name, rules := range k.tables[t] {
-			if !builtin(name) {
+			if !names.Builtin(name) {
 				out[string(t)] += len(rules)
 			}
 		}
@@ -84,7 +85,7 @@ func TestRestoreFailuresAreTold(t *testing.T) {
 	o := observe(e)
 	p := plantest.Large(8, 3) // With fewer endpoints it would have no chain, at whose name it is refused.
 	bad := p.Sorted(plan.IPv4)[3]
-	k.refuse = ":" + serviceChain(prefixCluster, bad.Key) + " "
+	k.refuse = ":" + serviceChain(names.PrefixCluster, bad.Key) + " "
 	refusedAlone(t, e, e.sync(context.Background(), p, nil), bad.Key, false)
 	refused := 0
 	for _, text := range k.restores {

@@ -5,6 +5,7 @@ import (
 	"net/netip"
 	"slices"
 
+	"nodeproxy/kernel/names"
 	"nodeproxy/plan"
 )
 
@@ -147,14 +148,14 @@ func (r *rules) dispatcher(id dispatcherID, t *tries) *dispatch {
 	switch {
 	case id == natServices:
 		d.tail = append(r.localhostNodePorts(), toNodePorts(&r.settings, &r.node, r.family,
-			"kubernetes service nodeports; NOTE: this must be the last rule in this chain", chainNodePorts)...)
+			"kubernetes service nodeports; NOTE: this must be the last rule in this chain", names.NodePorts)...)
 	case id == filterServices && refusals:
 		// KUBE-EXTERNAL-SERVICES is not called from OUTPUT, where this chain is.
-		d.tail = []string{newRule().srcLocal().jump(chainExternalServices)}
+		d.tail = []string{newRule().srcLocal().jump(names.ExternalServices)}
 	case id == filterExternal && refusals:
 		d.head = []string{translated()}
 		if t[filterExternalNodePorts] != nil {
-			d.tail = toNodePorts(&r.settings, &r.node, r.family, "kubernetes service nodeports", chainExternalNodePorts)
+			d.tail = toNodePorts(&r.settings, &r.node, r.family, "kubernetes service nodeports", names.ExternalNodePorts)
 		}
 	case id == filterFirewall && d.root != nil:
 		d.head = []string{translated()}
@@ -184,7 +185,7 @@ func (r *rules) localhostNodePorts() []string {
 	}
 	var out []string
 	for _, x := range ranges {
-		out = append(out, newRule().dst(x).comment("kubernetes service nodeports at localhost").dstLocal().jump(chainNodePorts))
+		out = append(out, newRule().dst(x).comment("kubernetes service nodeports at localhost").dstLocal().jump(names.NodePorts))
 	}
 	return append(out, newRule().dst(loopback).jump("RETURN"))
 }
@@ -239,9 +240,9 @@ func (r *rules) update(p *plan.Plan, changed plan.Keys) []block {
 			blocks = append(blocks, b)
 		}
 	}
-	add(r.step(tableNAT, gaining))
-	add(r.step(tableFilter, append(gaining[:len(gaining):len(gaining)], others...)))
-	add(r.step(tableNAT, others))
+	add(r.step(names.NAT, gaining))
+	add(r.step(names.Filter, append(gaining[:len(gaining):len(gaining)], others...)))
+	add(r.step(names.NAT, others))
 	return blocks
 }
 
@@ -262,10 +263,10 @@ func (r *rules) transition(before, after *plan.ServicePort) *transition {
 		return false
 	}
 	for _, e := range t.old.entries {
-		t.losesFilter = t.losesFilter || places[e.dispatcher].table == tableFilter && !has(t.new.entries, e)
+		t.losesFilter = t.losesFilter || places[e.dispatcher].table == names.Filter && !has(t.new.entries, e)
 	}
 	for _, e := range t.new.entries {
-		t.getsFilter = t.getsFilter || places[e.dispatcher].table == tableFilter && !has(t.old.entries, e)
+		t.getsFilter = t.getsFilter || places[e.dispatcher].table == names.Filter && !has(t.old.entries, e)
 	}
 	return t
 }
@@ -281,7 +282,7 @@ func (r *rules) inForce(sp *plan.ServicePort) fragment {
 }
 
 // step applies transitions in one table, and returns the block that does the same in the kernel.
-func (r *rules) step(in table, transitions []*transition) block {
+func (r *rules) step(in names.Table, transitions []*transition) block {
 	b := block{table: in}
 	if len(transitions) == 0 {
 		return b
@@ -302,7 +303,7 @@ func (r *rules) step(in table, transitions []*transition) block {
 				r.tries[e.dispatcher] = r.tries[e.dispatcher].with(e.key, e.rules)
 			}
 		}
-		if in == tableNAT {
+		if in == names.NAT {
 			b.ownChains(t.old.chains, t.new.chains)
 		}
 	}

@@ -5,6 +5,7 @@ import (
 	"fmt"
 	"io"
 	"net/netip"
+	"nodeproxy/kernel/names"
 	"regexp"
 	"slices"
 	"strings"
@@ -16,7 +17,7 @@ type kernelTable map[string][]string
 
 // parseSave reads the output of iptables-save for one table, and reports whether the table is in it, from its first line to its
 // last. Lines that it does not know are passed over: they are not ours.
-func parseSave(in io.Reader, t table) (held kernelTable, whole bool, err error) {
+func parseSave(in io.Reader, t names.Table) (held kernelTable, whole bool, err error) {
 	held = kernelTable{}
 	begun := false
 	err = eachLine(in, func(line string) {
@@ -110,17 +111,4 @@ func (t kernelTable) leads(from, rule string) bool {
 	return slices.ContainsFunc(t[from], func(r string) bool {
 		return r == rule || unread(r) && jumpTarget(r) == jumpTarget(rule)
 	})
-}
-
-// ownPrefixes are those of the chains that come and go with Services, and so may be stale.
-var ownPrefixes = []string{prefixCluster, prefixLocal, prefixExternal, prefixFirewall, prefixEndpoint}
-
-// mayBeStale reports whether a chain that nothing wants is ours, or kube-proxy's, to remove.
-func mayBeStale(name string) bool {
-	for _, p := range ownPrefixes {
-		if strings.HasPrefix(name, p) {
-			return true
-		}
-	}
-	return false
 }

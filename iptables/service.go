@@ -7,6 +7,7 @@ import (
 	"strings"
 	"time"
 
+	"nodeproxy/kernel/names"
 	"nodeproxy/plan"
 )
 
@@ -104,9 +105,9 @@ func (b *builder) at(f plan.Frontend, comment string) *rule {
 // policyChainName is the chain with the endpoints of a policy.
 func (b *builder) policyChainName(p plan.Policy) string {
 	if p == plan.Local {
-		return serviceChain(prefixLocal, b.sp.Key)
+		return serviceChain(names.PrefixLocal, b.sp.Key)
 	}
-	return serviceChain(prefixCluster, b.sp.Key)
+	return serviceChain(names.PrefixCluster, b.sp.Key)
 }
 
 // refusal is the comment and target for traffic to a frontend whose policy has no endpoint here: refused if there is none
@@ -143,13 +144,13 @@ func (b *builder) clusterIP(f plan.Frontend) {
 // to the ServicePort's external chain, where this node's own traffic is let through; the rest comes out of nat with its
 // destination unchanged, and is refused in filter.
 func (b *builder) external(f plan.Frontend) {
-	target := serviceChain(prefixExternal, b.sp.Key)
+	target := serviceChain(names.PrefixExternal, b.sp.Key)
 	d, refuse, comment := natServices, filterExternal, b.name+" "+kindComment[f.Kind]
 	switch {
 	case f.Kind == plan.NodePort:
 		d, refuse, comment = natNodePorts, filterExternalNodePorts, b.name
 	case f.Kind == plan.LoadBalancerIP && b.limited():
-		target = serviceChain(prefixFirewall, b.sp.Key)
+		target = serviceChain(names.PrefixFirewall, b.sp.Key)
 	}
 	switch {
 	case b.sp.Any:
@@ -183,7 +184,7 @@ func (b *builder) limited() bool {
 // firewallChain lets the allowed sources through to the external chain. What it does not let through leaves nat with its
 // destination unchanged and meets KUBE-PROXY-FIREWALL.
 func (b *builder) firewallChain() {
-	external := serviceChain(prefixExternal, b.sp.Key)
+	external := serviceChain(names.PrefixExternal, b.sp.Key)
 	comment := b.name + " loadbalancer IP"
 	var rules []string
 	nodeAllowed := false
@@ -199,7 +200,7 @@ func (b *builder) firewallChain() {
 		}
 	}
 	rules = append(rules, newRule().comment("other traffic to "+b.name+" will be dropped by KUBE-PROXY-FIREWALL").jump("ACCEPT"))
-	b.chain(serviceChain(prefixFirewall, b.sp.Key), rules...)
+	b.chain(serviceChain(names.PrefixFirewall, b.sp.Key), rules...)
 }
 
 // externalChain decides about masquerading and policy for traffic to the external frontends.
@@ -209,7 +210,7 @@ func (b *builder) externalChain() {
 	var rules []string
 	if b.sp.ExternalPolicy == plan.Cluster {
 		// The endpoint may be on another node, whose answer must come back through this one.
-		rules = append(rules, newRule().comment("masquerade traffic for "+to).jump(chainMarkMasq))
+		rules = append(rules, newRule().comment("masquerade traffic for "+to).jump(names.MarkMasq))
 	} else {
 		// What this node's pods and the node itself send never was outside. It goes wherever cluster traffic would, as if
 		// it had gone out to the load balancer and come back at a node that has an endpoint.
@@ -217,7 +218,7 @@ func (b *builder) externalChain() {
 			rules = append(rules, r.comment("pod traffic for "+to).jump(cluster))
 		}
 		rules = append(rules,
-			newRule().comment("masquerade LOCAL traffic for "+to).srcLocal().jump(chainMarkMasq),
+			newRule().comment("masquerade LOCAL traffic for "+to).srcLocal().jump(names.MarkMasq),
 			newRule().comment("route LOCAL traffic for "+to).srcLocal().jump(cluster))
 	}
 	if len(b.sp.ForPolicy(b.sp.ExternalPolicy)) > 0 {
@@ -225,7 +226,7 @@ func (b *builder) externalChain() {
 	} else {
 		rules = append(rules, newRule().comment("other traffic for "+to+" will be dropped").jump("ACCEPT"))
 	}
-	b.chain(serviceChain(prefixExternal, b.sp.Key), rules...)
+	b.chain(serviceChain(names.PrefixExternal, b.sp.Key), rules...)
 }
 
 // fromPods begins a rule for traffic from local pods; nil where that can't be told.
@@ -277,12 +278,12 @@ func (b *builder) masquerade(f plan.Frontend, sole bool) string {
 		r.word("!").word(b.podInterface()...)
 	}
 	if sole {
-		return r.jump(chainMarkMasq)
+		return r.jump(names.MarkMasq)
 	}
 	if r.proto(f.Protocol); !b.compact {
 		r.comment(b.name + " cluster IP")
 	}
-	return r.port(f.Protocol, f.Port).jump(chainMarkMasq)
+	return r.port(f.Protocol, f.Port).jump(names.MarkMasq)
 }
 
 // podInterface matches the interfaces of pods, in the modes that recognise pods by them.
@@ -344,7 +345,7 @@ func (b *builder) endpointChain(ep plan.Endpoint) {
 	}
 	b.chain(endpointChain(b.sp.Key, ep.Addr),
 		// A client that is its own endpoint must not see an answer from itself: masquerade hairpin traffic.
-		newRule().src(single(ep.Addr.Addr())).comment(b.name).jump(chainMarkMasq),
+		newRule().src(single(ep.Addr.Addr())).comment(b.name).jump(names.MarkMasq),
 		dnat.word("-m", proto.Lower()).jump("DNAT --to-destination "+ep.Addr.String()))
 }
 

@@ -2,6 +2,7 @@ package iptables
 
 import (
 	"maps"
+	"nodeproxy/kernel/names"
 	"slices"
 	"strings"
 )
@@ -12,22 +13,22 @@ func (f *fullSync) leaveOtherModes() error {
 	if !f.otherModeHeld() {
 		return nil
 	}
-	mangle, err := f.tool.save(f.ctx, tableMangle)
+	mangle, err := f.tool.save(f.ctx, names.Mangle)
 	if err != nil {
 		return err
 	}
 	for _, t := range fixedTables {
 		held := mangle
-		if t != tableMangle {
+		if t != names.Mangle {
 			held = f.held(t)
 		}
 		var out strings.Builder
 		for _, name := range slices.Sorted(maps.Keys(held)) {
-			if !builtin(name) {
+			if !names.Builtin(name) {
 				continue
 			}
 			held[name] = slices.DeleteFunc(slices.Clone(held[name]), func(r string) bool {
-				leads := slices.Contains(otherModes[t], jumpTarget(r))
+				leads := ofOtherMode(t, jumpTarget(r))
 				if leads {
 					out.WriteString("-D " + name + " " + r + "\n")
 				}
@@ -40,15 +41,15 @@ func (f *fullSync) leaveOtherModes() error {
 			}
 		}
 	}
-	stale := obsolete(tableMangle, mangle, nil)
+	stale := obsolete(names.Mangle, mangle, nil)
 	f.removed += len(stale)
-	return removeChains(f.restore, tableMangle, stale, f.batch)
+	return removeChains(f.restore, names.Mangle, stale, f.batch)
 }
 
 func (f *fullSync) otherModeHeld() bool {
-	for _, t := range []table{tableNAT, tableFilter} {
+	for _, t := range []names.Table{names.NAT, names.Filter} {
 		for name := range f.held(t) {
-			if slices.Contains(otherModes[t], name) {
+			if ofOtherMode(t, name) {
 				return true
 			}
 		}
@@ -59,10 +60,10 @@ func (f *fullSync) otherModeHeld() bool {
 // sweep removes the chains that nothing wants. One that somebody else's rule leads to can't be removed; it is emptied, so that it
 // does nothing, and goes when that rule has gone.
 func (f *fullSync) sweep() error {
-	for _, t := range []table{tableNAT, tableFilter} {
+	for _, t := range []names.Table{names.NAT, names.Filter} {
 		var stale []string
 		for _, name := range slices.Sorted(maps.Keys(f.held(t))) {
-			if (mayBeStale(name) || slices.Contains(otherModes[t], name)) && !f.wanted[t][name] {
+			if (names.OfService(name) || ofOtherMode(t, name)) && !f.wanted[t][name] {
 				stale = append(stale, name)
 			}
 		}
@@ -91,20 +92,25 @@ func (f *fullSync) sweep() error {
 }
 
 // usedByOthers returns those of some chains that rules of other programs lead to, each with a chain that such a rule is in.
-func usedByOthers(t table, held kernelTable, names []string) map[string]string {
-	if len(names) == 0 {
+func usedByOthers(t names.Table, held kernelTable, chains []string) map[string]string {
+	if len(chains) == 0 {
 		return nil
 	}
 	out := map[string]string{}
 	for _, name := range slices.Sorted(maps.Keys(held)) {
-		if isOurs(t, name) {
+		if names.IsOurs(t, name) {
 			continue
 		}
 		for _, r := range held[name] {
-			if _, stale := slices.BinarySearch(names, jumpTarget(r)); stale {
+			if _, stale := slices.BinarySearch(chains, jumpTarget(r)); stale {
 				out[jumpTarget(r)] = name
 			}
 		}
 	}
 	return out
+}
+
+// ofOtherMode reports whether a chain is one that only other modes have.
+func ofOtherMode(t names.Table, name string) bool {
+	return names.IsOurs(t, name) && !names.InMode(names.ModeIPTables, t, name)
 }

@@ -5,6 +5,7 @@ import (
 	"testing"
 	"time"
 
+	"nodeproxy/kernel/names"
 	"nodeproxy/plan"
 )
 
@@ -14,7 +15,7 @@ type slowKernel struct {
 	takes time.Duration
 }
 
-func (k slowKernel) save(ctx context.Context, t table) (kernelTable, error) {
+func (k slowKernel) save(ctx context.Context, t names.Table) (kernelTable, error) {
 	time.Sleep(k.takes)
 	return k.fakeKernel.save(ctx, t)
 }

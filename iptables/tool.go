@@ -17,6 +17,7 @@ import (
 
 	goiptables "github.com/coreos/go-iptables/iptables"
 
+	"nodeproxy/kernel/names"
 	"nodeproxy/plan"
 )
 
@@ -58,7 +59,7 @@ type tool struct {
 	// native is told of tables with native rules; nil for nobody.
 	native func(NativeRules)
 	// told are the chains of each table that it was told of last. Only save and restore use it.
-	told map[table][]string
+	told map[names.Table][]string
 }
 
 // newTool finds the programs of a variant and family. Where the programs with the variant's name are missing (some
@@ -217,17 +218,14 @@ func saved(name string) string {
 	return string(out)
 }
 
-// The chains that a kubelet makes in table mangle of the variant that it uses.
-const kubeletHint, kubeletCanary = "KUBE-IPTABLES-HINT", "KUBE-KUBELET-CANARY"
-
-var hintChain = regexp.MustCompile(`(?m)^:(` + kubeletHint + `|` + kubeletCanary + `) `)
+var hintChain = regexp.MustCompile(`(?m)^:(` + names.KubeletHint + `|` + names.KubeletCanary + `) `)
 
 // nftHinted reports whether table mangle of the nft variant has such a chain. The kernel is asked, not iptables-save, which prints
 // nothing of a table with rules that are native to nft.
 func nftHinted() bool {
 	for _, f := range plan.Families {
-		names, _ := nftChains(f, tableMangle) // A kernel without nf_tables has none.
-		if slices.Contains(names, kubeletHint) || slices.Contains(names, kubeletCanary) {
+		chains, _ := nftChains(f, names.Mangle) // A kernel without nf_tables has none.
+		if slices.Contains(chains, names.KubeletHint) || slices.Contains(chains, names.KubeletCanary) {
 			return true
 		}
 	}
@@ -238,7 +236,7 @@ func nftHinted() bool {
 func nftRuleCount() int {
 	n := 0
 	for _, f := range plan.Families {
-		for _, t := range []table{tableFilter, tableNAT, tableMangle, "raw", "security"} {
+		for _, t := range []names.Table{names.Filter, names.NAT, names.Mangle, "raw", "security"} {
 			rules, _ := nftRules(f, t, "") // A kernel without nf_tables has none.
 			n += len(rules)
 		}
@@ -248,7 +246,7 @@ func nftRuleCount() int {
 
 // save reads a table from the kernel. What can't be read is an error: a table is never taken for empty because a program prints
 // nothing of it.
-func (t *tool) save(ctx context.Context, tbl table) (kernelTable, error) {
+func (t *tool) save(ctx context.Context, tbl names.Table) (kernelTable, error) {
 	var held kernelTable
 	var whole bool
 	err := t.read(ctx, t.savePath, "", func(out io.Reader) (err error) {
@@ -397,7 +395,7 @@ func oneLine(s string) string {
 
 // usable reports why the kernel can't do what this family needs, if so.
 func (t *tool) usable() error {
-	args := []string{"-t", string(tableNAT), "-S", "POSTROUTING", "1"}
+	args := []string{"-t", string(names.NAT), "-S", "POSTROUTING", "1"}
 	if t.variant == Legacy {
 		args = append(args, "-w", strconv.Itoa(lockWait))
 	}

@@ -13,6 +13,7 @@ import (
 	"time"
 
 	"nodeproxy/internal/nstest"
+	"nodeproxy/kernel/names"
 	"nodeproxy/plan"
 	"nodeproxy/plan/plantest"
 )
@@ -69,12 +70,12 @@ func TestProgramsThatHang(t *testing.T) {
 	if err := os.WriteFile(u.savePath, []byte("#!/bin/sh\necho '*nat'\nexec sleep 1000\n"), 0o755); err != nil {
 		t.Fatal(err)
 	}
-	if _, err := u.save(t.Context(), tableNAT); err == nil || !strings.Contains(err.Error(), "was ended") {
+	if _, err := u.save(t.Context(), names.NAT); err == nil || !strings.Contains(err.Error(), "was ended") {
 		t.Errorf("save: %v", err)
 	}
 	cancelled, cancel := context.WithCancel(t.Context())
 	cancel()
-	if _, err := u.save(cancelled, tableNAT); !errors.Is(err, context.Canceled) {
+	if _, err := u.save(cancelled, names.NAT); !errors.Is(err, context.Canceled) {
 		t.Errorf("save, cancelled: %v", err)
 	}
 }
@@ -120,13 +121,13 @@ func TestGuard(t *testing.T) {
 					if err := e.sync(context.Background(), p, nil); err != nil {
 						t.Fatal(err)
 					}
-					held, err := e.tool.save(context.Background(), tableFilter)
+					held, err := e.tool.save(context.Background(), names.Filter)
 					if err != nil {
 						t.Fatal(err)
 					}
-					want := chain{chainFirewall, []string{"-m mark --mark 0x8000/0x8000 -j DROP", localnetGuard()}}
+					want := chain{names.KubeletFirewall, []string{"-m mark --mark 0x8000/0x8000 -j DROP", localnetGuard()}}
 					if !held.has(want) {
-						t.Errorf("KUBE-FIREWALL holds %q", held[chainFirewall])
+						t.Errorf("KUBE-FIREWALL holds %q", held[names.KubeletFirewall])
 					}
 				}
 				if readSysctl("net/ipv4/conf/all/route_localnet") != "1" {

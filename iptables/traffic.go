@@ -13,6 +13,7 @@ import (
 	"strings"
 	"sync"
 
+	"nodeproxy/kernel/names"
 	"nodeproxy/metrics"
 	"nodeproxy/plan"
 )
@@ -67,12 +68,12 @@ func (t *tool) saveCounters(ctx context.Context, read func(io.Reader) error) err
 	err := t.read(ctx, t.savePath, "", func(out io.Reader) error {
 		lines := bufio.NewReader(out)
 		head, _ := lines.Peek(lines.Size()) // as far as there is that much
-		whole = bytes.Contains(head, []byte("*"+string(tableNAT)+"\n"))
+		whole = bytes.Contains(head, []byte("*"+string(names.NAT)+"\n"))
 		return read(lines)
-	}, "-c", "-t", string(tableNAT))
+	}, "-c", "-t", string(names.NAT))
 	if err == nil && !whole && t.variant == NFT {
 		var list strings.Builder
-		if _, _, err = t.listByChain(ctx, tableNAT, func(line string) { list.WriteString(counterFirst(line)) }); err == nil {
+		if _, _, err = t.listByChain(ctx, names.NAT, func(line string) { list.WriteString(counterFirst(line)) }); err == nil {
 			return read(strings.NewReader(list.String()))
 		}
 	}
@@ -218,7 +219,7 @@ func leading(line string, keys map[string]plan.Key) (packets uint64, key plan.Ke
 
 // serviceHash is the part of a chain's name that stands for a ServicePort, if the chain is one of a ServicePort.
 func serviceHash(name string) string {
-	for _, prefix := range []string{prefixCluster, prefixLocal, prefixExternal, prefixFirewall} {
+	for _, prefix := range []string{names.PrefixCluster, names.PrefixLocal, names.PrefixExternal, names.PrefixFirewall} {
 		if hash, ok := strings.CutPrefix(name, prefix); ok {
 			return hash
 		}

@@ -14,6 +14,7 @@ import (
 	"github.com/vishvananda/netlink"
 
 	"nodeproxy/internal/nstest"
+	"nodeproxy/kernel/names"
 	"nodeproxy/metrics"
 	"nodeproxy/plan"
 	"nodeproxy/plan/plantest"
@@ -132,7 +133,7 @@ func connectAndCount(t *testing.T, v Variant) {
 	}
 	check("after a rule went")
 	// Nothing is forwarded here that conntrack could not place, so the counter is set.
-	set := exec.Command("iptables-"+string(v), "-R", chainForward, "2", "-m", "conntrack", "--ctstate", "INVALID",
+	set := exec.Command("iptables-"+string(v), "-R", names.Forward, "2", "-m", "conntrack", "--ctstate", "INVALID",
 		"-c", "3", "156", "-j", "DROP")
 	if out, err := set.CombinedOutput(); err != nil {
 		t.Errorf("%v: %s", err, out)

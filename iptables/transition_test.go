@@ -8,6 +8,7 @@ import (
 
 	"pgregory.net/rapid"
 
+	"nodeproxy/kernel/names"
 	"nodeproxy/plan"
 	"nodeproxy/plan/packetsim"
 	"nodeproxy/plan/plantest"
@@ -17,7 +18,7 @@ import (
 // saved is what the kernel holds as iptables-save prints it.
 func (k *fakeKernel) saved() string {
 	var out strings.Builder
-	for _, tbl := range []table{tableFilter, tableNAT} {
+	for _, tbl := range []names.Table{names.Filter, names.NAT} {
 		out.WriteString("*" + string(tbl) + "\n")
 		for name := range k.tables[tbl] {
 			out.WriteString(":" + name + " - [0:0]\n")

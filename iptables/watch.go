@@ -3,6 +3,7 @@ package iptables
 import (
 	"context"
 	"fmt"
+	"nodeproxy/kernel/names"
 	"slices"
 	"strings"
 	"sync"
@@ -27,10 +28,10 @@ type watch struct {
 // watched are tables of one family that belong to a backend.
 type watched struct {
 	tool   *tool
-	tables []table
+	tables []names.Table
 }
 
-func (w *watch) add(t *tool, tables ...table) { w.tables = append(w.tables, watched{t, tables}) }
+func (w *watch) add(t *tool, tables ...names.Table) { w.tables = append(w.tables, watched{t, tables}) }
 
 // run calls suspect when another program may have changed something of ours, until ctx ends. It begins with that: what happened
 // since the first sync has read the tables is told of by nobody. It may be an iptables-restore of a daemon that was killed.
@@ -82,7 +83,7 @@ func (w *watch) open() (func(context.Context, func(string)), error) {
 // sized is a table of the legacy variant.
 type sized struct {
 	tool  *tool
-	table table
+	table names.Table
 }
 
 // pollInterval is how often the sizes of tables are looked at, and tellInterval the least time between two suspicions, unless a table

@@ -5,29 +5,8 @@ import (
 	"net/netip"
 
 	"nodeproxy/iptables"
+	"nodeproxy/kernel/names"
 	"nodeproxy/plan"
-)
-
-// The chains of this mode that kube-proxy has none like. The others have its names.
-const (
-	chainMark             = "KUBE-IPVS-MARK"       // mangle: which virtual server a packet is for
-	chainUnmark           = "KUBE-IPVS-UNMARK"     // mangle: what has served is taken off
-	chainShortCircuit     = "KUBE-SHORT-CIRCUIT"   // mangle: external addresses under policy Local, from inside
-	chainPortLocal        = "KUBE-NODE-PORT-LOCAL" // mangle: node ports under policy Local
-	chainFilterPorts      = "KUBE-IPVS-NODE-PORTS" // filter: node ports to refuse
-	chainFilterLocal      = "KUBE-IPVS-LOCAL"      // filter: external addresses under policy Local without an endpoint here
-	chainFilterPortsLocal = "KUBE-IPVS-NP-LOCAL"   // filter: node ports under policy Local without an endpoint here
-)
-
-const (
-	chainServices     = "KUBE-SERVICES"
-	chainMarkMasq     = "KUBE-MARK-MASQ"
-	chainPostrouting  = "KUBE-POSTROUTING"
-	chainForward      = "KUBE-FORWARD"
-	chainNodePort     = "KUBE-NODE-PORT"
-	chainLoadBalancer = "KUBE-LOAD-BALANCER"
-	chainFirewall     = "KUBE-SOURCE-RANGES-FIREWALL"
-	chainFilter       = "KUBE-IPVS-FILTER"
 )
 
 // rules are the iptables rules of one family. They depend on settings and on the node, not on Services: these are in sets.
@@ -107,13 +86,13 @@ func (r *ruleMaker) mangle() {
 		translated,                       // It comes by again, and keeps its mark until it leaves.
 		ours + clearMark(r.marks.mask()), // A mark of somebody else's, by chance.
 		// Of an external IP, only ports are the node's, for which addrtype does not look.
-		r.to(setExternalIPLocal) + "-g " + chainShortCircuit,
+		r.to(setExternalIPLocal) + "-g " + names.ShortCircuit,
 		"-m addrtype ! --dst-type LOCAL -j RETURN",
 		r.to(setClusterIP) + "-j RETURN",
-		isNew + r.to(setLoadBalancerFirewall) + "-j " + chainFirewall,
+		isNew + r.to(setLoadBalancerFirewall) + "-j " + names.SourceRangesFirewall,
 		// A frontend that changes its policy is among both while it does. Until its own virtual server has all endpoints, pods
 		// and the node are led to others by mark.
-		r.to(setLoadBalancerLocal) + "-g " + chainShortCircuit,
+		r.to(setLoadBalancerLocal) + "-g " + names.ShortCircuit,
 		r.to(setLoadBalancer) + "-j RETURN",
 		r.to(setExternalIP) + "-j RETURN",
 		r.to(setNoEndpoints) + "-j RETURN",
@@ -123,19 +102,19 @@ func (r *ruleMaker) mangle() {
 	for _, cidr := range r.ranges {
 		mark = append(mark, "-d "+cidr.String()+" -j RETURN")
 	}
-	mark = append(mark, iptables.ToNodePorts(&r.settings, &r.node, r.family, "kubernetes service nodeports", chainNodePort)...)
-	r.chain("mangle", chainMark, mark...)
-	r.chain("mangle", chainFirewall,
+	mark = append(mark, iptables.ToNodePorts(&r.settings, &r.node, r.family, "kubernetes service nodeports", names.NodePort)...)
+	r.chain("mangle", names.IPVSMark, mark...)
+	r.chain("mangle", names.SourceRangesFirewall,
 		r.in(setSourceCIDR, "dst,dst,src")+"-j RETURN",
 		r.in(setSourceIP, "dst,dst,src")+"-j RETURN",
 		"-j DROP")
-	r.chain("mangle", chainShortCircuit, r.inside(r.mapMark(setLoadBalancerLocal), r.mapMark(setExternalIPLocal))...)
-	r.chain("mangle", chainNodePort,
+	r.chain("mangle", names.ShortCircuit, r.inside(r.mapMark(setLoadBalancerLocal), r.mapMark(setExternalIPLocal))...)
+	r.chain("mangle", names.NodePort,
 		// One that changes its policy is in both for a moment.
-		r.to(setNodePortLocal)+"-g "+chainPortLocal,
+		r.to(setNodePortLocal)+"-g "+names.NodePortLocal,
 		r.mapMark(setNodePort))
-	r.chain("mangle", chainPortLocal, append([]string{r.mapMark(setNodePortLocal)}, r.inside()...)...)
-	r.chain("mangle", chainUnmark,
+	r.chain("mangle", names.NodePortLocal, append([]string{r.mapMark(setNodePortLocal)}, r.inside()...)...)
+	r.chain("mangle", names.IPVSUnmark,
 		// A kernel without nftables has no guard that has done this; see nftrules.MarkGuard.
 		"-m ipvs --ipvs "+ours+clearMark(r.marks.mask()),
 		// Only the first packet of a connection asks for masquerading.
@@ -174,12 +153,12 @@ const fromNode = "-m addrtype --src-type LOCAL "
 // filter is where packets are refused that no virtual server is for. Those of the node itself come by INPUT too, since
 // every address of a Service is one of the node's. Marks of ours are not to be seen here: see nftrules.MarkGuard.
 func (r *ruleMaker) filter() {
-	r.chain("filter", chainNodePort,
+	r.chain("filter", names.NodePort,
 		"-p tcp "+comment("kubernetes health check node ports")+r.in(setHealthCheckNodePort, "dst")+"-j ACCEPT")
 	list := []string{
 		translated, // It is for an endpoint of the node's own, even where others may not get to that address and port.
-		r.to(setLoadBalancerLocal) + "-g " + chainFilterLocal,
-		r.to(setExternalIPLocal) + "-g " + chainFilterLocal,
+		r.to(setLoadBalancerLocal) + "-g " + names.IPVSLocal,
+		r.to(setExternalIPLocal) + "-g " + names.IPVSLocal,
 		isNew + r.to(setNoLocalEndpoints) + "-j DROP",
 		isNew + r.to(setNoEndpoints) + r.reject(),
 		r.to(setClusterIP) + "-j RETURN",
@@ -191,13 +170,13 @@ func (r *ruleMaker) filter() {
 	for _, cidr := range r.ranges {
 		list = append(list, "-d "+cidr.String()+" "+r.notICMP()+isNew+r.reject())
 	}
-	list = append(list, iptables.ToNodePorts(&r.settings, &r.node, r.family, "kubernetes service nodeports", chainFilterPorts)...)
-	r.chain("filter", chainFilter, list...)
-	r.chain("filter", chainFilterPorts,
-		r.to(setNodePortLocal)+"-g "+chainFilterPortsLocal,
+	list = append(list, iptables.ToNodePorts(&r.settings, &r.node, r.family, "kubernetes service nodeports", names.IPVSNodePorts)...)
+	r.chain("filter", names.IPVSFilter, list...)
+	r.chain("filter", names.IPVSNodePorts,
+		r.to(setNodePortLocal)+"-g "+names.IPVSNodePortsLocal,
 		isNew+r.to(setNodePortNoEndpoints)+r.reject())
-	r.chain("filter", chainFilterLocal, r.outside(isNew+r.to(setNoLocalEndpoints)+"-j DROP")...)
-	r.chain("filter", chainFilterPortsLocal, r.outside(isNew+r.to(setNodePortNoLocalEndpoints)+"-j DROP")...)
+	r.chain("filter", names.IPVSLocal, r.outside(isNew+r.to(setNoLocalEndpoints)+"-j DROP")...)
+	r.chain("filter", names.IPVSNodePortsLocal, r.outside(isNew+r.to(setNodePortNoLocalEndpoints)+"-j DROP")...)
 }
 
 // outside are rules that apply a rule to all but pods and the node itself, which are led to endpoints elsewhere.
@@ -211,7 +190,7 @@ func (r *ruleMaker) outside(rule string) []string {
 
 // nat is where packets are marked for masquerading, but for those that table mangle has marked.
 func (r *ruleMaker) nat() {
-	const masq = "-j " + chainMarkMasq
+	const masq = "-j " + names.MarkMasq
 	var services []string
 	if r.settings.MasqueradeAll {
 		services = append(services, r.to(setClusterIP)+masq)
@@ -226,24 +205,24 @@ func (r *ruleMaker) nat() {
 		}
 	}
 	services = append(services,
-		r.to(setLoadBalancer)+"-j "+chainLoadBalancer,
+		r.to(setLoadBalancer)+"-j "+names.LoadBalancer,
 		r.to(setExternalIP)+masq)
-	r.chain("nat", chainServices, services...)
-	r.chain("nat", chainLoadBalancer, masq)
+	r.chain("nat", names.Services, services...)
+	r.chain("nat", names.LoadBalancer, masq)
 }
 
 func (r *ruleMaker) jumps() {
 	const portals = "kubernetes service portals"
 	r.out.Jumps = []iptables.FixedJump{
-		{Table: "mangle", From: "INPUT", Rule: "-j " + chainMark},
-		{Table: "mangle", From: "OUTPUT", Rule: "-j " + chainMark},
-		{Table: "mangle", From: "POSTROUTING", Rule: "-j " + chainUnmark},
+		{Table: "mangle", From: "INPUT", Rule: "-j " + names.IPVSMark},
+		{Table: "mangle", From: "OUTPUT", Rule: "-j " + names.IPVSMark},
+		{Table: "mangle", From: "POSTROUTING", Rule: "-j " + names.IPVSUnmark},
 		// A health check node port answers at the node's addresses, not at those of Services.
-		{Table: "filter", From: "INPUT", Rule: comment("kubernetes health check rules") + "-j " + chainNodePort},
-		{Table: "filter", From: "INPUT", Rule: comment("kubernetes ipvs access filter") + "-j " + chainFilter},
-		{Table: "filter", From: "FORWARD", Rule: comment("kubernetes forwarding rules") + "-j " + chainForward},
-		{Table: "nat", From: "OUTPUT", Rule: comment(portals) + "-j " + chainServices},
-		{Table: "nat", From: "PREROUTING", Rule: comment(portals) + "-j " + chainServices},
-		{Table: "nat", From: "POSTROUTING", Rule: comment("kubernetes postrouting rules") + "-j " + chainPostrouting},
+		{Table: "filter", From: "INPUT", Rule: comment("kubernetes health check rules") + "-j " + names.NodePort},
+		{Table: "filter", From: "INPUT", Rule: comment("kubernetes ipvs access filter") + "-j " + names.IPVSFilter},
+		{Table: "filter", From: "FORWARD", Rule: comment("kubernetes forwarding rules") + "-j " + names.Forward},
+		{Table: "nat", From: "OUTPUT", Rule: comment(portals) + "-j " + names.Services},
+		{Table: "nat", From: "PREROUTING", Rule: comment(portals) + "-j " + names.Services},
+		{Table: "nat", From: "POSTROUTING", Rule: comment("kubernetes postrouting rules") + "-j " + names.Postrouting},
 	}
 }
