@@ -6,8 +6,8 @@ import (
 	"net/netip"
 	"time"
 
-	"nodeproxy/iptables"
 	"nodeproxy/ipvs"
+	"nodeproxy/kernel/xtables"
 	"nodeproxy/plan"
 	"nodeproxy/source"
 )
@@ -30,7 +30,7 @@ type Config struct {
 	// NodePorts is the range of node ports.
 	NodePorts PortRange
 	// IPTablesBackend is the implementation of iptables to use; with Cleanup also BothVariants.
-	IPTablesBackend iptables.Variant
+	IPTablesBackend xtables.Variant
 	// MasqueradeBit is the bit of the packet mark that asks for masquerading, 0-31.
 	MasqueradeBit int
 	// MinSyncPeriod is the minimum time between two syncs; zero by default.
@@ -65,7 +65,7 @@ type Config struct {
 }
 
 // BothVariants is a value of --iptables-backend for cleanup.
-const BothVariants iptables.Variant = "both"
+const BothVariants xtables.Variant = "both"
 
 // APIServer configures the connection to the API server. With neither Kubeconfig nor Master, it is that of the cluster in which
 // this program runs as a pod.

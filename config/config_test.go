@@ -10,8 +10,8 @@ import (
 
 	"github.com/spf13/pflag"
 
-	"nodeproxy/iptables"
 	"nodeproxy/ipvs"
+	"nodeproxy/kernel/xtables"
 	"nodeproxy/plan"
 )
 
@@ -41,7 +41,7 @@ func defaults() Config {
 		Mode: "iptables", NodeName: "node1", Manifests: "m",
 		API:          APIServer{ContentType: "application/vnd.kubernetes.protobuf", QPS: 5, Burst: 10},
 		ServiceCIDRs: prefixes("10.96.0.0/16"), ServiceCIDRsGiven: true, NodePorts: PortRange{30000, 32767},
-		IPTablesBackend: iptables.Auto, MasqueradeBit: 14, SysctlDir: "/proc/sys", LogLevel: "info", LogFormat: "text",
+		IPTablesBackend: xtables.Auto, MasqueradeBit: 14, SysctlDir: "/proc/sys", LogLevel: "info", LogFormat: "text",
 		SyncPeriod: 30 * time.Second, OOMScoreAdj: -999,
 		Servers: Servers{
 			Bind: netip.MustParseAddr("0.0.0.0"), Healthz: netip.MustParseAddrPort("0.0.0.0:10256"),
@@ -121,8 +121,8 @@ func TestFlags(t *testing.T) {
 			nodePorts(false, "192.168.0.0/16", "10.0.0.0/8")},
 		{"--nodeport-addresses=", nodePorts(false)},
 		{"--iptables-localhost-nodeports=false", func(c *Config) { c.Settings.LocalhostNodePorts = false }},
-		{"--iptables-backend=nft", func(c *Config) { c.IPTablesBackend = iptables.NFT }},
-		{"--iptables-backend=legacy", func(c *Config) { c.IPTablesBackend = iptables.Legacy }},
+		{"--iptables-backend=nft", func(c *Config) { c.IPTablesBackend = xtables.NFT }},
+		{"--iptables-backend=legacy", func(c *Config) { c.IPTablesBackend = xtables.Legacy }},
 		{"--min-sync-period=2s", period},
 		{"--iptables-min-sync-period=2s", period},
 		{"--log-level=error", level("error")},

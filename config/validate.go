@@ -12,8 +12,8 @@ import (
 	"strings"
 	"time"
 
-	"nodeproxy/iptables"
 	"nodeproxy/ipvs"
+	"nodeproxy/kernel/xtables"
 	"nodeproxy/plan"
 )
 
@@ -153,8 +153,8 @@ func (k *checker) manifests(c *Config) {
 }
 
 func (k *checker) backend(c *Config) {
-	switch c.IPTablesBackend = iptables.Variant(k.own.iptablesBackend); c.IPTablesBackend {
-	case iptables.Auto, iptables.NFT, iptables.Legacy:
+	switch c.IPTablesBackend = xtables.Variant(k.own.iptablesBackend); c.IPTablesBackend {
+	case xtables.Auto, xtables.NFT, xtables.Legacy:
 	case BothVariants:
 		if !k.own.cleanup {
 			k.check("--iptables-backend", fmt.Errorf("%q is for cleanup alone", k.own.iptablesBackend))

@@ -12,6 +12,7 @@ import (
 
 	"nodeproxy/iptables"
 	"nodeproxy/ipvs"
+	"nodeproxy/kernel/xtables"
 	"nodeproxy/plan"
 )
 
@@ -79,7 +80,7 @@ func (v *values) defaults() {
 		kp.Logging.FlushFrequency.SerializeAsString = true
 	}
 	v.own = own{
-		serviceCIDR: "10.96.0.0/16", nodePortRange: "30000-32767", iptablesBackend: string(iptables.Auto), logLevel: "info",
+		serviceCIDR: "10.96.0.0/16", nodePortRange: "30000-32767", iptablesBackend: string(xtables.Auto), logLevel: "info",
 		ipvsVIPs: string(ipvs.Routes), ipvsGrace: ipvs.DefaultGracePeriod,
 		healthzPort: healthzPort, metricsPort: metricsPort, sysctlDir: "/proc/sys",
 		serviceMetrics: -1,

@@ -17,15 +17,16 @@ import (
 	"sync"
 	"time"
 
+	"nodeproxy/kernel/drift"
 	"nodeproxy/kernel/names"
+	"nodeproxy/kernel/xtables"
 	"nodeproxy/plan"
-	"nodeproxy/proxier/drift"
 )
 
 // Config says how a Backend works.
 type Config struct {
 	// Variant is the implementation of iptables to use; Auto picks the one that the node uses already.
-	Variant Variant
+	Variant xtables.Variant
 	// Families are those to program.
 	Families []plan.Family
 	// MasqueradeBit is as in Options.
@@ -41,7 +42,7 @@ type Config struct {
 	Compared func(drift.Report)
 	// NativeRules is told of tables in which other programs keep rules that iptables can't read, when their chains are found and
 	// when they are gone. Nil is for nobody. It must not block.
-	NativeRules func(NativeRules)
+	NativeRules func(xtables.NativeRules)
 	// Refused is told of all ServicePorts of a family that the kernel does not take, whenever these are others than before. Nil is
 	// for nobody. It must not block.
 	Refused func(plan.Family, []plan.Refusal)
@@ -52,7 +53,7 @@ type Config struct {
 type Backend struct {
 	engines  []*engine
 	compared func(drift.Report)
-	watch    *watch
+	watch    *xtables.Watch
 	took     map[plan.Family]time.Duration // by the last Sync
 }
 
@@ -60,23 +61,23 @@ type Backend struct {
 // none, or for which the kernel has no table nat, is left out with a warning (Families tells which remain); it is an error
 // if none remains.
 func New(cfg Config) (*Backend, error) {
-	if cfg.Variant == Auto || cfg.Variant == "" {
-		cfg.Variant = Detect()
+	if cfg.Variant == xtables.Auto || cfg.Variant == "" {
+		cfg.Variant = xtables.Detect()
 	}
-	b := &Backend{compared: cfg.Compared, watch: &watch{}}
+	b := &Backend{compared: cfg.Compared, watch: &xtables.Watch{}}
 	var missing []error
 	for _, f := range cfg.Families {
-		t, err := newTool(cfg.Variant, f)
+		t, err := xtables.Find(cfg.Variant, f)
 		if err == nil {
-			err = t.usable()
+			err = t.Usable()
 		}
 		if err != nil {
 			missing = append(missing, fmt.Errorf("%s: %w", f, err))
 			continue
 		}
-		t.native = cfg.NativeRules
+		t.OnNativeRules = cfg.NativeRules
 		b.engines = append(b.engines, newEngine(t, cfg))
-		b.watch.add(t, names.NAT, names.Filter)
+		b.watch.Add(t, names.NAT, names.Filter)
 	}
 	if len(b.engines) == 0 {
 		return nil, fmt.Errorf("mode iptables can't work here: %w", errors.Join(missing...))
@@ -87,21 +88,19 @@ func New(cfg Config) (*Backend, error) {
 	return b, nil
 }
 
-func newEngine(t *tool, cfg Config) *engine {
+func newEngine(t *xtables.Program, cfg Config) *engine {
 	liberal := readSysctl("net/netfilter/nf_conntrack_tcp_be_liberal")
-	e := &engine{tool: t, family: t.family, log: cfg.Log, sysctlDir: cmp.Or(cfg.SysctlDir, "/proc/sys"),
+	e := &engine{Writer: t.Writer(cfg.Log), family: t.Family, log: cfg.Log, sysctlDir: cmp.Or(cfg.SysctlDir, "/proc/sys"),
 		counts: newRuleCounts(cfg.Observer), tellRefused: cfg.Refused}
+	e.Ran = e.ran
 	e.options = Options{
 		MasqueradeBit: cfg.MasqueradeBit,
-		RandomFully:   t.randomFully,
+		RandomFully:   t.RandomFully,
 		CompactAbove:  DefaultCompactAbove,
 		KeepCounters:  cfg.KeepCounters,
 		TCPLiberal:    liberal != "" && liberal != "0",
 	}
-	if t.variant == NFT {
-		e.batch = maxNames
-	}
-	cfg.Log.Info("using iptables", "program", t.describe(), "random-fully", e.options.RandomFully)
+	cfg.Log.Info("using iptables", "program", t.Describe(), "random-fully", e.options.RandomFully)
 	return e
 }
 
@@ -118,7 +117,7 @@ func (b *Backend) Families() []plan.Family {
 func (b *Backend) MostAtOnce() int {
 	most := 0
 	for _, e := range b.engines {
-		most = max(most, e.batch)
+		most = max(most, e.MaxNames)
 	}
 	return most
 }
@@ -128,7 +127,7 @@ func (b *Backend) Sync(ctx context.Context, p *plan.Plan, changed plan.Keys) err
 	begin := time.Now()
 	errs, took := make([]error, len(b.engines)), make([]time.Duration, len(b.engines))
 	var wg sync.WaitGroup
-	done := b.watch.writing()
+	done := b.watch.Writing()
 	for i, e := range b.engines {
 		wg.Go(func() {
 			errs[i] = e.sync(ctx, p, changed)
@@ -166,21 +165,14 @@ func (b *Backend) report(took time.Duration, err error) {
 // Watch calls suspect, with the reason, when another program may have changed what Sync has written. It returns when ctx
 // ends, or with an error if it can't watch: then only a Sync that compares everything finds out.
 func (b *Backend) Watch(ctx context.Context, suspect func(why string)) error {
-	return b.watch.run(ctx, suspect)
-}
-
-// kernel is what an engine needs of the machine.
-type kernel interface {
-	save(ctx context.Context, t names.Table) (kernelTable, error)
-	restore(text string) error
+	return b.watch.Run(ctx, suspect)
 }
 
 // engine programs one family.
 type engine struct {
-	tool    kernel
+	*xtables.Writer
 	family  plan.Family
 	options Options
-	batch   int // how many chain names one restore may mention; 0 for any number
 	log     *slog.Logger
 	// sysctlDir is where kernel settings are written.
 	sysctlDir    string
@@ -205,8 +197,8 @@ func (e *engine) sync(ctx context.Context, p *plan.Plan, changed plan.Keys) erro
 	if changed == nil || e.current == nil || e.current.outgrown(p, changed) || e.kept.any() && p.Adds(changed, e.family, e.current.services) {
 		err = e.syncAll(ctx, p)
 	} else {
-		err = e.syncChanged(p, changed)
-		if errRefused(err) { // A sync of everything finds out by what, and does all else.
+		err = e.syncChanged(ctx, p, changed)
+		if xtables.IsRefused(err) { // A sync of everything finds out by what, and does all else.
 			e.current, e.counts.partial = nil, false
 			err = e.syncAll(ctx, p)
 		}
@@ -219,39 +211,26 @@ func (e *engine) sync(ctx context.Context, p *plan.Plan, changed plan.Keys) erro
 }
 
 // syncChanged writes what differs between two plans of which the first is in the kernel.
-func (e *engine) syncChanged(p *plan.Plan, changed plan.Keys) error {
-	blocks := e.current.update(p, changed)
+func (e *engine) syncChanged(ctx context.Context, p *plan.Plan, changed plan.Keys) error {
+	steps := e.current.update(p, changed)
 	e.counts.partial = true
-	if len(blocks) > 0 {
-		if err := e.restore(text(blocks)); err != nil {
-			return err
-		}
+	if err := e.Write(ctx, nil, steps...); err != nil {
+		return err
 	}
-	for _, b := range blocks {
-		e.counts.total[b.table] += b.grows
+	for _, c := range slices.Concat(steps...) {
+		e.counts.total[c.Table] += c.Grows()
 	}
 	e.counts.tell(e.family)
 	return nil
 }
 
-// restore applies text, once more if another program held the lock for too long.
-func (e *engine) restore(text string) error {
-	err := e.restoreOnce(text)
-	if errLocked(err) {
-		e.log.Warn("another program holds the xtables lock; trying again", "error", err)
-		err = e.restoreOnce(text)
-	}
-	return err
-}
-
-func (e *engine) restoreOnce(text string) error {
-	err := e.tool.restore(text)
+// ran counts a run of iptables-restore.
+func (e *engine) ran(input string, err error) {
 	if err != nil {
 		e.counts.failed(e.family)
 	} else {
-		e.counts.wrote(text)
+		e.counts.wrote(input)
 	}
-	return err
 }
 
 // readSysctl returns a kernel setting of this network namespace; empty where it can't be read.
@@ -272,15 +251,14 @@ func AllowLocalhostNodePorts(ctx context.Context, cfg Config) error {
 	if err != nil {
 		return err
 	}
-	f := &fullSync{engine: b.engines[0], ctx: ctx}
-	if f.filter, err = f.tool.save(ctx, names.Filter); err != nil {
+	f := &fullSync{engine: b.engines[0], ctx: ctx, actual: map[names.Table]xtables.Content{}}
+	if f.actual[names.Filter], err = f.Kernel.Save(ctx, names.Filter); err != nil {
 		return err
 	}
 	if err := f.guard(); err != nil {
 		return err
 	}
-	guards := slices.DeleteFunc(jumps(true), func(j jump) bool { return j.to != names.KubeletFirewall })
-	if err := f.ensure(guards); err != nil {
+	if err := f.ensure(guardJumps()); err != nil {
 		return err
 	}
 	return allowRouteLocalnet(f.sysctlDir)

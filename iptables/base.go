@@ -6,6 +6,7 @@ import (
 	"slices"
 
 	"nodeproxy/kernel/names"
+	"nodeproxy/kernel/xtables"
 	"nodeproxy/plan"
 )
 
@@ -45,12 +46,6 @@ func (o Options) mark() string {
 	return bit + "/" + bit
 }
 
-// tableChain is a chain and the table that it is in.
-type tableChain struct {
-	table names.Table
-	chain
-}
-
 // form is what the base chains are like.
 type form struct {
 	compact bool
@@ -68,19 +63,16 @@ func (x form) masqueraded() []netip.Prefix {
 }
 
 // toClusterIPs begins a rule for connections to a range of cluster IPs that are to be masqueraded.
-func (x form) toClusterIPs(cidr netip.Prefix) *rule {
-	r := newRule()
+func (x form) toClusterIPs(cidr netip.Prefix) *xtables.Rule {
+	r := xtables.NewRule()
 	if x.pods.IsValid() {
-		r.notSrc(x.pods)
+		r.NotSrc(x.pods)
 	}
-	return r.connectedTo(cidr)
+	return r.ConnectedTo(cidr)
 }
 
-// ctDNAT is in all rules of the base chains that do for all services what could be done for each.
-const ctDNAT = "--ctstate DNAT"
-
 // baseChains are the chains that depend on no ServicePort and no frontend.
-func baseChains(o Options, f plan.Family, x form) []tableChain {
+func baseChains(o Options, f plan.Family, x form) []xtables.Chain {
 	mask := fmt.Sprintf("%#x", uint32(1)<<o.MasqueradeBit)
 	masquerade := "MASQUERADE"
 	if o.RandomFully {
@@ -88,45 +80,45 @@ func baseChains(o Options, f plan.Family, x form) []tableChain {
 	}
 	// Nearly every packet belongs to an established connection, so that is asked first.
 	forward := []string{
-		newRule().comment("kubernetes forwarding conntrack rule").
-			word("-m", "conntrack", "--ctstate", "RELATED,ESTABLISHED").jump("ACCEPT"),
+		xtables.NewRule().Comment("kubernetes forwarding conntrack rule").
+			Word("-m", "conntrack", "--ctstate", "RELATED,ESTABLISHED").Jump("ACCEPT"),
 	}
 	if !o.TCPLiberal {
 		// A packet that conntrack can't place is not translated back; its receiver would answer with a reset that
 		// kills the connection it belongs to.
-		forward = append(forward, newRule().word("-m", "conntrack", "--ctstate", "INVALID").jump("DROP"))
+		forward = append(forward, xtables.NewRule().Word("-m", "conntrack", "--ctstate", "INVALID").Jump("DROP"))
 	}
 	// Marked packets are on their way to an endpoint; they pass even where the policy of FORWARD is DROP.
 	forward = append(forward,
-		newRule().comment("kubernetes forwarding rules").word("-m", "mark", "--mark", o.mark()).jump("ACCEPT"))
+		xtables.NewRule().Comment("kubernetes forwarding rules").Word("-m", "mark", "--mark", o.mark()).Jump("ACCEPT"))
 	postrouting := []string{
-		newRule().word("-m", "mark", "!", "--mark", o.mark()).jump("RETURN"),
+		xtables.NewRule().Word("-m", "mark", "!", "--mark", o.mark()).Jump("RETURN"),
 		// The mark goes once it has served, so that a packet that passes here again (in a tunnel) is not masqueraded again.
-		newRule().jump("MARK --set-xmark " + mask + "/0x0"),
-		newRule().comment("kubernetes service traffic requiring SNAT").jump(masquerade),
+		xtables.NewRule().Jump("MARK --set-xmark " + mask + "/0x0"),
+		xtables.NewRule().Comment("kubernetes service traffic requiring SNAT").Jump(masquerade),
 	}
 	var first []string
 	if x.compact {
-		first = append(first, hairpin(f).jump(masquerade))
-		forward = append(forward, hairpin(f).jump("ACCEPT"))
+		first = append(first, hairpin(f).Jump(masquerade))
+		forward = append(forward, hairpin(f).Jump("ACCEPT"))
 	}
 	for _, cidr := range x.masqueraded() {
-		first = append(first, x.toClusterIPs(cidr).jump(masquerade))
-		forward = append(forward, x.toClusterIPs(cidr).jump("ACCEPT"))
+		first = append(first, x.toClusterIPs(cidr).Jump(masquerade))
+		forward = append(forward, x.toClusterIPs(cidr).Jump("ACCEPT"))
 	}
 	postrouting = append(first, postrouting...)
-	return []tableChain{
-		{names.Filter, chain{names.Forward, forward}},
-		{names.NAT, chain{names.MarkMasq, []string{
-			newRule().jump("MARK --set-xmark " + o.mark()),
-		}}},
-		{names.NAT, chain{names.Postrouting, postrouting}},
+	return []xtables.Chain{
+		{Table: names.Filter, Name: names.Forward, Rules: forward},
+		{Table: names.NAT, Name: names.MarkMasq, Rules: []string{
+			xtables.NewRule().Jump("MARK --set-xmark " + o.mark()),
+		}},
+		{Table: names.NAT, Name: names.Postrouting, Rules: postrouting},
 	}
 }
 
 // hairpin begins a rule for connections that DNAT has sent back to where they come from. No match of iptables compares
 // source and destination, so a few instructions of classic BPF do, for all endpoints of all services at once.
-func hairpin(f plan.Family) *rule {
+func hairpin(f plan.Family) *xtables.Rule {
 	const (
 		v4 = "7,32 0 0 12,2 0 0 0,32 0 0 16,97 1 0 0,29 0 1 0,6 0 0 65535,6 0 0 0"
 		v6 = "22,32 0 0 8,2 0 0 0,32 0 0 24,97 1 0 0,29 0 16 0,32 0 0 12,2 0 0 0,32 0 0 28,97 1 0 0,29 0 11 0," +
@@ -137,69 +129,59 @@ func hairpin(f plan.Family) *rule {
 	if f == plan.IPv6 {
 		program = v6
 	}
-	return newRule().word("-m", "conntrack", ctDNAT).comment("hairpin").
-		word("-m", "bpf", "--bytecode", `"`+program+`"`)
+	return xtables.NewRule().Word("-m", "conntrack", xtables.CTStateDNAT).Comment("hairpin").
+		Word("-m", "bpf", "--bytecode", `"`+program+`"`)
 }
 
 // localnetGuard is the one rule of KUBE-FIREWALL that is ours as well as the kubelet's: with route_localnet set, hosts on
 // the node's network could otherwise reach what listens on its loopback address (CVE-2020-8558).
 func localnetGuard() string {
 	loopback := loopbackOf(plan.IPv4)
-	return newRule().notSrc(loopback).dst(loopback).comment("block incoming localnet connections").
-		word("-m", "conntrack", "!", "--ctstate", "RELATED,ESTABLISHED,DNAT").jump("DROP")
-}
-
-// jump is a rule in a built-in chain that leads to one of ours.
-type jump struct {
-	table   names.Table
-	from    string
-	to      string
-	comment string
-	newOnly bool // only for packets that begin a connection
-}
-
-// text is the rule's match and target as iptables-save prints them.
-func (j jump) text() string {
-	r := newRule()
-	if j.newOnly {
-		r.word("-m", "conntrack", "--ctstate", "NEW")
-	}
-	if j.comment != "" {
-		r.comment(j.comment)
-	}
-	return r.jump(j.to)
+	return xtables.NewRule().NotSrc(loopback).Dst(loopback).Comment("block incoming localnet connections").
+		Word("-m", "conntrack", "!", "--ctstate", "RELATED,ESTABLISHED,DNAT").Jump("DROP")
 }
 
 // jumps lists the rules in built-in chains. Each goes in front of what is there, so the last one for a chain comes first
 // in it: what drops before what refuses, and that before what accepts.
-func jumps(localnet bool) []jump {
+func jumps(localnet bool) []xtables.Jump {
+	comment := func(text string) *xtables.Rule { return xtables.NewRule().Comment(text) }
+	// Only packets that begin a connection can be for an address that nothing has translated.
+	begins := func(text string) *xtables.Rule {
+		return xtables.NewRule().Word("-m", "conntrack", "--ctstate", "NEW").Comment(text)
+	}
 	const (
 		portals  = "kubernetes service portals"
 		visible  = "kubernetes externally-visible service portals"
 		firewall = "kubernetes load balancer firewall"
 	)
-	list := []jump{
-		{names.Filter, "INPUT", names.NodePorts, "kubernetes health check service ports", false},
-		{names.Filter, "INPUT", names.ExternalServices, visible, true},
-		{names.Filter, "FORWARD", names.ExternalServices, visible, true},
-		{names.Filter, "FORWARD", names.Services, portals, true},
-		{names.Filter, "OUTPUT", names.Services, portals, true},
-		{names.Filter, "INPUT", names.ProxyFirewall, firewall, true},
-		{names.Filter, "OUTPUT", names.ProxyFirewall, firewall, true},
-		{names.Filter, "FORWARD", names.ProxyFirewall, firewall, true},
+	list := []xtables.Jump{
+		{Table: names.Filter, From: "INPUT", Rule: comment("kubernetes health check service ports").Jump(names.NodePorts)},
+		{Table: names.Filter, From: "INPUT", Rule: begins(visible).Jump(names.ExternalServices)},
+		{Table: names.Filter, From: "FORWARD", Rule: begins(visible).Jump(names.ExternalServices)},
+		{Table: names.Filter, From: "FORWARD", Rule: begins(portals).Jump(names.Services)},
+		{Table: names.Filter, From: "OUTPUT", Rule: begins(portals).Jump(names.Services)},
+		{Table: names.Filter, From: "INPUT", Rule: begins(firewall).Jump(names.ProxyFirewall)},
+		{Table: names.Filter, From: "OUTPUT", Rule: begins(firewall).Jump(names.ProxyFirewall)},
+		{Table: names.Filter, From: "FORWARD", Rule: begins(firewall).Jump(names.ProxyFirewall)},
 		// First of all, since it is done with every established connection. What is marked for masquerading has been
 		// translated too, so there is nothing to refuse in it.
-		{names.Filter, "FORWARD", names.Forward, "kubernetes forwarding rules", false},
-		{names.NAT, "OUTPUT", names.Services, portals, false},
-		{names.NAT, "PREROUTING", names.Services, portals, false},
-		{names.NAT, "POSTROUTING", names.Postrouting, "kubernetes postrouting rules", false},
+		{Table: names.Filter, From: "FORWARD", Rule: comment("kubernetes forwarding rules").Jump(names.Forward)},
+		{Table: names.NAT, From: "OUTPUT", Rule: comment(portals).Jump(names.Services)},
+		{Table: names.NAT, From: "PREROUTING", Rule: comment(portals).Jump(names.Services)},
+		{Table: names.NAT, From: "POSTROUTING", Rule: comment("kubernetes postrouting rules").Jump(names.Postrouting)},
 	}
 	if localnet {
-		list = append(list,
-			jump{names.Filter, "INPUT", names.KubeletFirewall, "", false},
-			jump{names.Filter, "OUTPUT", names.KubeletFirewall, "", false})
+		list = append(list, guardJumps()...)
 	}
 	return list
+}
+
+// guardJumps lead to the guard of node ports on localhost (localnetGuard).
+func guardJumps() []xtables.Jump {
+	return []xtables.Jump{
+		{Table: names.Filter, From: "INPUT", Rule: xtables.NewRule().Jump(names.KubeletFirewall)},
+		{Table: names.Filter, From: "OUTPUT", Rule: xtables.NewRule().Jump(names.KubeletFirewall)},
+	}
 }
 
 // toNodePorts makes the rules that send traffic for those of the node's addresses where node ports answer to a chain. It
@@ -207,20 +189,20 @@ func jumps(localnet bool) []jump {
 func toNodePorts(s *plan.Settings, node *plan.Node, f plan.Family, comment, target string) []string {
 	loopback := loopbackOf(f)
 	localhost := s.LocalhostReachable(f)
-	end := func(r *rule) string { return r.comment(comment).dstLocal().jump(target) }
+	end := func(r *xtables.Rule) string { return r.Comment(comment).DstLocal().Jump(target) }
 	if s.NodePortAddresses.All(f) {
 		if localhost {
-			return []string{end(newRule())}
+			return []string{end(xtables.NewRule())}
 		}
-		return []string{end(newRule().notDst(loopback))}
+		return []string{end(xtables.NewRule().NotDst(loopback))}
 	}
 	var rules []string
 	ranges := s.NodePortAddresses.Ranges(f, *node)
 	if !localhost && slices.ContainsFunc(ranges, loopback.Overlaps) {
-		rules = append(rules, newRule().dst(loopback).comment(comment).jump("RETURN"))
+		rules = append(rules, xtables.NewRule().Dst(loopback).Comment(comment).Jump("RETURN"))
 	}
 	for _, r := range ranges {
-		rules = append(rules, end(newRule().dst(r)))
+		rules = append(rules, end(xtables.NewRule().Dst(r)))
 	}
 	return rules
 }

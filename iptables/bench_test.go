@@ -7,6 +7,7 @@ import (
 	"time"
 
 	"nodeproxy/internal/nstest"
+	"nodeproxy/kernel/xtables"
 	"nodeproxy/plan"
 	"nodeproxy/plan/plantest"
 )
@@ -33,13 +34,13 @@ func BenchmarkUpdateOneOf10k(b *testing.B) {
 		i++
 		sp := plantest.LargeService(5000, 1000*i%60000, 2)
 		p.Set(sp)
-		text(r.update(p, plan.Keys{sp.Key: {}}))
+		r.update(p, plan.Keys{sp.Key: {}})
 	}
 }
 
 // BenchmarkSync programs the kernel in a namespace of its own: all of 10,000 services, and one service's new endpoints.
 func BenchmarkSync(b *testing.B) {
-	for _, v := range []Variant{NFT, Legacy} {
+	for _, v := range []xtables.Variant{xtables.NFT, xtables.Legacy} {
 		b.Run(string(v), func(b *testing.B) {
 			nstest.Run(b, func() {
 				p := plantest.Large(10000, 2)
@@ -64,7 +65,7 @@ func BenchmarkSync(b *testing.B) {
 // has to wait at most.
 func BenchmarkManyAtOnce(b *testing.B) {
 	const services, endpoints = 4000, 3
-	for _, portion := range []int{services, maxNames / (endpoints + 1)} {
+	for _, portion := range []int{services, xtables.MaxNames / (endpoints + 1)} {
 		b.Run(fmt.Sprintf("%d at once", portion), func(b *testing.B) {
 			nstest.Run(b, func() {
 				for b.Loop() {
@@ -77,9 +78,9 @@ func BenchmarkManyAtOnce(b *testing.B) {
 
 func manyAtOnce(b *testing.B, services, endpoints, portion int) {
 	b.StopTimer()
-	e := realEngine(b, NFT, plan.IPv4)
+	e := realEngine(b, xtables.NFT, plan.IPv4)
 	e.options.CompactAbove = DefaultCompactAbove
-	e.tool.(*tool).restoreTime = time.Hour // On a busy machine, the run for all takes longer than it may.
+	e.Kernel.(*xtables.Program).RestoreTime = time.Hour // On a busy machine, the run for all takes longer than it may.
 	p := plantest.Large(500, endpoints)
 	if err := e.sync(b.Context(), p, nil); err != nil {
 		b.Error(err)

@@ -4,6 +4,7 @@ import (
 	"context"
 	"errors"
 	"fmt"
+	"maps"
 	"math/bits"
 	"os/exec"
 	"slices"
@@ -16,6 +17,8 @@ import (
 
 	"nodeproxy/internal/nstest"
 	"nodeproxy/kernel/names"
+	"nodeproxy/kernel/xtables"
+	"nodeproxy/kernel/xtables/xtablestest"
 	"nodeproxy/plan"
 )
 
@@ -51,7 +54,7 @@ func TestCleanupWithoutNFTables(t *testing.T) {
 					t.Errorf("iptables-nft-save does not fail: %s", out)
 				}
 				for _, dry := range []bool{true, false} {
-					if lines, err := Cleanup(t.Context(), dry, NFT); err != nil || len(lines) > 0 {
+					if lines, err := xtables.Cleanup(t.Context(), dry, xtables.NFT); err != nil || len(lines) > 0 {
 						t.Errorf("%q, %v", lines, err)
 					}
 				}
@@ -78,9 +81,9 @@ func filterCalls(filter []bpf.Instruction) error {
 }
 
 // othersLead makes a kernel with many chains of ours, to some of which rules of somebody else's lead.
-func othersLead(n int, to ...int) *fakeKernel {
-	k := newFakeKernel()
-	nat := k.tables[names.NAT]
+func othersLead(n int, to ...int) *xtablestest.Kernel {
+	k := xtablestest.New()
+	nat := k.Tables[names.NAT]
 	for i := range n {
 		nat[fmt.Sprintf("%s%05d", names.PrefixCluster, i)] = []string{fmt.Sprintf("-j %s%05d", names.PrefixEndpoint, i)}
 		nat[fmt.Sprintf("%s%05d", names.PrefixEndpoint, i)] = []string{"-j RETURN"}
@@ -91,16 +94,21 @@ func othersLead(n int, to ...int) *fakeKernel {
 	return k
 }
 
+// oursLeft lists the chains of table nat that are ours.
+func oursLeft(held xtables.Content) []string {
+	return slices.DeleteFunc(slices.Sorted(maps.Keys(held)), func(name string) bool { return !names.IsOurs(names.NAT, name) })
+}
+
 // TestCleanupOfWhatOthersLeadTo: chains that others' rules lead to stay, and are named; among many they are found by few runs of
 // iptables-restore, and none is made again that is gone.
 func TestCleanupOfWhatOthersLeadTo(t *testing.T) {
 	t.Parallel()
 	const n = 5000 // Services, of two chains each
-	for _, batch := range []int{0, maxNames} {
+	for _, batch := range []int{0, xtables.MaxNames} {
 		for _, others := range [][]int{{}, {n / 3}, {0, n / 2, n/2 + 1, n - 1}} {
 			k := othersLead(n, others...)
-			x := &FixedTables{kernel: k, batch: batch}
-			_, err := x.cleanup(t.Context(), []names.Table{names.NAT}, false)
+			w := &xtables.Writer{Kernel: k, MaxNames: batch}
+			_, err := w.Cleanup(t.Context(), []names.Table{names.NAT}, false)
 			var want []string
 			for _, i := range others {
 				name := fmt.Sprintf("%s%05d", names.PrefixCluster, i)
@@ -112,18 +120,18 @@ func TestCleanupOfWhatOthersLeadTo(t *testing.T) {
 			if len(others) == 0 && err != nil {
 				t.Errorf("batches of %d: %v", batch, err)
 			}
-			if got := obsolete(names.NAT, k.tables[names.NAT], nil); !slices.Equal(got, want) {
+			if got := oursLeft(k.Tables[names.NAT]); !slices.Equal(got, want) {
 				t.Errorf("batches of %d: %d chains are left, want %v", batch, len(got), want)
 			}
-			if got := k.tables[names.NAT]["OTHERS"]; len(got) != len(others) {
+			if got := k.Tables[names.NAT]["OTHERS"]; len(got) != len(others) {
 				t.Errorf("others have left %q", got)
 			}
 			limit := 2 + 2*len(others)*bits.Len(2*n)
 			if batch > 0 {
 				limit += 2 * 2 * n / batch
 			}
-			if len(k.restores) > limit {
-				t.Errorf("batches of %d, others lead to %d: %d runs, want no more than %d", batch, len(others), len(k.restores), limit)
+			if len(k.Restores) > limit {
+				t.Errorf("batches of %d, others lead to %d: %d runs, want no more than %d", batch, len(others), len(k.Restores), limit)
 			}
 		}
 	}
@@ -131,17 +139,17 @@ func TestCleanupOfWhatOthersLeadTo(t *testing.T) {
 
 // stubborn is a kernel that after some restores fails each with an error of its own.
 type stubborn struct {
-	*fakeKernel
+	*xtablestest.Kernel
 	takes int
 	err   error
 	then  func()
 }
 
-func (k *stubborn) restore(text string) error {
-	if len(k.restores) < k.takes {
-		return k.fakeKernel.restore(text)
+func (k *stubborn) Restore(text string) error {
+	if len(k.Restores) < k.takes {
+		return k.Kernel.Restore(text)
 	}
-	k.restores = append(k.restores, text)
+	k.Restores = append(k.Restores, text)
 	k.then()
 	return k.err
 }
@@ -149,7 +157,7 @@ func (k *stubborn) restore(text string) error {
 // TestCleanupGivesUp: nothing is searched for where all fails, where the kernel has not refused anything, or once it is to end.
 func TestCleanupGivesUp(t *testing.T) {
 	t.Parallel()
-	refused := &RestoreError{Program: "fake", Message: "refused", Err: errors.New("exit status 1")}
+	refused := &xtables.RestoreError{Program: "fake", Message: "refused", Err: errors.New("exit status 1")}
 	ctx, cancel := context.WithCancel(t.Context())
 	defer cancel()
 	for _, tc := range []struct {
@@ -159,15 +167,15 @@ func TestCleanupGivesUp(t *testing.T) {
 		err, want       error
 		then            func()
 	}{
-		{"nothing is taken", t.Context(), 0, 2, refused, refused, func() {}},
+		{"nothing is taken", t.Context(), 0, 1, refused, refused, func() {}},
 		{"it hangs at once", t.Context(), 0, 1, errors.ErrUnsupported, errors.ErrUnsupported, func() {}},
 		{"it hangs in the search", t.Context(), 4, 5, errors.ErrUnsupported, errors.ErrUnsupported, func() {}},
 		{"it is to end in the search", ctx, 4, 5, refused, context.Canceled, cancel},
 	} {
 		k := &stubborn{othersLead(100, 20), tc.takes, tc.err, tc.then}
-		_, err := (&FixedTables{kernel: k}).cleanup(tc.ctx, []names.Table{names.NAT}, false)
-		if !errors.Is(err, tc.want) || len(k.restores) != tc.restores {
-			t.Errorf("%s: after %d runs: %v; want %d and %v", tc.name, len(k.restores), err, tc.restores, tc.want)
+		_, err := (&xtables.Writer{Kernel: k}).Cleanup(tc.ctx, []names.Table{names.NAT}, false)
+		if !errors.Is(err, tc.want) || len(k.Restores) != tc.restores {
+			t.Errorf("%s: after %d runs: %v; want %d and %v", tc.name, len(k.Restores), err, tc.restores, tc.want)
 		}
 	}
 }
@@ -179,9 +187,9 @@ func TestCleanupOfRealTables(t *testing.T) {
 		return
 	}
 	const wanted = names.PrefixCluster + "07"
-	for _, v := range []Variant{NFT, Legacy} {
+	for _, v := range []xtables.Variant{xtables.NFT, xtables.Legacy} {
 		for _, f := range plan.Families {
-			k, err := newTool(v, f)
+			k, err := xtables.Find(v, f)
 			if err != nil {
 				t.Fatal(err)
 			}
@@ -191,22 +199,22 @@ func TestCleanupOfRealTables(t *testing.T) {
 				fmt.Fprintf(&input, ":%s%02d - [0:0]\n:%s%02d - [0:0]\n", names.PrefixCluster, i, names.PrefixEndpoint, i)
 				fmt.Fprintf(&input, "-A %s%02d -j %s%02d\n", names.PrefixCluster, i, names.PrefixEndpoint, i)
 			}
-			if err := k.restore(input.String() + "-A OTHERS -j " + wanted + "\nCOMMIT\n"); err != nil {
+			if err := k.Restore(input.String() + "-A OTHERS -j " + wanted + "\nCOMMIT\n"); err != nil {
 				t.Fatal(err)
 			}
-			lines, err := Cleanup(t.Context(), false, v)
+			lines, err := xtables.Cleanup(t.Context(), false, v)
 			if len(lines) != 40 || err == nil || strings.Count(err.Error(), " stays") != 1 ||
 				!strings.Contains(err.Error(), "chain "+wanted+" of table nat stays, since rules in OTHERS lead to it: ") {
 				t.Errorf("%s, %s: %d lines, %v", v, f, len(lines), err)
 			}
-			held, err := k.save(t.Context(), names.NAT)
-			if left := obsolete(names.NAT, held, nil); err != nil || !slices.Equal(left, []string{wanted}) || len(held["OTHERS"]) != 1 {
+			held, err := k.Save(t.Context(), names.NAT)
+			if left := oursLeft(held); err != nil || !slices.Equal(left, []string{wanted}) || len(held["OTHERS"]) != 1 {
 				t.Errorf("%s, %s: %q are left, %v", v, f, left, err)
 			}
-			if err := k.restore("*nat\n-F OTHERS\nCOMMIT\n"); err != nil {
+			if err := k.Restore("*nat\n-F OTHERS\nCOMMIT\n"); err != nil {
 				t.Error(err)
 			}
-			if lines, err := Cleanup(t.Context(), false, v); len(lines) != 1 || err != nil {
+			if lines, err := xtables.Cleanup(t.Context(), false, v); len(lines) != 1 || err != nil {
 				t.Errorf("%s, %s: %q, %v", v, f, lines, err)
 			}
 		}

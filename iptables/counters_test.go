@@ -7,18 +7,19 @@ import (
 	"time"
 
 	"nodeproxy/internal/nstest"
+	"nodeproxy/kernel/xtables"
 	"nodeproxy/plan"
 )
 
 // TestLocalhostNodePortsAreCounted connects to a node port at loopback and other addresses, and to another port.
 func TestLocalhostNodePortsAreCounted(t *testing.T) {
 	t.Parallel()
-	for _, v := range []Variant{NFT, Legacy} {
+	for _, v := range []xtables.Variant{xtables.NFT, xtables.Legacy} {
 		t.Run(string(v), func(t *testing.T) { nstest.Run(t, func() { connectToLocalhost(t, v) }) })
 	}
 }
 
-func connectToLocalhost(t *testing.T, v Variant) {
+func connectToLocalhost(t *testing.T, v xtables.Variant) {
 	listener, err := listenAt("192.0.2.7:8080", "192.0.2.7/32")
 	if err != nil {
 		t.Error(err)

@@ -8,6 +8,7 @@ import (
 	"strings"
 
 	"nodeproxy/kernel/names"
+	"nodeproxy/kernel/xtables"
 	"nodeproxy/plan"
 )
 
@@ -48,12 +49,8 @@ var places = [dispatchers]place{
 	filterNodePorts:         {names.Filter, names.NodePorts, names.PrefixLocal, 1, 0},
 }
 
-// maxNesting is how many chains deep below a built-in one nf_tables lets rules lead, whether they jump or go to
-// (NFT_JUMP_STACK_SIZE is 16, the built-in chain included). It refuses a rule that leads deeper with EMLINK.
-const maxNesting = 15
-
 // levels is how many chains deep the tree below a dispatcher's own chain may be.
-func (p place) levels() int { return maxNesting - p.depth - p.tail }
+func (p place) levels() int { return xtables.MaxNesting - p.depth - p.tail }
 
 // A chain of a dispatcher lists its entries one by one while there are up to maxFlat. Beyond that it has a rule for each
 // value of the next four bits, that leads to a chain of its own unless not more than maxInline entries would be in it.
@@ -148,7 +145,7 @@ func (d *dispatch) top() []node {
 }
 
 // chains calls emit for the dispatcher's chain and all below it, those below first.
-func (d *dispatch) chains(emit func(chain)) {
+func (d *dispatch) chains(emit func(xtables.Chain)) {
 	d.walk(func(n node) { emit(d.chain(n)) })
 	emit(d.rootChain())
 }
@@ -172,7 +169,9 @@ func branches(kid *trie) bool { return kid.count > maxInline && !kid.isEntry() }
 func inner(t *trie) bool { return t.count > maxFlat }
 
 // chain is what a node becomes.
-func (d *dispatch) chain(n node) chain { return chain{d.name(n.prefix), d.rules(n)} }
+func (d *dispatch) chain(n node) xtables.Chain {
+	return xtables.Chain{Table: d.place.table, Name: d.name(n.prefix), Rules: d.rules(n)}
+}
 
 func (d *dispatch) rules(n node) []string {
 	if !inner(n.trie) {
@@ -180,39 +179,52 @@ func (d *dispatch) rules(n node) []string {
 	}
 	var out []string
 	n.parts(
-		func(kid node) { out = append(out, d.match(kid.prefix).goTo(d.name(kid.prefix))) },
+		func(kid node) { out = append(out, d.match(kid.prefix).GoTo(d.name(kid.prefix))) },
 		func(t *trie) { out = t.list(out) })
 	return out
 }
 
 // rootChain is the dispatcher's own chain. It jumps where chains below go to: a packet that nothing below recognises
 // comes back to it, and goes on to its last rules.
-func (d *dispatch) rootChain() chain {
+func (d *dispatch) rootChain() xtables.Chain {
 	var rules []string
 	switch {
 	case d.root == nil:
 	case !inner(d.root):
 		rules = d.root.list(nil)
 	default:
-		rules = append(rules, d.match(d.root.prefix).jump(d.name(d.root.prefix)))
+		rules = append(rules, d.match(d.root.prefix).Jump(d.name(d.root.prefix)))
 	}
-	return chain{d.place.chain, slices.Concat(d.head, rules, d.tail)}
+	return xtables.Chain{Table: d.place.table, Name: d.place.chain, Rules: slices.Concat(d.head, rules, d.tail)}
 }
 
-// changes compares two contents of one dispatcher: replace is called for every chain of to that is not the same in from, with
-// the number of rules that it has there, and remove for every chain that only from has. What the two share is not looked at.
-func changes(from, to *dispatch, replace func(was int, c chain), remove func(was int, name string)) {
-	c := &comparison{dispatch: to, replace: replace, remove: remove}
+// changes compares two contents of one dispatcher, and returns what is to be written and removed to come from the first to the
+// second. What the two share is not looked at.
+func changes(from, to *dispatch) []xtables.Change {
+	c := &comparison{dispatch: to}
 	c.compare(from.top(), to.top())
-	if old, new := from.rootChain(), to.rootChain(); !sameRules(old, new) {
-		replace(len(old.rules), new)
-	}
+	c.write(from.rootChain(), to.rootChain())
+	return c.changes
 }
 
 type comparison struct {
 	*dispatch
-	replace func(was int, c chain)
-	remove  func(was int, name string)
+	changes []xtables.Change
+}
+
+// write notes that a chain becomes another, if it does.
+func (c *comparison) write(old, now xtables.Chain) {
+	if !slices.Equal(old.Rules, now.Rules) {
+		c.changes = append(c.changes, xtables.Change{Op: xtables.Write, Table: now.Table, Chain: now.Name, Rules: now.Rules,
+			Exists: true, Have: old.Rules})
+	}
+}
+
+func (c *comparison) remove(n node) { c.changes = append(c.changes, removal(c.chain(n))) }
+
+// removal is the change that removes a chain which holds what had been written.
+func removal(c xtables.Chain) xtables.Change {
+	return xtables.Change{Op: xtables.Remove, Table: c.Table, Chain: c.Name, Exists: true, Have: c.Rules}
 }
 
 // compare finds what differs between the chains of before and after, each a list of nodes that lie beside each other, and
@@ -248,19 +260,19 @@ func (c *comparison) compare(before, after []node) {
 				done[n] = true
 			}
 			done[b] = true
-			c.remove(len(c.rules(b)), c.name(b.prefix))
+			c.remove(b)
 			c.compare(b.below(), group)
 		default: // a is new, and what is below it may have been there before
 			for _, n := range below {
 				done[n] = true
 			}
-			c.replace(0, c.chain(a))
+			c.changes = append(c.changes, xtables.WriteChain(c.chain(a)))
 			c.compare(below, a.below())
 		}
 	}
 	for _, b := range before {
 		if !done[b] {
-			c.remove(len(c.rules(b)), c.name(b.prefix))
+			c.remove(b)
 			c.compare(b.below(), nil)
 		}
 	}
@@ -271,14 +283,9 @@ func (c *comparison) same(b, a node) {
 	if a == b {
 		return
 	}
-	old, now := c.chain(b), c.chain(a)
-	if !sameRules(old, now) {
-		c.replace(len(old.rules), now)
-	}
+	c.write(c.chain(b), c.chain(a))
 	c.compare(b.below(), a.below())
 }
-
-func sameRules(a, b chain) bool { return slices.Equal(a.rules, b.rules) }
 
 // addrDigits is the number of digits that an address has in this dispatcher's keys.
 func (d *dispatch) addrDigits() int {
@@ -320,16 +327,16 @@ func (d *dispatch) split(prefix key) (addrs netip.Prefix, proto plan.Protocol, f
 }
 
 // match begins a rule for all keys with a prefix.
-func (d *dispatch) match(prefix key) *rule {
+func (d *dispatch) match(prefix key) *xtables.Rule {
 	addrs, proto, first, last := d.split(prefix)
-	r := newRule()
+	r := xtables.NewRule()
 	if addrs.IsValid() && addrs.Bits() > 0 {
-		r.dst(addrs)
+		r.Dst(addrs)
 	}
 	if proto != "" {
-		r.proto(proto)
+		r.Proto(proto)
 		if first != 0 || last != 0xffff {
-			r.word("-m", proto.Lower(), "--dport", fmt.Sprintf("%d:%d", first, last))
+			r.Word("-m", proto.Lower(), "--dport", fmt.Sprintf("%d:%d", first, last))
 		}
 	}
 	return r

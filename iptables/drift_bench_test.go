@@ -7,6 +7,7 @@ import (
 	"golang.org/x/sys/unix"
 
 	"nodeproxy/internal/nstest"
+	"nodeproxy/kernel/xtables"
 )
 
 // cpuTime is the processor time of this program and those that it has run.
@@ -26,7 +27,7 @@ func cpuTime(b *testing.B) time.Duration {
 // what comparing costs on the average, in parts of a processor: where nothing happens (one part in 200 of the time), and at most
 // (one in 25).
 func BenchmarkCompare(b *testing.B) {
-	for _, v := range []Variant{NFT, Legacy} {
+	for _, v := range []xtables.Variant{xtables.NFT, xtables.Legacy} {
 		b.Run(string(v), func(b *testing.B) {
 			nstest.Run(b, func() {
 				l := newLab(b, v, 10000)
@@ -50,7 +51,7 @@ func BenchmarkCompare(b *testing.B) {
 
 // BenchmarkFlush is how long it takes to notice that somebody has emptied table nat with 10,000 Services, and to repair it.
 func BenchmarkFlush(b *testing.B) {
-	for _, v := range []Variant{NFT, Legacy} {
+	for _, v := range []xtables.Variant{xtables.NFT, xtables.Legacy} {
 		b.Run(string(v), func(b *testing.B) {
 			nstest.Run(b, func() {
 				l := newLab(b, v, 10000)
@@ -81,10 +82,10 @@ func BenchmarkFlush(b *testing.B) {
 // BenchmarkProbe is what the legacy variant does each second.
 func BenchmarkProbe(b *testing.B) {
 	nstest.Run(b, func() {
-		l := newLab(b, Legacy, 10000)
+		l := newLab(b, xtables.Legacy, 10000)
 		defer l.end()
 		for b.Loop() {
-			l.backend.watch.changed()
+			l.backend.watch.Changed()
 		}
 	})
 }

@@ -15,10 +15,11 @@ import (
 	"pgregory.net/rapid"
 
 	"nodeproxy/internal/nstest"
+	"nodeproxy/kernel/drift"
 	"nodeproxy/kernel/names"
+	"nodeproxy/kernel/xtables"
 	"nodeproxy/plan"
 	"nodeproxy/plan/plantest"
-	"nodeproxy/proxier/drift"
 )
 
 // suspicions are what a watch has told.
@@ -55,7 +56,7 @@ func (s *suspicions) within(limit time.Duration) []string {
 // lab is a Backend over a network namespace, with its watch.
 type lab struct {
 	t       testing.TB
-	variant Variant
+	variant xtables.Variant
 	backend *Backend
 	plan    *plan.Plan
 	seen    suspicions
@@ -64,7 +65,7 @@ type lab struct {
 }
 
 // newLab programs n Services with two endpoints each. It must be called in a namespace of the test's own, and end there.
-func newLab(t testing.TB, v Variant, n int) *lab {
+func newLab(t testing.TB, v xtables.Variant, n int) *lab {
 	l := &lab{t: t, variant: v, plan: plantest.Large(n, 2)}
 	var err error
 	l.backend, err = New(Config{Variant: v, Families: plan.Families[:], MasqueradeBit: DefaultMasqueradeBit,
@@ -72,7 +73,7 @@ func newLab(t testing.TB, v Variant, n int) *lab {
 	if err != nil {
 		t.Fatal(err)
 	}
-	follow, err := l.backend.watch.open()
+	follow, err := l.backend.watch.Open()
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -90,7 +91,7 @@ func newLab(t testing.TB, v Variant, n int) *lab {
 func (l *lab) sync(changed plan.Keys) {
 	l.t.Helper()
 	begin := time.Now()
-	done := l.backend.watch.writing()
+	done := l.backend.watch.Writing()
 	for _, e := range l.backend.engines { // Sync would start goroutines, which are in another namespace.
 		if err := e.sync(context.Background(), l.plan, changed); err != nil {
 			l.t.Error(err)
@@ -145,7 +146,7 @@ var nftFaults = []fault{
 // TestDrift: what others change is noticed within seconds, named, counted once, and put right; what others have is left alone.
 func TestDrift(t *testing.T) {
 	t.Parallel()
-	for _, v := range []Variant{NFT, Legacy} {
+	for _, v := range []xtables.Variant{xtables.NFT, xtables.Legacy} {
 		t.Run(string(v), func(t *testing.T) {
 			t.Parallel()
 			nstest.Run(t, func() { testDrift(t, v) })
@@ -153,7 +154,7 @@ func TestDrift(t *testing.T) {
 	}
 }
 
-func testDrift(t *testing.T, v Variant) {
+func testDrift(t *testing.T, v xtables.Variant) {
 	l := newLab(t, v, 20)
 	defer l.end()
 	svc := serviceChain(names.PrefixCluster, l.plan.Sorted(plan.IPv4)[3].Key)
@@ -162,7 +163,7 @@ func testDrift(t *testing.T, v Variant) {
 	l.do("ip6tables-{} -w -t filter -N OTHERS")
 	want := l.rules()
 	list := append(faults[:len(faults):len(faults)], fault{"all chains removed", "", "chain KUBE-SERVICES of table nat (IPv4): missing", 0})
-	if v == NFT {
+	if v == xtables.NFT {
 		list = append(list, nftFaults...)
 	}
 	for _, f := range list {
@@ -178,7 +179,7 @@ func testDrift(t *testing.T, v Variant) {
 			l.do("iptables-{} -w -t nat -A OTHERS -s 192.0.2.1/32 -j RETURN")
 		case f.name == "a jump":
 			j := jumps(false)[len(jumps(false))-2]
-			sh(t, fmt.Sprintf("iptables-%s -w -t nat -D %s %s", v, j.from, j.text()))
+			sh(t, fmt.Sprintf("iptables-%s -w -t nat -D %s %s", v, j.From, j.Rule))
 		case f.name == justBefore:
 			l.do(f.do)
 			l.sync(plan.Keys{l.plan.Sorted(plan.IPv4)[3].Key: {}})
@@ -255,7 +256,7 @@ func chainOfLine(line string) string {
 // others raises a suspicion; nor do syncs on either.
 func TestUnrelatedRules(t *testing.T) {
 	t.Parallel()
-	for _, v := range []Variant{NFT, Legacy} {
+	for _, v := range []xtables.Variant{xtables.NFT, xtables.Legacy} {
 		t.Run(string(v), func(t *testing.T) {
 			t.Parallel()
 			nstest.Run(t, func() {
@@ -267,11 +268,11 @@ func TestUnrelatedRules(t *testing.T) {
 					l.sync(plan.Keys{sp.Key: {}})
 				}
 				l.sync(nil)
-				time.Sleep(tellInterval + pollInterval + 100*time.Millisecond)
+				time.Sleep(xtables.TellInterval + xtables.PollInterval + 100*time.Millisecond)
 				if why := l.seen.take(); len(why) > 0 {
 					t.Errorf("syncs of its own made it suspect that %q", why)
 				}
-				if v == Legacy {
+				if v == xtables.Legacy {
 					return
 				}
 				l.do("iptables-{} -t nat -N CNI-X")
@@ -316,7 +317,7 @@ func TestDriftWithPendingChanges(t *testing.T) {
 		// Some rule goes, and a change of the plan comes.
 		name := rapid.SampledFrom([]string{names.Forward, names.Postrouting}).Draw(t, "chain")
 		tbl := map[string]names.Table{names.Forward: names.Filter, names.Postrouting: names.NAT}[name]
-		k.tables[tbl][name] = k.tables[tbl][name][1:]
+		k.Tables[tbl][name] = k.Tables[tbl][name][1:]
 		if err := e.sync(context.Background(), plans[0], nil); err != nil {
 			t.Fatal(err)
 		}
@@ -324,12 +325,12 @@ func TestDriftWithPendingChanges(t *testing.T) {
 			t.Fatalf("a rule of %s was removed: found %s", name, e.found.Words(5))
 		}
 		// After an error nothing is known.
-		k.refuse = "COMMIT"
-		k.tables[tbl][name] = k.tables[tbl][name][1:]
+		k.Refuse = "COMMIT"
+		k.Tables[tbl][name] = k.Tables[tbl][name][1:]
 		if err := e.sync(context.Background(), plans[0], nil); err == nil {
 			t.Fatal("the kernel refused everything, and there was no error")
 		}
-		k.refuse = ""
+		k.Refuse = ""
 		if err := e.sync(context.Background(), plans[0], nil); err != nil || e.found != nil {
 			t.Fatalf("after an error: %v, found %v", err, e.found)
 		}

@@ -8,23 +8,26 @@ import (
 
 	"nodeproxy/internal/nstest"
 	"nodeproxy/kernel/names"
+	"nodeproxy/kernel/xtables"
+	"nodeproxy/kernel/xtables/xtablestest"
 	"nodeproxy/plan"
 	"nodeproxy/plan/plantest"
 )
 
 // testFixed is a set of fixed rules as mode ipvs might have it.
-func testFixed() *Fixed {
-	return &Fixed{
-		Chains: []FixedChain{
-			{"mangle", "KUBE-IPVS-MARK", []string{"-p tcp -m tcp --dport 80 -j MARK --set-xmark 0x1/0x1"}},
-			{"filter", "KUBE-NODE-PORT", []string{"-p tcp -m tcp --dport 81 -j ACCEPT"}},
-			{"nat", "KUBE-MARK-MASQ", []string{"-j MARK --set-xmark 0x4000/0x4000"}},
-			{"nat", "KUBE-SERVICES", []string{"-s 127.0.0.0/8 -j RETURN", "-d 10.96.0.1/32 -j KUBE-MARK-MASQ"}},
+func testFixed() xtables.Desired {
+	return xtables.Desired{
+		Stale: names.IsOurs, StaleJump: names.IsOurs,
+		Chains: []xtables.Chain{
+			{Table: names.Mangle, Name: "KUBE-IPVS-MARK", Rules: []string{"-p tcp -m tcp --dport 80 -j MARK --set-xmark 0x1/0x1"}},
+			{Table: names.Filter, Name: "KUBE-NODE-PORT", Rules: []string{"-p tcp -m tcp --dport 81 -j ACCEPT"}},
+			{Table: names.NAT, Name: "KUBE-MARK-MASQ", Rules: []string{"-j MARK --set-xmark 0x4000/0x4000"}},
+			{Table: names.NAT, Name: "KUBE-SERVICES", Rules: []string{"-s 127.0.0.0/8 -j RETURN", "-d 10.96.0.1/32 -j KUBE-MARK-MASQ"}},
 		},
-		Jumps: []FixedJump{
-			{"mangle", "INPUT", "-j KUBE-IPVS-MARK"},
-			{"filter", "INPUT", "-m comment --comment \"kubernetes health check rules\" -j KUBE-NODE-PORT"},
-			{"nat", "PREROUTING", "-m comment --comment \"kubernetes service portals\" -j KUBE-SERVICES"},
+		Jumps: []xtables.Jump{
+			{Table: names.Mangle, From: "INPUT", Rule: "-j KUBE-IPVS-MARK"},
+			{Table: names.Filter, From: "INPUT", Rule: "-m comment --comment \"kubernetes health check rules\" -j KUBE-NODE-PORT"},
+			{Table: names.NAT, From: "PREROUTING", Rule: "-m comment --comment \"kubernetes service portals\" -j KUBE-SERVICES"},
 		},
 	}
 }
@@ -48,11 +51,11 @@ COMMIT
 `
 
 // allTables is everything in the kernel's tables.
-func allTables(t *testing.T, k fixedKernel) string {
+func allTables(t *testing.T, k xtables.Kernel) string {
 	t.Helper()
 	var out strings.Builder
-	for _, tbl := range fixedTables {
-		held, err := k.save(context.Background(), tbl)
+	for _, tbl := range names.Tables {
+		held, err := k.Save(context.Background(), tbl)
 		if err != nil {
 			t.Fatal(err)
 		}
@@ -64,7 +67,7 @@ func allTables(t *testing.T, k fixedKernel) string {
 // TestModesReplaceEachOther: a mode's start removes the rules of the other one, and no rules of anyone else.
 func TestModesReplaceEachOther(t *testing.T) {
 	t.Parallel()
-	for _, v := range []Variant{NFT, Legacy} {
+	for _, v := range []xtables.Variant{xtables.NFT, xtables.Legacy} {
 		for _, f := range plan.Families {
 			t.Run(string(v)+"/"+f.String(), func(t *testing.T) {
 				t.Parallel()
@@ -74,8 +77,8 @@ func TestModesReplaceEachOther(t *testing.T) {
 	}
 }
 
-func modesReplaceEachOther(t *testing.T, v Variant, f plan.Family) {
-	fixedOf := func() *Fixed {
+func modesReplaceEachOther(t *testing.T, v xtables.Variant, f plan.Family) {
+	fixedOf := func() xtables.Desired {
 		x := testFixed()
 		if f == plan.IPv6 {
 			for i, c := range x.Chains {
@@ -87,7 +90,7 @@ func modesReplaceEachOther(t *testing.T, v Variant, f plan.Family) {
 		}
 		return x
 	}
-	tables, err := NewFixedTables(v, f)
+	tables, err := xtables.NewTables(v, f, nil)
 	if err != nil {
 		t.Error(err)
 		return
@@ -97,17 +100,17 @@ func modesReplaceEachOther(t *testing.T, v Variant, f plan.Family) {
 	if f == plan.IPv6 {
 		text = strings.NewReplacer("192.0.2.1/32", "2001:db8::1/128", "192.0.2.9/32", "2001:db8::9/128").Replace(text)
 	}
-	if err := tables.kernel.restore(text); err != nil {
+	if err := tables.Kernel.Restore(text); err != nil {
 		t.Error(err)
 		return
 	}
-	before := allTables(t, tables.kernel)
-	apply := func(x *Fixed) (int, string) {
+	before := allTables(t, tables.Kernel)
+	apply := func(x xtables.Desired) (int, string) {
 		n, err := tables.Apply(context.Background(), x)
 		if err != nil {
 			t.Error(err)
 		}
-		return n, allTables(t, tables.kernel)
+		return n, allTables(t, tables.Kernel)
 	}
 	_, fixedOnly := apply(fixedOf())
 	if n, again := apply(fixedOf()); n != 0 || again != fixedOnly {
@@ -116,7 +119,7 @@ func modesReplaceEachOther(t *testing.T, v Variant, f plan.Family) {
 	if err := engine.sync(context.Background(), plantest.Large(20, 2), nil); err != nil {
 		t.Error(err)
 	}
-	services := allTables(t, tables.kernel)
+	services := allTables(t, tables.Kernel)
 	for _, name := range []string{"KUBE-IPVS-MARK", "KUBE-NODE-PORT\n", "-s 127.0.0.0/8 -j RETURN"} {
 		if strings.Contains(services, name) {
 			t.Errorf("mode iptables has left %q:\n%s", name, services)
@@ -125,7 +128,7 @@ func modesReplaceEachOther(t *testing.T, v Variant, f plan.Family) {
 	if _, got := apply(fixedOf()); got != fixedOnly {
 		t.Errorf("after mode iptables there is more than without:\n%s", diffLines(fixedOnly, got))
 	}
-	if _, got := apply(&Fixed{}); got != before {
+	if _, got := apply(xtables.Nothing); got != before {
 		t.Errorf("nothing but what others have must be left:\n%s", diffLines(before, got))
 	}
 }
@@ -133,20 +136,20 @@ func modesReplaceEachOther(t *testing.T, v Variant, f plan.Family) {
 // TestFixedRender is what Apply makes of an empty machine.
 func TestFixedRender(t *testing.T) {
 	t.Parallel()
-	k := newFakeKernel()
-	x := &FixedTables{kernel: k}
+	k := xtablestest.New()
+	x := &xtables.Tables{Writer: &xtables.Writer{Kernel: k}}
 	if _, err := x.Apply(context.Background(), testFixed()); err != nil {
 		t.Fatal(err)
 	}
 	applied := allTables(t, k)
-	rendered := newFakeKernel()
-	if err := rendered.restore(testFixed().Render()); err != nil {
+	rendered := xtablestest.New()
+	if err := rendered.Restore(testFixed().Render()); err != nil {
 		t.Fatal(err)
 	}
 	if got := allTables(t, rendered); got != applied {
 		t.Errorf("differs:\n%s", diffLines(applied, got))
 	}
-	if !slices.Contains(k.tables[names.Mangle]["INPUT"], "-j KUBE-IPVS-MARK") {
+	if !slices.Contains(k.Tables[names.Mangle]["INPUT"], "-j KUBE-IPVS-MARK") {
 		t.Error("there is no jump in table mangle")
 	}
 }
@@ -155,18 +158,18 @@ func TestFixedRender(t *testing.T) {
 // that rule.
 func TestFixedChainInUse(t *testing.T) {
 	t.Parallel()
-	for _, v := range []Variant{NFT, Legacy} {
+	for _, v := range []xtables.Variant{xtables.NFT, xtables.Legacy} {
 		t.Run(string(v), func(t *testing.T) {
 			t.Parallel()
 			nstest.Enter(t)
-			x, err := NewFixedTables(v, plan.IPv4)
+			x, err := xtables.NewTables(v, plan.IPv4, nil)
 			if err != nil {
 				t.Fatal(err)
 			}
 			const name = "KUBE-SVC-AAAAAAAAAAAAAAAA"
 			write := func(text string) {
 				t.Helper()
-				if err := x.kernel.restore(text); err != nil {
+				if err := x.Kernel.Restore(text); err != nil {
 					t.Fatal(err)
 				}
 			}
@@ -177,7 +180,7 @@ func TestFixedChainInUse(t *testing.T) {
 				if err != nil || i > 0 && n > 0 {
 					t.Fatalf("round %d: %d changes, %v", i, n, err)
 				}
-				held, err := x.kernel.save(t.Context(), names.NAT)
+				held, err := x.Kernel.Save(t.Context(), names.NAT)
 				rules, is := held[name]
 				if _, sep := held["KUBE-SEP-AAAAAAAAAAAAAAAA"]; err != nil || !is || len(rules) > 0 || sep || len(held["OTHERS"]) != 1 {
 					t.Errorf("the chain in use is there: %v, with %q; what it led to: %v; the others' rules: %q; %v",
@@ -188,7 +191,7 @@ func TestFixedChainInUse(t *testing.T) {
 			if _, err := x.Apply(t.Context(), testFixed()); err != nil {
 				t.Fatal(err)
 			}
-			held, err := x.kernel.save(t.Context(), names.NAT)
+			held, err := x.Kernel.Save(t.Context(), names.NAT)
 			if _, is := held[name]; err != nil || is {
 				t.Errorf("in the end it is there: %v, %v", is, err)
 			}

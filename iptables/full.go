@@ -11,30 +11,26 @@ import (
 	"strings"
 
 	"nodeproxy/kernel/names"
+	"nodeproxy/kernel/xtables"
 	"nodeproxy/plan"
-	"nodeproxy/proxier/drift"
 )
 
-// maxNames is how many different chain names one run of iptables-nft-restore should see. Its cost grows with their square
-// (it keeps them in a list that it searches linearly), and below this size with the number of runs. The legacy variant
-// copies the whole table for every run, so there everything is written in one.
-const maxNames = 300
+// tables are those that this mode writes to.
+var tables = []names.Table{names.Filter, names.NAT}
 
 // syncAll reads what the kernel holds, and writes what differs from the plan: first what nothing leads to yet, then what
 // leads to it, and removes at last what nothing wants any more.
 func (e *engine) syncAll(ctx context.Context, p *plan.Plan) error {
-	f := &fullSync{engine: e, ctx: ctx, rules: newRules(p, e.family, e.options), wanted: map[names.Table]map[string]bool{},
+	f := &fullSync{engine: e, ctx: ctx, actual: map[names.Table]xtables.Content{}, rules: newRules(p, e.family, e.options), wanted: map[names.Table]map[string]bool{},
 		asked: map[plan.Key]*plan.ServicePort{}, tried: map[plan.Key]bool{}, byEntries: map[plan.Key]bool{}}
 	var err error
-	if f.nat, err = e.tool.save(ctx, names.NAT); err != nil {
-		return err
-	}
-	if f.filter, err = e.tool.save(ctx, names.Filter); err != nil {
-		return err
+	for _, t := range tables {
+		if f.actual[t], err = e.Kernel.Save(ctx, t); err != nil {
+			return err
+		}
 	}
 	if e.current != nil {
-		e.found = &drift.Found{}
-		(&driftFinder{e.family, e.found}).rules(e.current, f.nat, f.filter)
+		e.found = e.drift(f.actual)
 	}
 	if err := f.findKept(p); err != nil {
 		return err
@@ -56,19 +52,19 @@ func (e *engine) syncAll(ctx context.Context, p *plan.Plan) error {
 // fullSync is the work of one syncAll.
 type fullSync struct {
 	*engine
-	ctx         context.Context
-	nat, filter kernelTable // what the kernel held before
-	rules       *rules
-	wanted      map[names.Table]map[string]bool
-	rewrites    []own                          // ServicePorts with chains that the kernel has otherwise
-	refused     []plan.Refusal                 // ServicePorts that the kernel does not take
-	asked       map[plan.Key]*plan.ServicePort // what was asked of those
-	tried       map[plan.Key]bool              // which of those were tried
-	confirmed   int                            // how many of those were refused while nobody else changed the tables
-	byEntries   map[plan.Key]bool              // of which it is the entries that are refused
-	proved      bool                           // that something else is taken
-	written     int
-	removed     int
+	ctx       context.Context
+	actual    map[names.Table]xtables.Content // what the kernel holds
+	rules     *rules
+	wanted    map[names.Table]map[string]bool
+	rewrites  []own                          // ServicePorts with chains that the kernel has otherwise
+	refused   []plan.Refusal                 // ServicePorts that the kernel does not take
+	asked     map[plan.Key]*plan.ServicePort // what was asked of those
+	tried     map[plan.Key]bool              // which of those were tried
+	confirmed int                            // how many of those were refused while nobody else changed the tables
+	byEntries map[plan.Key]bool              // of which it is the entries that are refused
+	proved    bool                           // that something else is taken
+	written   int
+	removed   int
 }
 
 func (f *fullSync) run(p *plan.Plan) error {
@@ -79,7 +75,7 @@ func (f *fullSync) run(p *plan.Plan) error {
 		return cmp.Or(boolCompare(b.Critical, a.Critical), firstAddr(a).Compare(firstAddr(b)))
 	})
 	if err := f.base(); err != nil {
-		if !f.rules.compact || !errRefused(err) {
+		if !f.rules.compact || !xtables.IsRefused(err) {
 			return err
 		}
 		if other := f.undisturbed(); other != nil {
@@ -131,24 +127,21 @@ func boolCompare(a, b bool) int {
 // base writes the chains that all others need. What one rule does for all services in the form that the kernel holds goes only
 // at the end (dispatch), when each does it for itself.
 func (f *fullSync) base() error {
-	var b blocks
-	for _, c := range baseChains(f.options, f.family, f.rules.form()) {
-		c.rules = slices.Concat(f.forAll(c, names.NAT), c.rules, f.forAll(c, names.Filter))
-		if !f.held(c.table).has(c.chain) {
-			b.write(c)
-		}
+	chains := baseChains(f.options, f.family, f.rules.form())
+	for i, c := range chains {
+		chains[i].Rules = slices.Concat(f.forAll(c, names.NAT), c.Rules, f.forAll(c, names.Filter))
 	}
-	return f.write(b.filterFirst()...)
+	return f.write(inOrder(f.differing(chains...), names.Filter, names.NAT))
 }
 
 // forAll are the rules for all services in a base chain that the kernel holds and that are not to be: in table nat they stand
 // first, in table filter last.
-func (f *fullSync) forAll(c tableChain, in names.Table) []string {
-	if c.table != in {
+func (f *fullSync) forAll(c xtables.Chain, in names.Table) []string {
+	if c.Table != in {
 		return nil
 	}
-	return slices.DeleteFunc(slices.Clone(f.held(in)[c.name]), func(r string) bool {
-		return !strings.Contains(r, ctDNAT) || slices.Contains(c.rules, r)
+	return slices.DeleteFunc(slices.Clone(f.actual[in][c.Name]), func(r string) bool {
+		return !strings.Contains(r, xtables.CTStateDNAT) || slices.Contains(c.Rules, r)
 	})
 }
 
@@ -156,27 +149,26 @@ func (f *fullSync) forAll(c tableChain, in names.Table) []string {
 // the masquerading and filter rules that they need. Where rules are in force already, it does nothing: they serve until
 // the new ones are complete.
 func (f *fullSync) foundation(p *plan.Plan, services []*plan.ServicePort) error {
-	if len(f.nat[names.Services]) > 0 {
+	if len(f.actual[names.NAT][names.Services]) > 0 {
 		return nil
 	}
-	before := map[names.Table]kernelTable{names.NAT: maps.Clone(f.nat), names.Filter: maps.Clone(f.filter)}
+	before := map[names.Table]xtables.Content{}
+	for t, held := range f.actual {
+		before[t] = maps.Clone(held)
+	}
 	lay := func(services []*plan.ServicePort) error {
 		first := newRules(p, f.family, f.engine.options)
-		var b blocks
+		var chains []xtables.Chain
 		for _, sp := range services {
-			for _, c := range first.enter(sp) {
-				if !f.nat.has(c) {
-					b.nat.write(c)
-				}
-			}
+			chains = append(chains, first.enter(sp)...)
 		}
-		first.fixed(func(c tableChain) {
+		first.fixed(func(c xtables.Chain) {
 			// What is there may serve more than the critical ones; it is not to serve less meanwhile.
-			if !f.held(c.table).has(c.chain) && len(before[c.table][c.name]) == 0 {
-				b.write(c)
+			if len(before[c.Table][c.Name]) == 0 {
+				chains = append(chains, c)
 			}
 		})
-		return f.write(b.filterFirst()...)
+		return f.write(inOrder(f.differing(chains...), names.Filter, names.NAT))
 	}
 	// Packets get to the dispatchers before there are any entries: some things the kernel refuses only then, and the
 	// ServicePort at fault is to be found.
@@ -201,10 +193,10 @@ func critical(services []*plan.ServicePort) int {
 	return len(services)
 }
 
-// own is a ServicePort with those of its chains that differ from the kernel's.
+// own is a ServicePort with what is to change in its chains.
 type own struct {
-	sp     *plan.ServicePort
-	chains []chain
+	sp      *plan.ServicePort
+	changes []xtables.Change
 }
 
 // services writes the ServicePorts' own chains that the kernel lacks, and notes those that it has otherwise.
@@ -212,12 +204,15 @@ func (f *fullSync) services(services []*plan.ServicePort) error {
 	var fresh []own
 	for _, sp := range services {
 		missing, other := own{sp: sp}, own{sp: sp}
-		for _, c := range f.rules.enter(sp) {
-			f.want(names.NAT, c.name)
-			if rules, exists := f.nat[c.name]; !exists {
-				missing.chains = append(missing.chains, c)
-			} else if !slices.Equal(rules, c.rules) {
-				other.chains = append(other.chains, c)
+		chains := f.rules.enter(sp)
+		for _, c := range chains {
+			f.want(names.NAT, c.Name)
+		}
+		for _, c := range f.differing(chains...) {
+			if c.Exists {
+				other.changes = append(other.changes, c)
+			} else {
+				missing.changes = append(missing.changes, c)
 			}
 		}
 		if r := f.stillRefused(sp); r != nil {
@@ -225,15 +220,15 @@ func (f *fullSync) services(services []*plan.ServicePort) error {
 				f.refuseEntry(sp, r.Err)
 				continue
 			}
-			if len(missing.chains)+len(other.chains) > 0 {
+			if len(missing.changes)+len(other.changes) > 0 {
 				f.refuse(sp, r.Err)
 				continue
 			}
 		}
-		if len(missing.chains) > 0 {
+		if len(missing.changes) > 0 {
 			fresh = append(fresh, missing)
 		}
-		if len(other.chains) > 0 {
+		if len(other.changes) > 0 {
 			f.rewrites = append(f.rewrites, other)
 		}
 	}
@@ -243,75 +238,62 @@ func (f *fullSync) services(services []*plan.ServicePort) error {
 	return f.enterKept()
 }
 
-// writeAll writes ServicePorts' own chains, many at a time, and finds out which the kernel refuses.
+// writeAll writes ServicePorts' own chains, many at a time. Where the kernel refuses some, the ServicePorts at fault are found; those
+// keep the rules that they have, or are left out if they have none, and the others work.
 func (f *fullSync) writeAll(list []own) error {
-	names := map[string]bool{}
+	search := xtables.Search[own]{Works: f.works, Try: func(batch []own) error {
+		var step []xtables.Change
+		for _, o := range batch {
+			step = append(step, o.changes...)
+		}
+		return f.write(step)
+	}, Refused: func(o own, err error) {
+		f.tried[o.sp.Key] = true
+		f.refuse(o.sp, err)
+	}}
+	in := map[string]bool{}
 	first := 0
 	for i, o := range list {
-		for _, c := range o.chains {
-			addNames(names, c)
-		}
-		if f.tooMany(names) || i == len(list)-1 {
-			if err := f.writeServices(list[first : i+1]); err != nil {
+		xtables.Names(in, o.changes...)
+		if f.Full(in) || i == len(list)-1 {
+			if err := search.Run(list[first : i+1]); err != nil {
 				return err
 			}
 			first = i + 1
-			clear(names)
+			clear(in)
 		}
 	}
 	return f.confirm()
 }
 
-// writeServices writes a batch. Where the kernel refuses it, halves are tried until the ServicePorts at fault are found;
-// those keep the rules that they have, or are left out if they have none, and the others work.
-func (f *fullSync) writeServices(batch []own) error {
-	if len(batch) == 0 {
-		return nil
+// differing returns what makes the kernel's chains these.
+func (f *fullSync) differing(chains ...xtables.Chain) []xtables.Change {
+	var out []xtables.Change
+	for _, t := range tables {
+		out = append(out, xtables.Diff(t, xtables.Desired{Chains: chains}, f.actual[t])...)
 	}
-	if err := f.ctx.Err(); err != nil {
+	return out
+}
+
+// write makes steps in one run.
+func (f *fullSync) write(steps ...[]xtables.Change) error {
+	if err := f.Write(f.ctx, f.actual, steps...); err != nil {
 		return err
 	}
-	b := block{table: names.NAT}
-	for _, o := range batch {
-		b.writes = append(b.writes, o.chains...)
-	}
-	err := f.write(b)
-	switch {
-	case err == nil:
-		return nil
-	case !errRefused(err) || !f.works():
-		return err
-	case len(batch) > 1:
-		half := len(batch) / 2
-		if err := f.writeServices(batch[:half]); err != nil {
-			return err
+	for _, c := range slices.Concat(steps...) {
+		if c.Op == xtables.Write {
+			f.written++
 		}
-		return f.writeServices(batch[half:])
 	}
-	f.tried[batch[0].sp.Key] = true
-	f.refuse(batch[0].sp, err)
 	return nil
 }
 
-// write writes blocks that are not empty, all or none.
-func (f *fullSync) write(blocks ...block) error {
-	blocks = slices.DeleteFunc(blocks, func(b block) bool { return b.empty() })
-	if len(blocks) == 0 {
-		return nil
-	}
-	if err := f.ctx.Err(); err != nil {
-		return err
-	}
-	if err := f.restore(text(blocks)); err != nil {
-		return err
-	}
-	for _, b := range blocks {
-		f.written += len(b.writes)
-		for _, c := range b.writes {
-			f.held(b.table)[c.name] = c.rules
-		}
-	}
-	return nil
+// inOrder sorts changes by table, without changing their order otherwise.
+func inOrder(changes []xtables.Change, order ...names.Table) []xtables.Change {
+	slices.SortStableFunc(changes, func(a, b xtables.Change) int {
+		return slices.Index(order, a.Table) - slices.Index(order, b.Table)
+	})
+	return changes
 }
 
 // total is how many rules there are in chains of ours.
@@ -319,7 +301,7 @@ func (f *fullSync) total() map[names.Table]int {
 	out := map[names.Table]int{}
 	for t, names := range f.wanted {
 		for name := range names {
-			out[t] += len(f.held(t)[name])
+			out[t] += len(f.actual[t][name])
 		}
 	}
 	if f.rules.localnet() {
@@ -328,33 +310,11 @@ func (f *fullSync) total() map[names.Table]int {
 	return out
 }
 
-func (f *fullSync) held(t names.Table) kernelTable {
-	if t == names.NAT {
-		return f.nat
-	}
-	return f.filter
-}
-
 func (f *fullSync) want(t names.Table, name string) {
 	if f.wanted[t] == nil {
 		f.wanted[t] = map[string]bool{}
 	}
 	f.wanted[t][name] = true
-}
-
-// tooMany reports whether a batch is large enough.
-func (f *fullSync) tooMany(names map[string]bool) bool {
-	return f.batch > 0 && len(names) >= f.batch
-}
-
-// addNames adds the chains that iptables-restore has to look up for c.
-func addNames(names map[string]bool, c chain) {
-	names[c.name] = true
-	for _, r := range c.rules {
-		if i := strings.LastIndexByte(r, ' '); i >= 0 {
-			names[r[i+1:]] = true
-		}
-	}
 }
 
 // jumps puts the rules into built-in chains that are missing there, and opens node ports on localhost once their guard
@@ -379,17 +339,14 @@ func (f *fullSync) jumps() error {
 }
 
 // ensure puts rules in front of built-in chains that lack them.
-func (f *fullSync) ensure(list []jump) error {
-	for _, j := range list {
-		held := f.held(j.table)
-		if held.leads(j.from, j.text()) {
-			continue
+func (f *fullSync) ensure(list []xtables.Jump) error {
+	for _, t := range tables {
+		for _, c := range xtables.Diff(t, xtables.Desired{Jumps: list}, f.actual[t]) {
+			if err := f.write([]xtables.Change{c}); err != nil {
+				return fmt.Errorf("leading chain %s of table %s to %s: %w", c.Chain, t, xtables.Target(c.Rules[0]), err)
+			}
+			f.written++
 		}
-		if err := f.restore(fmt.Sprintf("*%s\n-I %s 1 %s\nCOMMIT\n", j.table, j.from, j.text())); err != nil {
-			return fmt.Errorf("leading chain %s of table %s to %s: %w", j.from, j.table, j.to, err)
-		}
-		held[j.from] = append(held[j.from], j.text())
-		f.written++
 	}
 	return nil
 }
@@ -397,16 +354,10 @@ func (f *fullSync) ensure(list []jump) error {
 // guard puts the guard of localhost node ports into KUBE-FIREWALL. The kubelet keeps the same rule there, and may keep
 // others, which stay.
 func (f *fullSync) guard() error {
-	if slices.Contains(f.filter[names.KubeletFirewall], localnetGuard()) {
+	held, exists := f.actual[names.Filter][names.KubeletFirewall]
+	if slices.Contains(held, localnetGuard()) {
 		return nil
 	}
-	var out strings.Builder
-	out.WriteString("*filter\n")
-	if _, exists := f.filter[names.KubeletFirewall]; !exists {
-		out.WriteString(":" + names.KubeletFirewall + " - [0:0]\n")
-	}
-	chain{names.KubeletFirewall, []string{localnetGuard()}}.appendTo(&out, "")
-	out.WriteString("COMMIT\n")
-	f.filter[names.KubeletFirewall] = append(f.filter[names.KubeletFirewall], localnetGuard())
-	return f.restore(out.String())
+	return f.write([]xtables.Change{{Op: xtables.Append, Table: names.Filter, Chain: names.KubeletFirewall,
+		Rules: []string{localnetGuard()}, Exists: exists}})
 }

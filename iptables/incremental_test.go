@@ -2,7 +2,6 @@ package iptables
 
 import (
 	"context"
-	"errors"
 	"fmt"
 	"log/slog"
 	"net/netip"
@@ -13,150 +12,29 @@ import (
 	"pgregory.net/rapid"
 
 	"nodeproxy/kernel/names"
+	"nodeproxy/kernel/xtables"
+	"nodeproxy/kernel/xtables/xtablestest"
 	"nodeproxy/plan"
 	"nodeproxy/plan/plantest"
 	"nodeproxy/proxier/portion"
 )
 
-// fakeKernel holds tables as the kernel does, and refuses what the kernel refuses: rules in or to chains that do not exist, and
-// the removal of chains that have rules or that rules lead to. A table changes as a whole or not at all.
-type fakeKernel struct {
-	tables map[names.Table]kernelTable
-	// refuse, if set, makes restores of text that holds it fail.
-	refuse string
-	// refuseReached, if set, makes restores fail after which a rule that holds it can be reached from a built-in chain.
-	refuseReached string
-	// locked, if set, makes the next restore of text that holds it find the xtables lock held.
-	locked   string
-	restores []string
-	changed  func() // is called after each change of a table
-}
-
-func newFakeKernel() *fakeKernel {
-	return &fakeKernel{tables: map[names.Table]kernelTable{
-		names.NAT:    {"PREROUTING": nil, "INPUT": nil, "OUTPUT": nil, "POSTROUTING": nil},
-		names.Filter: {"INPUT": nil, "FORWARD": nil, "OUTPUT": nil},
-		names.Mangle: {"PREROUTING": nil, "INPUT": nil, "FORWARD": nil, "OUTPUT": nil, "POSTROUTING": nil},
-	}}
-}
-
-func (k *fakeKernel) save(_ context.Context, t names.Table) (kernelTable, error) {
-	out := kernelTable{}
-	for name, rules := range k.tables[t] {
-		out[name] = slices.Clone(rules)
-	}
-	return out, nil
-}
-
-func (k *fakeKernel) tell() {
-	if k.changed != nil {
-		k.changed()
-	}
-}
-
-func (k *fakeKernel) restore(text string) error {
-	k.restores = append(k.restores, text)
-	if k.refuse != "" && strings.Contains(text, k.refuse) {
-		return &RestoreError{Program: "fake", Message: "refused", Err: errors.New("exit status 1")}
-	}
-	if k.locked != "" && strings.Contains(text, k.locked) {
-		k.locked = ""
-		return &RestoreError{Program: "fake", Message: "Another app is currently holding the xtables lock",
-			Err: errors.New("exit status 4")}
-	}
-	var tbl names.Table
-	var work kernelTable
-	for n, line := range strings.Split(text, "\n") {
-		fail := func(why string) error {
-			return &RestoreError{Program: "fake", Message: fmt.Sprintf("line %d: %s: %s", n+1, why, line),
-				Err: errors.New("exit status 1")}
-		}
-		switch {
-		case line == "":
-		case line[0] == '*':
-			tbl = names.Table(line[1:])
-			work, _ = k.save(context.Background(), tbl)
-		case line[0] == ':':
-			name, _, _ := strings.Cut(line[1:], " ")
-			work[name] = nil
-		case strings.HasPrefix(line, "-A "):
-			name, body, _ := strings.Cut(line[3:], " ")
-			if _, ok := work[name]; !ok {
-				return fail("no such chain")
-			}
-			work[name] = append(work[name], body)
-		case strings.HasPrefix(line, "-I "):
-			words := strings.SplitN(line[3:], " ", 3)
-			work[words[0]] = slices.Insert(work[words[0]], 0, words[2])
-		case strings.HasPrefix(line, "-D "):
-			name, body, _ := strings.Cut(line[3:], " ")
-			i := slices.Index(work[name], body)
-			if i < 0 {
-				return fail("no such rule")
-			}
-			work[name] = slices.Delete(work[name], i, i+1)
-		case strings.HasPrefix(line, "-X "):
-			if rules, ok := work[line[3:]]; !ok || len(rules) > 0 {
-				return fail("no such chain, or not empty")
-			}
-			delete(work, line[3:])
-		case line == "COMMIT":
-			if err := errors.Join(checkTargets(work), k.checkReached(work)); err != nil {
-				return fail(err.Error())
-			}
-			k.tables[tbl] = work
-			k.tell()
-		default:
-			return fail("not understood")
-		}
-	}
-	return nil
-}
-
-func checkTargets(t kernelTable) error {
-	for name, rules := range t {
-		for _, r := range rules {
-			if to := jumpTarget(r); strings.HasPrefix(to, "KUBE-") {
-				if _, ok := t[to]; !ok {
-					return fmt.Errorf("chain %s leads to %s, which does not exist", name, to)
-				}
-			}
-		}
-	}
-	return nil
-}
-
-// checkReached is what nf_tables looks at only in rules that packets can get to: above all, how deep they lead.
-func (k *fakeKernel) checkReached(t kernelTable) error {
-	if way := deepest(t); len(way)-1 > maxNesting {
-		return fmt.Errorf("too many links: %s", strings.Join(way, " > "))
-	}
-	if k.refuseReached == "" {
-		return nil
-	}
-	for name := range depths(t) {
-		for _, r := range t[name] {
-			if strings.Contains(r, k.refuseReached) {
-				return fmt.Errorf("refused where it is reached, in chain %s: %s", name, r)
-			}
-		}
-	}
-	return nil
-}
-
-func (k *fakeKernel) text() string {
+// textOfKernel is what a fake kernel holds.
+func textOfKernel(k *xtablestest.Kernel) string {
 	var out strings.Builder
 	for _, tbl := range []names.Table{names.Filter, names.NAT} {
-		writeTable(&out, tbl, k.tables[tbl])
+		writeTable(&out, tbl, k.Tables[tbl])
 	}
 	return out.String()
 }
 
-func fakeEngine(f plan.Family) (*engine, *fakeKernel) {
-	k := newFakeKernel()
+func fakeEngine(f plan.Family) (*engine, *xtablestest.Kernel) {
+	k := xtablestest.New()
 	// This machine's settings are not the fake kernel's.
-	return &engine{tool: k, family: f, options: testOptions, batch: 40, log: slog.New(slog.DiscardHandler),
-		sysctlDir: "/nonexistent"}, k
+	e := &engine{Writer: &xtables.Writer{Kernel: k, MaxNames: 40}, family: f, options: testOptions, log: slog.New(slog.DiscardHandler),
+		sysctlDir: "/nonexistent"}
+	e.Ran = e.ran
+	return e, k
 }
 
 // subset is a large plan of which each ServicePort is there or not, with more or fewer endpoints.
@@ -183,10 +61,10 @@ func checkSteps(t *rapid.T, f plan.Family, plans []*plan.Plan) {
 		if err := e.sync(context.Background(), p, changed); err != nil {
 			t.Fatalf("step %d: %v", i, err)
 		}
-		if got, want := k.text(), wantText(p, f); got != want {
+		if got, want := textOfKernel(k), wantText(p, f); got != want {
 			t.Fatalf("after step %d the kernel holds something else than a full render says:\n%s", i, diffLines(want, got))
 		}
-		if want := k.ruleTotals(); fmt.Sprint(o.total) != fmt.Sprint(want) {
+		if want := ruleTotals(k); fmt.Sprint(o.total) != fmt.Sprint(want) {
 			t.Fatalf("after step %d: told of %v rules, the kernel holds %v", i, o.total, want)
 		}
 	}
@@ -229,7 +107,7 @@ func TestPortionsEqualFull(t *testing.T) {
 			if err := e.sync(context.Background(), p, changed); err != nil {
 				t.Fatal(err)
 			}
-			if got, want := k.text(), wantText(p, f); got != want {
+			if got, want := textOfKernel(k), wantText(p, f); got != want {
 				t.Fatalf("the kernel holds something else than a full render says:\n%s", diffLines(want, got))
 			}
 		}
@@ -249,7 +127,7 @@ func TestPortionsEqualFull(t *testing.T) {
 		for queue.Waiting() > 0 {
 			program(last, plan.Keys{})
 		}
-		if got, want := k.text(), wantText(last, f); got != want {
+		if got, want := textOfKernel(k), wantText(last, f); got != want {
 			t.Fatalf("in the end the kernel holds something else:\n%s", diffLines(want, got))
 		}
 	})
@@ -268,20 +146,20 @@ func TestFullFromAnything(t *testing.T) {
 func fullFromAnything(t *testing.T, plans *rapid.Generator[*plan.Plan]) {
 	rapid.Check(t, func(t *rapid.T) {
 		e, k := fakeEngine(plan.IPv4)
-		e.batch = rapid.SampledFrom([]int{maxNames, 40, 0}).Draw(t, "batch")
+		e.MaxNames = rapid.SampledFrom([]int{xtables.MaxNames, 40, 0}).Draw(t, "batch")
 		for i, p := range rapid.SliceOfN(plans, 2, 3).Draw(t, "plans") {
 			if err := e.sync(context.Background(), p, nil); err != nil {
 				t.Fatal(err)
 			}
-			if got, want := k.text(), wantText(p, plan.IPv4); got != want {
+			if got, want := textOfKernel(k), wantText(p, plan.IPv4); got != want {
 				t.Fatalf("after step %d:\n%s", i, diffLines(want, got))
 			}
-			k.restores = nil
+			k.Restores = nil
 			if err := e.sync(context.Background(), p, nil); err != nil {
 				t.Fatal(err)
 			}
-			if len(k.restores) > 0 {
-				t.Fatalf("a second sync of the same plan wrote\n%s", strings.Join(k.restores, "\n"))
+			if len(k.Restores) > 0 {
+				t.Fatalf("a second sync of the same plan wrote\n%s", strings.Join(k.Restores, "\n"))
 			}
 		}
 	})
@@ -297,12 +175,12 @@ func TestOneChangeWritesOneService(t *testing.T) {
 		t.Fatal(err)
 	}
 	sync := func(sp *plan.ServicePort) string {
-		k.restores = nil
+		k.Restores = nil
 		p.Set(sp)
 		if err := e.sync(context.Background(), p, plan.Keys{sp.Key: {}}); err != nil {
 			t.Fatal(err)
 		}
-		return strings.Join(k.restores, "")
+		return strings.Join(k.Restores, "")
 	}
 	if text := sync(plantest.LargeService(17, 5000, 2)); strings.Count(text, "\n:") != 5 {
 		t.Errorf("two endpoints in place of two: want the chain that picks, two new chains, two that go; got\n%s", text)
@@ -357,10 +235,10 @@ func TestNamesFit(t *testing.T) {
 			for tbl, chains := range desired(p, f, testOptions) {
 				seen := map[string]bool{}
 				for _, c := range chains {
-					if len(c.name) > names.MaxChainName || seen[c.name] {
-						t.Fatalf("chain %s of table %s is too long or there twice", c.name, tbl)
+					if len(c.Name) > names.MaxChainName || seen[c.Name] {
+						t.Fatalf("chain %s of table %s is too long or there twice", c.Name, tbl)
 					}
-					seen[c.name] = true
+					seen[c.Name] = true
 				}
 			}
 		}
@@ -370,15 +248,15 @@ func TestNamesFit(t *testing.T) {
 // TestWithoutBPF: a kernel that lacks xt_bpf gets the rules that do without it.
 func TestWithoutBPF(t *testing.T) {
 	e, k := fakeEngine(plan.IPv4)
-	k.refuse = "-m bpf"
+	k.Refuse = "-m bpf"
 	p := plantest.Large(20, 2)
 	if err := e.sync(context.Background(), p, nil); err != nil {
 		t.Fatal(err)
 	}
-	if !strings.Contains(k.text(), names.PrefixEndpoint) {
+	if !strings.Contains(textOfKernel(k), names.PrefixEndpoint) {
 		t.Error("no endpoint has a chain")
 	}
-	if strings.Contains(k.text(), "-m bpf") {
+	if strings.Contains(textOfKernel(k), "-m bpf") {
 		t.Error("the refused rule is there")
 	}
 	if e.current == nil || e.current.compact {
@@ -414,7 +292,7 @@ func TestFrontendChangesHands(t *testing.T) {
 			t.Fatal(err)
 		}
 	}
-	if got, want := k.text(), wantText(second, plan.IPv4); got != want {
+	if got, want := textOfKernel(k), wantText(second, plan.IPv4); got != want {
 		t.Fatalf("the kernel holds something else than a full render says:\n%s", diffLines(want, got))
 	}
 }

@@ -8,6 +8,7 @@ import (
 	"strings"
 
 	"nodeproxy/kernel/names"
+	"nodeproxy/kernel/xtables"
 	"nodeproxy/plan"
 )
 
@@ -28,30 +29,30 @@ type tableChainName struct {
 func (k *kept) any() bool { return k != nil && len(k.entries) > 0 }
 
 // own are the chains that belong to the ServicePorts that are not known.
-func (k *kept) own() []chain {
+func (k *kept) own() []xtables.Chain {
 	if k == nil {
 		return nil
 	}
-	var out []chain
+	var out []xtables.Chain
 	for _, name := range slices.Sorted(maps.Keys(k.chains)) {
-		out = append(out, chain{name, k.chains[name]})
+		out = append(out, xtables.Chain{Table: names.NAT, Name: name, Rules: k.chains[name]})
 	}
 	return out
 }
 
 // around adds to a base chain what it does for all Services in the form that the kernel has: as in forAll, at the beginning in
 // table nat, and at the end in table filter.
-func (k *kept) around(c tableChain) tableChain {
+func (k *kept) around(c xtables.Chain) xtables.Chain {
 	if k == nil {
 		return c
 	}
-	rules := slices.DeleteFunc(slices.Clone(k.forAll[tableChainName{c.table, c.name}]), func(r string) bool {
-		return slices.Contains(c.rules, r)
+	rules := slices.DeleteFunc(slices.Clone(k.forAll[tableChainName{c.Table, c.Name}]), func(r string) bool {
+		return slices.Contains(c.Rules, r)
 	})
-	if c.table == names.NAT {
-		c.rules = slices.Concat(rules, c.rules)
+	if c.Table == names.NAT {
+		c.Rules = slices.Concat(rules, c.Rules)
 	} else {
-		c.rules = slices.Concat(c.rules, rules)
+		c.Rules = slices.Concat(c.Rules, rules)
 	}
 	return c
 }
@@ -65,7 +66,7 @@ func (f *fullSync) findKept(p *plan.Plan) error {
 	case f.otherModeHeld():
 		return plan.ErrPartial
 	case f.engine.kept == nil:
-		f.engine.kept = readKept(f.nat, f.filter)
+		f.engine.kept = readKept(f.actual)
 		f.log.Info("not everything is known of what the kernel may hold rules for; those for unknown Services stay as they are",
 			"family", f.family, "frontends", len(f.engine.kept.entries))
 	}
@@ -73,20 +74,19 @@ func (f *fullSync) findKept(p *plan.Plan) error {
 }
 
 // readKept reads the entries of all dispatchers, and what belongs to them.
-func readKept(nat, filter kernelTable) *kept {
+func readKept(actual map[names.Table]xtables.Content) *kept {
 	k := &kept{chains: map[string][]string{}, forAll: map[tableChainName][]string{}}
-	held := map[names.Table]kernelTable{names.NAT: nat, names.Filter: filter}
 	for id, at := range places {
-		r := &entryReader{held: held[at.table], place: at, found: map[key][]string{}, seen: map[string]bool{}}
+		r := &entryReader{held: actual[at.table], place: at, found: map[key][]string{}, seen: map[string]bool{}}
 		r.chain(at.chain)
 		for _, key := range slices.Sorted(maps.Keys(r.found)) {
 			k.entries = append(k.entries, entry{dispatcherID(id), key, strings.Join(r.found[key], "\n")})
 		}
 	}
-	for t, chains := range held {
+	for t, chains := range actual {
 		for name, rules := range chains {
 			for _, r := range rules {
-				if strings.Contains(r, ctDNAT) && names.IsOurs(t, name) {
+				if strings.Contains(r, xtables.CTStateDNAT) && names.IsOurs(t, name) {
 					k.forAll[tableChainName{t, name}] = append(k.forAll[tableChainName{t, name}], r)
 				}
 			}
@@ -97,7 +97,7 @@ func readKept(nat, filter kernelTable) *kept {
 
 // entryReader reads the entries of a dispatcher out of its chain and those below.
 type entryReader struct {
-	held  kernelTable
+	held  xtables.Content
 	place place
 	found map[key][]string
 	seen  map[string]bool
@@ -111,7 +111,7 @@ func (r *entryReader) chain(name string) {
 	for _, rule := range r.held[name] {
 		if f, ok := frontendOf(rule); ok && f.Addr.IsValid() == (r.place.addressed()) {
 			r.found[keyOf(f)] = append(r.found[keyOf(f)], rule)
-		} else if to := jumpTarget(rule); !ok && strings.HasPrefix(to, r.place.prefix) && !isDispatcher(to) {
+		} else if to := xtables.Target(rule); !ok && strings.HasPrefix(to, r.place.prefix) && !isDispatcher(to) {
 			r.chain(to)
 		}
 	}
@@ -180,17 +180,11 @@ func (f *fullSync) enterKept() error {
 		f.rules.tries[e.dispatcher] = f.rules.tries[e.dispatcher].with(e.key, e.rules)
 		if places[e.dispatcher].table == names.NAT {
 			for rule := range strings.SplitSeq(e.rules, "\n") {
-				f.keepChains(k, jumpTarget(rule))
+				f.keepChains(k, xtables.Target(rule))
 			}
 		}
 	}
-	missing := block{table: names.NAT}
-	for _, c := range k.own() {
-		if !f.nat.has(c) {
-			missing.write(c)
-		}
-	}
-	return f.write(missing)
+	return f.write(f.differing(k.own()...))
 }
 
 // keepChains keeps a chain of a ServicePort that is not known, and those that it leads to, as they were at first.
@@ -200,11 +194,11 @@ func (f *fullSync) keepChains(k *kept, name string) {
 	}
 	first := f.engine.kept.chains
 	if _, known := first[name]; !known {
-		first[name] = f.nat[name]
+		first[name] = f.actual[names.NAT][name]
 	}
 	f.want(names.NAT, name)
 	k.chains[name] = first[name]
 	for _, r := range first[name] {
-		f.keepChains(k, jumpTarget(r))
+		f.keepChains(k, xtables.Target(r))
 	}
 }

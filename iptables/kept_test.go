@@ -9,6 +9,8 @@ import (
 	"pgregory.net/rapid"
 
 	"nodeproxy/kernel/names"
+	"nodeproxy/kernel/xtables"
+	"nodeproxy/kernel/xtables/xtablestest"
 	"nodeproxy/plan"
 	"nodeproxy/plan/packetsim"
 	"nodeproxy/plan/plantest"
@@ -33,27 +35,27 @@ func partial(t *rapid.T, p *plan.Plan) *plan.Plan {
 }
 
 // led is what the kernel holds, without chains of Services that nothing leads to.
-func (k *fakeKernel) led() string {
-	used := &fakeKernel{tables: maps.Clone(k.tables)}
+func led(k *xtablestest.Kernel) string {
+	used := &xtablestest.Kernel{Tables: maps.Clone(k.Tables)}
 	for more := true; more; {
 		more = false
-		nat := kernelTable{}
+		nat := xtables.Content{}
 		targets := map[string]bool{}
-		for _, rules := range used.tables[names.NAT] {
+		for _, rules := range used.Tables[names.NAT] {
 			for _, r := range rules {
-				targets[jumpTarget(r)] = true
+				targets[xtables.Target(r)] = true
 			}
 		}
-		for name, rules := range used.tables[names.NAT] {
+		for name, rules := range used.Tables[names.NAT] {
 			if names.OfService(name) && !targets[name] {
 				more = true
 			} else {
 				nat[name] = rules
 			}
 		}
-		used.tables[names.NAT] = nat
+		used.Tables[names.NAT] = nat
 	}
-	return used.text()
+	return textOfKernel(used)
 }
 
 // TestPartialPlan: a start that does not know all Services whose rules are in the kernel leaves every packet what it had, while
@@ -71,9 +73,9 @@ func TestPartialPlan(t *testing.T) {
 		if err := first.sync(context.Background(), c.Plan, nil); err != nil {
 			t.Fatal(err)
 		}
-		before := k.led()
+		before := led(k)
 		e, _ := fakeEngine(f)
-		e.tool, e.batch = k, 0
+		e.Kernel, e.MaxNames = k, 0
 		e.options.CompactAbove = first.options.CompactAbove
 		if rapid.Bool().Draw(t, "another form") {
 			e.options.CompactAbove = compact.Draw(t, "compact above, then")
@@ -81,7 +83,7 @@ func TestPartialPlan(t *testing.T) {
 		packets := rapid.SliceOfN(c.Packets(f), 20, 20).Draw(t, "packets")
 		evaluator := plan.NewEvaluator(c.Plan)
 		check := func() {
-			text := k.saved()
+			text := saved(k)
 			rs, err := packetsim.Parse(f, text)
 			if err != nil {
 				t.Fatal(err)
@@ -93,7 +95,7 @@ func TestPartialPlan(t *testing.T) {
 				seen++
 			}
 		}
-		k.changed = check
+		k.Changed = check
 		some := partial(t, c.Plan)
 		unknown += len(c.Plan.Services) - len(some.Services)
 		if err := e.sync(context.Background(), some, nil); err != nil {
@@ -101,17 +103,17 @@ func TestPartialPlan(t *testing.T) {
 		}
 		check()
 		a, b := newRules(c.Plan, f, first.options), newRules(some, f, e.options)
-		if a.compact == b.compact && fmt.Sprint(a.ranges) == fmt.Sprint(b.ranges) && k.led() != before {
-			t.Fatalf("the kernel holds something else than before:\n%s", diffLines(before, k.led()))
+		if a.compact == b.compact && fmt.Sprint(a.ranges) == fmt.Sprint(b.ranges) && led(k) != before {
+			t.Fatalf("the kernel holds something else than before:\n%s", diffLines(before, led(k)))
 		}
-		k.restores = nil
+		k.Restores = nil
 		if err := e.sync(context.Background(), some, nil); err != nil {
 			t.Fatal(err)
 		}
-		if len(k.restores) > 0 || e.found == nil || len(e.found.Counts) > 0 {
-			t.Fatalf("a second comparison found %+v and wrote %q", e.found, k.restores)
+		if len(k.Restores) > 0 || e.found == nil || len(e.found.Counts) > 0 {
+			t.Fatalf("a second comparison found %+v and wrote %q", e.found, k.Restores)
 		}
-		k.changed = nil
+		k.Changed = nil
 		more := plan.New(some.Node, some.Settings)
 		more.Partial = true
 		changed := plan.Keys{}
@@ -134,8 +136,8 @@ func TestPartialPlan(t *testing.T) {
 		if err := fresh.sync(context.Background(), more, nil); err != nil {
 			t.Fatal(err)
 		}
-		if k.text() != want.text() {
-			t.Fatalf("when all is known:\n%s", diffLines(want.text(), k.text()))
+		if textOfKernel(k) != textOfKernel(want) {
+			t.Fatalf("when all is known:\n%s", diffLines(textOfKernel(want), textOfKernel(k)))
 		}
 	})
 	if seen == 0 || unknown == 0 {
@@ -160,7 +162,7 @@ func TestRefusedBesideUnknown(t *testing.T) {
 			if err := first.sync(t.Context(), all, nil); err != nil {
 				t.Fatal(err)
 			}
-			before := k.text()
+			before := textOfKernel(k)
 			all.Set(plantest.LargeService(refused, 5000, 3))
 			some := plan.New(all.Node, all.Settings)
 			some.Partial = true
@@ -170,19 +172,19 @@ func TestRefusedBesideUnknown(t *testing.T) {
 				}
 			}
 			e, _ := fakeEngine(plan.IPv4)
-			e.tool, e.options.CompactAbove = k, compactAbove
-			k.refuse = ":" + serviceChain(names.PrefixCluster, key) + " "
+			e.Kernel, e.options.CompactAbove = k, compactAbove
+			k.Refuse = ":" + serviceChain(names.PrefixCluster, key) + " "
 			held := func(when string, p *plan.Plan, want string) {
 				t.Helper()
 				for comparison := range 2 {
-					k.restores = nil
+					k.Restores = nil
 					err := e.sync(t.Context(), p, nil)
 					refusedAlone(t, e, err, key, keeps)
-					if got := k.text(); got != want {
+					if got := textOfKernel(k); got != want {
 						t.Errorf("%s, kept %v:\n%s", when, keeps, diffLines(want, got))
 					}
-					if comparison > 0 && (len(k.restores) > 0 || e.found == nil || e.found.Total() > 0) {
-						t.Errorf("%s, kept %v: a comparison writes %q, finds %v", when, keeps, k.restores, e.found)
+					if comparison > 0 && (len(k.Restores) > 0 || e.found == nil || e.found.Total() > 0) {
+						t.Errorf("%s, kept %v: a comparison writes %q, finds %v", when, keeps, k.Restores, e.found)
 					}
 				}
 			}
@@ -200,7 +202,7 @@ func TestRefusedBesideUnknown(t *testing.T) {
 				if err := e.sync(t.Context(), p, nil); err != nil {
 					t.Fatal(err)
 				}
-				return k.text()
+				return textOfKernel(k)
 			}
 			without := plan.New(all.Node, all.Settings)
 			for _, sp := range all.Sorted(plan.IPv4) {
@@ -213,12 +215,12 @@ func TestRefusedBesideUnknown(t *testing.T) {
 			want := fresh(without)
 			held("another one has changed", some, want)
 			held("all is known", all, want)
-			k.refuse = ""
+			k.Refuse = ""
 			makeDue(e)
 			if err := e.sync(t.Context(), all, nil); err != nil || len(e.refused) > 0 {
 				t.Errorf("no longer refused: %v, refused %v", err, e.refused)
 			}
-			if got, want := k.text(), fresh(all); got != want {
+			if got, want := textOfKernel(k), fresh(all); got != want {
 				t.Errorf("no longer refused:\n%s", diffLines(want, got))
 			}
 		}
@@ -234,7 +236,7 @@ func TestRefusedOnceKnown(t *testing.T) {
 	if err := first.sync(t.Context(), all, nil); err != nil {
 		t.Fatal(err)
 	}
-	before := k.text()
+	before := textOfKernel(k)
 	late := plantest.LargeService(number, 5000, 3)
 	plans := [2]*plan.Plan{plan.New(all.Node, all.Settings), plan.New(all.Node, all.Settings)}
 	for i, p := range plans {
@@ -249,28 +251,28 @@ func TestRefusedOnceKnown(t *testing.T) {
 		}
 	}
 	e, _ := fakeEngine(plan.IPv4)
-	e.tool = k
-	k.refuse = ":" + serviceChain(names.PrefixCluster, late.Key) + " "
-	if err := e.sync(t.Context(), plans[0], nil); err != nil || len(e.refused) > 0 || k.text() != before {
-		t.Fatalf("not known: %v, refused %v\n%s", err, e.refused, diffLines(before, k.text()))
+	e.Kernel = k
+	k.Refuse = ":" + serviceChain(names.PrefixCluster, late.Key) + " "
+	if err := e.sync(t.Context(), plans[0], nil); err != nil || len(e.refused) > 0 || textOfKernel(k) != before {
+		t.Fatalf("not known: %v, refused %v\n%s", err, e.refused, diffLines(before, textOfKernel(k)))
 	}
 	for _, changed := range []plan.Keys{{late.Key: {}}, nil, nil} {
 		err := e.sync(t.Context(), plans[1], changed)
 		refusedAlone(t, e, err, late.Key, true)
-		if got := k.text(); got != before {
+		if got := textOfKernel(k); got != before {
 			t.Errorf("known and refused:\n%s", diffLines(before, got))
 		}
 	}
 	if e.found == nil || e.found.Total() > 0 {
 		t.Errorf("a comparison finds %v", e.found)
 	}
-	k.refuse = ""
+	k.Refuse = ""
 	makeDue(e)
 	if err := e.sync(t.Context(), plans[1], nil); err != nil || len(e.refused) > 0 {
 		t.Errorf("no longer refused: %v, refused %v", err, e.refused)
 	}
 	all.Set(late)
-	if got, want := k.text(), wantText(all, plan.IPv4); got != want {
+	if got, want := textOfKernel(k), wantText(all, plan.IPv4); got != want {
 		t.Errorf("no longer refused:\n%s", diffLines(want, got))
 	}
 }

@@ -13,13 +13,14 @@ import (
 
 	"nodeproxy/internal/nstest"
 	"nodeproxy/kernel/names"
+	"nodeproxy/kernel/xtables"
 	"nodeproxy/plan"
 	"nodeproxy/plan/plantest"
 )
 
 // realEngine is an engine as New makes it, but for its options. The test must be in a namespace of its own.
-func realEngine(t rapid.TB, v Variant, f plan.Family) *engine {
-	tool, err := newTool(v, f)
+func realEngine(t rapid.TB, v xtables.Variant, f plan.Family) *engine {
+	tool, err := xtables.Find(v, f)
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -32,10 +33,10 @@ func realEngine(t rapid.TB, v Variant, f plan.Family) *engine {
 var testOptions = Options{MasqueradeBit: DefaultMasqueradeBit, RandomFully: true, CompactAbove: 12}
 
 // ours is the part of the kernel's tables that belongs to this package, as text in a stable order.
-func ours(t rapid.TB, k kernel) string {
+func ours(t rapid.TB, k xtables.Kernel) string {
 	var out strings.Builder
 	for _, tbl := range []names.Table{names.Filter, names.NAT} {
-		held, err := k.save(context.Background(), tbl)
+		held, err := k.Save(context.Background(), tbl)
 		if err != nil {
 			t.Fatal(err)
 		}
@@ -44,7 +45,7 @@ func ours(t rapid.TB, k kernel) string {
 	return out.String()
 }
 
-func writeTable(out *strings.Builder, tbl names.Table, held kernelTable) {
+func writeTable(out *strings.Builder, tbl names.Table, held xtables.Content) {
 	fmt.Fprintf(out, "*%s\n", tbl)
 	for _, name := range slices.Sorted(maps.Keys(held)) {
 		if names.Builtin(name) && len(held[name]) == 0 {
@@ -55,7 +56,7 @@ func writeTable(out *strings.Builder, tbl names.Table, held kernelTable) {
 		}
 		fmt.Fprintf(out, ":%s\n", name)
 		for _, r := range held[name] {
-			if r == newRule().jump(names.KubeletFirewall) {
+			if r == xtables.NewRule().Jump(names.KubeletFirewall) {
 				continue
 			}
 			fmt.Fprintf(out, "%s\n", r)
@@ -66,12 +67,12 @@ func writeTable(out *strings.Builder, tbl names.Table, held kernelTable) {
 // wantText is what ours is to be for a plan.
 func wantText(p *plan.Plan, f plan.Family) string { return textOf(desired(p, f, testOptions)) }
 
-func textOf(tables map[names.Table][]chain) string {
+func textOf(tables map[names.Table][]xtables.Chain) string {
 	var out strings.Builder
 	for _, tbl := range []names.Table{names.Filter, names.NAT} {
-		held := kernelTable{}
+		held := xtables.Content{}
 		for _, c := range tables[tbl] {
-			held[c.name] = c.rules
+			held[c.Name] = c.Rules
 		}
 		writeTable(&out, tbl, held)
 	}
@@ -81,7 +82,7 @@ func textOf(tables map[names.Table][]chain) string {
 // TestKernelShowsWhatWasWritten holds the premise of comparing rules as text: what iptables-save prints of a rule is what
 // the rule was written as.
 func TestKernelShowsWhatWasWritten(t *testing.T) {
-	for _, v := range []Variant{NFT, Legacy} {
+	for _, v := range []xtables.Variant{xtables.NFT, xtables.Legacy} {
 		for _, f := range plan.Families {
 			t.Run(fmt.Sprintf("%s %s", v, f), func(t *testing.T) {
 				t.Parallel()
@@ -92,7 +93,7 @@ func TestKernelShowsWhatWasWritten(t *testing.T) {
 						if err := e.sync(context.Background(), p, nil); err != nil {
 							t.Fatal(err)
 						}
-						if got, want := ours(t, e.tool), wantText(p, f); got != want {
+						if got, want := ours(t, e.Kernel), wantText(p, f); got != want {
 							t.Fatalf("the kernel holds something else than was written:\n%s", diffLines(want, got))
 						}
 						if e.current == nil {
@@ -108,9 +109,9 @@ func TestKernelShowsWhatWasWritten(t *testing.T) {
 
 // compareAgain compares everything once more, which is to find nothing and write nothing.
 func compareAgain(t rapid.TB, e *engine, p *plan.Plan) {
-	noted := &notedRestores{kernel: e.tool}
-	e.tool = noted
-	defer func() { e.tool = noted.kernel }()
+	noted := &notedRestores{Kernel: e.Kernel}
+	e.Kernel = noted
+	defer func() { e.Kernel = noted.Kernel }()
 	if err := e.sync(context.Background(), p, nil); err != nil {
 		t.Fatal(err)
 	}
@@ -124,13 +125,13 @@ func compareAgain(t rapid.TB, e *engine, p *plan.Plan) {
 
 // notedRestores is a kernel that notes down what is written.
 type notedRestores struct {
-	kernel
+	xtables.Kernel
 	texts []string
 }
 
-func (n *notedRestores) restore(text string) error {
+func (n *notedRestores) Restore(text string) error {
 	n.texts = append(n.texts, text)
-	return n.kernel.restore(text)
+	return n.Kernel.Restore(text)
 }
 
 // diffLines shows the lines that only one of two texts has.
@@ -158,7 +159,7 @@ func diffLines(want, got string) string {
 // later than that rule.
 func TestChainInUse(t *testing.T) {
 	t.Parallel()
-	for _, v := range []Variant{NFT, Legacy} {
+	for _, v := range []xtables.Variant{xtables.NFT, xtables.Legacy} {
 		t.Run(string(v), func(t *testing.T) {
 			t.Parallel()
 			nstest.Enter(t)
@@ -171,12 +172,12 @@ func TestChainInUse(t *testing.T) {
 			}
 			name := ""
 			for _, c := range newRules(p, plan.IPv4, testOptions).enter(sp) {
-				if strings.HasPrefix(c.name, "KUBE-SVC-") {
-					name = c.name
+				if strings.HasPrefix(c.Name, "KUBE-SVC-") {
+					name = c.Name
 				}
 			}
 			others := "*nat\n:OTHERS - [0:0]\n-A OTHERS -p tcp -j " + name + "\nCOMMIT\n"
-			if err := e.tool.restore(others); err != nil {
+			if err := e.Kernel.Restore(others); err != nil {
 				t.Fatal(err)
 			}
 			p.Delete(sp.Key)
@@ -185,19 +186,19 @@ func TestChainInUse(t *testing.T) {
 				if err := sync(nil); err != nil {
 					t.Fatalf("a sync with a chain in use: %v", err)
 				}
-				held, err := e.tool.save(t.Context(), names.NAT)
+				held, err := e.Kernel.Save(t.Context(), names.NAT)
 				if rules, is := held[name]; err != nil || !is || len(rules) > 0 || len(held["OTHERS"]) != 1 {
 					t.Errorf("the chain in use is there: %v, with rules %q; the other program's has %q; %v", is, rules, held["OTHERS"], err)
 				}
 			}
 			compareAgain(t, e, p)
-			if err := e.tool.restore("*nat\n:OTHERS - [0:0]\n-X OTHERS\nCOMMIT\n"); err != nil {
+			if err := e.Kernel.Restore("*nat\n:OTHERS - [0:0]\n-X OTHERS\nCOMMIT\n"); err != nil {
 				t.Fatal(err)
 			}
 			if err := sync(nil); err != nil {
 				t.Fatal(err)
 			}
-			if got, want := ours(t, e.tool), wantText(p, plan.IPv4); got != want {
+			if got, want := ours(t, e.Kernel), wantText(p, plan.IPv4); got != want {
 				t.Errorf("in the end:\n%s", diffLines(want, got))
 			}
 		})

@@ -12,6 +12,7 @@ import (
 
 	"nodeproxy/internal/nstest"
 	"nodeproxy/kernel/names"
+	"nodeproxy/kernel/xtables"
 	"nodeproxy/plan"
 	"nodeproxy/plan/plantest"
 )
@@ -27,7 +28,7 @@ var nativeRules = []string{
 func addNative(t *testing.T, add string, f plan.Family, rules ...string) {
 	t.Helper()
 	for _, r := range rules {
-		sh(t, fmt.Sprintf("nft %s rule %s", add, strings.ReplaceAll(r, "{}", nftFamily(f))))
+		sh(t, fmt.Sprintf("nft %s rule %s", add, strings.ReplaceAll(r, "{}", xtables.NftFamily(f))))
 	}
 }
 
@@ -38,20 +39,20 @@ func builtinChains(t *testing.T, f plan.Family) {
 		names.NAT: "PREROUTING POSTROUTING", names.Filter: "INPUT FORWARD OUTPUT", names.Mangle: "INPUT PREROUTING",
 	} {
 		for _, c := range strings.Fields(chains) {
-			sh(t, fmt.Sprintf("%s-nft -t %s -I %s -p tcp -j ACCEPT", baseName(f), table, c))
+			sh(t, fmt.Sprintf("%s-nft -t %s -I %s -p tcp -j ACCEPT", xtables.BaseName(f), table, c))
 		}
 	}
 }
 
 // countingKernel notes what is written.
 type countingKernel struct {
-	kernel
+	xtables.Kernel
 	writes []string
 }
 
-func (k *countingKernel) restore(text string) error {
+func (k *countingKernel) Restore(text string) error {
 	k.writes = append(k.writes, text)
-	return k.kernel.restore(text)
+	return k.Kernel.Restore(text)
 }
 
 // TestNativeRules: beside rules that only nft can read, in any table, nothing is taken for missing, and nothing is written again;
@@ -68,11 +69,11 @@ func TestNativeRules(t *testing.T) {
 }
 
 func besideNativeRules(t *testing.T, add, rule string) {
-	e := realEngine(t, NFT, plan.IPv4)
-	k := &countingKernel{kernel: e.tool}
-	e.tool = k
-	var told []NativeRules
-	k.kernel.(*tool).native = func(n NativeRules) { told = append(told, n) }
+	e := realEngine(t, xtables.NFT, plan.IPv4)
+	k := &countingKernel{Kernel: e.Kernel}
+	e.Kernel = k
+	var told []xtables.NativeRules
+	k.Kernel.(*xtables.Program).OnNativeRules = func(n xtables.NativeRules) { told = append(told, n) }
 	p := plantest.Large(30, 3)
 	sync := func(e *engine) {
 		t.Helper()
@@ -81,9 +82,9 @@ func besideNativeRules(t *testing.T, add, rule string) {
 		}
 	}
 	sync(e)
-	want := ours(t, e.tool)
+	want := ours(t, e.Kernel)
 	readable := func() string { // without what stands for the native rules
-		return strings.Join(slices.DeleteFunc(strings.SplitAfter(ours(t, e.tool), "\n"), unread), "")
+		return strings.Join(slices.DeleteFunc(strings.SplitAfter(ours(t, e.Kernel), "\n"), xtables.Unread), "")
 	}
 	sh(t, "iptables-nft -t mangle -A PREROUTING -s 192.0.2.1 -j ACCEPT")
 	addNative(t, add, plan.IPv4, rule)
@@ -100,16 +101,16 @@ func besideNativeRules(t *testing.T, add, rule string) {
 	if table != "mangle" && (len(told) != 1 || told[0].Table != table || !slices.Equal(told[0].Chains, []string{chain})) {
 		t.Errorf("told of %v", told)
 	}
-	fresh := realEngine(t, NFT, plan.IPv4)
-	counted := &countingKernel{kernel: fresh.tool}
-	fresh.tool = counted
+	fresh := realEngine(t, xtables.NFT, plan.IPv4)
+	counted := &countingKernel{Kernel: fresh.Kernel}
+	fresh.Kernel = counted
 	if sync(fresh); len(counted.writes) > 0 {
 		t.Errorf("a start writes %q", counted.writes)
 	}
 	// A Service that changes, one that goes, a jump that somebody removes.
 	p.Set(plantest.LargeService(3, 5000, 2))
 	p.Delete(p.Sorted(plan.IPv4)[9].Key)
-	if err := k.kernel.restore("*nat\n-D PREROUTING -m comment --comment \"kubernetes service portals\" -j KUBE-SERVICES\nCOMMIT\n"); err != nil {
+	if err := k.Kernel.Restore("*nat\n-D PREROUTING -m comment --comment \"kubernetes service portals\" -j KUBE-SERVICES\nCOMMIT\n"); err != nil {
 		t.Error(err)
 	}
 	sync(e)
@@ -120,7 +121,7 @@ func besideNativeRules(t *testing.T, add, rule string) {
 		t.Errorf("after a change:\n%s", diffLines(want, got))
 	}
 	removeNative(t, table, chain)
-	if got, want := ours(t, e.tool), wantText(p, plan.IPv4); got != want {
+	if got, want := ours(t, e.Kernel), wantText(p, plan.IPv4); got != want {
 		t.Errorf("as iptables-save reads it:\n%s", diffLines(want, got))
 	}
 	if table != "mangle" && (len(told) != 2 || len(told[1].Chains) > 0) {
@@ -131,7 +132,7 @@ func besideNativeRules(t *testing.T, add, rule string) {
 // nftHeld are the rules of a chain of IPv4, as the kernel lists them.
 func nftHeld(t *testing.T, tbl, chain string) []string {
 	t.Helper()
-	rules, err := nftRules(plan.IPv4, names.Table(tbl), chain)
+	rules, err := xtables.NFTRules(plan.IPv4, names.Table(tbl), chain)
 	if err != nil {
 		t.Error(err)
 	}
@@ -142,7 +143,7 @@ func nftHeld(t *testing.T, tbl, chain string) []string {
 func removeNative(t *testing.T, tbl, chain string) {
 	t.Helper()
 	for _, r := range nftHeld(t, tbl, chain) {
-		if handle, ok := strings.CutPrefix(r, unreadMark); ok {
+		if handle, ok := strings.CutPrefix(r, xtables.UnreadMark); ok {
 			sh(t, fmt.Sprintf("nft delete rule ip %s %s handle %s", tbl, chain, strings.Fields(handle)[0]))
 		}
 	}
@@ -151,7 +152,7 @@ func removeNative(t *testing.T, tbl, chain string) {
 // TestNativeRuleInOurChain: what others put there goes, whatever it is.
 func TestNativeRuleInOurChain(t *testing.T) {
 	nstest.Run(t, func() {
-		e := realEngine(t, NFT, plan.IPv4)
+		e := realEngine(t, xtables.NFT, plan.IPv4)
 		p := plantest.Large(30, 3)
 		own := serviceChain(names.PrefixCluster, p.Sorted(plan.IPv4)[3].Key)
 		for range 2 {
@@ -168,7 +169,7 @@ func TestNativeRuleInOurChain(t *testing.T) {
 			if e.found == nil || e.found.Total() != 1 || !strings.Contains(e.found.Words(1), "chain "+chain+" of table nat (IPv4): it holds rules") {
 				t.Errorf("%s: found %v", chain, e.found)
 			}
-			if got := ours(t, e.tool); got != want {
+			if got := ours(t, e.Kernel); got != want {
 				t.Errorf("%s:\n%s", chain, diffLines(want, got))
 			}
 		}
@@ -179,7 +180,7 @@ func TestNativeRuleInOurChain(t *testing.T) {
 // are worth a run of a program each, is read all the same, with what leads from there to chains of ours.
 func TestManyNativeChains(t *testing.T) {
 	var many []string
-	for i := range mostNative + 10 {
+	for i := range xtables.MostNative + 10 {
 		many = append(many, fmt.Sprintf("nft add chain ip nat other-%d", i), fmt.Sprintf("nft add rule ip nat other-%d ct state new counter", i))
 	}
 	const long = "a-chain-with-a-name-that-iptables-takes-for-too-long"
@@ -189,7 +190,7 @@ func TestManyNativeChains(t *testing.T) {
 	} {
 		t.Run(name, func(t *testing.T) {
 			nstest.Run(t, func() {
-				e := realEngine(t, NFT, plan.IPv4)
+				e := realEngine(t, xtables.NFT, plan.IPv4)
 				p := plantest.Large(30, 3)
 				if err := e.sync(context.Background(), p, nil); err != nil {
 					t.Fatal(err)
@@ -197,8 +198,8 @@ func TestManyNativeChains(t *testing.T) {
 				sh(t, strings.Join(commands, "\n"))
 				sh(t, "nft insert rule ip nat POSTROUTING ct state new counter")
 				p.Set(plantest.LargeService(3, 5000, 2))
-				k := &countingKernel{kernel: e.tool}
-				e.tool = k
+				k := &countingKernel{Kernel: e.Kernel}
+				e.Kernel = k
 				for _, want := range []bool{true, false} {
 					k.writes = nil
 					if err := e.sync(context.Background(), p, nil); err != nil {
@@ -209,9 +210,9 @@ func TestManyNativeChains(t *testing.T) {
 					}
 				}
 				others := func(line string) bool {
-					return unread(line) || strings.HasPrefix(line, ":other-") || strings.HasPrefix(line, ":"+long)
+					return xtables.Unread(line) || strings.HasPrefix(line, ":other-") || strings.HasPrefix(line, ":"+long)
 				}
-				got := strings.Join(slices.DeleteFunc(strings.SplitAfter(ours(t, e.tool), "\n"), others), "")
+				got := strings.Join(slices.DeleteFunc(strings.SplitAfter(ours(t, e.Kernel), "\n"), others), "")
 				if want := wantText(p, plan.IPv4); got != want {
 					t.Errorf("what is there is not what is to be:\n%s", diffLines(want, got))
 				}
@@ -238,9 +239,9 @@ table ip filter {
 		sh(t, "nft -f "+config)
 		p := plantest.Large(30, 3)
 		for range 3 {
-			e := realEngine(t, NFT, plan.IPv4)
-			k := &countingKernel{kernel: e.tool}
-			e.tool = k
+			e := realEngine(t, xtables.NFT, plan.IPv4)
+			k := &countingKernel{Kernel: e.Kernel}
+			e.Kernel = k
 			for i := range 2 {
 				k.writes = nil
 				if err := e.sync(context.Background(), p, nil); err != nil {
@@ -250,7 +251,7 @@ table ip filter {
 					t.Errorf("a comparison finds %v and writes %q", e.found, k.writes)
 				}
 			}
-			if got, want := ours(t, e.tool), wantText(p, plan.IPv4); got != want {
+			if got, want := ours(t, e.Kernel), wantText(p, plan.IPv4); got != want {
 				t.Error(diffLines(want, got))
 			}
 			for chain, rules := range map[string]int{"nat prerouting": 1, "nat postrouting": 1, "filter input": 1} {
@@ -260,11 +261,11 @@ table ip filter {
 				}
 			}
 		}
-		lines, err := Cleanup(context.Background(), false, NFT)
+		lines, err := xtables.Cleanup(context.Background(), false, xtables.NFT)
 		if err != nil || len(lines) == 0 {
 			t.Errorf("cleanup: %q, %v", lines, err)
 		}
-		if lines, err := Cleanup(context.Background(), true, NFT); err != nil || len(lines) > 0 {
+		if lines, err := xtables.Cleanup(context.Background(), true, xtables.NFT); err != nil || len(lines) > 0 {
 			t.Errorf("after cleanup there is %q, %v", lines, err)
 		}
 	})
@@ -278,7 +279,7 @@ func TestFixedBesideNativeRules(t *testing.T) {
 				t.Parallel()
 				nstest.Run(t, func() {
 					builtinChains(t, f)
-					x, err := NewFixedTables(NFT, f)
+					x, err := xtables.NewTables(xtables.NFT, f, nil)
 					if err != nil {
 						t.Error(err)
 						return
@@ -287,7 +288,7 @@ func TestFixedBesideNativeRules(t *testing.T) {
 					if f == plan.IPv6 {
 						fixed.Chains[3].Rules = []string{"-j RETURN"}
 					}
-					apply := func(fixed *Fixed) int {
+					apply := func(fixed xtables.Desired) int {
 						n, err := x.Apply(context.Background(), fixed)
 						if err != nil {
 							t.Error(err)
@@ -304,16 +305,16 @@ func TestFixedBesideNativeRules(t *testing.T) {
 							t.Errorf("beside native rules, a comparison changes %d things", n)
 						}
 					}
-					if n := apply(&Fixed{}); n != 7 {
+					if n := apply(xtables.Nothing); n != 7 {
 						t.Errorf("%d chains and jumps are removed", n)
 					}
 					if n := apply(fixed); n != 7 {
 						t.Errorf("%d chains and jumps are written", n)
 					}
-					if lines, err := Cleanup(context.Background(), false, NFT); len(lines) != 7 || err != nil {
+					if lines, err := xtables.Cleanup(context.Background(), false, xtables.NFT); len(lines) != 7 || err != nil {
 						t.Errorf("cleanup removes %q, %v", lines, err)
 					}
-					if lines, err := Cleanup(context.Background(), true, NFT); len(lines) != 0 || err != nil {
+					if lines, err := xtables.Cleanup(context.Background(), true, xtables.NFT); len(lines) != 0 || err != nil {
 						t.Errorf("cleanup leaves %q, %v", lines, err)
 					}
 				})
@@ -326,17 +327,17 @@ func TestFixedBesideNativeRules(t *testing.T) {
 func TestDetectBesideNativeRules(t *testing.T) {
 	for _, c := range []struct {
 		name, setUp string
-		want        Variant
+		want        xtables.Variant
 	}{
 		{"the kubelet's hint", "iptables-nft -t mangle -N KUBE-IPTABLES-HINT; iptables-nft -t mangle -A INPUT -j ACCEPT; " +
-			"nft add rule ip mangle INPUT ct state new counter; iptables-legacy -A INPUT -j ACCEPT", NFT},
+			"nft add rule ip mangle INPUT ct state new counter; iptables-legacy -A INPUT -j ACCEPT", xtables.NFT},
 		{"more rules in nft", "iptables-nft -A INPUT -j ACCEPT; iptables-nft -A INPUT -j DROP; nft add rule ip filter INPUT ct state new counter; " +
-			"iptables-legacy -A INPUT -j ACCEPT; iptables-legacy -A INPUT -j DROP", NFT},
+			"iptables-legacy -A INPUT -j ACCEPT; iptables-legacy -A INPUT -j DROP", xtables.NFT},
 	} {
 		t.Run(c.name, func(t *testing.T) {
 			nstest.Run(t, func() {
 				sh(t, c.setUp)
-				if got := Detect(); got != c.want {
+				if got := xtables.Detect(); got != c.want {
 					t.Errorf("got %s, want %s", got, c.want)
 				}
 			})
@@ -353,7 +354,7 @@ func TestCountersBesideNativeRules(t *testing.T) {
 		"-N KUBE-X":            "-N KUBE-X\n",
 		"-P INPUT ACCEPT -c 1": "-P INPUT ACCEPT -c 1\n",
 	} {
-		if got := counterFirst(line); got != want {
+		if got := xtables.CounterFirst(line); got != want {
 			t.Errorf("%q becomes %q", line, got)
 		}
 	}
@@ -378,7 +379,7 @@ func TestVersion(t *testing.T) {
 		if err := os.WriteFile(path, []byte("#!/bin/sh\n"+c.script+"\n"), 0o755); err != nil {
 			t.Fatal(err)
 		}
-		v, err := askVersion(path, 3*time.Second)
+		v, err := xtables.AskVersion(path, 3*time.Second)
 		if got := strings.ReplaceAll(fmt.Sprint(v, " ", err), path, "PATH"); got != c.want {
 			t.Errorf("%s: got %s, want %s", c.script, got, c.want)
 		}

@@ -11,50 +11,22 @@ import (
 
 	"nodeproxy/internal/nstest"
 	"nodeproxy/kernel/names"
+	"nodeproxy/kernel/xtables"
+	"nodeproxy/kernel/xtables/xtablestest"
 	"nodeproxy/plan"
 	"nodeproxy/plan/plantest"
 )
 
-// deepest is the longest way from a built-in chain through the chains of a table.
-func deepest(held kernelTable) []string {
-	memo := map[string][]string{}
-	var from func(name string) []string
-	from = func(name string) []string {
-		if way, known := memo[name]; known {
-			return way
-		}
-		var longest []string
-		for _, r := range held[name] {
-			if to := jumpTarget(r); to != "" {
-				if _, is := held[to]; is {
-					if way := from(to); len(way) > len(longest) {
-						longest = way
-					}
-				}
-			}
-		}
-		memo[name] = append([]string{name}, longest...)
-		return memo[name]
-	}
-	var out []string
-	for name := range held {
-		if way := from(name); names.Builtin(name) && len(way) > len(out) {
-			out = way
-		}
-	}
-	return out
-}
-
 // rendered are the tables that a plan is rendered as.
-func rendered(t rapid.TB, p *plan.Plan, f plan.Family, o Options) map[names.Table]kernelTable {
-	out := map[names.Table]kernelTable{}
+func rendered(t rapid.TB, p *plan.Plan, f plan.Family, o Options) map[names.Table]xtables.Content {
+	out := map[names.Table]xtables.Content{}
 	for _, part := range strings.Split(Render(p, f, o), "COMMIT\n") {
 		head, body, _ := strings.Cut(part, "\n")
 		if head == "" {
 			continue
 		}
-		held := kernelTable{}
-		if err := eachLine(strings.NewReader(body), held.add); err != nil {
+		held := xtables.Content{}
+		if err := xtables.EachLine(strings.NewReader(body), held.Add); err != nil {
 			t.Fatal(err)
 		}
 		out[names.Table(head[1:])] = held
@@ -64,7 +36,7 @@ func rendered(t rapid.TB, p *plan.Plan, f plan.Family, o Options) map[names.Tabl
 
 func checkNesting(t rapid.TB, p *plan.Plan, f plan.Family, o Options) {
 	for tbl, held := range rendered(t, p, f, o) {
-		if way := deepest(held); len(way)-1 > maxNesting {
+		if way := xtablestest.Deepest(held); len(way)-1 > xtables.MaxNesting {
 			t.Errorf("in table %s rules lead %d chains deep: %s", tbl, len(way)-1, strings.Join(way, " > "))
 		}
 	}
@@ -151,12 +123,12 @@ func TestNestingWhileWriting(t *testing.T) {
 	few, many := with(20), with(1000)
 	e, k := fakeEngine(plan.IPv4)
 	e.options.CompactAbove = 0
-	e.batch = 5
+	e.MaxNames = 5
 	for _, p := range []*plan.Plan{few, many, few} {
 		if err := e.sync(t.Context(), p, nil); err != nil {
 			t.Fatal(err)
 		}
-		if got, want := k.text(), textOf(desired(p, plan.IPv4, e.options)); got != want {
+		if got, want := textOfKernel(k), textOf(desired(p, plan.IPv4, e.options)); got != want {
 			t.Fatalf("the kernel holds something else:\n%s", diffLines(want, got))
 		}
 	}
@@ -165,7 +137,7 @@ func TestNestingWhileWriting(t *testing.T) {
 // TestNestedPrograms: plans with the deepest nesting are programmed by the kernel, on an empty node and as changes.
 func TestNestedPrograms(t *testing.T) {
 	t.Parallel()
-	for _, v := range []Variant{NFT, Legacy} {
+	for _, v := range []xtables.Variant{xtables.NFT, xtables.Legacy} {
 		for _, f := range plan.Families {
 			for name, p := range map[string]*plan.Plan{"pools": plantest.Pools(f), "crossed": plantest.Crossed(f)} {
 				t.Run(fmt.Sprintf("%s %s %s", v, f, name), func(t *testing.T) {
@@ -177,7 +149,7 @@ func TestNestedPrograms(t *testing.T) {
 					}
 					check := func(after string, p *plan.Plan) {
 						t.Helper()
-						if got, want := ours(t, e.tool), textOf(desired(p, f, e.options)); got != want {
+						if got, want := ours(t, e.Kernel), textOf(desired(p, f, e.options)); got != want {
 							t.Fatalf("after %s the kernel holds something else:\n%s", after, diffLines(want, got))
 						}
 					}

@@ -5,6 +5,7 @@ import (
 	"net/netip"
 
 	"nodeproxy/kernel/names"
+	"nodeproxy/kernel/xtables"
 	"nodeproxy/plan"
 )
 
@@ -18,18 +19,18 @@ const maxFlatEndpoints = 64
 func (b *builder) pick(endpoints []plan.Endpoint) []string {
 	rules := make([]string, 0, len(endpoints))
 	for i, ep := range endpoints {
-		r, target := newRule(), ""
+		r, target := xtables.NewRule(), ""
 		if b.direct {
-			r.proto(b.sp.Key.Protocol)
+			r.Proto(b.sp.Key.Protocol)
 			target = "DNAT --to-destination " + ep.Addr.String()
 		} else {
 			target = endpointChain(b.sp.Key, ep.Addr)
-			r.comment(b.toward(ep))
+			r.Comment(b.toward(ep))
 		}
 		if left := len(endpoints) - i; left > 1 {
-			r.oneIn(1 / float64(left))
+			r.OneIn(1 / float64(left))
 		}
-		rules = append(rules, r.jump(target))
+		rules = append(rules, r.Jump(target))
 	}
 	return rules
 }
@@ -49,9 +50,9 @@ func (b *builder) inlineRules(f plan.Frontend, endpoints []plan.Endpoint) []stri
 	for i, ep := range endpoints {
 		r := b.at(f, comment)
 		if left := len(endpoints) - i; left > 1 {
-			r.oneIn(1 / float64(left))
+			r.OneIn(1 / float64(left))
 		}
-		rules = append(rules, r.jump("DNAT --to-destination "+ep.Addr.String()))
+		rules = append(rules, r.Jump("DNAT --to-destination "+ep.Addr.String()))
 		comment = ""
 	}
 	return rules
@@ -60,7 +61,7 @@ func (b *builder) inlineRules(f plan.Frontend, endpoints []plan.Endpoint) []stri
 // groups divides endpoints among chains and makes the rules that pick a chain in proportion to what it holds. To which
 // group an endpoint belongs depends on the endpoint alone, so a change of one endpoint rewrites one group and the line
 // that picks the group.
-func (b *builder) groups(p plan.Policy, endpoints []plan.Endpoint) (rules []string, chains []chain) {
+func (b *builder) groups(p plan.Policy, endpoints []plan.Endpoint) (rules []string, chains []xtables.Chain) {
 	count := 1
 	for count*count < len(endpoints) {
 		count *= 2
@@ -80,16 +81,16 @@ func (b *builder) groups(p plan.Policy, endpoints []plan.Endpoint) (rules []stri
 			continue
 		}
 		name := groupChain(prefix, b.sp.Key, count, g)
-		r := newRule()
+		r := xtables.NewRule()
 		if !b.compact {
-			r.comment(b.name + " endpoints")
+			r.Comment(b.name + " endpoints")
 		}
 		if left > len(m) {
-			r.oneIn(float64(len(m)) / float64(left))
+			r.OneIn(float64(len(m)) / float64(left))
 		}
 		left -= len(m)
-		rules = append(rules, r.jump(name))
-		chains = append(chains, chain{name, b.pick(m)})
+		rules = append(rules, r.Jump(name))
+		chains = append(chains, xtables.Chain{Table: names.NAT, Name: name, Rules: b.pick(m)})
 	}
 	return rules, chains
 }

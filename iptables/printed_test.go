@@ -8,6 +8,7 @@ import (
 
 	"nodeproxy/internal/nstest"
 	"nodeproxy/kernel/names"
+	"nodeproxy/kernel/xtables"
 	"nodeproxy/plan"
 )
 
@@ -25,7 +26,7 @@ func TestAddressesAsPrinted(t *testing.T) {
 			"1:2:3:4:5:6:7:0/128", "0:0:1:2:3:4:5:6/128", "1:2:3:4:5:6::/128", "0:0:0:0:0:1:0:0/128", "::100:0/128", "::255.255.255.255/128",
 		},
 	}
-	for _, v := range []Variant{NFT, Legacy} {
+	for _, v := range []xtables.Variant{xtables.NFT, xtables.Legacy} {
 		for _, f := range plan.Families {
 			t.Run(fmt.Sprintf("%s %s", v, f), func(t *testing.T) {
 				nstest.Enter(t)
@@ -35,24 +36,24 @@ func TestAddressesAsPrinted(t *testing.T) {
 				if f == plan.IPv6 {
 					all = netip.PrefixFrom(netip.IPv6Unspecified(), 0)
 				}
-				rules = append(rules, newRule().src(all).dst(all).jump("RETURN"), newRule().connectedTo(all).jump("RETURN"))
+				rules = append(rules, xtables.NewRule().Src(all).Dst(all).Jump("RETURN"), xtables.NewRule().ConnectedTo(all).Jump("RETURN"))
 				for _, text := range prefixes[f] {
 					p := netip.MustParsePrefix(text).Masked()
-					rules = append(rules, newRule().src(p).jump("RETURN"), newRule().notDst(p).jump("RETURN"))
+					rules = append(rules, xtables.NewRule().Src(p).Jump("RETURN"), xtables.NewRule().NotDst(p).Jump("RETURN"))
 					if p.IsSingleIP() {
-						rules = append(rules, newRule().proto(plan.TCP).word("-m", "tcp").jump("DNAT --to-destination "+netip.AddrPortFrom(p.Addr(), 80).String()))
+						rules = append(rules, xtables.NewRule().Proto(plan.TCP).Word("-m", "tcp").Jump("DNAT --to-destination "+netip.AddrPortFrom(p.Addr(), 80).String()))
 					}
-					rules = append(rules, newRule().connectedTo(p).jump("RETURN"))
+					rules = append(rules, xtables.NewRule().ConnectedTo(p).Jump("RETURN"))
 				}
-				c := chain{"KUBE-SVC-TEST", rules}
-				if err := e.tool.restore(text([]block{{table: names.NAT, writes: []chain{c}}})); err != nil {
+				c := xtables.Chain{Table: names.NAT, Name: "KUBE-SVC-TEST", Rules: rules}
+				if err := e.Write(t.Context(), nil, []xtables.Change{xtables.WriteChain(c)}); err != nil {
 					t.Fatal(err)
 				}
-				held, err := e.tool.save(t.Context(), names.NAT)
+				held, err := e.Kernel.Save(t.Context(), names.NAT)
 				if err != nil {
 					t.Fatal(err)
 				}
-				if got, want := strings.Join(held[c.name], "\n"), strings.Join(rules, "\n"); got != want {
+				if got, want := strings.Join(held[c.Name], "\n"), strings.Join(rules, "\n"); got != want {
 					t.Errorf("written and printed differ:\n%s", diffLines(want, got))
 				}
 			})

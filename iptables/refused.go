@@ -9,13 +9,13 @@ import (
 	"time"
 
 	"nodeproxy/kernel/names"
+	"nodeproxy/kernel/xtables"
 	"nodeproxy/plan"
 )
 
-// works reports whether iptables-restore does anything at all. Where it does not, as without a lock or memory, there is no use in
-// a search for what it refuses, which takes two runs of it for each ServicePort.
+// works is Works of the Writer, which is asked until it was true once.
 func (f *fullSync) works() bool {
-	f.proved = f.proved || f.tool.restore("*nat\nCOMMIT\n") == nil
+	f.proved = f.proved || f.Works()
 	return f.proved
 }
 
@@ -36,16 +36,15 @@ func (f *fullSync) confirm() error {
 
 // undisturbed returns an error that names a chain of ours that the kernel no longer holds as this sync has read or written it.
 func (f *fullSync) undisturbed() error {
-	for _, t := range []table{tableNAT, tableFilter} {
-		now, err := f.tool.save(f.ctx, t)
+	for _, t := range tables {
+		now, err := f.Kernel.Save(f.ctx, t)
 		if err != nil {
 			return err
 		}
-		held := f.held(t)
-		for name := range held {
+		for name, written := range f.actual[t] {
 			// Kernels differ in how they print a rule, but not in how many there are.
 			rules, exists := now[name]
-			if isOurs(t, name) && (!exists || len(rules) != len(held[name])) {
+			if names.IsOurs(t, name) && (!exists || len(rules) != len(written)) {
 				return fmt.Errorf("chain %s of table %s was removed or changed by another program while rules were written", name, t)
 			}
 		}
@@ -124,20 +123,20 @@ func (f *fullSync) stillRefused(sp *plan.ServicePort) *refusal {
 func (f *fullSync) refuse(sp *plan.ServicePort, err error) {
 	f.rewrites = slices.DeleteFunc(f.rewrites, func(other own) bool { return other.sp == sp })
 	frag := f.rules.fragment(sp)
-	missing := func(c chain) bool { _, exists := f.nat[c.name]; return !exists }
+	missing := func(c xtables.Chain) bool { _, exists := f.actual[names.NAT][c.Name]; return !exists }
 	leaves := slices.ContainsFunc(frag.entries, func(e entry) bool {
-		return slices.ContainsFunc(frag.chains, func(c chain) bool { return missing(c) && c.name == jumpTarget(e.rules) })
+		return slices.ContainsFunc(frag.chains, func(c xtables.Chain) bool { return missing(c) && c.Name == xtables.Target(e.rules) })
 	})
 	if leaves {
 		f.rules.leave(sp)
 	}
 	for _, c := range frag.chains {
-		delete(f.wanted[names.NAT], c.name)
+		delete(f.wanted[names.NAT], c.Name)
 	}
 	if !leaves {
 		kept := fragment{entries: frag.entries}
 		for _, e := range frag.entries {
-			if to := jumpTarget(e.rules); f.nat[to] != nil {
+			if to := xtables.Target(e.rules); f.actual[names.NAT][to] != nil {
 				f.keep(to, &kept)
 			}
 		}
@@ -155,7 +154,7 @@ func (f *fullSync) noteRefused(sp *plan.ServicePort, kept bool, err error) {
 func (f *fullSync) refuseEntry(sp *plan.ServicePort, err error) {
 	f.rewrites = slices.DeleteFunc(f.rewrites, func(other own) bool { return other.sp == sp })
 	for _, c := range f.rules.fragment(sp).chains {
-		delete(f.wanted[names.NAT], c.name)
+		delete(f.wanted[names.NAT], c.Name)
 	}
 	f.rules.leave(sp)
 	f.byEntries[sp.Key] = true
@@ -169,10 +168,10 @@ func (f *fullSync) keep(name string, kept *fragment) {
 	}
 	f.want(names.NAT, name)
 	if names.OfService(name) { // All others are fixed.
-		kept.chains = append(kept.chains, chain{name, f.nat[name]})
+		kept.chains = append(kept.chains, xtables.Chain{Table: names.NAT, Name: name, Rules: f.actual[names.NAT][name]})
 	}
-	for _, r := range f.nat[name] {
-		if to := jumpTarget(r); f.nat[to] != nil {
+	for _, r := range f.actual[names.NAT][name] {
+		if to := xtables.Target(r); f.actual[names.NAT][to] != nil {
 			f.keep(to, kept)
 		}
 	}
@@ -191,35 +190,15 @@ func (f *fullSync) refuseEntries() (bool, error) {
 	}
 	slices.SortFunc(all, func(a, b *plan.ServicePort) int { return a.Key.Compare(b.Key) })
 	before := len(f.refused)
-	if err := f.tryEntries(all); err != nil {
+	search := xtables.Search[*plan.ServicePort]{Works: f.works, Try: f.trial, Refused: func(sp *plan.ServicePort, err error) {
+		f.tried[sp.Key] = true
+		f.refuseEntry(sp, err)
+	}}
+	if err := search.Run(all); err != nil {
 		return false, err
 	}
 	found := len(f.refused) > before
 	return found, f.confirm()
-}
-
-// tryEntries tries the entries of ServicePorts all together, and if that fails of either half.
-func (f *fullSync) tryEntries(services []*plan.ServicePort) error {
-	if len(services) == 0 {
-		return nil
-	}
-	if err := f.ctx.Err(); err != nil {
-		return err
-	}
-	err := f.trial(services)
-	switch half := len(services) / 2; {
-	case !errRefused(err):
-		return err
-	case half > 0:
-		if err := f.tryEntries(services[:half]); err != nil {
-			return err
-		}
-		return f.tryEntries(services[half:])
-	}
-	sp := services[0]
-	f.tried[sp.Key] = true
-	f.refuseEntry(sp, err)
-	return nil
 }
 
 // trial writes the entries of ServicePorts where they do nothing, and removes them.
@@ -241,19 +220,18 @@ func (f *fullSync) trial(services []*plan.ServicePort) error {
 }
 
 func (f *fullSync) trialIn(t names.Table, rules []string) error {
-	declare, lead := ":"+chainTrial+" - [0:0]\n", names.Services+" "+newRule().jump(chainTrial)+"\n"
-	var try, end strings.Builder
-	try.WriteString("*" + string(t) + "\n" + declare)
-	end.WriteString("*" + string(t) + "\n" + declare)
-	chain{chainTrial, append([]string{newRule().jump("RETURN")}, rules...)}.appendTo(&try, "")
-	if _, held := f.held(t)[names.Services]; held {
-		try.WriteString("-A " + lead)
-		end.WriteString("-D " + lead)
+	step := []xtables.Change{xtables.WriteChain(xtables.Chain{Table: t, Name: chainTrial,
+		Rules: append([]string{xtables.NewRule().Jump("RETURN")}, rules...)})}
+	end := []xtables.Change{{Op: xtables.Remove, Table: t, Chain: chainTrial}}
+	if _, exists := f.actual[t][names.Services]; exists {
+		lead := xtables.Change{Op: xtables.Append, Table: t, Chain: names.Services, Exists: true,
+			Rules: []string{xtables.NewRule().Jump(chainTrial)}}
+		step = append(step, lead)
+		lead.Op = xtables.Delete
+		end = append(end, lead)
 	}
-	try.WriteString("COMMIT\n")
-	end.WriteString("-X " + chainTrial + "\nCOMMIT\n")
-	if err := f.restore(try.String()); err != nil {
+	if err := f.Write(f.ctx, nil, step); err != nil {
 		return err
 	}
-	return f.restore(end.String())
+	return f.Write(f.ctx, nil, end)
 }

@@ -9,6 +9,8 @@ import (
 	"time"
 
 	"nodeproxy/kernel/names"
+	"nodeproxy/kernel/xtables"
+	"nodeproxy/kernel/xtables/xtablestest"
 	"nodeproxy/plan"
 	"nodeproxy/plan/plantest"
 )
@@ -36,21 +38,21 @@ func TestRefusedServiceDoesNotStopOthers(t *testing.T) {
 	e, k := fakeEngine(plan.IPv4)
 	p := plantest.Large(50, 3) // With fewer endpoints it would have no chain, at whose name it is refused.
 	bad := p.Sorted(plan.IPv4)[23]
-	k.refuse = ":" + serviceChain(names.PrefixCluster, bad.Key) + " "
+	k.Refuse = ":" + serviceChain(names.PrefixCluster, bad.Key) + " "
 	err := e.sync(context.Background(), p, nil)
 	refusedAlone(t, e, err, bad.Key, false)
 	p.Delete(bad.Key)
-	if got, want := k.text(), wantText(p, plan.IPv4); got != want {
+	if got, want := textOfKernel(k), wantText(p, plan.IPv4); got != want {
 		t.Fatalf("the others are not as without it:\n%s", diffLines(want, got))
 	}
 	// When the kernel takes them, all is as it should be.
-	k.refuse = ""
+	k.Refuse = ""
 	p.Set(bad)
 	makeDue(e)
 	if err := e.sync(context.Background(), p, nil); err != nil || len(e.refused) > 0 {
 		t.Fatalf("%v is refused, %v", e.refused, err)
 	}
-	if got, want := k.text(), wantText(p, plan.IPv4); got != want {
+	if got, want := textOfKernel(k), wantText(p, plan.IPv4); got != want {
 		t.Fatalf("after the retry:\n%s", diffLines(want, got))
 	}
 }
@@ -68,7 +70,7 @@ func TestRefusedServiceKeepsWhatItHas(t *testing.T) {
 			if err := sync(e, p); err != nil {
 				t.Fatal(err)
 			}
-			return k.text()
+			return textOfKernel(k)
 		}
 		e, k := fakeEngine(plan.IPv4)
 		p := plantest.Large(50, 3)
@@ -76,26 +78,26 @@ func TestRefusedServiceKeepsWhatItHas(t *testing.T) {
 			t.Fatal(err)
 		}
 		bad := plantest.LargeService(17, 5000, 3)
-		k.refuse = ":" + serviceChain(names.PrefixCluster, bad.Key) + " "
+		k.Refuse = ":" + serviceChain(names.PrefixCluster, bad.Key) + " "
 		p.Set(plantest.LargeService(18, 6000, 2))
 		want := fresh(p)
 		p.Set(bad)
 		err := sync(e, p)
 		refusedAlone(t, e, err, bad.Key, true)
-		if got := k.text(); got != want {
+		if got := textOfKernel(k); got != want {
 			t.Errorf("refused:\n%s", diffLines(want, got))
 		}
 		// A comparison finds all as it is, and does not search again.
-		k.restores = nil
-		if err := sync(e, p); err != nil || len(k.restores) > 0 || e.found == nil || e.found.Total() > 0 {
-			t.Errorf("a comparison: %v, writes %q, finds %v", err, k.restores, e.found)
+		k.Restores = nil
+		if err := sync(e, p); err != nil || len(k.Restores) > 0 || e.found == nil || e.found.Total() > 0 {
+			t.Errorf("a comparison: %v, writes %q, finds %v", err, k.Restores, e.found)
 		}
-		k.refuse = ""
+		k.Refuse = ""
 		makeDue(e)
 		if err := sync(e, p); err != nil {
 			t.Fatal(err)
 		}
-		if got, want := k.text(), fresh(p); got != want {
+		if got, want := textOfKernel(k), fresh(p); got != want {
 			t.Errorf("no longer refused:\n%s", diffLines(want, got))
 		}
 	}
@@ -111,9 +113,9 @@ func TestNothingIsTaken(t *testing.T) {
 	for i := range 50 {
 		p.Set(plantest.LargeService(i, 5000+2*i, 2))
 	}
-	k.refuse, k.restores = "COMMIT", nil
-	if err := e.sync(t.Context(), p, nil); err == nil || strings.Contains(err.Error(), "Service") || len(k.restores) > 4 {
-		t.Errorf("after %d tries: %v", len(k.restores), err)
+	k.Refuse, k.Restores = "COMMIT", nil
+	if err := e.sync(t.Context(), p, nil); err == nil || strings.Contains(err.Error(), "Service") || len(k.Restores) > 4 {
+		t.Errorf("after %d tries: %v", len(k.Restores), err)
 	}
 }
 
@@ -124,20 +126,20 @@ func TestRefusedEntry(t *testing.T) {
 		e, k := fakeEngine(plan.IPv4)
 		p := plantest.Large(50, endpoints)
 		bad := p.Sorted(plan.IPv4)[23]
-		k.refuse = "-d " + bad.Frontends[0].Addr.String() + "/32 "
+		k.Refuse = "-d " + bad.Frontends[0].Addr.String() + "/32 "
 		err := e.sync(t.Context(), p, nil)
 		refusedAlone(t, e, err, bad.Key, false)
 		p.Delete(bad.Key)
-		if got, want := k.text(), wantText(p, plan.IPv4); got != want {
+		if got, want := textOfKernel(k), wantText(p, plan.IPv4); got != want {
 			t.Errorf("the others are not as without it:\n%s", diffLines(want, got))
 		}
-		k.refuse = ""
+		k.Refuse = ""
 		p.Set(bad)
 		makeDue(e)
 		if err := e.sync(t.Context(), p, nil); err != nil {
 			t.Fatal(err)
 		}
-		if got, want := k.text(), wantText(p, plan.IPv4); got != want {
+		if got, want := textOfKernel(k), wantText(p, plan.IPv4); got != want {
 			t.Errorf("no longer refused:\n%s", diffLines(want, got))
 		}
 	}
@@ -154,7 +156,7 @@ func TestRefusedWhereReached(t *testing.T) {
 			some.Critical = critical
 			bad := &some
 			p.Set(bad)
-			k.refuseReached = "-d " + bad.Frontends[0].Addr.String() + "/32 "
+			k.RefuseReached = "-d " + bad.Frontends[0].Addr.String() + "/32 "
 			for _, on := range []string{"an empty node", "the others"} {
 				err := e.sync(t.Context(), p, nil)
 				refusedAlone(t, e, err, bad.Key, false)
@@ -164,7 +166,7 @@ func TestRefusedWhereReached(t *testing.T) {
 						without.Set(sp)
 					}
 				}
-				if got, want := k.text(), wantText(without, plan.IPv4); got != want {
+				if got, want := textOfKernel(k), wantText(without, plan.IPv4); got != want {
 					t.Errorf("on %s: the others are not as without it:\n%s", on, diffLines(want, got))
 				}
 			}
@@ -184,7 +186,7 @@ func TestRefusedChange(t *testing.T) {
 		change := func(sp *plan.ServicePort) {
 			t.Helper()
 			p.Set(sp)
-			k.restores = nil
+			k.Restores = nil
 			if err := e.sync(t.Context(), p, plan.Keys{sp.Key: {}}); err != nil {
 				t.Error(err)
 			}
@@ -193,22 +195,22 @@ func TestRefusedChange(t *testing.T) {
 			t.Fatal(err)
 		}
 		bad := plantest.LargeService(17, 5000, 3)
-		k.refuse = ":" + serviceChain(names.PrefixCluster, bad.Key) + " "
+		k.Refuse = ":" + serviceChain(names.PrefixCluster, bad.Key) + " "
 		change(bad)
 		refusedAlone(t, e, nil, bad.Key, true)
 		for i := range 3 {
-			if change(plantest.LargeService(20+i, 6000+10*i, 3)); len(k.restores) != 1 {
-				t.Errorf("a change of another one takes %d writes", len(k.restores))
+			if change(plantest.LargeService(20+i, 6000+10*i, 3)); len(k.Restores) != 1 {
+				t.Errorf("a change of another one takes %d writes", len(k.Restores))
 			}
-			if change(plantest.LargeService(17, 5100+10*i, 3)); len(k.restores) != 0 {
-				t.Errorf("one that was refused just now takes %d writes", len(k.restores))
+			if change(plantest.LargeService(17, 5100+10*i, 3)); len(k.Restores) != 0 {
+				t.Errorf("one that was refused just now takes %d writes", len(k.Restores))
 			}
 		}
 		if len(told) != 1 || len(told[0]) != 1 || told[0][0].Key != bad.Key || !told[0][0].Kept {
 			t.Errorf("told of %v", told)
 		}
 		// When the kernel takes it, its next change, or the next comparison, has it in force.
-		k.refuse = ""
+		k.Refuse = ""
 		makeDue(e)
 		change(plantest.LargeService(17, 5200, 3))
 		if err := e.sync(t.Context(), p, nil); err != nil || e.found == nil || e.found.Total() > 0 || len(e.refused) > 0 {
@@ -222,7 +224,7 @@ func TestRefusedChange(t *testing.T) {
 		if err := fresh.sync(t.Context(), p, nil); err != nil {
 			t.Fatal(err)
 		}
-		if got, want := k.text(), want.text(); got != want {
+		if got, want := textOfKernel(k), textOfKernel(want); got != want {
 			t.Errorf("at the end:\n%s", diffLines(want, got))
 		}
 	}
@@ -237,7 +239,7 @@ func TestMendedByItsOwner(t *testing.T) {
 	bad := *good
 	bad.Affinity = time.Hour
 	p.Set(&bad)
-	k.refuse = "-m recent "
+	k.Refuse = "-m recent "
 	err := e.sync(t.Context(), p, nil)
 	refusedAlone(t, e, err, bad.Key, false)
 	changed := plan.Keys{}
@@ -246,15 +248,15 @@ func TestMendedByItsOwner(t *testing.T) {
 	more := *plantest.LargeService(17, 6000, 4)
 	more.Affinity = time.Hour
 	p.Set(&more)
-	k.restores = nil
-	if err := e.sync(t.Context(), p, changed); err != nil || len(k.restores) > 0 {
-		t.Errorf("other endpoints: %v, writes %q", err, k.restores)
+	k.Restores = nil
+	if err := e.sync(t.Context(), p, changed); err != nil || len(k.Restores) > 0 {
+		t.Errorf("other endpoints: %v, writes %q", err, k.Restores)
 	}
 	p.Set(good)
 	if err := e.sync(t.Context(), p, changed); err != nil {
 		t.Fatal(err)
 	}
-	if got, want := k.text(), wantText(p, plan.IPv4); got != want {
+	if got, want := textOfKernel(k), wantText(p, plan.IPv4); got != want {
 		t.Errorf("without what the kernel does not take:\n%s", diffLines(want, got))
 	}
 }
@@ -264,22 +266,22 @@ func TestMendedByItsOwner(t *testing.T) {
 func TestEmptiedWhileWritten(t *testing.T) {
 	for _, other := range []struct {
 		name string
-		does func(k *fakeKernel)
+		does func(k *xtablestest.Kernel)
 	}{
-		{"removes all chains", func(k *fakeKernel) { k.tables = newFakeKernel().tables }},
-		{"removes all rules", func(k *fakeKernel) {
-			for _, held := range k.tables {
+		{"removes all chains", func(k *xtablestest.Kernel) { k.Tables = xtablestest.New().Tables }},
+		{"removes all rules", func(k *xtablestest.Kernel) {
+			for _, held := range k.Tables {
 				for name := range held {
 					held[name] = nil
 				}
 			}
 		}},
-		{"removes the chains of one Service", func(k *fakeKernel) {
-			gone := serviceChain(prefixCluster, plantest.LargeService(7, 0, 3).Key)
-			for name, rules := range k.tables[tableNAT] {
-				k.tables[tableNAT][name] = slices.DeleteFunc(rules, func(r string) bool { return jumpTarget(r) == gone })
+		{"removes the chains of one Service", func(k *xtablestest.Kernel) {
+			gone := serviceChain(names.PrefixCluster, plantest.LargeService(7, 0, 3).Key)
+			for name, rules := range k.Tables[names.NAT] {
+				k.Tables[names.NAT][name] = slices.DeleteFunc(rules, func(r string) bool { return xtables.Target(r) == gone })
 			}
-			delete(k.tables[tableNAT], gone)
+			delete(k.Tables[names.NAT], gone)
 		}},
 	} {
 		for _, compactAbove := range []int{0, 12} {
@@ -296,7 +298,7 @@ func TestEmptiedWhileWritten(t *testing.T) {
 
 // emptiedAfter has another program do something after the n-th change of a table by a sync of 40 ServicePorts, of which the kernel
 // holds some already. It reports whether there were fewer changes.
-func emptiedAfter(t *testing.T, n, before, compactAbove int, does func(*fakeKernel)) bool {
+func emptiedAfter(t *testing.T, n, before, compactAbove int, does func(*xtablestest.Kernel)) bool {
 	t.Helper()
 	e, k := fakeEngine(plan.IPv4)
 	e.options.CompactAbove = compactAbove
@@ -304,7 +306,7 @@ func emptiedAfter(t *testing.T, n, before, compactAbove int, does func(*fakeKern
 		t.Fatal(err)
 	}
 	changes := 0
-	k.changed = func() {
+	k.Changed = func() {
 		if changes++; changes == n {
 			does(k)
 		}
@@ -317,7 +319,7 @@ func emptiedAfter(t *testing.T, n, before, compactAbove int, does func(*fakeKern
 	if err != nil && strings.Contains(err.Error(), "Service ") {
 		t.Errorf("after %d changes, the error blames a Service: %v", n, err)
 	}
-	k.changed = nil
+	k.Changed = nil
 	if err := e.sync(t.Context(), p, nil); err != nil {
 		t.Fatalf("after %d changes: the next sync: %v", n, err)
 	}
@@ -326,7 +328,7 @@ func emptiedAfter(t *testing.T, n, before, compactAbove int, does func(*fakeKern
 	if err := fresh.sync(t.Context(), p, nil); err != nil {
 		t.Fatal(err)
 	}
-	if got, want := k.text(), want.text(); got != want {
+	if got, want := textOfKernel(k), textOfKernel(want); got != want {
 		t.Errorf("after %d changes:\n%s", n, diffLines(want, got))
 	}
 	return changes < n

@@ -5,6 +5,7 @@ import (
 	"strings"
 
 	"nodeproxy/kernel/names"
+	"nodeproxy/kernel/xtables"
 	"nodeproxy/plan"
 )
 
@@ -17,12 +18,12 @@ func Render(p *plan.Plan, f plan.Family, o Options) string {
 	for _, t := range []names.Table{names.Filter, names.NAT} {
 		out.WriteString("*" + string(t) + "\n")
 		for _, c := range tables[t] {
-			if !names.Builtin(c.name) {
-				out.WriteString(":" + c.name + " - [0:0]\n")
+			if !names.Builtin(c.Name) {
+				out.WriteString(":" + c.Name + " - [0:0]\n")
 			}
 		}
 		for _, c := range tables[t] {
-			c.appendTo(&out, "")
+			c.AppendTo(&out, "")
 		}
 		out.WriteString("COMMIT\n")
 	}
@@ -38,16 +39,16 @@ func RenderAll(p *plan.Plan, o Options) string {
 		out.WriteString("*" + string(t) + "\n")
 		seen := map[string]bool{}
 		for _, c := range slices.Concat(v4[t], v6[t]) {
-			if !names.Builtin(c.name) && !seen[c.name] {
-				seen[c.name] = true
-				out.WriteString(":" + c.name + " - [0:0]\n")
+			if !names.Builtin(c.Name) && !seen[c.Name] {
+				seen[c.Name] = true
+				out.WriteString(":" + c.Name + " - [0:0]\n")
 			}
 		}
 		for _, c := range v4[t] {
-			c.appendTo(&out, "-4 ")
+			c.AppendTo(&out, "-4 ")
 		}
 		for _, c := range v6[t] {
-			c.appendTo(&out, "-6 ")
+			c.AppendTo(&out, "-6 ")
 		}
 		out.WriteString("COMMIT\n")
 	}
@@ -56,26 +57,26 @@ func RenderAll(p *plan.Plan, o Options) string {
 
 // desired lists the chains of each table: built-in ones, with our rules in them, then those that are always there, then
 // the ServicePorts' own.
-func desired(p *plan.Plan, f plan.Family, o Options) map[names.Table][]chain {
+func desired(p *plan.Plan, f plan.Family, o Options) map[names.Table][]xtables.Chain {
 	r := newRules(p, f, o)
-	var own []chain
+	var own []xtables.Chain
 	for _, sp := range p.Sorted(f) {
 		own = append(own, r.enter(sp)...)
 	}
-	out := map[names.Table][]chain{}
+	out := map[names.Table][]xtables.Chain{}
 	for _, j := range jumps(r.localnet()) {
-		i := slices.IndexFunc(out[j.table], func(c chain) bool { return c.name == j.from })
+		i := slices.IndexFunc(out[j.Table], func(c xtables.Chain) bool { return c.Name == j.From })
 		if i < 0 {
-			i = len(out[j.table])
-			out[j.table] = append(out[j.table], chain{name: j.from})
+			i = len(out[j.Table])
+			out[j.Table] = append(out[j.Table], xtables.Chain{Table: j.Table, Name: j.From})
 		}
-		c := &out[j.table][i]
-		c.rules = slices.Insert(c.rules, 0, j.text())
+		c := &out[j.Table][i]
+		c.Rules = slices.Insert(c.Rules, 0, j.Rule)
 	}
 	if r.localnet() {
-		out[names.Filter] = append(out[names.Filter], chain{names.KubeletFirewall, []string{localnetGuard()}})
+		out[names.Filter] = append(out[names.Filter], xtables.Chain{Table: names.Filter, Name: names.KubeletFirewall, Rules: []string{localnetGuard()}})
 	}
-	r.fixed(func(c tableChain) { out[c.table] = append(out[c.table], c.chain) })
+	r.fixed(func(c xtables.Chain) { out[c.Table] = append(out[c.Table], c) })
 	out[names.NAT] = append(out[names.NAT], own...)
 	return out
 }

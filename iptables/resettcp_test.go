@@ -6,6 +6,7 @@ import (
 	"testing"
 
 	"nodeproxy/internal/nstest"
+	"nodeproxy/kernel/xtables"
 	"nodeproxy/plan"
 	"nodeproxy/plan/plantest"
 )
@@ -25,14 +26,14 @@ func TestRefusalByReset(t *testing.T) {
 			if reset && protocol == plan.TCP {
 				want = "REJECT --reject-with tcp-reset"
 			}
-			for _, v := range []Variant{NFT, Legacy} {
+			for _, v := range []xtables.Variant{xtables.NFT, xtables.Legacy} {
 				nstest.Run(t, func() {
 					e := realEngine(t, v, plan.IPv4)
 					if err := e.sync(context.Background(), p, nil); err != nil {
 						t.Error(err)
 						return
 					}
-					if held := ours(t, e.tool); strings.Count(held, want) != 2 || strings.Count(held, "REJECT") != 2 {
+					if held := ours(t, e.Kernel); strings.Count(held, want) != 2 || strings.Count(held, "REJECT") != 2 {
 						t.Errorf("%s, %s, reset %t: want %q twice in\n%s", v, protocol, reset, want, held)
 					}
 				})

@@ -8,6 +8,8 @@ import (
 	"testing"
 
 	"nodeproxy/kernel/names"
+	"nodeproxy/kernel/xtables"
+	"nodeproxy/kernel/xtables/xtablestest"
 	"nodeproxy/plan"
 	"nodeproxy/plan/plantest"
 )
@@ -31,11 +33,11 @@ func observe(e *engine) *told {
 }
 
 // ruleTotals counts the rules in chains of ours.
-func (k *fakeKernel) ruleTotals() map[string]int {
+func ruleTotals(k *xtablestest.Kernel) map[string]int {
 	out := map[string]int{}
 	for _, t := range []names.Table{names.Filter, names.NAT} {
 		out[string(t)] = 0
-		for name, rules := range k.tables[t] {
+		for name, rules := range k.Tables[t] {
 			if !names.Builtin(name) {
 				out[string(t)] += len(rules)
 			}
@@ -55,7 +57,7 @@ func TestRuleCounts(t *testing.T) {
 		if err := e.sync(context.Background(), p, changed); err != nil {
 			t.Fatal(err)
 		}
-		if want := k.ruleTotals(); fmt.Sprint(o.total) != fmt.Sprint(want) {
+		if want := ruleTotals(k); fmt.Sprint(o.total) != fmt.Sprint(want) {
 			t.Errorf("%s: told of %v rules, the kernel holds %v", what, o.total, want)
 		}
 		if nat >= 0 && (o.written["nat"] != nat || o.written["filter"] != filter) {
@@ -85,27 +87,27 @@ func TestRestoreFailuresAreTold(t *testing.T) {
 	o := observe(e)
 	p := plantest.Large(8, 3) // With fewer endpoints it would have no chain, at whose name it is refused.
 	bad := p.Sorted(plan.IPv4)[3]
-	k.refuse = ":" + serviceChain(names.PrefixCluster, bad.Key) + " "
+	k.Refuse = ":" + serviceChain(names.PrefixCluster, bad.Key) + " "
 	refusedAlone(t, e, e.sync(context.Background(), p, nil), bad.Key, false)
 	refused := 0
-	for _, text := range k.restores {
-		if strings.Contains(text, k.refuse) {
+	for _, text := range k.Restores {
+		if strings.Contains(text, k.Refuse) {
 			refused++
 		}
 	}
 	if want := slices.Repeat([]bool{false}, refused); refused == 0 || !slices.Equal(o.failed, want) {
 		t.Errorf("told of failures %v, want %v", o.failed, want)
 	}
-	if want := k.ruleTotals(); fmt.Sprint(o.total) != fmt.Sprint(want) {
+	if want := ruleTotals(k); fmt.Sprint(o.total) != fmt.Sprint(want) {
 		t.Errorf("told of %v rules, the kernel holds %v", o.total, want)
 	}
-	k.refuse = ""
+	k.Refuse = ""
 	makeDue(e)
 	if err := e.sync(context.Background(), p, nil); err != nil {
 		t.Fatal(err)
 	}
 	o.failed = nil
-	k.refuse = "COMMIT"
+	k.Refuse = "COMMIT"
 	p.Set(plantest.LargeService(3, 5000, 2))
 	if err := e.sync(context.Background(), p, plan.Keys{bad.Key: {}}); err == nil {
 		t.Fatal("a refused change is no error")
@@ -117,16 +119,20 @@ func TestRestoreFailuresAreTold(t *testing.T) {
 
 // TestFixedRestoreFailure: a refused run is told of there too.
 func TestFixedRestoreFailure(t *testing.T) {
-	var told []plan.Family
-	k := newFakeKernel()
-	k.refuse = "COMMIT"
-	x := &FixedTables{tool: &tool{family: plan.IPv6}, kernel: k, RestoreFailed: func(f plan.Family) { told = append(told, f) }}
-	if _, err := x.Apply(context.Background(), testFixed()); err == nil || !slices.Equal(told, []plan.Family{plan.IPv6}) {
-		t.Errorf("%v; told of failures %v", err, told)
+	failed := 0
+	k := xtablestest.New()
+	k.Refuse = "COMMIT"
+	x := &xtables.Tables{Family: plan.IPv6, Writer: &xtables.Writer{Kernel: k, Ran: func(_ string, err error) {
+		if err != nil {
+			failed++
+		}
+	}}}
+	if _, err := x.Apply(context.Background(), testFixed()); err == nil || failed != 1 {
+		t.Errorf("%v; %d failures were reported", err, failed)
 	}
-	k.refuse = ""
-	if _, err := x.Apply(context.Background(), testFixed()); err != nil || len(told) != 1 {
-		t.Errorf("%v; told of failures %v", err, told)
+	k.Refuse = ""
+	if _, err := x.Apply(context.Background(), testFixed()); err != nil || failed != 1 {
+		t.Errorf("%v; %d failures were reported", err, failed)
 	}
 }
 
@@ -136,16 +142,16 @@ func TestFailedJumpIsTold(t *testing.T) {
 	e, k := fakeEngine(plan.IPv4)
 	o := observe(e)
 	p := plantest.Large(8, 2)
-	k.locked = "-I FORWARD 1 "
+	k.Locked = "-I FORWARD 1 "
 	if err := e.sync(t.Context(), p, nil); err != nil || !slices.Equal(o.failed, []bool{false}) {
 		t.Errorf("while the lock is held: %v; told of failures %v", err, o.failed)
 	}
-	if got, want := k.text(), wantText(p, plan.IPv4); got != want {
+	if got, want := textOfKernel(k), wantText(p, plan.IPv4); got != want {
 		t.Errorf("after the second try:\n%s", diffLines(want, got))
 	}
 	e, k = fakeEngine(plan.IPv4)
 	o = observe(e)
-	k.refuse = "-I FORWARD 1 "
+	k.Refuse = "-I FORWARD 1 "
 	err := e.sync(t.Context(), p, nil)
 	if err == nil || !strings.Contains(err.Error(), "leading chain FORWARD of table filter to ") ||
 		!slices.Equal(o.failed, []bool{false}) {

@@ -6,6 +6,7 @@ import (
 	"slices"
 
 	"nodeproxy/kernel/names"
+	"nodeproxy/kernel/xtables"
 	"nodeproxy/plan"
 )
 
@@ -119,7 +120,7 @@ func (r *rules) form() form {
 }
 
 // enter adds a ServicePort that was not there before, and returns the chains of its own.
-func (r *rules) enter(sp *plan.ServicePort) []chain {
+func (r *rules) enter(sp *plan.ServicePort) []xtables.Chain {
 	frag := r.fragment(sp)
 	r.services[sp.Key] = sp
 	for _, e := range frag.entries {
@@ -151,7 +152,7 @@ func (r *rules) dispatcher(id dispatcherID, t *tries) *dispatch {
 			"kubernetes service nodeports; NOTE: this must be the last rule in this chain", names.NodePorts)...)
 	case id == filterServices && refusals:
 		// KUBE-EXTERNAL-SERVICES is not called from OUTPUT, where this chain is.
-		d.tail = []string{newRule().srcLocal().jump(names.ExternalServices)}
+		d.tail = []string{xtables.NewRule().SrcLocal().Jump(names.ExternalServices)}
 	case id == filterExternal && refusals:
 		d.head = []string{translated()}
 		if t[filterExternalNodePorts] != nil {
@@ -185,15 +186,15 @@ func (r *rules) localhostNodePorts() []string {
 	}
 	var out []string
 	for _, x := range ranges {
-		out = append(out, newRule().dst(x).comment("kubernetes service nodeports at localhost").dstLocal().jump(names.NodePorts))
+		out = append(out, xtables.NewRule().Dst(x).Comment("kubernetes service nodeports at localhost").DstLocal().Jump(names.NodePorts))
 	}
-	return append(out, newRule().dst(loopback).jump("RETURN"))
+	return append(out, xtables.NewRule().Dst(loopback).Jump("RETURN"))
 }
 
 // translated is the rule that lets packets pass whose destination DNAT has put there: it is an endpoint, and goes there
 // even where the same address and port are refused to others, as those of an external IP that is a node's own may be.
 func translated() string {
-	return newRule().word("-m", "conntrack", "--ctstate", "DNAT").jump("RETURN")
+	return xtables.NewRule().Word("-m", "conntrack", "--ctstate", "DNAT").Jump("RETURN")
 }
 
 // dispatcherOrder has what leads nowhere else before what leads to it.
@@ -202,22 +203,22 @@ var dispatcherOrder = [dispatchers]dispatcherID{
 }
 
 // fixed calls emit for every chain that is not a ServicePort's own, those that others lead to first.
-func (r *rules) fixed(emit func(tableChain)) {
+func (r *rules) fixed(emit func(xtables.Chain)) {
 	for _, c := range baseChains(r.options, r.family, r.form()) {
 		emit(r.kept.around(c))
 	}
 	for _, id := range dispatcherOrder {
 		d := r.dispatcher(id, &r.tries)
-		d.chains(func(c chain) { emit(tableChain{d.place.table, c}) })
+		d.chains(emit)
 	}
 }
 
-// update makes the rules those of p in what changed, and returns the blocks that bring the kernel there, in order.
+// update makes the rules those of p in what changed, and returns the steps that bring the kernel there, in order.
 //
 // Where a ServicePort loses its last endpoint, the filter rule that refuses its traffic comes before the nat rules go,
 // and where it gets its first one, it goes after they came: there is no moment at which traffic is neither sent on nor
 // refused, and left to travel to wherever the route for an address leads that no host has.
-func (r *rules) update(p *plan.Plan, changed plan.Keys) []block {
+func (r *rules) update(p *plan.Plan, changed plan.Keys) [][]xtables.Change {
 	var gaining, others []*transition
 	for _, k := range changed.Sorted(r.family) {
 		t := r.transition(r.services[k], p.Services[k])
@@ -234,16 +235,11 @@ func (r *rules) update(p *plan.Plan, changed plan.Keys) []block {
 			delete(r.services, k)
 		}
 	}
-	var blocks []block
-	add := func(b block) {
-		if !b.empty() {
-			blocks = append(blocks, b)
-		}
+	return [][]xtables.Change{
+		r.step(names.NAT, gaining),
+		r.step(names.Filter, append(gaining[:len(gaining):len(gaining)], others...)),
+		r.step(names.NAT, others),
 	}
-	add(r.step(names.NAT, gaining))
-	add(r.step(names.Filter, append(gaining[:len(gaining):len(gaining)], others...)))
-	add(r.step(names.NAT, others))
-	return blocks
 }
 
 // transition is the way from what one ServicePort contributed to what it does now.
@@ -281,12 +277,12 @@ func (r *rules) inForce(sp *plan.ServicePort) fragment {
 	return r.fragment(sp)
 }
 
-// step applies transitions in one table, and returns the block that does the same in the kernel.
-func (r *rules) step(in names.Table, transitions []*transition) block {
-	b := block{table: in}
+// step applies transitions in one table, and returns the changes that do the same in the kernel.
+func (r *rules) step(in names.Table, transitions []*transition) []xtables.Change {
 	if len(transitions) == 0 {
-		return b
+		return nil
 	}
+	var out []xtables.Change
 	before := r.tries
 	// All old entries go before new ones come: a frontend may pass from one ServicePort to another.
 	for _, t := range transitions {
@@ -304,13 +300,36 @@ func (r *rules) step(in names.Table, transitions []*transition) block {
 			}
 		}
 		if in == names.NAT {
-			b.ownChains(t.old.chains, t.new.chains)
+			out = append(out, ownChains(t.old.chains, t.new.chains)...)
 		}
 	}
 	for _, id := range dispatcherOrder {
 		if places[id].table == in {
-			changes(r.dispatcher(id, &before), r.dispatcher(id, &r.tries), b.replace, b.removeChain)
+			out = append(out, changes(r.dispatcher(id, &before), r.dispatcher(id, &r.tries))...)
 		}
 	}
-	return b
+	return out
+}
+
+// ownChains returns what differs between the chains that a ServicePort had and those that it has.
+func ownChains(before, after []xtables.Chain) []xtables.Change {
+	old := make(map[string]xtables.Chain, len(before))
+	for _, c := range before {
+		old[c.Name] = c
+	}
+	var out []xtables.Change
+	for _, c := range after {
+		if was, exists := old[c.Name]; !exists || !slices.Equal(was.Rules, c.Rules) {
+			change := xtables.WriteChain(c)
+			change.Exists, change.Have = exists, was.Rules
+			out = append(out, change)
+		}
+		delete(old, c.Name)
+	}
+	for _, c := range before {
+		if _, gone := old[c.Name]; gone {
+			out = append(out, removal(c))
+		}
+	}
+	return out
 }

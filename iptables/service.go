@@ -8,13 +8,14 @@ import (
 	"time"
 
 	"nodeproxy/kernel/names"
+	"nodeproxy/kernel/xtables"
 	"nodeproxy/plan"
 )
 
 // fragment is what one ServicePort contributes to the rules: chains of its own, all in table nat, and entries in the
 // dispatchers. It depends on the ServicePort, the settings and the node, and on no other ServicePort.
 type fragment struct {
-	chains  []chain
+	chains  []xtables.Chain
 	entries []entry
 }
 
@@ -55,8 +56,8 @@ func (r *rules) fragment(sp *plan.ServicePort) fragment {
 		case plan.LoadBalancerIP, plan.ExternalIP, plan.NodePort:
 			b.external(f)
 		case plan.HealthCheckNodePort:
-			r := newRule().proto(f.Protocol).comment(b.name+" health check node port").port(f.Protocol, f.Port)
-			b.entry(filterNodePorts, f, r.jump("ACCEPT"))
+			r := xtables.NewRule().Proto(f.Protocol).Comment(b.name+" health check node port").Port(f.Protocol, f.Port)
+			b.entry(filterNodePorts, f, r.Jump("ACCEPT"))
 		}
 	}
 	if !sp.Any || b.inline {
@@ -87,19 +88,19 @@ func (b *builder) entry(d dispatcherID, f plan.Frontend, rules ...string) {
 }
 
 func (b *builder) chain(name string, rules ...string) {
-	b.out.chains = append(b.out.chains, chain{name, rules})
+	b.out.chains = append(b.out.chains, xtables.Chain{Table: names.NAT, Name: name, Rules: rules})
 }
 
 // at begins a rule for traffic to a frontend, with a comment unless that is empty.
-func (b *builder) at(f plan.Frontend, comment string) *rule {
-	r := newRule()
+func (b *builder) at(f plan.Frontend, comment string) *xtables.Rule {
+	r := xtables.NewRule()
 	if f.Addr.IsValid() {
-		r.dstIP(f.Addr)
+		r.DstIP(f.Addr)
 	}
-	if r.proto(f.Protocol); comment != "" {
-		r.comment(comment)
+	if r.Proto(f.Protocol); comment != "" {
+		r.Comment(comment)
 	}
-	return r.port(f.Protocol, f.Port)
+	return r.Port(f.Protocol, f.Port)
 }
 
 // policyChainName is the chain with the endpoints of a policy.
@@ -133,11 +134,11 @@ func (b *builder) clusterIP(f plan.Frontend) {
 			b.entry(natServices, f, b.inlineRules(f, endpoints)...)
 			return
 		}
-		b.entry(natServices, f, b.at(f, b.name+" cluster IP").jump(b.policyChainName(b.sp.InternalPolicy)))
+		b.entry(natServices, f, b.at(f, b.name+" cluster IP").Jump(b.policyChainName(b.sp.InternalPolicy)))
 		return
 	}
 	comment, target := b.refusal()
-	b.entry(filterServices, f, b.at(f, comment).jump(target))
+	b.entry(filterServices, f, b.at(f, comment).Jump(target))
 }
 
 // external makes the entries for a frontend under the external policy. Even one without endpoints under policy Local goes
@@ -154,17 +155,17 @@ func (b *builder) external(f plan.Frontend) {
 	}
 	switch {
 	case b.sp.Any:
-		b.entry(d, f, b.at(f, comment).jump(target))
+		b.entry(d, f, b.at(f, comment).Jump(target))
 	case f.Kind != plan.NodePort:
 		// Were the address one of the node's own, another Service's node port would get what is to be refused.
-		b.entry(d, f, b.at(f, comment).jump("ACCEPT"))
+		b.entry(d, f, b.at(f, comment).Jump("ACCEPT"))
 	}
 	if b.sp.Any && f.Kind == plan.LoadBalancerIP && b.limited() {
-		b.entry(filterFirewall, f, b.at(f, b.name+" traffic not accepted by "+target).jump("DROP"))
+		b.entry(filterFirewall, f, b.at(f, b.name+" traffic not accepted by "+target).Jump("DROP"))
 	}
 	if len(b.sp.ForPolicy(b.sp.ExternalPolicy)) == 0 {
 		comment, verdict := b.refusal()
-		b.entry(refuse, f, b.at(f, comment).jump(verdict))
+		b.entry(refuse, f, b.at(f, comment).Jump(verdict))
 	}
 }
 
@@ -189,17 +190,17 @@ func (b *builder) firewallChain() {
 	var rules []string
 	nodeAllowed := false
 	for _, r := range b.sp.SourceRanges {
-		rules = append(rules, newRule().src(r).comment(comment).jump(external))
+		rules = append(rules, xtables.NewRule().Src(r).Comment(comment).Jump(external))
 		ip := b.node.IP(b.sp.Key.Family)
 		nodeAllowed = nodeAllowed || ip.IsValid() && r.Contains(ip)
 	}
 	// Where the load balancer IP is also a local address, a connection from this node to it has it as source as well.
 	for _, f := range b.sp.Frontends {
 		if nodeAllowed && f.Kind == plan.LoadBalancerIP {
-			rules = append(rules, newRule().src(single(f.Addr)).comment(comment).jump(external))
+			rules = append(rules, xtables.NewRule().Src(xtables.Single(f.Addr)).Comment(comment).Jump(external))
 		}
 	}
-	rules = append(rules, newRule().comment("other traffic to "+b.name+" will be dropped by KUBE-PROXY-FIREWALL").jump("ACCEPT"))
+	rules = append(rules, xtables.NewRule().Comment("other traffic to "+b.name+" will be dropped by KUBE-PROXY-FIREWALL").Jump("ACCEPT"))
 	b.chain(serviceChain(names.PrefixFirewall, b.sp.Key), rules...)
 }
 
@@ -210,35 +211,35 @@ func (b *builder) externalChain() {
 	var rules []string
 	if b.sp.ExternalPolicy == plan.Cluster {
 		// The endpoint may be on another node, whose answer must come back through this one.
-		rules = append(rules, newRule().comment("masquerade traffic for "+to).jump(names.MarkMasq))
+		rules = append(rules, xtables.NewRule().Comment("masquerade traffic for "+to).Jump(names.MarkMasq))
 	} else {
 		// What this node's pods and the node itself send never was outside. It goes wherever cluster traffic would, as if
 		// it had gone out to the load balancer and come back at a node that has an endpoint.
 		if r := b.fromPods(); r != nil {
-			rules = append(rules, r.comment("pod traffic for "+to).jump(cluster))
+			rules = append(rules, r.Comment("pod traffic for "+to).Jump(cluster))
 		}
 		rules = append(rules,
-			newRule().comment("masquerade LOCAL traffic for "+to).srcLocal().jump(names.MarkMasq),
-			newRule().comment("route LOCAL traffic for "+to).srcLocal().jump(cluster))
+			xtables.NewRule().Comment("masquerade LOCAL traffic for "+to).SrcLocal().Jump(names.MarkMasq),
+			xtables.NewRule().Comment("route LOCAL traffic for "+to).SrcLocal().Jump(cluster))
 	}
 	if len(b.sp.ForPolicy(b.sp.ExternalPolicy)) > 0 {
-		rules = append(rules, newRule().jump(b.policyChainName(b.sp.ExternalPolicy)))
+		rules = append(rules, xtables.NewRule().Jump(b.policyChainName(b.sp.ExternalPolicy)))
 	} else {
-		rules = append(rules, newRule().comment("other traffic for "+to+" will be dropped").jump("ACCEPT"))
+		rules = append(rules, xtables.NewRule().Comment("other traffic for "+to+" will be dropped").Jump("ACCEPT"))
 	}
 	b.chain(serviceChain(names.PrefixExternal, b.sp.Key), rules...)
 }
 
 // fromPods begins a rule for traffic from local pods; nil where that can't be told.
-func (b *builder) fromPods() *rule {
+func (b *builder) fromPods() *xtables.Rule {
 	d := b.settings.DetectLocal
 	switch {
 	case !d.Implemented(b.sp.Key.Family):
 		return nil
 	case byCIDR(d):
-		return newRule().src(d.CIDR(b.sp.Key.Family))
+		return xtables.NewRule().Src(d.CIDR(b.sp.Key.Family))
 	}
-	return newRule().word(b.podInterface()...)
+	return xtables.NewRule().Word(b.podInterface()...)
 }
 
 // byCIDR reports whether traffic of pods is recognised by its source address, rather than by the interface it comes from.
@@ -259,7 +260,7 @@ func (b *builder) masqueradeClusterIP(f plan.Frontend) string {
 // masquerade is masqueradeClusterIP for a chain that nothing but the cluster IP leads to, if sole is true.
 func (b *builder) masquerade(f plan.Frontend, sole bool) string {
 	d := b.settings.DetectLocal
-	r := newRule()
+	r := xtables.NewRule()
 	switch {
 	case within(f.Addr, b.ranges):
 		return ""
@@ -269,21 +270,21 @@ func (b *builder) masquerade(f plan.Frontend, sole bool) string {
 	case byCIDR(d) && d.CIDR(b.sp.Key.Family).Bits() == 0: // All traffic is from pods.
 		return ""
 	case byCIDR(d):
-		r.notSrc(d.CIDR(b.sp.Key.Family))
+		r.NotSrc(d.CIDR(b.sp.Key.Family))
 	}
 	if !sole {
-		r.dstIP(f.Addr)
+		r.DstIP(f.Addr)
 	}
 	if !b.settings.MasqueradeAll && !byCIDR(d) {
-		r.word("!").word(b.podInterface()...)
+		r.Word("!").Word(b.podInterface()...)
 	}
 	if sole {
-		return r.jump(names.MarkMasq)
+		return r.Jump(names.MarkMasq)
 	}
-	if r.proto(f.Protocol); !b.compact {
-		r.comment(b.name + " cluster IP")
+	if r.Proto(f.Protocol); !b.compact {
+		r.Comment(b.name + " cluster IP")
 	}
-	return r.port(f.Protocol, f.Port).jump(names.MarkMasq)
+	return r.Port(f.Protocol, f.Port).Jump(names.MarkMasq)
 }
 
 // podInterface matches the interfaces of pods, in the modes that recognise pods by them.
@@ -310,8 +311,8 @@ func (b *builder) policyChain(p plan.Policy) {
 	}
 	if b.sp.Affinity > 0 {
 		for _, ep := range endpoints {
-			rules = append(rules, newRule().comment(b.toward(ep)).word("-m", "recent", "--rcheck", "--seconds",
-				strconv.Itoa(int(b.sp.Affinity/time.Second)), "--reap").word(b.recentList(ep)...).jump(endpointChain(b.sp.Key, ep.Addr)))
+			rules = append(rules, xtables.NewRule().Comment(b.toward(ep)).Word("-m", "recent", "--rcheck", "--seconds",
+				strconv.Itoa(int(b.sp.Affinity/time.Second)), "--reap").Word(b.recentList(ep)...).Jump(endpointChain(b.sp.Key, ep.Addr)))
 		}
 	}
 	name := b.policyChainName(p)
@@ -339,14 +340,14 @@ func (b *builder) recentList(ep plan.Endpoint) []string {
 // endpointChain makes the chain that sends to one endpoint.
 func (b *builder) endpointChain(ep plan.Endpoint) {
 	proto := b.sp.Key.Protocol
-	dnat := newRule().proto(proto).comment(b.name)
+	dnat := xtables.NewRule().Proto(proto).Comment(b.name)
 	if b.sp.Affinity > 0 {
-		dnat.word("-m", "recent", "--set").word(b.recentList(ep)...)
+		dnat.Word("-m", "recent", "--set").Word(b.recentList(ep)...)
 	}
 	b.chain(endpointChain(b.sp.Key, ep.Addr),
 		// A client that is its own endpoint must not see an answer from itself: masquerade hairpin traffic.
-		newRule().src(single(ep.Addr.Addr())).comment(b.name).jump(names.MarkMasq),
-		dnat.word("-m", proto.Lower()).jump("DNAT --to-destination "+ep.Addr.String()))
+		xtables.NewRule().Src(xtables.Single(ep.Addr.Addr())).Comment(b.name).Jump(names.MarkMasq),
+		dnat.Word("-m", proto.Lower()).Jump("DNAT --to-destination "+ep.Addr.String()))
 }
 
 // loopbackOf is the range of a family's loopback addresses.

@@ -6,18 +6,20 @@ import (
 	"time"
 
 	"nodeproxy/kernel/names"
+	"nodeproxy/kernel/xtables"
+	"nodeproxy/kernel/xtables/xtablestest"
 	"nodeproxy/plan"
 )
 
 // slowKernel takes a while to be read.
 type slowKernel struct {
-	*fakeKernel
+	*xtablestest.Kernel
 	takes time.Duration
 }
 
-func (k slowKernel) save(ctx context.Context, t names.Table) (kernelTable, error) {
+func (k slowKernel) Save(ctx context.Context, t names.Table) (xtables.Content, error) {
 	time.Sleep(k.takes)
-	return k.fakeKernel.save(ctx, t)
+	return k.Kernel.Save(ctx, t)
 }
 
 // TestTook: each family took as long as its own kernel tables did.
@@ -26,8 +28,8 @@ func TestTook(t *testing.T) {
 	const takes = 300 * time.Millisecond
 	v4, _ := fakeEngine(plan.IPv4)
 	v6, k6 := fakeEngine(plan.IPv6)
-	v6.tool = slowKernel{k6, takes}
-	b := &Backend{engines: []*engine{v4, v6}, watch: &watch{}}
+	v6.Kernel = slowKernel{k6, takes}
+	b := &Backend{engines: []*engine{v4, v6}, watch: &xtables.Watch{}}
 	if err := b.Sync(t.Context(), plan.New(plan.Node{Name: "n"}, plan.Settings{}), nil); err != nil {
 		t.Fatal(err)
 	}

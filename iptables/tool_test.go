@@ -7,6 +7,7 @@ import (
 	"os"
 	"os/exec"
 	"path/filepath"
+	"slices"
 	"strings"
 	"syscall"
 	"testing"
@@ -14,6 +15,7 @@ import (
 
 	"nodeproxy/internal/nstest"
 	"nodeproxy/kernel/names"
+	"nodeproxy/kernel/xtables"
 	"nodeproxy/plan"
 	"nodeproxy/plan/plantest"
 )
@@ -28,11 +30,11 @@ func sh(t *testing.T, command string) {
 
 // TestRestoreErrorShowsTheLine: what the programs of either variant refuse is shown with the lines around it.
 func TestRestoreErrorShowsTheLine(t *testing.T) {
-	for _, v := range []Variant{NFT, Legacy} {
+	for _, v := range []xtables.Variant{xtables.NFT, xtables.Legacy} {
 		t.Run(string(v), func(t *testing.T) {
 			nstest.Run(t, func() {
 				e := realEngine(t, v, plan.IPv4)
-				err := e.tool.restore("*nat\n:KUBE-A - [0:0]\n-A KUBE-A -j RETURN\n-A KUBE-A -j KUBE-MISSING\nCOMMIT\n")
+				err := e.Kernel.Restore("*nat\n:KUBE-A - [0:0]\n-A KUBE-A -j RETURN\n-A KUBE-A -j KUBE-MISSING\nCOMMIT\n")
 				if err == nil {
 					t.Fatal("a jump to a chain that does not exist was accepted")
 				}
@@ -40,7 +42,7 @@ func TestRestoreErrorShowsTheLine(t *testing.T) {
 				if !strings.Contains(err.Error(), " 4: -A KUBE-A -j KUBE-MISSING") || !strings.Contains(err.Error(), "\n> ") {
 					t.Errorf("the error does not show the line: %v", err)
 				}
-				if strings.Contains(ours(t, e.tool), "KUBE-A") {
+				if strings.Contains(ours(t, e.Kernel), "KUBE-A") {
 					t.Error("half of it was applied")
 				}
 			})
@@ -55,27 +57,27 @@ func TestProgramsThatHang(t *testing.T) {
 		t.Fatal(err)
 	}
 	const limit = 100 * time.Millisecond
-	u := &tool{variant: NFT, path: hangs, restorePath: hangs, savePath: hangs, restoreTime: limit, saveTime: limit}
-	var refused *RestoreError
-	if err := u.restore("*nat\nCOMMIT\n"); err == nil || errors.As(err, &refused) || !strings.Contains(err.Error(), "was ended") {
+	u := &xtables.Program{Variant: xtables.NFT, Path: hangs, RestorePath: hangs, SavePath: hangs, RestoreTime: limit, SaveTime: limit}
+	var refused *xtables.RestoreError
+	if err := u.Restore("*nat\nCOMMIT\n"); err == nil || errors.As(err, &refused) || !strings.Contains(err.Error(), "was ended") {
 		t.Errorf("restore: %v", err)
 	}
-	b := &Backend{engines: []*engine{{tool: u, family: plan.IPv4}}}
+	b := &Backend{engines: []*engine{{Writer: u.Writer(nil), family: plan.IPv4}}}
 	for name, read := range map[string]func() (uint64, error){"dropped": b.InvalidDropped, "node ports": b.LocalhostNodePorts()} {
 		if _, err := read(); err == nil || !strings.Contains(err.Error(), "was ended") {
 			t.Errorf("counters of %s: %v", name, err)
 		}
 	}
-	u.savePath = filepath.Join(t.TempDir(), "save")
-	if err := os.WriteFile(u.savePath, []byte("#!/bin/sh\necho '*nat'\nexec sleep 1000\n"), 0o755); err != nil {
+	u.SavePath = filepath.Join(t.TempDir(), "save")
+	if err := os.WriteFile(u.SavePath, []byte("#!/bin/sh\necho '*nat'\nexec sleep 1000\n"), 0o755); err != nil {
 		t.Fatal(err)
 	}
-	if _, err := u.save(t.Context(), names.NAT); err == nil || !strings.Contains(err.Error(), "was ended") {
+	if _, err := u.Save(t.Context(), names.NAT); err == nil || !strings.Contains(err.Error(), "was ended") {
 		t.Errorf("save: %v", err)
 	}
 	cancelled, cancel := context.WithCancel(t.Context())
 	cancel()
-	if _, err := u.save(cancelled, names.NAT); !errors.Is(err, context.Canceled) {
+	if _, err := u.Save(cancelled, names.NAT); !errors.Is(err, context.Canceled) {
 		t.Errorf("save, cancelled: %v", err)
 	}
 }
@@ -84,23 +86,23 @@ func TestProgramsThatHang(t *testing.T) {
 func TestDetect(t *testing.T) {
 	for _, c := range []struct {
 		name, setUp string
-		want        Variant
+		want        xtables.Variant
 	}{
-		{"nothing there", "true", NFT},
-		{"the kubelet's hint in nft", "iptables-nft -t mangle -N KUBE-IPTABLES-HINT; iptables-legacy -A INPUT -j ACCEPT", NFT},
-		{"the kubelet's hint in legacy", "iptables-legacy -t mangle -N KUBE-IPTABLES-HINT; iptables-nft -A INPUT -j ACCEPT", Legacy},
-		{"an old kubelet's canary in legacy, in IPv6", "ip6tables-legacy -t mangle -N KUBE-KUBELET-CANARY", Legacy},
-		{"more rules in legacy", "iptables-legacy -A INPUT -j ACCEPT; iptables-legacy -A INPUT -j ACCEPT; iptables-nft -A INPUT -j ACCEPT", Legacy},
-		{"hints in both", "iptables-nft -t mangle -N KUBE-IPTABLES-HINT; iptables-legacy -t mangle -N KUBE-IPTABLES-HINT", NFT},
-		{"chains without rules in legacy", "iptables-legacy -N A; iptables-legacy -N B", NFT},
-		{"a chain that only begins like a hint", "iptables-legacy -t mangle -N KUBE-IPTABLES-HINTS", NFT},
-		{"rules of IPv6 count too", "ip6tables-legacy -A INPUT -j ACCEPT", Legacy},
-		{"as many rules in both", "iptables-legacy -A INPUT -j ACCEPT; iptables-nft -A INPUT -j ACCEPT", NFT},
+		{"nothing there", "true", xtables.NFT},
+		{"the kubelet's hint in nft", "iptables-nft -t mangle -N KUBE-IPTABLES-HINT; iptables-legacy -A INPUT -j ACCEPT", xtables.NFT},
+		{"the kubelet's hint in legacy", "iptables-legacy -t mangle -N KUBE-IPTABLES-HINT; iptables-nft -A INPUT -j ACCEPT", xtables.Legacy},
+		{"an old kubelet's canary in legacy, in IPv6", "ip6tables-legacy -t mangle -N KUBE-KUBELET-CANARY", xtables.Legacy},
+		{"more rules in legacy", "iptables-legacy -A INPUT -j ACCEPT; iptables-legacy -A INPUT -j ACCEPT; iptables-nft -A INPUT -j ACCEPT", xtables.Legacy},
+		{"hints in both", "iptables-nft -t mangle -N KUBE-IPTABLES-HINT; iptables-legacy -t mangle -N KUBE-IPTABLES-HINT", xtables.NFT},
+		{"chains without rules in legacy", "iptables-legacy -N A; iptables-legacy -N B", xtables.NFT},
+		{"a chain that only begins like a hint", "iptables-legacy -t mangle -N KUBE-IPTABLES-HINTS", xtables.NFT},
+		{"rules of IPv6 count too", "ip6tables-legacy -A INPUT -j ACCEPT", xtables.Legacy},
+		{"as many rules in both", "iptables-legacy -A INPUT -j ACCEPT; iptables-nft -A INPUT -j ACCEPT", xtables.NFT},
 	} {
 		t.Run(c.name, func(t *testing.T) {
 			nstest.Run(t, func() {
 				sh(t, c.setUp)
-				if got := Detect(); got != c.want {
+				if got := xtables.Detect(); got != c.want {
 					t.Errorf("got %s, want %s", got, c.want)
 				}
 			})
@@ -110,7 +112,7 @@ func TestDetect(t *testing.T) {
 
 // TestGuard: the guard of localhost node ports is put next to what the kubelet keeps in KUBE-FIREWALL, once.
 func TestGuard(t *testing.T) {
-	for _, v := range []Variant{NFT, Legacy} {
+	for _, v := range []xtables.Variant{xtables.NFT, xtables.Legacy} {
 		t.Run(string(v), func(t *testing.T) {
 			nstest.Run(t, func() {
 				sh(t, "iptables-"+string(v)+" -N KUBE-FIREWALL; iptables-"+string(v)+" -A KUBE-FIREWALL -m mark --mark 0x8000/0x8000 -j DROP")
@@ -121,12 +123,12 @@ func TestGuard(t *testing.T) {
 					if err := e.sync(context.Background(), p, nil); err != nil {
 						t.Fatal(err)
 					}
-					held, err := e.tool.save(context.Background(), names.Filter)
+					held, err := e.Kernel.Save(context.Background(), names.Filter)
 					if err != nil {
 						t.Fatal(err)
 					}
-					want := chain{names.KubeletFirewall, []string{"-m mark --mark 0x8000/0x8000 -j DROP", localnetGuard()}}
-					if !held.has(want) {
+					want := []string{"-m mark --mark 0x8000/0x8000 -j DROP", localnetGuard()}
+					if !slices.Equal(held[names.KubeletFirewall], want) {
 						t.Errorf("KUBE-FIREWALL holds %q", held[names.KubeletFirewall])
 					}
 				}
@@ -142,7 +144,7 @@ func TestGuard(t *testing.T) {
 // without its hints about --help.
 func TestRestoreErrorOfBadRule(t *testing.T) {
 	t.Parallel()
-	for _, v := range []Variant{NFT, Legacy} {
+	for _, v := range []xtables.Variant{xtables.NFT, xtables.Legacy} {
 		t.Run(string(v), func(t *testing.T) {
 			t.Parallel()
 			nstest.Run(t, func() {
@@ -156,8 +158,8 @@ func TestRestoreErrorOfBadRule(t *testing.T) {
 					fmt.Fprintf(&input, "-A KUBE-A -s 10.0.0.%d/%d -j RETURN\n", i, mask)
 				}
 				input.WriteString("COMMIT\n")
-				err := realEngine(t, v, plan.IPv4).tool.restore(input.String())
-				var refused *RestoreError
+				err := realEngine(t, v, plan.IPv4).Kernel.Restore(input.String())
+				var refused *xtables.RestoreError
 				if !errors.As(err, &refused) {
 					t.Errorf("a mask of 33 bits gives %v", err)
 					return
@@ -172,7 +174,7 @@ func TestRestoreErrorOfBadRule(t *testing.T) {
 					t.Errorf("the excerpt is\n%s\nwant\n%s", refused.Excerpt, want)
 				}
 				if !strings.Contains(refused.Message, "invalid mask `33' specified; Error occurred at line: 6") ||
-					strings.Contains(refused.Message, "--help") || errLocked(err) {
+					strings.Contains(refused.Message, "--help") || xtables.IsLocked(err) {
 					t.Errorf("the message is %q", refused.Message)
 				}
 			})
@@ -193,11 +195,11 @@ func TestExcerpt(t *testing.T) {
 		{"out of memory", ""},
 		{"", ""},
 	} {
-		if got := excerpt(input, tc.message); got != tc.want {
+		if got := xtables.Excerpt(input, tc.message); got != tc.want {
 			t.Errorf("%q: got\n%s\nwant\n%s", tc.message, got, tc.want)
 		}
 	}
-	bare := &RestoreError{Program: "p", Message: "m", Err: errors.New("exit status 1")}
+	bare := &xtables.RestoreError{Program: "p", Message: "m", Err: errors.New("exit status 1")}
 	if got := bare.Error(); got != "p: exit status 1: m" {
 		t.Errorf("without an excerpt it is %q", got)
 	}
@@ -217,9 +219,9 @@ func TestLockIsNoLack(t *testing.T) {
 	t.Setenv("XTABLES_LOCKFILE", lock.Name())
 	nstest.Run(t, func() {
 		for _, f := range plan.Families {
-			tool, err := newTool(Legacy, f)
+			tool, err := xtables.Find(xtables.Legacy, f)
 			if err == nil {
-				err = tool.usable()
+				err = tool.Usable()
 			}
 			if err != nil {
 				t.Errorf("%s, while another program holds the lock: %v", f, err)
@@ -244,11 +246,11 @@ func TestLockIsRecognised(t *testing.T) {
 		cmd.Env = append(os.Environ(), "XTABLES_LOCKFILE="+lock.Name())
 		cmd.Stdin = strings.NewReader("*nat\nCOMMIT\n")
 		out, err := cmd.CombinedOutput()
-		if err == nil || !errLocked(fmt.Errorf("programming: %w", &RestoreError{Message: oneLine(string(out)), Err: err})) {
+		if err == nil || !xtables.IsLocked(fmt.Errorf("programming: %w", &xtables.RestoreError{Message: xtables.OneLine(string(out)), Err: err})) {
 			t.Errorf("not recognised: %v: %s", err, out)
 		}
 	})
-	if errLocked(nil) || errLocked(errors.New("xtables lock")) || errLocked(&RestoreError{Message: "line 3 failed"}) {
+	if xtables.IsLocked(nil) || xtables.IsLocked(errors.New("xtables lock")) || xtables.IsLocked(&xtables.RestoreError{Message: "line 3 failed"}) {
 		t.Error("something else is taken for a held lock")
 	}
 }

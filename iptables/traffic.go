@@ -2,7 +2,6 @@ package iptables
 
 import (
 	"bufio"
-	"bytes"
 	"context"
 	"fmt"
 	"io"
@@ -14,6 +13,7 @@ import (
 	"sync"
 
 	"nodeproxy/kernel/names"
+	"nodeproxy/kernel/xtables"
 	"nodeproxy/metrics"
 	"nodeproxy/plan"
 )
@@ -49,8 +49,8 @@ type counterTable struct {
 func (b *Backend) Traffic() *TrafficReader {
 	var tables []counterTable
 	for _, e := range b.engines {
-		if t, ok := e.tool.(*tool); ok {
-			tables = append(tables, counterTable{e.family, t.saveCounters})
+		if t, ok := e.Kernel.(*xtables.Program); ok {
+			tables = append(tables, counterTable{e.family, t.SaveCounters})
 		}
 	}
 	return newTrafficReader(tables)
@@ -60,41 +60,6 @@ func newTrafficReader(tables []counterTable) *TrafficReader {
 	return &TrafficReader{
 		tables: tables, keys: map[plan.Family]map[string]plan.Key{}, last: map[string]uint64{}, total: map[plan.Key]uint64{},
 	}
-}
-
-// saveCounters lists table nat with counters, as iptables-save -c does.
-func (t *tool) saveCounters(ctx context.Context, read func(io.Reader) error) error {
-	whole := false
-	err := t.read(ctx, t.savePath, "", func(out io.Reader) error {
-		lines := bufio.NewReader(out)
-		head, _ := lines.Peek(lines.Size()) // as far as there is that much
-		whole = bytes.Contains(head, []byte("*"+string(names.NAT)+"\n"))
-		return read(lines)
-	}, "-c", "-t", string(names.NAT))
-	if err == nil && !whole && t.variant == NFT {
-		var list strings.Builder
-		if _, _, err = t.listByChain(ctx, names.NAT, func(line string) { list.WriteString(counterFirst(line)) }); err == nil {
-			return read(strings.NewReader(list.String()))
-		}
-	}
-	if err != nil {
-		return fmt.Errorf("reading counters by %s: %w", t.savePath, err)
-	}
-	return nil
-}
-
-// counterFirst turns a rule with counters as iptables -S prints it to how iptables-save does, with the counters in front.
-func counterFirst(line string) string {
-	i := strings.LastIndex(line, " -c ")
-	if i < 0 {
-		return line + "\n"
-	}
-	words := strings.SplitN(line[i+len(" -c "):], " ", 3)
-	if len(words) < 2 {
-		return line + "\n"
-	}
-	rest := strings.Join(words[2:], " ")
-	return fmt.Sprintf("[%s:%s] %s %s\n", words[0], words[1], line[:i], rest)
 }
 
 // Update tells what the plan is. changed names the ServicePorts that differ from the last call, vanished ones included; nil

@@ -15,6 +15,7 @@ import (
 
 	"nodeproxy/internal/nstest"
 	"nodeproxy/kernel/names"
+	"nodeproxy/kernel/xtables"
 	"nodeproxy/metrics"
 	"nodeproxy/plan"
 	"nodeproxy/plan/plantest"
@@ -62,7 +63,7 @@ func connections(ctx context.Context, r *TrafficReader) (map[string]int64, error
 // TestConnectionsAreCounted makes connections through the real rules of both variants.
 func TestConnectionsAreCounted(t *testing.T) {
 	t.Parallel()
-	for _, v := range []Variant{NFT, Legacy} {
+	for _, v := range []xtables.Variant{xtables.NFT, xtables.Legacy} {
 		t.Run(string(v), func(t *testing.T) { nstest.Run(t, func() { connectAndCount(t, v) }) })
 	}
 }
@@ -81,7 +82,7 @@ func listenAt(at string, addresses ...string) (net.Listener, error) {
 	return net.Listen("tcp", at)
 }
 
-func connectAndCount(t *testing.T, v Variant) {
+func connectAndCount(t *testing.T, v xtables.Variant) {
 	listener, err := listenAt("192.0.2.7:8080", "10.96.0.1/32", "192.0.2.7/32", "192.0.2.8/32", "192.0.2.9/32")
 	if err != nil {
 		t.Error(err)
@@ -191,7 +192,7 @@ func TestConnectionsOfWrittenChains(t *testing.T) {
 
 // BenchmarkTraffic reads the counters of 10,000 services with two endpoints each.
 func BenchmarkTraffic(b *testing.B) {
-	for _, v := range []Variant{NFT, Legacy} {
+	for _, v := range []xtables.Variant{xtables.NFT, xtables.Legacy} {
 		b.Run(string(v), func(b *testing.B) {
 			nstest.Run(b, func() {
 				p := plantest.Large(10000, 2)

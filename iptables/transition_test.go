@@ -9,6 +9,8 @@ import (
 	"pgregory.net/rapid"
 
 	"nodeproxy/kernel/names"
+	"nodeproxy/kernel/xtables"
+	"nodeproxy/kernel/xtables/xtablestest"
 	"nodeproxy/plan"
 	"nodeproxy/plan/packetsim"
 	"nodeproxy/plan/plantest"
@@ -16,15 +18,15 @@ import (
 )
 
 // saved is what the kernel holds as iptables-save prints it.
-func (k *fakeKernel) saved() string {
+func saved(k *xtablestest.Kernel) string {
 	var out strings.Builder
 	for _, tbl := range []names.Table{names.Filter, names.NAT} {
 		out.WriteString("*" + string(tbl) + "\n")
-		for name := range k.tables[tbl] {
+		for name := range k.Tables[tbl] {
 			out.WriteString(":" + name + " - [0:0]\n")
 		}
-		for name, rules := range k.tables[tbl] {
-			chain{name, rules}.appendTo(&out, "")
+		for name, rules := range k.Tables[tbl] {
+			xtables.Chain{Table: tbl, Name: name, Rules: rules}.AppendTo(&out, "")
 		}
 		out.WriteString("COMMIT\n")
 	}
@@ -42,7 +44,7 @@ func TestTransitions(t *testing.T) {
 		next := c.Edited(t)
 		f := rapid.SampledFrom(plan.Families[:]).Draw(t, "family")
 		e, k := fakeEngine(f)
-		e.batch = rapid.SampledFrom([]int{0, 1, 5, 20}).Draw(t, "batch") // less than a plan takes, but for 0
+		e.MaxNames = rapid.SampledFrom([]int{0, 1, 5, 20}).Draw(t, "batch") // less than a plan takes, but for 0
 		compact := rapid.SampledFrom([]int{0, 1, 10, 40})
 		e.options.CompactAbove = compact.Draw(t, "compact above")
 		queue := portion.New(rapid.SampledFrom([]int{0, 1, 5}).Draw(t, "most at once"))
@@ -59,9 +61,9 @@ func TestTransitions(t *testing.T) {
 			changed = nil
 			e.options.CompactAbove = compact.Draw(t, "compact above, then")
 		}
-		k.restores = nil
-		k.changed = func() {
-			text := k.saved()
+		k.Restores = nil
+		k.Changed = func() {
+			text := saved(k)
 			rs, err := packetsim.Parse(f, text)
 			if err != nil {
 				t.Fatal(err)
@@ -72,7 +74,7 @@ func TestTransitions(t *testing.T) {
 					err = packetsim.AgreeBetween(p.Before, p.After, p.Endpoints, p.Packet, outcomes)
 				}
 				if err != nil {
-					t.Fatalf("packet %s: after %q, %v\nbefore: %s\nafter: %s\n%s", p.Packet, k.restores, err, p.Before, p.After, text)
+					t.Fatalf("packet %s: after %q, %v\nbefore: %s\nafter: %s\n%s", p.Packet, k.Restores, err, p.Before, p.After, text)
 				}
 				seen++
 			}
@@ -105,14 +107,14 @@ func TestInternalPolicyOfMany(t *testing.T) {
 	other := map[plan.Policy]plan.Policy{plan.Cluster: plan.Local, plan.Local: plan.Cluster}
 	for before, after := range other {
 		e, k := fakeEngine(plan.IPv4)
-		e.batch = maxNames
+		e.MaxNames = xtables.MaxNames
 		if err := e.sync(t.Context(), planOf(before), nil); err != nil {
 			t.Fatal(err)
 		}
 		next := planOf(after)
 		states := 0
-		k.changed = func() {
-			rs, err := packetsim.Parse(plan.IPv4, k.saved())
+		k.Changed = func() {
+			rs, err := packetsim.Parse(plan.IPv4, saved(k))
 			if err != nil {
 				t.Fatal(err)
 			}
@@ -125,21 +127,21 @@ func TestInternalPolicyOfMany(t *testing.T) {
 				}
 				for _, o := range outcomes {
 					if !o.DNAT || !o.Masquerade {
-						t.Fatalf("from %v to %v, after %d writes: %s gets to %s", before, after, len(k.restores), pkt, o)
+						t.Fatalf("from %v to %v, after %d writes: %s gets to %s", before, after, len(k.Restores), pkt, o)
 					}
 				}
 			}
 			states++
 		}
-		k.restores = nil
+		k.Restores = nil
 		if err := e.sync(t.Context(), next, nil); err != nil {
 			t.Fatal(err)
 		}
 		if states < 3 {
 			t.Errorf("from %v to %v: all was written in %d steps", before, after, states)
 		}
-		k.changed = nil
-		if got, want := k.text(), wantText(next, plan.IPv4); got != want {
+		k.Changed = nil
+		if got, want := textOfKernel(k), wantText(next, plan.IPv4); got != want {
 			t.Errorf("from %v to %v:\n%s", before, after, diffLines(want, got))
 		}
 	}

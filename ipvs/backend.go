@@ -18,13 +18,13 @@ import (
 	"sync"
 	"time"
 
-	"nodeproxy/iptables"
 	"nodeproxy/ipvs/nftrules"
+	"nodeproxy/kernel/drift"
 	"nodeproxy/kernel/host"
 	"nodeproxy/kernel/ipvs"
 	"nodeproxy/kernel/nft"
+	"nodeproxy/kernel/xtables"
 	"nodeproxy/plan"
-	"nodeproxy/proxier/drift"
 )
 
 // DeviceName is the network interface that the addresses of Services are put on.
@@ -40,7 +40,7 @@ const drainInterval = time.Second
 type Config struct {
 	Options
 	// Variant is the implementation of iptables to use; Auto picks the one that the node uses already.
-	Variant iptables.Variant
+	Variant xtables.Variant
 	// Families are those to program.
 	Families []plan.Family
 	// ExcludeCIDRs are ranges whose virtual servers belong to somebody else.
@@ -59,7 +59,7 @@ type Config struct {
 	// RestoreFailed is told of each run of iptables-restore that failed; nil for nobody.
 	RestoreFailed func(plan.Family)
 	// NativeRules is as in iptables.Config.
-	NativeRules func(iptables.NativeRules)
+	NativeRules func(xtables.NativeRules)
 	// Refused is as in iptables.Config.
 	Refused func(plan.Family, []plan.Refusal)
 	// Compared is told of each comparison of everything with the kernel, once for all families, with what was not as it had
@@ -75,7 +75,7 @@ type Backend struct {
 	node    *node
 	device  *host.Device
 	engines []*engine
-	tables  []*iptables.FixedTables
+	tables  []*xtables.Tables
 	took    map[plan.Family]time.Duration // by the last Sync
 
 	settings sync.Mutex // held while sysctls is used
@@ -171,10 +171,10 @@ func (b *Backend) open(n *node) error {
 	return nil
 }
 
-func (b *Backend) engine(f plan.Family, t *iptables.FixedTables, n *node, d *host.Device) *engine {
+func (b *Backend) engine(f plan.Family, t *xtables.Tables, n *node, d *host.Device) *engine {
 	options := b.cfg.Options
-	options.RandomFully, options.TCPLiberal = t.RandomFully(), tcpLiberal()
-	b.cfg.Log.Info("using IPVS", "program", t.Describe(), "scheduler", options.Scheduler)
+	options.RandomFully, options.TCPLiberal = t.Program().RandomFully, tcpLiberal()
+	b.cfg.Log.Info("using IPVS", "program", t.Program().Describe(), "scheduler", options.Scheduler)
 	if options.WholeAddresses = n.ports[f] == nil; options.WholeAddresses {
 		b.cfg.Log.Warn("all ports of external IPs are this node's, also where another host has the address: give Services addresses of"+
 			" their own", "family", f, "error", nftrules.ErrNoPorts)
@@ -193,7 +193,12 @@ func (b *Backend) engine(f plan.Family, t *iptables.FixedTables, n *node, d *hos
 		b.cfg.Log.Warn("marks that lead packets to virtual servers are not guarded: node ports do not work beside a network policy"+
 			" that uses marks too", "family", f, "error", nft.ErrAbsent)
 	}
-	t.Found, t.RestoreFailed, t.NativeRules = &e.found, b.cfg.RestoreFailed, b.cfg.NativeRules
+	t.Found, t.NativeRules = &e.found, b.cfg.NativeRules
+	t.Ran = func(_ string, err error) {
+		if err != nil && b.cfg.RestoreFailed != nil {
+			b.cfg.RestoreFailed(f)
+		}
+	}
 	b.tables = append(b.tables, t)
 	return e
 }

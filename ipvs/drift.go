@@ -5,9 +5,9 @@ import (
 	"net/netip"
 	"slices"
 
+	"nodeproxy/kernel/drift"
 	"nodeproxy/kernel/ipset"
 	"nodeproxy/kernel/ipvs"
-	"nodeproxy/proxier/drift"
 )
 
 // differences finds out in what that which the kernel holds now differs from what it was left with. Rules are compared by

@@ -9,10 +9,10 @@ import (
 
 	"pgregory.net/rapid"
 
+	"nodeproxy/kernel/drift"
 	"nodeproxy/kernel/ipvs"
 	"nodeproxy/plan"
 	"nodeproxy/plan/plantest"
-	"nodeproxy/proxier/drift"
 )
 
 // TestDriftWithPendingChanges: where a comparison and a change of the plan come together, the change is no drift; what somebody

@@ -12,10 +12,10 @@ import (
 	"time"
 
 	"nodeproxy/ipvs/nftrules"
+	"nodeproxy/kernel/drift"
 	"nodeproxy/kernel/ipset"
 	"nodeproxy/kernel/ipvs"
 	"nodeproxy/plan"
-	"nodeproxy/proxier/drift"
 )
 
 // engine programs one family.

@@ -10,10 +10,10 @@ import (
 	"slices"
 	"strings"
 
-	"nodeproxy/iptables"
 	"nodeproxy/ipvs/nftrules"
 	"nodeproxy/kernel/ipset"
 	"nodeproxy/kernel/ipvs"
+	"nodeproxy/kernel/xtables"
 	"nodeproxy/plan"
 )
 
@@ -30,7 +30,7 @@ type fakeKernel struct {
 	ports       map[plan.Address]struct{} // nil if there is no table for them
 	brokenPorts bool                      // the table is not what it should be
 	hostAddrs   map[netip.Addr]struct{}
-	fixed       *iptables.Fixed
+	fixed       xtables.Desired
 	otherMode   bool
 	connections map[netip.AddrPort]uint32
 	calls       []string
@@ -309,7 +309,7 @@ func (k fakeDevice) RemoveRoute(p netip.Prefix) error {
 
 type fakeTables struct{ *fakeKernel }
 
-func (k fakeTables) Apply(_ context.Context, x *iptables.Fixed) (int, error) {
+func (k fakeTables) Apply(_ context.Context, x xtables.Desired) (int, error) {
 	k.fixed = x
 	return 1, k.call("rules")
 }
@@ -389,7 +389,7 @@ func (k *fakeKernel) text() string {
 	for _, p := range slices.SortedFunc(maps.Keys(k.local), netip.Prefix.Compare) {
 		fmt.Fprintln(&out, p, k.local[p])
 	}
-	if k.fixed != nil {
+	if k.fixed.Chains != nil {
 		out.WriteString(k.fixed.Render())
 	}
 	return out.String()

@@ -4,9 +4,9 @@ import (
 	"context"
 	"net/netip"
 
-	"nodeproxy/iptables"
 	"nodeproxy/kernel/ipset"
 	"nodeproxy/kernel/ipvs"
+	"nodeproxy/kernel/xtables"
 	"nodeproxy/plan"
 )
 
@@ -70,6 +70,6 @@ type guard interface {
 }
 
 type tables interface {
-	Apply(context.Context, *iptables.Fixed) (int, error)
+	Apply(context.Context, xtables.Desired) (int, error)
 	ServiceChains(context.Context) (bool, error)
 }

@@ -5,12 +5,12 @@ import (
 	"errors"
 	"fmt"
 
-	"nodeproxy/iptables"
 	"nodeproxy/ipvs/nftrules"
 	"nodeproxy/kernel/host"
 	"nodeproxy/kernel/ipset"
 	"nodeproxy/kernel/ipvs"
 	"nodeproxy/kernel/nft"
+	"nodeproxy/kernel/xtables"
 	"nodeproxy/plan"
 )
 
@@ -18,7 +18,7 @@ import (
 type node struct {
 	servers *ipvs.Servers
 	sets    *ipset.Sets
-	tables  map[plan.Family]*iptables.FixedTables
+	tables  map[plan.Family]*xtables.Tables
 	guards  map[plan.Family]*nftrules.Guards // none on a kernel without nftables
 	ports   map[plan.Family]*nftrules.Ports  // none on a kernel that can't divert ports
 	// missing says of each family without tables why it has none.
@@ -28,17 +28,17 @@ type node struct {
 // find finds what a configuration needs, and sets in it what was left open. An error names what is missing.
 func find(cfg *Config) (*node, error) {
 	cfg.Scheduler = cmp.Or(cfg.Scheduler, DefaultScheduler)
-	if cfg.Variant == iptables.Auto || cfg.Variant == "" {
-		cfg.Variant = iptables.Detect()
+	if cfg.Variant == xtables.Auto || cfg.Variant == "" {
+		cfg.Variant = xtables.Detect()
 	}
 	n, err := findInKernel(cfg.Scheduler)
 	if err != nil {
 		return nil, err
 	}
-	n.tables, n.guards = map[plan.Family]*iptables.FixedTables{}, map[plan.Family]*nftrules.Guards{}
+	n.tables, n.guards = map[plan.Family]*xtables.Tables{}, map[plan.Family]*nftrules.Guards{}
 	n.ports = map[plan.Family]*nftrules.Ports{}
 	for _, f := range cfg.Families {
-		if t, err := iptables.NewFixedTables(cfg.Variant, f); err != nil {
+		if t, err := xtables.NewTables(cfg.Variant, f, cfg.Log); err != nil {
 			n.missing = append(n.missing, fmt.Errorf("%s: %w", f, err))
 		} else {
 			n.tables[f] = t

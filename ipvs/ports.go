@@ -9,9 +9,9 @@ import (
 	"slices"
 
 	"nodeproxy/ipvs/nftrules"
+	"nodeproxy/kernel/drift"
 	"nodeproxy/kernel/host"
 	"nodeproxy/plan"
-	"nodeproxy/proxier/drift"
 )
 
 // An external IP may be the address of another host. So only the ports that Services have are made local: see nftrules.Ports. Whatever else

@@ -6,14 +6,16 @@ import (
 
 	"nodeproxy/iptables"
 	"nodeproxy/kernel/names"
+	"nodeproxy/kernel/xtables"
 	"nodeproxy/plan"
 )
 
 // rules are the iptables rules of one family. They depend on settings and on the node, not on Services: these are in sets.
-func rules(p *plan.Plan, f plan.Family, o Options) *iptables.Fixed {
+func rules(p *plan.Plan, f plan.Family, o Options) xtables.Desired {
 	r := &ruleMaker{family: f, settings: p.Settings, node: p.Node, marks: newMarks(o.MasqueradeBit), ranges: o.routed(p, f)}
 	// IPVS drops what comes from a loopback address and leaves the node.
 	r.settings.LocalhostNodePorts = false
+	r.out.Stale, r.out.StaleJump = names.IsOurs, names.IsOurs
 	r.mangle()
 	r.filter()
 	r.nat()
@@ -21,7 +23,7 @@ func rules(p *plan.Plan, f plan.Family, o Options) *iptables.Fixed {
 		MasqueradeBit: o.MasqueradeBit, RandomFully: o.RandomFully, TCPLiberal: o.TCPLiberal,
 	}, f)...)
 	r.jumps()
-	return &r.out
+	return r.out
 }
 
 // ruleMaker makes the rules of one family.
@@ -31,11 +33,11 @@ type ruleMaker struct {
 	node     plan.Node
 	marks    marks
 	ranges   []netip.Prefix // of which every address is a Service's
-	out      iptables.Fixed
+	out      xtables.Desired
 }
 
-func (r *ruleMaker) chain(table, name string, rules ...string) {
-	r.out.Chains = append(r.out.Chains, iptables.FixedChain{Table: table, Name: name, Rules: rules})
+func (r *ruleMaker) chain(table names.Table, name string, rules ...string) {
+	r.out.Chains = append(r.out.Chains, xtables.Chain{Table: table, Name: name, Rules: rules})
 }
 
 const isNew = "-m conntrack --ctstate NEW "
@@ -103,18 +105,18 @@ func (r *ruleMaker) mangle() {
 		mark = append(mark, "-d "+cidr.String()+" -j RETURN")
 	}
 	mark = append(mark, iptables.ToNodePorts(&r.settings, &r.node, r.family, "kubernetes service nodeports", names.NodePort)...)
-	r.chain("mangle", names.IPVSMark, mark...)
-	r.chain("mangle", names.SourceRangesFirewall,
+	r.chain(names.Mangle, names.IPVSMark, mark...)
+	r.chain(names.Mangle, names.SourceRangesFirewall,
 		r.in(setSourceCIDR, "dst,dst,src")+"-j RETURN",
 		r.in(setSourceIP, "dst,dst,src")+"-j RETURN",
 		"-j DROP")
-	r.chain("mangle", names.ShortCircuit, r.inside(r.mapMark(setLoadBalancerLocal), r.mapMark(setExternalIPLocal))...)
-	r.chain("mangle", names.NodePort,
+	r.chain(names.Mangle, names.ShortCircuit, r.inside(r.mapMark(setLoadBalancerLocal), r.mapMark(setExternalIPLocal))...)
+	r.chain(names.Mangle, names.NodePort,
 		// One that changes its policy is in both for a moment.
 		r.to(setNodePortLocal)+"-g "+names.NodePortLocal,
 		r.mapMark(setNodePort))
-	r.chain("mangle", names.NodePortLocal, append([]string{r.mapMark(setNodePortLocal)}, r.inside()...)...)
-	r.chain("mangle", names.IPVSUnmark,
+	r.chain(names.Mangle, names.NodePortLocal, append([]string{r.mapMark(setNodePortLocal)}, r.inside()...)...)
+	r.chain(names.Mangle, names.IPVSUnmark,
 		// A kernel without nftables has no guard that has done this; see nftrules.MarkGuard.
 		"-m ipvs --ipvs "+ours+clearMark(r.marks.mask()),
 		// Only the first packet of a connection asks for masquerading.
@@ -153,7 +155,7 @@ const fromNode = "-m addrtype --src-type LOCAL "
 // filter is where packets are refused that no virtual server is for. Those of the node itself come by INPUT too, since
 // every address of a Service is one of the node's. Marks of ours are not to be seen here: see nftrules.MarkGuard.
 func (r *ruleMaker) filter() {
-	r.chain("filter", names.NodePort,
+	r.chain(names.Filter, names.NodePort,
 		"-p tcp "+comment("kubernetes health check node ports")+r.in(setHealthCheckNodePort, "dst")+"-j ACCEPT")
 	list := []string{
 		translated, // It is for an endpoint of the node's own, even where others may not get to that address and port.
@@ -171,12 +173,12 @@ func (r *ruleMaker) filter() {
 		list = append(list, "-d "+cidr.String()+" "+r.notICMP()+isNew+r.reject())
 	}
 	list = append(list, iptables.ToNodePorts(&r.settings, &r.node, r.family, "kubernetes service nodeports", names.IPVSNodePorts)...)
-	r.chain("filter", names.IPVSFilter, list...)
-	r.chain("filter", names.IPVSNodePorts,
+	r.chain(names.Filter, names.IPVSFilter, list...)
+	r.chain(names.Filter, names.IPVSNodePorts,
 		r.to(setNodePortLocal)+"-g "+names.IPVSNodePortsLocal,
 		isNew+r.to(setNodePortNoEndpoints)+r.reject())
-	r.chain("filter", names.IPVSLocal, r.outside(isNew+r.to(setNoLocalEndpoints)+"-j DROP")...)
-	r.chain("filter", names.IPVSNodePortsLocal, r.outside(isNew+r.to(setNodePortNoLocalEndpoints)+"-j DROP")...)
+	r.chain(names.Filter, names.IPVSLocal, r.outside(isNew+r.to(setNoLocalEndpoints)+"-j DROP")...)
+	r.chain(names.Filter, names.IPVSNodePortsLocal, r.outside(isNew+r.to(setNodePortNoLocalEndpoints)+"-j DROP")...)
 }
 
 // outside are rules that apply a rule to all but pods and the node itself, which are led to endpoints elsewhere.
@@ -207,22 +209,22 @@ func (r *ruleMaker) nat() {
 	services = append(services,
 		r.to(setLoadBalancer)+"-j "+names.LoadBalancer,
 		r.to(setExternalIP)+masq)
-	r.chain("nat", names.Services, services...)
-	r.chain("nat", names.LoadBalancer, masq)
+	r.chain(names.NAT, names.Services, services...)
+	r.chain(names.NAT, names.LoadBalancer, masq)
 }
 
 func (r *ruleMaker) jumps() {
 	const portals = "kubernetes service portals"
-	r.out.Jumps = []iptables.FixedJump{
-		{Table: "mangle", From: "INPUT", Rule: "-j " + names.IPVSMark},
-		{Table: "mangle", From: "OUTPUT", Rule: "-j " + names.IPVSMark},
-		{Table: "mangle", From: "POSTROUTING", Rule: "-j " + names.IPVSUnmark},
+	r.out.Jumps = []xtables.Jump{
+		{Table: names.Mangle, From: "INPUT", Rule: "-j " + names.IPVSMark},
+		{Table: names.Mangle, From: "OUTPUT", Rule: "-j " + names.IPVSMark},
+		{Table: names.Mangle, From: "POSTROUTING", Rule: "-j " + names.IPVSUnmark},
 		// A health check node port answers at the node's addresses, not at those of Services.
-		{Table: "filter", From: "INPUT", Rule: comment("kubernetes health check rules") + "-j " + names.NodePort},
-		{Table: "filter", From: "INPUT", Rule: comment("kubernetes ipvs access filter") + "-j " + names.IPVSFilter},
-		{Table: "filter", From: "FORWARD", Rule: comment("kubernetes forwarding rules") + "-j " + names.Forward},
-		{Table: "nat", From: "OUTPUT", Rule: comment(portals) + "-j " + names.Services},
-		{Table: "nat", From: "PREROUTING", Rule: comment(portals) + "-j " + names.Services},
-		{Table: "nat", From: "POSTROUTING", Rule: comment("kubernetes postrouting rules") + "-j " + names.Postrouting},
+		{Table: names.Filter, From: "INPUT", Rule: comment("kubernetes health check rules") + "-j " + names.NodePort},
+		{Table: names.Filter, From: "INPUT", Rule: comment("kubernetes ipvs access filter") + "-j " + names.IPVSFilter},
+		{Table: names.Filter, From: "FORWARD", Rule: comment("kubernetes forwarding rules") + "-j " + names.Forward},
+		{Table: names.NAT, From: "OUTPUT", Rule: comment(portals) + "-j " + names.Services},
+		{Table: names.NAT, From: "PREROUTING", Rule: comment(portals) + "-j " + names.Services},
+		{Table: names.NAT, From: "POSTROUTING", Rule: comment("kubernetes postrouting rules") + "-j " + names.Postrouting},
 	}
 }

@@ -11,7 +11,7 @@ import (
 
 	"golang.org/x/sys/unix"
 
-	"nodeproxy/proxier/drift"
+	"nodeproxy/kernel/drift"
 )
 
 // sysctl is a kernel setting of this network namespace.

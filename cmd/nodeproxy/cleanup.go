@@ -11,8 +11,8 @@ import (
 	"golang.org/x/sys/unix"
 
 	"nodeproxy/config"
-	"nodeproxy/iptables"
 	"nodeproxy/ipvs"
+	"nodeproxy/kernel/xtables"
 	"nodeproxy/node/exclusive"
 	"nodeproxy/node/leftovers"
 )
@@ -104,7 +104,7 @@ func mayAdminister() error {
 // eachLeft removes everything, or with dry only lists it. Rules go first: they ask the sets, and count with the accounting objects.
 func eachLeft(ctx context.Context, cfg *config.Config, dry bool, tell func(string)) error {
 	var errs []error
-	lines, err := iptables.Cleanup(ctx, dry, variants(cfg.IPTablesBackend)...)
+	lines, err := xtables.Cleanup(ctx, dry, variants(cfg.IPTablesBackend)...)
 	for _, line := range lines {
 		tell(line)
 	}
@@ -122,11 +122,11 @@ func eachLeft(ctx context.Context, cfg *config.Config, dry bool, tell func(strin
 }
 
 // variants are those of iptables that are cleaned up.
-func variants(v iptables.Variant) []iptables.Variant {
-	if v == iptables.NFT || v == iptables.Legacy {
-		return []iptables.Variant{v}
+func variants(v xtables.Variant) []xtables.Variant {
+	if v == xtables.NFT || v == xtables.Legacy {
+		return []xtables.Variant{v}
 	}
-	return []iptables.Variant{iptables.NFT, iptables.Legacy}
+	return []xtables.Variant{xtables.NFT, xtables.Legacy}
 }
 
 // ipvsLeft removes what mode ipvs has left. Without its device and sets, virtual servers are somebody else's.

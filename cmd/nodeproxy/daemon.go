@@ -17,6 +17,7 @@ import (
 	"nodeproxy/ipvs"
 	"nodeproxy/kernel/conntrack"
 	"nodeproxy/kernel/host"
+	"nodeproxy/kernel/xtables"
 	"nodeproxy/metrics"
 	"nodeproxy/node/flows"
 	"nodeproxy/node/health"
@@ -295,7 +296,7 @@ func (d *daemon) refusals() func(plan.Family, []plan.Refusal) {
 }
 
 // nativeRules tells of a table with rules that only nft can read. Families may call it at the same time.
-func (d *daemon) nativeRules(n iptables.NativeRules) {
+func (d *daemon) nativeRules(n xtables.NativeRules) {
 	if len(n.Chains) == 0 {
 		d.log.Info("iptables can read the table again", "table", n.Table, "family", n.Family)
 		return

@@ -5,8 +5,8 @@ import (
 	"log/slog"
 	"maps"
 
+	"nodeproxy/kernel/drift"
 	"nodeproxy/metrics"
-	"nodeproxy/proxier/drift"
 )
 
 // driftReporter counts, logs and tells the cluster what others have changed of what was written to the kernel.

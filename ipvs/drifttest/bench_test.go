@@ -12,8 +12,8 @@ import (
 	"github.com/vishvananda/netns"
 	"golang.org/x/sys/unix"
 
-	"nodeproxy/iptables"
 	"nodeproxy/ipvs"
+	"nodeproxy/kernel/xtables"
 )
 
 // cpuTime is the processor time of this program and those that it has run.
@@ -34,7 +34,7 @@ func cpuTime(b *testing.B) time.Duration {
 func BenchmarkCompare(b *testing.B) {
 	for _, vips := range []ipvs.VIPs{ipvs.Routes, ipvs.Addresses} {
 		b.Run(string(vips), func(b *testing.B) {
-			inLab(b, iptables.NFT, 5000, ipvs.Options{VIPs: vips}, func(l *lab) {
+			inLab(b, xtables.NFT, 5000, ipvs.Options{VIPs: vips}, func(l *lab) {
 				before := cpuTime(b)
 				for b.Loop() {
 					l.sync()
@@ -60,7 +60,7 @@ func BenchmarkCompare(b *testing.B) {
 // BenchmarkPods is what it costs, in parts of a processor, that a pod's interface comes each second, at 3,000 Services with two
 // endpoints each, and how many comparisons of everything that causes.
 func BenchmarkPods(b *testing.B) {
-	inLab(b, iptables.NFT, 3000, ipvs.Options{}, func(l *lab) {
+	inLab(b, xtables.NFT, 3000, ipvs.Options{}, func(l *lab) {
 		ctx, cancel := context.WithCancel(context.Background())
 		changed := make(chan struct{}, 1)
 		var running sync.WaitGroup

@@ -22,9 +22,10 @@ import (
 	"nodeproxy/internal/nstest"
 	"nodeproxy/iptables"
 	"nodeproxy/ipvs"
+	"nodeproxy/kernel/drift"
+	"nodeproxy/kernel/xtables"
 	"nodeproxy/plan"
 	"nodeproxy/plan/plantest"
-	"nodeproxy/proxier/drift"
 )
 
 func TestMain(m *testing.M) {
@@ -38,7 +39,7 @@ func TestMain(m *testing.M) {
 // lab is a Backend over a network namespace.
 type lab struct {
 	t       testing.TB
-	variant iptables.Variant
+	variant xtables.Variant
 	ns      netns.NsHandle
 	backend *ipvs.Backend
 	plan    *plan.Plan
@@ -48,7 +49,7 @@ type lab struct {
 
 // inLab runs f on a thread in a namespace of its own, in which n Services with two endpoints each are programmed. Programs
 // that f starts inherit it; goroutines do not.
-func inLab(t testing.TB, v iptables.Variant, n int, o ipvs.Options, f func(l *lab)) {
+func inLab(t testing.TB, v xtables.Variant, n int, o ipvs.Options, f func(l *lab)) {
 	t.Helper()
 	nstest.Run(t, func() {
 		ns, err := netns.Get()
@@ -188,7 +189,7 @@ var guardFaults = []fault{
 // TestDrift: what others change is noticed within seconds, named, counted once, and put right.
 func TestDrift(t *testing.T) {
 	t.Parallel()
-	try := func(v iptables.Variant, vips ipvs.VIPs, group []fault) {
+	try := func(v xtables.Variant, vips ipvs.VIPs, group []fault) {
 		t.Run(string(v)+"/"+group[len(group)-1].name, func(t *testing.T) {
 			t.Parallel()
 			inLab(t, v, services, ipvs.Options{VIPs: vips}, func(l *lab) {
@@ -200,12 +201,12 @@ func TestDrift(t *testing.T) {
 		})
 	}
 	for _, group := range faults {
-		try(iptables.NFT, ipvs.Addresses, group)
+		try(xtables.NFT, ipvs.Addresses, group)
 	}
-	try(iptables.Legacy, ipvs.Addresses, faults[len(faults)-1])
-	try(iptables.Legacy, ipvs.Routes, routeFaults)
-	try(iptables.NFT, ipvs.Addresses, guardFaults)
-	try(iptables.Legacy, ipvs.Addresses, guardFaults)
+	try(xtables.Legacy, ipvs.Addresses, faults[len(faults)-1])
+	try(xtables.Legacy, ipvs.Routes, routeFaults)
+	try(xtables.NFT, ipvs.Addresses, guardFaults)
+	try(xtables.Legacy, ipvs.Addresses, guardFaults)
 }
 
 func (l *lab) check(f fault, before string) {

@@ -17,6 +17,9 @@ const (
 	NAT    Table = "nat"
 )
 
+// Tables are all of them, in the order in which they are written: what marks and refuses packets before what translates them.
+var Tables = []Table{Mangle, Filter, NAT}
+
 // The chains of fixed name. Those that kube-proxy has too bear its names, so that each program can take over from the other in place.
 const (
 	Services      = "KUBE-SERVICES"

@@ -1,4 +1,4 @@
-package iptables
+package xtables
 
 import (
 	"context"
@@ -51,7 +51,7 @@ func chainList(names []string) string {
 }
 
 // tellNative tells of native rules, once.
-func (t *tool) tellNative(tbl names.Table, chains []string) {
+func (t *Program) tellNative(tbl names.Table, chains []string) {
 	if slices.Equal(t.told[tbl], chains) {
 		return
 	}
@@ -59,17 +59,17 @@ func (t *tool) tellNative(tbl names.Table, chains []string) {
 		t.told = map[names.Table][]string{}
 	}
 	t.told[tbl] = chains
-	if t.native != nil {
-		t.native(NativeRules{t.family, string(tbl), chains})
+	if t.OnNativeRules != nil {
+		t.OnNativeRules(NativeRules{t.Family, string(tbl), chains})
 	}
 }
 
 // listTries is how often a table is listed that changes meanwhile, and mostNative how many chains with native rules are found by
 // listing: each costs a run of a program. Of all other chains that are not ours, the kernel is asked then.
-const listTries, mostNative = 3, 50
+const listTries, MostNative = 3, 50
 
 // saveByChain is save for a table that iptables-save does not print.
-func (t *tool) saveByChain(ctx context.Context, tbl names.Table) (held kernelTable, err error) {
+func (t *Program) saveByChain(ctx context.Context, tbl names.Table) (held Content, err error) {
 	var native []string
 	for range listTries {
 		if held, native, err = t.listByChain(ctx, tbl, nil); err == nil {
@@ -81,10 +81,10 @@ func (t *tool) saveByChain(ctx context.Context, tbl names.Table) (held kernelTab
 		}
 	}
 	return nil, fmt.Errorf("table %s holds rules that iptables can't read (nft list table %s %s shows them; they belong in a table "+
-		"of their own), and listing its chains one by one failed; nothing is changed: %w", tbl, nftFamily(t.family), tbl, err)
+		"of their own), and listing its chains one by one failed; nothing is changed: %w", tbl, NftFamily(t.Family), tbl, err)
 }
 
-func nftFamily(f plan.Family) string {
+func NftFamily(f plan.Family) string {
 	if f == plan.IPv6 {
 		return "ip6"
 	}
@@ -96,17 +96,25 @@ var nativeChain = regexp.MustCompile("chain `([^']+)' in table `[^']+' is incomp
 
 // listByChain lists a table chain by chain, and returns the chains with native rules too. With counters, each line of a program is
 // passed on as well.
-func (t *tool) listByChain(ctx context.Context, tbl names.Table, counters func(line string)) (kernelTable, []string, error) {
-	chains, err := nftChains(t.family, tbl)
+func (t *Program) listByChain(ctx context.Context, tbl names.Table, counters func(line string)) (Content, []string, error) {
+	chains, err := NFTChains(t.Family, tbl)
 	if err != nil {
 		return nil, nil, err
 	}
 	// What is not ours comes first: it is there that native rules are to be expected, and each costs another run for what is left.
-	slices.SortStableFunc(chains, func(a, b string) int { return boolCompare(names.IsOurs(tbl, a), names.IsOurs(tbl, b)) })
-	held := kernelTable{}
+	slices.SortStableFunc(chains, func(a, b string) int {
+		switch ours := names.IsOurs(tbl, a); {
+		case ours == names.IsOurs(tbl, b):
+			return 0
+		case ours:
+			return 1
+		}
+		return -1
+	})
+	held := Content{}
 	var native, left []string
 	ask := func(name string) error {
-		rules, err := nftRules(t.family, tbl, name)
+		rules, err := NFTRules(t.Family, tbl, name)
 		held[name] = rules
 		native = append(native, name)
 		return err
@@ -120,7 +128,7 @@ func (t *tool) listByChain(ctx context.Context, tbl names.Table, counters func(l
 	}
 	for runs := 0; len(left) > 0; runs++ {
 		err := t.listChains(ctx, tbl, left, func(line string) {
-			if held.add(line); counters != nil {
+			if held.Add(line); counters != nil {
 				counters(line)
 			}
 		}, counters != nil)
@@ -128,18 +136,18 @@ func (t *tool) listByChain(ctx context.Context, tbl names.Table, counters func(l
 			break
 		}
 		i := -1
-		if failed := (*readError)(nil); errors.As(err, &failed) {
+		if failed := (*ReadError)(nil); errors.As(err, &failed) {
 			if m := nativeChain.FindStringSubmatch(failed.message); m != nil {
 				i = slices.Index(left, m[1])
 			}
 		}
-		if i < 0 || runs > mostNative {
+		if i < 0 || runs > MostNative {
 			return nil, nil, err
 		}
 		if err := ask(left[i]); err != nil {
 			return nil, nil, err
 		}
-		for left = left[i+1:]; runs == mostNative && len(left) > 0 && !names.IsOurs(tbl, left[0]); left = left[1:] {
+		for left = left[i+1:]; runs == MostNative && len(left) > 0 && !names.IsOurs(tbl, left[0]); left = left[1:] {
 			if err := ask(left[0]); err != nil {
 				return nil, nil, err
 			}
@@ -147,7 +155,7 @@ func (t *tool) listByChain(ctx context.Context, tbl names.Table, counters func(l
 	}
 	for _, name := range chains {
 		if _, listed := held[name]; !listed {
-			return nil, nil, fmt.Errorf("%s did not list chain %s", t.restorePath, name)
+			return nil, nil, fmt.Errorf("%s did not list chain %s", t.RestorePath, name)
 		}
 	}
 	slices.Sort(native)
@@ -155,7 +163,7 @@ func (t *tool) listByChain(ctx context.Context, tbl names.Table, counters func(l
 }
 
 // listChains lists chains in one run. Where one of them can't be listed, those before it are.
-func (t *tool) listChains(ctx context.Context, tbl names.Table, names []string, line func(string), counters bool) error {
+func (t *Program) listChains(ctx context.Context, tbl names.Table, names []string, line func(string), counters bool) error {
 	list := "-S "
 	if counters {
 		list = "-v -S "
@@ -166,7 +174,7 @@ func (t *tool) listChains(ctx context.Context, tbl names.Table, names []string, 
 		in.WriteString(list + name + "\n")
 	}
 	in.WriteString("COMMIT\n")
-	return t.read(ctx, t.restorePath, in.String(), func(out io.Reader) error { return eachLine(out, line) }, "--noflush")
+	return t.read(ctx, t.RestorePath, in.String(), func(out io.Reader) error { return EachLine(out, line) }, "--noflush")
 }
 
 // deletion is a rule to remove from a chain with native rules.
@@ -177,7 +185,7 @@ type deletion struct {
 
 // deletions splits input for iptables-restore into what that program can do and the removal of rules from chains with native rules,
 // as far as is known from the last save.
-func (t *tool) deletions(text string) (string, []deletion) {
+func (t *Program) deletions(text string) (string, []deletion) {
 	native := false
 	for _, chains := range t.told {
 		native = native || len(chains) > 0
@@ -204,22 +212,22 @@ func (t *tool) deletions(text string) (string, []deletion) {
 }
 
 // delete removes rules by the handles that the kernel knows them by. One that is gone already is no error.
-func (t *tool) delete(list []deletion) error {
+func (t *Program) delete(list []deletion) error {
 	for _, d := range list {
 		handle, err := t.handleOf(d)
 		if err == nil && handle != 0 {
 			err = t.deleteHandle(d, handle)
 		}
 		if err != nil && !errors.Is(err, unix.ENOENT) {
-			return fmt.Errorf("removing %q from chain %s of table %s (%s): %w", d.rule, d.chain, d.table, t.family, err)
+			return fmt.Errorf("removing %q from chain %s of table %s (%s): %w", d.rule, d.chain, d.table, t.Family, err)
 		}
 	}
 	return nil
 }
 
 // handleOf returns the handle of the first rule that reads like one to remove; 0 if there is none.
-func (t *tool) handleOf(d deletion) (handle uint64, err error) {
-	err = nftDump(t.family, unix.NFT_MSG_GETRULE, unix.NFT_MSG_NEWRULE, d.table, d.chain, func(attrs []byte) {
+func (t *Program) handleOf(d deletion) (handle uint64, err error) {
+	err = nftDump(t.Family, unix.NFT_MSG_GETRULE, unix.NFT_MSG_NEWRULE, d.table, d.chain, func(attrs []byte) {
 		if handle == 0 && nftRule(attrs) == d.rule {
 			handle = ruleHandle(attrs)
 		}
@@ -227,12 +235,12 @@ func (t *tool) handleOf(d deletion) (handle uint64, err error) {
 	return handle, err
 }
 
-func (t *tool) deleteHandle(d deletion, handle uint64) error {
+func (t *Program) deleteHandle(d deletion, handle uint64) error {
 	c, err := nftables.New()
 	if err != nil {
 		return err
 	}
-	tbl := &nftables.Table{Name: string(d.table), Family: nftables.TableFamily(nfProtocol(t.family))}
+	tbl := &nftables.Table{Name: string(d.table), Family: nftables.TableFamily(nfProtocol(t.Family))}
 	err = c.DelRule(&nftables.Rule{Table: tbl, Chain: &nftables.Chain{Name: d.chain, Table: tbl}, Handle: handle})
 	if err != nil {
 		return err
@@ -241,7 +249,7 @@ func (t *tool) deleteHandle(d deletion, handle uint64) error {
 }
 
 // nftChains are the chains of a table, as the kernel lists them.
-func nftChains(f plan.Family, t names.Table) ([]string, error) {
+func NFTChains(f plan.Family, t names.Table) ([]string, error) {
 	var names []string
 	err := nftDump(f, unix.NFT_MSG_GETCHAIN, unix.NFT_MSG_NEWCHAIN, t, "", func(attrs []byte) {
 		names = append(names, text0(attribute(attrs, attrChainName)))
@@ -251,7 +259,7 @@ func nftChains(f plan.Family, t names.Table) ([]string, error) {
 
 // nftRules are the rules of a chain, or with an empty name of all chains of a table, each as far as it can be read: whole where all
 // that it has is a comment, the state NEW and a target, as the rules have that lead to our chains; else what it leads to.
-func nftRules(f plan.Family, t names.Table, chain string) ([]string, error) {
+func NFTRules(f plan.Family, t names.Table, chain string) ([]string, error) {
 	var rules []string
 	err := nftDump(f, unix.NFT_MSG_GETRULE, unix.NFT_MSG_NEWRULE, t, chain, func(attrs []byte) {
 		rules = append(rules, nftRule(attrs))
@@ -300,10 +308,10 @@ const (
 )
 
 // unreadMark begins what stands for a rule that can't be read. No rule as iptables prints it begins like that.
-const unreadMark = "# rule with handle "
+const UnreadMark = "# rule with handle "
 
 // unread reports whether a rule stands for one that can't be read.
-func unread(rule string) bool { return strings.HasPrefix(rule, unreadMark) }
+func Unread(rule string) bool { return strings.HasPrefix(rule, UnreadMark) }
 
 // nftRule is the text of a rule, given its attributes.
 func nftRule(attrs []byte) string {
@@ -327,7 +335,7 @@ func nftRule(attrs []byte) string {
 	if known && target != "" {
 		return strings.Join(append(words, target), " ")
 	}
-	return strings.TrimSpace(fmt.Sprintf("%s%d %s", unreadMark, ruleHandle(attrs), target))
+	return strings.TrimSpace(fmt.Sprintf("%s%d %s", UnreadMark, ruleHandle(attrs), target))
 }
 
 // ruleHandle is what the kernel knows a rule by; 0 is no rule's.
@@ -344,7 +352,7 @@ func nftMatch(data []byte) string {
 	info := attribute(data, attrMatchInfo)
 	switch text0(attribute(data, attrMatchName)) {
 	case "comment":
-		return newRule().comment(text0(info)).b.String()
+		return NewRule().Comment(text0(info)).Text()
 	case "conntrack":
 		// struct xt_conntrack_mtinfo3: eight addresses, two times, a protocol and four ports come before what is to be matched.
 		const flags, stateMask, stateNew, byState = 146, 150, 1 << 3, 1 << 0

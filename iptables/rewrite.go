@@ -5,6 +5,7 @@ import (
 	"slices"
 
 	"nodeproxy/kernel/names"
+	"nodeproxy/kernel/xtables"
 	"nodeproxy/plan"
 )
 
@@ -32,9 +33,9 @@ func (f *fullSync) dispatch() error {
 }
 
 // dispatchOrRefuse writes what leads to the ServicePorts' chains, without those ServicePorts whose entries the kernel refuses.
-func (f *fullSync) dispatchOrRefuse(todo []tableChain) error {
+func (f *fullSync) dispatchOrRefuse(todo []xtables.Change) error {
 	err := f.dispatchInSteps(todo)
-	if !errRefused(err) || !f.works() {
+	if !xtables.IsRefused(err) || !f.works() {
 		return err
 	}
 	if found, other := f.refuseEntries(); other != nil || !found {
@@ -49,15 +50,15 @@ func (f *fullSync) dispatchOrRefuse(todo []tableChain) error {
 func (f *fullSync) split(rewrites []own) (first, last []own) {
 	for _, o := range rewrites {
 		now, later := own{sp: o.sp}, own{sp: o.sp}
-		for _, c := range o.chains {
+		for _, c := range o.changes {
 			masquerading := f.stillMasquerading(o.sp, c)
-			if len(masquerading.rules) > len(c.rules) {
-				later.chains = append(later.chains, c)
+			if len(masquerading.Rules) > len(c.Rules) {
+				later.changes = append(later.changes, c)
 			}
-			now.chains = append(now.chains, masquerading)
+			now.changes = append(now.changes, masquerading)
 		}
 		first = append(first, now)
-		if len(later.chains) > 0 {
+		if len(later.changes) > 0 {
 			last = append(last, later)
 		}
 	}
@@ -66,14 +67,14 @@ func (f *fullSync) split(rewrites []own) (first, last []own) {
 
 // stillMasquerading returns c, preceded by the rules that masquerade traffic for the cluster IP if c is the chain of the policy
 // that is not in force any more, and the kernel's version of it has such rules.
-func (f *fullSync) stillMasquerading(sp *plan.ServicePort, c chain) chain {
+func (f *fullSync) stillMasquerading(sp *plan.ServicePort, c xtables.Change) xtables.Change {
 	b := f.rules.builder(sp)
 	former := plan.Cluster
 	if sp.InternalPolicy == plan.Cluster {
 		former = plan.Local
 	}
-	masquerades := func(rule string) bool { return jumpTarget(rule) == names.MarkMasq }
-	if c.name != b.policyChainName(former) || !slices.ContainsFunc(f.nat[c.name], masquerades) {
+	masquerades := func(rule string) bool { return xtables.Target(rule) == names.MarkMasq }
+	if c.Chain != b.policyChainName(former) || !slices.ContainsFunc(c.Have, masquerades) {
 		return c
 	}
 	var rules []string
@@ -85,85 +86,75 @@ func (f *fullSync) stillMasquerading(sp *plan.ServicePort, c chain) chain {
 			rules = append(rules, r)
 		}
 	}
-	return chain{c.name, slices.Concat(rules, c.rules)}
+	c.Rules = slices.Concat(rules, c.Rules)
+	return c
 }
 
 // dispatchAtOnce reports whether it has written all, which it has not where that is too much, or the kernel refuses something.
-func (f *fullSync) dispatchAtOnce(todo []tableChain) (bool, error) {
-	var b blocks
-	names := map[string]bool{}
+func (f *fullSync) dispatchAtOnce(todo []xtables.Change) (bool, error) {
+	var step []xtables.Change
 	for _, o := range f.rewrites {
-		for _, c := range o.chains {
-			b.nat.write(c)
-			addNames(names, c)
-		}
+		step = append(step, o.changes...)
 	}
-	for _, c := range todo {
-		b.write(c)
-		addNames(names, c.chain)
-	}
-	if f.tooMany(names) {
+	step = append(step, todo...)
+	in := map[string]bool{}
+	xtables.Names(in, step...)
+	if f.Full(in) {
 		return false, nil
 	}
-	err := f.write(b.natFirst()...)
-	if errRefused(err) {
+	err := f.write(inOrder(step, names.NAT, names.Filter))
+	if xtables.IsRefused(err) {
 		return false, nil // In steps it turns out by what.
 	}
 	return err == nil, err
 }
 
-// fixedTodo are the chains that are not a ServicePort's own and that the kernel does not have as they are to be.
-func (f *fullSync) fixedTodo() []tableChain {
-	var todo []tableChain
-	f.rules.fixed(func(c tableChain) {
-		f.want(c.table, c.name)
-		if !f.held(c.table).has(c.chain) {
-			todo = append(todo, c)
-		}
+// fixedTodo is what is to change in the chains that are not a ServicePort's own.
+func (f *fullSync) fixedTodo() []xtables.Change {
+	var todo []xtables.Change
+	f.rules.fixed(func(c xtables.Chain) {
+		f.want(c.Table, c.Name)
+		todo = append(todo, f.differing(c)...)
 	})
 	return todo
 }
 
 // dispatchInSteps writes the chains that are not a ServicePort's own, those that others lead to first.
-func (f *fullSync) dispatchInSteps(todo []tableChain) error {
+func (f *fullSync) dispatchInSteps(todo []xtables.Change) error {
 	// The roots come after the trees below them: until they are written, the trees that were there before are whole. What the
 	// base chains lose only then, such as a rule that masquerades for all Services, the former trees relied on.
-	slices.SortStableFunc(todo, func(a, b tableChain) int { return turn(a.name) - turn(b.name) })
-	if f.batch == 0 || !f.nestsTooDeep(todo) {
+	slices.SortStableFunc(todo, func(a, b xtables.Change) int { return turn(a.Chain) - turn(b.Chain) })
+	if f.MaxNames == 0 || !f.nestsTooDeep(todo) {
 		return f.writeInSteps(todo)
 	}
 	// What is new is reached by nothing yet; all that is to be otherwise changes at once.
-	isHeld := func(c tableChain) bool { _, held := f.held(c.table)[c.name]; return held }
-	slices.SortStableFunc(todo, func(a, b tableChain) int { return boolCompare(isHeld(a), isHeld(b)) })
-	first := slices.IndexFunc(todo, isHeld)
+	slices.SortStableFunc(todo, func(a, b xtables.Change) int { return boolCompare(a.Exists, b.Exists) })
+	first := slices.IndexFunc(todo, func(c xtables.Change) bool { return c.Exists })
 	if err := f.writeInSteps(todo[:first]); err != nil {
 		return err
 	}
-	var b blocks
-	for _, c := range todo[first:] {
-		b.write(c)
-	}
-	return f.write(b.natFirst()...)
+	return f.write(inOrder(todo[first:], names.NAT, names.Filter))
 }
 
 // writeInSteps writes chains in order, not too many at a time.
-func (f *fullSync) writeInSteps(todo []tableChain) error {
-	var blocks []block
-	names := map[string]bool{}
+func (f *fullSync) writeInSteps(todo []xtables.Change) error {
+	var steps [][]xtables.Change
+	in := map[string]bool{}
 	for _, c := range todo {
-		if n := len(blocks); n == 0 || blocks[n-1].table != c.table {
-			blocks = append(blocks, block{table: c.table})
+		if n := len(steps); n == 0 || steps[n-1][0].Table != c.Table {
+			steps = append(steps, nil)
 		}
-		blocks[len(blocks)-1].write(c.chain)
-		if addNames(names, c.chain); f.tooMany(names) {
-			if err := f.write(blocks...); err != nil {
+		last := len(steps) - 1
+		steps[last] = append(steps[last], c)
+		if xtables.Names(in, c); f.Full(in) {
+			if err := f.write(steps...); err != nil {
 				return err
 			}
-			blocks = nil
-			clear(names)
+			steps = nil
+			clear(in)
 		}
 	}
-	return f.write(blocks...)
+	return f.write(steps...)
 }
 
 // fixedName reports whether a chain is there whatever the Services: one that does not belong to a tree.
@@ -182,12 +173,15 @@ func turn(name string) int {
 
 // nestsTooDeep reports whether, while these chains are written one after the other, rules would at times lead deeper than the
 // kernel takes: down to one of them by the chains that are there, and on by those that are to be.
-func (f *fullSync) nestsTooDeep(todo []tableChain) bool {
-	rewritten := map[names.Table]map[string]int{names.NAT: {}, names.Filter: {}} // their depths
-	held := map[names.Table]map[string]int{names.NAT: depths(f.nat), names.Filter: depths(f.filter)}
-	for _, c := range todo {
-		if depth, reached := held[c.table][c.name]; reached {
-			rewritten[c.table][c.name] = depth
+func (f *fullSync) nestsTooDeep(todo []xtables.Change) bool {
+	rewritten := map[names.Table]map[string]int{} // their depths
+	for _, t := range tables {
+		rewritten[t] = map[string]int{}
+		held := xtables.Depths(f.actual[t])
+		for _, c := range todo {
+			if depth, reached := held[c.Chain]; reached && c.Table == t {
+				rewritten[t][c.Chain] = depth
+			}
 		}
 	}
 	deep := false
@@ -195,33 +189,8 @@ func (f *fullSync) nestsTooDeep(todo []tableChain) bool {
 		d := f.rules.dispatcher(id, &f.rules.tries)
 		d.walk(func(n node) {
 			depth, is := rewritten[d.place.table][d.name(n.prefix)]
-			deep = deep || is && depth+n.levels-1+d.place.tail > maxNesting
+			deep = deep || is && depth+n.levels-1+d.place.tail > xtables.MaxNesting
 		})
 	}
 	return deep
-}
-
-// depths tells of each chain that packets can get to how deep below a built-in one it lies at most.
-func depths(held kernelTable) map[string]int {
-	out := map[string]int{}
-	var visit func(name string, depth int)
-	visit = func(name string, depth int) {
-		if was, seen := out[name]; seen && was >= depth {
-			return
-		}
-		out[name] = depth
-		for _, r := range held[name] {
-			if to := jumpTarget(r); to != "" {
-				if _, is := held[to]; is {
-					visit(to, depth+1)
-				}
-			}
-		}
-	}
-	for name := range held {
-		if names.Builtin(name) {
-			visit(name, 0)
-		}
-	}
-	return out
 }

@@ -1,4 +1,4 @@
-package iptables
+package xtables
 
 import (
 	"bytes"
@@ -107,7 +107,7 @@ const (
 // concerns says what of ours a change by another program may have to do with; empty if with nothing. In built-in chains, it
 // is the removal of rules that lead to our chains. Rules that others add there are their business.
 func (n *notifications) concerns(kind uint16, protocol byte, attrs []byte) string {
-	i := slices.IndexFunc(n.tables, func(t watched) bool { return nfProtocol(t.tool.family) == protocol })
+	i := slices.IndexFunc(n.tables, func(t watched) bool { return nfProtocol(t.tool.Family) == protocol })
 	if i < 0 {
 		return ""
 	}
@@ -116,7 +116,7 @@ func (n *notifications) concerns(kind uint16, protocol byte, attrs []byte) strin
 		return ""
 	}
 	name := func(attr uint16) string { return text0(attribute(attrs, attr)) }
-	where := fmt.Sprintf("table %s (%s)", t, n.tables[i].tool.family)
+	where := fmt.Sprintf("table %s (%s)", t, n.tables[i].tool.Family)
 	switch kind {
 	case unix.NFT_MSG_DELTABLE:
 		return where + " was removed"

@@ -1,4 +1,4 @@
-package iptables
+package xtables
 
 import (
 	"bytes"
@@ -16,6 +16,8 @@ import (
 	"time"
 
 	goiptables "github.com/coreos/go-iptables/iptables"
+	"github.com/google/nftables"
+	"golang.org/x/sys/unix"
 
 	"nodeproxy/kernel/names"
 	"nodeproxy/plan"
@@ -46,32 +48,32 @@ const (
 )
 
 // tool runs the iptables programs of one variant and family.
-type tool struct {
-	variant Variant
-	family  plan.Family
+type Program struct {
+	Variant Variant
+	Family  plan.Family
 	// path, restorePath and savePath are iptables, iptables-restore and iptables-save.
-	path, restorePath, savePath string
+	Path, RestorePath, SavePath string
 	version                     programVersion
-	randomFully                 bool // whether MASQUERADE has --random-fully
+	RandomFully                 bool // whether MASQUERADE has --random-fully
 	children                    children
 	// restoreTime and saveTime are as the constants; tests have less.
-	restoreTime, saveTime time.Duration
+	RestoreTime, SaveTime time.Duration
 	// native is told of tables with native rules; nil for nobody.
-	native func(NativeRules)
+	OnNativeRules func(NativeRules)
 	// told are the chains of each table that it was told of last. Only save and restore use it.
 	told map[names.Table][]string
 }
 
 // newTool finds the programs of a variant and family. Where the programs with the variant's name are missing (some
 // distributions have only one variant, under the plain name), the plain ones serve if they are of that variant.
-func newTool(v Variant, f plan.Family) (*tool, error) {
-	base := baseName(f)
-	t := &tool{variant: v, family: f, restoreTime: restoreTime, saveTime: saveTime}
+func Find(v Variant, f plan.Family) (*Program, error) {
+	base := BaseName(f)
+	t := &Program{Variant: v, Family: f, RestoreTime: restoreTime, SaveTime: saveTime}
 	main, err := lookPath(base + "-" + string(v))
 	if err == nil {
-		t.restorePath, err = lookPath(base + "-" + string(v) + "-restore")
+		t.RestorePath, err = lookPath(base + "-" + string(v) + "-restore")
 		if err == nil {
-			t.savePath, err = lookPath(base + "-" + string(v) + "-save")
+			t.SavePath, err = lookPath(base + "-" + string(v) + "-save")
 		}
 	}
 	if err != nil {
@@ -79,8 +81,8 @@ func newTool(v Variant, f plan.Family) (*tool, error) {
 			return nil, err
 		}
 	}
-	t.path = main
-	if t.version, err = askVersion(main, versionTime); err != nil {
+	t.Path = main
+	if t.version, err = AskVersion(main, versionTime); err != nil {
 		return nil, err
 	}
 	// This asks the program for its version once more, without a time limit: it has just been seen to answer.
@@ -88,7 +90,7 @@ func newTool(v Variant, f plan.Family) (*tool, error) {
 	if err != nil {
 		return nil, fmt.Errorf("asking %s for its version: %w", main, err)
 	}
-	t.randomFully = ipt.HasRandomFully()
+	t.RandomFully = ipt.HasRandomFully()
 	return t, nil
 }
 
@@ -100,22 +102,22 @@ func protocol(f plan.Family) goiptables.Protocol {
 }
 
 // plainTool finds the programs under their plain names, if they are of the tool's variant.
-func plainTool(t *tool, base string) (string, error) {
+func plainTool(t *Program, base string) (string, error) {
 	main, err := lookPath(base)
 	if err != nil {
-		return "", fmt.Errorf("neither %s-%s nor %s is installed (Debian package iptables)", base, t.variant, base)
+		return "", fmt.Errorf("neither %s-%s nor %s is installed (Debian package iptables)", base, t.Variant, base)
 	}
-	version, err := askVersion(main, versionTime)
+	version, err := AskVersion(main, versionTime)
 	if err != nil {
 		return "", err
 	}
-	if version.variant != t.variant {
-		return "", fmt.Errorf("%s is of the %s variant, and %s-%s is not installed", main, version.variant, base, t.variant)
+	if version.variant != t.Variant {
+		return "", fmt.Errorf("%s is of the %s variant, and %s-%s is not installed", main, version.variant, base, t.Variant)
 	}
-	if t.restorePath, err = lookPath(base + "-restore"); err != nil {
+	if t.RestorePath, err = lookPath(base + "-restore"); err != nil {
 		return "", err
 	}
-	t.savePath, err = lookPath(base + "-save")
+	t.SavePath, err = lookPath(base + "-save")
 	return main, err
 }
 
@@ -129,14 +131,14 @@ type programVersion struct {
 var versionText = regexp.MustCompile(`v(\d+)\.(\d+)\.(\d+)`)
 
 // askVersion runs a program with --version, and ends it after limit.
-func askVersion(path string, limit time.Duration) (programVersion, error) {
+func AskVersion(path string, limit time.Duration) (programVersion, error) {
 	out, err := output(path, limit, "--version")
 	if err != nil {
 		return programVersion{}, fmt.Errorf("asking %s for its version: %w", path, err)
 	}
 	m := versionText.FindSubmatch(out)
 	if m == nil {
-		return programVersion{}, fmt.Errorf("asking %s for its version: it says %q", path, oneLine(string(out)))
+		return programVersion{}, fmt.Errorf("asking %s for its version: it says %q", path, OneLine(string(out)))
 	}
 	v := programVersion{variant: Legacy}
 	for i := range v.number {
@@ -161,7 +163,7 @@ func output(path string, limit time.Duration, args ...string) ([]byte, error) {
 	return out, err
 }
 
-func baseName(f plan.Family) string {
+func BaseName(f plan.Family) string {
 	if f == plan.IPv6 {
 		return "ip6tables"
 	}
@@ -191,7 +193,7 @@ func Detect() Variant {
 	legacyText := ""
 	for _, f := range plan.Families {
 		// Legacy programs must not be asked for a single table: they would create it.
-		legacyText += saved(baseName(f) + "-legacy-save")
+		legacyText += saved(BaseName(f) + "-legacy-save")
 	}
 	if hintChain.MatchString(legacyText) {
 		return Legacy
@@ -200,7 +202,7 @@ func Detect() Variant {
 		return Legacy
 	}
 	if _, err := lookPath("iptables-nft-restore"); err != nil {
-		if v, err := askVersion("iptables", versionTime); err == nil && v.variant == Legacy {
+		if v, err := AskVersion("iptables", versionTime); err == nil && v.variant == Legacy {
 			return Legacy
 		}
 	}
@@ -224,7 +226,7 @@ var hintChain = regexp.MustCompile(`(?m)^:(` + names.KubeletHint + `|` + names.K
 // nothing of a table with rules that are native to nft.
 func nftHinted() bool {
 	for _, f := range plan.Families {
-		chains, _ := nftChains(f, names.Mangle) // A kernel without nf_tables has none.
+		chains, _ := NFTChains(f, names.Mangle) // A kernel without nf_tables has none.
 		if slices.Contains(chains, names.KubeletHint) || slices.Contains(chains, names.KubeletCanary) {
 			return true
 		}
@@ -237,7 +239,7 @@ func nftRuleCount() int {
 	n := 0
 	for _, f := range plan.Families {
 		for _, t := range []names.Table{names.Filter, names.NAT, names.Mangle, "raw", "security"} {
-			rules, _ := nftRules(f, t, "") // A kernel without nf_tables has none.
+			rules, _ := NFTRules(f, t, "") // A kernel without nf_tables has none.
 			n += len(rules)
 		}
 	}
@@ -246,28 +248,28 @@ func nftRuleCount() int {
 
 // save reads a table from the kernel. What can't be read is an error: a table is never taken for empty because a program prints
 // nothing of it.
-func (t *tool) save(ctx context.Context, tbl names.Table) (kernelTable, error) {
-	var held kernelTable
+func (t *Program) Save(ctx context.Context, tbl names.Table) (Content, error) {
+	var held Content
 	var whole bool
-	err := t.read(ctx, t.savePath, "", func(out io.Reader) (err error) {
+	err := t.read(ctx, t.SavePath, "", func(out io.Reader) (err error) {
 		held, whole, err = parseSave(out, tbl)
 		return err
 	}, "-t", string(tbl))
 	switch {
 	case err != nil:
-		return nil, fmt.Errorf("reading table %s by %s: %w", tbl, t.savePath, err)
+		return nil, fmt.Errorf("reading table %s by %s: %w", tbl, t.SavePath, err)
 	case whole:
 		t.tellNative(tbl, nil)
 		return held, nil
-	case t.variant == NFT:
+	case t.Variant == NFT:
 		return t.saveByChain(ctx, tbl)
 	}
-	return nil, fmt.Errorf("reading table %s by %s: it does not print the table", tbl, t.savePath)
+	return nil, fmt.Errorf("reading table %s by %s: it does not print the table", tbl, t.SavePath)
 }
 
 // read runs a program that reads from the kernel, and passes on what it prints. The program is ended with ctx, and after saveTime.
-func (t *tool) read(ctx context.Context, path, input string, parse func(io.Reader) error, args ...string) error {
-	limited, cancel := context.WithTimeout(ctx, t.saveTime)
+func (t *Program) read(ctx context.Context, path, input string, parse func(io.Reader) error, args ...string) error {
+	limited, cancel := context.WithTimeout(ctx, t.SaveTime)
 	defer cancel()
 	cmd := exec.CommandContext(limited, path, args...)
 	cmd.WaitDelay = time.Second
@@ -287,26 +289,26 @@ func (t *tool) read(ctx context.Context, path, input string, parse func(io.Reade
 	}
 	if err := cmd.Wait(); err != nil {
 		if ctx.Err() == nil && limited.Err() != nil {
-			return fmt.Errorf("it was ended, since it did not end by itself within %v", t.saveTime)
+			return fmt.Errorf("it was ended, since it did not end by itself within %v", t.SaveTime)
 		}
-		return &readError{err, oneLine(stderr.String())}
+		return &ReadError{err, OneLine(stderr.String())}
 	}
 	return parseErr
 }
 
 // readError tells of a program that failed to read from the kernel.
-type readError struct {
+type ReadError struct {
 	err     error
 	message string // what it said
 }
 
-func (e *readError) Error() string { return fmt.Sprintf("%v: %s", e.err, e.message) }
-func (e *readError) Unwrap() error { return e.err }
+func (e *ReadError) Error() string { return fmt.Sprintf("%v: %s", e.err, e.message) }
+func (e *ReadError) Unwrap() error { return e.err }
 
 // restore applies text. The end of the daemon does not interrupt it once it has begun: a table changes as a whole or not at
 // all, but a program that is killed between two tables helps nobody. Only one that hangs is ended; then what the kernel holds
 // is not known, as after any error.
-func (t *tool) restore(text string) error {
+func (t *Program) Restore(text string) error {
 	text, deletions := t.deletions(text)
 	if err := t.restoreText(text); err != nil {
 		return err
@@ -314,15 +316,15 @@ func (t *tool) restore(text string) error {
 	return t.delete(deletions)
 }
 
-func (t *tool) restoreText(text string) error {
+func (t *Program) restoreText(text string) error {
 	args := []string{"--noflush", "--counters"}
-	if t.variant == Legacy {
+	if t.Variant == Legacy {
 		args = append(args, "-w", strconv.Itoa(lockWait))
 	}
-	limit := t.restoreTime + time.Duration(strings.Count(text, "\n"))*lineTime
+	limit := t.RestoreTime + time.Duration(strings.Count(text, "\n"))*lineTime
 	ctx, cancel := context.WithTimeout(context.Background(), limit)
 	defer cancel()
-	cmd := exec.CommandContext(ctx, t.restorePath, args...)
+	cmd := exec.CommandContext(ctx, t.RestorePath, args...)
 	cmd.WaitDelay = time.Second // for what it has started, which may hold its output open
 	cmd.Stdin = strings.NewReader(text)
 	var out bytes.Buffer
@@ -332,9 +334,9 @@ func (t *tool) restoreText(text string) error {
 		return nil
 	}
 	if ctx.Err() != nil { // This tells nothing about the input, so it is no RestoreError.
-		return fmt.Errorf("%s was ended, since it did not end by itself within %v: %s", t.restorePath, limit, oneLine(out.String()))
+		return fmt.Errorf("%s was ended, since it did not end by itself within %v: %s", t.RestorePath, limit, OneLine(out.String()))
 	}
-	return &RestoreError{Program: t.restorePath, Message: oneLine(out.String()), Excerpt: excerpt(text, out.String()), Err: err}
+	return &RestoreError{Program: t.RestorePath, Message: OneLine(out.String()), Excerpt: Excerpt(text, out.String()), Err: err}
 }
 
 // RestoreError tells of input that iptables-restore refused.
@@ -361,7 +363,7 @@ func (e *RestoreError) Unwrap() error { return e.Err }
 var failedLine = regexp.MustCompile(`(?m)(?:Error occurred at line: |^line |: line )(\d+)`)
 
 // excerpt cuts the line that a message names out of the input, with three lines before and after it.
-func excerpt(input, message string) string {
+func Excerpt(input, message string) string {
 	m := failedLine.FindStringSubmatch(message)
 	if m == nil {
 		return ""
@@ -383,7 +385,7 @@ func excerpt(input, message string) string {
 }
 
 // oneLine makes a program's message fit into a log line. Hints about --help help nobody here.
-func oneLine(s string) string {
+func OneLine(s string) string {
 	var out []string
 	for _, line := range strings.Split(s, "\n") {
 		if line = strings.TrimSpace(line); line != "" && !strings.HasPrefix(line, "Try `") {
@@ -394,20 +396,20 @@ func oneLine(s string) string {
 }
 
 // usable reports why the kernel can't do what this family needs, if so.
-func (t *tool) usable() error {
+func (t *Program) Usable() error {
 	args := []string{"-t", string(names.NAT), "-S", "POSTROUTING", "1"}
-	if t.variant == Legacy {
+	if t.Variant == Legacy {
 		args = append(args, "-w", strconv.Itoa(lockWait))
 	}
-	err := t.read(context.Background(), t.path, "", discard, args...)
+	err := t.read(context.Background(), t.Path, "", discard, args...)
 	if exit := (*exec.ExitError)(nil); errors.As(err, &exit) && exit.ExitCode() == 1 {
 		return nil // The table is there; the chain may not be, or hold rules that are native to nft.
 	}
-	if errLocked(err) {
+	if IsLocked(err) {
 		return nil // The lock says nothing about the kernel, and what is written later waits for it.
 	}
 	if err != nil {
-		return fmt.Errorf("%s can't use table nat: %w", baseName(t.family), err)
+		return fmt.Errorf("%s can't use table nat: %w", BaseName(t.Family), err)
 	}
 	return nil
 }
@@ -418,21 +420,67 @@ func discard(out io.Reader) error {
 }
 
 // describe names the program for a log line.
-func (t *tool) describe() string {
+func (t *Program) Describe() string {
 	n := t.version.number
-	return fmt.Sprintf("%s %d.%d.%d (%s)", baseName(t.family), n[0], n[1], n[2], t.variant)
+	return fmt.Sprintf("%s %d.%d.%d (%s)", BaseName(t.Family), n[0], n[1], n[2], t.Variant)
 }
 
 // errRefused recognises that iptables-restore, or the kernel, does not take some input, whenever it is tried.
-func errRefused(err error) bool {
+func IsRefused(err error) bool {
 	var refused *RestoreError
-	return errors.As(err, &refused) && !errLocked(err)
+	return errors.As(err, &refused) && !IsLocked(err)
 }
 
-// errLocked recognises a lock that another program did not release in time, after which a retry soon makes sense.
-func errLocked(err error) bool {
+// IsLocked recognises a lock that another program did not release in time, after which a retry soon makes sense.
+func IsLocked(err error) bool {
 	const said = "xtables lock"
 	var write *RestoreError
-	var read *readError
+	var read *ReadError
 	return errors.As(err, &write) && strings.Contains(write.Message, said) || errors.As(err, &read) && strings.Contains(read.message, said)
+}
+
+// maxNames is how many different chain names one run of iptables-nft-restore should see. Its cost grows with their square
+// (it keeps them in a list that it searches linearly), and below this size with the number of runs. The legacy variant
+// copies the whole table for every run, so there everything is written in one.
+const MaxNames = 300
+
+// presentTables are those that the kernel has. A legacy program that is asked for another one makes it, and an nft program fails
+// where the kernel has no nf_tables.
+func PresentTables(v Variant, f plan.Family) ([]names.Table, error) {
+	var present []string
+	var err error
+	if v == NFT {
+		present, err = NFTTables(f)
+	} else {
+		present = LegacyTables(f)
+	}
+	return slices.DeleteFunc(slices.Clone(names.Tables), func(t names.Table) bool { return !slices.Contains(present, string(t)) }), err
+}
+
+func LegacyTables(f plan.Family) []string {
+	name := "/proc/net/ip_tables_names"
+	if f == plan.IPv6 {
+		name = "/proc/net/ip6_tables_names"
+	}
+	raw, _ := os.ReadFile(name) // Where it can't be read, there are none.
+	return strings.Fields(string(raw))
+}
+
+func NFTTables(f plan.Family) ([]string, error) {
+	var list []*nftables.Table
+	c, err := nftables.New()
+	if err == nil {
+		list, err = c.ListTablesOfFamily(nftables.TableFamily(nfProtocol(f)))
+	}
+	if errors.Is(err, unix.EPROTONOSUPPORT) || errors.Is(err, unix.EINVAL) {
+		return nil, nil // The kernel has no netfilter sockets, or nothing behind them that knows of tables.
+	}
+	if err != nil {
+		return nil, fmt.Errorf("listing the tables of nf_tables for %s: %w", f, err)
+	}
+	var names []string
+	for _, t := range list {
+		names = append(names, t.Name)
+	}
+	return names, nil
 }

@@ -1,40 +1,40 @@
-package iptables
+package xtables
 
 import (
 	"bufio"
 	"fmt"
 	"io"
 	"net/netip"
-	"nodeproxy/kernel/names"
 	"regexp"
-	"slices"
 	"strings"
+
+	"nodeproxy/kernel/names"
 )
 
 // kernelTable is the content of a table as iptables-save prints it: the rules of each chain, in the form in which chain
 // holds them.
-type kernelTable map[string][]string
+type Content map[string][]string
 
 // parseSave reads the output of iptables-save for one table, and reports whether the table is in it, from its first line to its
 // last. Lines that it does not know are passed over: they are not ours.
-func parseSave(in io.Reader, t names.Table) (held kernelTable, whole bool, err error) {
-	held = kernelTable{}
+func parseSave(in io.Reader, t names.Table) (held Content, whole bool, err error) {
+	held = Content{}
 	begun := false
-	err = eachLine(in, func(line string) {
+	err = EachLine(in, func(line string) {
 		switch {
 		case line == "*"+string(t):
 			begun = true
 		case line == "COMMIT":
 			whole = begun
 		default:
-			held.add(line)
+			held.Add(line)
 		}
 	})
 	return held, whole, err
 }
 
 // eachLine calls do for each line that a program prints.
-func eachLine(in io.Reader, do func(line string)) error {
+func EachLine(in io.Reader, do func(line string)) error {
 	lines := bufio.NewScanner(in)
 	lines.Buffer(make([]byte, 64<<10), 1<<20)
 	for lines.Scan() {
@@ -47,7 +47,7 @@ func eachLine(in io.Reader, do func(line string)) error {
 }
 
 // add notes a chain or rule down, as iptables-save or iptables -S prints it.
-func (t kernelTable) add(line string) {
+func (t Content) Add(line string) {
 	word, rest, _ := strings.Cut(line, " ")
 	switch {
 	case word == "-A":
@@ -99,16 +99,31 @@ func mayHaveDotted(rule string) bool {
 	}
 }
 
-// has reports whether the table has a chain with exactly these rules.
-func (t kernelTable) has(c chain) bool {
-	rules, ok := t[c.name]
-	return ok && sameRules(chain{c.name, rules}, c)
-}
+// MaxNesting is how many chains deep below a built-in one nf_tables lets rules lead, whether they jump or go to
+// (NFT_JUMP_STACK_SIZE is 16, the built-in chain included). It refuses a rule that leads deeper with EMLINK.
+const MaxNesting = 15
 
-// leads reports whether a built-in chain has a rule that leads to another chain. A rule there that leads to the same chain and can't
-// be read counts: to add one at each comparison would be worse.
-func (t kernelTable) leads(from, rule string) bool {
-	return slices.ContainsFunc(t[from], func(r string) bool {
-		return r == rule || unread(r) && jumpTarget(r) == jumpTarget(rule)
-	})
+// Depths returns, for each chain that packets can get to, how many chains deep below a built-in one it lies at most.
+func Depths(held Content) map[string]int {
+	out := map[string]int{}
+	var visit func(name string, depth int)
+	visit = func(name string, depth int) {
+		if was, seen := out[name]; seen && was >= depth {
+			return
+		}
+		out[name] = depth
+		for _, r := range held[name] {
+			if to := Target(r); to != "" {
+				if _, is := held[to]; is {
+					visit(to, depth+1)
+				}
+			}
+		}
+	}
+	for name := range held {
+		if names.Builtin(name) {
+			visit(name, 0)
+		}
+	}
+	return out
 }

@@ -1,19 +1,20 @@
-package iptables
+package xtables
 
 import (
 	"context"
 	"fmt"
-	"nodeproxy/kernel/names"
 	"slices"
 	"strings"
 	"sync"
 	"time"
+
+	"nodeproxy/kernel/names"
 )
 
 // watch notices that other programs change tables that are ours. The nft variant is told by the kernel of each change
 // (notify.go). The legacy variant has no notifications; the number of entries and bytes of a table is read instead (info.go),
 // which costs next to nothing, whatever the table's size.
-type watch struct {
+type Watch struct {
 	tables []watched
 
 	mu    sync.Mutex
@@ -27,16 +28,18 @@ type watch struct {
 
 // watched are tables of one family that belong to a backend.
 type watched struct {
-	tool   *tool
+	tool   *Program
 	tables []names.Table
 }
 
-func (w *watch) add(t *tool, tables ...names.Table) { w.tables = append(w.tables, watched{t, tables}) }
+func (w *Watch) Add(t *Program, tables ...names.Table) {
+	w.tables = append(w.tables, watched{t, tables})
+}
 
 // run calls suspect when another program may have changed something of ours, until ctx ends. It begins with that: what happened
 // since the first sync has read the tables is told of by nobody. It may be an iptables-restore of a daemon that was killed.
-func (w *watch) run(ctx context.Context, suspect func(why string)) error {
-	follow, err := w.open()
+func (w *Watch) Run(ctx context.Context, suspect func(why string)) error {
+	follow, err := w.Open()
 	if err != nil {
 		return fmt.Errorf("watching for changes of iptables rules by other programs: %w", err)
 	}
@@ -46,10 +49,10 @@ func (w *watch) run(ctx context.Context, suspect func(why string)) error {
 }
 
 // open opens sockets in the network namespace of the caller's thread, and returns what follows them until ctx ends.
-func (w *watch) open() (func(context.Context, func(string)), error) {
+func (w *Watch) Open() (func(context.Context, func(string)), error) {
 	var nft, legacy []watched
 	for _, t := range w.tables {
-		if t.tool.variant == NFT {
+		if t.tool.Variant == NFT {
 			nft = append(nft, t)
 		} else {
 			legacy = append(legacy, t)
@@ -82,7 +85,7 @@ func (w *watch) open() (func(context.Context, func(string)), error) {
 
 // sized is a table of the legacy variant.
 type sized struct {
-	tool  *tool
+	tool  *Program
 	table names.Table
 }
 
@@ -90,11 +93,11 @@ type sized struct {
 // has lost entries: those may be ours, and Services may be without rules, while a program that adds to its own rules all the time
 // is not to cost a comparison each time.
 const (
-	pollInterval = 250 * time.Millisecond
-	tellInterval = time.Second
+	PollInterval = 250 * time.Millisecond
+	TellInterval = time.Second
 )
 
-func (w *watch) begin(probe *infoSockets, legacy []watched) {
+func (w *Watch) begin(probe *infoSockets, legacy []watched) {
 	w.mu.Lock()
 	defer w.mu.Unlock()
 	w.probe, w.sizes, w.noted = probe, map[sized]info{}, nil
@@ -110,7 +113,7 @@ func (w *watch) begin(probe *infoSockets, legacy []watched) {
 
 // writing tells that rules are about to be written, and returns what tells that this is done. What the size of a table is
 // then is what it should be; so what others did just before has to be noted first.
-func (w *watch) writing() (done func()) {
+func (w *Watch) Writing() (done func()) {
 	w.mu.Lock()
 	defer w.mu.Unlock()
 	if w.busy == 0 {
@@ -127,16 +130,16 @@ func (w *watch) writing() (done func()) {
 }
 
 // note notes the tables whose size is not what it was. The lock must be held.
-func (w *watch) note() {
+func (w *Watch) note() {
 	other, lost := w.measure()
 	w.noted, w.lost = append(w.noted, other...), w.lost || lost
 }
 
 // measure reads the sizes of all tables, and returns those that are not as they were, and whether one has lost entries. The lock
 // must be held.
-func (w *watch) measure() (other []sized, lost bool) {
+func (w *Watch) measure() (other []sized, lost bool) {
 	for s, was := range w.sizes {
-		if now := w.probe.read(s.tool.family, s.table); now != was {
+		if now := w.probe.read(s.tool.Family, s.table); now != was {
 			w.sizes[s] = now
 			other = append(other, s)
 			lost = lost || now.entries < was.entries
@@ -146,14 +149,14 @@ func (w *watch) measure() (other []sized, lost bool) {
 }
 
 // poll looks at the sizes of tables now and then. Whoever replaces rules by as many of the same length goes unnoticed here.
-func (w *watch) poll(ctx context.Context, suspect func(string)) {
+func (w *Watch) poll(ctx context.Context, suspect func(string)) {
 	defer func() {
 		w.mu.Lock()
 		defer w.mu.Unlock()
 		w.probe.close()
 		w.sizes, w.noted = nil, nil
 	}()
-	ticks := time.NewTicker(pollInterval)
+	ticks := time.NewTicker(PollInterval)
 	defer ticks.Stop()
 	for {
 		select {
@@ -161,7 +164,7 @@ func (w *watch) poll(ctx context.Context, suspect func(string)) {
 			return
 		case <-ticks.C:
 		}
-		if other := w.changed(); len(other) > 0 {
+		if other := w.Changed(); len(other) > 0 {
 			slices.Sort(other)
 			other = slices.Compact(other)
 			suspect("another program has changed " + strings.Join(other, ", "))
@@ -170,19 +173,19 @@ func (w *watch) poll(ctx context.Context, suspect func(string)) {
 }
 
 // changed names the tables that others have changed since the last time, if it is time to tell.
-func (w *watch) changed() []string {
+func (w *Watch) Changed() []string {
 	w.mu.Lock()
 	defer w.mu.Unlock()
 	if w.busy > 0 {
 		return nil
 	}
 	w.note()
-	if len(w.noted) == 0 || !w.lost && time.Since(w.told) < tellInterval {
+	if len(w.noted) == 0 || !w.lost && time.Since(w.told) < TellInterval {
 		return nil
 	}
 	var out []string
 	for _, s := range w.noted {
-		out = append(out, fmt.Sprintf("table %s (%s)", s.table, s.tool.family))
+		out = append(out, fmt.Sprintf("table %s (%s)", s.table, s.tool.Family))
 	}
 	w.noted, w.lost, w.told = nil, false, time.Now()
 	return out

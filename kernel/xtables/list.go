@@ -1,0 +1,102 @@
+package xtables
+
+import (
+	"bufio"
+	"bytes"
+	"context"
+	"errors"
+	"fmt"
+	"io"
+	"slices"
+	"strconv"
+	"strings"
+
+	"nodeproxy/kernel/names"
+)
+
+// saveCounters lists table nat with counters, as iptables-save -c does.
+func (t *Program) SaveCounters(ctx context.Context, read func(io.Reader) error) error {
+	whole := false
+	err := t.read(ctx, t.SavePath, "", func(out io.Reader) error {
+		lines := bufio.NewReader(out)
+		head, _ := lines.Peek(lines.Size()) // as far as there is that much
+		whole = bytes.Contains(head, []byte("*"+string(names.NAT)+"\n"))
+		return read(lines)
+	}, "-c", "-t", string(names.NAT))
+	if err == nil && !whole && t.Variant == NFT {
+		var list strings.Builder
+		if _, _, err = t.listByChain(ctx, names.NAT, func(line string) { list.WriteString(CounterFirst(line)) }); err == nil {
+			return read(strings.NewReader(list.String()))
+		}
+	}
+	if err != nil {
+		return fmt.Errorf("reading counters by %s: %w", t.SavePath, err)
+	}
+	return nil
+}
+
+// counterFirst turns a rule with counters as iptables -S prints it to how iptables-save does, with the counters in front.
+func CounterFirst(line string) string {
+	i := strings.LastIndex(line, " -c ")
+	if i < 0 {
+		return line + "\n"
+	}
+	words := strings.SplitN(line[i+len(" -c "):], " ", 3)
+	if len(words) < 2 {
+		return line + "\n"
+	}
+	rest := strings.Join(words[2:], " ")
+	return fmt.Sprintf("[%s:%s] %s %s\n", words[0], words[1], line[:i], rest)
+}
+
+// listChain lists a chain with counters; nothing if there is no such chain.
+func ListChain(t *Program, tbl names.Table, name string) ([]string, error) {
+	ctx := context.Background()
+	rules, err := t.list(ctx, tbl, name)
+	if err == nil {
+		return rules, nil
+	}
+	// What is said of a chain that does not exist differs from version to version.
+	if failed := (*ReadError)(nil); errors.As(err, &failed) && !t.hasChain(ctx, tbl, name) {
+		return nil, nil
+	}
+	return nil, fmt.Errorf("listing chain %s of %s: %w", name, t.Family, err)
+}
+
+// hasChain reports whether a table has a chain; true where that is not known.
+func (t *Program) hasChain(ctx context.Context, tbl names.Table, name string) bool {
+	if t.Variant == NFT {
+		names, err := NFTChains(t.Family, tbl)
+		return err != nil || slices.Contains(names, name)
+	}
+	all, err := t.list(ctx, tbl)
+	return err != nil || slices.Contains(all, "-N "+name)
+}
+
+// list lists chains of a table with counters, a line for each chain and rule: all of them, or one of that name.
+func (t *Program) list(ctx context.Context, tbl names.Table, name ...string) ([]string, error) {
+	args := append([]string{"-t", string(tbl), "-v", "-S"}, name...)
+	if t.Variant == Legacy {
+		args = append(args, "-w", strconv.Itoa(lockWait))
+	}
+	var lines []string
+	err := t.read(ctx, t.Path, "", func(out io.Reader) error {
+		return EachLine(out, func(line string) { lines = append(lines, line) })
+	}, args...)
+	if err != nil {
+		return nil, fmt.Errorf("%s: %w", t.Path, err)
+	}
+	return lines, nil
+}
+
+// counted reads the number of packets of a rule, as in
+// "-A KUBE-FORWARD -m conntrack --ctstate INVALID -c 3 156 -j DROP".
+func Packets(rule string) uint64 {
+	_, after, _ := strings.Cut(rule, " -c ")
+	text, _, _ := strings.Cut(after, " ")
+	n, err := strconv.ParseUint(text, 10, 64)
+	if err != nil {
+		return 0 // The line of the chain itself.
+	}
+	return n
+}

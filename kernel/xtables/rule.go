@@ -1,0 +1,131 @@
+package xtables
+
+import (
+	"math"
+	"net/netip"
+	"strconv"
+	"strings"
+
+	"nodeproxy/plan"
+)
+
+// rule builds the text of one rule. Its methods must be called in the order in which they stand here, which is that of
+// iptables-save; what follows a comment is in the order of the calls.
+type Rule struct{ b strings.Builder }
+
+func (r *Rule) Word(words ...string) *Rule {
+	for _, w := range words {
+		if r.b.Len() > 0 {
+			r.b.WriteByte(' ')
+		}
+		r.b.WriteString(w)
+	}
+	return r
+}
+
+func NewRule() *Rule { return &Rule{} }
+
+// text returns the rule as far as it is built.
+func (r *Rule) Text() string { return r.b.String() }
+
+// src and dst match an address or range; iptables-save prints nothing for the range of all addresses. not inverts, and is not
+// for that range: what would match nothing is no rule (nf_tables takes none).
+func (r *Rule) Src(p netip.Prefix) *Rule    { return r.within("-s", p) }
+func (r *Rule) Dst(p netip.Prefix) *Rule    { return r.within("-d", p) }
+func (r *Rule) NotSrc(p netip.Prefix) *Rule { return r.Word("!", "-s", p.String()) }
+func (r *Rule) NotDst(p netip.Prefix) *Rule { return r.Word("!", "-d", p.String()) }
+
+func (r *Rule) within(option string, p netip.Prefix) *Rule {
+	if p.Bits() == 0 {
+		return r
+	}
+	return r.Word(option, p.String())
+}
+
+// ctDNAT is the option by which a rule matches connections that DNAT has sent elsewhere than their first packet went to.
+const CTStateDNAT = "--ctstate DNAT"
+
+// connectedTo matches connections whose first packet went to a range of addresses, and that DNAT has sent elsewhere.
+func (r *Rule) ConnectedTo(p netip.Prefix) *Rule {
+	to := p.String()
+	if p.IsSingleIP() {
+		to = p.Addr().String()
+	}
+	return r.Word("-m", "conntrack", CTStateDNAT, "--ctorigdst", to)
+}
+
+func (r *Rule) DstIP(a netip.Addr) { r.Dst(Single(a)) }
+
+// proto matches the protocol. A match on its ports must follow (port).
+func (r *Rule) Proto(p plan.Protocol) *Rule { return r.Word("-p", p.Lower()) }
+
+// maxComment is how many bytes of a comment the kernel keeps.
+const maxComment = 255
+
+// comment adds a comment. The text is escaped as iptables-save escapes it: it is data, wherever it comes from.
+func (r *Rule) Comment(text string) *Rule {
+	return r.Word("-m", "comment", "--comment", quote(text[:min(len(text), maxComment)]))
+}
+
+// port matches the destination port.
+func (r *Rule) Port(p plan.Protocol, port uint16) *Rule {
+	return r.Word("-m", p.Lower(), "--dport", strconv.Itoa(int(port)))
+}
+
+func (r *Rule) DstLocal() *Rule { return r.Word("-m", "addrtype", "--dst-type", "LOCAL") }
+func (r *Rule) SrcLocal() *Rule { return r.Word("-m", "addrtype", "--src-type", "LOCAL") }
+
+// oneIn matches one packet of n, at random. The kernel counts in 2^-31.
+func (r *Rule) OneIn(share float64) {
+	units := math.Round(share * (1 << 31))
+	r.Word("-m", "statistic", "--mode", "random", "--probability", strconv.FormatFloat(units/(1<<31), 'f', 11, 64))
+}
+
+// jump ends the rule: where it matches, chain is walked, and the walk goes on behind this rule if nothing there decides.
+func (r *Rule) Jump(target string) string { return r.Word("-j", target).Text() }
+
+// goTo ends the rule like jump, but does not come back to this chain: what is not decided there goes on in the caller's.
+func (r *Rule) GoTo(target string) string { return r.Word("-g", target).Text() }
+
+// single is the range of one address.
+func Single(a netip.Addr) netip.Prefix { return netip.PrefixFrom(a, a.BitLen()) }
+
+// quote spells a string as iptables-save does: bare where it has only letters, digits, underscores and hyphens, else in
+// double quotes, with quotes and backslashes escaped. Control characters would end the line; they become spaces.
+func quote(s string) string {
+	bare := s != ""
+	for _, c := range []byte(s) {
+		bare = bare && (c == '_' || c == '-' || c >= '0' && c <= '9' || c >= 'A' && c <= 'Z' || c >= 'a' && c <= 'z')
+	}
+	if bare {
+		return s
+	}
+	var b strings.Builder
+	b.WriteByte('"')
+	for _, c := range []byte(s) {
+		switch {
+		case c < ' ' || c == 0x7f:
+			c = ' '
+		case c == '"' || c == '\'' || c == '\\':
+			b.WriteByte('\\')
+		}
+		b.WriteByte(c)
+	}
+	b.WriteByte('"')
+	return b.String()
+}
+
+// jumpTarget is where a rule leads; empty if to nowhere.
+func Target(rule string) string {
+	for end := len(rule); ; {
+		i := strings.LastIndexByte(rule[:end], '-')
+		if i < 0 {
+			return ""
+		}
+		if word := rule[i:]; (i == 0 || rule[i-1] == ' ') && (strings.HasPrefix(word, "-j ") || strings.HasPrefix(word, "-g ")) {
+			target, _, _ := strings.Cut(word[len("-j "):], " ")
+			return target
+		}
+		end = i
+	}
+}
