@@ -152,10 +152,9 @@ func (b *Backend) Took() map[plan.Family]time.Duration { return b.took }
 func (b *Backend) report(took time.Duration, err error) {
 	r, known := drift.Report{Took: took, Err: err}, false
 	for _, e := range b.engines {
-		if e.found != nil {
-			known = true
-			r.Merge(*e.found)
-		}
+		known = known || e.compared
+		r.Found = append(r.Found, e.found...)
+		e.found = nil // It may be large.
 	}
 	if known && b.compared != nil {
 		b.compared(r)
@@ -184,13 +183,14 @@ type engine struct {
 	current *rules
 	// kept is what the kernel held, before this program wrote anything, for ServicePorts that are not known; nil where all are.
 	kept *kept
-	// found is what the last sync found to differ from current; nil if it did not compare.
-	found  *drift.Found
-	counts ruleCounts
+	// compared reports whether the last sync compared the kernel with current, and found is what it found to differ.
+	compared bool
+	found    drift.Found
+	counts   ruleCounts
 }
 
 func (e *engine) sync(ctx context.Context, p *plan.Plan, changed plan.Keys) error {
-	e.found = nil
+	e.compared, e.found = false, nil
 	e.counts.begin()
 	changed = e.withhold(p, changed)
 	var err error

@@ -12,11 +12,11 @@ import (
 
 // drift finds out in what the tables differ from what was written to them last. KUBE-FIREWALL is left out: the kubelet has a say in
 // it. So are chains of other modes: whoever starts one in another mode has not changed what was written.
-func (e *engine) drift(actual map[names.Table]xtables.Content) *drift.Found {
-	found := &drift.Found{}
+func (e *engine) drift(actual map[names.Table]xtables.Content) drift.Found {
+	var found drift.Found
 	written := e.current.desired()
 	for _, t := range tables {
-		xtables.Drift(found, e.family, e.WithoutStuck(xtables.Diff(t, written, actual[t])))
+		found = append(found, xtables.Drift(e.family, e.WithoutStuck(xtables.Diff(t, written, actual[t])))...)
 	}
 	return found
 }

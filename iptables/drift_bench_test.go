@@ -73,7 +73,7 @@ func BenchmarkFlush(b *testing.B) {
 				b.ReportMetric(noticed.Seconds()/float64(b.N), "s-noticed")
 				b.ReportMetric(repaired.Seconds()/float64(b.N), "s-repaired")
 				last := l.reports[len(l.reports)-1]
-				b.Logf("the last time, %d things differed: %s", last.Total(), last.Words(1))
+				b.Logf("the last time, %d things differed: %s", len(last.Found), last.Found.Words(1))
 			})
 		})
 	}

@@ -30,7 +30,7 @@ func (e *engine) syncAll(ctx context.Context, p *plan.Plan) error {
 		}
 	}
 	if e.current != nil {
-		e.found = e.drift(f.actual)
+		e.compared, e.found = true, e.drift(f.actual)
 	}
 	if err := f.findKept(p); err != nil {
 		return err

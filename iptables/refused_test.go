@@ -89,7 +89,7 @@ func TestRefusedServiceKeepsWhatItHas(t *testing.T) {
 		}
 		// A comparison finds all as it is, and does not search again.
 		k.Restores = nil
-		if err := sync(e, p); err != nil || len(k.Restores) > 0 || e.found == nil || e.found.Total() > 0 {
+		if err := sync(e, p); err != nil || len(k.Restores) > 0 || !e.compared || len(e.found) > 0 {
 			t.Errorf("a comparison: %v, writes %q, finds %v", err, k.Restores, e.found)
 		}
 		k.Refuse = ""
@@ -213,7 +213,7 @@ func TestRefusedChange(t *testing.T) {
 		k.Refuse = ""
 		makeDue(e)
 		change(plantest.LargeService(17, 5200, 3))
-		if err := e.sync(t.Context(), p, nil); err != nil || e.found == nil || e.found.Total() > 0 || len(e.refused) > 0 {
+		if err := e.sync(t.Context(), p, nil); err != nil || !e.compared || len(e.found) > 0 || len(e.refused) > 0 {
 			t.Errorf("%v, found %v, refused %v", err, e.found, e.refused)
 		}
 		if len(told) != 2 || len(told[1]) != 0 {

@@ -233,15 +233,16 @@ func (b *Backend) Sync(ctx context.Context, p *plan.Plan, changed plan.Keys) err
 	r, known := drift.Report{Err: err}, false
 	if changed == nil {
 		b.settings.Lock()
-		b.sysctls.repair(&r.Found)
+		r.Found = b.sysctls.repair()
 		b.settings.Unlock()
 	}
 	r.Took = time.Since(begin)
 	for _, e := range b.engines {
 		if e.compared {
 			known = true
-			r.Merge(e.found)
+			r.Found = append(r.Found, e.found...)
 		}
+		e.found = nil // It may be large.
 	}
 	if known && b.cfg.Compared != nil {
 		b.cfg.Compared(r)

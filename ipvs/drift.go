@@ -1,6 +1,7 @@
 package ipvs
 
 import (
+	"fmt"
 	"maps"
 	"net/netip"
 	"slices"
@@ -10,6 +11,11 @@ import (
 	"nodeproxy/kernel/ipvs"
 )
 
+// differs notes a thing that is not as it was left, and of which its name says everything.
+func (e *engine) differs(k drift.Kind, s drift.State, format string, args ...any) {
+	e.found = append(e.found, drift.Difference{Kind: k, State: s, Object: fmt.Sprintf(format, args...)})
+}
+
 // differences finds out in what that which the kernel holds now differs from what it was left with. Rules are compared by
 // package iptables, routes by routeDifferences.
 func (e *engine) differences(before *held) {
@@ -17,28 +23,29 @@ func (e *engine) differences(before *held) {
 		was, is := before.servers[id], e.held.servers[id]
 		switch {
 		case is == nil:
-			e.found.Add(drift.VirtualServer, drift.Missing, "%s", id)
+			e.differs(drift.VirtualServer, drift.Missing, "%s", id)
 			continue
 		case is.Server != was.Server:
-			e.found.Add(drift.VirtualServer, drift.Changed, "%s", id)
+			e.found = append(e.found, drift.Difference{Kind: drift.VirtualServer, State: drift.Changed, Object: id.String(),
+				Want: serverOptions(was.Server), Have: serverOptions(is.Server)})
 		}
 		e.destinationDifferences(id, was, is)
 	}
 	for _, id := range slices.SortedFunc(maps.Keys(e.held.servers), compareServers) {
 		if before.servers[id] == nil {
-			e.found.Add(drift.VirtualServer, drift.Unexpected, "%s", id)
+			e.differs(drift.VirtualServer, drift.Unexpected, "%s", id)
 		}
 	}
 	e.memberDifferences(before)
 	e.portDifferences(before)
 	for _, a := range slices.SortedFunc(maps.Keys(before.vips), netip.Addr.Compare) {
 		if _, is := e.held.vips[a]; !is {
-			e.found.Add(drift.Address, drift.Missing, "%s of interface %s", a, DeviceName)
+			e.differs(drift.Address, drift.Missing, "%s of interface %s", a, DeviceName)
 		}
 	}
 	for _, a := range slices.SortedFunc(maps.Keys(e.held.vips), netip.Addr.Compare) {
 		if _, was := before.vips[a]; !was {
-			e.found.Add(drift.Address, drift.Unexpected, "%s of interface %s", a, DeviceName)
+			e.differs(drift.Address, drift.Unexpected, "%s of interface %s", a, DeviceName)
 		}
 	}
 }
@@ -47,62 +54,66 @@ func (e *engine) destinationDifferences(id ipvs.ServerID, was, is *heldServer) {
 	for _, addr := range slices.SortedFunc(maps.Keys(was.destinations), netip.AddrPort.Compare) {
 		switch d := is.destinations[addr]; {
 		case d == nil:
-			e.found.Add(drift.RealServer, drift.Missing, "%s of virtual server %s", addr, id)
+			e.differs(drift.RealServer, drift.Missing, "%s of virtual server %s", addr, id)
 		case d.weight != was.destinations[addr].weight:
-			e.found.Add(drift.RealServer, drift.Changed, "%s of virtual server %s: weight %d in place of %d",
-				addr, id, d.weight, was.destinations[addr].weight)
+			e.found = append(e.found, drift.Difference{Kind: drift.RealServer, State: drift.Changed,
+				Object: fmt.Sprintf("%s of virtual server %s", addr, id),
+				Aspect: "weight", Want: fmt.Sprint(was.destinations[addr].weight), Have: fmt.Sprint(d.weight)})
 		}
 	}
 	for _, addr := range slices.SortedFunc(maps.Keys(is.destinations), netip.AddrPort.Compare) {
 		if was.destinations[addr] == nil {
-			e.found.Add(drift.RealServer, drift.Unexpected, "%s of virtual server %s", addr, id)
+			e.differs(drift.RealServer, drift.Unexpected, "%s of virtual server %s", addr, id)
 		}
 	}
 }
 
 // memberDifferences compares entries of sets. They are not sorted: whoever empties a set leaves thousands.
 func (e *engine) memberDifferences(before *held) {
-	add := func(s drift.State, m member) {
-		set := setOf(m.set, e.family)
-		e.found.Add(drift.SetElement, s, "%s of set %s", entryText{m.entry, set}, set.Name)
-	}
 	for m, was := range before.members {
 		is, ok := e.held.members[m]
 		switch {
 		case !ok:
-			add(drift.Missing, m)
+			e.found = append(e.found, e.memberDifference(m, drift.Missing))
 		case is.mark != was.mark || is.mask != was.mask:
-			add(drift.Changed, m)
+			d, set := e.memberDifference(m, drift.Changed), setOf(m.set, e.family)
+			d.Want, d.Have = m.marked(was).Text(set), m.marked(is).Text(set)
+			e.found = append(e.found, d)
 		}
 	}
 	for m := range e.held.members {
 		if _, was := before.members[m]; !was {
-			add(drift.Unexpected, m)
+			e.found = append(e.found, e.memberDifference(m, drift.Unexpected))
 		}
 	}
 }
 
-// entryText is an entry that becomes text only where it is printed.
-type entryText struct {
-	entry ipset.Entry
-	set   ipset.Set
+func (e *engine) memberDifference(m member, s drift.State) drift.Difference {
+	set := setOf(m.set, e.family)
+	return drift.Difference{Kind: drift.SetElement, State: s, Object: m.entry.Text(set) + " of set " + set.Name}
 }
 
-func (t entryText) String() string { return t.entry.Text(t.set) }
+// marked returns the entry with its mark.
+func (m member) marked(s shared) ipset.Entry {
+	m.entry.Mark, m.entry.Mask = s.mark, s.mask
+	return m.entry
+}
 
 // routeDifferences compares the routes that the kernel holds with those that were made.
 func (e *engine) routeDifferences(have map[netip.Prefix]netip.Addr) {
 	for _, r := range slices.SortedFunc(maps.Keys(e.routed), netip.Prefix.Compare) {
 		switch src, is := have[r]; {
 		case !is:
-			e.found.Add(drift.Route, drift.Missing, "%s of interface %s", r, DeviceName)
+			e.differs(drift.Route, drift.Missing, "%s of interface %s", r, DeviceName)
 		case src != e.routed[r]:
-			e.found.Add(drift.Route, drift.Changed, "%s of interface %s: source %s in place of %s", r, DeviceName, src, e.routed[r])
+			e.found = append(e.found, drift.Difference{Kind: drift.Route, State: drift.Changed,
+				Object: fmt.Sprintf("%s of interface %s", r, DeviceName),
+				Aspect: "source", Want: e.routed[r].String(), Have: src.String()})
 		}
 	}
 	for _, r := range slices.SortedFunc(maps.Keys(have), netip.Prefix.Compare) {
 		if _, was := e.routed[r]; !was {
-			e.found.Add(drift.Route, drift.Unexpected, "%s of interface %s", r, DeviceName)
+			e.differs(drift.Route, drift.Unexpected, "%s of interface %s", r, DeviceName)
 		}
 	}
 }

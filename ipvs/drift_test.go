@@ -3,6 +3,7 @@ package ipvs
 import (
 	"context"
 	"net/netip"
+	"slices"
 	"strings"
 	"testing"
 	"time"
@@ -27,7 +28,7 @@ func TestDriftWithPendingChanges(t *testing.T) {
 			if err := e.sync(context.Background(), p, nil); err != nil {
 				t.Fatal(err)
 			}
-			if e.compared != (i > 0) || e.found.Total() > 0 {
+			if e.compared != (i > 0) || len(e.found) > 0 {
 				t.Fatalf("step %d: compared %t, found %s", i, e.compared, e.found.Words(5))
 			}
 			if rapid.Bool().Draw(t, "drain") {
@@ -46,11 +47,37 @@ func TestDriftWithPendingChanges(t *testing.T) {
 		if err := e.sync(context.Background(), plans[0], nil); err != nil {
 			t.Fatal(err)
 		}
-		if !gone.IsValid() && e.found.Total() > 0 || gone.IsValid() && (e.found.Total() != 1 || e.found.First[0].Kind != drift.Address ||
+		if !gone.IsValid() && len(e.found) > 0 || gone.IsValid() && (len(e.found) != 1 || e.found[0].Kind != drift.Address ||
 			!strings.Contains(e.found.Words(1), gone.String())) {
 			t.Fatalf("address %s was removed: found %s", gone, e.found.Words(5))
 		}
 	})
+}
+
+// TestDifferenceValues: a difference has what was written and what is there, whatever of it is printed.
+func TestDifferenceValues(t *testing.T) {
+	t.Parallel()
+	e, k := fakeEngine(plan.IPv4, testOptions)
+	p := large(1)
+	must(t, e.sync(context.Background(), p, nil))
+	id := ipvs.ServerID{}
+	for id = range k.virtual {
+		break
+	}
+	server := k.virtual[id]
+	was := serverOptions(server.Server)
+	server.Scheduler, server.Persistence = "sh", time.Hour
+	endpoint := p.Sorted(plan.IPv4)[0].Endpoints.Cluster[0].Addr
+	server.Destinations[endpoint] = ipvs.ActualDestination{Destination: ipvs.Destination{Addr: endpoint, Weight: 7}}
+	must(t, e.sync(context.Background(), p, nil))
+	want := drift.Found{
+		{Kind: drift.VirtualServer, State: drift.Changed, Object: id.String(), Want: was, Have: "-s sh -p 3600"},
+		{Kind: drift.RealServer, State: drift.Changed, Object: endpoint.String() + " of virtual server " + id.String(), Aspect: "weight",
+			Want: "1", Have: "7"},
+	}
+	if !slices.Equal(e.found, want) {
+		t.Errorf("found %#v\nwant  %#v", e.found, want)
+	}
 }
 
 // TestNothingIsKnownAfterAnError: what a sync that failed has left is not compared with.

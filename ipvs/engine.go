@@ -72,7 +72,7 @@ type heldDestination struct {
 func (e *engine) sync(ctx context.Context, p *plan.Plan, changed plan.Keys) error {
 	e.mu.Lock()
 	defer e.mu.Unlock()
-	e.compared, e.found = false, drift.Found{}
+	e.compared, e.found = false, nil
 	var err error
 	if changed == nil || e.desired == nil || p.Partial && p.Adds(changed, e.family, e.desired.services) {
 		err = e.syncAll(ctx, p)
@@ -171,10 +171,11 @@ func (e *engine) syncAll(ctx context.Context, p *plan.Plan) error {
 	}
 	if e.compared {
 		if mended != "" {
-			e.found.Add(drift.Address, drift.Changed, "interface %s with all addresses: it was %s", DeviceName, mended)
+			e.found = append(e.found, drift.Difference{Kind: drift.Address, State: drift.Changed,
+				Object: "interface " + DeviceName + " with all addresses", Aspect: "it was " + mended})
 		}
 		e.differences(before)
-		if e.found.Counts[drift.VirtualServer]+e.found.Counts[drift.RealServer] == 0 {
+		if counts := e.found.Counts(); counts[drift.VirtualServer]+counts[drift.RealServer] == 0 {
 			e.alike++
 		}
 	}
@@ -211,7 +212,7 @@ func (e *engine) guardMarks() error {
 	if was {
 		state = drift.Changed
 	}
-	e.found.Add(drift.Chain, state, "in nftables table %s (%s)", nftrules.GuardTable, e.family)
+	e.differs(drift.Chain, state, "in nftables table %s (%s)", nftrules.GuardTable, e.family)
 	return nil
 }
 

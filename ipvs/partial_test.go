@@ -46,7 +46,7 @@ func TestPartialPlan(t *testing.T) {
 				t.Fatalf("the kernel holds\n%s\ninstead of\n%s", k.text(), before)
 			}
 		}
-		if len(e.found.Counts) > 0 {
+		if len(e.found) > 0 {
 			t.Fatalf("found to repair: %+v", e.found)
 		}
 		for key := range missing {

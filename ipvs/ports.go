@@ -249,26 +249,26 @@ func (e *engine) removePorts(c portChanges) error {
 func (e *engine) portDifferences(before *held) {
 	switch was, is := before.ports, e.held.ports; {
 	case was.complete && !is.exists:
-		e.found.Add(drift.Chain, drift.Missing, "nftables table %s with its routing rule (%s)", nftrules.PortsTable, e.family)
+		e.differs(drift.Chain, drift.Missing, "nftables table %s with its routing rule (%s)", nftrules.PortsTable, e.family)
 	case was.complete && !is.complete:
-		e.found.Add(drift.Chain, drift.Changed, "nftables table %s or its routing rule (%s)", nftrules.PortsTable, e.family)
+		e.differs(drift.Chain, drift.Changed, "nftables table %s or its routing rule (%s)", nftrules.PortsTable, e.family)
 	case !was.exists && is.exists:
-		e.found.Add(drift.Chain, drift.Unexpected, "nftables table %s or its routing rule (%s)", nftrules.PortsTable, e.family)
+		e.differs(drift.Chain, drift.Unexpected, "nftables table %s or its routing rule (%s)", nftrules.PortsTable, e.family)
 	}
 	compare := func(state drift.State, one, other *heldPorts) {
 		for _, p := range one.list() {
 			if !other.has(p) {
-				e.found.Add(drift.SetElement, state, "%s . %s . %d of nftables table %s", p.Addr, p.Protocol.Lower(), p.Port, nftrules.PortsTable)
+				e.differs(drift.SetElement, state, "%s . %s . %d of nftables table %s", p.Addr, p.Protocol.Lower(), p.Port, nftrules.PortsTable)
 			}
 		}
 		for _, a := range slices.SortedFunc(maps.Keys(one.routes), netip.Addr.Compare) {
 			if _, is := other.routes[a]; !is {
-				e.found.Add(drift.Route, state, "%s of interface %s in table %d", a, DeviceName, host.RouteTable)
+				e.differs(drift.Route, state, "%s of interface %s in table %d", a, DeviceName, host.RouteTable)
 			}
 		}
 		for _, a := range slices.SortedFunc(maps.Keys(one.unrouted), netip.Addr.Compare) {
 			if _, is := other.unrouted[a]; !is {
-				e.found.Add(drift.Address, state, "%s of interface %s, without a route", a, DeviceName)
+				e.differs(drift.Address, state, "%s of interface %s, without a route", a, DeviceName)
 			}
 		}
 	}

@@ -137,7 +137,7 @@ func TestPortsAreExact(t *testing.T) {
 		if err := e.sync(context.Background(), p, nil); err != nil {
 			t.Fatal(err)
 		}
-		if e.found.Total() != 0 || !slices.Equal(k.calls, []string{"list servers", "rules"}) {
+		if len(e.found) != 0 || !slices.Equal(k.calls, []string{"list servers", "rules"}) {
 			t.Fatalf("a second comparison found %s, and wrote %q", e.found.Words(5), k.calls)
 		}
 		k.before = nil
@@ -146,7 +146,7 @@ func TestPortsAreExact(t *testing.T) {
 		if err := e.sync(context.Background(), p, nil); err != nil {
 			t.Fatal(err)
 		}
-		if k.text() != want.text() || e.found.Total() != found {
+		if k.text() != want.text() || len(e.found) != found {
 			t.Fatalf("%d changes of others: found %s, and the kernel holds\n%s\ninstead of\n%s", found, e.found.Words(5), k.text(), want.text())
 		}
 	})

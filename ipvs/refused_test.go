@@ -62,7 +62,7 @@ func TestRefusedServer(t *testing.T) {
 			var told [][]plan.Refusal
 			e.tellRefused = func(_ plan.Family, list []plan.Refusal) { told = append(told, list) }
 			for range 3 {
-				if err := e.sync(t.Context(), p, nil); err != nil || e.desired == nil || e.found.Total() > 0 {
+				if err := e.sync(t.Context(), p, nil); err != nil || e.desired == nil || len(e.found) > 0 {
 					t.Errorf("%v, found %v", err, e.found)
 				}
 			}
@@ -81,7 +81,7 @@ func TestRefusedServer(t *testing.T) {
 				t.Error(err)
 			}
 			refuse = nil
-			if err := e.sync(t.Context(), p, nil); err != nil || e.found.Total() > 0 || len(e.refused) > 0 {
+			if err := e.sync(t.Context(), p, nil); err != nil || len(e.found) > 0 || len(e.refused) > 0 {
 				t.Errorf("%v, found %v, refused %v", err, e.found, e.refused)
 			}
 			fresh, whole := fakeEngine(plan.IPv4, Options{})
@@ -143,7 +143,7 @@ func TestRefusedUpdate(t *testing.T) {
 			e.tellRefused = func(_ plan.Family, list []plan.Refusal) { told = append(told, list) }
 			p.Set(&bad)
 			for _, changed := range []plan.Keys{{bad.Key: {}}, nil, nil} {
-				if err := e.sync(t.Context(), p, changed); err != nil || e.desired == nil || e.found.Total() > 0 {
+				if err := e.sync(t.Context(), p, changed); err != nil || e.desired == nil || len(e.found) > 0 {
 					t.Errorf("changed %v: %v, found %v", changed, err, e.found)
 				}
 				if now := k.text(); now != before {
@@ -160,7 +160,7 @@ func TestRefusedUpdate(t *testing.T) {
 				t.Errorf("another ServicePort: %v, %d changes, refused %v", err, servers.changes, e.refused)
 			}
 			refuse = false
-			if err := e.sync(t.Context(), p, nil); err != nil || e.found.Total() > 0 || len(e.refused) > 0 {
+			if err := e.sync(t.Context(), p, nil); err != nil || len(e.found) > 0 || len(e.refused) > 0 {
 				t.Errorf("no longer refused: %v, found %v, refused %v", err, e.found, e.refused)
 			}
 			fresh, want := fakeEngine(plan.IPv4, Options{})
@@ -221,7 +221,7 @@ func TestRefusedSetEntry(t *testing.T) {
 		var told [][]plan.Refusal
 		e.tellRefused = func(_ plan.Family, list []plan.Refusal) { told = append(told, list) }
 		for range 3 {
-			if err := e.sync(t.Context(), p, nil); err != nil || e.desired == nil || e.found.Total() > 0 {
+			if err := e.sync(t.Context(), p, nil); err != nil || e.desired == nil || len(e.found) > 0 {
 				t.Errorf("%v, found %v", err, e.found)
 			}
 		}
@@ -244,7 +244,7 @@ func TestRefusedSetEntry(t *testing.T) {
 			}
 		}
 		refuse = false
-		if err := e.sync(t.Context(), p, nil); err != nil || e.found.Total() > 0 || len(told) != 2 || len(told[1]) != 0 {
+		if err := e.sync(t.Context(), p, nil); err != nil || len(e.found) > 0 || len(told) != 2 || len(told[1]) != 0 {
 			t.Errorf("no longer refused: %v, found %v, reported %v", err, e.found, told)
 		}
 		if n := len(k.set["KUBE-CLUSTER-IP"]); n != 20 || len(e.refusedMembers) > 0 {

@@ -139,24 +139,29 @@ func renderServer(out *strings.Builder, v server) {
 		return
 	}
 	name := serverArgs(v.ID)
-	fmt.Fprintf(out, "-A %s -s %s", name, v.Scheduler)
-	if v.Persistence > 0 {
-		fmt.Fprintf(out, " -p %d", int(v.Persistence.Seconds()))
-	}
-	var flags []string
-	if v.Fallback {
-		flags = append(flags, v.Scheduler+"-fallback")
-	}
-	if v.Ports {
-		flags = append(flags, v.Scheduler+"-port")
-	}
-	if len(flags) > 0 {
-		fmt.Fprintf(out, " -b %s", strings.Join(flags, ","))
-	}
-	out.WriteByte('\n')
+	fmt.Fprintf(out, "-A %s %s\n", name, serverOptions(v.Server))
 	for _, d := range v.destinations {
 		fmt.Fprintf(out, "-a %s -r %s -m -w %d\n", name, d.Addr, d.Weight)
 	}
+}
+
+// serverOptions prints the properties of a virtual server as arguments of ipvsadm.
+func serverOptions(s ipvs.Server) string {
+	text := "-s " + s.Scheduler
+	if s.Persistence > 0 {
+		text += fmt.Sprintf(" -p %d", int(s.Persistence.Seconds()))
+	}
+	var flags []string
+	if s.Fallback {
+		flags = append(flags, s.Scheduler+"-fallback")
+	}
+	if s.Ports {
+		flags = append(flags, s.Scheduler+"-port")
+	}
+	if len(flags) > 0 {
+		text += " -b " + strings.Join(flags, ",")
+	}
+	return text
 }
 
 // serverArgs names a virtual server as arguments of ipvsadm.

@@ -111,9 +111,10 @@ func (k *sysctlKeeper) differs() string {
 	return ""
 }
 
-// repair sets what is not as it should be, and adds it to what has been found. What can't be set is told of once, until it is as it
-// should be: no Service fares better for a sync that fails.
-func (k *sysctlKeeper) repair(found *drift.Found) {
+// repair sets what is not as it should be, and returns it. What can't be set is logged once, until it is as it should be: no
+// Service fares better for a sync that fails.
+func (k *sysctlKeeper) repair() drift.Found {
+	var found drift.Found
 	for _, s := range k.list {
 		have, is := s.read(k.dir)
 		if is {
@@ -122,13 +123,14 @@ func (k *sysctlKeeper) repair(found *drift.Found) {
 		}
 		err := s.set(k.dir, false)
 		if err == nil {
-			found.Add(drift.Sysctl, drift.Changed, "%s is %q in place of %s", s.dotted(), have, s.value)
+			found = append(found, drift.Difference{Kind: drift.Sysctl, State: drift.Changed, Object: s.dotted(), Want: s.value, Have: have})
 		} else if !k.told[s.name] {
 			k.told[s.name] = true
 			k.log.Error("another program has changed a kernel setting that mode ipvs needs, and it can't be set back; Services may not work",
 				"error", err)
 		}
 	}
+	return found
 }
 
 // tcpLiberal reports whether conntrack lets TCP packets outside of the window pass (net.netfilter.nf_conntrack_tcp_be_liberal).

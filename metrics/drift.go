@@ -4,25 +4,9 @@ import (
 	"time"
 
 	"github.com/prometheus/client_golang/prometheus"
+
+	"nodeproxy/kernel/drift"
 )
-
-// Kind is a kind of thing in the kernel that can differ from what was written.
-type Kind string
-
-// The kinds of things that drift. What a mode does not write stays at zero.
-const (
-	Table         Kind = "table"
-	Chain         Kind = "chain"
-	Rule          Kind = "rule"
-	SetElement    Kind = "set_element" // of an ipset, or of a set or map of nftables
-	VirtualServer Kind = "virtual_server"
-	RealServer    Kind = "real_server"
-	Address       Kind = "address"
-	Route         Kind = "route"
-	Sysctl        Kind = "sysctl"
-)
-
-var kinds = [...]Kind{Table, Chain, Rule, SetElement, VirtualServer, RealServer, Address, Route, Sysctl}
 
 type driftMetrics struct {
 	found, repaired *prometheus.CounterVec
@@ -44,7 +28,7 @@ func newDriftMetrics(s *Set) *driftMetrics {
 			"Sockets of other programs on this node whose address and port a Service captures."),
 	}
 	s.registry.MustRegister(m.took)
-	for _, k := range kinds {
+	for _, k := range drift.Kinds { // What a mode does not write stays at zero.
 		m.found.WithLabelValues(string(k))
 		m.repaired.WithLabelValues(string(k))
 	}
@@ -52,7 +36,7 @@ func newDriftMetrics(s *Set) *driftMetrics {
 }
 
 // DriftChecked counts a comparison of the kernel with what was written, and what it found, by kind.
-func (s *Set) DriftChecked(took time.Duration, found map[Kind]int) {
+func (s *Set) DriftChecked(took time.Duration, found map[drift.Kind]int) {
 	s.drift.took.Observe(took.Seconds())
 	s.drift.checked.WithLabelValues().Set(timestamp(time.Now()))
 	for k, n := range found {
@@ -61,7 +45,7 @@ func (s *Set) DriftChecked(took time.Duration, found map[Kind]int) {
 }
 
 // DriftRepaired counts what was repaired, by kind.
-func (s *Set) DriftRepaired(repaired map[Kind]int) {
+func (s *Set) DriftRepaired(repaired map[drift.Kind]int) {
 	for k, n := range repaired {
 		s.drift.repaired.WithLabelValues(string(k)).Add(float64(n))
 	}

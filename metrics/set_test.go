@@ -11,6 +11,7 @@ import (
 	"testing/synctest"
 	"time"
 
+	"nodeproxy/kernel/drift"
 	"nodeproxy/plan"
 	"nodeproxy/source"
 )
@@ -82,8 +83,8 @@ func TestCounted(t *testing.T) {
 	s.NFTablesFailed(plan.IPv4, false) // not in this mode
 	s.IPTablesRules(plan.IPv4, "nat", 100, 7)
 	s.FlowsReconciled(plan.IPv4, time.Second, 5)
-	s.DriftChecked(time.Second, map[Kind]int{Rule: 2, Chain: 1})
-	s.DriftRepaired(map[Kind]int{Rule: 2})
+	s.DriftChecked(time.Second, map[drift.Kind]int{drift.Rule: 2, drift.Chain: 1})
+	s.DriftRepaired(map[drift.Kind]int{drift.Rule: 2})
 	s.PortConflicts(4)
 	s.Waiting(false)
 	s.Waiting(true)

@@ -3,7 +3,6 @@ package main
 import (
 	"context"
 	"log/slog"
-	"maps"
 
 	"nodeproxy/kernel/drift"
 	"nodeproxy/metrics"
@@ -16,7 +15,7 @@ type driftReporter struct {
 	// tell tells the cluster; nil if there is none. Calls of it may be dropped where there are too many.
 	tell func(text string)
 	// left is what has been found, and not been repaired yet.
-	left drift.Found
+	left drift.Summary
 }
 
 // watcher is a backend that notices when others may have changed what it has written.
@@ -31,18 +30,19 @@ func (d *driftReporter) watch(ctx context.Context, w watcher, suspect func(why s
 	}
 }
 
-// fewDifferences is how many are told of one by one.
+// fewDifferences is how many differences a log line or an event names one by one.
 const fewDifferences = 5
 
 // compared is told of each comparison; calls must not overlap. What a sync fails to repair is repaired by the next one, which
 // does not compare, since it does not know what there was; the comparison after that tells that it was.
 func (d *driftReporter) compared(r drift.Report) {
-	d.metrics.DriftChecked(r.Took, driftCounts(r.Found))
-	d.left.Merge(r.Found)
+	found := r.Found.Summary(fewDifferences)
+	d.metrics.DriftChecked(r.Took, found.Counts)
+	d.left.Merge(found, fewDifferences)
 	if r.Err != nil {
-		if r.Total() > 0 {
+		if len(r.Found) > 0 {
 			d.log.Warn("another program has changed what was written to the kernel; repairing it failed, and is tried again",
-				"things", r.Total(), "found", r.Words(fewDifferences))
+				"things", len(r.Found), "found", found.String())
 		}
 		return
 	}
@@ -54,21 +54,12 @@ func (d *driftReporter) repaired() {
 	if d.left.Total() == 0 {
 		return
 	}
-	d.metrics.DriftRepaired(driftCounts(d.left))
-	words := d.left.Words(fewDifferences)
+	d.metrics.DriftRepaired(d.left.Counts)
+	words := d.left.String()
 	d.log.Warn("another program had changed what was written to the kernel; it has been repaired",
 		"things", d.left.Total(), "found", words)
 	if d.tell != nil {
 		d.tell("repaired what another program had changed: " + words)
 	}
-	d.left = drift.Found{}
-}
-
-// driftCounts are the kinds by which metrics know them.
-func driftCounts(f drift.Found) map[metrics.Kind]int {
-	out := map[metrics.Kind]int{}
-	for k, n := range maps.All(f.Counts) {
-		out[metrics.Kind(k)] = n
-	}
-	return out
+	d.left = drift.Summary{}
 }

@@ -230,23 +230,23 @@ func (l *lab) check(f fault, before string) {
 		l.t.Fatalf("%s: %d reports", f.name, len(l.reports))
 	}
 	r := l.reports[0]
-	if !strings.Contains(r.Words(drift.Most), f.want) || f.want == "" && r.Total() > 0 {
-		l.t.Errorf("%s: found %s, want %s", f.name, r.Words(drift.Most), f.want)
+	if all := r.Found.Words(len(r.Found)); !strings.Contains(all, f.want) || f.want == "" && all != "" {
+		l.t.Errorf("%s: found %s, want %s", f.name, all, f.want)
 	}
 	for kind, n := range f.n {
-		if r.Counts[kind] != n || r.Total() != n {
-			l.t.Errorf("%s: found %v, want %d of %s", f.name, r.Counts, n, kind)
+		if counts := r.Found.Counts(); counts[kind] != n || len(r.Found) != n {
+			l.t.Errorf("%s: found %v, want %d of %s", f.name, counts, n, kind)
 		}
 	}
 	if now := l.held(); now != before {
 		l.t.Errorf("%s: it is not as before:\n%s\nwant\n%s", f.name, now, before)
 	}
 	l.sync()
-	if n := l.reports[len(l.reports)-1].Total(); n > 0 {
+	if n := len(l.reports[len(l.reports)-1].Found); n > 0 {
 		l.t.Errorf("%s: after the repair there are %d differences", f.name, n)
 	}
 	l.t.Logf("%-28s noticed after %4v, repaired in %v: %s (%s)", f.name, took.Round(time.Millisecond), r.Took.Round(time.Millisecond),
-		r.Words(1), why)
+		r.Found.Words(1), why)
 }
 
 // held is what there is but for rules, which the last step of check compares.

@@ -8,49 +8,49 @@ import (
 	"nodeproxy/plan"
 )
 
-// Drift adds to found in what a table differs from what had been written to it: changes are those of Diff from there to what
-// the table holds. Rules in built-in chains that nobody wants are no drift, nor is a chain that had to stay.
-func Drift(found *drift.Found, f plan.Family, changes []Change) {
+// Drift returns in what a table differs from what had been written to it: changes are those that Diff returns for what had been
+// written and what the table holds. Rules in built-in chains that nobody wants are no drift, nor is a chain that had to stay.
+func Drift(f plan.Family, changes []Change) drift.Found {
+	var found drift.Found
 	for _, c := range changes {
-		in := fmt.Sprintf("%s of table %s (%s)", c.Chain, c.Table, f)
+		chain := fmt.Sprintf("%s of table %s (%s)", c.Chain, c.Table, f)
 		switch {
 		case c.Op == Insert:
-			found.Add(drift.Rule, drift.Missing, "%q in %s", c.Rules[0], in)
+			found = append(found, drift.Difference{Kind: drift.Rule, State: drift.Missing, Object: chain, Want: c.Rules[0]})
 		case c.Op == Remove || c.Op == Empty:
-			found.Add(drift.Chain, drift.Unexpected, "%s", in)
+			found = append(found, drift.Difference{Kind: drift.Chain, State: drift.Unexpected, Object: chain})
 		case c.Op == Write && !c.Exists:
-			found.Add(drift.Chain, drift.Missing, "%s", in)
+			found = append(found, drift.Difference{Kind: drift.Chain, State: drift.Missing, Object: chain})
 		case c.Op == Write:
-			rules(found, in, c)
+			found = append(found, rules(chain, c)...)
 		}
 	}
+	return found
 }
 
 // rules compares one chain, rule by rule.
-func rules(found *drift.Found, in string, c Change) {
+func rules(chain string, c Change) drift.Found {
 	if slices.ContainsFunc(c.Have, Unread) {
-		found.Add(drift.Chain, drift.Changed, "%s: it holds rules that only nft can read", in)
-		return
+		return drift.Found{{Kind: drift.Chain, State: drift.Changed, Object: chain, Aspect: "it holds rules that only nft can read"}}
 	}
+	var found drift.Found
 	left := map[string]int{}
 	for _, r := range c.Have {
 		left[r]++
 	}
-	same := true
 	for _, r := range c.Rules {
 		if left[r]--; left[r] < 0 {
-			same = false
-			found.Add(drift.Rule, drift.Missing, "%q in %s", r, in)
+			found = append(found, drift.Difference{Kind: drift.Rule, State: drift.Missing, Object: chain, Want: r})
 		}
 	}
 	for _, r := range c.Have {
 		if left[r] > 0 {
 			left[r]--
-			same = false
-			found.Add(drift.Rule, drift.Unexpected, "%q in %s", r, in)
+			found = append(found, drift.Difference{Kind: drift.Rule, State: drift.Unexpected, Object: chain, Have: r})
 		}
 	}
-	if same {
-		found.Add(drift.Chain, drift.Changed, "%s: the order of its rules", in)
+	if len(found) == 0 {
+		found = drift.Found{{Kind: drift.Chain, State: drift.Changed, Object: chain, Aspect: "the order of its rules"}}
 	}
+	return found
 }

@@ -79,7 +79,7 @@ func (x *Tables) Apply(ctx context.Context, desired Desired) (int, error) {
 		}
 		actual[t] = held
 		if written != nil && x.Found != nil {
-			Drift(x.Found, x.Family, x.WithoutStuck(Diff(t, *written, held)))
+			*x.Found = append(*x.Found, Drift(x.Family, x.WithoutStuck(Diff(t, *written, held)))...)
 		}
 		for _, c := range Diff(t, desired, held) {
 			switch {
