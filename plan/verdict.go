@@ -66,8 +66,17 @@ type Verdict struct {
 	Frontend    Frontend
 	// Targets are in order of address; empty unless Action is Forward.
 	Targets []Target
-	// Reasons are the decisions that led here, in their order, for people to read.
-	Reasons []string
+	// Decisions led here, in their order.
+	Decisions []Decision
+}
+
+// Reasons returns the texts of the decisions.
+func (v Verdict) Reasons() []string {
+	out := make([]string, len(v.Decisions))
+	for i, d := range v.Decisions {
+		out[i] = d.Text
+	}
+	return out
 }
 
 func (v Verdict) String() string {
@@ -132,8 +141,8 @@ func (e *Evaluator) Verdict(pkt Packet) Verdict {
 	v := e.service(pkt)
 	if v.Action != Forward && e.localnet(pkt) {
 		v.Action = Drop
-		v.Reasons = append(v.Reasons, fmt.Sprintf("%s may be reached from loopback addresses only, and %s is none: "+
-			"localhost node ports make the kernel route such packets, so they are dropped", pkt.Dst, pkt.Src))
+		v.because(LoopbackGuard, "%s may be reached from loopback addresses only, and %s is none: "+
+			"localhost node ports make the kernel route such packets, so they are dropped", pkt.Dst, pkt.Src)
 	}
 	return v
 }
@@ -148,30 +157,29 @@ func (e *Evaluator) service(pkt Packet) Verdict {
 			return e.nodePort(pkt, m)
 		}
 	}
-	return Verdict{Reasons: []string{fmt.Sprintf("no Service has a frontend at %s/%s",
-		netip.AddrPortFrom(pkt.Dst, pkt.DstPort), pkt.Protocol)}}
+	var v Verdict
+	v.because(ForNoService, "no Service has a frontend at %s/%s", netip.AddrPortFrom(pkt.Dst, pkt.DstPort), pkt.Protocol)
+	return v
 }
 
 func (e *Evaluator) nodePort(pkt Packet, m match) Verdict {
 	if m.frontend.Kind == HealthCheckNodePort {
-		return Verdict{ServicePort: m.sp.Key, Frontend: m.frontend, Reasons: []string{fmt.Sprintf(
-			"%s of %s: the node itself answers, and the packet is let in", m.frontend, m.sp.Key)}}
+		v := Verdict{ServicePort: m.sp.Key, Frontend: m.frontend}
+		v.because(ForHealthCheck, "%s of %s: the node itself answers, and the packet is let in", m.frontend, m.sp.Key)
+		return v
 	}
-	if ok, why := e.plan.nodePortsAnswer(pkt.Dst); !ok {
-		return Verdict{Reasons: []string{fmt.Sprintf("%s of %s, but %s", m.frontend, m.sp.Key, why)}}
+	if settings := &e.plan.Settings; !settings.NodePortsAnswer(e.plan.Node, pkt.Dst) {
+		var v Verdict
+		if pkt.Dst.IsLoopback() && !settings.LocalhostReachable(FamilyOf(pkt.Dst)) {
+			v.because(NoNodePortsOnLoopback, "%s of %s, but node ports do not answer on the loopback address %s",
+				m.frontend, m.sp.Key, pkt.Dst)
+		} else {
+			v.because(NoNodePortsAtAddress, "%s of %s, but %s is not among the addresses that node ports answer at",
+				m.frontend, m.sp.Key, pkt.Dst)
+		}
+		return v
 	}
 	return e.decide(pkt, m)
-}
-
-// nodePortsAnswer reports whether node ports answer at an address of this node, and why not.
-func (p *Plan) nodePortsAnswer(dst netip.Addr) (bool, string) {
-	switch {
-	case p.Settings.NodePortsAnswer(p.Node, dst):
-		return true, ""
-	case dst.IsLoopback() && !p.Settings.LocalhostReachable(FamilyOf(dst)):
-		return false, fmt.Sprintf("node ports do not answer on the loopback address %s", dst)
-	}
-	return false, fmt.Sprintf("%s is not among the addresses that node ports answer at", dst)
 }
 
 // localnet reports whether the packet is for a loopback address, though not from one, on a node whose kernel routes
@@ -183,10 +191,10 @@ func (e *Evaluator) localnet(pkt Packet) bool {
 // decide is the verdict for a packet that reached a frontend.
 func (e *Evaluator) decide(pkt Packet, m match) Verdict {
 	v := Verdict{ServicePort: m.sp.Key, Frontend: m.frontend}
-	v.because("it is for %s of %s", m.frontend, m.sp.Key)
+	v.because(ForFrontend, "it is for %s of %s", m.frontend, m.sp.Key)
 	if !m.sp.Any {
 		v.Action = Reject
-		v.because("no node has a usable endpoint")
+		v.because(NoEndpoint, "no node has a usable endpoint")
 		return v
 	}
 	if m.frontend.Kind == LoadBalancerIP && !e.admitted(pkt.Src, m.sp, &v) {
@@ -197,21 +205,21 @@ func (e *Evaluator) decide(pkt Packet, m match) Verdict {
 	var masquerade bool
 	if m.frontend.Kind == ClusterIP {
 		policy, masquerade = m.sp.InternalPolicy, e.masqueradeInternal(pkt, &v)
-		v.because("the internal traffic policy is %s", policy)
+		v.because(InternalPolicy, "the internal traffic policy is %s", policy)
 	} else {
 		policy, masquerade = e.external(pkt, m.sp, &v)
 	}
 	endpoints := m.sp.ForPolicy(policy)
 	if len(endpoints) == 0 {
 		v.Action = Drop
-		v.because("there are endpoints, but none that policy %s allows on this node", policy)
+		v.because(NoEndpointForPolicy, "there are endpoints, but none that policy %s allows on this node", policy)
 		return v
 	}
 	v.Action = Forward
 	for _, ep := range endpoints {
 		hairpin := ep.Addr.Addr() == pkt.Src
 		if hairpin && !masquerade {
-			v.because("endpoint %s would get its own packet: masqueraded, so that the answer comes back", ep.Addr)
+			v.because(MasqueradeHairpin, "endpoint %s would get its own packet: masqueraded, so that the answer comes back", ep.Addr)
 		}
 		v.Targets = append(v.Targets, Target{Addr: ep.Addr, Masquerade: masquerade || hairpin})
 	}
@@ -229,18 +237,18 @@ func (e *Evaluator) admitted(src netip.Addr, sp *ServicePort, v *Verdict) bool {
 	nodeAllowed := false
 	for _, r := range sp.SourceRanges {
 		if r.Contains(src) {
-			v.because("source %s is within source range %s", src, r)
+			v.because(InSourceRange, "source %s is within source range %s", src, r)
 			return true
 		}
 		nodeAllowed = nodeAllowed || r.Contains(node)
 	}
 	own := func(f Frontend) bool { return f.Kind == LoadBalancerIP && f.Addr == src }
 	if nodeAllowed && slices.ContainsFunc(sp.Frontends, own) {
-		v.because("source %s is a load balancer IP of the Service, and the node's %s is within its source ranges",
+		v.because(OwnLoadBalancerIP, "source %s is a load balancer IP of the Service, and the node's %s is within its source ranges",
 			src, node)
 		return true
 	}
-	v.because("source %s is outside of the source ranges", src)
+	v.because(OutsideSourceRanges, "source %s is outside of the source ranges", src)
 	return false
 }
 
@@ -250,10 +258,10 @@ func (e *Evaluator) masqueradeInternal(pkt Packet, v *Verdict) bool {
 	detect := e.plan.Settings.DetectLocal
 	switch {
 	case e.plan.Settings.MasqueradeAll:
-		v.because("all traffic to cluster IPs is masqueraded")
+		v.because(MasqueradeAll, "all traffic to cluster IPs is masqueraded")
 		return true
 	case detect.Implemented(FamilyOf(pkt.Dst)) && !e.fromPod(pkt):
-		v.because("it does not come from a pod: masqueraded")
+		v.because(MasqueradeNotFromPod, "it does not come from a pod: masqueraded")
 		return true
 	}
 	return false
@@ -265,16 +273,16 @@ func (e *Evaluator) masqueradeInternal(pkt Packet, v *Verdict) bool {
 func (e *Evaluator) external(pkt Packet, sp *ServicePort, v *Verdict) (policy Policy, masquerade bool) {
 	switch {
 	case sp.ExternalPolicy == Cluster:
-		v.because("the external traffic policy is Cluster: masqueraded, since the endpoint may be on another node")
+		v.because(ExternalPolicyCluster, "the external traffic policy is Cluster: masqueraded, since the endpoint may be on another node")
 		return Cluster, true
 	case e.fromPod(pkt):
-		v.because("the external traffic policy is Local, but pods reach every endpoint")
+		v.because(ExternalPolicyFromPod, "the external traffic policy is Local, but pods reach every endpoint")
 		return Cluster, false
 	case pkt.SrcLocal:
-		v.because("the external traffic policy is Local, but the node itself reaches every endpoint, masqueraded")
+		v.because(ExternalPolicyFromNode, "the external traffic policy is Local, but the node itself reaches every endpoint, masqueraded")
 		return Cluster, true
 	}
-	v.because("the external traffic policy is Local")
+	v.because(ExternalPolicyLocal, "the external traffic policy is Local")
 	return Local, false
 }
 
@@ -286,6 +294,6 @@ func (e *Evaluator) fromPod(pkt Packet) bool {
 	return e.plan.Settings.DetectLocal.Matches(pkt.Src, iface)
 }
 
-func (v *Verdict) because(format string, args ...any) {
-	v.Reasons = append(v.Reasons, fmt.Sprintf(format, args...))
+func (v *Verdict) because(code Code, format string, args ...any) {
+	v.Decisions = append(v.Decisions, Decision{code, fmt.Sprintf(format, args...)})
 }

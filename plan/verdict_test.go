@@ -118,10 +118,10 @@ func testVerdicts(t *testing.T, cases []verdictCase) {
 			t.Parallel()
 			v := tPlan(tc.change).Verdict(tc.packet)
 			if v.String() != tc.want {
-				t.Errorf("verdict on %s is %s, want %s; reasons:\n%s", tc.packet, v, tc.want, strings.Join(v.Reasons,
+				t.Errorf("verdict on %s is %s, want %s; reasons:\n%s", tc.packet, v, tc.want, strings.Join(v.Reasons(),
 					"\n"))
 			}
-			if len(v.Reasons) == 0 {
+			if len(v.Decisions) == 0 {
 				t.Error("there are no reasons")
 			}
 		})
@@ -245,7 +245,7 @@ func TestVerdictLoopback(t *testing.T) {
 				want = Forward
 			}
 			if v := p.Verdict(tPacket(tc.src, localhost, tc.port)); v.Action != want {
-				t.Errorf("verdict is %s, want %s: %v", v, want, v.Reasons)
+				t.Errorf("verdict is %s, want %s: %v", v, want, v.Reasons())
 			}
 		})
 	}
@@ -308,8 +308,8 @@ func TestVerdictTellsWhatItIsFor(t *testing.T) {
 		"it is for external IP 198.18.0.1:80/TCP of ns/svc/TCP/IPv4",
 		"the external traffic policy is Local, but the node itself reaches every endpoint, masqueraded",
 	}
-	if !slices.Equal(v.Reasons, want) {
-		t.Errorf("reasons are %q, want %q", v.Reasons, want)
+	if !slices.Equal(v.Reasons(), want) {
+		t.Errorf("reasons are %q, want %q", v.Reasons(), want)
 	}
 	if v := p.Verdict(tPacket(tClient, tNode, 32000)); v.Frontend.Kind != HealthCheckNodePort {
 		t.Errorf("the health check node port is told as %s", v.Frontend)

@@ -38,7 +38,7 @@ func (l Leeway) Compare(e *plan.Evaluator, rs *Ruleset, pkt plan.Packet, node No
 	}
 	if err != nil {
 		return fmt.Errorf("packet: %s\nplan: %s\n  %s\nrules:\n%s%w", pkt, verdict,
-			strings.Join(verdict.Reasons, "\n  "), describe(outcomes), err)
+			strings.Join(verdict.Reasons(), "\n  "), describe(outcomes), err)
 	}
 	return nil
 }
