@@ -22,13 +22,11 @@ import (
 	"nodeproxy/kernel/drift"
 	"nodeproxy/kernel/host"
 	"nodeproxy/kernel/ipvs"
+	"nodeproxy/kernel/names"
 	"nodeproxy/kernel/nft"
 	"nodeproxy/kernel/xtables"
 	"nodeproxy/plan"
 )
-
-// DeviceName is the network interface that the addresses of Services are put on.
-const DeviceName = "kube-ipvs0"
 
 // DefaultGracePeriod is how long connections are left to a real server of whose endpoint nothing is known any more.
 const DefaultGracePeriod = 5 * time.Minute
@@ -152,7 +150,7 @@ func (b *Backend) open(n *node) error {
 	if err := b.servers.SetTimeouts(b.cfg.TCPTimeout, b.cfg.TCPFinTimeout, b.cfg.UDPTimeout); err != nil {
 		return err
 	}
-	d, err := host.OpenDevice(DeviceName)
+	d, err := host.OpenDevice(names.Device)
 	if err != nil {
 		return err
 	}
@@ -254,7 +252,7 @@ func (b *Backend) Sync(ctx context.Context, p *plan.Plan, changed plan.Keys) err
 func (b *Backend) Took() map[plan.Family]time.Duration { return b.took }
 
 // others are the addresses of this node that are not those of Services.
-var others = host.Filter{Except: []string{DeviceName}}
+var others = host.Filter{Except: []string{names.Device}}
 
 // hostAddresses lists them.
 func hostAddresses(f plan.Family) (map[netip.Addr]struct{}, error) {

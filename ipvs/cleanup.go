@@ -14,13 +14,14 @@ import (
 	"nodeproxy/kernel/host"
 	"nodeproxy/kernel/ipset"
 	"nodeproxy/kernel/ipvs"
+	"nodeproxy/kernel/names"
 	"nodeproxy/plan"
 )
 
 // Leftovers reports whether mode ipvs, this program's or kube-proxy's, has left something on this node: the device, nftables tables,
 // routing rules, or sets.
 func Leftovers() (bool, error) {
-	if host.DeviceExists(DeviceName) {
+	if host.DeviceExists(names.Device) {
 		return true, nil
 	}
 	if guards, err := nftrules.GuardTables(); err != nil || len(guards) > 0 {
@@ -34,8 +35,8 @@ func Leftovers() (bool, error) {
 		return false, nil // A kernel without sets holds none.
 	}
 	defer s.Close()
-	names, err := s.Names()
-	return slices.ContainsFunc(names, ourSet), err
+	list, err := s.Names()
+	return slices.ContainsFunc(list, names.IsOurSet), err
 }
 
 // Cleaner removes what mode ipvs has left, once the rules of another mode lead nothing new to it.
@@ -97,31 +98,31 @@ func (c *Cleaner) List() ([]string, error) {
 			}
 		}
 	}
-	if host.DeviceExists(DeviceName) {
-		out = append(out, "device "+DeviceName)
+	if host.DeviceExists(names.Device) {
+		out = append(out, "device "+names.Device)
 	}
 	guards, err := nftrules.GuardTables()
 	if err != nil {
 		return nil, err
 	}
 	for _, f := range guards {
-		out = append(out, fmt.Sprintf("nftables table %s (%s)", nftrules.GuardTable, f))
+		out = append(out, fmt.Sprintf("nftables table %s (%s)", names.IPVSMarks, f))
 	}
 	ports, err := nftrules.PortsFamilies()
 	if err != nil {
 		return nil, err
 	}
 	for _, f := range ports {
-		out = append(out, fmt.Sprintf("nftables table %s and the routing rule for table %d (%s)", nftrules.PortsTable, host.RouteTable, f))
+		out = append(out, fmt.Sprintf("nftables table %s and the routing rule for table %d (%s)", names.IPVSPorts, names.PortsRouteTable, f))
 	}
 	s, err := ipset.OpenSets()
 	if err != nil {
 		return out, nil // A kernel without sets holds none.
 	}
 	defer s.Close()
-	names, err := s.Names()
-	for _, name := range names {
-		if ourSet(name) {
+	list, err := s.Names()
+	for _, name := range list {
+		if names.IsOurSet(name) {
 			out = append(out, "ipset "+name)
 		}
 	}
@@ -166,26 +167,9 @@ func waited(id ipvs.ServerID, s *ipvs.ActualServer) bool {
 	return false
 }
 
-// ourSet recognises the sets of this package and of kube-proxy.
-func ourSet(name string) bool {
-	for _, f := range plan.Families {
-		for id := range setCount {
-			if name == setName(id, f) {
-				return true
-			}
-		}
-		for _, other := range kubeProxySets {
-			if name == familyName(other, f) {
-				return true
-			}
-		}
-	}
-	return false
-}
-
 // removeRest removes the device, nftables tables, routing rules, and sets.
 func removeRest() error {
-	if err := errors.Join(nftrules.RemovePorts(), host.RemoveDevice(DeviceName), nftrules.RemoveGuards()); err != nil {
+	if err := errors.Join(nftrules.RemovePorts(), host.RemoveDevice(names.Device), nftrules.RemoveGuards()); err != nil {
 		return err
 	}
 	s, err := ipset.OpenSets()
@@ -193,10 +177,10 @@ func removeRest() error {
 		return nil // A kernel without sets holds none.
 	}
 	defer s.Close()
-	names, err := s.Names()
+	list, err := s.Names()
 	errs := []error{err}
-	for _, name := range names {
-		if ourSet(name) {
+	for _, name := range list {
+		if names.IsOurSet(name) {
 			errs = append(errs, s.Destroy(name))
 		}
 	}

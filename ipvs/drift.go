@@ -9,6 +9,7 @@ import (
 	"nodeproxy/kernel/drift"
 	"nodeproxy/kernel/ipset"
 	"nodeproxy/kernel/ipvs"
+	"nodeproxy/kernel/names"
 )
 
 // differs notes a thing that is not as it was left, and of which its name says everything.
@@ -40,12 +41,12 @@ func (e *engine) differences(before *held) {
 	e.portDifferences(before)
 	for _, a := range slices.SortedFunc(maps.Keys(before.vips), netip.Addr.Compare) {
 		if _, is := e.held.vips[a]; !is {
-			e.differs(drift.Address, drift.Missing, "%s of interface %s", a, DeviceName)
+			e.differs(drift.Address, drift.Missing, "%s of interface %s", a, names.Device)
 		}
 	}
 	for _, a := range slices.SortedFunc(maps.Keys(e.held.vips), netip.Addr.Compare) {
 		if _, was := before.vips[a]; !was {
-			e.differs(drift.Address, drift.Unexpected, "%s of interface %s", a, DeviceName)
+			e.differs(drift.Address, drift.Unexpected, "%s of interface %s", a, names.Device)
 		}
 	}
 }
@@ -104,16 +105,16 @@ func (e *engine) routeDifferences(have map[netip.Prefix]netip.Addr) {
 	for _, r := range slices.SortedFunc(maps.Keys(e.routed), netip.Prefix.Compare) {
 		switch src, is := have[r]; {
 		case !is:
-			e.differs(drift.Route, drift.Missing, "%s of interface %s", r, DeviceName)
+			e.differs(drift.Route, drift.Missing, "%s of interface %s", r, names.Device)
 		case src != e.routed[r]:
 			e.found = append(e.found, drift.Difference{Kind: drift.Route, State: drift.Changed,
-				Object: fmt.Sprintf("%s of interface %s", r, DeviceName),
+				Object: fmt.Sprintf("%s of interface %s", r, names.Device),
 				Aspect: "source", Want: e.routed[r].String(), Have: src.String()})
 		}
 	}
 	for _, r := range slices.SortedFunc(maps.Keys(have), netip.Prefix.Compare) {
 		if _, was := e.routed[r]; !was {
-			e.differs(drift.Route, drift.Unexpected, "%s of interface %s", r, DeviceName)
+			e.differs(drift.Route, drift.Unexpected, "%s of interface %s", r, names.Device)
 		}
 	}
 }

@@ -11,10 +11,10 @@ import (
 	"sync"
 	"time"
 
-	"nodeproxy/ipvs/nftrules"
 	"nodeproxy/kernel/drift"
 	"nodeproxy/kernel/ipset"
 	"nodeproxy/kernel/ipvs"
+	"nodeproxy/kernel/names"
 	"nodeproxy/plan"
 )
 
@@ -172,7 +172,7 @@ func (e *engine) syncAll(ctx context.Context, p *plan.Plan) error {
 	if e.compared {
 		if mended != "" {
 			e.found = append(e.found, drift.Difference{Kind: drift.Address, State: drift.Changed,
-				Object: "interface " + DeviceName + " with all addresses", Aspect: "it was " + mended})
+				Object: "interface " + names.Device + " with all addresses", Aspect: "it was " + mended})
 		}
 		e.differences(before)
 		if counts := e.found.Counts(); counts[drift.VirtualServer]+counts[drift.RealServer] == 0 {
@@ -212,7 +212,7 @@ func (e *engine) guardMarks() error {
 	if was {
 		state = drift.Changed
 	}
-	e.differs(drift.Chain, state, "in nftables table %s (%s)", nftrules.GuardTable, e.family)
+	e.differs(drift.Chain, state, "in nftables table %s (%s)", names.IPVSMarks, e.family)
 	return nil
 }
 

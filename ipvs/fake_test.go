@@ -13,6 +13,7 @@ import (
 	"nodeproxy/ipvs/nftrules"
 	"nodeproxy/kernel/ipset"
 	"nodeproxy/kernel/ipvs"
+	"nodeproxy/kernel/names"
 	"nodeproxy/kernel/xtables"
 	"nodeproxy/plan"
 )
@@ -348,9 +349,9 @@ func (k *fakeKernel) render() string {
 		}
 		renderServer(&out, s)
 	}
-	out.WriteString("# ip -batch\nlink add " + DeviceName + " type dummy\n")
+	out.WriteString("# ip -batch\nlink add " + names.Device + " type dummy\n")
 	for r := range k.local {
-		fmt.Fprintf(&out, "route add local %s dev %s table local\n", r, DeviceName)
+		fmt.Fprintf(&out, "route add local %s dev %s table local\n", r, names.Device)
 	}
 	for a := range k.addresses {
 		if _, unrouted := k.unrouted[a]; !unrouted {

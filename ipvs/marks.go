@@ -7,6 +7,7 @@ import (
 	"slices"
 
 	"nodeproxy/ipvs/nftrules"
+	"nodeproxy/kernel/names"
 	"nodeproxy/plan"
 )
 
@@ -22,10 +23,8 @@ type marks struct {
 	masquerade uint32 // the bit that asks for masquerading
 }
 
-// The layout of the 31 bits that are left.
+// The layout of the 31 bits that are left, behind names.MarkSignature.
 const (
-	signature     = 0x5 << 27
-	signatureMask = 0xf << 27
 	// toCluster is set for the endpoints of policy Cluster, clear for those of policy Local.
 	toCluster = 1 << 26
 	// byHash is set where a ServicePort is told by a hash of its name, clear where by its node port.
@@ -45,12 +44,12 @@ func (m marks) mask() uint32 { return ^m.masquerade }
 
 // match is what all marks of ours have, as iptables prints value and mask.
 func (m marks) match() string {
-	return fmt.Sprintf("%#x/%#x", m.value(signature), m.value(signatureMask))
+	return fmt.Sprintf("%#x/%#x", m.value(names.MarkSignature), m.value(names.MarkSignatureMask))
 }
 
 // guard is what keeps marks of ours and of other programs apart.
 func (m marks) guard() nftrules.MarkGuard {
-	return nftrules.MarkGuard{Signature: m.value(signature), SignatureMask: m.value(signatureMask), Masquerade: m.masquerade}
+	return nftrules.MarkGuard{Signature: m.value(names.MarkSignature), SignatureMask: m.value(names.MarkSignatureMask), Masquerade: m.masquerade}
 }
 
 // ours reports whether a mark is one that this package gives, whichever bit asks for masquerading: it may have been another one
@@ -62,7 +61,7 @@ func (m marks) identities(mark uint32) []markID {
 	var out []markID
 	for bit := range 32 {
 		given := newMarks(bit)
-		if mark&given.value(signatureMask) == given.value(signature) {
+		if mark&given.value(names.MarkSignatureMask) == given.value(names.MarkSignature) {
 			out = append(out, given.identity(mark))
 		}
 	}
@@ -93,7 +92,7 @@ func (id markID) hash() (uint32, bool) { return uint32(id&^byHash) / ranks, id&b
 // identity is the identity in a mark of ours.
 func (m marks) identity(mark uint32) markID {
 	low := m.masquerade - 1
-	return markID((mark&low | mark>>1&^low) &^ (signatureMask | toCluster))
+	return markID((mark&low | mark>>1&^low) &^ (names.MarkSignatureMask | toCluster))
 }
 
 // identities gives identities to ServicePorts without a node port: a hash of 22 bits, and the place in order of name among
@@ -148,7 +147,7 @@ const (
 )
 
 func (m marks) of(id markID, kind markKind) uint32 {
-	switch v := signature | uint32(id); kind {
+	switch v := names.MarkSignature | uint32(id); kind {
 	case clusterMark:
 		return m.value(v | toCluster)
 	case masqueradedMark:

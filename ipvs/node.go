@@ -9,6 +9,7 @@ import (
 	"nodeproxy/kernel/host"
 	"nodeproxy/kernel/ipset"
 	"nodeproxy/kernel/ipvs"
+	"nodeproxy/kernel/names"
 	"nodeproxy/kernel/nft"
 	"nodeproxy/kernel/xtables"
 	"nodeproxy/plan"
@@ -92,7 +93,7 @@ func findInKernel(scheduler string) (*node, error) {
 		err = fmt.Errorf("--ipvs-scheduler: this kernel has no scheduler %q (module ip_vs_%s)", scheduler, scheduler)
 	}
 	if err == nil {
-		err = host.CheckDevice(DeviceName)
+		err = host.CheckDevice(names.Device)
 	}
 	if err != nil {
 		n.close()

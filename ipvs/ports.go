@@ -8,9 +8,8 @@ import (
 	"net/netip"
 	"slices"
 
-	"nodeproxy/ipvs/nftrules"
 	"nodeproxy/kernel/drift"
-	"nodeproxy/kernel/host"
+	"nodeproxy/kernel/names"
 	"nodeproxy/plan"
 )
 
@@ -249,26 +248,26 @@ func (e *engine) removePorts(c portChanges) error {
 func (e *engine) portDifferences(before *held) {
 	switch was, is := before.ports, e.held.ports; {
 	case was.complete && !is.exists:
-		e.differs(drift.Chain, drift.Missing, "nftables table %s with its routing rule (%s)", nftrules.PortsTable, e.family)
+		e.differs(drift.Chain, drift.Missing, "nftables table %s with its routing rule (%s)", names.IPVSPorts, e.family)
 	case was.complete && !is.complete:
-		e.differs(drift.Chain, drift.Changed, "nftables table %s or its routing rule (%s)", nftrules.PortsTable, e.family)
+		e.differs(drift.Chain, drift.Changed, "nftables table %s or its routing rule (%s)", names.IPVSPorts, e.family)
 	case !was.exists && is.exists:
-		e.differs(drift.Chain, drift.Unexpected, "nftables table %s or its routing rule (%s)", nftrules.PortsTable, e.family)
+		e.differs(drift.Chain, drift.Unexpected, "nftables table %s or its routing rule (%s)", names.IPVSPorts, e.family)
 	}
 	compare := func(state drift.State, one, other *heldPorts) {
 		for _, p := range one.list() {
 			if !other.has(p) {
-				e.differs(drift.SetElement, state, "%s . %s . %d of nftables table %s", p.Addr, p.Protocol.Lower(), p.Port, nftrules.PortsTable)
+				e.differs(drift.SetElement, state, "%s . %s . %d of nftables table %s", p.Addr, p.Protocol.Lower(), p.Port, names.IPVSPorts)
 			}
 		}
 		for _, a := range slices.SortedFunc(maps.Keys(one.routes), netip.Addr.Compare) {
 			if _, is := other.routes[a]; !is {
-				e.differs(drift.Route, state, "%s of interface %s in table %d", a, DeviceName, host.RouteTable)
+				e.differs(drift.Route, state, "%s of interface %s in table %d", a, names.Device, names.PortsRouteTable)
 			}
 		}
 		for _, a := range slices.SortedFunc(maps.Keys(one.unrouted), netip.Addr.Compare) {
 			if _, is := other.unrouted[a]; !is {
-				e.differs(drift.Address, state, "%s of interface %s, without a route", a, DeviceName)
+				e.differs(drift.Address, state, "%s of interface %s, without a route", a, names.Device)
 			}
 		}
 	}
@@ -287,9 +286,9 @@ func (e *engine) portsUnlike() string {
 	case err != nil:
 		return err.Error()
 	case !complete:
-		return fmt.Sprintf("nftables table %s (%s) or its routing rule was changed", nftrules.PortsTable, e.family)
+		return fmt.Sprintf("nftables table %s (%s) or its routing rule was changed", names.IPVSPorts, e.family)
 	case len(list) != len(h.list()):
-		return fmt.Sprintf("nftables table %s (%s) has %d ports in place of %d", nftrules.PortsTable, e.family, len(list), len(h.list()))
+		return fmt.Sprintf("nftables table %s (%s) has %d ports in place of %d", names.IPVSPorts, e.family, len(list), len(h.list()))
 	}
 	return ""
 }

@@ -9,9 +9,9 @@ import (
 	"strings"
 
 	"nodeproxy/ipvs/nftrules"
-	"nodeproxy/kernel/host"
 	"nodeproxy/kernel/ipset"
 	"nodeproxy/kernel/ipvs"
+	"nodeproxy/kernel/names"
 	"nodeproxy/plan"
 )
 
@@ -42,14 +42,14 @@ func Render(p *plan.Plan, f plan.Family, o Options) string {
 
 // renderDevice prints the device with its addresses and routes, as host.Device makes them.
 func (s *state) renderDevice(out *strings.Builder, nodeIP netip.Addr, ranges []netip.Prefix) {
-	fmt.Fprintf(out, "# ip -batch\nlink add %s type dummy\nlink set %s addrgenmode none\nlink set %s up\n", DeviceName, DeviceName, DeviceName)
+	fmt.Fprintf(out, "# ip -batch\nlink add %s type dummy\nlink set %s addrgenmode none\nlink set %s up\n", names.Device, names.Device, names.Device)
 	for _, a := range slices.SortedFunc(maps.Keys(s.addresses()), netip.Addr.Compare) {
 		if s.bound(a, s.options.Host, ranges) {
 			renderAddress(out, a)
 		}
 	}
 	for _, r := range ranges {
-		fmt.Fprintf(out, "route add local %s dev %s table local", r, DeviceName)
+		fmt.Fprintf(out, "route add local %s dev %s table local", r, names.Device)
 		if nodeIP.IsValid() {
 			fmt.Fprintf(out, " src %s", nodeIP)
 		}
@@ -63,7 +63,7 @@ func renderAddress(out *strings.Builder, a netip.Addr) {
 	if a.Is6() {
 		attributes = "nodad preferred_lft 0"
 	}
-	fmt.Fprintf(out, "address add %s dev %s %s\n", netip.PrefixFrom(a, a.BitLen()), DeviceName, attributes)
+	fmt.Fprintf(out, "address add %s dev %s %s\n", netip.PrefixFrom(a, a.BitLen()), names.Device, attributes)
 }
 
 // addresses are those of all Services.
@@ -100,9 +100,9 @@ func renderPorts(out *strings.Builder, ports []plan.Address) {
 		}
 		if last = a; a.Is4() {
 			renderAddress(out, a)
-			fmt.Fprintf(out, "route del local %s dev %s table local\n", a, DeviceName)
+			fmt.Fprintf(out, "route del local %s dev %s table local\n", a, names.Device)
 		}
-		fmt.Fprintf(out, "route add local %s dev %s table %d\n", a, DeviceName, host.RouteTable)
+		fmt.Fprintf(out, "route add local %s dev %s table %d\n", a, names.Device, names.PortsRouteTable)
 	}
 }
 

@@ -4,6 +4,7 @@ import (
 	"net/netip"
 
 	"nodeproxy/kernel/ipset"
+	"nodeproxy/kernel/names"
 	"nodeproxy/plan"
 )
 
@@ -41,53 +42,36 @@ const (
 
 // setKind is the part of a set that is the same for both families.
 type setKind struct {
-	name, kind string
-	marks      bool
+	name  names.Set
+	kind  string
+	marks bool
 }
 
 var setKinds = [setCount]setKind{
-	setClusterIP:                {"CLUSTER-IP", "hash:ip,port", false},
-	setLoadBalancer:             {"LOAD-BALANCER", "hash:ip,port", false},
-	setExternalIP:               {"EXTERNAL-IP", "hash:ip,port", false},
-	setLoadBalancerLocal:        {"LOAD-BALANCER-LOCAL", "hash:ip,port", true},
-	setExternalIPLocal:          {"EXTERNAL-IP-LOCAL", "hash:ip,port", true},
-	setLoadBalancerFirewall:     {"LOAD-BALANCER-FW", "hash:ip,port", false},
-	setSourceCIDR:               {"LOAD-BALANCER-SOURCE-CIDR", "hash:ip,port,net", false},
-	setSourceIP:                 {"LOAD-BALANCER-SOURCE-IP", "hash:ip,port,ip", false},
-	setVIPs:                     {"IPVS-IPS", "hash:ip", false},
-	setHealthCheckNodePort:      {"HEALTH-CHECK-NODE-PORT", "bitmap:port", false},
-	setLoopBack:                 {"LOOP-BACK", "hash:ip,port,ip", false},
-	setNodePort:                 {"NODE-PORT", "hash:net,port", true},
-	setNodePortLocal:            {"NODE-PORT-LOCAL", "hash:net,port", true},
-	setNoEndpoints:              {"NO-ENDPOINTS", "hash:ip,port", false},
-	setNoLocalEndpoints:         {"NO-LOCAL-ENDPOINTS", "hash:ip,port", false},
-	setNodePortNoEndpoints:      {"NP-NO-ENDPOINTS", "hash:net,port", false},
-	setNodePortNoLocalEndpoints: {"NP-NO-LOCAL-ENDPOINTS", "hash:net,port", false},
+	setClusterIP:                {names.ClusterIPs, "hash:ip,port", false},
+	setLoadBalancer:             {names.LoadBalancerIPs, "hash:ip,port", false},
+	setExternalIP:               {names.ExternalIPs, "hash:ip,port", false},
+	setLoadBalancerLocal:        {names.LoadBalancerIPsLocal, "hash:ip,port", true},
+	setExternalIPLocal:          {names.ExternalIPsLocal, "hash:ip,port", true},
+	setLoadBalancerFirewall:     {names.LoadBalancerFirewall, "hash:ip,port", false},
+	setSourceCIDR:               {names.SourceCIDRs, "hash:ip,port,net", false},
+	setSourceIP:                 {names.SourceIPs, "hash:ip,port,ip", false},
+	setVIPs:                     {names.BoundIPs, "hash:ip", false},
+	setHealthCheckNodePort:      {names.HealthCheckNodePorts, "bitmap:port", false},
+	setLoopBack:                 {names.LoopBack, "hash:ip,port,ip", false},
+	setNodePort:                 {names.NodePortMarks, "hash:net,port", true},
+	setNodePortLocal:            {names.NodePortMarksLocal, "hash:net,port", true},
+	setNoEndpoints:              {names.NoEndpoints, "hash:ip,port", false},
+	setNoLocalEndpoints:         {names.NoLocalEndpoints, "hash:ip,port", false},
+	setNodePortNoEndpoints:      {names.NodePortsNoEndpoints, "hash:net,port", false},
+	setNodePortNoLocalEndpoints: {names.NodePortsNoLocal, "hash:net,port", false},
 }
 
-// maxSetName is the longest name of a set (IPSET_MAXNAMELEN less the final NUL).
-const maxSetName = 31
-
-// setName is a set's name. A set is of one family, and names are for both, so those of IPv6 have something in them, as
-// kube-proxy has it.
-func setName(id setID, f plan.Family) string { return familyName(setKinds[id].name, f) }
-
-func familyName(name string, f plan.Family) string {
-	if f == plan.IPv6 {
-		name = "KUBE-6-" + name
-	} else {
-		name = "KUBE-" + name
-	}
-	return name[:min(len(name), maxSetName)]
-}
+func setName(id setID, f plan.Family) string { return setKinds[id].name.Of(f) }
 
 func setOf(id setID, f plan.Family) ipset.Set {
 	return ipset.Set{Name: setName(id, f), Type: setKinds[id].kind, Family: f, Marks: setKinds[id].marks}
 }
-
-// kubeProxySets are sets of kube-proxy's, without their prefixes, for which there is no use here.
-var kubeProxySets = []string{"NODE-PORT-TCP", "NODE-PORT-UDP", "NODE-PORT-LOCAL-TCP", "NODE-PORT-LOCAL-UDP",
-	"NODE-PORT-SCTP-HASH", "NODE-PORT-LOCAL-SCTP-HASH"}
 
 // member is an entry of a set.
 type member struct {

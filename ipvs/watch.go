@@ -8,6 +8,7 @@ import (
 
 	"nodeproxy/ipvs/nftrules"
 	"nodeproxy/kernel/host"
+	"nodeproxy/kernel/names"
 	"nodeproxy/plan"
 )
 
@@ -15,7 +16,7 @@ import (
 // addresses and routes at once, virtual servers and entries of sets within seconds (probe.go). It returns when ctx ends, or with
 // an error if it can't watch: then only a Sync that compares everything finds out.
 func (b *Backend) Watch(ctx context.Context, suspect func(why string)) error {
-	device, err := host.WatchDevice(DeviceName)
+	device, err := host.WatchDevice(names.Device)
 	if err != nil {
 		return err
 	}
@@ -26,7 +27,7 @@ func (b *Backend) Watch(ctx context.Context, suspect func(why string)) error {
 	running.Go(func() {
 		device(ctx, func(c host.DeviceChange) {
 			if slices.ContainsFunc(b.engines, func(e *engine) bool { return e.unlike(c) }) {
-				suspect(fmt.Sprintf("interface %s: %s", DeviceName, c))
+				suspect(fmt.Sprintf("interface %s: %s", names.Device, c))
 			}
 		})
 	})
@@ -86,7 +87,7 @@ func (e *engine) unlike(c host.DeviceChange) bool {
 // tellTablesChanged calls suspect if a table of nftables is not what it should be.
 func (e *engine) tellTablesChanged(suspect func(why string)) {
 	if e.guardChanged() {
-		suspect(fmt.Sprintf("nftables table %s (%s) was changed", nftrules.GuardTable, e.family))
+		suspect(fmt.Sprintf("nftables table %s (%s) was changed", names.IPVSMarks, e.family))
 	}
 	if why := e.portsChanged(); why != "" {
 		suspect(why)

@@ -9,7 +9,7 @@ import (
 	"sync/atomic"
 
 	"nodeproxy/config"
-	"nodeproxy/ipvs"
+	"nodeproxy/kernel/names"
 	"nodeproxy/metrics"
 	"nodeproxy/node/health"
 	"nodeproxy/source"
@@ -30,7 +30,7 @@ type front struct {
 func newFront() *front {
 	f := &front{healthz: health.NewServer("healthz"), metrics: health.NewServer("metrics")}
 	f.services = health.NewServices(health.ServicesConfig{
-		Healthy: func() bool { return f.daemon.Load().monitor.node.Healthy() }, Program: program(), NotNode: []string{ipvs.DeviceName},
+		Healthy: func() bool { return f.daemon.Load().monitor.node.Healthy() }, Program: program(), NotNode: []string{names.Device},
 		Report: func(finding source.Finding) { f.daemon.Load().report(finding) },
 		Log:    slog.New(defaultLog{}),
 	})

@@ -8,6 +8,7 @@ import (
 	"nodeproxy/config"
 	"nodeproxy/iptables"
 	"nodeproxy/ipvs"
+	"nodeproxy/kernel/names"
 	"nodeproxy/metrics"
 	"nodeproxy/node/flows"
 	"nodeproxy/node/health"
@@ -67,7 +68,7 @@ func newMonitor(cfg *config.Config, set *metrics.Set, families []plan.Family, ob
 	m.metrics.CollectFaults(func() bool { return len(faults()) > 0 })
 	m.node = health.NewNode(nodeConfig)
 	m.listeners = listeners.New(listeners.Config{
-		NotNode: []string{ipvs.DeviceName}, Report: m.conflict(report), Count: m.metrics.PortConflicts, Log: log,
+		NotNode: []string{names.Device}, Report: m.conflict(report), Count: m.metrics.PortConflicts, Log: log,
 	})
 	m.metrics.CollectOldestChange(m.node.OldestChange)
 	m.metrics.CollectHealthCheckNodePorts(m.services.Ports)

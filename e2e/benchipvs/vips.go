@@ -19,6 +19,7 @@ import (
 	"nodeproxy/e2e/probe"
 	"nodeproxy/ipvs"
 	"nodeproxy/kernel/host"
+	"nodeproxy/kernel/names"
 	"nodeproxy/plan"
 	"nodeproxy/topology"
 )
@@ -265,7 +266,7 @@ func (l *vipLab) measureList(_ context.Context, _ options, r *vipResult) error {
 // measureRemoval removes the device. Meanwhile, nobody else can change a network interface or a route of the machine.
 func (l *vipLab) measureRemoval(_ context.Context, _ options, r *vipResult) error {
 	begun := time.Now()
-	err := l.Node.Do(func() error { return host.RemoveDevice(ipvs.DeviceName) })
+	err := l.Node.Do(func() error { return host.RemoveDevice(names.Device) })
 	r.remove = time.Since(begun)
 	return err
 }

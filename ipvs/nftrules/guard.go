@@ -9,12 +9,10 @@ import (
 	"github.com/google/nftables/expr"
 	"golang.org/x/sys/unix"
 
+	"nodeproxy/kernel/names"
 	"nodeproxy/kernel/nft"
 	"nodeproxy/plan"
 )
-
-// GuardTable is the name of the nftables tables, one for each family, that a MarkGuard keeps.
-const GuardTable = "nodeproxy-ipvs-marks"
 
 // MarkGuard keeps the marks that lead packets to virtual servers and the marks of other programs apart.
 //
@@ -171,7 +169,7 @@ func (b *guardBuilder) accept() nft.Rule {
 func (b *guardBuilder) done() nft.Rule { return b.out }
 
 // Text is the table in the language of nft, but for the exchange of mark and priority, which that has no words for.
-func (g MarkGuard) Text(f plan.Family) string { return nft.Text(f, GuardTable, g.chains()) }
+func (g MarkGuard) Text(f plan.Family) string { return nft.Text(f, names.IPVSMarks, g.chains()) }
 
 // Guards keeps the guard of marks of one family in the network namespace of the thread that opened it.
 type Guards struct {
@@ -181,7 +179,7 @@ type Guards struct {
 
 // OpenGuards returns nft.ErrAbsent where the kernel has no nftables.
 func OpenGuards(f plan.Family, g MarkGuard) (*Guards, error) {
-	t, err := nft.Open(f, GuardTable)
+	t, err := nft.Open(f, names.IPVSMarks)
 	if err != nil {
 		return nil, err
 	}
@@ -207,7 +205,7 @@ func (x *Guards) Ensure() (was, written bool, err error) {
 }
 
 // GuardTables lists the families that have a guard of marks in the network namespace of the calling thread.
-func GuardTables() ([]plan.Family, error) { return nft.FamiliesWith(GuardTable) }
+func GuardTables() ([]plan.Family, error) { return nft.FamiliesWith(names.IPVSMarks) }
 
 // RemoveGuards removes the guards of both families, if there are any.
-func RemoveGuards() error { return nft.RemoveTables(GuardTable) }
+func RemoveGuards() error { return nft.RemoveTables(names.IPVSMarks) }

@@ -13,21 +13,10 @@ import (
 	"golang.org/x/sys/unix"
 
 	"nodeproxy/kernel/host"
+	"nodeproxy/kernel/names"
 	"nodeproxy/kernel/netlink"
 	"nodeproxy/kernel/nft"
 	"nodeproxy/plan"
-)
-
-// PortsTable is the name of the nftables tables, one for each family, that a Ports keeps.
-const PortsTable = "nodeproxy-ipvs-ports"
-
-const (
-	// RoutePriority is that of the routing rule that leads to host.RouteTable: behind table local, so that an address of the node stays the
-	// node's, and before all tables that say where other hosts are.
-	RoutePriority = 90
-	// RouteMark is the mark that the rule looks for. A packet has it only between the last chain before routing and the first one
-	// behind it. No mark that leads to a virtual server has this value.
-	RouteMark = 0x28030000
 )
 
 // ErrNoPorts is the error for a kernel that can't divert single ports of an address.
@@ -60,7 +49,7 @@ type Ports struct {
 
 // OpenPorts returns ErrNoPorts where the kernel lacks something.
 func OpenPorts(f plan.Family) (*Ports, error) {
-	t, err := nft.Open(f, PortsTable)
+	t, err := nft.Open(f, names.IPVSPorts)
 	if errors.Is(err, nft.ErrAbsent) {
 		return nil, ErrNoPorts
 	} else if err != nil {
@@ -129,14 +118,14 @@ func (b *guardBuilder) toPort(f plan.Family) *guardBuilder {
 		&expr.Lookup{SourceRegister: first, SetName: "ports"})
 }
 
-// divert keeps the mark, and puts RouteMark in its place.
+// divert keeps the mark, and puts names.PortsMark in its place.
 func (b *guardBuilder) divert() *guardBuilder {
 	b.copy(inPriority, inMark)
-	return b.add(fmt.Sprintf("meta mark set %#08x", RouteMark), &expr.Immediate{Register: 1, Data: native(RouteMark)}, store(inMark, 1))
+	return b.add(fmt.Sprintf("meta mark set %#08x", names.PortsMark), &expr.Immediate{Register: 1, Data: native(names.PortsMark)}, store(inMark, 1))
 }
 
 func (b *guardBuilder) diverted() *guardBuilder {
-	return b.add(fmt.Sprintf("meta mark == %#08x", RouteMark), load(inMark, 1), equals(native(RouteMark)))
+	return b.add(fmt.Sprintf("meta mark == %#08x", names.PortsMark), load(inMark, 1), equals(native(names.PortsMark)))
 }
 
 // PortsText is what Ports keeps for some ports, in the languages of nft and ip.
@@ -145,17 +134,17 @@ func PortsText(f plan.Family, ports []plan.Address) string {
 		return ""
 	}
 	address := map[plan.Family]string{plan.IPv4: "ipv4_addr", plan.IPv6: "ipv6_addr"}[f]
-	out := nft.Text(f, PortsTable, portChains(f)) + "set ports type " + address + " . inet_proto . inet_service\n"
+	out := nft.Text(f, names.IPVSPorts, portChains(f)) + "set ports type " + address + " . inet_proto . inet_service\n"
 	for _, p := range ports {
-		out += fmt.Sprintf("add element %s %s ports { %s . %s . %d }\n", nft.FamilyName(f), PortsTable, p.Addr, p.Protocol.Lower(), p.Port)
+		out += fmt.Sprintf("add element %s %s ports { %s . %s . %d }\n", nft.FamilyName(f), names.IPVSPorts, p.Addr, p.Protocol.Lower(), p.Port)
 	}
 	option := map[plan.Family]string{plan.IPv4: "-4", plan.IPv6: "-6"}[f]
-	return out + fmt.Sprintf("ip %s rule add pref %d fwmark %#x lookup %d\n", option, RoutePriority, RouteMark, host.RouteTable)
+	return out + fmt.Sprintf("ip %s rule add pref %d fwmark %#x lookup %d\n", option, names.PortsRulePriority, names.PortsMark, names.PortsRouteTable)
 }
 
 func (x *Ports) rule() *links.Rule {
 	r := links.NewRule()
-	r.Family, r.Priority, r.Table, r.Mark = int(netlink.Family(x.family)), RoutePriority, host.RouteTable, RouteMark
+	r.Family, r.Priority, r.Table, r.Mark = int(netlink.Family(x.family)), names.PortsRulePriority, names.PortsRouteTable, names.PortsMark
 	// Programs that remove rules which are not theirs, such as systemd-networkd, leave those of the kernel alone.
 	r.Protocol = unix.RTPROT_KERNEL
 	return r
@@ -179,7 +168,7 @@ func (x *Ports) List() (ports map[plan.Address]struct{}, exists, complete bool, 
 }
 
 func isPortRule(r links.Rule) bool {
-	return r.Priority == RoutePriority && r.Mark == RouteMark && r.Src == nil && r.Dst == nil && r.IifName == "" && r.OifName == "" &&
+	return r.Priority == names.PortsRulePriority && r.Mark == names.PortsMark && r.Src == nil && r.Dst == nil && r.IifName == "" && r.OifName == "" &&
 		!r.Invert && (r.Mask == nil || *r.Mask == ^uint32(0))
 }
 
@@ -194,7 +183,7 @@ func (x *Ports) elements() (map[plan.Address]struct{}, error) {
 		list, err = x.Conn.GetSetElements(x.set)
 	}
 	if err != nil {
-		return nil, fmt.Errorf("reading set %s of nftables table %s: %w", x.set.Name, PortsTable, x.Failed(err))
+		return nil, fmt.Errorf("reading set %s of nftables table %s: %w", x.set.Name, names.IPVSPorts, x.Failed(err))
 	}
 	for _, e := range list {
 		if p, ok := parsePort(e.Key, x.family); ok {
@@ -226,7 +215,7 @@ func parsePort(key []byte, f plan.Family) (plan.Address, bool) {
 func (x *Ports) Write(ports []plan.Address) error {
 	x.Replace()
 	if err := x.Conn.AddSet(x.set, nil); err != nil {
-		return fmt.Errorf("writing nftables table %s: %w", PortsTable, x.Failed(err)) // and not half of it with the next flush
+		return fmt.Errorf("writing nftables table %s: %w", names.IPVSPorts, x.Failed(err)) // and not half of it with the next flush
 	}
 	x.Table.Add(portChains(x.family))
 	if err := x.Add(ports); err != nil {
@@ -249,7 +238,7 @@ func (x *Ports) Write(ports []plan.Address) error {
 		return nil
 	}
 	if err := x.handle.RuleAdd(x.rule()); err != nil && !errors.Is(err, unix.EEXIST) {
-		return fmt.Errorf("adding the %s routing rule for table %d: %w", x.family, host.RouteTable, err)
+		return fmt.Errorf("adding the %s routing rule for table %d: %w", x.family, names.PortsRouteTable, err)
 	}
 	return nil
 }
@@ -268,7 +257,7 @@ func (x *Ports) change(ports []plan.Address, do func(*nftables.Set, []nftables.S
 			elements = append(elements, nftables.SetElement{Key: portKey(p)})
 		}
 		if err := do(x.set, elements); err != nil {
-			return fmt.Errorf("changing set %s of nftables table %s: %w", x.set.Name, PortsTable, x.Failed(err))
+			return fmt.Errorf("changing set %s of nftables table %s: %w", x.set.Name, names.IPVSPorts, x.Failed(err))
 		}
 		if err := x.Flush(); err != nil {
 			return err
@@ -284,14 +273,14 @@ func (x *Ports) Clear() error {
 	return errors.Join(removePortRules(x.handle, x.family), x.Flush())
 }
 
-// portRules lists the rules that lead to host.RouteTable.
+// portRules lists the rules that lead to names.PortsRouteTable.
 func portRules(h *links.Handle, f plan.Family) (list []links.Rule, err error) {
 	err = host.Retry(func() (err error) {
-		list, err = h.RuleListFiltered(int(netlink.Family(f)), &links.Rule{Table: host.RouteTable}, links.RT_FILTER_TABLE)
+		list, err = h.RuleListFiltered(int(netlink.Family(f)), &links.Rule{Table: names.PortsRouteTable}, links.RT_FILTER_TABLE)
 		return err
 	})
 	if err != nil {
-		return nil, fmt.Errorf("listing the %s routing rules for table %d: %w", f, host.RouteTable, err)
+		return nil, fmt.Errorf("listing the %s routing rules for table %d: %w", f, names.PortsRouteTable, err)
 	}
 	for i := range list {
 		list[i].Family = int(netlink.Family(f))
@@ -312,7 +301,7 @@ func removePortRules(h *links.Handle, f plan.Family) error {
 
 // PortsFamilies lists the families for which a Ports has left a table or a rule in the network namespace of the calling thread.
 func PortsFamilies() ([]plan.Family, error) {
-	out, err := nft.FamiliesWith(PortsTable)
+	out, err := nft.FamiliesWith(names.IPVSPorts)
 	if err != nil {
 		return nil, err
 	}
@@ -347,7 +336,7 @@ func RemovePorts() error {
 		return fmt.Errorf("removing routing rules: netlink socket: %w", err)
 	}
 	defer handle.Close()
-	errs := []error{nft.RemoveTables(PortsTable), host.RemoveThrown()}
+	errs := []error{nft.RemoveTables(names.IPVSPorts), host.RemoveThrown()}
 	for _, f := range plan.Families {
 		if err := removePortRules(handle, f); !noRules(err) {
 			errs = append(errs, err)

@@ -16,6 +16,7 @@ import (
 
 	"nodeproxy/internal/nstest"
 	"nodeproxy/kernel/host"
+	"nodeproxy/kernel/names"
 	"nodeproxy/plan"
 )
 
@@ -50,7 +51,7 @@ func TestPorts(t *testing.T) {
 			t.Helper()
 			args := []string{"route", "get", tc.external}
 			if mark {
-				args = append(args, "mark", fmt.Sprint(RouteMark))
+				args = append(args, "mark", fmt.Sprint(names.PortsMark))
 			}
 			got := run(t, "ip", args...)
 			if strings.Contains(got, "local "+tc.external) != local {
@@ -104,9 +105,9 @@ func TestPorts(t *testing.T) {
 		holds("without a chain's rules", list[1:], false, 1, unrouted...)
 		ok(t, x.Write(list))
 		family := map[plan.Family]string{plan.IPv4: "-4", plan.IPv6: "-6"}[tc.family]
-		run(t, "ip", family, "rule", "del", "pref", fmt.Sprint(RoutePriority))
+		run(t, "ip", family, "rule", "del", "pref", fmt.Sprint(names.PortsRulePriority))
 		holds("without a routing rule", list, false, 1, unrouted...)
-		run(t, "ip", family, "rule", "add", "pref", "91", "fwmark", "7", "lookup", fmt.Sprint(host.RouteTable))
+		run(t, "ip", family, "rule", "add", "pref", "91", "fwmark", "7", "lookup", fmt.Sprint(names.PortsRouteTable))
 		holds("with another routing rule", list, false, 1, unrouted...)
 		ok(t, x.Write(list))
 		holds("written anew", list, true, 1, unrouted...)

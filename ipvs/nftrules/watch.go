@@ -6,6 +6,7 @@ import (
 
 	"golang.org/x/sys/unix"
 
+	"nodeproxy/kernel/names"
 	"nodeproxy/kernel/netlink"
 	"nodeproxy/kernel/nft"
 	"nodeproxy/plan"
@@ -22,7 +23,7 @@ type guardWatch struct {
 func WatchGuards() (func(ctx context.Context, tell func(plan.Family)), error) {
 	subscription, err := netlink.Subscribe(unix.NETLINK_NETFILTER, 0, unix.NFNLGRP_NFTABLES)
 	if err != nil {
-		return nil, fmt.Errorf("watching nftables tables %s: %w", GuardTable, err)
+		return nil, fmt.Errorf("watching nftables tables %s: %w", names.IPVSMarks, err)
 	}
 	return func(ctx context.Context, tell func(plan.Family)) {
 		w := &guardWatch{tell: tell, touched: map[plan.Family]bool{}}
@@ -49,7 +50,7 @@ func (w *guardWatch) message(h netlink.Header, body []byte) {
 		clear(w.touched)
 	case unix.NFT_MSG_NEWTABLE, unix.NFT_MSG_DELTABLE, unix.NFT_MSG_NEWCHAIN, unix.NFT_MSG_DELCHAIN, unix.NFT_MSG_NEWRULE, unix.NFT_MSG_DELRULE:
 		// This attribute is the table's name in each of these.
-		if name := netlink.Text(netlink.Attribute(body[header:], unix.NFTA_TABLE_NAME)); name != GuardTable && name != PortsTable {
+		if name := netlink.Text(netlink.Attribute(body[header:], unix.NFTA_TABLE_NAME)); name != names.IPVSMarks && name != names.IPVSPorts {
 			return
 		}
 		for _, f := range plan.Families {

@@ -9,6 +9,7 @@ import (
 	links "github.com/vishvananda/netlink"
 	"golang.org/x/sys/unix"
 
+	"nodeproxy/kernel/names"
 	"nodeproxy/kernel/netlink"
 	"nodeproxy/plan"
 )
@@ -17,17 +18,11 @@ import (
 // address that no interface has (icmp_send in Linux), though, so that refusals would time out and clients would not learn how long
 // their packets may be. So the interface has the address, without the route that comes with it.
 
-// RouteTable is the number of the routing table in which addresses are local of which only ports are the node's.
-const RouteTable = 2496
-
-// throwProtocol marks the routes that AddUnrouted makes for as long as it works.
-const throwProtocol = 246
-
-// PortRoutes returns the addresses that are local in RouteTable.
+// PortRoutes returns the addresses that are local in names.PortsRouteTable.
 func (d *Device) PortRoutes(f plan.Family) (map[netip.Addr]struct{}, error) {
 	d.mu.Lock()
 	defer d.mu.Unlock()
-	list, err := d.routes(f, RouteTable)
+	list, err := d.routes(f, names.PortsRouteTable)
 	out := map[netip.Addr]struct{}{}
 	for _, r := range list {
 		if r.Dst != nil {
@@ -52,14 +47,14 @@ func (d *Device) routes(f plan.Family, table int) (list []links.Route, err error
 	return list, nil
 }
 
-// AddPortRoutes makes addresses local in RouteTable.
+// AddPortRoutes makes addresses local in names.PortsRouteTable.
 func (d *Device) AddPortRoutes(addrs []netip.Addr) error {
 	d.mu.Lock()
 	defer d.mu.Unlock()
 	var errs []error
 	for _, a := range addrs {
 		if err := d.handle.RouteReplace(d.portRoute(a)); err != nil {
-			errs = append(errs, fmt.Errorf("adding local route %s (table %d) to interface %s: %w", a, RouteTable, d.name, err))
+			errs = append(errs, fmt.Errorf("adding local route %s (table %d) to interface %s: %w", a, names.PortsRouteTable, d.name, err))
 		}
 	}
 	return errors.Join(errs...)
@@ -72,7 +67,7 @@ func (d *Device) RemovePortRoutes(addrs []netip.Addr) error {
 	var errs []error
 	for _, a := range addrs {
 		if err := d.handle.RouteDel(d.portRoute(a)); err != nil && !errors.Is(err, unix.ESRCH) {
-			errs = append(errs, fmt.Errorf("removing local route %s (table %d) of interface %s: %w", a, RouteTable, d.name, err))
+			errs = append(errs, fmt.Errorf("removing local route %s (table %d) of interface %s: %w", a, names.PortsRouteTable, d.name, err))
 		}
 	}
 	return errors.Join(errs...)
@@ -80,7 +75,7 @@ func (d *Device) RemovePortRoutes(addrs []netip.Addr) error {
 
 func (d *Device) portRoute(a netip.Addr) *links.Route {
 	r := d.route(netip.PrefixFrom(a, a.BitLen()))
-	r.Table = RouteTable
+	r.Table = names.PortsRouteTable
 	return r
 }
 
@@ -94,7 +89,7 @@ func (d *Device) AddUnrouted(addrs []netip.Addr) error {
 	var messages []netlink.Message
 	for _, a := range addrs {
 		// While the kernel's own route comes and goes, lookups that find this one, which is before it, go on to the next table.
-		throw := localRoute(a, 0, unix.RTN_THROW, throwProtocol)
+		throw := localRoute(a, 0, unix.RTN_THROW, names.ThrowProtocol)
 		messages = append(messages,
 			netlink.Message{Type: unix.RTM_NEWROUTE, Flags: unix.NLM_F_CREATE, Body: throw},
 			netlink.Message{Type: unix.RTM_NEWADDR, Flags: unix.NLM_F_CREATE | unix.NLM_F_EXCL, Body: addressBody(a, index)},
@@ -167,7 +162,7 @@ func RemoveThrown() error {
 		return fmt.Errorf("removing routes: netlink socket: %w", err)
 	}
 	defer h.Close()
-	filter := &links.Route{Table: unix.RT_TABLE_LOCAL, Type: unix.RTN_THROW, Protocol: throwProtocol}
+	filter := &links.Route{Table: unix.RT_TABLE_LOCAL, Type: unix.RTN_THROW, Protocol: names.ThrowProtocol}
 	var list []links.Route
 	err = Retry(func() (err error) {
 		list, err = h.RouteListFiltered(unix.AF_INET, filter, links.RT_FILTER_TABLE|links.RT_FILTER_TYPE|links.RT_FILTER_PROTOCOL)

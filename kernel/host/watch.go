@@ -9,6 +9,7 @@ import (
 
 	"golang.org/x/sys/unix"
 
+	"nodeproxy/kernel/names"
 	"nodeproxy/kernel/netlink"
 	"nodeproxy/plan"
 )
@@ -18,10 +19,10 @@ import (
 type DeviceChange struct {
 	// Address came, or went if Gone is set.
 	Address netip.Addr
-	// Route is a range that was local by a route to the interface, and is no more; ByPort if the route was in RouteTable.
+	// Route is a range that was local by a route to the interface, and is no more; ByPort if the route was in names.PortsRouteTable.
 	Route  netip.Prefix
 	ByPort bool
-	// PortRule is set where a routing rule that led to RouteTable was removed in a Family.
+	// PortRule is set where a routing rule that led to names.PortsRouteTable was removed in a Family.
 	PortRule bool
 	Family   plan.Family
 	Gone     bool
@@ -33,7 +34,7 @@ func (c DeviceChange) String() string {
 	case c.Route.IsValid():
 		return fmt.Sprintf("route %s was removed", c.Route)
 	case c.PortRule:
-		return fmt.Sprintf("the %s routing rule for table %d was removed", c.Family, RouteTable)
+		return fmt.Sprintf("the %s routing rule for table %d was removed", c.Family, names.PortsRouteTable)
 	case c.Address.IsValid() && c.Gone:
 		return fmt.Sprintf("address %s was removed", c.Address)
 	case c.Address.IsValid():
@@ -121,7 +122,7 @@ func (w *deviceWatch) route(data []byte) {
 	table := attrs[unix.RTA_TABLE]
 	w.tell(DeviceChange{
 		Route: netip.PrefixFrom(a, int(data[1])), Gone: true,
-		ByPort: len(table) == 4 && binary.NativeEndian.Uint32(table) == RouteTable,
+		ByPort: len(table) == 4 && binary.NativeEndian.Uint32(table) == names.PortsRouteTable,
 	})
 }
 
@@ -131,7 +132,7 @@ func (w *deviceWatch) rule(data []byte) {
 		return
 	}
 	table := netlink.ByType(data[header:])[unix.FRA_TABLE]
-	if len(table) != 4 || binary.NativeEndian.Uint32(table) != RouteTable {
+	if len(table) != 4 || binary.NativeEndian.Uint32(table) != names.PortsRouteTable {
 		return
 	}
 	for _, f := range plan.Families {

@@ -10,11 +10,9 @@ import (
 
 	"golang.org/x/sys/unix"
 
+	"nodeproxy/kernel/names"
 	"nodeproxy/kernel/sockets"
 )
-
-// claimName is an abstract Unix socket: it belongs to a network namespace as a port does, and needs no file.
-const claimName = "@nodeproxy"
 
 // claim is a socket with that name. Others may connect to it to learn whose it is.
 type claim struct {
@@ -28,7 +26,7 @@ type takenError struct {
 }
 
 func (e *takenError) Error() string {
-	return fmt.Sprintf("the socket %s belongs to process %d of user %d", claimName, e.pid, e.uid)
+	return fmt.Sprintf("the socket %s belongs to process %d of user %d", names.Socket, e.pid, e.uid)
 }
 
 // mayProxy reports whether the owner may be a proxy. A proxy needs rights that are root's; anybody else who takes the name must
@@ -39,7 +37,7 @@ func (e *takenError) mayProxy() bool {
 
 // newClaim makes the claim. It returns a takenError if another process has it.
 func newClaim() (*claim, error) {
-	listener, err := net.Listen("unix", claimName)
+	listener, err := net.Listen("unix", names.Socket)
 	if errors.Is(err, syscall.EADDRINUSE) {
 		return nil, askOwner()
 	}
@@ -71,9 +69,9 @@ func (c *claim) close() error { return c.listener.Close() }
 // askOwner finds out who has the claim.
 func askOwner() *takenError {
 	out := &takenError{uid: -1}
-	conn, err := net.DialTimeout("unix", claimName, pollEvery)
+	conn, err := net.DialTimeout("unix", names.Socket, pollEvery)
 	if err != nil { // It has just ended, is stopped and its queue is full, or does not listen.
-		out.uid = sockets.UserOf("\x00" + claimName[1:])
+		out.uid = sockets.UserOf("\x00" + names.Socket[1:])
 		return out
 	}
 	defer conn.Close()

@@ -17,6 +17,7 @@ import (
 	"time"
 
 	"nodeproxy/internal/nstest"
+	"nodeproxy/kernel/names"
 	"nodeproxy/kernel/sockets"
 	"nodeproxy/node/health"
 	"nodeproxy/plan"
@@ -69,7 +70,7 @@ var others = map[string]func() error{
 	"a name that nobody answers at": func() error {
 		fd, err := syscall.Socket(syscall.AF_UNIX, syscall.SOCK_STREAM, 0)
 		if err == nil {
-			err = syscall.Bind(fd, &syscall.SockaddrUnix{Name: claimName})
+			err = syscall.Bind(fd, &syscall.SockaddrUnix{Name: names.Socket})
 		}
 		fmt.Println("ready")
 		if err == nil {

@@ -9,6 +9,7 @@ import (
 
 	"golang.org/x/sys/unix"
 
+	"nodeproxy/kernel/names"
 	"nodeproxy/kernel/nfacct"
 	"nodeproxy/kernel/nft"
 	"nodeproxy/plan"
@@ -23,32 +24,26 @@ type Leftover struct {
 
 func (l Leftover) String() string { return l.what }
 
-// tableName is what kube-proxy calls its nftables tables, one for each family.
-const tableName = "kube-proxy"
-
-// counterNames are its accounting objects (nfacct), which rules of its mode iptables count packets with.
-var counterNames = []string{"ct_state_invalid_dropped_pkts", "localhost_nps_accepted_pkts"}
-
 // Find lists what there is in the network namespace of the calling thread. A kernel without nftables, or without accounting,
 // has none of it.
 func Find() ([]Leftover, error) {
 	var out []Leftover
 	for _, f := range plan.Families {
-		names, err := nft.Tables(f)
+		tables, err := nft.Tables(f)
 		if err != nil && !errors.Is(err, nft.ErrAbsent) {
 			return nil, fmt.Errorf("listing nftables tables: %w", err)
 		}
-		if slices.Contains(names, tableName) {
-			out = append(out, Leftover{"nftables table " + nft.FamilyName(f) + " " + tableName,
-				func() error { return nft.DeleteTable(f, tableName) }})
+		if slices.Contains(tables, names.KubeProxy) {
+			out = append(out, Leftover{"nftables table " + nft.FamilyName(f) + " " + names.KubeProxy,
+				func() error { return nft.DeleteTable(f, names.KubeProxy) }})
 		}
 	}
-	names, err := nfacct.List()
+	counters, err := nfacct.List()
 	if err != nil {
 		return out, fmt.Errorf("listing accounting objects: %w", err)
 	}
-	for _, name := range names {
-		if slices.Contains(counterNames, name) {
+	for _, name := range counters {
+		if slices.Contains(names.Counters, name) {
 			out = append(out, Leftover{"accounting object " + name, func() error { return nfacct.Delete(name) }})
 		}
 	}

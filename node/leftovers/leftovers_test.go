@@ -10,6 +10,7 @@ import (
 	"golang.org/x/sys/unix"
 
 	"nodeproxy/internal/nstest"
+	"nodeproxy/kernel/names"
 	"nodeproxy/kernel/netlink"
 	"nodeproxy/kernel/nfacct"
 )
@@ -97,13 +98,13 @@ func TestCounters(t *testing.T) {
 		t.Fatal(err)
 	}
 	t.Cleanup(func() { c.Close() })
-	for _, name := range append([]string{"mine"}, counterNames...) {
+	for _, name := range append([]string{"mine"}, names.Counters...) {
 		body := netlink.Buffer{unix.AF_UNSPEC, 0, 0, 0}.Text(accountingName, name)
 		if errs := c.Do(netlink.Message{Type: accountingNew, Flags: unix.NLM_F_CREATE, Body: body}); errs != nil {
 			t.Fatal(errs)
 		}
 	}
-	rule := []string{"INPUT", "-m", "nfacct", "--nfacct-name", counterNames[0], "-j", "DROP"}
+	rule := []string{"INPUT", "-m", "nfacct", "--nfacct-name", names.Counters[0], "-j", "DROP"}
 	if out, err := exec.Command("iptables-nft", append([]string{"-A"}, rule...)...).CombinedOutput(); err != nil {
 		t.Fatalf("%v: %s", err, out)
 	}
@@ -112,10 +113,10 @@ func TestCounters(t *testing.T) {
 		t.Fatalf("found %v, %v", found, err)
 	}
 	removed, err := Remove(found)
-	if len(removed) != 1 || removed[0].String() != "accounting object "+counterNames[1] {
+	if len(removed) != 1 || removed[0].String() != "accounting object "+names.Counters[1] {
 		t.Errorf("removed %v", removed)
 	}
-	if want := "accounting object " + counterNames[0] + " stays: device or resource busy"; err == nil || err.Error() != want {
+	if want := "accounting object " + names.Counters[0] + " stays: device or resource busy"; err == nil || err.Error() != want {
 		t.Errorf("got %v, want %s", err, want)
 	}
 	if out, err := exec.Command("iptables-nft", append([]string{"-D"}, rule...)...).CombinedOutput(); err != nil {
