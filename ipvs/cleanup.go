@@ -93,7 +93,7 @@ func (c *Cleaner) List() ([]string, error) {
 			}
 			for _, id := range slices.SortedFunc(maps.Keys(list), compareServers) {
 				if !e.foreign(id) {
-					out = append(out, fmt.Sprintf("virtual server %s with %d real servers", id, len(list[id].Destinations)))
+					out = append(out, fmt.Sprintf("virtual server %s with %d real servers", id, len(list[id].RealServers)))
 				}
 			}
 		}
@@ -159,7 +159,7 @@ func waited(id ipvs.ServerID, s *ipvs.ActualServer) bool {
 	if id.Mark == 0 && id.Protocol != plan.TCP {
 		return false
 	}
-	for _, d := range s.Destinations {
+	for _, d := range s.RealServers {
 		if d.Active+d.Inactive > 0 {
 			return true
 		}

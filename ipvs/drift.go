@@ -30,7 +30,7 @@ func (e *engine) differences(before *held) {
 			e.found = append(e.found, drift.Difference{Kind: drift.VirtualServer, State: drift.Changed, Object: id.String(),
 				Want: serverOptions(was.Server), Have: serverOptions(is.Server)})
 		}
-		e.destinationDifferences(id, was, is)
+		e.realServerDifferences(id, was, is)
 	}
 	for _, id := range slices.SortedFunc(maps.Keys(e.held.servers), compareServers) {
 		if before.servers[id] == nil {
@@ -51,19 +51,19 @@ func (e *engine) differences(before *held) {
 	}
 }
 
-func (e *engine) destinationDifferences(id ipvs.ServerID, was, is *heldServer) {
-	for _, addr := range slices.SortedFunc(maps.Keys(was.destinations), netip.AddrPort.Compare) {
-		switch d := is.destinations[addr]; {
+func (e *engine) realServerDifferences(id ipvs.ServerID, was, is *heldServer) {
+	for _, addr := range slices.SortedFunc(maps.Keys(was.realServers), netip.AddrPort.Compare) {
+		switch d := is.realServers[addr]; {
 		case d == nil:
 			e.differs(drift.RealServer, drift.Missing, "%s of virtual server %s", addr, id)
-		case d.weight != was.destinations[addr].weight:
+		case d.weight != was.realServers[addr].weight:
 			e.found = append(e.found, drift.Difference{Kind: drift.RealServer, State: drift.Changed,
 				Object: fmt.Sprintf("%s of virtual server %s", addr, id),
-				Aspect: "weight", Want: fmt.Sprint(was.destinations[addr].weight), Have: fmt.Sprint(d.weight)})
+				Aspect: "weight", Want: fmt.Sprint(was.realServers[addr].weight), Have: fmt.Sprint(d.weight)})
 		}
 	}
-	for _, addr := range slices.SortedFunc(maps.Keys(is.destinations), netip.AddrPort.Compare) {
-		if was.destinations[addr] == nil {
+	for _, addr := range slices.SortedFunc(maps.Keys(is.realServers), netip.AddrPort.Compare) {
+		if was.realServers[addr] == nil {
 			e.differs(drift.RealServer, drift.Unexpected, "%s of virtual server %s", addr, id)
 		}
 	}
@@ -119,10 +119,10 @@ func (e *engine) routeDifferences(have map[netip.Prefix]netip.Addr) {
 	}
 }
 
-// destination returns what was held at an address; nil if nothing was, or if it is not known what was held.
-func (h *held) destination(id ipvs.ServerID, addr netip.AddrPort) *heldDestination {
+// realServer returns what was held at an address; nil if nothing was, or if it is not known what was held.
+func (h *held) realServer(id ipvs.ServerID, addr netip.AddrPort) *heldRealServer {
 	if h == nil || h.servers[id] == nil {
 		return nil
 	}
-	return h.servers[id].destinations[addr]
+	return h.servers[id].realServers[addr]
 }

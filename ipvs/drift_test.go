@@ -68,7 +68,7 @@ func TestDifferenceValues(t *testing.T) {
 	was := serverOptions(server.Server)
 	server.Scheduler, server.Persistence = "sh", time.Hour
 	endpoint := p.Sorted(plan.IPv4)[0].Endpoints.Cluster[0].Addr
-	server.Destinations[endpoint] = ipvs.ActualDestination{Destination: ipvs.Destination{Addr: endpoint, Weight: 7}}
+	server.RealServers[endpoint] = ipvs.ActualRealServer{RealServer: ipvs.RealServer{Addr: endpoint, Weight: 7}}
 	must(t, e.sync(context.Background(), p, nil))
 	want := drift.Found{
 		{Kind: drift.VirtualServer, State: drift.Changed, Object: id.String(), Want: was, Have: "-s sh -p 3600"},
@@ -111,14 +111,14 @@ func TestComparisonKeepsGracePeriod(t *testing.T) {
 	must(t, e.sync(context.Background(), gone, changed))
 	var since time.Time
 	for id := range e.held.servers {
-		if d := e.held.destination(id, old); d != nil {
+		if d := e.held.realServer(id, old); d != nil {
 			d.since = d.since.Add(-time.Minute)
 			since = d.since
 		}
 	}
 	must(t, e.sync(context.Background(), gone, nil))
 	for id := range e.held.servers {
-		if d := e.held.destination(id, old); d != nil && !d.since.Equal(since) {
+		if d := e.held.realServer(id, old); d != nil && !d.since.Equal(since) {
 			t.Errorf("it drains since %v, want since %v", d.since, since)
 		}
 	}

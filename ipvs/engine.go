@@ -58,12 +58,12 @@ type held struct {
 // heldServer is a virtual server in the kernel.
 type heldServer struct {
 	ipvs.Server
-	destinations map[netip.AddrPort]*heldDestination
+	realServers map[netip.AddrPort]*heldRealServer
 }
 
-// heldDestination is a real server in the kernel. One that drains takes no new connections, and is removed when it has none
+// heldRealServer is a real server in the kernel. One that drains takes no new connections, and is removed when it has none
 // left.
-type heldDestination struct {
+type heldRealServer struct {
 	weight   uint32
 	draining bool
 	since    time.Time // since when nothing is known of an endpoint at the address
@@ -248,14 +248,14 @@ func (e *engine) read(before *held) error {
 			continue
 		}
 		if v.Foreign { // kube-proxy and we never make such, but its address is one of ours: it goes, and comes again.
-			e.queue(ipvs.DeleteServer, v.Server, ipvs.Destination{}, nil)
+			e.queue(ipvs.DeleteServer, v.Server, ipvs.RealServer{}, nil)
 			continue
 		}
-		h := &heldServer{Server: v.Server, destinations: map[netip.AddrPort]*heldDestination{}}
-		for addr, d := range v.Destinations {
-			h.destinations[addr] = &heldDestination{weight: d.Weight, draining: d.Weight == 0, since: now}
-			if was := before.destination(id, addr); was != nil && was.draining && d.Weight == 0 {
-				h.destinations[addr].since = was.since
+		h := &heldServer{Server: v.Server, realServers: map[netip.AddrPort]*heldRealServer{}}
+		for addr, d := range v.RealServers {
+			h.realServers[addr] = &heldRealServer{weight: d.Weight, draining: d.Weight == 0, since: now}
+			if was := before.realServer(id, addr); was != nil && was.draining && d.Weight == 0 {
+				h.realServers[addr].since = was.since
 			}
 		}
 		e.held.servers[id] = h

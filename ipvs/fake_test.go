@@ -78,10 +78,10 @@ func (k fakeServers) Get(id ipvs.ServerID) (*ipvs.ActualServer, error) {
 	if v == nil {
 		return nil, nil
 	}
-	out := &ipvs.ActualServer{Server: v.Server, Destinations: map[netip.AddrPort]ipvs.ActualDestination{}}
-	for a, d := range v.Destinations {
+	out := &ipvs.ActualServer{Server: v.Server, RealServers: map[netip.AddrPort]ipvs.ActualRealServer{}}
+	for a, d := range v.RealServers {
 		d.Active = k.connections[a]
-		out.Destinations[a] = d
+		out.RealServers[a] = d
 	}
 	return out, nil
 }
@@ -95,11 +95,11 @@ func (k fakeServers) Apply(ops []ipvs.Op) []error {
 }
 
 func (k fakeServers) do(op ipvs.Op) error {
-	id, d := op.Server.ID, op.Destination
+	id, d := op.Server.ID, op.RealServer
 	v := k.virtual[id]
 	exists := false
 	if v != nil {
-		_, exists = v.Destinations[d.Addr]
+		_, exists = v.RealServers[d.Addr]
 	}
 	switch op.Kind {
 	case ipvs.AddServer, ipvs.UpdateServer, ipvs.DeleteServer:
@@ -111,26 +111,26 @@ func (k fakeServers) do(op ipvs.Op) error {
 			return fmt.Errorf("%s server %s: it exists: %t", what, id, v != nil)
 		}
 	default:
-		what := map[ipvs.OpKind]string{ipvs.AddDestination: "add", ipvs.UpdateDestination: "update",
-			ipvs.DeleteDestination: "delete"}[op.Kind]
-		if err := k.call("%s destination %s %s %d", what, id, d.Addr, d.Weight); err != nil {
+		what := map[ipvs.OpKind]string{ipvs.AddRealServer: "add", ipvs.UpdateRealServer: "update",
+			ipvs.DeleteRealServer: "delete"}[op.Kind]
+		if err := k.call("%s real server %s %s %d", what, id, d.Addr, d.Weight); err != nil {
 			return err
 		}
-		if v == nil || exists == (op.Kind == ipvs.AddDestination) {
-			return fmt.Errorf("%s destination %s of %s: it exists: %t", what, d.Addr, id, exists)
+		if v == nil || exists == (op.Kind == ipvs.AddRealServer) {
+			return fmt.Errorf("%s real server %s of %s: it exists: %t", what, d.Addr, id, exists)
 		}
 	}
 	switch op.Kind {
 	case ipvs.AddServer:
-		k.virtual[id] = &ipvs.ActualServer{Server: op.Server, Destinations: map[netip.AddrPort]ipvs.ActualDestination{}}
+		k.virtual[id] = &ipvs.ActualServer{Server: op.Server, RealServers: map[netip.AddrPort]ipvs.ActualRealServer{}}
 	case ipvs.UpdateServer:
 		v.Server = op.Server
 	case ipvs.DeleteServer:
 		delete(k.virtual, id)
-	case ipvs.DeleteDestination:
-		delete(v.Destinations, d.Addr)
+	case ipvs.DeleteRealServer:
+		delete(v.RealServers, d.Addr)
 	default:
-		v.Destinations[d.Addr] = ipvs.ActualDestination{Destination: d}
+		v.RealServers[d.Addr] = ipvs.ActualRealServer{RealServer: d}
 	}
 	return nil
 }
@@ -344,8 +344,8 @@ func (k *fakeKernel) render() string {
 	out.WriteString("# ipvsadm --restore\n")
 	for _, v := range k.virtual {
 		s := server{Server: v.Server}
-		for _, d := range v.Destinations {
-			s.destinations = append(s.destinations, d.Destination)
+		for _, d := range v.RealServers {
+			s.realServers = append(s.realServers, d.RealServer)
 		}
 		renderServer(&out, s)
 	}
@@ -371,8 +371,8 @@ func (k *fakeKernel) text() string {
 	for _, id := range slices.SortedFunc(maps.Keys(k.virtual), compareServers) {
 		v := k.virtual[id]
 		fmt.Fprintf(&out, "%s %+v\n", id, v.Server)
-		for _, a := range slices.SortedFunc(maps.Keys(v.Destinations), netip.AddrPort.Compare) {
-			fmt.Fprintf(&out, "  %s %d\n", a, v.Destinations[a].Weight)
+		for _, a := range slices.SortedFunc(maps.Keys(v.RealServers), netip.AddrPort.Compare) {
+			fmt.Fprintf(&out, "  %s %d\n", a, v.RealServers[a].Weight)
 		}
 	}
 	for _, name := range slices.Sorted(maps.Keys(k.set)) {

@@ -82,7 +82,7 @@ func TestMasqueradeBitChanges(t *testing.T) {
 			second := engineOver(k, next)
 			held := maps.Clone(k.virtual)
 			for _, v := range held {
-				for a := range v.Destinations {
+				for a := range v.RealServers {
 					k.connections[a] = 1
 				}
 			}

@@ -18,12 +18,12 @@ type objects struct {
 	ports   []plan.Address // of addresses that others may have, of which only these ports are to be local
 }
 
-// server is a virtual server as it should be. One without destinations need not exist; but where it does exist, with
+// server is a virtual server as it should be. One without real servers need not exist; but where it does exist, with
 // connections to former endpoints, it is kept for them.
 type server struct {
 	ipvs.Server
-	key          plan.Key           // whose it is
-	destinations []ipvs.Destination // in order of address
+	key         plan.Key          // whose it is
+	realServers []ipvs.RealServer // in order of address
 	// lingering are endpoints that are not to be used, but that still exist: their connections are left to them.
 	lingering []netip.AddrPort
 	// drains is set where connections are left to an endpoint that is not to be used any more.
@@ -121,7 +121,7 @@ func (b *builder) server(id ipvs.ServerID, policy plan.Policy) {
 	}
 	if b.sp.Any {
 		for _, ep := range b.sp.ForPolicy(policy) {
-			s.destinations = append(s.destinations, ipvs.Destination{Addr: ep.Addr, Weight: max(uint32(ep.Weight), 1)})
+			s.realServers = append(s.realServers, ipvs.RealServer{Addr: ep.Addr, Weight: max(uint32(ep.Weight), 1)})
 		}
 	}
 	b.out.servers = append(b.out.servers, s)

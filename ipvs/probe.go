@@ -131,8 +131,8 @@ func (b *Backend) unlike(p *prober) string {
 func (h *held) fingerprint(f *ipvs.Fingerprint) {
 	for _, v := range h.servers {
 		f.Add(v.Server)
-		for addr, d := range v.destinations {
-			f.AddDestination(v.Server, ipvs.Destination{Addr: addr, Weight: d.weight})
+		for addr, d := range v.realServers {
+			f.AddRealServer(v.Server, ipvs.RealServer{Addr: addr, Weight: d.weight})
 		}
 	}
 }

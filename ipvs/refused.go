@@ -107,7 +107,7 @@ func (s *state) asks(m member) bool {
 func (e *engine) served(k plan.Key) bool {
 	return slices.ContainsFunc(e.desired.objects[k].servers, func(v server) bool {
 		have := e.held.servers[v.ID]
-		return have != nil && len(have.destinations) > 0
+		return have != nil && len(have.realServers) > 0
 	})
 }
 
@@ -123,7 +123,7 @@ func (e *engine) reportRefused() {
 		}
 		have := e.held.servers[id]
 		r, seen := byKey[want.key]
-		kept := have != nil && len(have.destinations) > 0
+		kept := have != nil && len(have.realServers) > 0
 		byKey[want.key] = plan.Refusal{Key: want.key, Kept: kept && (!seen || r.Kept), Err: err}
 	}
 	for m, r := range e.refusedMembers {

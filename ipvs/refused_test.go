@@ -29,7 +29,7 @@ func (k *picky) Apply(ops []ipvs.Op) []error {
 		if err == nil {
 			err = k.do(op)
 		}
-		if err != nil && k.virtual[op.Server.ID] == nil && op.Kind == ipvs.AddDestination {
+		if err != nil && k.virtual[op.Server.ID] == nil && op.Kind == ipvs.AddRealServer {
 			err = unix.ESRCH
 		}
 		errs = append(errs, err)
@@ -40,7 +40,7 @@ func (k *picky) Apply(ops []ipvs.Op) []error {
 // TestRefusedServer: a virtual server, or a real server, that the kernel does not take is told of, and is no failure: all others are
 // there, no difference is found, and it is there once the kernel takes it.
 func TestRefusedServer(t *testing.T) {
-	for _, kind := range []ipvs.OpKind{ipvs.AddServer, ipvs.AddDestination} {
+	for _, kind := range []ipvs.OpKind{ipvs.AddServer, ipvs.AddRealServer} {
 		t.Run(fmt.Sprint(kind), func(t *testing.T) {
 			p := plantest.Large(20, 3)
 			bad := p.Sorted(plan.IPv4)[7]
@@ -53,7 +53,7 @@ func TestRefusedServer(t *testing.T) {
 			servers := &picky{fakeServers: fakeServers{k}}
 			servers.refuses = func(op ipvs.Op) error {
 				if refuse != nil && op.Kind == kind && op.Server.ID.Addr == bad.Frontends[0].Addr &&
-					(kind == ipvs.AddServer || op.Destination.Addr == bad.All()[1].Addr) {
+					(kind == ipvs.AddServer || op.RealServer.Addr == bad.All()[1].Addr) {
 					return refuse
 				}
 				return nil
@@ -66,7 +66,7 @@ func TestRefusedServer(t *testing.T) {
 					t.Errorf("%v, found %v", err, e.found)
 				}
 			}
-			kept := kind == ipvs.AddDestination
+			kept := kind == ipvs.AddRealServer
 			if len(told) != 1 || len(told[0]) != 1 || told[0][0].Key != bad.Key || told[0][0].Kept != kept {
 				t.Errorf("told of %v, want %s", told, bad.Key)
 			}
@@ -89,7 +89,7 @@ func TestRefusedServer(t *testing.T) {
 				t.Fatal(err)
 			}
 			for id := range fresh.held.servers {
-				if e.held.servers[id] == nil || len(e.held.servers[id].destinations) < len(fresh.held.servers[id].destinations) {
+				if e.held.servers[id] == nil || len(e.held.servers[id].realServers) < len(fresh.held.servers[id].realServers) {
 					t.Errorf("%s is not whole at the end", id)
 				}
 			}
@@ -114,7 +114,7 @@ func TestRefusedServer(t *testing.T) {
 // TestRefusedUpdate: a change of a virtual server, or of a real server's weight, that the kernel refuses is reported, and leaves the
 // ServicePort what it had; others change, no comparison finds a difference, and the change is made once the kernel takes it.
 func TestRefusedUpdate(t *testing.T) {
-	for _, kind := range []ipvs.OpKind{ipvs.UpdateServer, ipvs.UpdateDestination} {
+	for _, kind := range []ipvs.OpKind{ipvs.UpdateServer, ipvs.UpdateRealServer} {
 		t.Run(fmt.Sprint(kind), func(t *testing.T) {
 			p := plantest.Large(20, 3)
 			e, k := fakeEngine(plan.IPv4, Options{})
@@ -125,7 +125,7 @@ func TestRefusedUpdate(t *testing.T) {
 			was := p.Sorted(plan.IPv4)[7]
 			bad := *was
 			bad.Scheduler = plan.Scheduler{Name: "wrr"}
-			if kind == ipvs.UpdateDestination {
+			if kind == ipvs.UpdateRealServer {
 				bad.Scheduler = was.Scheduler
 				bad.Cluster = slices.Clone(was.Cluster)
 				bad.Cluster[1].Weight = 5
@@ -168,7 +168,7 @@ func TestRefusedUpdate(t *testing.T) {
 				t.Fatal(err)
 			}
 			if fresh.held.servers[serverAt(was)].Server != e.held.servers[serverAt(was)].Server ||
-				want.virtual[serverAt(was)].Destinations[was.All()[1].Addr] != k.virtual[serverAt(was)].Destinations[was.All()[1].Addr] {
+				want.virtual[serverAt(was)].RealServers[was.All()[1].Addr] != k.virtual[serverAt(was)].RealServers[was.All()[1].Addr] {
 				t.Errorf("at the end the kernel holds %+v, want %+v", k.virtual[serverAt(was)], want.virtual[serverAt(was)])
 			}
 			if len(told) != 2 || len(told[1]) != 0 {
@@ -239,7 +239,7 @@ func TestRefusedSetEntry(t *testing.T) {
 			if err := e.sync(t.Context(), p, plan.Keys{sp.Key: {}}); err != nil || len(told) != 1 {
 				t.Errorf("%s: %v, reported %v", sp.Key, err, told)
 			}
-			if n := len(k.virtual[serverAt(sp)].Destinations); n < len(sp.All()) {
+			if n := len(k.virtual[serverAt(sp)].RealServers); n < len(sp.All()) {
 				t.Errorf("%s has %d endpoints, want %d", sp.Key, n, len(sp.All()))
 			}
 		}

@@ -132,15 +132,15 @@ func compareServers(a, b ipvs.ServerID) int {
 	return cmp.Or(cmp.Compare(a.Mark, b.Mark), a.Addr.Compare(b.Addr), cmp.Compare(a.Protocol, b.Protocol), cmp.Compare(a.Port, b.Port))
 }
 
-// renderServer prints a virtual server as "ipvsadm --save --numeric" does. One without destinations is not printed: it need
+// renderServer prints a virtual server as "ipvsadm --save --numeric" does. One without real servers is not printed: it need
 // not exist.
 func renderServer(out *strings.Builder, v server) {
-	if len(v.destinations) == 0 {
+	if len(v.realServers) == 0 {
 		return
 	}
 	name := serverArgs(v.ID)
 	fmt.Fprintf(out, "-A %s %s\n", name, serverOptions(v.Server))
-	for _, d := range v.destinations {
+	for _, d := range v.realServers {
 		fmt.Fprintf(out, "-a %s -r %s -m -w %d\n", name, d.Addr, d.Weight)
 	}
 }

@@ -123,8 +123,8 @@ func TestOneEndpoint(t *testing.T) {
 		}
 	}
 	want := []string{
-		"add destination " + id.String() + " 10.250.0.1:8080 1",
-		"update destination " + id.String() + " " + old.String() + " 0",
+		"add real server " + id.String() + " 10.250.0.1:8080 1",
+		"update real server " + id.String() + " " + old.String() + " 0",
 	}
 	if !slices.Equal(k.calls, want) {
 		t.Errorf("it took\n%s\nwant\n%s", strings.Join(k.calls, "\n"), strings.Join(want, "\n"))
@@ -138,7 +138,7 @@ func TestOneEndpoint(t *testing.T) {
 	}
 	k.connections[old] = 0
 	must(t, e.drain(time.Now()))
-	if want := []string{"delete destination " + id.String() + " " + old.String() + " 0"}; !slices.Equal(k.calls, want) {
+	if want := []string{"delete real server " + id.String() + " " + old.String() + " 0"}; !slices.Equal(k.calls, want) {
 		t.Errorf("when they had ended: %s, want %s", k.calls, want)
 	}
 }
@@ -184,7 +184,7 @@ func TestDrain(t *testing.T) {
 			must(t, e.sync(context.Background(), p, changed))
 			must(t, e.drain(start.Add(tc.after)))
 			if !strings.Contains(k.text(), "  "+old.String()+" 1\n") || slices.ContainsFunc(k.calls, func(c string) bool {
-				return strings.HasPrefix(c, "delete destination") && strings.Contains(c, old.String())
+				return strings.HasPrefix(c, "delete real server") && strings.Contains(c, old.String())
 			}) {
 				t.Errorf("it came back, and there were %q:\n%s", k.calls, k.text())
 			}
@@ -362,9 +362,9 @@ func TestReplacedServers(t *testing.T) {
 				changed := plantest.Differing(tc.before, tc.next)
 				if strings.HasPrefix(tc.name, "kube-proxy") {
 					v := ipvs.Server{ID: ipvs.ServerID{Family: plan.IPv4, Protocol: plan.TCP, Addr: host, Port: 30080}, Scheduler: "rr"}
-					dest := ipvs.Destination{Addr: netip.MustParseAddrPort("10.244.1.5:8080"), Weight: 1}
+					dest := ipvs.RealServer{Addr: netip.MustParseAddrPort("10.244.1.5:8080"), Weight: 1}
 					must(t, fakeServers{k}.do(ipvs.Op{Kind: ipvs.AddServer, Server: v}))
-					must(t, fakeServers{k}.do(ipvs.Op{Kind: ipvs.AddDestination, Server: v, Destination: dest}))
+					must(t, fakeServers{k}.do(ipvs.Op{Kind: ipvs.AddRealServer, Server: v, RealServer: dest}))
 					changed = nil
 				}
 				if all {
@@ -379,7 +379,7 @@ func TestReplacedServers(t *testing.T) {
 						continue
 					}
 					left++
-					for addr, d := range v.Destinations {
+					for addr, d := range v.RealServers {
 						if d.Weight != 0 {
 							t.Errorf("%s still sends new connections to %s", id, addr)
 						}
@@ -425,7 +425,7 @@ func TestDrainHashed(t *testing.T) {
 			has("at first", tc.scheduler)
 			k.connections[old] = 1
 			k.before = func() {
-				if last := k.calls[len(k.calls)-1]; strings.HasPrefix(last, "update destination") && strings.HasSuffix(last, " 0") {
+				if last := k.calls[len(k.calls)-1]; strings.HasPrefix(last, "update real server") && strings.HasSuffix(last, " 0") {
 					has("before the weight is 0", tc.meanwhile)
 				}
 			}

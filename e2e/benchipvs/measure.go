@@ -144,7 +144,7 @@ func virtualServers(n *harness.Netns) (map[netip.AddrPort]int, error) {
 		}
 		list, err := k.List(plan.IPv4)
 		for id, v := range list {
-			held[netip.AddrPortFrom(id.Addr, id.Port)] = len(v.Destinations)
+			held[netip.AddrPortFrom(id.Addr, id.Port)] = len(v.RealServers)
 		}
 		return errors.Join(err, k.Close())
 	})

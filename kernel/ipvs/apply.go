@@ -18,18 +18,18 @@ type OpKind uint8
 const (
 	AddServer OpKind = iota
 	UpdateServer
-	DeleteServer // its destinations go with it, and so do the persistent clients; open connections are cut
-	AddDestination
-	UpdateDestination
-	DeleteDestination
+	DeleteServer // its real servers go with it, and so do the persistent clients; open connections are cut
+	AddRealServer
+	UpdateRealServer
+	DeleteRealServer
 )
 
-// Op is one change: of the virtual server Server, or of a destination of the one that Server.ID names, where no other field
-// of it counts. To delete a destination, its address is enough.
+// Op is one change: of the virtual server Server, or of a real server of the one that Server.ID names, where no other field
+// of it counts. To delete a real server, its address is enough.
 type Op struct {
-	Kind        OpKind
-	Server      Server
-	Destination Destination
+	Kind       OpKind
+	Server     Server
+	RealServer RealServer
 }
 
 func (o Op) String() string {
@@ -40,24 +40,24 @@ func (o Op) String() string {
 		return fmt.Sprintf("changing virtual server %s, scheduler %s", o.Server.ID, o.Server.Scheduler)
 	case DeleteServer:
 		return fmt.Sprintf("deleting virtual server %s", o.Server.ID)
-	case AddDestination:
-		return fmt.Sprintf("adding destination %s of virtual server %s", o.Destination.Addr, o.Server.ID)
-	case UpdateDestination:
-		return fmt.Sprintf("changing destination %s of virtual server %s", o.Destination.Addr, o.Server.ID)
+	case AddRealServer:
+		return fmt.Sprintf("adding real server %s of virtual server %s", o.RealServer.Addr, o.Server.ID)
+	case UpdateRealServer:
+		return fmt.Sprintf("changing real server %s of virtual server %s", o.RealServer.Addr, o.Server.ID)
 	default:
-		return fmt.Sprintf("deleting destination %s of virtual server %s", o.Destination.Addr, o.Server.ID)
+		return fmt.Sprintf("deleting real server %s of virtual server %s", o.RealServer.Addr, o.Server.ID)
 	}
 }
 
 // opCommands are the kernel's commands for each kind of Op: the one that should do, and the one if the object was not, or was
 // already, there.
 var opCommands = [...]struct{ command, otherwise uint8 }{
-	AddServer:         {commandNewService, commandSetService},
-	UpdateServer:      {commandSetService, commandNewService},
-	DeleteServer:      {commandDelService, 0},
-	AddDestination:    {commandNewDest, commandSetDest},
-	UpdateDestination: {commandSetDest, commandNewDest},
-	DeleteDestination: {commandDelDest, 0},
+	AddServer:        {commandNewService, commandSetService},
+	UpdateServer:     {commandSetService, commandNewService},
+	DeleteServer:     {commandDelService, 0},
+	AddRealServer:    {commandNewDest, commandSetDest},
+	UpdateRealServer: {commandSetDest, commandNewDest},
+	DeleteRealServer: {commandDelDest, 0},
 }
 
 // Apply carries out ops in order, some two hundred in a round trip. It returns nil, or an error (or nil) for each op. One
@@ -108,15 +108,15 @@ func (s *Servers) Apply(ops []Op) []error {
 // to it.
 func superseded(ops []Op) []bool {
 	type object struct {
-		server      ServerID
-		destination netip.AddrPort // or zero, for the server
+		server     ServerID
+		realServer netip.AddrPort // or zero, for the server
 	}
 	seen, deleted := map[object]bool{}, map[ServerID]bool{}
 	late := make([]bool, len(ops))
 	for i, o := range slices.Backward(ops) {
 		this := object{server: o.Server.ID}
 		if o.Kind > DeleteServer {
-			this.destination = o.Destination.Addr
+			this.realServer = o.RealServer.Addr
 		}
 		late[i] = seen[this] || deleted[o.Server.ID]
 		seen[this] = true
@@ -136,7 +136,7 @@ func (o Op) otherwise(err error) (command uint8, ok bool) {
 		return 0, missing(err)
 	case errors.Is(err, unix.EEXIST),
 		o.Kind == UpdateServer && errors.Is(err, unix.ESRCH),
-		o.Kind == UpdateDestination && errors.Is(err, unix.ENOENT):
+		o.Kind == UpdateRealServer && errors.Is(err, unix.ENOENT):
 		return otherwise, true
 	case o.Kind > DeleteServer && errors.Is(err, unix.ESRCH): // an UpdateServer before it adds the server only now
 		return commandNewDest, true
@@ -144,7 +144,7 @@ func (o Op) otherwise(err error) (command uint8, ok bool) {
 	return 0, false
 }
 
-// missing reports whether an error says that a virtual server or a destination is not there.
+// missing reports whether an error says that a virtual server or a real server is not there.
 func missing(err error) bool { return errors.Is(err, unix.ESRCH) || errors.Is(err, unix.ENOENT) }
 
 // failed says what became of an op.
@@ -171,9 +171,9 @@ func (s *Servers) command(command uint8, o Op) netlink.Message {
 	})
 	switch command {
 	case commandNewDest, commandSetDest:
-		body = body.Nest(attrDest, func(b netlink.Buffer) netlink.Buffer { return appendDestination(b, o.Destination) })
+		body = body.Nest(attrDest, func(b netlink.Buffer) netlink.Buffer { return appendRealServer(b, o.RealServer) })
 	case commandDelDest:
-		body = body.Nest(attrDest, func(b netlink.Buffer) netlink.Buffer { return appendDestinationID(b, o.Destination.Addr) })
+		body = body.Nest(attrDest, func(b netlink.Buffer) netlink.Buffer { return appendRealServerID(b, o.RealServer.Addr) })
 	}
 	return netlink.Message{Type: s.family, Body: body}
 }

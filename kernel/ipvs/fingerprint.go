@@ -20,11 +20,11 @@ type Fingerprint uint64
 
 var fingerprintSeed = maphash.MakeSeed()
 
-// Add adds a virtual server, and AddDestination one of its real servers.
+// Add adds a virtual server, and AddRealServer one of its real servers.
 func (f *Fingerprint) Add(v Server) { f.add([]byte(serverText(v))) }
 
-// AddDestination adds a real server of a virtual server.
-func (f *Fingerprint) AddDestination(v Server, d Destination) {
+// AddRealServer adds a real server of a virtual server.
+func (f *Fingerprint) AddRealServer(v Server, d RealServer) {
 	f.add(fmt.Appendf(nil, "%s -> %s %d", serverText(v), addressText(d.Addr.Addr(), d.Addr.Port()), d.Weight))
 }
 

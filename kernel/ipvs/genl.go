@@ -71,7 +71,7 @@ const (
 	statsBytesOut
 )
 
-// How packets reach a destination: its method is in some of the bits of a number.
+// How packets reach a real server: its method is in some of the bits of a number.
 const (
 	forwardMask       = 0x7
 	forwardMasquerade = 0x0
@@ -130,15 +130,15 @@ func appendService(b netlink.Buffer, s Server) netlink.Buffer {
 // seconds rounds up, so that what is not 0 is not turned off.
 func seconds(d time.Duration) uint32 { return uint32((d + time.Second - 1) / time.Second) }
 
-func appendDestination(b netlink.Buffer, d Destination) netlink.Buffer {
-	b = appendDestinationID(b, d.Addr)
+func appendRealServer(b netlink.Buffer, d RealServer) netlink.Buffer {
+	b = appendRealServerID(b, d.Addr)
 	b = b.Uint32(destForwarding, forwardMasquerade)
 	b = b.Uint32(destWeight, d.Weight)
 	b = b.Uint32(destUpperThreshold, 0)
 	return b.Uint32(destLowerThreshold, 0)
 }
 
-func appendDestinationID(b netlink.Buffer, a netip.AddrPort) netlink.Buffer {
+func appendRealServerID(b netlink.Buffer, a netip.AddrPort) netlink.Buffer {
 	b = b.Addr(destAddr, a.Addr())
 	b = b.BigEndian16(destPort, a.Port())
 	return b.Uint16(destFamily, uint16(netlink.Family(plan.FamilyOf(a.Addr()))))
@@ -146,7 +146,7 @@ func appendDestinationID(b netlink.Buffer, a netip.AddrPort) netlink.Buffer {
 
 // parseService reads a virtual server and its traffic from the body of a message.
 func parseService(body []byte) (*ActualServer, Traffic, error) {
-	s := &ActualServer{Destinations: map[netip.AddrPort]ActualDestination{}}
+	s := &ActualServer{RealServers: map[netip.AddrPort]ActualRealServer{}}
 	var traffic Traffic
 	var addr []byte
 	var mask uint32
@@ -226,8 +226,8 @@ func parseTraffic(b []byte) Traffic {
 	return t
 }
 
-// parseDestination reads a destination of a virtual server of a family. It is foreign if we would not have made it so.
-func parseDestination(body []byte, family plan.Family) (d ActualDestination, foreign bool, err error) {
+// parseRealServer reads a real server of a virtual server of a family. It is foreign if we would not have made it so.
+func parseRealServer(body []byte, family plan.Family) (d ActualRealServer, foreign bool, err error) {
 	var addr []byte
 	var port uint16
 	for kind, value := range netlink.Attributes(inside(body, attrDest)) {
@@ -257,7 +257,7 @@ func parseDestination(body []byte, family plan.Family) (d ActualDestination, for
 	}
 	a, err := netlink.Addr(addr, family)
 	if err != nil {
-		return d, false, fmt.Errorf("destination: %w", err)
+		return d, false, fmt.Errorf("real server: %w", err)
 	}
 	d.Addr = netip.AddrPortFrom(a, port)
 	return d, foreign, nil

@@ -12,8 +12,8 @@ func TestCutShort(t *testing.T) {
 		if _, _, err := parseService(append(genl(0), b...)); err == nil {
 			t.Errorf("%v is a virtual server", b)
 		}
-		if _, _, err := parseDestination(append(genl(0), b...), 4); err == nil {
-			t.Errorf("%v is a destination", b)
+		if _, _, err := parseRealServer(append(genl(0), b...), 4); err == nil {
+			t.Errorf("%v is a real server", b)
 		}
 	}
 }

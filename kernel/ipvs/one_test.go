@@ -17,22 +17,22 @@ func (s *Servers) Add(v Server) error { return s.apply(Op{Kind: AddServer, Serve
 // Update changes a virtual server. Connections go on.
 func (s *Servers) Update(v Server) error { return s.apply(Op{Kind: UpdateServer, Server: v}) }
 
-// Delete removes a virtual server with its destinations, and cuts its connections.
+// Delete removes a virtual server with its real servers, and cuts its connections.
 func (s *Servers) Delete(id ServerID) error {
 	return s.apply(Op{Kind: DeleteServer, Server: Server{ID: id}})
 }
 
-// AddDestination adds a destination to a virtual server.
-func (s *Servers) AddDestination(id ServerID, d Destination) error {
-	return s.apply(Op{Kind: AddDestination, Server: Server{ID: id}, Destination: d})
+// AddRealServer adds a real server to a virtual server.
+func (s *Servers) AddRealServer(id ServerID, d RealServer) error {
+	return s.apply(Op{Kind: AddRealServer, Server: Server{ID: id}, RealServer: d})
 }
 
-// UpdateDestination changes the weight of a destination.
-func (s *Servers) UpdateDestination(id ServerID, d Destination) error {
-	return s.apply(Op{Kind: UpdateDestination, Server: Server{ID: id}, Destination: d})
+// UpdateRealServer changes the weight of a real server.
+func (s *Servers) UpdateRealServer(id ServerID, d RealServer) error {
+	return s.apply(Op{Kind: UpdateRealServer, Server: Server{ID: id}, RealServer: d})
 }
 
-// DeleteDestination removes a destination, and cuts its connections.
-func (s *Servers) DeleteDestination(id ServerID, addr netip.AddrPort) error {
-	return s.apply(Op{Kind: DeleteDestination, Server: Server{ID: id}, Destination: Destination{Addr: addr}})
+// DeleteRealServer removes a real server, and cuts its connections.
+func (s *Servers) DeleteRealServer(id ServerID, addr netip.AddrPort) error {
+	return s.apply(Op{Kind: DeleteRealServer, Server: Server{ID: id}, RealServer: RealServer{Addr: addr}})
 }

@@ -31,42 +31,42 @@ func (id ServerID) String() string {
 	return fmt.Sprintf("%s %s", id.Protocol, netip.AddrPortFrom(id.Addr, id.Port))
 }
 
-// Server is a virtual server ("service" in the kernel's terms) without its destinations.
+// Server is a virtual server ("service" in the kernel's terms) without its real servers.
 type Server struct {
 	ID        ServerID
 	Scheduler string
 	// Ports and Fallback are the flags of the schedulers sh and mh: the source port counts too; and where the chosen
-	// destination has weight 0, another one is chosen instead of none.
+	// real server has weight 0, another one is chosen instead of none.
 	Ports, Fallback bool
-	// Persistence is for how long a client stays with its destination, in whole seconds; 0 turns persistence off. A client
+	// Persistence is for how long a client stays with its real server, in whole seconds; 0 turns persistence off. A client
 	// is one address.
 	Persistence time.Duration
 }
 
-// Destination is a real server. Packets to it are always translated (IPVS's "masquerading", ipvsadm -m).
-type Destination struct {
+// RealServer is a real server. Packets to it are always translated (IPVS's "masquerading", ipvsadm -m).
+type RealServer struct {
 	Addr netip.AddrPort
 	// Weight 0 takes no new connections.
 	Weight uint32
 }
 
-// Connections counts the connections of a destination. Active ones are established; inactive ones are all others that the
+// Connections counts the connections of a real server. Active ones are established; inactive ones are all others that the
 // kernel still knows, so a UDP flow counts as inactive. Persistent ones are the templates by which clients return.
 type Connections struct{ Active, Inactive, Persistent uint32 }
 
-// ActualDestination is a destination as the kernel has it.
-type ActualDestination struct {
-	Destination
+// ActualRealServer is a real server as the kernel has it.
+type ActualRealServer struct {
+	RealServer
 	Connections
 }
 
 // ActualServer is a virtual server as the kernel has it.
 type ActualServer struct {
 	Server
-	// Foreign says that it, or one of its destinations, has a property that this package never gives, such as another
+	// Foreign says that it, or one of its real servers, has a property that this package never gives, such as another
 	// forwarding method. To put it right, delete it and add it again.
-	Foreign      bool
-	Destinations map[netip.AddrPort]ActualDestination
+	Foreign     bool
+	RealServers map[netip.AddrPort]ActualRealServer
 }
 
 // Traffic counts what went through a virtual server since it was made. The kernel brings it up to date every two seconds.

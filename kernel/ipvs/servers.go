@@ -67,7 +67,7 @@ func (s *Servers) Close() error {
 	return s.conn.Close()
 }
 
-// List returns all virtual servers of a family, with their destinations.
+// List returns all virtual servers of a family, with their real servers.
 func (s *Servers) List(f plan.Family) (map[ServerID]*ActualServer, error) {
 	s.mu.Lock()
 	defer s.mu.Unlock()
@@ -80,15 +80,15 @@ func (s *Servers) List(f plan.Family) (map[ServerID]*ActualServer, error) {
 		if id.Family != f {
 			continue
 		}
-		if err := s.destinations(v.server); err != nil {
-			return nil, fmt.Errorf("listing the destinations of virtual server %s: %w", id, err)
+		if err := s.realServers(v.server); err != nil {
+			return nil, fmt.Errorf("listing the real servers of virtual server %s: %w", id, err)
 		}
 		actual[id] = v.server
 	}
 	return actual, nil
 }
 
-// Get returns one virtual server with its destinations and the numbers of their connections, or nil if there is none.
+// Get returns one virtual server with its real servers and the numbers of their connections, or nil if there is none.
 func (s *Servers) Get(id ServerID) (*ActualServer, error) {
 	s.mu.Lock()
 	defer s.mu.Unlock()
@@ -101,7 +101,7 @@ func (s *Servers) Get(id ServerID) (*ActualServer, error) {
 		h, _, err = parseService(body)
 	}
 	if err == nil {
-		err = s.destinations(h)
+		err = s.realServers(h)
 	}
 	if err != nil {
 		return nil, fmt.Errorf("reading virtual server %s: %w", id, err)
@@ -133,7 +133,7 @@ type service struct {
 	traffic Traffic
 }
 
-// services dumps all virtual servers without their destinations, at least twice, until two dumps in a row have the same ones.
+// services dumps all virtual servers without their real servers, at least twice, until two dumps in a row have the same ones.
 // Between two parts of a dump, the kernel remembers only how many servers it has passed, those of all other network
 // namespaces included. So if any of these, of a container say, are added or deleted meanwhile, others are left out of the
 // dump or twice in it, and the kernel does not say so.
@@ -157,14 +157,14 @@ func services(c *netlink.Conn, family uint16) (map[ServerID]service, error) {
 	return all, err
 }
 
-// destinations dumps those of one virtual server into it. The kernel does not complain if the server is gone.
-func (s *Servers) destinations(h *ActualServer) error {
+// realServers dumps those of one virtual server into it. The kernel does not complain if the server is gone.
+func (s *Servers) realServers(h *ActualServer) error {
 	return netlink.Retry(func() error {
-		clear(h.Destinations)
+		clear(h.RealServers)
 		return s.conn.Dump(s.serviceMessage(commandGetDest, h.ID), func(body []byte) error {
-			d, foreign, err := parseDestination(body, h.ID.Family)
+			d, foreign, err := parseRealServer(body, h.ID.Family)
 			if err == nil {
-				h.Destinations[d.Addr] = d
+				h.RealServers[d.Addr] = d
 				h.Foreign = h.Foreign || foreign
 			}
 			return err

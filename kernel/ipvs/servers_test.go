@@ -40,11 +40,11 @@ func id(protocol plan.Protocol, s string) ServerID {
 }
 
 // check compares what the kernel has of a server, by List and by Get, with what it should.
-func check(t *testing.T, s *Servers, want Server, destinations ...Destination) {
+func check(t *testing.T, s *Servers, want Server, realServers ...RealServer) {
 	t.Helper()
-	h := &ActualServer{Server: want, Destinations: map[netip.AddrPort]ActualDestination{}}
-	for _, d := range destinations {
-		h.Destinations[d.Addr] = ActualDestination{Destination: d}
+	h := &ActualServer{Server: want, RealServers: map[netip.AddrPort]ActualRealServer{}}
+	for _, d := range realServers {
+		h.RealServers[d.Addr] = ActualRealServer{RealServer: d}
 	}
 	got, err := s.Get(want.ID)
 	if err != nil || !reflect.DeepEqual(got, h) {
@@ -67,11 +67,11 @@ func TestServersReadBack(t *testing.T) {
 		{Scheduler: "mh", Ports: true}, {Scheduler: "sh", Fallback: true},
 		{Scheduler: "mh", Ports: true, Fallback: true, Persistence: time.Second},
 	}
-	destinations := func(id ServerID) []Destination {
+	realServers := func(id ServerID) []RealServer {
 		if id.Family == plan.IPv6 {
-			return []Destination{{at("[fd00:1::1]:8080"), 1}, {at("[fd00:1::2]:8080"), 0}}
+			return []RealServer{{at("[fd00:1::1]:8080"), 1}, {at("[fd00:1::2]:8080"), 0}}
 		}
-		return []Destination{{at("10.1.0.1:8080"), 1}, {at("10.1.0.2:8080"), 100_000}}
+		return []RealServer{{at("10.1.0.1:8080"), 1}, {at("10.1.0.2:8080"), 100_000}}
 	}
 	for i, id := range ids {
 		want := shapes[0]
@@ -79,18 +79,18 @@ func TestServersReadBack(t *testing.T) {
 		if err := s.Add(want); err != nil {
 			t.Fatal(err)
 		}
-		for _, d := range destinations(id) {
-			if err := s.AddDestination(id, d); err != nil {
+		for _, d := range realServers(id) {
+			if err := s.AddRealServer(id, d); err != nil {
 				t.Fatal(err)
 			}
 		}
-		check(t, s, want, destinations(id)...)
+		check(t, s, want, realServers(id)...)
 		for _, shape := range append(shapes[1:], shapes[i%len(shapes)]) {
 			shape.ID = id
 			if err := s.Update(shape); err != nil {
 				t.Fatal(err)
 			}
-			check(t, s, shape, destinations(id)...)
+			check(t, s, shape, realServers(id)...)
 		}
 	}
 	for _, f := range plan.Families {
@@ -115,7 +115,7 @@ func TestServersReadBack(t *testing.T) {
 func TestServersRepeat(t *testing.T) {
 	s := openServers(t)
 	v := Server{ID: id(plan.TCP, "10.96.0.1:80"), Scheduler: "rr"}
-	d := Destination{at("10.1.0.1:80"), 1}
+	d := RealServer{at("10.1.0.1:80"), 1}
 	do := func(what string, errs ...error) {
 		t.Helper()
 		for i, err := range errs {
@@ -127,16 +127,16 @@ func TestServersRepeat(t *testing.T) {
 	if got, err := s.Get(v.ID); got != nil || err != nil {
 		t.Errorf("Get of what is not there: %v, %v", got, err)
 	}
-	do("delete what is not there", s.Delete(v.ID), s.DeleteDestination(v.ID, d.Addr))
-	if err := s.AddDestination(v.ID, d); !errors.Is(err, unix.ESRCH) || !strings.Contains(err.Error(), "no such virtual server") {
-		t.Errorf("a destination without a server: %v", err)
+	do("delete what is not there", s.Delete(v.ID), s.DeleteRealServer(v.ID, d.Addr))
+	if err := s.AddRealServer(v.ID, d); !errors.Is(err, unix.ESRCH) || !strings.Contains(err.Error(), "no such virtual server") {
+		t.Errorf("a real server without a virtual server: %v", err)
 	}
-	do("update what is not there", s.Update(v), s.UpdateDestination(v.ID, d))
+	do("update what is not there", s.Update(v), s.UpdateRealServer(v.ID, d))
 	check(t, s, v, d)
 	v.Scheduler, d.Weight = "wrr", 7
-	do("add what is there", s.Add(v), s.AddDestination(v.ID, d))
+	do("add what is there", s.Add(v), s.AddRealServer(v.ID, d))
 	check(t, s, v, d)
-	do("delete the destination", s.DeleteDestination(v.ID, d.Addr), s.DeleteDestination(v.ID, d.Addr))
+	do("delete the real server", s.DeleteRealServer(v.ID, d.Addr), s.DeleteRealServer(v.ID, d.Addr))
 	check(t, s, v)
 }
 
@@ -146,9 +146,9 @@ func TestApply(t *testing.T) {
 	want := map[ServerID]*ActualServer{}
 	for i := range 700 {
 		v := Server{ID: id(plan.TCP, fmt.Sprintf("10.96.%d.%d:80", i>>8, i&255)), Scheduler: "rr"}
-		d := Destination{at("10.1.0.1:80"), uint32(i)}
-		ops = append(ops, Op{Kind: AddServer, Server: v}, Op{AddDestination, Server{ID: v.ID}, d})
-		want[v.ID] = &ActualServer{Server: v, Destinations: map[netip.AddrPort]ActualDestination{d.Addr: {Destination: d}}}
+		d := RealServer{at("10.1.0.1:80"), uint32(i)}
+		ops = append(ops, Op{Kind: AddServer, Server: v}, Op{AddRealServer, Server{ID: v.ID}, d})
+		want[v.ID] = &ActualServer{Server: v, RealServers: map[netip.AddrPort]ActualRealServer{d.Addr: {RealServer: d}}}
 	}
 	for range 2 { // The second time, everything is there: as many errors of the kernel as there are ops.
 		if errs := s.Apply(ops); errs != nil {
@@ -162,12 +162,12 @@ func TestApply(t *testing.T) {
 	// What is wrong with one must not concern its neighbours.
 	lacking := Server{ID: id(plan.TCP, "10.97.0.1:80"), Scheduler: "xx"}
 	good, none := Server{ID: id(plan.TCP, "10.97.0.2:80"), Scheduler: "rr"}, Server{ID: id(plan.TCP, "10.97.0.3:80")}
-	d := Destination{at("10.1.0.1:80"), 1}
+	d := RealServer{at("10.1.0.1:80"), 1}
 	errs := s.Apply([]Op{
-		{Kind: AddServer, Server: lacking}, {AddDestination, lacking, d},
-		{Kind: UpdateServer, Server: good}, {UpdateDestination, good, d},
-		{AddDestination, good, Destination{at("10.1.0.2:80"), 1}},
-		{Kind: DeleteServer, Server: none}, {DeleteDestination, none, d},
+		{Kind: AddServer, Server: lacking}, {AddRealServer, lacking, d},
+		{Kind: UpdateServer, Server: good}, {UpdateRealServer, good, d},
+		{AddRealServer, good, RealServer{at("10.1.0.2:80"), 1}},
+		{Kind: DeleteServer, Server: none}, {DeleteRealServer, none, d},
 	})
 	if len(errs) != 7 || errs[0] == nil || errs[1] == nil || errors.Join(errs[2:]...) != nil {
 		t.Fatalf("errors: %q", errs)
@@ -175,15 +175,15 @@ func TestApply(t *testing.T) {
 	if !strings.Contains(errs[0].Error(), "lacks this scheduler") || !strings.Contains(errs[0].Error(), "ip_vs_xx") {
 		t.Errorf("error for a scheduler that is not there: %v", errs[0])
 	}
-	check(t, s, good, d, Destination{at("10.1.0.2:80"), 1})
+	check(t, s, good, d, RealServer{at("10.1.0.2:80"), 1})
 
 	// The last op about an object has the last word, also where others have to be tried again.
-	gone, kept, back := Destination{at("10.1.0.3:80"), 1}, Destination{at("10.1.0.1:80"), 7}, Destination{at("10.1.0.2:80"), 8}
+	gone, kept, back := RealServer{at("10.1.0.3:80"), 1}, RealServer{at("10.1.0.1:80"), 7}, RealServer{at("10.1.0.2:80"), 8}
 	first := ops[0].Server
 	if errs := s.Apply([]Op{
-		{UpdateDestination, good, gone}, {DeleteDestination, good, gone}, {AddDestination, good, kept}, {Kind: UpdateServer, Server: good},
-		{DeleteDestination, good, back}, {AddDestination, good, back},
-		{Kind: AddServer, Server: first}, {UpdateDestination, first, gone}, {Kind: DeleteServer, Server: first},
+		{UpdateRealServer, good, gone}, {DeleteRealServer, good, gone}, {AddRealServer, good, kept}, {Kind: UpdateServer, Server: good},
+		{DeleteRealServer, good, back}, {AddRealServer, good, back},
+		{Kind: AddServer, Server: first}, {UpdateRealServer, first, gone}, {Kind: DeleteServer, Server: first},
 	}); errs != nil {
 		t.Fatal(errors.Join(errs...))
 	}
@@ -194,8 +194,8 @@ func TestApply(t *testing.T) {
 
 	for i, o := range ops {
 		ops[i].Kind = DeleteServer
-		if o.Kind == AddDestination {
-			ops[i].Kind = DeleteDestination
+		if o.Kind == AddRealServer {
+			ops[i].Kind = DeleteRealServer
 		}
 	}
 	ops = append(ops, Op{Kind: DeleteServer, Server: good})
@@ -402,7 +402,7 @@ func TestListWhileOthersChange(t *testing.T) {
 	}
 }
 
-// bulk is what programs n virtual servers with two destinations each.
+// bulk is what programs n virtual servers with two real servers each.
 func bulk(n int) []Op {
 	var ops []Op
 	for i := range n {
@@ -412,13 +412,13 @@ func bulk(n int) []Op {
 		ops = append(ops, Op{Kind: AddServer, Server: v})
 		for j := range 2 {
 			a := netip.AddrPortFrom(netip.AddrFrom4([4]byte{10, byte(j), byte(i >> 8), byte(i)}), 8080)
-			ops = append(ops, Op{AddDestination, Server{ID: v.ID}, Destination{a, 1}})
+			ops = append(ops, Op{AddRealServer, Server{ID: v.ID}, RealServer{a, 1}})
 		}
 	}
 	return ops
 }
 
-// BenchmarkServers programs virtual servers with two destinations each, and reads them.
+// BenchmarkServers programs virtual servers with two real servers each, and reads them.
 func BenchmarkServers(b *testing.B) {
 	const n = 1000
 	ops := bulk(n)
@@ -474,7 +474,7 @@ func BenchmarkServers(b *testing.B) {
 				if o.Kind == AddServer {
 					err = handle.NewService(v)
 				} else {
-					d := &moby.Destination{Address: o.Destination.Addr.Addr().AsSlice(), Port: 8080, Weight: 1, AddressFamily: unix.AF_INET}
+					d := &moby.Destination{Address: o.RealServer.Addr.Addr().AsSlice(), Port: 8080, Weight: 1, AddressFamily: unix.AF_INET}
 					err = handle.NewDestination(v, d)
 				}
 				if err != nil {
@@ -508,13 +508,13 @@ func BenchmarkServers(b *testing.B) {
 			}
 		}
 	})
-	b.Run("one destination", func(b *testing.B) {
+	b.Run("one real server", func(b *testing.B) {
 		s := openServers(b)
 		if errs := s.Apply(ops); errs != nil {
 			b.Fatal(errs[0])
 		}
 		for b.Loop() {
-			if err := s.UpdateDestination(ops[0].Server.ID, Destination{ops[1].Destination.Addr, 5}); err != nil {
+			if err := s.UpdateRealServer(ops[0].Server.ID, RealServer{ops[1].RealServer.Addr, 5}); err != nil {
 				b.Fatal(err)
 			}
 		}

@@ -34,9 +34,9 @@ func TestTraffic(t *testing.T) {
 	}()
 
 	v := Server{ID: id(plan.TCP, "10.96.0.1:80"), Scheduler: "rr", Persistence: time.Hour}
-	to := Destination{at("192.0.2.7:8080"), 1}
+	to := RealServer{at("192.0.2.7:8080"), 1}
 	idle := Server{ID: ServerID{Family: plan.IPv4, Mark: 7}, Scheduler: "rr"}
-	if err := errors.Join(s.Add(v), s.AddDestination(v.ID, to), s.Add(idle)); err != nil {
+	if err := errors.Join(s.Add(v), s.AddRealServer(v.ID, to), s.Add(idle)); err != nil {
 		t.Fatal(err)
 	}
 	conn, err := net.DialTimeout("tcp", "10.96.0.1:80", 5*time.Second)
@@ -53,16 +53,16 @@ func TestTraffic(t *testing.T) {
 	}
 
 	got, err := s.Get(v.ID)
-	want := ActualDestination{to, Connections{Active: 1, Persistent: 1}}
-	if err != nil || got.Destinations[to.Addr] != want {
+	want := ActualRealServer{to, Connections{Active: 1, Persistent: 1}}
+	if err != nil || got.RealServers[to.Addr] != want {
 		t.Errorf("with a connection: %+v, %v; want %+v", got, err, want)
 	}
 	to.Weight = 0
-	if err := s.UpdateDestination(v.ID, to); err != nil {
+	if err := s.UpdateRealServer(v.ID, to); err != nil {
 		t.Fatal(err)
 	}
 	want.Weight = 0
-	if got, err = s.Get(v.ID); err != nil || got.Destinations[to.Addr] != want {
+	if got, err = s.Get(v.ID); err != nil || got.RealServers[to.Addr] != want {
 		t.Errorf("with weight 0: %+v, %v; want %+v", got, err, want)
 	}
 

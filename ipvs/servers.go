@@ -16,17 +16,17 @@ func (e *engine) raise(id ipvs.ServerID) {
 	want, wanted := e.desired.servers[id]
 	have := e.held.servers[id]
 	switch {
-	case !wanted || have == nil && len(want.destinations) == 0:
+	case !wanted || have == nil && len(want.realServers) == 0:
 		return
 	case have == nil:
-		e.queue(ipvs.AddServer, want.Server, ipvs.Destination{}, func() { delete(e.held.servers, id) })
-		have = &heldServer{Server: want.Server, destinations: map[netip.AddrPort]*heldDestination{}}
+		e.queue(ipvs.AddServer, want.Server, ipvs.RealServer{}, func() { delete(e.held.servers, id) })
+		have = &heldServer{Server: want.Server, realServers: map[netip.AddrPort]*heldRealServer{}}
 		e.held.servers[id] = have
 	default:
 		e.reschedule(want.Server, have)
 	}
-	for _, d := range want.destinations {
-		e.raiseDestination(have, d)
+	for _, d := range want.realServers {
+		e.raiseRealServer(have, d)
 	}
 	e.reschedule(want.Server, have) // One that drained may be back.
 }
@@ -40,7 +40,7 @@ func (e *engine) reschedule(want ipvs.Server, v *heldServer) {
 		want = e.options.whileDraining(want)
 	}
 	if was := v.Server; was != want {
-		e.queue(ipvs.UpdateServer, want, ipvs.Destination{}, func() {
+		e.queue(ipvs.UpdateServer, want, ipvs.RealServer{}, func() {
 			if v.Server == want { // A later change may have been taken.
 				v.Server = was
 			}
@@ -49,15 +49,15 @@ func (e *engine) reschedule(want ipvs.Server, v *heldServer) {
 	}
 }
 
-// raiseDestination adds a real server. One that drains gets its weight back; its connections never noticed.
-func (e *engine) raiseDestination(v *heldServer, want ipvs.Destination) {
-	switch have := v.destinations[want.Addr]; {
+// raiseRealServer adds a real server. One that drains gets its weight back; its connections never noticed.
+func (e *engine) raiseRealServer(v *heldServer, want ipvs.RealServer) {
+	switch have := v.realServers[want.Addr]; {
 	case have == nil:
-		e.queue(ipvs.AddDestination, v.Server, want, func() { delete(v.destinations, want.Addr) })
+		e.queue(ipvs.AddRealServer, v.Server, want, func() { delete(v.realServers, want.Addr) })
 	case have.weight != want.Weight:
-		e.queue(ipvs.UpdateDestination, v.Server, want, func() { v.destinations[want.Addr] = have })
+		e.queue(ipvs.UpdateRealServer, v.Server, want, func() { v.realServers[want.Addr] = have })
 	}
-	v.destinations[want.Addr] = &heldDestination{weight: want.Weight}
+	v.realServers[want.Addr] = &heldRealServer{weight: want.Weight}
 }
 
 // lower takes away from a virtual server what it is not to have, and the server itself if that is all. One that is replaced by
@@ -73,36 +73,36 @@ func (e *engine) lower(id ipvs.ServerID, replaced bool) {
 		return
 	}
 	want.drains = want.drains || replaced
-	for _, addr := range slices.SortedFunc(maps.Keys(have.destinations), netip.AddrPort.Compare) {
-		_, used := slices.BinarySearchFunc(want.destinations, addr, func(d ipvs.Destination, a netip.AddrPort) int {
+	for _, addr := range slices.SortedFunc(maps.Keys(have.realServers), netip.AddrPort.Compare) {
+		_, used := slices.BinarySearchFunc(want.realServers, addr, func(d ipvs.RealServer, a netip.AddrPort) int {
 			return d.Addr.Compare(a)
 		})
 		if !used {
-			e.lowerDestination(&want, have, addr)
+			e.lowerRealServer(&want, have, addr)
 		}
 	}
-	if len(have.destinations) == 0 {
+	if len(have.realServers) == 0 {
 		e.deleteServer(have)
 	}
 }
 
 func (e *engine) deleteServer(v *heldServer) {
-	e.queue(ipvs.DeleteServer, v.Server, ipvs.Destination{}, nil)
+	e.queue(ipvs.DeleteServer, v.Server, ipvs.RealServer{}, nil)
 	delete(e.held.servers, v.ID)
 }
 
-// lowerDestination removes a real server, or begins to drain it.
-func (e *engine) lowerDestination(want *server, v *heldServer, addr netip.AddrPort) {
-	d := v.destinations[addr]
+// lowerRealServer removes a real server, or begins to drain it.
+func (e *engine) lowerRealServer(want *server, v *heldServer, addr netip.AddrPort) {
+	d := v.realServers[addr]
 	if !want.drains {
-		e.deleteDestination(v, addr)
+		e.deleteRealServer(v, addr)
 		return
 	}
 	was := *d
 	d.draining = true
 	e.reschedule(want.Server, v)
 	if d.weight > 0 {
-		e.queue(ipvs.UpdateDestination, v.Server, ipvs.Destination{Addr: addr}, func() { *d = was })
+		e.queue(ipvs.UpdateRealServer, v.Server, ipvs.RealServer{Addr: addr}, func() { *d = was })
 		d.weight = 0
 	}
 	switch lingers := slices.Contains(want.lingering, addr); {
@@ -113,9 +113,9 @@ func (e *engine) lowerDestination(want *server, v *heldServer, addr netip.AddrPo
 	}
 }
 
-func (e *engine) deleteDestination(v *heldServer, addr netip.AddrPort) {
-	e.queue(ipvs.DeleteDestination, v.Server, ipvs.Destination{Addr: addr}, nil)
-	delete(v.destinations, addr)
+func (e *engine) deleteRealServer(v *heldServer, addr netip.AddrPort) {
+	e.queue(ipvs.DeleteRealServer, v.Server, ipvs.RealServer{Addr: addr}, nil)
+	delete(v.realServers, addr)
 }
 
 // change is a change of a virtual server. undo, which is nil for a deletion, makes held what it was before: it is called if the
@@ -127,8 +127,8 @@ type change struct {
 
 // queue notes a change of a virtual server down for flush. What the kernel holds is taken to be changed already: after any
 // error but a refusal it is read anew.
-func (e *engine) queue(kind ipvs.OpKind, v ipvs.Server, d ipvs.Destination, undo func()) {
-	e.changes = append(e.changes, change{ipvs.Op{Kind: kind, Server: v, Destination: d}, undo})
+func (e *engine) queue(kind ipvs.OpKind, v ipvs.Server, d ipvs.RealServer, undo func()) {
+	e.changes = append(e.changes, change{ipvs.Op{Kind: kind, Server: v, RealServer: d}, undo})
 }
 
 // flush makes the changes that are queued, in few round trips to the kernel.
@@ -168,7 +168,7 @@ func (e *engine) drain(now time.Time) error {
 }
 
 func (v *heldServer) drains() bool {
-	for _, d := range v.destinations {
+	for _, d := range v.realServers {
 		if d.draining {
 			return true
 		}
@@ -184,13 +184,13 @@ func (e *engine) drainServer(id ipvs.ServerID, v *heldServer, now time.Time) err
 	if seen == nil { // Others have removed it. The next comparison tells of that, and makes it again if it is wanted.
 		return nil
 	}
-	for addr, d := range v.destinations {
-		left := seen.Destinations[addr].Connections
+	for addr, d := range v.realServers {
+		left := seen.RealServers[addr].Connections
 		if d.draining && (left.Active+left.Inactive == 0 || !d.since.IsZero() && now.Sub(d.since) >= e.grace) {
-			e.deleteDestination(v, addr)
+			e.deleteRealServer(v, addr)
 		}
 	}
-	if len(v.destinations) == 0 {
+	if len(v.realServers) == 0 {
 		e.deleteServer(v)
 	} else if want, wanted := e.desired.servers[id]; wanted {
 		e.reschedule(want.Server, v)
