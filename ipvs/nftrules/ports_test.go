@@ -32,8 +32,8 @@ func ok(t *testing.T, err error) {
 func TestPorts(t *testing.T) {
 	nstest.Enter(t)
 	d := openDevice(t)
-	run(t, "ip", "link", "add", "eth0", "type", "dummy")
-	run(t, "ip", "link", "set", "eth0", "up")
+	nstest.Exec(t, "ip", "link", "add", "eth0", "type", "dummy")
+	nstest.Exec(t, "ip", "link", "set", "eth0", "up")
 	for _, tc := range []struct {
 		family                plan.Family
 		node, external, route string
@@ -41,9 +41,9 @@ func TestPorts(t *testing.T) {
 		{plan.IPv4, "192.0.2.1", "198.51.100.7", "0.0.0.0/0"},
 		{plan.IPv6, "2001:db8::1", "2001:db8:1::7", "::/0"},
 	} {
-		src, a := addr(tc.node), addr(tc.external)
-		run(t, "ip", "addr", "add", netip.PrefixFrom(src, src.BitLen()).String(), "dev", "eth0", "nodad")
-		run(t, "ip", "route", "add", tc.route, "dev", "eth0")
+		src, a := netip.MustParseAddr(tc.node), netip.MustParseAddr(tc.external)
+		nstest.Exec(t, "ip", "addr", "add", netip.PrefixFrom(src, src.BitLen()).String(), "dev", "eth0", "nodad")
+		nstest.Exec(t, "ip", "route", "add", tc.route, "dev", "eth0")
 		x, err := OpenPorts(tc.family)
 		ok(t, err)
 		t.Cleanup(func() { _ = x.Close() })
@@ -53,7 +53,7 @@ func TestPorts(t *testing.T) {
 			if mark {
 				args = append(args, "mark", fmt.Sprint(names.PortsMark))
 			}
-			got := run(t, "ip", args...)
+			got := nstest.Exec(t, "ip", args...)
 			if strings.Contains(got, "local "+tc.external) != local {
 				t.Errorf("%s: the route to %s, with mark %t, is %q, local: want %t", when, tc.external, mark, got, local)
 			}
@@ -105,9 +105,9 @@ func TestPorts(t *testing.T) {
 		holds("without a chain's rules", list[1:], false, 1, unrouted...)
 		ok(t, x.Write(list))
 		family := map[plan.Family]string{plan.IPv4: "-4", plan.IPv6: "-6"}[tc.family]
-		run(t, "ip", family, "rule", "del", "pref", fmt.Sprint(names.PortsRulePriority))
+		nstest.Exec(t, "ip", family, "rule", "del", "pref", fmt.Sprint(names.PortsRulePriority))
 		holds("without a routing rule", list, false, 1, unrouted...)
-		run(t, "ip", family, "rule", "add", "pref", "91", "fwmark", "7", "lookup", fmt.Sprint(names.PortsRouteTable))
+		nstest.Exec(t, "ip", family, "rule", "add", "pref", "91", "fwmark", "7", "lookup", fmt.Sprint(names.PortsRouteTable))
 		holds("with another routing rule", list, false, 1, unrouted...)
 		ok(t, x.Write(list))
 		holds("written anew", list, true, 1, unrouted...)
@@ -117,10 +117,10 @@ func TestPorts(t *testing.T) {
 			ok(t, d.AddUnrouted([]netip.Addr{a})) // as one that an older start has left
 			leads("without its route again", false, false)
 			// Where the address becomes the node's own, all of it is at once.
-			run(t, "ip", "addr", "add", tc.external+"/32", "dev", "eth0")
+			nstest.Exec(t, "ip", "addr", "add", tc.external+"/32", "dev", "eth0")
 			ok(t, d.RemoveAddresses([]netip.Addr{a}))
 			leads("as an address of the node's own", false, true)
-			run(t, "ip", "addr", "del", tc.external+"/32", "dev", "eth0")
+			nstest.Exec(t, "ip", "addr", "del", tc.external+"/32", "dev", "eth0")
 		}
 		var many []plan.Address
 		for port := range uint16(3000) {
@@ -143,10 +143,10 @@ func TestPorts(t *testing.T) {
 			t.Errorf("at last there are ports of %v, %v", families, err)
 		}
 	}
-	if got := run(t, "ip", "route", "show", "table", "local", "type", "throw"); got != "" {
+	if got := nstest.Exec(t, "ip", "route", "show", "table", "local", "type", "throw"); got != "" {
 		t.Errorf("AddUnrouted has left %q", got)
 	}
-	if got := run(t, "nft", "list", "tables"); got != "" {
+	if got := nstest.Exec(t, "nft", "list", "tables"); got != "" {
 		t.Errorf("tables are left: %q", got)
 	}
 }
@@ -155,10 +155,10 @@ func TestPorts(t *testing.T) {
 func TestUnroutedIsNeverLocal(t *testing.T) {
 	nstest.Enter(t)
 	d := openDevice(t)
-	run(t, "ip", "link", "add", "eth0", "type", "dummy")
-	run(t, "ip", "addr", "add", "192.0.2.1/24", "dev", "eth0")
-	run(t, "ip", "link", "set", "eth0", "up")
-	a := addr("192.0.2.7")
+	nstest.Exec(t, "ip", "link", "add", "eth0", "type", "dummy")
+	nstest.Exec(t, "ip", "addr", "add", "192.0.2.1/24", "dev", "eth0")
+	nstest.Exec(t, "ip", "link", "set", "eth0", "up")
+	a := netip.MustParseAddr("192.0.2.7")
 	x, err := OpenPorts(plan.IPv4)
 	ok(t, err)
 	defer x.Close()
@@ -166,7 +166,7 @@ func TestUnroutedIsNeverLocal(t *testing.T) {
 	other, err := links.NewHandle(unix.NETLINK_ROUTE)
 	ok(t, err)
 	defer other.Close()
-	device, err := other.LinkByName(deviceName)
+	device, err := other.LinkByName(names.Device)
 	ok(t, err)
 	done, looks := make(chan struct{}), 0
 	go func() {
@@ -199,13 +199,13 @@ func TestPortsWatch(t *testing.T) {
 	nstest.Enter(t)
 	d := openDevice(t)
 	for _, f := range plan.Families {
-		a := map[plan.Family]netip.Addr{plan.IPv4: addr("198.51.100.7"), plan.IPv6: addr("2001:db8::7")}[f]
+		a := map[plan.Family]netip.Addr{plan.IPv4: netip.MustParseAddr("198.51.100.7"), plan.IPv6: netip.MustParseAddr("2001:db8::7")}[f]
 		x, err := OpenPorts(f)
 		ok(t, err)
 		defer x.Close()
 		ok(t, d.AddPortRoutes([]netip.Addr{a}))
 		ok(t, x.Write([]plan.Address{{Addr: a, Protocol: plan.UDP, Port: 53}}))
-		watch, err := host.WatchDevice(deviceName)
+		watch, err := host.WatchDevice(names.Device)
 		ok(t, err)
 		ctx, cancel := context.WithTimeout(context.Background(), 20*time.Second)
 		defer cancel()

@@ -34,7 +34,7 @@ func openDevice(t testing.TB) *Device {
 func addrSet(addrs ...string) map[netip.Addr]struct{} {
 	m := map[netip.Addr]struct{}{}
 	for _, a := range addrs {
-		m[addr(a)] = struct{}{}
+		m[netip.MustParseAddr(a)] = struct{}{}
 	}
 	return m
 }
@@ -56,7 +56,7 @@ func TestDevice(t *testing.T) {
 		t.Errorf("the interface exists: before it is made %v, then %v", before, !before)
 	}
 	d := openDevice(t) // and again
-	show := run(t, "ip", "-d", "link", "show", deviceName) + run(t, "ip", "addr", "show", deviceName)
+	show := nstest.Exec(t, "ip", "-d", "link", "show", deviceName) + nstest.Exec(t, "ip", "addr", "show", deviceName)
 	for _, part := range []string{"NOARP", ",UP", "dummy", "addrgenmode none"} {
 		if !strings.Contains(show, part) {
 			t.Errorf("no %q in: %s", part, show)
@@ -65,8 +65,11 @@ func TestDevice(t *testing.T) {
 	if strings.Contains(show, "inet") {
 		t.Errorf("it has an address: %s", show)
 	}
-	run(t, "ip", "addr", "add", "10.96.0.3/32", "dev", deviceName) // as kube-proxy has it
-	all := []netip.Addr{addr("10.96.0.1"), addr("10.96.0.2"), addr("10.96.0.3"), addr("fd00::1"), addr("fd00::2")}
+	nstest.Exec(t, "ip", "addr", "add", "10.96.0.3/32", "dev", deviceName) // as kube-proxy has it
+	var all []netip.Addr
+	for _, a := range []string{"10.96.0.1", "10.96.0.2", "10.96.0.3", "fd00::1", "fd00::2"} {
+		all = append(all, netip.MustParseAddr(a))
+	}
 	if err := d.AddAddresses(all); err != nil {
 		t.Fatal(err)
 	}
@@ -84,7 +87,7 @@ func TestDevice(t *testing.T) {
 	}
 	compare(plan.IPv4, "10.96.0.1", "10.96.0.2", "10.96.0.3")
 	compare(plan.IPv6, "fd00::1", "fd00::2")
-	show = run(t, "ip", "addr", "show", deviceName)
+	show = nstest.Exec(t, "ip", "addr", "show", deviceName)
 	if strings.Count(show, " nodad") != 2 || !strings.Contains(show, "10.96.0.1/32 scope host") {
 		t.Errorf("addresses are not as they should: %s", show)
 	}
@@ -97,7 +100,7 @@ func TestDevice(t *testing.T) {
 	compare(plan.IPv6, "fd00::2")
 
 	// What is wrong with one must not concern the others.
-	err := d.AddAddresses([]netip.Addr{addr("10.96.0.8"), addr("ff02::5"), addr("fd00::8")})
+	err := d.AddAddresses([]netip.Addr{netip.MustParseAddr("10.96.0.8"), netip.MustParseAddr("ff02::5"), netip.MustParseAddr("fd00::8")})
 	if err == nil || !strings.Contains(err.Error(), "adding address ff02::5 of interface kube-ipvs0") {
 		t.Errorf("a multicast address: %v", err)
 	}
@@ -109,7 +112,7 @@ func TestDevice(t *testing.T) {
 			t.Error(err)
 		}
 	}
-	run(t, "ip", "link", "add", deviceName, "type", "bridge")
+	nstest.Exec(t, "ip", "link", "add", deviceName, "type", "bridge")
 	if _, err := OpenDevice(deviceName); err == nil || !strings.Contains(err.Error(), "of type bridge") {
 		t.Errorf("a bridge of that name: %v", err)
 	}
@@ -124,7 +127,7 @@ func TestDeviceWithIPv6OffByDefault(t *testing.T) {
 		t.Fatal(err)
 	}
 	d := openDevice(t)
-	all := []netip.Addr{addr("10.96.0.1"), addr("fd00::1")}
+	all := []netip.Addr{netip.MustParseAddr("10.96.0.1"), netip.MustParseAddr("fd00::1")}
 	if err := d.AddAddresses(all[1:]); err == nil {
 		t.Error("an address was added with IPv6 off: this test shows nothing")
 	}
@@ -137,7 +140,7 @@ func TestDeviceWithIPv6OffByDefault(t *testing.T) {
 	if err := d.AddAddresses(all); err != nil {
 		t.Error(err)
 	}
-	run(t, "ip", "link", "delete", deviceName)
+	nstest.Exec(t, "ip", "link", "delete", deviceName)
 	if mended, err := d.Ensure(); err != nil || mended == "" {
 		t.Fatalf("%q, %v", mended, err)
 	}
@@ -158,7 +161,7 @@ func TestAddressesAreLocal(t *testing.T) {
 		var all []netip.Addr
 		for range count {
 			number++
-			all = append(all, addr(fmt.Sprintf("10.96.%d.%d", number/250, number%250)), addr(fmt.Sprintf("fd00:96::%x", number)))
+			all = append(all, netip.MustParseAddr(fmt.Sprintf("10.96.%d.%d", number/250, number%250)), netip.MustParseAddr(fmt.Sprintf("fd00:96::%x", number)))
 		}
 		if err := d.AddAddresses(all); err != nil {
 			t.Fatal(err)
@@ -179,12 +182,12 @@ func TestAddressesThatGo(t *testing.T) {
 	for _, count := range []int{1, 200} {
 		var all []netip.Addr
 		for i := range count {
-			all = append(all, addr(fmt.Sprintf("fd00:96::%x", i+1)))
+			all = append(all, netip.MustParseAddr(fmt.Sprintf("fd00:96::%x", i+1)))
 		}
 		if err := d.AddAddresses(all); err != nil {
 			t.Fatal(err)
 		}
-		run(t, "ip", "-6", "address", "flush", "dev", deviceName)
+		nstest.Exec(t, "ip", "-6", "address", "flush", "dev", deviceName)
 		begin := time.Now()
 		if err := d.waitLocal(all); err != nil || time.Since(begin) > localWithin {
 			t.Errorf("%d addresses that are gone are waited for %v: %v", count, time.Since(begin), err)
@@ -194,7 +197,7 @@ func TestAddressesThatGo(t *testing.T) {
 		t.Fatal(err)
 	}
 	begin := time.Now()
-	if err := d.waitLocal([]netip.Addr{addr("fd00:96::1")}); err != nil || time.Since(begin) > localWithin {
+	if err := d.waitLocal([]netip.Addr{netip.MustParseAddr("fd00:96::1")}); err != nil || time.Since(begin) > localWithin {
 		t.Errorf("addresses of an interface that is gone are waited for %v: %v", time.Since(begin), err)
 	}
 }
@@ -203,20 +206,20 @@ func TestAddressesThatGo(t *testing.T) {
 func TestSourceAddress(t *testing.T) {
 	nstest.Enter(t)
 	d := openDevice(t)
-	if err := d.AddAddresses([]netip.Addr{addr("10.96.0.1"), addr("fd00::1")}); err != nil {
+	if err := d.AddAddresses([]netip.Addr{netip.MustParseAddr("10.96.0.1"), netip.MustParseAddr("fd00::1")}); err != nil {
 		t.Fatal(err)
 	}
-	run(t, "ip", "link", "add", "out0", "type", "dummy")
-	run(t, "ip", "link", "set", "out0", "up")
-	run(t, "ip", "addr", "add", "192.0.2.7/32", "dev", "lo")
-	run(t, "ip", "addr", "add", "2001:db8::7/128", "dev", "lo", "nodad")
-	run(t, "ip", "route", "add", "10.0.0.0/8", "dev", "out0")
-	run(t, "ip", "route", "add", "fd00::/16", "dev", "out0")
+	nstest.Exec(t, "ip", "link", "add", "out0", "type", "dummy")
+	nstest.Exec(t, "ip", "link", "set", "out0", "up")
+	nstest.Exec(t, "ip", "addr", "add", "192.0.2.7/32", "dev", "lo")
+	nstest.Exec(t, "ip", "addr", "add", "2001:db8::7/128", "dev", "lo", "nodad")
+	nstest.Exec(t, "ip", "route", "add", "10.0.0.0/8", "dev", "out0")
+	nstest.Exec(t, "ip", "route", "add", "fd00::/16", "dev", "out0")
 	for to, from := range map[string]string{
 		"10.97.0.1": "192.0.2.7", "fd00:1::1": "2001:db8::7",
 		"10.96.0.1": "10.96.0.1", "fd00::1": "fd00::1", // and the node's own connections to a VIP come from the VIP
 	} {
-		if got := run(t, "ip", "route", "get", to); !strings.Contains(got, "src "+from+" ") {
+		if got := nstest.Exec(t, "ip", "route", "get", to); !strings.Contains(got, "src "+from+" ") {
 			t.Errorf("to %s: %s; want source %s", to, got, from)
 		}
 	}
@@ -225,7 +228,7 @@ func TestSourceAddress(t *testing.T) {
 func TestRoutes(t *testing.T) {
 	nstest.Enter(t)
 	d := openDevice(t)
-	if err := d.AddAddresses([]netip.Addr{addr("192.0.2.1"), addr("2001:db8::1")}); err != nil {
+	if err := d.AddAddresses([]netip.Addr{netip.MustParseAddr("192.0.2.1"), netip.MustParseAddr("2001:db8::1")}); err != nil {
 		t.Fatal(err)
 	}
 	compare := func(f plan.Family, want map[netip.Prefix]netip.Addr) {
@@ -239,19 +242,19 @@ func TestRoutes(t *testing.T) {
 		p           netip.Prefix
 		inside, src string
 	}{
-		{plan.IPv4, prefix("10.96.0.0/12"), "10.100.1.1", "192.0.2.1"},
-		{plan.IPv6, prefix("fd00::/108"), "fd00::1:2", "2001:db8::1"},
+		{plan.IPv4, netip.MustParsePrefix("10.96.0.0/12"), "10.100.1.1", "192.0.2.1"},
+		{plan.IPv6, netip.MustParsePrefix("fd00::/108"), "fd00::1:2", "2001:db8::1"},
 	} {
 		for _, src := range []string{"", c.src, c.src} { // The third time changes nothing.
 			var want netip.Addr
 			if src != "" {
-				want = addr(src)
+				want = netip.MustParseAddr(src)
 			}
 			if err := d.AddRoute(c.p, want); err != nil {
 				t.Fatal(err)
 			}
 			compare(c.f, map[netip.Prefix]netip.Addr{c.p: want})
-			got := run(t, "ip", "route", "get", c.inside)
+			got := nstest.Exec(t, "ip", "route", "get", c.inside)
 			if !strings.HasPrefix(got, "local "+c.inside) || !strings.Contains(got, "src "+src) {
 				t.Errorf("route to %s: %s", c.inside, got)
 			}
@@ -263,7 +266,8 @@ func TestRoutes(t *testing.T) {
 		}
 		compare(c.f, map[netip.Prefix]netip.Addr{})
 	}
-	if err := d.AddRoute(prefix("10.96.0.0/12"), addr("192.0.2.99")); err == nil || !strings.Contains(err.Error(), "10.96.0.0/12") {
+	err := d.AddRoute(netip.MustParsePrefix("10.96.0.0/12"), netip.MustParseAddr("192.0.2.99"))
+	if err == nil || !strings.Contains(err.Error(), "10.96.0.0/12") {
 		t.Errorf("a source that is not the node's: %v", err)
 	}
 }
@@ -280,12 +284,12 @@ func hostAddresses(f plan.Family) (map[netip.Addr]struct{}, error) {
 
 func TestHostAddresses(t *testing.T) {
 	nstest.Enter(t)
-	run(t, "ip", "link", "add", "eth0", "type", "dummy")
-	run(t, "ip", "link", "set", "eth0", "addrgenmode", "none")
-	run(t, "ip", "link", "set", "eth0", "up")
-	run(t, "ip", "addr", "add", "192.0.2.1/24", "dev", "eth0")
-	run(t, "ip", "addr", "add", "2001:db8::1/64", "dev", "eth0", "nodad")
-	run(t, "ip", "addr", "add", "fe80::5/64", "dev", "eth0", "nodad")
+	nstest.Exec(t, "ip", "link", "add", "eth0", "type", "dummy")
+	nstest.Exec(t, "ip", "link", "set", "eth0", "addrgenmode", "none")
+	nstest.Exec(t, "ip", "link", "set", "eth0", "up")
+	nstest.Exec(t, "ip", "addr", "add", "192.0.2.1/24", "dev", "eth0")
+	nstest.Exec(t, "ip", "addr", "add", "2001:db8::1/64", "dev", "eth0", "nodad")
+	nstest.Exec(t, "ip", "addr", "add", "fe80::5/64", "dev", "eth0", "nodad")
 	compare := func() {
 		t.Helper()
 		for f, want := range map[plan.Family][]string{plan.IPv4: {"127.0.0.1", "192.0.2.1"}, plan.IPv6: {"::1", "2001:db8::1"}} {
@@ -296,7 +300,7 @@ func TestHostAddresses(t *testing.T) {
 	}
 	compare()
 	d := openDevice(t)
-	if err := d.AddAddresses([]netip.Addr{addr("10.96.0.1"), addr("fd00::1")}); err != nil {
+	if err := d.AddAddresses([]netip.Addr{netip.MustParseAddr("10.96.0.1"), netip.MustParseAddr("fd00::1")}); err != nil {
 		t.Fatal(err)
 	}
 	compare()
@@ -339,20 +343,20 @@ func TestWatchAddresses(t *testing.T) {
 	if n := count(); n != 1 {
 		t.Errorf("%d calls at the beginning, want 1", n)
 	}
-	if err := d.AddAddresses([]netip.Addr{addr("10.96.0.1"), addr("fd00::1")}); err != nil {
+	if err := d.AddAddresses([]netip.Addr{netip.MustParseAddr("10.96.0.1"), netip.MustParseAddr("fd00::1")}); err != nil {
 		t.Fatal(err)
 	}
 	if n := count(); n != 0 {
 		t.Errorf("%d calls for addresses of the interface that is left out", n)
 	}
-	run(t, "ip", "addr", "add", "fe80::5/64", "dev", "lo")
-	run(t, "ip", "addr", "del", "fe80::5/64", "dev", "lo")
+	nstest.Exec(t, "ip", "addr", "add", "fe80::5/64", "dev", "lo")
+	nstest.Exec(t, "ip", "addr", "del", "fe80::5/64", "dev", "lo")
 	if n := count(); n != 0 {
 		t.Errorf("%d calls for a link-local address, as every interface of a pod has one", n)
 	}
 	for _, change := range []string{"add", "del"} {
 		for _, a := range []string{"192.0.2.1/32", "2001:db8::1/128"} {
-			run(t, "ip", "addr", change, a, "dev", "lo")
+			nstest.Exec(t, "ip", "addr", change, a, "dev", "lo")
 			if n := count(); n != 1 {
 				t.Errorf("%d calls for %s %s, want 1", n, change, a)
 			}
@@ -375,7 +379,7 @@ func TestWatchAddresses(t *testing.T) {
 	if n := count(); n == 0 || n > len(many)/10 {
 		t.Errorf("%d calls for %d addresses at once", n, len(many))
 	}
-	run(t, "ip", "addr", "add", "192.0.2.1/32", "dev", "lo")
+	nstest.Exec(t, "ip", "addr", "add", "192.0.2.1/32", "dev", "lo")
 	if n := count(); n != 1 {
 		t.Errorf("%d calls for an address after that, want 1", n)
 	}
@@ -383,7 +387,7 @@ func TestWatchAddresses(t *testing.T) {
 	if err := <-ended; err != nil {
 		t.Error(err)
 	}
-	run(t, "ip", "addr", "del", "192.0.2.1/32", "dev", "lo")
+	nstest.Exec(t, "ip", "addr", "del", "192.0.2.1/32", "dev", "lo")
 	if n := count(); n != 0 {
 		t.Errorf("%d calls after the end", n)
 	}

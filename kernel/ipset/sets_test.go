@@ -36,9 +36,11 @@ func setOf(entries ...Entry) map[Entry]struct{} {
 
 // samples are entries for each type and family.
 func samples(kind string, f plan.Family) []Entry {
-	a, b, wide, one, half := addr("10.96.0.1"), addr("10.1.0.1"), prefix("10.0.0.0/8"), prefix("10.0.0.1/32"), prefix("128.0.0.0/1")
+	a, b := netip.MustParseAddr("10.96.0.1"), netip.MustParseAddr("10.1.0.1")
+	wide, one, half := netip.MustParsePrefix("10.0.0.0/8"), netip.MustParsePrefix("10.0.0.1/32"), netip.MustParsePrefix("128.0.0.0/1")
 	if f == plan.IPv6 {
-		a, b, wide, one, half = addr("fd00::1"), addr("fd00:1::"), prefix("fd00::/64"), prefix("fd00::1/128"), prefix("::/1")
+		a, b = netip.MustParseAddr("fd00::1"), netip.MustParseAddr("fd00:1::")
+		wide, one, half = netip.MustParsePrefix("fd00::/64"), netip.MustParsePrefix("fd00::1/128"), netip.MustParsePrefix("::/1")
 	}
 	switch kind {
 	case "hash:ip":
@@ -93,7 +95,7 @@ func TestSetsReadBack(t *testing.T) {
 				for _, e := range want {
 					lines = append(lines, "add "+set.Name+" "+e.Text(set))
 				}
-				got := strings.Split(strings.TrimSpace(run(t, "ipset", "save", set.Name)), "\n")
+				got := strings.Split(strings.TrimSpace(nstest.Exec(t, "ipset", "save", set.Name)), "\n")
 				slices.Sort(lines)
 				slices.Sort(got)
 				if !slices.Equal(got, lines) {
@@ -130,13 +132,13 @@ func TestSetsReadBack(t *testing.T) {
 // TestSetThatIpsetMade takes over a set that a newer revision of its type made, as kube-proxy does by way of ipset.
 func TestSetThatIpsetMade(t *testing.T) {
 	s := openSets(t)
-	run(t, "ipset", "create", "KUBE-CLUSTER-IP", "hash:ip,port", "family", "inet", "maxelem", "100")
-	run(t, "ipset", "add", "KUBE-CLUSTER-IP", "10.96.0.1,tcp:443")
+	nstest.Exec(t, "ipset", "create", "KUBE-CLUSTER-IP", "hash:ip,port", "family", "inet", "maxelem", "100")
+	nstest.Exec(t, "ipset", "add", "KUBE-CLUSTER-IP", "10.96.0.1,tcp:443")
 	set := Set{Name: "KUBE-CLUSTER-IP", Type: "hash:ip,port", Family: plan.IPv4}
 	if created, err := s.Ensure(set); created || err != nil {
 		t.Errorf("Ensure: %v, %v", created, err)
 	}
-	want := setOf(Entry{Addr: addr("10.96.0.1"), Protocol: plan.TCP, Port: 443})
+	want := setOf(Entry{Addr: netip.MustParseAddr("10.96.0.1"), Protocol: plan.TCP, Port: 443})
 	if got, err := s.Entries(set); err != nil || !maps.Equal(got, want) {
 		t.Errorf("entries %v, %v; want %v", got, err, want)
 	}
@@ -159,9 +161,9 @@ func TestSetWithOtherProperties(t *testing.T) {
 		{"list:set", Set{Type: "hash:ip", Family: plan.IPv4}, true},
 	} {
 		c.want.Name = fmt.Sprintf("SET-%d", i)
-		run(t, "ipset", append([]string{"create", c.want.Name}, strings.Fields(c.args)...)...)
+		nstest.Exec(t, "ipset", append([]string{"create", c.want.Name}, strings.Fields(c.args)...)...)
 		rule := []string{"-m", "set", "--match-set", c.want.Name, "src", "-j", "ACCEPT"}
-		run(t, "iptables-legacy", append([]string{"-A", "INPUT"}, rule...)...)
+		nstest.Exec(t, "iptables-legacy", append([]string{"-A", "INPUT"}, rule...)...)
 		created, err := s.Ensure(c.want)
 		if c.refused {
 			if created || err == nil || !strings.Contains(err.Error(), "remove the rules that use it") {
@@ -170,7 +172,7 @@ func TestSetWithOtherProperties(t *testing.T) {
 			if err := s.Destroy(c.want.Name); err == nil || !strings.Contains(err.Error(), "still use it") {
 				t.Errorf("removing what a rule asks: %v", err)
 			}
-			run(t, "iptables-legacy", append([]string{"-D", "INPUT"}, rule...)...)
+			nstest.Exec(t, "iptables-legacy", append([]string{"-D", "INPUT"}, rule...)...)
 			created, err = s.Ensure(c.want)
 		}
 		if !created || err != nil {
@@ -188,12 +190,12 @@ func TestSetWithOtherProperties(t *testing.T) {
 // TestFullSet fills a set while a rule asks it.
 func TestFullSet(t *testing.T) {
 	s := openSets(t)
-	run(t, "ipset", "create", "SMALL-new", "hash:ip") // left over from another time
+	nstest.Exec(t, "ipset", "create", "SMALL-new", "hash:ip") // left over from another time
 	set := Set{Name: "SMALL", Type: "hash:ip", Family: plan.IPv4, Marks: true, MaxElem: 300}
 	if _, err := s.Ensure(set); err != nil {
 		t.Fatal(err)
 	}
-	run(t, "iptables-legacy", "-A", "INPUT", "-m", "set", "--match-set", "SMALL", "src", "-j", "ACCEPT")
+	nstest.Exec(t, "iptables-legacy", "-A", "INPUT", "-m", "set", "--match-set", "SMALL", "src", "-j", "ACCEPT")
 	var entries []Entry
 	for i := range 3000 {
 		entries = append(entries, Entry{Addr: netip.AddrFrom4([4]byte{10, 0, byte(i >> 8), byte(i)}), Mark: uint32(i), Mask: 0xffff})
@@ -223,7 +225,7 @@ func TestBadEntries(t *testing.T) {
 		t.Fatal(err)
 	}
 	good := samples("hash:net", plan.IPv4)
-	bad := []Entry{{Net: prefix("0.0.0.0/0")}, {Net: prefix("fd00::/64")}}
+	bad := []Entry{{Net: netip.MustParsePrefix("0.0.0.0/0")}, {Net: netip.MustParsePrefix("fd00::/64")}}
 	err := s.Add(set, []Entry{good[0], bad[0], good[1], bad[1], good[2]})
 	for _, part := range []string{
 		"ipset NETS, entry 0.0.0.0/0: a range of this length", "entry fd00::/64: the kernel does not understand this; an address may",

@@ -9,6 +9,7 @@ import (
 	"testing"
 	"time"
 
+	"nodeproxy/internal/nstest"
 	"nodeproxy/kernel/netlink"
 	"nodeproxy/plan"
 )
@@ -16,8 +17,8 @@ import (
 // TestTraffic holds a TCP connection, and has a UDP exchange, by way of a virtual server with persistence.
 func TestTraffic(t *testing.T) {
 	s := openServers(t)
-	run(t, "ip", "addr", "add", "10.96.0.1/32", "dev", "lo")
-	run(t, "ip", "addr", "add", "192.0.2.7/32", "dev", "lo")
+	nstest.Exec(t, "ip", "addr", "add", "10.96.0.1/32", "dev", "lo")
+	nstest.Exec(t, "ip", "addr", "add", "192.0.2.7/32", "dev", "lo")
 	listener, err := net.Listen("tcp", "192.0.2.7:8080")
 	if err != nil {
 		t.Fatal(err)

@@ -1,18 +1,13 @@
-package ipvs
+package nstest
 
 import (
-	"os"
 	"os/exec"
 	"strings"
 	"testing"
-
-	"nodeproxy/e2e/kernel/inkernel"
 )
 
-func TestMain(m *testing.M) { os.Exit(inkernel.Main(m)) }
-
-// run runs a program in the test's namespace.
-func run(t testing.TB, name string, args ...string) string {
+// Exec runs a program in the namespace of the calling thread, and returns what it prints. The test fails if the program does.
+func Exec(t testing.TB, name string, args ...string) string {
 	t.Helper()
 	out, err := exec.Command(name, args...).CombinedOutput()
 	if err != nil {

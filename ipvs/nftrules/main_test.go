@@ -1,0 +1,22 @@
+package nftrules
+
+import (
+	"os"
+	"testing"
+
+	"nodeproxy/e2e/kernel/inkernel"
+	"nodeproxy/kernel/host"
+	"nodeproxy/kernel/names"
+)
+
+func TestMain(m *testing.M) { os.Exit(inkernel.Main(m)) }
+
+func openDevice(t testing.TB) *host.Device {
+	t.Helper()
+	d, err := host.OpenDevice(names.Device)
+	if err != nil {
+		t.Fatal(err)
+	}
+	t.Cleanup(func() { _ = d.Close() })
+	return d
+}

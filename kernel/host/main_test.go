@@ -1,0 +1,10 @@
+package host
+
+import (
+	"os"
+	"testing"
+
+	"nodeproxy/e2e/kernel/inkernel"
+)
+
+func TestMain(m *testing.M) { os.Exit(inkernel.Main(m)) }
