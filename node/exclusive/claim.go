@@ -14,14 +14,14 @@ import (
 	"nodeproxy/kernel/sockets"
 )
 
-// claim is a socket with that name. Others may connect to it to learn whose it is.
+// claim is an open socket named names.Socket. Others connect to it to learn which process owns it.
 type claim struct {
 	listener net.Listener
 }
 
-// takenError tells that another process has the claim.
+// takenError is the error for a claim that another process owns.
 type takenError struct {
-	// pid is that process, 0 where it can't be seen; uid is the user it runs as, -1 if that is not known.
+	// pid is that process, or 0 if it can't be seen; uid is the user it runs as, or -1 if that is not known.
 	pid, uid int
 }
 
@@ -29,13 +29,13 @@ func (e *takenError) Error() string {
 	return fmt.Sprintf("the socket %s belongs to process %d of user %d", names.Socket, e.pid, e.uid)
 }
 
-// mayProxy reports whether the owner may be a proxy. A proxy needs rights that are root's; anybody else who takes the name must
-// not be able to keep a proxy from working.
+// mayProxy reports whether the owner may be a proxy. A proxy needs root's rights; a process without them that takes the name must
+// not keep a proxy from working.
 func (e *takenError) mayProxy() bool {
 	return e.uid <= 0 || e.uid == os.Geteuid()
 }
 
-// newClaim makes the claim. It returns a takenError if another process has it.
+// newClaim makes the claim. It returns a takenError if another process owns it.
 func newClaim() (*claim, error) {
 	listener, err := net.Listen("unix", names.Socket)
 	if errors.Is(err, syscall.EADDRINUSE) {
@@ -49,7 +49,7 @@ func newClaim() (*claim, error) {
 	return c, nil
 }
 
-// answer takes connections and closes them: the kernel tells the other side whose socket it is connected to.
+// answer accepts connections and closes them: the kernel tells the peer which process owns the socket.
 func (c *claim) answer() {
 	for {
 		conn, err := c.listener.Accept()
@@ -58,7 +58,7 @@ func (c *claim) answer() {
 			_ = conn.Close()
 		case errors.Is(err, net.ErrClosed):
 			return
-		default: // No file descriptor is left, most likely; whoever waits has learned what there is to learn.
+		default: // Probably no file descriptor is left. A waiting process has learned all it needs by connecting.
 			time.Sleep(pollEvery)
 		}
 	}
@@ -66,7 +66,7 @@ func (c *claim) answer() {
 
 func (c *claim) close() error { return c.listener.Close() }
 
-// askOwner finds out who has the claim.
+// askOwner finds out which process owns the claim.
 func askOwner() *takenError {
 	out := &takenError{uid: -1}
 	conn, err := net.DialTimeout("unix", names.Socket, pollEvery)

@@ -1,9 +1,9 @@
 // Package exclusive keeps two proxies from working in one network namespace at a time, where each would undo what the other
 // has written.
 //
-// Programs with this package keep each other out by a claim: a name that one process of a network namespace can have, and that
-// the kernel takes back when the process ends, however it ends. A kube-proxy knows nothing of that, and is seen by the ports
-// at which it answers, or by its name where other processes can be seen.
+// Programs that use this package exclude each other by a claim: a name that only one process in a network namespace can own, and
+// that the kernel releases when the process ends, however it ends. A kube-proxy knows nothing of the claim. It is detected by the
+// ports on which it answers, or by its process name where other processes are visible.
 package exclusive
 
 import (
@@ -18,11 +18,11 @@ import (
 
 // Proxy is another proxy that runs in this network namespace.
 type Proxy struct {
-	// Name is what its process is called, or what it must be; "" where neither is known.
+	// Name is the name of its process, or what the name must be; "" if neither is known.
 	Name string
-	// PID is its process, as this one sees it; 0 where it can't.
+	// PID is its process ID as seen by this process; 0 if it can't be seen.
 	PID int
-	// At is where it was seen to listen; the zero AddrPort if it was seen otherwise.
+	// At is the address on which it was seen to listen; the zero AddrPort if it was detected in another way.
 	At netip.AddrPort
 }
 
@@ -44,39 +44,39 @@ func (p Proxy) String() string {
 	return out + " (" + strings.Join(more, ", ") + ")"
 }
 
-// same reports whether both are one proxy as far as can be seen; it may have been seen in two ways.
+// same reports whether both are the same proxy, as far as can be seen: one proxy may be detected in two ways.
 func (p Proxy) same(other Proxy) bool {
 	return p == other || p.PID != 0 && p.PID == other.PID
 }
 
-// The ports at which a kube-proxy answers if nobody told it otherwise: its health, and its metrics.
+// The default ports of a kube-proxy: for its health and for its metrics.
 const (
 	HealthzPort = 10256
 	MetricsPort = 10249
 )
 
-// pollEvery is how often it is looked whether another proxy is still there. Its rules stay in force when it ends, so nobody
-// misses it in the meantime.
+// pollEvery is the interval between two checks for another proxy. When that proxy ends, its rules stay in force, so the delay costs
+// nothing.
 const pollEvery = 100 * time.Millisecond
 
-// Guard finds other proxies, and makes the claim of this process. Its methods are not safe for concurrent use. It looks at the
-// network namespace of the thread that calls.
+// Guard detects other proxies and holds the claim of this process. Its methods are not safe for concurrent use. They look at the
+// network namespace of the calling thread.
 type Guard struct {
-	// Ports are where other proxies may answer, besides the usual ones.
+	// Ports are those on which other proxies may answer, besides the default ones.
 	Ports []uint16
-	// Log is told of what can't be found out, each thing once.
+	// Log receives a warning, once each, for whatever can't be found out.
 	Log *slog.Logger
 
 	claim *claim
-	// seen are listening sockets whose owners have been asked, by inode; nil for owners that are no proxies.
+	// seen maps the inodes of listening sockets that have been probed to the proxies that own them; nil for other owners.
 	seen map[uint32]*Proxy
 	// process is the kube-proxy that was found by its name.
 	process *Proxy
-	told    map[string]bool
+	warned  map[string]bool
 }
 
-// Other returns a proxy that runs beside this one; nil if there is none. Then this process has the claim, until Close. What
-// can't be found out does not keep anybody from working: a node without a proxy is worse than one with two.
+// Other returns a proxy that runs beside this one. It returns nil if there is none; this process then holds the claim until Close.
+// If something can't be found out, Other assumes that there is no proxy: a node without a proxy is worse than one with two.
 func (g *Guard) Other() *Proxy {
 	if other := g.makeClaim(); other != nil {
 		return other
@@ -87,9 +87,9 @@ func (g *Guard) Other() *Proxy {
 	return g.named()
 }
 
-// Wait waits until no other proxy runs, and then has the claim. told is called for each proxy that it waits for. It returns an
-// error if ctx ends before, and that of told, which ends the wait.
-func (g *Guard) Wait(ctx context.Context, told func(Proxy) error) error {
+// Wait waits until no other proxy runs; this process then holds the claim. It calls report for each proxy that it waits for. It
+// returns an error if ctx ends first, or if report returns one, which ends the wait.
+func (g *Guard) Wait(ctx context.Context, report func(Proxy) error) error {
 	var last Proxy
 	for {
 		other := g.Other()
@@ -97,7 +97,7 @@ func (g *Guard) Wait(ctx context.Context, told func(Proxy) error) error {
 			return nil
 		}
 		if !other.same(last) {
-			if err := told(*other); err != nil {
+			if err := report(*other); err != nil {
 				return err
 			}
 		}
@@ -108,9 +108,9 @@ func (g *Guard) Wait(ctx context.Context, told func(Proxy) error) error {
 	}
 }
 
-// Watch looks every so often, until ctx ends, for a proxy that works beside this one although this one has the claim: a kube-proxy
-// knows of none. told is called with one when there is, and with nil when there is none any more.
-func (g *Guard) Watch(ctx context.Context, every time.Duration, told func(*Proxy)) {
+// Watch checks at an interval, until ctx ends, for a proxy that works beside this one although this one holds the claim: a
+// kube-proxy ignores claims. It calls report with a proxy when one appears, and with nil when it is gone.
+func (g *Guard) Watch(ctx context.Context, every time.Duration, report func(*Proxy)) {
 	there := false
 	for {
 		other := g.listeningBeside()
@@ -119,7 +119,7 @@ func (g *Guard) Watch(ctx context.Context, every time.Duration, told func(*Proxy
 		}
 		if there != (other != nil) {
 			there = !there
-			told(other)
+			report(other)
 		}
 		if pause(ctx, every) != nil {
 			return
@@ -127,8 +127,8 @@ func (g *Guard) Watch(ctx context.Context, every time.Duration, told func(*Proxy
 	}
 }
 
-// Claim waits for the claim alone, and not for proxies that know none: it is for a program that works already, whoever else
-// does, so that others wait for it.
+// Claim waits for the claim only, not for proxies that don't use claims. It is for a program that already works, whatever else
+// runs, so that others wait for it.
 func (g *Guard) Claim(ctx context.Context) error {
 	for g.makeClaim() != nil {
 		if err := pause(ctx, pollEvery); err != nil {
@@ -147,7 +147,7 @@ func pause(ctx context.Context, d time.Duration) error {
 	}
 }
 
-// Close gives the claim back, if this process has it.
+// Close releases the claim, if this process holds it.
 func (g *Guard) Close() error {
 	if g.claim == nil {
 		return nil
@@ -157,18 +157,18 @@ func (g *Guard) Close() error {
 	return err
 }
 
-// warn tells once of what can't be done.
+// warn logs a warning once.
 func (g *Guard) warn(what string, err error) {
-	if g.told == nil {
-		g.told = map[string]bool{}
+	if g.warned == nil {
+		g.warned = map[string]bool{}
 	}
-	if !g.told[what] {
-		g.told[what] = true
+	if !g.warned[what] {
+		g.warned[what] = true
 		g.Log.Warn(what, "error", err)
 	}
 }
 
-// makeClaim makes the claim, and returns who has it if that is somebody else.
+// makeClaim acquires the claim. It returns the proxy that owns it if that is another one.
 func (g *Guard) makeClaim() *Proxy {
 	if g.claim != nil {
 		return nil
@@ -181,7 +181,7 @@ func (g *Guard) makeClaim() *Proxy {
 	case errors.As(err, &taken) && taken.mayProxy():
 		return &Proxy{Name: "nodeproxy", PID: taken.pid}
 	default:
-		g.warn("another nodeproxy would not be noticed", err)
+		g.warn("another nodeproxy can't be detected", err)
 	}
 	return nil
 }

@@ -223,7 +223,7 @@ func TestOther(t *testing.T) {
 				}
 			}
 			squatter := tc.uid != 0 && tc.as != "kube-proxy's health" && tc.as != "nobody of note"
-			if warned := strings.Count(log.String(), "another nodeproxy would not be noticed"); squatter != (warned == 1) {
+			if warned := strings.Count(log.String(), "another nodeproxy can't be detected"); squatter != (warned == 1) {
 				t.Errorf("the log has:\n%s", log)
 			}
 		})
@@ -311,17 +311,17 @@ func answerAsProxy(t *testing.T) {
 	go func() { _ = server.Serve(l) }()
 }
 
-// TestWait: the turn comes soon after a proxy is killed, and each that is waited for is told of once.
+// TestWait: the wait ends soon after a proxy is killed, and each proxy that is waited for is reported once.
 func TestWait(t *testing.T) {
 	t.Parallel()
 	nstest.Enter(t)
 	first := []*exec.Cmd{program(t, "nodeproxy", "a nodeproxy", 0), program(t, "kube-proxy", "kube-proxy's health", 0)}
 	g, _ := guard(t)
-	var told []string
+	var reported []string
 	killed := make(chan time.Time, len(first))
 	err := g.Wait(t.Context(), func(p Proxy) error {
-		told = append(told, p.Name)
-		cmd := first[len(told)-1]
+		reported = append(reported, p.Name)
+		cmd := first[len(reported)-1]
 		time.AfterFunc(3*pollEvery, func() {
 			killed <- time.Now()
 			_ = cmd.Process.Kill()
@@ -330,8 +330,8 @@ func TestWait(t *testing.T) {
 	})
 	<-killed
 	took := time.Since(<-killed)
-	if err != nil || strings.Join(told, " ") != "nodeproxy kube-proxy" {
-		t.Errorf("told of %v, %v", told, err)
+	if err != nil || strings.Join(reported, " ") != "nodeproxy kube-proxy" {
+		t.Errorf("reported %v, %v", reported, err)
 	}
 	if took > time.Second {
 		t.Errorf("it took %v from the end of the last one", took)
@@ -357,7 +357,7 @@ func TestWait(t *testing.T) {
 	}
 }
 
-// TestWatch: whoever has the turn is told once of a proxy that comes, once of its end, and so again; never of itself, and never of
+// TestWatch: a proxy that starts is reported once, its end once, and so again; never the watching process itself, and never
 // a nodeproxy, which waits.
 func TestWatch(t *testing.T) {
 	t.Parallel()
@@ -371,7 +371,7 @@ func TestWatch(t *testing.T) {
 	defer cancel()
 	coming := []string{"kube-proxy's metrics", "nobody of note"}
 	var here *exec.Cmd
-	var told []string
+	var reported []string
 	next := func() {
 		if len(coming) == 0 {
 			cancel()
@@ -384,17 +384,17 @@ func TestWatch(t *testing.T) {
 	next()
 	g.Watch(ctx, pollEvery, func(p *Proxy) {
 		if p == nil {
-			told = append(told, "gone")
+			reported = append(reported, "gone")
 			next()
 			return
 		}
 		process := here.Process // By then, here may be the next one.
-		told = append(told, strings.ReplaceAll(p.String(), fmt.Sprint(process.Pid), "PID"))
+		reported = append(reported, strings.ReplaceAll(p.String(), fmt.Sprint(process.Pid), "PID"))
 		time.AfterFunc(3*pollEvery, func() { _ = process.Kill() }) // It is seen some more times before.
 	})
 	want := []string{"kube-proxy (process PID, listens at 127.0.0.1:10249)", "gone", "kube-proxy (process PID)", "gone"}
-	if !slices.Equal(told, want) || log.Len() > 0 {
-		t.Errorf("told of %q, want %q; log: %s", told, want, log)
+	if !slices.Equal(reported, want) || log.Len() > 0 {
+		t.Errorf("reported %q, want %q; log: %s", reported, want, log)
 	}
 }
 

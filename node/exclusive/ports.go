@@ -16,15 +16,15 @@ import (
 	"nodeproxy/kernel/sockets"
 )
 
-// answerTimeout is how long somebody who listens may take to answer. A proxy answers from memory.
+// answerTimeout is how long a probe waits for an answer. A proxy answers from memory.
 const answerTimeout = time.Second
 
-// listening looks for a proxy that listens at one of the ports.
+// listening returns a proxy that listens on one of the ports.
 func (g *Guard) listening() *Proxy {
 	ports := g.ports()
 	listening, err := listeningAt(ports)
 	if err != nil {
-		g.warn("another proxy is looked for only at the loopback addresses", err)
+		g.warn("other proxies are looked for at the loopback addresses only", err)
 		for _, port := range ports {
 			for _, a := range []netip.Addr{netip.AddrFrom4([4]byte{127, 0, 0, 1}), netip.IPv6Loopback()} {
 				listening = append(listening, sockets.Socket{Addr: a, Port: port})
@@ -37,12 +37,12 @@ func (g *Guard) listening() *Proxy {
 	return g.among(listening, sockets.Own())
 }
 
-// listeningBeside does the same for a program that listens there itself. Where its own sockets can't be told from those of others,
-// there are no others.
+// listeningBeside does the same for a program that listens on these ports itself. If its own sockets can't be told from those of
+// others, it assumes that there are no others.
 func (g *Guard) listeningBeside() *Proxy {
 	listening, err := listeningAt(g.ports())
 	if err != nil {
-		g.warn("a proxy that starts later is looked for only by its name", err)
+		g.warn("proxies that start later are looked for by process name only", err)
 		return nil
 	}
 	own := sockets.Own() // After the list, so that no socket of this program's is in that alone.
@@ -54,10 +54,10 @@ func (g *Guard) listeningBeside() *Proxy {
 
 func (g *Guard) ports() []uint16 { return slices.Concat([]uint16{HealthzPort, MetricsPort}, g.Ports) }
 
-// among returns the first proxy that one of these sockets belongs to, leaving out this program's own.
+// among returns the first proxy that owns one of these sockets, leaving out this process.
 func (g *Guard) among(listening []sockets.Socket, own map[uint32]bool) *Proxy {
 	for _, s := range listening {
-		// A proxy is root's. Whoever is not may not keep one from working.
+		// A proxy runs as root. A process of another user must not keep a proxy from working.
 		if s.UID != 0 && int(s.UID) != os.Geteuid() || own[s.Inode] {
 			continue
 		}
@@ -68,7 +68,7 @@ func (g *Guard) among(listening []sockets.Socket, own map[uint32]bool) *Proxy {
 	return nil
 }
 
-// ask returns the proxy that a socket belongs to; nil if it belongs to none.
+// ask returns the proxy that owns a socket; nil if the owner is not a proxy.
 func (g *Guard) ask(s sockets.Socket) *Proxy {
 	if p, known := g.seen[s.Inode]; known {
 		return p
@@ -91,7 +91,7 @@ func (g *Guard) ask(s sockets.Socket) *Proxy {
 	if kind != proxy && !hangs && p.Name != kubeProxyName {
 		p = nil
 	}
-	if s.Inode != 0 && kind != silent { // Who is silent is asked again: it may just be slow.
+	if s.Inode != 0 && kind != silent { // A silent one is probed again: it may just be slow.
 		if g.seen == nil {
 			g.seen = map[uint32]*Proxy{}
 		}
@@ -100,18 +100,18 @@ func (g *Guard) ask(s sockets.Socket) *Proxy {
 	return p
 }
 
-// answer is what somebody who listens turns out to be.
+// answer is the result of a probe.
 type answer int
 
 const (
-	gone    answer = iota // nobody listens any more
-	proxy                 // a proxy that works
-	waiting               // a nodeproxy that has written nothing yet: the claim decides whose turn it is
-	silent                // somebody who takes connections, and says nothing
-	another               // somebody else
+	gone    answer = iota // nothing listens any more
+	proxy                 // a working proxy
+	waiting               // a nodeproxy that has not written anything yet: the claim decides which one works
+	silent                // a program that accepts connections and sends nothing
+	another               // another program
 )
 
-// probe finds out what listens at an address.
+// probe finds out which kind of program listens at an address.
 func probe(at netip.AddrPort) answer {
 	health, err := get(at, "/healthz")
 	var timeout net.Error
@@ -134,13 +134,13 @@ func probe(at netip.AddrPort) answer {
 	return another
 }
 
-// isHealth recognises what kube-proxy and nodeproxy answer at /healthz.
+// isHealth reports whether a body is an answer of kube-proxy or nodeproxy to /healthz.
 func isHealth(body []byte) bool {
 	var health struct{ LastUpdated, CurrentTime *string }
 	return json.Unmarshal(body, &health) == nil && health.LastUpdated != nil && health.CurrentTime != nil
 }
 
-// isWaiting recognises a nodeproxy that waits for another proxy by what it answers at /readyz, where kube-proxy has nothing.
+// isWaiting reports whether a body is the answer to /readyz of a nodeproxy that waits for another proxy. kube-proxy has no /readyz.
 func isWaiting(body []byte) bool {
 	var ready struct {
 		Missing []struct{ Condition string }
@@ -148,14 +148,15 @@ func isWaiting(body []byte) bool {
 	return json.Unmarshal(body, &ready) == nil && len(ready.Missing) > 0 && ready.Missing[0].Condition == "free"
 }
 
-// isMode recognises what they answer at /proxyMode of the metrics port.
+// isMode reports whether a body is an answer to /proxyMode on the metrics port.
 func isMode(body string) bool {
 	return slices.Contains([]string{"iptables", "ipvs", "nftables"}, body)
 }
 
-var errConnect = errors.New("nobody takes the connection")
+var errConnect = errors.New("no program accepts the connection")
 
-// get asks for a path, whatever the status is. The connection is made by the caller's thread, in its network namespace.
+// get requests a path and returns the body whatever the status. The connection is made by the calling thread, in its network
+// namespace.
 func get(at netip.AddrPort, path string) ([]byte, error) {
 	deadline := time.Now().Add(answerTimeout)
 	conn, err := (&net.Dialer{Deadline: deadline, KeepAlive: -1}).Dial("tcp", at.String())

@@ -8,10 +8,10 @@ import (
 	"nodeproxy/kernel/sockets"
 )
 
-// kubeProxyName is what a kube-proxy's process is called.
+// kubeProxyName is the name of a kube-proxy's process.
 const kubeProxyName = "kube-proxy"
 
-// named looks for a kube-proxy among the processes that can be seen. One in another network namespace is none of ours.
+// named returns a kube-proxy among the visible processes. One in another network namespace does not count.
 func (g *Guard) named() *Proxy {
 	if g.process != nil && isKubeProxy(g.process.PID) {
 		return g.process
@@ -26,8 +26,8 @@ func (g *Guard) named() *Proxy {
 	return g.process
 }
 
-// isKubeProxy reports whether a process is a kube-proxy in the network namespace of this thread. It has to be root's: anybody
-// may give a process any name.
+// isKubeProxy reports whether a process is a kube-proxy in the network namespace of this thread. It must run as root, since any
+// user may give a process any name.
 func isKubeProxy(pid int) bool {
 	dir := sockets.ProcessDir(pid)
 	if sockets.NameOf(pid) != kubeProxyName || sameProgram(dir) {
@@ -40,7 +40,7 @@ func isKubeProxy(pid int) bool {
 	if owner, ok := info.Sys().(*syscall.Stat_t); !ok || owner.Uid != 0 && int(owner.Uid) != os.Geteuid() {
 		return false
 	}
-	theirs, err := os.Readlink(filepath.Join(dir, "ns", "net")) // None while it is but waited for by its parent.
+	theirs, err := os.Readlink(filepath.Join(dir, "ns", "net")) // A zombie has none.
 	if err != nil {
 		return false
 	}
@@ -48,8 +48,8 @@ func isKubeProxy(pid int) bool {
 	return err == nil && ours == theirs
 }
 
-// sameProgram reports whether a process runs the program that this one does, as where it is installed in kube-proxy's place: then
-// the claim decides between the two.
+// sameProgram reports whether a process runs the same executable as this one, as where nodeproxy is installed in kube-proxy's
+// place. The claim decides between the two then.
 func sameProgram(dir string) bool {
 	theirs, err := os.Stat(filepath.Join(dir, "exe"))
 	if err != nil {

@@ -8,14 +8,14 @@ import (
 	"nodeproxy/plan"
 )
 
-// listeningAt lists the sockets that listen at one of these TCP ports.
+// listeningAt lists the sockets that listen on one of these TCP ports.
 func listeningAt(ports []uint16) ([]sockets.Socket, error) {
 	list, err := sockets.List(plan.TCP)
 	return slices.DeleteFunc(list, func(s sockets.Socket) bool { return !slices.Contains(ports, s.Port) }), err
 }
 
-// reach are the addresses at which a socket can be reached from this host, the first one that answers. One for all addresses
-// of IPv6 takes connections of IPv4 too, most often, also where IPv6 is switched off.
+// reach returns the addresses at which a socket may be reached from this host; the first that answers is used. A socket bound to
+// all IPv6 addresses usually accepts IPv4 too, even where IPv6 is off.
 func reach(s sockets.Socket) []netip.AddrPort {
 	addrs := []netip.Addr{s.Addr}
 	switch {

@@ -1,21 +1,20 @@
-// Package flows keeps the kernel's table of tracked flows in step with the plan.
+// Package flows keeps the kernel's conntrack table in step with the plan.
 //
-// The kernel chooses an endpoint for the first packet of a flow only. A TCP client notices that its endpoint is gone, and
-// connects anew. A UDP or SCTP client that goes on sending from the same port keeps the flow alive, and its packets
-// go where they went before, possibly for hours. A Reconciler removes such flows: the next packet is then a first one, and the
-// rules decide about it as they are now.
+// The kernel chooses an endpoint for the first packet of a flow only. A TCP client notices that its endpoint is gone and connects
+// again. A UDP or SCTP client that keeps sending from the same port keeps the flow alive, and its packets go to the old endpoint,
+// possibly for hours. A Reconciler removes such flows: the next packet is then the first of a new flow, and the current rules
+// decide about it.
 //
 // # Which flows are stale
 //
-// A flow is judged by where its client sent it (the original destination) and who is to answer (the reply source, which
-// differs from the original destination if the flow was translated). Whether its source was translated does not matter, so
-// masqueraded flows and those of a pod to itself are judged alike. An original destination belongs to
-// a frontend if address, protocol and port are those of a cluster, load balancer or external IP; or else, if protocol
-// and port are those of a node port, and the address is one of this node's at which node ports answer. A flow of a pod to
-// some other host is therefore never taken for one to a node port, whatever its port number (issue 49881 of
-// kubernetes/kubernetes).
+// A flow is judged by where its client sent it (the original destination) and by who replies (the reply source, which differs from
+// the original destination if the flow was translated). Source translation does not matter, so masqueraded flows and those of a pod
+// to itself are judged alike. An original destination belongs to a frontend if address, protocol and port are those of a cluster,
+// load balancer or external IP; otherwise, if protocol and port are those of a node port and the address is one of this node's at
+// which node ports answer. A flow of a pod to some other host is therefore never taken for one to a node port, whatever its port
+// number (issue 49881 of kubernetes/kubernetes).
 //
-// To a frontend that exists, a flow is stale unless its reply source is an endpoint that serves. Consequences:
+// A flow to an existing frontend is stale unless its reply source is an endpoint that serves. Consequences:
 //
 //   - Without endpoints every flow is stale, so that clients are refused, and do not send into the void (issue 139628).
 //   - A flow that was not translated, because it is older than the Service or its rules, is stale.
@@ -26,15 +25,15 @@
 //   - Where other rules translate packets for a frontend, such as those of a hostPort with the number of a node port,
 //     their flows look stale: every full pass removes the entry, and the next packet makes it anew.
 //
-// To a frontend that existed earlier in the life of this process, a flow is stale if it was translated (issue
-// 141371). This is looked for until two full passes have succeeded since, as a packet that met the old rules may still
-// be on its way through the kernel when the first begins. A flow that was not translated belongs to no Service.
+// A flow to a frontend that existed earlier in the life of this process is stale if it was translated (issue 141371). Such flows
+// are looked for until two full passes have succeeded, as a packet that met the old rules may still be on its way through the
+// kernel when the first pass begins. A flow that was not translated belongs to no Service.
 //
-// What existed before this process started can't be known. The first full pass therefore takes a translated flow to an
-// address of the cluster's service ranges, where no frontend is, for one of a Service that is gone. Later passes do not,
-// since it may be another proxy's. Flows to external IPs and node ports that vanished while no proxy ran stay.
+// What existed before this process started can't be known. The first full pass therefore assumes that a translated flow to an
+// address of the cluster's service ranges without a frontend belongs to a Service that is gone. Later passes do not, since the flow
+// may be another proxy's. Flows to external IPs and node ports that vanished while no proxy ran remain.
 //
-// Flows in conntrack zones other than the default one belong to whoever made the zone, and are left alone.
+// Flows in conntrack zones other than the default one belong to the program that made the zone and are left alone.
 //
 // # Connections that begin early
 //

@@ -8,8 +8,8 @@ import (
 	"nodeproxy/plan"
 )
 
-// early knows the TCP frontends that lead to endpoints, so that connections can be found that began before they did: the
-// kernel goes on with such a connection as it began, untranslated.
+// early records the TCP frontends that lead to endpoints, to find connections that began before they did: the kernel continues such
+// a connection as it began, untranslated.
 type early struct {
 	ports  map[plan.Key]*plan.ServicePort
 	owners map[frontend]*plan.ServicePort
@@ -21,8 +21,8 @@ func newEarly() early {
 	return early{ports: map[plan.Key]*plan.ServicePort{}, owners: map[frontend]*plan.ServicePort{}}
 }
 
-// set puts a ServicePort in the place of what had its key; nil takes it out. It returns the frontends that lead to endpoints now
-// and did not before.
+// set replaces the ServicePort with this key; nil removes it. It returns the frontends that lead to endpoints now and did not
+// before.
 func (e *early) set(key plan.Key, sp *plan.ServicePort) map[frontend]struct{} {
 	if key.Protocol != plan.TCP {
 		return nil
@@ -74,8 +74,8 @@ func tcpFrontends(sp *plan.ServicePort) []frontend {
 	return frontendsOf(sp)
 }
 
-// tooEarly reports whether a flow is a TCP connection that waits for its first answer, and that was not translated though its
-// destination is a frontend with endpoints. To take such a flow away loses nothing: the client's next SYN begins it anew.
+// tooEarly reports whether a flow is a TCP connection that waits for its first answer and was not translated although its
+// destination is a frontend with endpoints. Removing it loses nothing: the client's next SYN begins a new one.
 func (x *index) tooEarly(f *conntrack.Flow, own *host.Local) bool {
 	if f.Protocol != protoTCP || !f.SynSent || f.Replied || f.Zoned || f.Translated() {
 		return false

@@ -12,7 +12,7 @@ import (
 	"nodeproxy/plan"
 )
 
-// frontend is where clients send. Node ports have the unspecified address of their family.
+// frontend is a destination of clients. Node ports have the unspecified address of their family.
 type frontend struct {
 	addr     netip.Addr
 	protocol uint8
@@ -50,7 +50,7 @@ func newTarget(sp *plan.ServicePort) *target {
 	return t
 }
 
-// frontendsOf are the frontends of a ServicePort, as flows see them.
+// frontendsOf returns the frontends of a ServicePort, as flows see them.
 func frontendsOf(sp *plan.ServicePort) []frontend {
 	var out []frontend
 	for _, f := range sp.Frontends {
@@ -65,7 +65,7 @@ func frontendsOf(sp *plan.ServicePort) []frontend {
 	return out
 }
 
-// serving are the endpoints that are in use, or would answer if they were.
+// serving returns the endpoints that are in use, or would answer if they were.
 func serving(sp *plan.ServicePort) []netip.AddrPort {
 	var yes, no []netip.AddrPort
 	for _, ep := range sp.All() {
@@ -79,13 +79,13 @@ func serving(sp *plan.ServicePort) []netip.AddrPort {
 			yes = append(yes, x.Addr)
 		}
 	}
-	// What one policy leaves out for where it is, another may leave out for not serving.
+	// One policy may leave out an endpoint for its place, and another because it does not serve.
 	slices.SortFunc(no, netip.AddrPort.Compare)
 	yes = slices.DeleteFunc(yes, func(a netip.AddrPort) bool { return contains(no, a) })
 	return sortedSet(yes)
 }
 
-// listed are all endpoints there are, in whatever condition.
+// listed returns all endpoints, whatever their condition.
 func listed(sp *plan.ServicePort) []netip.AddrPort {
 	var out []netip.AddrPort
 	for _, ep := range sp.All() {
@@ -107,8 +107,7 @@ func contains(sorted []netip.AddrPort, a netip.AddrPort) bool {
 	return found
 }
 
-// mayStrand reports whether going from old to t can leave flows behind that are stale. It can't if only endpoints are
-// added to others.
+// mayStrand reports whether a change from old to t can make flows stale. It can't if endpoints are only added.
 func (t *target) mayStrand(old *target) bool {
 	if !slices.Equal(t.frontends, old.frontends) || len(old.allowed) == 0 {
 		return true
@@ -116,10 +115,11 @@ func (t *target) mayStrand(old *target) bool {
 	return slices.ContainsFunc(old.allowed, func(a netip.AddrPort) bool { return !contains(t.allowed, a) })
 }
 
-// passesAfterEnd is how many full passes look for flows to a frontend after its end, or of an endpoint after it left.
+// passesAfterEnd is the number of full passes that look for flows to a frontend after it is removed, or of an endpoint after it
+// left.
 const passesAfterEnd = 2
 
-// index knows which frontends there are and were, and by that which flows are stale.
+// index records which frontends exist and existed, and so which flows are stale.
 type index struct {
 	settings plan.Settings
 	node     plan.Node
@@ -127,10 +127,10 @@ type index struct {
 	targets  map[plan.Key]*target
 	live     map[frontend]plan.Key
 	early    early
-	// gone are frontends that have ceased to be, each with the number of full passes that are still to look for it.
+	// gone are frontends that were removed, each with the number of full passes that will still look for it.
 	gone map[frontend]int
-	// strays is set where stray answers are looked for. left are the UDP endpoints that flows are taken from, so that stray
-	// answers of theirs may be under way; with numbers like those of gone.
+	// strays is set where stray answers are looked for. left are the UDP endpoints that lost flows, whose stray answers may still
+	// be under way, with numbers like those of gone.
 	strays bool
 	left   map[netip.AddrPort]int
 }
@@ -140,7 +140,7 @@ func newIndex(ranges []netip.Prefix, strays bool) *index {
 		strays: strays, left: map[netip.AddrPort]int{}}
 }
 
-// set puts a ServicePort in the place of what had its key; nil takes it out. It returns where flows may be stale now.
+// set replaces the ServicePort with this key; nil removes it. It returns the frontends whose flows may be stale now.
 func (x *index) set(key plan.Key, sp *plan.ServicePort) work {
 	old := x.targets[key]
 	var now *target
@@ -180,7 +180,7 @@ func (x *index) set(key plan.Key, sp *plan.ServicePort) work {
 	return todo
 }
 
-// moved notes which endpoints a change of a ServicePort takes flows from, and returns those that are back.
+// moved records which endpoints lose flows by a change of a ServicePort, and returns those that are back.
 func (x *index) moved(key plan.Key, old, now *target) map[netip.AddrPort]struct{} {
 	back := map[netip.AddrPort]struct{}{}
 	if !x.strays || key.Protocol != plan.UDP {
@@ -203,8 +203,8 @@ func (x *index) moved(key plan.Key, old, now *target) map[netip.AddrPort]struct{
 	return back
 }
 
-// stale reports whether a flow is to be removed, given the machine's own addresses. unknown lets translated flows to the
-// cluster IP ranges be stale though no frontend is known to have been there.
+// stale reports whether a flow must be removed, given the machine's own addresses. If unknown is set, translated flows to the
+// cluster IP ranges are stale even if no frontend is known to have existed there.
 func (x *index) stale(f *conntrack.Flow, own *host.Local, unknown bool) bool {
 	if f.Zoned {
 		return false
@@ -234,8 +234,8 @@ func (x *index) stale(f *conntrack.Flow, own *host.Local, unknown bool) bool {
 	return was || unknown && slices.ContainsFunc(x.ranges, func(r netip.Prefix) bool { return r.Contains(at.addr) })
 }
 
-// stranded reports whether a flow to a frontend of this ServicePort goes elsewhere than it should. A TCP connection that
-// was not translated never was one to the Service.
+// stranded reports whether a flow to a frontend of this ServicePort goes to a wrong destination. A TCP connection that was not
+// translated never was one to the Service.
 func (x *index) stranded(f *conntrack.Flow, key plan.Key) bool {
 	if f.Protocol == protoTCP && !f.Translated() {
 		return false
@@ -243,7 +243,7 @@ func (x *index) stranded(f *conntrack.Flow, key plan.Key) bool {
 	return !contains(x.targets[key].allowed, f.From)
 }
 
-// watched reports whether there is anything to look for among the flows of a family and protocol.
+// watched reports whether flows of a family and protocol matter at all.
 func (x *index) watched(f plan.Family, protocol uint8) bool {
 	for key := range x.targets {
 		if key.Family == f && netlink.Protocol(key.Protocol) == protocol {
@@ -268,11 +268,11 @@ func (x *index) answers(own *host.Local, addr netip.Addr) bool {
 	return own != nil && own.Contains(addr) && x.settings.NodePortsAnswer(x.node, addr)
 }
 
-// swept notes that a full pass has succeeded for everything that was noted at its start.
+// swept records that a full pass has succeeded for everything that was recorded at its start.
 func swept[T comparable](noted, before map[T]int) {
 	for what, left := range before {
 		switch now, ok := noted[what]; {
-		case !ok || now != left: // it has been there again meanwhile
+		case !ok || now != left: // it has returned and left again meanwhile
 		case left == 1:
 			delete(noted, what)
 		default:

@@ -13,21 +13,21 @@ import (
 	"nodeproxy/plan"
 )
 
-// work is what the next pass is to look for.
+// work is what the next pass must look for.
 type work struct {
 	all       bool
 	frontends map[frontend]struct{}
-	// opened are TCP frontends that lead to endpoints now; openedMany stands for more than are worth noting.
+	// opened are TCP frontends that lead to endpoints now; openedMany stands for more than mostNoted.
 	opened     map[frontend]struct{}
 	openedMany bool
-	// returned are endpoints whose stray answers are to be looked for.
+	// returned are endpoints whose stray answers must be looked for.
 	returned map[netip.AddrPort]struct{}
 }
 
-// mostNoted is how many frontends and endpoints are worth noting one by one.
+// mostNoted is the number of frontends and endpoints up to which each is recorded; beyond, everything is looked at.
 const mostNoted = 1000
 
-// add notes more work; a full pass is the work of everything.
+// add adds more work; a full pass covers everything.
 func (w *work) add(o work) {
 	if w.all || o.all || len(w.frontends)+len(o.frontends) > mostNoted || len(w.returned)+len(o.returned) > mostNoted {
 		*w = work{all: true}
@@ -53,8 +53,8 @@ func (w *work) empty() bool {
 	return !w.all && !w.openedMany && len(w.frontends) == 0 && len(w.opened) == 0 && len(w.returned) == 0
 }
 
-// filters returns the narrowest filters that let through the flows of a family and protocol that the work is about: those to
-// frontends, and those of answers.
+// filters returns the narrowest filters that match the flows of a family and protocol that the work concerns: those to frontends,
+// and those of answers.
 func (w *work) filters(family plan.Family, protocol uint8) []conntrack.Filter {
 	to := partsOf(w.frontends, family, protocol)
 	var from []conntrack.End
@@ -78,7 +78,7 @@ func (w *work) filters(family plan.Family, protocol uint8) []conntrack.Filter {
 	return out
 }
 
-// partsOf are what a filter says of the frontends of a family and protocol.
+// partsOf returns what a filter says of the frontends of a family and protocol.
 func partsOf(frontends map[frontend]struct{}, family plan.Family, protocol uint8) []conntrack.End {
 	var out []conntrack.End
 	for at := range frontends {
@@ -96,8 +96,8 @@ func partsOf(frontends map[frontend]struct{}, family plan.Family, protocol uint8
 
 var protocols = [...]plan.Protocol{plan.UDP, plan.SCTP, plan.TCP}
 
-// pass does the work there is, once, and reports whether it was a full pass. What could not be done is put back, and so
-// is what was done before the rules were those of the plan.
+// pass does the pending work once and reports whether it was a full pass. It puts back what could not be done, and what was done
+// before the rules matched the plan.
 func (r *Reconciler) pass(ctx context.Context) (full bool, err error) {
 	r.mu.Lock()
 	if !r.known {
@@ -122,7 +122,7 @@ func (r *Reconciler) pass(ctx context.Context) (full bool, err error) {
 		r.work.add(todo)
 		r.index.early.due = r.index.early.due || early
 		if err == nil && r.settled {
-			r.poke() // The end may have come when there was nothing left to do.
+			r.poke() // The sync may have ended when no work was left.
 		}
 	case todo.all:
 		r.started = r.started || unknown
@@ -132,7 +132,7 @@ func (r *Reconciler) pass(ctx context.Context) (full bool, err error) {
 	return todo.all, err
 }
 
-// filters returns what has to be read for some work; early is set where a full pass is to look for connections that began early.
+// filters returns what must be read for some work; early is set if a full pass must look for connections that began early.
 func (r *Reconciler) filters(todo work, early bool) []conntrack.Filter {
 	var out []conntrack.Filter
 	for _, family := range r.cfg.Families {

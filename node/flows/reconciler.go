@@ -15,34 +15,34 @@ import (
 
 // Config says how a Reconciler works.
 type Config struct {
-	// Families are those whose flows are looked at.
+	// Families are the families whose flows are looked at.
 	Families []plan.Family
-	// ServiceCIDRs are where cluster IPs are, for flows to Services that went before this process started. Without any,
-	// those flows stay.
+	// ServiceCIDRs are the ranges of cluster IPs, for flows to Services that were removed before this process started. Without any,
+	// those flows remain.
 	ServiceCIDRs []netip.Prefix
-	// Period is the time between full passes, 30 seconds by default. It is stretched where a pass takes long, so that they
-	// take no more than two percent of the time.
+	// Period is the time between full passes, 30 seconds by default. It is longer if passes take long, so that they take no more
+	// than two percent of the time.
 	Period time.Duration
-	// ResetTCP says of which TCP ServicePorts the flows to endpoints that are no longer listed are to be removed too; nil:
-	// of none. The client's next packet is then sent to another endpoint, which knows nothing of the connection and resets
-	// it. This takes net.netfilter.nf_conntrack_tcp_loose, which is on by default. Where no endpoint is left, the rules
-	// decide: only a reject with a TCP reset ends the connection at once.
+	// ResetTCP selects the TCP ServicePorts whose flows to endpoints that are no longer listed are removed too; nil selects none.
+	// The client's next packet then goes to another endpoint, which knows nothing of the connection and resets it. This needs
+	// net.netfilter.nf_conntrack_tcp_loose, which is on by default. If no endpoint is left, the rules decide: only a reject with a
+	// TCP reset ends the connection at once.
 	ResetTCP func(*plan.ServicePort) bool
-	// StrayAnswers has flows removed that began with an answer: where IPVS translates, they keep clients from an endpoint. See
-	// the package's documentation.
+	// StrayAnswers removes flows that began with an answer: where IPVS translates, they keep clients from an endpoint. See the
+	// package documentation.
 	StrayAnswers bool
 	// Observe, unless nil, is called after each sweep.
 	Observe func(Sweep)
 	Log     *slog.Logger
 }
 
-// Sweep describes one look through the flows of a family and protocol.
+// Sweep describes one pass over the flows of a family and protocol.
 type Sweep struct {
 	Family   plan.Family
 	Protocol plan.Protocol
-	// Full is true where all frontends were looked for, and not only those that a change concerns.
+	// Full is true if all frontends were looked for, and not only those that a change concerns.
 	Full bool
-	// Read counts the flows that the kernel handed over, and Deleted those that were removed.
+	// Read counts the flows that the kernel returned, Deleted those that were removed.
 	Read, Deleted int
 	Took          time.Duration
 	Err           error
@@ -50,10 +50,10 @@ type Sweep struct {
 
 const (
 	defaultPeriod = 30 * time.Second
-	// fullShare is how many times longer than a full pass the time to the next one is at least.
+	// fullShare times the duration of a full pass is the minimum time to the next one.
 	fullShare = 50
-	// After a pass, the next one waits restShare times as long as it took, so that changes never keep more than a quarter of
-	// a core busy, but no longer than longestRest.
+	// After a pass, the next one waits restShare times the pass's duration, so that changes never keep more than a quarter of a
+	// core busy, but no longer than longestRest.
 	restShare   = 3
 	longestRest = 10 * time.Second
 	// The wait after a failed pass doubles from the first to the second of these.
@@ -61,8 +61,8 @@ const (
 	lastRetry  = time.Minute
 )
 
-// lookAgainAfter are the pauses between looks for stray answers of an endpoint that is back. Together they are as long as a slow server
-// may take to answer.
+// lookAgainAfter are the pauses between searches for stray answers of an endpoint that is back. Together they are as long as a slow
+// server may take to answer.
 var lookAgainAfter = []time.Duration{time.Second, 2 * time.Second, 4 * time.Second, 8 * time.Second}
 
 // Reconciler removes stale flows. Update passes it the plan, and Run does the work.
@@ -70,7 +70,7 @@ type Reconciler struct {
 	cfg  Config
 	wake chan struct{}
 
-	// The seams of tests.
+	// Replaced by tests.
 	local func(plan.Family) (*host.Local, error)
 	again []time.Duration
 
@@ -78,10 +78,10 @@ type Reconciler struct {
 	index *index
 	work  work
 	back  returned
-	// known is set once there is a plan. settled is set while the rules are those of that plan: what a pass finds before, it
-	// has to look for again.
+	// known is set once there is a plan. settled is set while the rules match that plan: what a pass finds before that must be
+	// looked for again.
 	known, settled bool
-	// started is set once a full pass has succeeded, with a plan that has all there is. partial says that it does not.
+	// started is set once a full pass has succeeded with a complete plan. partial is set while the plan is not complete.
 	started, partial bool
 
 	table conntrack.Table // only Run's goroutine uses it
@@ -104,8 +104,8 @@ type Backend interface {
 	Sync(ctx context.Context, p *plan.Plan, changed plan.Keys) error
 }
 
-// After returns a Backend that calls b, and from which r learns which plan is being put into force, and when it is. Run removes
-// flows, after Sync has returned.
+// After returns a Backend that calls b, and from which r learns which plan is being applied, and when it is in force. Run removes
+// flows after Sync has returned.
 func (r *Reconciler) After(b Backend) Backend { return &follower{b, r} }
 
 type follower struct {
@@ -131,9 +131,9 @@ func (r *Reconciler) Update(p *plan.Plan, changed plan.Keys) {
 	}
 }
 
-// begin takes over what a plan says, whose rules are about to be written, and reports whether that is anything. From here
-// on, what this plan wants is not stale. What it does not want may come back as long as the old rules are in force, so it
-// is looked for again after the end.
+// begin records a plan whose rules are about to be written, and reports whether it changes anything. From now on, flows that this
+// plan wants are not stale. Flows that it does not want may return as long as the old rules are in force, so they are looked for
+// again after end.
 func (r *Reconciler) begin(p *plan.Plan, changed plan.Keys) bool {
 	r.mu.Lock()
 	defer r.mu.Unlock()
@@ -159,8 +159,8 @@ func (r *Reconciler) begin(p *plan.Plan, changed plan.Keys) bool {
 	return concerned
 }
 
-// end notes that the rules are those of the plan, or that writing them has failed. In that case flows are judged by the
-// plan all the same: some of its rules may never be taken by the kernel, and that must not keep the others' flows.
+// end records that the rules match the plan, or that writing them has failed. In that case flows are judged by the plan all the
+// same: the kernel may never accept some of its rules, and that must not affect the flows of others.
 func (r *Reconciler) end(inForce bool) {
 	r.mu.Lock()
 	defer r.mu.Unlock()
@@ -170,7 +170,7 @@ func (r *Reconciler) end(inForce bool) {
 	}
 }
 
-// wanted returns the ServicePort if its flows are to be looked at, and nil if not.
+// wanted returns the ServicePort if its flows matter, and nil otherwise.
 func (r *Reconciler) wanted(sp *plan.ServicePort) *plan.ServicePort {
 	if sp == nil || sp.Key.Protocol == plan.TCP && (r.cfg.ResetTCP == nil || !r.cfg.ResetTCP(sp)) {
 		return nil
@@ -194,7 +194,7 @@ func (r *Reconciler) updateAll(p *plan.Plan) {
 		r.index.set(key, r.wanted(sp))
 		r.index.early.set(key, sp)
 	}
-	// What leads to endpoints may not have done so before: nothing says what this sync repairs.
+	// This sync may repair any rule, so any frontend may lead to endpoints only now.
 	r.index.early.due = len(r.index.early.owners) > 0
 	r.work.add(work{all: true})
 }
@@ -202,7 +202,7 @@ func (r *Reconciler) updateAll(p *plan.Plan) {
 func (r *Reconciler) poke() {
 	select {
 	case r.wake <- struct{}{}:
-	default: // It will look anyway.
+	default: // A pass is due anyway.
 	}
 }
 
@@ -215,7 +215,7 @@ func (r *Reconciler) Run(ctx context.Context) {
 	for {
 		wake, again, tick, look := r.wake, (<-chan time.Time)(nil), period.C, r.nextLook()
 		if retry > 0 {
-			wake, again, tick, look = nil, time.After(retry), nil, nil // What else is due goes along with the retry.
+			wake, again, tick, look = nil, time.After(retry), nil, nil // The retry does everything that is due.
 		}
 		select {
 		case <-ctx.Done():
@@ -239,7 +239,7 @@ func (r *Reconciler) Run(ctx context.Context) {
 		took := time.Since(start)
 		if err != nil {
 			retry = min(max(2*retry, firstRetry), lastRetry)
-			level := slog.LevelDebug // for a failure that the next try mends, and for one that was reported
+			level := slog.LevelDebug // for a failure that the next attempt may mend, and for one that was reported
 			if again != nil && err.Error() != said {
 				level, said = slog.LevelWarn, err.Error()
 			}
@@ -262,7 +262,7 @@ func rest(ctx context.Context, d time.Duration) {
 	}
 }
 
-// nextLook returns a channel that delivers when it is time to look for stray answers again; nil if it never is.
+// nextLook returns a channel that delivers when stray answers must be looked for again; nil for never.
 func (r *Reconciler) nextLook() <-chan time.Time {
 	r.mu.Lock()
 	defer r.mu.Unlock()
@@ -272,14 +272,14 @@ func (r *Reconciler) nextLook() <-chan time.Time {
 	return time.After(time.Until(r.back.due))
 }
 
-// returned are endpoints that have come back, whose stray answers may still be under way.
+// returned are endpoints that are back, whose stray answers may still be under way.
 type returned struct {
 	endpoints map[netip.AddrPort]struct{}
-	looks     int       // how often they have been looked for again
+	looks     int       // how often they have been looked for so far
 	due       time.Time // when they are to be next
 }
 
-// note adds endpoints that are back now. All are looked for together, as often and as long as for the last that came.
+// note adds endpoints that are back. All are looked for together, as often and as long as for the latest one.
 func (b *returned) note(list map[netip.AddrPort]struct{}, after []time.Duration) {
 	if len(list) == 0 {
 		return
@@ -288,7 +288,7 @@ func (b *returned) note(list map[netip.AddrPort]struct{}, after []time.Duration)
 	b.looks, b.due = 0, time.Now().Add(after[0])
 }
 
-// look returns what to look for now, and notes when to do so again.
+// look returns the endpoints to look for now, and schedules the next search.
 func (b *returned) look(after []time.Duration) work {
 	todo := work{returned: maps.Clone(b.endpoints)}
 	if b.looks++; b.looks == len(after) {

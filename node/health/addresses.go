@@ -11,11 +11,11 @@ import (
 	"nodeproxy/plan"
 )
 
-// hostAddresses knows this host's addresses, as the kernel has them.
+// hostAddresses reads this host's addresses from the kernel.
 type hostAddresses interface {
-	// list returns the addresses that sockets can be bound to now. Those of a link only have a zone.
+	// list returns the addresses that sockets can be bound to now. Only link-local ones have a zone.
 	list() ([]netip.Addr, error)
-	// watch calls changed once it notices changes, and after each, until ctx ends.
+	// watch calls changed once when it begins to watch, and after each change, until ctx ends.
 	watch(ctx context.Context, changed func())
 }
 
@@ -50,7 +50,7 @@ func zoned(a host.Address) netip.Addr {
 	return a.Addr
 }
 
-// watchAgainAfter is the wait before a watch of addresses is tried again that could not begin.
+// watchAgainAfter is the pause before another attempt to watch addresses.
 const watchAgainAfter = time.Second
 
 func (k kernelAddresses) watch(ctx context.Context, changed func()) {
@@ -68,13 +68,13 @@ func untilBegun(ctx context.Context, watch func() error) {
 	}
 }
 
-// listenAt is where one socket listens: an address, or all of a family or of both.
+// listenAt is the address of one socket: a single address, or all of one family or of both.
 type listenAt struct {
 	network string // tcp for both families, tcp4 or tcp6
 	addr    netip.Addr
 }
 
-// wildcard is every address of both families, at one socket; of IPv4 only where the kernel has no IPv6.
+// wildcard is every address of both families, at one socket; of IPv4 only if the kernel has no IPv6.
 var wildcard = listenAt{network: "tcp", addr: netip.IPv4Unspecified()}
 
 func (l listenAt) String() string {
@@ -84,10 +84,10 @@ func (l listenAt) String() string {
 	return l.addr.String()
 }
 
-// everywhere reports whether no address of the host has to be known to tell where to listen.
+// everywhere reports whether the sockets do not depend on the host's addresses.
 func everywhere(at plan.NodePortAddresses) bool { return at.All(plan.IPv4) && at.All(plan.IPv6) }
 
-// sockets says where to listen so as to be reached where node ports answer, in order; host are the host's addresses.
+// sockets returns where to listen so as to be reachable wherever node ports answer, in order; host are the host's addresses.
 func sockets(at plan.NodePortAddresses, node plan.Node, host []netip.Addr) []listenAt {
 	if everywhere(at) {
 		return []listenAt{wildcard}

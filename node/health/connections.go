@@ -7,14 +7,14 @@ import (
 	"sync"
 )
 
-// connections limits how many connections servers have. One too many closes the one on which nothing has happened for longest:
-// who holds connections loses them, and who asks and takes the answer is served, however many others there are.
+// connections limits the number of connections of servers. One too many closes the one that has been idle for longest: clients that
+// hold connections open lose them, and clients that ask and read the answer are served, however many others there are.
 type connections struct {
 	most int
 
 	mu     sync.Mutex
 	open   map[net.Conn]*list.Element
-	oldest list.List // of net.Conn, in order of when something happened
+	oldest list.List // of net.Conn, the one that has been idle for longest first
 }
 
 func newConnections(most int) *connections {
@@ -40,7 +40,7 @@ func (c *connections) changed(conn net.Conn, state http.ConnState) {
 	}
 	c.mu.Unlock()
 	if surplus != nil {
-		_ = surplus.Close() // Its server finds out, and forgets it.
+		_ = surplus.Close() // Its server notices and forgets it.
 	}
 }
 

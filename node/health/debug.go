@@ -8,11 +8,11 @@ import (
 
 // Debug says what the debug endpoints show.
 type Debug struct {
-	// Metrics serves /metrics; nil for nothing there.
+	// Metrics serves /metrics; nil for not found.
 	Metrics http.Handler
-	// SLIs serves /metrics/slis; nil for nothing there.
+	// SLIs serves /metrics/slis; nil for not found.
 	SLIs http.Handler
-	// Mode is the proxy mode, iptables for example; empty while none is in force.
+	// Mode is the proxy mode, such as iptables; empty while none is in force.
 	Mode string
 	// Config is shown at /configz as JSON: a KubeProxyConfiguration of version v1alpha1 with its kind and apiVersion set. Nil
 	// if there is none to show.
@@ -21,7 +21,7 @@ type Debug struct {
 	Profiling bool
 }
 
-// configGroup is the API group that kube-proxy shows its configuration under.
+// configGroup is the API group under which kube-proxy shows its configuration.
 const configGroup = "kubeproxy.config.k8s.io"
 
 // Handler serves /metrics, /metrics/slis, /healthz ("ok" as long as the program runs), /proxyMode, /configz and, with Profiling,
@@ -54,10 +54,10 @@ func (d Debug) Handler() http.Handler {
 	return mux
 }
 
-// profiles is the path of what takes as long as it is asked to.
+// profiles is the path of profiles, which take as long as the request asks for.
 const profiles = "/debug/pprof/"
 
-// pong answers as Kubernetes components do whose only check is that they run.
+// pong answers as Kubernetes components do that check nothing but that they run.
 func pong(w http.ResponseWriter, r *http.Request) {
 	if r.URL.Query().Has("verbose") {
 		writeText(w, "[+]ping ok\nhealthz check passed\n")

@@ -18,10 +18,10 @@ import (
 //     while all is well.
 //   - program says whose answer it is: while a kube-proxy has the port, the answers are its own.
 //
-// /livez says nothing of whether the node is about to go (KEP-3836).
+// /livez does not depend on whether the node is about to be removed (KEP-3836).
 //
-// /readyz is 200 when all objects have been delivered, the source can read all that it should, the rules have been written, no
-// change waits for too long, and what is known is not stale. Its JSON names what is missing.
+// /readyz is 200 when all objects have been delivered, the source can read everything, the rules have been written, no change has
+// waited for too long, and the objects are not stale. Its JSON names what is missing.
 func (n *Node) Handler() http.Handler {
 	mux := http.NewServeMux()
 	mux.HandleFunc("/healthz", n.healthz)
@@ -111,12 +111,12 @@ func (n *Node) reply(w http.ResponseWriter, r *http.Request, good bool, body any
 // writeJSON answers with a value as JSON.
 func writeJSON(w http.ResponseWriter, code int, body any) {
 	text, err := json.Marshal(body)
-	if err != nil { // Only what the caller of this package gives can be at fault.
+	if err != nil { // Only a value of this package's caller can fail to encode.
 		http.Error(w, err.Error(), http.StatusInternalServerError)
 		return
 	}
 	w.Header().Set("Content-Type", "application/json")
 	w.Header().Set("X-Content-Type-Options", "nosniff")
 	w.WriteHeader(code)
-	_, _ = w.Write(text) // If the client has gone, nobody misses it.
+	_, _ = w.Write(text) // The client may be gone.
 }

@@ -1,6 +1,6 @@
-// Package health answers those who ask how this node's proxy is: probes and load balancers at /healthz, /livez and /readyz
-// (Node), load balancers that ask for one Service at its health check node port (Services), and people with a browser or
-// curl at the debug endpoints (DebugHandler). It knows neither Kubernetes API types nor the kernel's rules.
+// Package health serves the health of this node's proxy: to probes and load balancers at /healthz, /livez and /readyz (Node), to
+// load balancers that ask for one Service at its health check node port (Services), and to people at the debug endpoints (Debug).
+// It knows neither Kubernetes API types nor the kernel's rules.
 package health
 
 import (
@@ -15,52 +15,51 @@ import (
 // DefaultTimeout is how long a change may wait to be programmed by default: twice kube-proxy's default syncPeriod.
 const DefaultTimeout = time.Minute
 
-// DefaultStaleAfter is the age at which what is known of a kind of object counts as stale by default. With a sound
-// connection the age stays below some 70 seconds, and a watch that is silent for three minutes is replaced.
+// DefaultStaleAfter is the default age from which the known objects of a kind count as stale. With a sound connection the age stays
+// below some 70 seconds, and a watch that is silent for three minutes is replaced.
 const DefaultStaleAfter = 5 * time.Minute
 
-// Watch says how current what is known of one kind of object is.
+// Watch says how current the known objects of one kind are.
 type Watch struct {
 	// Resource names the kind, such as services.
 	Resource string
 	// Synced is true once all objects of the kind have been delivered.
 	Synced bool
-	// Age is the time since the source last showed this state to be current; negative before it first did.
+	// Age is the time since the source last confirmed this state; negative before it first did.
 	Age time.Duration
-	// Failure is what went wrong since; empty if nothing did.
+	// Failure is the last failure since then; empty if there was none.
 	Failure string
 }
 
-// NodeConfig says what the health of a node depends on.
+// NodeConfig configures a Node.
 type NodeConfig struct {
-	// Families are those that the node forwards; the answers name each.
+	// Families are the families that the node forwards; the answers name each.
 	Families []plan.Family
-	// Program and its version are the field program of each answer; "" for none.
+	// Program, with its version, is the field program of each answer; "" for none.
 	Program string
 	// Timeout is how long a change may wait to be programmed before the node counts as unhealthy; zero means
 	// DefaultTimeout. kube-proxy takes twice its syncPeriod.
 	Timeout time.Duration
-	// Watches tells how current the objects are; nil where the source has nothing that can get stale, as with files.
+	// Watches returns how current the objects are; nil if the source's objects can't become stale, as with files.
 	Watches func() []Watch
-	// Faults tells what the source can't read, so that what it read before is in force; nil where that can't be.
+	// Faults returns what the source can't read, so that what it read before stays in force; nil if that can't happen.
 	Faults func() []string
 	// StaleAfter is the Age from which a Watch is stale; zero means DefaultStaleAfter.
 	StaleAfter time.Duration
-	// Answered is told of each answer: the path that was asked for, and the status code; nil for nobody.
+	// Answered is called for each answer with the requested path and the status code; nil for none.
 	Answered func(path string, code int)
 }
 
 // Node is the health of this node's proxy. Its methods are safe for concurrent use, and cheap.
 //
-// A change is in one of two places: queued, or taken for a sync that has not succeeded yet. The node is late when the oldest
-// of them is older than NodeConfig.Timeout. A sync that succeeds says nothing of what was queued after it had begun; in
-// kube-proxy it does.
+// A change is either queued or taken for a sync that has not succeeded yet. The node is late when the oldest of both is older than
+// NodeConfig.Timeout. A successful sync says nothing about changes that were queued after it began; in kube-proxy it does.
 type Node struct {
 	cfg NodeConfig
 
 	mu         sync.Mutex
-	queued     time.Time // when the oldest change came that no sync has taken; zero if there is none
-	taken      time.Time // when the oldest change came that a sync has taken and not yet programmed; zero if there is none
+	queued     time.Time // when the oldest change arrived that no sync has taken; zero for none
+	taken      time.Time // when the oldest change arrived that a sync has taken and not yet programmed; zero for none
 	programmed time.Time // when the last successful sync ended; zero before the first
 	synced     bool
 	leaving    bool
@@ -81,8 +80,8 @@ func NewNode(cfg NodeConfig) *Node {
 	return &Node{cfg: cfg}
 }
 
-// Queued notes that a change has come that is to be programmed. It is not to be called before all objects have been
-// delivered once: until then nothing may be programmed, so nothing is late.
+// Queued records that a change has arrived. It must not be called before all objects have been delivered once: until then nothing
+// may be programmed, so nothing is late.
 func (n *Node) Queued() {
 	n.mu.Lock()
 	defer n.mu.Unlock()
@@ -91,7 +90,7 @@ func (n *Node) Queued() {
 	}
 }
 
-// Taken notes that a sync begins which will program all that is queued.
+// Taken records that a sync begins that will program everything that is queued.
 func (n *Node) Taken() {
 	n.mu.Lock()
 	defer n.mu.Unlock()
@@ -101,15 +100,15 @@ func (n *Node) Taken() {
 	n.queued = time.Time{}
 }
 
-// Programmed notes that what was taken is in the kernel, or turned out to need no change there.
+// Programmed records that everything that was taken is in the kernel, or needed no change there.
 func (n *Node) Programmed() {
 	n.mu.Lock()
 	defer n.mu.Unlock()
 	n.taken, n.programmed = time.Time{}, time.Now()
 }
 
-// Progressed notes that a part of what was taken is in the kernel, and that more of it follows: the rest is late when nothing
-// more of it has been programmed for NodeConfig.Timeout.
+// Progressed records that part of what was taken is in the kernel and that more follows: the rest is late when nothing more has
+// been programmed for NodeConfig.Timeout.
 func (n *Node) Progressed() {
 	n.mu.Lock()
 	defer n.mu.Unlock()
@@ -117,15 +116,15 @@ func (n *Node) Progressed() {
 	n.programmed = n.taken
 }
 
-// Synced notes that the source has delivered all that it had at the start.
+// Synced records that the source has delivered everything that it had at the start.
 func (n *Node) Synced() {
 	n.mu.Lock()
 	defer n.mu.Unlock()
 	n.synced = true
 }
 
-// Continue notes that the rules are those that another Node knows of, as where one configuration takes the place of another: what was
-// programmed still is, until a change is late.
+// Continue takes over the state of rules from another Node, when one configuration replaces another: what was programmed still is,
+// until a change is late.
 func (n *Node) Continue(before *Node) {
 	was := before.state()
 	n.mu.Lock()
@@ -134,15 +133,15 @@ func (n *Node) Continue(before *Node) {
 	n.synced = n.synced || was.synced
 }
 
-// Leaving notes whether the node is about to go: its Node object is being deleted, is gone, or has the cluster autoscaler's
-// taint ToBeDeletedByClusterAutoscaler (KEP-3836). /healthz then tells load balancers to leave the node out.
+// Leaving records whether the node is about to be removed: its Node object is being deleted, is gone, or has the cluster
+// autoscaler's taint ToBeDeletedByClusterAutoscaler (KEP-3836). /healthz then tells load balancers to leave the node out.
 func (n *Node) Leaving(leaving bool) {
 	n.mu.Lock()
 	defer n.mu.Unlock()
 	n.leaving = leaving
 }
 
-// WaitFor notes whom the program waits for before it writes anything, such as a kube-proxy that still runs; "" for nobody.
+// WaitFor records what the program waits for before it writes anything, such as a kube-proxy that still runs; "" for nothing.
 func (n *Node) WaitFor(whom string) {
 	n.mu.Lock()
 	defer n.mu.Unlock()
@@ -152,7 +151,7 @@ func (n *Node) WaitFor(whom string) {
 // state is the health of a node at one time.
 type state struct {
 	now, programmed time.Time
-	waited          time.Duration // how long the oldest change has
+	waited          time.Duration // how long the oldest change has waited
 	synced, leaving bool
 	waitingFor      string
 	alive, inStep   bool
@@ -174,22 +173,21 @@ func (n *Node) state() state {
 	return s
 }
 
-// Healthy reports whether the rules are there and follow what is asked for: a sync has succeeded, and no change waits for
-// too long.
+// Healthy reports whether the rules exist and follow the objects: a sync has succeeded, and no change has waited for too long.
 func (n *Node) Healthy() bool { return n.state().inStep }
 
-// OldestChange returns how long the oldest change that is not programmed yet has waited; 0 if there is none.
+// OldestChange returns how long the oldest change has waited that is not programmed yet; 0 if there is none.
 func (n *Node) OldestChange() time.Duration { return n.state().waited }
 
-// Missing is something that a node needs to be ready.
+// Missing is a condition for readiness that is not met.
 type Missing struct {
 	// Condition is one of free, synced, whole, programmed, in-time and fresh.
 	Condition string `json:"condition"`
-	// Detail says what is missing, for people.
+	// Detail describes what is missing.
 	Detail string `json:"detail"`
 }
 
-// Missing lists what the node lacks to be ready; nothing if it is.
+// Missing returns the conditions for readiness that are not met; none if the node is ready.
 func (n *Node) Missing() []Missing { return n.missing(n.state(), n.watches()) }
 
 func (n *Node) watches() []Watch {
@@ -199,7 +197,7 @@ func (n *Node) watches() []Watch {
 	return n.cfg.Watches()
 }
 
-// mostFaults is how many faults are listed one by one.
+// mostFaults is the number of faults that are listed one by one.
 const mostFaults = 10
 
 func (n *Node) faults() []string {
@@ -214,7 +212,7 @@ func (n *Node) faults() []string {
 }
 
 func (n *Node) missing(s state, watches []Watch) []Missing {
-	out := []Missing{} // not nil: it is shown as JSON
+	out := []Missing{} // not nil, which JSON would show as null
 	add := func(condition, detail string, args ...any) {
 		out = append(out, Missing{condition, fmt.Sprintf(detail, args...)})
 	}
@@ -240,7 +238,7 @@ func (n *Node) missing(s state, watches []Watch) []Missing {
 			failure = ": " + w.Failure
 		}
 		switch {
-		case w.Age < 0 && !s.synced: // That is what not synced means.
+		case w.Age < 0 && !s.synced: // The condition synced says so.
 			if failure != "" {
 				add("fresh", "%s: nothing has come from the source%s", w.Resource, failure)
 			}

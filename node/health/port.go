@@ -19,7 +19,7 @@ import (
 	"nodeproxy/source"
 )
 
-// port is the health check node port of one Service. All but count is for Services.Run alone.
+// port is the health check node port of one Service. Only Services.Run uses its fields, except count.
 type port struct {
 	service plan.Service
 	number  uint16
@@ -28,26 +28,26 @@ type port struct {
 	server  *http.Server
 	open    map[listenAt]*socket
 	report  source.Report
-	said    string // what was last reported; empty if nothing since all was well
+	said    string // what was last reported; empty if all is well since
 	retry   time.Duration
 	retryAt time.Time
 }
 
-// socket is where a port is listened at.
+// socket is a listening socket of a port.
 type socket struct {
 	net.Listener
 	closed atomic.Bool   // it was closed here
-	ended  chan struct{} // is closed when it does not serve any more
+	ended  chan struct{} // closed when it no longer serves
 }
 
-// close returns when the kernel, too, has closed the socket, so that its address can be listened at again.
+// close returns when the kernel has closed the socket too, so that its address can be bound again.
 func (s *socket) close() {
 	s.closed.Store(true)
-	_ = s.Close() // If it is closed already, so be it.
+	_ = s.Close() // It may be closed already.
 	<-s.ended
 }
 
-// over reports whether it does not serve any more.
+// over reports whether the socket no longer serves.
 func (s *socket) over() bool {
 	select {
 	case <-s.ended:
@@ -57,7 +57,7 @@ func (s *socket) over() bool {
 	}
 }
 
-// localEndpoints are how many ready endpoints of a Service run on this node, by family.
+// localEndpoints is the number of ready endpoints of a Service on this node, by family.
 type localEndpoints struct {
 	number [2]int  // of IPv4, IPv6
 	has    [2]bool // whether the Service has a cluster IP of the family
@@ -70,7 +70,7 @@ func familyIndex(f plan.Family) int {
 	return 0
 }
 
-// for a request over f.
+// over returns the number for a request over f.
 func (l *localEndpoints) over(f plan.Family) int {
 	i := familyIndex(f)
 	if !l.has[i] {
@@ -79,9 +79,9 @@ func (l *localEndpoints) over(f plan.Family) int {
 	return l.number[i]
 }
 
-// readPort returns the health check node port of a Service, 0 if it has none, and its ready endpoints on this node. Two ports
-// of one endpoint count once, and those that shut down not at all. Endpoints on this node are found under policy Local, which
-// a Service with such a port has; for ports where that is not computed, since nothing outside reaches them yet, under Cluster.
+// readPort returns the health check node port of a Service, 0 if it has none, and its ready endpoints on this node. Two ports of
+// one endpoint count once, and terminating endpoints do not count. Endpoints on this node are found under policy Local, which a
+// Service with such a port has; for ports without it, since nothing outside reaches them yet, under Cluster.
 func readPort(p *plan.Plan, svc plan.Service) (number uint16, count localEndpoints) {
 	keys := p.KeysOf(svc)
 	for _, key := range keys {
@@ -124,7 +124,7 @@ func newPort(svc plan.Service, number uint16, cfg ServicesConfig, c *connections
 	p.server = newHTTPServer(http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
 		p.answer(w, familyOf(r), cfg.Healthy())
 	}), c, func() *slog.Logger { return cfg.Log })
-	p.server.Handler = told(func() string { return cfg.Program }, p.server.Handler)
+	p.server.Handler = named(func() string { return cfg.Program }, p.server.Handler)
 	return p
 }
 
@@ -136,7 +136,7 @@ func familyOf(r *http.Request) plan.Family {
 	return plan.IPv4
 }
 
-// answerFormat is the body of an answer; kube-proxy's, to the byte.
+// answerFormat is the body of an answer, byte for byte kube-proxy's.
 const answerFormat = `{
 	"service": {
 		"namespace": %q,
@@ -146,8 +146,8 @@ const answerFormat = `{
 	"serviceProxyHealthy": %t
 }`
 
-// answer is what kube-proxy answers, at any path. The weight is for load balancers that send to nodes by their number of
-// endpoints.
+// answer answers as kube-proxy does, at any path. The weight is for load balancers that distribute by the number of endpoints of
+// each node.
 func (p *port) answer(w http.ResponseWriter, f plan.Family, healthy bool) {
 	n := p.count.Load().over(f)
 	w.Header().Set("Content-Type", "application/json")
@@ -165,7 +165,7 @@ func (p *port) close() {
 	_ = p.server.Close() // Its sockets are closed already.
 }
 
-// closeExcept closes the sockets that are elsewhere than at, and forgets those that have ended.
+// closeExcept closes the sockets that are not at one of these addresses, and forgets those that have ended.
 func (p *port) closeExcept(at []listenAt) {
 	for where, s := range p.open {
 		if s.over() || !slices.Contains(at, where) {
@@ -175,8 +175,8 @@ func (p *port) closeExcept(at []listenAt) {
 	}
 }
 
-// listen opens the sockets that are missing. It returns false if one could not be opened, and then says when to try again. lost
-// is called when a socket ends without being closed here.
+// listen opens the sockets that are missing. It returns false if one could not be opened, and then sets the time of the next
+// attempt. It calls lost when a socket ends without being closed here.
 func (p *port) listen(at []listenAt, lost func(*port, error)) bool {
 	var failed error
 	for _, where := range at {
@@ -186,11 +186,11 @@ func (p *port) listen(at []listenAt, lost func(*port, error)) bool {
 		address := netip.AddrPortFrom(where.addr, p.number).String()
 		listener, err := (&net.ListenConfig{}).Listen(context.Background(), where.network, address)
 		if where.addr.IsUnspecified() && errors.Is(err, unix.EAFNOSUPPORT) {
-			continue // The kernel lacks the family, so nobody asks by it.
+			continue // The kernel lacks the family, so no request can come over it.
 		}
 		if err != nil {
 			if failed == nil {
-				failed = fmt.Errorf("port %d can't be listened at on %s: %w", p.number, where, cause(err))
+				failed = fmt.Errorf("can't listen on port %d at %s: %w", p.number, where, cause(err))
 			}
 			continue
 		}
@@ -212,19 +212,19 @@ func (p *port) listen(at []listenAt, lost func(*port, error)) bool {
 		p.said = text
 		p.report(source.Finding{
 			Severity: source.Problem, Object: "Service " + p.service.String(), Field: "spec.healthCheckNodePort", Detail: text,
-			Effect: "load balancers that ask there take this node for one without endpoints; it is tried again until it works",
+			Effect: "load balancers that ask there take this node for one without endpoints; listening is retried until it works",
 		})
 	}
 	return false
 }
 
-// putOff says when to try again.
+// putOff sets the time of the next attempt.
 func (p *port) putOff(now time.Time) {
 	p.retry = min(max(2*p.retry, firstRetry), lastRetry)
 	p.retryAt = now.Add(p.retry)
 }
 
-// cause is what was wrong, without the address, which is told otherwise.
+// cause returns the reason of an error without the address, which the message names already.
 func cause(err error) error {
 	if op := (*net.OpError)(nil); errors.As(err, &op) {
 		return op.Err

@@ -16,25 +16,25 @@ import (
 	"time"
 )
 
-// rebindAfter is the wait before an address that can't be bound is tried again. It is short: another proxy that leaves, or
-// this program's former self, should not leave a probe without an answer.
+// rebindAfter is the pause before another attempt to bind an address. It is short: a probe should get an answer soon after another
+// proxy, or this program's former process, has released the address.
 const rebindAfter = time.Second
 
-// Serving says where a Server listens, and what it answers.
+// Serving says where a Server listens and what it answers.
 type Serving struct {
-	// Addrs are where it listens. 0.0.0.0 means every address of both families, as with kube-proxy, and so does ::. The zero
-	// AddrPort is left out.
+	// Addrs are the addresses to listen on. 0.0.0.0 means every address of both families, as with kube-proxy, and so does ::. The
+	// zero AddrPort is ignored.
 	Addrs   []netip.AddrPort
 	Handler http.Handler
-	// Program and its version, such as nodeproxy/1.0, are the header Server of each answer; "" for none.
+	// Program, with its version, such as nodeproxy/1.0, is the header Server of each answer; "" for none.
 	Program string
-	// HardFail makes an address that can't be bound an error. Otherwise it is logged and tried again.
+	// HardFail makes an address that can't be bound an error. Otherwise it is logged and retried.
 	HardFail bool
 	Log      *slog.Logger
 }
 
-// Server serves HTTP. Where it listens and what it answers can be exchanged while it serves: connections stay open, and an
-// address that remains is listened at all the while. Its methods are not safe for concurrent use.
+// Server serves HTTP. Its addresses and its handler can be replaced while it serves: connections stay open, and an address that
+// remains is listened on all the while. Its methods are not safe for concurrent use.
 type Server struct {
 	name    string
 	http    *http.Server
@@ -44,25 +44,25 @@ type Server struct {
 	prepared map[netip.AddrPort]net.Listener
 }
 
-// place is an address that is served, or tried again until it can be.
+// place is an address that is served, or retried until it can be.
 type place struct {
 	cancel context.CancelFunc
 	done   chan struct{}
 }
 
-// NewServer returns a server that listens nowhere. Its name is what it is called in messages, such as healthz.
+// NewServer returns a server that does not listen yet. Messages use its name, such as healthz.
 func NewServer(name string) *Server {
 	s := &Server{name: name, places: map[netip.AddrPort]*place{}, prepared: map[netip.AddrPort]net.Listener{}}
 	answer := http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) { s.serving.Load().Handler.ServeHTTP(w, r) })
 	s.http = newHTTPServer(answer, newConnections(mostConnections), func() *slog.Logger { return s.serving.Load().Log })
-	s.http.Handler = told(func() string { return s.serving.Load().Program }, s.http.Handler)
+	s.http.Handler = named(func() string { return s.serving.Load().Program }, s.http.Handler)
 	return s
 }
 
-var errBind = errors.New("the address can't be listened at")
+var errBind = errors.New("can't listen on the address")
 
-// Prepare opens the addresses of next that are not open yet. Nobody is answered there before Serve; Discard closes them again.
-// With HardFail, an address that can't be opened is an error, and then nothing has changed.
+// Prepare opens the addresses of next that are not open yet. Connections are not answered before Serve; Discard closes the
+// listeners again. With HardFail, an address that can't be opened is an error, and nothing changes.
 func (s *Server) Prepare(next Serving) error {
 	for _, addr := range next.Addrs {
 		if !addr.IsValid() || s.places[addr] != nil || s.prepared[addr] != nil || s.overlaps(addr) {
@@ -79,7 +79,7 @@ func (s *Server) Prepare(next Serving) error {
 	return nil
 }
 
-// overlaps reports whether an address can't be opened as long as the server itself listens at others.
+// overlaps reports whether an address can't be opened while the server itself listens on others.
 func (s *Server) overlaps(addr netip.AddrPort) bool {
 	for other := range s.places {
 		if other.Port() == addr.Port() && (other.Addr().IsUnspecified() || addr.Addr().IsUnspecified()) {
@@ -92,12 +92,12 @@ func (s *Server) overlaps(addr netip.AddrPort) bool {
 // Discard closes what Prepare has opened.
 func (s *Server) Discard() {
 	for _, listener := range s.prepared {
-		_ = listener.Close() // Nobody has been answered there.
+		_ = listener.Close() // No connection was answered.
 	}
 	clear(s.prepared)
 }
 
-// Serve makes the server answer as next says, at its addresses and no others.
+// Serve makes the server serve next, at its addresses and no others.
 func (s *Server) Serve(next Serving) {
 	s.serving.Store(&next)
 	for addr, p := range maps.Clone(s.places) {
@@ -128,21 +128,21 @@ func (p *place) close() {
 	<-p.done
 }
 
-// Close ends all listening and all connections.
+// Close closes all listeners and connections.
 func (s *Server) Close() {
 	s.Discard()
 	for _, p := range s.places {
 		p.cancel()
 	}
-	_ = s.http.Close() // Sockets that are closed already are no matter.
+	_ = s.http.Close() // Some sockets may be closed already.
 	for _, p := range s.places {
 		<-p.done
 	}
 	clear(s.places)
 }
 
-// Run serves until ctx ends, and then returns nil. With HardFail, it returns an error when an address can't be bound, and
-// serves at none.
+// Run serves until ctx ends, and then returns nil. With HardFail, it returns an error if an address can't be bound, and serves at
+// none.
 func (s *Server) Run(ctx context.Context, serving Serving) error {
 	defer s.Close()
 	if err := s.Prepare(serving); err != nil {
@@ -153,7 +153,7 @@ func (s *Server) Run(ctx context.Context, serving Serving) error {
 	return nil
 }
 
-// serve listens at one address until ctx ends. listener is the first one, if it is open already.
+// serve listens on one address until ctx ends. listener is the first listener, if it is open already.
 func (s *Server) serve(ctx context.Context, addr netip.AddrPort, listener net.Listener) {
 	failing := ""
 	for {
@@ -163,7 +163,7 @@ func (s *Server) serve(ctx context.Context, addr netip.AddrPort, listener net.Li
 		}
 		if err == nil {
 			if failing != "" {
-				s.serving.Load().Log.Info("the address can be listened at now", "server", s.name, "address", addr)
+				s.serving.Load().Log.Info("listening on the address now", "server", s.name, "address", addr)
 			}
 			failing = ""
 			err = s.answer(ctx, listener)
@@ -174,7 +174,7 @@ func (s *Server) serve(ctx context.Context, addr netip.AddrPort, listener net.Li
 		}
 		if failing != err.Error() {
 			failing = err.Error()
-			s.serving.Load().Log.Error("an address can't be listened at; nobody is answered there, and it is tried again",
+			s.serving.Load().Log.Error("can't listen on an address; requests to it are not answered, and it is retried",
 				"server", s.name, "address", addr, "every", rebindAfter, "error", err)
 		}
 		select {
@@ -185,25 +185,25 @@ func (s *Server) serve(ctx context.Context, addr netip.AddrPort, listener net.Li
 	}
 }
 
-// answer serves at a listener until it ends, or ctx does.
+// answer serves at a listener until the listener or ctx ends.
 func (s *Server) answer(ctx context.Context, listener net.Listener) error {
 	stop := context.AfterFunc(ctx, func() { _ = listener.Close() })
 	defer stop()
 	return s.http.Serve(listener)
 }
 
-// Who asks sends a few hundred bytes and gets a few hundred back, so these limits are generous.
+// A request and its answer have a few hundred bytes each, so these limits are generous.
 const (
 	requestTimeout = 10 * time.Second
 	answerTimeout  = 30 * time.Second
 	idleTimeout    = 2 * time.Minute
 	headerBytes    = 16 << 10
-	// mostConnections is how many connections a server has at most.
+	// mostConnections is the maximum number of connections of a server.
 	mostConnections = 256
 )
 
-// newHTTPServer returns a server that nobody can hold up by sending or reading slowly, nor by how many connections they make.
-// What it has to say of its clients goes to log.
+// newHTTPServer returns a server that clients can't block by sending or reading slowly, nor by many connections. Its messages about
+// clients go to log.
 func newHTTPServer(h http.Handler, c *connections, logger func() *slog.Logger) *http.Server {
 	return &http.Server{
 		Handler: onlyAnswers(h), ReadTimeout: requestTimeout, IdleTimeout: idleTimeout, MaxHeaderBytes: headerBytes,
@@ -211,8 +211,8 @@ func newHTTPServer(h http.Handler, c *connections, logger func() *slog.Logger) *
 	}
 }
 
-// told says in each answer of h whose it is: where two proxies have one port, it may be either's.
-func told(program func() string, h http.Handler) http.Handler {
+// named names the program in each answer of h: where two proxies share a port, either may answer.
+func named(program func() string, h http.Handler) http.Handler {
 	return http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
 		if p := program(); p != "" {
 			w.Header().Set("Server", p)
@@ -229,8 +229,8 @@ func (w debugWriter) Write(p []byte) (int, error) {
 	return len(p), nil
 }
 
-// onlyAnswers passes GET and HEAD on, refuses all else, and reads the body of no request. The answer has to be taken within
-// answerTimeout, but for profiles, which take as long as they are asked to.
+// onlyAnswers accepts GET and HEAD only, and reads no request's body. The client must read the answer within answerTimeout, except
+// for profiles, which take as long as the request asks for.
 func onlyAnswers(h http.Handler) http.Handler {
 	return http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
 		conn := http.NewResponseController(w)
@@ -239,13 +239,13 @@ func onlyAnswers(h http.Handler) http.Handler {
 			deadline = time.Time{}
 		}
 		_ = conn.SetWriteDeadline(deadline) // A recorder in a test has none.
-		if r.ContentLength != 0 {           // It has one, or may have.
+		if r.ContentLength != 0 {           // There is a body, or there may be one.
 			w.Header().Set("Connection", "close")
-			_ = conn.SetReadDeadline(time.Now()) // What has not come is not waited for.
+			_ = conn.SetReadDeadline(time.Now()) // The server does not wait for the rest of the body.
 		}
 		if r.Method != http.MethodGet && r.Method != http.MethodHead {
 			w.Header().Set("Allow", "GET, HEAD")
-			http.Error(w, "only GET and HEAD are answered here", http.StatusMethodNotAllowed)
+			http.Error(w, "only GET and HEAD are supported", http.StatusMethodNotAllowed)
 			return
 		}
 		h.ServeHTTP(w, r)

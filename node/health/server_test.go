@@ -110,7 +110,7 @@ func TestServerHardFail(t *testing.T) {
 	serving := Serving{Addrs: []netip.AddrPort{addr}, Handler: http.HandlerFunc(pong), HardFail: true,
 		Log: slog.New(slog.DiscardHandler)}
 	err := NewServer("metrics").Run(context.Background(), serving)
-	want := "metrics server at " + addr.String() + ": the address can't be listened at: "
+	want := "metrics server at " + addr.String() + ": can't listen on the address: "
 	if err == nil || !strings.HasPrefix(err.Error(), want) || !strings.Contains(err.Error(), "address already in use") {
 		t.Errorf("error is %v, want %s…", err, want)
 	}

@@ -14,35 +14,36 @@ import (
 	"nodeproxy/source"
 )
 
-// The wait before a port that can't be listened at is tried again doubles from the first to the second of these.
+// The pause before another attempt to listen on a port doubles from the first to the second of these.
 const (
 	firstRetry = time.Second
 	lastRetry  = 30 * time.Second
 )
 
-// mostOfServices is how many connections the health check node ports have at most, all together.
+// mostOfServices is the maximum number of connections of all health check node ports together.
 const mostOfServices = 1024
 
-// ServicesConfig says what Services works with.
+// ServicesConfig configures Services.
 type ServicesConfig struct {
-	// Healthy tells whether the node as a whole is healthy, as Node.Healthy does.
+	// Healthy reports whether the node as a whole is healthy, as Node.Healthy does.
 	Healthy func() bool
-	// Program and its version are the header Server of each answer; "" for none.
+	// Program, with its version, is the header Server of each answer; "" for none.
 	Program string
-	// NotNode names links whose addresses belong to Services and not to the node, such as kube-ipvs0.
+	// NotNode names interfaces whose addresses belong to Services and not to the node, such as kube-ipvs0.
 	NotNode []string
-	// Report receives what the owners of Services should know; nil discards it.
+	// Report receives findings for the owners of Services; nil discards them.
 	Report source.Report
-	// Log is for what concerns the node as a whole; nil discards it.
+	// Log receives what concerns the node as a whole; nil discards it.
 	Log *slog.Logger
 }
 
-// Services answers at the health check node port of each Service that has one: there a load balancer asks whether this node
-// has endpoints of the Service, and how many (KEP-1669: those that shut down do not count). It listens where node ports
-// answer, on the addresses of both families, and follows the host's addresses as they come and go.
+// Services serves the health check node port of each Service that has one: there a load balancer asks whether this node has
+// endpoints of the Service, and how many (KEP-1669: terminating ones do not count). It listens where node ports answer, on the
+// addresses of both families, and follows changes of the host's addresses.
 //
-// A Service has one port for both families, but may have endpoints of one only. Whoever asks over a family that the Service
-// has is told of the endpoints of that family; over the other, of those that there are. kube-proxy does not listen there.
+// A Service has one port for both families, but may have endpoints of one only. A request over a family that the Service has is
+// answered with the endpoints of that family; over the other family, with those of the family that it has. kube-proxy does not
+// listen there.
 type Services struct {
 	cfg     ServicesConfig
 	host    hostAddresses
@@ -55,7 +56,7 @@ type Services struct {
 	at       plan.NodePortAddresses
 	node     plan.Node
 	known    bool // whether at and node are
-	moved    bool // whether sockets may have to be elsewhere than they are
+	moved    bool // whether sockets may have to move
 	dirty    map[*port]bool
 	obsolete []*port
 
@@ -78,9 +79,9 @@ func NewServices(cfg ServicesConfig) *Services {
 	}
 }
 
-// Update takes in what a plan says now. changed names the ServicePorts that may differ from the last call, vanished ones
-// included; nil stands for all, and for a change of the node. It costs work for the Services in changed only, touches no
-// socket, and keeps nothing of the plan: answers follow at once, sockets within moments.
+// Update takes over a plan. changed names the ServicePorts that may differ from the last call, vanished ones included; nil stands
+// for all, and for a change of the node. It costs work for the Services in changed only, opens no socket, and keeps nothing of the
+// plan: answers follow at once, sockets within moments.
 func (s *Services) Update(p *plan.Plan, changed plan.Keys) {
 	s.mu.Lock()
 	defer s.mu.Unlock()
@@ -100,7 +101,7 @@ func (s *Services) Update(p *plan.Plan, changed plan.Keys) {
 	}
 }
 
-// updateAll does so for every Service, and for what is common to all.
+// updateAll takes over every Service, and what is common to all.
 func (s *Services) updateAll(p *plan.Plan) {
 	if !s.known || !s.node.Equal(p.Node) || !equalAddresses(s.at, p.Settings.NodePortAddresses) {
 		s.node, s.at, s.known, s.moved = p.Node, p.Settings.NodePortAddresses, true, true
@@ -140,18 +141,17 @@ func (s *Services) update(p *plan.Plan, svc plan.Service) {
 	}
 }
 
-// Ports returns how many health check node ports there are, and how many of them are not listened at everywhere they should
-// be.
+// Ports returns the number of health check node ports, and the number of those that do not listen everywhere they should.
 func (s *Services) Ports() (all, failing int) {
 	s.mu.Lock()
 	defer s.mu.Unlock()
 	return len(s.byName), int(s.failingCount.Load())
 }
 
-// calm is how long to wait after a change of the host's addresses: there are often more at once.
+// calm is how long to wait after a change of the host's addresses, as several often change together.
 const calm = 50 * time.Millisecond
 
-// Run listens and answers until ctx ends, and then closes all sockets. A Services runs once.
+// Run serves until ctx ends, and then closes all sockets. A Services runs once.
 func (s *Services) Run(ctx context.Context) {
 	var running sync.WaitGroup
 	defer running.Wait()
@@ -197,7 +197,7 @@ func (s *Services) addressesChanged(ctx context.Context) {
 	s.moved = true
 }
 
-// work is what there is to do about sockets.
+// work is the pending work on sockets.
 type work struct {
 	close []*port
 	open  map[*port]bool
@@ -205,8 +205,8 @@ type work struct {
 	node  plan.Node
 }
 
-// take returns what there is to do now. The lock is not held while it is done: there may be thousands of sockets, and the sync
-// loop must not wait for them.
+// take returns the pending work. The lock is not held while it is done: there may be thousands of sockets, and the sync loop must
+// not wait for them.
 func (s *Services) take() work {
 	s.mu.Lock()
 	defer s.mu.Unlock()
@@ -221,7 +221,7 @@ func (s *Services) take() work {
 	return w
 }
 
-// reconcile closes sockets that are not wanted any more, then opens those that are missing.
+// reconcile closes sockets that are no longer wanted, then opens those that are missing.
 func (s *Services) reconcile() {
 	w := s.take()
 	for _, p := range w.close {
@@ -244,7 +244,7 @@ func (s *Services) reconcile() {
 		}
 	}
 	at := sockets(w.at, w.node, host)
-	for p := range w.open { // First of all, since sockets at single addresses keep those at all addresses from opening.
+	for p := range w.open { // Close first, since a socket on a single address keeps one on all addresses from opening.
 		p.closeExcept(at)
 	}
 	for p := range w.open {
@@ -255,8 +255,7 @@ func (s *Services) reconcile() {
 	s.failingCount.Store(int64(len(s.failing)))
 }
 
-// due returns the ports that are to be tried again now: all where freed is true, since a port has been closed that another
-// Service may have waited for.
+// due returns the ports to retry now: all if freed is true, since a port was closed that another Service may have waited for.
 func (s *Services) due(freed bool) map[*port]bool {
 	out, now := map[*port]bool{}, time.Now()
 	for p := range s.failing {
@@ -267,20 +266,20 @@ func (s *Services) due(freed bool) map[*port]bool {
 	return out
 }
 
-// lost notes that a socket of p has ended by itself.
+// lost records that a socket of p has ended by itself.
 func (s *Services) lost(p *port, err error) {
 	s.mu.Lock()
 	defer s.mu.Unlock()
 	if s.byName[p.service] != p {
 		return
 	}
-	s.cfg.Log.Warn("a health check node port is not listened at any more; it is tried again", "service", p.service,
+	s.cfg.Log.Warn("a health check node port stopped listening; it is retried", "service", p.service,
 		"port", p.number, "error", err)
 	s.dirty[p] = true
 	notify(s.wake)
 }
 
-// nextTry returns when the first port is due that could not be listened at; zero if there is none.
+// nextTry returns the time of the next retry of a port; zero for none.
 func (s *Services) nextTry() time.Time {
 	var first time.Time
 	for p := range s.failing {
@@ -306,6 +305,6 @@ func (s *Services) closeAll() {
 func notify(c chan struct{}) {
 	select {
 	case c <- struct{}{}:
-	default: // It will look anyway.
+	default: // It runs anyway.
 	}
 }

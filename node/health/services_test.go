@@ -298,15 +298,15 @@ func TestCountsKeepTheSocket(t *testing.T) {
 	}
 }
 
-// TestPortThatIsTaken is told of, once, and others work; it is taken when it becomes free.
+// TestPortThatIsTaken: a port in use is reported once, and others work; it is opened when it becomes free.
 func TestPortThatIsTaken(t *testing.T) {
 	t.Parallel()
 	b, free := newLive(t, onLoopback), freePort(t)
 	other, addr := taken(t)
 	b.set(servicePort(svcA, "", plan.IPv4, addr.Port(), "10.0.0.1:80+"), servicePort(svcB, "", plan.IPv4, free, "10.0.0.1:80+"))
 	b.eventually("127.0.0.1", free, "200 1")
-	want := fmt.Sprintf("Service ns/a: spec.healthCheckNodePort: port %d can't be listened at on 127.0.0.1: bind: address already"+
-		" in use; load balancers that ask there take this node for one without endpoints; it is tried again until it works", addr.Port())
+	want := fmt.Sprintf("Service ns/a: spec.healthCheckNodePort: can't listen on port %d at 127.0.0.1: bind: address already"+
+		" in use; load balancers that ask there take this node for one without endpoints; listening is retried until it works", addr.Port())
 	eventually(t, "a finding", func() bool { return len(b.reported()) > 0 })
 	b.eventually("::1", addr.Port(), "200 1") // where it is free
 	b.Update(b.plan, nil)

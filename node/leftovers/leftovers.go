@@ -1,5 +1,5 @@
-// Package leftovers removes what a kube-proxy leaves in the kernel that no mode of this program has: the tables of its mode
-// nftables, and its counters of packets. What both have, the backends remove.
+// Package leftovers removes objects of a kube-proxy that no mode of this program uses: the tables of its nftables mode and its
+// accounting objects. The backends remove the objects that both programs use.
 package leftovers
 
 import (
@@ -15,17 +15,16 @@ import (
 	"nodeproxy/plan"
 )
 
-// Leftover is something that a kube-proxy has left.
+// Leftover is an object that a kube-proxy has left in the kernel.
 type Leftover struct {
-	what string
-	// remove removes it.
+	what   string
 	remove func() error
 }
 
 func (l Leftover) String() string { return l.what }
 
-// Find lists what there is in the network namespace of the calling thread. A kernel without nftables, or without accounting,
-// has none of it.
+// Find lists the leftovers in the network namespace of the calling thread. A kernel without nftables or without accounting has none
+// of that kind.
 func Find() ([]Leftover, error) {
 	var out []Leftover
 	for _, f := range plan.Families {
@@ -50,9 +49,9 @@ func Find() ([]Leftover, error) {
 	return out, nil
 }
 
-// Remove removes what Find has found; what is gone already is no error. Each table goes as a whole: no packet meets half of it.
-// Connections that it has translated go on, since that is kept with the connection. It returns what it has removed; an error
-// names each thing that stays.
+// Remove removes what Find has found; an object that is gone already is no error. Each table is removed as a whole, so no packet
+// meets half of it. Connections that it has translated continue, since the translation is kept with the connection. Remove returns
+// what it has removed; the error names each object that remains.
 func Remove(found []Leftover) ([]Leftover, error) {
 	var out []Leftover
 	var errs []error

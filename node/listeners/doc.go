@@ -1,13 +1,12 @@
 // Package listeners finds programs on the node that listen where a Service captures what is sent.
 //
-// Rules for Services act before the kernel looks for a socket. A program that listens at the number of a node port, or at
-// an address of this node that is also an external or load balancer IP of a Service, with its port, gets nothing any more,
-// and no error says so: the SSH server or the API server of the node is just out of reach (issue 100643 of
-// kubernetes/kubernetes).
+// Rules for Services act before the kernel looks up a socket. A program that listens on the number of a node port, or on the
+// address and port of an external or load balancer IP that is also an address of this node, receives nothing any more, and no error
+// says so: the SSH server or the API server of the node is just out of reach (issue 100643 of kubernetes/kubernetes).
 //
 // # What is a conflict
 //
-// A socket and a frontend conflict if a packet to where the socket listens would be one to the frontend:
+// A socket and a frontend conflict if a packet to the socket's address would also be a packet to the frontend:
 //
 //   - A socket bound to one address conflicts with a frontend of that address, protocol and port; and with a node port,
 //     if node ports answer at that address.

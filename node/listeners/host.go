@@ -7,7 +7,7 @@ import (
 	"nodeproxy/plan"
 )
 
-// hostAddresses returns the addresses of this network namespace, except those of the devices in not.
+// hostAddresses returns the addresses in this network namespace, except those of the devices in not.
 func hostAddresses(not []string) ([]netip.Addr, error) {
 	list, err := host.Filter{Except: not, LinkLocal: true}.Addresses(plan.Families[:]...)
 	var out []netip.Addr

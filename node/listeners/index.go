@@ -7,7 +7,7 @@ import (
 	"nodeproxy/plan"
 )
 
-// place is what a packet is recognised by. Node ports have the zero Addr.
+// place is the destination by which a packet is recognised. Node ports have the zero Addr.
 type place struct {
 	family   plan.Family
 	protocol plan.Protocol
@@ -15,13 +15,13 @@ type place struct {
 	port     uint16
 }
 
-// owner is the ServicePort that a place belongs to, and the frontend that it is.
+// owner is the ServicePort that owns a place, and the frontend there.
 type owner struct {
 	key      plan.Key
 	frontend plan.Frontend
 }
 
-// index knows which places belong to Services, and where their endpoints are.
+// index maps places to the Services that own them, and knows where their endpoints are.
 type index struct {
 	settings plan.Settings
 	node     plan.Node
@@ -46,7 +46,7 @@ func (x *index) update(p *plan.Plan, changed plan.Keys) bool {
 		return true
 	}
 	differs := false
-	// What changes hands is left by one before another enters it.
+	// All removals come before all additions, as a place may pass from one ServicePort to another.
 	for key := range changed {
 		old, now := x.services[key], p.Services[key]
 		if old != nil && (now == nil || !slices.Equal(old.Frontends, now.Frontends)) {
@@ -66,7 +66,7 @@ func placeOf(key plan.Key, f plan.Frontend) place {
 	return place{key.Family, f.Protocol, f.Addr, f.Port}
 }
 
-// enter puts a ServicePort in, or in the place of one with the same frontends. It reports whether there was none.
+// enter adds a ServicePort, or replaces one with the same frontends. It reports whether there was none.
 func (x *index) enter(sp *plan.ServicePort) bool {
 	known := x.services[sp.Key] != nil
 	x.services[sp.Key] = sp
@@ -88,7 +88,7 @@ func (x *index) leave(sp *plan.ServicePort) {
 	}
 }
 
-// captured returns the frontends that get what is sent to a socket, on a node with these addresses.
+// captured returns the frontends that receive what is sent to a socket, on a node with these addresses.
 func (x *index) captured(s socket, host []netip.Addr) []owner {
 	var out []owner
 	add := func(p place) {

@@ -10,11 +10,10 @@ import (
 	"nodeproxy/plan"
 )
 
-// socket is one that takes what comes in from anywhere.
+// socket is a socket that receives packets from any peer.
 type socket struct{ sockets.Socket }
 
-// dumpSockets lists the sockets of a protocol. A kernel that does not know the protocol, or can't show its sockets, has none to
-// show.
+// dumpSockets lists the sockets of a protocol; none if the kernel does not know the protocol or can't list its sockets.
 func dumpSockets(p plan.Protocol) ([]socket, error) {
 	list, err := sockets.List(p)
 	if errors.Is(err, unix.ENOENT) {
@@ -27,7 +26,7 @@ func dumpSockets(p plan.Protocol) ([]socket, error) {
 	return out, err
 }
 
-// families are those whose packets a socket takes.
+// families returns the families whose packets a socket receives.
 func (s socket) families() []plan.Family {
 	if s.Both {
 		return plan.Families[:]
@@ -35,7 +34,7 @@ func (s socket) families() []plan.Family {
 	return []plan.Family{plan.FamilyOf(s.Addr)}
 }
 
-// where names the place for people.
+// where describes the socket's address for messages.
 func (s socket) where() string {
 	at := s.Addr.String()
 	switch {

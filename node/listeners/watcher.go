@@ -16,31 +16,31 @@ import (
 
 // Config says how a Watcher works.
 type Config struct {
-	// NotNode names devices whose addresses are those of Services, and not the node's.
+	// NotNode names devices whose addresses belong to Services and not to the node.
 	NotNode []string
-	// Report receives a problem once for each conflict, when it is found, and a note when it ends while the Service still
-	// has the frontend; nil for nobody.
+	// Report receives a problem once for each conflict, when it is found, and a note when it ends while the Service still has the
+	// frontend; nil discards them.
 	Report source.Report
-	// Count receives the number of conflicts after each look; nil for nobody.
+	// Count receives the number of conflicts after each check; nil discards it.
 	Count func(int)
-	// Log receives why sockets could not be listed; nil discards it.
+	// Log receives the reason if sockets could not be listed; nil discards it.
 	Log *slog.Logger
 }
 
-// When sockets are looked at.
+// The intervals between checks.
 const (
 	defaultPeriod = 30 * time.Second
-	// defaultGap is the least time between two looks, whatever changes.
+	// defaultGap is the minimum time between two checks, whatever changes.
 	defaultGap = 5 * time.Second
 )
 
-// Watcher looks for conflicts. Update tells it of the plan, Run works.
+// Watcher looks for conflicts. Update passes it the plan; Run does the work.
 type Watcher struct {
 	cfg         Config
 	period, gap time.Duration
 	wake        chan struct{}
 
-	// The seams of tests.
+	// Replaced by tests.
 	dump func(plan.Protocol) ([]socket, error)
 	host func(not []string) ([]netip.Addr, error)
 	own  func() map[uint32]bool
@@ -50,12 +50,12 @@ type Watcher struct {
 	known bool // whether there is a plan
 
 	// Only Run's goroutine uses these.
-	found map[conflict]string // with who has the socket
+	found map[conflict]string // and the processes that own the sockets
 	// doubtful are the sockets that count if they are seen again, by inode.
 	doubtful map[uint32]bool
 }
 
-// conflict is a socket and a frontend that are for the same packets. Sockets that share one place are one, and so are the
+// conflict is a socket and a frontend that match the same packets. Sockets with the same address and port are one, and so are the
 // node ports of both families.
 type conflict struct {
 	socket   socket   // without inode and user
@@ -63,7 +63,7 @@ type conflict struct {
 	frontend plan.Frontend
 }
 
-// New returns a Watcher that does nothing until it runs and has been told of a plan.
+// New returns a Watcher that does nothing until it runs and has a plan.
 func New(cfg Config) *Watcher {
 	if cfg.Report == nil {
 		cfg.Report = func(source.Finding) {}
@@ -89,7 +89,7 @@ func (w *Watcher) Update(p *plan.Plan, changed plan.Keys) {
 	if w.index.update(p, changed) {
 		select {
 		case w.wake <- struct{}{}:
-		default: // It will look anyway.
+		default: // A check is due anyway.
 		}
 	}
 	w.known = true
@@ -128,7 +128,7 @@ func (w *Watcher) Run(ctx context.Context) {
 	}
 }
 
-// look compares the sockets that there are with the plan. It returns true if it should be done again soon.
+// look compares the current sockets with the plan. It returns true if it should run again soon.
 func (w *Watcher) look() (again bool, err error) {
 	w.mu.Lock()
 	known, count := w.known, maps.Clone(w.index.count)
@@ -152,11 +152,11 @@ func (w *Watcher) look() (again bool, err error) {
 		return false, err
 	}
 	now := w.conflicts(list, addrs)
-	w.tell(now)
+	w.report(now)
 	return len(w.doubtful) > 0, nil
 }
 
-// conflicts returns those that there are, each with the inodes of its sockets.
+// conflicts returns the current conflicts, each with the inodes of its sockets.
 func (w *Watcher) conflicts(list []socket, addrs []netip.Addr) map[conflict][]uint32 {
 	now := map[conflict][]uint32{}
 	doubtful := map[uint32]bool{}
@@ -177,7 +177,7 @@ func (w *Watcher) conflicts(list []socket, addrs []netip.Addr) map[conflict][]ui
 				doubt = true // It may have been this program's, and is closed by now.
 			}
 			c := conflictOf(s, o)
-			if _, told := w.found[c]; doubt && !told && !w.doubtful[s.Inode] {
+			if _, found := w.found[c]; doubt && !found && !w.doubtful[s.Inode] {
 				doubtful[s.Inode] = true
 				continue
 			}

@@ -110,33 +110,33 @@ func TestWhatConflicts(t *testing.T) {
 			w := newWatched(t, c.settings)
 			w.set(servicePort("web", c.family, c.frontends, c.endpoints...))
 			if found := w.see(); len(found) != 0 || w.count != 0 {
-				t.Fatalf("told of %v before anything listened, and counted %d", found, w.count)
+				t.Fatalf("reported %v before anything listened, and counted %d", found, w.count)
 			}
 			closeIt := listen(t, c.network, c.address)
 			found := w.see()
 			if c.want == "" {
 				if len(found) != 0 || w.count != 0 {
-					t.Errorf("told of %v, and counted %d; there is no conflict", found, w.count)
+					t.Errorf("reported %v, and counted %d; there is no conflict", found, w.count)
 				}
 				return
 			}
 			field, note := strings.CutPrefix(c.want, "note ")
 			if len(found) != 1 || found[0].Object != "Service ns/web" || found[0].Field != field ||
 				(found[0].Severity == source.Note) != note {
-				t.Fatalf("told of %v, want one of %s", found, c.want)
+				t.Fatalf("reported %v, want one of %s", found, c.want)
 			}
 			if self := fmt.Sprintf("process %d (", os.Getpid()); !strings.HasPrefix(found[0].Detail, self) {
-				t.Errorf("told %q; it is %s", found[0].Detail, self)
+				t.Errorf("reported %q; it is %s", found[0].Detail, self)
 			}
 			if !note && w.count != 1 {
 				t.Errorf("counted %d, want 1", w.count)
 			}
 			if found := w.see(); len(found) != 0 {
-				t.Errorf("told of %v again", found)
+				t.Errorf("reported %v again", found)
 			}
 			closeIt()
 			if found := w.see(); len(found) != 1 || found[0].Severity != source.Note || w.count != 0 {
-				t.Errorf("told of %v when it ended, and counted %d; want a note and 0", found, w.count)
+				t.Errorf("reported %v when it ended, and counted %d; want a note and 0", found, w.count)
 			}
 		})
 	}
@@ -153,7 +153,7 @@ func TestOneConflictForBothFamilies(t *testing.T) {
 	listen(t, "tcp", ":30080")
 	listen(t, "tcp", ":30080")
 	if found := w.see(); len(found) != 1 || w.count != 1 || !strings.Contains(found[0].Detail, "every address, port 30080/TCP") {
-		t.Errorf("told of %v, and counted %d; want one", found, w.count)
+		t.Errorf("reported %v, and counted %d; want one", found, w.count)
 	}
 	// An endpoint of either family makes it the Service's own.
 	w.set(servicePort("web", plan.IPv4, []plan.Frontend{at(plan.NodePort, "", plan.TCP, 30080)}, "10.0.0.5:30080"))
@@ -173,18 +173,18 @@ func TestHealthCheckNodePort(t *testing.T) {
 	w.own = sockets.Own
 	for range 3 {
 		if found := w.see(); len(found) != 0 {
-			t.Fatalf("told of %v; the socket is this program's", found)
+			t.Fatalf("reported %v; the socket is this program's", found)
 		}
 	}
 	w.own = func() map[uint32]bool { return nil }
 	if found := w.see(); len(found) != 0 {
-		t.Errorf("told of %v at the first sight", found)
+		t.Errorf("reported %v at the first sight", found)
 	}
 	if found := w.see(); len(found) != 1 || found[0].Field != "spec.healthCheckNodePort" || w.count != 1 {
-		t.Errorf("told of %v, and counted %d; want one", found, w.count)
+		t.Errorf("reported %v, and counted %d; want one", found, w.count)
 	}
 	if found := w.see(); len(found) != 0 || w.count != 1 {
-		t.Errorf("told of %v again, and counted %d; want 1", found, w.count)
+		t.Errorf("reported %v again, and counted %d; want 1", found, w.count)
 	}
 }
 
@@ -202,10 +202,10 @@ func TestUDPSenders(t *testing.T) {
 	port := uint16(sender.LocalAddr().(*net.UDPAddr).Port)
 	w.set(servicePort("web", plan.IPv4, []plan.Frontend{at(plan.NodePort, "", plan.UDP, port)}))
 	if found := w.see(); len(found) != 0 || len(w.doubtful) != 1 {
-		t.Errorf("told of %v; the socket may be about to send (%d are in doubt)", found, len(w.doubtful))
+		t.Errorf("reported %v; the socket may be about to send (%d are in doubt)", found, len(w.doubtful))
 	}
 	if found := w.see(); len(found) != 1 {
-		t.Errorf("told of %v; the socket stays, so it listens", found)
+		t.Errorf("reported %v; the socket stays, so it listens", found)
 	}
 	from, to := netip.MustParseAddrPort("10.0.0.6:30053"), netip.MustParseAddrPort("10.0.0.5:53")
 	connected, err := net.DialUDP("udp4", net.UDPAddrFromAddrPort(from), net.UDPAddrFromAddrPort(to))
@@ -215,7 +215,7 @@ func TestUDPSenders(t *testing.T) {
 	defer connected.Close()
 	w.set(servicePort("dns", plan.IPv4, []plan.Frontend{at(plan.NodePort, "", plan.UDP, 30053)}))
 	if found := w.see(); len(found) != 0 {
-		t.Errorf("told of %v; the socket takes answers only", found)
+		t.Errorf("reported %v; the socket takes answers only", found)
 	}
 }
 
@@ -230,18 +230,18 @@ func TestServiceGoes(t *testing.T) {
 	b := servicePort("b", plan.IPv4, []plan.Frontend{at(plan.NodePort, "", plan.TCP, 30080)})
 	w.set(a)
 	if found := w.see(); len(found) != 1 || found[0].Object != "Service ns/a" {
-		t.Fatalf("told of %v, want ns/a", found)
+		t.Fatalf("reported %v, want ns/a", found)
 	}
 	w.plan.Delete(a.Key)
 	w.plan.Set(b)
 	w.Update(w.plan, plan.Keys{a.Key: {}, b.Key: {}})
 	if found := w.see(); len(found) != 1 || found[0].Object != "Service ns/b" || w.count != 1 {
-		t.Errorf("told of %v, and counted %d; want ns/b alone", found, w.count)
+		t.Errorf("reported %v, and counted %d; want ns/b alone", found, w.count)
 	}
 	w.plan.Delete(b.Key)
 	w.Update(w.plan, plan.Keys{b.Key: {}})
 	if found := w.see(); len(found) != 0 || w.count != 0 {
-		t.Errorf("told of %v, and counted %d; want nothing for a Service that is gone", found, w.count)
+		t.Errorf("reported %v, and counted %d; want nothing for a Service that is gone", found, w.count)
 	}
 	if len(w.index.places) != 0 || len(w.index.services) != 0 || w.index.count[plan.TCP] != 0 {
 		t.Errorf("the index keeps %d places, %d ServicePorts and counts %v",

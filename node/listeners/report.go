@@ -10,8 +10,8 @@ import (
 	"nodeproxy/source"
 )
 
-// tell reports what has begun and what has ended, in order, and counts what there is.
-func (w *Watcher) tell(now map[conflict][]uint32) {
+// report reports the conflicts that have begun and ended, in order, and counts the current ones.
+func (w *Watcher) report(now map[conflict][]uint32) {
 	var begun, ended []conflict
 	inodes := map[uint32]bool{}
 	for c := range w.found {
@@ -74,7 +74,7 @@ func (c conflict) compare(o conflict) int {
 	)
 }
 
-// who names the process that has one of these sockets.
+// who describes the process that owns one of these sockets.
 func (c conflict) who(inodes []uint32, seen map[uint32]sockets.Process) string {
 	var all []sockets.Process
 	for _, inode := range inodes {
@@ -88,10 +88,10 @@ func (c conflict) who(inodes []uint32, seen map[uint32]sockets.Process) string {
 	return slices.MinFunc(all, func(a, b sockets.Process) int { return cmp.Compare(a.PID, b.PID) }).String()
 }
 
-// dnsPort is where caches of DNS bind cluster IPs.
+// dnsPort is the port on which DNS caches bind cluster IPs.
 const dnsPort = 53
 
-// deliberate reports whether a socket looks like one of a program that keeps its packets from Services by rules of its own.
+// deliberate reports whether a socket looks like that of a program which exempts its packets from Services by rules of its own.
 func (c conflict) deliberate() bool {
 	return c.frontend.Kind == plan.ClusterIP && c.frontend.Port == dnsPort && !c.socket.Everywhere()
 }
@@ -121,7 +121,7 @@ func (c conflict) ended(who string) source.Finding {
 	}
 }
 
-// field is the path of the field that the frontend comes from.
+// field returns the path of the field that defines the frontend.
 func (c conflict) field() string {
 	switch c.frontend.Kind {
 	case plan.ClusterIP:
