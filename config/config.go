@@ -14,7 +14,7 @@ import (
 
 // Config is the validated configuration.
 type Config struct {
-	// Mode is the backend: iptables or ipvs.
+	// Mode is how the kernel is programmed: one of Modes.
 	Mode string
 	// NodeName is the name of this node's Node object; the host's name in lower case by default.
 	NodeName string

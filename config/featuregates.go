@@ -209,9 +209,6 @@ func (k *checker) featureGates(c *Config) {
 		}
 	}
 	c.Settings.IgnoreExternalIPs = !k.gateOn("AllowServiceExternalIPs")
-	if c.Mode == "ipvs" && !k.gateOn("KubeProxyIPVS") {
-		k.check("mode", fmt.Errorf("ipvs is switched off by %s", k.saying("featureGates", "KubeProxyIPVS=false")))
-	}
 }
 
 // gateLike returns a gate that a misspelt one may have meant.

@@ -5,6 +5,7 @@ import (
 	"maps"
 	"slices"
 	"sort"
+	"strings"
 
 	"github.com/spf13/pflag"
 	cliflag "k8s.io/component-base/cli/flag"
@@ -161,7 +162,7 @@ func (v *values) sourceFlags(fs *pflag.FlagSet) {
 // ruleFlags are the flags for the rules.
 func (v *values) ruleFlags(fs *pflag.FlagSet) {
 	kp := &v.kp
-	text(fs, (*string)(&kp.Mode), "mode", "how to program the kernel: iptables or ipvs")
+	text(fs, (*string)(&kp.Mode), "mode", "how to program the kernel: "+strings.Join(Modes(), " or "))
 	text(fs, (*string)(&kp.Mode), "proxy-mode", "same as --mode")
 	text(fs, &v.own.iptablesBackend, "iptables-backend",
 		"variant of iptables: nft, legacy, or auto for the one that already holds rules")

@@ -6,7 +6,6 @@ import (
 	"fmt"
 	"net/netip"
 	"os"
-	"path/filepath"
 	"regexp"
 	"strconv"
 	"strings"
@@ -70,7 +69,7 @@ func (e *Effective) validate(toRun bool) (*Config, error) {
 	if own.manifests != "" {
 		c.API.Kubeconfig = "" // It is from the file: onePlace refuses one by a flag.
 	}
-	k.mode(c)
+	m := k.mode(c)
 	if toRun && !c.Cleanup && !c.InitOnly {
 		k.onePlace()
 	}
@@ -86,37 +85,12 @@ func (e *Effective) validate(toRun bool) (*Config, error) {
 	if c.ServiceCIDRsGiven {
 		c.Settings.ServiceCIDRs = c.ServiceCIDRs
 	}
-	if c.Mode == "ipvs" {
-		c.SyncPeriod, c.MinSyncPeriod = c.IPVS.SyncPeriod, c.IPVS.MinSyncPeriod
-		c.Settings.LocalhostNodePorts = false // IPVS drops what leaves the node with a loopback address.
-	}
+	m.complete(c)
 	k.check("clientConnection.burst", notNegative(kp.ClientConnection.Burst))
 	if kp.ConfigSyncPeriod.Duration <= 0 {
 		k.check("configSyncPeriod", fmt.Errorf("%s is not more than 0", kp.ConfigSyncPeriod.Duration))
 	}
 	return c, errors.Join(k.errs...)
-}
-
-func (k *checker) mode(c *Config) {
-	if c.SysctlDir = k.own.sysctlDir; !filepath.IsAbs(c.SysctlDir) {
-		k.check("--sysctl-dir", fmt.Errorf("%q is not an absolute path", c.SysctlDir))
-	}
-	if c.Mode = string(k.kp.Mode); c.Mode != "iptables" && c.Mode != "ipvs" {
-		k.check("mode", fmt.Errorf("%q is not supported; iptables and ipvs are", c.Mode))
-	}
-	switch c.ServiceMetrics = int(k.own.serviceMetrics); {
-	case c.ServiceMetrics >= 0:
-	case c.ServiceMetrics < -1:
-		k.check("--service-metrics", fmt.Errorf("%d is less than -1", c.ServiceMetrics))
-	case c.Mode == "ipvs":
-		c.ServiceMetrics = defaultServiceMetrics
-	default:
-		c.ServiceMetrics = 0
-	}
-	c.Cleanup, c.InitOnly, c.TakeOver = k.own.cleanup, k.own.initOnly, k.own.takeOver
-	if c.Cleanup && c.InitOnly {
-		k.check("--cleanup", errors.New("can't be combined with --init-only"))
-	}
 }
 
 // onePlace checks that there is one source of objects. The flag --manifests overrides a kubeconfig in the file.

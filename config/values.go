@@ -42,8 +42,6 @@ type own struct {
 const (
 	healthzPort = 10256
 	metricsPort = 10249
-	// defaultServiceMetrics is the number of ServicePorts with metrics of traffic in mode ipvs.
-	defaultServiceMetrics = 1000
 )
 
 // defaults sets what is not set to kube-proxy's defaults, except that there is no minimum time between syncs.
@@ -57,7 +55,7 @@ func (v *values) defaults() {
 	}
 	orDefault(&kp.HealthzBindAddress, any4)
 	orDefault(&kp.MetricsBindAddress, local4)
-	orDefault(&kp.Mode, "iptables")
+	orDefault(&kp.Mode, proxyconfig.ProxyMode(defaultMode))
 	orDefault(&kp.DetectLocalMode, proxyconfig.LocalMode(plan.DetectClusterCIDR))
 	orDefault(&kp.OOMScoreAdj, ptr.To[int32](-999))
 	orDefault(&kp.IPTables.MasqueradeBit, ptr.To[int32](iptables.DefaultMasqueradeBit))
@@ -103,7 +101,7 @@ func (v *values) complete(given map[string]string) {
 	if given[level] != "" && given[verbosity] == "" && v.own.logLevel != "debug" && v.kp.Logging.Verbosity >= debugVerbosity {
 		v.kp.Logging.Verbosity, given[verbosity] = 0, level
 	}
-	orDefault(&v.kp.Mode, "iptables")
+	orDefault(&v.kp.Mode, proxyconfig.ProxyMode(defaultMode))
 	orDefault(&v.kp.DetectLocalMode, proxyconfig.LocalMode(plan.DetectClusterCIDR))
 	for _, s := range []struct {
 		address     *string

@@ -11,7 +11,6 @@ import (
 	"golang.org/x/sys/unix"
 
 	"nodeproxy/config"
-	"nodeproxy/ipvs"
 	"nodeproxy/kernel/xtables"
 	"nodeproxy/node/exclusive"
 	"nodeproxy/node/leftovers"
@@ -108,7 +107,12 @@ func eachLeft(ctx context.Context, cfg *config.Config, dry bool, tell func(strin
 	for _, line := range lines {
 		tell(line)
 	}
-	errs = append(errs, err, ipvsLeft(ctx, cfg, dry, tell))
+	errs = append(errs, err)
+	for _, m := range modes {
+		if m.remove != nil {
+			errs = append(errs, m.remove(ctx, removal{cfg: cfg, log: slog.New(slog.DiscardHandler), list: tell, dry: dry}))
+		}
+	}
 	found, err := leftovers.Find()
 	errs = append(errs, err)
 	for _, l := range found {
@@ -127,21 +131,4 @@ func variants(v xtables.Variant) []xtables.Variant {
 		return []xtables.Variant{v}
 	}
 	return []xtables.Variant{xtables.NFT, xtables.Legacy}
-}
-
-// ipvsLeft removes what mode ipvs has left. Without its device and sets, virtual servers are somebody else's.
-func ipvsLeft(ctx context.Context, cfg *config.Config, dry bool, tell func(string)) error {
-	left, err := ipvs.Leftovers()
-	if err != nil || !left {
-		return err
-	}
-	c := ipvs.Cleaner{ExcludeCIDRs: cfg.IPVS.ExcludeCIDRs, MasqueradeBit: cfg.MasqueradeBit, Log: slog.New(slog.DiscardHandler)}
-	lines, err := c.List()
-	for _, line := range lines {
-		tell(line)
-	}
-	if dry || err != nil {
-		return err
-	}
-	return c.Run(ctx)
 }

@@ -5,7 +5,6 @@ import (
 	"context"
 	"errors"
 	"fmt"
-	"io"
 	"log/slog"
 	"maps"
 	"net/netip"
@@ -13,8 +12,6 @@ import (
 	"time"
 
 	"nodeproxy/config"
-	"nodeproxy/iptables"
-	"nodeproxy/ipvs"
 	"nodeproxy/kernel/conntrack"
 	"nodeproxy/kernel/host"
 	"nodeproxy/kernel/xtables"
@@ -32,6 +29,7 @@ import (
 // daemon is one run of the program with one configuration: a source, the proxier, a backend, and what goes on beside them.
 type daemon struct {
 	cfg      *config.Config
+	mode     *mode
 	log      *slog.Logger
 	report   source.Report
 	families []plan.Family // of the host
@@ -52,7 +50,7 @@ type daemon struct {
 	reports  heldReports
 
 	// What follows is there once it is this program's turn to write.
-	backend backend
+	backend *openMode
 	proxier *proxier.Proxier
 	flows   *flows.Reconciler
 	monitor *monitor
@@ -68,20 +66,12 @@ type daemon struct {
 	warnConflict func(text string)
 }
 
-// backend is a mode.
-type backend interface {
-	proxier.Backend
-	watcher
-	Families() []plan.Family
-	Took() map[plan.Family]time.Duration
-}
-
 // newDaemon makes a daemon that stops when ctx ends. It writes nothing to the kernel, and reads no objects before begin.
 func newDaemon(ctx context.Context, cfg *config.Config, log *slog.Logger) (*daemon, error) {
-	d := &daemon{cfg: cfg, log: log, families: hostFamilies(log), event: func(_, _, _ string) {}, tell: func(_, _ string) {},
+	d := &daemon{cfg: cfg, mode: modeNamed(cfg.Mode), log: log, families: hostFamilies(log), event: func(_, _, _ string) {}, tell: func(_, _ string) {},
 		read: make(chan error, 1)}
 	d.ctx, d.cancel = context.WithCancel(ctx)
-	d.metrics = metrics.New(metrics.Config{Mode: cfg.Mode, Version: version, Families: d.families, Start: started, Log: log})
+	d.metrics = metrics.New(metrics.Config{Mode: d.mode.name, Version: version, Families: d.families, Start: started, Log: log})
 	d.metrics.CollectRESTClient(requests)
 	d.drift = &driftReporter{metrics: d.metrics, log: log}
 	d.report, d.findings = d.reports.report, cfg.Findings
@@ -172,12 +162,7 @@ func (d *daemon) build(services *health.Services) error {
 	}
 	trackConnections(cfg, d.report) // Before the mode: some of its rules depend on them.
 	var err error
-	if cfg.Mode == "ipvs" {
-		d.backend, err = ipvs.New(d.ipvsConfig())
-	} else {
-		d.backend, err = iptables.New(d.iptablesConfig())
-	}
-	if err != nil {
+	if d.backend, err = d.mode.open(d.modeConfig()); err != nil {
 		return err
 	}
 	d.monitor = newMonitor(cfg, d.metrics, d.backend.Families(), d.objects, services, d.report, d.log)
@@ -188,24 +173,16 @@ func (d *daemon) build(services *health.Services) error {
 	if !cfg.ServiceCIDRsGiven {
 		known = nil
 	}
-	tracked := flows.Config{Families: d.backend.Families(), ServiceCIDRs: known, Observe: flowsSwept(d.metrics), Log: d.log}
-	if cfg.Mode == "ipvs" {
-		tracked.StrayAnswers = true
-	} else { // IPVS has a table of connections of its own, which this would not change.
-		tracked.ResetTCP = func(sp *plan.ServicePort) bool { return sp.ResetTCP }
-	}
+	tracked := d.mode.flows
+	tracked.Families, tracked.ServiceCIDRs, tracked.Observe, tracked.Log = d.backend.Families(), known, flowsSwept(d.metrics), d.log
 	d.flows = flows.New(tracked)
 	nodeIP := cfg.Servers.Bind
 	if nodeIP.IsUnspecified() {
 		nodeIP = netip.Addr{}
 	}
-	most := 0
-	if b, ok := d.backend.(*iptables.Backend); ok {
-		most = b.MostAtOnce()
-	}
 	d.proxier = proxier.New(proxier.Config{
 		NodeName: cfg.NodeName, NodeIP: nodeIP, Settings: cfg.Settings, Families: d.backend.Families(), Backend: d.flows.After(d.backend),
-		MostAtOnce:    most,
+		MostAtOnce:    d.backend.mostAtOnce,
 		MinSyncPeriod: cfg.MinSyncPeriod, CompareEvery: cfg.SyncPeriod, Observer: d.monitor, Report: d.report, Log: d.log,
 	})
 	return nil
@@ -222,7 +199,7 @@ func trackConnections(cfg *config.Config, report source.Report) {
 
 // warn tells the cluster of what is wrong with the mode on this node.
 func (d *daemon) warn(text string) {
-	d.event("ModeProblem", "StartNodeproxy", "mode "+d.cfg.Mode+": "+text)
+	d.event("ModeProblem", "StartNodeproxy", "mode "+d.mode.name+": "+text)
 }
 
 // warnAnd reports what is wrong with the mode as an event too.
@@ -230,40 +207,6 @@ func (d *daemon) warnAnd(report source.Report) source.Report {
 	return func(f source.Finding) {
 		report(f)
 		d.warn(f.String())
-	}
-}
-
-// check returns the error that the mode would make of what this node lacks. It writes nothing to the kernel.
-func (d *daemon) check() error {
-	if d.cfg.Mode == "ipvs" {
-		cfg := d.ipvsConfig()
-		cfg.Log = slog.New(slog.DiscardHandler)
-		return ipvs.Check(cfg)
-	}
-	cfg := d.iptablesConfig()
-	cfg.Log = slog.New(slog.DiscardHandler)
-	_, err := iptables.New(cfg)
-	return err
-}
-
-func (d *daemon) ipvsConfig() ipvs.Config {
-	cfg, report := d.cfg, d.warnAnd(d.report)
-	return ipvs.Config{
-		Options: ipvs.Options{MasqueradeBit: cfg.MasqueradeBit, Scheduler: cfg.IPVS.Scheduler, VIPs: cfg.IPVS.VIPs},
-		Variant: cfg.IPTablesBackend, Families: d.families, ExcludeCIDRs: cfg.IPVS.ExcludeCIDRs,
-		StrictARP: cfg.IPVS.StrictARP, TCPTimeout: cfg.IPVS.TCPTimeout, TCPFinTimeout: cfg.IPVS.TCPFinTimeout,
-		UDPTimeout: cfg.IPVS.UDPTimeout, GracePeriod: cfg.IPVS.GracePeriod, Compared: d.drift.compared, SysctlDir: cfg.SysctlDir,
-		RestoreFailed: func(f plan.Family) { d.metrics.RestoreFailed(f, false) }, NativeRules: d.nativeRules,
-		Refused: d.refusals(),
-		Log:     d.log, Warn: func(text string) { report(source.Finding{Severity: source.Problem, Detail: text}) },
-	}
-}
-
-func (d *daemon) iptablesConfig() iptables.Config {
-	return iptables.Config{
-		Compared: d.drift.compared, Observer: d.metrics, KeepCounters: d.cfg.ServiceMetrics > 0, Variant: d.cfg.IPTablesBackend,
-		Families: d.families, MasqueradeBit: d.cfg.MasqueradeBit, SysctlDir: d.cfg.SysctlDir, Log: d.log,
-		NativeRules: d.nativeRules, Refused: d.refusals(),
 	}
 }
 
@@ -318,7 +261,7 @@ func (d *daemon) run(turn *turn, front *front) error {
 	if err := setOOMScore(d.cfg.OOMScoreAdj); err != nil {
 		d.log.Info("the kernel may end this process sooner than others when memory runs out", "error", err)
 	}
-	d.log.Info("starting", "version", version, "mode", d.cfg.Mode, "node", d.cfg.NodeName, "objects-from", d.from)
+	d.log.Info("starting", "version", version, "mode", d.mode.name, "node", d.cfg.NodeName, "objects-from", d.from)
 	d.reports.passTo(d.withEvents(d.metrics.Report(reporter(d.log))))
 	d.tell("Starting", "StartNodeproxy")
 	err := d.awaitTurn(ctx, turn)
@@ -348,8 +291,8 @@ func (d *daemon) run(turn *turn, front *front) error {
 	d.buffer.PassTo(d.proxier)
 	d.proxier.Run(ctx)
 	d.running.Wait()
-	if c, ok := d.backend.(io.Closer); ok {
-		if err := c.Close(); err != nil {
+	if d.backend.close != nil {
+		if err := d.backend.close(); err != nil {
 			d.log.Warn("some sockets of the mode stay open", "error", err)
 		}
 	}
@@ -383,7 +326,14 @@ func (d *daemon) followLocation(ctx context.Context, running *sync.WaitGroup) {
 
 // goBeside starts what goes on beside the proxier.
 func (d *daemon) goBeside(ctx context.Context, running *sync.WaitGroup) {
-	running.Go(func() { d.runBeside(ctx) })
+	if d.backend.run != nil {
+		running.Go(func() {
+			if err := d.backend.run(ctx, d.proxier.Resync); err != nil {
+				d.log.Error("mode "+d.mode.name+" goes on without this", "error", err)
+			}
+		})
+	}
+	running.Go(func() { d.removeOtherModes(ctx) })
 	running.Go(func() { d.removeLeftovers(ctx) })
 	running.Go(func() {
 		select {
@@ -393,37 +343,6 @@ func (d *daemon) goBeside(ctx context.Context, running *sync.WaitGroup) {
 		}
 	})
 	running.Go(func() { d.flows.Run(ctx) })
-}
-
-// runBeside does what a mode needs beside syncs.
-func (d *daemon) runBeside(ctx context.Context) {
-	if b, ok := d.backend.(*ipvs.Backend); ok {
-		if err := b.Run(ctx, d.proxier.Resync); err != nil {
-			d.log.Error("mode ipvs goes on without this", "error", err)
-		}
-		return
-	}
-	select {
-	case <-ctx.Done():
-		return
-	case <-d.monitor.complete:
-	}
-	if err := d.leaveIPVS(ctx); err != nil {
-		d.log.Warn("something of mode ipvs stays until the next start", "error", err)
-	}
-}
-
-// leaveIPVS removes what mode ipvs has left on this node. Established connections go on through its virtual servers until
-// they end, or the grace period does.
-func (d *daemon) leaveIPVS(ctx context.Context) error {
-	if left, err := ipvs.Leftovers(); err != nil || !left {
-		return err
-	}
-	d.log.Info("this node was in mode ipvs before; what is left of that is removed as its connections end")
-	c := ipvs.Cleaner{
-		ExcludeCIDRs: d.cfg.IPVS.ExcludeCIDRs, GracePeriod: d.cfg.IPVS.GracePeriod, MasqueradeBit: d.cfg.MasqueradeBit, Log: d.log,
-	}
-	return c.Run(ctx)
 }
 
 // open makes the source that the configuration asks for.

@@ -77,7 +77,7 @@ func (f *front) serve(d *daemon) {
 		d.monitor.node.Continue(before.monitor.node)
 	}
 	f.daemon.Store(d)
-	healthz, debug := servings(d.cfg, d.cfg.Mode, d.metrics, d.monitor.node, d.log)
+	healthz, debug := servings(d.cfg, d.mode.name, d.metrics, d.monitor.node, d.log)
 	f.healthz.Serve(healthz)
 	f.metrics.Serve(debug)
 	if before == nil {

@@ -5,10 +5,7 @@ import (
 	"log/slog"
 
 	"nodeproxy/config"
-	"nodeproxy/iptables"
-	"nodeproxy/ipvs"
 	"nodeproxy/kernel/conntrack"
-	"nodeproxy/plan"
 )
 
 // initOnly does what needs more rights than the program has to have later: it loads modules and makes kernel settings, those of
@@ -19,18 +16,5 @@ func initOnly(ctx context.Context, cfg *config.Config, log *slog.Logger) error {
 	for _, u := range conntrack.Sysctls(cfg.Conntrack).Apply(cfg.SysctlDir) {
 		log.Warn("connections are tracked by what is in force", "field", u.Field, "error", u.Error())
 	}
-	switch {
-	case cfg.Mode == "ipvs":
-		return ipvs.Prepare(ipvs.Config{
-			Options: ipvs.Options{Scheduler: cfg.IPVS.Scheduler}, StrictARP: cfg.IPVS.StrictARP, SysctlDir: cfg.SysctlDir, Log: log,
-		})
-	case cfg.Settings.LocalhostReachable(plan.IPv4):
-		err := iptables.AllowLocalhostNodePorts(ctx, iptables.Config{
-			Variant: cfg.IPTablesBackend, SysctlDir: cfg.SysctlDir, Log: log,
-		})
-		if err != nil {
-			log.Warn("node ports will not answer on localhost", "error", err)
-		}
-	}
-	return nil
+	return modeNamed(cfg.Mode).prepare(ctx, cfg, log)
 }

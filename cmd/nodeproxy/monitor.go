@@ -6,8 +6,6 @@ import (
 	"time"
 
 	"nodeproxy/config"
-	"nodeproxy/iptables"
-	"nodeproxy/ipvs"
 	"nodeproxy/kernel/names"
 	"nodeproxy/metrics"
 	"nodeproxy/node/flows"
@@ -30,8 +28,8 @@ type monitor struct {
 	warn      func(text string)
 	// took tells how long the backend took for each family.
 	took func() map[plan.Family]time.Duration
-	// traffic counts connections by the rules of mode iptables; nil where it is not to.
-	traffic *iptables.TrafficReader
+	// follow tells the reader of traffic what the plan is; nil if it need not know.
+	follow func(*plan.Plan, plan.Keys)
 	// inSync is closed when the kernel has been brought to the plan for the first time, and complete when that was a plan with
 	// all there is.
 	inSync, complete     chan struct{}
@@ -110,8 +108,8 @@ func (m *monitor) Synced(p *plan.Plan, changed plan.Keys, r proxier.Result) {
 	m.metrics.Planned(p, changed)
 	m.services.Update(p, changed)
 	m.listeners.Update(p, changed)
-	if m.traffic != nil {
-		m.traffic.Update(p, changed)
+	if m.follow != nil {
+		m.follow(p, changed)
 	}
 	m.node.Leaving(!r.Eligible)
 	switch {
@@ -139,16 +137,12 @@ func (m *monitor) conflict(report source.Report) source.Report {
 }
 
 // countTraffic adds metrics of what goes through at most limit ServicePorts and through rules.
-func (m *monitor) countTraffic(b backend, limit int) {
-	switch b := b.(type) {
-	case *ipvs.Backend:
-		m.metrics.CollectTraffic(b.Traffic(), limit)
-	case *iptables.Backend:
-		m.metrics.CollectPacketCounters(b.InvalidDropped, b.LocalhostNodePorts())
-		if limit > 0 {
-			m.traffic = b.Traffic()
-			m.metrics.CollectTraffic(m.traffic, limit)
-		}
+func (m *monitor) countTraffic(b *openMode, limit int) {
+	m.metrics.CollectPacketCounters(b.invalidDropped, b.localhostNodePorts)
+	if limit > 0 {
+		reader, follow := b.traffic()
+		m.metrics.CollectTraffic(reader, limit)
+		m.follow = follow
 	}
 }
 

@@ -7,13 +7,10 @@ import (
 	"io"
 	"os"
 	"slices"
-	"strings"
 
 	"github.com/spf13/cobra"
 
 	"nodeproxy/config"
-	"nodeproxy/iptables"
-	"nodeproxy/ipvs"
 	"nodeproxy/plan"
 	"nodeproxy/proxier"
 	"nodeproxy/source"
@@ -127,31 +124,6 @@ func (r *renderer) render(ctx context.Context, cfg *config.Config, stdin io.Read
 	state := proxier.NewState(cfg.NodeName, cfg.Settings, plan.Families[:], report)
 	state.Apply(batch)
 	desired, _ := state.Update()
-	families := map[string][]plan.Family{"ipv4": {plan.IPv4}, "ipv6": {plan.IPv6}}[r.family]
-	if cfg.Mode == "ipvs" {
-		return renderIPVS(cfg, desired, families), nil
-	}
-	options := iptables.Options{
-		MasqueradeBit: cfg.MasqueradeBit, RandomFully: true, CompactAbove: iptables.DefaultCompactAbove,
-		KeepCounters: cfg.ServiceMetrics > 0,
-	}
-	if len(families) == 1 {
-		return iptables.Render(desired, families[0], options), nil
-	}
-	return iptables.RenderAll(desired, options), nil
-}
-
-// renderIPVS prints what mode ipvs makes of a plan, of both families unless one is given.
-func renderIPVS(cfg *config.Config, desired *plan.Plan, families []plan.Family) string {
-	options := ipvs.Options{
-		MasqueradeBit: cfg.MasqueradeBit, RandomFully: true, Scheduler: cfg.IPVS.Scheduler, VIPs: cfg.IPVS.VIPs,
-	}
-	if len(families) == 1 {
-		return ipvs.Render(desired, families[0], options)
-	}
-	var out strings.Builder
-	for _, f := range plan.Families {
-		fmt.Fprintf(&out, "# %s\n%s", f, ipvs.Render(desired, f, options))
-	}
-	return out.String()
+	families := map[string][]plan.Family{"ipv4": {plan.IPv4}, "ipv6": {plan.IPv6}, "all": plan.Families[:]}[r.family]
+	return modeNamed(cfg.Mode).render(cfg, desired, families), nil
 }

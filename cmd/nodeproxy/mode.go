@@ -1,0 +1,137 @@
+package main
+
+import (
+	"context"
+	"log/slog"
+	"time"
+
+	"nodeproxy/config"
+	"nodeproxy/kernel/drift"
+	"nodeproxy/kernel/xtables"
+	"nodeproxy/metrics"
+	"nodeproxy/node/flows"
+	"nodeproxy/plan"
+	"nodeproxy/proxier"
+	"nodeproxy/source"
+)
+
+// modes are all modes, in the order in which cleanup removes what they keep in the kernel. Another mode is another entry here and in
+// config's list of names.
+var modes = []*mode{&iptablesMode, &ipvsMode}
+
+// modeNamed returns the mode with a name that config has validated.
+func modeNamed(name string) *mode {
+	for _, m := range modes {
+		if m.name == name {
+			return m
+		}
+	}
+	panic("config accepts a mode that the table of modes lacks: " + name)
+}
+
+// A mode is a way to bring a plan to the kernel. Whatever depends on the mode is in its entry: nothing else in this program asks
+// which mode it is.
+type mode struct {
+	name string
+	// flows are the settings that the mode needs for the removal of stale flows.
+	flows flows.Config
+
+	// check returns the error that open would return, as far as that can be known by looking. It programs nothing.
+	check func(modeConfig) error
+	// prepare does what needs more rights than open and the backend have to have: it loads modules and writes kernel settings. Its
+	// error is one without which forwarding can't work; what the mode can do without is logged.
+	prepare func(context.Context, *config.Config, *slog.Logger) error
+	// open finds out what the node can do, and makes a backend. It writes kernel settings, and nothing else to the kernel.
+	open func(modeConfig) (*openMode, error)
+	// render returns what the mode would program for these families, as text.
+	render func(cfg *config.Config, desired *plan.Plan, families []plan.Family) string
+	// remove removes what the mode has left in the kernel beside chains of iptables; nil if there can't be anything. Chains are
+	// removed before, by cleanup or by the mode that is in force now.
+	remove func(context.Context, removal) error
+}
+
+// modeConfig is what a mode works with.
+type modeConfig struct {
+	*config.Config
+	families []plan.Family // of the host
+	metrics  *metrics.Set
+	log      *slog.Logger
+	// warn reports a problem that is no error.
+	warn func(text string)
+	// compared, nativeRules and refused are as in the Config of a backend.
+	compared    func(drift.Report)
+	nativeRules func(xtables.NativeRules)
+	refused     func(plan.Family, []plan.Refusal)
+}
+
+// openMode is a mode that is ready to program the kernel.
+type openMode struct {
+	backend
+	// mostAtOnce is as in proxier.Config.
+	mostAtOnce int
+	// run does what the mode has to do between syncs, until ctx ends; nil if that is nothing. It calls resync when everything has to be
+	// compared with the kernel.
+	run func(ctx context.Context, resync func()) error
+	// close closes the mode's sockets, and leaves what it has programmed; nil if it has none.
+	close func() error
+	// traffic returns a reader of the traffic of each ServicePort. follow, unless nil, has to be called with the plan after each sync.
+	traffic func() (r metrics.TrafficReader, follow func(*plan.Plan, plan.Keys))
+	// invalidDropped and localhostNodePorts are as in metrics.Set.CollectPacketCounters.
+	invalidDropped, localhostNodePorts func() (uint64, error)
+}
+
+// backend programs the kernel in one mode.
+type backend interface {
+	proxier.Backend
+	watcher
+	// Families are those that the backend programs.
+	Families() []plan.Family
+	// Took is how long the last Sync took for each family. It may be called between two of them.
+	Took() map[plan.Family]time.Duration
+}
+
+// removal says how to remove what a mode has left in the kernel.
+type removal struct {
+	cfg *config.Config
+	log *slog.Logger
+	// list is called with each thing before it is removed, unless it is nil. dry removes nothing.
+	list func(line string)
+	dry  bool
+	// wait leaves established connections what they need until they end, or the configured time is over.
+	wait bool
+}
+
+// modeConfig returns what this daemon's mode works with.
+func (d *daemon) modeConfig() modeConfig {
+	report := d.warnAnd(d.report)
+	return modeConfig{
+		Config: d.cfg, families: d.families, metrics: d.metrics, log: d.log,
+		warn:     func(text string) { report(source.Finding{Severity: source.Problem, Detail: text}) },
+		compared: d.drift.compared, nativeRules: d.nativeRules, refused: d.refusals(),
+	}
+}
+
+// check returns the error that the mode would make of what this node lacks. It programs nothing.
+func (d *daemon) check() error {
+	cfg := d.modeConfig()
+	cfg.log = slog.New(slog.DiscardHandler)
+	return d.mode.check(cfg)
+}
+
+// removeOtherModes removes what other modes have left on this node, once all Services are programmed in this one. Established
+// connections keep what they need.
+func (d *daemon) removeOtherModes(ctx context.Context) {
+	select {
+	case <-ctx.Done():
+		return
+	case <-d.monitor.complete:
+	}
+	for _, m := range modes {
+		if m == d.mode || m.remove == nil {
+			continue
+		}
+		if err := m.remove(ctx, removal{cfg: d.cfg, log: d.log, wait: true}); err != nil {
+			d.log.Warn("something of mode "+m.name+" stays until the next start", "error", err)
+		}
+	}
+}

@@ -1,0 +1,63 @@
+package main
+
+import (
+	"go/parser"
+	"go/token"
+	"path/filepath"
+	"slices"
+	"strconv"
+	"strings"
+	"testing"
+
+	"nodeproxy/config"
+)
+
+// TestModes: the configuration accepts the modes of the table and no others, and each entry has what all modes need.
+func TestModes(t *testing.T) {
+	var names []string
+	for _, m := range modes {
+		names = append(names, m.name)
+		if m.check == nil || m.prepare == nil || m.open == nil || m.render == nil {
+			t.Errorf("the entry of mode %s is incomplete: %+v", m.name, m)
+		}
+		if modeNamed(m.name) != m {
+			t.Errorf("modeNamed does not find mode %s", m.name)
+		}
+	}
+	if accepted := config.Modes(); !slices.Equal(slices.Sorted(slices.Values(names)), slices.Sorted(slices.Values(accepted))) {
+		t.Errorf("modes are %q, and config accepts %q", names, accepted)
+	}
+}
+
+// TestOnlyEntriesKnowModes: no file but that of a mode's entry imports the mode's backend.
+func TestOnlyEntriesKnowModes(t *testing.T) {
+	files, err := filepath.Glob("*.go")
+	if err != nil {
+		t.Fatal(err)
+	}
+	entries := map[string]bool{}
+	for _, file := range files {
+		parsed, err := parser.ParseFile(token.NewFileSet(), file, nil, parser.ImportsOnly)
+		if err != nil {
+			t.Fatal(err)
+		}
+		for _, i := range parsed.Imports {
+			path, err := strconv.Unquote(i.Path.Value)
+			if err != nil {
+				t.Fatal(err)
+			}
+			for _, name := range config.Modes() {
+				switch {
+				case path != "nodeproxy/"+name:
+				case file == "mode_"+name+".go":
+					entries[name] = true
+				case !strings.HasSuffix(file, "_test.go"):
+					t.Errorf("%s imports the backend of mode %s, which only mode_%s.go should", file, name, name)
+				}
+			}
+		}
+	}
+	if len(entries) != len(modes) {
+		t.Errorf("files of modes' entries: %v, want one for each of %q", entries, config.Modes())
+	}
+}

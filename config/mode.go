@@ -1,0 +1,67 @@
+package config
+
+import (
+	"errors"
+	"fmt"
+	"path/filepath"
+	"slices"
+	"strings"
+)
+
+// A mode is what the configuration has to know of a proxy mode.
+type mode struct {
+	name string
+	// gate is kube-proxy's feature gate that switches the mode off; "" if there is none.
+	gate string
+	// serviceMetrics is the default of --service-metrics.
+	serviceMetrics int
+	// complete sets what the mode takes from a section of its own, or what it can't do.
+	complete func(*Config)
+}
+
+var modes = []mode{
+	{name: "iptables", complete: func(*Config) {}},
+	{name: "ipvs", gate: "KubeProxyIPVS", serviceMetrics: 1000, complete: func(c *Config) {
+		c.SyncPeriod, c.MinSyncPeriod = c.IPVS.SyncPeriod, c.IPVS.MinSyncPeriod
+		c.Settings.LocalhostNodePorts = false // IPVS drops what leaves the node with a loopback address.
+	}},
+}
+
+// defaultMode is the name of the mode of who asks for none.
+var defaultMode = modes[0].name
+
+// Modes are the names of the modes that a Config may have.
+func Modes() []string {
+	var out []string
+	for _, m := range modes {
+		out = append(out, m.name)
+	}
+	return out
+}
+
+// mode reads which mode it is, and which command.
+func (k *checker) mode(c *Config) mode {
+	if c.SysctlDir = k.own.sysctlDir; !filepath.IsAbs(c.SysctlDir) {
+		k.check("--sysctl-dir", fmt.Errorf("%q is not an absolute path", c.SysctlDir))
+	}
+	c.Mode = string(k.kp.Mode)
+	m := mode{name: c.Mode, complete: func(*Config) {}}
+	if i := slices.IndexFunc(modes, func(m mode) bool { return m.name == c.Mode }); i >= 0 {
+		m = modes[i]
+	} else {
+		k.check("mode", fmt.Errorf("%q is not supported; %s are", c.Mode, strings.Join(Modes(), " and ")))
+	}
+	if m.gate != "" && !k.gateOn(m.gate) {
+		k.check("mode", fmt.Errorf("%s is switched off by %s", m.name, k.saying("featureGates", m.gate+"=false")))
+	}
+	if c.ServiceMetrics = int(k.own.serviceMetrics); c.ServiceMetrics < -1 {
+		k.check("--service-metrics", fmt.Errorf("%d is less than -1", c.ServiceMetrics))
+	} else if c.ServiceMetrics == -1 {
+		c.ServiceMetrics = m.serviceMetrics
+	}
+	c.Cleanup, c.InitOnly, c.TakeOver = k.own.cleanup, k.own.initOnly, k.own.takeOver
+	if c.Cleanup && c.InitOnly {
+		k.check("--cleanup", errors.New("can't be combined with --init-only"))
+	}
+	return m
+}
