@@ -123,14 +123,14 @@ func (b *Backend) MostAtOnce() int {
 }
 
 // Sync implements proxier.Backend. The families do not wait for each other.
-func (b *Backend) Sync(ctx context.Context, p *plan.Plan, changed plan.Keys) error {
+func (b *Backend) Sync(ctx context.Context, p *plan.Plan, change plan.Change) error {
 	begin := time.Now()
 	errs, took := make([]error, len(b.engines)), make([]time.Duration, len(b.engines))
 	var wg sync.WaitGroup
 	done := b.watch.Writing()
 	for i, e := range b.engines {
 		wg.Go(func() {
-			errs[i] = e.sync(ctx, p, changed)
+			errs[i] = e.sync(ctx, p, change)
 			took[i] = time.Since(begin)
 		})
 	}
@@ -189,12 +189,12 @@ type engine struct {
 	counts   ruleCounts
 }
 
-func (e *engine) sync(ctx context.Context, p *plan.Plan, changed plan.Keys) error {
+func (e *engine) sync(ctx context.Context, p *plan.Plan, change plan.Change) error {
 	e.compared, e.found = false, nil
 	e.counts.begin()
-	changed = e.withhold(p, changed)
+	changed := e.withhold(p, change.Keys())
 	var err error
-	if changed == nil || e.current == nil || e.current.outgrown(p, changed) || e.kept.any() && p.Adds(changed, e.family, e.current.services) {
+	if change.All() || e.current == nil || e.current.outgrown(p, changed) || e.kept.any() && p.Adds(changed, e.family, e.current.services) {
 		err = e.syncAll(ctx, p)
 	} else {
 		err = e.syncChanged(ctx, p, changed)

@@ -47,10 +47,10 @@ func BenchmarkSync(b *testing.B) {
 				b.Run("all", func(b *testing.B) {
 					for b.Loop() {
 						e := realEngine(b, v, plan.IPv4)
-						if err := e.sync(context.Background(), plan.New(p.Node, p.Settings), nil); err != nil {
+						if err := e.sync(context.Background(), plan.New(p.Node, p.Settings), plan.Everything()); err != nil {
 							b.Fatal(err)
 						}
-						if err := e.sync(context.Background(), p, nil); err != nil {
+						if err := e.sync(context.Background(), p, plan.Everything()); err != nil {
 							b.Fatal(err)
 						}
 					}
@@ -82,7 +82,7 @@ func manyAtOnce(b *testing.B, services, endpoints, portion int) {
 	e.options.CompactAbove = DefaultCompactAbove
 	e.Kernel.(*xtables.Program).RestoreTime = time.Hour // On a busy machine, the run for all takes longer than it may.
 	p := plantest.Large(500, endpoints)
-	if err := e.sync(b.Context(), p, nil); err != nil {
+	if err := e.sync(b.Context(), p, plan.Everything()); err != nil {
 		b.Error(err)
 		return
 	}
@@ -97,7 +97,7 @@ func manyAtOnce(b *testing.B, services, endpoints, portion int) {
 			changed.Add(sp.Key)
 		}
 		begin := time.Now()
-		if err := e.sync(b.Context(), p, changed); err != nil {
+		if err := e.sync(b.Context(), p, plan.Only(changed)); err != nil {
 			b.Error(err)
 			return
 		}

@@ -35,7 +35,7 @@ func connectToLocalhost(t *testing.T, v xtables.Variant) {
 	if n, err := read(); n != 0 || err != nil {
 		t.Errorf("before the first sync: %d connections, %v", n, err)
 	}
-	if err := e.sync(context.Background(), p, nil); err != nil {
+	if err := e.sync(context.Background(), p, plan.Everything()); err != nil {
 		t.Error(err)
 		return
 	}

@@ -8,6 +8,7 @@ import (
 
 	"nodeproxy/internal/nstest"
 	"nodeproxy/kernel/xtables"
+	"nodeproxy/plan"
 )
 
 // cpuTime is the processor time of this program and those that it has run.
@@ -35,7 +36,7 @@ func BenchmarkCompare(b *testing.B) {
 				b.ResetTimer()
 				before := cpuTime(b)
 				for b.Loop() {
-					l.sync(nil)
+					l.sync(plan.Everything())
 				}
 				used := cpuTime(b) - before
 				b.ReportMetric(float64(used.Milliseconds())/float64(b.N), "cpu-ms/op")
@@ -67,7 +68,7 @@ func BenchmarkFlush(b *testing.B) {
 					}
 					noticed += time.Since(begin)
 					begin = time.Now()
-					l.sync(nil)
+					l.sync(plan.Everything())
 					repaired += time.Since(begin)
 				}
 				b.ReportMetric(noticed.Seconds()/float64(b.N), "s-noticed")

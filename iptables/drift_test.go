@@ -84,16 +84,16 @@ func newLab(t testing.TB, v xtables.Variant, n int) *lab {
 		running.Wait()
 	}
 	running.Go(func() { follow(ctx, l.seen.add) })
-	l.sync(nil)
+	l.sync(plan.Everything())
 	return l
 }
 
-func (l *lab) sync(changed plan.Keys) {
+func (l *lab) sync(change plan.Change) {
 	l.t.Helper()
 	begin := time.Now()
 	done := l.backend.watch.Writing()
 	for _, e := range l.backend.engines { // Sync would start goroutines, which are in another namespace.
-		if err := e.sync(context.Background(), l.plan, changed); err != nil {
+		if err := e.sync(context.Background(), l.plan, change); err != nil {
 			l.t.Error(err)
 		}
 	}
@@ -182,7 +182,7 @@ func testDrift(t *testing.T, v xtables.Variant) {
 			sh(t, fmt.Sprintf("iptables-%s -w -t nat -D %s %s", v, j.From, j.Rule))
 		case f.name == justBefore:
 			l.do(f.do)
-			l.sync(plan.Keys{l.plan.Sorted(plan.IPv4)[3].Key: {}})
+			l.sync(plan.Only(plan.Keys{l.plan.Sorted(plan.IPv4)[3].Key: {}}))
 		default:
 			l.do(f.do)
 		}
@@ -198,7 +198,7 @@ func (l *lab) check(f fault, want string) {
 	if len(why) == 0 {
 		t.Errorf("%s: it was not noticed", f.name)
 	}
-	l.sync(nil)
+	l.sync(plan.Everything())
 	if len(l.reports) != 1 {
 		t.Fatalf("%s: there are %d reports", f.name, len(l.reports))
 	}
@@ -210,7 +210,7 @@ func (l *lab) check(f fault, want string) {
 	if now := l.rules(); others.Replace(now) != others.Replace(want) {
 		t.Errorf("%s: it is not as before:\n%s", f.name, diffLines(want, now))
 	}
-	l.sync(nil)
+	l.sync(plan.Everything())
 	if again := l.reports[1].Found; len(again) > 0 {
 		t.Errorf("%s: after the repair, %d things differ: %s", f.name, len(again), again.Words(3))
 	}
@@ -264,9 +264,9 @@ func TestUnrelatedRules(t *testing.T) {
 				for i := range 10 {
 					sp := plantest.LargeService(i, 40000+2*i, 2)
 					l.plan.Set(sp)
-					l.sync(plan.Keys{sp.Key: {}})
+					l.sync(plan.Only(plan.Keys{sp.Key: {}}))
 				}
-				l.sync(nil)
+				l.sync(plan.Everything())
 				time.Sleep(xtables.TellInterval + xtables.PollInterval + 100*time.Millisecond)
 				if why := l.seen.take(); len(why) > 0 {
 					t.Errorf("syncs of its own made it suspect that %q", why)
@@ -303,7 +303,7 @@ func TestDriftWithPendingChanges(t *testing.T) {
 		plans := rapid.SliceOfN(plantest.Plans(), 2, 4).Draw(t, "plans")
 		for i, p := range plans {
 			p.Settings, p.Node = plans[0].Settings, plans[0].Node
-			if err := e.sync(context.Background(), p, nil); err != nil {
+			if err := e.sync(context.Background(), p, plan.Everything()); err != nil {
 				t.Fatal(err)
 			}
 			switch {
@@ -317,7 +317,7 @@ func TestDriftWithPendingChanges(t *testing.T) {
 		name := rapid.SampledFrom([]string{names.Forward, names.Postrouting}).Draw(t, "chain")
 		tbl := map[string]names.Table{names.Forward: names.Filter, names.Postrouting: names.NAT}[name]
 		k.Tables[tbl][name] = k.Tables[tbl][name][1:]
-		if err := e.sync(context.Background(), plans[0], nil); err != nil {
+		if err := e.sync(context.Background(), plans[0], plan.Everything()); err != nil {
 			t.Fatal(err)
 		}
 		if len(e.found) != 1 || e.found[0].Kind != drift.Rule || !strings.Contains(e.found.Words(1), name) {
@@ -326,11 +326,11 @@ func TestDriftWithPendingChanges(t *testing.T) {
 		// After an error nothing is known.
 		k.Refuse = "COMMIT"
 		k.Tables[tbl][name] = k.Tables[tbl][name][1:]
-		if err := e.sync(context.Background(), plans[0], nil); err == nil {
+		if err := e.sync(context.Background(), plans[0], plan.Everything()); err == nil {
 			t.Fatal("the kernel refused everything, and there was no error")
 		}
 		k.Refuse = ""
-		if err := e.sync(context.Background(), plans[0], nil); err != nil || e.compared {
+		if err := e.sync(context.Background(), plans[0], plan.Everything()); err != nil || e.compared {
 			t.Fatalf("after an error: %v, found %v", err, e.found)
 		}
 	})

@@ -116,7 +116,7 @@ func modesReplaceEachOther(t *testing.T, v xtables.Variant, f plan.Family) {
 	if n, again := apply(fixedOf()); n != 0 || again != fixedOnly {
 		t.Errorf("a second time changed %d things:\n%s", n, diffLines(fixedOnly, again))
 	}
-	if err := engine.sync(context.Background(), plantest.Large(20, 2), nil); err != nil {
+	if err := engine.sync(context.Background(), plantest.Large(20, 2), plan.Everything()); err != nil {
 		t.Error(err)
 	}
 	services := allTables(t, tables.Kernel)

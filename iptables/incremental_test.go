@@ -54,11 +54,11 @@ func checkSteps(t *rapid.T, f plan.Family, plans []*plan.Plan) {
 	e, k := fakeEngine(f)
 	o := observe(e)
 	for i, p := range plans {
-		var changed plan.Keys
+		var change plan.Change
 		if i > 0 {
-			changed = plantest.Differing(plans[i-1], p)
+			change = plan.Only(plantest.Differing(plans[i-1], p))
 		}
-		if err := e.sync(context.Background(), p, changed); err != nil {
+		if err := e.sync(context.Background(), p, change); err != nil {
 			t.Fatalf("step %d: %v", i, err)
 		}
 		if got, want := textOfKernel(k), wantText(p, f); got != want {
@@ -102,9 +102,9 @@ func TestPortionsEqualFull(t *testing.T) {
 		f := rapid.SampledFrom(plan.Families[:]).Draw(t, "family")
 		e, k := fakeEngine(f)
 		queue := portion.New(rapid.IntRange(1, 20).Draw(t, "most"))
-		program := func(desired *plan.Plan, changed plan.Keys) {
-			p, changed := queue.Next(desired, changed)
-			if err := e.sync(context.Background(), p, changed); err != nil {
+		program := func(desired *plan.Plan, change plan.Change) {
+			p, change := queue.Next(desired, change)
+			if err := e.sync(context.Background(), p, change); err != nil {
 				t.Fatal(err)
 			}
 			if got, want := textOfKernel(k), wantText(p, f); got != want {
@@ -114,18 +114,18 @@ func TestPortionsEqualFull(t *testing.T) {
 		plans := rapid.SliceOfN(plantest.Plans(), 2, 4).Draw(t, "plans")
 		for i, p := range plans {
 			p.Settings, p.Node = plans[0].Settings, plans[0].Node
-			var changed plan.Keys
+			var change plan.Change
 			if i > 0 && !chance(t, "everything is compared") {
-				changed = plantest.Differing(plans[i-1], p)
+				change = plan.Only(plantest.Differing(plans[i-1], p))
 			}
-			program(p, changed)
+			program(p, change)
 			for range rapid.IntRange(0, 3).Draw(t, "portions before the next change") {
-				program(p, plan.Keys{})
+				program(p, plan.Only(nil))
 			}
 		}
 		last := plans[len(plans)-1]
 		for queue.Waiting() > 0 {
-			program(last, plan.Keys{})
+			program(last, plan.Only(nil))
 		}
 		if got, want := textOfKernel(k), wantText(last, f); got != want {
 			t.Fatalf("in the end the kernel holds something else:\n%s", diffLines(want, got))
@@ -148,14 +148,14 @@ func fullFromAnything(t *testing.T, plans *rapid.Generator[*plan.Plan]) {
 		e, k := fakeEngine(plan.IPv4)
 		e.MaxNames = rapid.SampledFrom([]int{xtables.MaxNames, 40, 0}).Draw(t, "batch")
 		for i, p := range rapid.SliceOfN(plans, 2, 3).Draw(t, "plans") {
-			if err := e.sync(context.Background(), p, nil); err != nil {
+			if err := e.sync(context.Background(), p, plan.Everything()); err != nil {
 				t.Fatal(err)
 			}
 			if got, want := textOfKernel(k), wantText(p, plan.IPv4); got != want {
 				t.Fatalf("after step %d:\n%s", i, diffLines(want, got))
 			}
 			k.Restores = nil
-			if err := e.sync(context.Background(), p, nil); err != nil {
+			if err := e.sync(context.Background(), p, plan.Everything()); err != nil {
 				t.Fatal(err)
 			}
 			if len(k.Restores) > 0 {
@@ -171,13 +171,13 @@ func TestOneChangeWritesOneService(t *testing.T) {
 	e, k := fakeEngine(plan.IPv4)
 	e.options.CompactAbove = 0
 	p := plantest.Large(400, 2)
-	if err := e.sync(context.Background(), p, nil); err != nil {
+	if err := e.sync(context.Background(), p, plan.Everything()); err != nil {
 		t.Fatal(err)
 	}
 	sync := func(sp *plan.ServicePort) string {
 		k.Restores = nil
 		p.Set(sp)
-		if err := e.sync(context.Background(), p, plan.Keys{sp.Key: {}}); err != nil {
+		if err := e.sync(context.Background(), p, plan.Only(plan.Keys{sp.Key: {}})); err != nil {
 			t.Fatal(err)
 		}
 		return strings.Join(k.Restores, "")
@@ -250,7 +250,7 @@ func TestWithoutBPF(t *testing.T) {
 	e, k := fakeEngine(plan.IPv4)
 	k.Refuse = "-m bpf"
 	p := plantest.Large(20, 2)
-	if err := e.sync(context.Background(), p, nil); err != nil {
+	if err := e.sync(context.Background(), p, plan.Everything()); err != nil {
 		t.Fatal(err)
 	}
 	if !strings.Contains(textOfKernel(k), names.PrefixEndpoint) {
@@ -284,11 +284,11 @@ func TestFrontendChangesHands(t *testing.T) {
 
 	e, k := fakeEngine(plan.IPv4)
 	for i, p := range []*plan.Plan{first, second} {
-		changed := plantest.Differing(first, second)
+		change := plan.Only(plantest.Differing(first, second))
 		if i == 0 {
-			changed = nil
+			change = plan.Everything()
 		}
-		if err := e.sync(context.Background(), p, changed); err != nil {
+		if err := e.sync(context.Background(), p, change); err != nil {
 			t.Fatal(err)
 		}
 	}

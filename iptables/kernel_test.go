@@ -90,7 +90,7 @@ func TestKernelShowsWhatWasWritten(t *testing.T) {
 					rapid.Check(t, func(t *rapid.T) {
 						p := plantest.Plans().Draw(t, "plan")
 						e := realEngine(t, v, f)
-						if err := e.sync(context.Background(), p, nil); err != nil {
+						if err := e.sync(context.Background(), p, plan.Everything()); err != nil {
 							t.Fatal(err)
 						}
 						if got, want := ours(t, e.Kernel), wantText(p, f); got != want {
@@ -112,7 +112,7 @@ func compareAgain(t rapid.TB, e *engine, p *plan.Plan) {
 	noted := &notedRestores{Kernel: e.Kernel}
 	e.Kernel = noted
 	defer func() { e.Kernel = noted.Kernel }()
-	if err := e.sync(context.Background(), p, nil); err != nil {
+	if err := e.sync(context.Background(), p, plan.Everything()); err != nil {
 		t.Fatal(err)
 	}
 	if len(noted.texts) > 0 {
@@ -166,8 +166,8 @@ func TestChainInUse(t *testing.T) {
 			e := realEngine(t, v, plan.IPv4)
 			p := plantest.Large(1, 3)
 			sp := p.Sorted(plan.IPv4)[0]
-			sync := func(changed plan.Keys) error { return e.sync(t.Context(), p, changed) }
-			if err := sync(nil); err != nil {
+			sync := func(change plan.Change) error { return e.sync(t.Context(), p, change) }
+			if err := sync(plan.Everything()); err != nil {
 				t.Fatal(err)
 			}
 			name := ""
@@ -181,9 +181,9 @@ func TestChainInUse(t *testing.T) {
 				t.Fatal(err)
 			}
 			p.Delete(sp.Key)
-			_ = sync(plan.Keys{sp.Key: {}}) // It fails, and the next one compares everything.
+			_ = sync(plan.Only(plan.Keys{sp.Key: {}})) // It fails, and the next one compares everything.
 			for range 2 {
-				if err := sync(nil); err != nil {
+				if err := sync(plan.Everything()); err != nil {
 					t.Fatalf("a sync with a chain in use: %v", err)
 				}
 				held, err := e.Kernel.Save(t.Context(), names.NAT)
@@ -195,7 +195,7 @@ func TestChainInUse(t *testing.T) {
 			if err := e.Kernel.Restore("*nat\n:OTHERS - [0:0]\n-X OTHERS\nCOMMIT\n"); err != nil {
 				t.Fatal(err)
 			}
-			if err := sync(nil); err != nil {
+			if err := sync(plan.Everything()); err != nil {
 				t.Fatal(err)
 			}
 			if got, want := ours(t, e.Kernel), wantText(p, plan.IPv4); got != want {

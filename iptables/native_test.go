@@ -77,7 +77,7 @@ func besideNativeRules(t *testing.T, add, rule string) {
 	p := plantest.Large(30, 3)
 	sync := func(e *engine) {
 		t.Helper()
-		if err := e.sync(context.Background(), p, nil); err != nil {
+		if err := e.sync(context.Background(), p, plan.Everything()); err != nil {
 			t.Error(err)
 		}
 	}
@@ -156,14 +156,14 @@ func TestNativeRuleInOurChain(t *testing.T) {
 		p := plantest.Large(30, 3)
 		own := serviceChain(names.PrefixCluster, p.Sorted(plan.IPv4)[3].Key)
 		for range 2 {
-			if err := e.sync(context.Background(), p, nil); err != nil {
+			if err := e.sync(context.Background(), p, plan.Everything()); err != nil {
 				t.Fatal(err)
 			}
 		}
 		want := wantText(p, plan.IPv4)
 		for _, chain := range []string{names.Services, own, names.Postrouting} {
 			addNative(t, "insert", plan.IPv4, "{} nat "+chain+" ct state new counter")
-			if err := e.sync(context.Background(), p, nil); err != nil {
+			if err := e.sync(context.Background(), p, plan.Everything()); err != nil {
 				t.Error(err)
 			}
 			if !e.compared || len(e.found) != 1 || !strings.Contains(e.found.Words(1), "chain "+chain+" of table nat (IPv4): it holds rules") {
@@ -192,7 +192,7 @@ func TestManyNativeChains(t *testing.T) {
 			nstest.Run(t, func() {
 				e := realEngine(t, xtables.NFT, plan.IPv4)
 				p := plantest.Large(30, 3)
-				if err := e.sync(context.Background(), p, nil); err != nil {
+				if err := e.sync(context.Background(), p, plan.Everything()); err != nil {
 					t.Fatal(err)
 				}
 				sh(t, strings.Join(commands, "\n"))
@@ -202,7 +202,7 @@ func TestManyNativeChains(t *testing.T) {
 				e.Kernel = k
 				for _, want := range []bool{true, false} {
 					k.writes = nil
-					if err := e.sync(context.Background(), p, nil); err != nil {
+					if err := e.sync(context.Background(), p, plan.Everything()); err != nil {
 						t.Fatal(err)
 					}
 					if len(k.writes) > 0 != want {
@@ -244,7 +244,7 @@ table ip filter {
 			e.Kernel = k
 			for i := range 2 {
 				k.writes = nil
-				if err := e.sync(context.Background(), p, nil); err != nil {
+				if err := e.sync(context.Background(), p, plan.Everything()); err != nil {
 					t.Fatal(err)
 				}
 				if i > 0 && (len(k.writes) > 0 || len(e.found) > 0) {

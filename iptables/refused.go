@@ -93,7 +93,7 @@ func (e *engine) settle(found []plan.Refusal, f *fullSync) {
 // to find out that they still are would cost a comparison of everything. A later sync has them. What differs otherwise is tried at
 // once: it may be the owner's mend.
 func (e *engine) withhold(p *plan.Plan, changed plan.Keys) plan.Keys {
-	if len(e.refused) == 0 || changed == nil {
+	if len(e.refused) == 0 || len(changed) == 0 {
 		return changed
 	}
 	out := maps.Clone(changed)

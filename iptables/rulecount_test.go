@@ -52,9 +52,9 @@ func TestRuleCounts(t *testing.T) {
 	e.options.CompactAbove = 0
 	o := observe(e)
 	p := plantest.Large(400, 2)
-	check := func(what string, changed plan.Keys, nat, filter int) {
+	check := func(what string, change plan.Change, nat, filter int) {
 		t.Helper()
-		if err := e.sync(context.Background(), p, changed); err != nil {
+		if err := e.sync(context.Background(), p, change); err != nil {
 			t.Fatal(err)
 		}
 		if want := ruleTotals(k); fmt.Sprint(o.total) != fmt.Sprint(want) {
@@ -64,18 +64,18 @@ func TestRuleCounts(t *testing.T) {
 			t.Errorf("%s: told of %v rules written, want %d and %d", what, o.written, nat, filter)
 		}
 	}
-	check("at first", nil, -1, 0)
+	check("at first", plan.Everything(), -1, 0)
 	if o.written["nat"] < o.total["nat"] {
 		t.Errorf("at first: told of %v rules written, of %v in all", o.written, o.total)
 	}
-	check("all in place", nil, 0, 0)
-	check("no change", plan.Keys{}, 0, 0)
+	check("all in place", plan.Everything(), 0, 0)
+	check("no change", plan.Only(nil), 0, 0)
 	other := plantest.LargeService(17, 5000, 2)
 	p.Set(other)
 	// The chain of two endpoints with its masquerading, and a chain of two rules for each.
-	check("two endpoints in place of two", plan.Keys{other.Key: {}}, 3+2*2, 0)
+	check("two endpoints in place of two", plan.Only(plan.Keys{other.Key: {}}), 3+2*2, 0)
 	p.Delete(other.Key)
-	check("one Service less", plan.Keys{other.Key: {}}, -1, 0)
+	check("one Service less", plan.Only(plan.Keys{other.Key: {}}), -1, 0)
 	if len(o.failed) > 0 {
 		t.Errorf("told of failures: %v", o.failed)
 	}
@@ -88,7 +88,7 @@ func TestRestoreFailuresAreTold(t *testing.T) {
 	p := plantest.Large(8, 3) // With fewer endpoints it would have no chain, at whose name it is refused.
 	bad := p.Sorted(plan.IPv4)[3]
 	k.Refuse = ":" + serviceChain(names.PrefixCluster, bad.Key) + " "
-	refusedAlone(t, e, e.sync(context.Background(), p, nil), bad.Key, false)
+	refusedAlone(t, e, e.sync(context.Background(), p, plan.Everything()), bad.Key, false)
 	refused := 0
 	for _, text := range k.Restores {
 		if strings.Contains(text, k.Refuse) {
@@ -103,13 +103,13 @@ func TestRestoreFailuresAreTold(t *testing.T) {
 	}
 	k.Refuse = ""
 	makeDue(e)
-	if err := e.sync(context.Background(), p, nil); err != nil {
+	if err := e.sync(context.Background(), p, plan.Everything()); err != nil {
 		t.Fatal(err)
 	}
 	o.failed = nil
 	k.Refuse = "COMMIT"
 	p.Set(plantest.LargeService(3, 5000, 2))
-	if err := e.sync(context.Background(), p, plan.Keys{bad.Key: {}}); err == nil {
+	if err := e.sync(context.Background(), p, plan.Only(plan.Keys{bad.Key: {}})); err == nil {
 		t.Fatal("a refused change is no error")
 	}
 	if len(o.failed) < 2 || !o.failed[0] || slices.Contains(o.failed[1:], true) {
@@ -143,7 +143,7 @@ func TestFailedJumpIsTold(t *testing.T) {
 	o := observe(e)
 	p := plantest.Large(8, 2)
 	k.Locked = "-I FORWARD 1 "
-	if err := e.sync(t.Context(), p, nil); err != nil || !slices.Equal(o.failed, []bool{false}) {
+	if err := e.sync(t.Context(), p, plan.Everything()); err != nil || !slices.Equal(o.failed, []bool{false}) {
 		t.Errorf("while the lock is held: %v; told of failures %v", err, o.failed)
 	}
 	if got, want := textOfKernel(k), wantText(p, plan.IPv4); got != want {
@@ -152,7 +152,7 @@ func TestFailedJumpIsTold(t *testing.T) {
 	e, k = fakeEngine(plan.IPv4)
 	o = observe(e)
 	k.Refuse = "-I FORWARD 1 "
-	err := e.sync(t.Context(), p, nil)
+	err := e.sync(t.Context(), p, plan.Everything())
 	if err == nil || !strings.Contains(err.Error(), "leading chain FORWARD of table filter to ") ||
 		!slices.Equal(o.failed, []bool{false}) {
 		t.Errorf("refused: %v; told of failures %v", err, o.failed)

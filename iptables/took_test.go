@@ -30,7 +30,7 @@ func TestTook(t *testing.T) {
 	v6, k6 := fakeEngine(plan.IPv6)
 	v6.Kernel = slowKernel{k6, takes}
 	b := &Backend{engines: []*engine{v4, v6}, watch: &xtables.Watch{}}
-	if err := b.Sync(t.Context(), plan.New(plan.Node{Name: "n"}, plan.Settings{}), nil); err != nil {
+	if err := b.Sync(t.Context(), plan.New(plan.Node{Name: "n"}, plan.Settings{}), plan.Everything()); err != nil {
 		t.Fatal(err)
 	}
 	if took := b.Took(); len(took) != 2 || took[plan.IPv4] <= 0 || took[plan.IPv4] >= takes || took[plan.IPv6] < takes {

@@ -120,7 +120,7 @@ func TestGuard(t *testing.T) {
 				p.Settings.LocalhostNodePorts = true
 				for range 2 {
 					e := realEngine(t, v, plan.IPv4)
-					if err := e.sync(context.Background(), p, nil); err != nil {
+					if err := e.sync(context.Background(), p, plan.Everything()); err != nil {
 						t.Fatal(err)
 					}
 					held, err := e.Kernel.Save(context.Background(), names.Filter)

@@ -62,18 +62,18 @@ func newTrafficReader(tables []counterTable) *TrafficReader {
 	}
 }
 
-// Update tells what the plan is. changed names the ServicePorts that differ from the last call, vanished ones included; nil
-// stands for all. It costs work for those only, and keeps nothing of p.
-func (r *TrafficReader) Update(p *plan.Plan, changed plan.Keys) {
+// Update tells what the plan is. change says which ServicePorts differ from the last call. It costs work for those only, and
+// keeps nothing of p.
+func (r *TrafficReader) Update(p *plan.Plan, change plan.Change) {
 	r.mu.Lock()
 	defer r.mu.Unlock()
-	if changed == nil {
+	if change.All() {
 		r.keys = map[plan.Family]map[string]plan.Key{}
 		for key := range p.Services {
 			r.enter(key)
 		}
 	}
-	for key := range changed {
+	for key := range change.Keys() {
 		if p.Services[key] != nil {
 			r.enter(key)
 		} else {

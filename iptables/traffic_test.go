@@ -97,8 +97,8 @@ func connectAndCount(t *testing.T, v xtables.Variant) {
 	}
 	p := trafficPlan("192.0.2.7:8080")
 	r := b.Traffic()
-	r.Update(p, nil)
-	if err := e.sync(context.Background(), p, nil); err != nil {
+	r.Update(p, plan.Everything())
+	if err := e.sync(context.Background(), p, plan.Everything()); err != nil {
 		t.Error(err)
 		return
 	}
@@ -128,8 +128,8 @@ func connectAndCount(t *testing.T, v xtables.Variant) {
 	after.Affinity = time.Hour
 	after.Frontends = after.Frontends[:3]
 	p.Set(&after)
-	r.Update(p, plan.Keys{trafficKey: {}})
-	if err := e.sync(context.Background(), p, plan.Keys{trafficKey: {}}); err != nil {
+	r.Update(p, plan.Only(plan.Keys{trafficKey: {}}))
+	if err := e.sync(context.Background(), p, plan.Only(plan.Keys{trafficKey: {}})); err != nil {
 		t.Error(err)
 	}
 	check("after a rule went")
@@ -155,7 +155,7 @@ func TestConnectionsOfWrittenChains(t *testing.T) {
 	}
 	r := newTrafficReader([]counterTable{{plan.IPv4, list}})
 	p := trafficPlan("192.0.2.7:8080")
-	r.Update(p, nil)
+	r.Update(p, plan.Everything())
 	cluster := `-d 10.96.0.1/32 -p tcp -m comment --comment "ns/web:http cluster IP" -m tcp --dport 80 -j KUBE-SVC-` + hash
 	external := `-d 192.0.2.8/32 -p tcp -m comment --comment "ns/web:http external IP" -m tcp --dport 80 -j KUBE-EXT-` + hash
 	for _, step := range []struct {
@@ -184,7 +184,7 @@ func TestConnectionsOfWrittenChains(t *testing.T) {
 	}
 	failure = nil
 	p.Delete(trafficKey)
-	r.Update(p, plan.Keys{trafficKey: {}})
+	r.Update(p, plan.Only(plan.Keys{trafficKey: {}}))
 	if got, err := connections(context.Background(), r); err != nil || len(got) != 0 || len(r.total) != 0 {
 		t.Errorf("without the Service: %v, %v; %d sums are kept", got, err, len(r.total))
 	}
@@ -197,13 +197,13 @@ func BenchmarkTraffic(b *testing.B) {
 			nstest.Run(b, func() {
 				p := plantest.Large(10000, 2)
 				e := realEngine(b, v, plan.IPv4)
-				if err := e.sync(context.Background(), p, nil); err != nil {
+				if err := e.sync(context.Background(), p, plan.Everything()); err != nil {
 					b.Error(err)
 					return
 				}
 				backend := &Backend{engines: []*engine{e}}
 				r := backend.Traffic()
-				r.Update(p, nil)
+				r.Update(p, plan.Everything())
 				for b.Loop() {
 					if got, err := connections(context.Background(), r); err != nil || len(got) != 10000 {
 						b.Errorf("%d ServicePorts, %v", len(got), err)

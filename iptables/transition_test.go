@@ -48,17 +48,17 @@ func TestTransitions(t *testing.T) {
 		compact := rapid.SampledFrom([]int{0, 1, 10, 40})
 		e.options.CompactAbove = compact.Draw(t, "compact above")
 		queue := portion.New(rapid.SampledFrom([]int{0, 1, 5}).Draw(t, "most at once"))
-		program := func(p *plan.Plan, changed plan.Keys) {
-			p, changed = queue.Next(p, changed)
-			if err := e.sync(context.Background(), p, changed); err != nil {
+		program := func(p *plan.Plan, change plan.Change) {
+			p, change = queue.Next(p, change)
+			if err := e.sync(context.Background(), p, change); err != nil {
 				t.Fatal(err)
 			}
 		}
-		program(c.Plan, nil)
+		program(c.Plan, plan.Everything())
 		packets := c.Transits(t, f, next)
-		changed := plantest.Differing(c.Plan, next)
+		change := plan.Only(plantest.Differing(c.Plan, next))
 		if rapid.Bool().Draw(t, "everything is compared") {
-			changed = nil
+			change = plan.Everything()
 			e.options.CompactAbove = compact.Draw(t, "compact above, then")
 		}
 		k.Restores = nil
@@ -79,8 +79,8 @@ func TestTransitions(t *testing.T) {
 				seen++
 			}
 		}
-		for program(next, changed); queue.Waiting() > 0; {
-			program(next, plan.Keys{})
+		for program(next, change); queue.Waiting() > 0; {
+			program(next, plan.Only(nil))
 		}
 	})
 	if seen == 0 {
@@ -108,7 +108,7 @@ func TestInternalPolicyOfMany(t *testing.T) {
 	for before, after := range other {
 		e, k := fakeEngine(plan.IPv4)
 		e.MaxNames = xtables.MaxNames
-		if err := e.sync(t.Context(), planOf(before), nil); err != nil {
+		if err := e.sync(t.Context(), planOf(before), plan.Everything()); err != nil {
 			t.Fatal(err)
 		}
 		next := planOf(after)
@@ -134,7 +134,7 @@ func TestInternalPolicyOfMany(t *testing.T) {
 			states++
 		}
 		k.Restores = nil
-		if err := e.sync(t.Context(), next, nil); err != nil {
+		if err := e.sync(t.Context(), next, plan.Everything()); err != nil {
 			t.Fatal(err)
 		}
 		if states < 3 {

@@ -218,18 +218,18 @@ func (b *Backend) Families() []plan.Family {
 }
 
 // Sync implements proxier.Backend.
-func (b *Backend) Sync(ctx context.Context, p *plan.Plan, changed plan.Keys) error {
+func (b *Backend) Sync(ctx context.Context, p *plan.Plan, change plan.Change) error {
 	begin := time.Now()
 	var errs []error
 	b.took = map[plan.Family]time.Duration{}
 	for _, e := range b.engines { // One after the other: they share the kernel's lock on IPVS.
 		family := time.Now()
-		errs = append(errs, e.sync(ctx, p, changed))
+		errs = append(errs, e.sync(ctx, p, change))
 		b.took[e.family] = time.Since(family)
 	}
 	err := errors.Join(errs...)
 	r, known := drift.Report{Err: err}, false
-	if changed == nil {
+	if change.All() {
 		b.settings.Lock()
 		r.Found = b.sysctls.repair()
 		b.settings.Unlock()

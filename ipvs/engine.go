@@ -69,15 +69,15 @@ type heldRealServer struct {
 	since    time.Time // since when nothing is known of an endpoint at the address
 }
 
-func (e *engine) sync(ctx context.Context, p *plan.Plan, changed plan.Keys) error {
+func (e *engine) sync(ctx context.Context, p *plan.Plan, change plan.Change) error {
 	e.mu.Lock()
 	defer e.mu.Unlock()
 	e.compared, e.found = false, nil
 	var err error
-	if changed == nil || e.desired == nil || p.Partial && p.Adds(changed, e.family, e.desired.services) {
+	if change.All() || e.desired == nil || p.Partial && p.Adds(change.Keys(), e.family, e.desired.services) {
 		err = e.syncAll(ctx, p)
 	} else {
-		err = e.apply(e.desired.update(p, changed), nil)
+		err = e.apply(e.desired.update(p, change.Keys()), nil)
 	}
 	if err != nil {
 		e.desired = nil

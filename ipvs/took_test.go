@@ -27,7 +27,7 @@ func TestTook(t *testing.T) {
 	v6, _ := fakeEngine(plan.IPv6, Options{})
 	v4.machine.servers = slowServers{fakeServers{k4}, takes}
 	b := &Backend{engines: []*engine{v4, v6}}
-	if err := b.Sync(t.Context(), plan.New(plan.Node{Name: "n"}, plan.Settings{}), nil); err != nil {
+	if err := b.Sync(t.Context(), plan.New(plan.Node{Name: "n"}, plan.Settings{}), plan.Everything()); err != nil {
 		t.Fatal(err)
 	}
 	if took := b.Took(); len(took) != 2 || took[plan.IPv4] < takes || took[plan.IPv6] <= 0 || took[plan.IPv6] >= takes {

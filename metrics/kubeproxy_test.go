@@ -63,7 +63,7 @@ func inUse(mode string) *Set {
 	p := plan.New(plan.Node{}, plan.Settings{})
 	s.Queued(1, 1)
 	s.Taken()
-	s.Planned(p, nil)
+	s.Planned(p, plan.Everything())
 	s.DriftChecked(time.Second, nil)
 	s.Synced(Sync{Full: true, Stages: map[Stage]time.Duration{Backend: time.Second}})
 	return s

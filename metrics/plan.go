@@ -112,20 +112,20 @@ func (m *planMetrics) reset() {
 	}
 }
 
-// Planned counts what a plan holds now. changed names the ServicePorts that may differ from the last call, vanished ones
-// included; nil stands for all. It costs work for those in changed only, and keeps nothing of the plan.
-func (s *Set) Planned(p *plan.Plan, changed plan.Keys) {
+// Planned counts what a plan holds now. change says which ServicePorts may differ from the last call. It costs work for those
+// only, and keeps nothing of the plan.
+func (s *Set) Planned(p *plan.Plan, change plan.Change) {
 	m := s.plan
 	m.mu.Lock()
 	defer m.mu.Unlock()
-	if changed == nil {
+	if change.All() {
 		m.reset()
 		for key, sp := range p.Services {
 			m.put(key, sp)
 		}
 		return
 	}
-	for key := range changed {
+	for key := range change.Keys() {
 		m.put(key, p.Services[key])
 	}
 }

@@ -35,7 +35,7 @@ func TestPlanned(t *testing.T) {
 	p.Set(&plan.ServicePort{Key: testKey("d", plan.IPv4), InternalPolicy: plan.Local, Frontends: lb, ExternalPolicy: plan.Local,
 		Endpoints: plan.Endpoints{Any: true, Local: []plan.Endpoint{anEndpoint}}})
 	p.Set(&plan.ServicePort{Key: testKey("a", plan.IPv6)})
-	s.Planned(p, nil)
+	s.Planned(p, plan.Everything())
 	holds(t, s, map[string]float64{
 		"nodeproxy_service_ports ip_family=IPv4":                                                     4,
 		"nodeproxy_service_ports ip_family=IPv6":                                                     1,
@@ -57,7 +57,7 @@ func TestPlannedByChanges(t *testing.T) {
 	rapid.Check(t, func(t *rapid.T) {
 		s := New(Config{Mode: ipvs})
 		p := plan.New(plan.Node{}, plan.Settings{})
-		s.Planned(p, nil)
+		s.Planned(p, plan.Everything())
 		for range rapid.IntRange(1, 20).Draw(t, "steps") {
 			changed := plan.Keys{}
 			for range rapid.IntRange(0, 3).Draw(t, "changes") {
@@ -69,9 +69,9 @@ func TestPlannedByChanges(t *testing.T) {
 				}
 				p.Set(drawServicePort(t, key))
 			}
-			s.Planned(p, changed)
+			s.Planned(p, plan.Only(changed))
 			whole := New(Config{Mode: ipvs})
-			whole.Planned(p, nil)
+			whole.Planned(p, plan.Everything())
 			for _, f := range plan.Families {
 				if *s.plan.total[f] != *whole.plan.total[f] {
 					t.Fatalf("%s: by changes %+v, at once %+v", f, *s.plan.total[f], *whole.plan.total[f])
@@ -139,10 +139,10 @@ func BenchmarkPlanned(b *testing.B) {
 		p.Set(&plan.ServicePort{Key: testKey(fmt.Sprint("s", i), plan.IPv4),
 			Endpoints: plan.Endpoints{Cluster: []plan.Endpoint{anEndpoint, anEndpoint}, Excluded: []plan.Exclusion{{Reason: plan.NotReady}}}})
 	}
-	s.Planned(p, nil)
+	s.Planned(p, plan.Everything())
 	changed := plan.Keys{testKey("s5000", plan.IPv4): {}}
 	for b.Loop() {
-		s.Planned(p, changed)
+		s.Planned(p, plan.Only(changed))
 	}
 }
 

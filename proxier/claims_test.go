@@ -115,9 +115,9 @@ func TestTakeover(t *testing.T) {
 	s := newTestState(nil)
 	set := func(name string, svc *v1.Service) string {
 		s.Apply(source.Batch{Services: map[types.NamespacedName]*v1.Service{{Namespace: "ns", Name: name}: svc}})
-		_, changed := s.Update()
+		_, change := s.Update()
 		var names []string
-		for _, k := range slices.SortedFunc(maps.Keys(changed), plan.Key.Compare) {
+		for _, k := range slices.SortedFunc(maps.Keys(change.Keys()), plan.Key.Compare) {
 			names = append(names, k.Service.Name)
 		}
 		return fmt.Sprint(names)

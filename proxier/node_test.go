@@ -16,16 +16,16 @@ func TestNodeGone(t *testing.T) {
 	me := &v1.Node{ObjectMeta: metav1.ObjectMeta{Name: "me", Labels: map[string]string{v1.LabelTopologyZone: "a"}},
 		Spec: v1.NodeSpec{PodCIDRs: []string{"10.244.1.0/24"}}}
 	s.Apply(source.Batch{Nodes: map[string]*v1.Node{"me": me}})
-	if _, changed := s.Update(); changed != nil {
-		t.Errorf("keys are named at first: %v", changed)
+	if _, change := s.Update(); !change.All() {
+		t.Errorf("keys are named at first: %v", change)
 	}
 	before := dump(s.Plan())
 	other := me.DeepCopy()
 	other.Name, other.Labels = "other", nil
 	for _, b := range []map[string]*v1.Node{{"me": nil}, {"other": other}, {"other": nil}} {
 		s.Apply(source.Batch{Nodes: b})
-		if p, changed := s.Update(); changed == nil || len(changed) > 0 || dump(p) != before {
-			t.Errorf("%v: changed %v:\n%s\nbefore:\n%s", b, changed, dump(p), before)
+		if p, change := s.Update(); !change.None() || dump(p) != before {
+			t.Errorf("%v: changed %v:\n%s\nbefore:\n%s", b, change, dump(p), before)
 		}
 	}
 }
@@ -57,8 +57,8 @@ func TestNodeEligible(t *testing.T) {
 			want bool
 		}{{leaving, false}, {ok, true}} {
 			s.Apply(source.Batch{Nodes: map[string]*v1.Node{"me": step.node, "other": nil}})
-			if p, changed := s.Update(); s.NodeEligible() != step.want || changed == nil || p.Node.Zone != "a" {
-				t.Errorf("%s: eligible %t, want %t; changed %v, zone %q", name, s.NodeEligible(), step.want, changed, p.Node.Zone)
+			if p, change := s.Update(); s.NodeEligible() != step.want || change.All() || p.Node.Zone != "a" {
+				t.Errorf("%s: eligible %t, want %t; changed %v, zone %q", name, s.NodeEligible(), step.want, change, p.Node.Zone)
 			}
 		}
 	}

@@ -54,10 +54,10 @@ func TestSmallChangeGoesBetween(t *testing.T) {
 		var calls []string
 		begin := time.Now()
 		programmed := map[string]time.Duration{}
-		p, stop := runPortions(t, nil, func(_ context.Context, p *plan.Plan, changed plan.Keys) error {
+		p, stop := runPortions(t, nil, func(_ context.Context, p *plan.Plan, change plan.Change) error {
 			time.Sleep(time.Second)
-			calls = append(calls, fmt.Sprint(len(changed), " of ", len(p.Services)))
-			for k := range changed {
+			calls = append(calls, fmt.Sprint(len(change.Keys()), " of ", len(p.Services)))
+			for k := range change.Keys() {
 				programmed[k.Service.Name] = time.Since(begin)
 			}
 			return nil
@@ -83,7 +83,7 @@ func TestSmallChangeGoesBetween(t *testing.T) {
 func TestCancelledBetweenPortions(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		var calls []int
-		p, stop := runPortions(t, nil, func(_ context.Context, p *plan.Plan, _ plan.Keys) error {
+		p, stop := runPortions(t, nil, func(_ context.Context, p *plan.Plan, _ plan.Change) error {
 			time.Sleep(time.Second)
 			calls = append(calls, len(p.Services))
 			return nil
@@ -112,9 +112,9 @@ func TestPortionsAndComparisons(t *testing.T) {
 			synctest.Test(t, func(t *testing.T) {
 				var p *Proxier
 				var calls []string
-				p, stop := runPortions(t, nil, func(_ context.Context, desired *plan.Plan, changed plan.Keys) error {
+				p, stop := runPortions(t, nil, func(_ context.Context, desired *plan.Plan, change plan.Change) error {
 					time.Sleep(time.Second)
-					calls = append(calls, fmt.Sprint(changed == nil, " ", len(desired.Services)))
+					calls = append(calls, fmt.Sprint(change.All(), " ", len(desired.Services)))
 					if len(calls) == 2 {
 						return disturb(p)
 					}
@@ -135,7 +135,7 @@ func TestPortionsAndComparisons(t *testing.T) {
 func TestPortionsAreObserved(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		seen := &results{}
-		p, stop := runPortions(t, seen, func(context.Context, *plan.Plan, plan.Keys) error {
+		p, stop := runPortions(t, seen, func(context.Context, *plan.Plan, plan.Change) error {
 			time.Sleep(time.Second)
 			return nil
 		})
@@ -170,7 +170,7 @@ type results struct {
 
 func (r *results) Queued(source.Batch, bool) {}
 func (r *results) Taken()                    {}
-func (r *results) Synced(_ *plan.Plan, _ plan.Keys, got Result) {
+func (r *results) Synced(_ *plan.Plan, _ plan.Change, got Result) {
 	r.mu.Lock()
 	defer r.mu.Unlock()
 	r.list = append(r.list, got)
@@ -185,8 +185,8 @@ func (r *results) take() []Result {
 	return list
 }
 
-type backendFunc func(ctx context.Context, p *plan.Plan, changed plan.Keys) error
+type backendFunc func(ctx context.Context, p *plan.Plan, change plan.Change) error
 
-func (f backendFunc) Sync(ctx context.Context, p *plan.Plan, changed plan.Keys) error {
-	return f(ctx, p, changed)
+func (f backendFunc) Sync(ctx context.Context, p *plan.Plan, change plan.Change) error {
+	return f(ctx, p, change)
 }

@@ -15,11 +15,10 @@ import (
 
 // Backend keeps the kernel equal to a plan.
 type Backend interface {
-	// Sync makes the kernel equal to p. changed names the ServicePorts that differ from those of the last successful
-	// Sync, vanished ones included; nil means that nothing may be assumed about the kernel. After an error, what the
-	// kernel holds is not known, and the next call must pass nil. A Sync that a cancelled ctx interrupts leaves every
-	// ServicePort either as it was or as it should be.
-	Sync(ctx context.Context, p *plan.Plan, changed plan.Keys) error
+	// Sync makes the kernel equal to p. change says which ServicePorts differ from those of the last successful Sync, or that
+	// nothing may be assumed about the kernel. After an error, what the kernel holds is not known, and the next call must pass
+	// plan.Everything. A Sync that a cancelled ctx interrupts leaves every ServicePort either as it was or as it should be.
+	Sync(ctx context.Context, p *plan.Plan, change plan.Change) error
 }
 
 // Config says what a Proxier works with.
@@ -55,8 +54,8 @@ type Observer interface {
 	Queued(b source.Batch, synced bool)
 	// Taken tells that all batches that waited have been taken for a sync. It is not called before all objects are there.
 	Taken()
-	// Synced tells how that sync went. changed is as in Backend.Sync; p is not to be kept.
-	Synced(p *plan.Plan, changed plan.Keys, r Result)
+	// Synced tells how that sync went. change is as in Backend.Sync; p is not to be kept.
+	Synced(p *plan.Plan, change plan.Change, r Result)
 }
 
 // Result is how one sync went.
@@ -329,38 +328,37 @@ func (p *Proxier) round(ctx context.Context) {
 	}
 	start := time.Now()
 	result := Result{Retry: p.retry > 0, Apply: start.Sub(begin), Eligible: p.state.NodeEligible()}
-	desired, changed := p.state.Update()
+	desired, change := p.state.Update()
 	if p.full {
-		changed = nil
+		change = plan.Everything()
 	}
-	desired, changed = p.portions.Next(desired, changed)
+	desired, change = p.portions.Next(desired, change)
 	p.noteTriggers()
 	result.Plan, result.Waiting = time.Since(start), p.portions.Waiting()
-	idle := changed != nil && len(changed) == 0
-	if !idle {
-		if changed == nil {
+	if !change.None() {
+		if change.All() {
 			p.mu.Lock()
 			p.suspectedFirst, p.suspectedLast = time.Time{}, time.Time{} // Anything that is seen from here on counts.
 			p.mu.Unlock()
 		}
 		p.warnOnce()
-		p.cfg.Log.Debug("syncing", "all", changed == nil, "changed", len(changed))
+		p.cfg.Log.Debug("syncing", "all", change.All(), "changed", len(change.Keys()))
 		writing := time.Now()
-		result.Err = p.cfg.Backend.Sync(ctx, desired, changed)
+		result.Err = p.cfg.Backend.Sync(ctx, desired, change)
 		if ctx.Err() != nil {
 			return
 		}
 		result.Backend = time.Since(writing)
-		p.ended(ctx, desired, changed, start, result.Err)
+		p.ended(ctx, desired, change, start, result.Err)
 	}
 	if result.Err == nil {
 		result.Triggers, p.triggers = p.triggers, nil
 	}
 	if p.cfg.Observer != nil {
-		p.cfg.Observer.Synced(desired, changed, result)
+		p.cfg.Observer.Synced(desired, change, result)
 	}
-	if !idle && result.Err == nil {
-		p.pause(ctx, start, changed == nil)
+	if !change.None() && result.Err == nil {
+		p.pause(ctx, start, change.All())
 	}
 }
 
@@ -378,7 +376,7 @@ func (p *Proxier) noteTriggers() {
 }
 
 // ended notes how a sync went.
-func (p *Proxier) ended(ctx context.Context, desired *plan.Plan, changed plan.Keys, start time.Time, err error) {
+func (p *Proxier) ended(ctx context.Context, desired *plan.Plan, change plan.Change, start time.Time, err error) {
 	if p.full = err != nil; p.full {
 		p.failing = time.Since(start)
 		last := min(max(suspectShare*p.failing, leastLastRetry), lastRetry)
@@ -389,7 +387,7 @@ func (p *Proxier) ended(ctx context.Context, desired *plan.Plan, changed plan.Ke
 	}
 	p.retry = 0
 	took := time.Since(start)
-	if changed == nil {
+	if change.All() {
 		copy(p.comparisons[:], p.comparisons[1:])
 		p.comparisons[suspectBurst-1] = comparison{ended: time.Now(), took: took}
 	}
@@ -398,8 +396,8 @@ func (p *Proxier) ended(ctx context.Context, desired *plan.Plan, changed plan.Ke
 		p.inSync, level = true, slog.LevelInfo
 	}
 	what := "all"
-	if changed != nil {
-		what = strconv.Itoa(len(changed))
+	if !change.All() {
+		what = strconv.Itoa(len(change.Keys()))
 	}
 	p.cfg.Log.Log(ctx, level, "in sync", "took", took.Round(10*time.Microsecond), "changed", what,
 		"service-ports", len(desired.Services))

@@ -29,10 +29,10 @@ type recorder struct {
 	untilCancelled bool
 }
 
-func (r *recorder) Sync(ctx context.Context, p *plan.Plan, changed plan.Keys) error {
+func (r *recorder) Sync(ctx context.Context, p *plan.Plan, change plan.Change) error {
 	what := "all"
-	if changed != nil {
-		what = fmt.Sprint(len(changed))
+	if !change.All() {
+		what = fmt.Sprint(len(change.Keys()))
 	}
 	r.calls = append(r.calls, fmt.Sprintf("%v: %s of %d", time.Since(r.start), what, len(p.Services)))
 	time.Sleep(r.takes)

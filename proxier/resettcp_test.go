@@ -35,7 +35,7 @@ func TestResetTCP(t *testing.T) {
 				{Name: "tcp", Protocol: v1.ProtocolTCP, Port: 80}, {Name: "udp", Protocol: v1.ProtocolUDP, Port: 80},
 			},
 		}}
-		apply := func() (*plan.Plan, plan.Keys) {
+		apply := func() (*plan.Plan, plan.Change) {
 			s.Apply(source.Batch{Services: map[types.NamespacedName]*v1.Service{{Namespace: "ns", Name: "a"}: svc}})
 			return s.Update()
 		}
@@ -44,9 +44,9 @@ func TestResetTCP(t *testing.T) {
 			svc = svc.DeepCopy()
 			svc.Annotations = map[string]string{source.AnnotationResetTCP: c.annotation}
 		}
-		p, changed := apply()
-		if want := c.want != c.setting; (len(changed) == 1) != want {
-			t.Errorf("%+v: %d ServicePorts changed", c, len(changed))
+		p, change := apply()
+		if want := c.want != c.setting; (len(change.Keys()) == 1) != want {
+			t.Errorf("%+v: %d ServicePorts changed", c, len(change.Keys()))
 		}
 		for key, sp := range p.Services {
 			if want := c.want && key.Protocol == plan.TCP; sp.ResetTCP != want {

@@ -45,9 +45,9 @@ func TestServiceCIDRs(t *testing.T) {
 		{map[string]*networking.ServiceCIDR{"kubernetes": nil}, both, false},
 	} {
 		s.Apply(source.Batch{ServiceCIDRs: step.objects})
-		p, changed := s.Update()
-		if got := fmt.Sprint(p.Settings.ServiceCIDRs); got != step.want || (changed == nil) != step.anew {
-			t.Errorf("step %d: %s, anew %t, want %s, %t", i, got, changed == nil, step.want, step.anew)
+		p, change := s.Update()
+		if got := fmt.Sprint(p.Settings.ServiceCIDRs); got != step.want || change.All() != step.anew {
+			t.Errorf("step %d: %s, anew %t, want %s, %t", i, got, change.All(), step.want, step.anew)
 		}
 	}
 	if want := []string{`ServiceCIDR bad: spec.cidrs[0]: "x" is no CIDR; this range is ignored`}; !slices.Equal(said, want) {

@@ -227,10 +227,9 @@ func (s *State) tell(object string, found []source.Finding) {
 	}
 }
 
-// Update recomputes what the batches since the last Update touched. It returns the plan and the keys of the ServicePorts
-// that differ now, the vanished ones among them; or nil instead of the keys where something changed that every rule may
-// depend on, as it is at first.
-func (s *State) Update() (*plan.Plan, plan.Keys) {
+// Update recomputes what the batches since the last Update touched. It returns the plan and how it has changed:
+// everything, where that is something on which every rule may depend, as it is at first.
+func (s *State) Update() (*plan.Plan, plan.Change) {
 	changed := plan.Keys{}
 	s.updated, s.triggers = s.triggers, s.updated[:0]
 	all := s.rebuild
@@ -245,9 +244,9 @@ func (s *State) Update() (*plan.Plan, plan.Keys) {
 	}
 	clear(s.dirty)
 	if all {
-		return s.plan, nil
+		return s.plan, plan.Everything()
 	}
-	return s.plan, changed
+	return s.plan, plan.Only(changed)
 }
 
 // recompute brings the part of the plan up to date that belongs to one Service.

@@ -83,8 +83,8 @@ func TestPlanFollowsFromObjectsAlone(t *testing.T) {
 		}
 		// The same objects once more say nothing new.
 		s.Apply(c.all())
-		if _, changed := s.Update(); changed == nil || len(changed) > 0 {
-			t.Fatalf("changed by objects that are the same: %v", changed)
+		if _, change := s.Update(); !change.None() {
+			t.Fatalf("changed by objects that are the same: %v", change)
 		}
 		checkOneOwner(t, s.Plan())
 		checkForgets(t, c, s)
@@ -149,14 +149,14 @@ type snapshot struct {
 }
 
 // checkChanged updates the state and checks the keys that it names against what differs from before: all exactly those, or
-// nil where the node or a setting has changed, be it back and forth.
+// everything where the node or a setting has changed, be it back and forth.
 func checkChanged(t *rapid.T, s *State, before snapshot) snapshot {
-	p, changed := s.Update()
+	p, change := s.Update()
 	after := snapshot{fmt.Sprintf("%+v %+v", p.Node, p.Settings), maps.Clone(p.Services)}
-	if changed != nil && before.global != after.global {
+	if !change.All() && before.global != after.global {
 		t.Fatalf("keys are named though every rule may have changed:\n%s\n%s", before.global, after.global)
 	}
-	if changed == nil {
+	if change.All() {
 		return after
 	}
 	differ := plan.Keys{}
@@ -170,8 +170,8 @@ func checkChanged(t *rapid.T, s *State, before snapshot) snapshot {
 			differ.Add(k)
 		}
 	}
-	if !maps.Equal(differ, changed) {
-		t.Fatalf("changed: %v; what differs: %v", changed, differ)
+	if !maps.Equal(differ, change.Keys()) {
+		t.Fatalf("changed: %v; what differs: %v", change.Keys(), differ)
 	}
 	for k, sp := range after.services {
 		if sp.Key != k || !slices.Contains(p.KeysOf(k.Service), k) {

@@ -76,23 +76,23 @@ func TestWeightsReachThePlan(t *testing.T) {
 	sliceName := types.NamespacedName{Namespace: "ns", Name: "a-1"}
 	svc := &v1.Service{ObjectMeta: metav1.ObjectMeta{Namespace: "ns", Name: "a"},
 		Spec: v1.ServiceSpec{ClusterIP: "10.96.0.1", Ports: []v1.ServicePort{{Port: 80}}}}
-	apply := func(weights string) (string, plan.Keys) {
+	apply := func(weights string) (string, plan.Change) {
 		s.Apply(source.Batch{Services: map[types.NamespacedName]*v1.Service{name: svc}, EndpointSlices: map[types.NamespacedName]*discovery.EndpointSlice{
 			sliceName: weighted(discovery.AddressTypeIPv4, weights, "10.244.1.5", "10.244.2.7")}})
-		p, changed := s.Update()
+		p, change := s.Update()
 		out := ""
 		for _, ep := range p.Services[plan.Key{Service: plan.Service{Namespace: "ns", Name: "a"}, Protocol: plan.TCP, Family: plan.IPv4}].Cluster {
 			out += fmt.Sprintf("%s=%d ", ep.Addr, ep.Weight)
 		}
-		return out, changed
+		return out, change
 	}
 	if got, _ := apply("10.244.1.5=3"); got != "10.244.1.5:8080=3 10.244.2.7:8080=0 " {
 		t.Errorf("endpoints %s", got)
 	}
-	if got, changed := apply("10.244.2.7=2"); got != "10.244.1.5:8080=0 10.244.2.7:8080=2 " || len(changed) != 1 {
-		t.Errorf("after a change: endpoints %s, changed %v", got, changed)
+	if got, change := apply("10.244.2.7=2"); got != "10.244.1.5:8080=0 10.244.2.7:8080=2 " || len(change.Keys()) != 1 {
+		t.Errorf("after a change: endpoints %s, changed %v", got, change)
 	}
-	if _, changed := apply("10.244.2.7=2"); changed == nil || len(changed) != 0 {
-		t.Errorf("without a change: changed %v", changed)
+	if _, change := apply("10.244.2.7=2"); !change.None() {
+		t.Errorf("without a change: changed %v", change)
 	}
 }

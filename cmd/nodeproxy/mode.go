@@ -75,7 +75,7 @@ type openMode struct {
 	// close closes the mode's sockets, and leaves what it has programmed; nil if it has none.
 	close func() error
 	// traffic returns a reader of the traffic of each ServicePort. follow, unless nil, has to be called with the plan after each sync.
-	traffic func() (r metrics.TrafficReader, follow func(*plan.Plan, plan.Keys))
+	traffic func() (r metrics.TrafficReader, follow func(*plan.Plan, plan.Change))
 	// invalidDropped and localhostNodePorts are as in metrics.Set.CollectPacketCounters.
 	invalidDropped, localhostNodePorts func() (uint64, error)
 }

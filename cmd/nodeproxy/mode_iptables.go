@@ -51,7 +51,7 @@ func openIPTables(c modeConfig) (*openMode, error) {
 	}
 	return &openMode{
 		backend: b, mostAtOnce: b.MostAtOnce(), invalidDropped: b.InvalidDropped, localhostNodePorts: b.LocalhostNodePorts(),
-		traffic: func() (metrics.TrafficReader, func(*plan.Plan, plan.Keys)) {
+		traffic: func() (metrics.TrafficReader, func(*plan.Plan, plan.Change)) {
 			r := b.Traffic()
 			return r, r.Update
 		},

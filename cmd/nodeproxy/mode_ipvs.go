@@ -47,7 +47,7 @@ func openIPVS(c modeConfig) (*openMode, error) {
 	}
 	return &openMode{
 		backend: b, run: b.Run, close: b.Close,
-		traffic: func() (metrics.TrafficReader, func(*plan.Plan, plan.Keys)) { return b.Traffic(), nil },
+		traffic: func() (metrics.TrafficReader, func(*plan.Plan, plan.Change)) { return b.Traffic(), nil },
 	}, nil
 }
 

@@ -29,7 +29,7 @@ type monitor struct {
 	// took tells how long the backend took for each family.
 	took func() map[plan.Family]time.Duration
 	// follow tells the reader of traffic what the plan is; nil if it need not know.
-	follow func(*plan.Plan, plan.Keys)
+	follow func(*plan.Plan, plan.Change)
 	// inSync is closed when the kernel has been brought to the plan for the first time, and complete when that was a plan with
 	// all there is.
 	inSync, complete     chan struct{}
@@ -89,9 +89,9 @@ func (m *monitor) Taken() {
 }
 
 // Synced implements proxier.Observer.
-func (m *monitor) Synced(p *plan.Plan, changed plan.Keys, r proxier.Result) {
+func (m *monitor) Synced(p *plan.Plan, change plan.Change, r proxier.Result) {
 	s := metrics.Sync{
-		Full: changed == nil, Failed: r.Err != nil, Retry: r.Retry,
+		Full: change.All(), Failed: r.Err != nil, Retry: r.Retry,
 		Stages: map[metrics.Stage]time.Duration{metrics.Apply: r.Apply, metrics.Plan: r.Plan},
 	}
 	if r.Backend > 0 {
@@ -105,11 +105,11 @@ func (m *monitor) Synced(p *plan.Plan, changed plan.Keys, r proxier.Result) {
 		s.Triggers = append(s.Triggers, metrics.Trigger(t))
 	}
 	m.metrics.Synced(s)
-	m.metrics.Planned(p, changed)
-	m.services.Update(p, changed)
-	m.listeners.Update(p, changed)
+	m.metrics.Planned(p, change)
+	m.services.Update(p, change)
+	m.listeners.Update(p, change)
 	if m.follow != nil {
-		m.follow(p, changed)
+		m.follow(p, change)
 	}
 	m.node.Leaving(!r.Eligible)
 	switch {

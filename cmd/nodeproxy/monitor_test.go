@@ -22,25 +22,25 @@ func TestRestOfAChangeIsLate(t *testing.T) {
 		set := metrics.New(metrics.Config{Mode: "iptables", Families: plan.Families[:], Start: time.Now(), Log: log})
 		m := newMonitor(&config.Config{SyncPeriod: 30 * time.Second}, set, plan.Families[:], nil,
 			health.NewServices(health.ServicesConfig{}), func(source.Finding) {}, log)
-		p, changed := plan.New(plan.Node{}, plan.Settings{}), plan.Keys{}
+		p := plan.New(plan.Node{}, plan.Settings{})
 		m.Queued(source.Batch{Synced: true}, true)
 		m.Taken()
-		m.Synced(p, nil, proxier.Result{})
+		m.Synced(p, plan.Everything(), proxier.Result{})
 		m.Queued(source.Batch{}, true)
 		m.Taken()
-		m.Synced(p, changed, proxier.Result{Waiting: 100})
+		m.Synced(p, plan.Only(nil), proxier.Result{Waiting: 100})
 		if !m.node.Healthy() {
 			t.Error("unhealthy while a large change is being programmed")
 		}
 		for range 4 {
 			time.Sleep(20 * time.Second)
 			m.Taken()
-			m.Synced(p, nil, proxier.Result{Err: errors.New("no"), Retry: true})
+			m.Synced(p, plan.Everything(), proxier.Result{Err: errors.New("no"), Retry: true})
 		}
 		if m.node.Healthy() {
 			t.Error("healthy though most of a change has not been programmed for 80 s")
 		}
-		m.Synced(p, nil, proxier.Result{Retry: true})
+		m.Synced(p, plan.Everything(), proxier.Result{Retry: true})
 		if !m.node.Healthy() {
 			t.Error("unhealthy when all is programmed")
 		}

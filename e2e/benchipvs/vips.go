@@ -196,7 +196,7 @@ func (l *vipLab) sync(ctx context.Context) (took time.Duration, err error) {
 		if err != nil {
 			return err
 		}
-		return l.backend.Sync(ctx, l.plan, nil)
+		return l.backend.Sync(ctx, l.plan, plan.Everything())
 	})
 	return time.Since(begun), err
 }
@@ -245,7 +245,7 @@ func (l *vipLab) measureChanges(ctx context.Context, o options, r *vipResult) er
 		sp := vipService(i*measure.Stride%o.vips, o.endpoints*o.vips+i, o.endpoints)
 		l.plan.Set(sp)
 		begun := time.Now()
-		err := l.Node.Do(func() error { return l.backend.Sync(ctx, l.plan, plan.Keys{sp.Key: {}}) })
+		err := l.Node.Do(func() error { return l.backend.Sync(ctx, l.plan, plan.Only(plan.Keys{sp.Key: {}})) })
 		if err != nil {
 			return err
 		}

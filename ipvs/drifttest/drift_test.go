@@ -86,7 +86,7 @@ func (l *lab) start(o ipvs.Options) (err error) {
 	if err != nil {
 		return err
 	}
-	return l.backend.Sync(context.Background(), l.plan, nil)
+	return l.backend.Sync(context.Background(), l.plan, plan.Everything())
 }
 
 // watch runs the backend's watch in the namespace, on a thread that goes with it.
@@ -100,7 +100,7 @@ func (l *lab) watch(ctx context.Context) error {
 
 func (l *lab) sync() {
 	l.t.Helper()
-	if err := l.backend.Sync(context.Background(), l.plan, nil); err != nil {
+	if err := l.backend.Sync(context.Background(), l.plan, plan.Everything()); err != nil {
 		l.t.Error(err)
 	}
 }

@@ -68,29 +68,29 @@ func TestEarlyConnections(t *testing.T) {
 	for f, a := range byFamily {
 		for what, begin := range map[string]func(*Reconciler, *plan.Plan){
 			"a new Service": func(r *Reconciler, p *plan.Plan) {
-				r.Update(p, nil)
+				r.Update(p, plan.Everything())
 				web := webService(a, a.one+":5353")
 				p.Set(web)
-				r.Update(p, plan.Keys{web.Key: {}})
+				r.Update(p, plan.Only(plan.Keys{web.Key: {}}))
 			},
 			"first endpoint": func(r *Reconciler, p *plan.Plan) {
 				p.Set(webService(a))
-				r.Update(p, nil)
+				r.Update(p, plan.Everything())
 				web := webService(a, a.one+":5353")
 				p.Set(web)
-				r.Update(p, plan.Keys{web.Key: {}})
+				r.Update(p, plan.Only(plan.Keys{web.Key: {}}))
 			},
 			"a start": func(r *Reconciler, p *plan.Plan) {
 				p.Set(webService(a, a.one+":5353"))
-				r.Update(p, nil)
+				r.Update(p, plan.Everything())
 			},
 			"a comparison of everything": func(r *Reconciler, p *plan.Plan) {
 				p.Set(webService(a, a.one+":5353"))
-				r.Update(p, nil)
+				r.Update(p, plan.Everything())
 				if _, err := r.pass(t.Context()); err != nil {
 					t.Error(err)
 				}
-				r.Update(p, nil)
+				r.Update(p, plan.Everything())
 			},
 		} {
 			t.Run(fmt.Sprintf("%s %s", what, f), func(t *testing.T) {
@@ -149,7 +149,7 @@ func TestEarlyScale(t *testing.T) {
 			c.Observe = func(s Sweep) { sweeps = append(sweeps, s) }
 		})
 		p := plan.New(plan.Node{}, plan.Settings{})
-		r.Update(p, nil)
+		r.Update(p, plan.Everything())
 		mustPass(t, r)
 		changed := plan.Keys{}
 		for i := range 1000 {
@@ -158,7 +158,7 @@ func TestEarlyScale(t *testing.T) {
 			changed.Add(sp.Key)
 		}
 		begin := time.Now()
-		r.Update(p, changed)
+		r.Update(p, plan.Only(changed))
 		noted := time.Since(begin)
 		mustPass(t, r)
 		t.Logf("%d connections, 1,000 new Services: noted in %v, looked for in %v", count(t), noted, time.Since(begin)-noted)
@@ -168,7 +168,7 @@ func TestEarlyScale(t *testing.T) {
 		wantPresent(t, early)
 		sp := service("s7", plan.TCP, "10.97.0.7:80", "10.244.1.2:80")
 		p.Set(sp)
-		r.Update(p, plan.Keys{sp.Key: {}})
+		r.Update(p, plan.Only(plan.Keys{sp.Key: {}}))
 		if mustPass(t, r); len(sweeps) != 1 {
 			t.Errorf("a change of endpoints: swept %+v", sweeps[1:])
 		}

@@ -26,6 +26,6 @@ func fakeReconciler(k *conntracktest.Kernel, change func(*Config)) (*Reconciler,
 	r.local = func(plan.Family) (*host.Local, error) { return &host.Local{}, nil }
 	p := plan.New(plan.Node{}, plan.Settings{})
 	p.Set(service("dns", plan.UDP, "10.96.0.10:53", "10.244.1.1:5353"))
-	r.Update(p, nil)
+	r.Update(p, plan.Everything())
 	return r, p
 }

@@ -82,7 +82,7 @@ func TestWhatIsRead(t *testing.T) {
 			p.Set(sp)
 			changed.Add(sp.Key)
 		}
-		r.Update(p, changed)
+		r.Update(p, plan.Only(changed))
 		mustPass(t, r)
 	}
 	one, two, other := "10.244.1.1:5353", "10.244.2.2:5353", "10.96.0.20:53"
@@ -170,7 +170,7 @@ func TestStrayAnswersRead(t *testing.T) {
 		k.Dumps = nil
 		sp := service("dns", plan.UDP, "10.96.0.10:53", step.endpoints...)
 		p.Set(sp)
-		r.Update(p, plan.Keys{sp.Key: {}})
+		r.Update(p, plan.Only(plan.Keys{sp.Key: {}}))
 		mustPass(t, r)
 		if !slices.Equal(k.Dumps, step.want) {
 			t.Errorf("%s: dumps %q, want %q", step.what, k.Dumps, step.want)
@@ -190,7 +190,7 @@ func TestLooksAgain(t *testing.T) {
 	use := func(endpoints ...string) {
 		sp := service("dns", plan.UDP, "10.96.0.10:53", endpoints...)
 		p.Set(sp)
-		r.Update(p, plan.Keys{sp.Key: {}})
+		r.Update(p, plan.Only(plan.Keys{sp.Key: {}}))
 	}
 	looks := func() (n int) {
 		for _, d := range k.Dumps {
@@ -226,7 +226,7 @@ func TestNothingUDP(t *testing.T) {
 	p.Set(service("web", plan.TCP, "10.96.0.10:80"))
 	r := newReconciler(func(c *Config) { c.Families = []plan.Family{plan.IPv4} })
 	r.table.Dial = k.Dial
-	r.Update(p, nil)
+	r.Update(p, plan.Everything())
 	mustPass(t, r)
 	if len(k.Dumps) != 0 || !r.started {
 		t.Errorf("dumps %q", k.Dumps)
@@ -236,7 +236,7 @@ func TestNothingUDP(t *testing.T) {
 // syncFunc is a Backend.
 type syncFunc func() error
 
-func (f syncFunc) Sync(context.Context, *plan.Plan, plan.Keys) error { return f() }
+func (f syncFunc) Sync(context.Context, *plan.Plan, plan.Change) error { return f() }
 
 // TestWhileRulesChange: while the backend writes, flows that the new plan wants stay, since the new rules may have made
 // them; flows that it does not want are removed, then again once it has succeeded, as the old rules may have made more.
@@ -252,7 +252,7 @@ func TestWhileRulesChange(t *testing.T) {
 		mustPass(t, r)
 		k.Flows = append(k.Flows, old...)
 		return nil
-	})).Sync(t.Context(), p, plan.Keys{sp.Key: {}})
+	})).Sync(t.Context(), p, plan.Only(plan.Keys{sp.Key: {}}))
 	if err != nil || k.Deleted != 1 || r.started {
 		t.Fatalf("error %v, %d flows deleted, want 1; started %v", err, k.Deleted, r.started)
 	}
@@ -273,7 +273,7 @@ func TestRulesNotTaken(t *testing.T) {
 	refused := errors.New("refused")
 	b := r.After(syncFunc(func() error { return refused }))
 	for range 2 * passesAfterEnd {
-		if err := b.Sync(t.Context(), p, nil); !errors.Is(err, refused) {
+		if err := b.Sync(t.Context(), p, plan.Everything()); !errors.Is(err, refused) {
 			t.Fatal(err)
 		}
 		k.Flows = staleFlows(1)
@@ -283,7 +283,7 @@ func TestRulesNotTaken(t *testing.T) {
 		}
 	}
 	refused = nil
-	if err := b.Sync(t.Context(), p, nil); err != nil {
+	if err := b.Sync(t.Context(), p, plan.Everything()); err != nil {
 		t.Fatal(err)
 	}
 	for i := range passesAfterEnd + 1 {
@@ -301,7 +301,7 @@ func TestTCPSync(t *testing.T) {
 	r, p := fakeReconciler(k, nil)
 	web := service("web", plan.TCP, "10.96.0.10:80", "10.244.1.1:80")
 	p.Set(web)
-	r.Update(p, plan.Keys{web.Key: {}})
+	r.Update(p, plan.Only(plan.Keys{web.Key: {}}))
 	mustPass(t, r)
 	k.Dumps = nil
 	web = service("web", plan.TCP, "10.96.0.10:80", "10.244.1.2:80")
@@ -311,7 +311,7 @@ func TestTCPSync(t *testing.T) {
 			t.Error("it counts as unsettled")
 		}
 		return errors.New("refused")
-	})).Sync(t.Context(), p, plan.Keys{web.Key: {}})
+	})).Sync(t.Context(), p, plan.Only(plan.Keys{web.Key: {}}))
 	mustPass(t, r)
 	if err == nil || len(k.Dumps) != 0 || !r.settled {
 		t.Errorf("error %v, dumps %q, settled %v", err, k.Dumps, r.settled)
@@ -364,7 +364,7 @@ func TestRunAtOnce(t *testing.T) {
 	sp := service("dns", plan.UDP, "10.96.0.10:53", "10.244.2.2:5353")
 	p.Set(sp)
 	b := r.After(syncFunc(func() error { return nil }))
-	if err := b.Sync(t.Context(), p, plan.Keys{sp.Key: {}}); err != nil {
+	if err := b.Sync(t.Context(), p, plan.Only(plan.Keys{sp.Key: {}})); err != nil {
 		t.Fatal(err)
 	}
 	k.Wait(t, "the pass after a change", func() bool { return len(k.Flows) == 0 })

@@ -101,7 +101,7 @@ func New(cfg Config) *Reconciler {
 
 // Backend makes the kernel's rules equal to a plan, as the proxier's does.
 type Backend interface {
-	Sync(ctx context.Context, p *plan.Plan, changed plan.Keys) error
+	Sync(ctx context.Context, p *plan.Plan, change plan.Change) error
 }
 
 // After returns a Backend that calls b, and from which r learns which plan is being applied, and when it is in force. Run removes
@@ -113,20 +113,19 @@ type follower struct {
 	reconciler *Reconciler
 }
 
-func (f *follower) Sync(ctx context.Context, p *plan.Plan, changed plan.Keys) error {
-	concerned := f.reconciler.begin(p, changed)
-	err := f.backend.Sync(ctx, p, changed)
+func (f *follower) Sync(ctx context.Context, p *plan.Plan, change plan.Change) error {
+	concerned := f.reconciler.begin(p, change)
+	err := f.backend.Sync(ctx, p, change)
 	if concerned {
 		f.reconciler.end(err == nil)
 	}
 	return err
 }
 
-// Update tells that the rules are those of this plan now. changed names the ServicePorts that differ from those of the last
-// call, vanished ones included; nil stands for any. It does not wait for flows to be removed, and keeps nothing of p that
-// changes.
-func (r *Reconciler) Update(p *plan.Plan, changed plan.Keys) {
-	if r.begin(p, changed) {
+// Update tells that the rules are those of this plan now. change says which ServicePorts differ from those of the
+// last call. It does not wait for flows to be removed, and keeps nothing of p that changes.
+func (r *Reconciler) Update(p *plan.Plan, change plan.Change) {
+	if r.begin(p, change) {
 		r.end(true)
 	}
 }
@@ -134,14 +133,14 @@ func (r *Reconciler) Update(p *plan.Plan, changed plan.Keys) {
 // begin records a plan whose rules are about to be written, and reports whether it changes anything. From now on, flows that this
 // plan wants are not stale. Flows that it does not want may return as long as the old rules are in force, so they are looked for
 // again after end.
-func (r *Reconciler) begin(p *plan.Plan, changed plan.Keys) bool {
+func (r *Reconciler) begin(p *plan.Plan, change plan.Change) bool {
 	r.mu.Lock()
 	defer r.mu.Unlock()
-	concerned := changed == nil
+	concerned := change.All()
 	if concerned {
 		r.updateAll(p)
 	}
-	for key := range changed {
+	for key := range change.Keys() {
 		if opened := r.index.early.set(key, p.Services[key]); len(opened) > 0 {
 			concerned = true
 			r.work.add(work{opened: opened})

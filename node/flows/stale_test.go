@@ -104,7 +104,7 @@ func TestLiveFrontend(t *testing.T) {
 					p := plan.New(plan.Node{}, plan.Settings{})
 					p.Set(full("dns", protocol, a))
 					r := newReconciler(func(c *Config) { c.ServiceCIDRs = []netip.Prefix{netip.MustParsePrefix(a.service)} })
-					r.Update(p, nil)
+					r.Update(p, plan.Everything())
 					liveFlows(a, netlink.Protocol(protocol)).run(t, r)
 				})
 			})
@@ -170,12 +170,12 @@ func TestOtherProtocols(t *testing.T) {
 		tcp := full("web", plan.TCP, a)
 		p.Set(tcp)
 		r := newReconciler(func(c *Config) { c.ServiceCIDRs = []netip.Prefix{netip.MustParsePrefix(a.service)} })
-		r.Update(p, nil)
+		r.Update(p, plan.Everything())
 		s := liveFlows(a, protoTCP)
 		s.stay, s.goes = s.all(), nil
 		s.run(t, r)
 		p.Delete(tcp.Key)
-		r.Update(p, nil)
+		r.Update(p, plan.Everything())
 		mustPass(t, r)
 		wantPresent(t, s.stay, slices.Collect(maps.Keys(conntracktest.Present(t, s.stay)))...)
 		if got := len(conntracktest.Present(t, s.stay)); got != len(s.stay) {
@@ -194,14 +194,14 @@ func TestScaledToZero(t *testing.T) {
 		sp := withNodePort(service("dns", plan.UDP, a.clusterIP+":53", a.one+":5353"), 30053)
 		p.Set(sp)
 		r := newReconciler(nil)
-		r.Update(p, nil)
+		r.Update(p, plan.Everything())
 		flows := fromPort(a.client, []entry{
 			{Protocol: protoUDP, Dst: a.clusterIP + ":53", From: a.one + ":5353"},
 			{Protocol: protoUDP, Dst: a.node + ":30053", From: a.one + ":5353", To: a.masquerade},
 		}, 1000)
 		states{stay: flows}.run(t, r)
 		p.Set(withNodePort(service("dns", plan.UDP, a.clusterIP+":53"), 30053))
-		r.Update(p, plan.Keys{sp.Key: {}})
+		r.Update(p, plan.Only(plan.Keys{sp.Key: {}}))
 		mustPass(t, r)
 		wantPresent(t, flows)
 	})
@@ -220,10 +220,10 @@ func TestServiceDeleted(t *testing.T) {
 				sp := full("dns", plan.UDP, a)
 				p.Set(sp)
 				r := newReconciler(nil)
-				r.Update(p, nil)
+				r.Update(p, plan.Everything())
 				mustPass(t, r)
 				p.Delete(sp.Key)
-				r.Update(p, plan.Keys{sp.Key: {}})
+				r.Update(p, plan.Only(plan.Keys{sp.Key: {}}))
 				goes := []entry{
 					{Dst: a.clusterIP + ":53", From: a.one + ":5353"}, {Dst: a.lb + ":53", From: a.one + ":5353"},
 					{Dst: a.external + ":53", From: a.one + ":5353"}, {Dst: a.node + ":30053", From: a.one + ":5353"},
@@ -257,10 +257,10 @@ func TestFrontendMoves(t *testing.T) {
 		p.Set(first)
 		p.Set(second)
 		r := newReconciler(nil)
-		r.Update(p, nil)
+		r.Update(p, plan.Everything())
 		p.Set(service("a", plan.UDP, a.lb+":53", a.one+":1"))
 		p.Set(service("b", plan.UDP, a.clusterIP+":53", a.two+":2"))
-		r.Update(p, plan.Keys{first.Key: {}, second.Key: {}})
+		r.Update(p, plan.Only(plan.Keys{first.Key: {}, second.Key: {}}))
 		if len(r.index.gone) != 0 || len(r.index.live) != 2 {
 			t.Fatalf("live %v, gone %v", r.index.live, r.index.gone)
 		}
@@ -281,7 +281,7 @@ func TestZones(t *testing.T) {
 	p := plan.New(plan.Node{}, plan.Settings{})
 	p.Set(service("dns", plan.UDP, "10.96.0.10:53"))
 	r := newReconciler(nil)
-	r.Update(p, nil)
+	r.Update(p, plan.Everything())
 	client, dst := netip.MustParseAddrPort("10.244.1.9:1"), netip.MustParseAddrPort("10.96.0.10:53")
 	for _, zoned := range []bool{false, true} {
 		fl := conntrack.Flow{Family: plan.IPv4, Protocol: protoUDP, Src: client, Dst: dst, From: dst, To: client, Zoned: zoned}
@@ -302,11 +302,11 @@ func TestStart(t *testing.T) {
 		r := newReconciler(func(c *Config) { c.ServiceCIDRs = []netip.Prefix{netip.MustParsePrefix(a.service)} })
 		states{stay: flow(1)}.run(t, r) // nothing is known yet, so nothing is done
 		p := plan.New(plan.Node{}, plan.Settings{})
-		r.Update(p, nil)
+		r.Update(p, plan.Everything())
 		mustPass(t, r)
 		wantPresent(t, flow(1))
 		p.Set(service("other", plan.SCTP, a.clusterIP+":53")) // so that SCTP flows are read at all
-		r.Update(p, nil)
+		r.Update(p, plan.Everything())
 		states{stay: flow(2)}.run(t, r)
 		states{stay: flow(3)}.run(t, newReconciler(nil))
 	})
@@ -337,7 +337,7 @@ func TestNodePortAddresses(t *testing.T) {
 				p := plan.New(plan.Node{IPs: []netip.Addr{netip.MustParseAddr("192.168.0.1")}}, c.settings)
 				p.Set(withNodePort(service("dns", plan.UDP, a.clusterIP+":53", a.one+":5353"), 30053))
 				r := newReconciler(nil)
-				r.Update(p, nil)
+				r.Update(p, plan.Everything())
 				var s states
 				for i, addr := range []string{
 					"192.168.0.1", "192.168.5.5", "172.31.0.9", "127.0.0.1", "127.9.9.9", "10.9.0.1", "203.0.113.5"} {
@@ -366,7 +366,7 @@ func TestResetTCP(t *testing.T) {
 		r := newReconciler(func(c *Config) {
 			c.ResetTCP = func(sp *plan.ServicePort) bool { return sp.Key.Service.Name == "web" }
 		})
-		r.Update(p, nil)
+		r.Update(p, plan.Everything())
 		s := states{
 			stay: fromPort(a.client, []entry{
 				{Dst: a.clusterIP + ":53", From: a.one + ":5353"}, {Dst: a.clusterIP + ":53"},
@@ -381,7 +381,7 @@ func TestResetTCP(t *testing.T) {
 		s.run(t, r)
 		// A connection to a Service that is deleted lives on.
 		p.Delete(sp.Key)
-		r.Update(p, plan.Keys{sp.Key: {}})
+		r.Update(p, plan.Only(plan.Keys{sp.Key: {}}))
 		mustPass(t, r)
 		if got := len(conntracktest.Present(t, s.stay)); got != len(s.stay) {
 			t.Errorf("%d flows left of %d", got, len(s.stay))
@@ -409,11 +409,11 @@ func testStrayAnswers(t *testing.T, a addressesOf, asked bool) {
 	use := func(endpoints ...string) {
 		sp := service("dns", plan.UDP, a.clusterIP+":53", endpoints...)
 		p.Set(sp)
-		r.Update(p, plan.Keys{sp.Key: {}})
+		r.Update(p, plan.Only(plan.Keys{sp.Key: {}}))
 		mustPass(t, r)
 	}
 	one, two := a.one+":5353", a.two+":5353"
-	r.Update(p, nil)
+	r.Update(p, plan.Everything())
 	use(one, two)
 	mustPass(t, r)
 	stray := entry{Protocol: protoUDP, Src: one, Dst: a.client + ":4001"}

@@ -89,7 +89,7 @@ func TestRealFlow(t *testing.T) {
 			}
 			sp := service("dns", plan.UDP, "10.96.0.10:53", step.endpoint)
 			p.Set(sp)
-			r.Update(p, plan.Keys{sp.Key: {}})
+			r.Update(p, plan.Only(plan.Keys{sp.Key: {}}))
 			mustPass(t, r)
 			if got := ask(c); got != step.name {
 				t.Errorf("with endpoint %s: %q, want %q", step.endpoint, got, step.name)
@@ -136,7 +136,7 @@ func TestRealReset(t *testing.T) {
 			use := func(endpoint string) {
 				translate(t, "tcp", "10.96.0.10", 80, endpoint)
 				p.Set(service("web", plan.TCP, "10.96.0.10:80", endpoint))
-				r.Update(p, nil)
+				r.Update(p, plan.Everything())
 				mustPass(t, r)
 			}
 			echoServer(t, "10.0.0.1:8080")

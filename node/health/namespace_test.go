@@ -101,10 +101,10 @@ func TestPrimaryAddressChanges(t *testing.T) {
 	b, number := newLive(t, plan.Settings{NodePortAddresses: plan.NodePortAddresses{Primary: true}}), uint16(32000)
 	b.set(servicePort(svcA, "", plan.IPv4, number, "10.0.0.1:80+"))
 	b.plan.Node.IPs = []netip.Addr{netip.MustParseAddr("192.168.1.10")}
-	b.Update(b.plan, nil)
+	b.Update(b.plan, plan.Everything())
 	b.eventually("192.168.1.10", number, "200 1")
 	b.plan.Node.IPs = []netip.Addr{netip.MustParseAddr("192.168.1.11")}
-	b.Update(b.plan, nil)
+	b.Update(b.plan, plan.Everything())
 	b.eventually("192.168.1.10", number, "no answer")
 	add(t, eth, "192.168.1.11/24")
 	b.eventually("192.168.1.11", number, "200 1")

@@ -79,17 +79,17 @@ func NewServices(cfg ServicesConfig) *Services {
 	}
 }
 
-// Update takes over a plan. changed names the ServicePorts that may differ from the last call, vanished ones included; nil stands
-// for all, and for a change of the node. It costs work for the Services in changed only, opens no socket, and keeps nothing of the
-// plan: answers follow at once, sockets within moments.
-func (s *Services) Update(p *plan.Plan, changed plan.Keys) {
+// Update takes over a plan. change says which ServicePorts may differ from the last call; after a change of the node it is
+// everything. It costs work for the Services in change only, opens no socket, and keeps nothing of the plan: answers follow at once,
+// sockets within moments.
+func (s *Services) Update(p *plan.Plan, change plan.Change) {
 	s.mu.Lock()
 	defer s.mu.Unlock()
-	if changed == nil {
+	if change.All() {
 		s.updateAll(p)
 	} else {
 		seen := map[plan.Service]bool{}
-		for key := range changed {
+		for key := range change.Keys() {
 			if !seen[key.Service] {
 				seen[key.Service] = true
 				s.update(p, key.Service)

@@ -68,7 +68,7 @@ func newLive(t testing.TB, settings plan.Settings, change ...func(*Services)) *l
 	for _, c := range change {
 		c(b.Services)
 	}
-	b.Update(b.plan, nil)
+	b.Update(b.plan, plan.Everything())
 	ctx, cancel := context.WithCancel(context.Background())
 	ended := make(chan struct{})
 	go func() {
@@ -89,12 +89,12 @@ func (b *live) set(sps ...*plan.ServicePort) {
 		b.plan.Set(sp)
 		changed.Add(sp.Key)
 	}
-	b.Update(b.plan, changed)
+	b.Update(b.plan, plan.Only(changed))
 }
 
 func (b *live) remove(key plan.Key) {
 	b.plan.Delete(key)
-	b.Update(b.plan, plan.Keys{key: {}})
+	b.Update(b.plan, plan.Only(plan.Keys{key: {}}))
 }
 
 func (b *live) reported() []string {
@@ -242,7 +242,7 @@ func TestPortsComeAndGo(t *testing.T) {
 	// One Service's port becomes another's, in one step.
 	b.plan.Set(servicePort(svcA, "", plan.IPv4, one, "10.0.0.1:80+"))
 	b.plan.Set(servicePort(svcB, "", plan.IPv4, two, "10.0.0.1:80+", "10.0.0.2:80+"))
-	b.Update(b.plan, nil)
+	b.Update(b.plan, plan.Everything())
 	b.eventually("127.0.0.1", one, "200 1")
 	b.eventually("127.0.0.1", two, "200 2")
 	if all, failing := b.Ports(); all != 2 || failing != 0 {
@@ -252,7 +252,7 @@ func TestPortsComeAndGo(t *testing.T) {
 	b.eventually("127.0.0.1", one, "no answer")
 	b.plan.Delete(spA.Key)
 	b.plan.Delete(plan.Key{Service: svcB, Protocol: plan.TCP, Family: plan.IPv4})
-	b.Update(b.plan, nil)
+	b.Update(b.plan, plan.Everything())
 	b.eventually("127.0.0.1", two, "no answer")
 	if got := b.reported(); len(got) > 0 {
 		t.Errorf("reported %q", got)
@@ -286,7 +286,7 @@ func TestCountsKeepTheSocket(t *testing.T) {
 		}
 		b.set(servicePort(svcA, "", plan.IPv4, number, endpoints...))
 		if i == 3 {
-			b.Update(b.plan, nil)
+			b.Update(b.plan, plan.Everything())
 		}
 		if got := request(); !strings.Contains(got, fmt.Sprintf("\"localEndpoints\": %d,", i)) {
 			t.Fatalf("with %d endpoints: %s", i, got)
@@ -309,7 +309,7 @@ func TestPortThatIsTaken(t *testing.T) {
 		" in use; load balancers that ask there take this node for one without endpoints; listening is retried until it works", addr.Port())
 	eventually(t, "a finding", func() bool { return len(b.reported()) > 0 })
 	b.eventually("::1", addr.Port(), "200 1") // where it is free
-	b.Update(b.plan, nil)
+	b.Update(b.plan, plan.Everything())
 	time.Sleep(firstRetry + 200*time.Millisecond)
 	if got := b.reported(); len(got) != 1 || got[0] != want {
 		t.Errorf("reported %q, want %q", got, want)
@@ -350,7 +350,7 @@ func TestLostSocket(t *testing.T) {
 	t.Cleanup(s.closeAll)
 	p := plan.New(plan.Node{}, onLoopback)
 	p.Set(servicePort(svcA, "", plan.IPv4, number, "10.0.0.1:80+"))
-	s.Update(p, nil)
+	s.Update(p, plan.Everything())
 	<-s.wake
 	for range 2 {
 		s.reconcile()
@@ -402,9 +402,9 @@ func BenchmarkUpdate(b *testing.B) {
 		p.Set(servicePort(svc, "", plan.IPv4, uint16(20_000+i), "10.0.0.1:80+", "10.0.0.2:80"))
 	}
 	s := NewServices(ServicesConfig{Healthy: func() bool { return true }})
-	s.Update(p, nil)
+	s.Update(p, plan.Everything())
 	changed := plan.Keys{{Service: plan.Service{Namespace: "ns", Name: "s5000"}, Protocol: plan.TCP, Family: plan.IPv4}: {}}
 	for b.Loop() {
-		s.Update(p, changed)
+		s.Update(p, plan.Only(changed))
 	}
 }

@@ -34,10 +34,10 @@ func newIndex() *index {
 	return &index{services: map[plan.Key]*plan.ServicePort{}, places: map[place]owner{}, count: map[plan.Protocol]int{}}
 }
 
-// update takes over what a plan says of the ServicePorts in changed, or of all if that is nil. It reports whether any
-// frontend, or what applies to all, is other than it was.
-func (x *index) update(p *plan.Plan, changed plan.Keys) bool {
-	if changed == nil {
+// update takes over what a plan says of the ServicePorts in change. It reports whether any frontend, or what applies to all, is
+// other than it was.
+func (x *index) update(p *plan.Plan, change plan.Change) bool {
+	if change.All() {
 		*x = *newIndex()
 		x.settings, x.node = p.Settings, p.Node
 		for _, sp := range p.Services {
@@ -47,14 +47,14 @@ func (x *index) update(p *plan.Plan, changed plan.Keys) bool {
 	}
 	differs := false
 	// All removals come before all additions, as a place may pass from one ServicePort to another.
-	for key := range changed {
+	for key := range change.Keys() {
 		old, now := x.services[key], p.Services[key]
 		if old != nil && (now == nil || !slices.Equal(old.Frontends, now.Frontends)) {
 			x.leave(old)
 			differs = true
 		}
 	}
-	for key := range changed {
+	for key := range change.Keys() {
 		if now := p.Services[key]; now != nil {
 			differs = x.enter(now) || differs
 		}

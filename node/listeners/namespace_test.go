@@ -90,14 +90,14 @@ func newWatched(t *testing.T, settings plan.Settings) *watched {
 		Count:   func(n int) { w.count = n },
 	})
 	w.own = func() map[uint32]bool { return nil }
-	w.Update(w.plan, nil)
+	w.Update(w.plan, plan.Everything())
 	return w
 }
 
 // set puts a ServicePort into the plan and tells of it.
 func (w *watched) set(sp *plan.ServicePort) {
 	w.plan.Set(sp)
-	w.Update(w.plan, plan.Keys{sp.Key: {}})
+	w.Update(w.plan, plan.Only(plan.Keys{sp.Key: {}}))
 }
 
 // see looks once and returns what is told.

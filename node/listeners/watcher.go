@@ -81,12 +81,12 @@ func New(cfg Config) *Watcher {
 	}
 }
 
-// Update tells what the plan is. changed names the ServicePorts that differ from the last call, vanished ones included; nil
-// stands for all. It costs work for those only, waits for no look at sockets, and keeps nothing of p that changes.
-func (w *Watcher) Update(p *plan.Plan, changed plan.Keys) {
+// Update tells what the plan is. change says which ServicePorts differ from the last call. It costs work for those only, waits for
+// no look at sockets, and keeps nothing of p that changes.
+func (w *Watcher) Update(p *plan.Plan, change plan.Change) {
 	w.mu.Lock()
 	defer w.mu.Unlock()
-	if w.index.update(p, changed) {
+	if w.index.update(p, change) {
 		select {
 		case w.wake <- struct{}{}:
 		default: // A check is due anyway.

@@ -234,12 +234,12 @@ func TestServiceGoes(t *testing.T) {
 	}
 	w.plan.Delete(a.Key)
 	w.plan.Set(b)
-	w.Update(w.plan, plan.Keys{a.Key: {}, b.Key: {}})
+	w.Update(w.plan, plan.Only(plan.Keys{a.Key: {}, b.Key: {}}))
 	if found := w.see(); len(found) != 1 || found[0].Object != "Service ns/b" || w.count != 1 {
 		t.Errorf("reported %v, and counted %d; want ns/b alone", found, w.count)
 	}
 	w.plan.Delete(b.Key)
-	w.Update(w.plan, plan.Keys{b.Key: {}})
+	w.Update(w.plan, plan.Only(plan.Keys{b.Key: {}}))
 	if found := w.see(); len(found) != 0 || w.count != 0 {
 		t.Errorf("reported %v, and counted %d; want nothing for a Service that is gone", found, w.count)
 	}
@@ -288,7 +288,7 @@ func TestRun(t *testing.T) {
 	}
 	p := plan.New(plan.Node{}, plan.Settings{})
 	p.Set(servicePort("web", plan.IPv4, []plan.Frontend{at(plan.NodePort, "", plan.TCP, 30080)}))
-	w.Update(p, nil)
+	w.Update(p, plan.Everything())
 	until(0)
 	closeIt := listen(t, "tcp", ":30080")
 	until(1)
@@ -313,7 +313,7 @@ func TestCost(t *testing.T) {
 		sp := servicePort(fmt.Sprintf("s%d", i), plan.IPv4, []plan.Frontend{frontend})
 		w.plan.Set(sp)
 	}
-	w.Update(w.plan, nil)
+	w.Update(w.plan, plan.Everything())
 	for port := 1000; port < 1300; port++ {
 		listen(t, "tcp", fmt.Sprintf(":%d", port))
 	}

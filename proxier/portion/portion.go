@@ -30,20 +30,20 @@ func (q *Queue) Waiting() int { return len(q.waiting) }
 func (q *Queue) Late() bool { return q.late }
 
 // Next returns the plan to program next, and which ServicePorts differ in it from the one before: all that have just changed, if
-// they are not too many for one portion, and as many of those that wait. changed is what has changed in desired since the call
-// before; nil gives everything.
-func (q *Queue) Next(desired *plan.Plan, changed plan.Keys) (*plan.Plan, plan.Keys) {
+// they are not too many for one portion, and as many of those that wait. change is how desired differs from the call
+// before; everything gives everything.
+func (q *Queue) Next(desired *plan.Plan, change plan.Change) (*plan.Plan, plan.Change) {
 	if q.most == 0 {
-		return desired, changed
+		return desired, change
 	}
 	q.late = false
-	if changed == nil {
+	if change.All() {
 		q.waiting = nil
 		clear(q.within)
 		q.reset(desired)
-		return q.plan, nil
+		return q.plan, change
 	}
-	fresh := sorted(changed, desired)
+	fresh := sorted(change.Keys(), desired)
 	if q.late = q.tooMany(fresh, desired); q.late {
 		q.wait(fresh)
 		fresh = nil
@@ -58,7 +58,7 @@ func (q *Queue) Next(desired *plan.Plan, changed plan.Keys) (*plan.Plan, plan.Ke
 			q.plan.Delete(k)
 		}
 	}
-	return q.plan, now
+	return q.plan, plan.Only(now)
 }
 
 // sorted returns ServicePorts in the order in which they are programmed: what a node needs before anything else works comes

@@ -31,13 +31,13 @@ func TestPortions(t *testing.T) {
 			return out
 		}
 		desired := plans[0]
-		x.Next(desired, nil)
+		x.Next(desired, plan.Everything())
 		held = copyOf(x.plan)
 		step := func(changed plan.Keys) {
 			before := owners(held)
-			p, keys := x.Next(desired, changed)
+			p, change := x.Next(desired, plan.Only(changed))
 			for k := range plantest.Differing(held, p) {
-				if _, told := keys[k]; !told {
+				if _, told := change.Keys()[k]; !told {
 					t.Fatalf("%s differs, and is not told", k)
 				}
 			}
@@ -75,7 +75,7 @@ func TestPortionsKeepWhatThePlanSays(t *testing.T) {
 	for _, partial := range []bool{true, false} {
 		desired := plan.New(plan.Node{Name: "me"}, plan.Settings{ResetTCP: partial})
 		desired.Partial = partial
-		if p, _ := x.Next(desired, nil); p.Partial != partial || p.Settings.ResetTCP != partial || p.Node.Name != "me" {
+		if p, _ := x.Next(desired, plan.Everything()); p.Partial != partial || p.Settings.ResetTCP != partial || p.Node.Name != "me" {
 			t.Errorf("the backend gets a plan with Partial=%v, want %v", p.Partial, partial)
 		}
 	}
@@ -85,7 +85,7 @@ func TestPortionsKeepWhatThePlanSays(t *testing.T) {
 func TestOrder(t *testing.T) {
 	desired := plan.New(plan.Node{Name: "me"}, plan.Settings{})
 	q := New(10)
-	q.Next(desired, nil)
+	q.Next(desired, plan.Everything())
 	changed := plan.Keys{}
 	for i := range 30 {
 		for _, f := range plan.Families {
@@ -95,7 +95,8 @@ func TestOrder(t *testing.T) {
 		}
 	}
 	for portion := range 3 {
-		_, now := q.Next(desired, changed)
+		_, change := q.Next(desired, plan.Only(changed))
+		now := change.Keys()
 		changed = plan.Keys{}
 		for _, f := range plan.Families {
 			if n := len(now.Sorted(f)); n != 10 {
