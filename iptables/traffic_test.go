@@ -16,7 +16,6 @@ import (
 	"nodeproxy/internal/nstest"
 	"nodeproxy/kernel/names"
 	"nodeproxy/kernel/xtables"
-	"nodeproxy/metrics"
 	"nodeproxy/plan"
 	"nodeproxy/plan/plantest"
 )
@@ -51,8 +50,8 @@ func connections(ctx context.Context, r *TrafficReader) (map[string]int64, error
 			all = errors.Join(all, err)
 			continue
 		}
-		if t.PacketsIn != metrics.NotCounted || t.BytesIn != metrics.NotCounted || t.PacketsOut != metrics.NotCounted ||
-			t.BytesOut != metrics.NotCounted {
+		if t.PacketsIn != plan.NotCounted || t.BytesIn != plan.NotCounted || t.PacketsOut != plan.NotCounted ||
+			t.BytesOut != plan.NotCounted {
 			all = errors.Join(all, errors.New("packets or bytes are told, which these rules do not count"))
 		}
 		out[t.Key.Service.Name] = t.Connections

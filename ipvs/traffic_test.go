@@ -9,7 +9,6 @@ import (
 	"time"
 
 	"nodeproxy/kernel/ipvs"
-	"nodeproxy/metrics"
 	"nodeproxy/plan"
 )
 
@@ -41,8 +40,8 @@ type counters struct {
 func (c *counters) stats() (map[ipvs.ServerID]ipvs.Traffic, error) { return c.traffic, c.err }
 
 // readTraffic reads once, by name of the Service.
-func readTraffic(ctx context.Context, r *TrafficReader) (map[string]metrics.ServiceTraffic, error) {
-	out := map[string]metrics.ServiceTraffic{}
+func readTraffic(ctx context.Context, r *TrafficReader) (map[string]plan.Traffic, error) {
+	out := map[string]plan.Traffic{}
 	var all error
 	for t, err := range r.Traffic(ctx) {
 		if err != nil {
@@ -72,7 +71,7 @@ func TestTrafficOfServicePorts(t *testing.T) {
 		{Family: plan.IPv4, Protocol: plan.TCP, Addr: netip.MustParseAddr("192.0.2.1"), Port: 1}: {Connections: 1000},
 	}}
 	r := newTrafficReader([]*engine{e}, k.stats)
-	check := func(step string, want metrics.ServiceTraffic) {
+	check := func(step string, want plan.Traffic) {
 		t.Helper()
 		got, err := readTraffic(context.Background(), r)
 		want.Key = key
@@ -84,21 +83,21 @@ func TestTrafficOfServicePorts(t *testing.T) {
 		}
 	}
 	check("at first",
-		metrics.ServiceTraffic{Connections: 11, PacketsIn: 105, PacketsOut: 94, BytesIn: 1050, BytesOut: 9040})
+		plan.Traffic{Connections: 11, PacketsIn: 105, PacketsOut: 94, BytesIn: 1050, BytesOut: 9040})
 	check("again",
-		metrics.ServiceTraffic{Connections: 11, PacketsIn: 105, PacketsOut: 94, BytesIn: 1050, BytesOut: 9040})
+		plan.Traffic{Connections: 11, PacketsIn: 105, PacketsOut: 94, BytesIn: 1050, BytesOut: 9040})
 	k.traffic[node] = ipvs.Traffic{Connections: 2, PacketsIn: 6, PacketsOut: 5, BytesIn: 60, BytesOut: 50}
 	check("after one more",
-		metrics.ServiceTraffic{Connections: 12, PacketsIn: 106, PacketsOut: 95, BytesIn: 1060, BytesOut: 9050})
+		plan.Traffic{Connections: 12, PacketsIn: 106, PacketsOut: 95, BytesIn: 1060, BytesOut: 9050})
 	k.traffic[node] = ipvs.Traffic{Connections: 1, PacketsIn: 1, PacketsOut: 1, BytesIn: 1, BytesOut: 1}
 	check("after a server was made anew",
-		metrics.ServiceTraffic{Connections: 13, PacketsIn: 107, PacketsOut: 96, BytesIn: 1061, BytesOut: 9051})
+		plan.Traffic{Connections: 13, PacketsIn: 107, PacketsOut: 96, BytesIn: 1061, BytesOut: 9051})
 	delete(k.traffic, cluster)
 	check("after a server went",
-		metrics.ServiceTraffic{Connections: 13, PacketsIn: 107, PacketsOut: 96, BytesIn: 1061, BytesOut: 9051})
+		plan.Traffic{Connections: 13, PacketsIn: 107, PacketsOut: 96, BytesIn: 1061, BytesOut: 9051})
 	k.traffic[cluster] = ipvs.Traffic{Connections: 20}
 	check("after it came again",
-		metrics.ServiceTraffic{Connections: 33, PacketsIn: 107, PacketsOut: 96, BytesIn: 1061, BytesOut: 9051})
+		plan.Traffic{Connections: 33, PacketsIn: 107, PacketsOut: 96, BytesIn: 1061, BytesOut: 9051})
 
 	sp := p.Services[key]
 	p.Delete(key)
@@ -109,7 +108,7 @@ func TestTrafficOfServicePorts(t *testing.T) {
 	p.Set(sp)
 	e.desired.update(p, plan.Keys{key: {}})
 	k.traffic[cluster], k.traffic[node] = ipvs.Traffic{Connections: 1}, ipvs.Traffic{}
-	check("as a new Service", metrics.ServiceTraffic{Connections: 1})
+	check("as a new Service", plan.Traffic{Connections: 1})
 }
 
 func TestTrafficThatCannotBeRead(t *testing.T) {

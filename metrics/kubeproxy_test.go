@@ -55,9 +55,9 @@ func inUse(mode string) *Set {
 	})
 	s.CollectFaults(func() bool { return true })
 	s.CollectHealthCheckNodePorts(func() (int, int) { return 3, 1 })
-	traffic := ServiceTraffic{Key: testKey("a", plan.IPv4), Connections: 1, PacketsIn: 2, PacketsOut: 3, BytesIn: 4, BytesOut: 5}
+	traffic := plan.Traffic{Key: testKey("a", plan.IPv4), Connections: 1, PacketsIn: 2, PacketsOut: 3, BytesIn: 4, BytesOut: 5}
 	if mode == iptables { // whose rules see the first packet of a connection only
-		traffic.PacketsIn, traffic.PacketsOut, traffic.BytesIn, traffic.BytesOut = NotCounted, NotCounted, NotCounted, NotCounted
+		traffic.PacketsIn, traffic.PacketsOut, traffic.BytesIn, traffic.BytesOut = plan.NotCounted, plan.NotCounted, plan.NotCounted, plan.NotCounted
 	}
 	s.CollectTraffic(fakeTraffic{traffic}, 1000)
 	p := plan.New(plan.Node{}, plan.Settings{})

@@ -16,23 +16,11 @@ import (
 // trafficTimeout is how long reading all counters may take. Prometheus waits ten seconds by default.
 const trafficTimeout = 8 * time.Second
 
-// NotCounted stands for what a backend does not count.
-const NotCounted = -1
-
-// ServiceTraffic is what has gone through a ServicePort so far, over all its frontends. The numbers only grow, except that they
-// may begin at zero again. NotCounted stands for those that are not known.
-type ServiceTraffic struct {
-	Key                  plan.Key
-	Connections          int64
-	PacketsIn, BytesIn   int64 // from clients to endpoints
-	PacketsOut, BytesOut int64 // and back
-}
-
 // TrafficReader reads counters from the kernel. Backends implement it.
 type TrafficReader interface {
 	// Traffic yields the traffic of each ServicePort once, in any order, until ctx ends. An error tells that something could not
 	// be read, and may be followed by more.
-	Traffic(ctx context.Context) iter.Seq2[ServiceTraffic, error]
+	Traffic(ctx context.Context) iter.Seq2[plan.Traffic, error]
 }
 
 // trafficMetrics is a collector of traffic by ServicePort. A ServicePort that has got a place keeps it for as long as it is
@@ -86,7 +74,7 @@ func (m *trafficMetrics) Collect(ch chan<- prometheus.Metric) {
 	defer m.mu.Unlock()
 	ctx, cancel := context.WithTimeout(context.Background(), trafficTimeout)
 	defer cancel()
-	var read []ServiceTraffic
+	var read []plan.Traffic
 	var first error
 	for t, err := range m.reader.Traffic(ctx) {
 		if err != nil {
@@ -108,7 +96,7 @@ func (m *trafficMetrics) Collect(ch chan<- prometheus.Metric) {
 }
 
 // admit returns those that have a place. complete is false where some may be missing that still exist: those keep theirs.
-func (m *trafficMetrics) admit(read []ServiceTraffic, complete bool) []ServiceTraffic {
+func (m *trafficMetrics) admit(read []plan.Traffic, complete bool) []plan.Traffic {
 	if complete {
 		still := make(map[plan.Key]bool, len(m.admitted))
 		for i := range read {
@@ -118,7 +106,7 @@ func (m *trafficMetrics) admit(read []ServiceTraffic, complete bool) []ServiceTr
 		}
 		m.admitted = still
 	}
-	slices.SortFunc(read, func(a, b ServiceTraffic) int {
+	slices.SortFunc(read, func(a, b plan.Traffic) int {
 		return cmp.Or(
 			cmp.Compare(b.BytesIn+b.BytesOut, a.BytesIn+a.BytesOut),
 			cmp.Compare(b.PacketsIn+b.PacketsOut, a.PacketsIn+a.PacketsOut),
@@ -126,7 +114,7 @@ func (m *trafficMetrics) admit(read []ServiceTraffic, complete bool) []ServiceTr
 			a.Key.Compare(b.Key),
 		)
 	})
-	var shown []ServiceTraffic
+	var shown []plan.Traffic
 	for i := range read {
 		if key := read[i].Key; m.admitted[key] || len(m.admitted) < m.limit {
 			m.admitted[key] = true
@@ -136,7 +124,7 @@ func (m *trafficMetrics) admit(read []ServiceTraffic, complete bool) []ServiceTr
 	return shown
 }
 
-func (m *trafficMetrics) send(ch chan<- prometheus.Metric, t *ServiceTraffic) {
+func (m *trafficMetrics) send(ch chan<- prometheus.Metric, t *plan.Traffic) {
 	k := t.Key
 	labels := []string{k.Service.Namespace, k.Service.Name, k.Port, string(k.Protocol), k.Family.String()}
 	for _, v := range []struct {
@@ -148,7 +136,7 @@ func (m *trafficMetrics) send(ch chan<- prometheus.Metric, t *ServiceTraffic) {
 		{m.packets, t.PacketsIn, []string{"in"}}, {m.packets, t.PacketsOut, []string{"out"}},
 		{m.bytes, t.BytesIn, []string{"in"}}, {m.bytes, t.BytesOut, []string{"out"}},
 	} {
-		if v.value != NotCounted {
+		if v.value != plan.NotCounted {
 			ch <- prometheus.MustNewConstMetric(v.desc, prometheus.CounterValue, float64(v.value),
 				slices.Concat(labels, v.direction)...)
 		}

@@ -13,14 +13,14 @@ import (
 )
 
 // fakeTraffic yields what it holds; an entry without a name is an error.
-type fakeTraffic []ServiceTraffic
+type fakeTraffic []plan.Traffic
 
-func (f fakeTraffic) Traffic(context.Context) iter.Seq2[ServiceTraffic, error] {
-	return func(yield func(ServiceTraffic, error) bool) {
+func (f fakeTraffic) Traffic(context.Context) iter.Seq2[plan.Traffic, error] {
+	return func(yield func(plan.Traffic, error) bool) {
 		for _, t := range f {
 			var err error
 			if t.Key.Service.Name == "" {
-				t, err = ServiceTraffic{}, errors.New("not to be read")
+				t, err = plan.Traffic{}, errors.New("not to be read")
 			}
 			if !yield(t, err) {
 				return
@@ -37,7 +37,7 @@ func busy(list ...string) fakeTraffic {
 	var out fakeTraffic
 	for _, text := range list {
 		name, bytes, _ := strings.Cut(text, ":")
-		t := ServiceTraffic{Key: testKey(name, plan.IPv4)}
+		t := plan.Traffic{Key: testKey(name, plan.IPv4)}
 		_, _ = fmt.Sscan(bytes, &t.BytesIn)
 		out = append(out, t)
 	}
@@ -61,7 +61,7 @@ func TestTrafficLimit(t *testing.T) {
 		{"a counter begins again", busy("a:9", "b:0", "c:2"), "[b c]", 1},
 		{"one goes", busy("a:9", "c:2", "d:10"), "[c d]", 1},
 		{"a place for all", busy("d:10", "c:2"), "[c d]", 0},
-		{"one can't be read, and keeps its place", append(busy("a:90", "d:10"), ServiceTraffic{}), "[d]", 1},
+		{"one can't be read, and keeps its place", append(busy("a:90", "d:10"), plan.Traffic{}), "[d]", 1},
 		{"it can be read again", busy("a:90", "c:2", "d:10"), "[c d]", 1},
 	} {
 		reader.fakeTraffic = step.traffic
@@ -86,7 +86,7 @@ func TestTrafficValues(t *testing.T) {
 	s := New(Config{Mode: ipvs})
 	s.CollectTraffic(fakeTraffic{
 		{Key: testKey("a", plan.IPv6), Connections: 1, PacketsIn: 2, PacketsOut: 3, BytesIn: 4, BytesOut: 5},
-		{Key: testKey("b", plan.IPv4), Connections: 6, PacketsIn: NotCounted, PacketsOut: NotCounted, BytesIn: 0, BytesOut: NotCounted},
+		{Key: testKey("b", plan.IPv4), Connections: 6, PacketsIn: plan.NotCounted, PacketsOut: plan.NotCounted, BytesIn: 0, BytesOut: plan.NotCounted},
 	}, 1000)
 	const a, b = " ip_family=IPv6 namespace=ns port=http protocol=TCP service=a", " ip_family=IPv4 namespace=ns port=http protocol=TCP service=b"
 	holds(t, s, map[string]float64{
@@ -132,7 +132,7 @@ func TestNobodyIsAskedBeforeAScrape(t *testing.T) {
 
 type readerFunc func()
 
-func (f readerFunc) Traffic(context.Context) iter.Seq2[ServiceTraffic, error] {
+func (f readerFunc) Traffic(context.Context) iter.Seq2[plan.Traffic, error] {
 	f()
 	return fakeTraffic(nil).Traffic(context.Background())
 }

@@ -1,0 +1,124 @@
+package main
+
+import (
+	"go/parser"
+	"go/token"
+	"io/fs"
+	"path"
+	"path/filepath"
+	"slices"
+	"strconv"
+	"strings"
+	"testing"
+)
+
+// TestImports: data flows one way. What comes before the plan does not know the kernel, what comes after it does not know where objects
+// are from, the kernel's packages know neither, and nobody but package metrics knows Prometheus.
+func TestImports(t *testing.T) {
+	imports := importsOf(t, "../..")
+	const prometheus = "github.com/prometheus"
+	before := []string{"plan", "topology", "proxier", "source"}
+	for _, rule := range []struct{ of, not []string }{
+		{before, []string{"kernel", "iptables", "ipvs", "node", "config", "metrics", "cmd", prometheus}},
+		{[]string{"plan"}, []string{"topology", "proxier", "source", "k8s.io"}},
+		{[]string{"iptables", "ipvs"}, []string{"topology", "proxier", "source", "node", "config", "metrics", "cmd", prometheus, "k8s.io"}},
+		{[]string{"iptables"}, []string{"ipvs"}},
+		{[]string{"kernel"}, []string{"topology", "proxier", "source", "iptables", "ipvs", "node", "config", "metrics", "cmd", prometheus, "k8s.io"}},
+		{[]string{"node", "config"}, []string{"proxier", "metrics", "cmd", prometheus}},
+		{[]string{"metrics"}, []string{"proxier", "iptables", "ipvs", "node", "config", "cmd"}},
+	} {
+		for _, of := range rule.of {
+			seen := 0
+			for pkg := range imports {
+				if !within(pkg, "nodeproxy/"+of) || strings.HasSuffix(pkg, "test") { // What tests use, such as plantest, knows more.
+					continue
+				}
+				seen++
+				for _, not := range rule.not {
+					if !strings.Contains(not, ".") {
+						not = "nodeproxy/" + not
+					}
+					if way := wayTo(imports, pkg, not); way != nil {
+						t.Errorf("%s must not know %s, and does: %s", pkg, not, strings.Join(way, " imports "))
+					}
+				}
+			}
+			if seen == 0 {
+				t.Errorf("there is no package %s", of)
+			}
+		}
+	}
+}
+
+// importsOf returns what each package below a directory, which holds the module, imports outside of its tests.
+func importsOf(t *testing.T, root string) map[string][]string {
+	t.Helper()
+	out := map[string][]string{}
+	err := filepath.WalkDir(root, func(file string, d fs.DirEntry, err error) error {
+		switch {
+		case err != nil:
+			return err
+		case d.IsDir() && strings.HasPrefix(d.Name(), ".") && file != root:
+			return fs.SkipDir
+		case d.IsDir() || !strings.HasSuffix(file, ".go") || strings.HasSuffix(file, "_test.go"):
+			return nil
+		}
+		parsed, err := parser.ParseFile(token.NewFileSet(), file, nil, parser.ImportsOnly)
+		if err != nil {
+			return err
+		}
+		dir, err := filepath.Rel(root, filepath.Dir(file))
+		if err != nil {
+			return err
+		}
+		pkg := path.Join("nodeproxy", filepath.ToSlash(dir))
+		for _, i := range parsed.Imports {
+			name, err := strconv.Unquote(i.Path.Value)
+			if err != nil {
+				return err
+			}
+			out[pkg] = append(out[pkg], name)
+		}
+		return nil
+	})
+	if err != nil {
+		t.Fatal(err)
+	}
+	return out
+}
+
+// wayTo returns the packages by which pkg imports one that is, or is below, another; nil if it does not.
+func wayTo(imports map[string][]string, pkg, other string) []string {
+	from := map[string]string{pkg: ""}
+	for todo := []string{pkg}; len(todo) > 0; todo = todo[1:] {
+		for _, next := range imports[todo[0]] {
+			if _, known := from[next]; known {
+				continue
+			}
+			from[next] = todo[0]
+			if within(next, other) {
+				way := []string{next}
+				for p := todo[0]; p != ""; p = from[p] {
+					way = append(way, p)
+				}
+				slices.Reverse(way)
+				return way
+			}
+			todo = append(todo, next)
+		}
+	}
+	return nil
+}
+
+// within reports whether a package is another one or below it.
+func within(pkg, other string) bool { return pkg == other || strings.HasPrefix(pkg, other+"/") }
+
+// TestImportsSeesAWay: a forbidden import is found, however far off, and a package of a like name is not taken for one below.
+func TestImportsSeesAWay(t *testing.T) {
+	imports := map[string][]string{"a": {"b", "ker"}, "b": {"a", "c"}, "c": {"kernel/x"}, "d": {"kernels"}}
+	for pkg, want := range map[string][]string{"a": {"a", "b", "c", "kernel/x"}, "c": {"c", "kernel/x"}, "d": nil} {
+		if got := wayTo(imports, pkg, "kernel"); !slices.Equal(got, want) {
+			t.Errorf("from %s: %q, want %q", pkg, got, want)
+		}
+	}
+}
