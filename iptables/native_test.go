@@ -8,10 +8,10 @@ import (
 	"slices"
 	"strings"
 	"testing"
-	"time"
 
 	"nodeproxy/internal/nstest"
 	"nodeproxy/kernel/names"
+	"nodeproxy/kernel/nft"
 	"nodeproxy/kernel/xtables"
 	"nodeproxy/plan"
 	"nodeproxy/plan/plantest"
@@ -28,7 +28,7 @@ var nativeRules = []string{
 func addNative(t *testing.T, add string, f plan.Family, rules ...string) {
 	t.Helper()
 	for _, r := range rules {
-		sh(t, fmt.Sprintf("nft %s rule %s", add, strings.ReplaceAll(r, "{}", xtables.NftFamily(f))))
+		sh(t, fmt.Sprintf("nft %s rule %s", add, strings.ReplaceAll(r, "{}", nft.FamilyName(f))))
 	}
 }
 
@@ -319,69 +319,6 @@ func TestFixedBesideNativeRules(t *testing.T) {
 					}
 				})
 			})
-		}
-	}
-}
-
-// TestDetectBesideNativeRules: what says which variant is in use is seen beside rules that iptables can't read.
-func TestDetectBesideNativeRules(t *testing.T) {
-	for _, c := range []struct {
-		name, setUp string
-		want        xtables.Variant
-	}{
-		{"the kubelet's hint", "iptables-nft -t mangle -N KUBE-IPTABLES-HINT; iptables-nft -t mangle -A INPUT -j ACCEPT; " +
-			"nft add rule ip mangle INPUT ct state new counter; iptables-legacy -A INPUT -j ACCEPT", xtables.NFT},
-		{"more rules in nft", "iptables-nft -A INPUT -j ACCEPT; iptables-nft -A INPUT -j DROP; nft add rule ip filter INPUT ct state new counter; " +
-			"iptables-legacy -A INPUT -j ACCEPT; iptables-legacy -A INPUT -j DROP", xtables.NFT},
-	} {
-		t.Run(c.name, func(t *testing.T) {
-			nstest.Run(t, func() {
-				sh(t, c.setUp)
-				if got := xtables.Detect(); got != c.want {
-					t.Errorf("got %s, want %s", got, c.want)
-				}
-			})
-		})
-	}
-}
-
-// TestCountersBesideNativeRules: connections are counted on.
-func TestCountersBesideNativeRules(t *testing.T) {
-	for line, want := range map[string]string{
-		`-A KUBE-SERVICES -d 10.0.0.1/32 -m comment --comment "a -c 1 2" -c 3 156 -j KUBE-SVC-A`: `[3:156] -A KUBE-SERVICES ` +
-			`-d 10.0.0.1/32 -m comment --comment "a -c 1 2" -j KUBE-SVC-A` + "\n",
-		"-A KUBE-X -c 0 0":     "[0:0] -A KUBE-X \n",
-		"-N KUBE-X":            "-N KUBE-X\n",
-		"-P INPUT ACCEPT -c 1": "-P INPUT ACCEPT -c 1\n",
-	} {
-		if got := xtables.CounterFirst(line); got != want {
-			t.Errorf("%q becomes %q", line, got)
-		}
-	}
-}
-
-// TestVersion: what programs say of themselves, and those that say nothing in time.
-func TestVersion(t *testing.T) {
-	dir := t.TempDir()
-	for i, c := range []struct {
-		script string
-		want   string
-	}{
-		{"echo 'iptables v1.8.9 (nf_tables)'", "{[1 8 9] nft} <nil>"},
-		{"echo 'ip6tables v1.8.10 (legacy)'", "{[1 8 10] legacy} <nil>"},
-		{"echo 'iptables v1.6.1'", "{[1 6 1] legacy} <nil>"},
-		{"echo 'iptables v1.6.2'", "{[1 6 2] legacy} <nil>"},
-		{"echo nothing", `{[0 0 0] } asking PATH for its version: it says "nothing"`},
-		{"exit 3", "{[0 0 0] } asking PATH for its version: exit status 3"},
-		{"sleep 5 & exec sleep 1000", "{[0 0 0] } asking PATH for its version: it was ended, since it did not end by itself within 3s"},
-	} {
-		path := filepath.Join(dir, fmt.Sprint(i))
-		if err := os.WriteFile(path, []byte("#!/bin/sh\n"+c.script+"\n"), 0o755); err != nil {
-			t.Fatal(err)
-		}
-		v, err := xtables.AskVersion(path, 3*time.Second)
-		if got := strings.ReplaceAll(fmt.Sprint(v, " ", err), path, "PATH"); got != c.want {
-			t.Errorf("%s: got %s, want %s", c.script, got, c.want)
 		}
 	}
 }

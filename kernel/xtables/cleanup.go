@@ -23,7 +23,7 @@ func Cleanup(ctx context.Context, dry bool, variants ...Variant) ([]string, erro
 	var errs []error
 	for _, v := range variants {
 		for _, f := range plan.Families {
-			tables, err := PresentTables(v, f)
+			tables, err := presentTables(v, f)
 			if err != nil {
 				errs = append(errs, err)
 			}

@@ -14,7 +14,7 @@ import (
 	"nodeproxy/kernel/names"
 )
 
-// saveCounters lists table nat with counters, as iptables-save -c does.
+// SaveCounters lists table nat with counters, as iptables-save -c does.
 func (t *Program) SaveCounters(ctx context.Context, read func(io.Reader) error) error {
 	whole := false
 	err := t.read(ctx, t.SavePath, "", func(out io.Reader) error {
@@ -25,7 +25,7 @@ func (t *Program) SaveCounters(ctx context.Context, read func(io.Reader) error) 
 	}, "-c", "-t", string(names.NAT))
 	if err == nil && !whole && t.Variant == NFT {
 		var list strings.Builder
-		if _, _, err = t.listByChain(ctx, names.NAT, func(line string) { list.WriteString(CounterFirst(line)) }); err == nil {
+		if _, _, err = t.listByChain(ctx, names.NAT, func(line string) { list.WriteString(counterFirst(line)) }); err == nil {
 			return read(strings.NewReader(list.String()))
 		}
 	}
@@ -36,7 +36,7 @@ func (t *Program) SaveCounters(ctx context.Context, read func(io.Reader) error) 
 }
 
 // counterFirst turns a rule with counters as iptables -S prints it to how iptables-save does, with the counters in front.
-func CounterFirst(line string) string {
+func counterFirst(line string) string {
 	i := strings.LastIndex(line, " -c ")
 	if i < 0 {
 		return line + "\n"
@@ -49,7 +49,7 @@ func CounterFirst(line string) string {
 	return fmt.Sprintf("[%s:%s] %s %s\n", words[0], words[1], line[:i], rest)
 }
 
-// listChain lists a chain with counters; nothing if there is no such chain.
+// ListChain lists a chain with counters; nothing if there is no such chain.
 func ListChain(t *Program, tbl names.Table, name string) ([]string, error) {
 	ctx := context.Background()
 	rules, err := t.list(ctx, tbl, name)
@@ -66,7 +66,7 @@ func ListChain(t *Program, tbl names.Table, name string) ([]string, error) {
 // hasChain reports whether a table has a chain; true where that is not known.
 func (t *Program) hasChain(ctx context.Context, tbl names.Table, name string) bool {
 	if t.Variant == NFT {
-		names, err := NFTChains(t.Family, tbl)
+		names, err := nftChains(t.Family, tbl)
 		return err != nil || slices.Contains(names, name)
 	}
 	all, err := t.list(ctx, tbl)
@@ -89,7 +89,7 @@ func (t *Program) list(ctx context.Context, tbl names.Table, name ...string) ([]
 	return lines, nil
 }
 
-// counted reads the number of packets of a rule, as in
+// Packets is the number of packets of a rule, as in
 // "-A KUBE-FORWARD -m conntrack --ctstate INVALID -c 3 156 -j DROP".
 func Packets(rule string) uint64 {
 	_, after, _ := strings.Cut(rule, " -c ")

@@ -10,11 +10,11 @@ import (
 	"slices"
 	"strings"
 
-	"github.com/google/nftables"
-	"github.com/vishvananda/netlink/nl"
 	"golang.org/x/sys/unix"
 
 	"nodeproxy/kernel/names"
+	"nodeproxy/kernel/netlink"
+	"nodeproxy/kernel/nft"
 	"nodeproxy/plan"
 )
 
@@ -24,7 +24,7 @@ import (
 // writes all of them, but for the removal of single rules: it fails where such a rule comes before. So such a table is read chain by chain, in one run of iptables-restore, which takes "-S CHAIN" among its
 // input; of the chains with such rules, the kernel is asked, and from them, rules are removed by their handles.
 
-// NativeRules tells of a table that holds rules which only nft can read.
+// NativeRules describes a table that holds rules which only nft can read.
 type NativeRules struct {
 	Family plan.Family
 	Table  string
@@ -50,15 +50,15 @@ func chainList(names []string) string {
 	return "chains " + strings.Join(names[:last], ", ") + " and " + names[last]
 }
 
-// tellNative tells of native rules, once.
-func (t *Program) tellNative(tbl names.Table, chains []string) {
-	if slices.Equal(t.told[tbl], chains) {
+// reportNative reports native rules, once.
+func (t *Program) reportNative(tbl names.Table, chains []string) {
+	if slices.Equal(t.native[tbl], chains) {
 		return
 	}
-	if t.told == nil {
-		t.told = map[names.Table][]string{}
+	if t.native == nil {
+		t.native = map[names.Table][]string{}
 	}
-	t.told[tbl] = chains
+	t.native[tbl] = chains
 	if t.OnNativeRules != nil {
 		t.OnNativeRules(NativeRules{t.Family, string(tbl), chains})
 	}
@@ -66,14 +66,17 @@ func (t *Program) tellNative(tbl names.Table, chains []string) {
 
 // listTries is how often a table is listed that changes meanwhile, and mostNative how many chains with native rules are found by
 // listing: each costs a run of a program. Of all other chains that are not ours, the kernel is asked then.
-const listTries, MostNative = 3, 50
+const (
+	listTries  = 3
+	MostNative = 50
+)
 
 // saveByChain is save for a table that iptables-save does not print.
 func (t *Program) saveByChain(ctx context.Context, tbl names.Table) (held Content, err error) {
 	var native []string
 	for range listTries {
 		if held, native, err = t.listByChain(ctx, tbl, nil); err == nil {
-			t.tellNative(tbl, native)
+			t.reportNative(tbl, native)
 			return held, nil
 		}
 		if ctx.Err() != nil {
@@ -81,14 +84,7 @@ func (t *Program) saveByChain(ctx context.Context, tbl names.Table) (held Conten
 		}
 	}
 	return nil, fmt.Errorf("table %s holds rules that iptables can't read (nft list table %s %s shows them; they belong in a table "+
-		"of their own), and listing its chains one by one failed; nothing is changed: %w", tbl, NftFamily(t.Family), tbl, err)
-}
-
-func NftFamily(f plan.Family) string {
-	if f == plan.IPv6 {
-		return "ip6"
-	}
-	return "ip"
+		"of their own), and listing its chains one by one failed; nothing is changed: %w", tbl, nft.FamilyName(t.Family), tbl, err)
 }
 
 // nativeChain is what iptables says of a chain with rules that it can't read.
@@ -97,7 +93,7 @@ var nativeChain = regexp.MustCompile("chain `([^']+)' in table `[^']+' is incomp
 // listByChain lists a table chain by chain, and returns the chains with native rules too. With counters, each line of a program is
 // passed on as well.
 func (t *Program) listByChain(ctx context.Context, tbl names.Table, counters func(line string)) (Content, []string, error) {
-	chains, err := NFTChains(t.Family, tbl)
+	chains, err := nftChains(t.Family, tbl)
 	if err != nil {
 		return nil, nil, err
 	}
@@ -187,7 +183,7 @@ type deletion struct {
 // as far as is known from the last save.
 func (t *Program) deletions(text string) (string, []deletion) {
 	native := false
-	for _, chains := range t.told {
+	for _, chains := range t.native {
 		native = native || len(chains) > 0
 	}
 	if !native || !strings.Contains(text, "\n-D ") {
@@ -201,7 +197,7 @@ func (t *Program) deletions(text string) (string, []deletion) {
 			in = names.Table(strings.TrimSpace(name))
 		}
 		if body, is := strings.CutPrefix(line, "-D "); is {
-			if chain, rule, _ := strings.Cut(strings.TrimSuffix(body, "\n"), " "); slices.Contains(t.told[in], chain) {
+			if chain, rule, _ := strings.Cut(strings.TrimSuffix(body, "\n"), " "); slices.Contains(t.native[in], chain) {
 				out = append(out, deletion{in, chain, rule})
 				continue
 			}
@@ -216,7 +212,7 @@ func (t *Program) delete(list []deletion) error {
 	for _, d := range list {
 		handle, err := t.handleOf(d)
 		if err == nil && handle != 0 {
-			err = t.deleteHandle(d, handle)
+			err = nft.DeleteRule(t.Family, string(d.table), d.chain, handle)
 		}
 		if err != nil && !errors.Is(err, unix.ENOENT) {
 			return fmt.Errorf("removing %q from chain %s of table %s (%s): %w", d.rule, d.chain, d.table, t.Family, err)
@@ -227,7 +223,7 @@ func (t *Program) delete(list []deletion) error {
 
 // handleOf returns the handle of the first rule that reads like one to remove; 0 if there is none.
 func (t *Program) handleOf(d deletion) (handle uint64, err error) {
-	err = nftDump(t.Family, unix.NFT_MSG_GETRULE, unix.NFT_MSG_NEWRULE, d.table, d.chain, func(attrs []byte) {
+	err = nft.Rules(t.Family, string(d.table), d.chain, func(attrs []byte) {
 		if handle == 0 && nftRule(attrs) == d.rule {
 			handle = ruleHandle(attrs)
 		}
@@ -235,91 +231,30 @@ func (t *Program) handleOf(d deletion) (handle uint64, err error) {
 	return handle, err
 }
 
-func (t *Program) deleteHandle(d deletion, handle uint64) error {
-	c, err := nftables.New()
-	if err != nil {
-		return err
-	}
-	tbl := &nftables.Table{Name: string(d.table), Family: nftables.TableFamily(nfProtocol(t.Family))}
-	err = c.DelRule(&nftables.Rule{Table: tbl, Chain: &nftables.Chain{Name: d.chain, Table: tbl}, Handle: handle})
-	if err != nil {
-		return err
-	}
-	return c.Flush()
-}
-
 // nftChains are the chains of a table, as the kernel lists them.
-func NFTChains(f plan.Family, t names.Table) ([]string, error) {
-	var names []string
-	err := nftDump(f, unix.NFT_MSG_GETCHAIN, unix.NFT_MSG_NEWCHAIN, t, "", func(attrs []byte) {
-		names = append(names, text0(attribute(attrs, attrChainName)))
-	})
-	return names, err
-}
+func nftChains(f plan.Family, t names.Table) ([]string, error) { return nft.Chains(f, string(t)) }
 
-// nftRules are the rules of a chain, or with an empty name of all chains of a table, each as far as it can be read: whole where all
+// NFTRules are the rules of a chain, or with an empty name of all chains of a table, each as far as it can be read: whole where all
 // that it has is a comment, the state NEW and a target, as the rules have that lead to our chains; else what it leads to.
 func NFTRules(f plan.Family, t names.Table, chain string) ([]string, error) {
 	var rules []string
-	err := nftDump(f, unix.NFT_MSG_GETRULE, unix.NFT_MSG_NEWRULE, t, chain, func(attrs []byte) {
-		rules = append(rules, nftRule(attrs))
-	})
+	err := nft.Rules(f, string(t), chain, func(attrs []byte) { rules = append(rules, nftRule(attrs)) })
 	return rules, err
 }
 
-// nftDump calls each with the attributes of all that a table, or chain, has of one kind.
-func nftDump(f plan.Family, get, kind int, t names.Table, chain string, each func(attrs []byte)) error {
-	const subsystem = unix.NFNL_SUBSYS_NFTABLES << 8
-	r := nl.NewNetlinkRequest(subsystem|get, unix.NLM_F_DUMP)
-	r.AddData(&nl.Nfgenmsg{NfgenFamily: nfProtocol(f), Version: nl.NFNETLINK_V0})
-	r.AddData(nl.NewRtAttr(attrTable, nl.ZeroTerminated(string(t))))
-	if chain != "" {
-		r.AddData(nl.NewRtAttr(attrRuleChain, nl.ZeroTerminated(chain)))
-	}
-	list, err := r.Execute(unix.NETLINK_NETFILTER, uint16(subsystem|kind))
-	if errors.Is(err, unix.ENOENT) { // The table or chain is not there.
-		return nil
-	}
-	if err != nil {
-		return fmt.Errorf("listing table %s of nf_tables (%s): %w", t, f, err)
-	}
-	for _, m := range list {
-		attrs := m[min(4, len(m)):] // behind the header
-		if text0(attribute(attrs, attrTable)) == string(t) && (chain == "" || text0(attribute(attrs, attrRuleChain)) == chain) {
-			each(attrs)
-		}
-	}
-	return nil
-}
-
-// The attributes of rules and their expressions, as in linux/netfilter/nf_tables.h and nf_tables_compat.h.
-const (
-	attrRuleHandle      = 3
-	attrRuleExpressions = 4
-	attrExprName        = 1
-	attrExprData        = 2
-	attrMatchName       = 1
-	attrMatchRevision   = 2
-	attrMatchInfo       = 3
-	attrImmediateData   = 2
-	attrDataVerdict     = 2
-	attrVerdictCode     = 1
-	attrVerdictChain    = 2
-)
-
-// unreadMark begins what stands for a rule that can't be read. No rule as iptables prints it begins like that.
+// UnreadMark begins what stands for a rule that can't be read. No rule as iptables prints it begins like that.
 const UnreadMark = "# rule with handle "
 
-// unread reports whether a rule stands for one that can't be read.
+// Unread reports whether a rule stands for one that can't be read.
 func Unread(rule string) bool { return strings.HasPrefix(rule, UnreadMark) }
 
 // nftRule is the text of a rule, given its attributes.
 func nftRule(attrs []byte) string {
 	var words []string
 	known, target := true, ""
-	for _, element := range attributes(attribute(attrs, attrRuleExpressions)) {
-		data := attribute(element, attrExprData)
-		switch text0(attribute(element, attrExprName)) {
+	for _, element := range netlink.Attributes(netlink.Attribute(attrs, unix.NFTA_RULE_EXPRESSIONS)) {
+		data := netlink.Attribute(element, unix.NFTA_EXPR_DATA)
+		switch netlink.Text(netlink.Attribute(element, unix.NFTA_EXPR_NAME)) {
 		case "counter":
 		case "match":
 			text := nftMatch(data)
@@ -340,7 +275,7 @@ func nftRule(attrs []byte) string {
 
 // ruleHandle is what the kernel knows a rule by; 0 is no rule's.
 func ruleHandle(attrs []byte) uint64 {
-	raw := attribute(attrs, attrRuleHandle)
+	raw := netlink.Attribute(attrs, unix.NFTA_RULE_HANDLE)
 	if len(raw) != 8 {
 		return 0
 	}
@@ -349,14 +284,14 @@ func ruleHandle(attrs []byte) uint64 {
 
 // nftMatch is the text of a match of iptables: of a comment, or of the state NEW; else empty.
 func nftMatch(data []byte) string {
-	info := attribute(data, attrMatchInfo)
-	switch text0(attribute(data, attrMatchName)) {
+	info := netlink.Attribute(data, unix.NFTA_MATCH_INFO)
+	switch netlink.Text(netlink.Attribute(data, unix.NFTA_MATCH_NAME)) {
 	case "comment":
-		return NewRule().Comment(text0(info)).Text()
+		return NewRule().Comment(netlink.Text(info)).Text()
 	case "conntrack":
 		// struct xt_conntrack_mtinfo3: eight addresses, two times, a protocol and four ports come before what is to be matched.
 		const flags, stateMask, stateNew, byState = 146, 150, 1 << 3, 1 << 0
-		revision := attribute(data, attrMatchRevision)
+		revision := netlink.Attribute(data, unix.NFTA_MATCH_REV)
 		if len(revision) != 4 || binary.BigEndian.Uint32(revision) != 3 || len(info) < stateMask+2 {
 			return ""
 		}
@@ -371,12 +306,12 @@ func nftMatch(data []byte) string {
 // nftVerdict is the text of a verdict; empty if the data is none.
 func nftVerdict(data []byte) string {
 	const drop, accept, jump, goTo, back = 0, 1, -3, -4, -5
-	verdict := attribute(attribute(data, attrImmediateData), attrDataVerdict)
-	code := attribute(verdict, attrVerdictCode)
+	verdict := netlink.Attribute(netlink.Attribute(data, unix.NFTA_IMMEDIATE_DATA), unix.NFTA_DATA_VERDICT)
+	code := netlink.Attribute(verdict, unix.NFTA_VERDICT_CODE)
 	if len(code) != 4 {
 		return ""
 	}
-	chain := text0(attribute(verdict, attrVerdictChain))
+	chain := netlink.Text(netlink.Attribute(verdict, unix.NFTA_VERDICT_CHAIN))
 	switch int32(binary.BigEndian.Uint32(code)) {
 	case drop:
 		return "-j DROP"

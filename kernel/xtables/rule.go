@@ -9,10 +9,11 @@ import (
 	"nodeproxy/plan"
 )
 
-// rule builds the text of one rule. Its methods must be called in the order in which they stand here, which is that of
+// Rule builds the text of one rule. Its methods must be called in the order in which they stand here, which is that of
 // iptables-save; what follows a comment is in the order of the calls.
 type Rule struct{ b strings.Builder }
 
+// Word adds words as they are.
 func (r *Rule) Word(words ...string) *Rule {
 	for _, w := range words {
 		if r.b.Len() > 0 {
@@ -23,16 +24,22 @@ func (r *Rule) Word(words ...string) *Rule {
 	return r
 }
 
+// NewRule returns a rule without any words.
 func NewRule() *Rule { return &Rule{} }
 
-// text returns the rule as far as it is built.
+// Text returns the rule as far as it is built.
 func (r *Rule) Text() string { return r.b.String() }
 
-// src and dst match an address or range; iptables-save prints nothing for the range of all addresses. not inverts, and is not
-// for that range: what would match nothing is no rule (nf_tables takes none).
-func (r *Rule) Src(p netip.Prefix) *Rule    { return r.within("-s", p) }
-func (r *Rule) Dst(p netip.Prefix) *Rule    { return r.within("-d", p) }
+// Src matches packets from a range of addresses. For the range of all addresses, iptables-save prints nothing, and nor does Src.
+func (r *Rule) Src(p netip.Prefix) *Rule { return r.within("-s", p) }
+
+// Dst matches packets to a range of addresses.
+func (r *Rule) Dst(p netip.Prefix) *Rule { return r.within("-d", p) }
+
+// NotSrc matches packets from outside of a range, which must not be that of all addresses: nf_tables refuses a rule that matches nothing.
 func (r *Rule) NotSrc(p netip.Prefix) *Rule { return r.Word("!", "-s", p.String()) }
+
+// NotDst matches packets to outside of a range, as NotSrc does.
 func (r *Rule) NotDst(p netip.Prefix) *Rule { return r.Word("!", "-d", p.String()) }
 
 func (r *Rule) within(option string, p netip.Prefix) *Rule {
@@ -42,10 +49,10 @@ func (r *Rule) within(option string, p netip.Prefix) *Rule {
 	return r.Word(option, p.String())
 }
 
-// ctDNAT is the option by which a rule matches connections that DNAT has sent elsewhere than their first packet went to.
+// CTStateDNAT is the option by which a rule matches connections that DNAT has sent elsewhere than their first packet went to.
 const CTStateDNAT = "--ctstate DNAT"
 
-// connectedTo matches connections whose first packet went to a range of addresses, and that DNAT has sent elsewhere.
+// ConnectedTo matches connections whose first packet went to a range of addresses, and that DNAT has sent elsewhere.
 func (r *Rule) ConnectedTo(p netip.Prefix) *Rule {
 	to := p.String()
 	if p.IsSingleIP() {
@@ -54,40 +61,44 @@ func (r *Rule) ConnectedTo(p netip.Prefix) *Rule {
 	return r.Word("-m", "conntrack", CTStateDNAT, "--ctorigdst", to)
 }
 
+// DstIP matches packets to an address.
 func (r *Rule) DstIP(a netip.Addr) { r.Dst(Single(a)) }
 
-// proto matches the protocol. A match on its ports must follow (port).
+// Proto matches the protocol. A match on its ports must follow (Port).
 func (r *Rule) Proto(p plan.Protocol) *Rule { return r.Word("-p", p.Lower()) }
 
 // maxComment is how many bytes of a comment the kernel keeps.
 const maxComment = 255
 
-// comment adds a comment. The text is escaped as iptables-save escapes it: it is data, wherever it comes from.
+// Comment adds a comment. The text is escaped as iptables-save escapes it: it is data, wherever it comes from.
 func (r *Rule) Comment(text string) *Rule {
 	return r.Word("-m", "comment", "--comment", quote(text[:min(len(text), maxComment)]))
 }
 
-// port matches the destination port.
+// Port matches the destination port.
 func (r *Rule) Port(p plan.Protocol, port uint16) *Rule {
 	return r.Word("-m", p.Lower(), "--dport", strconv.Itoa(int(port)))
 }
 
+// DstLocal matches packets to addresses of the node.
 func (r *Rule) DstLocal() *Rule { return r.Word("-m", "addrtype", "--dst-type", "LOCAL") }
+
+// SrcLocal matches packets from addresses of the node.
 func (r *Rule) SrcLocal() *Rule { return r.Word("-m", "addrtype", "--src-type", "LOCAL") }
 
-// oneIn matches one packet of n, at random. The kernel counts in 2^-31.
+// OneIn matches a share of all packets, at random. The kernel counts in 2^-31.
 func (r *Rule) OneIn(share float64) {
 	units := math.Round(share * (1 << 31))
 	r.Word("-m", "statistic", "--mode", "random", "--probability", strconv.FormatFloat(units/(1<<31), 'f', 11, 64))
 }
 
-// jump ends the rule: where it matches, chain is walked, and the walk goes on behind this rule if nothing there decides.
+// Jump ends the rule: where it matches, a chain is walked, and the walk goes on behind this rule if nothing there decides.
 func (r *Rule) Jump(target string) string { return r.Word("-j", target).Text() }
 
-// goTo ends the rule like jump, but does not come back to this chain: what is not decided there goes on in the caller's.
+// GoTo ends the rule like Jump, but does not come back to this chain: what is not decided there goes on in the caller's.
 func (r *Rule) GoTo(target string) string { return r.Word("-g", target).Text() }
 
-// single is the range of one address.
+// Single is the range of one address.
 func Single(a netip.Addr) netip.Prefix { return netip.PrefixFrom(a, a.BitLen()) }
 
 // quote spells a string as iptables-save does: bare where it has only letters, digits, underscores and hyphens, else in
@@ -115,7 +126,7 @@ func quote(s string) string {
 	return b.String()
 }
 
-// jumpTarget is where a rule leads; empty if to nowhere.
+// Target is where a rule leads; empty if to nowhere.
 func Target(rule string) string {
 	for end := len(rule); ; {
 		i := strings.LastIndexByte(rule[:end], '-')

@@ -2,17 +2,79 @@ package xtables
 
 import (
 	"bufio"
+	"bytes"
+	"context"
 	"fmt"
 	"io"
 	"net/netip"
+	"os/exec"
 	"regexp"
 	"strings"
+	"time"
 
 	"nodeproxy/kernel/names"
 )
 
-// kernelTable is the content of a table as iptables-save prints it: the rules of each chain, in the form in which chain
-// holds them.
+// Save reads a table from the kernel. What can't be read is an error: a table is never taken for empty because a program prints
+// nothing of it.
+func (t *Program) Save(ctx context.Context, tbl names.Table) (Content, error) {
+	var held Content
+	var whole bool
+	err := t.read(ctx, t.SavePath, "", func(out io.Reader) (err error) {
+		held, whole, err = parseSave(out, tbl)
+		return err
+	}, "-t", string(tbl))
+	switch {
+	case err != nil:
+		return nil, fmt.Errorf("reading table %s by %s: %w", tbl, t.SavePath, err)
+	case whole:
+		t.reportNative(tbl, nil)
+		return held, nil
+	case t.Variant == NFT:
+		return t.saveByChain(ctx, tbl)
+	}
+	return nil, fmt.Errorf("reading table %s by %s: it does not print the table", tbl, t.SavePath)
+}
+
+// read runs a program that reads from the kernel, and passes on what it prints. The program is ended with ctx, and after saveTime.
+func (t *Program) read(ctx context.Context, path, input string, parse func(io.Reader) error, args ...string) error {
+	limited, cancel := context.WithTimeout(ctx, t.SaveTime)
+	defer cancel()
+	cmd := exec.CommandContext(limited, path, args...)
+	cmd.WaitDelay = time.Second
+	cmd.Stdin = strings.NewReader(input)
+	var stderr bytes.Buffer
+	cmd.Stderr = &stderr
+	out, err := cmd.StdoutPipe()
+	if err == nil {
+		err = cmd.Start()
+	}
+	if err != nil {
+		return err
+	}
+	parseErr := parse(out)
+	if parseErr != nil {
+		_, _ = io.Copy(io.Discard, out) // lets the program end
+	}
+	if err := cmd.Wait(); err != nil {
+		if ctx.Err() == nil && limited.Err() != nil {
+			return fmt.Errorf("it was ended, since it did not end by itself within %v", t.SaveTime)
+		}
+		return &ReadError{err, oneLine(stderr.String())}
+	}
+	return parseErr
+}
+
+// ReadError is the error of a program that failed to read from the kernel.
+type ReadError struct {
+	err     error
+	message string // what it said
+}
+
+func (e *ReadError) Error() string { return fmt.Sprintf("%v: %s", e.err, e.message) }
+func (e *ReadError) Unwrap() error { return e.err }
+
+// Content is the content of a table: the rules of each chain, as iptables-save prints them without the name of the chain.
 type Content map[string][]string
 
 // parseSave reads the output of iptables-save for one table, and reports whether the table is in it, from its first line to its
@@ -33,7 +95,7 @@ func parseSave(in io.Reader, t names.Table) (held Content, whole bool, err error
 	return held, whole, err
 }
 
-// eachLine calls do for each line that a program prints.
+// EachLine calls do for each line that a program prints.
 func EachLine(in io.Reader, do func(line string)) error {
 	lines := bufio.NewScanner(in)
 	lines.Buffer(make([]byte, 64<<10), 1<<20)
@@ -46,7 +108,7 @@ func EachLine(in io.Reader, do func(line string)) error {
 	return nil
 }
 
-// add notes a chain or rule down, as iptables-save or iptables -S prints it.
+// Add adds a chain or rule, as iptables-save or iptables -S prints it.
 func (t Content) Add(line string) {
 	word, rest, _ := strings.Cut(line, " ")
 	switch {

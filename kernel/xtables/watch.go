@@ -11,18 +11,18 @@ import (
 	"nodeproxy/kernel/names"
 )
 
-// watch notices that other programs change tables that are ours. The nft variant is told by the kernel of each change
-// (notify.go). The legacy variant has no notifications; the number of entries and bytes of a table is read instead (info.go),
-// which costs next to nothing, whatever the table's size.
+// Watch notices that other programs change tables of this program. The kernel sends a notification of each change of the nft variant
+// (notify.go). The legacy variant has none; the number of entries and bytes of a table is read instead (info.go), which costs next to
+// nothing, whatever the table's size. A Watch may be used concurrently.
 type Watch struct {
 	tables []watched
 
 	mu    sync.Mutex
 	busy  int            // how many syncs are at work
 	sizes map[sized]info // of the legacy variant, as they were after the last sync; nil where that is not watched
-	noted []sized        // tables that others have changed, and that nobody has been told of yet
+	noted []sized        // tables that others have changed, and that have not been reported yet
 	lost  bool           // whether one of those has fewer entries than before
-	told  time.Time      // when somebody was told last
+	last  time.Time      // when a suspicion was reported last
 	probe *infoSockets
 }
 
@@ -32,12 +32,13 @@ type watched struct {
 	tables []names.Table
 }
 
+// Add has the watch notice changes of tables that p writes. It must be called before Run and Open.
 func (w *Watch) Add(t *Program, tables ...names.Table) {
 	w.tables = append(w.tables, watched{t, tables})
 }
 
-// run calls suspect when another program may have changed something of ours, until ctx ends. It begins with that: what happened
-// since the first sync has read the tables is told of by nobody. It may be an iptables-restore of a daemon that was killed.
+// Run calls suspect when another program may have changed something of ours, until ctx ends. It begins with a call: nothing reports
+// what happened since the first sync has read the tables. It may be an iptables-restore of a daemon that was killed.
 func (w *Watch) Run(ctx context.Context, suspect func(why string)) error {
 	follow, err := w.Open()
 	if err != nil {
@@ -48,7 +49,7 @@ func (w *Watch) Run(ctx context.Context, suspect func(why string)) error {
 	return nil
 }
 
-// open opens sockets in the network namespace of the caller's thread, and returns what follows them until ctx ends.
+// Open opens sockets in the network namespace of the caller's thread, and returns what follows them until ctx ends.
 func (w *Watch) Open() (func(context.Context, func(string)), error) {
 	var nft, legacy []watched
 	for _, t := range w.tables {
@@ -89,12 +90,12 @@ type sized struct {
 	table names.Table
 }
 
-// pollInterval is how often the sizes of tables are looked at, and tellInterval the least time between two suspicions, unless a table
+// PollInterval is how often the sizes of tables are read, and ReportInterval the least time between two suspicions, unless a table
 // has lost entries: those may be ours, and Services may be without rules, while a program that adds to its own rules all the time
 // is not to cost a comparison each time.
 const (
-	PollInterval = 250 * time.Millisecond
-	TellInterval = time.Second
+	PollInterval   = 250 * time.Millisecond
+	ReportInterval = time.Second
 )
 
 func (w *Watch) begin(probe *infoSockets, legacy []watched) {
@@ -111,8 +112,8 @@ func (w *Watch) begin(probe *infoSockets, legacy []watched) {
 	}
 }
 
-// writing tells that rules are about to be written, and returns what tells that this is done. What the size of a table is
-// then is what it should be; so what others did just before has to be noted first.
+// Writing must be called before rules are written, and done after that. The sizes that the tables have then are the right ones, so
+// what others did just before is noted first.
 func (w *Watch) Writing() (done func()) {
 	w.mu.Lock()
 	defer w.mu.Unlock()
@@ -172,7 +173,7 @@ func (w *Watch) poll(ctx context.Context, suspect func(string)) {
 	}
 }
 
-// changed names the tables that others have changed since the last time, if it is time to tell.
+// Changed names the tables that others have changed since the last time, if it is time to report them.
 func (w *Watch) Changed() []string {
 	w.mu.Lock()
 	defer w.mu.Unlock()
@@ -180,13 +181,13 @@ func (w *Watch) Changed() []string {
 		return nil
 	}
 	w.note()
-	if len(w.noted) == 0 || !w.lost && time.Since(w.told) < TellInterval {
+	if len(w.noted) == 0 || !w.lost && time.Since(w.last) < ReportInterval {
 		return nil
 	}
 	var out []string
 	for _, s := range w.noted {
 		out = append(out, fmt.Sprintf("table %s (%s)", s.table, s.tool.Family))
 	}
-	w.noted, w.lost, w.told = nil, false, time.Now()
+	w.noted, w.lost, w.last = nil, false, time.Now()
 	return out
 }

@@ -31,6 +31,11 @@ type Writer struct {
 	stuck map[[2]string]bool
 }
 
+// MaxNames is how many different chain names one run of iptables-nft-restore should see. Its cost grows with their square
+// (it keeps them in a list that it searches linearly), and below this size with the number of runs. The legacy variant
+// copies the whole table for every run, so there everything is written in one.
+const MaxNames = 300
+
 // Writer returns one for the program's tables.
 func (t *Program) Writer(log *slog.Logger) *Writer {
 	w := &Writer{Kernel: t, Log: log}
@@ -65,7 +70,7 @@ func (w *Writer) Write(ctx context.Context, actual map[names.Table]Content, step
 // Restore runs iptables-restore, once more if another program has held the xtables lock for too long.
 func (w *Writer) Restore(input string) error {
 	err := w.run(input)
-	if IsLocked(err) {
+	if isLocked(err) {
 		if w.Log != nil {
 			w.Log.Warn("another program holds the xtables lock; trying again", "error", err)
 		}

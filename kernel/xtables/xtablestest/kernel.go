@@ -26,6 +26,7 @@ type Kernel struct {
 	Changed  func() // is called after each change of a table
 }
 
+// New returns a Kernel with empty built-in chains.
 func New() *Kernel {
 	return &Kernel{Tables: map[names.Table]xtables.Content{
 		names.NAT:    {"PREROUTING": nil, "INPUT": nil, "OUTPUT": nil, "POSTROUTING": nil},
@@ -34,6 +35,7 @@ func New() *Kernel {
 	}}
 }
 
+// Save is as that of xtables.Kernel.
 func (k *Kernel) Save(_ context.Context, t names.Table) (xtables.Content, error) {
 	out := xtables.Content{}
 	for name, rules := range k.Tables[t] {
@@ -42,12 +44,13 @@ func (k *Kernel) Save(_ context.Context, t names.Table) (xtables.Content, error)
 	return out, nil
 }
 
-func (k *Kernel) tell() {
+func (k *Kernel) report() {
 	if k.Changed != nil {
 		k.Changed()
 	}
 }
 
+// Restore is as that of xtables.Kernel.
 func (k *Kernel) Restore(text string) error {
 	k.Restores = append(k.Restores, text)
 	if k.Refuse != "" && strings.Contains(text, k.Refuse) {
@@ -99,7 +102,7 @@ func (k *Kernel) Restore(text string) error {
 				return fail(err.Error())
 			}
 			k.Tables[tbl] = work
-			k.tell()
+			k.report()
 		default:
 			return fail("not understood")
 		}

@@ -1,0 +1,262 @@
+package xtables
+
+import (
+	"errors"
+	"fmt"
+	"os"
+	"os/exec"
+	"path/filepath"
+	"strings"
+	"syscall"
+	"testing"
+	"time"
+
+	"nodeproxy/internal/nstest"
+	"nodeproxy/kernel/names"
+	"nodeproxy/plan"
+)
+
+// sh runs a shell command in the namespace of this thread.
+func sh(t *testing.T, command string) {
+	t.Helper()
+	if out, err := exec.Command("sh", "-c", command).CombinedOutput(); err != nil {
+		t.Errorf("%s: %v: %s", command, err, out)
+	}
+}
+
+func findProgram(t *testing.T, v Variant, f plan.Family) *Program {
+	t.Helper()
+	p, err := Find(v, f)
+	if err != nil {
+		t.Fatal(err)
+	}
+	return p
+}
+
+// TestRestoreErrorShowsTheLine: what the programs of either variant refuse is shown with the lines around it.
+func TestRestoreErrorShowsTheLine(t *testing.T) {
+	for _, v := range []Variant{NFT, Legacy} {
+		t.Run(string(v), func(t *testing.T) {
+			nstest.Run(t, func() {
+				k := findProgram(t, v, plan.IPv4)
+				err := k.Restore("*nat\n:KUBE-A - [0:0]\n-A KUBE-A -j RETURN\n-A KUBE-A -j KUBE-MISSING\nCOMMIT\n")
+				if err == nil {
+					t.Fatal("a jump to a chain that does not exist was accepted")
+				}
+				// The nft variant looks chains up at the end, and blames COMMIT for what it does not find.
+				if !strings.Contains(err.Error(), " 4: -A KUBE-A -j KUBE-MISSING") || !strings.Contains(err.Error(), "\n> ") {
+					t.Errorf("the error does not show the line: %v", err)
+				}
+				if nat, err := k.Save(t.Context(), names.NAT); err != nil || nat["KUBE-A"] != nil {
+					t.Error("half of it was applied")
+				}
+			})
+		})
+	}
+}
+
+// TestDetect: which variant is in use already.
+func TestDetect(t *testing.T) {
+	for _, c := range []struct {
+		name, setUp string
+		want        Variant
+	}{
+		{"nothing there", "true", NFT},
+		{"the kubelet's hint in nft", "iptables-nft -t mangle -N KUBE-IPTABLES-HINT; iptables-legacy -A INPUT -j ACCEPT", NFT},
+		{"the kubelet's hint in legacy", "iptables-legacy -t mangle -N KUBE-IPTABLES-HINT; iptables-nft -A INPUT -j ACCEPT", Legacy},
+		{"an old kubelet's canary in legacy, in IPv6", "ip6tables-legacy -t mangle -N KUBE-KUBELET-CANARY", Legacy},
+		{"more rules in legacy", "iptables-legacy -A INPUT -j ACCEPT; iptables-legacy -A INPUT -j ACCEPT; iptables-nft -A INPUT -j ACCEPT", Legacy},
+		{"hints in both", "iptables-nft -t mangle -N KUBE-IPTABLES-HINT; iptables-legacy -t mangle -N KUBE-IPTABLES-HINT", NFT},
+		{"chains without rules in legacy", "iptables-legacy -N A; iptables-legacy -N B", NFT},
+		{"a chain that only begins like a hint", "iptables-legacy -t mangle -N KUBE-IPTABLES-HINTS", NFT},
+		{"rules of IPv6 count too", "ip6tables-legacy -A INPUT -j ACCEPT", Legacy},
+		{"as many rules in both", "iptables-legacy -A INPUT -j ACCEPT; iptables-nft -A INPUT -j ACCEPT", NFT},
+	} {
+		t.Run(c.name, func(t *testing.T) {
+			nstest.Run(t, func() {
+				sh(t, c.setUp)
+				if got := Detect(); got != c.want {
+					t.Errorf("got %s, want %s", got, c.want)
+				}
+			})
+		})
+	}
+}
+
+// TestRestoreErrorOfBadRule: a rule that can't be read is blamed itself, by either variant, and what the program said is kept
+// without its hints about --help.
+func TestRestoreErrorOfBadRule(t *testing.T) {
+	t.Parallel()
+	for _, v := range []Variant{NFT, Legacy} {
+		t.Run(string(v), func(t *testing.T) {
+			t.Parallel()
+			nstest.Run(t, func() {
+				var input strings.Builder
+				input.WriteString("*nat\n:KUBE-A - [0:0]\n")
+				for i := range 7 {
+					mask := 32
+					if i == 3 {
+						mask = 33
+					}
+					fmt.Fprintf(&input, "-A KUBE-A -s 10.0.0.%d/%d -j RETURN\n", i, mask)
+				}
+				input.WriteString("COMMIT\n")
+				err := findProgram(t, v, plan.IPv4).Restore(input.String())
+				var refused *RestoreError
+				if !errors.As(err, &refused) {
+					t.Errorf("a mask of 33 bits gives %v", err)
+					return
+				}
+				want := strings.Join([]string{
+					"  3: -A KUBE-A -s 10.0.0.0/32 -j RETURN", "  4: -A KUBE-A -s 10.0.0.1/32 -j RETURN",
+					"  5: -A KUBE-A -s 10.0.0.2/32 -j RETURN", "> 6: -A KUBE-A -s 10.0.0.3/33 -j RETURN",
+					"  7: -A KUBE-A -s 10.0.0.4/32 -j RETURN", "  8: -A KUBE-A -s 10.0.0.5/32 -j RETURN",
+					"  9: -A KUBE-A -s 10.0.0.6/32 -j RETURN",
+				}, "\n")
+				if refused.Excerpt != want {
+					t.Errorf("the excerpt is\n%s\nwant\n%s", refused.Excerpt, want)
+				}
+				if !strings.Contains(refused.Message, "invalid mask `33' specified; Error occurred at line: 6") ||
+					strings.Contains(refused.Message, "--help") || isLocked(err) {
+					t.Errorf("the message is %q", refused.Message)
+				}
+			})
+		})
+	}
+}
+
+func TestExcerpt(t *testing.T) {
+	t.Parallel()
+	const input = "a\nb\nc\nd\ne"
+	for _, tc := range []struct{ message, want string }{
+		{"Error occurred at line: 1", "> 1: a\n  2: b\n  3: c\n  4: d"},
+		{"line 5: RULE_REPLACE failed (No such file or directory): rule in chain PREROUTING", "  2: b\n  3: c\n  4: d\n> 5: e"},
+		{"iptables-restore: line 3 failed", "  1: a\n  2: b\n> 3: c\n  4: d\n  5: e"},
+		{"Error occurred at line: 6", ""},
+		{"Error occurred at line: 0", ""},
+		{"Error occurred at line: 99999999999999999999", ""},
+		{"out of memory", ""},
+		{"", ""},
+	} {
+		if got := Excerpt(input, tc.message); got != tc.want {
+			t.Errorf("%q: got\n%s\nwant\n%s", tc.message, got, tc.want)
+		}
+	}
+	bare := &RestoreError{Program: "p", Message: "m", Err: errors.New("exit status 1")}
+	if got := bare.Error(); got != "p: exit status 1: m" {
+		t.Errorf("without an excerpt it is %q", got)
+	}
+}
+
+// TestLockIsNoLack: a lock that another program holds says nothing about what the kernel can do. A family that were left out for it
+// would stay so until the next start.
+func TestLockIsNoLack(t *testing.T) {
+	lock, err := os.Create(filepath.Join(t.TempDir(), "lock"))
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer lock.Close()
+	if err := syscall.Flock(int(lock.Fd()), syscall.LOCK_EX); err != nil {
+		t.Fatal(err)
+	}
+	t.Setenv("XTABLES_LOCKFILE", lock.Name())
+	nstest.Run(t, func() {
+		for _, f := range plan.Families {
+			tool, err := Find(Legacy, f)
+			if err == nil {
+				err = tool.Usable()
+			}
+			if err != nil {
+				t.Errorf("%s, while another program holds the lock: %v", f, err)
+			}
+		}
+	})
+}
+
+// TestLockIsRecognised, by what the legacy programs say when another one holds it.
+func TestLockIsRecognised(t *testing.T) {
+	t.Parallel()
+	lock, err := os.Create(filepath.Join(t.TempDir(), "lock"))
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer lock.Close()
+	if err := syscall.Flock(int(lock.Fd()), syscall.LOCK_EX); err != nil {
+		t.Fatal(err)
+	}
+	nstest.Run(t, func() {
+		cmd := exec.Command("/usr/sbin/iptables-legacy-restore", "--noflush", "-w", "1")
+		cmd.Env = append(os.Environ(), "XTABLES_LOCKFILE="+lock.Name())
+		cmd.Stdin = strings.NewReader("*nat\nCOMMIT\n")
+		out, err := cmd.CombinedOutput()
+		if err == nil || !isLocked(fmt.Errorf("programming: %w", &RestoreError{Message: oneLine(string(out)), Err: err})) {
+			t.Errorf("not recognised: %v: %s", err, out)
+		}
+	})
+	if isLocked(nil) || isLocked(errors.New("xtables lock")) || isLocked(&RestoreError{Message: "line 3 failed"}) {
+		t.Error("something else is taken for a held lock")
+	}
+}
+
+// TestDetectBesideNativeRules: what says which variant is in use is seen beside rules that iptables can't read.
+func TestDetectBesideNativeRules(t *testing.T) {
+	for _, c := range []struct {
+		name, setUp string
+		want        Variant
+	}{
+		{"the kubelet's hint", "iptables-nft -t mangle -N KUBE-IPTABLES-HINT; iptables-nft -t mangle -A INPUT -j ACCEPT; " +
+			"nft add rule ip mangle INPUT ct state new counter; iptables-legacy -A INPUT -j ACCEPT", NFT},
+		{"more rules in nft", "iptables-nft -A INPUT -j ACCEPT; iptables-nft -A INPUT -j DROP; nft add rule ip filter INPUT ct state new counter; " +
+			"iptables-legacy -A INPUT -j ACCEPT; iptables-legacy -A INPUT -j DROP", NFT},
+	} {
+		t.Run(c.name, func(t *testing.T) {
+			nstest.Run(t, func() {
+				sh(t, c.setUp)
+				if got := Detect(); got != c.want {
+					t.Errorf("got %s, want %s", got, c.want)
+				}
+			})
+		})
+	}
+}
+
+// TestCountersBesideNativeRules: connections are counted on.
+func TestCountersBesideNativeRules(t *testing.T) {
+	for line, want := range map[string]string{
+		`-A KUBE-SERVICES -d 10.0.0.1/32 -m comment --comment "a -c 1 2" -c 3 156 -j KUBE-SVC-A`: `[3:156] -A KUBE-SERVICES ` +
+			`-d 10.0.0.1/32 -m comment --comment "a -c 1 2" -j KUBE-SVC-A` + "\n",
+		"-A KUBE-X -c 0 0":     "[0:0] -A KUBE-X \n",
+		"-N KUBE-X":            "-N KUBE-X\n",
+		"-P INPUT ACCEPT -c 1": "-P INPUT ACCEPT -c 1\n",
+	} {
+		if got := counterFirst(line); got != want {
+			t.Errorf("%q becomes %q", line, got)
+		}
+	}
+}
+
+// TestVersion: what programs say of themselves, and those that say nothing in time.
+func TestVersion(t *testing.T) {
+	dir := t.TempDir()
+	for i, c := range []struct {
+		script string
+		want   string
+	}{
+		{"echo 'iptables v1.8.9 (nf_tables)'", "{[1 8 9] nft} <nil>"},
+		{"echo 'ip6tables v1.8.10 (legacy)'", "{[1 8 10] legacy} <nil>"},
+		{"echo 'iptables v1.6.1'", "{[1 6 1] legacy} <nil>"},
+		{"echo 'iptables v1.6.2'", "{[1 6 2] legacy} <nil>"},
+		{"echo nothing", `{[0 0 0] } asking PATH for its version: it says "nothing"`},
+		{"exit 3", "{[0 0 0] } asking PATH for its version: exit status 3"},
+		{"sleep 5 & exec sleep 1000", "{[0 0 0] } asking PATH for its version: it was ended, since it did not end by itself within 3s"},
+	} {
+		path := filepath.Join(dir, fmt.Sprint(i))
+		if err := os.WriteFile(path, []byte("#!/bin/sh\n"+c.script+"\n"), 0o755); err != nil {
+			t.Fatal(err)
+		}
+		v, err := askVersion(path, 3*time.Second)
+		if got := strings.ReplaceAll(fmt.Sprint(v, " ", err), path, "PATH"); got != c.want {
+			t.Errorf("%s: got %s, want %s", c.script, got, c.want)
+		}
+	}
+}
