@@ -63,7 +63,7 @@ race: deps
 
 # Real packets through the real binary, in network namespaces.
 e2e: deps build controlplane kernel guest deploytools neighbours
-	NODEPROXY_BIN=$(CURDIR)/$(BINARY) go test -timeout 20m ./e2e/...
+	NODEPROXY_BIN=$(CURDIR)/$(BINARY) go test -timeout 45m ./e2e/...
 
 # gofmt, go vet, staticcheck, errcheck, errorlint, unparam, revive, misspell.
 lint:
