@@ -88,7 +88,8 @@ func repairs(t *testing.T, faults []driftFault) {
 			lines := len(d.Log())
 			output(t, w, strings.ReplaceAll(f.do, "{}", string(variant)))
 			begin := time.Now()
-			if err := d.WaitForAfter(lines, 10*time.Second, "it has been repaired", f.words); err != nil {
+			// Half a minute: beside other tests, the one processor of a guest has a quarter of one.
+			if err := d.WaitForAfter(lines, 30*time.Second, "it has been repaired", f.words); err != nil {
 				t.Fatalf("%s: %v", f.name, err)
 			}
 			took := time.Since(begin)

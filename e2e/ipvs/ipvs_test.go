@@ -4,6 +4,8 @@
 package ipvs
 
 import (
+	"bytes"
+	"cmp"
 	"errors"
 	"fmt"
 	"os"
@@ -11,6 +13,9 @@ import (
 	"os/signal"
 	"path/filepath"
 	"runtime"
+	"slices"
+	"strings"
+	"sync"
 	"syscall"
 	"testing"
 
@@ -49,19 +54,91 @@ func run() error {
 			return err
 		}
 	}
-	kernel, err := filepath.Abs("../kernel/run")
+	shares, err := divide(tests, guests())
 	if err != nil {
 		return err
 	}
+	errs := make([]error, len(shares))
+	var running sync.WaitGroup
+	outputs := make([]bytes.Buffer, len(shares))
+	for i, pattern := range shares {
+		cmd, err := onKernel(tests, nodeproxy, pattern)
+		if err != nil {
+			return err
+		}
+		if i == 0 {
+			cmd.Stdout, cmd.Stderr = os.Stdout, os.Stderr
+		} else { // Mixed, the output could not be read.
+			cmd.Stdout, cmd.Stderr = &outputs[i], &outputs[i]
+		}
+		running.Go(func() {
+			// The kernel is to go with this process, which to the system is the thread that starts it.
+			runtime.LockOSThread()
+			defer runtime.UnlockOSThread()
+			errs[i] = cmd.Run()
+		})
+	}
+	running.Wait()
+	for i := range outputs {
+		_, _ = os.Stdout.Write(outputs[i].Bytes())
+	}
+	for _, err := range errs {
+		if err != nil {
+			return err
+		}
+	}
+	return nil
+}
+
+// guests is how many kernels run the tests: each has one processor, and all of them together take twice as long as those of mode
+// iptables, which another process runs beside this one.
+func guests() int { return min(runtime.NumCPU(), 2) }
+
+// divide returns patterns of the names of tests, one for each of n kernels, that together select what -test.run selects. A pattern for
+// subtests, and few tests, are left whole.
+func divide(tests string, n int) ([]string, error) {
+	pattern := option("run")
+	list, err := exec.Command(tests, "-test.list", cmp.Or(pattern, ".")).Output()
+	if err != nil {
+		return nil, fmt.Errorf("listing the tests: %w", err)
+	}
+	names := slices.DeleteFunc(strings.Fields(string(list)), func(name string) bool { return !strings.HasPrefix(name, "Test") })
+	if len(names) < 2*n || strings.Contains(pattern, "/") || option("list") != "" {
+		return []string{pattern}, nil
+	}
+	shares := make([][]string, n)
+	for i, name := range names {
+		shares[i%n] = append(shares[i%n], name)
+	}
+	var patterns []string
+	for _, share := range shares {
+		patterns = append(patterns, "^("+strings.Join(share, "|")+")$")
+	}
+	return patterns, nil
+}
+
+// option is the value of an option of go test, which passes each of them on in one word. The others are those of package e2e.
+func option(name string) string {
+	for _, arg := range slices.Backward(os.Args[1:]) {
+		if value, ok := strings.CutPrefix(arg, "-test."+name+"="); ok {
+			return value
+		}
+	}
+	return ""
+}
+
+// onKernel is the command that runs those tests that match a pattern on the other kernel.
+func onKernel(tests, nodeproxy, pattern string) (*exec.Cmd, error) {
+	kernel, err := filepath.Abs("../kernel/run")
+	if err != nil {
+		return nil, err
+	}
 	cmd := exec.Command(kernel, append([]string{tests}, os.Args[1:]...)...)
+	cmd.Args = append(cmd.Args, "-test.run="+pattern)
 	cmd.Dir = ".." // where go test runs the tests of package e2e
 	cmd.Env = append(os.Environ(), harness.ModeVariable+"="+string(harness.IPVS), "NODEPROXY_BIN="+nodeproxy)
-	cmd.Stdout, cmd.Stderr = os.Stdout, os.Stderr
-	// The other kernel is to go with this process, which to the system is the thread that starts it.
 	cmd.SysProcAttr = &syscall.SysProcAttr{Pdeathsig: syscall.SIGTERM}
-	runtime.LockOSThread()
-	defer runtime.UnlockOSThread()
-	return cmd.Run()
+	return cmd, nil
 }
 
 // tool runs the go command.
