@@ -110,6 +110,8 @@ type Proxier struct {
 	wake chan struct{}
 	// doubt is sent to when suspicion has changed.
 	doubt chan struct{}
+	// published has the plan that the backend was last made equal to.
+	published plan.Publisher
 
 	// Only Run's goroutine uses what follows.
 	state    *State
@@ -203,6 +205,10 @@ func (p *Proxier) Suspect(why string) {
 		}
 	}
 }
+
+// Snapshot returns the plan that the kernel was made equal to by the last Sync that did not fail; nil if there was none. It may be
+// called at any time, from any goroutine, and waits for nothing.
+func (p *Proxier) Snapshot() *plan.Snapshot { return p.published.Latest() }
 
 // compareAt is when everything is to be compared with the kernel next; zero for never.
 func (p *Proxier) compareAt() time.Time {
@@ -387,6 +393,7 @@ func (p *Proxier) ended(ctx context.Context, desired *plan.Plan, change plan.Cha
 	}
 	p.retry = 0
 	took := time.Since(start)
+	p.published.Publish(desired, change)
 	if change.All() {
 		copy(p.comparisons[:], p.comparisons[1:])
 		p.comparisons[suspectBurst-1] = comparison{ended: time.Now(), took: took}

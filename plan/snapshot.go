@@ -1,0 +1,197 @@
+package plan
+
+import (
+	"iter"
+	"maps"
+	"slices"
+	"sync/atomic"
+	"time"
+)
+
+// Snapshot is a Plan as it was at one time. It never changes, so any number of goroutines may read it while the Plan changes and the
+// kernel is written.
+type Snapshot struct {
+	// Generation counts the snapshots of a Publisher: the first one has 1.
+	Generation uint64
+	// Time is when it was published.
+	Time     time.Time
+	Node     Node
+	Settings Settings
+	// Partial is as in Plan.
+	Partial  bool
+	services index
+}
+
+// ServicePort returns the ServicePort with a key, or nil if there is none.
+func (s *Snapshot) ServicePort(k Key) *ServicePort {
+	for _, sp := range s.services.ports(k.Service) {
+		if sp.Key == k {
+			return sp
+		}
+	}
+	return nil
+}
+
+// Services iterates over all Services in order, each with its ServicePorts in order of key. The slices must not be changed.
+func (s *Snapshot) Services() iter.Seq2[Service, []*ServicePort] {
+	return func(yield func(Service, []*ServicePort) bool) {
+		for _, c := range s.services {
+			for _, e := range c {
+				if !yield(e.service, e.ports) {
+					return
+				}
+			}
+		}
+	}
+}
+
+// Publisher makes snapshots of a Plan. Its zero value has published nothing.
+type Publisher struct {
+	latest atomic.Pointer[Snapshot]
+}
+
+// Latest returns the last snapshot, or nil if there is none yet. It may be called from any goroutine.
+func (p *Publisher) Latest() *Snapshot { return p.latest.Load() }
+
+// Publish makes a snapshot of desired, which differs from the one before by change. They share what does not differ, so that the cost
+// is that of what does. Only one goroutine may call it, which is the one that changes the Plan.
+func (p *Publisher) Publish(desired *Plan, change Change) {
+	s := &Snapshot{Generation: 1, Time: time.Now(), Node: desired.Node, Settings: desired.Settings, Partial: desired.Partial}
+	var before index
+	if last := p.latest.Load(); last != nil {
+		s.Generation, before = last.Generation+1, last.services
+	}
+	touched := map[Service]struct{}{}
+	for k := range change.Keys() {
+		touched[k.Service] = struct{}{}
+	}
+	if change.All() {
+		for svc := range desired.keys {
+			touched[svc] = struct{}{}
+		}
+		for _, c := range before {
+			for _, e := range c {
+				touched[e.service] = struct{}{}
+			}
+		}
+	}
+	s.services = before.update(desired, slices.SortedFunc(maps.Keys(touched), Service.Compare))
+	p.latest.Store(s)
+}
+
+// index is an immutable list of Services in order, cut into chunks, so that another one that differs in few Services shares all
+// chunks but theirs. No chunk is empty or longer than twice chunkSize, and no two neighbours of which one is shorter than half of it
+// would fit into one: so there are at most about four for each chunkSize Services, whatever had been there before.
+type index []chunk
+
+// chunkSize is a compromise: a change copies a chunk, and the list of chunks.
+const chunkSize = 128
+
+type chunk []*indexed
+
+// indexed is a Service with its ServicePorts in order of key.
+type indexed struct {
+	service Service
+	ports   []*ServicePort
+}
+
+// ports returns the ServicePorts of a Service.
+func (x index) ports(svc Service) []*ServicePort {
+	if i := x.chunkOf(svc); i >= 0 {
+		if j, found := x[i].find(svc); found {
+			return x[i][j].ports
+		}
+	}
+	return nil
+}
+
+// chunkOf returns the number of the chunk that a Service is in, if it is in any: the last one that does not begin behind it; -1 if
+// all do.
+func (x index) chunkOf(svc Service) int {
+	i, found := slices.BinarySearchFunc(x, svc, func(c chunk, svc Service) int { return c[0].service.Compare(svc) })
+	if found {
+		return i
+	}
+	return i - 1
+}
+
+func (c chunk) find(svc Service) (int, bool) {
+	return slices.BinarySearchFunc(c, svc, func(e *indexed, svc Service) int { return e.service.Compare(svc) })
+}
+
+// update returns the index in which the touched Services, which are in order, are as in p.
+func (x index) update(p *Plan, touched []Service) index {
+	out := make(index, 0, len(x)+1)
+	done := 0 // chunks of x that out has, as they are or changed
+	for len(touched) > 0 {
+		at := max(x.chunkOf(touched[0]), 0)
+		out = out.join(x[done:min(at, len(x))])
+		var c chunk
+		n := len(touched) // those that belong into this chunk
+		if at < len(x) {
+			c = x[at]
+		}
+		if done = min(at+1, len(x)); done < len(x) {
+			n, _ = slices.BinarySearchFunc(touched, x[done][0].service, Service.Compare)
+		}
+		out = out.join(c.update(p, touched[:n]).cut())
+		touched = touched[n:]
+	}
+	return out.join(x[done:])
+}
+
+// join appends chunks to x, which is being made, behind those that it has.
+func (x index) join(more index) index {
+	for len(more) > 0 && len(x) > 0 {
+		last, next := x[len(x)-1], more[0]
+		if min(len(last), len(next)) >= chunkSize/2 || len(last)+len(next) > 2*chunkSize {
+			break
+		}
+		x[len(x)-1] = slices.Concat(last, next)
+		more = more[1:]
+	}
+	return append(x, more...)
+}
+
+// update returns the chunk in which the touched Services, which are in order, are as in p.
+func (c chunk) update(p *Plan, touched []Service) chunk {
+	before, out := c, make(chunk, 0, len(c)+len(touched))
+	for _, svc := range touched {
+		i, found := c.find(svc)
+		out = append(out, c[:i]...)
+		c = c[i:]
+		e := &indexed{service: svc}
+		for _, k := range p.KeysOf(svc) {
+			e.ports = append(e.ports, p.Services[k])
+		}
+		if found {
+			if slices.Equal(c[0].ports, e.ports) {
+				e = c[0]
+			}
+			c = c[1:]
+		}
+		if len(e.ports) > 0 {
+			out = append(out, e)
+		}
+	}
+	out = append(out, c...)
+	if slices.Equal(out, before) {
+		return before
+	}
+	return out
+}
+
+// cut makes chunks of one that may be of any length. They share no memory, which would keep alive what others had.
+func (c chunk) cut() index {
+	if len(c) == 0 {
+		return nil
+	}
+	if len(c) <= 2*chunkSize {
+		return index{c}
+	}
+	out := make(index, (len(c)+chunkSize-1)/chunkSize)
+	for i := range out {
+		out[i] = slices.Clone(c[i*len(c)/len(out) : (i+1)*len(c)/len(out)])
+	}
+	return out
+}
