@@ -235,6 +235,22 @@ func (s *scenario) terminate(name string) {
 		metav1.DeleteOptions{GracePeriodSeconds: ptr.To(int64(30))}))
 }
 
+// terminating fails as long as the EndpointSlices do not say that a pod terminates.
+func (s *scenario) terminating(name string) error {
+	list, err := s.cp.Admin.DiscoveryV1().EndpointSlices(s.namespace).List(s.Context(), metav1.ListOptions{})
+	if err != nil {
+		return err
+	}
+	for _, es := range list.Items {
+		for _, ep := range es.Endpoints {
+			if ep.TargetRef != nil && ep.TargetRef.Name == name && !ptr.Deref(ep.Conditions.Terminating, false) {
+				return fmt.Errorf("EndpointSlice %s has %s with conditions %v", es.Name, name, ep.Conditions)
+			}
+		}
+	}
+	return nil
+}
+
 func (s *scenario) gone(names ...string) {
 	s.Helper()
 	for _, name := range names {
