@@ -10,7 +10,7 @@ import (
 	"nodeproxy/plan/packetsim"
 )
 
-// TestDifferences shows where mode ipvs does otherwise than mode iptables. They are what packetsim.IPVSLeeway and the other
+// TestDifferences shows where mode ipvs does otherwise than mode iptables. They are what packetsim.IPVSTolerance and the other
 // tests here make allowance for, and nothing else is.
 func TestDifferences(t *testing.T) {
 	t.Parallel()

@@ -71,23 +71,23 @@ func isTaken(rs *packetsim.Ruleset, v plan.Verdict) bool {
 	return slices.ContainsFunc(v.Targets, func(t plan.Target) bool { return rs.Added(t.Addr.Addr()) })
 }
 
-// onlyWhole restricts a Leeway for ports that no Service has to addresses that are the machine's own. Other ports of external IPs are
+// onlyWhole restricts a Tolerance for ports that no Service has to addresses that are the machine's own. Other ports of external IPs are
 // not this machine's.
-func onlyWhole(l packetsim.Leeway, rs *packetsim.Ruleset) packetsim.Leeway {
+func onlyWhole(l packetsim.Tolerance, rs *packetsim.Ruleset) packetsim.Tolerance {
 	all := l.RejectPass
 	l.RejectPass = func(a netip.Addr) bool { return rs.Added(a) && all(a) }
 	return l
 }
 
 // TestRenderVerdicts holds what is rendered to the plan's own verdict: whatever the plan and whatever the packet, IPVS and
-// the rules beside it must do with it what the plan says, but for the differences that packetsim.IPVSLeeway lists.
+// the rules beside it must do with it what the plan says, but for the differences that packetsim.IPVSTolerance lists.
 func TestRenderVerdicts(t *testing.T) {
 	t.Parallel()
 	met := map[plan.Action]int{}
 	rapid.Check(t, func(t *rapid.T) {
 		c := drawCluster(t)
 		options := drawOptions(t, c)
-		evaluator, leeway := plan.NewEvaluator(c.Plan), packetsim.IPVSLeeway(c.Plan)
+		evaluator, tolerance := plan.NewEvaluator(c.Plan), packetsim.IPVSTolerance(c.Plan)
 		for _, f := range plan.Families {
 			rs := parse(t, f, ipvs.Render(c.Plan, f, options))
 			for range packetsPerPlan {
@@ -96,7 +96,7 @@ func TestRenderVerdicts(t *testing.T) {
 				if isMartian(rs, pkt) || isTaken(rs, v) {
 					continue
 				}
-				if err := onlyWhole(leeway, rs).Compare(evaluator, rs, pkt, packetsim.Node{Local: c.Local}); err != nil {
+				if err := onlyWhole(tolerance, rs).Compare(evaluator, rs, pkt, packetsim.Node{Local: c.Local}); err != nil {
 					t.Fatal(err)
 				}
 				met[v.Action]++
@@ -121,7 +121,7 @@ func TestForeignMarks(t *testing.T) {
 	rapid.Check(t, func(t *rapid.T) {
 		c := drawCluster(t)
 		options := drawOptions(t, c)
-		evaluator, leeway := plan.NewEvaluator(c.Plan), packetsim.IPVSLeeway(c.Plan)
+		evaluator, tolerance := plan.NewEvaluator(c.Plan), packetsim.IPVSTolerance(c.Plan)
 		for _, f := range plan.Families {
 			text := ipvs.Render(c.Plan, f, options)
 			servers := markServer.FindAllStringSubmatch(text, -1)
@@ -144,7 +144,7 @@ func TestForeignMarks(t *testing.T) {
 				if isMartian(rs, pkt) || isTaken(rs, evaluator.Verdict(pkt)) {
 					continue
 				}
-				if err := onlyWhole(leeway, rs).Compare(evaluator, rs, pkt, packetsim.Node{Local: c.Local}); err != nil {
+				if err := onlyWhole(tolerance, rs).Compare(evaluator, rs, pkt, packetsim.Node{Local: c.Local}); err != nil {
 					t.Fatal(err)
 				}
 				marked++
@@ -164,7 +164,7 @@ func TestHostClients(t *testing.T) {
 	left := 0
 	rapid.Check(t, func(t *rapid.T) {
 		c := drawCluster(t)
-		evaluator, leeway := plan.NewEvaluator(c.Plan), packetsim.IPVSLeeway(c.Plan)
+		evaluator, tolerance := plan.NewEvaluator(c.Plan), packetsim.IPVSTolerance(c.Plan)
 		options := drawOptions(t, c)
 		options.VIPs = ipvs.Addresses
 		for _, f := range plan.Families {
@@ -186,7 +186,7 @@ func TestHostClients(t *testing.T) {
 					to.Masquerade = at < 0 || !outcomes[at].Delivered || outcomes[at].Masquerade
 					left++
 				}
-				if err := leeway.Agree(v, pkt, outcomes); err != nil {
+				if err := tolerance.Agree(v, pkt, outcomes); err != nil {
 					t.Fatalf("packet %s: %v\nmode ipvs: %v\nplan: %s", pkt, err, outcomes, v)
 				}
 			}
@@ -226,7 +226,7 @@ func TestModesAgree(t *testing.T) {
 	rapid.Check(t, func(t *rapid.T) {
 		c := drawCluster(t)
 		options := drawOptions(t, c)
-		evaluator, leeway, node := plan.NewEvaluator(c.Plan), packetsim.IPVSLeeway(c.Plan), packetsim.Node{Local: c.Local}
+		evaluator, tolerance, node := plan.NewEvaluator(c.Plan), packetsim.IPVSTolerance(c.Plan), packetsim.Node{Local: c.Local}
 		for _, f := range plan.Families {
 			rules, err := packetsim.Parse(f, iptables.Render(c.Plan, f, iptables.Options{MasqueradeBit: options.MasqueradeBit}))
 			if err != nil {
@@ -246,7 +246,7 @@ func TestModesAgree(t *testing.T) {
 				if err != nil {
 					t.Fatal(err)
 				}
-				if err := same(leeway, pkt, by, as); err != "" {
+				if err := same(tolerance, pkt, by, as); err != "" {
 					t.Fatalf("packet %s: %s\nmode iptables: %v\nmode ipvs: %v\nplan: %s", pkt, err, by, as,
 						evaluator.Verdict(pkt))
 				}
@@ -283,7 +283,7 @@ func toFrontends(c *plantest.Cluster, f plan.Family, sources []plan.Packet) []pl
 }
 
 // same says how mode ipvs does otherwise with a packet than mode iptables, where it must not; empty if it does not.
-func same(l packetsim.Leeway, pkt plan.Packet, by, as []packetsim.Outcome) string {
+func same(l packetsim.Tolerance, pkt plan.Packet, by, as []packetsim.Outcome) string {
 	want, got := ends(pkt, by), ends(pkt, as)
 	if pkt.Src.IsLoopback() && got[end{action: packetsim.Drop}] {
 		return "" // Nothing with a loopback source leaves by IPVS; TestRenderVerdicts looks at the shares.

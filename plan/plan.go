@@ -1,8 +1,8 @@
 // Package plan holds the desired forwarding state of one node as plain data.
 //
-// A Plan is what the proxier makes of Services, EndpointSlices and the Node, and all that a backend may read. It knows
-// neither Kubernetes API types nor the kernel. Everything in it has a stable order, so that the same cluster state gives
-// the same bytes of rules on every node and after every restart.
+// A Plan is what the proxier makes of Services, EndpointSlices and the Node, and everything that a backend may read. It knows
+// neither Kubernetes API types nor the kernel. Everything in it has a stable order, so that the same cluster state gives the same
+// bytes of rules on every node and after every restart.
 package plan
 
 import (
@@ -18,7 +18,7 @@ import (
 // Family is an IP address family.
 type Family uint8
 
-// The address families. Their numbers are those that people say.
+// The address families, with the numbers of their IP versions.
 const (
 	IPv4 Family = 4
 	IPv6 Family = 6
@@ -35,7 +35,7 @@ func FamilyOf(a netip.Addr) Family {
 	return IPv6
 }
 
-// Unmapped returns a range masked, and as one of IPv4 if it is of IPv4-mapped IPv6 addresses, which no rule takes. It
+// Unmapped returns a range masked, converted to IPv4 if it consists of IPv4-mapped IPv6 addresses, which no rule accepts. It
 // returns false for a range that holds those addresses and others.
 func Unmapped(p netip.Prefix) (netip.Prefix, bool) {
 	if p.Addr().Is4In6() {
@@ -111,10 +111,10 @@ func (k Key) Compare(o Key) int {
 	)
 }
 
-// Keys is a set of ServicePorts, such as those that a change touched.
+// Keys is a set of ServicePorts, such as those that a change affects.
 type Keys map[Key]struct{}
 
-// Add puts k into the set.
+// Add adds k to the set.
 func (ks Keys) Add(k Key) { ks[k] = struct{}{} }
 
 // Sorted returns the keys of one family in order.
@@ -132,9 +132,9 @@ func (ks Keys) Sorted(f Family) []Key {
 // FrontendKind says which field of a Service a frontend comes from.
 type FrontendKind uint8
 
-// The kinds of frontend, in the order of their right to an address: where two Services ask for the same address, port
-// and protocol, a cluster IP (which the API server allots) beats a load balancer IP (which a controller writes), and
-// that beats an external IP (which any user may write).
+// The kinds of frontend, in order of precedence: where two Services ask for the same address, port and protocol, a cluster IP
+// (which the API server allocates) wins over a load balancer IP (which a controller writes), and that wins over an external IP
+// (which any user may write).
 const (
 	ClusterIP FrontendKind = iota
 	LoadBalancerIP
@@ -195,37 +195,37 @@ func (p Policy) String() string {
 	return "Cluster"
 }
 
-// Endpoint is where a ServicePort's traffic may go.
+// Endpoint is a destination of a ServicePort's traffic.
 type Endpoint struct {
 	Addr netip.AddrPort
-	// Local is true where the endpoint runs on this node.
+	// Local is true if the endpoint runs on this node.
 	Local bool
-	// Unplaced is true where it is not known on which node the endpoint runs: it may be this one.
+	// Unplaced is true if the endpoint's node is not known: it may be this one.
 	Unplaced bool
-	// Terminating is true for an endpoint that shuts down but still serves, in use because no ready one is left
+	// Terminating is true for an endpoint that is terminating but still serves, and is used because no ready one is left
 	// (KEP-1669).
 	Terminating bool
-	// Weight is the endpoint's share of traffic in relation to others, for schedulers that heed it; zero counts as 1.
-	// Only mode ipvs has such schedulers.
+	// Weight is the endpoint's relative share of traffic, for schedulers that use weights; zero counts as 1. Only mode ipvs has
+	// such schedulers.
 	Weight uint16
 }
 
-// Scheduler says how mode ipvs chooses among endpoints. The zero Scheduler is for the default one.
+// Scheduler says how mode ipvs selects endpoints. The zero Scheduler is the default one.
 type Scheduler struct {
-	// Name is that of the kernel's module without "ip_vs_", such as rr.
+	// Name is the name of the kernel module without "ip_vs_", such as rr.
 	Name string
-	// Ports makes the schedulers sh and mh hash the client's port beside its address. Fallback makes them choose another
-	// endpoint where the chosen one takes no connections.
+	// Ports makes the schedulers sh and mh hash the client's port along with its address. Fallback makes them select another
+	// endpoint if the selected one accepts no connections.
 	Ports, Fallback bool
 }
 
-// Schedulers are the names of all that the kernel may have.
+// Schedulers are the names of all schedulers that a kernel may have.
 var Schedulers = []string{"rr", "wrr", "lc", "wlc", "lblc", "lblcr", "sh", "dh", "sed", "nq", "mh", "fo", "ovf", "twos"}
 
 // Reason says why an endpoint is not used.
 type Reason string
 
-// The reasons to leave an endpoint out.
+// The reasons to exclude an endpoint.
 const (
 	NotReady           Reason = "not ready"
 	Terminating        Reason = "terminating, and ready endpoints exist"
@@ -235,23 +235,23 @@ const (
 	NotLocal           Reason = "on another node, and the traffic policy is Local"
 )
 
-// Exclusion is an endpoint that a policy leaves out, with the reason.
+// Exclusion is an endpoint that a policy excludes, with the reason.
 type Exclusion struct {
 	Addr   netip.AddrPort
 	Policy Policy
 	Reason Reason
 }
 
-// Endpoints is the outcome of endpoint selection for one ServicePort on this node.
+// Endpoints is the result of endpoint selection for one ServicePort on this node.
 type Endpoints struct {
-	// Cluster are the endpoints for traffic under policy Cluster; nil where no frontend uses that policy.
+	// Cluster are the endpoints for traffic under policy Cluster; nil if no frontend uses that policy.
 	Cluster []Endpoint
-	// Local are the endpoints for traffic under policy Local; nil where no frontend uses that policy.
+	// Local are the endpoints for traffic under policy Local; nil if no frontend uses that policy.
 	Local []Endpoint
-	// Any is true where the ServicePort has a usable endpoint on some node, if not on this one. Without any, traffic is
-	// rejected; with some, but none that the policy allows here, it is dropped, so that a load balancer tries elsewhere.
+	// Any is true if the ServicePort has a usable endpoint on any node. If it has none, traffic is rejected; if it has some, but
+	// none that the policy allows here, traffic is dropped, so that a load balancer tries another node.
 	Any bool
-	// Excluded are the endpoints left out, in order of policy and address.
+	// Excluded are the excluded endpoints, in order of policy and address.
 	Excluded []Exclusion
 }
 
@@ -268,8 +268,8 @@ func (e Endpoints) All() []Endpoint {
 	return slices.CompactFunc(all, func(a, b Endpoint) bool { return a.Addr == b.Addr })
 }
 
-// ServicePort is the desired state of one port of one Service in one family. It is immutable once it is in a Plan: a
-// change puts a new one in its place.
+// ServicePort is the desired state of one port of one Service in one family. It is immutable once it is in a Plan: a change
+// replaces it.
 type ServicePort struct {
 	Key Key
 	// Frontends are the frontends that this ServicePort owns, in order.
@@ -279,17 +279,17 @@ type ServicePort struct {
 
 	// InternalPolicy is for traffic to the cluster IP, ExternalPolicy for traffic to every other frontend.
 	InternalPolicy, ExternalPolicy Policy
-	// SourceRanges, if not empty, are the only sources that may reach the load balancer IPs. Node ports and external IPs
-	// are not subject to them (as in kube-proxy).
+	// SourceRanges, if not empty, are the only sources that may reach the load balancer IPs. They do not apply to node ports and
+	// external IPs (as in kube-proxy).
 	SourceRanges []netip.Prefix
-	// Affinity, if not zero, is for how long a client address keeps its endpoint; whole seconds.
+	// Affinity, if not zero, is how long a client address keeps its endpoint, in whole seconds.
 	Affinity time.Duration
 	// Scheduler is the one that the Service asks for.
 	Scheduler Scheduler
-	// ResetTCP asks that a TCP connection to an endpoint that is gone, rather than terminating, is reset when its client next
+	// ResetTCP asks for TCP connections to an endpoint that is gone (not merely terminating) to be reset when the client next
 	// sends. It is never set for other protocols.
 	ResetTCP bool
-	// Critical marks what a node needs before anything else works (the API server, cluster DNS): programmed first.
+	// Critical marks what a node needs before anything else works (the API server, cluster DNS): it is programmed first.
 	Critical bool
 
 	Endpoints
@@ -332,12 +332,12 @@ func (sp *ServicePort) Equal(o *ServicePort) bool {
 type Plan struct {
 	Node     Node
 	Settings Settings
-	// Services holds every ServicePort. It is to be changed by Set and Delete only.
+	// Services holds every ServicePort. Use Set and Delete to change it.
 	Services map[Key]*ServicePort
-	// Partial says that there may be ServicePorts that are not known. What the kernel holds for frontends that the plan does not
-	// have is to stay as it is, and to work.
+	// Partial says that not all ServicePorts may be known. The kernel's state for frontends that the plan does not have must stay
+	// as it is, and work.
 	Partial bool
-	// keys lists the keys of each Service, so that those of one are found without a walk over all.
+	// keys lists the keys of each Service, so that they are found without a walk over the plan.
 	keys map[Service][]Key
 }
 
@@ -346,14 +346,14 @@ func New(node Node, settings Settings) *Plan {
 	return &Plan{Node: node, Settings: settings, Services: map[Key]*ServicePort{}, keys: map[Service][]Key{}}
 }
 
-// Address is a frontend without its kind: what a packet is known by. Addr is invalid for node ports.
+// Address is a frontend without its kind: the destination of a packet. Addr is invalid for node ports.
 type Address struct {
 	Addr     netip.Addr
 	Protocol Protocol
 	Port     uint16
 }
 
-// Addresses are those of all frontends of a family.
+// Addresses returns the addresses of all frontends of a family.
 func (p *Plan) Addresses(family Family) map[Address]bool {
 	out := map[Address]bool{}
 	for k, sp := range p.Services {
@@ -379,7 +379,7 @@ func (p *Plan) Adds(changed Keys, family Family, before map[Key]*ServicePort) bo
 // ErrPartial is why the kernel is not changed from another mode's objects to this one's while not all ServicePorts are known.
 var ErrPartial = errors.New("the rules of another proxy mode are in force here and stay until all objects have been read, as they may serve some that are not known yet")
 
-// Set puts a ServicePort in, in place of the one that had its key.
+// Set adds a ServicePort, or replaces the one with its key.
 func (p *Plan) Set(sp *ServicePort) {
 	if p.Services[sp.Key] == nil {
 		p.keys[sp.Key.Service] = append(p.keys[sp.Key.Service], sp.Key)
@@ -387,7 +387,7 @@ func (p *Plan) Set(sp *ServicePort) {
 	p.Services[sp.Key] = sp
 }
 
-// Delete takes a ServicePort out.
+// Delete removes a ServicePort.
 func (p *Plan) Delete(k Key) {
 	delete(p.Services, k)
 	left := slices.DeleteFunc(p.keys[k.Service], func(o Key) bool { return o == k })
@@ -415,10 +415,10 @@ func (p *Plan) Sorted(f Family) []*ServicePort {
 	return out
 }
 
-// Node is what the plan needs to know of the node itself.
+// Node is what the plan needs to know about the node itself.
 type Node struct {
 	Name string
-	// Zone is the node's label topology.kubernetes.io/zone; empty where it has none.
+	// Zone is the node's label topology.kubernetes.io/zone; empty if it has none.
 	Zone string
 	// IPs are the node's own primary addresses, at most one a family, from its status.
 	IPs []netip.Addr

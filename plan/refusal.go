@@ -2,22 +2,22 @@ package plan
 
 import "fmt"
 
-// Refusal tells of a ServicePort whose desired state the kernel does not take. All others are programmed: it is a finding about one
-// Service, not a failure of the sync.
+// Refusal is a ServicePort whose desired state the kernel refuses. All others are programmed: it is a finding about one Service,
+// not a failure of the sync.
 type Refusal struct {
 	Key Key
-	// Kept is true if the ServicePort goes on with the endpoints that it had; else it is not proxied.
+	// Kept is true if the ServicePort keeps its former endpoints; otherwise it is not proxied.
 	Kept bool
-	// Err is what the kernel, or the program that writes to it, said.
+	// Err is the error of the kernel, or of the program that writes to it.
 	Err error
 }
 
-// Effect says what happens now, for people.
+// Effect describes what happens now.
 func (r Refusal) Effect() string {
 	if r.Kept {
-		return "it keeps the endpoints that it had, and is tried again now and then"
+		return "it keeps its former endpoints, and is retried from time to time"
 	}
-	return "it is not proxied on this node, and is tried again now and then"
+	return "it is not proxied on this node, and is retried from time to time"
 }
 
 func (r Refusal) String() string {

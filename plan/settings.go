@@ -6,7 +6,7 @@ import (
 	"strings"
 )
 
-// DetectLocalMode says how traffic from this node's own pods is told from other traffic (KEP-2450).
+// DetectLocalMode says how traffic from this node's own pods is distinguished from other traffic (KEP-2450).
 type DetectLocalMode string
 
 // The ways to detect local traffic, named as in KubeProxyConfiguration.
@@ -18,11 +18,11 @@ const (
 	DetectInterfaceNamePrefix DetectLocalMode = "InterfaceNamePrefix"
 )
 
-// DetectLocal recognises traffic from pods. Where its mode names CIDRs but it has none for a family, traffic of that
-// family can't be told apart, and no rule that depends on it is made (as in kube-proxy).
+// DetectLocal recognises traffic from pods. If its mode needs CIDRs but it has none for a family, traffic of that family can't be
+// distinguished, and no rule that depends on it is made (as in kube-proxy).
 type DetectLocal struct {
 	Mode DetectLocalMode
-	// CIDRs are the pod address ranges in the modes ClusterCIDR and NodeCIDR; one a family is in use.
+	// CIDRs are the pod address ranges in the modes ClusterCIDR and NodeCIDR; one per family is used.
 	CIDRs []netip.Prefix
 	// Interface is the bridge's name, or the prefix of pod interfaces' names, in the other two modes.
 	Interface string
@@ -38,7 +38,7 @@ func (d DetectLocal) CIDR(f Family) netip.Prefix {
 	return netip.Prefix{}
 }
 
-// Implemented reports whether pod traffic of this family can be told from other traffic.
+// Implemented reports whether pod traffic of this family can be distinguished from other traffic.
 func (d DetectLocal) Implemented(f Family) bool {
 	switch d.Mode {
 	case DetectClusterCIDR, DetectNodeCIDR:
@@ -68,13 +68,13 @@ func (d DetectLocal) Matches(src netip.Addr, iface string) bool {
 type NodePortAddresses struct {
 	// Primary limits node ports to the node's primary addresses, Node.IPs.
 	Primary bool
-	// CIDRs limits them to local addresses within these ranges. In a family without CIDRs, and with Primary unset, every
-	// local address answers: ranges of one family say nothing about the other.
+	// CIDRs limits them to local addresses within these ranges. In a family without CIDRs, and with Primary unset, node ports
+	// answer at every local address: ranges of one family do not affect the other.
 	CIDRs []netip.Prefix
 }
 
-// All reports whether node ports of this family answer on every local address: no limit is set for the family, or one of
-// its CIDRs holds every address.
+// All reports whether node ports of this family answer at every local address: no limit is set for the family, or one of its CIDRs
+// holds every address.
 func (n NodePortAddresses) All(f Family) bool {
 	if n.Primary {
 		return false
@@ -92,8 +92,8 @@ func (n NodePortAddresses) All(f Family) bool {
 	return !limited
 }
 
-// Ranges returns the address ranges of one family to which node ports are limited, in order. It is empty where All is
-// true, and also where Primary is set and the node has no address of this family: then no address answers.
+// Ranges returns the address ranges of one family to which node ports are limited, in order. It is empty if All is true, and also
+// if Primary is set and the node has no address of this family: then node ports answer at no address.
 func (n NodePortAddresses) Ranges(f Family, node Node) []netip.Prefix {
 	if n.All(f) {
 		return nil
@@ -120,21 +120,21 @@ type Settings struct {
 	MasqueradeAll bool
 	// NodePortAddresses limits where node ports answer.
 	NodePortAddresses NodePortAddresses
-	// LocalhostNodePorts lets node ports answer on 127.0.0.0/8, where NodePortAddresses allows it too. IPv6 has no
-	// counterpart: ::1 can't be routed.
+	// LocalhostNodePorts lets node ports answer at 127.0.0.0/8, if NodePortAddresses allows it too. IPv6 has no counterpart: ::1
+	// can't be routed.
 	LocalhostNodePorts bool
-	// ResetTCP is ServicePort.ResetTCP for Services that do not say by annotation.
+	// ResetTCP is the default of ServicePort.ResetTCP for Services without the annotation.
 	ResetTCP bool
-	// IgnoreExternalIPs lets spec.externalIPs of every Service count as empty (KEP-5707).
+	// IgnoreExternalIPs makes spec.externalIPs of every Service count as empty (KEP-5707).
 	IgnoreExternalIPs bool
-	// ServiceCIDRs are the ranges that the cluster allots cluster IPs from, in order, as far as they are known. A range
-	// that is known makes every address in it one of Services.
+	// ServiceCIDRs are the known ranges from which the cluster allocates cluster IPs, in order. Every address in a known range
+	// belongs to Services.
 	ServiceCIDRs []netip.Prefix
 }
 
 var loopback4 = netip.MustParsePrefix("127.0.0.0/8")
 
-// NodePortsAnswer reports whether node ports answer at an address of a node, if it is one.
+// NodePortsAnswer reports whether node ports answer at an address, provided that it is one of the node's.
 func (s Settings) NodePortsAnswer(node Node, a netip.Addr) bool {
 	f := FamilyOf(a)
 	if a.IsLoopback() && !s.LocalhostReachable(f) {
@@ -144,7 +144,7 @@ func (s Settings) NodePortsAnswer(node Node, a netip.Addr) bool {
 		slices.ContainsFunc(s.NodePortAddresses.Ranges(f, node), func(r netip.Prefix) bool { return r.Contains(a) })
 }
 
-// LocalhostReachable reports whether node ports of this family answer on the loopback addresses.
+// LocalhostReachable reports whether node ports of this family answer at the loopback addresses.
 func (s Settings) LocalhostReachable(f Family) bool {
 	if f != IPv4 || !s.LocalhostNodePorts || s.NodePortAddresses.Primary {
 		return false

@@ -11,11 +11,11 @@ type Packet struct {
 	Src, Dst netip.Addr
 	Protocol Protocol
 	DstPort  uint16
-	// Output is true for a packet that this node itself sends. Every other packet came in by InInterface.
+	// Output is true for a packet that this node itself sends. Every other packet arrived by InInterface.
 	Output      bool
 	InInterface string
-	// SrcLocal and DstLocal say whether Src and Dst are addresses of this node: its interfaces' addresses, the loopback
-	// addresses, and whatever else its local routing table holds.
+	// SrcLocal and DstLocal say whether Src and Dst are addresses of this node: of its interfaces, of the loopback range, or other
+	// addresses in its local routing table.
 	SrcLocal, DstLocal bool
 }
 
@@ -34,11 +34,11 @@ func (p Packet) String() string {
 		netip.AddrPortFrom(p.Dst, p.DstPort), local(p.DstLocal), from)
 }
 
-// Action is what is done with a packet.
+// Action is what happens to a packet.
 type Action uint8
 
-// The actions. Pass leaves a packet alone: it is for no Service. Forward sends it to one of the targets, each as likely
-// as every other. Reject answers with an ICMP error, Drop not at all.
+// The actions. Pass leaves a packet alone: it is not for a Service. Forward sends it to one of the targets, each with equal
+// probability. Reject answers with an ICMP error, Drop does not answer.
 const (
 	Pass Action = iota
 	Forward
@@ -50,18 +50,18 @@ var actionNames = [...]string{"pass", "forward", "reject", "drop"}
 
 func (a Action) String() string { return actionNames[a] }
 
-// Target is an endpoint that a packet may be sent to.
+// Target is an endpoint to which a packet may be sent.
 type Target struct {
 	Addr netip.AddrPort
-	// Masquerade is true where the packet leaves the node with one of the node's addresses as its source. It does not
-	// matter for a packet that comes from elsewhere to an endpoint on this node's own host network: that never leaves.
+	// Masquerade is true if the packet leaves the node with one of the node's addresses as its source. It does not matter for a
+	// packet from elsewhere to an endpoint on this node's own host network, which never leaves.
 	Masquerade bool
 }
 
 // Verdict is what happens to a packet, and why.
 type Verdict struct {
 	Action Action
-	// ServicePort and Frontend are what the packet was for; zero where it was for no Service.
+	// ServicePort and Frontend are the destination of the packet; zero if it was not for a Service.
 	ServicePort Key
 	Frontend    Frontend
 	// Targets are in order of address; empty unless Action is Forward.
@@ -90,12 +90,12 @@ func (v Verdict) String() string {
 	return s
 }
 
-// Verdict says what is to happen to a packet. It is the specification that every backend's rules are held to, and it
-// knows of no rules itself. Each call walks the whole plan: for many packets, make an Evaluator.
+// Verdict says what must happen to a packet. It is the specification that tests hold every backend's rules to, and it knows no
+// rules itself. Each call walks the whole plan: for many packets, make an Evaluator.
 func (p *Plan) Verdict(pkt Packet) Verdict { return NewEvaluator(p).Verdict(pkt) }
 
-// Evaluator finds verdicts by an index of a plan's frontends. It sees no later change of the plan. It may be used from
-// several goroutines.
+// Evaluator computes verdicts with an index of a plan's frontends. It does not see later changes of the plan. Several goroutines
+// may use it.
 type Evaluator struct {
 	plan      *Plan
 	addresses map[address]match
@@ -134,8 +134,8 @@ func NewEvaluator(p *Plan) *Evaluator {
 	return e
 }
 
-// Verdict says what is to happen to a packet. A frontend's own address comes before a node port: where an external IP is
-// an address of the node, it has that port to itself, also while it has no endpoint.
+// Verdict says what must happen to a packet. A frontend's own address takes precedence over a node port: an external IP that is an
+// address of the node has that port to itself, even while it has no endpoint.
 func (e *Evaluator) Verdict(pkt Packet) Verdict {
 	pkt.Src, pkt.Dst = pkt.Src.Unmap().WithZone(""), pkt.Dst.Unmap().WithZone("")
 	v := e.service(pkt)
@@ -147,7 +147,7 @@ func (e *Evaluator) Verdict(pkt Packet) Verdict {
 	return v
 }
 
-// service is the verdict without regard to the loopback guard.
+// service returns the verdict without regard to the loopback guard.
 func (e *Evaluator) service(pkt Packet) Verdict {
 	if m, ok := e.addresses[address{pkt.Dst, pkt.Protocol, pkt.DstPort}]; ok {
 		return e.decide(pkt, m)
@@ -182,13 +182,13 @@ func (e *Evaluator) nodePort(pkt Packet, m match) Verdict {
 	return e.decide(pkt, m)
 }
 
-// localnet reports whether the packet is for a loopback address, though not from one, on a node whose kernel routes
-// such packets for the sake of localhost node ports (CVE-2020-8558).
+// localnet reports whether the packet is for a loopback address, though not from one, on a node whose kernel routes such packets
+// for the sake of localhost node ports (CVE-2020-8558).
 func (e *Evaluator) localnet(pkt Packet) bool {
 	return e.plan.Settings.LocalhostReachable(IPv4) && loopback4.Contains(pkt.Dst) && !loopback4.Contains(pkt.Src)
 }
 
-// decide is the verdict for a packet that reached a frontend.
+// decide returns the verdict for a packet that reached a frontend.
 func (e *Evaluator) decide(pkt Packet, m match) Verdict {
 	v := Verdict{ServicePort: m.sp.Key, Frontend: m.frontend}
 	v.because(ForFrontend, "it is for %s of %s", m.frontend, m.sp.Key)
@@ -227,8 +227,8 @@ func (e *Evaluator) decide(pkt Packet, m match) Verdict {
 	return v
 }
 
-// admitted reports whether the source ranges let src reach the load balancer IPs. Where the node itself is within them,
-// the load balancer IPs are too: a node that has such an address of its own sends to it from it.
+// admitted reports whether the source ranges let src reach the load balancer IPs. If the node itself is within them, so are the
+// load balancer IPs: a node that has such an address of its own sends to it from it.
 func (e *Evaluator) admitted(src netip.Addr, sp *ServicePort, v *Verdict) bool {
 	if len(sp.SourceRanges) == 0 {
 		return true
@@ -252,8 +252,8 @@ func (e *Evaluator) admitted(src netip.Addr, sp *ServicePort, v *Verdict) bool {
 	return false
 }
 
-// masqueradeInternal decides for traffic to a cluster IP: a client outside of the cluster that was routed here would not
-// accept answers that come straight from a pod.
+// masqueradeInternal decides for traffic to a cluster IP: a client outside the cluster that was routed here would not accept
+// answers that come straight from a pod.
 func (e *Evaluator) masqueradeInternal(pkt Packet, v *Verdict) bool {
 	detect := e.plan.Settings.DetectLocal
 	switch {
@@ -267,9 +267,9 @@ func (e *Evaluator) masqueradeInternal(pkt Packet, v *Verdict) bool {
 	return false
 }
 
-// external decides for traffic to every frontend but the cluster IP: which policy holds, and whether to masquerade.
-// Under policy Local, what pods and the node itself send is treated as if it had left the node and come back by the load
-// balancer, which may pick any node.
+// external decides, for traffic to every frontend but the cluster IP, which policy applies and whether to masquerade. Under policy
+// Local, traffic of pods and of the node itself is treated as if it had left the node and returned by the load balancer, which may
+// pick any node.
 func (e *Evaluator) external(pkt Packet, sp *ServicePort, v *Verdict) (policy Policy, masquerade bool) {
 	switch {
 	case sp.ExternalPolicy == Cluster:

@@ -8,7 +8,7 @@ import (
 	"nodeproxy/plan"
 )
 
-// claim is what a packet is recognised by, and so what only one ServicePort can have. A node port has no address.
+// claim is the destination by which a packet is recognised, and so what only one ServicePort can own. A node port has no address.
 type claim struct {
 	family   plan.Family
 	addr     netip.Addr
@@ -30,16 +30,16 @@ func (c claimant) compare(o claimant) int {
 	return cmp.Or(cmp.Compare(c.kind, o.kind), c.key.Compare(o.key))
 }
 
-// claims decides who owns each frontend: the claimant of the better kind or else of the lower key. kube-proxy makes rules
-// for all of them, and which one works is chance; here no order of events and no restart changes the answer, and no user's
-// external IP takes a cluster IP's traffic (CVE-2020-8554).
+// claims decides which ServicePort owns each frontend: the claimant of the better kind or, among equals, of the lower key.
+// kube-proxy makes rules for all of them, and which one works is chance; here no order of events and no restart changes the answer,
+// and no user's external IP takes a cluster IP's traffic (CVE-2020-8554).
 type claims map[claim][]claimant // in order, the owner first; no entry is empty
 
-// owner returns who owns c.
+// owner returns the owner of c.
 func (cs claims) owner(c claim) plan.Key { return cs[c][0].key }
 
-// add enters a ServicePort's wishes, and remove takes them back. Where that changes the owner, they tell touched of every
-// other ServicePort that asks for the same: it wins, loses, or is shadowed by somebody else now.
+// add adds a ServicePort's claims, and remove removes them. If that changes an owner, they call touched with every other
+// ServicePort that claims the same: it wins, loses, or is shadowed by a different one now.
 func (cs claims) add(spec *portSpec, touched func(plan.Key)) {
 	for _, f := range spec.wants {
 		c, who := claimOf(f, spec.key.Family), claimant{f.Kind, spec.key}

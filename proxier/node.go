@@ -11,8 +11,8 @@ import (
 	"nodeproxy/source"
 )
 
-// applyNode takes in what is known of this node now; nil means that its object is gone. This program runs on, so the node
-// is there, and what was last known of its zone and addresses stays in force.
+// applyNode applies a new version of this node's object; nil means that it is gone. This program still runs, so the node exists,
+// and the last known zone and addresses stay in force.
 func (s *State) applyNode(obj *v1.Node) {
 	s.leaving = obj == nil || leaving(obj)
 	if obj == nil {
@@ -30,32 +30,32 @@ func (s *State) applyNode(obj *v1.Node) {
 		detect.CIDRs = podCIDRs
 		s.rebuild = true
 	}
-	s.tell("Node "+obj.Name, found)
+	s.reportNew("Node "+obj.Name, found)
 	if !node.Equal(s.plan.Node) {
 		s.plan.Node = node
 		s.rebuild = true
 	}
 }
 
-// leaving reports whether a node is about to go.
+// leaving reports whether a node is about to be removed.
 func leaving(node *v1.Node) bool {
 	return node.DeletionTimestamp != nil ||
 		slices.ContainsFunc(node.Spec.Taints, func(t v1.Taint) bool { return t.Key == source.TaintToBeDeleted })
 }
 
-// NodeEligible reports whether load balancers should send new connections to this node (KEP-3836): false where its Node
-// object is gone, is being deleted, or has the taint that the cluster autoscaler puts on a node before it removes it. True
-// until anything is known. No rule depends on it.
+// NodeEligible reports whether load balancers should send new connections to this node (KEP-3836): false if its Node object is
+// gone, is being deleted, or has the taint that the cluster autoscaler sets before it removes a node. It is true until anything is
+// known. No rule depends on it.
 func (s *State) NodeEligible() bool { return !s.leaving }
 
-// podCIDRsMissing reports whether local traffic is to be recognised by the node's pod CIDRs and none are known.
+// podCIDRsMissing reports whether local traffic should be recognised by the node's pod CIDRs and none are known.
 func (s *State) podCIDRsMissing() bool {
 	d := s.plan.Settings.DetectLocal
 	return d.Mode == plan.DetectNodeCIDR && !slices.ContainsFunc(d.CIDRs, netip.Prefix.IsValid)
 }
 
-// readNode takes from a Node what the plan needs. The primary address of each family is the first InternalIP or, without
-// one, the first ExternalIP.
+// readNode reads from a Node what the plan needs. The primary address of each family is the first InternalIP or, without one, the
+// first ExternalIP.
 func readNode(node *v1.Node) (plan.Node, []netip.Prefix, []source.Finding) {
 	f := &findings{object: "Node " + node.Name}
 	out := plan.Node{Name: node.Name, Zone: node.Labels[v1.LabelTopologyZone]}
@@ -66,7 +66,7 @@ func readNode(node *v1.Node) (plan.Node, []netip.Prefix, []source.Finding) {
 			}
 			ip, ok := parseIP(a.Address)
 			if !ok {
-				f.problem(fmt.Sprintf("status.addresses[%d].address", i), "ignored", "%.80q is no IP address", a.Address)
+				f.problem(fmt.Sprintf("status.addresses[%d].address", i), "ignored", "%.80q is not an IP address", a.Address)
 				continue
 			}
 			if !out.IP(plan.FamilyOf(ip)).IsValid() {
@@ -82,7 +82,7 @@ func readNode(node *v1.Node) (plan.Node, []netip.Prefix, []source.Finding) {
 	for i, text := range podCIDRs {
 		cidr, ok := parseCIDR(text)
 		if !ok {
-			f.problem(fmt.Sprintf("spec.podCIDRs[%d]", i), "ignored", "%.80q is no CIDR", text)
+			f.problem(fmt.Sprintf("spec.podCIDRs[%d]", i), "ignored", "%.80q is not a CIDR", text)
 			continue
 		}
 		cidrs = append(cidrs, cidr)

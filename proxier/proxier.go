@@ -21,57 +21,57 @@ type Backend interface {
 	Sync(ctx context.Context, p *plan.Plan, change plan.Change) error
 }
 
-// Config says what a Proxier works with.
+// Config configures a Proxier.
 type Config struct {
 	NodeName string
 	Settings plan.Settings
-	// Families are those that this node can forward.
+	// Families are the families that this node can forward.
 	Families []plan.Family
 	Backend  Backend
-	// MinSyncPeriod is the least time between the starts of two syncs; zero by default. A change that finds the Proxier idle
-	// is programmed at once. Changes that arrive while a sync runs go into the next one together. Where one follows the
-	// other without end, there are rests between them, so that in the long run syncs take up two thirds of the time.
+	// MinSyncPeriod is the minimum time between the starts of two syncs; zero by default. A change that finds the Proxier idle is
+	// programmed at once. Changes that arrive during a sync go into the next one together. Under continuous changes, pauses are
+	// inserted so that in the long run syncs take up two thirds of the time.
 	MinSyncPeriod time.Duration
-	// CompareEvery is how often everything is compared with the kernel even if nothing changed, so that what others have
-	// changed there is mended; zero for never. Where a comparison takes long, it is done less often: it takes up no more
-	// than one part in 200 of the time.
+	// CompareEvery is how often everything is compared with the kernel even if nothing changed, to repair what others have changed
+	// there; zero for never. If comparisons take long, they are less frequent: they take no more than one part in 200 of the time.
 	CompareEvery time.Duration
-	// NodeIP, if valid, is the node's own address of its family, whatever the Node object says.
+	// NodeIP, if valid, overrides the Node object's address of its family.
 	NodeIP netip.Addr
-	// MostAtOnce is about how many chains of rules one sync may write for changes; 0 for any number. Larger changes are made in
-	// several syncs without a pause, and small ones that arrive meanwhile go in between. A sync of everything is not divided.
+	// MostAtOnce is about the number of chains of rules that one sync may write for changes; 0 for any number. Larger changes are
+	// made in several syncs without a pause, and small ones that arrive meanwhile go in between. A sync of everything is not
+	// divided.
 	MostAtOnce int
-	// Observer is told how it goes; nil for nobody.
+	// Observer is notified of syncs; nil for none.
 	Observer Observer
-	// Report receives what owners of objects should know; nil discards it.
+	// Report receives findings for the owners of objects; nil discards them.
 	Report source.Report
 	Log    *slog.Logger
 }
 
-// Observer is told how changes make their way to the kernel. Its methods must not block, nor call the Proxier.
+// Observer is notified as changes make their way to the kernel. Its methods must not block, nor call the Proxier.
 type Observer interface {
-	// Queued tells of a batch that waits for a sync. synced is true once all objects have been delivered, with this batch.
+	// Queued is called for a batch that waits for a sync. synced is true once all objects have been delivered, with this batch.
 	Queued(b source.Batch, synced bool)
-	// Taken tells that all batches that waited have been taken for a sync. It is not called before all objects are there.
+	// Taken is called when a sync has taken all waiting batches. It is not called before all objects have been delivered.
 	Taken()
-	// Synced tells how that sync went. change is as in Backend.Sync; p is not to be kept.
+	// Synced is called with the result of that sync. change is as in Backend.Sync; p must not be kept.
 	Synced(p *plan.Plan, change plan.Change, r Result)
 }
 
-// Result is how one sync went.
+// Result is the result of one sync.
 type Result struct {
 	Err                  error
-	Retry                bool          // the one before had failed
-	Apply, Plan, Backend time.Duration // how long its stages took; Backend is 0 where nothing had to be written
-	Triggers             []Trigger     // of what it has programmed
+	Retry                bool          // the previous sync had failed
+	Apply, Plan, Backend time.Duration // how long its stages took; Backend is 0 if nothing had to be written
+	Triggers             []Trigger     // of the changes that it has programmed
 	Eligible             bool          // as State.NodeEligible
-	Waiting              int           // how many ServicePorts have changed that are left to later syncs
+	Waiting              int           // the number of changed ServicePorts that are left to later syncs
 }
 
-// The wait after a failed sync doubles from firstRetry on. It gets no longer than suspectShare times as long as the sync took,
-// but for leastLastRetry to lastRetry: where a try costs little, what failed for a while works again soon after. A change
-// that arrives meanwhile waits for a part of that time at most, retryShare times as long as the sync took: it may be what
-// helps, and what is in the way of one Service is not to hold up all others.
+// The pause after a failed sync doubles from firstRetry on. It is at most suspectShare times the duration of the sync, within
+// leastLastRetry and lastRetry: where an attempt costs little, a failure that has passed is soon repaired. A change that arrives
+// meanwhile waits for at most retryShare times the duration of the sync: it may be what helps, and a fault of one Service must not
+// delay all others.
 const (
 	firstRetry     = 200 * time.Millisecond
 	leastLastRetry = 2 * time.Second
@@ -79,26 +79,26 @@ const (
 	retryShare     = 5
 )
 
-// compareShare is how many times as long as a comparison of everything takes there is none; suspectShare is the same where
-// something in the kernel may not be as it was written, on the average: suspectBurst comparisons may come one after the other.
-// What a comparison takes is the least that one of the last three took: one that was slow, since another program had the lock
-// or much had to be repaired, does not put the next one off.
+// A comparison of everything is followed by a pause of compareShare times its duration or, if something in the kernel may have been
+// changed, of suspectShare times on average: suspectBurst comparisons may follow each other directly. The duration is the least of
+// the last three, so that one that was slow, because another program held the lock or much had to be repaired, does not delay the
+// next.
 const (
 	compareShare = 200
 	suspectShare = 25
 	suspectBurst = 10
 )
 
-// A suspicion is followed when no other has come for settle, so that who changes many things is done with them, or settleMost
-// after the first. Who empties all tables leaves Services without rules for that long: so it is short, and what another program
-// does slowly costs a few comparisons.
+// A suspicion is acted on when no other has come for settle, so that a program that changes many things has finished, or settleMost
+// after the first. A program that flushes all tables leaves Services without rules for that long, so it is short; a program that
+// works slowly costs a few comparisons.
 const (
 	settle     = 50 * time.Millisecond
 	settleMost = time.Second
 )
 
-// A sync is followed by a rest, in which further changes gather, once syncs have taken more than burst beyond their share
-// of the time. No rest is longer than longestRest.
+// A sync is followed by a pause, in which further changes gather, once syncs have taken more than burst beyond their share of the
+// time. No pause is longer than longestRest.
 const (
 	burst       = 500 * time.Millisecond
 	longestRest = time.Second
@@ -108,7 +108,7 @@ const (
 type Proxier struct {
 	cfg  Config
 	wake chan struct{}
-	// doubt is sent to when suspicion has changed.
+	// doubt receives a value when suspicion has changed.
 	doubt chan struct{}
 	// published has the plan that the backend was last made equal to.
 	published plan.Publisher
@@ -119,25 +119,25 @@ type Proxier struct {
 	full     bool          // nothing may be assumed about the kernel
 	retry    time.Duration // how long to wait after the failed sync that came last; 0 if it did not fail
 	failing  time.Duration // how long that sync took
-	inSync   bool          // there was a sync that did not fail
+	inSync   bool          // a sync has succeeded
 	triggers []Trigger     // of changes that no sync has programmed yet
 	late     []Trigger     // of those, the ones of changes that were too large for one portion
-	// debt is by how much syncs have taken more than their share of the time, as of owed.
+	// debt is the time that syncs have taken beyond their share, as of owed.
 	debt time.Duration
 	owed time.Time
-	// comparisons are the last ones of everything with the kernel, the latest one last.
+	// comparisons are the latest comparisons of everything with the kernel, the last one last.
 	comparisons [suspectBurst]comparison
 
 	mu      sync.Mutex
 	pending source.Batch
 	synced  bool              // a batch with Synced has come
-	resync  bool              // everything is to be compared with the kernel
+	resync  bool              // everything must be compared with the kernel
 	reserve *[]netip.AddrPort // what Reserve was called with last; nil once that is taken
-	// When Suspect was called for the first and the last time since everything was compared; zero if it was not.
+	// The times of the first and the last call of Suspect since everything was compared; zero if there was none.
 	suspectedFirst, suspectedLast time.Time
 }
 
-// comparison is one sync that compared everything with the kernel: when it ended, and how long it took.
+// comparison is a sync that compared everything with the kernel.
 type comparison struct {
 	ended time.Time
 	took  time.Duration
@@ -156,8 +156,8 @@ func New(cfg Config) *Proxier {
 	return p
 }
 
-// Apply notes a batch down; it never waits for a sync. Of an object that changes again before it is used, only the last
-// version counts.
+// Apply records a batch; it never waits for a sync. Of an object that changes again before it is used, only the last version
+// counts.
 func (p *Proxier) Apply(b source.Batch) {
 	p.mu.Lock()
 	p.pending.Merge(b)
@@ -169,7 +169,7 @@ func (p *Proxier) Apply(b source.Batch) {
 	p.rouse()
 }
 
-// Resync makes the next sync assume nothing about the kernel, and lets it come soon.
+// Resync makes the next sync assume nothing about the kernel, and start soon.
 func (p *Proxier) Resync() {
 	p.mu.Lock()
 	p.resync = true
@@ -177,8 +177,8 @@ func (p *Proxier) Resync() {
 	p.rouse()
 }
 
-// Reserve says where the API server is reached. No Service gets an external IP or a load balancer IP with such an address and
-// port. It goes before all that has not been synced yet.
+// Reserve sets the addresses of the API server. No Service gets an external IP or a load balancer IP with such an address and port.
+// It takes effect before anything that has not been synced yet.
 func (p *Proxier) Reserve(list []netip.AddrPort) {
 	p.mu.Lock()
 	p.reserve = &list
@@ -186,8 +186,8 @@ func (p *Proxier) Reserve(list []netip.AddrPort) {
 	p.rouse()
 }
 
-// Suspect says that something in the kernel may not be as the backend has written it, and why. Everything is compared soon:
-// calls that come close together cost one comparison, and comparisons take up no more than one part in 25 of the time.
+// Suspect reports that the kernel's state may differ from what the backend has written, and why. Everything is compared soon: calls
+// close together cost one comparison, and comparisons take no more than one part in 25 of the time.
 func (p *Proxier) Suspect(why string) {
 	now := time.Now()
 	p.mu.Lock()
@@ -197,7 +197,7 @@ func (p *Proxier) Suspect(why string) {
 	}
 	p.suspectedLast = now
 	p.mu.Unlock()
-	if first { // Else it is waited for already.
+	if first { // Otherwise a comparison is pending already.
 		p.cfg.Log.Debug("everything will be compared with the kernel", "reason", why)
 		select {
 		case p.doubt <- struct{}{}:
@@ -210,7 +210,7 @@ func (p *Proxier) Suspect(why string) {
 // called at any time, from any goroutine, and waits for nothing.
 func (p *Proxier) Snapshot() *plan.Snapshot { return p.published.Latest() }
 
-// compareAt is when everything is to be compared with the kernel next; zero for never.
+// compareAt returns when everything must be compared with the kernel next; zero for never.
 func (p *Proxier) compareAt() time.Time {
 	var at time.Time
 	compared := p.comparisons[suspectBurst-1].ended
@@ -234,7 +234,7 @@ func (p *Proxier) compareAt() time.Time {
 	if earliest := p.comparisons[0].ended; !earliest.IsZero() {
 		rest := earliest.Add(suspectBurst * suspectShare * takes)
 		if most := compared.Add(suspectShare * takes); most.Before(rest) {
-			rest = most // After a burst, comparisons have their share, and the burst does not come off it.
+			rest = most // After a burst, comparisons get their full share again.
 		}
 		if rest.After(due) {
 			due = rest
@@ -246,7 +246,7 @@ func (p *Proxier) compareAt() time.Time {
 	return at
 }
 
-// comparing is how long a comparison of everything takes.
+// comparing returns the expected duration of a comparison of everything.
 func (p *Proxier) comparing() time.Duration {
 	takes := p.comparisons[suspectBurst-1].took
 	for _, c := range p.comparisons[suspectBurst-3:] {
@@ -260,25 +260,25 @@ func (p *Proxier) comparing() time.Duration {
 func (p *Proxier) rouse() {
 	select {
 	case p.wake <- struct{}{}:
-	default: // It will look anyway.
+	default: // It will run anyway.
 	}
 }
 
-// Run keeps the backend in step until ctx ends. It leaves the rules in place when it returns: traffic flows on without it.
+// Run keeps the backend in step until ctx ends. It leaves the rules in place when it returns: traffic continues without it.
 func (p *Proxier) Run(ctx context.Context) {
 	for p.wait(ctx) {
 		p.round(ctx)
 	}
 }
 
-// wait returns when there is something to do, or false when ctx ends.
+// wait returns true when there is something to do, and false when ctx ends.
 func (p *Proxier) wait(ctx context.Context) bool {
 	if p.retry > 0 { // Batches that arrive meanwhile go into that sync, which compares everything.
 		p.waitToRetry(ctx)
-		return ctx.Err() == nil // select takes any of what is ready
+		return ctx.Err() == nil // select picks any ready case
 	}
 	if p.portions.Waiting() > 0 {
-		// Someone may have changed what has been written while a large change is.
+		// Another program may have changed something while a large change is being written.
 		at := p.compareAt()
 		p.full = !at.IsZero() && !time.Now().Before(at)
 		return ctx.Err() == nil
@@ -303,7 +303,7 @@ func (p *Proxier) wait(ctx context.Context) bool {
 	return false
 }
 
-// waitToRetry waits after a failed sync: less where a change has arrived.
+// waitToRetry waits after a failed sync, for a shorter time if a change has arrived.
 func (p *Proxier) waitToRetry(ctx context.Context) {
 	due := time.After(p.retry)
 	select {
@@ -320,7 +320,7 @@ func (p *Proxier) waitToRetry(ctx context.Context) {
 	}
 }
 
-// round takes what has arrived, and syncs the backend if that changes anything.
+// round applies what has arrived, and syncs the backend if that changes anything.
 func (p *Proxier) round(ctx context.Context) {
 	begin := time.Now()
 	batch, resync, reserve := p.take()
@@ -344,7 +344,7 @@ func (p *Proxier) round(ctx context.Context) {
 	if !change.None() {
 		if change.All() {
 			p.mu.Lock()
-			p.suspectedFirst, p.suspectedLast = time.Time{}, time.Time{} // Anything that is seen from here on counts.
+			p.suspectedFirst, p.suspectedLast = time.Time{}, time.Time{} // Suspicions from here on count.
 			p.mu.Unlock()
 		}
 		p.warnOnce()
@@ -368,8 +368,8 @@ func (p *Proxier) round(ctx context.Context) {
 	}
 }
 
-// noteTriggers takes in those of what the last Update has taken in. Those of a change that is too large for one portion count
-// with its last one.
+// noteTriggers records the triggers of the last Update. Those of a change that is too large for one portion count with its last
+// one.
 func (p *Proxier) noteTriggers() {
 	fresh := &p.triggers
 	if p.portions.Late() {
@@ -381,7 +381,7 @@ func (p *Proxier) noteTriggers() {
 	}
 }
 
-// ended notes how a sync went.
+// ended records the result of a sync.
 func (p *Proxier) ended(ctx context.Context, desired *plan.Plan, change plan.Change, start time.Time, err error) {
 	if p.full = err != nil; p.full {
 		p.failing = time.Since(start)
@@ -421,7 +421,7 @@ func (p *Proxier) take() (b source.Batch, resync bool, reserve *[]netip.AddrPort
 	return b, resync, reserve
 }
 
-// warnOnce tells, before the first sync, of settings that can't take effect.
+// warnOnce warns, before the first sync, of settings that can't take effect.
 func (p *Proxier) warnOnce() {
 	if !p.inSync && p.state.podCIDRsMissing() {
 		p.cfg.Log.Warn("detect-local-mode is NodeCIDR, but the Node has no spec.podCIDRs; traffic from pods is not told "+
@@ -429,9 +429,9 @@ func (p *Proxier) warnOnce() {
 	}
 }
 
-// pause waits until MinSyncPeriod has passed since start, when a sync began that has just ended. Where syncs have taken too
-// much of the time of late, and changes wait already, there is a rest. A sync of everything does not count: it is no
-// measure of what changes cost. Portions of one change follow each other without a pause.
+// pause waits until MinSyncPeriod has passed since start, the start of the sync that has just ended. If syncs have taken too much
+// of the time lately and changes are waiting already, it waits longer. A sync of everything does not count: it says nothing about
+// the cost of changes. Portions of one change follow each other without a pause.
 func (p *Proxier) pause(ctx context.Context, start time.Time, all bool) {
 	now := time.Now()
 	left := p.cfg.MinSyncPeriod - now.Sub(start)
@@ -455,7 +455,7 @@ func (p *Proxier) pause(ctx context.Context, start time.Time, all bool) {
 	}
 }
 
-// waiting reports whether there are batches that no sync has taken yet.
+// waiting reports whether there are batches that no sync has taken.
 func (p *Proxier) waiting() bool {
 	p.mu.Lock()
 	defer p.mu.Unlock()

@@ -8,18 +8,18 @@ import (
 	"nodeproxy/source"
 )
 
-// reserved are the addresses and ports of TCP at which the API server itself is reached. A Service that had one of them for an
-// external IP or a load balancer IP would cut this node off, and each node with it, from what could mend that. As a cluster IP
-// such an address is legitimate: default/kubernetes has it.
+// reserved are the TCP addresses and ports of the API server itself. A Service that had one of them as an external IP or a load
+// balancer IP would cut off this node, and every other, from the means to repair that. As a cluster IP such an address is
+// legitimate: default/kubernetes has it.
 type reserved struct {
-	given     map[netip.AddrPort]struct{} // where this program reaches it
+	given     map[netip.AddrPort]struct{} // by which this program reaches it
 	endpoints map[netip.AddrPort]struct{} // those of default/kubernetes
 }
 
-// apiServer is the Service that leads to the API server.
+// apiServer is the Service of the API server.
 var apiServer = plan.Service{Namespace: "default", Name: "kubernetes"}
 
-// has reports whether a frontend is the API server's own.
+// has reports whether a frontend is the API server's own address and port.
 func (r *reserved) has(f plan.Frontend) bool {
 	if f.Protocol != plan.TCP || f.Kind != plan.LoadBalancerIP && f.Kind != plan.ExternalIP {
 		return false
@@ -30,7 +30,7 @@ func (r *reserved) has(f plan.Frontend) bool {
 	return given || endpoint
 }
 
-// Reserve says where the API server is reached, in place of what was said before. The next Update follows that.
+// Reserve sets the addresses of the API server, replacing those set before. The next Update uses them.
 func (s *State) Reserve(list []netip.AddrPort) {
 	now := map[netip.AddrPort]struct{}{}
 	for _, at := range list {
@@ -40,7 +40,7 @@ func (s *State) Reserve(list []netip.AddrPort) {
 	s.reserved.given = now
 }
 
-// reserveEndpoints takes the endpoints of default/kubernetes for the API server's addresses.
+// reserveEndpoints reserves the endpoints of default/kubernetes.
 func (s *State) reserveEndpoints() {
 	now := map[netip.AddrPort]struct{}{}
 	if svc := s.services[apiServer]; svc != nil {
@@ -58,7 +58,7 @@ func (s *State) reserveEndpoints() {
 	s.reserved.endpoints = now
 }
 
-// touchReserved touches the Services that ask for what is reserved from now on, or no more.
+// touchReserved touches the Services that ask for addresses that have become reserved or are no longer reserved.
 func (s *State) touchReserved(before, now map[netip.AddrPort]struct{}) {
 	if maps.Equal(before, now) {
 		return
@@ -70,8 +70,8 @@ func (s *State) touchReserved(before, now map[netip.AddrPort]struct{}) {
 	}
 }
 
-// tellReserved says which frontends a Service does not get since they are the API server's.
-func (s *State) tellReserved(spec *portSpec) {
+// reportReserved reports the frontends that a Service does not get because they are the API server's.
+func (s *State) reportReserved(spec *portSpec) {
 	f := &findings{object: "Service " + spec.key.Service.String()}
 	for _, want := range spec.wants {
 		if s.reserved.has(want) {
@@ -81,5 +81,5 @@ func (s *State) tellReserved(spec *portSpec) {
 			})
 		}
 	}
-	s.tell("reserved "+spec.key.String(), f.list)
+	s.reportNew("reserved "+spec.key.String(), f.list)
 }

@@ -13,8 +13,8 @@ import (
 // flagged are the schedulers that have flags.
 var flagged = []string{"sh", "mh"}
 
-// readScheduler takes the scheduler that a Service asks for from its annotations. One that can't be understood in every
-// part counts as none: half of a wish may be worse than the default.
+// readScheduler reads the scheduler that a Service's annotations ask for. If any part can't be understood, the whole is ignored:
+// half of a request may be worse than the default.
 func readScheduler(svc *v1.Service, f *findings) plan.Scheduler {
 	i := slices.IndexFunc(source.SchedulerAnnotations, func(key string) bool {
 		_, ok := svc.Annotations[key]
@@ -61,13 +61,13 @@ func (r *schedulerReader) problem(key, detail string, args ...any) {
 func (r *schedulerReader) name(text string) {
 	name := strings.ToLower(strings.TrimSpace(text))
 	if !slices.Contains(plan.Schedulers, name) {
-		r.problem(r.key, "%.80q is none of the schedulers %s", text, strings.Join(plan.Schedulers, ", "))
+		r.problem(r.key, "%.80q is not one of the schedulers %s", text, strings.Join(plan.Schedulers, ", "))
 		return
 	}
 	r.out.Name = name
 }
 
-// flag reads a flag: port and fallback, as here and in ipvsadm; or by the kernel's numbers of them, as in kube-router.
+// flag reads a flag: port or fallback, as here and in ipvsadm; or the kernel's numbers, as in kube-router.
 func (r *schedulerReader) flag(text, key string) {
 	flag := strings.ToLower(strings.TrimSpace(text))
 	for _, name := range flagged {
@@ -79,7 +79,7 @@ func (r *schedulerReader) flag(text, key string) {
 	case "fallback", "flag-1":
 		r.out.Fallback = true
 	default:
-		r.problem(key, "%.80q is none of the flags port, fallback", text)
+		r.problem(key, "%.80q is not one of the flags port, fallback", text)
 		return
 	}
 	if r.out.Name != "" && !slices.Contains(flagged, r.out.Name) {

@@ -40,13 +40,13 @@ func TestScheduler(t *testing.T) {
 		{map[string]string{source.AnnotationBetaScheduler: "wrr"}, plan.Scheduler{Name: "wrr"}, nil},
 		{map[string]string{"service.kubernetes.io/service.beta.kubernetes.io/ipvs-scheduler": "wrr"}, plan.Scheduler{Name: "wrr"}, nil},
 
-		{map[string]string{ours: "best"}, plan.Scheduler{}, []string{field(ours, `"best" is none of the schedulers `+names+otherwise)}},
-		{map[string]string{ours: ""}, plan.Scheduler{}, []string{field(ours, `"" is none of the schedulers `+names+otherwise)}},
-		{map[string]string{ours: "mh,ports"}, plan.Scheduler{}, []string{field(ours, `"ports" is none of the flags port, fallback`+otherwise)}},
+		{map[string]string{ours: "best"}, plan.Scheduler{}, []string{field(ours, `"best" is not one of the schedulers `+names+otherwise)}},
+		{map[string]string{ours: ""}, plan.Scheduler{}, []string{field(ours, `"" is not one of the schedulers `+names+otherwise)}},
+		{map[string]string{ours: "mh,ports"}, plan.Scheduler{}, []string{field(ours, `"ports" is not one of the flags port, fallback`+otherwise)}},
 		{map[string]string{ours: "wrr,port"}, plan.Scheduler{}, []string{field(ours, "the scheduler wrr has no flag port; only sh and mh have"+otherwise)}},
 		// One that is wrong does not make way for another: nobody should have to guess which counts.
-		{map[string]string{ours: "best", theirs: "lc"}, plan.Scheduler{}, []string{field(ours, `"best" is none of the schedulers `+names+otherwise)}},
-		{map[string]string{theirs: "mh", flags: "flag-3"}, plan.Scheduler{}, []string{field(flags, `"flag-3" is none of the flags port, fallback`+otherwise)}},
+		{map[string]string{ours: "best", theirs: "lc"}, plan.Scheduler{}, []string{field(ours, `"best" is not one of the schedulers `+names+otherwise)}},
+		{map[string]string{theirs: "mh", flags: "flag-3"}, plan.Scheduler{}, []string{field(flags, `"flag-3" is not one of the flags port, fallback`+otherwise)}},
 		{map[string]string{flags: "flag-1"}, plan.Scheduler{}, []string{field(flags, "there is no annotation "+theirs+" beside it; it is ignored")}},
 	} {
 		svc := &v1.Service{ObjectMeta: metav1.ObjectMeta{Namespace: "ns", Name: "a", Annotations: c.annotations},

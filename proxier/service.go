@@ -15,8 +15,7 @@ import (
 	"nodeproxy/source"
 )
 
-// portSpec is what a Service asks for one of its ports in one family: a ServicePort before anyone knows which frontends
-// it gets and which endpoints it has.
+// portSpec is what a Service asks for one of its ports in one family: a ServicePort before its frontends and endpoints are known.
 type portSpec struct {
 	key          plan.Key
 	wants        []plan.Frontend // in order, each address and port once
@@ -25,12 +24,12 @@ type portSpec struct {
 	sourceRanges []netip.Prefix
 	affinity     time.Duration
 	scheduler    plan.Scheduler
-	resetTCP     *bool // nil where the Service does not say
+	resetTCP     *bool // nil if the Service does not say
 	critical     bool
 	healthCheck  bool // whether the Service has a health check node port
 }
 
-// findings collects what is to be said of one object while it is read.
+// findings collects the findings about one object while it is read.
 type findings struct {
 	object string
 	list   []source.Finding
@@ -51,8 +50,8 @@ func (f *findings) note(field, effect, detail string, args ...any) {
 // defaultAffinity is the API's default for sessionAffinityConfig.clientIP.timeoutSeconds.
 const defaultAffinity = time.Duration(v1.DefaultClientIPServiceAffinitySeconds) * time.Second
 
-// readService turns a Service into what it asks for, a portSpec for each port and family. What can't be used is left out
-// and told, field by field; the rest of the Service works on.
+// readService turns a Service into a portSpec for each port and family. Fields that can't be used are left out and reported; the
+// rest of the Service works.
 func readService(svc *v1.Service, families []plan.Family) ([]portSpec, []source.Finding) {
 	f := &findings{object: "Service " + svc.Namespace + "/" + svc.Name}
 	if reason := notProxied(svc); reason != "" {
@@ -60,7 +59,7 @@ func readService(svc *v1.Service, families []plan.Family) ([]portSpec, []source.
 		return nil, f.list
 	}
 	if !safeText(svc.Namespace) || !safeText(svc.Name) {
-		f.problem("metadata", "the Service is not proxied", "namespace %.80q or name %.80q is no valid object name",
+		f.problem("metadata", "the Service is not proxied", "namespace %.80q or name %.80q is not a valid object name",
 			svc.Namespace, svc.Name)
 		return nil, f.list
 	}
@@ -95,7 +94,7 @@ func readService(svc *v1.Service, families []plan.Family) ([]portSpec, []source.
 	return specs, f.list
 }
 
-// withoutExternalIPs returns a Service as it is where external IPs are not allowed, and what its owner should know of that.
+// withoutExternalIPs returns a Service without its external IPs, for clusters that do not allow them, and the findings about that.
 func withoutExternalIPs(svc *v1.Service) (*v1.Service, []source.Finding) {
 	if len(svc.Spec.ExternalIPs) == 0 {
 		return svc, nil
@@ -107,7 +106,7 @@ func withoutExternalIPs(svc *v1.Service) (*v1.Service, []source.Finding) {
 	return &out, f.list
 }
 
-// notProxied says why a Service is none of a service proxy's business; empty where it is.
+// notProxied returns why a service proxy must leave a Service alone; "" if it must not.
 func notProxied(svc *v1.Service) string {
 	proxy, other := svc.Labels["service.kubernetes.io/service-proxy-name"]
 	switch {
@@ -140,10 +139,10 @@ func readAddresses(svc *v1.Service, f *findings) addresses {
 	for i, text := range clusterIPs {
 		ip, ok := parseIP(text)
 		if !ok {
-			f.problem(fmt.Sprintf("spec.clusterIPs[%d]", i), "the Service is not proxied at it", "%.80q is no IP address", text)
+			f.problem(fmt.Sprintf("spec.clusterIPs[%d]", i), "the Service is not proxied at it", "%.80q is not an IP address", text)
 			continue
 		}
-		// No API server allots these. From one that is not to be trusted, they would capture what is the node's own.
+		// No API server allocates these. From an untrusted one, they would capture the node's own traffic.
 		if ip.IsUnspecified() || ip.IsLoopback() || ip.IsMulticast() {
 			f.problem(fmt.Sprintf("spec.clusterIPs[%d]", i), "the Service is not proxied at it", "%s is %s", ip, source.SpecialAddress(ip))
 			continue
@@ -156,7 +155,7 @@ func readAddresses(svc *v1.Service, f *findings) addresses {
 		field := fmt.Sprintf("spec.externalIPs[%d]", i)
 		ip, ok := parseIP(text)
 		if !ok {
-			f.problem(field, "this external IP is not proxied", "%.80q is no IP address", text)
+			f.problem(field, "this external IP is not proxied", "%.80q is not an IP address", text)
 		} else if what := source.SpecialAddress(ip); what != "" {
 			f.problem(field, "this external IP is not proxied", "%s is %s", ip, what)
 		} else {
@@ -179,17 +178,17 @@ func readAddresses(svc *v1.Service, f *findings) addresses {
 	return out
 }
 
-// readSourceRanges reads loadBalancerSourceRanges. A range that admits every address of its family lifts the limit for
-// that family. A range that can't be read admits nobody; were it the only one of its family, whichever that was meant to
-// be, and simply left out, everybody would be let in, so then a range without any usable source stands in for it.
+// readSourceRanges reads loadBalancerSourceRanges. A range of all addresses of a family lifts the limit for that family. A range
+// that can't be read admits no source. If it is the only range of its family, whichever that was meant to be, leaving it out would
+// admit every source; so a range without usable sources replaces it.
 func (a *addresses) readSourceRanges(svc *v1.Service, f *findings) {
 	unlimited := map[plan.Family]bool{}
-	bad := map[plan.Family]bool{} // which family an unreadable one may have been meant for
+	bad := map[plan.Family]bool{} // the families that an unreadable range may have been meant for
 	for i, text := range svc.Spec.LoadBalancerSourceRanges {
 		cidr, ok := parseCIDR(strings.TrimSpace(text))
 		if !ok {
 			f.problem(fmt.Sprintf("spec.loadBalancerSourceRanges[%d]", i), "this range admits nobody",
-				"%.80q is no CIDR", text)
+				"%.80q is not a CIDR", text)
 			bad[plan.IPv4] = bad[plan.IPv4] || !strings.Contains(text, ":")
 			bad[plan.IPv6] = bad[plan.IPv6] || !strings.Contains(text, ".")
 			continue
@@ -233,9 +232,9 @@ func readPorts(svc *v1.Service, f *findings) []v1.ServicePort {
 		case port.NodePort < 0 || port.NodePort > 65535:
 			f.problem(field+".nodePort", "this port is not proxied", "%d is not within 1-65535", port.NodePort)
 		case port.Protocol != v1.ProtocolTCP && port.Protocol != v1.ProtocolUDP && port.Protocol != v1.ProtocolSCTP:
-			f.problem(field+".protocol", "this port is not proxied", "%.80q is none of TCP, UDP, SCTP", port.Protocol)
+			f.problem(field+".protocol", "this port is not proxied", "%.80q is not one of TCP, UDP, SCTP", port.Protocol)
 		case port.Name != "" && !safeText(port.Name):
-			f.problem(field+".name", "this port is not proxied", "%.80q is no valid port name", port.Name)
+			f.problem(field+".name", "this port is not proxied", "%.80q is not a valid port name", port.Name)
 		case seen[id{port.Name, port.Protocol}]:
 			f.problem(field, "the first of them is proxied", "a second port of name %q and protocol %s", port.Name, port.Protocol)
 		default:
@@ -249,8 +248,8 @@ func readPorts(svc *v1.Service, f *findings) []v1.ServicePort {
 	return out
 }
 
-// frontends lists where a port of a Service is to be reached in one family. The health check node port belongs to the
-// Service as a whole; its first port carries it.
+// frontends returns the frontends of a port of a Service in one family. The health check node port belongs to the Service as a
+// whole; its first port carries it.
 func frontends(svc *v1.Service, addrs addresses, port v1.ServicePort, family plan.Family, first bool) []plan.Frontend {
 	protocol := plan.Protocol(port.Protocol)
 	out := []plan.Frontend{{Kind: plan.ClusterIP, Addr: addrs.cluster[family], Protocol: protocol, Port: uint16(port.Port)}}
@@ -270,7 +269,7 @@ func frontends(svc *v1.Service, addrs addresses, port v1.ServicePort, family pla
 		out = append(out, plan.Frontend{Kind: plan.HealthCheckNodePort, Protocol: plan.TCP, Port: uint16(svc.Spec.HealthCheckNodePort)})
 	}
 	slices.SortFunc(out, plan.Frontend.Compare)
-	// An address listed twice, be it as two kinds, is one frontend: of the kind that takes precedence.
+	// An address listed twice, even as two kinds, is one frontend: of the kind that takes precedence.
 	var unique []plan.Frontend
 	for _, fe := range out {
 		if !slices.ContainsFunc(unique, func(u plan.Frontend) bool { return claimOf(u, family) == claimOf(fe, family) }) {
@@ -293,7 +292,8 @@ func internalPolicy(svc *v1.Service) plan.Policy {
 	return plan.Cluster
 }
 
-// externalPolicy is Cluster, whatever the field says, for a Service that nothing outside can reach.
+// externalPolicy returns the external policy. It is Cluster, whatever the field says, for a Service that is not reachable from
+// outside.
 func externalPolicy(svc *v1.Service) plan.Policy {
 	reachable := svc.Spec.Type == v1.ServiceTypeLoadBalancer || svc.Spec.Type == v1.ServiceTypeNodePort ||
 		len(svc.Spec.ExternalIPs) > 0
@@ -314,7 +314,7 @@ func affinity(svc *v1.Service) time.Duration {
 	return defaultAffinity
 }
 
-// readResetTCP reads whether a Service wants connections to endpoints that are gone to be reset; nil if it does not say.
+// readResetTCP reads whether a Service wants connections to removed endpoints to be reset; nil if it does not say.
 func readResetTCP(svc *v1.Service, f *findings) *bool {
 	text, given := svc.Annotations[source.AnnotationResetTCP]
 	if !given {
@@ -328,8 +328,8 @@ func readResetTCP(svc *v1.Service, f *findings) *bool {
 	return &yes
 }
 
-// critical recognises what a node needs to get anywhere: the API server's own Service and cluster DNS, by the label that
-// every installer gives it.
+// critical reports whether a node needs a Service before it can do anything else: the API server's own Service and cluster DNS, by
+// the label that every installer sets.
 func critical(svc *v1.Service) bool {
 	switch svc.Namespace {
 	case "default":
@@ -346,7 +346,7 @@ func parseIP(text string) (netip.Addr, bool) {
 	return ip.Unmap(), ok
 }
 
-// parseCIDR reads a range with the same leniency as parseIP, and masks it.
+// parseCIDR reads a range as leniently as parseIP, and masks it.
 func parseCIDR(text string) (netip.Prefix, bool) {
 	_, cidr, err := net.ParseCIDRSloppy(text)
 	if err != nil {
@@ -357,8 +357,8 @@ func parseCIDR(text string) (netip.Prefix, bool) {
 	return plan.Unmapped(netip.PrefixFrom(ip, bits))
 }
 
-// safeText reports whether a name has only what Kubernetes names have. Names get into rule comments, so a name that holds
-// anything else, from wherever it came, stays out of the rules altogether.
+// safeText reports whether a name has only characters of Kubernetes names. Names appear in rule comments, so a name with anything
+// else, wherever it comes from, must stay out of the rules.
 func safeText(name string) bool {
 	if name == "" || len(name) > 63 {
 		return false

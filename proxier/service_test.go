@@ -113,10 +113,10 @@ func TestReadServiceFrontends(t *testing.T) {
 		{name: "an IPv4-mapped address is IPv4", svc: makeService(clusterIPs("::ffff:10.96.0.1")), wants: []string{
 			"ns/a/TCP/IPv4 cluster IP 10.96.0.1:80/TCP"}},
 		{name: "a cluster IP that is none", svc: makeService(clusterIPs("10.96.0.999")), said: []string{
-			`problem: Service ns/a: spec.clusterIPs[0]: "10.96.0.999" is no IP address; the Service is not proxied at it`}},
+			`problem: Service ns/a: spec.clusterIPs[0]: "10.96.0.999" is not an IP address; the Service is not proxied at it`}},
 		{name: "one bad of two", svc: makeService(clusterIPs("x", "fd00::1")), wants: []string{
 			"ns/a/TCP/IPv6 cluster IP [fd00::1]:80/TCP"}, said: []string{
-			`problem: Service ns/a: spec.clusterIPs[0]: "x" is no IP address; the Service is not proxied at it`}},
+			`problem: Service ns/a: spec.clusterIPs[0]: "x" is not an IP address; the Service is not proxied at it`}},
 		{name: "several ports, in order of name and protocol", svc: makeService(ports(
 			v1.ServicePort{Name: "b", Port: 53, Protocol: "UDP"}, v1.ServicePort{Name: "b", Port: 53, Protocol: "TCP"},
 			v1.ServicePort{Name: "a", Port: 132, Protocol: "SCTP"})), wants: []string{
@@ -143,7 +143,7 @@ func TestReadServiceFrontends(t *testing.T) {
 				"problem: Service ns/a: spec.externalIPs[1]: 0.0.0.0 is the unspecified address; this external IP is not proxied",
 				"problem: Service ns/a: spec.externalIPs[2]: 224.0.0.1 is a multicast address; this external IP is not proxied",
 				"problem: Service ns/a: spec.externalIPs[3]: 169.254.0.1 is a link-local address; this external IP is not proxied",
-				`problem: Service ns/a: spec.externalIPs[4]: "x" is no IP address; this external IP is not proxied`}},
+				`problem: Service ns/a: spec.externalIPs[4]: "x" is not an IP address; this external IP is not proxied`}},
 		{name: "load balancer IPs by mode; host names are none", svc: makeService(ingress("192.0.2.1", "192.0.2.2 VIP",
 			"192.0.2.3 Proxy", "lb.example.com")), wants: []string{
 			"ns/a/TCP/IPv4 cluster IP 10.96.0.1:80/TCP, load balancer IP 192.0.2.1:80/TCP, load balancer IP 192.0.2.2:80/TCP"}},
@@ -221,15 +221,15 @@ func TestReadServicePorts(t *testing.T) {
 		{v1.ServicePort{Name: "x", Port: 1, NodePort: -1},
 			"spec.ports[1].nodePort: -1 is not within 1-65535; this port is not proxied"},
 		{v1.ServicePort{Name: "x", Port: 1, Protocol: "ICMP"},
-			`spec.ports[1].protocol: "ICMP" is none of TCP, UDP, SCTP; this port is not proxied`},
+			`spec.ports[1].protocol: "ICMP" is not one of TCP, UDP, SCTP; this port is not proxied`},
 		{v1.ServicePort{Name: "x", Port: 1, Protocol: "tcp"},
-			`spec.ports[1].protocol: "tcp" is none of TCP, UDP, SCTP; this port is not proxied`},
+			`spec.ports[1].protocol: "tcp" is not one of TCP, UDP, SCTP; this port is not proxied`},
 		{v1.ServicePort{Name: "x\n-A INPUT", Port: 1},
-			`spec.ports[1].name: "x\n-A INPUT" is no valid port name; this port is not proxied`},
+			`spec.ports[1].name: "x\n-A INPUT" is not a valid port name; this port is not proxied`},
 		{v1.ServicePort{Name: `x" -j ACCEPT`, Port: 1},
-			`spec.ports[1].name: "x\" -j ACCEPT" is no valid port name; this port is not proxied`},
+			`spec.ports[1].name: "x\" -j ACCEPT" is not a valid port name; this port is not proxied`},
 		{v1.ServicePort{Name: strings.Repeat("x", 64), Port: 1},
-			`spec.ports[1].name: "` + strings.Repeat("x", 64) + `" is no valid port name; this port is not proxied`},
+			`spec.ports[1].name: "` + strings.Repeat("x", 64) + `" is not a valid port name; this port is not proxied`},
 		{v1.ServicePort{Name: "good", Port: 1},
 			`spec.ports[1]: a second port of name "good" and protocol TCP; the first of them is proxied`},
 	} {
@@ -263,7 +263,7 @@ func TestReadServiceName(t *testing.T) {
 func TestReadServiceSourceRanges(t *testing.T) {
 	t.Parallel()
 	bad := func(i int, text string) string {
-		return fmt.Sprintf("problem: Service ns/a: spec.loadBalancerSourceRanges[%d]: %q is no CIDR; this range admits nobody", i, text)
+		return fmt.Sprintf("problem: Service ns/a: spec.loadBalancerSourceRanges[%d]: %q is not a CIDR; this range admits nobody", i, text)
 	}
 	for _, tc := range []struct {
 		ranges []string

@@ -11,7 +11,7 @@ import (
 	"nodeproxy/plan"
 )
 
-// applyServiceCIDRs takes in what is new of ServiceCIDRs.
+// applyServiceCIDRs applies changes of ServiceCIDRs.
 func (s *State) applyServiceCIDRs(objects map[string]*networking.ServiceCIDR) {
 	if len(objects) == 0 {
 		return
@@ -25,8 +25,8 @@ func (s *State) applyServiceCIDRs(objects map[string]*networking.ServiceCIDR) {
 	}
 }
 
-// applyServiceCIDR takes in a ServiceCIDR; nil means that it is gone. One that is being deleted still counts: it goes when
-// no Service has an address of it any more, as its finalizer has it (KEP-1880).
+// applyServiceCIDR applies a ServiceCIDR; nil means that it is gone. One that is being deleted still counts: its finalizer keeps it
+// until no Service has an address of it (KEP-1880).
 func (s *State) applyServiceCIDR(name string, obj *networking.ServiceCIDR) {
 	f := &findings{object: "ServiceCIDR " + name}
 	delete(s.cidrs, name)
@@ -34,16 +34,16 @@ func (s *State) applyServiceCIDR(name string, obj *networking.ServiceCIDR) {
 		for i, text := range obj.Spec.CIDRs {
 			cidr, ok := parseCIDR(text)
 			if !ok {
-				f.problem(fmt.Sprintf("spec.cidrs[%d]", i), "this range is ignored", "%.80q is no CIDR", text)
+				f.problem(fmt.Sprintf("spec.cidrs[%d]", i), "this range is ignored", "%.80q is not a CIDR", text)
 				continue
 			}
 			s.cidrs[name] = append(s.cidrs[name], cidr)
 		}
 	}
-	s.tell(f.object, f.list)
+	s.reportNew(f.object, f.list)
 }
 
-// serviceCIDRs are the ranges of the configuration and of all objects, in order, each once.
+// serviceCIDRs returns the ranges of the configuration and of all objects, in order, each once.
 func (s *State) serviceCIDRs() []netip.Prefix {
 	var out []netip.Prefix
 	for _, cidr := range s.given {

@@ -50,7 +50,7 @@ func TestServiceCIDRs(t *testing.T) {
 			t.Errorf("step %d: %s, anew %t, want %s, %t", i, got, change.All(), step.want, step.anew)
 		}
 	}
-	if want := []string{`ServiceCIDR bad: spec.cidrs[0]: "x" is no CIDR; this range is ignored`}; !slices.Equal(said, want) {
+	if want := []string{`ServiceCIDR bad: spec.cidrs[0]: "x" is not a CIDR; this range is ignored`}; !slices.Equal(said, want) {
 		t.Errorf("said %q, want %q", said, want)
 	}
 	if given[0] != netip.MustParsePrefix("fd00:10:96::/112") {

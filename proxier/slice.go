@@ -13,12 +13,12 @@ import (
 	"nodeproxy/topology"
 )
 
-// slice is an EndpointSlice, reduced to what counts here.
+// slice holds what the proxier needs of an EndpointSlice.
 type slice struct {
 	family    plan.Family
 	ports     []slicePort
 	endpoints []topology.Endpoint // their ports are 0: every port of the slice applies to every endpoint
-	// triggered is when the change was made that the slice last followed; zero where that is not known.
+	// triggered is the time of the change that caused the slice's last update; zero if not known.
 	triggered time.Time
 }
 
@@ -28,8 +28,8 @@ type slicePort struct {
 	port     uint16
 }
 
-// endpointsFor lists the slice's endpoints for one port of a Service. Slice and Service are joined by the port's name
-// and protocol, never by its number.
+// endpointsFor returns the slice's endpoints for one port of a Service. Slices and Services are matched by the port's name and
+// protocol, never by its number.
 func (s *slice) endpointsFor(key plan.Key) []topology.Endpoint {
 	if s.family != key.Family {
 		return nil
@@ -47,15 +47,15 @@ func (s *slice) endpointsFor(key plan.Key) []topology.Endpoint {
 	return out
 }
 
-// sliceService names the Service that an EndpointSlice belongs to; false where it belongs to none, or to a headless one,
-// which a label tells by its presence, whatever its value.
+// sliceService returns the Service that an EndpointSlice belongs to; false if it belongs to none, or to a headless one, which the
+// presence of a label says, whatever its value.
 func sliceService(es *discovery.EndpointSlice) (plan.Service, bool) {
 	name := es.Labels[discovery.LabelServiceName]
 	_, headless := es.Labels[v1.IsHeadlessService]
 	return plan.Service{Namespace: es.Namespace, Name: name}, name != "" && !headless
 }
 
-// readSlice reads an EndpointSlice; nil where it is of no use to a proxy at all.
+// readSlice reads an EndpointSlice; nil if a proxy can't use it at all.
 func readSlice(es *discovery.EndpointSlice) (*slice, []source.Finding) {
 	f := &findings{object: "EndpointSlice " + es.Namespace + "/" + es.Name}
 	out := &slice{}
@@ -78,7 +78,7 @@ func readSlice(es *discovery.EndpointSlice) (*slice, []source.Finding) {
 		}
 		if p.Port == nil || *p.Port < 1 || *p.Port > 65535 {
 			f.problem(fmt.Sprintf("ports[%d].port", i), "this port has no endpoints from this slice",
-				"no port number within 1-65535")
+				"the port number is not within 1-65535")
 			continue
 		}
 		port.port = uint16(*p.Port)
@@ -92,7 +92,7 @@ func readSlice(es *discovery.EndpointSlice) (*slice, []source.Finding) {
 	if text, ok := es.Annotations[source.AnnotationWeights]; ok {
 		setWeights(text, out.endpoints, f)
 	}
-	// Who writes a slice need not set this, nor do it well; it only measures.
+	// The annotation is optional and may be wrong; it is for metrics only.
 	out.triggered, _ = time.Parse(time.RFC3339Nano, es.Annotations[v1.EndpointsLastChangeTriggerTime])
 	return out, f.list
 }
@@ -108,7 +108,7 @@ func readEndpoint(e *discovery.Endpoint, family plan.Family, f *findings, i int)
 	field += "[0]"
 	ip, ok := parseIP(e.Addresses[0])
 	if !ok || plan.FamilyOf(ip) != family {
-		f.problem(field, effect, "%.80q is no %s address", e.Addresses[0], family)
+		f.problem(field, effect, "%.80q is not an %s address", e.Addresses[0], family)
 		return topology.Endpoint{}, false
 	}
 	if what := source.SpecialAddress(ip); what != "" {

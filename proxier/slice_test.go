@@ -55,9 +55,9 @@ func TestReadSliceEndpoints(t *testing.T) {
 		{"only the first address counts", addresses("10.0.0.1", "10.0.0.2"), ready, nil},
 		{"leading zeros", addresses("010.000.000.001"), ready, nil},
 		{"no address", addresses(), "", problem(": no address")},
-		{"no IP address", addresses("host"), "", problem(`[0]: "host" is no IPv4 address`)},
-		{"of the other family", addresses("fd00::1"), "", problem(`[0]: "fd00::1" is no IPv4 address`)},
-		{"with a zone", addresses("fe80::1%eth0"), "", problem(`[0]: "fe80::1%eth0" is no IPv4 address`)},
+		{"no IP address", addresses("host"), "", problem(`[0]: "host" is not an IPv4 address`)},
+		{"of the other family", addresses("fd00::1"), "", problem(`[0]: "fd00::1" is not an IPv4 address`)},
+		{"with a zone", addresses("fe80::1%eth0"), "", problem(`[0]: "fe80::1%eth0" is not an IPv4 address`)},
 		{"loopback", addresses("127.0.0.1"), "", problem("[0]: 127.0.0.1 is a loopback address")},
 		{"loopback, mapped", addresses("::ffff:127.0.0.1"), "", problem("[0]: 127.0.0.1 is a loopback address")},
 		{"link-local, mapped", addresses("::ffff:a9fe:a9fe"), "", problem("[0]: 169.254.169.254 is a link-local address")},
@@ -141,7 +141,7 @@ func TestReadSlicePorts(t *testing.T) {
 	}
 	var want []string
 	for _, i := range []int{3, 4, 5} {
-		want = append(want, fmt.Sprintf("problem: EndpointSlice ns/s: ports[%d].port: no port number within 1-65535; "+
+		want = append(want, fmt.Sprintf("problem: EndpointSlice ns/s: ports[%d].port: the port number is not within 1-65535; "+
 			"this port has no endpoints from this slice", i))
 	}
 	if !slices.Equal(said(found), want) {
@@ -202,12 +202,12 @@ func TestReadNode(t *testing.T) {
 		{name: "internal before external", addresses: []v1.NodeAddress{external("203.0.113.1"), internal("192.168.0.1"),
 			external("2001:db8::1")}, ips: "[192.168.0.1 2001:db8::1]", cidrs: "[]"},
 		{name: "a bad address", addresses: []v1.NodeAddress{internal("x"), internal("192.168.000.001")}, ips: "[192.168.0.1]",
-			cidrs: "[]", said: []string{`problem: Node me: status.addresses[0].address: "x" is no IP address; ignored`}},
+			cidrs: "[]", said: []string{`problem: Node me: status.addresses[0].address: "x" is not an IP address; ignored`}},
 		{name: "pod CIDRs", podCIDR: "10.244.1.0/24", podCIDRs: []string{"10.244.1.0/24", "fd00:1::/64"}, ips: "[]",
 			cidrs: "[10.244.1.0/24 fd00:1::/64]"},
 		{name: "the old field alone", podCIDR: "10.244.1.0/24", ips: "[]", cidrs: "[10.244.1.0/24]"},
 		{name: "a bad pod CIDR", podCIDRs: []string{"x", "10.244.1.7/24"}, ips: "[]", cidrs: "[10.244.1.0/24]",
-			said: []string{`problem: Node me: spec.podCIDRs[0]: "x" is no CIDR; ignored`}},
+			said: []string{`problem: Node me: spec.podCIDRs[0]: "x" is not a CIDR; ignored`}},
 	} {
 		t.Run(tc.name, func(t *testing.T) {
 			t.Parallel()

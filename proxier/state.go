@@ -17,19 +17,18 @@ import (
 	"nodeproxy/topology"
 )
 
-// State is the service map: everything known of Services, EndpointSlices and this node, and the plan that follows from
-// it. It is incremental: Apply notes which Services a batch touches, Update recomputes those and no others. The plan is
-// a function of the objects alone, whatever the order and grouping in which they came.
+// State is the service map: the known Services, EndpointSlices and this node, and the plan that follows from them. It is
+// incremental: Apply records which Services a batch touches, and Update recomputes only those. The plan is a function of the
+// objects alone, whatever the order and grouping in which they came.
 //
-// A State is not safe for concurrent use, and the plan that it returns is its own: it changes with the next Update.
+// A State is not safe for concurrent use. It owns the plan that it returns, which changes with the next Update.
 type State struct {
 	families []plan.Family
-	// nodeIP, if valid, goes before the address of its family in the Node.
+	// nodeIP, if valid, overrides the Node's address of its family.
 	nodeIP   netip.Addr
 	plan     *plan.Plan
 	services map[plan.Service]*service
-	// sliceOf remembers to which Service a slice belongs: the label that tells it can change, and a deletion comes
-	// without the object.
+	// sliceOf maps slices to their Services: the label that says so can change, and a deletion comes without the object.
 	sliceOf  map[types.NamespacedName]plan.Service
 	claims   claims
 	reserved reserved
@@ -37,28 +36,27 @@ type State struct {
 	// given are the service CIDRs of the configuration, cidrs those of ServiceCIDR objects, by name.
 	given []netip.Prefix
 	cidrs map[string][]netip.Prefix
-	// leaving is whether this node is about to go.
+	// leaving is set while this node is about to be removed.
 	leaving bool
-	// triggers collects what Triggers returns after the next Update, updated is what it returns now.
+	// triggers collects what Triggers will return after the next Update; updated is what it returns now.
 	triggers, updated []Trigger
 	// rebuild is set when the node or a setting that all rules depend on has changed.
 	rebuild bool
 	synced  bool
 	report  source.Report
-	// reported holds what was last said of each object, so that nothing is said twice.
+	// reported holds the last findings about each object, so that none is reported twice.
 	reported map[string][]source.Finding
 }
 
-// service is what is known of one Service.
+// service is the known state of one Service.
 type service struct {
-	exists bool              // whether there is a Service object, be it one that is not proxied
+	exists bool              // there is a Service object, even if it is not proxied
 	specs  []portSpec        // nil while there is none to proxy
 	slices map[string]*slice // by name of the slice
 }
 
-// NewState returns a state without objects, for the node of that name. The families are those that the node can
-// forward; what a Service asks for in another family is left alone. To the ServiceCIDRs of the settings come those that
-// the source delivers. report may be nil.
+// NewState returns a state without objects, for the node of that name. The families are those that the node can forward; frontends
+// of another family are ignored. ServiceCIDRs that the source delivers are added to those of the settings. report may be nil.
 func NewState(nodeName string, settings plan.Settings, families []plan.Family, report source.Report) *State {
 	if report == nil {
 		report = func(source.Finding) {}
@@ -80,16 +78,16 @@ func NewState(nodeName string, settings plan.Settings, families []plan.Family, r
 	return s
 }
 
-// Synced reports whether the source has delivered all that it had at the start. Before that the plan is not fit to be
-// programmed: it lacks Services whose rules may be in the kernel and in use.
+// Synced reports whether the source has delivered everything that it had at the start. Before that the plan must not be programmed:
+// it lacks Services whose rules may be in the kernel and in use.
 func (s *State) Synced() bool { return s.synced }
 
 // Plan returns the plan as of the last Update.
 func (s *State) Plan() *plan.Plan { return s.plan }
 
-// Apply takes a batch of objects in.
+// Apply applies a batch of objects.
 func (s *State) Apply(b source.Batch) {
-	// In order, so that what is said of the objects is.
+	// In order, so that findings are in order too.
 	for _, name := range sortedNames(b.Services) {
 		s.applyService(name, b.Services[name])
 	}
@@ -144,7 +142,7 @@ func (s *State) applyService(name types.NamespacedName, obj *v1.Service) {
 	for i := range svc.specs {
 		s.claims.add(&svc.specs[i], s.touchKey)
 	}
-	s.tell("Service "+id.String(), found)
+	s.reportNew("Service "+id.String(), found)
 	s.touch(id)
 	s.forgetIfEmpty(id, svc)
 }
@@ -159,7 +157,7 @@ func (s *State) applySlice(name types.NamespacedName, obj *discovery.EndpointSli
 			parsed, found = readSlice(obj)
 		}
 	}
-	s.tell("EndpointSlice "+name.String(), found)
+	s.reportNew("EndpointSlice "+name.String(), found)
 	if old, ok := s.sliceOf[name]; ok && (parsed == nil || old != id) {
 		delete(s.services[old].slices, name.Name)
 		delete(s.sliceOf, name)
@@ -178,7 +176,7 @@ func (s *State) applySlice(name types.NamespacedName, obj *discovery.EndpointSli
 	s.touchSlices(id)
 }
 
-// touchSlices marks a Service as changed whose slices have.
+// touchSlices marks a Service whose slices have changed.
 func (s *State) touchSlices(id plan.Service) {
 	s.touch(id)
 	if id == apiServer {
@@ -186,8 +184,8 @@ func (s *State) touchSlices(id plan.Service) {
 	}
 }
 
-// noteTrigger notes when the change was made that a slice follows, if it follows a new one. What happened before the source
-// had delivered everything is no measure of how fast this program is.
+// noteTrigger records the time of the change that caused a slice's update, if it is a new one. What happened before the source had
+// delivered everything says nothing about this program's speed.
 func (s *State) noteTrigger(before, now *slice) {
 	if !s.synced || now.triggered.IsZero() || before != nil && !now.triggered.After(before.triggered) {
 		return
@@ -195,25 +193,25 @@ func (s *State) noteTrigger(before, now *slice) {
 	s.triggers = append(s.triggers, Trigger{now.family, now.triggered})
 }
 
-// Trigger is when a change of endpoints of one family was made.
+// Trigger is the time of a change of endpoints of one family.
 type Trigger struct {
 	Family plan.Family
 	Time   time.Time
 }
 
-// Triggers returns when the changes of endpoints were made that the last Update has taken in, as their EndpointSlices tell it:
-// when the Pod or the Service changed. It has nothing of slices that do not tell. It is valid until the next Update.
+// Triggers returns the times of the changes of endpoints in the last Update, as their EndpointSlices state them: when the Pod or
+// the Service changed. Slices that do not state it are left out. The result is valid until the next Update.
 func (s *State) Triggers() []Trigger { return s.updated }
 
-// forgetIfEmpty drops the entry of a Service of which nothing is left.
+// forgetIfEmpty removes the entry of a Service of which nothing is left.
 func (s *State) forgetIfEmpty(id plan.Service, svc *service) {
 	if !svc.exists && len(svc.slices) == 0 {
 		delete(s.services, id)
 	}
 }
 
-// tell reports what is new in the findings about an object.
-func (s *State) tell(object string, found []source.Finding) {
+// reportNew reports the new findings about an object.
+func (s *State) reportNew(object string, found []source.Finding) {
 	said := s.reported[object]
 	for _, f := range found {
 		if !slices.Contains(said, f) {
@@ -249,7 +247,7 @@ func (s *State) Update() (*plan.Plan, plan.Change) {
 	return s.plan, plan.Only(changed)
 }
 
-// recompute brings the part of the plan up to date that belongs to one Service.
+// recompute updates the part of the plan that belongs to one Service.
 func (s *State) recompute(id plan.Service, changed plan.Keys) {
 	svc := s.services[id]
 	if svc == nil {
@@ -265,7 +263,7 @@ func (s *State) recompute(id plan.Service, changed plan.Keys) {
 			endpoints = append(endpoints, svc.slices[name].endpointsFor(spec.key)...)
 		}
 		sp := s.servicePort(spec, endpoints)
-		s.tellReserved(spec)
+		s.reportReserved(spec)
 		if old := s.plan.Services[spec.key]; old == nil || !old.Equal(sp) {
 			s.plan.Set(sp)
 			changed.Add(spec.key)
@@ -275,14 +273,14 @@ func (s *State) recompute(id plan.Service, changed plan.Keys) {
 	for _, key := range s.plan.KeysOf(id) {
 		if _, ok := wanted[key]; !ok {
 			s.plan.Delete(key)
-			s.tell("shadowed "+key.String(), nil)
-			s.tell("reserved "+key.String(), nil)
+			s.reportNew("shadowed "+key.String(), nil)
+			s.reportNew("reserved "+key.String(), nil)
 			changed.Add(key)
 		}
 	}
 }
 
-// servicePort joins what a Service asks for with what it gets.
+// servicePort combines what a Service asks for with what it gets.
 func (s *State) servicePort(spec *portSpec, endpoints []topology.Endpoint) *plan.ServicePort {
 	sp := &plan.ServicePort{
 		Key:            spec.key,
@@ -309,7 +307,7 @@ func (s *State) servicePort(spec *portSpec, endpoints []topology.Endpoint) *plan
 	return sp
 }
 
-// resetTCP is what a Service says, or else the settings.
+// resetTCP returns the Service's choice, or else that of the settings.
 func (s *State) resetTCP(spec *portSpec) bool {
 	switch {
 	case spec.key.Protocol != plan.TCP:
@@ -326,10 +324,10 @@ func (s *State) tellShadowed(sp *plan.ServicePort) {
 		f.problem(portField(sp.Key), sh.Owner.String()+" gets the traffic", "%s is also claimed by %s, which takes precedence",
 			sh.Frontend, sh.Owner)
 	}
-	s.tell("shadowed "+sp.Key.String(), f.list)
+	s.reportNew("shadowed "+sp.Key.String(), f.list)
 }
 
-// portField names a port of a Service in a finding.
+// portField returns the field path of a port of a Service.
 func portField(k plan.Key) string {
 	if k.Port == "" {
 		return "spec.ports"

@@ -9,11 +9,10 @@ import (
 	"nodeproxy/topology"
 )
 
-// mostWrongWeights is how many wrong parts of one annotation are named each; a slice can have a thousand.
+// mostWrongWeights is the number of wrong parts of one annotation that are reported each; a slice can have a thousand.
 const mostWrongWeights = 5
 
-// setWeights gives endpoints of a slice the weights that its annotation names for them, "ADDRESS=WEIGHT" with commas
-// between.
+// setWeights sets the weights of a slice's endpoints from its annotation, a comma-separated list of ADDRESS=WEIGHT.
 func setWeights(text string, endpoints []topology.Endpoint, f *findings) {
 	wrong := 0
 	problem := func(detail string, args ...any) {

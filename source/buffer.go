@@ -2,8 +2,8 @@ package source
 
 import "sync"
 
-// Buffer is a Sink that keeps what it receives until PassTo names another one. It keeps no object that is gone, so it does not
-// grow however long that takes.
+// Buffer is a Sink that keeps batches until PassTo names another one. It does not keep objects that are gone, so it does not grow
+// however long that takes.
 type Buffer struct {
 	mu     sync.Mutex
 	kept   Batch
@@ -45,7 +45,7 @@ func (b *Buffer) Apply(batch Batch) {
 	forget(b.kept.ServiceCIDRs, batch.ServiceCIDRs)
 }
 
-// PassTo passes to next what has been kept, as one batch, and from then on each batch as it comes.
+// PassTo passes the kept objects to next as one batch, and from then on each batch as it arrives.
 func (b *Buffer) PassTo(next Sink) {
 	b.mu.Lock()
 	defer b.mu.Unlock()
@@ -56,7 +56,7 @@ func (b *Buffer) PassTo(next Sink) {
 	b.kept = Batch{}
 }
 
-// forget removes from kept the objects that a batch says are gone: next never knew them.
+// forget removes from kept the objects that are gone: next never knew them.
 func forget[K comparable, V any](kept, batch map[K]*V) {
 	for k, v := range batch {
 		if v == nil {

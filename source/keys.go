@@ -2,8 +2,8 @@ package source
 
 // The annotations that are read.
 const (
-	// AnnotationScheduler, on a Service, names the scheduler of mode ipvs for it: a name that the kernel knows, with flags
-	// after commas for those that have any, such as "mh,port,fallback".
+	// AnnotationScheduler, on a Service, names its scheduler in mode ipvs: the kernel's name, followed by comma-separated flags for
+	// schedulers that have any, such as "mh,port,fallback".
 	AnnotationScheduler = "nodeproxy.io/ipvs-scheduler"
 	// AnnotationWeights, on an EndpointSlice, gives weights to addresses of that slice, for the weighted schedulers of mode
 	// ipvs, such as "10.244.1.5=3,10.244.2.7=1".
@@ -16,13 +16,13 @@ const (
 	// The two that kube-router reads for a Service's scheduler and its flags.
 	AnnotationKubeRouterScheduler  = "kube-router.io/service.scheduler"
 	AnnotationKubeRouterSchedFlags = "kube-router.io/service.schedflags"
-	// AnnotationBetaScheduler was never read by Kubernetes itself, but is in manifests and tutorials, and so is
-	// AnnotationBetaSchedulerPrefixed, though an API server refuses a key with two slashes: it comes from files only.
+	// AnnotationBetaScheduler was never read by Kubernetes itself, but manifests and tutorials have it. The same is true of
+	// AnnotationBetaSchedulerPrefixed, which an API server rejects, as the key has two slashes: it comes from files only.
 	AnnotationBetaScheduler         = "service.beta.kubernetes.io/ipvs-scheduler"
 	AnnotationBetaSchedulerPrefixed = "service.kubernetes.io/service.beta.kubernetes.io/ipvs-scheduler"
 )
 
-// SchedulerAnnotations can name a Service's scheduler: the first one that is present counts.
+// SchedulerAnnotations are the annotations that may name a Service's scheduler: the first one present counts.
 var SchedulerAnnotations = []string{
 	AnnotationScheduler, AnnotationKubeRouterScheduler, AnnotationBetaScheduler, AnnotationBetaSchedulerPrefixed,
 }

@@ -1,5 +1,5 @@
-// Package source brings the objects of a cluster to the proxier: Services, EndpointSlices, ServiceCIDRs and Nodes, from
-// wherever they are kept. It is the only package besides the proxier that knows Kubernetes API types.
+// Package source delivers the objects of a cluster to the proxier: Services, EndpointSlices, ServiceCIDRs and Nodes, wherever they
+// are kept. Besides the proxier, only this package and those below it know Kubernetes API types.
 package source
 
 import (
@@ -13,8 +13,7 @@ import (
 	"k8s.io/apimachinery/pkg/types"
 )
 
-// Batch is a set of changed objects. A nil object means that the object is gone. Objects are shared: a receiver must not
-// change them.
+// Batch is a set of changed objects. A nil object is gone. Objects are shared: a receiver must not modify them.
 type Batch struct {
 	Services       map[types.NamespacedName]*v1.Service
 	EndpointSlices map[types.NamespacedName]*discovery.EndpointSlice
@@ -30,8 +29,8 @@ type Batch struct {
 // Extent says how much a source knows.
 type Extent int
 
-// Unless a source says otherwise, what it has delivered when it is synced is the Whole. It is Partial if the source has never been
-// able to read a part since it started: objects in that part are not known, and what the kernel has for them must stay.
+// By default, the objects delivered when a source is synced are the Whole. The extent is Partial if the source has not been able to
+// read a part since it started: objects in that part are not known, and the kernel's state for them must stay.
 const (
 	Unchanged Extent = iota
 	Whole
@@ -44,8 +43,8 @@ func (b Batch) Empty() bool {
 		b.Extent == Unchanged
 }
 
-// Merge adds a later batch to this one; the later object wins. A Node that is gone stays as one that is being deleted: what was
-// last known of a node counts for as long as this program runs on it.
+// Merge adds a later batch to this one; the later object wins. A Node that is gone remains as one that is being deleted: its last
+// known state counts for as long as this program runs on it.
 func (b *Batch) Merge(later Batch) {
 	b.Services = merge(b.Services, later.Services)
 	b.EndpointSlices = merge(b.EndpointSlices, later.EndpointSlices)
@@ -81,7 +80,7 @@ func merge[K comparable, V any](into, from map[K]V) map[K]V {
 	return into
 }
 
-// Sink receives batches. It does not block for longer than it takes to note them.
+// Sink receives batches. It blocks only for as long as it takes to record them.
 type Sink interface {
 	Apply(Batch)
 }
@@ -94,7 +93,7 @@ type Source interface {
 // Severity grades a Finding.
 type Severity int
 
-// A Note is about a limit by design (an Ingress is not proxied); a Problem should be mended.
+// A Note is about a limit by design (an Ingress is not proxied); a Problem should be fixed.
 const (
 	Note Severity = iota
 	Problem

@@ -1,5 +1,5 @@
-// Package topology chooses, from all endpoints of a service port, those that this node may use, and says why not the
-// others. It is pure: no state, no clock, no Kubernetes API types.
+// Package topology selects, from all endpoints of a service port, those that this node may use, and says why the others are
+// excluded. It is pure: no state, no clock, no Kubernetes API types.
 //
 // The rules are those of KEP-1669 and KEP-1672 (terminating endpoints), KEP-2086 (internalTrafficPolicy), KEP-2433
 // (topology hints) and KEP-3015 (PreferSameZone, PreferSameNode).
@@ -13,13 +13,13 @@ import (
 	"nodeproxy/plan"
 )
 
-// Endpoint is an endpoint as the EndpointSlices of a Service describe it.
+// Endpoint is an endpoint as a Service's EndpointSlices describe it.
 type Endpoint struct {
 	Addr netip.AddrPort
-	// Node is the name of the node that the endpoint runs on; empty where that is not known.
+	// Node is the name of the node on which the endpoint runs; empty if that is not known.
 	Node string
-	// Ready, Serving and Terminating are the endpoint's conditions, absent ones already read as the API says: ready and
-	// serving true, terminating false.
+	// Ready, Serving and Terminating are the endpoint's conditions, with the API's defaults for absent ones: ready and serving
+	// true, terminating false.
 	Ready, Serving, Terminating bool
 	// ForNodes and ForZones are the endpoint's hints: the nodes and zones that should send to it.
 	ForNodes, ForZones []string
@@ -27,18 +27,18 @@ type Endpoint struct {
 	Weight uint16
 }
 
-// Node is where the choice is made.
+// Node is the node for which endpoints are selected.
 type Node struct {
 	Name, Zone string
 }
 
-// Use says which traffic policies the frontends of a service port need endpoints for.
+// Use says for which traffic policies the frontends of a service port need endpoints.
 type Use struct {
 	Cluster, Local bool
 }
 
-// UseOf derives the needed policies. A service port that is reachable from outside always needs the endpoints of policy
-// Cluster: under externalTrafficPolicy Local, the node's own traffic and its pods' still goes to any endpoint.
+// UseOf returns the policies that a service port needs. One that is reachable from outside always needs the endpoints of policy
+// Cluster: under externalTrafficPolicy Local, the traffic of the node and its pods still goes to any endpoint.
 func UseOf(internal, external plan.Policy, hasExternal bool) Use {
 	return Use{
 		Cluster: internal == plan.Cluster || hasExternal,
@@ -46,8 +46,8 @@ func UseOf(internal, external plan.Policy, hasExternal bool) Use {
 	}
 }
 
-// Select chooses the endpoints for a service port. The order of the endpoints given does not matter; an address that
-// occurs twice counts once, as Merge would have it.
+// Select selects the endpoints for a service port. The order of the given endpoints does not matter; an address that occurs twice
+// counts once, as in Merge.
 func Select(endpoints []Endpoint, node Node, use Use) plan.Endpoints {
 	endpoints = Merge(endpoints)
 	var out plan.Endpoints
@@ -69,11 +69,10 @@ func Select(endpoints []Endpoint, node Node, use Use) plan.Endpoints {
 	return out
 }
 
-// fallback reports whether the endpoint may stand in while no ready one exists: it shuts down, but still answers.
+// fallback reports whether the endpoint may be used while no ready one exists: it is terminating but still serves.
 func (ep Endpoint) fallback() bool { return !ep.Ready && ep.Serving && ep.Terminating }
 
-// choose picks the ready endpoints that allowed has nothing against or, without any, those that are terminating but
-// still serve.
+// choose picks the ready endpoints that allowed does not exclude or, if there are none, those that are terminating but still serve.
 func choose(endpoints []Endpoint, node Node, policy plan.Policy, allowed func(Endpoint) plan.Reason,
 	excluded *[]plan.Exclusion) []plan.Endpoint {
 	reasons := make([]plan.Reason, len(endpoints))
@@ -103,7 +102,7 @@ func choose(endpoints []Endpoint, node Node, policy plan.Policy, allowed func(En
 	return chosen
 }
 
-// condition says what an endpoint's conditions have against its use.
+// condition returns the reason why an endpoint's conditions exclude it.
 func condition(ep Endpoint, anyReady bool) plan.Reason {
 	switch {
 	case ep.Ready:
@@ -118,9 +117,9 @@ func condition(ep Endpoint, anyReady bool) plan.Reason {
 	return plan.NotReady
 }
 
-// allowAny returns what the hints allow under policy Cluster. Hints count only if every ready endpoint has them and one
-// of them names this node (or its zone): otherwise some endpoint would get no traffic from anywhere, or this node would
-// have none to send to. Node hints come before zone hints.
+// allowAny returns the filter of the hints under policy Cluster. Hints count only if every ready endpoint has them and one of them
+// names this node (or its zone): otherwise some endpoint would get no traffic from anywhere, or this node would have none to send
+// to. Node hints take precedence over zone hints.
 func allowAny(endpoints []Endpoint, node Node) func(Endpoint) plan.Reason {
 	ready := slices.DeleteFunc(slices.Clone(endpoints), func(ep Endpoint) bool { return !ep.Ready })
 	forNode := func(ep Endpoint) []string { return ep.ForNodes }
@@ -146,8 +145,8 @@ func hinted(ready []Endpoint, name string, hints func(Endpoint) []string) bool {
 	return here
 }
 
-// byHint leaves out ready endpoints that are meant for others. Endpoints that are not ready are left to their
-// condition, which is the better explanation.
+// byHint excludes ready endpoints that are meant for others. For endpoints that are not ready, the condition is the better
+// explanation.
 func byHint(name string, hints func(Endpoint) []string, reason plan.Reason) func(Endpoint) plan.Reason {
 	return func(ep Endpoint) plan.Reason {
 		if ep.Ready && !slices.Contains(hints(ep), name) {
@@ -157,26 +156,26 @@ func byHint(name string, hints func(Endpoint) []string, reason plan.Reason) func
 	}
 }
 
-// Merge sorts endpoints by address and leaves each address once. Where an address is listed twice (in two slices while
-// an endpoint moves between them, or since a new pod got the address of an old one that is still shutting down), the one
-// that is not terminating is the one that answers there now.
+// Merge sorts endpoints by address and keeps each address once. If an address is listed twice (in two slices while an endpoint
+// moves between them, or because a new pod got the address of an old one that is still terminating), the entry that is not
+// terminating wins: it answers there now.
 func Merge(endpoints []Endpoint) []Endpoint {
 	sorted := slices.Clone(endpoints)
 	slices.SortFunc(sorted, func(a, b Endpoint) int {
 		return cmp.Or(
 			a.Addr.Compare(b.Addr),
 			b.rank()-a.rank(),
-			// Nothing tells which of two equally good entries is right; any order will do that is always the same.
+			// Nothing says which of two equally ranked entries is right; any order will do if it is always the same.
 			cmp.Compare(a.Node, b.Node),
 			slices.Compare(a.ForNodes, b.ForNodes),
 			slices.Compare(a.ForZones, b.ForZones),
-			cmp.Compare(b.Weight, a.Weight), // One that is given goes before none.
+			cmp.Compare(b.Weight, a.Weight), // An explicit weight comes before none.
 		)
 	})
 	return slices.CompactFunc(sorted, func(a, b Endpoint) bool { return a.Addr == b.Addr })
 }
 
-// rank orders the entries for one address: the best description of what is there now has the highest.
+// rank orders the entries for one address: the one that best describes the current state has the highest rank.
 func (ep Endpoint) rank() int {
 	r := 0
 	if !ep.Terminating {

@@ -11,8 +11,8 @@ import (
 	"nodeproxy/plan"
 )
 
-// RestoreAddresses adds a text as "ip -batch" takes it: links, addresses, and local routes. What it adds to table local is
-// local to the machine, beside what Node.Local says. Lines of the other family are passed over. The error names the line.
+// RestoreAddresses adds links, addresses and local routes from a text in the form of "ip -batch". What it adds to table local is
+// local to the machine, in addition to Node.Local. Lines of the other family are skipped. The error names the line.
 func (rs *Ruleset) RestoreAddresses(text string) error {
 	for i, line := range strings.Split(text, "\n") {
 		line = strings.TrimSpace(line)
@@ -106,9 +106,9 @@ func (rs *Ruleset) ipRule(verb string, words []string) error {
 	return err
 }
 
-// RestoreNFT adds the elements that a text in the language of nft has for sets of the form "address . protocol . port", and looks at
-// which mark packets to these are given, and which table a routing rule leads them to. It passes over everything else: the other chains exchange marks so that no other program's
-// rules come between those that a Ruleset has, which is nothing to follow.
+// RestoreNFT adds, from a text in the language of nft, the elements of sets of the form "address . protocol . port", the mark that
+// packets to these get, and the routing table for that mark. It skips everything else: the other chains swap marks so that other
+// programs' rules do not see them, and a Ruleset has no such rules.
 func (rs *Ruleset) RestoreNFT(text string) error {
 	const toPorts = " @ports meta priority set meta mark meta mark set "
 	for i, line := range strings.Split(text, "\n") {
@@ -191,7 +191,7 @@ func (rs *Ruleset) changeLocal(verb string, prefix netip.Prefix) error {
 // local reports whether an address is the machine's: its own, or one that was added for Services.
 func (p *packet) local(a netip.Addr) bool { return p.node.Local(a) || p.ruleset.Added(a) }
 
-// delivered reports whether the machine takes a packet for its own: what IPVS sends on only where the address is.
+// delivered reports whether the machine takes a packet for its own. IPVS sends on only packets to such addresses.
 func (p *packet) delivered() bool {
 	if p.local(p.dst) || p.virtual.IsValid() {
 		return p.local(p.dst)

@@ -11,17 +11,17 @@ import (
 	"nodeproxy/plan"
 )
 
-// fairness is by how much, relative to an equal share, an endpoint's probability may differ from it. The kernel counts
-// probabilities in units of 2^-31, and rules give them with as little as ten digits.
+// fairness is the relative deviation from an equal share that an endpoint's probability may have. The kernel counts probabilities
+// in units of 2^-31, and rules give them with as few as ten digits.
 const fairness = 1e-4
 
-// Compare traces a packet and says how what the rules do with it differs from what the plan says; nil if it does not.
+// Compare traces a packet and returns an error that describes how its outcomes differ from the plan's verdict; nil if they do not.
 func Compare(e *plan.Evaluator, rs *Ruleset, pkt plan.Packet, node Node) error {
-	return Leeway{}.Compare(e, rs, pkt, node)
+	return Tolerance{}.Compare(e, rs, pkt, node)
 }
 
-// Compare is as the function, but for the leeway.
-func (l Leeway) Compare(e *plan.Evaluator, rs *Ruleset, pkt plan.Packet, node Node) error {
+// Compare is like the function, with tolerance l.
+func (l Tolerance) Compare(e *plan.Evaluator, rs *Ruleset, pkt plan.Packet, node Node) error {
 	if pkt.SrcLocal != node.Local(pkt.Src) || pkt.DstLocal != node.Local(pkt.Dst) {
 		return fmt.Errorf("the packet (%s) and the node do not agree on which addresses are local", pkt)
 	}
@@ -43,7 +43,7 @@ func (l Leeway) Compare(e *plan.Evaluator, rs *Ruleset, pkt plan.Packet, node No
 	return nil
 }
 
-// maxDescribed is how many outcomes an error message lists.
+// maxDescribed is the number of outcomes that an error message lists.
 const maxDescribed = 5
 
 func describe(outcomes []Outcome) string {
@@ -61,13 +61,13 @@ func describe(outcomes []Outcome) string {
 	return b.String()
 }
 
-// Agree says how a packet's outcomes differ from a verdict; nil if they do not.
+// Agree returns an error that describes how a packet's outcomes differ from a verdict; nil if they do not.
 func Agree(v plan.Verdict, pkt plan.Packet, outcomes []Outcome) error {
-	return Leeway{}.Agree(v, pkt, outcomes)
+	return Tolerance{}.Agree(v, pkt, outcomes)
 }
 
-// Agree is as the function, but for the leeway.
-func (l Leeway) Agree(v plan.Verdict, pkt plan.Packet, outcomes []Outcome) error {
+// Agree is like the function, with tolerance l.
+func (l Tolerance) Agree(v plan.Verdict, pkt plan.Packet, outcomes []Outcome) error {
 	if v.Action == plan.Forward {
 		return l.agreeForward(v, pkt, outcomes)
 	}
@@ -89,7 +89,7 @@ func (l Leeway) Agree(v plan.Verdict, pkt plan.Packet, outcomes []Outcome) error
 	return errors.Join(errs...)
 }
 
-func (l Leeway) agreeForward(v plan.Verdict, pkt plan.Packet, outcomes []Outcome) error {
+func (l Tolerance) agreeForward(v plan.Verdict, pkt plan.Packet, outcomes []Outcome) error {
 	targets := map[netip.AddrPort]plan.Target{}
 	for _, t := range v.Targets {
 		targets[t.Addr] = t
@@ -131,11 +131,9 @@ func (l Leeway) agreeForward(v plan.Verdict, pkt plan.Packet, outcomes []Outcome
 	return errors.Join(errs...)
 }
 
-// AgreeBetween says what is wrong with a packet's outcomes while a change is being made, before and after which it gets to an
-// endpoint: it must get to one all the while, of endpoints, which are those that its ServicePort has before or after; and
-// masqueraded where the verdicts that know the endpoint have it so. If neither knows it, both must, for the sake of the policy; but
-// what a client that is an endpoint itself meets when it gets to itself, which is always masqueraded, says nothing about the others.
-// It is nil if nothing is wrong.
+// AgreeBetween returns what is wrong with a packet's outcomes during a change if the packet reaches an endpoint before and after
+// it: it must reach one of endpoints, those that its ServicePort has before or after, all the while; and it must be masqueraded if
+// the verdicts that know that endpoint say so, or if none does, both verdicts. It returns nil if nothing is wrong.
 func AgreeBetween(before, after plan.Verdict, endpoints []plan.Endpoint, pkt plan.Packet, outcomes []Outcome) error {
 	targets := slices.Concat(before.Targets, after.Targets)
 	for _, o := range outcomes {

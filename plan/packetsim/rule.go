@@ -153,7 +153,7 @@ func (p *parser) address(option string, not bool) error {
 		return fmt.Errorf("option %s: %w", option, err)
 	}
 	if plan.FamilyOf(prefix.Addr()) != p.family {
-		return fmt.Errorf("option %s: %s is no %s address", option, value, p.family)
+		return fmt.Errorf("option %s: %s is not an %s address", option, value, p.family)
 	}
 	p.match(addressMatch{dst: strings.TrimLeft(option, "-")[0] == 'd', prefix: prefix, not: not})
 	return nil

@@ -1,13 +1,12 @@
-// Package packetsim reads iptables rules as text and says what becomes of a packet that meets them, and by which rules.
+// Package packetsim reads iptables rules as text and simulates a packet: its possible outcomes, and the rules that lead to each.
 //
-// It reads what iptables-restore takes and what iptables-save prints, and likewise what is for ipset, ipvsadm and ip beside
-// it. It follows a connection's first packet through the hooks as the kernel does: table nat, routing, IPVS, table filter,
-// masquerading. Where a rule leaves something to chance, both outcomes are followed, and where IPVS has several
-// destinations, each of them; so the answer is every possible outcome with its exact probability. A match or target that
-// it does not know is an error as soon as a packet comes to it, never a guess.
+// It reads the input of iptables-restore and the output of iptables-save, and likewise for ipset, ipvsadm and ip. It follows a
+// connection's first packet through the hooks as the kernel does: table nat, routing, IPVS, table filter, masquerading. Where a
+// rule chooses at random, both outcomes are followed, and where IPVS has several real servers, each of them; so the result is every
+// possible outcome with its exact probability. An unknown match or target is an error as soon as a packet meets it, never a guess.
 //
-// IPVS is as it is with the sysctl net.ipv4.vs.conntrack set to 1; else nothing that it sends could be masqueraded. What is
-// not followed: replies, persistence beyond a client's first connection, and limits of destinations.
+// IPVS behaves as with the sysctl net.ipv4.vs.conntrack set to 1; otherwise nothing that it sends could be masqueraded. Not
+// simulated are replies, persistence beyond a client's first connection, and limits of real servers.
 package packetsim
 
 import (
@@ -22,8 +21,8 @@ import (
 	"nodeproxy/plan"
 )
 
-// Ruleset is what one family's packets meet, as it is after one or more texts were restored: tables, sets, virtual
-// servers, and addresses for them.
+// Ruleset is what one family's packets meet after one or more texts were restored: tables, sets, virtual servers, and addresses for
+// them.
 type Ruleset struct {
 	family    plan.Family
 	tables    map[string]map[string]*chain
@@ -87,9 +86,9 @@ func Parse(f plan.Family, text string) (*Ruleset, error) {
 	return rs, nil
 }
 
-// Restore adds a text as "iptables-restore --noflush" does: a chain that the text declares is emptied first, unless it is
-// built in, and what the text does not name stays. The error names the line. It stands for one at which iptables-restore
-// or the kernel would refuse the table; what was read before it, even of that table, may then have been added.
+// Restore adds a text as "iptables-restore --noflush" does: a chain that the text declares is emptied first, unless it is built in,
+// and everything that the text does not name stays. The error names the line. It stands for an error of iptables-restore or of the
+// kernel; lines before it, even of the same table, may have been added.
 func (rs *Ruleset) Restore(text string) error {
 	t := transaction{rs: rs}
 	for i, line := range strings.Split(text, "\n") {
@@ -103,8 +102,8 @@ func (rs *Ruleset) Restore(text string) error {
 	return nil
 }
 
-// Unknown lists the rules with a match or target that the simulator does not know. A packet that comes to one of them can't
-// be traced.
+// Unknown returns the rules with a match or target that the simulator does not know. A packet that meets one of them can't be
+// traced.
 func (rs *Ruleset) Unknown() error {
 	var errs []error
 	for _, table := range slices.Sorted(maps.Keys(rs.tables)) {

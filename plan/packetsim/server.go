@@ -20,24 +20,24 @@ type serverKey struct {
 
 // server is a virtual server of IPVS.
 type server struct {
-	rule         *rule // the line that added it, for the rules of an outcome
-	scheduler    string
-	persistent   bool
-	destinations []destination
+	rule        *rule // the line that added it, for the rules of an outcome
+	scheduler   string
+	persistent  bool
+	realServers []realServer
 }
 
-// destination is a real server. One with weight 0 gets no new connections.
-type destination struct {
+// realServer is a real server. One with weight 0 gets no new connections.
+type realServer struct {
 	rule   *rule
 	addr   netip.AddrPort // port 0 keeps the packet's
 	weight int
 }
 
-// unweighted are the schedulers that treat all destinations alike but for those of weight 0.
+// unweighted are the schedulers that treat all real servers alike, except those of weight 0.
 var unweighted = []string{"rr", "lc", "dh"}
 
-// RestoreServers adds a text as "ipvsadm --restore" takes it and "ipvsadm --save --numeric" prints it. The error names
-// the line, and stands for one that ipvsadm or the kernel would refuse; what came before it is then in.
+// RestoreServers adds virtual servers from the input of "ipvsadm --restore", which "ipvsadm --save --numeric" prints. The error
+// names the line, and stands for an error of ipvsadm or the kernel; the lines before it have been added.
 func (rs *Ruleset) RestoreServers(text string) error {
 	for i, line := range strings.Split(text, "\n") {
 		line = strings.TrimSpace(line)
@@ -57,12 +57,12 @@ type serverLine struct {
 	key     serverKey
 	isSix   bool // it says -6
 	server  server
-	dest    destination
+	dest    realServer
 	method  string // -m, -g or -i; empty if not given
 }
 
 func (rs *Ruleset) serverCommand(number int, line string) error {
-	l := serverLine{server: server{scheduler: "wlc"}, dest: destination{weight: 1}}
+	l := serverLine{server: server{scheduler: "wlc"}, dest: realServer{weight: 1}}
 	if err := l.parse(strings.Fields(line)); err != nil {
 		return err
 	}
@@ -86,25 +86,25 @@ func (rs *Ruleset) serverCommand(number int, line string) error {
 	if old == nil {
 		return errors.New("there is no such virtual server")
 	}
-	at := slices.IndexFunc(old.destinations, func(d destination) bool { return d.addr == l.dest.addr })
+	at := slices.IndexFunc(old.realServers, func(d realServer) bool { return d.addr == l.dest.addr })
 	switch l.command {
 	case "-E":
-		l.server.destinations = old.destinations
+		l.server.realServers = old.realServers
 		rs.servers[l.key] = &l.server
 	case "-D":
 		delete(rs.servers, l.key)
 	case "-a":
 		if at >= 0 {
-			return errors.New("the destination exists")
+			return errors.New("the real server exists")
 		}
-		old.destinations = append(old.destinations, l.dest)
+		old.realServers = append(old.realServers, l.dest)
 	case "-e", "-d":
 		if at < 0 {
-			return errors.New("there is no such destination")
+			return errors.New("there is no such real server")
 		}
-		old.destinations = slices.Delete(old.destinations, at, at+1)
+		old.realServers = slices.Delete(old.realServers, at, at+1)
 		if l.command == "-e" {
-			old.destinations = slices.Insert(old.destinations, at, l.dest)
+			old.realServers = slices.Insert(old.realServers, at, l.dest)
 		}
 	}
 	return nil
@@ -212,13 +212,13 @@ func (l *serverLine) check(f plan.Family) error {
 	case byMark && family != f:
 		return fmt.Errorf("a firewall mark of %s: option -6 makes it one of IPv6", family)
 	case !byMark && (l.isSix || plan.FamilyOf(l.key.addr.Addr()) != f):
-		return fmt.Errorf("%s is no %s address, or it has -6, which is for firewall marks", l.key.addr.Addr(), f)
+		return fmt.Errorf("%s is not an %s address, or it has -6, which is for firewall marks", l.key.addr.Addr(), f)
 	case !byMark && l.key.addr.Port() == 0 && !l.server.persistent && !onDestination:
 		return errors.New("a virtual server without a port must be persistent")
 	case onDestination != l.dest.addr.IsValid():
-		return errors.New("commands -a, -e and -d need a destination, and no other has one")
+		return errors.New("commands -a, -e and -d need a real server, and no other has one")
 	case onDestination && plan.FamilyOf(l.dest.addr.Addr()) != f:
-		return fmt.Errorf("%s is no %s address", l.dest.addr.Addr(), f)
+		return fmt.Errorf("%s is not an %s address", l.dest.addr.Addr(), f)
 	case l.command != "-d" && onDestination && l.method != "-m":
 		return errors.New("the simulator follows masquerading (-m) only")
 	}
@@ -239,8 +239,8 @@ func (rs *Ruleset) serverOf(p *packet) *server {
 	return rs.servers[serverKey{protocol: p.protocol, addr: netip.AddrPortFrom(p.dst, 0)}]
 }
 
-// schedule does with a packet what IPVS does: where it meets a virtual server, each destination is a way to go on. A
-// packet for another machine begins anew at hook OUTPUT with its new destination; one for this machine stays where it is.
+// schedule does with a packet what IPVS does: if it meets a virtual server, each real server is a way to go on. A packet for
+// another machine begins anew at hook OUTPUT with its new destination; one for this machine stays where it is.
 func (rs *Ruleset) schedule(w way) []way {
 	if w.virtual.IsValid() {
 		return []way{w} // IPVS has had it.
@@ -251,7 +251,7 @@ func (rs *Ruleset) schedule(w way) []way {
 	}
 	w.rules = &step{"ipvs", nil, s.rule, w.rules}
 	total := 0
-	for _, d := range s.destinations {
+	for _, d := range s.realServers {
 		total += s.share(d)
 	}
 	if total == 0 {
@@ -259,7 +259,7 @@ func (rs *Ruleset) schedule(w way) []way {
 		return []way{w}
 	}
 	var out []way
-	for _, d := range s.destinations {
+	for _, d := range s.realServers {
 		if s.share(d) == 0 {
 			continue
 		}
@@ -272,16 +272,16 @@ func (rs *Ruleset) schedule(w way) []way {
 	return out
 }
 
-// share is a destination's part of new connections, in relation to others.
-func (s *server) share(d destination) int {
+// share returns a real server's relative share of new connections.
+func (s *server) share(d realServer) int {
 	if slices.Contains(unweighted, s.scheduler) {
 		return min(d.weight, 1)
 	}
 	return d.weight
 }
 
-// send gives a packet to a destination of IPVS. The kernel lets no loopback address out of the machine, and nothing from
-// outside reach one.
+// send sends a packet to a real server. The kernel lets no loopback address out of the machine, and nothing from outside reaches
+// one.
 func (w *way) send(to netip.AddrPort) {
 	here := w.local(to.Addr())
 	if !here && w.src.IsLoopback() || here && to.Addr().IsLoopback() && w.hook == input && w.in != "lo" {

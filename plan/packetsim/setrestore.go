@@ -302,7 +302,7 @@ func (s *set) readAddress(text string, net bool) (netip.Prefix, error) {
 	case err != nil:
 		return prefix, err
 	case plan.FamilyOf(prefix.Addr()) != s.family:
-		return prefix, fmt.Errorf("%s is no %s address", text, s.family)
+		return prefix, fmt.Errorf("%s is not an %s address", text, s.family)
 	case !net && !prefix.IsSingleIP():
 		return prefix, fmt.Errorf("the simulator reads single addresses only, and not %s", text)
 	case prefix.Bits() == 0:

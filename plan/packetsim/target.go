@@ -155,7 +155,7 @@ func (p *parser) dnat(options []string) (target, error) {
 	case !t.addr.IsValid():
 		return nil, errors.New("it has no --to-destination")
 	case plan.FamilyOf(t.addr) != p.family:
-		return nil, fmt.Errorf("%s is no %s address", t.addr, p.family)
+		return nil, fmt.Errorf("%s is not an %s address", t.addr, p.family)
 	case t.port != 0 && !portProtocols[p.protocol]:
 		return nil, errors.New("a port needs -p tcp, udp or sctp")
 	}

@@ -10,19 +10,18 @@ import (
 	"nodeproxy/plan"
 )
 
-// Node is what rules may ask about the machine that they are on.
+// Node answers what rules may ask about the machine.
 type Node struct {
-	// Local reports whether an address is one of the machine's own, as the routing table "local" has it without what
-	// Ruleset.RestoreAddresses put there. It decides too whether a packet is delivered or forwarded. It must not be nil.
+	// Local reports whether an address is one of the machine's own, as in its routing table "local" without the additions of
+	// Ruleset.RestoreAddresses. It also decides whether a packet is delivered or forwarded. It must not be nil.
 	Local func(netip.Addr) bool
-	// OutInterface names the interface by which packets to an address leave. If nil, that is not known, and a rule that
-	// asks can't be traced.
+	// OutInterface names the interface by which packets to an address leave. If it is nil, a rule that asks can't be traced.
 	OutInterface func(netip.Addr) string
 	// Recent reports whether an address is in a list of match "recent". If nil, all lists are empty.
 	Recent func(list string, addr netip.Addr) bool
 }
 
-// Action is the end of a packet's way through the rules.
+// Action is the end of a packet's path through the rules.
 type Action string
 
 // The possible ends.
@@ -32,18 +31,18 @@ const (
 	Drop   Action = "drop"
 )
 
-// Outcome is one of the things that can become of a packet.
+// Outcome is one possible outcome for a packet.
 type Outcome struct {
 	Action Action
-	// Dst is where the packet went in the end, and DNAT is true where rules or IPVS changed that.
+	// Dst is the final destination; DNAT is true if rules or IPVS changed it.
 	Dst  netip.AddrPort
 	DNAT bool
-	// Masquerade is true where the source was changed to an address of the machine.
+	// Masquerade is true if the source was changed to an address of the machine.
 	Masquerade bool
-	// Delivered is true where Dst is an address of the machine itself. Such a packet, if it came from elsewhere, never
-	// gets to where masquerading is done.
+	// Delivered is true if Dst is an address of the machine itself. Such a packet, if it came from elsewhere, does not reach the
+	// hook that masquerades.
 	Delivered bool
-	// Probability is how likely this outcome is. Those of all outcomes of a packet add up to 1.
+	// Probability is the probability of this outcome. Those of all outcomes of a packet add up to 1.
 	Probability float64
 	// Rules are those that matched on the way, in order, and the lines of the virtual server and destination that IPVS
 	// took; if several ways lead to this outcome, on the first of them.
@@ -109,7 +108,7 @@ type packet struct {
 	virtual netip.AddrPort
 }
 
-// way is a packet with how it came to where it is. It is copied where chance divides it.
+// way is a packet and its path so far. It is copied at each random choice.
 type way struct {
 	packet
 	probability float64
@@ -148,7 +147,7 @@ func (rs *Ruleset) Trace(pkt plan.Packet, node Node) ([]Outcome, error) {
 	return outcomes(ways), nil
 }
 
-// follow takes a way through a hook, and what comes out through the hooks behind it, until every way has ended.
+// follow takes a way through a hook, and the resulting ways through the following hooks, until every way has ended.
 func (rs *Ruleset) follow(start way, h hook) ([]way, error) {
 	ways, err := rs.pass(start, h)
 	if err != nil {
@@ -170,9 +169,8 @@ func (rs *Ruleset) follow(start way, h hook) ([]way, error) {
 	return out, nil
 }
 
-// next readies a packet for the hook that follows the one that it has passed, and returns that; empty at the end. A packet
-// that came in is delivered or forwarded by the destination that PREROUTING gave it. One that stays on the machine though
-// it was sent comes in again by interface lo.
+// next prepares a packet for the hook after the one that it has passed, and returns that hook; "" at the end. An incoming packet is
+// delivered or forwarded by its destination after PREROUTING. A packet of the machine to itself comes in again by interface lo.
 func (w *way) next() hook {
 	switch {
 	case w.end != "":
@@ -221,7 +219,7 @@ func (rs *Ruleset) pass(start way, h hook) ([]way, error) {
 	return ways, nil
 }
 
-// outcomes adds up the ways that end alike.
+// outcomes merges the ways that end alike.
 func outcomes(ways []way) []Outcome {
 	type end struct {
 		action                      Action

@@ -12,21 +12,21 @@ import (
 // not safe for concurrent use.
 type Queue struct {
 	most int
-	// plan is what the backend has been given so far. It is the same object at all times.
+	// plan is what the backend has been given so far. It is always the same object.
 	plan *plan.Plan
-	// waiting are the ServicePorts that differ from it, those that have waited longest first; within says which these are.
+	// waiting are the ServicePorts that differ from plan, the longest waiting first; within is the same as a set.
 	waiting []plan.Key
 	within  plan.Keys
 	late    bool
 }
 
-// New returns a Queue whose portions write about most chains of rules a family; 0 for any number.
+// New returns a Queue whose portions write about most chains of rules per family; 0 for any number.
 func New(most int) *Queue { return &Queue{most: most, within: plan.Keys{}} }
 
-// Waiting is how many ServicePorts have changed that are left to later portions.
+// Waiting returns the number of changed ServicePorts that are left to later portions.
 func (q *Queue) Waiting() int { return len(q.waiting) }
 
-// Late reports whether what had just changed was too much for the last portion.
+// Late reports whether the latest change was too large for the last portion.
 func (q *Queue) Late() bool { return q.late }
 
 // Next returns the plan to program next, and which ServicePorts differ in it from the one before: all that have just changed, if
@@ -61,8 +61,8 @@ func (q *Queue) Next(desired *plan.Plan, change plan.Change) (*plan.Plan, plan.C
 	return q.plan, plan.Only(now)
 }
 
-// sorted returns ServicePorts in the order in which they are programmed: what a node needs before anything else works comes
-// first. The families of a Service stay together, since backends program both at the same time.
+// sorted returns ServicePorts in the order in which they are programmed: first what a node needs before anything else works. The
+// families of a Service stay together, since backends program both at the same time.
 func sorted(changed plan.Keys, desired *plan.Plan) []plan.Key {
 	out := make([]plan.Key, 0, len(changed))
 	for k := range changed {
@@ -89,7 +89,7 @@ func (q *Queue) tooMany(keys []plan.Key, desired *plan.Plan) bool {
 	return false
 }
 
-// wait puts ServicePorts behind those that wait already.
+// wait appends ServicePorts to those that wait already.
 func (q *Queue) wait(fresh []plan.Key) {
 	for _, k := range fresh {
 		if _, already := q.within[k]; !already {
@@ -99,7 +99,7 @@ func (q *Queue) wait(fresh []plan.Key) {
 	}
 }
 
-// choose returns what goes into the next portion: all that is fresh, and of what waits as much as one may have.
+// choose returns the next portion: everything fresh, and as much of the waiting ServicePorts as fits.
 func (q *Queue) choose(desired *plan.Plan, fresh []plan.Key) plan.Keys {
 	p := &chosen{queue: q, desired: desired, keys: plan.Keys{}, cost: map[plan.Family]int{}, moves: q.moves(desired, fresh)}
 	for _, k := range fresh {
@@ -123,7 +123,7 @@ type chosen struct {
 	cost    map[plan.Family]int
 }
 
-// take adds a ServicePort, with all that frontends pass to or from.
+// take adds a ServicePort, with all others that exchange frontends with it.
 func (p *chosen) take(k plan.Key) {
 	todo := []plan.Key{k}
 	for len(todo) > 0 {
@@ -139,7 +139,7 @@ func (p *chosen) take(k plan.Key) {
 	}
 }
 
-// reset makes the plan that of all.
+// reset makes the plan equal to all.
 func (q *Queue) reset(desired *plan.Plan) {
 	if q.plan == nil {
 		q.plan = plan.New(desired.Node, desired.Settings)
@@ -155,7 +155,7 @@ func (q *Queue) reset(desired *plan.Plan) {
 	}
 }
 
-// cost is about how many chains of rules a ServicePort's change writes or removes.
+// cost is about the number of chains of rules that a ServicePort's change writes or removes.
 func (q *Queue) cost(k plan.Key, desired *plan.Plan) int {
 	most := 0
 	for _, sp := range []*plan.ServicePort{q.plan.Services[k], desired.Services[k]} {
@@ -166,14 +166,14 @@ func (q *Queue) cost(k plan.Key, desired *plan.Plan) int {
 	return 1 + most
 }
 
-// frontend is what a packet is known by.
+// frontend is the destination of a packet.
 type frontend struct {
 	family  plan.Family
 	address plan.Address
 }
 
-// moves tells of each frontend that a ServicePort that waits, or has just changed, gets or loses, by which that is. A frontend
-// that passes from one to another does so in one portion: it never has two owners, nor none.
+// moves returns, for each frontend that a waiting or just changed ServicePort gains or loses, the ServicePorts involved. A frontend
+// passes from one to another within one portion: it never has two owners, nor none.
 func (q *Queue) moves(desired *plan.Plan, fresh []plan.Key) map[frontend][]plan.Key {
 	out := map[frontend][]plan.Key{}
 	note := func(k plan.Key) {
@@ -190,7 +190,7 @@ func (q *Queue) moves(desired *plan.Plan, fresh []plan.Key) map[frontend][]plan.
 	return out
 }
 
-// moved are the frontends that a ServicePort gets or loses.
+// moved returns the frontends that a ServicePort gains or loses.
 func (q *Queue) moved(k plan.Key, desired *plan.Plan) []frontend {
 	var out []frontend
 	before, after := q.plan.Services[k], desired.Services[k]

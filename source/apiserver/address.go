@@ -13,13 +13,13 @@ import (
 	"time"
 )
 
-// How often Locate asks where the API server is: more often while it is not known.
+// How often Location looks up the addresses of the API server: more often while they are unknown.
 const (
 	locateEvery   = 30 * time.Second
 	locateUnknown = 2 * time.Second
 )
 
-// Location finds out at which addresses and port the API server is, as far as that can be told from what the client was given.
+// Location finds the addresses and the port of the API server, as far as the client's configuration tells them.
 type Location struct {
 	host   string
 	port   uint16
@@ -27,7 +27,7 @@ type Location struct {
 	log    *slog.Logger
 }
 
-// Location returns where the client's API server is.
+// Location returns the Location of the client's API server.
 func (c *Client) Location(log *slog.Logger) (*Location, error) {
 	host, port, err := hostAndPort(c.server)
 	if err != nil {
@@ -38,7 +38,7 @@ func (c *Client) Location(log *slog.Logger) (*Location, error) {
 	}, log}, nil
 }
 
-// hostAndPort reads a URL, with the port that its scheme has where it names none.
+// hostAndPort returns the host and port of a URL; the port defaults to that of the scheme.
 func hostAndPort(server *url.URL) (string, uint16, error) {
 	text := cmp.Or(server.Port(), map[string]string{"http": "80"}[server.Scheme], "443")
 	port, err := strconv.ParseUint(text, 10, 16)
@@ -48,7 +48,7 @@ func hostAndPort(server *url.URL) (string, uint16, error) {
 	return server.Hostname(), uint16(port), nil
 }
 
-// Addresses returns all addresses that the name of the API server has now, in order.
+// Addresses returns all current addresses of the API server's name, in order.
 func (l *Location) Addresses(ctx context.Context) ([]netip.AddrPort, error) {
 	addrs := []netip.Addr{}
 	if addr, err := netip.ParseAddr(l.host); err == nil {
@@ -64,8 +64,8 @@ func (l *Location) Addresses(ctx context.Context) ([]netip.AddrPort, error) {
 	return slices.Compact(out), nil
 }
 
-// Follow calls moved with the addresses at first, and when they have changed, until ctx ends. A name that cannot be looked up
-// keeps the addresses that it had.
+// Follow calls moved with the addresses when it starts and whenever they change, until ctx ends. While the name can't be looked up,
+// the last addresses stay.
 func (l *Location) Follow(ctx context.Context, moved func([]netip.AddrPort)) {
 	var last []netip.AddrPort
 	for {

@@ -24,28 +24,28 @@ import (
 type ClientConfig struct {
 	// Kubeconfig is the path of a kubeconfig file. Its current context is used.
 	Kubeconfig string
-	// Master is the API server's URL; it goes before the one in Kubeconfig.
+	// Master is the API server's URL; it takes precedence over the one in Kubeconfig.
 	Master string
-	// AcceptContentTypes and ContentType are MIME types, of answers (a comma-separated list, best first) and of requests;
-	// empty means protobuf, with JSON as what else is accepted.
+	// AcceptContentTypes lists the MIME types of answers (comma-separated, best first), ContentType is that of requests; empty
+	// means protobuf, with JSON as the alternative for answers.
 	AcceptContentTypes, ContentType string
-	// QPS and Burst limit requests to the API server: so many a second in the long run, so many at once. Zero means 5 and
-	// 10. A negative QPS lifts the limit. An open watch counts as one request.
+	// QPS and Burst limit requests to the API server: QPS per second in the long run, Burst at once. Zero means 5 and 10. A
+	// negative QPS lifts the limit. An open watch counts as one request.
 	QPS   float32
 	Burst int
 	// UserAgent names the program to the API server; empty means client-go's own text.
 	UserAgent string
 }
 
-// Client makes requests to an API server, of the API groups that this program has to do with. It is not client-go's
-// clientset: that one brings the types of every group along, which take more room in the program than all the rest of it.
+// Client makes requests to an API server, for the API groups that this program uses. It is not client-go's clientset, which links
+// the types of every group and would more than double the size of the program.
 type Client struct {
 	core, discovery, networking, events rest.Interface
 	server                              *url.URL
 }
 
-// NewClient returns a client for the API server that c describes. It makes no request; an API server that can't be
-// reached, or that takes no such credentials, shows when the client is used.
+// NewClient returns a client for the API server that c describes. It makes no request; an API server that can't be reached, or that
+// rejects the credentials, shows when the client is used.
 func NewClient(c ClientConfig) (*Client, error) {
 	cfg, err := c.rest()
 	if err != nil {
@@ -132,12 +132,12 @@ func (c ClientConfig) rest() (*rest.Config, error) {
 	return cfg, nil
 }
 
-// base reads where the API server is and what to tell it.
+// base returns client-go's configuration for the API server and the credentials.
 func (c ClientConfig) base() (*rest.Config, error) {
 	if c.Kubeconfig == "" && c.Master == "" {
 		cfg, err := rest.InClusterConfig()
 		if err != nil {
-			return nil, fmt.Errorf("neither a kubeconfig nor an API server's URL is given, and there is none for pods: %w", err)
+			return nil, fmt.Errorf("neither a kubeconfig nor an API server's URL is given, and this is not a pod with credentials: %w", err)
 		}
 		return cfg, nil
 	}

@@ -20,23 +20,23 @@ import (
 	"k8s.io/client-go/util/flowcontrol"
 )
 
-// The limit on events: so many at once, then one in so many seconds. A node in trouble must not be one for the API server.
+// The limit on events: a burst, then one event per interval. Trouble on a node must not overload the API server.
 const (
 	eventBurst        = 25
 	eventEverySeconds = 30
 )
 
 const (
-	// seriesGap is how long after an event an equal one still belongs to the same series, as in the API's other clients.
+	// seriesGap is the time within which an equal event continues a series, as in the API's other clients.
 	seriesGap = 6 * time.Minute
-	// eventAttempts is how often it is tried to send an event that gets no answer.
+	// eventAttempts is the number of attempts to send an event that gets no answer.
 	eventAttempts = 12
-	// maxNote is how long the API lets an event's text be, in bytes.
+	// maxNote is the API's limit on an event's text, in bytes.
 	maxNote = 1024
 )
 
-// Events tells the cluster about this node through Event objects, where kubectl describe node shows them. Equal events
-// become a series of one object; more than the limit are dropped.
+// Events writes Event objects about this node, which kubectl describe node shows. Equal events become a series of one object;
+// events beyond the limit are dropped.
 type Events struct {
 	client     rest.Interface
 	node       v1.ObjectReference
@@ -54,7 +54,7 @@ type event struct {
 	kind, reason, action, note string
 }
 
-// NewEvents returns an Events that sends nothing before it runs. controller names who tells, such as nodeproxy.
+// NewEvents returns an Events that sends nothing before it runs. controller is the reporting controller, such as nodeproxy.
 func NewEvents(client *Client, nodeName, controller string, log *slog.Logger) *Events {
 	host, err := os.Hostname()
 	if err != nil {
@@ -62,7 +62,7 @@ func NewEvents(client *Client, nodeName, controller string, log *slog.Logger) *E
 	}
 	return &Events{
 		client: client.events,
-		// The UID is the name by an old agreement of all that run on nodes: it is by it that kubectl finds a node's events.
+		// By an old convention of node components the UID is the name: kubectl finds a node's events by it.
 		node:       v1.ObjectReference{Kind: "Node", APIVersion: "v1", Name: nodeName, UID: types.UID(nodeName)},
 		controller: controller,
 		instance:   controller + "-" + host,
@@ -74,8 +74,8 @@ func NewEvents(client *Client, nodeName, controller string, log *slog.Logger) *E
 	}
 }
 
-// Run sends events until ctx ends, those first that came before it. What an API server refuses, or does not answer for two
-// minutes, is dropped.
+// Run sends events until ctx ends, beginning with those recorded before it runs. Events that the API server rejects, or does not
+// answer for two minutes, are dropped.
 func (e *Events) Run(ctx context.Context) error {
 	ctx = quietly(ctx, e.log)
 	for {
@@ -88,13 +88,13 @@ func (e *Events) Run(ctx context.Context) error {
 	}
 }
 
-// Normal notes something that is as it should be. reason is one word in CamelCase, such as Starting, and action what was
-// being done, such as StartNodeproxy. It does not wait for the API server.
+// Normal records an event of type Normal. reason is one word in CamelCase, such as Starting, and action the operation, such as
+// StartNodeproxy. It does not wait for the API server.
 func (e *Events) Normal(reason, action, note string, args ...any) {
 	e.send(v1.EventTypeNormal, reason, action, note, args)
 }
 
-// Warning is Normal for something that somebody should look into.
+// Warning is like Normal, for an event that needs attention.
 func (e *Events) Warning(reason, action, note string, args ...any) {
 	e.send(v1.EventTypeWarning, reason, action, note, args)
 }
@@ -121,7 +121,7 @@ func shortened(note string) string {
 	return strings.ToValidUTF8(note[:maxNote-len(mark)], "") + mark
 }
 
-// deliver sends an event that happened at that time: as one more of a series, or as an object of its own.
+// deliver sends an event that happened at that time: as the continuation of a series, or as a new object.
 func (e *Events) deliver(ctx context.Context, ev event, at time.Time) {
 	for other, obj := range e.sent {
 		if last := lastTime(obj); at.Sub(last) > seriesGap {
@@ -159,7 +159,8 @@ func (e *Events) deliver(ctx context.Context, ev event, at time.Time) {
 	}
 }
 
-// final reports whether an error is one that another attempt would meet again: the API server has understood and refuses.
+// final reports whether another attempt would fail in the same way, since the API server has understood the request and rejected
+// it.
 func final(err error) bool {
 	var answer apierrors.APIStatus
 	return errors.As(err, &answer) && answer.Status().Code < http.StatusInternalServerError &&
@@ -173,10 +174,10 @@ func lastTime(obj *eventsv1.Event) time.Time {
 	return obj.EventTime.Time
 }
 
-// object is an event as an object of its own.
+// object returns an event as a new object.
 func (e *Events) object(ev event, at time.Time) *eventsv1.Event {
 	return &eventsv1.Event{
-		// Events of objects without a namespace are in this one.
+		// Events about objects without a namespace are in this one.
 		ObjectMeta:          metav1.ObjectMeta{Namespace: v1.NamespaceDefault, Name: fmt.Sprintf("%s.%x", e.node.Name, at.UnixNano())},
 		EventTime:           metav1.NewMicroTime(at),
 		ReportingController: e.controller,
@@ -189,13 +190,13 @@ func (e *Events) object(ev event, at time.Time) *eventsv1.Event {
 	}
 }
 
-// request creates an event or, if it has become a series, tells how it goes on.
+// request creates an event or, if it has become a series, updates it.
 func (e *Events) request(ctx context.Context, obj *eventsv1.Event) error {
 	ctx, cancel := context.WithTimeoutCause(ctx, requestTimeout, errNoAnswer)
 	defer cancel()
 	if obj.Series == nil {
 		err := e.client.Post().Namespace(obj.Namespace).Resource("events").Body(obj).Do(ctx).Error()
-		if apierrors.IsAlreadyExists(err) { // An earlier attempt got there; only its answer did not.
+		if apierrors.IsAlreadyExists(err) { // An earlier attempt arrived; only its answer was lost.
 			return nil
 		}
 		return because(ctx, err)

@@ -12,8 +12,8 @@ import (
 	"nodeproxy/source"
 )
 
-// Load asks the API server once for everything that a Source would watch. A resource that not every API server has may be
-// missing; anything else that can't be had is an error. Of cfg it heeds Client and NodeName.
+// Load lists everything that a Source would watch, once. An optional resource may be missing; any other failure is an error. Of cfg
+// it uses Client and NodeName only.
 func Load(ctx context.Context, cfg Config) (source.Batch, error) {
 	var out source.Batch
 	for _, r := range resources(cfg) {

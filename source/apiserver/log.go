@@ -8,17 +8,16 @@ import (
 	"k8s.io/klog/v2"
 )
 
-// RedirectLogs makes the log of client-go part of log. It concerns the whole process; call it once, before anything else
-// of this package.
+// RedirectLogs makes client-go log to log. It affects the whole process; call it once, before anything else in this package.
 func RedirectLogs(log *slog.Logger) { klog.SetSlogLogger(log.With("from", "client-go")) }
 
-// quietly returns a context in which client-go logs at level debug, whatever it has to say: what matters of it, this
-// package says itself, once for each failure and not for each attempt.
+// quietly returns a context in which client-go logs at level debug, whatever the level of its records: this package reports
+// failures itself, once each and not for each attempt.
 func quietly(ctx context.Context, log *slog.Logger) context.Context {
 	return klog.NewContext(ctx, logr.FromSlogHandler(demoted{log.Handler()}))
 }
 
-// demoted hands records on at level debug, except those of still less weight, such as the bodies of all requests.
+// demoted passes records on at level debug, except those of lower levels, such as the bodies of requests.
 type demoted struct{ slog.Handler }
 
 func (d demoted) Enabled(ctx context.Context, level slog.Level) bool {

@@ -15,13 +15,13 @@ import (
 	"k8s.io/client-go/tools/cache"
 )
 
-// requestTimeout is how long to wait for a list, or for a watch to begin. It is what API servers allow a list themselves.
+// requestTimeout is how long to wait for a list, or for a watch to begin. API servers allow the same time for a list.
 const requestTimeout = time.Minute
 
-// DefaultSilence is how long a watch may be silent by default. API servers send a bookmark each minute.
+// DefaultSilence is how long a watch may deliver nothing by default. API servers send a bookmark each minute.
 const DefaultSilence = 3 * time.Minute
 
-// resource is one of the kinds of objects that are watched: how to ask for them, and how that goes.
+// resource is a watched resource: how to request it, and how that goes.
 type resource struct {
 	name    string // as in URLs: services
 	example runtime.Object
@@ -31,9 +31,9 @@ type resource struct {
 	newList        func() runtime.Object
 	silence        time.Duration
 	log            *slog.Logger
-	// optional is true for a resource that not every API server has, and without which all else works. group is its API
-	// group. Where it is not served, or not to this program, it is asked for again after askAgain only; unavailable is
-	// called after each request for it that failed, whatever for.
+	// optional is true for a resource that not every API server has, and that the program can do without. group is its API group.
+	// If it is not served, or not to this program, it is requested again only after askAgain; unavailable is called after each
+	// failed request for it, whatever the reason.
 	optional    bool
 	group       string
 	askAgain    time.Duration
@@ -42,24 +42,24 @@ type resource struct {
 	mu      sync.Mutex
 	state   Staleness
 	heardAt time.Time // zero before the first answer
-	failing time.Time // when the first of the failures began that nothing good has followed; zero if there is none
+	failing time.Time // when the current series of failures began; zero if the last request succeeded
 }
 
-// Staleness says how current what is known of one kind of objects is.
+// Staleness says how current the known objects of one resource are.
 type Staleness struct {
 	// Resource is services, endpointslices, nodes or servicecidrs.
 	Resource string
-	// Absent is true where the API server does not serve the resource, or not to this program, and all else works without;
-	// such a resource is not stale, whatever its Age.
+	// Absent is true if the API server does not serve the resource, or not to this program, and the program does without it; such a
+	// resource is not stale, whatever its Age.
 	Absent bool
 	// Synced is true once all objects have been delivered.
 	Synced bool
 	// Watching is true while a watch is open.
 	Watching bool
-	// Age is the time since the API server last sent anything that shows this state to be current: objects, a change or a
-	// bookmark. With a sound connection it stays below some 70 seconds. It is negative before the first answer.
+	// Age is the time since the API server last sent anything that confirms this state: objects, a change or a bookmark. With a
+	// sound connection it stays below some 70 seconds. It is negative before the first answer.
 	Age time.Duration
-	// Failure is what went wrong since; empty if nothing did.
+	// Failure is the last failure since then; empty if there was none.
 	Failure string
 }
 
@@ -74,7 +74,7 @@ func (r *resource) staleness(now time.Time) Staleness {
 	return out
 }
 
-// heard notes that the API server has sent something.
+// heard records that the API server has sent something.
 func (r *resource) heard() {
 	now := time.Now()
 	r.mu.Lock()
@@ -86,7 +86,7 @@ func (r *resource) heard() {
 	}
 }
 
-// failed notes a failed request, and tells it if it is the first one since a good one.
+// failed records a failed request, and logs it if it is the first since a good one.
 func (r *resource) failed(what string, err error) {
 	r.mu.Lock()
 	first := r.failing.IsZero()
@@ -103,33 +103,33 @@ func (r *resource) failed(what string, err error) {
 	}
 	if absent {
 		if news {
-			r.tellAbsent(err)
+			r.reportAbsent(err)
 		}
 		return
 	}
 	level := slog.LevelDebug
 	switch {
 	case first && (apierrors.IsResourceExpired(err) || apierrors.IsGone(err)):
-		level = slog.LevelInfo // An API server that was restarted knows no older versions; a new list mends it.
+		level = slog.LevelInfo // A restarted API server does not know older versions; a new list solves that.
 	case first:
 		level = slog.LevelWarn
 	}
-	r.log.Log(context.Background(), level, "request to the API server failed; what is known stays in force, and it is asked again",
+	r.log.Log(context.Background(), level, "request to the API server failed; the known objects stay in force, and the request is repeated",
 		"resource", r.name, "request", what, "error", err)
 }
 
-// tellAbsent says what follows from the answer that there is no such resource for this program.
-func (r *resource) tellAbsent(err error) {
+// reportAbsent logs that the program does without this resource, and why.
+func (r *resource) reportAbsent(err error) {
 	if apierrors.IsForbidden(err) {
 		r.log.Warn("this program may not read a resource; Services are proxied without it. The rule that allows it: apiGroups ["+
 			r.group+"], resources ["+r.name+"], verbs [list, watch]", "resource", r.name, "asked-again-in", r.askAgain, "error", err)
 		return
 	}
-	r.log.Info("the API server has no such resource; Services are proxied without it", "resource", r.name, "group", r.group,
+	r.log.Info("the API server does not serve a resource; Services are proxied without it", "resource", r.name, "group", r.group,
 		"asked-again-in", r.askAgain)
 }
 
-// absent reports whether the last answer was that there is no such resource for this program.
+// absent reports whether the API server last answered that it has no such resource for this program.
 func (r *resource) absent() bool {
 	r.mu.Lock()
 	defer r.mu.Unlock()
@@ -142,7 +142,7 @@ func (r *resource) watching(open bool) {
 	r.state.Watching = open
 }
 
-// synced notes that all objects have been delivered, and reports whether that is so for the first time.
+// synced records that all objects have been delivered, and reports whether this is the first time.
 func (r *resource) synced() bool {
 	r.mu.Lock()
 	defer r.mu.Unlock()
@@ -151,7 +151,7 @@ func (r *resource) synced() bool {
 	return first
 }
 
-// listWatch is what a reflector asks for the objects.
+// listWatch returns the requests of a reflector for the objects.
 func (r *resource) listWatch() cache.ListerWatcher {
 	return &cache.ListWatch{
 		ListWithContextFunc: func(ctx context.Context, o metav1.ListOptions) (runtime.Object, error) {
@@ -169,7 +169,7 @@ func (r *resource) listWatch() cache.ListerWatcher {
 		WatchFuncWithContext: func(ctx context.Context, o metav1.ListOptions) (watch.Interface, error) {
 			w, err := r.openWatch(ctx, o)
 			if o.SendInitialEvents != nil && apierrors.IsInvalid(err) {
-				r.log.Debug("the API server does not stream lists; they are asked for as a whole", "resource", r.name)
+				r.log.Debug("the API server does not stream lists; they are requested as a whole", "resource", r.name)
 				return nil, err
 			}
 			if err != nil {

@@ -18,7 +18,7 @@ import (
 	"nodeproxy/source"
 )
 
-// The names of the resources, as the API has them.
+// The names of the resources in the API.
 const (
 	services       = "services"
 	endpointSlices = "endpointslices"
@@ -26,7 +26,7 @@ const (
 	serviceCIDRs   = "servicecidrs"
 )
 
-// resources are what is watched.
+// resources returns the resources to watch.
 func resources(cfg Config) []*resource {
 	out := []*resource{{
 		name: services, client: cfg.Client.core, example: &v1.Service{}, newList: func() runtime.Object { return &v1.ServiceList{} },
@@ -50,7 +50,7 @@ func resources(cfg Config) []*resource {
 	return out
 }
 
-// get begins a request for objects of a resource, in all namespaces.
+// get returns a request for the objects of a resource in all namespaces.
 func (r *resource) get(o metav1.ListOptions) *rest.Request {
 	o.FieldSelector, o.LabelSelector = r.fields, r.labels
 	request := r.client.Get().Resource(r.name).VersionedParams(&o, parameters)
@@ -70,7 +70,7 @@ func (r *resource) watch(ctx context.Context, o metav1.ListOptions) (watch.Inter
 	return r.get(o).Watch(ctx)
 }
 
-// putInto notes an object, or with nil that it is gone, in the part of a batch where it belongs.
+// putInto sets an object in its part of a batch; nil means that the object is gone.
 var putInto = map[string]func(*source.Batch, types.NamespacedName, any){
 	services: func(b *source.Batch, name types.NamespacedName, obj any) {
 		o, _ := obj.(*v1.Service)

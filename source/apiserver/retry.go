@@ -9,23 +9,22 @@ import (
 	"k8s.io/utils/clock"
 )
 
-// retries are the waits after requests that fail one after the other: half a second, doubled up to five, and each
-// lengthened by up to as much again at random, so that the nodes of a cluster do not come all at once. client-go's own
-// go up to a minute. But connections fail while a node sends to pods that are gone; and what the nodes ask in vain of an
-// API server that is down costs it nothing.
+// retries are the pauses after consecutive failures: half a second, doubled up to five seconds, each lengthened by a random time of
+// up to its own length, so that the nodes of a cluster do not all reconnect at once. client-go's own pauses grow up to a minute.
+// But connections fail while a node sends to pods that are gone, and requests to an API server that is down cost it nothing.
 var retries = wait.Backoff{Duration: 500 * time.Millisecond, Factor: 2, Jitter: 1, Steps: 10, Cap: 5 * time.Second}
 
-// steadyFor is how long a watch must have gone on for its end to count as the first failure.
+// steadyFor is how long a watch must have run for its end to count as a first failure.
 const steadyFor = 10 * time.Second
 
-// keepWatching lists and watches until ctx ends. It differs from the reflector's own Run in that the waits begin anew
-// after a watch that went well, not only after minutes without a failure: after the restart of an API server, one
-// failure (of the connection) is followed by another (the versions it knows begin anew) as a rule.
+// keepWatching lists and watches until ctx ends. Unlike the reflector's own Run, it resets the pauses after a watch that ran well,
+// not only after minutes without a failure: the restart of an API server usually causes one failure (of the connection) and then
+// another (it does not know the old resource versions).
 func keepWatching(ctx context.Context, reflector *cache.Reflector, r *resource) {
 	backoff := retries
 	for ctx.Err() == nil {
 		begun := time.Now()
-		_ = reflector.ListAndWatchWithContext(ctx) // the resource has taken note of what failed
+		_ = reflector.ListAndWatchWithContext(ctx) // the resource has recorded the failure
 		if time.Since(begun) >= steadyFor {
 			backoff = retries
 		}

@@ -1,8 +1,8 @@
 // Package apiserver delivers the Services, EndpointSlices and ServiceCIDRs of a cluster, and the Node that this program runs
 // on, as they change at the API server.
 //
-// It uses client-go's reflectors, the part of an informer that lists and watches, without an informer's cache: the
-// proxier keeps what it needs of an object in a form of its own, and nobody else asks for one.
+// It uses client-go's reflectors, the part of an informer that lists and watches, without an informer's cache: the proxier keeps
+// what it needs of an object in its own form, and nothing else asks for objects.
 package apiserver
 
 import (
@@ -21,18 +21,18 @@ import (
 	"nodeproxy/source"
 )
 
-// DefaultNodeTimeout is how long the Node is waited for by default.
+// DefaultNodeTimeout is how long the source waits for the Node by default.
 const DefaultNodeTimeout = 30 * time.Second
 
-// DefaultPodCIDRTimeout is how long those should wait for the Node's pod CIDRs who need them; kube-proxy waits as long.
+// DefaultPodCIDRTimeout is how long a program that needs the Node's pod CIDRs should wait for them; kube-proxy waits as long.
 const DefaultPodCIDRTimeout = 5 * time.Minute
 
 const (
-	// optionalTimeout is how long optional resources are waited for when all else is there. Their coming later would only
-	// mean that everything is programmed twice.
+	// optionalTimeout is how long the source waits for optional resources once everything else has been delivered. If they came
+	// later, everything would be programmed twice.
 	optionalTimeout = 2 * time.Second
-	// askAgain is the wait before the API server is asked again for what it does not serve, or not to this program. Its
-	// version or the rights may change, but nobody is in a hurry.
+	// askAgain is the pause before another request for a resource that the API server does not serve, or not to this program. Its
+	// version or the rights may change, but that is not urgent.
 	askAgain = 10 * time.Minute
 )
 
@@ -41,18 +41,18 @@ type Config struct {
 	Client *Client
 	// NodeName is the name of this node's Node object, the only one that is watched.
 	NodeName string
-	// Silence is how long a watch may be silent before it is taken for dead and another is opened; zero means
+	// Silence is how long a watch may deliver nothing before it is considered dead and another is opened; zero means
 	// DefaultSilence.
 	Silence time.Duration
-	// NodeTimeout is how long the Node is waited for when all else is there; zero means DefaultNodeTimeout. An API server
-	// that does not tell of it must not keep all Services from working.
+	// NodeTimeout is how long to wait for the Node once everything else has been delivered; zero means DefaultNodeTimeout. An API
+	// server that does not deliver it must not keep all Services from working.
 	NodeTimeout time.Duration
-	// PodCIDRTimeout is how long a Node with spec.podCIDRs is waited for when all else is there, instead of NodeTimeout for
-	// any Node; zero means that pod CIDRs are not waited for. It is for detect-local-mode NodeCIDR: without them the node's
-	// pods are not told from other clients.
+	// PodCIDRTimeout is how long to wait for a Node with spec.podCIDRs once everything else has been delivered, instead of
+	// NodeTimeout for any Node; zero means not to wait for pod CIDRs. It is for detect-local-mode NodeCIDR: without them the node's
+	// pods can't be told from other clients.
 	PodCIDRTimeout time.Duration
 	Log            *slog.Logger
-	// Report receives what there is to say of objects; nil discards it.
+	// Report receives findings about objects; nil discards them.
 	Report source.Report
 
 	askAgain time.Duration // zero means the constant
@@ -67,7 +67,7 @@ type Source struct {
 	sink    source.Sink
 	missing map[*resource]bool // what has not been delivered for the first time
 	synced  bool
-	lately  *time.Timer // set once nothing is missing but what is not waited for without end
+	lately  *time.Timer // set once only resources are missing that have a time limit
 }
 
 // New returns a Source that makes no request before it runs.
@@ -91,9 +91,9 @@ func New(cfg Config) *Source {
 	return s
 }
 
-// Run delivers objects until ctx ends, and then returns nil: whatever the API server does, it is asked again, and what
-// has been delivered stays in force meanwhile. The first batch with Synced comes when all Services, EndpointSlices,
-// ServiceCIDRs where they are served, and the Node, if there is one, have been delivered.
+// Run delivers objects until ctx ends, and then returns nil: whatever the API server does, requests are repeated, and delivered
+// objects stay in force meanwhile. The first batch with Synced comes when all Services, EndpointSlices, ServiceCIDRs where they are
+// served, and the Node, if there is one, have been delivered.
 func (s *Source) Run(ctx context.Context, sink source.Sink) error {
 	s.mu.Lock()
 	if s.sink != nil {
@@ -119,13 +119,12 @@ func (s *Source) Run(ctx context.Context, sink source.Sink) error {
 	return nil
 }
 
-// deliver passes a batch on. complete is true for one after which everything that the API server has of the resource has
-// been passed on.
+// deliver passes a batch on. complete is true if all objects of the resource have been passed on with this batch.
 func (s *Source) deliver(r *resource, b source.Batch, complete bool) {
 	s.mu.Lock()
 	defer s.mu.Unlock()
 	if complete && r.synced() && r.name == nodes {
-		s.tellNode(b.Nodes[s.cfg.NodeName])
+		s.reportNode(b.Nodes[s.cfg.NodeName])
 	}
 	if s.missing[r] && s.enough(r, b, complete) {
 		delete(s.missing, r)
@@ -136,7 +135,7 @@ func (s *Source) deliver(r *resource, b source.Batch, complete bool) {
 	}
 }
 
-// enough reports whether there is nothing more of a resource to wait for after a batch.
+// enough reports whether the source need not wait for more of a resource after a batch.
 func (s *Source) enough(r *resource, b source.Batch, complete bool) bool {
 	if r.name != nodes || s.cfg.PodCIDRTimeout == 0 {
 		return complete
@@ -148,12 +147,12 @@ func hasPodCIDRs(node *v1.Node) bool {
 	return node != nil && (len(node.Spec.PodCIDRs) > 0 || node.Spec.PodCIDR != "")
 }
 
-// tellNode says what is missing of the Node when the API server has told of all that there are for the first time.
-func (s *Source) tellNode(node *v1.Node) {
+// reportNode reports what the Node lacks when all Nodes have been listed for the first time.
+func (s *Source) reportNode(node *v1.Node) {
 	if node == nil {
 		s.cfg.Report(source.Finding{
 			Severity: source.Problem, Object: "Node " + s.cfg.NodeName, Detail: "the cluster has no Node of this name",
-			Effect: "zone hints are not heeded, and node ports with addresses \"primary\" have none, until there is one; if the name is " +
+			Effect: "until there is one, zone hints are ignored, and node ports limited to \"primary\" addresses answer at none; if the name is " +
 				"wrong (--hostname-override), no endpoint counts as being on this node, and traffic with policy Local is dropped",
 		})
 	}
@@ -163,7 +162,7 @@ func (s *Source) tellNode(node *v1.Node) {
 	}
 }
 
-// notWaitedFor notes that the API server does not give this resource, as yet or ever.
+// notWaitedFor records that the API server does not serve this resource, for now or at all.
 func (s *Source) notWaitedFor(r *resource) {
 	s.mu.Lock()
 	defer s.mu.Unlock()
@@ -176,8 +175,8 @@ func (s *Source) notWaitedFor(r *resource) {
 	}
 }
 
-// nowSynced reports whether everything has been delivered as of now, once. Where what is missing is nothing to wait for
-// without end, it sets the time until which it is waited for.
+// nowSynced reports, once, whether everything has been delivered. If only resources with a time limit are missing, it starts the
+// timer.
 func (s *Source) nowSynced() bool {
 	if s.synced {
 		return false
@@ -198,13 +197,13 @@ func (s *Source) nowSynced() bool {
 		}
 	}
 	if s.lately != nil {
-		s.lately.Stop() // It was set when more was missing, for which to wait longer.
+		s.lately.Stop() // It was set for a longer wait.
 	}
 	s.lately = time.AfterFunc(wait, s.goOn)
 	return false
 }
 
-// goOn declares all delivered, though something is missing.
+// goOn declares everything delivered although something is missing.
 func (s *Source) goOn() {
 	s.mu.Lock()
 	defer s.mu.Unlock()
@@ -216,7 +215,7 @@ func (s *Source) goOn() {
 		if r.name != nodes {
 			continue
 		}
-		effect := "the API server does not tell of this node; Services are proxied without regard to its zone and addresses"
+		effect := "the API server has not delivered this Node; Services are proxied without regard to its zone and addresses"
 		if s.cfg.PodCIDRTimeout > 0 {
 			effect = "this node has no spec.podCIDRs yet; Services are proxied without them"
 		}
@@ -225,7 +224,7 @@ func (s *Source) goOn() {
 	s.sink.Apply(source.Batch{Synced: true})
 }
 
-// Staleness says for each resource how current it is. It is safe for concurrent use.
+// Staleness returns how current each resource is. It is safe for concurrent use.
 func (s *Source) Staleness() []Staleness {
 	now := time.Now()
 	var out []Staleness

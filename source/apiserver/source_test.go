@@ -213,7 +213,7 @@ func (l *logged) lines(with string) []string {
 func TestServiceCIDRsNotServed(t *testing.T) {
 	t.Parallel()
 	for status, want := range map[int][2]string{
-		http.StatusNotFound:  {"level=INFO", "no such resource"},
+		http.StatusNotFound:  {"level=INFO", "does not serve a resource"},
 		http.StatusForbidden: {"level=WARN", "apiGroups [networking.k8s.io], resources [servicecidrs], verbs [list, watch]"},
 	} {
 		t.Run(http.StatusText(status), func(t *testing.T) {

@@ -10,9 +10,9 @@ import (
 	"nodeproxy/source"
 )
 
-// store is where a reflector puts the objects of one resource. It passes them on and keeps only their names and
-// versions: the names to tell after a new list which ones are gone, the versions so as not to pass on again what has not
-// changed. Only the reflector's goroutine uses it.
+// store receives the objects of one resource from a reflector. It passes them on and keeps only their names and versions: the names
+// to find out after a new list which objects are gone, the versions so as not to pass on again what has not changed. Only the
+// reflector's goroutine uses it.
 type store struct {
 	resource *resource
 	put      func(*source.Batch, types.NamespacedName, any) // any is nil for an object that is gone
@@ -20,7 +20,7 @@ type store struct {
 	versions map[types.NamespacedName]string
 }
 
-// Transformer implements cache.TransformingStore: what a watch streams at first is stripped as it arrives.
+// Transformer implements cache.TransformingStore: objects that a watch streams at first are stripped as they arrive.
 func (s *store) Transformer() cache.TransformFunc { return strip }
 
 // Add implements cache.ReflectorStore.
@@ -52,7 +52,7 @@ func (s *store) Delete(obj any) error {
 	return nil
 }
 
-// Replace implements cache.ReflectorStore: these are all objects there are.
+// Replace implements cache.ReflectorStore: list has all existing objects.
 func (s *store) Replace(objects []any, _ string) error {
 	var b source.Batch
 	now := make(map[types.NamespacedName]string, len(objects))
@@ -71,11 +71,11 @@ func (s *store) Replace(objects []any, _ string) error {
 	return nil
 }
 
-// Resync implements cache.ReflectorStore. There is nothing to repeat: whoever takes the batches keeps what is in them.
+// Resync implements cache.ReflectorStore. There is nothing to repeat: the receiver of the batches keeps their content.
 func (s *store) Resync() error { return nil }
 
-// take strips an object and puts it into a batch, unless this version of it has been passed on already, and notes its
-// version in versions.
+// take strips an object and puts it into a batch, unless this version has been passed on already, and records its version in
+// versions.
 func (s *store) take(b *source.Batch, obj any, versions map[types.NamespacedName]string) error {
 	name, version, err := identify(obj)
 	if err != nil {

@@ -12,7 +12,7 @@ import (
 	"nodeproxy/source"
 )
 
-// Labels and annotations that objects keep.
+// The labels and annotations that are kept.
 var (
 	serviceLabels      = []string{labelProxyName, "k8s-app"}
 	serviceAnnotations = append(slices.Clone(source.SchedulerAnnotations), source.AnnotationKubeRouterSchedFlags,
@@ -24,9 +24,9 @@ var (
 
 const labelProxyName = "service.kubernetes.io/service-proxy-name"
 
-// strip returns an object with nothing but what the proxier reads of it. Everything else (managed fields, most labels and
-// annotations, what an endpoint is a reference to) would only take up memory. Stripping twice is the same as stripping
-// once. Objects of other kinds come back as they are.
+// strip returns an object with only the fields that the proxier reads. Everything else (managed fields, most labels and
+// annotations, references of endpoints) would only take memory. Stripping twice is the same as stripping once. Objects of other
+// kinds are returned unchanged.
 func strip(obj any) (any, error) {
 	switch o := obj.(type) {
 	case *v1.Service:
@@ -108,7 +108,7 @@ func stripSlice(s *discovery.EndpointSlice) *discovery.EndpointSlice {
 	return out
 }
 
-// stripNode also keeps what tells that the node is about to go: load balancers are to leave it out then.
+// stripNode also keeps the signs that the node is about to be removed: load balancers leave it out then.
 func stripNode(n *v1.Node) *v1.Node {
 	out := &v1.Node{
 		ObjectMeta: stripMeta(&n.ObjectMeta, nodeLabels, nil),

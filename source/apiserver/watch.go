@@ -14,7 +14,7 @@ import (
 
 var errNoAnswer = fmt.Errorf("no answer within %s", requestTimeout)
 
-// because returns the cause for which ctx was ended, where that is why err came about.
+// because returns the cause of ctx's end if that is the reason for err.
 func because(ctx context.Context, err error) error {
 	if cause := context.Cause(ctx); errors.Is(cause, errNoAnswer) {
 		return cause
@@ -22,9 +22,9 @@ func because(ctx context.Context, err error) error {
 	return err
 }
 
-// openWatch begins a watch that ends by itself once nothing has come through it for too long: a connection can be dead
-// without being closed, and a server, or a load balancer before it, can forget a watch and keep its connection. The
-// reflector then opens another one where this one ended.
+// openWatch opens a watch that ends by itself once it has delivered nothing for too long: a connection can be dead without being
+// closed, and a server, or a load balancer before it, can forget a watch and keep its connection. The reflector then opens another
+// one where this one ended.
 func (r *resource) openWatch(ctx context.Context, o metav1.ListOptions) (watch.Interface, error) {
 	ctx, cancel := context.WithCancelCause(ctx)
 	begin := time.AfterFunc(requestTimeout, func() { cancel(errNoAnswer) })
@@ -45,7 +45,7 @@ func (r *resource) openWatch(ctx context.Context, o metav1.ListOptions) (watch.I
 	return w, nil
 }
 
-// guardedWatch is a watch.Interface that ends when nothing has come for the resource's silence.
+// guardedWatch is a watch.Interface that ends when nothing has arrived for the resource's silence.
 type guardedWatch struct {
 	resource *resource
 	inner    watch.Interface
@@ -71,7 +71,7 @@ func (w *guardedWatch) forward() {
 		case <-w.stop:
 			return
 		case <-silence.C:
-			w.resource.failed("watch", fmt.Errorf("nothing came through it for %s, not even a bookmark; another is opened",
+			w.resource.failed("watch", fmt.Errorf("it delivered nothing for %s, not even a bookmark; another is opened",
 				w.resource.silence))
 			return
 		case e, open := <-w.inner.ResultChan():

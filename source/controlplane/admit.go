@@ -12,8 +12,8 @@ import (
 )
 
 // Admit does what the API server does before it stores a new object, which must be of a type that Type.New returns: it sets
-// defaults and validates. An object that is refused must not be added to a Cluster. The caller completes the findings: they have
-// neither place nor object, and those for which the object is refused have no effect.
+// defaults and validates. A rejected object must not be added to a Cluster. The caller completes the findings: they lack the place
+// and the object, and those that reject the object lack the effect.
 func Admit(obj any) (findings []source.Finding, refused bool) {
 	c := &checker{}
 	switch obj := obj.(type) {
@@ -47,7 +47,7 @@ type checker struct {
 	refused  bool
 }
 
-// refuse reports a fault for which the API server would refuse the object.
+// refuse reports a fault for which the API server would reject the object.
 func (c *checker) refuse(field, format string, args ...any) {
 	c.refused = true
 	c.problem(field, "", format, args...)

@@ -1,7 +1,6 @@
-// Package controlplane does what the API server and the controllers of a cluster would do with a set of objects: it fills in
-// defaults and validates (Admit), allots cluster IPs and node ports, mirrors Endpoints, and makes EndpointSlices of Pods
-// (Cluster). It knows objects and not where they come from: a
-// caller that reads them from files adds the places to what is reported.
+// Package controlplane does what the API server and the controllers of a cluster would do with a set of objects: it sets defaults
+// and validates (Admit), allocates cluster IPs and node ports, mirrors Endpoints, and makes EndpointSlices of Pods (Cluster). It
+// knows objects but not where they come from: a caller that reads them from files adds the places to the findings.
 package controlplane
 
 import (
@@ -65,7 +64,7 @@ type Remark struct {
 type Report func(topic string, remarks []Remark)
 
 // Cluster is a set of objects, and what the API server and the controllers would make of them. It is incremental: a change costs
-// the work for the Services that it concerns. What it delivers is a function of the objects alone.
+// work for the Services that it concerns only. What it delivers is a function of the objects alone.
 type Cluster struct {
 	ranges  Ranges
 	report  Report
@@ -80,7 +79,7 @@ type Cluster struct {
 	granted   map[types.NamespacedName]*allocation
 	delivered map[types.NamespacedName]*v1.Service
 
-	// What the last update has touched.
+	// What the last update has changed.
 	batch   source.Batch
 	dirty   map[types.NamespacedName]bool
 	changed map[types.NamespacedName]bool // Services whose request changed

@@ -66,7 +66,7 @@ func (d *Document) LineAt(offset int) int {
 	return d.Text.Line(min(d.Start+offset, max(len(d.Data)-1, 0)))
 }
 
-// Same reports whether two documents read alike, wherever they stand.
+// Same reports whether two documents have the same text, wherever they are.
 func (d *Document) Same(o *Document) bool {
 	return d.JSON == o.JSON && d.List == o.List && bytes.Equal(d.Bytes(), o.Bytes())
 }

@@ -16,8 +16,8 @@ import (
 )
 
 // An object is gone only if its file could be read completely and no longer has it, or if the file was removed from a directory
-// that can be read. Whatever else happens to a file, what was read from it last stays in force; the fault is reported, and the
-// node is not ready. The functions here decide when a change of a file counts.
+// that can be read. Whatever else happens to a file, the version read last stays in force, the fault is reported, and the node is
+// not ready. The functions here decide when a change of a file counts.
 
 // version is the content of a file, and the file that had it.
 type version struct {
@@ -62,13 +62,13 @@ func (w *watch) deferChange(path string, sum uint64, now time.Time) *deferred {
 	return d
 }
 
-// setFault notes what is wrong.
+// setFault records a fault.
 func (d *deferred) setFault(where, detail, effect string) {
 	rem := fileProblem(where, detail, effect, false)
 	d.fault, d.where = &rem, where
 }
 
-// until has the file looked at again at a time, or a little later if that has passed. It returns false.
+// until schedules another look at the file at a time, or a little later if that has passed. It returns false.
 func (d *deferred) until(at, now time.Time) bool {
 	if d.again = at; !at.After(now) {
 		d.again = now.Add(grace)
@@ -204,7 +204,7 @@ func (w *watch) weighCut(r *reading, d *deferred, c cut, last version, now time.
 	return w.settled(r, d, now)
 }
 
-// hasGone decides whether it counts that there is no file at a path any longer.
+// hasGone decides whether the absence of a file counts.
 func (w *watch) hasGone(path string, now time.Time) bool {
 	d := w.deferChange(path, 0, now)
 	d.gone = true
@@ -236,7 +236,7 @@ func (w *watch) weighGone(path string, d *deferred, now time.Time) bool {
 	return !now.Before(at) || d.until(at, now)
 }
 
-// removedFrom reports whether a file was removed from its directory, and that is still the same one.
+// removedFrom reports whether a file was removed from its directory, and the directory is still the same one.
 func (w *watch) removedFrom(dir, path string) bool {
 	if _, err := os.Lstat(path); !errors.Is(err, fs.ErrNotExist) {
 		return false
@@ -266,7 +266,7 @@ func (w *watch) whyLost(where string) string {
 	return "this is not a directory any more"
 }
 
-// reportFaults reports faults that last, and withdraws those that are mended. At the start it reports all at once.
+// reportFaults reports lasting faults, and withdraws those that are fixed. At the start it reports all at once.
 func (w *watch) reportFaults(now time.Time) {
 	found := map[string][]remark{}
 	for path, err := range w.tree.errs {

@@ -27,7 +27,7 @@ type Config struct {
 	// Path is a file or a directory of manifests: *.yaml, *.yml and *.json, also in directories below it. Names that
 	// begin with a dot are left alone.
 	Path string
-	// Ranges are what cluster IPs and node ports are allotted from.
+	// Ranges are the ranges from which cluster IPs and node ports are allocated.
 	controlplane.Ranges
 	// Report receives each finding about the objects once while it holds; nil discards them. It is called from the goroutine that
 	// runs the source.
@@ -58,8 +58,8 @@ type Source struct {
 	faults []string
 }
 
-// Faults returns the faults that keep manifests from being in force as they are, each with its file and line. In place of what
-// can't be read, what was read last is in force. It may be called at any time.
+// Faults returns the faults that keep manifests from being in force as they are, each with its file and line. For what can't be
+// read, the version read last is in force. It may be called at any time.
 func (s *Source) Faults() []string {
 	s.mu.Lock()
 	defer s.mu.Unlock()

@@ -17,8 +17,8 @@ import (
 )
 
 const (
-	// quiet is the time without another event after which files are looked at, and busy the time after which they are in any
-	// case: programs save a file in several steps.
+	// quiet is the time without another event after which files are read, and busy the time after which they are read in any case:
+	// programs save a file in several steps.
 	quiet = 2 * time.Millisecond
 	busy  = 15 * time.Millisecond
 	// grace is the time that a newly broken or removed file has to become whole again, from its last change on, and
@@ -86,7 +86,7 @@ func (s *Source) Run(ctx context.Context, sink source.Sink) error {
 	}
 }
 
-// note takes the path of an event in; the empty path stands for any.
+// note records the path of an event; the empty path stands for any.
 func (w *watch) note(name string) {
 	if name == "" {
 		w.all = true
@@ -132,7 +132,7 @@ func (w *watch) schedule() {
 	}
 }
 
-// wake returns when to look next without an event; zero for never.
+// wake returns the time of the next look without an event; zero for never.
 func (w *watch) wake() time.Time {
 	at := w.due
 	for _, h := range w.deferred {

@@ -1,5 +1,5 @@
-// Package sourcetest draws objects for tests as an API server might send them that is not to be trusted, or a manifest might hold
-// that somebody else has written: with any text wherever there is one.
+// Package sourcetest draws objects for tests as an untrusted API server might send them, or a manifest written by somebody else
+// might hold them: with any text in any text field.
 package sourcetest
 
 import (
@@ -24,8 +24,8 @@ var Words = []string{
 	"ff02::1", "1.1.1.1", "$(id)", "`id`", "-j", "--", "a b", "a\x00b", "a\r\nb", "\u2028", "\u202e", "-m comment", "x; reboot", "true", "1=2,3=x", "-1", "Local", "ClientIP", "None",
 }
 
-// Objects draws a few Services with slices and a Node, in which every text may be any word. Most are good, so that the rest gets a
-// chance.
+// Objects draws a few Services with slices and a Node, in which any text may be any word. Most texts are valid, so that the others
+// are read too.
 func Objects(t *rapid.T, word *rapid.Generator[string]) source.Batch {
 	b := source.Batch{Services: map[types.NamespacedName]*v1.Service{},
 		EndpointSlices: map[types.NamespacedName]*discovery.EndpointSlice{}}
@@ -83,7 +83,7 @@ func Objects(t *rapid.T, word *rapid.Generator[string]) source.Batch {
 	return b
 }
 
-// often is something good most of the time: a Service has many fields, and most draws are to get as far as the rules.
+// often draws a valid value most of the time: a Service has many fields, and most draws should get as far as the rules.
 func often(good []string, word *rapid.Generator[string]) *rapid.Generator[string] {
 	return rapid.Custom(func(t *rapid.T) string {
 		if rapid.IntRange(0, 15).Draw(t, "hostile") == 7 { // not at an end of the range, where draws gather

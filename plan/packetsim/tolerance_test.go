@@ -9,7 +9,7 @@ import (
 	"nodeproxy/plan/packetsim"
 )
 
-// TestLeeway holds each allowance of mode ipvs to what it is for: the same without leeway is a difference, and so is what
+// TestLeeway holds each allowance of mode ipvs to what it is for: the same without tolerance is a difference, and so is what
 // is only alike.
 func TestLeeway(t *testing.T) {
 	t.Parallel()
@@ -20,7 +20,7 @@ func TestLeeway(t *testing.T) {
 		Frontends: []plan.Frontend{{Kind: plan.ClusterIP, Addr: vip, Protocol: plan.TCP, Port: 80}},
 		Endpoints: plan.Endpoints{Any: true, Cluster: []plan.Endpoint{{Addr: near, Local: true}, {Addr: far}}},
 	})
-	leeway := packetsim.IPVSLeeway(p)
+	tolerance := packetsim.IPVSTolerance(p)
 	forward := func(to netip.AddrPort) plan.Verdict {
 		return plan.Verdict{Action: plan.Forward, Targets: []plan.Target{{Addr: to, Masquerade: true}}}
 	}
@@ -44,7 +44,7 @@ func TestLeeway(t *testing.T) {
 		verdict  plan.Verdict
 		packet   plan.Packet
 		outcomes []packetsim.Outcome
-		want     string // in the error despite the leeway; empty for none
+		want     string // in the error despite the tolerance; empty for none
 	}{
 		{"closed port of a Service", plan.Verdict{}, to(vip, 81), []packetsim.Outcome{rejected}, ""},
 		{"closed port in a range of Services", plan.Verdict{}, to(netip.MustParseAddr("10.97.9.9"), 81),
@@ -63,18 +63,18 @@ func TestLeeway(t *testing.T) {
 	} {
 		t.Run(tc.name, func(t *testing.T) {
 			t.Parallel()
-			err := leeway.Agree(tc.verdict, tc.packet, tc.outcomes)
+			err := tolerance.Agree(tc.verdict, tc.packet, tc.outcomes)
 			if tc.want == "" && err != nil || tc.want != "" && (err == nil || !strings.Contains(err.Error(), tc.want)) {
 				t.Errorf("error is %v, want one with %q", err, tc.want)
 			}
 			if packetsim.Agree(tc.verdict, tc.packet, tc.outcomes) == nil {
-				t.Error("without leeway they agree too")
+				t.Error("without tolerance they agree too")
 			}
 		})
 	}
-	// No leeway allows these.
+	// No tolerance allows these.
 	local := packetsim.Outcome{Action: packetsim.Accept, Delivered: true, Probability: 1}
-	if err := leeway.Agree(plan.Verdict{}, to(vip, 81), []packetsim.Outcome{local}); err == nil {
+	if err := tolerance.Agree(plan.Verdict{}, to(vip, 81), []packetsim.Outcome{local}); err == nil {
 		t.Error("a packet to an address of Services may reach the node's own programs")
 	}
 	rs, err := packetsim.ParseSections(plan.IPv4, sections("", "-A -t 10.96.0.1:80 -s rr\n"+
@@ -83,7 +83,7 @@ func TestLeeway(t *testing.T) {
 	if err != nil {
 		t.Fatal(err)
 	}
-	err = leeway.Compare(plan.NewEvaluator(p), rs, to(vip, 80), packetsim.Node{Local: func(netip.Addr) bool { return false }})
+	err = tolerance.Compare(plan.NewEvaluator(p), rs, to(vip, 80), packetsim.Node{Local: func(netip.Addr) bool { return false }})
 	if err == nil || !strings.Contains(err.Error(), "10.1.0.1 is an address that was added to this machine") {
 		t.Errorf("error for an endpoint whose address this machine took is %v", err)
 	}
