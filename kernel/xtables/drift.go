@@ -22,18 +22,18 @@ func Drift(f plan.Family, changes []Change) drift.Found {
 		case c.Op == Write && !c.Exists:
 			found = append(found, drift.Difference{Kind: drift.Chain, State: drift.Missing, Object: chain})
 		case c.Op == Write:
-			found = append(found, rules(chain, c)...)
+			found = appendRuleDrift(found, chain, c)
 		}
 	}
 	return found
 }
 
-// rules compares one chain, rule by rule.
-func rules(chain string, c Change) drift.Found {
+// appendRuleDrift compares one chain, rule by rule.
+func appendRuleDrift(found drift.Found, chain string, c Change) drift.Found {
 	if slices.ContainsFunc(c.Have, Unread) {
-		return drift.Found{{Kind: drift.Chain, State: drift.Changed, Object: chain, Aspect: "it holds rules that only nft can read"}}
+		return append(found, drift.Difference{Kind: drift.Chain, State: drift.Changed, Object: chain, Aspect: "it holds rules that only nft can read"})
 	}
-	var found drift.Found
+	before := len(found)
 	left := map[string]int{}
 	for _, r := range c.Have {
 		left[r]++
@@ -49,8 +49,8 @@ func rules(chain string, c Change) drift.Found {
 			found = append(found, drift.Difference{Kind: drift.Rule, State: drift.Unexpected, Object: chain, Have: r})
 		}
 	}
-	if len(found) == 0 {
-		found = drift.Found{{Kind: drift.Chain, State: drift.Changed, Object: chain, Aspect: "the order of its rules"}}
+	if len(found) == before {
+		found = append(found, drift.Difference{Kind: drift.Chain, State: drift.Changed, Object: chain, Aspect: "the order of its rules"})
 	}
 	return found
 }
