@@ -137,16 +137,18 @@ func (v *values) sourceFlags(fs *pflag.FlagSet) {
 	kp, own := &v.kp, &v.own
 	text(fs, &own.configFile, "config", "file with a KubeProxyConfiguration; flags override it")
 	text(fs, &own.writeConfigTo, "write-config-to", "write the effective configuration to this file, and exit")
-	text(fs, &kp.HostnameOverride, "node-name", "name of this node; by default the host's name")
+	text(fs, &kp.HostnameOverride, "node-name", "name of this node's Node object; by default the host's name")
 	text(fs, &kp.HostnameOverride, "hostname-override", "same as --node-name")
 	text(fs, &own.manifests, "manifests",
 		"file or directory of YAML or JSON with Services, EndpointSlices, Endpoints, Pods and Nodes, watched in place of an API server")
-	text(fs, &kp.ClientConnection.Kubeconfig, "kubeconfig", "kubeconfig file that says how to reach the API server")
+	text(fs, &kp.ClientConnection.Kubeconfig, "kubeconfig",
+		"kubeconfig file that says how to reach the API server; without it and --master, a pod uses its service account")
 	text(fs, &own.master, "master", "URL of the API server; overrides the one in --kubeconfig")
 	text(fs, &kp.ClientConnection.ContentType, "kube-api-content-type", "MIME type of requests to the API server")
 	fs.Float32Var(&kp.ClientConnection.QPS, "kube-api-qps", kp.ClientConnection.QPS,
-		"requests to the API server per second, on average")
-	fs.Int32Var(&kp.ClientConnection.Burst, "kube-api-burst", kp.ClientConnection.Burst, "requests to the API server in a burst")
+		"maximum number of requests to the API server per second, on average")
+	fs.Int32Var(&kp.ClientConnection.Burst, "kube-api-burst", kp.ClientConnection.Burst,
+		"maximum number of requests to the API server at once")
 	fs.DurationVar(&kp.ConfigSyncPeriod.Duration, "config-sync-period", kp.ConfigSyncPeriod.Duration,
 		"no effect: objects are watched")
 	text(fs, &own.serviceCIDR, "service-cidr",
@@ -155,7 +157,7 @@ func (v *values) sourceFlags(fs *pflag.FlagSet) {
 		"range from which a Service in the manifests gets its node ports if it names none")
 	fs.BoolVar(&own.cleanup, "cleanup", false, "remove what kube-proxy and nodeproxy keep in the kernel, and exit; see nodeproxy cleanup")
 	fs.BoolVar(&own.takeOver, "take-over", own.takeOver,
-		"write rules at once even if a kube-proxy or another nodeproxy runs here; by default nodeproxy waits until it has ended")
+		"write rules at once even if a kube-proxy or another nodeproxy runs on this node; by default nodeproxy waits until it has ended")
 	fs.BoolVar(&own.initOnly, "init-only", false, "load kernel modules and set sysctls, which needs more privileges than anything else, and exit")
 }
 
@@ -165,29 +167,30 @@ func (v *values) ruleFlags(fs *pflag.FlagSet) {
 	text(fs, (*string)(&kp.Mode), "mode", "how to program the kernel: "+strings.Join(Modes(), " or "))
 	text(fs, (*string)(&kp.Mode), "proxy-mode", "same as --mode")
 	text(fs, &v.own.iptablesBackend, "iptables-backend",
-		"variant of iptables: nft, legacy, or auto for the one that already holds rules")
+		"variant of iptables: nft, legacy, or auto for the one that already holds rules (modes iptables and ipvs)")
 	text(fs, &kp.ClusterCIDR, "cluster-cidr",
-		"range of pod addresses, by which --detect-local-mode=ClusterCIDR recognises traffic from pods; a comma-separated pair for dual stack")
+		"range of pod addresses, for --detect-local-mode=ClusterCIDR; a comma-separated pair for dual stack")
 	text(fs, (*string)(&kp.DetectLocalMode), "detect-local-mode",
-		"how to recognise traffic from pods: ClusterCIDR, NodeCIDR, BridgeInterface or InterfaceNamePrefix")
-	text(fs, &kp.DetectLocal.BridgeInterface, "pod-bridge-interface", "bridge of the pods, for --detect-local-mode=BridgeInterface")
+		"how to recognise traffic from pods: ClusterCIDR (by --cluster-cidr), NodeCIDR (by the Node object), "+
+			"BridgeInterface (by --pod-bridge-interface) or InterfaceNamePrefix (by --pod-interface-name-prefix)")
+	text(fs, &kp.DetectLocal.BridgeInterface, "pod-bridge-interface", "bridge that pods are attached to, for --detect-local-mode=BridgeInterface")
 	text(fs, &kp.DetectLocal.InterfaceNamePrefix, "pod-interface-name-prefix",
 		"prefix of the names of the pods' interfaces, for --detect-local-mode=InterfaceNamePrefix")
 	fs.StringSliceVar(&kp.NodePortAddresses, "nodeport-addresses", kp.NodePortAddresses,
 		"ranges of the node's addresses where node ports answer, or \"primary\" for those of its Node object; by default all")
 	fs.BoolVar(&kp.IPTables.MasqueradeAll, "masquerade-all", kp.IPTables.MasqueradeAll, "masquerade all traffic to cluster IPs")
 	fs.Int32Var(kp.IPTables.MasqueradeBit, "iptables-masquerade-bit", *kp.IPTables.MasqueradeBit,
-		"bit of the packet mark that asks for masquerading, 0-31")
+		"bit of the packet mark that asks for masquerading, 0-31 (modes iptables and ipvs)")
 	fs.BoolVar(kp.IPTables.LocalhostNodePorts, "iptables-localhost-nodeports", *kp.IPTables.LocalhostNodePorts,
-		"let node ports answer on 127.0.0.1 too, which needs the sysctl route_localnet")
+		"let node ports answer on 127.0.0.1 too, which needs the sysctl route_localnet (mode iptables)")
 	fs.BoolVar(&v.own.resetTCP, "reset-tcp", v.own.resetTCP,
 		"reset TCP connections to endpoints that are gone, unless a Service's annotation nodeproxy.io/reset-tcp says otherwise "+
 			"(mode iptables)")
 	period := &kp.IPTables.MinSyncPeriod.Duration
-	fs.DurationVar(period, "min-sync-period", *period, "minimum time between two changes of the rules; 0 for none")
-	fs.DurationVar(period, "iptables-min-sync-period", *period, "same as --min-sync-period")
+	fs.DurationVar(period, "min-sync-period", *period, "same as --iptables-min-sync-period")
+	fs.DurationVar(period, "iptables-min-sync-period", *period, "minimum time between two changes of the rules; 0 for none (mode iptables)")
 	fs.DurationVar(&kp.IPTables.SyncPeriod.Duration, "iptables-sync-period", kp.IPTables.SyncPeriod.Duration,
-		"how often the kernel is compared with what it should hold, even if nothing changed")
+		"how often the kernel is compared with what it should hold, even if nothing changed (mode iptables)")
 	fs.Var(cliflag.NewMapStringBool(&kp.FeatureGates), "feature-gates",
 		"kube-proxy's feature gates, as NAME=true or NAME=false; AllowServiceExternalIPs=false ignores spec.externalIPs")
 }
@@ -195,13 +198,14 @@ func (v *values) ruleFlags(fs *pflag.FlagSet) {
 // serverFlags are the flags for the process and its HTTP endpoints.
 func (v *values) serverFlags(fs *pflag.FlagSet) {
 	kp := &v.kp
-	text(fs, &kp.BindAddress, "bind-address", "the node's own address; 0.0.0.0 or :: to find it out")
-	fs.BoolVar(&kp.BindAddressHardFail, "bind-address-hard-fail", kp.BindAddressHardFail, "exit if the health check or metrics server can't listen at its address")
-	text(fs, &kp.HealthzBindAddress, "healthz-bind-address", "IP and port of the health check server; empty for none")
-	text(fs, &kp.MetricsBindAddress, "metrics-bind-address", "IP and port of the metrics server; empty for none")
+	text(fs, &kp.BindAddress, "bind-address", "this node's IP address; 0.0.0.0 or :: for those of its Node object")
+	fs.BoolVar(&kp.BindAddressHardFail, "bind-address-hard-fail", kp.BindAddressHardFail,
+		"exit if the health check server or the metrics server can't listen at its address")
+	text(fs, &kp.HealthzBindAddress, "healthz-bind-address", "IP address and port of the health check server; empty for none")
+	text(fs, &kp.MetricsBindAddress, "metrics-bind-address", "IP address and port of the metrics server; empty for none")
 	fs.Int32Var(&v.own.healthzPort, "healthz-port", v.own.healthzPort, "deprecated: see --healthz-bind-address")
 	fs.Int32Var(&v.own.metricsPort, "metrics-port", v.own.metricsPort, "deprecated: see --metrics-bind-address")
-	fs.BoolVar(&kp.EnableProfiling, "profiling", kp.EnableProfiling, "serve /debug/pprof")
+	fs.BoolVar(&kp.EnableProfiling, "profiling", kp.EnableProfiling, "serve /debug/pprof at the metrics server")
 	text(fs, &kp.ShowHiddenMetricsForVersion, "show-hidden-metrics-for-version", "no effect: no metric is hidden")
 	fs.Int32Var(kp.OOMScoreAdj, "oom-score-adj", *kp.OOMScoreAdj,
 		"oom_score_adj of this process: how readily the kernel kills it when memory runs out, -1000 to 1000")
@@ -218,16 +222,18 @@ func (v *values) conntrackFlags(fs *pflag.FlagSet) {
 	c := &v.kp.Conntrack
 	fs.Int32Var(c.MaxPerCore, "conntrack-max-per-core", *c.MaxPerCore,
 		"maximum number of tracked connections per CPU core; 0 leaves the kernel's limit as it is")
-	fs.Int32Var(c.Min, "conntrack-min", *c.Min, "maximum number of tracked connections, at least, however few the cores")
+	fs.Int32Var(c.Min, "conntrack-min", *c.Min,
+		"maximum number of tracked connections where --conntrack-max-per-core makes a smaller one")
 	fs.DurationVar(&c.TCPEstablishedTimeout.Duration, "conntrack-tcp-timeout-established", c.TCPEstablishedTimeout.Duration,
-		"how long to remember idle TCP connections; 0 leaves the kernel's setting as it is")
+		"how long the kernel tracks idle TCP connections; 0 leaves its setting as it is")
 	fs.DurationVar(&c.TCPCloseWaitTimeout.Duration, "conntrack-tcp-timeout-close-wait", c.TCPCloseWaitTimeout.Duration,
-		"how long to remember TCP connections in state CLOSE_WAIT; 0 leaves the kernel's setting as it is")
-	fs.BoolVar(&c.TCPBeLiberal, "conntrack-tcp-be-liberal", c.TCPBeLiberal, "accept packets outside the TCP window (sysctl nf_conntrack_tcp_be_liberal)")
+		"how long the kernel tracks TCP connections in state CLOSE_WAIT; 0 leaves its setting as it is")
+	fs.BoolVar(&c.TCPBeLiberal, "conntrack-tcp-be-liberal", c.TCPBeLiberal,
+		"take packets outside the TCP window for valid (sysctl nf_conntrack_tcp_be_liberal)")
 	fs.DurationVar(&c.UDPTimeout.Duration, "conntrack-udp-timeout", c.UDPTimeout.Duration,
-		"how long to remember UDP flows without an answer; 0 leaves the kernel's setting as it is")
+		"how long the kernel tracks UDP flows without an answer; 0 leaves its setting as it is")
 	fs.DurationVar(&c.UDPStreamTimeout.Duration, "conntrack-udp-timeout-stream", c.UDPStreamTimeout.Duration,
-		"how long to remember UDP flows with packets in both directions; 0 leaves the kernel's setting as it is")
+		"how long the kernel tracks UDP flows with packets in both directions; 0 leaves its setting as it is")
 }
 
 func (v *values) ipvsFlags(fs *pflag.FlagSet) {
@@ -236,14 +242,17 @@ func (v *values) ipvsFlags(fs *pflag.FlagSet) {
 	fs.DurationVar(&c.SyncPeriod.Duration, "ipvs-sync-period", c.SyncPeriod.Duration,
 		"how often the kernel is compared with what it should hold, even if nothing changed"+in)
 	fs.DurationVar(&c.MinSyncPeriod.Duration, "ipvs-min-sync-period", c.MinSyncPeriod.Duration,
-		"minimum time between two changes"+in)
-	text(fs, &c.Scheduler, "ipvs-scheduler", "IPVS scheduler, which chooses an endpoint; rr if empty"+in)
+		"minimum time between two changes of the kernel; 0 for none"+in)
+	text(fs, &c.Scheduler, "ipvs-scheduler", "IPVS scheduler, which chooses an endpoint; empty for rr"+in)
 	fs.StringSliceVar(&c.ExcludeCIDRs, "ipvs-exclude-cidrs", c.ExcludeCIDRs, "ranges whose virtual servers are left alone"+in)
-	fs.BoolVar(&c.StrictARP, "ipvs-strict-arp", c.StrictARP, "set arp_ignore to 1 and arp_announce to 2"+in)
+	fs.BoolVar(&c.StrictARP, "ipvs-strict-arp", c.StrictARP,
+		"keep other interfaces from answering ARP requests for addresses of Services, by arp_ignore=1 and arp_announce=2"+in)
 	fs.DurationVar(&c.TCPTimeout.Duration, "ipvs-tcp-timeout", c.TCPTimeout.Duration,
-		"how long to remember idle TCP connections; 0 leaves the kernel's setting as it is"+in)
-	fs.DurationVar(&c.TCPFinTimeout.Duration, "ipvs-tcpfin-timeout", c.TCPFinTimeout.Duration, "how long to remember TCP connections after a FIN; 0 leaves the kernel's setting as it is"+in)
-	fs.DurationVar(&c.UDPTimeout.Duration, "ipvs-udp-timeout", c.UDPTimeout.Duration, "how long to remember UDP flows; 0 leaves the kernel's setting as it is"+in)
+		"how long IPVS remembers idle TCP connections; 0 leaves the kernel's setting as it is"+in)
+	fs.DurationVar(&c.TCPFinTimeout.Duration, "ipvs-tcpfin-timeout", c.TCPFinTimeout.Duration,
+		"how long IPVS remembers TCP connections after a FIN; 0 leaves the kernel's setting as it is"+in)
+	fs.DurationVar(&c.UDPTimeout.Duration, "ipvs-udp-timeout", c.UDPTimeout.Duration,
+		"how long IPVS remembers UDP flows; 0 leaves the kernel's setting as it is"+in)
 	text(fs, &v.own.ipvsVIPs, "ipvs-vips",
 		"how addresses of Services become local: routes for one local route per range of cluster IPs, addresses for one address per Service"+in)
 	fs.DurationVar(&v.own.ipvsGrace, "ipvs-graceful-period", v.own.ipvsGrace,
@@ -252,10 +261,10 @@ func (v *values) ipvsFlags(fs *pflag.FlagSet) {
 
 func (v *values) logFlags(fs *pflag.FlagSet) {
 	c := &v.kp.Logging
-	text(fs, &v.own.logLevel, "log-level", "what to log: debug, info, warn or error")
+	text(fs, &v.own.logLevel, "log-level", "lowest level that is logged: debug, info, warn or error")
 	fs.Uint32VarP((*uint32)(&c.Verbosity), "v", "v", uint32(c.Verbosity),
-		"kube-proxy's log level: 4 or more means --log-level=debug")
-	text(fs, &c.Format, "logging-format", "how to write the log: text or json")
+		"kube-proxy's log level; 4 or more is --log-level=debug")
+	text(fs, &c.Format, "logging-format", "format of the log: text or json")
 	fs.DurationVar(&c.FlushFrequency.Duration.Duration, "log-flush-frequency", c.FlushFrequency.Duration.Duration,
 		"no effect: the log is not buffered")
 	fs.Var(logs.VModuleConfigurationPflag(&c.VModule), "vmodule", "no effect: log levels are for the whole program")

@@ -46,6 +46,7 @@ func root() *cobra.Command {
 	}
 	cmd.Flags().AddFlagSet(run.Flags())
 	cmd.SetGlobalNormalizationFunc(cliflag.WordSepNormalizeFunc)
+	cmd.SetUsageFunc(usage)
 	cmd.SetFlagErrorFunc(func(_ *cobra.Command, err error) error { return &usageError{err} })
 	cmd.AddCommand(run, refuseOthers(renderCommand()), refuseOthers(configCommand()), refuseOthers(cleanupCommand()), versionCommand())
 	return cmd
