@@ -1,9 +1,9 @@
-// Package ipvs turns a plan into virtual servers, ipsets and addresses, with the few iptables rules that they need, and keeps
-// the kernel equal to them.
+// Package ipvs turns a plan into virtual servers, ipsets and addresses, with the few iptables rules that they need, and keeps the
+// kernel equal to them.
 //
-// A ServicePort becomes objects (objects.go), which a state gathers (state.go); an engine holds that beside what the kernel
-// has (engine.go), and changes what differs, one thing at a time. The rules (rules.go) know of no Service: they ask sets.
-// Only the packages below kernel, nftrules, and iptables for its rules, touch the machine.
+// A ServicePort becomes objects (objects.go), which a state collects (state.go). An engine compares that desired state with the
+// actual one (engine.go) and changes what differs, one thing at a time. The rules (rules.go) know no Services: they ask sets. Only
+// the packages below kernel, nftrules, and iptables for its rules, touch the machine.
 package ipvs
 
 import (
@@ -28,45 +28,45 @@ import (
 	"nodeproxy/plan"
 )
 
-// DefaultGracePeriod is how long connections are left to a real server of whose endpoint nothing is known any more.
+// DefaultGracePeriod is how long connections are left to a real server whose endpoint is no longer listed.
 const DefaultGracePeriod = 5 * time.Minute
 
-// drainInterval is how often real servers that drain are looked at.
+// drainInterval is the interval at which draining real servers are checked.
 const drainInterval = time.Second
 
-// Config says how a Backend works.
+// Config configures a Backend.
 type Config struct {
 	Options
-	// Variant is the implementation of iptables to use; Auto picks the one that the node uses already.
+	// Variant is the implementation of iptables to use; Auto picks the one already in use on the node.
 	Variant xtables.Variant
-	// Families are those to program.
+	// Families are the families to program.
 	Families []plan.Family
-	// ExcludeCIDRs are ranges whose virtual servers belong to somebody else.
+	// ExcludeCIDRs are ranges whose virtual servers belong to other programs.
 	ExcludeCIDRs []netip.Prefix
 	// StrictARP keeps the node from answering ARP requests for addresses of Services on other interfaces.
 	StrictARP bool
-	// How long IPVS remembers an idle connection; zero leaves the kernel's setting as it is.
+	// How long IPVS remembers an idle connection; zero leaves the kernel's setting unchanged.
 	TCPTimeout, TCPFinTimeout, UDPTimeout time.Duration
-	// GracePeriod is as DefaultGracePeriod, which zero stands for. The time that a pod itself has to end is not counted: as
-	// long as an EndpointSlice lists an endpoint, its connections are left to it.
+	// GracePeriod is like DefaultGracePeriod, the value for zero. It does not include the pod's own termination: as long as an
+	// EndpointSlice lists an endpoint, its connections are left to it.
 	GracePeriod time.Duration
 	// SysctlDir is where kernel settings are written; empty for /proc/sys.
 	SysctlDir string
-	// Warn is told of schedulers that the kernel lacks, each once; nil for nobody.
+	// Warn is called for each scheduler that the kernel lacks, once; nil for none.
 	Warn func(text string)
-	// RestoreFailed is told of each run of iptables-restore that failed; nil for nobody.
+	// RestoreFailed is called for each failed run of iptables-restore; nil for none.
 	RestoreFailed func(plan.Family)
 	// NativeRules is as in iptables.Config.
 	NativeRules func(xtables.NativeRules)
 	// Refused is as in iptables.Config.
 	Refused func(plan.Family, []plan.Refusal)
-	// Compared is told of each comparison of everything with the kernel, once for all families, with what was not as it had
-	// been written. The first sync and the one after an error do not know that. Nil is for nobody. It must not block.
+	// Compared, unless nil, receives the result of each comparison of everything with the kernel, once for all families: what
+	// differed from what had been written. The first sync and the one after an error do not know that. It must not block.
 	Compared func(drift.Report)
 	Log      *slog.Logger
 }
 
-// Backend keeps virtual servers and what belongs to them equal to a plan. Sync is not safe for concurrent use.
+// Backend keeps virtual servers and their other objects equal to a plan. Sync is not safe for concurrent use.
 type Backend struct {
 	cfg     Config
 	servers *ipvs.Servers
@@ -74,14 +74,14 @@ type Backend struct {
 	device  *host.Device
 	engines []*engine
 	tables  []*xtables.Tables
-	took    map[plan.Family]time.Duration // by the last Sync
+	took    map[plan.Family]time.Duration // of the last Sync
 
 	settings sync.Mutex // held while sysctls is used
 	sysctls  sysctlKeeper
 }
 
-// New finds out what the node can do, and sets the sysctls that IPVS needs. An error names what is missing, and what to do
-// about it; nothing has been programmed then.
+// New finds out what the node supports, and sets the sysctls that IPVS needs. An error names what is missing and what to do about
+// it; nothing has been programmed then.
 func New(cfg Config) (*Backend, error) {
 	if cfg.GracePeriod == 0 {
 		cfg.GracePeriod = DefaultGracePeriod
@@ -101,8 +101,8 @@ func New(cfg Config) (*Backend, error) {
 	return b, nil
 }
 
-// Check returns the error that New would return, as far as that can be known by looking. It may load kernel modules, and changes
-// nothing else. Of what is no error it tells the log alone.
+// Check returns the error that New would return, as far as that is known without changes. It may load kernel modules and changes
+// nothing else. What is not an error is only logged.
 func Check(cfg Config) error {
 	n, err := find(&cfg)
 	if err == nil {
@@ -115,8 +115,8 @@ func Check(cfg Config) error {
 	return nil
 }
 
-// Prepare does the part of New that needs more rights than programming does: it loads what the kernel has as modules, and sets
-// the sysctls. The error is the one that New would return for want of these.
+// Prepare does the part of New that needs more rights than programming: it loads kernel modules and sets the sysctls. Its error is
+// the one that New would return without these.
 func Prepare(cfg Config) error {
 	n, err := findInKernel(cmp.Or(cfg.Scheduler, DefaultScheduler))
 	if err == nil {
@@ -126,7 +126,7 @@ func Prepare(cfg Config) error {
 	if err != nil {
 		return fmt.Errorf("mode ipvs can't work here: %w", err)
 	}
-	// To ask for a scheduler loads it.
+	// Asking for a scheduler loads it.
 	if missing := slices.DeleteFunc(slices.Clone(plan.Schedulers), n.servers.HasScheduler); len(missing) > 0 {
 		cfg.Log.Info("this kernel lacks some IPVS schedulers; Services that ask for one of them get the default one",
 			"schedulers", strings.Join(missing, ", "))
@@ -174,11 +174,11 @@ func (b *Backend) engine(f plan.Family, t *xtables.Tables, n *node, d *host.Devi
 	options.RandomFully, options.TCPLiberal = t.Program().RandomFully, tcpLiberal()
 	b.cfg.Log.Info("using IPVS", "program", t.Program().Describe(), "scheduler", options.Scheduler)
 	if options.WholeAddresses = n.ports[f] == nil; options.WholeAddresses {
-		b.cfg.Log.Warn("all ports of external IPs are this node's, also where another host has the address: give Services addresses of"+
+		b.cfg.Log.Warn("all ports of external IPs are this node's, even if another host has the address: give Services addresses of"+
 			" their own", "family", f, "error", nftrules.ErrNoPorts)
 	}
 	e := &engine{
-		family: f, options: options, tellRefused: b.cfg.Refused, exclude: b.cfg.ExcludeCIDRs, grace: b.cfg.GracePeriod, log: b.cfg.Log,
+		family: f, options: options, onRefused: b.cfg.Refused, exclude: b.cfg.ExcludeCIDRs, grace: b.cfg.GracePeriod, log: b.cfg.Log,
 		machine: machine{servers: b.servers, sets: n.sets, device: d, tables: t,
 			host: hostAddresses},
 	}
@@ -201,14 +201,14 @@ func (b *Backend) engine(f plan.Family, t *xtables.Tables, n *node, d *host.Devi
 	return e
 }
 
-// Close closes the backend's sockets, and leaves what it has programmed. Neither Sync, Run nor Watch may be running, nor be called
-// after it. A reader of traffic works on: metrics are read until the next backend takes the place of this one.
+// Close closes the backend's sockets and leaves what it has programmed. Neither Sync, Run nor Watch may run during or after it. A
+// reader of traffic continues to work: metrics are read until the next backend replaces this one.
 func (b *Backend) Close() error {
 	b.node.close()
 	return b.device.Close()
 }
 
-// Families are those that the backend programs.
+// Families returns the families that the backend programs.
 func (b *Backend) Families() []plan.Family {
 	var out []plan.Family
 	for _, e := range b.engines {
@@ -222,7 +222,7 @@ func (b *Backend) Sync(ctx context.Context, p *plan.Plan, change plan.Change) er
 	begin := time.Now()
 	var errs []error
 	b.took = map[plan.Family]time.Duration{}
-	for _, e := range b.engines { // One after the other: they share the kernel's lock on IPVS.
+	for _, e := range b.engines { // One after the other: both need the kernel's lock on IPVS.
 		family := time.Now()
 		errs = append(errs, e.sync(ctx, p, change))
 		b.took[e.family] = time.Since(family)
@@ -248,10 +248,10 @@ func (b *Backend) Sync(ctx context.Context, p *plan.Plan, change plan.Change) er
 	return err
 }
 
-// Took is how long the last Sync took for each family. It may be called between two of them.
+// Took returns how long the last Sync took for each family. It may be called between two of them.
 func (b *Backend) Took() map[plan.Family]time.Duration { return b.took }
 
-// others are the addresses of this node that are not those of Services.
+// others selects the addresses of this node that are not those of Services.
 var others = host.Filter{Except: []string{names.Device}}
 
 // hostAddresses lists them.
@@ -267,11 +267,11 @@ func hostAddresses(f plan.Family) (map[netip.Addr]struct{}, error) {
 	return out, nil
 }
 
-// quiet is how long to wait for more changes of the node's addresses.
+// quiet is how long to wait for further changes of the node's addresses.
 const quiet = 100 * time.Millisecond
 
-// Run removes real servers when their connections are gone, and follows the node's own addresses. It calls changed when everything
-// must be synced anew, as after a failure. It returns when ctx ends.
+// Run removes real servers when their connections have ended, and follows the node's own addresses. It calls changed when
+// everything must be synced again, as after a failure. It returns when ctx ends.
 func (b *Backend) Run(ctx context.Context, changed func()) error {
 	watch := make(chan error, 1)
 	var wg sync.WaitGroup
@@ -302,7 +302,7 @@ func (b *Backend) Run(ctx context.Context, changed func()) error {
 		case now := <-ticks.C:
 			for _, e := range b.engines {
 				if err := e.drain(now); err != nil {
-					b.cfg.Log.Warn("real servers that drain could not be removed; everything is compared anew", "error", err)
+					b.cfg.Log.Warn("draining real servers could not be removed; everything is compared again", "error", err)
 					changed()
 				}
 			}
@@ -310,7 +310,7 @@ func (b *Backend) Run(ctx context.Context, changed func()) error {
 	}
 }
 
-// schedulers remembers which ones the kernel has.
+// schedulers remembers which schedulers the kernel has.
 type schedulers struct {
 	has   func(string) bool
 	known map[string]bool

@@ -18,7 +18,7 @@ import (
 	"nodeproxy/plan"
 )
 
-// Leftovers reports whether mode ipvs, this program's or kube-proxy's, has left something on this node: the device, nftables tables,
+// Leftovers reports whether mode ipvs, this program's or kube-proxy's, has left objects on this node: the device, nftables tables,
 // routing rules, or sets.
 func Leftovers() (bool, error) {
 	if host.DeviceExists(names.Device) {
@@ -32,26 +32,26 @@ func Leftovers() (bool, error) {
 	}
 	s, err := ipset.OpenSets()
 	if err != nil {
-		return false, nil // A kernel without sets holds none.
+		return false, nil // A kernel without ipsets has none.
 	}
 	defer s.Close()
 	list, err := s.Names()
 	return slices.ContainsFunc(list, names.IsOurSet), err
 }
 
-// Cleaner removes what mode ipvs has left, once the rules of another mode lead nothing new to it.
+// Cleaner removes what mode ipvs has left, once the rules of another mode no longer lead new connections to it.
 type Cleaner struct {
-	// ExcludeCIDRs are ranges whose virtual servers belong to somebody else.
+	// ExcludeCIDRs are ranges whose virtual servers belong to other programs.
 	ExcludeCIDRs []netip.Prefix
-	// GracePeriod is how long connections are left to their virtual servers; zero removes all at once.
+	// GracePeriod is how long virtual servers with connections are kept; zero removes all at once.
 	GracePeriod time.Duration
-	// MasqueradeBit is what it was in mode ipvs.
+	// MasqueradeBit is the bit that mode ipvs used.
 	MasqueradeBit int
 	Log           *slog.Logger
 }
 
-// Run removes virtual servers as they have no connections left, and at last addresses, sets and the device. When ctx ends it
-// stops where it is. No iptables rule may ask a set any more.
+// Run removes virtual servers as their connections end, and finally addresses, sets and the device. It stops when ctx ends. No
+// iptables rule may use a set any more.
 func (c *Cleaner) Run(ctx context.Context) error {
 	v, err := ipvs.OpenServers()
 	if err != nil {
@@ -76,11 +76,11 @@ func (c *Cleaner) Run(ctx context.Context) error {
 	if err := removeRest(); err != nil {
 		return fmt.Errorf("removing what mode ipvs has left: %w", err)
 	}
-	c.Log.Info("what mode ipvs has left is removed")
+	c.Log.Info("removed what mode ipvs had left")
 	return nil
 }
 
-// List says what Run would remove, a line each.
+// List returns what Run would remove, one line each.
 func (c *Cleaner) List() ([]string, error) {
 	var out []string
 	if v, err := ipvs.OpenServers(); err == nil {
@@ -117,7 +117,7 @@ func (c *Cleaner) List() ([]string, error) {
 	}
 	s, err := ipset.OpenSets()
 	if err != nil {
-		return out, nil // A kernel without sets holds none.
+		return out, nil // A kernel without ipsets has none.
 	}
 	defer s.Close()
 	list, err := s.Names()
@@ -129,7 +129,7 @@ func (c *Cleaner) List() ([]string, error) {
 	return out, err
 }
 
-// servers removes virtual servers without connections, or all of them. It returns how many are left.
+// servers removes virtual servers without connections, or all of them. It returns the number of those left.
 func (c *Cleaner) servers(v *ipvs.Servers, all bool) (int, error) {
 	e := engine{exclude: c.ExcludeCIDRs, desired: &state{marks: newMarks(c.MasqueradeBit)}}
 	left := 0
@@ -153,8 +153,8 @@ func (c *Cleaner) servers(v *ipvs.Servers, all bool) (int, error) {
 	return left, nil
 }
 
-// waited reports whether a virtual server has connections that are to go on. Flows of UDP have no end: they are taken up by
-// the rules of the other mode with their next packet.
+// waited reports whether a virtual server has connections that must continue. UDP flows have no end: the other mode's rules take
+// them over with their next packet.
 func waited(id ipvs.ServerID, s *ipvs.ActualServer) bool {
 	if id.Mark == 0 && id.Protocol != plan.TCP {
 		return false
@@ -174,7 +174,7 @@ func removeRest() error {
 	}
 	s, err := ipset.OpenSets()
 	if err != nil {
-		return nil // A kernel without sets holds none.
+		return nil // A kernel without ipsets has none.
 	}
 	defer s.Close()
 	list, err := s.Names()

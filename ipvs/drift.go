@@ -19,9 +19,9 @@ func (e *engine) differs(k drift.Kind, s drift.State, format string, args ...any
 
 // differences finds out in what that which the kernel holds now differs from what it was left with. Rules are compared by
 // package iptables, routes by routeDifferences.
-func (e *engine) differences(before *held) {
+func (e *engine) differences(before *actual) {
 	for _, id := range slices.SortedFunc(maps.Keys(before.servers), compareServers) {
-		was, is := before.servers[id], e.held.servers[id]
+		was, is := before.servers[id], e.actual.servers[id]
 		switch {
 		case is == nil:
 			e.differs(drift.VirtualServer, drift.Missing, "%s", id)
@@ -32,7 +32,7 @@ func (e *engine) differences(before *held) {
 		}
 		e.realServerDifferences(id, was, is)
 	}
-	for _, id := range slices.SortedFunc(maps.Keys(e.held.servers), compareServers) {
+	for _, id := range slices.SortedFunc(maps.Keys(e.actual.servers), compareServers) {
 		if before.servers[id] == nil {
 			e.differs(drift.VirtualServer, drift.Unexpected, "%s", id)
 		}
@@ -40,18 +40,18 @@ func (e *engine) differences(before *held) {
 	e.memberDifferences(before)
 	e.portDifferences(before)
 	for _, a := range slices.SortedFunc(maps.Keys(before.vips), netip.Addr.Compare) {
-		if _, is := e.held.vips[a]; !is {
+		if _, is := e.actual.vips[a]; !is {
 			e.differs(drift.Address, drift.Missing, "%s of interface %s", a, names.Device)
 		}
 	}
-	for _, a := range slices.SortedFunc(maps.Keys(e.held.vips), netip.Addr.Compare) {
+	for _, a := range slices.SortedFunc(maps.Keys(e.actual.vips), netip.Addr.Compare) {
 		if _, was := before.vips[a]; !was {
 			e.differs(drift.Address, drift.Unexpected, "%s of interface %s", a, names.Device)
 		}
 	}
 }
 
-func (e *engine) realServerDifferences(id ipvs.ServerID, was, is *heldServer) {
+func (e *engine) realServerDifferences(id ipvs.ServerID, was, is *actualServer) {
 	for _, addr := range slices.SortedFunc(maps.Keys(was.realServers), netip.AddrPort.Compare) {
 		switch d := is.realServers[addr]; {
 		case d == nil:
@@ -70,9 +70,9 @@ func (e *engine) realServerDifferences(id ipvs.ServerID, was, is *heldServer) {
 }
 
 // memberDifferences compares entries of sets. They are not sorted: whoever empties a set leaves thousands.
-func (e *engine) memberDifferences(before *held) {
+func (e *engine) memberDifferences(before *actual) {
 	for m, was := range before.members {
-		is, ok := e.held.members[m]
+		is, ok := e.actual.members[m]
 		switch {
 		case !ok:
 			e.found = append(e.found, e.memberDifference(m, drift.Missing))
@@ -82,7 +82,7 @@ func (e *engine) memberDifferences(before *held) {
 			e.found = append(e.found, d)
 		}
 	}
-	for m := range e.held.members {
+	for m := range e.actual.members {
 		if _, was := before.members[m]; !was {
 			e.found = append(e.found, e.memberDifference(m, drift.Unexpected))
 		}
@@ -119,8 +119,8 @@ func (e *engine) routeDifferences(have map[netip.Prefix]netip.Addr) {
 	}
 }
 
-// realServer returns what was held at an address; nil if nothing was, or if it is not known what was held.
-func (h *held) realServer(id ipvs.ServerID, addr netip.AddrPort) *heldRealServer {
+// realServer returns the real server at an address; nil if there was none, or if the former state is not known.
+func (h *actual) realServer(id ipvs.ServerID, addr netip.AddrPort) *actualRealServer {
 	if h == nil || h.servers[id] == nil {
 		return nil
 	}

@@ -110,15 +110,15 @@ func TestComparisonKeepsGracePeriod(t *testing.T) {
 	gone, changed := replaced(p, key, "10.250.0.1:8080")
 	must(t, e.sync(context.Background(), gone, plan.Only(changed)))
 	var since time.Time
-	for id := range e.held.servers {
-		if d := e.held.realServer(id, old); d != nil {
+	for id := range e.actual.servers {
+		if d := e.actual.realServer(id, old); d != nil {
 			d.since = d.since.Add(-time.Minute)
 			since = d.since
 		}
 	}
 	must(t, e.sync(context.Background(), gone, plan.Everything()))
-	for id := range e.held.servers {
-		if d := e.held.realServer(id, old); d != nil && !d.since.Equal(since) {
+	for id := range e.actual.servers {
+		if d := e.actual.realServer(id, old); d != nil && !d.since.Equal(since) {
 			t.Errorf("it drains since %v, want since %v", d.since, since)
 		}
 	}
@@ -131,7 +131,7 @@ func TestComparisonKeepsGracePeriod(t *testing.T) {
 	}
 }
 
-// TestArtifacts: a difference that stays as it is after a comparison that finds none is none; any other is told of, each time.
+// TestArtifacts: a difference that stays as it is after a comparison that finds none is not real; any other is reported each time.
 func TestArtifacts(t *testing.T) {
 	t.Parallel()
 	p := &prober{}
@@ -154,7 +154,7 @@ func TestArtifacts(t *testing.T) {
 		{7, 50, true}, // the same once more, much later
 	} {
 		if got := p.differs(ipvs.Fingerprint(step.by), step.alike); got != step.want {
-			t.Errorf("step %d: told: %t, want %t", i, got, step.want)
+			t.Errorf("step %d: reported: %t, want %t", i, got, step.want)
 		}
 	}
 }

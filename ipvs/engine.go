@@ -23,50 +23,50 @@ type engine struct {
 	family  plan.Family
 	options Options
 	machine machine
-	exclude []netip.Prefix // whose virtual servers are others'
+	exclude []netip.Prefix // whose virtual servers belong to other programs
 	grace   time.Duration
 	log     *slog.Logger
 
-	mu sync.Mutex // between Sync and the removal of what is drained
-	// desired is what the last plan asks for; nil where the kernel's state is not known.
+	mu sync.Mutex // between Sync and the removal of drained real servers
+	// desired is what the last plan asks for; nil if the kernel's state is not known.
 	desired *state
 	ranges  []netip.Prefix
-	held    *held
+	actual  *actual
 	routed  map[netip.Prefix]netip.Addr // the routes of ranges that were made, with their sources
-	refused map[ipvs.ServerID]error     // virtual servers that the kernel does not take, whole or in part
-	// refusedMembers are entries of sets, by key, that the kernel does not take.
+	refused map[ipvs.ServerID]error     // virtual servers that the kernel refuses, as a whole or in part
+	// refusedMembers are entries of sets, by key, that the kernel refuses.
 	refusedMembers map[member]refusedMember
-	told           []plan.Refusal // what tellRefused, if not nil, was told last
-	// tellRefused is told of the ServicePorts that these are of.
-	tellRefused func(plan.Family, []plan.Refusal)
-	changes     []change // of virtual servers, that flush is to make
-	// compared says that the last sync knew what had been written before, and found is what it found to differ.
+	reported       []plan.Refusal // the last call of onRefused, if that is not nil
+	// onRefused receives the ServicePorts that ask for what is refused.
+	onRefused func(plan.Family, []plan.Refusal)
+	changes   []change // of virtual servers, for flush to make
+	// compared says that the last sync knew what had been written before, and found what differed.
 	compared bool
 	found    drift.Found
-	// alike is how many syncs have compared everything and found all virtual servers as they had been written.
+	// alike is the number of full comparisons that found all virtual servers as they had been written.
 	alike int
 }
 
-// held is what the kernel holds, as far as it is ours.
-type held struct {
-	servers map[ipvs.ServerID]*heldServer
+// actual is the known state of our objects in the kernel.
+type actual struct {
+	servers map[ipvs.ServerID]*actualServer
 	members map[member]shared // by key; count is not used
 	vips    map[netip.Addr]struct{}
-	ports   heldPorts
+	ports   actualPorts
 }
 
-// heldServer is a virtual server in the kernel.
-type heldServer struct {
+// actualServer is a virtual server in the kernel.
+type actualServer struct {
 	ipvs.Server
-	realServers map[netip.AddrPort]*heldRealServer
+	realServers map[netip.AddrPort]*actualRealServer
 }
 
-// heldRealServer is a real server in the kernel. One that drains takes no new connections, and is removed when it has none
-// left.
-type heldRealServer struct {
+// actualRealServer is a real server in the kernel. One that drains receives no new connections, and is removed when its last one
+// ends.
+type actualRealServer struct {
 	weight   uint32
 	draining bool
-	since    time.Time // since when nothing is known of an endpoint at the address
+	since    time.Time // since when no endpoint is listed at the address
 }
 
 func (e *engine) sync(ctx context.Context, p *plan.Plan, change plan.Change) error {
@@ -87,8 +87,8 @@ func (e *engine) sync(ctx context.Context, p *plan.Plan, change plan.Change) err
 	return nil
 }
 
-// follow brings what depends on the node's own addresses up to date: an address of a Service is on the device unless another
-// interface has it, and a route's source is an address of the node. It reports whether everything is to be synced anew.
+// follow updates what depends on the node's own addresses: an address of a Service is on the device unless another interface has
+// it, and a route's source is an address of the node. It reports whether everything must be synced again.
 func (e *engine) follow() (again bool) {
 	host, err := e.machine.host(e.family)
 	e.mu.Lock()
@@ -97,7 +97,7 @@ func (e *engine) follow() (again bool) {
 		return false
 	}
 	if err != nil {
-		e.log.Warn("the node's addresses could not be listed; everything is compared anew", "family", e.family, "error", err)
+		e.log.Warn("the node's addresses could not be listed; everything is compared again", "family", e.family, "error", err)
 		e.desired = nil
 		return true
 	}
@@ -113,13 +113,13 @@ func (e *engine) follow() (again bool) {
 		steps.routes = func() error { return e.routes(true) }
 	}
 	if err := e.apply(t, steps); err != nil {
-		e.log.Warn("following the node's addresses failed; everything is compared anew", "family", e.family, "error", err)
+		e.log.Warn("following the node's addresses failed; everything is compared again", "family", e.family, "error", err)
 		e.desired = nil
 	}
 	return e.desired == nil
 }
 
-// concerned is what a change of the node's addresses to these touches, and whether the source of routes is among it.
+// concerned returns what a change of the node's addresses to host touches, and whether that includes the source of routes.
 func (e *engine) concerned(host map[netip.Addr]struct{}) (t *touched, routes bool) {
 	t = newTouched()
 	note := func(a netip.Addr) {
@@ -141,7 +141,7 @@ func (e *engine) concerned(host map[netip.Addr]struct{}) (t *touched, routes boo
 	return t, routes
 }
 
-// syncAll reads what the kernel holds, and changes what differs.
+// syncAll reads the actual state and changes what differs from the desired one.
 func (e *engine) syncAll(ctx context.Context, p *plan.Plan) error {
 	host, err := e.machine.host(e.family)
 	if err != nil {
@@ -152,13 +152,13 @@ func (e *engine) syncAll(ctx context.Context, p *plan.Plan) error {
 		return err
 	}
 	e.options.Host = host
-	before := e.held
+	before := e.actual
 	if e.compared = e.desired != nil; !e.compared {
 		before = nil
 	}
 	e.desired, e.ranges = full(p, e.family, e.options), e.options.routed(p, e.family)
-	// On a node that another mode serves, its rules translate destinations before IPVS sees a packet. They do until all is
-	// in place. On any other node, what masquerades and refuses comes first.
+	// On a node that another mode serves, its rules translate destinations before IPVS sees a packet, until everything is in place.
+	// On any other node, the rules that masquerade and refuse come first.
 	takeOver, err := e.machine.tables.ServiceChains(ctx)
 	if err != nil {
 		return err
@@ -199,7 +199,7 @@ func (e *engine) syncAll(ctx context.Context, p *plan.Plan) error {
 	return e.apply(all, steps)
 }
 
-// guardMarks has marks kept apart, once rules are there that do not look for ours where they are not to be seen.
+// guardMarks writes the guard of marks, once the rules no longer look for our marks where the guard hides them.
 func (e *engine) guardMarks() error {
 	if e.machine.guard == nil {
 		return nil
@@ -216,14 +216,14 @@ func (e *engine) guardMarks() error {
 	return nil
 }
 
-// ruleSteps are what a full sync does in the middle of apply: rules before or after the virtual servers, routes for ranges.
+// ruleSteps are the steps of a full sync in the middle of apply: rules before or after the virtual servers, routes for ranges.
 type ruleSteps struct {
 	before, after, routes func() error
 }
 
-// read learns what the kernel holds. Sets are made where they are missing. What drained before, if that is known, goes on to.
-func (e *engine) read(before *held) error {
-	e.held = &held{servers: map[ipvs.ServerID]*heldServer{}, members: map[member]shared{}}
+// read reads the actual state. It makes missing sets. Real servers that drained before, if that is known, continue to drain.
+func (e *engine) read(before *actual) error {
+	e.actual = &actual{servers: map[ipvs.ServerID]*actualServer{}, members: map[member]shared{}}
 	for id := range setCount {
 		set := setOf(id, e.family)
 		if _, err := e.machine.sets.Ensure(set); err != nil {
@@ -235,41 +235,41 @@ func (e *engine) read(before *held) error {
 		}
 		for entry := range entries {
 			m := member{id, entry}
-			e.held.members[m.key()] = shared{mark: entry.Mark, mask: entry.Mask}
+			e.actual.members[m.key()] = shared{mark: entry.Mark, mask: entry.Mask}
 		}
 	}
 	list, err := e.machine.servers.List(e.family)
 	if err != nil {
 		return err
 	}
-	now := time.Now() // Once: where the clock is a system call, asking for each one takes as long as all the rest.
+	now := time.Now() // Once: if reading the clock is a system call, doing so for each takes as long as everything else.
 	for id, v := range list {
 		if e.foreign(id) {
 			continue
 		}
-		if v.Foreign { // kube-proxy and we never make such, but its address is one of ours: it goes, and comes again.
+		if v.Foreign { // Neither kube-proxy nor we make such a server, but its address is ours: replace it.
 			e.queue(ipvs.DeleteServer, v.Server, ipvs.RealServer{}, nil)
 			continue
 		}
-		h := &heldServer{Server: v.Server, realServers: map[netip.AddrPort]*heldRealServer{}}
+		h := &actualServer{Server: v.Server, realServers: map[netip.AddrPort]*actualRealServer{}}
 		for addr, d := range v.RealServers {
-			h.realServers[addr] = &heldRealServer{weight: d.Weight, draining: d.Weight == 0, since: now}
+			h.realServers[addr] = &actualRealServer{weight: d.Weight, draining: d.Weight == 0, since: now}
 			if was := before.realServer(id, addr); was != nil && was.draining && d.Weight == 0 {
 				h.realServers[addr].since = was.since
 			}
 		}
-		e.held.servers[id] = h
+		e.actual.servers[id] = h
 	}
 	if err := e.flush(); err != nil {
 		return err
 	}
-	if e.held.vips, err = e.machine.device.Addresses(e.family); err != nil {
+	if e.actual.vips, err = e.machine.device.Addresses(e.family); err != nil {
 		return err
 	}
 	return e.readPorts()
 }
 
-// foreign reports whether a virtual server is none of ours, whatever the plan.
+// foreign reports whether a virtual server is not ours, whatever the plan.
 func (e *engine) foreign(id ipvs.ServerID) bool {
 	if id.Mark != 0 {
 		return !e.desired.marks.ours(id.Mark)
@@ -277,19 +277,19 @@ func (e *engine) foreign(id ipvs.ServerID) bool {
 	return slices.ContainsFunc(e.exclude, func(r netip.Prefix) bool { return r.Contains(id.Addr) })
 }
 
-// everything touches all that is desired and all that the kernel holds.
+// everything touches all desired and all actual objects.
 func (e *engine) everything() *touched {
 	t := newTouched()
 	for id := range e.desired.servers {
 		t.servers[id] = struct{}{}
 	}
 	hashes := map[uint32]bool(nil)
-	for id := range e.held.servers {
+	for id := range e.actual.servers {
 		t.servers[id] = struct{}{}
 		if _, wanted := e.desired.servers[id]; wanted {
 			continue
 		}
-		if hashes == nil { // There are few, if any.
+		if hashes == nil { // Needed rarely.
 			hashes = e.desired.hashes()
 		}
 		if e.desired.replaces(id, hashes) {
@@ -299,7 +299,7 @@ func (e *engine) everything() *touched {
 	for m := range e.desired.members {
 		t.members[m] = struct{}{}
 	}
-	for m := range e.held.members {
+	for m := range e.actual.members {
 		if m.set != setVIPs { // They follow the addresses.
 			t.members[m] = struct{}{}
 		}
@@ -307,14 +307,14 @@ func (e *engine) everything() *touched {
 	for a := range e.desired.vips {
 		t.vips[a] = struct{}{}
 	}
-	for a := range e.held.vips {
+	for a := range e.actual.vips {
 		t.vips[a] = struct{}{}
 	}
 	for a := range e.desired.ports {
 		t.vips[a] = struct{}{}
 	}
-	e.held.ports.addresses(func(a netip.Addr) { t.vips[a] = struct{}{} })
-	for m := range e.held.members {
+	e.actual.ports.addresses(func(a netip.Addr) { t.vips[a] = struct{}{} })
+	for m := range e.actual.members {
 		if m.set == setVIPs {
 			t.vips[m.entry.Addr] = struct{}{}
 		}
@@ -322,7 +322,7 @@ func (e *engine) everything() *touched {
 	return t
 }
 
-// leaveUnknown takes out of what is touched what the kernel holds for frontends that a plan.Partial does not have.
+// leaveUnknown removes, from what is touched, actual objects of frontends that a plan.Partial does not have.
 func (e *engine) leaveUnknown(t *touched, p *plan.Plan) {
 	known := p.Addresses(e.family)
 	for id := range t.servers {
@@ -331,7 +331,7 @@ func (e *engine) leaveUnknown(t *touched, p *plan.Plan) {
 		}
 	}
 	for m := range t.members {
-		// What is in KUBE-LOOP-BACK are endpoints, which may be those of a Service that is not known whatever frontends are.
+		// KUBE-LOOP-BACK has endpoints, which may be those of an unknown Service even if all frontends are known.
 		ofKnown := m.set != setLoopBack && known[plan.Address{Addr: m.entry.Addr, Protocol: m.entry.Protocol, Port: m.entry.Port}]
 		if e.desired.members[m] == nil && !ofKnown {
 			delete(t.members, m)
@@ -345,11 +345,11 @@ func (e *engine) leaveUnknown(t *touched, p *plan.Plan) {
 	t.onlyAdd = true
 }
 
-// apply brings what is touched to what is desired. A packet that had an endpoint before and has one after must have one all the
-// while, so: what masquerades or refuses comes before what sends packets on, and goes after it; a mark leads to a virtual
-// server only while that has its real servers; an address of a Service is the last that comes and the last that goes. A port of an
-// external IP goes before its virtual server: without that, it would lead to a program of the node's own. One thing that fails does not
-// keep the others from being done.
+// apply makes what is touched as desired. A packet that had an endpoint before and has one after must have one all the while, so:
+// set entries and rules that masquerade or refuse are added before packets are sent on, and removed after that ends; a mark selects
+// a virtual server only while that has its real servers; an address of a Service is added last and removed last. A port of an
+// external IP is removed before its virtual server, or else it would lead to a program on the node. One failure does not prevent
+// the other changes.
 func (e *engine) apply(t *touched, steps *ruleSteps) error {
 	if steps == nil {
 		none := func() error { return nil }
@@ -361,10 +361,10 @@ func (e *engine) apply(t *touched, steps *ruleSteps) error {
 	ids := slices.SortedFunc(maps.Keys(t.servers), e.order)
 	var errs []error
 	do := func(err error) { errs = append(errs, err) }
-	do(e.addGuards(m.guards))
+	do(e.addBefore(m.addBefore))
 	do(steps.before())
 	for _, id := range ids {
-		e.raise(id)
+		e.ensureServer(id)
 	}
 	do(e.flush())
 	do(steps.routes())
@@ -372,23 +372,23 @@ func (e *engine) apply(t *touched, steps *ruleSteps) error {
 		do(e.bind(bind))
 	}
 	do(e.addPorts(ports))
-	do(e.addLeads(m.leads))
+	do(e.addAfter(m.addAfter))
 	do(steps.after())
 	do(e.removePorts(ports))
-	do(e.removeMisleading(m.misleading))
+	do(e.removeBefore(m.removeBefore))
 	for _, id := range ids {
 		_, replaced := t.replaced[id]
-		e.lower(id, replaced)
+		e.pruneServer(id, replaced)
 	}
 	do(e.flush())
-	do(e.removeSpent(m.spent))
+	do(e.removeAfter(m.removeAfter))
 	if len(unbind) > 0 {
 		do(e.unbind(unbind))
 	}
 	return errors.Join(errs...)
 }
 
-// order has the virtual servers first that nothing works without.
+// order sorts critical virtual servers first.
 func (e *engine) order(a, b ipvs.ServerID) int {
 	critical := func(id ipvs.ServerID) int {
 		if v, ok := e.desired.servers[id]; ok && v.critical {
@@ -402,12 +402,13 @@ func (e *engine) order(a, b ipvs.ServerID) int {
 	return compareServers(a, b)
 }
 
-// addresses are those to put on the device with all of their ports, those to take off it, and those to take off the set of the former.
+// addresses returns the addresses to add to the device with all of their ports, those to remove from it, and those to remove from
+// the set of the former.
 func (e *engine) addresses(t *touched) (bind, unbind, unlist []netip.Addr) {
 	for _, a := range slices.SortedFunc(maps.Keys(t.vips), netip.Addr.Compare) {
-		_, is := e.held.vips[a]
-		_, unrouted := e.held.ports.unrouted[a]
-		_, listed := e.held.members[vipMember(a)]
+		_, is := e.actual.vips[a]
+		_, unrouted := e.actual.ports.unrouted[a]
+		_, listed := e.actual.members[vipMember(a)]
 		byPort := e.desired.byPort(a, e.options.Host, e.ranges)
 		wanted := e.desired.bound(a, e.options.Host, e.ranges)
 		switch {
@@ -429,15 +430,15 @@ func (e *engine) bind(list []netip.Addr) error {
 	if err := e.machine.device.AddAddresses(list); err != nil {
 		return err
 	}
-	unrouted := slices.DeleteFunc(slices.Clone(list), func(a netip.Addr) bool { _, is := e.held.ports.unrouted[a]; return !is })
+	unrouted := slices.DeleteFunc(slices.Clone(list), func(a netip.Addr) bool { _, is := e.actual.ports.unrouted[a]; return !is })
 	if len(unrouted) > 0 {
 		if err := e.machine.device.RouteAddresses(unrouted); err != nil {
 			return err
 		}
 	}
 	for _, a := range list {
-		delete(e.held.ports.unrouted, a)
-		e.held.vips[a] = struct{}{}
+		delete(e.actual.ports.unrouted, a)
+		e.actual.vips[a] = struct{}{}
 	}
 	return nil
 }
@@ -447,13 +448,13 @@ func (e *engine) unbind(list []netip.Addr) error {
 		return err
 	}
 	for _, a := range list {
-		delete(e.held.ports.unrouted, a)
-		delete(e.held.vips, a)
+		delete(e.actual.ports.unrouted, a)
+		delete(e.actual.vips, a)
 	}
 	return nil
 }
 
-// routes makes the routes of ranges what they should be. New ones come before old ones go.
+// routes makes the routes of ranges as desired. New ones are added before old ones are removed.
 func (e *engine) routes(onlyAdd bool) error {
 	have, err := e.machine.device.Routes(e.family)
 	if err != nil {

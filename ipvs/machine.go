@@ -10,14 +10,14 @@ import (
 	"nodeproxy/plan"
 )
 
-// machine is what an engine needs of the node. ipvs.Servers, ipset.Sets and host.Device are its parts.
+// machine is what an engine uses of the node. ipvs.Servers, ipset.Sets and host.Device implement its parts.
 type machine struct {
 	servers servers
 	sets    sets
 	device  device
 	tables  tables
-	guard   guard     // nil where the kernel has no nftables
-	ports   portTable // nil where Options.WholeAddresses is set
+	guard   guard     // nil if the kernel has no nftables
+	ports   portTable // nil if Options.WholeAddresses is set
 	// host lists the addresses of all other interfaces.
 	host func(plan.Family) (map[netip.Addr]struct{}, error)
 }
@@ -63,7 +63,7 @@ type portTable interface {
 	Clear() error
 }
 
-// guard keeps marks of ours and of other programs apart.
+// guard keeps our marks apart from those of other programs.
 type guard interface {
 	Intact() (bool, error)
 	Ensure() (was, written bool, err error)

@@ -9,64 +9,64 @@ import (
 	"nodeproxy/kernel/ipset"
 )
 
-// memberChanges are the changes of set entries, by when they are due.
+// memberChanges are the changes of set entries, by when they are made.
 type memberChanges struct {
-	guards     []member // to add before packets are sent on: they masquerade, admit, refuse
-	leads      []member // to add when the virtual servers are there that marks lead to
-	misleading []member // to remove while the virtual servers are still there that marks led to
-	spent      []member // to remove when nothing is sent on any more that needs them
+	addBefore    []member // before packets are sent on: entries that masquerade, admit or refuse
+	addAfter     []member // after the virtual servers exist that marks select
+	removeBefore []member // while the virtual servers still exist that marks selected
+	removeAfter  []member // after no packet that needs them is sent on
 }
 
-// leads reports whether the entries of a set say which virtual server a packet is for, or have what is led nowhere dropped.
-func (id setID) leads() bool { return setKinds[id].marks || id == setNoLocalEndpoints }
+// selects reports whether the entries of a set select the virtual server for a packet, or drop packets for which none is selected.
+func (id setID) selects() bool { return setKinds[id].marks || id == setNoLocalEndpoints }
 
-// misleads reports whether an entry of a set keeps packets from a virtual server that is there by now.
-func (id setID) misleads() bool { return id.leads() || id == setNoEndpoints }
+// withholds reports whether an entry of a set that is not desired keeps packets from a virtual server.
+func (id setID) withholds() bool { return id.selects() || id == setNoEndpoints }
 
-// members are the set entries to add or change, and to remove.
+// members returns the set entries to add or change, and to remove.
 func (e *engine) members(t *touched, bind, unlist []netip.Addr) memberChanges {
 	var out memberChanges
 	for m := range t.members {
 		want := e.desired.members[m]
-		have, is := e.held.members[m]
+		have, is := e.actual.members[m]
 		switch {
-		case want == nil && is && m.set.misleads():
-			out.misleading = append(out.misleading, m)
+		case want == nil && is && m.set.withholds():
+			out.removeBefore = append(out.removeBefore, m)
 		case want == nil && is:
-			out.spent = append(out.spent, m)
+			out.removeAfter = append(out.removeAfter, m)
 		case want != nil && (!is || have.mark != want.mark || have.mask != want.mask):
 			m.entry.Mark, m.entry.Mask = want.mark, want.mask
-			if m.set.leads() {
-				out.leads = append(out.leads, m)
+			if m.set.selects() {
+				out.addAfter = append(out.addAfter, m)
 			} else {
-				out.guards = append(out.guards, m)
+				out.addBefore = append(out.addBefore, m)
 			}
 		}
 	}
 	for _, a := range bind {
-		if _, is := e.held.members[vipMember(a)]; !is {
-			out.guards = append(out.guards, vipMember(a))
+		if _, is := e.actual.members[vipMember(a)]; !is {
+			out.addBefore = append(out.addBefore, vipMember(a))
 		}
 	}
 	for _, a := range unlist {
-		if _, is := e.held.members[vipMember(a)]; is {
-			out.spent = append(out.spent, vipMember(a))
+		if _, is := e.actual.members[vipMember(a)]; is {
+			out.removeAfter = append(out.removeAfter, vipMember(a))
 		}
 	}
 	return out
 }
 
-// addGuards has what admits come before what limits.
-func (e *engine) addGuards(list []member) error { return e.addMembers(list, true) }
+// addBefore adds entries that admit before entries that limit.
+func (e *engine) addBefore(list []member) error { return e.addMembers(list, true) }
 
-// addLeads has marks come before what is dropped without one.
-func (e *engine) addLeads(list []member) error { return e.addMembers(list, false) }
+// addAfter adds marks before entries that drop packets without a mark.
+func (e *engine) addAfter(list []member) error { return e.addMembers(list, false) }
 
-// removeMisleading has what is dropped without a mark end before the marks do.
-func (e *engine) removeMisleading(list []member) error { return e.removeMembers(list, true) }
+// removeBefore removes entries that drop packets without a mark before the marks.
+func (e *engine) removeBefore(list []member) error { return e.removeMembers(list, true) }
 
-// removeSpent has what limits go before what admits.
-func (e *engine) removeSpent(list []member) error { return e.removeMembers(list, false) }
+// removeAfter removes entries that limit before entries that admit.
+func (e *engine) removeAfter(list []member) error { return e.removeMembers(list, false) }
 
 func (e *engine) addMembers(list []member, backwards bool) error {
 	add := func(id setID, entries []ipset.Entry) error {
@@ -84,7 +84,7 @@ func (e *engine) addMembers(list []member, backwards bool) error {
 				continue
 			}
 			delete(e.refusedMembers, m.key())
-			e.held.members[m.key()] = shared{mark: entry.Mark, mask: entry.Mask}
+			e.actual.members[m.key()] = shared{mark: entry.Mark, mask: entry.Mask}
 		}
 		return nil
 	}
@@ -97,13 +97,13 @@ func (e *engine) removeMembers(list []member, backwards bool) error {
 			return err
 		}
 		for _, entry := range entries {
-			delete(e.held.members, member{id, entry}.key())
+			delete(e.actual.members, member{id, entry}.key())
 		}
 		return nil
 	})
 }
 
-// bySet hands entries to do, those of a set together. Sets come in the order of their numbers, or with backwards in the reverse one.
+// bySet calls do with the entries of each set. Sets come in the order of their numbers, or in the reverse order if backwards.
 func bySet(list []member, backwards bool, do func(setID, []ipset.Entry) error) error {
 	entries := map[setID][]ipset.Entry{}
 	for _, m := range list {

@@ -15,18 +15,18 @@ import (
 	"nodeproxy/plan"
 )
 
-// node is what this mode needs of a node, found without a change to anything but modules, which are loaded.
+// node is what this mode needs of a node. Finding it changes nothing but modules, which are loaded.
 type node struct {
 	servers *ipvs.Servers
 	sets    *ipset.Sets
 	tables  map[plan.Family]*xtables.Tables
 	guards  map[plan.Family]*nftrules.Guards // none on a kernel without nftables
 	ports   map[plan.Family]*nftrules.Ports  // none on a kernel that can't divert ports
-	// missing says of each family without tables why it has none.
+	// missing are the reasons why families have no tables.
 	missing []error
 }
 
-// find finds what a configuration needs, and sets in it what was left open. An error names what is missing.
+// find finds what a configuration needs, and sets its defaults. An error names what is missing.
 func find(cfg *Config) (*node, error) {
 	cfg.Scheduler = cmp.Or(cfg.Scheduler, DefaultScheduler)
 	if cfg.Variant == xtables.Auto || cfg.Variant == "" {

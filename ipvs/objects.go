@@ -9,24 +9,24 @@ import (
 	"nodeproxy/plan"
 )
 
-// objects are what one ServicePort is in the kernel: its share of virtual servers, set entries and addresses. They depend on
-// the ServicePort, the options and the node, and, for the marks of one without a node port, on its identity.
+// objects are one ServicePort's share of the kernel's virtual servers, set entries and addresses. They depend on the ServicePort,
+// the options and the node, and, for the marks of one without a node port, on its identity.
 type objects struct {
 	servers []server
 	members []member
 	vips    []netip.Addr
-	ports   []plan.Address // of addresses that others may have, of which only these ports are to be local
+	ports   []plan.Address // of addresses that other hosts may have; only these ports are made local
 }
 
-// server is a virtual server as it should be. One without real servers need not exist; but where it does exist, with
-// connections to former endpoints, it is kept for them.
+// server is a desired virtual server. One without real servers need not exist; but if it exists, with connections to former
+// endpoints, it is kept for them.
 type server struct {
 	ipvs.Server
-	key         plan.Key          // whose it is
+	key         plan.Key          // of the ServicePort
 	realServers []ipvs.RealServer // in order of address
-	// lingering are endpoints that are not to be used, but that still exist: their connections are left to them.
+	// lingering are unused endpoints that still exist: their connections are left to them.
 	lingering []netip.AddrPort
-	// drains is set where connections are left to an endpoint that is not to be used any more.
+	// drains is set if connections are left to an endpoint that is no longer used.
 	drains   bool
 	critical bool
 }
@@ -43,7 +43,7 @@ type builder struct {
 	out       objects
 }
 
-// needsMarks reports whether some virtual server of a ServicePort is found by a mark.
+// needsMarks reports whether a ServicePort has a virtual server that is selected by a mark.
 func needsMarks(sp *plan.ServicePort) bool {
 	return slices.ContainsFunc(sp.Frontends, func(f plan.Frontend) bool {
 		return f.Kind == plan.NodePort || sp.ExternalPolicy == plan.Local && external(f.Kind)
@@ -52,7 +52,7 @@ func needsMarks(sp *plan.ServicePort) bool {
 
 func external(k plan.FrontendKind) bool { return k == plan.LoadBalancerIP || k == plan.ExternalIP }
 
-// nodePortOf is a ServicePort's node port, if it has one.
+// nodePortOf returns a ServicePort's node port, if it has one.
 func nodePortOf(sp *plan.ServicePort) (plan.Frontend, bool) {
 	i := slices.IndexFunc(sp.Frontends, func(f plan.Frontend) bool { return f.Kind == plan.NodePort })
 	if i < 0 {
@@ -79,7 +79,7 @@ func (b *builder) objects() objects {
 	}
 	if b.sp.Any {
 		for _, ep := range b.sp.All() {
-			if ep.Local || ep.Unplaced { // No other endpoint's own traffic comes by here.
+			if ep.Local || ep.Unplaced { // Other endpoints' traffic to themselves does not pass this node.
 				b.member(setLoopBack, ipset.Entry{
 					Addr: ep.Addr.Addr(), Protocol: b.sp.Key.Protocol, Port: ep.Addr.Port(), Addr2: ep.Addr.Addr(),
 				})
@@ -93,12 +93,12 @@ func (b *builder) member(set setID, e ipset.Entry) {
 	b.out.members = append(b.out.members, member{set, e})
 }
 
-// at is the entry for a frontend with an address.
+// at returns the entry for a frontend with an address.
 func at(f plan.Frontend) ipset.Entry {
 	return ipset.Entry{Addr: f.Addr, Protocol: f.Protocol, Port: f.Port}
 }
 
-// server adds a virtual server with the endpoints of a policy; nobody needs a second one that is found in the same way.
+// server adds a virtual server with the endpoints of a policy, unless there is one with this ID.
 func (b *builder) server(id ipvs.ServerID, policy plan.Policy) {
 	if slices.ContainsFunc(b.out.servers, func(s server) bool { return s.ID == id }) {
 		return
@@ -110,12 +110,12 @@ func (b *builder) server(id ipvs.ServerID, policy plan.Policy) {
 			Persistence: b.sp.Affinity,
 		},
 		lingering: b.lingering,
-		// UDP and SCTP have no end of a connection that could be waited for.
+		// UDP and SCTP connections have no end to wait for.
 		drains:   b.sp.Key.Protocol == plan.TCP,
 		critical: b.sp.Critical,
 	}
 	if b.sp.Affinity > 0 && id.Mark != 0 {
-		// With persistence, IPVS translates no port for what it finds by mark (ip_vs_sched_persist in Linux): the port at the
+		// With persistence, IPVS does not translate the port of what a mark selects (ip_vs_sched_persist in Linux): the port at the
 		// endpoint would be that of the frontend. A hash of the client's address needs no memory.
 		s.Persistence, s.Scheduler, s.Ports, s.Fallback = 0, b.sticky.Name, false, b.sticky.Fallback
 	}
@@ -129,7 +129,7 @@ func (b *builder) server(id ipvs.ServerID, policy plan.Policy) {
 
 // atAddress adds the virtual server for a frontend's address.
 func (b *builder) atAddress(f plan.Frontend, policy plan.Policy) {
-	if f.Kind == plan.ExternalIP { // Whoever may make Services may name any address, also that of another host.
+	if f.Kind == plan.ExternalIP { // Any user who may create Services may name any address, even that of another host.
 		b.out.ports = append(b.out.ports, plan.Address{Addr: f.Addr, Protocol: f.Protocol, Port: f.Port})
 	} else {
 		b.out.vips = append(b.out.vips, f.Addr)
@@ -158,8 +158,8 @@ func (b *builder) clusterIP(f plan.Frontend) {
 	}
 }
 
-// external adds a load balancer IP or an external IP. Under policy Local, its virtual server has the endpoints of this
-// node; pods and the node itself are led to others by mark.
+// external adds a load balancer IP or an external IP. Under policy Local, its virtual server has the endpoints of this node; a mark
+// selects another one for pods and the node itself.
 func (b *builder) external(f plan.Frontend) {
 	b.atAddress(f, b.sp.ExternalPolicy)
 	if b.sp.ExternalPolicy == plan.Local {

@@ -13,10 +13,10 @@ import (
 	"nodeproxy/plan"
 )
 
-// An external IP may be the address of another host. So only the ports that Services have are made local: see nftrules.Ports. Whatever else
-// is sent to the address goes where the network sends it.
+// An external IP may be the address of another host. So only the ports that Services have are made local: see nftrules.Ports. Other
+// packets to the address go where the network sends them.
 
-// ports are how many ServicePorts ask for each port of an external IP.
+// ports counts the ServicePorts that ask for each port of an external IP.
 type ports map[netip.Addr]map[plan.Address]int
 
 func (p ports) enter(a plan.Address) {
@@ -36,47 +36,47 @@ func (p ports) leave(a plan.Address) {
 	}
 }
 
-// byPort reports whether only those ports of an address are to be local that Services have.
+// byPort reports whether only those ports of an address are local that Services have.
 func (s *state) byPort(a netip.Addr, host map[netip.Addr]struct{}, ranges []netip.Prefix) bool {
 	return s.ports[a] != nil && s.vips[a] == 0 && !s.options.WholeAddresses && s.local(a, host, ranges)
 }
 
-// heldPorts is what the kernel holds for ports of external IPs.
-type heldPorts struct {
+// actualPorts is the actual state for ports of external IPs.
+type actualPorts struct {
 	ports map[netip.Addr]map[plan.Address]struct{}
-	// exists and complete are as nftrules.Ports.Held tells.
+	// exists and complete are those of nftrules.Ports.List.
 	exists, complete bool
 	routes           map[netip.Addr]struct{}
 	// unrouted are addresses of the device that are not local.
 	unrouted map[netip.Addr]struct{}
 }
 
-// portChanges are what is to be made and removed for ports of external IPs.
+// portChanges are the additions and removals for ports of external IPs.
 type portChanges struct {
 	routes     []netip.Addr
 	ports      []plan.Address
-	unrouted   []netip.Addr // to be no more than sources of ICMP errors
+	unrouted   []netip.Addr // to be sources of ICMP errors only
 	gonePorts  []plan.Address
 	goneRoutes []netip.Addr
 }
 
-// portChanges are the changes that touched addresses need.
+// portChanges returns the changes that touched addresses need.
 func (e *engine) portChanges(t *touched) portChanges {
 	var c portChanges
 	for _, a := range slices.SortedFunc(maps.Keys(t.vips), netip.Addr.Compare) {
 		wanted := e.desired.byPort(a, e.options.Host, e.ranges)
-		if _, whole := e.held.vips[a]; wanted && !(whole && t.onlyAdd) { // A Service that is not known may need all of it.
+		if _, whole := e.actual.vips[a]; wanted && !(whole && t.onlyAdd) { // An unknown Service may need all of its ports.
 			e.wantedPorts(a, &c)
 		}
 		if t.onlyAdd {
 			continue
 		}
-		for p := range e.held.ports.ports[a] {
+		for p := range e.actual.ports.ports[a] {
 			if !wanted || e.desired.ports[a][p] == 0 {
 				c.gonePorts = append(c.gonePorts, p)
 			}
 		}
-		if _, is := e.held.ports.routes[a]; is && !wanted {
+		if _, is := e.actual.ports.routes[a]; is && !wanted {
 			c.goneRoutes = append(c.goneRoutes, a)
 		}
 	}
@@ -85,18 +85,18 @@ func (e *engine) portChanges(t *touched) portChanges {
 	return c
 }
 
-// wantedPorts adds what an address still needs to be local by port.
+// wantedPorts adds what an address still lacks to be local by port.
 func (e *engine) wantedPorts(a netip.Addr, c *portChanges) {
-	if _, is := e.held.ports.routes[a]; !is {
+	if _, is := e.actual.ports.routes[a]; !is {
 		c.routes = append(c.routes, a)
 	}
 	for p := range e.desired.ports[a] {
-		if !e.held.ports.has(p) {
+		if !e.actual.ports.has(p) {
 			c.ports = append(c.ports, p)
 		}
 	}
-	_, whole := e.held.vips[a]
-	_, unrouted := e.held.ports.unrouted[a]
+	_, whole := e.actual.vips[a]
+	_, unrouted := e.actual.ports.unrouted[a]
 	if whole || !unrouted && e.family == plan.IPv4 {
 		c.unrouted = append(c.unrouted, a)
 	}
@@ -106,15 +106,15 @@ func comparePorts(a, b plan.Address) int {
 	return cmp.Or(a.Addr.Compare(b.Addr), cmp.Compare(a.Protocol, b.Protocol), cmp.Compare(a.Port, b.Port))
 }
 
-// readPorts learns what the kernel holds. An address without a route is none of those that held.vips is for.
+// readPorts reads the actual state of ports. Addresses without a route are removed from actual.vips.
 func (e *engine) readPorts() error {
-	h := heldPorts{ports: map[netip.Addr]map[plan.Address]struct{}{}, unrouted: map[netip.Addr]struct{}{}}
+	h := actualPorts{ports: map[netip.Addr]map[plan.Address]struct{}{}, unrouted: map[netip.Addr]struct{}{}}
 	unrouted, err := e.machine.device.UnroutedAddresses(e.family)
 	if err != nil {
 		return err
 	}
 	for a := range unrouted {
-		delete(e.held.vips, a)
+		delete(e.actual.vips, a)
 		h.unrouted[a] = struct{}{}
 	}
 	if h.routes, err = e.machine.device.PortRoutes(e.family); err != nil {
@@ -129,31 +129,31 @@ func (e *engine) readPorts() error {
 			h.add(p)
 		}
 	}
-	e.held.ports = h
+	e.actual.ports = h
 	return nil
 }
 
-func (h *heldPorts) add(p plan.Address) {
+func (h *actualPorts) add(p plan.Address) {
 	if h.ports[p.Addr] == nil {
 		h.ports[p.Addr] = map[plan.Address]struct{}{}
 	}
 	h.ports[p.Addr][p] = struct{}{}
 }
 
-func (h *heldPorts) remove(p plan.Address) {
+func (h *actualPorts) remove(p plan.Address) {
 	if delete(h.ports[p.Addr], p); len(h.ports[p.Addr]) == 0 {
 		delete(h.ports, p.Addr)
 	}
 }
 
 // has reports whether a port is diverted.
-func (h *heldPorts) has(p plan.Address) bool {
+func (h *actualPorts) has(p plan.Address) bool {
 	_, is := h.ports[p.Addr][p]
 	return is
 }
 
-// list is all ports, in order.
-func (h *heldPorts) list() []plan.Address {
+// list returns all ports in order.
+func (h *actualPorts) list() []plan.Address {
 	var out []plan.Address
 	for _, at := range h.ports {
 		out = slices.AppendSeq(out, maps.Keys(at))
@@ -162,8 +162,8 @@ func (h *heldPorts) list() []plan.Address {
 	return out
 }
 
-// addresses are all that something is held for.
-func (h *heldPorts) addresses(note func(netip.Addr)) {
+// addresses calls note with each address that has something in the kernel.
+func (h *actualPorts) addresses(note func(netip.Addr)) {
 	for a := range h.ports {
 		note(a)
 	}
@@ -177,7 +177,7 @@ func (h *heldPorts) addresses(note func(netip.Addr)) {
 
 // addPorts makes ports local, and then the rest of their addresses another host's.
 func (e *engine) addPorts(c portChanges) error {
-	h := &e.held.ports
+	h := &e.actual.ports
 	if len(c.routes) > 0 {
 		if err := e.machine.device.AddPortRoutes(c.routes); err != nil {
 			return err
@@ -189,23 +189,22 @@ func (e *engine) addPorts(c portChanges) error {
 	if err := e.divert(c.ports); err != nil || len(c.unrouted) == 0 {
 		return err
 	}
-	if e.family == plan.IPv6 { // An ICMP error of IPv6 comes from another address of the node.
+	if e.family == plan.IPv6 { // The source of an ICMPv6 error is another address of the node.
 		return e.unbind(c.unrouted)
 	}
 	if err := e.machine.device.AddUnrouted(c.unrouted); err != nil {
 		return err
 	}
 	for _, a := range c.unrouted {
-		delete(e.held.vips, a)
+		delete(e.actual.vips, a)
 		h.unrouted[a] = struct{}{}
 	}
 	return nil
 }
 
-// divert adds ports to those that are diverted. Where something is missing of what diverts them, or is not what it should be, all of it
-// is written.
+// divert adds ports to those that are diverted. If anything that diverts them is missing or changed, it writes all of it.
 func (e *engine) divert(ports []plan.Address) error {
-	h := &e.held.ports
+	h := &e.actual.ports
 	for _, p := range ports {
 		h.add(p)
 	}
@@ -221,9 +220,9 @@ func (e *engine) divert(ports []plan.Address) error {
 	return nil
 }
 
-// removePorts removes what no Service has any more, and what diverts ports if no port is left.
+// removePorts removes ports that no Service has any more, and what diverts ports if no port is left.
 func (e *engine) removePorts(c portChanges) error {
-	h := &e.held.ports
+	h := &e.actual.ports
 	var errs []error
 	for _, p := range c.gonePorts {
 		h.remove(p)
@@ -245,8 +244,8 @@ func (e *engine) removePorts(c portChanges) error {
 }
 
 // portDifferences compares what the kernel holds for ports with what it was left with.
-func (e *engine) portDifferences(before *held) {
-	switch was, is := before.ports, e.held.ports; {
+func (e *engine) portDifferences(before *actual) {
+	switch was, is := before.ports, e.actual.ports; {
 	case was.complete && !is.exists:
 		e.differs(drift.Chain, drift.Missing, "nftables table %s with its routing rule (%s)", names.IPVSPorts, e.family)
 	case was.complete && !is.complete:
@@ -254,7 +253,7 @@ func (e *engine) portDifferences(before *held) {
 	case !was.exists && is.exists:
 		e.differs(drift.Chain, drift.Unexpected, "nftables table %s or its routing rule (%s)", names.IPVSPorts, e.family)
 	}
-	compare := func(state drift.State, one, other *heldPorts) {
+	compare := func(state drift.State, one, other *actualPorts) {
 		for _, p := range one.list() {
 			if !other.has(p) {
 				e.differs(drift.SetElement, state, "%s . %s . %d of nftables table %s", p.Addr, p.Protocol.Lower(), p.Port, names.IPVSPorts)
@@ -271,13 +270,13 @@ func (e *engine) portDifferences(before *held) {
 			}
 		}
 	}
-	compare(drift.Missing, &before.ports, &e.held.ports)
-	compare(drift.Unexpected, &e.held.ports, &before.ports)
+	compare(drift.Missing, &before.ports, &e.actual.ports)
+	compare(drift.Unexpected, &e.actual.ports, &before.ports)
 }
 
 // portsUnlike says what is not as it was written of that which diverts ports; empty if nothing is.
 func (e *engine) portsUnlike() string {
-	h := &e.held.ports
+	h := &e.actual.ports
 	if !h.complete {
 		return ""
 	}

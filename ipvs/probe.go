@@ -13,41 +13,40 @@ import (
 	"nodeproxy/plan"
 )
 
-// The kernel does not tell of changes of virtual servers and sets. What can be read at little cost is looked at every
-// probeInterval, or less often where even that takes long: it takes up no more than one part in probeShare of the time.
+// The kernel sends no notifications about virtual servers and sets. What can be read cheaply is checked every probeInterval, or
+// less often if that takes long: it takes no more than one part in probeShare of the time.
 const (
 	probeInterval = 3 * time.Second
 	probeShare    = 50
 )
 
-// prober remembers what it has seen.
+// prober remembers earlier checks.
 //
-// Where other network namespaces have virtual servers too, kernels up to 6.12 at least leave some out of /proc/net/ip_vs, or
-// have them there twice: between two parts of the file, they count those of all namespaces in one place, and those of the
-// reader's in another. So what still differs after a comparison of everything, which reads in another way and has found no
-// difference, is none.
+// If other network namespaces have virtual servers too, kernels up to at least 6.12 leave some out of /proc/net/ip_vs or list them
+// twice: between two parts of the file, they count those of all namespaces in one place and those of the reader's in another. So a
+// difference that remains after a comparison of everything, which reads in another way and has found none, is not real.
 type prober struct {
-	artifact ipvs.Fingerprint // by how much it differs where nothing does
-	last     ipvs.Fingerprint // by how much it did when that was told last
-	told     int              // how many comparisons had found no difference then
+	artifact ipvs.Fingerprint // the difference that is not real
+	last     ipvs.Fingerprint // the difference that was reported last
+	alike    int              // the number of comparisons without a difference at that time
 }
 
-// differs reports whether there is a difference to tell of, given how many comparisons have found none.
+// differs reports whether a difference must be reported, given the number of comparisons that found none.
 func (p *prober) differs(by ipvs.Fingerprint, alike int) bool {
 	switch {
 	case by == 0:
 		p.artifact, p.last = 0, 0
-	case by == p.last && alike > p.told:
+	case by == p.last && alike > p.alike:
 		p.artifact = by
 	}
 	if by == p.artifact {
 		return false
 	}
-	p.last, p.told = by, alike
+	p.last, p.alike = by, alike
 	return true
 }
 
-// alike is how many comparisons have found no difference in virtual servers of any family. The locks must be held.
+// alike returns the number of comparisons that found no difference in virtual servers of any family. The locks must be held.
 func (b *Backend) alike() int {
 	n := b.engines[0].alike
 	for _, e := range b.engines {
@@ -87,17 +86,17 @@ func (b *Backend) probe(ctx context.Context, suspect func(why string)) {
 	}
 }
 
-// otherSysctl is the name of a kernel setting that is not as it was made; empty for none.
+// otherSysctl returns the name of a kernel setting that has changed; "" for none.
 func (b *Backend) otherSysctl() string {
 	b.settings.Lock()
 	defer b.settings.Unlock()
 	return b.sysctls.differs()
 }
 
-// unlike says what is not as it was written; empty if nothing can be seen to be so.
+// unlike says what has changed; "" if no change can be seen.
 func (b *Backend) unlike(p *prober) string {
 	for _, e := range b.engines {
-		e.mu.Lock() // What one sync changes is in the kernel and in held at once.
+		e.mu.Lock() // A sync changes the kernel and actual together.
 		defer e.mu.Unlock()
 		if e.desired == nil { // The next sync looks at everything.
 			return ""
@@ -107,7 +106,7 @@ func (b *Backend) unlike(p *prober) string {
 	families := map[plan.Family]bool{}
 	for _, e := range b.engines {
 		families[e.family] = true
-		e.held.fingerprint(&want)
+		e.actual.fingerprint(&want)
 	}
 	skip := func(id ipvs.ServerID) bool {
 		return id.Mark == 0 && !families[id.Family] || b.engines[0].foreign(id)
@@ -128,7 +127,7 @@ func (b *Backend) unlike(p *prober) string {
 }
 
 // fingerprint adds all virtual servers.
-func (h *held) fingerprint(f *ipvs.Fingerprint) {
+func (h *actual) fingerprint(f *ipvs.Fingerprint) {
 	for _, v := range h.servers {
 		f.Add(v.Server)
 		for addr, d := range v.realServers {
@@ -137,10 +136,10 @@ func (h *held) fingerprint(f *ipvs.Fingerprint) {
 	}
 }
 
-// otherSizes names a set that has more or fewer entries than were written; empty if none has.
+// otherSizes says which set has another number of entries than were written; "" for none.
 func (e *engine) otherSizes() string {
 	var want [setCount]int
-	for m := range e.held.members {
+	for m := range e.actual.members {
 		want[m.set]++
 	}
 	for id := range setCount {

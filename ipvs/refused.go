@@ -12,17 +12,18 @@ import (
 	"nodeproxy/plan"
 )
 
-// mostRefused is how many virtual servers may be refused where nothing else is taken: if there are more, the fault is not theirs.
+// mostRefused is the number of virtual servers that may be refused while none is accepted: if there are more, the fault is not
+// theirs.
 const mostRefused = 10
 
-// refusedMember is an entry of a set that the kernel does not take, and the ServicePorts that ask for it.
+// refusedMember is an entry of a set that the kernel refuses, and the ServicePorts that ask for it.
 type refusedMember struct {
 	err  error
 	keys []plan.Key
 }
 
-// settle takes what became of changes of virtual servers. One that the kernel refuses is noted and undone in held; every other error
-// is returned.
+// settle handles the results of changes of virtual servers. A refused one is recorded and undone in actual; every other error is
+// returned.
 func (e *engine) settle(changes []change, errs []error) error {
 	refused := map[ipvs.ServerID]error{}
 	others, taken := false, 0
@@ -31,7 +32,7 @@ func (e *engine) settle(changes []change, errs []error) error {
 		switch {
 		case err == nil:
 			taken++
-		case refused[id] != nil && errors.Is(err, unix.ESRCH): // It follows from that.
+		case refused[id] != nil && errors.Is(err, unix.ESRCH): // A consequence of the refusal.
 		case changes[i].undo != nil && refusal(err):
 			refused[id] = err
 		default:
@@ -53,15 +54,15 @@ func (e *engine) settle(changes []change, errs []error) error {
 	return nil
 }
 
-// refusal reports whether an error says that the kernel does not take what is to be added or changed, whenever it is tried: a
-// scheduler that it lacks, or a value that it knows nothing of.
+// refusal reports whether an error says that the kernel will never accept an addition or change: a scheduler that it lacks, or a
+// value that it does not know.
 func refusal(err error) bool {
 	return slices.ContainsFunc([]error{unix.EINVAL, unix.ENOENT, unix.EOPNOTSUPP, unix.ERANGE},
 		func(e error) bool { return errors.Is(err, e) })
 }
 
-// refusedEntries returns the entries of a set that the kernel refuses, if err consists of nothing but their errors, and the fault is
-// theirs: some others of the given number were taken, or there are few.
+// refusedEntries returns the entries of a set that the kernel refuses, if err consists of their errors only and the fault is
+// theirs: some others of the given number were accepted, or there are few.
 func refusedEntries(err error, asked int) (map[ipset.Entry]error, bool) {
 	joined, ok := err.(interface{ Unwrap() []error })
 	if !ok {
@@ -78,7 +79,7 @@ func refusedEntries(err error, asked int) (map[ipset.Entry]error, bool) {
 	return refused, len(refused) < asked || len(refused) <= mostRefused
 }
 
-// refuseMember notes an entry that the kernel refuses.
+// refuseMember records an entry that the kernel refuses.
 func (e *engine) refuseMember(m member, err error) {
 	if e.refusedMembers == nil {
 		e.refusedMembers = map[member]refusedMember{}
@@ -86,7 +87,7 @@ func (e *engine) refuseMember(m member, err error) {
 	e.refusedMembers[m.key()] = refusedMember{err, e.desired.asking(m.key())}
 }
 
-// asking returns the ServicePorts that ask for an entry. It looks at all, since only what is refused needs to be traced back.
+// asking returns the ServicePorts that ask for an entry. It looks at all, since only refused entries are traced back.
 func (s *state) asking(wanted member) []plan.Key {
 	var keys []plan.Key
 	for k, o := range s.objects {
@@ -103,16 +104,16 @@ func (s *state) asks(m member) bool {
 	return s.members[m] != nil || m.set == setVIPs && s.vips[m.entry.Addr] > 0
 }
 
-// served reports whether some virtual server of a ServicePort has endpoints.
+// served reports whether any virtual server of a ServicePort has endpoints.
 func (e *engine) served(k plan.Key) bool {
 	return slices.ContainsFunc(e.desired.objects[k].servers, func(v server) bool {
-		have := e.held.servers[v.ID]
+		have := e.actual.servers[v.ID]
 		return have != nil && len(have.realServers) > 0
 	})
 }
 
-// reportRefused tells of the ServicePorts that are refused, where these are others than before. What is refused is tried again with
-// each change of its Service and by each comparison of everything, which costs a message.
+// reportRefused reports the refused ServicePorts if they have changed. What is refused is retried with each change of its Service
+// and in each comparison of everything, which costs one message.
 func (e *engine) reportRefused() {
 	byKey := map[plan.Key]plan.Refusal{}
 	for id, err := range e.refused {
@@ -121,7 +122,7 @@ func (e *engine) reportRefused() {
 			delete(e.refused, id)
 			continue
 		}
-		have := e.held.servers[id]
+		have := e.actual.servers[id]
 		r, seen := byKey[want.key]
 		kept := have != nil && len(have.realServers) > 0
 		byKey[want.key] = plan.Refusal{Key: want.key, Kept: kept && (!seen || r.Kept), Err: err}
@@ -141,8 +142,8 @@ func (e *engine) reportRefused() {
 	for _, k := range slices.SortedFunc(maps.Keys(byKey), plan.Key.Compare) {
 		list = append(list, byKey[k])
 	}
-	same := slices.EqualFunc(list, e.told, func(a, b plan.Refusal) bool { return a.Key == b.Key && a.Kept == b.Kept })
-	if e.told = list; !same && e.tellRefused != nil {
-		e.tellRefused(e.family, list)
+	same := slices.EqualFunc(list, e.reported, func(a, b plan.Refusal) bool { return a.Key == b.Key && a.Kept == b.Kept })
+	if e.reported = list; !same && e.onRefused != nil {
+		e.onRefused(e.family, list)
 	}
 }

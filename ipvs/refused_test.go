@@ -37,7 +37,7 @@ func (k *picky) Apply(ops []ipvs.Op) []error {
 	return errs
 }
 
-// TestRefusedServer: a virtual server, or a real server, that the kernel does not take is told of, and is no failure: all others are
+// TestRefusedServer: a virtual server, or a real server, that the kernel refuses is reported, and is not a failure: all others are
 // there, no difference is found, and it is there once the kernel takes it.
 func TestRefusedServer(t *testing.T) {
 	for _, kind := range []ipvs.OpKind{ipvs.AddServer, ipvs.AddRealServer} {
@@ -59,18 +59,18 @@ func TestRefusedServer(t *testing.T) {
 				return nil
 			}
 			e.machine.servers = servers
-			var told [][]plan.Refusal
-			e.tellRefused = func(_ plan.Family, list []plan.Refusal) { told = append(told, list) }
+			var reported [][]plan.Refusal
+			e.onRefused = func(_ plan.Family, list []plan.Refusal) { reported = append(reported, list) }
 			for range 3 {
 				if err := e.sync(t.Context(), p, plan.Everything()); err != nil || e.desired == nil || len(e.found) > 0 {
 					t.Errorf("%v, found %v", err, e.found)
 				}
 			}
 			kept := kind == ipvs.AddRealServer
-			if len(told) != 1 || len(told[0]) != 1 || told[0][0].Key != bad.Key || told[0][0].Kept != kept {
-				t.Errorf("told of %v, want %s", told, bad.Key)
+			if len(reported) != 1 || len(reported[0]) != 1 || reported[0][0].Key != bad.Key || reported[0][0].Kept != kept {
+				t.Errorf("reported %v, want %s", reported, bad.Key)
 			}
-			missing := len(want.held.servers) - len(e.held.servers)
+			missing := len(want.actual.servers) - len(e.actual.servers)
 			if missing != map[bool]int{true: 0, false: 1}[kept] {
 				t.Errorf("%d virtual servers are missing", missing)
 			}
@@ -88,13 +88,13 @@ func TestRefusedServer(t *testing.T) {
 			if err := fresh.sync(t.Context(), p, plan.Everything()); err != nil {
 				t.Fatal(err)
 			}
-			for id := range fresh.held.servers {
-				if e.held.servers[id] == nil || len(e.held.servers[id].realServers) < len(fresh.held.servers[id].realServers) {
+			for id := range fresh.actual.servers {
+				if e.actual.servers[id] == nil || len(e.actual.servers[id].realServers) < len(fresh.actual.servers[id].realServers) {
 					t.Errorf("%s is not whole at the end", id)
 				}
 			}
-			if len(whole.virtual) != len(k.virtual) || len(told) != 2 || len(told[1]) != 0 {
-				t.Errorf("%d virtual servers, told of %v", len(k.virtual), told)
+			if len(whole.virtual) != len(k.virtual) || len(reported) != 2 || len(reported[1]) != 0 {
+				t.Errorf("%d virtual servers, reported %v", len(k.virtual), reported)
 			}
 			// What concerns more than one Service is a failure, as before.
 			refuse = unix.ENOMEM
@@ -139,8 +139,8 @@ func TestRefusedUpdate(t *testing.T) {
 				return nil
 			}
 			e.machine.servers = servers
-			var told [][]plan.Refusal
-			e.tellRefused = func(_ plan.Family, list []plan.Refusal) { told = append(told, list) }
+			var reported [][]plan.Refusal
+			e.onRefused = func(_ plan.Family, list []plan.Refusal) { reported = append(reported, list) }
 			p.Set(&bad)
 			for _, change := range []plan.Change{plan.Only(plan.Keys{bad.Key: {}}), plan.Everything(), plan.Everything()} {
 				if err := e.sync(t.Context(), p, change); err != nil || e.desired == nil || len(e.found) > 0 {
@@ -150,8 +150,8 @@ func TestRefusedUpdate(t *testing.T) {
 					t.Errorf("the kernel holds\n%s\nwant\n%s", now, before)
 				}
 			}
-			if len(told) != 1 || len(told[0]) != 1 || told[0][0].Key != bad.Key || !told[0][0].Kept {
-				t.Errorf("reported %v, want %s", told, bad.Key)
+			if len(reported) != 1 || len(reported[0]) != 1 || reported[0][0].Key != bad.Key || !reported[0][0].Kept {
+				t.Errorf("reported %v, want %s", reported, bad.Key)
 			}
 			servers.changes = 0
 			other := plantest.LargeService(3, 5000, 3)
@@ -167,12 +167,12 @@ func TestRefusedUpdate(t *testing.T) {
 			if err := fresh.sync(t.Context(), p, plan.Everything()); err != nil {
 				t.Fatal(err)
 			}
-			if fresh.held.servers[serverAt(was)].Server != e.held.servers[serverAt(was)].Server ||
+			if fresh.actual.servers[serverAt(was)].Server != e.actual.servers[serverAt(was)].Server ||
 				want.virtual[serverAt(was)].RealServers[was.All()[1].Addr] != k.virtual[serverAt(was)].RealServers[was.All()[1].Addr] {
 				t.Errorf("at the end the kernel holds %+v, want %+v", k.virtual[serverAt(was)], want.virtual[serverAt(was)])
 			}
-			if len(told) != 2 || len(told[1]) != 0 {
-				t.Errorf("reported %v", told)
+			if len(reported) != 2 || len(reported[1]) != 0 {
+				t.Errorf("reported %v", reported)
 			}
 		})
 	}
@@ -218,15 +218,15 @@ func TestRefusedSetEntry(t *testing.T) {
 		sets := &pickySets{fakeSets: fakeSets{k}}
 		sets.refuses = func(entry ipset.Entry) bool { return refuse && entry.Addr == bad.Frontends[0].Addr }
 		e.machine.sets = sets
-		var told [][]plan.Refusal
-		e.tellRefused = func(_ plan.Family, list []plan.Refusal) { told = append(told, list) }
+		var reported [][]plan.Refusal
+		e.onRefused = func(_ plan.Family, list []plan.Refusal) { reported = append(reported, list) }
 		for range 3 {
 			if err := e.sync(t.Context(), p, plan.Everything()); err != nil || e.desired == nil || len(e.found) > 0 {
 				t.Errorf("%v, found %v", err, e.found)
 			}
 		}
-		if len(told) != 1 || len(told[0]) != 1 || told[0][0].Key != bad.Key || told[0][0].Err == nil {
-			t.Errorf("reported %v, want %s", told, bad.Key)
+		if len(reported) != 1 || len(reported[0]) != 1 || reported[0][0].Key != bad.Key || reported[0][0].Err == nil {
+			t.Errorf("reported %v, want %s", reported, bad.Key)
 		}
 		if n := len(k.set["KUBE-CLUSTER-IP"]); n != 19 || len(k.virtual) != 20 {
 			t.Errorf("%d entries, %d virtual servers", n, len(k.virtual))
@@ -236,16 +236,16 @@ func TestRefusedSetEntry(t *testing.T) {
 		other := plantest.LargeService(3, 6000, 3)
 		for _, sp := range []*plan.ServicePort{changed, other} {
 			p.Set(sp)
-			if err := e.sync(t.Context(), p, plan.Only(plan.Keys{sp.Key: {}})); err != nil || len(told) != 1 {
-				t.Errorf("%s: %v, reported %v", sp.Key, err, told)
+			if err := e.sync(t.Context(), p, plan.Only(plan.Keys{sp.Key: {}})); err != nil || len(reported) != 1 {
+				t.Errorf("%s: %v, reported %v", sp.Key, err, reported)
 			}
 			if n := len(k.virtual[serverAt(sp)].RealServers); n < len(sp.All()) {
 				t.Errorf("%s has %d endpoints, want %d", sp.Key, n, len(sp.All()))
 			}
 		}
 		refuse = false
-		if err := e.sync(t.Context(), p, plan.Everything()); err != nil || len(e.found) > 0 || len(told) != 2 || len(told[1]) != 0 {
-			t.Errorf("no longer refused: %v, found %v, reported %v", err, e.found, told)
+		if err := e.sync(t.Context(), p, plan.Everything()); err != nil || len(e.found) > 0 || len(reported) != 2 || len(reported[1]) != 0 {
+			t.Errorf("no longer refused: %v, found %v, reported %v", err, e.found, reported)
 		}
 		if n := len(k.set["KUBE-CLUSTER-IP"]); n != 20 || len(e.refusedMembers) > 0 {
 			t.Errorf("%d entries, refused %v", n, e.refusedMembers)
@@ -257,12 +257,12 @@ func TestRefusedSetEntry(t *testing.T) {
 			t.Error(err)
 		}
 		p.Set(bad)
-		if err := e.sync(t.Context(), p, plan.Only(plan.Keys{bad.Key: {}})); err != nil || len(told) != 3 || len(told[2]) != 1 {
-			t.Errorf("%v, reported %v", err, told)
+		if err := e.sync(t.Context(), p, plan.Only(plan.Keys{bad.Key: {}})); err != nil || len(reported) != 3 || len(reported[2]) != 1 {
+			t.Errorf("%v, reported %v", err, reported)
 		}
 		p.Delete(bad.Key)
-		if err := e.sync(t.Context(), p, plan.Only(plan.Keys{bad.Key: {}})); err != nil || len(told) != 4 || len(told[3]) != 0 {
-			t.Errorf("%v, reported %v", err, told)
+		if err := e.sync(t.Context(), p, plan.Only(plan.Keys{bad.Key: {}})); err != nil || len(reported) != 4 || len(reported[3]) != 0 {
+			t.Errorf("%v, reported %v", err, reported)
 		}
 		// An error that is not of entries is one of the sync.
 		sets.all = errors.Join(&ipset.EntryError{Err: unix.EINVAL}, unix.ENOMEM)

@@ -15,8 +15,8 @@ import (
 	"nodeproxy/plan"
 )
 
-// Render returns what a plan is in the kernel for one family, as input for the programs ipset, ipvsadm, ip and
-// iptables-restore, in stable order. Of what is written to nftables by netlink there is a description.
+// Render returns the objects of a plan for one family, as input for the programs ipset, ipvsadm, ip and iptables-restore, in stable
+// order. What is written to nftables by netlink is described.
 func Render(p *plan.Plan, f plan.Family, o Options) string {
 	s := full(p, f, o)
 	ranges := o.routed(p, f)
@@ -57,7 +57,7 @@ func (s *state) renderDevice(out *strings.Builder, nodeIP netip.Addr, ranges []n
 	}
 }
 
-// renderAddress prints an address of the device. The rest of the node does not take it for its own connections.
+// renderAddress prints an address of the device. The node does not use it as the source of its own connections.
 func renderAddress(out *strings.Builder, a netip.Addr) {
 	attributes := "scope host"
 	if a.Is6() {
@@ -66,7 +66,7 @@ func renderAddress(out *strings.Builder, a netip.Addr) {
 	fmt.Fprintf(out, "address add %s dev %s %s\n", netip.PrefixFrom(a, a.BitLen()), names.Device, attributes)
 }
 
-// addresses are those of all Services.
+// addresses returns the addresses of all Services.
 func (s *state) addresses() map[netip.Addr]struct{} {
 	out := map[netip.Addr]struct{}{}
 	for a := range s.vips {
@@ -78,7 +78,7 @@ func (s *state) addresses() map[netip.Addr]struct{} {
 	return out
 }
 
-// diverted are the ports of external IPs that are local while their addresses are not, in order.
+// diverted returns the ports of external IPs that are local while their addresses are not, in order.
 func (s *state) diverted(ranges []netip.Prefix) []plan.Address {
 	var out []plan.Address
 	for a, at := range s.ports {
@@ -90,7 +90,7 @@ func (s *state) diverted(ranges []netip.Prefix) []plan.Address {
 	return out
 }
 
-// renderPorts prints addresses and routes that diverted ports need.
+// renderPorts prints the addresses and routes that diverted ports need.
 func renderPorts(out *strings.Builder, ports []plan.Address) {
 	var last netip.Addr
 	for _, p := range ports {
@@ -127,13 +127,13 @@ func (s *state) renderSets(out *strings.Builder, ranges []netip.Prefix) {
 	}
 }
 
-// compareServers has addresses before marks.
+// compareServers orders addresses before marks.
 func compareServers(a, b ipvs.ServerID) int {
 	return cmp.Or(cmp.Compare(a.Mark, b.Mark), a.Addr.Compare(b.Addr), cmp.Compare(a.Protocol, b.Protocol), cmp.Compare(a.Port, b.Port))
 }
 
-// renderServer prints a virtual server as "ipvsadm --save --numeric" does. One without real servers is not printed: it need
-// not exist.
+// renderServer prints a virtual server as "ipvsadm --save --numeric" does. One without real servers is not printed: it need not
+// exist.
 func renderServer(out *strings.Builder, v server) {
 	if len(v.realServers) == 0 {
 		return
@@ -164,7 +164,7 @@ func serverOptions(s ipvs.Server) string {
 	return text
 }
 
-// serverArgs names a virtual server as arguments of ipvsadm.
+// serverArgs returns the arguments of ipvsadm that name a virtual server.
 func serverArgs(id ipvs.ServerID) string {
 	switch {
 	case id.Mark != 0 && id.Family == plan.IPv6:

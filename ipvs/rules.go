@@ -10,7 +10,7 @@ import (
 	"nodeproxy/plan"
 )
 
-// rules are the iptables rules of one family. They depend on settings and on the node, not on Services: these are in sets.
+// rules returns the iptables rules of one family. They depend on settings and on the node, not on Services, which are in sets.
 func rules(p *plan.Plan, f plan.Family, o Options) xtables.Desired {
 	r := &ruleMaker{family: f, settings: p.Settings, node: p.Node, marks: newMarks(o.MasqueradeBit), ranges: o.routed(p, f)}
 	// IPVS drops what comes from a loopback address and leaves the node.
@@ -32,7 +32,7 @@ type ruleMaker struct {
 	settings plan.Settings
 	node     plan.Node
 	marks    marks
-	ranges   []netip.Prefix // of which every address is a Service's
+	ranges   []netip.Prefix // in which every address belongs to Services
 	out      xtables.Desired
 }
 
@@ -42,19 +42,19 @@ func (r *ruleMaker) chain(table names.Table, name string, rules ...string) {
 
 const isNew = "-m conntrack --ctstate NEW "
 
-// translated lets pass what IPVS has sent on to an endpoint.
+// translated skips packets that IPVS has sent on to an endpoint.
 const translated = "-m ipvs --ipvs -j RETURN"
 
 func comment(text string) string { return fmt.Sprintf("-m comment --comment %q ", text) }
 
-// in matches what is in a set.
+// in matches members of a set.
 func (r *ruleMaker) in(set setID, by string) string {
 	return "-m set --match-set " + setName(set, r.family) + " " + by + " "
 }
 
 func (r *ruleMaker) to(set setID) string { return r.in(set, "dst,dst") }
 
-// mapMark gives a packet the mark that a set has for its destination, if it has one.
+// mapMark sets the mark that a set has for a packet's destination, if it has one.
 func (r *ruleMaker) mapMark(set setID) string {
 	return "-j SET --map-set " + setName(set, r.family) + " dst,dst --map-mark"
 }
@@ -72,7 +72,7 @@ func (r *ruleMaker) reject() string {
 	return "-j REJECT --reject-with icmp-port-unreachable"
 }
 
-// notICMP lets people ping the address of a Service.
+// notICMP excludes ICMP, so that the address of a Service can be pinged.
 func (r *ruleMaker) notICMP() string {
 	if r.family == plan.IPv6 {
 		return "! -p ipv6-icmp "
@@ -80,20 +80,20 @@ func (r *ruleMaker) notICMP() string {
 	return "! -p icmp "
 }
 
-// mangle is where packets are marked for virtual servers, right before IPVS sees them: those that have come in, in INPUT;
-// those that the node sends to an address of its own, in OUTPUT.
+// mangle makes the chains that mark packets for virtual servers, right before IPVS sees them: incoming ones in INPUT, and those
+// that the node sends to an address of its own in OUTPUT.
 func (r *ruleMaker) mangle() {
 	ours := "-m mark --mark " + r.marks.match() + " "
 	mark := []string{
-		translated,                       // It comes by again, and keeps its mark until it leaves.
-		ours + clearMark(r.marks.mask()), // A mark of somebody else's, by chance.
-		// Of an external IP, only ports are the node's, for which addrtype does not look.
+		translated,                       // It passes again, and keeps its mark until it leaves.
+		ours + clearMark(r.marks.mask()), // Another program's mark, by chance.
+		// Only ports of an external IP are local, which addrtype does not see.
 		r.to(setExternalIPLocal) + "-g " + names.ShortCircuit,
 		"-m addrtype ! --dst-type LOCAL -j RETURN",
 		r.to(setClusterIP) + "-j RETURN",
 		isNew + r.to(setLoadBalancerFirewall) + "-j " + names.SourceRangesFirewall,
-		// A frontend that changes its policy is among both while it does. Until its own virtual server has all endpoints, pods
-		// and the node are led to others by mark.
+		// A frontend that changes its policy is in both sets meanwhile. Until its own virtual server has all endpoints, marks
+		// select others for pods and the node.
 		r.to(setLoadBalancerLocal) + "-g " + names.ShortCircuit,
 		r.to(setLoadBalancer) + "-j RETURN",
 		r.to(setExternalIP) + "-j RETURN",
@@ -112,7 +112,7 @@ func (r *ruleMaker) mangle() {
 		"-j DROP")
 	r.chain(names.Mangle, names.ShortCircuit, r.inside(r.mapMark(setLoadBalancerLocal), r.mapMark(setExternalIPLocal))...)
 	r.chain(names.Mangle, names.NodePort,
-		// One that changes its policy is in both for a moment.
+		// A node port that changes its policy is in both for a moment.
 		r.to(setNodePortLocal)+"-g "+names.NodePortLocal,
 		r.mapMark(setNodePort))
 	r.chain(names.Mangle, names.NodePortLocal, append([]string{r.mapMark(setNodePortLocal)}, r.inside()...)...)
@@ -127,7 +127,7 @@ func (r *ruleMaker) mangle() {
 			setMark(r.marks.masquerade))
 }
 
-// inside are rules that lead pods and the node itself to endpoints of the cluster, after others that are for both.
+// inside returns rules that lead pods and the node itself to endpoints of the cluster, each after the rules of both.
 func (r *ruleMaker) inside(both ...string) []string {
 	var out []string
 	cluster := r.marks.value(toCluster)
@@ -149,11 +149,11 @@ func (r *ruleMaker) inside(both ...string) []string {
 	return out
 }
 
-// fromNode matches what the node itself sends.
+// fromNode matches packets of the node itself.
 const fromNode = "-m addrtype --src-type LOCAL "
 
-// filter is where packets are refused that no virtual server is for. Those of the node itself come by INPUT too, since
-// every address of a Service is one of the node's. Marks of ours are not to be seen here: see nftrules.MarkGuard.
+// filter makes the chains that refuse packets for which there is no virtual server. Those of the node itself pass INPUT too, since
+// every address of a Service is one of the node's. Our marks are not visible here: see nftrules.MarkGuard.
 func (r *ruleMaker) filter() {
 	r.chain(names.Filter, names.NodePort,
 		"-p tcp "+comment("kubernetes health check node ports")+r.in(setHealthCheckNodePort, "dst")+"-j ACCEPT")
@@ -181,7 +181,8 @@ func (r *ruleMaker) filter() {
 	r.chain(names.Filter, names.IPVSNodePortsLocal, r.outside(isNew+r.to(setNodePortNoLocalEndpoints)+"-j DROP")...)
 }
 
-// outside are rules that apply a rule to all but pods and the node itself, which are led to endpoints elsewhere.
+// outside returns rules that apply a rule to all packets except those of pods and of the node itself, which are led to endpoints
+// elsewhere.
 func (r *ruleMaker) outside(rule string) []string {
 	var out []string
 	if pods, ok := iptables.FromPods(r.settings.DetectLocal, r.family, false); ok {
@@ -190,7 +191,7 @@ func (r *ruleMaker) outside(rule string) []string {
 	return append(out, fromNode+"-j RETURN", rule)
 }
 
-// nat is where packets are marked for masquerading, but for those that table mangle has marked.
+// nat makes the chains that mark packets for masquerading, except those that table mangle has marked.
 func (r *ruleMaker) nat() {
 	const masq = "-j " + names.MarkMasq
 	var services []string
@@ -200,7 +201,7 @@ func (r *ruleMaker) nat() {
 		if others, ok := iptables.FromPods(r.settings.DetectLocal, r.family, true); ok {
 			services = append(services, others+r.to(setClusterIP)+masq)
 		}
-		// The node takes the address of a Service for its source when it sends to it, if nothing else is said.
+		// By default, the node uses the address of a Service as the source when it sends to it.
 		services = append(services, r.in(setVIPs, "src")+r.to(setClusterIP)+masq)
 		for _, cidr := range r.ranges {
 			services = append(services, "-s "+cidr.String()+" "+r.to(setClusterIP)+masq)

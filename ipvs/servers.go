@@ -10,30 +10,30 @@ import (
 	"nodeproxy/kernel/ipvs"
 )
 
-// raise makes a virtual server and adds what it lacks: nothing is taken away from it.
-func (e *engine) raise(id ipvs.ServerID) {
-	delete(e.refused, id) // All that was refused of it is tried again.
+// ensureServer makes a virtual server and adds what it lacks; it removes nothing.
+func (e *engine) ensureServer(id ipvs.ServerID) {
+	delete(e.refused, id) // Retry everything that was refused.
 	want, wanted := e.desired.servers[id]
-	have := e.held.servers[id]
+	have := e.actual.servers[id]
 	switch {
 	case !wanted || have == nil && len(want.realServers) == 0:
 		return
 	case have == nil:
-		e.queue(ipvs.AddServer, want.Server, ipvs.RealServer{}, func() { delete(e.held.servers, id) })
-		have = &heldServer{Server: want.Server, realServers: map[netip.AddrPort]*heldRealServer{}}
-		e.held.servers[id] = have
+		e.queue(ipvs.AddServer, want.Server, ipvs.RealServer{}, func() { delete(e.actual.servers, id) })
+		have = &actualServer{Server: want.Server, realServers: map[netip.AddrPort]*actualRealServer{}}
+		e.actual.servers[id] = have
 	default:
 		e.reschedule(want.Server, have)
 	}
 	for _, d := range want.realServers {
-		e.raiseRealServer(have, d)
+		e.ensureRealServer(have, d)
 	}
-	e.reschedule(want.Server, have) // One that drained may be back.
+	e.reschedule(want.Server, have) // A draining one may be in use again.
 }
 
-// reschedule makes a virtual server what it should be, given whether real servers of it drain.
-func (e *engine) reschedule(want ipvs.Server, v *heldServer) {
-	if want.ID != v.ID { // Nothing new is led to this one.
+// reschedule sets the properties of a virtual server, which depend on whether real servers of it drain.
+func (e *engine) reschedule(want ipvs.Server, v *actualServer) {
+	if want.ID != v.ID { // It receives no new connections.
 		return
 	}
 	if v.drains() {
@@ -41,7 +41,7 @@ func (e *engine) reschedule(want ipvs.Server, v *heldServer) {
 	}
 	if was := v.Server; was != want {
 		e.queue(ipvs.UpdateServer, want, ipvs.RealServer{}, func() {
-			if v.Server == want { // A later change may have been taken.
+			if v.Server == want { // A later change may have been accepted.
 				v.Server = was
 			}
 		})
@@ -49,21 +49,21 @@ func (e *engine) reschedule(want ipvs.Server, v *heldServer) {
 	}
 }
 
-// raiseRealServer adds a real server. One that drains gets its weight back; its connections never noticed.
-func (e *engine) raiseRealServer(v *heldServer, want ipvs.RealServer) {
+// ensureRealServer adds a real server. A draining one gets its weight back; its connections are not affected.
+func (e *engine) ensureRealServer(v *actualServer, want ipvs.RealServer) {
 	switch have := v.realServers[want.Addr]; {
 	case have == nil:
 		e.queue(ipvs.AddRealServer, v.Server, want, func() { delete(v.realServers, want.Addr) })
 	case have.weight != want.Weight:
 		e.queue(ipvs.UpdateRealServer, v.Server, want, func() { v.realServers[want.Addr] = have })
 	}
-	v.realServers[want.Addr] = &heldRealServer{weight: want.Weight}
+	v.realServers[want.Addr] = &actualRealServer{weight: want.Weight}
 }
 
-// lower takes away from a virtual server what it is not to have, and the server itself if that is all. One that is replaced by
-// another one goes when its connections have ended.
-func (e *engine) lower(id ipvs.ServerID, replaced bool) {
-	have := e.held.servers[id]
+// pruneServer removes what a virtual server should not have, and the server itself if nothing is left. One that is replaced by
+// another is removed when its connections have ended.
+func (e *engine) pruneServer(id ipvs.ServerID, replaced bool) {
+	have := e.actual.servers[id]
 	if have == nil {
 		return
 	}
@@ -78,7 +78,7 @@ func (e *engine) lower(id ipvs.ServerID, replaced bool) {
 			return d.Addr.Compare(a)
 		})
 		if !used {
-			e.lowerRealServer(&want, have, addr)
+			e.pruneRealServer(&want, have, addr)
 		}
 	}
 	if len(have.realServers) == 0 {
@@ -86,13 +86,13 @@ func (e *engine) lower(id ipvs.ServerID, replaced bool) {
 	}
 }
 
-func (e *engine) deleteServer(v *heldServer) {
+func (e *engine) deleteServer(v *actualServer) {
 	e.queue(ipvs.DeleteServer, v.Server, ipvs.RealServer{}, nil)
-	delete(e.held.servers, v.ID)
+	delete(e.actual.servers, v.ID)
 }
 
-// lowerRealServer removes a real server, or begins to drain it.
-func (e *engine) lowerRealServer(want *server, v *heldServer, addr netip.AddrPort) {
+// pruneRealServer removes a real server, or begins to drain it.
+func (e *engine) pruneRealServer(want *server, v *actualServer, addr netip.AddrPort) {
 	d := v.realServers[addr]
 	if !want.drains {
 		e.deleteRealServer(v, addr)
@@ -113,25 +113,25 @@ func (e *engine) lowerRealServer(want *server, v *heldServer, addr netip.AddrPor
 	}
 }
 
-func (e *engine) deleteRealServer(v *heldServer, addr netip.AddrPort) {
+func (e *engine) deleteRealServer(v *actualServer, addr netip.AddrPort) {
 	e.queue(ipvs.DeleteRealServer, v.Server, ipvs.RealServer{Addr: addr}, nil)
 	delete(v.realServers, addr)
 }
 
-// change is a change of a virtual server. undo, which is nil for a deletion, makes held what it was before: it is called if the
-// kernel refuses the change.
+// change is a change of a virtual server. undo, which is nil for a deletion, restores actual; it is called if the kernel refuses
+// the change.
 type change struct {
 	ipvs.Op
 	undo func()
 }
 
-// queue notes a change of a virtual server down for flush. What the kernel holds is taken to be changed already: after any
-// error but a refusal it is read anew.
+// queue queues a change of a virtual server for flush. actual already includes it: after any error but a refusal the kernel is read
+// again.
 func (e *engine) queue(kind ipvs.OpKind, v ipvs.Server, d ipvs.RealServer, undo func()) {
 	e.changes = append(e.changes, change{ipvs.Op{Kind: kind, Server: v, RealServer: d}, undo})
 }
 
-// flush makes the changes that are queued, in few round trips to the kernel.
+// flush makes the queued changes, in few round trips to the kernel.
 func (e *engine) flush() error {
 	changes := e.changes
 	e.changes = nil
@@ -154,7 +154,7 @@ func (e *engine) drain(now time.Time) error {
 		return nil
 	}
 	var errs []error
-	for id, v := range e.held.servers {
+	for id, v := range e.actual.servers {
 		if v.drains() {
 			errs = append(errs, e.drainServer(id, v, now))
 		}
@@ -167,7 +167,7 @@ func (e *engine) drain(now time.Time) error {
 	return err
 }
 
-func (v *heldServer) drains() bool {
+func (v *actualServer) drains() bool {
 	for _, d := range v.realServers {
 		if d.draining {
 			return true
@@ -176,7 +176,7 @@ func (v *heldServer) drains() bool {
 	return false
 }
 
-func (e *engine) drainServer(id ipvs.ServerID, v *heldServer, now time.Time) error {
+func (e *engine) drainServer(id ipvs.ServerID, v *actualServer, now time.Time) error {
 	seen, err := e.machine.servers.Get(id)
 	if err != nil {
 		return err

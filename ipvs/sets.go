@@ -8,8 +8,8 @@ import (
 	"nodeproxy/plan"
 )
 
-// setID names one of the ipsets that the rules ask. Those up to setLoopBack have kube-proxy's names and types. Entries come and go
-// in the order of these numbers or in the reverse one, see memberChanges.
+// setID names an ipset that the rules use. Those up to setLoopBack have kube-proxy's names and types. Entries are added and removed
+// in the order of these numbers or in the reverse order, see memberChanges.
 type setID int
 
 const (
@@ -17,22 +17,22 @@ const (
 	setClusterIP setID = iota
 	setLoadBalancer
 	setExternalIP
-	// External frontends under policy Local. Their marks are for traffic from pods and from the node.
+	// External frontends under policy Local, with marks for traffic from pods and from the node.
 	setLoadBalancerLocal
 	setExternalIPLocal
 	// Frontends limited to source ranges, and what is admitted to them.
 	setLoadBalancerFirewall
 	setSourceCIDR
 	setSourceIP
-	// VIPs that are bound to the device one by one.
+	// VIPs that are added to the device one by one.
 	setVIPs
 	setHealthCheckNodePort
-	// Endpoints on this node, for traffic that comes back to where it was sent from.
+	// Endpoints on this node, for traffic that returns to its sender.
 	setLoopBack
 	// Node ports, with their marks: under policy Cluster, and under policy Local.
 	setNodePort
 	setNodePortLocal
-	// What is refused, and what is dropped because its policy allows no endpoint here.
+	// Frontends that are refused, and frontends whose policy allows no endpoint here, which are dropped.
 	setNoEndpoints
 	setNoLocalEndpoints
 	setNodePortNoEndpoints
@@ -40,7 +40,7 @@ const (
 	setCount
 )
 
-// setKind is the part of a set that is the same for both families.
+// setKind is what a set has in common for both families.
 type setKind struct {
 	name  names.Set
 	kind  string
@@ -79,13 +79,13 @@ type member struct {
 	entry ipset.Entry
 }
 
-// key is what makes an entry the same one: all but the mark, which can change.
+// key identifies an entry: everything but the mark, which can change.
 func (m member) key() member {
 	m.entry.Mark, m.entry.Mask = 0, 0
 	return m
 }
 
-// everywhere are the halves of a family's addresses, since no set takes a range of all.
+// everywhere returns the two halves of a family's addresses, since no set accepts the range of all.
 func everywhere(f plan.Family) [2]netip.Prefix {
 	if f == plan.IPv6 {
 		return [2]netip.Prefix{netip.MustParsePrefix("::/1"), netip.MustParsePrefix("8000::/1")}

@@ -8,8 +8,8 @@ import (
 	"nodeproxy/plan"
 )
 
-// state is what one family's part of a plan asks of the kernel. It is incremental: entering or leaving a ServicePort costs
-// what that ServicePort has, and notes what it touched.
+// state is the desired state of one family. It is incremental: adding or removing a ServicePort costs work for that ServicePort
+// only, and records what it touches.
 type state struct {
 	family   plan.Family
 	options  Options
@@ -24,21 +24,21 @@ type state struct {
 	ports    ports
 }
 
-// shared is an entry that several ServicePorts may ask for, and the mark that it has.
+// shared is an entry that several ServicePorts may ask for, with its mark.
 type shared struct {
 	count      int
 	mark, mask uint32
 }
 
-// touched are the things in the kernel that a change may concern.
+// touched are the objects that a change may concern.
 type touched struct {
 	servers map[ipvs.ServerID]struct{}
 	members map[member]struct{}     // by key
 	vips    map[netip.Addr]struct{} // and their ports
-	// replaced are virtual servers that go while their ServicePort stays, and is found in another way from now on: their
-	// connections are left to them.
+	// replaced are virtual servers that are removed while their ServicePort remains and gets another one: their connections are
+	// left to them.
 	replaced map[ipvs.ServerID]struct{}
-	// onlyAdd leaves ports that are not desired alone.
+	// onlyAdd keeps ports that are not desired.
 	onlyAdd bool
 }
 
@@ -56,7 +56,7 @@ func newState(p *plan.Plan, f plan.Family, o Options) *state {
 	}
 }
 
-// full is the state of a whole plan.
+// full returns the state of a whole plan.
 func full(p *plan.Plan, f plan.Family, o Options) *state {
 	s := newState(p, f, o)
 	for _, a := range anchors(f, o.routed(p, f)) {
@@ -70,8 +70,8 @@ func full(p *plan.Plan, f plan.Family, o Options) *state {
 	return s
 }
 
-// update follows a plan in which the given ServicePorts have changed, and tells what that touches. All leave before any
-// enters, so that what changes hands is never gone.
+// update applies the changes of the given ServicePorts, and returns what they touch. All are removed before any is added, so that
+// an object that passes from one to another is never missing.
 func (s *state) update(p *plan.Plan, changed plan.Keys) *touched {
 	t := newTouched()
 	keys := changed.Sorted(s.family)
@@ -109,7 +109,7 @@ func (s *state) update(p *plan.Plan, changed plan.Keys) *touched {
 	return t
 }
 
-// hashed reports whether a ServicePort's marks come from a hash of its name.
+// hashed reports whether a ServicePort's marks are derived from a hash of its name.
 func hashed(sp *plan.ServicePort) bool {
 	_, port := nodePortOf(sp)
 	return !port && needsMarks(sp)
@@ -124,13 +124,13 @@ func (s *state) enter(sp *plan.ServicePort, t *touched) {
 	}
 	for _, m := range o.members {
 		key := m.key()
-		held := s.members[key]
-		if held == nil {
-			held = &shared{}
-			s.members[key] = held
+		have := s.members[key]
+		if have == nil {
+			have = &shared{}
+			s.members[key] = have
 		}
-		held.count++
-		held.mark, held.mask = m.entry.Mark, m.entry.Mask
+		have.count++
+		have.mark, have.mask = m.entry.Mark, m.entry.Mask
 		t.members[key] = struct{}{}
 	}
 	for _, a := range o.vips {
@@ -170,8 +170,8 @@ func (s *state) leave(k plan.Key, t *touched) {
 	}
 }
 
-// noteReplaced notes the virtual servers that a ServicePort has by mark: which it has depends on its policies. Those that it
-// still has when it has entered again are not replaced.
+// noteReplaced records the virtual servers that a ServicePort has by mark, which depend on its policies. Those that it still has
+// when it has been added again are not replaced.
 func (s *state) noteReplaced(k plan.Key, t *touched) {
 	for _, v := range s.objects[k].servers {
 		if v.ID.Mark != 0 && v.drains {
@@ -180,7 +180,7 @@ func (s *state) noteReplaced(k plan.Key, t *touched) {
 	}
 }
 
-// hasNodePort reports whether some ServicePort has a node port.
+// hasNodePort reports whether a ServicePort has the node port of this identity.
 func (s *state) hasNodePort(id markID) bool {
 	for _, kind := range []markKind{localMark, masqueradedMark} {
 		if _, has := s.servers[ipvs.ServerID{Family: s.family, Mark: s.marks.of(id, kind)}]; has {
@@ -190,9 +190,9 @@ func (s *state) hasNodePort(id markID) bool {
 	return false
 }
 
-// replaces reports whether a virtual server that is not desired was one of a ServicePort that is there, though it is found in
-// another way now: by another mark, as under another policy or with another bit for masquerading, or, where it was kube-proxy's,
-// by an address of the node and a node port. hashes are those of all ServicePorts.
+// replaces reports whether an undesired virtual server was one of an existing ServicePort that now has another one: by another
+// mark, as under another policy or with another masquerade bit, or, if it was kube-proxy's, by an address of the node and a node
+// port. hashes are those of all ServicePorts.
 func (s *state) replaces(id ipvs.ServerID, hashes map[uint32]bool) bool {
 	if id.Mark == 0 {
 		_, host := s.options.Host[id.Addr]
@@ -206,7 +206,7 @@ func (s *state) replaces(id ipvs.ServerID, hashes map[uint32]bool) bool {
 	})
 }
 
-// hashes are those of the names of all ServicePorts of TCP.
+// hashes returns the hashes of the names of all TCP ServicePorts.
 func (s *state) hashes() map[uint32]bool {
 	out := make(map[uint32]bool, len(s.services))
 	for k := range s.services {
@@ -228,8 +228,8 @@ func (s *state) build(sp *plan.ServicePort) objects {
 	return b.objects()
 }
 
-// anchors are addresses that the device always has: with its last address of IPv4, an interface loses all of its routes. The
-// first address of a range is no Service's.
+// anchors returns addresses that the device always has: with its last IPv4 address, an interface loses all of its routes. The first
+// address of a range is never a Service's.
 func anchors(f plan.Family, ranges []netip.Prefix) []netip.Addr {
 	var out []netip.Addr
 	for _, r := range ranges {
@@ -240,8 +240,8 @@ func anchors(f plan.Family, ranges []netip.Prefix) []netip.Addr {
 	return out
 }
 
-// bound reports whether a VIP is to be an address of the device, and local with all of its ports: not if a host's interface has it,
-// nor within a range that has a route, nor where some of its ports are enough.
+// bound reports whether a VIP must be an address of the device, and local with all of its ports: not if another interface has it,
+// nor within a range that has a route, nor if single ports suffice.
 func (s *state) bound(a netip.Addr, host map[netip.Addr]struct{}, ranges []netip.Prefix) bool {
 	if slices.Contains(anchors(s.family, ranges), a) {
 		_, hosts := host[a]
@@ -250,7 +250,7 @@ func (s *state) bound(a netip.Addr, host map[netip.Addr]struct{}, ranges []netip
 	return s.local(a, host, ranges) && !s.byPort(a, host, ranges)
 }
 
-// local reports whether packets to an address of a Service, or to some of its ports, become the node's only by what is made for this
+// local reports whether packets to an address of a Service, or to some of its ports, reach the node only by what is made for this
 // address.
 func (s *state) local(a netip.Addr, host map[netip.Addr]struct{}, ranges []netip.Prefix) bool {
 	_, hosts := host[a]

@@ -17,23 +17,23 @@ import (
 // sysctl is a kernel setting of this network namespace.
 type sysctl struct {
 	name, value string
-	// required is set where forwarding can't work without it.
+	// required is set if forwarding can't work without it.
 	required bool
 }
 
-// sysctls are the settings for a kernel version.
+// sysctls returns the settings for a kernel version.
 func sysctls(strictARP bool, major, minor int) []sysctl {
 	out := []sysctl{
 		// Without it, what IPVS translates can't be masqueraded.
 		{"net/ipv4/vs/conntrack", "1", true},
 		{"net/ipv4/ip_forward", "1", true},
-		// A connection to a real server that is gone is forgotten at its next packet, so that its client learns of it.
+		// A connection to a removed real server is dropped at its next packet, so that its client notices.
 		{"net/ipv4/vs/expire_nodest_conn", "1", false},
-		// A client with affinity to a real server that drains gets another one.
+		// A client with affinity to a draining real server gets another one.
 		{"net/ipv4/vs/expire_quiescent_template", "1", false},
 	}
-	// From 4.1 to 5.8, a client that uses a port again waits for a second if this is 1; from 5.9 on, it is what lets such a
-	// connection be balanced anew (kubernetes issue 93297).
+	// From Linux 4.1 to 5.8, a client that reuses a port waits for a second if this is 1; from 5.9 on, 1 makes such a connection be
+	// scheduled again (kubernetes issue 93297).
 	if before59 := major < 5 || major == 5 && minor < 9; before59 && (major > 4 || major == 4 && minor >= 1) {
 		out = append(out, sysctl{"net/ipv4/vs/conn_reuse_mode", "0", false})
 	}
@@ -43,7 +43,7 @@ func sysctls(strictARP bool, major, minor int) []sysctl {
 	return out
 }
 
-// sysctlsHere are the settings for this kernel.
+// sysctlsHere returns the settings for this kernel.
 func sysctlsHere(cfg Config) ([]sysctl, error) {
 	var name unix.Utsname
 	if err := unix.Uname(&name); err != nil {
@@ -52,13 +52,13 @@ func sysctlsHere(cfg Config) ([]sysctl, error) {
 	var major, minor int
 	release := unix.ByteSliceToString(name.Release[:])
 	if _, err := fmt.Sscanf(release, "%d.%d", &major, &minor); err != nil {
-		return nil, fmt.Errorf("the kernel's version %q is not understood: %w", release, err)
+		return nil, fmt.Errorf("the kernel's version %q can't be parsed: %w", release, err)
 	}
 	return sysctls(cfg.StrictARP, major, minor), nil
 }
 
-// setSysctls makes the settings; with dry, it only finds out whether it could. One that can't be written, and is not as it should
-// be, is an error if nothing works without it, else a warning.
+// setSysctls sets them; with dry, it only finds out whether it could. A setting that can't be written and has the wrong value is an
+// error if nothing works without it, else a warning.
 func setSysctls(cfg Config, dry bool) error {
 	list, err := sysctlsHere(cfg)
 	if err != nil {
@@ -70,7 +70,7 @@ func setSysctls(cfg Config, dry bool) error {
 		case err != nil && s.required:
 			errs = append(errs, err)
 		case err != nil:
-			cfg.Log.Warn("a kernel setting for mode ipvs can't be made", "error", err)
+			cfg.Log.Warn("a kernel setting for mode ipvs can't be set", "error", err)
 		}
 	}
 	return errors.Join(errs...)
@@ -78,17 +78,17 @@ func setSysctls(cfg Config, dry bool) error {
 
 func (cfg *Config) sysctlDir() string { return cmp.Or(cfg.SysctlDir, "/proc/sys") }
 
-// sysctlKeeper sets anew what another program has set otherwise. The zero value keeps nothing.
+// sysctlKeeper restores settings that another program has changed. The zero value keeps none.
 type sysctlKeeper struct {
-	list []sysctl
-	dir  string
-	log  *slog.Logger
-	told map[string]bool // of which settings it has been told that they can't be made; they are tried again
+	list   []sysctl
+	dir    string
+	log    *slog.Logger
+	warned map[string]bool // the settings whose failure was logged; they are retried
 }
 
-// keepSysctls returns a keeper of those settings that are as they should be.
+// keepSysctls returns a keeper of those settings that have the right value.
 func keepSysctls(cfg Config) (sysctlKeeper, error) {
-	k := sysctlKeeper{dir: cfg.sysctlDir(), log: cfg.Log, told: map[string]bool{}}
+	k := sysctlKeeper{dir: cfg.sysctlDir(), log: cfg.Log, warned: map[string]bool{}}
 	list, err := sysctlsHere(cfg)
 	if err != nil {
 		return k, err
@@ -101,31 +101,31 @@ func keepSysctls(cfg Config) (sysctlKeeper, error) {
 	return k, nil
 }
 
-// differs returns the name of a setting that is not as it should be; empty for none.
+// differs returns the name of a setting with another value; "" for none.
 func (k *sysctlKeeper) differs() string {
 	for _, s := range k.list {
-		if _, is := s.read(k.dir); !is && !k.told[s.name] {
+		if _, is := s.read(k.dir); !is && !k.warned[s.name] {
 			return s.dotted()
 		}
 	}
 	return ""
 }
 
-// repair sets what is not as it should be, and returns it. What can't be set is logged once, until it is as it should be: no
-// Service fares better for a sync that fails.
+// repair restores settings, and adds the changed ones to found. A failure is logged once, until the setting is right again: no
+// Service benefits from a sync that fails.
 func (k *sysctlKeeper) repair() drift.Found {
 	var found drift.Found
 	for _, s := range k.list {
 		have, is := s.read(k.dir)
 		if is {
-			delete(k.told, s.name)
+			delete(k.warned, s.name)
 			continue
 		}
 		err := s.set(k.dir, false)
 		if err == nil {
 			found = append(found, drift.Difference{Kind: drift.Sysctl, State: drift.Changed, Object: s.dotted(), Want: s.value, Have: have})
-		} else if !k.told[s.name] {
-			k.told[s.name] = true
+		} else if !k.warned[s.name] {
+			k.warned[s.name] = true
 			k.log.Error("another program has changed a kernel setting that mode ipvs needs, and it can't be set back; Services may not work",
 				"error", err)
 		}
@@ -139,10 +139,10 @@ func tcpLiberal() bool {
 	return err == nil && strings.TrimSpace(string(value)) != "0"
 }
 
-// dotted is the name as people write it.
+// dotted returns the name in its usual form.
 func (s sysctl) dotted() string { return strings.ReplaceAll(s.name, "/", ".") }
 
-// read returns the value that is in force, if it can be read, and whether it is as it should be.
+// read returns the current value, if it can be read, and whether it is right.
 func (s sysctl) read(dir string) (have string, is bool) {
 	text, err := os.ReadFile(filepath.Join(dir, s.name))
 	have = strings.TrimSpace(string(text))

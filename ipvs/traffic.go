@@ -15,10 +15,9 @@ import (
 // TrafficReader reads how much has gone through the virtual servers of each ServicePort. It implements
 // metrics.TrafficReader.
 //
-// The kernel counts by virtual server, from zero whenever it makes one, and a ServicePort has several. What is told of a
-// ServicePort is the sum of how much each of its servers has grown by, so it does not fall when one of them is made anew;
-// only what that one counted after the last time that it was read is lost. Connections and packets from clients include
-// those that a scheduler found no endpoint for.
+// The kernel counts by virtual server, from zero whenever it makes one, and a ServicePort has several. The value of a ServicePort
+// is the sum of the increases of its servers, so it does not fall when one of them is made again; only what that one counted after
+// it was last read is lost. Connections and packets from clients include those for which a scheduler found no endpoint.
 type TrafficReader struct {
 	engines []*engine
 	stats   func() (map[ipvs.ServerID]ipvs.Traffic, error)
@@ -98,7 +97,7 @@ func (r *TrafficReader) add(servers map[plan.Key][]ipvs.ServerID, now map[ipvs.S
 	}
 }
 
-// grown is by how much counters have grown; if one has fallen, the server is another one, and all of it is new.
+// grown returns the increase of counters; if one has fallen, the server is a new one, and all of its count is new.
 func grown(from, to ipvs.Traffic) ipvs.Traffic {
 	if to.Connections < from.Connections || to.PacketsIn < from.PacketsIn || to.PacketsOut < from.PacketsOut ||
 		to.BytesIn < from.BytesIn || to.BytesOut < from.BytesOut {
@@ -122,21 +121,21 @@ func plus(a, b ipvs.Traffic) ipvs.Traffic {
 // signed is a counter as metrics have it.
 func signed(n uint64) int64 { return int64(min(n, math.MaxInt64)) }
 
-// lockTry is how often it is tried to get hold of what an engine knows, while a sync is under way.
+// lockTry is the interval between attempts to lock an engine while a sync runs.
 const lockTry = 5 * time.Millisecond
 
-// serversOf adds which virtual servers each ServicePort has.
+// serversOf adds the virtual servers of each ServicePort.
 func (e *engine) serversOf(ctx context.Context, into map[plan.Key][]ipvs.ServerID) error {
 	for !e.mu.TryLock() {
 		select {
 		case <-ctx.Done():
-			return fmt.Errorf("reading traffic of %s: a sync has been under way all the time: %w", e.family, ctx.Err())
+			return fmt.Errorf("reading traffic of %s: a sync was running all the time: %w", e.family, ctx.Err())
 		case <-time.After(lockTry):
 		}
 	}
 	defer e.mu.Unlock()
 	if e.desired == nil {
-		return fmt.Errorf("reading traffic of %s: which virtual servers there are is known again after the next sync", e.family)
+		return fmt.Errorf("reading traffic of %s: the virtual servers are not known until the next sync", e.family)
 	}
 	for key, o := range e.desired.objects {
 		ids := make([]ipvs.ServerID, len(o.servers))

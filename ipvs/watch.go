@@ -12,9 +12,9 @@ import (
 	"nodeproxy/plan"
 )
 
-// Watch calls suspect, with the reason, when another program may have changed what Sync has written: rules, the guard of marks,
-// addresses and routes at once, virtual servers and entries of sets within seconds (probe.go). It returns when ctx ends, or with
-// an error if it can't watch: then only a Sync that compares everything finds out.
+// Watch calls suspect, with the reason, when another program may have changed what Sync has written: at once for rules, the guard
+// of marks, addresses and routes, within seconds for virtual servers and entries of sets (probe.go). It returns when ctx ends, or
+// with an error if it can't watch: then only a Sync that compares everything finds changes.
 func (b *Backend) Watch(ctx context.Context, suspect func(why string)) error {
 	device, err := host.WatchDevice(names.Device)
 	if err != nil {
@@ -40,7 +40,7 @@ func (b *Backend) Watch(ctx context.Context, suspect func(why string)) error {
 			guards(ctx, func(f plan.Family) {
 				for _, e := range b.engines {
 					if e.family == f {
-						e.tellTablesChanged(suspect)
+						e.suspectTables(suspect)
 					}
 				}
 			})
@@ -57,18 +57,18 @@ func (b *Backend) Watch(ctx context.Context, suspect func(why string)) error {
 	return nil
 }
 
-// unlike reports whether a change of the device is not what was written last. It waits for a sync to end, so that what that
-// changes is not taken for another program's doing.
+// unlike reports whether a change of the device differs from what was written last. It waits for a sync to end, so that the sync's
+// own changes are not taken for another program's.
 func (e *engine) unlike(c host.DeviceChange) bool {
 	e.mu.Lock()
 	defer e.mu.Unlock()
 	switch {
-	case e.desired == nil: // The next sync looks at everything.
+	case e.desired == nil: // The next sync compares everything.
 		return false
 	case c.PortRule:
-		return c.Family == e.family && e.held.ports.complete
+		return c.Family == e.family && e.actual.ports.complete
 	case c.ByPort:
-		_, made := e.held.ports.routes[c.Route.Addr()]
+		_, made := e.actual.ports.routes[c.Route.Addr()]
 		return made
 	case c.Route.IsValid():
 		_, made := e.routed[c.Route]
@@ -77,15 +77,15 @@ func (e *engine) unlike(c host.DeviceChange) bool {
 		if plan.FamilyOf(c.Address) != e.family {
 			return false
 		}
-		_, whole := e.held.vips[c.Address]
-		_, unrouted := e.held.ports.unrouted[c.Address]
+		_, whole := e.actual.vips[c.Address]
+		_, unrouted := e.actual.ports.unrouted[c.Address]
 		return (whole || unrouted) == c.Gone
 	}
 	return true
 }
 
-// tellTablesChanged calls suspect if a table of nftables is not what it should be.
-func (e *engine) tellTablesChanged(suspect func(why string)) {
+// suspectTables calls suspect if an nftables table has changed.
+func (e *engine) suspectTables(suspect func(why string)) {
 	if e.guardChanged() {
 		suspect(fmt.Sprintf("nftables table %s (%s) was changed", names.IPVSMarks, e.family))
 	}
@@ -94,7 +94,7 @@ func (e *engine) tellTablesChanged(suspect func(why string)) {
 	}
 }
 
-// portsChanged is portsUnlike, unless the next sync looks at everything.
+// portsChanged is like portsUnlike, unless the next sync compares everything.
 func (e *engine) portsChanged() string {
 	e.mu.Lock()
 	defer e.mu.Unlock()
@@ -104,9 +104,9 @@ func (e *engine) portsChanged() string {
 	return e.portsUnlike()
 }
 
-// guardChanged reports whether the guard of marks is not what it should be.
+// guardChanged reports whether the guard of marks has changed.
 func (e *engine) guardChanged() bool {
-	e.mu.Lock() // for what a sync writes, and Ensure reads, uses the same socket
+	e.mu.Lock() // a sync uses the same socket
 	defer e.mu.Unlock()
 	if e.desired == nil || e.machine.guard == nil {
 		return false

@@ -14,24 +14,24 @@ import (
 	"nodeproxy/plan"
 )
 
-// MarkGuard keeps the marks that lead packets to virtual servers and the marks of other programs apart.
+// MarkGuard keeps the marks that select virtual servers apart from the marks of other programs.
 //
-// A packet is given a mark of ours in table mangle at INPUT or OUTPUT, and IPVS looks at all of its bits soon after. In
-// between comes table filter at INPUT, where network policies set and clear bits of their own, and behind it table filter at
-// OUTPUT, where they look at them again. So a mark of ours is in force only right before IPVS looks at the packet and while it
-// does. At all other times it is kept in the packet's priority, and in exchange the mark that the packet had is kept there
-// while ours is in force. A priority matters to nothing but the queue of the interface by which a packet leaves.
+// A packet gets one of our marks in table mangle at INPUT or OUTPUT, and IPVS looks at all of its bits soon after. In between comes
+// table filter at INPUT, where network policies set and clear bits of their own, and after it table filter at OUTPUT, where they
+// look at them again. So our mark is in force only right before IPVS looks at the packet and while it does. At all other times it
+// is kept in the packet's priority, and in exchange the packet's former mark is kept there while ours is in force. A priority
+// matters only to the queue of the interface by which a packet leaves.
 //
-// A mark of somebody else's that looks like one of ours gives way in the same manner: IPVS does not see it.
+// Another program's mark that looks like one of ours is hidden in the same way: IPVS does not see it.
 type MarkGuard struct {
 	// A mark is one of ours if it has Signature in the bits of SignatureMask.
 	Signature, SignatureMask uint32
-	// Masquerade is the bit that is carried over from our mark, or from what others have put in its place, to the mark that a
-	// packet goes on with.
+	// Masquerade is the bit that is carried over from our mark, or from what other programs have put in its place, to the mark with
+	// which a packet goes on.
 	Masquerade uint32
 }
 
-// The two places that a mark can be in.
+// The two places where a mark can be.
 const (
 	inMark     = expr.MetaKeyMARK
 	inPriority = expr.MetaKeyPRIORITY
@@ -63,8 +63,8 @@ func (g MarkGuard) chains() []nft.Chain {
 	}
 }
 
-// restore are rules that put the mark of a packet back in place. With sentOn, they are for packets alone that IPVS sends on:
-// no other has been tracked already when it comes to chain raw of OUTPUT.
+// restore returns rules that restore the mark of a packet. With sentOn, they are only for packets that IPVS sends on: no other
+// packet is already tracked when it reaches chain raw of OUTPUT.
 func (g MarkGuard) restore(sentOn bool) []nft.Rule {
 	rule := func() *guardBuilder {
 		if sentOn {
@@ -111,7 +111,7 @@ func bits(mask, flip uint32) expr.Any {
 
 func equals(v []byte) expr.Any { return &expr.Cmp{Op: expr.CmpOpEq, Register: 1, Data: v} }
 
-// has matches bits of what is in a place.
+// has matches bits of the value in a place.
 func (b *guardBuilder) has(k expr.MetaKey, mask, value uint32) *guardBuilder {
 	return b.add(fmt.Sprintf("meta %s & %#08x == %#08x", guardNames[k], mask, value), load(k, 1), bits(mask, 0), equals(native(value)))
 }
@@ -120,14 +120,14 @@ func (b *guardBuilder) ours(k expr.MetaKey) *guardBuilder {
 	return b.has(k, b.guard.SignatureMask, b.guard.Signature)
 }
 
-// bare matches a mark that is cleared, but for the bit for masquerading.
+// bare matches a mark of zero, apart from the masquerade bit.
 func (b *guardBuilder) bare() *guardBuilder { return b.has(inMark, ^b.guard.Masquerade, 0) }
 
 func (b *guardBuilder) masqueraded() *guardBuilder {
 	return b.has(inMark, b.guard.Masquerade, b.guard.Masquerade)
 }
 
-// tracked matches packets that belong to a connection already, and are from its client.
+// tracked matches packets of a known connection that are from its client.
 func (b *guardBuilder) tracked() *guardBuilder {
 	return b.add("ct direction original", &expr.Ct{Key: expr.CtKeyDIRECTION, Register: 1}, equals([]byte{0}))
 }
@@ -152,7 +152,7 @@ func (b *guardBuilder) swap() *guardBuilder {
 	return b.add("swap mark and priority", load(inMark, 1), load(inPriority, 2), store(inPriority, 1), store(inMark, 2))
 }
 
-// takeBack puts back the mark that is kept in the priority, with the bit for masquerading where that is wanted.
+// takeBack restores the mark that is kept in the priority, with the masquerade bit if wanted.
 func (b *guardBuilder) takeBack(masquerade bool) *guardBuilder {
 	if !masquerade {
 		return b.copy(inMark, inPriority).clear(inPriority)
@@ -168,7 +168,7 @@ func (b *guardBuilder) accept() nft.Rule {
 
 func (b *guardBuilder) done() nft.Rule { return b.out }
 
-// Text is the table in the language of nft, but for the exchange of mark and priority, which that has no words for.
+// Text returns the table in the language of nft, except for the exchange of mark and priority, which nft can't express.
 func (g MarkGuard) Text(f plan.Family) string { return nft.Text(f, names.IPVSMarks, g.chains()) }
 
 // Guards keeps the guard of marks of one family in the network namespace of the thread that opened it.
@@ -177,7 +177,7 @@ type Guards struct {
 	guard MarkGuard
 }
 
-// OpenGuards returns nft.ErrAbsent where the kernel has no nftables.
+// OpenGuards returns nft.ErrAbsent if the kernel has no nftables.
 func OpenGuards(f plan.Family, g MarkGuard) (*Guards, error) {
 	t, err := nft.Open(f, names.IPVSMarks)
 	if err != nil {
@@ -186,13 +186,13 @@ func OpenGuards(f plan.Family, g MarkGuard) (*Guards, error) {
 	return &Guards{t, g}, nil
 }
 
-// Intact reports whether the table is what it should be.
+// Intact reports whether the table is as it should be.
 func (x *Guards) Intact() (bool, error) {
 	_, intact, err := x.Holds(x.guard.chains())
 	return intact, err
 }
 
-// Ensure makes the table what it should be, in one step. It reports whether it was there, and whether it had to be written.
+// Ensure makes the table as it should be, in one step. It reports whether the table existed and whether it had to be written.
 func (x *Guards) Ensure() (was, written bool, err error) {
 	want := x.guard.chains()
 	was, same, err := x.Holds(want)

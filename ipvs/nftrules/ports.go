@@ -22,7 +22,7 @@ import (
 // ErrNoPorts is the error for a kernel that can't divert single ports of an address.
 var ErrNoPorts = errors.New("this kernel has no nftables (module nf_tables), or no routing rules (CONFIG_IP_MULTIPLE_TABLES)")
 
-// Ports makes single ports of addresses local, while whatever else is sent to these addresses goes where the network sends it:
+// Ports makes single ports of addresses local, while other packets to these addresses go where the network sends them:
 //
 //	table ip nodeproxy-ipvs-ports {
 //		set ports { type ipv4_addr . inet_proto . inet_service; }
@@ -35,10 +35,10 @@ var ErrNoPorts = errors.New("this kernel has no nftables (module nf_tables), or 
 //	ip rule add pref 90 fwmark 0x28030000 lookup 2496
 //	ip route add local ADDRESS dev kube-ipvs0 table 2496
 //
-// The mark that the packet had is kept in its priority until the packet is routed, and put back then. The node's own packets are
-// routed twice: when their socket connects, which gives them their source, and after chain output-divert.
+// The packet's mark is kept in its priority until the packet is routed, and then restored. The node's own packets are routed twice:
+// when their socket connects, which sets their source, and after chain output-divert.
 //
-// There is neither a table nor a rule while there are no ports: rules make the kernel's look-up of routes slower. The routes are those
+// While there are no ports, there is neither a table nor a rule: rules slow down the kernel's routing lookups. The routes are those
 // of Device.AddPortRoutes.
 type Ports struct {
 	*nft.Table
@@ -47,7 +47,7 @@ type Ports struct {
 	handle *links.Handle
 }
 
-// OpenPorts returns ErrNoPorts where the kernel lacks something.
+// OpenPorts returns ErrNoPorts if the kernel lacks something.
 func OpenPorts(f plan.Family) (*Ports, error) {
 	t, err := nft.Open(f, names.IPVSPorts)
 	if errors.Is(err, nft.ErrAbsent) {
@@ -75,7 +75,7 @@ func OpenPorts(f plan.Family) (*Ports, error) {
 	return x, nil
 }
 
-// Close closes the sockets. What was written stays.
+// Close closes the sockets. It leaves what was written.
 func (x *Ports) Close() error {
 	x.handle.Close()
 	return x.Table.Close()
@@ -97,13 +97,13 @@ func portChains(f plan.Family) []nft.Chain {
 	}
 }
 
-// untracked matches packets that connection tracking has not seen yet.
+// untracked matches packets that connection tracking has not yet seen.
 func (b *guardBuilder) untracked() *guardBuilder {
 	return b.add("ct state invalid", &expr.Ct{Key: expr.CtKeySTATE, Register: 1}, bits(expr.CtStateBitINVALID, 0),
 		&expr.Cmp{Op: expr.CmpOpNeq, Register: 1, Data: native(0)})
 }
 
-// toPort matches packets to one of the ports. A key takes registers of four bytes, one after the other.
+// toPort matches packets to one of the ports. A key occupies consecutive registers of four bytes.
 func (b *guardBuilder) toPort(f plan.Family) *guardBuilder {
 	const first = unix.NFT_REG32_00
 	name, offset, length := "ip", uint32(16), uint32(4)
@@ -118,7 +118,7 @@ func (b *guardBuilder) toPort(f plan.Family) *guardBuilder {
 		&expr.Lookup{SourceRegister: first, SetName: "ports"})
 }
 
-// divert keeps the mark, and puts names.PortsMark in its place.
+// divert saves the mark and replaces it by names.PortsMark.
 func (b *guardBuilder) divert() *guardBuilder {
 	b.copy(inPriority, inMark)
 	return b.add(fmt.Sprintf("meta mark set %#08x", names.PortsMark), &expr.Immediate{Register: 1, Data: native(names.PortsMark)}, store(inMark, 1))
@@ -128,7 +128,7 @@ func (b *guardBuilder) diverted() *guardBuilder {
 	return b.add(fmt.Sprintf("meta mark == %#08x", names.PortsMark), load(inMark, 1), equals(native(names.PortsMark)))
 }
 
-// PortsText is what Ports keeps for some ports, in the languages of nft and ip.
+// PortsText returns what Ports writes for some ports, in the languages of nft and ip.
 func PortsText(f plan.Family, ports []plan.Address) string {
 	if len(ports) == 0 {
 		return ""
@@ -150,8 +150,7 @@ func (x *Ports) rule() *links.Rule {
 	return r
 }
 
-// List returns the ports that are in the set. complete says that table and rule are what they should be, and exists that there is
-// something of them.
+// List returns the ports in the set. complete says that table and rule are as they should be, and exists that any of them exists.
 func (x *Ports) List() (ports map[plan.Address]struct{}, exists, complete bool, err error) {
 	exists, complete, err = x.Holds(portChains(x.family))
 	if err != nil {
@@ -193,7 +192,7 @@ func (x *Ports) elements() (map[plan.Address]struct{}, error) {
 	return out, nil
 }
 
-// portKey is an element of the set: each part of it fills registers of four bytes.
+// portKey returns an element of the set: each of its parts fills registers of four bytes.
 func portKey(p plan.Address) []byte {
 	key := append(p.Addr.AsSlice(), netlink.Protocol(p.Protocol), 0, 0, 0)
 	return append(binary.BigEndian.AppendUint16(key, p.Port), 0, 0)
@@ -211,7 +210,7 @@ func parsePort(key []byte, f plan.Family) (plan.Address, bool) {
 	return plan.Address{Addr: a, Protocol: netlink.ProtocolOf(key[length]), Port: binary.BigEndian.Uint16(key[length+4:])}, ok
 }
 
-// Write makes table and rule anew, with these ports and no others. The table is another one at once.
+// Write writes table and rule, with these ports and no others, replacing the table in one step.
 func (x *Ports) Write(ports []plan.Address) error {
 	x.Replace()
 	if err := x.Conn.AddSet(x.set, nil); err != nil {
@@ -243,10 +242,10 @@ func (x *Ports) Write(ports []plan.Address) error {
 	return nil
 }
 
-// Add adds ports to those that are diverted.
+// Add adds ports.
 func (x *Ports) Add(ports []plan.Address) error { return x.change(ports, x.Conn.SetAddElements) }
 
-// Remove undoes Add.
+// Remove removes ports.
 func (x *Ports) Remove(ports []plan.Address) error { return x.change(ports, x.Conn.SetDeleteElements) }
 
 func (x *Ports) change(ports []plan.Address, do func(*nftables.Set, []nftables.SetElement) error) error {
@@ -299,7 +298,7 @@ func removePortRules(h *links.Handle, f plan.Family) error {
 	return errors.Join(errs...)
 }
 
-// PortsFamilies lists the families for which a Ports has left a table or a rule in the network namespace of the calling thread.
+// PortsFamilies returns the families for which a Ports has left a table or a rule in the network namespace of the calling thread.
 func PortsFamilies() ([]plan.Family, error) {
 	out, err := nft.FamiliesWith(names.IPVSPorts)
 	if err != nil {
@@ -329,7 +328,8 @@ func noRules(err error) bool {
 	return errors.Is(err, unix.EOPNOTSUPP) || errors.Is(err, unix.EAFNOSUPPORT)
 }
 
-// RemovePorts removes tables and rules of both families, and what an interrupted AddUnrouted has left. The routes go with the interface.
+// RemovePorts removes the tables and rules of both families, and what an interrupted AddUnrouted has left. The routes are removed
+// with the interface.
 func RemovePorts() error {
 	handle, err := links.NewHandle(unix.NETLINK_ROUTE)
 	if err != nil {

@@ -14,22 +14,22 @@ import (
 
 // guardWatch reads notifications of nf_tables. They come in transactions, each of which ends with the number of the new generation.
 type guardWatch struct {
-	tell    func(plan.Family)
+	changed func(plan.Family)
 	touched map[plan.Family]bool // in the transaction so far
 }
 
-// WatchGuards opens a socket in the network namespace of the caller's thread, and returns a function that calls tell after each
-// transaction that concerns a guard of marks or the table of a Ports, until ctx ends, whoever made it. It also calls tell when notifications were lost.
-func WatchGuards() (func(ctx context.Context, tell func(plan.Family)), error) {
+// WatchGuards opens a socket in the network namespace of the calling thread. It returns a function that calls changed, until ctx
+// ends, after each transaction that concerns a guard of marks or the table of a Ports, and when notifications were lost.
+func WatchGuards() (func(ctx context.Context, changed func(plan.Family)), error) {
 	subscription, err := netlink.Subscribe(unix.NETLINK_NETFILTER, 0, unix.NFNLGRP_NFTABLES)
 	if err != nil {
 		return nil, fmt.Errorf("watching nftables tables %s: %w", names.IPVSMarks, err)
 	}
-	return func(ctx context.Context, tell func(plan.Family)) {
-		w := &guardWatch{tell: tell, touched: map[plan.Family]bool{}}
+	return func(ctx context.Context, changed func(plan.Family)) {
+		w := &guardWatch{changed: changed, touched: map[plan.Family]bool{}}
 		subscription.Follow(ctx, w.message, func(error) {
 			for _, f := range plan.Families {
-				tell(f)
+				changed(f)
 			}
 		})
 	}, nil
@@ -44,7 +44,7 @@ func (w *guardWatch) message(h netlink.Header, body []byte) {
 	case unix.NFT_MSG_NEWGEN:
 		for _, f := range plan.Families {
 			if w.touched[f] {
-				w.tell(f)
+				w.changed(f)
 			}
 		}
 		clear(w.touched)
