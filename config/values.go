@@ -10,7 +10,7 @@ import (
 	proxyconfig "k8s.io/kube-proxy/config/v1alpha1"
 	"k8s.io/utils/ptr"
 
-	"nodeproxy/iptables"
+	"nodeproxy/iptables/base"
 	"nodeproxy/ipvs"
 	"nodeproxy/kernel/xtables"
 	"nodeproxy/plan"
@@ -58,11 +58,11 @@ func (v *values) defaults() {
 	orDefault(&kp.Mode, proxyconfig.ProxyMode(defaultMode))
 	orDefault(&kp.DetectLocalMode, proxyconfig.LocalMode(plan.DetectClusterCIDR))
 	orDefault(&kp.OOMScoreAdj, ptr.To[int32](-999))
-	orDefault(&kp.IPTables.MasqueradeBit, ptr.To[int32](iptables.DefaultMasqueradeBit))
+	orDefault(&kp.IPTables.MasqueradeBit, ptr.To[int32](base.DefaultMasqueradeBit))
 	orDefault(&kp.IPTables.LocalhostNodePorts, ptr.To(true))
 	orDefault(&kp.IPTables.SyncPeriod.Duration, 30*time.Second)
 	orDefault(&kp.IPVS.SyncPeriod.Duration, 30*time.Second)
-	orDefault(&kp.NFTables.MasqueradeBit, ptr.To[int32](iptables.DefaultMasqueradeBit))
+	orDefault(&kp.NFTables.MasqueradeBit, ptr.To[int32](base.DefaultMasqueradeBit))
 	orDefault(&kp.NFTables.SyncPeriod.Duration, 30*time.Second)
 	orDefault(&kp.Conntrack.MaxPerCore, ptr.To[int32](32<<10))
 	orDefault(&kp.Conntrack.Min, ptr.To[int32](128<<10))

@@ -15,6 +15,7 @@ import (
 	"pgregory.net/rapid"
 
 	"nodeproxy/internal/nstest"
+	"nodeproxy/iptables/base"
 	"nodeproxy/kernel/drift"
 	"nodeproxy/kernel/names"
 	"nodeproxy/kernel/xtables"
@@ -68,7 +69,7 @@ type lab struct {
 func newLab(t testing.TB, v xtables.Variant, n int) *lab {
 	l := &lab{t: t, variant: v, plan: plantest.Large(n, 2)}
 	var err error
-	l.backend, err = New(Config{Variant: v, Families: plan.Families[:], MasqueradeBit: DefaultMasqueradeBit,
+	l.backend, err = New(Config{Variant: v, Families: plan.Families[:], MasqueradeBit: base.DefaultMasqueradeBit,
 		Compared: func(r drift.Report) { l.reports = append(l.reports, r) }, Log: slog.New(slog.DiscardHandler)})
 	if err != nil {
 		t.Fatal(err)

@@ -10,6 +10,7 @@ import (
 	"slices"
 	"strings"
 
+	"nodeproxy/iptables/base"
 	"nodeproxy/kernel/names"
 	"nodeproxy/kernel/xtables"
 	"nodeproxy/plan"
@@ -127,7 +128,7 @@ func boolCompare(a, b bool) int {
 // base writes the chains that all others need. What one rule does for all services in the form that the kernel holds goes only
 // at the end (dispatch), when each does it for itself.
 func (f *fullSync) base() error {
-	chains := baseChains(f.options, f.family, f.rules.form())
+	chains := base.Chains(f.options.base(), f.family, f.rules.form())
 	for i, c := range chains {
 		chains[i].Rules = slices.Concat(f.forAll(c, names.NAT), c.Rules, f.forAll(c, names.Filter))
 	}

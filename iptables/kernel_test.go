@@ -12,6 +12,7 @@ import (
 	"pgregory.net/rapid"
 
 	"nodeproxy/internal/nstest"
+	"nodeproxy/iptables/base"
 	"nodeproxy/kernel/names"
 	"nodeproxy/kernel/xtables"
 	"nodeproxy/plan"
@@ -30,7 +31,7 @@ func realEngine(t rapid.TB, v xtables.Variant, f plan.Family) *engine {
 }
 
 // testOptions make compact rules of most random plans and of all large ones.
-var testOptions = Options{MasqueradeBit: DefaultMasqueradeBit, RandomFully: true, CompactAbove: 12}
+var testOptions = Options{MasqueradeBit: base.DefaultMasqueradeBit, RandomFully: true, CompactAbove: 12}
 
 // ours is the part of the kernel's tables that belongs to this package, as text in a stable order.
 func ours(t rapid.TB, k xtables.Kernel) string {

@@ -5,6 +5,7 @@ import (
 	"net/netip"
 	"slices"
 
+	"nodeproxy/iptables/base"
 	"nodeproxy/kernel/names"
 	"nodeproxy/kernel/xtables"
 	"nodeproxy/plan"
@@ -61,7 +62,7 @@ func newRules(p *plan.Plan, f plan.Family, o Options) *rules {
 // rule stands where the interface that a packet came by is not known any more, and can't tell cluster IPs from others.
 func (r *rules) byRange() bool {
 	return r.options.compact(r.endpoints) && r.externals == 0 && len(r.serviceCIDRs()) > 0 &&
-		(r.settings.MasqueradeAll || byCIDR(r.settings.DetectLocal) && r.settings.DetectLocal.Implemented(r.family))
+		(r.settings.MasqueradeAll || r.settings.DetectLocal.ByCIDR() && r.settings.DetectLocal.Implemented(r.family))
 }
 
 // serviceCIDRs are the known ranges of cluster IPs of this family.
@@ -111,10 +112,10 @@ func (r *rules) outgrown(p *plan.Plan, changed plan.Keys) bool {
 }
 
 // form is what the base chains depend on beside the options.
-func (r *rules) form() form {
-	f := form{compact: r.compact, ranges: r.ranges}
+func (r *rules) form() base.Form {
+	f := base.Form{Hairpin: r.compact, ClusterIPs: r.ranges}
 	if d := r.settings.DetectLocal; !r.settings.MasqueradeAll && len(r.ranges) > 0 {
-		f.pods = d.CIDR(r.family)
+		f.Pods = d.CIDR(r.family)
 	}
 	return f
 }
@@ -148,7 +149,7 @@ func (r *rules) dispatcher(id dispatcherID, t *tries) *dispatch {
 	refusals := t[filterExternal] != nil || t[filterExternalNodePorts] != nil
 	switch {
 	case id == natServices:
-		d.tail = append(r.localhostNodePorts(), toNodePorts(&r.settings, &r.node, r.family,
+		d.tail = append(r.localhostNodePorts(), base.ToNodePorts(&r.settings, &r.node, r.family,
 			"kubernetes service nodeports; NOTE: this must be the last rule in this chain", names.NodePorts)...)
 	case id == filterServices && refusals:
 		// KUBE-EXTERNAL-SERVICES is not called from OUTPUT, where this chain is.
@@ -156,7 +157,7 @@ func (r *rules) dispatcher(id dispatcherID, t *tries) *dispatch {
 	case id == filterExternal && refusals:
 		d.head = []string{translated()}
 		if t[filterExternalNodePorts] != nil {
-			d.tail = toNodePorts(&r.settings, &r.node, r.family, "kubernetes service nodeports", names.ExternalNodePorts)
+			d.tail = base.ToNodePorts(&r.settings, &r.node, r.family, "kubernetes service nodeports", names.ExternalNodePorts)
 		}
 	case id == filterFirewall && d.root != nil:
 		d.head = []string{translated()}
@@ -170,7 +171,7 @@ func (r *rules) localhostNodePorts() []string {
 	if !r.localnet() {
 		return nil
 	}
-	loopback := loopbackOf(r.family)
+	loopback := r.family.Loopback()
 	ranges := []netip.Prefix{loopback}
 	if !r.settings.NodePortAddresses.All(r.family) {
 		ranges = nil
@@ -204,7 +205,7 @@ var dispatcherOrder = [dispatchers]dispatcherID{
 
 // fixed calls emit for every chain that is not a ServicePort's own, those that others lead to first.
 func (r *rules) fixed(emit func(xtables.Chain)) {
-	for _, c := range baseChains(r.options, r.family, r.form()) {
+	for _, c := range base.Chains(r.options.base(), r.family, r.form()) {
 		emit(r.kept.around(c))
 	}
 	for _, id := range dispatcherOrder {

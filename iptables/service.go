@@ -7,6 +7,7 @@ import (
 	"strings"
 	"time"
 
+	"nodeproxy/iptables/base"
 	"nodeproxy/kernel/names"
 	"nodeproxy/kernel/xtables"
 	"nodeproxy/plan"
@@ -236,15 +237,10 @@ func (b *builder) fromPods() *xtables.Rule {
 	switch {
 	case !d.Implemented(b.sp.Key.Family):
 		return nil
-	case byCIDR(d):
+	case d.ByCIDR():
 		return xtables.NewRule().Src(d.CIDR(b.sp.Key.Family))
 	}
-	return xtables.NewRule().Word(b.podInterface()...)
-}
-
-// byCIDR reports whether traffic of pods is recognised by its source address, rather than by the interface it comes from.
-func byCIDR(d plan.DetectLocal) bool {
-	return d.Mode == plan.DetectClusterCIDR || d.Mode == plan.DetectNodeCIDR
+	return xtables.NewRule().Word(base.PodInterface(d)...)
 }
 
 // masqueradeClusterIP is the rule that masquerades traffic to the cluster IP, if any: all of it where so configured, else
@@ -267,16 +263,16 @@ func (b *builder) masquerade(f plan.Frontend, sole bool) string {
 	case b.settings.MasqueradeAll:
 	case !d.Implemented(b.sp.Key.Family):
 		return ""
-	case byCIDR(d) && d.CIDR(b.sp.Key.Family).Bits() == 0: // All traffic is from pods.
+	case d.ByCIDR() && d.CIDR(b.sp.Key.Family).Bits() == 0: // All traffic is from pods.
 		return ""
-	case byCIDR(d):
+	case d.ByCIDR():
 		r.NotSrc(d.CIDR(b.sp.Key.Family))
 	}
 	if !sole {
 		r.DstIP(f.Addr)
 	}
-	if !b.settings.MasqueradeAll && !byCIDR(d) {
-		r.Word("!").Word(b.podInterface()...)
+	if !b.settings.MasqueradeAll && !d.ByCIDR() {
+		r.Word("!").Word(base.PodInterface(d)...)
 	}
 	if sole {
 		return r.Jump(names.MarkMasq)
@@ -285,14 +281,6 @@ func (b *builder) masquerade(f plan.Frontend, sole bool) string {
 		r.Comment(b.name + " cluster IP")
 	}
 	return r.Port(f.Protocol, f.Port).Jump(names.MarkMasq)
-}
-
-// podInterface matches the interfaces of pods, in the modes that recognise pods by them.
-func (b *builder) podInterface() []string {
-	if d := b.settings.DetectLocal; d.Mode == plan.DetectBridgeInterface {
-		return []string{"-i", d.Interface}
-	}
-	return []string{"-i", b.settings.DetectLocal.Interface + "+"}
 }
 
 // policyChain makes the chain that picks one of a policy's endpoints.
@@ -348,12 +336,4 @@ func (b *builder) endpointChain(ep plan.Endpoint) {
 		// A client that is its own endpoint must not see an answer from itself: masquerade hairpin traffic.
 		xtables.NewRule().Src(xtables.Single(ep.Addr.Addr())).Comment(b.name).Jump(names.MarkMasq),
 		dnat.Word("-m", proto.Lower()).Jump("DNAT --to-destination "+ep.Addr.String()))
-}
-
-// loopbackOf is the range of a family's loopback addresses.
-func loopbackOf(f plan.Family) netip.Prefix {
-	if f == plan.IPv4 {
-		return netip.MustParsePrefix("127.0.0.0/8")
-	}
-	return netip.MustParsePrefix("::1/128")
 }

@@ -55,6 +55,16 @@ func (f Family) Bits() int {
 	return 128
 }
 
+var loopback4, loopback6 = netip.MustParsePrefix("127.0.0.0/8"), netip.MustParsePrefix("::1/128")
+
+// Loopback is the range of a family's loopback addresses.
+func (f Family) Loopback() netip.Prefix {
+	if f == IPv4 {
+		return loopback4
+	}
+	return loopback6
+}
+
 func (f Family) String() string { return fmt.Sprintf("IPv%d", uint8(f)) }
 
 // Protocol is a transport protocol, spelled as in the Kubernetes API.

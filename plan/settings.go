@@ -38,6 +38,9 @@ func (d DetectLocal) CIDR(f Family) netip.Prefix {
 	return netip.Prefix{}
 }
 
+// ByCIDR reports whether traffic of pods is recognised by its source address, rather than by the interface it comes from.
+func (d DetectLocal) ByCIDR() bool { return d.Mode == DetectClusterCIDR || d.Mode == DetectNodeCIDR }
+
 // Implemented reports whether pod traffic of this family can be distinguished from other traffic.
 func (d DetectLocal) Implemented(f Family) bool {
 	switch d.Mode {
@@ -132,8 +135,6 @@ type Settings struct {
 	ServiceCIDRs []netip.Prefix
 }
 
-var loopback4 = netip.MustParsePrefix("127.0.0.0/8")
-
 // NodePortsAnswer reports whether node ports answer at an address, provided that it is one of the node's.
 func (s Settings) NodePortsAnswer(node Node, a netip.Addr) bool {
 	f := FamilyOf(a)
@@ -149,5 +150,5 @@ func (s Settings) LocalhostReachable(f Family) bool {
 	if f != IPv4 || !s.LocalhostNodePorts || s.NodePortAddresses.Primary {
 		return false
 	}
-	return s.NodePortAddresses.All(f) || slices.ContainsFunc(s.NodePortAddresses.CIDRs, loopback4.Overlaps)
+	return s.NodePortAddresses.All(f) || slices.ContainsFunc(s.NodePortAddresses.CIDRs, IPv4.Loopback().Overlaps)
 }

@@ -185,7 +185,7 @@ func (e *Evaluator) nodePort(pkt Packet, m match) Verdict {
 // localnet reports whether the packet is for a loopback address, though not from one, on a node whose kernel routes such packets
 // for the sake of localhost node ports (CVE-2020-8558).
 func (e *Evaluator) localnet(pkt Packet) bool {
-	return e.plan.Settings.LocalhostReachable(IPv4) && loopback4.Contains(pkt.Dst) && !loopback4.Contains(pkt.Src)
+	return e.plan.Settings.LocalhostReachable(IPv4) && IPv4.Loopback().Contains(pkt.Dst) && !IPv4.Loopback().Contains(pkt.Src)
 }
 
 // decide returns the verdict for a packet that reached a frontend.
