@@ -218,12 +218,26 @@ func (k *checker) servers(c *Config) {
 		Healthz: k.addrPort("healthzBindAddress", kp.HealthzBindAddress),
 		Metrics: k.addrPort("metricsBindAddress", kp.MetricsBindAddress),
 	}
+	if h, m := c.Servers.Healthz, c.Servers.Metrics; collide(h, m) {
+		k.check("metricsBindAddress", fmt.Errorf("%s can't be used beside %s: give the two servers different ports, or leave one out",
+			m, k.saying("healthzBindAddress", h.String())))
+	}
 	if shown := kp.ShowHiddenMetricsForVersion; shown != "" && !version.MatchString(shown) {
 		k.check("showHiddenMetricsForVersion", fmt.Errorf("%q is not a version such as 1.36", shown))
 	}
 	if c.OOMScoreAdj = int(*kp.OOMScoreAdj); c.OOMScoreAdj < -1000 || c.OOMScoreAdj > 1000 {
 		k.check("oomScoreAdj", fmt.Errorf("%d is not within -1000 to 1000", c.OOMScoreAdj))
 	}
+}
+
+// collide reports whether only one of two servers can listen: at the same address, or where one listens at all addresses, which are
+// those of both families.
+func collide(a, b netip.AddrPort) bool {
+	if !a.IsValid() || !b.IsValid() || a.Port() != b.Port() {
+		return false
+	}
+	first, second := a.Addr().Unmap(), b.Addr().Unmap()
+	return first == second || first.IsUnspecified() || second.IsUnspecified()
 }
 
 // addrPort reads the address of a server; empty for none.
