@@ -2,7 +2,6 @@
 package config
 
 import (
-	"fmt"
 	"net/netip"
 	"time"
 
@@ -28,7 +27,7 @@ type Config struct {
 	// guess.
 	ServiceCIDRsGiven bool
 	// NodePorts is the range of node ports.
-	NodePorts PortRange
+	NodePorts plan.PortRange
 	// IPTablesBackend is the implementation of iptables to use; with Cleanup also BothVariants.
 	IPTablesBackend xtables.Variant
 	// MasqueradeBit is the bit of the packet mark that asks for masquerading, 0-31.
@@ -77,13 +76,6 @@ type APIServer struct {
 	QPS   float32
 	Burst int
 }
-
-// PortRange is a range of ports, both ends included.
-type PortRange struct {
-	First, Last uint16
-}
-
-func (r PortRange) String() string { return fmt.Sprintf("%d-%d", r.First, r.Last) }
 
 // Servers configures the HTTP endpoints. The zero AddrPort disables one.
 type Servers struct {

@@ -40,7 +40,7 @@ func defaults() Config {
 	return Config{
 		Mode: "iptables", NodeName: "node1", Manifests: "m",
 		API:          APIServer{ContentType: "application/vnd.kubernetes.protobuf", QPS: 5, Burst: 10},
-		ServiceCIDRs: prefixes("10.96.0.0/16"), ServiceCIDRsGiven: true, NodePorts: PortRange{30000, 32767},
+		ServiceCIDRs: prefixes("10.96.0.0/16"), ServiceCIDRsGiven: true, NodePorts: plan.PortRange{First: 30000, Last: 32767},
 		IPTablesBackend: xtables.Auto, MasqueradeBit: 14, SysctlDir: "/proc/sys", LogLevel: "info", LogFormat: "text",
 		SyncPeriod: 30 * time.Second, OOMScoreAdj: -999,
 		Servers: Servers{
@@ -98,8 +98,8 @@ func TestFlags(t *testing.T) {
 		{"--service-cidr=10.0.0.7/24", serviceCIDR("10.0.0.0/24")},
 		{"--service-cidr=fd00::/112,10.0.0.0/24", serviceCIDR("fd00::/112", "10.0.0.0/24")},
 		{"--service-cidr=", serviceCIDR()},
-		{"--service-node-port-range=1-65535", func(c *Config) { c.NodePorts = PortRange{1, 65535} }},
-		{"--service-node-port-range=80-80", func(c *Config) { c.NodePorts = PortRange{80, 80} }},
+		{"--service-node-port-range=1-65535", func(c *Config) { c.NodePorts = plan.PortRange{First: 1, Last: 65535} }},
+		{"--service-node-port-range=80-80", func(c *Config) { c.NodePorts = plan.PortRange{First: 80, Last: 80} }},
 		{"--cluster-cidr=10.244.3.0/16", clusterCIDR("10.244.0.0/16")},
 		{"--cluster-cidr=10.244.0.0/16,fd00:10:244::/56", clusterCIDR("10.244.0.0/16", "fd00:10:244::/56")},
 		{"--detect-local-mode=ClusterCIDR", func(*Config) {}},

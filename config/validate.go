@@ -359,14 +359,14 @@ func parsePrefix(text string) (netip.Prefix, bool) {
 	return plan.Unmapped(cidr)
 }
 
-func parsePorts(text string) (PortRange, error) {
+func parsePorts(text string) (plan.PortRange, error) {
 	first, last, ok := strings.Cut(strings.TrimSpace(text), "-")
 	a, errA := strconv.ParseUint(first, 10, 16)
 	b, errB := strconv.ParseUint(last, 10, 16)
 	if !ok || errA != nil || errB != nil || a == 0 || a > b {
-		return PortRange{}, fmt.Errorf("%q is not a range of ports such as 30000-32767", text)
+		return plan.PortRange{}, fmt.Errorf("%q is not a range of ports such as 30000-32767", text)
 	}
-	return PortRange{uint16(a), uint16(b)}, nil
+	return plan.PortRange{First: uint16(a), Last: uint16(b)}, nil
 }
 
 func parseNodePortAddresses(list []string) (plan.NodePortAddresses, error) {

@@ -388,7 +388,7 @@ func newClient(cfg *config.Config) (*apiserver.Client, error) {
 func manifestConfig(cfg *config.Config, report source.Report, log *slog.Logger) manifest.Config {
 	return manifest.Config{
 		Path: cfg.Manifests, Report: report, Log: log,
-		Ranges: controlplane.Ranges{ServiceCIDRs: cfg.ServiceCIDRs, NodePorts: controlplane.PortRange(cfg.NodePorts)},
+		Ranges: controlplane.Ranges{ServiceCIDRs: cfg.ServiceCIDRs, NodePorts: cfg.NodePorts},
 	}
 }
 

@@ -10,6 +10,7 @@ import (
 	v1 "k8s.io/api/core/v1"
 	"k8s.io/apimachinery/pkg/types"
 
+	"nodeproxy/plan"
 	"nodeproxy/source"
 )
 
@@ -21,7 +22,7 @@ import (
 type allocator struct {
 	cidrs map[v1.IPFamily]netip.Prefix
 	first v1.IPFamily // the family of Services that name none
-	ports PortRange
+	ports plan.PortRange
 
 	ips       map[netip.Addr]types.NamespacedName
 	nodePorts map[portClaim]types.NamespacedName

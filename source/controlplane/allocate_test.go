@@ -8,6 +8,8 @@ import (
 
 	v1 "k8s.io/api/core/v1"
 	"k8s.io/apimachinery/pkg/types"
+
+	"nodeproxy/plan"
 )
 
 func find(t *testing.T, services map[types.NamespacedName]*v1.Service, name string) *v1.Service {
@@ -36,7 +38,9 @@ func TestBands(t *testing.T) {
 			t.Errorf("%s: %v, want %v", cidr, got, want)
 		}
 	}
-	for r, want := range map[PortRange]uint64{{30000, 32767}: 86, {30000, 30015}: 0, {30000, 30016}: 16, {1, 65535}: 128} {
+	for r, want := range map[plan.PortRange]uint64{
+		{First: 30000, Last: 32767}: 86, {First: 30000, Last: 30015}: 0, {First: 30000, Last: 30016}: 16, {First: 1, Last: 65535}: 128,
+	} {
 		if p := portPool(r); p.lower != want {
 			t.Errorf("%v: the lower band has %d ports, want %d", r, p.lower, want)
 		}
@@ -46,8 +50,8 @@ func TestBands(t *testing.T) {
 func TestAllocationUsesUpperBandFirst(t *testing.T) {
 	t.Parallel()
 	small := func(r *Ranges) {
-		r.ServiceCIDRs = prefixes("10.96.0.0/26") // 16 lower, 46 upper
-		r.NodePorts = PortRange{30000, 30031}     // 16 lower, 16 upper
+		r.ServiceCIDRs = prefixes("10.96.0.0/26")               // 16 lower, 46 upper
+		r.NodePorts = plan.PortRange{First: 30000, Last: 30031} // 16 lower, 16 upper
 	}
 	count := func(n int) (upperIPs, upperPorts, lowerIPs, lowerPorts int, f findings) {
 		b, f := load(t, names("web", n, "type: NodePort", "ports: [{port: 80}]"), small)

@@ -15,11 +15,9 @@ import (
 	"k8s.io/apimachinery/pkg/api/equality"
 	"k8s.io/apimachinery/pkg/types"
 
+	"nodeproxy/plan"
 	"nodeproxy/source"
 )
-
-// PortRange is a range of ports, both ends included.
-type PortRange struct{ First, Last uint16 }
 
 // Ranges are the ranges of cluster IPs and node ports.
 type Ranges struct {
@@ -27,7 +25,7 @@ type Ranges struct {
 	// family. Default: 10.96.0.0/16. ServiceCIDR objects are delivered, but nothing is allocated from them.
 	ServiceCIDRs []netip.Prefix
 	// NodePorts is the range of node ports. Default: 30000-32767.
-	NodePorts PortRange
+	NodePorts plan.PortRange
 }
 
 // complete returns the ranges with their defaults. It fails if they are invalid.
@@ -45,11 +43,11 @@ func (r Ranges) complete() (Ranges, error) {
 			}
 		}
 	}
-	if r.NodePorts == (PortRange{}) {
-		r.NodePorts = PortRange{30000, 32767}
+	if r.NodePorts == (plan.PortRange{}) {
+		r.NodePorts = plan.PortRange{First: 30000, Last: 32767}
 	}
 	if r.NodePorts.First == 0 || r.NodePorts.First > r.NodePorts.Last {
-		return r, fmt.Errorf("%d-%d is not a range of node ports", r.NodePorts.First, r.NodePorts.Last)
+		return r, fmt.Errorf("%s is not a range of node ports", r.NodePorts)
 	}
 	return r, nil
 }

@@ -5,6 +5,8 @@ import (
 	"encoding/binary"
 	"math/big"
 	"net/netip"
+
+	"nodeproxy/plan"
 )
 
 // A pool is a range to allocate from, numbered from 0: the addresses of a service CIDR, or the node ports. Allocation starts in
@@ -48,7 +50,7 @@ func address(cidr netip.Prefix, n uint64) netip.Addr {
 	return ip
 }
 
-func portPool(r PortRange) pool {
+func portPool(r plan.PortRange) pool {
 	size := uint64(r.Last) - uint64(r.First) + 1
 	return pool{size, band(size, 32, 128)}
 }

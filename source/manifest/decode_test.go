@@ -4,6 +4,7 @@ import (
 	"strings"
 	"testing"
 
+	"nodeproxy/plan"
 	"nodeproxy/source"
 	"nodeproxy/source/controlplane"
 )
@@ -357,7 +358,7 @@ func TestConfig(t *testing.T) {
 		{},
 		{Path: "x", Ranges: controlplane.Ranges{ServiceCIDRs: prefixes("10.0.0.0/8", "10.96.0.0/16")}},
 		{Path: "x", Ranges: controlplane.Ranges{ServiceCIDRs: prefixes("10.0.0.0/8", "fd00::/112", "fd01::/112")}},
-		{Path: "x", Ranges: controlplane.Ranges{NodePorts: controlplane.PortRange{First: 2, Last: 1}}},
+		{Path: "x", Ranges: controlplane.Ranges{NodePorts: plan.PortRange{First: 2, Last: 1}}},
 	} {
 		if _, err := New(cfg); err == nil {
 			t.Errorf("%+v is accepted", cfg)

@@ -10,6 +10,7 @@ import (
 	"k8s.io/apimachinery/pkg/api/equality"
 	"pgregory.net/rapid"
 
+	"nodeproxy/plan"
 	"nodeproxy/source"
 	"nodeproxy/source/controlplane"
 	"nodeproxy/source/document"
@@ -18,7 +19,7 @@ import (
 // tightConfig has so little to hand out that collisions and refusals are frequent.
 func tightConfig() *Config {
 	return &Config{Path: "x", Ranges: controlplane.Ranges{
-		ServiceCIDRs: prefixes("10.96.0.0/27", "fd00:10:96::/120"), NodePorts: controlplane.PortRange{First: 30000, Last: 30039},
+		ServiceCIDRs: prefixes("10.96.0.0/27", "fd00:10:96::/120"), NodePorts: plan.PortRange{First: 30000, Last: 30039},
 	}}
 }
 
