@@ -10,10 +10,12 @@ import (
 	"strconv"
 	"strings"
 	"testing"
+
+	"nodeproxy/config"
 )
 
 // TestImports: data flows one way. What comes before the plan does not know the kernel, what comes after it does not know where objects
-// are from, the kernel's packages know neither, and nobody but package metrics knows Prometheus.
+// are from, the kernel's packages know neither, no mode knows another, and nobody but package metrics knows Prometheus.
 func TestImports(t *testing.T) {
 	imports := importsOf(t, "../..")
 	const prometheus = "github.com/prometheus"
@@ -21,8 +23,7 @@ func TestImports(t *testing.T) {
 	for _, rule := range []struct{ of, not []string }{
 		{before, []string{"kernel", "iptables", "ipvs", "node", "config", "metrics", "cmd", prometheus}},
 		{[]string{"plan"}, []string{"topology", "proxier", "source", "k8s.io"}},
-		{[]string{"iptables", "ipvs"}, []string{"topology", "proxier", "source", "node", "config", "metrics", "cmd", prometheus, "k8s.io"}},
-		{[]string{"iptables"}, []string{"ipvs"}},
+		{config.Modes(), []string{"topology", "proxier", "source", "node", "config", "metrics", "cmd", prometheus, "k8s.io"}},
 		{[]string{"kernel"}, []string{"topology", "proxier", "source", "iptables", "ipvs", "node", "config", "metrics", "cmd", prometheus, "k8s.io"}},
 		{[]string{"node", "config"}, []string{"proxier", "metrics", "cmd", prometheus}},
 		{[]string{"metrics"}, []string{"proxier", "iptables", "ipvs", "node", "config", "cmd"}},
@@ -38,13 +39,21 @@ func TestImports(t *testing.T) {
 					if !strings.Contains(not, ".") {
 						not = "nodeproxy/" + not
 					}
-					if way := wayTo(imports, pkg, not); way != nil {
+					if way := wayTo(imports, pkg, func(p string) bool { return within(p, not) }); way != nil {
 						t.Errorf("%s must not know %s, and does: %s", pkg, not, strings.Join(way, " imports "))
 					}
 				}
 			}
 			if seen == 0 {
 				t.Errorf("there is no package %s", of)
+			}
+		}
+	}
+	for _, mode := range config.Modes() { // What modes share is in packages of its own, such as iptables/base.
+		for _, other := range config.Modes() {
+			way := wayTo(imports, "nodeproxy/"+mode, func(p string) bool { return p == "nodeproxy/"+other })
+			if mode != other && way != nil {
+				t.Errorf("mode %s must not know mode %s, and does: %s", mode, other, strings.Join(way, " imports "))
 			}
 		}
 	}
@@ -87,8 +96,8 @@ func importsOf(t *testing.T, root string) map[string][]string {
 	return out
 }
 
-// wayTo returns the packages by which pkg imports one that is, or is below, another; nil if it does not.
-func wayTo(imports map[string][]string, pkg, other string) []string {
+// wayTo returns the packages by which pkg imports one of some kind; nil if it does not.
+func wayTo(imports map[string][]string, pkg string, is func(string) bool) []string {
 	from := map[string]string{pkg: ""}
 	for todo := []string{pkg}; len(todo) > 0; todo = todo[1:] {
 		for _, next := range imports[todo[0]] {
@@ -96,7 +105,7 @@ func wayTo(imports map[string][]string, pkg, other string) []string {
 				continue
 			}
 			from[next] = todo[0]
-			if within(next, other) {
+			if is(next) {
 				way := []string{next}
 				for p := todo[0]; p != ""; p = from[p] {
 					way = append(way, p)
@@ -117,7 +126,7 @@ func within(pkg, other string) bool { return pkg == other || strings.HasPrefix(p
 func TestImportsSeesAWay(t *testing.T) {
 	imports := map[string][]string{"a": {"b", "ker"}, "b": {"a", "c"}, "c": {"kernel/x"}, "d": {"kernels"}}
 	for pkg, want := range map[string][]string{"a": {"a", "b", "c", "kernel/x"}, "c": {"c", "kernel/x"}, "d": nil} {
-		if got := wayTo(imports, pkg, "kernel"); !slices.Equal(got, want) {
+		if got := wayTo(imports, pkg, func(p string) bool { return within(p, "kernel") }); !slices.Equal(got, want) {
 			t.Errorf("from %s: %q, want %q", pkg, got, want)
 		}
 	}
