@@ -64,7 +64,7 @@ func readNode(node *v1.Node) (plan.Node, []netip.Prefix, []source.Finding) {
 			if a.Type != kind {
 				continue
 			}
-			ip, ok := parseIP(a.Address)
+			ip, ok := source.ParseIP(a.Address)
 			if !ok {
 				f.problem(fmt.Sprintf("status.addresses[%d].address", i), "ignored", "%.80q is not an IP address", a.Address)
 				continue

@@ -54,8 +54,12 @@ const defaultAffinity = time.Duration(v1.DefaultClientIPServiceAffinitySeconds) 
 // rest of the Service works.
 func readService(svc *v1.Service, families []plan.Family) ([]portSpec, []source.Finding) {
 	f := &findings{object: "Service " + svc.Namespace + "/" + svc.Name}
-	if reason := notProxied(svc); reason != "" {
-		f.note("", "not proxied", "%s", reason)
+	field, why := source.NotProxied(svc)
+	if why == "" && svc.Spec.ClusterIP == "" && len(svc.Spec.ClusterIPs) == 0 {
+		field, why = "spec.clusterIP", "it has no cluster IP yet"
+	}
+	if why != "" {
+		f.note(field, "not proxied", "%s", why)
 		return nil, f.list
 	}
 	if !safeText(svc.Namespace) || !safeText(svc.Name) {
@@ -106,22 +110,6 @@ func withoutExternalIPs(svc *v1.Service) (*v1.Service, []source.Finding) {
 	return &out, f.list
 }
 
-// notProxied returns why a service proxy must leave a Service alone; "" if it must not.
-func notProxied(svc *v1.Service) string {
-	proxy, other := svc.Labels["service.kubernetes.io/service-proxy-name"]
-	switch {
-	case svc.Spec.Type == v1.ServiceTypeExternalName:
-		return "an ExternalName Service is a DNS alias and has no address"
-	case svc.Spec.ClusterIP == v1.ClusterIPNone:
-		return "a headless Service has no cluster IP; clients reach its endpoints directly"
-	case other:
-		return fmt.Sprintf("label service.kubernetes.io/service-proxy-name gives it to the proxy %q", proxy)
-	case svc.Spec.ClusterIP == "" && len(svc.Spec.ClusterIPs) == 0:
-		return "it has no cluster IP yet"
-	}
-	return ""
-}
-
 // addresses are the addresses of a Service by family.
 type addresses struct {
 	cluster      map[plan.Family]netip.Addr
@@ -137,7 +125,7 @@ func readAddresses(svc *v1.Service, f *findings) addresses {
 		clusterIPs = []string{svc.Spec.ClusterIP}
 	}
 	for i, text := range clusterIPs {
-		ip, ok := parseIP(text)
+		ip, ok := source.ParseIP(text)
 		if !ok {
 			f.problem(fmt.Sprintf("spec.clusterIPs[%d]", i), "the Service is not proxied at it", "%.80q is not an IP address", text)
 			continue
@@ -153,7 +141,7 @@ func readAddresses(svc *v1.Service, f *findings) addresses {
 	}
 	for i, text := range svc.Spec.ExternalIPs {
 		field := fmt.Sprintf("spec.externalIPs[%d]", i)
-		ip, ok := parseIP(text)
+		ip, ok := source.ParseIP(text)
 		if !ok {
 			f.problem(field, "this external IP is not proxied", "%.80q is not an IP address", text)
 		} else if what := source.SpecialAddress(ip); what != "" {
@@ -166,7 +154,7 @@ func readAddresses(svc *v1.Service, f *findings) addresses {
 		if ingress.IP == "" || ingress.IPMode != nil && *ingress.IPMode == v1.LoadBalancerIPModeProxy {
 			continue // A host name, or a load balancer that must see every packet itself (KEP-1860).
 		}
-		ip, ok := parseIP(ingress.IP)
+		ip, ok := source.ParseIP(ingress.IP)
 		if !ok || ip.IsUnspecified() || ip.IsMulticast() || ip.IsLoopback() {
 			f.problem(fmt.Sprintf("status.loadBalancer.ingress[%d].ip", i), "this load balancer IP is not proxied",
 				"%.80q is not an address that a load balancer can have", ingress.IP)
@@ -340,13 +328,7 @@ func critical(svc *v1.Service) bool {
 	return false
 }
 
-// parseIP reads an address as the API server always has: leading zeros in IPv4 are decimal, and IPv4-mapped IPv6 is IPv4.
-func parseIP(text string) (netip.Addr, bool) {
-	ip, ok := netip.AddrFromSlice(net.ParseIPSloppy(text))
-	return ip.Unmap(), ok
-}
-
-// parseCIDR reads a range as leniently as parseIP, and masks it.
+// parseCIDR reads a range as leniently as source.ParseIP, and masks it.
 func parseCIDR(text string) (netip.Prefix, bool) {
 	_, cidr, err := net.ParseCIDRSloppy(text)
 	if err != nil {

@@ -192,11 +192,11 @@ func TestReadServiceNotProxied(t *testing.T) {
 		svc  *v1.Service
 		want string
 	}{
-		{makeService(ofType("ExternalName")), "an ExternalName Service is a DNS alias and has no address"},
-		{makeService(clusterIPs("None")), "a headless Service has no cluster IP; clients reach its endpoints directly"},
-		{makeService(proxyName("mesh")), `label service.kubernetes.io/service-proxy-name gives it to the proxy "mesh"`},
-		{makeService(proxyName("")), `label service.kubernetes.io/service-proxy-name gives it to the proxy ""`},
-		{makeService(func(s *v1.Service) { s.Spec.ClusterIP = "" }), "it has no cluster IP yet"},
+		{makeService(ofType("ExternalName")), "spec.type: an ExternalName Service is a DNS alias and has no address"},
+		{makeService(clusterIPs("None")), "spec.clusterIP: a headless Service has no cluster IP; clients reach its endpoints directly"},
+		{makeService(proxyName("mesh")), `metadata.labels[service.kubernetes.io/service-proxy-name]: the label gives the Service to the proxy "mesh"`},
+		{makeService(proxyName("")), `metadata.labels[service.kubernetes.io/service-proxy-name]: the label gives the Service to the proxy ""`},
+		{makeService(func(s *v1.Service) { s.Spec.ClusterIP = "" }), "spec.clusterIP: it has no cluster IP yet"},
 	} {
 		specs, found := readService(tc.svc, plan.Families[:])
 		want := "note: Service ns/a: " + tc.want + "; not proxied"
@@ -206,7 +206,7 @@ func TestReadServiceNotProxied(t *testing.T) {
 	}
 }
 
-// TestReadServicePorts: a port that can't be used is told, and the others work.
+// TestReadServicePorts: a port that can't be used is reported, and the others work.
 func TestReadServicePorts(t *testing.T) {
 	t.Parallel()
 	for _, tc := range []struct {

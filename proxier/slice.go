@@ -106,7 +106,7 @@ func readEndpoint(e *discovery.Endpoint, family plan.Family, f *findings, i int)
 	}
 	// A slice's endpoint may list several addresses; only the first has a meaning (KEP-0752).
 	field += "[0]"
-	ip, ok := parseIP(e.Addresses[0])
+	ip, ok := source.ParseIP(e.Addresses[0])
 	if !ok || plan.FamilyOf(ip) != family {
 		f.problem(field, effect, "%.80q is not an %s address", e.Addresses[0], family)
 		return topology.Endpoint{}, false

@@ -29,7 +29,7 @@ func setWeights(text string, endpoints []topology.Endpoint, f *findings) {
 			continue
 		}
 		address, number, ok := strings.Cut(part, "=")
-		ip, isIP := parseIP(strings.TrimSpace(address))
+		ip, isIP := source.ParseIP(strings.TrimSpace(address))
 		weight, err := strconv.ParseUint(strings.TrimSpace(number), 10, 16)
 		switch at := index[ip]; {
 		case !ok || !isIP:

@@ -31,7 +31,7 @@ func resources(cfg Config) []*resource {
 	out := []*resource{{
 		name: services, client: cfg.Client.core, example: &v1.Service{}, newList: func() runtime.Object { return &v1.ServiceList{} },
 		fields: fields.OneTermNotEqualSelector("spec.clusterIP", v1.ClusterIPNone).String(),
-		labels: "!" + labelProxyName,
+		labels: "!" + source.LabelProxyName,
 	}, {
 		name: endpointSlices, client: cfg.Client.discovery, example: &discovery.EndpointSlice{},
 		newList: func() runtime.Object { return &discovery.EndpointSliceList{} },

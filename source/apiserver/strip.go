@@ -14,15 +14,13 @@ import (
 
 // The labels and annotations that are kept.
 var (
-	serviceLabels      = []string{labelProxyName, "k8s-app"}
+	serviceLabels      = []string{source.LabelProxyName, "k8s-app"}
 	serviceAnnotations = append(slices.Clone(source.SchedulerAnnotations), source.AnnotationKubeRouterSchedFlags,
 		source.AnnotationResetTCP)
 	sliceLabels      = []string{discovery.LabelServiceName, v1.IsHeadlessService}
 	sliceAnnotations = []string{source.AnnotationWeights, v1.EndpointsLastChangeTriggerTime}
 	nodeLabels       = []string{v1.LabelTopologyZone}
 )
-
-const labelProxyName = "service.kubernetes.io/service-proxy-name"
 
 // strip returns an object with only the fields that the proxier reads. Everything else (managed fields, most labels and
 // annotations, references of endpoints) would only take memory. Stripping twice is the same as stripping once. Objects of other

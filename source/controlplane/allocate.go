@@ -136,7 +136,7 @@ func (a *allocator) families(svc *v1.Service, got *allocation) {
 	}
 	got.families = slices.Clone(spec.IPFamilies)
 	for i, text := range spec.ClusterIPs {
-		if ip, ok := parseIP(text); ok && i >= len(got.families) {
+		if ip, ok := source.ParseIP(text); ok && i >= len(got.families) {
 			got.families = append(got.families, familyOf(ip))
 		}
 	}
@@ -166,7 +166,7 @@ func (a *allocator) claimExplicit(n types.NamespacedName, svc *v1.Service, got *
 	got.ips = make([]string, len(got.families))
 	var ips []netip.Addr
 	for i, text := range svc.Spec.ClusterIPs {
-		ip, _ := parseIP(text)
+		ip, _ := source.ParseIP(text)
 		field := fmt.Sprintf("spec.clusterIPs[%d]", i)
 		if i == 0 {
 			field = "spec.clusterIP"

@@ -292,7 +292,7 @@ func (c *Cluster) recompute(name types.NamespacedName) {
 		if c.endpoints[name] != nil {
 			forEndpoints.note("metadata.name", "not proxied", "there is no Service of this name in the namespace")
 		}
-	} else if field, why := notProxied(svc); why != "" {
+	} else if field, why := source.NotProxied(svc); why != "" {
 		forService.note(field, "not proxied", "%s", why)
 	} else if got := c.granted[name]; got.refused {
 		for _, f := range got.findings {
@@ -311,21 +311,6 @@ func (c *Cluster) recompute(name types.NamespacedName) {
 	}
 	c.deliverMade(name, made)
 	c.report("service "+name.String(), append(forService.remarks(kindService, name), forEndpoints.remarks(kindEndpoints, name)...))
-}
-
-// notProxied returns why a service proxy must leave a Service alone, and the field that says so.
-func notProxied(svc *v1.Service) (field, why string) {
-	const proxyName = "service.kubernetes.io/service-proxy-name"
-	if svc.Spec.Type == v1.ServiceTypeExternalName {
-		return "spec.type", "an ExternalName Service is a DNS alias and has no address"
-	}
-	if headless(svc) {
-		return "spec.clusterIP", "a headless Service has no cluster IP; clients reach its endpoints directly"
-	}
-	if value, ok := svc.Labels[proxyName]; ok {
-		return "metadata.labels[" + proxyName + "]", fmt.Sprintf("the label gives the Service to the proxy %.63q", value)
-	}
-	return "", ""
 }
 
 // makeSlices returns the slices that the controllers make for one Service.

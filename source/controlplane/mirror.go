@@ -8,6 +8,8 @@ import (
 
 	v1 "k8s.io/api/core/v1"
 	discovery "k8s.io/api/discovery/v1"
+
+	"nodeproxy/source"
 )
 
 // maxMirrored is how many addresses of a subset the EndpointSlice mirroring controller mirrors.
@@ -49,7 +51,7 @@ func mirrorSlices(svc *v1.Service, ep *legacyEndpoints, c *checker) []*discovery
 }
 
 func (a *mirrorAddress) add(groups sliceGroups, ports []v1.EndpointPort, ready bool) {
-	ip, ok := parseIP(a.IP)
+	ip, ok := source.ParseIP(a.IP)
 	if !ok || len(ports) == 0 {
 		return
 	}
@@ -81,7 +83,7 @@ func mirrorAddresses(ep *legacyEndpoints) []*mirrorAddress {
 	var out []*mirrorAddress
 	enter := func(a v1.EndpointAddress) *mirrorAddress {
 		key := addressKey{ip: a.IP}
-		if ip, ok := parseIP(a.IP); ok {
+		if ip, ok := source.ParseIP(a.IP); ok {
 			key.ip = ip.String()
 		}
 		if r := a.TargetRef; r != nil {

@@ -11,6 +11,8 @@ import (
 	discovery "k8s.io/api/discovery/v1"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 	"k8s.io/apimachinery/pkg/util/intstr"
+
+	"nodeproxy/source"
 )
 
 // maxPodSlice is how many endpoints the EndpointSlice controller puts into a slice.
@@ -178,7 +180,7 @@ func podReady(pod *v1.Pod) bool {
 func podEndpoint(svc *v1.Service, pod *v1.Pod, family v1.IPFamily, zones map[string]string) (discovery.Endpoint, bool) {
 	var e discovery.Endpoint
 	for _, p := range pod.Status.PodIPs {
-		if ip, ok := parseIP(p.IP); ok && familyOf(ip) == family {
+		if ip, ok := source.ParseIP(p.IP); ok && familyOf(ip) == family {
 			e.Addresses = append(e.Addresses, ip.String())
 		}
 	}

@@ -8,7 +8,6 @@ import (
 
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 	"k8s.io/apimachinery/pkg/util/validation"
-	utilnet "k8s.io/utils/net"
 
 	"nodeproxy/source"
 )
@@ -88,19 +87,9 @@ func (c *checker) portNumber(field string, n int32) {
 	}
 }
 
-// parseIP reads an address as kube-proxy and the API server do: leading zeros are decimal, not octal, and an IPv4
-// address in IPv6 form is an IPv4 address.
-func parseIP(text string) (netip.Addr, bool) {
-	if ip, err := netip.ParseAddr(text); err == nil {
-		return ip.Unmap(), ip.Zone() == ""
-	}
-	ip, ok := netip.AddrFromSlice(utilnet.ParseIPSloppy(text))
-	return ip.Unmap(), ok
-}
-
 // ip refuses text that is not an address.
 func (c *checker) ip(field, text string) (netip.Addr, bool) {
-	ip, ok := parseIP(text)
+	ip, ok := source.ParseIP(text)
 	if !ok {
 		c.refuse(field, "%.60q is not an IP address", text)
 	}
