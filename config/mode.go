@@ -8,14 +8,14 @@ import (
 	"strings"
 )
 
-// A mode is what the configuration has to know of a proxy mode.
+// A mode is what this package has to know about a proxy mode.
 type mode struct {
 	name string
 	// gate is kube-proxy's feature gate that switches the mode off; "" if there is none.
 	gate string
 	// serviceMetrics is the default of --service-metrics.
 	serviceMetrics int
-	// complete sets what the mode takes from a section of its own, or what it can't do.
+	// complete takes over settings from the mode's own section of the file, and resets those that the mode can't honour.
 	complete func(*Config)
 }
 
@@ -27,7 +27,7 @@ var modes = []mode{
 	}},
 }
 
-// defaultMode is the name of the mode of who asks for none.
+// defaultMode is used where the configuration names no mode.
 var defaultMode = modes[0].name
 
 // Modes are the names of the modes that a Config may have.
@@ -39,7 +39,7 @@ func Modes() []string {
 	return out
 }
 
-// mode reads which mode it is, and which command.
+// mode validates the mode and how nodeproxy runs. It returns the mode's entry, without any effect if the mode is unknown.
 func (k *checker) mode(c *Config) mode {
 	if c.SysctlDir = k.own.sysctlDir; !filepath.IsAbs(c.SysctlDir) {
 		k.check("--sysctl-dir", fmt.Errorf("%q is not an absolute path", c.SysctlDir))

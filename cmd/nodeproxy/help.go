@@ -9,8 +9,8 @@ import (
 	"github.com/spf13/pflag"
 )
 
-// flagGroups are the groups in which help shows the flags of run, most of which other commands have too, in order. Each flag is in one of
-// them, unless it is hidden.
+// flagGroups lists the groups in which help shows the flags that commands share, and the flags of each group, in the order of the help.
+// Each flag of package config that is not hidden is in exactly one group.
 var flagGroups = []struct{ title, flags string }{
 	{"General", "config write-config-to node-name hostname-override bind-address feature-gates take-over init-only cleanup sysctl-dir oom-score-adj"},
 	{"API server", "kubeconfig master kube-api-content-type kube-api-qps kube-api-burst config-sync-period"},
@@ -28,7 +28,7 @@ var flagGroups = []struct{ title, flags string }{
 	{"Logging", "log-level v logging-format"},
 }
 
-// usage prints how to use a command, with its flags in groups. The help of a command is a description and this.
+// usage prints how to use a command: its subcommands, the flags that it alone has, and the others in groups.
 func usage(cmd *cobra.Command) error {
 	w := cmd.OutOrStderr()
 	fmt.Fprint(w, "Usage:\n")
@@ -65,7 +65,7 @@ func usage(cmd *cobra.Command) error {
 	return nil
 }
 
-// printFlags prints those of the named flags that a command shows, in that order.
+// printFlags prints the named flags in that order, except those that the command lacks or hides.
 func printFlags(w io.Writer, title string, flags *pflag.FlagSet, names []string) {
 	group := pflag.NewFlagSet(title, pflag.ContinueOnError)
 	group.SortFlags = false

@@ -29,8 +29,8 @@ func modeNamed(name string) *mode {
 	panic("config accepts a mode that the table of modes lacks: " + name)
 }
 
-// A mode is a way to bring a plan to the kernel. Whatever depends on the mode is in its entry: nothing else in this program asks
-// which mode it is.
+// A mode is a way to bring a plan to the kernel. Whatever depends on the mode is in its entry. Nothing else in this program asks which
+// mode it is, except package config, which validates the settings, and package metrics, which documents the metrics of each mode.
 type mode struct {
 	name string
 	// flows are the settings that the mode needs for the removal of stale flows.
@@ -38,15 +38,15 @@ type mode struct {
 
 	// check returns the error that open would return, as far as that can be known by looking. It programs nothing.
 	check func(modeConfig) error
-	// prepare does what needs more rights than open and the backend have to have: it loads modules and writes kernel settings. Its
+	// prepare does what needs more privileges than open and the backend may have: it loads modules and writes kernel settings. Its
 	// error is one without which forwarding can't work; what the mode can do without is logged.
 	prepare func(context.Context, *config.Config, *slog.Logger) error
 	// open finds out what the node can do, and makes a backend. It writes kernel settings, and nothing else to the kernel.
 	open func(modeConfig) (*openMode, error)
 	// render returns what the mode would program for these families, as text.
 	render func(cfg *config.Config, desired *plan.Plan, families []plan.Family) string
-	// remove removes what the mode has left in the kernel beside chains of iptables; nil if there can't be anything. Chains are
-	// removed before, by cleanup or by the mode that is in force now.
+	// remove removes what the mode has left in the kernel besides chains of iptables; nil if it leaves nothing else. The chains are
+	// removed first, by cleanup or by the mode that is in force.
 	remove func(context.Context, removal) error
 }
 
@@ -69,7 +69,7 @@ type openMode struct {
 	backend
 	// mostAtOnce is as in proxier.Config.
 	mostAtOnce int
-	// run does what the mode has to do between syncs, until ctx ends; nil if that is nothing. It calls resync when everything has to be
+	// run does the mode's work between syncs until ctx ends; nil if there is none. It calls resync when everything has to be
 	// compared with the kernel.
 	run func(ctx context.Context, resync func()) error
 	// close closes the mode's sockets, and leaves what it has programmed; nil if it has none.
@@ -111,7 +111,7 @@ func (d *daemon) modeConfig() modeConfig {
 	}
 }
 
-// check returns the error that the mode would make of what this node lacks. It programs nothing.
+// check returns the error that opening the mode would return on this node. It programs nothing.
 func (d *daemon) check() error {
 	cfg := d.modeConfig()
 	cfg.log = slog.New(slog.DiscardHandler)

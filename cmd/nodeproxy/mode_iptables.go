@@ -32,7 +32,7 @@ func checkIPTables(c modeConfig) error {
 	return err
 }
 
-// prepareIPTables writes the one kernel setting that may need more rights later.
+// prepareIPTables writes the kernel setting that node ports at 127.0.0.1 need.
 func prepareIPTables(ctx context.Context, cfg *config.Config, log *slog.Logger) error {
 	if !cfg.Settings.LocalhostReachable(plan.IPv4) {
 		return nil
