@@ -69,7 +69,7 @@ func (e *engine) realServerDifferences(id ipvs.ServerID, was, is *actualServer) 
 	}
 }
 
-// memberDifferences compares entries of sets. They are not sorted: whoever empties a set leaves thousands.
+// memberDifferences compares entries of sets. They are not sorted: a program that empties a set leaves thousands.
 func (e *engine) memberDifferences(before *actual) {
 	for m, was := range before.members {
 		is, ok := e.actual.members[m]

@@ -166,7 +166,7 @@ func (r *ruleMaker) filter() {
 		r.to(setClusterIP) + "-j RETURN",
 		r.to(setLoadBalancer) + "-j RETURN",
 		r.to(setExternalIP) + "-j RETURN",
-		// What listens at all addresses of the node is not to be reached at those of Services.
+		// Programs that listen on all addresses of the node must not be reachable at those of Services.
 		r.notICMP() + isNew + r.in(setVIPs, "dst") + r.reject(),
 	}
 	for _, cidr := range r.ranges {

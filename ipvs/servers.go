@@ -181,7 +181,7 @@ func (e *engine) drainServer(id ipvs.ServerID, v *actualServer, now time.Time) e
 	if err != nil {
 		return err
 	}
-	if seen == nil { // Others have removed it. The next comparison tells of that, and makes it again if it is wanted.
+	if seen == nil { // Another program has removed it. The next comparison reports that, and makes it again if it is desired.
 		return nil
 	}
 	for addr, d := range v.realServers {

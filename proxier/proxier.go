@@ -387,7 +387,7 @@ func (p *Proxier) ended(ctx context.Context, desired *plan.Plan, change plan.Cha
 		p.failing = time.Since(start)
 		last := min(max(suspectShare*p.failing, leastLastRetry), lastRetry)
 		p.retry = min(max(2*p.retry, firstRetry), last)
-		p.cfg.Log.Error("sync failed; the kernel keeps what it has and everything is compared and written anew",
+		p.cfg.Log.Error("sync failed; the kernel keeps its rules, and everything is compared and written again",
 			"retry-in", p.retry, "error", err)
 		return
 	}

@@ -10,29 +10,29 @@ import (
 	"nodeproxy/plan"
 )
 
-// Flow is an entry of the table, as far as it is read. It is valid as long as the call lasts that it is passed to.
+// Flow is an entry of the table, as far as it is read. It is valid only during the call that it is passed to.
 type Flow struct {
 	Family   plan.Family
 	Protocol uint8 // as in IP headers
-	// Src is where the first packet came from, and Dst where it was sent to; From is who is to answer, and To where answers are sent.
+	// Src and Dst are the source and destination of the first packet; From is the source of replies, and To their destination.
 	Src, Dst, From, To netip.AddrPort
 	Replied            bool // whether there was an answer
 	SynSent            bool // of TCP: whether it is in state SYN_SENT
 	Zoned              bool // whether the flow is in a zone other than the default one
-	// ID tells the entry from a later one of the same addresses and ports.
+	// ID distinguishes the entry from a later one with the same addresses and ports.
 	ID []byte
 	// orig is the tuple by which the kernel finds the entry, in its own form.
 	orig []byte
 }
 
-// Translated reports whether another address or port answers than the one that the client sent to.
+// Translated reports whether replies come from another address or port than the client sent to.
 func (f *Flow) Translated() bool { return f.Dst != f.From }
 
-// OneWay reports whether a flow has packets of one direction only, and goes from where it seems to come from to where it was
-// sent. To remove such a flow changes nothing for its packets.
+// OneWay reports whether a flow has packets in one direction only and is not translated. Removing such a flow changes nothing for
+// its packets.
 func (f *Flow) OneWay() bool { return !f.Replied && !f.Translated() && f.Src == f.To }
 
-// parse reads a flow from the body of a message, and reports whether it is a whole one with ports.
+// parse reads a flow from the body of a message, and reports whether it is complete and has ports.
 func (f *Flow) parse(b []byte) bool {
 	*f = Flow{}
 	if len(b) < nfgenmsgLen {
@@ -128,7 +128,7 @@ func (t *tuple) parseProtocol(b []byte) {
 	}
 }
 
-// appendDelete appends the body of a message that deletes this very entry, and not a later one in its place.
+// appendDelete appends the body of a message that deletes exactly this entry, not a later one that replaced it.
 func (f *Flow) appendDelete(b netlink.Buffer) netlink.Buffer {
 	b = appendHeader(b, f.Family).Bytes(attrOrig|unix.NLA_F_NESTED, f.orig...)
 	if len(f.ID) > 0 {

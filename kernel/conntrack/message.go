@@ -68,23 +68,22 @@ func appendHeader(b netlink.Buffer, f plan.Family) netlink.Buffer {
 	return append(b, netlink.Family(f), 0, 0, 0)
 }
 
-// Filter says which flows to read, by where their first packet came from and went to. An address or port that is zero stands for
-// any.
+// Filter selects flows by the source and destination of their first packet. A zero address or port matches any.
 type Filter struct {
 	Family   plan.Family
 	Protocol uint8
 	Src, Dst End
-	// Early leaves out flows that have been answered, and those that rules have translated.
+	// Early excludes flows that have been answered, and those that rules have translated.
 	Early bool
 }
 
-// End is what a Filter says of one end of a flow.
+// End is one end of a flow in a Filter.
 type End struct {
 	Addr netip.Addr
 	Port uint16
 }
 
-// Narrowest returns the End that lets all of these through, and as little else as can be.
+// Narrowest returns the narrowest End that matches all of these.
 func Narrowest(ends []End) End {
 	out := ends[0]
 	for _, e := range ends {
@@ -98,10 +97,9 @@ func Narrowest(ends []End) End {
 	return out
 }
 
-// dumpRequest asks for all flows of the filter's family, and leaves the rest of the filter to the kernel if inKernel is
-// set. A kernel before 5.8 does not know that attribute, and passes over it. Of IPv6 addresses, kernels up to 6.18 at least
-// return the flows that have others (ctnetlink_filter_match_tuple takes ipv6_addr_cmp for a predicate), so they are not
-// among what the kernel is to compare.
+// dumpRequest asks for all flows of the filter's family, and leaves the rest of the filter to the kernel if inKernel is set. A
+// kernel before 5.8 ignores that attribute. Kernels up to at least 6.18 return the flows with other IPv6 addresses than asked for
+// (ctnetlink_filter_match_tuple takes ipv6_addr_cmp for a predicate), so the kernel does not compare these.
 func dumpRequest(f Filter, inKernel bool) netlink.Message {
 	b := appendHeader(nil, f.Family)
 	if inKernel {

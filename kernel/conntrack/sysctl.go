@@ -17,22 +17,22 @@ import (
 	"nodeproxy/plan"
 )
 
-// Sysctls are the desired settings of the kernel's connection tracking. Zero leaves a setting as it is.
+// Sysctls are the desired settings of the kernel's connection tracking. Zero leaves a setting unchanged.
 type Sysctls struct {
-	// MaxPerCore times the number of CPUs is the limit of tracked flows, but not less than Min, and not more than 1,048,576 unless Min
-	// is. A limit that is higher already stays: with a lower one, new connections could fail. If MaxPerCore is zero, the limit stays
-	// as it is, whatever Min is.
+	// MaxPerCore times the number of CPUs is the limit of tracked flows, but at least Min, and at most 1,048,576 unless Min is
+	// more. A higher limit stays: with a lower one, new connections could fail. If MaxPerCore is zero, the limit stays, whatever
+	// Min is.
 	MaxPerCore, Min int
-	// How long an idle connection is remembered. The kernel counts in whole seconds; parts are rounded up.
+	// How long an idle connection is remembered. The kernel counts in whole seconds; fractions are rounded up.
 	TCPEstablishedTimeout, TCPCloseWaitTimeout, UDPTimeout, UDPStreamTimeout time.Duration
 	// TCPBeLiberal lets packets out of the TCP window pass.
 	TCPBeLiberal bool
 }
 
-// mostByCores is where the limit stops growing with the number of CPUs: each flow takes some 300 bytes.
+// mostByCores is the highest limit that depends on the number of CPUs: each flow takes some 300 bytes.
 const mostByCores = 1 << 20
 
-// flowsPerBucket is how many flows a bucket of the kernel's hash table may have on average.
+// flowsPerBucket is the average number of flows per bucket of the kernel's hash table.
 const flowsPerBucket = 4
 
 // limit returns the limit of tracked flows; 0 leaves it as it is.
@@ -43,13 +43,13 @@ func (s Sysctls) limit(cpus int) int {
 	return max(min(s.MaxPerCore*cpus, mostByCores), s.Min)
 }
 
-// Unset is a setting that could not be made. Connections are tracked all the same, by what is in force.
+// Unset is a setting that could not be made. Connections are tracked all the same, with the current value.
 type Unset struct {
 	// Key is the sysctl, such as net.netfilter.nf_conntrack_max, or the path of a module's parameter.
 	Key string
 	// Field is the field of KubeProxyConfiguration that asks for it.
 	Field string
-	// Wanted is the value asked for, Actual the one in force; empty where it can't be read.
+	// Wanted is the requested value, Actual the current one; "" if it can't be read.
 	Wanted, Actual string
 	// Err is the reason.
 	Err error
@@ -76,11 +76,11 @@ func (u *Unset) reason() string {
 	return u.Err.Error()
 }
 
-// files is where the settings are.
+// files are the directories of the settings.
 type files struct{ proc, sys string }
 
-// Apply makes the settings for the network namespace of the caller's thread, and returns those that could not be made. Call it
-// before rules are written, as some depend on nf_conntrack_tcp_be_liberal.
+// Apply makes the settings in the network namespace of the calling thread, and returns those that could not be made. Call it before
+// rules are written, as some depend on nf_conntrack_tcp_be_liberal.
 func (s Sysctls) Apply(sysctlDir string) []*Unset {
 	f := files{filepath.Join(sysctlDir, "net/netfilter"), "/sys"}
 	if _, err := os.Stat(f.max()); err != nil {
@@ -126,8 +126,8 @@ func (f files) hashSize() string {
 	return filepath.Join(f.sys, "module/nf_conntrack/parameters/hashsize")
 }
 
-// cpus counts the machine's CPUs that are online. Those that this process may use can be fewer, but it is the whole
-// machine's traffic that is tracked.
+// cpus returns the number of the machine's CPUs that are online. This process may be limited to fewer, but the whole machine's
+// traffic is tracked.
 func (f files) cpus() int {
 	text, err := os.ReadFile(filepath.Join(f.sys, "devices/system/cpu/online"))
 	if n := countCPUs(string(text)); err == nil && n > 0 {
@@ -154,7 +154,7 @@ func countCPUs(list string) int {
 	return n
 }
 
-// raise is like set, but leaves a larger number as it is.
+// raise is like set, but keeps a larger number.
 func raise(field string, want int, path string) *Unset {
 	if now, err := readNumber(path); err == nil && now >= want {
 		return nil
@@ -201,8 +201,7 @@ func readNumber(path string) (int, error) {
 	return strconv.Atoi(strings.TrimSpace(string(b)))
 }
 
-// loadModule makes the kernel load its connection tracking, which it does when netlink asks for it. Whether it has done so shows in
-// the settings.
+// loadModule makes the kernel load connection tracking, by a netlink request to it. The settings exist if that has worked.
 func loadModule() {
 	if c, err := Dial(); err == nil {
 		_, _ = c.Ask(netlink.Message{Type: msgStats, Body: appendHeader(nil, plan.IPv4)})

@@ -1,8 +1,8 @@
-// Package conntrack reads the kernel's table of tracked flows, removes flows from it, and sets the sysctls of connection tracking. It
-// does not decide which flows are to go.
+// Package conntrack reads and removes entries of the kernel's connection tracking, and sets its sysctls. It does not decide which
+// flows to remove.
 //
-// The kernel filters (Linux 5.8 or later). Its answer is read piece by piece, and flows are removed meanwhile, so memory does not
-// depend on the number of flows.
+// The kernel filters (Linux 5.8 or later). Its answer is read piece by piece, and flows are removed meanwhile, so the use of memory
+// does not depend on the number of flows.
 package conntrack
 
 import (
@@ -64,8 +64,8 @@ func (s *Session) Close() {
 	s.writer.Close()
 }
 
-// RemoveIf removes the flows among those of a filter that stale reports to be stale, and returns how many it read and removed. Also
-// where there is an error, flows may have been removed.
+// RemoveIf removes those flows of a filter for which stale returns true, and returns how many it read and removed. Flows may have
+// been removed even if it returns an error.
 func (s *Session) RemoveIf(ctx context.Context, f Filter, stale func(*Flow) bool) (read, removed int, err error) {
 	var failed error // of a deletion
 	visit := func(fl *Flow) error {
@@ -96,7 +96,7 @@ func (s *Session) RemoveIf(ctx context.Context, f Filter, stale func(*Flow) bool
 	return read, removed, err
 }
 
-// lookAfter is after how many flows it is looked whether the context is done.
+// lookAfter is the number of flows after which it checks whether the context is done.
 const lookAfter = 256
 
 // dump reads flows and hands them to visit.
@@ -116,15 +116,15 @@ func (s *Session) dump(ctx context.Context, f Filter, inKernel bool, visit func(
 	})
 }
 
-// deletionsAtOnce is how many deletions are sent at once.
+// deletionsAtOnce is the number of deletions that are sent at once.
 const deletionsAtOnce = 128
 
-// remove notes a flow for deletion, and deletes what was noted so far if that is enough. removed grows by what the kernel
+// remove queues a flow for deletion, and deletes the queued ones if they are enough. removed grows by the number that the kernel
 // says it deleted.
 func (s *Session) remove(f *Flow, removed *int) error {
 	n := len(s.deletions)
 	s.deletions = s.deletions[:n+1]
-	m := &s.deletions[n] // Its body is used again.
+	m := &s.deletions[n] // Its body is reused.
 	m.Type, m.Body = msgDelete, f.appendDelete(m.Body[:0])
 	if n+1 < deletionsAtOnce {
 		return nil
@@ -132,7 +132,7 @@ func (s *Session) remove(f *Flow, removed *int) error {
 	return s.flush(removed)
 }
 
-// flush deletes what was noted. A flow that has ended meanwhile is no failure.
+// flush deletes the queued flows. A flow that has ended meanwhile is not an error.
 func (s *Session) flush(removed *int) error {
 	if len(s.deletions) == 0 {
 		return nil

@@ -21,15 +21,16 @@ type Address struct {
 	Addr netip.Addr // without a zone
 	// Index is the number of the interface.
 	Index int
-	// Usable is false while the kernel checks whether another host has the address, and if one has: no socket can be bound to it then.
+	// Usable is false while the kernel checks whether another host has the address, and if one has: no socket can be bound to it
+	// then.
 	Usable bool
 }
 
-// Filter says which addresses to leave out.
+// Filter says which addresses to omit.
 type Filter struct {
 	// Except are the names of interfaces, which need not exist.
 	Except []string
-	// LinkLocal lets link-local addresses of IPv6 through: no Service can have one, and every interface of a pod has one.
+	// LinkLocal includes link-local addresses of IPv6: no Service can have one, and every interface of a pod has one.
 	LinkLocal bool
 }
 
@@ -95,9 +96,9 @@ func usable(flags int) bool {
 
 func linkLocal6(a netip.Addr) bool { return a.Is6() && a.IsLinkLocalUnicast() }
 
-// Watch calls changed when it begins, and after addresses that Addresses returns came or went, or may have. It waits for quiet before a
-// call, as whoever adds one address adds more. It returns nil when the context is done, and an error if it cannot begin. Calls do
-// not overlap, and none comes after that.
+// Watch calls changed when it begins, and after any change of the addresses that Addresses returns. It waits for quiet before a
+// call, since several addresses often change together. It returns nil when the context is done, and an error if it cannot begin.
+// Calls do not overlap, and there are none after it returns.
 func (f Filter) Watch(ctx context.Context, quiet time.Duration, changed func()) error {
 	fail := func(err error) error { return fmt.Errorf("watching the addresses of this node: %w", err) }
 	handle, err := links.NewHandle(unix.NETLINK_ROUTE)

@@ -34,8 +34,7 @@ type Device struct {
 	sysctlDir string
 }
 
-// OpenDevice makes the interface unless it is there, without any address of its own, and turns it on. The error names what is
-// missing.
+// OpenDevice makes the interface unless it exists, without any address, and brings it up. The error names what is missing.
 func OpenDevice(name string) (*Device, error) {
 	handle, err := links.NewHandle(unix.NETLINK_ROUTE)
 	if err != nil {
@@ -95,8 +94,9 @@ func (d *Device) open() error {
 	return err
 }
 
-// EnableIPv6 lets the interface have addresses of IPv6 where the node has IPv6 off for new interfaces
-// (net.ipv6.conf.default.disable_ipv6), now and whenever it is made anew. sysctlDir is where kernel settings are written.
+// EnableIPv6 enables IPv6 addresses of the interface where the node has IPv6 off for new interfaces
+// (net.ipv6.conf.default.disable_ipv6), now and whenever the interface is made again. sysctlDir is the directory of kernel
+// settings.
 func (d *Device) EnableIPv6(sysctlDir string) error {
 	d.mu.Lock()
 	defer d.mu.Unlock()
@@ -134,8 +134,8 @@ func (d *Device) make(kind string) (links.Link, error) {
 	return d.handle.LinkByName(d.name)
 }
 
-// canMake finds out whether the interface could be made, by asking for one with an address that none can have, as it is one of
-// multicast. Only a kernel that knows the kind looks at that.
+// canMake finds out whether the interface could be made, by asking for one with a multicast address, which is invalid. Only a
+// kernel that knows the kind of interface checks the address.
 func (d *Device) canMake(kind string) error {
 	err := d.add(kind, net.HardwareAddr{1, 0, 0, 0, 0, 0})
 	if errors.Is(err, unix.EADDRNOTAVAIL) || errors.Is(err, unix.EEXIST) {
@@ -219,9 +219,9 @@ func (d *Device) addresses(f plan.Family) (map[netip.Addr]struct{}, error) {
 	return out, nil
 }
 
-// AddAddresses adds addresses, each as a range of its own. The rest of the node does not take one of them for the source of
-// what it sends elsewhere: those of IPv4 have scope host, and those of IPv6 count as deprecated (RFC 6724, section 5). If
-// some fail, all others are added. When it returns, packets to those that it has added are the node's.
+// AddAddresses adds addresses, each as a range of its own. The node does not select one of them as the source of packets to other
+// hosts: those of IPv4 have scope host, and those of IPv6 are deprecated (RFC 6724, section 5). If some fail, all others are added.
+// When it returns, packets to the added addresses are local.
 func (d *Device) AddAddresses(addrs []netip.Addr) error {
 	d.mu.Lock()
 	defer d.mu.Unlock()
@@ -237,14 +237,14 @@ func (d *Device) RemoveAddresses(addrs []netip.Addr) error {
 	return err
 }
 
-// localWithin is how long the kernel may take to make IPv6 addresses local. Mostly it is less than a millisecond. All other
-// changes wait meanwhile.
+// localWithin is the time that the kernel may take to make IPv6 addresses local, usually less than a millisecond. All other changes
+// wait meanwhile.
 const localWithin = time.Second
 
-// goneAfter is the pause between two looks from which on it is looked whether addresses have been removed.
+// goneAfter is the pause between two checks from which on it also checks whether the addresses still exist.
 const goneAfter = time.Millisecond
 
-// still returns those of some IPv6 addresses that the interface has. None has any if it is gone.
+// still returns those IPv6 addresses that the interface still has. A removed interface has none.
 func (d *Device) still(addrs []netip.Addr) ([]netip.Addr, error) {
 	have, err := d.addresses(plan.IPv6)
 	if errors.Is(err, unix.ENODEV) {
@@ -253,9 +253,9 @@ func (d *Device) still(addrs []netip.Addr) ([]netip.Addr, error) {
 	return slices.DeleteFunc(addrs, func(a netip.Addr) bool { _, is := have[a]; return !is }), err
 }
 
-// waitLocal waits until packets to addresses of IPv6 are the node's, as far as nobody removes these meanwhile. The kernel leaves that to a worker thread, also where it
-// looks for no duplicate. A packet that comes before is sent on as to some other host, and connection tracking does the same
-// with all later ones of its connection, so that its client hangs.
+// waitLocal waits until packets to IPv6 addresses are local, unless the addresses are removed meanwhile. The kernel leaves that to
+// a worker thread, even if it does not check for duplicates. A packet that arrives earlier is forwarded as if to another host, and
+// connection tracking does the same with all later ones of its connection, so that its client hangs.
 func (d *Device) waitLocal(addrs []netip.Addr) error {
 	pause := 50 * time.Microsecond
 	for begin := time.Now(); ; {
@@ -263,7 +263,7 @@ func (d *Device) waitLocal(addrs []netip.Addr) error {
 		if addrs, err = d.notLocal(addrs); err != nil || len(addrs) == 0 {
 			return err
 		}
-		if pause > goneAfter { // It takes long: whoever has removed some of them meanwhile is not to be waited for.
+		if pause > goneAfter { // It takes long: perhaps another program has removed some of them.
 			if addrs, err = d.still(addrs); err != nil || len(addrs) == 0 {
 				return err
 			}
@@ -277,7 +277,7 @@ func (d *Device) waitLocal(addrs []netip.Addr) error {
 	}
 }
 
-// notLocal returns those of some IPv6 addresses that are not local yet. A few are asked for one by one.
+// notLocal returns those IPv6 addresses that are not local yet. If there are few, it asks for each.
 func (d *Device) notLocal(addrs []netip.Addr) ([]netip.Addr, error) {
 	const few = 50
 	local := map[netip.Addr]bool{}
@@ -297,7 +297,7 @@ func (d *Device) notLocal(addrs []netip.Addr) ([]netip.Addr, error) {
 		})
 	} else {
 		for _, a := range addrs {
-			// Until there is a local route, the answer may be that there is none, or that of a route that refuses.
+			// Until there is a local route, the answer may be an error, or a route that refuses.
 			_ = note(d.handle.RouteGet(a.AsSlice()))
 		}
 	}
@@ -307,13 +307,13 @@ func (d *Device) notLocal(addrs []netip.Addr) ([]netip.Addr, error) {
 	return slices.DeleteFunc(addrs, func(a netip.Addr) bool { return local[a] }), nil
 }
 
-// change adds or removes addresses, and returns those of which that was to be done. done is the error of others.
+// change adds or removes addresses, and returns those for which that was necessary. done is the error that means it was not.
 func (d *Device) change(kind, flags uint16, addrs []netip.Addr, done syscall.Errno, doing string) ([]netip.Addr, error) {
 	messages := make([]netlink.Message, len(addrs))
 	for i, a := range addrs {
 		messages[i] = netlink.Message{Type: kind, Flags: flags, Body: addressBody(a, d.link.Attrs().Index)}
 	}
-	const most = 10 // of what may be one error for each address
+	const most = 10 // of possibly one error for each address
 	var changed []netip.Addr
 	var failed []error
 	count := 0
@@ -356,8 +356,8 @@ func addressBody(a netip.Addr, index int) []byte {
 	return b.Bytes(unix.IFA_CACHEINFO, times...)
 }
 
-// Routes returns the ranges that are local by a route to this interface, other than by its addresses, with the source
-// address for connections to them; zero if that is the destination itself.
+// Routes returns the ranges that are local by a route to this interface, other than by its addresses, with the source address for
+// connections to them; the zero Addr if that is the destination itself.
 func (d *Device) Routes(f plan.Family) (map[netip.Prefix]netip.Addr, error) {
 	d.mu.Lock()
 	defer d.mu.Unlock()

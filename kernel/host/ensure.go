@@ -8,8 +8,8 @@ import (
 	links "github.com/vishvananda/netlink"
 )
 
-// Ensure makes the interface again if somebody has removed it, and turns it on if somebody has turned it off. It returns which
-// of these had happened, in words; "" if neither had. Addresses and routes have gone with the interface then.
+// Ensure makes the interface again if another program has removed it, and brings it up if it is down. It says what had happened; ""
+// for nothing. The interface has lost its addresses and routes then.
 func (d *Device) Ensure() (repaired string, err error) {
 	d.mu.Lock()
 	defer d.mu.Unlock()

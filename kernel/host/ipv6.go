@@ -5,7 +5,7 @@ import (
 	"strings"
 )
 
-// WithoutIPv6 says why this host has no IPv6; it is empty if it has.
+// WithoutIPv6 returns why this host has no IPv6; "" if it has.
 func WithoutIPv6() string {
 	if _, err := os.Stat("/proc/net/if_inet6"); err != nil {
 		return "this kernel has no IPv6"

@@ -1,5 +1,5 @@
-// Package host reads what the kernel knows of this host, and changes the addresses and routes of a dummy interface. It makes no
-// decisions.
+// Package host reads this host's addresses, local routes and ports from the kernel, and changes the addresses and routes of a dummy
+// interface. It makes no decisions.
 package host
 
 import (
@@ -14,15 +14,15 @@ import (
 	"nodeproxy/plan"
 )
 
-// Local are the addresses that the kernel takes for the machine's own, as rules do that match local destinations. The zero Local
+// Local are the addresses that the kernel considers the machine's own, as for rules that match local destinations. The zero Local
 // has none.
 type Local struct {
 	single map[netip.Addr]struct{}
 	ranges []netip.Prefix // such as 127.0.0.0/8
 }
 
-// ReadLocal reads the kernel's table of local routes. Those of other routing tables, as transparent proxies have, do not make an
-// address local.
+// ReadLocal reads the kernel's table of local routes. Local routes in other routing tables, as transparent proxies use them, do not
+// count.
 func ReadLocal(f plan.Family) (*Local, error) {
 	var routes []links.Route
 	err := Retry(func() (err error) {
@@ -62,7 +62,7 @@ func (l *Local) Contains(a netip.Addr) bool {
 	return false
 }
 
-// Retry repeats what vishvananda/netlink lists until nothing changes meanwhile.
+// Retry repeats a listing by vishvananda/netlink until nothing changes meanwhile.
 func Retry(list func() error) error {
 	return netlink.Retry(func() error {
 		err := list()

@@ -7,8 +7,8 @@ import (
 	"nodeproxy/plan"
 )
 
-// EphemeralPorts returns the ports that the kernel chooses from for a socket that asks for none in particular, which are the same in
-// both families; Linux's default if they can't be read.
+// EphemeralPorts returns the range from which the kernel chooses ports of sockets that ask for none in particular, the same in both
+// families; Linux's default if it can't be read.
 func EphemeralPorts() plan.PortRange {
 	out := plan.PortRange{First: 32768, Last: 60999}
 	text, err := os.ReadFile("/proc/sys/net/ipv4/ip_local_port_range")

@@ -14,9 +14,9 @@ import (
 	"nodeproxy/plan"
 )
 
-// Where only ports of an address are local, table local has no route to the address. The kernel sends no ICMP error of IPv4 from an
-// address that no interface has (icmp_send in Linux), though, so that refusals would time out and clients would not learn how long
-// their packets may be. So the interface has the address, without the route that comes with it.
+// If only some ports of an address are local, table local has no route to the address. But the kernel sends no ICMP error of IPv4
+// from an address that no interface has (icmp_send in Linux), so refused connections would time out, and clients would not learn
+// the path MTU. So the interface has the address, without the route that comes with it.
 
 // PortRoutes returns the addresses that are local in names.PortsRouteTable.
 func (d *Device) PortRoutes(f plan.Family) (map[netip.Addr]struct{}, error) {
@@ -79,8 +79,9 @@ func (d *Device) portRoute(a netip.Addr) *links.Route {
 	return r
 }
 
-// AddUnrouted adds addresses of IPv4 that are not local: the node may send ICMP errors from them, and takes no packet for them unless
-// a Ports diverts it. An address that is there already loses its route. At no time are packets to one that was not there the node's.
+// AddUnrouted adds IPv4 addresses that are not local: the node may send ICMP errors from them, and accepts no packet for them
+// unless a Ports diverts it. An address that exists already loses its route. An address that is new is never local, not even for a
+// moment.
 func (d *Device) AddUnrouted(addrs []netip.Addr) error {
 	d.mu.Lock()
 	defer d.mu.Unlock()
@@ -88,7 +89,8 @@ func (d *Device) AddUnrouted(addrs []netip.Addr) error {
 	var failed []error
 	var messages []netlink.Message
 	for _, a := range addrs {
-		// While the kernel's own route comes and goes, lookups that find this one, which is before it, go on to the next table.
+		// While the kernel's own route is added and removed, lookups find this one, which comes first, and continue with the next
+		// table.
 		throw := localRoute(a, 0, unix.RTN_THROW, names.ThrowProtocol)
 		messages = append(messages,
 			netlink.Message{Type: unix.RTM_NEWROUTE, Flags: unix.NLM_F_CREATE, Body: throw},

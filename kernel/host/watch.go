@@ -14,21 +14,21 @@ import (
 	"nodeproxy/plan"
 )
 
-// DeviceChange is something that happened to an interface. If it is no Address, Route or PortRule, it is the interface itself
-// that was made, removed or turned off, or messages about changes were lost.
+// DeviceChange is a change of an interface. If it is not one of an Address, Route or PortRule, then the interface itself was made,
+// removed or turned off, or notifications were lost.
 type DeviceChange struct {
-	// Address came, or went if Gone is set.
+	// Address was added, or removed if Gone is set.
 	Address netip.Addr
-	// Route is a range that was local by a route to the interface, and is no more; ByPort if the route was in names.PortsRouteTable.
+	// Route is a range that is no longer local by a route to the interface; ByPort if the route was in names.PortsRouteTable.
 	Route  netip.Prefix
 	ByPort bool
-	// PortRule is set where a routing rule that led to names.PortsRouteTable was removed in a Family.
+	// PortRule is set if a routing rule that led to names.PortsRouteTable was removed in a Family.
 	PortRule bool
 	Family   plan.Family
 	Gone     bool
 }
 
-// String tells people.
+// String describes the change.
 func (c DeviceChange) String() string {
 	switch {
 	case c.Route.IsValid():
@@ -45,14 +45,14 @@ func (c DeviceChange) String() string {
 
 // deviceWatch reads notifications.
 type deviceWatch struct {
-	name  string
-	index uint32 // of the interface; 0 while there is none
-	tell  func(DeviceChange)
+	name    string
+	index   uint32 // of the interface; 0 while there is none
+	changed func(DeviceChange)
 }
 
-// WatchDevice opens a socket in the network namespace of the caller's thread, and returns a function that calls tell for
-// each change of an interface until ctx ends, whoever makes it. A change is told of again if notifications come twice.
-func WatchDevice(name string) (func(ctx context.Context, tell func(DeviceChange)), error) {
+// WatchDevice opens a socket in the network namespace of the calling thread. It returns a function that calls changed for each
+// change of an interface, whoever makes it, until ctx ends. A change is reported again if notifications arrive twice.
+func WatchDevice(name string) (func(ctx context.Context, changed func(DeviceChange)), error) {
 	subscription, err := netlink.Subscribe(unix.NETLINK_ROUTE, 0, unix.RTNLGRP_LINK, unix.RTNLGRP_IPV4_IFADDR, unix.RTNLGRP_IPV6_IFADDR,
 		unix.RTNLGRP_IPV4_ROUTE, unix.RTNLGRP_IPV6_ROUTE, unix.RTNLGRP_IPV4_RULE, unix.RTNLGRP_IPV6_RULE)
 	if err != nil {
@@ -62,9 +62,9 @@ func WatchDevice(name string) (func(ctx context.Context, tell func(DeviceChange)
 	if link, err := net.InterfaceByName(name); err == nil {
 		w.index = uint32(link.Index)
 	}
-	return func(ctx context.Context, tell func(DeviceChange)) {
-		w.tell = tell
-		subscription.Follow(ctx, w.message, func(error) { tell(DeviceChange{}) })
+	return func(ctx context.Context, changed func(DeviceChange)) {
+		w.changed = changed
+		subscription.Follow(ctx, w.message, func(error) { changed(DeviceChange{}) })
 	}, nil
 }
 
@@ -82,7 +82,7 @@ func (w *deviceWatch) message(h netlink.Header, body []byte) {
 			a, ok = netip.AddrFromSlice(attrs[unix.IFA_ADDRESS])
 		}
 		if ok && !linkLocal6(a) {
-			w.tell(DeviceChange{Address: a, Gone: h.Type == unix.RTM_DELADDR})
+			w.changed(DeviceChange{Address: a, Gone: h.Type == unix.RTM_DELADDR})
 		}
 	case unix.RTM_DELROUTE:
 		w.route(body)
@@ -91,7 +91,7 @@ func (w *deviceWatch) message(h netlink.Header, body []byte) {
 	}
 }
 
-// link follows the interface's index, which is another one each time it is made.
+// link follows the interface's index, which changes each time that it is made.
 func (w *deviceWatch) link(h netlink.Header, body []byte) {
 	if len(body) < unix.SizeofIfInfomsg {
 		return
@@ -102,7 +102,7 @@ func (w *deviceWatch) link(h netlink.Header, body []byte) {
 	}
 	gone := h.Type == unix.RTM_DELLINK
 	if gone || index != w.index || flags&unix.IFF_UP == 0 {
-		w.tell(DeviceChange{})
+		w.changed(DeviceChange{})
 	}
 	if w.index = index; gone {
 		w.index = 0
@@ -120,7 +120,7 @@ func (w *deviceWatch) route(data []byte) {
 		return
 	}
 	table := attrs[unix.RTA_TABLE]
-	w.tell(DeviceChange{
+	w.changed(DeviceChange{
 		Route: netip.PrefixFrom(a, int(data[1])), Gone: true,
 		ByPort: len(table) == 4 && binary.NativeEndian.Uint32(table) == names.PortsRouteTable,
 	})
@@ -137,7 +137,7 @@ func (w *deviceWatch) rule(data []byte) {
 	}
 	for _, f := range plan.Families {
 		if data[0] == netlink.Family(f) {
-			w.tell(DeviceChange{PortRule: true, Family: f, Gone: true})
+			w.changed(DeviceChange{PortRule: true, Family: f, Gone: true})
 		}
 	}
 }

@@ -17,30 +17,30 @@ type Set struct {
 	Name string
 	// Type is one of hash:ip, hash:net, hash:ip,port, hash:net,port, hash:ip,port,ip, hash:ip,port,net and bitmap:port.
 	Type string
-	// Family counts for all types but bitmap:port.
+	// Family matters for all types but bitmap:port.
 	Family plan.Family
-	// Marks says that entries carry a packet mark (ipset's extension "skbinfo").
+	// Marks is true if entries carry a packet mark (ipset's extension "skbinfo").
 	Marks bool
-	// MaxElem is how many entries a hash holds at first; 0 means 65,536. It grows when it is full.
+	// MaxElem is the initial maximum of entries of a hash; 0 means 65,536. The set grows when it is full.
 	MaxElem uint32
 }
 
-// Entry is a member of a set. The set's type says which fields count: Addr for an ip, Net for a net, Protocol and Port for a
-// port (bitmap:port has no protocol), Addr2 for the second ip. The others must be zero.
+// Entry is a member of a set. The set's type says which fields matter: Addr for an ip, Net for a net, Protocol and Port for a port
+// (bitmap:port has no protocol), Addr2 for the second ip. The others must be zero.
 type Entry struct {
 	Addr     netip.Addr
 	Net      netip.Prefix // masked, and not of length 0, which no set takes
 	Protocol plan.Protocol
 	Port     uint16
 	Addr2    netip.Addr
-	// Mark and Mask are what a rule with --map-mark makes of a packet's mark: the bits in Mask become those of Mark.
+	// Mark and Mask say how a rule with --map-mark changes a packet's mark: the bits in Mask become those of Mark.
 	Mark, Mask uint32
 }
 
-// setType says what the entries of a type of set consist of.
+// setType describes the entries of a type of set.
 type setType struct {
-	// revision is the oldest one with marks (Linux 3.18). Newer ones add what is not used here, and hash seeds that make
-	// no two sets look alike.
+	// revision is the oldest one with marks (Linux 3.18). Newer ones add features that are not used here, and hash seeds, which
+	// would make equal sets look different.
 	revision                uint8
 	addr, net, port, second bool
 	bitmap                  bool

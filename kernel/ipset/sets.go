@@ -19,7 +19,7 @@ type Sets struct {
 	conn *netlink.Conn
 }
 
-// OpenSets loads the kernel modules of ipset if it has to and can. The error names those that are missing.
+// OpenSets loads the kernel modules of ipset if necessary and possible. The error names those that are missing.
 func OpenSets() (*Sets, error) {
 	c, err := netlink.Dial(unix.NETLINK_NETFILTER)
 	if err != nil {
@@ -42,7 +42,7 @@ func (s *Sets) Close() error {
 	return s.conn.Close()
 }
 
-// hasType returns an error if the kernel has a type of set not, or not in the revision that is used.
+// hasType returns an error if the kernel lacks a type of set, or the revision that is used.
 func (s *Sets) hasType(kind string) error {
 	ask := func() ([]byte, error) {
 		body, err := s.conn.Ask(setMessage(ipsetType, 0, "", func(b netlink.Buffer) netlink.Buffer {
@@ -107,8 +107,8 @@ func (s *Sets) Names() ([]string, error) {
 	return names, nil
 }
 
-// Ensure makes a set unless it is there already. One with other properties is replaced by an empty one; rules that use it
-// use the new one from then on. That needs an equal type and family, unless no rule uses it.
+// Ensure makes a set unless it exists. One with other properties is replaced by an empty one, which rules use from then on. That
+// requires an equal type and family, unless no rule uses the set.
 func (s *Sets) Ensure(want Set) (created bool, err error) {
 	s.mu.Lock()
 	defer s.mu.Unlock()
@@ -143,7 +143,7 @@ func (s *Sets) Ensure(want Set) (created bool, err error) {
 	return true, nil
 }
 
-// replacement makes an empty set like another, to be swapped with it. One that is left over from before goes first.
+// replacement makes an empty set to be swapped with another. A leftover of an earlier attempt is removed first.
 func (s *Sets) replacement(set Set) (Set, error) {
 	set.Name = set.Name[:min(len(set.Name), 27)] + "-new"
 	if err := s.destroy(set.Name); err != nil {
@@ -207,7 +207,7 @@ func (s *Sets) header(name string) (actualSet, error) {
 	return h, err
 }
 
-// Size is how many entries a set has.
+// Size returns the number of entries of a set.
 func (s *Sets) Size(name string) (int, error) {
 	s.mu.Lock()
 	defer s.mu.Unlock()
@@ -257,11 +257,11 @@ func (e *EntryError) Error() string {
 
 func (e *EntryError) Unwrap() error { return e.Err }
 
-// Add adds entries, or changes their marks. A set that is full is replaced by a larger one, without the rules noticing. The error
-// joins an EntryError for each entry that the kernel refuses; if there is no other error in it, all other entries are added.
+// Add adds entries, or changes their marks. A full set is replaced by a larger one, unnoticed by rules. The error joins an
+// EntryError for each entry that the kernel refuses; if it has no other error, all other entries are added.
 func (s *Sets) Add(set Set, entries []Entry) error { return s.change(ipsetAdd, set, entries) }
 
-// Remove removes entries; their marks do not count.
+// Remove removes entries; their marks do not matter.
 func (s *Sets) Remove(set Set, entries []Entry) error { return s.change(ipsetDelete, set, entries) }
 
 // entriesAtOnce is how many entries are sent in a message. The largest takes 92 bytes, and an attribute 65,535.
@@ -296,7 +296,7 @@ func (s *Sets) change(command uint16, set Set, entries []Entry) error {
 	return errors.Join(failed...)
 }
 
-// send adds or removes some entries. After an error, those before the one at fault are done.
+// send adds or removes some entries. After an error, those before the refused one are done.
 func (s *Sets) send(command uint16, set Set, entries []Entry) error {
 	request := setMessage(command, 0, set.Name, func(b netlink.Buffer) netlink.Buffer {
 		b = b.Uint32(setAttrLine, 0)

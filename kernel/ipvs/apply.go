@@ -18,14 +18,14 @@ type OpKind uint8
 const (
 	AddServer OpKind = iota
 	UpdateServer
-	DeleteServer // its real servers go with it, and so do the persistent clients; open connections are cut
+	DeleteServer // with its real servers and persistence templates; open connections are cut
 	AddRealServer
 	UpdateRealServer
 	DeleteRealServer
 )
 
-// Op is one change: of the virtual server Server, or of a real server of the one that Server.ID names, where no other field
-// of it counts. To delete a real server, its address is enough.
+// Op is one change: of the virtual server Server, or of a real server of the one that Server.ID names; then no other field of
+// Server matters. To delete a real server, its address is enough.
 type Op struct {
 	Kind       OpKind
 	Server     Server
@@ -49,8 +49,8 @@ func (o Op) String() string {
 	}
 }
 
-// opCommands are the kernel's commands for each kind of Op: the one that should do, and the one if the object was not, or was
-// already, there.
+// opCommands are the kernel's commands for each kind of Op: the expected one, and the one to use if the object did not exist, or
+// existed already.
 var opCommands = [...]struct{ command, otherwise uint8 }{
 	AddServer:        {commandNewService, commandSetService},
 	UpdateServer:     {commandSetService, commandNewService},
@@ -60,8 +60,8 @@ var opCommands = [...]struct{ command, otherwise uint8 }{
 	DeleteRealServer: {commandDelDest, 0},
 }
 
-// Apply carries out ops in order, some two hundred in a round trip. It returns nil, or an error (or nil) for each op. One
-// that fails does not keep those after it from being carried out.
+// Apply carries out ops in order, some two hundred per round trip. It returns nil, or an error (or nil) for each op. A failed op
+// does not keep those after it from being carried out.
 func (s *Servers) Apply(ops []Op) []error {
 	s.mu.Lock()
 	defer s.mu.Unlock()
@@ -74,7 +74,7 @@ func (s *Servers) Apply(ops []Op) []error {
 		return nil
 	}
 
-	// Once more, where the kernel knew more or less than the caller.
+	// Try again where the caller's knowledge of the kernel's state was wrong.
 	var again []netlink.Message
 	var indexes []int
 	late := superseded(ops)
@@ -104,8 +104,7 @@ func (s *Servers) Apply(ops []Op) []error {
 	return errs
 }
 
-// superseded says of each op whether one after it has the last word about its object, so that it would be wrong to come back
-// to it.
+// superseded says for each op whether a later one changes the same object, so that it must not be retried.
 func superseded(ops []Op) []bool {
 	type object struct {
 		server     ServerID
@@ -127,7 +126,8 @@ func superseded(ops []Op) []bool {
 	return late
 }
 
-// otherwise is the command to try after another one failed, or 0 if all is well without. It is false if nothing will help.
+// otherwise returns the command to try after another one failed, or 0 if the failure does not matter. It returns false if no
+// command will help.
 func (o Op) otherwise(err error) (command uint8, ok bool) {
 	switch otherwise := opCommands[o.Kind].otherwise; {
 	case err == nil:
@@ -147,7 +147,7 @@ func (o Op) otherwise(err error) (command uint8, ok bool) {
 // missing reports whether an error says that a virtual server or a real server is not there.
 func missing(err error) bool { return errors.Is(err, unix.ESRCH) || errors.Is(err, unix.ENOENT) }
 
-// failed says what became of an op.
+// failed returns the error of an op.
 func (o Op) failed(err error) error {
 	switch server := o.Kind == AddServer || o.Kind == UpdateServer; {
 	case server && errors.Is(err, unix.ENOENT):
@@ -161,7 +161,7 @@ func (o Op) failed(err error) error {
 	}
 }
 
-// command is the message that carries out an op by a certain command.
+// command returns the message that carries out an op by a certain command.
 func (s *Servers) command(command uint8, o Op) netlink.Message {
 	body := genl(command).Nest(attrService, func(b netlink.Buffer) netlink.Buffer {
 		if command == commandNewService || command == commandSetService {

@@ -14,8 +14,8 @@ import (
 )
 
 // Fingerprint is a number for a set of virtual servers with their real servers, in any order: the sum of a hash of each. It
-// tells sets apart within one run of the program. Connections do not count, nor does what a virtual server has beside its
-// address, protocol, port or mark, and scheduler, nor a real server beside address, port and weight.
+// distinguishes sets within one run of the program. It covers the address, protocol, port or mark, and scheduler of a virtual
+// server, and the address, port and weight of a real server, but no connections.
 type Fingerprint uint64
 
 var fingerprintSeed = maphash.MakeSeed()
@@ -45,9 +45,9 @@ func addressText(a netip.Addr, port uint16) string {
 	return fmt.Sprintf("%08X:%04X", binary.BigEndian.Uint32(a.AsSlice()), port)
 }
 
-// ReadFingerprint is the Fingerprint of the virtual servers that the kernel holds in the network namespace of the caller's
-// thread, without those that are to be skipped. Of one with a mark, only the mark is known. It costs one file, however many
-// there are, where List asks for the real servers of each.
+// ReadFingerprint returns the Fingerprint of the kernel's virtual servers in the network namespace of the calling thread, without
+// those to skip. Of one with a mark, only the mark is known. It reads one file, however many there are, where List asks for the
+// real servers of each.
 func ReadFingerprint(skip func(ServerID) bool) (Fingerprint, error) {
 	const name = "/proc/thread-self/net/ip_vs"
 	file, err := os.Open(name)

@@ -71,7 +71,7 @@ const (
 	statsBytesOut
 )
 
-// How packets reach a real server: its method is in some of the bits of a number.
+// The method by which packets reach a real server is in some of the bits of a number.
 const (
 	forwardMask       = 0x7
 	forwardMasquerade = 0x0
@@ -85,7 +85,7 @@ const (
 	flagPorts      = 0x10
 )
 
-// netmask is what the kernel wants for clients of one address each: a mask for IPv4, a length for IPv6.
+// netmask is the kernel's form for clients of one address each: a mask for IPv4, a length for IPv6.
 func netmask(f plan.Family) uint32 {
 	if f == plan.IPv6 {
 		return 128
@@ -127,7 +127,7 @@ func appendService(b netlink.Buffer, s Server) netlink.Buffer {
 	return b.Uint32(serviceNetmask, netmask(s.ID.Family))
 }
 
-// seconds rounds up, so that what is not 0 is not turned off.
+// seconds rounds up, so that a small value does not become 0, which means off.
 func seconds(d time.Duration) uint32 { return uint32((d + time.Second - 1) / time.Second) }
 
 func appendRealServer(b netlink.Buffer, d RealServer) netlink.Buffer {
@@ -183,7 +183,7 @@ func parseService(body []byte) (*ActualServer, Traffic, error) {
 			if !exact {
 				traffic = parseTraffic(value)
 			}
-		case serviceStats64: // since Linux 4.1; the other one counts connections and packets in 32 bits
+		case serviceStats64: // since Linux 4.1; the older attribute has 32 bits for connections and packets
 			traffic, exact = parseTraffic(value), true
 		}
 	}

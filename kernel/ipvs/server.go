@@ -13,8 +13,8 @@ import (
 	"nodeproxy/plan"
 )
 
-// ServerID names a virtual server: by address, protocol and port, or, if Mark is not 0, by the firewall mark of packets of
-// one family.
+// ServerID identifies a virtual server: by address, protocol and port, or, if Mark is not 0, by the firewall mark of packets of one
+// family.
 type ServerID struct {
 	Family   plan.Family
 	Protocol plan.Protocol
@@ -35,23 +35,23 @@ func (id ServerID) String() string {
 type Server struct {
 	ID        ServerID
 	Scheduler string
-	// Ports and Fallback are the flags of the schedulers sh and mh: the source port counts too; and where the chosen
-	// real server has weight 0, another one is chosen instead of none.
+	// Ports and Fallback are the flags of the schedulers sh and mh: Ports makes them hash the source port too; Fallback makes them
+	// select another real server if the selected one has weight 0.
 	Ports, Fallback bool
-	// Persistence is for how long a client stays with its real server, in whole seconds; 0 turns persistence off. A client
-	// is one address.
+	// Persistence is how long a client stays with its real server, in whole seconds; 0 turns persistence off. A client is one
+	// address.
 	Persistence time.Duration
 }
 
 // RealServer is a real server. Packets to it are always translated (IPVS's "masquerading", ipvsadm -m).
 type RealServer struct {
 	Addr netip.AddrPort
-	// Weight 0 takes no new connections.
+	// With weight 0, it gets no new connections.
 	Weight uint32
 }
 
-// Connections counts the connections of a real server. Active ones are established; inactive ones are all others that the
-// kernel still knows, so a UDP flow counts as inactive. Persistent ones are the templates by which clients return.
+// Connections counts the connections of a real server. Active ones are established; inactive ones are all others that the kernel
+// still knows, so a UDP flow counts as inactive. Persistent ones are the templates by which clients return.
 type Connections struct{ Active, Inactive, Persistent uint32 }
 
 // ActualRealServer is a real server as the kernel has it.
@@ -63,11 +63,11 @@ type ActualRealServer struct {
 // ActualServer is a virtual server as the kernel has it.
 type ActualServer struct {
 	Server
-	// Foreign says that it, or one of its real servers, has a property that this package never gives, such as another
-	// forwarding method. To put it right, delete it and add it again.
+	// Foreign is true if it, or one of its real servers, has a property that this package never sets, such as another forwarding
+	// method. To correct it, delete it and add it again.
 	Foreign     bool
 	RealServers map[netip.AddrPort]ActualRealServer
 }
 
-// Traffic counts what went through a virtual server since it was made. The kernel brings it up to date every two seconds.
+// Traffic counts the traffic of a virtual server since it was made. The kernel updates it every two seconds.
 type Traffic struct{ Connections, PacketsIn, PacketsOut, BytesIn, BytesOut uint64 }

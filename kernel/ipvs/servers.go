@@ -25,7 +25,7 @@ type Servers struct {
 	schedulers map[string]bool
 }
 
-// OpenServers loads the kernel module ip_vs if it has to and can. The error names what is missing.
+// OpenServers loads the kernel module ip_vs if necessary and possible. The error names what is missing.
 func OpenServers() (*Servers, error) {
 	family, err := genericFamily("IPVS", "ip_vs")
 	if err != nil {
@@ -109,8 +109,8 @@ func (s *Servers) Get(id ServerID) (*ActualServer, error) {
 	return h, nil
 }
 
-// Stats returns the counters of all virtual servers in the network namespace of the caller's thread. It has a socket of its own, so it
-// may also be called after Close, and waits for no other call.
+// Stats returns the counters of all virtual servers in the network namespace of the calling thread. It uses a socket of its own, so
+// it may be called after Close, and does not wait for other calls.
 func (s *Servers) Stats() (map[ServerID]Traffic, error) {
 	c, err := netlink.Dial(unix.NETLINK_GENERIC)
 	if err != nil {
@@ -133,10 +133,10 @@ type service struct {
 	traffic Traffic
 }
 
-// services dumps all virtual servers without their real servers, at least twice, until two dumps in a row have the same ones.
-// Between two parts of a dump, the kernel remembers only how many servers it has passed, those of all other network
-// namespaces included. So if any of these, of a container say, are added or deleted meanwhile, others are left out of the
-// dump or twice in it, and the kernel does not say so.
+// services dumps all virtual servers without their real servers, at least twice, until two consecutive dumps have the same ones.
+// Between two parts of a dump, the kernel remembers only how many servers it has passed, including those of all other network
+// namespaces. So if any of these, of a container say, are added or deleted meanwhile, others are missing from the dump or in it
+// twice, and the kernel does not report that.
 func services(c *netlink.Conn, family uint16) (map[ServerID]service, error) {
 	var all map[ServerID]service
 	err := netlink.Retry(func() error {
@@ -157,7 +157,7 @@ func services(c *netlink.Conn, family uint16) (map[ServerID]service, error) {
 	return all, err
 }
 
-// realServers dumps those of one virtual server into it. The kernel does not complain if the server is gone.
+// realServers dumps the real servers of one virtual server into it. The kernel does not report an error if the server is gone.
 func (s *Servers) realServers(h *ActualServer) error {
 	return netlink.Retry(func() error {
 		clear(h.RealServers)
@@ -196,7 +196,8 @@ func (s *Servers) SetTimeouts(tcp, tcpFin, udp time.Duration) error {
 	return nil
 }
 
-// HasScheduler reports whether the kernel has a scheduler, and loads its module if it has to and can. It makes nothing.
+// HasScheduler reports whether the kernel has a scheduler, and loads its module if necessary and possible. It makes no virtual
+// server.
 func (s *Servers) HasScheduler(name string) bool {
 	s.mu.Lock()
 	defer s.mu.Unlock()
@@ -208,8 +209,8 @@ func (s *Servers) HasScheduler(name string) bool {
 	return s.schedulers[name]
 }
 
-// tryScheduler asks for a virtual server that the kernel refuses as invalid, but not before it has looked for the scheduler: one
-// of IPv6 with an empty netmask.
+// tryScheduler asks for a virtual server that the kernel rejects as invalid, but only after it has looked for the scheduler: one of
+// IPv6 with an empty netmask.
 func (s *Servers) tryScheduler(name string) bool {
 	const longest = 15 // IP_VS_SCHEDNAME_MAXLEN, without the zero at the end; what is longer is invalid too.
 	if len(name) > longest {
@@ -227,9 +228,8 @@ func (s *Servers) tryScheduler(name string) bool {
 	return errors.Is(err, unix.EINVAL)
 }
 
-// makeWith does the same where IPVS is built without IPv6: it makes and removes, at once, a virtual server with the scheduler. It
-// is for a firewall mark that nobody gives to packets, so that none can come to it. If there is such a server, of whomever,
-// another mark will do.
+// makeWith does the same if IPVS is built without IPv6: it makes a virtual server with the scheduler and removes it at once. Its
+// firewall mark is one that no packet has. If there is a virtual server with that mark already, it uses another one.
 func (s *Servers) makeWith(name string) bool {
 	const first, marks = 0xfedcba00, 256
 	for mark := uint32(first); mark < first+marks; mark++ {

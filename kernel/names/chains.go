@@ -49,7 +49,7 @@ const (
 	IPVSLocal          = "KUBE-IPVS-LOCAL"      // filter: external addresses under policy Local without an endpoint here
 	IPVSNodePortsLocal = "KUBE-IPVS-NP-LOCAL"   // filter: node ports under policy Local without an endpoint here
 
-	// ProxyCanary is kube-proxy's, which notices by it that somebody has flushed all rules.
+	// ProxyCanary is kube-proxy's: its absence shows that another program has flushed all rules.
 	ProxyCanary = "KUBE-PROXY-CANARY"
 
 	// The kubelet's. It shares KUBE-FIREWALL with every mode of kube-proxy and of this program.
@@ -111,7 +111,7 @@ func OfService(name string) bool {
 	return slices.ContainsFunc(prefixes, func(p string) bool { return strings.HasPrefix(name, p) })
 }
 
-// IsOurs reports whether a chain is kube-proxy's or this program's, in whatever mode, and nobody else's.
+// IsOurs reports whether a chain belongs to kube-proxy or this program, in any mode, and to no other program.
 func IsOurs(t Table, name string) bool {
 	_, fixed := fixedChains[t][name]
 	return fixed || OfService(name)

@@ -25,12 +25,12 @@ import (
 type Conn struct {
 	socket Socket
 	seq    uint32 // of the last message sent
-	// dumping is set while the kernel has more to say about the last request, which was for a dump that was given up.
+	// dumping is set while answers to an abandoned dump are still to come.
 	dumping bool
 	in, out []byte
 }
 
-// maxBatch is how many messages are sent at once: so few that an error for each fits into the socket's receive buffer.
+// maxBatch is the number of messages that are sent at once: so few that an error for each fits into the socket's receive buffer.
 const maxBatch = 200
 
 // Dial opens a Conn for a netlink protocol, such as unix.NETLINK_ROUTE.
@@ -48,9 +48,9 @@ func NewConn(s Socket) *Conn { return &Conn{socket: s} }
 // Close closes the socket.
 func (c *Conn) Close() error { return c.socket.Close() }
 
-// Do carries out requests in order. It returns nil, or an error (or nil) for each. Where the kernel's answers are lost, each
-// request without an answer has the error that says so; it may have been carried out. One that fails does not keep those after it
-// from being carried out.
+// Do carries out requests in order. It returns nil, or an error (or nil) for each. If answers of the kernel are lost, each request
+// without an answer gets the error that says so; it may have been carried out. A failed request does not keep those after it from
+// being carried out.
 func (c *Conn) Do(requests ...Message) []error {
 	var errs []error
 	fail := func(i int, err error) {
@@ -93,7 +93,7 @@ func (c *Conn) batch(requests []Message, fail func(int, error)) error {
 	}
 	for done := false; !done; {
 		err := c.receive(func(h Header, body []byte) {
-			i := h.Seq - first // Answers to what was given up earlier have numbers below 0, and so above any index.
+			i := h.Seq - first // Answers to abandoned requests have numbers below 0, and so above any index.
 			if i > uint32(last) || h.Type != unix.NLMSG_ERROR {
 				return
 			}
@@ -109,7 +109,8 @@ func (c *Conn) batch(requests []Message, fail func(int, error)) error {
 	return nil
 }
 
-// Ask sends a request that is answered with one message, and returns the body of that, which is valid until the next request.
+// Ask sends a request that is answered with one message, and returns the body of that message, which is valid until the next
+// request.
 func (c *Conn) Ask(m Message) (answer []byte, err error) {
 	if err := c.send(m); err != nil {
 		return nil, err
@@ -131,9 +132,9 @@ func (c *Conn) Ask(m Message) (answer []byte, err error) {
 	return answer, err
 }
 
-// Dump sends a request that is answered with any number of messages, and calls each with their bodies, which are valid during the
-// call only. It ends with the first error of each. If what it listed has changed meanwhile, so that something may be missing, or
-// be in it twice, the error is ErrInterrupted.
+// Dump sends a request that is answered with any number of messages, and calls each with their bodies, which are valid only during
+// the call. It stops at the first error of each. If the listed objects have changed meanwhile, so that some may be missing or
+// listed twice, the error is ErrInterrupted.
 func (c *Conn) Dump(m Message, each func(body []byte) error) error {
 	m.Flags |= unix.NLM_F_DUMP
 	if err := c.send(m); err != nil {
@@ -163,10 +164,10 @@ func (c *Conn) Dump(m Message, each func(body []byte) error) error {
 	return failed
 }
 
-// ErrInterrupted is the error of a dump of what has changed meanwhile.
+// ErrInterrupted is the error of a dump of objects that changed meanwhile.
 var ErrInterrupted = errors.New("it changed while it was read")
 
-// Retry calls a function that dumps until nothing changes meanwhile, but not without end.
+// Retry calls a function that dumps until nothing changes meanwhile, up to a limit.
 func Retry(dump func() error) error {
 	var err error
 	for range 10 {
@@ -190,18 +191,18 @@ func (c *Conn) send(m Message) error {
 	return nil
 }
 
-// drain reads what is left of a dump that was given up: the kernel begins no other before its end.
+// drain reads the rest of an abandoned dump: the kernel begins no other before its end.
 func (c *Conn) drain() error {
 	for c.dumping {
 		if err := c.receive(func(Header, []byte) {}); err != nil {
-			c.dumping = false // The next request finds out whether it is so.
+			c.dumping = false // If it is not over, the next request fails.
 			return err
 		}
 	}
 	return nil
 }
 
-// receive waits for messages, and calls each with those of the kernel.
+// receive waits for messages, and calls each with those from the kernel.
 func (c *Conn) receive(each func(h Header, body []byte)) error {
 	if c.in == nil {
 		c.in = make([]byte, longest)

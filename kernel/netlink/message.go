@@ -9,7 +9,7 @@ import (
 	"golang.org/x/sys/unix"
 )
 
-// Message is a request. Its body is what follows the netlink header.
+// Message is a request. Its body follows the netlink header.
 type Message struct {
 	Type, Flags uint16
 	Body        []byte
@@ -51,10 +51,10 @@ func Messages(b []byte, each func(h Header, body []byte)) error {
 // maxErrno is the highest number of an error that all of the kernel shares. Numbers above it are a subsystem's own.
 const maxErrno = 4095
 
-// SubsystemError is an error that only the subsystem that was asked can explain, such as those of ipset.
+// SubsystemError is an error that only the subsystem can explain, such as those of ipset.
 type SubsystemError struct {
 	Number int32
-	// Request is the request with its header, in which the kernel may have noted what is wrong.
+	// Request is the request with its header, in which the kernel may have marked what is wrong.
 	Request []byte
 }
 

@@ -8,22 +8,22 @@ import (
 	"golang.org/x/sys/unix"
 )
 
-// Socket carries messages to and from the kernel. Tests have sockets with no kernel behind them.
+// Socket carries messages to and from the kernel. Tests replace it.
 type Socket interface {
 	// Send sends whole messages.
 	Send(b []byte) error
-	// Receive waits for messages, and returns how much of b they fill.
+	// Receive waits for messages, and returns the number of bytes of b that they fill.
 	Receive(b []byte) (int, error)
 	Close() error
 }
 
 const (
-	// answerTimeout is for a kernel that never answers. Loading a module takes the longest.
+	// answerTimeout is the time that the kernel has for an answer. Loading a module takes the longest.
 	answerTimeout = 30 * time.Second
-	// receiveBuffer is how much may wait to be received: an error for each message of a batch, and more.
+	// receiveBuffer is the size of the receive buffer: room for an error for each message of a batch, and more.
 	receiveBuffer = 1 << 20
-	// longest is the length of the longest answer: an error that repeats a request which is as long as an attribute can be. A part
-	// of a dump has up to 32 kB.
+	// longest is the length of the longest answer: an error that repeats a request as long as an attribute can be. A part of a dump
+	// has up to 32 kB.
 	longest = 68 << 10
 )
 
@@ -49,7 +49,7 @@ func openSocket(protocol int) (*socket, error) {
 	return &socket{fd}, nil
 }
 
-// setReceiveBuffer makes room for so many bytes, or without the right to that, as far as net.core.rmem_max allows.
+// setReceiveBuffer makes room for this number of bytes or, without the right to do so, as much as net.core.rmem_max allows.
 func setReceiveBuffer(fd, size int) error {
 	if unix.SetsockoptInt(fd, unix.SOL_SOCKET, unix.SO_RCVBUFFORCE, size) == nil {
 		return nil
@@ -71,13 +71,13 @@ func (s *socket) Receive(b []byte) (int, error) {
 		switch {
 		case errors.Is(err, unix.EAGAIN):
 			return 0, fmt.Errorf("no answer from the kernel within %v", answerTimeout)
-		case err != nil || port == 0: // Only the kernel has port 0; any process may send.
+		case err != nil || port == 0: // Any process may send; only the kernel has port 0.
 			return n, err
 		}
 	}
 }
 
-// receive receives once, and returns the port of the sender too.
+// receive receives once, and also returns the sender's port.
 func receive(fd int, b []byte) (n int, port uint32, err error) {
 	err = unix.EINTR
 	var flags int
@@ -98,7 +98,7 @@ func receive(fd int, b []byte) (n int, port uint32, err error) {
 	return n, sender.Pid, nil
 }
 
-// Close closes the socket. Later uses fail; they do not reach another file that has been given its number.
+// Close closes the socket. Later uses fail; they never reach another file with the same number.
 func (s *socket) Close() error {
 	fd := s.fd
 	s.fd = -1

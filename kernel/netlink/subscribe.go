@@ -15,8 +15,8 @@ type Subscription struct {
 	file *os.File
 }
 
-// Subscribe opens a Subscription to multicast groups of a netlink protocol, with room for so many bytes of notifications that are not
-// read yet; 0 stands for the kernel's default.
+// Subscribe opens a Subscription to multicast groups of a netlink protocol, with a receive buffer of room bytes; 0 stands for the
+// kernel's default.
 func Subscribe(protocol, room int, groups ...int) (*Subscription, error) {
 	fd, err := unix.Socket(unix.AF_NETLINK, unix.SOCK_RAW|unix.SOCK_CLOEXEC|unix.SOCK_NONBLOCK, protocol)
 	if err != nil {
@@ -41,11 +41,11 @@ func Subscribe(protocol, room int, groups ...int) (*Subscription, error) {
 // Close closes the socket, which ends Follow.
 func (s *Subscription) Close() error { return s.file.Close() }
 
-// pauseAfterError keeps an error that stays from keeping a processor busy.
+// pauseAfterError keeps a permanent error from using a whole processor.
 const pauseAfterError = 100 * time.Millisecond
 
-// Follow calls each with every notification until ctx ends, and closes the socket then. It calls failed with an error in place of
-// notifications that were lost: unix.ENOBUFS, if there were more than there is room for.
+// Follow calls each with every notification until ctx ends, and then closes the socket. For lost notifications it calls failed with
+// the error: unix.ENOBUFS if the buffer was full.
 func (s *Subscription) Follow(ctx context.Context, each func(h Header, body []byte), failed func(error)) {
 	defer s.Close()
 	defer context.AfterFunc(ctx, func() { s.Close() })()

@@ -11,7 +11,7 @@ import (
 	"golang.org/x/sys/unix"
 )
 
-// Process is one that can be seen in /proc.
+// Process is a process that is visible in /proc.
 type Process struct {
 	PID  int
 	Name string // as NameOf has it
@@ -19,9 +19,9 @@ type Process struct {
 
 func (p Process) String() string { return fmt.Sprintf("process %d (%s)", p.PID, p.Name) }
 
-// PIDs lists the processes that can be seen, in order of their numbers.
+// PIDs returns the visible processes, in order of their numbers.
 func PIDs() []int {
-	entries, _ := os.ReadDir("/proc") // Without it, no process can be seen.
+	entries, _ := os.ReadDir("/proc") // Without it, no process is visible.
 	var out []int
 	for _, e := range entries {
 		if pid, err := strconv.Atoi(e.Name()); err == nil {
@@ -32,11 +32,11 @@ func PIDs() []int {
 	return out
 }
 
-// ProcessDir is the directory of a process.
+// ProcessDir returns the directory of a process.
 func ProcessDir(pid int) string { return filepath.Join("/proc", strconv.Itoa(pid)) }
 
-// NameOf is what a process calls itself; empty if it has ended. It may be anything: quoted, it does no harm. It may be asked for of
-// each process of a node, so it takes as few system calls as there can be.
+// NameOf returns the name that a process has given itself; "" if it has ended. It may be any text, so quote it. As it may be called
+// for each process of a node, it makes as few system calls as possible.
 func NameOf(pid int) string {
 	fd, err := unix.Open(filepath.Join(ProcessDir(pid), "comm"), unix.O_RDONLY|unix.O_CLOEXEC, 0)
 	if err != nil {
@@ -51,9 +51,9 @@ func NameOf(pid int) string {
 	return strings.Trim(strconv.Quote(strings.TrimSpace(string(name[:n]))), `"`)
 }
 
-// Owners finds who has sockets open, by inode: of each, the process with the lowest number, which most often is the one that gave it to
-// the others. Sockets of processes that can't be seen are left out. It reads /proc of all processes, so it is for those
-// sockets only that matter.
+// Owners returns the processes that own sockets, by inode: for each, the one with the lowest number, which is usually the one that
+// passed it to others. It omits sockets of processes that are not visible. It reads /proc of all processes, so call it only for the
+// sockets that matter.
 func Owners(inodes map[uint32]bool) map[uint32]Process {
 	out := map[uint32]Process{}
 	for _, pid := range PIDs() {
@@ -69,14 +69,14 @@ func Owners(inodes map[uint32]bool) map[uint32]Process {
 	return out
 }
 
-// Own are the inodes of this process's sockets.
+// Own returns the inodes of this process's sockets.
 func Own() map[uint32]bool { return openBy("/proc/self") }
 
-// openBy are the inodes of the sockets that the process with this directory has open.
+// openBy returns the inodes of the sockets that the process with this directory has open.
 func openBy(dir string) map[uint32]bool {
 	files, err := os.Open(filepath.Join(dir, "fd"))
 	if err != nil {
-		return nil // It has ended, or may not be looked at.
+		return nil // It has ended, or access is denied.
 	}
 	defer files.Close()
 	names, _ := files.Readdirnames(-1)

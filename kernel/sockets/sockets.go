@@ -1,4 +1,4 @@
-// Package sockets lists the sockets of the network namespace of the caller's thread, and finds the processes that have them open.
+// Package sockets lists the sockets of the calling thread's network namespace, and finds the processes that own them.
 package sockets
 
 import (
@@ -13,14 +13,14 @@ import (
 	"nodeproxy/plan"
 )
 
-// Socket is one that takes what comes in from anywhere: one of TCP or SCTP that listens, or one of UDP that is bound and not
+// Socket is a socket that receives from any peer: a TCP or SCTP socket that listens, or a UDP socket that is bound and not
 // connected.
 type Socket struct {
 	Protocol plan.Protocol
-	// Addr is where it is bound; the unspecified address of its family for everywhere.
+	// Addr is its local address; the unspecified address of its family for all.
 	Addr netip.Addr
 	Port uint16
-	// Both is set for a socket of IPv6 that is bound everywhere and takes IPv4 too.
+	// Both is set for an IPv6 socket that is bound to all addresses and receives IPv4 too.
 	Both bool
 	// UID is the user that it belongs to.
 	UID uint32
@@ -71,7 +71,7 @@ func List(p plan.Protocol) ([]Socket, error) {
 	return out, nil
 }
 
-// parse reads an inet_diag_msg. It returns false for what is none, and for a socket without a port.
+// parse reads an inet_diag_msg. It returns false if it is not one, and for a socket without a port.
 func parse(p plan.Protocol, m []byte) (Socket, bool) {
 	if len(m) < messageLength {
 		return Socket{}, false

@@ -18,7 +18,7 @@ const (
 	unixUID           = 7    // UNIX_DIAG_UID
 )
 
-// UserOf returns the user whose Unix socket has a name, by sock_diag. It is -1 where nobody's has, and before Linux 5.3.
+// UserOf returns the user who owns the Unix socket with a name, by sock_diag. It returns -1 if there is none, and before Linux 5.3.
 func UserOf(name string) int {
 	c, err := netlink.Dial(unix.NETLINK_INET_DIAG)
 	if err != nil {

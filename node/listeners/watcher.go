@@ -81,8 +81,8 @@ func New(cfg Config) *Watcher {
 	}
 }
 
-// Update tells what the plan is. change says which ServicePorts differ from the last call. It costs work for those only, waits for
-// no look at sockets, and keeps nothing of p that changes.
+// Update passes the plan. change says which ServicePorts differ from the last call. It costs work for those only, waits for no look
+// at sockets, and keeps nothing of p that changes.
 func (w *Watcher) Update(p *plan.Plan, change plan.Change) {
 	w.mu.Lock()
 	defer w.mu.Unlock()

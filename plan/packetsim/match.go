@@ -12,7 +12,7 @@ import (
 // matcher is one condition of a rule. All conditions of a rule must hold.
 type matcher interface {
 	// match returns the probability that the condition holds: 0 or 1 unless it is left to chance. The error says why that
-	// can't be told.
+	// is not known.
 	match(p *packet) (float64, error)
 }
 

@@ -114,7 +114,7 @@ type way struct {
 	probability float64
 	rules       *step
 	end         Action  // empty while it goes on
-	leaves      bool    // IPVS has taken it off its hook, and sends it anew
+	leaves      bool    // IPVS has taken it off its hook, and sends it again
 	decided     [2]bool // whether table nat has decided about the destination, and about the source
 }
 

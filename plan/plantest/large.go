@@ -8,10 +8,10 @@ import (
 	"nodeproxy/topology"
 )
 
-// Large returns a plan of many Services, the same at every call: n Services, named bench/s0 and so on, each with a cluster
-// IP within 10.96.0.0/12, one TCP port 80 and the given number of endpoints, of which one in a hundred is on this node.
-// All is IPv4. Pods are told by the range 10.244.0.0/14, whose addresses the endpoints take in order; up to 65,536
-// Services have cluster IPs of their own, and up to 262,144 endpoints addresses of their own.
+// Large returns a plan of many Services, the same at every call: n Services, named bench/s0 and so on, each with a cluster IP
+// within 10.96.0.0/12, one TCP port 80 and the given number of endpoints, of which one in a hundred is on this node. All is IPv4.
+// Pods are recognised by the range 10.244.0.0/14, whose addresses the endpoints take in order; up to 65,536 Services have cluster
+// IPs of their own, and up to 262,144 endpoints addresses of their own.
 func Large(n, endpoints int) *plan.Plan {
 	w := worlds[plan.IPv4]
 	pods := netip.MustParsePrefix("10.244.0.0/14")
