@@ -152,13 +152,12 @@ func (h *actualPorts) has(p plan.Address) bool {
 	return is
 }
 
-// list returns all ports in order.
-func (h *actualPorts) list() []plan.Address {
-	var out []plan.Address
+// all returns all ports.
+func (h *actualPorts) all() map[plan.Address]struct{} {
+	out := map[plan.Address]struct{}{}
 	for _, at := range h.ports {
-		out = slices.AppendSeq(out, maps.Keys(at))
+		maps.Copy(out, at)
 	}
-	slices.SortFunc(out, comparePorts)
 	return out
 }
 
@@ -210,7 +209,7 @@ func (e *engine) divert(ports []plan.Address) error {
 	}
 	switch {
 	case !h.complete && len(h.ports) > 0:
-		if err := e.machine.ports.Write(h.list()); err != nil {
+		if err := e.machine.ports.Write(slices.SortedFunc(maps.Keys(h.all()), comparePorts)); err != nil {
 			return err
 		}
 		h.exists, h.complete = true, true
@@ -253,25 +252,15 @@ func (e *engine) portDifferences(before *actual) {
 	case !was.exists && is.exists:
 		e.differs(drift.Chain, drift.Unexpected, "nftables table %s or its routing rule (%s)", names.IPVSPorts, e.family)
 	}
-	compare := func(state drift.State, one, other *actualPorts) {
-		for _, p := range one.list() {
-			if !other.has(p) {
-				e.differs(drift.SetElement, state, "%s . %s . %d of nftables table %s", p.Addr, p.Protocol.Lower(), p.Port, names.IPVSPorts)
-			}
-		}
-		for _, a := range slices.SortedFunc(maps.Keys(one.routes), netip.Addr.Compare) {
-			if _, is := other.routes[a]; !is {
-				e.differs(drift.Route, state, "%s of interface %s in table %d", a, names.Device, names.PortsRouteTable)
-			}
-		}
-		for _, a := range slices.SortedFunc(maps.Keys(one.unrouted), netip.Addr.Compare) {
-			if _, is := other.unrouted[a]; !is {
-				e.differs(drift.Address, state, "%s of interface %s, without a route", a, names.Device)
-			}
-		}
-	}
-	compare(drift.Missing, &before.ports, &e.actual.ports)
-	compare(drift.Unexpected, &e.actual.ports, &before.ports)
+	compare(e, drift.SetElement, before.ports.all(), e.actual.ports.all(), comparePorts, func(p plan.Address) string {
+		return fmt.Sprintf("%s . %s . %d of nftables table %s", p.Addr, p.Protocol.Lower(), p.Port, names.IPVSPorts)
+	}, nil)
+	compare(e, drift.Route, before.ports.routes, e.actual.ports.routes, netip.Addr.Compare, func(a netip.Addr) string {
+		return fmt.Sprintf("%s of interface %s in table %d", a, names.Device, names.PortsRouteTable)
+	}, nil)
+	compare(e, drift.Address, before.ports.unrouted, e.actual.ports.unrouted, netip.Addr.Compare, func(a netip.Addr) string {
+		return fmt.Sprintf("%s of interface %s, without a route", a, names.Device)
+	}, nil)
 }
 
 // portsUnlike says what is not as it was written of that which diverts ports; empty if nothing is.
@@ -286,8 +275,8 @@ func (e *engine) portsUnlike() string {
 		return err.Error()
 	case !complete:
 		return fmt.Sprintf("nftables table %s (%s) or its routing rule was changed", names.IPVSPorts, e.family)
-	case len(list) != len(h.list()):
-		return fmt.Sprintf("nftables table %s (%s) has %d ports in place of %d", names.IPVSPorts, e.family, len(list), len(h.list()))
+	case len(list) != len(h.all()):
+		return fmt.Sprintf("nftables table %s (%s) has %d ports in place of %d", names.IPVSPorts, e.family, len(list), len(h.all()))
 	}
 	return ""
 }
