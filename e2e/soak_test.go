@@ -36,11 +36,17 @@ func TestSoak(t *testing.T) {
 		seed := uint64(time.Now().UnixNano())
 		t.Logf("random seed %d", seed)
 		random := rand.New(rand.NewPCG(seed, 0))
+		// What is sampled begins when all Services have been there: how long that takes says nothing about growth.
+		for i := range soaked {
+			f.changeOne(random, i)
+		}
+		f.change("n3a")
+		f.inForce(time.Minute, "n3a")
 		begin := time.Now()
 		sampled := f.startSampling(length)
 		changes := 0
 		for time.Since(begin) < length {
-			f.changeOne(random, changes)
+			f.changeOne(random, soaked+changes)
 			changes++
 			// Where it lags behind, it catches up.
 			time.Sleep(time.Until(begin.Add(time.Duration(changes) * time.Second / time.Duration(rate))))
