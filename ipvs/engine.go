@@ -101,7 +101,7 @@ func (e *engine) follow() (again bool) {
 		e.desired = nil
 		return true
 	}
-	t, routes := e.concerned(host)
+	t, routes := e.addressesChanged(host)
 	e.options.Host = host
 	if len(t.vips) == 0 && !routes {
 		return false
@@ -119,8 +119,8 @@ func (e *engine) follow() (again bool) {
 	return e.desired == nil
 }
 
-// concerned returns what a change of the node's addresses to host touches, and whether that includes the source of routes.
-func (e *engine) concerned(host map[netip.Addr]struct{}) (t *touched, routes bool) {
+// addressesChanged returns what a change of the node's addresses to host touches, and whether that includes the source of routes.
+func (e *engine) addressesChanged(host map[netip.Addr]struct{}) (t *touched, routes bool) {
 	t = newTouched()
 	note := func(a netip.Addr) {
 		if e.desired.vips[a] > 0 || e.desired.ports[a] != nil {

@@ -44,7 +44,7 @@ func TestMarks(t *testing.T) {
 	})
 }
 
-// TestIdentities do not depend on the order in which keys came, even if they share a hash; and whoever's changes is told.
+// TestIdentities do not depend on the order in which keys came, even if they share a hash; and add and remove return the keys whose identity changes.
 func TestIdentities(t *testing.T) {
 	t.Parallel()
 	var keys []plan.Key

@@ -53,11 +53,11 @@ type actualPorts struct {
 
 // portChanges are the additions and removals for ports of external IPs.
 type portChanges struct {
-	routes     []netip.Addr
-	ports      []plan.Address
-	unrouted   []netip.Addr // to be sources of ICMP errors only
-	gonePorts  []plan.Address
-	goneRoutes []netip.Addr
+	routes       []netip.Addr
+	ports        []plan.Address
+	unrouted     []netip.Addr // to be sources of ICMP errors only
+	removePorts  []plan.Address
+	removeRoutes []netip.Addr
 }
 
 // portChanges returns the changes that touched addresses need.
@@ -73,15 +73,15 @@ func (e *engine) portChanges(t *touched) portChanges {
 		}
 		for p := range e.actual.ports.ports[a] {
 			if !wanted || e.desired.ports[a][p] == 0 {
-				c.gonePorts = append(c.gonePorts, p)
+				c.removePorts = append(c.removePorts, p)
 			}
 		}
 		if _, is := e.actual.ports.routes[a]; is && !wanted {
-			c.goneRoutes = append(c.goneRoutes, a)
+			c.removeRoutes = append(c.removeRoutes, a)
 		}
 	}
 	slices.SortFunc(c.ports, comparePorts)
-	slices.SortFunc(c.gonePorts, comparePorts)
+	slices.SortFunc(c.removePorts, comparePorts)
 	return c
 }
 
@@ -223,19 +223,19 @@ func (e *engine) divert(ports []plan.Address) error {
 func (e *engine) removePorts(c portChanges) error {
 	h := &e.actual.ports
 	var errs []error
-	for _, p := range c.gonePorts {
+	for _, p := range c.removePorts {
 		h.remove(p)
 	}
 	switch {
 	case len(h.ports) == 0 && h.exists:
 		errs = append(errs, e.machine.ports.Clear())
 		h.exists, h.complete = false, false
-	case len(c.gonePorts) > 0:
-		errs = append(errs, e.machine.ports.Remove(c.gonePorts))
+	case len(c.removePorts) > 0:
+		errs = append(errs, e.machine.ports.Remove(c.removePorts))
 	}
-	if len(c.goneRoutes) > 0 {
-		errs = append(errs, e.machine.device.RemovePortRoutes(c.goneRoutes))
-		for _, a := range c.goneRoutes {
+	if len(c.removeRoutes) > 0 {
+		errs = append(errs, e.machine.device.RemovePortRoutes(c.removeRoutes))
+		for _, a := range c.removeRoutes {
 			delete(h.routes, a)
 		}
 	}
@@ -263,8 +263,8 @@ func (e *engine) portDifferences(before *actual) {
 	}, nil)
 }
 
-// portsUnlike says what is not as it was written of that which diverts ports; empty if nothing is.
-func (e *engine) portsUnlike() string {
+// portsDiffer says what has changed of what diverts ports; "" for nothing.
+func (e *engine) portsDiffer() string {
 	h := &e.actual.ports
 	if !h.complete {
 		return ""

@@ -77,7 +77,7 @@ func (b *Backend) probe(ctx context.Context, suspect func(why string)) {
 		case <-time.After(wait):
 		}
 		begin := cpuTime()
-		if why := b.unlike(p); why != "" {
+		if why := b.differs(p); why != "" {
 			suspect(why)
 		} else if name := b.otherSysctl(); name != "" {
 			suspect("sysctl " + name + " has another value")
@@ -93,8 +93,8 @@ func (b *Backend) otherSysctl() string {
 	return b.sysctls.differs()
 }
 
-// unlike says what has changed; "" if no change can be seen.
-func (b *Backend) unlike(p *prober) string {
+// differs says what has changed; "" if no change can be seen.
+func (b *Backend) differs(p *prober) string {
 	for _, e := range b.engines {
 		e.mu.Lock() // A sync changes the kernel and actual together.
 		defer e.mu.Unlock()
@@ -119,7 +119,7 @@ func (b *Backend) unlike(p *prober) string {
 		return "another program has changed virtual servers"
 	}
 	for _, e := range b.engines {
-		if why := cmp.Or(e.otherSizes(), e.portsUnlike()); why != "" {
+		if why := cmp.Or(e.otherSizes(), e.portsDiffer()); why != "" {
 			return why
 		}
 	}

@@ -215,7 +215,7 @@ func TestOrder(t *testing.T) {
 	}
 }
 
-// TestOneFailureStopsNothingElse: what the kernel refuses of one Service is told, and the others work.
+// TestOneFailureStopsNothingElse: a refusal of one Service is reported, and the others work.
 func TestOneFailureStopsNothingElse(t *testing.T) {
 	t.Parallel()
 	e, k := fakeEngine(plan.IPv4, testOptions)

@@ -26,7 +26,7 @@ func (b *Backend) Watch(ctx context.Context, suspect func(why string)) error {
 	defer cancel()
 	running.Go(func() {
 		device(ctx, func(c host.DeviceChange) {
-			if slices.ContainsFunc(b.engines, func(e *engine) bool { return e.unlike(c) }) {
+			if slices.ContainsFunc(b.engines, func(e *engine) bool { return e.contradicts(c) }) {
 				suspect(fmt.Sprintf("interface %s: %s", names.Device, c))
 			}
 		})
@@ -57,9 +57,9 @@ func (b *Backend) Watch(ctx context.Context, suspect func(why string)) error {
 	return nil
 }
 
-// unlike reports whether a change of the device differs from what was written last. It waits for a sync to end, so that the sync's
+// contradicts reports whether a change of the device differs from what was written last. It waits for a sync to end, so that the sync's
 // own changes are not taken for another program's.
-func (e *engine) unlike(c host.DeviceChange) bool {
+func (e *engine) contradicts(c host.DeviceChange) bool {
 	e.mu.Lock()
 	defer e.mu.Unlock()
 	switch {
@@ -94,14 +94,14 @@ func (e *engine) suspectTables(suspect func(why string)) {
 	}
 }
 
-// portsChanged is like portsUnlike, unless the next sync compares everything.
+// portsChanged is like portsDiffer, unless the next sync compares everything.
 func (e *engine) portsChanged() string {
 	e.mu.Lock()
 	defer e.mu.Unlock()
 	if e.desired == nil {
 		return ""
 	}
-	return e.portsUnlike()
+	return e.portsDiffer()
 }
 
 // guardChanged reports whether the guard of marks has changed.

@@ -269,7 +269,7 @@ func TestVerdictIPv6(t *testing.T) {
 	}
 }
 
-// TestVerdictByInterface tells pods by the interface that they send by.
+// TestVerdictByInterface recognises pods by the interface that they send by.
 func TestVerdictByInterface(t *testing.T) {
 	t.Parallel()
 	for _, tc := range []struct {
@@ -294,7 +294,7 @@ func TestVerdictByInterface(t *testing.T) {
 	}
 }
 
-func TestVerdictTellsWhatItIsFor(t *testing.T) {
+func TestVerdictNamesDestination(t *testing.T) {
 	t.Parallel()
 	p := tPlan(func(sp *ServicePort, _ *Settings) { sp.ExternalPolicy = Local })
 	v := p.Verdict(tPacket(tNode, tExt, 80))
@@ -312,9 +312,9 @@ func TestVerdictTellsWhatItIsFor(t *testing.T) {
 		t.Errorf("reasons are %q, want %q", v.Reasons(), want)
 	}
 	if v := p.Verdict(tPacket(tClient, tNode, 32000)); v.Frontend.Kind != HealthCheckNodePort {
-		t.Errorf("the health check node port is told as %s", v.Frontend)
+		t.Errorf("the health check node port is reported as %s", v.Frontend)
 	}
 	if v := p.Verdict(tPacket(tClient, tNode, 22)); v.ServicePort != (Key{}) || v.Frontend != (Frontend{}) {
-		t.Errorf("a packet for nothing is told as for %s", v.Frontend)
+		t.Errorf("a packet for nothing is reported as for %s", v.Frontend)
 	}
 }

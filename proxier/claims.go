@@ -45,7 +45,7 @@ func (cs claims) add(spec *portSpec, touched func(plan.Key)) {
 		c, who := claimOf(f, spec.key.Family), claimant{f.Kind, spec.key}
 		i, _ := slices.BinarySearchFunc(cs[c], who, claimant.compare)
 		if i == 0 {
-			tell(cs[c], touched)
+			touchAll(cs[c], touched)
 		}
 		cs[c] = slices.Insert(cs[c], i, who)
 	}
@@ -60,7 +60,7 @@ func (cs claims) remove(spec *portSpec, touched func(plan.Key)) {
 		}
 		list := slices.Delete(cs[c], i, i+1)
 		if i == 0 {
-			tell(list, touched)
+			touchAll(list, touched)
 		}
 		if cs[c] = list; len(list) == 0 {
 			delete(cs, c)
@@ -68,7 +68,7 @@ func (cs claims) remove(spec *portSpec, touched func(plan.Key)) {
 	}
 }
 
-func tell(list []claimant, touched func(plan.Key)) {
+func touchAll(list []claimant, touched func(plan.Key)) {
 	for _, c := range list {
 		touched(c.key)
 	}

@@ -31,7 +31,7 @@ func newCluster() *cluster {
 	}
 }
 
-// drawEvent changes one object of the cluster and returns the batch that tells of it. There are few names and addresses,
+// drawEvent changes one object of the cluster and returns the batch with it. There are few names and addresses,
 // so that objects come back after they went, and claim what others have.
 func (c *cluster) drawEvent(t *rapid.T) source.Batch {
 	name := types.NamespacedName{Namespace: "ns", Name: rapid.SampledFrom([]string{"a", "b", "c", "d"}).Draw(t, "name")}
@@ -62,7 +62,7 @@ func (c *cluster) drawEvent(t *rapid.T) source.Batch {
 	return c.drawNode(t, gone)
 }
 
-// drawNode changes this node, or tells of another.
+// drawNode changes this node, or adds another.
 func (c *cluster) drawNode(t *rapid.T, gone bool) source.Batch {
 	name := rapid.SampledFrom([]string{"me", "me", "other"}).Draw(t, "node")
 	if gone {

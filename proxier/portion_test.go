@@ -78,7 +78,7 @@ func TestSmallChangeGoesBetween(t *testing.T) {
 	})
 }
 
-// TestCancelledBetweenPortions: who is told to stop in the middle of a large change writes the portion that it is at, and no other,
+// TestCancelledBetweenPortions: a sync that is cancelled in the middle of a large change writes the current portion, and no other,
 // and waits for nothing.
 func TestCancelledBetweenPortions(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
@@ -131,7 +131,7 @@ func TestPortionsAndComparisons(t *testing.T) {
 	}
 }
 
-// TestPortionsAreObserved: as long as a part of a change waits, that is told, and its triggers do not count as programmed.
+// TestPortionsAreObserved: while a part of a change waits, that is reported, and its triggers do not count as programmed.
 func TestPortionsAreObserved(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		seen := &results{}
@@ -162,7 +162,7 @@ func TestPortionsAreObserved(t *testing.T) {
 	})
 }
 
-// results is an Observer that keeps what it is told.
+// results is an Observer that keeps the results.
 type results struct {
 	mu   sync.Mutex
 	list []Result
@@ -176,7 +176,7 @@ func (r *results) Synced(_ *plan.Plan, _ plan.Change, got Result) {
 	r.list = append(r.list, got)
 }
 
-// take returns what it was told since the last time.
+// take returns the results since the last call.
 func (r *results) take() []Result {
 	r.mu.Lock()
 	defer r.mu.Unlock()

@@ -284,7 +284,7 @@ func TestCancel(t *testing.T) {
 	}
 }
 
-// TestPodCIDRsMissing: in mode NodeCIDR, a Node without pod CIDRs is told of before the first sync; rules are made anew when
+// TestPodCIDRsMissing: in mode NodeCIDR, a Node without pod CIDRs is reported before the first sync; rules are made anew when
 // it gets them.
 func TestPodCIDRsMissing(t *testing.T) {
 	var log strings.Builder

@@ -65,7 +65,7 @@ func (s *State) touchReserved(before, now map[netip.AddrPort]struct{}) {
 	}
 	for _, list := range []map[netip.AddrPort]struct{}{before, now} {
 		for at := range list {
-			tell(s.claims[claim{plan.FamilyOf(at.Addr()), at.Addr(), plan.TCP, at.Port()}], s.touchKey)
+			touchAll(s.claims[claim{plan.FamilyOf(at.Addr()), at.Addr(), plan.TCP, at.Port()}], s.touchKey)
 		}
 	}
 }

@@ -41,7 +41,7 @@ func TestReserved(t *testing.T) {
 			t.Errorf("%s: frontends %q, want %q", when, got, want)
 		}
 	}
-	told := func(when string, want int) {
+	reported := func(when string, want int) {
 		t.Helper()
 		if len(found) != want {
 			t.Errorf("%s: %d findings, want %d: %v", when, len(found), want, found)
@@ -73,17 +73,17 @@ func TestReserved(t *testing.T) {
 	}
 	apply(evil, "", nil)
 	check("its external IP is the API server's", slices.Delete(slices.Clone(all), 1, 2)...)
-	told("at first", 1)
+	reported("at first", 1)
 	if p, _ := s.Update(); len(p.Services) != 3 || len(p.Sorted(plan.IPv4)[0].Frontends) == 0 ||
 		p.Sorted(plan.IPv4)[0].Frontends[0].Kind != plan.ClusterIP {
 		t.Error("a cluster IP at which the API server is reached is not proxied")
 	}
 	s.Reserve([]netip.AddrPort{addrPort("192.0.2.2:6443")})
 	check("its load balancer IP is", all[1:]...)
-	told("then", 1)
+	reported("then", 1)
 	s.Reserve(nil)
 	check("none is", all...)
-	told("then", 0)
+	reported("then", 0)
 
 	api := named("kubernetes", "10.96.0.2", ports(port("https", 443, "TCP")))
 	api.Namespace = "default"
@@ -92,11 +92,11 @@ func TestReserved(t *testing.T) {
 	slice.Ports = []discovery.EndpointPort{{Name: ptr("https"), Port: ptr[int32](6443)}}
 	apply(api, "kubernetes", slice)
 	check("both are endpoints of default/kubernetes", all[2:]...)
-	told("then", 2)
+	reported("then", 2)
 	if got := frontends("kubernetes"); len(got) != 0 {
 		t.Errorf("default/kubernetes has %q", got)
 	}
 	apply(nil, "kubernetes", nil)
 	check("the endpoints have gone", all...)
-	told("then", 0)
+	reported("then", 0)
 }

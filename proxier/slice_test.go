@@ -224,7 +224,7 @@ func TestReadNode(t *testing.T) {
 	}
 }
 
-// TestTriggers: of each slice, the time of a change is told once, and only from when everything has been delivered.
+// TestTriggers: of each slice, the time of a change is reported once, and only from when everything has been delivered.
 func TestTriggers(t *testing.T) {
 	t.Parallel()
 	s := newTestState(nil)

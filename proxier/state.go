@@ -95,7 +95,7 @@ func (s *State) Apply(b source.Batch) {
 		s.applySlice(name, b.EndpointSlices[name])
 	}
 	s.applyServiceCIDRs(b.ServiceCIDRs)
-	if obj, told := b.Nodes[s.plan.Node.Name]; told {
+	if obj, listed := b.Nodes[s.plan.Node.Name]; listed {
 		s.applyNode(obj)
 	}
 	if b.Extent != source.Unchanged {
@@ -212,9 +212,9 @@ func (s *State) forgetIfEmpty(id plan.Service, svc *service) {
 
 // reportNew reports the new findings about an object.
 func (s *State) reportNew(object string, found []source.Finding) {
-	said := s.reported[object]
+	before := s.reported[object]
 	for _, f := range found {
-		if !slices.Contains(said, f) {
+		if !slices.Contains(before, f) {
 			s.report(f)
 		}
 	}
@@ -267,7 +267,7 @@ func (s *State) recompute(id plan.Service, changed plan.Keys) {
 		if old := s.plan.Services[spec.key]; old == nil || !old.Equal(sp) {
 			s.plan.Set(sp)
 			changed.Add(spec.key)
-			s.tellShadowed(sp)
+			s.reportShadowed(sp)
 		}
 	}
 	for _, key := range s.plan.KeysOf(id) {
@@ -318,7 +318,7 @@ func (s *State) resetTCP(spec *portSpec) bool {
 	return s.plan.Settings.ResetTCP
 }
 
-func (s *State) tellShadowed(sp *plan.ServicePort) {
+func (s *State) reportShadowed(sp *plan.ServicePort) {
 	f := &findings{object: "Service " + sp.Key.Service.String()}
 	for _, sh := range sp.Shadowed {
 		f.problem(portField(sp.Key), sh.Owner.String()+" gets the traffic", "%s is also claimed by %s, which takes precedence",

@@ -236,8 +236,8 @@ func toSay(b source.Batch) map[subject]bool {
 	return out
 }
 
-// TestFindingsAreToldOnce: what is wrong with an object is said when it appears and when it changes, and not again.
-func TestFindingsAreToldOnce(t *testing.T) {
+// TestFindingsAreReportedOnce: what is wrong with an object is reported when it appears and when it changes, and not again.
+func TestFindingsAreReportedOnce(t *testing.T) {
 	var said []string
 	s := newTestState(func(f source.Finding) { said = append(said, f.String()) })
 	apply := func(svc *v1.Service) []string {

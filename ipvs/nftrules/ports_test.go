@@ -209,8 +209,8 @@ func TestPortsWatch(t *testing.T) {
 		ok(t, err)
 		ctx, cancel := context.WithTimeout(context.Background(), 20*time.Second)
 		defer cancel()
-		told := make(chan host.DeviceChange, 10)
-		go watch(ctx, func(c host.DeviceChange) { told <- c })
+		changes := make(chan host.DeviceChange, 10)
+		go watch(ctx, func(c host.DeviceChange) { changes <- c })
 		for _, step := range []struct {
 			do   func() error
 			want host.DeviceChange
@@ -221,12 +221,12 @@ func TestPortsWatch(t *testing.T) {
 		} {
 			ok(t, step.do())
 			select {
-			case got := <-told:
+			case got := <-changes:
 				if got != step.want {
-					t.Errorf("told of %+v, want %+v", got, step.want)
+					t.Errorf("reported %+v, want %+v", got, step.want)
 				}
 			case <-ctx.Done():
-				t.Fatalf("nothing was told, want %s", step.want)
+				t.Fatalf("nothing was reported, want %s", step.want)
 			}
 		}
 	}

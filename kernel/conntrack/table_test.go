@@ -127,7 +127,7 @@ func FuzzFlow(f *testing.F) {
 	})
 }
 
-// TestZones: a flow of another conntrack zone is told from others, wherever the kernel names the zone.
+// TestZones: a flow of another conntrack zone is distinguished from others, wherever the kernel names the zone.
 func TestZones(t *testing.T) {
 	t.Parallel()
 	for _, c := range []struct {

@@ -24,7 +24,7 @@ type Socket struct {
 	Both bool
 	// UID is the user that it belongs to.
 	UID uint32
-	// Inode tells it from all others; 0 where it is not known.
+	// Inode identifies it; 0 if it is not known.
 	Inode uint32
 }
 

@@ -333,7 +333,7 @@ func running(t *testing.T, r *Reconciler) {
 	})
 }
 
-// TestRun: a change is acted on at once, a failure is tried again, and what no event told of is found by the periodic pass.
+// TestRun: a change is acted on at once, a failure is retried, and a stale flow without an event is found by the periodic pass.
 func TestRun(t *testing.T) {
 	t.Parallel()
 	k := &conntracktest.Kernel{Flows: staleFlows(300), Interrupted: 3}

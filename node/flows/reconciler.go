@@ -208,7 +208,7 @@ func (r *Reconciler) poke() {
 // Run removes stale flows until ctx ends.
 func (r *Reconciler) Run(ctx context.Context) {
 	var retry time.Duration
-	said := ""
+	reported := ""
 	period := time.NewTimer(r.cfg.Period)
 	defer period.Stop()
 	for {
@@ -239,14 +239,14 @@ func (r *Reconciler) Run(ctx context.Context) {
 		if err != nil {
 			retry = min(max(2*retry, firstRetry), lastRetry)
 			level := slog.LevelDebug // for a failure that the next attempt may mend, and for one that was reported
-			if again != nil && err.Error() != said {
-				level, said = slog.LevelWarn, err.Error()
+			if again != nil && err.Error() != reported {
+				level, reported = slog.LevelWarn, err.Error()
 			}
 			r.cfg.Log.Log(ctx, level, "flows to endpoints or Services that are gone may remain", "retry-in", retry, "error", err)
 			period.Reset(r.cfg.Period)
 			continue
 		}
-		retry, said = 0, ""
+		retry, reported = 0, ""
 		if full {
 			period.Reset(max(r.cfg.Period, fullShare*took))
 		}

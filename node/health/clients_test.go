@@ -152,7 +152,7 @@ func TestServerExchange(t *testing.T) {
 			}
 		})
 	}
-	for i := range 20 {
+	for i := 0; i < 20 || asked.Load() < 100; i++ { // A busy machine asks slowly.
 		free, other := taken(t)
 		free.Close()
 		said := fmt.Sprint("answer ", i)
@@ -181,7 +181,7 @@ func TestServerExchange(t *testing.T) {
 	}
 	cancel()
 	asking.Wait()
-	if asked.Load() < 100 || failed.Load() > 0 {
+	if failed.Load() > 0 {
 		t.Errorf("%d of %d requests failed", failed.Load(), asked.Load())
 	}
 }

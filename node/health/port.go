@@ -25,12 +25,12 @@ type port struct {
 	number  uint16
 	count   atomic.Pointer[localEndpoints]
 
-	server  *http.Server
-	open    map[listenAt]*socket
-	report  source.Report
-	said    string // what was last reported; empty if all is well since
-	retry   time.Duration
-	retryAt time.Time
+	server   *http.Server
+	open     map[listenAt]*socket
+	report   source.Report
+	reported string // what was last reported; empty if all is well since
+	retry    time.Duration
+	retryAt  time.Time
 }
 
 // socket is a listening socket of a port.
@@ -204,12 +204,12 @@ func (p *port) listen(at []listenAt, lost func(*port, error)) bool {
 		}()
 	}
 	if failed == nil {
-		p.said, p.retry = "", 0
+		p.reported, p.retry = "", 0
 		return true
 	}
 	p.putOff(time.Now())
-	if text := failed.Error(); p.said != text {
-		p.said = text
+	if text := failed.Error(); p.reported != text {
+		p.reported = text
 		p.report(source.Finding{
 			Severity: source.Problem, Object: "Service " + p.service.String(), Field: "spec.healthCheckNodePort", Detail: text,
 			Effect: "load balancers that ask there take this node for one without endpoints; listening is retried until it works",

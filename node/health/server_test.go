@@ -165,8 +165,8 @@ func TestDebug(t *testing.T) {
 	}
 }
 
-// TestAnswersTellWhose: every answer names the program, be it a refusal or that of a health check node port.
-func TestAnswersTellWhose(t *testing.T) {
+// TestAnswersNameProgram: every answer names the program, even a refusal and that of a health check node port.
+func TestAnswersNameProgram(t *testing.T) {
 	t.Parallel()
 	const program = "nodeproxy/1.2"
 	free, addr := taken(t)

@@ -72,7 +72,7 @@ func listen(t *testing.T, network, address string) (closeIt func()) {
 	return func() { closer.Close() }
 }
 
-// watched is a Watcher that looks when it is told to, and its plan.
+// watched is a Watcher that looks when the test asks for it, and its plan.
 type watched struct {
 	*Watcher
 	t     *testing.T
@@ -94,13 +94,13 @@ func newWatched(t *testing.T, settings plan.Settings) *watched {
 	return w
 }
 
-// set puts a ServicePort into the plan and tells of it.
+// set puts a ServicePort into the plan and updates the Watcher.
 func (w *watched) set(sp *plan.ServicePort) {
 	w.plan.Set(sp)
 	w.Update(w.plan, plan.Only(plan.Keys{sp.Key: {}}))
 }
 
-// see looks once and returns what is told.
+// see looks once and returns what is reported.
 func (w *watched) see() []source.Finding {
 	w.t.Helper()
 	w.found = nil

@@ -97,7 +97,7 @@ func (w *Watcher) Update(p *plan.Plan, change plan.Change) {
 
 // Run looks for conflicts until ctx ends: once there is a plan, every 30 seconds, and soon after frontends have changed.
 func (w *Watcher) Run(ctx context.Context) {
-	said := ""
+	logged := ""
 	next := time.NewTimer(w.period)
 	defer next.Stop()
 	for {
@@ -110,9 +110,9 @@ func (w *Watcher) Run(ctx context.Context) {
 		again, err := w.look()
 		switch {
 		case err == nil:
-			said = ""
-		case err.Error() != said:
-			said = err.Error()
+			logged = ""
+		case err.Error() != logged:
+			logged = err.Error()
 			w.cfg.Log.Warn("programs that listen where a Service captures the traffic are not looked for", "error", err)
 		}
 		wait := w.period

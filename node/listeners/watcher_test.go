@@ -20,7 +20,7 @@ import (
 
 var primary = plan.Settings{NodePortAddresses: plan.NodePortAddresses{Primary: true}}
 
-// TestWhatConflicts opens a socket of each kind and compares what is told with what is so.
+// TestWhatConflicts opens a socket of each kind and compares the report with what the kernel does.
 func TestWhatConflicts(t *testing.T) {
 	if !node(t) {
 		return
@@ -249,7 +249,7 @@ func TestServiceGoes(t *testing.T) {
 	}
 }
 
-// TestRun finds what begins and ends without being told, and at once where the plan changes; and goes on after a failure.
+// TestRun finds what begins and ends by itself, and at once where the plan changes; and goes on after a failure.
 func TestRun(t *testing.T) {
 	if !node(t) {
 		return

@@ -9,9 +9,9 @@ import (
 	"nodeproxy/plan/packetsim"
 )
 
-// TestLeeway holds each allowance of mode ipvs to what it is for: the same without tolerance is a difference, and so is what
+// TestTolerance holds each allowance of mode ipvs to what it is for: the same without tolerance is a difference, and so is what
 // is only alike.
-func TestLeeway(t *testing.T) {
+func TestTolerance(t *testing.T) {
 	t.Parallel()
 	near, far := netip.MustParseAddrPort("10.0.0.1:80"), netip.MustParseAddrPort("10.1.0.1:80")
 	p := plan.New(plan.Node{Name: "n"}, plan.Settings{ServiceCIDRs: []netip.Prefix{netip.MustParsePrefix("10.97.0.0/16")}})

@@ -87,7 +87,7 @@ func TestPacketsReachEverything(t *testing.T) {
 					t.Fatalf("a packet of %s is %s", f, pkt)
 				}
 				if pkt.SrcLocal != c.Local(pkt.Src) || pkt.DstLocal != c.Local(pkt.Dst) || pkt.Output && !pkt.SrcLocal {
-					t.Fatalf("a packet is told wrong: %s", pkt)
+					t.Fatalf("a packet is described wrongly: %s", pkt)
 				}
 				v := e.Verdict(pkt)
 				what := "nothing"

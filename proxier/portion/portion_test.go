@@ -37,8 +37,8 @@ func TestPortions(t *testing.T) {
 			before := owners(held)
 			p, change := x.Next(desired, plan.Only(changed))
 			for k := range plantest.Differing(held, p) {
-				if _, told := change.Keys()[k]; !told {
-					t.Fatalf("%s differs, and is not told", k)
+				if _, listed := change.Keys()[k]; !listed {
+					t.Fatalf("%s differs, and is not listed", k)
 				}
 			}
 			held = copyOf(p)

@@ -44,7 +44,7 @@ func TestLocation(t *testing.T) {
 	}
 }
 
-// TestFollow: addresses that change are told of, and a name that cannot be looked up for a while keeps those that it had.
+// TestFollow: changed addresses are reported, and a name that cannot be looked up for a while keeps those that it had.
 func TestFollow(t *testing.T) {
 	t.Parallel()
 	synctest.Test(t, func(t *testing.T) {
@@ -69,7 +69,7 @@ func TestFollow(t *testing.T) {
 			}
 		})
 		if want := []string{"192.0.2.1:6443", "192.0.2.2:6443"}; !slices.Equal(got, want) {
-			t.Errorf("told of %v, want %v", got, want)
+			t.Errorf("reported %v, want %v", got, want)
 		}
 	})
 }

@@ -75,7 +75,7 @@ func TestNewListTellsWhatIsGone(t *testing.T) {
 	sink.mu.Lock()
 	defer sink.mu.Unlock()
 	last := sink.batches[len(sink.batches)-1]
-	if gone, told := last.Services[second]; !told || gone != nil || len(last.Services) != 1 {
+	if gone, listed := last.Services[second]; !listed || gone != nil || len(last.Services) != 1 {
 		t.Errorf("after the new list: %v, want only that %s is gone", last.Services, second)
 	}
 }

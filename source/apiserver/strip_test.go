@@ -144,7 +144,7 @@ func TestStripTakesOutWhatIsNotInUse(t *testing.T) {
 	deleting := fullNode()
 	deleting.Spec.Taints, deleting.DeletionTimestamp = nil, &metav1.Time{}
 	if _, eligible := planOf(fullService(), fullSlice(), fullServiceCIDR(), stripNode(deleting)); eligible {
-		t.Error("a stripped Node no longer tells that it is being deleted")
+		t.Error("a stripped Node no longer says that it is being deleted")
 	}
 	if n := stripNode(fullNode()); n.Status.Images != nil || len(n.Spec.Taints) != 1 {
 		t.Errorf("%+v is left of a Node", n)

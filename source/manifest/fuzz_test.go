@@ -10,7 +10,7 @@ import (
 	"nodeproxy/source/document"
 )
 
-// FuzzDecode holds that no content of a file ends the program, that each finding tells where it belongs and what happens,
+// FuzzDecode holds that no content of a file ends the program, that each finding says where it belongs and what happens,
 // that whatever is delivered has safe names, and that a second reading of the same changes nothing.
 func FuzzDecode(f *testing.F) {
 	files, err := filepath.Glob("../../testdata/seeds/*.yaml")

@@ -5,7 +5,7 @@ import (
 	"testing"
 )
 
-// TestOtherGroups holds that kinds are told by their group: a Service of another API is not proxied, and takes nothing away from
+// TestOtherGroups holds that kinds are distinguished by their group: a Service of another API is not proxied, and takes nothing away from
 // the one of Kubernetes that has its name; of each kind that is said once.
 func TestOtherGroups(t *testing.T) {
 	t.Parallel()

@@ -91,7 +91,7 @@ func TestDuplicateGoesAway(t *testing.T) {
 	same(t, "both again", describe(p.all), web1Line)
 }
 
-// TestMove holds that a Service which takes another one's allocated address is told of.
+// TestMove holds that a Service which takes another one's allocated address is reported.
 func TestMove(t *testing.T) {
 	t.Parallel()
 	var f findings

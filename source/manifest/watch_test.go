@@ -87,7 +87,7 @@ func (r *running) await(what string, holds func() bool) {
 	r.t.Helper()
 	for deadline := time.Now().Add(4 * time.Second); !holds(); time.Sleep(time.Millisecond) {
 		if time.Now().After(deadline) {
-			r.t.Fatalf("%s: not within 4 s; the state is\n%s\nand was told\n%s", what, r.state(), r.said())
+			r.t.Fatalf("%s: not within 4 s; the state is\n%s\nand reported\n%s", what, r.state(), r.said())
 		}
 	}
 }
@@ -191,7 +191,7 @@ func TestWatchBroken(t *testing.T) {
 	r := start(t, dir)
 	r.awaitState("start", ol1+l1)
 
-	// One document of two is broken, and it can be told which one.
+	// One document of two is broken, and it is known which one.
 	write(t, file, strings.Replace(m2, "spec:", "spec: {", 1)+"---\n"+o2)
 	r.awaitState("one broken", ol2+l1)
 	r.awaitSaid("Service default/web: broken YAML: ")
