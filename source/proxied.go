@@ -6,7 +6,7 @@ import (
 	v1 "k8s.io/api/core/v1"
 )
 
-// LabelProxyName, on a Service, gives it to another proxy, whatever its value.
+// LabelProxyName is the label of a Service that gives it to another proxy, whatever its value.
 const LabelProxyName = "service.kubernetes.io/service-proxy-name"
 
 // NotProxied returns why a service proxy must leave a Service alone, and the field that says so; "" for one that is proxied.
