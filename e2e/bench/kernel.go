@@ -3,59 +3,43 @@ package main
 import (
 	"crypto/sha256"
 	"encoding/binary"
+	"errors"
 	"fmt"
 	"strings"
-	"syscall"
 
-	"github.com/vishvananda/netlink/nl"
+	"golang.org/x/sys/unix"
 
 	"nodeproxy/e2e/harness"
+	"nodeproxy/kernel/netlink"
 )
 
-// Numbers of nfnetlink that package syscall does not have (linux/netfilter/nfnetlink.h, nf_tables.h).
-const (
-	nfnlSubsysNFTables = 10
-	nftMsgGetGen       = 16
-	nftaGenID          = 1
-	nlaTypeMask        = 0x3fff
-)
-
-// nfgenmsg is the header of every nfnetlink message; all zero suits a request that concerns no family.
-type nfgenmsg struct{}
-
-func (nfgenmsg) Len() int          { return 4 }
-func (nfgenmsg) Serialize() []byte { return make([]byte, 4) }
-
-// generation is the number of the nf_tables rule set's present generation: each transaction that is committed in the
-// namespace raises it by one, whatever it changed.
-func generation(n *harness.Netns) (uint32, error) {
-	var id uint32
-	err := n.Do(func() error {
-		req := nl.NewNetlinkRequest(nfnlSubsysNFTables<<8|nftMsgGetGen, 0)
-		req.AddData(nfgenmsg{})
-		msgs, err := req.Execute(syscall.NETLINK_NETFILTER, 0)
+// generation returns the number of the nf_tables rule set's current generation: each transaction that is committed in the
+// namespace increments it, whatever it changed.
+func generation(n *harness.Netns) (id uint32, err error) {
+	err = n.Do(func() error {
+		c, err := netlink.Dial(unix.NETLINK_NETFILTER)
 		if err != nil {
 			return err
 		}
-		for _, m := range msgs {
-			attrs, err := nl.ParseRouteAttr(m[4:])
-			if err != nil {
-				return err
-			}
-			for _, a := range attrs {
-				if a.Attr.Type&nlaTypeMask == nftaGenID {
-					id = binary.BigEndian.Uint32(a.Value)
-					return nil
-				}
-			}
+		defer c.Close()
+		answer, err := c.Ask(netlink.Message{Type: unix.NFNL_SUBSYS_NFTABLES<<8 | unix.NFT_MSG_GETGEN, Body: make([]byte, nfgenmsgLen)})
+		if err != nil {
+			return err
 		}
-		return fmt.Errorf("no generation in the answer")
+		if value := netlink.Attribute(answer[min(nfgenmsgLen, len(answer)):], unix.NFTA_GEN_ID); len(value) == 4 {
+			id = binary.BigEndian.Uint32(value)
+			return nil
+		}
+		return errors.New("no generation in the answer")
 	})
 	if err != nil {
 		return 0, fmt.Errorf("nf_tables generation of %s: %w", n.Name, err)
 	}
 	return id, nil
 }
+
+// nfgenmsgLen is the length of the header of nfnetlink, which is zero in a request that concerns no family.
+const nfgenmsgLen = 4
 
 // fingerprint identifies the rules that are in the kernel now, in such a way that a rule which is replaced by an equal
 // one changes it: on the nft variant by the rules' handles, on the legacy variant by their packet counters, which

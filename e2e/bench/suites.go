@@ -105,27 +105,40 @@ type target struct {
 	to   netip.AddrPort
 }
 
-// connectTimes is the median over the rounds of each target's connect time. The targets take turns.
-func connectTimes(o options, targets ...target) ([]time.Duration, error) {
-	values := make([][]time.Duration, len(targets))
-	for round := range o.rounds {
+// inTurns measures each target so many times, in turns.
+func inTurns[T any](times int, targets []target, once func(target) (T, error)) ([][]T, error) {
+	values := make([][]T, len(targets))
+	for round := range times {
 		for i := range targets {
 			i = (i + round) % len(targets)
-			took, err := connectTime(targets[i].lab.stage.Client.Netns, targets[i].to, connectsPerRound)
+			value, err := once(targets[i])
 			if err != nil {
 				return nil, fmt.Errorf("%s: %w", targets[i].name, err)
 			}
-			values[i] = append(values[i], took)
+			values[i] = append(values[i], value)
 		}
 	}
-	out := make([]time.Duration, len(targets))
+	return values, nil
+}
+
+// best returns a percentile of the values of each target.
+func best[T time.Duration | float64](o options, what, format string, p float64, targets []target, values [][]T) []T {
+	out := make([]T, len(targets))
 	for i, v := range values {
 		if o.verbose {
-			fmt.Printf("#     connect, %s: %v\n", targets[i].name, v)
+			fmt.Printf("#     %s, %s: "+format+"\n", what, targets[i].name, v)
 		}
-		out[i] = measure.Percentile(v, 0.5)
+		out[i] = measure.Percentile(v, p)
 	}
-	return out, nil
+	return out
+}
+
+// connectTimes returns the median over the rounds of each target's connect time.
+func connectTimes(o options, targets ...target) ([]time.Duration, error) {
+	values, err := inTurns(o.rounds, targets, func(t target) (time.Duration, error) {
+		return connectTime(t.lab.stage.Client.Netns, t.to, connectsPerRound)
+	})
+	return best(o, "connect", "%v", 0.5, targets, values), err
 }
 
 func compareConnects(r *report, plain, l *lab, c *cluster, o options) error {
@@ -179,28 +192,13 @@ func compareRates(r *report, plain, l *lab, c *cluster, o options) error {
 	return nil
 }
 
-// connectionRates is what each target got through in the best tenth of many short rounds, in which they took turns:
-// whatever else the machine does can only lower a rate.
+// connectionRates returns what each target achieved in the best tenth of many short rounds: other work of the machine can only lower a
+// rate.
 func connectionRates(o options, targets ...target) ([]float64, error) {
-	values := make([][]float64, len(targets))
-	for round := range o.rounds * ratesPerRound {
-		for i := range targets {
-			i = (i + round) % len(targets)
-			rate, err := connectionRate(targets[i].lab.stage.Client.Netns, targets[i].to, timePerRate)
-			if err != nil {
-				return nil, fmt.Errorf("%s: %w", targets[i].name, err)
-			}
-			values[i] = append(values[i], rate)
-		}
-	}
-	out := make([]float64, len(targets))
-	for i, v := range values {
-		if o.verbose {
-			fmt.Printf("#     connections/s, %s: %.0f\n", targets[i].name, v)
-		}
-		out[i] = measure.Percentile(v, 0.9)
-	}
-	return out, nil
+	values, err := inTurns(o.rounds*ratesPerRound, targets, func(t target) (float64, error) {
+		return connectionRate(t.lab.stage.Client.Netns, t.to, timePerRate)
+	})
+	return best(o, "connections/s", "%.0f", 0.9, targets, values), err
 }
 
 // measureEndpoints compares a service of many endpoints with one of two.
