@@ -13,6 +13,7 @@ import (
 	"nodeproxy/kernel/xtables/xtablestest"
 	"nodeproxy/plan"
 	"nodeproxy/plan/packetsim"
+	"nodeproxy/plan/packetsim/restore"
 	"nodeproxy/plan/plantest"
 )
 
@@ -84,7 +85,7 @@ func TestPartialPlan(t *testing.T) {
 		evaluator := plan.NewEvaluator(c.Plan)
 		check := func() {
 			text := saved(k)
-			rs, err := packetsim.Parse(f, text)
+			rs, err := restore.Parse(f, text)
 			if err != nil {
 				t.Fatal(err)
 			}

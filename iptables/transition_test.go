@@ -13,6 +13,7 @@ import (
 	"nodeproxy/kernel/xtables/xtablestest"
 	"nodeproxy/plan"
 	"nodeproxy/plan/packetsim"
+	"nodeproxy/plan/packetsim/restore"
 	"nodeproxy/plan/plantest"
 	"nodeproxy/proxier/portion"
 )
@@ -64,7 +65,7 @@ func TestTransitions(t *testing.T) {
 		k.Restores = nil
 		k.Changed = func() {
 			text := saved(k)
-			rs, err := packetsim.Parse(f, text)
+			rs, err := restore.Parse(f, text)
 			if err != nil {
 				t.Fatal(err)
 			}
@@ -114,7 +115,7 @@ func TestInternalPolicyOfMany(t *testing.T) {
 		next := planOf(after)
 		states := 0
 		k.Changed = func() {
-			rs, err := packetsim.Parse(plan.IPv4, saved(k))
+			rs, err := restore.Parse(plan.IPv4, saved(k))
 			if err != nil {
 				t.Fatal(err)
 			}

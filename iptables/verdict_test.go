@@ -11,6 +11,7 @@ import (
 	"nodeproxy/iptables"
 	"nodeproxy/plan"
 	"nodeproxy/plan/packetsim"
+	"nodeproxy/plan/packetsim/restore"
 	"nodeproxy/plan/plantest"
 )
 
@@ -77,7 +78,7 @@ func TestRenderPassesMasqueraded(t *testing.T) {
 		options := drawOptions(t)
 		for _, f := range plan.Families {
 			rules := parse(t, f, iptables.Render(c.Plan, f, options))
-			if err := rules.Restore("*filter\n:FORWARD DROP [0:0]\nCOMMIT\n"); err != nil {
+			if err := restore.IPTables(rules, "*filter\n:FORWARD DROP [0:0]\nCOMMIT\n"); err != nil {
 				t.Fatal(err)
 			}
 			for range packetsPerPlan / 3 {
@@ -145,8 +146,8 @@ func TestRenderAffinity(t *testing.T) {
 }
 
 // parse reads rules, each of which the simulator must know.
-func parse(t *rapid.T, f plan.Family, text string) *packetsim.Ruleset {
-	rules, err := packetsim.Parse(f, text)
+func parse(t *rapid.T, f plan.Family, text string) *packetsim.Machine {
+	rules, err := restore.Parse(f, text)
 	if err == nil {
 		err = rules.Unknown()
 	}
@@ -156,7 +157,7 @@ func parse(t *rapid.T, f plan.Family, text string) *packetsim.Ruleset {
 	return rules
 }
 
-func trace(t *rapid.T, rules *packetsim.Ruleset, pkt plan.Packet, node packetsim.Node) []packetsim.Outcome {
+func trace(t *rapid.T, rules *packetsim.Machine, pkt plan.Packet, node packetsim.Node) []packetsim.Outcome {
 	outcomes, err := rules.Trace(pkt, node)
 	if err != nil {
 		t.Fatal(err)

@@ -8,6 +8,7 @@ import (
 	"nodeproxy/ipvs"
 	"nodeproxy/plan"
 	"nodeproxy/plan/packetsim"
+	"nodeproxy/plan/packetsim/restore"
 )
 
 // TestDifferences shows where mode ipvs does otherwise than mode iptables. They are what packetsim.IPVSTolerance and the other
@@ -43,11 +44,11 @@ func TestDifferences(t *testing.T) {
 	loopback.Output, loopback.InInterface = true, ""
 	pod := netip.MustParseAddr("10.244.1.2")
 	o := iptables.Options{MasqueradeBit: 14}
-	rules, err := packetsim.Parse(plan.IPv4, iptables.Render(p, plan.IPv4, o))
+	rules, err := restore.Parse(plan.IPv4, iptables.Render(p, plan.IPv4, o))
 	if err != nil {
 		t.Fatal(err)
 	}
-	rs, err := packetsim.ParseSections(plan.IPv4, ipvs.Render(p, plan.IPv4, ipvs.Options{
+	rs, err := restore.ParseSections(plan.IPv4, ipvs.Render(p, plan.IPv4, ipvs.Options{
 		MasqueradeBit: 14, Host: map[netip.Addr]struct{}{node: {}}}))
 	if err != nil {
 		t.Fatal(err)
@@ -79,7 +80,7 @@ func TestDifferences(t *testing.T) {
 			t.Parallel()
 			for _, mode := range []struct {
 				name string
-				rs   *packetsim.Ruleset
+				rs   *packetsim.Machine
 				want packetsim.Outcome
 			}{{"iptables", rules, tc.iptables}, {"ipvs", rs, tc.ipvs}} {
 				outcomes, err := mode.rs.Trace(tc.packet, packetsim.Node{Local: func(a netip.Addr) bool {

@@ -9,6 +9,7 @@ import (
 
 	"nodeproxy/plan"
 	"nodeproxy/plan/packetsim"
+	"nodeproxy/plan/packetsim/restore"
 	"nodeproxy/plan/plantest"
 )
 
@@ -40,13 +41,13 @@ func TestTransitions(t *testing.T) {
 				return // To look takes long, and there are many.
 			}
 			text := k.render()
-			rs, err := packetsim.ParseSections(f, text)
+			rs, err := restore.ParseSections(f, text)
 			if err != nil {
 				t.Fatal(err)
 			}
 			for _, p := range packets {
-				if rs.Added(p.Packet.Src) && !p.Packet.Output || slices.ContainsFunc(
-					slices.Concat(p.Before.Targets, p.After.Targets), func(t plan.Target) bool { return rs.Added(t.Addr.Addr()) }) {
+				if rs.IsAdded(p.Packet.Src) && !p.Packet.Output || slices.ContainsFunc(
+					slices.Concat(p.Before.Targets, p.After.Targets), func(t plan.Target) bool { return rs.IsAdded(t.Addr.Addr()) }) {
 					continue // Addresses of Services that are somebody's own too: see TestRenderVerdicts.
 				}
 				outcomes, err := rs.Trace(p.Packet, packetsim.Node{Local: c.Local})

@@ -14,6 +14,7 @@ import (
 	"nodeproxy/ipvs"
 	"nodeproxy/plan"
 	"nodeproxy/plan/packetsim"
+	"nodeproxy/plan/packetsim/restore"
 	"nodeproxy/plan/plantest"
 )
 
@@ -50,8 +51,8 @@ func drawOptions(t *rapid.T, c *plantest.Cluster) ipvs.Options {
 }
 
 // parse reads what is rendered, each rule of which the simulator must know.
-func parse(t *rapid.T, f plan.Family, text string) *packetsim.Ruleset {
-	rs, err := packetsim.ParseSections(f, text)
+func parse(t *rapid.T, f plan.Family, text string) *packetsim.Machine {
+	rs, err := restore.ParseSections(f, text)
 	if err == nil {
 		err = rs.Unknown()
 	}
@@ -63,20 +64,22 @@ func parse(t *rapid.T, f plan.Family, text string) *packetsim.Ruleset {
 
 // isMartian reports whether a packet came in with an address of a Service as its source. The kernel drops such a packet
 // before any rule where that address is the machine's own, as it is in this mode.
-func isMartian(rs *packetsim.Ruleset, pkt plan.Packet) bool { return !pkt.Output && rs.Added(pkt.Src) }
+func isMartian(rs *packetsim.Machine, pkt plan.Packet) bool {
+	return !pkt.Output && rs.IsAdded(pkt.Src)
+}
 
 // isTaken reports whether a packet is for an endpoint whose address some Service has for a load balancer
 // IP. In this mode such an address is the machine's own, so nothing reaches who has it elsewhere.
-func isTaken(rs *packetsim.Ruleset, v plan.Verdict) bool {
-	return slices.ContainsFunc(v.Targets, func(t plan.Target) bool { return rs.Added(t.Addr.Addr()) })
+func isTaken(rs *packetsim.Machine, v plan.Verdict) bool {
+	return slices.ContainsFunc(v.Targets, func(t plan.Target) bool { return rs.IsAdded(t.Addr.Addr()) })
 }
 
 // onlyWhole restricts a Tolerance for ports that no Service has to addresses that are the machine's own. Other ports of external IPs are
 // not this machine's.
-func onlyWhole(l packetsim.Tolerance, rs *packetsim.Ruleset) packetsim.Tolerance {
-	all := l.RejectPass
-	l.RejectPass = func(a netip.Addr) bool { return rs.Added(a) && all(a) }
-	return l
+func onlyWhole(t packetsim.Tolerance, rs *packetsim.Machine) packetsim.Tolerance {
+	all := t.RejectPass
+	t.RejectPass = func(a netip.Addr) bool { return rs.IsAdded(a) && all(a) }
+	return t
 }
 
 // TestRenderVerdicts holds what is rendered to the plan's own verdict: whatever the plan and whatever the packet, IPVS and
@@ -136,7 +139,7 @@ func TestForeignMarks(t *testing.T) {
 			rs := parse(t, f, text)
 			foreign := fmt.Sprintf("*mangle\n-I PREROUTING ! -i lo -j MARK --set-mark %d\n"+
 				"-I OUTPUT -m ipvs ! --ipvs -j MARK --set-mark %[1]d\nCOMMIT\n", mark)
-			if err := rs.Restore(foreign); err != nil {
+			if err := restore.IPTables(rs, foreign); err != nil {
 				t.Fatal(err)
 			}
 			for range packetsPerPlan / 3 {
@@ -173,7 +176,7 @@ func TestHostClients(t *testing.T) {
 			for _, pkt := range toFrontends(c, f, []plan.Packet{source}) {
 				pkt.Src = pkt.Dst
 				v := evaluator.Verdict(pkt)
-				if !rs.Added(pkt.Dst) || isTaken(rs, v) {
+				if !rs.IsAdded(pkt.Dst) || isTaken(rs, v) {
 					continue
 				}
 				outcomes, err := rs.Trace(pkt, packetsim.Node{Local: c.Local})
@@ -228,7 +231,7 @@ func TestModesAgree(t *testing.T) {
 		options := drawOptions(t, c)
 		evaluator, tolerance, node := plan.NewEvaluator(c.Plan), packetsim.IPVSTolerance(c.Plan), packetsim.Node{Local: c.Local}
 		for _, f := range plan.Families {
-			rules, err := packetsim.Parse(f, iptables.Render(c.Plan, f, iptables.Options{MasqueradeBit: options.MasqueradeBit}))
+			rules, err := restore.Parse(f, iptables.Render(c.Plan, f, iptables.Options{MasqueradeBit: options.MasqueradeBit}))
 			if err != nil {
 				t.Fatal(err)
 			}
@@ -283,7 +286,7 @@ func toFrontends(c *plantest.Cluster, f plan.Family, sources []plan.Packet) []pl
 }
 
 // same says how mode ipvs does otherwise with a packet than mode iptables, where it must not; empty if it does not.
-func same(l packetsim.Tolerance, pkt plan.Packet, by, as []packetsim.Outcome) string {
+func same(t packetsim.Tolerance, pkt plan.Packet, by, as []packetsim.Outcome) string {
 	want, got := ends(pkt, by), ends(pkt, as)
 	if pkt.Src.IsLoopback() && got[end{action: packetsim.Drop}] {
 		return "" // Nothing with a loopback source leaves by IPVS; TestRenderVerdicts looks at the shares.
@@ -293,10 +296,10 @@ func same(l packetsim.Tolerance, pkt plan.Packet, by, as []packetsim.Outcome) st
 		kept.masquerade = true
 		switch {
 		case want[e]:
-		case want[kept] && e.dst.Addr() == pkt.Src && l.KeepHairpin(pkt.Protocol, e.dst):
+		case want[kept] && e.dst.Addr() == pkt.Src && t.KeepHairpin(pkt.Protocol, e.dst):
 			want[e] = true
 			delete(want, kept)
-		case e.action == packetsim.Reject && want[end{action: packetsim.Accept}] && !pkt.DstLocal && l.RejectPass(pkt.Dst):
+		case e.action == packetsim.Reject && want[end{action: packetsim.Accept}] && !pkt.DstLocal && t.RejectPass(pkt.Dst):
 			want[e] = true
 			delete(want, end{action: packetsim.Accept})
 		default:

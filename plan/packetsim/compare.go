@@ -16,23 +16,23 @@ import (
 const fairness = 1e-4
 
 // Compare traces a packet and returns an error that describes how its outcomes differ from the plan's verdict; nil if they do not.
-func Compare(e *plan.Evaluator, rs *Ruleset, pkt plan.Packet, node Node) error {
-	return Tolerance{}.Compare(e, rs, pkt, node)
+func Compare(e *plan.Evaluator, m *Machine, pkt plan.Packet, node Node) error {
+	return Tolerance{}.Compare(e, m, pkt, node)
 }
 
-// Compare is like the function, with tolerance l.
-func (l Tolerance) Compare(e *plan.Evaluator, rs *Ruleset, pkt plan.Packet, node Node) error {
+// Compare is like the function, with tolerance t.
+func (t Tolerance) Compare(e *plan.Evaluator, m *Machine, pkt plan.Packet, node Node) error {
 	if pkt.SrcLocal != node.Local(pkt.Src) || pkt.DstLocal != node.Local(pkt.Dst) {
 		return fmt.Errorf("the packet (%s) and the node do not agree on which addresses are local", pkt)
 	}
 	verdict := e.Verdict(pkt)
-	outcomes, err := rs.Trace(pkt, node)
+	outcomes, err := m.Trace(pkt, node)
 	if err != nil {
 		return fmt.Errorf("packet %s: %w", pkt, err)
 	}
-	err = l.Agree(verdict, pkt, outcomes)
+	err = t.Agree(verdict, pkt, outcomes)
 	for _, o := range outcomes {
-		if a := o.Dst.Addr(); verdict.Action == plan.Forward && rs.Added(a) && !node.Local(a) && o.DNAT {
+		if a := o.Dst.Addr(); verdict.Action == plan.Forward && m.IsAdded(a) && !node.Local(a) && o.DNAT {
 			err = errors.Join(err, fmt.Errorf("%s is an address that was added to this machine, so it is not reached", a))
 		}
 	}
@@ -66,16 +66,16 @@ func Agree(v plan.Verdict, pkt plan.Packet, outcomes []Outcome) error {
 	return Tolerance{}.Agree(v, pkt, outcomes)
 }
 
-// Agree is like the function, with tolerance l.
-func (l Tolerance) Agree(v plan.Verdict, pkt plan.Packet, outcomes []Outcome) error {
+// Agree is like the function, with tolerance t.
+func (t Tolerance) Agree(v plan.Verdict, pkt plan.Packet, outcomes []Outcome) error {
 	if v.Action == plan.Forward {
-		return l.agreeForward(v, pkt, outcomes)
+		return t.agreeForward(v, pkt, outcomes)
 	}
 	want := map[plan.Action]Action{plan.Pass: Accept, plan.Reject: Reject, plan.Drop: Drop}[v.Action]
 	var errs []error
 	for _, o := range outcomes {
 		switch {
-		case v.Action == plan.Pass && o.Action == Reject && !o.DNAT && l.allowsRejectPass(pkt):
+		case v.Action == plan.Pass && o.Action == Reject && !o.DNAT && t.allowsRejectPass(pkt):
 		case o.Action != want:
 			errs = append(errs, fmt.Errorf("to %s it must not be", o))
 		case o.DNAT:
@@ -89,23 +89,23 @@ func (l Tolerance) Agree(v plan.Verdict, pkt plan.Packet, outcomes []Outcome) er
 	return errors.Join(errs...)
 }
 
-func (l Tolerance) agreeForward(v plan.Verdict, pkt plan.Packet, outcomes []Outcome) error {
+func (t Tolerance) agreeForward(v plan.Verdict, pkt plan.Packet, outcomes []Outcome) error {
 	targets := map[netip.AddrPort]plan.Target{}
-	for _, t := range v.Targets {
-		targets[t.Addr] = t
+	for _, target := range v.Targets {
+		targets[target.Addr] = target
 	}
 	share := 1 / float64(len(v.Targets))
 	isOff := func(o Outcome, share float64) bool {
-		return !l.AnyShare && math.Abs(o.Probability-share) > fairness*share
+		return !t.AnyShare && math.Abs(o.Probability-share) > fairness*share
 	}
 	var errs []error
 	var dropped *Outcome
 	for _, o := range outcomes {
-		if l.DropLoopback && o.Action == Drop && !o.DNAT && pkt.Src.IsLoopback() {
+		if t.DropLoopback && o.Action == Drop && !o.DNAT && pkt.Src.IsLoopback() {
 			dropped = &o
 			continue
 		}
-		t, wanted := targets[o.Dst]
+		target, wanted := targets[o.Dst]
 		delete(targets, o.Dst)
 		leaves := pkt.Output || !o.Delivered
 		switch {
@@ -113,8 +113,8 @@ func (l Tolerance) agreeForward(v plan.Verdict, pkt plan.Packet, outcomes []Outc
 			errs = append(errs, fmt.Errorf("it must be forwarded, and there is: %s", o))
 		case !wanted:
 			errs = append(errs, fmt.Errorf("%s must not be reached, or twice: %s", o.Dst, o))
-		case leaves && o.Masquerade != t.Masquerade && (o.Masquerade || !l.allowsKeepHairpin(pkt, o.Dst)):
-			errs = append(errs, fmt.Errorf("at %s, masquerading must be %t", o.Dst, t.Masquerade))
+		case leaves && o.Masquerade != target.Masquerade && (o.Masquerade || !t.allowsKeepHairpin(pkt, o.Dst)):
+			errs = append(errs, fmt.Errorf("at %s, masquerading must be %t", o.Dst, target.Masquerade))
 		case isOff(o, share):
 			errs = append(errs, fmt.Errorf("%s must have probability %.6f: %s", o.Dst, share, o))
 		}

@@ -88,18 +88,20 @@ func TestCompare(t *testing.T) {
 	})
 	e := plan.NewEvaluator(p)
 	node := packetsim.Node{Local: local}
-	right, err := packetsim.Parse(plan.IPv4,
-		table("nat", "-A PREROUTING -d 10.96.0.1/32 -p tcp -m tcp --dport 80 -j DNAT --to-destination 10.0.0.1:8080"))
-	if err != nil {
-		t.Fatal(err)
-	}
+	right := packetsim.New(plan.IPv4)
+	right.Attach("nat", &packetsim.Chain{Name: "c", Rules: []packetsim.Rule{testRule(func(p *packetsim.Packet) []packetsim.Effect {
+		if p.Dst != vip || p.Port != 80 {
+			return nil
+		}
+		return []packetsim.Effect{dnat(p, "10.0.0.1:8080", 1)}
+	})}}, packetsim.PreRouting, -100, true)
 	for _, pkt := range []plan.Packet{to(vip, 80), to(vip, 81)} {
 		if err := packetsim.Compare(e, right, pkt, node); err != nil {
 			t.Error(err)
 		}
 	}
 	wrong := packetsim.New(plan.IPv4)
-	err = packetsim.Compare(e, wrong, to(vip, 80), node)
+	err := packetsim.Compare(e, wrong, to(vip, 80), node)
 	for _, part := range []string{"TCP from 203.0.113.1 to 10.96.0.1:80", "forward to 10.0.0.1:8080",
 		"cluster IP 10.96.0.1:80/TCP of a/b",
 		"10.0.0.1:8080 is never reached"} {

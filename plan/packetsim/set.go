@@ -9,91 +9,91 @@ import (
 	"nodeproxy/plan"
 )
 
-// set is an ipset. Rules hold it by pointer, as the kernel does: it can't be destroyed while one does.
-type set struct {
-	name       string
-	dimensions []string    // ip, net or port
-	family     plan.Family // 0 where the type has no addresses
-	first      uint16      // the least and the greatest port, of type bitmap:port
-	last       uint16
-	maxElem    int
-	skbInfo    bool
-	options    string // as it was created, for -exist
-	entries    map[element]entry
+// Set is an ipset. Rules hold it by pointer, as the kernel does: it can't be destroyed while one does.
+type Set struct {
+	Name       string
+	Dimensions []string    // ip, net or port
+	Family     plan.Family // 0 for a bitmap of ports, which has no addresses
+	Entries    map[Element]Entry
+	// The rest is what the kernel refuses entries by: ports outside the range of a bitmap, more entries than MaxElem, and marks
+	// without extension skbinfo.
+	Ports      plan.PortRange
+	MaxElem    int
+	Extensions []string // such as comment, sorted
 }
 
-// element is what identifies an entry: a field for each dimension.
-type element [3]field
+// Element is what identifies an entry: a field for each dimension.
+type Element [3]Field
 
-// field is an address or a range of them (dimensions ip and net), or a port. A port in a bitmap has no protocol.
-type field struct {
-	prefix   netip.Prefix
-	protocol string
-	port     uint16
+// Field is an address or a range of them (dimensions ip and net), or a port. A port in a bitmap has no protocol.
+type Field struct {
+	Prefix   netip.Prefix
+	Protocol string
+	Port     uint16
 }
 
-// entry is what an element carries.
-type entry struct {
-	mark, mask uint32 // skbmark
-	noMatch    bool
+// Entry is what an element carries.
+type Entry struct {
+	Mark, Mask uint32 // skbmark
+	NoMatch    bool
 }
 
-// maxSetDimensions is how many dimensions the kernel's types have at most.
-const maxSetDimensions = 3
+// MaxSetDimensions is how many dimensions the kernel's types have at most.
+const MaxSetDimensions = len(Element{})
 
-// find returns the entry that a packet is in. As in the kernel, the smallest net that has it decides, and a packet of
+// Find returns the entry that a packet is in. As in the kernel, the smallest net that has it decides, and a packet of
 // the other family, or flags fewer than the set's dimensions, find nothing. The flags say of each dimension whether it is
 // compared with the packet's source rather than its destination.
-func (s *set) find(p *packet, flags []bool) (entry, bool, error) {
-	if len(flags) < len(s.dimensions) || s.family != 0 && s.family != plan.FamilyOf(p.dst) {
-		return entry{}, false, nil
+func (s *Set) Find(p *Packet, flags []bool) (Entry, bool, error) {
+	if len(flags) < len(s.Dimensions) || s.Family != 0 && s.Family != plan.FamilyOf(p.Dst) {
+		return Entry{}, false, nil
 	}
-	var el element
-	for i, d := range s.dimensions {
+	var el Element
+	for i, d := range s.Dimensions {
 		switch {
 		case d == "port" && flags[i]:
-			return entry{}, false, errors.New("a packet's source port is not known")
-		case d == "port" && s.family == 0:
-			if p.protocol == "sctp" {
-				return entry{}, false, nil // The kernel looks for the ports of TCP and UDP only.
+			return Entry{}, false, errors.New("a packet's source port is not known")
+		case d == "port" && s.Family == 0:
+			if p.Protocol == "sctp" {
+				return Entry{}, false, nil // The kernel looks for the ports of TCP and UDP only.
 			}
-			el[i].port = p.port
+			el[i].Port = p.Port
 		case d == "port":
-			el[i].protocol, el[i].port = p.protocol, p.port
+			el[i].Protocol, el[i].Port = p.Protocol, p.Port
 		case flags[i]:
-			el[i].prefix = netip.PrefixFrom(p.src, p.src.BitLen())
+			el[i].Prefix = netip.PrefixFrom(p.Src, p.Src.BitLen())
 		default:
-			el[i].prefix = netip.PrefixFrom(p.dst, p.dst.BitLen())
+			el[i].Prefix = netip.PrefixFrom(p.Dst, p.Dst.BitLen())
 		}
 	}
 	e, found := s.lookup(el, 0)
-	return e, found && !e.noMatch, nil
+	return e, found && !e.NoMatch, nil
 }
 
 // lookup finds the entry for an element, whose nets it widens from dimension i on.
-func (s *set) lookup(el element, i int) (entry, bool) {
-	if i == len(s.dimensions) {
-		e, found := s.entries[el]
+func (s *Set) lookup(el Element, i int) (Entry, bool) {
+	if i == len(s.Dimensions) {
+		e, found := s.Entries[el]
 		return e, found
 	}
-	if s.dimensions[i] != "net" {
+	if s.Dimensions[i] != "net" {
 		return s.lookup(el, i+1)
 	}
 	for _, bits := range s.lengths(i) {
 		wider := el
-		wider[i].prefix = netip.PrefixFrom(el[i].prefix.Addr(), bits).Masked()
+		wider[i].Prefix = netip.PrefixFrom(el[i].Prefix.Addr(), bits).Masked()
 		if e, found := s.lookup(wider, i+1); found {
 			return e, true
 		}
 	}
-	return entry{}, false
+	return Entry{}, false
 }
 
 // lengths are those of the nets in a dimension, the longest first.
-func (s *set) lengths(i int) []int {
+func (s *Set) lengths(i int) []int {
 	seen := map[int]bool{}
-	for el := range s.entries {
-		seen[el[i].prefix.Bits()] = true
+	for el := range s.Entries {
+		seen[el[i].Prefix.Bits()] = true
 	}
 	out := slices.Sorted(maps.Keys(seen))
 	slices.Reverse(out)

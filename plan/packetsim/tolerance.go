@@ -57,11 +57,11 @@ func IPVSTolerance(p *plan.Plan) Tolerance {
 }
 
 // allowsRejectPass reports whether a packet that should pass may be rejected.
-func (l Tolerance) allowsRejectPass(pkt plan.Packet) bool {
-	return !pkt.DstLocal && l.RejectPass != nil && l.RejectPass(pkt.Dst)
+func (t Tolerance) allowsRejectPass(pkt plan.Packet) bool {
+	return !pkt.DstLocal && t.RejectPass != nil && t.RejectPass(pkt.Dst)
 }
 
 // allowsKeepHairpin reports whether a packet may reach an endpoint with its own source.
-func (l Tolerance) allowsKeepHairpin(pkt plan.Packet, to netip.AddrPort) bool {
-	return to.Addr() == pkt.Src && l.KeepHairpin != nil && l.KeepHairpin(pkt.Protocol, to)
+func (t Tolerance) allowsKeepHairpin(pkt plan.Packet, to netip.AddrPort) bool {
+	return to.Addr() == pkt.Src && t.KeepHairpin != nil && t.KeepHairpin(pkt.Protocol, to)
 }

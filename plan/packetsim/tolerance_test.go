@@ -77,13 +77,11 @@ func TestTolerance(t *testing.T) {
 	if err := tolerance.Agree(plan.Verdict{}, to(vip, 81), []packetsim.Outcome{local}); err == nil {
 		t.Error("a packet to an address of Services may reach the node's own programs")
 	}
-	rs, err := packetsim.ParseSections(plan.IPv4, sections("", "-A -t 10.96.0.1:80 -s rr\n"+
-		"-a -t 10.96.0.1:80 -r 10.0.0.1:80 -m\n-a -t 10.96.0.1:80 -r 10.1.0.1:80 -m\n",
-		vipHere+"address add 10.1.0.1/32 dev kube-ipvs0\n", ""))
-	if err != nil {
-		t.Fatal(err)
-	}
-	err = tolerance.Compare(plan.NewEvaluator(p), rs, to(vip, 80), packetsim.Node{Local: func(netip.Addr) bool { return false }})
+	m := packetsim.New(plan.IPv4)
+	m.Added[netip.PrefixFrom(vip, 32)], m.Added[netip.PrefixFrom(far.Addr(), 32)] = true, true
+	m.Servers[packetsim.ServerKey{Protocol: "tcp", Addr: netip.AddrPortFrom(vip, 80)}] = &packetsim.Server{Scheduler: "rr",
+		RealServers: []packetsim.RealServer{{Addr: near, Weight: 1}, {Addr: far, Weight: 1}}}
+	err := tolerance.Compare(plan.NewEvaluator(p), m, to(vip, 80), packetsim.Node{Local: func(netip.Addr) bool { return false }})
 	if err == nil || !strings.Contains(err.Error(), "10.1.0.1 is an address that was added to this machine") {
 		t.Errorf("error for an endpoint whose address this machine took is %v", err)
 	}

@@ -1,4 +1,4 @@
-package packetsim_test
+package restore_test
 
 import (
 	"net/netip"
@@ -8,6 +8,7 @@ import (
 
 	"nodeproxy/plan"
 	"nodeproxy/plan/packetsim"
+	"nodeproxy/plan/packetsim/restore"
 )
 
 // sections joins what is for each program; empty ones are left out.
@@ -163,11 +164,11 @@ func TestTraceIPVS(t *testing.T) {
 
 func checkSections(t *testing.T, f plan.Family, text string, pkt plan.Packet, want []string) {
 	t.Helper()
-	rs, err := packetsim.ParseSections(f, text)
+	m, err := restore.ParseSections(f, text)
 	if err != nil {
 		t.Fatal(err)
 	}
-	outcomes, err := rs.Trace(pkt, packetsim.Node{Local: local})
+	outcomes, err := m.Trace(pkt, packetsim.Node{Local: local})
 	if err != nil {
 		t.Fatal(err)
 	}

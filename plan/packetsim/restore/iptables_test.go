@@ -1,4 +1,4 @@
-package packetsim_test
+package restore_test
 
 import (
 	"strings"
@@ -6,6 +6,7 @@ import (
 
 	"nodeproxy/plan"
 	"nodeproxy/plan/packetsim"
+	"nodeproxy/plan/packetsim/restore"
 )
 
 // TestRestoreErrors lists what iptables-restore or the kernel would refuse.
@@ -65,7 +66,7 @@ func TestRestoreErrors(t *testing.T) {
 	} {
 		t.Run(tc.name, func(t *testing.T) {
 			t.Parallel()
-			if _, err := packetsim.Parse(plan.IPv4, tc.rules); err == nil || !strings.Contains(err.Error(), tc.want) {
+			if _, err := restore.Parse(plan.IPv4, tc.rules); err == nil || !strings.Contains(err.Error(), tc.want) {
 				t.Errorf("error is %v, want one with %q", err, tc.want)
 			}
 		})
@@ -75,13 +76,13 @@ func TestRestoreErrors(t *testing.T) {
 // TestRestoreInSteps holds later texts to what --noflush does with earlier ones.
 func TestRestoreInSteps(t *testing.T) {
 	t.Parallel()
-	rules := packetsim.New(plan.IPv4)
+	m := packetsim.New(plan.IPv4)
 	verdict := func(step string, want packetsim.Action, lines ...string) {
 		t.Helper()
-		if err := rules.Restore("# a comment\n\n" + table("filter", lines...)); err != nil {
+		if err := restore.IPTables(m, "# a comment\n\n"+table("filter", lines...)); err != nil {
 			t.Fatalf("%s: %v", step, err)
 		}
-		outcomes, err := rules.Trace(to(vip, 80), packetsim.Node{Local: local})
+		outcomes, err := m.Trace(to(vip, 80), packetsim.Node{Local: local})
 		if err != nil {
 			t.Fatalf("%s: %v", step, err)
 		}
@@ -108,7 +109,7 @@ func TestFamilyOfARule(t *testing.T) {
 	text := table("filter", "A", "-4 -A FORWARD -d 10.96.0.1/32 -j A", "-6 -A FORWARD -d fd00::1/128 -j A",
 		"-A A -j DROP")
 	for _, f := range plan.Families {
-		if _, err := packetsim.Parse(f, text); err != nil {
+		if _, err := restore.Parse(f, text); err != nil {
 			t.Error(err)
 		}
 	}
@@ -116,14 +117,14 @@ func TestFamilyOfARule(t *testing.T) {
 
 func TestUnknown(t *testing.T) {
 	t.Parallel()
-	rules, err := packetsim.Parse(plan.IPv4, table("filter", "-A INPUT -j LOG", "-A INPUT -m limit --limit 1/s -j DROP",
+	m, err := restore.Parse(plan.IPv4, table("filter", "-A INPUT -j LOG", "-A INPUT -m limit --limit 1/s -j DROP",
 		"-A INPUT -j DROP"))
 	if err != nil {
 		t.Fatal(err)
 	}
 	want := "table filter, line 2: -A INPUT -j LOG: the simulator does not know target LOG\n" +
 		"table filter, line 3: -A INPUT -m limit --limit 1/s -j DROP: the simulator does not know match limit"
-	if err := rules.Unknown(); err == nil || err.Error() != want {
+	if err := m.Unknown(); err == nil || err.Error() != want {
 		t.Errorf("unknown is %v, want %s", err, want)
 	}
 }

@@ -1,4 +1,4 @@
-package packetsim_test
+package restore_test
 
 import (
 	"fmt"
@@ -10,6 +10,7 @@ import (
 
 	"nodeproxy/plan"
 	"nodeproxy/plan/packetsim"
+	"nodeproxy/plan/packetsim/restore"
 )
 
 var (
@@ -77,11 +78,11 @@ func testTraces(t *testing.T, cases []traceCase) {
 		t.Run(tc.name, func(t *testing.T) {
 			t.Parallel()
 			tc.node.Local = local
-			rules, err := packetsim.Parse(plan.IPv4, tc.rules)
+			m, err := restore.Parse(plan.IPv4, tc.rules)
 			if err != nil {
 				t.Fatal(err)
 			}
-			outcomes, err := rules.Trace(tc.packet, tc.node)
+			outcomes, err := m.Trace(tc.packet, tc.node)
 			if err != nil {
 				t.Fatal(err)
 			}
@@ -157,6 +158,17 @@ func TestTraceFilter(t *testing.T) {
 	}, {
 		name: "tables in the kernel's order", packet: to(vip, 80), want: []string{"drop 1"},
 		rules: table("mangle", "-A PREROUTING -j MARK --set-mark 1", "-A FORWARD -m mark --mark 1 -j DROP"),
+	}, {
+		name: "tables at OUTPUT in the kernel's order", packet: sent(vip, 80), want: []string{"drop 1"},
+		rules: table("security", "-A OUTPUT -m mark --mark 4 -j DROP") +
+			table("filter", "-A OUTPUT -m mark --mark 3 -j MARK --set-mark 4") +
+			table("nat", "-A OUTPUT -m mark --mark 2 -j MARK --set-mark 3") +
+			table("mangle", "-A OUTPUT -m mark --mark 1 -j MARK --set-mark 2") + table("raw", "-A OUTPUT -j MARK --set-mark 1"),
+	}, {
+		name: "tables at INPUT in the kernel's order", packet: to(nodeIP, 80), want: []string{"accept local 1"},
+		rules: table("nat", "-A INPUT -m mark ! --mark 3 -j DNAT --to-destination 10.9.9.9") + // an error if it is met
+			table("security", "-A INPUT -m mark --mark 2 -j MARK --set-mark 3") +
+			table("filter", "-A INPUT -m mark --mark 1 -j MARK --set-mark 2") + table("mangle", "-A INPUT -j MARK --set-mark 1"),
 	}})
 }
 
@@ -244,11 +256,11 @@ func TestGoto(t *testing.T) {
 	} {
 		t.Run(tc.name, func(t *testing.T) {
 			t.Parallel()
-			rules, err := packetsim.Parse(plan.IPv4, table("filter", append([]string{"A", "B", "C"}, tc.lines...)...))
+			m, err := restore.Parse(plan.IPv4, table("filter", append([]string{"A", "B", "C"}, tc.lines...)...))
 			if err != nil {
 				t.Fatal(err)
 			}
-			outcomes, err := rules.Trace(to(vip, 80), packetsim.Node{Local: local})
+			outcomes, err := m.Trace(to(vip, 80), packetsim.Node{Local: local})
 			if err != nil {
 				t.Fatal(err)
 			}
@@ -261,7 +273,7 @@ func TestGoto(t *testing.T) {
 
 func TestTraceListsTheRulesOfEachWay(t *testing.T) {
 	t.Parallel()
-	rules, err := packetsim.Parse(plan.IPv4, table("nat", "SVC",
+	m, err := restore.Parse(plan.IPv4, table("nat", "SVC",
 		"-A PREROUTING -d 10.96.0.1/32 -j SVC",
 		"-A SVC -d 10.96.0.2/32 -j RETURN",
 		"-A SVC -m statistic --mode random --probability 0.25 -j DNAT --to-destination 10.0.0.1",
@@ -269,7 +281,7 @@ func TestTraceListsTheRulesOfEachWay(t *testing.T) {
 	if err != nil {
 		t.Fatal(err)
 	}
-	outcomes, err := rules.Trace(to(vip, 80), packetsim.Node{Local: local})
+	outcomes, err := m.Trace(to(vip, 80), packetsim.Node{Local: local})
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -306,11 +318,11 @@ func TestTraceErrors(t *testing.T) {
 	} {
 		t.Run(name, func(t *testing.T) {
 			t.Parallel()
-			rules, err := packetsim.Parse(plan.IPv4, tc.rules)
+			m, err := restore.Parse(plan.IPv4, tc.rules)
 			if err != nil {
 				t.Fatal(err)
 			}
-			if _, err := rules.Trace(to(vip, 80),
+			if _, err := m.Trace(to(vip, 80),
 				packetsim.Node{Local: local}); err == nil || !strings.Contains(err.Error(), tc.want) {
 				t.Errorf("error is %v, want one with %q", err, tc.want)
 			}

@@ -1,4 +1,4 @@
-package packetsim_test
+package restore_test
 
 import (
 	"net/netip"
@@ -7,6 +7,7 @@ import (
 
 	"nodeproxy/plan"
 	"nodeproxy/plan/packetsim"
+	"nodeproxy/plan/packetsim/restore"
 )
 
 // TestMatchSet asks sets of each type for packets from 203.0.113.1 to 10.96.0.1.
@@ -144,22 +145,22 @@ func TestSectionErrors(t *testing.T) {
 	} {
 		t.Run(tc.name, func(t *testing.T) {
 			t.Parallel()
-			_, err := packetsim.ParseSections(plan.IPv4, sections(tc.sets, tc.servers, tc.addresses, tc.rules))
+			_, err := restore.ParseSections(plan.IPv4, sections(tc.sets, tc.servers, tc.addresses, tc.rules))
 			if err == nil || !strings.Contains(err.Error(), tc.want) {
 				t.Errorf("error is %v, want one with %q", err, tc.want)
 			}
 		})
 	}
-	if _, err := packetsim.ParseSections(plan.IPv4, "# a comment\n\n*filter\nCOMMIT\n"); err == nil ||
+	if _, err := restore.ParseSections(plan.IPv4, "# a comment\n\n*filter\nCOMMIT\n"); err == nil ||
 		!strings.Contains(err.Error(), "line 3 stands before any section") {
 		t.Errorf("error for a text without sections is %v", err)
 	}
-	rs, err := packetsim.ParseSections(plan.IPv4, sections(hashIP, "", "",
+	m, err := restore.ParseSections(plan.IPv4, sections(hashIP, "", "",
 		table("mangle", "-A INPUT -j SET --add-set S src", "-A INPUT -m set --match-set S src --return-nomatch -j DROP")))
 	if err != nil {
 		t.Fatal(err)
 	}
-	if err := rs.Unknown(); err == nil || !strings.Contains(err.Error(), "target SET --add-set S src") ||
+	if err := m.Unknown(); err == nil || !strings.Contains(err.Error(), "target SET --add-set S src") ||
 		!strings.Contains(err.Error(), "option --return-nomatch") {
 		t.Errorf("unknown is %v", err)
 	}
@@ -168,12 +169,12 @@ func TestSectionErrors(t *testing.T) {
 // TestSourcePort makes sure that a set that asks for a source port is an error, not a guess.
 func TestSourcePort(t *testing.T) {
 	t.Parallel()
-	rs, err := packetsim.ParseSections(plan.IPv4, sections("create S hash:ip,port\n", "", "",
+	m, err := restore.ParseSections(plan.IPv4, sections("create S hash:ip,port\n", "", "",
 		table("filter", "-A FORWARD -m set --match-set S dst,src -j DROP")))
 	if err != nil {
 		t.Fatal(err)
 	}
-	if _, err := rs.Trace(to(vip, 80), packetsim.Node{Local: local}); err == nil ||
+	if _, err := m.Trace(to(vip, 80), packetsim.Node{Local: local}); err == nil ||
 		!strings.Contains(err.Error(), "source port is not known") {
 		t.Errorf("error is %v", err)
 	}
@@ -182,14 +183,14 @@ func TestSourcePort(t *testing.T) {
 // TestSectionsInSteps changes what is there by later texts.
 func TestSectionsInSteps(t *testing.T) {
 	t.Parallel()
-	rs := packetsim.New(plan.IPv4)
+	m := packetsim.New(plan.IPv4)
 	other := netip.MustParseAddr("10.96.0.2")
-	step := func(name string, change func(string) error, text string, pkt plan.Packet, want string) {
+	step := func(name string, change func(*packetsim.Machine, string) error, text string, pkt plan.Packet, want string) {
 		t.Helper()
-		if err := change(text); err != nil {
+		if err := change(m, text); err != nil {
 			t.Fatalf("%s: %v", name, err)
 		}
-		outcomes, err := rs.Trace(pkt, packetsim.Node{Local: local})
+		outcomes, err := m.Trace(pkt, packetsim.Node{Local: local})
 		if err != nil {
 			t.Fatalf("%s: %v", name, err)
 		}
@@ -198,34 +199,34 @@ func TestSectionsInSteps(t *testing.T) {
 		}
 	}
 	pkt := to(vip, 80)
-	step("set", rs.RestoreSets, hashIP+"create -exist S hash:ip family inet hashsize 1024 maxelem 2 comment\n"+
+	step("set", restore.Sets, hashIP+"create -exist S hash:ip family inet hashsize 1024 maxelem 2 comment\n"+
 		"add S 10.96.0.1 comment \"a b\"\nadd S 10.96.0.1 -exist", pkt, "accept 1")
-	step("rule", rs.Restore, table("filter", "-A FORWARD -m set --match-set S dst -j DROP"), pkt, "drop 1")
-	if err := rs.RestoreSets("destroy S"); err == nil || !strings.Contains(err.Error(), "still in use by line 2") {
+	step("rule", restore.IPTables, table("filter", "-A FORWARD -m set --match-set S dst -j DROP"), pkt, "drop 1")
+	if err := restore.Sets(m, "destroy S"); err == nil || !strings.Contains(err.Error(), "still in use by line 2") {
 		t.Errorf("destroying a set in use: error is %v", err)
 	}
-	step("entry deleted", rs.RestoreSets, "del S 10.96.0.1\ndel -exist S 10.96.0.1\nadd S 10.96.0.2", pkt, "accept 1")
-	step("other entry", rs.RestoreSets, "", to(other, 80), "drop 1")
-	step("flushed", rs.RestoreSets, "flush S", to(other, 80), "accept 1")
-	step("rule gone", rs.Restore, table("filter", "-F FORWARD"), pkt, "accept 1")
-	step("set gone", rs.RestoreSets, "destroy S", pkt, "accept 1")
+	step("entry deleted", restore.Sets, "del S 10.96.0.1\ndel -exist S 10.96.0.1\nadd S 10.96.0.2", pkt, "accept 1")
+	step("other entry", restore.Sets, "", to(other, 80), "drop 1")
+	step("flushed", restore.Sets, "flush S", to(other, 80), "accept 1")
+	step("rule gone", restore.IPTables, table("filter", "-F FORWARD"), pkt, "accept 1")
+	step("set gone", restore.Sets, "destroy S", pkt, "accept 1")
 
-	step("address", rs.RestoreAddresses, vipHere+"address add fd00::1/128 dev kube-ipvs0\n", pkt, "accept local 1")
-	step("server", rs.RestoreServers, oneServer, pkt, "accept 10.0.0.1:8080 1")
-	step("second", rs.RestoreServers, "-a -t 10.96.0.1:80 -r 10.0.0.2:80 -m", pkt,
+	step("address", restore.Addresses, vipHere+"address add fd00::1/128 dev kube-ipvs0\n", pkt, "accept local 1")
+	step("server", restore.Servers, oneServer, pkt, "accept 10.0.0.1:8080 1")
+	step("second", restore.Servers, "-a -t 10.96.0.1:80 -r 10.0.0.2:80 -m", pkt,
 		"accept 10.0.0.1:8080 0.5, accept 10.0.0.2:80 0.5")
-	step("weight", rs.RestoreServers, "-e -t 10.96.0.1:80 -r 10.0.0.1:8080 -m -w 3", pkt,
+	step("weight", restore.Servers, "-e -t 10.96.0.1:80 -r 10.0.0.1:8080 -m -w 3", pkt,
 		"accept 10.0.0.1:8080 0.5, accept 10.0.0.2:80 0.5")
-	step("scheduler", rs.RestoreServers, "-E -t 10.96.0.1:80 -s sh -b sh-port,sh-fallback", pkt,
+	step("scheduler", restore.Servers, "-E -t 10.96.0.1:80 -s sh -b sh-port,sh-fallback", pkt,
 		"accept 10.0.0.1:8080 0.75, accept 10.0.0.2:80 0.25")
-	step("drained", rs.RestoreServers, "-e -t 10.96.0.1:80 -r 10.0.0.1:8080 -m -w 0", pkt, "accept 10.0.0.2:80 1")
-	step("destination gone", rs.RestoreServers, "-d -t 10.96.0.1:80 -r 10.0.0.2:80", pkt, "reject local 1")
-	step("server gone", rs.RestoreServers, "--delete-service --tcp-service 10.96.0.1:80", pkt, "accept local 1")
-	step("another", rs.RestoreServers, oneServer, pkt, "accept 10.0.0.1:8080 1")
-	step("all gone", rs.RestoreServers, "-C", pkt, "accept local 1")
-	step("address gone", rs.RestoreAddresses, "address del 10.96.0.1/32 dev kube-ipvs0", pkt, "accept 1")
-	step("route", rs.RestoreAddresses, "route add local 10.96.0.0/16 dev kube-ipvs0 table local", pkt, "accept local 1")
-	if !rs.Added(vip) || !rs.Added(other) || rs.Added(nodeIP) {
+	step("drained", restore.Servers, "-e -t 10.96.0.1:80 -r 10.0.0.1:8080 -m -w 0", pkt, "accept 10.0.0.2:80 1")
+	step("destination gone", restore.Servers, "-d -t 10.96.0.1:80 -r 10.0.0.2:80", pkt, "reject local 1")
+	step("server gone", restore.Servers, "--delete-service --tcp-service 10.96.0.1:80", pkt, "accept local 1")
+	step("another", restore.Servers, oneServer, pkt, "accept 10.0.0.1:8080 1")
+	step("all gone", restore.Servers, "-C", pkt, "accept local 1")
+	step("address gone", restore.Addresses, "address del 10.96.0.1/32 dev kube-ipvs0", pkt, "accept 1")
+	step("route", restore.Addresses, "route add local 10.96.0.0/16 dev kube-ipvs0 table local", pkt, "accept local 1")
+	if !m.IsAdded(vip) || !m.IsAdded(other) || m.IsAdded(nodeIP) {
 		t.Error("what was added is not what is in the route")
 	}
 }
