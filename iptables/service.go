@@ -14,7 +14,8 @@ import (
 )
 
 // fragment is what one ServicePort contributes to the rules: chains of its own, all in table nat, and entries in the
-// dispatchers. It depends on the ServicePort, the settings and the node, and on no other ServicePort.
+// dispatchers. It depends on the ServicePort, the settings, the options and the node, and of all other ServicePorts only on what is
+// the same for all: whether rules are compact, and the ranges of cluster IPs.
 type fragment struct {
 	chains  []xtables.Chain
 	entries []entry

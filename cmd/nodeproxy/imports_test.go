@@ -21,12 +21,12 @@ func TestImports(t *testing.T) {
 	const prometheus = "github.com/prometheus"
 	before := []string{"plan", "topology", "proxier", "source"}
 	for _, rule := range []struct{ of, not []string }{
-		{before, []string{"kernel", "iptables", "ipvs", "node", "config", "metrics", "cmd", prometheus}},
+		{before, append([]string{"kernel", "node", "config", "metrics", "cmd", prometheus}, config.Modes()...)},
 		{[]string{"plan"}, []string{"topology", "proxier", "source", "k8s.io"}},
 		{config.Modes(), []string{"topology", "proxier", "source", "node", "config", "metrics", "cmd", prometheus, "k8s.io"}},
-		{[]string{"kernel"}, []string{"topology", "proxier", "source", "iptables", "ipvs", "node", "config", "metrics", "cmd", prometheus, "k8s.io"}},
+		{[]string{"kernel"}, append([]string{"topology", "proxier", "source", "node", "config", "metrics", "cmd", prometheus, "k8s.io"}, config.Modes()...)},
 		{[]string{"node", "config"}, []string{"proxier", "metrics", "cmd", prometheus}},
-		{[]string{"metrics"}, []string{"proxier", "iptables", "ipvs", "node", "config", "cmd"}},
+		{[]string{"metrics"}, append([]string{"proxier", "node", "config", "cmd"}, config.Modes()...)},
 	} {
 		for _, of := range rule.of {
 			seen := 0
