@@ -5,6 +5,7 @@ import (
 	"errors"
 	"fmt"
 	"io"
+	"net/netip"
 	"os"
 	"slices"
 
@@ -24,13 +25,14 @@ func renderCommand() *cobra.Command {
 	cmd := &cobra.Command{
 		Use:   "render [FILE|DIRECTORY|-]",
 		Short: "Print the rules that run would make of manifests, or of a cluster",
-		Long: "render prints, as input for iptables-restore, the rules that run would make of the manifests. It needs no root and\n" +
-			"changes nothing. Notes and problems of the objects go to standard error. In mode ipvs each section begins with a comment\n" +
+		Long: "render prints, as input for iptables-restore, the rules that run would make of manifests, or of the objects of a cluster. It\n" +
+			"needs no root and changes nothing. Notes and problems of the objects go to standard error. In mode ipvs each section begins with a comment\n" +
 			"that names the program whose input it is: ipset restore, ipvsadm --restore, ip -batch and iptables-restore. Both families\n" +
 			"add the device kube-ipvs0, so the second needs ip -force. The section \"nftables by netlink\" describes what nodeproxy\n" +
 			"writes without a program.\n\n" +
-			"The manifests are those of the argument or of --manifests; - is standard input. Without either, with --kubeconfig or\n" +
-			"--master, the objects are read once from the API server.\n\n" +
+			"The manifests are those of the argument or of --manifests; - is standard input. With --kubeconfig or --master in place of\n" +
+			"them, the objects are read once from the API server, which has a minute to deliver them. One of both is required, in a\n" +
+			"pod too.\n\n" +
 			"If a file can't be read, or an object has to be left out, render prints no rules and exits with code 1; with --lenient\n" +
 			"it prints the rules of everything else.\n\n" +
 			"With both families in one text, every rule begins with -4 or -6, so that iptables-restore and ip6tables-restore\n" +
@@ -55,7 +57,7 @@ func renderCommand() *cobra.Command {
 				return &usageError{err}
 			}
 			if cfg.Manifests == "" && cfg.API.Kubeconfig == "" && cfg.API.Master == "" {
-				return &usageError{errors.New("--manifests: required, or a file, or --kubeconfig: render needs objects")}
+				return &usageError{errors.New("--manifests: one of --manifests, --kubeconfig and --master is required, or a file: render needs objects")}
 			}
 			if !slices.Contains([]string{"all", "ipv4", "ipv6"}, r.family) {
 				return &usageError{fmt.Errorf("--family: %q is not one of ipv4, ipv6, all", r.family)}
@@ -72,7 +74,7 @@ func renderCommand() *cobra.Command {
 				return err
 			}
 			if leftOut > 0 && !r.lenient {
-				return errors.New("some manifests can't be read or used (see the problems above), so no rules are printed; --lenient prints those of all others")
+				return errors.New("some manifests or objects can't be read or used (see the problems above), so no rules are printed; --lenient prints those of all others")
 			}
 			_, err = fmt.Fprint(cmd.OutOrStdout(), text)
 			return err
@@ -90,15 +92,8 @@ type renderer struct {
 	lenient bool
 }
 
-// objects reads what there is to render.
-func (r *renderer) objects(ctx context.Context, cfg *config.Config, stdin io.Reader, report source.Report) (source.Batch, error) {
-	if cfg.Manifests == "" {
-		client, err := newClient(cfg)
-		if err != nil {
-			return source.Batch{}, &usageError{err}
-		}
-		return apiserver.Load(ctx, apiserver.Config{Client: client, NodeName: cfg.NodeName, Log: newLog(cfg), Report: report})
-	}
+// readManifests reads the objects of files.
+func readManifests(cfg *config.Config, stdin io.Reader, report source.Report) (source.Batch, error) {
 	files := manifestConfig(cfg, report, newLog(cfg))
 	if cfg.Manifests == "-" {
 		files.Path = "standard input"
@@ -116,12 +111,47 @@ func (r *renderer) objects(ctx context.Context, cfg *config.Config, stdin io.Rea
 	return manifest.Load(files)
 }
 
+// readCluster reads the objects of a cluster, and the addresses of its API server.
+func readCluster(ctx context.Context, cfg *config.Config, report source.Report) (source.Batch, []netip.AddrPort, error) {
+	log := newLog(cfg)
+	apiserver.RedirectLogs(log)
+	client, err := newClient(cfg)
+	if err != nil {
+		return source.Batch{}, nil, &usageError{err}
+	}
+	location, err := client.Location(log)
+	if err != nil {
+		return source.Batch{}, nil, &usageError{err}
+	}
+	batch, err := apiserver.Load(ctx, apiserver.Config{Client: client, NodeName: cfg.NodeName, Log: log, Report: report})
+	if err != nil {
+		return source.Batch{}, nil, err
+	}
+	ctx, cancel := context.WithTimeout(ctx, locateFirst)
+	defer cancel()
+	addresses, err := location.Addresses(ctx)
+	if err != nil { // A proxy may know the name.
+		report(source.Finding{
+			Severity: source.Problem, Detail: err.Error(), Effect: "a Service that asks for one of its addresses and its port gets it here",
+		})
+	}
+	return batch, addresses, nil
+}
+
 func (r *renderer) render(ctx context.Context, cfg *config.Config, stdin io.Reader, report source.Report) (string, error) {
-	batch, err := r.objects(ctx, cfg, stdin, report)
+	state := proxier.NewState(cfg.NodeName, cfg.Settings, plan.Families[:], report)
+	var batch source.Batch
+	var err error
+	if cfg.Manifests != "" {
+		batch, err = readManifests(cfg, stdin, report)
+	} else {
+		var reserved []netip.AddrPort
+		batch, reserved, err = readCluster(ctx, cfg, report)
+		state.Reserve(reserved)
+	}
 	if err != nil {
 		return "", err
 	}
-	state := proxier.NewState(cfg.NodeName, cfg.Settings, plan.Families[:], report)
 	state.Apply(batch)
 	desired, _ := state.Update()
 	families := map[string][]plan.Family{"ipv4": {plan.IPv4}, "ipv6": {plan.IPv6}, "all": plan.Families[:]}[r.family]

@@ -1,6 +1,7 @@
 package apiserver
 
 import (
+	"cmp"
 	"context"
 	"fmt"
 
@@ -12,32 +13,52 @@ import (
 	"nodeproxy/source"
 )
 
-// Load lists everything that a Source would watch, once. An optional resource may be missing; any other failure is an error. Of cfg
-// it uses Client and NodeName only.
+// Load lists everything that a Source would watch, once: it opens no watch, and writes no events. What it can do without is reported:
+// a Node of this name, and an optional resource that may not be listed. Any other failure is an error, and so is an API server that
+// does not deliver everything within a minute.
 func Load(ctx context.Context, cfg Config) (source.Batch, error) {
+	limit := cmp.Or(cfg.loadTimeout, requestTimeout)
+	ctx, cancel := context.WithTimeoutCause(ctx, limit,
+		fmt.Errorf("the API server %s has not delivered everything within %s", cfg.Client.server.Redacted(), limit))
+	defer cancel()
 	var out source.Batch
 	for _, r := range resources(cfg) {
-		list, err := r.list(ctx, metav1.ListOptions{})
-		if r.optional && (apierrors.IsNotFound(err) || apierrors.IsForbidden(err)) {
-			continue
-		}
-		if err != nil {
+		b, err := r.load(ctx)
+		switch {
+		case r.optional && apierrors.IsNotFound(err):
+		case r.optional && apierrors.IsForbidden(err):
+			cfg.report(source.Finding{
+				Severity: source.Problem, Object: r.name, Detail: fmt.Sprintf("they may not be listed: %v", err),
+				Effect: "Services are proxied without them",
+			})
+		case err != nil:
 			return source.Batch{}, fmt.Errorf("listing %s: %w", r.name, err)
 		}
-		items, err := meta.ExtractList(list)
-		if err != nil {
-			return source.Batch{}, fmt.Errorf("listing %s: %w", r.name, err)
-		}
-		objects := make([]any, len(items))
-		for i, item := range items {
-			objects[i] = item
-		}
-		s := &store{resource: r, put: putInto[r.name], versions: map[types.NamespacedName]string{},
-			deliver: func(_ *resource, b source.Batch, _ bool) { out.Merge(b) }}
-		if err := s.Replace(objects, ""); err != nil {
-			return source.Batch{}, err
-		}
+		out.Merge(b)
+	}
+	if out.Nodes[cfg.NodeName] == nil {
+		cfg.report(noNode(cfg.NodeName))
 	}
 	out.Synced = true
 	return out, nil
+}
+
+// load lists the objects of a resource.
+func (r *resource) load(ctx context.Context) (source.Batch, error) {
+	list, err := r.list(ctx, metav1.ListOptions{})
+	if err != nil {
+		return source.Batch{}, cmp.Or(context.Cause(ctx), err)
+	}
+	items, err := meta.ExtractList(list)
+	if err != nil {
+		return source.Batch{}, err
+	}
+	objects := make([]any, len(items))
+	for i, item := range items {
+		objects[i] = item
+	}
+	var out source.Batch
+	s := &store{resource: r, put: putInto[r.name], versions: map[types.NamespacedName]string{},
+		deliver: func(_ *resource, b source.Batch, _ bool) { out = b }}
+	return out, s.Replace(objects, "")
 }

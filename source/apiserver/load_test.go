@@ -4,6 +4,7 @@ import (
 	"context"
 	"net/http"
 	"testing"
+	"time"
 
 	v1 "k8s.io/api/core/v1"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
@@ -33,5 +34,30 @@ func TestLoad(t *testing.T) {
 	f.Fail(endpointSlices, http.StatusForbidden)
 	if _, err := Load(context.Background(), Config{Client: client, NodeName: "node1"}); err == nil {
 		t.Error("no error though EndpointSlices can't be had")
+	}
+}
+
+// TestLoadTimeLimit: an API server that does not deliver everything in time is an error that says what was waited for.
+func TestLoadTimeLimit(t *testing.T) {
+	t.Parallel()
+	f := apiservertest.New(t)
+	f.Hold(make(chan struct{}), endpointSlices)
+	client, err := NewClient(ClientConfig{Master: f.URL, ContentType: "application/json"})
+	if err != nil {
+		t.Fatal(err)
+	}
+	ended := make(chan error, 1)
+	go func() {
+		_, err := Load(t.Context(), Config{Client: client, NodeName: "node1", loadTimeout: 50 * time.Millisecond})
+		ended <- err
+	}()
+	select {
+	case err := <-ended:
+		want := "listing endpointslices: the API server " + f.URL + " has not delivered everything within 50ms"
+		if err == nil || err.Error() != want {
+			t.Errorf("%v, want %s", err, want)
+		}
+	case <-time.After(10 * time.Second):
+		t.Error("Load waits without a limit")
 	}
 }

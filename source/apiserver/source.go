@@ -55,7 +55,14 @@ type Config struct {
 	// Report receives findings about objects; nil discards them.
 	Report source.Report
 
-	askAgain time.Duration // zero means the constant
+	askAgain    time.Duration // zero means the constant
+	loadTimeout time.Duration // zero means requestTimeout
+}
+
+func (c *Config) report(f source.Finding) {
+	if c.Report != nil {
+		c.Report(f)
+	}
 }
 
 // Source is a source.Source. It runs once.
@@ -77,9 +84,6 @@ func New(cfg Config) *Source {
 	}
 	if cfg.NodeTimeout == 0 {
 		cfg.NodeTimeout = DefaultNodeTimeout
-	}
-	if cfg.Report == nil {
-		cfg.Report = func(source.Finding) {}
 	}
 	s := &Source{cfg: cfg, resources: resources(cfg), missing: map[*resource]bool{}}
 	for _, r := range s.resources {
@@ -150,15 +154,20 @@ func hasPodCIDRs(node *v1.Node) bool {
 // reportNode reports what the Node lacks when all Nodes have been listed for the first time.
 func (s *Source) reportNode(node *v1.Node) {
 	if node == nil {
-		s.cfg.Report(source.Finding{
-			Severity: source.Problem, Object: "Node " + s.cfg.NodeName, Detail: "the cluster has no Node of this name",
-			Effect: "until there is one, zone hints are ignored, and node ports limited to \"primary\" addresses answer at none; if the name is " +
-				"wrong (--hostname-override), no endpoint counts as being on this node, and traffic with policy Local is dropped",
-		})
+		s.cfg.report(noNode(s.cfg.NodeName))
 	}
 	if s.cfg.PodCIDRTimeout > 0 && !hasPodCIDRs(node) {
 		s.cfg.Log.Info("waiting for the Node's spec.podCIDRs, which detect-local-mode NodeCIDR needs; the rules stay as they are",
 			"node", s.cfg.NodeName, "at-most", s.cfg.PodCIDRTimeout)
+	}
+}
+
+// noNode is the finding that the cluster lacks this node's Node.
+func noNode(name string) source.Finding {
+	return source.Finding{
+		Severity: source.Problem, Object: "Node " + name, Detail: "the cluster has no Node of this name",
+		Effect: "until there is one, zone hints are ignored, and node ports limited to \"primary\" addresses answer at none; if the name is " +
+			"wrong (--hostname-override), no endpoint counts as being on this node, and traffic with policy Local is dropped",
 	}
 }
 

@@ -127,6 +127,13 @@ func (s *Server) Watches(name string) (n int) {
 	return n
 }
 
+// Created returns how many events clients have created.
+func (s *Server) Created() int {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	return len(s.events)
+}
+
 // Notes returns the texts of the events of a reason that clients have created.
 func (s *Server) Notes(reason string) []string {
 	s.mu.Lock()
