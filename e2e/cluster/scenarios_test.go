@@ -59,6 +59,7 @@ var scenarios = []struct {
 	{"api-server-hangs-under-load", serverHangs},
 	{"compaction-while-away", compaction},
 	{"kube-proxys-command-line", dropIn},
+	{"render-of-the-cluster", renderOfCluster},
 	{"dashboard", dashboard},
 }
 
