@@ -23,11 +23,11 @@ type ruleMetrics struct {
 func newRuleMetrics(s *Set) *ruleMetrics {
 	const family = "ip_family"
 	m := &ruleMetrics{}
-	if s.is(iptables, ipvs) {
+	if s.has.restores {
 		m.restoreFailures = s.counterVec("kubeproxy_sync_proxy_rules_iptables_restore_failures_total",
 			"Runs of iptables-restore that failed.", family)
 	}
-	if s.is(iptables) {
+	if s.has.chains {
 		m.partialFailures = s.counterVec("kubeproxy_sync_proxy_rules_iptables_partial_restore_failures_total",
 			"Runs of iptables-restore for single changes that failed, so that everything was compared anew; they are among all failures too.", family)
 		m.total = &untyped{desc: prometheus.NewDesc("kubeproxy_sync_proxy_rules_iptables_total",
@@ -36,7 +36,7 @@ func newRuleMetrics(s *Set) *ruleMetrics {
 		s.registry.MustRegister(m.total)
 		m.last = s.gaugeVec("kubeproxy_sync_proxy_rules_iptables_last", "Rules of iptables that the last sync wrote.", "table", family)
 	}
-	if s.is(nftables) {
+	if s.has.transactions {
 		m.nftSyncFailures = s.counterVec("kubeproxy_sync_proxy_rules_nftables_sync_failures_total",
 			"Transactions of nftables that failed.", family)
 		m.nftCleanups = s.counterVec("kubeproxy_sync_proxy_rules_nftables_cleanup_failures_total",

@@ -23,16 +23,9 @@ import (
 	"nodeproxy/source"
 )
 
-// The proxy modes, which decide what metrics there are.
-const (
-	iptables = "iptables"
-	ipvs     = "ipvs"
-	nftables = "nftables"
-)
-
 // Config says what a Set is to count.
 type Config struct {
-	// Mode is the proxy mode: iptables, ipvs or nftables.
+	// Mode is the proxy mode: iptables, ipvs or nftables. It decides what metrics there are.
 	Mode string
 	// Version is the program's.
 	Version string
@@ -48,6 +41,7 @@ type Config struct {
 // microseconds unless it says so.
 type Set struct {
 	cfg      Config
+	has      features // of the mode
 	registry *prometheus.Registry
 
 	syncs    *syncMetrics
@@ -73,7 +67,7 @@ func New(cfg Config) *Set {
 	if cfg.Log == nil {
 		cfg.Log = slog.New(slog.DiscardHandler)
 	}
-	s := &Set{cfg: cfg, registry: prometheus.NewRegistry()}
+	s := &Set{cfg: cfg, has: modes[cfg.Mode], registry: prometheus.NewRegistry()}
 	s.registry.MustRegister(collectors.NewGoCollector(), collectors.NewProcessCollector(collectors.ProcessCollectorOpts{}))
 	s.slis = newHealthMetrics()
 	s.syncs = newSyncMetrics(s)
@@ -172,9 +166,6 @@ func number(yes bool) float64 {
 	}
 	return 0
 }
-
-// is reports whether the mode is one of some.
-func (s *Set) is(modes ...string) bool { return slices.Contains(modes, s.cfg.Mode) }
 
 func (s *Set) counterVec(name, help string, labels ...string) *prometheus.CounterVec {
 	vec := prometheus.NewCounterVec(prometheus.CounterOpts{Name: name, Help: help}, labels)

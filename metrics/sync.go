@@ -35,7 +35,7 @@ const (
 )
 
 type syncMetrics struct {
-	duration, full, partial  *prometheus.HistogramVec // full and partial are nil in mode ipvs
+	duration, full, partial  *prometheus.HistogramVec // full and partial are nil in modes without the feature partialSyncs
 	programming              *prometheus.HistogramVec
 	lastDone, lastQueued     *prometheus.GaugeVec
 	services, slices         prometheus.Counter
@@ -63,7 +63,7 @@ func newSyncMetrics(s *Set) *syncMetrics {
 		failures: s.counter("nodeproxy_sync_failures_total", "Syncs that failed in whole or in part."),
 		retries:  s.counter("nodeproxy_sync_retries_total", "Syncs made because the previous one had failed."),
 	}
-	if s.is(iptables, nftables) {
+	if s.has.partialSyncs {
 		m.full = s.histogramVec("kubeproxy_sync_full_proxy_rules_duration_seconds",
 			"Duration of syncs that compared everything with the kernel.", syncBuckets, family)
 		m.partial = s.histogramVec("kubeproxy_sync_partial_proxy_rules_duration_seconds",
