@@ -229,7 +229,7 @@ func TestFindings(t *testing.T) {
 		want       []string
 	}{
 		{"", "--cluster-cidr=10.0.0.0/8", nil},
-		{"", "", []string{"note: FILE: clusterCIDR: not given; traffic from pods can't be told from other traffic, so none is " +
+		{"", "", []string{"note: FILE: clusterCIDR: not given; traffic from pods can't be distinguished from other traffic, so none is " +
 			"masqueraded because it comes from elsewhere"}},
 		{"clusterCIDR: 10.0.0.0/8", "--detect-local-mode=NodeCIDR", []string{"note: FILE:3: clusterCIDR: not used with " +
 			"--detect-local-mode=NodeCIDR; traffic of pods is recognised without it"}},

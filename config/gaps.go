@@ -70,7 +70,7 @@ func (e *Effective) findings() []source.Finding {
 			"not used with "+e.saying("detectLocalMode", string(mode)), "traffic of pods is recognised without it"))
 	case e.kp.ClusterCIDR == "" && mode == plan.DetectClusterCIDR:
 		out = append(out, e.finding(source.Note, "clusterCIDR", "not given",
-			"traffic from pods can't be told from other traffic, so none is masqueraded because it comes from elsewhere"))
+			"traffic from pods can't be distinguished from other traffic, so none is masqueraded because it comes from elsewhere"))
 	}
 	if e.kp.ClientConnection.Kubeconfig != "" && e.own.manifests != "" {
 		out = append(out, e.finding(source.Problem, "clientConnection.kubeconfig", "--manifests is given too",

@@ -35,16 +35,16 @@ type Config struct {
 	KeepCounters bool
 	// SysctlDir is where kernel settings are written; empty for /proc/sys.
 	SysctlDir string
-	// Observer is told of what happens to rules; nil for nobody.
+	// Observer receives what happens to rules; nil for none.
 	Observer Observer
-	// Compared is told of each comparison of everything with the kernel, once for all families, with what was not as it had
-	// been written. The first sync and the one after an error do not know that. Nil is for nobody. It must not block.
+	// Compared, if not nil, is called after each comparison of everything with the kernel, once for all families, with what was not as
+	// it had been written. The first sync and the one after an error do not know that. It must not block.
 	Compared func(drift.Report)
-	// NativeRules is told of tables in which other programs keep rules that iptables can't read, when their chains are found and
-	// when they are gone. Nil is for nobody. It must not block.
+	// NativeRules, if not nil, is called for tables in which other programs keep rules that iptables can't read, when their chains are
+	// found and when they are gone. It must not block.
 	NativeRules func(xtables.NativeRules)
-	// Refused is told of all ServicePorts of a family that the kernel does not take, whenever these are others than before. Nil is
-	// for nobody. It must not block.
+	// Refused, if not nil, is called with all ServicePorts of a family that the kernel does not take, whenever these are others than
+	// before. It must not block.
 	Refused func(plan.Family, []plan.Refusal)
 	Log     *slog.Logger
 }
@@ -58,7 +58,7 @@ type Backend struct {
 }
 
 // New finds the iptables programs and what they and the kernel can do. It changes nothing. A family for which there are
-// none, or for which the kernel has no table nat, is left out with a warning (Families tells which remain); it is an error
+// none, or for which the kernel has no table nat, is left out with a warning (Families returns those that remain); it is an error
 // if none remains.
 func New(cfg Config) (*Backend, error) {
 	if cfg.Variant == xtables.Auto || cfg.Variant == "" {
@@ -91,7 +91,7 @@ func New(cfg Config) (*Backend, error) {
 func newEngine(t *xtables.Program, cfg Config) *engine {
 	liberal := readSysctl("net/netfilter/nf_conntrack_tcp_be_liberal")
 	e := &engine{Writer: t.Writer(cfg.Log), family: t.Family, log: cfg.Log, sysctlDir: cmp.Or(cfg.SysctlDir, "/proc/sys"),
-		counts: newRuleCounts(cfg.Observer), tellRefused: cfg.Refused}
+		counts: newRuleCounts(cfg.Observer), onRefused: cfg.Refused}
 	e.Ran = e.ran
 	e.options = Options{
 		MasqueradeBit: cfg.MasqueradeBit,
@@ -148,7 +148,7 @@ func (b *Backend) Sync(ctx context.Context, p *plan.Plan, change plan.Change) er
 // Took is how long the last Sync took for each family. It may be called between two of them.
 func (b *Backend) Took() map[plan.Family]time.Duration { return b.took }
 
-// report tells what the engines have found in a sync that compared everything.
+// report reports what the engines have found in a sync that compared everything.
 func (b *Backend) report(took time.Duration, err error) {
 	r, known := drift.Report{Took: took, Err: err}, false
 	for _, e := range b.engines {
@@ -174,14 +174,14 @@ type engine struct {
 	options Options
 	log     *slog.Logger
 	// sysctlDir is where kernel settings are written.
-	sysctlDir    string
-	toldLocalnet bool // whether it was said that localhost node ports can't be had
-	// refused are the ServicePorts that the kernel does not take, and tellRefused, if not nil, is told of them.
-	refused     map[plan.Key]*refusal
-	tellRefused func(plan.Family, []plan.Refusal)
+	sysctlDir        string
+	reportedLocalnet bool // whether it was said that localhost node ports can't be had
+	// refused are the ServicePorts that the kernel does not take. onRefused, if not nil, receives them.
+	refused   map[plan.Key]*refusal
+	onRefused func(plan.Family, []plan.Refusal)
 	// current is what the kernel holds; nil where that is not known.
 	current *rules
-	// kept is what the kernel held, before this program wrote anything, for ServicePorts that are not known; nil where all are.
+	// kept is what the kernel had, before this program wrote anything, for ServicePorts that are not known; nil where all are.
 	kept *kept
 	// compared reports whether the last sync compared the kernel with current, and found is what it found to differ.
 	compared bool
@@ -220,7 +220,7 @@ func (e *engine) syncChanged(ctx context.Context, p *plan.Plan, changed plan.Key
 	for _, c := range slices.Concat(steps...) {
 		e.counts.total[c.Table] += c.Grows()
 	}
-	e.counts.tell(e.family)
+	e.counts.report(e.family)
 	return nil
 }
 

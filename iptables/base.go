@@ -20,7 +20,7 @@ type Options struct {
 	// ServicePort's chain, no such chain either for one with a cluster IP only and one or two endpoints, and one rule that
 	// masquerades hairpin traffic for all. 0 is for never, which kernels without xt_bpf need.
 	CompactAbove int
-	// KeepCounters has every ServicePort keep a chain in the compact form too. Traffic tells ServicePorts apart by their
+	// KeepCounters has every ServicePort keep a chain in the compact form too. Traffic recognises ServicePorts by their
 	// chains; and what leads there loses its counter only when frontends near it in the dispatcher come or go, not whenever an
 	// endpoint of theirs does.
 	KeepCounters bool

@@ -12,7 +12,7 @@ import (
 	"nodeproxy/plan"
 )
 
-// dispatcherID names a place where packets are told apart by destination and sent on to a ServicePort's rule.
+// dispatcherID names a place where packets are sent on to a ServicePort's rule by their destination.
 type dispatcherID int
 
 const (

@@ -44,7 +44,7 @@ func (e *engine) syncAll(ctx context.Context, p *plan.Plan) error {
 	}
 	e.log.Debug("compared all rules", "family", e.family, "chains-written", f.written, "chains-removed", f.removed)
 	e.counts.total = f.total()
-	e.counts.tell(e.family)
+	e.counts.report(e.family)
 	e.current = f.rules
 	e.settle(f.refused, f)
 	return nil
@@ -154,8 +154,8 @@ func (f *fullSync) foundation(p *plan.Plan, services []*plan.ServicePort) error 
 		return nil
 	}
 	before := map[names.Table]xtables.Content{}
-	for t, held := range f.actual {
-		before[t] = maps.Clone(held)
+	for t, content := range f.actual {
+		before[t] = maps.Clone(content)
 	}
 	lay := func(services []*plan.ServicePort) error {
 		first := newRules(p, f.family, f.engine.options)
@@ -332,8 +332,8 @@ func (f *fullSync) jumps() error {
 	if !f.rules.localnet() {
 		return nil
 	}
-	if err := allowRouteLocalnet(f.sysctlDir); err != nil && !f.toldLocalnet {
-		f.engine.toldLocalnet = true // Everything else works, and at every sync it is tried again.
+	if err := allowRouteLocalnet(f.sysctlDir); err != nil && !f.reportedLocalnet {
+		f.engine.reportedLocalnet = true // Everything else works, and at every sync it is tried again.
 		f.log.Warn("node ports do not answer on localhost", "error", err)
 	}
 	return nil
@@ -355,8 +355,8 @@ func (f *fullSync) ensure(list []xtables.Jump) error {
 // guard puts the guard of localhost node ports into KUBE-FIREWALL. The kubelet keeps the same rule there, and may keep
 // others, which stay.
 func (f *fullSync) guard() error {
-	held, exists := f.actual[names.Filter][names.KubeletFirewall]
-	if slices.Contains(held, localnetGuard()) {
+	rules, exists := f.actual[names.Filter][names.KubeletFirewall]
+	if slices.Contains(rules, localnetGuard()) {
 		return nil
 	}
 	return f.write([]xtables.Change{{Op: xtables.Append, Table: names.Filter, Chain: names.KubeletFirewall,

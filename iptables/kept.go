@@ -77,7 +77,7 @@ func (f *fullSync) findKept(p *plan.Plan) error {
 func readKept(actual map[names.Table]xtables.Content) *kept {
 	k := &kept{chains: map[string][]string{}, forAll: map[tableChainName][]string{}}
 	for id, at := range places {
-		r := &entryReader{held: actual[at.table], place: at, found: map[key][]string{}, seen: map[string]bool{}}
+		r := &entryReader{actual: actual[at.table], place: at, found: map[key][]string{}, seen: map[string]bool{}}
 		r.chain(at.chain)
 		for _, key := range slices.Sorted(maps.Keys(r.found)) {
 			k.entries = append(k.entries, entry{dispatcherID(id), key, strings.Join(r.found[key], "\n")})
@@ -97,10 +97,10 @@ func readKept(actual map[names.Table]xtables.Content) *kept {
 
 // entryReader reads the entries of a dispatcher out of its chain and those below.
 type entryReader struct {
-	held  xtables.Content
-	place place
-	found map[key][]string
-	seen  map[string]bool
+	actual xtables.Content
+	place  place
+	found  map[key][]string
+	seen   map[string]bool
 }
 
 func (r *entryReader) chain(name string) {
@@ -108,7 +108,7 @@ func (r *entryReader) chain(name string) {
 		return
 	}
 	r.seen[name] = true
-	for _, rule := range r.held[name] {
+	for _, rule := range r.actual[name] {
 		if f, ok := frontendOf(rule); ok && f.Addr.IsValid() == (r.place.addressed()) {
 			r.found[keyOf(f)] = append(r.found[keyOf(f)], rule)
 		} else if to := xtables.Target(rule); !ok && strings.HasPrefix(to, r.place.prefix) && !isDispatcher(to) {

@@ -21,7 +21,7 @@ func (f *fullSync) works() bool {
 
 // confirm returns an error if another program has removed or changed chains of ours since this sync has read or written them, and
 // any ServicePort was found to be refused since the last call: rules that lead to a chain that somebody has removed are refused too,
-// whoever asks for them, and nobody is to be blamed for that. The next sync begins with what the kernel holds then.
+// whoever asks for them, and no ServicePort is to blame for that. The next sync begins with what the kernel holds then.
 func (f *fullSync) confirm() error {
 	if len(f.tried) == f.confirmed {
 		return nil
@@ -65,7 +65,7 @@ type refusal struct {
 	again   time.Time // when it may be tried again
 }
 
-// settle notes what a sync of everything found to be refused, and tells of it where that is not what it was before.
+// settle notes what a sync of everything found to be refused, and reports it where it is not what it was before.
 func (e *engine) settle(found []plan.Refusal, f *fullSync) {
 	before := e.refused
 	e.refused = make(map[plan.Key]*refusal, len(found))
@@ -84,8 +84,8 @@ func (e *engine) settle(found []plan.Refusal, f *fullSync) {
 		now.again = time.Now().Add(now.wait)
 		e.refused[r.Key] = now
 	}
-	if !same && e.tellRefused != nil {
-		e.tellRefused(e.family, found)
+	if !same && e.onRefused != nil {
+		e.onRefused(e.family, found)
 	}
 }
 

@@ -181,7 +181,7 @@ func TestRefusedChange(t *testing.T) {
 		e, k := fakeEngine(plan.IPv4)
 		e.options.CompactAbove = compactAbove
 		var told [][]plan.Refusal
-		e.tellRefused = func(_ plan.Family, list []plan.Refusal) { told = append(told, list) }
+		e.onRefused = func(_ plan.Family, list []plan.Refusal) { told = append(told, list) }
 		p := plantest.Large(50, 3)
 		change := func(sp *plan.ServicePort) {
 			t.Helper()

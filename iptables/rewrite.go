@@ -177,9 +177,9 @@ func (f *fullSync) nestsTooDeep(todo []xtables.Change) bool {
 	rewritten := map[names.Table]map[string]int{} // their depths
 	for _, t := range tables {
 		rewritten[t] = map[string]int{}
-		held := xtables.Depths(f.actual[t])
+		depths := xtables.Depths(f.actual[t])
 		for _, c := range todo {
-			if depth, reached := held[c.Chain]; reached && c.Table == t {
+			if depth, reached := depths[c.Chain]; reached && c.Table == t {
 				rewritten[t][c.Chain] = depth
 			}
 		}

@@ -7,12 +7,12 @@ import (
 	"nodeproxy/plan"
 )
 
-// Observer is told of what happens to rules. Its methods must be safe for concurrent use, and must not block.
+// Observer receives what happens to rules. Its methods must be safe for concurrent use, and must not block.
 type Observer interface {
-	// RestoreFailed tells of a run of iptables-restore that failed. partial is true where it was to write a change only, so
+	// RestoreFailed reports a run of iptables-restore that failed. partial is true where it was to write a change only, so
 	// that everything will be compared with the kernel next.
 	RestoreFailed(f plan.Family, partial bool)
-	// IPTablesRules tells, after a sync that the kernel took but for single ServicePorts, how many rules a table (filter or
+	// IPTablesRules reports, after a sync that the kernel took but for single ServicePorts, how many rules a table (filter or
 	// nat) holds in chains of this program, and how many rules that sync has written.
 	IPTablesRules(f plan.Family, table string, total, written int)
 }
@@ -20,7 +20,7 @@ type Observer interface {
 // ruleCounts are the numbers of rules of one family, by table. Rules in built-in chains that lead to ours are not counted; nor
 // does kube-proxy count them.
 type ruleCounts struct {
-	observer Observer // nil for nobody
+	observer Observer // nil for none
 	total    map[names.Table]int
 	written  map[names.Table]int
 	partial  bool // the sync that is at work writes a change only
@@ -57,7 +57,7 @@ func (c *ruleCounts) wrote(text string) {
 	}
 }
 
-func (c *ruleCounts) tell(f plan.Family) {
+func (c *ruleCounts) report(f plan.Family) {
 	if c.observer == nil {
 		return
 	}

@@ -59,7 +59,7 @@ func newRules(p *plan.Plan, f plan.Family, o Options) *rules {
 }
 
 // byRange reports whether one rule for each range of cluster IPs can masquerade, in place of one for each ServicePort. The
-// rule stands where the interface that a packet came by is not known any more, and can't tell cluster IPs from others.
+// rule stands where the interface that a packet came by is not known any more, and can't distinguish cluster IPs from others.
 func (r *rules) byRange() bool {
 	return r.options.compact(r.endpoints) && r.externals == 0 && len(r.serviceCIDRs()) > 0 &&
 		(r.settings.MasqueradeAll || r.settings.DetectLocal.ByCIDR() && r.settings.DetectLocal.Implemented(r.family))
@@ -166,7 +166,7 @@ func (r *rules) dispatcher(id dispatcherID, t *tries) *dispatch {
 }
 
 // localhostNodePorts are rules that lead what is for loopback addresses to the node ports, apart from all else, so that
-// their counters tell how many connections are accepted there: those that are led there less those that come back.
+// their counters show how many connections are accepted there: those that enter less those that come back.
 func (r *rules) localhostNodePorts() []string {
 	if !r.localnet() {
 		return nil

@@ -232,7 +232,7 @@ func (b *builder) externalChain() {
 	b.chain(serviceChain(names.PrefixExternal, b.sp.Key), rules...)
 }
 
-// fromPods begins a rule for traffic from local pods; nil where that can't be told.
+// fromPods begins a rule for traffic from local pods; nil where pods can't be recognised.
 func (b *builder) fromPods() *xtables.Rule {
 	d := b.settings.DetectLocal
 	switch {

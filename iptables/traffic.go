@@ -20,10 +20,10 @@ import (
 // TrafficReader reads how many connections have gone to each ServicePort. It implements metrics.TrafficReader.
 //
 // Table nat sees the first packet of a connection only. So the counters of the rules that lead to a ServicePort are numbers
-// of connections, and nothing tells the packets and bytes after that. A connection whose first packet is dropped later on is
+// of connections, and the packets and bytes after that are not known. A connection whose first packet is dropped later on is
 // counted again with each further try; one that is refused, as there are no endpoints, is not counted.
 //
-// A chain that changes begins at zero, and with it the counters of up to 32 other frontends. What is told of a ServicePort is
+// A chain that changes begins at zero, and with it the counters of up to 32 other frontends. What is reported of a ServicePort is
 // the sum of how much each of its rules has grown by, so that it does not fall; what was counted between the last time that
 // a rule was read and its end is lost.
 //
@@ -31,9 +31,9 @@ import (
 type TrafficReader struct {
 	tables []counterTable
 
-	mu    sync.Mutex                          // held for keys only
+	mu    sync.Mutex                          // for keys only
 	keys  map[plan.Family]map[string]plan.Key // by the hash in the names of a ServicePort's chains
-	reads sync.Mutex                          // held while rules are read, and for what follows
+	reads sync.Mutex                          // while rules are read, and for what follows
 	last  map[string]uint64                   // by rule
 	total map[plan.Key]uint64
 }
@@ -44,7 +44,7 @@ type counterTable struct {
 	list   func(ctx context.Context, read func(io.Reader) error) error
 }
 
-// Traffic returns a reader of the backend's counters. It may be used beside Sync. It has to be told of the plan by Update.
+// Traffic returns a reader of the backend's counters. It may be used beside Sync. Update gives it the plan.
 func (b *Backend) Traffic() *TrafficReader {
 	var tables []counterTable
 	for _, e := range b.engines {
@@ -61,7 +61,7 @@ func newTrafficReader(tables []counterTable) *TrafficReader {
 	}
 }
 
-// Update tells what the plan is. change says which ServicePorts differ from the last call. It costs work for those only, and
+// Update gives the reader the plan. change says which ServicePorts differ from the last call. It costs work for those only, and
 // keeps nothing of p.
 func (r *TrafficReader) Update(p *plan.Plan, change plan.Change) {
 	r.mu.Lock()

@@ -16,7 +16,7 @@ type RESTClient struct {
 	duration *prometheus.HistogramVec
 }
 
-// NewRESTClient returns a RESTClient that is told of no request yet.
+// NewRESTClient returns a RESTClient without any requests.
 func NewRESTClient() *RESTClient {
 	return &RESTClient{
 		requests: prometheus.NewCounterVec(prometheus.CounterOpts{Name: "rest_client_requests_total",
@@ -27,7 +27,7 @@ func NewRESTClient() *RESTClient {
 	}
 }
 
-// Listen makes client-go tell r of all requests of this process. The first call in a process counts, and it must come before
+// Listen has client-go report all requests of this process to r. The first call in a process counts, and it must come before
 // the first client is made.
 func (r *RESTClient) Listen() {
 	clientmetrics.Register(clientmetrics.RegisterOpts{RequestResult: requestResult{r}, RequestLatency: requestLatency{r}})

@@ -163,7 +163,7 @@ func (s *Set) Synced(x Sync) {
 }
 
 // programmed measures the network programming latency of one trigger (an SLI of SIG Scalability). Triggers from before the
-// program started are left out: they tell how long it was away.
+// program started are left out: they show how long it was away.
 func (s *Set) programmed(t Trigger, now time.Time) {
 	if t.Time.After(s.cfg.Start) {
 		s.syncs.programming.WithLabelValues(t.Family.String()).Observe(max(0, now.Sub(t.Time).Seconds()))

@@ -18,7 +18,7 @@ const trafficTimeout = 8 * time.Second
 
 // TrafficReader reads counters from the kernel. Backends implement it.
 type TrafficReader interface {
-	// Traffic yields the traffic of each ServicePort once, in any order, until ctx ends. An error tells that something could not
+	// Traffic yields the traffic of each ServicePort once, in any order, until ctx ends. An error says that something could not
 	// be read, and may be followed by more.
 	Traffic(ctx context.Context) iter.Seq2[plan.Traffic, error]
 }

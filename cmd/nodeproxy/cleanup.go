@@ -101,22 +101,22 @@ func mayAdminister() error {
 }
 
 // eachLeft removes everything, or with dry only lists it. Rules go first: they ask the sets, and count with the accounting objects.
-func eachLeft(ctx context.Context, cfg *config.Config, dry bool, tell func(string)) error {
+func eachLeft(ctx context.Context, cfg *config.Config, dry bool, each func(string)) error {
 	var errs []error
 	lines, err := xtables.Cleanup(ctx, dry, variants(cfg.IPTablesBackend)...)
 	for _, line := range lines {
-		tell(line)
+		each(line)
 	}
 	errs = append(errs, err)
 	for _, m := range modes {
 		if m.remove != nil {
-			errs = append(errs, m.remove(ctx, removal{cfg: cfg, log: slog.New(slog.DiscardHandler), list: tell, dry: dry}))
+			errs = append(errs, m.remove(ctx, removal{cfg: cfg, log: slog.New(slog.DiscardHandler), list: each, dry: dry}))
 		}
 	}
 	found, err := leftovers.Find()
 	errs = append(errs, err)
 	for _, l := range found {
-		tell(l.String())
+		each(l.String())
 	}
 	if !dry {
 		_, err = leftovers.Remove(found)

@@ -43,7 +43,7 @@ type daemon struct {
 	cancel  context.CancelFunc
 	running sync.WaitGroup
 	read    chan error
-	// rejected is what was last told of a configuration file that holds something else than what is in force.
+	// rejected is what was last reported about a configuration file that is not in force.
 	rejected string
 	// findings are what there is to say about the configuration, and reports what is to be said once the daemon runs.
 	findings []source.Finding
@@ -59,16 +59,16 @@ type daemon struct {
 	// location is where the API server is; nil without one.
 	location *apiserver.Location
 
-	// event tells the cluster, if there is one, of what is wrong on this node, and tell of what is not.
-	event func(reason, action, text string)
-	tell  func(reason, action string)
-	// warnConflict tells it of host processes that listen where Services are; nil without a cluster.
+	// event sends the cluster, if there is one, an event about what is wrong on this node, and normalEvent about what is not.
+	event       func(reason, action, text string)
+	normalEvent func(reason, action string)
+	// warnConflict sends an event about host processes that listen where Services are; nil without a cluster.
 	warnConflict func(text string)
 }
 
 // newDaemon makes a daemon that stops when ctx ends. It writes nothing to the kernel, and reads no objects before begin.
 func newDaemon(ctx context.Context, cfg *config.Config, log *slog.Logger) (*daemon, error) {
-	d := &daemon{cfg: cfg, mode: modeNamed(cfg.Mode), log: log, families: hostFamilies(log), event: func(_, _, _ string) {}, tell: func(_, _ string) {},
+	d := &daemon{cfg: cfg, mode: modeNamed(cfg.Mode), log: log, families: hostFamilies(log), event: func(_, _, _ string) {}, normalEvent: func(_, _ string) {},
 		read: make(chan error, 1)}
 	d.ctx, d.cancel = context.WithCancel(ctx)
 	d.metrics = metrics.New(metrics.Config{Mode: d.mode.name, Version: version, Families: d.families, Start: started, Log: log})
@@ -109,7 +109,7 @@ func (d *daemon) withEvents(report source.Report) source.Report {
 	}
 }
 
-// heldReports keeps findings until they are to be told. A configuration that is only tried tells of none.
+// heldReports keeps findings until they are to be reported. A configuration that is only tried reports none.
 type heldReports struct {
 	mu   sync.Mutex
 	kept []source.Finding
@@ -197,7 +197,7 @@ func trackConnections(cfg *config.Config, report source.Report) {
 	}
 }
 
-// warn tells the cluster of what is wrong with the mode on this node.
+// warn sends the cluster an event about what is wrong with the mode on this node.
 func (d *daemon) warn(text string) {
 	d.event("ModeProblem", "StartNodeproxy", "mode "+d.mode.name+": "+text)
 }
@@ -238,7 +238,7 @@ func (d *daemon) refusals() func(plan.Family, []plan.Refusal) {
 	}
 }
 
-// nativeRules tells of a table with rules that only nft can read. Families may call it at the same time.
+// nativeRules reports a table with rules that only nft can read. Families may call it at the same time.
 func (d *daemon) nativeRules(n xtables.NativeRules) {
 	if len(n.Chains) == 0 {
 		d.log.Info("iptables can read the table again", "table", n.Table, "family", n.Family)
@@ -263,7 +263,7 @@ func (d *daemon) run(turn *turn, front *front) error {
 	}
 	d.log.Info("starting", "version", version, "mode", d.mode.name, "node", d.cfg.NodeName, "objects-from", d.from)
 	d.reports.passTo(d.withEvents(d.metrics.Report(reporter(d.log))))
-	d.tell("Starting", "StartNodeproxy")
+	d.normalEvent("Starting", "StartNodeproxy")
 	err := d.awaitTurn(ctx, turn)
 	if err != nil && ctx.Err() != nil {
 		d.log.Info("the wait for another proxy ends; nothing has been written")
@@ -364,10 +364,10 @@ func (d *daemon) open(ctx context.Context, report source.Report) error {
 	}
 	events := apiserver.NewEvents(client, cfg.NodeName, "nodeproxy", d.log)
 	go events.Run(ctx)
-	d.tell = func(reason, action string) { events.Normal(reason, action, "") }
+	d.normalEvent = func(reason, action string) { events.Normal(reason, action, "") }
 	d.event = func(reason, action, text string) { events.Warning(reason, action, "%s", text) }
 	d.warnConflict = func(text string) { d.event("PortConflict", "WatchPorts", text) }
-	d.drift.tell = func(text string) { d.event("DriftRepaired", "RepairRules", text) }
+	d.drift.event = func(text string) { d.event("DriftRepaired", "RepairRules", text) }
 	d.from = "the API server"
 	watched := apiserver.Config{Client: client, NodeName: cfg.NodeName, Log: d.log, Report: report}
 	if cfg.Settings.DetectLocal.Mode == plan.DetectNodeCIDR {

@@ -8,12 +8,12 @@ import (
 	"nodeproxy/metrics"
 )
 
-// driftReporter counts, logs and tells the cluster what others have changed of what was written to the kernel.
+// driftReporter counts and logs what others have changed of what was written to the kernel, and sends the cluster an event about it.
 type driftReporter struct {
 	metrics *metrics.Set
 	log     *slog.Logger
-	// tell tells the cluster; nil if there is none. Calls of it may be dropped where there are too many.
-	tell func(text string)
+	// event sends the cluster an event; nil if there is none. Some may be dropped where there are too many.
+	event func(text string)
 	// left is what has been found, and not been repaired yet.
 	left drift.Summary
 }
@@ -33,8 +33,8 @@ func (d *driftReporter) watch(ctx context.Context, w watcher, suspect func(why s
 // fewDifferences is how many differences a log line or an event names one by one.
 const fewDifferences = 5
 
-// compared is told of each comparison; calls must not overlap. What a sync fails to repair is repaired by the next one, which
-// does not compare, since it does not know what there was; the comparison after that tells that it was.
+// compared must be called after each comparison; calls must not overlap. What a sync fails to repair is repaired by the next one, which
+// does not compare, since it does not know what there was; the comparison after that shows that it was.
 func (d *driftReporter) compared(r drift.Report) {
 	found := r.Found.Summary(fewDifferences)
 	d.metrics.DriftChecked(r.Took, found.Counts)
@@ -49,7 +49,7 @@ func (d *driftReporter) compared(r drift.Report) {
 	d.repaired()
 }
 
-// repaired tells of all that is left to tell.
+// repaired reports all that is left to report.
 func (d *driftReporter) repaired() {
 	if d.left.Total() == 0 {
 		return
@@ -58,8 +58,8 @@ func (d *driftReporter) repaired() {
 	words := d.left.String()
 	d.log.Warn("another program had changed what was written to the kernel; it has been repaired",
 		"things", d.left.Total(), "found", words)
-	if d.tell != nil {
-		d.tell("repaired what another program had changed: " + words)
+	if d.event != nil {
+		d.event("repaired what another program had changed: " + words)
 	}
 	d.left = drift.Summary{}
 }

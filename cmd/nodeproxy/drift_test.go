@@ -18,7 +18,7 @@ func TestDriftReporter(t *testing.T) {
 	var logged bytes.Buffer
 	var told []string
 	d := &driftReporter{metrics: metrics.New(metrics.Config{}), log: slog.New(slog.NewTextHandler(&logged, nil)),
-		tell: func(text string) { told = append(told, text) }}
+		event: func(text string) { told = append(told, text) }}
 	found := make(drift.Found, 7)
 	for i := range found {
 		found[i] = drift.Difference{Kind: drift.Chain, State: drift.Missing, Object: string(rune('a' + i))}

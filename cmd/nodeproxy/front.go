@@ -38,7 +38,7 @@ func newFront() *front {
 }
 
 // servings say what a daemon's servers of health and of metrics are like. mode is the one in force, "" for none: that is how others
-// tell a nodeproxy that waits from a proxy.
+// distinguish a nodeproxy that waits from a proxy.
 func servings(cfg *config.Config, mode string, set *metrics.Set, node *health.Node, log *slog.Logger) (healthz, debug health.Serving) {
 	answers := health.Debug{
 		Metrics: set.Handler(), SLIs: set.SLIHandler(), Mode: mode, Config: cfg.Configz, Profiling: cfg.Servers.Profiling,
@@ -48,7 +48,7 @@ func servings(cfg *config.Config, mode string, set *metrics.Set, node *health.No
 		health.Serving{Addrs: []netip.AddrPort{cfg.Servers.Metrics}, Handler: answers.Handler(), Program: program(), HardFail: hard, Log: log}
 }
 
-// prepare opens the addresses that a configuration asks for, and that are not open yet. An error tells of one that can't be opened
+// prepare opens the addresses that a configuration asks for, and that are not open yet. An error names one that can't be opened
 // though it must; nothing has changed then.
 func (f *front) prepare(cfg *config.Config) error {
 	for _, s := range []struct {

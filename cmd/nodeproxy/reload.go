@@ -16,8 +16,8 @@ import (
 // lastReload: every node may have the same one, and where it is the objects that can't be read, each try asks the API server.
 const firstReload, lastReload = 10 * time.Second, 5 * time.Minute
 
-// tellReload is after how long it is told that a new configuration is not in force yet.
-const tellReload = 5 * time.Second
+// reportReload is after how long it is reported that a new configuration is not in force yet.
+const reportReload = 5 * time.Second
 
 // reloads keeps a daemon running with the configuration that the file has, or with the last one that could be put in force.
 type reloads struct {
@@ -81,7 +81,7 @@ func (r *reloads) await(ctx context.Context, d *daemon, ended <-chan error) (*da
 	var again, late <-chan time.Time
 	wait := firstReload
 	begin := func() {
-		try, again, late = r.try(ctx, wanted), nil, time.After(tellReload)
+		try, again, late = r.try(ctx, wanted), nil, time.After(reportReload)
 	}
 	for {
 		select {
@@ -147,7 +147,7 @@ func (r *reloads) try(ctx context.Context, cfg *config.Config) *trial {
 	return t
 }
 
-// result is where the trial tells how it went; nil for no trial.
+// result receives how the trial went; nil for no trial.
 func (t *trial) result() <-chan error {
 	if t == nil {
 		return nil
@@ -178,12 +178,12 @@ func (r *reloads) abandon(t *trial) {
 	}
 }
 
-// startError tells that a daemon could not start to work. It has programmed nothing.
+// startError is the error of a daemon that could not start to work. It has programmed nothing.
 type startError struct{ error }
 
 func (e *startError) Unwrap() error { return e.error }
 
-// notInForce tells that the configuration file holds something else than what is in force, and why: once for each reason.
+// notInForce reports that the configuration file has something else than what is in force, and why: once for each reason.
 func (d *daemon) notInForce(why error) {
 	d.metrics.ConfigRejected(true)
 	if text := why.Error(); d.rejected != text {
@@ -193,7 +193,7 @@ func (d *daemon) notInForce(why error) {
 	}
 }
 
-// inForce tells that the configuration file holds what is in force, and what else there is to say about it.
+// inForce reports that the configuration file has what is in force, and what else there is to say about it.
 func (d *daemon) inForce(findings []source.Finding) {
 	d.metrics.ConfigRejected(false)
 	if d.rejected != "" {

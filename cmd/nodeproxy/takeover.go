@@ -25,11 +25,11 @@ type turn struct {
 	guard    exclusive.Guard
 	come     bool
 	forced   bool   // taken although another proxy had it; from then on, guard is for claiming alone
-	told     string // whom the cluster has been told to be waited for
+	reported string // the proxy that is waited for, as last reported to the cluster
 	claiming sync.WaitGroup
 }
 
-// awaitTurn waits for the turn. An error tells that ctx ended before, or that the mode can't work here: who has made another proxy
+// awaitTurn waits for the turn. An error says that ctx ended before, or that the mode can't work here: who has made another proxy
 // go for this one would learn of that too late. Meanwhile health and metrics are served, unless the other proxy has their
 // addresses, and say whom it waits for.
 func (d *daemon) awaitTurn(ctx context.Context, t *turn) error {
@@ -55,8 +55,8 @@ func (d *daemon) awaitTurn(ctx context.Context, t *turn) error {
 		}
 		d.log.Warn("another proxy runs here; nothing is written before it is gone (--take-over goes ahead at once)",
 			"other", other.String())
-		if t.told != other.String() { // A new configuration makes the wait a new one.
-			t.told = other.String()
+		if t.reported != other.String() { // A new configuration makes the wait a new one.
+			t.reported = other.String()
 			d.event("WaitingForProxy", "StartNodeproxy", "nothing is written before another proxy is gone: "+other.String())
 		}
 		node.WaitFor(other.String())
@@ -76,7 +76,7 @@ func (d *daemon) awaitTurn(ctx context.Context, t *turn) error {
 // lookEvery is how often another proxy is looked for once this program has its turn. That takes a few milliseconds.
 const lookEvery = 30 * time.Second
 
-// watchOthers tells of a proxy that starts, or comes back, although this program has its turn, as long as ctx lasts. This one goes
+// watchOthers reports a proxy that starts, or comes back, although this program has its turn, as long as ctx lasts. This one goes
 // on: which of them is to be here is for people to say, and until they do, traffic has to flow.
 func (d *daemon) watchOthers(ctx context.Context, t *turn, every time.Duration) {
 	if d.cfg.TakeOver || t.forced { // Then it is known, and wanted.
@@ -140,7 +140,7 @@ func (t *turn) force(log *slog.Logger) {
 	}
 	t.forced = true
 	log.Warn("another proxy runs here; going ahead, as --take-over asks", "other", other.String())
-	t.claiming.Go(func() { _ = t.guard.Claim(t.process) }) // An error tells of the end of process alone.
+	t.claiming.Go(func() { _ = t.guard.Claim(t.process) }) // It fails only at the end of the process.
 }
 
 // proxyPorts are where another proxy may answer that has the same configuration.

@@ -6,7 +6,7 @@ import (
 	"time"
 )
 
-// children remembers by which processes this program writes rules, so that what they do is told from what others do.
+// children remembers by which processes this program writes rules, so that what they do is not taken for what others do.
 //
 // A notification of nf_tables bears the netlink port of who made the change. The kernel makes that the process id of the
 // program in its own pid namespace, which is also this program's; the id that the notification has besides is the host's.
@@ -37,7 +37,7 @@ func (c *children) run(cmd *exec.Cmd) error {
 	return cmd.Wait()
 }
 
-// note must be called with the lock held.
+// The caller of note must have the lock.
 func (c *children) note(pid uint32, ended time.Time) {
 	if c.pids == nil {
 		c.pids = map[uint32]time.Time{}

@@ -51,12 +51,12 @@ func (w *Writer) Cleanup(ctx context.Context, tables []names.Table, dry bool) ([
 	var out []string
 	var errs []error
 	for _, t := range tables {
-		held, err := w.Kernel.Save(ctx, t)
+		content, err := w.Kernel.Save(ctx, t)
 		if err != nil {
 			errs = append(errs, err)
 			continue
 		}
-		changes := Diff(t, Nothing, held)
+		changes := Diff(t, Nothing, content)
 		for _, c := range changes {
 			switch c.Op {
 			case Delete:
@@ -66,18 +66,18 @@ func (w *Writer) Cleanup(ctx context.Context, tables []names.Table, dry bool) ([
 			}
 		}
 		if !dry {
-			errs = append(errs, w.clean(ctx, t, held, changes)...)
+			errs = append(errs, w.clean(ctx, t, content, changes)...)
 		}
 	}
 	return out, errors.Join(errs...)
 }
 
 // clean makes changes that leave nothing of ours in a table but chains that others lead to, each of which is an error.
-func (w *Writer) clean(ctx context.Context, t names.Table, held Content, changes []Change) (errs []error) {
-	actual := map[names.Table]Content{t: held}
+func (w *Writer) clean(ctx context.Context, t names.Table, content Content, changes []Change) (errs []error) {
+	actual := map[names.Table]Content{t: content}
 	stays := func(c Change, err error) {
 		why := ""
-		if from := leadingTo(held, c.Chain); len(from) > 0 {
+		if from := leadingTo(content, c.Chain); len(from) > 0 {
 			why = ", since rules in " + strings.Join(from, ", ") + " lead to it"
 		}
 		errs = append(errs, fmt.Errorf("chain %s of table %s stays%s: %w", c.Chain, t, why, err))
@@ -99,10 +99,10 @@ func (w *Writer) clean(ctx context.Context, t names.Table, held Content, changes
 }
 
 // leadingTo lists the chains with rules that lead to another one.
-func leadingTo(held Content, to string) []string {
+func leadingTo(content Content, to string) []string {
 	var out []string
-	for _, name := range slices.Sorted(maps.Keys(held)) {
-		if slices.ContainsFunc(held[name], func(r string) bool { return Target(r) == to }) {
+	for _, name := range slices.Sorted(maps.Keys(content)) {
+		if slices.ContainsFunc(content[name], func(r string) bool { return Target(r) == to }) {
 			out = append(out, name)
 		}
 	}

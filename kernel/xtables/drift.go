@@ -9,7 +9,7 @@ import (
 )
 
 // Drift returns in what a table differs from what had been written to it: changes are those that Diff returns for what had been
-// written and what the table holds. Rules in built-in chains that nobody wants are no drift, nor is a chain that had to stay.
+// written and what the table holds. Unwanted rules in built-in chains are no drift, nor is a chain that had to stay.
 func Drift(f plan.Family, changes []Change) drift.Found {
 	var found drift.Found
 	for _, c := range changes {

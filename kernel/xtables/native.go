@@ -72,12 +72,12 @@ const (
 )
 
 // saveByChain is save for a table that iptables-save does not print.
-func (t *Program) saveByChain(ctx context.Context, tbl names.Table) (held Content, err error) {
+func (t *Program) saveByChain(ctx context.Context, tbl names.Table) (content Content, err error) {
 	var native []string
 	for range listTries {
-		if held, native, err = t.listByChain(ctx, tbl, nil); err == nil {
+		if content, native, err = t.listByChain(ctx, tbl, nil); err == nil {
 			t.reportNative(tbl, native)
-			return held, nil
+			return content, nil
 		}
 		if ctx.Err() != nil {
 			return nil, err
@@ -107,11 +107,11 @@ func (t *Program) listByChain(ctx context.Context, tbl names.Table, counters fun
 		}
 		return -1
 	})
-	held := Content{}
+	content := Content{}
 	var native, left []string
 	ask := func(name string) error {
 		rules, err := NFTRules(t.Family, tbl, name)
-		held[name] = rules
+		content[name] = rules
 		native = append(native, name)
 		return err
 	}
@@ -124,7 +124,7 @@ func (t *Program) listByChain(ctx context.Context, tbl names.Table, counters fun
 	}
 	for runs := 0; len(left) > 0; runs++ {
 		err := t.listChains(ctx, tbl, left, func(line string) {
-			if held.Add(line); counters != nil {
+			if content.Add(line); counters != nil {
 				counters(line)
 			}
 		}, counters != nil)
@@ -150,12 +150,12 @@ func (t *Program) listByChain(ctx context.Context, tbl names.Table, counters fun
 		}
 	}
 	for _, name := range chains {
-		if _, listed := held[name]; !listed {
+		if _, listed := content[name]; !listed {
 			return nil, nil, fmt.Errorf("%s did not list chain %s", t.RestorePath, name)
 		}
 	}
 	slices.Sort(native)
-	return held, native, nil
+	return content, native, nil
 }
 
 // listChains lists chains in one run. Where one of them can't be listed, those before it are.

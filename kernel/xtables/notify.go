@@ -15,7 +15,7 @@ import (
 	"nodeproxy/kernel/nft"
 )
 
-// notifications are what the kernel tells of each change of nf_tables in this network namespace.
+// notifications are what the kernel sends about each change of nf_tables in this network namespace.
 type notifications struct {
 	subscription *netlink.Subscription
 	tables       []watched

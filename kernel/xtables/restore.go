@@ -13,7 +13,7 @@ import (
 )
 
 // Restore runs iptables-restore --noflush. The end of the daemon does not interrupt it once it has begun: a table changes as a whole or not at
-// all, but a program that is killed between two tables helps nobody. Only one that hangs is ended; then what the kernel holds
+// all, but a program that is killed between two tables leaves them at odds. Only one that hangs is ended; then what the kernel has
 // is not known, as after any error.
 func (t *Program) Restore(text string) error {
 	text, deletions := t.deletions(text)
@@ -40,7 +40,7 @@ func (t *Program) restoreText(text string) error {
 	if err == nil {
 		return nil
 	}
-	if ctx.Err() != nil { // This tells nothing about the input, so it is no RestoreError.
+	if ctx.Err() != nil { // This says nothing about the input, so it is no RestoreError.
 		return fmt.Errorf("%s was ended, since it did not end by itself within %v: %s", t.RestorePath, limit, oneLine(out.String()))
 	}
 	return &RestoreError{Program: t.RestorePath, Message: oneLine(out.String()), Excerpt: Excerpt(text, out.String()), Err: err}
@@ -91,7 +91,7 @@ func Excerpt(input, message string) string {
 	return strings.TrimSuffix(b.String(), "\n")
 }
 
-// oneLine makes a program's message fit into a log line. Hints about --help help nobody here.
+// oneLine makes a program's message fit into a log line. Hints about --help are of no use here.
 func oneLine(s string) string {
 	var out []string
 	for _, line := range strings.Split(s, "\n") {

@@ -18,10 +18,10 @@ import (
 // Save reads a table from the kernel. What can't be read is an error: a table is never taken for empty because a program prints
 // nothing of it.
 func (t *Program) Save(ctx context.Context, tbl names.Table) (Content, error) {
-	var held Content
+	var content Content
 	var whole bool
 	err := t.read(ctx, t.SavePath, "", func(out io.Reader) (err error) {
-		held, whole, err = parseSave(out, tbl)
+		content, whole, err = parseSave(out, tbl)
 		return err
 	}, "-t", string(tbl))
 	switch {
@@ -29,7 +29,7 @@ func (t *Program) Save(ctx context.Context, tbl names.Table) (Content, error) {
 		return nil, fmt.Errorf("reading table %s by %s: %w", tbl, t.SavePath, err)
 	case whole:
 		t.reportNative(tbl, nil)
-		return held, nil
+		return content, nil
 	case t.Variant == NFT:
 		return t.saveByChain(ctx, tbl)
 	}
@@ -79,8 +79,8 @@ type Content map[string][]string
 
 // parseSave reads the output of iptables-save for one table, and reports whether the table is in it, from its first line to its
 // last. Lines that it does not know are passed over: they are not ours.
-func parseSave(in io.Reader, t names.Table) (held Content, whole bool, err error) {
-	held = Content{}
+func parseSave(in io.Reader, t names.Table) (content Content, whole bool, err error) {
+	content = Content{}
 	begun := false
 	err = EachLine(in, func(line string) {
 		switch {
@@ -89,10 +89,10 @@ func parseSave(in io.Reader, t names.Table) (held Content, whole bool, err error
 		case line == "COMMIT":
 			whole = begun
 		default:
-			held.Add(line)
+			content.Add(line)
 		}
 	})
-	return held, whole, err
+	return content, whole, err
 }
 
 // EachLine calls do for each line that a program prints.
@@ -166,7 +166,7 @@ func mayHaveDotted(rule string) bool {
 const MaxNesting = 15
 
 // Depths returns, for each chain that packets can get to, how many chains deep below a built-in one it lies at most.
-func Depths(held Content) map[string]int {
+func Depths(content Content) map[string]int {
 	out := map[string]int{}
 	var visit func(name string, depth int)
 	visit = func(name string, depth int) {
@@ -174,15 +174,15 @@ func Depths(held Content) map[string]int {
 			return
 		}
 		out[name] = depth
-		for _, r := range held[name] {
+		for _, r := range content[name] {
 			if to := Target(r); to != "" {
-				if _, is := held[to]; is {
+				if _, is := content[to]; is {
 					visit(to, depth+1)
 				}
 			}
 		}
 	}
-	for name := range held {
+	for name := range content {
 		if names.Builtin(name) {
 			visit(name, 0)
 		}

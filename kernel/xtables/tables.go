@@ -54,8 +54,8 @@ func (x *Tables) Program() *Program { return x.Kernel.(*Program) }
 // ServiceChains reports whether there are chains of single Services, as mode iptables has them: then it is by its rules that
 // traffic flows.
 func (x *Tables) ServiceChains(ctx context.Context) (bool, error) {
-	held, err := x.Kernel.Save(ctx, names.NAT)
-	for name := range held {
+	content, err := x.Kernel.Save(ctx, names.NAT)
+	for name := range content {
 		if names.OfService(name) {
 			return true, err
 		}
@@ -73,15 +73,15 @@ func (x *Tables) Apply(ctx context.Context, desired Desired) (int, error) {
 	actual := map[names.Table]Content{}
 	n := 0
 	for _, t := range names.Tables {
-		held, err := x.Kernel.Save(ctx, t)
+		content, err := x.Kernel.Save(ctx, t)
 		if err != nil {
 			return 0, err
 		}
-		actual[t] = held
+		actual[t] = content
 		if written != nil && x.Found != nil {
-			*x.Found = append(*x.Found, Drift(x.Family, x.WithoutStuck(Diff(t, *written, held)))...)
+			*x.Found = append(*x.Found, Drift(x.Family, x.WithoutStuck(Diff(t, *written, content)))...)
 		}
-		for _, c := range Diff(t, desired, held) {
+		for _, c := range Diff(t, desired, content) {
 			switch {
 			case c.Op == Leave:
 				continue

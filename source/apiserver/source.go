@@ -49,7 +49,7 @@ type Config struct {
 	NodeTimeout time.Duration
 	// PodCIDRTimeout is how long to wait for a Node with spec.podCIDRs once everything else has been delivered, instead of
 	// NodeTimeout for any Node; zero means not to wait for pod CIDRs. It is for detect-local-mode NodeCIDR: without them the node's
-	// pods can't be told from other clients.
+	// pods can't be distinguished from other clients.
 	PodCIDRTimeout time.Duration
 	Log            *slog.Logger
 	// Report receives findings about objects; nil discards them.
