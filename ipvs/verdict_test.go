@@ -68,8 +68,8 @@ func isMartian(rs *packetsim.Machine, pkt plan.Packet) bool {
 	return !pkt.Output && rs.IsAdded(pkt.Src)
 }
 
-// isTaken reports whether a packet is for an endpoint whose address some Service has for a load balancer
-// IP. In this mode such an address is the machine's own, so nothing reaches who has it elsewhere.
+// isTaken reports whether a packet is for an endpoint whose address is also a load balancer IP of some Service. In this mode such an
+// address is the machine's own, so no packet from this machine reaches the endpoint.
 func isTaken(rs *packetsim.Machine, v plan.Verdict) bool {
 	return slices.ContainsFunc(v.Targets, func(t plan.Target) bool { return rs.IsAdded(t.Addr.Addr()) })
 }
@@ -159,9 +159,9 @@ func TestForeignMarks(t *testing.T) {
 	}
 }
 
-// TestHostClients sends from the node to addresses of Services with the source that the kernel picks where it is told of no
-// other: that address itself. Such traffic gets where the node's other traffic gets, and never leaves with that source,
-// since each node has that address.
+// TestHostClients sends from the node to addresses of Services, with the source that the kernel picks by default: that address itself.
+// Such traffic reaches the same endpoints as the node's other traffic, and never leaves with that source, since each node has that
+// address.
 func TestHostClients(t *testing.T) {
 	t.Parallel()
 	left := 0

@@ -20,7 +20,7 @@ func Compare(e *plan.Evaluator, m *Machine, pkt plan.Packet, node Node) error {
 	return Tolerance{}.Compare(e, m, pkt, node)
 }
 
-// Compare is like the function, with tolerance t.
+// Compare is like the function Compare, but allows the differences that t lists.
 func (t Tolerance) Compare(e *plan.Evaluator, m *Machine, pkt plan.Packet, node Node) error {
 	if pkt.SrcLocal != node.Local(pkt.Src) || pkt.DstLocal != node.Local(pkt.Dst) {
 		return fmt.Errorf("the packet (%s) and the node do not agree on which addresses are local", pkt)
@@ -66,7 +66,7 @@ func Agree(v plan.Verdict, pkt plan.Packet, outcomes []Outcome) error {
 	return Tolerance{}.Agree(v, pkt, outcomes)
 }
 
-// Agree is like the function, with tolerance t.
+// Agree is like the function Agree, but allows the differences that t lists.
 func (t Tolerance) Agree(v plan.Verdict, pkt plan.Packet, outcomes []Outcome) error {
 	if v.Action == plan.Forward {
 		return t.agreeForward(v, pkt, outcomes)

@@ -77,6 +77,56 @@ func TestAgree(t *testing.T) {
 	}
 }
 
+// TestAgreeBetween: during a change a packet reaches an endpoint of before or after, masqueraded if the verdicts that know the endpoint
+// say so.
+func TestAgreeBetween(t *testing.T) {
+	t.Parallel()
+	at := func(text string) netip.AddrPort { return netip.MustParseAddrPort(text) }
+	old, kept, added, other := at("10.0.0.1:80"), at("10.0.0.2:80"), at("10.0.0.3:80"), at("10.0.0.4:80")
+	verdict := func(masquerade bool, targets ...netip.AddrPort) plan.Verdict {
+		v := plan.Verdict{Action: plan.Forward}
+		for _, a := range targets {
+			v.Targets = append(v.Targets, plan.Target{Addr: a, Masquerade: masquerade})
+		}
+		return v
+	}
+	endpoints := []plan.Endpoint{{Addr: old}, {Addr: kept}, {Addr: added}}
+	outcome := func(dst netip.AddrPort, masquerade bool) packetsim.Outcome {
+		return packetsim.Outcome{Action: packetsim.Accept, Dst: dst, DNAT: true, Masquerade: masquerade, Probability: 1}
+	}
+	delivered, dropped, passed := outcome(kept, false), outcome(kept, true), outcome(kept, true)
+	delivered.Delivered, dropped.Action, passed.DNAT = true, packetsim.Drop, false
+	hairpin := to(vip, 80)
+	hairpin.Src = kept.Addr()
+	sent := to(vip, 80)
+	sent.Output = true
+	for _, tc := range []struct {
+		name          string
+		before, after plan.Verdict
+		packet        plan.Packet
+		outcome       packetsim.Outcome
+		want          string // in the error; empty for none
+	}{
+		{"endpoint of before", verdict(false, old, kept), verdict(false, kept, added), to(vip, 80), outcome(old, false), ""},
+		{"endpoint of after", verdict(false, old, kept), verdict(false, kept, added), to(vip, 80), outcome(added, false), ""},
+		{"no endpoint", verdict(false, old, kept), verdict(false, kept, added), to(vip, 80), outcome(other, false), "it gets to"},
+		{"dropped", verdict(false, kept), verdict(false, kept), to(vip, 80), dropped, "it gets to drop"},
+		{"past the Service", verdict(false, kept), verdict(false, kept), to(vip, 80), passed, "it gets to accept"},
+		{"not masqueraded", verdict(true, kept), verdict(true, kept), to(vip, 80), outcome(kept, false), "not masqueraded"},
+		{"masqueraded only before", verdict(true, kept), verdict(false, kept), to(vip, 80), outcome(kept, false), ""},
+		{"masqueraded only by the verdict that knows it", verdict(true, old), verdict(false, kept), to(vip, 80), outcome(old, false),
+			"not masqueraded"},
+		{"it stays here", verdict(true, kept), verdict(true, kept), to(vip, 80), delivered, ""},
+		{"it stays here, but passed masquerading", verdict(true, kept), verdict(true, kept), sent, delivered, "not masqueraded"},
+		{"an endpoint to itself", verdict(true, kept), verdict(true, kept), hairpin, outcome(kept, false), ""},
+	} {
+		err := packetsim.AgreeBetween(tc.before, tc.after, endpoints, tc.packet, []packetsim.Outcome{tc.outcome})
+		if tc.want == "" && err != nil || tc.want != "" && (err == nil || !strings.Contains(err.Error(), tc.want)) {
+			t.Errorf("%s: error is %v, want one with %q", tc.name, err, tc.want)
+		}
+	}
+}
+
 // TestCompare compares a plan with hand-written rules, right and wrong.
 func TestCompare(t *testing.T) {
 	t.Parallel()

@@ -53,7 +53,7 @@ func (m *Machine) serverOf(p *Packet) *Server {
 }
 
 // schedule does with a packet what IPVS does: if it meets a virtual server, each real server is a way to go on. A packet for
-// another machine begins anew at hook OUTPUT with its new destination; one for this machine stays where it is.
+// another machine starts again at hook OUTPUT with its new destination; one for this machine stays where it is.
 func (m *Machine) schedule(w way) []way {
 	if w.Virtual.IsValid() {
 		return []way{w} // IPVS has had it.

@@ -9,7 +9,7 @@ import (
 	"nodeproxy/plan"
 )
 
-// Set is an ipset. Rules hold it by pointer, as the kernel does: it can't be destroyed while one does.
+// Set is an ipset. Rules refer to it by pointer, as in the kernel, where a set can't be destroyed while a rule uses it.
 type Set struct {
 	Name       string
 	Dimensions []string    // ip, net or port
@@ -41,9 +41,9 @@ type Entry struct {
 // MaxSetDimensions is how many dimensions the kernel's types have at most.
 const MaxSetDimensions = len(Element{})
 
-// Find returns the entry that a packet is in. As in the kernel, the smallest net that has it decides, and a packet of
-// the other family, or flags fewer than the set's dimensions, find nothing. The flags say of each dimension whether it is
-// compared with the packet's source rather than its destination.
+// Find returns the entry that matches a packet. A flag says for each dimension whether the packet's source is compared, rather than its
+// destination. As in the kernel, the longest prefix wins, and nothing is found for a packet of the other family or with fewer flags
+// than the set has dimensions.
 func (s *Set) Find(p *Packet, flags []bool) (Entry, bool, error) {
 	if len(flags) < len(s.Dimensions) || s.Family != 0 && s.Family != plan.FamilyOf(p.Dst) {
 		return Entry{}, false, nil

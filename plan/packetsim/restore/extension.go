@@ -103,20 +103,17 @@ func multiportExtension(p *parser) extension {
 
 // addrtypeExtension asks whether addresses are the node's.
 func addrtypeExtension(p *parser) extension {
-	local := func(address func(*packetsim.Packet) netip.Addr) option {
+	local := func(of func(*packetsim.Packet) netip.Addr) option {
 		return one(func(value string, not bool) error {
 			if value != "LOCAL" {
 				p.fails(p.notKnown("address type", value))
 				return nil
 			}
-			p.when(not, func(pkt *packetsim.Packet) bool { return pkt.Local(address(pkt)) })
+			p.when(not, func(pkt *packetsim.Packet) bool { return pkt.Local(of(pkt)) })
 			return nil
 		})
 	}
-	return extension{options: map[string]option{
-		"--src-type": local(func(pkt *packetsim.Packet) netip.Addr { return pkt.Src }),
-		"--dst-type": local(func(pkt *packetsim.Packet) netip.Addr { return pkt.Dst }),
-	}}
+	return extension{options: map[string]option{"--src-type": local(srcOf), "--dst-type": local(dstOf)}}
 }
 
 func markExtension(p *parser) extension {

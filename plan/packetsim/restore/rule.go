@@ -5,6 +5,7 @@ import (
 	"errors"
 	"fmt"
 	"iter"
+	"net/netip"
 	"slices"
 	"strings"
 
@@ -168,8 +169,8 @@ func (p *parser) option(name string, not bool) error {
 
 // baseOptions are the options of iptables itself, each with one value.
 var baseOptions = map[string]func(p *parser, value string, not bool) error{
-	"-s": (*parser).source, "--source": (*parser).source, "--src": (*parser).source,
-	"-d": (*parser).destination, "--destination": (*parser).destination, "--dst": (*parser).destination,
+	"-s": address(srcOf), "--source": address(srcOf), "--src": address(srcOf),
+	"-d": address(dstOf), "--destination": address(dstOf), "--dst": address(dstOf),
 	"-p": (*parser).proto, "--protocol": (*parser).proto, "--proto": (*parser).proto,
 	"-i": (*parser).inInterface, "--in-interface": (*parser).inInterface,
 	"-o": (*parser).outInterface, "--out-interface": (*parser).outInterface,
@@ -177,16 +178,17 @@ var baseOptions = map[string]func(p *parser, value string, not bool) error{
 	"-j": (*parser).jumpTo, "--jump": (*parser).jumpTo, "-g": (*parser).goTo, "--goto": (*parser).goTo,
 }
 
-func (p *parser) source(value string, not bool) error {
-	prefix, err := parsePrefix(value, p.machine.Family)
-	p.when(not, func(pkt *packetsim.Packet) bool { return prefix.Contains(pkt.Src) })
-	return err
-}
+// srcOf and dstOf are the addresses that conditions are about.
+func srcOf(p *packetsim.Packet) netip.Addr { return p.Src }
+func dstOf(p *packetsim.Packet) netip.Addr { return p.Dst }
 
-func (p *parser) destination(value string, not bool) error {
-	prefix, err := parsePrefix(value, p.machine.Family)
-	p.when(not, func(pkt *packetsim.Packet) bool { return prefix.Contains(pkt.Dst) })
-	return err
+// address compares an address with a range.
+func address(of func(*packetsim.Packet) netip.Addr) func(*parser, string, bool) error {
+	return func(p *parser, value string, not bool) error {
+		prefix, err := parsePrefix(value, p.machine.Family)
+		p.when(not, func(pkt *packetsim.Packet) bool { return prefix.Contains(of(pkt)) })
+		return err
+	}
 }
 
 func (p *parser) proto(value string, not bool) error {

@@ -69,7 +69,7 @@ type traceCase struct {
 	rules  string
 	packet plan.Packet
 	node   packetsim.Node
-	want   []string // as brief has it
+	want   []string // in the form of brief
 }
 
 func testTraces(t *testing.T, cases []traceCase) {
