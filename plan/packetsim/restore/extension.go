@@ -18,17 +18,17 @@ import (
 type extension struct {
 	name      string
 	options   map[string]option
+	seen      map[string]bool
 	needs     string   // the option without which the extension is refused, if there is one
 	protocols []string // The rule must have -p with one of them; nil for none.
 	end       func()   // adds the condition that the options make together; nil for none
-	seen      map[string]bool
 }
 
 // option is an option of an extension.
 type option struct {
-	values  int
-	certain bool // It is not known if it is inverted.
-	read    func(values []string, not bool) error
+	values int
+	plain  bool // It is not known with an exclamation mark.
+	read   func(values []string, not bool) error
 }
 
 // flag is an option without a value.
@@ -131,7 +131,7 @@ func conntrackExtension(p *parser) extension {
 		p.when(false, func(pkt *packetsim.Packet) bool { return prefix.Contains(pkt.Original) })
 		return err
 	})
-	original.certain = true
+	original.plain = true
 	return extension{options: map[string]option{"--ctstate": stateOption(p), "--ctorigdst": original}}
 }
 

@@ -245,7 +245,7 @@ func (p *parser) extensionOption(name string, not bool) error {
 	}
 	for _, x := range slices.Backward(p.extensions) {
 		o, known := x.options[name]
-		if !known || not && o.certain {
+		if !known || not && o.plain {
 			continue
 		}
 		values, err := p.values(name, o.values)

@@ -121,6 +121,7 @@ func TestTraceFilter(t *testing.T) {
 			"-A FORWARD -m addrtype ! --dst-type LOCAL --src-type LOCAL -j DROP",
 			"-A FORWARD -m conntrack --ctstate INVALID,ESTABLISHED,RELATED,DNAT -j DROP",
 			"-A FORWARD -m conntrack ! --ctstate NEW -j DROP",
+			"-A FORWARD -m conntrack --ctorigdst 10.96.0.2/32 -j DROP",
 			"-A FORWARD -m recent --rcheck --seconds 10 --reap --name x --mask 255.255.255.255 --rsource -j DROP",
 			`-A FORWARD -m comment --comment "a \"quoted\" -j DROP"`,
 			"[12:720] -A FORWARD -p tcp -m tcp --dport 79:80 -m addrtype ! --src-type LOCAL -m conntrack --ctstate NEW "+
@@ -207,6 +208,11 @@ func TestTraceNAT(t *testing.T) {
 		name: "routed by the new destination", packet: to(vip, 80), want: []string{"accept 192.168.1.10:8080 local 1"},
 		rules: table("nat", "-A PREROUTING -p tcp -j DNAT --to-destination 192.168.1.10:8080",
 			"-A POSTROUTING -j MASQUERADE") + table("filter", "-A FORWARD -j DROP"),
+	}, {
+		name: "the original destination", packet: to(vip, 80), want: []string{"drop 10.0.0.1:80 1"},
+		rules: table("nat", "-A PREROUTING -p tcp -j DNAT --to-destination 10.0.0.1") +
+			table("filter", "-A FORWARD -m conntrack --ctstate DNAT --ctorigdst 10.0.0.1 -j REJECT",
+				"-A FORWARD -m conntrack --ctstate DNAT --ctorigdst 10.96.0.0/16 -j DROP"),
 	}, {
 		name: "sent to elsewhere", packet: sent(vip, 80), want: []string{"accept 10.0.0.1:80 masquerade 1"},
 		rules: table("nat", "-A PREROUTING -j DNAT --to-destination 10.0.0.9",
