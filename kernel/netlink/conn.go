@@ -42,6 +42,19 @@ func Dial(protocol int) (*Conn, error) {
 	return NewConn(s), nil
 }
 
+// DialLarge is as Dial, for a socket that can send so many bytes at once.
+func DialLarge(protocol, bytes int) (*Conn, error) {
+	s, err := openSocket(protocol)
+	if err != nil {
+		return nil, err
+	}
+	if err := setSendBuffer(s.fd, bytes); err != nil {
+		_ = s.Close()
+		return nil, fmt.Errorf("netlink socket: %w", err)
+	}
+	return NewConn(s), nil
+}
+
 // NewConn returns a Conn that uses a socket.
 func NewConn(s Socket) *Conn { return &Conn{socket: s} }
 
@@ -61,7 +74,7 @@ func (c *Conn) Do(requests ...Message) []error {
 	}
 	for start := 0; start < len(requests); {
 		end := min(start+maxBatch, len(requests))
-		if err := c.batch(requests[start:end], func(i int, err error) { fail(start+i, err) }); err != nil {
+		if err := c.batch(requests[start:end], end-start-1, func(i int, err error) { fail(start+i, err) }); err != nil {
 			for i := start; i < len(requests); i++ {
 				if errs == nil || errs[i] == nil {
 					fail(i, err)
@@ -74,8 +87,18 @@ func (c *Conn) Do(requests ...Message) []error {
 	return errs
 }
 
-// batch sends requests at once, and reports those that failed.
-func (c *Conn) batch(requests []Message, fail func(int, error)) error {
+// Transact carries out requests of which the first begins a transaction and the last commits it, in a single send, which must fit
+// into the send buffer (see DialLarge). The error of the transaction as a whole is that of the first request. Kernels before 6.10 do
+// not answer the last request, so the one before it asks for an answer; a first request that fails may be the only one to be answered.
+// Where the answers are lost, the error says so, and the transaction may have been committed.
+func (c *Conn) Transact(requests []Message) (errs map[int]error, err error) {
+	errs = map[int]error{}
+	err = c.batch(requests, len(requests)-2, func(i int, err error) { errs[i] = err })
+	return errs, err
+}
+
+// batch sends requests at once, and reports those that failed. asks is the index of the one that asks for an answer.
+func (c *Conn) batch(requests []Message, asks int, fail func(int, error)) error {
 	if err := c.drain(); err != nil {
 		return err
 	}
@@ -83,7 +106,7 @@ func (c *Conn) batch(requests []Message, fail func(int, error)) error {
 	c.out = c.out[:0]
 	for i, m := range requests {
 		c.seq++
-		if m.Flags |= unix.NLM_F_REQUEST; i == last {
+		if m.Flags |= unix.NLM_F_REQUEST; i == asks {
 			m.Flags |= unix.NLM_F_ACK
 		}
 		c.out = m.Append(c.out, c.seq)
@@ -97,10 +120,11 @@ func (c *Conn) batch(requests []Message, fail func(int, error)) error {
 			if i > uint32(last) || h.Type != unix.NLMSG_ERROR {
 				return
 			}
-			if err := Outcome(body); err != nil {
+			err := Outcome(body)
+			if err != nil {
 				fail(int(i), err)
 			}
-			done = done || int(i) == last
+			done = done || int(i) == asks || asks != last && i == 0 && err != nil
 		})
 		if err != nil {
 			return err
@@ -220,4 +244,17 @@ func (c *Conn) receive(each func(h Header, body []byte)) error {
 		return fmt.Errorf("netlink receive: %w", err)
 	}
 	return nil
+}
+
+// Port is the number of the socket, which the kernel's notifications have of who has made a change; 0 where that is not known.
+func (c *Conn) Port() uint32 {
+	s, ok := c.socket.(*socket)
+	if !ok {
+		return 0
+	}
+	name, err := unix.Getsockname(s.fd)
+	if nl, is := name.(*unix.SockaddrNetlink); err == nil && is {
+		return nl.Pid
+	}
+	return 0
 }

@@ -17,6 +17,8 @@ import (
 type Rule struct {
 	Text  string
 	Exprs []expr.Any
+	// Comment is for people, who see it in the output of nft.
+	Comment string
 }
 
 // Chain is a chain at a hook, which ends with acceptance.

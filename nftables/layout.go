@@ -1,0 +1,237 @@
+package nftables
+
+import (
+	"net/netip"
+	"slices"
+
+	"github.com/google/nftables/expr"
+	"golang.org/x/sys/unix"
+
+	"nodeproxy/kernel/names"
+	"nodeproxy/kernel/nft"
+	"nodeproxy/plan"
+)
+
+// Options are what rules depend on besides the plan.
+type Options struct {
+	// MasqueradeBit is the bit of the packet mark that asks for masquerading, 0-31. kube-proxy's default is 14.
+	MasqueradeBit int
+	// TCPLiberal is set where net.netfilter.nf_conntrack_tcp_be_liberal is: then packets that conntrack calls invalid are not dropped.
+	TCPLiberal bool
+}
+
+// mostClients is how many clients are remembered for affinity. Anyone may send from many addresses; the next one is not remembered.
+const mostClients = 1 << 20
+
+// setID is a set or map of the table.
+type setID uint8
+
+const (
+	services setID = iota
+	frontends
+	servicesWithin
+	nodePorts
+	nodePortServices
+	nodePortsWithin
+	kinds
+	endpoints
+	localEndpoints
+	sticky
+	localSticky
+	affinity
+	limited
+	sourceRanges
+	clusterIPs
+	sameByte
+	setCount
+)
+
+// sets are all sets of a family by their setID.
+func sets(f plan.Family) []nft.Set {
+	addr := uint32(nft.TypeIPv4)
+	if f == plan.IPv6 {
+		addr = nft.TypeIPv6
+	}
+	var (
+		name     = nft.Concat{addr, nft.TypeProtocol, nft.TypeServicePort}
+		port     = nft.Concat{nft.TypeProtocol, nft.TypeServicePort}
+		number   = nft.Concat{nft.TypeMark, nft.TypeMark}
+		endpoint = nft.Concat{addr, nft.TypeServicePort}
+		index    = append(slices.Clone(name), nft.TypeMark)
+		member   = append(slices.Clone(name), endpoint...)
+		client   = append(slices.Clone(name), addr)
+	)
+	return []nft.Set{
+		services:         {Name: names.NFTServices, Key: name, Data: number},
+		frontends:        {Name: names.NFTFrontends, Key: name, Data: name},
+		servicesWithin:   {Name: names.NFTWithin, Key: name, Data: number},
+		nodePorts:        {Name: names.NFTNodePorts, Key: port, Data: number},
+		nodePortServices: {Name: names.NFTNodePortServices, Key: port, Data: name},
+		nodePortsWithin:  {Name: names.NFTNodePortsWithin, Key: port, Data: number},
+		kinds:            {Name: names.NFTKinds, Key: number, Data: nft.Concat{nft.TypeVerdict}},
+		endpoints:        {Name: names.NFTEndpoints, Key: index, Data: endpoint},
+		localEndpoints:   {Name: names.NFTLocalEndpoints, Key: index, Data: endpoint},
+		sticky:           {Name: names.NFTSticky, Key: member},
+		localSticky:      {Name: names.NFTLocalSticky, Key: member},
+		affinity:         {Name: names.NFTAffinity, Key: client, Data: endpoint, Dynamic: true, Size: mostClients},
+		limited:          {Name: names.NFTLimited, Key: name},
+		sourceRanges:     {Name: names.NFTSourceRanges, Key: client, Interval: true},
+		clusterIPs:       {Name: names.NFTClusterIPs, Key: nft.Concat{addr}},
+		sameByte:         {Name: names.NFTSame, Key: nft.Concat{nft.TypeProtocol, nft.TypeProtocol}},
+	}
+}
+
+// layout is what the rules of a family depend on.
+type layout struct {
+	family   plan.Family
+	options  Options
+	settings plan.Settings
+	node     plan.Node
+	// partial is as plan.Plan.Partial: then nothing is refused for want of a Service.
+	partial bool
+}
+
+func (l *layout) rule() *builder { return &builder{family: l.family} }
+
+func (l *layout) bit() uint32 { return 1 << l.options.MasqueradeBit }
+
+// Priorities of the base chains. NAT goes before what other programs have at the usual priorities, -100 and 100: a Service's address
+// and port is the Service's, as in mode iptables, whose rules come first in their chains.
+const (
+	priorityDNAT   = -101
+	prioritySNAT   = 99
+	priorityFilter = 0
+)
+
+// chains are those that do not depend on Services, each after all that it leads to.
+func (l *layout) chains() []nft.ChainSpec {
+	base := func(name, kind, hook string, number uint32, priority int32, rules ...nft.Rule) nft.ChainSpec {
+		return nft.ChainSpec{Name: name, Hook: &nft.Hook{Type: kind, Name: hook, Number: number, Priority: priority}, Rules: rules}
+	}
+	out := []nft.ChainSpec{
+		{Name: names.NFTReject, Rules: []nft.Rule{l.refuse()}},
+		{Name: names.NFTRejectReset, Rules: []nft.Rule{l.rule().add("reject with tcp reset", &expr.Reject{Type: unix.NFT_REJECT_TCP_RST}).out}},
+		{Name: names.NFTDrop, Rules: []nft.Rule{l.rule().drop()}},
+		{Name: names.NFTCheckSource, Rules: []nft.Rule{l.checkSource()}},
+		{Name: names.NFTToNodePorts, Rules: []nft.Rule{l.toNodePort()}},
+		{Name: names.NFTToServices, Rules: l.toServices()},
+	}
+	if !l.options.TCPLiberal {
+		// A packet that conntrack can't place is not translated back; its receiver would answer with a reset that kills the
+		// connection it belongs to.
+		out = append(out, base(names.NFTForward, "filter", "forward", unix.NF_INET_FORWARD, priorityFilter,
+			l.rule().tracked("ct state invalid", expr.CtKeySTATE, ctInvalid).drop()))
+	}
+	return append(out,
+		base(names.NFTPostrouting, "nat", "postrouting", unix.NF_INET_POST_ROUTING, prioritySNAT,
+			// The mark goes once it has served, so that a packet that passes here again (in a tunnel) is not masqueraded again.
+			l.rule().marked(l.bit()).mark(l.bit(), false).masquerade(),
+			l.rule().comment("clients that are their own endpoint").tracked("ct status dnat", expr.CtKeySTATUS, ipsDstNAT).backToItself().masquerade()),
+		base(names.NFTPrerouting, "nat", "prerouting", unix.NF_INET_PRE_ROUTING, priorityDNAT, l.rule().jump(names.NFTToServices)),
+		base(names.NFTOutput, "nat", "output", unix.NF_INET_LOCAL_OUT, priorityDNAT, l.rule().jump(names.NFTToServices)),
+	)
+}
+
+// refuse answers with the code of ICMP or ICMPv6 for a port that nobody listens on.
+func (l *layout) refuse() nft.Rule {
+	if l.family == plan.IPv6 {
+		return l.rule().add("reject with icmpv6 type port-unreachable", &expr.Reject{Type: unix.NFT_REJECT_ICMP_UNREACH, Code: 4}).out
+	}
+	return l.rule().add("reject with icmp type port-unreachable", &expr.Reject{Type: unix.NFT_REJECT_ICMP_UNREACH, Code: 3}).out
+}
+
+// checkSource drops what source ranges do not let through. Without a map of verdicts, one rule does for all.
+func (l *layout) checkSource() nft.Rule {
+	b := l.rule()
+	text, exprs := b.frontend()
+	b.add(text+" @"+names.NFTLimited, append(exprs, contains(names.NFTLimited, 0))...)
+	text, exprs = b.frontend()
+	exprs = append(exprs, b.address(false, nameRegisters(l.family)), containsNot(names.NFTSourceRanges, 0))
+	return b.add(text+" . "+b.ip()+" saddr != @"+names.NFTSourceRanges, exprs...).drop()
+}
+
+func (l *layout) toNodePort() nft.Rule {
+	text, exprs := nodePortKey()
+	return l.rule().toKind(names.NFTNodePorts, text, exprs).out
+}
+
+// toServices are the rules that all new connections pass.
+func (l *layout) toServices() []nft.Rule {
+	b := l.rule()
+	text, exprs := b.frontend()
+	rules := []nft.Rule{b.toKind(names.NFTServices, text, exprs).out}
+	rules = append(rules, l.atNodePortAddresses()...)
+	if l.partial {
+		return rules
+	}
+	// What is local may be a program of the node's own at a cluster IP, such as a DNS cache.
+	b = l.rule()
+	b.add(b.ip()+" daddr @"+names.NFTClusterIPs, b.address(true, 0), contains(names.NFTClusterIPs, 0))
+	rules = append(rules, b.local(true, true).comment("ports that no Service has").goTo(names.NFTReject))
+	for _, r := range l.settings.ServiceCIDRs {
+		if plan.FamilyOf(r.Addr()) == l.family {
+			rules = append(rules, l.rule().within(true, r, false).local(true, true).comment("cluster IPs that no Service has").drop())
+		}
+	}
+	return rules
+}
+
+// atNodePortAddresses lead to node ports, at those of the node's addresses where they answer. It is the kernel that says which
+// addresses are the node's, so the rules stay when these change.
+func (l *layout) atNodePortAddresses() []nft.Rule {
+	loopback := loopbackOf(l.family)
+	s := l.settings
+	if s.NodePortAddresses.All(l.family) {
+		return []nft.Rule{l.rule().within(true, loopback, true).local(true, false).goTo(names.NFTToNodePorts)}
+	}
+	var rules []nft.Rule
+	for _, r := range s.NodePortAddresses.Ranges(l.family, l.node) {
+		b := l.rule()
+		if r.Overlaps(loopback) {
+			b.within(true, loopback, true)
+		}
+		rules = append(rules, b.within(true, r, false).local(true, false).goTo(names.NFTToNodePorts))
+	}
+	return rules
+}
+
+// chain is the chain of a kind.
+func (l *layout) chain(k kind) nft.ChainSpec {
+	var rules []nft.Rule
+	if !k.nodePort && (k.treatment == external || k.treatment == split) {
+		rules = append(rules, l.rule().jump(names.NFTCheckSource))
+	}
+	switch k.treatment {
+	case internal:
+		if l.settings.MasqueradeAll {
+			rules = append(rules, l.rule().mark(l.bit(), true).out)
+		} else if b := l.rule().fromPods(l.settings.DetectLocal, true); b != nil {
+			rules = append(rules, b.mark(l.bit(), true).out)
+		}
+	case external:
+		rules = append(rules, l.rule().mark(l.bit(), true).out)
+	case split:
+		text, exprs := l.rule().frontend()
+		within := names.NFTWithin
+		if k.nodePort {
+			text, exprs = nodePortKey()
+			within = names.NFTNodePortsWithin
+		}
+		if b := l.rule().fromPods(l.settings.DetectLocal, false); b != nil {
+			rules = append(rules, b.toKind(within, text, slices.Clone(exprs)).out)
+		}
+		rules = append(rules, l.rule().local(false, false).mark(l.bit(), true).toKind(within, text, slices.Clone(exprs)).out)
+		if k.count == 0 {
+			return nft.ChainSpec{Name: k.chain(), Rules: append(rules, l.rule().drop())}
+		}
+	}
+	return nft.ChainSpec{Name: k.chain(), Rules: append(rules, k.endpoints(l.family)...)}
+}
+
+// loopbackOf is the range of a family's loopback addresses.
+func loopbackOf(f plan.Family) netip.Prefix {
+	if f == plan.IPv4 {
+		return netip.MustParsePrefix("127.0.0.0/8")
+	}
+	return netip.MustParsePrefix("::1/128")
+}

@@ -1,0 +1,124 @@
+package nftables
+
+import (
+	"encoding/binary"
+	"fmt"
+	"maps"
+	"net/netip"
+	"slices"
+	"strings"
+
+	"nodeproxy/kernel/names"
+	"nodeproxy/kernel/netlink"
+	"nodeproxy/kernel/nft"
+	"nodeproxy/plan"
+)
+
+// text is the key of an element in the language of nft.
+func (i id) text(f plan.Family) string {
+	key := sets(f)[i.set].Key
+	if i.end == "" {
+		return valueText(key, i.key)
+	}
+	n := len(i.key) - f.Bits()/8
+	from, _ := netip.AddrFromSlice([]byte(i.key[n:]))
+	to, _ := netip.AddrFromSlice([]byte(i.end[n:]))
+	return fmt.Sprintf("%s . %s-%s", valueText(key[:len(key)-1], i.key[:n]), from, to)
+}
+
+// valueText is a value in the language of nft.
+func valueText(types nft.Concat, raw string) string {
+	var parts []string
+	for _, t := range types {
+		n := min(nft.Concat{t, t}.Length()/2, len(raw))
+		parts = append(parts, partText(t, []byte(raw[:n])))
+		raw = raw[n:]
+	}
+	return strings.Join(parts, " . ")
+}
+
+func partText(t uint32, raw []byte) string {
+	switch t {
+	case nft.TypeIPv4, nft.TypeIPv6:
+		a, _ := netip.AddrFromSlice(raw)
+		return a.String()
+	case nft.TypeProtocol:
+		if p := netlink.ProtocolOf(raw[0]); p != "" {
+			return p.Lower()
+		}
+		return fmt.Sprint(raw[0])
+	case nft.TypeServicePort:
+		return fmt.Sprint(binary.BigEndian.Uint16(raw))
+	}
+	return fmt.Sprintf("%#08x", binary.NativeEndian.Uint32(raw))
+}
+
+// Render is the table of a family as `nft list table` prints it, in stable order. Elements of the map affinity are not the plan's.
+func Render(p *plan.Plan, f plan.Family, o Options) string {
+	l := &layout{family: f, options: o, settings: p.Settings, node: p.Node, partial: p.Partial}
+	elements, used := map[id]value{}, map[kind]bool{}
+	for _, sp := range p.Sorted(f) {
+		l.fill(place(written{}, sp), elements, used)
+	}
+	maps.Copy(elements, fixed(used))
+	var out strings.Builder
+	fmt.Fprintf(&out, "table %s %s {\n", nft.FamilyName(f), names.NFTables)
+	order := slices.SortedFunc(maps.Keys(elements), compareIDs)
+	for i, set := range sets(f) {
+		n := slices.IndexFunc(order, func(x id) bool { return x.set != setID(i) })
+		if n < 0 {
+			n = len(order)
+		}
+		renderSet(&out, f, set, order[:n], elements)
+		order = order[n:]
+	}
+	for _, c := range append(l.kindChains(used), l.chains()...) {
+		fmt.Fprintf(&out, "\tchain %s {\n", c.Name)
+		if c.Hook != nil {
+			fmt.Fprintf(&out, "\t\ttype %s hook %s priority %d; policy accept;\n", c.Hook.Type, c.Hook.Name, c.Hook.Priority)
+		}
+		for _, r := range c.Rules {
+			fmt.Fprintf(&out, "\t\t%s", r.Text)
+			if r.Comment != "" {
+				fmt.Fprintf(&out, " comment %q", r.Comment)
+			}
+			out.WriteString("\n")
+		}
+		out.WriteString("\t}\n")
+	}
+	out.WriteString("}\n")
+	return out.String()
+}
+
+func renderSet(out *strings.Builder, f plan.Family, set nft.Set, order []id, elements map[id]value) {
+	word, data, flags := "set", "", ""
+	if set.Data != nil {
+		word, data = "map", " : "+set.Data.String()
+	}
+	if set.Interval {
+		flags = " flags interval;"
+	}
+	if set.Dynamic {
+		flags = fmt.Sprintf(" flags dynamic,timeout; size %d;", set.Size)
+	}
+	fmt.Fprintf(out, "\t%s %s {\n\t\ttype %s%s;%s\n", word, set.Name, set.Key, data, flags)
+	if len(order) > 0 {
+		out.WriteString("\t\telements = {\n")
+		for _, i := range order {
+			v := elements[i]
+			out.WriteString("\t\t\t" + i.text(f))
+			if v.comment != "" {
+				fmt.Fprintf(out, " comment %q", v.comment)
+			}
+			switch {
+			case v.chain != "":
+				out.WriteString(" : goto " + v.chain)
+			case v.data != "":
+				out.WriteString(" : " + valueText(set.Data, v.data))
+			}
+			out.WriteString(",\n")
+		}
+		out.WriteString("\t\t}\n")
+	}
+	out.WriteString("\t}\n")
+}
