@@ -3,6 +3,7 @@ package nftables
 import (
 	"cmp"
 	"encoding/binary"
+	"hash/fnv"
 	"net/netip"
 	"slices"
 
@@ -42,17 +43,10 @@ func bigEndian(port uint16) []byte { return binary.BigEndian.AppendUint16(nil, p
 // nameOf is a frontend as it is in registers: an address, a protocol and a port.
 func nameOf(f plan.Family, fe plan.Frontend) string {
 	a := fe.Addr
-	if !a.IsValid() { // That of a node port is an address that no packet has.
-		a = netip.IPv4Unspecified()
-		if f == plan.IPv6 {
-			a = netip.IPv6Unspecified()
-		}
+	if fe.Kind == plan.NodePort {
+		a = noAddress(f)
 	}
 	return registers(a.AsSlice(), []byte{netlink.Protocol(fe.Protocol)}, bigEndian(fe.Port))
-}
-
-func nodePortName(fe plan.Frontend) string {
-	return registers([]byte{netlink.Protocol(fe.Protocol)}, bigEndian(fe.Port))
 }
 
 func endpointValue(a netip.AddrPort) string {
@@ -104,77 +98,81 @@ func place(before written, sp *plan.ServicePort) written {
 	return written{sp: sp, cluster: placed(before.cluster, sp.Endpoints.Cluster), local: placed(before.local, sp.Endpoints.Local)}
 }
 
-// name is that of the ServicePort in the kernel: its first frontend, which no other has. It is false for one without frontends.
-func (w written) name() (string, bool) {
-	if w.sp == nil {
-		return "", false
-	}
-	for _, fe := range w.sp.Frontends {
+// first is the first of the ServicePort's frontends that has traffic; false if it has none.
+func first(sp *plan.ServicePort) (plan.Frontend, bool) {
+	for _, fe := range sp.Frontends {
 		if fe.Kind != plan.HealthCheckNodePort {
-			return nameOf(w.sp.Key.Family, fe), true
+			return fe, true
 		}
 	}
-	return "", false
+	return plan.Frontend{}, false
 }
 
 // fill puts the elements of a ServicePort into out, and the kinds that they lead to into used.
 func (l *layout) fill(w written, out map[id]value, used map[kind]bool) {
-	name, ok := w.name()
-	if !ok {
+	if w.sp == nil {
 		return
 	}
 	comment := nft.Comment(w.sp.Key.PortName())
-	for i, fe := range w.sp.Frontends {
+	for _, fe := range w.sp.Frontends {
 		if fe.Kind == plan.HealthCheckNodePort {
 			continue
 		}
-		at := frontendSets{services, frontends, servicesWithin, nameOf(l.family, fe)}
-		if fe.Kind == plan.NodePort {
-			at = frontendSets{nodePorts, nodePortServices, nodePortsWithin, nodePortName(fe)}
-		}
+		name := nameOf(l.family, fe)
 		of, inside := kindsOf(w.sp, fe)
 		used[of] = true
-		out[id{set: at.of, key: at.key}] = value{data: of.number(), comment: comment}
+		out[id{set: services, key: name}] = value{data: string(native(of.number())), comment: comment}
+		w.fillEndpoints(name, of, out)
 		if inside != nil {
 			used[*inside] = true
-			out[id{set: at.within, key: at.key}] = value{data: inside.number()}
-		}
-		// The first frontend of all is the name, and a cluster IP that is not the first is treated as if it were.
-		if fe.Kind != plan.ClusterIP && w.sp.Any {
-			out[id{set: at.names, key: at.key}] = value{data: name}
+			out[id{set: servicesWithin, key: name}] = value{data: string(native(inside.number())), comment: comment}
+			w.fillEndpoints(name, *inside, out)
 		}
 		if fe.Kind == plan.ClusterIP {
 			out[id{set: clusterIPs, key: string(fe.Addr.AsSlice())}] = value{}
-			if i > 0 && w.sp.Any {
-				l.fillEndpoints(w, nameOf(l.family, fe), out)
-			}
 		}
 		l.fillSources(w.sp, fe, out)
 	}
-	if w.sp.Any {
-		l.fillEndpoints(w, name, out)
+}
+
+// fillEndpoints puts in the endpoints of a frontend that has a kind.
+func (w written) fillEndpoints(name string, k kind, out map[id]value) {
+	list, plain, choice, stick := w.cluster, endpoints, choices, stickyEndpoints
+	if k.local {
+		list, plain, choice, stick = w.local, localEndpoints, localChoices, localStickyEndpoints
 	}
-}
-
-// frontendSets are where the elements of a frontend are, and their key.
-type frontendSets struct {
-	of, names, within setID
-	key               string
-}
-
-func (l *layout) fillEndpoints(w written, name string, out map[id]value) {
-	for _, list := range []struct {
-		of         []netip.AddrPort
-		set, stick setID
-	}{{w.cluster, endpoints, sticky}, {w.local, localEndpoints, localSticky}} {
-		for i, a := range list.of {
-			to := endpointValue(a)
-			out[id{set: list.set, key: name + string(native(uint32(i)))}] = value{data: to}
-			if w.sp.Affinity > 0 {
-				out[id{set: list.stick, key: name + to}] = value{}
-			}
+	list = list[:k.count]
+	if k.affinity == 0 {
+		for i, a := range list {
+			out[id{set: plain, key: name + string(native(uint32(i)))}] = value{data: endpointValue(a)}
 		}
+		return
 	}
+	for i, n := range identifiers(list) {
+		out[id{set: choice, key: name + string(native(uint32(i)))}] = value{data: string(native(n))}
+		out[id{set: stick, key: name + string(native(n))}] = value{data: endpointValue(list[i])}
+	}
+}
+
+// identifiers are numbers by which clients are remembered to have an endpoint. They depend on the endpoint, and only where two would be
+// the same on the others, so that clients keep their endpoints whatever others come and go.
+func identifiers(list []netip.AddrPort) []uint32 {
+	order := make([]int, len(list))
+	for i := range order {
+		order[i] = i
+	}
+	slices.SortFunc(order, func(a, b int) int { return list[a].Compare(list[b]) })
+	out, taken := make([]uint32, len(list)), make(map[uint32]bool, len(list))
+	for _, i := range order {
+		h := fnv.New32a()
+		_, _ = h.Write([]byte(endpointValue(list[i])))
+		n := h.Sum32()
+		for taken[n] {
+			n++
+		}
+		out[i], taken[n] = n, true
+	}
+	return out
 }
 
 // fillSources puts in who may reach a load balancer IP, where that is limited. Ranges within others are left out: the kernel takes none
@@ -219,7 +217,9 @@ func last(r netip.Prefix) []byte {
 func fixed(used map[kind]bool) map[id]value {
 	out := map[id]value{}
 	for k := range used {
-		out[id{set: kinds, key: k.number()}] = value{chain: k.chain()}
+		for _, set := range k.sets() {
+			out[id{set: set, key: string(native(k.number()))}] = value{chain: k.chain()}
+		}
 	}
 	for b := range 256 {
 		out[id{set: sameByte, key: registers([]byte{byte(b)}, []byte{byte(b)})}] = value{}
@@ -228,15 +228,15 @@ func fixed(used map[kind]bool) map[id]value {
 }
 
 // ofServices reports whether the elements of a set are those of ServicePorts.
-func (s setID) ofServices() bool { return s != kinds && s != affinity && s != sameByte }
+func (s setID) ofServices() bool {
+	return s != kinds && s != kindsWithin && s != affinity && s != sameByte
+}
 
 // frontendOf is the part of an element's key that is a frontend; the zero Address where there is none.
 func (i id) frontendOf(f plan.Family) plan.Address {
 	n := f.Bits() / 8
 	switch i.set {
-	case nodePorts, nodePortServices, nodePortsWithin:
-		return plan.Address{Protocol: netlink.ProtocolOf(i.key[0]), Port: binary.BigEndian.Uint16([]byte(i.key[4:]))}
-	case clusterIPs, kinds, affinity, sameByte:
+	case clusterIPs, kinds, kindsWithin, affinity, sameByte:
 		return plan.Address{}
 	}
 	a, _ := netip.AddrFromSlice([]byte(i.key[:n]))

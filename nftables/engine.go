@@ -293,7 +293,9 @@ func (e *engine) addKinds(t *transactions, used map[kind]bool) error {
 				return err
 			}
 		}
-		elements = append(elements, write{id: id{set: kinds, key: k.number()}, want: &value{chain: k.chain()}})
+		for _, set := range k.sets() {
+			elements = append(elements, write{id: id{set: set, key: string(native(k.number()))}, want: &value{chain: k.chain()}})
+		}
 	}
 	t.writes = append(t.writes, elements...)
 	return nil
@@ -383,23 +385,25 @@ func (s *fullSync) readElements() error {
 	return nil
 }
 
-// places are the endpoints of ServicePorts in the kernel by their numbers.
-func (s *fullSync) places(of setID) map[string][]netip.AddrPort {
+// places are the endpoints of frontends in the kernel by their numbers.
+func (s *fullSync) places(plain, choice, stick setID) map[string][]netip.AddrPort {
 	out := map[string][]netip.AddrPort{}
 	n := 4 * nameRegisters(s.family)
 	for i, v := range s.have {
-		if i.set != of || len(i.key) != n+4 {
+		if i.set == choice {
+			v = s.have[id{set: stick, key: i.key[:n] + v.data}]
+		} else if i.set != plain {
 			continue
 		}
 		index := int(nativeNumber(i.key[n:]))
-		a, ok := netip.AddrFromSlice([]byte(v.data[:s.family.Bits()/8]))
-		if !ok || index > maxCount {
+		if v.data == "" || index >= maxCount {
 			continue
 		}
 		list := out[i.key[:n]]
 		for len(list) <= index {
 			list = append(list, netip.AddrPort{})
 		}
+		a, _ := netip.AddrFromSlice([]byte(v.data[:s.family.Bits()/8]))
 		list[index] = netip.AddrPortFrom(a, bigEndianNumber(v.data[s.family.Bits()/8:]))
 		out[i.key[:n]] = list
 	}
@@ -413,13 +417,21 @@ func (s *fullSync) write(ctx context.Context) error {
 	next, users := make(map[plan.Key]written, len(list)), map[netip.Addr]int{}
 	var cluster, local map[string][]netip.AddrPort
 	if s.current == nil {
-		cluster, local = s.places(endpoints), s.places(localEndpoints)
+		cluster, local = s.places(endpoints, choices, stickyEndpoints), s.places(localEndpoints, localChoices, localStickyEndpoints)
 	}
 	groups := make([][]write, 0, len(list))
 	for _, sp := range list {
 		before := s.current[sp.Key]
-		if name, ok := (written{sp: sp}).name(); ok && s.current == nil {
-			before = written{cluster: cluster[name], local: local[name]}
+		if s.current == nil {
+			for _, fe := range sp.Frontends {
+				name := nameOf(s.family, fe)
+				if before.cluster == nil {
+					before.cluster = cluster[name]
+				}
+				if before.local == nil {
+					before.local = local[name]
+				}
+			}
 		}
 		w := place(before, sp)
 		next[sp.Key] = w

@@ -26,7 +26,7 @@ func newBackend(t testing.TB) *Backend {
 func TestTry(t *testing.T) {
 	nstest.Enter(t)
 	b := newBackend(t)
-	c := plantest.Clusters().Example(7)
+	c := plantest.Clusters().Example(3)
 	if err := b.Sync(context.Background(), c.Plan, nil); err != nil {
 		t.Fatal(err)
 	}

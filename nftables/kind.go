@@ -2,8 +2,8 @@ package nftables
 
 import (
 	"cmp"
-	"encoding/binary"
 	"fmt"
+	"slices"
 	"strings"
 
 	"nodeproxy/kernel/names"
@@ -45,31 +45,51 @@ const (
 	within
 )
 
-// maxCount is the greatest number of endpoints of a kind; endpoints beyond it are not used.
-const maxCount = 1<<20 - 1
+// maxCount is the greatest number of endpoints of a kind, and maxSticky that of one with affinity. Endpoints beyond it are not used.
+const (
+	maxCount  = 1<<20 - 1
+	maxSticky = 1<<14 - 1
+)
 
-// number is the kind as maps have it: two registers. The first has, from the highest bit on, the treatment (4 bits), node port, local,
-// 6 zeros, and the count (20 bits), and the second the affinity.
-func (k kind) number() string {
-	n := uint32(k.treatment)<<28 | uint32(k.count)
-	if k.nodePort {
-		n |= 1 << 27
-	}
-	if k.local {
-		n |= 1 << 26
-	}
-	return string(binary.NativeEndian.AppendUint32(binary.NativeEndian.AppendUint32(nil, n), k.affinity))
+// actions are all combinations of treatment, nodePort and local that there are. A kind's number has the index.
+var actions = []kind{
+	1: {treatment: refuse}, 2: {treatment: reset}, 3: {treatment: drop},
+	4: {treatment: internal}, 5: {treatment: internal, local: true},
+	6: {treatment: external}, 7: {treatment: external, nodePort: true},
+	8: {treatment: split, local: true}, 9: {treatment: split, local: true, nodePort: true},
+	10: {treatment: within}, 11: {treatment: within, nodePort: true},
 }
 
-// kindOf reads a number; false if no kind has it.
-func kindOf(number string) (kind, bool) {
-	if len(number) != 8 {
-		return kind{}, false
+// number is the kind as maps have it: from the highest bit on, whether there is affinity (1 bit), the action (4 bits), and the count, in
+// front of which with affinity its code has 13 bits.
+func (k kind) number() uint32 {
+	n := uint32(k.count)
+	if k.affinity > 0 {
+		n |= 1<<31 | affinityCode(k.affinity)<<14
 	}
-	n := binary.NativeEndian.Uint32([]byte(number))
-	k := kind{treatment: treatment(n >> 28), nodePort: n>>27&1 == 1, local: n>>26&1 == 1, count: int(n & maxCount),
-		affinity: binary.NativeEndian.Uint32([]byte(number[4:]))}
-	return k, k.number() == number && k.treatment >= refuse && k.treatment <= within
+	k.count, k.affinity = 0, 0
+	return n | uint32(slices.Index(actions, k))<<27
+}
+
+// An affinity has so many seconds at most by the second; longer ones are rounded up to minutes, of which there are mostMinutes at most.
+const (
+	mostSeconds = 4095
+	mostMinutes = 4095
+)
+
+func affinityCode(seconds uint32) uint32 {
+	if seconds <= mostSeconds {
+		return seconds
+	}
+	return mostSeconds + 1 + seconds/60
+}
+
+// roundAffinity returns the seconds that an affinity has in the kernel.
+func roundAffinity(seconds uint64) uint32 {
+	if seconds <= mostSeconds {
+		return uint32(seconds)
+	}
+	return 60 * uint32(min((seconds+59)/60, mostMinutes))
 }
 
 // chain is the name of the kind's chain.
@@ -112,12 +132,16 @@ func choose(t treatment, nodePort, local bool, count int, affinity uint32) kind 
 	if count == 0 {
 		affinity = 0
 	}
-	return kind{treatment: t, nodePort: nodePort, local: local, count: min(count, maxCount), affinity: affinity}
+	most := maxCount
+	if affinity > 0 {
+		most = maxSticky
+	}
+	return kind{treatment: t, nodePort: nodePort, local: local, count: min(count, most), affinity: affinity}
 }
 
 // kindsOf are the kinds of a frontend: of its traffic, and of that from within where the other one splits that off.
 func kindsOf(sp *plan.ServicePort, f plan.Frontend) (of kind, inside *kind) {
-	affinity := uint32(sp.Affinity.Seconds())
+	affinity := roundAffinity(uint64(sp.Affinity.Seconds()))
 	nodePort := f.Kind == plan.NodePort
 	switch {
 	case !sp.Any && sp.ResetTCP && sp.Key.Protocol == plan.TCP:
@@ -143,4 +167,16 @@ func compareKinds(a, b kind) int {
 	}
 	return cmp.Or(cmp.Compare(a.treatment, b.treatment), side(a.nodePort)-side(b.nodePort), side(a.local)-side(b.local),
 		cmp.Compare(a.count, b.count), cmp.Compare(a.affinity, b.affinity))
+}
+
+// sets are the maps that lead to the chain of the kind: what is split off must not lead back to where it is split off, as the kernel takes
+// no rules that might lead in a circle.
+func (k kind) sets() []setID {
+	switch k.treatment {
+	case drop:
+		return []setID{kinds, kindsWithin}
+	case within:
+		return []setID{kindsWithin}
+	}
+	return []setID{kinds}
 }

@@ -28,16 +28,15 @@ type setID uint8
 
 const (
 	services setID = iota
-	frontends
 	servicesWithin
-	nodePorts
-	nodePortServices
-	nodePortsWithin
 	kinds
+	kindsWithin
 	endpoints
 	localEndpoints
-	sticky
-	localSticky
+	choices
+	localChoices
+	stickyEndpoints
+	localStickyEndpoints
 	affinity
 	limited
 	sourceRanges
@@ -54,30 +53,28 @@ func sets(f plan.Family) []nft.Set {
 	}
 	var (
 		name     = nft.Concat{addr, nft.TypeProtocol, nft.TypeServicePort}
-		port     = nft.Concat{nft.TypeProtocol, nft.TypeServicePort}
-		number   = nft.Concat{nft.TypeMark, nft.TypeMark}
+		number   = nft.Concat{nft.TypeClassID}
+		mark     = nft.Concat{nft.TypeMark}
 		endpoint = nft.Concat{addr, nft.TypeServicePort}
 		index    = append(slices.Clone(name), nft.TypeMark)
-		member   = append(slices.Clone(name), endpoint...)
 		client   = append(slices.Clone(name), addr)
 	)
 	return []nft.Set{
-		services:         {Name: names.NFTServices, Key: name, Data: number},
-		frontends:        {Name: names.NFTFrontends, Key: name, Data: name},
-		servicesWithin:   {Name: names.NFTWithin, Key: name, Data: number},
-		nodePorts:        {Name: names.NFTNodePorts, Key: port, Data: number},
-		nodePortServices: {Name: names.NFTNodePortServices, Key: port, Data: name},
-		nodePortsWithin:  {Name: names.NFTNodePortsWithin, Key: port, Data: number},
-		kinds:            {Name: names.NFTKinds, Key: number, Data: nft.Concat{nft.TypeVerdict}},
-		endpoints:        {Name: names.NFTEndpoints, Key: index, Data: endpoint},
-		localEndpoints:   {Name: names.NFTLocalEndpoints, Key: index, Data: endpoint},
-		sticky:           {Name: names.NFTSticky, Key: member},
-		localSticky:      {Name: names.NFTLocalSticky, Key: member},
-		affinity:         {Name: names.NFTAffinity, Key: client, Data: endpoint, Dynamic: true, Size: mostClients},
-		limited:          {Name: names.NFTLimited, Key: name},
-		sourceRanges:     {Name: names.NFTSourceRanges, Key: client, Interval: true},
-		clusterIPs:       {Name: names.NFTClusterIPs, Key: nft.Concat{addr}},
-		sameByte:         {Name: names.NFTSame, Key: nft.Concat{nft.TypeProtocol, nft.TypeProtocol}},
+		services:             {Name: names.NFTServices, Key: name, Data: number},
+		servicesWithin:       {Name: names.NFTWithin, Key: name, Data: number},
+		kinds:                {Name: names.NFTKinds, Key: number, Data: nft.Concat{nft.TypeVerdict}},
+		kindsWithin:          {Name: names.NFTKindsWithin, Key: number, Data: nft.Concat{nft.TypeVerdict}},
+		endpoints:            {Name: names.NFTEndpoints, Key: index, Data: endpoint},
+		localEndpoints:       {Name: names.NFTLocalEndpoints, Key: index, Data: endpoint},
+		choices:              {Name: names.NFTChoices, Key: index, Data: mark},
+		localChoices:         {Name: names.NFTLocalChoices, Key: index, Data: mark},
+		stickyEndpoints:      {Name: names.NFTStickyEndpoints, Key: index, Data: endpoint},
+		localStickyEndpoints: {Name: names.NFTLocalStickyEndpoints, Key: index, Data: endpoint},
+		affinity:             {Name: names.NFTAffinity, Key: client, Data: mark, Dynamic: true, Size: mostClients},
+		limited:              {Name: names.NFTLimited, Key: name},
+		sourceRanges:         {Name: names.NFTSourceRanges, Key: client, Interval: true},
+		clusterIPs:           {Name: names.NFTClusterIPs, Key: nft.Concat{addr}},
+		sameByte:             {Name: names.NFTSame, Key: nft.Concat{nft.TypeProtocol, nft.TypeProtocol}},
 	}
 }
 
@@ -113,7 +110,9 @@ func (l *layout) chains() []nft.ChainSpec {
 		{Name: names.NFTRejectReset, Rules: []nft.Rule{l.rule().add("reject with tcp reset", &expr.Reject{Type: unix.NFT_REJECT_TCP_RST}).out}},
 		{Name: names.NFTDrop, Rules: []nft.Rule{l.rule().drop()}},
 		{Name: names.NFTCheckSource, Rules: []nft.Rule{l.checkSource()}},
-		{Name: names.NFTToNodePorts, Rules: []nft.Rule{l.toNodePort()}},
+		{Name: names.NFTToKind, Rules: []nft.Rule{l.rule().byKind(names.NFTKinds)}},
+		{Name: names.NFTToKindWithin, Rules: []nft.Rule{l.rule().byKind(names.NFTKindsWithin)}},
+		{Name: names.NFTToNodePorts, Rules: []nft.Rule{l.rule().toKind(names.NFTServices, names.NFTToKind, true)}},
 		{Name: names.NFTToServices, Rules: l.toServices()},
 	}
 	if !l.options.TCPLiberal {
@@ -150,22 +149,15 @@ func (l *layout) checkSource() nft.Rule {
 	return b.add(text+" . "+b.ip()+" saddr != @"+names.NFTSourceRanges, exprs...).drop()
 }
 
-func (l *layout) toNodePort() nft.Rule {
-	text, exprs := nodePortKey()
-	return l.rule().toKind(names.NFTNodePorts, text, exprs).out
-}
-
 // toServices are the rules that all new connections pass.
 func (l *layout) toServices() []nft.Rule {
-	b := l.rule()
-	text, exprs := b.frontend()
-	rules := []nft.Rule{b.toKind(names.NFTServices, text, exprs).out}
+	rules := []nft.Rule{l.rule().toKind(names.NFTServices, names.NFTToKind, false)}
 	rules = append(rules, l.atNodePortAddresses()...)
 	if l.partial {
 		return rules
 	}
 	// What is local may be a program of the node's own at a cluster IP, such as a DNS cache.
-	b = l.rule()
+	b := l.rule()
 	b.add(b.ip()+" daddr @"+names.NFTClusterIPs, b.address(true, 0), contains(names.NFTClusterIPs, 0))
 	rules = append(rules, b.local(true, true).comment("ports that no Service has").goTo(names.NFTReject))
 	for _, r := range l.settings.ServiceCIDRs {
@@ -211,16 +203,10 @@ func (l *layout) chain(k kind) nft.ChainSpec {
 	case external:
 		rules = append(rules, l.rule().mark(l.bit(), true).out)
 	case split:
-		text, exprs := l.rule().frontend()
-		within := names.NFTWithin
-		if k.nodePort {
-			text, exprs = nodePortKey()
-			within = names.NFTNodePortsWithin
-		}
 		if b := l.rule().fromPods(l.settings.DetectLocal, false); b != nil {
-			rules = append(rules, b.toKind(within, text, slices.Clone(exprs)).out)
+			rules = append(rules, b.toKind(names.NFTWithin, names.NFTToKindWithin, k.nodePort))
 		}
-		rules = append(rules, l.rule().local(false, false).mark(l.bit(), true).toKind(within, text, slices.Clone(exprs)).out)
+		rules = append(rules, l.rule().local(false, false).mark(l.bit(), true).toKind(names.NFTWithin, names.NFTToKindWithin, k.nodePort))
 		if k.count == 0 {
 			return nft.ChainSpec{Name: k.chain(), Rules: append(rules, l.rule().drop())}
 		}

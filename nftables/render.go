@@ -50,7 +50,11 @@ func partText(t uint32, raw []byte) string {
 	case nft.TypeServicePort:
 		return fmt.Sprint(binary.BigEndian.Uint16(raw))
 	}
-	return fmt.Sprintf("%#08x", binary.NativeEndian.Uint32(raw))
+	n := binary.NativeEndian.Uint32(raw)
+	if t == nft.TypeClassID {
+		return fmt.Sprintf("%x:%x", n>>16, n&0xffff)
+	}
+	return fmt.Sprintf("%#08x", n)
 }
 
 // Render is the table of a family as `nft list table` prints it, in stable order. Elements of the map affinity are not the plan's.

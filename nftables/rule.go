@@ -76,23 +76,23 @@ func (b *builder) frontend() (string, []expr.Any) {
 	return b.ip() + " daddr . meta l4proto . th dport", []expr.Any{b.address(true, 0), loadProtocol(a), loadPort(a + 1)}
 }
 
-// nodePortKey loads protocol and port, from register 0 on.
-func nodePortKey() (string, []expr.Any) {
-	return "meta l4proto . th dport", []expr.Any{loadProtocol(0), loadPort(1)}
+// frontendOf loads the frontend of a kind, from register 0 on: a node port is known by protocol and port alone.
+func (b *builder) frontendOf(nodePort bool) (string, []expr.Any) {
+	if !nodePort {
+		return b.frontend()
+	}
+	a := noAddress(b.family)
+	n := addrRegisters(b.family)
+	return a.String() + " . meta l4proto . th dport",
+		[]expr.Any{&expr.Immediate{Register: register(0), Data: a.AsSlice()}, loadProtocol(n), loadPort(n + 1)}
 }
 
-// name loads the name of the Service port, from register 0 on.
-func (b *builder) name(k kind) (string, []expr.Any) {
-	text, exprs := b.frontend()
-	from := names.NFTFrontends
-	switch {
-	case k.treatment == internal:
-		return text, exprs
-	case k.nodePort:
-		text, exprs = nodePortKey()
-		from = names.NFTNodePortServices
+// noAddress is the address of node ports in maps. No packet has it as its destination.
+func noAddress(f plan.Family) netip.Addr {
+	if f == plan.IPv6 {
+		return netip.IPv6Unspecified()
 	}
-	return text + " map @" + from, append(exprs, lookup(from, 0, 0))
+	return netip.IPv4Unspecified()
 }
 
 // lookup looks the key that begins at a register up in a map.
@@ -108,10 +108,25 @@ func containsNot(set string, key int) expr.Any {
 	return &expr.Lookup{SourceRegister: register(key), SetName: set, Invert: true}
 }
 
-// toKind goes to the chain of the kind that a map has for the key that text and exprs have loaded from register 0 on.
-func (b *builder) toKind(set, text string, exprs []expr.Any) *builder {
-	return b.add(text+" map @"+set+" vmap @"+names.NFTKinds, append(exprs, lookup(set, 0, 0),
-		&expr.Lookup{SourceRegister: register(0), SetName: names.NFTKinds, DestRegister: unix.NFT_REG_VERDICT, IsDestRegSet: true})...)
+// toKind goes to the chain of the kind that a map has for a frontend. The number of the kind is the packet's priority on the way there:
+// versions of nft crash on a rule that looks up in one map what another one has. A priority matters to nothing but the queue of the
+// interface by which a packet leaves, and only the first packet of a connection comes here.
+func (b *builder) toKind(set, chain string, nodePort bool) nft.Rule {
+	text, exprs := b.frontendOf(nodePort)
+	return b.add("meta priority set "+text+" map @"+set, append(exprs, lookup(set, 0, 0), store(expr.MetaKeyPRIORITY, 0))...).
+		goTo(chain)
+}
+
+// byKind goes to the chain of the kind whose number is the packet's priority.
+func (b *builder) byKind(set string) nft.Rule {
+	return b.add("meta priority vmap @"+set, load(expr.MetaKeyPRIORITY, 0),
+		&expr.Lookup{SourceRegister: register(0), SetName: set, DestRegister: unix.NFT_REG_VERDICT, IsDestRegSet: true}).out
+}
+
+func load(k expr.MetaKey, at int) expr.Any { return &expr.Meta{Key: k, Register: register(at)} }
+
+func store(k expr.MetaKey, from int) expr.Any {
+	return &expr.Meta{Key: k, SourceRegister: true, Register: register(from)}
 }
 
 func native(n uint32) []byte { return binary.NativeEndian.AppendUint32(nil, n) }
@@ -252,83 +267,86 @@ func (b *builder) jump(chain string) nft.Rule { return b.to(expr.VerdictJump, "j
 func (b *builder) goTo(chain string) nft.Rule { return b.to(expr.VerdictGoto, "goto", chain) }
 func (b *builder) drop() nft.Rule             { return b.to(expr.VerdictDrop, "drop", "") }
 
-// translate sends the packet to the endpoint that begins at a register.
-func (b *builder) translate(text string, exprs []expr.Any, endpoint int) nft.Rule {
-	return b.add("dnat to "+text, append(exprs, &expr.NAT{Type: expr.NATTypeDestNAT, Family: uint32(nft.Protocol(b.family)),
-		RegAddrMin: register(endpoint), RegProtoMin: register(endpoint + addrRegisters(b.family))})...).out
+// translate sends the packet to the endpoint that begins at register 0, and takes the number of the kind off it.
+func (b *builder) translate(text string, exprs []expr.Any) nft.Rule {
+	const spare = 15
+	b.add("meta priority set 0 dnat to "+text, exprs...)
+	return b.add("", &expr.Immediate{Register: register(spare), Data: native(0)}, store(expr.MetaKeyPRIORITY, spare),
+		&expr.NAT{Type: expr.NATTypeDestNAT, Family: uint32(nft.Protocol(b.family)), RegAddrMin: register(0),
+			RegProtoMin: register(addrRegisters(b.family))}).out
 }
 
-// endpointSet is the map that has the endpoints to choose from, and stickySet the set of those that clients may keep.
-func (k kind) endpointSet() string {
+// endpointSets are the maps of a kind's endpoints by number, of their identifiers by number, and of them by identifier.
+func (k kind) endpointSets() (byNumber, choices, sticky string) {
 	if k.local {
-		return names.NFTLocalEndpoints
+		return names.NFTLocalEndpoints, names.NFTLocalChoices, names.NFTLocalStickyEndpoints
 	}
-	return names.NFTEndpoints
+	return names.NFTEndpoints, names.NFTChoices, names.NFTStickyEndpoints
 }
 
-func (k kind) stickySet() string {
-	if k.local {
-		return names.NFTLocalSticky
-	}
-	return names.NFTSticky
-}
-
-// pick loads an endpoint at random: the name of the Service port, a random number, and what the map has for both.
-func (b *builder) pick(k kind, at int) (string, []expr.Any) {
-	n := nameRegisters(b.family)
-	text, exprs := b.name(k)
-	text += fmt.Sprintf(" . numgen random mod %d map @%s", k.count, k.endpointSet())
-	return text, append(exprs, &expr.Numgen{Register: register(n), Modulus: uint32(k.count), Type: unix.NFT_NG_RANDOM},
-		lookup(k.endpointSet(), 0, at))
+// pick looks a random one of a kind's endpoints up in a map.
+func (b *builder) pick(k kind, set string) (string, []expr.Any) {
+	text, exprs := b.frontendOf(k.nodePort)
+	return fmt.Sprintf("%s . numgen random mod %d map @%s", text, k.count, set),
+		append(exprs, &expr.Numgen{Register: register(nameRegisters(b.family)), Modulus: uint32(k.count), Type: unix.NFT_NG_RANDOM},
+			lookup(set, 0, 0))
 }
 
 // endpoints are the rules that send a packet to an endpoint.
 func (k kind) endpoints(f plan.Family) []nft.Rule {
-	rule := func() *builder { return &builder{family: f} }
-	b := rule()
-	text, exprs := b.pick(k, 0)
-	plain := b.translate(text, exprs, 0)
-	if k.affinity == 0 {
-		return []nft.Rule{plain}
+	if k.affinity > 0 {
+		return k.keep(f)
 	}
-	return append(k.keep(f), plain)
+	b := &builder{family: f}
+	set, _, _ := k.endpointSets()
+	return []nft.Rule{b.translate(b.pick(k, set))}
 }
 
-// keep are the rules for Services with affinity: a client that is known goes to its endpoint, if that is still one; a client whose
-// endpoint is gone is forgotten; and the endpoint that is chosen for a client is remembered. Where there is no room for one more, the
-// last rule does nothing.
+// keep are the rules for Services with affinity. A client that is known goes to its endpoint, if that still is one; else it is
+// forgotten, gets another one, and that is remembered. Where there is no room for one more client, the last rule sends it on all the
+// same. The identifier of the endpoint is the packet's priority on the way from one map to the next, as with kinds.
 func (k kind) keep(f plan.Family) []nft.Rule {
-	// The registers: the name of the Service port, behind it the client or the endpoint, and behind the client another endpoint.
 	client := nameRegisters(f)
-	kept := client + addrRegisters(f)
-	timeout := time.Duration(k.affinity) * time.Second
-	update := func(op uint32, timeout time.Duration) expr.Any {
-		return &expr.Dynset{SrcRegKey: register(0), SrcRegData: register(kept), SetName: names.NFTAffinity, Operation: op, Timeout: timeout}
+	data := client + addrRegisters(f)
+	_, choices, sticky := k.endpointSets()
+	// clients loads the key of the map of clients.
+	clients := func(b *builder) (string, []expr.Any) {
+		text, exprs := b.frontendOf(k.nodePort)
+		return text + " . " + b.ip() + " saddr", append(exprs, b.address(false, client))
 	}
-	rule := func() (b *builder, name string, exprs []expr.Any) {
-		b = &builder{family: f}
-		name, exprs = b.name(k)
-		return b, name, exprs
+	change := func(b *builder, word string, op uint32, timeout time.Duration) {
+		text, exprs := clients(b)
+		within := ""
+		if timeout > 0 {
+			within = fmt.Sprintf(" timeout %ds", k.affinity)
+		}
+		b.add(fmt.Sprintf("%s @%s { %s%s : meta priority }", word, names.NFTAffinity, text, within), append(exprs,
+			load(expr.MetaKeyPRIORITY, data), &expr.Dynset{SrcRegKey: register(0), SrcRegData: register(data),
+				SetName: names.NFTAffinity, Operation: op, Timeout: timeout})...)
+	}
+	remember := func(b *builder) {
+		change(b, "update", unix.NFT_DYNSET_OP_UPDATE, time.Duration(k.affinity)*time.Second)
+	}
+	send := func(b *builder) nft.Rule {
+		text, exprs := b.frontendOf(k.nodePort)
+		return b.translate(text+" . meta priority map @"+sticky,
+			append(exprs, load(expr.MetaKeyPRIORITY, client), lookup(sticky, 0, 0)))
 	}
 
-	known, name, exprs := rule()
-	source := known.ip() + " saddr"
-	exprs = append(exprs, known.address(false, client), lookup(names.NFTAffinity, 0, client), contains(k.stickySet(), 0),
-		known.address(false, client), lookup(names.NFTAffinity, 0, kept), update(unix.NFT_DYNSET_OP_UPDATE, timeout))
-	known.add(fmt.Sprintf("%s . %s . %s map @%s @%s", name, name, source, names.NFTAffinity, k.stickySet()))
-	known.add(fmt.Sprintf("update @%s { %s . %s timeout %ds : %s . %s map @%s }", names.NFTAffinity, name, source, k.affinity,
-		name, source, names.NFTAffinity))
-	toKnown := known.translate(name+" . "+source+" map @"+names.NFTAffinity, exprs, kept)
+	known := &builder{family: f}
+	text, exprs := clients(known)
+	known.add("meta priority set "+text+" map @"+names.NFTAffinity,
+		append(exprs, lookup(names.NFTAffinity, 0, 0), store(expr.MetaKeyPRIORITY, 0))...)
+	remember(known)
 
-	gone, name, exprs := rule()
-	exprs = append(exprs, gone.address(false, client), lookup(names.NFTAffinity, 0, kept), update(opDelete, 0))
-	gone.add(fmt.Sprintf("delete @%s { %s . %s : %s . %s map @%s }", names.NFTAffinity, name, source, name, source, names.NFTAffinity), exprs...)
+	gone := &builder{family: f}
+	change(gone, "delete", opDelete, 0)
 
 	chosen := &builder{family: f}
-	text, exprs := chosen.pick(k, kept)
-	exprs = append(exprs, chosen.address(false, client), update(unix.NFT_DYNSET_OP_UPDATE, timeout))
-	chosen.add(fmt.Sprintf("update @%s { %s . %s timeout %ds : %s }", names.NFTAffinity, name, source, k.affinity, text))
-	toChosen := chosen.translate("the same", exprs, kept)
+	text, exprs = chosen.pick(k, choices)
+	chosen.add("meta priority set "+text, append(exprs, store(expr.MetaKeyPRIORITY, 0))...)
 
-	return []nft.Rule{toKnown, gone.out, toChosen}
+	remembered := &builder{family: f}
+	remember(remembered)
+	return []nft.Rule{send(known), gone.out, chosen.out, remembered.out, send(&builder{family: f})}
 }

@@ -1,6 +1,7 @@
 package nft
 
 import (
+	"encoding/binary"
 	"errors"
 	"fmt"
 	"maps"
@@ -22,12 +23,13 @@ const (
 	TypeProtocol    = 12
 	TypeServicePort = 13
 	TypeMark        = 19
+	TypeClassID     = 23
 )
 
-var typeBytes = map[uint32]uint32{TypeVerdict: 0, TypeIPv4: 4, TypeIPv6: 16, TypeProtocol: 1, TypeServicePort: 2, TypeMark: 4}
+var typeBytes = map[uint32]uint32{TypeVerdict: 0, TypeIPv4: 4, TypeIPv6: 16, TypeProtocol: 1, TypeServicePort: 2, TypeMark: 4, TypeClassID: 4}
 
 var typeNames = map[uint32]string{TypeVerdict: "verdict", TypeIPv4: "ipv4_addr", TypeIPv6: "ipv6_addr", TypeProtocol: "inet_proto",
-	TypeServicePort: "inet_service", TypeMark: "mark"}
+	TypeServicePort: "inet_service", TypeMark: "mark", TypeClassID: "classid"}
 
 // Concat is the type of a concatenation of values, or of a single one.
 type Concat []uint32
@@ -108,6 +110,8 @@ const (
 	setElemKeyEnd   = 10
 	listElem        = 1
 	commentUserdata = 0
+	keyOrder        = 0
+	dataOrder       = 1
 	labelUserdata   = 0xf0
 	mostComment     = 127
 )
@@ -202,7 +206,18 @@ func (b *Batch) AddSet(s Set) {
 			})
 		})
 	}
+	body = body.Bytes(unix.NFTA_SET_USERDATA, append(byteOrder(keyOrder, s.Key), byteOrder(dataOrder, s.Data)...)...)
 	b.add(unix.NFT_MSG_NEWSET, unix.NLM_F_CREATE|unix.NLM_F_EXCL, "adding set "+s.Name, body)
+}
+
+// byteOrder is what tells nft how to print keys or data.
+func byteOrder(kind byte, c Concat) []byte {
+	const host, network = 1, 2
+	order := uint32(network)
+	if len(c) == 1 && (c[0] == TypeMark || c[0] == TypeClassID) {
+		order = host
+	}
+	return binary.NativeEndian.AppendUint32([]byte{kind, 4}, order)
 }
 
 // AddChain adds a chain without its rules. It may be there already with the same hook.
