@@ -98,16 +98,6 @@ func place(before written, sp *plan.ServicePort) written {
 	return written{sp: sp, cluster: placed(before.cluster, sp.Endpoints.Cluster), local: placed(before.local, sp.Endpoints.Local)}
 }
 
-// first is the first of the ServicePort's frontends that has traffic; false if it has none.
-func first(sp *plan.ServicePort) (plan.Frontend, bool) {
-	for _, fe := range sp.Frontends {
-		if fe.Kind != plan.HealthCheckNodePort {
-			return fe, true
-		}
-	}
-	return plan.Frontend{}, false
-}
-
 // fill puts the elements of a ServicePort into out, and the kinds that they lead to into used.
 func (l *layout) fill(w written, out map[id]value, used map[kind]bool) {
 	if w.sp == nil {

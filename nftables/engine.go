@@ -185,8 +185,9 @@ func (e *engine) syncChanged(ctx context.Context, p *plan.Plan, changed plan.Key
 	if err := e.addKinds(t, used); err != nil {
 		return err
 	}
+	stale := rangesByFrontend(e.family, had)
 	for _, mine := range wants {
-		if err := t.group(differing(had, mine)); err != nil {
+		if err := t.group(append(stale.without(mine, had), differing(had, mine)...)); err != nil {
 			return err
 		}
 	}
@@ -256,6 +257,42 @@ func differing(had, want map[id]value) []write {
 		}
 	}
 	slices.SortFunc(out, func(a, b write) int { return compareIDs(a.id, b.id) })
+	return out
+}
+
+// ranges are the elements of source-ranges by frontend.
+type ranges map[string][]id
+
+func rangesByFrontend(f plan.Family, of map[id]value) ranges {
+	out := ranges{}
+	for i := range of {
+		if i.set == sourceRanges {
+			frontend := i.key[:4*nameRegisters(f)]
+			out[frontend] = append(out[frontend], i)
+		}
+	}
+	return out
+}
+
+// without are the writes that remove what is had of the frontends in want and is not wanted; it takes that out of had. The kernel takes
+// no ranges that overlap, so what is there goes in the same transaction.
+func (r ranges) without(want, had map[id]value) []write {
+	if len(r) == 0 {
+		return nil
+	}
+	var out []write
+	for i := range want {
+		if i.set != limited {
+			continue
+		}
+		for _, old := range r[i.key] {
+			v, is := had[old]
+			if _, wanted := want[old]; is && !wanted {
+				delete(had, old)
+				out = append(out, write{id: old, had: &v})
+			}
+		}
+	}
 	return out
 }
 
@@ -419,7 +456,7 @@ func (s *fullSync) write(ctx context.Context) error {
 	if s.current == nil {
 		cluster, local = s.places(endpoints, choices, stickyEndpoints), s.places(localEndpoints, localChoices, localStickyEndpoints)
 	}
-	groups := make([][]write, 0, len(list))
+	groups, stale := make([][]write, 0, len(list)), rangesByFrontend(s.family, s.have)
 	for _, sp := range list {
 		before := s.current[sp.Key]
 		if s.current == nil {
@@ -438,7 +475,7 @@ func (s *fullSync) write(ctx context.Context) error {
 		count(sp, users, 1)
 		mine := map[id]value{}
 		s.layout.fill(w, mine, s.used)
-		if g := differing(s.have, mine); len(g) > 0 {
+		if g := append(stale.without(mine, s.have), differing(s.have, mine)...); len(g) > 0 {
 			groups = append(groups, g)
 		}
 		for i := range mine {

@@ -2,35 +2,473 @@ package nftables
 
 import (
 	"context"
+	"errors"
 	"fmt"
 	"log/slog"
-	"os"
+	"net/netip"
 	"os/exec"
+	"slices"
+	"strings"
 	"testing"
 
+	"golang.org/x/sys/unix"
+	"pgregory.net/rapid"
+
 	"nodeproxy/internal/nstest"
+	"nodeproxy/kernel/drift"
+	"nodeproxy/kernel/names"
+	"nodeproxy/kernel/nft"
 	"nodeproxy/plan"
 	"nodeproxy/plan/plantest"
 )
 
-func newBackend(t testing.TB) *Backend {
+// counted is a kernel that counts the transactions, and fails where it is told to.
+type counted struct {
+	kernel
+	commits, most int // most is how many elements the largest transaction had
+	fail          func(commit int) error
+	after         bool // fail after the transaction was carried out
+}
+
+func (c *counted) Commit(b *nft.Batch) error {
+	if !b.Empty() {
+		c.commits++
+		c.most = max(c.most, b.Elements())
+	}
+	if c.fail != nil {
+		if err := c.fail(c.commits); err != nil {
+			if c.after {
+				_ = c.kernel.Commit(b)
+			}
+			return err
+		}
+	}
+	return c.kernel.Commit(b)
+}
+
+// testEngine is an engine over the kernel of the namespace.
+func testEngine(t testing.TB, f plan.Family) (*engine, *counted) {
 	t.Helper()
+	k := &counted{}
+	e := newEngine(f, Options{MasqueradeBit: 14}, slog.New(slog.DiscardHandler), func() (kernel, error) {
+		c, err := nft.Dial()
+		k.kernel = c
+		return k, err
+	})
+	t.Cleanup(func() {
+		if e.kernel != nil {
+			_ = e.kernel.Close()
+		}
+	})
+	return e, k
+}
+
+// content is what the kernel has, or should have, as text. The numbers of endpoints are told from the endpoints: which has which does
+// not matter.
+func content(f plan.Family, all map[id]value) string {
+	var out []string
+	for i, v := range all {
+		line := fmt.Sprintf("%s %s : %x %s %q", sets(f)[i.set].Name, i.text(f), v.data, v.chain, v.comment)
+		switch i.set {
+		case kinds, kindsWithin:
+			continue
+		case endpoints, localEndpoints, choices, localChoices:
+			n := len(i.key) - 4
+			out = append(out, fmt.Sprintf("%s %x has number %d", sets(f)[i.set].Name, i.key[:n], nativeNumber(i.key[n:])))
+			line = fmt.Sprintf("%s %x : %x", sets(f)[i.set].Name, i.key[:n], v.data)
+		}
+		out = append(out, line)
+	}
+	slices.Sort(out)
+	return strings.Join(out, "\n")
+}
+
+func desired(p *plan.Plan, f plan.Family, o Options) (l *layout, all map[id]value, used map[kind]bool) {
+	l = &layout{family: f, options: o, settings: p.Settings, node: p.Node, partial: p.Partial}
+	all, used = map[id]value{}, map[kind]bool{}
+	for _, sp := range p.Sorted(f) {
+		l.fill(place(written{}, sp), all, used)
+	}
+	for i, v := range fixed(used) {
+		all[i] = v
+	}
+	return l, all, used
+}
+
+// fataler is a test, or one of rapid.
+type fataler interface {
+	Helper()
+	Fatalf(string, ...any)
+}
+
+// holds makes sure that the kernel has what a plan asks for, and nothing else but kinds that were in use.
+func holds(t fataler, e *engine, p *plan.Plan) {
+	t.Helper()
+	l, want, used := desired(p, e.family, e.options)
+	c, err := nft.Dial()
+	if err != nil {
+		t.Fatalf("%v", err)
+	}
+	defer c.Close()
+	have := map[id]value{}
+	for i, s := range sets(e.family) {
+		list, err := c.Elements(e.family, names.NFTables, s)
+		if err != nil {
+			t.Fatalf("%v", err)
+		}
+		for _, el := range list {
+			have[id{setID(i), el.Key, el.End}] = value{el.Data, el.Chain, el.Comment}
+		}
+	}
+	if got, want := content(e.family, have), content(e.family, want); got != want {
+		t.Fatalf("the kernel has something else than a full sync writes:\n%s", difference(want, got))
+	}
+	for i, v := range fixed(used) {
+		if have[i] != v {
+			t.Fatalf("%s of set %s leads to %q, want %q", i.text(e.family), e.sets[i.set].Name, have[i].chain, v.chain)
+		}
+	}
+	chains := append(l.chains(), l.kindChains(used)...)
+	got, err := c.Read(e.family, names.NFTables, e.sets, chains)
+	if err != nil || got == nil {
+		t.Fatalf("reading the table: %v, %v", got, err)
+	}
+	for _, ch := range chains {
+		if is, there := got.Chains[ch.Name]; !there || !is.Holds(ch) {
+			t.Fatalf("chain %s is there: %t, and is %q", ch.Name, there, is.Labels)
+		}
+	}
+	for _, s := range e.sets {
+		if !got.Sets[s.Name] {
+			t.Fatalf("set %s is not as it should be", s.Name)
+		}
+	}
+}
+
+func difference(want, got string) string {
+	a, b := strings.Split(want, "\n"), strings.Split(got, "\n")
+	var out []string
+	for _, l := range a {
+		if !slices.Contains(b, l) {
+			out = append(out, "- "+l)
+		}
+	}
+	for _, l := range b {
+		if !slices.Contains(a, l) {
+			out = append(out, "+ "+l)
+		}
+	}
+	return strings.Join(out, "\n")
+}
+
+// TestIncrementalEqualsFull: whatever way led to a plan, the kernel holds what a full sync of it would write. A restart over that
+// writes nothing.
+func TestIncrementalEqualsFull(t *testing.T) {
+	nstest.Enter(t)
+	for _, f := range plan.Families {
+		rapid.Check(t, func(rt *rapid.T) {
+			plans := rapid.SliceOfN(plantest.Plans(), 2, 5).Draw(rt, "plans")
+			_ = Cleanup()
+			e, k := testEngine(t, f)
+			e.most = rapid.SampledFrom([]int{mostInTransaction, 50, 1}).Draw(rt, "most in a transaction")
+			for i, p := range plans {
+				if p.Node = plans[0].Node; rapid.IntRange(0, 3).Draw(rt, "settings change") > 0 {
+					p.Settings = plans[max(i-1, 0)].Settings
+				}
+				var changed plan.Keys
+				if i > 0 {
+					changed = plantest.Differing(plans[i-1], p)
+				}
+				if err := e.sync(context.Background(), p, changed); err != nil {
+					rt.Fatalf("step %d: %v", i, err)
+				}
+				holds(rt, e, p)
+			}
+			last := plans[len(plans)-1]
+			if err := e.sync(context.Background(), last, nil); err != nil || len(e.found.First) > 0 {
+				rt.Fatalf("a comparison found %v, %v", e.found, err)
+			}
+			again, k := testEngine(t, f)
+			defer func() { _ = again.kernel.Close() }()
+			if err := again.sync(context.Background(), last, nil); err != nil {
+				rt.Fatalf("%v", err)
+			}
+			if k.commits > 0 {
+				rt.Fatalf("a start over what was there made %d transactions", k.commits)
+			}
+			holds(rt, again, last)
+			_ = e.kernel.Close()
+			e.kernel = nil
+		})
+	}
+}
+
+// TestOneChange: an endpoint that is replaced costs two elements, removed and added, in one transaction, whatever else there is.
+func TestOneChange(t *testing.T) {
+	nstest.Enter(t)
+	e, k := testEngine(t, plan.IPv4)
+	p := plantest.Large(400, 50)
+	sync := func(changed plan.Keys) {
+		t.Helper()
+		k.commits, k.most = 0, 0
+		if err := e.sync(context.Background(), p, changed); err != nil {
+			t.Fatal(err)
+		}
+	}
+	sync(nil)
+	sp := *plantest.LargeService(17, 17*50, 50)
+	list := slices.Clone(sp.Endpoints.Cluster)
+	list[20].Addr = netip.MustParseAddrPort("10.243.0.1:8080")
+	slices.SortFunc(list, func(a, b plan.Endpoint) int { return a.Addr.Compare(b.Addr) })
+	sp.Endpoints.Cluster = list
+	p.Set(&sp)
+	sync(plan.Keys{sp.Key: {}})
+	if k.commits != 1 || k.most != 2 {
+		t.Errorf("one endpoint in place of another made %d transactions, the largest with %d elements", k.commits, k.most)
+	}
+	holds(t, e, p)
+	fewer := sp
+	fewer.Endpoints.Cluster = slices.Delete(slices.Clone(list), 0, 1)
+	p.Set(&fewer)
+	sync(plan.Keys{sp.Key: {}})
+	// The last one takes the place of the one that went, and the frontend has another kind, which is new.
+	if k.commits != 1 || k.most > 6 {
+		t.Errorf("one endpoint fewer made %d transactions, the largest with %d elements", k.commits, k.most)
+	}
+	holds(t, e, p)
+}
+
+// TestAllElementsArrive: no element of a large plan is lost on the way, and no transaction has too many.
+func TestAllElementsArrive(t *testing.T) {
+	nstest.Enter(t)
+	e, k := testEngine(t, plan.IPv4)
+	p := plantest.Large(6000, 5)
+	if err := e.sync(context.Background(), p, nil); err != nil {
+		t.Fatal(err)
+	}
+	if k.most > mostInTransaction+300 {
+		t.Errorf("a transaction had %d elements", k.most)
+	}
+	for _, set := range []struct {
+		id   setID
+		want int
+	}{{services, 6000}, {clusterIPs, 6000}, {endpoints, 30000}} {
+		list, err := e.kernel.Elements(plan.IPv4, names.NFTables, e.sets[set.id])
+		if err != nil || len(list) != set.want {
+			t.Errorf("set %s has %d elements, want %d; %v", e.sets[set.id].Name, len(list), set.want, err)
+		}
+	}
+}
+
+// TestFaults: an error in the middle, whether the transaction was carried out or not, leaves what the next sync, or the next start,
+// converges from.
+func TestFaults(t *testing.T) {
+	nstest.Enter(t)
+	for _, after := range []bool{false, true} {
+		for _, err := range []error{unix.ENOBUFS, unix.EIO, context.Canceled} {
+			for at := 1; at <= 4; at++ {
+				_ = Cleanup()
+				e, k := testEngine(t, plan.IPv4)
+				e.most = 100
+				k.after = after
+				k.fail = func(commit int) error {
+					if commit == at {
+						return err
+					}
+					return nil
+				}
+				before, p := plantest.Large(60, 3), plantest.Large(90, 2)
+				failed := 0
+				for i, step := range []struct {
+					p       *plan.Plan
+					changed plan.Keys
+				}{{before, nil}, {p, plantest.Differing(before, p)}} {
+					for errors.Is(e.sync(context.Background(), step.p, step.changed), err) {
+						step.changed = nil
+						if failed++; failed == 1 && i == 0 {
+							e, _ = testEngine(t, plan.IPv4) // as a new start
+						}
+					}
+					holds(t, e, step.p)
+				}
+				if failed != 1 {
+					t.Errorf("%v at transaction %d made %d syncs fail", err, at, failed)
+				}
+			}
+		}
+	}
+}
+
+// TestDrift: what another program changes is found, named and repaired.
+func TestDrift(t *testing.T) {
+	nstest.Enter(t)
+	e, _ := testEngine(t, plan.IPv4)
+	p := plantest.Large(20, 3)
+	ctx := context.Background()
+	if err := e.sync(ctx, p, nil); err != nil {
+		t.Fatal(err)
+	}
+	for _, tc := range []struct {
+		nft   string
+		kind  drift.Kind
+		state drift.State
+		what  string
+	}{
+		{"delete element ip nodeproxy services { 10.96.0.12 . tcp . 80 }", drift.SetElement, drift.Missing, "10.96.0.12 . tcp . 80 of set services"},
+		{"delete element ip nodeproxy endpoints { 10.96.0.12 . tcp . 80 . 1 }", drift.SetElement, drift.Missing,
+			"10.96.0.12 . tcp . 80 . 0x00000001 of set endpoints"},
+		{"delete element ip nodeproxy endpoints { 10.96.0.12 . tcp . 80 . 1 }; " +
+			"add element ip nodeproxy endpoints { 10.96.0.12 . tcp . 80 . 1 : 192.0.2.1 . 80 }", drift.SetElement, drift.Changed,
+			"10.96.0.12 . tcp . 80 . 0x00000001 of set endpoints"},
+		{"add element ip nodeproxy cluster-ips { 192.0.2.1 }", drift.SetElement, drift.Unexpected, "192.0.2.1 of set cluster-ips"},
+		{"flush chain ip nodeproxy prerouting", drift.Chain, drift.Changed, "prerouting of table ip nodeproxy"},
+		{"add rule ip nodeproxy to-services drop", drift.Chain, drift.Changed, "to-services of table ip nodeproxy"},
+		{"delete chain ip nodeproxy output", drift.Chain, drift.Missing, "output of table ip nodeproxy"},
+		{"flush set ip nodeproxy same-byte", drift.SetElement, drift.Missing, "tcp . tcp of set same-byte"},
+		{"delete table ip nodeproxy", drift.Chain, drift.Missing, "all of table ip nodeproxy"},
+	} {
+		if out, err := exec.Command("nft", tc.nft).CombinedOutput(); err != nil {
+			t.Fatalf("nft %s: %v: %s", tc.nft, err, out)
+		}
+		if err := e.sync(ctx, p, nil); err != nil {
+			t.Fatal(err)
+		}
+		if !slices.ContainsFunc(e.found.First, func(d drift.Difference) bool {
+			return d.Kind == tc.kind && d.State == tc.state && strings.HasPrefix(d.Object, tc.what)
+		}) && !strings.Contains(tc.nft, "same-byte") || e.found.Total() == 0 {
+			t.Errorf("after %q, found %v", tc.nft, e.found.First)
+		}
+		holds(t, e, p)
+		if err := e.sync(ctx, p, nil); err != nil || e.found.Total() > 0 {
+			t.Errorf("after the repair, found %v; %v", e.found.First, err)
+		}
+	}
+}
+
+// TestOtherLayout: a table that another version of this program has left, with sets of another kind, gives way at once.
+func TestOtherLayout(t *testing.T) {
+	nstest.Enter(t)
+	e, k := testEngine(t, plan.IPv4)
+	script := "add table ip nodeproxy; add set ip nodeproxy services { type ipv4_addr; }; add chain ip nodeproxy old; " +
+		"add rule ip nodeproxy old ip daddr @services drop"
+	if out, err := exec.Command("nft", script).CombinedOutput(); err != nil {
+		t.Fatalf("%v: %s", err, out)
+	}
+	p := plantest.Large(40, 3)
+	e.most = 10
+	if err := e.sync(context.Background(), p, nil); err != nil {
+		t.Fatal(err)
+	}
+	if k.commits != 1 {
+		t.Errorf("it took %d transactions, want 1", k.commits)
+	}
+	holds(t, e, p)
+}
+
+// TestPartial: while not all Services are known, what the kernel has for others stays, and nothing is refused for want of one.
+func TestPartial(t *testing.T) {
+	nstest.Enter(t)
+	ctx := context.Background()
+	e, _ := testEngine(t, plan.IPv4)
+	p := plantest.Large(30, 2)
+	p.Settings.ServiceCIDRs = []netip.Prefix{netip.MustParsePrefix("10.96.0.0/12")}
+	if err := e.sync(ctx, p, nil); err != nil {
+		t.Fatal(err)
+	}
+	again, _ := testEngine(t, plan.IPv4)
+	some := plantest.Large(3, 1)
+	some.Settings, some.Partial = p.Settings, true
+	sync := func(changed plan.Keys) {
+		t.Helper()
+		if err := again.sync(ctx, some, changed); err != nil {
+			t.Fatal(err)
+		}
+	}
+	sync(nil)
+	elements := func(set setID) int {
+		list, err := again.kernel.Elements(plan.IPv4, names.NFTables, again.sets[set])
+		if err != nil {
+			t.Fatal(err)
+		}
+		return len(list)
+	}
+	if n, m := elements(services), elements(endpoints); n != 30 || m != 27*2+3 {
+		t.Errorf("there are %d services and %d endpoints", n, m)
+	}
+	c, err := again.kernel.Read(plan.IPv4, names.NFTables, again.sets, nil)
+	if err != nil || len(c.Chains[names.NFTToServices].Labels) != 2 {
+		t.Errorf("chain %s has %d rules, want 2; %v", names.NFTToServices, len(c.Chains[names.NFTToServices].Labels), err)
+	}
+	sp := plantest.LargeService(7, 500, 3)
+	some.Set(sp)
+	sync(plan.Keys{sp.Key: {}})
+	if n, m := elements(services), elements(endpoints); n != 30 || m != 26*2+3+3 {
+		t.Errorf("with one more, there are %d services and %d endpoints", n, m)
+	}
+	some.Partial = false
+	sync(nil)
+	holds(t, again, some)
+}
+
+// TestListed: nft prints the tables, with whatever is in them, and leaves nothing out of the names that people look for.
+func TestListed(t *testing.T) {
+	nstest.Enter(t)
+	for i := range 40 {
+		c := plantest.Clusters().Example(i)
+		for _, f := range plan.Families {
+			e, _ := testEngine(t, f)
+			if err := e.sync(context.Background(), c.Plan, nil); err != nil {
+				t.Fatal(err)
+			}
+		}
+		out, err := exec.Command("nft", "list", "ruleset").CombinedOutput()
+		if err != nil {
+			t.Fatalf("%v: %s", err, out)
+		}
+		for _, sp := range c.Plan.Services {
+			if _, has := firstFrontend(sp); has && !strings.Contains(string(out), fmt.Sprintf("comment %q", nft.Comment(sp.Key.PortName()))) {
+				t.Errorf("nft does not name %s", sp.Key)
+			}
+		}
+	}
+}
+
+func firstFrontend(sp *plan.ServicePort) (plan.Frontend, bool) {
+	for _, fe := range sp.Frontends {
+		if fe.Kind != plan.HealthCheckNodePort {
+			return fe, true
+		}
+	}
+	return plan.Frontend{}, false
+}
+
+// TestNew: what the mode needs is tried, and nothing stays of that.
+func TestNew(t *testing.T) {
+	nstest.Enter(t)
 	b, err := New(Config{Families: plan.Families[:], MasqueradeBit: 14, Log: slog.New(slog.DiscardHandler)})
 	if err != nil {
 		t.Fatal(err)
 	}
-	t.Cleanup(func() { _ = b.Close() })
-	return b
-}
-
-func TestTry(t *testing.T) {
-	nstest.Enter(t)
-	b := newBackend(t)
-	c := plantest.Clusters().Example(3)
-	if err := b.Sync(context.Background(), c.Plan, nil); err != nil {
+	if got := b.Families(); !slices.Equal(got, plan.Families[:]) {
+		t.Errorf("it works for %v", got)
+	}
+	if out, err := exec.Command("nft", "list", "ruleset").CombinedOutput(); err != nil || len(out) > 0 {
+		t.Errorf("the kernel has %q, %v", out, err)
+	}
+	if err := b.Sync(context.Background(), plantest.Large(3, 1), nil); err != nil {
 		t.Fatal(err)
 	}
-	out, err := exec.Command("nft", "list", "ruleset").CombinedOutput()
-	fmt.Println(string(out), err)
-	os.WriteFile("/tmp/nfx/render.txt", []byte(Render(c.Plan, plan.IPv4, b.engines[0].options)), 0o644)
+	if left, err := Leftovers(); len(left) != 2 || err != nil {
+		t.Errorf("there are tables of %v, %v", left, err)
+	}
+	if err := errors.Join(Cleanup(), Cleanup(), b.Close()); err != nil {
+		t.Error(err)
+	}
+	if out, err := exec.Command("nft", "list", "ruleset").CombinedOutput(); err != nil || len(out) > 0 {
+		t.Errorf("after the cleanup, the kernel has %q, %v", out, err)
+	}
+	nstest.DropNetAdmin(t)
+	if _, err := New(Config{Families: plan.Families[:], Log: slog.New(slog.DiscardHandler)}); !errors.Is(err, unix.EPERM) {
+		t.Errorf("without the right to change anything: %v", err)
+	}
 }
