@@ -136,13 +136,13 @@ func (b *Backend) Families() []plan.Family {
 }
 
 // Sync implements proxier.Backend.
-func (b *Backend) Sync(ctx context.Context, p *plan.Plan, changed plan.Keys) error {
+func (b *Backend) Sync(ctx context.Context, p *plan.Plan, change plan.Change) error {
 	begin := time.Now()
 	var errs []error
 	b.took = map[plan.Family]time.Duration{}
 	for _, e := range b.engines { // One after the other: they share the kernel's lock on nftables.
 		family := time.Now()
-		errs = append(errs, e.sync(ctx, p, changed))
+		errs = append(errs, e.sync(ctx, p, change))
 		b.took[e.family] = time.Since(family)
 	}
 	err := errors.Join(errs...)
@@ -150,8 +150,9 @@ func (b *Backend) Sync(ctx context.Context, p *plan.Plan, changed plan.Keys) err
 	for _, e := range b.engines {
 		if e.compared {
 			known = true
-			r.Merge(e.found)
+			r.Found = append(r.Found, e.found...)
 		}
+		e.found = nil // It may be large.
 	}
 	if known && b.compared != nil {
 		b.compared(r)

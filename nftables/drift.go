@@ -10,25 +10,30 @@ import (
 	"nodeproxy/kernel/nft"
 )
 
+// differs notes a thing that is not as it was left, and of which its name says everything.
+func (e *engine) differs(k drift.Kind, state drift.State, format string, args ...any) {
+	e.found = append(e.found, drift.Difference{Kind: k, State: state, Object: fmt.Sprintf(format, args...)})
+}
+
 // differences finds out in what that which the kernel holds differs from what it was left with.
 func (s *fullSync) differences(before *layout) {
-	of := fmt.Sprintf("of table %s %s", nft.FamilyName(s.family), names.NFTables)
+	of := fmt.Sprintf("of nftables table %s %s", nft.FamilyName(s.family), names.NFTables)
 	if s.content == nil {
-		s.found.Add(drift.Chain, drift.Missing, "all %s (nftables)", of)
+		s.differs(drift.Table, drift.Missing, "%s %s of nftables", nft.FamilyName(s.family), names.NFTables)
 		return
 	}
 	for _, c := range append(before.chains(), before.kindChains(s.kinds)...) {
 		is, there := s.content.Chains[c.Name]
 		switch {
 		case !there:
-			s.found.Add(drift.Chain, drift.Missing, "%s %s (nftables)", c.Name, of)
+			s.differs(drift.Chain, drift.Missing, "%s %s", c.Name, of)
 		case !is.Holds(c):
-			s.found.Add(drift.Chain, drift.Changed, "%s %s (nftables)", c.Name, of)
+			s.differs(drift.Chain, drift.Changed, "%s %s", c.Name, of)
 		}
 	}
 	for _, set := range s.sets {
 		if is, there := s.content.Sets[set.Name]; !there || !is {
-			s.found.Add(drift.SetElement, drift.Missing, "all of set %s %s (nftables)", set.Name, of)
+			s.differs(drift.SetElement, drift.Missing, "all of set %s %s", set.Name, of)
 		}
 	}
 	if s.rebuild {
@@ -40,10 +45,12 @@ func (s *fullSync) differences(before *layout) {
 			have, is := s.have[i]
 			switch {
 			case !is:
-				s.found.Add(drift.SetElement, drift.Missing, "%s of set %s %s (nftables)", i.text(s.family), s.sets[i.set].Name, of)
+				s.differs(drift.SetElement, drift.Missing, "%s of set %s %s", i.text(s.family), s.sets[i.set].Name, of)
 				continue
 			case have != list[i]:
-				s.found.Add(drift.SetElement, drift.Changed, "%s of set %s %s (nftables)", i.text(s.family), s.sets[i.set].Name, of)
+				s.found = append(s.found, drift.Difference{Kind: drift.SetElement, State: drift.Changed,
+					Object: fmt.Sprintf("%s of set %s %s", i.text(s.family), s.sets[i.set].Name, of),
+					Want:   list[i].text(s.sets[i.set]), Have: have.text(s.sets[i.set])})
 			}
 			met++
 		}
@@ -69,7 +76,7 @@ func (s *fullSync) differences(before *layout) {
 	}
 	for _, i := range slices.SortedFunc(maps.Keys(s.have), compareIDs) {
 		if _, is := expected[i]; !is {
-			s.found.Add(drift.SetElement, drift.Unexpected, "%s of set %s %s (nftables)", i.text(s.family), s.sets[i.set].Name, of)
+			s.differs(drift.SetElement, drift.Unexpected, "%s of set %s %s", i.text(s.family), s.sets[i.set].Name, of)
 		}
 	}
 }

@@ -56,16 +56,16 @@ func (e *engine) layoutOf(p *plan.Plan) *layout {
 	return &layout{family: e.family, options: e.options, settings: p.Settings, node: p.Node, partial: p.Partial}
 }
 
-func (e *engine) sync(ctx context.Context, p *plan.Plan, changed plan.Keys) error {
+func (e *engine) sync(ctx context.Context, p *plan.Plan, change plan.Change) error {
 	e.mu.Lock()
 	defer e.mu.Unlock()
-	e.compared, e.found = false, drift.Found{}
+	e.compared, e.found = false, nil
 	err := e.open()
 	if err == nil {
-		if changed == nil || e.current == nil || !reflect.DeepEqual(e.layout, e.layoutOf(p)) || e.meetsUnknown(p, changed) {
+		if change.All() || e.current == nil || !reflect.DeepEqual(e.layout, e.layoutOf(p)) || e.meetsUnknown(p, change.Keys()) {
 			err = e.syncAll(ctx, p)
 		} else {
-			err = e.syncChanged(ctx, p, changed)
+			err = e.syncChanged(ctx, p, change.Keys())
 		}
 	}
 	if err != nil {

@@ -175,9 +175,9 @@ func TestIncrementalEqualsFull(t *testing.T) {
 				if p.Node = plans[0].Node; rapid.IntRange(0, 3).Draw(rt, "settings change") > 0 {
 					p.Settings = plans[max(i-1, 0)].Settings
 				}
-				var changed plan.Keys
+				changed := plan.Everything()
 				if i > 0 {
-					changed = plantest.Differing(plans[i-1], p)
+					changed = plan.Only(plantest.Differing(plans[i-1], p))
 				}
 				if err := e.sync(context.Background(), p, changed); err != nil {
 					rt.Fatalf("step %d: %v", i, err)
@@ -185,12 +185,12 @@ func TestIncrementalEqualsFull(t *testing.T) {
 				holds(rt, e, p)
 			}
 			last := plans[len(plans)-1]
-			if err := e.sync(context.Background(), last, nil); err != nil || len(e.found.First) > 0 {
+			if err := e.sync(context.Background(), last, plan.Everything()); err != nil || len(e.found) > 0 {
 				rt.Fatalf("a comparison found %v, %v", e.found, err)
 			}
 			again, k := testEngine(t, f)
 			defer func() { _ = again.kernel.Close() }()
-			if err := again.sync(context.Background(), last, nil); err != nil {
+			if err := again.sync(context.Background(), last, plan.Everything()); err != nil {
 				rt.Fatalf("%v", err)
 			}
 			if k.commits > 0 {
@@ -208,21 +208,21 @@ func TestOneChange(t *testing.T) {
 	nstest.Enter(t)
 	e, k := testEngine(t, plan.IPv4)
 	p := plantest.Large(400, 50)
-	sync := func(changed plan.Keys) {
+	sync := func(changed plan.Change) {
 		t.Helper()
 		k.commits, k.most = 0, 0
 		if err := e.sync(context.Background(), p, changed); err != nil {
 			t.Fatal(err)
 		}
 	}
-	sync(nil)
+	sync(plan.Everything())
 	sp := *plantest.LargeService(17, 17*50, 50)
 	list := slices.Clone(sp.Endpoints.Cluster)
 	list[20].Addr = netip.MustParseAddrPort("10.243.0.1:8080")
 	slices.SortFunc(list, func(a, b plan.Endpoint) int { return a.Addr.Compare(b.Addr) })
 	sp.Endpoints.Cluster = list
 	p.Set(&sp)
-	sync(plan.Keys{sp.Key: {}})
+	sync(plan.Only(plan.Keys{sp.Key: {}}))
 	if k.commits != 1 || k.most != 2 {
 		t.Errorf("one endpoint in place of another made %d transactions, the largest with %d elements", k.commits, k.most)
 	}
@@ -230,7 +230,7 @@ func TestOneChange(t *testing.T) {
 	fewer := sp
 	fewer.Endpoints.Cluster = slices.Delete(slices.Clone(list), 0, 1)
 	p.Set(&fewer)
-	sync(plan.Keys{sp.Key: {}})
+	sync(plan.Only(plan.Keys{sp.Key: {}}))
 	// The last one takes the place of the one that went, and the frontend has another kind, which is new.
 	if k.commits != 1 || k.most > 6 {
 		t.Errorf("one endpoint fewer made %d transactions, the largest with %d elements", k.commits, k.most)
@@ -243,7 +243,7 @@ func TestAllElementsArrive(t *testing.T) {
 	nstest.Enter(t)
 	e, k := testEngine(t, plan.IPv4)
 	p := plantest.Large(6000, 5)
-	if err := e.sync(context.Background(), p, nil); err != nil {
+	if err := e.sync(context.Background(), p, plan.Everything()); err != nil {
 		t.Fatal(err)
 	}
 	if k.most > mostInTransaction+300 {
@@ -281,10 +281,10 @@ func TestFaults(t *testing.T) {
 				failed := 0
 				for i, step := range []struct {
 					p       *plan.Plan
-					changed plan.Keys
-				}{{before, nil}, {p, plantest.Differing(before, p)}} {
+					changed plan.Change
+				}{{before, plan.Everything()}, {p, plan.Only(plantest.Differing(before, p))}} {
 					for errors.Is(e.sync(context.Background(), step.p, step.changed), err) {
-						step.changed = nil
+						step.changed = plan.Everything()
 						if failed++; failed == 1 && i == 0 {
 							e, _ = testEngine(t, plan.IPv4) // as a new start
 						}
@@ -305,7 +305,7 @@ func TestDrift(t *testing.T) {
 	e, _ := testEngine(t, plan.IPv4)
 	p := plantest.Large(20, 3)
 	ctx := context.Background()
-	if err := e.sync(ctx, p, nil); err != nil {
+	if err := e.sync(ctx, p, plan.Everything()); err != nil {
 		t.Fatal(err)
 	}
 	for _, tc := range []struct {
@@ -321,26 +321,26 @@ func TestDrift(t *testing.T) {
 			"add element ip nodeproxy endpoints { 10.96.0.12 . tcp . 80 . 1 : 192.0.2.1 . 80 }", drift.SetElement, drift.Changed,
 			"10.96.0.12 . tcp . 80 . 0x00000001 of set endpoints"},
 		{"add element ip nodeproxy cluster-ips { 192.0.2.1 }", drift.SetElement, drift.Unexpected, "192.0.2.1 of set cluster-ips"},
-		{"flush chain ip nodeproxy prerouting", drift.Chain, drift.Changed, "prerouting of table ip nodeproxy"},
-		{"add rule ip nodeproxy to-services drop", drift.Chain, drift.Changed, "to-services of table ip nodeproxy"},
-		{"delete chain ip nodeproxy output", drift.Chain, drift.Missing, "output of table ip nodeproxy"},
+		{"flush chain ip nodeproxy prerouting", drift.Chain, drift.Changed, "prerouting of nftables table ip nodeproxy"},
+		{"add rule ip nodeproxy to-services drop", drift.Chain, drift.Changed, "to-services of nftables table ip nodeproxy"},
+		{"delete chain ip nodeproxy output", drift.Chain, drift.Missing, "output of nftables table ip nodeproxy"},
 		{"flush set ip nodeproxy same-byte", drift.SetElement, drift.Missing, "tcp . tcp of set same-byte"},
-		{"delete table ip nodeproxy", drift.Chain, drift.Missing, "all of table ip nodeproxy"},
+		{"delete table ip nodeproxy", drift.Table, drift.Missing, "ip nodeproxy of nftables"},
 	} {
 		if out, err := exec.Command("nft", tc.nft).CombinedOutput(); err != nil {
 			t.Fatalf("nft %s: %v: %s", tc.nft, err, out)
 		}
-		if err := e.sync(ctx, p, nil); err != nil {
+		if err := e.sync(ctx, p, plan.Everything()); err != nil {
 			t.Fatal(err)
 		}
-		if !slices.ContainsFunc(e.found.First, func(d drift.Difference) bool {
+		if !slices.ContainsFunc(e.found, func(d drift.Difference) bool {
 			return d.Kind == tc.kind && d.State == tc.state && strings.HasPrefix(d.Object, tc.what)
-		}) && !strings.Contains(tc.nft, "same-byte") || e.found.Total() == 0 {
-			t.Errorf("after %q, found %v", tc.nft, e.found.First)
+		}) && !strings.Contains(tc.nft, "same-byte") || len(e.found) == 0 {
+			t.Errorf("after %q, found %v", tc.nft, e.found)
 		}
 		holds(t, e, p)
-		if err := e.sync(ctx, p, nil); err != nil || e.found.Total() > 0 {
-			t.Errorf("after the repair, found %v; %v", e.found.First, err)
+		if err := e.sync(ctx, p, plan.Everything()); err != nil || len(e.found) > 0 {
+			t.Errorf("after the repair, found %v; %v", e.found, err)
 		}
 	}
 }
@@ -356,7 +356,7 @@ func TestOtherLayout(t *testing.T) {
 	}
 	p := plantest.Large(40, 3)
 	e.most = 10
-	if err := e.sync(context.Background(), p, nil); err != nil {
+	if err := e.sync(context.Background(), p, plan.Everything()); err != nil {
 		t.Fatal(err)
 	}
 	if k.commits != 1 {
@@ -372,19 +372,19 @@ func TestPartial(t *testing.T) {
 	e, _ := testEngine(t, plan.IPv4)
 	p := plantest.Large(30, 2)
 	p.Settings.ServiceCIDRs = []netip.Prefix{netip.MustParsePrefix("10.96.0.0/12")}
-	if err := e.sync(ctx, p, nil); err != nil {
+	if err := e.sync(ctx, p, plan.Everything()); err != nil {
 		t.Fatal(err)
 	}
 	again, _ := testEngine(t, plan.IPv4)
 	some := plantest.Large(3, 1)
 	some.Settings, some.Partial = p.Settings, true
-	sync := func(changed plan.Keys) {
+	sync := func(changed plan.Change) {
 		t.Helper()
 		if err := again.sync(ctx, some, changed); err != nil {
 			t.Fatal(err)
 		}
 	}
-	sync(nil)
+	sync(plan.Everything())
 	elements := func(set setID) int {
 		list, err := again.kernel.Elements(plan.IPv4, names.NFTables, again.sets[set])
 		if err != nil {
@@ -401,12 +401,12 @@ func TestPartial(t *testing.T) {
 	}
 	sp := plantest.LargeService(7, 500, 3)
 	some.Set(sp)
-	sync(plan.Keys{sp.Key: {}})
+	sync(plan.Only(plan.Keys{sp.Key: {}}))
 	if n, m := elements(services), elements(endpoints); n != 30 || m != 26*2+3+3 {
 		t.Errorf("with one more, there are %d services and %d endpoints", n, m)
 	}
 	some.Partial = false
-	sync(nil)
+	sync(plan.Everything())
 	holds(t, again, some)
 }
 
@@ -417,7 +417,7 @@ func TestListed(t *testing.T) {
 		c := plantest.Clusters().Example(i)
 		for _, f := range plan.Families {
 			e, _ := testEngine(t, f)
-			if err := e.sync(context.Background(), c.Plan, nil); err != nil {
+			if err := e.sync(context.Background(), c.Plan, plan.Everything()); err != nil {
 				t.Fatal(err)
 			}
 		}
@@ -455,7 +455,7 @@ func TestNew(t *testing.T) {
 	if out, err := exec.Command("nft", "list", "ruleset").CombinedOutput(); err != nil || len(out) > 0 {
 		t.Errorf("the kernel has %q, %v", out, err)
 	}
-	if err := b.Sync(context.Background(), plantest.Large(3, 1), nil); err != nil {
+	if err := b.Sync(context.Background(), plantest.Large(3, 1), plan.Everything()); err != nil {
 		t.Fatal(err)
 	}
 	if left, err := Leftovers(); len(left) != 2 || err != nil {

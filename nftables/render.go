@@ -26,6 +26,21 @@ func (i id) text(f plan.Family) string {
 	return fmt.Sprintf("%s . %s-%s", valueText(key[:len(key)-1], i.key[:n]), from, to)
 }
 
+// text is what follows the key of an element in the language of nft.
+func (v value) text(set nft.Set) string {
+	out := ""
+	if v.comment != "" {
+		out = fmt.Sprintf(" comment %q", v.comment)
+	}
+	switch {
+	case v.chain != "":
+		out += " : goto " + v.chain
+	case v.data != "":
+		out += " : " + valueText(set.Data, v.data)
+	}
+	return out
+}
+
 // valueText is a value in the language of nft.
 func valueText(types nft.Concat, raw string) string {
 	var parts []string
@@ -109,18 +124,7 @@ func renderSet(out *strings.Builder, f plan.Family, set nft.Set, order []id, ele
 	if len(order) > 0 {
 		out.WriteString("\t\telements = {\n")
 		for _, i := range order {
-			v := elements[i]
-			out.WriteString("\t\t\t" + i.text(f))
-			if v.comment != "" {
-				fmt.Fprintf(out, " comment %q", v.comment)
-			}
-			switch {
-			case v.chain != "":
-				out.WriteString(" : goto " + v.chain)
-			case v.data != "":
-				out.WriteString(" : " + valueText(set.Data, v.data))
-			}
-			out.WriteString(",\n")
+			out.WriteString("\t\t\t" + i.text(f) + elements[i].text(set) + ",\n")
 		}
 		out.WriteString("\t\t}\n")
 	}

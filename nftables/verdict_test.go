@@ -53,7 +53,7 @@ func TestVerdicts(t *testing.T) {
 				}
 				seen[v.Action.String()]++
 				if err := packetsim.Agree(v, pkt, outcomes); err != nil {
-					t.Fatalf("packet: %s\nplan: %s\n  %s\n%s%v", pkt, v, strings.Join(v.Reasons, "\n  "), text(outcomes), err)
+					t.Fatalf("packet: %s\nplan: %s\n  %s\n%s%v", pkt, v, strings.Join(v.Reasons(), "\n  "), text(outcomes), err)
 				}
 			}
 		}

@@ -76,7 +76,9 @@ func (m *machine) set(register uint32, b []byte) {
 	copy(m.registers[at(register):], b)
 }
 
-func (m *machine) get(register uint32, n int) []byte { return m.registers[at(register) : at(register)+n] }
+func (m *machine) get(register uint32, n int) []byte {
+	return m.registers[at(register) : at(register)+n]
+}
 
 // verdicts that end the way of a packet. none is for the end of a chain.
 const (
