@@ -25,6 +25,14 @@ var modes = []mode{
 		c.SyncPeriod, c.MinSyncPeriod = c.IPVS.SyncPeriod, c.IPVS.MinSyncPeriod
 		c.Settings.LocalhostNodePorts = false // IPVS drops what leaves the node with a loopback address.
 	}},
+	{name: "nftables", complete: func(c *Config) {
+		c.SyncPeriod, c.MinSyncPeriod = c.NFTables.SyncPeriod, c.NFTables.MinSyncPeriod
+		c.MasqueradeBit, c.Settings.MasqueradeAll = c.NFTables.MasqueradeBit, c.NFTables.MasqueradeAll
+		c.Settings.LocalhostNodePorts = false // as in kube-proxy's mode of this name
+		if at := &c.Settings.NodePortAddresses; len(at.CIDRs) == 0 {
+			at.Primary = true // as in kube-proxy's mode of this name
+		}
+	}},
 }
 
 // defaultMode is used where the configuration names no mode.
@@ -49,7 +57,7 @@ func (k *checker) mode(c *Config) mode {
 	if i := slices.IndexFunc(modes, func(m mode) bool { return m.name == c.Mode }); i >= 0 {
 		m = modes[i]
 	} else {
-		k.check("mode", fmt.Errorf("%q is not supported; %s are", c.Mode, strings.Join(Modes(), " and ")))
+		k.check("mode", fmt.Errorf("%q is not supported; %s are", c.Mode, strings.Join(Modes(), ", ")))
 	}
 	if m.gate != "" && !k.gateOn(m.gate) {
 		k.check("mode", fmt.Errorf("%s is switched off by %s", m.name, k.saying("featureGates", m.gate+"=false")))

@@ -303,6 +303,9 @@ func (k *checker) otherModes(c *Config) {
 		MasqueradeBit: k.bit("nftables.masqueradeBit", nft.MasqueradeBit), MasqueradeAll: nft.MasqueradeAll,
 		SyncPeriod: nft.SyncPeriod.Duration, MinSyncPeriod: nft.MinSyncPeriod.Duration,
 	}
+	if k.given["iptables.masqueradeAll"] != "" { // --masquerade-all is for all modes.
+		c.NFTables.MasqueradeAll = k.kp.IPTables.MasqueradeAll
+	}
 	k.periods("nftables", c.NFTables.SyncPeriod, c.NFTables.MinSyncPeriod)
 }
 

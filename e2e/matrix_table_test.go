@@ -181,6 +181,7 @@ type difference struct {
 var differences = []difference{
 	{harness.IPVS, "localhost4", "refused", "IPVS drops what leaves the node with a loopback address as its source; so node ports" +
 		" are not served on 127.0.0.1 at all"},
+	{harness.NFTables, "localhost4", "refused", "the configuration of this mode has no node ports on localhost, as in kube-proxy"},
 }
 
 // expected is what the table has for a cell, but for the differences of the mode.

@@ -276,7 +276,7 @@ func publish(t *testing.T, table string) {
 // with each of the two ways in which addresses of Services become the node's.
 func TestPacketMatrix(t *testing.T) {
 	onEachVariant(t, func(t *testing.T, variant harness.Variant) {
-		if mode == harness.IPTables {
+		if mode != harness.IPVS {
 			testPacketMatrix(t, variant, harness.VIPsWith(variant))
 			return
 		}

@@ -30,6 +30,8 @@ type Config struct {
 	Families []plan.Family
 	// MasqueradeBit is as in Options.
 	MasqueradeBit int
+	// Failed is told of each transaction that failed, and whether it only removed what nothing wants any more; nil for nobody.
+	Failed func(f plan.Family, cleanup bool)
 	// Compared is told of each comparison of everything with the kernel, once for all families, with what was not as it had
 	// been written. The first sync and the one after an error do not know that. Nil is for nobody. It must not block.
 	Compared func(drift.Report)
@@ -55,7 +57,11 @@ func New(cfg Config) (*Backend, error) {
 			missing = append(missing, fmt.Errorf("%s: %w", f, err))
 			continue
 		}
-		b.engines = append(b.engines, newEngine(f, options, cfg.Log, b.ports.dial))
+		e := newEngine(f, options, cfg.Log, b.ports.dial)
+		if cfg.Failed != nil {
+			e.failed = cfg.Failed
+		}
+		b.engines = append(b.engines, e)
 	}
 	if len(b.engines) == 0 {
 		return nil, fmt.Errorf("mode nftables can't work here: %w", errors.Join(missing...))
@@ -67,7 +73,7 @@ func New(cfg Config) (*Backend, error) {
 }
 
 func newEngine(f plan.Family, o Options, log *slog.Logger, dial func() (kernel, error)) *engine {
-	return &engine{family: f, options: o, log: log, dial: dial, most: mostInTransaction, sets: sets(f)}
+	return &engine{family: f, failed: func(plan.Family, bool) {}, options: o, log: log, dial: dial, most: mostInTransaction, sets: sets(f)}
 }
 
 // tcpLiberal reports whether packets that are outside of the window of a connection are not invalid.

@@ -39,6 +39,7 @@ type engine struct {
 	dial   func() (kernel, error)
 	kernel kernel
 	most   int // as mostInTransaction
+	failed func(f plan.Family, cleanup bool)
 	sets   []nft.Set
 
 	mu sync.Mutex // held by sync
@@ -155,7 +156,11 @@ func (t *transactions) commit() error {
 		b.AddElements(t.engine.sets[s], fresh[s])
 	}
 	t.first, t.writes = nil, t.writes[:0]
-	return t.engine.kernel.Commit(b)
+	err := t.engine.kernel.Commit(b)
+	if err != nil {
+		t.engine.failed(t.engine.family, false)
+	}
+	return err
 }
 
 // syncChanged writes what differs between two plans of which the first is in the kernel. All that is new comes before what is not wanted
@@ -610,6 +615,7 @@ func (s *fullSync) prune(ctx context.Context) {
 		b.DeleteChain(name)
 	}
 	if err := s.kernel.Commit(b); err != nil && !errors.Is(err, unix.EBUSY) {
+		s.failed(s.family, true)
 		s.log.Warn("chains that nothing uses stay for now", "family", s.family, "error", err)
 	}
 }

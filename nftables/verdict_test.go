@@ -144,7 +144,7 @@ func TestAffinity(t *testing.T) {
 			}
 		}
 	})
-	if kept == 0 || moved == 0 {
+	if kept == 0 || moved == 0 && !testing.Short() {
 		t.Errorf("%d clients were remembered, and for %d the endpoint went away", kept, moved)
 	}
 }

@@ -17,7 +17,7 @@ import (
 
 // modes are all modes, in the order in which cleanup removes what they keep in the kernel. Another mode is another entry here and in
 // config's list of names.
-var modes = []*mode{&iptablesMode, &ipvsMode}
+var modes = []*mode{&iptablesMode, &ipvsMode, &nftablesMode}
 
 // modeNamed returns the mode with a name that config has validated.
 func modeNamed(name string) *mode {
@@ -48,6 +48,8 @@ type mode struct {
 	// remove removes what the mode has left in the kernel besides chains of iptables; nil if it leaves nothing else. The chains are
 	// removed first, by cleanup or by the mode that is in force.
 	remove func(context.Context, removal) error
+	// withoutIPTables is set for a mode that has no chains of iptables, so that those of others are to be removed when it is in force.
+	withoutIPTables bool
 }
 
 // modeConfig is what a mode works with.
@@ -125,6 +127,15 @@ func (d *daemon) removeOtherModes(ctx context.Context) {
 	case <-ctx.Done():
 		return
 	case <-d.monitor.complete:
+	}
+	if d.mode.withoutIPTables { // Before what they ask for: a set that a rule asks can't be removed.
+		lines, err := xtables.Cleanup(ctx, false, variants(d.cfg.IPTablesBackend)...)
+		if len(lines) > 0 {
+			d.log.Info("what other modes have left in the tables of iptables is removed", "removed", len(lines))
+		}
+		if err != nil {
+			d.log.Warn("some chains of other modes stay until the next start", "error", err)
+		}
 	}
 	for _, m := range modes {
 		if m == d.mode || m.remove == nil {

@@ -139,7 +139,7 @@ func (m *monitor) conflict(report source.Report) source.Report {
 // countTraffic adds metrics of what goes through at most limit ServicePorts and through rules.
 func (m *monitor) countTraffic(b *openMode, limit int) {
 	m.metrics.CollectPacketCounters(b.invalidDropped, b.localhostNodePorts)
-	if limit > 0 {
+	if limit > 0 && b.traffic != nil {
 		reader, follow := b.traffic()
 		m.metrics.CollectTraffic(reader, limit)
 		m.follow = follow

@@ -12,6 +12,7 @@ type Mode string
 const (
 	IPTables Mode = "iptables"
 	IPVS     Mode = "ipvs"
+	NFTables Mode = "nftables"
 )
 
 // ModeVariable is the environment variable with the mode in which daemons run; IPTables if it is not set.
@@ -22,7 +23,7 @@ func ModeUnderTest() Mode {
 	switch m := Mode(os.Getenv(ModeVariable)); m {
 	case "":
 		return IPTables
-	case IPTables, IPVS:
+	case IPTables, IPVS, NFTables:
 		return m
 	default:
 		panic(fmt.Sprintf("%s=%s: no such mode", ModeVariable, m))
