@@ -53,7 +53,7 @@ func TestAffinityKeepsServer(t *testing.T) {
 					for _, client := range []*harness.Host{w.Client, w.Pod("n1c").Host} {
 						for f, to := range frontends(w, 1, family) {
 							key := fmt.Sprintf("%s %s IPv%d", client.Name, network, family)
-							if mode == harness.IPVS && f > 0 {
+							if mode != harness.IPTables && f > 0 {
 								key += " at " + to.String()
 							}
 							server := stickyServer(t, client, network, to)

@@ -38,6 +38,8 @@ func selectTests() error {
 	flag.Parse()
 	out := "^" + onlyIPVS
 	switch {
+	case mode == harness.NFTables:
+		out = "^" + onlyIPVS + "|^(" + strings.Join(onlyIPTables, "|") + ")$"
 	case mode == harness.IPVS:
 		out = "^(" + strings.Join(onlyIPTables, "|") + ")$"
 	case kernelHasIPVS():
