@@ -90,6 +90,13 @@ func TestFlags(t *testing.T) {
 		{"--mode=ipvs", func(c *Config) {
 			c.Mode, c.Settings.LocalhostNodePorts, c.ServiceMetrics = "ipvs", false, 1000
 		}},
+		{"--mode=nftables", func(c *Config) {
+			c.Mode, c.Settings.LocalhostNodePorts, c.Settings.NodePortAddresses.Primary = "nftables", false, true
+		}},
+		{"--mode=nftables --masquerade-all --nodeport-addresses=10.0.0.0/8", func(c *Config) {
+			c.Mode, c.Settings.LocalhostNodePorts, c.Settings.NodePortAddresses.CIDRs = "nftables", false, prefixes("10.0.0.0/8")
+			c.Settings.MasqueradeAll, c.NFTables.MasqueradeAll = true, true
+		}},
 		{"--proxy-mode=iptables", func(*Config) {}},
 		{"--proxy-mode=", func(*Config) {}},
 		{"--node-name=Node-2", name("node-2")},
@@ -112,7 +119,7 @@ func TestFlags(t *testing.T) {
 			detect(plan.DetectInterfaceNamePrefix, "veth")},
 		{"--detect-local-mode=InterfaceNamePrefix --pod-interface-name-prefix=fourteenletter",
 			detect(plan.DetectInterfaceNamePrefix, "fourteenletter")},
-		{"--masquerade-all", func(c *Config) { c.Settings.MasqueradeAll = true }},
+		{"--masquerade-all", func(c *Config) { c.Settings.MasqueradeAll, c.NFTables.MasqueradeAll = true, true }},
 		{"--iptables-masquerade-bit=0", bit(0)},
 		{"--iptables-masquerade-bit=31", bit(31)},
 		{"--nodeport-addresses=primary", nodePorts(true)},
@@ -180,8 +187,8 @@ func TestWrongFlags(t *testing.T) {
 		args []string
 		want []string
 	}{
-		{[]string{"--mode=nftables"}, []string{`--mode: "nftables" is not supported; iptables and ipvs are`}},
-		{[]string{"--proxy-mode=userspace"}, []string{`--proxy-mode: "userspace" is not supported; iptables and ipvs are`}},
+		{[]string{"--mode=ebpf"}, []string{`--mode: "ebpf" is not supported; iptables, ipvs and nftables are`}},
+		{[]string{"--proxy-mode=userspace"}, []string{`--proxy-mode: "userspace" is not supported; iptables, ipvs and nftables are`}},
 		{[]string{"--service-cidr=10.0.0.0"}, []string{`--service-cidr: "10.0.0.0" is not a CIDR`}},
 		{[]string{"--service-cidr=10.0.0.0/33"}, []string{`--service-cidr: "10.0.0.0/33" is not a CIDR`}},
 		{[]string{"--service-cidr=10.0.0.0/8,11.0.0.0/8"},

@@ -57,7 +57,8 @@ func (k *checker) mode(c *Config) mode {
 	if i := slices.IndexFunc(modes, func(m mode) bool { return m.name == c.Mode }); i >= 0 {
 		m = modes[i]
 	} else {
-		k.check("mode", fmt.Errorf("%q is not supported; %s are", c.Mode, strings.Join(Modes(), ", ")))
+		all := Modes()
+		k.check("mode", fmt.Errorf("%q is not supported; %s and %s are", c.Mode, strings.Join(all[:len(all)-1], ", "), all[len(all)-1]))
 	}
 	if m.gate != "" && !k.gateOn(m.gate) {
 		k.check("mode", fmt.Errorf("%s is switched off by %s", m.name, k.saying("featureGates", m.gate+"=false")))

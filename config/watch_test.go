@@ -79,7 +79,7 @@ func TestWatch(t *testing.T) {
 	write(t, path, bit(2)+"# A comment changes nothing.\n")
 	expectNothing(t, told)
 	write(t, path, header+"mode: nonsense\n")
-	expect(t, told, `FILE:3: mode: "nonsense" is not supported; iptables and ipvs are`)
+	expect(t, told, `FILE:3: mode: "nonsense" is not supported; iptables, ipvs and nftables are`)
 	write(t, path+".new", bit(3)) // As editors do.
 	if err := os.Rename(path+".new", path); err != nil {
 		t.Fatal(err)

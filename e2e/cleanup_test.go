@@ -28,7 +28,11 @@ func TestCleanup(t *testing.T) {
 		if after := held(t, w, variant); after != ran {
 			t.Errorf("a dry run has changed something:\n%s\nwas\n%s", after, ran)
 		}
-		if !strings.Contains(dry, "chain KUBE-SERVICES of table nat, iptables") {
+		promised := "chain KUBE-SERVICES of table nat, iptables"
+		if mode == harness.NFTables {
+			promised = "nftables table ip6 nodeproxy"
+		}
+		if !strings.Contains(dry, promised) {
 			t.Errorf("a dry run printed only\n%s", dry)
 		}
 		if wet := output(t, w, binary+" cleanup"); wet != dry {

@@ -73,7 +73,7 @@ func TestWriteConfigTo(t *testing.T) {
 func TestConfigMistakes(t *testing.T) {
 	t.Parallel()
 	for _, args := range [][]string{
-		{"--config=/nowhere/x"}, {"--proxy-mode=nftables"}, {"--iptables-masquerade-bit=32"},
+		{"--config=/nowhere/x"}, {"--proxy-mode=ebpf"}, {"--iptables-masquerade-bit=32"},
 		{"--write-config-to=/nowhere/x", "--oom-score-adj=2000"},
 	} {
 		_, _, err := configOf(args...)

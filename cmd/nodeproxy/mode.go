@@ -133,7 +133,7 @@ func (d *daemon) removeOtherModes(ctx context.Context) {
 		if len(lines) > 0 {
 			d.log.Info("what other modes have left in the tables of iptables is removed", "removed", len(lines))
 		}
-		if err != nil {
+		if err != nil && ctx.Err() == nil {
 			d.log.Warn("some chains of other modes stay until the next start", "error", err)
 		}
 	}
