@@ -38,6 +38,15 @@ var driftFaults = map[harness.Mode][]driftFault{
 		{"the device removed", "ip link del kube-ipvs0", "address", "interface kube-ipvs0 with all addresses: it was removed"},
 		{"table filter emptied", "iptables-{} -w -t filter -F", "rule", "of table filter (IPv4): missing"},
 	},
+	harness.NFTables: {
+		{"a table removed", "nft delete table ip nodeproxy", "table", "table ip nodeproxy of nftables: missing"},
+		{"all rules removed", "nft flush ruleset", "table", "table ip6 nodeproxy of nftables: missing"},
+		{"a chain emptied", "nft flush chain ip nodeproxy prerouting", "chain", "prerouting of nftables table ip nodeproxy: changed"},
+		{"a foreign rule in a chain", "nft insert rule ip nodeproxy to-services accept", "chain",
+			"to-services of nftables table ip nodeproxy: changed"},
+		{"a Service removed", "nft delete element ip nodeproxy services { 10.96.0.11 . tcp . 80 }", "set_element",
+			"10.96.0.11 . tcp . 80 of set services of nftables table ip nodeproxy: missing"},
+	},
 }
 
 // externalIPFaults are done to what makes ports of external IPs local in mode ipvs.

@@ -20,6 +20,9 @@ func held(t *testing.T, w *harness.World, variant harness.Variant) string {
 func heldOn(t *testing.T, n *harness.Node, variant harness.Variant) string {
 	t.Helper()
 	out := rulesOn(t, n, variant)
+	if mode == harness.NFTables {
+		return nftTablesOn(t, n) + out
+	}
 	if mode == harness.IPVS {
 		out += ipSetsOn(t, n) + virtualServersOn(t, n) + deviceOn(t, n)
 	}

@@ -29,13 +29,7 @@ type configured struct {
 const configHeader = "apiVersion: kubeproxy.config.k8s.io/v1alpha1\nkind: KubeProxyConfiguration\n"
 
 // good is a configuration that runs.
-func good() string {
-	text := fmt.Sprintf("%smode: %s\n", configHeader, mode)
-	if mode == harness.NFTables { // Its default is "primary", and these tests ask at 127.0.0.1.
-		text += "nodePortAddresses: [0.0.0.0/0, '::/0']\n"
-	}
-	return text
-}
+func good() string { return fmt.Sprintf("%smode: %s\n", configHeader, mode) }
 
 // runConfigured starts a daemon over a file.
 func runConfigured(t *testing.T, w *harness.World, variant harness.Variant) *configured {
@@ -147,7 +141,7 @@ func TestBadConfigurations(t *testing.T) {
 			{"no YAML", good() + "iptables: {", "broken YAML"},
 			{"wrong type", good() + "iptables: {masqueradeBit: many}\n", ":4: iptables.masqueradeBit"},
 			{"wrong value", good() + "nodePortAddresses: [10.0.0.0/99]\n", ":4: nodePortAddresses"},
-			{"unknown mode", configHeader + "mode: eBPF\n", ":3: mode"},
+			{"unknown mode", configHeader + "mode: ebpf\n", ":3: mode"},
 			{"misspelt gate", good() + "featureGates: {AllowServiceExternalIP: false}\n", "AllowServiceExternalIPs"},
 			{"mode that can't work", configHeader + "mode: ipvs\nipvs: {scheduler: nosuch}\n", "mode ipvs can't work here"},
 			{"busy port", good() + "bindAddressHardFail: true\nmetricsBindAddress: " + busy.String() + "\n", busy.String()},

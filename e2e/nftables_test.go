@@ -1,0 +1,103 @@
+package e2e
+
+import (
+	"fmt"
+	"os"
+	"os/exec"
+	"regexp"
+	"slices"
+	"strings"
+	"testing"
+	"time"
+
+	"nodeproxy/e2e/harness"
+)
+
+// nftTablesOn is what a node has in the tables of mode nftables, without what changes by itself.
+func nftTablesOn(t *testing.T, n *harness.Node) string {
+	t.Helper()
+	var out strings.Builder
+	for _, family := range []string{"ip", "ip6"} {
+		text, err := n.Output("nft", "-s", "-t", "list", "table", family, "nodeproxy")
+		if err == nil {
+			out.WriteString(text)
+		}
+		for _, set := range []string{"services", "endpoints", "kinds", "cluster-ips", "source-ranges"} {
+			if text, err := n.Output("nft", "list", "set", family, "nodeproxy", set); err == nil {
+				out.WriteString(sortedWords(text))
+			}
+			if text, err := n.Output("nft", "list", "map", family, "nodeproxy", set); err == nil {
+				out.WriteString(sortedWords(text))
+			}
+		}
+	}
+	return out.String()
+}
+
+// sortedWords has the elements of a set, which the kernel lists in any order, one a line in order.
+func sortedWords(text string) string {
+	lines := strings.Split(strings.NewReplacer("elements = {", "", "}", "", ",", "").Replace(text), "\n")
+	for i := range lines {
+		lines[i] = strings.TrimSpace(lines[i])
+	}
+	return strings.Join(slices.Sorted(slices.Values(lines)), "\n")
+}
+
+// inNFTables are the tests of packets that are run in mode nftables too.
+var inNFTables = []string{
+	"TestPacketMatrix", "TestAffinityKeepsServer", "TestAffinityExpires", "TestMasquerade", "TestSourceRanges", "TestSourceRangesWithLocalVIP",
+	"TestTopologyHints", "TestNodePortAddresses", "TestPolicyChangeKeepsConnections", "TestRestartUnderLoad", "TestConnectionsSurvive",
+	"TestEndpointRemovedUnderLoad", "TestServicesRemoved", "TestUDPClientsFollowEndpoints", "TestUDPServiceRecreated", "TestTCPReset",
+	"TestCleanup", "TestDrift", "TestStartWritesNothing", "TestDuplicateExternalIP", "TestSingleStack", "TestInvalidPacketsDropped",
+}
+
+// TestModeNFTables runs tests again, in mode nftables.
+func TestModeNFTables(t *testing.T) {
+	if mode != harness.IPTables {
+		t.Skip("it is run in mode iptables, for mode nftables")
+	}
+	t.Parallel()
+	cmd := exec.Command("/proc/self/exe", "-test.run=^("+strings.Join(inNFTables, "|")+")$", "-test.v", "-test.timeout=20m")
+	cmd.Env = append(os.Environ(), harness.ModeVariable+"="+string(harness.NFTables))
+	out, err := cmd.CombinedOutput()
+	if passed := regexp.MustCompile(`(?m)^--- PASS: `).FindAllString(string(out), -1); err != nil || len(passed) != len(inNFTables) {
+		t.Errorf("%d of %d tests passed: %v\n%s", len(passed), len(inNFTables), err, out)
+	}
+}
+
+// TestModeSwitchNFTables: from iptables to nftables and back by restarts with another --mode. No request fails, connections go on,
+// and nothing of the former mode is left.
+func TestModeSwitchNFTables(t *testing.T) {
+	onEachVariant(t, func(t *testing.T, variant harness.Variant) {
+		w := harness.New(t, harness.Options{OwnFirewall: true})
+		w.Write(t, "nodes.yaml", w.NodeObjects()...)
+		manyServices(t, w)
+		s := &switching{World: w, variant: variant, open: map[string]*harness.Conversation{}}
+		s.start(t, harness.IPTables)
+		s.load()
+		s.converse(t, "mode iptables")
+		for i, m := range []harness.Mode{harness.NFTables, harness.IPTables, harness.NFTables} {
+			time.Sleep(500 * time.Millisecond) // requests go on
+			s.start(t, m)
+			eventually(t, "the former mode is gone", func() error {
+				var left string
+				if m == harness.IPTables {
+					left = nftTablesOn(t, w.Node1())
+				} else {
+					left = kubeChains.FindString(rules(t, w, variant))
+				}
+				if left != "" {
+					return fmt.Errorf("there is %s", left)
+				}
+				return nil
+			})
+			s.goOn(t, "in mode "+string(m))
+			s.converse(t, "mode "+string(m)+strings.Repeat(" again", i/2))
+		}
+		time.Sleep(500 * time.Millisecond)
+		noFailures(t, s.loads...)
+	})
+}
+
+// kubeChains finds a chain of mode iptables. KUBE-FIREWALL is the kubelet's too, and stays.
+var kubeChains = regexp.MustCompile(`(?m)^:KUBE-(SERVICES|SVC|SEP|POSTROUTING|FORWARD|NODEPORTS)\S*`)
