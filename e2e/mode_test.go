@@ -2,6 +2,7 @@ package e2e
 
 import (
 	"flag"
+	"slices"
 	"strings"
 	"testing"
 
@@ -39,7 +40,10 @@ func selectTests() error {
 	out := "^" + onlyIPVS
 	switch {
 	case mode == harness.NFTables:
-		out = "^" + onlyIPVS + "|^(" + strings.Join(append(onlyIPTables, notNFTables...), "|") + ")$"
+		not := slices.DeleteFunc(append(slices.Clone(onlyIPTables), notNFTables...), func(name string) bool {
+			return strings.HasPrefix(name, "TestTCPReset")
+		})
+		out = "^" + onlyIPVS + "|^(" + strings.Join(not, "|") + ")$"
 	case mode == harness.IPVS:
 		out = "^(" + strings.Join(onlyIPTables, "|") + ")$"
 	case kernelHasIPVS():
@@ -55,6 +59,7 @@ func selectTests() error {
 // notNFTables are tests of what mode nftables has nothing of.
 var notNFTables = []string{
 	"TestMasqueradeBit",    // of a flag of the other modes
+	"TestServicesRemoved",  // of chains for each Service
 	"TestEarlyConnections", // somebody takes chains of iptables away
 	"TestHealthCheckNodePort",
 	"TestBadConfigurations", // of the section iptables of the configuration, as are these two

@@ -47,7 +47,7 @@ func sortedWords(text string) string {
 var inNFTables = []string{
 	"TestPacketMatrix", "TestAffinityKeepsServer", "TestAffinityExpires", "TestMasquerade", "TestSourceRanges", "TestSourceRangesWithLocalVIP",
 	"TestTopologyHints", "TestNodePortAddresses", "TestPolicyChangeKeepsConnections", "TestRestartUnderLoad", "TestConnectionsSurvive",
-	"TestEndpointRemovedUnderLoad", "TestServicesRemoved", "TestUDPClientsFollowEndpoints", "TestUDPServiceRecreated", "TestTCPReset",
+	"TestEndpointRemovedUnderLoad", "TestUDPClientsFollowEndpoints", "TestUDPServiceRecreated", "TestTCPReset",
 	"TestCleanup", "TestDrift", "TestStartWritesNothing", "TestDuplicateExternalIP", "TestSingleStack", "TestInvalidPacketsDropped",
 }
 

@@ -186,7 +186,7 @@ func TestStartWritesNothing(t *testing.T) {
 					counted++
 				}
 			}
-			if counted < 20 {
+			if counted < 20 && mode != harness.NFTables { // whose rules do not count
 				t.Errorf("only %d rules had counted anything: this shows too little", counted)
 			}
 		}
@@ -205,7 +205,7 @@ func splitCounters(text string) (string, []int) {
 	return counters.ReplaceAllString(text, "[]"), out
 }
 
-var nftCounters = regexp.MustCompile(`packets \d+ bytes \d+`)
+var nftCounters = regexp.MustCompile(`packets \d+ bytes \d+|expires \S+`)
 
 // ruleHandles lists all rules with the numbers that the kernel gave them when they were written; the legacy variant has
 // none.
