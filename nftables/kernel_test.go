@@ -169,7 +169,7 @@ func TestIncrementalEqualsFull(t *testing.T) {
 		rapid.Check(t, func(rt *rapid.T) {
 			plans := rapid.SliceOfN(plantest.Plans(), 2, 5).Draw(rt, "plans")
 			_ = Cleanup()
-			e, k := testEngine(t, f)
+			e, _ := testEngine(t, f)
 			e.most = rapid.SampledFrom([]int{mostInTransaction, 50, 1}).Draw(rt, "most in a transaction")
 			for i, p := range plans {
 				if p.Node = plans[0].Node; rapid.IntRange(0, 3).Draw(rt, "settings change") > 0 {
