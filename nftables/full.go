@@ -36,6 +36,14 @@ func (e *engine) syncAll(ctx context.Context, p *plan.Plan) error {
 	if e.compared {
 		s.differences(before)
 	}
+	if !s.rebuild && (!e.compared || len(e.found) > 0) {
+		if err := s.readAgain(); err != nil {
+			return err
+		}
+		if e.found = nil; e.compared {
+			s.differences(before)
+		}
+	}
 	if err := s.write(ctx); err != nil {
 		return err
 	}
@@ -93,6 +101,24 @@ func (s *fullSync) readElements() error {
 		}
 		for _, el := range list {
 			s.have[id{setID(i), el.Key, el.End}] = value{el.Data, el.Chain, el.Comment}
+		}
+	}
+	return nil
+}
+
+// mostReads is how often elements are read at most.
+const mostReads = 6
+
+// readAgain reads elements until nothing comes to light that was not seen before. While the kernel spreads a set that has grown over a
+// larger table, which it does beside everything else, a listing may leave elements out.
+func (s *fullSync) readAgain() error {
+	for range mostReads - 1 {
+		seen := len(s.have)
+		if err := s.readElements(); err != nil {
+			return err
+		}
+		if len(s.have) == seen {
+			return nil
 		}
 	}
 	return nil

@@ -113,15 +113,20 @@ func (l *layout) chains() []nft.ChainSpec {
 		{Name: names.NFTToKind, Rules: []nft.Rule{l.rule().byKind(names.NFTKinds)}},
 		{Name: names.NFTToKindWithin, Rules: []nft.Rule{l.rule().byKind(names.NFTKindsWithin)}},
 		{Name: names.NFTToNodePorts, Rules: []nft.Rule{l.rule().toKind(names.NFTServices, names.NFTToKind, true)}},
-		{Name: names.NFTToServices, Rules: l.toServices()},
+		{Name: names.NFTToServices, Rules: append([]nft.Rule{l.rule().toKind(names.NFTServices, names.NFTToKind, false)},
+			l.atNodePortAddresses()...)},
+		{Name: names.NFTUnknown, Rules: l.unknown()},
 	}
+	unknown := l.rule().tracked("ct state new", expr.CtKeySTATE, ctNew).jump(names.NFTUnknown)
+	forward := []nft.Rule{unknown}
 	if !l.options.TCPLiberal {
 		// A packet that conntrack can't place is not translated back; its receiver would answer with a reset that kills the
 		// connection it belongs to.
-		out = append(out, base(names.NFTForward, "filter", "forward", unix.NF_INET_FORWARD, priorityFilter,
-			l.rule().tracked("ct state invalid", expr.CtKeySTATE, ctInvalid).drop()))
+		forward = append(forward, l.rule().tracked("ct state invalid", expr.CtKeySTATE, ctInvalid).drop())
 	}
 	return append(out,
+		base(names.NFTForward, "filter", "forward", unix.NF_INET_FORWARD, priorityFilter, forward...),
+		base(names.NFTFilterOutput, "filter", "output", unix.NF_INET_LOCAL_OUT, priorityFilter, unknown),
 		base(names.NFTPostrouting, "nat", "postrouting", unix.NF_INET_POST_ROUTING, prioritySNAT,
 			// The mark goes once it has served, so that a packet that passes here again (in a tunnel) is not masqueraded again.
 			l.rule().marked(l.bit()).mark(l.bit(), false).masquerade(),
@@ -149,17 +154,16 @@ func (l *layout) checkSource() nft.Rule {
 	return b.add(text+" . "+b.ip()+" saddr != @"+names.NFTSourceRanges, exprs...).drop()
 }
 
-// toServices are the rules that all new connections pass.
-func (l *layout) toServices() []nft.Rule {
-	rules := []nft.Rule{l.rule().toKind(names.NFTServices, names.NFTToKind, false)}
-	rules = append(rules, l.atNodePortAddresses()...)
+// unknown are the rules for new connections to cluster IPs that nobody has translated: neither this program nor another proxy. While not
+// all Services are known, there are none.
+func (l *layout) unknown() []nft.Rule {
 	if l.partial {
-		return rules
+		return nil
 	}
 	// What is local may be a program of the node's own at a cluster IP, such as a DNS cache.
 	b := l.rule()
 	b.add(b.ip()+" daddr @"+names.NFTClusterIPs, b.address(true, 0), contains(names.NFTClusterIPs, 0))
-	rules = append(rules, b.local(true, true).comment("ports that no Service has").goTo(names.NFTReject))
+	rules := []nft.Rule{b.local(true, true).comment("ports that no Service has").goTo(names.NFTReject)}
 	for _, r := range l.settings.ServiceCIDRs {
 		if plan.FamilyOf(r.Addr()) == l.family {
 			rules = append(rules, l.rule().within(true, r, false).local(true, true).comment("cluster IPs that no Service has").drop())

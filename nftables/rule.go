@@ -229,11 +229,12 @@ func (b *builder) tracked(text string, key expr.CtKey, bit uint32) *builder {
 // opDelete is NFT_DYNSET_OP_DELETE, which golang.org/x/sys lacks.
 const opDelete = 2
 
-// ipsDstNAT is the bit of a connection's status that is set once its destination has been translated; ctInvalid is the one of packets
-// that conntrack can't place.
+// ipsDstNAT is the bit of a connection's status that is set once its destination has been translated; ctInvalid and ctNew are
+// the states of packets that conntrack can't place, and of those that begin a connection.
 const (
 	ipsDstNAT = 1 << 5
 	ctInvalid = 1
+	ctNew     = 8
 )
 
 // backToItself matches packets whose source and destination address are the same. No expression compares registers. But a set of all

@@ -167,7 +167,10 @@ func (m *machine) expr(e expr.Any) (verdict, target string, gone, next bool) {
 		m.set(e.Register, native(n))
 	case *expr.Ct:
 		n := uint32(0)
-		if e.Key == expr.CtKeySTATUS && m.dnat {
+		switch {
+		case e.Key == expr.CtKeySTATE:
+			n = ctNew
+		case e.Key == expr.CtKeySTATUS && m.dnat:
 			n = ipsDstNAT
 		}
 		m.set(e.Register, native(n))
@@ -321,7 +324,14 @@ func (m *machine) way() string {
 	if v := m.chain(first); v == drops || v == reject || v == stuck {
 		return v
 	}
+	filter := names.NFTFilterOutput
+	if !m.pkt.Output {
+		filter = names.NFTForward
+	}
 	if m.pkt.Output || !m.local(m.dst.Addr()) {
+		if v := m.chain(filter); v == drops || v == reject {
+			return v
+		}
 		m.chain(names.NFTPostrouting)
 	}
 	return accept

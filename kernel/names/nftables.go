@@ -28,6 +28,8 @@ const (
 	NFTOutput       = "output"
 	NFTPostrouting  = "postrouting"
 	NFTForward      = "forward"
+	NFTFilterOutput = "filter-output"
+	NFTUnknown      = "unknown-cluster-ips"
 	NFTToServices   = "to-services"
 	NFTToNodePorts  = "to-node-ports"
 	NFTToKind       = "to-kind"

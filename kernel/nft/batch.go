@@ -296,9 +296,9 @@ const (
 	mostBytes    = 60000
 )
 
-// AddElements adds elements, none of which is in the set.
+// AddElements adds elements. One that is in the set already must have the same data.
 func (b *Batch) AddElements(s Set, list []Element) {
-	b.elementMessages(s, list, unix.NFT_MSG_NEWSETELEM, unix.NLM_F_CREATE|unix.NLM_F_EXCL, "adding to")
+	b.elementMessages(s, list, unix.NFT_MSG_NEWSETELEM, unix.NLM_F_CREATE, "adding to")
 }
 
 // DeleteElements removes elements, all of which are in the set.

@@ -117,7 +117,8 @@ func (h *Hook) is(attrs []byte) bool {
 		netlink.BigEndian(netlink.Attribute(attrs, unix.NFTA_CHAIN_POLICY)) == policyAccept
 }
 
-// Elements reads the elements of a set; none of a set that is not there.
+// Elements reads the elements of a set; none of a set that is not there. Soon after a set has grown, some may be left out, and some be
+// there twice: the kernel spreads them over a larger table beside everything else.
 func (c *Conn) Elements(f plan.Family, table string, s Set) ([]Element, error) {
 	var out []Element
 	name := func(b netlink.Buffer) netlink.Buffer { return b.Text(unix.NFTA_SET_ELEM_LIST_SET, s.Name) }
