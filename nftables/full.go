@@ -3,6 +3,7 @@ package nftables
 import (
 	"context"
 	"errors"
+	"fmt"
 	"maps"
 	"net/netip"
 	"slices"
@@ -28,6 +29,9 @@ func (e *engine) syncAll(ctx context.Context, p *plan.Plan) error {
 	}
 	s := &fullSync{engine: e, layout: l, plan: p, content: content, have: map[id]value{}, used: map[kind]bool{}}
 	s.rebuild = content == nil || s.unusable()
+	if s.rebuild && content != nil && p.Partial && !e.compared {
+		return fmt.Errorf("the table %s is another version's: %w", names.NFTables, plan.ErrPartial)
+	}
 	if !s.rebuild {
 		if err := s.readElements(); err != nil {
 			return err

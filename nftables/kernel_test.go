@@ -358,6 +358,11 @@ func TestOtherLayout(t *testing.T) {
 	}
 	p := plantest.Large(40, 3)
 	e.most = 10
+	p.Partial = true
+	if err := e.sync(context.Background(), p, plan.Everything()); !errors.Is(err, plan.ErrPartial) || k.commits > 0 {
+		t.Errorf("while not all Services are known: %v, %d transactions", err, k.commits)
+	}
+	p.Partial = false
 	if err := e.sync(context.Background(), p, plan.Everything()); err != nil {
 		t.Fatal(err)
 	}

@@ -95,9 +95,9 @@ func noAddress(f plan.Family) netip.Addr {
 	return netip.IPv4Unspecified()
 }
 
-// lookup looks the key that begins at a register up in a map.
-func lookup(set string, key, data int) expr.Any {
-	return &expr.Lookup{SourceRegister: register(key), SetName: set, DestRegister: register(data), IsDestRegSet: true}
+// lookup looks the key that begins at register 0 up in a map, and puts what it finds in its place.
+func lookup(set string) expr.Any {
+	return &expr.Lookup{SourceRegister: register(0), SetName: set, DestRegister: register(0), IsDestRegSet: true}
 }
 
 func contains(set string, key int) expr.Any {
@@ -113,7 +113,7 @@ func containsNot(set string, key int) expr.Any {
 // interface by which a packet leaves, and only the first packet of a connection comes here.
 func (b *builder) toKind(set, chain string, nodePort bool) nft.Rule {
 	text, exprs := b.frontendOf(nodePort)
-	return b.add("meta priority set "+text+" map @"+set, append(exprs, lookup(set, 0, 0), store(expr.MetaKeyPRIORITY, 0))...).
+	return b.add("meta priority set "+text+" map @"+set, append(exprs, lookup(set), storePriority(0))...).
 		goTo(chain)
 }
 
@@ -125,8 +125,8 @@ func (b *builder) byKind(set string) nft.Rule {
 
 func load(k expr.MetaKey, at int) expr.Any { return &expr.Meta{Key: k, Register: register(at)} }
 
-func store(k expr.MetaKey, from int) expr.Any {
-	return &expr.Meta{Key: k, SourceRegister: true, Register: register(from)}
+func storePriority(from int) expr.Any {
+	return &expr.Meta{Key: expr.MetaKeyPRIORITY, SourceRegister: true, Register: register(from)}
 }
 
 func native(n uint32) []byte { return binary.NativeEndian.AppendUint32(nil, n) }
@@ -272,7 +272,7 @@ func (b *builder) drop() nft.Rule             { return b.to(expr.VerdictDrop, "d
 func (b *builder) translate(text string, exprs []expr.Any) nft.Rule {
 	const spare = 15
 	b.add("meta priority set 0 dnat to "+text, exprs...)
-	return b.add("", &expr.Immediate{Register: register(spare), Data: native(0)}, store(expr.MetaKeyPRIORITY, spare),
+	return b.add("", &expr.Immediate{Register: register(spare), Data: native(0)}, storePriority(spare),
 		&expr.NAT{Type: expr.NATTypeDestNAT, Family: uint32(nft.Protocol(b.family)), RegAddrMin: register(0),
 			RegProtoMin: register(addrRegisters(b.family))}).out
 }
@@ -290,7 +290,7 @@ func (b *builder) pick(k kind, set string) (string, []expr.Any) {
 	text, exprs := b.frontendOf(k.nodePort)
 	return fmt.Sprintf("%s . numgen random mod %d map @%s", text, k.count, set),
 		append(exprs, &expr.Numgen{Register: register(nameRegisters(b.family)), Modulus: uint32(k.count), Type: unix.NFT_NG_RANDOM},
-			lookup(set, 0, 0))
+			lookup(set))
 }
 
 // endpoints are the rules that send a packet to an endpoint.
@@ -331,13 +331,13 @@ func (k kind) keep(f plan.Family) []nft.Rule {
 	send := func(b *builder) nft.Rule {
 		text, exprs := b.frontendOf(k.nodePort)
 		return b.translate(text+" . meta priority map @"+sticky,
-			append(exprs, load(expr.MetaKeyPRIORITY, client), lookup(sticky, 0, 0)))
+			append(exprs, load(expr.MetaKeyPRIORITY, client), lookup(sticky)))
 	}
 
 	known := &builder{family: f}
 	text, exprs := clients(known)
 	known.add("meta priority set "+text+" map @"+names.NFTAffinity,
-		append(exprs, lookup(names.NFTAffinity, 0, 0), store(expr.MetaKeyPRIORITY, 0))...)
+		append(exprs, lookup(names.NFTAffinity), storePriority(0))...)
 	remember(known)
 
 	gone := &builder{family: f}
@@ -345,7 +345,7 @@ func (k kind) keep(f plan.Family) []nft.Rule {
 
 	chosen := &builder{family: f}
 	text, exprs = chosen.pick(k, choices)
-	chosen.add("meta priority set "+text, append(exprs, store(expr.MetaKeyPRIORITY, 0))...)
+	chosen.add("meta priority set "+text, append(exprs, storePriority(0))...)
 
 	remembered := &builder{family: f}
 	remember(remembered)

@@ -116,9 +116,6 @@ const (
 	mostComment     = 127
 )
 
-// Verdict is a map's data that leads to a chain.
-type Verdict string
-
 // Element is an element of a set. Key, End and Data are bytes as they are in registers. End, of an interval, is the last key.
 type Element struct {
 	Key, End, Data string
