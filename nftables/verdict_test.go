@@ -109,37 +109,36 @@ func TestAffinity(t *testing.T) {
 				if v.Action != plan.Forward || c.Plan.Services[v.ServicePort].Affinity == 0 {
 					continue
 				}
-				m := &machine{ruleset: r, pkt: pkt, dst: netip.AddrPortFrom(pkt.Dst, pkt.DstPort), probability: 1}
-				m.numbers = []int{rapid.IntRange(0, len(v.Targets)-1).Draw(t, "choice")}
 				clear(r.elements[names.NFTAffinity])
-				m.way()
-				if n := len(r.elements[names.NFTAffinity]); n != 1 {
-					t.Fatalf("%s: %d clients are remembered", pkt, n)
+				first := rapid.SampledFrom(r.trace(pkt)).Draw(t, "choice")
+				clients := first.State.(state).clients
+				if len(clients) != 1 {
+					t.Fatalf("%s: %d clients are remembered", pkt, len(clients))
 				}
-				if again := r.trace(pkt); len(again) != 1 || again[0].Dst != m.dst {
-					t.Fatalf("%s: a client that was sent to %s is sent to %v", pkt, m.dst, again)
+				r.elements[names.NFTAffinity] = clients
+				if again := r.trace(pkt); len(again) != 1 || again[0].Dst != first.Dst {
+					t.Fatalf("%s: a client that was sent to %s is sent to %v", pkt, first.Dst, again)
 				}
 				kept++
 				if w.Action != plan.Forward || next.Services[w.ServicePort].Affinity == 0 {
 					continue
 				}
-				edited.elements[names.NFTAffinity] = r.elements[names.NFTAffinity]
-				still := slices.ContainsFunc(w.Targets, func(x plan.Target) bool { return x.Addr == m.dst })
+				edited.elements[names.NFTAffinity] = clients
+				still := slices.ContainsFunc(w.Targets, func(x plan.Target) bool { return x.Addr == first.Dst })
 				later := edited.trace(pkt)
-				if still && (len(later) != 1 || later[0].Dst != m.dst) {
-					t.Fatalf("%s: a client of %s is sent to %v, though its endpoint is still there", pkt, m.dst, later)
+				if still && (len(later) != 1 || later[0].Dst != first.Dst) {
+					t.Fatalf("%s: a client of %s is sent to %v, though its endpoint is still there", pkt, first.Dst, later)
 				}
 				if still {
 					continue
 				}
 				moved++
 				if err := packetsim.Agree(w, pkt, later); err != nil {
-					t.Fatalf("%s: its endpoint %s is gone: %v", pkt, m.dst, err)
+					t.Fatalf("%s: its endpoint %s is gone: %v", pkt, first.Dst, err)
 				}
-				x := &machine{ruleset: edited, pkt: pkt, dst: netip.AddrPortFrom(pkt.Dst, pkt.DstPort), probability: 1, numbers: []int{0}}
-				x.way()
-				if again := edited.trace(pkt); len(again) != 1 || again[0].Dst != x.dst {
-					t.Fatalf("%s: a client that was sent to %s, in place of one that is gone, is sent to %v", pkt, x.dst, again)
+				edited.elements[names.NFTAffinity] = later[0].State.(state).clients
+				if again := edited.trace(pkt); len(again) != 1 || again[0].Dst != later[0].Dst {
+					t.Fatalf("%s: a client that was sent to %s, in place of one that is gone, is sent to %v", pkt, later[0].Dst, again)
 				}
 			}
 		}

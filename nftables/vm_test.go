@@ -52,99 +52,125 @@ func rulesetOf(p *plan.Plan, f plan.Family, o Options, local func(netip.Addr) bo
 	return r
 }
 
-// machine carries out expressions for one packet, as the kernel does.
-type machine struct {
+// machine returns what the rules are in the kernel, beside the clients that are remembered.
+func (r *ruleset) machine() *packetsim.Machine {
+	m := packetsim.New(r.family)
+	m.Tables[names.NFTables] = map[string]*packetsim.Chain{}
+	for _, spec := range r.chains {
+		c := &packetsim.Chain{Name: spec.Name}
+		for _, each := range spec.Rules {
+			c.Rules = append(c.Rules, simRule{r, each})
+		}
+		m.Tables[names.NFTables][c.Name] = c
+		if h := spec.Hook; h != nil {
+			m.Attach(names.NFTables, c, packetsim.Hook(strings.ToUpper(h.Name)), int(h.Priority), h.Type == "nat")
+		}
+	}
+	return m
+}
+
+// trace follows the first packet of a connection.
+func (r *ruleset) trace(pkt plan.Packet) []packetsim.Outcome {
+	outcomes, err := r.machine().Trace(pkt, packetsim.Node{Local: r.local})
+	if err != nil {
+		panic(err)
+	}
+	return outcomes
+}
+
+// state is what the kernel keeps of a packet beside what rules of iptables see.
+type state struct {
+	priority uint32
+	clients  map[string]value // those that are remembered: the elements of names.NFTAffinity
+}
+
+func (r *ruleset) stateOf(p *packetsim.Packet) state {
+	if s, ok := p.State.(state); ok {
+		return s
+	}
+	return state{clients: r.elements[names.NFTAffinity]}
+}
+
+// simRule is a rule for the simulator.
+type simRule struct {
 	*ruleset
-	pkt         plan.Packet
-	dst         netip.AddrPort
-	mark, prio  uint32
-	dnat, masq  bool
-	registers   [64]byte
-	numbers     []int // results of numgen, in order
-	used        int
-	probability float64
-	fork        int // the modulus of a numgen for which there is no result yet
-	rules       []string
+	nft.Rule
+}
+
+func (r simRule) String() string { return r.Text }
+func (simRule) Unknown() error   { return nil }
+
+// vm carries out the expressions of a rule.
+type vm struct {
+	simRule
+	packetsim.Effect
+	state
+	registers      [64]byte
+	breaks, writes bool // It does not match; it has changed something all the same.
+}
+
+func (r simRule) Eval(p *packetsim.Packet) ([]packetsim.Effect, error) {
+	first := vm{simRule: r, Effect: packetsim.Effect{Probability: 1, Packet: *p}, state: r.stateOf(p)}
+	for i := range first.registers {
+		first.registers[i] = 0xaa // No rule may use what another one has left.
+	}
+	ways := []vm{first}
+	for _, e := range r.Exprs {
+		var next []vm
+		for _, w := range ways {
+			if n, ok := e.(*expr.Numgen); ok && !w.breaks {
+				for i := range n.Modulus {
+					to := w
+					to.Probability /= float64(n.Modulus)
+					to.set(n.Register, native(i))
+					next = append(next, to)
+				}
+				continue
+			}
+			if !w.breaks {
+				if err := w.expr(e); err != nil {
+					return nil, err
+				}
+			}
+			next = append(next, w)
+		}
+		ways = next
+	}
+	var out []packetsim.Effect
+	for _, w := range ways {
+		w.Packet.State = w.state
+		if !w.breaks || w.writes {
+			out = append(out, w.Effect)
+		}
+	}
+	return out, nil
 }
 
 // at is where a register begins.
 func at(register uint32) int { return int(register-unix.NFT_REG32_00) * 4 }
 
-func (m *machine) set(register uint32, b []byte) {
+func (m *vm) set(register uint32, b []byte) {
 	n := (len(b) + 3) &^ 3
 	clear(m.registers[at(register) : at(register)+n])
 	copy(m.registers[at(register):], b)
 }
 
-func (m *machine) get(register uint32, n int) []byte {
-	return m.registers[at(register) : at(register)+n]
-}
+func (m *vm) get(register uint32, n int) []byte { return m.registers[at(register) : at(register)+n] }
 
-// verdicts that end the way of a packet. none is for the end of a chain.
-const (
-	none   = ""
-	accept = "accept"
-	drops  = "drop"
-	reject = "reject"
-	stuck  = "fork"
-)
-
-func (m *machine) chain(name string) string {
-	c, ok := m.chains[name]
-	if !ok {
-		panic("no chain " + name)
-	}
-	for _, r := range c.Rules {
-		v, target, gone := m.rule(c, r)
-		switch {
-		case v != none:
-			return v
-		case target != "" && gone:
-			return m.chain(target)
-		case target != "":
-			if v := m.chain(target); v != none {
-				return v
-			}
-		}
-	}
-	return none
-}
-
-// rule carries out one rule. It returns a verdict, or a chain to jump or go to.
-func (m *machine) rule(c nft.ChainSpec, r nft.Rule) (verdict, target string, gone bool) {
-	for i := range m.registers {
-		m.registers[i] = 0xaa // No rule may use what another one has left.
-	}
-	for _, e := range r.Exprs {
-		v, t, g, next := m.expr(e)
-		if !next {
-			if v != none || t != "" {
-				m.rules = append(m.rules, c.Name+": "+r.Text)
-			}
-			return v, t, g
-		}
-	}
-	return none, "", false
-}
-
-func (m *machine) expr(e expr.Any) (verdict, target string, gone, next bool) {
-	yes := func() (string, string, bool, bool) { return none, "", false, true }
-	when := func(is bool) (string, string, bool, bool) { return none, "", false, is }
+func (m *vm) expr(e expr.Any) error {
+	p := &m.Packet
 	switch e := e.(type) {
 	case *expr.Payload:
 		m.set(e.DestRegister, m.header(e.Base)[e.Offset:e.Offset+e.Len])
 	case *expr.Meta:
-		if e.SourceRegister {
-			n := binary.NativeEndian.Uint32(m.get(e.Register, 4))
-			switch e.Key {
-			case expr.MetaKeyMARK:
-				m.mark = n
-			case expr.MetaKeyPRIORITY:
-				m.prio = n
-			}
-			return yes()
+		if !e.SourceRegister {
+			return m.meta(e)
 		}
-		m.set(e.Register, m.meta(e.Key))
+		to := &p.Mark
+		if e.Key == expr.MetaKeyPRIORITY {
+			to = &m.priority
+		}
+		*to, m.writes = binary.NativeEndian.Uint32(m.get(e.Register, 4)), true
 	case *expr.Immediate:
 		m.set(e.Register, e.Data)
 	case *expr.Bitwise:
@@ -154,14 +180,13 @@ func (m *machine) expr(e expr.Any) (verdict, target string, gone, next bool) {
 		}
 		m.set(e.DestRegister, b)
 	case *expr.Cmp:
-		return when(bytes.Equal(m.get(e.Register, len(e.Data)), e.Data) == (e.Op == expr.CmpOpEq))
+		m.breaks = bytes.Equal(m.get(e.Register, len(e.Data)), e.Data) != (e.Op == expr.CmpOpEq)
 	case *expr.Fib:
-		a := m.pkt.Src
+		a, n := p.Src, uint32(1)
 		if e.FlagDADDR {
-			a = m.dst.Addr()
+			a = p.Dst
 		}
-		n := uint32(1)
-		if m.local(a) {
+		if p.Local(a) {
 			n = addrLocal
 		}
 		m.set(e.Register, native(n))
@@ -170,75 +195,66 @@ func (m *machine) expr(e expr.Any) (verdict, target string, gone, next bool) {
 		switch {
 		case e.Key == expr.CtKeySTATE:
 			n = ctNew
-		case e.Key == expr.CtKeySTATUS && m.dnat:
+		case e.Key == expr.CtKeySTATUS && p.DNAT:
 			n = ipsDstNAT
 		}
 		m.set(e.Register, native(n))
-	case *expr.Numgen:
-		if m.used == len(m.numbers) {
-			m.fork = int(e.Modulus)
-			return stuck, "", false, false
-		}
-		m.set(e.Register, native(uint32(m.numbers[m.used])))
-		m.used++
-		m.probability /= float64(e.Modulus)
 	case *expr.Lookup:
-		return m.lookup(e)
+		m.lookup(e)
 	case *expr.Dynset:
-		return m.dynset(e)
+		m.dynset(e)
 	case *expr.Verdict:
 		switch e.Kind {
 		case expr.VerdictDrop:
-			return drops, "", false, false
+			m.End = packetsim.Drop
 		case expr.VerdictJump:
-			return none, e.Chain, false, false
+			m.Next, m.Chain = packetsim.Jump, e.Chain
 		case expr.VerdictGoto:
-			return none, e.Chain, true, false
+			m.Next, m.Chain = packetsim.Goto, e.Chain
+		default:
+			return fmt.Errorf("verdict %d is not known", e.Kind)
 		}
-		panic(fmt.Sprintf("verdict %d", e.Kind))
 	case *expr.NAT:
-		n := m.family.Bits() / 8
-		a, _ := netip.AddrFromSlice(m.get(e.RegAddrMin, n))
-		m.dst, m.dnat = netip.AddrPortFrom(a, binary.BigEndian.Uint16(m.get(e.RegProtoMin, 2))), true
-		return accept, "", false, false
+		a, _ := netip.AddrFromSlice(m.get(e.RegAddrMin, m.family.Bits()/8))
+		p.Translate(netip.AddrPortFrom(a, binary.BigEndian.Uint16(m.get(e.RegProtoMin, 2))))
+		m.End, p.DNAT = packetsim.Accept, true
 	case *expr.Masq:
-		m.masq = true
-		return accept, "", false, false
+		m.End, p.Masquerade = packetsim.Accept, true
 	case *expr.Reject:
-		return reject, "", false, false
+		m.End = packetsim.Reject
 	default:
-		panic(fmt.Sprintf("%T", e))
+		return fmt.Errorf("expression %T is not known", e)
 	}
-	return yes()
+	return nil
 }
 
-func (m *machine) header(base expr.PayloadBase) []byte {
+func (m *vm) header(base expr.PayloadBase) []byte {
+	h := m.Packet.Header()
 	if base == expr.PayloadBaseTransportHeader {
-		return binary.BigEndian.AppendUint16([]byte{0, 0}, m.dst.Port())
+		return h[len(h)-4:]
 	}
-	first := map[plan.Family]int{plan.IPv4: 12, plan.IPv6: 8}[m.family]
-	return slices.Concat(make([]byte, first), m.pkt.Src.AsSlice(), m.dst.Addr().AsSlice())
+	return h
 }
 
-func (m *machine) meta(k expr.MetaKey) []byte {
-	switch k {
+func (m *vm) meta(e *expr.Meta) error {
+	switch e.Key {
 	case expr.MetaKeyMARK:
-		return native(m.mark)
+		m.set(e.Register, native(m.Packet.Mark))
 	case expr.MetaKeyPRIORITY:
-		return native(m.prio)
+		m.set(e.Register, native(m.priority))
 	case expr.MetaKeyL4PROTO:
-		return []byte{netlink.Protocol(m.pkt.Protocol)}
+		m.set(e.Register, []byte{netlink.Protocol(plan.Protocol(strings.ToUpper(m.Packet.Protocol)))})
 	case expr.MetaKeyIIFNAME:
 		name := make([]byte, unix.IFNAMSIZ)
-		if !m.pkt.Output {
-			copy(name, m.pkt.InInterface)
-		}
-		return name
+		copy(name, m.Packet.In)
+		m.set(e.Register, name)
+	default:
+		return fmt.Errorf("meta %d is not known", e.Key)
 	}
-	panic(fmt.Sprintf("meta %d", k))
+	return nil
 }
 
-func (m *machine) keyOf(set string, register uint32) string {
+func (m *vm) keyOf(set string, register uint32) string {
 	for _, s := range sets(m.family) {
 		if s.Name == set {
 			return string(m.get(register, s.Key.Length()))
@@ -247,92 +263,32 @@ func (m *machine) keyOf(set string, register uint32) string {
 	panic("no set " + set)
 }
 
-func (m *machine) lookup(e *expr.Lookup) (verdict, target string, gone, next bool) {
-	key := m.keyOf(e.SetName, e.SourceRegister)
-	v, is := m.elements[e.SetName][key]
+func (m *vm) lookup(e *expr.Lookup) {
+	key, elements := m.keyOf(e.SetName, e.SourceRegister), m.elements[e.SetName]
+	if e.SetName == names.NFTAffinity {
+		elements = m.clients
+	}
+	v, is := elements[key]
 	if e.SetName == names.NFTSourceRanges {
 		is = slices.ContainsFunc(m.ranges, func(i id) bool { return i.key <= key && key <= i.end })
 	}
-	if is == e.Invert {
-		return none, "", false, false
-	}
-	if v.chain != "" {
-		return none, v.chain, true, false
-	}
-	if e.IsDestRegSet {
+	switch {
+	case is == e.Invert:
+		m.breaks = true
+	case v.chain != "":
+		m.Next, m.Chain = packetsim.Goto, v.chain
+	case e.IsDestRegSet:
 		m.set(e.DestRegister, []byte(v.data))
 	}
-	return none, "", false, true
 }
 
-func (m *machine) dynset(e *expr.Dynset) (verdict, target string, gone, next bool) {
+func (m *vm) dynset(e *expr.Dynset) {
 	key := m.keyOf(e.SetName, e.SrcRegKey)
-	set := m.elements[e.SetName]
-	_, is := set[key]
-	switch {
-	case e.Operation == opDelete:
-		delete(set, key)
-	case !is:
-		set[key] = value{data: string(m.get(e.SrcRegData, 4))}
+	known := maps.Clone(m.clients) // What one way remembers is not the other's.
+	if _, is := known[key]; e.Operation == opDelete {
+		delete(known, key)
+	} else if !is {
+		known[key] = value{data: string(m.get(e.SrcRegData, 4))}
 	}
-	return none, "", false, true
-}
-
-// trace follows the first packet of a connection.
-func (r *ruleset) trace(pkt plan.Packet) []packetsim.Outcome {
-	index, rules := map[outcome]float64{}, map[outcome][]string{}
-	todo := [][]int{nil}
-	for len(todo) > 0 {
-		numbers := todo[0]
-		todo = todo[1:]
-		m := &machine{ruleset: r, pkt: pkt, dst: netip.AddrPortFrom(pkt.Dst, pkt.DstPort), numbers: numbers, probability: 1}
-		known := maps.Clone(r.elements[names.NFTAffinity])
-		v := m.way()
-		r.elements[names.NFTAffinity] = known // What one way remembers is not the other's.
-		if v == stuck {
-			for i := range m.fork {
-				todo = append(todo, append(slices.Clone(numbers), i))
-			}
-			continue
-		}
-		o := outcome{v, m.dst, m.dnat, m.masq, m.local(m.dst.Addr())}
-		index[o] += m.probability
-		rules[o] = m.rules
-	}
-	var out []packetsim.Outcome
-	for o, p := range index {
-		out = append(out, packetsim.Outcome{Action: packetsim.Action(o.action), Dst: o.dst, DNAT: o.dnat, Masquerade: o.masquerade,
-			Delivered: o.delivered, Probability: p, Rules: rules[o]})
-	}
-	slices.SortFunc(out, func(a, b packetsim.Outcome) int { return strings.Compare(a.String(), b.String()) })
-	return out
-}
-
-type outcome struct {
-	action                      string
-	dst                         netip.AddrPort
-	dnat, masquerade, delivered bool
-}
-
-// way takes the packet through the hooks that the first packet of a connection passes. What stays on the machine though it was sent
-// passes postrouting, but is not translated again when it comes in by lo.
-func (m *machine) way() string {
-	first := names.NFTPrerouting
-	if m.pkt.Output {
-		first = names.NFTOutput
-	}
-	if v := m.chain(first); v == drops || v == reject || v == stuck {
-		return v
-	}
-	filter := names.NFTFilterOutput
-	if !m.pkt.Output {
-		filter = names.NFTForward
-	}
-	if m.pkt.Output || !m.local(m.dst.Addr()) {
-		if v := m.chain(filter); v == drops || v == reject {
-			return v
-		}
-		m.chain(names.NFTPostrouting)
-	}
-	return accept
+	m.clients, m.writes = known, true
 }

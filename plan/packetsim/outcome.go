@@ -33,6 +33,7 @@ type Outcome struct {
 	// Rules are those that matched on the way, in order, and the virtual server and the real server that IPVS took; if several
 	// ways lead to this outcome, on the first of them.
 	Rules []string
+	State any // the Packet's at the end of that way
 }
 
 func (o Outcome) String() string {
@@ -63,7 +64,7 @@ func outcomes(ways []way) []Outcome {
 			i = len(out)
 			index[e] = i
 			out = append(out, Outcome{Action: e.action, Dst: e.dst, DNAT: e.dnat, Masquerade: e.masquerade,
-				Delivered: e.delivered, Rules: w.rules.list()})
+				Delivered: e.delivered, Rules: w.rules.list(), State: w.State})
 		}
 		out[i].Probability += w.probability
 	}

@@ -46,6 +46,8 @@ type Packet struct {
 	Original   netip.Addr // the destination before any change
 	// Virtual is the destination that the packet had when IPVS took it; zero if IPVS did not.
 	Virtual netip.AddrPort
+	// State is what a front end keeps with the packet from rule to rule. It must not change a value that it has put there.
+	State any
 
 	node    *Node
 	machine *Machine
