@@ -385,6 +385,7 @@ func TestPartial(t *testing.T) {
 	again, _ := testEngine(t, plan.IPv4)
 	some := plantest.Large(3, 1)
 	some.Settings, some.Partial = p.Settings, true
+	some.Settings.NodePortAddresses.Primary, some.Node.IPs = true, nil // The Node is not known either.
 	sync := func(changed plan.Change) {
 		t.Helper()
 		if err := again.sync(ctx, some, changed); err != nil {
@@ -405,6 +406,9 @@ func TestPartial(t *testing.T) {
 	c, err := again.kernel.Read(plan.IPv4, names.NFTables, again.sets, nil)
 	if err != nil || len(c.Chains[names.NFTUnknown].Labels) != 0 {
 		t.Errorf("chain %s has %d rules; %v", names.NFTUnknown, len(c.Chains[names.NFTUnknown].Labels), err)
+	}
+	if n := len(c.Chains[names.NFTToServices].Labels); n != 2 {
+		t.Errorf("chain %s has %d rules: node ports must go on to answer", names.NFTToServices, n)
 	}
 	sp := plantest.LargeService(7, 500, 3)
 	some.Set(sp)

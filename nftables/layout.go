@@ -177,7 +177,9 @@ func (l *layout) unknown() []nft.Rule {
 func (l *layout) atNodePortAddresses() []nft.Rule {
 	loopback := loopbackOf(l.family)
 	s := l.settings
-	if s.NodePortAddresses.All(l.family) {
+	// While not even the Node is known, node ports that have answered go on to do so, if at more addresses.
+	unknown := l.partial && s.NodePortAddresses.Primary && !l.node.IP(l.family).IsValid()
+	if unknown || s.NodePortAddresses.All(l.family) {
 		return []nft.Rule{l.rule().within(true, loopback, true).local(true, false).goTo(names.NFTToNodePorts)}
 	}
 	var rules []nft.Rule
