@@ -14,10 +14,10 @@ var sizes = []struct{ services, endpoints int }{{10000, 2}, {45000, 1}, {5000, 5
 
 // BenchmarkFirst is the first programming of everything.
 func BenchmarkFirst(b *testing.B) {
-	nstest.Enter(b)
 	for _, size := range sizes {
 		p := plantest.Large(size.services, size.endpoints)
 		b.Run(fmt.Sprintf("%dx%d", size.services, size.endpoints), func(b *testing.B) {
+			nstest.Enter(b) // here: each of them has a thread of its own
 			for b.Loop() {
 				b.StopTimer()
 				_ = Cleanup()
