@@ -211,7 +211,7 @@ func (v *values) serverFlags(fs *pflag.FlagSet) {
 		"oom_score_adj of this process: how readily the kernel kills it when memory runs out, -1000 to 1000")
 	fs.Int32Var(&v.own.serviceMetrics, "service-metrics", v.own.serviceMetrics,
 		"maximum number of Service ports with traffic metrics; 0 for none, -1 for 1000 in mode ipvs and none in mode "+
-			"iptables, where reading them takes up to a second with 10,000 Services")
+			"iptables, where reading them takes up to a second with 10,000 Services; mode nftables has none")
 	text(fs, &v.own.sysctlDir, "sysctl-dir",
 		"directory to write sysctls below; in an unprivileged container, DIR where the node's /proc/sys/net is mounted at DIR/net")
 	_ = fs.MarkHidden("healthz-port")

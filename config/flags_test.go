@@ -231,6 +231,9 @@ func TestFindings(t *testing.T) {
 		{"", "--cluster-cidr=10.0.0.0/8", nil},
 		{"", "", []string{"note: FILE: clusterCIDR: not given; traffic from pods can't be distinguished from other traffic, so none is " +
 			"masqueraded because it comes from elsewhere"}},
+		{"", "--cluster-cidr=10.0.0.0/8 --mode=nftables --service-metrics=5", []string{"problem: --service-metrics: mode nftables does not " +
+			"count the traffic of Services; there are no metrics of it"}},
+		{"", "--cluster-cidr=10.0.0.0/8 --mode=nftables --service-metrics=0", nil},
 		{"clusterCIDR: 10.0.0.0/8", "--detect-local-mode=NodeCIDR", []string{"note: FILE:3: clusterCIDR: not used with " +
 			"--detect-local-mode=NodeCIDR; traffic of pods is recognised without it"}},
 		{"clusterCIDR: 10.0.0.0/8", "--cluster-cidr=11.0.0.0/8", []string{"problem: FILE:3: clusterCIDR: 10.0.0.0/8 here, " +

@@ -72,6 +72,10 @@ func (e *Effective) findings() []source.Finding {
 		out = append(out, e.finding(source.Note, "clusterCIDR", "not given",
 			"traffic from pods can't be distinguished from other traffic, so none is masqueraded because it comes from elsewhere"))
 	}
+	if m, _ := modeNamed(string(e.kp.Mode)); m.uncounted && e.own.serviceMetrics > 0 {
+		out = append(out, e.finding(source.Problem, "--service-metrics", "mode "+m.name+" does not count the traffic of Services",
+			"there are no metrics of it"))
+	}
 	if e.kp.ClientConnection.Kubeconfig != "" && e.own.manifests != "" {
 		out = append(out, e.finding(source.Problem, "clientConnection.kubeconfig", "--manifests is given too",
 			"objects come from the manifests alone"))

@@ -15,6 +15,8 @@ type mode struct {
 	gate string
 	// serviceMetrics is the default of --service-metrics.
 	serviceMetrics int
+	// uncounted is set for a mode that does not count the traffic of Services.
+	uncounted bool
 	// complete takes over settings from the mode's own section of the file, and resets those that the mode can't honour.
 	complete func(*Config)
 }
@@ -25,7 +27,7 @@ var modes = []mode{
 		c.SyncPeriod, c.MinSyncPeriod = c.IPVS.SyncPeriod, c.IPVS.MinSyncPeriod
 		c.Settings.LocalhostNodePorts = false // IPVS drops what leaves the node with a loopback address.
 	}},
-	{name: "nftables", complete: func(c *Config) {
+	{name: "nftables", uncounted: true, complete: func(c *Config) {
 		c.SyncPeriod, c.MinSyncPeriod = c.NFTables.SyncPeriod, c.NFTables.MinSyncPeriod
 		c.MasqueradeBit, c.Settings.MasqueradeAll = c.NFTables.MasqueradeBit, c.NFTables.MasqueradeAll
 		c.Settings.LocalhostNodePorts = false // as in kube-proxy's mode of this name
@@ -47,16 +49,22 @@ func Modes() []string {
 	return out
 }
 
+// modeNamed returns the entry of a mode, or if the mode is unknown, one without any effect.
+func modeNamed(name string) (m mode, known bool) {
+	if i := slices.IndexFunc(modes, func(m mode) bool { return m.name == name }); i >= 0 {
+		return modes[i], true
+	}
+	return mode{name: name, complete: func(*Config) {}}, false
+}
+
 // mode validates the mode and how nodeproxy runs. It returns the mode's entry, without any effect if the mode is unknown.
 func (k *checker) mode(c *Config) mode {
 	if c.SysctlDir = k.own.sysctlDir; !filepath.IsAbs(c.SysctlDir) {
 		k.check("--sysctl-dir", fmt.Errorf("%q is not an absolute path", c.SysctlDir))
 	}
 	c.Mode = string(k.kp.Mode)
-	m := mode{name: c.Mode, complete: func(*Config) {}}
-	if i := slices.IndexFunc(modes, func(m mode) bool { return m.name == c.Mode }); i >= 0 {
-		m = modes[i]
-	} else {
+	m, known := modeNamed(c.Mode)
+	if !known {
 		all := Modes()
 		k.check("mode", fmt.Errorf("%q is not supported; %s and %s are", c.Mode, strings.Join(all[:len(all)-1], ", "), all[len(all)-1]))
 	}
