@@ -19,12 +19,13 @@ var onlyIPTables = []string{
 	"TestUDPServiceDeletedWhileDown",    // of silence where no Service is; see freeClusterIP
 	"TestCompact", "TestCompactChanges", // of forms of rules
 	"TestModeIPVSMissing", "TestModeIPVSMissingBesideProxy", // what they say is missing is there
-	"TestLocalhostNotReachableFromOutside", // no localhost node ports, and so no route_localnet
-	"TestRenderIsWhatRunApplies",           // of iptables-restore's input
-	"TestSeeds",                            // of what objects mean: they find cluster IPs by the comments of rules
-	"TestStaleChainsRemoved",               // of chains for each Service; see TestIPVSStaleRemoved
-	"TestTakeoverFromKubeProxy",            // in mode iptables; see TestIPVSModeSwitch
-	"TestFaultLock",                        // of programs that write rules, as are these four: they are the same for all modes
+	"TestLocalhostNotReachableFromOutside",                                 // no localhost node ports, and so no route_localnet
+	"TestRenderIsWhatRunApplies",                                           // of iptables-restore's input
+	"TestSeeds",                                                            // of what objects mean: they find cluster IPs by the comments of rules
+	"TestStaleChainsRemoved",                                               // of chains for each Service; see TestIPVSStaleRemoved
+	"TestTakeoverFromKubeProxy",                                            // in mode iptables; see TestIPVSModeSwitch
+	"TestTakeoverToNFTables", "TestModeNFTables", "TestModeSwitchNFTables", // of another mode
+	"TestFaultLock", // of programs that write rules, as are these four: they are the same for all modes
 	"TestFaultRestoreHangs",
 	"TestFaultRestoreRefusesOne",
 	"TestFaultDiskFull",

@@ -94,7 +94,79 @@ func TestModeSwitchNFTables(t *testing.T) {
 			s.goOn(t, "in mode "+string(m))
 			s.converse(t, "mode "+string(m)+strings.Repeat(" again", i/2))
 		}
-		time.Sleep(500 * time.Millisecond)
+		s.requested(t, 100)
+		noFailures(t, s.loads...)
+	})
+}
+
+// requested waits until each load has made n requests.
+func (s *switching) requested(t *testing.T, n int) {
+	t.Helper()
+	for _, l := range s.loads {
+		eventually(t, "requests", func() error { return requestsMade(l, n) })
+	}
+}
+
+// TestIPVSModeSwitchNFTables: from ipvs to nftables and back. No request fails, and connections of mode ipvs go on through the virtual
+// servers that stay for them.
+func TestIPVSModeSwitchNFTables(t *testing.T) {
+	onEachVariant(t, func(t *testing.T, variant harness.Variant) {
+		w := harness.New(t, harness.Options{})
+		w.Write(t, "nodes.yaml", w.NodeObjects()...)
+		manyServices(t, w)
+		s := &switching{World: w, variant: variant, open: map[string]*harness.Conversation{}}
+		s.start(t, harness.IPVS)
+		s.load()
+		s.converse(t, "mode ipvs")
+		s.requested(t, 20)
+		s.start(t, harness.NFTables)
+		eventually(t, "the rules of mode ipvs are gone", func() error {
+			if left := ipvsChains.FindString(rules(t, w, variant)); left != "" {
+				return fmt.Errorf("there is %s", left)
+			}
+			return nil
+		})
+		s.goOn(t, "in mode nftables")
+		s.converse(t, "mode nftables")
+		s.requested(t, 60)
+		s.start(t, harness.IPVS)
+		eventually(t, "the tables of mode nftables are gone", func() error {
+			if left := nftTablesOn(t, w.Node1()); left != "" {
+				return fmt.Errorf("there is %s", left)
+			}
+			return nil
+		})
+		s.goOn(t, "in mode ipvs again")
+		s.requested(t, 120)
+		noFailures(t, s.loads...)
+	})
+}
+
+// ipvsChains finds a chain of mode ipvs.
+var ipvsChains = regexp.MustCompile(`(?m)^:KUBE-(IPVS|NODE-PORT|SERVICES|POSTROUTING|FORWARD|LOAD-BALANCER)\S*`)
+
+// TestTakeoverToNFTables: a start in mode nftables over the rules of a kube-proxy in mode iptables. No request fails, connections go on, and
+// nothing of kube-proxy's is left.
+func TestTakeoverToNFTables(t *testing.T) {
+	onEachVariant(t, func(t *testing.T, variant harness.Variant) {
+		w := harness.New(t, harness.Options{OwnFirewall: true})
+		w.Write(t, "nodes.yaml", w.NodeObjects()...)
+		manyServices(t, w)
+		writeKubeProxysRules(t, w, variant)
+		s := &switching{World: w, variant: variant, open: map[string]*harness.Conversation{}}
+		s.load()
+		s.converse(t, "kube-proxy")
+		s.requested(t, 20)
+		s.start(t, harness.NFTables)
+		eventually(t, "kube-proxy's rules are gone", func() error {
+			if left := kubeChains.FindString(rules(t, w, variant)); left != "" {
+				return fmt.Errorf("there is %s", left)
+			}
+			return nil
+		})
+		s.goOn(t, "in mode nftables")
+		s.converse(t, "mode nftables")
+		s.requested(t, 80)
 		noFailures(t, s.loads...)
 	})
 }

@@ -20,15 +20,7 @@ func TestTakeoverFromKubeProxy(t *testing.T) {
 		w := harness.New(t, harness.Options{})
 		w.Write(t, "nodes.yaml", w.NodeObjects()...)
 		manyServices(t, w)
-		for _, f := range []struct{ family, tool string }{{"ipv4", "iptables"}, {"ipv6", "ip6tables"}} {
-			text, err := os.ReadFile(filepath.Join("testdata", "kube-proxy-1.36.3."+f.family+".rules"))
-			if err != nil {
-				t.Fatal(err)
-			}
-			if _, err := w.Node1().OutputWithInput(string(text), variant.Tool(f.tool)+"-restore", "-w"); err != nil {
-				t.Fatal(err)
-			}
-		}
+		writeKubeProxysRules(t, w, variant)
 		var loads []*harness.Load
 		for _, family := range families {
 			loads = append(loads,
@@ -55,6 +47,20 @@ func TestTakeoverFromKubeProxy(t *testing.T) {
 			wantOutcome(t, w.Node1().Host, vip(4, family), harness.TimedOut)
 		}
 	})
+}
+
+// writeKubeProxysRules puts node1 in the state in which kube-proxy leaves it.
+func writeKubeProxysRules(t *testing.T, w *harness.World, variant harness.Variant) {
+	t.Helper()
+	for _, f := range []struct{ family, tool string }{{"ipv4", "iptables"}, {"ipv6", "ip6tables"}} {
+		text, err := os.ReadFile(filepath.Join("testdata", "kube-proxy-1.36.3."+f.family+".rules"))
+		if err != nil {
+			t.Fatal(err)
+		}
+		if _, err := w.Node1().OutputWithInput(string(text), variant.Tool(f.tool)+"-restore", "-w"); err != nil {
+			t.Fatal(err)
+		}
+	}
 }
 
 // serviceChainRules picks the chains of endpoints and of the picks between them out of what nft lists, with their rules
