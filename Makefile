@@ -113,7 +113,8 @@ bench: deps
 bench-iptables: deps build
 	go run ./e2e/bench -binary $(CURDIR)/$(BINARY)
 
-# nodeproxy beside kube-proxy, through a real API server with 10,000 services: a quarter of an hour. BENCH_API holds flags.
+# nodeproxy beside kube-proxy, through a real API server with 10,000 services: a quarter of an hour. BENCH_API holds flags, such as
+# -mode=nftables.
 bench-api: deps build controlplane
 	go run ./e2e/benchapi -binary $(CURDIR)/$(BINARY) $(BENCH_API)
 

@@ -22,6 +22,7 @@ import (
 
 // options are the sizes of what is measured. The goals are stated for the defaults.
 type options struct {
+	mode                harness.Mode
 	variant             harness.Variant
 	services, endpoints int
 	changes, additions  int
@@ -38,6 +39,7 @@ func main() { measure.Main(run) }
 func parse(args []string) (options, error) {
 	o := options{Clock: measure.Clock{Begun: time.Now()}}
 	flags := flag.NewFlagSet("benchapi", flag.ContinueOnError)
+	mode := flags.String("mode", string(harness.IPTables), "proxy mode of both: iptables or nftables")
 	backend := flags.String("backend", string(harness.NFT), "variant of iptables: nft or legacy")
 	flags.IntVar(&o.services, "services", 10000, "number of Services")
 	flags.IntVar(&o.endpoints, "endpoints", 2, "endpoints of each")
@@ -51,7 +53,7 @@ func parse(args []string) (options, error) {
 	if err := measure.Parse(flags, args); err != nil {
 		return o, err
 	}
-	o.variant = harness.Variant(*backend)
+	o.mode, o.variant = harness.Mode(*mode), harness.Variant(*backend)
 	return o, o.validate()
 }
 
@@ -80,10 +82,21 @@ func (o options) validate() error {
 	if o.variant != harness.NFT && o.variant != harness.Legacy {
 		errs = append(errs, fmt.Errorf("-backend=%s is neither nft nor legacy", o.variant))
 	}
+	if o.mode != harness.IPTables && o.mode != harness.NFTables {
+		errs = append(errs, fmt.Errorf("-mode=%s is neither iptables nor nftables", o.mode))
+	}
 	if o.only != "" && o.only != measure.NodeProxy && o.only != measure.KubeProxy {
 		errs = append(errs, fmt.Errorf("-only=%s is neither nodeproxy nor kube-proxy", o.only))
 	}
 	return errors.Join(errs...)
+}
+
+// modeName is the mode, with the variant of iptables where the mode runs it.
+func (o options) modeName() string {
+	if o.mode == harness.IPTables {
+		return fmt.Sprintf("%s (%s)", o.mode, o.variant)
+	}
+	return string(o.mode)
 }
 
 func run(ctx context.Context, args []string) int {
@@ -104,8 +117,8 @@ func compare(ctx context.Context, o options) (missed int, err error) {
 	if err != nil {
 		return 0, err
 	}
-	np.Flags = []string{"--proxy-mode=iptables", "--iptables-backend=" + string(o.variant)}
-	kp.Flags = []string{"--proxy-mode=iptables"}
+	np.Flags = []string{"--proxy-mode=" + string(o.mode), "--iptables-backend=" + string(o.variant)}
+	kp.Flags = []string{"--proxy-mode=" + string(o.mode)}
 	if err := printSetting(o, np, kp); err != nil {
 		return 0, err
 	}
@@ -152,7 +165,7 @@ func printSetting(o options, np, kp measure.Proxy) error {
 		return err
 	}
 	fmt.Println(strings.Join([]string{
-		fmt.Sprintf("# nodeproxy %s, kube-proxy %s, iptables %s", np.Version, kp.Version, tool),
+		fmt.Sprintf("# nodeproxy %s, kube-proxy %s, mode %s, iptables %s", np.Version, kp.Version, o.mode, tool),
 		"# before the run: " + machine.State(),
 		"# Both proxies run with the same flags and otherwise with their defaults. One of kube-proxy's is minSyncPeriod 1s: it",
 		"# waits a second from one sync to the next. One at a time, changes come " + o.settle.String() + " after the last one took",

@@ -59,7 +59,7 @@ func rows(o options) []measure.Row[result] {
 // printTable compares nodeproxy with kube-proxy, and returns how many goals are missed.
 func printTable(w io.Writer, o options, np, kp result) (missed int) {
 	t := measure.NewTable(w)
-	measure.Compare(t, fmt.Sprintf("%d Services x %d endpoints, iptables-%s", o.services, o.endpoints, o.variant), rows(o),
+	measure.Compare(t, fmt.Sprintf("%d Services x %d endpoints, mode %s", o.services, o.endpoints, o.modeName()), rows(o),
 		np, kp)
 	_ = t.Flush()
 	fmt.Fprintf(w, "p99 is of %d changes, %d new Services and %d changes at a rate: of fewer than 100, it is the worst.\n",
