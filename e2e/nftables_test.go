@@ -69,7 +69,7 @@ func TestModeNFTables(t *testing.T) {
 // and nothing of the former mode is left.
 func TestModeSwitchNFTables(t *testing.T) {
 	onEachVariant(t, func(t *testing.T, variant harness.Variant) {
-		w := harness.New(t, harness.Options{OwnFirewall: true})
+		w := harness.New(t, harness.Options{})
 		w.Write(t, "nodes.yaml", w.NodeObjects()...)
 		manyServices(t, w)
 		s := &switching{World: w, variant: variant, open: map[string]*harness.Conversation{}}
@@ -149,7 +149,7 @@ var ipvsChains = regexp.MustCompile(`(?m)^:KUBE-(IPVS|NODE-PORT|SERVICES|POSTROU
 // nothing of kube-proxy's is left.
 func TestTakeoverToNFTables(t *testing.T) {
 	onEachVariant(t, func(t *testing.T, variant harness.Variant) {
-		w := harness.New(t, harness.Options{OwnFirewall: true})
+		w := harness.New(t, harness.Options{})
 		w.Write(t, "nodes.yaml", w.NodeObjects()...)
 		manyServices(t, w)
 		writeKubeProxysRules(t, w, variant)
