@@ -105,7 +105,7 @@ func TestChart(t *testing.T) {
 	output(t, helm, "lint", "--strict", "--namespace=kube-system", chart)
 
 	for _, flag := range []string{
-		"config.mode=nftables", "config.mode=", "config.healthzBindAddress=localhost", "apiServer.port=0",
+		"config.mode=ebpf", "config.mode=", "config.healthzBindAddress=localhost", "apiServer.port=0",
 		"apiServer.host=https://10.0.0.5", "capabilities={NET_RAW}", "colour=red", "seLinuxOptions.kind=spc_t", "image.repository=", "extraArgs={run}",
 	} {
 		out, err := attempt(helm, "template", "nodeproxy", chart, "--set="+flag)
