@@ -96,6 +96,8 @@ func (e *engine) addKinds(t *transactions, used map[kind]bool) error {
 		if k.treatment > drop { // The others have chains of the layout.
 			c := e.layout.chain(k)
 			t.first.AddChain(c)
+			// It may be there: of a Service that is not known yet, or because the kernel did not let it go.
+			t.first.FlushChain(c.Name)
 			if err := t.first.AddRules(c); err != nil {
 				return err
 			}

@@ -22,6 +22,9 @@ func (s *fullSync) differences(before *layout) {
 		s.differs(drift.Table, drift.Missing, "%s %s of nftables", nft.FamilyName(s.family), names.NFTables)
 		return
 	}
+	if s.content.Dormant {
+		s.differs(drift.Table, drift.Changed, "%s %s of nftables", nft.FamilyName(s.family), names.NFTables)
+	}
 	for _, c := range append(before.chains(), before.kindChains(s.kinds)...) {
 		is, there := s.content.Chains[c.Name]
 		switch {
@@ -71,7 +74,7 @@ func (s *fullSync) differences(before *layout) {
 			}
 		}
 	}
-	if met == len(s.have) || s.plan.Partial {
+	if met == len(s.have) || s.plan.Partial || before.partial { // What was there may be of Services that were not known.
 		return
 	}
 	for _, i := range slices.SortedFunc(maps.Keys(s.have), compareIDs) {

@@ -2,11 +2,14 @@ package nftables
 
 import (
 	"context"
+	"errors"
 	"fmt"
 	"log/slog"
 	"net/netip"
 	"reflect"
 	"sync"
+
+	"golang.org/x/sys/unix"
 
 	"nodeproxy/kernel/drift"
 	"nodeproxy/kernel/nft"
@@ -33,6 +36,9 @@ type engine struct {
 	dial   func() (kernel, error)
 	kernel kernel
 	most   int // as mostInTransaction
+	// tight is set where most is smaller because the kernel does not take messages as long as asked for. That is so in a user
+	// namespace, where net.core.wmem_max of the host is the limit.
+	tight  bool
 	failed func(f plan.Family, cleanup bool)
 	sets   []nft.Set
 
@@ -62,6 +68,11 @@ func (e *engine) sync(ctx context.Context, p *plan.Plan, change plan.Change) err
 		} else {
 			err = e.syncChanged(ctx, p, change.Keys())
 		}
+	}
+	if errors.Is(err, unix.EMSGSIZE) && e.most > 1 { // for the next attempt
+		e.most, e.tight = e.most/4, true
+		e.log.Warn("the kernel does not take transactions as large as usual: net.core.wmem_max of the host limits them, as this is a "+
+			"user namespace or the right CAP_NET_ADMIN is missing", "family", e.family, "elements at most from now on", e.most)
 	}
 	if err != nil {
 		e.current = nil

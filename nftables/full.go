@@ -79,8 +79,11 @@ type fullSync struct {
 }
 
 // unusable reports whether the table lacks a set, or has one of another kind, as another version of this program may have it, or a
-// chain at another place.
+// chain at another place, or has been put to sleep.
 func (s *fullSync) unusable() bool {
+	if s.content.Dormant {
+		return true
+	}
 	for _, want := range s.sets {
 		if !s.content.Sets[want.Name] {
 			return true
@@ -229,9 +232,9 @@ func (s *fullSync) structure(t *transactions) error {
 	t.first = b
 	if s.rebuild {
 		if s.content != nil { // All of it is one transaction, so that nobody is without rules meanwhile.
-			t.engine.log.Info("the nftables table is made anew, as its sets are others", "family", s.family)
+			t.engine.log.Info("the nftables table is made anew, as its form is another one", "family", s.family)
 			b.DeleteTable()
-			t.unbounded = true
+			t.unbounded = !t.engine.tight
 		}
 		b.AddTable()
 		for _, set := range s.sets {

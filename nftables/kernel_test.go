@@ -131,6 +131,9 @@ func holds(t fataler, e *engine, p *plan.Plan) {
 	if err != nil || got == nil {
 		t.Fatalf("reading the table: %v, %v", got, err)
 	}
+	if got.Dormant {
+		t.Fatalf("the table is dormant")
+	}
 	for _, ch := range chains {
 		if is, there := got.Chains[ch.Name]; !there || !is.Holds(ch) {
 			t.Fatalf("chain %s is there: %t, and is %q", ch.Name, there, is.Labels)
@@ -327,6 +330,7 @@ func TestDrift(t *testing.T) {
 		{"add rule ip nodeproxy to-services drop", drift.Chain, drift.Changed, "to-services of nftables table ip nodeproxy"},
 		{"delete chain ip nodeproxy output", drift.Chain, drift.Missing, "output of nftables table ip nodeproxy"},
 		{"flush set ip nodeproxy same-byte", drift.SetElement, drift.Missing, "tcp . tcp of set same-byte"},
+		{"add table ip nodeproxy { flags dormant; }", drift.Table, drift.Changed, "ip nodeproxy of nftables"},
 		{"delete table ip nodeproxy", drift.Table, drift.Missing, "ip nodeproxy of nftables"},
 	} {
 		if out, err := exec.Command("nft", tc.nft).CombinedOutput(); err != nil {

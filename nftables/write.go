@@ -72,12 +72,11 @@ func (t *transactions) commit() error {
 // rest makes the last writes: what leads packets to others, and the removal of what is not wanted, which begins with what leads to it.
 func (t *transactions) rest(lead, gone []write) error {
 	slices.SortFunc(gone, func(a, b write) int { return compareIDs(a.id, b.id) })
-	if err := t.group(lead); err != nil {
-		return err
-	}
-	for some := range slices.Chunk(gone, max(t.engine.most, 1)) {
-		if err := t.group(some); err != nil {
-			return err
+	for _, list := range [][]write{lead, gone} {
+		for some := range slices.Chunk(list, max(t.engine.most, 1)) {
+			if err := t.group(some); err != nil {
+				return err
+			}
 		}
 	}
 	return t.commit()

@@ -12,6 +12,8 @@ import (
 
 // Content is what a table has besides elements.
 type Content struct {
+	// Dormant is set where the table's chains are not called.
+	Dormant bool
 	// Sets has the names of the sets, and whether each is as the one of that name that was asked for.
 	Sets map[string]bool
 	// Chains has the rules of each chain by their labels; a chain that was asked for with another hook has Other set.
@@ -49,12 +51,13 @@ func (c ChainContent) Holds(want ChainSpec) bool {
 
 // Read reads what a table has besides elements; nil if there is no such table. sets and chains are what is expected there.
 func (c *Conn) Read(f plan.Family, table string, sets []Set, chains []ChainSpec) (*Content, error) {
-	exists := false
-	err := c.dump(f, table, unix.NFT_MSG_GETTABLE, nil, func() { exists = false }, func([]byte) { exists = true })
-	if err != nil || !exists {
+	var out *Content
+	err := c.dump(f, table, unix.NFT_MSG_GETTABLE, nil, func() { out = nil }, func(attrs []byte) {
+		out = &Content{Dormant: netlink.BigEndian(netlink.Attribute(attrs, unix.NFTA_TABLE_FLAGS))&unix.NFT_TABLE_F_DORMANT != 0}
+	})
+	if err != nil || out == nil {
 		return nil, err
 	}
-	out := &Content{}
 	wantSets := map[string]Set{}
 	for _, s := range sets {
 		wantSets[s.Name] = s

@@ -1,0 +1,131 @@
+package nftables
+
+import (
+	"context"
+	"fmt"
+	"testing"
+
+	"golang.org/x/sys/unix"
+	"pgregory.net/rapid"
+
+	"nodeproxy/internal/nstest"
+	"nodeproxy/kernel/nft"
+	"nodeproxy/plan"
+	"nodeproxy/plan/plantest"
+)
+
+// TestWaysWithPartial: whatever the way, also by starts at which not all Services are known, no sync fails, and no comparison takes for
+// another program's doing what this one has written or found at its start. Once all Services are known, the kernel holds what a full
+// sync writes.
+func TestWaysWithPartial(t *testing.T) {
+	nstest.Enter(t)
+	ctx := context.Background()
+	rapid.Check(t, func(rt *rapid.T) {
+		f := rapid.SampledFrom(plan.Families[:]).Draw(rt, "family")
+		_ = Cleanup()
+		e, _ := testEngine(t, f)
+		steps := rapid.SliceOfN(plantest.Plans(), 2, 6).Draw(rt, "plans")
+		var before *plan.Plan
+		for i, p := range steps {
+			if p.Node = steps[0].Node; rapid.IntRange(0, 3).Draw(rt, "settings change") > 0 {
+				p.Settings = steps[max(i-1, 0)].Settings
+			}
+			if before != nil && rapid.Bool().Draw(rt, "restart") {
+				_ = e.kernel.Close()
+				e.kernel = nil
+				e, _ = testEngine(t, f)
+				before = nil
+			}
+			e.most = rapid.SampledFrom([]int{mostInTransaction, 20, 1}).Draw(rt, "most in a transaction")
+			if p.Partial = i < len(steps)-1 && rapid.Bool().Draw(rt, "partial"); p.Partial {
+				for _, sp := range p.Sorted(f) {
+					if rapid.Bool().Draw(rt, "unknown") {
+						p.Delete(sp.Key)
+					}
+				}
+			}
+			changed := plan.Everything()
+			if before != nil {
+				changed = plan.Only(plantest.Differing(before, p))
+			}
+			for _, c := range []plan.Change{changed, plan.Everything()} {
+				if err := e.sync(ctx, p, c); err != nil || len(e.found) > 0 {
+					rt.Fatalf("step %d, partial: %t: found %v, %v", i, p.Partial, e.found, err)
+				}
+			}
+			if !p.Partial {
+				holds(rt, e, p)
+			}
+			before = p
+		}
+		_ = e.kernel.Close()
+		e.kernel = nil
+	})
+}
+
+// TestKindThatStayed: a kind whose chain has stayed, though no Service that is known has it, gets the rules of now, and not behind those
+// of before, when a Service comes to have it.
+func TestKindThatStayed(t *testing.T) {
+	nstest.Enter(t)
+	ctx := context.Background()
+	e, _ := testEngine(t, plan.IPv4)
+	p := plantest.Large(30, 2)
+	if err := e.sync(ctx, p, plan.Everything()); err != nil {
+		t.Fatal(err)
+	}
+	again, _ := testEngine(t, plan.IPv4)
+	some := plantest.Large(3, 1)
+	some.Partial, some.Settings.MasqueradeAll = true, true
+	if err := again.sync(ctx, some, plan.Everything()); err != nil {
+		t.Fatal(err)
+	}
+	two := plantest.LargeService(1, 2, 2)
+	some.Set(two)
+	if err := again.sync(ctx, some, plan.Only(plan.Keys{two.Key: {}})); err != nil {
+		t.Fatal(err)
+	}
+	list := nstest.Exec(t, "nft", "list", "chain", "ip", "nodeproxy", "cluster-ip-2")
+	if err := again.sync(ctx, some, plan.Everything()); err != nil || len(again.found) > 0 {
+		t.Errorf("a comparison found %v, %v:\n%s", again.found, err, list)
+	}
+}
+
+// tight is a kernel that takes short transactions only, as in a user namespace.
+type tight struct {
+	kernel
+	most, refused int
+}
+
+func (k *tight) Commit(b *nft.Batch) error {
+	if b.Elements() > k.most {
+		k.refused++
+		return fmt.Errorf("netlink send: %w", unix.EMSGSIZE)
+	}
+	return k.kernel.Commit(b)
+}
+
+// TestShortTransactions: where the kernel does not take transactions as large as usual, they become smaller.
+func TestShortTransactions(t *testing.T) {
+	nstest.Enter(t)
+	k := &tight{most: 1000}
+	e, _ := testEngine(t, plan.IPv4)
+	e.dial = func() (kernel, error) {
+		c, err := nft.Dial()
+		k.kernel = c
+		return k, err
+	}
+	other := "add table ip nodeproxy; add set ip nodeproxy services { type ipv4_addr; }" // to be made anew
+	for _, first := range []string{"list ruleset", other} {
+		_ = Cleanup()
+		nstest.Exec(t, "nft", first)
+		e.most, e.tight, e.current, k.refused = mostInTransaction, false, nil, 0
+		p := plantest.Large(3000, 2)
+		for e.sync(context.Background(), p, plan.Everything()) != nil && k.refused < 10 {
+			continue
+		}
+		if k.refused == 0 || k.refused > 3 {
+			t.Errorf("after %q, %d transactions were refused", first, k.refused)
+		}
+		holds(t, e, p)
+	}
+}
