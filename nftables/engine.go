@@ -7,6 +7,7 @@ import (
 	"log/slog"
 	"net/netip"
 	"reflect"
+	"slices"
 	"sync"
 
 	"golang.org/x/sys/unix"
@@ -96,13 +97,18 @@ func (e *engine) open() error {
 	return err
 }
 
-// meetsUnknown reports whether a change adds a ServicePort while the kernel may hold elements of some that are not known.
+// meetsUnknown reports whether a change adds a ServicePort, or frontends to one, while the kernel may hold elements of some that are not known.
 func (e *engine) meetsUnknown(p *plan.Plan, changed plan.Keys) bool {
 	if !p.Partial {
 		return false
 	}
 	for k := range changed {
-		if _, known := e.current[k]; !known && k.Family == e.family && p.Services[k] != nil {
+		sp := p.Services[k]
+		if sp == nil || k.Family != e.family {
+			continue
+		}
+		before, known := e.current[k]
+		if !known || slices.ContainsFunc(sp.Frontends, func(f plan.Frontend) bool { return !slices.Contains(before.sp.Frontends, f) }) {
 			return true
 		}
 	}

@@ -90,6 +90,34 @@ func TestKindThatStayed(t *testing.T) {
 	}
 }
 
+// TestFrontendOfUnknown: a Service that is known may get a frontend that the kernel still has for one that is not.
+func TestFrontendOfUnknown(t *testing.T) {
+	nstest.Enter(t)
+	ctx := context.Background()
+	e, _ := testEngine(t, plan.IPv4)
+	p := plantest.Large(2, 2)
+	port := plan.Frontend{Kind: plan.NodePort, Protocol: plan.TCP, Port: 30000}
+	with := func(sp *plan.ServicePort) *plan.ServicePort {
+		sp.Frontends = append(sp.Frontends, port)
+		return sp
+	}
+	p.Set(with(plantest.LargeService(1, 2, 2)))
+	if err := e.sync(ctx, p, plan.Everything()); err != nil {
+		t.Fatal(err)
+	}
+	again, _ := testEngine(t, plan.IPv4)
+	some := plantest.Large(1, 2)
+	some.Partial = true
+	if err := again.sync(ctx, some, plan.Everything()); err != nil {
+		t.Fatal(err)
+	}
+	more := with(plantest.LargeService(0, 50, 3))
+	some.Set(more)
+	if err := again.sync(ctx, some, plan.Only(plan.Keys{more.Key: {}})); err != nil {
+		t.Error(err)
+	}
+}
+
 // tight is a kernel that takes short transactions only, as in a user namespace.
 type tight struct {
 	kernel
