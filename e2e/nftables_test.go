@@ -99,6 +99,17 @@ func TestModeSwitchNFTables(t *testing.T) {
 	})
 }
 
+// empty waits until nothing is left of something.
+func empty(t *testing.T, what string, left func() string) {
+	t.Helper()
+	eventually(t, what, func() error {
+		if is := left(); is != "" {
+			return fmt.Errorf("there is %s", is)
+		}
+		return nil
+	})
+}
+
 // requested waits until each load has made n requests.
 func (s *switching) requested(t *testing.T, n int) {
 	t.Helper()
@@ -120,22 +131,12 @@ func TestIPVSModeSwitchNFTables(t *testing.T) {
 		s.converse(t, "mode ipvs")
 		s.requested(t, 20)
 		s.start(t, harness.NFTables)
-		eventually(t, "the rules of mode ipvs are gone", func() error {
-			if left := ipvsChains.FindString(rules(t, w, variant)); left != "" {
-				return fmt.Errorf("there is %s", left)
-			}
-			return nil
-		})
+		empty(t, "the rules of mode ipvs are gone", func() string { return ipvsChains.FindString(rules(t, w, variant)) })
 		s.goOn(t, "in mode nftables")
 		s.converse(t, "mode nftables")
 		s.requested(t, 60)
 		s.start(t, harness.IPVS)
-		eventually(t, "the tables of mode nftables are gone", func() error {
-			if left := nftTablesOn(t, w.Node1()); left != "" {
-				return fmt.Errorf("there is %s", left)
-			}
-			return nil
-		})
+		empty(t, "the tables of mode nftables are gone", func() string { return nftTablesOn(t, w.Node1()) })
 		s.goOn(t, "in mode ipvs again")
 		s.requested(t, 120)
 		noFailures(t, s.loads...)
@@ -158,12 +159,7 @@ func TestTakeoverToNFTables(t *testing.T) {
 		s.converse(t, "kube-proxy")
 		s.requested(t, 20)
 		s.start(t, harness.NFTables)
-		eventually(t, "kube-proxy's rules are gone", func() error {
-			if left := kubeChains.FindString(rules(t, w, variant)); left != "" {
-				return fmt.Errorf("there is %s", left)
-			}
-			return nil
-		})
+		empty(t, "kube-proxy's rules are gone", func() string { return kubeChains.FindString(rules(t, w, variant)) })
 		s.goOn(t, "in mode nftables")
 		s.converse(t, "mode nftables")
 		s.requested(t, 80)

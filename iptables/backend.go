@@ -17,6 +17,7 @@ import (
 	"sync"
 	"time"
 
+	"nodeproxy/kernel/conntrack"
 	"nodeproxy/kernel/drift"
 	"nodeproxy/kernel/names"
 	"nodeproxy/kernel/xtables"
@@ -89,7 +90,6 @@ func New(cfg Config) (*Backend, error) {
 }
 
 func newEngine(t *xtables.Program, cfg Config) *engine {
-	liberal := readSysctl("net/netfilter/nf_conntrack_tcp_be_liberal")
 	e := &engine{Writer: t.Writer(cfg.Log), family: t.Family, log: cfg.Log, sysctlDir: cmp.Or(cfg.SysctlDir, "/proc/sys"),
 		counts: newRuleCounts(cfg.Observer), onRefused: cfg.Refused}
 	e.Ran = e.ran
@@ -98,7 +98,7 @@ func newEngine(t *xtables.Program, cfg Config) *engine {
 		RandomFully:   t.RandomFully,
 		CompactAbove:  DefaultCompactAbove,
 		KeepCounters:  cfg.KeepCounters,
-		TCPLiberal:    liberal != "" && liberal != "0",
+		TCPLiberal:    conntrack.TCPLiberal(),
 	}
 	cfg.Log.Info("using iptables", "program", t.Describe(), "random-fully", e.options.RandomFully)
 	return e

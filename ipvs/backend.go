@@ -19,6 +19,7 @@ import (
 	"time"
 
 	"nodeproxy/ipvs/nftrules"
+	"nodeproxy/kernel/conntrack"
 	"nodeproxy/kernel/drift"
 	"nodeproxy/kernel/host"
 	"nodeproxy/kernel/ipvs"
@@ -171,7 +172,7 @@ func (b *Backend) open(n *node) error {
 
 func (b *Backend) engine(f plan.Family, t *xtables.Tables, n *node, d *host.Device) *engine {
 	options := b.cfg.Options
-	options.RandomFully, options.TCPLiberal = t.Program().RandomFully, tcpLiberal()
+	options.RandomFully, options.TCPLiberal = t.Program().RandomFully, conntrack.TCPLiberal()
 	b.cfg.Log.Info("using IPVS", "program", t.Program().Describe(), "scheduler", options.Scheduler)
 	if options.WholeAddresses = n.ports[f] == nil; options.WholeAddresses {
 		b.cfg.Log.Warn("all ports of external IPs are this node's, even if another host has the address: give Services addresses of"+

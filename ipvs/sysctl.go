@@ -133,12 +133,6 @@ func (k *sysctlKeeper) repair() drift.Found {
 	return found
 }
 
-// tcpLiberal reports whether conntrack lets TCP packets outside of the window pass (net.netfilter.nf_conntrack_tcp_be_liberal).
-func tcpLiberal() bool {
-	value, err := os.ReadFile("/proc/sys/net/netfilter/nf_conntrack_tcp_be_liberal")
-	return err == nil && strings.TrimSpace(string(value)) != "0"
-}
-
 // dotted returns the name in its usual form.
 func (s sysctl) dotted() string { return strings.ReplaceAll(s.name, "/", ".") }
 

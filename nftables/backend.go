@@ -11,13 +11,12 @@ import (
 	"errors"
 	"fmt"
 	"log/slog"
-	"os"
-	"strings"
 	"sync"
 	"time"
 
 	"golang.org/x/sys/unix"
 
+	"nodeproxy/kernel/conntrack"
 	"nodeproxy/kernel/drift"
 	"nodeproxy/kernel/names"
 	"nodeproxy/kernel/nft"
@@ -50,7 +49,7 @@ type Backend struct {
 // (Families tells which remain); it is an error if none remains.
 func New(cfg Config) (*Backend, error) {
 	b := &Backend{compared: cfg.Compared, ports: &ownPorts{}}
-	options := Options{MasqueradeBit: cfg.MasqueradeBit, TCPLiberal: tcpLiberal()}
+	options := Options{MasqueradeBit: cfg.MasqueradeBit, TCPLiberal: conntrack.TCPLiberal()}
 	var missing []error
 	for _, f := range cfg.Families {
 		if err := try(f, options); err != nil {
@@ -74,13 +73,6 @@ func New(cfg Config) (*Backend, error) {
 
 func newEngine(f plan.Family, o Options, log *slog.Logger, dial func() (kernel, error)) *engine {
 	return &engine{family: f, failed: func(plan.Family, bool) {}, options: o, log: log, dial: dial, most: mostInTransaction, sets: sets(f)}
-}
-
-// tcpLiberal reports whether packets that are outside of the window of a connection are not invalid.
-func tcpLiberal() bool {
-	raw, err := os.ReadFile("/proc/sys/net/netfilter/nf_conntrack_tcp_be_liberal")
-	liberal := strings.TrimSpace(string(raw))
-	return err == nil && liberal != "" && liberal != "0"
 }
 
 // Check returns the error that New would return. It may load kernel modules, and changes nothing else.

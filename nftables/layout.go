@@ -1,7 +1,6 @@
 package nftables
 
 import (
-	"net/netip"
 	"slices"
 
 	"github.com/google/nftables/expr"
@@ -175,7 +174,7 @@ func (l *layout) unknown() []nft.Rule {
 // atNodePortAddresses lead to node ports, at those of the node's addresses where they answer. It is the kernel that says which
 // addresses are the node's, so the rules stay when these change.
 func (l *layout) atNodePortAddresses() []nft.Rule {
-	loopback := loopbackOf(l.family)
+	loopback := l.family.Loopback()
 	s := l.settings
 	// While not even the Node is known, node ports that have answered go on to do so, if at more addresses.
 	unknown := l.partial && s.NodePortAddresses.Primary && !l.node.IP(l.family).IsValid()
@@ -218,12 +217,4 @@ func (l *layout) chain(k kind) nft.ChainSpec {
 		}
 	}
 	return nft.ChainSpec{Name: k.chain(), Rules: append(rules, k.endpoints(l.family)...)}
-}
-
-// loopbackOf is the range of a family's loopback addresses.
-func loopbackOf(f plan.Family) netip.Prefix {
-	if f == plan.IPv4 {
-		return netip.MustParsePrefix("127.0.0.0/8")
-	}
-	return netip.MustParsePrefix("::1/128")
 }

@@ -184,7 +184,7 @@ func (b *builder) fromPods(d plan.DetectLocal, not bool) *builder {
 	switch {
 	case !d.Implemented(b.family):
 		return nil
-	case d.Mode == plan.DetectClusterCIDR || d.Mode == plan.DetectNodeCIDR:
+	case d.ByCIDR():
 		r := d.CIDR(b.family)
 		if r.Bits() > 0 {
 			return b.within(false, r, not)

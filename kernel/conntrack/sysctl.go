@@ -208,3 +208,11 @@ func loadModule() {
 		_ = c.Close()
 	}
 }
+
+// TCPLiberal reports whether TCP packets outside of the window of their connection are valid
+// (net.netfilter.nf_conntrack_tcp_be_liberal); false where that can't be read.
+func TCPLiberal() bool {
+	raw, err := os.ReadFile("/proc/sys/net/netfilter/nf_conntrack_tcp_be_liberal")
+	value := strings.TrimSpace(string(raw))
+	return err == nil && value != "" && value != "0"
+}
