@@ -6,7 +6,7 @@ BINARY  := bin/nodeproxy
 MODE    ?= iptables
 
 .DELETE_ON_ERROR:
-.PHONY: all build deps controlplane kernel guest deploytools neighbours unit integration race e2e test test-all test-hostile test-fresh lint bench bench-api bench-iptables bench-ipvs demo image \
+.PHONY: all build deps docs man controlplane kernel guest deploytools neighbours unit integration race e2e test test-all test-hostile test-fresh lint bench bench-api bench-iptables bench-ipvs bench-nftables demo image \
 	fuzz soak clean
 
 all: build
@@ -16,6 +16,15 @@ build:
 
 deps:
 	@hack/install-deps
+
+# docs/cli.md, from the commands.
+docs:
+	UPDATE=1 go test -count=1 -run '^TestDocs$$' ./cmd/nodeproxy
+
+# Man pages of all commands, in bin/man.
+man:
+	mkdir -p bin/man
+	MAN=$(CURDIR)/bin/man go test -count=1 -run '^TestMan$$' ./cmd/nodeproxy
 
 # A real etcd, kube-apiserver and kube-controller-manager for tests, built once: five minutes or so on two cores.
 controlplane:
@@ -121,6 +130,15 @@ bench-api: deps build controlplane
 # nodeproxy beside kube-proxy, both in mode ipvs, on a kernel with IPVS: 17 minutes. BENCH_IPVS holds flags.
 bench-ipvs: deps build controlplane kernel
 	go run ./e2e/benchipvs -binary $(CURDIR)/$(BINARY) $(BENCH_IPVS)
+
+# nodeproxy in mode nftables beside kube-proxy in its mode of this name and beside mode iptables, with each of these numbers of
+# Services and endpoints. BENCH_NFTABLES holds flags, such as -limit=3m.
+BENCH_NFTABLES_SIZES ?= 10000x2 45000x1 5000x50
+bench-nftables: deps build controlplane
+	go build -o bin/benchnftables ./e2e/benchnftables
+	missed=0; for size in $(BENCH_NFTABLES_SIZES); do \
+		bin/benchnftables -binary $(CURDIR)/$(BINARY) -services=$${size%x*} -endpoints=$${size#*x} $(BENCH_NFTABLES) || missed=1; \
+	done; exit $$missed
 
 # MODE=ipvs runs in the test kernel, on machines whose own has no IPVS.
 demo: deps build $(if $(filter ipvs,$(MODE)),kernel)

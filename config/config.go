@@ -5,7 +5,6 @@ import (
 	"net/netip"
 	"time"
 
-	"nodeproxy/ipvs"
 	"nodeproxy/kernel/xtables"
 	"nodeproxy/plan"
 	"nodeproxy/source"
@@ -49,6 +48,9 @@ type Config struct {
 	OOMScoreAdj int
 	// SysctlDir is the directory of kernel settings; /proc/sys by default.
 	SysctlDir string
+	// Socket is the path of the unix socket at which the running nodeproxy answers; /run/nodeproxy/nodeproxy.sock by default, empty
+	// for none.
+	Socket string
 	// ServiceMetrics is the maximum number of ServicePorts with metrics of traffic; 0 for none.
 	ServiceMetrics int
 	// LogLevel is debug, info, warn or error; LogFormat is text or json.
@@ -87,6 +89,8 @@ type Servers struct {
 	HardFail bool
 	// Profiling serves /debug/pprof at Metrics.
 	Profiling bool
+	// UI says who gets the page with the Services at Metrics: node for clients on this node, the default; true for all; false for nobody.
+	UI string
 }
 
 // Conntrack configures the kernel's connection tracking. Zero leaves a setting of the kernel as it is.
@@ -106,8 +110,8 @@ type IPVS struct {
 	ExcludeCIDRs                          []netip.Prefix
 	StrictARP                             bool
 	TCPTimeout, TCPFinTimeout, UDPTimeout time.Duration
-	// VIPs says how the addresses of Services become addresses of the node.
-	VIPs ipvs.VIPs
+	// VIPs says how the addresses of Services become addresses of the node: as "routes" or as "addresses".
+	VIPs string
 	// GracePeriod is how long connections may last to an endpoint that no EndpointSlice lists any longer.
 	GracePeriod time.Duration
 }

@@ -10,7 +10,6 @@ import (
 
 	"github.com/spf13/pflag"
 
-	"nodeproxy/ipvs"
 	"nodeproxy/kernel/xtables"
 	"nodeproxy/plan"
 )
@@ -41,16 +40,16 @@ func defaults() Config {
 		Mode: "iptables", NodeName: "node1", Manifests: "m",
 		API:          APIServer{ContentType: "application/vnd.kubernetes.protobuf", QPS: 5, Burst: 10},
 		ServiceCIDRs: prefixes("10.96.0.0/16"), ServiceCIDRsGiven: true, NodePorts: plan.PortRange{First: 30000, Last: 32767},
-		IPTablesBackend: xtables.Auto, MasqueradeBit: 14, SysctlDir: "/proc/sys", LogLevel: "info", LogFormat: "text",
+		IPTablesBackend: xtables.Auto, MasqueradeBit: 14, SysctlDir: "/proc/sys", Socket: "/run/nodeproxy/nodeproxy.sock", LogLevel: "info", LogFormat: "text",
 		SyncPeriod: 30 * time.Second, OOMScoreAdj: -999,
 		Servers: Servers{
 			Bind: netip.MustParseAddr("0.0.0.0"), Healthz: netip.MustParseAddrPort("0.0.0.0:10256"),
-			Metrics: netip.MustParseAddrPort("127.0.0.1:10249"),
+			Metrics: netip.MustParseAddrPort("127.0.0.1:10249"), UI: "node",
 		},
 		Conntrack: Conntrack{
 			MaxPerCore: 32768, Min: 131072, TCPEstablishedTimeout: 24 * time.Hour, TCPCloseWaitTimeout: time.Hour,
 		},
-		IPVS: IPVS{SyncPeriod: 30 * time.Second, VIPs: ipvs.Routes, GracePeriod: 5 * time.Minute}, NFTables: NFTables{MasqueradeBit: 14, SyncPeriod: 30 * time.Second},
+		IPVS: IPVS{SyncPeriod: 30 * time.Second, VIPs: "routes", GracePeriod: 5 * time.Minute}, NFTables: NFTables{MasqueradeBit: 14, SyncPeriod: 30 * time.Second},
 		Settings: plan.Settings{
 			DetectLocal: plan.DetectLocal{Mode: plan.DetectClusterCIDR}, LocalhostNodePorts: true,
 			ServiceCIDRs: prefixes("10.96.0.0/16"),
@@ -81,6 +80,14 @@ func TestFlags(t *testing.T) {
 			c.Settings.ServiceCIDRs = c.ServiceCIDRs
 		}
 	}
+	nftables := func(change func(*Config)) func(*Config) {
+		return func(c *Config) {
+			c.Mode, c.Settings.LocalhostNodePorts, c.Settings.NodePortAddresses.Primary = "nftables", false, true
+			c.ServiceMetrics = 1000
+			change(c)
+			c.SyncPeriod, c.MinSyncPeriod, c.MasqueradeBit = c.NFTables.SyncPeriod, c.NFTables.MinSyncPeriod, c.NFTables.MasqueradeBit
+		}
+	}
 	for _, tc := range []struct {
 		args   string
 		change func(*Config) // what differs from the defaults
@@ -92,11 +99,22 @@ func TestFlags(t *testing.T) {
 		}},
 		{"--mode=nftables", func(c *Config) {
 			c.Mode, c.Settings.LocalhostNodePorts, c.Settings.NodePortAddresses.Primary = "nftables", false, true
+			c.ServiceMetrics = 1000
 		}},
 		{"--mode=nftables --masquerade-all --nodeport-addresses=10.0.0.0/8", func(c *Config) {
 			c.Mode, c.Settings.LocalhostNodePorts, c.Settings.NodePortAddresses.CIDRs = "nftables", false, prefixes("10.0.0.0/8")
+			c.ServiceMetrics = 1000
 			c.Settings.MasqueradeAll, c.NFTables.MasqueradeAll = true, true
 		}},
+		{"--mode=nftables --iptables-sync-period=1m --min-sync-period=2s --nodeport-addresses=all", nftables(func(c *Config) {
+			c.NFTables.SyncPeriod, c.NFTables.MinSyncPeriod = time.Minute, 2*time.Second
+			c.Settings.NodePortAddresses = plan.NodePortAddresses{CIDRs: prefixes("0.0.0.0/0", "::/0")}
+		})},
+		{"--mode=nftables --iptables-sync-period=1m --nftables-sync-period=2m", nftables(func(c *Config) { c.NFTables.SyncPeriod = 2 * time.Minute })},
+		{"--mode=nftables --nftables-min-sync-period=1s --iptables-masquerade-bit=3", nftables(func(c *Config) {
+			c.NFTables.MinSyncPeriod = time.Second
+		})},
+		{"--mode=nftables --nftables-masquerade-bit=3", nftables(func(c *Config) { c.NFTables.MasqueradeBit = 3 })},
 		{"--proxy-mode=iptables", func(*Config) {}},
 		{"--proxy-mode=", func(*Config) {}},
 		{"--node-name=Node-2", name("node-2")},
@@ -119,10 +137,13 @@ func TestFlags(t *testing.T) {
 			detect(plan.DetectInterfaceNamePrefix, "veth")},
 		{"--detect-local-mode=InterfaceNamePrefix --pod-interface-name-prefix=fourteenletter",
 			detect(plan.DetectInterfaceNamePrefix, "fourteenletter")},
-		{"--masquerade-all", func(c *Config) { c.Settings.MasqueradeAll, c.NFTables.MasqueradeAll = true, true }},
+		{"--masquerade-all", func(c *Config) { c.Settings.MasqueradeAll = true }},
 		{"--iptables-masquerade-bit=0", bit(0)},
 		{"--iptables-masquerade-bit=31", bit(31)},
 		{"--nodeport-addresses=primary", nodePorts(true)},
+		{"--nodeport-addresses=primary,10.0.0.0/8", nodePorts(true, "10.0.0.0/8")},
+		{"--nodeport-addresses=localhost,primary", nodePorts(true, "127.0.0.0/8", "::1/128")},
+		{"--nodeport-addresses=all", nodePorts(false, "0.0.0.0/0", "::/0")},
 		{"--nodeport-addresses=192.168.1.1/16,fd00::/64", nodePorts(false, "192.168.0.0/16", "fd00::/64")},
 		{"--nodeport-addresses=192.168.0.0/16 --nodeport-addresses=10.0.0.0/8",
 			nodePorts(false, "192.168.0.0/16", "10.0.0.0/8")},
@@ -227,11 +248,13 @@ func TestWrongFlags(t *testing.T) {
 		{[]string{"--iptables-masquerade-bit=-1"}, []string{"--iptables-masquerade-bit: -1 is not within 0-31"}},
 		{[]string{"--iptables-masquerade-bit=32"}, []string{"--iptables-masquerade-bit: 32 is not within 0-31"}},
 		{[]string{"--nodeport-addresses=10.0.0.1"},
-			[]string{`--nodeport-addresses: "10.0.0.1" is neither a CIDR nor "primary"`}},
+			[]string{`--nodeport-addresses: "10.0.0.1" is not a CIDR, "primary", "localhost" or "all"`}},
 		{[]string{"--nodeport-addresses=Primary"},
-			[]string{`--nodeport-addresses: "Primary" is neither a CIDR nor "primary"`}},
-		{[]string{"--nodeport-addresses=10.0.0.0/8,primary"},
-			[]string{`--nodeport-addresses: "primary" can't be combined with CIDRs`}},
+			[]string{`--nodeport-addresses: "Primary" is not a CIDR, "primary", "localhost" or "all"`}},
+		{[]string{"--nftables-masquerade-bit=32"}, []string{"--nftables-masquerade-bit: 32 is not within 0-31"}},
+		{[]string{"--mode=nftables", "--iptables-sync-period=0s", "--nftables-min-sync-period=-1s"}, []string{
+			"--iptables-sync-period: 0s is not more than 0", "--iptables-sync-period: 0s is not more than 0",
+			"--nftables-min-sync-period: -1s is negative"}},
 		{[]string{"--iptables-backend=nftables"}, []string{`--iptables-backend: "nftables" is not one of auto, nft, legacy`}},
 		{[]string{"--min-sync-period=-1s"}, []string{"--min-sync-period: -1s is negative"}},
 		{[]string{"--log-level=verbose"}, []string{`--log-level: "verbose" is not one of debug, info, warn, error`}},

@@ -330,7 +330,7 @@ func TestWrongFiles(t *testing.T) {
 		{"detectLocalMode: Guess",
 			`FILE:3: detectLocalMode: "Guess" is not one of ClusterCIDR, NodeCIDR, BridgeInterface, InterfaceNamePrefix`},
 		{"clusterCIDR: 10.0.0.0/8,11.0.0.0/8", `FILE:3: clusterCIDR: "11.0.0.0/8" is a second range for IPv4; one is possible`},
-		{"nodePortAddresses: [primary, 10.0.0.0/8]", `FILE:3: nodePortAddresses: "primary" can't be combined with CIDRs`},
+		{"nodePortAddresses: [primary, any]", `FILE:3: nodePortAddresses: "any" is not a CIDR, "primary", "localhost" or "all"`},
 		{"clientConnection: {burst: -1}", "FILE:3: clientConnection.burst: -1 is negative"},
 		{"conntrack: {maxPerCore: -1, udpTimeout: -1s}",
 			"FILE:3: conntrack.maxPerCore: -1 is negative\nFILE:3: conntrack.udpTimeout: -1s is negative"},

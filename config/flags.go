@@ -82,7 +82,9 @@ var flagFields = map[string]string{
 	"masquerade-all": "iptables.masqueradeAll", "iptables-masquerade-bit": "iptables.masqueradeBit",
 	"iptables-localhost-nodeports": "iptables.localhostNodePorts", "iptables-sync-period": "iptables.syncPeriod",
 	"iptables-min-sync-period": "iptables.minSyncPeriod", "min-sync-period": "iptables.minSyncPeriod",
-	"ipvs-sync-period": "ipvs.syncPeriod", "ipvs-min-sync-period": "ipvs.minSyncPeriod", "ipvs-scheduler": "ipvs.scheduler",
+	"nftables-masquerade-bit": "nftables.masqueradeBit", "nftables-sync-period": "nftables.syncPeriod",
+	"nftables-min-sync-period": "nftables.minSyncPeriod",
+	"ipvs-sync-period":         "ipvs.syncPeriod", "ipvs-min-sync-period": "ipvs.minSyncPeriod", "ipvs-scheduler": "ipvs.scheduler",
 	"ipvs-exclude-cidrs": "ipvs.excludeCIDRs", "ipvs-strict-arp": "ipvs.strictARP", "ipvs-tcp-timeout": "ipvs.tcpTimeout",
 	"ipvs-tcpfin-timeout": "ipvs.tcpFinTimeout", "ipvs-udp-timeout": "ipvs.udpTimeout",
 	"conntrack-max-per-core": "conntrack.maxPerCore", "conntrack-min": "conntrack.min",
@@ -127,6 +129,7 @@ func (v *values) flags() *pflag.FlagSet {
 	v.serverFlags(fs)
 	v.conntrackFlags(fs)
 	v.ipvsFlags(fs)
+	v.nftablesFlags(fs)
 	v.logFlags(fs)
 	v.ignoredFlags(fs)
 	return fs
@@ -177,7 +180,8 @@ func (v *values) ruleFlags(fs *pflag.FlagSet) {
 	text(fs, &kp.DetectLocal.InterfaceNamePrefix, "pod-interface-name-prefix",
 		"prefix of the names of the pods' interfaces, for --detect-local-mode=InterfaceNamePrefix")
 	fs.StringSliceVar(&kp.NodePortAddresses, "nodeport-addresses", kp.NodePortAddresses,
-		"ranges of the node's addresses where node ports answer, or \"primary\" for those of its Node object; by default all")
+		"ranges of the node's addresses where node ports answer, \"primary\" for those of its Node object, \"localhost\" or \"all\"; "+
+			"by default all, and in mode nftables primary")
 	fs.BoolVar(&kp.IPTables.MasqueradeAll, "masquerade-all", kp.IPTables.MasqueradeAll, "masquerade all traffic to cluster IPs")
 	fs.Int32Var(kp.IPTables.MasqueradeBit, "iptables-masquerade-bit", *kp.IPTables.MasqueradeBit,
 		"bit of the packet mark that asks for masquerading, 0-31 (modes iptables and ipvs)")
@@ -185,12 +189,12 @@ func (v *values) ruleFlags(fs *pflag.FlagSet) {
 		"let node ports answer on 127.0.0.1 too, which needs the sysctl route_localnet (mode iptables)")
 	fs.BoolVar(&v.own.resetTCP, "reset-tcp", v.own.resetTCP,
 		"reset TCP connections to endpoints that are gone, unless a Service's annotation nodeproxy.io/reset-tcp says otherwise "+
-			"(mode iptables)")
+			"(modes iptables and nftables)")
 	period := &kp.IPTables.MinSyncPeriod.Duration
 	fs.DurationVar(period, "min-sync-period", *period, "same as --iptables-min-sync-period")
-	fs.DurationVar(period, "iptables-min-sync-period", *period, "minimum time between two changes of the rules; 0 for none (mode iptables)")
+	fs.DurationVar(period, "iptables-min-sync-period", *period, "minimum time between two changes of the rules; 0 for none (modes iptables and nftables)")
 	fs.DurationVar(&kp.IPTables.SyncPeriod.Duration, "iptables-sync-period", kp.IPTables.SyncPeriod.Duration,
-		"how often the kernel is compared with what it should hold, even if nothing changed (mode iptables)")
+		"how often the kernel is compared with what it should hold, even if nothing changed (modes iptables and nftables)")
 	fs.Var(cliflag.NewMapStringBool(&kp.FeatureGates), "feature-gates",
 		"kube-proxy's feature gates, as NAME=true or NAME=false; AllowServiceExternalIPs=false ignores spec.externalIPs")
 }
@@ -205,13 +209,16 @@ func (v *values) serverFlags(fs *pflag.FlagSet) {
 	text(fs, &kp.MetricsBindAddress, "metrics-bind-address", "IP address and port of the metrics server; empty for none")
 	fs.Int32Var(&v.own.healthzPort, "healthz-port", v.own.healthzPort, "deprecated: see --healthz-bind-address")
 	fs.Int32Var(&v.own.metricsPort, "metrics-port", v.own.metricsPort, "deprecated: see --metrics-bind-address")
+	text(fs, &v.own.socket, "socket", "unix socket, for root only, at which the other commands, such as status and explain, ask the running nodeproxy; empty for none")
+	text(fs, &v.own.ui, "ui", "serve a page with the Services at /ui/ of the metrics server: node for clients on this node at a loopback address, "+
+		"true for all who reach the server, false for nobody")
 	fs.BoolVar(&kp.EnableProfiling, "profiling", kp.EnableProfiling, "serve /debug/pprof at the metrics server")
 	text(fs, &kp.ShowHiddenMetricsForVersion, "show-hidden-metrics-for-version", "no effect: no metric is hidden")
 	fs.Int32Var(kp.OOMScoreAdj, "oom-score-adj", *kp.OOMScoreAdj,
 		"oom_score_adj of this process: how readily the kernel kills it when memory runs out, -1000 to 1000")
 	fs.Int32Var(&v.own.serviceMetrics, "service-metrics", v.own.serviceMetrics,
-		"maximum number of Service ports with traffic metrics; 0 for none, -1 for 1000 in mode ipvs and none in mode "+
-			"iptables, where reading them takes up to a second with 10,000 Services; mode nftables has none")
+		"maximum number of Service ports with traffic metrics; 0 for none, -1 for 1000 in modes ipvs and nftables and "+
+			"none in mode iptables, where reading them takes up to a second with 10,000 Services")
 	text(fs, &v.own.sysctlDir, "sysctl-dir",
 		"directory to write sysctls below; in an unprivileged container, DIR where the node's /proc/sys/net is mounted at DIR/net")
 	_ = fs.MarkHidden("healthz-port")
@@ -234,6 +241,16 @@ func (v *values) conntrackFlags(fs *pflag.FlagSet) {
 		"how long the kernel tracks UDP flows without an answer; 0 leaves its setting as it is")
 	fs.DurationVar(&c.UDPStreamTimeout.Duration, "conntrack-udp-timeout-stream", c.UDPStreamTimeout.Duration,
 		"how long the kernel tracks UDP flows with packets in both directions; 0 leaves its setting as it is")
+}
+
+func (v *values) nftablesFlags(fs *pflag.FlagSet) {
+	c := &v.kp.NFTables
+	const in = " (mode nftables)"
+	fs.Int32Var(c.MasqueradeBit, "nftables-masquerade-bit", *c.MasqueradeBit, "bit of the packet mark that asks for masquerading, 0-31"+in)
+	fs.DurationVar(&c.SyncPeriod.Duration, "nftables-sync-period", c.SyncPeriod.Duration,
+		"how often the kernel is compared with what it should hold, even if nothing changed; by default --iptables-sync-period"+in)
+	fs.DurationVar(&c.MinSyncPeriod.Duration, "nftables-min-sync-period", c.MinSyncPeriod.Duration,
+		"minimum time between two changes of the kernel; by default --iptables-min-sync-period"+in)
 }
 
 func (v *values) ipvsFlags(fs *pflag.FlagSet) {

@@ -36,6 +36,9 @@ var flagCases = []struct{ flag, value, field, written string }{
 	{"iptables-sync-period", "7s", "iptables.syncPeriod", "7s"},
 	{"iptables-min-sync-period", "7s", "iptables.minSyncPeriod", "7s"},
 	{"min-sync-period", "7s", "iptables.minSyncPeriod", "7s"},
+	{"nftables-masquerade-bit", "3", "nftables.masqueradeBit", "3"},
+	{"nftables-sync-period", "7s", "nftables.syncPeriod", "7s"},
+	{"nftables-min-sync-period", "7s", "nftables.minSyncPeriod", "7s"},
 	{"ipvs-sync-period", "7s", "ipvs.syncPeriod", "7s"},
 	{"ipvs-min-sync-period", "7s", "ipvs.minSyncPeriod", "7s"},
 	{"ipvs-scheduler", "wrr", "ipvs.scheduler", "wrr"},
@@ -231,9 +234,13 @@ func TestFindings(t *testing.T) {
 		{"", "--cluster-cidr=10.0.0.0/8", nil},
 		{"", "", []string{"note: FILE: clusterCIDR: not given; traffic from pods can't be distinguished from other traffic, so none is " +
 			"masqueraded because it comes from elsewhere"}},
-		{"", "--cluster-cidr=10.0.0.0/8 --mode=nftables --service-metrics=5", []string{"problem: --service-metrics: mode nftables does not " +
-			"count the traffic of Services; there are no metrics of it"}},
-		{"", "--cluster-cidr=10.0.0.0/8 --mode=nftables --service-metrics=0", nil},
+		{"", "--cluster-cidr=10.0.0.0/8 --mode=nftables --service-metrics=5", nil},
+		{"", "--cluster-cidr=10.0.0.0/8 --mode=nftables --iptables-sync-period=1m --masquerade-all", nil},
+		{"clusterCIDR: 10.0.0.0/8\nmode: nftables\niptables: {masqueradeAll: true, masqueradeBit: 3, minSyncPeriod: 0s}", "", []string{
+			"problem: FILE:5: iptables.masqueradeAll: no effect: it is for modes iptables and ipvs; it is ignored",
+			"problem: FILE:5: iptables.masqueradeBit: no effect: it is for modes iptables and ipvs; it is ignored"}},
+		{"clusterCIDR: 10.0.0.0/8\nmode: nftables\nnftables: {syncPeriod: 1m}", "--iptables-sync-period=2m", []string{
+			"problem: FILE:5: nftables.syncPeriod: 1m0s here, 2m0s by --iptables-sync-period; the flag overrides the file"}},
 		{"clusterCIDR: 10.0.0.0/8", "--detect-local-mode=NodeCIDR", []string{"note: FILE:3: clusterCIDR: not used with " +
 			"--detect-local-mode=NodeCIDR; traffic of pods is recognised without it"}},
 		{"clusterCIDR: 10.0.0.0/8", "--cluster-cidr=11.0.0.0/8", []string{"problem: FILE:3: clusterCIDR: 10.0.0.0/8 here, " +

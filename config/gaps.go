@@ -21,6 +21,7 @@ var noMeaning = map[string]string{
 	"logging.flushFrequency":      "the log is not buffered",
 	"logging.vmodule":             "log levels are for the whole program",
 	"logging.options":             "there is one stream for the log, without a buffer",
+	"iptables":                    "it is for modes iptables and ipvs",
 	"ipvs":                        "it is for mode ipvs",
 	"nftables":                    "it is for mode nftables",
 }
@@ -71,10 +72,6 @@ func (e *Effective) findings() []source.Finding {
 	case e.kp.ClusterCIDR == "" && mode == plan.DetectClusterCIDR:
 		out = append(out, e.finding(source.Note, "clusterCIDR", "not given",
 			"traffic from pods can't be distinguished from other traffic, so none is masqueraded because it comes from elsewhere"))
-	}
-	if m, _ := modeNamed(string(e.kp.Mode)); m.uncounted && e.own.serviceMetrics > 0 {
-		out = append(out, e.finding(source.Problem, "--service-metrics", "mode "+m.name+" does not count the traffic of Services",
-			"there are no metrics of it"))
 	}
 	if e.kp.ClientConnection.Kubeconfig != "" && e.own.manifests != "" {
 		out = append(out, e.finding(source.Problem, "clientConnection.kubeconfig", "--manifests is given too",
@@ -140,7 +137,7 @@ func (e *Effective) gap(field string) (detail, effect string) {
 	}
 	for group, why := range noMeaning {
 		if field == group || strings.HasPrefix(field, group+".") {
-			if group == string(e.kp.Mode) {
+			if group == string(e.kp.Mode) || group == "iptables" && e.kp.Mode != modeNFTables {
 				return "", ""
 			}
 			return "no effect: " + why, "it is ignored"

@@ -15,11 +15,11 @@ type mode struct {
 	gate string
 	// serviceMetrics is the default of --service-metrics.
 	serviceMetrics int
-	// uncounted is set for a mode that does not count the traffic of Services.
-	uncounted bool
 	// complete takes over settings from the mode's own section of the file, and resets those that the mode can't honour.
 	complete func(*Config)
 }
+
+const modeNFTables = "nftables"
 
 var modes = []mode{
 	{name: "iptables", complete: func(*Config) {}},
@@ -27,7 +27,7 @@ var modes = []mode{
 		c.SyncPeriod, c.MinSyncPeriod = c.IPVS.SyncPeriod, c.IPVS.MinSyncPeriod
 		c.Settings.LocalhostNodePorts = false // IPVS drops what leaves the node with a loopback address.
 	}},
-	{name: "nftables", uncounted: true, complete: func(c *Config) {
+	{name: modeNFTables, serviceMetrics: 1000, complete: func(c *Config) {
 		c.SyncPeriod, c.MinSyncPeriod = c.NFTables.SyncPeriod, c.NFTables.MinSyncPeriod
 		c.MasqueradeBit, c.Settings.MasqueradeAll = c.NFTables.MasqueradeBit, c.NFTables.MasqueradeAll
 		c.Settings.LocalhostNodePorts = false // as in kube-proxy's mode of this name
@@ -61,6 +61,9 @@ func modeNamed(name string) (m mode, known bool) {
 func (k *checker) mode(c *Config) mode {
 	if c.SysctlDir = k.own.sysctlDir; !filepath.IsAbs(c.SysctlDir) {
 		k.check("--sysctl-dir", fmt.Errorf("%q is not an absolute path", c.SysctlDir))
+	}
+	if c.Socket = k.own.socket; c.Socket != "" && !filepath.IsAbs(c.Socket) {
+		k.check("--socket", fmt.Errorf("%q is not an absolute path", c.Socket))
 	}
 	c.Mode = string(k.kp.Mode)
 	m, known := modeNamed(c.Mode)

@@ -14,6 +14,7 @@ func TestServiceMetrics(t *testing.T) {
 	}{
 		{[]string{"--mode=iptables"}, 0, ""},
 		{[]string{"--mode=ipvs"}, 1000, ""},
+		{[]string{"--mode=nftables"}, 1000, ""},
 		{[]string{"--mode=iptables", "--service-metrics=20"}, 20, ""},
 		{[]string{"--mode=ipvs", "--service-metrics=0"}, 0, ""},
 		{[]string{"--mode=ipvs", "--service-metrics=-2"}, 0, "--service-metrics: -2 is less than -1"},

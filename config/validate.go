@@ -7,11 +7,11 @@ import (
 	"net/netip"
 	"os"
 	"regexp"
+	"slices"
 	"strconv"
 	"strings"
 	"time"
 
-	"nodeproxy/ipvs"
 	"nodeproxy/kernel/xtables"
 	"nodeproxy/plan"
 )
@@ -214,13 +214,16 @@ func (k *checker) servers(c *Config) {
 		k.check("bindAddress", fmt.Errorf("%q is not an IP address", kp.BindAddress))
 	}
 	c.Servers = Servers{
-		Bind: bind.Unmap(), HardFail: kp.BindAddressHardFail, Profiling: kp.EnableProfiling,
+		Bind: bind.Unmap(), HardFail: kp.BindAddressHardFail, Profiling: kp.EnableProfiling, UI: k.own.ui,
 		Healthz: k.addrPort("healthzBindAddress", kp.HealthzBindAddress),
 		Metrics: k.addrPort("metricsBindAddress", kp.MetricsBindAddress),
 	}
 	if h, m := c.Servers.Healthz, c.Servers.Metrics; collide(h, m) {
 		k.check("metricsBindAddress", fmt.Errorf("%s can't be used beside %s: give the two servers different ports, or leave one out",
 			m, k.saying("healthzBindAddress", h.String())))
+	}
+	if !slices.Contains(uiAccess, c.Servers.UI) {
+		k.check("--ui", fmt.Errorf("%q is not one of %s", c.Servers.UI, strings.Join(uiAccess, ", ")))
 	}
 	if shown := kp.ShowHiddenMetricsForVersion; shown != "" && !version.MatchString(shown) {
 		k.check("showHiddenMetricsForVersion", fmt.Errorf("%q is not a version such as 1.36", shown))
@@ -282,10 +285,8 @@ func (k *checker) otherModes(c *Config) {
 	k.check("ipvs.tcpTimeout", notNegative(c.IPVS.TCPTimeout))
 	k.check("ipvs.tcpFinTimeout", notNegative(c.IPVS.TCPFinTimeout))
 	k.check("ipvs.udpTimeout", notNegative(c.IPVS.UDPTimeout))
-	switch c.IPVS.VIPs, c.IPVS.GracePeriod = ipvs.VIPs(k.own.ipvsVIPs), k.own.ipvsGrace; c.IPVS.VIPs {
-	case ipvs.Routes, ipvs.Addresses:
-	default:
-		k.check("--ipvs-vips", fmt.Errorf("%q is not one of routes, addresses", k.own.ipvsVIPs))
+	if c.IPVS.VIPs, c.IPVS.GracePeriod = k.own.ipvsVIPs, k.own.ipvsGrace; !slices.Contains(ipvsVIPs, c.IPVS.VIPs) {
+		k.check("--ipvs-vips", fmt.Errorf("%q is not one of %s", c.IPVS.VIPs, strings.Join(ipvsVIPs, ", ")))
 	}
 	if !scheduler.MatchString(c.IPVS.Scheduler) {
 		k.check("ipvs.scheduler", fmt.Errorf("%q can't be the name of a scheduler", c.IPVS.Scheduler))
@@ -302,9 +303,6 @@ func (k *checker) otherModes(c *Config) {
 	c.NFTables = NFTables{
 		MasqueradeBit: k.bit("nftables.masqueradeBit", nft.MasqueradeBit), MasqueradeAll: nft.MasqueradeAll,
 		SyncPeriod: nft.SyncPeriod.Duration, MinSyncPeriod: nft.MinSyncPeriod.Duration,
-	}
-	if k.given["iptables.masqueradeAll"] != "" { // --masquerade-all is for all modes.
-		c.NFTables.MasqueradeAll = k.kp.IPTables.MasqueradeAll
 	}
 	k.periods("nftables", c.NFTables.SyncPeriod, c.NFTables.MinSyncPeriod)
 }
@@ -375,19 +373,24 @@ func parsePorts(text string) (plan.PortRange, error) {
 func parseNodePortAddresses(list []string) (plan.NodePortAddresses, error) {
 	var out plan.NodePortAddresses
 	for _, text := range list {
-		text = strings.TrimSpace(text)
-		if text == "primary" {
+		switch text = strings.TrimSpace(text); text {
+		case "primary":
 			out.Primary = true
-			continue
+		case "all":
+			for _, f := range plan.Families {
+				out.CIDRs = append(out.CIDRs, f.All())
+			}
+		case "localhost":
+			for _, f := range plan.Families {
+				out.CIDRs = append(out.CIDRs, f.Loopback())
+			}
+		default:
+			cidr, ok := parsePrefix(text)
+			if !ok {
+				return out, fmt.Errorf("%q is not a CIDR, \"primary\", \"localhost\" or \"all\"", text)
+			}
+			out.CIDRs = append(out.CIDRs, cidr)
 		}
-		cidr, ok := parsePrefix(text)
-		if !ok {
-			return out, fmt.Errorf("%q is neither a CIDR nor \"primary\"", text)
-		}
-		out.CIDRs = append(out.CIDRs, cidr)
-	}
-	if out.Primary && len(out.CIDRs) > 0 {
-		return out, errors.New("\"primary\" can't be combined with CIDRs")
 	}
 	return out, nil
 }

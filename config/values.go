@@ -10,8 +10,6 @@ import (
 	proxyconfig "k8s.io/kube-proxy/config/v1alpha1"
 	"k8s.io/utils/ptr"
 
-	"nodeproxy/iptables/base"
-	"nodeproxy/ipvs"
 	"nodeproxy/kernel/xtables"
 	"nodeproxy/plan"
 )
@@ -31,6 +29,7 @@ type own struct {
 	iptablesBackend, ipvsVIPs  string
 	ipvsGrace                  time.Duration
 	logLevel, sysctlDir        string
+	socket, ui                 string
 	resetTCP                   bool
 	serviceMetrics             int32 // below 0 for the default of the mode
 	cleanup, initOnly          bool
@@ -38,6 +37,15 @@ type own struct {
 	healthzPort, metricsPort   int32
 	ignored                    map[string]*string // flags without any effect
 }
+
+// defaultMasqueradeBit is the bit that kube-proxy uses, and that other components have learned to keep off.
+const defaultMasqueradeBit = 14
+
+// ipvsVIPs are the values of --ipvs-vips, the default first.
+var ipvsVIPs = []string{"routes", "addresses"}
+
+// uiAccess are the values of --ui, the default first.
+var uiAccess = []string{"node", "true", "false"}
 
 const (
 	healthzPort = 10256
@@ -58,11 +66,11 @@ func (v *values) defaults() {
 	orDefault(&kp.Mode, proxyconfig.ProxyMode(defaultMode))
 	orDefault(&kp.DetectLocalMode, proxyconfig.LocalMode(plan.DetectClusterCIDR))
 	orDefault(&kp.OOMScoreAdj, ptr.To[int32](-999))
-	orDefault(&kp.IPTables.MasqueradeBit, ptr.To[int32](base.DefaultMasqueradeBit))
+	orDefault(&kp.IPTables.MasqueradeBit, ptr.To[int32](defaultMasqueradeBit))
 	orDefault(&kp.IPTables.LocalhostNodePorts, ptr.To(true))
 	orDefault(&kp.IPTables.SyncPeriod.Duration, 30*time.Second)
 	orDefault(&kp.IPVS.SyncPeriod.Duration, 30*time.Second)
-	orDefault(&kp.NFTables.MasqueradeBit, ptr.To[int32](base.DefaultMasqueradeBit))
+	orDefault(&kp.NFTables.MasqueradeBit, ptr.To[int32](defaultMasqueradeBit))
 	orDefault(&kp.NFTables.SyncPeriod.Duration, 30*time.Second)
 	orDefault(&kp.Conntrack.MaxPerCore, ptr.To[int32](32<<10))
 	orDefault(&kp.Conntrack.Min, ptr.To[int32](128<<10))
@@ -79,8 +87,9 @@ func (v *values) defaults() {
 	}
 	v.own = own{
 		serviceCIDR: "10.96.0.0/16", nodePortRange: "30000-32767", iptablesBackend: string(xtables.Auto), logLevel: "info",
-		ipvsVIPs: string(ipvs.Routes), ipvsGrace: ipvs.DefaultGracePeriod,
-		healthzPort: healthzPort, metricsPort: metricsPort, sysctlDir: "/proc/sys",
+		ipvsVIPs: ipvsVIPs[0], ipvsGrace: 5 * time.Minute,
+		healthzPort: healthzPort, metricsPort: metricsPort, sysctlDir: "/proc/sys", socket: "/run/nodeproxy/nodeproxy.sock",
+		ui:             uiAccess[0],
 		serviceMetrics: -1,
 	}
 	v.complete(nil)
@@ -103,6 +112,9 @@ func (v *values) complete(given map[string]string) {
 	}
 	orDefault(&v.kp.Mode, proxyconfig.ProxyMode(defaultMode))
 	orDefault(&v.kp.DetectLocalMode, proxyconfig.LocalMode(plan.DetectClusterCIDR))
+	if v.kp.Mode == modeNFTables {
+		v.shareFlags(given)
+	}
 	for _, s := range []struct {
 		address     *string
 		field, flag string
@@ -123,6 +135,22 @@ func (v *values) complete(given map[string]string) {
 				*s.address = host
 			}
 			*s.address = withPort(*s.address, s.port)
+		}
+	}
+}
+
+// shareFlags applies the flags of mode iptables that kube-proxy applies to mode nftables too, for which it has no flags of its own.
+func (v *values) shareFlags(given map[string]string) {
+	from, to := &v.kp.IPTables, &v.kp.NFTables
+	for field, set := range map[string]func(){
+		"masqueradeAll": func() { to.MasqueradeAll = from.MasqueradeAll },
+		"syncPeriod":    func() { to.SyncPeriod = from.SyncPeriod },
+		"minSyncPeriod": func() { to.MinSyncPeriod = from.MinSyncPeriod },
+	} {
+		if flag := given["iptables."+field]; flag != "" && given["nftables."+field] == "" {
+			given["nftables."+field] = flag
+			delete(given, "iptables."+field)
+			set()
 		}
 	}
 }

@@ -46,6 +46,13 @@ var driftFaults = map[harness.Mode][]driftFault{
 			"to-services of nftables table ip nodeproxy: changed"},
 		{"a Service removed", "nft delete element ip nodeproxy services { 10.96.0.11 . tcp . 80 }", "set_element",
 			"10.96.0.11 . tcp . 80 of set services of nftables table ip nodeproxy: missing"},
+		{"an endpoint removed", "nft delete element ip nodeproxy endpoints { 10.96.0.11 . tcp . 80 . 1 }", "set_element",
+			" of set endpoints of nftables table ip nodeproxy: missing"},
+		{"all Services removed", "nft flush map ip nodeproxy services", "set_element",
+			"10.96.0.11 . tcp . 80 of set services of nftables table ip nodeproxy: missing"},
+		{"a foreign Service", "nft add element ip nodeproxy services { 10.96.9.9 . tcp . 80 : 2000:2 }", "set_element",
+			"10.96.9.9 . tcp . 80 of set services of nftables table ip nodeproxy: unexpected"},
+		{"a table put to sleep", "nft add table ip nodeproxy { flags dormant; }", "table", "table ip nodeproxy of nftables: changed"},
 	},
 }
 

@@ -2,15 +2,10 @@ package e2e
 
 import (
 	"bufio"
-	"bytes"
 	"encoding/json"
 	"fmt"
 	"net/netip"
-	"os"
-	"os/exec"
-	"runtime"
 	"strings"
-	"syscall"
 	"testing"
 	"time"
 
@@ -19,16 +14,10 @@ import (
 	"nodeproxy/e2e/harness"
 )
 
-// inGuest reports whether this is the test kernel, whose clock is its own. See e2e/kernel.
-func inGuest() bool {
-	line, err := os.ReadFile("/proc/cmdline")
-	return err == nil && bytes.Contains(line, []byte("nodeproxy.shared="))
-}
-
 // TestFaultClock: the clock jumps, forward by a day and back by a year. The machine's own is left alone: the test runs in the
 // test kernel.
 func TestFaultClock(t *testing.T) {
-	if !inGuest() {
+	if !harness.InGuest() {
 		t.Parallel()
 		elsewhere(t)
 		return
@@ -42,26 +31,7 @@ func TestFaultClock(t *testing.T) {
 // elsewhere runs the test in the test kernel, and takes over its rows of the table.
 func elsewhere(t *testing.T) {
 	t.Helper()
-	if runtime.GOARCH != "amd64" {
-		t.Skip("there is no test kernel for this processor, and the clock of this machine is not to be set")
-	}
-	path, err := harness.BinaryElsewhere(t.TempDir())
-	if err != nil {
-		t.Fatal(err)
-	}
-	cmd := exec.Command("kernel/run", os.Args[0], "-test.v", "-test.run=^"+t.Name()+"$", "-test.timeout=10m")
-	cmd.Env = append(os.Environ(), "NODEPROXY_KERNEL_GUEST=1", "NODEPROXY_BIN="+path, rowsVariable+"=1")
-	// The test kernel is to go with this process, which to the system is the thread that starts it.
-	cmd.SysProcAttr = &syscall.SysProcAttr{Pdeathsig: syscall.SIGTERM}
-	runtime.LockOSThread()
-	defer runtime.UnlockOSThread()
-	var stderr bytes.Buffer
-	cmd.Stderr = &stderr
-	out, err := cmd.Output()
-	if err != nil || !strings.Contains(string(out), "--- PASS: "+t.Name()) {
-		t.Fatalf("on the test kernel: %v\n%s%s", err, out, stderr.String())
-	}
-	lines := bufio.NewScanner(bytes.NewReader(out))
+	lines := bufio.NewScanner(strings.NewReader(harness.RunElsewhere(t, "kernel/run", "NODEPROXY_KERNEL_GUEST=1", rowsVariable+"=1")))
 	for lines.Scan() {
 		if text, is := strings.CutPrefix(lines.Text(), rowPrefix); is {
 			var r faultRow
@@ -107,7 +77,7 @@ func clockJumps(t *testing.T, variant harness.Variant) {
 // jump sets the clock of the test kernel.
 func jump(t *testing.T, by time.Duration) {
 	t.Helper()
-	if !inGuest() {
+	if !harness.InGuest() {
 		t.Fatal("the clock of this machine is not to be set")
 	}
 	to := unix.NsecToTimespec(time.Now().Add(by).UnixNano())

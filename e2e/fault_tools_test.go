@@ -140,11 +140,7 @@ func TestFaultRestoreRefused(t *testing.T) {
 // breakRules changes something that the daemon keeps and no load needs. In mode ipvs, rules are not what Services change.
 func (f *faultScene) breakRules() {
 	f.Helper()
-	for _, family := range []string{"iptables", "ip6tables"} {
-		if _, err := f.Node1().Output(f.variant.Tool(family), "-w", "-t", "nat", "-A", "KUBE-MARK-MASQ", "-j", "RETURN"); err != nil {
-			f.Fatal(err)
-		}
-	}
+	addStrayRule(f.T, f.World, f.variant)
 }
 
 // TestFaultRestoreRefusesOne: iptables-restore refuses what is of one Service, for good. All others go on to change.

@@ -32,7 +32,8 @@ func (s *switching) start(t *testing.T, m harness.Mode, flags ...string) {
 
 // load starts requests from outside, a pod and the node, to every sort of frontend.
 func (s *switching) load() {
-	const pause = 10 * time.Millisecond
+	const loads = 18
+	pause := loads * time.Second / time.Duration(harness.ConnectionRate(1800))
 	for _, family := range families {
 		node := s.Node1()
 		s.loads = append(s.loads,
@@ -50,6 +51,14 @@ func (s *switching) load() {
 
 // converse opens connections that stay.
 func (s *switching) converse(t *testing.T, phase string) {
+	t.Helper()
+	for i := range max(1, harness.OpenConnections(10)/10) {
+		s.converseOnce(t, fmt.Sprintf("%s, %d", phase, i))
+	}
+}
+
+// converseOnce opens ten of them.
+func (s *switching) converseOnce(t *testing.T, phase string) {
 	t.Helper()
 	for _, family := range families {
 		for _, c := range []struct {
@@ -142,7 +151,7 @@ func TestIPVSModeSwitch(t *testing.T) {
 			// While it has them, the node takes the addresses of Services for its own source. A connection of its own ends with
 			// them then, though it needs no IPVS.
 			ownSource := strings.HasPrefix(name, "node1 ") && harness.VIPsWith(variant) == harness.VIPAddresses
-			if strings.HasSuffix(name, "mode ipvs") || ownSource {
+			if strings.Contains(name, "opened in mode ipvs,") || ownSource {
 				c.Close()
 				delete(s.open, name)
 			}

@@ -20,13 +20,17 @@ func TestListening(t *testing.T) {
 		s := harness.Service("s", 1, harness.Policies("Cluster", "Local"), func(s *v1.Service) { s.Spec.HealthCheckNodePort = 32100 })
 		w.Write(t, "s.yaml", harness.Objects(s, w.Ready("n1a")...)...)
 		node := w.Node1().IP4
+		everywhere := []string{"*:10256", "*:32100", "127.0.0.1:10249"}
+		if mode == harness.NFTables { // in which health check node ports are by default at the primary addresses alone, as node ports are
+			everywhere = []string{"*:10256", "127.0.0.1:10249", node.String() + ":32100", "[" + w.Node1().IP6.String() + "]:32100"}
+		}
 		for _, tc := range []struct {
 			flags   []string
 			want    []string
 			metrics netip.AddrPort
 			pprof   int
 		}{
-			{nil, []string{"*:10256", "*:32100", "127.0.0.1:10249"}, harness.MetricsAddr, 404},
+			{nil, everywhere, harness.MetricsAddr, 404},
 			{[]string{"--metrics-bind-address=127.0.0.2:7001", "--healthz-bind-address=" + node.String() + ":7002", "--profiling",
 				"--nodeport-addresses=192.168.77.0/24,fd00:99::/64"},
 				[]string{"127.0.0.2:7001", node.String() + ":32100", node.String() + ":7002"}, netip.MustParseAddrPort("127.0.0.2:7001"), 200},

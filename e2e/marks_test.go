@@ -206,7 +206,7 @@ func (n neighbour) mangled(t *testing.T, w *harness.World, variant harness.Varia
 // TestMatrixBesideMarks: programs that use marks too, as network policies do, neither keep packets from their endpoints nor
 // find marks changed that they have set; whoever comes first.
 func TestMatrixBesideMarks(t *testing.T) {
-	onEachVariant(t, func(t *testing.T, variant harness.Variant) {
+	onVariants(t, harness.Variants, func(t *testing.T, variant harness.Variant) {
 		w := harness.New(t, harness.Options{})
 		w.Write(t, "nodes.yaml", w.NodeObjects()...)
 		m := newMatrix(t, w)
@@ -232,7 +232,7 @@ func TestMatrixBesideMarks(t *testing.T) {
 			}
 		}
 		neighbours := markingNeighbours
-		if mode == harness.IPTables { // Without kube-ipvs0, Felix has no rules for IPVS, nor need the kernel know what they ask for.
+		if mode != harness.IPVS { // Without kube-ipvs0, Felix has no rules for IPVS, nor need the kernel know what they ask for.
 			neighbours = slices.DeleteFunc(slices.Clone(neighbours), func(n neighbour) bool { return n.name == "Calico beside IPVS" })
 		}
 		for i, n := range neighbours {

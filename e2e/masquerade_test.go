@@ -115,7 +115,11 @@ func TestMasqueradeBit(t *testing.T) {
 				t.Fatal(err)
 			}
 		}
-		w.Run(t, variant, clusterCIDR, "--iptables-masquerade-bit=15")
+		flag := "--iptables-masquerade-bit" // in mode ipvs too
+		if mode == harness.NFTables {
+			flag = "--nftables-masquerade-bit"
+		}
+		w.Run(t, variant, clusterCIDR, flag+"=15")
 		for _, family := range families {
 			wantSource(t, w.Client, nodePort(w.Node1().IP(family), 1), w.Node1().IP(family))
 			pod := netip.AddrPortFrom(w.Pod("n1a").IP(family), 8080)

@@ -272,7 +272,8 @@ func publish(t *testing.T, table string) {
 	}
 }
 
-// TestPacketMatrix sends packets for every frontend, policy, situation and client; see expectations. In mode ipvs, it does so
+// TestPacketMatrix sends packets for every frontend, policy, situation and client; see expectations. "nodeproxy trace" has to predict what
+// becomes of each. In mode ipvs, it does so
 // with each of the two ways in which addresses of Services become the node's.
 func TestPacketMatrix(t *testing.T) {
 	onEachVariant(t, func(t *testing.T, variant harness.Variant) {
@@ -293,8 +294,10 @@ func testPacketMatrix(t *testing.T, variant harness.Variant, vips harness.VIPs) 
 	w := harness.New(t, harness.Options{})
 	w.Write(t, "nodes.yaml", w.NodeObjects()...)
 	m := newMatrix(t, w)
-	w.Run(t, variant, clusterCIDR, "--ipvs-vips="+string(vips))
+	socket := traceSocket(t)
+	w.Run(t, variant, clusterCIDR, "--ipvs-vips="+string(vips), "--socket="+socket)
 	wrong := m.run()
+	m.checkTraces(t, socket, clusterCIDR, "--ipvs-vips="+string(vips))
 	name := "variant " + string(variant)
 	if mode == harness.IPVS {
 		name += ", " + string(vips)

@@ -16,27 +16,29 @@ import (
 // kubeProxyMetrics is what kube-proxy v1.36.3 has: its metrics, their types, their labels in order of name, and the modes with
 // them. Two that are gauges there although their names end in _total have no type here; Prometheus's linter would refuse it.
 const kubeProxyMetrics = `
-kubeproxy_conntrack_reconciler_deleted_entries_total                  counter   ip_family                 iptables ipvs
-kubeproxy_conntrack_reconciler_sync_duration_seconds                  histogram ip_family                 iptables ipvs
+kubeproxy_conntrack_reconciler_deleted_entries_total                  counter   ip_family                 iptables ipvs nftables
+kubeproxy_conntrack_reconciler_sync_duration_seconds                  histogram ip_family                 iptables ipvs nftables
 kubeproxy_iptables_ct_state_invalid_dropped_packets_total             counter   -                         iptables
 kubeproxy_iptables_localhost_nodeports_accepted_packets_total         counter   -                         iptables
-kubeproxy_network_programming_duration_seconds                        histogram ip_family                 iptables ipvs
-kubeproxy_proxy_healthz_total                                         counter   code                      iptables ipvs
-kubeproxy_proxy_livez_total                                           counter   code                      iptables ipvs
-kubeproxy_sync_full_proxy_rules_duration_seconds                      histogram ip_family                 iptables
-kubeproxy_sync_partial_proxy_rules_duration_seconds                   histogram ip_family                 iptables
-kubeproxy_sync_proxy_rules_duration_seconds                           histogram ip_family                 iptables ipvs
-kubeproxy_sync_proxy_rules_endpoint_changes_pending                   gauge     -                         iptables ipvs
-kubeproxy_sync_proxy_rules_endpoint_changes_total                     counter   -                         iptables ipvs
+kubeproxy_network_programming_duration_seconds                        histogram ip_family                 iptables ipvs nftables
+kubeproxy_proxy_healthz_total                                         counter   code                      iptables ipvs nftables
+kubeproxy_proxy_livez_total                                           counter   code                      iptables ipvs nftables
+kubeproxy_sync_full_proxy_rules_duration_seconds                      histogram ip_family                 iptables nftables
+kubeproxy_sync_partial_proxy_rules_duration_seconds                   histogram ip_family                 iptables nftables
+kubeproxy_sync_proxy_rules_duration_seconds                           histogram ip_family                 iptables ipvs nftables
+kubeproxy_sync_proxy_rules_endpoint_changes_pending                   gauge     -                         iptables ipvs nftables
+kubeproxy_sync_proxy_rules_endpoint_changes_total                     counter   -                         iptables ipvs nftables
 kubeproxy_sync_proxy_rules_iptables_last                              gauge     ip_family,table           iptables
 kubeproxy_sync_proxy_rules_iptables_partial_restore_failures_total    counter   ip_family                 iptables
 kubeproxy_sync_proxy_rules_iptables_restore_failures_total            counter   ip_family                 iptables ipvs
 kubeproxy_sync_proxy_rules_iptables_total                             untyped   ip_family,table           iptables
-kubeproxy_sync_proxy_rules_last_queued_timestamp_seconds              gauge     ip_family                 iptables ipvs
-kubeproxy_sync_proxy_rules_last_timestamp_seconds                     gauge     ip_family                 iptables ipvs
-kubeproxy_sync_proxy_rules_no_local_endpoints_total                   untyped   ip_family,traffic_policy  iptables ipvs
-kubeproxy_sync_proxy_rules_service_changes_pending                    gauge     -                         iptables ipvs
-kubeproxy_sync_proxy_rules_service_changes_total                      counter   -                         iptables ipvs
+kubeproxy_sync_proxy_rules_last_queued_timestamp_seconds              gauge     ip_family                 iptables ipvs nftables
+kubeproxy_sync_proxy_rules_last_timestamp_seconds                     gauge     ip_family                 iptables ipvs nftables
+kubeproxy_sync_proxy_rules_nftables_cleanup_failures_total            counter   ip_family                 nftables
+kubeproxy_sync_proxy_rules_nftables_sync_failures_total               counter   ip_family                 nftables
+kubeproxy_sync_proxy_rules_no_local_endpoints_total                   untyped   ip_family,traffic_policy  iptables ipvs nftables
+kubeproxy_sync_proxy_rules_service_changes_pending                    gauge     -                         iptables ipvs nftables
+kubeproxy_sync_proxy_rules_service_changes_total                      counter   -                         iptables ipvs nftables
 `
 
 // metricsWorld is a World with Services of which there is something to count; see its metrics in plannedMetrics.
@@ -70,8 +72,8 @@ func TestMetrics(t *testing.T) {
 		w := metricsWorld(t)
 		w.Run(t, variant, clusterCIDR, "--service-metrics=100")
 		wantServers(t, w.Client, clusterIP(1, 4), "n1a", "n2a")
-		rule(t, w, variant, "-t nat -F KUBE-SERVICES") // so that everything is compared with the kernel soon
-		waitForMetrics(t, w, &harness.Scrape{}, []metricCheck{atLeast("nodeproxy_drift_repaired_total kind=rule", 1)})
+		emptyDispatch(t, w, variant) // so that everything is compared with the kernel soon
+		waitForMetrics(t, w, &harness.Scrape{}, []metricCheck{atLeast("nodeproxy_drift_repaired_total kind="+ruleDrift, 1)})
 		s := w.Node1().Scrape(t) // That one may have been read while it was counted.
 		compareMetrics(t, s)
 		compareDocs(t, s)
@@ -98,6 +100,22 @@ func TestMetrics(t *testing.T) {
 	})
 }
 
+// TestServiceConnections: the connections to a Service are counted, in every mode, also those before its endpoints change.
+func TestServiceConnections(t *testing.T) {
+	onEachVariant(t, func(t *testing.T, variant harness.Variant) {
+		w := metricsWorld(t)
+		w.Run(t, variant, clusterCIDR, "--service-metrics=100")
+		for _, family := range families {
+			wantServers(t, w.Client, clusterIP(1, family), "n1a", "n2a")
+		}
+		counted := "nodeproxy_service_connections_total service=s port=a"
+		before := waitForMetrics(t, w, &harness.Scrape{}, []metricCheck{atLeast(counted, 4)})
+		w.Write(t, "s.yaml", harness.Objects(harness.Service("s", 1), w.Ready("n1c")...)...)
+		eventually(t, "changed", answers(w.Client, clusterIP(1, 4), "n1c"))
+		waitForMetrics(t, w, before, []metricCheck{grows(counted)})
+	})
+}
+
 // compareDocs compares a scrape with docs/metrics.md.
 func compareDocs(t *testing.T, s *harness.Scrape) {
 	t.Helper()
@@ -113,7 +131,7 @@ func compareDocs(t *testing.T, s *harness.Scrape) {
 		}
 		name := strings.Trim(row[0], "|` ")
 		told[name] = true
-		if row[3] != "" && row[3] != string(mode) ||
+		if row[3] != "" && !slices.Contains(strings.Split(row[3], ", "), string(mode)) ||
 			slices.ContainsFunc(notThere[mode], func(begin string) bool { return strings.HasPrefix(name, begin) }) {
 			continue
 		}
@@ -131,10 +149,11 @@ func compareDocs(t *testing.T, s *harness.Scrape) {
 }
 
 // notThere begin the names of metrics that a daemon with manifests does not have in a mode. Nothing counts all packets of a
-// Service in mode iptables: table nat sees the first one of a connection.
+// Service in modes iptables and nftables: their rules see the first one of a connection.
 var notThere = map[harness.Mode][]string{
 	harness.IPTables: {"nodeproxy_watch_", "rest_client_", "nodeproxy_service_packets_", "nodeproxy_service_bytes_"},
 	harness.IPVS:     {"nodeproxy_watch_", "rest_client_"},
+	harness.NFTables: {"nodeproxy_watch_", "rest_client_", "nodeproxy_service_packets_", "nodeproxy_service_bytes_"},
 }
 
 // compareMetrics compares a scrape with kube-proxy's metrics.

@@ -114,14 +114,14 @@ var movedMetrics = []metricCheck{
 	grows("kubeproxy_conntrack_reconciler_sync_duration_seconds ip_family=IPv4"),
 	grows("kubeproxy_conntrack_reconciler_deleted_entries_total ip_family=IPv4"),
 	grows("kubeproxy_conntrack_reconciler_deleted_entries_total ip_family=IPv6"),
-	stays("kubeproxy_sync_proxy_rules_iptables_restore_failures_total"),
+	stays(writeFailures),
 	grows("nodeproxy_sync_stage_duration_seconds stage=apply"),
 	grows("nodeproxy_sync_stage_duration_seconds stage=plan"),
 	grows("nodeproxy_sync_stage_duration_seconds stage=backend"),
 	stays("nodeproxy_sync_failures_total"),
 	stays("nodeproxy_sync_retries_total"),
-	grows("nodeproxy_drift_found_total kind=rule"),
-	grows("nodeproxy_drift_repaired_total kind=rule"),
+	grows("nodeproxy_drift_found_total kind=" + ruleDrift),
+	grows("nodeproxy_drift_repaired_total kind=" + ruleDrift),
 	grows("nodeproxy_drift_check_duration_seconds"),
 	grows("nodeproxy_drift_last_check_timestamp_seconds"),
 	atLeast("nodeproxy_port_conflicts", 1),
@@ -139,6 +139,11 @@ var movedIn = map[harness.Mode][]metricCheck{
 		grows("kubeproxy_iptables_ct_state_invalid_dropped_packets_total"),
 		grows("kubeproxy_iptables_localhost_nodeports_accepted_packets_total"),
 		stays("kubeproxy_sync_proxy_rules_iptables_partial_restore_failures_total"),
+	},
+	harness.NFTables: {
+		grows("kubeproxy_sync_full_proxy_rules_duration_seconds ip_family=IPv4"),
+		grows("kubeproxy_sync_partial_proxy_rules_duration_seconds ip_family=IPv4"),
+		stays("kubeproxy_sync_proxy_rules_nftables_cleanup_failures_total"),
 	},
 	harness.IPVS: {
 		grows("nodeproxy_service_packets_total service=s port=a ip_family=IPv4 direction=in"),
@@ -209,8 +214,8 @@ func moveMetrics(t *testing.T, w *harness.World, variant harness.Variant) {
 	if err := w.ServeTCP(w.Node1().Netns, "thief", taken); err != nil {
 		t.Fatal(err)
 	}
-	rule(t, w, variant, "-t nat -F KUBE-SERVICES")
-	waitForMetrics(t, w, &harness.Scrape{}, []metricCheck{atLeast("nodeproxy_drift_repaired_total kind=rule", 1)})
+	emptyDispatch(t, w, variant)
+	waitForMetrics(t, w, &harness.Scrape{}, []metricCheck{atLeast("nodeproxy_drift_repaired_total kind="+ruleDrift, 1)})
 	w.Write(t, "s.yaml", harness.Objects(harness.Service("s", 1), w.Ready("n1c")...)...)
 	added := harness.Objects(harness.Service("added", 6), w.Ready("n1b", "n2b")...)
 	for _, o := range added[1:] {
@@ -256,7 +261,7 @@ func TestMetricsAreTheKernels(t *testing.T) {
 			t.Fatal(err)
 		}
 		want := []metricCheck{is("nodeproxy_conntrack_entries_limit", n), is("nodeproxy_service_traffic_left_out", 20-1)}
-		if mode == harness.IPVS {
+		if mode != harness.IPTables {
 			waitForMetrics(t, w, before, want)
 			return
 		}

@@ -25,6 +25,7 @@ var onlyIPTables = []string{
 	"TestStaleChainsRemoved",                                               // of chains for each Service; see TestIPVSStaleRemoved
 	"TestTakeoverFromKubeProxy",                                            // in mode iptables; see TestIPVSModeSwitch
 	"TestTakeoverToNFTables", "TestModeNFTables", "TestModeSwitchNFTables", // of another mode
+	"TestNFTablesWithoutPrograms", "TestNFTablesServiceCIDRs",
 	"TestFaultLock", // of programs that write rules, as are these four: they are the same for all modes
 	"TestFaultRestoreHangs",
 	"TestFaultRestoreRefusesOne",
@@ -59,15 +60,13 @@ func selectTests() error {
 
 // notNFTables are tests of what mode nftables has nothing of.
 var notNFTables = []string{
-	"TestMasqueradeBit",    // of a flag of the other modes
 	"TestServicesRemoved",  // of chains for each Service
 	"TestEarlyConnections", // somebody takes chains of iptables away
 	"TestHealthCheckNodePort",
-	"TestBadConfigurations", // of the section iptables of the configuration, as are these two
-	"TestNewConfigurations",
-	"TestReloadLeaksNothing",
-	"TestListening",         // of health check node ports where node ports answer at all addresses
-	"TestForwardPolicyDrop", // no rule of this mode's table accepts what another table drops
+	"TestBackendAuto",         // of the variants of iptables
+	"TestFaultNativeRules",    // of what iptables-save can't read
+	"TestFaultRestoreRefused", // of iptables-restore; see TestFaultNoMemory and TestMetricsOfTrouble
+	"TestForwardPolicyDrop",   // no rule of this mode's table accepts what another table drops
 }
 
 // byMode picks what is expected in the mode under test.
@@ -100,11 +99,18 @@ func otherPort() harness.Outcome {
 // the two ways in which addresses of Services become the node's; see harness.VIPsWith.
 func onEachVariant(t *testing.T, test func(t *testing.T, variant harness.Variant)) {
 	t.Helper()
+	variants := harness.Variants
+	if mode == harness.NFTables {
+		variants = []harness.Variant{harness.NFT} // It runs no iptables.
+	}
+	onVariants(t, variants, test)
+}
+
+// onVariants runs a test on some variants of iptables, in parallel with others. In mode nftables, only other programs use iptables.
+func onVariants(t *testing.T, variants []harness.Variant, test func(t *testing.T, variant harness.Variant)) {
+	t.Helper()
 	t.Parallel()
-	for _, variant := range harness.Variants {
-		if mode == harness.NFTables && variant == harness.Legacy {
-			continue // It runs no iptables.
-		}
+	for _, variant := range variants {
 		t.Run(string(variant), func(t *testing.T) {
 			t.Parallel()
 			test(t, variant)

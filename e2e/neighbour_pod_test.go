@@ -66,7 +66,7 @@ func nodeLocalDNSRules(b *beside) {
 // cluster IP of the cluster's DNS. In mode ipvs, the latter is answered by endpoints of the Service. Either way no request fails, and
 // device, addresses and rules of the cache stay as they are.
 func TestNodeLocalDNS(t *testing.T) {
-	onEachVariant(t, func(t *testing.T, variant harness.Variant) {
+	onVariants(t, harness.Variants, func(t *testing.T, variant harness.Variant) {
 		for _, order := range []string{neighbourFirst, nodeproxyFirst} {
 			if mode == harness.IPVS && (order == neighbourFirst) != (variant == harness.NFT) {
 				continue // as in testNeighbour
@@ -181,9 +181,9 @@ var meshes = []mesh{
 func TestMeshes(t *testing.T) {
 	for _, m := range meshes {
 		t.Run(m.name, func(t *testing.T) {
-			onEachVariant(t, func(t *testing.T, variant harness.Variant) {
+			onVariants(t, harness.Variants, func(t *testing.T, variant harness.Variant) {
 				for _, order := range []string{neighbourFirst, nodeproxyFirst} {
-					if mode == harness.IPTables || (order == neighbourFirst) == (variant == harness.NFT) {
+					if mode != harness.IPVS || (order == neighbourFirst) == (variant == harness.NFT) {
 						t.Run(order, func(t *testing.T) { testMesh(t, variant, m, order) })
 					}
 				}

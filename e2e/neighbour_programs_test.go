@@ -51,8 +51,11 @@ var firewalld = otherProgram{
 	name: "firewalld", kind: theProgram,
 	start:   startFirewalld,
 	reload:  reloadFirewalld,
-	empties: func(harness.Variant) bool { return true },
+	empties: emptiesIPTables,
 }
+
+// emptiesIPTables is of programs that empty the tables of iptables, where mode nftables has nothing.
+func emptiesIPTables(harness.Variant) bool { return mode != harness.NFTables }
 
 // reloadFirewalld reloads until firewalld says that it has succeeded: a reload of its own fails at times where another program writes
 // rules while it empties tables of the legacy variant.
@@ -203,8 +206,8 @@ func loadConf(b *beside) { b.nft(nodeConf(b)) }
 var flushRuleset = otherProgram{
 	name: "nftables.conf with flush ruleset", kind: written,
 	start: flushAndLoad, reload: flushAndLoad,
-	// The tables in which mode ipvs keeps marks apart are of nf_tables, whichever variant of iptables there is.
-	empties: func(v harness.Variant) bool { return v == harness.NFT || mode == harness.IPVS },
+	// The tables of mode nftables, and those in which mode ipvs keeps marks apart, are of nf_tables, whichever variant of iptables there is.
+	empties: func(v harness.Variant) bool { return v == harness.NFT || mode != harness.IPTables },
 }
 
 func flushAndLoad(b *beside) { b.nft("flush ruleset\n" + nodeConf(b)) }
@@ -214,7 +217,7 @@ func flushAndLoad(b *beside) { b.nft("flush ruleset\n" + nodeConf(b)) }
 var iptablesPersistent = otherProgram{
 	name: "iptables-persistent", kind: written,
 	start: restoreAll, reload: restoreAll,
-	empties: func(harness.Variant) bool { return true },
+	empties: emptiesIPTables,
 }
 
 func restoreAll(b *beside) {

@@ -84,7 +84,7 @@ func TestNeighbours(t *testing.T) {
 			continue
 		}
 		t.Run(n.name, func(t *testing.T) {
-			onEachVariant(t, func(t *testing.T, variant harness.Variant) { testNeighbour(t, variant, n) })
+			onVariants(t, harness.Variants, func(t *testing.T, variant harness.Variant) { testNeighbour(t, variant, n) })
 		})
 	}
 }
@@ -113,7 +113,7 @@ func testNeighbour(t *testing.T, variant harness.Variant, n otherProgram) {
 		b.untouched(alone, "after nodeproxy cleanup")
 		b.report()
 	})
-	if mode == harness.IPTables {
+	if mode != harness.IPVS {
 		testNodeproxyFirst(t, variant, n, alone)
 	}
 }
@@ -322,6 +322,7 @@ var (
 	ownChain = regexp.MustCompile(`^KUBE-((SERVICES|EXTERNAL-SERVICES|NODEPORTS|POSTROUTING|MARK-MASQ|FORWARD|PROXY-FIREWALL|` +
 		`FIREWALL|SHORT-CIRCUIT|SOURCE-RANGES-FIREWALL|LOAD-BALANCER)$|(SVC|SVL|EXT|FW|SEP|IPVS|NODE-PORT))`)
 	ownSet     = regexp.MustCompile(`^KUBE-(6-)?(CLUSTER|LOAD|EXTERNAL|IPVS|HEALTH|LOOP|NODE|NO|NP)-`)
+	ownTable   = regexp.MustCompile(`^table ip6? nodeproxy(-\S+)? \{$`)
 	ruleTarget = regexp.MustCompile(` -[jg] (\S+)`)
 	// builtInRule is a line with a rule in a built-in chain.
 	builtInRule = regexp.MustCompile(`(?m)^\s*-[AI] (PREROUTING|INPUT|FORWARD|OUTPUT|POSTROUTING) .*\n`)
@@ -403,7 +404,7 @@ func (b *beside) otherTables() []string {
 	skip := false
 	for _, line := range strings.Split(output(b.T, b.w, "nft --stateless list ruleset"), "\n") {
 		if strings.HasPrefix(line, "table ") {
-			skip = xtablesHeader.MatchString(line) || strings.Contains(line, " nodeproxy-")
+			skip = xtablesHeader.MatchString(line) || ownTable.MatchString(line)
 		}
 		if !skip && line != "" && !strings.HasPrefix(line, "# ") {
 			out = append(out, line)

@@ -31,6 +31,14 @@ const configHeader = "apiVersion: kubeproxy.config.k8s.io/v1alpha1\nkind: KubePr
 // good is a configuration that runs.
 func good() string { return fmt.Sprintf("%smode: %s\n", configHeader, mode) }
 
+// section is the one of the configuration with the settings of masquerading in the mode under test.
+func section() string {
+	if mode == harness.NFTables {
+		return "nftables"
+	}
+	return "iptables" // of mode ipvs too
+}
+
 // runConfigured starts a daemon over a file.
 func runConfigured(t *testing.T, w *harness.World, variant harness.Variant) *configured {
 	t.Helper()
@@ -109,7 +117,8 @@ func reloadWorld(t *testing.T) *harness.World {
 	return w
 }
 
-var healthCheckAt = netip.MustParseAddrPort("127.0.0.1:32100")
+// healthCheckAt is at a primary address of node1, where health check node ports listen in every mode by default.
+var healthCheckAt = netip.MustParseAddrPort("192.168.77.11:32100")
 
 // TestBadConfigurations: a configuration file that comes to hold what is wrong, or can't run on this node, changes nothing: no
 // request fails, the node stays healthy and ready, and its health check node ports answer; the log and a metric say what is wrong
@@ -138,8 +147,8 @@ func TestBadConfigurations(t *testing.T) {
 		for _, tc := range []struct{ name, text, says string }{
 			{"cut short", good()[:40], "apiVersion"},
 			{"emptied", "", "the file is empty"},
-			{"no YAML", good() + "iptables: {", "broken YAML"},
-			{"wrong type", good() + "iptables: {masqueradeBit: many}\n", ":4: iptables.masqueradeBit"},
+			{"no YAML", good() + section() + ": {", "broken YAML"},
+			{"wrong type", good() + section() + ": {masqueradeBit: many}\n", ":4: " + section() + ".masqueradeBit"},
 			{"wrong value", good() + "nodePortAddresses: [10.0.0.0/99]\n", ":4: nodePortAddresses"},
 			{"unknown mode", configHeader + "mode: ebpf\n", ":3: mode"},
 			{"misspelt gate", good() + "featureGates: {AllowServiceExternalIP: false}\n", "AllowServiceExternalIPs"},
@@ -185,12 +194,12 @@ func TestNewConfigurations(t *testing.T) {
 		checks := probe(w, healthCheckAt, "/")
 		moved := netip.MustParseAddrPort("127.0.0.1:7778")
 		for i, more := range []string{
-			"iptables: {masqueradeAll: true}\n",
-			"iptables: {syncPeriod: 10s, minSyncPeriod: 10ms}\nipvs: {syncPeriod: 10s, minSyncPeriod: 10ms}\n",
+			section() + ": {masqueradeAll: true}\n",
+			section() + ": {syncPeriod: 10s, minSyncPeriod: 10ms}\nipvs: {syncPeriod: 10s, minSyncPeriod: 10ms}\n",
 			"metricsBindAddress: " + moved.String() + "\n",
 			"",
 			"bindAddressHardFail: true\nenableProfiling: true\n",
-			"iptables: {masqueradeBit: 12}\n",
+			section() + ": {masqueradeBit: 12}\n",
 			"",
 		} {
 			line := len(c.Log())

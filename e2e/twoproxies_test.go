@@ -35,14 +35,10 @@ func TestTwoProxies(t *testing.T) {
 		s := harness.Service("s", 1)
 		w.Write(t, "s.yaml", harness.Objects(s, w.Ready("n1a")...)...)
 		file := filepath.Join(t.TempDir(), "config.yaml")
-		section := "iptables" // of mode ipvs too
-		if mode == harness.NFTables {
-			section = "nftables"
-		}
 		configure := func(masquerade bool) {
 			t.Helper()
 			text := fmt.Sprintf("apiVersion: kubeproxy.config.k8s.io/v1alpha1\nkind: KubeProxyConfiguration\n"+
-				"%s:\n  masqueradeAll: %v\n", section, masquerade)
+				"%s:\n  masqueradeAll: %v\n", section(), masquerade)
 			must(t, os.WriteFile(file+".new", []byte(text), 0o644))
 			must(t, os.Rename(file+".new", file))
 		}

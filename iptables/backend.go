@@ -8,15 +8,15 @@ package iptables
 import (
 	"cmp"
 	"context"
-	"errors"
 	"fmt"
 	"log/slog"
 	"os"
 	"path/filepath"
 	"slices"
 	"sync"
-	"time"
+	"sync/atomic"
 
+	"nodeproxy/backend"
 	"nodeproxy/kernel/conntrack"
 	"nodeproxy/kernel/drift"
 	"nodeproxy/kernel/names"
@@ -52,39 +52,35 @@ type Config struct {
 
 // Backend keeps the iptables rules of this network namespace equal to a plan. Sync is not safe for concurrent use.
 type Backend struct {
-	engines  []*engine
-	compared func(drift.Report)
-	watch    *xtables.Watch
-	took     map[plan.Family]time.Duration // by the last Sync
+	backend.PerFamily[*engine]
+	// Variant is the implementation of iptables in use.
+	Variant xtables.Variant
+	watch   *xtables.Watch
 }
 
 // New finds the iptables programs and what they and the kernel can do. It changes nothing. A family for which there are
-// none, or for which the kernel has no table nat, is left out with a warning (Families returns those that remain); it is an error
-// if none remains.
+// none, or for which the kernel has no table nat, is left out with a warning (Families returns the rest); New fails if none remains.
 func New(cfg Config) (*Backend, error) {
 	if cfg.Variant == xtables.Auto || cfg.Variant == "" {
 		cfg.Variant = xtables.Detect()
 	}
-	b := &Backend{compared: cfg.Compared, watch: &xtables.Watch{}}
-	var missing []error
-	for _, f := range cfg.Families {
+	b := &Backend{Variant: cfg.Variant, watch: &xtables.Watch{}}
+	b.Concurrent, b.Compared = true, cfg.Compared
+	var err error
+	b.Engines, err = backend.Open("iptables", cfg.Families, cfg.Log, func(f plan.Family) (*engine, error) {
 		t, err := xtables.Find(cfg.Variant, f)
 		if err == nil {
 			err = t.Usable()
 		}
 		if err != nil {
-			missing = append(missing, fmt.Errorf("%s: %w", f, err))
-			continue
+			return nil, err
 		}
 		t.OnNativeRules = cfg.NativeRules
-		b.engines = append(b.engines, newEngine(t, cfg))
 		b.watch.Add(t, names.NAT, names.Filter)
-	}
-	if len(b.engines) == 0 {
-		return nil, fmt.Errorf("mode iptables can't work here: %w", errors.Join(missing...))
-	}
-	for _, err := range missing {
-		cfg.Log.Warn("Services of this family are not proxied", "error", err)
+		return newEngine(t, cfg), nil
+	})
+	if err != nil {
+		return nil, err
 	}
 	return b, nil
 }
@@ -100,65 +96,30 @@ func newEngine(t *xtables.Program, cfg Config) *engine {
 		KeepCounters:  cfg.KeepCounters,
 		TCPLiberal:    conntrack.TCPLiberal(),
 	}
+	e.setOptions(e.options)
 	cfg.Log.Info("using iptables", "program", t.Describe(), "random-fully", e.options.RandomFully)
 	return e
 }
 
-// Families are those that the backend programs.
-func (b *Backend) Families() []plan.Family {
-	var out []plan.Family
-	for _, e := range b.engines {
-		out = append(out, e.family)
-	}
-	return out
+// setOptions changes the options, and lets others than the goroutine of syncs know.
+func (e *engine) setOptions(o Options) {
+	e.options = o
+	e.known.Store(&o)
 }
 
 // MostAtOnce is how many chains should change in one Sync; 0 for any number.
 func (b *Backend) MostAtOnce() int {
 	most := 0
-	for _, e := range b.engines {
+	for _, e := range b.Engines {
 		most = max(most, e.MaxNames)
 	}
 	return most
 }
 
-// Sync implements proxier.Backend. The families do not wait for each other.
+// Sync implements proxier.Backend.
 func (b *Backend) Sync(ctx context.Context, p *plan.Plan, change plan.Change) error {
-	begin := time.Now()
-	errs, took := make([]error, len(b.engines)), make([]time.Duration, len(b.engines))
-	var wg sync.WaitGroup
-	done := b.watch.Writing()
-	for i, e := range b.engines {
-		wg.Go(func() {
-			errs[i] = e.sync(ctx, p, change)
-			took[i] = time.Since(begin)
-		})
-	}
-	wg.Wait()
-	done()
-	b.took = map[plan.Family]time.Duration{}
-	for i, e := range b.engines {
-		b.took[e.family] = took[i]
-	}
-	err := errors.Join(errs...)
-	b.report(time.Since(begin), err)
-	return err
-}
-
-// Took is how long the last Sync took for each family. It may be called between two of them.
-func (b *Backend) Took() map[plan.Family]time.Duration { return b.took }
-
-// report reports what the engines have found in a sync that compared everything.
-func (b *Backend) report(took time.Duration, err error) {
-	r, known := drift.Report{Took: took, Err: err}, false
-	for _, e := range b.engines {
-		known = known || e.compared
-		r.Found = append(r.Found, e.found...)
-		e.found = nil // It may be large.
-	}
-	if known && b.compared != nil {
-		b.compared(r)
-	}
+	defer b.watch.Writing()()
+	return b.PerFamily.Sync(ctx, p, change)
 }
 
 // Watch calls suspect, with the reason, when another program may have changed what Sync has written. It returns when ctx
@@ -172,6 +133,7 @@ type engine struct {
 	*xtables.Writer
 	family  plan.Family
 	options Options
+	known   atomic.Pointer[Options] // the same, for any goroutine
 	log     *slog.Logger
 	// sysctlDir is where kernel settings are written.
 	sysctlDir        string
@@ -179,18 +141,23 @@ type engine struct {
 	// refused are the ServicePorts that the kernel does not take. onRefused, if not nil, receives them.
 	refused   map[plan.Key]*refusal
 	onRefused func(plan.Family, []plan.Refusal)
-	// current is what the kernel holds; nil where that is not known.
+	// current is what the kernel holds; nil where that is not known. Sync holds syncing.
 	current *rules
+	syncing sync.Mutex
 	// kept is what the kernel had, before this program wrote anything, for ServicePorts that are not known; nil where all are.
 	kept *kept
-	// compared reports whether the last sync compared the kernel with current, and found is what it found to differ.
-	compared bool
-	found    drift.Found
-	counts   ruleCounts
+	backend.Comparison
+	counts ruleCounts
 }
 
-func (e *engine) sync(ctx context.Context, p *plan.Plan, change plan.Change) error {
-	e.compared, e.found = false, nil
+// Family implements backend.Engine.
+func (e *engine) Family() plan.Family { return e.family }
+
+// Sync implements backend.Engine.
+func (e *engine) Sync(ctx context.Context, p *plan.Plan, change plan.Change) error {
+	e.syncing.Lock()
+	defer e.syncing.Unlock()
+	e.Compared, e.Found = false, nil
 	e.counts.begin()
 	changed := e.withhold(p, change.Keys())
 	var err error
@@ -229,7 +196,9 @@ func (e *engine) ran(input string, err error) {
 	if err != nil {
 		e.counts.failed(e.family)
 	} else {
-		e.counts.wrote(input)
+		chains, rules := e.counts.wrote(input)
+		e.Wrote(drift.Chain, chains)
+		e.Wrote(drift.Rule, rules)
 	}
 }
 
@@ -251,7 +220,7 @@ func AllowLocalhostNodePorts(ctx context.Context, cfg Config) error {
 	if err != nil {
 		return err
 	}
-	f := &fullSync{engine: b.engines[0], ctx: ctx, actual: map[names.Table]xtables.Content{}}
+	f := &fullSync{engine: b.Engines[0], ctx: ctx, actual: map[names.Table]xtables.Content{}}
 	if f.actual[names.Filter], err = f.Kernel.Save(ctx, names.Filter); err != nil {
 		return err
 	}

@@ -46,10 +46,10 @@ func BenchmarkSync(b *testing.B) {
 				p := plantest.Large(10000, 2)
 				for b.Loop() {
 					e := realEngine(b, v, plan.IPv4)
-					if err := e.sync(context.Background(), plan.New(p.Node, p.Settings), plan.Everything()); err != nil {
+					if err := e.Sync(context.Background(), plan.New(p.Node, p.Settings), plan.Everything()); err != nil {
 						b.Fatal(err)
 					}
-					if err := e.sync(context.Background(), p, plan.Everything()); err != nil {
+					if err := e.Sync(context.Background(), p, plan.Everything()); err != nil {
 						b.Fatal(err)
 					}
 				}
@@ -80,7 +80,7 @@ func manyAtOnce(b *testing.B, services, endpoints, portion int) {
 	e.options.CompactAbove = DefaultCompactAbove
 	e.Kernel.(*xtables.Program).RestoreTime = time.Hour // On a busy machine, the run for all takes longer than it may.
 	p := plantest.Large(500, endpoints)
-	if err := e.sync(b.Context(), p, plan.Everything()); err != nil {
+	if err := e.Sync(b.Context(), p, plan.Everything()); err != nil {
 		b.Error(err)
 		return
 	}
@@ -95,7 +95,7 @@ func manyAtOnce(b *testing.B, services, endpoints, portion int) {
 			changed.Add(sp.Key)
 		}
 		begin := time.Now()
-		if err := e.sync(b.Context(), p, plan.Only(changed)); err != nil {
+		if err := e.Sync(b.Context(), p, plan.Only(changed)); err != nil {
 			b.Error(err)
 			return
 		}

@@ -14,7 +14,7 @@ import (
 // at zero again when the chain is written, and is zero before it is there.
 func (b *Backend) InvalidDropped() (uint64, error) {
 	var sum uint64
-	for _, e := range b.engines {
+	for _, e := range b.Engines {
 		t, ok := e.Kernel.(*xtables.Program)
 		if !ok {
 			continue
@@ -57,7 +57,7 @@ func (b *Backend) LocalhostNodePorts() func() (uint64, error) {
 
 // localhostNodePorts returns how many packets for loopback addresses were led to the node ports, and how many came back.
 func (b *Backend) localhostNodePorts() (led, back uint64, err error) {
-	for _, e := range b.engines {
+	for _, e := range b.Engines {
 		t, ok := e.Kernel.(*xtables.Program)
 		if !ok || e.family != plan.IPv4 {
 			continue

@@ -6,6 +6,7 @@ import (
 	"testing"
 	"time"
 
+	"nodeproxy/backend"
 	"nodeproxy/internal/nstest"
 	"nodeproxy/kernel/xtables"
 	"nodeproxy/plan"
@@ -28,14 +29,14 @@ func connectToLocalhost(t *testing.T, v xtables.Variant) {
 	defer listener.Close()
 	// Backend.Sync would do its work on other threads, which are in other namespaces.
 	e := realEngine(t, v, plan.IPv4)
-	b := &Backend{engines: []*engine{e}}
+	b := &Backend{PerFamily: backend.PerFamily[*engine]{Engines: []*engine{e}}}
 	read := b.LocalhostNodePorts()
 	p := trafficPlan("192.0.2.7:8080")
 	p.Settings.LocalhostNodePorts = true
 	if n, err := read(); n != 0 || err != nil {
 		t.Errorf("before the first sync: %d connections, %v", n, err)
 	}
-	if err := e.sync(context.Background(), p, plan.Everything()); err != nil {
+	if err := e.Sync(context.Background(), p, plan.Everything()); err != nil {
 		t.Error(err)
 		return
 	}

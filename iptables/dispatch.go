@@ -201,26 +201,26 @@ func (d *dispatch) rootChain() xtables.Chain {
 // changes compares two contents of one dispatcher, and returns what is to be written and removed to come from the first to the
 // second. What the two share is not looked at.
 func changes(from, to *dispatch) []xtables.Change {
-	c := &comparison{dispatch: to}
+	c := &treeDiff{dispatch: to}
 	c.compare(from.top(), to.top())
 	c.write(from.rootChain(), to.rootChain())
 	return c.changes
 }
 
-type comparison struct {
+type treeDiff struct {
 	*dispatch
 	changes []xtables.Change
 }
 
 // write notes that a chain becomes another, if it does.
-func (c *comparison) write(old, now xtables.Chain) {
+func (c *treeDiff) write(old, now xtables.Chain) {
 	if !slices.Equal(old.Rules, now.Rules) {
 		c.changes = append(c.changes, xtables.Change{Op: xtables.Write, Table: now.Table, Chain: now.Name, Rules: now.Rules,
 			Exists: true, Have: old.Rules})
 	}
 }
 
-func (c *comparison) remove(n node) { c.changes = append(c.changes, removal(c.chain(n))) }
+func (c *treeDiff) remove(n node) { c.changes = append(c.changes, removal(c.chain(n))) }
 
 // removal is the change that removes a chain which holds what had been written.
 func removal(c xtables.Chain) xtables.Change {
@@ -230,7 +230,7 @@ func removal(c xtables.Chain) xtables.Change {
 // compare finds what differs between the chains of before and after, each a list of nodes that lie beside each other, and
 // all chains below those. Chains are the same if their prefixes are, at whatever depth they hang: an address far from all
 // others puts a level on top of the tree, and leaves the rest as it was.
-func (c *comparison) compare(before, after []node) {
+func (c *treeDiff) compare(before, after []node) {
 	done := map[node]bool{}
 	within := func(list []node, prefix key) []node {
 		var out []node
@@ -279,7 +279,7 @@ func (c *comparison) compare(before, after []node) {
 }
 
 // same compares a chain with what it becomes.
-func (c *comparison) same(b, a node) {
+func (c *treeDiff) same(b, a node) {
 	if a == b {
 		return
 	}

@@ -15,7 +15,6 @@ import (
 	"pgregory.net/rapid"
 
 	"nodeproxy/internal/nstest"
-	"nodeproxy/iptables/base"
 	"nodeproxy/kernel/drift"
 	"nodeproxy/kernel/names"
 	"nodeproxy/kernel/xtables"
@@ -69,7 +68,7 @@ type lab struct {
 func newLab(t testing.TB, v xtables.Variant, n int) *lab {
 	l := &lab{t: t, variant: v, plan: plantest.Large(n, 2)}
 	var err error
-	l.backend, err = New(Config{Variant: v, Families: plan.Families[:], MasqueradeBit: base.DefaultMasqueradeBit,
+	l.backend, err = New(Config{Variant: v, Families: plan.Families[:], MasqueradeBit: 14,
 		Compared: func(r drift.Report) { l.reports = append(l.reports, r) }, Log: slog.New(slog.DiscardHandler)})
 	if err != nil {
 		t.Fatal(err)
@@ -91,15 +90,10 @@ func newLab(t testing.TB, v xtables.Variant, n int) *lab {
 
 func (l *lab) sync(change plan.Change) {
 	l.t.Helper()
-	begin := time.Now()
-	done := l.backend.watch.Writing()
-	for _, e := range l.backend.engines { // Sync would start goroutines, which are in another namespace.
-		if err := e.sync(context.Background(), l.plan, change); err != nil {
-			l.t.Error(err)
-		}
+	l.backend.Concurrent = false // Other threads are in another namespace.
+	if err := l.backend.Sync(context.Background(), l.plan, change); err != nil {
+		l.t.Error(err)
 	}
-	done()
-	l.backend.report(time.Since(begin), nil)
 }
 
 // do runs a command, {} in which stands for the variant.
@@ -304,35 +298,35 @@ func TestDriftWithPendingChanges(t *testing.T) {
 		plans := rapid.SliceOfN(plantest.Plans(), 2, 4).Draw(t, "plans")
 		for i, p := range plans {
 			p.Settings, p.Node = plans[0].Settings, plans[0].Node
-			if err := e.sync(context.Background(), p, plan.Everything()); err != nil {
+			if err := e.Sync(context.Background(), p, plan.Everything()); err != nil {
 				t.Fatal(err)
 			}
 			switch {
-			case i == 0 && e.compared:
+			case i == 0 && e.Compared:
 				t.Fatal("the first sync knew what there was before")
-			case i > 0 && len(e.found) != 0:
-				t.Fatalf("from plan to plan, it found %s", e.found.Words(5))
+			case i > 0 && len(e.Found) != 0:
+				t.Fatalf("from plan to plan, it found %s", e.Found.Words(5))
 			}
 		}
 		// Some rule goes, and a change of the plan comes.
 		name := rapid.SampledFrom([]string{names.Forward, names.Postrouting}).Draw(t, "chain")
 		tbl := map[string]names.Table{names.Forward: names.Filter, names.Postrouting: names.NAT}[name]
 		k.Tables[tbl][name] = k.Tables[tbl][name][1:]
-		if err := e.sync(context.Background(), plans[0], plan.Everything()); err != nil {
+		if err := e.Sync(context.Background(), plans[0], plan.Everything()); err != nil {
 			t.Fatal(err)
 		}
-		if len(e.found) != 1 || e.found[0].Kind != drift.Rule || !strings.Contains(e.found.Words(1), name) {
-			t.Fatalf("a rule of %s was removed: found %s", name, e.found.Words(5))
+		if len(e.Found) != 1 || e.Found[0].Kind != drift.Rule || !strings.Contains(e.Found.Words(1), name) {
+			t.Fatalf("a rule of %s was removed: found %s", name, e.Found.Words(5))
 		}
 		// After an error nothing is known.
 		k.Refuse = "COMMIT"
 		k.Tables[tbl][name] = k.Tables[tbl][name][1:]
-		if err := e.sync(context.Background(), plans[0], plan.Everything()); err == nil {
+		if err := e.Sync(context.Background(), plans[0], plan.Everything()); err == nil {
 			t.Fatal("the kernel refused everything, and there was no error")
 		}
 		k.Refuse = ""
-		if err := e.sync(context.Background(), plans[0], plan.Everything()); err != nil || e.compared {
-			t.Fatalf("after an error: %v, found %v", err, e.found)
+		if err := e.Sync(context.Background(), plans[0], plan.Everything()); err != nil || e.Compared {
+			t.Fatalf("after an error: %v, found %v", err, e.Found)
 		}
 	})
 }

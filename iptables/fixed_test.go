@@ -106,7 +106,7 @@ func modesReplaceEachOther(t *testing.T, v xtables.Variant, f plan.Family) {
 	}
 	before := allTables(t, tables.Kernel)
 	apply := func(x xtables.Desired) (int, string) {
-		n, err := tables.Apply(context.Background(), x)
+		n, err := tables.Sync(context.Background(), x)
 		if err != nil {
 			t.Error(err)
 		}
@@ -116,7 +116,7 @@ func modesReplaceEachOther(t *testing.T, v xtables.Variant, f plan.Family) {
 	if n, again := apply(fixedOf()); n != 0 || again != fixedOnly {
 		t.Errorf("a second time changed %d things:\n%s", n, diffLines(fixedOnly, again))
 	}
-	if err := engine.sync(context.Background(), plantest.Large(20, 2), plan.Everything()); err != nil {
+	if err := engine.Sync(context.Background(), plantest.Large(20, 2), plan.Everything()); err != nil {
 		t.Error(err)
 	}
 	services := allTables(t, tables.Kernel)
@@ -138,7 +138,7 @@ func TestFixedRender(t *testing.T) {
 	t.Parallel()
 	k := xtablestest.New()
 	x := &xtables.Tables{Writer: &xtables.Writer{Kernel: k}}
-	if _, err := x.Apply(context.Background(), testFixed()); err != nil {
+	if _, err := x.Sync(context.Background(), testFixed()); err != nil {
 		t.Fatal(err)
 	}
 	applied := allTables(t, k)
@@ -176,7 +176,7 @@ func TestFixedChainInUse(t *testing.T) {
 			write("*nat\n:" + name + " - [0:0]\n:KUBE-SEP-AAAAAAAAAAAAAAAA - [0:0]\n:OTHERS - [0:0]\n-A " + name +
 				" -j KUBE-SEP-AAAAAAAAAAAAAAAA\n-A OTHERS -p tcp -j " + name + "\n-A PREROUTING -j " + name + "\nCOMMIT\n")
 			for i := range 2 {
-				n, err := x.Apply(t.Context(), testFixed())
+				n, err := x.Sync(t.Context(), testFixed())
 				if err != nil || i > 0 && n > 0 {
 					t.Fatalf("round %d: %d changes, %v", i, n, err)
 				}
@@ -188,7 +188,7 @@ func TestFixedChainInUse(t *testing.T) {
 				}
 			}
 			write("*nat\n:OTHERS - [0:0]\n-X OTHERS\nCOMMIT\n")
-			if _, err := x.Apply(t.Context(), testFixed()); err != nil {
+			if _, err := x.Sync(t.Context(), testFixed()); err != nil {
 				t.Fatal(err)
 			}
 			held, err := x.Kernel.Save(t.Context(), names.NAT)

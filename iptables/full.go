@@ -10,7 +10,7 @@ import (
 	"slices"
 	"strings"
 
-	"nodeproxy/iptables/base"
+	"nodeproxy/iptables/common"
 	"nodeproxy/kernel/names"
 	"nodeproxy/kernel/xtables"
 	"nodeproxy/plan"
@@ -31,7 +31,7 @@ func (e *engine) syncAll(ctx context.Context, p *plan.Plan) error {
 		}
 	}
 	if e.current != nil {
-		e.compared, e.found = true, e.drift(f.actual)
+		e.Compared, e.Found = true, e.drift(f.actual)
 	}
 	if err := f.findKept(p); err != nil {
 		return err
@@ -46,7 +46,7 @@ func (e *engine) syncAll(ctx context.Context, p *plan.Plan) error {
 	e.counts.total = f.total()
 	e.counts.report(e.family)
 	e.current = f.rules
-	e.settle(f.refused, f)
+	e.updateRefused(f.refused, f)
 	return nil
 }
 
@@ -75,7 +75,7 @@ func (f *fullSync) run(p *plan.Plan) error {
 	slices.SortStableFunc(services, func(a, b *plan.ServicePort) int {
 		return cmp.Or(boolCompare(b.Critical, a.Critical), firstAddr(a).Compare(firstAddr(b)))
 	})
-	if err := f.base(); err != nil {
+	if err := f.commonChains(); err != nil {
 		if !f.rules.compact || !xtables.IsRefused(err) {
 			return err
 		}
@@ -84,9 +84,11 @@ func (f *fullSync) run(p *plan.Plan) error {
 		}
 		f.log.Warn("the kernel refuses the rule for hairpin traffic of many services, which needs the module xt_bpf; "+
 			"each endpoint gets a chain of its own instead", "family", f.family, "error", err)
-		f.engine.options.CompactAbove = 0
+		options := f.engine.options
+		options.CompactAbove = 0
+		f.engine.setOptions(options)
 		f.rules = newRules(p, f.family, f.engine.options)
-		if err := f.base(); err != nil {
+		if err := f.commonChains(); err != nil {
 			return err
 		}
 	}
@@ -125,17 +127,17 @@ func boolCompare(a, b bool) int {
 	return -1
 }
 
-// base writes the chains that all others need. What one rule does for all services in the form that the kernel holds goes only
+// commonChains writes the chains that all others need. What one rule does for all services in the form that the kernel holds goes only
 // at the end (dispatch), when each does it for itself.
-func (f *fullSync) base() error {
-	chains := base.Chains(f.options.base(), f.family, f.rules.form())
+func (f *fullSync) commonChains() error {
+	chains := common.Chains(f.options.common(), f.family, f.rules.form())
 	for i, c := range chains {
 		chains[i].Rules = slices.Concat(f.forAll(c, names.NAT), c.Rules, f.forAll(c, names.Filter))
 	}
 	return f.write(inOrder(f.differing(chains...), names.Filter, names.NAT))
 }
 
-// forAll are the rules for all services in a base chain that the kernel holds and that are not to be: in table nat they stand
+// forAll are the rules for all services in a common chain that the kernel holds and that are not to be: in table nat they stand
 // first, in table filter last.
 func (f *fullSync) forAll(c xtables.Chain, in names.Table) []string {
 	if c.Table != in {
@@ -179,15 +181,15 @@ func (f *fullSync) foundation(p *plan.Plan, services []*plan.ServicePort) error 
 	if err := f.jumps(); err != nil {
 		return err
 	}
-	if err := lay(services[:critical(services)]); err != nil {
+	if err := lay(services[:countCritical(services)]); err != nil {
 		// One refused ServicePort must not take the rest down: they are tried one by one next.
 		f.log.Debug("the critical Services were not programmed ahead of the others", "error", err)
 	}
 	return nil
 }
 
-// critical is how many ServicePorts at the front of a list are.
-func critical(services []*plan.ServicePort) int {
+// countCritical counts the critical ServicePorts, which are at the front of a list.
+func countCritical(services []*plan.ServicePort) int {
 	if i := slices.IndexFunc(services, func(sp *plan.ServicePort) bool { return !sp.Critical }); i >= 0 {
 		return i
 	}
@@ -222,7 +224,7 @@ func (f *fullSync) services(services []*plan.ServicePort) error {
 				continue
 			}
 			if len(missing.changes)+len(other.changes) > 0 {
-				f.refuse(sp, r.Err)
+				f.workAround(sp, r.Err)
 				continue
 			}
 		}
@@ -250,7 +252,7 @@ func (f *fullSync) writeAll(list []own) error {
 		return f.write(step)
 	}, Refused: func(o own, err error) {
 		f.tried[o.sp.Key] = true
-		f.refuse(o.sp, err)
+		f.workAround(o.sp, err)
 	}}
 	in := map[string]bool{}
 	first := 0

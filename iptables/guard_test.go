@@ -11,6 +11,7 @@ import (
 	"testing"
 	"time"
 
+	"nodeproxy/backend"
 	"nodeproxy/internal/nstest"
 	"nodeproxy/kernel/names"
 	"nodeproxy/kernel/xtables"
@@ -38,7 +39,7 @@ func TestProgramsThatHang(t *testing.T) {
 	if err := u.Restore("*nat\nCOMMIT\n"); err == nil || errors.As(err, &refused) || !strings.Contains(err.Error(), "was ended") {
 		t.Errorf("restore: %v", err)
 	}
-	b := &Backend{engines: []*engine{{Writer: u.Writer(nil), family: plan.IPv4}}}
+	b := &Backend{PerFamily: backend.PerFamily[*engine]{Engines: []*engine{{Writer: u.Writer(nil), family: plan.IPv4}}}}
 	for name, read := range map[string]func() (uint64, error){"dropped": b.InvalidDropped, "node ports": b.LocalhostNodePorts()} {
 		if _, err := read(); err == nil || !strings.Contains(err.Error(), "was ended") {
 			t.Errorf("counters of %s: %v", name, err)
@@ -68,7 +69,7 @@ func TestGuard(t *testing.T) {
 				p.Settings.LocalhostNodePorts = true
 				for range 2 {
 					e := realEngine(t, v, plan.IPv4)
-					if err := e.sync(context.Background(), p, plan.Everything()); err != nil {
+					if err := e.Sync(context.Background(), p, plan.Everything()); err != nil {
 						t.Fatal(err)
 					}
 					held, err := e.Kernel.Save(context.Background(), names.Filter)

@@ -58,7 +58,7 @@ func checkSteps(t *rapid.T, f plan.Family, plans []*plan.Plan) {
 		if i > 0 {
 			change = plan.Only(plantest.Differing(plans[i-1], p))
 		}
-		if err := e.sync(context.Background(), p, change); err != nil {
+		if err := e.Sync(context.Background(), p, change); err != nil {
 			t.Fatalf("step %d: %v", i, err)
 		}
 		if got, want := textOfKernel(k), wantText(p, f); got != want {
@@ -104,7 +104,7 @@ func TestPortionsEqualFull(t *testing.T) {
 		queue := portion.New(rapid.IntRange(1, 20).Draw(t, "most"))
 		program := func(desired *plan.Plan, change plan.Change) {
 			p, change := queue.Next(desired, change)
-			if err := e.sync(context.Background(), p, change); err != nil {
+			if err := e.Sync(context.Background(), p, change); err != nil {
 				t.Fatal(err)
 			}
 			if got, want := textOfKernel(k), wantText(p, f); got != want {
@@ -148,14 +148,14 @@ func fullFromAnything(t *testing.T, plans *rapid.Generator[*plan.Plan]) {
 		e, k := fakeEngine(plan.IPv4)
 		e.MaxNames = rapid.SampledFrom([]int{xtables.MaxNames, 40, 0}).Draw(t, "batch")
 		for i, p := range rapid.SliceOfN(plans, 2, 3).Draw(t, "plans") {
-			if err := e.sync(context.Background(), p, plan.Everything()); err != nil {
+			if err := e.Sync(context.Background(), p, plan.Everything()); err != nil {
 				t.Fatal(err)
 			}
 			if got, want := textOfKernel(k), wantText(p, plan.IPv4); got != want {
 				t.Fatalf("after step %d:\n%s", i, diffLines(want, got))
 			}
 			k.Restores = nil
-			if err := e.sync(context.Background(), p, plan.Everything()); err != nil {
+			if err := e.Sync(context.Background(), p, plan.Everything()); err != nil {
 				t.Fatal(err)
 			}
 			if len(k.Restores) > 0 {
@@ -171,13 +171,13 @@ func TestOneChangeWritesOneService(t *testing.T) {
 	e, k := fakeEngine(plan.IPv4)
 	e.options.CompactAbove = 0
 	p := plantest.Large(400, 2)
-	if err := e.sync(context.Background(), p, plan.Everything()); err != nil {
+	if err := e.Sync(context.Background(), p, plan.Everything()); err != nil {
 		t.Fatal(err)
 	}
 	sync := func(sp *plan.ServicePort) string {
 		k.Restores = nil
 		p.Set(sp)
-		if err := e.sync(context.Background(), p, plan.Only(plan.Keys{sp.Key: {}})); err != nil {
+		if err := e.Sync(context.Background(), p, plan.Only(plan.Keys{sp.Key: {}})); err != nil {
 			t.Fatal(err)
 		}
 		return strings.Join(k.Restores, "")
@@ -250,7 +250,7 @@ func TestWithoutBPF(t *testing.T) {
 	e, k := fakeEngine(plan.IPv4)
 	k.Refuse = "-m bpf"
 	p := plantest.Large(20, 2)
-	if err := e.sync(context.Background(), p, plan.Everything()); err != nil {
+	if err := e.Sync(context.Background(), p, plan.Everything()); err != nil {
 		t.Fatal(err)
 	}
 	if !strings.Contains(textOfKernel(k), names.PrefixEndpoint) {
@@ -288,7 +288,7 @@ func TestFrontendChangesHands(t *testing.T) {
 		if i == 0 {
 			change = plan.Everything()
 		}
-		if err := e.sync(context.Background(), p, change); err != nil {
+		if err := e.Sync(context.Background(), p, change); err != nil {
 			t.Fatal(err)
 		}
 	}

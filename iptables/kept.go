@@ -13,7 +13,7 @@ import (
 )
 
 // kept is what the kernel holds for frontends that a plan.Partial does not have: entries of dispatchers, chains that those lead
-// to, and what the base chains do for all Services in the form that the kernel has. It is read from rules, this program's or
+// to, and what the common chains do for all Services in the form that the kernel has. It is read from rules, this program's or
 // kube-proxy's, since whose they are is not known. A nil kept is empty.
 type kept struct {
 	entries []entry
@@ -40,7 +40,7 @@ func (k *kept) own() []xtables.Chain {
 	return out
 }
 
-// around adds to a base chain what it does for all Services in the form that the kernel has: as in forAll, at the beginning in
+// around adds to a common chain what it does for all Services in the form that the kernel has: as in forAll, at the beginning in
 // table nat, and at the end in table filter.
 func (k *kept) around(c xtables.Chain) xtables.Chain {
 	if k == nil {

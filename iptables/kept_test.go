@@ -71,7 +71,7 @@ func TestPartialPlan(t *testing.T) {
 		compact := rapid.SampledFrom([]int{0, 1, 10, 40})
 		first, k := fakeEngine(f)
 		first.options.CompactAbove = compact.Draw(t, "compact above")
-		if err := first.sync(context.Background(), c.Plan, plan.Everything()); err != nil {
+		if err := first.Sync(context.Background(), c.Plan, plan.Everything()); err != nil {
 			t.Fatal(err)
 		}
 		before := led(k)
@@ -99,7 +99,7 @@ func TestPartialPlan(t *testing.T) {
 		k.Changed = check
 		some := partial(t, c.Plan)
 		unknown += len(c.Plan.Services) - len(some.Services)
-		if err := e.sync(context.Background(), some, plan.Everything()); err != nil {
+		if err := e.Sync(context.Background(), some, plan.Everything()); err != nil {
 			t.Fatal(err)
 		}
 		check()
@@ -108,11 +108,11 @@ func TestPartialPlan(t *testing.T) {
 			t.Fatalf("the kernel holds something else than before:\n%s", diffLines(before, led(k)))
 		}
 		k.Restores = nil
-		if err := e.sync(context.Background(), some, plan.Everything()); err != nil {
+		if err := e.Sync(context.Background(), some, plan.Everything()); err != nil {
 			t.Fatal(err)
 		}
-		if len(k.Restores) > 0 || !e.compared || len(e.found) > 0 {
-			t.Fatalf("a second comparison found %+v and wrote %q", e.found, k.Restores)
+		if len(k.Restores) > 0 || !e.Compared || len(e.Found) > 0 {
+			t.Fatalf("a second comparison found %+v and wrote %q", e.Found, k.Restores)
 		}
 		k.Changed = nil
 		more := plan.New(some.Node, some.Settings)
@@ -124,17 +124,17 @@ func TestPartialPlan(t *testing.T) {
 				changed.Add(key)
 			}
 		}
-		if err := e.sync(context.Background(), more, plan.Only(changed)); err != nil {
+		if err := e.Sync(context.Background(), more, plan.Only(changed)); err != nil {
 			t.Fatal(err)
 		}
 		check()
 		more.Partial = false
-		if err := e.sync(context.Background(), more, plan.Everything()); err != nil {
+		if err := e.Sync(context.Background(), more, plan.Everything()); err != nil {
 			t.Fatal(err)
 		}
 		fresh, want := fakeEngine(f)
 		fresh.options = e.options
-		if err := fresh.sync(context.Background(), more, plan.Everything()); err != nil {
+		if err := fresh.Sync(context.Background(), more, plan.Everything()); err != nil {
 			t.Fatal(err)
 		}
 		if textOfKernel(k) != textOfKernel(want) {
@@ -160,7 +160,7 @@ func TestRefusedBesideUnknown(t *testing.T) {
 			if !keeps { // The kernel has never taken it.
 				all.Delete(key)
 			}
-			if err := first.sync(t.Context(), all, plan.Everything()); err != nil {
+			if err := first.Sync(t.Context(), all, plan.Everything()); err != nil {
 				t.Fatal(err)
 			}
 			before := textOfKernel(k)
@@ -179,13 +179,13 @@ func TestRefusedBesideUnknown(t *testing.T) {
 				t.Helper()
 				for comparison := range 2 {
 					k.Restores = nil
-					err := e.sync(t.Context(), p, plan.Everything())
+					err := e.Sync(t.Context(), p, plan.Everything())
 					refusedAlone(t, e, err, key, keeps)
 					if got := textOfKernel(k); got != want {
 						t.Errorf("%s, kept %v:\n%s", when, keeps, diffLines(want, got))
 					}
-					if comparison > 0 && (len(k.Restores) > 0 || !e.compared || len(e.found) > 0) {
-						t.Errorf("%s, kept %v: a comparison writes %q, finds %v", when, keeps, k.Restores, e.found)
+					if comparison > 0 && (len(k.Restores) > 0 || !e.Compared || len(e.Found) > 0) {
+						t.Errorf("%s, kept %v: a comparison writes %q, finds %v", when, keeps, k.Restores, e.Found)
 					}
 				}
 			}
@@ -194,13 +194,13 @@ func TestRefusedBesideUnknown(t *testing.T) {
 			other := plantest.LargeService(30, 6000, 2)
 			all.Set(other)
 			some.Set(other)
-			if err := e.sync(t.Context(), some, plan.Only(plan.Keys{other.Key: {}})); err != nil {
+			if err := e.Sync(t.Context(), some, plan.Only(plan.Keys{other.Key: {}})); err != nil {
 				t.Error(err)
 			}
 			fresh := func(p *plan.Plan) string {
 				e, k := fakeEngine(plan.IPv4)
 				e.options.CompactAbove = compactAbove
-				if err := e.sync(t.Context(), p, plan.Everything()); err != nil {
+				if err := e.Sync(t.Context(), p, plan.Everything()); err != nil {
 					t.Fatal(err)
 				}
 				return textOfKernel(k)
@@ -218,7 +218,7 @@ func TestRefusedBesideUnknown(t *testing.T) {
 			held("all is known", all, want)
 			k.Refuse = ""
 			makeDue(e)
-			if err := e.sync(t.Context(), all, plan.Everything()); err != nil || len(e.refused) > 0 {
+			if err := e.Sync(t.Context(), all, plan.Everything()); err != nil || len(e.refused) > 0 {
 				t.Errorf("no longer refused: %v, refused %v", err, e.refused)
 			}
 			if got, want := textOfKernel(k), fresh(all); got != want {
@@ -234,7 +234,7 @@ func TestRefusedOnceKnown(t *testing.T) {
 	const number = 17
 	all := plantest.Large(50, 3)
 	first, k := fakeEngine(plan.IPv4)
-	if err := first.sync(t.Context(), all, plan.Everything()); err != nil {
+	if err := first.Sync(t.Context(), all, plan.Everything()); err != nil {
 		t.Fatal(err)
 	}
 	before := textOfKernel(k)
@@ -254,22 +254,22 @@ func TestRefusedOnceKnown(t *testing.T) {
 	e, _ := fakeEngine(plan.IPv4)
 	e.Kernel = k
 	k.Refuse = ":" + serviceChain(names.PrefixCluster, late.Key) + " "
-	if err := e.sync(t.Context(), plans[0], plan.Everything()); err != nil || len(e.refused) > 0 || textOfKernel(k) != before {
+	if err := e.Sync(t.Context(), plans[0], plan.Everything()); err != nil || len(e.refused) > 0 || textOfKernel(k) != before {
 		t.Fatalf("not known: %v, refused %v\n%s", err, e.refused, diffLines(before, textOfKernel(k)))
 	}
 	for _, change := range []plan.Change{plan.Only(plan.Keys{late.Key: {}}), plan.Everything(), plan.Everything()} {
-		err := e.sync(t.Context(), plans[1], change)
+		err := e.Sync(t.Context(), plans[1], change)
 		refusedAlone(t, e, err, late.Key, true)
 		if got := textOfKernel(k); got != before {
 			t.Errorf("known and refused:\n%s", diffLines(before, got))
 		}
 	}
-	if !e.compared || len(e.found) > 0 {
-		t.Errorf("a comparison finds %v", e.found)
+	if !e.Compared || len(e.Found) > 0 {
+		t.Errorf("a comparison finds %v", e.Found)
 	}
 	k.Refuse = ""
 	makeDue(e)
-	if err := e.sync(t.Context(), plans[1], plan.Everything()); err != nil || len(e.refused) > 0 {
+	if err := e.Sync(t.Context(), plans[1], plan.Everything()); err != nil || len(e.refused) > 0 {
 		t.Errorf("no longer refused: %v, refused %v", err, e.refused)
 	}
 	all.Set(late)

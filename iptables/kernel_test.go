@@ -12,7 +12,6 @@ import (
 	"pgregory.net/rapid"
 
 	"nodeproxy/internal/nstest"
-	"nodeproxy/iptables/base"
 	"nodeproxy/kernel/names"
 	"nodeproxy/kernel/xtables"
 	"nodeproxy/plan"
@@ -31,7 +30,7 @@ func realEngine(t rapid.TB, v xtables.Variant, f plan.Family) *engine {
 }
 
 // testOptions make compact rules of most random plans and of all large ones.
-var testOptions = Options{MasqueradeBit: base.DefaultMasqueradeBit, RandomFully: true, CompactAbove: 12}
+var testOptions = Options{MasqueradeBit: 14, RandomFully: true, CompactAbove: 12}
 
 // ours is the part of the kernel's tables that belongs to this package, as text in a stable order.
 func ours(t rapid.TB, k xtables.Kernel) string {
@@ -91,7 +90,7 @@ func TestKernelShowsWhatWasWritten(t *testing.T) {
 					rapid.Check(t, func(t *rapid.T) {
 						p := plantest.Plans().Draw(t, "plan")
 						e := realEngine(t, v, f)
-						if err := e.sync(context.Background(), p, plan.Everything()); err != nil {
+						if err := e.Sync(context.Background(), p, plan.Everything()); err != nil {
 							t.Fatal(err)
 						}
 						if got, want := ours(t, e.Kernel), wantText(p, f); got != want {
@@ -113,14 +112,14 @@ func compareAgain(t rapid.TB, e *engine, p *plan.Plan) {
 	noted := &notedRestores{Kernel: e.Kernel}
 	e.Kernel = noted
 	defer func() { e.Kernel = noted.Kernel }()
-	if err := e.sync(context.Background(), p, plan.Everything()); err != nil {
+	if err := e.Sync(context.Background(), p, plan.Everything()); err != nil {
 		t.Fatal(err)
 	}
 	if len(noted.texts) > 0 {
 		t.Fatalf("a second comparison wrote\n%s", strings.Join(noted.texts, "\n"))
 	}
-	if !e.compared || len(e.found) > 0 {
-		t.Fatalf("a second comparison found %+v", e.found)
+	if !e.Compared || len(e.Found) > 0 {
+		t.Fatalf("a second comparison found %+v", e.Found)
 	}
 }
 
@@ -167,7 +166,7 @@ func TestChainInUse(t *testing.T) {
 			e := realEngine(t, v, plan.IPv4)
 			p := plantest.Large(1, 3)
 			sp := p.Sorted(plan.IPv4)[0]
-			sync := func(change plan.Change) error { return e.sync(t.Context(), p, change) }
+			sync := func(change plan.Change) error { return e.Sync(t.Context(), p, change) }
 			if err := sync(plan.Everything()); err != nil {
 				t.Fatal(err)
 			}

@@ -77,7 +77,7 @@ func besideNativeRules(t *testing.T, add, rule string) {
 	p := plantest.Large(30, 3)
 	sync := func(e *engine) {
 		t.Helper()
-		if err := e.sync(context.Background(), p, plan.Everything()); err != nil {
+		if err := e.Sync(context.Background(), p, plan.Everything()); err != nil {
 			t.Error(err)
 		}
 	}
@@ -92,8 +92,8 @@ func besideNativeRules(t *testing.T, add, rule string) {
 
 	k.writes = nil
 	sync(e)
-	if len(k.writes) > 0 || !e.compared || len(e.found) > 0 {
-		t.Errorf("beside a native rule, %q is written, and %v is found to differ", k.writes, e.found)
+	if len(k.writes) > 0 || !e.Compared || len(e.Found) > 0 {
+		t.Errorf("beside a native rule, %q is written, and %v is found to differ", k.writes, e.Found)
 	}
 	if got := readable(); got != want {
 		t.Errorf("what is read is not what is there:\n%s", diffLines(want, got))
@@ -114,8 +114,8 @@ func besideNativeRules(t *testing.T, add, rule string) {
 		t.Error(err)
 	}
 	sync(e)
-	if !e.compared || len(e.found) != 1 {
-		t.Errorf("of one jump that is missing, %v is told", e.found)
+	if !e.Compared || len(e.Found) != 1 {
+		t.Errorf("of one jump that is missing, %v is told", e.Found)
 	}
 	if got, want := readable(), wantText(p, plan.IPv4); got != want {
 		t.Errorf("after a change:\n%s", diffLines(want, got))
@@ -156,18 +156,18 @@ func TestNativeRuleInOurChain(t *testing.T) {
 		p := plantest.Large(30, 3)
 		own := serviceChain(names.PrefixCluster, p.Sorted(plan.IPv4)[3].Key)
 		for range 2 {
-			if err := e.sync(context.Background(), p, plan.Everything()); err != nil {
+			if err := e.Sync(context.Background(), p, plan.Everything()); err != nil {
 				t.Fatal(err)
 			}
 		}
 		want := wantText(p, plan.IPv4)
 		for _, chain := range []string{names.Services, own, names.Postrouting} {
 			addNative(t, "insert", plan.IPv4, "{} nat "+chain+" ct state new counter")
-			if err := e.sync(context.Background(), p, plan.Everything()); err != nil {
+			if err := e.Sync(context.Background(), p, plan.Everything()); err != nil {
 				t.Error(err)
 			}
-			if !e.compared || len(e.found) != 1 || !strings.Contains(e.found.Words(1), "chain "+chain+" of table nat (IPv4): it holds rules") {
-				t.Errorf("%s: found %v", chain, e.found)
+			if !e.Compared || len(e.Found) != 1 || !strings.Contains(e.Found.Words(1), "chain "+chain+" of table nat (IPv4): it holds rules") {
+				t.Errorf("%s: found %v", chain, e.Found)
 			}
 			if got := ours(t, e.Kernel); got != want {
 				t.Errorf("%s:\n%s", chain, diffLines(want, got))
@@ -192,7 +192,7 @@ func TestManyNativeChains(t *testing.T) {
 			nstest.Run(t, func() {
 				e := realEngine(t, xtables.NFT, plan.IPv4)
 				p := plantest.Large(30, 3)
-				if err := e.sync(context.Background(), p, plan.Everything()); err != nil {
+				if err := e.Sync(context.Background(), p, plan.Everything()); err != nil {
 					t.Fatal(err)
 				}
 				sh(t, strings.Join(commands, "\n"))
@@ -202,7 +202,7 @@ func TestManyNativeChains(t *testing.T) {
 				e.Kernel = k
 				for _, want := range []bool{true, false} {
 					k.writes = nil
-					if err := e.sync(context.Background(), p, plan.Everything()); err != nil {
+					if err := e.Sync(context.Background(), p, plan.Everything()); err != nil {
 						t.Fatal(err)
 					}
 					if len(k.writes) > 0 != want {
@@ -244,11 +244,11 @@ table ip filter {
 			e.Kernel = k
 			for i := range 2 {
 				k.writes = nil
-				if err := e.sync(context.Background(), p, plan.Everything()); err != nil {
+				if err := e.Sync(context.Background(), p, plan.Everything()); err != nil {
 					t.Fatal(err)
 				}
-				if i > 0 && (len(k.writes) > 0 || len(e.found) > 0) {
-					t.Errorf("a comparison finds %v and writes %q", e.found, k.writes)
+				if i > 0 && (len(k.writes) > 0 || len(e.Found) > 0) {
+					t.Errorf("a comparison finds %v and writes %q", e.Found, k.writes)
 				}
 			}
 			if got, want := ours(t, e.Kernel), wantText(p, plan.IPv4); got != want {
@@ -289,7 +289,7 @@ func TestFixedBesideNativeRules(t *testing.T) {
 						fixed.Chains[3].Rules = []string{"-j RETURN"}
 					}
 					apply := func(fixed xtables.Desired) int {
-						n, err := x.Apply(context.Background(), fixed)
+						n, err := x.Sync(context.Background(), fixed)
 						if err != nil {
 							t.Error(err)
 						}

@@ -125,7 +125,7 @@ func TestNestingWhileWriting(t *testing.T) {
 	e.options.CompactAbove = 0
 	e.MaxNames = 5
 	for _, p := range []*plan.Plan{few, many, few} {
-		if err := e.sync(t.Context(), p, plan.Everything()); err != nil {
+		if err := e.Sync(t.Context(), p, plan.Everything()); err != nil {
 			t.Fatal(err)
 		}
 		if got, want := textOfKernel(k), textOf(desired(p, plan.IPv4, e.options)); got != want {
@@ -144,7 +144,7 @@ func TestNestedPrograms(t *testing.T) {
 					nstest.Enter(t)
 					e := realEngine(t, v, f)
 					e.options = Options{MasqueradeBit: 14, RandomFully: true}
-					if err := e.sync(t.Context(), p, plan.Everything()); err != nil {
+					if err := e.Sync(t.Context(), p, plan.Everything()); err != nil {
 						t.Fatalf("%.800v", err)
 					}
 					check := func(after string, p *plan.Plan) {
@@ -163,11 +163,11 @@ func TestNestedPrograms(t *testing.T) {
 							gone.Add(sp.Key)
 						}
 					}
-					if err := e.sync(t.Context(), fewer, plan.Only(gone)); err != nil {
+					if err := e.Sync(t.Context(), fewer, plan.Only(gone)); err != nil {
 						t.Fatalf("%.800v", err)
 					}
 					check("most have gone", fewer)
-					if err := e.sync(t.Context(), p, plan.Only(gone)); err != nil {
+					if err := e.Sync(t.Context(), p, plan.Only(gone)); err != nil {
 						t.Fatalf("%.800v", err)
 					}
 					check("they are back", p)

@@ -65,8 +65,8 @@ type refusal struct {
 	again   time.Time // when it may be tried again
 }
 
-// settle notes what a sync of everything found to be refused, and reports it where it is not what it was before.
-func (e *engine) settle(found []plan.Refusal, f *fullSync) {
+// updateRefused notes what a sync of everything found to be refused, and reports it where it is not what it was before.
+func (e *engine) updateRefused(found []plan.Refusal, f *fullSync) {
 	before := e.refused
 	e.refused = make(map[plan.Key]*refusal, len(found))
 	same := len(found) == len(before)
@@ -118,9 +118,9 @@ func (f *fullSync) stillRefused(sp *plan.ServicePort) *refusal {
 	return nil
 }
 
-// refuse makes do without the chains that the kernel does not take. Where all to which dispatchers lead are there already,
+// workAround makes do without the chains that the kernel does not take. Where all to which dispatchers lead are there already,
 // these go on leading to them, and what they were serves on: endpoints of before are better than none.
-func (f *fullSync) refuse(sp *plan.ServicePort, err error) {
+func (f *fullSync) workAround(sp *plan.ServicePort, err error) {
 	f.rewrites = slices.DeleteFunc(f.rewrites, func(other own) bool { return other.sp == sp })
 	frag := f.rules.fragment(sp)
 	missing := func(c xtables.Chain) bool { _, exists := f.actual[names.NAT][c.Name]; return !exists }

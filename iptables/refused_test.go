@@ -39,7 +39,7 @@ func TestRefusedServiceDoesNotStopOthers(t *testing.T) {
 	p := plantest.Large(50, 3) // With fewer endpoints it would have no chain, at whose name it is refused.
 	bad := p.Sorted(plan.IPv4)[23]
 	k.Refuse = ":" + serviceChain(names.PrefixCluster, bad.Key) + " "
-	err := e.sync(context.Background(), p, plan.Everything())
+	err := e.Sync(context.Background(), p, plan.Everything())
 	refusedAlone(t, e, err, bad.Key, false)
 	p.Delete(bad.Key)
 	if got, want := textOfKernel(k), wantText(p, plan.IPv4); got != want {
@@ -49,7 +49,7 @@ func TestRefusedServiceDoesNotStopOthers(t *testing.T) {
 	k.Refuse = ""
 	p.Set(bad)
 	makeDue(e)
-	if err := e.sync(context.Background(), p, plan.Everything()); err != nil || len(e.refused) > 0 {
+	if err := e.Sync(context.Background(), p, plan.Everything()); err != nil || len(e.refused) > 0 {
 		t.Fatalf("%v is refused, %v", e.refused, err)
 	}
 	if got, want := textOfKernel(k), wantText(p, plan.IPv4); got != want {
@@ -63,7 +63,7 @@ func TestRefusedServiceKeepsWhatItHas(t *testing.T) {
 	for _, compactAbove := range []int{0, 12} {
 		sync := func(e *engine, p *plan.Plan) error {
 			e.options.CompactAbove = compactAbove
-			return e.sync(t.Context(), p, plan.Everything())
+			return e.Sync(t.Context(), p, plan.Everything())
 		}
 		fresh := func(p *plan.Plan) string {
 			e, k := fakeEngine(plan.IPv4)
@@ -89,8 +89,8 @@ func TestRefusedServiceKeepsWhatItHas(t *testing.T) {
 		}
 		// A comparison finds all as it is, and does not search again.
 		k.Restores = nil
-		if err := sync(e, p); err != nil || len(k.Restores) > 0 || !e.compared || len(e.found) > 0 {
-			t.Errorf("a comparison: %v, writes %q, finds %v", err, k.Restores, e.found)
+		if err := sync(e, p); err != nil || len(k.Restores) > 0 || !e.Compared || len(e.Found) > 0 {
+			t.Errorf("a comparison: %v, writes %q, finds %v", err, k.Restores, e.Found)
 		}
 		k.Refuse = ""
 		makeDue(e)
@@ -107,14 +107,14 @@ func TestRefusedServiceKeepsWhatItHas(t *testing.T) {
 func TestNothingIsTaken(t *testing.T) {
 	e, k := fakeEngine(plan.IPv4)
 	p := plantest.Large(50, 2)
-	if err := e.sync(t.Context(), p, plan.Everything()); err != nil {
+	if err := e.Sync(t.Context(), p, plan.Everything()); err != nil {
 		t.Fatal(err)
 	}
 	for i := range 50 {
 		p.Set(plantest.LargeService(i, 5000+2*i, 2))
 	}
 	k.Refuse, k.Restores = "COMMIT", nil
-	if err := e.sync(t.Context(), p, plan.Everything()); err == nil || strings.Contains(err.Error(), "Service") || len(k.Restores) > 4 {
+	if err := e.Sync(t.Context(), p, plan.Everything()); err == nil || strings.Contains(err.Error(), "Service") || len(k.Restores) > 4 {
 		t.Errorf("after %d tries: %v", len(k.Restores), err)
 	}
 }
@@ -127,7 +127,7 @@ func TestRefusedEntry(t *testing.T) {
 		p := plantest.Large(50, endpoints)
 		bad := p.Sorted(plan.IPv4)[23]
 		k.Refuse = "-d " + bad.Frontends[0].Addr.String() + "/32 "
-		err := e.sync(t.Context(), p, plan.Everything())
+		err := e.Sync(t.Context(), p, plan.Everything())
 		refusedAlone(t, e, err, bad.Key, false)
 		p.Delete(bad.Key)
 		if got, want := textOfKernel(k), wantText(p, plan.IPv4); got != want {
@@ -136,7 +136,7 @@ func TestRefusedEntry(t *testing.T) {
 		k.Refuse = ""
 		p.Set(bad)
 		makeDue(e)
-		if err := e.sync(t.Context(), p, plan.Everything()); err != nil {
+		if err := e.Sync(t.Context(), p, plan.Everything()); err != nil {
 			t.Fatal(err)
 		}
 		if got, want := textOfKernel(k), wantText(p, plan.IPv4); got != want {
@@ -158,7 +158,7 @@ func TestRefusedWhereReached(t *testing.T) {
 			p.Set(bad)
 			k.RefuseReached = "-d " + bad.Frontends[0].Addr.String() + "/32 "
 			for _, on := range []string{"an empty node", "the others"} {
-				err := e.sync(t.Context(), p, plan.Everything())
+				err := e.Sync(t.Context(), p, plan.Everything())
 				refusedAlone(t, e, err, bad.Key, false)
 				without := plan.New(p.Node, p.Settings)
 				for _, sp := range p.Sorted(plan.IPv4) {
@@ -187,11 +187,11 @@ func TestRefusedChange(t *testing.T) {
 			t.Helper()
 			p.Set(sp)
 			k.Restores = nil
-			if err := e.sync(t.Context(), p, plan.Only(plan.Keys{sp.Key: {}})); err != nil {
+			if err := e.Sync(t.Context(), p, plan.Only(plan.Keys{sp.Key: {}})); err != nil {
 				t.Error(err)
 			}
 		}
-		if err := e.sync(t.Context(), p, plan.Everything()); err != nil {
+		if err := e.Sync(t.Context(), p, plan.Everything()); err != nil {
 			t.Fatal(err)
 		}
 		bad := plantest.LargeService(17, 5000, 3)
@@ -213,15 +213,15 @@ func TestRefusedChange(t *testing.T) {
 		k.Refuse = ""
 		makeDue(e)
 		change(plantest.LargeService(17, 5200, 3))
-		if err := e.sync(t.Context(), p, plan.Everything()); err != nil || !e.compared || len(e.found) > 0 || len(e.refused) > 0 {
-			t.Errorf("%v, found %v, refused %v", err, e.found, e.refused)
+		if err := e.Sync(t.Context(), p, plan.Everything()); err != nil || !e.Compared || len(e.Found) > 0 || len(e.refused) > 0 {
+			t.Errorf("%v, found %v, refused %v", err, e.Found, e.refused)
 		}
 		if len(told) != 2 || len(told[1]) != 0 {
 			t.Errorf("told of %v", told)
 		}
 		fresh, want := fakeEngine(plan.IPv4)
 		fresh.options.CompactAbove = compactAbove
-		if err := fresh.sync(t.Context(), p, plan.Everything()); err != nil {
+		if err := fresh.Sync(t.Context(), p, plan.Everything()); err != nil {
 			t.Fatal(err)
 		}
 		if got, want := textOfKernel(k), textOfKernel(want); got != want {
@@ -240,7 +240,7 @@ func TestMendedByItsOwner(t *testing.T) {
 	bad.Affinity = time.Hour
 	p.Set(&bad)
 	k.Refuse = "-m recent "
-	err := e.sync(t.Context(), p, plan.Everything())
+	err := e.Sync(t.Context(), p, plan.Everything())
 	refusedAlone(t, e, err, bad.Key, false)
 	changed := plan.Keys{}
 	changed.Add(bad.Key)
@@ -249,11 +249,11 @@ func TestMendedByItsOwner(t *testing.T) {
 	more.Affinity = time.Hour
 	p.Set(&more)
 	k.Restores = nil
-	if err := e.sync(t.Context(), p, plan.Only(changed)); err != nil || len(k.Restores) > 0 {
+	if err := e.Sync(t.Context(), p, plan.Only(changed)); err != nil || len(k.Restores) > 0 {
 		t.Errorf("other endpoints: %v, writes %q", err, k.Restores)
 	}
 	p.Set(good)
-	if err := e.sync(t.Context(), p, plan.Only(changed)); err != nil {
+	if err := e.Sync(t.Context(), p, plan.Only(changed)); err != nil {
 		t.Fatal(err)
 	}
 	if got, want := textOfKernel(k), wantText(p, plan.IPv4); got != want {
@@ -302,7 +302,7 @@ func emptiedAfter(t *testing.T, n, before, compactAbove int, does func(*xtablest
 	t.Helper()
 	e, k := fakeEngine(plan.IPv4)
 	e.options.CompactAbove = compactAbove
-	if err := e.sync(t.Context(), plantest.Large(before, 3), plan.Everything()); err != nil {
+	if err := e.Sync(t.Context(), plantest.Large(before, 3), plan.Everything()); err != nil {
 		t.Fatal(err)
 	}
 	changes := 0
@@ -312,7 +312,7 @@ func emptiedAfter(t *testing.T, n, before, compactAbove int, does func(*xtablest
 		}
 	}
 	p := plantest.Large(40, 3)
-	err := e.sync(t.Context(), p, plan.Everything())
+	err := e.Sync(t.Context(), p, plan.Everything())
 	if len(e.refused) > 0 {
 		t.Errorf("after %d changes: %d ServicePorts are taken for refused", n, len(e.refused))
 	}
@@ -320,12 +320,12 @@ func emptiedAfter(t *testing.T, n, before, compactAbove int, does func(*xtablest
 		t.Errorf("after %d changes, the error blames a Service: %v", n, err)
 	}
 	k.Changed = nil
-	if err := e.sync(t.Context(), p, plan.Everything()); err != nil {
+	if err := e.Sync(t.Context(), p, plan.Everything()); err != nil {
 		t.Fatalf("after %d changes: the next sync: %v", n, err)
 	}
 	fresh, want := fakeEngine(plan.IPv4)
 	fresh.options.CompactAbove = compactAbove
-	if err := fresh.sync(t.Context(), p, plan.Everything()); err != nil {
+	if err := fresh.Sync(t.Context(), p, plan.Everything()); err != nil {
 		t.Fatal(err)
 	}
 	if got, want := textOfKernel(k), textOfKernel(want); got != want {

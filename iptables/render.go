@@ -63,6 +63,14 @@ func desired(p *plan.Plan, f plan.Family, o Options) map[names.Table][]xtables.C
 	for _, sp := range p.Sorted(f) {
 		own = append(own, r.enter(sp)...)
 	}
+	out := r.builtin()
+	r.fixed(func(c xtables.Chain) { out[c.Table] = append(out[c.Table], c) })
+	out[names.NAT] = append(out[names.NAT], own...)
+	return out
+}
+
+// builtin lists the built-in chains of each table, with our rules in them, and kubelet's chain if it gets a rule of ours.
+func (r *rules) builtin() map[names.Table][]xtables.Chain {
 	out := map[names.Table][]xtables.Chain{}
 	for _, j := range jumps(r.localnet()) {
 		i := slices.IndexFunc(out[j.Table], func(c xtables.Chain) bool { return c.Name == j.From })
@@ -76,7 +84,5 @@ func desired(p *plan.Plan, f plan.Family, o Options) map[names.Table][]xtables.C
 	if r.localnet() {
 		out[names.Filter] = append(out[names.Filter], xtables.Chain{Table: names.Filter, Name: names.KubeletFirewall, Rules: []string{localnetGuard()}})
 	}
-	r.fixed(func(c xtables.Chain) { out[c.Table] = append(out[c.Table], c) })
-	out[names.NAT] = append(out[names.NAT], own...)
 	return out
 }

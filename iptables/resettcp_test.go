@@ -29,7 +29,7 @@ func TestRefusalByReset(t *testing.T) {
 			for _, v := range []xtables.Variant{xtables.NFT, xtables.Legacy} {
 				nstest.Run(t, func() {
 					e := realEngine(t, v, plan.IPv4)
-					if err := e.sync(context.Background(), p, plan.Everything()); err != nil {
+					if err := e.Sync(context.Background(), p, plan.Everything()); err != nil {
 						t.Error(err)
 						return
 					}

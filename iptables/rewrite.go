@@ -122,8 +122,8 @@ func (f *fullSync) fixedTodo() []xtables.Change {
 // dispatchInSteps writes the chains that are not a ServicePort's own, those that others lead to first.
 func (f *fullSync) dispatchInSteps(todo []xtables.Change) error {
 	// The roots come after the trees below them: until they are written, the trees that were there before are whole. What the
-	// base chains lose only then, such as a rule that masquerades for all Services, the former trees relied on.
-	slices.SortStableFunc(todo, func(a, b xtables.Change) int { return turn(a.Chain) - turn(b.Chain) })
+	// common chains lose only then, such as a rule that masquerades for all Services, the former trees relied on.
+	slices.SortStableFunc(todo, func(a, b xtables.Change) int { return writeOrder(a.Chain) - writeOrder(b.Chain) })
 	if f.MaxNames == 0 || !f.nestsTooDeep(todo) {
 		return f.writeInSteps(todo)
 	}
@@ -160,8 +160,8 @@ func (f *fullSync) writeInSteps(todo []xtables.Change) error {
 // fixedName reports whether a chain is there whatever the Services: one that does not belong to a tree.
 func fixedName(name string) bool { return !names.OfService(name) || name == names.ExternalNodePorts }
 
-// turn is when dispatchInSteps writes a chain: those of trees first, then the dispatchers' own, then the base chains.
-func turn(name string) int {
+// writeOrder says when dispatchInSteps writes a chain: those of trees first, then the dispatchers' own, then the common chains.
+func writeOrder(name string) int {
 	switch {
 	case !fixedName(name):
 		return 0

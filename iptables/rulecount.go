@@ -42,19 +42,21 @@ func (c *ruleCounts) failed(f plan.Family) {
 	}
 }
 
-// wrote counts the rules in an input of iptables-restore.
-func (c *ruleCounts) wrote(text string) {
-	if c.observer == nil {
-		return
-	}
+// wrote counts the rules in an input of iptables-restore, and returns how many chains it writes or removes, and how many rules.
+func (c *ruleCounts) wrote(text string) (chains, rules int) {
 	var in names.Table
 	for line := range strings.Lines(text) {
 		if name, ok := strings.CutPrefix(line, "*"); ok {
 			in = names.Table(strings.TrimSuffix(name, "\n"))
 		} else if strings.HasPrefix(line, "-A ") {
-			c.written[in]++
+			if rules++; c.observer != nil {
+				c.written[in]++
+			}
+		} else if strings.HasPrefix(line, ":") || strings.HasPrefix(line, "-X ") {
+			chains++
 		}
 	}
+	return chains, rules
 }
 
 func (c *ruleCounts) report(f plan.Family) {

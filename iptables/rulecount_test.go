@@ -54,7 +54,7 @@ func TestRuleCounts(t *testing.T) {
 	p := plantest.Large(400, 2)
 	check := func(what string, change plan.Change, nat, filter int) {
 		t.Helper()
-		if err := e.sync(context.Background(), p, change); err != nil {
+		if err := e.Sync(context.Background(), p, change); err != nil {
 			t.Fatal(err)
 		}
 		if want := ruleTotals(k); fmt.Sprint(o.total) != fmt.Sprint(want) {
@@ -88,7 +88,7 @@ func TestRestoreFailuresAreTold(t *testing.T) {
 	p := plantest.Large(8, 3) // With fewer endpoints it would have no chain, at whose name it is refused.
 	bad := p.Sorted(plan.IPv4)[3]
 	k.Refuse = ":" + serviceChain(names.PrefixCluster, bad.Key) + " "
-	refusedAlone(t, e, e.sync(context.Background(), p, plan.Everything()), bad.Key, false)
+	refusedAlone(t, e, e.Sync(context.Background(), p, plan.Everything()), bad.Key, false)
 	refused := 0
 	for _, text := range k.Restores {
 		if strings.Contains(text, k.Refuse) {
@@ -103,13 +103,13 @@ func TestRestoreFailuresAreTold(t *testing.T) {
 	}
 	k.Refuse = ""
 	makeDue(e)
-	if err := e.sync(context.Background(), p, plan.Everything()); err != nil {
+	if err := e.Sync(context.Background(), p, plan.Everything()); err != nil {
 		t.Fatal(err)
 	}
 	o.failed = nil
 	k.Refuse = "COMMIT"
 	p.Set(plantest.LargeService(3, 5000, 2))
-	if err := e.sync(context.Background(), p, plan.Only(plan.Keys{bad.Key: {}})); err == nil {
+	if err := e.Sync(context.Background(), p, plan.Only(plan.Keys{bad.Key: {}})); err == nil {
 		t.Fatal("a refused change is no error")
 	}
 	if len(o.failed) < 2 || !o.failed[0] || slices.Contains(o.failed[1:], true) {
@@ -127,11 +127,11 @@ func TestFixedRestoreFailure(t *testing.T) {
 			failed++
 		}
 	}}}
-	if _, err := x.Apply(context.Background(), testFixed()); err == nil || failed != 1 {
+	if _, err := x.Sync(context.Background(), testFixed()); err == nil || failed != 1 {
 		t.Errorf("%v; %d failures were reported", err, failed)
 	}
 	k.Refuse = ""
-	if _, err := x.Apply(context.Background(), testFixed()); err != nil || failed != 1 {
+	if _, err := x.Sync(context.Background(), testFixed()); err != nil || failed != 1 {
 		t.Errorf("%v; %d failures were reported", err, failed)
 	}
 }
@@ -143,7 +143,7 @@ func TestFailedJumpIsTold(t *testing.T) {
 	o := observe(e)
 	p := plantest.Large(8, 2)
 	k.Locked = "-I FORWARD 1 "
-	if err := e.sync(t.Context(), p, plan.Everything()); err != nil || !slices.Equal(o.failed, []bool{false}) {
+	if err := e.Sync(t.Context(), p, plan.Everything()); err != nil || !slices.Equal(o.failed, []bool{false}) {
 		t.Errorf("while the lock is held: %v; told of failures %v", err, o.failed)
 	}
 	if got, want := textOfKernel(k), wantText(p, plan.IPv4); got != want {
@@ -152,7 +152,7 @@ func TestFailedJumpIsTold(t *testing.T) {
 	e, k = fakeEngine(plan.IPv4)
 	o = observe(e)
 	k.Refuse = "-I FORWARD 1 "
-	err := e.sync(t.Context(), p, plan.Everything())
+	err := e.Sync(t.Context(), p, plan.Everything())
 	if err == nil || !strings.Contains(err.Error(), "leading chain FORWARD of table filter to ") ||
 		!slices.Equal(o.failed, []bool{false}) {
 		t.Errorf("refused: %v; told of failures %v", err, o.failed)

@@ -5,7 +5,7 @@ import (
 	"net/netip"
 	"slices"
 
-	"nodeproxy/iptables/base"
+	"nodeproxy/iptables/common"
 	"nodeproxy/kernel/names"
 	"nodeproxy/kernel/xtables"
 	"nodeproxy/plan"
@@ -111,9 +111,9 @@ func (r *rules) outgrown(p *plan.Plan, changed plan.Keys) bool {
 	return r.options.compact(r.endpoints) != r.compact || r.byRange() != (len(r.ranges) > 0)
 }
 
-// form is what the base chains depend on beside the options.
-func (r *rules) form() base.Form {
-	f := base.Form{Hairpin: r.compact, ClusterIPs: r.ranges}
+// form is what the common chains depend on beside the options.
+func (r *rules) form() common.Form {
+	f := common.Form{Hairpin: r.compact, ClusterIPs: r.ranges}
 	if d := r.settings.DetectLocal; !r.settings.MasqueradeAll && len(r.ranges) > 0 {
 		f.Pods = d.CIDR(r.family)
 	}
@@ -149,7 +149,7 @@ func (r *rules) dispatcher(id dispatcherID, t *tries) *dispatch {
 	refusals := t[filterExternal] != nil || t[filterExternalNodePorts] != nil
 	switch {
 	case id == natServices:
-		d.tail = append(r.localhostNodePorts(), base.ToNodePorts(&r.settings, &r.node, r.family,
+		d.tail = append(r.localhostNodePorts(), common.ToNodePorts(&r.settings, &r.node, r.family,
 			"kubernetes service nodeports; NOTE: this must be the last rule in this chain", names.NodePorts)...)
 	case id == filterServices && refusals:
 		// KUBE-EXTERNAL-SERVICES is not called from OUTPUT, where this chain is.
@@ -157,7 +157,7 @@ func (r *rules) dispatcher(id dispatcherID, t *tries) *dispatch {
 	case id == filterExternal && refusals:
 		d.head = []string{translated()}
 		if t[filterExternalNodePorts] != nil {
-			d.tail = base.ToNodePorts(&r.settings, &r.node, r.family, "kubernetes service nodeports", names.ExternalNodePorts)
+			d.tail = common.ToNodePorts(&r.settings, &r.node, r.family, "kubernetes service nodeports", names.ExternalNodePorts)
 		}
 	case id == filterFirewall && d.root != nil:
 		d.head = []string{translated()}
@@ -205,13 +205,18 @@ var dispatcherOrder = [dispatchers]dispatcherID{
 
 // fixed calls emit for every chain that is not a ServicePort's own, those that others lead to first.
 func (r *rules) fixed(emit func(xtables.Chain)) {
-	for _, c := range base.Chains(r.options.base(), r.family, r.form()) {
+	for _, c := range r.common() {
 		emit(r.kept.around(c))
 	}
 	for _, id := range dispatcherOrder {
 		d := r.dispatcher(id, &r.tries)
 		d.chains(emit)
 	}
+}
+
+// common are the chains that depend on no frontend.
+func (r *rules) common() []xtables.Chain {
+	return common.Chains(r.options.common(), r.family, r.form())
 }
 
 // update makes the rules those of p in what changed, and returns the steps that bring the kernel there, in order.

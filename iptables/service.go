@@ -7,7 +7,7 @@ import (
 	"strings"
 	"time"
 
-	"nodeproxy/iptables/base"
+	"nodeproxy/iptables/common"
 	"nodeproxy/kernel/names"
 	"nodeproxy/kernel/xtables"
 	"nodeproxy/plan"
@@ -46,6 +46,13 @@ func (r *rules) fragment(sp *plan.ServicePort) fragment {
 	if sp == nil {
 		return fragment{}
 	}
+	b := r.entries(sp)
+	b.chains()
+	return b.out
+}
+
+// entries returns the builder of a ServicePort, which has made the entries in dispatchers.
+func (r *rules) entries(sp *plan.ServicePort) *builder {
 	b := r.builder(sp)
 	// Affinity needs the chains: an endpoint's chain remembers the client.
 	b.direct = r.compact && sp.Affinity == 0
@@ -62,8 +69,14 @@ func (r *rules) fragment(sp *plan.ServicePort) fragment {
 			b.entry(filterNodePorts, f, r.Jump("ACCEPT"))
 		}
 	}
+	return b
+}
+
+// chains makes the chains of the ServicePort's own.
+func (b *builder) chains() {
+	sp := b.sp
 	if !sp.Any || b.inline {
-		return b.out
+		return
 	}
 	if b.limited() {
 		b.firewallChain()
@@ -78,7 +91,6 @@ func (r *rules) fragment(sp *plan.ServicePort) fragment {
 			b.endpointChain(ep)
 		}
 	}
-	return b.out
 }
 
 func (r *rules) builder(sp *plan.ServicePort) *builder {
@@ -241,7 +253,7 @@ func (b *builder) fromPods() *xtables.Rule {
 	case d.ByCIDR():
 		return xtables.NewRule().Src(d.CIDR(b.sp.Key.Family))
 	}
-	return xtables.NewRule().Word(base.PodInterface(d)...)
+	return xtables.NewRule().Word(common.PodInterface(d)...)
 }
 
 // masqueradeClusterIP is the rule that masquerades traffic to the cluster IP, if any: all of it where so configured, else
@@ -273,7 +285,7 @@ func (b *builder) masquerade(f plan.Frontend, sole bool) string {
 		r.DstIP(f.Addr)
 	}
 	if !b.settings.MasqueradeAll && !d.ByCIDR() {
-		r.Word("!").Word(base.PodInterface(d)...)
+		r.Word("!").Word(common.PodInterface(d)...)
 	}
 	if sole {
 		return r.Jump(names.MarkMasq)

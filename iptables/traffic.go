@@ -47,7 +47,7 @@ type counterTable struct {
 // Traffic returns a reader of the backend's counters. It may be used beside Sync. Update gives it the plan.
 func (b *Backend) Traffic() *TrafficReader {
 	var tables []counterTable
-	for _, e := range b.engines {
+	for _, e := range b.Engines {
 		if t, ok := e.Kernel.(*xtables.Program); ok {
 			tables = append(tables, counterTable{e.family, t.SaveCounters})
 		}

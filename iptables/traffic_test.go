@@ -13,6 +13,7 @@ import (
 
 	"github.com/vishvananda/netlink"
 
+	"nodeproxy/backend"
 	"nodeproxy/internal/nstest"
 	"nodeproxy/kernel/names"
 	"nodeproxy/kernel/xtables"
@@ -90,14 +91,14 @@ func connectAndCount(t *testing.T, v xtables.Variant) {
 	defer listener.Close()
 	// Backend.Sync would do its work on other threads, which are in other namespaces.
 	e := realEngine(t, v, plan.IPv4)
-	b := &Backend{engines: []*engine{e}}
+	b := &Backend{PerFamily: backend.PerFamily[*engine]{Engines: []*engine{e}}}
 	if n, err := b.InvalidDropped(); n != 0 || err != nil {
 		t.Errorf("before the first sync: %d packets dropped, %v", n, err)
 	}
 	p := trafficPlan("192.0.2.7:8080")
 	r := b.Traffic()
 	r.Update(p, plan.Everything())
-	if err := e.sync(context.Background(), p, plan.Everything()); err != nil {
+	if err := e.Sync(context.Background(), p, plan.Everything()); err != nil {
 		t.Error(err)
 		return
 	}
@@ -128,7 +129,7 @@ func connectAndCount(t *testing.T, v xtables.Variant) {
 	after.Frontends = after.Frontends[:3]
 	p.Set(&after)
 	r.Update(p, plan.Only(plan.Keys{trafficKey: {}}))
-	if err := e.sync(context.Background(), p, plan.Only(plan.Keys{trafficKey: {}})); err != nil {
+	if err := e.Sync(context.Background(), p, plan.Only(plan.Keys{trafficKey: {}})); err != nil {
 		t.Error(err)
 	}
 	check("after a rule went")
@@ -196,11 +197,11 @@ func BenchmarkTraffic(b *testing.B) {
 			nstest.Run(b, func() {
 				p := plantest.Large(10000, 2)
 				e := realEngine(b, v, plan.IPv4)
-				if err := e.sync(context.Background(), p, plan.Everything()); err != nil {
+				if err := e.Sync(context.Background(), p, plan.Everything()); err != nil {
 					b.Error(err)
 					return
 				}
-				backend := &Backend{engines: []*engine{e}}
+				backend := &Backend{PerFamily: backend.PerFamily[*engine]{Engines: []*engine{e}}}
 				r := backend.Traffic()
 				r.Update(p, plan.Everything())
 				for b.Loop() {

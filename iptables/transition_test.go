@@ -51,7 +51,7 @@ func TestTransitions(t *testing.T) {
 		queue := portion.New(rapid.SampledFrom([]int{0, 1, 5}).Draw(t, "most at once"))
 		program := func(p *plan.Plan, change plan.Change) {
 			p, change = queue.Next(p, change)
-			if err := e.sync(context.Background(), p, change); err != nil {
+			if err := e.Sync(context.Background(), p, change); err != nil {
 				t.Fatal(err)
 			}
 		}
@@ -109,7 +109,7 @@ func TestInternalPolicyOfMany(t *testing.T) {
 	for before, after := range other {
 		e, k := fakeEngine(plan.IPv4)
 		e.MaxNames = xtables.MaxNames
-		if err := e.sync(t.Context(), planOf(before), plan.Everything()); err != nil {
+		if err := e.Sync(t.Context(), planOf(before), plan.Everything()); err != nil {
 			t.Fatal(err)
 		}
 		next := planOf(after)
@@ -135,7 +135,7 @@ func TestInternalPolicyOfMany(t *testing.T) {
 			states++
 		}
 		k.Restores = nil
-		if err := e.sync(t.Context(), next, plan.Everything()); err != nil {
+		if err := e.Sync(t.Context(), next, plan.Everything()); err != nil {
 			t.Fatal(err)
 		}
 		if states < 3 {

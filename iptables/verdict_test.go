@@ -93,7 +93,7 @@ func TestRenderPassesMasqueraded(t *testing.T) {
 					}
 					forwarded++
 					if o.Action != packetsim.Accept {
-						t.Fatalf("%s: %s by\n%s", pkt, o, strings.Join(o.Rules, "\n"))
+						t.Fatalf("%s: %s by\n%s", pkt, o, strings.Join(o.Rules(), "\n"))
 					}
 				}
 			}
@@ -125,7 +125,7 @@ func TestRenderAffinity(t *testing.T) {
 				}
 				node := packetsim.Node{Local: c.Local}
 				o := rapid.SampledFrom(trace(t, rules, pkt, node)).Draw(t, "endpoint")
-				list := recentSet.FindStringSubmatch(strings.Join(o.Rules, "\n"))
+				list := recentSet.FindStringSubmatch(strings.Join(o.Rules(), "\n"))
 				if asked := c.Plan.Services[v.ServicePort].Affinity > 0; asked != (list != nil) {
 					t.Fatalf("%s: affinity is %t, and its list is %q", pkt, asked, list)
 				}

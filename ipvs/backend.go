@@ -9,7 +9,6 @@ package ipvs
 import (
 	"cmp"
 	"context"
-	"errors"
 	"fmt"
 	"log/slog"
 	"net/netip"
@@ -18,6 +17,7 @@ import (
 	"sync"
 	"time"
 
+	"nodeproxy/backend"
 	"nodeproxy/ipvs/nftrules"
 	"nodeproxy/kernel/conntrack"
 	"nodeproxy/kernel/drift"
@@ -28,9 +28,6 @@ import (
 	"nodeproxy/kernel/xtables"
 	"nodeproxy/plan"
 )
-
-// DefaultGracePeriod is how long connections are left to a real server whose endpoint is no longer listed.
-const DefaultGracePeriod = 5 * time.Minute
 
 // drainInterval is the interval at which draining real servers are checked.
 const drainInterval = time.Second
@@ -48,8 +45,8 @@ type Config struct {
 	StrictARP bool
 	// How long IPVS remembers an idle connection; zero leaves the kernel's setting unchanged.
 	TCPTimeout, TCPFinTimeout, UDPTimeout time.Duration
-	// GracePeriod is like DefaultGracePeriod, the value for zero. It does not include the pod's own termination: as long as an
-	// EndpointSlice lists an endpoint, its connections are left to it.
+	// GracePeriod is how long connections are left to a real server whose endpoint is no longer listed. It does not include the pod's
+	// own termination: as long as an EndpointSlice lists an endpoint, its connections are left to it.
 	GracePeriod time.Duration
 	// SysctlDir is where kernel settings are written; empty for /proc/sys.
 	SysctlDir string
@@ -69,13 +66,12 @@ type Config struct {
 
 // Backend keeps virtual servers and their other objects equal to a plan. Sync is not safe for concurrent use.
 type Backend struct {
+	backend.PerFamily[*engine]
 	cfg     Config
 	servers *ipvs.Servers
 	node    *node
 	device  *host.Device
-	engines []*engine
 	tables  []*xtables.Tables
-	took    map[plan.Family]time.Duration // of the last Sync
 
 	settings sync.Mutex // held while sysctls is used
 	sysctls  sysctlKeeper
@@ -84,14 +80,12 @@ type Backend struct {
 // New finds out what the node supports, and sets the sysctls that IPVS needs. An error names what is missing and what to do about
 // it; nothing has been programmed then.
 func New(cfg Config) (*Backend, error) {
-	if cfg.GracePeriod == 0 {
-		cfg.GracePeriod = DefaultGracePeriod
-	}
 	n, err := find(&cfg)
 	if err != nil {
 		return nil, fmt.Errorf("mode ipvs can't work here: %w", err)
 	}
 	b := &Backend{cfg: cfg, servers: n.servers, node: n}
+	b.Compared, b.Shared = cfg.Compared, b.repairSysctls // The engines wait for each other: both need the kernel's lock on IPVS.
 	if err := b.open(n); err != nil {
 		n.close()
 		if b.device != nil {
@@ -164,7 +158,7 @@ func (b *Backend) open(n *node) error {
 	}
 	for _, f := range b.cfg.Families {
 		if t := n.tables[f]; t != nil {
-			b.engines = append(b.engines, b.engine(f, t, n, d))
+			b.Engines = append(b.Engines, b.engine(f, t, n, d))
 		}
 	}
 	return nil
@@ -179,7 +173,7 @@ func (b *Backend) engine(f plan.Family, t *xtables.Tables, n *node, d *host.Devi
 			" their own", "family", f, "error", nftrules.ErrNoPorts)
 	}
 	e := &engine{
-		family: f, options: options, onRefused: b.cfg.Refused, exclude: b.cfg.ExcludeCIDRs, grace: b.cfg.GracePeriod, log: b.cfg.Log,
+		family: f, options: options, known: options, onRefused: b.cfg.Refused, exclude: b.cfg.ExcludeCIDRs, grace: b.cfg.GracePeriod, log: b.cfg.Log,
 		machine: machine{servers: b.servers, sets: n.sets, device: d, tables: t,
 			host: hostAddresses},
 	}
@@ -192,7 +186,7 @@ func (b *Backend) engine(f plan.Family, t *xtables.Tables, n *node, d *host.Devi
 		b.cfg.Log.Warn("marks that lead packets to virtual servers are not guarded: node ports do not work beside a network policy"+
 			" that uses marks too", "family", f, "error", nft.ErrAbsent)
 	}
-	t.Found, t.NativeRules = &e.found, b.cfg.NativeRules
+	t.Found, t.NativeRules = &e.Found, b.cfg.NativeRules
 	t.Ran = func(_ string, err error) {
 		if err != nil && b.cfg.RestoreFailed != nil {
 			b.cfg.RestoreFailed(f)
@@ -209,48 +203,15 @@ func (b *Backend) Close() error {
 	return b.device.Close()
 }
 
-// Families returns the families that the backend programs.
-func (b *Backend) Families() []plan.Family {
-	var out []plan.Family
-	for _, e := range b.engines {
-		out = append(out, e.family)
+// repairSysctls restores the sysctls in a full sync, and returns those that had changed.
+func (b *Backend) repairSysctls(change plan.Change) drift.Found {
+	if !change.All() {
+		return nil
 	}
-	return out
+	b.settings.Lock()
+	defer b.settings.Unlock()
+	return b.sysctls.repair()
 }
-
-// Sync implements proxier.Backend.
-func (b *Backend) Sync(ctx context.Context, p *plan.Plan, change plan.Change) error {
-	begin := time.Now()
-	var errs []error
-	b.took = map[plan.Family]time.Duration{}
-	for _, e := range b.engines { // One after the other: both need the kernel's lock on IPVS.
-		family := time.Now()
-		errs = append(errs, e.sync(ctx, p, change))
-		b.took[e.family] = time.Since(family)
-	}
-	err := errors.Join(errs...)
-	r, known := drift.Report{Err: err}, false
-	if change.All() {
-		b.settings.Lock()
-		r.Found = b.sysctls.repair()
-		b.settings.Unlock()
-	}
-	r.Took = time.Since(begin)
-	for _, e := range b.engines {
-		if e.compared {
-			known = true
-			r.Found = append(r.Found, e.found...)
-		}
-		e.found = nil // It may be large.
-	}
-	if known && b.cfg.Compared != nil {
-		b.cfg.Compared(r)
-	}
-	return err
-}
-
-// Took returns how long the last Sync took for each family. It may be called between two of them.
-func (b *Backend) Took() map[plan.Family]time.Duration { return b.took }
 
 // others selects the addresses of this node that are not those of Services.
 var others = host.Filter{Except: []string{names.Device}}
@@ -282,7 +243,7 @@ func (b *Backend) Run(ctx context.Context, changed func()) error {
 	wg.Go(func() {
 		watch <- others.Watch(ctx, quiet, func() {
 			again := false
-			for _, e := range b.engines {
+			for _, e := range b.Engines {
 				again = e.follow() || again
 			}
 			if again {
@@ -301,7 +262,7 @@ func (b *Backend) Run(ctx context.Context, changed func()) error {
 				return fmt.Errorf("watching the node's addresses: %w", err)
 			}
 		case now := <-ticks.C:
-			for _, e := range b.engines {
+			for _, e := range b.Engines {
 				if err := e.drain(now); err != nil {
 					b.cfg.Log.Warn("draining real servers could not be removed; everything is compared again", "error", err)
 					changed()

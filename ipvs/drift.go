@@ -15,7 +15,7 @@ import (
 
 // differs records a difference that the name of the object describes completely.
 func (e *engine) differs(k drift.Kind, s drift.State, format string, args ...any) {
-	e.found = append(e.found, drift.Difference{Kind: k, State: s, Object: fmt.Sprintf(format, args...)})
+	e.Found = append(e.Found, drift.Difference{Kind: k, State: s, Object: fmt.Sprintf(format, args...)})
 }
 
 // compare records the differences between two maps of one kind of object: what is missing, what is unexpected, and, by changed unless
@@ -50,7 +50,7 @@ func (e *engine) differences(before *actual) {
 	compare(e, drift.VirtualServer, before.servers, e.actual.servers, compareServers, ipvs.ServerID.String,
 		func(id ipvs.ServerID, was, is *actualServer) {
 			if is.Server != was.Server {
-				e.found = append(e.found, drift.Difference{Kind: drift.VirtualServer, State: drift.Changed, Object: id.String(),
+				e.Found = append(e.Found, drift.Difference{Kind: drift.VirtualServer, State: drift.Changed, Object: id.String(),
 					Want: serverOptions(was.Server), Have: serverOptions(is.Server)})
 			}
 			e.realServerDifferences(id, was, is)
@@ -59,7 +59,7 @@ func (e *engine) differences(before *actual) {
 	compare(e, drift.SetElement, before.members, e.actual.members, nil, e.memberName, func(m member, was, is shared) {
 		if is.mark != was.mark || is.mask != was.mask {
 			set := setOf(m.set, e.family)
-			e.found = append(e.found, drift.Difference{Kind: drift.SetElement, State: drift.Changed, Object: e.memberName(m),
+			e.Found = append(e.Found, drift.Difference{Kind: drift.SetElement, State: drift.Changed, Object: e.memberName(m),
 				Want: m.marked(was).Text(set), Have: m.marked(is).Text(set)})
 		}
 	})
@@ -72,7 +72,7 @@ func (e *engine) realServerDifferences(id ipvs.ServerID, was, is *actualServer) 
 	compare(e, drift.RealServer, was.realServers, is.realServers, netip.AddrPort.Compare, name,
 		func(addr netip.AddrPort, was, is *actualRealServer) {
 			if is.weight != was.weight {
-				e.found = append(e.found, drift.Difference{Kind: drift.RealServer, State: drift.Changed, Object: name(addr),
+				e.Found = append(e.Found, drift.Difference{Kind: drift.RealServer, State: drift.Changed, Object: name(addr),
 					Aspect: "weight", Want: fmt.Sprint(was.weight), Have: fmt.Sprint(is.weight)})
 			}
 		})
@@ -93,7 +93,7 @@ func (m member) marked(s shared) ipset.Entry {
 func (e *engine) routeDifferences(have map[netip.Prefix]netip.Addr) {
 	compare(e, drift.Route, e.routed, have, netip.Prefix.Compare, onDevice, func(r netip.Prefix, was, is netip.Addr) {
 		if is != was {
-			e.found = append(e.found, drift.Difference{Kind: drift.Route, State: drift.Changed, Object: onDevice(r),
+			e.Found = append(e.Found, drift.Difference{Kind: drift.Route, State: drift.Changed, Object: onDevice(r),
 				Aspect: "source", Want: was.String(), Have: is.String()})
 		}
 	})

@@ -25,11 +25,11 @@ func TestDriftWithPendingChanges(t *testing.T) {
 		e, k := fakeEngine(f, testOptions)
 		plans := rapid.SliceOfN(plantest.Plans(), 2, 4).Draw(t, "plans")
 		for i, p := range plans {
-			if err := e.sync(context.Background(), p, plan.Everything()); err != nil {
+			if err := e.Sync(context.Background(), p, plan.Everything()); err != nil {
 				t.Fatal(err)
 			}
-			if e.compared != (i > 0) || len(e.found) > 0 {
-				t.Fatalf("step %d: compared %t, found %s", i, e.compared, e.found.Words(5))
+			if e.Compared != (i > 0) || len(e.Found) > 0 {
+				t.Fatalf("step %d: compared %t, found %s", i, e.Compared, e.Found.Words(5))
 			}
 			if rapid.Bool().Draw(t, "drain") {
 				if err := e.drain(time.Now()); err != nil {
@@ -44,12 +44,12 @@ func TestDriftWithPendingChanges(t *testing.T) {
 		if gone.IsValid() {
 			delete(k.addresses, gone)
 		}
-		if err := e.sync(context.Background(), plans[0], plan.Everything()); err != nil {
+		if err := e.Sync(context.Background(), plans[0], plan.Everything()); err != nil {
 			t.Fatal(err)
 		}
-		if !gone.IsValid() && len(e.found) > 0 || gone.IsValid() && (len(e.found) != 1 || e.found[0].Kind != drift.Address ||
-			!strings.Contains(e.found.Words(1), gone.String())) {
-			t.Fatalf("address %s was removed: found %s", gone, e.found.Words(5))
+		if !gone.IsValid() && len(e.Found) > 0 || gone.IsValid() && (len(e.Found) != 1 || e.Found[0].Kind != drift.Address ||
+			!strings.Contains(e.Found.Words(1), gone.String())) {
+			t.Fatalf("address %s was removed: found %s", gone, e.Found.Words(5))
 		}
 	})
 }
@@ -59,7 +59,7 @@ func TestDifferenceValues(t *testing.T) {
 	t.Parallel()
 	e, k := fakeEngine(plan.IPv4, testOptions)
 	p := large(1)
-	must(t, e.sync(context.Background(), p, plan.Everything()))
+	must(t, e.Sync(context.Background(), p, plan.Everything()))
 	id := ipvs.ServerID{}
 	for id = range k.virtual {
 		break
@@ -69,14 +69,14 @@ func TestDifferenceValues(t *testing.T) {
 	server.Scheduler, server.Persistence = "sh", time.Hour
 	endpoint := p.Sorted(plan.IPv4)[0].Endpoints.Cluster[0].Addr
 	server.RealServers[endpoint] = ipvs.ActualRealServer{RealServer: ipvs.RealServer{Addr: endpoint, Weight: 7}}
-	must(t, e.sync(context.Background(), p, plan.Everything()))
+	must(t, e.Sync(context.Background(), p, plan.Everything()))
 	want := drift.Found{
 		{Kind: drift.VirtualServer, State: drift.Changed, Object: id.String(), Want: was, Have: "-s sh -p 3600"},
 		{Kind: drift.RealServer, State: drift.Changed, Object: endpoint.String() + " of virtual server " + id.String(), Aspect: "weight",
 			Want: "1", Have: "7"},
 	}
-	if !slices.Equal(e.found, want) {
-		t.Errorf("found %#v\nwant  %#v", e.found, want)
+	if !slices.Equal(e.Found, want) {
+		t.Errorf("found %#v\nwant  %#v", e.Found, want)
 	}
 }
 
@@ -85,15 +85,15 @@ func TestNothingIsKnownAfterAnError(t *testing.T) {
 	t.Parallel()
 	e, k := fakeEngine(plan.IPv4, testOptions)
 	p := large(3)
-	must(t, e.sync(context.Background(), p, plan.Everything()))
+	must(t, e.Sync(context.Background(), p, plan.Everything()))
 	k.addresses = map[netip.Addr]struct{}{}
 	k.fail = "rules"
-	if err := e.sync(context.Background(), p, plan.Everything()); err == nil {
+	if err := e.Sync(context.Background(), p, plan.Everything()); err == nil {
 		t.Fatal("the kernel refused the rules, and there was no error")
 	}
 	k.fail = ""
-	must(t, e.sync(context.Background(), p, plan.Everything()))
-	if e.compared {
+	must(t, e.Sync(context.Background(), p, plan.Everything()))
+	if e.Compared {
 		t.Error("it compared with what it did not know")
 	}
 }
@@ -105,10 +105,10 @@ func TestComparisonKeepsGracePeriod(t *testing.T) {
 	p := large(1)
 	key := p.Sorted(plan.IPv4)[0].Key
 	old := p.Services[key].Endpoints.Cluster[1].Addr
-	must(t, e.sync(context.Background(), p, plan.Everything()))
+	must(t, e.Sync(context.Background(), p, plan.Everything()))
 	k.connections[old] = 3
 	gone, changed := replaced(p, key, "10.250.0.1:8080")
-	must(t, e.sync(context.Background(), gone, plan.Only(changed)))
+	must(t, e.Sync(context.Background(), gone, plan.Only(changed)))
 	var since time.Time
 	for id := range e.actual.servers {
 		if d := e.actual.realServer(id, old); d != nil {
@@ -116,7 +116,7 @@ func TestComparisonKeepsGracePeriod(t *testing.T) {
 			since = d.since
 		}
 	}
-	must(t, e.sync(context.Background(), gone, plan.Everything()))
+	must(t, e.Sync(context.Background(), gone, plan.Everything()))
 	for id := range e.actual.servers {
 		if d := e.actual.realServer(id, old); d != nil && !d.since.Equal(since) {
 			t.Errorf("it drains since %v, want since %v", d.since, since)
@@ -125,7 +125,7 @@ func TestComparisonKeepsGracePeriod(t *testing.T) {
 	if since.IsZero() {
 		t.Fatal("nothing drains")
 	}
-	must(t, e.drain(time.Now().Add(DefaultGracePeriod-30*time.Second)))
+	must(t, e.drain(time.Now().Add(testGrace-30*time.Second)))
 	if strings.Contains(k.text(), old.String()) {
 		t.Error("it still drains after the grace period")
 	}

@@ -11,6 +11,7 @@ import (
 	"sync"
 	"time"
 
+	"nodeproxy/backend"
 	"nodeproxy/kernel/drift"
 	"nodeproxy/kernel/ipset"
 	"nodeproxy/kernel/ipvs"
@@ -22,6 +23,7 @@ import (
 type engine struct {
 	family  plan.Family
 	options Options
+	known   Options // those that do not change: all but Host
 	machine machine
 	exclude []netip.Prefix // whose virtual servers belong to other programs
 	grace   time.Duration
@@ -40,11 +42,11 @@ type engine struct {
 	// onRefused receives the ServicePorts that ask for what is refused.
 	onRefused func(plan.Family, []plan.Refusal)
 	changes   []change // of virtual servers, for flush to make
-	// compared says that the last sync knew what had been written before, and found what differed.
-	compared bool
-	found    drift.Found
+	backend.Comparison
 	// alike is the number of full comparisons that found all virtual servers as they had been written.
 	alike int
+	// swept is set once the sets that kube-proxy alone uses have been removed, as far as that was possible.
+	swept bool
 }
 
 // actual is the known state of our objects in the kernel.
@@ -69,10 +71,14 @@ type actualRealServer struct {
 	since    time.Time // since when no endpoint is listed at the address
 }
 
-func (e *engine) sync(ctx context.Context, p *plan.Plan, change plan.Change) error {
+// Family implements backend.Engine.
+func (e *engine) Family() plan.Family { return e.family }
+
+// Sync implements backend.Engine.
+func (e *engine) Sync(ctx context.Context, p *plan.Plan, change plan.Change) error {
 	e.mu.Lock()
 	defer e.mu.Unlock()
-	e.compared, e.found = false, nil
+	e.Compared, e.Found = false, nil
 	var err error
 	if change.All() || e.desired == nil || p.Partial && p.Adds(change.Keys(), e.family, e.desired.services) {
 		err = e.syncAll(ctx, p)
@@ -109,7 +115,7 @@ func (e *engine) follow() (again bool) {
 	none := func() error { return nil }
 	steps := &ruleSteps{none, none, none}
 	if routes {
-		e.compared = false
+		e.Compared = false
 		steps.routes = func() error { return e.routes(true) }
 	}
 	if err := e.apply(t, steps); err != nil {
@@ -153,7 +159,7 @@ func (e *engine) syncAll(ctx context.Context, p *plan.Plan) error {
 	}
 	e.options.Host = host
 	before := e.actual
-	if e.compared = e.desired != nil; !e.compared {
+	if e.Compared = e.desired != nil; !e.Compared {
 		before = nil
 	}
 	e.desired, e.ranges = full(p, e.family, e.options), e.options.routed(p, e.family)
@@ -169,19 +175,20 @@ func (e *engine) syncAll(ctx context.Context, p *plan.Plan) error {
 	if err := e.read(before); err != nil {
 		return err
 	}
-	if e.compared {
+	if e.Compared {
 		if mended != "" {
-			e.found = append(e.found, drift.Difference{Kind: drift.Address, State: drift.Changed,
+			e.Found = append(e.Found, drift.Difference{Kind: drift.Address, State: drift.Changed,
 				Object: "interface " + names.Device + " with all addresses", Aspect: "it was " + mended})
 		}
 		e.differences(before)
-		if counts := e.found.Counts(); counts[drift.VirtualServer]+counts[drift.RealServer] == 0 {
+		if counts := e.Found.Counts(); counts[drift.VirtualServer]+counts[drift.RealServer] == 0 {
 			e.alike++
 		}
 	}
 	write := func() error {
-		n, err := e.machine.tables.Apply(ctx, rules(p, e.family, e.options))
+		n, err := e.machine.tables.Sync(ctx, rules(p, e.family, e.options))
 		e.log.Debug("compared all rules", "family", e.family, "changed", n)
+		e.Wrote(drift.Chain, n)
 		if err != nil {
 			return err
 		}
@@ -196,7 +203,20 @@ func (e *engine) syncAll(ctx context.Context, p *plan.Plan) error {
 	if p.Partial {
 		e.leaveUnknown(all, p)
 	}
-	return e.apply(all, steps)
+	if err := e.apply(all, steps); err != nil || p.Partial || e.swept {
+		return err
+	}
+	e.swept = true
+	list, err := e.machine.sets.Names()
+	for _, s := range names.KubeProxySets { // Its rules, which used them, have been replaced.
+		if name := s.Of(e.family); err == nil && slices.Contains(list, name) {
+			err = e.machine.sets.Destroy(name)
+		}
+	}
+	if err != nil {
+		e.log.Debug("a set that kube-proxy had is left", "family", e.family, "error", err)
+	}
+	return nil
 }
 
 // guardMarks writes the guard of marks, once the rules no longer look for our marks where the guard hides them.
@@ -205,7 +225,7 @@ func (e *engine) guardMarks() error {
 		return nil
 	}
 	was, written, err := e.machine.guard.Ensure()
-	if err != nil || !written || !e.compared {
+	if err != nil || !written || !e.Compared {
 		return err
 	}
 	state := drift.Missing
@@ -436,6 +456,7 @@ func (e *engine) bind(list []netip.Addr) error {
 			return err
 		}
 	}
+	e.Wrote(drift.Address, len(list))
 	for _, a := range list {
 		delete(e.actual.ports.unrouted, a)
 		e.actual.vips[a] = struct{}{}
@@ -447,6 +468,7 @@ func (e *engine) unbind(list []netip.Addr) error {
 	if err := e.machine.device.RemoveAddresses(list); err != nil {
 		return err
 	}
+	e.Wrote(drift.Address, len(list))
 	for _, a := range list {
 		delete(e.actual.ports.unrouted, a)
 		delete(e.actual.vips, a)
@@ -460,7 +482,7 @@ func (e *engine) routes(onlyAdd bool) error {
 	if err != nil {
 		return err
 	}
-	if e.compared {
+	if e.Compared {
 		e.routeDifferences(have)
 	}
 	src := e.desired.node.IP(e.family)

@@ -9,6 +9,7 @@ import (
 	"net/netip"
 	"slices"
 	"strings"
+	"time"
 
 	"nodeproxy/ipvs/nftrules"
 	"nodeproxy/kernel/ipset"
@@ -17,6 +18,9 @@ import (
 	"nodeproxy/kernel/xtables"
 	"nodeproxy/plan"
 )
+
+// testGrace is the grace period of engines in tests.
+const testGrace = 5 * time.Minute
 
 // fakeKernel holds what the kernel would, and refuses what the kernel refuses.
 type fakeKernel struct {
@@ -310,7 +314,7 @@ func (k fakeDevice) RemoveRoute(p netip.Prefix) error {
 
 type fakeTables struct{ *fakeKernel }
 
-func (k fakeTables) Apply(_ context.Context, x xtables.Desired) (int, error) {
+func (k fakeTables) Sync(_ context.Context, x xtables.Desired) (int, error) {
 	k.fixed = x
 	return 1, k.call("rules")
 }
@@ -324,7 +328,7 @@ func fakeEngine(f plan.Family, o Options) (*engine, *fakeKernel) {
 }
 
 func engineOver(k *fakeKernel, o Options) *engine {
-	return &engine{family: k.family, options: o, grace: DefaultGracePeriod, log: slog.New(slog.DiscardHandler), machine: machine{
+	return &engine{family: k.family, options: o, grace: testGrace, log: slog.New(slog.DiscardHandler), machine: machine{
 		servers: fakeServers{k}, sets: fakeSets{k}, device: fakeDevice{k}, ports: fakePorts{k}, tables: fakeTables{k},
 		host: func(plan.Family) (map[netip.Addr]struct{}, error) { return maps.Clone(k.hostAddrs), nil },
 	}}

@@ -70,6 +70,6 @@ type guard interface {
 }
 
 type tables interface {
-	Apply(context.Context, xtables.Desired) (int, error)
+	Sync(context.Context, xtables.Desired) (int, error)
 	ServiceChains(context.Context) (bool, error)
 }

@@ -6,6 +6,7 @@ import (
 	"net/netip"
 	"slices"
 
+	"nodeproxy/kernel/drift"
 	"nodeproxy/kernel/ipset"
 )
 
@@ -71,6 +72,7 @@ func (e *engine) removeAfter(list []member) error { return e.removeMembers(list,
 func (e *engine) addMembers(list []member, backwards bool) error {
 	add := func(id setID, entries []ipset.Entry) error {
 		err := e.machine.sets.Add(setOf(id, e.family), entries)
+		e.Wrote(drift.SetElement, len(entries))
 		refused, ok := map[ipset.Entry]error(nil), true
 		if err != nil {
 			if refused, ok = refusedEntries(err, len(entries)); !ok {
@@ -93,6 +95,7 @@ func (e *engine) addMembers(list []member, backwards bool) error {
 
 func (e *engine) removeMembers(list []member, backwards bool) error {
 	return bySet(list, backwards, func(id setID, entries []ipset.Entry) error {
+		e.Wrote(drift.SetElement, len(entries))
 		if err := e.machine.sets.Remove(setOf(id, e.family), entries); err != nil {
 			return err
 		}

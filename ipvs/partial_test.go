@@ -21,7 +21,7 @@ func TestPartialPlan(t *testing.T) {
 		f := rapid.SampledFrom(plan.Families[:]).Draw(t, "family")
 		all := plantest.Plans().Draw(t, "plan")
 		first, k := fakeEngine(f, testOptions)
-		must(t, first.sync(context.Background(), all, plan.Everything()))
+		must(t, first.Sync(context.Background(), all, plan.Everything()))
 		before := k.text()
 		some := plan.New(all.Node, all.Settings)
 		some.Partial = true
@@ -40,29 +40,29 @@ func TestPartialPlan(t *testing.T) {
 		unknown += len(missing)
 		e := engineOver(k, testOptions)
 		for range 2 {
-			must(t, e.sync(context.Background(), some, plan.Everything()))
+			must(t, e.Sync(context.Background(), some, plan.Everything()))
 			must(t, e.drain(time.Now()))
 			if k.text() != before {
 				t.Fatalf("the kernel holds\n%s\ninstead of\n%s", k.text(), before)
 			}
 		}
-		if len(e.found) > 0 {
-			t.Fatalf("found to repair: %+v", e.found)
+		if len(e.Found) > 0 {
+			t.Fatalf("found to repair: %+v", e.Found)
 		}
 		for key := range missing {
 			some.Set(all.Services[key])
 		}
-		must(t, e.sync(context.Background(), some, plan.Only(missing)))
+		must(t, e.Sync(context.Background(), some, plan.Only(missing)))
 		must(t, e.drain(time.Now()))
 		if k.text() != before {
 			t.Fatalf("when all is known again, the kernel holds\n%s\ninstead of\n%s", k.text(), before)
 		}
 		after := plantest.Plans().Draw(t, "another plan")
 		after.Node, after.Settings = all.Node, all.Settings
-		must(t, e.sync(context.Background(), after, plan.Everything()))
+		must(t, e.Sync(context.Background(), after, plan.Everything()))
 		must(t, e.drain(time.Now()))
 		fresh, want := fakeEngine(f, testOptions)
-		must(t, fresh.sync(context.Background(), after, plan.Everything()))
+		must(t, fresh.Sync(context.Background(), after, plan.Everything()))
 		if k.text() != want.text() {
 			t.Fatalf("when all is known, the kernel holds\n%s\ninstead of\n%s", k.text(), want.text())
 		}
@@ -80,12 +80,12 @@ func TestPartialOtherMode(t *testing.T) {
 	p := large(3)
 	p.Partial = true
 	before := k.text()
-	if err := e.sync(context.Background(), p, plan.Everything()); err == nil {
+	if err := e.Sync(context.Background(), p, plan.Everything()); err == nil {
 		t.Error("no error")
 	}
 	if k.text() != before {
 		t.Errorf("the kernel holds\n%s\ninstead of\n%s", k.text(), before)
 	}
 	p.Partial = false
-	must(t, e.sync(context.Background(), p, plan.Everything()))
+	must(t, e.Sync(context.Background(), p, plan.Everything()))
 }

@@ -80,7 +80,7 @@ func TestPorts(t *testing.T) {
 		for _, key := range p.Sorted(f) {
 			changed.Add(key.Key)
 		}
-		must(t, e.sync(context.Background(), p, plan.Only(changed)))
+		must(t, e.Sync(context.Background(), p, plan.Only(changed)))
 		got := slices.DeleteFunc(slices.Clone(k.calls), func(c string) bool {
 			return !strings.Contains(c, "ports") && !strings.Contains(c, "routes [") && !strings.Contains(c, "unrouted") &&
 				!strings.Contains(c, "addresses")
@@ -120,34 +120,34 @@ func TestPortsAreExact(t *testing.T) {
 			for _, key := range p.Sorted(f) {
 				changed.Add(key.Key)
 			}
-			if err := e.sync(context.Background(), p, plan.Only(changed)); err != nil {
+			if err := e.Sync(context.Background(), p, plan.Only(changed)); err != nil {
 				t.Fatal(err)
 			}
 			e.follow()
 		}
 		fresh, want := fakeEngine(f, testOptions)
 		want.hostAddrs = k.hostAddrs
-		if err := fresh.sync(context.Background(), p, plan.Everything()); err != nil {
+		if err := fresh.Sync(context.Background(), p, plan.Everything()); err != nil {
 			t.Fatal(err)
 		}
 		if k.text() != want.text() {
 			t.Fatalf("the kernel holds\n%s\ninstead of\n%s", k.text(), want.text())
 		}
 		k.calls = nil
-		if err := e.sync(context.Background(), p, plan.Everything()); err != nil {
+		if err := e.Sync(context.Background(), p, plan.Everything()); err != nil {
 			t.Fatal(err)
 		}
-		if len(e.found) != 0 || !slices.Equal(k.calls, []string{"list servers", "rules"}) {
-			t.Fatalf("a second comparison found %s, and wrote %q", e.found.Words(5), k.calls)
+		if len(e.Found) != 0 || !slices.Equal(k.calls, []string{"list servers", "rules"}) {
+			t.Fatalf("a second comparison found %s, and wrote %q", e.Found.Words(5), k.calls)
 		}
 		k.before = nil
 		found := disturb(t, k, f)
 		k.calls = nil
-		if err := e.sync(context.Background(), p, plan.Everything()); err != nil {
+		if err := e.Sync(context.Background(), p, plan.Everything()); err != nil {
 			t.Fatal(err)
 		}
-		if k.text() != want.text() || len(e.found) != found {
-			t.Fatalf("%d changes of others: found %s, and the kernel holds\n%s\ninstead of\n%s", found, e.found.Words(5), k.text(), want.text())
+		if k.text() != want.text() || len(e.Found) != found {
+			t.Fatalf("%d changes of others: found %s, and the kernel holds\n%s\ninstead of\n%s", found, e.Found.Words(5), k.text(), want.text())
 		}
 	})
 }
@@ -190,7 +190,7 @@ func TestPortsTakeOver(t *testing.T) {
 		whole := testOptions
 		whole.WholeAddresses = true
 		old, k := fakeEngine(f, whole)
-		must(t, old.sync(context.Background(), p, plan.Everything()))
+		must(t, old.Sync(context.Background(), p, plan.Everything()))
 		k.before = func() {
 			_, is := k.addresses[a]
 			_, unrouted := k.unrouted[a]
@@ -198,7 +198,7 @@ func TestPortsTakeOver(t *testing.T) {
 				t.Errorf("%s: neither the address nor its port is local after %q", f, k.calls)
 			}
 		}
-		must(t, engineOver(k, testOptions).sync(context.Background(), p, plan.Everything()))
-		must(t, engineOver(k, whole).sync(context.Background(), p, plan.Everything()))
+		must(t, engineOver(k, testOptions).Sync(context.Background(), p, plan.Everything()))
+		must(t, engineOver(k, whole).Sync(context.Background(), p, plan.Everything()))
 	}
 }

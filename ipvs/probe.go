@@ -48,8 +48,8 @@ func (p *prober) differs(by ipvs.Fingerprint, alike int) bool {
 
 // alike returns the number of comparisons that found no difference in virtual servers of any family. The locks must be held.
 func (b *Backend) alike() int {
-	n := b.engines[0].alike
-	for _, e := range b.engines {
+	n := b.Engines[0].alike
+	for _, e := range b.Engines {
 		n = min(n, e.alike)
 	}
 	return n
@@ -95,7 +95,7 @@ func (b *Backend) otherSysctl() string {
 
 // differs says what has changed; "" if no change can be seen.
 func (b *Backend) differs(p *prober) string {
-	for _, e := range b.engines {
+	for _, e := range b.Engines {
 		e.mu.Lock() // A sync changes the kernel and actual together.
 		defer e.mu.Unlock()
 		if e.desired == nil { // The next sync looks at everything.
@@ -104,12 +104,12 @@ func (b *Backend) differs(p *prober) string {
 	}
 	var want ipvs.Fingerprint
 	families := map[plan.Family]bool{}
-	for _, e := range b.engines {
+	for _, e := range b.Engines {
 		families[e.family] = true
 		e.actual.fingerprint(&want)
 	}
 	skip := func(id ipvs.ServerID) bool {
-		return id.Mark == 0 && !families[id.Family] || b.engines[0].foreign(id)
+		return id.Mark == 0 && !families[id.Family] || b.Engines[0].foreign(id)
 	}
 	have, err := ipvs.ReadFingerprint(skip)
 	switch {
@@ -118,7 +118,7 @@ func (b *Backend) differs(p *prober) string {
 	case p.differs(have-want, b.alike()):
 		return "another program has changed virtual servers"
 	}
-	for _, e := range b.engines {
+	for _, e := range b.Engines {
 		if why := cmp.Or(e.otherSizes(), e.portsDiffer()); why != "" {
 			return why
 		}

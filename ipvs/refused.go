@@ -22,9 +22,9 @@ type refusedMember struct {
 	keys []plan.Key
 }
 
-// settle handles the results of changes of virtual servers. A refused one is recorded and undone in actual; every other error is
+// handleResults handles the results of changes of virtual servers. A refused one is recorded and undone in actual; every other error is
 // returned.
-func (e *engine) settle(changes []change, errs []error) error {
+func (e *engine) handleResults(changes []change, errs []error) error {
 	refused := map[ipvs.ServerID]error{}
 	others, taken := false, 0
 	for i, err := range errs {

@@ -45,7 +45,7 @@ func TestRefusedServer(t *testing.T) {
 			p := plantest.Large(20, 3)
 			bad := p.Sorted(plan.IPv4)[7]
 			want, _ := fakeEngine(plan.IPv4, Options{})
-			if err := want.sync(t.Context(), p, plan.Everything()); err != nil {
+			if err := want.Sync(t.Context(), p, plan.Everything()); err != nil {
 				t.Fatal(err)
 			}
 			e, k := fakeEngine(plan.IPv4, Options{})
@@ -62,8 +62,8 @@ func TestRefusedServer(t *testing.T) {
 			var reported [][]plan.Refusal
 			e.onRefused = func(_ plan.Family, list []plan.Refusal) { reported = append(reported, list) }
 			for range 3 {
-				if err := e.sync(t.Context(), p, plan.Everything()); err != nil || e.desired == nil || len(e.found) > 0 {
-					t.Errorf("%v, found %v", err, e.found)
+				if err := e.Sync(t.Context(), p, plan.Everything()); err != nil || e.desired == nil || len(e.Found) > 0 {
+					t.Errorf("%v, found %v", err, e.Found)
 				}
 			}
 			kept := kind == ipvs.AddRealServer
@@ -77,15 +77,15 @@ func TestRefusedServer(t *testing.T) {
 			// Changes of others try nothing of it again.
 			other := plantest.LargeService(3, 5000, 3)
 			p.Set(other)
-			if err := e.sync(t.Context(), p, plan.Only(plan.Keys{other.Key: {}})); err != nil {
+			if err := e.Sync(t.Context(), p, plan.Only(plan.Keys{other.Key: {}})); err != nil {
 				t.Error(err)
 			}
 			refuse = nil
-			if err := e.sync(t.Context(), p, plan.Everything()); err != nil || len(e.found) > 0 || len(e.refused) > 0 {
-				t.Errorf("%v, found %v, refused %v", err, e.found, e.refused)
+			if err := e.Sync(t.Context(), p, plan.Everything()); err != nil || len(e.Found) > 0 || len(e.refused) > 0 {
+				t.Errorf("%v, found %v, refused %v", err, e.Found, e.refused)
 			}
 			fresh, whole := fakeEngine(plan.IPv4, Options{})
-			if err := fresh.sync(t.Context(), p, plan.Everything()); err != nil {
+			if err := fresh.Sync(t.Context(), p, plan.Everything()); err != nil {
 				t.Fatal(err)
 			}
 			for id := range fresh.actual.servers {
@@ -100,11 +100,11 @@ func TestRefusedServer(t *testing.T) {
 			refuse = unix.ENOMEM
 			again := bad.Key
 			p.Delete(again)
-			if err := e.sync(t.Context(), p, plan.Only(plan.Keys{again: {}})); err != nil {
+			if err := e.Sync(t.Context(), p, plan.Only(plan.Keys{again: {}})); err != nil {
 				t.Error(err)
 			}
 			p.Set(bad)
-			if err := e.sync(t.Context(), p, plan.Only(plan.Keys{again: {}})); err == nil {
+			if err := e.Sync(t.Context(), p, plan.Only(plan.Keys{again: {}})); err == nil {
 				t.Error("no memory is taken for a refusal")
 			}
 		})
@@ -118,7 +118,7 @@ func TestRefusedUpdate(t *testing.T) {
 		t.Run(fmt.Sprint(kind), func(t *testing.T) {
 			p := plantest.Large(20, 3)
 			e, k := fakeEngine(plan.IPv4, Options{})
-			if err := e.sync(t.Context(), p, plan.Everything()); err != nil {
+			if err := e.Sync(t.Context(), p, plan.Everything()); err != nil {
 				t.Fatal(err)
 			}
 			before := k.text()
@@ -143,8 +143,8 @@ func TestRefusedUpdate(t *testing.T) {
 			e.onRefused = func(_ plan.Family, list []plan.Refusal) { reported = append(reported, list) }
 			p.Set(&bad)
 			for _, change := range []plan.Change{plan.Only(plan.Keys{bad.Key: {}}), plan.Everything(), plan.Everything()} {
-				if err := e.sync(t.Context(), p, change); err != nil || e.desired == nil || len(e.found) > 0 {
-					t.Errorf("changed %v: %v, found %v", change, err, e.found)
+				if err := e.Sync(t.Context(), p, change); err != nil || e.desired == nil || len(e.Found) > 0 {
+					t.Errorf("changed %v: %v, found %v", change, err, e.Found)
 				}
 				if now := k.text(); now != before {
 					t.Errorf("the kernel holds\n%s\nwant\n%s", now, before)
@@ -156,15 +156,15 @@ func TestRefusedUpdate(t *testing.T) {
 			servers.changes = 0
 			other := plantest.LargeService(3, 5000, 3)
 			p.Set(other)
-			if err := e.sync(t.Context(), p, plan.Only(plan.Keys{other.Key: {}})); err != nil || servers.changes != 6 || len(e.refused) != 1 {
+			if err := e.Sync(t.Context(), p, plan.Only(plan.Keys{other.Key: {}})); err != nil || servers.changes != 6 || len(e.refused) != 1 {
 				t.Errorf("another ServicePort: %v, %d changes, refused %v", err, servers.changes, e.refused)
 			}
 			refuse = false
-			if err := e.sync(t.Context(), p, plan.Everything()); err != nil || len(e.found) > 0 || len(e.refused) > 0 {
-				t.Errorf("no longer refused: %v, found %v, refused %v", err, e.found, e.refused)
+			if err := e.Sync(t.Context(), p, plan.Everything()); err != nil || len(e.Found) > 0 || len(e.refused) > 0 {
+				t.Errorf("no longer refused: %v, found %v, refused %v", err, e.Found, e.refused)
 			}
 			fresh, want := fakeEngine(plan.IPv4, Options{})
-			if err := fresh.sync(t.Context(), p, plan.Everything()); err != nil {
+			if err := fresh.Sync(t.Context(), p, plan.Everything()); err != nil {
 				t.Fatal(err)
 			}
 			if fresh.actual.servers[serverAt(was)].Server != e.actual.servers[serverAt(was)].Server ||
@@ -221,8 +221,8 @@ func TestRefusedSetEntry(t *testing.T) {
 		var reported [][]plan.Refusal
 		e.onRefused = func(_ plan.Family, list []plan.Refusal) { reported = append(reported, list) }
 		for range 3 {
-			if err := e.sync(t.Context(), p, plan.Everything()); err != nil || e.desired == nil || len(e.found) > 0 {
-				t.Errorf("%v, found %v", err, e.found)
+			if err := e.Sync(t.Context(), p, plan.Everything()); err != nil || e.desired == nil || len(e.Found) > 0 {
+				t.Errorf("%v, found %v", err, e.Found)
 			}
 		}
 		if len(reported) != 1 || len(reported[0]) != 1 || reported[0][0].Key != bad.Key || reported[0][0].Err == nil {
@@ -236,7 +236,7 @@ func TestRefusedSetEntry(t *testing.T) {
 		other := plantest.LargeService(3, 6000, 3)
 		for _, sp := range []*plan.ServicePort{changed, other} {
 			p.Set(sp)
-			if err := e.sync(t.Context(), p, plan.Only(plan.Keys{sp.Key: {}})); err != nil || len(reported) != 1 {
+			if err := e.Sync(t.Context(), p, plan.Only(plan.Keys{sp.Key: {}})); err != nil || len(reported) != 1 {
 				t.Errorf("%s: %v, reported %v", sp.Key, err, reported)
 			}
 			if n := len(k.virtual[serverAt(sp)].RealServers); n < len(sp.All()) {
@@ -244,8 +244,8 @@ func TestRefusedSetEntry(t *testing.T) {
 			}
 		}
 		refuse = false
-		if err := e.sync(t.Context(), p, plan.Everything()); err != nil || len(e.found) > 0 || len(reported) != 2 || len(reported[1]) != 0 {
-			t.Errorf("no longer refused: %v, found %v, reported %v", err, e.found, reported)
+		if err := e.Sync(t.Context(), p, plan.Everything()); err != nil || len(e.Found) > 0 || len(reported) != 2 || len(reported[1]) != 0 {
+			t.Errorf("no longer refused: %v, found %v, reported %v", err, e.Found, reported)
 		}
 		if n := len(k.set["KUBE-CLUSTER-IP"]); n != 20 || len(e.refusedMembers) > 0 {
 			t.Errorf("%d entries, refused %v", n, e.refusedMembers)
@@ -253,28 +253,28 @@ func TestRefusedSetEntry(t *testing.T) {
 		// A refusal ends with the ServicePort.
 		refuse = true
 		p.Delete(bad.Key)
-		if err := e.sync(t.Context(), p, plan.Only(plan.Keys{bad.Key: {}})); err != nil {
+		if err := e.Sync(t.Context(), p, plan.Only(plan.Keys{bad.Key: {}})); err != nil {
 			t.Error(err)
 		}
 		p.Set(bad)
-		if err := e.sync(t.Context(), p, plan.Only(plan.Keys{bad.Key: {}})); err != nil || len(reported) != 3 || len(reported[2]) != 1 {
+		if err := e.Sync(t.Context(), p, plan.Only(plan.Keys{bad.Key: {}})); err != nil || len(reported) != 3 || len(reported[2]) != 1 {
 			t.Errorf("%v, reported %v", err, reported)
 		}
 		p.Delete(bad.Key)
-		if err := e.sync(t.Context(), p, plan.Only(plan.Keys{bad.Key: {}})); err != nil || len(reported) != 4 || len(reported[3]) != 0 {
+		if err := e.Sync(t.Context(), p, plan.Only(plan.Keys{bad.Key: {}})); err != nil || len(reported) != 4 || len(reported[3]) != 0 {
 			t.Errorf("%v, reported %v", err, reported)
 		}
 		// An error that is not of entries is one of the sync.
 		sets.all = errors.Join(&ipset.EntryError{Err: unix.EINVAL}, unix.ENOMEM)
 		p.Set(bad)
-		if err := e.sync(t.Context(), p, plan.Only(plan.Keys{bad.Key: {}})); err == nil {
+		if err := e.Sync(t.Context(), p, plan.Only(plan.Keys{bad.Key: {}})); err == nil {
 			t.Error("no memory is taken for a refusal")
 		}
 		// So is one of all of many entries.
 		sets.all, sets.refuses = nil, func(ipset.Entry) bool { return true }
 		fresh, _ := fakeEngine(plan.IPv4, Options{VIPs: vips})
 		fresh.machine.sets = sets
-		if err := fresh.sync(t.Context(), plantest.Large(30, 3), plan.Everything()); err == nil {
+		if err := fresh.Sync(t.Context(), plantest.Large(30, 3), plan.Everything()); err == nil {
 			t.Error("a kernel that takes no entry at all is in order")
 		}
 	}

@@ -4,7 +4,7 @@ import (
 	"fmt"
 	"net/netip"
 
-	"nodeproxy/iptables/base"
+	"nodeproxy/iptables/common"
 	"nodeproxy/kernel/names"
 	"nodeproxy/kernel/xtables"
 	"nodeproxy/plan"
@@ -19,9 +19,9 @@ func rules(p *plan.Plan, f plan.Family, o Options) xtables.Desired {
 	r.mangle()
 	r.filter()
 	r.nat()
-	r.out.Chains = append(r.out.Chains, base.Chains(base.Options{
+	r.out.Chains = append(r.out.Chains, common.Chains(common.Options{
 		MasqueradeBit: o.MasqueradeBit, RandomFully: o.RandomFully, TCPLiberal: o.TCPLiberal,
-	}, f, base.Form{})...)
+	}, f, common.Form{})...)
 	r.jumps()
 	return r.out
 }
@@ -104,7 +104,7 @@ func (r *ruleMaker) mangle() {
 	for _, cidr := range r.ranges {
 		mark = append(mark, "-d "+cidr.String()+" -j RETURN")
 	}
-	mark = append(mark, base.ToNodePorts(&r.settings, &r.node, r.family, "kubernetes service nodeports", names.NodePort)...)
+	mark = append(mark, common.ToNodePorts(&r.settings, &r.node, r.family, "kubernetes service nodeports", names.NodePort)...)
 	r.chain(names.Mangle, names.IPVSMark, mark...)
 	r.chain(names.Mangle, names.SourceRangesFirewall,
 		r.in(setSourceCIDR, "dst,dst,src")+"-j RETURN",
@@ -137,7 +137,7 @@ func (r *ruleMaker) inside(both ...string) []string {
 		}
 		out = append(out, who+mark)
 	}
-	if pods, ok := base.FromPods(r.settings.DetectLocal, r.family, false); ok {
+	if pods, ok := common.FromPods(r.settings.DetectLocal, r.family, false); ok {
 		if pods == "" { // Every address counts as a pod's, even that of a Service, which the node may take for its source.
 			add(r.in(setVIPs, "src"), setMark(cluster|r.marks.masquerade))
 			out = append(out, r.in(setVIPs, "src")+"-j RETURN")
@@ -172,7 +172,7 @@ func (r *ruleMaker) filter() {
 	for _, cidr := range r.ranges {
 		list = append(list, "-d "+cidr.String()+" "+r.notICMP()+isNew+r.reject())
 	}
-	list = append(list, base.ToNodePorts(&r.settings, &r.node, r.family, "kubernetes service nodeports", names.IPVSNodePorts)...)
+	list = append(list, common.ToNodePorts(&r.settings, &r.node, r.family, "kubernetes service nodeports", names.IPVSNodePorts)...)
 	r.chain(names.Filter, names.IPVSFilter, list...)
 	r.chain(names.Filter, names.IPVSNodePorts,
 		r.to(setNodePortLocal)+"-g "+names.IPVSNodePortsLocal,
@@ -185,7 +185,7 @@ func (r *ruleMaker) filter() {
 // elsewhere.
 func (r *ruleMaker) outside(rule string) []string {
 	var out []string
-	if pods, ok := base.FromPods(r.settings.DetectLocal, r.family, false); ok {
+	if pods, ok := common.FromPods(r.settings.DetectLocal, r.family, false); ok {
 		out = append(out, pods+"-j RETURN")
 	}
 	return append(out, fromNode+"-j RETURN", rule)
@@ -198,7 +198,7 @@ func (r *ruleMaker) nat() {
 	if r.settings.MasqueradeAll {
 		services = append(services, r.to(setClusterIP)+masq)
 	} else {
-		if others, ok := base.FromPods(r.settings.DetectLocal, r.family, true); ok {
+		if others, ok := common.FromPods(r.settings.DetectLocal, r.family, true); ok {
 			services = append(services, others+r.to(setClusterIP)+masq)
 		}
 		// By default, the node uses the address of a Service as the source when it sends to it.

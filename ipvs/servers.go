@@ -7,6 +7,7 @@ import (
 	"slices"
 	"time"
 
+	"nodeproxy/kernel/drift"
 	"nodeproxy/kernel/ipvs"
 )
 
@@ -141,8 +142,13 @@ func (e *engine) flush() error {
 	ops := make([]ipvs.Op, len(changes))
 	for i, c := range changes {
 		ops[i] = c.Op
+		kind := drift.RealServer
+		if c.Kind == ipvs.AddServer || c.Kind == ipvs.UpdateServer || c.Kind == ipvs.DeleteServer {
+			kind = drift.VirtualServer
+		}
+		e.Wrote(kind, 1)
 	}
-	return e.settle(changes, e.machine.servers.Apply(ops))
+	return e.handleResults(changes, e.machine.servers.Apply(ops))
 }
 
 // drain removes the real servers that drain and have no connections left, and those whose time has passed. It asks the kernel

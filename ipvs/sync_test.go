@@ -34,14 +34,14 @@ func TestIncrementalEqualsFull(t *testing.T) {
 					if i > 0 {
 						change = plan.Only(plantest.Differing(plans[i-1], p))
 					}
-					if err := e.sync(context.Background(), p, change); err != nil {
+					if err := e.Sync(context.Background(), p, change); err != nil {
 						t.Fatal(err)
 					}
 					if err := e.drain(time.Now()); err != nil {
 						t.Fatal(err)
 					}
 					fresh, want := fakeEngine(f, testOptions)
-					if err := fresh.sync(context.Background(), p, plan.Everything()); err != nil {
+					if err := fresh.Sync(context.Background(), p, plan.Everything()); err != nil {
 						t.Fatal(err)
 					}
 					if k.text() != want.text() {
@@ -61,13 +61,13 @@ func TestFullFromAnything(t *testing.T) {
 		f := rapid.SampledFrom(plan.Families[:]).Draw(t, "family")
 		before, after := plantest.Plans().Draw(t, "before"), plantest.Plans().Draw(t, "after")
 		first, k := fakeEngine(f, testOptions)
-		if err := first.sync(context.Background(), before, plan.Everything()); err != nil {
+		if err := first.Sync(context.Background(), before, plan.Everything()); err != nil {
 			t.Fatal(err)
 		}
 		for range 2 {
 			k.calls = nil
 			e := engineOver(k, testOptions)
-			if err := e.sync(context.Background(), after, plan.Everything()); err != nil {
+			if err := e.Sync(context.Background(), after, plan.Everything()); err != nil {
 				t.Fatal(err)
 			}
 			if err := e.drain(time.Now()); err != nil {
@@ -75,7 +75,7 @@ func TestFullFromAnything(t *testing.T) {
 			}
 		}
 		fresh, want := fakeEngine(f, testOptions)
-		if err := fresh.sync(context.Background(), after, plan.Everything()); err != nil {
+		if err := fresh.Sync(context.Background(), after, plan.Everything()); err != nil {
 			t.Fatal(err)
 		}
 		if k.text() != want.text() {
@@ -109,13 +109,13 @@ func TestOneEndpoint(t *testing.T) {
 	t.Parallel()
 	e, k := fakeEngine(plan.IPv4, testOptions)
 	p := large(2000)
-	must(t, e.sync(context.Background(), p, plan.Everything()))
+	must(t, e.Sync(context.Background(), p, plan.Everything()))
 	key := p.Sorted(plan.IPv4)[1000].Key
 	old := p.Services[key].Endpoints.Cluster[1].Addr
 	k.connections[old] = 1
 	next, changed := replaced(p, key, "10.250.0.1:8080")
 	k.calls = nil
-	must(t, e.sync(context.Background(), next, plan.Only(changed)))
+	must(t, e.Sync(context.Background(), next, plan.Only(changed)))
 	var id ipvs.ServerID
 	for _, f := range p.Services[key].Frontends {
 		if f.Kind == plan.ClusterIP {
@@ -164,15 +164,15 @@ func TestDrain(t *testing.T) {
 		removed bool
 	}{
 		{"just gone", gone, 0, false},
-		{"gone for long", gone, DefaultGracePeriod + time.Minute, true},
-		{"still listed", terminating, 10 * DefaultGracePeriod, false},
+		{"gone for long", gone, testGrace + time.Minute, true},
+		{"still listed", terminating, 10 * testGrace, false},
 	} {
 		t.Run(tc.name, func(t *testing.T) {
 			t.Parallel()
 			e, k := fakeEngine(plan.IPv4, testOptions)
-			must(t, e.sync(context.Background(), p, plan.Everything()))
+			must(t, e.Sync(context.Background(), p, plan.Everything()))
 			k.connections[old] = 3
-			must(t, e.sync(context.Background(), tc.next, plan.Only(changed)))
+			must(t, e.Sync(context.Background(), tc.next, plan.Only(changed)))
 			must(t, e.drain(start.Add(tc.after)))
 			if removed := !strings.Contains(k.text(), "  "+old.String()+" 0\n"); removed != tc.removed {
 				t.Errorf("removed: %t, want %t:\n%s", removed, tc.removed, k.text())
@@ -181,7 +181,7 @@ func TestDrain(t *testing.T) {
 				return
 			}
 			k.calls = nil
-			must(t, e.sync(context.Background(), p, plan.Only(changed)))
+			must(t, e.Sync(context.Background(), p, plan.Only(changed)))
 			must(t, e.drain(start.Add(tc.after)))
 			if !strings.Contains(k.text(), "  "+old.String()+" 1\n") || slices.ContainsFunc(k.calls, func(c string) bool {
 				return strings.HasPrefix(c, "delete real server") && strings.Contains(c, old.String())
@@ -200,7 +200,7 @@ func TestOrder(t *testing.T) {
 		e, k := fakeEngine(plan.IPv4, testOptions)
 		k.otherMode = otherMode
 		p := large(3)
-		must(t, e.sync(context.Background(), p, plan.Everything()))
+		must(t, e.Sync(context.Background(), p, plan.Everything()))
 		var got []string
 		for _, c := range k.calls {
 			kind := strings.Join(strings.Fields(c)[:1], " ")
@@ -222,11 +222,11 @@ func TestOneFailureStopsNothingElse(t *testing.T) {
 	p := large(3)
 	first := p.Sorted(plan.IPv4)[0].Frontends[0]
 	k.fail = "add server " + ipvs.ServerID{Family: plan.IPv4, Protocol: first.Protocol, Addr: first.Addr, Port: first.Port}.String()
-	if err := e.sync(context.Background(), p, plan.Everything()); err == nil || len(k.virtual) != 2 {
+	if err := e.Sync(context.Background(), p, plan.Everything()); err == nil || len(k.virtual) != 2 {
 		t.Errorf("%v; there are %d virtual servers", err, len(k.virtual))
 	}
 	k.fail = ""
-	must(t, e.sync(context.Background(), p, plan.Only(plan.Keys{})))
+	must(t, e.Sync(context.Background(), p, plan.Only(plan.Keys{})))
 	if len(k.virtual) != 3 {
 		t.Errorf("after the failure everything must be looked at again: there are %d virtual servers", len(k.virtual))
 	}
@@ -247,7 +247,7 @@ func TestRoutes(t *testing.T) {
 	p.Set(&sp)
 	k.hostAddrs[own] = struct{}{}
 	k.local[netip.MustParsePrefix("10.0.0.0/24")] = netip.Addr{}
-	must(t, e.sync(context.Background(), p, plan.Everything()))
+	must(t, e.Sync(context.Background(), p, plan.Everything()))
 	check := func(when string, local int, addresses ...netip.Addr) {
 		t.Helper()
 		if len(k.local) != 1 {
@@ -267,7 +267,7 @@ func TestRoutes(t *testing.T) {
 	anchor := netip.MustParseAddr("10.96.0.0")
 	check("with an external IP", 1, anchor, other) // Of the latter, only a port is local.
 	p.Set(large(3).Services[key])
-	must(t, e.sync(context.Background(), p, plan.Only(plan.Keys{key: {}})))
+	must(t, e.Sync(context.Background(), p, plan.Only(plan.Keys{key: {}})))
 	check("without", 1, anchor)
 }
 
@@ -289,17 +289,17 @@ func TestRangeOfOneAddress(t *testing.T) {
 				t.Errorf("%s %s: addresses %v, want %v", f, when, got, want)
 			}
 		}
-		must(t, e.sync(t.Context(), p, plan.Everything()))
+		must(t, e.Sync(t.Context(), p, plan.Everything()))
 		check("without a Service")
 		key := plan.Key{Service: plan.Service{Namespace: "ns", Name: "web"}, Protocol: plan.TCP, Family: f}
 		sp := &plan.ServicePort{Key: key, Frontends: []plan.Frontend{{Kind: plan.ClusterIP, Addr: vip, Protocol: plan.TCP, Port: 80}}}
 		p.Set(sp)
-		must(t, e.sync(t.Context(), p, plan.Only(plan.Keys{key: {}})))
+		must(t, e.Sync(t.Context(), p, plan.Only(plan.Keys{key: {}})))
 		check("with a Service", vip)
-		must(t, e.sync(t.Context(), p, plan.Everything()))
+		must(t, e.Sync(t.Context(), p, plan.Everything()))
 		check("compared", vip)
 		p.Delete(key)
-		must(t, e.sync(t.Context(), p, plan.Only(plan.Keys{key: {}})))
+		must(t, e.Sync(t.Context(), p, plan.Only(plan.Keys{key: {}})))
 		check("when it has gone")
 	}
 }
@@ -357,7 +357,7 @@ func TestReplacedServers(t *testing.T) {
 				t.Parallel()
 				e, k := fakeEngine(plan.IPv4, testOptions)
 				k.hostAddrs[host] = struct{}{}
-				must(t, e.sync(context.Background(), tc.before, plan.Everything()))
+				must(t, e.Sync(context.Background(), tc.before, plan.Everything()))
 				k.connections[netip.MustParseAddrPort("10.244.1.5:8080")] = 1
 				change := plan.Only(plantest.Differing(tc.before, tc.next))
 				if strings.HasPrefix(tc.name, "kube-proxy") {
@@ -370,9 +370,9 @@ func TestReplacedServers(t *testing.T) {
 				if all {
 					e, change = engineOver(k, testOptions), plan.Everything()
 				}
-				must(t, e.sync(context.Background(), tc.next, change))
+				must(t, e.Sync(context.Background(), tc.next, change))
 				fresh, want := fakeEngine(plan.IPv4, testOptions)
-				must(t, fresh.sync(context.Background(), tc.next, plan.Everything()))
+				must(t, fresh.Sync(context.Background(), tc.next, plan.Everything()))
 				left := 0
 				for id, v := range k.virtual {
 					if want.virtual[id] != nil {
@@ -421,7 +421,7 @@ func TestDrainHashed(t *testing.T) {
 					}
 				}
 			}
-			must(t, e.sync(context.Background(), p, plan.Everything()))
+			must(t, e.Sync(context.Background(), p, plan.Everything()))
 			has("at first", tc.scheduler)
 			k.connections[old] = 1
 			k.before = func() {
@@ -429,15 +429,15 @@ func TestDrainHashed(t *testing.T) {
 					has("before the weight is 0", tc.meanwhile)
 				}
 			}
-			must(t, e.sync(context.Background(), gone, plan.Only(changed)))
+			must(t, e.Sync(context.Background(), gone, plan.Only(changed)))
 			k.before = nil
 			has("while one drains", tc.meanwhile)
-			must(t, e.sync(context.Background(), gone, plan.Everything()))
+			must(t, e.Sync(context.Background(), gone, plan.Everything()))
 			has("after a comparison", tc.meanwhile)
-			must(t, e.sync(context.Background(), p, plan.Only(changed)))
+			must(t, e.Sync(context.Background(), p, plan.Only(changed)))
 			must(t, e.drain(time.Now()))
 			has("when it is back", tc.scheduler)
-			must(t, e.sync(context.Background(), gone, plan.Only(changed)))
+			must(t, e.Sync(context.Background(), gone, plan.Only(changed)))
 			k.connections[old] = 0
 			must(t, e.drain(time.Now()))
 			has("when it is gone", tc.scheduler)

@@ -6,8 +6,8 @@ import (
 	"iter"
 	"math"
 	"sync"
-	"time"
 
+	"nodeproxy/backend"
 	"nodeproxy/kernel/ipvs"
 	"nodeproxy/plan"
 )
@@ -28,7 +28,7 @@ type TrafficReader struct {
 }
 
 // Traffic returns a reader of the backend's counters. It may be used beside Sync, and after Close.
-func (b *Backend) Traffic() *TrafficReader { return newTrafficReader(b.engines, b.servers.Stats) }
+func (b *Backend) Traffic() *TrafficReader { return newTrafficReader(b.Engines, b.servers.Stats) }
 
 func newTrafficReader(engines []*engine, stats func() (map[ipvs.ServerID]ipvs.Traffic, error)) *TrafficReader {
 	return &TrafficReader{engines: engines, stats: stats, total: map[plan.Key]ipvs.Traffic{}}
@@ -121,17 +121,10 @@ func plus(a, b ipvs.Traffic) ipvs.Traffic {
 // signed is a counter as metrics have it.
 func signed(n uint64) int64 { return int64(min(n, math.MaxInt64)) }
 
-// lockTry is the interval between attempts to lock an engine while a sync runs.
-const lockTry = 5 * time.Millisecond
-
 // serversOf adds the virtual servers of each ServicePort.
 func (e *engine) serversOf(ctx context.Context, into map[plan.Key][]ipvs.ServerID) error {
-	for !e.mu.TryLock() {
-		select {
-		case <-ctx.Done():
-			return fmt.Errorf("reading traffic of %s: a sync was running all the time: %w", e.family, ctx.Err())
-		case <-time.After(lockTry):
-		}
+	if err := backend.Lock(ctx, &e.mu); err != nil {
+		return fmt.Errorf("reading traffic of %s: %w", e.family, err)
 	}
 	defer e.mu.Unlock()
 	if e.desired == nil {

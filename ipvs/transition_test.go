@@ -28,7 +28,7 @@ func TestTransitions(t *testing.T) {
 		for _, a := range c.LocalAddrs {
 			k.hostAddrs[a] = struct{}{}
 		}
-		must(t, e.sync(context.Background(), c.Plan, plan.Everything()))
+		must(t, e.Sync(context.Background(), c.Plan, plan.Everything()))
 		packets := c.Transits(t, f, next)
 		change := plan.Only(plantest.Differing(c.Plan, next))
 		if rapid.Bool().Draw(t, "everything is compared") {
@@ -61,7 +61,7 @@ func TestTransitions(t *testing.T) {
 				seen++
 			}
 		}
-		must(t, e.sync(context.Background(), next, change))
+		must(t, e.Sync(context.Background(), next, change))
 	})
 	if seen == 0 {
 		t.Error("no packet was sent")

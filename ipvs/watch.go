@@ -26,19 +26,19 @@ func (b *Backend) Watch(ctx context.Context, suspect func(why string)) error {
 	defer cancel()
 	running.Go(func() {
 		device(ctx, func(c host.DeviceChange) {
-			if slices.ContainsFunc(b.engines, func(e *engine) bool { return e.contradicts(c) }) {
+			if slices.ContainsFunc(b.Engines, func(e *engine) bool { return e.contradicts(c) }) {
 				suspect(fmt.Sprintf("interface %s: %s", names.Device, c))
 			}
 		})
 	})
 	if len(b.node.guards) > 0 {
-		guards, err := nftrules.WatchGuards()
+		guards, err := nftrules.Watch()
 		if err != nil {
 			return err
 		}
 		running.Go(func() {
 			guards(ctx, func(f plan.Family) {
-				for _, e := range b.engines {
+				for _, e := range b.Engines {
 					if e.family == f {
 						e.suspectTables(suspect)
 					}

@@ -18,7 +18,8 @@ func docsTable(t *testing.T, prefix string) string {
 	t.Helper()
 	modes := map[string][]string{}
 	lines := map[string]string{}
-	for _, mode := range []string{iptables, ipvs} {
+	all := Modes()
+	for _, mode := range all {
 		for name, m := range gather(t, inUse(mode)) {
 			if !strings.HasPrefix(name, prefix) {
 				continue
@@ -41,8 +42,8 @@ func docsTable(t *testing.T, prefix string) string {
 	out.WriteString("| metric | type | labels | mode | |\n|---|---|---|---|---|\n")
 	for _, name := range names {
 		in := ""
-		if len(modes[name]) == 1 {
-			in = modes[name][0]
+		if len(modes[name]) < len(all) {
+			in = strings.Join(modes[name], ", ")
 		}
 		fmt.Fprintf(&out, lines[name], in)
 	}

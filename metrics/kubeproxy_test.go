@@ -56,7 +56,7 @@ func inUse(mode string) *Set {
 	s.CollectFaults(func() bool { return true })
 	s.CollectHealthCheckNodePorts(func() (int, int) { return 3, 1 })
 	traffic := plan.Traffic{Key: testKey("a", plan.IPv4), Connections: 1, PacketsIn: 2, PacketsOut: 3, BytesIn: 4, BytesOut: 5}
-	if mode == iptables { // whose rules see the first packet of a connection only
+	if mode != ipvs { // whose rules see the first packet of a connection only
 		traffic.PacketsIn, traffic.PacketsOut, traffic.BytesIn, traffic.BytesOut = plan.NotCounted, plan.NotCounted, plan.NotCounted, plan.NotCounted
 	}
 	s.CollectTraffic(fakeTraffic{traffic}, 1000)
@@ -92,7 +92,7 @@ func gather(t testing.TB, s *Set) map[string]*dto.MetricFamily {
 // on and without anything having failed, with its type and labels and a series for each family.
 func TestKubeProxyMetrics(t *testing.T) {
 	t.Parallel()
-	for _, mode := range []string{iptables, ipvs, nftables} {
+	for _, mode := range Modes() {
 		got := gather(t, inUse(mode))
 		maps.DeleteFunc(got, func(name string, _ *dto.MetricFamily) bool { return !strings.HasPrefix(name, "kubeproxy_") })
 		for line := range strings.Lines(strings.TrimSpace(kubeProxy)) {
@@ -139,7 +139,7 @@ func TestKubeProxyMetrics(t *testing.T) {
 // TestLint: Prometheus's linter finds nothing, in any mode.
 func TestLint(t *testing.T) {
 	t.Parallel()
-	for _, mode := range []string{iptables, ipvs, nftables} {
+	for _, mode := range Modes() {
 		families, err := inUse(mode).Gatherer().Gather()
 		if err != nil {
 			t.Fatal(err)

@@ -1,23 +1,31 @@
 package metrics
 
-// The proxy modes.
+import (
+	"maps"
+	"slices"
+)
+
+// The modes of the proxy. Their metrics differ: each has what kube-proxy has in its mode of that name.
 const (
 	iptables = "iptables"
 	ipvs     = "ipvs"
 	nftables = "nftables"
 )
 
-// features are what only some modes count. A mode has the metrics that kube-proxy has in its mode of that name.
+// features are metrics that only some modes have.
 type features struct {
-	// partialSyncs is set if syncs that write only what has changed are told from those that compare everything.
+	// partialSyncs has separate metrics for incremental and full syncs.
 	partialSyncs bool
-	// restores is set if runs of iptables-restore are counted.
+	// restores counts failed runs of iptables-restore.
 	restores bool
-	// chains is set if all rules are those of iptables: single changes among the runs, rules, and packets of some rules are counted.
+	// chains counts rules, the packets of some of them, and failed incremental runs of iptables-restore.
 	chains bool
-	// transactions is set if transactions of nftables are counted.
+	// transactions counts failed transactions of nftables.
 	transactions bool
 }
+
+// Modes returns the names of all modes, sorted.
+func Modes() []string { return slices.Sorted(maps.Keys(modes)) }
 
 // modes has the features of each mode.
 var modes = map[string]features{

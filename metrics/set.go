@@ -84,7 +84,7 @@ func New(cfg Config) *Set {
 	}
 	s.waiting = s.gauge("nodeproxy_waiting_for_proxy",
 		"1 while nothing is written to the kernel because another proxy runs on this node, else 0.")
-	s.beside = s.gauge("nodeproxy_other_proxy_runs", "1 while another proxy runs on this node although it is nodeproxy's turn to "+
+	s.beside = s.gauge("nodeproxy_other_proxy_runs", "1 while another proxy runs on this node although nodeproxy has the claim to "+
 		"write, so that each undoes what the other does, else 0. It is looked for every 30 seconds, and not with --take-over.")
 	s.rejected = s.gauge("nodeproxy_config_rejected", "1 while the configuration file holds what is wrong, or can't be put in force on "+
 		"this node, so that an earlier one stays in force, else 0.")

@@ -3,7 +3,9 @@ package nftables
 import (
 	"context"
 	"fmt"
+	"net/netip"
 	"testing"
+	"time"
 
 	"nodeproxy/internal/nstest"
 	"nodeproxy/plan"
@@ -23,7 +25,7 @@ func BenchmarkFirst(b *testing.B) {
 				_ = Cleanup()
 				e, _ := testEngine(b, plan.IPv4)
 				b.StartTimer()
-				if err := e.sync(context.Background(), p, plan.Everything()); err != nil {
+				if err := e.Sync(context.Background(), p, plan.Everything()); err != nil {
 					b.Fatal(err)
 				}
 				b.StopTimer()
@@ -42,13 +44,13 @@ func BenchmarkCompare(b *testing.B) {
 		_ = Cleanup()
 		p := plantest.Large(size.services, size.endpoints)
 		e, _ := testEngine(b, plan.IPv4)
-		if err := e.sync(context.Background(), p, plan.Everything()); err != nil {
+		if err := e.Sync(context.Background(), p, plan.Everything()); err != nil {
 			b.Fatal(err)
 		}
 		b.Run(fmt.Sprintf("%dx%d", size.services, size.endpoints), func(b *testing.B) {
 			for b.Loop() {
-				if err := e.sync(context.Background(), p, plan.Everything()); err != nil || len(e.found) > 0 {
-					b.Fatal(err, e.found)
+				if err := e.Sync(context.Background(), p, plan.Everything()); err != nil || len(e.Found) > 0 {
+					b.Fatal(err, e.Found)
 				}
 			}
 		})
@@ -62,7 +64,7 @@ func BenchmarkOneChange(b *testing.B) {
 		_ = Cleanup()
 		p := plantest.Large(size.services, size.endpoints)
 		e, _ := testEngine(b, plan.IPv4)
-		if err := e.sync(context.Background(), p, plan.Everything()); err != nil {
+		if err := e.Sync(context.Background(), p, plan.Everything()); err != nil {
 			b.Fatal(err)
 		}
 		n := 0
@@ -71,7 +73,7 @@ func BenchmarkOneChange(b *testing.B) {
 			sp := plantest.LargeService(i, size.services*size.endpoints+n*endpoints, endpoints)
 			n++
 			p.Set(sp)
-			if err := e.sync(context.Background(), p, plan.Only(plan.Keys{sp.Key: {}})); err != nil {
+			if err := e.Sync(context.Background(), p, plan.Only(plan.Keys{sp.Key: {}})); err != nil {
 				b.Fatal(err)
 			}
 		}
@@ -89,4 +91,64 @@ func BenchmarkOneChange(b *testing.B) {
 			}
 		})
 	}
+}
+
+// BenchmarkManyKinds is the first programming of Services under policy Local of which each has a kind of its own: by its affinity
+// timeout, or by its number of endpoints. Then it is one more such Service.
+func BenchmarkManyKinds(b *testing.B) {
+	ctx := context.Background()
+	for name, of := range map[string]func(i int) *plan.ServicePort{"timeouts": ownTimeout, "counts": ownCount} {
+		for _, n := range []int{500, 1000, 3000} {
+			if name == "counts" {
+				n /= 5 // It takes n*n/2 endpoints.
+			}
+			p := plantest.Large(0, 0)
+			for i := range n {
+				p.Set(of(i))
+			}
+			b.Run(fmt.Sprintf("%s/%d", name, n), func(b *testing.B) {
+				nstest.Enter(b)
+				var first, more time.Duration
+				for b.Loop() {
+					_ = Cleanup()
+					e, _ := testEngine(b, plan.IPv4)
+					begin := time.Now()
+					if err := e.Sync(ctx, p, plan.Everything()); err != nil {
+						b.Fatal(err)
+					}
+					first += time.Since(begin)
+					sp := of(n)
+					p.Set(sp)
+					begin = time.Now()
+					if err := e.Sync(ctx, p, plan.Only(plan.Keys{sp.Key: {}})); err != nil {
+						b.Fatal(err)
+					}
+					more += time.Since(begin)
+					p.Delete(sp.Key)
+					_ = e.kernel.Close()
+					e.kernel = nil
+				}
+				b.ReportMetric(first.Seconds()/float64(b.N), "first-s")
+				b.ReportMetric(more.Seconds()*1000/float64(b.N), "one-more-ms")
+			})
+		}
+	}
+}
+
+// ownTimeout is a Service with a load balancer IP under policy Local and an affinity of i seconds.
+func ownTimeout(i int) *plan.ServicePort {
+	sp := plantest.LargeService(i, 2*i, 1)
+	sp.Frontends = append(sp.Frontends, plan.Frontend{Kind: plan.LoadBalancerIP, Addr: netip.AddrFrom4([4]byte{203, 0, byte(i >> 8), byte(i)}),
+		Protocol: plan.TCP, Port: 80})
+	sp.ExternalPolicy, sp.Affinity = plan.Local, time.Duration(i+1)*time.Second
+	sp.Endpoints.Local = sp.Endpoints.Cluster
+	return sp
+}
+
+// ownCount is one with i endpoints.
+func ownCount(i int) *plan.ServicePort {
+	sp := ownTimeout(i)
+	sp.Endpoints, sp.Affinity = plantest.LargeService(i, 0, i+1).Endpoints, 0
+	sp.Endpoints.Local = sp.Endpoints.Cluster
+	return sp
 }

@@ -6,44 +6,101 @@ import (
 	"net/netip"
 	"slices"
 
-	"nodeproxy/kernel/names"
-	"nodeproxy/kernel/nft"
 	"nodeproxy/plan"
 )
 
-// syncChanged writes what differs between two plans of which the first is in the kernel. All that is new comes before what is not wanted
-// any more goes, if one transaction is not enough for both; what one ServicePort gets, it gets at once.
+// syncChanged writes the difference between the plan in the kernel and p. If that takes more than one transaction, additions come
+// before removals, and all additions for one ServicePort are in the same transaction.
 func (e *engine) syncChanged(ctx context.Context, p *plan.Plan, changed plan.Keys) error {
-	keys := changed.Sorted(e.family)
-	had, wants, next := map[id]value{}, make([]map[id]value, 0, len(keys)), make(map[plan.Key]written, len(keys))
-	all, used := map[id]bool{}, map[kind]bool{}
+	keys := e.withhold(p, changed).Sorted(e.family)
+	had, wants, next := map[id]value{}, make([][]element, 0, len(keys)), make(map[plan.Key]written, len(keys))
 	users := map[netip.Addr]int{}
+	t := &transactions{engine: e, ctx: ctx, layout: e.layout, kinds: e.kinds}
+	defer t.abandon()
+	groups := make([]group, 0, len(keys))
 	for _, k := range keys {
 		before, want := e.current[k], written{}
 		if sp := p.Services[k]; sp != nil {
 			want = place(before, sp)
+			e.asked.note(sp.Scheduler.Name)
 		}
 		next[k] = want
-		e.layout.fill(before, had, map[kind]bool{})
-		mine := map[id]value{}
-		e.layout.fill(want, mine, used)
-		wants = append(wants, mine)
-		for i := range mine {
-			all[i] = true
+		if r := e.refused[k]; r != nil {
+			maps.Copy(had, r.kept)
+			count(r.sp, users, -1)
 		}
+		e.layout.fill(before, had, map[kind]bool{})
+		used := map[kind]bool{}
+		wants = append(wants, e.layout.elements(want, used))
+		groups = append(groups, group{sp: want.sp, kinds: e.withoutChain(used)})
 		count(before.sp, users, -1)
 		count(want.sp, users, 1)
 	}
-	t := &transactions{engine: e, ctx: ctx}
-	if err := e.addKinds(t, used); err != nil {
-		return err
-	}
 	stale := rangesByFrontend(e.family, had)
-	for _, mine := range wants {
-		if err := t.group(append(stale.without(mine, had), differing(had, mine)...)); err != nil {
-			return err
+	for i, g := range groups {
+		if g.writes = append(stale.without(wants[i], had), differing(had, wants[i])...); len(g.writes) > 0 {
+			if err := t.group(g); err != nil {
+				return err
+			}
 		}
 	}
+	var kept map[plan.Key]map[id]value
+	if err := t.finish(func() []write {
+		wanted := map[id]bool{}
+		var refused map[plan.Key]bool
+		refused, kept = t.kept(had)
+		for i, k := range keys {
+			if refused[k] {
+				for i := range kept[k] {
+					wanted[i] = true
+				}
+				continue
+			}
+			for _, w := range wants[i] {
+				wanted[w.id] = true
+			}
+		}
+		return append(e.leading(users), removals(had, func(i id) bool { return !wanted[i] && i.set != clusterIPs })...)
+	}); err != nil {
+		return err
+	}
+	refused := maps.Clone(e.refused)
+	if refused == nil {
+		refused = map[plan.Key]*refusal{}
+	}
+	for k, w := range next {
+		delete(refused, k)
+		if e.current[k] = w; w.sp == nil {
+			delete(e.current, k)
+		}
+	}
+	for _, r := range t.refused {
+		refused[r.sp.Key] = e.newRefusal(r, kept[r.sp.Key])
+		delete(e.current, r.sp.Key)
+	}
+	e.updateRefused(refused)
+	for a, n := range users {
+		if e.users[a] += n; e.users[a] == 0 {
+			delete(e.users, a)
+		}
+	}
+	return nil
+}
+
+// withoutChain returns the kinds that have no chain in the kernel.
+func (e *engine) withoutChain(used map[kind]bool) []kind {
+	var out []kind
+	for k := range used {
+		if !e.kinds[k] {
+			out = append(out, k)
+		}
+	}
+	slices.SortFunc(out, compareKinds)
+	return out
+}
+
+// leading returns the writes of cluster IPs, given by how many the number of the frontends of each changes.
+func (e *engine) leading(users map[netip.Addr]int) []write {
 	var lead, gone []write
 	for a, n := range users {
 		w := write{id: id{set: clusterIPs, key: string(a.AsSlice())}}
@@ -56,56 +113,5 @@ func (e *engine) syncChanged(ctx context.Context, p *plan.Plan, changed plan.Key
 			gone = append(gone, w)
 		}
 	}
-	for i, v := range had {
-		if !all[i] && i.set != clusterIPs {
-			gone = append(gone, write{id: i, had: &v})
-		}
-	}
-	if err := t.rest(lead, gone); err != nil {
-		return err
-	}
-	for k, w := range next {
-		if e.current[k] = w; w.sp == nil {
-			delete(e.current, k)
-		}
-	}
-	for a, n := range users {
-		if e.users[a] += n; e.users[a] == 0 {
-			delete(e.users, a)
-		}
-	}
-	maps.Copy(e.kinds, used)
-	return nil
-}
-
-// addKinds begins the first transaction with the chains of kinds that have none yet.
-func (e *engine) addKinds(t *transactions, used map[kind]bool) error {
-	var fresh []kind
-	for k := range used {
-		if !e.kinds[k] {
-			fresh = append(fresh, k)
-		}
-	}
-	if len(fresh) == 0 {
-		return nil
-	}
-	slices.SortFunc(fresh, compareKinds)
-	t.first = nft.NewBatch(e.family, names.NFTables)
-	var elements []write
-	for _, k := range fresh {
-		if k.treatment > drop { // The others have chains of the layout.
-			c := e.layout.chain(k)
-			t.first.AddChain(c)
-			// It may be there: of a Service that is not known yet, or because the kernel did not let it go.
-			t.first.FlushChain(c.Name)
-			if err := t.first.AddRules(c); err != nil {
-				return err
-			}
-		}
-		for _, set := range k.sets() {
-			elements = append(elements, write{id: id{set: set, key: string(native(k.number()))}, want: &value{chain: k.chain()}})
-		}
-	}
-	t.writes = append(t.writes, elements...)
-	return nil
+	return append(lead, gone...)
 }

@@ -8,16 +8,16 @@ import (
 	"nodeproxy/kernel/drift"
 	"nodeproxy/kernel/names"
 	"nodeproxy/kernel/nft"
+	"nodeproxy/plan"
 )
 
-// differs notes a thing that is not as it was left, and of which its name says everything.
+// differs records a difference that the name of its object describes completely.
 func (e *engine) differs(k drift.Kind, state drift.State, format string, args ...any) {
-	e.found = append(e.found, drift.Difference{Kind: k, State: state, Object: fmt.Sprintf(format, args...)})
+	e.Found = append(e.Found, drift.Difference{Kind: k, State: state, Object: fmt.Sprintf(format, args...)})
 }
 
-// differences finds out in what that which the kernel holds differs from what it was left with.
+// differences records how the kernel's content differs from what the last sync wrote.
 func (s *fullSync) differences(before *layout) {
-	of := fmt.Sprintf("of nftables table %s %s", nft.FamilyName(s.family), names.NFTables)
 	if s.content == nil {
 		s.differs(drift.Table, drift.Missing, "%s %s of nftables", nft.FamilyName(s.family), names.NFTables)
 		return
@@ -25,35 +25,21 @@ func (s *fullSync) differences(before *layout) {
 	if s.content.Dormant {
 		s.differs(drift.Table, drift.Changed, "%s %s of nftables", nft.FamilyName(s.family), names.NFTables)
 	}
-	for _, c := range append(before.chains(), before.kindChains(s.kinds)...) {
-		is, there := s.content.Chains[c.Name]
-		switch {
-		case !there:
-			s.differs(drift.Chain, drift.Missing, "%s %s", c.Name, of)
-		case !is.Holds(c):
-			s.differs(drift.Chain, drift.Changed, "%s %s", c.Name, of)
-		}
-	}
-	for _, set := range s.sets {
-		if is, there := s.content.Sets[set.Name]; !there || !is {
-			s.differs(drift.SetElement, drift.Missing, "all of set %s %s", set.Name, of)
-		}
-	}
+	s.Found = append(s.Found, structure(before, s.kinds, s.sets, s.content)...)
 	if s.rebuild {
 		return
 	}
 	met := 0
 	compare := func(list map[id]value) {
 		for _, i := range slices.SortedFunc(maps.Keys(list), compareIDs) {
+			want := list[i]
 			have, is := s.have[i]
 			switch {
 			case !is:
-				s.differs(drift.SetElement, drift.Missing, "%s of set %s %s", i.text(s.family), s.sets[i.set].Name, of)
+				s.Found = append(s.Found, s.difference(i, &want, nil))
 				continue
-			case have != list[i]:
-				s.found = append(s.found, drift.Difference{Kind: drift.SetElement, State: drift.Changed,
-					Object: fmt.Sprintf("%s of set %s %s", i.text(s.family), s.sets[i.set].Name, of),
-					Want:   list[i].text(s.sets[i.set]), Have: have.text(s.sets[i.set])})
+			case have != want:
+				s.Found = append(s.Found, s.difference(i, &want, &have))
 			}
 			met++
 		}
@@ -61,6 +47,10 @@ func (s *fullSync) differences(before *layout) {
 	expected := fixed(s.kinds)
 	for a := range s.users {
 		expected[id{set: clusterIPs, key: string(a.AsSlice())}] = value{}
+	}
+	maps.Copy(expected, s.spareKinds)
+	for _, r := range s.refused {
+		maps.Copy(expected, r.kept)
 	}
 	compare(expected)
 	for _, w := range s.current {
@@ -74,12 +64,52 @@ func (s *fullSync) differences(before *layout) {
 			}
 		}
 	}
-	if met == len(s.have) || s.plan.Partial || before.partial { // What was there may be of Services that were not known.
+	if met == len(s.have) || s.plan.Partial || before.partial { // Other elements may belong to Services that were not known.
 		return
 	}
 	for _, i := range slices.SortedFunc(maps.Keys(s.have), compareIDs) {
 		if _, is := expected[i]; !is {
-			s.differs(drift.SetElement, drift.Unexpected, "%s of set %s %s", i.text(s.family), s.sets[i.set].Name, of)
+			have := s.have[i]
+			s.Found = append(s.Found, s.difference(i, nil, &have))
 		}
 	}
+}
+
+// structure returns which chains and sets of a table are not as they were written.
+func structure(l *layout, used map[kind]bool, sets []nft.Set, is *nft.Content) (found drift.Found) {
+	of := ofTable(l.family)
+	for _, c := range append(l.chains(), l.kindChains(used)...) {
+		have, there := is.Chains[c.Name]
+		switch {
+		case !there:
+			found = append(found, drift.Difference{Kind: drift.Chain, State: drift.Missing, Object: c.Name + of})
+		case !have.Holds(c):
+			found = append(found, drift.Difference{Kind: drift.Chain, State: drift.Changed, Object: c.Name + of})
+		}
+	}
+	for _, set := range sets {
+		if is, there := is.Sets[set.Name]; !there || !is {
+			found = append(found, drift.Difference{Kind: drift.SetElement, State: drift.Missing, Object: "all of set " + set.Name + of})
+		}
+	}
+	return found
+}
+
+func ofTable(f plan.Family) string {
+	return fmt.Sprintf(" of nftables table %s %s", nft.FamilyName(f), names.NFTables)
+}
+
+// difference names an element that is not as it was written.
+func (e *engine) difference(i id, want, have *value) drift.Difference {
+	d := drift.Difference{Kind: drift.SetElement, State: drift.Changed,
+		Object: fmt.Sprintf("%s of set %s", i.text(e.family), e.sets[i.set].Name) + ofTable(e.family)}
+	switch {
+	case have == nil:
+		d.State = drift.Missing
+	case want == nil:
+		d.State = drift.Unexpected
+	default:
+		d.Want, d.Have = want.text(e.sets[i.set]), have.text(e.sets[i.set])
+	}
+	return d
 }

@@ -12,13 +12,13 @@ import (
 	"nodeproxy/plan"
 )
 
-// id says which element of which set one is.
+// id identifies an element: its set and its key.
 type id struct {
 	set      setID
-	key, end string // as they are in registers; end is for intervals only
+	key, end string // as in registers; end is the last key of an interval, otherwise empty
 }
 
-// value is the rest of an element.
+// value is an element's data and comment.
 type value struct {
 	data, chain, comment string
 }
@@ -27,8 +27,14 @@ func (i id) element(v value) nft.Element {
 	return nft.Element{Key: i.key, End: i.end, Data: v.data, Chain: v.chain, Comment: v.comment}
 }
 
+// element is an element of a set.
+type element struct {
+	id
+	value
+}
+
 func registers(parts ...[]byte) string {
-	var out []byte
+	out := make([]byte, 0, 32)
 	for _, p := range parts {
 		out = append(out, p...)
 		for len(out)%4 != 0 {
@@ -38,70 +44,102 @@ func registers(parts ...[]byte) string {
 	return string(out)
 }
 
-func bigEndian(port uint16) []byte { return binary.BigEndian.AppendUint16(nil, port) }
-
-// nameOf is a frontend as it is in registers: an address, a protocol and a port.
+// nameOf returns a frontend as in registers: its address, protocol and port.
 func nameOf(f plan.Family, fe plan.Frontend) string {
 	a := fe.Addr
 	if fe.Kind == plan.NodePort {
 		a = noAddress(f)
 	}
-	return registers(a.AsSlice(), []byte{netlink.Protocol(fe.Protocol)}, bigEndian(fe.Port))
+	var out [24]byte
+	b := append(appendAddr(out[:0], a), netlink.Protocol(fe.Protocol), 0, 0, 0)
+	return string(append(binary.BigEndian.AppendUint16(b, fe.Port), 0, 0))
 }
 
 func endpointValue(a netip.AddrPort) string {
-	return registers(a.Addr().AsSlice(), bigEndian(a.Port()))
+	var out [20]byte
+	return string(append(binary.BigEndian.AppendUint16(appendAddr(out[:0], a.Addr()), a.Port()), 0, 0))
 }
 
-// written is a ServicePort as it is in the kernel.
+func appendAddr(b []byte, a netip.Addr) []byte {
+	if a.Is4() {
+		v := a.As4()
+		return append(b, v[:]...)
+	}
+	v := a.As16()
+	return append(b, v[:]...)
+}
+
+// indexed is a frontend, as nameOf returns it, followed by a number.
+func indexed(name string, n uint32) string {
+	var out [28]byte
+	return string(binary.NativeEndian.AppendUint32(append(out[:0], name...), n))
+}
+
+// written is a ServicePort as the kernel has it.
 type written struct {
 	sp *plan.ServicePort
-	// cluster and local are the endpoints of the two policies by their numbers in the maps.
+	// cluster and local are the endpoints under the two policies, indexed by their numbers in the maps.
 	cluster, local []netip.AddrPort
 }
 
-// placed numbers endpoints. Those that had numbers keep them as far as possible, so that few elements change.
-func placed(before []netip.AddrPort, list []plan.Endpoint) []netip.AddrPort {
-	list = list[:min(len(list), maxCount)]
-	out := make([]netip.AddrPort, len(list))
+// placed numbers endpoints, of which some may be listed more than once. An endpoint keeps the numbers that it has in before if possible, so
+// that few elements change.
+func placed(before, list []netip.AddrPort) []netip.AddrPort {
 	if len(before) == 0 {
-		for i, ep := range list {
-			out[i] = ep.Addr
-		}
-		return out
+		return list
 	}
-	wanted := make(map[netip.AddrPort]bool, len(list))
-	for _, ep := range list {
-		wanted[ep.Addr] = true
+	out := make([]netip.AddrPort, len(list))
+	wanted := make(map[netip.AddrPort]int, len(list))
+	for _, a := range list {
+		wanted[a]++
 	}
 	for i, a := range before[:min(len(before), len(out))] {
-		if wanted[a] {
+		if wanted[a] > 0 { // Another program may have written it more often.
 			out[i] = a
-			delete(wanted, a) // It may be there twice, if others have written it.
+			wanted[a]--
 		}
 	}
 	i := 0
-	for _, ep := range list {
-		if !wanted[ep.Addr] {
+	for _, a := range list {
+		if wanted[a] == 0 {
 			continue
 		}
+		wanted[a]--
 		for out[i].IsValid() {
 			i++
 		}
-		out[i] = ep.Addr
+		out[i] = a
 	}
 	return out
 }
 
-// place makes what is to be written of a ServicePort where before is there.
+// place numbers the endpoints of a ServicePort, where the kernel has before.
 func place(before written, sp *plan.ServicePort) written {
-	return written{sp: sp, cluster: placed(before.cluster, sp.Endpoints.Cluster), local: placed(before.local, sp.Endpoints.Local)}
+	return written{sp: sp, cluster: numbered(before.cluster, sp, sp.Endpoints.Cluster), local: numbered(before.local, sp, sp.Endpoints.Local)}
 }
 
 // fill puts the elements of a ServicePort into out, and the kinds that they lead to into used.
 func (l *layout) fill(w written, out map[id]value, used map[kind]bool) {
+	for _, e := range l.unsorted(w, used) {
+		out[e.id] = e.value
+	}
+}
+
+// elements returns the elements of a ServicePort in order, and puts the kinds that they lead to into used.
+func (l *layout) elements(w written, used map[kind]bool) []element {
+	list := l.unsorted(w, used)
+	slices.SortStableFunc(list, func(a, b element) int { return compareIDs(a.id, b.id) })
+	return slices.CompactFunc(list, func(a, b element) bool { return a.id == b.id })
+}
+
+// unsorted is elements, in any order. The same element may be there twice.
+func (l *layout) unsorted(w written, used map[kind]bool) []element {
 	if w.sp == nil {
-		return
+		return nil
+	}
+	out := make([]element, 0, len(w.sp.Frontends)*(2+len(w.cluster)))
+	put := func(set setID, key, data, comment string) {
+		out = append(out, element{id{set: set, key: key}, value{data: data, comment: comment}})
 	}
 	comment := nft.Comment(w.sp.Key.PortName())
 	for _, fe := range w.sp.Frontends {
@@ -109,24 +147,25 @@ func (l *layout) fill(w written, out map[id]value, used map[kind]bool) {
 			continue
 		}
 		name := nameOf(l.family, fe)
-		of, inside := kindsOf(w.sp, fe)
+		of, inside := w.kindsOf(fe)
 		used[of] = true
-		out[id{set: services, key: name}] = value{data: string(native(of.number())), comment: comment}
-		w.fillEndpoints(name, of, out)
+		put(services, name, string(native(of.number())), comment)
+		w.putEndpoints(name, of, put)
 		if inside != nil {
 			used[*inside] = true
-			out[id{set: servicesWithin, key: name}] = value{data: string(native(inside.number())), comment: comment}
-			w.fillEndpoints(name, *inside, out)
+			put(servicesWithin, name, string(native(inside.number())), comment)
+			w.putEndpoints(name, *inside, put)
 		}
 		if fe.Kind == plan.ClusterIP {
-			out[id{set: clusterIPs, key: string(fe.Addr.AsSlice())}] = value{}
+			put(clusterIPs, string(fe.Addr.AsSlice()), "", "")
 		}
-		l.fillSources(w.sp, fe, out)
+		out = append(out, l.sources(w.sp, fe)...)
 	}
+	return out
 }
 
-// fillEndpoints puts in the endpoints of a frontend that has a kind.
-func (w written) fillEndpoints(name string, k kind, out map[id]value) {
+// putEndpoints passes the endpoints of a frontend of kind k to put.
+func (w written) putEndpoints(name string, k kind, put func(set setID, key, data, comment string)) {
 	list, plain, choice, stick := w.cluster, endpoints, choices, stickyEndpoints
 	if k.local {
 		list, plain, choice, stick = w.local, localEndpoints, localChoices, localStickyEndpoints
@@ -134,18 +173,18 @@ func (w written) fillEndpoints(name string, k kind, out map[id]value) {
 	list = list[:k.count]
 	if k.affinity == 0 {
 		for i, a := range list {
-			out[id{set: plain, key: name + string(native(uint32(i)))}] = value{data: endpointValue(a)}
+			put(plain, indexed(name, uint32(i)), endpointValue(a), "")
 		}
 		return
 	}
 	for i, n := range identifiers(list) {
-		out[id{set: choice, key: name + string(native(uint32(i)))}] = value{data: string(native(n))}
-		out[id{set: stick, key: name + string(native(n))}] = value{data: endpointValue(list[i])}
+		put(choice, indexed(name, uint32(i)), string(native(n)), "")
+		put(stick, indexed(name, n), endpointValue(list[i]), "")
 	}
 }
 
-// identifiers are numbers by which clients are remembered to have an endpoint. They depend on the endpoint, and only where two would be
-// the same on the others, so that clients keep their endpoints whatever others come and go.
+// identifiers returns the numbers by which the affinity map refers to endpoints. Each is a hash of the endpoint; only where hashes
+// collide does it depend on other endpoints. So clients keep their endpoint while others come and go.
 func identifiers(list []netip.AddrPort) []uint32 {
 	order := make([]int, len(list))
 	for i := range order {
@@ -153,7 +192,11 @@ func identifiers(list []netip.AddrPort) []uint32 {
 	}
 	slices.SortFunc(order, func(a, b int) int { return list[a].Compare(list[b]) })
 	out, taken := make([]uint32, len(list)), make(map[uint32]bool, len(list))
-	for _, i := range order {
+	for n, i := range order {
+		if n > 0 && list[i] == list[order[n-1]] {
+			out[i] = out[order[n-1]]
+			continue
+		}
 		h := fnv.New32a()
 		_, _ = h.Write([]byte(endpointValue(list[i])))
 		n := h.Sum32()
@@ -165,12 +208,12 @@ func identifiers(list []netip.AddrPort) []uint32 {
 	return out
 }
 
-// fillSources puts in who may reach a load balancer IP, where that is limited. Ranges within others are left out: the kernel takes none
-// that overlap. Where the node itself is within the ranges, the load balancer IPs are too: a node that has such an address of its own
-// sends to it from it.
-func (l *layout) fillSources(sp *plan.ServicePort, fe plan.Frontend, out map[id]value) {
+// sources returns the source ranges of a load balancer IP, if it has any. It leaves out ranges that others contain, since the
+// kernel rejects overlapping ones. If the ranges contain the node's IP, the Service's load balancer IPs are added to them: a node to
+// which such an address is assigned uses it as the source when it connects to it.
+func (l *layout) sources(sp *plan.ServicePort, fe plan.Frontend) []element {
 	if fe.Kind != plan.LoadBalancerIP || len(sp.SourceRanges) == 0 || !sp.Any {
-		return
+		return nil
 	}
 	ranges := slices.Clone(sp.SourceRanges)
 	node := l.node.IP(l.family)
@@ -182,19 +225,20 @@ func (l *layout) fillSources(sp *plan.ServicePort, fe plan.Frontend, out map[id]
 		}
 	}
 	key := nameOf(l.family, fe)
-	out[id{set: limited, key: key}] = value{comment: nft.Comment(sp.Key.PortName())}
+	out := []element{{id{set: limited, key: key}, value{comment: nft.Comment(sp.Key.PortName())}}}
 	for i, r := range ranges {
 		within := slices.ContainsFunc(ranges[:i], func(o netip.Prefix) bool { return o == r })
 		for _, o := range ranges {
 			within = within || o.Bits() < r.Bits() && o.Contains(r.Addr())
 		}
 		if !within {
-			out[id{set: sourceRanges, key: key + string(r.Masked().Addr().AsSlice()), end: key + string(last(r))}] = value{}
+			out = append(out, element{id: id{set: sourceRanges, key: key + string(r.Masked().Addr().AsSlice()), end: key + string(last(r))}})
 		}
 	}
+	return out
 }
 
-// last is the last address of a range.
+// last returns the last address of a range.
 func last(r netip.Prefix) []byte {
 	out := r.Masked().Addr().AsSlice()
 	for i := r.Bits(); i < len(out)*8; i++ {
@@ -203,7 +247,7 @@ func last(r netip.Prefix) []byte {
 	return out
 }
 
-// fixed are the elements that do not depend on Services.
+// fixed returns the elements that are not those of a Service.
 func fixed(used map[kind]bool) map[id]value {
 	out := map[id]value{}
 	for k := range used {
@@ -217,12 +261,12 @@ func fixed(used map[kind]bool) map[id]value {
 	return out
 }
 
-// ofServices reports whether the elements of a set are those of ServicePorts.
+// ofServices reports whether each element of the set belongs to a ServicePort.
 func (s setID) ofServices() bool {
 	return s != kinds && s != kindsWithin && s != affinity && s != sameByte
 }
 
-// frontendOf is the part of an element's key that is a frontend; the zero Address where there is none.
+// frontendOf returns the frontend in an element's key; the zero Address if there is none.
 func (i id) frontendOf(f plan.Family) plan.Address {
 	n := f.Bits() / 8
 	switch i.set {
@@ -238,7 +282,13 @@ func (i id) frontendOf(f plan.Family) plan.Address {
 }
 
 func compareIDs(a, b id) int {
-	return cmp.Or(cmp.Compare(a.set, b.set), cmp.Compare(a.key, b.key), cmp.Compare(a.end, b.end))
+	if a.set != b.set {
+		return cmp.Compare(a.set, b.set)
+	}
+	if c := cmp.Compare(a.key, b.key); c != 0 {
+		return c
+	}
+	return cmp.Compare(a.end, b.end)
 }
 
 func nativeNumber(b string) uint32 { return binary.NativeEndian.Uint32([]byte(b)) }

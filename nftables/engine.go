@@ -12,20 +12,22 @@ import (
 
 	"golang.org/x/sys/unix"
 
-	"nodeproxy/kernel/drift"
+	"nodeproxy/backend"
 	"nodeproxy/kernel/nft"
 	"nodeproxy/plan"
 )
 
-// kernel carries out transactions and reads tables. Tests have one that is none.
+// kernel carries out transactions and reads tables. Tests use a fake.
 type kernel interface {
 	Commit(*nft.Batch) error
-	Read(f plan.Family, table string, sets []nft.Set, chains []nft.ChainSpec) (*nft.Content, error)
+	Read(f plan.Family, table string, sets []nft.Set, chains []nft.Chain) (*nft.Content, error)
 	Elements(f plan.Family, table string, s nft.Set) ([]nft.Element, error)
+	Sample(f plan.Family, table string, s nft.Set, each func(nft.Element) error) error
+	Element(f plan.Family, table string, s nft.Set, e nft.Element) (nft.Element, bool, error)
 	Close() error
 }
 
-// mostInTransaction is about how many elements one transaction changes: nothing else that uses nftables can write meanwhile.
+// mostInTransaction is about how many elements one transaction changes. No other program can change nftables during a transaction.
 const mostInTransaction = 10000
 
 // engine programs one family.
@@ -33,35 +35,56 @@ type engine struct {
 	family  plan.Family
 	options Options
 	log     *slog.Logger
-	// dial opens a kernel, which is nil until the first use and after an error: answers to what has failed may still come.
+	// dial opens kernel, which is nil until the first use and after an error: late answers to a failed request may still arrive on
+	// the old socket.
 	dial   func() (kernel, error)
 	kernel kernel
-	most   int // as mostInTransaction
-	// tight is set where most is smaller because the kernel does not take messages as long as asked for. That is so in a user
-	// namespace, where net.core.wmem_max of the host is the limit.
+	// reader opens a kernel to read from beside that.
+	reader func() (kernel, error)
+	most   int // mostInTransaction, or less
+	// tight is set if most was reduced because the kernel limits the length of messages: in a user namespace, to the host's
+	// net.core.wmem_max.
 	tight  bool
 	failed func(f plan.Family, cleanup bool)
 	sets   []nft.Set
+	asked  *askedFor
+	// onRefused is called with what the kernel refuses when that has changed.
+	onRefused func(plan.Family, []plan.Refusal)
+	// traffic, if not nil, is told what elements have counted that are replaced.
+	traffic *TrafficReader
 
 	mu sync.Mutex // held by sync
-	// layout and current are what the kernel holds; current is nil where that is not known.
+	// layout and current describe the kernel's content; current is nil if that is not known.
 	layout  *layout
 	current map[plan.Key]written
-	users   map[netip.Addr]int // frontends by cluster IP
-	kinds   map[kind]bool      // those that have a chain
-	// compared says that the last sync knew what had been written before, and found is what it found to differ.
-	compared bool
-	found    drift.Found
+	users   map[netip.Addr]int // how many frontends each cluster IP has
+	kinds   map[kind]bool      // the kinds that have a chain
+	// refused are the ServicePorts that the kernel does not take, which current does not have; spareKinds are elements that lead to
+	// the chains that they keep, and are not of kinds.
+	refused    map[plan.Key]*refusal
+	spareKinds map[id]value
+	// existed is set where the last sync failed as something existed already, and certain where everything is read anew after that.
+	existed, certain bool
+	// full is how many syncs of everything have begun. touched are the elements that were written since a comparison beside syncs began;
+	// nil if there is none.
+	full    int
+	touched map[id]bool
+	backend.Comparison
 }
+
+// Family implements backend.Engine.
+func (e *engine) Family() plan.Family { return e.family }
 
 func (e *engine) layoutOf(p *plan.Plan) *layout {
 	return &layout{family: e.family, options: e.options, settings: p.Settings, node: p.Node, partial: p.Partial}
 }
 
-func (e *engine) sync(ctx context.Context, p *plan.Plan, change plan.Change) error {
+// Sync implements backend.Engine.
+func (e *engine) Sync(ctx context.Context, p *plan.Plan, change plan.Change) error {
 	e.mu.Lock()
 	defer e.mu.Unlock()
-	e.compared, e.found = false, nil
+	e.Compared, e.Found = false, nil
+	e.certain, e.existed = e.current == nil && e.existed, false
 	err := e.open()
 	if err == nil {
 		if change.All() || e.current == nil || !reflect.DeepEqual(e.layout, e.layoutOf(p)) || e.meetsUnknown(p, change.Keys()) {
@@ -70,17 +93,14 @@ func (e *engine) sync(ctx context.Context, p *plan.Plan, change plan.Change) err
 			err = e.syncChanged(ctx, p, change.Keys())
 		}
 	}
-	if errors.Is(err, unix.EMSGSIZE) && e.most > 1 { // for the next attempt
+	if errors.Is(err, unix.EMSGSIZE) && e.most > 1 { // The next attempt uses smaller transactions.
 		e.most, e.tight = e.most/4, true
 		e.log.Warn("the kernel does not take transactions as large as usual: net.core.wmem_max of the host limits them, as this is a "+
 			"user namespace or the right CAP_NET_ADMIN is missing", "family", e.family, "elements at most from now on", e.most)
 	}
 	if err != nil {
-		e.current = nil
-		if e.kernel != nil {
-			_ = e.kernel.Close()
-			e.kernel = nil
-		}
+		e.existed = errors.Is(err, unix.EEXIST)
+		e.forget()
 		return fmt.Errorf("programming %s: %w", e.family, err)
 	}
 	return nil
@@ -97,7 +117,8 @@ func (e *engine) open() error {
 	return err
 }
 
-// meetsUnknown reports whether a change adds a ServicePort, or frontends to one, while the kernel may hold elements of some that are not known.
+// meetsUnknown reports whether the plan is partial and the change adds a frontend: the kernel may have elements of a ServicePort that is not
+// known yet, with the same keys.
 func (e *engine) meetsUnknown(p *plan.Plan, changed plan.Keys) bool {
 	if !p.Partial {
 		return false

@@ -15,12 +15,13 @@ import (
 	"nodeproxy/plan"
 )
 
-// syncAll reads what the kernel holds, and changes what differs.
+// syncAll reads the kernel's content, and changes it where it differs from the plan.
 func (e *engine) syncAll(ctx context.Context, p *plan.Plan) error {
+	e.full++
 	l := e.layoutOf(p)
-	e.compared = e.current != nil
+	e.Compared = e.current != nil
 	known, before := l, e.layout
-	if e.compared {
+	if e.Compared {
 		known = before
 	}
 	content, err := e.kernel.Read(e.family, names.NFTables, e.sets, append(known.chains(), known.kindChains(e.kinds)...))
@@ -29,7 +30,7 @@ func (e *engine) syncAll(ctx context.Context, p *plan.Plan) error {
 	}
 	s := &fullSync{engine: e, layout: l, plan: p, content: content, have: map[id]value{}, used: map[kind]bool{}}
 	s.rebuild = content == nil || s.unusable()
-	if s.rebuild && content != nil && p.Partial && !e.compared {
+	if s.rebuild && content != nil && len(content.Chains) > 0 && p.Partial && !e.Compared { // A table without chains does nothing.
 		return fmt.Errorf("the table %s is another version's: %w", names.NFTables, plan.ErrPartial)
 	}
 	if !s.rebuild {
@@ -37,14 +38,14 @@ func (e *engine) syncAll(ctx context.Context, p *plan.Plan) error {
 			return err
 		}
 	}
-	if e.compared {
+	if e.Compared {
 		s.differences(before)
 	}
-	if !s.rebuild && (!e.compared || len(e.found) > 0) {
+	if !s.rebuild && (!e.Compared || len(e.Found) > 0) {
 		if err := s.readAgain(); err != nil {
 			return err
 		}
-		if e.found = nil; e.compared {
+		if e.Found = nil; e.Compared {
 			s.differences(before)
 		}
 	}
@@ -55,9 +56,24 @@ func (e *engine) syncAll(ctx context.Context, p *plan.Plan) error {
 	return nil
 }
 
-// kindChains are the chains of kinds that are not of the layout.
-func (l *layout) kindChains(of map[kind]bool) []nft.ChainSpec {
-	var out []nft.ChainSpec
+// terms are those of kinds, in order of the kinds.
+func terms(of []kind) []term {
+	var out []term
+	seen := map[term]bool{}
+	for _, k := range of {
+		if t := k.term(); t.seconds > 0 && !seen[t] {
+			out, seen[t] = append(out, t), true
+		}
+	}
+	return out
+}
+
+// kindChains are the chains of kinds that are not of the layout, with those of their terms.
+func (l *layout) kindChains(of map[kind]bool) []nft.Chain {
+	var out []nft.Chain
+	for _, t := range terms(slices.SortedFunc(maps.Keys(of), compareKinds)) {
+		out = append(out, t.chains(l.family)...)
+	}
 	for _, k := range slices.SortedFunc(maps.Keys(of), compareKinds) {
 		if k.treatment > drop {
 			out = append(out, l.chain(k))
@@ -71,15 +87,15 @@ type fullSync struct {
 	*engine
 	layout  *layout
 	plan    *plan.Plan
-	content *nft.Content // nil where there is no table
-	rebuild bool         // the table is to be made anew
-	have    map[id]value // elements in the kernel, without those that were met in the plan
+	content *nft.Content // nil if there is no table
+	rebuild bool         // whether the table is created anew
+	have    map[id]value // elements in the kernel, except those found in the plan so far
 	used    map[kind]bool
-	spare   []string // chains in the table that nothing needs
+	spare   []string // unused chains in the table
 }
 
-// unusable reports whether the table lacks a set, or has one of another kind, as another version of this program may have it, or a
-// chain at another place, or has been put to sleep.
+// unusable reports whether the table must be created anew: it is dormant, lacks a set, or has a set or base chain in another form, as
+// another version of this program may have written it.
 func (s *fullSync) unusable() bool {
 	if s.content.Dormant {
 		return true
@@ -113,11 +129,11 @@ func (s *fullSync) readElements() error {
 	return nil
 }
 
-// mostReads is how often elements are read at most.
+// mostReads bounds how often elements are read.
 const mostReads = 6
 
-// readAgain reads elements until nothing comes to light that was not seen before. While the kernel spreads a set that has grown over a
-// larger table, which it does beside everything else, a listing may leave elements out.
+// readAgain reads elements until a listing has none that was not seen before. While the kernel moves the elements of a grown set to a
+// larger hash table, which it does in the background, a listing may omit some.
 func (s *fullSync) readAgain() error {
 	for range mostReads - 1 {
 		seen := len(s.have)
@@ -131,7 +147,7 @@ func (s *fullSync) readAgain() error {
 	return nil
 }
 
-// places are the endpoints of frontends in the kernel by their numbers.
+// places returns the endpoints of each frontend in the kernel, indexed by their numbers.
 func (s *fullSync) places(plain, choice, stick setID) map[string][]netip.AddrPort {
 	out := map[string][]netip.AddrPort{}
 	n := 4 * nameRegisters(s.family)
@@ -156,69 +172,195 @@ func (s *fullSync) places(plain, choice, stick setID) map[string][]netip.AddrPor
 	return out
 }
 
-// write makes the kernel hold what the plan asks for.
+// placesFound returns the endpoints of a ServicePort in the kernel.
+func (s *fullSync) placesFound() func(*plan.ServicePort) written {
+	cluster, local := s.places(endpoints, choices, stickyEndpoints), s.places(localEndpoints, localChoices, localStickyEndpoints)
+	return func(sp *plan.ServicePort) (before written) {
+		for _, fe := range sp.Frontends {
+			name := nameOf(s.family, fe)
+			if before.cluster == nil {
+				before.cluster = cluster[name]
+			}
+			if before.local == nil {
+				before.local = local[name]
+			}
+		}
+		return before
+	}
+}
+
+// write makes the kernel's content equal to the plan.
 func (s *fullSync) write(ctx context.Context) error {
-	list := s.plan.Sorted(s.family)
-	slices.SortStableFunc(list, func(a, b *plan.ServicePort) int { return rank(a) - rank(b) })
-	next, users := make(map[plan.Key]written, len(list)), map[netip.Addr]int{}
-	var cluster, local map[string][]netip.AddrPort
-	if s.current == nil {
-		cluster, local = s.places(endpoints, choices, stickyEndpoints), s.places(localEndpoints, localChoices, localStickyEndpoints)
+	t := &transactions{engine: s.engine, ctx: ctx, layout: s.layout, kinds: map[kind]bool{}, had: s.have}
+	defer t.abandon()
+	var groups []group
+	emit := func(g group) error {
+		groups = append(groups, g)
+		return nil
 	}
-	groups, stale := make([][]write, 0, len(list)), rangesByFrontend(s.family, s.have)
-	for _, sp := range list {
-		before := s.current[sp.Key]
-		if s.current == nil {
-			for _, fe := range sp.Frontends {
-				name := nameOf(s.family, fe)
-				if before.cluster == nil {
-					before.cluster = cluster[name]
-				}
-				if before.local == nil {
-					before.local = local[name]
-				}
-			}
+	if s.rebuild { // Then it does not depend on Services, and the kernel gets the first of them while the others are compared.
+		if err := s.structure(t); err != nil {
+			return err
 		}
-		w := place(before, sp)
-		next[sp.Key] = w
-		count(sp, users, 1)
-		mine := map[id]value{}
-		s.layout.fill(w, mine, s.used)
-		if g := append(stale.without(mine, s.have), differing(s.have, mine)...); len(g) > 0 {
-			groups = append(groups, g)
-		}
-		for i := range mine {
-			if i.set != clusterIPs {
-				delete(s.have, i)
-			}
-		}
+		emit = t.group
 	}
-	var lead []write
-	for a := range users {
-		i := id{set: clusterIPs, key: string(a.AsSlice())}
-		if _, is := s.have[i]; !is {
-			lead = append(lead, write{id: i, want: &value{}})
-		}
-		delete(s.have, i)
-	}
-	slices.SortFunc(lead, func(a, b write) int { return compareIDs(a.id, b.id) })
-	t := &transactions{engine: s.engine, ctx: ctx}
-	if err := s.structure(t); err != nil {
+	d, err := s.unmet(emit)
+	if err != nil {
 		return err
+	}
+	lead := s.leadingTo(d.clusterIPs)
+	if !s.rebuild {
+		if err := s.structure(t); err != nil {
+			return err
+		}
 	}
 	for _, g := range groups {
 		if err := t.group(g); err != nil {
 			return err
 		}
 	}
-	if err := t.rest(lead, s.unwanted()); err != nil {
+	var kept map[plan.Key]map[id]value
+	spareKinds := map[id]value{}
+	err = t.finish(func() []write {
+		for _, r := range t.refused { // What was as it should be is not among its writes.
+			mine := map[id]value{}
+			s.layout.fill(d.next[r.sp.Key], mine, map[kind]bool{})
+			for _, w := range r.writes {
+				delete(mine, w.id)
+			}
+			maps.DeleteFunc(mine, func(i id, _ value) bool { return i.set == clusterIPs })
+			maps.Copy(s.have, mine)
+		}
+		_, kept = t.kept(s.have, d.held...)
+		keep := fixed(s.used) // Those without a chain come with the groups that need them, and replace what is there.
+		for _, list := range kept {
+			for i, v := range list {
+				keep[i] = v
+				if i.set != services && i.set != servicesWithin {
+					continue
+				}
+				for _, set := range []setID{kinds, kindsWithin} {
+					i := id{set: set, key: v.data}
+					if v, is := s.have[i]; is {
+						keep[i], spareKinds[i] = v, v
+					}
+				}
+			}
+		}
+		return append(lead, s.unwanted(keep)...)
+	})
+	if err != nil {
 		return err
 	}
-	s.engine.layout, s.engine.current, s.engine.users, s.engine.kinds = s.layout, next, users, s.used
+	if len(s.spare) > 0 {
+		used := map[string]bool{}
+		for _, c := range s.layout.kindChains(t.kinds) {
+			used[c.Name] = true
+		}
+		s.spare = slices.DeleteFunc(s.spare, func(name string) bool { return used[name] })
+	}
+	refused := map[plan.Key]*refusal{}
+	for _, sp := range d.held {
+		refused[sp.Key] = s.refused[sp.Key]
+		refused[sp.Key].kept = kept[sp.Key]
+	}
+	for _, r := range t.refused {
+		refused[r.sp.Key] = s.newRefusal(r, kept[r.sp.Key])
+		delete(d.next, r.sp.Key)
+	}
+	s.updateRefused(refused)
+	e := s.engine
+	e.layout, e.current, e.users, e.kinds, e.spareKinds = s.layout, d.next, d.users, t.kinds, spareKinds
 	return nil
 }
 
-// rank has ServicePorts first that nothing works without.
+// wanted is what the plan wants.
+type wanted struct {
+	next       map[plan.Key]written // all ServicePorts but those in held
+	held       []*plan.ServicePort  // refused, and not to be tried yet
+	users      map[netip.Addr]int   // how many frontends there are by cluster IP
+	clusterIPs []netip.Addr         // the keys of users
+}
+
+// unmet compares the ServicePorts of the plan with s.have, and leaves there what belongs to none of them. It passes to emit what the kernel
+// does not have, and notes in s.used the kinds that they need.
+func (s *fullSync) unmet(emit func(group) error) (*wanted, error) {
+	list := s.plan.Sorted(s.family)
+	slices.SortStableFunc(list, func(a, b *plan.ServicePort) int { return rank(a) - rank(b) })
+	d := &wanted{next: make(map[plan.Key]written, len(list)), users: make(map[netip.Addr]int, len(list))}
+	found := func(sp *plan.ServicePort) written { return s.current[sp.Key] }
+	if s.current == nil {
+		found = s.placesFound()
+	}
+	stale := rangesByFrontend(s.family, s.have)
+	leadsTo := map[kind]bool{}
+	for _, sp := range list {
+		for _, fe := range sp.Frontends {
+			if fe.Kind == plan.ClusterIP {
+				if d.users[fe.Addr]++; d.users[fe.Addr] == 1 {
+					d.clusterIPs = append(d.clusterIPs, fe.Addr)
+				}
+			}
+		}
+		if s.stillRefused(sp) != nil {
+			d.held = append(d.held, sp)
+			continue
+		}
+		w := place(found(sp), sp)
+		s.asked.note(sp.Scheduler.Name)
+		d.next[sp.Key] = w
+		clear(leadsTo)
+		mine := s.layout.elements(w, leadsTo)
+		g := group{sp: sp, writes: append(stale.without(mine, s.have), differing(s.have, mine)...)}
+		for k := range leadsTo {
+			if s.used[k] = true; !s.hasChain(k) {
+				g.kinds = append(g.kinds, k)
+			}
+		}
+		if len(g.writes)+len(g.kinds) > 0 {
+			slices.SortFunc(g.kinds, compareKinds)
+			if err := emit(g); err != nil {
+				return nil, err
+			}
+		}
+		if len(s.have) == 0 {
+			continue
+		}
+		for _, el := range mine {
+			if el.set != clusterIPs {
+				delete(s.have, el.id)
+			}
+		}
+	}
+	return d, nil
+}
+
+// hasChain reports whether the kernel has the chain of a kind, or has it before anything of Services.
+func (s *fullSync) hasChain(k kind) bool {
+	if s.rebuild {
+		return false
+	}
+	if k.treatment <= drop {
+		return true
+	}
+	_, is := s.content.Chains[k.chain()]
+	return is
+}
+
+// leadingTo returns the writes that add cluster IPs. What the kernel has of them is wanted.
+func (s *fullSync) leadingTo(addresses []netip.Addr) []write {
+	var lead []write
+	for _, a := range addresses {
+		i := id{set: clusterIPs, key: string(a.AsSlice())}
+		if _, is := s.have[i]; !is {
+			lead = append(lead, write{id: i, want: &value{}})
+		}
+		delete(s.have, i)
+	}
+	return lead
+}
+
+// rank sorts critical ServicePorts first.
 func rank(sp *plan.ServicePort) int {
 	if sp.Critical {
 		return 0
@@ -226,13 +368,13 @@ func rank(sp *plan.ServicePort) int {
 	return 1
 }
 
-// structure begins the first transaction with all but the elements of Services: the table, sets, chains and rules.
+// structure puts everything except the elements of Services, and chains for kinds that have none yet, at the beginning of the first transaction: the table, sets, chains and rules.
 func (s *fullSync) structure(t *transactions) error {
 	b := nft.NewBatch(s.family, names.NFTables)
 	t.first = b
 	if s.rebuild {
-		if s.content != nil { // All of it is one transaction, so that nobody is without rules meanwhile.
-			t.engine.log.Info("the nftables table is made anew, as its form is another one", "family", s.family)
+		if s.content != nil { // Everything is in one transaction, so that the node is never without rules.
+			t.engine.log.Info("creating the nftables table anew, as it has another form", "family", s.family)
 			b.DeleteTable()
 			t.unbounded = !t.engine.tight
 		}
@@ -241,8 +383,13 @@ func (s *fullSync) structure(t *transactions) error {
 			b.AddSet(set)
 		}
 	}
-	chains := append(s.layout.chains(), s.layout.kindChains(s.used)...)
-	var changed []nft.ChainSpec
+	for k := range s.used {
+		if s.hasChain(k) {
+			t.kinds[k] = true
+		}
+	}
+	chains := append(s.layout.chains(), s.layout.kindChains(t.kinds)...)
+	var changed []nft.Chain
 	wanted := map[string]bool{}
 	for _, c := range chains {
 		wanted[c.Name] = true
@@ -274,7 +421,7 @@ func (s *fullSync) structure(t *transactions) error {
 		}
 	}
 	var elements []write
-	for i, v := range fixed(s.used) {
+	for i, v := range fixed(t.kinds) {
 		if was, is := s.have[i]; !is {
 			elements = append(elements, write{i, nil, &v})
 		} else if was != v {
@@ -283,30 +430,29 @@ func (s *fullSync) structure(t *transactions) error {
 		delete(s.have, i)
 	}
 	slices.SortFunc(elements, func(a, b write) int { return compareIDs(a.id, b.id) })
-	t.writes = append(t.writes, elements...)
+	t.fixed = elements
 	return nil
 }
 
-// unwanted are the elements in the kernel that the plan does not ask for.
-func (s *fullSync) unwanted() []write {
-	var out []write
+// unwanted returns the removals of elements that are in the kernel, and neither in the plan nor to be kept.
+func (s *fullSync) unwanted(keep map[id]value) []write {
 	var known map[plan.Address]bool
 	if s.plan.Partial {
 		known = s.plan.Addresses(s.family)
 	}
-	for i, v := range s.have {
-		if s.plan.Partial && (!i.set.ofServices() || !known[i.frontendOf(s.family)]) {
-			continue // It may be of a ServicePort that is not known yet.
+	return removals(s.have, func(i id) bool {
+		if _, is := keep[i]; is {
+			return false
 		}
-		out = append(out, write{id: i, had: &v})
-	}
-	return out
+		// Else it may belong to a ServicePort that is not known yet.
+		return !s.plan.Partial || i.set.ofServices() && known[i.frontendOf(s.family)]
+	})
 }
 
-// prune removes chains that nothing needs any more. Kernels before 6.2 may find one in use for a while after the element that led to it
-// is gone; the next sync of everything tries again.
+// prune removes unused chains. Kernels before 6.2 may consider one in use for a while after the element that led to it was removed; the
+// next full sync tries again.
 func (s *fullSync) prune(ctx context.Context) {
-	if len(s.spare) == 0 || s.plan.Partial || ctx.Err() != nil {
+	if len(s.spare) == 0 || s.plan.Partial || len(s.spareKinds) > 0 || ctx.Err() != nil { // What is refused may still need them.
 		return
 	}
 	b := nft.NewBatch(s.family, names.NFTables)
@@ -320,6 +466,6 @@ func (s *fullSync) prune(ctx context.Context) {
 	}
 	if err := s.kernel.Commit(b); err != nil && !errors.Is(err, unix.EBUSY) {
 		s.failed(s.family, true)
-		s.log.Warn("chains that nothing uses stay for now", "family", s.family, "error", err)
+		s.log.Warn("can't remove unused chains yet", "family", s.family, "error", err)
 	}
 }

@@ -6,6 +6,7 @@ import (
 	"fmt"
 	"log/slog"
 	"net/netip"
+	"os"
 	"os/exec"
 	"slices"
 	"strings"
@@ -50,7 +51,7 @@ func (c *counted) Commit(b *nft.Batch) error {
 func testEngine(t testing.TB, f plan.Family) (*engine, *counted) {
 	t.Helper()
 	k := &counted{}
-	e := newEngine(f, Options{MasqueradeBit: 14}, slog.New(slog.DiscardHandler), func() (kernel, error) {
+	e := newEngine(f, Options{MasqueradeBit: 14, Count: true}, slog.New(slog.DiscardHandler), func() (kernel, error) {
 		c, err := nft.Dial()
 		k.kernel = c
 		return k, err
@@ -126,6 +127,16 @@ func holds(t fataler, e *engine, p *plan.Plan) {
 			t.Fatalf("%s of set %s leads to %q, want %q", i.text(e.family), e.sets[i.set].Name, have[i].chain, v.chain)
 		}
 	}
+	for _, sp := range p.Sorted(e.family) {
+		if mine := (map[id]value{}); scheduleOf(sp) != random { // The numbers of a hash matter.
+			l.fill(place(written{}, sp), mine, used)
+			for i, v := range mine {
+				if have[i] != v {
+					t.Fatalf("%s of set %s is %x, want %x", i.text(e.family), e.sets[i.set].Name, have[i].data, v.data)
+				}
+			}
+		}
+	}
 	chains := append(l.chains(), l.kindChains(used)...)
 	got, err := c.Read(e.family, names.NFTables, e.sets, chains)
 	if err != nil || got == nil {
@@ -173,6 +184,7 @@ func TestIncrementalEqualsFull(t *testing.T) {
 			e, _ := testEngine(t, f)
 			e.most = rapid.SampledFrom([]int{mostInTransaction, 50, 1}).Draw(rt, "most in a transaction")
 			for i, p := range plans {
+				giveWeights(p, uint32(i%2))
 				if p.Node = plans[0].Node; rapid.IntRange(0, 3).Draw(rt, "settings change") > 0 {
 					p.Settings = plans[max(i-1, 0)].Settings
 				}
@@ -180,18 +192,18 @@ func TestIncrementalEqualsFull(t *testing.T) {
 				if i > 0 {
 					changed = plan.Only(plantest.Differing(plans[i-1], p))
 				}
-				if err := e.sync(context.Background(), p, changed); err != nil {
+				if err := e.Sync(context.Background(), p, changed); err != nil {
 					rt.Fatalf("step %d: %v", i, err)
 				}
 				holds(rt, e, p)
 			}
 			last := plans[len(plans)-1]
-			if err := e.sync(context.Background(), last, plan.Everything()); err != nil || len(e.found) > 0 {
-				rt.Fatalf("a comparison found %v, %v", e.found, err)
+			if err := e.Sync(context.Background(), last, plan.Everything()); err != nil || len(e.Found) > 0 {
+				rt.Fatalf("a comparison found %v, %v", e.Found, err)
 			}
 			again, k := testEngine(t, f)
 			defer func() { _ = again.kernel.Close() }()
-			if err := again.sync(context.Background(), last, plan.Everything()); err != nil {
+			if err := again.Sync(context.Background(), last, plan.Everything()); err != nil {
 				rt.Fatalf("%v", err)
 			}
 			if k.commits > 0 {
@@ -212,7 +224,7 @@ func TestOneChange(t *testing.T) {
 	sync := func(changed plan.Change) {
 		t.Helper()
 		k.commits, k.most = 0, 0
-		if err := e.sync(context.Background(), p, changed); err != nil {
+		if err := e.Sync(context.Background(), p, changed); err != nil {
 			t.Fatal(err)
 		}
 	}
@@ -244,7 +256,7 @@ func TestAllElementsArrive(t *testing.T) {
 	nstest.Enter(t)
 	e, k := testEngine(t, plan.IPv4)
 	p := plantest.Large(6000, 5)
-	if err := e.sync(context.Background(), p, plan.Everything()); err != nil {
+	if err := e.Sync(context.Background(), p, plan.Everything()); err != nil {
 		t.Fatal(err)
 	}
 	if k.most > mostInTransaction+300 {
@@ -288,7 +300,7 @@ func TestFaults(t *testing.T) {
 					p       *plan.Plan
 					changed plan.Change
 				}{{before, plan.Everything()}, {p, plan.Only(plantest.Differing(before, p))}} {
-					for errors.Is(e.sync(context.Background(), step.p, step.changed), err) {
+					for errors.Is(e.Sync(context.Background(), step.p, step.changed), err) {
 						step.changed = plan.Everything()
 						if failed++; failed == 1 && i == 0 {
 							e, _ = testEngine(t, plan.IPv4) // as a new start
@@ -310,7 +322,7 @@ func TestDrift(t *testing.T) {
 	e, _ := testEngine(t, plan.IPv4)
 	p := plantest.Large(20, 3)
 	ctx := context.Background()
-	if err := e.sync(ctx, p, plan.Everything()); err != nil {
+	if err := e.Sync(ctx, p, plan.Everything()); err != nil {
 		t.Fatal(err)
 	}
 	for _, tc := range []struct {
@@ -336,17 +348,17 @@ func TestDrift(t *testing.T) {
 		if out, err := exec.Command("nft", tc.nft).CombinedOutput(); err != nil {
 			t.Fatalf("nft %s: %v: %s", tc.nft, err, out)
 		}
-		if err := e.sync(ctx, p, plan.Everything()); err != nil {
+		if err := e.Sync(ctx, p, plan.Everything()); err != nil {
 			t.Fatal(err)
 		}
-		if !slices.ContainsFunc(e.found, func(d drift.Difference) bool {
+		if !slices.ContainsFunc(e.Found, func(d drift.Difference) bool {
 			return d.Kind == tc.kind && d.State == tc.state && strings.HasPrefix(d.Object, tc.what)
-		}) && !strings.Contains(tc.nft, "same-byte") || len(e.found) == 0 {
-			t.Errorf("after %q, found %v", tc.nft, e.found)
+		}) && !strings.Contains(tc.nft, "same-byte") || len(e.Found) == 0 {
+			t.Errorf("after %q, found %v", tc.nft, e.Found)
 		}
 		holds(t, e, p)
-		if err := e.sync(ctx, p, plan.Everything()); err != nil || len(e.found) > 0 {
-			t.Errorf("after the repair, found %v; %v", e.found, err)
+		if err := e.Sync(ctx, p, plan.Everything()); err != nil || len(e.Found) > 0 {
+			t.Errorf("after the repair, found %v; %v", e.Found, err)
 		}
 	}
 }
@@ -363,11 +375,11 @@ func TestOtherLayout(t *testing.T) {
 	p := plantest.Large(40, 3)
 	e.most = 10
 	p.Partial = true
-	if err := e.sync(context.Background(), p, plan.Everything()); !errors.Is(err, plan.ErrPartial) || k.commits > 0 {
+	if err := e.Sync(context.Background(), p, plan.Everything()); !errors.Is(err, plan.ErrPartial) || k.commits > 0 {
 		t.Errorf("while not all Services are known: %v, %d transactions", err, k.commits)
 	}
 	p.Partial = false
-	if err := e.sync(context.Background(), p, plan.Everything()); err != nil {
+	if err := e.Sync(context.Background(), p, plan.Everything()); err != nil {
 		t.Fatal(err)
 	}
 	if k.commits != 1 {
@@ -383,7 +395,7 @@ func TestPartial(t *testing.T) {
 	e, _ := testEngine(t, plan.IPv4)
 	p := plantest.Large(30, 2)
 	p.Settings.ServiceCIDRs = []netip.Prefix{netip.MustParsePrefix("10.96.0.0/12")}
-	if err := e.sync(ctx, p, plan.Everything()); err != nil {
+	if err := e.Sync(ctx, p, plan.Everything()); err != nil {
 		t.Fatal(err)
 	}
 	again, _ := testEngine(t, plan.IPv4)
@@ -392,7 +404,7 @@ func TestPartial(t *testing.T) {
 	some.Settings.NodePortAddresses.Primary, some.Node.IPs = true, nil // The Node is not known either.
 	sync := func(changed plan.Change) {
 		t.Helper()
-		if err := again.sync(ctx, some, changed); err != nil {
+		if err := again.Sync(ctx, some, changed); err != nil {
 			t.Fatal(err)
 		}
 	}
@@ -425,27 +437,59 @@ func TestPartial(t *testing.T) {
 	holds(t, again, some)
 }
 
-// TestListed: nft prints the tables, with whatever is in them, and leaves nothing out of the names that people look for.
+// TestListed: nft prints the tables, with whatever is in them, and leaves nothing out of the names that people look for. NODEPROXY_TEST_NFT
+// names other programs than nft, with a colon between them; hack/nft-versions sets it.
 func TestListed(t *testing.T) {
 	nstest.Enter(t)
-	for i := range 40 {
-		c := plantest.Clusters().Example(i)
+	programs := []string{"nft"}
+	if list := os.Getenv("NODEPROXY_TEST_NFT"); list != "" {
+		programs = strings.Split(list, ":")
+	}
+	check := func(p *plan.Plan) {
+		t.Helper()
 		for _, f := range plan.Families {
 			e, _ := testEngine(t, f)
-			if err := e.sync(context.Background(), c.Plan, plan.Everything()); err != nil {
+			if err := e.Sync(context.Background(), p, plan.Everything()); err != nil {
 				t.Fatal(err)
 			}
 		}
-		out, err := exec.Command("nft", "list", "ruleset").CombinedOutput()
-		if err != nil {
-			t.Fatalf("%v: %s", err, out)
-		}
-		for _, sp := range c.Plan.Services {
-			if _, has := firstFrontend(sp); has && !strings.Contains(string(out), fmt.Sprintf("comment %q", nft.Comment(sp.Key.PortName()))) {
-				t.Errorf("nft does not name %s", sp.Key)
+		for _, nftProgram := range programs {
+			out, err := exec.Command(nftProgram, "list", "ruleset").CombinedOutput()
+			if err != nil {
+				t.Fatalf("%s: %v: %.1000s", nftProgram, err, out)
+			}
+			named := map[string]bool{}
+			for line := range strings.Lines(string(out)) {
+				for _, part := range strings.Split(line, "comment \"")[1:] {
+					name, _, _ := strings.Cut(part, "\"")
+					named[name] = true
+				}
+			}
+			for _, sp := range p.Services {
+				if _, has := firstFrontend(sp); has && !named[nft.Comment(sp.Key.PortName())] {
+					t.Errorf("%s does not name %s", nftProgram, sp.Key)
+				}
 			}
 		}
 	}
+	for i := range 40 {
+		check(plantest.Clusters().Example(i).Plan)
+	}
+	if testing.Short() {
+		return
+	}
+	many := plantest.Large(45000, 1)
+	for i, scheduler := range []plan.Scheduler{{Name: "wrr"}, {Name: "sh"}, {Name: "mh", Ports: true}} {
+		for n := range 20 { // with tables of 251 numbers, and of 1,021
+			sp := plantest.LargeService(20*i+n, 100*n, n+1)
+			for ep := range sp.Endpoints.Cluster {
+				sp.Endpoints.Cluster[ep].Weight = uint16(ep + 1)
+			}
+			sp.Scheduler = scheduler
+			many.Set(sp)
+		}
+	}
+	check(many)
 }
 
 func firstFrontend(sp *plan.ServicePort) (plan.Frontend, bool) {
@@ -485,5 +529,37 @@ func TestNew(t *testing.T) {
 	nstest.DropNetAdmin(t)
 	if _, err := New(Config{Families: plan.Families[:], Log: slog.New(slog.DiscardHandler)}); !errors.Is(err, unix.EPERM) {
 		t.Errorf("without the right to change anything: %v", err)
+	}
+}
+
+// TestKindLeadsElsewhere: where another program has a kind lead elsewhere and has removed its chain, both are mended.
+func TestKindLeadsElsewhere(t *testing.T) {
+	nstest.Enter(t)
+	ctx := context.Background()
+	for _, known := range []bool{true, false} {
+		_ = Cleanup()
+		e, k := testEngine(t, plan.IPv4)
+		p := plantest.Large(3, 2)
+		if err := e.Sync(ctx, p, plan.Everything()); err != nil {
+			t.Fatal(err)
+		}
+		of, _ := e.current[plantest.LargeService(0, 0, 2).Key].kindsOf(p.Services[plantest.LargeService(0, 0, 2).Key].Frontends[0])
+		number := id{set: kinds, key: string(native(of.number()))}
+		lead, remove := nft.NewBatch(plan.IPv4, names.NFTables), nft.NewBatch(plan.IPv4, names.NFTables)
+		lead.AddChain(nft.Chain{Name: "elsewhere"})
+		lead.DeleteElements(e.sets[kinds], []nft.Element{number.element(value{})})
+		lead.AddElements(e.sets[kinds], []nft.Element{number.element(value{chain: "elsewhere"})})
+		lead.FlushChain(of.chain())
+		remove.DeleteChain(of.chain())
+		if err := errors.Join(k.Commit(lead), k.Commit(remove)); err != nil {
+			t.Fatal(err)
+		}
+		if !known {
+			e.forget()
+		}
+		if err := e.Sync(ctx, p, plan.Everything()); err != nil {
+			t.Fatal(err)
+		}
+		holds(t, e, p)
 	}
 }

@@ -10,93 +10,117 @@ import (
 	"nodeproxy/plan"
 )
 
-// kind is what is done with traffic to a frontend. Each that occurs has a chain. So the number of chains depends on how many different
+// kind says how traffic to a frontend is treated. Each kind in use has a chain. So the number of chains depends on how many different
 // numbers of endpoints there are, and not on the number of Services.
 //
-// A frontend could lead to its chain itself, by a map of verdicts. But the kernel looks at all elements of such a map whenever one is
-// added: with 45,000 Services that takes 30 ms for one change. So frontends have the number of a kind, and only the map of kinds, which
-// has few elements, leads to chains.
+// A verdict map could lead from frontends to chains directly. But the kernel visits all elements of such a map whenever one is
+// added: with 45,000 Services that takes 30 ms for one change. So a frontend maps to the number of a kind, and only the map of kinds,
+// which has few elements, leads to chains.
 type kind struct {
 	treatment treatment
-	// nodePort is set for node ports, whose traffic is known by protocol and port alone.
+	// nodePort is set for node ports, whose traffic is recognised by protocol and port alone.
 	nodePort bool
-	// count is the number of endpoints to choose from, of policy Local's if local is set.
+	// count is the number of endpoints to choose from: those under policy Local if local is set.
 	count int
 	local bool
-	// affinity is for how long clients keep their endpoints, in seconds; 0 for not at all.
+	// affinity is how long a client keeps its endpoint, in seconds; 0 without affinity.
 	affinity uint32
+	// schedule is how one of them is chosen.
+	schedule schedule
 }
 
-// treatment is what is done besides choosing an endpoint.
+// treatment is what happens to traffic besides choosing an endpoint.
 type treatment uint8
 
 const (
-	// refuse, reset and drop are for traffic without endpoints.
-	refuse treatment = 1 + iota
+	// reject, reset and drop are for frontends without endpoints.
+	reject treatment = 1 + iota
 	reset
 	drop
 	// internal is for cluster IPs: masqueraded as the settings say.
 	internal
 	// external is for other frontends under policy Cluster: masqueraded.
 	external
-	// split is for other frontends under policy Local: what pods and the node itself send is treated as within.
+	// split is for other frontends under policy Local: traffic from pods and the node itself continues as within.
 	split
-	// within is for what pods and the node itself send to frontends under policy Local.
+	// within is for traffic from pods and the node itself to frontends under policy Local.
 	within
 )
 
-// maxCount is the greatest number of endpoints of a kind, and maxSticky that of one with affinity. Endpoints beyond it are not used.
+// maxCount is the greatest number of endpoints of a kind, and maxSticky that of a kind with affinity. Further endpoints are not used.
 const (
 	maxCount  = 1<<20 - 1
 	maxSticky = 1<<14 - 1
 )
 
-// actions are all combinations of treatment, nodePort and local that there are. A kind's number has the index.
+// actions are all combinations of treatment, nodePort and local that there are. A kind's number has the index, whose highest bit is set
+// for what is split, and then the lowest one for node ports.
 var actions = []kind{
-	1: {treatment: refuse}, 2: {treatment: reset}, 3: {treatment: drop},
+	1: {treatment: reject}, 2: {treatment: reset}, 3: {treatment: drop},
 	4: {treatment: internal}, 5: {treatment: internal, local: true},
 	6: {treatment: external}, 7: {treatment: external, nodePort: true},
 	8: {treatment: split, local: true}, 9: {treatment: split, local: true, nodePort: true},
 	10: {treatment: within}, 11: {treatment: within, nodePort: true},
 }
 
-// number is the kind as maps have it: from the highest bit on, whether there is affinity (1 bit), the action (4 bits), and the count, in
-// front of which with affinity its code has 13 bits.
+// number encodes the kind for maps. From the highest bit on: whether it has affinity (1 bit), the action (4 bits), with affinity whether it is
+// by source (1 bit) and the code of its timeout (12 bits), and without, the schedule (bits 21 and 20); and the count (the rest).
 func (k kind) number() uint32 {
 	n := uint32(k.count)
 	if k.affinity > 0 {
-		n |= 1<<31 | affinityCode(k.affinity)<<14
+		n |= 1<<31 | uint32(k.schedule)<<26 | affinityCode(k.affinity)<<14
+	} else {
+		n |= uint32(k.schedule) << 20
 	}
-	k.count, k.affinity = 0, 0
-	return n | uint32(slices.Index(actions, k))<<27
+	k.count, k.affinity, k.schedule = 0, 0, random
+	return n | uint32(slices.Index(actions, k))<<actionShift
 }
 
-// An affinity has so many seconds at most by the second; longer ones are rounded up to minutes, of which there are mostMinutes at most.
+// Bits of a kind's number that rules look at.
 const (
-	mostSeconds = 4095
-	mostMinutes = 4095
+	actionShift = 27
+	splitBit    = 8 << actionShift
+	nodePortBit = 1 << actionShift
 )
 
+// Terms of affinity are rounded up, by 5 % at most, as each has chains of its own: there are fewer than a thousand up to a day, which is the
+// longest that a Service can have.
+const (
+	exactSeconds  = 300
+	mediumSeconds = 3600
+	mediumStep    = 15
+	longStep      = 180
+	mostSeconds   = 7 * 86400
+)
+
+// affinityCode has at most 12 bits.
 func affinityCode(seconds uint32) uint32 {
-	if seconds <= mostSeconds {
+	switch {
+	case seconds <= exactSeconds:
 		return seconds
+	case seconds <= mediumSeconds:
+		return exactSeconds + (seconds-exactSeconds)/mediumStep
 	}
-	return mostSeconds + 1 + seconds/60
+	return affinityCode(mediumSeconds) + (seconds-mediumSeconds)/longStep
 }
 
-// roundAffinity returns the seconds that an affinity has in the kernel.
+// roundAffinity returns the timeout, in seconds, that the kernel gets for an affinity.
 func roundAffinity(seconds uint64) uint32 {
-	if seconds <= mostSeconds {
-		return uint32(seconds)
+	step := uint32(1)
+	switch {
+	case seconds > mediumSeconds:
+		step = longStep
+	case seconds > exactSeconds:
+		step = mediumStep
 	}
-	return 60 * uint32(min((seconds+59)/60, mostMinutes))
+	return (uint32(min(seconds, mostSeconds)) + step - 1) / step * step
 }
 
-// chain is the name of the kind's chain.
+// chain returns the name of the kind's chain.
 func (k kind) chain() string {
 	var parts []string
 	switch k.treatment {
-	case refuse:
+	case reject:
 		return names.NFTReject
 	case reset:
 		return names.NFTRejectReset
@@ -121,41 +145,53 @@ func (k kind) chain() string {
 	if k.affinity > 0 {
 		parts = append(parts, fmt.Sprintf("sticky-%ds", k.affinity))
 	}
+	switch k.schedule {
+	case bySource:
+		parts = append(parts, "by-source")
+	case bySourcePort:
+		parts = append(parts, "by-source-port")
+	}
 	return strings.Join(parts, "-")
 }
 
-// choose makes the kind for a list of endpoints; drop for none.
-func choose(t treatment, nodePort, local bool, count int, affinity uint32) kind {
+// choose returns the kind for count endpoints; without any, that is drop.
+func choose(t treatment, nodePort, local bool, count int, affinity uint32, s schedule) kind {
 	if count == 0 && t != split {
 		return kind{treatment: drop}
 	}
 	if count == 0 {
-		affinity = 0
+		affinity, s = 0, random
+	}
+	if count == 1 { // There is nothing to choose.
+		s = random
 	}
 	most := maxCount
 	if affinity > 0 {
 		most = maxSticky
 	}
-	return kind{treatment: t, nodePort: nodePort, local: local, count: min(count, most), affinity: affinity}
+	return kind{treatment: t, nodePort: nodePort, local: local, count: min(count, most), affinity: affinity, schedule: s}
 }
 
-// kindsOf are the kinds of a frontend: of its traffic, and of that from within where the other one splits that off.
-func kindsOf(sp *plan.ServicePort, f plan.Frontend) (of kind, inside *kind) {
+// kindsOf returns the kind of a frontend, and if its treatment is split, the kind of its traffic from pods and the node itself.
+func (w written) kindsOf(f plan.Frontend) (of kind, inside *kind) {
+	sp, s := w.sp, scheduleOf(w.sp)
 	affinity := roundAffinity(uint64(sp.Affinity.Seconds()))
 	nodePort := f.Kind == plan.NodePort
 	switch {
 	case !sp.Any && sp.ResetTCP && sp.Key.Protocol == plan.TCP:
 		return kind{treatment: reset}, nil
 	case !sp.Any:
-		return kind{treatment: refuse}, nil
+		return kind{treatment: reject}, nil
 	case f.Kind == plan.ClusterIP:
-		local := sp.InternalPolicy == plan.Local
-		return choose(internal, false, local, len(sp.ForPolicy(sp.InternalPolicy)), affinity), nil
+		if sp.InternalPolicy == plan.Local {
+			return choose(internal, false, true, len(w.local), affinity, s), nil
+		}
+		return choose(internal, false, false, len(w.cluster), affinity, s), nil
 	case sp.ExternalPolicy == plan.Cluster:
-		return choose(external, nodePort, false, len(sp.Endpoints.Cluster), affinity), nil
+		return choose(external, nodePort, false, len(w.cluster), affinity, s), nil
 	}
-	in := choose(within, nodePort, false, len(sp.Endpoints.Cluster), affinity)
-	return choose(split, nodePort, true, len(sp.Endpoints.Local), affinity), &in
+	in := choose(within, nodePort, false, len(w.cluster), affinity, s)
+	return choose(split, nodePort, true, len(w.local), affinity, s), &in
 }
 
 func compareKinds(a, b kind) int {
@@ -166,11 +202,11 @@ func compareKinds(a, b kind) int {
 		return 0
 	}
 	return cmp.Or(cmp.Compare(a.treatment, b.treatment), side(a.nodePort)-side(b.nodePort), side(a.local)-side(b.local),
-		cmp.Compare(a.count, b.count), cmp.Compare(a.affinity, b.affinity))
+		cmp.Compare(a.count, b.count), cmp.Compare(a.affinity, b.affinity), cmp.Compare(a.schedule, b.schedule))
 }
 
-// sets are the maps that lead to the chain of the kind: what is split off must not lead back to where it is split off, as the kernel takes
-// no rules that might lead in a circle.
+// sets returns the maps that lead to the chain of the kind. Chains of treatments split and within are in different maps, since the kernel
+// rejects rules by which a packet could return to a chain that it is in.
 func (k kind) sets() []setID {
 	switch k.treatment {
 	case drop:

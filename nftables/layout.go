@@ -15,14 +15,23 @@ import (
 type Options struct {
 	// MasqueradeBit is the bit of the packet mark that asks for masquerading, 0-31. kube-proxy's default is 14.
 	MasqueradeBit int
-	// TCPLiberal is set where net.netfilter.nf_conntrack_tcp_be_liberal is: then packets that conntrack calls invalid are not dropped.
+	// TCPLiberal is set if net.netfilter.nf_conntrack_tcp_be_liberal is: then packets that conntrack finds invalid are not dropped.
 	TCPLiberal bool
+	// Count counts the connections to each frontend.
+	Count bool
 }
 
-// mostClients is how many clients are remembered for affinity. Anyone may send from many addresses; the next one is not remembered.
+// sets returns the sets of a family by setID, with counters if they are to count.
+func (o Options) sets(f plan.Family) []nft.Set {
+	out := sets(f)
+	out[services].Counted = o.Count
+	return out
+}
+
+// mostClients bounds how many clients affinity remembers, since anyone may send from many addresses. Further clients are not remembered.
 const mostClients = 1 << 20
 
-// setID is a set or map of the table.
+// setID identifies a set or map of the table.
 type setID uint8
 
 const (
@@ -44,7 +53,7 @@ const (
 	setCount
 )
 
-// sets are all sets of a family by their setID.
+// sets returns all sets of a family, indexed by setID.
 func sets(f plan.Family) []nft.Set {
 	addr := uint32(nft.TypeIPv4)
 	if f == plan.IPv6 {
@@ -77,13 +86,13 @@ func sets(f plan.Family) []nft.Set {
 	}
 }
 
-// layout is what the rules of a family depend on.
+// layout has everything that the rules of a family depend on.
 type layout struct {
 	family   plan.Family
 	options  Options
 	settings plan.Settings
 	node     plan.Node
-	// partial is as plan.Plan.Partial: then nothing is refused for want of a Service.
+	// partial is plan.Plan.Partial: if set, no connection is rejected for lack of a Service.
 	partial bool
 }
 
@@ -91,59 +100,67 @@ func (l *layout) rule() *builder { return &builder{family: l.family} }
 
 func (l *layout) bit() uint32 { return 1 << l.options.MasqueradeBit }
 
-// Priorities of the base chains. NAT goes before what other programs have at the usual priorities, -100 and 100: a Service's address
-// and port is the Service's, as in mode iptables, whose rules come first in their chains.
+// Priorities of the base chains. NAT comes before other programs' chains at the usual priorities, -100 and 100: a Service's address
+// and port belong to the Service, as in mode iptables, whose rules are the first of their chains.
 const (
 	priorityDNAT   = -101
 	prioritySNAT   = 99
 	priorityFilter = 0
 )
 
-// chains are those that do not depend on Services, each after all that it leads to.
-func (l *layout) chains() []nft.ChainSpec {
-	base := func(name, kind, hook string, number uint32, priority int32, rules ...nft.Rule) nft.ChainSpec {
-		return nft.ChainSpec{Name: name, Hook: &nft.Hook{Type: kind, Name: hook, Number: number, Priority: priority}, Rules: rules}
+// chains returns the chains that do not depend on Services, each after those it leads to.
+func (l *layout) chains() []nft.Chain {
+	base := func(name, kind, hook string, priority int32, rules ...nft.Rule) nft.Chain {
+		return nft.Chain{Name: name, Hook: &nft.Hook{Type: kind, Name: hook, Priority: priority}, Rules: rules}
 	}
-	out := []nft.ChainSpec{
-		{Name: names.NFTReject, Rules: []nft.Rule{l.refuse()}},
+	out := []nft.Chain{
+		{Name: names.NFTReject, Rules: []nft.Rule{l.reject()}},
 		{Name: names.NFTRejectReset, Rules: []nft.Rule{l.rule().add("reject with tcp reset", &expr.Reject{Type: unix.NFT_REJECT_TCP_RST}).out}},
 		{Name: names.NFTDrop, Rules: []nft.Rule{l.rule().drop()}},
 		{Name: names.NFTCheckSource, Rules: []nft.Rule{l.checkSource()}},
-		{Name: names.NFTToKind, Rules: []nft.Rule{l.rule().byKind(names.NFTKinds)}},
+	}
+	for _, w := range ways {
+		out = append(out, w.endpointChains(l.family)...)
+	}
+	out = append(out, []nft.Chain{
 		{Name: names.NFTToKindWithin, Rules: []nft.Rule{l.rule().byKind(names.NFTKindsWithin)}},
+		{Name: names.NFTSplitPorts, Rules: l.split(true)},
+		{Name: names.NFTSplit, Rules: append([]nft.Rule{l.rule().hasBits(nodePortBit).goTo(names.NFTSplitPorts),
+			l.rule().jump(names.NFTCheckSource)}, l.split(false)...)},
+		{Name: names.NFTToKind, Rules: []nft.Rule{l.rule().hasBits(splitBit).jump(names.NFTSplit), l.rule().byKind(names.NFTKinds)}},
 		{Name: names.NFTToNodePorts, Rules: []nft.Rule{l.rule().toKind(names.NFTServices, names.NFTToKind, true)}},
 		{Name: names.NFTToServices, Rules: append([]nft.Rule{l.rule().toKind(names.NFTServices, names.NFTToKind, false)},
 			l.atNodePortAddresses()...)},
 		{Name: names.NFTUnknown, Rules: l.unknown()},
-	}
+	}...)
 	unknown := l.rule().tracked("ct state new", expr.CtKeySTATE, ctNew).jump(names.NFTUnknown)
 	forward := []nft.Rule{unknown}
 	if !l.options.TCPLiberal {
-		// A packet that conntrack can't place is not translated back; its receiver would answer with a reset that kills the
-		// connection it belongs to.
+		// A packet that conntrack can't assign to a connection is not translated back; its receiver would answer with a reset,
+		// which would end the connection.
 		forward = append(forward, l.rule().tracked("ct state invalid", expr.CtKeySTATE, ctInvalid).drop())
 	}
 	return append(out,
-		base(names.NFTForward, "filter", "forward", unix.NF_INET_FORWARD, priorityFilter, forward...),
-		base(names.NFTFilterOutput, "filter", "output", unix.NF_INET_LOCAL_OUT, priorityFilter, unknown),
-		base(names.NFTPostrouting, "nat", "postrouting", unix.NF_INET_POST_ROUTING, prioritySNAT,
-			// The mark goes once it has served, so that a packet that passes here again (in a tunnel) is not masqueraded again.
+		base(names.NFTForward, "filter", "forward", priorityFilter, forward...),
+		base(names.NFTFilterOutput, "filter", "output", priorityFilter, unknown),
+		base(names.NFTPostrouting, "nat", "postrouting", prioritySNAT,
+			// The mark is cleared, so that a packet that passes here again (in a tunnel) is not masqueraded again.
 			l.rule().marked(l.bit()).mark(l.bit(), false).masquerade(),
 			l.rule().comment("clients that are their own endpoint").tracked("ct status dnat", expr.CtKeySTATUS, ipsDstNAT).backToItself().masquerade()),
-		base(names.NFTPrerouting, "nat", "prerouting", unix.NF_INET_PRE_ROUTING, priorityDNAT, l.rule().jump(names.NFTToServices)),
-		base(names.NFTOutput, "nat", "output", unix.NF_INET_LOCAL_OUT, priorityDNAT, l.rule().jump(names.NFTToServices)),
+		base(names.NFTPrerouting, "nat", "prerouting", priorityDNAT, l.rule().jump(names.NFTToServices)),
+		base(names.NFTOutput, "nat", "output", priorityDNAT, l.rule().jump(names.NFTToServices)),
 	)
 }
 
-// refuse answers with the code of ICMP or ICMPv6 for a port that nobody listens on.
-func (l *layout) refuse() nft.Rule {
+// reject answers with ICMP's or ICMPv6's "port unreachable".
+func (l *layout) reject() nft.Rule {
 	if l.family == plan.IPv6 {
 		return l.rule().add("reject with icmpv6 type port-unreachable", &expr.Reject{Type: unix.NFT_REJECT_ICMP_UNREACH, Code: 4}).out
 	}
 	return l.rule().add("reject with icmp type port-unreachable", &expr.Reject{Type: unix.NFT_REJECT_ICMP_UNREACH, Code: 3}).out
 }
 
-// checkSource drops what source ranges do not let through. Without a map of verdicts, one rule does for all.
+// checkSource drops packets from outside the source ranges of a load balancer IP. It is one rule for all Services, without a verdict map.
 func (l *layout) checkSource() nft.Rule {
 	b := l.rule()
 	text, exprs := b.frontend()
@@ -153,13 +170,13 @@ func (l *layout) checkSource() nft.Rule {
 	return b.add(text+" . "+b.ip()+" saddr != @"+names.NFTSourceRanges, exprs...).drop()
 }
 
-// unknown are the rules for new connections to cluster IPs that nobody has translated: neither this program nor another proxy. While not
+// unknown returns the rules for new connections to cluster IPs that neither this program nor another proxy has translated. While not
 // all Services are known, there are none.
 func (l *layout) unknown() []nft.Rule {
 	if l.partial {
 		return nil
 	}
-	// What is local may be a program of the node's own at a cluster IP, such as a DNS cache.
+	// A cluster IP may be assigned to the node itself, for a program such as a DNS cache.
 	b := l.rule()
 	b.add(b.ip()+" daddr @"+names.NFTClusterIPs, b.address(true, 0), contains(names.NFTClusterIPs, 0))
 	rules := []nft.Rule{b.local(true, true).comment("ports that no Service has").goTo(names.NFTReject)}
@@ -171,12 +188,12 @@ func (l *layout) unknown() []nft.Rule {
 	return rules
 }
 
-// atNodePortAddresses lead to node ports, at those of the node's addresses where they answer. It is the kernel that says which
-// addresses are the node's, so the rules stay when these change.
+// atNodePortAddresses returns the rules that lead to node ports, at the addresses of the node where they answer. The kernel decides
+// which addresses are the node's, so the rules stay when these change.
 func (l *layout) atNodePortAddresses() []nft.Rule {
 	loopback := l.family.Loopback()
 	s := l.settings
-	// While not even the Node is known, node ports that have answered go on to do so, if at more addresses.
+	// While the Node is not known either, node ports that have answered continue to, even if at more addresses than asked for.
 	unknown := l.partial && s.NodePortAddresses.Primary && !l.node.IP(l.family).IsValid()
 	if unknown || s.NodePortAddresses.All(l.family) {
 		return []nft.Rule{l.rule().within(true, loopback, true).local(true, false).goTo(names.NFTToNodePorts)}
@@ -192,12 +209,20 @@ func (l *layout) atNodePortAddresses() []nft.Rule {
 	return rules
 }
 
-// chain is the chain of a kind.
-func (l *layout) chain(k kind) nft.ChainSpec {
+// split are the rules that take what pods and the node itself send to frontends under policy Local to the kinds for that. They come
+// before the chains of kinds: at each new kind the kernel follows every way that a packet might take, so if each kind's chain led to
+// the kinds within, its time would grow with the square of their number.
+func (l *layout) split(nodePort bool) []nft.Rule {
 	var rules []nft.Rule
-	if !k.nodePort && (k.treatment == external || k.treatment == split) {
-		rules = append(rules, l.rule().jump(names.NFTCheckSource))
+	if b := l.rule().fromPods(l.settings.DetectLocal, false); b != nil {
+		rules = append(rules, b.toKind(names.NFTWithin, names.NFTToKindWithin, nodePort))
 	}
+	return append(rules, l.rule().local(false, false).mark(l.bit(), true).toKind(names.NFTWithin, names.NFTToKindWithin, nodePort))
+}
+
+// chain is the chain of a kind.
+func (l *layout) chain(k kind) nft.Chain {
+	var rules []nft.Rule
 	switch k.treatment {
 	case internal:
 		if l.settings.MasqueradeAll {
@@ -206,15 +231,14 @@ func (l *layout) chain(k kind) nft.ChainSpec {
 			rules = append(rules, b.mark(l.bit(), true).out)
 		}
 	case external:
+		if !k.nodePort {
+			rules = append(rules, l.rule().jump(names.NFTCheckSource))
+		}
 		rules = append(rules, l.rule().mark(l.bit(), true).out)
 	case split:
-		if b := l.rule().fromPods(l.settings.DetectLocal, false); b != nil {
-			rules = append(rules, b.toKind(names.NFTWithin, names.NFTToKindWithin, k.nodePort))
-		}
-		rules = append(rules, l.rule().local(false, false).mark(l.bit(), true).toKind(names.NFTWithin, names.NFTToKindWithin, k.nodePort))
 		if k.count == 0 {
-			return nft.ChainSpec{Name: k.chain(), Rules: append(rules, l.rule().drop())}
+			return nft.Chain{Name: k.chain(), Rules: []nft.Rule{l.rule().drop()}}
 		}
 	}
-	return nft.ChainSpec{Name: k.chain(), Rules: append(rules, k.endpoints(l.family)...)}
+	return nft.Chain{Name: k.chain(), Rules: append(rules, k.endpoints(l.family)...)}
 }

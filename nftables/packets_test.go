@@ -4,9 +4,12 @@ import (
 	"context"
 	"net"
 	"net/netip"
+	"slices"
 	"strings"
 	"testing"
 	"time"
+
+	"golang.org/x/sys/unix"
 
 	"nodeproxy/internal/nstest"
 	"nodeproxy/kernel/names"
@@ -14,70 +17,89 @@ import (
 	"nodeproxy/plan/plantest"
 )
 
+// pods are servers on addresses of the namespace, from 10.244.0.1 on, and the plan's Service for them is at 10.96.0.10, UDP port 80.
+type pods struct {
+	servers []net.PacketConn
+	port    int // of the client that asked last
+}
+
+func startPods(t testing.TB, n int) *pods {
+	t.Helper()
+	nstest.Exec(t, "ip", "route", "add", "10.96.0.0/12", "dev", "lo", "src", "127.0.0.1")
+	p := &pods{port: 10000}
+	for i := range n {
+		a := podAddress(i)
+		nstest.Exec(t, "ip", "addr", "add", a.Addr().String()+"/32", "dev", "lo")
+		c, err := net.ListenPacket("udp4", a.String())
+		if err != nil {
+			t.Fatal(err)
+		}
+		t.Cleanup(func() { _ = c.Close() })
+		p.servers = append(p.servers, c)
+	}
+	return p
+}
+
+func podAddress(i int) netip.AddrPort {
+	return netip.AddrPortFrom(netip.AddrFrom4([4]byte{10, 244, 0, byte(i + 1)}), 8080)
+}
+
+// service is the Service, with some of the pods as endpoints.
+func (p *pods) service(list ...int) *plan.ServicePort {
+	sp := plantest.LargeService(0, 0, 1)
+	sp.Key.Protocol, sp.Frontends[0].Protocol = plan.UDP, plan.UDP
+	sp.Endpoints.Cluster = nil
+	for _, i := range list {
+		sp.Endpoints.Cluster = append(sp.Endpoints.Cluster, plan.Endpoint{Addr: podAddress(i)})
+	}
+	return sp
+}
+
+// goes sends the first packet of a connection from a client, whose address the namespace must have, and returns the pod that gets it.
+func (p *pods) goes(t testing.TB, from net.IP) int {
+	t.Helper()
+	p.port++ // never one that connection tracking knows
+	c, err := net.DialUDP("udp4", &net.UDPAddr{IP: from, Port: p.port}, &net.UDPAddr{IP: net.IPv4(10, 96, 0, 10), Port: 80})
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer c.Close()
+	if _, err := c.Write([]byte("x")); err != nil {
+		t.Fatal(err)
+	}
+	for range 3 {
+		for i, s := range p.servers {
+			_ = s.SetReadDeadline(time.Now().Add(3 * time.Millisecond))
+			if _, _, err := s.ReadFrom(make([]byte, 10)); err == nil {
+				return i
+			}
+		}
+	}
+	t.Fatalf("nobody has it:\n%s", nstest.Exec(t, "nft", "list", "ruleset"))
+	return -1
+}
+
 // TestClientsOfTheKernel: the kernel remembers clients as TestAffinity has it of the rules: for the time of the affinity since their
 // last connection, and for another endpoint once theirs is gone.
 func TestClientsOfTheKernel(t *testing.T) {
 	nstest.Enter(t)
-	ctx := context.Background()
-	for _, args := range [][]string{{"addr", "add", "192.0.2.1/32", "dev", "lo"},
-		{"route", "add", "10.96.0.0/12", "dev", "lo", "src", "192.0.2.1"}} {
-		nstest.Exec(t, "ip", args...)
-	}
-	var servers []net.PacketConn
-	for i := range 4 {
-		a := netip.AddrFrom4([4]byte{10, 244, 0, byte(i + 1)})
-		nstest.Exec(t, "ip", "addr", "add", a.String()+"/32", "dev", "lo")
-		c, err := net.ListenPacket("udp4", netip.AddrPortFrom(a, 8080).String())
-		if err != nil {
-			t.Fatal(err)
-		}
-		defer c.Close()
-		servers = append(servers, c)
-	}
+	world := startPods(t, 4)
+	nstest.Exec(t, "ip", "addr", "add", "192.0.2.1/32", "dev", "lo")
 	e, _ := testEngine(t, plan.IPv4)
 	const keep = 2 * time.Second
-	with := func(list ...int) *plan.Plan {
-		p := plantest.Large(0, 0)
-		sp := *plantest.LargeService(0, 0, 1)
-		sp.Key.Protocol, sp.Frontends[0].Protocol, sp.Affinity = plan.UDP, plan.UDP, keep
-		sp.Endpoints.Cluster = nil
-		for _, i := range list {
-			sp.Endpoints.Cluster = append(sp.Endpoints.Cluster,
-				plan.Endpoint{Addr: netip.AddrPortFrom(netip.AddrFrom4([4]byte{10, 244, 0, byte(i + 1)}), 8080)})
-		}
-		p.Set(&sp)
-		return p
-	}
-	key := plantest.LargeService(0, 0, 1).Key
-	key.Protocol = plan.UDP
+	key := world.service().Key
 	sync := func(c plan.Change, list ...int) {
 		t.Helper()
-		if err := e.sync(ctx, with(list...), c); err != nil {
+		p, sp := plantest.Large(0, 0), world.service(list...)
+		sp.Affinity = keep
+		p.Set(sp)
+		if err := e.Sync(context.Background(), p, c); err != nil {
 			t.Fatal(err)
 		}
 	}
-	port := 10000
 	goes := func() int {
 		t.Helper()
-		port++ // never one that connection tracking knows
-		c, err := net.DialUDP("udp4", &net.UDPAddr{IP: net.IPv4(192, 0, 2, 1), Port: port}, &net.UDPAddr{IP: net.IPv4(10, 96, 0, 10), Port: 80})
-		if err != nil {
-			t.Fatal(err)
-		}
-		defer c.Close()
-		if _, err := c.Write([]byte("x")); err != nil {
-			t.Fatal(err)
-		}
-		for range 3 {
-			for i, s := range servers {
-				_ = s.SetReadDeadline(time.Now().Add(3 * time.Millisecond))
-				if _, _, err := s.ReadFrom(make([]byte, 10)); err == nil {
-					return i
-				}
-			}
-		}
-		t.Fatalf("nobody has it:\n%s", nstest.Exec(t, "nft", "list", "ruleset"))
-		return -1
+		return world.goes(t, net.IPv4(192, 0, 2, 1))
 	}
 	stays := func(at int) {
 		t.Helper()
@@ -115,5 +137,107 @@ func TestClientsOfTheKernel(t *testing.T) {
 		if out := nstest.Exec(t, "nft", "list", "map", "ip", names.NFTables, names.NFTAffinity); strings.Contains(out, "10.96.0.10") {
 			t.Errorf("a client that was long away is still known:\n%s", out)
 		}
+	}
+}
+
+// TestConnectionsAreCounted: the kernel counts connections, and their sum does not fall when an element is replaced. nft prints the counters.
+func TestConnectionsAreCounted(t *testing.T) {
+	nstest.Enter(t)
+	world := startPods(t, 2)
+	e, _ := testEngine(t, plan.IPv4)
+	b := &Backend{}
+	b.Engines = []*engine{e}
+	r := b.Traffic()
+	counted := func(want int64) {
+		t.Helper()
+		for traffic, err := range r.Traffic(context.Background()) {
+			if err != nil || traffic.Connections != want || traffic.PacketsIn != plan.NotCounted {
+				t.Errorf("traffic is %+v, %v; want %d connections", traffic, err, want)
+			}
+		}
+	}
+	p := plantest.Large(0, 0)
+	sent := int64(0)
+	for i, list := range [][]int{{0}, {0, 1}, {1}} {
+		p.Set(world.service(list...))
+		change := plan.Only(plan.Keys{world.service().Key: {}})
+		if i == 0 {
+			change = plan.Everything()
+		}
+		if err := e.Sync(context.Background(), p, change); err != nil {
+			t.Fatal(err)
+		}
+		r.Update(p, change)
+		counted(sent)
+		for n := range 3 {
+			world.goes(t, net.IPv4(127, 0, 0, 1))
+			if sent++; n == 1 && i < 2 { // The third is counted after the next change, which replaces the element.
+				counted(sent)
+			}
+		}
+		if err := e.Sync(context.Background(), p, plan.Everything()); err != nil || len(e.Found) > 0 {
+			t.Errorf("a comparison found %v, %v", e.Found, err)
+		}
+	}
+	if out := nstest.Exec(t, "nft", "list", "map", "ip", names.NFTables, names.NFTServices); !strings.Contains(out, "counter packets 3 ") {
+		t.Errorf("nft lists\n%s", out)
+	}
+	p.Delete(world.service().Key)
+	r.Update(p, plan.Only(plan.Keys{world.service().Key: {}}))
+	for traffic, err := range r.Traffic(context.Background()) {
+		t.Errorf("a Service that is gone has %+v, %v", traffic, err)
+	}
+}
+
+// cpuTime is the time that the processor has spent on this thread, in which the kernel carries out rules for what it sends.
+func cpuTime(b *testing.B) time.Duration {
+	b.Helper()
+	var u unix.Rusage
+	if err := unix.Getrusage(unix.RUSAGE_THREAD, &u); err != nil {
+		b.Fatal(err)
+	}
+	return time.Duration(u.Utime.Nano() + u.Stime.Nano())
+}
+
+// BenchmarkConnections is the first packet of a connection to a Service, with counters and without, in turn.
+func BenchmarkConnections(b *testing.B) {
+	nstest.Enter(b)
+	world := startPods(b, 1)
+	nstest.Exec(b, "sysctl", "-qw", "net.netfilter.nf_conntrack_udp_timeout=1")
+	sp := world.service(0)
+	p := plantest.Large(1000, 2)
+	p.Delete(plantest.LargeService(0, 0, 1).Key)
+	p.Set(sp)
+	var all [2][]float64
+	for range b.N {
+		for i, count := range []bool{false, true} {
+			_ = Cleanup()
+			e, _ := testEngine(b, plan.IPv4)
+			e.options.Count = count
+			e.sets = e.options.sets(plan.IPv4)
+			if err := e.Sync(context.Background(), p, plan.Everything()); err != nil {
+				b.Fatal(err)
+			}
+			const each = 1000
+			begin := cpuTime(b)
+			for range each {
+				c, err := net.DialUDP("udp4", nil, &net.UDPAddr{IP: net.IPv4(10, 96, 0, 10), Port: 80})
+				if err != nil {
+					b.Fatal(err)
+				}
+				if _, err := c.Write([]byte("x")); err != nil {
+					b.Fatal(err)
+				}
+				_ = c.Close()
+			}
+			all[i] = append(all[i], float64(cpuTime(b)-begin)/each)
+			_ = e.kernel.Close()
+			e.kernel = nil
+		}
+	}
+	for i, name := range []string{"plain", "counted"} {
+		slices.Sort(all[i])
+		b.ReportMetric(all[i][len(all[i])/2], name+"-median-ns")
+		b.ReportMetric(all[i][0], name+"-best-ns")
 	}
 }

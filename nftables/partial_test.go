@@ -2,6 +2,7 @@ package nftables
 
 import (
 	"context"
+	"errors"
 	"fmt"
 	"testing"
 
@@ -27,6 +28,7 @@ func TestWaysWithPartial(t *testing.T) {
 		steps := rapid.SliceOfN(plantest.Plans(), 2, 6).Draw(rt, "plans")
 		var before *plan.Plan
 		for i, p := range steps {
+			giveWeights(p, uint32(i%2))
 			if p.Node = steps[0].Node; rapid.IntRange(0, 3).Draw(rt, "settings change") > 0 {
 				p.Settings = steps[max(i-1, 0)].Settings
 			}
@@ -49,8 +51,8 @@ func TestWaysWithPartial(t *testing.T) {
 				changed = plan.Only(plantest.Differing(before, p))
 			}
 			for _, c := range []plan.Change{changed, plan.Everything()} {
-				if err := e.sync(ctx, p, c); err != nil || len(e.found) > 0 {
-					rt.Fatalf("step %d, partial: %t: found %v, %v", i, p.Partial, e.found, err)
+				if err := e.Sync(ctx, p, c); err != nil || len(e.Found) > 0 {
+					rt.Fatalf("step %d, partial: %t: found %v, %v", i, p.Partial, e.Found, err)
 				}
 			}
 			if !p.Partial {
@@ -70,23 +72,23 @@ func TestKindThatStayed(t *testing.T) {
 	ctx := context.Background()
 	e, _ := testEngine(t, plan.IPv4)
 	p := plantest.Large(30, 2)
-	if err := e.sync(ctx, p, plan.Everything()); err != nil {
+	if err := e.Sync(ctx, p, plan.Everything()); err != nil {
 		t.Fatal(err)
 	}
 	again, _ := testEngine(t, plan.IPv4)
 	some := plantest.Large(3, 1)
 	some.Partial, some.Settings.MasqueradeAll = true, true
-	if err := again.sync(ctx, some, plan.Everything()); err != nil {
+	if err := again.Sync(ctx, some, plan.Everything()); err != nil {
 		t.Fatal(err)
 	}
 	two := plantest.LargeService(1, 2, 2)
 	some.Set(two)
-	if err := again.sync(ctx, some, plan.Only(plan.Keys{two.Key: {}})); err != nil {
+	if err := again.Sync(ctx, some, plan.Only(plan.Keys{two.Key: {}})); err != nil {
 		t.Fatal(err)
 	}
 	list := nstest.Exec(t, "nft", "list", "chain", "ip", "nodeproxy", "cluster-ip-2")
-	if err := again.sync(ctx, some, plan.Everything()); err != nil || len(again.found) > 0 {
-		t.Errorf("a comparison found %v, %v:\n%s", again.found, err, list)
+	if err := again.Sync(ctx, some, plan.Everything()); err != nil || len(again.Found) > 0 {
+		t.Errorf("a comparison found %v, %v:\n%s", again.Found, err, list)
 	}
 }
 
@@ -102,18 +104,18 @@ func TestFrontendOfUnknown(t *testing.T) {
 		return sp
 	}
 	p.Set(with(plantest.LargeService(1, 2, 2)))
-	if err := e.sync(ctx, p, plan.Everything()); err != nil {
+	if err := e.Sync(ctx, p, plan.Everything()); err != nil {
 		t.Fatal(err)
 	}
 	again, _ := testEngine(t, plan.IPv4)
 	some := plantest.Large(1, 2)
 	some.Partial = true
-	if err := again.sync(ctx, some, plan.Everything()); err != nil {
+	if err := again.Sync(ctx, some, plan.Everything()); err != nil {
 		t.Fatal(err)
 	}
 	more := with(plantest.LargeService(0, 50, 3))
 	some.Set(more)
-	if err := again.sync(ctx, some, plan.Only(plan.Keys{more.Key: {}})); err != nil {
+	if err := again.Sync(ctx, some, plan.Only(plan.Keys{more.Key: {}})); err != nil {
 		t.Error(err)
 	}
 }
@@ -148,7 +150,7 @@ func TestShortTransactions(t *testing.T) {
 		nstest.Exec(t, "nft", first)
 		e.most, e.tight, e.current, k.refused = mostInTransaction, false, nil, 0
 		p := plantest.Large(3000, 2)
-		for e.sync(context.Background(), p, plan.Everything()) != nil && k.refused < 10 {
+		for e.Sync(context.Background(), p, plan.Everything()) != nil && k.refused < 10 {
 			continue
 		}
 		if k.refused == 0 || k.refused > 3 {
@@ -156,4 +158,42 @@ func TestShortTransactions(t *testing.T) {
 		}
 		holds(t, e, p)
 	}
+}
+
+// TestTooLongAlone: a ServicePort that does not fit into a transaction of its own holds up no other.
+func TestTooLongAlone(t *testing.T) {
+	nstest.Enter(t)
+	ctx := context.Background()
+	k := &tight{most: 1000}
+	e, _ := testEngine(t, plan.IPv4)
+	e.dial = func() (kernel, error) {
+		c, err := nft.Dial()
+		k.kernel = c
+		return k, err
+	}
+	var reported []plan.Refusal
+	e.onRefused = func(_ plan.Family, list []plan.Refusal) { reported = list }
+	p, long := plantest.Large(20, 2), plantest.LargeService(30, 300, 100)
+	long.Scheduler.Name = "mh"
+	p.Set(long)
+	for e.Sync(ctx, p, plan.Everything()) != nil && k.refused < 10 {
+		continue
+	}
+	others := plantest.Large(20, 2)
+	holdsBut(t, e, others, long)
+	if len(reported) != 1 || reported[0].Key != long.Key || !errors.Is(reported[0].Err, unix.EMSGSIZE) {
+		t.Errorf("reported %v", reported)
+	}
+	short := plantest.LargeService(30, 300, 5)
+	p.Set(short)
+	if err := e.Sync(ctx, p, plan.Only(plan.Keys{short.Key: {}})); err != nil || len(reported) > 0 {
+		t.Errorf("reported %v, %v", reported, err)
+	}
+	holds(t, e, p)
+	p.Set(long)
+	if err := e.Sync(ctx, p, plan.Only(plan.Keys{long.Key: {}})); err != nil || len(reported) != 1 || !reported[0].Kept {
+		t.Errorf("reported %v, %v", reported, err)
+	}
+	others.Set(short)
+	holds(t, e, others)
 }

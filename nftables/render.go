@@ -14,7 +14,7 @@ import (
 	"nodeproxy/plan"
 )
 
-// text is the key of an element in the language of nft.
+// text returns the key of an element in the language of nft.
 func (i id) text(f plan.Family) string {
 	key := sets(f)[i.set].Key
 	if i.end == "" {
@@ -26,7 +26,7 @@ func (i id) text(f plan.Family) string {
 	return fmt.Sprintf("%s . %s-%s", valueText(key[:len(key)-1], i.key[:n]), from, to)
 }
 
-// text is what follows the key of an element in the language of nft.
+// text returns what follows the key of an element in the language of nft.
 func (v value) text(set nft.Set) string {
 	out := ""
 	if v.comment != "" {
@@ -41,7 +41,7 @@ func (v value) text(set nft.Set) string {
 	return out
 }
 
-// valueText is a value in the language of nft.
+// valueText returns a value in the language of nft.
 func valueText(types nft.Concat, raw string) string {
 	var parts []string
 	for _, t := range types {
@@ -67,12 +67,12 @@ func partText(t uint32, raw []byte) string {
 	}
 	n := binary.NativeEndian.Uint32(raw)
 	if t == nft.TypeClassID {
-		return fmt.Sprintf("%x:%x", n>>16, n&0xffff)
+		return classID(n)
 	}
 	return fmt.Sprintf("%#08x", n)
 }
 
-// Render is the table of a family as `nft list table` prints it, in stable order. Elements of the map affinity are not the plan's.
+// Render returns the table of a family in the form of `nft list table`, in stable order. The map affinity is empty: rules fill it.
 func Render(p *plan.Plan, f plan.Family, o Options) string {
 	l := &layout{family: f, options: o, settings: p.Settings, node: p.Node, partial: p.Partial}
 	elements, used := map[id]value{}, map[kind]bool{}
@@ -83,7 +83,7 @@ func Render(p *plan.Plan, f plan.Family, o Options) string {
 	var out strings.Builder
 	fmt.Fprintf(&out, "table %s %s {\n", nft.FamilyName(f), names.NFTables)
 	order := slices.SortedFunc(maps.Keys(elements), compareIDs)
-	for i, set := range sets(f) {
+	for i, set := range o.sets(f) {
 		n := slices.IndexFunc(order, func(x id) bool { return x.set != setID(i) })
 		if n < 0 {
 			n = len(order)
@@ -92,20 +92,27 @@ func Render(p *plan.Plan, f plan.Family, o Options) string {
 		order = order[n:]
 	}
 	for _, c := range append(l.kindChains(used), l.chains()...) {
-		fmt.Fprintf(&out, "\tchain %s {\n", c.Name)
-		if c.Hook != nil {
-			fmt.Fprintf(&out, "\t\ttype %s hook %s priority %d; policy accept;\n", c.Hook.Type, c.Hook.Name, c.Hook.Priority)
-		}
-		for _, r := range c.Rules {
-			fmt.Fprintf(&out, "\t\t%s", r.Text)
-			if r.Comment != "" {
-				fmt.Fprintf(&out, " comment %q", r.Comment)
-			}
-			out.WriteString("\n")
-		}
-		out.WriteString("\t}\n")
+		out.WriteString(chainText(c, "\t"))
 	}
 	out.WriteString("}\n")
+	return out.String()
+}
+
+// chainText returns a chain in the form of `nft list chain`, each line indented.
+func chainText(c nft.Chain, indent string) string {
+	var out strings.Builder
+	fmt.Fprintf(&out, "%schain %s {\n", indent, c.Name)
+	if c.Hook != nil {
+		fmt.Fprintf(&out, "%s\ttype %s hook %s priority %d; policy accept;\n", indent, c.Hook.Type, c.Hook.Name, c.Hook.Priority)
+	}
+	for _, r := range c.Rules {
+		fmt.Fprintf(&out, "%s\t%s", indent, r.Text)
+		if r.Comment != "" {
+			fmt.Fprintf(&out, " comment %q", r.Comment)
+		}
+		out.WriteString("\n")
+	}
+	out.WriteString(indent + "}\n")
 	return out.String()
 }
 
@@ -119,6 +126,9 @@ func renderSet(out *strings.Builder, f plan.Family, set nft.Set, order []id, ele
 	}
 	if set.Dynamic {
 		flags = fmt.Sprintf(" flags dynamic,timeout; size %d;", set.Size)
+	}
+	if set.Counted {
+		flags += " counter;"
 	}
 	fmt.Fprintf(out, "\t%s %s {\n\t\ttype %s%s;%s\n", word, set.Name, set.Key, data, flags)
 	if len(order) > 0 {

@@ -16,7 +16,7 @@ import (
 )
 
 // builder builds a rule: its text in the language of nft, and its expressions. Registers are numbered from 0 to 15 and have four bytes
-// each. No rule uses what another one has left in them.
+// each. No rule reads a register that another rule has written.
 type builder struct {
 	family plan.Family
 	out    nft.Rule
@@ -36,13 +36,13 @@ func (b *builder) comment(text string) *builder {
 	return b
 }
 
-// register is the kernel's number of a register.
+// register returns the kernel's number of a register.
 func register(i int) uint32 { return unix.NFT_REG32_00 + uint32(i) }
 
-// addrRegisters is how many registers an address takes.
+// addrRegisters returns how many registers an address takes.
 func addrRegisters(f plan.Family) int { return f.Bits() / 32 }
 
-// nameRegisters is how many the name of a Service port takes: an address, a protocol and a port.
+// nameRegisters returns how many registers a frontend takes: its address, protocol and port.
 func nameRegisters(f plan.Family) int { return addrRegisters(f) + 2 }
 
 func (b *builder) ip() string { return nft.FamilyName(b.family) }
@@ -53,7 +53,7 @@ func (b *builder) address(destination bool, at int) expr.Any {
 	return &expr.Payload{DestRegister: register(at), Base: expr.PayloadBaseNetworkHeader, Offset: b.addressOffset(destination), Len: length}
 }
 
-// addressOffset is where in the header of its family an address begins.
+// addressOffset returns the offset of an address in the IP header.
 func (b *builder) addressOffset(destination bool) uint32 {
 	first := map[plan.Family]uint32{plan.IPv4: 12, plan.IPv6: 8}[b.family]
 	if destination {
@@ -70,13 +70,13 @@ func loadPort(at int) expr.Any {
 	return &expr.Payload{DestRegister: register(at), Base: expr.PayloadBaseTransportHeader, Offset: 2, Len: 2}
 }
 
-// frontend loads the frontend that the packet is for, from register 0 on.
+// frontend loads the packet's destination address, protocol and port, from register 0 on.
 func (b *builder) frontend() (string, []expr.Any) {
 	a := addrRegisters(b.family)
 	return b.ip() + " daddr . meta l4proto . th dport", []expr.Any{b.address(true, 0), loadProtocol(a), loadPort(a + 1)}
 }
 
-// frontendOf loads the frontend of a kind, from register 0 on: a node port is known by protocol and port alone.
+// frontendOf loads the packet's frontend as maps have it, from register 0 on. That of a node port has noAddress instead of an address.
 func (b *builder) frontendOf(nodePort bool) (string, []expr.Any) {
 	if !nodePort {
 		return b.frontend()
@@ -87,7 +87,7 @@ func (b *builder) frontendOf(nodePort bool) (string, []expr.Any) {
 		[]expr.Any{&expr.Immediate{Register: register(0), Data: a.AsSlice()}, loadProtocol(n), loadPort(n + 1)}
 }
 
-// noAddress is the address of node ports in maps. No packet has it as its destination.
+// noAddress returns the address of node ports in maps. No packet has it as its destination.
 func noAddress(f plan.Family) netip.Addr {
 	if f == plan.IPv6 {
 		return netip.IPv6Unspecified()
@@ -95,7 +95,7 @@ func noAddress(f plan.Family) netip.Addr {
 	return netip.IPv4Unspecified()
 }
 
-// lookup looks the key that begins at register 0 up in a map, and puts what it finds in its place.
+// lookup looks up the key that begins at register 0 in a map, and overwrites it with the data found.
 func lookup(set string) expr.Any {
 	return &expr.Lookup{SourceRegister: register(0), SetName: set, DestRegister: register(0), IsDestRegSet: true}
 }
@@ -109,7 +109,7 @@ func containsNot(set string, key int) expr.Any {
 }
 
 // toKind goes to the chain of the kind that a map has for a frontend. The number of the kind is the packet's priority on the way there:
-// versions of nft crash on a rule that looks up in one map what another one has. A priority matters to nothing but the queue of the
+// versions of nft crash on a rule that uses the data of one map as the key of another. The priority matters only to the queue of the
 // interface by which a packet leaves, and only the first packet of a connection comes here.
 func (b *builder) toKind(set, chain string, nodePort bool) nft.Rule {
 	text, exprs := b.frontendOf(nodePort)
@@ -119,11 +119,23 @@ func (b *builder) toKind(set, chain string, nodePort bool) nft.Rule {
 
 // byKind goes to the chain of the kind whose number is the packet's priority.
 func (b *builder) byKind(set string) nft.Rule {
-	return b.add("meta priority vmap @"+set, load(expr.MetaKeyPRIORITY, 0),
+	return b.add("meta priority vmap @"+set, loadPriority(0),
 		&expr.Lookup{SourceRegister: register(0), SetName: set, DestRegister: unix.NFT_REG_VERDICT, IsDestRegSet: true}).out
 }
 
-func load(k expr.MetaKey, at int) expr.Any { return &expr.Meta{Key: k, Register: register(at)} }
+// hasBits matches packets whose priority, which is the number of a kind, has bits set.
+func (b *builder) hasBits(bits uint32) *builder {
+	text := classID(bits)
+	return b.add(fmt.Sprintf("meta priority & %s == %s", text, text), loadPriority(0),
+		&expr.Bitwise{SourceRegister: register(0), DestRegister: register(0), Len: 4, Mask: native(bits), Xor: native(0)}, equals(native(bits)))
+}
+
+// classID is a priority in the language of nft.
+func classID(n uint32) string { return fmt.Sprintf("%x:%x", n>>16, n&0xffff) }
+
+func loadPriority(at int) expr.Any {
+	return &expr.Meta{Key: expr.MetaKeyPRIORITY, Register: register(at)}
+}
 
 func storePriority(from int) expr.Any {
 	return &expr.Meta{Key: expr.MetaKeyPRIORITY, SourceRegister: true, Register: register(from)}
@@ -142,7 +154,7 @@ func (b *builder) op(not bool) (string, func([]byte) expr.Any) {
 	return "", equals
 }
 
-// within matches packets whose source or destination is in a range, or with not, is not.
+// within matches packets whose source or destination is in a range, or if not is set, outside it.
 func (b *builder) within(destination bool, r netip.Prefix, not bool) *builder {
 	which := " saddr "
 	if destination {
@@ -168,7 +180,7 @@ func (b *builder) within(destination bool, r netip.Prefix, not bool) *builder {
 // addrLocal is RTN_LOCAL, the type of routes to addresses of the node itself.
 const addrLocal = 2
 
-// local matches packets whose source or destination is an address of the node, or with not, is none.
+// local matches packets whose source or destination is an address of the node, or if not is set, is none.
 func (b *builder) local(destination, not bool) *builder {
 	which := "saddr"
 	if destination {
@@ -179,7 +191,7 @@ func (b *builder) local(destination, not bool) *builder {
 		&expr.Fib{Register: register(0), ResultADDRTYPE: true, FlagDADDR: destination, FlagSADDR: !destination}, compare(native(addrLocal)))
 }
 
-// fromPods matches traffic from pods, or with not, all other. It returns nil where nothing matches.
+// fromPods matches traffic from pods, or if not is set, all other traffic. It returns nil if that never matches.
 func (b *builder) fromPods(d plan.DetectLocal, not bool) *builder {
 	switch {
 	case !d.Implemented(b.family):
@@ -220,7 +232,7 @@ func (b *builder) marked(bit uint32) *builder {
 		&expr.Bitwise{SourceRegister: register(0), DestRegister: register(0), Len: 4, Mask: native(bit), Xor: native(0)}, equals(native(bit)))
 }
 
-// tracked matches a bit of a state that connection tracking has.
+// tracked matches packets whose conntrack state or status has a bit set.
 func (b *builder) tracked(text string, key expr.CtKey, bit uint32) *builder {
 	return b.add(text, &expr.Ct{Key: key, Register: register(0)},
 		&expr.Bitwise{SourceRegister: register(0), DestRegister: register(0), Len: 4, Mask: native(bit), Xor: native(0)}, differs(native(0)))
@@ -229,16 +241,16 @@ func (b *builder) tracked(text string, key expr.CtKey, bit uint32) *builder {
 // opDelete is NFT_DYNSET_OP_DELETE, which golang.org/x/sys lacks.
 const opDelete = 2
 
-// ipsDstNAT is the bit of a connection's status that is set once its destination has been translated; ctInvalid and ctNew are
-// the states of packets that conntrack can't place, and of those that begin a connection.
+// ipsDstNAT is the bit of a connection's status that is set once its destination has been translated. ctInvalid and ctNew are
+// the states of packets that conntrack can't assign to a connection, and of packets that begin one.
 const (
 	ipsDstNAT = 1 << 5
 	ctInvalid = 1
 	ctNew     = 8
 )
 
-// backToItself matches packets whose source and destination address are the same. No expression compares registers. But a set of all
-// pairs of equal bytes does, the last byte first, in which addresses most likely differ.
+// backToItself matches packets whose source and destination address are the same. No expression compares two registers, so it looks up
+// each pair of bytes in a set of all pairs of equal bytes. The last byte comes first: addresses most likely differ there.
 func (b *builder) backToItself() *builder {
 	var text []string
 	var exprs []expr.Any
@@ -268,7 +280,7 @@ func (b *builder) jump(chain string) nft.Rule { return b.to(expr.VerdictJump, "j
 func (b *builder) goTo(chain string) nft.Rule { return b.to(expr.VerdictGoto, "goto", chain) }
 func (b *builder) drop() nft.Rule             { return b.to(expr.VerdictDrop, "drop", "") }
 
-// translate sends the packet to the endpoint that begins at register 0, and takes the number of the kind off it.
+// translate sends the packet to the endpoint that begins at register 0, and clears the priority, which has the number of the kind.
 func (b *builder) translate(text string, exprs []expr.Any) nft.Rule {
 	const spare = 15
 	b.add("meta priority set 0 dnat to "+text, exprs...)
@@ -277,77 +289,132 @@ func (b *builder) translate(text string, exprs []expr.Any) nft.Rule {
 			RegProtoMin: register(addrRegisters(b.family))}).out
 }
 
-// endpointSets are the maps of a kind's endpoints by number, of their identifiers by number, and of them by identifier.
-func (k kind) endpointSets() (byNumber, choices, sticky string) {
-	if k.local {
+// way is how the endpoints of a frontend are looked up: by which of the frontend's names, and among which endpoints.
+type way struct{ nodePort, local bool }
+
+func (k kind) way() way { return way{k.nodePort, k.local} }
+
+var ways = []way{{}, {local: true}, {nodePort: true}, {nodePort: true, local: true}}
+
+// chain is the name of a chain of which each way has one.
+func (w way) chain(name string) string {
+	if w.nodePort {
+		name += "-node-port"
+	}
+	if w.local {
+		name += "-local"
+	}
+	return name
+}
+
+// endpointSets are the maps of endpoints by number, of their identifiers by number, and of them by identifier.
+func (w way) endpointSets() (byNumber, choices, sticky string) {
+	if w.local {
 		return names.NFTLocalEndpoints, names.NFTLocalChoices, names.NFTLocalStickyEndpoints
 	}
 	return names.NFTEndpoints, names.NFTChoices, names.NFTStickyEndpoints
 }
 
-// pick looks a random one of a kind's endpoints up in a map.
-func (b *builder) pick(k kind, set string) (string, []expr.Any) {
-	text, exprs := b.frontendOf(k.nodePort)
-	return fmt.Sprintf("%s . numgen random mod %d map @%s", text, k.count, set),
-		append(exprs, &expr.Numgen{Register: register(nameRegisters(b.family)), Modulus: uint32(k.count), Type: unix.NFT_NG_RANDOM},
-			lookup(set))
+// byPriority looks up in a map what a frontend has under the packet's priority.
+func (w way) byPriority(b *builder, set string) (string, []expr.Any) {
+	text, exprs := b.frontendOf(w.nodePort)
+	return text + " . meta priority map @" + set, append(exprs, loadPriority(nameRegisters(b.family)), lookup(set))
 }
 
-// endpoints are the rules that send a packet to an endpoint.
+// endpoints are the rules of a kind that send a packet to an endpoint. They only choose a number, and chains that all kinds share look
+// it up, because each rule that looks something up makes the kernel take longer with the map: at each rule more, for all that the map
+// has; and at each element more, for all rules.
 func (k kind) endpoints(f plan.Family) []nft.Rule {
-	if k.affinity > 0 {
-		return k.keep(f)
+	b := (&builder{family: f}).number(k.schedule, k.count)
+	if k.affinity == 0 {
+		return []nft.Rule{b.goTo(k.way().chain(names.NFTToEndpoint))}
 	}
-	b := &builder{family: f}
-	set, _, _ := k.endpointSets()
-	return []nft.Rule{b.translate(b.pick(k, set))}
+	t := k.term()
+	return []nft.Rule{(&builder{family: f}).jump(t.keep()), b.goTo(t.choose())}
 }
 
-// keep are the rules for Services with affinity. A client that is known goes to its endpoint, if that still is one; else it is
-// forgotten, gets another one, and that is remembered. Where there is no room for one more client, the last rule sends it on all the
-// same. The identifier of the endpoint is the packet's priority on the way from one map to the next, as with kinds.
-func (k kind) keep(f plan.Family) []nft.Rule {
-	client := nameRegisters(f)
-	data := client + addrRegisters(f)
-	_, choices, sticky := k.endpointSets()
-	// clients loads the key of the map of clients.
-	clients := func(b *builder) (string, []expr.Any) {
-		text, exprs := b.frontendOf(k.nodePort)
-		return text + " . " + b.ip() + " saddr", append(exprs, b.address(false, client))
-	}
-	change := func(b *builder, word string, op uint32, timeout time.Duration) {
-		text, exprs := clients(b)
-		within := ""
-		if timeout > 0 {
-			within = fmt.Sprintf(" timeout %ds", k.affinity)
-		}
-		b.add(fmt.Sprintf("%s @%s { %s%s : meta priority }", word, names.NFTAffinity, text, within), append(exprs,
-			load(expr.MetaKeyPRIORITY, data), &expr.Dynset{SrcRegKey: register(0), SrcRegData: register(data),
-				SetName: names.NFTAffinity, Operation: op, Timeout: timeout})...)
-	}
-	remember := func(b *builder) {
-		change(b, "update", unix.NFT_DYNSET_OP_UPDATE, time.Duration(k.affinity)*time.Second)
-	}
-	send := func(b *builder) nft.Rule {
-		text, exprs := b.frontendOf(k.nodePort)
-		return b.translate(text+" . meta priority map @"+sticky,
-			append(exprs, load(expr.MetaKeyPRIORITY, client), lookup(sticky)))
-	}
+// hashSeed is the same on all nodes, so that they send a client to the same endpoint.
+const hashSeed = 0x6e6f6465
 
-	known := &builder{family: f}
-	text, exprs := clients(known)
-	known.add("meta priority set "+text+" map @"+names.NFTAffinity,
-		append(exprs, lookup(names.NFTAffinity), storePriority(0))...)
-	remember(known)
+// number makes the packet's priority a number below count.
+func (b *builder) number(s schedule, count int) *builder {
+	if s == random {
+		return b.add(fmt.Sprintf("meta priority set numgen random mod %d", count),
+			&expr.Numgen{Register: register(0), Modulus: uint32(count), Type: unix.NFT_NG_RANDOM}, storePriority(0))
+	}
+	text, exprs, n := b.ip()+" saddr", []expr.Any{b.address(false, 0)}, addrRegisters(b.family)
+	if s == bySourcePort {
+		text, exprs = text+" . th sport",
+			append(exprs, &expr.Payload{DestRegister: register(n), Base: expr.PayloadBaseTransportHeader, Offset: 0, Len: 2})
+		n++
+	}
+	return b.add(fmt.Sprintf("meta priority set jhash %s mod %d seed %#x", text, count, hashSeed), append(exprs,
+		&expr.Hash{SourceRegister: register(0), DestRegister: register(0), Length: uint32(4 * n), Modulus: uint32(count), Seed: hashSeed,
+			Type: expr.HashTypeJenkins}, storePriority(0))...)
+}
 
-	gone := &builder{family: f}
-	change(gone, "delete", opDelete, 0)
+// endpointChains are those that look up an endpoint. With affinity, a number leads to the identifier of an endpoint first.
+func (w way) endpointChains(f plan.Family) []nft.Chain {
+	byNumber, choices, sticky := w.endpointSets()
+	send := func(set string) nft.Rule {
+		b := &builder{family: f}
+		return b.translate(w.byPriority(b, set))
+	}
+	// What the client was remembered for is none of the endpoints any more.
+	gone := (&builder{family: f}).client(w, "delete", opDelete, 0)
+	choice := &builder{family: f}
+	text, exprs := w.byPriority(choice, choices)
+	choice.add("meta priority set "+text, append(exprs, storePriority(0))...)
+	return []nft.Chain{
+		{Name: w.chain(names.NFTToEndpoint), Rules: []nft.Rule{send(byNumber)}},
+		{Name: w.chain(names.NFTToSticky), Rules: []nft.Rule{send(sticky)}},
+		{Name: w.chain(names.NFTChoice), Rules: []nft.Rule{gone.out, choice.out}},
+	}
+}
 
-	chosen := &builder{family: f}
-	text, exprs = chosen.pick(k, choices)
-	chosen.add("meta priority set "+text, append(exprs, storePriority(0))...)
+// client loads the key by which the map of clients has the client of a frontend, and changes that element: its identifier becomes the
+// packet's priority, which is the number of the kind before, as long as it is on the way from one map to the next.
+func (b *builder) client(w way, word string, op uint32, timeout time.Duration) *builder {
+	text, exprs := b.clientOf(w)
+	within := ""
+	if timeout > 0 {
+		within = fmt.Sprintf(" timeout %ds", int(timeout.Seconds()))
+	}
+	data := nameRegisters(b.family) + addrRegisters(b.family)
+	return b.add(fmt.Sprintf("%s @%s { %s%s : meta priority }", word, names.NFTAffinity, text, within), append(exprs,
+		loadPriority(data), &expr.Dynset{SrcRegKey: register(0), SrcRegData: register(data),
+			SetName: names.NFTAffinity, Operation: op, Timeout: timeout})...)
+}
 
-	remembered := &builder{family: f}
-	remember(remembered)
-	return []nft.Rule{send(known), gone.out, chosen.out, remembered.out, send(&builder{family: f})}
+func (b *builder) clientOf(w way) (string, []expr.Any) {
+	text, exprs := b.frontendOf(w.nodePort)
+	return text + " . " + b.ip() + " saddr", append(exprs, b.address(false, nameRegisters(b.family)))
+}
+
+// term is for how long clients keep their endpoints; each has chains that all kinds with it share.
+type term struct {
+	way
+	seconds uint32
+}
+
+func (k kind) term() term { return term{k.way(), k.affinity} }
+
+func (t term) keep() string   { return fmt.Sprintf("%s-%ds", t.chain(names.NFTKeep), t.seconds) }
+func (t term) choose() string { return fmt.Sprintf("%s-%ds", t.chain(names.NFTChoose), t.seconds) }
+
+// chains send a client that is known to its endpoint, and return if it has none; and send it to the endpoint of a number and remember
+// it for that. Where there is no room for one more client, it is sent all the same.
+func (t term) chains(f plan.Family) []nft.Chain {
+	remember := func(b *builder) *builder {
+		return b.client(t.way, "update", unix.NFT_DYNSET_OP_UPDATE, time.Duration(t.seconds)*time.Second)
+	}
+	rule := func() *builder { return &builder{family: f} }
+	known := rule()
+	text, exprs := known.clientOf(t.way)
+	known.add("meta priority set "+text+" map @"+names.NFTAffinity, append(exprs, lookup(names.NFTAffinity), storePriority(0))...)
+	send := t.chain(names.NFTToSticky)
+	return []nft.Chain{
+		{Name: t.keep(), Rules: []nft.Rule{remember(known).goTo(send)}},
+		{Name: t.choose(), Rules: []nft.Rule{rule().jump(t.chain(names.NFTChoice)), remember(rule()).out, rule().goTo(send)}},
+	}
 }

@@ -2,6 +2,7 @@ package nftables
 
 import (
 	"fmt"
+	"math"
 	"net/netip"
 	"slices"
 	"strings"
@@ -16,12 +17,22 @@ import (
 	"nodeproxy/plan/plantest"
 )
 
+// trace follows the first packet of a connection.
+func (r *ruleset) trace(pkt plan.Packet, local func(netip.Addr) bool) []packetsim.Outcome {
+	outcomes, err := r.machine().Trace(pkt, packetsim.Node{Local: local})
+	if err != nil {
+		panic(err)
+	}
+	return outcomes
+}
+
 // packetsPerPlan is how many packets are sent through the rules of each random plan and family.
 const packetsPerPlan = 40
 
 func drawCluster(t *rapid.T) *plantest.Cluster {
 	c := plantest.Clusters().Draw(t, "cluster")
 	c.Plan.Settings.LocalhostNodePorts = false // as the configuration has it in this mode
+	giveWeights(c.Plan, rapid.Uint32().Draw(t, "weights"))
 	return c
 }
 
@@ -29,8 +40,49 @@ func drawOptions(t *rapid.T) Options {
 	return Options{MasqueradeBit: rapid.IntRange(0, 31).Draw(t, "masquerade bit"), TCPLiberal: rapid.Bool().Draw(t, "TCP liberal")}
 }
 
+// giveWeights gives each endpoint a weight.
+func giveWeights(p *plan.Plan, seed uint32) {
+	for _, sp := range p.Services {
+		with := *sp
+		for _, list := range []*[]plan.Endpoint{&with.Endpoints.Cluster, &with.Endpoints.Local} {
+			*list = slices.Clone(*list)
+			for i := range *list {
+				(*list)[i].Weight = uint16(jhash([]byte(endpointValue((*list)[i].Addr)), seed) % 6)
+			}
+		}
+		p.Set(&with)
+	}
+}
+
+// agree is like packetsim.Agree, but with the shares that weights give to endpoints, and with the one that a hash chooses.
+func agree(p *plan.Plan, v plan.Verdict, pkt plan.Packet, outcomes []packetsim.Outcome) error {
+	sp := p.Services[v.ServicePort]
+	if v.Action != plan.Forward || len(outcomes) == 0 {
+		return packetsim.Agree(v, pkt, outcomes)
+	}
+	if scheduleOf(sp) == bySource {
+		v.Targets = slices.DeleteFunc(slices.Clone(v.Targets), func(x plan.Target) bool { return x.Addr != outcomes[0].Dst })
+		return packetsim.Agree(v, pkt, outcomes)
+	}
+	if scheduleOf(sp) == bySourcePort { // A table gives shares that are close to the weights.
+		return packetsim.Tolerance{AnyShare: true}.Agree(v, pkt, outcomes)
+	}
+	weights, sum := map[netip.AddrPort]float64{}, 0.0
+	for _, target := range v.Targets {
+		i := slices.IndexFunc(sp.All(), func(ep plan.Endpoint) bool { return ep.Addr == target.Addr })
+		weights[target.Addr] = float64(weightOf(sp.All()[i], sp.Scheduler))
+		sum += weights[target.Addr]
+	}
+	for _, o := range outcomes {
+		if want := weights[o.Dst] / sum; math.Abs(o.Probability-want) > 1e-6 {
+			return fmt.Errorf("%s must have probability %.6f: %s", o.Dst, want, o)
+		}
+	}
+	return packetsim.Tolerance{AnyShare: true}.Agree(v, pkt, outcomes)
+}
+
 // TestVerdicts holds the rules to the plan's own verdict: whatever the plan and whatever the packet, they must do with it what the plan
-// says, and choose among endpoints with equal probability. What only this mode does, it must do too: it rejects what is for a port that
+// says, and choose among endpoints with equal probability, by weight, or by a hash. What only this mode does, it must do too: it rejects what is for a port that
 // no Service has at a cluster IP that is in use, and drops what is for one that is not, if neither is an address of the node.
 func TestVerdicts(t *testing.T) {
 	t.Parallel()
@@ -39,11 +91,11 @@ func TestVerdicts(t *testing.T) {
 		c := drawCluster(t)
 		evaluator := plan.NewEvaluator(c.Plan)
 		for _, f := range plan.Families {
-			r := rulesetOf(c.Plan, f, drawOptions(t), c.Local)
+			r := rulesetOf(c.Plan, f, drawOptions(t), nil)
 			for range packetsPerPlan {
 				pkt := c.Packets(f).Draw(t, "packet")
 				v := evaluator.Verdict(pkt)
-				outcomes := r.trace(pkt)
+				outcomes := r.trace(pkt, c.Local)
 				if only := onlyHere(c.Plan, pkt, v); only != "" {
 					seen[string(only)]++
 					if len(outcomes) != 1 || outcomes[0].Action != only || outcomes[0].DNAT {
@@ -52,7 +104,7 @@ func TestVerdicts(t *testing.T) {
 					continue
 				}
 				seen[v.Action.String()]++
-				if err := packetsim.Agree(v, pkt, outcomes); err != nil {
+				if err := agree(c.Plan, v, pkt, outcomes); err != nil {
 					t.Fatalf("packet: %s\nplan: %s\n  %s\n%s%v", pkt, v, strings.Join(v.Reasons(), "\n  "), text(outcomes), err)
 				}
 			}
@@ -86,7 +138,7 @@ func onlyHere(p *plan.Plan, pkt plan.Packet, v plan.Verdict) packetsim.Action {
 func text(outcomes []packetsim.Outcome) string {
 	var out string
 	for _, o := range outcomes {
-		out += fmt.Sprintf("  %s\n    %s\n", o, strings.Join(o.Rules, "\n    "))
+		out += fmt.Sprintf("  %s\n    %s\n", o, strings.Join(o.Rules(), "\n    "))
 	}
 	return out
 }
@@ -101,8 +153,8 @@ func TestAffinity(t *testing.T) {
 		next := c.Edited(t)
 		evaluator, after := plan.NewEvaluator(c.Plan), plan.NewEvaluator(next)
 		for _, f := range plan.Families {
-			r := rulesetOf(c.Plan, f, Options{}, c.Local)
-			edited := rulesetOf(next, f, Options{}, c.Local)
+			r := rulesetOf(c.Plan, f, Options{}, nil)
+			edited := rulesetOf(next, f, Options{}, nil)
 			for range packetsPerPlan / 2 {
 				pkt := c.Packets(f).Draw(t, "packet")
 				v, w := evaluator.Verdict(pkt), after.Verdict(pkt)
@@ -110,13 +162,13 @@ func TestAffinity(t *testing.T) {
 					continue
 				}
 				clear(r.elements[names.NFTAffinity])
-				first := rapid.SampledFrom(r.trace(pkt)).Draw(t, "choice")
+				first := rapid.SampledFrom(r.trace(pkt, c.Local)).Draw(t, "choice")
 				clients := first.State.(state).clients
 				if len(clients) != 1 {
 					t.Fatalf("%s: %d clients are remembered", pkt, len(clients))
 				}
 				r.elements[names.NFTAffinity] = clients
-				if again := r.trace(pkt); len(again) != 1 || again[0].Dst != first.Dst {
+				if again := r.trace(pkt, c.Local); len(again) != 1 || again[0].Dst != first.Dst {
 					t.Fatalf("%s: a client that was sent to %s is sent to %v", pkt, first.Dst, again)
 				}
 				kept++
@@ -125,7 +177,7 @@ func TestAffinity(t *testing.T) {
 				}
 				edited.elements[names.NFTAffinity] = clients
 				still := slices.ContainsFunc(w.Targets, func(x plan.Target) bool { return x.Addr == first.Dst })
-				later := edited.trace(pkt)
+				later := edited.trace(pkt, c.Local)
 				if still && (len(later) != 1 || later[0].Dst != first.Dst) {
 					t.Fatalf("%s: a client of %s is sent to %v, though its endpoint is still there", pkt, first.Dst, later)
 				}
@@ -133,11 +185,11 @@ func TestAffinity(t *testing.T) {
 					continue
 				}
 				moved++
-				if err := packetsim.Agree(w, pkt, later); err != nil {
+				if err := agree(next, w, pkt, later); err != nil {
 					t.Fatalf("%s: its endpoint %s is gone: %v", pkt, first.Dst, err)
 				}
 				edited.elements[names.NFTAffinity] = later[0].State.(state).clients
-				if again := edited.trace(pkt); len(again) != 1 || again[0].Dst != later[0].Dst {
+				if again := edited.trace(pkt, c.Local); len(again) != 1 || again[0].Dst != later[0].Dst {
 					t.Fatalf("%s: a client that was sent to %s, in place of one that is gone, is sent to %v", pkt, later[0].Dst, again)
 				}
 			}
@@ -154,26 +206,45 @@ func TestKinds(t *testing.T) {
 	numbers, chains := map[uint32]kind{}, map[string]kind{}
 	for _, a := range actions[1:] {
 		for _, count := range []int{0, 1, 2, 64, 4095, maxSticky, maxSticky + 1, maxCount} {
-			for _, seconds := range []uint64{0, 1, 2, 59, 4095, 4096, 10800, 86400, 1 << 40} {
+			for _, seconds := range []uint64{0, 1, 2, 59, 300, 301, 3600, 3601, 10800, 86400, 1 << 40} {
 				k := a
 				if a.treatment > drop {
 					if k.count, k.affinity = count, roundAffinity(seconds); k.affinity > 0 {
 						k.count = min(count, maxSticky)
 					}
 				}
-				if other, taken := numbers[k.number()]; taken && other != k {
-					t.Errorf("%+v and %+v have the number %#x", k, other, k.number())
+				for _, k.schedule = range []schedule{random, bySource, bySourcePort} {
+					if k.schedule > random && a.treatment <= drop || k.schedule == bySourcePort && k.affinity > 0 {
+						continue
+					}
+					if other, taken := numbers[k.number()]; taken && other != k {
+						t.Errorf("%+v and %+v have the number %#x", k, other, k.number())
+					}
+					if other, taken := chains[k.chain()]; taken && other != k {
+						t.Errorf("%+v and %+v have the chain %s", k, other, k.chain())
+					}
+					numbers[k.number()], chains[k.chain()] = k, k
 				}
-				if other, taken := chains[k.chain()]; taken && other != k {
-					t.Errorf("%+v and %+v have the chain %s", k, other, k.chain())
-				}
-				numbers[k.number()], chains[k.chain()] = k, k
 			}
 		}
 	}
-	for _, d := range []time.Duration{time.Second, 4095 * time.Second, 3 * time.Hour, 24 * time.Hour} {
+	for _, d := range []time.Duration{time.Second, 299 * time.Second, 10 * time.Minute, 3 * time.Hour, 24 * time.Hour} {
 		if got := roundAffinity(uint64(d.Seconds())); got != uint32(d.Seconds()) {
 			t.Errorf("affinity of %v becomes %d s", d, got)
+		}
+	}
+	terms := map[uint32]uint32{} // by code
+	for s := uint32(1); s <= mostSeconds; s++ {
+		got := roundAffinity(uint64(s))
+		if got < s || got > s+s/20 {
+			t.Fatalf("affinity of %d s becomes %d s", s, got)
+		}
+		code := affinityCode(got)
+		if other, taken := terms[code]; taken && other != got || code >= 1<<12 {
+			t.Fatalf("affinities of %d s and %d s have the code %d", other, got, code)
+		}
+		if terms[code] = got; s == 86400 && len(terms) >= 1000 {
+			t.Errorf("there are %d terms up to a day", len(terms))
 		}
 	}
 }

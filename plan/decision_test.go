@@ -60,7 +60,7 @@ func TestDecisions(t *testing.T) {
 			"source 172.20.0.1 is a load balancer IP of the Service, and the node's 192.168.1.10 is within its source ranges"},
 			{ExternalPolicyCluster, masquerade}}},
 		{"outside of the source ranges", ranges("192.0.2.0/24"), tPacket(tClient, tLB, 80), []Decision{{ForFrontend, lb},
-			{OutsideSourceRanges, "source 203.0.113.1 is outside of the source ranges"}}},
+			{OutsideSourceRanges, "source 203.0.113.1 is outside of the source ranges 192.0.2.0/24"}}},
 	} {
 		v := tPlan(tc.change).Verdict(tc.packet)
 		if !slices.Equal(v.Decisions, tc.want) {

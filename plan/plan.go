@@ -57,6 +57,11 @@ func (f Family) Bits() int {
 
 var loopback4, loopback6 = netip.MustParsePrefix("127.0.0.0/8"), netip.MustParsePrefix("::1/128")
 
+// All is the range of all addresses.
+func (f Family) All() netip.Prefix {
+	return netip.PrefixFrom(f.Loopback().Addr(), 0).Masked()
+}
+
 // Loopback is the range of a family's loopback addresses.
 func (f Family) Loopback() netip.Prefix {
 	if f == IPv4 {
@@ -215,12 +220,12 @@ type Endpoint struct {
 	// Terminating is true for an endpoint that is terminating but still serves, and is used because no ready one is left
 	// (KEP-1669).
 	Terminating bool
-	// Weight is the endpoint's relative share of traffic, for schedulers that use weights; zero counts as 1. Only mode ipvs has
-	// such schedulers.
+	// Weight is the endpoint's relative share of traffic, for schedulers that use weights; zero counts as 1. Modes ipvs
+	// and nftables have such schedulers.
 	Weight uint16
 }
 
-// Scheduler says how mode ipvs selects endpoints. The zero Scheduler is the default one.
+// Scheduler says how modes ipvs and nftables select endpoints. The zero Scheduler is the default one.
 type Scheduler struct {
 	// Name is the name of the kernel module without "ip_vs_", such as rr.
 	Name string

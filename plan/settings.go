@@ -69,7 +69,7 @@ func (d DetectLocal) Matches(src netip.Addr, iface string) bool {
 
 // NodePortAddresses says at which of the node's addresses node ports answer (--nodeport-addresses).
 type NodePortAddresses struct {
-	// Primary limits node ports to the node's primary addresses, Node.IPs.
+	// Primary limits node ports to the node's primary addresses, Node.IPs, and to those within CIDRs.
 	Primary bool
 	// CIDRs limits them to local addresses within these ranges. In a family without CIDRs, and with Primary unset, node ports
 	// answer at every local address: ranges of one family do not affect the other.
@@ -79,10 +79,7 @@ type NodePortAddresses struct {
 // All reports whether node ports of this family answer at every local address: no limit is set for the family, or one of its CIDRs
 // holds every address.
 func (n NodePortAddresses) All(f Family) bool {
-	if n.Primary {
-		return false
-	}
-	limited := false
+	limited := n.Primary
 	for _, c := range n.CIDRs {
 		if FamilyOf(c.Addr()) != f {
 			continue
@@ -96,7 +93,7 @@ func (n NodePortAddresses) All(f Family) bool {
 }
 
 // Ranges returns the address ranges of one family to which node ports are limited, in order. It is empty if All is true, and also
-// if Primary is set and the node has no address of this family: then node ports answer at no address.
+// if Primary is set alone and the node has no address of this family: then node ports answer at no address.
 func (n NodePortAddresses) Ranges(f Family, node Node) []netip.Prefix {
 	if n.All(f) {
 		return nil
@@ -147,7 +144,7 @@ func (s Settings) NodePortsAnswer(node Node, a netip.Addr) bool {
 
 // LocalhostReachable reports whether node ports of this family answer at the loopback addresses.
 func (s Settings) LocalhostReachable(f Family) bool {
-	if f != IPv4 || !s.LocalhostNodePorts || s.NodePortAddresses.Primary {
+	if f != IPv4 || !s.LocalhostNodePorts {
 		return false
 	}
 	return s.NodePortAddresses.All(f) || slices.ContainsFunc(s.NodePortAddresses.CIDRs, IPv4.Loopback().Overlaps)

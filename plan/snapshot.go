@@ -24,12 +24,36 @@ type Snapshot struct {
 
 // ServicePort returns the ServicePort with a key, or nil if there is none.
 func (s *Snapshot) ServicePort(k Key) *ServicePort {
-	for _, sp := range s.services.ports(k.Service) {
-		if sp.Key == k {
-			return sp
+	sp, _ := s.Programmed(k)
+	return sp
+}
+
+// Programmed returns the ServicePort with a key, or nil if there is none, and the time of the first snapshot in which its Service was
+// as it is in this one.
+func (s *Snapshot) Programmed(k Key) (*ServicePort, time.Time) {
+	if e := s.services.find(k.Service); e != nil {
+		for _, sp := range e.ports {
+			if sp.Key == k {
+				return sp, e.since
+			}
 		}
 	}
-	return nil
+	return nil, time.Time{}
+}
+
+// Serves reports whether a Service has any ServicePort.
+func (s *Snapshot) Serves(svc Service) bool { return s.services.find(svc) != nil }
+
+// Plan returns a Plan that equals the one that was published. It is made anew, at the cost of a walk over all ServicePorts.
+func (s *Snapshot) Plan() *Plan {
+	p := New(s.Node, s.Settings)
+	p.Partial = s.Partial
+	for _, ports := range s.Services() {
+		for _, sp := range ports {
+			p.Set(sp)
+		}
+	}
+	return p
 }
 
 // Services iterates over all Services in order, each with its ServicePorts in order of key. The slices must not be changed.
@@ -75,7 +99,7 @@ func (p *Publisher) Publish(desired *Plan, change Change) {
 			}
 		}
 	}
-	s.services = before.update(desired, slices.SortedFunc(maps.Keys(touched), Service.Compare))
+	s.services = before.update(desired, s.Time, slices.SortedFunc(maps.Keys(touched), Service.Compare))
 	p.latest.Store(s)
 }
 
@@ -93,13 +117,14 @@ type chunk []*indexed
 type indexed struct {
 	service Service
 	ports   []*ServicePort
+	since   time.Time // of the first snapshot that has it
 }
 
-// ports returns the ServicePorts of a Service.
-func (x index) ports(svc Service) []*ServicePort {
+// find returns the entry of a Service; nil if there is none.
+func (x index) find(svc Service) *indexed {
 	if i := x.chunkOf(svc); i >= 0 {
 		if j, found := x[i].find(svc); found {
-			return x[i][j].ports
+			return x[i][j]
 		}
 	}
 	return nil
@@ -119,8 +144,8 @@ func (c chunk) find(svc Service) (int, bool) {
 	return slices.BinarySearchFunc(c, svc, func(e *indexed, svc Service) int { return e.service.Compare(svc) })
 }
 
-// update returns the index in which the touched Services, which are in order, are as in p.
-func (x index) update(p *Plan, touched []Service) index {
+// update returns the index in which the touched Services, which are in order, are as in p. now is the time of its snapshot.
+func (x index) update(p *Plan, now time.Time, touched []Service) index {
 	out := make(index, 0, len(x)+1)
 	done := 0 // chunks of x that out has, as they are or changed
 	for len(touched) > 0 {
@@ -134,7 +159,7 @@ func (x index) update(p *Plan, touched []Service) index {
 		if done = min(at+1, len(x)); done < len(x) {
 			n, _ = slices.BinarySearchFunc(touched, x[done][0].service, Service.Compare)
 		}
-		out = out.join(c.update(p, touched[:n]).cut())
+		out = out.join(c.update(p, now, touched[:n]).cut())
 		touched = touched[n:]
 	}
 	return out.join(x[done:])
@@ -154,13 +179,13 @@ func (x index) join(more index) index {
 }
 
 // update returns the chunk in which the touched Services, which are in order, are as in p.
-func (c chunk) update(p *Plan, touched []Service) chunk {
+func (c chunk) update(p *Plan, now time.Time, touched []Service) chunk {
 	before, out := c, make(chunk, 0, len(c)+len(touched))
 	for _, svc := range touched {
 		i, found := c.find(svc)
 		out = append(out, c[:i]...)
 		c = c[i:]
-		e := &indexed{service: svc}
+		e := &indexed{service: svc, since: now}
 		for _, k := range p.KeysOf(svc) {
 			e.ports = append(e.ports, p.Services[k])
 		}

@@ -4,6 +4,7 @@ import (
 	"fmt"
 	"net/netip"
 	"slices"
+	"strings"
 )
 
 // Packet is the first packet of a new connection, as it reaches this node or leaves one of its processes.
@@ -248,8 +249,22 @@ func (e *Evaluator) admitted(src netip.Addr, sp *ServicePort, v *Verdict) bool {
 			src, node)
 		return true
 	}
-	v.because(OutsideSourceRanges, "source %s is outside of the source ranges", src)
+	v.because(OutsideSourceRanges, "source %s is outside of the source ranges %s", src, some(sp.SourceRanges))
 	return false
+}
+
+// some lists the first few ranges.
+func some(ranges []netip.Prefix) string {
+	const most = 4
+	var out []string
+	for _, r := range ranges[:min(len(ranges), most)] {
+		out = append(out, r.String())
+	}
+	text := strings.Join(out, ", ")
+	if more := len(ranges) - most; more > 0 {
+		text += fmt.Sprintf(" and %d more", more)
+	}
+	return text
 }
 
 // masqueradeInternal decides for traffic to a cluster IP: a client outside the cluster that was routed here would not accept

@@ -164,8 +164,15 @@ func TestPortionsAreObserved(t *testing.T) {
 
 // results is an Observer that keeps the results.
 type results struct {
-	mu   sync.Mutex
-	list []Result
+	mu       sync.Mutex
+	list     []Result
+	compared []string // the suspicions of comparisons beside syncs
+}
+
+func (r *results) Compared(why string, _ time.Time, _ time.Duration, _ bool) {
+	r.mu.Lock()
+	defer r.mu.Unlock()
+	r.compared = append(r.compared, why)
 }
 
 func (r *results) Queued(source.Batch, bool) {}

@@ -4,7 +4,7 @@ import (
 	"context"
 	"log/slog"
 	"net/netip"
-	"strconv"
+	"slices"
 	"sync"
 	"time"
 
@@ -35,6 +35,10 @@ type Config struct {
 	// CompareEvery is how often everything is compared with the kernel even if nothing changed, to repair what others have changed
 	// there; zero for never. If comparisons take long, they are less frequent: they take no more than one part in 200 of the time.
 	CompareEvery time.Duration
+	// Compare, if not nil, takes the place of the syncs of everything that only compare: it compares everything with the kernel beside
+	// other syncs, repairs what it can, and reports whether a sync of everything has to follow. It runs in a goroutine of its own, once
+	// at a time, and returns soon after its context has ended.
+	Compare func(context.Context) (again bool)
 	// NodeIP, if valid, overrides the Node object's address of its family.
 	NodeIP netip.Addr
 	// MostAtOnce is about the number of chains of rules that one sync may write for changes; 0 for any number. Larger changes are
@@ -56,6 +60,8 @@ type Observer interface {
 	Taken()
 	// Synced is called with the result of that sync. change is as in Backend.Sync; p must not be kept.
 	Synced(p *plan.Plan, change plan.Change, r Result)
+	// Compared is called after Config.Compare, with what had made it necessary, "" if only the time, and how long it took.
+	Compared(why string, began time.Time, took time.Duration, again bool)
 }
 
 // Result is the result of one sync.
@@ -66,6 +72,12 @@ type Result struct {
 	Triggers             []Trigger     // of the changes that it has programmed
 	Eligible             bool          // as State.NodeEligible
 	Waiting              int           // the number of changed ServicePorts that are left to later syncs
+	Began                time.Time     // when the sync began
+	Waited               time.Duration // how long the oldest of the changes had waited until then
+	Reasons              []Reason      // why it was made
+	Suspicion            string        // for the Reason Drift, the sign of a change by another program, if there was one
+	In                   Input         // what has come; once for changes that several syncs program
+	Difference           Difference    // from what was last programmed; where it failed, what it should have programmed
 }
 
 // The pause after a failed sync doubles from firstRetry on. It is at most suspectShare times the duration of the sync, within
@@ -89,12 +101,12 @@ const (
 	suspectBurst = 10
 )
 
-// A suspicion is acted on when no other has come for settle, so that a program that changes many things has finished, or settleMost
+// A suspicion is acted on when no other has come for debounce, so that a program that changes many things has finished, or debounceMost
 // after the first. A program that flushes all tables leaves Services without rules for that long, so it is short; a program that
 // works slowly costs a few comparisons.
 const (
-	settle     = 50 * time.Millisecond
-	settleMost = time.Second
+	debounce     = 50 * time.Millisecond
+	debounceMost = time.Second
 )
 
 // A sync is followed by a pause, in which further changes gather, once syncs have taken more than burst beyond their share of the
@@ -113,34 +125,52 @@ type Proxier struct {
 	// published has the plan that the backend was last made equal to.
 	published plan.Publisher
 
+	// Only Run's goroutine changes state, and it holds stateMu while it does.
+	stateMu sync.RWMutex
+	state   *State
+
 	// Only Run's goroutine uses what follows.
-	state    *State
+	log      syncLog
 	portions *portion.Queue
 	full     bool          // nothing may be assumed about the kernel
+	why      Reason        // why full is set; "" if that follows from something else
 	retry    time.Duration // how long to wait after the failed sync that came last; 0 if it did not fail
 	failing  time.Duration // how long that sync took
 	inSync   bool          // a sync has succeeded
 	triggers []Trigger     // of changes that no sync has programmed yet
 	late     []Trigger     // of those, the ones of changes that were too large for one portion
+	input    Input         // what has come since the last sync
+	waits    time.Time     // since when the oldest of that has waited
 	// debt is the time that syncs have taken beyond their share, as of owed.
 	debt time.Duration
 	owed time.Time
+	// beside receives the result of the comparison that is under way beside syncs; nil if there is none.
+	beside chan besideResult
 	// comparisons are the latest comparisons of everything with the kernel, the last one last.
 	comparisons [suspectBurst]comparison
 
 	mu      sync.Mutex
 	pending source.Batch
+	since   time.Time         // when pending was first added to
 	synced  bool              // a batch with Synced has come
 	resync  bool              // everything must be compared with the kernel
 	reserve *[]netip.AddrPort // what Reserve was called with last; nil once that is taken
 	// The times of the first and the last call of Suspect since everything was compared; zero if there was none.
 	suspectedFirst, suspectedLast time.Time
+	suspicion                     string // the reason that the first of them gave
 }
 
 // comparison is a sync that compared everything with the kernel.
 type comparison struct {
 	ended time.Time
 	took  time.Duration
+}
+
+// besideResult is the result of Config.Compare.
+type besideResult struct {
+	comparison
+	why   string // the suspicion that led to it
+	again bool
 }
 
 // New returns a Proxier that does nothing until it runs.
@@ -153,6 +183,7 @@ func New(cfg Config) *Proxier {
 	}
 	p.state.nodeIP = cfg.NodeIP
 	p.portions = portion.New(cfg.MostAtOnce)
+	p.log.log = cfg.Log
 	return p
 }
 
@@ -160,6 +191,9 @@ func New(cfg Config) *Proxier {
 // counts.
 func (p *Proxier) Apply(b source.Batch) {
 	p.mu.Lock()
+	if p.since.IsZero() {
+		p.since = time.Now()
+	}
 	p.pending.Merge(b)
 	p.synced = p.synced || b.Synced
 	if p.cfg.Observer != nil {
@@ -193,7 +227,7 @@ func (p *Proxier) Suspect(why string) {
 	p.mu.Lock()
 	first := p.suspectedFirst.IsZero()
 	if first {
-		p.suspectedFirst = now
+		p.suspectedFirst, p.suspicion = now, why
 	}
 	p.suspectedLast = now
 	p.mu.Unlock()
@@ -210,11 +244,19 @@ func (p *Proxier) Suspect(why string) {
 // called at any time, from any goroutine, and waits for nothing.
 func (p *Proxier) Snapshot() *plan.Snapshot { return p.published.Latest() }
 
+// View calls read with what is known of the objects and desired, and holds up the next sync until it returns: it must be quick. It may
+// be called at any time, from any goroutine.
+func (p *Proxier) View(read func(*State)) {
+	p.stateMu.RLock()
+	defer p.stateMu.RUnlock()
+	read(p.state)
+}
+
 // compareAt returns when everything must be compared with the kernel next; zero for never.
 func (p *Proxier) compareAt() time.Time {
 	var at time.Time
 	compared := p.comparisons[suspectBurst-1].ended
-	if compared.IsZero() { // The first sync compares anyway.
+	if compared.IsZero() || p.beside != nil { // The first sync compares anyway.
 		return at
 	}
 	takes := p.comparing()
@@ -227,8 +269,8 @@ func (p *Proxier) compareAt() time.Time {
 	if first.IsZero() {
 		return at
 	}
-	due := last.Add(settle)
-	if most := first.Add(settleMost); most.Before(due) {
+	due := last.Add(debounce)
+	if most := first.Add(debounceMost); most.Before(due) {
 		due = most
 	}
 	if earliest := p.comparisons[0].ended; !earliest.IsZero() {
@@ -269,6 +311,50 @@ func (p *Proxier) Run(ctx context.Context) {
 	for p.wait(ctx) {
 		p.round(ctx)
 	}
+	p.log.end()
+	if p.beside != nil {
+		<-p.beside
+	}
+}
+
+// compare begins a comparison with the kernel. It reports whether that is to be a sync.
+func (p *Proxier) compare(ctx context.Context) bool {
+	if p.cfg.Compare == nil {
+		p.why = Compare // unless there is a suspicion
+		return true
+	}
+	why := p.unsuspect()
+	ended := make(chan besideResult, 1)
+	p.beside = ended
+	go func() {
+		start := time.Now()
+		again := p.cfg.Compare(ctx)
+		ended <- besideResult{comparison{time.Now(), time.Since(start)}, why, again}
+	}()
+	return false
+}
+
+// compared records a comparison beside syncs, and reports whether a sync of everything has to follow.
+func (p *Proxier) compared(r besideResult) bool {
+	p.beside = nil
+	if p.cfg.Observer != nil {
+		p.cfg.Observer.Compared(r.why, r.ended.Add(-r.took), r.took, r.again)
+	}
+	if r.again {
+		p.why = Drift
+	}
+	copy(p.comparisons[:], p.comparisons[1:])
+	p.comparisons[suspectBurst-1] = r.comparison
+	return r.again
+}
+
+// unsuspect forgets suspicions before everything is compared, and returns the first one; "" for none. Those from here on count.
+func (p *Proxier) unsuspect() string {
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	why := p.suspicion
+	p.suspectedFirst, p.suspectedLast, p.suspicion = time.Time{}, time.Time{}, ""
+	return why
 }
 
 // wait returns true when there is something to do, and false when ctx ends.
@@ -280,7 +366,12 @@ func (p *Proxier) wait(ctx context.Context) bool {
 	if p.portions.Waiting() > 0 {
 		// Another program may have changed something while a large change is being written.
 		at := p.compareAt()
-		p.full = !at.IsZero() && !time.Now().Before(at)
+		p.full = !at.IsZero() && !time.Now().Before(at) && p.compare(ctx)
+		select {
+		case r := <-p.beside:
+			p.full = p.compared(r)
+		default:
+		}
 		return ctx.Err() == nil
 	}
 	for ctx.Err() == nil {
@@ -294,8 +385,13 @@ func (p *Proxier) wait(ctx context.Context) bool {
 		case <-p.doubt: // It may be sooner now.
 		case <-p.wake:
 			return ctx.Err() == nil
+		case r := <-p.beside:
+			if p.full = p.compared(r); p.full {
+				return ctx.Err() == nil
+			}
 		case <-compare:
-			if p.full = !time.Now().Before(p.compareAt()); p.full { // else there was another suspicion meanwhile
+			// If not, there was another suspicion meanwhile.
+			if p.full = !time.Now().Before(p.compareAt()) && p.compare(ctx); p.full {
 				return ctx.Err() == nil
 			}
 		}
@@ -323,29 +419,40 @@ func (p *Proxier) waitToRetry(ctx context.Context) {
 // round applies what has arrived, and syncs the backend if that changes anything.
 func (p *Proxier) round(ctx context.Context) {
 	begin := time.Now()
-	batch, resync, reserve := p.take()
+	batch, since, resync, reserve := p.take()
+	p.input.Add(countInput(batch))
+	if p.waits.IsZero() {
+		p.waits = since
+	}
+	p.stateMu.Lock()
 	if reserve != nil {
 		p.state.Reserve(*reserve)
 	}
 	p.state.Apply(batch)
 	p.full = p.full || resync
 	if !p.state.Synced() {
+		p.stateMu.Unlock()
 		return
 	}
 	start := time.Now()
-	result := Result{Retry: p.retry > 0, Apply: start.Sub(begin), Eligible: p.state.NodeEligible()}
+	result := Result{Retry: p.retry > 0, Apply: start.Sub(begin), Eligible: p.state.NodeEligible(), Began: begin}
 	desired, change := p.state.Update()
+	p.stateMu.Unlock()
 	if p.full {
 		change = plan.Everything()
 	}
+	result.Reasons = p.reasons(reserve != nil, resync)
 	desired, change = p.portions.Next(desired, change)
 	p.noteTriggers()
 	result.Plan, result.Waiting = time.Since(start), p.portions.Waiting()
+	if result.In, p.input = p.input, (Input{}); !p.waits.IsZero() {
+		result.Waited, p.waits = begin.Sub(p.waits), time.Time{}
+	}
 	if !change.None() {
 		if change.All() {
-			p.mu.Lock()
-			p.suspectedFirst, p.suspectedLast = time.Time{}, time.Time{} // Suspicions from here on count.
-			p.mu.Unlock()
+			if result.Suspicion = p.unsuspect(); result.Suspicion != "" {
+				result.Reasons = append(slices.DeleteFunc(result.Reasons, func(r Reason) bool { return r == Compare || r == Drift }), Drift)
+			}
 		}
 		p.warnOnce()
 		p.cfg.Log.Debug("syncing", "all", change.All(), "changed", len(change.Keys()))
@@ -355,7 +462,8 @@ func (p *Proxier) round(ctx context.Context) {
 			return
 		}
 		result.Backend = time.Since(writing)
-		p.ended(ctx, desired, change, start, result.Err)
+		result.Difference = difference(p.published.Latest(), desired, change)
+		p.ended(desired, change, start, result)
 	}
 	if result.Err == nil {
 		result.Triggers, p.triggers = p.triggers, nil
@@ -382,13 +490,12 @@ func (p *Proxier) noteTriggers() {
 }
 
 // ended records the result of a sync.
-func (p *Proxier) ended(ctx context.Context, desired *plan.Plan, change plan.Change, start time.Time, err error) {
-	if p.full = err != nil; p.full {
+func (p *Proxier) ended(desired *plan.Plan, change plan.Change, start time.Time, r Result) {
+	if p.full = r.Err != nil; p.full {
 		p.failing = time.Since(start)
 		last := min(max(suspectShare*p.failing, leastLastRetry), lastRetry)
 		p.retry = min(max(2*p.retry, firstRetry), last)
-		p.cfg.Log.Error("sync failed; the kernel keeps its rules, and everything is compared and written again",
-			"retry-in", p.retry, "error", err)
+		p.log.failed(r, p.retry)
 		return
 	}
 	p.retry = 0
@@ -398,27 +505,39 @@ func (p *Proxier) ended(ctx context.Context, desired *plan.Plan, change plan.Cha
 		copy(p.comparisons[:], p.comparisons[1:])
 		p.comparisons[suspectBurst-1] = comparison{ended: time.Now(), took: took}
 	}
-	level := slog.LevelDebug
-	if !p.inSync {
-		p.inSync, level = true, slog.LevelInfo
-	}
-	what := "all"
-	if !change.All() {
-		what = strconv.Itoa(len(change.Keys()))
-	}
-	p.cfg.Log.Log(ctx, level, "in sync", "took", took.Round(10*time.Microsecond), "changed", what,
-		"service-ports", len(desired.Services))
+	p.log.synced(!p.inSync, desired, change, r)
+	p.inSync = true
 }
 
-func (p *Proxier) take() (b source.Batch, resync bool, reserve *[]netip.AddrPort) {
+// reasons returns why a sync is made.
+func (p *Proxier) reasons(reserve, resync bool) []Reason {
+	if !p.inSync && p.retry == 0 {
+		return []Reason{Start}
+	}
+	var out []Reason
+	for _, r := range []struct {
+		is     bool
+		reason Reason
+	}{
+		{p.retry > 0, Retry}, {reserve || p.input != Input{}, Arrived}, {p.portions.Waiting() > 0, Rest}, {resync, Resync}, {p.why != "", p.why},
+	} {
+		if r.is {
+			out = append(out, r.reason)
+		}
+	}
+	p.why = ""
+	return out
+}
+
+func (p *Proxier) take() (b source.Batch, since time.Time, resync bool, reserve *[]netip.AddrPort) {
 	p.mu.Lock()
 	defer p.mu.Unlock()
 	if p.synced && p.cfg.Observer != nil {
 		p.cfg.Observer.Taken()
 	}
-	b, resync, reserve = p.pending, p.resync, p.reserve
-	p.pending, p.resync, p.reserve = source.Batch{}, false, nil
-	return b, resync, reserve
+	b, since, resync, reserve = p.pending, p.since, p.resync, p.reserve
+	p.pending, p.since, p.resync, p.reserve = source.Batch{}, time.Time{}, false, nil
+	return b, since, resync, reserve
 }
 
 // warnOnce warns, before the first sync, of settings that can't take effect.

@@ -45,10 +45,10 @@ func (s *State) reserveEndpoints() {
 	now := map[netip.AddrPort]struct{}{}
 	if svc := s.services[apiServer]; svc != nil {
 		for _, slice := range svc.slices {
-			for _, port := range slice.ports {
-				for _, ep := range slice.endpoints {
-					if port.protocol == plan.TCP {
-						now[netip.AddrPortFrom(ep.Addr.Addr(), port.port)] = struct{}{}
+			for _, port := range slice.Ports {
+				for _, ep := range slice.Endpoints {
+					if port.Protocol == plan.TCP {
+						now[netip.AddrPortFrom(ep.Addr.Addr(), port.Number)] = struct{}{}
 					}
 				}
 			}

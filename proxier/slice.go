@@ -15,32 +15,24 @@ import (
 
 // slice holds what the proxier needs of an EndpointSlice.
 type slice struct {
-	family    plan.Family
-	ports     []slicePort
-	endpoints []topology.Endpoint // their ports are 0: every port of the slice applies to every endpoint
+	Slice
 	// triggered is the time of the change that caused the slice's last update; zero if not known.
 	triggered time.Time
 }
 
-type slicePort struct {
-	name     string
-	protocol plan.Protocol
-	port     uint16
-}
-
 // endpointsFor returns the slice's endpoints for one port of a Service. Slices and Services are matched by the port's name and
 // protocol, never by its number.
-func (s *slice) endpointsFor(key plan.Key) []topology.Endpoint {
-	if s.family != key.Family {
+func (s *Slice) endpointsFor(key plan.Key) []topology.Endpoint {
+	if s.Family != key.Family {
 		return nil
 	}
 	var out []topology.Endpoint
-	for _, port := range s.ports {
-		if port.name != key.Port || port.protocol != key.Protocol {
+	for _, port := range s.Ports {
+		if port.Name != key.Port || port.Protocol != key.Protocol {
 			continue
 		}
-		for _, ep := range s.endpoints {
-			ep.Addr = netip.AddrPortFrom(ep.Addr.Addr(), port.port)
+		for _, ep := range s.Endpoints {
+			ep.Addr = netip.AddrPortFrom(ep.Addr.Addr(), port.Number)
 			out = append(out, ep)
 		}
 	}
@@ -58,39 +50,39 @@ func sliceService(es *discovery.EndpointSlice) (plan.Service, bool) {
 // readSlice reads an EndpointSlice; nil if a proxy can't use it at all.
 func readSlice(es *discovery.EndpointSlice) (*slice, []source.Finding) {
 	f := &findings{object: "EndpointSlice " + es.Namespace + "/" + es.Name}
-	out := &slice{}
+	out := &slice{Slice: Slice{Name: es.Name}}
 	switch es.AddressType {
 	case discovery.AddressTypeIPv4:
-		out.family = plan.IPv4
+		out.Family = plan.IPv4
 	case discovery.AddressTypeIPv6:
-		out.family = plan.IPv6
+		out.Family = plan.IPv6
 	default:
 		f.note("addressType", "ignored", "a proxy can't send to endpoints of type %.20q", es.AddressType)
 		return nil, f.list
 	}
 	for i, p := range es.Ports {
-		port := slicePort{protocol: plan.TCP}
+		port := SlicePort{Protocol: plan.TCP}
 		if p.Name != nil {
-			port.name = *p.Name
+			port.Name = *p.Name
 		}
 		if p.Protocol != nil {
-			port.protocol = plan.Protocol(*p.Protocol)
+			port.Protocol = plan.Protocol(*p.Protocol)
 		}
 		if p.Port == nil || *p.Port < 1 || *p.Port > 65535 {
 			f.problem(fmt.Sprintf("ports[%d].port", i), "this port has no endpoints from this slice",
 				"the port number is not within 1-65535")
 			continue
 		}
-		port.port = uint16(*p.Port)
-		out.ports = append(out.ports, port)
+		port.Number = uint16(*p.Port)
+		out.Ports = append(out.Ports, port)
 	}
 	for i := range es.Endpoints {
-		if ep, ok := readEndpoint(&es.Endpoints[i], out.family, f, i); ok {
-			out.endpoints = append(out.endpoints, ep)
+		if ep, ok := readEndpoint(&es.Endpoints[i], out.Family, f, i); ok {
+			out.Endpoints = append(out.Endpoints, ep)
 		}
 	}
 	if text, ok := es.Annotations[source.AnnotationWeights]; ok {
-		setWeights(text, out.endpoints, f)
+		setWeights(text, out.Endpoints, f)
 	}
 	// The annotation is optional and may be wrong; it is for metrics only.
 	out.triggered, _ = time.Parse(time.RFC3339Nano, es.Annotations[v1.EndpointsLastChangeTriggerTime])
@@ -129,6 +121,12 @@ func readEndpoint(e *discovery.Endpoint, family plan.Family, f *findings, i int)
 	}
 	if e.NodeName != nil {
 		ep.Node = *e.NodeName
+	}
+	if e.Zone != nil {
+		ep.Zone = *e.Zone
+	}
+	if e.TargetRef != nil && e.TargetRef.Kind == "Pod" {
+		ep.Pod = e.TargetRef.Name
 	}
 	if e.Hints != nil {
 		for _, z := range e.Hints.ForZones {

@@ -50,7 +50,8 @@ type State struct {
 
 // service is the known state of one Service.
 type service struct {
-	exists bool              // there is a Service object, even if it is not proxied
+	exists bool // there is a Service object, even if it is not proxied
+	object object
 	specs  []portSpec        // nil while there is none to proxy
 	slices map[string]*slice // by name of the slice
 }
@@ -131,8 +132,9 @@ func (s *State) applyService(name types.NamespacedName, obj *v1.Service) {
 		s.claims.remove(&svc.specs[i], s.touchKey)
 	}
 	var found []source.Finding
-	svc.specs, svc.exists = nil, obj != nil
+	svc.specs, svc.exists, svc.object = nil, obj != nil, object{}
 	if svc.exists {
+		svc.object = readObject(obj)
 		if s.plan.Settings.IgnoreExternalIPs {
 			obj, found = withoutExternalIPs(obj)
 		}
@@ -190,7 +192,7 @@ func (s *State) noteTrigger(before, now *slice) {
 	if !s.synced || now.triggered.IsZero() || before != nil && !now.triggered.After(before.triggered) {
 		return
 	}
-	s.triggers = append(s.triggers, Trigger{now.family, now.triggered})
+	s.triggers = append(s.triggers, Trigger{now.Family, now.triggered})
 }
 
 // Trigger is the time of a change of endpoints of one family.

@@ -51,9 +51,9 @@ func TestSuspicion(t *testing.T) {
 		n     int
 		most  time.Duration // until the comparison
 	}{
-		{"one", 0, 1, settle},
-		{"many", 10 * time.Millisecond, 10, settle + 90*time.Millisecond},
-		{"without end", settle / 2, int(2 * settleMost / settle), settleMost},
+		{"one", 0, 1, debounce},
+		{"many", 10 * time.Millisecond, 10, debounce + 90*time.Millisecond},
+		{"without end", debounce / 2, int(2 * debounceMost / debounce), debounceMost},
 	} {
 		t.Run(tc.name, func(t *testing.T) {
 			t.Parallel()
@@ -98,7 +98,7 @@ func TestSuspicionDuringComparison(t *testing.T) {
 	r := &recorder{takes: time.Second}
 	n := compare(t, r, 0, func(p *Proxier) {
 		p.Suspect("a test says so")
-		time.Sleep(settle + 500*time.Millisecond)
+		time.Sleep(debounce + 500*time.Millisecond)
 		p.Suspect("a test says so")
 		time.Sleep(10 * time.Second)
 	})

@@ -2,11 +2,11 @@ package source
 
 // The annotations that are read.
 const (
-	// AnnotationScheduler, on a Service, names its scheduler in mode ipvs: the kernel's name, followed by comma-separated flags for
-	// schedulers that have any, such as "mh,port,fallback".
+	// AnnotationScheduler, on a Service, names its scheduler in modes ipvs and nftables: IPVS's name for it, followed by comma-separated
+	// flags for schedulers that have any, such as "mh,port,fallback".
 	AnnotationScheduler = "nodeproxy.io/ipvs-scheduler"
-	// AnnotationWeights, on an EndpointSlice, gives weights to addresses of that slice, for the weighted schedulers of mode
-	// ipvs, such as "10.244.1.5=3,10.244.2.7=1".
+	// AnnotationWeights, on an EndpointSlice, gives weights to addresses of that slice, for the weighted schedulers of modes
+	// ipvs and nftables, such as "10.244.1.5=3,10.244.2.7=1".
 	AnnotationWeights = "nodeproxy.io/weights"
 
 	// AnnotationResetTCP, on a Service, overrides the flag --reset-tcp: "true" resets TCP connections to an endpoint that is gone when

@@ -5,6 +5,7 @@ package source
 import (
 	"context"
 	"maps"
+	"time"
 
 	v1 "k8s.io/api/core/v1"
 	discovery "k8s.io/api/discovery/v1"
@@ -88,6 +89,19 @@ type Sink interface {
 // Source delivers objects to a sink until ctx ends or it fails for good.
 type Source interface {
 	Run(ctx context.Context, sink Sink) error
+}
+
+// Watch says how current the known objects of one resource are.
+type Watch struct {
+	// Resource is the resource's name, such as services.
+	Resource string
+	// Synced is true once all objects have been delivered.
+	Synced bool
+	// Age is the time since the source last sent anything that confirms this state: objects, a change or a bookmark. With a sound
+	// connection it stays below some 70 seconds. It is negative before the first answer.
+	Age time.Duration
+	// Failure is the last failure since then; empty if there was none.
+	Failure string
 }
 
 // Severity grades a Finding.

@@ -18,6 +18,8 @@ type Endpoint struct {
 	Addr netip.AddrPort
 	// Node is the name of the node on which the endpoint runs; empty if that is not known.
 	Node string
+	// Zone is the zone of that node, and Pod the Pod that answers; empty if not known. They play no part in the selection.
+	Zone, Pod string
 	// Ready, Serving and Terminating are the endpoint's conditions, with the API's defaults for absent ones: ready and serving
 	// true, terminating false.
 	Ready, Serving, Terminating bool

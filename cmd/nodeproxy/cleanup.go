@@ -11,6 +11,8 @@ import (
 	"golang.org/x/sys/unix"
 
 	"nodeproxy/config"
+	"nodeproxy/kernel/names"
+	"nodeproxy/kernel/nft"
 	"nodeproxy/kernel/xtables"
 	"nodeproxy/node/exclusive"
 	"nodeproxy/node/leftovers"
@@ -18,7 +20,7 @@ import (
 
 func cleanupCommand() *cobra.Command {
 	flags := &config.Flags{}
-	dry := false
+	var what cleanupOf
 	cmd := &cobra.Command{
 		Use:   "cleanup",
 		Short: "Remove everything that nodeproxy and kube-proxy have in the kernel",
@@ -26,7 +28,8 @@ func cleanupCommand() *cobra.Command {
 			"variants, virtual servers (but for --ipvs-exclude-cidrs), ipsets, routing rules, the device kube-ipvs0, kube-proxy's nftables tables,\n" +
 			"and its accounting objects. What is anybody else's stays, and so does what is shared with the kubelet. It prints a\n" +
 			"line for each thing that it removes. It fails if something stays, and names it. A proxy that runs would make everything\n" +
-			"anew: cleanup warns of it, and goes on.",
+			"anew: cleanup warns of it, and goes on.\n\n" +
+			"On a node that kube-proxy serves again after nodeproxy in mode nftables, use --nftables-only.",
 		Args: noArgs,
 		RunE: func(cmd *cobra.Command, _ []string) error {
 			if err := cmd.Flags().Set("cleanup", "true"); err != nil {
@@ -40,11 +43,13 @@ func cleanupCommand() *cobra.Command {
 			if err != nil {
 				return &usageError{err}
 			}
-			return cleanup(cmd.Context(), cfg, dry, cmd.OutOrStdout(), cmd.ErrOrStderr())
+			return cleanup(cmd.Context(), cfg, what, cmd.OutOrStdout(), cmd.ErrOrStderr())
 		},
 	}
 	flags.Add(cmd.Flags())
-	cmd.Flags().BoolVar(&dry, "dry-run", false, "only print what would be removed")
+	cmd.Flags().BoolVar(&what.dry, "dry-run", false, "only print what would be removed")
+	cmd.Flags().BoolVar(&what.onlyNFTables, "nftables-only", false,
+		"remove only nodeproxy's tables of mode nftables, and nothing that kube-proxy may be using")
 	// Here the default is another one: what is left may be of either variant.
 	backend := cmd.Flags().Lookup("iptables-backend")
 	backend.Usage = "implementation of iptables whose rules are removed: nft, legacy, or both, which auto means here too"
@@ -52,28 +57,37 @@ func cleanupCommand() *cobra.Command {
 	return cmd
 }
 
-// cleanup removes what is kube-proxy's or this program's, or with dry lists it, a line each on out. What is to be known beside
+// cleanupOf says what cleanup does.
+type cleanupOf struct {
+	dry bool // only list it
+	// onlyNFTables removes nothing but the tables of mode nftables. A kube-proxy doesn't know them, so only cleanup can remove them where
+	// one serves the node again; everything else may be that one's by now.
+	onlyNFTables bool
+}
+
+// cleanup removes what is kube-proxy's or this program's, or only lists it, a line each on out. What is to be known beside
 // goes to warnings.
-func cleanup(ctx context.Context, cfg *config.Config, dry bool, out, warnings io.Writer) error {
+func cleanup(ctx context.Context, cfg *config.Config, what cleanupOf, out, warnings io.Writer) error {
 	if err := mayAdminister(); err != nil {
 		return err
 	}
 	guard := exclusive.Guard{Ports: proxyPorts(cfg), Log: slog.New(slog.DiscardHandler)}
-	if other := guard.Other(); other != nil {
+	if other := guard.Other(); other != nil && (!what.onlyNFTables || other.Name == "nodeproxy") {
 		when := "now"
-		if dry {
+		if what.dry {
 			when = "without --dry-run"
 		}
 		fmt.Fprintf(warnings, "warning: %s runs, and will write anew what is removed %s\n", other, when)
 	}
 	defer guard.Close()
 	failed := false
-	err := eachLeft(ctx, cfg, dry, func(line string) { fmt.Fprintln(out, line) })
-	if dry {
+	err := eachLeft(ctx, cfg, what, func(line string) { fmt.Fprintln(out, line) })
+	if what.dry {
 		return err
 	}
 	// Whatever the kernel said, what counts is what it has now.
-	again := eachLeft(ctx, cfg, true, func(line string) {
+	what.dry = true
+	again := eachLeft(ctx, cfg, what, func(line string) {
 		failed = true
 		fmt.Fprintf(warnings, "still there: %s\n", line)
 	})
@@ -100,17 +114,21 @@ func mayAdminister() error {
 	return nil
 }
 
-// eachLeft removes everything, or with dry only lists it. Rules go first: they ask the sets, and count with the accounting objects.
-func eachLeft(ctx context.Context, cfg *config.Config, dry bool, each func(string)) error {
+// eachLeft removes everything, or only lists it. Rules go first: they ask the sets, and count with the accounting objects.
+func eachLeft(ctx context.Context, cfg *config.Config, what cleanupOf, each func(string)) error {
+	with := removal{cfg: cfg, log: slog.New(slog.DiscardHandler), list: each, dry: what.dry}
+	if what.onlyNFTables {
+		return nftablesMode.remove(ctx, with)
+	}
 	var errs []error
-	lines, err := xtables.Cleanup(ctx, dry, variants(cfg.IPTablesBackend)...)
+	lines, err := xtables.Cleanup(ctx, what.dry, variants(cfg.IPTablesBackend)...)
 	for _, line := range lines {
 		each(line)
 	}
 	errs = append(errs, err)
 	for _, m := range modes {
 		if m.remove != nil {
-			errs = append(errs, m.remove(ctx, removal{cfg: cfg, log: slog.New(slog.DiscardHandler), list: each, dry: dry}))
+			errs = append(errs, m.remove(ctx, with))
 		}
 	}
 	found, err := leftovers.Find()
@@ -118,11 +136,23 @@ func eachLeft(ctx context.Context, cfg *config.Config, dry bool, each func(strin
 	for _, l := range found {
 		each(l.String())
 	}
-	if !dry {
+	if !what.dry {
 		_, err = leftovers.Remove(found)
 		errs = append(errs, err)
 	}
-	return errors.Join(errs...)
+	return errors.Join(append(errs, removeTraces(with))...)
+}
+
+// removeTraces removes the tables of a "trace --live" that was killed, which a kernel before 5.12 leaves. That of one that runs stays.
+func removeTraces(r removal) error {
+	left, err := nft.FamiliesWith(names.Trace)
+	for _, f := range left {
+		r.list("nftables table " + nft.FamilyName(f) + " " + names.Trace)
+	}
+	if r.dry || len(left) == 0 {
+		return err
+	}
+	return errors.Join(err, nft.RemoveTables(names.Trace))
 }
 
 // variants are those of iptables that are cleaned up.

@@ -11,6 +11,7 @@ import (
 	"testing"
 
 	"nodeproxy/internal/nstest"
+	"nodeproxy/kernel/names"
 )
 
 // command runs a program and returns what it prints.
@@ -118,6 +119,7 @@ func populate(t *testing.T) (others string) {
 	}
 	for _, family := range []string{"ip", "ip6"} {
 		command(t, fmt.Sprintf("table %s kube-proxy { chain services { }; }", family), "nft", "-f", "-")
+		command(t, "", "nft", "add", "table", family, names.Trace)
 	}
 	return others
 }
@@ -136,6 +138,7 @@ func TestCleanup(t *testing.T) {
 	for _, want := range []string{
 		"rule in PREROUTING of table nat that leads to KUBE-SERVICES, iptables 1.8", "chain KUBE-SERVICES of table nat, ip6tables 1.8",
 		"(nft)\n", "(legacy)\n", "nftables table ip kube-proxy\n", "nftables table ip6 kube-proxy\n",
+		"nftables table ip nodeproxy-trace\n", "nftables table ip6 nodeproxy-trace\n",
 	} {
 		if !strings.Contains(listed, want) {
 			t.Errorf("--dry-run does not list %q:\n%s", want, listed)
@@ -155,6 +158,28 @@ func TestCleanup(t *testing.T) {
 	// kube-proxy's way to say it; nothing is left, so it has nothing to say.
 	if out := command(t, "", "nodeproxy", "--cleanup"); out != "" {
 		t.Errorf("the second time removes\n%s", out)
+	}
+}
+
+// TestCleanupNFTablesOnly: the tables of mode nftables go, and what a kube-proxy may be using stays.
+func TestCleanupNFTablesOnly(t *testing.T) {
+	t.Parallel()
+	nstest.Enter(t)
+	populate(t)
+	kubeProxys := saved(t)
+	for _, family := range []string{"ip", "ip6"} {
+		command(t, fmt.Sprintf("table %s nodeproxy { chain prerouting { }; }", family), "nft", "-f", "-")
+	}
+	both := saved(t)
+	const want = "nftables table ip nodeproxy\nnftables table ip6 nodeproxy\n"
+	if listed := command(t, "", "nodeproxy", "cleanup", "--nftables-only", "--dry-run"); listed != want || saved(t) != both {
+		t.Errorf("a dry run lists, or changes something:\n%s", listed)
+	}
+	if removed := command(t, "", "nodeproxy", "cleanup", "--nftables-only"); removed != want {
+		t.Errorf("removed\n%s", removed)
+	}
+	if left := saved(t); left != kubeProxys {
+		t.Error("what kube-proxy has is not as it was:\n" + difference(kubeProxys, left))
 	}
 }
 

@@ -8,16 +8,18 @@ import (
 	"log/slog"
 	"maps"
 	"net/netip"
+	"slices"
 	"sync"
+	"sync/atomic"
 	"time"
 
 	"nodeproxy/config"
+	"nodeproxy/inspect"
 	"nodeproxy/kernel/conntrack"
 	"nodeproxy/kernel/host"
 	"nodeproxy/kernel/xtables"
 	"nodeproxy/metrics"
 	"nodeproxy/node/flows"
-	"nodeproxy/node/health"
 	"nodeproxy/plan"
 	"nodeproxy/proxier"
 	"nodeproxy/source"
@@ -44,17 +46,20 @@ type daemon struct {
 	running sync.WaitGroup
 	read    chan error
 	// rejected is what was last reported about a configuration file that is not in force.
-	rejected string
+	rejected atomic.Pointer[string]
 	// findings are what there is to say about the configuration, and reports what is to be said once the daemon runs.
 	findings []source.Finding
 	reports  heldReports
 
-	// What follows is there once it is this program's turn to write.
-	backend *openMode
-	proxier *proxier.Proxier
-	flows   *flows.Reconciler
-	monitor *monitor
-	drift   *driftReporter
+	// What follows is set once this program has the claim.
+	backend    *openMode
+	proxier    *proxier.Proxier
+	flows      *flows.Reconciler
+	monitor    *monitor
+	refusals   refusals
+	lasting    standing[source.Finding]    // findings that no object has
+	neighbours standing[inspect.Neighbour] // other programs
+	drift      *driftReporter
 
 	// location is where the API server is; nil without one.
 	location *apiserver.Location
@@ -155,18 +160,19 @@ func (d *daemon) await() error {
 
 // build makes all that brings objects to the kernel, and the settings of the kernel that it needs. Where the mode can't work, no
 // setting has changed.
-func (d *daemon) build(services *health.Services) error {
+func (d *daemon) build(f *front) error {
 	cfg := d.cfg
 	if err := d.check(); err != nil {
 		return err
 	}
-	trackConnections(cfg, d.report) // Before the mode: some of its rules depend on them.
+	trackConnections(cfg, d.keep(d.report)) // Before the mode: some of its rules depend on them.
 	var err error
+	d.drift.history = &f.history
 	if d.backend, err = d.mode.open(d.modeConfig()); err != nil {
 		return err
 	}
-	d.monitor = newMonitor(cfg, d.metrics, d.backend.Families(), d.objects, services, d.report, d.log)
-	d.monitor.took = d.backend.Took
+	d.monitor = newMonitor(cfg, d.metrics, d.backend.Families(), d.objects, f, d.report, d.log)
+	d.monitor.took, d.monitor.written = d.backend.Took, d.backend.Written
 	d.monitor.countTraffic(d.backend, cfg.ServiceMetrics)
 	d.monitor.warn = d.warnConflict
 	known := cfg.ServiceCIDRs
@@ -182,7 +188,7 @@ func (d *daemon) build(services *health.Services) error {
 	}
 	d.proxier = proxier.New(proxier.Config{
 		NodeName: cfg.NodeName, NodeIP: nodeIP, Settings: cfg.Settings, Families: d.backend.Families(), Backend: d.flows.After(d.backend),
-		MostAtOnce:    d.backend.mostAtOnce,
+		MostAtOnce: d.backend.mostAtOnce, Compare: d.backend.compare,
 		MinSyncPeriod: cfg.MinSyncPeriod, CompareEvery: cfg.SyncPeriod, Observer: d.monitor, Report: d.report, Log: d.log,
 	})
 	return nil
@@ -210,31 +216,54 @@ func (d *daemon) warnAnd(report source.Report) source.Report {
 	}
 }
 
-// refusals returns what reports ServicePorts that the kernel does not take, each once as long as that lasts.
-func (d *daemon) refusals() func(plan.Family, []plan.Refusal) {
-	var mu sync.Mutex // Families may call it at the same time.
-	known := map[plan.Key]bool{}
-	return func(f plan.Family, list []plan.Refusal) {
-		mu.Lock()
-		defer mu.Unlock()
-		now := map[plan.Key]bool{}
-		for _, r := range list {
-			if now[r.Key] = true; known[r.Key] {
-				continue
-			}
-			finding := source.Finding{
-				Severity: source.Problem, Object: "Service " + r.Key.Service.String(), Detail: r.String(), Effect: r.Effect(),
-			}
-			d.report(finding)
-			d.event("ServiceRefused", "SyncRules", finding.String())
+// refusals are the ServicePorts that the kernel does not take at present. Families may report theirs at the same time.
+type refusals struct {
+	mu    sync.Mutex
+	known map[plan.Key]plan.Refusal
+}
+
+// list returns them in order.
+func (r *refusals) list() []plan.Refusal {
+	r.mu.Lock()
+	defer r.mu.Unlock()
+	return slices.SortedFunc(maps.Values(r.known), func(a, b plan.Refusal) int { return a.Key.Compare(b.Key) })
+}
+
+// refused reports the ServicePorts of a family that the kernel does not take, each once as long as that lasts.
+func (d *daemon) refused(f plan.Family, list []plan.Refusal) {
+	d.refusals.mu.Lock()
+	defer d.refusals.mu.Unlock()
+	now := map[plan.Key]plan.Refusal{}
+	for _, r := range list {
+		now[r.Key] = r
+		if _, known := d.refusals.known[r.Key]; known {
+			continue
 		}
-		for k := range known {
-			if k.Family == f && !now[k] {
-				d.log.Info("the kernel takes the Service again, or it is gone", "service", k.Service.String(), "port", k.Port, "family", f)
-				delete(known, k)
-			}
+		finding := source.Finding{
+			Severity: source.Problem, Object: "Service " + r.Key.Service.String(), Detail: r.String(), Effect: r.Effect(),
 		}
-		maps.Copy(known, now)
+		d.report(finding)
+		d.event("ServiceRefused", "SyncRules", finding.String())
+	}
+	for k := range d.refusals.known {
+		if _, still := now[k]; k.Family == f && !still {
+			d.log.Info("the kernel takes ServicePort " + k.String() + " again, or it is gone")
+		} else if k.Family != f {
+			now[k] = d.refusals.known[k]
+		}
+	}
+	d.refusals.known = now
+}
+
+// inspected returns what commands ask about; nil before anything can be programmed.
+func (d *daemon) inspected() *inspect.Node {
+	if d == nil {
+		return nil
+	}
+	return &inspect.Node{
+		Mode: d.mode.name, Options: options(d.cfg), Families: d.backend.Families(),
+		Self: d.self, Support: d.support, History: d.monitor.history, View: d.proxier.View, Programmed: d.proxier.Snapshot, Refused: d.refusals.list,
+		Findings: d.otherFindings, Pods: d.pods(), Machine: d.backend.machine, Local: localAddresses, Reality: d.reality(),
 	}
 }
 
@@ -242,6 +271,7 @@ func (d *daemon) refusals() func(plan.Family, []plan.Refusal) {
 func (d *daemon) nativeRules(n xtables.NativeRules) {
 	if len(n.Chains) == 0 {
 		d.log.Info("iptables can read the table again", "table", n.Table, "family", n.Family)
+		d.keepNative(n, nil)
 		return
 	}
 	f := source.Finding{
@@ -249,13 +279,14 @@ func (d *daemon) nativeRules(n xtables.NativeRules) {
 		Effect: "nodeproxy reads it chain by chain and goes on; programs that count on iptables-save may not, so such rules " +
 			"should move to a table of their own",
 	}
+	d.keepNative(n, &f)
 	d.report(f)
 	d.event("NativeRules", "CompareRules", f.String())
 }
 
-// run serves until the daemon is stopped or its source fails for good. Nothing is written to the kernel before it is this program's
-// turn. The rules stay when it returns.
-func (d *daemon) run(turn *turn, front *front) error {
+// run serves until the daemon is stopped or its source fails for good. Nothing is written to the kernel before this program has
+// the claim. The rules stay when it returns.
+func (d *daemon) run(claim *claim, front *front) error {
 	defer d.stop()
 	ctx := d.ctx
 	if err := setOOMScore(d.cfg.OOMScoreAdj); err != nil {
@@ -264,7 +295,7 @@ func (d *daemon) run(turn *turn, front *front) error {
 	d.log.Info("starting", "version", version, "mode", d.mode.name, "node", d.cfg.NodeName, "objects-from", d.from)
 	d.reports.passTo(d.withEvents(d.metrics.Report(reporter(d.log))))
 	d.normalEvent("Starting", "StartNodeproxy")
-	err := d.awaitTurn(ctx, turn)
+	err := d.awaitClaim(ctx, claim)
 	if err != nil && ctx.Err() != nil {
 		d.log.Info("the wait for another proxy ends; nothing has been written")
 		return <-d.read // It has ended, or does so by the very end of ctx.
@@ -273,7 +304,7 @@ func (d *daemon) run(turn *turn, front *front) error {
 		err = front.prepare(d.cfg)
 	}
 	if err == nil {
-		err = d.build(front.services)
+		err = d.build(front)
 	}
 	if err != nil {
 		front.discard()
@@ -284,7 +315,7 @@ func (d *daemon) run(turn *turn, front *front) error {
 	front.serve(d)
 	d.running.Go(func() { d.monitor.listeners.Run(ctx) })
 	d.goBeside(ctx, &d.running)
-	d.running.Go(func() { d.watchOthers(ctx, turn, lookEvery) })
+	d.running.Go(func() { d.watchOthers(ctx, claim, lookEvery) })
 	if d.location != nil {
 		d.followLocation(ctx, &d.running)
 	}

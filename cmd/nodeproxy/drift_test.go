@@ -8,6 +8,7 @@ import (
 	"strings"
 	"testing"
 
+	"nodeproxy/inspect"
 	"nodeproxy/kernel/drift"
 	"nodeproxy/metrics"
 )
@@ -17,7 +18,7 @@ import (
 func TestDriftReporter(t *testing.T) {
 	var logged bytes.Buffer
 	var told []string
-	d := &driftReporter{metrics: metrics.New(metrics.Config{}), log: slog.New(slog.NewTextHandler(&logged, nil)),
+	d := &driftReporter{metrics: metrics.New(metrics.Config{}), log: slog.New(slog.NewTextHandler(&logged, nil)), history: &inspect.History{},
 		event: func(text string) { told = append(told, text) }}
 	found := make(drift.Found, 7)
 	for i := range found {
@@ -27,7 +28,7 @@ func TestDriftReporter(t *testing.T) {
 	for range 100 {
 		logged.Reset()
 		d.compared(drift.Report{Found: found, Err: errors.New("refused")})
-		if !strings.Contains(logged.String(), "things=7 found=\""+few+"2 more\"") || len(told) > 0 {
+		if !strings.Contains(logged.String(), "and is tried again: "+few+"2 more\" things=7\n") || len(told) > 0 {
 			t.Fatalf("after a repair that failed: %s, told %q", &logged, told)
 		}
 	}
@@ -35,8 +36,11 @@ func TestDriftReporter(t *testing.T) {
 		t.Errorf("%d differences are kept until they are repaired", len(d.left.First))
 	}
 	logged.Reset()
+	for _, why := range []string{"chain a changed by mallory (process 7 of the host)", "chain b changed"} {
+		d.noting(func(string) {})(why)
+	}
 	d.compared(drift.Report{})
-	if !strings.Contains(logged.String(), "things=700 found=\""+few+"695 more\"") {
+	if !strings.Contains(logged.String(), "it has been repaired: "+few+"695 more; noticed as chain a changed by mallory (process 7 of the host)\" things=700\n") {
 		t.Errorf("after the repair: %s", &logged)
 	}
 	if want := []string{"repaired what another program had changed: " + few + "695 more"}; !slices.Equal(told, want) {

@@ -14,13 +14,18 @@ import (
 // flagReaders says which subcommands read a flag, besides run, which reads all. A flag that is not here is read by config too, which
 // prints what it sets.
 var flagReaders = []struct{ commands, flags string }{
-	{"config render cleanup", "config iptables-masquerade-bit"},
-	{"config render", "node-name hostname-override manifests kubeconfig master kube-api-content-type kube-api-qps kube-api-burst " +
+	{"config render cleanup diff", "iptables-masquerade-bit"},
+	{"config render diff", "nftables-masquerade-bit"},
+	{"explain history diff", "socket"},
+	{"config render explain diff", "node-name hostname-override manifests kubeconfig master kube-api-content-type kube-api-qps kube-api-burst " +
 		"service-cidr service-node-port-range mode proxy-mode cluster-cidr detect-local-mode pod-bridge-interface " +
 		"pod-interface-name-prefix nodeport-addresses masquerade-all iptables-localhost-nodeports feature-gates reset-tcp service-metrics " +
 		"ipvs-scheduler ipvs-vips log-level v logging-format"},
+	{"config render cleanup explain diff", "config"},
 	// By the addresses, cleanup finds a proxy that runs.
-	{"config cleanup", "iptables-backend ipvs-exclude-cidrs healthz-bind-address metrics-bind-address healthz-port metrics-port"},
+	{"config cleanup diff", "iptables-backend ipvs-exclude-cidrs"},
+	{"config diff", "ipvs-strict-arp"},
+	{"config cleanup", "healthz-bind-address metrics-bind-address healthz-port metrics-port"},
 	{"", "cleanup init-only"},
 }
 
@@ -35,12 +40,15 @@ func reads(command, flag string) bool {
 }
 
 // refuseOthers makes the flags of run's that a subcommand does not read a mistake on its command line, and leaves them out of its help.
-func refuseOthers(cmd *cobra.Command) *cobra.Command {
+func refuseOthers(cmd *cobra.Command) *cobra.Command { return refuseOthersAs(cmd, cmd.Name()) }
+
+// refuseOthersAs does that for a subcommand that reads the same flags as another one.
+func refuseOthersAs(cmd *cobra.Command, name string) *cobra.Command {
 	var others []string
 	all := pflag.NewFlagSet("", pflag.ContinueOnError)
 	new(config.Flags).Add(all)
 	all.VisitAll(func(f *pflag.Flag) {
-		if !reads(cmd.Name(), f.Name) {
+		if !reads(name, f.Name) {
 			others = append(others, f.Name)
 			cmd.Flags().Lookup(f.Name).Hidden = true
 		}

@@ -29,7 +29,7 @@ func TestFlagsOfSubcommands(t *testing.T) {
 		}
 	}
 	refused := map[string]int{}
-	for _, subcommand := range []string{"render", "config", "cleanup"} {
+	for _, subcommand := range []string{"render", "config", "cleanup", "explain"} {
 		all.VisitAll(func(f *pflag.Flag) {
 			cmd := root()
 			sub, _, err := cmd.Find([]string{subcommand})
@@ -51,6 +51,7 @@ func TestFlagsOfSubcommands(t *testing.T) {
 			case "stringSlice":
 				value = "10.0.0.0/8"
 			}
+			sub.Args = nil // explain wants a Service, which has nothing to do with flags.
 			cmd.SetArgs([]string{subcommand, "--" + f.Name + "=" + value})
 			cmd.SetOut(io.Discard)
 			cmd.SetErr(io.Discard)

@@ -4,15 +4,19 @@ import (
 	"context"
 	"fmt"
 	"log/slog"
+	"net"
+	"net/http"
 	"net/netip"
 	"sync"
 	"sync/atomic"
 
 	"nodeproxy/config"
+	"nodeproxy/inspect"
 	"nodeproxy/kernel/names"
 	"nodeproxy/metrics"
 	"nodeproxy/node/health"
 	"nodeproxy/source"
+	"nodeproxy/ui"
 )
 
 // front is where the world asks how it goes: the servers of health and of metrics, and the health check node ports of Services. It
@@ -21,6 +25,8 @@ import (
 type front struct {
 	healthz, metrics *health.Server
 	services         *health.Services
+	history          inspect.History
+	socket           socket
 
 	daemon  atomic.Pointer[daemon] // that answers; nil before the first one does
 	cancel  context.CancelFunc
@@ -39,9 +45,9 @@ func newFront() *front {
 
 // servings say what a daemon's servers of health and of metrics are like. mode is the one in force, "" for none: that is how others
 // distinguish a nodeproxy that waits from a proxy.
-func servings(cfg *config.Config, mode string, set *metrics.Set, node *health.Node, log *slog.Logger) (healthz, debug health.Serving) {
+func servings(cfg *config.Config, mode string, set *metrics.Set, node *health.Node, page http.Handler, log *slog.Logger) (healthz, debug health.Serving) {
 	answers := health.Debug{
-		Metrics: set.Handler(), SLIs: set.SLIHandler(), Mode: mode, Config: cfg.Configz, Profiling: cfg.Servers.Profiling,
+		Metrics: set.Handler(), SLIs: set.SLIHandler(), Mode: mode, Config: cfg.Configz, Profiling: cfg.Servers.Profiling, UI: page,
 	}
 	hard := cfg.Servers.HardFail
 	return health.Serving{Addrs: []netip.AddrPort{cfg.Servers.Healthz}, Handler: node.Handler(), Program: program(), HardFail: hard, Log: log},
@@ -77,9 +83,15 @@ func (f *front) serve(d *daemon) {
 		d.monitor.node.Continue(before.monitor.node)
 	}
 	f.daemon.Store(d)
-	healthz, debug := servings(d.cfg, d.mode.name, d.metrics, d.monitor.node, d.log)
+	answers := func() *inspect.Node { return f.daemon.Load().inspected() }
+	var page http.Handler
+	if access := ui.Access(d.cfg.Servers.UI); access != ui.Nobody {
+		page = ui.Handler(answers, access)
+	}
+	healthz, debug := servings(d.cfg, d.mode.name, d.metrics, d.monitor.node, page, d.log)
 	f.healthz.Serve(healthz)
 	f.metrics.Serve(debug)
+	f.socket.serve(d.cfg.Socket, inspect.Handler(answers), d.report)
 	if before == nil {
 		var ctx context.Context
 		ctx, f.cancel = context.WithCancel(context.Background())
@@ -95,6 +107,49 @@ func (f *front) close() {
 	f.running.Wait()
 	f.healthz.Close()
 	f.metrics.Close()
+	f.socket.close()
+}
+
+// socket is the unix socket at which this process answers commands.
+type socket struct {
+	path     string
+	listener net.Listener
+	done     chan struct{}
+}
+
+// serve answers at a path, "" for none. Where that is not possible, it reports it, and goes on without.
+func (s *socket) serve(path string, h http.Handler, report source.Report) {
+	if path == s.path {
+		return
+	}
+	s.close()
+	if path == "" {
+		return
+	}
+	listener, err := inspect.Listen(path)
+	if err != nil {
+		report(source.Finding{
+			Severity: source.Problem, Field: "--socket", Detail: err.Error(), Effect: "commands such as status and explain can't ask this process",
+		})
+		return
+	}
+	done := make(chan struct{})
+	go func() {
+		defer close(done)
+		if err := inspect.Serve(listener, h); err != nil {
+			slog.Error("commands get no answers any more", "socket", path, "error", err)
+		}
+	}()
+	s.path, s.listener, s.done = path, listener, done
+}
+
+// close ends the answers, and removes the socket.
+func (s *socket) close() {
+	if s.listener != nil {
+		s.listener.Close()
+		<-s.done
+	}
+	*s = socket{}
 }
 
 // defaultLog logs by whatever slog's default logger is at the time.

@@ -21,14 +21,67 @@ var flagGroups = []struct{ title, flags string }{
 		"min-sync-period reset-tcp"},
 	{"ipvs", "ipvs-scheduler ipvs-vips ipvs-strict-arp ipvs-exclude-cidrs ipvs-graceful-period ipvs-tcp-timeout ipvs-tcpfin-timeout " +
 		"ipvs-udp-timeout ipvs-sync-period ipvs-min-sync-period"},
+	{"nftables", "nftables-masquerade-bit nftables-sync-period nftables-min-sync-period"},
 	{"Connection tracking", "conntrack-max-per-core conntrack-min conntrack-tcp-timeout-established conntrack-tcp-timeout-close-wait " +
 		"conntrack-udp-timeout conntrack-udp-timeout-stream conntrack-tcp-be-liberal"},
-	{"Health and metrics", "healthz-bind-address metrics-bind-address bind-address-hard-fail profiling service-metrics " +
+	{"Health and metrics", "healthz-bind-address metrics-bind-address bind-address-hard-fail socket ui profiling service-metrics " +
 		"show-hidden-metrics-for-version"},
 	{"Logging", "log-level v logging-format"},
 }
 
-// usage prints how to use a command: its subcommands, the flags that it alone has, and the others in groups.
+// exampleTexts are those of the help of commands, by their paths.
+var exampleTexts = map[string]string{
+	"nodeproxy run": `  nodeproxy run --kubeconfig=/etc/kubernetes/nodeproxy.conf
+  nodeproxy run --config=/etc/nodeproxy.yaml --mode=nftables
+  nodeproxy run --manifests=/etc/services --node-name=node1`,
+	"nodeproxy render": `  nodeproxy render services.yaml --node-name=node1 --family=ipv4
+  kubectl get services,endpointslices,nodes -A -o json | nodeproxy render - --mode=nftables --node-name=node1`,
+	"nodeproxy config": `  nodeproxy config --mode=ipvs --ipvs-scheduler=lc
+  nodeproxy config --config=/var/lib/kube-proxy/config.conf > nodeproxy.yaml`,
+	"nodeproxy cleanup": `  nodeproxy cleanup --dry-run
+  nodeproxy cleanup`,
+	"nodeproxy get": `  nodeproxy get services -A
+  nodeproxy get findings`,
+	"nodeproxy get services": `  nodeproxy get services -A
+  nodeproxy get services -n shop -o wide
+  nodeproxy get services shop/web -o json`,
+	"nodeproxy get endpoints": `  nodeproxy get endpoints shop/web
+  nodeproxy get endpoints web -n shop -o wide`,
+	"nodeproxy get findings": `  nodeproxy get findings
+  nodeproxy get findings --kubeconfig=$HOME/.kube/config --node-name=node1`,
+	"nodeproxy trace": `  nodeproxy trace outside 192.0.2.9:443
+  nodeproxy trace shop/client-0 shop/web:http
+  nodeproxy trace node kube-system/kube-dns:53 -p udp
+  nodeproxy trace 203.0.113.7 node:30080
+  nodeproxy trace outside 192.0.2.9:443 --live --for=30s
+  nodeproxy trace outside web --manifests=services.yaml --node-name=node1 --mode=nftables`,
+	"nodeproxy explain": `  nodeproxy explain shop/web
+  kubectl -n kube-system exec ds/nodeproxy -- nodeproxy explain shop/web
+  nodeproxy explain web --manifests=services.yaml --node-name=node1 -o json`,
+	"nodeproxy status": `  nodeproxy status
+  kubectl -n kube-system exec ds/nodeproxy -- nodeproxy status
+  nodeproxy status -o json | jq .wrong`,
+	"nodeproxy top": `  nodeproxy top
+  nodeproxy top -n shop --interval=5s
+  nodeproxy top --count=1 -o json`,
+	"nodeproxy support": `  nodeproxy support
+  kubectl -n kube-system exec ds/nodeproxy -- nodeproxy support -o - > report.tar.gz`,
+	"nodeproxy history": `  nodeproxy history
+  nodeproxy history shop/web -o wide`,
+	"nodeproxy diff": `  nodeproxy diff
+  nodeproxy diff shop/web --manifests=new/
+  nodeproxy diff --mode=nftables --stat`,
+}
+
+// addExamples gives a command and those below it their examples.
+func addExamples(cmd *cobra.Command) {
+	cmd.Example = exampleTexts[cmd.CommandPath()]
+	for _, sub := range cmd.Commands() {
+		addExamples(sub)
+	}
+}
+
+// usage prints how to use a command: examples, its subcommands, the flags that it alone has, and the others in groups.
 func usage(cmd *cobra.Command) error {
 	w := cmd.OutOrStderr()
 	fmt.Fprint(w, "Usage:\n")
@@ -36,7 +89,13 @@ func usage(cmd *cobra.Command) error {
 		fmt.Fprintf(w, "  %s\n", cmd.UseLine())
 	}
 	if cmd.HasAvailableSubCommands() {
-		fmt.Fprintf(w, "  %s [command]\n\nCommands:\n", cmd.CommandPath())
+		fmt.Fprintf(w, "  %s [command]\n", cmd.CommandPath())
+	}
+	if cmd.HasExample() {
+		fmt.Fprintf(w, "\nExamples:\n%s\n", cmd.Example)
+	}
+	if cmd.HasAvailableSubCommands() {
+		fmt.Fprint(w, "\nCommands:\n")
 		for _, sub := range cmd.Commands() {
 			if sub.IsAvailableCommand() || sub.Name() == "help" {
 				fmt.Fprintf(w, "  %-*s %s\n", sub.NamePadding(), sub.Name(), sub.Short)

@@ -40,8 +40,9 @@ var helpLine = regexp.MustCompile(`(?m)^  (?:-\w, |    )--([a-z-]+)`)
 func TestHelp(t *testing.T) {
 	t.Parallel()
 	for command, own := range map[string][]string{
-		"": {"help", "version"}, "run": {"help"}, "render": {"family", "help", "lenient"}, "config": {"help"}, "cleanup": {"dry-run", "help"},
-		"version": {"help"},
+		"": {"help", "version"}, "run": {"help"}, "render": {"family", "help", "lenient"}, "config": {"help"}, "cleanup": {"dry-run", "help", "nftables-only"},
+		"version": {"help"}, "explain": {"help", "namespace", "output"}, "get services": {"all-namespaces", "help", "namespace", "output"},
+		"get endpoints": {"help", "namespace", "output"}, "get findings": {"help", "namespace", "output"}, "get": {"help"},
 	} {
 		cmd, _, err := root().Find(strings.Fields(command))
 		if err != nil {
@@ -51,7 +52,7 @@ func TestHelp(t *testing.T) {
 		cmd.Root().SetOut(&help)
 		cmd.Root().SetArgs([]string{"--help"})
 		if command != "" {
-			cmd.Root().SetArgs([]string{command, "--help"})
+			cmd.Root().SetArgs(append(strings.Fields(command), "--help"))
 		}
 		if err := cmd.Root().Execute(); err != nil {
 			t.Fatal(err)

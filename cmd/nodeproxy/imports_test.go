@@ -21,11 +21,13 @@ func TestImports(t *testing.T) {
 	const prometheus = "github.com/prometheus"
 	before := []string{"plan", "topology", "proxier", "source"}
 	for _, rule := range []struct{ of, not []string }{
-		{before, append([]string{"kernel", "node", "config", "metrics", "cmd", prometheus}, config.Modes()...)},
+		{before, append([]string{"kernel", "backend", "node", "config", "metrics", "cmd", prometheus}, config.Modes()...)},
 		{[]string{"plan"}, []string{"topology", "proxier", "source", "k8s.io"}},
-		{config.Modes(), []string{"topology", "proxier", "source", "node", "config", "metrics", "cmd", prometheus, "k8s.io"}},
-		{[]string{"kernel"}, append([]string{"topology", "proxier", "source", "node", "config", "metrics", "cmd", prometheus, "k8s.io"}, config.Modes()...)},
-		{[]string{"node", "config"}, []string{"proxier", "metrics", "cmd", prometheus}},
+		{append([]string{"backend"}, config.Modes()...), []string{"topology", "proxier", "source", "node", "config", "metrics", "cmd", prometheus, "k8s.io"}},
+		{[]string{"backend"}, config.Modes()},
+		{[]string{"kernel"}, append([]string{"backend", "topology", "proxier", "source", "node", "config", "metrics", "cmd", prometheus, "k8s.io"}, config.Modes()...)},
+		{[]string{"inspect", "ui"}, append([]string{"kernel", "node", "config", "metrics", "cmd", prometheus}, config.Modes()...)},
+		{[]string{"node", "config"}, append([]string{"backend", "proxier", "metrics", "cmd", prometheus}, config.Modes()...)},
 		{[]string{"metrics"}, append([]string{"proxier", "node", "config", "cmd"}, config.Modes()...)},
 	} {
 		for _, of := range rule.of {
@@ -49,7 +51,7 @@ func TestImports(t *testing.T) {
 			}
 		}
 	}
-	for _, mode := range config.Modes() { // What modes share is in packages of its own, such as iptables/base.
+	for _, mode := range config.Modes() { // What modes share is in packages of its own, such as iptables/common.
 		for _, other := range config.Modes() {
 			way := wayTo(imports, "nodeproxy/"+mode, func(p string) bool { return p == "nodeproxy/"+other })
 			if mode != other && way != nil {

@@ -4,8 +4,10 @@ package main
 import (
 	"errors"
 	"fmt"
+	"io"
 	"log/slog"
 	"os"
+	"strings"
 
 	"github.com/spf13/cobra"
 	cliflag "k8s.io/component-base/cli/flag"
@@ -20,13 +22,15 @@ func main() {
 	case errors.As(err, &usage):
 		fmt.Fprintf(os.Stderr, "nodeproxy: %v\n", err)
 		os.Exit(2)
+	case errors.Is(err, errProblem):
+		os.Exit(1)
 	case err != nil:
 		fmt.Fprintf(os.Stderr, "nodeproxy: %v\n", err)
 		os.Exit(1)
 	}
 }
 
-// usageError is a mistake on the command line: exit code 2, before anything is touched.
+// usageError is a mistake on the command line, before anything is touched, or any error of diff: exit code 2.
 type usageError struct{ error }
 
 func (e *usageError) Unwrap() error { return e.error }
@@ -47,17 +51,24 @@ func root() *cobra.Command {
 	cmd.Flags().AddFlagSet(run.Flags())
 	cmd.SetGlobalNormalizationFunc(cliflag.WordSepNormalizeFunc)
 	cmd.SetUsageFunc(usage)
-	cmd.SetFlagErrorFunc(func(_ *cobra.Command, err error) error { return &usageError{err} })
-	cmd.AddCommand(run, refuseOthers(renderCommand()), refuseOthers(configCommand()), refuseOthers(cleanupCommand()), versionCommand())
+	cmd.SetFlagErrorFunc(flagMistake)
+	cmd.AddCommand(run, refuseOthers(renderCommand()), refuseOthers(configCommand()), refuseOthers(cleanupCommand()), getCommand(), explainCommand(),
+		historyCommand(), statusCommand(), supportCommand(), topCommand(), traceCommand(), diffCommand(), versionCommand())
+	addExamples(cmd)
+	completeAll(cmd)
 	return cmd
 }
 
 // noArgs refuses arguments that are no flags, such as a misspelt subcommand.
 func noArgs(cmd *cobra.Command, args []string) error {
-	if len(args) > 0 {
-		return &usageError{fmt.Errorf("unknown argument %q; %s --help lists what there is", args[0], cmd.CommandPath())}
+	if len(args) == 0 {
+		return nil
 	}
-	return nil
+	cmd.SuggestionsMinimumDistance = 2
+	if near := cmd.SuggestionsFor(args[0]); len(near) > 0 {
+		return &usageError{fmt.Errorf("unknown argument %q; did you mean %s?", args[0], strings.Join(near, " or "))}
+	}
+	return &usageError{fmt.Errorf("unknown argument %q; %s --help lists what there is", args[0], cmd.CommandPath())}
 }
 
 // version is set when the program is built.
@@ -79,7 +90,7 @@ func newLog(c *config.Config) *slog.Logger {
 	level := map[string]slog.Level{
 		"debug": slog.LevelDebug, "info": slog.LevelInfo, "warn": slog.LevelWarn, "error": slog.LevelError,
 	}[c.LogLevel]
-	options := &slog.HandlerOptions{Level: level}
+	options, out := &slog.HandlerOptions{Level: level}, io.MultiWriter(&recentLog, os.Stderr)
 	if c.LogFormat == "json" {
 		options.ReplaceAttr = func(_ []string, a slog.Attr) slog.Attr {
 			if a.Value.Kind() == slog.KindDuration { // By default it is a number of nanoseconds, which nobody can tell.
@@ -87,7 +98,7 @@ func newLog(c *config.Config) *slog.Logger {
 			}
 			return a
 		}
-		return slog.New(slog.NewJSONHandler(os.Stderr, options))
+		return slog.New(slog.NewJSONHandler(out, options))
 	}
-	return slog.New(slog.NewTextHandler(os.Stderr, options))
+	return slog.New(slog.NewTextHandler(out, options))
 }

@@ -3,14 +3,17 @@ package main
 import (
 	"context"
 	"log/slog"
+	"net/netip"
 	"time"
 
 	"nodeproxy/config"
 	"nodeproxy/kernel/drift"
+	"nodeproxy/kernel/names"
 	"nodeproxy/kernel/xtables"
 	"nodeproxy/metrics"
 	"nodeproxy/node/flows"
 	"nodeproxy/plan"
+	"nodeproxy/plan/packetsim"
 	"nodeproxy/proxier"
 	"nodeproxy/source"
 )
@@ -45,6 +48,13 @@ type mode struct {
 	open func(modeConfig) (*openMode, error)
 	// render returns what the mode would program for these families, as text.
 	render func(cfg *config.Config, desired *plan.Plan, families []plan.Family) string
+	// machine returns what packets meet in the rules of a configuration, on a node that can do everything; otherwise it is as in
+	// inspect.Node.
+	machine func(cfg *config.Config, whole, near *plan.Plan, f plan.Family, local func(netip.Addr) bool) (*packetsim.Machine, error)
+	// rules returns the mode's rules of iptables, given whether the program knows --random-fully and what the tables hold; nil if it has none.
+	rules func(c *config.Config, p *plan.Plan, f plan.Family, randomFully bool, actual map[names.Table]xtables.Content) xtables.Desired
+	// diff compares everything of the mode's but rules of iptables on two sides; nil if there is nothing else.
+	diff func(from, to *side, f plan.Family) ([]drift.Hunk, error)
 	// remove removes what the mode has left in the kernel besides chains of iptables; nil if it leaves nothing else. The chains are
 	// removed first, by cleanup or by the mode that is in force.
 	remove func(context.Context, removal) error
@@ -71,11 +81,19 @@ type openMode struct {
 	backend
 	// mostAtOnce is as in proxier.Config.
 	mostAtOnce int
+	// compare is as in proxier.Config.
+	compare func(context.Context) bool
 	// run does the mode's work between syncs until ctx ends; nil if there is none. It calls resync when everything has to be
 	// compared with the kernel.
 	run func(ctx context.Context, resync func()) error
 	// close closes the mode's sockets, and leaves what it has programmed; nil if it has none.
 	close func() error
+	// variant is that of iptables which the mode uses; "" where there is but one.
+	variant string
+	// verify compares what was written of a Service with the kernel, beside syncs: how many things, and what differs.
+	verify func(ctx context.Context, svc plan.Service) (things int, found drift.Found, err error)
+	// machine is as in inspect.Node.
+	machine func(whole, near *plan.Plan, f plan.Family, local func(netip.Addr) bool) (*packetsim.Machine, error)
 	// traffic returns a reader of the traffic of each ServicePort. follow, unless nil, has to be called with the plan after each sync.
 	traffic func() (r metrics.TrafficReader, follow func(*plan.Plan, plan.Change))
 	// invalidDropped and localhostNodePorts are as in metrics.Set.CollectPacketCounters.
@@ -90,6 +108,8 @@ type backend interface {
 	Families() []plan.Family
 	// Took is how long the last Sync took for each family. It may be called between two of them.
 	Took() map[plan.Family]time.Duration
+	// Written is how much of each kind the last Sync has written. It may be called between two of them.
+	Written() map[drift.Kind]int
 }
 
 // removal says how to remove what a mode has left in the kernel.
@@ -105,11 +125,11 @@ type removal struct {
 
 // modeConfig returns what this daemon's mode works with.
 func (d *daemon) modeConfig() modeConfig {
-	report := d.warnAnd(d.report)
+	report := d.warnAnd(d.keep(d.report))
 	return modeConfig{
 		Config: d.cfg, families: d.families, metrics: d.metrics, log: d.log,
 		warn:     func(text string) { report(source.Finding{Severity: source.Problem, Detail: text}) },
-		compared: d.drift.compared, nativeRules: d.nativeRules, refused: d.refusals(),
+		compared: d.drift.compared, nativeRules: d.nativeRules, refused: d.refused,
 	}
 }
 

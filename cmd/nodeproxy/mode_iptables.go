@@ -3,12 +3,17 @@ package main
 import (
 	"context"
 	"log/slog"
+	"net/netip"
 
 	"nodeproxy/config"
 	"nodeproxy/iptables"
+	"nodeproxy/kernel/conntrack"
+	"nodeproxy/kernel/names"
+	"nodeproxy/kernel/xtables"
 	"nodeproxy/metrics"
 	"nodeproxy/node/flows"
 	"nodeproxy/plan"
+	"nodeproxy/plan/packetsim"
 )
 
 var iptablesMode = mode{
@@ -18,6 +23,10 @@ var iptablesMode = mode{
 	prepare: prepareIPTables,
 	open:    openIPTables,
 	render:  renderIPTables,
+	machine: func(cfg *config.Config, whole, near *plan.Plan, f plan.Family, _ func(netip.Addr) bool) (*packetsim.Machine, error) {
+		return iptables.Machine(whole, near, f, renderedIPTables(cfg))
+	},
+	rules: rulesOfIPTables,
 }
 
 func (c modeConfig) iptables() iptables.Config {
@@ -50,7 +59,12 @@ func openIPTables(c modeConfig) (*openMode, error) {
 		return nil, err
 	}
 	return &openMode{
+		variant: string(b.Variant),
 		backend: b, mostAtOnce: b.MostAtOnce(), invalidDropped: b.InvalidDropped, localhostNodePorts: b.LocalhostNodePorts(),
+		verify: b.Verify,
+		machine: func(whole, near *plan.Plan, f plan.Family, _ func(netip.Addr) bool) (*packetsim.Machine, error) {
+			return b.Machine(whole, near, f)
+		},
 		traffic: func() (metrics.TrafficReader, func(*plan.Plan, plan.Change)) {
 			r := b.Traffic()
 			return r, r.Update
@@ -58,11 +72,22 @@ func openIPTables(c modeConfig) (*openMode, error) {
 	}, nil
 }
 
-func renderIPTables(cfg *config.Config, desired *plan.Plan, families []plan.Family) string {
-	options := iptables.Options{
+// renderedIPTables are the options on a node whose iptables and kernel can do everything.
+func renderedIPTables(cfg *config.Config) iptables.Options {
+	return iptables.Options{
 		MasqueradeBit: cfg.MasqueradeBit, RandomFully: true, CompactAbove: iptables.DefaultCompactAbove,
 		KeepCounters: cfg.ServiceMetrics > 0,
 	}
+}
+
+func rulesOfIPTables(cfg *config.Config, p *plan.Plan, f plan.Family, randomFully bool, actual map[names.Table]xtables.Content) xtables.Desired {
+	options := renderedIPTables(cfg)
+	options.RandomFully, options.TCPLiberal = randomFully, conntrack.TCPLiberal()
+	return iptables.WithGuard(iptables.Desired(p, f, options), p, f, actual)
+}
+
+func renderIPTables(cfg *config.Config, desired *plan.Plan, families []plan.Family) string {
+	options := renderedIPTables(cfg)
 	if len(families) == 1 {
 		return iptables.Render(desired, families[0], options)
 	}

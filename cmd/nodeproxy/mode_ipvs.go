@@ -4,13 +4,19 @@ import (
 	"context"
 	"fmt"
 	"log/slog"
+	"net/netip"
 	"strings"
 
 	"nodeproxy/config"
 	"nodeproxy/ipvs"
+	"nodeproxy/kernel/conntrack"
+	"nodeproxy/kernel/drift"
+	"nodeproxy/kernel/names"
+	"nodeproxy/kernel/xtables"
 	"nodeproxy/metrics"
 	"nodeproxy/node/flows"
 	"nodeproxy/plan"
+	"nodeproxy/plan/packetsim"
 )
 
 var ipvsMode = mode{
@@ -20,12 +26,17 @@ var ipvsMode = mode{
 	prepare: prepareIPVS,
 	open:    openIPVS,
 	render:  renderIPVS,
-	remove:  removeIPVS,
+	machine: func(cfg *config.Config, _, near *plan.Plan, f plan.Family, local func(netip.Addr) bool) (*packetsim.Machine, error) {
+		return ipvs.Machine(near, f, renderedIPVS(cfg).On(near, local))
+	},
+	rules:  rulesOfIPVS,
+	diff:   diffIPVS,
+	remove: removeIPVS,
 }
 
 func (c modeConfig) ipvs() ipvs.Config {
 	return ipvs.Config{
-		Options: ipvs.Options{MasqueradeBit: c.MasqueradeBit, Scheduler: c.IPVS.Scheduler, VIPs: c.IPVS.VIPs},
+		Options: ipvs.Options{MasqueradeBit: c.MasqueradeBit, Scheduler: c.IPVS.Scheduler, VIPs: ipvs.VIPs(c.IPVS.VIPs)},
 		Variant: c.IPTablesBackend, Families: c.families, ExcludeCIDRs: c.IPVS.ExcludeCIDRs, StrictARP: c.IPVS.StrictARP,
 		TCPTimeout: c.IPVS.TCPTimeout, TCPFinTimeout: c.IPVS.TCPFinTimeout, UDPTimeout: c.IPVS.UDPTimeout,
 		GracePeriod: c.IPVS.GracePeriod, SysctlDir: c.SysctlDir, Warn: c.warn,
@@ -46,15 +57,29 @@ func openIPVS(c modeConfig) (*openMode, error) {
 		return nil, err
 	}
 	return &openMode{
-		backend: b, run: b.Run, close: b.Close,
+		machine: func(_, near *plan.Plan, f plan.Family, local func(netip.Addr) bool) (*packetsim.Machine, error) {
+			return b.Machine(near, f, local)
+		},
+		backend: b, run: b.Run, close: b.Close, verify: b.Verify,
 		traffic: func() (metrics.TrafficReader, func(*plan.Plan, plan.Change)) { return b.Traffic(), nil },
 	}, nil
 }
 
-func renderIPVS(cfg *config.Config, desired *plan.Plan, families []plan.Family) string {
-	options := ipvs.Options{
-		MasqueradeBit: cfg.MasqueradeBit, RandomFully: true, Scheduler: cfg.IPVS.Scheduler, VIPs: cfg.IPVS.VIPs,
+// renderedIPVS are the options on a node whose iptables and kernel can do everything.
+func renderedIPVS(cfg *config.Config) ipvs.Options {
+	return ipvs.Options{
+		MasqueradeBit: cfg.MasqueradeBit, RandomFully: true, Scheduler: cfg.IPVS.Scheduler, VIPs: ipvs.VIPs(cfg.IPVS.VIPs),
 	}
+}
+
+func rulesOfIPVS(cfg *config.Config, p *plan.Plan, f plan.Family, randomFully bool, _ map[names.Table]xtables.Content) xtables.Desired {
+	options := renderedIPVS(cfg)
+	options.RandomFully, options.TCPLiberal = randomFully, conntrack.TCPLiberal()
+	return ipvs.Rules(p, f, options)
+}
+
+func renderIPVS(cfg *config.Config, desired *plan.Plan, families []plan.Family) string {
+	options := renderedIPVS(cfg)
 	if len(families) == 1 {
 		return ipvs.Render(desired, families[0], options)
 	}
@@ -63,6 +88,45 @@ func renderIPVS(cfg *config.Config, desired *plan.Plan, families []plan.Family) 
 		fmt.Fprintf(&out, "# %s\n%s", f, ipvs.Render(desired, f, options))
 	}
 	return out.String()
+}
+
+// diffIPVS compares virtual servers, sets, addresses and kernel settings.
+func diffIPVS(from, to *side, f plan.Family) ([]drift.Hunk, error) {
+	configOf := func(s *side) ipvs.Config {
+		c := ipvs.Config{ExcludeCIDRs: s.cfg.IPVS.ExcludeCIDRs, StrictARP: s.cfg.IPVS.StrictARP, SysctlDir: s.cfg.SysctlDir}
+		c.Options = renderedIPVS(s.cfg)
+		return c
+	}
+	var have, want *ipvs.Objects
+	var found *ipvs.Options // of the node
+	var err error
+	switch {
+	case from.kernel():
+		if to.nothing() { // What is there may be of a mode that was in force before.
+			if left, err := ipvs.Leftovers(); err != nil || !left {
+				return nil, err
+			}
+		}
+		var o ipvs.Options
+		if have, o, err = ipvs.Read(configOf(from), f, to.nothing()); err != nil {
+			return nil, err
+		}
+		found = &o
+	case !from.nothing():
+		if have, err = ipvs.Planned(from.desired, f, configOf(from)); err != nil {
+			return nil, err
+		}
+	}
+	if !to.nothing() {
+		c := configOf(to)
+		if found != nil {
+			c.Options = *found
+		}
+		if want, err = ipvs.Planned(to.desired, f, c); err != nil {
+			return nil, err
+		}
+	}
+	return ipvs.Diff(f, have, want), nil
 }
 
 // removeIPVS leaves everything where neither the device nor a set is there: then virtual servers belong to another program.

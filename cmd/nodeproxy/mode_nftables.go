@@ -2,15 +2,21 @@ package main
 
 import (
 	"context"
+	"errors"
 	"log/slog"
+	"net/netip"
 	"strings"
 
 	"nodeproxy/config"
+	"nodeproxy/kernel/conntrack"
+	"nodeproxy/kernel/drift"
 	"nodeproxy/kernel/names"
 	"nodeproxy/kernel/nft"
+	"nodeproxy/metrics"
 	"nodeproxy/nftables"
 	"nodeproxy/node/flows"
 	"nodeproxy/plan"
+	"nodeproxy/plan/packetsim"
 )
 
 var nftablesMode = mode{
@@ -20,14 +26,19 @@ var nftablesMode = mode{
 	prepare: prepareNFTables,
 	open:    openNFTables,
 	render:  renderNFTables,
-	remove:  removeNFTables,
+	machine: func(cfg *config.Config, _, near *plan.Plan, f plan.Family, _ func(netip.Addr) bool) (*packetsim.Machine, error) {
+		return nftables.Machine(near, f, renderedNFTables(cfg)), nil
+	},
+	diff:   diffNFTables,
+	remove: removeNFTables,
 	// It has no chains of iptables.
 	withoutIPTables: true,
 }
 
 func (c modeConfig) nftables() nftables.Config {
 	return nftables.Config{
-		Families: c.families, MasqueradeBit: c.MasqueradeBit, Failed: c.metrics.NFTablesFailed, Compared: c.compared, Log: c.log,
+		Families: c.families, MasqueradeBit: c.MasqueradeBit, Count: c.ServiceMetrics > 0, Failed: c.metrics.NFTablesFailed, Compared: c.compared,
+		Warn: c.warn, Refused: c.refused, Log: c.log,
 	}
 }
 
@@ -41,15 +52,54 @@ func openNFTables(c modeConfig) (*openMode, error) {
 	if err != nil {
 		return nil, err
 	}
-	return &openMode{backend: b, close: b.Close}, nil
+	return &openMode{
+		backend: b, compare: b.Compare, close: b.Close, verify: b.Verify,
+		machine: func(_, near *plan.Plan, f plan.Family, _ func(netip.Addr) bool) (*packetsim.Machine, error) {
+			return b.Machine(near, f), nil
+		},
+		traffic: func() (metrics.TrafficReader, func(*plan.Plan, plan.Change)) {
+			r := b.Traffic()
+			return r, r.Update
+		},
+	}, nil
+}
+
+// renderedNFTables are the options on a node with the kernel's default settings.
+func renderedNFTables(cfg *config.Config) nftables.Options {
+	return nftables.Options{MasqueradeBit: cfg.MasqueradeBit, Count: cfg.ServiceMetrics > 0}
 }
 
 func renderNFTables(cfg *config.Config, desired *plan.Plan, families []plan.Family) string {
 	var out strings.Builder
 	for _, f := range families {
-		out.WriteString(nftables.Render(desired, f, nftables.Options{MasqueradeBit: cfg.MasqueradeBit}))
+		out.WriteString(nftables.Render(desired, f, renderedNFTables(cfg)))
 	}
 	return out.String()
+}
+
+// diffNFTables compares the table of a family.
+func diffNFTables(from, to *side, f plan.Family) ([]drift.Hunk, error) {
+	options := func(s *side) nftables.Options {
+		return nftables.Options{MasqueradeBit: s.cfg.MasqueradeBit, TCPLiberal: conntrack.TCPLiberal(), Count: s.cfg.ServiceMetrics > 0}
+	}
+	var have, want *nftables.Table
+	var err error
+	switch {
+	case from.kernel():
+		o := nftables.Options{}
+		if !to.nothing() {
+			o = options(to)
+		}
+		if have, err = nftables.Read(f, o); err != nil && (!to.nothing() || !errors.Is(err, nft.ErrAbsent)) {
+			return nil, err
+		}
+	case !from.nothing():
+		have = nftables.Planned(from.desired, f, options(from), nil)
+	}
+	if !to.nothing() {
+		want = nftables.Planned(to.desired, f, options(to), have)
+	}
+	return nftables.Diff(f, have, want), nil
 }
 
 // removeNFTables removes the tables. Connections that they have translated continue, since the translation is kept with the connection.

@@ -10,22 +10,26 @@ import (
 	"testing"
 
 	"nodeproxy/config"
+	"nodeproxy/metrics"
 )
 
-// TestModes: the configuration accepts the modes of the table and no others, and each entry has what all modes need.
+// TestModes: each entry of the table of modes is complete, and packages config and metrics have an entry for the same modes.
 func TestModes(t *testing.T) {
 	var names []string
 	for _, m := range modes {
 		names = append(names, m.name)
-		if m.check == nil || m.prepare == nil || m.open == nil || m.render == nil {
+		if m.check == nil || m.prepare == nil || m.open == nil || m.render == nil || m.machine == nil {
 			t.Errorf("the entry of mode %s is incomplete: %+v", m.name, m)
 		}
 		if modeNamed(m.name) != m {
 			t.Errorf("modeNamed does not find mode %s", m.name)
 		}
 	}
-	if accepted := config.Modes(); !slices.Equal(slices.Sorted(slices.Values(names)), slices.Sorted(slices.Values(accepted))) {
-		t.Errorf("modes are %q, and config accepts %q", names, accepted)
+	slices.Sort(names)
+	for pkg, has := range map[string][]string{"config": slices.Sorted(slices.Values(config.Modes())), "metrics": metrics.Modes()} {
+		if !slices.Equal(has, names) {
+			t.Errorf("package %s has modes %q, want %q", pkg, has, names)
+		}
 	}
 }
 

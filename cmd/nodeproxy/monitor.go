@@ -6,6 +6,8 @@ import (
 	"time"
 
 	"nodeproxy/config"
+	"nodeproxy/inspect"
+	"nodeproxy/kernel/drift"
 	"nodeproxy/kernel/names"
 	"nodeproxy/metrics"
 	"nodeproxy/node/flows"
@@ -30,6 +32,11 @@ type monitor struct {
 	took func() map[plan.Family]time.Duration
 	// follow tells the reader of traffic what the plan is; nil if it need not know.
 	follow func(*plan.Plan, plan.Change)
+	// history, of the front, receives each sync; written tells what the backend has written in the last one, by kind.
+	history *inspect.History
+	written func() map[drift.Kind]int
+	// traffic reads counters; nil if there are none.
+	traffic metrics.TrafficReader
 	// inSync is closed when the kernel has been brought to the plan for the first time, and complete when that was a plan with
 	// all there is.
 	inSync, complete     chan struct{}
@@ -43,16 +50,16 @@ var started = time.Now()
 var requests = metrics.NewRESTClient()
 
 func newMonitor(cfg *config.Config, set *metrics.Set, families []plan.Family, objects source.Source,
-	services *health.Services, report source.Report, log *slog.Logger) *monitor {
-	m := &monitor{metrics: set, services: services, inSync: make(chan struct{}), complete: make(chan struct{})}
+	f *front, report source.Report, log *slog.Logger) *monitor {
+	m := &monitor{metrics: set, services: f.services, history: &f.history, inSync: make(chan struct{}), complete: make(chan struct{})}
 	m.first = sync.OnceFunc(func() { close(m.inSync) })
 	m.firstComplete = sync.OnceFunc(func() { close(m.complete) })
 	nodeConfig := health.NodeConfig{Program: program(), Families: families, Timeout: 2 * cfg.SyncPeriod, Answered: m.metrics.Answered}
 	if api, ok := objects.(*apiserver.Source); ok {
-		nodeConfig.Watches = watches(api)
+		nodeConfig.Watches = api.Watches
 		m.metrics.CollectWatches(func() map[string]time.Duration {
 			out := map[string]time.Duration{}
-			for _, w := range nodeConfig.Watches() {
+			for _, w := range api.Watches() {
 				out[w.Resource] = w.Age
 			}
 			return out
@@ -105,6 +112,7 @@ func (m *monitor) Synced(p *plan.Plan, change plan.Change, r proxier.Result) {
 		s.Triggers = append(s.Triggers, metrics.Trigger(t))
 	}
 	m.metrics.Synced(s)
+	m.record(change, r)
 	m.metrics.Planned(p, change)
 	m.services.Update(p, change)
 	m.listeners.Update(p, change)
@@ -126,6 +134,27 @@ func (m *monitor) Synced(p *plan.Plan, change plan.Change, r proxier.Result) {
 	}
 }
 
+// record adds a sync to the history.
+func (m *monitor) record(change plan.Change, r proxier.Result) {
+	written := map[string]int{}
+	if r.Backend > 0 {
+		for kind, n := range m.written() {
+			written[string(kind)] = n
+		}
+	}
+	m.history.Add(inspect.NewSync(change, r, written))
+}
+
+// Compared implements proxier.Observer.
+func (m *monitor) Compared(why string, began time.Time, took time.Duration, again bool) {
+	s := inspect.Sync{Began: began, Reasons: []proxier.Reason{proxier.Compare}, Suspicion: why, Everything: true,
+		Took: inspect.Stages{Compare: took.Seconds()}, Services: []inspect.ServiceChange{}}
+	if why != "" {
+		s.Reasons[0] = proxier.Drift
+	}
+	m.history.Add(s)
+}
+
 // conflict returns a report that warns the cluster too.
 func (m *monitor) conflict(report source.Report) source.Report {
 	return func(f source.Finding) {
@@ -142,7 +171,7 @@ func (m *monitor) countTraffic(b *openMode, limit int) {
 	if limit > 0 && b.traffic != nil {
 		reader, follow := b.traffic()
 		m.metrics.CollectTraffic(reader, limit)
-		m.follow = follow
+		m.follow, m.traffic = follow, reader
 	}
 }
 
@@ -152,18 +181,5 @@ func flowsSwept(set *metrics.Set) func(flows.Sweep) {
 		if s.Err == nil {
 			set.FlowsReconciled(s.Family, s.Took, s.Deleted)
 		}
-	}
-}
-
-// watches reads how current a source is. What the API server does not have is not waited for.
-func watches(api *apiserver.Source) func() []health.Watch {
-	return func() []health.Watch {
-		var out []health.Watch
-		for _, s := range api.Staleness() {
-			if s.Resource != "servicecidrs" && !s.Absent {
-				out = append(out, health.Watch{Resource: s.Resource, Synced: s.Synced, Age: s.Age, Failure: s.Failure})
-			}
-		}
-		return out
 	}
 }

@@ -9,7 +9,6 @@ import (
 
 	"nodeproxy/config"
 	"nodeproxy/metrics"
-	"nodeproxy/node/health"
 	"nodeproxy/plan"
 	"nodeproxy/proxier"
 	"nodeproxy/source"
@@ -21,7 +20,7 @@ func TestRestOfAChangeIsLate(t *testing.T) {
 		log := slog.New(slog.DiscardHandler)
 		set := metrics.New(metrics.Config{Mode: "iptables", Families: plan.Families[:], Start: time.Now(), Log: log})
 		m := newMonitor(&config.Config{SyncPeriod: 30 * time.Second}, set, plan.Families[:], nil,
-			health.NewServices(health.ServicesConfig{}), func(source.Finding) {}, log)
+			newFront(), func(source.Finding) {}, log)
 		p := plan.New(plan.Node{}, plan.Settings{})
 		m.Queued(source.Batch{Synced: true}, true)
 		m.Taken()

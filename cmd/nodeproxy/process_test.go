@@ -5,9 +5,10 @@ import (
 	"os/exec"
 	"strings"
 	"sync"
-	"syscall"
 	"testing"
 	"time"
+
+	"nodeproxy/internal/nstest"
 )
 
 // writeFile writes a file as a whole.
@@ -50,10 +51,10 @@ func (l *logged) String() string {
 func startProcess(t *testing.T, env []string, args ...string) *process {
 	t.Helper()
 	p := &process{log: &logged{}, ended: make(chan struct{})}
-	p.Cmd = exec.Command("nodeproxy", append([]string{"run", "--node-name=n1", "--oom-score-adj=0"}, args...)...)
+	p.Cmd = exec.Command("nodeproxy", append([]string{"run", "--node-name=n1", "--oom-score-adj=0", "--socket="}, args...)...)
 	p.Env = append(append(os.Environ(), "GORACE=atexit_sleep_ms=0"), env...) // Under -race, it would take a second more to end.
 	p.Stdout, p.Stderr = p.log, p.log
-	p.SysProcAttr = &syscall.SysProcAttr{Pdeathsig: syscall.SIGKILL}
+	nstest.EndWith(t, p.Cmd)
 	if err := p.Start(); err != nil {
 		t.Fatal(err)
 	}

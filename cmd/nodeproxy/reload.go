@@ -21,7 +21,7 @@ const reportReload = 5 * time.Second
 
 // reloads keeps a daemon running with the configuration that the file has, or with the last one that could be put in force.
 type reloads struct {
-	turn    *turn
+	claim   *claim
 	front   *front
 	updates chan update
 }
@@ -46,7 +46,7 @@ func (r *reloads) run(ctx context.Context, d *daemon) error {
 	var former *config.Config // what to go back to if d can't start
 	for {
 		ended := make(chan error, 1)
-		go func() { ended <- d.run(r.turn, r.front) }()
+		go func() { ended <- d.run(r.claim, r.front) }()
 		next, err := r.await(ctx, d, ended)
 		var start *startError
 		switch {
@@ -186,8 +186,8 @@ func (e *startError) Unwrap() error { return e.error }
 // notInForce reports that the configuration file has something else than what is in force, and why: once for each reason.
 func (d *daemon) notInForce(why error) {
 	d.metrics.ConfigRejected(true)
-	if text := why.Error(); d.rejected != text {
-		d.rejected = text
+	text := why.Error()
+	if before := d.rejected.Swap(&text); before == nil || *before != text {
 		d.log.Error("the configuration file is not used; the former configuration stays in force", "error", why)
 		d.event("ConfigRejected", "ReloadConfig", text+"; the former configuration stays in force")
 	}
@@ -196,8 +196,7 @@ func (d *daemon) notInForce(why error) {
 // inForce reports that the configuration file has what is in force, and what else there is to say about it.
 func (d *daemon) inForce(findings []source.Finding) {
 	d.metrics.ConfigRejected(false)
-	if d.rejected != "" {
-		d.rejected = ""
+	if d.rejected.Swap(nil) != nil {
 		d.log.Info("the configuration file holds what is in force")
 	}
 	for _, f := range findings {

@@ -10,10 +10,10 @@ import (
 	"slices"
 
 	"github.com/spf13/cobra"
+	v1 "k8s.io/api/core/v1"
 
 	"nodeproxy/config"
 	"nodeproxy/plan"
-	"nodeproxy/proxier"
 	"nodeproxy/source"
 	"nodeproxy/source/apiserver"
 	"nodeproxy/source/manifest"
@@ -92,9 +92,10 @@ type renderer struct {
 	lenient bool
 }
 
-// readManifests reads the objects of files.
-func readManifests(cfg *config.Config, stdin io.Reader, report source.Report) (source.Batch, error) {
+// readManifests reads the objects of files, and calls pod, unless it is nil, with each Pod.
+func readManifests(cfg *config.Config, stdin io.Reader, report source.Report, pod func(*v1.Pod)) (source.Batch, error) {
 	files := manifestConfig(cfg, report, newLog(cfg))
+	files.Pod = pod
 	if cfg.Manifests == "-" {
 		files.Path = "standard input"
 		return manifest.Read(files, stdin)
@@ -139,21 +140,10 @@ func readCluster(ctx context.Context, cfg *config.Config, report source.Report) 
 }
 
 func (r *renderer) render(ctx context.Context, cfg *config.Config, stdin io.Reader, report source.Report) (string, error) {
-	state := proxier.NewState(cfg.NodeName, cfg.Settings, plan.Families[:], report)
-	var batch source.Batch
-	var err error
-	if cfg.Manifests != "" {
-		batch, err = readManifests(cfg, stdin, report)
-	} else {
-		var reserved []netip.AddrPort
-		batch, reserved, err = readCluster(ctx, cfg, report)
-		state.Reserve(reserved)
-	}
+	state, err := readState(ctx, cfg, stdin, report, nil)
 	if err != nil {
 		return "", err
 	}
-	state.Apply(batch)
-	desired, _ := state.Update()
 	families := map[string][]plan.Family{"ipv4": {plan.IPv4}, "ipv6": {plan.IPv6}, "all": plan.Families[:]}[r.family]
-	return modeNamed(cfg.Mode).render(cfg, desired, families), nil
+	return modeNamed(cfg.Mode).render(cfg, state.Plan(), families), nil
 }

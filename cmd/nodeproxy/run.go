@@ -34,7 +34,7 @@ func runCommand() *cobra.Command {
 			defer stop()
 			switch {
 			case cfg.Cleanup:
-				return cleanup(ctx, cfg, false, cmd.OutOrStdout(), cmd.ErrOrStderr())
+				return cleanup(ctx, cfg, cleanupOf{}, cmd.OutOrStdout(), cmd.ErrOrStderr())
 			case cfg.InitOnly:
 				return initOnly(ctx, cfg, newLog(cfg))
 			}
@@ -49,8 +49,8 @@ func runCommand() *cobra.Command {
 // stay in force in between.
 func runWatched(ctx context.Context, flags *config.Flags, cfg *config.Config) error {
 	ctx, cancel := context.WithCancel(ctx)
-	r := &reloads{turn: &turn{process: ctx}, front: newFront(), updates: make(chan update, 1)}
-	defer r.turn.close()
+	r := &reloads{claim: &claim{process: ctx}, front: newFront(), updates: make(chan update, 1)}
+	defer r.claim.close()
 	defer r.front.close()
 	defer cancel()
 	log := newLog(cfg)
@@ -83,11 +83,11 @@ func reporter(log *slog.Logger) source.Report {
 			level = slog.LevelWarn
 		}
 		var attrs []slog.Attr
-		for _, a := range [][2]string{{"at", f.Where}, {"object", f.Object}, {"field", f.Field}, {"effect", f.Effect}} {
+		for _, a := range [][2]string{{"at", f.Where}, {"object", f.Object}, {"field", f.Field}} {
 			if a[1] != "" {
 				attrs = append(attrs, slog.String(a[0], a[1]))
 			}
 		}
-		log.LogAttrs(context.Background(), level, f.Detail, attrs...)
+		log.LogAttrs(context.Background(), level, f.String(), attrs...)
 	}
 }

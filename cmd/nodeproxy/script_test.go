@@ -16,7 +16,31 @@ import (
 )
 
 func TestMain(m *testing.M) {
+	if filepath.Base(os.Args[0]) != "nodeproxy" { // which a test has started
+		nstest.Isolate()
+	}
 	testscript.Main(m, map[string]func(){"nodeproxy": main})
+}
+
+// TestIsolated: neither the test program nor what it starts is in the network namespace in which "go test" was started.
+func TestIsolated(t *testing.T) {
+	if os.Geteuid() != 0 {
+		t.Skip("only root can change rules")
+	}
+	left := os.Getenv(nstest.LeftVariable)
+	out, err := exec.Command("readlink", "/proc/self/ns/net").Output()
+	if child := strings.TrimSpace(string(out)); left == "" || child == left || err != nil {
+		t.Errorf("what tests start is in %s, the test program was in %q, %v", child, left, err)
+	}
+	threads, err := filepath.Glob("/proc/self/task/*/ns/net")
+	if len(threads) == 0 || err != nil {
+		t.Errorf("threads: %q, %v", threads, err)
+	}
+	for _, thread := range threads {
+		if in, err := os.Readlink(thread); err == nil && in == left { // It may have ended.
+			t.Errorf("%s is %s", thread, in)
+		}
+	}
 }
 
 // TestScripts runs the scenarios in testdata/script, a file for each behaviour: manifests in, rules out, as the program

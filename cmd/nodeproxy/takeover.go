@@ -11,6 +11,7 @@ import (
 	"time"
 
 	"nodeproxy/config"
+	"nodeproxy/inspect"
 	"nodeproxy/kernel/host"
 	"nodeproxy/node/exclusive"
 	"nodeproxy/node/health"
@@ -18,27 +19,27 @@ import (
 	"nodeproxy/plan"
 )
 
-// turn is this program's turn to write to the kernel. It comes when no other proxy runs in the network namespace, and lasts as
+// claim is this program's claim to write to the kernel. It is acquired when no other proxy runs in the network namespace, and lasts as
 // long as the process, whatever configurations come and go.
-type turn struct {
+type claim struct {
 	process  context.Context // ends with the process, not with a configuration
 	guard    exclusive.Guard
-	come     bool
+	acquired bool
 	forced   bool   // taken although another proxy had it; from then on, guard is for claiming alone
 	reported string // the proxy that is waited for, as last reported to the cluster
 	claiming sync.WaitGroup
 }
 
-// awaitTurn waits for the turn. An error says that ctx ended before, or that the mode can't work here: who has made another proxy
-// go for this one would learn of that too late. Meanwhile health and metrics are served, unless the other proxy has their
-// addresses, and say whom it waits for.
-func (d *daemon) awaitTurn(ctx context.Context, t *turn) error {
-	if t.come {
+// awaitClaim waits until the claim is acquired. An error says that ctx has ended, or that the mode can't work here: if that were found
+// only later, somebody might have stopped the other proxy for nothing. Meanwhile health and metrics are served, unless the other proxy
+// uses their addresses, and name the proxy that is waited for.
+func (d *daemon) awaitClaim(ctx context.Context, c *claim) error {
+	if c.acquired {
 		return nil
 	}
-	t.guard.Log, t.guard.Ports = d.log, proxyPorts(d.cfg)
+	c.guard.Log, c.guard.Ports = d.log, proxyPorts(d.cfg)
 	if d.cfg.TakeOver {
-		t.force(d.log)
+		c.force(d.log)
 		return nil
 	}
 	ctx, cancel := context.WithCancel(ctx)
@@ -46,17 +47,17 @@ func (d *daemon) awaitTurn(ctx context.Context, t *turn) error {
 	defer running.Wait()
 	defer cancel()
 	var node *health.Node
-	err := t.guard.Wait(ctx, func(other exclusive.Proxy) error {
+	err := c.guard.Wait(ctx, func(other exclusive.Proxy) error {
 		if node == nil {
 			if err := d.check(); err != nil {
 				return err
 			}
 			node = d.answerMeanwhile(ctx, &running)
 		}
-		d.log.Warn("another proxy runs here; nothing is written before it is gone (--take-over goes ahead at once)",
-			"other", other.String())
-		if t.reported != other.String() { // A new configuration makes the wait a new one.
-			t.reported = other.String()
+		d.log.Warn("another proxy runs here; nothing is written before it is gone (--take-over goes ahead at once): " +
+			other.String())
+		if c.reported != other.String() { // A new configuration makes the wait a new one.
+			c.reported = other.String()
 			d.event("WaitingForProxy", "StartNodeproxy", "nothing is written before another proxy is gone: "+other.String())
 		}
 		node.WaitFor(other.String())
@@ -65,7 +66,7 @@ func (d *daemon) awaitTurn(ctx context.Context, t *turn) error {
 	if err != nil {
 		return err
 	}
-	t.come = true
+	c.acquired = true
 	if node != nil { // It was waited for somebody.
 		d.metrics.Waiting(false)
 		d.log.Info("the other proxy is gone; taking over")
@@ -73,24 +74,27 @@ func (d *daemon) awaitTurn(ctx context.Context, t *turn) error {
 	return nil
 }
 
-// lookEvery is how often another proxy is looked for once this program has its turn. That takes a few milliseconds.
+// lookEvery is the interval at which other proxies are looked for once the claim is acquired. That takes a few milliseconds.
 const lookEvery = 30 * time.Second
 
-// watchOthers reports a proxy that starts, or comes back, although this program has its turn, as long as ctx lasts. This one goes
+// watchOthers reports a proxy that starts, or comes back, although this program has the claim, until ctx ends. This one goes
 // on: which of them is to be here is for people to say, and until they do, traffic has to flow.
-func (d *daemon) watchOthers(ctx context.Context, t *turn, every time.Duration) {
-	if d.cfg.TakeOver || t.forced { // Then it is known, and wanted.
+func (d *daemon) watchOthers(ctx context.Context, c *claim, every time.Duration) {
+	if d.cfg.TakeOver || c.forced { // Then it is known, and wanted.
 		return
 	}
-	t.guard.Log, t.guard.Ports = d.log, proxyPorts(d.cfg)
-	t.guard.Watch(ctx, every, func(other *exclusive.Proxy) {
+	c.guard.Log, c.guard.Ports = d.log, proxyPorts(d.cfg)
+	c.guard.Watch(ctx, every, func(other *exclusive.Proxy) {
 		d.metrics.OtherProxyRuns(other != nil)
 		if other == nil {
+			d.neighbours.set("proxy", nil)
 			d.log.Warn("the other proxy is gone; what it has changed is repaired")
 			return
 		}
-		d.log.Warn("another proxy runs beside this one; both write, and each undoes what the other does: one of them has to go",
-			"other", other.String())
+		d.neighbours.set("proxy", &inspect.Neighbour{Kind: "proxy", Problem: true,
+			What: "another proxy runs beside this one, and each undoes what the other does: " + other.String() + "; one of them has to go"})
+		d.log.Warn("another proxy runs beside this one; both write, and each undoes what the other does: one of them has to go: " +
+			other.String())
 		d.event("OtherProxyRuns", "WatchProxies",
 			"another proxy runs beside nodeproxy, and each undoes what the other does: one of them has to go: "+other.String())
 	})
@@ -101,7 +105,7 @@ func (d *daemon) answerMeanwhile(ctx context.Context, running *sync.WaitGroup) *
 	d.metrics.Waiting(true)
 	node := health.NewNode(health.NodeConfig{Program: program(), Families: d.families, Answered: d.metrics.Answered})
 	// Most often it is the other proxy that has an address, which is no error now; once it has gone, the address is tried again.
-	healthz, debug := servings(d.cfg, "", d.metrics, node, slog.New(slog.DiscardHandler))
+	healthz, debug := servings(d.cfg, "", d.metrics, node, nil, slog.New(slog.DiscardHandler))
 	for name, serving := range map[string]health.Serving{"healthz": healthz, "metrics": debug} {
 		serving.HardFail, serving.Addrs = false, reachable(serving.Addrs)
 		running.Go(func() { _ = health.NewServer(name).Run(ctx, serving) }) // Without HardFail, there is no error.
@@ -131,16 +135,16 @@ func reachable(addrs []netip.AddrPort) []netip.AddrPort {
 	return out
 }
 
-// force takes the turn whoever else runs. Later starts wait for this process as soon as nobody else has the claim.
-func (t *turn) force(log *slog.Logger) {
-	t.come = true
-	other := t.guard.Other()
+// force goes ahead although another proxy runs. Later starts wait for this process once it has acquired the claim too.
+func (c *claim) force(log *slog.Logger) {
+	c.acquired = true
+	other := c.guard.Other()
 	if other == nil {
 		return
 	}
-	t.forced = true
-	log.Warn("another proxy runs here; going ahead, as --take-over asks", "other", other.String())
-	t.claiming.Go(func() { _ = t.guard.Claim(t.process) }) // It fails only at the end of the process.
+	c.forced = true
+	log.Warn("another proxy runs here; going ahead, as --take-over asks: " + other.String())
+	c.claiming.Go(func() { _ = c.guard.Claim(c.process) }) // It fails only at the end of the process.
 }
 
 // proxyPorts are where another proxy may answer that has the same configuration.
@@ -148,10 +152,10 @@ func proxyPorts(cfg *config.Config) []uint16 {
 	return []uint16{cfg.Servers.Healthz.Port(), cfg.Servers.Metrics.Port()}
 }
 
-// close ends the turn. process must have ended.
-func (t *turn) close() {
-	t.claiming.Wait()
-	_ = t.guard.Close() // It goes with the process anyway.
+// close gives the claim up. process must have ended.
+func (c *claim) close() {
+	c.claiming.Wait()
+	_ = c.guard.Close() // It goes with the process anyway.
 }
 
 // removeLeftovers removes, after the first sync, what a kube-proxy has left that no mode of this program has.
@@ -171,10 +175,14 @@ func (d *daemon) removeLeftovers(ctx context.Context) {
 		for _, l := range removed {
 			names = append(names, l.String())
 		}
-		d.log.Info("a kube-proxy ran here before; what it left is removed", "removed", strings.Join(names, ", "))
+		text := "a kube-proxy ran here before; what it left is removed: " + strings.Join(names, ", ")
+		d.log.Info(text)
+		d.neighbours.set("removed", &inspect.Neighbour{Kind: "leftovers", What: text})
 	}
 	if err != nil {
-		d.log.Warn("something of a kube-proxy's stays until the next start", "error", err)
+		text := "something of a kube-proxy's stays until the next start: " + err.Error()
+		d.log.Warn(text)
+		d.neighbours.set("leftovers", &inspect.Neighbour{Kind: "leftovers", What: text, Problem: true})
 		d.event("LeftoversStay", "RemoveLeftovers", "what a kube-proxy has left can't be removed: "+err.Error())
 	}
 }

@@ -8,7 +8,6 @@ import (
 	"os/exec"
 	"path/filepath"
 	"strings"
-	"syscall"
 	"testing"
 	"time"
 
@@ -17,7 +16,7 @@ import (
 	"nodeproxy/metrics"
 )
 
-// TestWatchOthers: a proxy that starts after this program has taken its turn is told of in the log, by an event and by a metric, and
+// TestWatchOthers: a proxy that starts after this program has acquired the claim is reported in the log, by an event and by a metric, and
 // so is its end; unless that is as it was asked for.
 func TestWatchOthers(t *testing.T) {
 	t.Parallel()
@@ -44,9 +43,9 @@ func TestWatchOthers(t *testing.T) {
 	}
 
 	other := fakeKubeProxy(t)
-	d.watchOthers(looked, &turn{forced: true}, 0)
+	d.watchOthers(looked, &claim{forced: true}, 0)
 	d.cfg.TakeOver = true
-	d.watchOthers(looked, &turn{}, 0)
+	d.watchOthers(looked, &claim{}, 0)
 	if log.Len() > 0 || events != nil || runs() != 0 {
 		t.Errorf("with --take-over, metric %v, events %q, log: %s", runs(), events, log)
 	}
@@ -67,7 +66,7 @@ func TestWatchOthers(t *testing.T) {
 			cancel()
 		}
 	}), nil))
-	d.watchOthers(ctx, &turn{}, 0)
+	d.watchOthers(ctx, &claim{}, 0)
 	who := fmt.Sprintf("kube-proxy (process %d)", other.Process.Pid)
 	if len(events) != 1 || !strings.HasPrefix(events[0], "OtherProxyRuns: ") || !strings.HasSuffix(events[0], who) {
 		t.Errorf("events are %q, want one of reason OtherProxyRuns that names %s", events, who)
@@ -93,7 +92,7 @@ func fakeKubeProxy(t *testing.T) *exec.Cmd {
 		err = os.Symlink(sleep, path)
 	}
 	cmd := exec.Command(path, "600")
-	cmd.SysProcAttr = &syscall.SysProcAttr{Pdeathsig: syscall.SIGKILL}
+	nstest.EndWith(t, cmd)
 	if err == nil {
 		err = cmd.Start()
 	}

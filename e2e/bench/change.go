@@ -97,7 +97,7 @@ func changeOne(l *lab, c *cluster, i, n int) (time.Duration, error) {
 // awaitEndpoint makes connections until an endpoint answers one.
 func awaitEndpoint(to netip.AddrPort, endpoint netip.Addr) error {
 	for begun := time.Now(); time.Since(begun) < changeTimeout; time.Sleep(pauseBetweenProbes) {
-		from, err := ask(to)
+		from, err := measure.Ask(to)
 		if err != nil {
 			return err
 		}
@@ -110,7 +110,7 @@ func awaitEndpoint(to netip.AddrPort, endpoint netip.Addr) error {
 
 func neverAgain(to netip.AddrPort, endpoint netip.Addr) error {
 	for range 20 {
-		from, err := ask(to)
+		from, err := measure.Ask(to)
 		if err != nil {
 			return err
 		}

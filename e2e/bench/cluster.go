@@ -7,22 +7,11 @@ import (
 	"path/filepath"
 	"slices"
 
-	"nodeproxy/e2e/harness"
 	"nodeproxy/e2e/measure"
 )
 
-const (
-	// firstService is the offset of the first service's address in the service range: its lower band is for addresses that
-	// people choose themselves.
-	firstService = 256
-	// Each service has the address scatter further on than the one before it, modulo measure.MostServices: so they lie all over
-	// the range, as those do that the API server allots, and in another order than the names. As scatter is prime, no address
-	// comes twice.
-	scatter = 40507
-
-	// perFile is how many services one manifest file describes.
-	perFile = 100
-)
+// perFile is how many services one manifest file describes.
+const perFile = 100
 
 // cluster is a set of services in manifest files.
 type cluster struct {
@@ -37,7 +26,7 @@ func newCluster(dir string, sizes ...int) (*cluster, error) {
 	for i, n := range sizes {
 		s := &measure.Service{
 			Name: fmt.Sprintf("svc-%05d", i),
-			Addr: measure.Nth(harness.ServiceCIDR4, firstService+i*scatter%measure.MostServices),
+			Addr: measure.ScatteredAddr(i),
 		}
 		for range n {
 			used++

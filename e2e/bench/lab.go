@@ -7,6 +7,7 @@ import (
 
 	"nodeproxy/e2e/harness"
 	"nodeproxy/e2e/measure"
+	"nodeproxy/e2e/probe"
 )
 
 // programmingTimeout is for how long bench waits until rules are in place, far beyond any goal.
@@ -24,7 +25,7 @@ func newLab() (*lab, error) {
 	if err != nil {
 		return nil, err
 	}
-	stage, err := measure.NewStage(w.Node1(), answer, measure.EndpointRange)
+	stage, err := measure.NewStage(w.Node1(), probe.Greet, measure.EndpointRange)
 	if err != nil {
 		return nil, errors.Join(err, w.Close())
 	}
@@ -37,10 +38,13 @@ func (l *lab) Close() {
 	_ = l.World.Close()
 }
 
-// pod is an address that no service has to do with.
-func (l *lab) pod() netip.AddrPort {
-	return netip.AddrPortFrom(l.stage.Server.IP4, measure.EndpointPort)
+// target is an address to which the lab's client makes connections.
+func (l *lab) target(name string, to netip.AddrPort) measure.Target {
+	return measure.Target{Name: name, From: l.stage.Client.Netns, To: to}
 }
+
+// pod is the target of an address that no service has to do with.
+func (l *lab) pod(name string) measure.Target { return l.target(name, l.stage.Pod()) }
 
 // start runs nodeproxy on the node and waits until it reports the rules to be in sync. It returns how long that took,
 // from before the process existed.

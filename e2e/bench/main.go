@@ -26,7 +26,7 @@ type options struct {
 	endpoints int // of one service, in suite "endpoints"
 	wide      int // services of 50 endpoints each, in suite "wide"
 	changes   int // how often an endpoint is changed
-	rounds    int // of each comparison; the median of the rounds counts
+	rounds    int // of each comparison
 	verbose   bool
 	variants  []harness.Variant
 	suites    map[string]bool // by name

@@ -18,13 +18,6 @@ const (
 	rateGoal        = 0.9 // of what it is without a proxy
 )
 
-// Sizes of a comparison's rounds.
-const (
-	connectsPerRound = 2000
-	ratesPerRound    = 4
-	timePerRate      = 100 * time.Millisecond
-)
-
 // measureServices is the suite of many services with two endpoints each.
 func measureServices(r *report, v harness.Variant, o options) error {
 	plain, err := newLab()
@@ -86,7 +79,7 @@ func checkServices(l *lab, c *cluster) error {
 		step := max(1, len(c.services)/200)
 		for i := len(c.services) - 1; i >= 0; i -= step {
 			s := c.services[i]
-			from, err := ask(s.Frontend())
+			from, err := measure.Ask(s.Frontend())
 			if err != nil {
 				return fmt.Errorf("service %s: %w", s.Name, err)
 			}
@@ -98,53 +91,28 @@ func checkServices(l *lab, c *cluster) error {
 	})
 }
 
-// target is something that is compared with others.
-type target struct {
-	name string
-	lab  *lab
-	to   netip.AddrPort
-}
-
-// inTurns measures each target so many times, in turns.
-func inTurns[T any](times int, targets []target, once func(target) (T, error)) ([][]T, error) {
-	values := make([][]T, len(targets))
-	for round := range times {
-		for i := range targets {
-			i = (i + round) % len(targets)
-			value, err := once(targets[i])
-			if err != nil {
-				return nil, fmt.Errorf("%s: %w", targets[i].name, err)
-			}
-			values[i] = append(values[i], value)
-		}
-	}
-	return values, nil
-}
-
 // best returns a percentile of the values of each target.
-func best[T time.Duration | float64](o options, what, format string, p float64, targets []target, values [][]T) []T {
+func best[T time.Duration | float64](o options, what, format string, p float64, targets []measure.Target, values [][]T) []T {
 	out := make([]T, len(targets))
 	for i, v := range values {
 		if o.verbose {
-			fmt.Printf("#     %s, %s: "+format+"\n", what, targets[i].name, v)
+			fmt.Printf("#     %s, %s: "+format+"\n", what, targets[i].Name, v)
 		}
 		out[i] = measure.Percentile(v, p)
 	}
 	return out
 }
 
-// connectTimes returns the median over the rounds of each target's connect time.
-func connectTimes(o options, targets ...target) ([]time.Duration, error) {
-	values, err := inTurns(o.rounds, targets, func(t target) (time.Duration, error) {
-		return connectTime(t.lab.stage.Client.Netns, t.to, connectsPerRound)
-	})
-	return best(o, "connect", "%v", 0.5, targets, values), err
+// connectTimes returns each target's connect time.
+func connectTimes(o options, targets ...measure.Target) ([]time.Duration, error) {
+	values, err := measure.ConnectTimes(o.rounds, targets...)
+	return best(o, "connect", "%v", measure.BestTime, targets, values), err
 }
 
 func compareConnects(r *report, plain, l *lab, c *cluster, o options) error {
 	t, err := connectTimes(o,
-		target{"pod, no proxy", plain, plain.pod()}, target{"last service", l, c.last().Frontend()},
-		target{"first service", l, c.first().Frontend()}, target{"pod", l, l.pod()})
+		plain.pod("pod, no proxy"), l.target("last service", c.last().Frontend()),
+		l.target("first service", c.first().Frontend()), l.pod("pod"))
 	if err != nil {
 		return err
 	}
@@ -177,8 +145,8 @@ func compareRates(r *report, plain, l *lab, c *cluster, o options) error {
 	if err != nil {
 		return err
 	}
-	rates, err := connectionRates(o, target{"no rules", plain, plain.pod()}, target{"no proxy", tracked, tracked.pod()},
-		target{"proxy", l, l.pod()}, target{"last service", l, c.last().Frontend()})
+	rates, err := connectionRates(o, plain.pod("no rules"), tracked.pod("no proxy"), l.pod("proxy"),
+		l.target("last service", c.last().Frontend()))
 	if err != nil {
 		return err
 	}
@@ -192,13 +160,10 @@ func compareRates(r *report, plain, l *lab, c *cluster, o options) error {
 	return nil
 }
 
-// connectionRates returns what each target achieved in the best tenth of many short rounds: other work of the machine can only lower a
-// rate.
-func connectionRates(o options, targets ...target) ([]float64, error) {
-	values, err := inTurns(o.rounds*ratesPerRound, targets, func(t target) (float64, error) {
-		return connectionRate(t.lab.stage.Client.Netns, t.to, timePerRate)
-	})
-	return best(o, "connections/s", "%.0f", 0.9, targets, values), err
+// connectionRates returns what each target achieved in its best turns.
+func connectionRates(o options, targets ...measure.Target) ([]float64, error) {
+	values, err := measure.Rates(o.rounds, targets...)
+	return best(o, "connections/s", "%.0f", measure.BestRate, targets, values), err
 }
 
 // measureEndpoints compares a service of many endpoints with one of two.
@@ -219,7 +184,7 @@ func measureEndpoints(r *report, v harness.Variant, o options) error {
 		return err
 	}
 	few, many := c.services[0], c.services[1]
-	t, err := connectTimes(o, target{"2 endpoints", l, few.Frontend()}, target{"many endpoints", l, many.Frontend()})
+	t, err := connectTimes(o, l.target("2 endpoints", few.Frontend()), l.target("many endpoints", many.Frontend()))
 	if err != nil {
 		return err
 	}
@@ -234,7 +199,7 @@ func checkSpread(r *report, l *lab, s *measure.Service) error {
 	got := map[netip.Addr]int{}
 	err := l.stage.Client.Do(func() error {
 		for range perEndpoint * len(s.Endpoints) {
-			from, err := ask(s.Frontend())
+			from, err := measure.Ask(s.Frontend())
 			if err != nil {
 				return err
 			}

@@ -122,7 +122,7 @@ func compare(ctx context.Context, o options) (missed int, err error) {
 	if err := printSetting(o, np, kp); err != nil {
 		return 0, err
 	}
-	l, err := measure.NewLab(ctx, o.endpoints, prober, np, kp)
+	l, err := measure.NewLab(ctx, o.endpoints, measure.Prober, np, kp)
 	if err != nil {
 		return 0, err
 	}

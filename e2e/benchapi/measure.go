@@ -8,18 +8,7 @@ import (
 
 	"nodeproxy/e2e/machine"
 	"nodeproxy/e2e/measure"
-	"nodeproxy/e2e/probe"
 )
-
-// prober waits for a SYN-ACK, which comes within some 100 us or not at all. It finds out what is measured to a percent, and
-// does not slow down a proxy that takes seconds.
-var prober = probe.Prober{
-	Connect:   probe.ConnectLooking,
-	Handshake: 2 * time.Millisecond,
-	Pause: func(since time.Duration) time.Duration {
-		return min(max(since/100, 300*time.Microsecond), 100*time.Millisecond)
-	},
-}
 
 // trial is the measurement of one proxy under way.
 type trial struct {
@@ -51,7 +40,7 @@ func measureProxies(ctx context.Context, l *measure.Lab, sites []*measure.Site, 
 	}()
 	for _, s := range sites {
 		before := machine.UsageNow()
-		t, err := l.ColdStart(s, func(t *measure.Trial, begun time.Time) error { return awaitAll(t, begun, l.Objects.Services) })
+		t, err := l.ColdStart(s, l.AwaitAll)
 		if err != nil {
 			return nil, err
 		}
@@ -61,7 +50,7 @@ func measureProxies(ctx context.Context, l *measure.Lab, sites []*measure.Site, 
 	}
 	for round := range o.rounds {
 		for _, t := range trials {
-			text, err := t.turn(ctx, l, o, func() error { return t.round(ctx, l, o, round) })
+			text, err := t.TurnCaughtUp(ctx, l, o.settle, func() error { return t.round(ctx, l, o, round) })
 			if err != nil {
 				return nil, err
 			}
@@ -70,7 +59,7 @@ func measureProxies(ctx context.Context, l *measure.Lab, sites []*measure.Site, 
 		}
 	}
 	for _, t := range trials {
-		text, err := t.turn(ctx, l, o, func() error { return t.steady(ctx, l, o) })
+		text, err := t.TurnCaughtUp(ctx, l, o.settle, func() error { return t.steady(ctx, l, o) })
 		if err != nil {
 			return nil, err
 		}
@@ -81,25 +70,6 @@ func measureProxies(ctx context.Context, l *measure.Lab, sites []*measure.Site, 
 }
 
 func median(of []time.Duration) string { return measure.Duration(measure.Percentile(of, 0.5)) }
-
-// turn runs fn when it is the proxy's turn and the proxy has caught up: a change is in effect, and it has nothing left to do. What
-// it returns is about the machine meanwhile.
-func (t *trial) turn(ctx context.Context, l *measure.Lab, o options, fn func() error) (others string, err error) {
-	err = t.Turn(func() error {
-		if _, _, err := l.Change(ctx, t.Site, 1); err != nil {
-			return fmt.Errorf("catching up: %w", err)
-		}
-		if err := t.Rest(); err != nil {
-			return err
-		}
-		time.Sleep(o.settle)
-		before := machine.UsageNow()
-		err := fn()
-		others = "meanwhile " + machine.UsageNow().OthersSince(before)
-		return err
-	})
-	return others, err
-}
 
 // round makes a round's share of changes and additions.
 func (t *trial) round(ctx context.Context, l *measure.Lab, o options, round int) error {
@@ -135,22 +105,6 @@ func (t *trial) steady(ctx context.Context, l *measure.Lab, o options) error {
 	return t.WeighMemory()
 }
 
-// awaitAll asks each of the Services, and takes the cold start to have lasted until the last one that had to be waited for.
-func awaitAll(t *measure.Trial, begun time.Time, all []*measure.Service) error {
-	return t.Site.Client.Do(func() error {
-		for _, svc := range all {
-			a, err := prober.Ask(svc.Frontend(), probe.Patience)
-			if err == nil && !svc.Has(a.Endpoint) {
-				t.ColdStart, err = prober.Await(begun, svc.Frontend(), svc.Has, 1, measure.ColdStartTimeout)
-			}
-			if err != nil {
-				return fmt.Errorf("service %s: %w", svc.Name, err)
-			}
-		}
-		return nil
-	})
-}
-
 // add creates a Service with its endpoints, and returns the time from before the first POST is sent until the new Service
 // answers a connection.
 func add(ctx context.Context, l *measure.Lab, s *measure.Site) (took time.Duration, err error) {
@@ -164,7 +118,7 @@ func add(ctx context.Context, l *measure.Lab, s *measure.Site) (took time.Durati
 		return 0, err
 	}
 	err = s.Client.Do(func() (err error) {
-		took, err = prober.Await(begun, svc.Frontend(), svc.Has, 1, measure.ChangeTimeout)
+		took, err = measure.Prober.Await(begun, svc.Frontend(), svc.Has, 1, measure.ChangeTimeout)
 		return err
 	})
 	if err := errors.Join(<-sent, err); err != nil {

@@ -87,7 +87,7 @@ func probeAll(changes <-chan *outstanding, failed <-chan error) (took []time.Dur
 			continue
 		}
 		c := waiting[next]
-		a, err := prober.Ask(c.service.Frontend(), prober.Handshake)
+		a, err := measure.Prober.Ask(c.service.Frontend(), measure.Prober.Handshake)
 		now := time.Now()
 		age := now.Sub(c.begun)
 		switch {

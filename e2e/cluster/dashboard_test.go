@@ -13,7 +13,7 @@ import (
 )
 
 // dashboard: all queries of the dashboard resolve against a scrape of a daemon with an API server, but for packets and bytes,
-// which mode iptables does not count; and metrics of watches, requests and latencies are of that API server.
+// which only mode ipvs counts; and metrics of watches, requests and latencies are of that API server.
 func dashboard(s *scenario) {
 	s.must(s.daemon.Stop())
 	s.daemon = s.lab.Run(s.T, s.variant, clusterCIDR, "--manifests=", "--kubeconfig="+s.kubeconfig, "--service-metrics=100")
@@ -23,7 +23,11 @@ func dashboard(s *scenario) {
 	s.pod("n1a", "n2a")
 	s.eventually("served", servers(s.Client, at(svc, 4), "n1a", "n2a"))
 	s.latencyCounted()
-	_, err := s.Node1().Output(s.variant.Tool("iptables"), "-w", "-t", "nat", "-F", "KUBE-SERVICES")
+	drift := []string{s.variant.Tool("iptables"), "-w", "-t", "nat", "-F", "KUBE-SERVICES"}
+	if harness.ModeUnderTest() == harness.NFTables {
+		drift = []string{"nft", "flush", "map", "ip", "nodeproxy", "services"}
+	}
+	_, err := s.Node1().Output(drift[0], drift[1:]...)
 	s.must(err)
 	s.within(30*time.Second, "repaired drift", func() error {
 		if s.Node1().Scrape(s.T).Sum("nodeproxy_drift_repaired_total") == 0 {

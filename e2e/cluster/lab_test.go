@@ -1,6 +1,7 @@
 package cluster
 
 import (
+	"cmp"
 	"fmt"
 	"net/netip"
 	"os"
@@ -45,7 +46,8 @@ type lab struct {
 	variant           harness.Variant
 	kubeconfig, token string
 	daemon            *harness.Daemon
-	added             int // pods that scenarios added
+	mode              harness.Mode // that daemons start in, if not the default
+	added             int          // pods that scenarios added
 }
 
 var clusterCIDR = "--cluster-cidr=" + harness.ClusterCIDR4.String() + "," + harness.ClusterCIDR6.String()
@@ -90,7 +92,11 @@ var zones = []string{"zone-a", "zone-b", "zone-c"}
 
 func (l *lab) startDaemon(t *testing.T) {
 	t.Helper()
-	l.daemon = l.Run(t, l.variant, clusterCIDR, "--manifests=", "--kubeconfig="+l.kubeconfig)
+	flags := []string{clusterCIDR, "--manifests=", "--kubeconfig=" + l.kubeconfig}
+	if l.mode != "" {
+		flags = append(flags, "--mode="+string(l.mode))
+	}
+	l.daemon = l.Run(t, l.variant, flags...)
 }
 
 // scenario is one test on a lab, in an API namespace of its own.
@@ -99,7 +105,8 @@ type scenario struct {
 	*lab
 	namespace string
 	loads     []*harness.Load
-	ended     bool // the loads are
+	pause     time.Duration // of each worker of a load between two requests; 5 ms if it is 0
+	ended     bool          // the loads are
 }
 
 // row is a line of the table that is printed at the end.
@@ -268,9 +275,12 @@ func (s *scenario) newPod(node int) string {
 	return name
 }
 
+// workers is how many requests of a load are under way at a time.
+const workers = 2
+
 // load starts requests that must all be answered.
 func (s *scenario) load(from *harness.Host, to netip.AddrPort) *harness.Load {
-	l := from.StartLoad("tcp", to, 2, 5*time.Millisecond)
+	l := from.StartLoad("tcp", to, workers, cmp.Or(s.pause, 5*time.Millisecond))
 	s.loads = append(s.loads, l)
 	return l
 }

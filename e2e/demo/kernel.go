@@ -45,6 +45,48 @@ func (d *demo) chains() error {
 	return nil
 }
 
+// elements shows what mode nftables has of shop/web: its frontends, and their endpoints, which a number tells apart.
+func (d *demo) elements() error {
+	for _, family := range []string{"ip", "ip6"} {
+		frontends, err := d.list(family, "services", func(e string) bool { return strings.Contains(e, `"shop/web:http"`) })
+		if err != nil {
+			return err
+		}
+		for i, e := range frontends {
+			frontends[i], _, _ = strings.Cut(e, " counter ")
+		}
+		_, err = d.list(family, "endpoints", func(e string) bool {
+			return slices.ContainsFunc(frontends, func(f string) bool { return strings.HasPrefix(e, f+" . ") })
+		})
+		if err != nil {
+			return err
+		}
+	}
+	return nil
+}
+
+// list prints and returns those elements of a map that are wanted. There have to be some.
+func (d *demo) list(family, name string, wanted func(element string) bool) ([]string, error) {
+	command := []string{"nft", "-s", "list", "map", family, "nodeproxy", name}
+	out, err := d.world.Node1().Output(command[0], command[1:]...)
+	if err != nil {
+		return nil, err
+	}
+	fmt.Printf("   # %s\n", strings.Join(command, " "))
+	_, list, _ := strings.Cut(out, "elements = {")
+	var elements []string
+	for _, e := range strings.Split(strings.TrimRight(list, "}\t\n "), ",") {
+		if e = strings.TrimSpace(e); wanted(e) {
+			fmt.Println("   " + e)
+			elements = append(elements, e)
+		}
+	}
+	if len(elements) == 0 {
+		err = fmt.Errorf("map %s of table %s nodeproxy has nothing of shop/web:\n%s", name, family, out)
+	}
+	return elements, err
+}
+
 // servers shows what mode ipvs has of shop/web.
 func (d *demo) servers() error {
 	marks, err := d.sets()

@@ -27,14 +27,14 @@ func main() {
 	examples := flag.String("examples", "examples", "the manifests to serve")
 	flag.Parse()
 	switch harness.Mode(*mode) {
-	case harness.IPTables:
+	case harness.IPTables, harness.NFTables:
 	case harness.IPVS:
 		if err := kernelHasIPVS(); err != nil {
 			fmt.Fprintf(os.Stderr, "demo: mode ipvs: %v; e2e/kernel/run has a kernel that does\n", err)
 			os.Exit(2)
 		}
 	default:
-		fmt.Fprintf(os.Stderr, "demo: mode %q is not known; iptables and ipvs are\n", *mode)
+		fmt.Fprintf(os.Stderr, "demo: mode %q is not known; iptables, ipvs and nftables are\n", *mode)
 		os.Exit(2)
 	}
 	os.Setenv(harness.ModeVariable, *mode)
@@ -89,8 +89,11 @@ type step struct {
 
 func (d *demo) run() error {
 	held := step{"The rules of shop/web, from iptables-save on node1", d.chains}
-	if d.mode == harness.IPVS {
+	switch d.mode {
+	case harness.IPVS:
 		held = step{"What node1's kernel has of shop/web", d.servers}
+	case harness.NFTables:
+		held = step{"The elements of shop/web, from nft list map on node1", d.elements}
 	}
 	for _, step := range []step{
 		{"A node with pods, two more nodes, and a client outside, in network namespaces", d.setUp},

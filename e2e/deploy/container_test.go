@@ -8,6 +8,7 @@ import (
 	"net/http"
 	"net/netip"
 	"os"
+	"slices"
 	"strings"
 	"testing"
 	"time"
@@ -30,6 +31,11 @@ type deployment struct {
 	*harness.World
 	*kubelet
 	ds *apps.DaemonSet
+}
+
+// mode is the one that the overlay is for.
+func (d *deployment) mode() harness.Mode {
+	return harness.Mode(d.ds.Spec.Template.Annotations["nodeproxy/mode"])
 }
 
 // deploy makes all that, and a Service in the API with an endpoint on each of two nodes.
@@ -128,7 +134,10 @@ func (d *deployment) answers() error {
 		from *harness.Host
 		to   netip.AddrPort
 	}
-	requests := []request{{d.Node1().Host, netip.AddrPortFrom(netip.MustParseAddr("127.0.0.1"), a.NodePort)}}
+	var requests []request
+	if d.mode() == harness.IPTables {
+		requests = append(requests, request{d.Node1().Host, netip.AddrPortFrom(netip.MustParseAddr("127.0.0.1"), a.NodePort)})
+	}
 	for _, family := range []int{4, 6} {
 		clusterIP := netip.AddrPortFrom(a.ClusterIP(family), harness.ServicePort)
 		requests = append(requests, request{d.Pod("n1b").Host, clusterIP}, request{d.Node1().Host, clusterIP},
@@ -164,6 +173,13 @@ func TestContainer(t *testing.T) {
 			d.isReplaced(t, c, variant)
 		})
 	}
+	t.Run("nftables", func(t *testing.T) {
+		t.Parallel()
+		d := deploy(t, "overlays/nftables")
+		c := d.runs(t, harness.NFT)
+		d.changes(t, c, harness.NFT)
+		d.isReplaced(t, c, harness.NFT)
+	})
 	t.Run("kubeadm", func(t *testing.T) {
 		t.Parallel()
 		deploy(t, "overlays/kubeadm").runs(t, harness.NFT)
@@ -181,7 +197,16 @@ func (d *deployment) runs(t *testing.T, variant harness.Variant) *container {
 	if out := c.output(); strings.Contains(out, "read-only file system") || strings.Contains(out, "level=ERROR") {
 		t.Errorf("log:\n%s", out)
 	}
-	for i, want := range []string{"1", "0"} { // The node, and not the machine.
+	// As kubectl exec does.
+	out, err := d.ctr("tasks", "exec", "--exec-id=explain", c.id, "/usr/bin/nodeproxy", "get", "services", "--all-namespaces")
+	if err != nil || !strings.Contains(out, "programmed") {
+		t.Errorf("nodeproxy get services in the container: %v\n%s", err, out)
+	}
+	local := "1"
+	if d.mode() == harness.NFTables {
+		local = "0"
+	}
+	for i, want := range []string{local, "0"} { // The node, and not the machine.
 		if got, err := d.Nodes[i].ReadSysctl("net/ipv4/conf/all/route_localnet"); err != nil || got != want {
 			t.Errorf("%s: route_localnet is %q (%v), want %s", d.Nodes[i].Name, got, err, want)
 		}
@@ -192,12 +217,16 @@ func (d *deployment) runs(t *testing.T, variant harness.Variant) *container {
 // changes brings a changed ConfigMap, as the kubelet does.
 func (d *deployment) changes(t *testing.T, c *container, variant harness.Variant) {
 	t.Helper()
-	d.configMaps["nodeproxy"]["config.yaml"] += "iptables: {masqueradeBit: 13}\n"
+	d.configMaps["nodeproxy"]["config.yaml"] += string(d.mode()) + ": {masqueradeBit: 13}\n"
 	d.files(t, "config", d.configMaps["nodeproxy"])
 	must(t, c.waitFor(20*time.Second, "the configuration file has changed"))
 	must(t, eventually(20*time.Second, func() error {
-		rules, err := d.Node1().Output(variant.Tool("iptables")+"-save", "-t", "nat")
-		if err == nil && !strings.Contains(rules, "0x2000/0x2000") {
+		list, bit := []string{variant.Tool("iptables") + "-save", "-t", "nat"}, "0x2000/0x2000"
+		if d.mode() == harness.NFTables {
+			list, bit = []string{"nft", "list", "table", "ip", "nodeproxy"}, "0x00002000"
+		}
+		rules, err := d.Node1().Output(list[0], list[1:]...)
+		if err == nil && !strings.Contains(rules, bit) {
 			err = errors.New("no rule uses the new bit")
 		}
 		return err
@@ -292,26 +321,33 @@ func (d *deployment) checkProbes(t *testing.T) {
 	}
 }
 
-// TestNoCapabilityTooMany: without one of them it does not work, for at least one variant of iptables.
+// TestNoCapabilityTooMany: without one of them it does not work, in mode iptables for at least one variant of iptables.
 func TestNoCapabilityTooMany(t *testing.T) {
 	t.Parallel()
-	d := deploy(t, "overlays/iptables")
-	for without, variant := range map[v1.Capability]harness.Variant{"NET_ADMIN": harness.NFT, "NET_RAW": harness.Legacy} {
-		c := d.container(t, "without-"+strings.ToLower(strings.ReplaceAll(string(without), "_", "-")), func(c *v1.Container) {
-			var rest []v1.Capability
-			for _, capability := range c.SecurityContext.Capabilities.Add {
-				if capability != without {
-					rest = append(rest, capability)
-				}
-			}
-			c.SecurityContext.Capabilities.Add = rest
-		}, "--iptables-backend="+string(variant))
-		if err := c.waitFor(20*time.Second, "you must be root"); err != nil {
-			t.Errorf("without %s, %s: %v", without, variant, err)
-		}
-		if strings.Contains(c.output(), harness.InSync) {
-			t.Errorf("without %s, %s: in sync:\n%s", without, variant, c.output())
-		}
+	t.Run("iptables", func(t *testing.T) {
+		t.Parallel()
+		d := deploy(t, "overlays/iptables")
+		d.failsWithout(t, "NET_ADMIN", harness.NFT, "you must be root")
+		d.failsWithout(t, "NET_RAW", harness.Legacy, "you must be root")
+	})
+	t.Run("nftables", func(t *testing.T) {
+		t.Parallel()
+		deploy(t, "overlays/nftables").failsWithout(t, "NET_ADMIN", harness.NFT, "operation not permitted")
+	})
+}
+
+// failsWithout checks that the container does not work without a capability, and says why.
+func (d *deployment) failsWithout(t *testing.T, without v1.Capability, variant harness.Variant, says string) {
+	t.Helper()
+	c := d.container(t, "without-"+strings.ToLower(strings.ReplaceAll(string(without), "_", "-")), func(c *v1.Container) {
+		add := &c.SecurityContext.Capabilities.Add
+		*add = slices.DeleteFunc(*add, func(c v1.Capability) bool { return c == without })
+	}, "--iptables-backend="+string(variant))
+	if err := c.waitFor(20*time.Second, says); err != nil {
+		t.Errorf("without %s, %s: %v", without, variant, err)
+	}
+	if strings.Contains(c.output(), harness.InSync) {
+		t.Errorf("without %s, %s: in sync:\n%s", without, variant, c.output())
 	}
 }
 

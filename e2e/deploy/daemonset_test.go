@@ -31,8 +31,11 @@ func daemonSet(t testing.TB, text string) *apps.DaemonSet {
 // shows to work, works with these.
 func TestLeastPrivilege(t *testing.T) {
 	t.Parallel()
-	want := map[string][]v1.Capability{"nodeproxy": {"NET_ADMIN", "NET_RAW"}, "modules": {"NET_ADMIN", "SYS_MODULE"}}
-	for _, overlay := range []string{"overlays/iptables", "overlays/ipvs", "overlays/kubeadm", "overlays/migrate"} {
+	for _, overlay := range []string{"overlays/iptables", "overlays/ipvs", "overlays/nftables", "overlays/kubeadm", "overlays/migrate"} {
+		want := map[string][]v1.Capability{"nodeproxy": {"NET_ADMIN", "NET_RAW"}, "modules": {"NET_ADMIN", "SYS_MODULE"}}
+		if overlay == "overlays/nftables" {
+			want["nodeproxy"] = []v1.Capability{"NET_ADMIN"}
+		}
 		pod := daemonSet(t, kustomized(t, overlay)).Spec.Template.Spec
 		if !pod.HostNetwork || pod.HostPID || pod.HostIPC || pod.PriorityClassName != "system-node-critical" {
 			t.Errorf("%s: the pod's namespaces or priority: %+v", overlay, pod)

@@ -124,6 +124,15 @@ func (k *kubelet) source(t *testing.T, v *v1.Volume) string {
 	switch {
 	case v.ConfigMap != nil && k.configMaps[v.ConfigMap.Name] != nil:
 		return k.files(t, v.Name, k.content(t, v.ConfigMap))
+	case v.EmptyDir != nil:
+		dir, err := os.MkdirTemp(k.dir, v.Name)
+		if err != nil {
+			t.Fatal(err)
+		}
+		if err := os.Chmod(dir, 0o777); err != nil { // Whoever the container runs as may write there.
+			t.Fatal(err)
+		}
+		return dir
 	case v.HostPath != nil && *v.HostPath.Type == v1.HostPathFileOrCreate:
 		if _, err := k.containerd.run("touch", v.HostPath.Path); err != nil {
 			t.Fatal(err)

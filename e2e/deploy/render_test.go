@@ -81,6 +81,7 @@ var modes = []struct {
 }{
 	{"overlays/iptables", nil},
 	{"overlays/ipvs", []string{"--set=config.mode=ipvs,config.ipvs.scheduler=,config.ipvs.strictARP=false"}},
+	{"overlays/nftables", []string{"--set=config.mode=nftables", "--set-json=config.nodePortAddresses=[]"}},
 	{"overlays/migrate", []string{"--set=nodeSelector.service-proxy=nodeproxy"}},
 }
 

@@ -72,7 +72,7 @@ func (w *World) Run(t testing.TB, variant Variant, flags ...string) *Daemon {
 }
 
 // InSync is what the daemon logs when it has programmed everything it knows of.
-const InSync = `msg="in sync"`
+const InSync = `msg="in sync: `
 
 // StartDaemon starts nodeproxy on a node, over the World's manifests, in the mode under test, with these flags besides,
 // which go before, and does not wait for anything.
@@ -84,6 +84,7 @@ func (w *World) StartDaemon(n *Node, flags ...string) (*Daemon, error) {
 	args := append([]string{
 		"run", "--mode=" + string(ModeUnderTest()), "--manifests=" + w.Manifests, "--node-name=" + n.Name, "--log-level=debug",
 		"--service-cidr=" + ServiceCIDR4.String() + "," + ServiceCIDR6.String(),
+		"--socket=", // All nodes share one file system.
 	}, flags...)
 	d := &Daemon{Node: n, Args: args, exited: make(chan struct{}), changed: make(chan struct{})}
 	launch := w.Launch

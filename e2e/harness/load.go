@@ -3,6 +3,8 @@ package harness
 import (
 	"fmt"
 	"net/netip"
+	"os"
+	"strconv"
 	"sync"
 	"time"
 )
@@ -17,6 +19,31 @@ type Load struct {
 	servers  map[string]int
 	lastFrom map[string]time.Time
 	failures []Answer
+}
+
+// The environment variables with how many connections tests of a take-over open each second, as far as the machine can, and how many of
+// them stay open.
+const (
+	RateVariable = "NODEPROXY_E2E_RATE"
+	OpenVariable = "NODEPROXY_E2E_OPEN"
+)
+
+// ConnectionRate is what RateVariable says, or another number if it is not set.
+func ConnectionRate(otherwise int) int { return numberIn(RateVariable, otherwise) }
+
+// OpenConnections is what OpenVariable says, or another number if it is not set.
+func OpenConnections(otherwise int) int { return numberIn(OpenVariable, otherwise) }
+
+func numberIn(variable string, otherwise int) int {
+	text := os.Getenv(variable)
+	if text == "" {
+		return otherwise
+	}
+	n, err := strconv.Atoi(text)
+	if err != nil || n <= 0 {
+		panic(fmt.Sprintf("%s=%s: it is to be a positive number", variable, text))
+	}
+	return n
 }
 
 // StartLoad sends requests from a namespace, workers at a time, each of them pausing between its requests.

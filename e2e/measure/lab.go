@@ -25,6 +25,7 @@ type Lab struct {
 	ControlPlane *cluster.ControlPlane
 	Objects      Objects
 	Sites        []*Site
+	Limits       Limits
 	prober       probe.Prober
 }
 
@@ -35,7 +36,8 @@ type Site struct {
 	kubeconfig, log string // files
 }
 
-// NewLab makes a lab for these proxies, without Services; there will be so many endpoints of each. Close removes it.
+// NewLab makes a lab for these proxies, without Services; there will be so many endpoints of each. A Proxy without a name is none, for
+// comparison. Close removes the lab.
 func NewLab(ctx context.Context, endpoints int, prober probe.Prober, proxies ...Proxy) (*Lab, error) {
 	pods := []int{0} // The first node is the control plane's.
 	for range proxies {
@@ -45,7 +47,7 @@ func NewLab(ctx context.Context, endpoints int, prober probe.Prober, proxies ...
 	if err != nil {
 		return nil, err
 	}
-	l := &Lab{World: w, prober: prober}
+	l := &Lab{World: w, Limits: Limits{ColdStartTimeout, ChangeTimeout}, prober: prober}
 	if err := l.build(ctx, endpoints, proxies); err != nil {
 		return nil, errors.Join(err, l.Close())
 	}
@@ -69,7 +71,7 @@ func (l *Lab) build(ctx context.Context, endpoints int, proxies []Proxy) (err er
 	}
 	// All EndpointSlices are written here. The controllers would find nothing to do, but look at each object.
 	l.ControlPlane.ControllerManager.Kill()
-	l.Objects = Objects{client: l.ControlPlane.Admin, endpoints: endpoints}
+	l.Objects = Objects{client: l.ControlPlane.Admin, put: l.ControlPlane.Put, endpoints: endpoints}
 	kubeconfigs, err := l.kubeconfigs(ctx)
 	if err != nil {
 		return err

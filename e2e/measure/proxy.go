@@ -84,6 +84,7 @@ func (s *Site) Start() (*Running, error) {
 	}, p.Flags...)...)
 	r.cmd.Stdout, r.cmd.Stderr = log, log
 	r.cmd.Env = append(os.Environ(), p.Env...)
+	r.cmd.SysProcAttr = &syscall.SysProcAttr{Setpgid: true}
 	if err := s.Node.Start(r.cmd); err != nil {
 		return nil, fmt.Errorf("start %s: %w", p.Name, err)
 	}
@@ -100,7 +101,7 @@ func (r *Running) Freeze() error { return r.cmd.Process.Signal(syscall.SIGSTOP) 
 // Thaw lets the proxy go on.
 func (r *Running) Thaw() error { return r.cmd.Process.Signal(syscall.SIGCONT) }
 
-// Stop ends the proxy, frozen or not, by force if it does not go in ten seconds.
+// Stop ends the proxy, frozen or not, by force if it does not go in ten seconds, and the programs that it has started.
 func (r *Running) Stop() {
 	_ = r.cmd.Process.Signal(syscall.SIGCONT)
 	_ = r.cmd.Process.Signal(syscall.SIGTERM)
@@ -109,6 +110,10 @@ func (r *Running) Stop() {
 	case <-time.After(10 * time.Second):
 		_ = r.cmd.Process.Kill()
 		<-r.exited
+	}
+	// One that is in the kernel, which may take minutes there, ends when it comes out.
+	for begun := time.Now(); syscall.Kill(-r.cmd.Process.Pid, syscall.SIGKILL) == nil && time.Since(begun) < restTimeout; {
+		time.Sleep(restPeriod / 10)
 	}
 }
 

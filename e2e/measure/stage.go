@@ -34,5 +34,8 @@ func NewStage(n *harness.Node, handle func(fd int, peer syscall.Sockaddr), range
 	return s, err
 }
 
+// Pod is an address of the server that no Service has.
+func (s *Stage) Pod() netip.AddrPort { return netip.AddrPortFrom(s.Server.IP4, EndpointPort) }
+
 // Close ends the server.
 func (s *Stage) Close() { s.listening.Close() }

@@ -5,6 +5,8 @@ import (
 	"errors"
 	"fmt"
 	"time"
+
+	"nodeproxy/e2e/machine"
 )
 
 // Result is what every comparison measures of a proxy.
@@ -61,6 +63,25 @@ func (t *Trial) Turn(fn func() error) error {
 		return t.Explain(err)
 	}
 	return nil
+}
+
+// TurnCaughtUp is Turn, but the proxy has caught up before it runs fn: a change is in effect, and it has nothing left to do. What it
+// returns is about the machine while fn ran. A pause comes before that.
+func (t *Trial) TurnCaughtUp(ctx context.Context, l *Lab, pause time.Duration, fn func() error) (others string, err error) {
+	err = t.Turn(func() error {
+		if _, _, err := l.Change(ctx, t.Site, 1); err != nil {
+			return fmt.Errorf("catching up: %w", err)
+		}
+		if err := t.Rest(); err != nil {
+			return err
+		}
+		time.Sleep(pause)
+		before := machine.UsageNow()
+		err := fn()
+		others = "meanwhile " + machine.UsageNow().OthersSince(before)
+		return err
+	})
+	return others, err
 }
 
 // Counted runs fn until the proxy has nothing left to do, and returns the processor time that the proxy took for that and for

@@ -3,6 +3,7 @@
 package nstest
 
 import (
+	"errors"
 	"fmt"
 	"os"
 	"os/exec"
@@ -58,11 +59,47 @@ func Process(t *testing.T) bool {
 	NeedKernel(t)
 	cmd := exec.Command("/proc/self/exe", "-test.run=^"+t.Name()+"$", "-test.timeout=60s", "-test.v")
 	cmd.Env = append(os.Environ(), inside+"=yes")
-	cmd.SysProcAttr = &syscall.SysProcAttr{Cloneflags: syscall.CLONE_NEWNET, Pdeathsig: syscall.SIGKILL}
+	cmd.SysProcAttr = &syscall.SysProcAttr{Cloneflags: syscall.CLONE_NEWNET}
+	EndWith(t, cmd)
 	if out, err := cmd.CombinedOutput(); err != nil {
 		t.Errorf("in a network namespace (this needs root): %v\n%s", err, out)
 	}
 	return false
+}
+
+// EndWith has the kernel kill the process that cmd starts if the test program dies before it. The kernel does so when the thread that
+// started the process ends, which the thread of a test that enters a namespace does: the calling test keeps its thread until it ends.
+func EndWith(t testing.TB, cmd *exec.Cmd) {
+	runtime.LockOSThread()
+	t.Cleanup(runtime.UnlockOSThread)
+	if cmd.SysProcAttr == nil {
+		cmd.SysProcAttr = &syscall.SysProcAttr{}
+	}
+	cmd.SysProcAttr.Pdeathsig = syscall.SIGKILL
+}
+
+// LeftVariable is the environment variable with the network namespace that Isolate has left, as /proc/self/ns/net names it.
+const LeftVariable = "NODEPROXY_TEST_LEFT"
+
+// Isolate moves the test program to a network namespace of its own, whose loopback is up, with all its goroutines and the programs that it
+// starts: call it first in TestMain, where tests run the program itself, so that it can't change the machine's rules by mistake. A user
+// without the right to make a namespace can't change rules either, and stays.
+func Isolate() {
+	if os.Getenv(LeftVariable) != "" {
+		return
+	}
+	left, err := os.Readlink("/proc/thread-self/ns/net")
+	if err == nil {
+		err = enter()
+	}
+	if errors.Is(err, syscall.EPERM) && os.Geteuid() != 0 {
+		return
+	}
+	if err == nil { // The new program has this thread only, and so its namespace.
+		err = syscall.Exec("/proc/self/exe", os.Args, append(os.Environ(), LeftVariable+"="+left))
+	}
+	fmt.Fprintln(os.Stderr, "no network namespace for tests:", err)
+	os.Exit(1)
 }
 
 func enter() error {

@@ -20,7 +20,6 @@ import (
 
 	"nodeproxy/e2e/kernel/inkernel"
 	"nodeproxy/internal/nstest"
-	"nodeproxy/iptables/base"
 	"nodeproxy/ipvs"
 	"nodeproxy/kernel/drift"
 	"nodeproxy/kernel/xtables"
@@ -78,7 +77,7 @@ func inLab(t testing.TB, v xtables.Variant, n int, o ipvs.Options, f func(l *lab
 }
 
 func (l *lab) start(o ipvs.Options) (err error) {
-	o.MasqueradeBit = base.DefaultMasqueradeBit
+	o.MasqueradeBit = 14
 	l.backend, err = ipvs.New(ipvs.Config{
 		Options: o, Variant: l.variant, Families: []plan.Family{plan.IPv4, plan.IPv6}, Log: slog.New(slog.DiscardHandler),
 		Compared: func(r drift.Report) { l.reports = append(l.reports, r) },

@@ -3,6 +3,7 @@
 package nftrules
 
 import (
+	"context"
 	"encoding/binary"
 	"fmt"
 
@@ -43,23 +44,23 @@ var guardNames = map[expr.MetaKey]string{inMark: "mark", inPriority: "priority"}
 // security 50, conntrack at OUTPUT -200; IPVS looks at 98 and 99 at INPUT, and at -99 and -98 at OUTPUT.
 func (g MarkGuard) chains() []nft.Chain {
 	return []nft.Chain{
-		{Name: "input-keep", Hook: "input", Priority: -151, Rules: []nft.Rule{g.rule().copy(inPriority, inMark).done()}},
-		{Name: "input-hide", Hook: "input", Priority: -149, Rules: []nft.Rule{
+		{Name: "input-keep", Hook: filter("input", -151), Rules: []nft.Rule{g.rule().copy(inPriority, inMark).done()}},
+		{Name: "input-hide", Hook: filter("input", -149), Rules: []nft.Rule{
 			g.rule().ours(inMark).swap().accept(),
 			g.rule().ours(inPriority).bare().copy(inMark, inPriority).clear(inPriority).accept(), // It looked like ours, and was cleared.
 			g.rule().clear(inPriority).done(),
 		}},
-		{Name: "input-show", Hook: "input", Priority: 97, Rules: []nft.Rule{
+		{Name: "input-show", Hook: filter("input", 97), Rules: []nft.Rule{
 			g.rule().ours(inPriority).swap().accept(),
 			g.rule().ours(inMark).copy(inPriority, inMark).clear(inMark).accept(),
 		}},
-		{Name: "input-restore", Hook: "input", Priority: 101, Rules: g.restore(false)}, // what stays on this node
-		{Name: "output-sent-on", Hook: "output", Priority: -301, Rules: g.restore(true)},
-		{Name: "output-keep", Hook: "output", Priority: -151, Rules: []nft.Rule{
+		{Name: "input-restore", Hook: filter("input", 101), Rules: g.restore(false)}, // what stays on this node
+		{Name: "output-sent-on", Hook: filter("output", -301), Rules: g.restore(true)},
+		{Name: "output-keep", Hook: filter("output", -151), Rules: []nft.Rule{
 			g.rule().ours(inMark).copy(inPriority, inMark).accept(),
 			g.rule().toSelf().copy(inPriority, inMark).done(),
 		}},
-		{Name: "output-restore", Hook: "output", Priority: -97, Rules: g.restore(false)},
+		{Name: "output-restore", Hook: filter("output", -97), Rules: g.restore(false)},
 	}
 }
 
@@ -168,44 +169,115 @@ func (b *guardBuilder) accept() nft.Rule {
 
 func (b *guardBuilder) done() nft.Rule { return b.out }
 
+// filter returns a hook of type filter.
+func filter(hook string, priority int32) *nft.Hook {
+	return &nft.Hook{Type: "filter", Name: hook, Priority: priority}
+}
+
+// tableText returns a table in the language of nft.
+func tableText(f plan.Family, name string, chains []nft.Chain) string {
+	out := fmt.Sprintf("table %s %s\n", nft.FamilyName(f), name)
+	for _, c := range chains {
+		out += fmt.Sprintf("chain %s type %s hook %s priority %d\n", c.Name, c.Hook.Type, c.Hook.Name, c.Hook.Priority)
+		for _, r := range c.Rules {
+			out += "rule " + c.Name + " " + r.Text + "\n"
+		}
+	}
+	return out
+}
+
+// table is a table that belongs to this program alone, in the network namespace of the thread that opened it.
+type table struct {
+	*nft.Conn
+	family plan.Family
+	name   string
+	sets   []nft.Set
+	chains []nft.Chain
+}
+
+// open opens the table, which need not exist. It returns nft.ErrAbsent if the kernel has no nftables.
+func (x table) open() (*table, error) {
+	_, err := nft.Tables(x.family)
+	if err == nil {
+		x.Conn, err = nft.Dial()
+	}
+	return &x, err
+}
+
+// state reports whether the table exists, and whether it has the sets and chains that it should have.
+func (x *table) state() (exists, intact bool, err error) {
+	content, err := x.Read(x.family, x.name, x.sets, x.chains)
+	return content != nil, content.Intact(x.sets, x.chains), err
+}
+
+// write replaces the table in one step, with elements in its set if it has one.
+func (x *table) write(elements []nft.Element) error {
+	b := nft.NewBatch(x.family, x.name)
+	b.AddTable()
+	b.DeleteTable()
+	b.AddTable()
+	for _, s := range x.sets {
+		b.AddSet(s)
+		b.AddElements(s, elements)
+	}
+	if err := b.AddChains(x.chains); err != nil {
+		return err
+	}
+	return x.Commit(b)
+}
+
 // Text returns the table in the language of nft, except for the exchange of mark and priority, which nft can't express.
-func (g MarkGuard) Text(f plan.Family) string { return nft.Text(f, names.IPVSMarks, g.chains()) }
+func (g MarkGuard) Text(f plan.Family) string { return tableText(f, names.IPVSMarks, g.chains()) }
 
 // Guards keeps the guard of marks of one family in the network namespace of the thread that opened it.
-type Guards struct {
-	*nft.Table
-	guard MarkGuard
-}
+type Guards struct{ *table }
 
 // OpenGuards returns nft.ErrAbsent if the kernel has no nftables.
 func OpenGuards(f plan.Family, g MarkGuard) (*Guards, error) {
-	t, err := nft.Open(f, names.IPVSMarks)
+	t, err := table{family: f, name: names.IPVSMarks, chains: g.chains()}.open()
 	if err != nil {
 		return nil, err
 	}
-	return &Guards{t, g}, nil
+	return &Guards{t}, nil
 }
 
-// Intact reports whether the table is as it should be.
+// Intact reports whether the kernel has the table as it should be.
 func (x *Guards) Intact() (bool, error) {
-	_, intact, err := x.Holds(x.guard.chains())
+	_, intact, err := x.state()
 	return intact, err
 }
 
-// Ensure makes the table as it should be, in one step. It reports whether the table existed and whether it had to be written.
+// Ensure writes the table in one step, unless it is intact. It reports whether the table existed and whether it was written.
 func (x *Guards) Ensure() (was, written bool, err error) {
-	want := x.guard.chains()
-	was, same, err := x.Holds(want)
-	if err != nil || same {
+	was, intact, err := x.state()
+	if err != nil || intact {
 		return was, false, err
 	}
-	x.Replace()
-	x.Table.Add(want)
-	return was, true, x.Flush()
+	return was, true, x.write(nil)
 }
 
-// GuardTables lists the families that have a guard of marks in the network namespace of the calling thread.
+// GuardTables returns the families that have a guard of marks in the network namespace of the calling thread.
 func GuardTables() ([]plan.Family, error) { return nft.FamiliesWith(names.IPVSMarks) }
 
-// RemoveGuards removes the guards of both families, if there are any.
+// RemoveGuards removes the guards of both families, if they exist.
 func RemoveGuards() error { return nft.RemoveTables(names.IPVSMarks) }
+
+// Watch opens a socket in the network namespace of the calling thread. It returns a function that until ctx ends calls changed after each
+// change of rules in the table of a guard or of a Ports, and after notifications were lost.
+func Watch() (func(ctx context.Context, changed func(plan.Family)), error) {
+	watch, err := nft.Watch(names.IPVSMarks, names.IPVSPorts)
+	if err != nil {
+		return nil, err
+	}
+	return func(ctx context.Context, changed func(plan.Family)) {
+		watch(ctx, func(c nft.Change) {
+			if !c.ElementsOnly {
+				changed(c.Family)
+			}
+		}, func(error) {
+			for _, f := range plan.Families {
+				changed(f)
+			}
+		})
+	}, nil
+}

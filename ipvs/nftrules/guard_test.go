@@ -4,8 +4,20 @@ import (
 	"testing"
 
 	"nodeproxy/internal/nstest"
+	"nodeproxy/kernel/names"
+	"nodeproxy/kernel/nft"
 	"nodeproxy/plan"
 )
+
+// flushChain removes the rules of a chain, as another program might.
+func flushChain(t *testing.T, x *table, name string) {
+	t.Helper()
+	b := nft.NewBatch(x.family, x.name)
+	b.FlushChain(name)
+	if err := x.Commit(b); err != nil {
+		t.Fatal(err)
+	}
+}
 
 // TestMarkGuard: a second comparison writes nothing, whatever was changed is mended, and nothing stays.
 func TestMarkGuard(t *testing.T) {
@@ -32,14 +44,11 @@ func TestMarkGuard(t *testing.T) {
 		ensure("at first", x, false, true)
 		ensure("again", x, true, false)
 		ensure("by another process", open(guard), true, false)
-		chains, err := x.Conn.ListChainsOfTableFamily(x.Table.Table.Family)
+		chains, err := nft.Chains(f, names.IPVSMarks)
 		if err != nil || len(chains) != len(guard.chains()) {
 			t.Fatalf("%s: %d chains, %v", f, len(chains), err)
 		}
-		x.Conn.FlushChain(chains[2])
-		if err := x.Conn.Flush(); err != nil {
-			t.Fatal(err)
-		}
+		flushChain(t, x.table, chains[2])
 		ensure("without the rules of a chain", x, true, true)
 		ensure("after that", x, true, false)
 		other := guard

@@ -7,7 +7,6 @@ import (
 	"net/netip"
 	"slices"
 
-	"github.com/google/nftables"
 	"github.com/google/nftables/expr"
 	links "github.com/vishvananda/netlink"
 	"golang.org/x/sys/unix"
@@ -41,26 +40,28 @@ var ErrNoPorts = errors.New("this kernel has no nftables (module nf_tables), or 
 // While there are no ports, there is neither a table nor a rule: rules slow down the kernel's routing lookups. The routes are those
 // of Device.AddPortRoutes.
 type Ports struct {
-	*nft.Table
-	family plan.Family
-	set    *nftables.Set
+	*table
 	handle *links.Handle
+}
+
+// portSet is the set of ports of a family.
+func portSet(f plan.Family) nft.Set {
+	address := uint32(nft.TypeIPv4)
+	if f == plan.IPv6 {
+		address = nft.TypeIPv6
+	}
+	return nft.Set{Name: "ports", Key: nft.Concat{address, nft.TypeProtocol, nft.TypeServicePort}}
 }
 
 // OpenPorts returns ErrNoPorts if the kernel lacks something.
 func OpenPorts(f plan.Family) (*Ports, error) {
-	t, err := nft.Open(f, names.IPVSPorts)
+	t, err := table{family: f, name: names.IPVSPorts, sets: []nft.Set{portSet(f)}, chains: portChains(f)}.open()
 	if errors.Is(err, nft.ErrAbsent) {
 		return nil, ErrNoPorts
 	} else if err != nil {
 		return nil, err
 	}
-	address := nftables.TypeIPAddr
-	if f == plan.IPv6 {
-		address = nftables.TypeIP6Addr
-	}
-	key := nftables.MustConcatSetType(address, nftables.TypeInetProto, nftables.TypeInetService)
-	x := &Ports{Table: t, family: f, set: &nftables.Set{Table: t.Table, Name: "ports", KeyType: key}}
+	x := &Ports{table: t}
 	if x.handle, err = links.NewHandle(unix.NETLINK_ROUTE); err != nil {
 		_ = t.Close()
 		return nil, fmt.Errorf("routing rules: netlink socket: %w", err)
@@ -78,7 +79,7 @@ func OpenPorts(f plan.Family) (*Ports, error) {
 // Close closes the sockets. It leaves what was written.
 func (x *Ports) Close() error {
 	x.handle.Close()
-	return x.Table.Close()
+	return x.table.Close()
 }
 
 // portChains are the chains in the order in which a packet meets them. Table raw has priority -300, and connection tracking at OUTPUT -200. What IPVS
@@ -87,13 +88,13 @@ func portChains(f plan.Family) []nft.Chain {
 	rule := func() *guardBuilder { return MarkGuard{}.rule() }
 	restore := []nft.Rule{rule().diverted().copy(inMark, inPriority).clear(inPriority).done()}
 	return []nft.Chain{
-		{Name: "divert", Hook: "prerouting", Priority: 1000, Rules: []nft.Rule{rule().toPort(f).divert().done()}},
-		{Name: "restore", Hook: "input", Priority: -1000, Rules: restore},
+		{Name: "divert", Hook: filter("prerouting", 1000), Rules: []nft.Rule{rule().toPort(f).divert().done()}},
+		{Name: "restore", Hook: filter("input", -1000), Rules: restore},
 		// A frame that is bridged is not routed.
-		{Name: "restore-bridged", Hook: "forward", Priority: -1000, Rules: restore},
-		{Name: "output-divert", Hook: "output", Priority: -304, Reroutes: true,
+		{Name: "restore-bridged", Hook: filter("forward", -1000), Rules: restore},
+		{Name: "output-divert", Hook: &nft.Hook{Type: "route", Name: "output", Priority: -304},
 			Rules: []nft.Rule{rule().untracked().toPort(f).divert().done()}},
-		{Name: "output-restore", Hook: "output", Priority: -303, Rules: restore},
+		{Name: "output-restore", Hook: filter("output", -303), Rules: restore},
 	}
 }
 
@@ -133,8 +134,7 @@ func PortsText(f plan.Family, ports []plan.Address) string {
 	if len(ports) == 0 {
 		return ""
 	}
-	address := map[plan.Family]string{plan.IPv4: "ipv4_addr", plan.IPv6: "ipv6_addr"}[f]
-	out := nft.Text(f, names.IPVSPorts, portChains(f)) + "set ports type " + address + " . inet_proto . inet_service\n"
+	out := tableText(f, names.IPVSPorts, portChains(f)) + "set ports type " + portSet(f).Key.String() + "\n"
 	for _, p := range ports {
 		out += fmt.Sprintf("add element %s %s ports { %s . %s . %d }\n", nft.FamilyName(f), names.IPVSPorts, p.Addr, p.Protocol.Lower(), p.Port)
 	}
@@ -152,7 +152,7 @@ func (x *Ports) rule() *links.Rule {
 
 // List returns the ports in the set. complete says that table and rule are as they should be, and exists that any of them exists.
 func (x *Ports) List() (ports map[plan.Address]struct{}, exists, complete bool, err error) {
-	exists, complete, err = x.Holds(portChains(x.family))
+	exists, complete, err = x.state()
 	if err != nil {
 		return nil, false, false, err
 	}
@@ -171,25 +171,37 @@ func isPortRule(r links.Rule) bool {
 		!r.Invert && (r.Mask == nil || *r.Mask == ^uint32(0))
 }
 
+// mostReads bounds how often elements are read.
+const mostReads = 6
+
+// elements reads the set until a listing has no port that was not seen before: soon after the set has grown, some may be missing (see
+// nft.Conn.Elements).
 func (x *Ports) elements() (map[plan.Address]struct{}, error) {
 	out := map[plan.Address]struct{}{}
-	_, err := x.Conn.GetSetByName(x.Table.Table, x.set.Name)
-	if errors.Is(err, unix.ENOENT) {
-		return out, nil
-	}
-	var list []nftables.SetElement
-	if err == nil {
-		list, err = x.Conn.GetSetElements(x.set)
-	}
-	if err != nil {
-		return nil, fmt.Errorf("reading set %s of nftables table %s: %w", x.set.Name, names.IPVSPorts, x.Failed(err))
-	}
-	for _, e := range list {
-		if p, ok := parsePort(e.Key, x.family); ok {
-			out[p] = struct{}{}
+	for range mostReads {
+		seen := len(out)
+		list, err := x.Elements(x.family, x.name, x.sets[0])
+		if err != nil {
+			return nil, err
+		}
+		for _, e := range list {
+			if p, ok := parsePort([]byte(e.Key), x.family); ok {
+				out[p] = struct{}{}
+			}
+		}
+		if len(out) == seen {
+			break
 		}
 	}
 	return out, nil
+}
+
+func portElements(ports []plan.Address) []nft.Element {
+	var out []nft.Element
+	for _, p := range ports {
+		out = append(out, nft.Element{Key: string(portKey(p))})
+	}
+	return out
 }
 
 // portKey returns an element of the set: each of its parts fills registers of four bytes.
@@ -212,12 +224,7 @@ func parsePort(key []byte, f plan.Family) (plan.Address, bool) {
 
 // Write writes table and rule, with these ports and no others, replacing the table in one step.
 func (x *Ports) Write(ports []plan.Address) error {
-	x.Replace()
-	if err := x.Conn.AddSet(x.set, nil); err != nil {
-		return fmt.Errorf("writing nftables table %s: %w", names.IPVSPorts, x.Failed(err)) // and not half of it with the next flush
-	}
-	x.Table.Add(portChains(x.family))
-	if err := x.Add(ports); err != nil {
+	if err := x.write(portElements(ports)); err != nil {
 		return err
 	}
 	rules, err := portRules(x.handle, x.family)
@@ -243,33 +250,25 @@ func (x *Ports) Write(ports []plan.Address) error {
 }
 
 // Add adds ports.
-func (x *Ports) Add(ports []plan.Address) error { return x.change(ports, x.Conn.SetAddElements) }
+func (x *Ports) Add(ports []plan.Address) error {
+	b := nft.NewBatch(x.family, x.name)
+	b.AddElements(x.sets[0], portElements(ports))
+	return x.Commit(b)
+}
 
 // Remove removes ports.
-func (x *Ports) Remove(ports []plan.Address) error { return x.change(ports, x.Conn.SetDeleteElements) }
-
-func (x *Ports) change(ports []plan.Address, do func(*nftables.Set, []nftables.SetElement) error) error {
-	const most = 500 // in one message
-	for some := range slices.Chunk(ports, most) {
-		var elements []nftables.SetElement
-		for _, p := range some {
-			elements = append(elements, nftables.SetElement{Key: portKey(p)})
-		}
-		if err := do(x.set, elements); err != nil {
-			return fmt.Errorf("changing set %s of nftables table %s: %w", x.set.Name, names.IPVSPorts, x.Failed(err))
-		}
-		if err := x.Flush(); err != nil {
-			return err
-		}
-	}
-	return x.Flush()
+func (x *Ports) Remove(ports []plan.Address) error {
+	b := nft.NewBatch(x.family, x.name)
+	b.DeleteElements(x.sets[0], portElements(ports))
+	return x.Commit(b)
 }
 
 // Clear removes table and rule.
 func (x *Ports) Clear() error {
-	x.Conn.AddTable(x.Table.Table)
-	x.Conn.DelTable(x.Table.Table)
-	return errors.Join(removePortRules(x.handle, x.family), x.Flush())
+	b := nft.NewBatch(x.family, x.name)
+	b.AddTable()
+	b.DeleteTable()
+	return errors.Join(removePortRules(x.handle, x.family), x.Commit(b))
 }
 
 // portRules lists the rules that lead to names.PortsRouteTable.

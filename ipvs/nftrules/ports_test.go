@@ -10,7 +10,6 @@ import (
 	"testing"
 	"time"
 
-	"github.com/google/nftables"
 	links "github.com/vishvananda/netlink"
 	"golang.org/x/sys/unix"
 
@@ -100,8 +99,7 @@ func TestPorts(t *testing.T) {
 		}
 		ok(t, x.Remove(list[:1]))
 		holds("without TCP", list[1:], true, 1, unrouted...)
-		x.Conn.FlushChain(&nftables.Chain{Table: x.Table.Table, Name: "divert"})
-		ok(t, x.Flush())
+		flushChain(t, x.table, "divert")
 		holds("without a chain's rules", list[1:], false, 1, unrouted...)
 		ok(t, x.Write(list))
 		family := map[plan.Family]string{plan.IPv4: "-4", plan.IPv6: "-6"}[tc.family]

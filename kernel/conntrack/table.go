@@ -64,6 +64,15 @@ func (s *Session) Close() {
 	s.writer.Close()
 }
 
+// Each calls visit with each flow of a filter. The kernel may also list others.
+func (s *Session) Each(ctx context.Context, f Filter, visit func(*Flow)) error {
+	_, _, err := s.RemoveIf(ctx, f, func(fl *Flow) bool {
+		visit(fl)
+		return false
+	})
+	return err
+}
+
 // RemoveIf removes those flows of a filter for which stale returns true, and returns how many it read and removed. Flows may have
 // been removed even if it returns an error.
 func (s *Session) RemoveIf(ctx context.Context, f Filter, stale func(*Flow) bool) (read, removed int, err error) {

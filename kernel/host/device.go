@@ -48,6 +48,31 @@ func OpenDevice(name string) (*Device, error) {
 	return d, nil
 }
 
+// FindDevice returns an interface that exists, to read from; nil if there is none. It changes nothing.
+func FindDevice(name string) (*Device, error) {
+	handle, err := links.NewHandle(unix.NETLINK_ROUTE)
+	if err != nil {
+		return nil, fmt.Errorf("interface %s: netlink socket: %w", name, err)
+	}
+	d := &Device{name: name, handle: handle}
+	if d.link, err = handle.LinkByName(name); err == nil {
+		if err = isDummy(d.link); err == nil {
+			d.conn, err = netlink.Dial(unix.NETLINK_ROUTE)
+		}
+	}
+	if err == nil {
+		return d, nil
+	}
+	handle.Close()
+	if errors.As(err, new(links.LinkNotFoundError)) {
+		return nil, nil
+	}
+	return nil, fmt.Errorf("interface %s: %w", name, err)
+}
+
+// Up reports whether the interface was up when it was found.
+func (d *Device) Up() bool { return d.link.Attrs().Flags&net.FlagUp != 0 }
+
 // CheckDevice returns the error that OpenDevice would return, and makes no interface.
 func CheckDevice(name string) error {
 	handle, err := links.NewHandle(unix.NETLINK_ROUTE)

@@ -34,6 +34,13 @@ const (
 	NFTToNodePorts  = "to-node-ports"
 	NFTToKind       = "to-kind"
 	NFTToKindWithin = "to-kind-within"
+	NFTSplit        = "split" // policy Local: takes off what pods and the node itself send
+	NFTSplitPorts   = "split-node-ports"
+	NFTToEndpoint   = "to-endpoint"        // these have forms for node ports and for policy Local
+	NFTToSticky     = "to-sticky-endpoint" // by identifier
+	NFTChoice       = "choice"             // finds an identifier
+	NFTKeep         = "keep"               // with each term of affinity: clients that are remembered
+	NFTChoose       = "choose"             // and those that are not
 	NFTCheckSource  = "check-source"
 	NFTReject       = "reject"
 	NFTRejectReset  = "reject-reset"

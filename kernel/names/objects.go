@@ -7,6 +7,8 @@ const Device = "kube-ipvs0"
 const (
 	IPVSMarks = "nodeproxy-ipvs-marks" // mode ipvs: keeps marks of this program and of others apart
 	IPVSPorts = "nodeproxy-ipvs-ports" // mode ipvs: makes single ports of external IPs the node's
+	// Trace exists while "nodeproxy trace --live" follows packets.
+	Trace = "nodeproxy-trace"
 	// KubeProxy is kube-proxy's, in its mode nftables.
 	KubeProxy = "kube-proxy"
 )

@@ -34,7 +34,10 @@ var sets = []Set{
 	ClusterIPs, LoadBalancerIPs, ExternalIPs, LoadBalancerIPsLocal, ExternalIPsLocal, LoadBalancerFirewall, SourceCIDRs, SourceIPs, BoundIPs,
 	HealthCheckNodePorts, LoopBack, NodePortMarks, NodePortMarksLocal, NoEndpoints, NoLocalEndpoints, NodePortsNoEndpoints,
 	NodePortsNoLocal,
-	// kube-proxy's alone.
+}
+
+// KubeProxySets are sets that kube-proxy alone has.
+var KubeProxySets = []Set{
 	"NODE-PORT-TCP", "NODE-PORT-UDP", "NODE-PORT-LOCAL-TCP", "NODE-PORT-LOCAL-UDP", "NODE-PORT-SCTP-HASH", "NODE-PORT-LOCAL-SCTP-HASH",
 }
 
@@ -52,5 +55,5 @@ func (s Set) Of(f plan.Family) string {
 
 // IsOurSet reports whether an ipset is kube-proxy's or this program's.
 func IsOurSet(name string) bool {
-	return slices.ContainsFunc(sets, func(s Set) bool { return name == s.Of(plan.IPv4) || name == s.Of(plan.IPv6) })
+	return slices.ContainsFunc(slices.Concat(sets, KubeProxySets), func(s Set) bool { return name == s.Of(plan.IPv4) || name == s.Of(plan.IPv6) })
 }

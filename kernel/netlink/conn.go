@@ -6,8 +6,8 @@
 // but returns an error without the sequence number that says which of them failed, and without the request, in which ipset notes
 // the entry that it refused; and it does not report that a dump was interrupted. A dump of 100,000 tracked flows takes the same
 // time with all three, most of it in the kernel, and allocates 0.2 MB here, 34 MB with vishvananda/netlink and 63 MB with
-// mdlayher/netlink. Lists of links, addresses, routes and routing rules, which are short, are left to vishvananda/netlink, and what
-// nftables has to google/nftables.
+// mdlayher/netlink. Lists of links, addresses, routes and routing rules, which are short, are left to vishvananda/netlink, and the
+// encoding of nftables expressions to google/nftables.
 package netlink
 
 import (
@@ -38,19 +38,6 @@ func Dial(protocol int) (*Conn, error) {
 	s, err := openSocket(protocol)
 	if err != nil {
 		return nil, err
-	}
-	return NewConn(s), nil
-}
-
-// DialLarge is as Dial, for a socket that can send so many bytes at once.
-func DialLarge(protocol, bytes int) (*Conn, error) {
-	s, err := openSocket(protocol)
-	if err != nil {
-		return nil, err
-	}
-	if err := setSendBuffer(s.fd, bytes); err != nil {
-		_ = s.Close()
-		return nil, fmt.Errorf("netlink socket: %w", err)
 	}
 	return NewConn(s), nil
 }
@@ -88,7 +75,7 @@ func (c *Conn) Do(requests ...Message) []error {
 }
 
 // Transact carries out requests of which the first begins a transaction and the last commits it, in a single send, which must fit
-// into the send buffer (see DialLarge). The error of the transaction as a whole is that of the first request. Kernels before 6.10 do
+// into the send buffer (see OpenLarge). The error of the transaction as a whole is that of the first request. Kernels before 6.10 do
 // not answer the last request, so the one before it asks for an answer; a first request that fails may be the only one to be answered.
 // Where the answers are lost, the error says so, and the transaction may have been committed.
 func (c *Conn) Transact(requests []Message) (errs map[int]error, err error) {
@@ -122,7 +109,7 @@ func (c *Conn) batch(requests []Message, asks int, fail func(int, error)) error 
 			}
 			err := Outcome(body)
 			if err != nil {
-				fail(int(i), err)
+				fail(int(i), located(h, body, err))
 			}
 			done = done || int(i) == asks || asks != last && i == 0 && err != nil
 		})
@@ -248,13 +235,8 @@ func (c *Conn) receive(each func(h Header, body []byte)) error {
 
 // Port is the number of the socket, which the kernel's notifications have of who has made a change; 0 where that is not known.
 func (c *Conn) Port() uint32 {
-	s, ok := c.socket.(*socket)
-	if !ok {
-		return 0
-	}
-	name, err := unix.Getsockname(s.fd)
-	if nl, is := name.(*unix.SockaddrNetlink); err == nil && is {
-		return nl.Pid
+	if s, is := c.socket.(interface{ Port() uint32 }); is {
+		return s.Port()
 	}
 	return 0
 }

@@ -74,3 +74,32 @@ func Outcome(body []byte) error {
 	}
 	return syscall.Errno(-n)
 }
+
+// AtError is an error with the attribute of the request that the kernel objects to.
+type AtError struct {
+	// Offset is where in the body of the request the attribute begins.
+	Offset int
+	Err    error
+}
+
+func (e *AtError) Error() string { return e.Err.Error() }
+
+// Unwrap returns the kernel's error.
+func (e *AtError) Unwrap() error { return e.Err }
+
+// located adds to the error in a message what the kernel says about its place: an attribute after the header of the request.
+func located(h Header, body []byte, err error) error {
+	const status, offset = 4, 2 // the length of the error's number, and NLMSGERR_ATTR_OFFS
+	if h.Flags&unix.NLM_F_ACK_TLVS == 0 || h.Flags&unix.NLM_F_CAPPED == 0 || len(body) < status+unix.SizeofNlMsghdr {
+		return err
+	}
+	raw := Attribute(body[status+unix.SizeofNlMsghdr:], offset)
+	if len(raw) != 4 {
+		return err
+	}
+	at := int(binary.NativeEndian.Uint32(raw)) - unix.SizeofNlMsghdr
+	if at < 0 {
+		return err
+	}
+	return &AtError{at, err}
+}

@@ -49,6 +49,23 @@ func openSocket(protocol int) (*socket, error) {
 	return &socket{fd}, nil
 }
 
+// OpenLarge opens a socket that can send so many bytes at once, for a netlink protocol, in the network namespace of the calling thread.
+// The errors of requests are *AtError where the kernel says what it objects to.
+func OpenLarge(protocol, bytes int) (Socket, error) {
+	s, err := openSocket(protocol)
+	if err != nil {
+		return nil, err
+	}
+	if err := setSendBuffer(s.fd, bytes); err != nil {
+		_ = s.Close()
+		return nil, fmt.Errorf("netlink socket: %w", err)
+	}
+	// Errors then say where in a request the kernel found fault, and do not repeat the request. Kernels before 4.12 do neither.
+	_ = unix.SetsockoptInt(s.fd, unix.SOL_NETLINK, unix.NETLINK_EXT_ACK, 1)
+	_ = unix.SetsockoptInt(s.fd, unix.SOL_NETLINK, unix.NETLINK_CAP_ACK, 1)
+	return s, nil
+}
+
 // setReceiveBuffer makes room for this number of bytes or, without the right to do so, as much as net.core.rmem_max allows.
 func setReceiveBuffer(fd, size int) error {
 	if unix.SetsockoptInt(fd, unix.SOL_SOCKET, unix.SO_RCVBUFFORCE, size) == nil {
@@ -111,4 +128,13 @@ func (s *socket) Close() error {
 	fd := s.fd
 	s.fd = -1
 	return unix.Close(fd)
+}
+
+// Port is the number that the kernel has given to the socket.
+func (s *socket) Port() uint32 {
+	name, err := unix.Getsockname(s.fd)
+	if nl, is := name.(*unix.SockaddrNetlink); err == nil && is {
+		return nl.Pid
+	}
+	return 0
 }

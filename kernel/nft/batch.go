@@ -1,6 +1,7 @@
 package nft
 
 import (
+	"crypto/sha256"
 	"encoding/binary"
 	"errors"
 	"fmt"
@@ -14,8 +15,7 @@ import (
 	"nodeproxy/plan"
 )
 
-// Types of values in keys and data of sets, by the numbers that nft knows them by. In a concatenation each value begins a register of
-// four bytes.
+// Types of values in keys and data of sets, as nft numbers them. In a concatenation, each value begins a register of four bytes.
 const (
 	TypeVerdict     = 1
 	TypeIPv4        = 7
@@ -34,7 +34,7 @@ var typeNames = map[uint32]string{TypeVerdict: "verdict", TypeIPv4: "ipv4_addr",
 // Concat is the type of a concatenation of values, or of a single one.
 type Concat []uint32
 
-// number is how nft encodes the type.
+// number returns nft's number of the type.
 func (c Concat) number() uint32 {
 	var n uint32
 	for _, t := range c {
@@ -43,7 +43,7 @@ func (c Concat) number() uint32 {
 	return n
 }
 
-// Length is that of a value in bytes. A part fills whole registers of four bytes, unless it is the only one.
+// Length returns the length of a value in bytes. A part fills whole registers of four bytes, unless it is the only one.
 func (c Concat) Length() int {
 	if len(c) == 1 {
 		return int(typeBytes[c[0]])
@@ -70,11 +70,13 @@ func (c Concat) String() string {
 type Set struct {
 	Name      string
 	Key, Data Concat
-	// Interval is for sets in whose elements the last part of the key is a range.
+	// Interval says that the last part of each key is a range.
 	Interval bool
-	// Dynamic is for maps that rules add to, with a timeout for each element; Size is the most that they hold.
+	// Dynamic says that rules add elements, each with a timeout; Size bounds their number.
 	Dynamic bool
 	Size    uint32
+	// Counted sets count, with each element, the packets that were looked up and found it.
+	Counted bool
 }
 
 func (s Set) flags() uint32 {
@@ -91,7 +93,7 @@ func (s Set) flags() uint32 {
 	return f
 }
 
-// verdictData is the type by which the kernel knows that a map leads to chains.
+// verdictData is the kernel's type of data that are verdicts.
 const verdictData = 0xffffff00
 
 func (s Set) dataType() uint32 {
@@ -101,13 +103,15 @@ func (s Set) dataType() uint32 {
 	return s.Data.number()
 }
 
-// What golang.org/x/sys lacks.
+// Constants that golang.org/x/sys lacks.
 const (
 	policyAccept    = 1 // NF_ACCEPT
+	tableOwner      = 2 // NFT_TABLE_F_OWNER
 	setConcat       = 0x80
 	setDescConcat   = 2
 	setFieldLen     = 1
 	setElemKeyEnd   = 10
+	setExpr         = 17
 	listElem        = 1
 	commentUserdata = 0
 	keyOrder        = 0
@@ -116,48 +120,78 @@ const (
 	mostComment     = 127
 )
 
-// Element is an element of a set. Key, End and Data are bytes as they are in registers. End, of an interval, is the last key.
+// Element is an element of a set. Key, End and Data are bytes as in registers. End is the last key of an interval.
 type Element struct {
 	Key, End, Data string
-	// Chain, if not empty, is where an element of a map of verdicts leads.
+	// Chain is where an element of a verdict map leads.
 	Chain string
+	// Comment is for people, who see it in the output of nft.
+	Comment string
+	// Packets is how many packets a set that is Counted has counted.
+	Packets uint64
+}
+
+// Rule is one rule: its expressions, and how it reads in the language of nft.
+type Rule struct {
+	Text  string
+	Exprs []expr.Any
 	// Comment is for people, who see it in the output of nft.
 	Comment string
 }
 
-// ChainSpec is a chain. One without Hook is reached from others only.
-type ChainSpec struct {
-	Name string
-	Hook *Hook
-	// Rules are in order.
+// Chain is a chain. One without a Hook is reached only from other chains.
+type Chain struct {
+	Name  string
+	Hook  *Hook
 	Rules []Rule
 }
 
-// Hook is where a base chain is called.
+// Hook says where the kernel calls a base chain, whose policy is to accept.
 type Hook struct {
-	Type     string // nat or filter
+	// Type is nat, filter or route. In a chain of type route, a packet whose mark changes is routed again.
+	Type string
+	// Name is prerouting, input, forward, output or postrouting.
 	Name     string
-	Number   uint32
 	Priority int32
 }
 
-// Batch is a transaction that is being put together. Nothing happens before Conn.Commit.
+var hookNumbers = map[string]uint32{"prerouting": unix.NF_INET_PRE_ROUTING, "input": unix.NF_INET_LOCAL_IN,
+	"forward": unix.NF_INET_FORWARD, "output": unix.NF_INET_LOCAL_OUT, "postrouting": unix.NF_INET_POST_ROUTING}
+
+// label identifies a rule. The kernel keeps it beside the rule.
+func (c Chain) label(i int) []byte {
+	hook := ""
+	if c.Hook != nil {
+		hook = fmt.Sprint(*c.Hook)
+	}
+	sum := sha256.Sum256([]byte(fmt.Sprintf("%s %s %s", c.Name, hook, c.Rules[i].Text)))
+	return fmt.Appendf(nil, "nodeproxy %x", sum[:8])
+}
+
+// Batch is a transaction that is being prepared. Nothing happens before Conn.Commit.
 type Batch struct {
 	family   plan.Family
 	table    string
 	messages []netlink.Message
-	what     []string // each message, for errors
+	what     []string // what each message does, for errors
 	elements int
 	bytes    int
 }
 
-// NewBatch begins a transaction about one table.
+// NewBatch begins a transaction that changes one table.
 func NewBatch(f plan.Family, table string) *Batch { return &Batch{family: f, table: table} }
+
+// Clone returns a copy, to which other parts may be added.
+func (b *Batch) Clone() *Batch {
+	out := *b
+	out.messages, out.what = slices.Clone(b.messages), slices.Clone(b.what)
+	return &out
+}
 
 // Empty reports whether there is nothing to commit.
 func (b *Batch) Empty() bool { return len(b.messages) == 0 }
 
-// Elements is how many elements are added or removed.
+// Elements returns how many elements are added or removed.
 func (b *Batch) Elements() int { return b.elements }
 
 func (b *Batch) add(kind, flags uint16, what string, body netlink.Buffer) {
@@ -168,17 +202,24 @@ func (b *Batch) add(kind, flags uint16, what string, body netlink.Buffer) {
 
 func (b *Batch) begin() netlink.Buffer { return netlink.Buffer{Protocol(b.family), 0, 0, 0} }
 
-// AddTable adds the table, which may be there already.
+// AddTable adds the table, which may exist already.
 func (b *Batch) AddTable() {
 	b.add(unix.NFT_MSG_NEWTABLE, unix.NLM_F_CREATE, "adding the table", b.begin().Text(unix.NFTA_TABLE_NAME, b.table))
 }
 
-// DeleteTable removes the table, which must be there, with all that is in it.
+// AddOwnedTable adds a table that does not exist yet, and that the kernel removes when the Conn that commits it is closed, however the
+// process ends. Nobody else can change it meanwhile. Kernels before 5.12 refuse that.
+func (b *Batch) AddOwnedTable() {
+	b.add(unix.NFT_MSG_NEWTABLE, unix.NLM_F_CREATE|unix.NLM_F_EXCL, "adding the table",
+		b.begin().Text(unix.NFTA_TABLE_NAME, b.table).BigEndian32(unix.NFTA_TABLE_FLAGS, tableOwner))
+}
+
+// DeleteTable removes the table, which must exist, with everything in it.
 func (b *Batch) DeleteTable() {
 	b.add(unix.NFT_MSG_DELTABLE, 0, "removing the table", b.begin().Text(unix.NFTA_TABLE_NAME, b.table))
 }
 
-// AddSet adds a set that is not there.
+// AddSet adds a set that does not exist yet.
 func (b *Batch) AddSet(s Set) {
 	body := b.begin().Text(unix.NFTA_SET_TABLE, b.table).Text(unix.NFTA_SET_NAME, s.Name).
 		BigEndian32(unix.NFTA_SET_FLAGS, s.flags()).
@@ -203,11 +244,14 @@ func (b *Batch) AddSet(s Set) {
 			})
 		})
 	}
+	if s.Counted {
+		body = body.Nest(setExpr, func(d netlink.Buffer) netlink.Buffer { return d.Text(unix.NFTA_EXPR_NAME, "counter") })
+	}
 	body = body.Bytes(unix.NFTA_SET_USERDATA, append(byteOrder(keyOrder, s.Key), byteOrder(dataOrder, s.Data)...)...)
 	b.add(unix.NFT_MSG_NEWSET, unix.NLM_F_CREATE|unix.NLM_F_EXCL, "adding set "+s.Name, body)
 }
 
-// byteOrder is what tells nft how to print keys or data.
+// byteOrder returns userdata that says how nft prints keys or data.
 func byteOrder(kind byte, c Concat) []byte {
 	const host, network = 1, 2
 	order := uint32(network)
@@ -217,18 +261,18 @@ func byteOrder(kind byte, c Concat) []byte {
 	return binary.NativeEndian.AppendUint32([]byte{kind, 4}, order)
 }
 
-// AddChain adds a chain without its rules. It may be there already with the same hook.
-func (b *Batch) AddChain(c ChainSpec) {
+// AddChain adds a chain without its rules. It may exist already with the same hook.
+func (b *Batch) AddChain(c Chain) {
 	body := b.begin().Text(unix.NFTA_CHAIN_TABLE, b.table).Text(unix.NFTA_CHAIN_NAME, c.Name)
 	if c.Hook != nil {
 		body = body.Nest(unix.NFTA_CHAIN_HOOK, func(h netlink.Buffer) netlink.Buffer {
-			return h.BigEndian32(unix.NFTA_HOOK_HOOKNUM, c.Hook.Number).BigEndian32(unix.NFTA_HOOK_PRIORITY, uint32(c.Hook.Priority))
+			return h.BigEndian32(unix.NFTA_HOOK_HOOKNUM, hookNumbers[c.Hook.Name]).BigEndian32(unix.NFTA_HOOK_PRIORITY, uint32(c.Hook.Priority))
 		}).BigEndian32(unix.NFTA_CHAIN_POLICY, policyAccept).Text(unix.NFTA_CHAIN_TYPE, c.Hook.Type)
 	}
 	b.add(unix.NFT_MSG_NEWCHAIN, unix.NLM_F_CREATE, "adding chain "+c.Name, body)
 }
 
-// DeleteChain removes a chain without rules that nothing leads to.
+// DeleteChain removes a chain that has no rules and that nothing leads to.
 func (b *Batch) DeleteChain(name string) {
 	b.add(unix.NFT_MSG_DELCHAIN, 0, "removing chain "+name,
 		b.begin().Text(unix.NFTA_CHAIN_TABLE, b.table).Text(unix.NFTA_CHAIN_NAME, name))
@@ -240,8 +284,28 @@ func (b *Batch) FlushChain(name string) {
 		b.begin().Text(unix.NFTA_RULE_TABLE, b.table).Text(unix.NFTA_RULE_CHAIN, name))
 }
 
+// DeleteRule removes a rule by its handle.
+func (b *Batch) DeleteRule(chain string, handle uint64) {
+	body := b.begin().Text(unix.NFTA_RULE_TABLE, b.table).Text(unix.NFTA_RULE_CHAIN, chain)
+	b.add(unix.NFT_MSG_DELRULE, 0, "removing a rule of chain "+chain,
+		body.Bytes(unix.NFTA_RULE_HANDLE, binary.BigEndian.AppendUint64(nil, handle)...))
+}
+
+// AddChains adds chains that do not exist yet, with their rules.
+func (b *Batch) AddChains(chains []Chain) error {
+	for _, c := range chains {
+		b.AddChain(c)
+	}
+	for _, c := range chains {
+		if err := b.AddRules(c); err != nil {
+			return err
+		}
+	}
+	return nil
+}
+
 // AddRules appends the rules of a chain to it.
-func (b *Batch) AddRules(c ChainSpec) error {
+func (b *Batch) AddRules(c Chain) error {
 	for i, r := range c.Rules {
 		list := netlink.Buffer{}
 		for _, e := range r.Exprs {
@@ -253,13 +317,13 @@ func (b *Batch) AddRules(c ChainSpec) error {
 		}
 		body := b.begin().Text(unix.NFTA_RULE_TABLE, b.table).Text(unix.NFTA_RULE_CHAIN, c.Name).
 			Bytes(unix.NFTA_RULE_EXPRESSIONS|unix.NLA_F_NESTED, list...).
-			Bytes(unix.NFTA_RULE_USERDATA, userdata(r.Comment, c.Label(i))...)
+			Bytes(unix.NFTA_RULE_USERDATA, userdata(r.Comment, c.label(i))...)
 		b.add(unix.NFT_MSG_NEWRULE, unix.NLM_F_CREATE|unix.NLM_F_APPEND, "adding rule "+r.Text+" to chain "+c.Name, body)
 	}
 	return nil
 }
 
-// userdata is what the kernel keeps beside a rule or element: a comment for people, and a label for this program.
+// userdata returns what the kernel keeps beside a rule or element: a comment for people, and a label for this program.
 func userdata(comment string, label []byte) []byte {
 	var out []byte
 	if comment != "" {
@@ -272,7 +336,7 @@ func userdata(comment string, label []byte) []byte {
 	return out
 }
 
-// Comment is as much of a text as a comment of nft may have.
+// Comment shortens a text to the length that comments of nft may have.
 func Comment(text string) string { return text[:min(len(text), mostComment)] }
 
 // userdataOf returns the part of userdata of one type.
@@ -286,26 +350,29 @@ func userdataOf(raw []byte, want byte) []byte {
 	return nil
 }
 
-// A message has at most so many elements, and so many bytes of them: its length has 32 bits, but that of the list of elements 16, and
-// what is over is cut off without an error.
+// The elements of a message are bounded in number and in bytes: the length of a message has 32 bits, but the length of its list of
+// elements has 16, and overflows without an error.
 const (
 	mostElements = 500
 	mostBytes    = 60000
 )
 
-// AddElements adds elements. One that is in the set already must have the same data.
+// AddElements adds elements. An element that exists already must have the same data.
 func (b *Batch) AddElements(s Set, list []Element) {
 	b.elementMessages(s, list, unix.NFT_MSG_NEWSETELEM, unix.NLM_F_CREATE, "adding to")
 }
 
-// DeleteElements removes elements, all of which are in the set.
+// DeleteElements removes elements, all of which must exist.
 func (b *Batch) DeleteElements(s Set, list []Element) {
 	b.elementMessages(s, list, unix.NFT_MSG_DELSETELEM, 0, "removing from")
 }
 
 func (b *Batch) elementMessages(s Set, list []Element, kind, flags uint16, what string) {
 	for len(list) > 0 {
-		var nested netlink.Buffer
+		// Most elements of a set are as long as the first.
+		const headers = 36
+		each := headers + len(list[0].Key) + len(list[0].End) + len(list[0].Data) + len(list[0].Comment) + len(list[0].Chain)
+		nested := make(netlink.Buffer, 0, min(len(list), mostElements)*each)
 		n := 0
 		for n < len(list) && n < mostElements && len(nested) < mostBytes {
 			nested = appendElement(nested, list[n], kind == unix.NFT_MSG_NEWSETELEM)
@@ -354,27 +421,33 @@ const gotoVerdict = 0xfffffffc // NFT_GOTO, which is -4
 // safe for concurrent use.
 type Conn struct{ conn *netlink.Conn }
 
-// sendBuffer is the length of the largest transaction. The kernel keeps a transaction in its own memory until it is carried out.
+// sendBuffer bounds the length of a transaction, in bytes.
 const sendBuffer = 256 << 20
 
 // Dial opens a Conn. It does not find out whether the kernel has nftables.
 func Dial() (*Conn, error) {
-	c, err := netlink.DialLarge(unix.NETLINK_NETFILTER, sendBuffer)
+	s, err := netlink.OpenLarge(unix.NETLINK_NETFILTER, sendBuffer)
 	if err != nil {
-		return nil, fmt.Errorf("nftables: %w", err)
+		return nil, fmt.Errorf("nftables: %w", absent(err))
 	}
-	return &Conn{c}, nil
+	return NewConn(s), nil
 }
+
+// NewConn returns a Conn that uses a socket.
+func NewConn(s netlink.Socket) *Conn { return &Conn{netlink.NewConn(s)} }
 
 // Close closes the socket.
 func (c *Conn) Close() error { return c.conn.Close() }
 
-// RefusedError says that the kernel has refused a transaction, of which nothing has been done. After any other error of Commit, that
-// is not known.
+// RefusedError says that the kernel has rejected a transaction and done nothing of it. After any other error of Commit, it is not known
+// whether the transaction was carried out.
 type RefusedError struct {
-	// What is the part of the transaction that was refused first.
+	// What is the first part of the transaction that failed.
 	What string
-	Err  error
+	// Set and Element are the element that was refused, where the kernel says which; without data. Set is empty where it does not.
+	Set     string
+	Element Element
+	Err     error
 }
 
 func (e *RefusedError) Error() string { return e.What + ": " + e.Err.Error() }
@@ -382,7 +455,7 @@ func (e *RefusedError) Error() string { return e.What + ": " + e.Err.Error() }
 // Unwrap returns the kernel's error.
 func (e *RefusedError) Unwrap() error { return e.Err }
 
-// Commit carries out a transaction, all or nothing of it.
+// Commit carries out a transaction completely or not at all.
 func (c *Conn) Commit(b *Batch) error {
 	if b.Empty() {
 		return nil
@@ -398,18 +471,41 @@ func (c *Conn) Commit(b *Batch) error {
 		return fmt.Errorf("%s: %w", prefix, err)
 	}
 	for _, i := range slices.Sorted(maps.Keys(errs)) {
-		what := "committing the transaction"
+		refused := &RefusedError{What: "committing the transaction", Err: absentOr(errs[i], i)}
 		if i > 0 && i <= len(b.what) {
-			what = b.what[i-1]
+			refused.What = b.what[i-1]
+			var at *netlink.AtError
+			if errors.As(errs[i], &at) {
+				refused.Set, refused.Element = elementAt(b.messages[i-1], at.Offset)
+			}
 		} else if i == 0 && len(errs) > 1 {
-			continue // What failed is told by another one.
+			continue // Another error says what failed.
 		}
-		return fmt.Errorf("%s: %w", prefix, &RefusedError{what, absentOr(errs[i], i)})
+		return fmt.Errorf("%s: %w", prefix, refused)
 	}
 	return nil
 }
 
-// absentOr is ErrAbsent where the very beginning of a transaction is not understood.
+// elementAt is the element in a message of which an attribute begins at an offset, and its set.
+func elementAt(m netlink.Message, offset int) (set string, e Element) {
+	if kind := m.Type & 0xff; kind != unix.NFT_MSG_NEWSETELEM && kind != unix.NFT_MSG_DELSETELEM {
+		return "", Element{}
+	}
+	const header = 4
+	list := netlink.Attribute(m.Body[header:], unix.NFTA_SET_ELEM_LIST_ELEMENTS)
+	end := len(m.Body) - len(list) // The list is what comes last.
+	for _, raw := range netlink.Attributes(list) {
+		begin := end
+		end = begin + header + (len(raw)+3)&^3
+		if begin <= offset && offset < end {
+			e = parseElement(raw)
+			return netlink.Text(netlink.Attribute(m.Body[header:], unix.NFTA_SET_ELEM_LIST_SET)), Element{Key: e.Key, End: e.End}
+		}
+	}
+	return "", Element{}
+}
+
+// absentOr returns ErrAbsent if the kernel rejects the beginning of a transaction, message 0, as unknown.
 func absentOr(err error, i int) error {
 	if i == 0 && (errors.Is(err, unix.EOPNOTSUPP) || errors.Is(err, unix.EPROTONOSUPPORT)) {
 		return ErrAbsent
@@ -417,5 +513,5 @@ func absentOr(err error, i int) error {
 	return err
 }
 
-// Port is the number by which notifications know who has made a change.
+// Port returns the socket's number, which notifications of its changes have.
 func (c *Conn) Port() uint32 { return c.conn.Port() }

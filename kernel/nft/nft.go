@@ -5,8 +5,8 @@ package nft
 import (
 	"errors"
 	"fmt"
+	"slices"
 
-	"github.com/google/nftables"
 	"golang.org/x/sys/unix"
 
 	"nodeproxy/kernel/netlink"
@@ -16,7 +16,7 @@ import (
 // ErrAbsent is the error of a kernel without nftables.
 var ErrAbsent = errors.New("this kernel has no nftables (module nf_tables)")
 
-// absent makes ErrAbsent of what a kernel without nftables answers.
+// absent returns ErrAbsent instead of the errors with which a kernel without nftables answers.
 func absent(err error) error {
 	for _, no := range []error{unix.EINVAL, unix.EOPNOTSUPP, unix.EPROTONOSUPPORT} {
 		if errors.Is(err, no) {
@@ -42,94 +42,89 @@ func FamilyName(f plan.Family) string {
 	return "ip"
 }
 
-func tableFamily(f plan.Family) nftables.TableFamily { return nftables.TableFamily(Protocol(f)) }
-
-// Tables returns the names of the tables of a family. The error of a kernel without nftables is ErrAbsent.
-func Tables(f plan.Family) ([]string, error) {
-	c, err := nftables.New()
-	var list []*nftables.Table
-	if err == nil {
-		list, err = c.ListTablesOfFamily(tableFamily(f))
-	}
+// list opens a Conn and collects what read returns for each object of one kind in a table, or with an empty name in all tables. Without
+// nftables, the error is ErrAbsent.
+func list[T any](f plan.Family, table string, get uint16, more func(netlink.Buffer) netlink.Buffer, read func(attrs []byte) T) ([]T, error) {
+	c, err := Dial()
 	if err != nil {
-		return nil, absent(err)
-	}
-	var names []string
-	for _, t := range list {
-		names = append(names, t.Name)
-	}
-	return names, nil
-}
-
-// DeleteTable deletes a table with all that is in it, in one step. The error of one that is not there is ENOENT.
-func DeleteTable(f plan.Family, name string) error {
-	c, err := nftables.New()
-	if err != nil {
-		return err
-	}
-	c.DelTable(&nftables.Table{Family: tableFamily(f), Name: name})
-	return c.Flush()
-}
-
-// Chains returns the names of the chains of a table; none of a table that is not there.
-func Chains(f plan.Family, table string) ([]string, error) {
-	var names []string
-	err := dump(f, table, "", unix.NFT_MSG_GETCHAIN, func(attrs []byte) {
-		names = append(names, netlink.Text(netlink.Attribute(attrs, unix.NFTA_CHAIN_NAME)))
-	})
-	return names, err
-}
-
-// Rules calls each with the attributes of each rule of a chain, or with an empty name of all chains of a table. They are valid during the
-// call only. A table or chain that is not there has none.
-func Rules(f plan.Family, table, chain string, each func(attrs []byte)) error {
-	return dump(f, table, chain, unix.NFT_MSG_GETRULE, func(attrs []byte) {
-		if chain == "" || netlink.Text(netlink.Attribute(attrs, unix.NFTA_RULE_CHAIN)) == chain {
-			each(attrs)
-		}
-	})
-}
-
-// tableAttr is the type of the attribute with the name of the table, whatever a message is about.
-const tableAttr = unix.NFTA_RULE_TABLE
-
-// dump calls each with the attributes of all that a table, or a chain, has of one kind.
-func dump(f plan.Family, table, chain string, get uint16, each func(attrs []byte)) error {
-	const headerLen = 4
-	c, err := netlink.Dial(unix.NETLINK_NETFILTER)
-	if err != nil {
-		return fmt.Errorf("listing table %s of nf_tables (%s): %w", table, f, err)
+		return nil, err
 	}
 	defer c.Close()
-	body := netlink.Buffer{Protocol(f), 0, 0, 0}.Text(tableAttr, table)
-	if chain != "" {
-		body = body.Text(unix.NFTA_RULE_CHAIN, chain)
-	}
-	err = c.Dump(netlink.Message{Type: unix.NFNL_SUBSYS_NFTABLES<<8 | get, Body: body}, func(body []byte) error {
-		attrs := body[min(headerLen, len(body)):]
-		if netlink.Text(netlink.Attribute(attrs, tableAttr)) == table {
-			each(attrs)
-		}
-		return nil
-	})
-	if errors.Is(err, unix.ENOENT) {
-		return nil
-	}
-	if err != nil {
-		return fmt.Errorf("listing table %s of nf_tables (%s): %w", table, f, err)
-	}
-	return nil
+	var out []T
+	err = c.dump(f, table, get, more, func() { out = nil }, func(attrs []byte) { out = append(out, read(attrs)) })
+	return out, err
 }
 
-// DeleteRule deletes a rule by its handle. The error of one that is not there is ENOENT.
-func DeleteRule(f plan.Family, table, chain string, handle uint64) error {
-	c, err := nftables.New()
+// Tables returns the names of the tables of a family. Without nftables, the error is ErrAbsent.
+func Tables(f plan.Family) ([]string, error) {
+	return list(f, "", unix.NFT_MSG_GETTABLE, nil, func(attrs []byte) string {
+		return netlink.Text(netlink.Attribute(attrs, unix.NFTA_TABLE_NAME))
+	})
+}
+
+// Chains returns the names of the chains of a table. There are none if the table does not exist.
+func Chains(f plan.Family, table string) ([]string, error) {
+	return list(f, table, unix.NFT_MSG_GETCHAIN, nil, func(attrs []byte) string {
+		return netlink.Text(netlink.Attribute(attrs, unix.NFTA_CHAIN_NAME))
+	})
+}
+
+// Rules returns what read returns for the attributes of each rule of a chain, or with an empty name of all chains of a table. The
+// attributes are valid only during the call. There are no rules if the table or chain does not exist.
+func Rules[T any](f plan.Family, table, chain string, read func(attrs []byte) T) ([]T, error) {
+	if chain == "" {
+		return list(f, table, unix.NFT_MSG_GETRULE, nil, read)
+	}
+	return list(f, table, unix.NFT_MSG_GETRULE, func(b netlink.Buffer) netlink.Buffer { return b.Text(unix.NFTA_RULE_CHAIN, chain) }, read)
+}
+
+// commit opens a Conn and carries out a transaction.
+func commit(b *Batch) error {
+	c, err := Dial()
 	if err != nil {
 		return err
 	}
-	t := &nftables.Table{Name: table, Family: tableFamily(f)}
-	if err := c.DelRule(&nftables.Rule{Table: t, Chain: &nftables.Chain{Name: chain, Table: t}, Handle: handle}); err != nil {
-		return err
+	defer c.Close()
+	return c.Commit(b)
+}
+
+// DeleteTable deletes a table with everything in it, in one step. The error for a table that does not exist is ENOENT.
+func DeleteTable(f plan.Family, name string) error {
+	b := NewBatch(f, name)
+	b.DeleteTable()
+	return commit(b)
+}
+
+// DeleteRule deletes a rule by its handle. The error for a rule that does not exist is ENOENT.
+func DeleteRule(f plan.Family, table, chain string, handle uint64) error {
+	b := NewBatch(f, table)
+	b.DeleteRule(chain, handle)
+	return commit(b)
+}
+
+// FamiliesWith returns the families that have a table of a name in the network namespace of the calling thread.
+func FamiliesWith(name string) ([]plan.Family, error) {
+	var out []plan.Family
+	for _, f := range plan.Families {
+		names, err := Tables(f)
+		if err != nil && !errors.Is(err, ErrAbsent) {
+			return nil, fmt.Errorf("listing nftables tables: %w", err)
+		}
+		if slices.Contains(names, name) {
+			out = append(out, f)
+		}
 	}
-	return c.Flush()
+	return out, nil
+}
+
+// RemoveTables removes the tables of a name in both families, if they exist.
+func RemoveTables(name string) error {
+	families, err := FamiliesWith(name)
+	errs := []error{err}
+	for _, f := range families {
+		if err := DeleteTable(f, name); err != nil && !errors.Is(err, unix.ENOENT) {
+			errs = append(errs, fmt.Errorf("removing nftables table %s %s: %w", FamilyName(f), name, err))
+		}
+	}
+	return errors.Join(errs...)
 }

@@ -3,6 +3,7 @@ package nft
 import (
 	"errors"
 	"fmt"
+	"iter"
 
 	"golang.org/x/sys/unix"
 
@@ -10,47 +11,73 @@ import (
 	"nodeproxy/plan"
 )
 
-// Content is what a table has besides elements.
+// Content is what a table contains, except for elements.
 type Content struct {
-	// Dormant is set where the table's chains are not called.
+	// Dormant says that the kernel does not call the table's chains.
 	Dormant bool
-	// Sets has the names of the sets, and whether each is as the one of that name that was asked for.
-	Sets map[string]bool
-	// Chains has the rules of each chain by their labels; a chain that was asked for with another hook has Other set.
+	// Sets has an entry for each set: whether it has the expected form.
+	Sets   map[string]bool
 	Chains map[string]ChainContent
 }
 
-// ChainContent is what a chain has.
+// ChainContent is what a chain contains.
 type ChainContent struct {
+	// Labels identify the rules, in order.
 	Labels []string
-	// Other is set where the chain has another type, hook or priority than asked for.
+	// Other says that the chain has another type, hook, priority or policy than expected.
 	Other bool
 }
 
-// Label identifies a rule: each carries its label in the kernel.
-func (c ChainSpec) Label(i int) []byte {
-	hook := ""
-	if c.Hook != nil {
-		hook = fmt.Sprint(*c.Hook)
-	}
-	return Chain{Name: c.Name, Hook: hook, Rules: c.Rules}.label(i)
-}
-
-// Holds reports whether the chain is in the kernel as it should be.
-func (c ChainContent) Holds(want ChainSpec) bool {
+// Holds reports whether a chain has the hook and the rules that it should have.
+func (c ChainContent) Holds(want Chain) bool {
 	if c.Other || len(c.Labels) != len(want.Rules) {
 		return false
 	}
 	for i, l := range c.Labels {
-		if l != string(want.Label(i)) {
+		if l != string(want.label(i)) {
 			return false
 		}
 	}
 	return true
 }
 
-// Read reads what a table has besides elements; nil if there is no such table. sets and chains are what is expected there.
-func (c *Conn) Read(f plan.Family, table string, sets []Set, chains []ChainSpec) (*Content, error) {
+// Match returns, for each rule of the chain, the index of the rule that it is in want; -1 if it is none of those.
+func (c ChainContent) Match(want Chain) []int {
+	index := map[string]int{}
+	for i := range want.Rules {
+		index[string(want.label(i))] = i
+	}
+	var out []int
+	for _, l := range c.Labels {
+		if i, is := index[l]; is {
+			out = append(out, i)
+		} else {
+			out = append(out, -1)
+		}
+	}
+	return out
+}
+
+// Intact reports whether the table, which may be nil, has these sets and chains, no other chains, and is in force.
+func (c *Content) Intact(sets []Set, chains []Chain) bool {
+	if c == nil || c.Dormant || len(c.Chains) != len(chains) {
+		return false
+	}
+	for _, s := range sets {
+		if !c.Sets[s.Name] {
+			return false
+		}
+	}
+	for _, ch := range chains {
+		if is, there := c.Chains[ch.Name]; !there || !is.Holds(ch) {
+			return false
+		}
+	}
+	return true
+}
+
+// Read reads a table, except for elements; it returns nil if the table does not exist. sets and chains are those expected in it.
+func (c *Conn) Read(f plan.Family, table string, sets []Set, chains []Chain) (*Content, error) {
 	var out *Content
 	err := c.dump(f, table, unix.NFT_MSG_GETTABLE, nil, func() { out = nil }, func(attrs []byte) {
 		out = &Content{Dormant: netlink.BigEndian(netlink.Attribute(attrs, unix.NFTA_TABLE_FLAGS))&unix.NFT_TABLE_F_DORMANT != 0}
@@ -96,7 +123,7 @@ func (c *Conn) Read(f plan.Family, table string, sets []Set, chains []ChainSpec)
 	return out, err
 }
 
-// is reports whether the attributes of a set in the kernel are those of s.
+// is reports whether the attributes of a set in the kernel describe s.
 func (s Set) is(attrs []byte) bool {
 	number := func(kind uint16) uint32 { return uint32(netlink.BigEndian(netlink.Attribute(attrs, kind))) }
 	size := uint32(netlink.BigEndian(netlink.Attribute(netlink.Attribute(attrs, unix.NFTA_SET_DESC), unix.NFTA_SET_DESC_SIZE)))
@@ -104,24 +131,27 @@ func (s Set) is(attrs []byte) bool {
 		number(unix.NFTA_SET_KEY_LEN) != uint32(s.Key.Length()) || size != s.Size {
 		return false
 	}
+	if s.Counted && netlink.Attribute(attrs, setExpr) == nil {
+		return false
+	}
 	return s.Data == nil || number(unix.NFTA_SET_DATA_TYPE) == s.dataType() &&
 		(s.dataType() == verdictData || number(unix.NFTA_SET_DATA_LEN) == uint32(s.Data.Length()))
 }
 
-// is reports whether the attributes of a chain in the kernel are those of one with this hook, or none.
+// is reports whether the attributes of a chain in the kernel describe one with this hook, or without one if h is nil.
 func (h *Hook) is(attrs []byte) bool {
 	raw := netlink.Attribute(attrs, unix.NFTA_CHAIN_HOOK)
 	if h == nil {
 		return raw == nil
 	}
 	return raw != nil && netlink.Text(netlink.Attribute(attrs, unix.NFTA_CHAIN_TYPE)) == h.Type &&
-		uint32(netlink.BigEndian(netlink.Attribute(raw, unix.NFTA_HOOK_HOOKNUM))) == h.Number &&
+		uint32(netlink.BigEndian(netlink.Attribute(raw, unix.NFTA_HOOK_HOOKNUM))) == hookNumbers[h.Name] &&
 		uint32(netlink.BigEndian(netlink.Attribute(raw, unix.NFTA_HOOK_PRIORITY))) == uint32(h.Priority) &&
 		netlink.BigEndian(netlink.Attribute(attrs, unix.NFTA_CHAIN_POLICY)) == policyAccept
 }
 
-// Elements reads the elements of a set; none of a set that is not there. Soon after a set has grown, some may be left out, and some be
-// there twice: the kernel spreads them over a larger table beside everything else.
+// Elements reads the elements of a set; there are none if the set does not exist. Soon after a set has grown, some may be missing or
+// listed twice, while the kernel moves them to a larger hash table in the background.
 func (c *Conn) Elements(f plan.Family, table string, s Set) ([]Element, error) {
 	var out []Element
 	name := func(b netlink.Buffer) netlink.Buffer { return b.Text(unix.NFTA_SET_ELEM_LIST_SET, s.Name) }
@@ -131,6 +161,55 @@ func (c *Conn) Elements(f plan.Family, table string, s Set) ([]Element, error) {
 		}
 	})
 	return out, err
+}
+
+// Sample calls each with the elements of a set; it stops at the first error of each. If the set changes meanwhile, or has grown recently,
+// some elements may be missing or listed twice.
+func (c *Conn) Sample(f plan.Family, table string, s Set, each func(Element) error) error {
+	body := netlink.Buffer{Protocol(f), 0, 0, 0}.Text(tableAttr, table).Text(unix.NFTA_SET_ELEM_LIST_SET, s.Name)
+	err := c.conn.Dump(netlink.Message{Type: getElements, Body: body}, func(body []byte) error {
+		for _, raw := range listed(body) {
+			if err := each(parseElement(raw)); err != nil {
+				return err
+			}
+		}
+		return nil
+	})
+	if errors.Is(err, netlink.ErrInterrupted) || errors.Is(err, unix.ENOENT) {
+		return nil
+	}
+	if err != nil {
+		return fmt.Errorf("reading set %s of table %s %s of nftables: %w", s.Name, FamilyName(f), table, err)
+	}
+	return nil
+}
+
+// Element returns the element of a set that has the key of e, and whether there is one.
+func (c *Conn) Element(f plan.Family, table string, s Set, e Element) (Element, bool, error) {
+	body := netlink.Buffer{Protocol(f), 0, 0, 0}.Text(tableAttr, table).Text(unix.NFTA_SET_ELEM_LIST_SET, s.Name).
+		Nest(unix.NFTA_SET_ELEM_LIST_ELEMENTS, func(b netlink.Buffer) netlink.Buffer {
+			return appendElement(b, Element{Key: e.Key, End: e.End}, false)
+		})
+	answer, err := c.conn.Ask(netlink.Message{Type: getElements, Body: body})
+	if errors.Is(err, unix.ENOENT) {
+		return Element{}, false, nil
+	}
+	if err != nil {
+		return Element{}, false, fmt.Errorf("reading an element of set %s of nftables: %w", s.Name, err)
+	}
+	for _, raw := range listed(answer) {
+		if got := parseElement(raw); got.Key == e.Key && got.End == e.End {
+			return got, true, nil
+		}
+	}
+	return Element{}, false, nil
+}
+
+const getElements = unix.NFNL_SUBSYS_NFTABLES<<8 | unix.NFT_MSG_GETSETELEM
+
+// listed returns the elements in a message.
+func listed(body []byte) iter.Seq2[uint16, []byte] {
+	return netlink.Attributes(netlink.Attribute(body[min(headerLen, len(body)):], unix.NFTA_SET_ELEM_LIST_ELEMENTS))
 }
 
 func parseElement(raw []byte) (e Element) {
@@ -145,6 +224,8 @@ func parseElement(raw []byte) (e Element) {
 			if verdict := netlink.Attribute(v, unix.NFTA_DATA_VERDICT); verdict != nil {
 				e.Chain = netlink.Text(netlink.Attribute(verdict, unix.NFTA_VERDICT_CHAIN))
 			}
+		case unix.NFTA_SET_ELEM_EXPR:
+			e.Packets = netlink.BigEndian(netlink.Attribute(netlink.Attribute(v, unix.NFTA_EXPR_DATA), unix.NFTA_COUNTER_PACKETS))
 		case unix.NFTA_SET_ELEM_USERDATA:
 			e.Comment = netlink.Text(userdataOf(v, commentUserdata))
 		}
@@ -152,11 +233,17 @@ func parseElement(raw []byte) (e Element) {
 	return e
 }
 
-// dump calls each with the attributes of all that a table has of one kind. It begins anew, with reset, when that changes meanwhile.
+// tableAttr is the type of the attribute with a table's name, in messages about any kind of object.
+const tableAttr = unix.NFTA_RULE_TABLE
+
+// headerLen is the length of struct nfgenmsg, which begins with the family.
+const headerLen = 4
+
+// dump calls each with the attributes of every object of one kind in a table, or with an empty name in all tables. If objects change
+// meanwhile, it calls reset and starts again.
 func (c *Conn) dump(f plan.Family, table string, get uint16, more func(netlink.Buffer) netlink.Buffer, reset func(), each func(attrs []byte)) error {
-	const headerLen = 4
 	body := netlink.Buffer{Protocol(f), 0, 0, 0}
-	if get != unix.NFT_MSG_GETTABLE { // A dump of tables with a name is not known to old kernels.
+	if get != unix.NFT_MSG_GETTABLE { // Old kernels do not list tables by name.
 		body = body.Text(tableAttr, table)
 	}
 	if more != nil {
@@ -166,7 +253,7 @@ func (c *Conn) dump(f plan.Family, table string, get uint16, more func(netlink.B
 		reset()
 		return c.conn.Dump(netlink.Message{Type: unix.NFNL_SUBSYS_NFTABLES<<8 | get, Body: body}, func(body []byte) error {
 			attrs := body[min(headerLen, len(body)):]
-			if netlink.Text(netlink.Attribute(attrs, tableAttr)) == table {
+			if table == "" || netlink.Text(netlink.Attribute(attrs, tableAttr)) == table {
 				each(attrs)
 			}
 			return nil

@@ -3,6 +3,8 @@ package nft
 import (
 	"context"
 	"fmt"
+	"slices"
+	"strings"
 
 	"golang.org/x/sys/unix"
 
@@ -10,28 +12,48 @@ import (
 	"nodeproxy/plan"
 )
 
-// watchBuffer is room for the notifications of a large transaction of our own, one for each element.
+// watchBuffer is the size, in bytes, of the buffer for notifications: each element in a transaction has one.
 const watchBuffer = 16 << 20
 
-// Watch opens a socket in the network namespace of the caller's thread, and returns a function that calls tell with each notification
-// of a change of the tables of a name until ctx ends, with the port of the socket of who made it, and lost where notifications were lost.
-func Watch(table string) (func(ctx context.Context, tell func(f plan.Family, port uint32), lost func(error)), error) {
+// Change is what one transaction has changed in the watched tables of a family.
+type Change struct {
+	Family plan.Family
+	// Port is the number of the socket that made the change (Conn.Port).
+	Port uint32
+	// ElementsOnly says that nothing but elements of sets has changed.
+	ElementsOnly bool
+}
+
+// Watch opens a socket in the network namespace of the calling thread. It returns a function that until ctx ends calls changed after each
+// transaction that has changed one of the tables, and lost after notifications were lost.
+func Watch(tables ...string) (func(ctx context.Context, changed func(Change), lost func(error)), error) {
 	subscription, err := netlink.Subscribe(unix.NETLINK_NETFILTER, watchBuffer, unix.NFNLGRP_NFTABLES)
 	if err != nil {
-		return nil, fmt.Errorf("watching tables %s of nftables: %w", table, err)
+		return nil, fmt.Errorf("watching the nftables tables %s: %w", strings.Join(tables, ", "), err)
 	}
-	return func(ctx context.Context, tell func(plan.Family, uint32), lost func(error)) {
+	return func(ctx context.Context, changed func(Change), lost func(error)) {
+		current := map[byte]Change{} // by the current transaction
 		subscription.Follow(ctx, func(h netlink.Header, body []byte) {
-			const header = 4 // struct nfgenmsg, which begins with the family
-			if h.Type>>8 != unix.NFNL_SUBSYS_NFTABLES || len(body) < header || h.Type&0xff == unix.NFT_MSG_NEWGEN ||
-				netlink.Text(netlink.Attribute(body[header:], tableAttr)) != table {
+			if h.Type>>8 != unix.NFNL_SUBSYS_NFTABLES || len(body) < headerLen {
 				return
 			}
-			for _, f := range plan.Families {
-				if Protocol(f) == body[0] {
-					tell(f, h.Port)
+			switch kind := h.Type & 0xff; {
+			case kind == unix.NFT_MSG_NEWGEN: // the end of a transaction
+				for _, f := range plan.Families {
+					if c, touched := current[Protocol(f)]; touched {
+						c.Family = f
+						changed(c)
+					}
 				}
+				clear(current)
+			case slices.Contains(tables, netlink.Text(netlink.Attribute(body[headerLen:], tableAttr))):
+				c, touched := current[body[0]]
+				elements := kind == unix.NFT_MSG_NEWSETELEM || kind == unix.NFT_MSG_DELSETELEM
+				current[body[0]] = Change{Port: h.Port, ElementsOnly: elements && (!touched || c.ElementsOnly)}
 			}
-		}, lost)
+		}, func(err error) {
+			clear(current)
+			lost(err)
+		})
 	}, nil
 }

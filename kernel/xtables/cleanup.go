@@ -17,7 +17,8 @@ var Nothing = Desired{Stale: names.IsOurs, StaleJump: names.IsOurs}
 
 // Cleanup removes all rules that this program or kube-proxy keeps, in any mode, in these variants and both families; what they
 // share with the kubelet stays, and so does everything of anybody else's. It returns a line for each thing that it removes, or would
-// remove if dry is set. A variant without programs, or without tables in the kernel, holds nothing.
+// remove if dry is set. A variant without tables in the kernel holds nothing. Without the programs of a variant nothing of it can be
+// removed: that is an error for variant nft if anything is there, and for variant legacy can't be known.
 func Cleanup(ctx context.Context, dry bool, variants ...Variant) ([]string, error) {
 	var out []string
 	var errs []error
@@ -32,6 +33,9 @@ func Cleanup(ctx context.Context, dry bool, variants ...Variant) ([]string, erro
 			}
 			p, err := Find(v, f)
 			if err != nil {
+				if v == NFT && nftHolds(f, tables) {
+					errs = append(errs, fmt.Errorf("chains of variant nft stay: %w", err))
+				}
 				continue
 			}
 			list, err := p.Writer(nil).Cleanup(ctx, tables, dry)
@@ -44,6 +48,14 @@ func Cleanup(ctx context.Context, dry bool, variants ...Variant) ([]string, erro
 		}
 	}
 	return out, errors.Join(errs...)
+}
+
+// nftHolds reports whether tables of variant nft have chains that Cleanup removes.
+func nftHolds(f plan.Family, tables []names.Table) bool {
+	return slices.ContainsFunc(tables, func(t names.Table) bool {
+		chains, _ := nftChains(f, t) // Cleanup's caller is told of the missing program; an error here adds nothing to that.
+		return slices.ContainsFunc(chains, func(chain string) bool { return names.IsOurs(t, chain) })
+	})
 }
 
 // Cleanup lists what is ours in tables and, unless dry is set, removes it.

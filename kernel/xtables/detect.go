@@ -87,12 +87,13 @@ func presentTables(v Variant, f plan.Family) ([]names.Table, error) {
 			err = fmt.Errorf("listing the tables of nf_tables for %s: %w", f, err)
 		}
 	} else {
-		present = legacyTables(f)
+		present = LegacyTables(f)
 	}
 	return slices.DeleteFunc(slices.Clone(names.Tables), func(t names.Table) bool { return !slices.Contains(present, string(t)) }), err
 }
 
-func legacyTables(f plan.Family) []string {
+// LegacyTables returns the names of the tables that the legacy variant has, in the network namespace of the process.
+func LegacyTables(f plan.Family) []string {
 	name := "/proc/net/ip_tables_names"
 	if f == plan.IPv6 {
 		name = "/proc/net/ip6_tables_names"

@@ -100,3 +100,43 @@ func Packets(rule string) uint64 {
 	}
 	return n
 }
+
+// Chains lists chains of a table; those that do not exist are left out. It may run beside all else.
+func (t *Program) Chains(ctx context.Context, tbl names.Table, list []string) (Content, error) {
+	content := Content{}
+	var err error
+	if t.Variant == NFT {
+		var exist []string
+		if exist, err = nftChains(t.Family, tbl); err == nil {
+			there := make(map[string]bool, len(exist))
+			for _, name := range exist {
+				there[name] = true
+			}
+			list = slices.DeleteFunc(slices.Clone(list), func(name string) bool { return !there[name] })
+			err = t.listChains(ctx, tbl, list, content.Add, false)
+		}
+	} else { // It reads the whole table in any case.
+		var lines []string
+		lines, err = t.list(ctx, tbl)
+		for _, line := range lines {
+			content.Add(withoutCounters(line))
+		}
+	}
+	if err != nil {
+		return nil, fmt.Errorf("listing chains of table %s (%s): %w", tbl, t.Family, err)
+	}
+	return content, nil
+}
+
+// withoutCounters removes the counters of a rule as iptables -v -S prints it.
+func withoutCounters(line string) string {
+	before, after, found := strings.Cut(line, " -c ")
+	if !found {
+		return line
+	}
+	words := strings.SplitN(after, " ", 3)
+	if len(words) < 3 {
+		return before
+	}
+	return before + " " + words[2]
+}

@@ -222,24 +222,27 @@ func (t *Program) delete(list []deletion) error {
 }
 
 // handleOf returns the handle of the first rule that reads like one to remove; 0 if there is none.
-func (t *Program) handleOf(d deletion) (handle uint64, err error) {
-	err = nft.Rules(t.Family, string(d.table), d.chain, func(attrs []byte) {
-		if handle == 0 && nftRule(attrs) == d.rule {
-			handle = ruleHandle(attrs)
+func (t *Program) handleOf(d deletion) (uint64, error) {
+	handles, err := nft.Rules(t.Family, string(d.table), d.chain, func(attrs []byte) uint64 {
+		if nftRule(attrs) == d.rule {
+			return ruleHandle(attrs)
 		}
+		return 0
 	})
-	return handle, err
+	handles = slices.DeleteFunc(handles, func(h uint64) bool { return h == 0 })
+	if err != nil || len(handles) == 0 {
+		return 0, err
+	}
+	return handles[0], nil
 }
 
-// nftChains are the chains of a table, as the kernel lists them.
+// nftChains returns the chains of a table, as the kernel lists them.
 func nftChains(f plan.Family, t names.Table) ([]string, error) { return nft.Chains(f, string(t)) }
 
-// NFTRules are the rules of a chain, or with an empty name of all chains of a table, each as far as it can be read: whole where all
-// that it has is a comment, the state NEW and a target, as the rules have that lead to our chains; else what it leads to.
+// NFTRules returns the rules of a chain, or with an empty name of all chains of a table, each as far as it can be read: completely if
+// it consists of a comment, the state NEW and a target, like the rules that lead to our chains; otherwise only its target.
 func NFTRules(f plan.Family, t names.Table, chain string) ([]string, error) {
-	var rules []string
-	err := nft.Rules(f, string(t), chain, func(attrs []byte) { rules = append(rules, nftRule(attrs)) })
-	return rules, err
+	return nft.Rules(f, string(t), chain, nftRule)
 }
 
 // UnreadMark begins what stands for a rule that can't be read. No rule as iptables prints it begins like that.

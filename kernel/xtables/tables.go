@@ -63,9 +63,9 @@ func (x *Tables) ServiceChains(ctx context.Context) (bool, error) {
 	return false, err
 }
 
-// Apply reads what the kernel holds, and writes what differs: each table changes as a whole, so that at no time a packet meets
+// Sync reads what the kernel has, and writes the differences: each table changes as a whole, so that at no time a packet meets
 // half of the rules. What is stale is removed then. It returns how many chains and rules of built-in chains it wrote or removed.
-func (x *Tables) Apply(ctx context.Context, desired Desired) (int, error) {
+func (x *Tables) Sync(ctx context.Context, desired Desired) (int, error) {
 	defer x.watch.Writing()()
 	written := x.written
 	x.written = nil

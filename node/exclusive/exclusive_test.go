@@ -152,7 +152,8 @@ func program(t *testing.T, name, as string, uid uint32) *exec.Cmd {
 func run(t *testing.T, cmd *exec.Cmd, as string, uid uint32) *exec.Cmd {
 	t.Helper()
 	cmd.Env = append(os.Environ(), actAs+"="+as)
-	cmd.SysProcAttr = &syscall.SysProcAttr{Credential: &syscall.Credential{Uid: uid, Gid: uid}, Pdeathsig: syscall.SIGKILL}
+	cmd.SysProcAttr = &syscall.SysProcAttr{Credential: &syscall.Credential{Uid: uid, Gid: uid}}
+	nstest.EndWith(t, cmd)
 	out, err := cmd.StdoutPipe()
 	if err == nil {
 		err = cmd.Start()

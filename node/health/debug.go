@@ -19,13 +19,15 @@ type Debug struct {
 	Config any
 	// Profiling serves /debug/pprof.
 	Profiling bool
+	// UI serves /ui/ and what is below it; nil for not found.
+	UI http.Handler
 }
 
 // configGroup is the API group under which kube-proxy shows its configuration.
 const configGroup = "kubeproxy.config.k8s.io"
 
 // Handler serves /metrics, /metrics/slis, /healthz ("ok" as long as the program runs), /proxyMode, /configz and, with Profiling,
-// /debug/pprof, each as kube-proxy does at its metrics port.
+// /debug/pprof, each as kube-proxy does at its metrics port, and UI.
 func (d Debug) Handler() http.Handler {
 	mux := http.NewServeMux()
 	if d.Metrics != nil {
@@ -44,6 +46,9 @@ func (d Debug) Handler() http.Handler {
 		}
 		writeJSON(w, http.StatusOK, shown)
 	})
+	if d.UI != nil {
+		mux.Handle("/ui/", d.UI)
+	}
 	if d.Profiling {
 		mux.HandleFunc("/debug/pprof/", pprof.Index)
 		mux.HandleFunc("/debug/pprof/cmdline", pprof.Cmdline)

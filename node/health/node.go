@@ -10,6 +10,7 @@ import (
 	"time"
 
 	"nodeproxy/plan"
+	"nodeproxy/source"
 )
 
 // DefaultTimeout is how long a change may wait to be programmed by default: twice kube-proxy's default syncPeriod.
@@ -18,18 +19,6 @@ const DefaultTimeout = time.Minute
 // DefaultStaleAfter is the default age from which the known objects of a kind count as stale. With a sound connection the age stays
 // below some 70 seconds, and a watch that is silent for three minutes is replaced.
 const DefaultStaleAfter = 5 * time.Minute
-
-// Watch says how current the known objects of one kind are.
-type Watch struct {
-	// Resource names the kind, such as services.
-	Resource string
-	// Synced is true once all objects of the kind have been delivered.
-	Synced bool
-	// Age is the time since the source last confirmed this state; negative before it first did.
-	Age time.Duration
-	// Failure is the last failure since then; empty if there was none.
-	Failure string
-}
 
 // NodeConfig configures a Node.
 type NodeConfig struct {
@@ -41,10 +30,10 @@ type NodeConfig struct {
 	// DefaultTimeout. kube-proxy takes twice its syncPeriod.
 	Timeout time.Duration
 	// Watches returns how current the objects are; nil if the source's objects can't become stale, as with files.
-	Watches func() []Watch
+	Watches func() []source.Watch
 	// Faults returns what the source can't read, so that what it read before stays in force; nil if that can't happen.
 	Faults func() []string
-	// StaleAfter is the Age from which a Watch is stale; zero means DefaultStaleAfter.
+	// StaleAfter is the age from which objects are stale; zero means DefaultStaleAfter.
 	StaleAfter time.Duration
 	// Answered is called for each answer with the requested path and the status code; nil for none.
 	Answered func(path string, code int)
@@ -190,7 +179,7 @@ type Missing struct {
 // Missing returns the conditions for readiness that are not met; none if the node is ready.
 func (n *Node) Missing() []Missing { return n.missing(n.state(), n.watches()) }
 
-func (n *Node) watches() []Watch {
+func (n *Node) watches() []source.Watch {
 	if n.cfg.Watches == nil {
 		return nil
 	}
@@ -211,7 +200,7 @@ func (n *Node) faults() []string {
 	return faults
 }
 
-func (n *Node) missing(s state, watches []Watch) []Missing {
+func (n *Node) missing(s state, watches []source.Watch) []Missing {
 	out := []Missing{} // not nil, which JSON would show as null
 	add := func(condition, detail string, args ...any) {
 		out = append(out, Missing{condition, fmt.Sprintf(detail, args...)})

@@ -9,6 +9,7 @@ import (
 	"time"
 
 	"nodeproxy/plan"
+	"nodeproxy/source"
 )
 
 // ask returns code and body of an answer, with times as seconds since start.
@@ -146,8 +147,8 @@ func TestFailedSync(t *testing.T) {
 
 func TestReadyz(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
-		watches := []Watch{{Resource: "services", Age: -1}, {Resource: "nodes", Age: -1, Failure: "list: no route"}}
-		n := NewNode(NodeConfig{Timeout: 20 * time.Second, StaleAfter: time.Minute, Watches: func() []Watch { return watches }})
+		watches := []source.Watch{{Resource: "services", Age: -1}, {Resource: "nodes", Age: -1, Failure: "list: no route"}}
+		n := NewNode(NodeConfig{Timeout: 20 * time.Second, StaleAfter: time.Minute, Watches: func() []source.Watch { return watches }})
 		check := func(what string, want ...string) {
 			t.Helper()
 			w := httptest.NewRecorder()
@@ -185,7 +186,7 @@ func TestReadyz(t *testing.T) {
 		const notSynced, notProgrammed = "synced: not all objects have been delivered yet", "programmed: no sync has succeeded yet"
 		check("at first", notSynced, notProgrammed, "fresh: nodes: nothing has come from the source: list: no route")
 		n.WaitFor("kube-proxy, process 7")
-		watches = []Watch{{Resource: "services", Synced: true, Age: time.Second}}
+		watches = []source.Watch{{Resource: "services", Synced: true, Age: time.Second}}
 		check("another proxy", "free: nothing is written before this is gone: kube-proxy, process 7", notSynced, notProgrammed)
 		n.WaitFor("")
 		n.Synced()

@@ -5,6 +5,7 @@ import (
 	"log/slog"
 	"maps"
 	"net/netip"
+	"slices"
 	"sync"
 	"time"
 
@@ -48,6 +49,8 @@ type Watcher struct {
 	mu    sync.Mutex
 	index *index
 	known bool // whether there is a plan
+	// reported are the conflicts that Run has found.
+	reported map[conflict]bool
 
 	// Only Run's goroutine uses these.
 	found map[conflict]string // and the processes that own the sockets
@@ -95,6 +98,39 @@ func (w *Watcher) Update(p *plan.Plan, change plan.Change) {
 	w.known = true
 }
 
+// Current looks at the sockets, and returns the conflicts that there are now. A socket that may be one that is about to send counts
+// only if Run has found it. It may run beside Run.
+func (w *Watcher) Current() []source.Finding {
+	list, addrs, err := w.sockets()
+	if err != nil {
+		w.cfg.Log.Debug("looking for programs that listen where a Service is", "error", err)
+		return nil
+	}
+	now, inodes := map[conflict][]uint32{}, map[uint32]bool{}
+	ephemeral, own := host.EphemeralPorts(), w.own()
+	w.mu.Lock()
+	for _, s := range list {
+		for _, o := range w.index.captured(s, addrs) {
+			c := conflictOf(s, o)
+			doubt := s.Protocol == plan.UDP && ephemeral.Contains(s.Port) || o.frontend.Kind == plan.HealthCheckNodePort
+			if !own[s.Inode] && (!doubt || w.reported[c]) {
+				now[c] = append(now[c], s.Inode)
+				inodes[s.Inode] = true
+			}
+		}
+	}
+	w.mu.Unlock()
+	if len(now) == 0 {
+		return nil
+	}
+	seen := sockets.Owners(inodes)
+	var out []source.Finding
+	for _, c := range slices.SortedFunc(maps.Keys(now), conflict.compare) {
+		out = append(out, c.finding(c.who(now[c], seen)))
+	}
+	return out
+}
+
 // Run looks for conflicts until ctx ends: once there is a plan, every 30 seconds, and soon after frontends have changed.
 func (w *Watcher) Run(ctx context.Context) {
 	logged := ""
@@ -131,29 +167,37 @@ func (w *Watcher) Run(ctx context.Context) {
 // look compares the current sockets with the plan. It returns true if it should run again soon.
 func (w *Watcher) look() (again bool, err error) {
 	w.mu.Lock()
-	known, count := w.known, maps.Clone(w.index.count)
+	known := w.known
 	w.mu.Unlock()
 	if !known {
 		return false, nil
 	}
-	var list []socket
-	for _, p := range []plan.Protocol{plan.TCP, plan.UDP, plan.SCTP} {
-		if count[p] == 0 {
-			continue
-		}
-		some, err := w.dump(p)
-		if err != nil {
-			return false, err
-		}
-		list = append(list, some...)
-	}
-	addrs, err := w.host(w.cfg.NotNode)
+	list, addrs, err := w.sockets()
 	if err != nil {
 		return false, err
 	}
 	now := w.conflicts(list, addrs)
 	w.report(now)
 	return len(w.doubtful) > 0, nil
+}
+
+// sockets returns the sockets of protocols that Services have, and the addresses of the node.
+func (w *Watcher) sockets() (list []socket, addrs []netip.Addr, err error) {
+	w.mu.Lock()
+	count := maps.Clone(w.index.count)
+	w.mu.Unlock()
+	for _, p := range []plan.Protocol{plan.TCP, plan.UDP, plan.SCTP} {
+		if count[p] == 0 {
+			continue
+		}
+		some, err := w.dump(p)
+		if err != nil {
+			return nil, nil, err
+		}
+		list = append(list, some...)
+	}
+	addrs, err = w.host(w.cfg.NotNode)
+	return list, addrs, err
 }
 
 // conflicts returns the current conflicts, each with the inodes of its sockets.

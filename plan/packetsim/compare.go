@@ -54,7 +54,7 @@ func describe(outcomes []Outcome) string {
 			break
 		}
 		fmt.Fprintf(&b, "  %s\n", o)
-		for _, r := range o.Rules {
+		for _, r := range o.Rules() {
 			fmt.Fprintf(&b, "    %s\n", r)
 		}
 	}

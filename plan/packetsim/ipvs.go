@@ -62,7 +62,7 @@ func (m *Machine) schedule(w way) []way {
 	if s == nil {
 		return []way{w}
 	}
-	w.rules = &step{"ipvs", s.Origin, w.rules}
+	w.rules = &step{Step{Hook: w.Hook, Table: "ipvs", Rule: s.Origin}, w.rules}
 	total := 0
 	for _, r := range s.RealServers {
 		total += s.share(r)
@@ -78,7 +78,7 @@ func (m *Machine) schedule(w way) []way {
 		}
 		to := w
 		to.probability *= float64(s.share(r)) / float64(total)
-		to.rules = &step{"ipvs", r.Origin, to.rules}
+		to.rules = &step{Step{Hook: w.Hook, Table: "ipvs", Rule: r.Origin}, to.rules}
 		to.send(r.Addr)
 		out = append(out, to)
 	}

@@ -27,7 +27,10 @@ import (
 type Machine struct {
 	Family plan.Family
 	// Tables are all chains by table and name. A rule leads only to chains of its own table.
-	Tables  map[string]map[string]*Chain
+	Tables map[string]map[string]*Chain
+	// Load makes a chain that a rule leads to and Tables lacks; it returns nil if there is no such chain. If Load is nil, Tables has all
+	// chains.
+	Load    func(table, name string) (*Chain, error)
 	Sets    map[string]*Set
 	Servers map[ServerKey]*Server
 	// Added are addresses and ranges that are local in addition to those of Node.Local.
@@ -75,6 +78,8 @@ type Effect struct {
 	End   Action
 	Next  Next
 	Chain string // for Jump and Goto
+	// Elements are those of sets and maps by which the rule does this, as a user sees them.
+	Elements []string
 }
 
 // Next says where a packet goes on after a rule.

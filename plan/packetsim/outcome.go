@@ -30,10 +30,19 @@ type Outcome struct {
 	Delivered bool
 	// Probability is the probability of this outcome. Those of all outcomes of a packet add up to 1.
 	Probability float64
-	// Rules are those that matched on the way, in order, and the virtual server and the real server that IPVS took; if several
+	// Steps are the rules that matched on the way, in order, and the virtual server and the real server that IPVS took; if several
 	// ways lead to this outcome, on the first of them.
-	Rules []string
+	Steps []Step
 	State any // the Packet's at the end of that way
+}
+
+// Rules describes the steps.
+func (o Outcome) Rules() []string {
+	out := make([]string, len(o.Steps))
+	for i, s := range o.Steps {
+		out[i] = s.String()
+	}
+	return out
 }
 
 func (o Outcome) String() string {
@@ -64,7 +73,7 @@ func outcomes(ways []way) []Outcome {
 			i = len(out)
 			index[e] = i
 			out = append(out, Outcome{Action: e.action, Dst: e.dst, DNAT: e.dnat, Masquerade: e.masquerade,
-				Delivered: e.delivered, Rules: w.rules.list(), State: w.State})
+				Delivered: e.delivered, Steps: w.rules.list(), State: w.State})
 		}
 		out[i].Probability += w.probability
 	}

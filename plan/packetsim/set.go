@@ -2,9 +2,11 @@ package packetsim
 
 import (
 	"errors"
+	"fmt"
 	"maps"
 	"net/netip"
 	"slices"
+	"strings"
 
 	"nodeproxy/plan"
 )
@@ -45,17 +47,48 @@ const MaxSetDimensions = len(Element{})
 // destination. As in the kernel, the longest prefix wins, and nothing is found for a packet of the other family or with fewer flags
 // than the set has dimensions.
 func (s *Set) Find(p *Packet, flags []bool) (Entry, bool, error) {
-	if len(flags) < len(s.Dimensions) || s.Family != 0 && s.Family != plan.FamilyOf(p.Dst) {
-		return Entry{}, false, nil
+	_, e, found, err := s.find(p, flags)
+	return e, found && !e.NoMatch, err
+}
+
+// ElementText returns the element that Find finds, with the name of the set, in the form of "ipset save"; false if it finds none.
+func (s *Set) ElementText(p *Packet, flags []bool) (string, bool) {
+	el, e, found, err := s.find(p, flags)
+	if err != nil || !found || e.NoMatch {
+		return "", false
 	}
+	var parts []string
+	for i, d := range s.Dimensions {
+		switch f := el[i]; {
+		case d != "port" && f.Prefix.IsSingleIP():
+			parts = append(parts, f.Prefix.Addr().String())
+		case d != "port":
+			parts = append(parts, f.Prefix.String())
+		case f.Protocol != "":
+			parts = append(parts, fmt.Sprintf("%s:%d", f.Protocol, f.Port))
+		default:
+			parts = append(parts, fmt.Sprint(f.Port))
+		}
+	}
+	text := s.Name + " " + strings.Join(parts, ",")
+	if e.Mask != 0 {
+		text += fmt.Sprintf(" skbmark %#x/%#x", e.Mark, e.Mask)
+	}
+	return text, true
+}
+
+func (s *Set) find(p *Packet, flags []bool) (Element, Entry, bool, error) {
 	var el Element
+	if len(flags) < len(s.Dimensions) || s.Family != 0 && s.Family != plan.FamilyOf(p.Dst) {
+		return el, Entry{}, false, nil
+	}
 	for i, d := range s.Dimensions {
 		switch {
 		case d == "port" && flags[i]:
-			return Entry{}, false, errors.New("a packet's source port is not known")
+			return el, Entry{}, false, errors.New("a packet's source port is not known")
 		case d == "port" && s.Family == 0:
 			if p.Protocol == "sctp" {
-				return Entry{}, false, nil // The kernel looks for the ports of TCP and UDP only.
+				return el, Entry{}, false, nil // The kernel looks for the ports of TCP and UDP only.
 			}
 			el[i].Port = p.Port
 		case d == "port":
@@ -66,15 +99,15 @@ func (s *Set) Find(p *Packet, flags []bool) (Entry, bool, error) {
 			el[i].Prefix = netip.PrefixFrom(p.Dst, p.Dst.BitLen())
 		}
 	}
-	e, found := s.lookup(el, 0)
-	return e, found && !e.NoMatch, nil
+	el, e, found := s.lookup(el, 0)
+	return el, e, found, nil
 }
 
-// lookup finds the entry for an element, whose nets it widens from dimension i on.
-func (s *Set) lookup(el Element, i int) (Entry, bool) {
+// lookup finds the entry for an element, whose nets it widens from dimension i on, with the element that it is for.
+func (s *Set) lookup(el Element, i int) (Element, Entry, bool) {
 	if i == len(s.Dimensions) {
 		e, found := s.Entries[el]
-		return e, found
+		return el, e, found
 	}
 	if s.Dimensions[i] != "net" {
 		return s.lookup(el, i+1)
@@ -82,11 +115,11 @@ func (s *Set) lookup(el Element, i int) (Entry, bool) {
 	for _, bits := range s.lengths(i) {
 		wider := el
 		wider[i].Prefix = netip.PrefixFrom(el[i].Prefix.Addr(), bits).Masked()
-		if e, found := s.lookup(wider, i+1); found {
-			return e, true
+		if to, e, found := s.lookup(wider, i+1); found {
+			return to, e, true
 		}
 	}
-	return Entry{}, false
+	return el, Entry{}, false
 }
 
 // lengths are those of the nets in a dimension, the longest first.

@@ -28,17 +28,36 @@ func (w *way) settled() bool {
 	return w.decided[i] || [2]bool{w.DNAT, w.Masquerade}[i]
 }
 
-// step is a list of matched rules, the last first.
+// Step is a rule that matched, or a virtual server or real server that IPVS took.
+type Step struct {
+	Hook  Hook
+	Table string // ipvs for what IPVS took
+	Chain string // empty for what IPVS took
+	Rule  fmt.Stringer
+	// Elements are as in Effect.
+	Elements []string
+}
+
+// Text is the rule as its front end read it, without the place where it was found.
+func (s Step) Text() string {
+	if t, ok := s.Rule.(interface{ Text() string }); ok {
+		return t.Text()
+	}
+	return s.Rule.String()
+}
+
+func (s Step) String() string { return fmt.Sprintf("%s: %s", s.Table, s.Rule) }
+
+// step is a list of Steps, the last first.
 type step struct {
-	table string
-	rule  fmt.Stringer
+	Step
 	prior *step
 }
 
-func (s *step) list() []string {
-	var out []string
+func (s *step) list() []Step {
+	var out []Step
 	for ; s != nil; s = s.prior {
-		out = append(out, fmt.Sprintf("%s: %s", s.table, s.rule))
+		out = append(out, s.Step)
 	}
 	slices.Reverse(out)
 	return out
@@ -175,9 +194,9 @@ func (m *Machine) walk(start way, s station) ([]way, error) {
 		}
 		for _, e := range slices.Backward(effects) {
 			to := f
-			to.Packet, to.rules = e.Packet, &step{s.table, r, f.rules}
+			to.Packet, to.rules = e.Packet, &step{Step{f.Hook, s.table, f.chain.Name, r, e.Elements}, f.rules}
 			to.probability *= e.Probability
-			if err := to.apply(e, m.Tables[s.table], s.chain); err != nil {
+			if err := to.apply(e, m, s); err != nil {
 				return nil, fmt.Errorf("chain %s, %s: %w", f.chain.Name, r, err)
 			}
 			todo = append(todo, to)
@@ -220,7 +239,7 @@ func (f *fork) back(base *Chain) {
 }
 
 // apply goes where an effect leads.
-func (f *fork) apply(e Effect, chains map[string]*Chain, base *Chain) error {
+func (f *fork) apply(e Effect, m *Machine, s station) error {
 	switch {
 	case e.End != "":
 		if e.End != Accept {
@@ -228,12 +247,13 @@ func (f *fork) apply(e Effect, chains map[string]*Chain, base *Chain) error {
 		}
 		f.place = place{}
 	case e.Next == Return:
-		f.back(base)
+		f.back(s.chain)
 	case e.Next == Jump || e.Next == Goto:
-		to := place{chain: chains[e.Chain], caller: f.caller}
-		if to.chain == nil {
-			return fmt.Errorf("there is no chain %s", e.Chain)
+		c, err := m.chain(s.table, e.Chain)
+		if err != nil {
+			return err
 		}
+		to := place{chain: c, caller: f.caller}
 		if e.Next == Jump {
 			here := f.place
 			to.caller = &here
@@ -241,4 +261,22 @@ func (f *fork) apply(e Effect, chains map[string]*Chain, base *Chain) error {
 		f.place = to
 	}
 	return nil
+}
+
+// chain returns a chain, which it loads if it has to.
+func (m *Machine) chain(table, name string) (*Chain, error) {
+	c := m.Tables[table][name]
+	if c == nil && m.Load != nil {
+		var err error
+		if c, err = m.Load(table, name); err != nil {
+			return nil, err
+		}
+		if c != nil {
+			m.Tables[table][name] = c
+		}
+	}
+	if c == nil {
+		return nil, fmt.Errorf("there is no chain %s", name)
+	}
+	return c, nil
 }

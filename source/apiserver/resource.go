@@ -13,6 +13,8 @@ import (
 	"k8s.io/apimachinery/pkg/watch"
 	"k8s.io/client-go/rest"
 	"k8s.io/client-go/tools/cache"
+
+	"nodeproxy/source"
 )
 
 // requestTimeout is how long to wait for a list, or for a watch to begin. API servers allow the same time for a list.
@@ -39,31 +41,16 @@ type resource struct {
 	askAgain    time.Duration
 	unavailable func()
 
-	mu      sync.Mutex
-	state   Staleness
+	mu    sync.Mutex
+	state source.Watch
+	// missing says that the API server last answered that it has no such resource for this program.
+	missing bool
 	heardAt time.Time // zero before the first answer
 	failing time.Time // when the current series of failures began; zero if the last request succeeded
 }
 
-// Staleness says how current the known objects of one resource are.
-type Staleness struct {
-	// Resource is services, endpointslices, nodes or servicecidrs.
-	Resource string
-	// Absent is true if the API server does not serve the resource, or not to this program, and the program does without it; such a
-	// resource is not stale, whatever its Age.
-	Absent bool
-	// Synced is true once all objects have been delivered.
-	Synced bool
-	// Watching is true while a watch is open.
-	Watching bool
-	// Age is the time since the API server last sent anything that confirms this state: objects, a change or a bookmark. With a
-	// sound connection it stays below some 70 seconds. It is negative before the first answer.
-	Age time.Duration
-	// Failure is the last failure since then; empty if there was none.
-	Failure string
-}
-
-func (r *resource) staleness(now time.Time) Staleness {
+// current returns how current the known objects are.
+func (r *resource) current(now time.Time) source.Watch {
 	r.mu.Lock()
 	defer r.mu.Unlock()
 	out := r.state
@@ -79,7 +66,7 @@ func (r *resource) heard() {
 	now := time.Now()
 	r.mu.Lock()
 	since := r.failing
-	r.heardAt, r.failing, r.state.Failure, r.state.Absent = now, time.Time{}, "", false
+	r.heardAt, r.failing, r.state.Failure, r.missing = now, time.Time{}, "", false
 	r.mu.Unlock()
 	if !since.IsZero() {
 		r.log.Info("the API server answers again", "resource", r.name, "after", now.Sub(since).Round(time.Millisecond))
@@ -94,9 +81,9 @@ func (r *resource) failed(what string, err error) {
 		r.failing = time.Now()
 	}
 	r.state.Failure = fmt.Sprintf("%s: %v", what, err)
-	news := first || !r.state.Absent
-	r.state.Absent = r.optional && (apierrors.IsNotFound(err) || apierrors.IsForbidden(err))
-	absent := r.state.Absent
+	news := first || !r.missing
+	r.missing = r.optional && (apierrors.IsNotFound(err) || apierrors.IsForbidden(err))
+	absent := r.missing
 	r.mu.Unlock()
 	if r.optional {
 		defer r.unavailable()
@@ -133,13 +120,7 @@ func (r *resource) reportAbsent(err error) {
 func (r *resource) absent() bool {
 	r.mu.Lock()
 	defer r.mu.Unlock()
-	return r.state.Absent
-}
-
-func (r *resource) watching(open bool) {
-	r.mu.Lock()
-	defer r.mu.Unlock()
-	r.state.Watching = open
+	return r.missing
 }
 
 // synced records that all objects have been delivered, and reports whether this is the first time.

@@ -233,12 +233,14 @@ func (s *Source) goOn() {
 	s.sink.Apply(source.Batch{Synced: true})
 }
 
-// Staleness returns how current each resource is. It is safe for concurrent use.
-func (s *Source) Staleness() []Staleness {
+// Watches returns how current each resource is, except those that the program can do without. It is safe for concurrent use.
+func (s *Source) Watches() []source.Watch {
 	now := time.Now()
-	var out []Staleness
+	var out []source.Watch
 	for _, r := range s.resources {
-		out = append(out, r.staleness(now))
+		if !r.optional {
+			out = append(out, r.current(now))
+		}
 	}
 	return out
 }

@@ -5,6 +5,7 @@ import (
 	"log/slog"
 	"net"
 	"net/http"
+	"slices"
 	"strings"
 	"sync"
 	"testing"
@@ -52,9 +53,9 @@ func TestSyncedComesOnceAndLast(t *testing.T) {
 				time.Sleep(time.Millisecond)
 			}
 			sink.sees("Synced no more", func() bool { return sink.synced == 1 })
-			for _, st := range s.Staleness() {
-				if !st.Synced {
-					t.Errorf("%+v: not synced", st)
+			for _, w := range s.Watches() {
+				if !w.Synced {
+					t.Errorf("%+v: not synced", w)
 				}
 			}
 		})
@@ -110,8 +111,8 @@ func TestFailedListsChangeNothing(t *testing.T) {
 			f.Fail(services, status)
 			f.Expire(services)
 			sink.sees("failure", func() bool {
-				st := s.Staleness()[0]
-				return st.Resource == services && !st.Watching && strings.Contains(st.Failure, "list")
+				w := s.Watches()[0]
+				return w.Resource == services && strings.Contains(w.Failure, "list")
 			})
 			time.Sleep(100 * time.Millisecond)
 			sink.mu.Lock()
@@ -122,7 +123,10 @@ func TestFailedListsChangeNothing(t *testing.T) {
 			f.Serve(services, serviceList(20, serviceAt(4, "first"), serviceAt(15, "second")))
 			f.Fail(services, 0)
 			sink.sees("the end of it", func() bool { return len(sink.services) == 2 })
-			sink.sees("a watch", func() bool { st := s.Staleness()[0]; return st.Watching && st.Failure == "" && st.Age >= 0 })
+			sink.sees("a watch", func() bool {
+				w := s.Watches()[0]
+				return f.Watches(services) == 2 && w.Failure == "" && w.Age >= 0
+			})
 		})
 	}
 }
@@ -236,27 +240,19 @@ func TestServiceCIDRsNotServed(t *testing.T) {
 			if len(lines) != 1 || !strings.Contains(lines[0], want[0]) || !strings.Contains(lines[0], want[1]) {
 				t.Errorf("logged %q, want one line with %q", lines, want)
 			}
-			if st := staleness(s, serviceCIDRs); !st.Absent || st.Synced {
-				t.Errorf("%+v, want it to be absent", st)
+			cidrs := s.resources[slices.IndexFunc(s.resources, func(r *resource) bool { return r.name == serviceCIDRs })]
+			if w := cidrs.current(time.Now()); !cidrs.absent() || w.Synced {
+				t.Errorf("%+v, want it to be absent", w)
 			}
 			f.Serve(serviceCIDRs, serviceCIDRList("10.96.0.0/16"))
 			f.Fail(serviceCIDRs, 0)
 			sink.sees("the ServiceCIDR", func() bool { return sink.batches[len(sink.batches)-1].ServiceCIDRs["kubernetes"] != nil })
-			if st := staleness(s, serviceCIDRs); st.Absent || !st.Synced {
-				t.Errorf("%+v, want it to be synced", st)
+			if w := cidrs.current(time.Now()); cidrs.absent() || !w.Synced {
+				t.Errorf("%+v, want it to be synced", w)
 			}
 			sink.sees("Synced once", func() bool { return sink.synced == 1 })
 		})
 	}
-}
-
-func staleness(s *Source, resource string) Staleness {
-	for _, st := range s.Staleness() {
-		if st.Resource == resource {
-			return st
-		}
-	}
-	return Staleness{}
 }
 
 // TestServiceCIDRsAreRarelyAskedFor: by default it takes minutes until they are asked for again.
@@ -311,8 +307,10 @@ func TestPodCIDRsAreWaitedFor(t *testing.T) {
 		if lines := log.lines("podCIDRs"); len(lines) != 1 {
 			t.Errorf("logged %q, want one line", lines)
 		}
-		if st := staleness(s, nodes); !st.Synced {
-			t.Errorf("%+v: all that there is has been delivered", st)
+		for _, w := range s.Watches() {
+			if !w.Synced {
+				t.Errorf("%+v: all that there is has been delivered", w)
+			}
 		}
 		f.Send(nodes, watch.Modified, node("12", "10.244.1.0/24"))
 		sink.sees("Synced with them", func() bool {

@@ -40,7 +40,6 @@ func (r *resource) openWatch(ctx context.Context, o metav1.ListOptions) (watch.I
 	}
 	w := &guardedWatch{resource: r, inner: inner, cancel: cancel, out: make(chan watch.Event), stop: make(chan struct{})}
 	r.heard()
-	r.watching(true)
 	go w.forward()
 	return w, nil
 }
@@ -61,7 +60,6 @@ func (w *guardedWatch) Stop() { w.once.Do(func() { close(w.stop) }) }
 
 func (w *guardedWatch) forward() {
 	defer close(w.out)
-	defer w.resource.watching(false)
 	defer w.cancel(nil)
 	defer w.inner.Stop()
 	silence := time.NewTimer(w.resource.silence)

@@ -47,8 +47,8 @@ type checker struct {
 	refused  bool
 }
 
-// refuse reports a fault for which the API server would reject the object.
-func (c *checker) refuse(field, format string, args ...any) {
+// reject reports a fault for which the API server would reject the object.
+func (c *checker) reject(field, format string, args ...any) {
 	c.refused = true
 	c.problem(field, "", format, args...)
 }

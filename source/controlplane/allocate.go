@@ -50,7 +50,7 @@ func (a *allocation) equal(b *allocation) bool {
 		slices.Equal(a.ips, b.ips) && slices.Equal(a.nodePorts, b.nodePorts) && slices.Equal(a.findings, b.findings)
 }
 
-func (a *allocation) refuse(field, format string, args ...any) {
+func (a *allocation) reject(field, format string, args ...any) {
 	a.refused = true
 	a.findings = append(a.findings, source.Finding{
 		Severity: source.Problem, Field: field, Detail: fmt.Sprintf(format, args...), Effect: "the Service is not proxied",
@@ -151,12 +151,12 @@ func (a *allocator) families(svc *v1.Service, got *allocation) {
 		if _, ok := a.cidrs[other]; ok {
 			got.families = append(got.families, other)
 		} else if policy == v1.IPFamilyPolicyRequireDualStack {
-			got.refuse("spec.ipFamilyPolicy", "RequireDualStack, but there is no service CIDR for %s", other)
+			got.reject("spec.ipFamilyPolicy", "RequireDualStack, but there is no service CIDR for %s", other)
 		}
 	}
 	for i, f := range got.families {
 		if _, ok := a.cidrs[f]; !ok && i >= len(spec.ClusterIPs) {
-			got.refuse("spec.ipFamilies", "there is no service CIDR for %s", f)
+			got.reject("spec.ipFamilies", "there is no service CIDR for %s", f)
 		}
 	}
 }
@@ -175,7 +175,7 @@ func (a *allocator) claimExplicit(n types.NamespacedName, svc *v1.Service, got *
 			got.findings = append(got.findings, source.Finding{Field: field, Detail: detail, Effect: effect})
 		}
 		if owner, taken := a.ips[ip]; taken {
-			got.refuse(field, "%s is the cluster IP of Service %s, which comes first by name", ip, owner)
+			got.reject(field, "%s is the cluster IP of Service %s, which comes first by name", ip, owner)
 		}
 		if cidr, ok := a.cidrs[familyOf(ip)]; !ok {
 			note("there is no service CIDR for "+string(familyOf(ip)), ip.String()+" is used as given")
@@ -202,11 +202,11 @@ func (a *allocator) explicitPorts(svc *v1.Service, got *allocation) []portClaim 
 	var claims []portClaim
 	claim := func(field string, c portClaim) {
 		if c.port < int32(a.ports.First) || c.port > int32(a.ports.Last) {
-			got.refuse(field, "%d is not within the range of node ports, %d-%d", c.port, a.ports.First, a.ports.Last)
+			got.reject(field, "%d is not within the range of node ports, %d-%d", c.port, a.ports.First, a.ports.Last)
 		} else if owner, taken := a.nodePorts[c]; taken {
-			got.refuse(field, "%d/%s is a node port of Service %s, which comes first by name", c.port, c.protocol, owner)
+			got.reject(field, "%d/%s is a node port of Service %s, which comes first by name", c.port, c.protocol, owner)
 		} else if slices.Contains(claims, c) {
-			got.refuse(field, "%d/%s is a node port of this Service already", c.port, c.protocol)
+			got.reject(field, "%d/%s is a node port of this Service already", c.port, c.protocol)
 		}
 		claims = append(claims, c)
 	}
@@ -250,7 +250,7 @@ func (a *allocator) clusterIPs(names []types.NamespacedName) {
 			})
 		}
 		for _, b := range addressPool(cidr).allocate(bids) {
-			owners[b.key].refuse("spec.clusterIP", "no address is left in the service CIDR %s", cidr)
+			owners[b.key].reject("spec.clusterIP", "no address is left in the service CIDR %s", cidr)
 		}
 	}
 }
@@ -296,7 +296,7 @@ func (a *allocator) allocatePorts(names []types.NamespacedName, services map[typ
 		}
 	}
 	for _, b := range portPool(a.ports).allocate(bids) {
-		a.out[owners[b.key]].refuse("spec.ports", "no node port is left in the range %d-%d", a.ports.First, a.ports.Last)
+		a.out[owners[b.key]].reject("spec.ports", "no node port is left in the range %d-%d", a.ports.First, a.ports.Last)
 	}
 }
 

@@ -19,9 +19,9 @@ import (
 func checkMeta(meta *metav1.ObjectMeta, namespaced bool, nameRule func(string) []string, c *checker) {
 	switch {
 	case meta.Name == "" && meta.GenerateName != "":
-		c.refuse("metadata.name", "required; generateName is not expanded here")
+		c.reject("metadata.name", "required; generateName is not expanded here")
 	case meta.Name == "":
-		c.refuse("metadata.name", "required")
+		c.reject("metadata.name", "required")
 	default:
 		c.format("metadata.name", meta.Name, nameRule)
 	}
@@ -63,9 +63,9 @@ func (c *checker) format(field, value string, rule func(string) []string) {
 	}
 	msg, _, _ := strings.Cut(msgs[0], " (e.g.") // An example and a regular expression follow.
 	if len(value) > 60 {
-		c.refuse(field, "%.40q… (%d characters): %s", value, len(value), msg)
+		c.reject(field, "%.40q… (%d characters): %s", value, len(value), msg)
 	} else {
-		c.refuse(field, "%q: %s", value, msg)
+		c.reject(field, "%q: %s", value, msg)
 	}
 }
 
@@ -76,14 +76,14 @@ func oneOf[T ~string](c *checker, field string, value T, allowed ...T) {
 		for i, a := range allowed {
 			names[i] = string(a)
 		}
-		c.refuse(field, "%.40q is not one of %s", value, strings.Join(names, ", "))
+		c.reject(field, "%.40q is not one of %s", value, strings.Join(names, ", "))
 	}
 }
 
 // portNumber refuses a number that is not a port.
 func (c *checker) portNumber(field string, n int32) {
 	if n < 1 || n > 65535 {
-		c.refuse(field, "%d is not within 1-65535", n)
+		c.reject(field, "%d is not within 1-65535", n)
 	}
 }
 
@@ -91,7 +91,7 @@ func (c *checker) portNumber(field string, n int32) {
 func (c *checker) ip(field, text string) (netip.Addr, bool) {
 	ip, ok := source.ParseIP(text)
 	if !ok {
-		c.refuse(field, "%.60q is not an IP address", text)
+		c.reject(field, "%.60q is not an IP address", text)
 	}
 	return ip, ok
 }
@@ -103,7 +103,7 @@ func (c *checker) endpointIP(field, text string) (netip.Addr, bool) {
 		return ip, false
 	}
 	if what := source.SpecialAddress(ip); what != "" {
-		c.refuse(field, "%s is %s, which neither an endpoint nor an external IP may be", ip, what)
+		c.reject(field, "%s is %s, which neither an endpoint nor an external IP may be", ip, what)
 		return ip, false
 	}
 	return ip, true

@@ -12,7 +12,7 @@ import (
 func checkServiceCIDR(s *networking.ServiceCIDR, c *checker) {
 	checkMeta(&s.ObjectMeta, false, validation.IsDNS1123Subdomain, c)
 	if n := len(s.Spec.CIDRs); n < 1 || n > 2 {
-		c.refuse("spec.cidrs", "%d ranges; a ServiceCIDR has one, or one of each family", n)
+		c.reject("spec.cidrs", "%d ranges; a ServiceCIDR has one, or one of each family", n)
 		return
 	}
 	seen := map[v1.IPFamily]bool{}
@@ -22,12 +22,12 @@ func checkServiceCIDR(s *networking.ServiceCIDR, c *checker) {
 		cidr, err := netip.ParsePrefix(text)
 		switch {
 		case err != nil || cidr.Addr().Is4In6():
-			c.refuse(field, "%.60q is not a CIDR", text)
+			c.reject(field, "%.60q is not a CIDR", text)
 			continue
 		case cidr != cidr.Masked():
-			c.refuse(field, "%s has host bits set; the range is %s", text, cidr.Masked())
+			c.reject(field, "%s has host bits set; the range is %s", text, cidr.Masked())
 		case seen[familyOf(cidr.Addr())]:
-			c.refuse(field, "%s is the second range of its family", text)
+			c.reject(field, "%s is the second range of its family", text)
 		}
 		seen[familyOf(cidr.Addr())] = true
 	}

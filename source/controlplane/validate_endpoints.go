@@ -18,12 +18,12 @@ const (
 func checkSlice(es *discovery.EndpointSlice, c *checker) {
 	checkMeta(&es.ObjectMeta, true, validation.IsDNS1123Subdomain, c)
 	if es.AddressType == "" {
-		c.refuse("addressType", "required: IPv4, IPv6 or FQDN")
+		c.reject("addressType", "required: IPv4, IPv6 or FQDN")
 	} else {
 		oneOf(c, "addressType", es.AddressType, discovery.AddressTypeIPv4, discovery.AddressTypeIPv6, discovery.AddressTypeFQDN)
 	}
 	if len(es.Ports) > maxSlicePorts || len(es.Endpoints) > maxSliceEndpoints {
-		c.refuse("endpoints", "%d endpoints and %d ports; a slice holds at most %d and %d", len(es.Endpoints), len(es.Ports),
+		c.reject("endpoints", "%d endpoints and %d ports; a slice holds at most %d and %d", len(es.Endpoints), len(es.Ports),
 			maxSliceEndpoints, maxSlicePorts)
 		return
 	}
@@ -34,7 +34,7 @@ func checkSlice(es *discovery.EndpointSlice, c *checker) {
 			c.format(field+".name", *p.Name, validation.IsDNS1123Label)
 		}
 		if first, ok := names[*p.Name]; ok {
-			c.refuse(field+".name", "%.63q is the name of ports[%d] too", *p.Name, first)
+			c.reject(field+".name", "%.63q is the name of ports[%d] too", *p.Name, first)
 		} else {
 			names[*p.Name] = i
 		}
@@ -53,7 +53,7 @@ func checkSlice(es *discovery.EndpointSlice, c *checker) {
 
 func checkEndpoint(e *discovery.Endpoint, kind discovery.AddressType, field string, c *checker) {
 	if len(e.Addresses) == 0 || len(e.Addresses) > maxAddresses {
-		c.refuse(field+".addresses", "%d addresses; an endpoint has 1 to %d", len(e.Addresses), maxAddresses)
+		c.reject(field+".addresses", "%d addresses; an endpoint has 1 to %d", len(e.Addresses), maxAddresses)
 	}
 	for i, text := range e.Addresses {
 		at := fmt.Sprintf("%s.addresses[%d]", field, i)
@@ -63,7 +63,7 @@ func checkEndpoint(e *discovery.Endpoint, kind discovery.AddressType, field stri
 		}
 		if ip, ok := c.endpointIP(at, text); ok && string(familyOf(ip)) != string(kind) &&
 			(kind == discovery.AddressTypeIPv4 || kind == discovery.AddressTypeIPv6) {
-			c.refuse(at, "%s is not an %s address, which addressType asks for", ip, kind)
+			c.reject(at, "%s is not an %s address, which addressType asks for", ip, kind)
 		}
 	}
 	if e.NodeName != nil {
@@ -79,7 +79,7 @@ func checkEndpoint(e *discovery.Endpoint, kind discovery.AddressType, field stri
 		return
 	}
 	if len(e.Hints.ForZones) > maxHints || len(e.Hints.ForNodes) > maxHints {
-		c.refuse(field+".hints", "at most %d hints", maxHints)
+		c.reject(field+".hints", "at most %d hints", maxHints)
 		return
 	}
 	for i, z := range e.Hints.ForZones {
@@ -95,7 +95,7 @@ func checkEndpoints(ep *legacyEndpoints, c *checker) {
 	for i := range ep.Subsets {
 		s, field := &ep.Subsets[i], fmt.Sprintf("subsets[%d]", i)
 		if len(s.Addresses)+len(s.NotReadyAddresses) == 0 {
-			c.refuse(field, "must have addresses or notReadyAddresses")
+			c.reject(field, "must have addresses or notReadyAddresses")
 		}
 		checkEndpointAddresses(s.Addresses, field+".addresses", c)
 		checkEndpointAddresses(s.NotReadyAddresses, field+".notReadyAddresses", c)
@@ -104,7 +104,7 @@ func checkEndpoints(ep *legacyEndpoints, c *checker) {
 			if p.Name != "" {
 				c.format(at+".name", p.Name, validation.IsDNS1123Label)
 			} else if len(s.Ports) > 1 {
-				c.refuse(at+".name", "required where there are several ports")
+				c.reject(at+".name", "required where there are several ports")
 			}
 			c.portNumber(at+".port", p.Port)
 			oneOf(c, at+".protocol", p.Protocol, v1.ProtocolTCP, v1.ProtocolUDP, v1.ProtocolSCTP)

@@ -30,10 +30,10 @@ func checkService(svc *v1.Service, c *checker) {
 	checkLoadBalancer(svc, c)
 	for _, key := range slices.Sorted(maps.Keys(spec.Selector)) {
 		if msgs := validation.IsQualifiedName(key); len(msgs) > 0 {
-			c.refuse("spec.selector", "%.80q is not a valid label key: %s", key, msgs[0])
+			c.reject("spec.selector", "%.80q is not a valid label key: %s", key, msgs[0])
 		}
 		if msgs := validation.IsValidLabelValue(spec.Selector[key]); len(msgs) > 0 {
-			c.refuse("spec.selector", "%.80q is not a valid label value: %s", spec.Selector[key], msgs[0])
+			c.reject("spec.selector", "%.80q is not a valid label value: %s", spec.Selector[key], msgs[0])
 		}
 	}
 }
@@ -47,7 +47,7 @@ func checkServicePorts(svc *v1.Service, c *checker) {
 	}
 	ports := svc.Spec.Ports
 	if len(ports) == 0 && !headless(svc) && svc.Spec.Type != v1.ServiceTypeExternalName {
-		c.refuse("spec.ports", "required: a Service of this type needs at least one port")
+		c.reject("spec.ports", "required: a Service of this type needs at least one port")
 	}
 	names, numbers, nodePorts := map[string]int{}, map[number]int{}, map[number]int{}
 	for i := range ports {
@@ -55,12 +55,12 @@ func checkServicePorts(svc *v1.Service, c *checker) {
 		if p.Name != "" {
 			c.format(field+".name", p.Name, validation.IsDNS1123Label)
 			if first, ok := names[p.Name]; ok {
-				c.refuse(field+".name", "%.63q is the name of spec.ports[%d] too", p.Name, first)
+				c.reject(field+".name", "%.63q is the name of spec.ports[%d] too", p.Name, first)
 			} else {
 				names[p.Name] = i
 			}
 		} else if len(ports) > 1 {
-			c.refuse(field+".name", "required where there are several ports")
+			c.reject(field+".name", "required where there are several ports")
 		}
 		c.portNumber(field+".port", p.Port)
 		oneOf(c, field+".protocol", p.Protocol, v1.ProtocolTCP, v1.ProtocolUDP, v1.ProtocolSCTP)
@@ -72,7 +72,7 @@ func checkServicePorts(svc *v1.Service, c *checker) {
 			c.format(field+".targetPort", p.TargetPort.StrVal, validation.IsValidPortName)
 		}
 		if first, ok := numbers[number{p.Protocol, p.Port}]; ok {
-			c.refuse(field+".port", "%d/%.10s is the port of spec.ports[%d] too", p.Port, p.Protocol, first)
+			c.reject(field+".port", "%d/%.10s is the port of spec.ports[%d] too", p.Port, p.Protocol, first)
 		} else {
 			numbers[number{p.Protocol, p.Port}] = i
 		}
@@ -81,9 +81,9 @@ func checkServicePorts(svc *v1.Service, c *checker) {
 		}
 		switch first, ok := nodePorts[number{p.Protocol, p.NodePort}]; {
 		case ok:
-			c.refuse(field+".nodePort", "%d/%.10s is the node port of spec.ports[%d] too", p.NodePort, p.Protocol, first)
+			c.reject(field+".nodePort", "%d/%.10s is the node port of spec.ports[%d] too", p.NodePort, p.Protocol, first)
 		case svc.Spec.Type == v1.ServiceTypeClusterIP:
-			c.refuse(field+".nodePort", "may not be set where spec.type is ClusterIP")
+			c.reject(field+".nodePort", "may not be set where spec.type is ClusterIP")
 		default:
 			c.portNumber(field+".nodePort", p.NodePort)
 		}
@@ -97,21 +97,21 @@ func checkClusterIPs(svc *v1.Service, c *checker) {
 		return
 	}
 	if len(spec.ClusterIPs) > 0 && spec.ClusterIPs[0] != spec.ClusterIP {
-		c.refuse("spec.clusterIPs", "the first value must be that of spec.clusterIP, %.60q", spec.ClusterIP)
+		c.reject("spec.clusterIPs", "the first value must be that of spec.clusterIP, %.60q", spec.ClusterIP)
 	}
 	if headless(svc) {
 		if len(spec.ClusterIPs) > 1 {
-			c.refuse("spec.clusterIPs", "None must be the only value")
+			c.reject("spec.clusterIPs", "None must be the only value")
 		}
 		if spec.Type != v1.ServiceTypeClusterIP {
-			c.refuse("spec.clusterIP", "may not be None where spec.type is %s", spec.Type)
+			c.reject("spec.clusterIP", "may not be None where spec.type is %s", spec.Type)
 		}
 	}
 	seen := map[v1.IPFamily]bool{}
 	for i, f := range spec.IPFamilies {
 		oneOf(c, fmt.Sprintf("spec.ipFamilies[%d]", i), f, v1.IPv4Protocol, v1.IPv6Protocol)
 		if seen[f] {
-			c.refuse(fmt.Sprintf("spec.ipFamilies[%d]", i), "%s is given twice", f)
+			c.reject(fmt.Sprintf("spec.ipFamilies[%d]", i), "%s is given twice", f)
 		}
 		seen[f] = true
 	}
@@ -123,7 +123,7 @@ func checkClusterIPs(svc *v1.Service, c *checker) {
 		return
 	}
 	if len(spec.ClusterIPs) > 2 {
-		c.refuse("spec.clusterIPs", "at most one address a family")
+		c.reject("spec.clusterIPs", "at most one address a family")
 	}
 	used := map[v1.IPFamily]bool{}
 	for i, text := range spec.ClusterIPs {
@@ -136,20 +136,20 @@ func checkClusterIPs(svc *v1.Service, c *checker) {
 			continue
 		}
 		if what := source.SpecialAddress(ip); what != "" && !ip.IsLinkLocalUnicast() {
-			c.refuse(field, "%s is %s; a cluster IP may not be", ip, what)
+			c.reject(field, "%s is %s; a cluster IP may not be", ip, what)
 		}
 		family := familyOf(ip)
 		if used[family] {
-			c.refuse(field, "a second %s address", family)
+			c.reject(field, "a second %s address", family)
 		}
 		used[family] = true
 		if i < len(spec.IPFamilies) && spec.IPFamilies[i] != family {
-			c.refuse(field, "%s is not an %s address, which spec.ipFamilies[%d] asks for", ip, spec.IPFamilies[i], i)
+			c.reject(field, "%s is not an %s address, which spec.ipFamilies[%d] asks for", ip, spec.IPFamilies[i], i)
 		}
 	}
 	if single := spec.IPFamilyPolicy == nil || *spec.IPFamilyPolicy == v1.IPFamilyPolicySingleStack; single &&
 		(len(spec.ClusterIPs) == 2 || len(spec.IPFamilies) == 2) {
-		c.refuse("spec.ipFamilyPolicy", "must be PreferDualStack or RequireDualStack where two families are asked for")
+		c.reject("spec.ipFamilyPolicy", "must be PreferDualStack or RequireDualStack where two families are asked for")
 	}
 }
 
@@ -158,10 +158,10 @@ func checkExternalName(svc *v1.Service, c *checker) {
 		return
 	}
 	if svc.Spec.ClusterIP != "" && !headless(svc) || len(svc.Spec.ClusterIPs) > 0 {
-		c.refuse("spec.clusterIP", "may not be set where spec.type is ExternalName")
+		c.reject("spec.clusterIP", "may not be set where spec.type is ExternalName")
 	}
 	if svc.Spec.ExternalName == "" {
-		c.refuse("spec.externalName", "required where spec.type is ExternalName")
+		c.reject("spec.externalName", "required where spec.type is ExternalName")
 	} else {
 		c.format("spec.externalName", strings.TrimSuffix(svc.Spec.ExternalName, "."), validation.IsDNS1123Subdomain)
 	}
@@ -174,7 +174,7 @@ func checkAffinity(spec *v1.ServiceSpec, c *checker) {
 	oneOf(c, "spec.sessionAffinity", spec.SessionAffinity, v1.ServiceAffinityNone, v1.ServiceAffinityClientIP)
 	if spec.SessionAffinity == v1.ServiceAffinityClientIP {
 		if t := *spec.SessionAffinityConfig.ClientIP.TimeoutSeconds; t < 1 || t > maxAffinity {
-			c.refuse("spec.sessionAffinityConfig.clientIP.timeoutSeconds", "%d is not within 1-%d", t, maxAffinity)
+			c.reject("spec.sessionAffinityConfig.clientIP.timeoutSeconds", "%d is not within 1-%d", t, maxAffinity)
 		}
 	}
 }
@@ -185,7 +185,7 @@ func checkPolicies(svc *v1.Service, c *checker) {
 		oneOf(c, "spec.externalTrafficPolicy", spec.ExternalTrafficPolicy, v1.ServiceExternalTrafficPolicyCluster,
 			v1.ServiceExternalTrafficPolicyLocal)
 	} else if spec.ExternalTrafficPolicy != "" {
-		c.refuse("spec.externalTrafficPolicy", "may be set only where the Service is reached from outside: spec.type NodePort or "+
+		c.reject("spec.externalTrafficPolicy", "may be set only where the Service is reached from outside: spec.type NodePort or "+
 			"LoadBalancer, or external IPs")
 	}
 	if p := spec.InternalTrafficPolicy; p != nil {
@@ -197,7 +197,7 @@ func checkPolicies(svc *v1.Service, c *checker) {
 	}
 	if spec.HealthCheckNodePort != 0 {
 		if !needsHealthCheck(svc) {
-			c.refuse("spec.healthCheckNodePort", "may be set only where spec.type is LoadBalancer and "+
+			c.reject("spec.healthCheckNodePort", "may be set only where spec.type is LoadBalancer and "+
 				"spec.externalTrafficPolicy is Local")
 		} else {
 			c.portNumber("spec.healthCheckNodePort", spec.HealthCheckNodePort)
@@ -209,34 +209,34 @@ func checkLoadBalancer(svc *v1.Service, c *checker) {
 	spec := &svc.Spec
 	balanced := spec.Type == v1.ServiceTypeLoadBalancer
 	if len(spec.LoadBalancerSourceRanges) > 0 && !balanced {
-		c.refuse("spec.loadBalancerSourceRanges", "may be set only where spec.type is LoadBalancer")
+		c.reject("spec.loadBalancerSourceRanges", "may be set only where spec.type is LoadBalancer")
 	}
 	for i, text := range spec.LoadBalancerSourceRanges {
 		if _, _, err := utilnet.ParseCIDRSloppy(strings.TrimSpace(text)); err != nil {
-			c.refuse(fmt.Sprintf("spec.loadBalancerSourceRanges[%d]", i), "%.60q is not a CIDR", text)
+			c.reject(fmt.Sprintf("spec.loadBalancerSourceRanges[%d]", i), "%.60q is not a CIDR", text)
 		}
 	}
 	if spec.AllocateLoadBalancerNodePorts != nil && !balanced {
-		c.refuse("spec.allocateLoadBalancerNodePorts", "may be set only where spec.type is LoadBalancer")
+		c.reject("spec.allocateLoadBalancerNodePorts", "may be set only where spec.type is LoadBalancer")
 	}
 	if spec.LoadBalancerClass != nil && !balanced {
-		c.refuse("spec.loadBalancerClass", "may be set only where spec.type is LoadBalancer")
+		c.reject("spec.loadBalancerClass", "may be set only where spec.type is LoadBalancer")
 	}
 	if len(svc.Status.LoadBalancer.Ingress) > 0 && !balanced {
-		c.refuse("status.loadBalancer.ingress", "may be set only where spec.type is LoadBalancer")
+		c.reject("status.loadBalancer.ingress", "may be set only where spec.type is LoadBalancer")
 	}
 	for i, in := range svc.Status.LoadBalancer.Ingress {
 		field := fmt.Sprintf("status.loadBalancer.ingress[%d]", i)
 		if in.IP != "" {
 			ip, ok := c.ip(field+".ip", in.IP)
 			if ok && (ip.IsUnspecified() || ip.IsLoopback() || ip.IsMulticast()) {
-				c.refuse(field+".ip", "%s is %s; a load balancer can't have it", ip, source.SpecialAddress(ip))
+				c.reject(field+".ip", "%s is %s; a load balancer can't have it", ip, source.SpecialAddress(ip))
 			}
 			if in.IPMode != nil {
 				oneOf(c, field+".ipMode", *in.IPMode, v1.LoadBalancerIPModeVIP, v1.LoadBalancerIPModeProxy)
 			}
 		} else if in.IPMode != nil {
-			c.refuse(field+".ipMode", "may not be set without ip")
+			c.reject(field+".ipMode", "may not be set without ip")
 		}
 		if in.Hostname != "" {
 			c.format(field+".hostname", in.Hostname, validation.IsDNS1123Subdomain)

@@ -203,7 +203,7 @@ func decodeJSON(data []byte, typ controlplane.Type) *body {
 	b := &body{id: h.id()}
 	switch field, detail := h.Problem(); {
 	case detail != "" && !h.IsList():
-		b.refuse(field, detail)
+		b.reject(field, detail)
 		b.noKind = field == "kind"
 	case h.Used():
 		b.read(data, h.Type)
@@ -218,8 +218,8 @@ func decodeJSON(data []byte, typ controlplane.Type) *body {
 
 func (b *body) add(f source.Finding) { b.issues = append(b.issues, issue{Finding: f}) }
 
-// refuse adds a fault because of which the object can't be used.
-func (b *body) refuse(field, detail string) {
+// reject adds a fault because of which the object can't be used.
+func (b *body) reject(field, detail string) {
 	b.bad = true
 	b.add(source.Finding{Severity: source.Problem, Field: field, Detail: detail})
 }
@@ -232,12 +232,12 @@ func (b *body) checkList(data []byte) {
 		case "kind", "apiVersion", "metadata":
 		case "items":
 			if raw := m.Value.Of(data); raw[0] != '[' && string(raw) != "null" {
-				b.refuse("items", "must be a list")
+				b.reject("items", "must be a list")
 			} else if items, _, _ := document.Items(data, m.Value.Start); len(items) > 0 {
-				b.refuse("items", "a List within a List, or beside unknown fields, is not read")
+				b.reject("items", "a List within a List, or beside unknown fields, is not read")
 			}
 		default:
-			b.refuse(m.Key, fmt.Sprintf("a List has no field %.60q", m.Key))
+			b.reject(m.Key, fmt.Sprintf("a List has no field %.60q", m.Key))
 		}
 	}
 }
@@ -258,7 +258,7 @@ func (b *body) read(data []byte, typ controlplane.Type) {
 		b.add(source.Finding{Severity: source.Problem, Field: f.Field, Detail: f.Detail, Effect: effect})
 	}
 	for _, f := range faults {
-		b.refuse(f.Field, f.Detail)
+		b.reject(f.Field, f.Detail)
 	}
 	if b.bad {
 		return

@@ -3,8 +3,10 @@ package manifest
 import (
 	"cmp"
 	"fmt"
+	"maps"
 	"slices"
 	"strings"
+	"sync"
 
 	"nodeproxy/source"
 	"nodeproxy/source/document"
@@ -47,12 +49,15 @@ func (r *remark) located() string {
 // reporter reports each finding once while it holds.
 type reporter struct {
 	report  source.Report
+	mu      sync.Mutex                  // for current
 	current map[string][]source.Finding // by topic
 	fresh   []remark
 }
 
 // set replaces the findings on a topic, such as a file or an object. It keeps new ones for flush.
 func (r *reporter) set(topic string, remarks []remark) {
+	r.mu.Lock()
+	defer r.mu.Unlock()
 	before := r.current[topic]
 	if len(remarks) == 0 {
 		if before != nil {
@@ -74,6 +79,17 @@ func (r *reporter) set(topic string, remarks []remark) {
 		}
 	}
 	r.current[topic] = now
+}
+
+// all returns the findings that hold, in order of topic.
+func (r *reporter) all() []source.Finding {
+	r.mu.Lock()
+	defer r.mu.Unlock()
+	var out []source.Finding
+	for _, topic := range slices.Sorted(maps.Keys(r.current)) {
+		out = append(out, r.current[topic]...)
+	}
+	return out
 }
 
 // flush reports the new findings in order of file and line.

@@ -17,6 +17,8 @@ import (
 	"slices"
 	"sync"
 
+	v1 "k8s.io/api/core/v1"
+
 	"nodeproxy/source"
 	"nodeproxy/source/controlplane"
 	"nodeproxy/source/document"
@@ -32,6 +34,8 @@ type Config struct {
 	// Report receives each finding about the objects once while it holds; nil discards them. It is called from the goroutine that
 	// runs the source.
 	Report source.Report
+	// Pod, if not nil, is called by Load and Read with each Pod in force, in no order.
+	Pod func(*v1.Pod)
 	// Log receives messages about the source itself, such as a watch that does not work; nil discards them.
 	Log *slog.Logger
 }
@@ -66,6 +70,13 @@ func (s *Source) Faults() []string {
 	return s.faults
 }
 
+// Findings returns what is wrong with the manifests now, and what else their owners should know, without lines. It may be called at any
+// time.
+func (s *Source) Findings() []source.Finding { return s.store.findings.all() }
+
+// Pods returns the Pods in force, in no order. It may be called at any time; the Pods must not be changed.
+func (s *Source) Pods() []*v1.Pod { return s.store.allPods() }
+
 func (s *Source) setFaults(faults []string) {
 	s.mu.Lock()
 	defer s.mu.Unlock()
@@ -97,7 +108,7 @@ func Load(cfg Config) (source.Batch, error) {
 	for path, err := range tree.errs {
 		s.findings.set("scan "+path, []remark{fileProblem(path, "can't be read: "+err.Error(), "it is left out", true)})
 	}
-	return s.load(readAll(slices.Collect(maps.Keys(tree.files)))), nil
+	return s.load(readAll(slices.Collect(maps.Keys(tree.files))), cfg.Pod), nil
 }
 
 // Read is like Load, but reads the manifests from in, such as standard input; cfg.Path is its name.
@@ -110,12 +121,17 @@ func Read(cfg Config, in io.Reader) (source.Batch, error) {
 	if err != nil {
 		return source.Batch{}, fmt.Errorf("manifests: reading %s: %w", cfg.Path, err)
 	}
-	return s.load([]*reading{{path: cfg.Path, text: &document.Text{Name: cfg.Path, Data: data}}}), nil
+	return s.load([]*reading{{path: cfg.Path, text: &document.Text{Name: cfg.Path, Data: data}}}, cfg.Pod), nil
 }
 
-func (s *store) load(readings []*reading) source.Batch {
+func (s *store) load(readings []*reading, each func(*v1.Pod)) source.Batch {
 	decodeAll(readings, s.files)
 	batch := s.update(readings, nil)
+	if each != nil {
+		for _, pod := range s.allPods() {
+			each(pod)
+		}
+	}
 	batch.Synced = true
 	return batch
 }

@@ -2,7 +2,11 @@ package manifest
 
 import (
 	"fmt"
+	"maps"
 	"slices"
+	"sync"
+
+	v1 "k8s.io/api/core/v1"
 
 	"nodeproxy/source"
 	"nodeproxy/source/controlplane"
@@ -18,6 +22,28 @@ type store struct {
 
 	definitions map[controlplane.ID][]*entry // of each object, in order: the first is in force
 	marks       int                          // the last one given to an entry
+
+	mu   sync.Mutex
+	pods map[controlplane.ID]*v1.Pod // those of definitions that are in force
+}
+
+// allPods returns the Pods in force, in no order. It may be called at any time.
+func (s *store) allPods() []*v1.Pod {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	return slices.Collect(maps.Values(s.pods))
+}
+
+func (s *store) notePods(objects map[controlplane.ID]any) {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	for id, obj := range objects {
+		if pod, is := obj.(*v1.Pod); is {
+			s.pods[id] = pod
+		} else {
+			delete(s.pods, id)
+		}
+	}
 }
 
 func newStore(cfg *Config) (*store, error) {
@@ -27,6 +53,7 @@ func newStore(cfg *Config) (*store, error) {
 		faulty:      map[string]*file{},
 		others:      map[string]bool{},
 		definitions: map[controlplane.ID][]*entry{},
+		pods:        map[controlplane.ID]*v1.Pod{},
 	}
 	var err error
 	s.cluster, err = controlplane.New(cfg.Ranges, s.located)
@@ -71,6 +98,7 @@ func (s *store) update(readings []*reading, gone []string) source.Batch {
 		}
 		s.reportDuplicates(id, list)
 	}
+	s.notePods(objects)
 	batch := s.cluster.Update(objects)
 	s.findings.flush()
 	return batch

@@ -11,6 +11,13 @@ helm.sh/chart: {{ printf "%s-%s" .Chart.Name .Chart.Version }}
 {{ .Values.image.repository }}:{{ .Values.image.tag | default .Chart.AppVersion }}
 {{- end }}
 
+{{- /* The capabilities of nodeproxy's container. The legacy variant of iptables, which needs NET_RAW, needs the lock too. */ -}}
+{{- define "nodeproxy.capabilities" -}}
+{{- $all := list "NET_ADMIN" "NET_RAW" }}
+{{- if eq .Values.config.mode "nftables" }}{{ $all = list "NET_ADMIN" }}{{ end }}
+{{- toYaml (.Values.capabilities | default $all) }}
+{{- end }}
+
 {{- /* What both containers may do: these capabilities and no more. */ -}}
 {{- define "nodeproxy.securityContext" -}}
 privileged: false

@@ -206,6 +206,9 @@ func recentExtension(p *parser) extension {
 func setExtension(p *parser) extension {
 	return extension{needs: "--match-set", options: map[string]option{"--match-set": {values: 2, read: func(v []string, not bool) error {
 		s, flags, err := p.set(v[0], v[1])
+		if err == nil && !not {
+			p.lookups = append(p.lookups, lookup{s, flags})
+		}
 		p.matches = append(p.matches, func(pkt *packetsim.Packet) (float64, error) {
 			_, found, err := s.Find(pkt, flags)
 			return is(found, not), err

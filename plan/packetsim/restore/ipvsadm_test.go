@@ -175,7 +175,7 @@ func checkSections(t *testing.T, f plan.Family, text string, pkt plan.Packet, wa
 	if got := brief(outcomes); !slices.Equal(got, want) {
 		t.Errorf("outcomes are\n%s\nwant\n%s", strings.Join(got, "\n"), strings.Join(want, "\n"))
 		for _, o := range outcomes {
-			t.Log(o.Dst, strings.Join(o.Rules, "\n"))
+			t.Log(o.Dst, strings.Join(o.Rules(), "\n"))
 		}
 	}
 }

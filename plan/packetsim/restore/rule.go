@@ -21,12 +21,19 @@ type rule struct {
 	target  target           // nil if the rule has none
 	jump    string           // the chain to which the target leads, if it does
 	sets    []*packetsim.Set // those that the rule holds
+	lookups []lookup
 	unknown error
 }
 
 // match returns the probability that a condition of a rule holds: 0 or 1 unless it is left to chance. All conditions must hold. The
 // error says why that is not known.
 type match func(p *packetsim.Packet) (float64, error)
+
+// lookup is a question for an element of a set, which the rule does what it does by.
+type lookup struct {
+	set   *packetsim.Set
+	flags []bool
+}
 
 // target does with a packet that matches what the target of the rule says.
 type target func(e *packetsim.Effect) error
@@ -64,6 +71,11 @@ func (r *rule) Eval(p *packetsim.Packet) ([]packetsim.Effect, error) {
 		return nil, unknown
 	}
 	e := packetsim.Effect{Probability: chance, Packet: *p}
+	for _, l := range r.lookups {
+		if text, found := l.set.ElementText(p, l.flags); found {
+			e.Elements = append(e.Elements, text)
+		}
+	}
 	if r.target != nil {
 		if err := r.target(&e); err != nil {
 			return nil, err

@@ -241,6 +241,7 @@ func (p *parser) mapSet(options []string) error {
 		p.foreign(text)
 		return nil
 	}
+	p.lookups = append(p.lookups, lookup{s, flags})
 	p.target = func(e *packetsim.Effect) error {
 		entry, found, err := s.Find(&e.Packet, flags)
 		if found {

@@ -297,8 +297,8 @@ func TestTraceListsTheRulesOfEachWay(t *testing.T) {
 		{"nat: line 3: -A PREROUTING -d 10.96.0.1/32 -j SVC", "nat: line 6: -A SVC -j DNAT --to-destination 10.0.0.2"},
 	}
 	for i, o := range outcomes {
-		if !slices.Equal(o.Rules, want[i]) {
-			t.Errorf("rules to %s are %q, want %q", o.Dst, o.Rules, want[i])
+		if !slices.Equal(o.Rules(), want[i]) {
+			t.Errorf("rules to %s are %q, want %q", o.Dst, o.Rules(), want[i])
 		}
 		if share := []float64{0.25, 0.75}[i]; math.Abs(o.Probability-share) > 1e-9 {
 			t.Errorf("probability of %s is %v, want %v", o.Dst, o.Probability, share)

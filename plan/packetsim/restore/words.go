@@ -13,11 +13,19 @@ import (
 
 // origin is where something was found, and how it was written.
 type origin struct {
-	line int // from 1
+	line int // from 1; 0 for none
 	text string
 }
 
-func (o origin) String() string { return fmt.Sprintf("line %d: %s", o.line, o.text) }
+func (o origin) String() string {
+	if o.line == 0 {
+		return o.text
+	}
+	return fmt.Sprintf("line %d: %s", o.line, o.text)
+}
+
+// Text is how it was written.
+func (o origin) Text() string { return o.text }
 
 // eachLine reads the lines of a text that are neither empty nor comments. Errors say what the text is of.
 func eachLine(m *packetsim.Machine, what, text string, read func(origin) error) error {

@@ -1,0 +1,159 @@
+// Package backend has the part of a proxier.Backend that is the same in every mode: it syncs one engine per address family, measures how
+// long each takes, and reports what they found.
+package backend
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"log/slog"
+	"sync"
+	"time"
+
+	"nodeproxy/kernel/drift"
+	"nodeproxy/plan"
+)
+
+// Engine brings the kernel's objects of one address family to a plan.
+type Engine interface {
+	Family() plan.Family
+	Sync(ctx context.Context, p *plan.Plan, change plan.Change) error
+	// Differences returns and forgets the differences that the last Sync found. compared is false if it did not compare the kernel with
+	// what had been written before.
+	Differences() (found drift.Found, compared bool)
+	// TakeWritten returns how many things of each kind were written or removed since the last call.
+	TakeWritten() map[drift.Kind]int
+}
+
+// Tally counts what an Engine writes. It is safe for concurrent use.
+type Tally struct {
+	mu    sync.Mutex
+	kinds map[drift.Kind]int
+}
+
+// Wrote counts n things of a kind.
+func (t *Tally) Wrote(kind drift.Kind, n int) {
+	if n == 0 {
+		return
+	}
+	t.mu.Lock()
+	defer t.mu.Unlock()
+	if t.kinds == nil {
+		t.kinds = map[drift.Kind]int{}
+	}
+	t.kinds[kind] += n
+}
+
+// TakeWritten implements Engine.
+func (t *Tally) TakeWritten() map[drift.Kind]int {
+	t.mu.Lock()
+	defer t.mu.Unlock()
+	out := t.kinds
+	t.kinds = nil
+	return out
+}
+
+// Comparison is the part of an Engine that implements Differences and TakeWritten.
+type Comparison struct {
+	Tally
+
+	// Compared says that the last Sync knew what had been written before and compared the kernel with it; Found are the differences.
+	Compared bool
+	Found    drift.Found
+}
+
+// Differences implements Engine.
+func (c *Comparison) Differences() (found drift.Found, compared bool) {
+	found, c.Found = c.Found, nil // It may be large.
+	return found, c.Compared
+}
+
+// PerFamily is a backend of one engine per family. Its methods are not safe for concurrent use.
+type PerFamily[E Engine] struct {
+	Engines []E
+	// Concurrent says that the engines need not wait for each other.
+	Concurrent bool
+	// Shared, if not nil, is called after the engines in each Sync. It repairs what is not of one family, and returns what differed.
+	Shared func(plan.Change) drift.Found
+	// Compared, if not nil, is called after each Sync in which an engine compared the kernel with what had been written before. It must
+	// not block.
+	Compared func(drift.Report)
+
+	took    map[plan.Family]time.Duration
+	written map[drift.Kind]int
+}
+
+// Open opens the engine of each family. A family whose engine can't be opened is left out with a warning; it is an error if none remains.
+func Open[E Engine](mode string, families []plan.Family, log *slog.Logger, open func(plan.Family) (E, error)) ([]E, error) {
+	var engines []E
+	var missing []error
+	for _, f := range families {
+		if e, err := open(f); err != nil {
+			missing = append(missing, fmt.Errorf("%s: %w", f, err))
+		} else {
+			engines = append(engines, e)
+		}
+	}
+	if len(engines) == 0 {
+		return nil, fmt.Errorf("mode %s can't work here: %w", mode, errors.Join(missing...))
+	}
+	for _, err := range missing {
+		log.Warn("Services of this family are not proxied", "error", err)
+	}
+	return engines, nil
+}
+
+// Families returns the families that the backend programs.
+func (b *PerFamily[E]) Families() []plan.Family {
+	var out []plan.Family
+	for _, e := range b.Engines {
+		out = append(out, e.Family())
+	}
+	return out
+}
+
+// Took returns how long the last Sync took for each family. It must not be called during a Sync.
+func (b *PerFamily[E]) Took() map[plan.Family]time.Duration { return b.took }
+
+// Written returns how many things of each kind were written or removed since the Sync before the last one. It must not be called during a
+// Sync.
+func (b *PerFamily[E]) Written() map[drift.Kind]int { return b.written }
+
+// Sync implements proxier.Backend.
+func (b *PerFamily[E]) Sync(ctx context.Context, p *plan.Plan, change plan.Change) error {
+	begin := time.Now()
+	errs, took := make([]error, len(b.Engines)), make([]time.Duration, len(b.Engines))
+	var wg sync.WaitGroup
+	for i, e := range b.Engines {
+		one := func() {
+			begin := time.Now()
+			errs[i] = e.Sync(ctx, p, change)
+			took[i] = time.Since(begin)
+		}
+		if b.Concurrent {
+			wg.Go(one)
+		} else {
+			one()
+		}
+	}
+	wg.Wait()
+	report, known := drift.Report{Err: errors.Join(errs...)}, false
+	if b.Shared != nil {
+		report.Found = b.Shared(change)
+	}
+	report.Took = time.Since(begin)
+	b.took, b.written = map[plan.Family]time.Duration{}, map[drift.Kind]int{}
+	for i, e := range b.Engines {
+		b.took[e.Family()] = took[i]
+		for kind, n := range e.TakeWritten() {
+			b.written[kind] += n
+		}
+		found, compared := e.Differences()
+		known = known || compared
+		report.Found = append(report.Found, found...)
+	}
+	if known && b.Compared != nil {
+		b.Compared(report)
+	}
+	return report.Err
+}

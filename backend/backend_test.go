@@ -1,0 +1,89 @@
+package backend
+
+import (
+	"context"
+	"errors"
+	"log/slog"
+	"slices"
+	"strings"
+	"testing"
+	"time"
+
+	"nodeproxy/kernel/drift"
+	"nodeproxy/plan"
+)
+
+// slow is an engine whose Sync takes a while.
+type slow struct {
+	Comparison
+	family plan.Family
+	takes  time.Duration
+	err    error
+}
+
+func (s *slow) Family() plan.Family { return s.family }
+
+func (s *slow) Sync(context.Context, *plan.Plan, plan.Change) error {
+	time.Sleep(s.takes)
+	s.Wrote(drift.Rule, 2)
+	s.Compared, s.Found = s.family == plan.IPv6, drift.Found{{Kind: drift.Table, Object: string(s.family)}}
+	return s.err
+}
+
+// TestSync: each family took as long as its own engine, whether the engines wait for each other or not. What all of them found is
+// reported once.
+func TestSync(t *testing.T) {
+	t.Parallel()
+	const takes = 300 * time.Millisecond
+	for _, concurrent := range []bool{false, true} {
+		failed := errors.New("no room")
+		var reports []drift.Report
+		b := &PerFamily[*slow]{
+			Engines:    []*slow{{family: plan.IPv4, takes: takes}, {family: plan.IPv6, err: failed}},
+			Concurrent: concurrent,
+			Shared:     func(plan.Change) drift.Found { return drift.Found{{Kind: drift.Sysctl, Object: "shared"}} },
+			Compared:   func(r drift.Report) { reports = append(reports, r) },
+		}
+		if err := b.Sync(t.Context(), nil, plan.Everything()); !errors.Is(err, failed) {
+			t.Errorf("concurrent %t: error %v", concurrent, err)
+		}
+		if took := b.Took(); len(took) != 2 || took[plan.IPv4] < takes || took[plan.IPv6] >= takes {
+			t.Errorf("concurrent %t: took %v, want %v or more for IPv4 and less for IPv6", concurrent, took, takes)
+		}
+		if len(reports) != 1 || len(reports[0].Found) != 3 || !errors.Is(reports[0].Err, failed) || reports[0].Took < takes {
+			t.Errorf("concurrent %t: reports %+v", concurrent, reports)
+		}
+		if w := b.Written(); len(w) != 1 || w[drift.Rule] != 4 {
+			t.Errorf("concurrent %t: written %v, want 2 rules for each family", concurrent, w)
+		}
+		if b.Engines[1].Found != nil {
+			t.Errorf("concurrent %t: the engine keeps what it found", concurrent)
+		}
+		b.Engines = b.Engines[:1] // It has not compared anything.
+		if err := b.Sync(t.Context(), nil, plan.Everything()); err != nil || len(reports) != 1 {
+			t.Errorf("concurrent %t: error %v, reports %+v", concurrent, err, reports)
+		}
+	}
+}
+
+// TestOpen: a family that can't work is left out, and all of them are an error.
+func TestOpen(t *testing.T) {
+	t.Parallel()
+	var log strings.Builder
+	lacking := map[plan.Family]bool{plan.IPv6: true}
+	open := func(f plan.Family) (*slow, error) {
+		if lacking[f] {
+			return nil, errors.New("no such table")
+		}
+		return &slow{family: f}, nil
+	}
+	engines, err := Open("iptables", plan.Families[:], slog.New(slog.NewTextHandler(&log, nil)), open)
+	b := &PerFamily[*slow]{Engines: engines}
+	if !slices.Equal(b.Families(), []plan.Family{plan.IPv4}) || err != nil || !strings.Contains(log.String(), "no such table") {
+		t.Errorf("families %v, %v, log %q", b.Families(), err, log.String())
+	}
+	lacking[plan.IPv4] = true
+	if _, err := Open("iptables", plan.Families[:], nil, open); err == nil || strings.Count(err.Error(), "no such table") != 2 {
+		t.Errorf("without families: %v", err)
+	}
+}

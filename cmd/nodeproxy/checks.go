@@ -1,0 +1,172 @@
+package main
+
+import (
+	"context"
+	"maps"
+	"net/netip"
+	"slices"
+	"sync"
+	"time"
+
+	v1 "k8s.io/api/core/v1"
+
+	"nodeproxy/inspect"
+	"nodeproxy/kernel/conntrack"
+	"nodeproxy/kernel/netlink"
+	"nodeproxy/kernel/xtables"
+	"nodeproxy/node/blocking"
+	"nodeproxy/plan"
+	"nodeproxy/source"
+	"nodeproxy/source/apiserver"
+	"nodeproxy/source/manifest"
+)
+
+// reality is what commands learn about the node itself. Nothing in it waits for a sync, or makes one wait.
+func (d *daemon) reality() *inspect.Reality {
+	r := &inspect.Reality{Changed: d.drift.recent, Flows: countFlows, Listeners: d.monitor.listeners.Current}
+	r.Blocking = func(ctx context.Context, ports []*plan.ServicePort) ([]inspect.Blocking, error) {
+		local, err := localAddresses()
+		if err != nil {
+			return nil, err
+		}
+		found, err := blocking.Find(ctx, ports, local)
+		var out []inspect.Blocking
+		for _, f := range found {
+			out = append(out, inspect.Blocking{Rule: f.Text, Place: f.Chain.String(), What: f.What, Certain: f.Certain})
+		}
+		return out, err
+	}
+	if verify := d.backend.verify; verify != nil {
+		r.Kernel = func(ctx context.Context, svc plan.Service) (int, []string, error) {
+			things, found, err := verify(ctx, svc)
+			var words []string
+			for _, f := range found {
+				words = append(words, f.String())
+			}
+			return things, words, err
+		}
+	}
+	if reader := d.monitor.traffic; reader != nil {
+		r.Traffic = func(ctx context.Context) (map[plan.Key]plan.Traffic, error) {
+			out := map[plan.Key]plan.Traffic{}
+			for t, err := range reader.Traffic(ctx) {
+				if err != nil {
+					return nil, err
+				}
+				out[t.Key] = t
+			}
+			return out, nil
+		}
+	}
+	if api, is := d.objects.(*apiserver.Source); is {
+		r.Watches = api.Watches
+	}
+	return r
+}
+
+// countFlows returns how many connections to the frontends of ServicePorts the kernel tracks, by endpoint.
+func countFlows(ctx context.Context, ports []*plan.ServicePort) (map[netip.AddrPort]int, error) {
+	var table conntrack.Table
+	session, err := table.Open()
+	if err != nil {
+		return nil, err
+	}
+	defer session.Close()
+	out := map[netip.AddrPort]int{}
+	for _, sp := range ports {
+		for _, f := range sp.Frontends {
+			if f.Kind == plan.HealthCheckNodePort {
+				continue
+			}
+			filter := conntrack.Filter{Family: sp.Key.Family, Protocol: netlink.Protocol(f.Protocol), Dst: conntrack.End{Addr: f.Addr, Port: f.Port}}
+			err := session.Each(ctx, filter, func(flow *conntrack.Flow) {
+				at := f.Port == flow.Dst.Port() && (!f.Addr.IsValid() || f.Addr == flow.Dst.Addr())
+				switch {
+				case !at:
+				case flow.Translated():
+					out[flow.From]++
+				case f.Addr.IsValid(): // A node port is that of any other program, unless it is translated.
+					out[netip.AddrPort{}]++
+				}
+			})
+			if err != nil {
+				return nil, err
+			}
+		}
+	}
+	return out, nil
+}
+
+// standing is what holds at present, by what it is about. The zero value has nothing.
+type standing[T any] struct {
+	mu   sync.Mutex
+	list map[string]T
+}
+
+// set replaces what is known of something; nil removes it.
+func (s *standing[T]) set(about string, v *T) {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	if v == nil {
+		delete(s.list, about)
+		return
+	}
+	if s.list == nil {
+		s.list = map[string]T{}
+	}
+	s.list[about] = *v
+}
+
+// all returns everything, in order of what it is about.
+func (s *standing[T]) all() []T {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	var out []T
+	for _, about := range slices.Sorted(maps.Keys(s.list)) {
+		out = append(out, s.list[about])
+	}
+	return out
+}
+
+// keep makes a report that keeps findings which hold as long as this daemon runs.
+func (d *daemon) keep(report source.Report) source.Report {
+	return func(f source.Finding) {
+		d.lasting.set(f.String(), &f)
+		report(f)
+	}
+}
+
+// keepNative keeps what is known of native rules in a table.
+func (d *daemon) keepNative(n xtables.NativeRules, f *source.Finding) {
+	d.lasting.set("native "+n.Table+" "+n.Family.String(), f)
+}
+
+// pods returns what reads the Pods of manifests; nil if there is nothing to read Pods from.
+func (d *daemon) pods() func(string) ([]*v1.Pod, error) {
+	files, is := d.objects.(*manifest.Source)
+	if !is {
+		return nil
+	}
+	pods := files.Pods()
+	if len(pods) == 0 { // Then EndpointSlices stand for them.
+		return nil
+	}
+	return func(string) ([]*v1.Pod, error) { return pods, nil }
+}
+
+// otherFindings returns what is wrong besides what the proxier knows of objects.
+func (d *daemon) otherFindings() []source.Finding {
+	out := slices.Concat(d.cfg.Findings, d.lasting.all(), d.monitor.listeners.Current())
+	if files, is := d.objects.(*manifest.Source); is {
+		out = append(out, files.Findings()...)
+	}
+	if api, is := d.objects.(*apiserver.Source); is {
+		for _, w := range api.Watches() {
+			if w.Age >= inspect.StaleAfter {
+				out = append(out, source.Finding{Severity: source.Problem, Object: w.Resource,
+					Detail: "the API server has sent nothing for " + w.Age.Round(time.Second).String(), Effect: "what was known last stays in force"})
+			}
+		}
+	}
+	return out
+}

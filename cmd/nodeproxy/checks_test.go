@@ -1,0 +1,218 @@
+package main
+
+import (
+	"net"
+	"os"
+	"os/exec"
+	"path/filepath"
+	"regexp"
+	"strings"
+	"testing"
+
+	"nodeproxy/inspect"
+	"nodeproxy/internal/nstest"
+)
+
+// checkedService is a Service whose endpoint is on the node itself, so that the tests can connect to it.
+const checkedService = `
+apiVersion: v1
+kind: Service
+metadata: {name: web}
+spec: {type: NodePort, clusterIP: 10.96.0.10, ports: [{port: 80, nodePort: 30080}]}
+---
+apiVersion: discovery.k8s.io/v1
+kind: EndpointSlice
+metadata: {name: web-1, labels: {kubernetes.io/service-name: web}}
+addressType: IPv4
+ports: [{name: "", port: 8080}]
+endpoints: [{addresses: [192.0.2.1], nodeName: n1}]
+---
+apiVersion: v1
+kind: Node
+metadata: {name: n1}
+status: {addresses: [{type: InternalIP, address: 192.0.2.1}]}
+`
+
+// checked is a nodeproxy in a network namespace of the test, which is asked about one Service.
+type checked struct {
+	t      *testing.T
+	files  string
+	socket string
+}
+
+// startChecked starts a nodeproxy with checkedService on a node with the address 192.0.2.1, and waits until it is programmed.
+func startChecked(t *testing.T, env []string, args ...string) *checked {
+	t.Helper()
+	nstest.Enter(t)
+	for _, line := range []string{"link set lo up", "addr add 192.0.2.1/32 dev lo", "route add 10.96.0.0/16 dev lo"} {
+		nstest.Exec(t, "ip", strings.Fields(line)...)
+	}
+	dir, err := os.MkdirTemp("", "np")
+	if err != nil {
+		t.Fatal(err)
+	}
+	t.Cleanup(func() { os.RemoveAll(dir) })
+	c := &checked{t: t, files: filepath.Join(dir, "web.yaml"), socket: filepath.Join(dir, "run", "s")}
+	writeFile(t, c.files, checkedService)
+	startProcess(t, env, append([]string{"--manifests=" + c.files, "--socket=" + c.socket}, args...)...)
+	eventually(t, "web is programmed", func() bool {
+		text, _ := c.ask("get", "services", "-o", "json")
+		return strings.Contains(text, `"state": "`+inspect.Programmed+`"`)
+	})
+	return c
+}
+
+// ask returns what a command prints, and its exit code.
+func (c *checked) ask(args ...string) (string, int) {
+	c.t.Helper()
+	cmd := exec.Command("nodeproxy", append(args, "--socket="+c.socket)...)
+	out, err := cmd.CombinedOutput()
+	if err != nil && cmd.ProcessState == nil {
+		c.t.Fatal(err)
+	}
+	return string(out), cmd.ProcessState.ExitCode()
+}
+
+// variable is what differs from run to run in an explanation, and what told has in its place.
+var variable = []struct {
+	is  *regexp.Regexp
+	put string
+}{
+	{regexp.MustCompile(`/\S*/`), ""},
+	{regexp.MustCompile(`rocess \d+ \([^)]*\)`), "rocess PID (PROGRAM)"},
+	{regexp.MustCompile(`\d+(ms|s|m) ago`), "AGE ago"},
+	{regexp.MustCompile(`\d+ (chains|rules|set elements).* such as .*\.`), "THINGS."},
+}
+
+// told returns what is wrong, and what to know, by an explanation, with names in place of what differs from run to run.
+func told(text string) string {
+	i := strings.Index(text, "\nWhat is wrong:")
+	if i < 0 {
+		if i = strings.Index(text, "\nWhat to know:"); i < 0 {
+			i = max(0, strings.Index(text, "\nNothing is wrong"))
+		}
+	}
+	text = text[i:]
+	for _, v := range variable {
+		text = v.is.ReplaceAllString(text, v.put)
+	}
+	return strings.TrimSpace(text)
+}
+
+// await waits until explain says what is wanted, and ends with an exit code.
+func (c *checked) await(want string, wantCode int) {
+	c.t.Helper()
+	var text string
+	var code int
+	defer func() {
+		if c.t.Failed() {
+			c.t.Logf("exit code %d, want %d:\n%s\nwant:\n%s", code, wantCode, text, want)
+		}
+	}()
+	eventually(c.t, "explain says what is wrong", func() bool {
+		text, code = c.ask("explain", "web")
+		return code == wantCode && told(text) == strings.TrimSpace(want)
+	})
+}
+
+// onNode is what explain says of what is wrong on the node itself. TestTroubleshooting documents it.
+var onNode = map[string]string{
+	"drop": `
+What is wrong:
+  - A rule of another program drops what is for the cluster IP 10.96.0.10:80/TCP from this node: "ip daddr 10.96.0.10 tcp dport 80 drop" in chain out of table ip other.
+    To do: let its owner admit this traffic: docs/neighbours.md`,
+	"flushed": `
+What to know:
+  - Another program changed what nodeproxy had programmed, AGE ago, and nodeproxy has written it again: THINGS.
+    To do: find the program that does this, if connections failed then: docs/neighbours.md`,
+	"port": `
+What is wrong:
+  - Process PID (PROGRAM) listens at 192.0.2.1, port 30080/TCP, which this Service captures as its node port 30080/TCP: what is sent there goes to the Service, and not to the process.
+    To do: end that program, or give one of the two another port`,
+	"refused": `
+What is wrong:
+  - The kernel refuses port "" (IPv4) of Service default/web: iptables-nft-restore: exit status 2: iptables-restore: line 2 failed; it is not proxied on this node, and is retried from time to time.
+    To do: see what the kernel lacks or has run out of (dmesg); all other Services go on`,
+	"away": `
+What is wrong:
+  - The API server has sent nothing about services for 10m, so what this node knows may be out of date: dial tcp 192.0.2.9:6443: connect: connection refused.
+    To do: see whether the API server runs and can be reached from this node; what was known last stays in force until then`,
+}
+
+// TestChecks: explain finds what is wrong on the node itself, in the modes that every kernel has.
+func TestChecks(t *testing.T) {
+	t.Parallel()
+	for _, mode := range []string{"iptables", "nftables"} {
+		t.Run(mode, func(t *testing.T) {
+			t.Parallel()
+			c := startChecked(t, nil, "--mode="+mode, "--iptables-backend=nft")
+			c.await("Nothing is wrong with it on this node.", 0)
+			text, _ := c.ask("explain", "web")
+			for _, want := range []string{"rules in the kernel +ok +all \\d+ are as written\n", "connections +ok +none is tracked\n",
+				"listeners on the node +ok ", "traffic +ok +0 connections since the rules were written"} {
+				if mode == "iptables" && strings.HasPrefix(want, "traffic") {
+					continue // Its counters are off by default.
+				}
+				if !regexp.MustCompile(want).MatchString(text) {
+					t.Errorf("no %q in\n%s", want, text)
+				}
+			}
+
+			endpoint, err := net.Listen("tcp", "192.0.2.1:8080")
+			if err != nil {
+				t.Fatal(err)
+			}
+			defer endpoint.Close()
+			conn, err := net.Dial("tcp", "10.96.0.10:80")
+			if err != nil {
+				t.Fatal(err)
+			}
+			defer conn.Close()
+			if text, _ := c.ask("get", "services", "-o", "wide"); mode == "nftables" && !strings.Contains(text, "  IPv4     1             <none>     <none>\n") {
+				t.Errorf("a connection is not counted:\n%s", text)
+			}
+			if text, _ := c.ask("explain", "web"); !strings.Contains(text, "1 tracked: 1 to 192.0.2.1:8080\n") {
+				t.Errorf("a connection is not found:\n%s", text)
+			}
+
+			taken, err := net.Listen("tcp", "192.0.2.1:30080")
+			if err != nil {
+				t.Fatal(err)
+			}
+			c.await(onNode["port"], 1)
+			if text, code := c.ask("get", "findings"); code != 1 || !strings.Contains(text, "listens at 192.0.2.1, port 30080/TCP") {
+				t.Errorf("exit code %d: %s", code, text)
+			}
+			taken.Close()
+			c.await("Nothing is wrong with it on this node.", 0)
+
+			nstest.Exec(t, "nft", "add table ip other; add chain ip other out { type filter hook output priority -300; }; "+
+				"add rule ip other out ip daddr 10.96.0.10 tcp dport 80 drop")
+			c.await(onNode["drop"], 1)
+			nstest.Exec(t, "nft", "delete", "table", "ip", "other")
+
+			nstest.Exec(t, "nft", "flush", "table", "ip", map[string]string{"iptables": "nat", "nftables": "nodeproxy"}[mode])
+			c.await(onNode["flushed"], 0)
+		})
+	}
+}
+
+// TestCheckRefused: explain of a Service that the kernel refuses has the kernel's words, and so has get findings.
+func TestCheckRefused(t *testing.T) {
+	t.Parallel()
+	if os.Geteuid() != 0 {
+		t.Skip("only root can change rules")
+	}
+	dir := t.TempDir()
+	const refuses = "#!/bin/sh\ninput=$(cat)\ncase \"$input\" in *10.96.0.66*) echo 'iptables-restore: line 2 failed' >&2; exit 2;; esac\n" +
+		"echo \"$input\" | /usr/sbin/iptables-nft-restore \"$@\"\n"
+	if err := os.WriteFile(filepath.Join(dir, "iptables-nft-restore"), []byte(refuses), 0o755); err != nil {
+		t.Fatal(err)
+	}
+	c := startChecked(t, []string{"PATH=" + dir + ":" + os.Getenv("PATH")}, "--mode=iptables", "--iptables-backend=nft")
+	writeFile(t, c.files, strings.ReplaceAll(checkedService, "10.96.0.10", "10.96.0.66"))
+	c.await(onNode["refused"], 1)
+	if text, code := c.ask("get", "findings"); code != 1 || !strings.Contains(text, "the kernel refuses port") {
+		t.Errorf("exit code %d: %s", code, text)
+	}
+}

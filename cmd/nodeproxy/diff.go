@@ -1,0 +1,399 @@
+package main
+
+import (
+	"bufio"
+	"cmp"
+	"context"
+	"errors"
+	"fmt"
+	"io"
+	"log/slog"
+	"os"
+	"slices"
+	"strings"
+	"text/tabwriter"
+
+	"github.com/spf13/cobra"
+	"github.com/spf13/pflag"
+	"golang.org/x/sys/unix"
+
+	"nodeproxy/config"
+	"nodeproxy/inspect"
+	"nodeproxy/iptables/common"
+	"nodeproxy/kernel/drift"
+	"nodeproxy/kernel/names"
+	"nodeproxy/kernel/xtables"
+	"nodeproxy/node/leftovers"
+	"nodeproxy/plan"
+	"nodeproxy/source"
+)
+
+const diffHelp = `diff prints what the nodeproxy of this node would change in the kernel right now, as a unified diff: - is what the kernel has, and +
+what it would get. Without differences it prints nothing. With --mode, it is what that mode would change. With --manifests,
+--kubeconfig, --master or --config it is what a nodeproxy with those objects would change, so that a change can be reviewed before it is
+rolled out; flags that set something else are then those of the running nodeproxy, if there is one and none of them is given.
+
+With --against=running, - is what the running nodeproxy wants in place of what the kernel has: so drift is left out.
+
+Rules are as iptables-save prints them, virtual servers as "ipvsadm -Sn", sets as "ipset save", and elements of maps as "nft list". Only
+what belongs to nodeproxy or a kube-proxy is shown. Behind @@ is the thing that differs, and the Services that its lines are for.
+
+diff reads the kernel by itself, beside the nodeproxy that runs, and changes nothing. It takes root.
+
+Exit codes: 0 without differences, 1 with some, 2 for a wrong command line or any other trouble.`
+
+func diffCommand() *cobra.Command {
+	d := &differ{}
+	cmd := &cobra.Command{
+		Use:   "diff [[NAMESPACE/]SERVICE]",
+		Short: "Print what nodeproxy would change in the kernel, now or with other manifests or in another mode",
+		Long:  diffHelp,
+		Args:  atMostOne,
+		RunE: func(cmd *cobra.Command, args []string) error {
+			differs, err := d.run(cmd, args)
+			var usage *usageError
+			switch {
+			case errors.As(err, &usage):
+				return err
+			case err != nil:
+				return &usageError{err} // 1 would mean that there are differences.
+			case differs:
+				return errProblem
+			}
+			return nil
+		},
+	}
+	d.flags.Add(cmd.Flags())
+	d.given, d.socket = cmd.Flags().Changed, func() string { return cmd.Flags().Lookup("socket").Value.String() }
+	cmd.Flags().StringVarP(&d.namespace, "namespace", "n", "default", "namespace of a Service that is named without one")
+	cmd.Flags().StringVar(&d.against, "against", "kernel", "what to compare with: kernel or running")
+	cmd.Flags().StringVar(&d.color, "color", "auto", "whether to color the output: auto, always or never")
+	cmd.Flags().BoolVar(&d.stat, "stat", false, "print only how much differs, by kind")
+	return refuseOthers(cmd)
+}
+
+// differ is one run of diff.
+type differ struct {
+	inspector
+	against, color string
+	stat           bool
+}
+
+// side is one of the two states that are compared.
+type side struct {
+	name string
+	// cfg has the settings that rules depend on besides the plan.
+	cfg *config.Config
+	// desired is nil for the kernel.
+	desired  *plan.Plan
+	families []plan.Family
+}
+
+func (d *differ) run(cmd *cobra.Command, args []string) (differs bool, err error) {
+	only, known := "", func(*side) bool { return true }
+	if len(args) > 0 {
+		svc, err := d.service(args[0])
+		if err != nil {
+			return false, err
+		}
+		only = svc.String()
+		known = func(s *side) bool { return s.desired != nil && len(s.desired.KeysOf(svc)) > 0 }
+	}
+	if !slices.Contains([]string{"kernel", "running"}, d.against) {
+		return false, &usageError{fmt.Errorf("--against: %q is not one of kernel, running", d.against)}
+	}
+	color, err := d.colored(cmd.OutOrStdout())
+	if err != nil {
+		return false, err
+	}
+	from, to, err := d.sides(cmd)
+	if err != nil {
+		return false, err
+	}
+	out := bufio.NewWriter(cmd.OutOrStdout())
+	printer := &drift.Unified{W: out, From: from.name, To: to.name, Color: color}
+	total := &diffStat{}
+	err = compareSides(cmd.Context(), from, to, func(h drift.Hunk) error {
+		if only != "" && !slices.Contains(h.Services, only) {
+			return nil
+		}
+		differs = true
+		if d.stat {
+			total.add(h)
+			return nil
+		}
+		return printer.Print(h)
+	})
+	if err == nil && !differs && !known(from) && !known(to) {
+		err = fmt.Errorf("no Service %s is proxied here, and the kernel has nothing for it", only)
+	}
+	if err == nil && d.stat {
+		err = total.print(out)
+	}
+	return differs, errors.Join(err, out.Flush())
+}
+
+func (d *differ) colored(w io.Writer) (bool, error) {
+	switch d.color {
+	case "always":
+		return true, nil
+	case "never":
+		return false, nil
+	case "auto":
+		f, ok := w.(*os.File)
+		if !ok || os.Getenv("NO_COLOR") != "" || os.Getenv("TERM") == "dumb" {
+			return false, nil
+		}
+		_, err := unix.IoctlGetTermios(int(f.Fd()), unix.TCGETS)
+		return err == nil, nil
+	}
+	return false, &usageError{fmt.Errorf("--color: %q is not one of auto, always, never", d.color)}
+}
+
+// objectFlags say where objects are from, and takenOver which flags may be given with them while all else is as the running nodeproxy has it.
+var (
+	objectFlags = []string{"manifests", "kubeconfig", "master", "config"}
+	takenOver   = []string{"manifests", "kubeconfig", "master", "mode", "proxy-mode", "socket", "against", "color", "stat", "namespace",
+		"log-level", "v", "logging-format", "kube-api-qps", "kube-api-burst", "kube-api-content-type"}
+)
+
+// sides reads the two states.
+func (d *differ) sides(cmd *cobra.Command) (from, to *side, err error) {
+	own := slices.ContainsFunc(objectFlags, d.given)
+	others := ""
+	cmd.Flags().Visit(func(f *pflag.Flag) {
+		if !slices.Contains(takenOver, f.Name) {
+			others = f.Name
+		}
+	})
+	if !own && others != "" {
+		return nil, nil, &usageError{fmt.Errorf("--%s: without --manifests, --kubeconfig, --master or --config, only --mode may differ from what the running "+
+			"nodeproxy has", others)}
+	}
+	mode := d.mode(cmd)
+	if mode != "" && !slices.Contains(config.Modes(), mode) {
+		return nil, nil, &usageError{fmt.Errorf("--mode: %q is not one of %s", mode, strings.Join(config.Modes(), ", "))}
+	}
+	var cfg *config.Config
+	if own {
+		if cfg, err = d.flags.Config(); err != nil {
+			return nil, nil, &usageError{err}
+		}
+	}
+	var running *side
+	if !own || others == "" || d.against == "running" {
+		if running, err = d.running(cmd); err != nil && (!own || d.against == "running") {
+			return nil, nil, err
+		}
+	}
+	switch {
+	case own:
+		if others == "" && running != nil {
+			cfg = asGiven(cfg, running.cfg)
+			cfg.Mode = cmp.Or(mode, cfg.Mode)
+		}
+		state, err := readState(cmd.Context(), cfg, cmd.InOrStdin(), func(f source.Finding) {
+			if f.LeftOut {
+				fmt.Fprintf(cmd.ErrOrStderr(), "%s: %s\n", f.Severity, f)
+			}
+		}, nil)
+		if err != nil {
+			return nil, nil, err
+		}
+		to = &side{name: cmp.Or(cfg.Manifests, "cluster"), cfg: cfg, desired: state.Plan(), families: hostFamilies(slog.New(slog.DiscardHandler))}
+		if running != nil {
+			to.families = running.families
+		}
+	default:
+		copied := *running
+		to = &copied
+		to.cfg = asGiven(&config.Config{}, running.cfg)
+		to.cfg.Mode = cmp.Or(mode, to.cfg.Mode)
+	}
+	to.name += " (mode " + to.cfg.Mode + ")"
+	if d.against == "running" {
+		running.name += " (mode " + running.cfg.Mode + ")"
+		return running, to, nil
+	}
+	return &side{name: "kernel", cfg: to.cfg, families: to.families}, to, nil
+}
+
+// mode returns the mode that is asked for; "" for none.
+func (d *differ) mode(cmd *cobra.Command) string {
+	for _, name := range []string{"mode", "proxy-mode"} {
+		if d.given(name) {
+			return cmd.Flags().Lookup(name).Value.String()
+		}
+	}
+	return ""
+}
+
+// running asks the nodeproxy of this node for what it wants.
+func (d *differ) running(cmd *cobra.Command) (*side, error) {
+	from := daemonAnswers{inspect.NewClient(d.socket()), d.socket()}
+	desired, err := from.client.Desired(cmd.Context())
+	if err != nil {
+		return nil, from.advise(err)
+	}
+	for _, r := range desired.Refused {
+		fmt.Fprintf(cmd.ErrOrStderr(), "note: %s\n", r)
+	}
+	return &side{name: "nodeproxy", cfg: fromOptions(desired.Options), desired: desired.Plan(), families: desired.Families}, nil
+}
+
+// options are what rules depend on in a configuration, and fromOptions makes a configuration of them.
+func options(c *config.Config) inspect.Options {
+	return inspect.Options{
+		Mode: c.Mode, NodeName: c.NodeName, Settings: c.Settings, ServiceCIDRs: c.ServiceCIDRs, ServiceCIDRsGiven: c.ServiceCIDRsGiven,
+		NodePorts: c.NodePorts, Variant: string(c.IPTablesBackend), MasqueradeBit: c.MasqueradeBit, ServiceMetrics: c.ServiceMetrics,
+		Scheduler: c.IPVS.Scheduler, VIPs: string(c.IPVS.VIPs), ExcludeCIDRs: c.IPVS.ExcludeCIDRs, StrictARP: c.IPVS.StrictARP,
+	}
+}
+
+func fromOptions(o inspect.Options) *config.Config {
+	return asGiven(&config.Config{}, &config.Config{
+		Mode: o.Mode, NodeName: o.NodeName, Settings: o.Settings, ServiceCIDRs: o.ServiceCIDRs, ServiceCIDRsGiven: o.ServiceCIDRsGiven,
+		NodePorts: o.NodePorts, IPTablesBackend: xtables.Variant(o.Variant), MasqueradeBit: o.MasqueradeBit, ServiceMetrics: o.ServiceMetrics,
+		IPVS: config.IPVS{Scheduler: o.Scheduler, VIPs: o.VIPs, ExcludeCIDRs: o.ExcludeCIDRs, StrictARP: o.StrictARP},
+	})
+}
+
+// asGiven returns a configuration with the settings of another one that rules depend on.
+func asGiven(c, with *config.Config) *config.Config {
+	out := *c
+	out.Mode, out.NodeName, out.Settings, out.ServiceCIDRs, out.ServiceCIDRsGiven = with.Mode, with.NodeName, with.Settings, with.ServiceCIDRs, with.ServiceCIDRsGiven
+	out.NodePorts, out.IPTablesBackend, out.MasqueradeBit, out.ServiceMetrics = with.NodePorts, with.IPTablesBackend, with.MasqueradeBit, with.ServiceMetrics
+	out.IPVS = with.IPVS
+	return &out
+}
+
+// compareSides calls each with what differs between two states.
+func compareSides(ctx context.Context, from, to *side, each func(drift.Hunk) error) error {
+	for _, f := range to.families {
+		list, err := diffRules(ctx, from, to, f)
+		if err != nil {
+			return err
+		}
+		for _, m := range modes {
+			if m.diff == nil {
+				continue
+			}
+			some, err := m.diff(m.of(from), m.of(to), f)
+			if err != nil {
+				return err
+			}
+			list = append(list, some...)
+		}
+		for _, h := range list {
+			if err := each(h); err != nil {
+				return err
+			}
+		}
+	}
+	if from.kernel() {
+		return diffLeftovers(each)
+	}
+	return nil
+}
+
+// diffLeftovers calls each with what a kube-proxy has left, which no mode has and each removes.
+func diffLeftovers(each func(drift.Hunk) error) error {
+	found, err := leftovers.Find()
+	for _, l := range found {
+		h := drift.Hunk{Kind: drift.Table, File: "left by a kube-proxy", Object: names.KubeProxy, Have: []string{l.String()}}
+		if err := each(h); err != nil {
+			return err
+		}
+	}
+	return err
+}
+
+// of returns a side as a mode sees it: without anything, if another mode is in force there.
+func (m *mode) of(s *side) *side {
+	if s.desired == nil || s.cfg.Mode == m.name {
+		return s
+	}
+	empty := *s
+	empty.desired = nil
+	empty.cfg = nil
+	return &empty
+}
+
+// kernel reports whether the side is the kernel, and nothing whether it has nothing.
+func (s *side) kernel() bool  { return s.desired == nil && s.cfg != nil }
+func (s *side) nothing() bool { return s.desired == nil && s.cfg == nil }
+
+// diffRules compares the rules of iptables.
+func diffRules(ctx context.Context, from, to *side, f plan.Family) ([]drift.Hunk, error) {
+	var out []drift.Hunk
+	compare := func(actual map[names.Table]xtables.Content, randomFully bool) {
+		desired := xtables.Nothing
+		if m := modeNamed(to.cfg.Mode); m.rules != nil {
+			desired = m.rules(to.cfg, to.desired, f, randomFully, actual)
+		}
+		list := xtables.Hunks(f, desired, actual)
+		common.Label(list, desired.Content(), actual)
+		out = append(out, list...)
+	}
+	if from.desired != nil {
+		actual := map[names.Table]xtables.Content{}
+		if m := modeNamed(from.cfg.Mode); m.rules != nil {
+			actual = m.rules(from.cfg, from.desired, f, true, nil).Content()
+		}
+		compare(actual, true)
+		return out, nil
+	}
+	used := variants(to.cfg.IPTablesBackend)
+	ruled := modeNamed(to.cfg.Mode).rules != nil
+	if ruled && len(used) > 1 {
+		used = []xtables.Variant{xtables.Detect()}
+	}
+	for _, v := range used {
+		p, err := xtables.Find(v, f)
+		if err != nil {
+			if ruled {
+				return nil, err
+			}
+			continue // Nor can nodeproxy remove anything without these programs.
+		}
+		actual, err := p.Present(ctx)
+		if err != nil {
+			return nil, err
+		}
+		compare(actual, p.RandomFully)
+	}
+	return out, nil
+}
+
+// diffStat counts differences.
+type diffStat struct{ rows []diffStatRow }
+
+type diffStatRow struct {
+	file                   string
+	kind                   drift.Kind
+	things, added, removed int
+}
+
+func (s *diffStat) add(h drift.Hunk) {
+	i := slices.IndexFunc(s.rows, func(r diffStatRow) bool { return r.file == h.File && r.kind == h.Kind })
+	if i < 0 {
+		i = len(s.rows)
+		s.rows = append(s.rows, diffStatRow{file: h.File, kind: h.Kind})
+	}
+	added, removed := h.Lines()
+	s.rows[i].things++
+	s.rows[i].added += added
+	s.rows[i].removed += removed
+}
+
+func (s *diffStat) print(w io.Writer) error {
+	if len(s.rows) == 0 {
+		return nil
+	}
+	t := tabwriter.NewWriter(w, 0, 0, 3, ' ', 0)
+	fmt.Fprintln(t, "WHERE\tKIND\tDIFFER\tLINES ADDED\tREMOVED")
+	for _, r := range s.rows {
+		fmt.Fprintf(t, "%s\t%s\t%d\t%d\t%d\n", r.file, strings.ReplaceAll(string(r.kind), "_", " "), r.things, r.added, r.removed)
+	}
+	return t.Flush()
+}

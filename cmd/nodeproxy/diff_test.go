@@ -1,0 +1,156 @@
+package main
+
+import (
+	"os"
+	"os/exec"
+	"path/filepath"
+	"slices"
+	"strings"
+	"testing"
+
+	"nodeproxy/inspect"
+	"nodeproxy/internal/nstest"
+)
+
+// changedLines are the lines of a diff that are added or removed.
+func changedLines(text string) []string {
+	var out []string
+	for line := range strings.Lines(text) {
+		line = strings.TrimSuffix(line, "\n")
+		if strings.HasPrefix(line, "-") && !strings.HasPrefix(line, "--- ") || strings.HasPrefix(line, "+") && !strings.HasPrefix(line, "+++ ") {
+			out = append(out, line)
+		}
+	}
+	return out
+}
+
+// TestDiffDaemon: diff shows what another program has changed, and nothing once nodeproxy has repaired it; what other manifests or another
+// mode would change, in comparison with the kernel and with the running nodeproxy; and it is empty once they are in force.
+func TestDiffDaemon(t *testing.T) {
+	t.Parallel()
+	for _, tc := range []struct {
+		mode, other   string
+		damage        [][]string // while nodeproxy does not run
+		drift, change []string   // what diff shows of the damage, and of one endpoint more
+	}{
+		{"iptables", "nftables", [][]string{
+			{"iptables-nft", "-t", "nat", "-F", "KUBE-MARK-MASQ"}, {"iptables-nft", "-t", "nat", "-A", "KUBE-FOREIGN-TO-US", "-j", "RETURN"}},
+			[]string{"+-A KUBE-MARK-MASQ -j MARK --set-xmark 0x4000/0x4000"},
+			[]string{
+				"+:KUBE-SEP-XIQG3E4ATGAKTZVT - [0:0]",
+				`+-A KUBE-SEP-XIQG3E4ATGAKTZVT -s 10.244.1.6/32 -m comment --comment "default/web" -j KUBE-MARK-MASQ`,
+				`+-A KUBE-SEP-XIQG3E4ATGAKTZVT -p tcp -m comment --comment "default/web" -m tcp -j DNAT --to-destination 10.244.1.6:8080`,
+				`--A KUBE-SVC-LOLE4ISW44XBNF3G -m comment --comment "default/web -> 10.244.1.5:8080" -j KUBE-SEP-XQWD6PXGZUTOOIVQ`,
+				`+-A KUBE-SVC-LOLE4ISW44XBNF3G -m comment --comment "default/web -> 10.244.1.5:8080" -m statistic --mode random --probability 0.50000000000 -j KUBE-SEP-XQWD6PXGZUTOOIVQ`,
+				`+-A KUBE-SVC-LOLE4ISW44XBNF3G -m comment --comment "default/web -> 10.244.1.6:8080" -j KUBE-SEP-XIQG3E4ATGAKTZVT`,
+			}},
+		{"nftables", "iptables", [][]string{
+			{"nft", "delete element ip nodeproxy endpoints { 10.96.0.10 . tcp . 80 . 0 }"}, {"nft", "add table ip foreign"}},
+			[]string{"+10.96.0.10 . tcp . 80 . 0x00000000 : 10.244.1.5 . 8080"},
+			[]string{
+				`-10.96.0.10 . tcp . 80 comment "default/web" : 2000:1`,
+				`+10.96.0.10 . tcp . 80 comment "default/web" : 2000:2`,
+				"+2000:2 : goto cluster-ip-2",
+				"+10.96.0.10 . tcp . 80 . 0x00000001 : 10.244.1.6 . 8080",
+				"+chain cluster-ip-2 {", "+\tmeta priority set numgen random mod 2 goto to-endpoint", "+}",
+			}},
+	} {
+		t.Run(tc.mode, func(t *testing.T) {
+			t.Parallel()
+			nstest.Enter(t)
+			dir, err := os.MkdirTemp("", "np") // The path of a socket has to be short.
+			if err != nil {
+				t.Fatal(err)
+			}
+			t.Cleanup(func() { os.RemoveAll(dir) })
+			now, next, socket := filepath.Join(dir, "now.yaml"), filepath.Join(dir, "next.yaml"), filepath.Join(dir, "socket")
+			writeFile(t, now, inspectedService)
+			writeFile(t, next, strings.Replace(inspectedService, "endpoints: [", "endpoints: [{addresses: [10.244.1.6]}, ", 1))
+			diff := func(args ...string) (string, int) {
+				t.Helper()
+				cmd := exec.Command("nodeproxy", append([]string{"diff", "--socket=" + socket}, args...)...)
+				out, err := cmd.CombinedOutput()
+				if err != nil && cmd.ProcessState == nil {
+					t.Fatal(err)
+				}
+				return string(out), cmd.ProcessState.ExitCode()
+			}
+			same := func(what string, args ...string) {
+				t.Helper()
+				if text, code := diff(args...); text != "" || code != 0 {
+					t.Errorf("%s: exit code %d\n%s", what, code, text)
+				}
+			}
+			shows := func(what string, want []string, args ...string) string {
+				t.Helper()
+				text, code := diff(args...)
+				if got := changedLines(text); code != 1 || !slices.Equal(got, want) {
+					t.Errorf("%s: exit code %d\n%s\nwant\n%s", what, code, text, strings.Join(want, "\n"))
+				}
+				return text
+			}
+			client := inspect.NewClient(socket)
+			start := func() *process {
+				p := startProcess(t, nil, "--manifests="+now, "--mode="+tc.mode, "--socket="+socket, "--iptables-backend=nft")
+				eventually(t, "everything is programmed", func() bool {
+					list, err := client.ServicePorts(t.Context(), "")
+					return err == nil && len(list) > 0 && list[0].State == inspect.Programmed
+				})
+				return p
+			}
+			if text, code := diff(); code != 2 || !strings.Contains(text, "no nodeproxy answers at "+socket) {
+				t.Errorf("without a nodeproxy: exit code %d\n%s", code, text)
+			}
+			if out, err := exec.Command("iptables-nft", "-t", "nat", "-N", "KUBE-FOREIGN-TO-US").CombinedOutput(); err != nil {
+				t.Fatalf("%v: %s", err, out)
+			}
+
+			p := start()
+			same("nothing has changed")
+			same("the same manifests", "--manifests="+now)
+			text := shows("one endpoint more", tc.change, "--manifests="+next)
+			if !strings.HasPrefix(text, "--- kernel ipv4 ") || !strings.Contains(text, ": default/web\n") {
+				t.Errorf("headings:\n%s", text)
+			}
+			if text, code := diff("default/other", "--manifests="+next); code != 2 || !strings.Contains(text, "no Service default/other is proxied here") {
+				t.Errorf("another Service: exit code %d\n%s", code, text)
+			}
+			if text, code := diff("--manifests="+next, "--against=running", "default/web"); code != 1 || !strings.Contains(text, "10.244.1.6") || strings.Contains(text, "--- kernel") {
+				t.Errorf("against the running nodeproxy: exit code %d\n%s", code, text)
+			}
+			text, code := diff("--mode="+tc.other, "--stat")
+			if code != 1 || !strings.Contains(text, "ipv4 table ip nodeproxy") || !strings.Contains(text, "ipv4 nat (iptables-save)") {
+				t.Errorf("mode %s: exit code %d\n%s", tc.other, code, text)
+			}
+			if text, _ := diff("--mode=" + tc.other); strings.Contains(text, "KUBE-FOREIGN") {
+				t.Errorf("mode %s would touch others' rules:\n%s", tc.other, text)
+			}
+			if err := p.Process.Signal(os.Interrupt); err != nil {
+				t.Fatal(err)
+			}
+			<-p.ended
+
+			for _, args := range tc.damage {
+				if out, err := exec.Command(args[0], args[1:]...).CombinedOutput(); err != nil {
+					t.Fatalf("%v: %s", err, out)
+				}
+			}
+			if out, err := exec.Command("nft", "add table ip kube-proxy").CombinedOutput(); err != nil {
+				t.Fatalf("%v: %s", err, out)
+			}
+			tc.drift = append(tc.drift, "-nftables table ip kube-proxy")
+			alone := []string{"--manifests=" + now, "--node-name=n1", "--mode=" + tc.mode, "--iptables-backend=nft"}
+			shows("drift", tc.drift, alone...)
+			shows("drift, with another color", tc.drift, append(alone, "--color=never")...)
+			if text, _ := diff(append(alone, "--color=always")...); !strings.Contains(text, "\x1b[32m"+tc.drift[0]) {
+				t.Errorf("without color:\n%q", text)
+			}
+			if err := os.Rename(next, now); err != nil {
+				t.Fatal(err)
+			}
+			start()
+			eventually(t, "what a kube-proxy left is removed", func() bool { text, _ := diff(); return !strings.Contains(text, "kube-proxy") })
+			same("it is repaired, and the endpoint is there")
+		})
+	}
+}

@@ -1,0 +1,100 @@
+package main
+
+import (
+	"bytes"
+	"fmt"
+	"os"
+	"path/filepath"
+	"strings"
+	"testing"
+
+	"github.com/spf13/cobra"
+	"github.com/spf13/cobra/doc"
+)
+
+// documented is the root with the commands that cobra adds when it runs.
+func documented() *cobra.Command {
+	cmd := root()
+	cmd.InitDefaultHelpCmd()
+	cmd.InitDefaultCompletionCmd()
+	return cmd
+}
+
+// eachCommand calls do for a command that help shows and for those below it.
+func eachCommand(cmd *cobra.Command, do func(*cobra.Command)) {
+	do(cmd)
+	for _, sub := range cmd.Commands() {
+		if sub.IsAvailableCommand() {
+			eachCommand(sub, do)
+		}
+	}
+}
+
+// TestDocs: docs/cli.md is what the commands say of themselves. UPDATE=1, as "make docs" sets it, writes it anew.
+func TestDocs(t *testing.T) {
+	t.Parallel()
+	var text strings.Builder
+	text.WriteString("# The command line\n\nThis is what `nodeproxy help` says of each command; `make docs` writes it. `make man` makes man pages of the same.\n")
+	eachCommand(documented(), func(cmd *cobra.Command) {
+		var help bytes.Buffer
+		cmd.SetOut(&help)
+		if err := cmd.Help(); err != nil {
+			t.Fatal(err)
+		}
+		fmt.Fprintf(&text, "\n## %s\n\n```text\n", cmd.CommandPath())
+		for line := range strings.Lines(help.String()) {
+			text.WriteString(strings.TrimRight(line, " \n") + "\n")
+		}
+		text.WriteString("```\n")
+	})
+	const file = "../../docs/cli.md"
+	if os.Getenv("UPDATE") != "" {
+		if err := os.WriteFile(file, []byte(text.String()), 0o644); err != nil {
+			t.Fatal(err)
+		}
+	}
+	got, err := os.ReadFile(file)
+	if err != nil {
+		t.Fatal(err)
+	}
+	if string(got) != text.String() {
+		t.Errorf("%s is not what the commands say of themselves; \"make docs\" mends it", file)
+	}
+}
+
+// TestExamples: the help of each command that does anything has examples, and examples are of commands that there are.
+func TestExamples(t *testing.T) {
+	t.Parallel()
+	seen := map[string]bool{}
+	eachCommand(root(), func(cmd *cobra.Command) {
+		seen[cmd.CommandPath()] = true
+		if cmd.Runnable() && cmd.HasParent() && cmd.Name() != "version" && cmd.Example == "" {
+			t.Errorf("%s has no examples in exampleTexts", cmd.CommandPath())
+		}
+	})
+	for path, text := range exampleTexts {
+		if !seen[path] || !strings.Contains(text, path) {
+			t.Errorf("there are examples of %q, which is no command, or is not in them", path)
+		}
+	}
+}
+
+// TestMan: each command has a man page. They are written to the directory that MAN names, as "make man" does.
+func TestMan(t *testing.T) {
+	t.Parallel()
+	dir := os.Getenv("MAN")
+	if dir == "" {
+		dir = t.TempDir()
+	}
+	cmd := documented()
+	if err := doc.GenManTree(cmd, &doc.GenManHeader{Section: "8", Source: "nodeproxy", Manual: "nodeproxy"}, dir); err != nil {
+		t.Fatal(err)
+	}
+	eachCommand(cmd, func(cmd *cobra.Command) {
+		name := strings.ReplaceAll(cmd.CommandPath(), " ", "-")
+		page, err := os.ReadFile(filepath.Join(dir, name+".8"))
+		if err != nil || !bytes.Contains(page, []byte(".SH NAME\n"+name+" - "+cmd.Short)) {
+			t.Errorf("%s: %v, or it does not say what the command does", name, err)
+		}
+	})
+}

@@ -1,0 +1,208 @@
+package main
+
+import (
+	"fmt"
+	"slices"
+	"time"
+
+	"github.com/spf13/cobra"
+
+	"nodeproxy/inspect"
+)
+
+func getCommand() *cobra.Command {
+	cmd := &cobra.Command{
+		Use:   "get",
+		Short: "List Services, endpoints, or what is wrong with them",
+		Args:  noArgs,
+		// So that what is missing or misspelt is named, not a flag that the subcommand has.
+		FParseErrWhitelist: cobra.FParseErrWhitelist{UnknownFlags: true},
+		RunE: func(*cobra.Command, []string) error {
+			return &usageError{fmt.Errorf("get what? One of services, endpoints, findings")}
+		},
+	}
+	cmd.AddCommand(getServicesCommand(), getEndpointsCommand(), getFindingsCommand())
+	return cmd
+}
+
+// tableForms are the forms of output besides JSON and YAML.
+var tableForms = []string{"table", "wide"}
+
+func getServicesCommand() *cobra.Command {
+	i, all := &inspector{}, false
+	cmd := &cobra.Command{
+		Use:     "services [[NAMESPACE/]NAME]",
+		Aliases: []string{"service", "svc"},
+		Short:   "List the ports of Services, a row for each address family",
+		Long: "services lists the ports of Services as this node serves them. Usable endpoints are those that get traffic from this node. SINCE is\n" +
+			"for how long the kernel has been as the Service is now. With -o wide, the running nodeproxy adds the connections to each, as far as the\n" +
+			"mode counts them.\n" + fmt.Sprintf(inspectHelp, "get services -A"),
+		Args: atMostOne,
+		RunE: func(cmd *cobra.Command, args []string) error {
+			name := ""
+			namespace := i.namespace
+			if len(args) > 0 {
+				svc, err := i.service(args[0])
+				if err != nil {
+					return err
+				}
+				namespace, name = svc.Namespace, svc.Name
+			} else if all {
+				namespace = ""
+			}
+			from, err := i.answers(cmd.Context(), cmd.InOrStdin(), cmd.ErrOrStderr())
+			if err != nil {
+				return err
+			}
+			ask := from.ServicePorts
+			if i.output != "" && i.output != "table" {
+				ask = from.CountedServicePorts
+			}
+			list, err := ask(cmd.Context(), namespace)
+			if err != nil {
+				return err
+			}
+			if name != "" {
+				list = slices.DeleteFunc(list, func(sp inspect.ServicePort) bool { return sp.Name != name })
+			}
+			if len(list) == 0 {
+				return noneFound(namespace, name)
+			}
+			return i.print(cmd.OutOrStdout(), list, tableForms, func(form string) error {
+				return inspect.WriteServicePorts(cmd.OutOrStdout(), list, form == "wide", time.Now())
+			})
+		},
+	}
+	i.add(cmd, "table, wide, json or yaml")
+	cmd.Flags().BoolVarP(&all, "all-namespaces", "A", false, "list the Services of all namespaces")
+	return cmd
+}
+
+// noneFound is the error of a list without rows.
+func noneFound(namespace, name string) error {
+	switch {
+	case name != "":
+		return fmt.Errorf("no Service %s/%s is proxied here; \"nodeproxy explain %s/%s\" says why", namespace, name, namespace, name)
+	case namespace != "":
+		return fmt.Errorf("no Service of namespace %s is proxied here; --all-namespaces lists those of all namespaces", namespace)
+	}
+	return fmt.Errorf("no Service is proxied here")
+}
+
+func getEndpointsCommand() *cobra.Command {
+	i := &inspector{}
+	cmd := &cobra.Command{
+		Use:     "endpoints [NAMESPACE/]SERVICE",
+		Aliases: []string{"endpoint", "ep"},
+		Short:   "List the endpoints of a Service, and why some are not used",
+		Long:    "endpoints lists all endpoints of a Service, with what this node uses them for, or why it does not.\n" + fmt.Sprintf(inspectHelp, "get endpoints web"),
+		Args:    exactlyOne("a Service"),
+		RunE: func(cmd *cobra.Command, args []string) error {
+			e, err := i.explain(cmd, args[0])
+			if err != nil {
+				return err
+			}
+			for n := range e.Ports {
+				e.Ports[n].Frontends = nil
+			}
+			return i.print(cmd.OutOrStdout(), e.Ports, tableForms, func(form string) error {
+				return inspect.WriteEndpoints(cmd.OutOrStdout(), e.Ports, form == "wide")
+			})
+		},
+	}
+	i.add(cmd, "table, wide, json or yaml")
+	return cmd
+}
+
+func getFindingsCommand() *cobra.Command {
+	i := &inspector{}
+	cmd := &cobra.Command{
+		Use:     "findings",
+		Aliases: []string{"finding"},
+		Short:   "List what is wrong with objects now",
+		Long:    "findings lists what is wrong with objects and with the node now, and what their owners should know besides.\n" + fmt.Sprintf(inspectHelp, "get findings"),
+		Args:    noArgs,
+		RunE: func(cmd *cobra.Command, _ []string) error {
+			from, err := i.answers(cmd.Context(), cmd.InOrStdin(), cmd.ErrOrStderr())
+			if err != nil {
+				return err
+			}
+			list, err := from.Findings(cmd.Context())
+			if err != nil {
+				return err
+			}
+			if len(list) == 0 && i.output == "" {
+				fmt.Fprintln(cmd.OutOrStdout(), "Nothing is wrong.")
+				return nil
+			}
+			if err := i.print(cmd.OutOrStdout(), list, tableForms[:1], func(string) error {
+				return inspect.WriteFindings(cmd.OutOrStdout(), list)
+			}); err != nil {
+				return err
+			}
+			if slices.ContainsFunc(list, func(f inspect.Finding) bool { return f.Severity == "problem" }) {
+				return errProblem
+			}
+			return nil
+		},
+	}
+	i.add(cmd, "table, json or yaml")
+	return cmd
+}
+
+func explainCommand() *cobra.Command {
+	i := &inspector{}
+	cmd := &cobra.Command{
+		Use:   "explain [NAMESPACE/]SERVICE",
+		Short: "Explain what happens to the traffic of a Service on this node, and what is wrong",
+		Long: "explain tells for each address and port of a Service what happens to connections from a pod, from the node and from outside, which\n" +
+			"endpoints are left out and why, and what is wrong with it and what to do.\n" + fmt.Sprintf(inspectHelp, "explain web"),
+		Args: exactlyOne("a Service"),
+		RunE: func(cmd *cobra.Command, args []string) error {
+			e, err := i.explain(cmd, args[0])
+			if err != nil {
+				return err
+			}
+			if err := i.print(cmd.OutOrStdout(), e, []string{"text"}, func(string) error {
+				return inspect.WriteExplanation(cmd.OutOrStdout(), e, time.Now())
+			}); err != nil {
+				return err
+			}
+			if e.Problem() {
+				return errProblem
+			}
+			return nil
+		},
+	}
+	i.add(cmd, "text, json or yaml")
+	return cmd
+}
+
+// explain returns the explanation of the Service that an argument names.
+func (i *inspector) explain(cmd *cobra.Command, arg string) (*inspect.Explanation, error) {
+	svc, err := i.service(arg)
+	if err != nil {
+		return nil, err
+	}
+	from, err := i.answers(cmd.Context(), cmd.InOrStdin(), cmd.ErrOrStderr())
+	if err != nil {
+		return nil, err
+	}
+	return from.Explain(cmd.Context(), svc)
+}
+
+func atMostOne(_ *cobra.Command, args []string) error {
+	if len(args) > 1 {
+		return &usageError{fmt.Errorf("%q: only one name can be given", args[1])}
+	}
+	return nil
+}
+
+func exactlyOne(what string) cobra.PositionalArgs {
+	return func(cmd *cobra.Command, args []string) error {
+		if len(args) == 0 {
+			return &usageError{fmt.Errorf("%s is missing: %s", what, cmd.UseLine())}
+		}
+		return atMostOne(cmd, args)
+	}
+}

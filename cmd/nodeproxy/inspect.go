@@ -1,0 +1,236 @@
+package main
+
+import (
+	"context"
+	"encoding/json"
+	"errors"
+	"fmt"
+	"io"
+	"maps"
+	"net/netip"
+	"os"
+	"slices"
+	"strings"
+	"syscall"
+
+	"github.com/spf13/cobra"
+	v1 "k8s.io/api/core/v1"
+	"sigs.k8s.io/yaml"
+
+	"nodeproxy/config"
+	"nodeproxy/inspect"
+	"nodeproxy/plan"
+	"nodeproxy/proxier"
+	"nodeproxy/source"
+)
+
+// answers are what commands that look at Services get their answers from: the daemon on this node, or objects that they read themselves.
+type answers interface {
+	ServicePorts(ctx context.Context, namespace string) ([]inspect.ServicePort, error)
+	CountedServicePorts(ctx context.Context, namespace string) ([]inspect.ServicePort, error)
+	Explain(ctx context.Context, svc plan.Service) (*inspect.Explanation, error)
+	Findings(ctx context.Context) ([]inspect.Finding, error)
+	Trace(ctx context.Context, q inspect.TraceQuery) (*inspect.Trace, error)
+}
+
+// inspector is what such a command is told to look at, and how to print it.
+type inspector struct {
+	flags     config.Flags
+	given     func(flag string) bool
+	socket    func() string
+	namespace string
+	output    string
+}
+
+// add defines the flags that all such commands share.
+func (i *inspector) add(cmd *cobra.Command, outputs string) { i.addAs(cmd, "explain", outputs) }
+
+// addRunning defines the flags of commands that only the daemon can answer.
+func (i *inspector) addRunning(cmd *cobra.Command, outputs string) { i.addAs(cmd, "history", outputs) }
+
+func (i *inspector) addAs(cmd *cobra.Command, name, outputs string) {
+	i.flags.Add(cmd.Flags())
+	i.given, i.socket = cmd.Flags().Changed, func() string { return cmd.Flags().Lookup("socket").Value.String() }
+	cmd.Flags().StringVarP(&i.namespace, "namespace", "n", "default", "namespace of Services that are named without one")
+	cmd.Flags().StringVarP(&i.output, "output", "o", "", "form of the output: "+outputs)
+	refuseOthersAs(cmd, name)
+	_ = cmd.RegisterFlagCompletionFunc("namespace", i.completeNamespace) // It fails only for a flag that there is not.
+	if strings.Contains(cmd.Use, " [NAMESPACE/]SERVICE") || strings.Contains(cmd.Use, " [[NAMESPACE/]NAME]") {
+		cmd.ValidArgsFunction = i.completeService
+	}
+}
+
+const inspectHelp = `
+The answer comes from the nodeproxy that runs on this node, by its socket (--socket), and so takes root; in a DaemonSet,
+use "kubectl exec". With --manifests (- for standard input), --kubeconfig or --master it is computed from those objects in place of
+that, without root, for the node that --node-name names:
+
+  kubectl get services,endpointslices,nodes -A -o json | nodeproxy %s --manifests=- --node-name=NODE
+
+Exit codes: 0 if all is well, 1 if there is a problem, 2 if the command line is wrong.`
+
+// answers returns where answers come from.
+func (i *inspector) answers(ctx context.Context, stdin io.Reader, stderr io.Writer) (answers, error) {
+	if !slices.ContainsFunc([]string{"manifests", "kubeconfig", "master", "config"}, i.given) {
+		return daemonAnswers{inspect.NewClient(i.socket()), i.socket()}, nil
+	}
+	cfg, err := i.flags.Config()
+	if err != nil {
+		return nil, &usageError{err}
+	}
+	var found []source.Finding
+	var pods []*v1.Pod
+	state, err := readState(ctx, cfg, stdin, func(f source.Finding) {
+		found = append(found, f)
+		if f.LeftOut {
+			fmt.Fprintf(stderr, "%s: %s\n", f.Severity, f)
+		}
+	}, func(p *v1.Pod) { pods = append(pods, p) })
+	if err != nil {
+		return nil, err
+	}
+	return ownAnswers{&inspect.Node{
+		Mode: cfg.Mode, View: func(read func(*proxier.State)) { read(state) }, Findings: func() []source.Finding { return found },
+		Pods:    podReader(ctx, cfg, pods),
+		Machine: machineOf(cfg),
+	}}, nil
+}
+
+// podReader returns what reads Pods: those of manifests, nil if there are none among them, or else those of the cluster.
+func podReader(ctx context.Context, cfg *config.Config, pods []*v1.Pod) func(string) ([]*v1.Pod, error) {
+	if len(pods) > 0 {
+		return func(string) ([]*v1.Pod, error) { return pods, nil }
+	}
+	if cfg.Manifests != "" {
+		return nil
+	}
+	return func(namespace string) ([]*v1.Pod, error) {
+		client, err := newClient(cfg)
+		if err != nil {
+			return nil, err
+		}
+		return client.Pods(ctx, namespace)
+	}
+}
+
+// readState reads the objects that a configuration names, once. It calls pod, unless it is nil, with each Pod of manifests.
+func readState(ctx context.Context, cfg *config.Config, stdin io.Reader, report source.Report, pod func(*v1.Pod)) (*proxier.State, error) {
+	state := proxier.NewState(cfg.NodeName, cfg.Settings, plan.Families[:], report)
+	var batch source.Batch
+	var err error
+	if cfg.Manifests != "" {
+		batch, err = readManifests(cfg, stdin, report, pod)
+		if _, ok := batch.Nodes[cfg.NodeName]; !ok && len(batch.Nodes) > 0 && err == nil {
+			nodes := slices.Sorted(maps.Keys(batch.Nodes))
+			return nil, &usageError{fmt.Errorf("--node-name: there is no Node %q among the objects; there is %s", cfg.NodeName, strings.Join(nodes[:min(len(nodes), 5)], ", "))}
+		}
+	} else {
+		var reserved []netip.AddrPort
+		batch, reserved, err = readCluster(ctx, cfg, report)
+		state.Reserve(reserved)
+	}
+	if err != nil {
+		return nil, err
+	}
+	state.Apply(batch)
+	state.Update()
+	return state, nil
+}
+
+// ownAnswers are those of objects that the command has read.
+type ownAnswers struct{ node *inspect.Node }
+
+func (a ownAnswers) ServicePorts(_ context.Context, namespace string) ([]inspect.ServicePort, error) {
+	return a.node.ServicePorts(namespace), nil
+}
+
+func (a ownAnswers) CountedServicePorts(ctx context.Context, namespace string) ([]inspect.ServicePort, error) {
+	return a.ServicePorts(ctx, namespace)
+}
+
+func (a ownAnswers) Explain(_ context.Context, svc plan.Service) (*inspect.Explanation, error) {
+	return a.node.Explain(svc)
+}
+
+func (a ownAnswers) Findings(context.Context) ([]inspect.Finding, error) {
+	return a.node.AllFindings(), nil
+}
+
+// daemonAnswers are those of the daemon. Its errors say what to do where there is none.
+type daemonAnswers struct {
+	client *inspect.Client
+	socket string
+}
+
+func (a daemonAnswers) ServicePorts(ctx context.Context, namespace string) ([]inspect.ServicePort, error) {
+	out, err := a.client.ServicePorts(ctx, namespace)
+	return out, a.advise(err)
+}
+
+func (a daemonAnswers) CountedServicePorts(ctx context.Context, namespace string) ([]inspect.ServicePort, error) {
+	out, err := a.client.CountedServicePorts(ctx, namespace)
+	return out, a.advise(err)
+}
+
+func (a daemonAnswers) Explain(ctx context.Context, svc plan.Service) (*inspect.Explanation, error) {
+	out, err := a.client.Explain(ctx, svc)
+	return out, a.advise(err)
+}
+
+func (a daemonAnswers) Findings(ctx context.Context) ([]inspect.Finding, error) {
+	out, err := a.client.Findings(ctx)
+	return out, a.advise(err)
+}
+
+func (a daemonAnswers) advise(err error) error {
+	return unanswered(err, a.socket, "; to look at a cluster or at files without it, use --kubeconfig or --manifests")
+}
+
+// unanswered returns the error of a question to the daemon, with what to do where there is none.
+func unanswered(err error, socket, elsewhere string) error {
+	switch {
+	case errors.Is(err, os.ErrNotExist), errors.Is(err, syscall.ECONNREFUSED):
+		return fmt.Errorf("no nodeproxy answers at %s on this node: is it running, and are you where it runs (kubectl exec)? "+
+			"One that still waits for another proxy to end does not answer either%s", socket, elsewhere)
+	case errors.Is(err, os.ErrPermission):
+		return fmt.Errorf("only root may ask the nodeproxy of this node (%s): run this as root%s", socket, elsewhere)
+	}
+	return err
+}
+
+// service reads NAMESPACE/NAME or NAME.
+func (i *inspector) service(arg string) (plan.Service, error) {
+	namespace, name, found := strings.Cut(arg, "/")
+	if !found {
+		namespace, name = i.namespace, arg
+	}
+	if namespace == "" || name == "" || strings.Contains(name, "/") {
+		return plan.Service{}, &usageError{fmt.Errorf("%q is not the name of a Service: want NAME or NAMESPACE/NAME", arg)}
+	}
+	return plan.Service{Namespace: namespace, Name: name}, nil
+}
+
+// print prints an answer as JSON or YAML; else it calls table, with the name of the form.
+func (i *inspector) print(w io.Writer, answer any, forms []string, table func(form string) error) error {
+	switch i.output {
+	case "json":
+		e := json.NewEncoder(w)
+		e.SetIndent("", "    ")
+		return e.Encode(answer)
+	case "yaml":
+		text, err := yaml.Marshal(answer)
+		if err == nil {
+			_, err = w.Write(text)
+		}
+		return err
+	}
+	for _, f := range forms {
+		if i.output == f || i.output == "" {
+			return table(f)
+		}
+	}
+	return &usageError{fmt.Errorf("--output: %q is not one of %s, json, yaml", i.output, strings.Join(forms, ", "))}
+}
+
+// errProblem makes the exit code 1. What is wrong has been printed.
+var errProblem = errors.New("")

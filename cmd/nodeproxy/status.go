@@ -1,0 +1,159 @@
+package main
+
+import (
+	"context"
+	"encoding/json"
+	"errors"
+	"fmt"
+	"io"
+	"net/http"
+	"os"
+	"path/filepath"
+	"slices"
+	"strings"
+	"time"
+
+	"github.com/spf13/cobra"
+	"k8s.io/apimachinery/pkg/util/duration"
+
+	"nodeproxy/inspect"
+	"nodeproxy/source/apiserver"
+)
+
+// self is what this daemon knows of itself.
+func (d *daemon) self() inspect.Self {
+	s := inspect.Self{
+		Program: program(), Variant: d.backend.variant, Families: d.backend.Families(), Started: started, From: d.from,
+		Neighbours: d.neighbours.all(), Waited: d.monitor.node.OldestChange(),
+	}
+	for _, f := range d.families {
+		if !slices.Contains(s.Families, f) {
+			s.Unserved = append(s.Unserved, f)
+		}
+	}
+	if api, is := d.objects.(*apiserver.Source); is {
+		s.Watches = api.Watches()
+	}
+	for _, m := range d.monitor.node.Missing() {
+		s.Missing = append(s.Missing, inspect.Missing(m))
+	}
+	if past := d.drift.recent(); len(past) > 0 {
+		last := past[len(past)-1]
+		text, state := "another program changed what was written to the kernel", "not repaired yet"
+		if n := len(past); n > 1 {
+			text += fmt.Sprintf(" %d times in the last %s, last", n, duration.HumanDuration(pastKept))
+		}
+		if last.Repaired {
+			state = "repaired"
+		}
+		text += fmt.Sprintf(" %s ago: %s; it is %s", duration.HumanDuration(time.Since(last.When)), last.What, state)
+		s.Neighbours = append(s.Neighbours, inspect.Neighbour{Kind: "change", What: text, Problem: !last.Repaired})
+	}
+	if why := d.rejected.Load(); why != nil {
+		s.Rejected = *why
+	}
+	return s
+}
+
+func statusCommand() *cobra.Command {
+	i := &inspector{}
+	cmd := &cobra.Command{
+		Use:   "status",
+		Short: "Show how the nodeproxy of this node fares, and what is wrong",
+		Long: "status shows on one screen what the running nodeproxy is, whether it is ready and in sync, what it proxies, how long syncs take, whether\n" +
+			"objects are current, what it has found, and which other programs interfere; and what is wrong, with what to do.\n" + runningHelp + `
+Exit codes: 0 if nothing is wrong, 1 if something is, or no nodeproxy answers, 2 if the command line is wrong.`,
+		Args: noArgs,
+		RunE: func(cmd *cobra.Command, _ []string) error {
+			s, err := inspect.NewClient(i.socket()).Status(cmd.Context())
+			if err != nil {
+				err = unanswered(err, i.socket(), "")
+				if i.output == "" || i.output == "text" {
+					fmt.Fprintf(cmd.OutOrStdout(), "There is no answer: %s.\n\n", strings.TrimSuffix(err.Error(), "."))
+					writeFromOutside(cmd.Context(), cmd.OutOrStdout(), "/proc")
+					return errProblem
+				}
+				return err
+			}
+			if err := i.print(cmd.OutOrStdout(), s, []string{"text"}, func(string) error {
+				return inspect.WriteStatus(cmd.OutOrStdout(), s)
+			}); err != nil {
+				return err
+			}
+			if len(s.Wrong) > 0 {
+				return errProblem
+			}
+			return nil
+		},
+	}
+	i.addRunning(cmd, "text, json or yaml")
+	_ = cmd.Flags().MarkHidden("namespace") // It has no argument to complete.
+	return cmd
+}
+
+// healthPort is the port at which a proxy answers about its health by default.
+const healthPort = "10256"
+
+// writeFromOutside writes what can be seen of proxies on this node without asking a nodeproxy by its socket, and what to do.
+func writeFromOutside(ctx context.Context, w io.Writer, proc string) {
+	fmt.Fprintln(w, "What can be seen from here:")
+	running := proxies(proc)
+	if len(running) == 0 {
+		fmt.Fprintln(w, "  - No process called nodeproxy or kube-proxy can be seen: none runs, or it is in another container or namespace of processes.")
+	}
+	for _, p := range running {
+		fmt.Fprintf(w, "  - Process %s runs.\n", p)
+	}
+	missing, server, err := askHealth(ctx, "http://localhost:"+healthPort+"/readyz")
+	switch {
+	case err != nil:
+		fmt.Fprintf(w, "  - Nobody answers about the health of a proxy at port %s: %s.\n", healthPort, err)
+	case strings.HasPrefix(server, "nodeproxy/"):
+		fmt.Fprintf(w, "  - At port %s answers %s.\n", healthPort, server)
+		for _, m := range missing {
+			fmt.Fprintf(w, "  - It is not ready (%s): %s.\n", m.Condition, m.Detail)
+		}
+	default:
+		fmt.Fprintf(w, "  - At port %s another proxy answers than nodeproxy, such as a kube-proxy.\n", healthPort)
+	}
+	fmt.Fprint(w, "\nWhat to do:\n"+
+		"  - If nodeproxy runs in a container, ask there: kubectl -n kube-system exec ds/nodeproxy -- nodeproxy status\n"+
+		"  - If it has another --socket, name it. A nodeproxy that waits for another proxy answers only at its port for health.\n"+
+		"  - If it should run and does not, its log says why; \"nodeproxy cleanup --dry-run\" lists the rules that are in the kernel.\n")
+}
+
+// proxies lists the processes that are called like a proxy, without this one.
+func proxies(proc string) []string {
+	var out []string
+	files, _ := filepath.Glob(filepath.Join(proc, "[0-9]*", "comm"))
+	for _, file := range files {
+		name, err := os.ReadFile(file)
+		pid := filepath.Base(filepath.Dir(file))
+		text := strings.TrimSpace(string(name))
+		if err == nil && (text == "nodeproxy" || text == "kube-proxy") && pid != fmt.Sprint(os.Getpid()) {
+			out = append(out, fmt.Sprintf("%s (%s)", pid, text))
+		}
+	}
+	return out
+}
+
+// askHealth asks a proxy whether it is ready. It returns what is missing, and the name of the program.
+func askHealth(ctx context.Context, url string) (missing []inspect.Missing, server string, err error) {
+	ctx, cancel := context.WithTimeout(ctx, 2*time.Second)
+	defer cancel()
+	req, err := http.NewRequestWithContext(ctx, http.MethodGet, url, nil)
+	if err != nil {
+		return nil, "", err
+	}
+	resp, err := http.DefaultClient.Do(req)
+	if err != nil {
+		if inner := errors.Unwrap(err); inner != nil {
+			err = inner
+		}
+		return nil, "", err
+	}
+	defer resp.Body.Close()
+	var answer struct{ Missing []inspect.Missing }
+	_ = json.NewDecoder(io.LimitReader(resp.Body, 1<<20)).Decode(&answer) // Another proxy has no such answer.
+	return answer.Missing, resp.Header.Get("Server"), nil
+}

@@ -1,0 +1,250 @@
+package main
+
+import (
+	"archive/tar"
+	"bytes"
+	"compress/gzip"
+	"context"
+	"encoding/json"
+	"errors"
+	"fmt"
+	"io"
+	"net/http"
+	"os"
+	"os/exec"
+	"regexp"
+	"strings"
+	"sync"
+	"time"
+
+	"github.com/spf13/cobra"
+
+	"nodeproxy/inspect"
+	"nodeproxy/kernel/names"
+	"nodeproxy/plan"
+)
+
+// logKept is how many bytes of the log are kept for a bug report.
+const logKept = 256 << 10
+
+// recentLog keeps the last lines of the log.
+var recentLog logTail
+
+// logTail is a writer that keeps the last logKept bytes, whole lines.
+type logTail struct {
+	mu    sync.Mutex
+	lines [][]byte
+	size  int
+}
+
+// Write implements io.Writer. Each call is a line, as package slog makes them.
+func (l *logTail) Write(line []byte) (int, error) {
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	l.lines, l.size = append(l.lines, bytes.Clone(line[:min(len(line), logKept)])), l.size+min(len(line), logKept)
+	for l.size > logKept {
+		l.size -= len(l.lines[0])
+		l.lines = l.lines[1:]
+	}
+	return len(line), nil
+}
+
+func (l *logTail) String() string {
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	return string(bytes.Join(l.lines, nil))
+}
+
+// answer is a response in memory.
+type answer struct {
+	bytes.Buffer
+	header http.Header
+}
+
+func (a *answer) Header() http.Header { return a.header }
+func (a *answer) WriteHeader(int)     {}
+
+// support returns what a bug report has of this daemon besides what other questions answer, by name of the file.
+func (d *daemon) support() map[string]string {
+	cfg, err := json.MarshalIndent(d.cfg.Configz, "", "    ")
+	if err != nil {
+		cfg = []byte(err.Error())
+	}
+	text := &answer{header: http.Header{}}
+	if req, err := http.NewRequestWithContext(d.ctx, http.MethodGet, "/metrics", nil); err == nil {
+		d.metrics.Handler().ServeHTTP(text, req)
+	}
+	return map[string]string{"config.json": string(cfg), "metrics.txt": text.String(), "log.txt": recentLog.String()}
+}
+
+func supportCommand() *cobra.Command {
+	i, file := &inspector{}, ""
+	cmd := &cobra.Command{
+		Use:   "support",
+		Short: "Write a file for a bug report: state, history, configuration, rules and log of this node",
+		Long: "support writes a compressed archive for a bug report, which only its owner can read, and lists what is in it: the status, Services, findings,\n" +
+			"history, configuration, metrics and latest log of the running nodeproxy, the version of the system, and the rules of nodeproxy and kube-proxy in\n" +
+			"the kernel. It has names and addresses of Services and endpoints, and of annotations only what a finding quotes. It has no\n" +
+			"content of kubeconfig files, no certificates and no tokens. Where no nodeproxy answers, it has what can be seen without it.\n" + runningHelp,
+		Args: noArgs,
+		RunE: func(cmd *cobra.Command, _ []string) error {
+			now := time.Now()
+			if file == "" {
+				file = "nodeproxy-support-" + now.UTC().Format("20060102-150405") + ".tar.gz"
+			}
+			report := gather(cmd.Context(), inspect.NewClient(i.socket()), i.socket())
+			w := cmd.OutOrStdout()
+			if file == "-" {
+				if err := writeReport(w, report, now); err != nil {
+					return err
+				}
+				w, file = cmd.ErrOrStderr(), "standard output"
+			} else if err := newReport(file, report, now); err != nil {
+				return err
+			}
+			for _, f := range report {
+				fmt.Fprintf(w, "%9d  %s\n", len(f.text), f.name)
+			}
+			fmt.Fprintf(w, "Written to %s. Look through it before you give it to anybody: it has names and addresses of Services and endpoints.\n", file)
+			return nil
+		},
+	}
+	i.flags.Add(cmd.Flags())
+	i.socket = func() string { return cmd.Flags().Lookup("socket").Value.String() }
+	refuseOthersAs(cmd, "history")
+	cmd.Flags().StringVarP(&file, "output", "o", "", "file to write, which must not exist, or - for standard output; by default nodeproxy-support-TIME.tar.gz in the current directory")
+	return cmd
+}
+
+// reportFile is a file of a bug report.
+type reportFile struct{ name, text string }
+
+// secrets match what must not leave the node, wherever it may be: tokens, and the content of certificates and keys.
+var secrets = regexp.MustCompile(`(?s)-----BEGIN [A-Z ]+-----.*?-----END [A-Z ]+-----|(?i:bearer +)[-._~+/A-Za-z0-9]+=*|eyJ[-_A-Za-z0-9]{10,}\.[-_A-Za-z0-9]+\.[-_A-Za-z0-9]*|(?i:(?:token|password|secret)["']?[=:] *["']?)[^\s"',;]+`)
+
+// gather collects a bug report. What can't be had is replaced by the reason.
+func gather(ctx context.Context, client *inspect.Client, socket string) []reportFile {
+	var out []reportFile
+	add := func(name, text string) {
+		out = append(out, reportFile{name, secrets.ReplaceAllString(text, "REDACTED")})
+	}
+	add("version.txt", version+"\n")
+	status, err := client.Status(ctx)
+	if err == nil {
+		var text strings.Builder
+		_ = inspect.WriteStatus(&text, status) // A Builder takes everything.
+		add("status.txt", text.String())
+		add("status.json", asJSON(status, nil))
+		services, err := client.ServicePorts(ctx, "")
+		add("services.json", asJSON(services, err))
+		findings, err := client.Findings(ctx)
+		add("findings.json", asJSON(findings, err))
+		history, err := client.History(ctx, plan.Service{})
+		add("history.json", asJSON(history, err))
+		files, err := client.Support(ctx)
+		if err != nil {
+			files = map[string]string{"config.json": err.Error()}
+		}
+		for _, name := range []string{"config.json", "metrics.txt", "log.txt"} {
+			if text := files[name]; text != "" {
+				add(name, text)
+			}
+		}
+	} else {
+		var text strings.Builder
+		fmt.Fprintf(&text, "%s\n\n", unanswered(err, socket, ""))
+		writeFromOutside(ctx, &text, "/proc")
+		add("status.txt", text.String())
+	}
+	var system strings.Builder
+	for _, file := range []string{"/proc/version", "/etc/os-release", "/proc/uptime", "/proc/loadavg", "/proc/sys/net/netfilter/nf_conntrack_count",
+		"/proc/sys/net/netfilter/nf_conntrack_max", "/proc/sys/net/ipv4/ip_forward", "/proc/sys/net/ipv6/conf/all/forwarding",
+		"/proc/sys/net/ipv4/conf/all/rp_filter", "/proc/sys/net/ipv4/conf/all/route_localnet"} {
+		text, err := os.ReadFile(file)
+		if err != nil {
+			text = []byte(err.Error())
+		}
+		fmt.Fprintf(&system, "== %s\n%s\n", file, bytes.TrimSpace(text))
+	}
+	add("system.txt", system.String())
+	for _, c := range []struct {
+		file, command string
+		keep          func(line string) bool
+	}{
+		{"iptables-version.txt", "iptables --version", nil}, {"iptables-nft.txt", "iptables-nft-save", ofKube}, {"ip6tables-nft.txt", "ip6tables-nft-save", ofKube},
+		{"iptables-legacy.txt", "iptables-legacy-save", ofKube}, {"ip6tables-legacy.txt", "ip6tables-legacy-save", ofKube},
+		{"nft-ip.txt", "nft list table ip " + names.NFTables, nil}, {"nft-ip6.txt", "nft list table ip6 " + names.NFTables, nil},
+		{"ipvs.txt", "ipvsadm -Ln", nil}, {"ipset.txt", "ipset save", func(line string) bool { return strings.Contains(line, " KUBE-") }},
+	} {
+		add(c.file, listed(ctx, c.command, c.keep))
+	}
+	return out
+}
+
+// ofKube reports whether a line of iptables-save is about chains of nodeproxy or kube-proxy, or begins or ends a table.
+func ofKube(line string) bool {
+	return strings.Contains(line, "KUBE-") || strings.HasPrefix(line, "*") || strings.HasPrefix(line, "COMMIT")
+}
+
+// mostOutput is how many bytes of one command's output a bug report has.
+const mostOutput = 32 << 20
+
+// listed runs a command that lists something, and returns those lines that keep returns true for; all if it is nil.
+func listed(ctx context.Context, command string, keep func(string) bool) string {
+	ctx, cancel := context.WithTimeout(ctx, 30*time.Second)
+	defer cancel()
+	words := strings.Fields(command)
+	text, err := exec.CommandContext(ctx, words[0], words[1:]...).CombinedOutput()
+	if err != nil {
+		return fmt.Sprintf("%s: %v\n%s", command, err, text[:min(len(text), 1000)])
+	}
+	var out strings.Builder
+	for line := range strings.Lines(string(text)) {
+		if out.Len() > mostOutput {
+			out.WriteString("… and more\n")
+			break
+		}
+		if keep == nil || keep(line) {
+			out.WriteString(line)
+		}
+	}
+	return out.String()
+}
+
+func asJSON(value any, err error) string {
+	if err == nil {
+		var text []byte
+		if text, err = json.MarshalIndent(value, "", "    "); err == nil {
+			return string(text) + "\n"
+		}
+	}
+	return err.Error()
+}
+
+// newReport makes a file that only its owner can read.
+func newReport(file string, report []reportFile, now time.Time) (err error) {
+	f, err := os.OpenFile(file, os.O_WRONLY|os.O_CREATE|os.O_EXCL, 0o600)
+	if err != nil {
+		return err
+	}
+	defer func() {
+		if err = errors.Join(err, f.Close()); err != nil {
+			_ = os.Remove(file) // It is cut off.
+		}
+	}()
+	return writeReport(f, report, now)
+}
+
+func writeReport(w io.Writer, report []reportFile, now time.Time) error {
+	z := gzip.NewWriter(w)
+	t := tar.NewWriter(z)
+	for _, r := range report {
+		if err := t.WriteHeader(&tar.Header{Name: "nodeproxy-support/" + r.name, Mode: 0o600, Size: int64(len(r.text)), ModTime: now}); err != nil {
+			return err
+		}
+		if _, err := io.WriteString(t, r.text); err != nil {
+			return err
+		}
+	}
+	return errors.Join(t.Close(), z.Close())
+}

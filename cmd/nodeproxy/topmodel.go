@@ -1,0 +1,380 @@
+package main
+
+import (
+	"cmp"
+	"fmt"
+	"slices"
+	"strings"
+	"time"
+	"unicode/utf8"
+
+	tea "charm.land/bubbletea/v2"
+	"k8s.io/apimachinery/pkg/util/duration"
+
+	"nodeproxy/inspect"
+)
+
+// topSample is what top learns at one time.
+type topSample struct {
+	traffic *inspect.Traffic
+	syncs   []inspect.Sync
+	err     error
+}
+
+// topRow is the traffic of a ServicePort, per second, and its connections in all. What is not counted is below zero.
+type topRow struct {
+	inspect.PortTraffic
+	connections, packets, bytes float64
+}
+
+// topRows returns the rates between two readings; before the second, zero.
+func topRows(before, now *inspect.Traffic) []topRow {
+	known := map[inspect.PortTraffic]inspect.PortTraffic{}
+	identity := func(p inspect.PortTraffic) inspect.PortTraffic {
+		return inspect.PortTraffic{Namespace: p.Namespace, Name: p.Name, Port: p.Port, Protocol: p.Protocol, Family: p.Family}
+	}
+	seconds := 0.0
+	if before != nil {
+		for _, p := range before.Ports {
+			known[identity(p)] = p
+		}
+		seconds = now.At.Sub(before.At).Seconds()
+	}
+	rate := func(then, now int64) float64 {
+		switch {
+		case now < 0:
+			return -1
+		case seconds <= 0:
+			return 0
+		case now < then: // It began at zero again.
+			then = 0
+		}
+		return float64(now-then) / seconds
+	}
+	sum := func(in, out int64) int64 {
+		if in < 0 {
+			return out
+		}
+		return in + max(out, 0)
+	}
+	var rows []topRow
+	for _, p := range now.Ports {
+		then, ok := known[identity(p)]
+		if !ok && before != nil { // A new one, whose counters began at zero.
+			then = inspect.PortTraffic{}
+		} else if !ok {
+			then = p
+		}
+		rows = append(rows, topRow{
+			p, rate(then.Connections, p.Connections),
+			rate(sum(then.PacketsIn, then.PacketsOut), sum(p.PacketsIn, p.PacketsOut)), rate(sum(then.BytesIn, then.BytesOut), sum(p.BytesIn, p.BytesOut)),
+		})
+	}
+	return rows
+}
+
+// topOrders are how rows can be sorted: the key to press, and what it means.
+var topOrders = []struct {
+	key, name string
+	compare   func(a, b topRow) int
+}{
+	{"c", "connections", func(a, b topRow) int { return cmp.Compare(b.connections, a.connections) }},
+	{"p", "packets", func(a, b topRow) int { return cmp.Compare(b.packets, a.packets) }},
+	{"b", "bytes", func(a, b topRow) int { return cmp.Compare(b.bytes, a.bytes) }},
+	{"t", "total", func(a, b topRow) int { return cmp.Compare(b.Connections, a.Connections) }},
+	{"n", "name", func(topRow, topRow) int { return 0 }},
+}
+
+// topView is what is shown of the samples.
+type topView struct {
+	before, now   *inspect.Traffic
+	syncs         []inspect.Sync
+	err           error
+	order         int // in topOrders
+	filter        string
+	namespace     string // "" for all
+	width, height int
+	first         int // row shown
+}
+
+// take takes a sample in.
+func (v *topView) take(s topSample) {
+	if v.err = s.err; s.err == nil {
+		v.before, v.now, v.syncs = v.now, s.traffic, s.syncs
+	}
+}
+
+// rows returns the rows that the filter leaves, in order.
+func (v *topView) rows() []topRow {
+	rows := slices.DeleteFunc(topRows(v.before, v.now), func(r topRow) bool {
+		text := r.Namespace + "/" + r.Name + ":" + r.Port + "/" + string(r.Protocol) + " " + r.Family
+		return v.namespace != "" && r.Namespace != v.namespace || !strings.Contains(strings.ToLower(text), strings.ToLower(v.filter))
+	})
+	slices.SortStableFunc(rows, topOrders[v.order].compare)
+	return rows
+}
+
+// traffic returns a table of rows, without the columns that the mode does not count.
+func (v *topView) traffic(rows []topRow) string {
+	header := "NAMESPACE NAME PORT FAMILY"
+	columns := []struct {
+		title string
+		cell  func(topRow) float64
+		show  func(float64) string
+	}{
+		{"CONN/s", func(r topRow) float64 { return r.connections }, perSecond},
+		{"PACKETS/s", func(r topRow) float64 { return r.packets }, perSecond},
+		{"BYTES/s", func(r topRow) float64 { return r.bytes }, byteCount},
+		{"CONNECTIONS", func(r topRow) float64 { return float64(r.Connections) }, func(n float64) string { return fmt.Sprintf("%.0f", n) }},
+	}
+	columns = slices.DeleteFunc(columns, func(c struct {
+		title string
+		cell  func(topRow) float64
+		show  func(float64) string
+	}) bool {
+		return len(rows) > 0 && !slices.ContainsFunc(rows, func(r topRow) bool { return c.cell(r) >= 0 })
+	})
+	for _, c := range columns {
+		header += " " + c.title
+	}
+	var cells [][]string
+	for _, r := range rows {
+		row := []string{r.Namespace, r.Name, strings.TrimPrefix(r.Port+"/", "/") + string(r.Protocol), r.Family}
+		for _, c := range columns {
+			text := ""
+			if n := c.cell(r); n >= 0 {
+				text = c.show(n)
+			}
+			row = append(row, text)
+		}
+		cells = append(cells, row)
+	}
+	return table(header, cells)
+}
+
+func table(header string, rows [][]string) string {
+	var b strings.Builder
+	_ = inspect.Table(&b, header, rows) // A Builder takes everything.
+	return b.String()
+}
+
+func perSecond(n float64) string { return fmt.Sprintf("%.1f", n) }
+
+func byteCount(n float64) string {
+	for _, unit := range []string{"B", "KB", "MB"} {
+		if n < 1000 {
+			return fmt.Sprintf("%.1f%s", n, unit)
+		}
+		n /= 1000
+	}
+	return fmt.Sprintf("%.1fGB", n)
+}
+
+// costs is a table of what syncs cost.
+func (v *topView) costs() string {
+	if len(v.syncs) == 0 {
+		return ""
+	}
+	failed, total, changed := 0, 0.0, 0
+	for i := range v.syncs {
+		if v.syncs[i].Error != "" {
+			failed++
+		}
+		if len(v.syncs[i].Services) > 0 {
+			changed++
+			total += v.syncs[i].Took.Total()
+		}
+	}
+	last := v.syncs[len(v.syncs)-1]
+	mean := ""
+	if changed > 0 {
+		mean = milliseconds(total / float64(changed))
+	}
+	var why []string
+	for _, r := range last.Reasons {
+		why = append(why, string(r))
+	}
+	when := last.Began
+	if !last.Last.IsZero() {
+		when = last.Last
+	}
+	return table("SYNCS FAILED WITH-CHANGES MEAN-OF-THESE LAST WHY TOOK ERROR", [][]string{{
+		fmt.Sprint(last.Number), fmt.Sprint(failed), fmt.Sprint(changed), mean, duration.HumanDuration(v.now.At.Sub(when)), strings.Join(why, ","),
+		milliseconds(last.Took.Total()), last.Error,
+	}})
+}
+
+func milliseconds(seconds float64) string { return fmt.Sprintf("%.1fms", seconds*1000) }
+
+// changes is a table of the latest changes, the newest first.
+func (v *topView) changes(most int) string {
+	var rows [][]string
+	for i := len(v.syncs) - 1; i >= 0 && len(rows) < most; i-- {
+		s := v.syncs[i]
+		for _, c := range s.Services {
+			if len(rows) < most {
+				rows = append(rows, []string{duration.HumanDuration(v.now.At.Sub(s.Began)), c.Namespace, c.Name, c.Change,
+					fmt.Sprintf("+%d/-%d", c.EndpointsAdded, c.EndpointsRemoved)})
+			}
+		}
+	}
+	if len(rows) == 0 {
+		return ""
+	}
+	return table("CHANGED NAMESPACE NAME CHANGE ENDPOINTS", rows)
+}
+
+// notCounted says why there is no traffic to show.
+const notCounted = "Traffic is not counted: in mode iptables, run nodeproxy with --service-metrics=1000 or so; in other modes, not with --service-metrics=0."
+
+// topModel is the live view, for bubbletea.
+type topModel struct {
+	topView
+	every    time.Duration
+	sample   func() topSample
+	typing   bool // the filter
+	quitting bool
+}
+
+type topTick struct{}
+
+func (m topModel) ask() tea.Msg { return m.sample() }
+
+// Init implements tea.Model.
+func (m topModel) Init() tea.Cmd { return m.ask }
+
+// Update implements tea.Model.
+func (m topModel) Update(msg tea.Msg) (tea.Model, tea.Cmd) {
+	switch msg := msg.(type) {
+	case topTick:
+		return m, m.ask
+	case topSample:
+		m.take(msg)
+		return m, tea.Tick(m.every, func(time.Time) tea.Msg { return topTick{} })
+	case tea.WindowSizeMsg:
+		m.width, m.height = msg.Width, msg.Height
+	case tea.KeyPressMsg:
+		if msg.Keystroke() == "ctrl+c" || !m.typing && msg.Text == "q" {
+			m.quitting = true
+			return m, tea.Quit
+		}
+		m.key(msg)
+	}
+	return m, nil
+}
+
+// key does what a key means.
+func (m *topModel) key(msg tea.KeyPressMsg) {
+	page := max(1, m.room())
+	switch msg.Code {
+	case tea.KeyUp:
+		m.first = max(0, m.first-1)
+	case tea.KeyDown:
+		m.first++
+	case tea.KeyPgUp:
+		m.first = max(0, m.first-page)
+	case tea.KeyPgDown:
+		m.first += page
+	case tea.KeyHome:
+		m.first = 0
+	case tea.KeyEscape:
+		m.typing, m.filter, m.first = false, "", 0
+	case tea.KeyEnter:
+		m.typing = false
+	case tea.KeyBackspace:
+		if m.typing && m.filter != "" {
+			_, size := utf8.DecodeLastRuneInString(m.filter)
+			m.filter, m.first = m.filter[:len(m.filter)-size], 0
+		}
+	default:
+		switch {
+		case m.typing:
+			m.filter, m.first = m.filter+msg.Text, 0
+		case msg.Text == "/":
+			m.typing = true
+		default:
+			for i, o := range topOrders {
+				if o.key == msg.Text {
+					m.order, m.first = i, 0
+				}
+			}
+		}
+	}
+}
+
+// room is how many rows fit on the screen beside everything else.
+func (m *topModel) room() int { return m.height - strings.Count(m.above(), "\n") - 3 }
+
+// mostChanges is how many of the latest changes are shown.
+const mostChanges = 3
+
+// above is what is shown above the rows.
+func (m *topModel) above() string {
+	var b strings.Builder
+	title := "nodeproxy top"
+	if m.now != nil {
+		title += fmt.Sprintf("   mode %s   %s   every %s   by %s", m.now.Mode, m.now.At.Local().Format(time.TimeOnly), m.every, topOrders[m.order].name)
+	}
+	switch {
+	case m.typing:
+		title += "   filter: " + m.filter + "_"
+	case m.filter != "":
+		title += "   filter: " + m.filter
+	}
+	b.WriteString(title + "\n\n")
+	if m.err != nil {
+		fmt.Fprintf(&b, "%s\n\n", strings.ReplaceAll(m.err.Error(), "\n", " "))
+	}
+	if m.now == nil {
+		return b.String()
+	}
+	for _, part := range []string{m.costs(), m.changes(mostChanges)} {
+		if part != "" {
+			b.WriteString(part + "\n")
+		}
+	}
+	return b.String()
+}
+
+// View implements tea.Model, on a screen of its own.
+func (m topModel) View() tea.View {
+	if m.quitting {
+		return tea.NewView("")
+	}
+	view := tea.NewView(m.text())
+	view.AltScreen = true
+	return view
+}
+
+// text is what is on the screen.
+func (m *topModel) text() string {
+	text := m.above()
+	switch {
+	case m.now == nil:
+	case !m.now.Counted:
+		text += notCounted + "\n"
+	default:
+		rows := m.rows()
+		first := min(m.first, max(0, len(rows)-1))
+		text += m.traffic(rows[first:min(len(rows), first+max(1, m.room()))])
+	}
+	lines := strings.Split(strings.TrimSuffix(text, "\n"), "\n")
+	for len(lines) < m.height-1 {
+		lines = append(lines, "")
+	}
+	help := "q quit"
+	for _, o := range topOrders {
+		help += "   " + o.key + " " + o.name
+	}
+	lines = append(lines[:min(len(lines), max(1, m.height-1))], help+"   / filter   up, down")
+	for i, l := range lines {
+		if r := []rune(l); m.width > 0 && len(r) > m.width {
+			l = string(r[:m.width])
+		}
+		if heading := i == 0 || i == len(lines)-1 || strings.Contains(l, "  ") && strings.ReplaceAll(l, "/s", "") == strings.ToUpper(strings.ReplaceAll(l, "/s", "")); heading && l != "" {
+			l = "\x1b[1m" + l + "\x1b[0m"
+		}
+		lines[i] = l
+	}
+	return strings.Join(lines, "\n")
+}

@@ -1,0 +1,140 @@
+package main
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"net/netip"
+	"strings"
+	"time"
+
+	"github.com/spf13/cobra"
+
+	"nodeproxy/config"
+	"nodeproxy/inspect"
+	"nodeproxy/kernel/host"
+	"nodeproxy/kernel/names"
+	"nodeproxy/plan"
+	"nodeproxy/plan/packetsim"
+)
+
+func traceCommand() *cobra.Command {
+	i, protocol, live := &inspector{}, "", liveTrace{}
+	cmd := &cobra.Command{
+		Use:   "trace FROM TO[:PORT]",
+		Short: "Follow a packet through the rules, to its possible endpoints",
+		Long: "trace tells what happens to the first packet of a connection on this node: which rules, virtual server or map elements it\n" +
+			"passes, the endpoints that it may get to, how likely each is, and whether it is masqueraded; or why it is rejected, dropped\n" +
+			"or left alone. No packet is sent.\n\n" +
+			"With --live, it waits for real packets that begin such connections, follows them through all rules of the kernel, those of other\n" +
+			"programs too, and shows prediction and fact side by side. This takes root on the node, and sends nothing either. Of rules of\n" +
+			"iptables-legacy the kernel does not tell; what becomes of packets shows all the same. The exit code is 1 if no packet came, or one\n" +
+			"went another way than was predicted, or was dropped.\n\n" +
+			"FROM is node, outside, an address, or the [NAMESPACE/]NAME of a Pod. TO is an address, the [NAMESPACE/]NAME of a Service,\n" +
+			"whose cluster IPs it stands for, or node for an address of this node; an IPv6 address with a port is in brackets. The port\n" +
+			"can be left out where there is only one.\n" + fmt.Sprintf(inspectHelp, "trace outside web"),
+		Args: func(cmd *cobra.Command, args []string) error {
+			switch {
+			case len(args) < 2:
+				return &usageError{fmt.Errorf("FROM and TO are required: %s", cmd.UseLine())}
+			case len(args) > 2:
+				return &usageError{fmt.Errorf("%q: only FROM and TO can be given", args[2])}
+			}
+			return nil
+		},
+		RunE: func(cmd *cobra.Command, args []string) error {
+			q := inspect.TraceQuery{From: args[0], To: args[1], Protocol: plan.Protocol(strings.ToUpper(protocol)), Namespace: i.namespace}
+			switch q.Protocol {
+			case "", plan.TCP, plan.UDP, plan.SCTP:
+			default:
+				return &usageError{fmt.Errorf("--protocol: %q is not one of tcp, udp, sctp", protocol)}
+			}
+			if err := live.check(cmd.Flags().Changed); err != nil {
+				return err
+			}
+			from, err := i.answers(cmd.Context(), cmd.InOrStdin(), cmd.ErrOrStderr())
+			if err != nil {
+				return err
+			}
+			t, err := from.Trace(cmd.Context(), q)
+			if err != nil {
+				return err
+			}
+			if live.on {
+				l, err := live.follow(cmd.Context(), t, from)
+				if err != nil {
+					return err
+				}
+				err = i.print(cmd.OutOrStdout(), l, tableForms[:1], func(string) error { return inspect.WriteLive(cmd.OutOrStdout(), l) })
+				if err == nil && l.Problem() {
+					err = errProblem
+				}
+				return err
+			}
+			if err := i.print(cmd.OutOrStdout(), t, tableForms[:1], func(string) error {
+				err := inspect.WriteTrace(cmd.OutOrStdout(), t)
+				if _, running := from.(daemonAnswers); running && err == nil {
+					_, err = fmt.Fprint(cmd.OutOrStdout(), "\nRules of other programs are not looked at here: --live follows real packets through them, and\n"+
+						"\"nodeproxy explain\" names those that drop.\n")
+				}
+				return err
+			}); err != nil {
+				return err
+			}
+			if t.Problem() {
+				return errProblem
+			}
+			return nil
+		},
+	}
+	i.add(cmd, "table, json or yaml")
+	cmd.ValidArgsFunction = func(cmd *cobra.Command, args []string, typed string) ([]string, cobra.ShellCompDirective) {
+		if len(args) == 0 {
+			return []string{"node", "outside"}, cobra.ShellCompDirectiveNoFileComp
+		}
+		return i.completeService(cmd, args[1:], typed)
+	}
+	cmd.Flags().BoolVar(&live.on, "live", false, "follow real packets of the flow, and compare")
+	cmd.Flags().DurationVar(&live.duration, "for", 5*time.Second, "with --live: how long to wait for packets")
+	cmd.Flags().IntVar(&live.most, "max-packets", 5, "with --live: how many connections to follow before it ends")
+	cmd.Flags().StringVarP(&protocol, "protocol", "p", "", "tcp, udp or sctp; by default that of the Service's port, or tcp")
+	return cmd
+}
+
+func (a ownAnswers) Trace(_ context.Context, q inspect.TraceQuery) (*inspect.Trace, error) {
+	t, err := a.node.Trace(q)
+	var cant *inspect.TraceError
+	if errors.As(err, &cant) {
+		err = &usageError{err}
+	}
+	return t, err
+}
+
+func (a daemonAnswers) Trace(ctx context.Context, q inspect.TraceQuery) (*inspect.Trace, error) {
+	t, err := a.client.Trace(ctx, q)
+	var cant *inspect.AnswerError
+	if errors.As(err, &cant) && cant.BadRequest() {
+		err = &usageError{err}
+	}
+	return t, a.advise(err)
+}
+
+// machineOf returns what makes the rules of a configuration's mode for a packet.
+func machineOf(cfg *config.Config) func(whole, near *plan.Plan, f plan.Family, local func(netip.Addr) bool) (*packetsim.Machine, error) {
+	return func(whole, near *plan.Plan, f plan.Family, local func(netip.Addr) bool) (*packetsim.Machine, error) {
+		return modeNamed(cfg.Mode).machine(cfg, whole, near, f, local)
+	}
+}
+
+// localAddresses returns what tells the addresses of this node from others, without those that mode ipvs adds for Services.
+func localAddresses() (func(netip.Addr) bool, error) {
+	list, err := host.Filter{Except: []string{names.Device}, LinkLocal: true}.Addresses(plan.Families[:]...)
+	if err != nil {
+		return nil, err
+	}
+	own := map[netip.Addr]bool{}
+	for _, a := range list {
+		own[a.Addr] = true
+	}
+	return func(a netip.Addr) bool { return a.IsLoopback() || own[a] }, nil
+}

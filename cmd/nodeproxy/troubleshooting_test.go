@@ -1,0 +1,129 @@
+package main
+
+import (
+	"fmt"
+	"os"
+	"path/filepath"
+	"strings"
+	"testing"
+	"time"
+
+	"nodeproxy/inspect"
+	"nodeproxy/plan"
+	"nodeproxy/proxier"
+	"nodeproxy/source"
+	"nodeproxy/source/manifest"
+)
+
+// symptoms are the transcripts of docs/troubleshooting.md: causes by symptom, each with the scenario of testdata/script or the entry of
+// onNode that has what explain says.
+var symptoms = []struct {
+	symptom string
+	causes  [][2]string
+}{
+	{"Connections are refused", [][2]string{
+		{"no Pod has an address", "no-endpoints"},
+		{"a typing error in the selector (where Pods can be read: from manifests, or with `--kubeconfig`)", "selector"},
+		{"the Pods are in another namespace", "selector-namespace"},
+		{"no Pod is ready", "not-ready"},
+		{"no port of the Pods has the name of the Service's port", "port-name"},
+		{"the Pods have no address of the Service's family", "family"},
+	}},
+	{"Connections hang, from everywhere or from some clients", [][2]string{
+		{"policy Local, and no endpoint on this node", "local"},
+		{"the client is not within the source ranges", "source-ranges"},
+		{"another program's rule drops the packets", "drop"},
+	}},
+	{"Another program or Service answers, or none", [][2]string{
+		{"a program of the node listens at the node port", "port"},
+		{"another Service has the address and port", "address-taken"},
+		{"the address can't be a Service's", "address-refused"},
+		{"a load balancer has not given the Service an address", "load-balancer"},
+		{"the targetPort is one that no container declares", "target-port"},
+	}},
+	{"Endpoints get more or less traffic than they should", [][2]string{
+		{"zone hints that name no zone of here", "zone-hints-elsewhere"},
+		{"only terminating endpoints are left", "terminating"},
+	}},
+	{"The rules are not those of the Service", [][2]string{
+		{"a program has flushed a table", "flushed"},
+		{"the kernel refuses the Service", "refused"},
+		{"the API server has been away for ten minutes", "away"},
+	}},
+}
+
+// TestTroubleshooting: docs/troubleshooting.md has what explain says in the tests. UPDATE=1 writes it anew.
+func TestTroubleshooting(t *testing.T) {
+	t.Parallel()
+	var text strings.Builder
+	for _, s := range symptoms {
+		fmt.Fprintf(&text, "\n### %s\n", s.symptom)
+		for _, c := range s.causes {
+			fmt.Fprintf(&text, "\n%s%s:\n\n```text\n$ nodeproxy explain web\n%s\n```\n", strings.ToUpper(c[0][:1]), c[0][1:], saysOf(t, c[1]))
+		}
+	}
+	const file, begin, end = "../../docs/troubleshooting.md", "<!-- transcripts: TestTroubleshooting writes them -->\n", "\n<!-- end of transcripts -->\n"
+	raw, err := os.ReadFile(file)
+	if err != nil {
+		t.Fatal(err)
+	}
+	before, rest, found := strings.Cut(string(raw), begin)
+	_, after, ends := strings.Cut(rest, end)
+	if !found || !ends {
+		t.Fatal("the document lacks the lines around the transcripts")
+	}
+	want := before + begin + text.String() + end + after
+	if os.Getenv("UPDATE") != "" {
+		if err := os.WriteFile(file, []byte(want), 0o644); err != nil {
+			t.Fatal(err)
+		}
+	} else if want != string(raw) {
+		t.Error("docs/troubleshooting.md is not what explain says in the tests; UPDATE=1 go test -run TestTroubleshooting ./cmd/nodeproxy writes it")
+	}
+}
+
+// saysOf returns what explain says in a test.
+func saysOf(t *testing.T, name string) string {
+	t.Helper()
+	if text, is := onNode[name]; is {
+		return strings.TrimSpace(text)
+	}
+	raw, err := os.ReadFile(filepath.Join("testdata", "script", "explain-"+name+".txtar"))
+	if err != nil {
+		t.Fatal(err)
+	}
+	_, want, found := strings.Cut(string(raw), "-- want --\n")
+	if !found || !strings.Contains(want, "\nWhat ") {
+		t.Fatalf("scenario %s says nothing", name)
+	}
+	return told(want)
+}
+
+// TestAwayAPIServer: what explain says when the API server has been away for ten minutes.
+func TestAwayAPIServer(t *testing.T) {
+	t.Parallel()
+	batch, err := manifest.Read(manifest.Config{Path: "web"}, strings.NewReader(checkedService))
+	if err != nil {
+		t.Fatal(err)
+	}
+	state := proxier.NewState("n1", plan.Settings{}, plan.Families[:], nil)
+	state.Apply(batch)
+	state.Update()
+	n := &inspect.Node{Mode: "iptables", View: func(read func(*proxier.State)) { read(state) }, Reality: &inspect.Reality{
+		Watches: func() []source.Watch {
+			return []source.Watch{{Resource: "services", Synced: true, Age: 10 * time.Minute, Failure: "dial tcp 192.0.2.9:6443: connect: connection refused"}}
+		},
+	}}
+	e, err := n.Explain(plan.Service{Namespace: "default", Name: "web"})
+	if err != nil {
+		t.Fatal(err)
+	}
+	n.Check(t.Context(), e)
+	var text strings.Builder
+	if err := inspect.WriteExplanation(&text, e, time.Now()); err != nil {
+		t.Fatal(err)
+	}
+	if got, want := told(text.String()), strings.TrimSpace(onNode["away"]); got != want || !e.Problem() {
+		t.Errorf("explain says %s\nwant %s", got, want)
+	}
+}

@@ -1,0 +1,413 @@
+package inspect
+
+import (
+	"cmp"
+	"context"
+	"fmt"
+	"net/netip"
+	"slices"
+	"strings"
+	"sync"
+	"time"
+
+	"k8s.io/apimachinery/pkg/util/duration"
+
+	"nodeproxy/plan"
+	"nodeproxy/proxier"
+	"nodeproxy/source"
+)
+
+// Reality is where answers learn what is on the node itself. A field is nil where that can't be found out. None of its functions delays
+// a sync, and each returns soon after its context ends.
+type Reality struct {
+	// Kernel compares what was programmed of a Service with what the kernel holds. It returns the number of things compared, and those
+	// that are not as they were written, in words.
+	Kernel func(ctx context.Context, svc plan.Service) (things int, differ []string, err error)
+	// Changed returns what other programs changed lately of what was programmed, whichever Service it concerns.
+	Changed func() []Changed
+	// Traffic returns the counters of all ServicePorts.
+	Traffic func(ctx context.Context) (map[plan.Key]plan.Traffic, error)
+	// Flows returns how many connections of the ServicePorts the kernel tracks, by the endpoint that they go to.
+	Flows func(ctx context.Context, ports []*plan.ServicePort) (map[netip.AddrPort]int, error)
+	// Listeners returns the conflicts of all Services with programs that listen on the node.
+	Listeners func() []source.Finding
+	// Blocking returns rules of other programs that may keep packets from the ServicePorts, in words.
+	Blocking func(ctx context.Context, ports []*plan.ServicePort) ([]Blocking, error)
+	// Watches returns how current the objects are.
+	Watches func() []source.Watch
+}
+
+// Changed is what another program changed of what was programmed.
+type Changed struct {
+	When time.Time
+	// What names the first few things.
+	What string
+	// Repaired is false as long as it could not be written again.
+	Repaired bool
+}
+
+// Blocking is a rule of another program that drops or rejects packets.
+type Blocking struct {
+	// Rule is the rule as nft or iptables shows it, and Place its table and chain.
+	Rule, Place string
+	// What is the traffic that it concerns, such as "cluster IP 10.96.0.1:80/TCP".
+	What string
+	// Certain is true if it concerns all of that traffic, whoever sends it.
+	Certain bool
+}
+
+// Check is one thing that was looked at on the node.
+type Check struct {
+	// Name says what was looked at.
+	Name string `json:"name"`
+	// Result is ok, problem, note, or unknown where it could not be found out.
+	Result string `json:"result"`
+	// Detail says what was found.
+	Detail string `json:"detail"`
+}
+
+const (
+	ok      = "ok"
+	unknown = "unknown"
+)
+
+// The codes of diagnoses that follow from checks.
+const (
+	NotInKernel      = "NotInKernel"      // the kernel does not hold what was programmed
+	ChangedByOthers  = "ChangedByOthers"  // another program changed the rules
+	StaleConnections = "StaleConnections" // connections to endpoints that are gone
+	PortConflict     = "PortConflict"     // a program of the node listens where the Service is
+	DroppedByOthers  = "DroppedByOthers"  // another program's rule drops the traffic
+	APIServerAway    = "APIServerAway"    // the objects may be out of date
+)
+
+// checkTime bounds the time of all checks of one explanation.
+const checkTime = 3 * time.Second
+
+// Check looks at the node, and adds what it finds to an explanation.
+func (n *Node) Check(ctx context.Context, e *Explanation) {
+	if n.Reality == nil {
+		return
+	}
+	ctx, cancel := context.WithTimeout(ctx, checkTime)
+	defer cancel()
+	svc := plan.Service{Namespace: e.Namespace, Name: e.Name}
+	var ports []*plan.ServicePort
+	n.View(func(s *proxier.State) {
+		if d, found := s.Describe(svc); found {
+			ports = d.ServicePorts
+		}
+	})
+	c := &checks{reality: n.Reality, svc: svc, ports: ports, now: time.Now()}
+	all := []func(*checks, context.Context){(*checks).kernel, (*checks).traffic, (*checks).flows, (*checks).listeners, (*checks).blocking, (*checks).watches}
+	each := make([]checks, len(all))
+	var wg sync.WaitGroup
+	for i, check := range all {
+		each[i] = *c
+		wg.Go(func() {
+			defer each[i].survive()
+			check(&each[i], ctx)
+		})
+	}
+	wg.Wait()
+	for _, one := range each {
+		e.Checks = append(e.Checks, one.list...)
+		e.Diagnoses = append(e.Diagnoses, one.diagnoses...)
+	}
+	if slices.ContainsFunc(e.Diagnoses, func(d Diagnosis) bool { return d.Code == PortConflict }) {
+		e.Diagnoses = slices.DeleteFunc(e.Diagnoses, func(d Diagnosis) bool {
+			return d.Code == ObjectFinding && strings.Contains(d.What, " listens at ")
+		})
+	}
+	slices.SortStableFunc(e.Diagnoses, func(a, b Diagnosis) int { return -cmp.Compare(a.Severity, b.Severity) })
+}
+
+// checks collects what is found about one Service.
+type checks struct {
+	reality   *Reality
+	svc       plan.Service
+	ports     []*plan.ServicePort
+	now       time.Time
+	list      []Check
+	diagnoses []Diagnosis
+}
+
+// survive must be deferred: a check reads what other programs have written, and a fault in that must not end the proxy.
+func (c *checks) survive() {
+	if fault := recover(); fault != nil {
+		c.found("checks", unknown, "one of them failed: %v", fault)
+	}
+}
+
+func (c *checks) found(name, result, format string, args ...any) {
+	c.list = append(c.list, Check{name, result, fmt.Sprintf(format, args...)})
+}
+
+func (c *checks) diagnose(severity, code, do, what string, args ...any) {
+	c.diagnoses = append(c.diagnoses, Diagnosis{Severity: severity, Code: code, What: fmt.Sprintf(what, args...), Do: do})
+}
+
+// ago is such as "3s ago".
+func (c *checks) ago(t time.Time) string { return duration.HumanDuration(c.now.Sub(t)) + " ago" }
+
+// kernel is about what the kernel holds.
+func (c *checks) kernel(ctx context.Context) {
+	const name = "rules in the kernel"
+	if c.reality.Kernel != nil && len(c.ports) > 0 {
+		things, differ, err := c.reality.Kernel(ctx, c.svc)
+		switch {
+		case err != nil:
+			c.found(name, unknown, "%v", err)
+		case len(differ) > 0:
+			c.found(name, problem, "%d of %d are not as written: %s", len(differ), things, some(differ))
+			c.diagnose(problem, NotInKernel, "wait a moment, as nodeproxy writes them again; if it stays so, its log says why it can't, and docs/neighbours.md which programs do this",
+				"The kernel does not hold what was programmed: another program has changed it (%s).", some(differ))
+		default:
+			c.found(name, ok, "all %d are as written", things)
+		}
+	}
+	if c.reality.Changed == nil {
+		return
+	}
+	list := c.reality.Changed()
+	if len(list) == 0 {
+		return
+	}
+	last := list[len(list)-1]
+	severity, state := note, "nodeproxy has written it again"
+	if !last.Repaired {
+		severity, state = problem, "nodeproxy could not write it again yet"
+	}
+	times := ""
+	if len(list) > 1 {
+		times = fmt.Sprintf(", the last of %d times within %s", len(list), duration.HumanDuration(c.now.Sub(list[0].When)))
+	}
+	if len(list) >= 3 {
+		severity = problem
+	}
+	c.found("changes by other programs", severity, "%s%s: %s", c.ago(last.When), times, last.What)
+	c.diagnose(severity, ChangedByOthers, "find the program that does this, if connections failed then: docs/neighbours.md",
+		"Another program changed what nodeproxy had programmed, %s%s, and %s: %s.", c.ago(last.When), times, state, last.What)
+}
+
+// traffic is about counters.
+func (c *checks) traffic(ctx context.Context) {
+	if c.reality.Traffic == nil || len(c.ports) == 0 {
+		return
+	}
+	const name = "traffic"
+	all, err := c.reality.Traffic(ctx)
+	if err != nil {
+		c.found(name, unknown, "%v", err)
+		return
+	}
+	for _, sp := range c.ports {
+		t, counted := all[sp.Key]
+		if !counted {
+			continue
+		}
+		port := ""
+		if len(c.ports) > 1 {
+			port = fmt.Sprintf(" (port %q, %s)", sp.Key.Port, sp.Key.Family)
+		}
+		text := amount(t.Connections, "connection")
+		if t.PacketsIn != plan.NotCounted {
+			text += fmt.Sprintf(", %s in, %s out", amount(t.PacketsIn, "packet"), amount(t.PacketsOut, "packet"))
+		}
+		c.found(name, ok, "%s since the rules were written%s", text, port)
+	}
+}
+
+// amount is such as "1 packet" or "2 packets".
+func amount(n int64, of string) string {
+	if n == 1 {
+		return "1 " + of
+	}
+	return fmt.Sprintf("%d %ss", n, of)
+}
+
+// flows is about connections.
+func (c *checks) flows(ctx context.Context) {
+	if c.reality.Flows == nil || len(c.ports) == 0 {
+		return
+	}
+	const name = "connections"
+	flows, err := c.reality.Flows(ctx, c.ports)
+	if err != nil {
+		c.found(name, unknown, "%v", err)
+		return
+	}
+	current := map[netip.AddrPort]bool{}
+	for _, sp := range c.ports {
+		for _, ep := range sp.All() {
+			current[ep.Addr] = true
+		}
+		for _, ex := range sp.Excluded {
+			current[ex.Addr] = true
+		}
+	}
+	var endpoints []netip.AddrPort
+	for a := range flows {
+		endpoints = append(endpoints, a)
+	}
+	slices.SortFunc(endpoints, func(a, b netip.AddrPort) int { return cmp.Or(cmp.Compare(flows[b], flows[a]), a.Compare(b)) })
+	total, stale := 0, 0
+	var words, gone []string
+	for _, a := range endpoints {
+		total += flows[a]
+		switch {
+		case !a.IsValid():
+			words = append(words, fmt.Sprintf("%d to no endpoint", flows[a]))
+		case current[a]:
+			words = append(words, fmt.Sprintf("%d to %s", flows[a], a))
+		default:
+			words = append(words, fmt.Sprintf("%d to %s, which is no endpoint", flows[a], a))
+			stale += flows[a]
+			gone = append(gone, a.String())
+		}
+	}
+	if total == 0 {
+		c.found(name, ok, "none is tracked")
+		return
+	}
+	result := ok
+	if stale > 0 {
+		result = note
+		c.diagnose(note, StaleConnections, fmt.Sprintf("if clients hang, let them connect anew, or delete what is tracked: conntrack -D --reply-src %s", strings.Split(gone[0], ":")[0]),
+			"%s of the Service still %s to what is no longer an endpoint: %s.", upper(amount(int64(stale), "connection")), goes(stale), some(gone))
+	}
+	c.found(name, result, "%d tracked: %s", total, some(words))
+}
+
+func goes(n int) string {
+	if n == 1 {
+		return "goes"
+	}
+	return "go"
+}
+
+// listeners is about programs that listen where the Service is.
+func (c *checks) listeners(context.Context) {
+	if c.reality.Listeners == nil || len(c.ports) == 0 {
+		return
+	}
+	const name = "listeners on the node"
+	none := true
+	for _, f := range c.reality.Listeners() {
+		if f.Object != "Service "+c.svc.String() {
+			continue
+		}
+		severity := note
+		if f.Severity == source.Problem {
+			severity = problem
+		}
+		none = false
+		c.found(name, severity, "%s", f.Detail)
+		c.diagnose(severity, PortConflict, "end that program, or give one of the two another port", "%s: %s.", upper(f.Detail), f.Effect)
+	}
+	if none {
+		c.found(name, ok, "no other program listens at its addresses and ports")
+	}
+}
+
+// blocking is about other programs' rules.
+func (c *checks) blocking(ctx context.Context) {
+	if c.reality.Blocking == nil || len(c.ports) == 0 {
+		return
+	}
+	const name = "rules of other programs"
+	list, err := c.reality.Blocking(ctx, c.ports)
+	if err != nil {
+		c.found(name, unknown, "%v", err)
+		return
+	}
+	if len(list) == 0 {
+		c.found(name, ok, "none that drops what is for the Service was found in nftables, which has those of iptables-nft too")
+		return
+	}
+	for _, b := range list {
+		severity, drops := note, "may drop"
+		if b.Certain {
+			severity, drops = problem, "drops"
+		}
+		c.found(name, severity, "%s: %s", b.Place, b.Rule)
+		c.diagnose(severity, DroppedByOthers, "let its owner admit this traffic: docs/neighbours.md",
+			"A rule of another program %s what is for %s: \"%s\" in %s.", drops, b.What, b.Rule, b.Place)
+	}
+}
+
+// StaleAfter is the age from which what is known counts as out of date, as in /readyz.
+const StaleAfter = 5 * time.Minute
+
+// watches is about the connection to the API server.
+func (c *checks) watches(context.Context) {
+	if c.reality.Watches == nil {
+		return
+	}
+	const name = "API server"
+	var oldest *source.Watch
+	for _, w := range c.reality.Watches() {
+		if oldest == nil || w.Age > oldest.Age {
+			oldest = &w
+		}
+	}
+	if oldest == nil {
+		return
+	}
+	age, why := duration.HumanDuration(oldest.Age), ""
+	if oldest.Failure != "" {
+		why = ": " + oldest.Failure
+	}
+	switch {
+	case oldest.Age >= StaleAfter:
+		c.found(name, problem, "silent for %s about %s%s", age, oldest.Resource, why)
+		c.diagnose(problem, APIServerAway, "see whether the API server runs and can be reached from this node; what was known last stays in force until then",
+			"The API server has sent nothing about %s for %s, so what this node knows may be out of date%s.", oldest.Resource, age, why)
+	case oldest.Failure != "":
+		c.found(name, note, "heard %s ago%s", age, why)
+		c.diagnose(note, APIServerAway, "see whether the API server runs and can be reached from this node",
+			"The API server does not answer now, and was heard %s ago%s.", age, why)
+	default:
+		c.found(name, ok, "heard %s ago", age)
+	}
+}
+
+// Counters are what has gone through a ServicePort since its rules were written, over all its frontends: in to its endpoints and out from
+// them. What the mode does not count is -1.
+type Counters struct {
+	Connections int64 `json:"connections"`
+	PacketsIn   int64 `json:"packetsIn"`
+	PacketsOut  int64 `json:"packetsOut"`
+	BytesIn     int64 `json:"bytesIn"`
+	BytesOut    int64 `json:"bytesOut"`
+}
+
+// CountedServicePorts is ServicePorts with Counters, where there are any and they can be read in time.
+func (n *Node) CountedServicePorts(ctx context.Context, namespace string) []ServicePort {
+	list := n.ServicePorts(namespace)
+	if n.Reality == nil || n.Reality.Traffic == nil {
+		return list
+	}
+	ctx, cancel := context.WithTimeout(ctx, checkTime)
+	defer cancel()
+	all, err := n.Reality.Traffic(ctx)
+	if err != nil {
+		return list
+	}
+	for k, t := range all {
+		i, found := slices.BinarySearchFunc(list, k, func(sp ServicePort, k plan.Key) int { return sp.key().Compare(k) })
+		if found {
+			list[i].Counters = &Counters{t.Connections, t.PacketsIn, t.PacketsOut, t.BytesIn, t.BytesOut}
+		}
+	}
+	return list
+}
+
+// key is the key of the ServicePort.
+func (sp *ServicePort) key() plan.Key {
+	k := plan.Key{Service: plan.Service{Namespace: sp.Namespace, Name: sp.Name}, Port: sp.Port, Protocol: sp.Protocol, Family: plan.IPv4}
+	if sp.Family == plan.IPv6.String() {
+		k.Family = plan.IPv6
+	}
+	return k
+}

@@ -1,0 +1,114 @@
+package inspect
+
+import (
+	"context"
+	"errors"
+	"net/netip"
+	"strings"
+	"testing"
+	"time"
+
+	"nodeproxy/plan"
+	"nodeproxy/source"
+)
+
+// TestCheck: each thing that is found on the node is a line of what was checked, and a sentence where something is wrong.
+func TestCheck(t *testing.T) {
+	t.Parallel()
+	endpoint, gone := netip.MustParseAddrPort("10.244.0.8:8080"), netip.MustParseAddrPort("10.244.9.9:8080")
+	early := time.Now()
+	web := plan.Service{Namespace: "default", Name: "s-7"}
+	key := plan.Key{Service: web, Protocol: plan.TCP, Family: plan.IPv4}
+	for name, tc := range map[string]struct {
+		reality     Reality
+		check, what string
+		problem     bool
+	}{
+		"all is well": {reality: Reality{Kernel: func(context.Context, plan.Service) (int, []string, error) { return 12, nil, nil }},
+			check: "rules in the kernel: ok: all 12 are as written"},
+		"a flushed table": {reality: Reality{Kernel: func(context.Context, plan.Service) (int, []string, error) {
+			return 12, []string{"table ip nodeproxy of nftables: missing"}, nil
+		}},
+			check:   "rules in the kernel: problem: 1 of 12 are not as written: table ip nodeproxy of nftables: missing",
+			what:    "The kernel does not hold what was programmed: another program has changed it (table ip nodeproxy of nftables: missing).",
+			problem: true},
+		"a fault in a check": {reality: Reality{Blocking: func(context.Context, []*plan.ServicePort) ([]Blocking, error) {
+			panic("an expression of another program")
+		}}, check: "checks: unknown: one of them failed: an expression of another program"},
+		"nothing is known": {reality: Reality{Kernel: func(context.Context, plan.Service) (int, []string, error) {
+			return 0, nil, errors.New("IPv4: a sync was running all the time")
+		}}, check: "rules in the kernel: unknown: IPv4: a sync was running all the time"},
+		"repaired": {reality: Reality{Changed: func() []Changed {
+			return []Changed{{When: early.Add(-3 * time.Hour), What: "3 rules, such as x", Repaired: true}}
+		}},
+			check: "changes by other programs: note: 3h ago: 3 rules, such as x",
+			what:  "Another program changed what nodeproxy had programmed, 3h ago, and nodeproxy has written it again: 3 rules, such as x."},
+		"again and again": {reality: Reality{Changed: func() []Changed {
+			c := Changed{When: early.Add(-3 * time.Hour), What: "1 rule, such as x", Repaired: true}
+			return []Changed{c, c, c}
+		}},
+			check: "changes by other programs: problem: 3h ago, the last of 3 times within 3h: 1 rule, such as x",
+			what: "Another program changed what nodeproxy had programmed, 3h ago, the last of 3 times within 3h, and nodeproxy has written it " +
+				"again: 1 rule, such as x.", problem: true},
+		"traffic": {reality: Reality{Traffic: func(context.Context) (map[plan.Key]plan.Traffic, error) {
+			return map[plan.Key]plan.Traffic{key: {Key: key, Connections: 1, PacketsIn: 3, PacketsOut: 2}}, nil
+		}},
+			check: "traffic: ok: 1 connection, 3 packets in, 2 packets out since the rules were written"},
+		"stale connections": {reality: Reality{Flows: func(context.Context, []*plan.ServicePort) (map[netip.AddrPort]int, error) {
+			return map[netip.AddrPort]int{endpoint: 2, gone: 1}, nil
+		}},
+			check: "connections: note: 3 tracked: 2 to 10.244.0.8:8080, 1 to 10.244.9.9:8080, which is no endpoint",
+			what:  "1 connection of the Service still goes to what is no longer an endpoint: 10.244.9.9:8080."},
+		"a rule that drops": {reality: Reality{Blocking: func(context.Context, []*plan.ServicePort) ([]Blocking, error) {
+			return []Blocking{{Rule: "ip daddr 10.96.0.8 drop", Place: "chain prerouting of table ip raw", What: "cluster IP 10.96.0.8:80/TCP", Certain: true}}, nil
+		}},
+			check: "rules of other programs: problem: chain prerouting of table ip raw: ip daddr 10.96.0.8 drop",
+			what: `A rule of another program drops what is for cluster IP 10.96.0.8:80/TCP: "ip daddr 10.96.0.8 drop" in chain prerouting of ` +
+				"table ip raw.", problem: true},
+		"an API server that has been away for ten minutes": {reality: Reality{Watches: func() []source.Watch {
+			return []source.Watch{{Resource: "services", Age: 10 * time.Minute, Failure: "dial tcp 192.0.2.1:6443: connection refused"}, {Resource: "nodes", Age: time.Second}}
+		}},
+			check: "API server: problem: silent for 10m about services: dial tcp 192.0.2.1:6443: connection refused",
+			what: "The API server has sent nothing about services for 10m, so what this node knows may be out of date: dial tcp " +
+				"192.0.2.1:6443: connection refused.", problem: true},
+	} {
+		t.Run(name, func(t *testing.T) {
+			t.Parallel()
+			n, _ := manyServices(t, 10)
+			n.Reality = &tc.reality
+			e, err := n.Explain(web)
+			if err != nil {
+				t.Fatal(err)
+			}
+			n.Check(t.Context(), e)
+			var checks, what []string
+			for _, c := range e.Checks {
+				checks = append(checks, c.Name+": "+c.Result+": "+c.Detail)
+			}
+			for _, d := range e.Diagnoses {
+				what = append(what, d.What)
+			}
+			if got := strings.Join(checks, "\n"); got != tc.check {
+				t.Errorf("checked %s\nwant    %s", got, tc.check)
+			}
+			if got := strings.Join(what, "\n"); got != tc.what || e.Problem() != tc.problem {
+				t.Errorf("problem %t: %s\nwant    %t: %s", e.Problem(), got, tc.problem, tc.what)
+			}
+		})
+	}
+}
+
+// TestRefusedSentence: a ServicePort that the kernel refuses is explained by the kernel's words and what follows.
+func TestRefusedSentence(t *testing.T) {
+	t.Parallel()
+	n, _ := manyServices(t, 10)
+	key := plan.Key{Service: plan.Service{Namespace: "default", Name: "s-7"}, Protocol: plan.TCP, Family: plan.IPv4}
+	n.Programmed = func() *plan.Snapshot { return nil }
+	n.Refused = func() []plan.Refusal { return []plan.Refusal{{Key: key, Err: errors.New("no space left on device")}} }
+	e, err := n.Explain(key.Service)
+	const want = `The kernel refuses port "" (IPv4) of Service default/s-7: no space left on device; it is not proxied on this node, and is ` +
+		"retried from time to time."
+	if err != nil || len(e.Diagnoses) != 1 || e.Ports[0].State != Refused || e.Diagnoses[0].What != want || !e.Problem() {
+		t.Errorf("%v, %+v", err, e)
+	}
+}

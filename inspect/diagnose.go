@@ -1,0 +1,377 @@
+package inspect
+
+import (
+	"cmp"
+	"fmt"
+	"slices"
+	"strings"
+
+	v1 "k8s.io/api/core/v1"
+
+	"nodeproxy/plan"
+	"nodeproxy/proxier"
+	"nodeproxy/source"
+	"nodeproxy/topology"
+)
+
+// Diagnosis is something that is wrong with a Service on this node, or that its owner should know.
+type Diagnosis struct {
+	// Severity is "problem" or "note".
+	Severity string `json:"severity"`
+	// Code names the kind of diagnosis, for scripts.
+	Code string `json:"code"`
+	// What says what is wrong, and what follows from it; Do says what helps, and is empty where nothing has to be done.
+	What string `json:"what"`
+	Do   string `json:"do,omitempty"`
+}
+
+const (
+	problem = "problem"
+	note    = "note"
+)
+
+// The codes of diagnoses.
+const (
+	NoService         = "NoService"         // there are EndpointSlices, but no Service
+	NotProxied        = "NotProxied"        // the Service is not for a proxy
+	NoEndpoints       = "NoEndpoints"       // no EndpointSlice has an endpoint
+	NoPortMatches     = "NoPortMatches"     // no EndpointSlice has the port
+	OtherFamily       = "OtherFamily"       // all endpoints are of the other address family
+	NoneReady         = "NoneReady"         // no endpoint is ready
+	OnlyTerminating   = "OnlyTerminating"   // the only endpoints that serve are terminating
+	NoneLocal         = "NoneLocal"         // the traffic policy is Local, and no endpoint is here
+	HintsNotHonoured  = "HintsNotHonoured"  // there are hints, but they can't be honoured here
+	HintsHonoured     = "HintsHonoured"     // hints keep endpoints elsewhere from getting traffic from here
+	SourceRanges      = "SourceRanges"      // the load balancer IPs answer some clients only
+	AddressTaken      = "AddressTaken"      // another Service has the address and port
+	RefusedByKernel   = "RefusedByKernel"   // the kernel refuses the Service
+	NotYetProgrammed  = "NotYetProgrammed"  // a change waits for the next sync
+	ObjectFinding     = "ObjectFinding"     // an object has a field that can't be used
+	SomeEndpointsDown = "SomeEndpointsDown" // some endpoints are not ready
+
+	SelectorMatchesNothing = "SelectorMatchesNothing" // no Pod has the labels of the selector
+	TargetPortNotDeclared  = "TargetPortNotDeclared"  // no container declares the targetPort
+	NoLoadBalancer         = "NoLoadBalancer"         // the type is LoadBalancer, and nothing has given it an address
+)
+
+// diagnosis collects the diagnoses of one Service.
+type diagnosis struct {
+	d    *proxier.Description
+	list []Diagnosis
+	// readPods is Node.Pods until it has been asked; then allPods are what it returned.
+	readPods  func(namespace string) ([]*v1.Pod, error)
+	allPods   []*v1.Pod
+	podsKnown bool
+}
+
+func (c *diagnosis) add(severity, code, do, what string, args ...any) {
+	d := Diagnosis{Severity: severity, Code: code, What: fmt.Sprintf(what, args...), Do: do}
+	if !slices.Contains(c.list, d) {
+		c.list = append(c.list, d)
+	}
+}
+
+// diagnose returns what is wrong with a Service, problems first.
+func (n *Node) diagnose(d *proxier.Description, own *plan.Plan, programmed *plan.Snapshot, refused map[plan.Key]plan.Refusal) []Diagnosis {
+	c := &diagnosis{d: d, list: []Diagnosis{}, readPods: n.Pods}
+	c.service()
+	for _, sp := range d.ServicePorts {
+		c.addresses(sp)
+		c.endpoints(sp, own.Node)
+		c.kernel(sp, programmed, refused)
+	}
+	c.objects()
+	slices.SortStableFunc(c.list, func(a, b Diagnosis) int { return -cmp.Compare(a.Severity, b.Severity) })
+	return c.list
+}
+
+// service is about the Service as a whole.
+func (c *diagnosis) service() {
+	svc := c.d.Service
+	switch {
+	case !c.d.Exists:
+		c.add(problem, NoService, fmt.Sprintf("create it, or delete what has the label kubernetes.io/service-name=%s: kubectl -n %s get endpointslices -l kubernetes.io/service-name=%s",
+			svc.Name, svc.Namespace, svc.Name),
+			"EndpointSlices name the Service %s, but there is none, or it is headless, an ExternalName, or another proxy's.", svc)
+	case c.d.Type == "LoadBalancer" && c.d.Ingress == 0 && len(c.d.ServicePorts) > 0:
+		c.add(note, NoLoadBalancer, fmt.Sprintf("see whether a controller for load balancers runs, and what it says: kubectl -n %s describe service %s", svc.Namespace, svc.Name),
+			"The Service is of type LoadBalancer, but nothing has given it an address yet (status.loadBalancer.ingress is empty).")
+	case len(c.d.ServicePorts) == 0:
+		for _, f := range c.d.Findings {
+			if f.Effect == "not proxied" {
+				c.add(note, NotProxied, "", "The Service is not proxied, here or on any node: %s.", f.Detail)
+			}
+		}
+	}
+}
+
+// name says which port of the Service is meant, where it has several.
+func (c *diagnosis) name(sp *plan.ServicePort) string {
+	var out []string
+	if len(c.d.Ports) > 1 {
+		out = append(out, fmt.Sprintf("port %q", sp.Key.Port))
+	}
+	if slices.ContainsFunc(c.d.ServicePorts, func(o *plan.ServicePort) bool { return o.Key.Family != sp.Key.Family }) {
+		out = append(out, sp.Key.Family.String())
+	}
+	if len(out) == 0 {
+		return ""
+	}
+	return " (" + strings.Join(out, ", ") + ")"
+}
+
+// addresses is about what a ServicePort asks for and does not get, and who may reach it.
+func (c *diagnosis) addresses(sp *plan.ServicePort) {
+	for _, sh := range sp.Shadowed {
+		c.add(problem, AddressTaken, "give one of the two another address or port",
+			"%s belongs to Service %s, which takes precedence: what is sent there goes to that Service.", upper(sh.Frontend.String()), sh.Owner.PortName())
+	}
+	lb := slices.ContainsFunc(sp.Frontends, func(f plan.Frontend) bool { return f.Kind == plan.LoadBalancerIP })
+	if lb && len(sp.SourceRanges) > 0 {
+		c.add(note, SourceRanges, "add the client's range to spec.loadBalancerSourceRanges if it should get in",
+			"Only clients from %s may reach the load balancer IPs; those of others are dropped%s.", ranges(sp), c.name(sp))
+	}
+}
+
+// endpoints is about the endpoints of a ServicePort.
+func (c *diagnosis) endpoints(sp *plan.ServicePort, node plan.Node) {
+	list := c.d.Endpoints(sp.Key)
+	if len(list) == 0 {
+		c.noEndpoints(sp)
+		return
+	}
+	var unready []string
+	for _, ep := range list {
+		if !ep.Ready && !ep.Terminating {
+			unready = append(unready, called(ep))
+		}
+	}
+	pods := c.pods("-o wide")
+	switch {
+	case !sp.Any && len(unready) > 0:
+		c.add(problem, NoneReady, "find out why the readiness probes fail: kubectl -n "+sp.Key.Service.Namespace+" describe pod",
+			"No endpoint is ready, so connections are refused%s: %s.", c.name(sp), some(unready))
+		return
+	case !sp.Any:
+		c.add(problem, NoneReady, "wait for new Pods, or find out why there are none: "+pods,
+			"All endpoints are terminating and serve no longer, so connections are refused%s.", c.name(sp))
+		return
+	case len(unready) > 0:
+		c.add(note, SomeEndpointsDown, pods, "Not ready, and so without traffic, %s %d of %d endpoints%s: %s.", are(len(unready)), len(unready), len(list), c.name(sp), some(unready))
+	}
+	ready := slices.ContainsFunc(list, func(ep topology.Endpoint) bool { return ep.Ready })
+	if used := sp.All(); len(used) > 0 && !slices.ContainsFunc(used, func(ep plan.Endpoint) bool { return !ep.Terminating }) {
+		if ready { // They are elsewhere, where the traffic policy does not allow this node to send.
+			c.add(problem, OnlyTerminating, "find out why no new Pod becomes ready on this node: "+pods,
+				"No endpoint on this node is ready, and the traffic policy is Local. What is terminating here but still serves gets the traffic until it ends%s: %s.",
+				c.name(sp), endpointCount(len(used)))
+			c.local(sp)
+			return
+		}
+		c.add(problem, OnlyTerminating, "find out why no new Pod becomes ready: "+pods,
+			"No endpoint is ready. What is terminating but still serves gets the traffic until it ends%s: %s.", c.name(sp), endpointCount(len(used)))
+	}
+	c.local(sp)
+	c.hints(sp, list, node)
+	c.targetPort(sp)
+}
+
+// noEndpoints says why a ServicePort has no endpoint at all.
+func (c *diagnosis) noEndpoints(sp *plan.ServicePort) {
+	var ports, others []string
+	any, family := false, false
+	for _, s := range c.d.Slices {
+		if len(s.Endpoints) == 0 {
+			continue
+		}
+		any = true
+		if s.Family != sp.Key.Family {
+			continue
+		}
+		family = true
+		for _, p := range s.Ports {
+			if p.Protocol == sp.Key.Protocol {
+				ports = append(ports, fmt.Sprintf("%q", p.Name))
+			} else {
+				others = append(others, fmt.Sprintf("%q (%s)", p.Name, p.Protocol))
+			}
+		}
+	}
+	switch {
+	case !any && len(c.d.Selector) > 0 && c.noPods(sp):
+	case len(c.d.Slices) == 0 && len(c.d.Selector) > 0:
+		c.add(problem, NoEndpoints, fmt.Sprintf("see whether there is one (a controller makes it as soon as there is the Service): kubectl -n %s get endpointslices -l kubernetes.io/service-name=%s",
+			sp.Key.Service.Namespace, sp.Key.Service.Name),
+			"The Service has no endpoints, so connections are refused%s: it has no EndpointSlice.", c.name(sp))
+	case !any && len(c.d.Selector) > 0:
+		c.add(problem, NoEndpoints, "compare the selector with the labels of the Pods: "+c.pods("--show-labels"),
+			"The Service has no endpoints, so connections are refused%s: no Pod that its selector %s matches has an address.", c.name(sp), selector(c.d.Selector))
+	case !any:
+		c.add(problem, NoEndpoints, fmt.Sprintf("give it a selector, or create an EndpointSlice with the label kubernetes.io/service-name=%s", sp.Key.Service.Name),
+			"The Service has no endpoints, so connections are refused%s. It has no selector either, so nobody creates them.", c.name(sp))
+	case !family:
+		c.add(problem, OtherFamily, "make the Pods listen on both families, or give the Service the family of its Pods (spec.ipFamilies)",
+			"The Service has an %s cluster IP, but all of its endpoints are of the other address family, so connections are refused.", sp.Key.Family)
+	default:
+		slices.Sort(ports)
+		has := "none for " + string(sp.Key.Protocol)
+		if ports = slices.Compact(ports); len(ports) > 0 {
+			has = some(ports)
+		}
+		if slices.Sort(others); len(others) > 0 {
+			has += ", and " + some(slices.Compact(others))
+		}
+		do := "give the port of the EndpointSlices the name and protocol of the Service's port"
+		if target := c.target(sp.Key); len(c.d.Selector) > 0 && strings.Trim(target, "0123456789") != "" {
+			do = fmt.Sprintf("give a container port of the Pods the name of the targetPort, %q", target)
+			if here, _, known := c.podsOf(); known {
+				if declared := containerPorts(selected(c.d.Selector, here), sp.Key.Protocol); len(declared) > 0 {
+					do += "; those that they declare are " + portList(declared)
+				}
+			}
+		}
+		c.add(problem, NoPortMatches, do,
+			"The EndpointSlices have endpoints, but no port %q (%s), so connections are refused; the ports that they have are %s.",
+			sp.Key.Port, sp.Key.Protocol, has)
+	}
+}
+
+// target returns the targetPort of a ServicePort.
+func (c *diagnosis) target(k plan.Key) string {
+	for _, p := range c.d.Ports {
+		if p.Name == k.Port && p.Protocol == k.Protocol {
+			return p.Target
+		}
+	}
+	return ""
+}
+
+// pods returns the command that lists the Pods of the Service.
+func (c *diagnosis) pods(flags string) string {
+	s := "kubectl -n " + c.d.Service.Namespace + " get pods"
+	if len(c.d.Selector) > 0 && flags != "--show-labels" {
+		s += " -l " + selector(c.d.Selector)
+	}
+	return s + " " + flags
+}
+
+// local is about traffic policies that allow none of the usable endpoints.
+func (c *diagnosis) local(sp *plan.ServicePort) {
+	if len(sp.Endpoints.Local) > 0 {
+		return
+	}
+	if sp.InternalPolicy == plan.Local {
+		c.add(problem, NoneLocal, "run a Pod on every node (a DaemonSet), or set spec.internalTrafficPolicy to Cluster",
+			"No usable endpoint runs on this node, and internalTrafficPolicy is Local: what is sent to the cluster IP is dropped%s.", c.name(sp))
+	}
+	if sp.ExternalPolicy == plan.Local && sp.HasExternal() {
+		severity, do := problem, "run a Pod on this node, send to a node that has one, or set spec.externalTrafficPolicy to Cluster"
+		if c.d.Type == "LoadBalancer" { // As it is meant to be: a load balancer asks the health check node port where to send.
+			severity, do = note, "see that the load balancer leaves this node out, as the health check node port tells it to"
+		}
+		c.add(severity, NoneLocal, do,
+			"No usable endpoint runs on this node, and externalTrafficPolicy is Local: what comes from outside is dropped%s.", c.name(sp))
+	}
+}
+
+// hints is about topology hints.
+func (c *diagnosis) hints(sp *plan.ServicePort, list []topology.Endpoint, node plan.Node) {
+	left := 0
+	reason := plan.Reason("")
+	for _, ex := range sp.Excluded {
+		if ex.Policy == plan.Cluster && (ex.Reason == plan.NotForThisZone || ex.Reason == plan.NotForThisNode) {
+			left, reason = left+1, ex.Reason
+		}
+	}
+	if left > 0 {
+		where := "zones"
+		if reason == plan.NotForThisNode {
+			where = "nodes"
+		}
+		c.add(note, HintsHonoured, "", "Hints leave %s to other %s, so this node sends nothing there%s.", endpointCount(left), where, c.name(sp))
+		return
+	}
+	zones, hinted := map[string]bool{}, 0
+	ready := 0
+	for _, ep := range list {
+		if ep.Ready {
+			ready++
+			if len(ep.ForZones) > 0 {
+				hinted++
+			}
+			for _, z := range ep.ForZones {
+				zones[z] = true
+			}
+		}
+	}
+	switch {
+	case len(sp.Endpoints.Cluster) == 0 || hinted == 0 || zones[node.Zone] && hinted == ready:
+	case hinted < ready:
+		c.add(note, HintsNotHonoured, "", "Only %d of %d ready endpoints have zone hints, so hints do not count and all of them get traffic%s.", hinted, ready, c.name(sp))
+	case node.Zone == "":
+		c.add(note, HintsNotHonoured, "give the Node the label topology.kubernetes.io/zone",
+			"The endpoints have zone hints, but this Node has no zone, so hints do not count here and all of them get traffic%s.", c.name(sp))
+	default:
+		var names []string
+		for z := range zones {
+			names = append(names, z)
+		}
+		slices.Sort(names)
+		c.add(note, HintsNotHonoured, "", "The zone hints name %s, and none names this node's zone %s, so hints do not count here and all endpoints get traffic%s.",
+			strings.Join(names, ", "), node.Zone, c.name(sp))
+	}
+}
+
+// kernel is about what has become of a ServicePort in the kernel.
+func (c *diagnosis) kernel(sp *plan.ServicePort, programmed *plan.Snapshot, refused map[plan.Key]plan.Refusal) {
+	switch s, _ := state(sp, programmed, refused); s {
+	case Refused:
+		r := refused[sp.Key]
+		first, _, _ := strings.Cut(r.String(), "\n") // Of an input for iptables, the rest quotes what was refused.
+		c.add(problem, RefusedByKernel, "see what the kernel lacks or has run out of (dmesg); all other Services go on", "%s; %s.", upper(first), r.Effect())
+	case Pending:
+		c.add(problem, NotYetProgrammed, "wait a moment; if it stays so, nodeproxy's log says why it can't write",
+			"The latest change of the Service is not in the kernel yet%s.", c.name(sp))
+	}
+}
+
+// objects repeats what is wrong with the Service's objects.
+func (c *diagnosis) objects() {
+	for _, f := range c.d.Findings {
+		covered := f.Effect == "not proxied" || strings.Contains(f.Detail, "which takes precedence")
+		if covered {
+			continue
+		}
+		severity := note
+		if f.Severity == source.Problem {
+			severity = problem
+		}
+		c.add(severity, ObjectFinding, "", "%s.", f)
+	}
+}
+
+// called returns the name by which an endpoint is best known.
+func called(ep topology.Endpoint) string {
+	if ep.Pod != "" {
+		return ep.Pod
+	}
+	return ep.Addr.Addr().String()
+}
+
+// some lists at most three of many.
+func some(list []string) string {
+	if len(list) > 3 {
+		return strings.Join(list[:3], ", ") + fmt.Sprintf(" and %d more", len(list)-3)
+	}
+	return strings.Join(list, ", ")
+}
+
+func are(n int) string {
+	if n == 1 {
+		return "is"
+	}
+	return "are"
+}
+
+// upper begins a sentence.
+func upper(s string) string { return strings.ToUpper(s[:1]) + s[1:] }

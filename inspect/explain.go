@@ -1,0 +1,340 @@
+package inspect
+
+import (
+	"fmt"
+	"maps"
+	"net/netip"
+	"slices"
+	"strings"
+
+	"nodeproxy/plan"
+	"nodeproxy/proxier"
+	"nodeproxy/topology"
+)
+
+// Explanation is the whole story of one Service on this node.
+type Explanation struct {
+	Namespace string `json:"namespace"`
+	Name      string `json:"name"`
+	Node      string `json:"node"`
+	Zone      string `json:"zone,omitempty"`
+	Mode      string `json:"mode"`
+	Type      string `json:"type,omitempty"`
+	// Selector is spec.selector in kubectl's form, such as "app=web".
+	Selector string            `json:"selector,omitempty"`
+	Ports    []PortExplanation `json:"ports"`
+	// Checks are what was looked at on the node itself; none where Check was not called.
+	Checks []Check `json:"checks,omitempty"`
+	// Diagnoses are what is wrong, and what else its owner should know, the worst first.
+	Diagnoses []Diagnosis `json:"diagnoses"`
+}
+
+// Problem reports whether anything is wrong.
+func (e *Explanation) Problem() bool {
+	return slices.ContainsFunc(e.Diagnoses, func(d Diagnosis) bool { return d.Severity == problem })
+}
+
+// PortExplanation is a ServicePort with what happens to its traffic.
+type PortExplanation struct {
+	ServicePort
+	TargetPort string                `json:"targetPort,omitempty"`
+	Frontends  []FrontendExplanation `json:"frontends,omitzero"`
+	Endpoints  []Endpoint            `json:"endpoints"`
+}
+
+// FrontendExplanation is what happens to the traffic that reaches a frontend.
+type FrontendExplanation struct {
+	Frontend string    `json:"frontend"`
+	Verdicts []Verdict `json:"verdicts"`
+}
+
+// Verdict is what happens to new connections from some kinds of source.
+type Verdict struct {
+	// From are the kinds of source.
+	From []string `json:"from"`
+	// Action is forward, reject, drop or pass.
+	Action string `json:"action"`
+	// Endpoints are those that may be chosen, and Masqueraded those of them that see an address of this node as the client's.
+	Endpoints   []string `json:"endpoints,omitempty"`
+	Masqueraded []string `json:"masqueraded,omitempty"`
+	// Reasons say why, in order.
+	Reasons []string `json:"reasons"`
+}
+
+// Endpoint is an endpoint of a ServicePort, with what this node does with it.
+type Endpoint struct {
+	Address string `json:"address"`
+	Pod     string `json:"pod,omitempty"`
+	Node    string `json:"node,omitempty"`
+	Zone    string `json:"zone,omitempty"`
+	// Conditions are those of ready, serving and terminating that hold.
+	Conditions []string `json:"conditions,omitempty"`
+	// Hints are the nodes or zones that are meant to use it.
+	Hints []string `json:"hints,omitempty"`
+	// UsedFor are the traffic policies under which it gets traffic from here.
+	UsedFor []string `json:"usedFor,omitempty"`
+	// Unused are the reasons why it gets none under the others, by policy.
+	Unused map[string]string `json:"unused,omitempty"`
+}
+
+// Explain tells the story of a Service. The error is an UnknownServiceError if nothing is known of it.
+func (n *Node) Explain(svc plan.Service) (*Explanation, error) {
+	d, own, err := n.describeService(svc)
+	if err != nil || !d.Exists {
+		// A file may have the Service, and a reason why it is not used.
+		c := &diagnosis{d: &proxier.Description{Service: svc, Exists: true}}
+		for _, f := range n.otherFindings() {
+			if f.Object == "Service "+svc.String() {
+				c.d.Findings = append(c.d.Findings, f)
+			}
+		}
+		if len(c.d.Findings) > 0 {
+			c.service()
+			c.objects()
+			return &Explanation{
+				Namespace: svc.Namespace, Name: svc.Name, Node: own.Node.Name, Zone: own.Node.Zone, Mode: n.Mode, Ports: []PortExplanation{},
+				Diagnoses: c.list,
+			}, nil
+		}
+		if err != nil {
+			return nil, err
+		}
+	}
+	programmed, refused := n.snapshot(), n.refused()
+	out := &Explanation{
+		Namespace: svc.Namespace, Name: svc.Name, Node: own.Node.Name, Zone: own.Node.Zone, Mode: n.Mode, Type: d.Type,
+		Selector: selector(d.Selector), Ports: []PortExplanation{},
+	}
+	for _, sp := range d.ServicePorts {
+		out.Ports = append(out.Ports, explainPort(d, own, sp, programmed, refused))
+	}
+	out.Diagnoses = n.diagnose(d, own, programmed, refused)
+	return out, nil
+}
+
+// selector returns a selector as kubectl takes it.
+func selector(labels map[string]string) string {
+	var out []string
+	for _, k := range slices.Sorted(maps.Keys(labels)) {
+		out = append(out, k+"="+labels[k])
+	}
+	return strings.Join(out, ",")
+}
+
+func explainPort(d *proxier.Description, own *plan.Plan, sp *plan.ServicePort, programmed *plan.Snapshot,
+	refused map[plan.Key]plan.Refusal) PortExplanation {
+	out := PortExplanation{ServicePort: describe(sp), Frontends: []FrontendExplanation{}, Endpoints: []Endpoint{}}
+	out.State, out.Since = state(sp, programmed, refused)
+	for _, p := range d.Ports {
+		if p.Name == sp.Key.Port && p.Protocol == sp.Key.Protocol {
+			out.TargetPort = p.Target
+		}
+	}
+	evaluator := plan.NewEvaluator(own)
+	for _, f := range sp.Frontends {
+		out.Frontends = append(out.Frontends, FrontendExplanation{Frontend: f.String(), Verdicts: verdicts(evaluator, own, sp, f)})
+	}
+	for _, ep := range d.Endpoints(sp.Key) {
+		out.Endpoints = append(out.Endpoints, explainEndpoint(sp, ep))
+	}
+	return out
+}
+
+func explainEndpoint(sp *plan.ServicePort, ep topology.Endpoint) Endpoint {
+	out := Endpoint{Address: ep.Addr.String(), Pod: ep.Pod, Node: ep.Node, Zone: ep.Zone}
+	for _, c := range []struct {
+		holds bool
+		name  string
+	}{{ep.Ready, "ready"}, {ep.Serving, "serving"}, {ep.Terminating, "terminating"}} {
+		if c.holds {
+			out.Conditions = append(out.Conditions, c.name)
+		}
+	}
+	for _, h := range ep.ForNodes {
+		out.Hints = append(out.Hints, "node "+h)
+	}
+	for _, h := range ep.ForZones {
+		out.Hints = append(out.Hints, "zone "+h)
+	}
+	is := func(p plan.Endpoint) bool { return p.Addr == ep.Addr }
+	for _, policy := range []plan.Policy{plan.Cluster, plan.Local} {
+		if slices.ContainsFunc(sp.ForPolicy(policy), is) {
+			out.UsedFor = append(out.UsedFor, policy.String())
+		}
+	}
+	for _, ex := range sp.Excluded {
+		if ex.Addr == ep.Addr {
+			if out.Unused == nil {
+				out.Unused = map[string]string{}
+			}
+			out.Unused[ex.Policy.String()] = string(ex.Reason)
+		}
+	}
+	return out
+}
+
+// client is a kind of source, with a packet that stands for it.
+type client struct {
+	name   string
+	packet plan.Packet
+}
+
+// The addresses that stand for clients elsewhere are from the ranges for documentation (RFC 5737, RFC 3849, RFC 9637).
+var outside = map[plan.Family]netip.Addr{
+	plan.IPv4: netip.MustParseAddr("198.51.100.7"), plan.IPv6: netip.MustParseAddr("2001:db8::7"),
+}
+
+// elsewhere returns an address outside that no source range has; false if they have all that are tried.
+func elsewhere(f plan.Family, ranges []netip.Prefix) (netip.Addr, bool) {
+	others := []netip.Addr{outside[f], netip.MustParseAddr("203.0.113.7"), netip.MustParseAddr("192.0.2.7")}
+	if f == plan.IPv6 {
+		others = []netip.Addr{outside[f], netip.MustParseAddr("3fff::7")}
+	}
+	for _, a := range others {
+		if !contains(ranges, a) {
+			return a, true
+		}
+	}
+	return netip.Addr{}, false
+}
+
+// interfaceOutside stands for the interface by which packets of other hosts arrive. No pod's interface is called so.
+const interfaceOutside = "(uplink)"
+
+// clients returns the kinds of client that matter for a frontend of a ServicePort.
+func clients(p *plan.Plan, sp *plan.ServicePort, f plan.Frontend) []client {
+	family := sp.Key.Family
+	if f.Kind == plan.HealthCheckNodePort {
+		return []client{{"anywhere", plan.Packet{Src: outside[family], InInterface: interfaceOutside}}}
+	}
+	var out []client
+	if pod, ok := podHere(p.Settings.DetectLocal, sp); ok {
+		out = append(out, client{"a pod on this node", pod})
+	}
+	if ip := p.Node.IP(family); ip.IsValid() {
+		out = append(out, client{"this node", plan.Packet{Src: ip, SrcLocal: true, Output: true}},
+			client{"another node", plan.Packet{Src: neighbour(ip), InInterface: interfaceOutside}})
+	}
+	if f.Kind != plan.LoadBalancerIP || len(sp.SourceRanges) == 0 {
+		return append(out, client{"outside", plan.Packet{Src: outside[family], InInterface: interfaceOutside}})
+	}
+	within := sp.SourceRanges[0].Addr()
+	out = append(out, client{"outside within " + ranges(sp), plan.Packet{Src: within, InInterface: interfaceOutside}})
+	if src, ok := elsewhere(family, sp.SourceRanges); ok {
+		out = append(out, client{"elsewhere outside", plan.Packet{Src: src, InInterface: interfaceOutside}})
+	}
+	return out
+}
+
+// ranges returns the source ranges of a ServicePort.
+func ranges(sp *plan.ServicePort) string {
+	var out []string
+	for _, r := range sp.SourceRanges {
+		out = append(out, r.String())
+	}
+	return strings.Join(out, ", ")
+}
+
+// podHere returns a packet of a pod on this node that is no endpoint of the ServicePort. It returns false where pods are not told from
+// other clients.
+func podHere(detect plan.DetectLocal, sp *plan.ServicePort) (plan.Packet, bool) {
+	f := sp.Key.Family
+	if !detect.Implemented(f) {
+		return plan.Packet{}, false
+	}
+	if !detect.ByCIDR() {
+		name := detect.Interface
+		if detect.Mode == plan.DetectInterfaceNamePrefix {
+			name += "0"
+		}
+		return plan.Packet{Src: outside[f], InInterface: name}, true
+	}
+	src := detect.CIDR(f).Addr().Next()
+	for slices.ContainsFunc(sp.All(), func(ep plan.Endpoint) bool { return ep.Addr.Addr() == src }) {
+		src = src.Next()
+	}
+	return plan.Packet{Src: src, InInterface: interfaceOutside}, detect.CIDR(f).Contains(src)
+}
+
+// neighbour returns another address close to one.
+func neighbour(ip netip.Addr) netip.Addr {
+	if next := ip.Next(); next.IsValid() {
+		return next
+	}
+	return ip.Prev()
+}
+
+// verdicts returns what happens at a frontend, with the kinds of source to which the same happens together.
+func verdicts(e *plan.Evaluator, p *plan.Plan, sp *plan.ServicePort, f plan.Frontend) []Verdict {
+	var out []Verdict
+	for _, c := range clients(p, sp, f) {
+		pkt := c.packet
+		pkt.Dst, pkt.Protocol, pkt.DstPort = f.Addr, f.Protocol, f.Port
+		if !f.Addr.IsValid() {
+			pkt.Dst, pkt.DstLocal = p.Node.IP(sp.Key.Family), true
+			if ranges := p.Settings.NodePortAddresses.Ranges(sp.Key.Family, p.Node); len(ranges) > 0 && !contains(ranges, pkt.Dst) {
+				pkt.Dst = ranges[0].Addr()
+			}
+			if !pkt.Dst.IsValid() {
+				continue // The node has no address that anybody could send to.
+			}
+		}
+		v := asVerdict(e.Verdict(pkt))
+		if i := slices.IndexFunc(out, v.same); i >= 0 {
+			out[i].From = append(out[i].From, c.name)
+			continue
+		}
+		v.From = []string{c.name}
+		out = append(out, v)
+	}
+	return out
+}
+
+func contains(ranges []netip.Prefix, a netip.Addr) bool {
+	return slices.ContainsFunc(ranges, func(r netip.Prefix) bool { return r.Contains(a) })
+}
+
+func asVerdict(v plan.Verdict) Verdict {
+	out := Verdict{Action: v.Action.String(), Reasons: v.Reasons()}
+	if last := v.Decisions[len(v.Decisions)-1]; last.Code == plan.OutsideSourceRanges { // Several kinds of source share this verdict.
+		out.Reasons[len(out.Reasons)-1] = "spec.loadBalancerSourceRanges does not admit the source"
+	}
+	for _, t := range v.Targets {
+		out.Endpoints = append(out.Endpoints, t.Addr.String())
+		if t.Masquerade {
+			out.Masqueraded = append(out.Masqueraded, t.Addr.String())
+		}
+	}
+	return out
+}
+
+// same reports whether the same happens.
+func (v Verdict) same(o Verdict) bool {
+	return v.Action == o.Action && slices.Equal(v.Endpoints, o.Endpoints) && slices.Equal(v.Masqueraded, o.Masqueraded)
+}
+
+// Summary says what happens in one line.
+func (v Verdict) Summary() string {
+	switch v.Action {
+	case plan.Pass.String():
+		return v.Reasons[len(v.Reasons)-1]
+	case plan.Reject.String(), plan.Drop.String():
+		return v.Action + ": " + v.Reasons[len(v.Reasons)-1]
+	}
+	s := fmt.Sprintf("forward to %s", endpointCount(len(v.Endpoints)))
+	switch len(v.Masqueraded) {
+	case 0:
+		return s
+	case len(v.Endpoints):
+		return s + ", masqueraded"
+	}
+	return s + ", masqueraded to " + strings.Join(v.Masqueraded, ", ")
+}
+
+// endpointCount is such as "1 endpoint".
+func endpointCount(n int) string {
+	if n == 1 {
+		return "1 endpoint"
+	}
+	return fmt.Sprintf("%d endpoints", n)
+}

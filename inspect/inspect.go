@@ -1,0 +1,319 @@
+// Package inspect answers questions about the Services of one node: what is programmed, for whom, and why not otherwise. It reads the
+// plan and what is known of the objects, and changes nothing. Its answers are values that can be printed as a table or as JSON.
+package inspect
+
+import (
+	"fmt"
+	"net/netip"
+	"slices"
+	"strings"
+	"time"
+
+	v1 "k8s.io/api/core/v1"
+
+	"nodeproxy/plan"
+	"nodeproxy/plan/packetsim"
+	"nodeproxy/proxier"
+	"nodeproxy/source"
+)
+
+// Node is what answers are made of. Several goroutines may use it.
+type Node struct {
+	// Mode is the proxy mode.
+	Mode string
+	// Options and Families are what Desired tells besides what View does.
+	Options  Options
+	Families []plan.Family
+	// View calls read with what is known of the objects, as proxier.Proxier.View does.
+	View func(read func(*proxier.State))
+	// Programmed returns what the kernel was last made equal to; nil if it never was. Programmed itself is nil where nothing is
+	// programmed, as for manifests that are only looked at.
+	Programmed func() *plan.Snapshot
+	// Refused returns the ServicePorts that the kernel refuses; nil for none.
+	Refused func() []plan.Refusal
+	// Pods returns the Pods of a namespace, and may return others; nil where Pods can't be read.
+	Pods func(namespace string) ([]*v1.Pod, error)
+	// Self returns what the running nodeproxy knows of itself; nil where none runs.
+	Self func() Self
+	// Support returns more files for a bug report, by name; nil where there are none.
+	Support func() map[string]string
+	// History has the last syncs; nil where nothing is programmed.
+	History *History
+	// Machine returns what a packet meets in the mode's rules, which are those for whole, as far as they are for the ServicePorts of
+	// near. local reports whether an address is the node's own, as Local does. Trace needs it.
+	Machine func(whole, near *plan.Plan, f plan.Family, local func(netip.Addr) bool) (*packetsim.Machine, error)
+	// Local returns what reports whether an address is one of the node's, besides those that are only local for the sake of Services. If
+	// it is nil, these are the addresses of the Node object.
+	Local func() (func(netip.Addr) bool, error)
+	// Reality is what Check looks at; nil where the answers are not about a running nodeproxy.
+	Reality *Reality
+	// Findings returns what is wrong now besides what View tells, such as with files or with the configuration; nil for nothing.
+	Findings func() []source.Finding
+}
+
+// The states of a ServicePort.
+const (
+	// Planned: nothing is programmed, since only manifests or a cluster are looked at.
+	Planned = "planned"
+	// Programmed: the kernel does what the objects ask for.
+	Programmed = "programmed"
+	// Pending: a change waits for the next sync.
+	Pending = "pending"
+	// Refused: the kernel refuses it.
+	Refused = "refused"
+)
+
+// ServicePort is a port of a Service in one address family, as it is on this node.
+type ServicePort struct {
+	Namespace string        `json:"namespace"`
+	Name      string        `json:"name"`
+	Port      string        `json:"port,omitempty"`
+	Number    uint16        `json:"number"`
+	Protocol  plan.Protocol `json:"protocol"`
+	Family    string        `json:"family"`
+	// ClusterIPs, LoadBalancerIPs and ExternalIPs are those that it has here: not those that another ServicePort owns.
+	ClusterIP       string   `json:"clusterIP,omitempty"`
+	LoadBalancerIPs []string `json:"loadBalancerIPs,omitempty"`
+	ExternalIPs     []string `json:"externalIPs,omitempty"`
+	NodePort        uint16   `json:"nodePort,omitempty"`
+	InternalPolicy  string   `json:"internalTrafficPolicy"`
+	ExternalPolicy  string   `json:"externalTrafficPolicy,omitempty"`
+	// Affinity is the session affinity's timeout in seconds; 0 without affinity.
+	Affinity int `json:"sessionAffinityTimeoutSeconds,omitempty"`
+	// Usable is the number of endpoints that this node sends to, under either policy, and Total that of all that are known.
+	Usable int    `json:"usableEndpoints"`
+	Total  int    `json:"totalEndpoints"`
+	State  string `json:"state"`
+	// Since is when the kernel was made equal to it; zero if it never was.
+	Since time.Time `json:"since,omitzero"`
+	// Counters are what has gone through it; nil where nothing counts.
+	Counters *Counters `json:"counters,omitempty"`
+}
+
+// describe returns the row of a ServicePort, without its state.
+func describe(sp *plan.ServicePort) ServicePort {
+	k := sp.Key
+	out := ServicePort{
+		Namespace: k.Service.Namespace, Name: k.Service.Name, Port: k.Port, Protocol: k.Protocol, Family: k.Family.String(),
+		InternalPolicy: sp.InternalPolicy.String(), Affinity: int(sp.Affinity / time.Second), Usable: len(sp.All()),
+	}
+	if sp.HasExternal() {
+		out.ExternalPolicy = sp.ExternalPolicy.String()
+	}
+	for _, f := range sp.Frontends {
+		switch f.Kind {
+		case plan.ClusterIP:
+			out.ClusterIP, out.Number = f.Addr.String(), f.Port
+		case plan.LoadBalancerIP:
+			out.LoadBalancerIPs, out.Number = append(out.LoadBalancerIPs, f.Addr.String()), f.Port
+		case plan.ExternalIP:
+			out.ExternalIPs, out.Number = append(out.ExternalIPs, f.Addr.String()), f.Port
+		case plan.NodePort:
+			out.NodePort = f.Port
+		}
+	}
+	for _, sh := range sp.Shadowed { // It may own none of its frontends.
+		if out.Number == 0 && sh.Frontend.Kind != plan.NodePort && sh.Frontend.Kind != plan.HealthCheckNodePort {
+			out.Number = sh.Frontend.Port
+		}
+	}
+	known := map[netip.AddrPort]struct{}{}
+	for _, ep := range sp.All() {
+		known[ep.Addr] = struct{}{}
+	}
+	for _, ex := range sp.Excluded {
+		known[ex.Addr] = struct{}{}
+	}
+	out.Total = len(known)
+	return out
+}
+
+// ServicePorts returns all ServicePorts of a namespace, in order; of all namespaces if it is empty.
+func (n *Node) ServicePorts(namespace string) []ServicePort {
+	programmed := n.snapshot()
+	var desired []*plan.ServicePort
+	n.View(func(s *proxier.State) {
+		services := s.Plan().Services
+		desired = make([]*plan.ServicePort, 0, len(services))
+		for k, sp := range services {
+			if namespace == "" || k.Service.Namespace == namespace {
+				desired = append(desired, sp)
+			}
+		}
+	})
+	slices.SortFunc(desired, func(a, b *plan.ServicePort) int { return a.Key.Compare(b.Key) })
+	refused := n.refused()
+	out := make([]ServicePort, len(desired))
+	for i, sp := range desired {
+		out[i] = describe(sp)
+		out[i].State, out[i].Since = state(sp, programmed, refused)
+	}
+	return out
+}
+
+// snapshot returns what is programmed; nil where nothing is.
+func (n *Node) snapshot() *plan.Snapshot {
+	if n.Programmed == nil {
+		return nil
+	}
+	if s := n.Programmed(); s != nil {
+		return s
+	}
+	return &plan.Snapshot{}
+}
+
+func (n *Node) refused() map[plan.Key]plan.Refusal {
+	out := map[plan.Key]plan.Refusal{}
+	if n.Refused != nil {
+		for _, r := range n.Refused() {
+			out[r.Key] = r
+		}
+	}
+	return out
+}
+
+// state returns the state of a ServicePort, and since when it has been programmed.
+func state(sp *plan.ServicePort, programmed *plan.Snapshot, refused map[plan.Key]plan.Refusal) (string, time.Time) {
+	if programmed == nil {
+		return Planned, time.Time{}
+	}
+	if _, ok := refused[sp.Key]; ok {
+		return Refused, time.Time{}
+	}
+	if now, since := programmed.Programmed(sp.Key); now == sp {
+		return Programmed, since
+	}
+	return Pending, time.Time{}
+}
+
+// Finding is something that the owner of an object should know.
+type Finding struct {
+	Severity string `json:"severity"`
+	Where    string `json:"where,omitempty"`
+	Object   string `json:"object,omitempty"`
+	Field    string `json:"field,omitempty"`
+	Detail   string `json:"detail"`
+	Effect   string `json:"effect,omitempty"`
+}
+
+func asFinding(f source.Finding) Finding {
+	return Finding{f.Severity.String(), f.Where, f.Object, f.Field, f.Detail, f.Effect}
+}
+
+func asFindings(list []source.Finding) []Finding {
+	out := make([]Finding, 0, len(list))
+	for _, f := range list {
+		out = append(out, asFinding(f))
+	}
+	return out
+}
+
+// AllFindings returns what is wrong now: with objects first, then with the node.
+func (n *Node) AllFindings() []Finding {
+	var list []source.Finding
+	n.View(func(s *proxier.State) { list = s.Findings() })
+	for _, r := range n.refused() {
+		list = append(list, refusal(r))
+	}
+	for _, f := range n.otherFindings() {
+		if !slices.Contains(list, f) {
+			list = append(list, f)
+		}
+	}
+	return asFindings(list)
+}
+
+func (n *Node) otherFindings() []source.Finding {
+	if n.Findings == nil {
+		return nil
+	}
+	return n.Findings()
+}
+
+func refusal(r plan.Refusal) source.Finding {
+	return source.Finding{
+		Severity: source.Problem, Object: "Service " + r.Key.Service.String(), Detail: r.String(), Effect: r.Effect(),
+	}
+}
+
+// UnknownServiceError is returned for a Service of which nothing is known.
+type UnknownServiceError struct {
+	Service plan.Service
+	// Elsewhere are Services with the same name in other namespaces, and Similar those of this namespace with a similar name.
+	Elsewhere, Similar []plan.Service
+}
+
+func (e *UnknownServiceError) Error() string {
+	s := fmt.Sprintf("no Service %s is proxied here: there is none, or it is headless, an ExternalName, or another proxy's", e.Service)
+	var hints []string
+	for _, o := range append(slices.Clone(e.Similar), e.Elsewhere...) {
+		hints = append(hints, o.String())
+	}
+	if len(hints) > 0 {
+		s += "; did you mean " + strings.Join(hints[:min(len(hints), 5)], ", ") + "?"
+	}
+	return s
+}
+
+// describeService returns what is known of a Service, and a plan of its ServicePorts alone, which also comes with an error.
+func (n *Node) describeService(svc plan.Service) (*proxier.Description, *plan.Plan, error) {
+	var (
+		d     *proxier.Description
+		found bool
+		own   *plan.Plan
+		known []plan.Service
+	)
+	n.View(func(s *proxier.State) {
+		own = plan.New(s.Plan().Node, s.Plan().Settings)
+		own.Partial = s.Plan().Partial
+		if d, found = s.Describe(svc); !found {
+			known = s.Services()
+		}
+	})
+	if !found {
+		unknown := &UnknownServiceError{Service: svc}
+		for _, o := range known {
+			switch {
+			case o.Namespace == svc.Namespace && similar(o.Name, svc.Name):
+				unknown.Similar = append(unknown.Similar, o)
+			case strings.EqualFold(o.Name, svc.Name):
+				unknown.Elsewhere = append(unknown.Elsewhere, o)
+			}
+		}
+		slices.SortFunc(unknown.Similar, plan.Service.Compare)
+		slices.SortFunc(unknown.Elsewhere, plan.Service.Compare)
+		return nil, own, unknown
+	}
+	for _, sp := range d.ServicePorts {
+		own.Set(sp)
+	}
+	return d, own, nil
+}
+
+// similar reports whether one name could be a slip of the pen for the other: it has the other's beginning, or two changed letters at
+// most.
+func similar(a, b string) bool {
+	b = strings.ToLower(b)
+	return len(b) > 2 && strings.HasPrefix(a, b) || distance(a, b) <= 2
+}
+
+// distance is the Levenshtein distance.
+func distance(a, b string) int {
+	row := make([]int, len(b)+1)
+	for j := range row {
+		row[j] = j
+	}
+	for i := range len(a) {
+		diagonal := row[0]
+		row[0] = i + 1
+		for j := range len(b) {
+			cost := diagonal
+			if a[i] != b[j] {
+				cost++
+			}
+			diagonal = row[j+1]
+			row[j+1] = min(cost, row[j]+1, row[j+1]+1)
+		}
+	}
+	return row[len(b)]
+}

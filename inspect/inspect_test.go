@@ -1,0 +1,205 @@
+package inspect
+
+import (
+	"errors"
+	"fmt"
+	"net/http"
+	"net/netip"
+	"path/filepath"
+	"slices"
+	"strings"
+	"sync"
+	"sync/atomic"
+	"testing"
+	"time"
+
+	v1 "k8s.io/api/core/v1"
+	discovery "k8s.io/api/discovery/v1"
+	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
+	"k8s.io/apimachinery/pkg/types"
+
+	"nodeproxy/plan"
+	"nodeproxy/proxier"
+	"nodeproxy/source"
+)
+
+// manyServices returns a Node with n Services default/s-0 and so on, of two endpoints each, and the time that Views have taken in all.
+func manyServices(tb testing.TB, n int) (*Node, func() time.Duration) {
+	tb.Helper()
+	batch := source.Batch{
+		Services: map[types.NamespacedName]*v1.Service{}, EndpointSlices: map[types.NamespacedName]*discovery.EndpointSlice{}, Synced: true,
+	}
+	port, tcp, name := int32(8080), v1.ProtocolTCP, ""
+	for i := range n {
+		id := types.NamespacedName{Namespace: "default", Name: fmt.Sprintf("s-%d", i)}
+		ip := fmt.Sprintf("10.96.%d.%d", i/250, i%250+1)
+		batch.Services[id] = &v1.Service{
+			ObjectMeta: metav1.ObjectMeta{Namespace: id.Namespace, Name: id.Name},
+			Spec: v1.ServiceSpec{
+				ClusterIP: ip, ClusterIPs: []string{ip}, IPFamilies: []v1.IPFamily{v1.IPv4Protocol},
+				Ports: []v1.ServicePort{{Port: 80, Protocol: tcp}},
+			},
+		}
+		batch.EndpointSlices[id] = &discovery.EndpointSlice{
+			ObjectMeta:  metav1.ObjectMeta{Namespace: id.Namespace, Name: id.Name, Labels: map[string]string{discovery.LabelServiceName: id.Name}},
+			AddressType: discovery.AddressTypeIPv4, Ports: []discovery.EndpointPort{{Name: &name, Port: &port, Protocol: &tcp}},
+			Endpoints: []discovery.Endpoint{
+				{Addresses: []string{fmt.Sprintf("10.244.%d.%d", i/250, i%250+1)}}, {Addresses: []string{fmt.Sprintf("10.245.%d.%d", i/250, i%250+1)}},
+			},
+		}
+	}
+	state := proxier.NewState("node1", plan.Settings{}, plan.Families[:], nil)
+	state.Apply(batch)
+	state.Update()
+	var mu sync.Mutex
+	var held time.Duration
+	view := func(read func(*proxier.State)) {
+		mu.Lock()
+		defer mu.Unlock()
+		begin := time.Now()
+		read(state)
+		held += time.Since(begin)
+	}
+	return &Node{Mode: "iptables", View: view}, func() time.Duration {
+		mu.Lock()
+		defer mu.Unlock()
+		return held
+	}
+}
+
+// BenchmarkAnswers measures answers about 10,000 Services, and for how long one keeps a sync from beginning.
+func BenchmarkAnswers(b *testing.B) {
+	const services = 10000
+	for name, ask := range map[string]func(n *Node) error{
+		"get":     func(n *Node) error { _ = n.ServicePorts(""); return nil },
+		"explain": func(n *Node) error { _, err := n.Explain(plan.Service{Namespace: "default", Name: "s-77"}); return err },
+		"unknown": func(n *Node) error {
+			if _, err := n.Explain(plan.Service{Namespace: "default", Name: "x-77"}); err == nil {
+				return errors.New("it is known")
+			}
+			return nil
+		},
+	} {
+		b.Run(name, func(b *testing.B) {
+			n, held := manyServices(b, services)
+			for b.Loop() {
+				if err := ask(n); err != nil {
+					b.Fatal(err)
+				}
+			}
+			b.ReportMetric(float64(held().Nanoseconds())/float64(b.N), "ns-held/op")
+		})
+	}
+}
+
+// TestClient: answers, errors and the lack of an answer come through a socket as they are.
+func TestClient(t *testing.T) {
+	t.Parallel()
+	n, _ := manyServices(t, 12)
+	refused := plan.Key{Service: plan.Service{Namespace: "default", Name: "s-1"}, Protocol: plan.TCP, Family: plan.IPv4}
+	n.Refused = func() []plan.Refusal { return []plan.Refusal{{Key: refused}} }
+	n.Programmed = func() *plan.Snapshot { return nil }
+	var running sync.WaitGroup
+	var node atomic.Pointer[Node]
+	path := filepath.Join(t.TempDir(), "s")
+	l, err := Listen(path)
+	if err != nil {
+		t.Fatal(err)
+	}
+	running.Go(func() {
+		if err := Serve(l, Handler(node.Load)); err != nil {
+			t.Error(err)
+		}
+	})
+	defer func() {
+		l.Close()
+		running.Wait()
+	}()
+	client := NewClient(path)
+	defer client.http.CloseIdleConnections()
+
+	var answer *AnswerError
+	if _, err := client.Findings(t.Context()); !errors.As(err, &answer) || answer.Status != http.StatusServiceUnavailable {
+		t.Errorf("without an answer: %v", err)
+	}
+	node.Store(n)
+	list, err := client.ServicePorts(t.Context(), "default")
+	if err != nil || len(list) != 12 {
+		t.Fatalf("%d ServicePorts, %v", len(list), err)
+	}
+	for _, sp := range list {
+		if want := map[bool]string{true: Refused, false: Pending}[sp.Name == "s-1"]; sp.State != want {
+			t.Errorf("%s is %s, want %s", sp.Name, sp.State, want)
+		}
+	}
+	if list, err := client.ServicePorts(t.Context(), "other"); err != nil || list == nil || len(list) != 0 {
+		t.Errorf("of another namespace: %v, %v", list, err)
+	}
+	e, err := client.Explain(t.Context(), plan.Service{Namespace: "default", Name: "s-1"})
+	if err != nil || !e.Problem() || !slices.ContainsFunc(e.Diagnoses, func(d Diagnosis) bool { return d.Code == RefusedByKernel }) {
+		t.Errorf("the refused one: %+v, %v", e, err)
+	}
+	e, err = client.Explain(t.Context(), plan.Service{Namespace: "default", Name: "s-2"})
+	if err != nil || !slices.ContainsFunc(e.Diagnoses, func(d Diagnosis) bool { return d.Code == NotYetProgrammed }) {
+		t.Errorf("the pending one: %+v, %v", e, err)
+	}
+	_, err = client.Explain(t.Context(), plan.Service{Namespace: "other", Name: "S-3"})
+	if !errors.As(err, &answer) || answer.Status != http.StatusNotFound || !strings.Contains(err.Error(), "did you mean default/s-3?") {
+		t.Errorf("an unknown one: %v", err)
+	}
+	if _, err := client.Trace(t.Context(), TraceQuery{From: "node", To: "node:80"}); !errors.As(err, &answer) || !answer.BadRequest() {
+		t.Errorf("a trace before anything is programmed: %v", err)
+	}
+	findings, err := client.Findings(t.Context())
+	if err != nil || len(findings) != 1 || findings[0].Object != "Service default/s-1" {
+		t.Errorf("findings: %+v, %v", findings, err)
+	}
+	l.Close()
+	if _, err := NewClient(path).Findings(t.Context()); err == nil {
+		t.Error("a closed socket answers")
+	}
+}
+
+// TestElsewhere: the client that stands for those without access is not one of those with it.
+func TestElsewhere(t *testing.T) {
+	t.Parallel()
+	for _, tt := range []struct {
+		ranges, want string
+	}{
+		{"192.0.2.0/24", "198.51.100.7"},
+		{"198.51.100.0/24", "203.0.113.7"},
+		{"198.51.100.0/24 203.0.113.0/24", "192.0.2.7"},
+		{"0.0.0.0/0", ""},
+		{"2001:db8::/32", "3fff::7"},
+	} {
+		var ranges []netip.Prefix
+		for _, r := range strings.Fields(tt.ranges) {
+			ranges = append(ranges, netip.MustParsePrefix(r))
+		}
+		f := plan.IPv4
+		if strings.Contains(tt.ranges, ":") {
+			f = plan.IPv6
+		}
+		got, ok := elsewhere(f, ranges)
+		if ok != (tt.want != "") || ok && got.String() != tt.want {
+			t.Errorf("not in %s: %s, %t, want %s", tt.ranges, got, ok, tt.want)
+		}
+	}
+}
+
+func TestPrintable(t *testing.T) {
+	t.Parallel()
+	for in, want := range map[string]string{
+		"web-1":           "web-1",
+		`port "http"`:     `port "http"`,
+		"Zürich":          "Zürich",
+		"a\x1b[2J\n\"b\"": `a\x1b[2J\n"b"`,
+		"\u202egnp":       `\u202egnp`,
+		"\xff":            `\xff`,
+		"a\tb":            `a\tb`,
+	} {
+		if got := printable(in); got != want {
+			t.Errorf("%q becomes %q, want %q", in, got, want)
+		}
+	}
+}

@@ -1,0 +1,339 @@
+package inspect
+
+import (
+	"cmp"
+	"fmt"
+	"io"
+	"slices"
+	"strings"
+	"time"
+
+	"nodeproxy/plan"
+)
+
+// Live is a prediction beside real packets of the same flow.
+type Live struct {
+	// Trace is the prediction for the packet that was asked for.
+	Trace *Trace `json:"trace"`
+	// Duration is how long packets were followed, in seconds.
+	Duration float64 `json:"seconds"`
+	// Passed is how many packets of the flow have passed, those of older connections included.
+	Passed uint64       `json:"passedPackets"`
+	Seen   []SeenPacket `json:"seen"`
+	// Notes say what could not be followed.
+	Notes []string `json:"notes,omitempty"`
+}
+
+// SeenPacket is the first packet of a real connection.
+type SeenPacket struct {
+	Time        time.Time `json:"time"`
+	Source      string    `json:"source"`
+	Destination string    `json:"destination"`
+	// In and Out are the interfaces by which it came and went.
+	In    string     `json:"in,omitempty"`
+	Out   string     `json:"out,omitempty"`
+	Steps []SeenStep `json:"steps"`
+	// Action is forward, reject, drop, or pass for a packet that was left alone; it is lost if no rule that can be followed has dropped the
+	// packet, and it got nowhere.
+	Action string `json:"action"`
+	// Endpoint is where it was sent to; empty if its destination stayed.
+	Endpoint    string `json:"endpoint,omitempty"`
+	Masqueraded bool   `json:"masqueraded"`
+	// Answered says that connection tracking has seen an answer.
+	Answered bool `json:"answered"`
+	// Unfollowed names a program whose rules the kernel does not tell of, though there are some; empty for none.
+	Unfollowed string `json:"unfollowed,omitempty"`
+	// Prediction is for a packet from this source; Differences say where it was wrong.
+	Prediction  *PacketTrace `json:"prediction"`
+	Differences []string     `json:"differences,omitempty"`
+}
+
+// SeenStep is a rule that has matched a real packet, or the policy of a chain.
+type SeenStep struct {
+	TraceStep
+	// Verdict is accept, drop, continue, return, jump CHAIN or goto CHAIN.
+	Verdict string `json:"verdict"`
+	// Predicted says that the prediction has the rule too.
+	Predicted bool `json:"predicted"`
+}
+
+// Lost is the Action of a packet that no rule has dropped and that got nowhere.
+const Lost = "lost"
+
+// Problem reports whether no packet passed, or one went another way than was predicted, or does not get through.
+func (l *Live) Problem() bool {
+	return len(l.Seen) == 0 || slices.ContainsFunc(l.Seen, func(s SeenPacket) bool {
+		return len(s.Differences) > 0 || s.Action == plan.Reject.String() || s.Action == plan.Drop.String() || s.Action == Lost
+	})
+}
+
+// Compare sets the prediction of a packet, which of its steps were predicted, and the differences.
+func (s *SeenPacket) Compare(p *PacketTrace) {
+	s.Prediction, s.Differences = p, nil
+	outcome := p.outcomeFor(s)
+	s.matchSteps(slices.Concat(p.Steps, outcome.Steps))
+	if n := len(s.Steps); s.Action == plan.Drop.String() && n > 0 && Rejects(s.Steps[n-1].Rule) { // Only now its text may be known.
+		s.Action = plan.Reject.String()
+	}
+	differ := func(format string, args ...any) { s.Differences = append(s.Differences, fmt.Sprintf(format, args...)) }
+	switch {
+	case s.Action == Lost && s.Unfollowed != "" && (p.Action == plan.Reject.String() || p.Action == plan.Drop.String()):
+		return // by a rule that does not show
+	case s.Action == Lost:
+		by := "no rule has dropped it"
+		if s.Unfollowed != "" {
+			by = "a rule of " + s.Unfollowed + " may have dropped it, or none has"
+		}
+		differ("predicted to be %s, it got no further than %s: %s. Is there a route to %s, and back to the client (rp_filter)?",
+			actionWords[p.Action], s.furthest(), by, cmp.Or(s.Endpoint, s.Destination))
+		return
+	case s.Action != p.Action && !slices.ContainsFunc(p.Outcomes, func(o TraceOutcome) bool { return o.Action == s.Action }):
+		differ("predicted to be %s, it was %s%s", actionWords[p.Action], actionWords[s.Action], s.by())
+		return
+	case s.Endpoint != outcome.Endpoint:
+		differ("%s is not among the endpoints that were predicted", cmp.Or(s.Endpoint, "its own destination"))
+	case s.Masqueraded && !outcome.Masqueraded:
+		differ("it was masqueraded, and should keep its source%s", s.masqueradedBy())
+	case !s.Masqueraded && outcome.Masqueraded && p.FromNode && s.Unfollowed != "": // The node may have sent it from that address anyway.
+	case !s.Masqueraded && outcome.Masqueraded:
+		differ("it kept its source, and should be masqueraded")
+	}
+}
+
+// outcomeFor returns the outcome that fits a packet best.
+func (p *PacketTrace) outcomeFor(s *SeenPacket) TraceOutcome {
+	best, points := p.Outcomes[0], -1
+	for _, o := range p.Outcomes {
+		n := 0
+		if o.Endpoint == s.Endpoint {
+			n += 2
+		}
+		if o.Masqueraded == s.Masqueraded {
+			n++
+		}
+		if n > points {
+			best, points = o, n
+		}
+	}
+	return best
+}
+
+// matchSteps finds the steps that were predicted, each behind the one before. Where a rule reads differently, as nftables itself prints
+// it, the chain and the verdict tell, and the text is that of the prediction.
+func (s *SeenPacket) matchSteps(predicted []TraceStep) {
+	at := 0
+	for i := range s.Steps {
+		step := &s.Steps[i]
+		j := slices.IndexFunc(predicted[at:], func(p TraceStep) bool {
+			return strings.EqualFold(p.Hook, step.Hook) && p.Table == step.Table && p.Chain == step.Chain && (p.Rule == step.Rule || step.leadsAs(p))
+		})
+		if j < 0 {
+			continue
+		}
+		p := predicted[at+j]
+		step.Predicted, step.Rule, step.Elements = true, p.Rule, p.Elements
+		at += j + 1
+	}
+}
+
+// leadsAs reports whether a rule of a table of nodeproxy's own leads where another does.
+func (s *SeenStep) leadsAs(p TraceStep) bool {
+	if !strings.HasPrefix(s.Table, "nodeproxy") || s.Rule == policy {
+		return false
+	}
+	_, chain, jumps := strings.Cut(s.Verdict, " ")
+	return !jumps || slices.ContainsFunc(append([]string{p.Rule}, p.Elements...), func(text string) bool {
+		return slices.Contains(strings.Fields(text), chain)
+	})
+}
+
+// policy is the rule of a step that is a chain's policy.
+const policy = "policy"
+
+// by says which rule has ended a packet's way.
+func (s *SeenPacket) by() string {
+	if len(s.Steps) == 0 || s.Action != plan.Drop.String() && s.Action != plan.Reject.String() {
+		return ""
+	}
+	last := s.Steps[len(s.Steps)-1]
+	if last.Rule == policy {
+		return fmt.Sprintf(" by the policy of chain %s of table %s", last.Chain, last.Table)
+	}
+	return fmt.Sprintf(" by chain %s of table %s: %s", last.Chain, last.Table, last.Rule)
+}
+
+func (s *SeenPacket) masqueradedBy() string {
+	for _, step := range slices.Backward(s.Steps) {
+		if Masquerades(step.Rule) {
+			return fmt.Sprintf(": chain %s of table %s has the rule %s", step.Chain, step.Table, step.Rule)
+		}
+	}
+	return ""
+}
+
+// Masquerades reports whether a rule, as iptables or nft print it, changes the source of packets.
+func Masquerades(rule string) bool {
+	return strings.Contains(rule, "-j MASQUERADE") || strings.Contains(rule, "-j SNAT") || strings.Contains(" "+rule, " masquerade") ||
+		strings.Contains(" "+rule, " snat ")
+}
+
+// Rejects reports whether a rule, as iptables or nft print it, tells the sender that it drops a packet.
+func Rejects(rule string) bool {
+	return strings.Contains(rule, "-j REJECT") || strings.Contains(" "+rule, " reject")
+}
+
+// furthest is the last hook that a packet is known to have got to.
+func (s *SeenPacket) furthest() string {
+	if len(s.Steps) == 0 {
+		return "its first hook"
+	}
+	return "hook " + s.Steps[len(s.Steps)-1].Hook
+}
+
+var actionWords = map[string]string{"forward": "forwarded", "pass": "left alone", "reject": "rejected", "drop": "dropped", Lost: "lost"}
+
+// WriteLive writes a prediction beside real packets for people.
+func WriteLive(w io.Writer, l *Live) error {
+	for _, p := range l.Trace.Packets {
+		fmt.Fprintf(w, "%s from %s (%s) to %s on node %s (mode %s)\n", p.Protocol, p.Source, printable(p.From), p.Destination, l.Trace.Node, l.Trace.Mode)
+	}
+	if len(l.Seen) == 0 {
+		fmt.Fprintf(w, "  no first packet of such a connection passed in %gs\n", l.Duration)
+	}
+	for i := range l.Seen {
+		s := &l.Seen[i]
+		fmt.Fprintf(w, "\nConnection %d: %s to %s", i+1, s.Source, s.Destination)
+		if s.In != "" {
+			fmt.Fprintf(w, ", by %s", s.In)
+		}
+		fmt.Fprintln(w)
+		if err := s.write(w); err != nil {
+			return err
+		}
+		same := slices.IndexFunc(l.Seen[:i], func(o SeenPacket) bool {
+			return slices.EqualFunc(o.Steps, s.Steps, SeenStep.equal) && o.Prediction.Action == s.Prediction.Action
+		})
+		if same >= 0 {
+			fmt.Fprintf(w, "\n  It met the rules that connection %d met.\n", same+1)
+		} else if err := s.writeSteps(w); err != nil {
+			return err
+		}
+	}
+	fmt.Fprintln(w)
+	for _, n := range l.Notes {
+		fmt.Fprintln(w, printable(n))
+	}
+	wrong := 0
+	for _, s := range l.Seen {
+		if len(s.Differences) > 0 {
+			wrong++
+		}
+	}
+	switch {
+	case len(l.Seen) == 0 && l.Passed > 0:
+		fmt.Fprintf(w, "%d packets of older connections passed: these keep the endpoint with which they began. Have the client connect anew.\n", l.Passed)
+	case len(l.Seen) == 0:
+		fmt.Fprint(w, "Have the client connect while this runs; --for=30s waits longer. If it does, its packets do not come to this node, or not to this address:\n"+
+			"try it on the client's own node, with FROM=outside, or with the address that the client uses.\n")
+	case wrong > 0:
+		fmt.Fprintf(w, "%d of %d connections differ from the prediction.\n", wrong, len(l.Seen))
+	default:
+		fmt.Fprintf(w, "All of %d connections went as predicted.\n", len(l.Seen))
+	}
+	return nil
+}
+
+func (s SeenStep) equal(o SeenStep) bool {
+	return s.TraceStep.equal(o.TraceStep) && s.Verdict == o.Verdict
+}
+
+// write writes prediction and fact side by side.
+func (s *SeenPacket) write(w io.Writer) error {
+	p := s.Prediction
+	outcome := p.outcomeFor(s)
+	source := func(masqueraded bool) string {
+		if masqueraded {
+			return "masqueraded"
+		}
+		return "kept"
+	}
+	rows := [][]string{{"  result", actionWords[p.Action], actionWords[s.Action]}}
+	if p.Action == plan.Forward.String() || s.Endpoint != "" {
+		rows = append(rows, []string{"  endpoint", p.endpoints(), cmp.Or(strings.TrimSpace(s.Endpoint+" "+podOf(p, s.Endpoint)), "-")},
+			[]string{"  source", source(outcome.Masqueraded), source(s.Masqueraded)})
+	}
+	rows = append(rows, []string{"  answered", "-", map[bool]string{true: "yes", false: "no"}[s.Answered]})
+	if err := indented(w, "\tPREDICTED\tSEEN", rows); err != nil {
+		return err
+	}
+	for _, d := range s.Differences {
+		fmt.Fprintln(w, "  DIFFERS: "+printable(d))
+	}
+	return nil
+}
+
+func podOf(p *PacketTrace, endpoint string) string {
+	for _, o := range p.Outcomes {
+		if o.Endpoint == endpoint && o.Pod != "" {
+			return "(" + o.Pod + ")"
+		}
+	}
+	return ""
+}
+
+// endpoints are those that were predicted, in short.
+func (p *PacketTrace) endpoints() string {
+	var list []string
+	for _, o := range p.Outcomes {
+		if o.Endpoint != "" {
+			list = append(list, o.Endpoint+" "+percent(o.Probability))
+		}
+	}
+	const most = 3
+	if n := len(list); n > most {
+		list = append(list[:most:most], fmt.Sprintf("%d more", n-most))
+	}
+	return cmp.Or(strings.Join(list, ", "), "-")
+}
+
+// writeSteps writes the rules that were predicted and those that matched, in one list. Policies that accept say nothing.
+func (s *SeenPacket) writeSteps(w io.Writer) error {
+	p := s.Prediction
+	predicted := slices.Concat(p.Steps, p.outcomeFor(s).Steps)
+	var rows [][]string
+	row := func(mark string, step TraceStep, note string) {
+		rows = append(rows, []string{"  " + mark, strings.ToUpper(step.Hook), step.Table, cmp.Or(step.Chain, "-"), step.Rule + note})
+		for _, e := range step.Elements {
+			rows = append(rows, []string{"  ", "", "", "", "  " + e})
+		}
+	}
+	for _, step := range s.Steps {
+		if !step.Predicted {
+			switch {
+			case step.Rule == policy && step.Verdict == "accept":
+			case step.Verdict == "drop":
+				row("seen", step.TraceStep, "   <-- DROPPED HERE")
+			default:
+				row("seen", step.TraceStep, "")
+			}
+			continue
+		}
+		for len(predicted) > 0 {
+			next := predicted[0]
+			predicted = predicted[1:]
+			if strings.EqualFold(next.Hook, step.Hook) && next.Table == step.Table && next.Chain == step.Chain && next.Rule == step.Rule {
+				break
+			}
+			row("predicted", next, "")
+		}
+		row("both", step.TraceStep, "")
+	}
+	for _, next := range predicted {
+		row("predicted", next, "")
+	}
+	if len(rows) == 0 {
+		return nil
+	}
+	fmt.Fprintln(w)
+	return indented(w, "  RULE IS\tHOOK\tTABLE\tCHAIN\tRULE", rows)
+}

@@ -1,0 +1,164 @@
+package inspect
+
+import (
+	"context"
+	"encoding/json"
+	"errors"
+	"fmt"
+	"io"
+	"net"
+	"net/http"
+	"net/url"
+	"strings"
+	"time"
+
+	"nodeproxy/plan"
+)
+
+// Handler answers a Client by what node returns; nil as long as there is nothing to tell.
+func Handler(node func() *Node) http.Handler {
+	mux := http.NewServeMux()
+	handle := func(path string, answer func(n *Node, q url.Values) (any, error)) {
+		mux.HandleFunc("GET "+path, func(w http.ResponseWriter, r *http.Request) {
+			n := node()
+			if n == nil {
+				http.Error(w, "nodeproxy has not begun to write rules; another proxy may run on this node", http.StatusServiceUnavailable)
+				return
+			}
+			body, err := answer(n, r.URL.Query())
+			var unknown *UnknownServiceError
+			var cant *TraceError
+			switch {
+			case errors.As(err, &cant):
+				http.Error(w, err.Error(), http.StatusBadRequest)
+			case errors.As(err, &unknown):
+				http.Error(w, err.Error(), http.StatusNotFound)
+			case err != nil:
+				http.Error(w, err.Error(), http.StatusInternalServerError)
+			default:
+				w.Header().Set("Content-Type", "application/json")
+				_ = json.NewEncoder(w).Encode(body) // The client finds out if it is cut off.
+			}
+		})
+	}
+	service := func(q url.Values) plan.Service {
+		return plan.Service{Namespace: q.Get("namespace"), Name: q.Get("name")}
+	}
+	handle("/v1/services", func(n *Node, q url.Values) (any, error) {
+		if q.Has("counters") {
+			return n.CountedServicePorts(context.Background(), q.Get("namespace")), nil
+		}
+		return n.ServicePorts(q.Get("namespace")), nil
+	})
+	handle("/v1/desired", func(n *Node, _ url.Values) (any, error) { return n.Desired() })
+	handle("/v1/findings", func(n *Node, _ url.Values) (any, error) { return n.AllFindings(), nil })
+	handle("/v1/status", func(n *Node, _ url.Values) (any, error) { return n.Status(), nil })
+	handle("/v1/traffic", func(n *Node, _ url.Values) (any, error) { return n.Traffic(context.Background()) })
+	handle("/v1/support", func(n *Node, _ url.Values) (any, error) { return n.Support(), nil })
+	handle("/v1/history", func(n *Node, q url.Values) (any, error) {
+		if q.Has("name") {
+			return n.History.Of(service(q)), nil
+		}
+		return n.History.Syncs(), nil
+	})
+	handle("/v1/trace", func(n *Node, q url.Values) (any, error) {
+		return n.Trace(TraceQuery{q.Get("from"), q.Get("to"), plan.Protocol(q.Get("protocol")), q.Get("namespace")})
+	})
+	handle("/v1/explain", func(n *Node, q url.Values) (any, error) {
+		e, err := n.Explain(service(q))
+		if err == nil {
+			n.Check(context.Background(), e) // For a few seconds at most.
+		}
+		return e, err
+	})
+	return mux
+}
+
+// Client asks the nodeproxy that runs on this node.
+type Client struct{ http http.Client }
+
+// NewClient returns a Client of the daemon whose socket has this path.
+func NewClient(socket string) *Client {
+	dial := func(ctx context.Context, _, _ string) (net.Conn, error) {
+		return new(net.Dialer).DialContext(ctx, "unix", socket)
+	}
+	return &Client{http.Client{Transport: &http.Transport{DialContext: dial}, Timeout: time.Minute}}
+}
+
+// ServicePorts asks for what Node.ServicePorts returns.
+func (c *Client) ServicePorts(ctx context.Context, namespace string) (out []ServicePort, err error) {
+	return out, c.get(ctx, "services", url.Values{"namespace": {namespace}}, &out)
+}
+
+// CountedServicePorts asks for what Node.CountedServicePorts returns.
+func (c *Client) CountedServicePorts(ctx context.Context, namespace string) (out []ServicePort, err error) {
+	return out, c.get(ctx, "services", url.Values{"namespace": {namespace}, "counters": {"true"}}, &out)
+}
+
+// Findings asks for what Node.AllFindings returns.
+func (c *Client) Findings(ctx context.Context) (out []Finding, err error) {
+	return out, c.get(ctx, "findings", nil, &out)
+}
+
+// Status asks for what Node.Status returns.
+func (c *Client) Status(ctx context.Context) (out *Status, err error) {
+	return out, c.get(ctx, "status", nil, &out)
+}
+
+// Support asks for what Node.Support returns.
+func (c *Client) Support(ctx context.Context) (out map[string]string, err error) {
+	return out, c.get(ctx, "support", nil, &out)
+}
+
+// History asks for the last syncs, of one Service if its name is not empty.
+func (c *Client) History(ctx context.Context, svc plan.Service) (out []Sync, err error) {
+	q := url.Values{}
+	if svc.Name != "" {
+		q = url.Values{"namespace": {svc.Namespace}, "name": {svc.Name}}
+	}
+	return out, c.get(ctx, "history", q, &out)
+}
+
+// Explain asks for what Node.Explain returns.
+func (c *Client) Explain(ctx context.Context, svc plan.Service) (out *Explanation, err error) {
+	return out, c.get(ctx, "explain", url.Values{"namespace": {svc.Namespace}, "name": {svc.Name}}, &out)
+}
+
+// Trace asks for what Node.Trace returns.
+func (c *Client) Trace(ctx context.Context, q TraceQuery) (out *Trace, err error) {
+	return out, c.get(ctx, "trace", url.Values{"from": {q.From}, "to": {q.To}, "protocol": {string(q.Protocol)}, "namespace": {q.Namespace}}, &out)
+}
+
+func (c *Client) get(ctx context.Context, what string, q url.Values, into any) error {
+	req, err := http.NewRequestWithContext(ctx, http.MethodGet, "http://nodeproxy/v1/"+what+"?"+q.Encode(), nil)
+	if err != nil {
+		return err
+	}
+	resp, err := c.http.Do(req)
+	if err != nil {
+		if inner := (*url.Error)(nil); errors.As(err, &inner) {
+			err = inner.Err // Without the address, which means nothing to anybody.
+		}
+		return err
+	}
+	defer resp.Body.Close()
+	if resp.StatusCode != http.StatusOK {
+		text, _ := io.ReadAll(io.LimitReader(resp.Body, 4096))
+		return &AnswerError{resp.StatusCode, string(text)}
+	}
+	if err := json.NewDecoder(resp.Body).Decode(into); err != nil {
+		return fmt.Errorf("reading the answer: %w", err)
+	}
+	return nil
+}
+
+// AnswerError is the answer of a daemon that can't give the one that was asked for.
+type AnswerError struct {
+	Status int
+	Text   string
+}
+
+// BadRequest reports whether the question can't be answered as it is.
+func (e *AnswerError) BadRequest() bool { return e.Status == http.StatusBadRequest }
+
+func (e *AnswerError) Error() string { return strings.TrimSpace(e.Text) }

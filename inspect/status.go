@@ -1,0 +1,344 @@
+package inspect
+
+import (
+	"cmp"
+	"fmt"
+	"io"
+	"net/netip"
+	"slices"
+	"strings"
+	"text/tabwriter"
+	"time"
+
+	"nodeproxy/plan"
+	"nodeproxy/proxier"
+	"nodeproxy/source"
+)
+
+// Self is what a running nodeproxy knows of itself.
+type Self struct {
+	Program  string // with its version
+	Variant  string // of the mode, such as the variant of iptables; "" if it has none
+	Families []plan.Family
+	// Unserved are the families of the host that the mode does not program.
+	Unserved []plan.Family
+	Started  time.Time
+	// From names the source of objects. Watches say how current they are; nil if they can't become stale, as with files.
+	From    string
+	Watches []source.Watch
+	// Missing are the conditions for readiness that are not met, as at /readyz.
+	Missing []Missing
+	// Neighbours are other programs that affect this one.
+	Neighbours []Neighbour
+	// Rejected is why the configuration file is not in force; "" if it is.
+	Rejected string
+	// Waited is for how long the oldest change has waited that is not programmed yet; 0 for none.
+	Waited time.Duration
+}
+
+// Missing is a condition for readiness that is not met.
+type Missing struct {
+	Condition string `json:"condition"`
+	Detail    string `json:"detail"`
+}
+
+// Neighbour is another program, or what one has done or left.
+type Neighbour struct {
+	// Kind is one of proxy, change and leftovers.
+	Kind string `json:"kind"`
+	What string `json:"what"`
+	// Problem is true if somebody has to do something about it.
+	Problem bool `json:"problem"`
+}
+
+// Status is how a running nodeproxy fares.
+type Status struct {
+	Program  string    `json:"program"`
+	Node     string    `json:"node"`
+	Mode     string    `json:"mode"`
+	Variant  string    `json:"variant,omitempty"`
+	Families []string  `json:"families"`
+	Unserved []string  `json:"unservedFamilies,omitempty"`
+	Started  time.Time `json:"started"`
+	Now      time.Time `json:"now"`
+	Ready    bool      `json:"ready"`
+	Missing  []Missing `json:"missing"`
+	// InSync is true if the kernel has everything that the objects ask for; then InSyncSince is when it first had, after the start or the
+	// last failure. Syncs that follow changes within the usual time don't interrupt it.
+	InSync      bool      `json:"inSync"`
+	InSyncSince time.Time `json:"inSyncSince,omitzero"`
+	// WaitingSeconds is for how long the oldest change has waited that is not programmed yet.
+	WaitingSeconds float64        `json:"waitingSeconds,omitempty"`
+	Services       int            `json:"services"`
+	ServicePorts   int            `json:"servicePorts"`
+	Endpoints      int            `json:"endpoints"` // addresses and ports that are in use
+	Problems       int            `json:"problems"`
+	Notes          int            `json:"notes"`
+	Refused        []string       `json:"refused"` // ServicePorts
+	Neighbours     []Neighbour    `json:"neighbours"`
+	Syncs          SyncStatistics `json:"syncs"`
+	Source         SourceStatus   `json:"source"`
+	// Wrong says what is wrong, a sentence each, with what to do; empty if nothing is.
+	Wrong []string `json:"wrong"`
+}
+
+// SyncStatistics are about the syncs that are still known and that changed anything. Durations are in seconds, without the wait.
+type SyncStatistics struct {
+	Known   int       `json:"known"`
+	Since   time.Time `json:"since,omitzero"`
+	Failed  int       `json:"failed"`
+	Median  float64   `json:"medianSeconds"`
+	P99     float64   `json:"p99Seconds"`
+	Last    time.Time `json:"last,omitzero"` // of any sync, when it began
+	LastFor float64   `json:"lastSeconds"`
+	LastWhy string    `json:"lastReason"`
+	// LastError is the text with which the last sync failed; "" if it did not.
+	LastError string `json:"lastError,omitempty"`
+}
+
+// SourceStatus says how current the objects are.
+type SourceStatus struct {
+	From string `json:"from"`
+	// Connected is false while something from the API server fails or has been silent for too long; always true for files.
+	Connected bool `json:"connected"`
+	// LastEvent is when the API server last sent anything, and AwaySince the same for the resource for which it is longest ago, if that is not
+	// connected.
+	LastEvent time.Time `json:"lastEvent,omitzero"`
+	AwaySince time.Time `json:"awaySince,omitzero"`
+	Failures  []string  `json:"failures,omitempty"`
+}
+
+// Status returns how this nodeproxy fares.
+func (n *Node) Status() *Status {
+	self, now := n.Self(), time.Now()
+	s := &Status{Program: self.Program, Mode: n.Mode, Variant: self.Variant, Families: familyNames(self.Families), Unserved: familyNames(self.Unserved),
+		Started: self.Started, Now: now, Missing: append([]Missing{}, self.Missing...), Ready: len(self.Missing) == 0,
+		Neighbours: append([]Neighbour{}, self.Neighbours...), Refused: []string{}, Wrong: []string{}, WaitingSeconds: self.Waited.Seconds()}
+	n.View(func(state *proxier.State) {
+		s.Node, s.ServicePorts = state.Plan().Node.Name, len(state.Plan().Services)
+	})
+	if snapshot := n.snapshot(); snapshot != nil {
+		seen := map[netip.AddrPort]struct{}{}
+		for _, ports := range snapshot.Services() {
+			s.Services++
+			for _, sp := range ports {
+				for _, ep := range sp.All() {
+					seen[ep.Addr] = struct{}{}
+				}
+			}
+		}
+		s.Endpoints = len(seen)
+	}
+	for _, f := range n.AllFindings() {
+		if f.Severity == problem {
+			s.Problems++
+		} else {
+			s.Notes++
+		}
+	}
+	for k := range n.refused() {
+		s.Refused = append(s.Refused, k.String())
+	}
+	slices.Sort(s.Refused)
+	s.InSyncSince = n.History.inSyncSince()
+	s.InSync = !s.InSyncSince.IsZero()
+	s.Syncs = statistics(n.History.Syncs())
+	s.Source = sourceStatus(self, now)
+	s.judge(self)
+	return s
+}
+
+func familyNames(list []plan.Family) []string {
+	out := []string{}
+	for _, f := range list {
+		out = append(out, f.String())
+	}
+	return out
+}
+
+func statistics(list []Sync) SyncStatistics {
+	var out SyncStatistics
+	var took []float64
+	for _, s := range list {
+		if len(s.Services) == 0 && s.Error == "" {
+			continue
+		}
+		if out.Known++; out.Since.IsZero() {
+			out.Since = s.Began
+		}
+		if s.Error != "" {
+			out.Failed++
+		}
+		took = append(took, s.Took.Total())
+	}
+	if len(took) > 0 {
+		slices.Sort(took)
+		out.Median, out.P99 = took[(len(took)-1)/2], took[(len(took)-1)*99/100]
+	}
+	if len(list) > 0 {
+		last := list[len(list)-1]
+		out.Last, out.LastFor, out.LastWhy, out.LastError = last.latest(), last.Took.Total(), last.why(), last.Error
+	}
+	return out
+}
+
+func sourceStatus(self Self, now time.Time) SourceStatus {
+	s := SourceStatus{From: self.From, Connected: true}
+	for _, w := range self.Watches {
+		if w.Age >= 0 {
+			if at := now.Add(-w.Age); at.After(s.LastEvent) {
+				s.LastEvent = at
+			}
+		}
+		if w.Failure == "" && w.Age < StaleAfter {
+			continue
+		}
+		s.Connected = false
+		if w.Failure != "" {
+			s.Failures = append(s.Failures, w.Resource+": "+w.Failure)
+		}
+		if at := now.Add(-w.Age); w.Age >= 0 && (s.AwaySince.IsZero() || at.Before(s.AwaySince)) {
+			s.AwaySince = at
+		}
+	}
+	return s
+}
+
+// judge finds what is wrong.
+func (s *Status) judge(self Self) {
+	wrong := func(form string, args ...any) { s.Wrong = append(s.Wrong, fmt.Sprintf(form, args...)) }
+	var stale []string
+	for _, m := range s.Missing {
+		if m.Condition == "fresh" { // One for each kind of object, all for the same cause as a rule.
+			stale = append(stale, m.Detail)
+		} else {
+			wrong("It is not ready (%s): %s.", m.Condition, m.Detail)
+		}
+	}
+	if len(stale) > 0 {
+		more := ""
+		if n := len(stale) - 1; n > 0 {
+			more = fmt.Sprintf("; nor is it for %d more %s of objects", n, plural("kind", n))
+		}
+		wrong("It is not ready (fresh): %s%s. Look at the API server, and at this node's way to it.", stale[0], more)
+	}
+	if s.Syncs.LastError != "" {
+		wrong("The last sync failed, and is tried again: %s. \"nodeproxy history\" has the syncs before.", s.Syncs.LastError)
+	}
+	if s.Ready && !s.Source.Connected {
+		away := ""
+		if !s.Source.AwaySince.IsZero() {
+			away = " for " + since(s.Source.AwaySince, s.Now)
+		}
+		wrong("Nothing has come from %s%s, so that changes of Services are not known; what was known last stays in force (%s). Look at the API "+
+			"server, and at this node's way to it.", s.Source.From, away, cmp.Or(strings.Join(s.Source.Failures, "; "), "no error"))
+	}
+	if len(s.Unserved) > 0 {
+		wrong("Services of %s are not proxied: the log says at the start of nodeproxy what this node lacks.", strings.Join(s.Unserved, " and "))
+	}
+	for _, neighbour := range s.Neighbours {
+		if neighbour.Problem {
+			wrong("%s.", neighbour.What)
+		}
+	}
+	if self.Rejected != "" {
+		wrong("The configuration file is not used, and the former configuration stays in force: %s.", self.Rejected)
+	}
+	if n := len(s.Refused); n > 0 {
+		wrong("The kernel refuses %d %s: %s. \"nodeproxy explain\" says why.", n, plural("ServicePort", n), few(s.Refused))
+	}
+	if more := s.Problems - len(s.Refused); more > 0 {
+		wrong("There %s with objects or with the node; \"nodeproxy get findings\" lists them.", map[bool]string{true: "is a problem",
+			false: fmt.Sprintf("are %d problems", more)}[more == 1])
+	}
+}
+
+// few names the first three of a list.
+func few(list []string) string {
+	text := strings.Join(list[:min(3, len(list))], ", ")
+	if more := len(list) - 3; more > 0 {
+		text += fmt.Sprintf(" and %d more", more)
+	}
+	return text
+}
+
+// WriteStatus writes a status on one screen.
+func WriteStatus(w io.Writer, s *Status) error {
+	t := tabwriter.NewWriter(w, 0, 0, 3, ' ', 0)
+	row := func(name string, parts ...string) {
+		fmt.Fprintln(t, printableRow([]string{name, joined(", ", parts...)}))
+	}
+	mode := s.Mode
+	if s.Variant != "" {
+		mode += " (" + s.Variant + ")"
+	}
+	row("Program", s.Program, "up for "+since(s.Started, s.Now))
+	row("Node", s.Node)
+	row("Mode", mode, strings.Join(s.Families, " and "))
+	ready := "yes"
+	if !s.Ready {
+		var names []string
+		for _, m := range s.Missing {
+			names = append(names, m.Condition)
+		}
+		names = slices.Compact(names)
+		ready = "no: " + strings.Join(names, ", ") + " missing"
+	}
+	row("Ready", ready)
+	inSync := "no"
+	if s.InSync {
+		inSync = "for " + since(s.InSyncSince, s.Now)
+	}
+	waits := ""
+	if s.WaitingSeconds > 0 {
+		waits = "a change has waited for " + seconds(s.WaitingSeconds)
+	}
+	row("In sync", inSync, waits)
+	row("Objects", counted("Service", s.Services), counted("ServicePort", s.ServicePorts), counted("endpoint", s.Endpoints)+" in use")
+	source := "current"
+	switch {
+	case s.Source.LastEvent.IsZero() && s.Source.Connected:
+	case s.Source.Connected:
+		source = "connected, last event " + since(s.Source.LastEvent, s.Now) + " ago"
+	case s.Source.AwaySince.IsZero():
+		source = "never connected"
+	default:
+		source = "away for " + since(s.Source.AwaySince, s.Now)
+	}
+	row("Source", s.Source.From, source)
+	if s.Syncs.Known > 0 {
+		failed := ""
+		if s.Syncs.Failed > 0 {
+			failed = fmt.Sprintf("%d failed", s.Syncs.Failed)
+		}
+		row("Syncs", fmt.Sprintf("%d of the last %s changed something", s.Syncs.Known, since(s.Syncs.Since, s.Now)), "median "+seconds(s.Syncs.Median),
+			"99 % within "+seconds(s.Syncs.P99), failed)
+	}
+	if !s.Syncs.Last.IsZero() {
+		row("Last sync", since(s.Syncs.Last, s.Now)+" ago", "took "+seconds(s.Syncs.LastFor), "why: "+s.Syncs.LastWhy)
+	}
+	row("Findings", counted("problem", s.Problems), counted("note", s.Notes))
+	row("Refused", cmp.Or(few(s.Refused), "none"))
+	name := "Neighbours"
+	for _, n := range s.Neighbours {
+		row(name, n.What)
+		name = ""
+	}
+	if len(s.Neighbours) == 0 {
+		row("Neighbours", "none seen")
+	}
+	if err := t.Flush(); err != nil {
+		return err
+	}
+	if len(s.Wrong) == 0 {
+		_, err := fmt.Fprint(w, "\nNothing is wrong.\n")
+		return err
+	}
+	fmt.Fprint(w, "\nWhat is wrong:\n")
+	for _, text := range s.Wrong {
+		fmt.Fprintf(w, "  - %s\n", printable(text))
+	}
+	return nil
+}
+
+func counted(noun string, n int) string { return fmt.Sprintf("%d %s", n, plural(noun, n)) }

@@ -1,0 +1,295 @@
+package inspect
+
+import (
+	"cmp"
+	"fmt"
+	"io"
+	"slices"
+	"strconv"
+	"strings"
+	"text/tabwriter"
+	"time"
+	"unicode"
+	"unicode/utf8"
+
+	"k8s.io/apimachinery/pkg/util/duration"
+
+	"nodeproxy/plan"
+)
+
+// none stands for an empty cell, as in kubectl.
+const none = "<none>"
+
+// printable returns s with whatever is not printable as in Go strings, so that nobody who may name an object can move the cursor,
+// hide text or add a line that looks like nodeproxy's own.
+func printable(s string) string {
+	if !strings.ContainsFunc(s, func(r rune) bool { return !unicode.IsPrint(r) || r == utf8.RuneError }) {
+		return s
+	}
+	quoted := strings.ReplaceAll(strconv.Quote(s), `\"`, `"`)
+	return quoted[1 : len(quoted)-1]
+}
+
+// printableRow returns the cells of a row, joined as a tabwriter wants them.
+func printableRow(cells []string) string {
+	out := make([]string, len(cells))
+	for i, c := range cells {
+		out[i] = printable(c)
+	}
+	return strings.Join(out, "\t")
+}
+
+// Table writes rows below a header, in kubectl's form.
+func Table(w io.Writer, header string, rows [][]string) error {
+	t := tabwriter.NewWriter(w, 0, 0, 3, ' ', 0)
+	fmt.Fprintln(t, strings.Join(strings.Fields(header), "\t"))
+	for _, r := range rows {
+		for i := range r {
+			r[i] = cmp.Or(r[i], none)
+		}
+		fmt.Fprintln(t, printableRow(r))
+	}
+	return t.Flush()
+}
+
+// WriteServicePorts writes a row for each ServicePort; wide adds policies and affinity. Ages are as of now.
+func WriteServicePorts(w io.Writer, list []ServicePort, wide bool, now time.Time) error {
+	header := "NAMESPACE NAME PORT CLUSTER-IP EXTERNAL-IP NODE-PORT ENDPOINTS STATE SINCE"
+	if wide {
+		header += " INTERNAL EXTERNAL AFFINITY FAMILY CONNECTIONS BYTES-IN BYTES-OUT"
+	}
+	var rows [][]string
+	for _, sp := range list {
+		row := []string{
+			sp.Namespace, sp.Name, sp.portText(), sp.ClusterIP, strings.Join(append(sp.LoadBalancerIPs[:len(sp.LoadBalancerIPs):len(sp.LoadBalancerIPs)], sp.ExternalIPs...), ","),
+			number(sp.NodePort), fmt.Sprintf("%d/%d", sp.Usable, sp.Total), sp.State, since(sp.Since, now),
+		}
+		if wide {
+			affinity := ""
+			if sp.Affinity > 0 {
+				affinity = duration.HumanDuration(time.Duration(sp.Affinity) * time.Second)
+			}
+			row = append(row, sp.InternalPolicy, sp.ExternalPolicy, affinity, sp.Family)
+			c := sp.Counters
+			if c == nil {
+				c = &Counters{plan.NotCounted, plan.NotCounted, plan.NotCounted, plan.NotCounted, plan.NotCounted}
+			}
+			row = append(row, counter(c.Connections), counter(c.BytesIn), counter(c.BytesOut))
+		}
+		rows = append(rows, row)
+	}
+	return Table(w, header, rows)
+}
+
+// portText is a port as in "80/TCP (http)".
+func (sp ServicePort) portText() string {
+	s := fmt.Sprintf("%d/%s", sp.Number, sp.Protocol)
+	if sp.Port != "" {
+		s += "(" + sp.Port + ")"
+	}
+	return s
+}
+
+// counter is a counter as a cell, which is empty for what is not counted.
+func counter(n int64) string {
+	if n == plan.NotCounted {
+		return ""
+	}
+	return strconv.FormatInt(n, 10)
+}
+
+func number(port uint16) string {
+	if port == 0 {
+		return ""
+	}
+	return fmt.Sprint(port)
+}
+
+func since(t, now time.Time) string {
+	if t.IsZero() {
+		return ""
+	}
+	return duration.HumanDuration(now.Sub(t))
+}
+
+// WriteEndpoints writes a row for each endpoint of each port of a Service; wide adds hints.
+func WriteEndpoints(w io.Writer, ports []PortExplanation, wide bool) error {
+	header := "PORT ADDRESS POD NODE ZONE CONDITIONS USED"
+	if wide {
+		header += " HINTS"
+	}
+	var rows [][]string
+	for _, p := range ports {
+		for _, ep := range p.Endpoints {
+			row := []string{p.portText(), ep.Address, ep.Pod, ep.Node, ep.Zone, ep.condition(), ep.use()}
+			if wide {
+				row = append(row, strings.Join(ep.Hints, ","))
+			}
+			rows = append(rows, row)
+		}
+	}
+	return Table(w, header, rows)
+}
+
+// condition sums up the conditions.
+func (ep Endpoint) condition() string {
+	is := func(c string) bool { return slices.Contains(ep.Conditions, c) }
+	switch {
+	case is("terminating") && is("serving"):
+		return "terminating, still serving"
+	case is("terminating"):
+		return "terminating"
+	case is("ready"):
+		return "ready"
+	}
+	return "not ready"
+}
+
+// use says for which traffic an endpoint is used, or why it is not.
+func (ep Endpoint) use() string {
+	if len(ep.Unused) == 0 {
+		return "yes"
+	}
+	var parts []string
+	if len(ep.UsedFor) > 0 {
+		parts = append(parts, "under policy "+strings.Join(ep.UsedFor, ", "))
+	}
+	same := ""
+	for _, policy := range []string{"Cluster", "Local"} {
+		reason := ep.Unused[policy]
+		if reason == "" || reason == same {
+			continue
+		}
+		same = reason
+		if len(ep.UsedFor) > 0 || len(ep.Unused) > 1 && ep.Unused["Cluster"] != ep.Unused["Local"] {
+			reason = "not under " + policy + ": " + reason
+		} else {
+			reason = "no: " + reason
+		}
+		parts = append(parts, reason)
+	}
+	return strings.Join(parts, "; ")
+}
+
+// WriteFindings writes what is wrong, a paragraph each.
+func WriteFindings(w io.Writer, list []Finding) error {
+	var rows [][]string
+	for _, f := range list {
+		rows = append(rows, []string{f.Severity, f.Object, f.Field, joined("; ", f.Detail, f.Effect)})
+	}
+	return Table(w, "SEVERITY OBJECT FIELD DETAIL", rows)
+}
+
+// joined joins what is not empty.
+func joined(separator string, parts ...string) string {
+	var out []string
+	for _, p := range parts {
+		if p != "" {
+			out = append(out, p)
+		}
+	}
+	return strings.Join(out, separator)
+}
+
+// WriteExplanation writes an explanation for people.
+func WriteExplanation(w io.Writer, e *Explanation, now time.Time) error {
+	fmt.Fprintf(w, "Service %s/%s on node %s (mode %s)\n", e.Namespace, e.Name, e.Node, e.Mode)
+	if about := joined(", ", e.Type, with("selector ", e.Selector), with("node's zone ", e.Zone)); about != "" {
+		fmt.Fprintln(w, "  "+printable(about))
+	}
+	for _, p := range e.Ports {
+		if err := writePort(w, p, now); err != nil {
+			return err
+		}
+	}
+	if len(e.Checks) > 0 {
+		var rows [][]string
+		for _, c := range e.Checks {
+			rows = append(rows, []string{c.Name, c.Result, c.Detail})
+		}
+		fmt.Fprintln(w)
+		if err := indented(w, "CHECKED\tRESULT\tDETAIL", rows); err != nil {
+			return err
+		}
+	}
+	if len(e.Diagnoses) == 0 {
+		fmt.Fprint(w, "\nNothing is wrong with it on this node.\n")
+	}
+	for _, severity := range []string{problem, note} {
+		title := map[string]string{problem: "What is wrong", note: "What to know"}[severity]
+		for _, d := range e.Diagnoses {
+			if d.Severity != severity {
+				continue
+			}
+			if title != "" {
+				fmt.Fprintf(w, "\n%s:\n", title)
+				title = ""
+			}
+			fmt.Fprintf(w, "  - %s\n", printable(d.What))
+			if d.Do != "" {
+				fmt.Fprintf(w, "    To do: %s\n", printable(d.Do))
+			}
+		}
+	}
+	return nil
+}
+
+func with(prefix, s string) string {
+	if s == "" {
+		return ""
+	}
+	return prefix + s
+}
+
+func writePort(w io.Writer, p PortExplanation, now time.Time) error {
+	fmt.Fprintf(w, "\nPort %s, %s", p.portText(), p.Family)
+	if p.TargetPort != "" {
+		fmt.Fprintf(w, ", to port %s of the Pods", printable(p.TargetPort))
+	}
+	fmt.Fprintf(w, ": %s", p.State)
+	if s := since(p.Since, now); s != "" {
+		fmt.Fprintf(w, " for %s", s)
+	}
+	fmt.Fprintln(w)
+	policies := "  internalTrafficPolicy " + p.InternalPolicy
+	if p.ExternalPolicy != "" {
+		policies += ", externalTrafficPolicy " + p.ExternalPolicy
+	}
+	if p.Affinity > 0 {
+		policies += fmt.Sprintf(", ClientIP affinity of %s", time.Duration(p.Affinity)*time.Second)
+	}
+	fmt.Fprintln(w, policies)
+	var rows [][]string
+	for _, f := range p.Frontends {
+		name := f.Frontend
+		for _, v := range f.Verdicts {
+			rows = append(rows, []string{"  " + name, strings.Join(v.From, ", "), v.Summary()})
+			name = ""
+		}
+		if len(f.Verdicts) == 0 {
+			rows = append(rows, []string{"  " + name, "-", "this node has no address of the family"})
+		}
+	}
+	if err := indented(w, "  FRONTEND\tFROM\tVERDICT", rows); err != nil {
+		return err
+	}
+	rows = nil
+	for _, ep := range p.Endpoints {
+		rows = append(rows, []string{"  " + ep.Address, cmp.Or(ep.Pod, "-"), cmp.Or(ep.Node, "-"), cmp.Or(ep.Zone, "-"),
+			ep.condition(), ep.use()})
+	}
+	if len(rows) == 0 {
+		return nil
+	}
+	fmt.Fprintln(w)
+	return indented(w, "  ENDPOINT\tPOD\tNODE\tZONE\tCONDITIONS\tUSED", rows)
+}
+
+func indented(w io.Writer, header string, rows [][]string) error {
+	t := tabwriter.NewWriter(w, 0, 0, 3, ' ', 0)
+	fmt.Fprintln(t, header)
+	for _, r := range rows {
+		fmt.Fprintln(t, printableRow(r))
+	}
+	return t.Flush()
+}

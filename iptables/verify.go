@@ -1,0 +1,104 @@
+package iptables
+
+import (
+	"context"
+	"errors"
+	"maps"
+	"slices"
+	"strings"
+
+	"nodeproxy/backend"
+	"nodeproxy/kernel/drift"
+	"nodeproxy/kernel/names"
+	"nodeproxy/kernel/xtables"
+	"nodeproxy/plan"
+)
+
+// Verify compares the chains of a Service, and those that lead to them, with the kernel. It may run beside Sync, which waits for it for
+// a moment at most. It runs a program for each table and family.
+func (b *Backend) Verify(ctx context.Context, svc plan.Service) (things int, found drift.Found, err error) {
+	return backend.Verify(ctx, b.Engines, svc)
+}
+
+// Verify implements backend.Verifier.
+func (e *engine) Verify(ctx context.Context, svc plan.Service) (things int, found drift.Found, err error) {
+	t, is := e.Kernel.(*xtables.Program)
+	if !is {
+		return 0, nil, nil
+	}
+	if err := backend.Lock(ctx, &e.syncing); err != nil {
+		return 0, nil, err
+	}
+	if e.current == nil {
+		e.syncing.Unlock()
+		return 0, nil, errors.New("what the kernel holds is not known until the next sync has succeeded")
+	}
+	desired := e.current.about(svc)
+	e.syncing.Unlock()
+	of := map[names.Table]map[string]bool{}
+	add := func(t names.Table, chain string) {
+		if of[t] == nil {
+			of[t] = map[string]bool{}
+		}
+		of[t][chain] = true
+	}
+	for _, c := range desired.Chains {
+		add(c.Table, c.Name)
+		things += max(1, len(c.Rules))
+	}
+	for _, j := range desired.Jumps {
+		add(j.Table, j.From)
+		things++
+	}
+	for _, table := range slices.Sorted(maps.Keys(of)) {
+		actual, err := t.Chains(ctx, table, slices.Sorted(maps.Keys(of[table])))
+		if err != nil {
+			return things, found, err
+		}
+		found = append(found, xtables.Drift(e.family, xtables.Diff(table, desired, actual))...)
+	}
+	return things, found, nil
+}
+
+// about returns the chains of a Service, those by which packets come to them, and the jumps from built-in chains.
+func (r *rules) about(svc plan.Service) xtables.Desired {
+	out := xtables.Desired{Jumps: jumps(false)}
+	known := map[names.Table]map[string]bool{}
+	add := func(c xtables.Chain) {
+		if known[c.Table] == nil {
+			known[c.Table] = map[string]bool{}
+		}
+		if !known[c.Table][c.Name] {
+			known[c.Table][c.Name] = true
+			out.Chains = append(out.Chains, c)
+		}
+	}
+	add(r.dispatcher(natServices, &r.tries).rootChain()) // It leads to the node ports.
+	for k, sp := range r.services {
+		if k.Service != svc {
+			continue
+		}
+		frag := r.inForce(sp)
+		for _, c := range frag.chains {
+			add(c)
+		}
+		for _, e := range frag.entries {
+			d := r.dispatcher(e.dispatcher, &r.tries)
+			d.way(e.key, add)
+			add(d.rootChain())
+		}
+	}
+	return out
+}
+
+// way calls emit for the chains below a dispatcher's own that a packet for an entry passes.
+func (d *dispatch) way(k key, emit func(xtables.Chain)) {
+	for nodes := d.top(); len(nodes) > 0; {
+		i := slices.IndexFunc(nodes, func(n node) bool { return strings.HasPrefix(string(k), string(n.prefix)) })
+		if i < 0 {
+			return
+		}
+		emit(d.chain(nodes[i]))
+		nodes = nodes[i].below()
+	}
+}

@@ -1,0 +1,161 @@
+package tracer
+
+import (
+	"encoding/binary"
+	"errors"
+	"fmt"
+	"math"
+	"net/netip"
+
+	"github.com/google/nftables/expr"
+	"golang.org/x/sys/unix"
+
+	"nodeproxy/kernel/names"
+	"nodeproxy/kernel/netlink"
+	"nodeproxy/kernel/nft"
+	"nodeproxy/plan"
+)
+
+// The chains of the table. Those that mark come before what other programs have, and those that see the end of a packet's way behind it.
+const (
+	chainCount = "count"
+	chainMark  = "mark"
+	chainInput = "end-input"
+	chainPost  = "end-postrouting"
+
+	priorityFirst = -500
+	// priorityTracked is right behind connection tracking (NF_IP_PRI_CONNTRACK), which tells the first packet of a flow of UDP from others.
+	priorityTracked = -199
+	priorityLast    = math.MaxInt32 - 1
+)
+
+// Bits of the state of a flow, as expressions of type ct have them.
+const (
+	ctNew       = 1 << 3
+	ctUntracked = 1 << 6
+)
+
+// chains returns the chains that mark the first packets of a flow's connections.
+func (f Flow) chains() []nft.Chain {
+	hook := "prerouting"
+	if f.Output {
+		hook = "output"
+	}
+	at := func(name, hook string, priority int32, rules ...nft.Rule) nft.Chain {
+		return nft.Chain{Name: name, Hook: &nft.Hook{Type: "filter", Name: hook, Priority: priority}, Rules: rules}
+	}
+	var count, mark []nft.Rule
+	sources := f.Sources
+	if len(sources) == 0 {
+		sources = []netip.Prefix{{}}
+	}
+	for _, s := range sources {
+		match := f.match(s)
+		count = append(count, nft.Rule{Text: "counter", Exprs: append(match[:len(match):len(match)], &expr.Counter{})})
+		match = append(match, f.begins()...)
+		mark = append(mark, nft.Rule{Text: "nftrace", Exprs: append(match,
+			&expr.Limit{Type: expr.LimitTypePkts, Rate: f.rate(), Unit: expr.LimitTimeSecond, Burst: burst},
+			&expr.Immediate{Register: 1, Data: []byte{1}}, &expr.Meta{Key: expr.MetaKeyNFTRACE, SourceRegister: true, Register: 1})})
+	}
+	priority := int32(priorityFirst + 1)
+	if f.Protocol == plan.UDP {
+		priority = priorityTracked
+	}
+	return []nft.Chain{
+		at(chainCount, hook, priorityFirst, count...), at(chainMark, hook, priority, mark...),
+		at(chainInput, "input", priorityLast), at(chainPost, "postrouting", priorityLast),
+	}
+}
+
+// match returns what matches the flow's packets from a source; the zero prefix is any.
+func (f Flow) match(source netip.Prefix) []expr.Any {
+	dst := f.Dst.Addr().AsSlice()
+	sourceAt, destinationAt := uint32(12), uint32(16)
+	if f.Family() == plan.IPv6 {
+		sourceAt, destinationAt = 8, 24
+	}
+	load := func(base expr.PayloadBase, at, n uint32) expr.Any {
+		return &expr.Payload{DestRegister: 1, Base: base, Offset: at, Len: n}
+	}
+	is := func(v ...byte) expr.Any { return &expr.Cmp{Op: expr.CmpOpEq, Register: 1, Data: v} }
+	out := []expr.Any{
+		load(expr.PayloadBaseNetworkHeader, destinationAt, uint32(len(dst))), is(dst...),
+		&expr.Meta{Key: expr.MetaKeyL4PROTO, Register: 1}, is(netlink.Protocol(f.Protocol)),
+		load(expr.PayloadBaseTransportHeader, 2, 2), is(binary.BigEndian.AppendUint16(nil, f.Dst.Port())...),
+	}
+	if source.IsValid() && source.Bits() > 0 {
+		mask := make([]byte, len(dst))
+		for i := range source.Bits() {
+			mask[i/8] |= 0x80 >> (i % 8)
+		}
+		out = append(out, load(expr.PayloadBaseNetworkHeader, sourceAt, uint32(len(dst))),
+			&expr.Bitwise{SourceRegister: 1, DestRegister: 1, Len: uint32(len(mask)), Mask: mask, Xor: make([]byte, len(mask))},
+			is(source.Masked().Addr().AsSlice()...))
+	}
+	return out
+}
+
+// begins returns what matches the first packet of a connection. Before connection tracking, only the packet itself tells.
+func (f Flow) begins() []expr.Any {
+	masked := func(mask []byte) expr.Any {
+		return &expr.Bitwise{SourceRegister: 1, DestRegister: 1, Len: uint32(len(mask)), Mask: mask, Xor: make([]byte, len(mask))}
+	}
+	switch f.Protocol {
+	case plan.TCP:
+		const at, syn, ack = 13, 0x02, 0x10
+		return []expr.Any{&expr.Payload{DestRegister: 1, Base: expr.PayloadBaseTransportHeader, Offset: at, Len: 1}, masked([]byte{syn | ack}),
+			&expr.Cmp{Op: expr.CmpOpEq, Register: 1, Data: []byte{syn}}}
+	case plan.SCTP:
+		const firstChunk, initChunk = 12, 1
+		return []expr.Any{&expr.Payload{DestRegister: 1, Base: expr.PayloadBaseTransportHeader, Offset: firstChunk, Len: 1},
+			&expr.Cmp{Op: expr.CmpOpEq, Register: 1, Data: []byte{initChunk}}}
+	}
+	return []expr.Any{&expr.Ct{Key: expr.CtKeySTATE, Register: 1}, masked(binary.NativeEndian.AppendUint32(nil, ctNew|ctUntracked)),
+		&expr.Cmp{Op: expr.CmpOpNeq, Register: 1, Data: make([]byte, 4)}}
+}
+
+// ErrBusy is the error while another process follows packets of the same address family.
+var ErrBusy = errors.New("another \"nodeproxy trace --live\" follows packets of this address family on this node")
+
+// addTable adds the table, which the kernel removes when c is closed, unless it is too old for that.
+func (f Flow) addTable(c *nft.Conn) error {
+	add := func(table func(*nft.Batch)) error {
+		b := nft.NewBatch(f.Family(), names.Trace)
+		table(b)
+		if err := b.AddChains(f.chains()); err != nil {
+			return err
+		}
+		return c.Commit(b)
+	}
+	err := add((*nft.Batch).AddOwnedTable)
+	if errors.Is(err, unix.EEXIST) || errors.Is(err, unix.EPERM) { // Only one whose owner lives can't be removed.
+		if nft.DeleteTable(f.Family(), names.Trace) != nil {
+			return ErrBusy
+		}
+		err = add((*nft.Batch).AddOwnedTable)
+	}
+	if errors.Is(err, nft.ErrAbsent) || errors.Is(err, unix.EOPNOTSUPP) || errors.Is(err, unix.EINVAL) {
+		err = add((*nft.Batch).AddTable)
+	}
+	if err != nil {
+		return fmt.Errorf("following packets: %w", err)
+	}
+	return nil
+}
+
+// counted returns how many packets the flow has had, first ones and others.
+func (f Flow) counted() (uint64, error) {
+	list, err := nft.Rules(f.Family(), names.Trace, chainCount, func(attrs []byte) (n uint64) {
+		for _, e := range netlink.Attributes(netlink.Attribute(attrs, unix.NFTA_RULE_EXPRESSIONS)) {
+			if netlink.Text(netlink.Attribute(e, unix.NFTA_EXPR_NAME)) == "counter" {
+				n += netlink.BigEndian(netlink.Attribute(netlink.Attribute(e, unix.NFTA_EXPR_DATA), unix.NFTA_COUNTER_PACKETS))
+			}
+		}
+		return n
+	})
+	var sum uint64
+	for _, n := range list {
+		sum += n
+	}
+	return sum, err
+}

@@ -1,0 +1,75 @@
+package proxier
+
+import (
+	"context"
+	"log/slog"
+	"strings"
+	"sync/atomic"
+	"testing"
+	"testing/synctest"
+	"time"
+
+	"nodeproxy/plan"
+)
+
+// TestCompareBeside: no change waits for a comparison that runs beside syncs; one at a time runs, and a sync of everything follows only where
+// it asks for that. What is suspected meanwhile is looked at afterwards.
+func TestCompareBeside(t *testing.T) {
+	t.Parallel()
+	const takes, every = 5 * time.Second, 30 * time.Second
+	synctest.Test(t, func(t *testing.T) {
+		r := &recorder{start: time.Now(), takes: time.Millisecond}
+		var running, begun, ended atomic.Int32
+		var again atomic.Bool
+		p := New(Config{NodeName: "me", Families: plan.Families[:], Backend: r, CompareEvery: every, Log: slog.New(slog.DiscardHandler),
+			Compare: func(ctx context.Context) bool {
+				if begun.Add(1); running.Add(1) > 1 {
+					t.Error("two comparisons at once")
+				}
+				defer running.Add(-1)
+				select {
+				case <-time.After(takes):
+				case <-ctx.Done():
+					time.Sleep(time.Second)
+				}
+				ended.Add(1)
+				return again.Load()
+			}})
+		ctx, cancel := context.WithCancel(t.Context())
+		stopped := make(chan struct{})
+		go func() {
+			p.Run(ctx)
+			close(stopped)
+		}()
+		expect := func(what string, wantBegun, wantEnded int32, calls int, last string) {
+			t.Helper()
+			synctest.Wait()
+			if begun.Load() != wantBegun || ended.Load() != wantEnded || len(r.calls) != calls || !strings.Contains(r.calls[calls-1], last) {
+				t.Fatalf("%s: %d comparisons began, %d ended, syncs %q", what, begun.Load(), ended.Load(), r.calls)
+			}
+		}
+		p.Apply(batch("a", 1, true))
+		time.Sleep(time.Second)
+		expect("at the start", 0, 0, 1, "all of")
+		time.Sleep(every)
+		expect("when it is due", 1, 0, 1, "all of")
+		p.Apply(batch("b", 2, true))
+		time.Sleep(10 * time.Millisecond)
+		expect("a change during the comparison", 1, 0, 2, ": 1 of 2")
+		p.Suspect("a test says so")
+		time.Sleep(takes)
+		expect("the end, where nothing differs", 2, 1, 2, ": 1 of 2")
+		again.Store(true)
+		time.Sleep(takes + time.Second)
+		expect("what was suspected meanwhile", 2, 2, 3, "all of 2")
+		again.Store(false)
+		p.Suspect("a test says so")
+		time.Sleep(2 * debounce)
+		expect("the next one", 3, 2, 3, "all of 2")
+		cancel()
+		<-stopped
+		if running.Load() != 0 {
+			t.Error("a comparison goes on after the end")
+		}
+	})
+}

@@ -1,0 +1,142 @@
+package proxier
+
+import (
+	"iter"
+	"maps"
+	"slices"
+	"strconv"
+
+	v1 "k8s.io/api/core/v1"
+
+	"nodeproxy/plan"
+	"nodeproxy/source"
+	"nodeproxy/topology"
+)
+
+// Description is what is known of one Service: its object, its EndpointSlices and what follows from them for this node. A receiver
+// must not modify what it refers to.
+type Description struct {
+	Service plan.Service
+	// Exists is true if there is a Service object. EndpointSlices may exist without one.
+	Exists bool
+	// Type is spec.type, Selector is spec.selector, and Ports are spec.ports.
+	Type     string
+	Selector map[string]string
+	Ports    []Port
+	// Ingress is the number of entries of status.loadBalancer.ingress.
+	Ingress int
+	// Slices are the EndpointSlices that a proxy can use, in order of name.
+	Slices []Slice
+	// ServicePorts are the desired state, in order of key; none if the Service is not proxied.
+	ServicePorts []*plan.ServicePort
+	// Findings are about the Service and its EndpointSlices.
+	Findings []source.Finding
+}
+
+// Port is a port of a Service, as its object spells it.
+type Port struct {
+	Name     string
+	Protocol plan.Protocol
+	Number   uint16
+	Target   string // a number, or the name of a port of the Pods
+}
+
+// Slice is an EndpointSlice. Each of its ports applies to each of its endpoints, whose own port is 0.
+type Slice struct {
+	Name      string
+	Family    plan.Family
+	Ports     []SlicePort
+	Endpoints []topology.Endpoint
+}
+
+// SlicePort is a port of an EndpointSlice.
+type SlicePort struct {
+	Name     string
+	Protocol plan.Protocol
+	Number   uint16
+}
+
+// Endpoints returns the endpoints of a ServicePort, used or not, in order of address.
+func (d *Description) Endpoints(k plan.Key) []topology.Endpoint {
+	var out []topology.Endpoint
+	for _, s := range d.Slices {
+		out = append(out, s.endpointsFor(k)...)
+	}
+	return topology.Merge(out)
+}
+
+// object is what a Service's object says that is only described.
+type object struct {
+	kind     string
+	selector map[string]string
+	ports    []Port
+	ingress  int
+}
+
+func readObject(svc *v1.Service) object {
+	out := object{kind: string(svc.Spec.Type), selector: svc.Spec.Selector, ingress: len(svc.Status.LoadBalancer.Ingress)}
+	for _, p := range svc.Spec.Ports {
+		port := Port{Name: p.Name, Protocol: plan.Protocol(p.Protocol), Number: uint16(p.Port), Target: p.TargetPort.String()}
+		if port.Target == "0" || port.Target == "" { // The API server fills it in; a file may not have it.
+			port.Target = strconv.Itoa(int(p.Port))
+		}
+		out.ports = append(out.ports, port)
+	}
+	return out
+}
+
+// Describe returns what is known of a Service; false if nothing is.
+func (s *State) Describe(id plan.Service) (*Description, bool) {
+	svc := s.services[id]
+	if svc == nil {
+		return nil, false
+	}
+	d := &Description{
+		Service: id, Exists: svc.exists, Type: svc.object.kind, Selector: svc.object.selector, Ports: svc.object.ports,
+		Ingress:  svc.object.ingress,
+		Findings: slices.Clone(s.reported["Service "+id.String()]),
+	}
+	for _, name := range slices.Sorted(maps.Keys(svc.slices)) {
+		d.Slices = append(d.Slices, svc.slices[name].Slice)
+		d.Findings = append(d.Findings, s.reported["EndpointSlice "+id.Namespace+"/"+name]...)
+	}
+	for _, k := range s.plan.KeysOf(id) {
+		d.ServicePorts = append(d.ServicePorts, s.plan.Services[k])
+		d.Findings = append(d.Findings, s.reported["shadowed "+k.String()]...)
+		d.Findings = append(d.Findings, s.reported["reserved "+k.String()]...)
+	}
+	return d, true
+}
+
+// EndpointsOf iterates over the endpoints of all Services of a namespace, used or not, with port 0. Those in several EndpointSlices come
+// several times.
+func (s *State) EndpointsOf(namespace string) iter.Seq[topology.Endpoint] {
+	return func(yield func(topology.Endpoint) bool) {
+		for id, svc := range s.services {
+			if id.Namespace != namespace {
+				continue
+			}
+			for _, slice := range svc.slices {
+				for _, ep := range slice.Endpoints {
+					if !yield(ep) {
+						return
+					}
+				}
+			}
+		}
+	}
+}
+
+// Services returns the Services that have an object or EndpointSlices, in no order: sorting them would hold up a sync.
+func (s *State) Services() []plan.Service {
+	return slices.Collect(maps.Keys(s.services))
+}
+
+// Findings returns what is wrong with objects, and what else their owners should know, in order of object.
+func (s *State) Findings() []source.Finding {
+	var out []source.Finding
+	for _, object := range slices.Sorted(maps.Keys(s.reported)) {
+		out = append(out, s.reported[object]...)
+	}
+	return out
+}
