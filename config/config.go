@@ -5,7 +5,6 @@ import (
 	"net/netip"
 	"time"
 
-	"nodeproxy/kernel/xtables"
 	"nodeproxy/plan"
 	"nodeproxy/source"
 )
@@ -27,8 +26,8 @@ type Config struct {
 	ServiceCIDRsGiven bool
 	// NodePorts is the range of node ports.
 	NodePorts plan.PortRange
-	// IPTablesBackend is the implementation of iptables to use; with Cleanup also BothVariants.
-	IPTablesBackend xtables.Variant
+	// IPTablesBackend is the implementation of iptables to use; BothVariants only with Cleanup.
+	IPTablesBackend Variant
 	// MasqueradeBit is the bit of the packet mark that asks for masquerading, 0-31.
 	MasqueradeBit int
 	// MinSyncPeriod is the minimum time between two syncs; zero by default.
@@ -65,8 +64,16 @@ type Config struct {
 	Findings []source.Finding
 }
 
-// BothVariants is a value of --iptables-backend for cleanup.
-const BothVariants xtables.Variant = "both"
+// Variant is a value of --iptables-backend.
+type Variant string
+
+// The values of --iptables-backend. AutoVariant is the variant whose tables hold rules already; BothVariants is for cleanup.
+const (
+	AutoVariant   Variant = "auto"
+	NFTVariant    Variant = "nft"
+	LegacyVariant Variant = "legacy"
+	BothVariants  Variant = "both"
+)
 
 // APIServer configures the connection to the API server. With neither Kubeconfig nor Master, it is that of the cluster in which
 // this program runs as a pod.

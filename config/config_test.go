@@ -10,7 +10,6 @@ import (
 
 	"github.com/spf13/pflag"
 
-	"nodeproxy/kernel/xtables"
 	"nodeproxy/plan"
 )
 
@@ -40,7 +39,7 @@ func defaults() Config {
 		Mode: "iptables", NodeName: "node1", Manifests: "m",
 		API:          APIServer{ContentType: "application/vnd.kubernetes.protobuf", QPS: 5, Burst: 10},
 		ServiceCIDRs: prefixes("10.96.0.0/16"), ServiceCIDRsGiven: true, NodePorts: plan.PortRange{First: 30000, Last: 32767},
-		IPTablesBackend: xtables.Auto, MasqueradeBit: 14, SysctlDir: "/proc/sys", Socket: "/run/nodeproxy/nodeproxy.sock", LogLevel: "info", LogFormat: "text",
+		IPTablesBackend: AutoVariant, MasqueradeBit: 14, SysctlDir: "/proc/sys", Socket: "/run/nodeproxy/nodeproxy.sock", LogLevel: "info", LogFormat: "text",
 		SyncPeriod: 30 * time.Second, OOMScoreAdj: -999,
 		Servers: Servers{
 			Bind: netip.MustParseAddr("0.0.0.0"), Healthz: netip.MustParseAddrPort("0.0.0.0:10256"),
@@ -149,8 +148,8 @@ func TestFlags(t *testing.T) {
 			nodePorts(false, "192.168.0.0/16", "10.0.0.0/8")},
 		{"--nodeport-addresses=", nodePorts(false)},
 		{"--iptables-localhost-nodeports=false", func(c *Config) { c.Settings.LocalhostNodePorts = false }},
-		{"--iptables-backend=nft", func(c *Config) { c.IPTablesBackend = xtables.NFT }},
-		{"--iptables-backend=legacy", func(c *Config) { c.IPTablesBackend = xtables.Legacy }},
+		{"--iptables-backend=nft", func(c *Config) { c.IPTablesBackend = NFTVariant }},
+		{"--iptables-backend=legacy", func(c *Config) { c.IPTablesBackend = LegacyVariant }},
 		{"--min-sync-period=2s", period},
 		{"--iptables-min-sync-period=2s", period},
 		{"--log-level=error", level("error")},

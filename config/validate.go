@@ -12,7 +12,6 @@ import (
 	"strings"
 	"time"
 
-	"nodeproxy/kernel/xtables"
 	"nodeproxy/plan"
 )
 
@@ -127,8 +126,8 @@ func (k *checker) manifests(c *Config) {
 }
 
 func (k *checker) backend(c *Config) {
-	switch c.IPTablesBackend = xtables.Variant(k.own.iptablesBackend); c.IPTablesBackend {
-	case xtables.Auto, xtables.NFT, xtables.Legacy:
+	switch c.IPTablesBackend = Variant(k.own.iptablesBackend); c.IPTablesBackend {
+	case AutoVariant, NFTVariant, LegacyVariant:
 	case BothVariants:
 		if !k.own.cleanup {
 			k.check("--iptables-backend", fmt.Errorf("%q is for cleanup alone", k.own.iptablesBackend))

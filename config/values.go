@@ -10,7 +10,6 @@ import (
 	proxyconfig "k8s.io/kube-proxy/config/v1alpha1"
 	"k8s.io/utils/ptr"
 
-	"nodeproxy/kernel/xtables"
 	"nodeproxy/plan"
 )
 
@@ -86,7 +85,7 @@ func (v *values) defaults() {
 		kp.Logging.FlushFrequency.SerializeAsString = true
 	}
 	v.own = own{
-		serviceCIDR: "10.96.0.0/16", nodePortRange: "30000-32767", iptablesBackend: string(xtables.Auto), logLevel: "info",
+		serviceCIDR: "10.96.0.0/16", nodePortRange: "30000-32767", iptablesBackend: string(AutoVariant), logLevel: "info",
 		ipvsVIPs: ipvsVIPs[0], ipvsGrace: 5 * time.Minute,
 		healthzPort: healthzPort, metricsPort: metricsPort, sysctlDir: "/proc/sys", socket: "/run/nodeproxy/nodeproxy.sock",
 		ui:             uiAccess[0],

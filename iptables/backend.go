@@ -26,7 +26,7 @@ import (
 
 // Config says how a Backend works.
 type Config struct {
-	// Variant is the implementation of iptables to use; Auto picks the one that the node uses already.
+	// Variant is the implementation of iptables to use; if empty, the one that the node uses already.
 	Variant xtables.Variant
 	// Families are those to program.
 	Families []plan.Family
@@ -61,7 +61,7 @@ type Backend struct {
 // New finds the iptables programs and what they and the kernel can do. It changes nothing. A family for which there are
 // none, or for which the kernel has no table nat, is left out with a warning (Families returns the rest); New fails if none remains.
 func New(cfg Config) (*Backend, error) {
-	if cfg.Variant == xtables.Auto || cfg.Variant == "" {
+	if cfg.Variant == "" {
 		cfg.Variant = xtables.Detect()
 	}
 	b := &Backend{Variant: cfg.Variant, watch: &xtables.Watch{}}

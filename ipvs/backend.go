@@ -35,7 +35,7 @@ const drainInterval = time.Second
 // Config configures a Backend.
 type Config struct {
 	Options
-	// Variant is the implementation of iptables to use; Auto picks the one already in use on the node.
+	// Variant is the implementation of iptables to use; if empty, the one that the node uses already.
 	Variant xtables.Variant
 	// Families are the families to program.
 	Families []plan.Family

@@ -29,7 +29,7 @@ type node struct {
 // find finds what a configuration needs, and sets its defaults. An error names what is missing.
 func find(cfg *Config) (*node, error) {
 	cfg.Scheduler = cmp.Or(cfg.Scheduler, DefaultScheduler)
-	if cfg.Variant == xtables.Auto || cfg.Variant == "" {
+	if cfg.Variant == "" {
 		cfg.Variant = xtables.Detect()
 	}
 	n, err := findInKernel(cfg.Scheduler)

@@ -155,10 +155,21 @@ func removeTraces(r removal) error {
 	return errors.Join(err, nft.RemoveTables(names.Trace))
 }
 
-// variants are those of iptables that are cleaned up.
-func variants(v xtables.Variant) []xtables.Variant {
-	if v == xtables.NFT || v == xtables.Legacy {
+// variants are the variants of iptables that may hold rules with this setting.
+func variants(setting config.Variant) []xtables.Variant {
+	if v := variant(setting); v != "" {
 		return []xtables.Variant{v}
 	}
 	return []xtables.Variant{xtables.NFT, xtables.Legacy}
+}
+
+// variant returns the variant of iptables that the setting names, and "" if it leaves the choice open.
+func variant(setting config.Variant) xtables.Variant {
+	switch setting {
+	case config.NFTVariant:
+		return xtables.NFT
+	case config.LegacyVariant:
+		return xtables.Legacy
+	}
+	return ""
 }

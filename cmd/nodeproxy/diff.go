@@ -253,7 +253,7 @@ func options(c *config.Config) inspect.Options {
 func fromOptions(o inspect.Options) *config.Config {
 	return asGiven(&config.Config{}, &config.Config{
 		Mode: o.Mode, NodeName: o.NodeName, Settings: o.Settings, ServiceCIDRs: o.ServiceCIDRs, ServiceCIDRsGiven: o.ServiceCIDRsGiven,
-		NodePorts: o.NodePorts, IPTablesBackend: xtables.Variant(o.Variant), MasqueradeBit: o.MasqueradeBit, ServiceMetrics: o.ServiceMetrics,
+		NodePorts: o.NodePorts, IPTablesBackend: config.Variant(o.Variant), MasqueradeBit: o.MasqueradeBit, ServiceMetrics: o.ServiceMetrics,
 		IPVS: config.IPVS{Scheduler: o.Scheduler, VIPs: o.VIPs, ExcludeCIDRs: o.ExcludeCIDRs, StrictARP: o.StrictARP},
 	})
 }

@@ -28,6 +28,7 @@ func TestImports(t *testing.T) {
 		{[]string{"kernel"}, append([]string{"backend", "topology", "proxier", "source", "node", "config", "metrics", "cmd", prometheus, "k8s.io"}, config.Modes()...)},
 		{[]string{"inspect", "ui"}, append([]string{"kernel", "node", "config", "metrics", "cmd", prometheus}, config.Modes()...)},
 		{[]string{"node", "config"}, append([]string{"backend", "proxier", "metrics", "cmd", prometheus}, config.Modes()...)},
+		{[]string{"config"}, []string{"kernel", "node"}},
 		{[]string{"metrics"}, append([]string{"proxier", "node", "config", "cmd"}, config.Modes()...)},
 	} {
 		for _, of := range rule.of {

@@ -31,7 +31,7 @@ var iptablesMode = mode{
 
 func (c modeConfig) iptables() iptables.Config {
 	return iptables.Config{
-		Variant: c.IPTablesBackend, Families: c.families, MasqueradeBit: c.MasqueradeBit, KeepCounters: c.ServiceMetrics > 0,
+		Variant: variant(c.IPTablesBackend), Families: c.families, MasqueradeBit: c.MasqueradeBit, KeepCounters: c.ServiceMetrics > 0,
 		SysctlDir: c.SysctlDir, Observer: c.metrics, Compared: c.compared, NativeRules: c.nativeRules, Refused: c.refused, Log: c.log,
 	}
 }
@@ -46,7 +46,7 @@ func prepareIPTables(ctx context.Context, cfg *config.Config, log *slog.Logger) 
 	if !cfg.Settings.LocalhostReachable(plan.IPv4) {
 		return nil
 	}
-	err := iptables.AllowLocalhostNodePorts(ctx, iptables.Config{Variant: cfg.IPTablesBackend, SysctlDir: cfg.SysctlDir, Log: log})
+	err := iptables.AllowLocalhostNodePorts(ctx, iptables.Config{Variant: variant(cfg.IPTablesBackend), SysctlDir: cfg.SysctlDir, Log: log})
 	if err != nil {
 		log.Warn("node ports will not answer on localhost", "error", err)
 	}

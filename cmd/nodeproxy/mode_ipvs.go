@@ -37,7 +37,7 @@ var ipvsMode = mode{
 func (c modeConfig) ipvs() ipvs.Config {
 	return ipvs.Config{
 		Options: ipvs.Options{MasqueradeBit: c.MasqueradeBit, Scheduler: c.IPVS.Scheduler, VIPs: ipvs.VIPs(c.IPVS.VIPs)},
-		Variant: c.IPTablesBackend, Families: c.families, ExcludeCIDRs: c.IPVS.ExcludeCIDRs, StrictARP: c.IPVS.StrictARP,
+		Variant: variant(c.IPTablesBackend), Families: c.families, ExcludeCIDRs: c.IPVS.ExcludeCIDRs, StrictARP: c.IPVS.StrictARP,
 		TCPTimeout: c.IPVS.TCPTimeout, TCPFinTimeout: c.IPVS.TCPFinTimeout, UDPTimeout: c.IPVS.UDPTimeout,
 		GracePeriod: c.IPVS.GracePeriod, SysctlDir: c.SysctlDir, Warn: c.warn,
 		RestoreFailed: func(f plan.Family) { c.metrics.RestoreFailed(f, false) },

@@ -22,9 +22,8 @@ import (
 // Variant is one of the two implementations of iptables: over nf_tables, or over the kernel's original interface.
 type Variant string
 
-// The variants, named as in --iptables-backend. Auto is the one whose tables hold rules already.
+// The variants, named as in --iptables-backend.
 const (
-	Auto   Variant = "auto"
 	NFT    Variant = "nft"
 	Legacy Variant = "legacy"
 )

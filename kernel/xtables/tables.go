@@ -28,7 +28,7 @@ type Tables struct {
 
 // NewTables finds the iptables programs of a family. It changes nothing.
 func NewTables(v Variant, f plan.Family, log *slog.Logger) (*Tables, error) {
-	if v == Auto || v == "" {
+	if v == "" {
 		v = Detect()
 	}
 	p, err := Find(v, f)
