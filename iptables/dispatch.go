@@ -92,24 +92,24 @@ type dispatch struct {
 	tail   []string
 }
 
-// A node is a trie that becomes a chain, and how many chains deep the tree from that one on may be. Where this is less than
+// A subtree is a trie that becomes a chain, and how many chains deep the tree from that one on may be. Where this is less than
 // the trie has levels, the chain is a wide one, which takes in what would be chains below it. levels is never more than the
-// trie's, so that equal nodes become equal chains with equal chains below.
-type node struct {
+// trie's, so that equal subtrees become equal chains with equal chains below.
+type subtree struct {
 	*trie
 	levels int
 }
 
-func nodeOf(t *trie, levels int) node { return node{t, min(levels, t.levels)} }
+func subtreeOf(t *trie, levels int) subtree { return subtree{t, min(levels, t.levels)} }
 
-// parts calls branch for every trie that becomes a chain below that of an inner node, and inline for those whose entries
-// stand in the node's own chain.
+// parts calls branch for every trie that becomes a chain below that of an inner subtree, and inline for those whose entries
+// stand in the subtree's own chain.
 //
 // A wide chain has the branches of all tries below it that hold more than about a quarter of its entries: those are not
 // more than three beside each other, so the chain is not much wider than the tree is deep there, and each chain that it
 // leads to has less than half of its entries. The comparison is by powers of two, so that one entry more or less seldom
 // moves anything else. With one level left there is nothing but entries.
-func (n node) parts(branch func(node), inline func(*trie)) {
+func (n subtree) parts(branch func(subtree), inline func(*trie)) {
 	wide := n.levels < n.trie.levels
 	var expand func(*trie)
 	expand = func(t *trie) {
@@ -120,41 +120,41 @@ func (n node) parts(branch func(node), inline func(*trie)) {
 			case wide && inner(kid) && bits.Len(uint(kid.count)) > bits.Len(uint(n.count))-2:
 				expand(kid)
 			default:
-				branch(nodeOf(kid, n.levels-1))
+				branch(subtreeOf(kid, n.levels-1))
 			}
 		}
 	}
 	expand(n.trie)
 }
 
-// below are the nodes whose chains a node's chain leads to.
-func (n node) below() []node {
-	var out []node
+// below are the subtrees whose chains a subtree's chain leads to.
+func (n subtree) below() []subtree {
+	var out []subtree
 	if inner(n.trie) {
-		n.parts(func(kid node) { out = append(out, kid) }, func(*trie) {})
+		n.parts(func(kid subtree) { out = append(out, kid) }, func(*trie) {})
 	}
 	return out
 }
 
-// top are the nodes whose chains the dispatcher's own chain leads to: the root, unless its entries stand there.
-func (d *dispatch) top() []node {
+// top are the subtrees whose chains the dispatcher's own chain leads to: the root, unless its entries stand there.
+func (d *dispatch) top() []subtree {
 	if d.root == nil || !inner(d.root) {
 		return nil
 	}
-	return []node{nodeOf(d.root, d.place.levels())}
+	return []subtree{subtreeOf(d.root, d.place.levels())}
 }
 
 // chains calls emit for the dispatcher's chain and all below it, those below first.
 func (d *dispatch) chains(emit func(xtables.Chain)) {
-	d.walk(func(n node) { emit(d.chain(n)) })
+	d.walk(func(n subtree) { emit(d.chain(n)) })
 	emit(d.rootChain())
 }
 
-// walk calls visit for all nodes, those below first.
-func (d *dispatch) walk(visit func(node)) {
-	var down func([]node)
-	down = func(nodes []node) {
-		for _, n := range nodes {
+// walk calls visit for all subtrees, those below first.
+func (d *dispatch) walk(visit func(subtree)) {
+	var down func([]subtree)
+	down = func(level []subtree) {
+		for _, n := range level {
 			down(n.below())
 			visit(n)
 		}
@@ -168,18 +168,18 @@ func branches(kid *trie) bool { return kid.count > maxInline && !kid.isEntry() }
 // inner reports whether a trie's chain leads to further chains, rather than listing its entries.
 func inner(t *trie) bool { return t.count > maxFlat }
 
-// chain is what a node becomes.
-func (d *dispatch) chain(n node) xtables.Chain {
+// chain is what a subtree becomes.
+func (d *dispatch) chain(n subtree) xtables.Chain {
 	return xtables.Chain{Table: d.place.table, Name: d.name(n.prefix), Rules: d.rules(n)}
 }
 
-func (d *dispatch) rules(n node) []string {
+func (d *dispatch) rules(n subtree) []string {
 	if !inner(n.trie) {
 		return n.list(nil)
 	}
 	var out []string
 	n.parts(
-		func(kid node) { out = append(out, d.match(kid.prefix).GoTo(d.name(kid.prefix))) },
+		func(kid subtree) { out = append(out, d.match(kid.prefix).GoTo(d.name(kid.prefix))) },
 		func(t *trie) { out = t.list(out) })
 	return out
 }
@@ -220,20 +220,20 @@ func (c *treeDiff) write(old, now xtables.Chain) {
 	}
 }
 
-func (c *treeDiff) remove(n node) { c.changes = append(c.changes, removal(c.chain(n))) }
+func (c *treeDiff) remove(n subtree) { c.changes = append(c.changes, removal(c.chain(n))) }
 
 // removal is the change that removes a chain which holds what had been written.
 func removal(c xtables.Chain) xtables.Change {
 	return xtables.Change{Op: xtables.Remove, Table: c.Table, Chain: c.Name, Exists: true, Have: c.Rules}
 }
 
-// compare finds what differs between the chains of before and after, each a list of nodes that lie beside each other, and
+// compare finds what differs between the chains of before and after, each a list of subtrees that lie beside each other, and
 // all chains below those. Chains are the same if their prefixes are, at whatever depth they hang: an address far from all
 // others puts a level on top of the tree, and leaves the rest as it was.
-func (c *treeDiff) compare(before, after []node) {
-	done := map[node]bool{}
-	within := func(list []node, prefix key) []node {
-		var out []node
+func (c *treeDiff) compare(before, after []subtree) {
+	done := map[subtree]bool{}
+	within := func(list []subtree, prefix key) []subtree {
+		var out []subtree
 		for _, n := range list {
 			if !done[n] && strings.HasPrefix(string(n.prefix), string(prefix)) {
 				out = append(out, n)
@@ -246,7 +246,7 @@ func (c *treeDiff) compare(before, after []node) {
 			continue
 		}
 		below := within(before, a.prefix)
-		around := slices.IndexFunc(before, func(b node) bool {
+		around := slices.IndexFunc(before, func(b subtree) bool {
 			return len(b.prefix) < len(a.prefix) && strings.HasPrefix(string(a.prefix), string(b.prefix))
 		})
 		switch {
@@ -279,7 +279,7 @@ func (c *treeDiff) compare(before, after []node) {
 }
 
 // same compares a chain with what it becomes.
-func (c *treeDiff) same(b, a node) {
+func (c *treeDiff) same(b, a subtree) {
 	if a == b {
 		return
 	}

@@ -39,7 +39,7 @@ func Machine(whole, near *plan.Plan, f plan.Family, o Options) (*packetsim.Machi
 	for id := range dispatchers {
 		d := r.dispatcher(id, &r.tries)
 		add(d.rootChain())
-		d.walk(func(n node) {
+		d.walk(func(n subtree) {
 			inner[tableChainName{d.place.table, d.name(n.prefix)}] = func() []string { return d.rules(n) }
 		})
 	}

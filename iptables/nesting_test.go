@@ -81,10 +81,10 @@ func TestNestingWidens(t *testing.T) {
 
 // mostPassed is how many rules of a dispatcher's tree a packet passes at most.
 func mostPassed(d *dispatch) int {
-	var from func(nodes []node) int
-	from = func(nodes []node) int {
+	var from func(level []subtree) int
+	from = func(level []subtree) int {
 		most := 0
-		for _, n := range nodes {
+		for _, n := range level {
 			most = max(most, len(d.rules(n))+from(n.below()))
 		}
 		return most

@@ -187,7 +187,7 @@ func (f *fullSync) nestsTooDeep(todo []xtables.Change) bool {
 	deep := false
 	for _, id := range dispatcherOrder {
 		d := f.rules.dispatcher(id, &f.rules.tries)
-		d.walk(func(n node) {
+		d.walk(func(n subtree) {
 			depth, is := rewritten[d.place.table][d.name(n.prefix)]
 			deep = deep || is && depth+n.levels-1+d.place.tail > xtables.MaxNesting
 		})

@@ -93,12 +93,12 @@ func (r *rules) about(svc plan.Service) xtables.Desired {
 
 // way calls emit for the chains below a dispatcher's own that a packet for an entry passes.
 func (d *dispatch) way(k key, emit func(xtables.Chain)) {
-	for nodes := d.top(); len(nodes) > 0; {
-		i := slices.IndexFunc(nodes, func(n node) bool { return strings.HasPrefix(string(k), string(n.prefix)) })
+	for level := d.top(); len(level) > 0; {
+		i := slices.IndexFunc(level, func(n subtree) bool { return strings.HasPrefix(string(k), string(n.prefix)) })
 		if i < 0 {
 			return
 		}
-		emit(d.chain(nodes[i]))
-		nodes = nodes[i].below()
+		emit(d.chain(level[i]))
+		level = level[i].below()
 	}
 }

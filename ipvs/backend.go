@@ -69,7 +69,7 @@ type Backend struct {
 	backend.PerFamily[*engine]
 	cfg     Config
 	servers *ipvs.Servers
-	node    *node
+	handles *handles
 	device  *host.Device
 	tables  []*xtables.Tables
 
@@ -80,14 +80,14 @@ type Backend struct {
 // New finds out what the node supports, and sets the sysctls that IPVS needs. An error names what is missing and what to do about
 // it; nothing has been programmed then.
 func New(cfg Config) (*Backend, error) {
-	n, err := find(&cfg)
+	h, err := openHandles(&cfg)
 	if err != nil {
 		return nil, fmt.Errorf("mode ipvs can't work here: %w", err)
 	}
-	b := &Backend{cfg: cfg, servers: n.servers, node: n}
+	b := &Backend{cfg: cfg, servers: h.servers, handles: h}
 	b.Compared, b.Shared = cfg.Compared, b.repairSysctls // The engines wait for each other: both need the kernel's lock on IPVS.
-	if err := b.open(n); err != nil {
-		n.close()
+	if err := b.open(h); err != nil {
+		h.close()
 		if b.device != nil {
 			_ = b.device.Close()
 		}
@@ -99,9 +99,9 @@ func New(cfg Config) (*Backend, error) {
 // Check returns the error that New would return, as far as that is known without changes. It may load kernel modules and changes
 // nothing else. What is not an error is only logged.
 func Check(cfg Config) error {
-	n, err := find(&cfg)
+	h, err := openHandles(&cfg)
 	if err == nil {
-		defer n.close()
+		defer h.close()
 		err = setSysctls(cfg, true)
 	}
 	if err != nil {
@@ -113,24 +113,24 @@ func Check(cfg Config) error {
 // Prepare does the part of New that needs more rights than programming: it loads kernel modules and sets the sysctls. Its error is
 // the one that New would return without these.
 func Prepare(cfg Config) error {
-	n, err := findInKernel(cmp.Or(cfg.Scheduler, DefaultScheduler))
+	h, err := openKernel(cmp.Or(cfg.Scheduler, DefaultScheduler))
 	if err == nil {
-		defer n.close()
+		defer h.close()
 		err = setSysctls(cfg, false)
 	}
 	if err != nil {
 		return fmt.Errorf("mode ipvs can't work here: %w", err)
 	}
 	// Asking for a scheduler loads it.
-	if missing := slices.DeleteFunc(slices.Clone(plan.Schedulers), n.servers.HasScheduler); len(missing) > 0 {
+	if missing := slices.DeleteFunc(slices.Clone(plan.Schedulers), h.servers.HasScheduler); len(missing) > 0 {
 		cfg.Log.Info("this kernel lacks some IPVS schedulers; Services that ask for one of them get the default one",
 			"schedulers", strings.Join(missing, ", "))
 	}
 	return nil
 }
 
-func (b *Backend) open(n *node) error {
-	for _, err := range n.missing {
+func (b *Backend) open(h *handles) error {
+	for _, err := range h.missing {
 		b.cfg.Log.Warn("Services of this family are not proxied", "error", err)
 	}
 	available := &schedulers{has: b.servers.HasScheduler, known: map[string]bool{}, warn: b.cfg.Warn}
@@ -150,37 +150,37 @@ func (b *Backend) open(n *node) error {
 		return err
 	}
 	b.device = d
-	if n.tables[plan.IPv6] != nil {
+	if h.tables[plan.IPv6] != nil {
 		if err := d.EnableIPv6(cmp.Or(b.cfg.SysctlDir, "/proc/sys")); err != nil {
 			b.cfg.Log.Warn("Services of IPv6 are not proxied", "error", err)
-			delete(n.tables, plan.IPv6)
+			delete(h.tables, plan.IPv6)
 		}
 	}
 	for _, f := range b.cfg.Families {
-		if t := n.tables[f]; t != nil {
-			b.Engines = append(b.Engines, b.engine(f, t, n, d))
+		if t := h.tables[f]; t != nil {
+			b.Engines = append(b.Engines, b.engine(f, t, h, d))
 		}
 	}
 	return nil
 }
 
-func (b *Backend) engine(f plan.Family, t *xtables.Tables, n *node, d *host.Device) *engine {
+func (b *Backend) engine(f plan.Family, t *xtables.Tables, h *handles, d *host.Device) *engine {
 	options := b.cfg.Options
 	options.RandomFully, options.TCPLiberal = t.Program().RandomFully, conntrack.TCPLiberal()
 	b.cfg.Log.Info("using IPVS", "program", t.Program().Describe(), "scheduler", options.Scheduler)
-	if options.WholeAddresses = n.ports[f] == nil; options.WholeAddresses {
+	if options.WholeAddresses = h.ports[f] == nil; options.WholeAddresses {
 		b.cfg.Log.Warn("all ports of external IPs are this node's, even if another host has the address: give Services addresses of"+
 			" their own", "family", f, "error", nftrules.ErrNoPorts)
 	}
 	e := &engine{
 		family: f, options: options, known: options, onRefused: b.cfg.Refused, exclude: b.cfg.ExcludeCIDRs, grace: b.cfg.GracePeriod, log: b.cfg.Log,
-		machine: machine{servers: b.servers, sets: n.sets, device: d, tables: t,
+		machine: machine{servers: b.servers, sets: h.sets, device: d, tables: t,
 			host: hostAddresses},
 	}
-	if p := n.ports[f]; p != nil {
+	if p := h.ports[f]; p != nil {
 		e.machine.ports = p
 	}
-	if g := n.guards[f]; g != nil {
+	if g := h.guards[f]; g != nil {
 		e.machine.guard = g
 	} else {
 		b.cfg.Log.Warn("marks that lead packets to virtual servers are not guarded: node ports do not work beside a network policy"+
@@ -199,7 +199,7 @@ func (b *Backend) engine(f plan.Family, t *xtables.Tables, n *node, d *host.Devi
 // Close closes the backend's sockets and leaves what it has programmed. Neither Sync, Run nor Watch may run during or after it. A
 // reader of traffic continues to work: metrics are read until the next backend replaces this one.
 func (b *Backend) Close() error {
-	b.node.close()
+	b.handles.close()
 	return b.device.Close()
 }
 

@@ -31,7 +31,7 @@ func (b *Backend) Watch(ctx context.Context, suspect func(why string)) error {
 			}
 		})
 	})
-	if len(b.node.guards) > 0 {
+	if len(b.handles.guards) > 0 {
 		guards, err := nftrules.Watch()
 		if err != nil {
 			return err

@@ -15,8 +15,9 @@ import (
 	"nodeproxy/plan"
 )
 
-// node is what this mode needs of a node. Finding it changes nothing but modules, which are loaded.
-type node struct {
+// handles are what this mode programs this node with, as far as its kernel and programs support it. Opening them loads modules and
+// changes nothing else.
+type handles struct {
 	servers *ipvs.Servers
 	sets    *ipset.Sets
 	tables  map[plan.Family]*xtables.Tables
@@ -26,42 +27,42 @@ type node struct {
 	missing []error
 }
 
-// find finds what a configuration needs, and sets its defaults. An error names what is missing.
-func find(cfg *Config) (*node, error) {
+// openHandles opens what a configuration needs, and sets its defaults. An error names what is missing.
+func openHandles(cfg *Config) (*handles, error) {
 	cfg.Scheduler = cmp.Or(cfg.Scheduler, DefaultScheduler)
 	if cfg.Variant == "" {
 		cfg.Variant = xtables.Detect()
 	}
-	n, err := findInKernel(cfg.Scheduler)
+	h, err := openKernel(cfg.Scheduler)
 	if err != nil {
 		return nil, err
 	}
-	n.tables, n.guards = map[plan.Family]*xtables.Tables{}, map[plan.Family]*nftrules.Guards{}
-	n.ports = map[plan.Family]*nftrules.Ports{}
+	h.tables, h.guards = map[plan.Family]*xtables.Tables{}, map[plan.Family]*nftrules.Guards{}
+	h.ports = map[plan.Family]*nftrules.Ports{}
 	for _, f := range cfg.Families {
 		if t, err := xtables.NewTables(cfg.Variant, f, cfg.Log); err != nil {
-			n.missing = append(n.missing, fmt.Errorf("%s: %w", f, err))
+			h.missing = append(h.missing, fmt.Errorf("%s: %w", f, err))
 		} else {
-			n.tables[f] = t
+			h.tables[f] = t
 		}
 	}
-	if err := errors.Join(n.openGuards(newMarks(cfg.MasqueradeBit).guard()), n.openPorts()); err != nil {
-		n.close()
+	if err := errors.Join(h.openGuards(newMarks(cfg.MasqueradeBit).guard()), h.openPorts()); err != nil {
+		h.close()
 		return nil, err
 	}
-	if len(n.tables) == 0 {
-		n.close()
-		return nil, errors.Join(n.missing...)
+	if len(h.tables) == 0 {
+		h.close()
+		return nil, errors.Join(h.missing...)
 	}
-	return n, nil
+	return h, nil
 }
 
 // openGuards opens the guard of marks of each family that has tables.
-func (n *node) openGuards(m nftrules.MarkGuard) error {
-	for f := range n.tables {
+func (h *handles) openGuards(m nftrules.MarkGuard) error {
+	for f := range h.tables {
 		switch g, err := nftrules.OpenGuards(f, m); {
 		case err == nil:
-			n.guards[f] = g
+			h.guards[f] = g
 		case !errors.Is(err, nft.ErrAbsent):
 			return err
 		}
@@ -70,11 +71,11 @@ func (n *node) openGuards(m nftrules.MarkGuard) error {
 }
 
 // openPorts opens what diverts ports of each family that has tables.
-func (n *node) openPorts() error {
-	for f := range n.tables {
+func (h *handles) openPorts() error {
+	for f := range h.tables {
 		switch p, err := nftrules.OpenPorts(f); {
 		case err == nil:
-			n.ports[f] = p
+			h.ports[f] = p
 		case !errors.Is(err, nftrules.ErrNoPorts):
 			return err
 		}
@@ -82,36 +83,36 @@ func (n *node) openPorts() error {
 	return nil
 }
 
-// findInKernel finds all but tables.
-func findInKernel(scheduler string) (*node, error) {
-	n := &node{}
+// openKernel opens the handles that depend on the kernel alone: all but the tables, guards and ports of the families.
+func openKernel(scheduler string) (*handles, error) {
+	h := &handles{}
 	var err error
-	if n.servers, err = ipvs.OpenServers(); err != nil {
+	if h.servers, err = ipvs.OpenServers(); err != nil {
 		return nil, err
 	}
-	if n.sets, err = ipset.OpenSets(); err == nil && !n.servers.HasScheduler(scheduler) {
+	if h.sets, err = ipset.OpenSets(); err == nil && !h.servers.HasScheduler(scheduler) {
 		err = fmt.Errorf("--ipvs-scheduler: this kernel has no scheduler %q (module ip_vs_%s)", scheduler, scheduler)
 	}
 	if err == nil {
 		err = host.CheckDevice(names.Device)
 	}
 	if err != nil {
-		n.close()
+		h.close()
 		return nil, err
 	}
-	return n, nil
+	return h, nil
 }
 
 // close closes the sockets.
-func (n *node) close() {
-	_ = n.servers.Close()
-	if n.sets != nil {
-		_ = n.sets.Close()
+func (h *handles) close() {
+	_ = h.servers.Close()
+	if h.sets != nil {
+		_ = h.sets.Close()
 	}
-	for _, g := range n.guards {
+	for _, g := range h.guards {
 		_ = g.Close()
 	}
-	for _, p := range n.ports {
+	for _, p := range h.ports {
 		_ = p.Close()
 	}
 }
