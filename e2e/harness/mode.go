@@ -3,12 +3,16 @@ package harness
 import (
 	"fmt"
 	"os"
+	"slices"
+	"strings"
+
+	"nodeproxy/config"
 )
 
-// Mode is a mode of nodeproxy.
+// Mode is a mode of nodeproxy: one of config.Modes.
 type Mode string
 
-// The modes.
+// The modes that tests tell apart.
 const (
 	IPTables Mode = "iptables"
 	IPVS     Mode = "ipvs"
@@ -20,14 +24,14 @@ const ModeVariable = "NODEPROXY_E2E_MODE"
 
 // ModeUnderTest is the mode that ModeVariable asks for.
 func ModeUnderTest() Mode {
-	switch m := Mode(os.Getenv(ModeVariable)); m {
-	case "":
+	name := os.Getenv(ModeVariable)
+	if name == "" {
 		return IPTables
-	case IPTables, IPVS, NFTables:
-		return m
-	default:
-		panic(fmt.Sprintf("%s=%s: no such mode", ModeVariable, m))
 	}
+	if all := config.Modes(); !slices.Contains(all, name) {
+		panic(fmt.Sprintf("%s=%s: there is no such mode, but %s", ModeVariable, name, strings.Join(all, ", ")))
+	}
+	return Mode(name)
 }
 
 // VIPs is how mode ipvs makes the addresses of Services the node's own: a value of --ipvs-vips.
