@@ -6,7 +6,7 @@ BINARY  := bin/nodeproxy
 MODE    ?= iptables
 
 .DELETE_ON_ERROR:
-.PHONY: all build deps docs man controlplane kernel guest deploytools neighbours unit integration race e2e test test-all test-hostile test-fresh lint bench bench-api bench-iptables bench-ipvs bench-nftables demo image \
+.PHONY: all build deps demo-deps docs man controlplane kernel guest deploytools neighbours unit integration race e2e test test-all test-hostile test-fresh lint bench bench-api bench-iptables bench-ipvs bench-nftables demo image \
 	fuzz soak clean
 
 all: build
@@ -16,6 +16,10 @@ build:
 
 deps:
 	@hack/install-deps
+
+# What the demo needs, and no more.
+demo-deps:
+	@hack/install-deps demo $(MODE)
 
 # docs/cli.md, from the commands.
 docs:
@@ -140,8 +144,8 @@ bench-nftables: deps build controlplane
 		bin/benchnftables -binary $(CURDIR)/$(BINARY) -services=$${size%x*} -endpoints=$${size#*x} $(BENCH_NFTABLES) || missed=1; \
 	done; exit $$missed
 
-# MODE=ipvs runs in the test kernel, on machines whose own has no IPVS.
-demo: deps build $(if $(filter ipvs,$(MODE)),kernel)
+# MODE=ipvs runs in the test kernel, on machines whose own has no IPVS; e2e/kernel/run builds it.
+demo: demo-deps build
 	CGO_ENABLED=0 go build -o bin/demo ./e2e/demo
 	$(if $(filter ipvs,$(MODE)),e2e/kernel/run) bin/demo -mode=$(MODE) -binary $(CURDIR)/$(BINARY)
 
