@@ -3,13 +3,11 @@ package main
 import (
 	"net"
 	"os"
-	"os/exec"
 	"path/filepath"
 	"regexp"
 	"strings"
 	"testing"
 
-	"nodeproxy/inspect"
 	"nodeproxy/internal/nstest"
 )
 
@@ -34,43 +32,21 @@ status: {addresses: [{type: InternalIP, address: 192.0.2.1}]}
 `
 
 // checked is a nodeproxy in a network namespace of the test, which is asked about one Service.
-type checked struct {
-	t      *testing.T
-	files  string
-	socket string
-}
+type checked struct{ *asked }
 
 // startChecked starts a nodeproxy with checkedService on a node with the address 192.0.2.1, and waits until it is programmed.
-func startChecked(t *testing.T, env []string, args ...string) *checked {
+func startChecked(t *testing.T, env []string, args ...string) checked {
 	t.Helper()
 	nstest.Enter(t)
 	for _, line := range []string{"link set lo up", "addr add 192.0.2.1/32 dev lo", "route add 10.96.0.0/16 dev lo"} {
 		nstest.Exec(t, "ip", strings.Fields(line)...)
 	}
-	dir, err := os.MkdirTemp("", "np")
-	if err != nil {
-		t.Fatal(err)
-	}
-	t.Cleanup(func() { os.RemoveAll(dir) })
-	c := &checked{t: t, files: filepath.Join(dir, "web.yaml"), socket: filepath.Join(dir, "run", "s")}
-	writeFile(t, c.files, checkedService)
-	startProcess(t, env, append([]string{"--manifests=" + c.files, "--socket=" + c.socket}, args...)...)
-	eventually(t, "web is programmed", func() bool {
-		text, _ := c.ask("get", "services", "-o", "json")
-		return strings.Contains(text, `"state": "`+inspect.Programmed+`"`)
-	})
+	c := checked{newAsked(t)}
+	c.env = env
+	c.write(checkedService)
+	c.start(args...)
+	c.awaitProgrammed()
 	return c
-}
-
-// ask returns what a command prints, and its exit code.
-func (c *checked) ask(args ...string) (string, int) {
-	c.t.Helper()
-	cmd := exec.Command("nodeproxy", append(args, "--socket="+c.socket)...)
-	out, err := cmd.CombinedOutput()
-	if err != nil && cmd.ProcessState == nil {
-		c.t.Fatal(err)
-	}
-	return string(out), cmd.ProcessState.ExitCode()
 }
 
 // variable is what differs from run to run in an explanation, and what told has in its place.
@@ -100,16 +76,16 @@ func told(text string) string {
 }
 
 // await waits until explain says what is wanted, and ends with an exit code.
-func (c *checked) await(want string, wantCode int) {
-	c.t.Helper()
+func (c checked) await(want string, wantCode int) {
+	c.Helper()
 	var text string
 	var code int
 	defer func() {
-		if c.t.Failed() {
-			c.t.Logf("exit code %d, want %d:\n%s\nwant:\n%s", code, wantCode, text, want)
+		if c.Failed() {
+			c.Logf("exit code %d, want %d:\n%s\nwant:\n%s", code, wantCode, text, want)
 		}
 	}()
-	eventually(c.t, "explain says what is wrong", func() bool {
+	eventually(c.T, "explain says what is wrong", func() bool {
 		text, code = c.ask("explain", "web")
 		return code == wantCode && told(text) == strings.TrimSpace(want)
 	})
@@ -145,7 +121,7 @@ func TestChecks(t *testing.T) {
 	for _, mode := range []string{"iptables", "nftables"} {
 		t.Run(mode, func(t *testing.T) {
 			t.Parallel()
-			c := startChecked(t, nil, "--mode="+mode, "--iptables-backend=nft")
+			c := startChecked(t, nil, "--mode="+mode)
 			c.await("Nothing is wrong with it on this node.", 0)
 			text, _ := c.ask("explain", "web")
 			for _, want := range []string{"rules in the kernel +ok +all \\d+ are as written\n", "connections +ok +none is tracked\n",
@@ -209,8 +185,8 @@ func TestCheckRefused(t *testing.T) {
 	if err := os.WriteFile(filepath.Join(dir, "iptables-nft-restore"), []byte(refuses), 0o755); err != nil {
 		t.Fatal(err)
 	}
-	c := startChecked(t, []string{"PATH=" + dir + ":" + os.Getenv("PATH")}, "--mode=iptables", "--iptables-backend=nft")
-	writeFile(t, c.files, strings.ReplaceAll(checkedService, "10.96.0.10", "10.96.0.66"))
+	c := startChecked(t, []string{"PATH=" + dir + ":" + os.Getenv("PATH")}, "--mode=iptables")
+	c.write(strings.ReplaceAll(checkedService, "10.96.0.10", "10.96.0.66"))
 	c.await(onNode["refused"], 1)
 	if text, code := c.ask("get", "findings"); code != 1 || !strings.Contains(text, "the kernel refuses port") {
 		t.Errorf("exit code %d: %s", code, text)

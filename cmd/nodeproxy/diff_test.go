@@ -8,7 +8,6 @@ import (
 	"strings"
 	"testing"
 
-	"nodeproxy/inspect"
 	"nodeproxy/internal/nstest"
 )
 
@@ -58,22 +57,13 @@ func TestDiffDaemon(t *testing.T) {
 		t.Run(tc.mode, func(t *testing.T) {
 			t.Parallel()
 			nstest.Enter(t)
-			dir, err := os.MkdirTemp("", "np") // The path of a socket has to be short.
-			if err != nil {
-				t.Fatal(err)
-			}
-			t.Cleanup(func() { os.RemoveAll(dir) })
-			now, next, socket := filepath.Join(dir, "now.yaml"), filepath.Join(dir, "next.yaml"), filepath.Join(dir, "socket")
-			writeFile(t, now, inspectedService)
+			a := newAsked(t)
+			a.write(inspectedService)
+			now, next := a.manifests(), filepath.Join(a.dir, "next.yaml")
 			writeFile(t, next, strings.Replace(inspectedService, "endpoints: [", "endpoints: [{addresses: [10.244.1.6]}, ", 1))
 			diff := func(args ...string) (string, int) {
 				t.Helper()
-				cmd := exec.Command("nodeproxy", append([]string{"diff", "--socket=" + socket}, args...)...)
-				out, err := cmd.CombinedOutput()
-				if err != nil && cmd.ProcessState == nil {
-					t.Fatal(err)
-				}
-				return string(out), cmd.ProcessState.ExitCode()
+				return a.ask(append([]string{"diff"}, args...)...)
 			}
 			same := func(what string, args ...string) {
 				t.Helper()
@@ -89,16 +79,12 @@ func TestDiffDaemon(t *testing.T) {
 				}
 				return text
 			}
-			client := inspect.NewClient(socket)
 			start := func() *process {
-				p := startProcess(t, nil, "--manifests="+now, "--mode="+tc.mode, "--socket="+socket, "--iptables-backend=nft")
-				eventually(t, "everything is programmed", func() bool {
-					list, err := client.ServicePorts(t.Context(), "")
-					return err == nil && len(list) > 0 && list[0].State == inspect.Programmed
-				})
+				p := a.start("--mode=" + tc.mode)
+				a.awaitProgrammed()
 				return p
 			}
-			if text, code := diff(); code != 2 || !strings.Contains(text, "no nodeproxy answers at "+socket) {
+			if text, code := diff(); code != 2 || !strings.Contains(text, "no nodeproxy answers at "+a.socket) {
 				t.Errorf("without a nodeproxy: exit code %d\n%s", code, text)
 			}
 			if out, err := exec.Command("iptables-nft", "-t", "nat", "-N", "KUBE-FOREIGN-TO-US").CombinedOutput(); err != nil {
@@ -145,7 +131,7 @@ func TestDiffDaemon(t *testing.T) {
 			if text, _ := diff(append(alone, "--color=always")...); !strings.Contains(text, "\x1b[32m"+tc.drift[0]) {
 				t.Errorf("without color:\n%q", text)
 			}
-			if err := os.Rename(next, now); err != nil {
+			if err := os.Rename(next, filepath.Join(now, "web.yaml")); err != nil {
 				t.Fatal(err)
 			}
 			start()

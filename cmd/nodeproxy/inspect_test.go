@@ -1,7 +1,6 @@
 package main
 
 import (
-	"encoding/json"
 	"io"
 	"net"
 	"net/http"
@@ -49,86 +48,51 @@ status: {podIP: 10.244.1.5, conditions: [{type: Ready, status: "True"}]}
 func TestInspectDaemon(t *testing.T) {
 	t.Parallel()
 	nstest.Enter(t)
-	dir, err := os.MkdirTemp("", "np") // The path of a socket has to be short.
-	if err != nil {
-		t.Fatal(err)
-	}
-	t.Cleanup(func() { os.RemoveAll(dir) })
-	files, socket := filepath.Join(dir, "m"), filepath.Join(dir, "run", "socket")
-	write := func(text string) {
-		t.Helper()
-		if err := os.MkdirAll(files, 0o755); err != nil {
-			t.Fatal(err)
-		}
-		if err := os.WriteFile(filepath.Join(files, "web.yaml"), []byte(text), 0o644); err != nil {
-			t.Fatal(err)
-		}
-	}
-	ask := func(args ...string) (string, int) {
-		t.Helper()
-		cmd := exec.Command("nodeproxy", append(args, "--socket="+socket)...)
-		out, err := cmd.CombinedOutput()
-		if err != nil && cmd.ProcessState == nil {
-			t.Fatal(err)
-		}
-		return string(out), cmd.ProcessState.ExitCode()
-	}
-	services := func() []inspect.ServicePort {
-		t.Helper()
-		text, code := ask("get", "services", "-o", "json")
-		var list []inspect.ServicePort
-		if code == 0 {
-			if err := json.Unmarshal([]byte(text), &list); err != nil {
-				t.Fatalf("%v: %s", err, text)
-			}
-		}
-		return list
-	}
-
-	if text, code := ask("explain", "web"); code != 1 || !strings.Contains(text, "no nodeproxy answers at "+socket) {
+	a := newAsked(t)
+	if text, code := a.ask("explain", "web"); code != 1 || !strings.Contains(text, "no nodeproxy answers at "+a.socket) {
 		t.Errorf("without a daemon: exit code %d, %s", code, text)
 	}
-	write(inspectedService)
-	p := startProcess(t, nil, "--manifests="+files, "--socket="+socket, "--iptables-backend=nft")
-	eventually(t, "web is programmed", func() bool {
-		list := services()
-		return len(list) == 1 && list[0].State == inspect.Programmed && list[0].Usable == 1
-	})
-	before := services()[0]
+	a.write(inspectedService)
+	p := a.start()
+	a.awaitProgrammed()
+	before := a.services()[0]
+	if before.Usable != 1 {
+		t.Errorf("%d endpoints are usable, want 1: %+v", before.Usable, before)
+	}
 	if age := time.Since(before.Since); age < 0 || age > time.Minute {
 		t.Errorf("programmed since %s", before.Since)
 	}
-	if text, code := ask("explain", "web"); code != 0 || !strings.Contains(text, "Nothing is wrong with it on this node.") {
+	if text, code := a.ask("explain", "web"); code != 0 || !strings.Contains(text, "Nothing is wrong with it on this node.") {
 		t.Errorf("explain: exit code %d, %s", code, text)
 	}
-	completion, err := exec.Command("nodeproxy", "__complete", "explain", "--socket="+socket, "w").Output()
+	completion, err := exec.Command("nodeproxy", "__complete", "explain", "--socket="+a.socket, "w").Output()
 	if err != nil || string(completion) != "web\n:4\n" {
 		t.Errorf("completion: %q, %v", completion, err)
 	}
-	for path, want := range map[string]os.FileMode{socket: 0o600, filepath.Dir(socket): 0o700} {
+	for path, want := range map[string]os.FileMode{a.socket: 0o600, filepath.Dir(a.socket): 0o700} {
 		info, err := os.Stat(path)
 		if err != nil || info.Mode().Perm() != want {
 			t.Errorf("%s: %v, %v, want %s", path, info.Mode(), err, want)
 		}
 	}
-	write(strings.Replace(inspectedService, "nodeName: n1", "nodeName: n1, conditions: {ready: false}", 1))
-	eventually(t, "the endpoint is not ready", func() bool { return services()[0].Usable == 0 && services()[0].State == inspect.Programmed })
-	if now := services()[0]; !now.Since.After(before.Since) || now.Total != 1 {
+	a.write(strings.Replace(inspectedService, "nodeName: n1", "nodeName: n1, conditions: {ready: false}", 1))
+	eventually(t, "the endpoint is not ready", func() bool { return a.services()[0].Usable == 0 && a.services()[0].State == inspect.Programmed })
+	if now := a.services()[0]; !now.Since.After(before.Since) || now.Total != 1 {
 		t.Errorf("after a change: %+v, before it: %+v", now, before)
 	}
-	if text, code := ask("explain", "web"); code != 1 || !strings.Contains(text, "No endpoint is ready") {
+	if text, code := a.ask("explain", "web"); code != 1 || !strings.Contains(text, "No endpoint is ready") {
 		t.Errorf("explain: exit code %d, %s", code, text)
 	}
-	write(podWithoutService)
+	a.write(podWithoutService)
 	eventually(t, "no Pod matches", func() bool {
-		text, code := ask("explain", "typo")
+		text, code := a.ask("explain", "typo")
 		return code == 1 && strings.Contains(text, "app=web in place of app=wbe")
 	})
 	if err := p.Process.Signal(os.Interrupt); err != nil {
 		t.Fatal(err)
 	}
 	<-p.ended
-	if _, err := os.Stat(socket); !os.IsNotExist(err) {
+	if _, err := os.Stat(a.socket); !os.IsNotExist(err) {
 		t.Errorf("the socket is left: %v", err)
 	}
 }

@@ -17,68 +17,6 @@ import (
 	"nodeproxy/internal/nstest"
 )
 
-// asked is a nodeproxy with manifests, whose socket commands ask.
-type asked struct {
-	*testing.T
-	dir, socket string
-}
-
-func newAsked(t *testing.T) *asked {
-	t.Helper()
-	dir, err := os.MkdirTemp("", "np") // The path of a socket has to be short.
-	if err != nil {
-		t.Fatal(err)
-	}
-	t.Cleanup(func() { os.RemoveAll(dir) })
-	a := &asked{t, dir, filepath.Join(dir, "run", "socket")}
-	if err := os.Mkdir(a.manifests(), 0o755); err != nil {
-		t.Fatal(err)
-	}
-	return a
-}
-
-func (a *asked) manifests() string { return filepath.Join(a.dir, "m") }
-
-func (a *asked) write(text string) {
-	a.Helper()
-	if err := os.WriteFile(filepath.Join(a.manifests(), "web.yaml"), []byte(text), 0o644); err != nil {
-		a.Fatal(err)
-	}
-}
-
-func (a *asked) start(flags ...string) *process {
-	a.Helper()
-	return startProcess(a.T, nil, append([]string{"--manifests=" + a.manifests(), "--socket=" + a.socket, "--iptables-backend=nft"}, flags...)...)
-}
-
-// ask returns what a command prints, and its exit code.
-func (a *asked) ask(args ...string) (string, int) {
-	a.Helper()
-	cmd := exec.Command("nodeproxy", append(args, "--socket="+a.socket)...)
-	out, err := cmd.CombinedOutput()
-	if err != nil && cmd.ProcessState == nil {
-		a.Fatal(err)
-	}
-	return string(out), cmd.ProcessState.ExitCode()
-}
-
-// history returns the syncs that changed a Service; all of them for "".
-func (a *asked) history(service string) []inspect.Sync {
-	a.Helper()
-	args := []string{"history", "-o", "json", "--last=0"}
-	if service != "" {
-		args = append(args, service)
-	}
-	text, code := a.ask(args...)
-	var list []inspect.Sync
-	if code == 0 {
-		if err := json.Unmarshal([]byte(text), &list); err != nil {
-			a.Fatalf("%v: %s", err, text)
-		}
-	}
-	return list
-}
-
 // TestHistoryDaemon: a running nodeproxy tells why each sync was made, what changed, and what another program had changed.
 func TestHistoryDaemon(t *testing.T) {
 	t.Parallel()

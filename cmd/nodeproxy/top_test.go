@@ -5,7 +5,6 @@ import (
 	"errors"
 	"os"
 	"os/exec"
-	"path/filepath"
 	"strconv"
 	"strings"
 	"sync"
@@ -188,32 +187,24 @@ func terminal(t *testing.T) (outer, inner *os.File) {
 func TestTop(t *testing.T) {
 	t.Parallel()
 	nstest.Enter(t)
-	dir, err := os.MkdirTemp("", "np") // The path of a socket has to be short.
-	if err != nil {
-		t.Fatal(err)
-	}
-	t.Cleanup(func() { os.RemoveAll(dir) })
-	files, socket := filepath.Join(dir, "m"), filepath.Join(dir, "socket")
-	if err := os.Mkdir(files, 0o755); err != nil {
-		t.Fatal(err)
-	}
-	writeFile(t, filepath.Join(files, "web.yaml"), inspectedService)
+	a := newAsked(t)
+	a.write(inspectedService)
 	// The endpoint is this node, where nobody listens: a connection that is refused is one that is counted.
 	nstest.Exec(t, "ip", "address", "add", "10.244.1.5/32", "dev", "lo")
 	nstest.Exec(t, "ip", "route", "add", "10.96.0.0/16", "dev", "lo")
-	if out, err := exec.Command("nodeproxy", "top", "--count=1", "--socket="+socket).CombinedOutput(); err == nil || !strings.Contains(string(out), "no nodeproxy answers at "+socket) {
-		t.Errorf("without a daemon: %v, %s", err, out)
+	if text, code := a.ask("top", "--count=1"); code == 0 || !strings.Contains(text, "no nodeproxy answers at "+a.socket) {
+		t.Errorf("without a daemon: exit code %d, %s", code, text)
 	}
-	startProcess(t, nil, "--manifests="+files, "--socket="+socket, "--mode=nftables", "--metrics-bind-address=", "--healthz-bind-address=")
+	a.start("--mode=nftables", "--metrics-bind-address=", "--healthz-bind-address=")
 	connect := func() { _ = exec.Command("curl", "--silent", "--max-time", "5", "http://10.96.0.10/").Run() } // It is refused.
 	eventually(t, "connections are counted", func() bool {
 		connect()
-		out, err := exec.Command("nodeproxy", "top", "--count=1", "--interval=100ms", "--socket="+socket, "-o", "json").Output()
-		return err == nil && strings.Contains(string(out), `"name": "web"`) && !strings.Contains(string(out), `"connections": 0`)
+		text, code := a.ask("top", "--count=1", "--interval=100ms", "-o", "json")
+		return code == 0 && strings.Contains(text, `"name": "web"`) && !strings.Contains(text, `"connections": 0`)
 	})
-	out, err := exec.Command("nodeproxy", "top", "--count=2", "--interval=100ms", "--socket="+socket).CombinedOutput()
-	if err != nil || strings.Count(string(out), "CONN/s") != 2 || strings.Contains(string(out), "PACKETS/s") || !strings.Contains(string(out), "default     web    added") {
-		t.Errorf("plain: %v, %s", err, out)
+	text, code := a.ask("top", "--count=2", "--interval=100ms")
+	if code != 0 || strings.Count(text, "CONN/s") != 2 || strings.Contains(text, "PACKETS/s") || !strings.Contains(text, "default     web    added") {
+		t.Errorf("plain: exit code %d, %s", code, text)
 	}
 
 	outer, inner := terminal(t)
@@ -227,7 +218,7 @@ func TestTop(t *testing.T) {
 		}
 		return shown.has(what)
 	}
-	cmd := exec.Command("nodeproxy", "top", "--interval=200ms", "--socket="+socket)
+	cmd := exec.Command("nodeproxy", "top", "--interval=200ms", "--socket="+a.socket)
 	cmd.Stdin, cmd.Stdout, cmd.Stderr = inner, inner, inner
 	cmd.Env = append(os.Environ(), "TERM=vt100")
 	nstest.EndWith(t, cmd)
@@ -267,6 +258,7 @@ func TestTop(t *testing.T) {
 	eventually(t, "the filter shows", func() bool { return repainted("filter: nothing_") })
 	press("\r") // Not Escape, which with what follows may be taken for another key.
 	press("q")
+	var err error
 	eventually(t, "q ends it", func() bool {
 		select {
 		case err = <-ended:

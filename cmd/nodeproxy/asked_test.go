@@ -1,0 +1,95 @@
+package main
+
+import (
+	"encoding/json"
+	"os"
+	"os/exec"
+	"path/filepath"
+	"slices"
+	"testing"
+
+	"nodeproxy/inspect"
+)
+
+// asked is a nodeproxy with manifests, whose socket commands ask.
+type asked struct {
+	*testing.T
+	dir, socket string
+	env         []string // of the nodeproxy, besides this process's
+}
+
+// newAsked makes the directories of a nodeproxy. It does not start it, and has no manifests yet.
+func newAsked(t *testing.T) *asked {
+	t.Helper()
+	dir, err := os.MkdirTemp("", "np") // The path of a socket has to be short, so t.TempDir won't do.
+	if err != nil {
+		t.Fatal(err)
+	}
+	t.Cleanup(func() { os.RemoveAll(dir) })
+	a := &asked{T: t, dir: dir, socket: filepath.Join(dir, "run", "socket")}
+	if err := os.Mkdir(a.manifests(), 0o755); err != nil {
+		t.Fatal(err)
+	}
+	return a
+}
+
+func (a *asked) manifests() string { return filepath.Join(a.dir, "m") }
+
+// write makes a text the only manifest.
+func (a *asked) write(text string) {
+	a.Helper()
+	writeFile(a.T, filepath.Join(a.manifests(), "web.yaml"), text)
+}
+
+func (a *asked) start(flags ...string) *process {
+	a.Helper()
+	return startProcess(a.T, a.env, append([]string{"--manifests=" + a.manifests(), "--socket=" + a.socket, "--iptables-backend=nft"}, flags...)...)
+}
+
+// awaitProgrammed waits until there are ServicePorts, and all are programmed.
+func (a *asked) awaitProgrammed() {
+	a.Helper()
+	eventually(a.T, "everything is programmed", func() bool {
+		list := a.services()
+		return len(list) > 0 && !slices.ContainsFunc(list, func(sp inspect.ServicePort) bool { return sp.State != inspect.Programmed })
+	})
+}
+
+// ask returns what a command prints, and its exit code.
+func (a *asked) ask(args ...string) (string, int) {
+	a.Helper()
+	cmd := exec.Command("nodeproxy", append(args, "--socket="+a.socket)...)
+	out, err := cmd.CombinedOutput()
+	if err != nil && cmd.ProcessState == nil {
+		a.Fatal(err)
+	}
+	return string(out), cmd.ProcessState.ExitCode()
+}
+
+// askList returns the list that a command prints as JSON; nil if it fails.
+func askList[T any](a *asked, args ...string) (list []T) {
+	a.Helper()
+	text, code := a.ask(append(args, "-o", "json")...)
+	if code == 0 {
+		if err := json.Unmarshal([]byte(text), &list); err != nil {
+			a.Fatalf("%v: %s", err, text)
+		}
+	}
+	return list
+}
+
+// services returns the ServicePorts of the nodeproxy; none while it does not answer.
+func (a *asked) services() []inspect.ServicePort {
+	a.Helper()
+	return askList[inspect.ServicePort](a, "get", "services")
+}
+
+// history returns the syncs that changed a Service; all of them for "".
+func (a *asked) history(service string) []inspect.Sync {
+	a.Helper()
+	args := []string{"history", "--last=0"}
+	if service != "" {
+		args = append(args, service)
+	}
+	return askList[inspect.Sync](a, args...)
+}
