@@ -241,6 +241,8 @@ type UnknownServiceError struct {
 	Service plan.Service
 	// Elsewhere are Services with the same name in other namespaces, and Similar those of this namespace with a similar name.
 	Elsewhere, Similar []plan.Service
+	// Namespaces have a name like that of this one, which has no Service.
+	Namespaces []string
 }
 
 func (e *UnknownServiceError) Error() string {
@@ -249,10 +251,50 @@ func (e *UnknownServiceError) Error() string {
 	for _, o := range append(slices.Clone(e.Similar), e.Elsewhere...) {
 		hints = append(hints, o.String())
 	}
-	if len(hints) > 0 {
-		s += "; did you mean " + strings.Join(hints[:min(len(hints), 5)], ", ") + "?"
+	if len(hints) == 0 && len(e.Namespaces) > 0 {
+		s += fmt.Sprintf("; no Service of namespace %s is known", e.Service.Namespace)
+		for _, ns := range e.Namespaces {
+			hints = append(hints, "namespace "+ns)
+		}
 	}
-	return s
+	return s + didYouMean(hints)
+}
+
+// DidYouMean suggests those of some names that one which is not among them may have been meant to be; "" if there are none.
+func DidYouMean(name string, names []string) string {
+	var hints []string
+	for _, n := range names {
+		if similar(n, name) {
+			hints = append(hints, n)
+		}
+	}
+	slices.Sort(hints)
+	return didYouMean(slices.Compact(hints))
+}
+
+// didYouMean suggests the first few of what may have been meant.
+func didYouMean(hints []string) string {
+	if len(hints) == 0 {
+		return ""
+	}
+	return "; did you mean " + strings.Join(hints[:min(len(hints), 5)], ", ") + "?"
+}
+
+// UnknownPodError is returned for a Pod of which no address is known.
+type UnknownPodError struct {
+	Namespace, Name string
+	// Read is set if Pods can be read, so that there is none.
+	Read bool
+	// Similar are the Pods that may have been meant, as NAMESPACE/NAME, or namespaces.
+	Similar []string
+}
+
+func (e *UnknownPodError) Error() string {
+	if e.Read {
+		return fmt.Sprintf("there is no Pod %s/%s with an address; FROM can also be node, outside or an address", e.Namespace, e.Name) + didYouMean(e.Similar)
+	}
+	return fmt.Sprintf("no Pod %s/%s is known here: it is no endpoint of a Service, and other Pods can't be read; "+
+		"FROM can also be node, outside or an address, as \"kubectl -n %[1]s get pod %[2]s -o wide\" shows it", e.Namespace, e.Name) + didYouMean(e.Similar)
 }
 
 // describeService returns what is known of a Service, and a plan of its ServicePorts alone, which also comes with an error.
@@ -272,7 +314,9 @@ func (n *Node) describeService(svc plan.Service) (*proxier.Description, *plan.Pl
 	})
 	if !found {
 		unknown := &UnknownServiceError{Service: svc}
+		namespaces := map[string]bool{}
 		for _, o := range known {
+			namespaces[o.Namespace] = true
 			switch {
 			case o.Namespace == svc.Namespace && similar(o.Name, svc.Name):
 				unknown.Similar = append(unknown.Similar, o)
@@ -280,6 +324,12 @@ func (n *Node) describeService(svc plan.Service) (*proxier.Description, *plan.Pl
 				unknown.Elsewhere = append(unknown.Elsewhere, o)
 			}
 		}
+		for ns := range namespaces {
+			if !namespaces[svc.Namespace] && similar(ns, svc.Namespace) {
+				unknown.Namespaces = append(unknown.Namespaces, ns)
+			}
+		}
+		slices.Sort(unknown.Namespaces)
 		slices.SortFunc(unknown.Similar, plan.Service.Compare)
 		slices.SortFunc(unknown.Elsewhere, plan.Service.Compare)
 		return nil, own, unknown
@@ -294,7 +344,10 @@ func (n *Node) describeService(svc plan.Service) (*proxier.Description, *plan.Pl
 // most.
 func similar(a, b string) bool {
 	b = strings.ToLower(b)
-	return len(b) > 2 && strings.HasPrefix(a, b) || distance(a, b) <= 2
+	if len(b) > len(a)+2 {
+		return false
+	}
+	return len(b) > 2 && strings.HasPrefix(a, b) || len(a) <= len(b)+2 && distance(a, b) <= 2
 }
 
 // distance is the Levenshtein distance.

@@ -3,8 +3,11 @@ package inspect
 import (
 	"errors"
 	"fmt"
+	"net"
 	"net/http"
+	"net/http/httptrace"
 	"net/netip"
+	"net/textproto"
 	"path/filepath"
 	"slices"
 	"strings"
@@ -160,6 +163,68 @@ func TestClient(t *testing.T) {
 	}
 }
 
+// TestSilence: a process that accepts a question and does not answer it holds nobody for long, and one that takes its time is waited for.
+func TestSilence(t *testing.T) {
+	t.Parallel()
+	dir := t.TempDir()
+	silent, err := net.Listen("unix", filepath.Join(dir, "silent")) // The kernel accepts; nobody reads.
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer silent.Close()
+	client := NewClient(silent.Addr().String())
+	client.patience = time.Millisecond
+	var none *SilentError
+	if _, err := client.Findings(t.Context()); !errors.As(err, &none) || none.Began || !strings.Contains(err.Error(), "there was no sign of it for 1ms") {
+		t.Errorf("a process that hangs: %v", err)
+	}
+
+	path := filepath.Join(dir, "slow")
+	l, err := Listen(path)
+	if err != nil {
+		t.Fatal(err)
+	}
+	release, asked := make(chan struct{}), make(chan struct{}, 2)
+	n, _ := manyServices(t, 1)
+	var running sync.WaitGroup
+	running.Go(func() {
+		if err := Serve(l, Handler(func() *Node { asked <- struct{}{}; <-release; return n })); err != nil {
+			t.Error(err)
+		}
+	})
+	client = NewClient(path)
+	defer func() {
+		client.http.CloseIdleConnections()
+		l.Close()
+		running.Wait()
+	}()
+	client.longest = 100 * time.Millisecond
+	if _, err := client.Findings(t.Context()); !errors.As(err, &none) || !none.Began || !strings.Contains(err.Error(), "has taken the question") {
+		t.Errorf("one that takes too long: %v", err)
+	}
+	<-asked
+	client.longest = time.Minute
+	signs := make(chan struct{})
+	ctx := httptrace.WithClientTrace(t.Context(), &httptrace.ClientTrace{
+		Got1xxResponse: func(int, textproto.MIMEHeader) error { close(signs); return nil },
+	})
+	answer := make(chan error, 1)
+	go func() {
+		_, err := client.Findings(ctx)
+		answer <- err
+	}()
+	<-signs
+	select {
+	case err := <-answer:
+		t.Errorf("an answer before there is one: %v", err)
+	default:
+	}
+	close(release)
+	if err := <-answer; err != nil {
+		t.Errorf("one that takes its time: %v", err)
+	}
+}
+
 // TestElsewhere: the client that stands for those without access is not one of those with it.
 func TestElsewhere(t *testing.T) {
 	t.Parallel()
@@ -198,7 +263,7 @@ func TestPrintable(t *testing.T) {
 		"\xff":            `\xff`,
 		"a\tb":            `a\tb`,
 	} {
-		if got := printable(in); got != want {
+		if got := Printable(in); got != want {
 			t.Errorf("%q becomes %q, want %q", in, got, want)
 		}
 	}

@@ -195,7 +195,7 @@ var actionWords = map[string]string{"forward": "forwarded", "pass": "left alone"
 // WriteLive writes a prediction beside real packets for people.
 func WriteLive(w io.Writer, l *Live) error {
 	for _, p := range l.Trace.Packets {
-		fmt.Fprintf(w, "%s from %s (%s) to %s on node %s (mode %s)\n", p.Protocol, p.Source, printable(p.From), p.Destination, l.Trace.Node, l.Trace.Mode)
+		fmt.Fprintf(w, "%s from %s (%s) to %s on node %s (mode %s)\n", p.Protocol, p.Source, Printable(p.From), p.Destination, l.Trace.Node, l.Trace.Mode)
 	}
 	if len(l.Seen) == 0 {
 		fmt.Fprintf(w, "  no first packet of such a connection passed in %gs\n", l.Duration)
@@ -221,7 +221,7 @@ func WriteLive(w io.Writer, l *Live) error {
 	}
 	fmt.Fprintln(w)
 	for _, n := range l.Notes {
-		fmt.Fprintln(w, printable(n))
+		fmt.Fprintln(w, Printable(n))
 	}
 	wrong := 0
 	for _, s := range l.Seen {
@@ -267,7 +267,7 @@ func (s *SeenPacket) write(w io.Writer) error {
 		return err
 	}
 	for _, d := range s.Differences {
-		fmt.Fprintln(w, "  DIFFERS: "+printable(d))
+		fmt.Fprintln(w, "  DIFFERS: "+Printable(d))
 	}
 	return nil
 }

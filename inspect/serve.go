@@ -8,6 +8,8 @@ import (
 	"io"
 	"net"
 	"net/http"
+	"net/http/httptrace"
+	"net/textproto"
 	"net/url"
 	"strings"
 	"time"
@@ -20,6 +22,9 @@ func Handler(node func() *Node) http.Handler {
 	mux := http.NewServeMux()
 	handle := func(path string, answer func(n *Node, q url.Values) (any, error)) {
 		mux.HandleFunc("GET "+path, func(w http.ResponseWriter, r *http.Request) {
+			if r.ProtoAtLeast(1, 1) { // So that clients can distinguish a long answer from none.
+				w.WriteHeader(http.StatusProcessing)
+			}
 			n := node()
 			if n == nil {
 				http.Error(w, "nodeproxy has not begun to write rules; another proxy may run on this node", http.StatusServiceUnavailable)
@@ -27,11 +32,12 @@ func Handler(node func() *Node) http.Handler {
 			}
 			body, err := answer(n, r.URL.Query())
 			var unknown *UnknownServiceError
+			var pod *UnknownPodError
 			var cant *TraceError
 			switch {
 			case errors.As(err, &cant):
 				http.Error(w, err.Error(), http.StatusBadRequest)
-			case errors.As(err, &unknown):
+			case errors.As(err, &unknown), errors.As(err, &pod):
 				http.Error(w, err.Error(), http.StatusNotFound)
 			case err != nil:
 				http.Error(w, err.Error(), http.StatusInternalServerError)
@@ -75,14 +81,33 @@ func Handler(node func() *Node) http.Handler {
 }
 
 // Client asks the nodeproxy that runs on this node.
-type Client struct{ http http.Client }
+type Client struct {
+	http http.Client
+	// patience is how long it may take until there is a sign that the question is being answered, and longest how long until the
+	// answer has been read.
+	patience, longest time.Duration
+}
 
 // NewClient returns a Client of the daemon whose socket has this path.
 func NewClient(socket string) *Client {
 	dial := func(ctx context.Context, _, _ string) (net.Conn, error) {
 		return new(net.Dialer).DialContext(ctx, "unix", socket)
 	}
-	return &Client{http.Client{Transport: &http.Transport{DialContext: dial}, Timeout: time.Minute}}
+	return &Client{http: http.Client{Transport: &http.Transport{DialContext: dial}}, patience: 5 * time.Second, longest: time.Minute}
+}
+
+// SilentError is returned where a process accepts a question, and does not answer it.
+type SilentError struct {
+	After time.Duration
+	// Began is set if it had begun to.
+	Began bool
+}
+
+func (e *SilentError) Error() string {
+	if e.Began {
+		return fmt.Sprintf("has taken the question, but not answered it within %s", e.After)
+	}
+	return fmt.Sprintf("does not answer; there was no sign of it for %s", e.After)
 }
 
 // ServicePorts asks for what Node.ServicePorts returns.
@@ -130,6 +155,24 @@ func (c *Client) Trace(ctx context.Context, q TraceQuery) (out *Trace, err error
 }
 
 func (c *Client) get(ctx context.Context, what string, q url.Values, into any) error {
+	ctx, cancel := context.WithCancelCause(ctx)
+	defer cancel(nil)
+	sign := time.AfterFunc(c.patience, func() { cancel(&SilentError{After: c.patience}) })
+	defer sign.Stop()
+	end := time.AfterFunc(c.longest, func() { cancel(&SilentError{After: c.longest, Began: true}) })
+	defer end.Stop()
+	ctx = httptrace.WithClientTrace(ctx, &httptrace.ClientTrace{
+		Got1xxResponse:       func(int, textproto.MIMEHeader) error { sign.Stop(); return nil },
+		GotFirstResponseByte: func() { sign.Stop() },
+	})
+	err := c.ask(ctx, what, q, into)
+	if silent := (*SilentError)(nil); err != nil && errors.As(context.Cause(ctx), &silent) {
+		return silent
+	}
+	return err
+}
+
+func (c *Client) ask(ctx context.Context, what string, q url.Values, into any) error {
 	req, err := http.NewRequestWithContext(ctx, http.MethodGet, "http://nodeproxy/v1/"+what+"?"+q.Encode(), nil)
 	if err != nil {
 		return err

@@ -336,7 +336,7 @@ func WriteStatus(w io.Writer, s *Status) error {
 	}
 	fmt.Fprint(w, "\nWhat is wrong:\n")
 	for _, text := range s.Wrong {
-		fmt.Fprintf(w, "  - %s\n", printable(text))
+		fmt.Fprintf(w, "  - %s\n", Printable(text))
 	}
 	return nil
 }

@@ -20,9 +20,9 @@ import (
 // none stands for an empty cell, as in kubectl.
 const none = "<none>"
 
-// printable returns s with whatever is not printable as in Go strings, so that nobody who may name an object can move the cursor,
+// Printable returns s with whatever is not printable as in Go strings, so that nobody who may name an object can move the cursor,
 // hide text or add a line that looks like nodeproxy's own.
-func printable(s string) string {
+func Printable(s string) string {
 	if !strings.ContainsFunc(s, func(r rune) bool { return !unicode.IsPrint(r) || r == utf8.RuneError }) {
 		return s
 	}
@@ -34,7 +34,7 @@ func printable(s string) string {
 func printableRow(cells []string) string {
 	out := make([]string, len(cells))
 	for i, c := range cells {
-		out[i] = printable(c)
+		out[i] = Printable(c)
 	}
 	return strings.Join(out, "\t")
 }
@@ -195,7 +195,7 @@ func joined(separator string, parts ...string) string {
 func WriteExplanation(w io.Writer, e *Explanation, now time.Time) error {
 	fmt.Fprintf(w, "Service %s/%s on node %s (mode %s)\n", e.Namespace, e.Name, e.Node, e.Mode)
 	if about := joined(", ", e.Type, with("selector ", e.Selector), with("node's zone ", e.Zone)); about != "" {
-		fmt.Fprintln(w, "  "+printable(about))
+		fmt.Fprintln(w, "  "+Printable(about))
 	}
 	for _, p := range e.Ports {
 		if err := writePort(w, p, now); err != nil {
@@ -225,9 +225,9 @@ func WriteExplanation(w io.Writer, e *Explanation, now time.Time) error {
 				fmt.Fprintf(w, "\n%s:\n", title)
 				title = ""
 			}
-			fmt.Fprintf(w, "  - %s\n", printable(d.What))
+			fmt.Fprintf(w, "  - %s\n", Printable(d.What))
 			if d.Do != "" {
-				fmt.Fprintf(w, "    To do: %s\n", printable(d.Do))
+				fmt.Fprintf(w, "    To do: %s\n", Printable(d.Do))
 			}
 		}
 	}
@@ -244,7 +244,7 @@ func with(prefix, s string) string {
 func writePort(w io.Writer, p PortExplanation, now time.Time) error {
 	fmt.Fprintf(w, "\nPort %s, %s", p.portText(), p.Family)
 	if p.TargetPort != "" {
-		fmt.Fprintf(w, ", to port %s of the Pods", printable(p.TargetPort))
+		fmt.Fprintf(w, ", to port %s of the Pods", Printable(p.TargetPort))
 	}
 	fmt.Fprintf(w, ": %s", p.State)
 	if s := since(p.Since, now); s != "" {

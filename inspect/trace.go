@@ -402,11 +402,7 @@ func podInterface(d plan.DetectLocal) string {
 func (t *tracer) fromPod(namespace, name string, f plan.Family) (sent, error) {
 	pod := t.findPod(namespace, name)
 	if len(pod.addrs) == 0 {
-		if t.podsRead {
-			return sent{}, cantTrace("there is no Pod %s/%s with an address; FROM can also be node, outside or an address", namespace, name)
-		}
-		return sent{}, cantTrace("no Pod %s/%s is known here: it is no endpoint of a Service, and other Pods can't be read; "+
-			"FROM can also be node, outside or an address, as \"kubectl -n %[1]s get pod %[2]s -o wide\" shows it", namespace, name)
+		return sent{}, &UnknownPodError{Namespace: namespace, Name: name, Read: t.podsRead, Similar: t.podsLike(namespace, name)}
 	}
 	i := slices.IndexFunc(pod.addrs, func(a netip.Addr) bool { return plan.FamilyOf(a) == f })
 	if i < 0 {
@@ -464,6 +460,40 @@ func (t *tracer) findPod(namespace, name string) (out foundPod) {
 	})
 	slices.SortFunc(out.addrs, netip.Addr.Compare)
 	return out
+}
+
+// podsLike returns the Pods that may be meant by a name that none has: those of the namespace with a similar one, then those of other
+// namespaces with the same. Where there are none, it is the namespace that may be misspelt.
+func (t *tracer) podsLike(namespace, name string) []string {
+	here, elsewhere, namespaces := map[string]bool{}, map[string]bool{}, map[string]bool{}
+	add := func(ns, pod string) {
+		namespaces[ns] = true
+		switch {
+		case ns != namespace && strings.EqualFold(pod, name):
+			elsewhere[ns+"/"+pod] = true
+		case ns == namespace && pod != name && similar(pod, name):
+			here[ns+"/"+pod] = true
+		}
+	}
+	if t.Pods != nil {
+		list, _ := t.Pods(namespace) // That they can't be read has been noticed.
+		for _, p := range list {
+			add(p.Namespace, p.Name)
+		}
+	}
+	t.View(func(s *proxier.State) {
+		for ns, pod := range s.Pods() {
+			add(ns, pod)
+		}
+	})
+	if len(here)+len(elsewhere) == 0 && !namespaces[namespace] {
+		for ns := range namespaces {
+			if similar(ns, namespace) {
+				elsewhere["namespace "+ns] = true
+			}
+		}
+	}
+	return append(slices.Sorted(maps.Keys(here)), slices.Sorted(maps.Keys(elsewhere))...)
 }
 
 // trace follows one packet.

@@ -24,10 +24,10 @@ func WriteTrace(w io.Writer, t *Trace) error {
 }
 
 func (p PacketTrace) write(w io.Writer, t *Trace) error {
-	fmt.Fprintf(w, "%s from %s (%s) to %s on node %s (mode %s)\n", p.Protocol, p.Source, printable(p.From), p.Destination, t.Node, t.Mode)
+	fmt.Fprintf(w, "%s from %s (%s) to %s on node %s (mode %s)\n", p.Protocol, p.Source, Printable(p.From), p.Destination, t.Node, t.Mode)
 	fmt.Fprintln(w, "  "+p.result())
 	for _, r := range p.Reasons {
-		fmt.Fprintln(w, "  - "+printable(r))
+		fmt.Fprintln(w, "  - "+Printable(r))
 	}
 	if len(p.Steps) > 0 {
 		fmt.Fprintln(w)
@@ -45,7 +45,7 @@ func (p PacketTrace) write(w io.Writer, t *Trace) error {
 		if i == 0 {
 			fmt.Fprint(w, "\nWhat to know:\n")
 		}
-		fmt.Fprintln(w, "  - "+printable(n))
+		fmt.Fprintln(w, "  - "+Printable(n))
 	}
 	return nil
 }

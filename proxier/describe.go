@@ -127,6 +127,21 @@ func (s *State) EndpointsOf(namespace string) iter.Seq[topology.Endpoint] {
 	}
 }
 
+// Pods iterates over the Pods of all endpoints, as namespace and name, in no order. Those of several EndpointSlices come several times.
+func (s *State) Pods() iter.Seq2[string, string] {
+	return func(yield func(namespace, name string) bool) {
+		for id, svc := range s.services {
+			for _, slice := range svc.slices {
+				for i := range slice.Endpoints {
+					if pod := slice.Endpoints[i].Pod; pod != "" && !yield(id.Namespace, pod) {
+						return
+					}
+				}
+			}
+		}
+	}
+}
+
 // Services returns the Services that have an object or EndpointSlices, in no order: sorting them would hold up a sync.
 func (s *State) Services() []plan.Service {
 	return slices.Collect(maps.Keys(s.services))

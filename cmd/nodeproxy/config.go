@@ -7,6 +7,7 @@ import (
 	"github.com/spf13/cobra"
 
 	"nodeproxy/config"
+	"nodeproxy/inspect"
 )
 
 func configCommand() *cobra.Command {
@@ -27,7 +28,7 @@ func configCommand() *cobra.Command {
 				return err
 			}
 			for _, f := range cfg.Findings {
-				fmt.Fprintf(cmd.ErrOrStderr(), "%s: %s\n", f.Severity, f)
+				fmt.Fprintf(cmd.ErrOrStderr(), "%s: %s\n", f.Severity, inspect.Printable(f.String()))
 			}
 			_, err = cmd.OutOrStdout().Write(text)
 			return err

@@ -130,6 +130,9 @@ func (d *differ) run(cmd *cobra.Command, args []string) (differs bool, err error
 	if err == nil && d.stat {
 		err = total.print(out)
 	}
+	if err == nil {
+		err = d.judged(false)
+	}
 	return differs, errors.Join(err, out.Flush())
 }
 
@@ -194,7 +197,8 @@ func (d *differ) sides(cmd *cobra.Command) (from, to *side, err error) {
 		}
 		state, err := readState(cmd.Context(), cfg, cmd.InOrStdin(), func(f source.Finding) {
 			if f.LeftOut {
-				fmt.Fprintf(cmd.ErrOrStderr(), "%s: %s\n", f.Severity, f)
+				d.incomplete = true
+				fmt.Fprintf(cmd.ErrOrStderr(), "%s: %s\n", f.Severity, inspect.Printable(f.String()))
 			}
 		}, nil)
 		if err != nil {

@@ -59,6 +59,9 @@ func refuseOthersAs(cmd *cobra.Command, name string) *cobra.Command {
 				return &usageError{fmt.Errorf("--%s: it means nothing to %s", name, cmd.CommandPath())}
 			}
 		}
+		if f := cmd.Flags().Lookup("socket"); f.Changed && f.Value.String() == "" && name != "config" {
+			return &usageError{fmt.Errorf("--socket: it is empty; it has to be the path at which the running nodeproxy answers, such as %s", f.DefValue)}
+		}
 		return nil
 	}
 	return cmd

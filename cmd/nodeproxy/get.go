@@ -1,6 +1,8 @@
 package main
 
 import (
+	"cmp"
+	"context"
 	"fmt"
 	"slices"
 	"time"
@@ -8,6 +10,7 @@ import (
 	"github.com/spf13/cobra"
 
 	"nodeproxy/inspect"
+	"nodeproxy/plan"
 )
 
 func getCommand() *cobra.Command {
@@ -24,9 +27,6 @@ func getCommand() *cobra.Command {
 	cmd.AddCommand(getServicesCommand(), getEndpointsCommand(), getFindingsCommand())
 	return cmd
 }
-
-// tableForms are the forms of output besides JSON and YAML.
-var tableForms = []string{"table", "wide"}
 
 func getServicesCommand() *cobra.Command {
 	i, all := &inspector{}, false
@@ -66,11 +66,14 @@ func getServicesCommand() *cobra.Command {
 				list = slices.DeleteFunc(list, func(sp inspect.ServicePort) bool { return sp.Name != name })
 			}
 			if len(list) == 0 {
-				return noneFound(namespace, name)
+				return noneFound(cmd.Context(), from, namespace, name)
 			}
-			return i.print(cmd.OutOrStdout(), list, tableForms, func(form string) error {
+			if err := i.print(cmd.OutOrStdout(), list, func(form string) error {
 				return inspect.WriteServicePorts(cmd.OutOrStdout(), list, form == "wide", time.Now())
-			})
+			}); err != nil {
+				return err
+			}
+			return i.judged(false)
 		},
 	}
 	i.add(cmd, "table, wide, json or yaml")
@@ -79,12 +82,24 @@ func getServicesCommand() *cobra.Command {
 }
 
 // noneFound is the error of a list without rows.
-func noneFound(namespace, name string) error {
+func noneFound(ctx context.Context, from answers, namespace, name string) error {
 	switch {
 	case name != "":
+		if _, err := from.Explain(ctx, plan.Service{Namespace: namespace, Name: name}); err != nil { // It says what may have been meant.
+			return err
+		}
 		return fmt.Errorf("no Service %s/%s is proxied here; \"nodeproxy explain %s/%s\" says why", namespace, name, namespace, name)
 	case namespace != "":
-		return fmt.Errorf("no Service of namespace %s is proxied here; --all-namespaces lists those of all namespaces", namespace)
+		list, err := from.ServicePorts(ctx, "")
+		if err != nil {
+			return err
+		}
+		var names []string
+		for _, sp := range list {
+			names = append(names, sp.Namespace)
+		}
+		return fmt.Errorf("no Service of namespace %s is proxied here%s", namespace,
+			cmp.Or(inspect.DidYouMean(namespace, names), "; --all-namespaces lists those of all namespaces"))
 	}
 	return fmt.Errorf("no Service is proxied here")
 }
@@ -105,9 +120,12 @@ func getEndpointsCommand() *cobra.Command {
 			for n := range e.Ports {
 				e.Ports[n].Frontends = nil
 			}
-			return i.print(cmd.OutOrStdout(), e.Ports, tableForms, func(form string) error {
+			if err := i.print(cmd.OutOrStdout(), e.Ports, func(form string) error {
 				return inspect.WriteEndpoints(cmd.OutOrStdout(), e.Ports, form == "wide")
-			})
+			}); err != nil {
+				return err
+			}
+			return i.judged(false)
 		},
 	}
 	i.add(cmd, "table, wide, json or yaml")
@@ -135,15 +153,12 @@ func getFindingsCommand() *cobra.Command {
 				fmt.Fprintln(cmd.OutOrStdout(), "Nothing is wrong.")
 				return nil
 			}
-			if err := i.print(cmd.OutOrStdout(), list, tableForms[:1], func(string) error {
+			if err := i.print(cmd.OutOrStdout(), list, func(string) error {
 				return inspect.WriteFindings(cmd.OutOrStdout(), list)
 			}); err != nil {
 				return err
 			}
-			if slices.ContainsFunc(list, func(f inspect.Finding) bool { return f.Severity == "problem" }) {
-				return errProblem
-			}
-			return nil
+			return i.judged(slices.ContainsFunc(list, func(f inspect.Finding) bool { return f.Severity == "problem" }))
 		},
 	}
 	i.add(cmd, "table, json or yaml")
@@ -163,15 +178,12 @@ func explainCommand() *cobra.Command {
 			if err != nil {
 				return err
 			}
-			if err := i.print(cmd.OutOrStdout(), e, []string{"text"}, func(string) error {
+			if err := i.print(cmd.OutOrStdout(), e, func(string) error {
 				return inspect.WriteExplanation(cmd.OutOrStdout(), e, time.Now())
 			}); err != nil {
 				return err
 			}
-			if e.Problem() {
-				return errProblem
-			}
-			return nil
+			return i.judged(e.Problem())
 		},
 	}
 	i.add(cmd, "text, json or yaml")

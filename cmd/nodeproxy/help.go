@@ -3,6 +3,7 @@ package main
 import (
 	"fmt"
 	"io"
+	"slices"
 	"strings"
 
 	"github.com/spf13/cobra"
@@ -68,9 +69,67 @@ var exampleTexts = map[string]string{
   kubectl -n kube-system exec ds/nodeproxy -- nodeproxy support -o - > report.tar.gz`,
 	"nodeproxy history": `  nodeproxy history
   nodeproxy history shop/web -o wide`,
+	"nodeproxy completion":            `  source <(nodeproxy completion bash)`,
+	"nodeproxy completion bash":       `  nodeproxy completion bash > /etc/bash_completion.d/nodeproxy`,
+	"nodeproxy completion zsh":        `  nodeproxy completion zsh > "${fpath[1]}/_nodeproxy"`,
+	"nodeproxy completion fish":       `  nodeproxy completion fish > ~/.config/fish/completions/nodeproxy.fish`,
+	"nodeproxy completion powershell": `  nodeproxy completion powershell | Out-String | Invoke-Expression`,
 	"nodeproxy diff": `  nodeproxy diff
   nodeproxy diff shop/web --manifests=new/
   nodeproxy diff --mode=nftables --stat`,
+}
+
+// helpCommand is cobra's, except that a command which does not exist is a mistake.
+func helpCommand() *cobra.Command {
+	return &cobra.Command{
+		Use:   "help [command]",
+		Short: "Help about any command",
+		Long:  "help prints the help of a command, as its flag --help does.",
+		RunE: func(cmd *cobra.Command, args []string) error {
+			about := cmd.Root()
+			for _, name := range args {
+				i := slices.IndexFunc(about.Commands(), func(c *cobra.Command) bool { return c.Name() == name || c.HasAlias(name) })
+				if i < 0 {
+					return unknownArgument(about, name)
+				}
+				about = about.Commands()[i]
+			}
+			about.InitDefaultHelpFlag()
+			about.InitDefaultVersionFlag()
+			return about.Help()
+		},
+		ValidArgsFunction: func(cmd *cobra.Command, args []string, typed string) ([]string, cobra.ShellCompDirective) {
+			about, _, err := cmd.Root().Find(args)
+			var names []string
+			for _, sub := range about.Commands() {
+				if err == nil && sub.IsAvailableCommand() && strings.HasPrefix(sub.Name(), typed) {
+					names = append(names, cobra.CompletionWithDesc(sub.Name(), sub.Short))
+				}
+			}
+			return names, cobra.ShellCompDirectiveNoFileComp
+		},
+	}
+}
+
+// requireShell makes it a mistake to ask for the completion of no shell, or of one that is not known.
+func requireShell(root *cobra.Command) {
+	for _, cmd := range root.Commands() {
+		if cmd.Name() != "completion" {
+			continue
+		}
+		var shells []string
+		for _, sub := range cmd.Commands() {
+			shells = append(shells, sub.Name())
+			sub.Args = noArgs
+		}
+		cmd.Args = func(cmd *cobra.Command, args []string) error {
+			if len(args) > 0 {
+				return &usageError{fmt.Errorf("unknown shell %q: it is not one of %s", args[0], strings.Join(shells, ", "))}
+			}
+			return &usageError{fmt.Errorf("completion for which shell? One of %s", strings.Join(shells, ", "))}
+		}
+		cmd.RunE = func(*cobra.Command, []string) error { return nil } // Its arguments are never right.
+	}
 }
 
 // addExamples gives a command and those below it their examples.

@@ -48,7 +48,7 @@ func historyCommand() *cobra.Command {
 				fmt.Fprintln(cmd.OutOrStdout(), text)
 				return nil
 			}
-			return i.print(cmd.OutOrStdout(), list, tableForms, func(form string) error {
+			return i.print(cmd.OutOrStdout(), list, func(form string) error {
 				return inspect.WriteHistory(cmd.OutOrStdout(), list, form == "wide", time.Now())
 			})
 		},

@@ -1,6 +1,7 @@
 package main
 
 import (
+	"cmp"
 	"context"
 	"encoding/json"
 	"errors"
@@ -40,6 +41,9 @@ type inspector struct {
 	socket    func() string
 	namespace string
 	output    string
+	forms     []string // that output can have, the default first
+	// incomplete is set once something of the objects that the command reads had to be left out.
+	incomplete bool
 }
 
 // add defines the flags that all such commands share.
@@ -53,7 +57,18 @@ func (i *inspector) addAs(cmd *cobra.Command, name, outputs string) {
 	i.given, i.socket = cmd.Flags().Changed, func() string { return cmd.Flags().Lookup("socket").Value.String() }
 	cmd.Flags().StringVarP(&i.namespace, "namespace", "n", "default", "namespace of Services that are named without one")
 	cmd.Flags().StringVarP(&i.output, "output", "o", "", "form of the output: "+outputs)
+	i.forms = strings.Fields(strings.NewReplacer(",", "", " or ", " ").Replace(outputs))
 	refuseOthersAs(cmd, name)
+	refuse := cmd.PreRunE
+	cmd.PreRunE = func(cmd *cobra.Command, args []string) error {
+		if err := refuse(cmd, args); err != nil {
+			return err
+		}
+		if i.output != "" && !slices.Contains(i.forms, i.output) { // Before it reads or asks anything.
+			return &usageError{fmt.Errorf("--output: %q is not one of %s", i.output, strings.Join(i.forms, ", "))}
+		}
+		return nil
+	}
 	_ = cmd.RegisterFlagCompletionFunc("namespace", i.completeNamespace) // It fails only for a flag that there is not.
 	if strings.Contains(cmd.Use, " [NAMESPACE/]SERVICE") || strings.Contains(cmd.Use, " [[NAMESPACE/]NAME]") {
 		cmd.ValidArgsFunction = i.completeService
@@ -67,7 +82,8 @@ that, without root, for the node that --node-name names:
 
   kubectl get services,endpointslices,nodes -A -o json | nodeproxy %s --manifests=- --node-name=NODE
 
-Exit codes: 0 if all is well, 1 if there is a problem, 2 if the command line is wrong.`
+Exit codes: 0 if all is well; 1 if there is a problem, what the command names is not known, or the answer is incomplete since something
+could not be read; 2 if the command line is wrong.`
 
 // answers returns where answers come from.
 func (i *inspector) answers(ctx context.Context, stdin io.Reader, stderr io.Writer) (answers, error) {
@@ -83,7 +99,8 @@ func (i *inspector) answers(ctx context.Context, stdin io.Reader, stderr io.Writ
 	state, err := readState(ctx, cfg, stdin, func(f source.Finding) {
 		found = append(found, f)
 		if f.LeftOut {
-			fmt.Fprintf(stderr, "%s: %s\n", f.Severity, f)
+			i.incomplete = true
+			fmt.Fprintf(stderr, "%s: %s\n", f.Severity, inspect.Printable(f.String()))
 		}
 	}, func(p *v1.Pod) { pods = append(pods, p) })
 	if err != nil {
@@ -195,6 +212,11 @@ func unanswered(err error, socket, elsewhere string) error {
 	case errors.Is(err, os.ErrPermission):
 		return fmt.Errorf("only root may ask the nodeproxy of this node (%s): run this as root%s", socket, elsewhere)
 	}
+	var silent *inspect.SilentError
+	if errors.As(err, &silent) {
+		return fmt.Errorf("the nodeproxy at %s %w: it may hang or be stopped, or have too many questions to answer; its log and /readyz of its port for health "+
+			"say more%s", socket, err, elsewhere)
+	}
 	return err
 }
 
@@ -211,8 +233,8 @@ func (i *inspector) service(arg string) (plan.Service, error) {
 }
 
 // print prints an answer as JSON or YAML; else it calls table, with the name of the form.
-func (i *inspector) print(w io.Writer, answer any, forms []string, table func(form string) error) error {
-	switch i.output {
+func (i *inspector) print(w io.Writer, answer any, table func(form string) error) error {
+	switch form := cmp.Or(i.output, i.forms[0]); form {
 	case "json":
 		e := json.NewEncoder(w)
 		e.SetIndent("", "    ")
@@ -223,13 +245,20 @@ func (i *inspector) print(w io.Writer, answer any, forms []string, table func(fo
 			_, err = w.Write(text)
 		}
 		return err
+	default:
+		return table(form)
 	}
-	for _, f := range forms {
-		if i.output == f || i.output == "" {
-			return table(f)
-		}
+}
+
+// judged returns the error of an answer that has been printed: whether it tells of a problem, or is incomplete.
+func (i *inspector) judged(problem bool) error {
+	switch {
+	case i.incomplete:
+		return errors.New("some manifests or objects can't be read or used (see the problems above), so the answer is incomplete")
+	case problem:
+		return errProblem
 	}
-	return &usageError{fmt.Errorf("--output: %q is not one of %s, json, yaml", i.output, strings.Join(forms, ", "))}
+	return nil
 }
 
 // errProblem makes the exit code 1. What is wrong has been printed.

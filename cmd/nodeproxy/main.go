@@ -13,6 +13,7 @@ import (
 	cliflag "k8s.io/component-base/cli/flag"
 
 	"nodeproxy/config"
+	"nodeproxy/inspect"
 )
 
 func main() {
@@ -20,14 +21,24 @@ func main() {
 	var usage *usageError
 	switch {
 	case errors.As(err, &usage):
-		fmt.Fprintf(os.Stderr, "nodeproxy: %v\n", err)
+		complain(err)
 		os.Exit(2)
 	case errors.Is(err, errProblem):
 		os.Exit(1)
 	case err != nil:
-		fmt.Fprintf(os.Stderr, "nodeproxy: %v\n", err)
+		complain(err)
 		os.Exit(1)
 	}
+}
+
+// complain prints an error, which may have several lines. It may quote an argument, the name of an object or a file, and what is not
+// printable in these does not get to the terminal.
+func complain(err error) {
+	lines := strings.Split(err.Error(), "\n")
+	for i := range lines {
+		lines[i] = inspect.Printable(lines[i])
+	}
+	fmt.Fprintf(os.Stderr, "nodeproxy: %s\n", strings.Join(lines, "\n"))
 }
 
 // usageError is a mistake on the command line, before anything is touched, or any error of diff: exit code 2.
@@ -54,8 +65,11 @@ func root() *cobra.Command {
 	cmd.SetFlagErrorFunc(flagMistake)
 	cmd.AddCommand(run, refuseOthers(renderCommand()), refuseOthers(configCommand()), refuseOthers(cleanupCommand()), getCommand(), explainCommand(),
 		historyCommand(), statusCommand(), supportCommand(), topCommand(), traceCommand(), diffCommand(), versionCommand())
+	cmd.SetHelpCommand(helpCommand())
+	cmd.InitDefaultCompletionCmd()
 	addExamples(cmd)
 	completeAll(cmd)
+	requireShell(cmd)
 	return cmd
 }
 
@@ -64,11 +78,16 @@ func noArgs(cmd *cobra.Command, args []string) error {
 	if len(args) == 0 {
 		return nil
 	}
+	return unknownArgument(cmd, args[0])
+}
+
+// unknownArgument is the mistake of an argument that is no command below cmd, with the commands that may have been meant.
+func unknownArgument(cmd *cobra.Command, arg string) error {
 	cmd.SuggestionsMinimumDistance = 2
-	if near := cmd.SuggestionsFor(args[0]); len(near) > 0 {
-		return &usageError{fmt.Errorf("unknown argument %q; did you mean %s?", args[0], strings.Join(near, " or "))}
+	if near := cmd.SuggestionsFor(arg); len(near) > 0 {
+		return &usageError{fmt.Errorf("unknown argument %q; did you mean %s?", arg, strings.Join(near, " or "))}
 	}
-	return &usageError{fmt.Errorf("unknown argument %q; %s --help lists what there is", args[0], cmd.CommandPath())}
+	return &usageError{fmt.Errorf("unknown argument %q; %s --help lists what there is", arg, cmd.CommandPath())}
 }
 
 // version is set when the program is built.

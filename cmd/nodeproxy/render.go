@@ -8,11 +8,13 @@ import (
 	"net/netip"
 	"os"
 	"slices"
+	"time"
 
 	"github.com/spf13/cobra"
 	v1 "k8s.io/api/core/v1"
 
 	"nodeproxy/config"
+	"nodeproxy/inspect"
 	"nodeproxy/plan"
 	"nodeproxy/source"
 	"nodeproxy/source/apiserver"
@@ -64,7 +66,7 @@ func renderCommand() *cobra.Command {
 			}
 			leftOut := 0
 			report := func(f source.Finding) {
-				fmt.Fprintf(cmd.ErrOrStderr(), "%s: %s\n", f.Severity, f)
+				fmt.Fprintf(cmd.ErrOrStderr(), "%s: %s\n", f.Severity, inspect.Printable(f.String()))
 				if f.LeftOut {
 					leftOut++
 				}
@@ -102,7 +104,7 @@ func readManifests(cfg *config.Config, stdin io.Reader, report source.Report, po
 	}
 	// A pipe, as of process substitution, is named, but can be read only once.
 	if info, err := os.Stat(cfg.Manifests); err == nil && !info.IsDir() && !info.Mode().IsRegular() {
-		f, err := os.Open(cfg.Manifests)
+		f, err := openPipe(cfg.Manifests, pipeOpens)
 		if err != nil {
 			return source.Batch{}, fmt.Errorf("manifests: %w", err)
 		}
@@ -110,6 +112,28 @@ func readManifests(cfg *config.Config, stdin io.Reader, report source.Report, po
 		return manifest.Read(files, f)
 	}
 	return manifest.Load(files)
+}
+
+// pipeOpens is how long a program may take to open the other end of a named pipe.
+const pipeOpens = 30 * time.Second
+
+// openPipe opens what is not a regular file. Where it is a named pipe that nobody writes to, it gives up.
+func openPipe(path string, within time.Duration) (*os.File, error) {
+	type opened struct {
+		file *os.File
+		err  error
+	}
+	done := make(chan opened, 1)
+	go func() {
+		f, err := os.Open(path)
+		done <- opened{f, err}
+	}()
+	select {
+	case o := <-done:
+		return o.file, o.err
+	case <-time.After(within):
+		return nil, fmt.Errorf("%s is a pipe that no program has opened for writing within %s", path, within)
+	}
 }
 
 // readCluster reads the objects of a cluster, and the addresses of its API server.

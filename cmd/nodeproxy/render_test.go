@@ -1,13 +1,18 @@
 package main
 
 import (
+	"errors"
+	"io"
 	"log/slog"
 	"net/http"
 	"os"
 	"os/exec"
+	"path/filepath"
 	"strings"
 	"testing"
+	"time"
 
+	"golang.org/x/sys/unix"
 	v1 "k8s.io/api/core/v1"
 	discovery "k8s.io/api/discovery/v1"
 	networking "k8s.io/api/networking/v1"
@@ -147,4 +152,29 @@ func output(cmd *exec.Cmd) (stdout, stderr string, err error) {
 	cmd.Stdout, cmd.Stderr = &out, &errs
 	err = cmd.Run()
 	return out.String(), errs.String(), err
+}
+
+// TestOpenPipe: a named pipe is read once somebody writes to it, and is given up where nobody does.
+func TestOpenPipe(t *testing.T) {
+	t.Parallel()
+	path, other := filepath.Join(t.TempDir(), "pipe"), filepath.Join(t.TempDir(), "other")
+	if err := errors.Join(unix.Mkfifo(path, 0o600), unix.Mkfifo(other, 0o600)); err != nil {
+		t.Fatal(err)
+	}
+	if f, err := openPipe(other, time.Millisecond); err == nil || !strings.Contains(err.Error(), "no program has opened for writing within 1ms") {
+		t.Errorf("%v, %v", f, err)
+	}
+	written := make(chan error, 1)
+	go func() { written <- os.WriteFile(path, []byte("text"), 0) }()
+	f, err := openPipe(path, time.Minute)
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer f.Close()
+	if err := <-written; err != nil {
+		t.Error(err)
+	}
+	if text, err := io.ReadAll(f); err != nil || string(text) != "text" {
+		t.Errorf("%q, %v", text, err)
+	}
 }

@@ -50,6 +50,7 @@ func TestScripts(t *testing.T) {
 		Dir:                 "testdata/script",
 		UpdateScripts:       os.Getenv("UPDATE") != "",
 		RequireExplicitExec: true,
+		Setup:               func(e *testscript.Env) error { e.Setenv("ESC", "\x1b"); return nil },
 		Cmds: map[string]func(ts *testscript.TestScript, neg bool, args []string){
 			"rules":    rulesOf,
 			"services": makeServices,

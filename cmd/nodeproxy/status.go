@@ -75,7 +75,7 @@ Exit codes: 0 if nothing is wrong, 1 if something is, or no nodeproxy answers, 2
 				}
 				return err
 			}
-			if err := i.print(cmd.OutOrStdout(), s, []string{"text"}, func(string) error {
+			if err := i.print(cmd.OutOrStdout(), s, func(string) error {
 				return inspect.WriteStatus(cmd.OutOrStdout(), s)
 			}); err != nil {
 				return err

@@ -103,7 +103,7 @@ func (t *top) print(ctx context.Context, w io.Writer, i *inspector) error {
 			return s.err
 		}
 		t.view.take(s)
-		if err := i.print(w, s.traffic, tableForms[:1], func(string) error { return t.table(w) }); err != nil {
+		if err := i.print(w, s.traffic, func(string) error { return t.table(w) }); err != nil {
 			return err
 		}
 	}

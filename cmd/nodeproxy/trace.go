@@ -65,13 +65,13 @@ func traceCommand() *cobra.Command {
 				if err != nil {
 					return err
 				}
-				err = i.print(cmd.OutOrStdout(), l, tableForms[:1], func(string) error { return inspect.WriteLive(cmd.OutOrStdout(), l) })
-				if err == nil && l.Problem() {
-					err = errProblem
+				err = i.print(cmd.OutOrStdout(), l, func(string) error { return inspect.WriteLive(cmd.OutOrStdout(), l) })
+				if err == nil {
+					err = i.judged(l.Problem())
 				}
 				return err
 			}
-			if err := i.print(cmd.OutOrStdout(), t, tableForms[:1], func(string) error {
+			if err := i.print(cmd.OutOrStdout(), t, func(string) error {
 				err := inspect.WriteTrace(cmd.OutOrStdout(), t)
 				if _, running := from.(daemonAnswers); running && err == nil {
 					_, err = fmt.Fprint(cmd.OutOrStdout(), "\nRules of other programs are not looked at here: --live follows real packets through them, and\n"+
@@ -81,10 +81,7 @@ func traceCommand() *cobra.Command {
 			}); err != nil {
 				return err
 			}
-			if t.Problem() {
-				return errProblem
-			}
-			return nil
+			return i.judged(t.Problem())
 		},
 	}
 	i.add(cmd, "table, json or yaml")
