@@ -2,6 +2,7 @@ package backend
 
 import (
 	"context"
+	"errors"
 	"fmt"
 	"sync"
 	"time"
@@ -30,6 +31,21 @@ func Verify[E Verifier](ctx context.Context, engines []E, svc plan.Service) (thi
 		things, found = things+n, append(found, some...)
 	}
 	return things, found, nil
+}
+
+// errUnknown is what Verify returns where there is nothing to compare the kernel with.
+var errUnknown = errors.New("what the kernel holds is not known until the next sync has succeeded")
+
+// Known calls take with mu locked, which a sync may hold for long, to copy what is known of the kernel. take returns false if nothing is.
+func Known(ctx context.Context, mu *sync.Mutex, take func() (known bool)) error {
+	if err := Lock(ctx, mu); err != nil {
+		return err
+	}
+	defer mu.Unlock() // Even if take panics: who asks survives that, and the next sync must not hang.
+	if !take() {
+		return errUnknown
+	}
+	return nil
 }
 
 // lockTry is the interval between attempts to lock what a sync has locked.

@@ -3,6 +3,8 @@ package inspect
 import (
 	"context"
 	"errors"
+	"net/http"
+	"net/http/httptest"
 	"net/netip"
 	"strings"
 	"testing"
@@ -110,5 +112,35 @@ func TestRefusedSentence(t *testing.T) {
 		"retried from time to time."
 	if err != nil || len(e.Diagnoses) != 1 || e.Ports[0].State != Refused || e.Diagnoses[0].What != want || !e.Problem() {
 		t.Errorf("%v, %+v", err, e)
+	}
+}
+
+// TestClientGone: nothing goes on looking at the node for a client that has gone.
+func TestClientGone(t *testing.T) {
+	t.Parallel()
+	n, _ := manyServices(t, 10)
+	asked, gone := make(chan struct{}), make(chan struct{})
+	n.Reality = &Reality{Blocking: func(ctx context.Context, _ []*plan.ServicePort) ([]Blocking, error) {
+		close(asked)
+		<-ctx.Done()
+		if errors.Is(ctx.Err(), context.Canceled) { // And not because time is up.
+			close(gone)
+		}
+		return nil, ctx.Err()
+	}}
+	ctx, leave := context.WithCancel(t.Context())
+	answered := make(chan struct{})
+	go func() {
+		defer close(answered)
+		r := httptest.NewRequestWithContext(ctx, http.MethodGet, "/v1/explain?namespace=default&name=s-7", nil)
+		Handler(func() *Node { return n }).ServeHTTP(httptest.NewRecorder(), r)
+	}()
+	<-asked
+	leave()
+	<-answered
+	select {
+	case <-gone:
+	default:
+		t.Error("the check went on until its time was up")
 	}
 }

@@ -20,7 +20,7 @@ import (
 // Handler answers a Client by what node returns; nil as long as there is nothing to tell.
 func Handler(node func() *Node) http.Handler {
 	mux := http.NewServeMux()
-	handle := func(path string, answer func(n *Node, q url.Values) (any, error)) {
+	handle := func(path string, answer func(ctx context.Context, n *Node, q url.Values) (any, error)) {
 		mux.HandleFunc("GET "+path, func(w http.ResponseWriter, r *http.Request) {
 			if r.ProtoAtLeast(1, 1) { // So that clients can distinguish a long answer from none.
 				w.WriteHeader(http.StatusProcessing)
@@ -30,7 +30,7 @@ func Handler(node func() *Node) http.Handler {
 				http.Error(w, "nodeproxy has not begun to write rules; another proxy may run on this node", http.StatusServiceUnavailable)
 				return
 			}
-			body, err := answer(n, r.URL.Query())
+			body, err := answer(r.Context(), n, r.URL.Query())
 			var unknown *UnknownServiceError
 			var pod *UnknownPodError
 			var cant *TraceError
@@ -50,30 +50,30 @@ func Handler(node func() *Node) http.Handler {
 	service := func(q url.Values) plan.Service {
 		return plan.Service{Namespace: q.Get("namespace"), Name: q.Get("name")}
 	}
-	handle("/v1/services", func(n *Node, q url.Values) (any, error) {
+	handle("/v1/services", func(ctx context.Context, n *Node, q url.Values) (any, error) {
 		if q.Has("counters") {
-			return n.CountedServicePorts(context.Background(), q.Get("namespace")), nil
+			return n.CountedServicePorts(ctx, q.Get("namespace")), nil
 		}
 		return n.ServicePorts(q.Get("namespace")), nil
 	})
-	handle("/v1/desired", func(n *Node, _ url.Values) (any, error) { return n.Desired() })
-	handle("/v1/findings", func(n *Node, _ url.Values) (any, error) { return n.AllFindings(), nil })
-	handle("/v1/status", func(n *Node, _ url.Values) (any, error) { return n.Status(), nil })
-	handle("/v1/traffic", func(n *Node, _ url.Values) (any, error) { return n.Traffic(context.Background()) })
-	handle("/v1/support", func(n *Node, _ url.Values) (any, error) { return n.Support(), nil })
-	handle("/v1/history", func(n *Node, q url.Values) (any, error) {
+	handle("/v1/desired", func(_ context.Context, n *Node, _ url.Values) (any, error) { return n.Desired() })
+	handle("/v1/findings", func(_ context.Context, n *Node, _ url.Values) (any, error) { return n.AllFindings(), nil })
+	handle("/v1/status", func(_ context.Context, n *Node, _ url.Values) (any, error) { return n.Status(), nil })
+	handle("/v1/traffic", func(ctx context.Context, n *Node, _ url.Values) (any, error) { return n.Traffic(ctx) })
+	handle("/v1/support", func(_ context.Context, n *Node, _ url.Values) (any, error) { return n.Support(), nil })
+	handle("/v1/history", func(_ context.Context, n *Node, q url.Values) (any, error) {
 		if q.Has("name") {
 			return n.History.Of(service(q)), nil
 		}
 		return n.History.Syncs(), nil
 	})
-	handle("/v1/trace", func(n *Node, q url.Values) (any, error) {
+	handle("/v1/trace", func(_ context.Context, n *Node, q url.Values) (any, error) {
 		return n.Trace(TraceQuery{q.Get("from"), q.Get("to"), plan.Protocol(q.Get("protocol")), q.Get("namespace")})
 	})
-	handle("/v1/explain", func(n *Node, q url.Values) (any, error) {
+	handle("/v1/explain", func(ctx context.Context, n *Node, q url.Values) (any, error) {
 		e, err := n.Explain(service(q))
 		if err == nil {
-			n.Check(context.Background(), e) // For a few seconds at most.
+			n.Check(ctx, e) // For a few seconds at most.
 		}
 		return e, err
 	})

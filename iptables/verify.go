@@ -2,7 +2,6 @@ package iptables
 
 import (
 	"context"
-	"errors"
 	"maps"
 	"slices"
 	"strings"
@@ -26,15 +25,17 @@ func (e *engine) Verify(ctx context.Context, svc plan.Service) (things int, foun
 	if !is {
 		return 0, nil, nil
 	}
-	if err := backend.Lock(ctx, &e.syncing); err != nil {
+	var desired xtables.Desired
+	err = backend.Known(ctx, &e.syncing, func() bool {
+		if e.current == nil {
+			return false
+		}
+		desired = e.current.about(svc)
+		return true
+	})
+	if err != nil {
 		return 0, nil, err
 	}
-	if e.current == nil {
-		e.syncing.Unlock()
-		return 0, nil, errors.New("what the kernel holds is not known until the next sync has succeeded")
-	}
-	desired := e.current.about(svc)
-	e.syncing.Unlock()
 	of := map[names.Table]map[string]bool{}
 	add := func(t names.Table, chain string) {
 		if of[t] == nil {

@@ -330,7 +330,8 @@ func fakeEngine(f plan.Family, o Options) (*engine, *fakeKernel) {
 func engineOver(k *fakeKernel, o Options) *engine {
 	return &engine{family: k.family, options: o, grace: testGrace, log: slog.New(slog.DiscardHandler), machine: machine{
 		servers: fakeServers{k}, sets: fakeSets{k}, device: fakeDevice{k}, ports: fakePorts{k}, tables: fakeTables{k},
-		host: func(plan.Family) (map[netip.Addr]struct{}, error) { return maps.Clone(k.hostAddrs), nil },
+		host:   func(plan.Family) (map[netip.Addr]struct{}, error) { return maps.Clone(k.hostAddrs), nil },
+		reader: func() (*reader, error) { return &reader{fakeServers{k}, fakeSets{k}, func() {}}, nil },
 	}}
 }
 

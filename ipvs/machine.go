@@ -20,6 +20,33 @@ type machine struct {
 	ports   portTable // nil if Options.WholeAddresses is set
 	// host lists the addresses of all other interfaces.
 	host func(plan.Family) (map[netip.Addr]struct{}, error)
+	// reader opens what reads beside syncs, which use servers and sets.
+	reader func() (*reader, error)
+}
+
+// reader reads virtual servers and sets by sockets of its own.
+type reader struct {
+	servers interface {
+		Get(ipvs.ServerID) (*ipvs.ActualServer, error)
+	}
+	sets interface {
+		Entries(ipset.Set) (map[ipset.Entry]struct{}, error)
+	}
+	close func()
+}
+
+// openReader opens a reader beside what syncs use.
+func openReader(v *ipvs.Servers, s *ipset.Sets) (*reader, error) {
+	servers, err := v.Another()
+	if err != nil {
+		return nil, err
+	}
+	sets, err := s.Another()
+	if err != nil {
+		_ = servers.Close()
+		return nil, err
+	}
+	return &reader{servers, sets, func() { _, _ = servers.Close(), sets.Close() }}, nil
 }
 
 type servers interface {

@@ -2,7 +2,6 @@ package ipvs
 
 import (
 	"context"
-	"errors"
 	"fmt"
 	"net/netip"
 
@@ -19,38 +18,32 @@ func (b *Backend) Verify(ctx context.Context, svc plan.Service) (things int, fou
 
 // Verify implements backend.Verifier.
 func (e *engine) Verify(ctx context.Context, svc plan.Service) (things int, found drift.Found, err error) {
-	if err := backend.Lock(ctx, &e.mu); err != nil {
-		return 0, nil, err
-	}
-	if e.desired == nil {
-		e.mu.Unlock()
-		return 0, nil, errors.New("what the kernel holds is not known until the next sync has succeeded")
-	}
 	var servers []server
 	members := map[setID][]member{}
-	for k, o := range e.desired.objects {
-		if k.Service != svc {
-			continue
+	err = backend.Known(ctx, &e.mu, func() bool {
+		if e.desired == nil {
+			return false
 		}
-		for _, s := range o.servers {
-			if _, there := e.actual.servers[s.ID]; there {
-				servers = append(servers, s)
-			}
-		}
-		for _, m := range o.members {
-			if have, there := e.actual.members[m.key()]; there {
-				m.entry.Mark, m.entry.Mask = have.mark, have.mask
-				members[m.set] = append(members[m.set], m)
-			}
-		}
+		servers = e.written(svc, members)
+		return true
+	})
+	if err != nil || len(servers) == 0 && len(members) == 0 {
+		return 0, nil, err
 	}
-	e.mu.Unlock()
+	kernel, err := e.machine.reader()
+	if err != nil {
+		return 0, nil, err
+	}
+	defer kernel.close()
 	differs := func(k drift.Kind, s drift.State, format string, args ...any) {
 		found = append(found, drift.Difference{Kind: k, State: s, Object: fmt.Sprintf(format, args...)})
 	}
 	for _, s := range servers {
+		if err := ctx.Err(); err != nil {
+			return things, found, err
+		}
 		things += 1 + len(s.realServers)
-		have, err := e.machine.servers.Get(s.ID)
+		have, err := kernel.servers.Get(s.ID)
 		if err != nil {
 			return things, found, err
 		}
@@ -79,9 +72,12 @@ func (e *engine) Verify(ctx context.Context, svc plan.Service) (things int, foun
 		}
 	}
 	for id, list := range members {
+		if err := ctx.Err(); err != nil {
+			return things, found, err
+		}
 		set := setOf(id, e.family)
 		things += len(list)
-		have, err := e.machine.sets.Entries(set)
+		have, err := kernel.sets.Entries(set)
 		if err != nil {
 			return things, found, err
 		}
@@ -91,5 +87,26 @@ func (e *engine) Verify(ctx context.Context, svc plan.Service) (things int, foun
 			}
 		}
 	}
-	return things, found, ctx.Err()
+	return things, found, nil
+}
+
+// written returns the virtual servers of a Service that are in the kernel, and adds to members its entries of sets.
+func (e *engine) written(svc plan.Service, members map[setID][]member) (servers []server) {
+	for k, o := range e.desired.objects {
+		if k.Service != svc {
+			continue
+		}
+		for _, s := range o.servers {
+			if _, there := e.actual.servers[s.ID]; there {
+				servers = append(servers, s)
+			}
+		}
+		for _, m := range o.members {
+			if have, there := e.actual.members[m.key()]; there {
+				m.entry.Mark, m.entry.Mask = have.mark, have.mask
+				members[m.set] = append(members[m.set], m)
+			}
+		}
+	}
+	return servers
 }

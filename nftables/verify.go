@@ -2,7 +2,6 @@ package nftables
 
 import (
 	"context"
-	"errors"
 	"maps"
 	"slices"
 
@@ -21,21 +20,21 @@ func (b *Backend) Verify(ctx context.Context, svc plan.Service) (things int, fou
 
 // Verify implements backend.Verifier.
 func (e *engine) Verify(ctx context.Context, svc plan.Service) (things int, found drift.Found, err error) {
-	if err := backend.Lock(ctx, &e.mu); err != nil {
+	var l *layout
+	var all map[kind]bool
+	mine, used := map[id]value{}, map[kind]bool{}
+	err = backend.Known(ctx, &e.mu, func() bool {
+		for k, w := range e.current {
+			if k.Service == svc {
+				e.layout.fill(w, mine, used)
+			}
+		}
+		l, all = e.layout, maps.Clone(e.kinds)
+		return e.current != nil
+	})
+	if err != nil {
 		return 0, nil, err
 	}
-	if e.current == nil {
-		e.mu.Unlock()
-		return 0, nil, errors.New("what the kernel holds is not known until the next sync has succeeded")
-	}
-	mine, used := map[id]value{}, map[kind]bool{}
-	for k, w := range e.current {
-		if k.Service == svc {
-			e.layout.fill(w, mine, used)
-		}
-	}
-	l, all := e.layout, maps.Clone(e.kinds)
-	e.mu.Unlock()
 	k, err := e.reader()
 	if err != nil {
 		return 0, nil, err

@@ -8,6 +8,8 @@ import (
 	"net"
 	"net/http"
 	"net/netip"
+	"slices"
+	"time"
 
 	"nodeproxy/inspect"
 )
@@ -38,6 +40,38 @@ var answers = []string{"services", "explain", "findings", "history"}
 // mostAtOnce is how many answers are computed at once: a page is less important than the proxy.
 const mostAtOnce = 2
 
+// A client has stall to take each piece of an answer and longest for all of it: who does not read must not keep others from a place.
+const (
+	piece   = 64 << 10
+	stall   = 2 * time.Second
+	longest = 10 * time.Second
+)
+
+// patient writes an answer in pieces, each with a deadline.
+type patient struct {
+	http.ResponseWriter
+	conn *http.ResponseController
+	end  time.Time // zero before the first piece
+}
+
+func (p *patient) Write(data []byte) (n int, err error) {
+	if p.end.IsZero() {
+		p.end = time.Now().Add(longest)
+	}
+	for some := range slices.Chunk(data, piece) {
+		deadline := time.Now().Add(stall)
+		if deadline.After(p.end) {
+			deadline = p.end
+		}
+		_ = p.conn.SetWriteDeadline(deadline) // A recorder in a test has none.
+		m, err := p.ResponseWriter.Write(some)
+		if n += m; err != nil {
+			return n, err
+		}
+	}
+	return n, nil
+}
+
 // Handler serves the page below Path, with the answers that node gives; see inspect.Handler. It looks at nothing but what is known: a page
 // that asks again and again must cost little, and who may see it need not know which connections there are.
 func Handler(node func() *inspect.Node, access Access) http.Handler {
@@ -60,7 +94,7 @@ func Handler(node func() *inspect.Node, access Access) http.Handler {
 		select {
 		case places <- struct{}{}:
 			defer func() { <-places }()
-			inner.ServeHTTP(w, r)
+			inner.ServeHTTP(&patient{ResponseWriter: w, conn: http.NewResponseController(w)}, r)
 		case <-r.Context().Done():
 		}
 	})

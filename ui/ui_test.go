@@ -1,11 +1,18 @@
 package ui
 
 import (
+	"bufio"
+	"net"
+	"net/http"
 	"net/http/httptest"
 	"strings"
 	"testing"
+	"time"
 
 	"nodeproxy/inspect"
+	"nodeproxy/plan"
+	"nodeproxy/proxier"
+	"nodeproxy/source"
 )
 
 // TestAccess: by default only clients on the node get the page, and only by names that nobody elsewhere can give it.
@@ -54,6 +61,71 @@ func TestReadOnly(t *testing.T) {
 		}
 		if policy := w.Header().Get("Content-Security-Policy"); !strings.HasPrefix(policy, "default-src 'none'; script-src 'self';") || strings.Contains(policy, "unsafe") {
 			t.Errorf("%s: Content-Security-Policy %q", request, policy)
+		}
+	}
+}
+
+// pipes is a listener whose connections hold nothing back: what is written waits until it is read.
+type pipes struct {
+	accepted chan net.Conn
+}
+
+func (p pipes) Addr() net.Addr { return &net.UnixAddr{} }
+
+func (p pipes) Close() error { return nil }
+
+func (p pipes) Accept() (net.Conn, error) {
+	c, open := <-p.accepted
+	if !open {
+		return nil, net.ErrClosed
+	}
+	return c, nil
+}
+
+// ask sends a request, and reads no answer yet.
+func (p pipes) ask(t *testing.T, path string) net.Conn {
+	t.Helper()
+	client, server := net.Pipe()
+	t.Cleanup(func() { client.Close() })
+	p.accepted <- server
+	if err := client.SetDeadline(time.Now().Add(time.Minute)); err != nil {
+		t.Fatal(err)
+	}
+	if _, err := client.Write([]byte("GET " + path + " HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n")); err != nil {
+		t.Fatal(err)
+	}
+	return client
+}
+
+// TestStalledClients: clients that don't read their answers lose their places to those that do.
+func TestStalledClients(t *testing.T) {
+	t.Parallel()
+	state := proxier.NewState("n1", plan.Settings{}, plan.Families[:], nil)
+	long := make([]source.Finding, 2*piece/1000)
+	for i := range long {
+		long[i] = source.Finding{Object: string(rune('a' + i%26)), Detail: strings.Repeat("x", 1000)}
+	}
+	waiting := make(chan struct{}, 100)
+	n := &inspect.Node{View: func(read func(*proxier.State)) { read(state) }, Findings: func() []source.Finding {
+		waiting <- struct{}{}
+		return long
+	}}
+	l := pipes{accepted: make(chan net.Conn)}
+	server := &http.Server{Handler: Handler(func() *inspect.Node { return n }, Anybody)}
+	ended := make(chan struct{})
+	go func() { _ = server.Serve(l); close(ended) }()
+	defer func() { close(l.accepted); <-ended; server.Close() }()
+	for range mostAtOnce {
+		l.ask(t, "/ui/v1/findings")
+		<-waiting // It has a place.
+	}
+	for begin := time.Now(); ; { // On a busy machine, a client that reads may be slow too.
+		answer, err := http.ReadResponse(bufio.NewReader(l.ask(t, "/ui/v1/findings")), nil)
+		if err == nil && answer.StatusCode == http.StatusOK {
+			break
+		}
+		if time.Since(begin) > time.Minute {
+			t.Fatalf("a client beside those that do not read: %+v, %v", answer, err)
 		}
 	}
 }

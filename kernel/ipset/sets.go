@@ -6,6 +6,7 @@ import (
 	"maps"
 	"slices"
 	"sync"
+	"time"
 
 	"golang.org/x/sys/unix"
 
@@ -33,6 +34,15 @@ func OpenSets() (*Sets, error) {
 		}
 	}
 	return s, nil
+}
+
+// Another returns the same sets by a socket of its own, so that reading does not hold up who uses s. It must be closed.
+func (s *Sets) Another() (*Sets, error) {
+	c, err := netlink.Dial(unix.NETLINK_NETFILTER)
+	if err != nil {
+		return nil, fmt.Errorf("ipset: %w", err)
+	}
+	return &Sets{conn: c}, nil
 }
 
 // Close closes the socket. It changes nothing.
@@ -338,11 +348,30 @@ func (s *Sets) grow(set Set) error {
 			return fail(errors.Join(err, s.destroy(next.Name)))
 		}
 	}
-	if err := s.swap(set.Name, next.Name); err != nil {
+	if err := whileRead(func() error { return s.swap(set.Name, next.Name) }); err != nil {
 		return fail(errors.Join(err, s.destroy(next.Name)))
 	}
-	if err := s.destroy(next.Name); err != nil {
+	if err := whileRead(func() error { return s.destroy(next.Name) }); err != nil {
 		return fail(err)
 	}
 	return nil
+}
+
+// Reading a set of 65,536 entries takes some 30 ms.
+const (
+	readTry     = 2 * time.Millisecond
+	longestRead = time.Second
+)
+
+// whileRead repeats what the kernel refuses while somebody reads the set, this program among them.
+func whileRead(do func() error) error {
+	begin := time.Now()
+	for {
+		err := do()
+		busy := errors.Is(err, unix.EBUSY) || isSetError(err, ipsetBusy)
+		if !busy || time.Since(begin) > longestRead {
+			return err
+		}
+		time.Sleep(readTry)
+	}
 }

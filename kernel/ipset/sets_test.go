@@ -8,6 +8,7 @@ import (
 	"reflect"
 	"slices"
 	"strings"
+	"sync"
 	"testing"
 
 	"nodeproxy/internal/nstest"
@@ -187,7 +188,7 @@ func TestSetWithOtherProperties(t *testing.T) {
 	}
 }
 
-// TestFullSet fills a set while a rule asks it.
+// TestFullSet fills a set while a rule asks it, and somebody reads it all the time.
 func TestFullSet(t *testing.T) {
 	s := openSets(t)
 	nstest.Exec(t, "ipset", "create", "SMALL-new", "hash:ip") // left over from another time
@@ -200,8 +201,31 @@ func TestFullSet(t *testing.T) {
 	for i := range 3000 {
 		entries = append(entries, Entry{Addr: netip.AddrFrom4([4]byte{10, 0, byte(i >> 8), byte(i)}), Mark: uint32(i), Mask: 0xffff})
 	}
-	if err := s.Add(set, entries); err != nil {
+	reader, err := s.Another()
+	if err != nil {
 		t.Fatal(err)
+	}
+	defer reader.Close()
+	stop, reads := make(chan struct{}), 0
+	var reading sync.WaitGroup
+	reading.Go(func() {
+		for ; ; reads++ {
+			select {
+			case <-stop:
+				return
+			default:
+			}
+			if _, err := reader.Entries(set); err != nil {
+				t.Errorf("reading beside: %v", err)
+				return
+			}
+		}
+	})
+	err = s.Add(set, entries)
+	close(stop)
+	reading.Wait()
+	if err != nil {
+		t.Fatalf("beside %d reads: %v", reads, err)
 	}
 	if got, err := s.Entries(set); err != nil || !maps.Equal(got, setOf(entries...)) {
 		t.Errorf("%d entries, %v; want %d", len(got), err, len(entries))

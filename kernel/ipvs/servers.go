@@ -67,6 +67,15 @@ func (s *Servers) Close() error {
 	return s.conn.Close()
 }
 
+// Another returns the same virtual servers by a socket of its own, so that reading does not hold up who uses s. It must be closed.
+func (s *Servers) Another() (*Servers, error) {
+	c, err := netlink.Dial(unix.NETLINK_GENERIC)
+	if err != nil {
+		return nil, fmt.Errorf("IPVS: %w", err)
+	}
+	return &Servers{conn: c, family: s.family, schedulers: map[string]bool{}}, nil
+}
+
 // List returns all virtual servers of a family, with their real servers.
 func (s *Servers) List(f plan.Family) (map[ServerID]*ActualServer, error) {
 	s.mu.Lock()

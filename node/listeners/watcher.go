@@ -33,12 +33,15 @@ const (
 	defaultPeriod = 30 * time.Second
 	// defaultGap is the minimum time between two checks, whatever changes.
 	defaultGap = 5 * time.Second
+	// defaultKeep is how long others share what Current has found.
+	defaultKeep = time.Second
 )
 
 // Watcher looks for conflicts. Update passes it the plan; Run does the work.
 type Watcher struct {
 	cfg         Config
 	period, gap time.Duration
+	keep        time.Duration
 	wake        chan struct{}
 
 	// Replaced by tests.
@@ -51,6 +54,13 @@ type Watcher struct {
 	known bool // whether there is a plan
 	// reported are the conflicts that Run has found.
 	reported map[conflict]bool
+
+	// current is what Current has found, while that is recent.
+	current struct {
+		sync.Mutex
+		list  []source.Finding
+		until time.Time
+	}
 
 	// Only Run's goroutine uses these.
 	found map[conflict]string // and the processes that own the sockets
@@ -78,7 +88,7 @@ func New(cfg Config) *Watcher {
 		cfg.Log = slog.New(slog.DiscardHandler)
 	}
 	return &Watcher{
-		cfg: cfg, period: defaultPeriod, gap: defaultGap, wake: make(chan struct{}, 1),
+		cfg: cfg, period: defaultPeriod, gap: defaultGap, keep: defaultKeep, wake: make(chan struct{}, 1),
 		dump: dumpSockets, host: hostAddresses, own: sockets.Own,
 		index: newIndex(), found: map[conflict]string{}, doubtful: map[uint32]bool{},
 	}
@@ -98,9 +108,20 @@ func (w *Watcher) Update(p *plan.Plan, change plan.Change) {
 	w.known = true
 }
 
-// Current looks at the sockets, and returns the conflicts that there are now. A socket that may be one that is about to send counts
-// only if Run has found it. It may run beside Run.
+// Current returns the conflicts that there are now, or were a second ago: all who ask at once, or soon after another, share one look at
+// the sockets. A socket that may be one that is about to send counts only if Run has found it. It may run beside Run.
 func (w *Watcher) Current() []source.Finding {
+	w.current.Lock()
+	defer w.current.Unlock()
+	if w.current.until.Before(time.Now()) {
+		w.current.list = w.lookNow()
+		w.current.until = time.Now().Add(w.keep)
+	}
+	return slices.Clone(w.current.list)
+}
+
+// lookNow looks at the sockets for Current.
+func (w *Watcher) lookNow() []source.Finding {
 	list, addrs, err := w.sockets()
 	if err != nil {
 		w.cfg.Log.Debug("looking for programs that listen where a Service is", "error", err)

@@ -10,6 +10,7 @@ import (
 	"os"
 	"strings"
 	"sync"
+	"sync/atomic"
 	"testing"
 	"time"
 
@@ -298,6 +299,42 @@ func TestRun(t *testing.T) {
 	<-ended
 	if n := strings.Count(warned.String(), "no sockets today"); n != 1 {
 		t.Errorf("warned %d times of one failure that lasted: %s", n, warned)
+	}
+}
+
+// TestCurrent: those who ask at once, or soon after another, share one look at the sockets; later there is another one.
+func TestCurrent(t *testing.T) {
+	t.Parallel()
+	var looks atomic.Int32
+	w := New(Config{})
+	w.keep = time.Hour
+	w.own = func() map[uint32]bool { return nil }
+	w.dump = func(plan.Protocol) ([]socket, error) {
+		looks.Add(1)
+		s := socket{}
+		s.Addr, s.Port, s.Protocol = netip.MustParseAddr("0.0.0.0"), 30080, plan.TCP
+		return []socket{s}, nil
+	}
+	p := plan.New(plan.Node{}, plan.Settings{})
+	p.Set(servicePort("web", plan.IPv4, []plan.Frontend{at(plan.ExternalIP, "10.0.0.6", plan.TCP, 30080)}))
+	w.host = func([]string) ([]netip.Addr, error) { return []netip.Addr{netip.MustParseAddr("10.0.0.6")}, nil }
+	w.Update(p, plan.Everything())
+	var all sync.WaitGroup
+	for range 20 {
+		all.Go(func() {
+			if list := w.Current(); len(list) != 1 {
+				t.Errorf("found %v", list)
+			}
+		})
+	}
+	all.Wait()
+	if n := looks.Load(); n != 1 {
+		t.Errorf("%d looks at the sockets for 20 who asked at once", n)
+	}
+	w.current.until = time.Now().Add(-time.Millisecond)
+	w.Current()
+	if n := looks.Load(); n != 2 {
+		t.Errorf("%d looks at the sockets after a time", n)
 	}
 }
 
