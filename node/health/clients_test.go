@@ -26,8 +26,7 @@ func started(t *testing.T, s *Server, h http.Handler) (*Server, Serving) {
 	t.Helper()
 	serving := Serving{Handler: h, HardFail: true, Log: slog.New(slog.DiscardHandler)}
 	for try := 1; ; try++ { // Another test may take the address in between.
-		free, addr := taken(t)
-		free.Close()
+		addr := freeAddress(t)
 		serving.Addrs = []netip.AddrPort{addr}
 		if err := s.Prepare(serving); err == nil {
 			break
@@ -139,7 +138,7 @@ func TestServerExchange(t *testing.T) {
 	var asked, failed atomic.Int64
 	for _, keep := range []bool{true, false} {
 		asking.Go(func() {
-			client := http.Client{Timeout: 5 * time.Second, Transport: &http.Transport{DisableKeepAlives: !keep}}
+			client := http.Client{Timeout: time.Minute, Transport: &http.Transport{DisableKeepAlives: !keep}}
 			for ctx.Err() == nil {
 				r, err := client.Get("http://" + stays.String())
 				if asked.Add(1); err != nil || r.StatusCode != 200 {
@@ -153,8 +152,7 @@ func TestServerExchange(t *testing.T) {
 		})
 	}
 	for i := 0; i < 20 || asked.Load() < 100; i++ { // A busy machine asks slowly.
-		free, other := taken(t)
-		free.Close()
+		other := freeAddress(t)
 		said := fmt.Sprint("answer ", i)
 		next := Serving{Addrs: []netip.AddrPort{stays, other}, HardFail: true, Log: first.Log,
 			Handler: http.HandlerFunc(func(w http.ResponseWriter, _ *http.Request) { writeText(w, said) })}

@@ -165,19 +165,22 @@ func (p *port) close() {
 	_ = p.server.Close() // Its sockets are closed already.
 }
 
-// closeExcept closes the sockets that are not at one of these addresses, and forgets those that have ended.
-func (p *port) closeExcept(at []listenAt) {
+// closeExcept closes the sockets that are not at one of these addresses, and forgets those that have ended. It reports whether there
+// were any.
+func (p *port) closeExcept(at []listenAt) (closed bool) {
 	for where, s := range p.open {
 		if s.over() || !slices.Contains(at, where) {
 			delete(p.open, where)
 			s.close()
+			closed = true
 		}
 	}
+	return closed
 }
 
 // listen opens the sockets that are missing. It returns false if one could not be opened, and then sets the time of the next
-// attempt. It calls lost when a socket ends without being closed here.
-func (p *port) listen(at []listenAt, lost func(*port, error)) bool {
+// attempt. It calls lost when a socket ends without being closed here. Until a time, it tries again where the address is in use.
+func (p *port) listen(at []listenAt, until time.Time, lost func(*port, error)) bool {
 	var failed error
 	for _, where := range at {
 		if p.open[where] != nil {
@@ -185,6 +188,10 @@ func (p *port) listen(at []listenAt, lost func(*port, error)) bool {
 		}
 		address := netip.AddrPortFrom(where.addr, p.number).String()
 		listener, err := (&net.ListenConfig{}).Listen(context.Background(), where.network, address)
+		for errors.Is(err, unix.EADDRINUSE) && time.Now().Before(until) {
+			time.Sleep(time.Millisecond)
+			listener, err = (&net.ListenConfig{}).Listen(context.Background(), where.network, address)
+		}
 		if where.addr.IsUnspecified() && errors.Is(err, unix.EAFNOSUPPORT) {
 			continue // The kernel lacks the family, so no request can come over it.
 		}

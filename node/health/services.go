@@ -148,6 +148,10 @@ func (s *Services) Ports() (all, failing int) {
 	return len(s.byName), int(s.failingCount.Load())
 }
 
+// stillHeld is how long to wait for an address that has just been closed here: a process that was started a moment before holds
+// all sockets of this one until its own program runs.
+const stillHeld = time.Second
+
 // calm is how long to wait after a change of the host's addresses, as several often change together.
 const calm = 50 * time.Millisecond
 
@@ -224,7 +228,9 @@ func (s *Services) take() work {
 // reconcile closes sockets that are no longer wanted, then opens those that are missing.
 func (s *Services) reconcile() {
 	w := s.take()
+	closed := map[uint16]bool{} // ports
 	for _, p := range w.close {
+		closed[p.number] = true
 		p.close()
 		delete(s.failing, p)
 	}
@@ -245,10 +251,17 @@ func (s *Services) reconcile() {
 	}
 	at := sockets(w.at, w.node, host)
 	for p := range w.open { // Close first, since a socket on a single address keeps one on all addresses from opening.
-		p.closeExcept(at)
+		if p.closeExcept(at) {
+			closed[p.number] = true
+		}
 	}
+	until := time.Now().Add(stillHeld)
 	for p := range w.open {
-		if delete(s.failing, p); !p.listen(at, s.lost) {
+		var patience time.Time
+		if closed[p.number] {
+			patience = until
+		}
+		if delete(s.failing, p); !p.listen(at, patience, s.lost) {
 			s.failing[p] = true
 		}
 	}

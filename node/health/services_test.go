@@ -8,6 +8,7 @@ import (
 	"net"
 	"net/netip"
 	"os"
+	"os/exec"
 	"strings"
 	"sync"
 	"sync/atomic"
@@ -137,6 +138,11 @@ func freePort(t testing.TB) uint16 {
 	}
 	t.Fatal("no port is free")
 	return 0
+}
+
+// freeAddress returns an address on loopback with such a port.
+func freeAddress(t testing.TB) netip.AddrPort {
+	return netip.AddrPortFrom(netip.AddrFrom4([4]byte{127, 0, 0, 1}), freePort(t))
 }
 
 func TestServiceAnswer(t *testing.T) {
@@ -270,7 +276,7 @@ func TestCountsKeepTheSocket(t *testing.T) {
 		t.Fatal(err)
 	}
 	defer c.Close()
-	_ = c.SetDeadline(time.Now().Add(10 * time.Second))
+	_ = c.SetDeadline(time.Now().Add(time.Minute))
 	buf := make([]byte, 4096)
 	request := func() string {
 		if _, err := fmt.Fprint(c, "GET / HTTP/1.1\r\nHost: x\r\n\r\n"); err != nil {
@@ -325,21 +331,55 @@ func TestPortThatIsTaken(t *testing.T) {
 // TestPortOfAnotherService: where two Services have one port, the second gets it at once when the first goes.
 func TestPortOfAnotherService(t *testing.T) {
 	t.Parallel()
-	b, number := newLive(t, onLoopback), freePort(t)
-	first := servicePort(svcA, "", plan.IPv4, number, "10.0.0.1:80+")
-	b.set(first)
-	b.eventually("127.0.0.1", number, "200 1")
-	b.set(servicePort(svcB, "", plan.IPv6, number, "[fd00::1]:80+", "[fd00::2]:80+"))
-	eventually(t, "the second Service fails", func() bool { _, failing := b.Ports(); return failing == 1 })
-	time.Sleep(firstRetry + 200*time.Millisecond) // so that the next try is some two seconds off
-	if got := b.reported(); len(got) != 1 {
-		t.Errorf("reported %q", got)
+	s, number := NewServices(ServicesConfig{Healthy: func() bool { return true }}), freePort(t)
+	t.Cleanup(s.closeAll)
+	p := plan.New(plan.Node{}, onLoopback)
+	first, second := servicePort(svcA, "", plan.IPv4, number, "10.0.0.1:80+"), servicePort(svcB, "", plan.IPv6, number, "[fd00::1]:80+", "[fd00::2]:80+")
+	update := func() {
+		s.Update(p, plan.Only(plan.Keys{first.Key: {}, second.Key: {}}))
+		s.reconcile()
 	}
-	start := time.Now()
-	b.remove(first.Key)
-	b.eventually("127.0.0.1", number, "200 2")
-	if took := time.Since(start); took > time.Second {
-		t.Errorf("it took %s", took)
+	p.Set(first)
+	s.Update(p, plan.Everything())
+	s.reconcile()
+	p.Set(second)
+	update()
+	if _, failing := s.Ports(); failing != 1 || answer("127.0.0.1", number) != "200 1" {
+		t.Errorf("%d ports failing, and the first Service's says %q", failing, answer("127.0.0.1", number))
+	}
+	s.byName[svcB].retryAt = time.Now().Add(time.Hour)
+	p.Delete(first.Key)
+	update()
+	if _, failing := s.Ports(); failing != 0 || answer("127.0.0.1", number) != "200 2" {
+		t.Errorf("%d ports failing, and the second Service's says %q", failing, answer("127.0.0.1", number))
+	}
+}
+
+// TestPortsWhileProgramsStart: a port that another Service had until now can be opened at once, though a process that is just being
+// started holds the sockets of this one until its program runs.
+func TestPortsWhileProgramsStart(t *testing.T) {
+	t.Parallel()
+	s, number := NewServices(ServicesConfig{Healthy: func() bool { return true }, Report: func(f source.Finding) { t.Error(f) }}), freePort(t)
+	t.Cleanup(s.closeAll)
+	ctx, cancel := context.WithCancel(t.Context())
+	var starting sync.WaitGroup
+	defer starting.Wait()
+	defer cancel()
+	starting.Go(func() {
+		for ctx.Err() == nil {
+			if err := exec.Command("true").Run(); err != nil {
+				t.Error(err)
+			}
+		}
+	})
+	p := plan.New(plan.Node{}, onLoopback)
+	here, there := servicePort(svcA, "", plan.IPv4, number, "10.0.0.1:80+"), servicePort(svcB, "", plan.IPv4, number, "10.0.0.1:80+")
+	for range 100 {
+		p.Delete(there.Key)
+		p.Set(here)
+		s.Update(p, plan.Everything())
+		s.reconcile()
+		here, there = there, here
 	}
 }
 
