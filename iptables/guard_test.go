@@ -3,7 +3,6 @@ package iptables
 import (
 	"context"
 	"errors"
-	"os"
 	"os/exec"
 	"path/filepath"
 	"slices"
@@ -30,9 +29,7 @@ func sh(t *testing.T, command string) {
 // TestProgramsThatHang: a program that does not end by itself is ended, also where something that it has started stays.
 func TestProgramsThatHang(t *testing.T) {
 	hangs := filepath.Join(t.TempDir(), "hangs")
-	if err := os.WriteFile(hangs, []byte("#!/bin/sh\nsleep 5 &\nexec sleep 1000\n"), 0o755); err != nil {
-		t.Fatal(err)
-	}
+	nstest.Script(t, hangs, "sleep 5 &\nexec sleep 1000\n")
 	const limit = 100 * time.Millisecond
 	u := &xtables.Program{Variant: xtables.NFT, Path: hangs, RestorePath: hangs, SavePath: hangs, RestoreTime: limit, SaveTime: limit}
 	var refused *xtables.RestoreError
@@ -46,9 +43,7 @@ func TestProgramsThatHang(t *testing.T) {
 		}
 	}
 	u.SavePath = filepath.Join(t.TempDir(), "save")
-	if err := os.WriteFile(u.SavePath, []byte("#!/bin/sh\necho '*nat'\nexec sleep 1000\n"), 0o755); err != nil {
-		t.Fatal(err)
-	}
+	nstest.Script(t, u.SavePath, "echo '*nat'\nexec sleep 1000\n")
 	if _, err := u.Save(t.Context(), names.NAT); err == nil || !strings.Contains(err.Error(), "was ended") {
 		t.Errorf("save: %v", err)
 	}

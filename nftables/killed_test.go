@@ -89,19 +89,18 @@ func killDuringFirst(t *testing.T, between bool) {
 	if between {
 		waits = at
 	}
-	cmd := exec.Command("/proc/self/exe", "-test.run=^TestKilled$", "-test.timeout=60s")
+	cmd := exec.Command("/proc/self/exe", "-test.run=^TestKilled$", "-test.timeout=4m")
 	cmd.Env = append(os.Environ(), fmt.Sprintf("%s=%d", killedVariable, waits))
 	nstest.EndWith(t, cmd)
-	out, err := cmd.StdoutPipe()
-	if err == nil {
-		err = cmd.Start()
-	}
-	if err != nil {
+	lines := bufio.NewScanner(nstest.Output(t, cmd))
+	if err := cmd.Start(); err != nil {
 		t.Fatal(err)
 	}
-	lines := bufio.NewScanner(out)
 	for range at { // After an earlier kill, there may be fewer.
 		lines.Scan()
+	}
+	if err := lines.Err(); err != nil {
+		t.Errorf("waiting for transaction %d: %v", at, err)
 	}
 	if !between {
 		time.Sleep(rand.N(3 * time.Millisecond))

@@ -180,11 +180,9 @@ func TestCheckRefused(t *testing.T) {
 		t.Skip("only root can change rules")
 	}
 	dir := t.TempDir()
-	const refuses = "#!/bin/sh\ninput=$(cat)\ncase \"$input\" in *10.96.0.66*) echo 'iptables-restore: line 2 failed' >&2; exit 2;; esac\n" +
+	const refuses = "input=$(cat)\ncase \"$input\" in *10.96.0.66*) echo 'iptables-restore: line 2 failed' >&2; exit 2;; esac\n" +
 		"echo \"$input\" | /usr/sbin/iptables-nft-restore \"$@\"\n"
-	if err := os.WriteFile(filepath.Join(dir, "iptables-nft-restore"), []byte(refuses), 0o755); err != nil {
-		t.Fatal(err)
-	}
+	nstest.Script(t, filepath.Join(dir, "iptables-nft-restore"), refuses)
 	c := startChecked(t, []string{"PATH=" + dir + ":" + os.Getenv("PATH")}, "--mode=iptables")
 	c.write(strings.ReplaceAll(checkedService, "10.96.0.10", "10.96.0.66"))
 	c.await(onNode["refused"], 1)

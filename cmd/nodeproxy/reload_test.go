@@ -140,16 +140,13 @@ func newFlakyTools(t *testing.T) flakyTools {
 		if err != nil {
 			t.Fatal(err)
 		}
-		script := fmt.Sprintf(`#!/bin/sh
-if [ "$1" = --version ]; then
+		script := fmt.Sprintf(`if [ "$1" = --version ]; then
 	echo asked >>%[1]s.calls
 	if rm %[1]s.fail 2>/dev/null; then exit 1; fi
 fi
 exec %[2]s "$@"
 `, filepath.Join(f.dir, name), real)
-		if err := os.WriteFile(filepath.Join(f.dir, name), []byte(script), 0o755); err != nil {
-			t.Fatal(err)
-		}
+		nstest.Script(t, filepath.Join(f.dir, name), script)
 	}
 	return f
 }

@@ -5,11 +5,13 @@ package nstest
 import (
 	"errors"
 	"fmt"
+	"io"
 	"os"
 	"os/exec"
 	"runtime"
 	"syscall"
 	"testing"
+	"time"
 
 	"github.com/vishvananda/netlink"
 	"github.com/vishvananda/netns"
@@ -57,9 +59,10 @@ func Process(t *testing.T) bool {
 	}
 	t.Parallel()
 	NeedKernel(t)
-	cmd := exec.Command("/proc/self/exe", "-test.run=^"+t.Name()+"$", "-test.timeout=60s", "-test.v")
+	cmd := exec.Command("/proc/self/exe", "-test.run=^"+t.Name()+"$", "-test.timeout=4m", "-test.v")
 	cmd.Env = append(os.Environ(), inside+"=yes")
 	cmd.SysProcAttr = &syscall.SysProcAttr{Cloneflags: syscall.CLONE_NEWNET}
+	cmd.WaitDelay = time.Minute // for what it may have started
 	EndWith(t, cmd)
 	if out, err := cmd.CombinedOutput(); err != nil {
 		t.Errorf("in a network namespace (this needs root): %v\n%s", err, out)
@@ -76,6 +79,31 @@ func EndWith(t testing.TB, cmd *exec.Cmd) {
 		cmd.SysProcAttr = &syscall.SysProcAttr{}
 	}
 	cmd.SysProcAttr.Pdeathsig = syscall.SIGKILL
+}
+
+// Output is what the program that cmd starts prints. A read of it fails two minutes from now: a program that does not print what a test
+// waits for must not keep all tests waiting.
+func Output(t testing.TB, cmd *exec.Cmd) io.Reader {
+	t.Helper()
+	out, err := cmd.StdoutPipe()
+	if err == nil {
+		err = out.(*os.File).SetReadDeadline(time.Now().Add(2 * time.Minute))
+	}
+	if err != nil {
+		t.Fatal(err)
+	}
+	return out
+}
+
+// Script writes a program of the shell. The kernel does not start a file that anyone has open for writing, and a process that another
+// test is just starting would have it open too: none starts meanwhile.
+func Script(t testing.TB, path, text string) {
+	t.Helper()
+	syscall.ForkLock.RLock()
+	defer syscall.ForkLock.RUnlock()
+	if err := os.WriteFile(path, []byte("#!/bin/sh\n"+text), 0o755); err != nil {
+		t.Fatal(err)
+	}
 }
 
 // LeftVariable is the environment variable with the network namespace that Isolate has left, as /proc/self/ns/net names it.

@@ -134,11 +134,14 @@ func startNetwork(t *testing.T) network {
 	return n
 }
 
-// connect opens a connection from the client, and reports whether it was answered within a time that is long where none is expected.
-func (n network) connect(to string) (err error) {
+// unanswered is how long a client tries that is not to be answered.
+const unanswered = time.Second
+
+// connect opens a connection from the client, and reports whether it was answered within a time.
+func (n network) connect(to string, within time.Duration) (err error) {
 	n.client.run(func() {
 		var c net.Conn
-		if c, err = net.DialTimeout("tcp", to, time.Second); err == nil {
+		if c, err = net.DialTimeout("tcp", to, within); err == nil {
 			c.Close()
 		}
 	})
@@ -230,7 +233,7 @@ func TestIPTables(t *testing.T) {
 		}
 		to := flowOf(f, plan.TCP)
 		got := follow(t, to, 1, func() {
-			if err := n.connect(to.Dst.String()); err != nil {
+			if err := n.connect(to.Dst.String(), 20*time.Second); err != nil {
 				t.Error(err)
 			}
 		})
@@ -272,7 +275,7 @@ func TestDropped(t *testing.T) {
 	}`)
 	for _, f := range plan.Families {
 		to := flowOf(f, plan.TCP)
-		got := follow(t, to, 1, func() { _ = n.connect(to.Dst.String()) })
+		got := follow(t, to, 1, func() { _ = n.connect(to.Dst.String(), unanswered) })
 		if len(got.Packets) != 1 || got.Packets[0].End != Drop || got.Packets[0].To.String() != endpoints[f] {
 			t.Fatalf("%s: saw %+v", f, got)
 		}
@@ -282,13 +285,13 @@ func TestDropped(t *testing.T) {
 		}
 	}
 	runNFT(t, "flush table inet firewall\ntable inet firewall { chain filter { policy drop; }; }")
-	got := follow(t, flowOf(plan.IPv4, plan.TCP), 1, func() { _ = n.connect("10.96.0.10:80") })
+	got := follow(t, flowOf(plan.IPv4, plan.TCP), 1, func() { _ = n.connect("10.96.0.10:80", unanswered) })
 	if way := lines(got.Packets[0]); way[len(way)-1] != "forward | inet firewall | filter | policy | drop" {
 		t.Errorf("the way is\n%s", strings.Join(way, "\n"))
 	}
 	runNFT(t, "delete table inet firewall")
 	iptables(t, plan.IPv4, "-t raw -A PREROUTING -d 10.96.0.10 -j DROP")
-	got = follow(t, flowOf(plan.IPv4, plan.TCP), 1, func() { _ = n.connect("10.96.0.10:80") })
+	got = follow(t, flowOf(plan.IPv4, plan.TCP), 1, func() { _ = n.connect("10.96.0.10:80", unanswered) })
 	if way := lines(got.Packets[0]); way[len(way)-1] != "prerouting | ip raw | PREROUTING | -d 10.96.0.10/32 -j DROP | drop" {
 		t.Errorf("the way is\n%s", strings.Join(way, "\n"))
 	}
@@ -300,7 +303,7 @@ func TestLost(t *testing.T) {
 	n := startNetwork(t)
 	runNFT(t, "table ip other { chain pre { type filter hook prerouting priority 0; }; }")
 	nstest.Exec(t, "ip", "route", "add", "blackhole", "10.96.0.0/12")
-	got := follow(t, flowOf(plan.IPv4, plan.TCP), 1, func() { _ = n.connect("10.96.0.10:80") })
+	got := follow(t, flowOf(plan.IPv4, plan.TCP), 1, func() { _ = n.connect("10.96.0.10:80", unanswered) })
 	if p := got.Packets[0]; p.End != Lost || !slices.Equal(lines(p), []string{"prerouting | ip other | pre | policy | accept"}) {
 		t.Errorf("saw %+v", p)
 	}
@@ -436,16 +439,14 @@ func TestKilled(t *testing.T) {
 	}
 	nstest.Enter(t)
 	nstest.Exec(t, "nft", "add", "table", "ip6", names.Trace) // as an old kernel leaves it
-	cmd := exec.Command("/proc/self/exe", "-test.run=^TestKilled$")
+	cmd := exec.Command("/proc/self/exe", "-test.run=^TestKilled$", "-test.timeout=4m")
 	cmd.Env = append(os.Environ(), holderVariable+"=yes")
 	nstest.EndWith(t, cmd)
-	out, err := cmd.StdoutPipe()
-	if err == nil {
-		err = cmd.Start()
-	}
-	if err != nil {
+	out := nstest.Output(t, cmd)
+	if err := cmd.Start(); err != nil {
 		t.Fatal(err)
 	}
+	t.Cleanup(func() { _ = cmd.Process.Kill(); _ = cmd.Wait() })
 	line, err := bufio.NewReader(out).ReadString('\n')
 	if err != nil || line != "ready\n" {
 		t.Fatalf("%q, %v", line, err)

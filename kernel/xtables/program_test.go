@@ -251,9 +251,7 @@ func TestVersion(t *testing.T) {
 		{"sleep 5 & exec sleep 1000", "{[0 0 0] } asking PATH for its version: it was ended, since it did not end by itself within 3s"},
 	} {
 		path := filepath.Join(dir, fmt.Sprint(i))
-		if err := os.WriteFile(path, []byte("#!/bin/sh\n"+c.script+"\n"), 0o755); err != nil {
-			t.Fatal(err)
-		}
+		nstest.Script(t, path, c.script+"\n")
 		v, err := askVersion(path, 3*time.Second)
 		if got := strings.ReplaceAll(fmt.Sprint(v, " ", err), path, "PATH"); got != c.want {
 			t.Errorf("%s: got %s, want %s", c.script, got, c.want)
