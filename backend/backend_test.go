@@ -4,9 +4,11 @@ import (
 	"context"
 	"errors"
 	"log/slog"
+	"maps"
 	"slices"
 	"strings"
 	"testing"
+	"testing/synctest"
 	"time"
 
 	"nodeproxy/kernel/drift"
@@ -34,35 +36,39 @@ func (s *slow) Sync(context.Context, *plan.Plan, plan.Change) error {
 // reported once.
 func TestSync(t *testing.T) {
 	t.Parallel()
-	const takes = 300 * time.Millisecond
 	for _, concurrent := range []bool{false, true} {
-		failed := errors.New("no room")
-		var reports []drift.Report
-		b := &PerFamily[*slow]{
-			Engines:    []*slow{{family: plan.IPv4, takes: takes}, {family: plan.IPv6, err: failed}},
-			Concurrent: concurrent,
-			Shared:     func(plan.Change) drift.Found { return drift.Found{{Kind: drift.Sysctl, Object: "shared"}} },
-			Compared:   func(r drift.Report) { reports = append(reports, r) },
-		}
-		if err := b.Sync(t.Context(), nil, plan.Everything()); !errors.Is(err, failed) {
-			t.Errorf("concurrent %t: error %v", concurrent, err)
-		}
-		if took := b.Took(); len(took) != 2 || took[plan.IPv4] < takes || took[plan.IPv6] >= takes {
-			t.Errorf("concurrent %t: took %v, want %v or more for IPv4 and less for IPv6", concurrent, took, takes)
-		}
-		if len(reports) != 1 || len(reports[0].Found) != 3 || !errors.Is(reports[0].Err, failed) || reports[0].Took < takes {
-			t.Errorf("concurrent %t: reports %+v", concurrent, reports)
-		}
-		if w := b.Written(); len(w) != 1 || w[drift.Rule] != 4 {
-			t.Errorf("concurrent %t: written %v, want 2 rules for each family", concurrent, w)
-		}
-		if b.Engines[1].Found != nil {
-			t.Errorf("concurrent %t: the engine keeps what it found", concurrent)
-		}
-		b.Engines = b.Engines[:1] // It has not compared anything.
-		if err := b.Sync(t.Context(), nil, plan.Everything()); err != nil || len(reports) != 1 {
-			t.Errorf("concurrent %t: error %v, reports %+v", concurrent, err, reports)
-		}
+		synctest.Test(t, func(t *testing.T) { testSync(t, concurrent) })
+	}
+}
+
+func testSync(t *testing.T, concurrent bool) {
+	const takes = 300 * time.Millisecond
+	failed := errors.New("no room")
+	var reports []drift.Report
+	b := &PerFamily[*slow]{
+		Engines:    []*slow{{family: plan.IPv4, takes: takes}, {family: plan.IPv6, err: failed}},
+		Concurrent: concurrent,
+		Shared:     func(plan.Change) drift.Found { return drift.Found{{Kind: drift.Sysctl, Object: "shared"}} },
+		Compared:   func(r drift.Report) { reports = append(reports, r) },
+	}
+	if err := b.Sync(t.Context(), nil, plan.Everything()); !errors.Is(err, failed) {
+		t.Errorf("concurrent %t: error %v", concurrent, err)
+	}
+	if took := b.Took(); !maps.Equal(took, map[plan.Family]time.Duration{plan.IPv4: takes, plan.IPv6: 0}) {
+		t.Errorf("concurrent %t: took %v, want %v for IPv4 and no time for IPv6", concurrent, took, takes)
+	}
+	if len(reports) != 1 || len(reports[0].Found) != 3 || !errors.Is(reports[0].Err, failed) || reports[0].Took != takes {
+		t.Errorf("concurrent %t: reports %+v", concurrent, reports)
+	}
+	if w := b.Written(); len(w) != 1 || w[drift.Rule] != 4 {
+		t.Errorf("concurrent %t: written %v, want 2 rules for each family", concurrent, w)
+	}
+	if b.Engines[1].Found != nil {
+		t.Errorf("concurrent %t: the engine keeps what it found", concurrent)
+	}
+	b.Engines = b.Engines[:1] // It has not compared anything.
+	if err := b.Sync(t.Context(), nil, plan.Everything()); err != nil || len(reports) != 1 {
+		t.Errorf("concurrent %t: error %v, reports %+v", concurrent, err, reports)
 	}
 }
 

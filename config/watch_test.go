@@ -40,7 +40,7 @@ func expect(t *testing.T, told chan string, want string) {
 		if got != want {
 			t.Errorf("told %q, want %q", got, want)
 		}
-	case <-time.After(10 * time.Second):
+	case <-time.After(time.Minute):
 		t.Fatalf("nothing is told; want %q", want)
 	}
 }

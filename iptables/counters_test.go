@@ -48,7 +48,7 @@ func connectToLocalhost(t *testing.T, v xtables.Variant) {
 		{"127.0.0.1:30080", true, 1}, {"127.0.0.1:30081", false, 1}, {"192.0.2.7:30080", true, 1}, {"127.9.9.9:30080", true, 2},
 		{"192.0.2.7:30081", false, 2}, {"127.0.0.1:30080", true, 3},
 	} {
-		conn, err := net.DialTimeout("tcp", c.to, 3*time.Second)
+		conn, err := net.DialTimeout("tcp", c.to, 20*time.Second)
 		if (err == nil) != c.open {
 			t.Errorf("%s: %v, want it open: %t", c.to, err, c.open)
 		}

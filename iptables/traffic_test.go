@@ -112,7 +112,7 @@ func connectAndCount(t *testing.T, v xtables.Variant) {
 	check("without connections")
 	for range 2 {
 		for _, to := range []string{"10.96.0.1:80", "192.0.2.9:80", "192.0.2.8:80", "192.0.2.7:30080"} {
-			c, err := net.DialTimeout("tcp", to, 3*time.Second)
+			c, err := net.DialTimeout("tcp", to, 20*time.Second)
 			if err != nil {
 				t.Errorf("%s: %v", to, err)
 				return

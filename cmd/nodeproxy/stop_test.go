@@ -2,6 +2,7 @@ package main
 
 import (
 	"net"
+	"os"
 	"syscall"
 	"testing"
 	"time"
@@ -10,8 +11,12 @@ import (
 	"nodeproxy/source/apiserver/apiservertest"
 )
 
-// stopWithin is how long SIGTERM may take, whatever the API server does.
-const stopWithin = 500 * time.Millisecond
+// stopWithin is how long SIGTERM may take, whatever the API server does. A busy machine may need longer now and then: one of stopTries
+// within this time is enough.
+const (
+	stopWithin = 500 * time.Millisecond
+	stopTries  = 5
+)
 
 // TestStopWithoutAPIServer: SIGTERM ends the process at once, also while the API server refuses connections, or gives no answer, be
 // it from the start or after it had delivered all objects.
@@ -24,37 +29,56 @@ func TestStopWithoutAPIServer(t *testing.T) {
 			t.Run(name, func(t *testing.T) {
 				t.Parallel()
 				nstest.Enter(t)
-				const address = "127.0.0.1:6443"
-				var p *process
-				if answered {
-					cluster := apiservertest.At(t, address)
-					p = startProcess(t, nil, "--master=http://"+address, "--kube-api-content-type=application/json")
-					eventually(t, "all objects are read", func() bool {
-						return cluster.Lists("services") > 0 && cluster.Lists("nodes") > 0 && cluster.Lists("endpointslices") > 0
-					})
-					time.Sleep(time.Second) // The watches begin.
-					cluster.End()
-				}
-				if !refuses {
-					listener, err := net.Listen("tcp", address) // The kernel accepts; nobody answers.
-					if err != nil {
-						t.Fatal(err)
+				for try := 1; ; try++ {
+					state, took := stopped(t, answered, refuses)
+					if !state.Success() {
+						t.Fatalf("%v, want success", state)
 					}
-					t.Cleanup(func() { _ = listener.Close() })
-				}
-				if !answered {
-					p = startProcess(t, nil, "--master=http://"+address)
-				}
-				time.Sleep(5 * time.Second) // By then, it waits for seconds between two attempts.
-				begun := time.Now()
-				if err := p.Process.Signal(syscall.SIGTERM); err != nil {
-					t.Fatal(err)
-				}
-				<-p.ended
-				if took := time.Since(begun); took > stopWithin || !p.ProcessState.Success() {
-					t.Errorf("%v after %v, want success within %v", p.ProcessState, took, stopWithin)
+					if took <= stopWithin {
+						return
+					}
+					if try == stopTries {
+						t.Fatalf("it took %v, want it within %v", took, stopWithin)
+					}
 				}
 			})
 		}
 	}
+}
+
+// stopped runs a process, ends it by SIGTERM, and returns how long that took.
+func stopped(t *testing.T, answered, refuses bool) (state *os.ProcessState, took time.Duration) {
+	t.Helper()
+	const address = "127.0.0.1:6443"
+	var p *process
+	if answered {
+		cluster := apiservertest.At(t, address)
+		p = startProcess(t, nil, "--master=http://"+address, "--kube-api-content-type=application/json")
+		eventually(t, "all objects are read", func() bool {
+			return cluster.Lists("services") > 0 && cluster.Lists("nodes") > 0 && cluster.Lists("endpointslices") > 0
+		})
+		time.Sleep(time.Second) // The watches begin.
+		cluster.End()
+	}
+	if !refuses {
+		listener, err := net.Listen("tcp", address) // The kernel accepts; nobody answers.
+		if err != nil {
+			t.Fatal(err)
+		}
+		defer listener.Close()
+	}
+	if !answered {
+		p = startProcess(t, nil, "--master=http://"+address)
+	}
+	time.Sleep(5 * time.Second) // By then, it waits for seconds between two attempts.
+	begun := time.Now()
+	if err := p.Process.Signal(syscall.SIGTERM); err != nil {
+		t.Fatal(err)
+	}
+	select {
+	case <-p.ended:
+	case <-time.After(time.Minute):
+		t.Fatal("it goes on for a minute")
+	}
+	return p.ProcessState, time.Since(begun)
 }

@@ -48,12 +48,15 @@ func udpServer(t testing.TB, name, at string) {
 	}()
 }
 
-// ask sends a packet from a connected socket and returns the answer, or the error as text.
-func ask(c net.Conn) string {
+// unanswered is how long to wait for an answer that is not to come.
+const unanswered = 300 * time.Millisecond
+
+// ask sends a packet from a connected socket and returns the answer within a time, or the error as text.
+func ask(c net.Conn, within time.Duration) string {
 	if _, err := c.Write([]byte("?")); err != nil {
 		return err.Error()
 	}
-	_ = c.SetReadDeadline(time.Now().Add(300 * time.Millisecond))
+	_ = c.SetReadDeadline(time.Now().Add(within))
 	buf := make([]byte, 100)
 	n, err := c.Read(buf)
 	if err != nil {
@@ -75,7 +78,7 @@ func TestRealFlow(t *testing.T) {
 			t.Fatal(err)
 		}
 		defer c.Close()
-		if got := ask(c); got == "one" || got == "two" {
+		if got := ask(c, unanswered); got == "one" || got == "two" {
 			t.Fatalf("without rules: %s", got)
 		}
 		r := newReconciler(nil)
@@ -84,18 +87,18 @@ func TestRealFlow(t *testing.T) {
 			{"10.0.0.1:5353", "one"}, {"10.0.0.2:5353", "two"}, {"10.0.0.1:5353", "one"},
 		} {
 			translate(t, "udp", "10.96.0.10", 53, step.endpoint)
-			if got := ask(c); got == step.name {
+			if got := ask(c, unanswered); got == step.name {
 				t.Errorf("the flow goes to %q before anything was removed: the kernel does not do what this test is about", got)
 			}
 			sp := service("dns", plan.UDP, "10.96.0.10:53", step.endpoint)
 			p.Set(sp)
 			r.Update(p, plan.Only(plan.Keys{sp.Key: {}}))
 			mustPass(t, r)
-			if got := ask(c); got != step.name {
+			if got := ask(c, 20*time.Second); got != step.name {
 				t.Errorf("with endpoint %s: %q, want %q", step.endpoint, got, step.name)
 			}
 			mustPass(t, r)
-			if got := ask(c); got != step.name {
+			if got := ask(c, 20*time.Second); got != step.name {
 				t.Errorf("with endpoint %s, second pass: %q, want %q", step.endpoint, got, step.name)
 			}
 		}
@@ -142,12 +145,12 @@ func TestRealReset(t *testing.T) {
 			echoServer(t, "10.0.0.1:8080")
 			echoServer(t, "10.0.0.2:8080")
 			use("10.0.0.1:8080")
-			c, err := net.DialTimeout("tcp", "10.96.0.10:80", time.Second)
+			c, err := net.DialTimeout("tcp", "10.96.0.10:80", 20*time.Second)
 			if err != nil {
 				t.Fatal(err)
 			}
 			defer c.Close()
-			if got := ask(c); got != "?" {
+			if got := ask(c, 20*time.Second); got != "?" {
 				t.Fatalf("before: %s", got)
 			}
 			use("10.0.0.2:8080")
@@ -155,7 +158,7 @@ func TestRealReset(t *testing.T) {
 			if reset {
 				want = syscall.ECONNRESET.Error()
 			}
-			if got := ask(c); !strings.HasSuffix(got, want) {
+			if got := ask(c, 20*time.Second); !strings.HasSuffix(got, want) {
 				t.Errorf("reset %v: %q, want %q", reset, got, want)
 			}
 		})

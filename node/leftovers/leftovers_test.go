@@ -6,6 +6,7 @@ import (
 	"slices"
 	"strings"
 	"testing"
+	"time"
 
 	"golang.org/x/sys/unix"
 
@@ -139,21 +140,15 @@ func TestOwned(t *testing.T) {
 	if err != nil {
 		t.Fatal(err)
 	}
-	out, err := owner.StdoutPipe()
-	if err != nil {
-		t.Fatal(err)
-	}
 	if err := owner.Start(); err != nil {
 		t.Fatal(err)
 	}
 	t.Cleanup(func() { in.Close(); _ = owner.Wait() })
 	fmt.Fprintln(in, "table ip kube-proxy { flags owner; }")
-	fmt.Fprintln(in, "list tables")
-	buf := make([]byte, 4096)
-	if _, err := out.Read(buf); err != nil {
-		t.Fatal(err)
-	}
 	found, err := Find()
+	for end := time.Now().Add(time.Minute); err == nil && len(found) == 0 && time.Now().Before(end); found, err = Find() {
+		time.Sleep(time.Millisecond)
+	}
 	if err != nil || len(found) != 1 {
 		t.Fatalf("found %v, %v", found, err)
 	}

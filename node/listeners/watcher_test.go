@@ -14,6 +14,8 @@ import (
 	"testing"
 	"time"
 
+	"golang.org/x/sys/unix"
+
 	"nodeproxy/kernel/sockets"
 	"nodeproxy/plan"
 	"nodeproxy/source"
@@ -282,8 +284,8 @@ func TestRun(t *testing.T) {
 			if n == want {
 				return
 			}
-			if time.Since(start) > 10*time.Second {
-				t.Fatalf("counted %d after ten seconds, want %d", n, want)
+			if time.Since(start) > time.Minute {
+				t.Fatalf("counted %d after a minute, want %d", n, want)
 			}
 		}
 	}
@@ -338,6 +340,16 @@ func TestCurrent(t *testing.T) {
 	}
 }
 
+// cpuTime is the time that processors have spent on this program, whatever else they had to do.
+func cpuTime(t *testing.T) time.Duration {
+	t.Helper()
+	var u unix.Rusage
+	if err := unix.Getrusage(unix.RUSAGE_SELF, &u); err != nil {
+		t.Fatal(err)
+	}
+	return time.Duration(u.Utime.Nano() + u.Stime.Nano())
+}
+
 // TestCost holds what a look costs on a node with 10,000 Services and many listeners.
 func TestCost(t *testing.T) {
 	if !node(t) {
@@ -354,12 +366,12 @@ func TestCost(t *testing.T) {
 	for port := 1000; port < 1300; port++ {
 		listen(t, "tcp", fmt.Sprintf(":%d", port))
 	}
-	start := time.Now()
+	start := cpuTime(t)
 	const looks = 20
 	for range looks {
 		w.see()
 	}
-	each := time.Since(start) / looks
+	each := (cpuTime(t) - start) / looks
 	t.Logf("a look at 300 listeners takes %v", each)
 	if each > 300*time.Millisecond { // one percent of a core, every 30 seconds
 		t.Errorf("a look takes %v", each)

@@ -71,7 +71,7 @@ func startEvents(t *testing.T, answers ...int) (*Events, *eventServer) {
 
 func (s *eventServer) sees(t *testing.T, what string, condition func() bool) {
 	t.Helper()
-	for begun := time.Now(); time.Since(begun) < 10*time.Second; time.Sleep(2 * time.Millisecond) {
+	for begun := time.Now(); time.Since(begun) < time.Minute; time.Sleep(2 * time.Millisecond) {
 		s.mu.Lock()
 		ok := condition()
 		s.mu.Unlock()
@@ -81,7 +81,7 @@ func (s *eventServer) sees(t *testing.T, what string, condition func() bool) {
 	}
 	s.mu.Lock()
 	defer s.mu.Unlock()
-	t.Fatalf("%s: not within 10s; %q, patches %q", what, s.requests, s.patches)
+	t.Fatalf("%s: not within a minute; %q, patches %q", what, s.requests, s.patches)
 }
 
 // TestEventsOfANode: an event is an object by which kubectl finds it, and equal ones become a series of it.

@@ -45,7 +45,7 @@ func (r *recorder) Apply(b source.Batch) {
 // sees waits until a condition holds of what was recorded.
 func (r *recorder) sees(what string, condition func() bool) {
 	r.t.Helper()
-	for begun := time.Now(); time.Since(begun) < 10*time.Second; time.Sleep(2 * time.Millisecond) {
+	for begun := time.Now(); time.Since(begun) < time.Minute; time.Sleep(2 * time.Millisecond) {
 		r.mu.Lock()
 		ok := condition()
 		r.mu.Unlock()
@@ -53,7 +53,7 @@ func (r *recorder) sees(what string, condition func() bool) {
 			return
 		}
 	}
-	r.t.Fatalf("%s: not within 10s; %d batches, %d Services, synced %d times", what, len(r.batches), len(r.services), r.synced)
+	r.t.Fatalf("%s: not within a minute; %d batches, %d Services, synced %d times", what, len(r.batches), len(r.services), r.synced)
 }
 
 // start runs a Source against the fake until the test ends.
@@ -75,7 +75,7 @@ func start(t *testing.T, f *apiservertest.Server, change func(*Config)) (*Source
 			if err != nil {
 				t.Errorf("Run: %v", err)
 			}
-		case <-time.After(5 * time.Second):
+		case <-time.After(time.Minute):
 			t.Error("Run goes on after its context has ended")
 		}
 	})

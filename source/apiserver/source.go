@@ -55,8 +55,8 @@ type Config struct {
 	// Report receives findings about objects; nil discards them.
 	Report source.Report
 
-	askAgain    time.Duration // zero means the constant
-	loadTimeout time.Duration // zero means requestTimeout
+	// Zero means the constants of these names, and requestTimeout.
+	optionalTimeout, askAgain, loadTimeout time.Duration
 }
 
 func (c *Config) report(f source.Finding) {
@@ -198,7 +198,7 @@ func (s *Source) nowSynced() bool {
 	for r := range s.missing {
 		switch {
 		case r.optional:
-			wait = max(wait, optionalTimeout)
+			wait = max(wait, cmp.Or(s.cfg.optionalTimeout, optionalTimeout))
 		case r.name == nodes:
 			wait = max(wait, cmp.Or(s.cfg.PodCIDRTimeout, s.cfg.NodeTimeout))
 		default:

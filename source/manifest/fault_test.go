@@ -267,24 +267,32 @@ func TestReplacedAfterStartOverBroken(t *testing.T) {
 	t.Parallel()
 	m1, l1 := at("web", 1)
 	m2, l2 := at("other", 2)
-	dir := writeFiles(t, map[string]string{"other.yaml": m2, "web.yaml": ""})
-	file := filepath.Join(dir, "web.yaml")
-	r := start(t, dir)
-	r.awaitState("what can be read", l2)
-	remove(t, file)
-	time.Sleep(25 * time.Millisecond)
-	write(t, file, m1)
-	r.awaitState("mended", l2+l1)
-	r.await("whole", func() bool { return r.extent() == source.Whole })
-	r.mu.Lock()
-	defer r.mu.Unlock()
-	for _, b := range r.batches {
-		if b.Services[types.NamespacedName{Namespace: "default", Name: "web"}] != nil {
-			return
+	for try := 1; ; try++ {
+		dir := writeFiles(t, map[string]string{"other.yaml": m2, "web.yaml": ""})
+		file := filepath.Join(dir, "web.yaml")
+		r := start(t, dir)
+		r.awaitState("what can be read", l2)
+		begun := time.Now()
+		remove(t, file)
+		time.Sleep(25 * time.Millisecond)
+		write(t, file, m1)
+		took := time.Since(begun)
+		r.awaitState("mended", l2+l1)
+		r.await("whole", func() bool { return r.extent() == source.Whole })
+		if took >= grace && try < 100 { // A busy machine has left it away for long.
+			continue
 		}
-		if b.Extent == source.Whole {
-			t.Fatal("everything counts as known before the file is there again")
+		r.mu.Lock()
+		defer r.mu.Unlock()
+		for _, b := range r.batches {
+			if b.Services[types.NamespacedName{Namespace: "default", Name: "web"}] != nil {
+				return
+			}
+			if b.Extent == source.Whole {
+				t.Fatalf("everything counts as known before the file is there again, %v later", took)
+			}
 		}
+		return
 	}
 }
 
@@ -316,14 +324,15 @@ func TestStartWhileBeingWritten(t *testing.T) {
 			t.Fatal(err)
 		}
 	}
+	begun := time.Now()
 	put(m1 + "---\n")
 	r := start(t, dir)
 	r.await("the first batch", func() bool { return r.count() > 0 })
-	if got := r.extent(); got != source.Partial {
+	if got := r.extent(); got != source.Partial && time.Since(begun) < settle {
 		t.Errorf("the first batch has extent %v", got)
 	}
 	time.Sleep(patience + grace)
-	if got := r.extent(); got != source.Partial {
+	if got := r.extent(); got != source.Partial && time.Since(begun) < settle {
 		t.Errorf("while it is being written, the extent is %v", got)
 	}
 	put(m2)

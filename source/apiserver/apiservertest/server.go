@@ -11,6 +11,7 @@ import (
 	"path/filepath"
 	"sync"
 	"testing"
+	"time"
 
 	v1 "k8s.io/api/core/v1"
 	discovery "k8s.io/api/discovery/v1"
@@ -25,6 +26,7 @@ import (
 // ServiceCIDRs, and knows no other resource. It answers in JSON alone.
 type Server struct {
 	URL   string
+	t     testing.TB
 	ended chan struct{} // closed when requests are to end
 	end   func()
 
@@ -39,6 +41,7 @@ type resource struct {
 	status int             // HTTP status with which lists fail, or 0
 	hold   <-chan struct{} // if not nil, lists wait until it is closed
 	events chan watch.Event
+	newer  chan struct{} // closed when another watch begins
 	// How often it was listed, and how many watches have begun.
 	lists, watches int
 }
@@ -60,14 +63,14 @@ func At(t testing.TB, address string) *Server {
 	typed := func(apiVersion, kind string) metav1.TypeMeta {
 		return metav1.TypeMeta{APIVersion: apiVersion, Kind: kind}
 	}
-	s := &Server{ended: make(chan struct{}), resources: map[string]*resource{}}
+	s := &Server{t: t, ended: make(chan struct{}), resources: map[string]*resource{}}
 	for name, list := range map[string]runtime.Object{
 		"services":       &v1.ServiceList{TypeMeta: typed("v1", "ServiceList"), ListMeta: meta},
 		"nodes":          &v1.NodeList{TypeMeta: typed("v1", "NodeList"), ListMeta: meta},
 		"endpointslices": &discovery.EndpointSliceList{TypeMeta: typed("discovery.k8s.io/v1", "EndpointSliceList"), ListMeta: meta},
 		"servicecidrs":   &networking.ServiceCIDRList{TypeMeta: typed("networking.k8s.io/v1", "ServiceCIDRList"), ListMeta: meta},
 	} {
-		s.resources[name] = &resource{list: list, events: make(chan watch.Event)}
+		s.resources[name] = &resource{list: list, events: make(chan watch.Event), newer: make(chan struct{})}
 	}
 	server := &httptest.Server{Listener: listener, Config: &http.Server{Handler: s}}
 	server.Start()
@@ -101,11 +104,16 @@ func (s *Server) Hold(until <-chan struct{}, names ...string) {
 	}
 }
 
-// Send delivers an event by the watch of a resource, for which it waits.
+// Send delivers an event by the latest watch of a resource, for which it waits.
 func (s *Server) Send(name string, kind watch.EventType, object runtime.Object) {
+	s.t.Helper()
 	var events chan watch.Event
 	s.with(name, func(r *resource) { events = r.events })
-	events <- watch.Event{Type: kind, Object: object}
+	select {
+	case events <- watch.Event{Type: kind, Object: object}:
+	case <-time.After(time.Minute):
+		s.t.Errorf("nobody has watched %s for a minute", name)
+	}
 }
 
 // Expire ends the watch of a resource as a server does that no longer knows the version from which on it goes.
@@ -207,6 +215,9 @@ func (s *Server) list(w http.ResponseWriter, r *http.Request, known *resource) {
 func (s *Server) watch(w http.ResponseWriter, r *http.Request, known *resource) {
 	s.mu.Lock()
 	known.watches++
+	close(known.newer) // The client of an older watch may be gone, though its connection does not say so yet.
+	newer := make(chan struct{})
+	known.newer = newer
 	s.mu.Unlock()
 	w.(http.Flusher).Flush()
 	for {
@@ -216,6 +227,17 @@ func (s *Server) watch(w http.ResponseWriter, r *http.Request, known *resource) 
 		case <-r.Context().Done():
 			return
 		case e := <-known.events:
+			select {
+			case <-newer:
+				go func() { // for that one
+					select {
+					case known.events <- e:
+					case <-s.ended:
+					}
+				}()
+				continue
+			default:
+			}
 			_ = json.NewEncoder(w).Encode(map[string]any{"type": e.Type, "object": e.Object})
 			w.(http.Flusher).Flush()
 			if e.Type == watch.Error {
