@@ -139,3 +139,15 @@ func (f *Flags) Config() (*Config, error) {
 	}
 	return e.validate(true)
 }
+
+// Parse reads and validates a file with this content, whose name is for messages, as it is without any flags.
+func Parse(name string, content []byte) (*Config, error) {
+	f := &Flags{}
+	f.values.defaults()
+	f.values.own.configFile = name
+	e, err := f.over(content)
+	if err != nil {
+		return nil, err
+	}
+	return e.Config()
+}

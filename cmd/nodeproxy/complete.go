@@ -30,7 +30,7 @@ var enumerated = map[string][]string{
 }
 
 // pathFlags are the flags whose value is a path, which a shell can complete by itself.
-const pathFlags = "config write-config-to manifests kubeconfig socket sysctl-dir"
+const pathFlags = "config write-config-to manifests kubeconfig filename socket sysctl-dir"
 
 // completeAll has shells complete the values of the flags of a command and of those below it, and nothing where nobody knows what could
 // come next.

@@ -74,6 +74,10 @@ var exampleTexts = map[string]string{
 	"nodeproxy completion zsh":        `  nodeproxy completion zsh > "${fpath[1]}/_nodeproxy"`,
 	"nodeproxy completion fish":       `  nodeproxy completion fish > ~/.config/fish/completions/nodeproxy.fish`,
 	"nodeproxy completion powershell": `  nodeproxy completion powershell | Out-String | Invoke-Expression`,
+	"nodeproxy install": `  nodeproxy install --image=registry.example.org/nodeproxy:v1 > nodeproxy.yaml
+  nodeproxy install -o values > values.yaml
+  nodeproxy install --migrate -o kube-proxy-off > off.json
+  kubectl get configmaps,daemonsets,pods,nodes,services -A -o json | nodeproxy install -f - --mode=nftables`,
 	"nodeproxy diff": `  nodeproxy diff
   nodeproxy diff shop/web --manifests=new/
   nodeproxy diff --mode=nftables --stat`,

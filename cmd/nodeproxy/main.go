@@ -64,7 +64,8 @@ func root() *cobra.Command {
 	cmd.SetUsageFunc(usage)
 	cmd.SetFlagErrorFunc(flagMistake)
 	cmd.AddCommand(run, refuseOthers(renderCommand()), refuseOthers(configCommand()), refuseOthers(cleanupCommand()), getCommand(), explainCommand(),
-		historyCommand(), statusCommand(), supportCommand(), topCommand(), traceCommand(), diffCommand(), versionCommand())
+		historyCommand(), statusCommand(), supportCommand(), topCommand(), traceCommand(), diffCommand(), installCommand(), pauseCommand(),
+		versionCommand())
 	cmd.SetHelpCommand(helpCommand())
 	cmd.InitDefaultCompletionCmd()
 	addExamples(cmd)

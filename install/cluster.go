@@ -1,0 +1,242 @@
+// Package install finds out how kube-proxy is set up in a cluster, and makes what puts nodeproxy in its place: manifests or values of
+// the chart, a patch that keeps kube-proxy off the nodes, and the one that undoes it. It changes nothing, and reads nothing itself.
+package install
+
+import (
+	"bufio"
+	"bytes"
+	"encoding/json"
+	"errors"
+	"fmt"
+	"io"
+	"net/netip"
+	"path"
+	"slices"
+	"strings"
+
+	v1 "k8s.io/api/core/v1"
+	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
+	utilyaml "k8s.io/apimachinery/pkg/util/yaml"
+)
+
+// Cluster is what is known of a cluster. Objects that say nothing about its kube-proxy or its API server are not kept.
+type Cluster struct {
+	// Server is the URL at which the API server was asked; empty if it was not.
+	Server string
+
+	configMaps map[string]*v1.ConfigMap // by namespace and name
+	daemonSets []*daemonSet             // that run a kube-proxy on Linux
+	pods       []*v1.Pod                // with a kube-proxy
+	nodes      []*v1.Node
+	kubernetes []netip.Addr // the cluster IPs of the Service default/kubernetes
+}
+
+// daemonSet has the fields of a DaemonSet that count here. The affinity stays as it is written, with fields that this program does not know.
+type daemonSet struct {
+	metav1.TypeMeta   `json:",inline"`
+	metav1.ObjectMeta `json:"metadata"`
+	Spec              struct {
+		Template struct {
+			Spec v1.PodSpec `json:"spec"`
+		} `json:"template"`
+	} `json:"spec"`
+
+	affinity any
+}
+
+func (d *daemonSet) String() string { return fmt.Sprintf("DaemonSet %s/%s", d.Namespace, d.Name) }
+
+// Read adds the objects of a stream of YAML or JSON documents, such as the output of kubectl get.
+func (c *Cluster) Read(in io.Reader) error {
+	for docs := utilyaml.NewYAMLOrJSONDecoder(bufio.NewReader(in), 4096); ; {
+		var raw json.RawMessage
+		err := docs.Decode(&raw)
+		if errors.Is(err, io.EOF) {
+			return nil
+		}
+		if err == nil && len(bytes.TrimSpace(raw)) > 0 && string(raw) != "null" {
+			err = c.Add(raw)
+		}
+		if err != nil {
+			return err
+		}
+	}
+}
+
+// Add adds an object, or the objects of a list, in JSON. An item of a list may lack its kind, which is the list's then.
+func (c *Cluster) Add(raw []byte) error { return c.add(raw, "") }
+
+func (c *Cluster) add(raw []byte, kind string) error {
+	var meta struct {
+		Kind     string
+		Metadata metav1.ObjectMeta
+		Items    []json.RawMessage
+	}
+	if err := json.Unmarshal(raw, &meta); err != nil {
+		return fmt.Errorf("this is no Kubernetes object: %w", err)
+	}
+	if meta.Kind == "" {
+		meta.Kind = kind
+	}
+	if of, ok := strings.CutSuffix(meta.Kind, "List"); ok {
+		for _, item := range meta.Items {
+			if err := c.add(item, of); err != nil {
+				return err
+			}
+		}
+		return nil
+	}
+	what := fmt.Sprintf("%s %s/%s", meta.Kind, meta.Metadata.Namespace, meta.Metadata.Name)
+	read := func(into any) error {
+		if err := json.Unmarshal(raw, into); err != nil {
+			return fmt.Errorf("%s: %w", what, err)
+		}
+		return nil
+	}
+	switch meta.Kind {
+	case "ConfigMap":
+		var o v1.ConfigMap
+		if err := read(&o); err != nil {
+			return err
+		}
+		if c.configMaps == nil {
+			c.configMaps = map[string]*v1.ConfigMap{}
+		}
+		c.configMaps[o.Namespace+"/"+o.Name] = &o
+	case "DaemonSet":
+		return c.addDaemonSet(raw, read)
+	case "Pod":
+		var o v1.Pod
+		if err := read(&o); err != nil {
+			return err
+		}
+		if isKubeProxy(o.Labels) && o.Spec.NodeSelector["kubernetes.io/os"] != "windows" {
+			c.pods = append(c.pods, &o)
+		}
+	case "Node":
+		var o v1.Node
+		if err := read(&o); err != nil {
+			return err
+		}
+		if o.Labels["kubernetes.io/os"] != "windows" {
+			c.nodes = append(c.nodes, &o)
+		}
+	case "Service":
+		var o v1.Service
+		if err := read(&o); err != nil {
+			return err
+		}
+		if o.Namespace == "default" && o.Name == "kubernetes" {
+			for _, text := range append([]string{o.Spec.ClusterIP}, o.Spec.ClusterIPs...) {
+				if ip, err := netip.ParseAddr(text); err == nil {
+					c.kubernetes = append(c.kubernetes, ip)
+				}
+			}
+		}
+	}
+	return nil
+}
+
+func (c *Cluster) addDaemonSet(raw []byte, read func(any) error) error {
+	var o daemonSet
+	if err := read(&o); err != nil {
+		return err
+	}
+	pod := &o.Spec.Template.Spec
+	if o.container() == nil || pod.NodeSelector["kubernetes.io/os"] == "windows" {
+		return nil
+	}
+	var asWritten struct {
+		Spec struct {
+			Template struct{ Spec struct{ Affinity any } }
+		}
+	}
+	if err := read(&asWritten); err != nil {
+		return err
+	}
+	o.affinity = asWritten.Spec.Template.Spec.Affinity
+	c.daemonSets = append(c.daemonSets, &o)
+	return nil
+}
+
+// isKubeProxy reports whether the labels of a pod are those that kube-proxy's pods have.
+func isKubeProxy(labels map[string]string) bool {
+	return labels["k8s-app"] == "kube-proxy" || labels["component"] == "kube-proxy"
+}
+
+// container returns the one that runs kube-proxy; nil if there is none.
+func (d *daemonSet) container() *v1.Container {
+	containers := d.Spec.Template.Spec.Containers
+	i := slices.IndexFunc(containers, func(c v1.Container) bool {
+		return slices.ContainsFunc(append(slices.Clone(c.Command), c.Args...), func(word string) bool { return path.Base(word) == "kube-proxy" }) ||
+			c.Name == "kube-proxy"
+	})
+	if i < 0 {
+		return nil
+	}
+	return &containers[i]
+}
+
+// flags are those of kube-proxy's command line, in its order, each as --name=value.
+func (d *daemonSet) flags() []string {
+	c := d.container()
+	var out []string
+	words := append(slices.Clone(c.Command), c.Args...)
+	for i := 0; i < len(words); i++ {
+		word := words[i]
+		if !strings.HasPrefix(word, "-") {
+			continue
+		}
+		word = "--" + strings.TrimLeft(word, "-")
+		if !strings.Contains(word, "=") && i+1 < len(words) && !strings.HasPrefix(words[i+1], "-") {
+			i++
+			word += "=" + words[i]
+		}
+		out = append(out, word)
+	}
+	return out
+}
+
+// flag is the value of the last flag of this name; empty if there is none.
+func (d *daemonSet) flag(name string) string {
+	value := ""
+	for _, f := range d.flags() {
+		if v, ok := strings.CutPrefix(f, "--"+name+"="); ok {
+			value = v
+		}
+	}
+	return value
+}
+
+// file returns a file of the container that comes from a ConfigMap, and where it is.
+func (c *Cluster) file(d *daemonSet, name string) (text, where string, ok bool) {
+	for _, m := range d.container().VolumeMounts {
+		rest, inside := strings.CutPrefix(path.Clean(name), path.Clean(m.MountPath)+"/")
+		if !inside {
+			continue
+		}
+		volumes := d.Spec.Template.Spec.Volumes
+		i := slices.IndexFunc(volumes, func(v v1.Volume) bool { return v.Name == m.Name })
+		if i < 0 || volumes[i].ConfigMap == nil {
+			continue
+		}
+		source, key := volumes[i].ConfigMap, rest
+		for _, item := range source.Items {
+			if item.Path == rest {
+				key = item.Key
+			}
+		}
+		if text, where, ok := c.entry(d.Namespace, source.Name, key); ok {
+			return text, where, true
+		}
+	}
+	return "", "", false
+}
+
+// entry returns an entry of a ConfigMap, and where it is.
+func (c *Cluster) entry(namespace, name, key string) (text, where string, ok bool) {
+	if m := c.configMaps[namespace+"/"+name]; m != nil {
+		text, ok = m.Data[key]
+	}
+	return text, fmt.Sprintf("%s of ConfigMap %s/%s", key, namespace, name), ok
+}

@@ -1,0 +1,533 @@
+package install
+
+import (
+	"encoding/json"
+	"errors"
+	"fmt"
+	"net"
+	"net/netip"
+	"net/url"
+	"slices"
+	"strconv"
+	"strings"
+
+	"github.com/spf13/pflag"
+	v1 "k8s.io/api/core/v1"
+	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
+	"sigs.k8s.io/yaml"
+
+	"nodeproxy/config"
+	"nodeproxy/source"
+)
+
+// Options are what a user says, which comes before what is found.
+type Options struct {
+	// APIServer is the address and port of the API server as nodes reach it.
+	APIServer string
+	// ClusterCIDR is the range of the pods' addresses, or NoCIDR.
+	ClusterCIDR string
+	// Mode is nodeproxy's; that of kube-proxy by default.
+	Mode string
+	// Image is nodeproxy's; that of the manifests by default.
+	Image string
+	// Migrate has nodeproxy serve only the nodes with Label, and kube-proxy the others.
+	Migrate bool
+}
+
+// NoCIDR says that pods shall not be told from other clients.
+const NoCIDR = "none"
+
+// Label tells, while a cluster is switched over, the nodes that nodeproxy serves from those of kube-proxy.
+const (
+	Label      = "service-proxy"
+	labelOurs  = "nodeproxy"
+	labelOther = "kube-proxy"
+)
+
+// Setup is how to install nodeproxy in a cluster.
+type Setup struct {
+	Options
+	// Host and Port are where the API server is, for a node on which no Service works.
+	Host string
+	Port int
+	// Config is the KubeProxyConfiguration.
+	Config map[string]any
+}
+
+// Detect decides how nodeproxy takes the place of the cluster's kube-proxy. It says what it has found and where; the error has a line for
+// each thing that is missing, with the flag that gives it.
+func (c *Cluster) Detect(o Options, say func(format string, args ...any)) (*Setup, error) {
+	s := &Setup{Options: o}
+	kind, why := c.Kind()
+	say("cluster: %s, %s", kind, why)
+	for _, line := range c.howKubeProxyRuns(kind) {
+		say("kube-proxy: %s", line)
+	}
+	known, err := c.configuration(s, say)
+	if err == nil {
+		err = c.localTraffic(s, kind, known, say)
+	}
+	return s, errors.Join(c.apiServer(s, kind, say), err)
+}
+
+// Kind returns what made the cluster, and how that shows.
+func (c *Cluster) Kind() (kind, why string) {
+	for _, n := range c.nodes {
+		version, where := n.Status.NodeInfo.KubeletVersion, "as Node "+n.Name+" says: "
+		switch {
+		case strings.Contains(version, "+k3s"):
+			return "k3s", where + "kubelet " + version
+		case strings.Contains(version, "+rke2"):
+			return "RKE2", where + "kubelet " + version
+		case strings.HasPrefix(n.Status.NodeInfo.OSImage, "Talos"):
+			return "Talos", where + n.Status.NodeInfo.OSImage
+		case strings.Contains(version, "-eks-"):
+			return "EKS", where + "kubelet " + version
+		case strings.Contains(version, "-gke."):
+			return "GKE", where + "kubelet " + version
+		case n.Labels["kubernetes.azure.com/cluster"] != "":
+			return "AKS", where + "label kubernetes.azure.com/cluster"
+		case n.Labels["minikube.k8s.io/name"] != "":
+			return "minikube", where + "label minikube.k8s.io/name"
+		case strings.HasPrefix(n.Spec.ProviderID, "kind://"):
+			return "kind", where + "provider " + n.Spec.ProviderID
+		}
+	}
+	if c.configMaps["kube-system/kubeadm-config"] != nil {
+		return "kubeadm", "as ConfigMap kube-system/kubeadm-config is there"
+	}
+	return "of an unknown kind", fmt.Sprintf("as %d nodes and %d ConfigMaps show", len(c.nodes), len(c.configMaps))
+}
+
+// howKubeProxyRuns tells what runs kube-proxy, and what to know about switching it off.
+func (c *Cluster) howKubeProxyRuns(kind string) []string {
+	var out []string
+	for _, d := range c.daemonSets {
+		line := d.String()
+		if d.Labels["addonmanager.kubernetes.io/mode"] == "Reconcile" {
+			line += ", which the provider's add-on manager keeps as it is"
+		}
+		if slices.ContainsFunc(d.ManagedFields, func(f metav1.ManagedFieldsEntry) bool { return f.Manager == "eks" }) {
+			line += ", which is an EKS add-on: an update of it undoes patches"
+		}
+		out = append(out, line)
+	}
+	static := 0
+	for _, p := range c.pods {
+		if isStatic(p) {
+			static++
+		}
+	}
+	if static > 0 {
+		out = append(out, fmt.Sprintf("%d static pods, which only the node itself can end", static))
+	}
+	if kind == "k3s" && len(out) == 0 {
+		line := "part of the k3s process: start all servers with --disable-kube-proxy"
+		if c.nodeArgs("disable-kube-proxy") == "true" {
+			line = "switched off by --disable-kube-proxy"
+		}
+		out = append(out, line)
+	}
+	if len(out) == 0 {
+		out = append(out, "no DaemonSet and no static pod runs one")
+	}
+	return out
+}
+
+// isStatic reports whether a pod is the image of one that a kubelet runs from a file.
+func isStatic(p *v1.Pod) bool {
+	return slices.ContainsFunc(p.OwnerReferences, func(o metav1.OwnerReference) bool { return o.Kind == "Node" })
+}
+
+// nodeArgs returns the value of a flag of k3s or RKE2 servers, which their Nodes have in an annotation; empty if no server has it.
+func (c *Cluster) nodeArgs(flag string) string {
+	for _, n := range c.nodes {
+		for _, name := range []string{"k3s.io/node-args", "rke2.io/node-args"} {
+			var args []string
+			if json.Unmarshal([]byte(n.Annotations[name]), &args) != nil || len(args) == 0 || args[0] != "server" {
+				continue
+			}
+			for i, a := range args {
+				a, value, given := strings.Cut(a, "=")
+				switch {
+				case a != "--"+flag:
+				case given:
+					return value
+				case i+1 < len(args) && !strings.HasPrefix(args[i+1], "-"):
+					return args[i+1]
+				default:
+					return "true"
+				}
+			}
+		}
+	}
+	return ""
+}
+
+// KubeProxy returns the DaemonSet that runs kube-proxy; nil if there is none.
+func (c *Cluster) kubeProxy() (*daemonSet, error) {
+	switch len(c.daemonSets) {
+	case 0:
+		return nil, nil
+	case 1:
+		return c.daemonSets[0], nil
+	}
+	var names []string
+	for _, d := range c.daemonSets {
+		if d.Namespace == "kube-system" && d.Name == "kube-proxy" {
+			return d, nil
+		}
+		names = append(names, d.String())
+	}
+	return nil, fmt.Errorf("several DaemonSets run a kube-proxy: %s", strings.Join(names, ", "))
+}
+
+// configuration makes nodeproxy's of kube-proxy's, if that is to be had: known tells.
+func (c *Cluster) configuration(s *Setup, say func(string, ...any)) (known bool, err error) {
+	d, err := c.kubeProxy()
+	if err != nil {
+		return false, err
+	}
+	text, where, known := "", "", false
+	if d != nil && d.flag("config") != "" {
+		if text, where, known = c.file(d, d.flag("config")); !known {
+			return false, fmt.Errorf("kube-proxy's configuration: %s reads it from %s, which is in no ConfigMap that is given", d, d.flag("config"))
+		}
+	} else if d != nil {
+		if text, err = fromFlags(d, say); err != nil {
+			return false, err
+		}
+		where, known = "the flags of "+d.String(), true
+	} else {
+		for _, e := range [][2]string{{"kube-proxy", "config.conf"}, {"kube-proxy-config", "config"}} {
+			if text, where, known = c.entry("kube-system", e[0], e[1]); known {
+				break
+			}
+		}
+	}
+	s.Config = map[string]any{}
+	if known {
+		say("configuration: %s", where)
+		if err := yaml.Unmarshal([]byte(text), &s.Config); err != nil {
+			return true, fmt.Errorf("kube-proxy's configuration, %s: %w", where, err)
+		}
+	} else {
+		say("configuration: none of kube-proxy is to be found; defaults are used")
+	}
+	return known, s.adapt(say)
+}
+
+// fromFlags makes a configuration of the flags of a kube-proxy without a file.
+func fromFlags(d *daemonSet, say func(string, ...any)) (string, error) {
+	var flags config.Flags
+	fs := pflag.NewFlagSet("kube-proxy", pflag.ContinueOnError)
+	flags.Add(fs)
+	for _, f := range d.flags() {
+		name, value, given := strings.Cut(strings.TrimPrefix(f, "--"), "=")
+		if slices.Contains([]string{"kubeconfig", "master", "hostname-override", "v", "logtostderr", "oom-score-adj"}, name) {
+			continue // They are about that pod.
+		}
+		if !given {
+			value = "true"
+		}
+		if fs.Lookup(name) == nil {
+			say("configuration: kube-proxy's flag %s means nothing to nodeproxy", f)
+		} else if err := fs.Set(name, value); err != nil {
+			return "", fmt.Errorf("kube-proxy's flag %s: %w", f, err)
+		}
+	}
+	effective, err := flags.Effective()
+	if err != nil {
+		return "", err
+	}
+	text, err := effective.YAML()
+	return string(text), err
+}
+
+// adapt changes what means something else in nodeproxy's pod, and leaves out what says nothing.
+func (s *Setup) adapt(say func(string, ...any)) error {
+	m := s.Config
+	v6 := false
+	if bind, ok := m["bindAddress"].(string); ok {
+		ip, err := netip.ParseAddr(bind)
+		v6 = err == nil && ip.Is6()
+	}
+	delete(m, "winkernel") // for Windows
+	delete(m, "hostnameOverride")
+	if client, ok := m["clientConnection"].(map[string]any); ok {
+		delete(client, "kubeconfig") // It is the pod's own ServiceAccount, at the address that is found.
+	}
+	prune(m)
+	m["apiVersion"], m["kind"] = "kubeproxy.config.k8s.io/v1alpha1", "KubeProxyConfiguration"
+	if s.Mode != "" {
+		m["mode"] = s.Mode
+	}
+	for field, value := range map[string]any{"mode": "iptables", "detectLocalMode": "ClusterCIDR", "oomScoreAdj": -997} {
+		if m[field] == nil {
+			m[field] = value
+		}
+	}
+	if n, ok := m["oomScoreAdj"].(float64); ok && n < -997 {
+		say("configuration: oomScoreAdj is -997 in place of %v, which takes a capability that nodeproxy does without", n)
+		m["oomScoreAdj"] = -997
+	}
+	for field, defaults := range map[string][2]string{
+		"healthzBindAddress": {"0.0.0.0:10256", "[::]:10256"}, "metricsBindAddress": {"127.0.0.1:10249", "[::1]:10249"},
+	} {
+		byDefault := defaults[0]
+		if v6 {
+			byDefault = defaults[1]
+		}
+		text, ok := m[field].(string)
+		switch ip, err := netip.ParseAddr(text); {
+		case !ok:
+			m[field] = byDefault
+		case err == nil: // without a port
+			_, port, _ := net.SplitHostPort(byDefault)
+			m[field] = net.JoinHostPort(ip.String(), port)
+		}
+	}
+	mode, _ := m["mode"].(string)
+	if !slices.Contains(config.Modes(), mode) {
+		return fmt.Errorf("--mode: kube-proxy's mode is %q; choose one of %s", mode, strings.Join(config.Modes(), ", "))
+	}
+	say("mode: %s", mode)
+	return nil
+}
+
+// prune takes out what a file has only because a program wrote it: null, empty text, empty lists and objects.
+func prune(m map[string]any) {
+	for name, value := range m {
+		switch v := value.(type) {
+		case nil:
+			delete(m, name)
+		case string:
+			if v == "" {
+				delete(m, name)
+			}
+		case []any:
+			if len(v) == 0 {
+				delete(m, name)
+			}
+		case map[string]any:
+			if prune(v); len(v) == 0 {
+				delete(m, name)
+			}
+		}
+	}
+}
+
+// localTraffic sets how pods of the node are told from other clients.
+func (c *Cluster) localTraffic(s *Setup, kind string, known bool, say func(string, ...any)) error {
+	set := func(cidr, where string) error {
+		for _, text := range strings.Split(cidr, ",") {
+			if _, err := netip.ParsePrefix(strings.TrimSpace(text)); err != nil {
+				return fmt.Errorf("--cluster-cidr: %s has %q: %w", where, cidr, err)
+			}
+		}
+		s.Config["clusterCIDR"], s.Config["detectLocalMode"] = cidr, "ClusterCIDR"
+		say("cluster CIDR: %s, from %s", cidr, where)
+		return nil
+	}
+	mode, _ := s.Config["detectLocalMode"].(string)
+	cidr, _ := s.Config["clusterCIDR"].(string)
+	switch {
+	case s.ClusterCIDR == NoCIDR:
+		delete(s.Config, "clusterCIDR")
+		s.Config["detectLocalMode"] = "ClusterCIDR"
+		say("cluster CIDR: none, as --cluster-cidr says")
+		return nil
+	case s.ClusterCIDR != "":
+		return set(s.ClusterCIDR, "--cluster-cidr")
+	case mode != "ClusterCIDR":
+		say("cluster CIDR: not needed, as detectLocalMode is %s", mode)
+		return nil
+	case cidr != "":
+		return set(cidr, "kube-proxy's configuration")
+	}
+	if text, where, ok := c.entry("kube-system", "kubeadm-config", "ClusterConfiguration"); ok {
+		var kubeadm struct{ Networking struct{ PodSubnet string } }
+		if err := yaml.Unmarshal([]byte(text), &kubeadm); err != nil {
+			return fmt.Errorf("--cluster-cidr: %s: %w", where, err)
+		}
+		if kubeadm.Networking.PodSubnet != "" {
+			return set(kubeadm.Networking.PodSubnet, where)
+		}
+	}
+	if cidr := c.nodeArgs("cluster-cidr"); cidr != "" {
+		return set(cidr, "the flags of "+kind+" servers")
+	}
+	if len(c.nodes) > 0 && !slices.ContainsFunc(c.nodes, func(n *v1.Node) bool { return n.Spec.PodCIDR == "" && len(n.Spec.PodCIDRs) == 0 }) {
+		s.Config["detectLocalMode"] = "NodeCIDR"
+		say("cluster CIDR: not to be found; each node has a range of its own for its pods (Node, spec.podCIDRs), which is used (detectLocalMode: NodeCIDR)")
+		return nil
+	}
+	if known {
+		say("cluster CIDR: none, as for kube-proxy: connections to cluster IPs from outside the cluster are not masqueraded; --cluster-cidr sets one")
+		return nil
+	}
+	return errors.New("--cluster-cidr: the range of the pods' addresses is not to be found: neither in kube-proxy's configuration, nor in kubeadm-config, " +
+		"nor as podCIDRs of all Nodes; --cluster-cidr=" + NoCIDR + " does without")
+}
+
+// apiServer finds the address of the API server that needs no Service to work.
+func (c *Cluster) apiServer(s *Setup, kind string, say func(string, ...any)) error {
+	type candidate struct {
+		where, server string
+		local         bool // It is on each node.
+	}
+	var all []candidate
+	add := func(where, server string, local bool) { all = append(all, candidate{where, server, local}) }
+	if s.APIServer != "" {
+		add("--api-server", s.APIServer, true)
+	}
+	switch kind {
+	case "k3s":
+		add("k3s, which has it on each node", "127.0.0.1:6444", true)
+	case "RKE2":
+		add("RKE2, which has it on each node", "127.0.0.1:6443", true)
+	case "Talos":
+		add("Talos, whose KubePrism has it on each node unless it is switched off", "localhost:7445", true)
+	}
+	kubeconfigs := [][2]string{{"kube-proxy", "kubeconfig.conf"}, {"kube-proxy", "kubeconfig"}}
+	d, _ := c.kubeProxy()
+	if d != nil {
+		for _, name := range []string{d.flag("kubeconfig"), c.kubeconfigPath(d)} {
+			if text, where, ok := c.file(d, name); ok && name != "" {
+				add(where, serverOf(text), false)
+			}
+		}
+		if server := d.flag("master"); server != "" {
+			add("flag --master of "+d.String(), server, false)
+		}
+	}
+	for _, e := range kubeconfigs {
+		if text, where, ok := c.entry("kube-system", e[0], e[1]); ok {
+			add(where, serverOf(text), false)
+		}
+	}
+	if text, where, ok := c.entry("kube-public", "cluster-info", "kubeconfig"); ok {
+		add(where, serverOf(text), false)
+	}
+	if text, where, ok := c.entry("kube-system", "kubeadm-config", "ClusterConfiguration"); ok {
+		var kubeadm struct{ ControlPlaneEndpoint string }
+		if yaml.Unmarshal([]byte(text), &kubeadm) == nil && kubeadm.ControlPlaneEndpoint != "" {
+			add(where, kubeadm.ControlPlaneEndpoint, false)
+		}
+	}
+	if c.Server != "" {
+		add("the kubeconfig in use; nodes must reach this address too", c.Server, false)
+	}
+	for _, a := range all {
+		host, port, err := c.usable(a.server, a.local)
+		if err != nil {
+			say("API server: not %q (%s): %v", a.server, a.where, err)
+			if s.APIServer != "" {
+				return fmt.Errorf("--api-server: %q: %w", a.server, err)
+			}
+			continue
+		}
+		s.Host, s.Port = host, port
+		say("API server: %s, from %s", net.JoinHostPort(host, strconv.Itoa(port)), a.where)
+		return nil
+	}
+	return errors.New("--api-server: the address of the API server is not to be found, and without it a node that starts has no rules: neither a kubeconfig " +
+		"of kube-proxy, nor ConfigMap kube-public/cluster-info, nor kubeadm-config has one that nodes can use; give one that each node reaches " +
+		"and that the API server's certificate names")
+}
+
+// kubeconfigPath is where the file of a kube-proxy's configuration says that the kubeconfig is.
+func (c *Cluster) kubeconfigPath(d *daemonSet) string {
+	text, _, _ := c.file(d, d.flag("config"))
+	var file struct{ ClientConnection struct{ Kubeconfig string } }
+	_ = yaml.Unmarshal([]byte(text), &file) // Where it is broken, that is reported as a fault of the configuration.
+	return file.ClientConnection.Kubeconfig
+}
+
+// serverOf returns the server of a kubeconfig's current context, or of its only cluster; empty if there is none.
+func serverOf(kubeconfig string) string {
+	var file struct {
+		CurrentContext string `json:"current-context"`
+		Contexts       []struct {
+			Name    string
+			Context struct{ Cluster string }
+		}
+		Clusters []struct {
+			Name    string
+			Cluster struct{ Server string }
+		}
+	}
+	if yaml.Unmarshal([]byte(kubeconfig), &file) != nil {
+		return ""
+	}
+	cluster := ""
+	for _, x := range file.Contexts {
+		if x.Name == file.CurrentContext {
+			cluster = x.Context.Cluster
+		}
+	}
+	for _, x := range file.Clusters {
+		if x.Name == cluster || len(file.Clusters) == 1 {
+			return x.Cluster.Server
+		}
+	}
+	return ""
+}
+
+// usable returns host and port of a server, and an error if a node that has no rules, or another node, can't reach it.
+func (c *Cluster) usable(server string, local bool) (string, int, error) {
+	if server == "" {
+		return "", 0, errors.New("there is no server in it")
+	}
+	if !strings.Contains(server, "://") {
+		server = "https://" + server
+	}
+	u, err := url.Parse(server)
+	if err != nil {
+		return "", 0, err
+	}
+	host, port := u.Hostname(), 443
+	if p := u.Port(); p != "" {
+		if port, err = strconv.Atoi(p); err != nil || port < 1 || port > 65535 {
+			return "", 0, fmt.Errorf("%q is no port", p)
+		}
+	}
+	switch {
+	case u.Scheme != "https":
+		return "", 0, fmt.Errorf("nodeproxy's ServiceAccount needs https, not %s", u.Scheme)
+	case host == "":
+		return "", 0, errors.New("there is no host in it")
+	case u.Path != "" && u.Path != "/":
+		return "", 0, fmt.Errorf("a pod can be told an address and a port, but not the path %s", u.Path)
+	}
+	if ip, err := netip.ParseAddr(host); err == nil {
+		switch {
+		case slices.Contains(c.kubernetes, ip.Unmap()):
+			return "", 0, errors.New("it is the cluster IP of the Service kubernetes, which works only once nodeproxy has programmed it")
+		case ip.IsLoopback() && !local, ip.IsUnspecified():
+			return "", 0, errors.New("on another node it is not the API server")
+		}
+		return host, port, nil
+	}
+	name := strings.TrimSuffix(strings.ToLower(host), ".")
+	switch {
+	case name == "kubernetes" || strings.HasPrefix(name, "kubernetes.default") || strings.HasSuffix(name, ".svc") || strings.Contains(name, ".svc."):
+		return "", 0, errors.New("it is a name of cluster DNS, which works only once nodeproxy has programmed it")
+	case name == "localhost" && !local:
+		return "", 0, errors.New("on another node it is not the API server")
+	}
+	return host, port, nil
+}
+
+// Check returns what nodeproxy says of the configuration, or the error for which it would refuse it.
+func (s *Setup) Check() ([]source.Finding, error) {
+	text, err := yaml.Marshal(s.Config)
+	if err != nil {
+		return nil, err
+	}
+	cfg, err := config.Parse("configuration", text)
+	if err != nil {
+		return nil, fmt.Errorf("nodeproxy would refuse the configuration made of kube-proxy's: %w", err)
+	}
+	return cfg.Findings, nil
+}

@@ -1,0 +1,475 @@
+package install
+
+import (
+	"bytes"
+	"encoding/json"
+	"errors"
+	"fmt"
+	"os"
+	"path/filepath"
+	"reflect"
+	"strings"
+	"testing"
+
+	v1 "k8s.io/api/core/v1"
+	utilyaml "k8s.io/apimachinery/pkg/util/yaml"
+	"sigs.k8s.io/yaml"
+)
+
+// clusterOf reads a file of testdata, after each replacement of old and new text.
+func clusterOf(t *testing.T, kind string, replacements ...string) *Cluster {
+	t.Helper()
+	text, err := os.ReadFile(filepath.Join("testdata", kind+".yaml"))
+	if err != nil {
+		t.Fatal(err)
+	}
+	for i := 0; i < len(replacements); i += 2 {
+		if !strings.Contains(string(text), replacements[i]) {
+			t.Fatalf("%s has no %q", kind, replacements[i])
+		}
+		text = []byte(strings.ReplaceAll(string(text), replacements[i], replacements[i+1]))
+	}
+	c := &Cluster{}
+	if err := c.Read(bytes.NewReader(text)); err != nil {
+		t.Fatal(err)
+	}
+	return c
+}
+
+// said collects what is said.
+type said struct{ bytes.Buffer }
+
+func (s *said) say(format string, args ...any) { fmt.Fprintf(s, format+"\n", args...) }
+
+// TestDetect: of each kind of cluster, what is found, and what has to be given.
+func TestDetect(t *testing.T) {
+	t.Parallel()
+	for _, test := range []struct {
+		name, kind   string
+		replacements []string
+		options      Options
+		host         string
+		port         int
+		config       map[string]any // these fields
+		says         []string
+	}{
+		{
+			name: "kubeadm", kind: "kubeadm", host: "10.0.0.5", port: 6443,
+			config: map[string]any{
+				"mode": "iptables", "clusterCIDR": "10.244.0.0/16", "detectLocalMode": "ClusterCIDR", "oomScoreAdj": -997,
+				"healthzBindAddress": "0.0.0.0:10256", "metricsBindAddress": "127.0.0.1:10249", "winkernel": nil, "hostnameOverride": nil,
+			},
+			says: []string{"cluster: kubeadm", "DaemonSet kube-system/kube-proxy\n", "config.conf of ConfigMap", "kubeconfig.conf of ConfigMap"},
+		},
+		{
+			name: "mode nftables of kubeadm", kind: "kubeadm", replacements: []string{`    mode: ""`, "    mode: nftables"}, host: "10.0.0.5", port: 6443,
+			config: map[string]any{"mode": "nftables"},
+		},
+		{
+			name: "mode ipvs of kubeadm", kind: "kubeadm",
+			replacements: []string{`    mode: ""`, "    mode: ipvs", `scheduler: ""`, "scheduler: lc"}, host: "10.0.0.5", port: 6443,
+			config: map[string]any{"mode": "ipvs", "ipvs": map[string]any{
+				"scheduler": "lc", "strictARP": false, "minSyncPeriod": "0s", "syncPeriod": "0s", "tcpFinTimeout": "0s", "tcpTimeout": "0s", "udpTimeout": "0s",
+			}},
+		},
+		{
+			name: "fields that nobody knows", kind: "kubeadm", replacements: []string{`    mode: ""`, "    mode: \"\"\n    novelty: {depth: 3}"},
+			host: "10.0.0.5", port: 6443, config: map[string]any{"novelty": map[string]any{"depth": 3.0}},
+		},
+		{
+			name: "kube-proxy told the cluster IP", kind: "kubeadm",
+			replacements: []string{"        server: https://10.0.0.5:6443\n      name: default", "        server: https://10.96.0.1\n      name: default"},
+			host:         "10.0.0.5", port: 6443, says: []string{"it is the cluster IP", "kubeconfig of ConfigMap kube-public/cluster-info"},
+		},
+		{
+			name: "no range but those of the nodes", kind: "kubeadm",
+			replacements: []string{"    clusterCIDR: 10.244.0.0/16\n", "", "      podSubnet: 10.244.0.0/16\n", ""}, host: "10.0.0.5", port: 6443,
+			config: map[string]any{"clusterCIDR": nil, "detectLocalMode": "NodeCIDR"},
+		},
+		{
+			name: "range of kubeadm-config", kind: "kubeadm", replacements: []string{"    clusterCIDR: 10.244.0.0/16\n", ""}, host: "10.0.0.5", port: 6443,
+			config: map[string]any{"clusterCIDR": "10.244.0.0/16"}, says: []string{"ClusterConfiguration of ConfigMap kube-system/kubeadm-config"},
+		},
+		{
+			name: "IPv6", kind: "kubeadm", replacements: []string{"bindAddress: 0.0.0.0", "bindAddress: '::'"}, host: "10.0.0.5", port: 6443,
+			config: map[string]any{"healthzBindAddress": "[::]:10256", "metricsBindAddress": "[::1]:10249"},
+		},
+		{
+			name: "given", kind: "kubeadm",
+			options: Options{APIServer: "api.example.org:443", ClusterCIDR: "10.1.0.0/16,fd01::/48", Mode: "nftables"}, host: "api.example.org", port: 443,
+			config: map[string]any{"mode": "nftables", "clusterCIDR": "10.1.0.0/16,fd01::/48"},
+		},
+		{
+			name: "k3s", kind: "k3s", host: "127.0.0.1", port: 6444,
+			config: map[string]any{"mode": "iptables", "detectLocalMode": "NodeCIDR", "clusterCIDR": nil}, says: []string{"switched off by --disable-kube-proxy"},
+		},
+		{
+			name: "k3s with its kube-proxy", kind: "k3s", replacements: []string{`"--disable-kube-proxy",`, ""}, host: "127.0.0.1", port: 6444,
+			says: []string{"start all servers with --disable-kube-proxy"},
+		},
+		{
+			name: "RKE2", kind: "rke2", host: "127.0.0.1", port: 6443, config: map[string]any{"clusterCIDR": "10.52.0.0/16"}, says: []string{"1 static pods"},
+		},
+		{
+			name: "EKS", kind: "eks", host: "0123456789abcdef.gr7.eu-west-1.eks.amazonaws.com", port: 443,
+			config: map[string]any{
+				"mode": "iptables", "clusterCIDR": nil, "metricsBindAddress": "0.0.0.0:10249", "oomScoreAdj": -997,
+				"conntrack": map[string]any{"maxPerCore": 32768.0, "min": 131072.0, "tcpCloseWaitTimeout": "1h0m0s", "tcpEstablishedTimeout": "24h0m0s"},
+			},
+			says: []string{"EKS add-on", "config of ConfigMap kube-system/kube-proxy-config"},
+		},
+		{
+			name: "Talos", kind: "talos", host: "localhost", port: 7445,
+			config: map[string]any{"mode": "nftables", "clusterCIDR": "10.244.0.0/16"}, says: []string{"the flags of DaemonSet kube-system/kube-proxy"},
+		},
+		{
+			name: "AKS", kind: "aks", options: Options{APIServer: "shop.hcp.westeurope.azmk8s.io"}, host: "shop.hcp.westeurope.azmk8s.io", port: 443,
+			config: map[string]any{"metricsBindAddress": "0.0.0.0:10249", "clusterCIDR": "10.244.0.0/16"}, says: []string{"add-on manager"},
+		},
+		{
+			name: "GKE", kind: "gke", options: Options{APIServer: "10.128.0.2", ClusterCIDR: NoCIDR}, host: "10.128.0.2", port: 443,
+			says: []string{"cluster: GKE", "1 static pods"},
+		},
+	} {
+		t.Run(test.name, func(t *testing.T) {
+			t.Parallel()
+			var out said
+			s, err := clusterOf(t, test.kind, test.replacements...).Detect(test.options, out.say)
+			if err != nil {
+				t.Fatalf("%v\n%s", err, &out)
+			}
+			if s.Host != test.host || s.Port != test.port {
+				t.Errorf("API server %s, %d; want %s, %d", s.Host, s.Port, test.host, test.port)
+			}
+			for field, want := range test.config {
+				if got := s.Config[field]; !reflect.DeepEqual(got, want) {
+					t.Errorf("%s: %#v, want %#v", field, got, want)
+				}
+			}
+			for _, text := range test.says {
+				if !strings.Contains(out.String(), text) {
+					t.Errorf("it does not say %q:\n%s", text, &out)
+				}
+			}
+			if _, err := s.Check(); err != nil {
+				t.Error(err)
+			}
+		})
+	}
+}
+
+// TestDetectMisses: what can't be found is an error that names the flag; no address is taken that works only with Services.
+func TestDetectMisses(t *testing.T) {
+	t.Parallel()
+	const server = "https://10.0.0.5:6443"
+	for _, test := range []struct {
+		name, kind   string
+		replacements []string
+		options      Options
+		flag, says   string
+	}{
+		{name: "no address", kind: "aks", flag: "--api-server", says: "not to be found"},
+		{name: "cluster IP only", kind: "kubeadm", replacements: []string{server, "https://10.96.0.1:443"}, flag: "--api-server", says: "not to be found"},
+		{name: "name of cluster DNS", kind: "kubeadm", replacements: []string{server, "https://kubernetes.default.svc"}, flag: "--api-server"},
+		{name: "short name", kind: "kubeadm", replacements: []string{server, "https://kubernetes"}, flag: "--api-server"},
+		{name: "loopback", kind: "kubeadm", replacements: []string{server, "https://127.0.0.1:6443"}, flag: "--api-server"},
+		{name: "given cluster IP", kind: "kubeadm", options: Options{APIServer: "10.96.0.1:443"}, flag: "--api-server", says: "cluster IP"},
+		{name: "given nonsense", kind: "kubeadm", options: Options{APIServer: "10.0.0.5:x"}, flag: "--api-server"},
+		{name: "no range", kind: "rke2", replacements: []string{`,"--cluster-cidr=10.52.0.0/16"`, ""}, flag: "--cluster-cidr", says: "--cluster-cidr=none"},
+		{name: "broken range", kind: "kubeadm", options: Options{ClusterCIDR: "10.0.0.0"}, flag: "--cluster-cidr"},
+		{name: "userspace", kind: "kubeadm", replacements: []string{`    mode: ""`, "    mode: userspace"}, flag: "--mode"},
+	} {
+		t.Run(test.name, func(t *testing.T) {
+			t.Parallel()
+			var out said
+			s, err := clusterOf(t, test.kind, test.replacements...).Detect(test.options, out.say)
+			if err == nil {
+				t.Fatalf("no error, but %+v", s)
+			}
+			if !strings.Contains(err.Error(), test.flag) || !strings.Contains(err.Error(), test.says) {
+				t.Errorf("%v; want %s, %s", err, test.flag, test.says)
+			}
+		})
+	}
+	c := clusterOf(t, "kubeadm")
+	c.Server = "https://10.0.0.9:6443"
+	delete(c.configMaps, "kube-system/kube-proxy")
+	if _, err := c.Detect(Options{}, new(said).say); err == nil || !strings.Contains(err.Error(), "/var/lib/kube-proxy/config.conf") {
+		t.Errorf("without the ConfigMap of kube-proxy: %v", err)
+	}
+}
+
+// affinities are what a DaemonSet may have had before.
+var affinities = map[string]string{
+	"none":            `null`,
+	"empty":           `{}`,
+	"empty inside":    `{"nodeAffinity":{}}`,
+	"of pods":         `{"podAntiAffinity":{"requiredDuringSchedulingIgnoredDuringExecution":[{"topologyKey":"kubernetes.io/hostname"}]}}`,
+	"preferred":       `{"nodeAffinity":{"preferredDuringSchedulingIgnoredDuringExecution":[{"weight":1,"preference":{"matchExpressions":[{"key":"a","operator":"Exists"}]}}]}}`,
+	"one term":        `{"nodeAffinity":{"requiredDuringSchedulingIgnoredDuringExecution":{"nodeSelectorTerms":[{"matchExpressions":[{"key":"a","operator":"Exists"}]}]}}}`,
+	"two terms":       `{"nodeAffinity":{"requiredDuringSchedulingIgnoredDuringExecution":{"nodeSelectorTerms":[{"matchExpressions":[{"key":"a","operator":"Exists"}]},{"matchFields":[{"key":"metadata.name","operator":"In","values":["n"]}]}]}}}`,
+	"a term for none": `{"nodeAffinity":{"requiredDuringSchedulingIgnoredDuringExecution":{"nodeSelectorTerms":[{},{"matchExpressions":[{"key":"a","operator":"Exists"}]}]}}}`,
+	"novelty":         `{"nodeAffinity":{"requiredDuringSchedulingIgnoredDuringExecution":{"nodeSelectorTerms":[{"novelty":1,"matchExpressions":[{"key":"a","operator":"Exists"}]}]}},"more":[1]}`,
+}
+
+// apply applies what KeepOff and Restore make, as an API server does.
+func apply(t *testing.T, d *daemonSet, patch []byte) {
+	t.Helper()
+	var ops []operation
+	if err := json.Unmarshal(patch, &ops); err != nil {
+		t.Fatal(err)
+	}
+	for _, o := range ops {
+		switch {
+		case o.Op == "test" && o.Path == "/metadata/generation":
+			if float64(d.Generation) != o.Value {
+				t.Fatalf("generation %d: %v", d.Generation, o)
+			}
+		case o.Op == "add" && o.Path == "/metadata/annotations":
+			d.Annotations = map[string]string{}
+		case o.Op == "add" && o.Path == "/metadata/annotations/nodeproxy~1affinity-before":
+			d.Annotations[annotation] = o.Value.(string)
+		case o.Op == "remove" && o.Path == "/metadata/annotations/nodeproxy~1affinity-before" && d.Annotations[annotation] != "":
+			delete(d.Annotations, annotation)
+		case o.Op == "add" && o.Path == affinityPath && o.Value != nil:
+			d.affinity = o.Value
+		case o.Op == "remove" && o.Path == affinityPath && d.affinity != nil:
+			d.affinity = nil
+		default:
+			t.Fatalf("operation %+v on affinity %v, annotations %v", o, d.affinity, d.Annotations)
+		}
+	}
+	d.Generation++
+}
+
+// TestKeepOffAndRestore: the patch adds to every term what keeps kube-proxy off and changes nothing else, and its undo brings back exactly
+// what there was, also after both patches, one after the other.
+func TestKeepOffAndRestore(t *testing.T) {
+	t.Parallel()
+	for name, text := range affinities {
+		t.Run(name, func(t *testing.T) {
+			t.Parallel()
+			c := clusterOf(t, "kubeadm")
+			d := c.daemonSets[0]
+			d.Generation = 1
+			var want any
+			if err := json.Unmarshal([]byte(text), &want); err != nil {
+				t.Fatal(err)
+			}
+			d.affinity = want
+			patched := func(patch []byte, err error) {
+				t.Helper()
+				if err != nil {
+					t.Fatal(err)
+				}
+				apply(t, d, patch)
+			}
+			step := func(migrate bool) {
+				t.Helper()
+				patched(c.KeepOff(migrate, new(said).say))
+				checkTerms(t, want, d.affinity, requirement(migrate))
+			}
+			step(true)
+			patched(c.Restore(new(said).say))
+			if !reflect.DeepEqual(d.affinity, want) {
+				t.Errorf("affinity %v, want %v", d.affinity, want)
+			}
+			step(true)
+			step(false)
+			step(false) // It changes nothing.
+			patched(c.Restore(new(said).say))
+			if _, left := d.Annotations[annotation]; !reflect.DeepEqual(d.affinity, want) || left {
+				t.Errorf("affinity %v with annotations %v, want %v", d.affinity, d.Annotations, want)
+			}
+			patched(c.Restore(new(said).say)) // It changes nothing.
+			if !reflect.DeepEqual(d.affinity, want) {
+				t.Errorf("after a second time: %v, want %v", d.affinity, want)
+			}
+		})
+	}
+}
+
+// checkTerms checks that each term that meets any node has the requirement and what it had, and that the others meet none.
+func checkTerms(t *testing.T, before, after any, requirement map[string]any) {
+	t.Helper()
+	terms := func(affinity any) []v1.NodeSelectorTerm {
+		text, err := json.Marshal(affinity)
+		if err != nil {
+			t.Fatal(err)
+		}
+		var a v1.Affinity
+		if err := json.Unmarshal(text, &a); err != nil {
+			t.Fatal(err)
+		}
+		if a.NodeAffinity == nil || a.NodeAffinity.RequiredDuringSchedulingIgnoredDuringExecution == nil {
+			return nil
+		}
+		return a.NodeAffinity.RequiredDuringSchedulingIgnoredDuringExecution.NodeSelectorTerms
+	}
+	was, is := terms(before), terms(after)
+	if len(was) == 0 {
+		was = []v1.NodeSelectorTerm{{}}
+	} else if len(is) != len(was) {
+		t.Fatalf("%d terms, want %d", len(is), len(was))
+	}
+	for i, term := range is {
+		if len(terms(before)) > 0 && len(was[i].MatchExpressions)+len(was[i].MatchFields) == 0 {
+			if len(term.MatchExpressions)+len(term.MatchFields) > 0 {
+				t.Errorf("term %d met no node, and now it does: %v", i, term)
+			}
+			continue
+		}
+		n := len(term.MatchExpressions)
+		if n != len(was[i].MatchExpressions)+1 || !reflect.DeepEqual(append([]v1.NodeSelectorRequirement{}, was[i].MatchExpressions...), term.MatchExpressions[:n-1]) ||
+			!reflect.DeepEqual(term.MatchFields, was[i].MatchFields) {
+			t.Errorf("term %d: %v, want one more requirement than %v", i, term, was[i])
+			continue
+		}
+		if last := term.MatchExpressions[n-1]; last.Key != Label || string(last.Operator) != requirement["operator"] {
+			t.Errorf("term %d: %v", i, last)
+		}
+	}
+}
+
+// TestRestoreAfterAnotherChange: what somebody else has changed meanwhile stays, also where a kubectl patch without our annotation kept
+// kube-proxy off.
+func TestRestoreAfterAnotherChange(t *testing.T) {
+	t.Parallel()
+	const changed = `{"nodeAffinity":{"requiredDuringSchedulingIgnoredDuringExecution":{"nodeSelectorTerms":[{"matchExpressions":[
+		{"key":"service-proxy","operator":"NotIn","values":["nodeproxy"]},{"key":"later","operator":"Exists"}]}]}}}`
+	const want = `{"nodeAffinity":{"requiredDuringSchedulingIgnoredDuringExecution":{"nodeSelectorTerms":[{"matchExpressions":[{"key":"later","operator":"Exists"}]}]}}}`
+	for _, annotated := range []bool{true, false} {
+		c := clusterOf(t, "kubeadm")
+		d := c.daemonSets[0]
+		if annotated {
+			d.Annotations = map[string]string{annotation: "null"}
+		}
+		if err := json.Unmarshal([]byte(changed), &d.affinity); err != nil {
+			t.Fatal(err)
+		}
+		patch, err := c.Restore(new(said).say)
+		if err != nil {
+			t.Fatal(err)
+		}
+		apply(t, d, patch)
+		if got, _ := json.Marshal(d.affinity); string(got) != want {
+			t.Errorf("annotated %t: %s, want %s", annotated, got, want)
+		}
+	}
+}
+
+// TestNothingToPatch: where a patch would not last or there is nothing to patch, the error says what to do instead.
+func TestNothingToPatch(t *testing.T) {
+	t.Parallel()
+	for kind, says := range map[string]string{
+		"k3s": "--disable-kube-proxy", "rke2": "--disable-kube-proxy", "gke": "static pod", "aks": "az aks",
+	} {
+		c := clusterOf(t, kind)
+		for _, do := range []func() ([]byte, error){
+			func() ([]byte, error) { return c.KeepOff(true, new(said).say) }, func() ([]byte, error) { return c.Restore(new(said).say) },
+		} {
+			if patch, err := do(); err == nil || !strings.Contains(err.Error(), says) {
+				t.Errorf("%s: %s %v, want %s", kind, patch, err, says)
+			}
+		}
+	}
+}
+
+// TestManifests: the objects of each mode, with what was found.
+func TestManifests(t *testing.T) {
+	t.Parallel()
+	for _, mode := range []string{"iptables", "ipvs", "nftables"} {
+		c := clusterOf(t, "kubeadm", `healthzBindAddress: ""`, `healthzBindAddress: 0.0.0.0:20256`)
+		s, err := c.Detect(Options{Mode: mode, Image: "registry.example.org/nodeproxy:v1", Migrate: true}, new(said).say)
+		if err != nil {
+			t.Fatal(err)
+		}
+		text, err := s.Manifests()
+		if err != nil {
+			t.Fatal(err)
+		}
+		var ds daemonSet
+		kinds := map[string]int{}
+		for docs := utilyaml.NewYAMLOrJSONDecoder(bytes.NewReader(text), 4096); ; {
+			var raw json.RawMessage
+			if err := docs.Decode(&raw); err != nil {
+				break
+			}
+			var o struct{ Kind string }
+			if err := json.Unmarshal(raw, &o); err != nil {
+				t.Fatal(err)
+			}
+			kinds[o.Kind]++
+			if o.Kind == "DaemonSet" {
+				if err := json.Unmarshal(raw, &ds); err != nil {
+					t.Fatal(err)
+				}
+			}
+		}
+		if want := map[string]int{"ServiceAccount": 1, "ClusterRole": 1, "ClusterRoleBinding": 1, "ConfigMap": 1, "DaemonSet": 1}; !reflect.DeepEqual(kinds, want) {
+			t.Errorf("%s: %v, want %v", mode, kinds, want)
+		}
+		pod := ds.Spec.Template.Spec
+		env := map[string]string{}
+		for _, e := range pod.Containers[0].Env {
+			env[e.Name] = e.Value
+		}
+		if env["KUBERNETES_SERVICE_HOST"] != "10.0.0.5" || env["KUBERNETES_SERVICE_PORT"] != "6443" {
+			t.Errorf("%s: variables %v", mode, env)
+		}
+		if pod.NodeSelector[Label] != "nodeproxy" || pod.NodeSelector["kubernetes.io/os"] != "linux" {
+			t.Errorf("%s: node selector %v", mode, pod.NodeSelector)
+		}
+		if got := len(pod.InitContainers); (got == 1) != (mode == "ipvs") {
+			t.Errorf("%s: %d init containers", mode, got)
+		}
+		if got := len(pod.Containers[0].SecurityContext.Capabilities.Add); (got == 1) != (mode == "nftables") {
+			t.Errorf("%s: %d capabilities", mode, got)
+		}
+		for _, x := range append(pod.InitContainers, pod.Containers...) {
+			if x.Image != "registry.example.org/nodeproxy:v1" {
+				t.Errorf("%s, %s: image %s", mode, x.Name, x.Image)
+			}
+		}
+		for _, p := range []*v1.Probe{pod.Containers[0].StartupProbe, pod.Containers[0].LivenessProbe, pod.Containers[0].ReadinessProbe} {
+			if p.HTTPGet.Port.IntVal != 20256 {
+				t.Errorf("%s: probe at %v", mode, p.HTTPGet.Port)
+			}
+		}
+		values, err := s.Values()
+		if err != nil {
+			t.Fatal(err)
+		}
+		var v struct {
+			Image        struct{ Repository, Tag string }
+			NodeSelector map[string]string
+			APIServer    struct {
+				Host string
+				Port int
+			} `json:"apiServer"`
+			Config map[string]any
+		}
+		if err := yaml.UnmarshalStrict(values, &v); err != nil {
+			t.Fatal(err)
+		}
+		if v.Image.Repository != "registry.example.org/nodeproxy" || v.Image.Tag != "v1" || v.NodeSelector[Label] != "nodeproxy" || v.APIServer.Port != 6443 ||
+			v.Config["mode"] != mode {
+			t.Errorf("%s: values\n%s", mode, values)
+		}
+	}
+}
+
+// TestReadBroken: what is no object is an error.
+func TestReadBroken(t *testing.T) {
+	t.Parallel()
+	for _, text := range []string{"a: b: c", "[]", "kind: ConfigMapList\nitems: [{data: 5}]", "kind: Node\nstatus: 7"} {
+		if err := new(Cluster).Read(strings.NewReader(text)); err == nil {
+			t.Errorf("%q: no error", text)
+		}
+	}
+	list := `{"kind":"DaemonSetList","items":[{"metadata":{"name":"p","namespace":"x"},"spec":{"template":{"spec":{"containers":[{"name":"kube-proxy"}]}}}}]}`
+	c := &Cluster{}
+	if err := errors.Join(c.Read(strings.NewReader(list)), c.Read(strings.NewReader(""))); err != nil || len(c.daemonSets) != 1 {
+		t.Errorf("of a list whose items have no kind: %d DaemonSets, %v", len(c.daemonSets), err)
+	}
+}

@@ -1,0 +1,162 @@
+package install
+
+import (
+	"bytes"
+	"fmt"
+	"io/fs"
+	"maps"
+	"net"
+	"strconv"
+	"strings"
+
+	v1 "k8s.io/api/core/v1"
+	"k8s.io/apimachinery/pkg/util/strategicpatch"
+	"sigs.k8s.io/yaml"
+
+	"nodeproxy/deploy"
+)
+
+// Namespace is where everything is installed.
+const Namespace = "kube-system"
+
+// Values returns values of the chart.
+func (s *Setup) Values() ([]byte, error) {
+	values := map[string]any{
+		"apiServer": map[string]any{"host": s.Host, "port": s.Port},
+		"config":    s.values(),
+	}
+	if s.Migrate {
+		values["nodeSelector"] = map[string]any{Label: labelOurs}
+	}
+	if s.Image != "" {
+		repository, tag := s.Image, ""
+		if i := strings.LastIndexByte(repository, ':'); i > strings.LastIndexByte(repository, '/') {
+			repository, tag = repository[:i], repository[i+1:]
+		}
+		if strings.Contains(s.Image, "@") {
+			return nil, fmt.Errorf("--image: %q has a digest; set it in the values of the chart yourself", s.Image)
+		}
+		values["image"] = map[string]any{"repository": repository, "tag": tag}
+	}
+	return yaml.Marshal(values)
+}
+
+// values is the configuration as a value of the chart, which adds what every file says.
+func (s *Setup) values() map[string]any {
+	out := maps.Clone(s.Config)
+	delete(out, "apiVersion")
+	delete(out, "kind")
+	return out
+}
+
+// Manifests returns all objects, for kubectl apply.
+func (s *Setup) Manifests() ([]byte, error) {
+	rbac, err := fs.ReadFile(deploy.Files, "base/rbac.yaml")
+	if err != nil {
+		return nil, err
+	}
+	file, err := yaml.Marshal(s.Config)
+	if err != nil {
+		return nil, err
+	}
+	configMap, err := yaml.Marshal(map[string]any{
+		"apiVersion": "v1", "kind": "ConfigMap",
+		"metadata": map[string]any{
+			"name": "nodeproxy", "namespace": Namespace, "labels": map[string]any{"app.kubernetes.io/name": "nodeproxy"},
+		},
+		"data": map[string]any{"config.yaml": string(file)},
+	})
+	if err != nil {
+		return nil, err
+	}
+	daemonSet, err := s.daemonSet()
+	if err != nil {
+		return nil, err
+	}
+	return bytes.Join([][]byte{rbac, configMap, daemonSet}, []byte("---\n")), nil
+}
+
+// daemonSet is that of the mode's overlay, with what is found.
+func (s *Setup) daemonSet() ([]byte, error) {
+	ds, err := manifest("base/daemonset.yaml")
+	if err != nil {
+		return nil, err
+	}
+	ds["metadata"].(map[string]any)["namespace"] = Namespace
+	spec := ds["spec"].(map[string]any)
+	template := spec["template"].(map[string]any)
+	if mode := s.Config["mode"].(string); mode != "iptables" {
+		overlay, err := manifest("overlays/" + mode + "/daemonset.yaml")
+		if err != nil {
+			return nil, err
+		}
+		patch := overlay["spec"].(map[string]any)["template"].(map[string]any)
+		if template, err = strategicpatch.StrategicMergeMapPatch(template, patch, v1.PodTemplateSpec{}); err != nil {
+			return nil, fmt.Errorf("overlay of mode %s: %w", mode, err)
+		}
+		spec["template"] = template
+	}
+	pod := template["spec"].(map[string]any)
+	if s.Migrate {
+		pod["nodeSelector"].(map[string]any)[Label] = labelOurs
+	}
+	withImage(pod, s.Image)
+	_, port, err := net.SplitHostPort(s.Config["healthzBindAddress"].(string))
+	if err != nil {
+		return nil, fmt.Errorf("healthzBindAddress: %w", err)
+	}
+	number, err := strconv.Atoi(port)
+	if err != nil {
+		return nil, fmt.Errorf("healthzBindAddress: %w", err)
+	}
+	for _, c := range pod["containers"].([]any) {
+		c := c.(map[string]any)
+		env, _ := c["env"].([]any)
+		c["env"] = append(env, map[string]any{"name": "KUBERNETES_SERVICE_HOST", "value": s.Host},
+			map[string]any{"name": "KUBERNETES_SERVICE_PORT", "value": strconv.Itoa(s.Port)})
+		for _, probe := range []string{"startupProbe", "livenessProbe", "readinessProbe"} {
+			c[probe].(map[string]any)["httpGet"].(map[string]any)["port"] = number
+		}
+	}
+	return yaml.Marshal(ds)
+}
+
+// Cleanup returns the DaemonSet that removes everything from the nodes that neither nodeproxy nor kube-proxy serves; with onlyNFTables, only the
+// tables of mode nftables, also where kube-proxy serves the node.
+func Cleanup(image string, onlyNFTables bool) ([]byte, error) {
+	ds, err := manifest("cleanup/daemonset.yaml")
+	if err != nil {
+		return nil, err
+	}
+	pod := ds["spec"].(map[string]any)["template"].(map[string]any)["spec"].(map[string]any)
+	withImage(pod, image)
+	if onlyNFTables {
+		cleanup := pod["initContainers"].([]any)[0].(map[string]any)
+		cleanup["args"] = append(cleanup["args"].([]any), "--nftables-only")
+		apart := pod["affinity"].(map[string]any)["podAntiAffinity"].(map[string]any)
+		apart[required] = apart[required].([]any)[:1] // from nodeproxy's pods
+	}
+	return yaml.Marshal(ds)
+}
+
+func withImage(pod map[string]any, image string) {
+	if image == "" {
+		return
+	}
+	for _, of := range []string{"initContainers", "containers"} {
+		containers, _ := pod[of].([]any)
+		for _, c := range containers {
+			c.(map[string]any)["image"] = image
+		}
+	}
+}
+
+func manifest(name string) (map[string]any, error) {
+	text, err := fs.ReadFile(deploy.Files, name)
+	if err != nil {
+		return nil, err
+	}
+	var out map[string]any
+	err = yaml.Unmarshal(text, &out)
+	return out, err
+}
