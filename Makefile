@@ -21,9 +21,10 @@ deps:
 demo-deps:
 	@hack/install-deps demo $(MODE)
 
-# docs/cli.md, from the commands.
+# docs/cli.md from the commands, and the tables of docs/configuration.md from the flags and the fields.
 docs:
-	UPDATE=1 go test -count=1 -run '^TestDocs$$' ./cmd/nodeproxy
+	UPDATE=1 go test -count=1 -run '^(TestDocs|TestConfigurationFlags)$$' ./cmd/nodeproxy
+	UPDATE=1 go test -count=1 -run '^TestConfigurationFields$$' ./config
 
 # Man pages of all commands, in bin/man.
 man:

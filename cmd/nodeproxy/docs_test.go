@@ -62,6 +62,54 @@ func TestDocs(t *testing.T) {
 	}
 }
 
+// flagTables are tables of the flags of run, in the groups of its help.
+func flagTables() string {
+	cmd := root()
+	var b strings.Builder
+	for _, g := range flagGroups {
+		fmt.Fprintf(&b, "### %s\n\n| flag | default | meaning |\n|---|---|---|\n", g.title)
+		for _, name := range strings.Fields(g.flags) {
+			f := cmd.Flags().Lookup(name)
+			value := f.DefValue
+			if value != "" {
+				value = "`" + value + "`"
+			}
+			names := "`--" + f.Name + "`"
+			if f.Shorthand != "" && f.Shorthand != f.Name {
+				names += ", `-" + f.Shorthand + "`"
+			} else if f.Shorthand != "" {
+				names = "`-" + f.Shorthand + "`"
+			}
+			fmt.Fprintf(&b, "| %s | %s | %s |\n", names, value, strings.ReplaceAll(f.Usage, "|", "\\|"))
+		}
+		b.WriteString("\n")
+	}
+	return b.String()
+}
+
+// TestConfigurationFlags: docs/configuration.md has the flags of run. UPDATE=1, as "make docs" sets it, writes them anew.
+func TestConfigurationFlags(t *testing.T) {
+	t.Parallel()
+	const file, from, to = "../../docs/configuration.md", "<!-- flags: make docs writes this -->\n", "<!-- end of flags -->"
+	data, err := os.ReadFile(file)
+	if err != nil {
+		t.Fatal(err)
+	}
+	head, rest, found := strings.Cut(string(data), from)
+	got, tail, ended := strings.Cut(rest, to)
+	if !found || !ended {
+		t.Fatalf("%s has no part for flags", file)
+	}
+	want := flagTables()
+	if os.Getenv("UPDATE") != "" {
+		if err := os.WriteFile(file, []byte(head+from+want+to+tail), 0o644); err != nil {
+			t.Fatal(err)
+		}
+	} else if got != want {
+		t.Errorf("%s does not say of the flags what the help says; \"make docs\" mends it", file)
+	}
+}
+
 // TestExamples: the help of each command that does anything has examples, and examples are of commands that there are.
 func TestExamples(t *testing.T) {
 	t.Parallel()

@@ -195,7 +195,9 @@ func finding(line string) (object, detail string, ok bool) {
 		return value
 	}
 	ok = true
-	return quoted("object"), quoted("msg"), ok
+	object = quoted("object")
+	_, detail, _ = strings.Cut(quoted("msg"), object+": ") // The message begins with the place in a file of a temporary directory.
+	return object, detail, ok && detail != ""
 }
 
 // services prints the plan that the daemon follows, made here in the same way from the same manifests.
