@@ -8,7 +8,7 @@ import (
 )
 
 // CollectWatches adds how long ago the source last showed each kind of object to be current. read is called at each scrape; it
-// returns ages by resource (services, …), negative ones for what has never been heard of. It is to be called once.
+// returns ages by resource (services, …), negative ones for what has never been heard of. It must be called only once.
 func (s *Set) CollectWatches(read func() map[string]time.Duration) {
 	s.registry.MustRegister(&reader{
 		desc: prometheus.NewDesc("nodeproxy_watch_staleness_seconds",
@@ -28,8 +28,8 @@ func (s *Set) CollectWatches(read func() map[string]time.Duration) {
 	})
 }
 
-// CollectFaults adds whether something can't be read of what objects are read from. read is called at each scrape. It is to be
-// called once.
+// CollectFaults adds whether something can't be read of what objects are read from. read is called at each scrape. It must be
+// called only once.
 func (s *Set) CollectFaults(read func() bool) {
 	s.registry.MustRegister(&reader{
 		desc: prometheus.NewDesc("nodeproxy_manifests_faulty",
@@ -48,7 +48,7 @@ func (s *Set) CollectFaults(read func() bool) {
 }
 
 // CollectOldestChange adds for how long the oldest change that is not programmed yet has waited; 0 if there is none. read is
-// called at each scrape. It is to be called once.
+// called at each scrape. It must be called only once.
 func (s *Set) CollectOldestChange(read func() time.Duration) {
 	s.registry.MustRegister(&reader{
 		desc: prometheus.NewDesc("nodeproxy_oldest_change_wait_seconds",
@@ -62,7 +62,7 @@ func (s *Set) CollectOldestChange(read func() time.Duration) {
 }
 
 // CollectHealthCheckNodePorts adds how many health check node ports there are, and how many of them are not listened at
-// everywhere they should be. read is called at each scrape. It is to be called once.
+// everywhere they should be. read is called at each scrape. It must be called only once.
 func (s *Set) CollectHealthCheckNodePorts(read func() (all, failing int)) {
 	s.registry.MustRegister(&reader{
 		desc: prometheus.NewDesc("nodeproxy_health_check_node_ports",
@@ -80,7 +80,7 @@ func (s *Set) CollectHealthCheckNodePorts(read func() (all, failing int)) {
 
 // CollectPacketCounters adds kube-proxy's two counters of packets, in mode iptables: those that were dropped since connection
 // tracking took them for invalid, and those that were accepted for node ports at loopback addresses. What is nil is left
-// out. They are called at each scrape; an error is logged, and the metric left out of that scrape. It is to be called once.
+// out. They are called at each scrape; an error is logged, and the metric left out of that scrape. It must be called only once.
 func (s *Set) CollectPacketCounters(invalidDropped, localhostNodePorts func() (uint64, error)) {
 	if !s.has.chains {
 		return

@@ -33,7 +33,7 @@ func (r *RESTClient) Listen() {
 	clientmetrics.Register(clientmetrics.RegisterOpts{RequestResult: requestResult{r}, RequestLatency: requestLatency{r}})
 }
 
-// CollectRESTClient adds what r counts. It is to be called once.
+// CollectRESTClient adds what r counts. It must be called only once.
 func (s *Set) CollectRESTClient(r *RESTClient) { s.registry.MustRegister(r.requests, r.duration) }
 
 type requestResult struct{ *RESTClient }

@@ -75,7 +75,7 @@ func newSyncMetrics(s *Set) *syncMetrics {
 				vec.WithLabelValues(f.String())
 			}
 		}
-		m.lastQueued.WithLabelValues(f.String()).Set(timestamp(s.cfg.Start)) // as kube-proxy has it
+		m.lastQueued.WithLabelValues(f.String()).Set(timestamp(s.cfg.Start)) // as in kube-proxy
 	}
 	for _, stage := range []Stage{Apply, Plan, Backend} {
 		m.stages.WithLabelValues(string(stage))

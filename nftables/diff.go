@@ -13,7 +13,7 @@ import (
 	"nodeproxy/plan"
 )
 
-// Table is what the table of a family holds, or is to hold.
+// Table is what the table of a family holds, or should hold.
 type Table struct {
 	family   plan.Family
 	options  Options
@@ -72,8 +72,8 @@ func Read(f plan.Family, o Options) (*Table, error) {
 	return &Table{family: f, options: o, elements: s.have, read: s}, nil
 }
 
-// Diff returns what turns one table into another; nil stands for none. What leads nowhere in the kernel, since its last Service has gone, is
-// left out: it is removed some time.
+// Diff returns what turns one table into another; nil stands for none. It leaves out what the kernel keeps for a
+// kind that no Service uses any more: a later sync removes it.
 func Diff(f plan.Family, have, want *Table) []drift.Hunk {
 	d := &differ{family: f, file: fmt.Sprintf("%s table %s %s (nft list)", strings.ToLower(f.String()), nft.FamilyName(f), names.NFTables),
 		have: cmp.Or(have, &Table{}), want: cmp.Or(want, &Table{})}
@@ -207,7 +207,7 @@ func (d *differ) chains() {
 	}
 }
 
-// haveChains returns the text of the chains that there are. The kernel's rules are recognised, but can't be printed where they are not those
+// haveChains returns the text of the chains in the kernel. The kernel's rules are recognised, but can't be printed where they are not those
 // that this chain should have.
 func (d *differ) haveChains(want map[string]nft.Chain) map[string][]string {
 	out := map[string][]string{}
@@ -231,7 +231,7 @@ func (d *differ) haveChains(want map[string]nft.Chain) map[string][]string {
 	return out
 }
 
-// ofSpareKind reports whether a chain is one that kinds have: nothing leads to it any more.
+// ofSpareKind reports whether a chain is that of a kind. As the plan does not have it, no Service leads to it any more.
 func (d *differ) ofSpareKind(name string) bool {
 	for i, v := range d.have.elements {
 		if (i.set == kinds || i.set == kindsWithin) && v.chain == name {

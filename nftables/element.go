@@ -44,7 +44,7 @@ func registers(parts ...[]byte) string {
 	return string(out)
 }
 
-// nameOf returns a frontend as in registers: its address, protocol and port.
+// nameOf returns a frontend as registers hold it: its address, protocol and port.
 func nameOf(f plan.Family, fe plan.Frontend) string {
 	a := fe.Addr
 	if fe.Kind == plan.NodePort {
@@ -75,7 +75,7 @@ func indexed(name string, n uint32) string {
 	return string(binary.NativeEndian.AppendUint32(append(out[:0], name...), n))
 }
 
-// written is a ServicePort as the kernel has it.
+// written is a ServicePort as it is in the kernel.
 type written struct {
 	sp *plan.ServicePort
 	// cluster and local are the endpoints under the two policies, indexed by their numbers in the maps.

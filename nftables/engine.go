@@ -50,7 +50,7 @@ type engine struct {
 	asked  *askedFor
 	// onRefused is called with what the kernel refuses when that has changed.
 	onRefused func(plan.Family, []plan.Refusal)
-	// traffic, if not nil, is told what elements have counted that are replaced.
+	// traffic, if not nil, gets what elements have counted before they are replaced.
 	traffic *TrafficReader
 
 	mu sync.Mutex // held by sync
@@ -59,8 +59,8 @@ type engine struct {
 	current map[plan.Key]written
 	users   map[netip.Addr]int // how many frontends each cluster IP has
 	kinds   map[kind]bool      // the kinds that have a chain
-	// refused are the ServicePorts that the kernel does not take, which current does not have; spareKinds are elements that lead to
-	// the chains that they keep, and are not of kinds.
+	// refused are the ServicePorts that the kernel refuses, which are not in current; spareKinds are elements that lead to
+	// the chains that they keep, and are not in kinds.
 	refused    map[plan.Key]*refusal
 	spareKinds map[id]value
 	// existed is set where the last sync failed as something existed already, and certain where everything is read anew after that.

@@ -274,7 +274,7 @@ func (s *fullSync) write(ctx context.Context) error {
 	return nil
 }
 
-// wanted is what the plan wants.
+// wanted is what should be in the kernel according to the plan.
 type wanted struct {
 	next       map[plan.Key]written // all ServicePorts but those in held
 	held       []*plan.ServicePort  // refused, and not to be tried yet

@@ -63,7 +63,7 @@ func (e *engine) withhold(p *plan.Plan, changed plan.Keys) plan.Keys {
 	return out
 }
 
-// stillRefused returns how a ServicePort was refused that is not to be tried yet; nil if it is to be tried.
+// stillRefused returns how a ServicePort was refused, if it should not be tried again yet; nil if it should.
 func (e *engine) stillRefused(sp *plan.ServicePort) *refusal {
 	if r := e.refused[sp.Key]; r != nil && time.Now().Before(r.again) && r.sp.Equal(sp) {
 		return r

@@ -14,13 +14,14 @@ import (
 	"nodeproxy/plan"
 )
 
-// write is the change of one element. had is what the kernel has, and want what it is to have; nil for nothing.
+// write is the change of one element. had is the value in the kernel, and want the one that it should have; nil if there is
+// none.
 type write struct {
 	id
 	had, want *value
 }
 
-// group are the writes of one ServicePort, which are made at once.
+// group is the writes of one ServicePort, which are made at once.
 type group struct {
 	sp     *plan.ServicePort
 	kinds  []kind // those that need a chain first
@@ -41,7 +42,7 @@ type transactions struct {
 	flight *flight // the transaction that the kernel is carrying out meanwhile
 	// gone and added are for batch alone, which uses their memory again.
 	gone, added [setCount][]nft.Element
-	// unbounded has everything done in a single transaction.
+	// unbounded is set if everything has to be done in a single transaction.
 	unbounded bool
 
 	accepted int
@@ -350,9 +351,9 @@ func (t *transactions) flush() error {
 	return t.resolve(groups, t.try(groups, nil))
 }
 
-// resolve carries out groups of which the kernel has refused the transaction with err, but for those that it refuses on their own.
+// resolve carries out groups whose transaction the kernel has refused with err, except those that it refuses on their own.
 func (t *transactions) resolve(groups []group, err error) error {
-	// What is too long though it is alone would be so at the next attempt, too.
+	// A group that is too long on its own would also be too long at the next attempt.
 	tooLong := len(groups) == 1 && t.engine.tight && errors.Is(err, unix.EMSGSIZE)
 	if len(groups) == 0 || !tooLong && !t.engine.blames(err) {
 		return err
@@ -404,7 +405,7 @@ func (t *transactions) withoutRefused(groups []group, err error) ([]group, error
 // list is faster.
 const mostNamed = 8
 
-// search looks for what is refused among groups of which the transaction was refused, and tries all others.
+// search looks for what is refused among groups whose transaction was refused, and tries all others.
 func (t *transactions) search(groups []group, err error, try func([]group) error) error {
 	if len(groups) == 1 {
 		t.refused = append(t.refused, refused{groups[0], err})
@@ -472,7 +473,7 @@ func (t *transactions) finish(last func() []write) error {
 	return nil
 }
 
-// differing are the writes that make what is had what is wanted, in order. Elements that are only had are left. The writes refer to want.
+// differing returns the writes that turn had into want, in order. Elements that are only in had stay. The writes refer to want.
 func differing(had map[id]value, want []element) []write {
 	out := make([]write, 0, len(want))
 	for n := range want {
@@ -493,7 +494,7 @@ func differing(had map[id]value, want []element) []write {
 	return out
 }
 
-// removals are the writes that remove elements, beginning with what leads to others.
+// removals returns the writes that remove unwanted elements, beginning with those that lead to others.
 func removals(had map[id]value, unwanted func(id) bool) []write {
 	var out []write
 	for i, v := range had {
@@ -505,7 +506,7 @@ func removals(had map[id]value, unwanted func(id) bool) []write {
 	return out
 }
 
-// ranges are the elements of source-ranges by frontend.
+// ranges has the elements of source-ranges by frontend.
 type ranges map[string][]id
 
 func rangesByFrontend(f plan.Family, of map[id]value) ranges {
@@ -519,8 +520,8 @@ func rangesByFrontend(f plan.Family, of map[id]value) ranges {
 	return out
 }
 
-// without are the writes that remove what is had of the frontends in want and is not wanted; it takes that out of had. The kernel takes
-// no ranges that overlap, so what is there goes in the same transaction.
+// without returns the writes that remove the ranges of frontends in want which are in had and not in want, and deletes these from had.
+// The kernel rejects overlapping ranges, so old ones have to go in the transaction that adds new ones.
 func (r ranges) without(want []element, had map[id]value) []write {
 	if len(r) == 0 {
 		return nil
@@ -541,7 +542,7 @@ func (r ranges) without(want []element, had map[id]value) []write {
 	return out
 }
 
-// count adds to how many frontends there are by cluster IP.
+// count adds to the number of frontends of each cluster IP.
 func count(sp *plan.ServicePort, users map[netip.Addr]int, by int) {
 	if sp == nil {
 		return

@@ -97,7 +97,7 @@ func countFlows(ctx context.Context, ports []*plan.ServicePort) (map[netip.AddrP
 	return out, nil
 }
 
-// standing is what holds at present, by what it is about. The zero value has nothing.
+// standing holds values that are true at present, by their subject. The zero value is empty.
 type standing[T any] struct {
 	mu   sync.Mutex
 	list map[string]T
@@ -117,7 +117,7 @@ func (s *standing[T]) set(about string, v *T) {
 	s.list[about] = *v
 }
 
-// all returns everything, in order of what it is about.
+// all returns all values, ordered by their subject.
 func (s *standing[T]) all() []T {
 	s.mu.Lock()
 	defer s.mu.Unlock()
@@ -141,7 +141,7 @@ func (d *daemon) keepNative(n xtables.NativeRules, f *source.Finding) {
 	d.lasting.set("native "+n.Table+" "+n.Family.String(), f)
 }
 
-// pods returns what reads the Pods of manifests; nil if there is nothing to read Pods from.
+// pods returns what reads the Pods of manifests; nil if Pods can't be read.
 func (d *daemon) pods() func(string) ([]*v1.Pod, error) {
 	files, is := d.objects.(*manifest.Source)
 	if !is {

@@ -65,8 +65,8 @@ type cleanupOf struct {
 	onlyNFTables bool
 }
 
-// cleanup removes what is kube-proxy's or this program's, or only lists it, a line each on out. What is to be known beside
-// goes to warnings.
+// cleanup removes what is kube-proxy's or this program's, or only lists it on out, one line for each thing. Anything
+// else that the user should know goes to warnings.
 func cleanup(ctx context.Context, cfg *config.Config, what cleanupOf, out, warnings io.Writer) error {
 	if err := mayAdminister(); err != nil {
 		return err

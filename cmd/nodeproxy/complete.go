@@ -52,7 +52,7 @@ func completeAll(cmd *cobra.Command) {
 		if ok {
 			complete = cobra.FixedCompletions(values, cobra.ShellCompDirectiveNoFileComp)
 		}
-		_ = cmd.RegisterFlagCompletionFunc(f.Name, complete) // It fails only for a flag that there is not, or that has one.
+		_ = cmd.RegisterFlagCompletionFunc(f.Name, complete) // It fails only for a flag that does not exist, or that has one.
 	})
 	if cmd.ValidArgsFunction == nil && len(cmd.ValidArgs) == 0 {
 		cmd.ValidArgsFunction = cobra.NoFileCompletions
@@ -65,7 +65,7 @@ func completeAll(cmd *cobra.Command) {
 // completionTime is how long a shell waits for names of Services.
 const completionTime = 2 * time.Second
 
-// known returns the ServicePorts that the flags given so far lead to; nil if they can't be had soon. It writes nothing: the user is in
+// known returns the ServicePorts that the flags given so far lead to; nil if they can't be read soon. It writes nothing: the user is in
 // the middle of a line.
 func (i *inspector) known(cmd *cobra.Command) []inspect.ServicePort {
 	if f := cmd.Flags().Lookup("manifests"); f.Value.String() == "-" { // Standard input is the terminal as yet.

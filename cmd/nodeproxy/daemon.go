@@ -28,7 +28,7 @@ import (
 	"nodeproxy/source/manifest"
 )
 
-// daemon is one run of the program with one configuration: a source, the proxier, a backend, and what goes on beside them.
+// daemon is one run of the program with one configuration: a source, the proxier, a backend, and what runs beside them.
 type daemon struct {
 	cfg      *config.Config
 	mode     *mode
@@ -47,7 +47,7 @@ type daemon struct {
 	read    chan error
 	// rejected is what was last reported about a configuration file that is not in force.
 	rejected atomic.Pointer[string]
-	// findings are what there is to say about the configuration, and reports what is to be said once the daemon runs.
+	// findings are about the configuration; reports are made once the daemon runs.
 	findings []source.Finding
 	reports  heldReports
 
@@ -114,7 +114,7 @@ func (d *daemon) withEvents(report source.Report) source.Report {
 	}
 }
 
-// heldReports keeps findings until they are to be reported. A configuration that is only tried reports none.
+// heldReports keeps findings until they should be reported. A configuration that is only tried reports none.
 type heldReports struct {
 	mu   sync.Mutex
 	kept []source.Finding
@@ -355,7 +355,7 @@ func (d *daemon) followLocation(ctx context.Context, running *sync.WaitGroup) {
 	}
 }
 
-// goBeside starts what goes on beside the proxier.
+// goBeside starts what runs beside the proxier.
 func (d *daemon) goBeside(ctx context.Context, running *sync.WaitGroup) {
 	if d.backend.run != nil {
 		running.Go(func() {
@@ -423,7 +423,7 @@ func manifestConfig(cfg *config.Config, report source.Report, log *slog.Logger) 
 	}
 }
 
-// hostFamilies are the families that this node can forward: IPv4 always, IPv6 unless the kernel has it off.
+// hostFamilies are the families that this node can forward: IPv4 always, IPv6 unless it is disabled in the kernel.
 func hostFamilies(log *slog.Logger) []plan.Family {
 	if why := host.WithoutIPv6(); why != "" {
 		log.Info("IPv4 only: " + why)

@@ -153,7 +153,7 @@ func (d *differ) colored(w io.Writer) (bool, error) {
 	return false, &usageError{fmt.Errorf("--color: %q is not one of auto, always, never", d.color)}
 }
 
-// objectFlags say where objects are from, and takenOver which flags may be given with them while all else is as the running nodeproxy has it.
+// objectFlags say where objects are from. takenOver are the flags that may be given with them; all other settings are the running nodeproxy's.
 var (
 	objectFlags = []string{"manifests", "kubeconfig", "master", "config"}
 	takenOver   = []string{"manifests", "kubeconfig", "master", "mode", "proxy-mode", "socket", "against", "color", "stat", "namespace",

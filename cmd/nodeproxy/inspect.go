@@ -34,7 +34,7 @@ type answers interface {
 	Trace(ctx context.Context, q inspect.TraceQuery) (*inspect.Trace, error)
 }
 
-// inspector is what such a command is told to look at, and how to print it.
+// inspector has what such a command should look at, and how it should print that.
 type inspector struct {
 	flags     config.Flags
 	given     func(flag string) bool
@@ -69,7 +69,7 @@ func (i *inspector) addAs(cmd *cobra.Command, name, outputs string) {
 		}
 		return nil
 	}
-	_ = cmd.RegisterFlagCompletionFunc("namespace", i.completeNamespace) // It fails only for a flag that there is not.
+	_ = cmd.RegisterFlagCompletionFunc("namespace", i.completeNamespace) // It fails only for a flag that does not exist.
 	if strings.Contains(cmd.Use, " [NAMESPACE/]SERVICE") || strings.Contains(cmd.Use, " [[NAMESPACE/]NAME]") {
 		cmd.ValidArgsFunction = i.completeService
 	}

@@ -18,7 +18,7 @@ import (
 	"nodeproxy/plan"
 )
 
-// liveTrace is what trace is told of real packets.
+// liveTrace has the flags of trace that concern real packets.
 type liveTrace struct {
 	on       bool
 	duration time.Duration

@@ -53,12 +53,12 @@ type mode struct {
 	machine func(cfg *config.Config, whole, near *plan.Plan, f plan.Family, local func(netip.Addr) bool) (*packetsim.Machine, error)
 	// rules returns the mode's rules of iptables, given whether the program knows --random-fully and what the tables hold; nil if it has none.
 	rules func(c *config.Config, p *plan.Plan, f plan.Family, randomFully bool, actual map[names.Table]xtables.Content) xtables.Desired
-	// diff compares everything of the mode's but rules of iptables on two sides; nil if there is nothing else.
+	// diff compares what the mode has on two sides besides rules of iptables; nil if there is nothing else.
 	diff func(from, to *side, f plan.Family) ([]drift.Hunk, error)
 	// remove removes what the mode has left in the kernel besides chains of iptables; nil if it leaves nothing else. The chains are
 	// removed first, by cleanup or by the mode that is in force.
 	remove func(context.Context, removal) error
-	// withoutIPTables is set for a mode that has no chains of iptables, so that those of others are to be removed when it is in force.
+	// withoutIPTables is set for a mode that has no chains of iptables, so that those of other modes have to be removed once it is in force.
 	withoutIPTables bool
 }
 

@@ -20,7 +20,7 @@ import (
 	"nodeproxy/source/apiserver"
 )
 
-// self is what this daemon knows of itself.
+// self is what this daemon knows about itself.
 func (d *daemon) self() inspect.Self {
 	s := inspect.Self{
 		Program: program(), Variant: d.backend.variant, Families: d.backend.Families(), Started: started, From: d.from,

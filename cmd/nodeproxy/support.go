@@ -122,7 +122,7 @@ type reportFile struct{ name, text string }
 // secrets match what must not leave the node, wherever it may be: tokens, and the content of certificates and keys.
 var secrets = regexp.MustCompile(`(?s)-----BEGIN [A-Z ]+-----.*?-----END [A-Z ]+-----|(?i:bearer +)[-._~+/A-Za-z0-9]+=*|eyJ[-_A-Za-z0-9]{10,}\.[-_A-Za-z0-9]+\.[-_A-Za-z0-9]*|(?i:(?:token|password|secret)["']?[=:] *["']?)[^\s"',;]+`)
 
-// gather collects a bug report. What can't be had is replaced by the reason.
+// gather collects a bug report. What can't be read is replaced by the reason.
 func gather(ctx context.Context, client *inspect.Client, socket string) []reportFile {
 	var out []reportFile
 	add := func(name, text string) {

@@ -78,7 +78,7 @@ func (d *daemon) awaitClaim(ctx context.Context, c *claim) error {
 const lookEvery = 30 * time.Second
 
 // watchOthers reports a proxy that starts, or comes back, although this program has the claim, until ctx ends. This one goes
-// on: which of them is to be here is for people to say, and until they do, traffic has to flow.
+// on: people have to decide which of them should run here, and until they do, traffic has to flow.
 func (d *daemon) watchOthers(ctx context.Context, c *claim, every time.Duration) {
 	if d.cfg.TakeOver || c.forced { // Then it is known, and wanted.
 		return
@@ -113,8 +113,8 @@ func (d *daemon) answerMeanwhile(ctx context.Context, running *sync.WaitGroup) *
 	return node
 }
 
-// reachable adds the host's own addresses to an unspecified one that somebody else keeps from being listened at, if only by a
-// socket at one address, as k3s has it at 127.0.0.1: the kubelet probes the node's address, and restarts who does not answer.
+// reachable adds the host's own addresses to an unspecified one where another program prevents listening, if only by a socket at
+// one address, such as that of k3s at 127.0.0.1: the kubelet probes the node's address, and restarts a pod that does not answer.
 func reachable(addrs []netip.AddrPort) []netip.AddrPort {
 	out := slices.Clone(addrs)
 	for _, addr := range addrs {

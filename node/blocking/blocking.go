@@ -2,7 +2,7 @@
 // variant of iptables among them, and judges what they do with packets whose destination is known and whose source is not.
 //
 // What a rule asks for besides the destination makes it uncertain whether it matches. A rule that drops is reported if all that it asks
-// for holds, or if it asks for the Service's address or port and for something unknown. One that asks for nothing of the Service, such as
+// for holds, or if it asks for the Service's address or port and for something unknown. One that does not ask for anything of the Service, such as
 // one that drops invalid packets, is not.
 package blocking
 

@@ -158,7 +158,7 @@ func (x *index) set(key plan.Key, sp *plan.ServicePort) work {
 	if old != nil {
 		for _, f := range old.frontends {
 			if x.live[f] != key {
-				continue // another ServicePort has it by now
+				continue // by now it is another ServicePort's
 			}
 			delete(x.live, f)
 			if f.protocol != protoTCP {

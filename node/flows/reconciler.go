@@ -275,7 +275,7 @@ func (r *Reconciler) nextLook() <-chan time.Time {
 type returned struct {
 	endpoints map[netip.AddrPort]struct{}
 	looks     int       // how often they have been looked for so far
-	due       time.Time // when they are to be next
+	due       time.Time // when the next one is due
 }
 
 // note adds endpoints that are back. All are looked for together, as often and as long as for the latest one.
