@@ -120,7 +120,12 @@ func splitList(t *Text, i int, isList func(Type) bool) (docs []*Document, end in
 	data := t.Data
 	var list Type
 	var items []Span
+	seen := map[string]bool{}
 	end, err := eachMember(data, i, func(key string, _, start int) (int, error) {
+		if seen[key] {
+			return 0, errJSON
+		}
+		seen[key] = true
 		if key == "items" {
 			var end int
 			var err error

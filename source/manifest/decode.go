@@ -101,9 +101,14 @@ func secondHead(node *yaml.Node) *yaml.Node {
 
 // yamlList returns the items of a list that has no other fields, and the type of those that leave theirs out.
 func yamlList(node *yaml.Node) (items []*yaml.Node, typ controlplane.Type) {
+	seen := map[string]bool{}
 	for i := 0; i < len(node.Content); i += 2 {
-		value := node.Content[i+1]
-		switch node.Content[i].Value {
+		key, value := node.Content[i].Value, node.Content[i+1]
+		if seen[key] {
+			return nil, typ
+		}
+		seen[key] = true
+		switch key {
 		case "kind":
 			typ.Kind = value.Value
 		case "apiVersion":
@@ -227,6 +232,14 @@ func (b *body) reject(field, detail string) {
 // checkList reports why a list can't be read.
 func (b *body) checkList(data []byte) {
 	members, _ := document.Members(data, 0)
+	seen := map[string]bool{}
+	for _, m := range members {
+		if seen[m.Key] {
+			b.reject(m.Key, twice)
+			return
+		}
+		seen[m.Key] = true
+	}
 	for _, m := range members {
 		switch m.Key {
 		case "kind", "apiVersion", "metadata":
@@ -242,6 +255,9 @@ func (b *body) checkList(data []byte) {
 	}
 }
 
+// twice is the fault of a field that an object has more than once. kubectl refuses to apply such an object.
+const twice = "the field is given more than once"
+
 // read decodes an object and admits it as the API server would.
 func (b *body) read(data []byte, typ controlplane.Type) {
 	obj := typ.New()
@@ -251,11 +267,15 @@ func (b *body) read(data []byte, typ controlplane.Type) {
 		return
 	}
 	for _, f := range ignored {
-		effect := "the field is ignored, the rest of the object is used"
-		if f.Detail == document.DuplicateField {
-			effect = "the last of them is used"
+		if f.Detail == document.DuplicateField { // Which of them is meant, nobody can tell.
+			b.reject(f.Field, twice)
+			switch f.Field {
+			case "metadata", "metadata.name", "metadata.namespace": // Nor which object it is.
+				b.id.Name = ""
+			}
+			continue
 		}
-		b.add(source.Finding{Severity: source.Problem, Field: f.Field, Detail: f.Detail, Effect: effect})
+		b.add(source.Finding{Severity: source.Problem, Field: f.Field, Detail: f.Detail, Effect: "the field is ignored, the rest of the object is used"})
 	}
 	for _, f := range faults {
 		b.reject(f.Field, f.Detail)

@@ -18,10 +18,13 @@ func TestLastGood(t *testing.T) {
 	inX := func(manifest string) string { return manifest + "metadata: {name: web, namespace: x}\n" }
 	const specFirst = "apiVersion: v1\nkind: Service\nspec:\n  clusterIP: 10.96.0.1\n  ports: [{port: 80}]\n"
 	for name, test := range map[string]struct{ before, after, want, said string }{
-		"same":                  {web1 + "---\n" + api1, "# comment\n" + api1 + "---\n" + web1, api1Line + web1Line, ""},
-		"syntax":                {web1 + "---\n" + api1, strings.Replace(web2, "ports:", "ports: }", 1) + "---\n" + api2, api2Line + web1Line, effectKept},
-		"type":                  {web1 + "---\n" + api1, strings.Replace(web2, "80", "http", 1) + "---\n" + api2, api2Line + web1Line, effectKept},
-		"rule":                  {web1 + "---\n" + api1, strings.Replace(web2, "80", "0", 1) + "---\n" + api2, api2Line + web1Line, effectKept},
+		"same":   {web1 + "---\n" + api1, "# comment\n" + api1 + "---\n" + web1, api1Line + web1Line, ""},
+		"syntax": {web1 + "---\n" + api1, strings.Replace(web2, "ports:", "ports: }", 1) + "---\n" + api2, api2Line + web1Line, effectKept},
+		"type":   {web1 + "---\n" + api1, strings.Replace(web2, "80", "http", 1) + "---\n" + api2, api2Line + web1Line, effectKept},
+		"rule":   {web1 + "---\n" + api1, strings.Replace(web2, "80", "0", 1) + "---\n" + api2, api2Line + web1Line, effectKept},
+		"field twice": {web1 + "---\n" + api1, strings.Replace(web2, "name: web", "name: web\n  labels: {a: b}\n  labels: {a: c}", 1) + "---\n" + api2,
+			api2Line + web1Line, effectKept},
+		"name twice":            {web1 + "---\n" + api1, strings.Replace(web2, "name: web", "name: web\n  name: other", 1) + "---\n" + api2, api2Line + web1Line, effectKept},
 		"kind misspelt":         {web1 + "---\n" + api1, strings.Replace(web2, "Service", "Serivce", 1) + "---\n" + api2, api2Line + web1Line, effectKept},
 		"separator lost":        {web1 + "---\n" + api1, web1 + api2, api1Line + web1Line, effectFile},
 		"new and broken":        {web1, web2 + "---\n" + strings.Replace(api1, "80", "0", 1), web2Line, effectLeftOut},
@@ -36,6 +39,10 @@ func TestLastGood(t *testing.T) {
 			api2Line + strings.Replace(web1Line, "default", "x", 1), effectKept},
 		"JSON": {`{"apiVersion":"v1","kind":"Service","metadata":{"name":"web"},"spec":{"clusterIP":"10.96.0.1","ports":[{"port":80}]}}`,
 			`{"apiVersion":"v1","kind":"Service","metadata":{"name":"web"},"spec":{"clusterIP":"10.96.0.2","ports":[{"port":80},]}}`,
+			web1Line, effectKept},
+		"JSON, items twice": {
+			`{"kind":"List","apiVersion":"v1","items":[{"apiVersion":"v1","kind":"Service","metadata":{"name":"web"},"spec":{"clusterIP":"10.96.0.1","ports":[{"port":80}]}}]}`,
+			`{"kind":"List","apiVersion":"v1","items":[{"apiVersion":"v1","kind":"Service","metadata":{"name":"web"},"spec":{"clusterIP":"10.96.0.2","ports":[{"port":80}]}}],"items":[]}`,
 			web1Line, effectKept},
 		"JSON, cut off": {`{"apiVersion":"v1","kind":"Service","metadata":{"name":"web"},"spec":{"clusterIP":"10.96.0.1","ports":[{"port":80}]}}`,
 			`{"apiVersion":"v1","kind":"Serv`, web1Line, effectKept},
