@@ -14,18 +14,20 @@ import (
 // flagReaders says which subcommands read a flag, besides run, which reads all. A flag that is not here is read by config too, which
 // prints what it sets.
 var flagReaders = []struct{ commands, flags string }{
-	{"config render cleanup diff", "iptables-masquerade-bit"},
-	{"config render diff", "nftables-masquerade-bit"},
-	{"explain history diff", "socket"},
-	{"config render explain diff", "node-name hostname-override manifests kubeconfig master kube-api-content-type kube-api-qps kube-api-burst " +
+	{"config render cleanup diff trace", "iptables-masquerade-bit"},
+	{"config render diff trace", "nftables-masquerade-bit"},
+	{"explain trace history status diff", "socket"},
+	{"config render explain trace diff", "node-name hostname-override manifests kubeconfig master kube-api-content-type kube-api-qps kube-api-burst " +
 		"service-cidr service-node-port-range mode proxy-mode cluster-cidr detect-local-mode pod-bridge-interface " +
 		"pod-interface-name-prefix nodeport-addresses masquerade-all iptables-localhost-nodeports feature-gates reset-tcp service-metrics " +
 		"ipvs-scheduler ipvs-vips log-level v logging-format"},
-	{"config render cleanup explain diff", "config"},
+	{"config render cleanup explain trace status diff", "config"},
 	// By the addresses, cleanup finds a proxy that runs.
 	{"config cleanup diff", "iptables-backend ipvs-exclude-cidrs"},
 	{"config diff", "ipvs-strict-arp"},
-	{"config cleanup", "healthz-bind-address metrics-bind-address healthz-port metrics-port"},
+	{"config cleanup", "metrics-bind-address metrics-port"},
+	// Where there is no answer by the socket, status asks there.
+	{"config cleanup status", "healthz-bind-address healthz-port"},
 	{"", "cleanup init-only"},
 }
 

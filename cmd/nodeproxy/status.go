@@ -7,6 +7,7 @@ import (
 	"fmt"
 	"io"
 	"net/http"
+	"net/netip"
 	"os"
 	"path/filepath"
 	"slices"
@@ -61,16 +62,21 @@ func statusCommand() *cobra.Command {
 		Use:   "status",
 		Short: "Show how the nodeproxy of this node fares, and what is wrong",
 		Long: "status shows on one screen what the running nodeproxy is, whether it is ready and in sync, what it proxies, how long syncs take, whether\n" +
-			"objects are current, what it has found, and which other programs interfere; and what is wrong, with what to do.\n" + runningHelp + `
+			"objects are current, what it has found, and which other programs interfere; and what is wrong, with what to do. Where there is no answer\n" +
+			"by the socket, it asks at the address for health, which is that of --config or --healthz-bind-address.\n" + runningHelp + `
 Exit codes: 0 if nothing is wrong, 1 if something is, or no nodeproxy answers, 2 if the command line is wrong.`,
 		Args: noArgs,
 		RunE: func(cmd *cobra.Command, _ []string) error {
 			s, err := inspect.NewClient(i.socket()).Status(cmd.Context())
 			if err != nil {
+				at, wrong := i.health()
+				if wrong != nil {
+					return wrong
+				}
 				err = unanswered(err, i.socket(), "")
 				if i.output == "" || i.output == "text" {
 					fmt.Fprintf(cmd.OutOrStdout(), "There is no answer: %s.\n\n", strings.TrimSuffix(err.Error(), "."))
-					writeFromOutside(cmd.Context(), cmd.OutOrStdout(), "/proc")
+					writeFromOutside(cmd.Context(), cmd.OutOrStdout(), "/proc", at)
 					return errProblem
 				}
 				return err
@@ -86,16 +92,30 @@ Exit codes: 0 if nothing is wrong, 1 if something is, or no nodeproxy answers, 2
 			return nil
 		},
 	}
-	i.addRunning(cmd, "text, json or yaml")
+	i.addAs(cmd, "status", "text, json or yaml")
 	_ = cmd.Flags().MarkHidden("namespace") // It has no argument to complete.
 	return cmd
 }
 
-// healthPort is the port at which a proxy answers about its health by default.
-const healthPort = "10256"
+// health returns the address at which a proxy with this configuration answers about its health; the zero AddrPort for none.
+func (i *inspector) health() (netip.AddrPort, error) {
+	_, cfg, err := effectiveConfig(&i.flags)
+	if err != nil {
+		return netip.AddrPort{}, err
+	}
+	at := cfg.Servers.Healthz
+	switch at.Addr() {
+	case netip.IPv4Unspecified():
+		at = netip.AddrPortFrom(netip.AddrFrom4([4]byte{127, 0, 0, 1}), at.Port())
+	case netip.IPv6Unspecified():
+		at = netip.AddrPortFrom(netip.IPv6Loopback(), at.Port())
+	}
+	return at, nil
+}
 
-// writeFromOutside writes what can be seen of proxies on this node without asking a nodeproxy by its socket, and what to do.
-func writeFromOutside(ctx context.Context, w io.Writer, proc string) {
+// writeFromOutside writes what can be seen of proxies on this node without asking a nodeproxy by its socket, and what to do. health is
+// where they answer about their health.
+func writeFromOutside(ctx context.Context, w io.Writer, proc string, health netip.AddrPort) {
 	fmt.Fprintln(w, "What can be seen from here:")
 	running := proxies(proc)
 	if len(running) == 0 {
@@ -104,22 +124,32 @@ func writeFromOutside(ctx context.Context, w io.Writer, proc string) {
 	for _, p := range running {
 		fmt.Fprintf(w, "  - Process %s runs.\n", p)
 	}
-	missing, server, err := askHealth(ctx, "http://localhost:"+healthPort+"/readyz")
-	switch {
-	case err != nil:
-		fmt.Fprintf(w, "  - Nobody answers about the health of a proxy at port %s: %s.\n", healthPort, err)
-	case strings.HasPrefix(server, "nodeproxy/"):
-		fmt.Fprintf(w, "  - At port %s answers %s.\n", healthPort, server)
-		for _, m := range missing {
-			fmt.Fprintf(w, "  - It is not ready (%s): %s.\n", m.Condition, m.Detail)
-		}
-	default:
-		fmt.Fprintf(w, "  - At port %s another proxy answers than nodeproxy, such as a kube-proxy.\n", healthPort)
+	if health.IsValid() {
+		writeHealth(ctx, w, health)
+	} else {
+		fmt.Fprintln(w, "  - The configuration has no address at which to ask about health.")
 	}
 	fmt.Fprint(w, "\nWhat to do:\n"+
 		"  - If nodeproxy runs in a container, ask there: kubectl -n kube-system exec ds/nodeproxy -- nodeproxy status\n"+
-		"  - If it has another --socket, name it. A nodeproxy that waits for another proxy answers only at its port for health.\n"+
+		"  - If it has another --socket, name it. A nodeproxy that waits for another proxy answers only at its port for health: if that is\n"+
+		"    another one, name its --config or its --healthz-bind-address.\n"+
 		"  - If it should run and does not, its log says why; \"nodeproxy cleanup --dry-run\" lists the rules that are in the kernel.\n")
+}
+
+// writeHealth writes what answers at an address about the health of a proxy.
+func writeHealth(ctx context.Context, w io.Writer, at netip.AddrPort) {
+	missing, server, err := askHealth(ctx, "http://"+at.String()+"/readyz")
+	switch {
+	case err != nil:
+		fmt.Fprintf(w, "  - Nobody answers about the health of a proxy at %s: %s.\n", at, err)
+	case strings.HasPrefix(server, "nodeproxy/"):
+		fmt.Fprintf(w, "  - At %s answers %s.\n", at, inspect.Printable(server))
+		for _, m := range missing {
+			fmt.Fprintf(w, "  - It is not ready (%s): %s.\n", m.Condition, inspect.Printable(m.Detail))
+		}
+	default:
+		fmt.Fprintf(w, "  - At %s another proxy answers than nodeproxy, such as a kube-proxy.\n", at)
+	}
 }
 
 // proxies lists the processes that are called like a proxy, without this one.

@@ -103,7 +103,7 @@ func TestStatusFromOutside(t *testing.T) {
 	nstest.Enter(t)
 	a := newAsked(t)
 	if text, code := a.ask("status"); code != 1 || !strings.Contains(text, "There is no answer: no nodeproxy answers at "+a.socket) ||
-		!strings.Contains(text, "Nobody answers about the health of a proxy at port 10256: ") || !strings.Contains(text, "What to do:") {
+		!strings.Contains(text, "Nobody answers about the health of a proxy at 127.0.0.1:10256: ") || !strings.Contains(text, "What to do:") {
 		t.Errorf("exit code %d, %s", code, text)
 	}
 	proc := t.TempDir()
@@ -122,11 +122,28 @@ func TestStatusFromOutside(t *testing.T) {
 	if err := os.WriteFile(filepath.Join(a.manifests(), "broken.yaml"), []byte("{"), 0o644); err != nil {
 		t.Fatal(err)
 	}
+	file := filepath.Join(a.dir, "config.yaml")
+	if err := os.WriteFile(file, []byte("apiVersion: kubeproxy.config.k8s.io/v1alpha1\nkind: KubeProxyConfiguration\nhealthzBindAddress: 0.0.0.0:10256\n"), 0o644); err != nil {
+		t.Fatal(err)
+	}
 	a.start("--socket=", "--healthz-bind-address=127.0.0.1:10256")
-	eventually(t, "its health says what is missing", func() bool {
-		text, code := a.ask("status")
-		return code == 1 && strings.Contains(text, "At port 10256 answers nodeproxy/") && strings.Contains(text, "It is not ready (whole): ")
-	})
+	for _, args := range [][]string{{"status"}, {"status", "--config=" + file}, {"status", "--healthz-bind-address=127.0.0.1:10256"}} {
+		eventually(t, "its health says what is missing", func() bool {
+			text, code := a.ask(args...)
+			return code == 1 && strings.Contains(text, "At 127.0.0.1:10256 answers nodeproxy/") && strings.Contains(text, "It is not ready (whole): ")
+		})
+	}
+	for _, elsewhere := range []string{"127.0.0.1:10257", "[::]:10257"} {
+		if text, code := a.ask("status", "--healthz-bind-address="+elsewhere); code != 1 || !strings.Contains(text, "Nobody answers about the health of a proxy at ") {
+			t.Errorf("at another port: exit code %d, %s", code, text)
+		}
+	}
+	if text, code := a.ask("status", "--healthz-bind-address="); code != 1 || !strings.Contains(text, "has no address at which to ask about health") {
+		t.Errorf("without a port for health: exit code %d, %s", code, text)
+	}
+	if text, code := a.ask("status", "--healthz-bind-address=nonsense"); code != 2 {
+		t.Errorf("a wrong address: exit code %d, %s", code, text)
+	}
 }
 
 // TestSupport: a bug report has the state of a running nodeproxy, nothing secret, and can only be read by its owner; without a nodeproxy, it
@@ -212,10 +229,19 @@ func TestSecrets(t *testing.T) {
 		"Authorization: Bearer abc.def-9=; x":                                     "Authorization: REDACTED; x",
 		"-----BEGIN CERTIFICATE-----\nMIIB\n-----END CERTIFICATE-----\nand":       "REDACTED\nand",
 		"eyJhbGciOiJSUzI1NiIsImtpZCI6IiJ9.eyJpc3MiOiJr.c2ln at":                   "REDACTED at",
-		`{"token": "hush", "a": 1}`:                                               `{"REDACTED", "a": 1}`,
+		`{"token": "hush", "a": 1}`:                                               `{"token": "REDACTED", "a": 1}`,
+		`{"clientSecret":"a \"b\" c","name":"vault-token","port":"http"}`:         `{"clientSecret":"REDACTED","name":"vault-token","port":"http"}`,
+		`--comment "shop/vault-token:http cluster IP"`:                            `--comment "shop/vault-token:http cluster IP"`,
+		`Service shop/my-secret: spec.clusterIP: "x" is not an IP address`:        `Service shop/my-secret: spec.clusterIP: "x" is not an IP address`,
+		`level=INFO service=shop/vault-token:http token=hush next=1`:              `level=INFO service=shop/vault-token:http token=REDACTED next=1`,
+		`example.com/api-token: hush`:                                             `example.com/api-token: REDACTED`,
+		`"msg":"{\"password\":\"hu sh\",\"a\":1}"`:                                `"msg":"{\"password\":\"REDACTED\",\"a\":1}"`,
+		`password='hu sh' --token=hush;`:                                          `password='REDACTED' --token=REDACTED;`,
+		`get "https://me:hush@10.0.0.1:6443/api": x`:                              `get "https://REDACTED@10.0.0.1:6443/api": x`,
+		`x{service="db-password",port="sql"} 1`:                                   `x{service="db-password",port="sql"} 1`,
 		"-A KUBE-SERVICES -d 10.96.0.10/32 -j KUBE-SVC-EYJ (kube-system/token-x)": "-A KUBE-SERVICES -d 10.96.0.10/32 -j KUBE-SVC-EYJ (kube-system/token-x)",
 	} {
-		if got := secrets.ReplaceAllString(text, "REDACTED"); got != want {
+		if got := redact(text); got != want {
 			t.Errorf("%q becomes %q, want %q", text, got, want)
 		}
 	}

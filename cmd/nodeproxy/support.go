@@ -10,6 +10,7 @@ import (
 	"fmt"
 	"io"
 	"net/http"
+	"net/netip"
 	"os"
 	"os/exec"
 	"regexp"
@@ -92,7 +93,11 @@ func supportCommand() *cobra.Command {
 			if file == "" {
 				file = "nodeproxy-support-" + now.UTC().Format("20060102-150405") + ".tar.gz"
 			}
-			report := gather(cmd.Context(), inspect.NewClient(i.socket()), i.socket())
+			health, err := i.health()
+			if err != nil {
+				return err
+			}
+			report := gather(cmd.Context(), inspect.NewClient(i.socket()), i.socket(), health)
 			w := cmd.OutOrStdout()
 			if file == "-" {
 				if err := writeReport(w, report, now); err != nil {
@@ -111,7 +116,7 @@ func supportCommand() *cobra.Command {
 	}
 	i.flags.Add(cmd.Flags())
 	i.socket = func() string { return cmd.Flags().Lookup("socket").Value.String() }
-	refuseOthersAs(cmd, "history")
+	refuseOthersAs(cmd, "status")
 	cmd.Flags().StringVarP(&file, "output", "o", "", "file to write, which must not exist, or - for standard output; by default nodeproxy-support-TIME.tar.gz in the current directory")
 	return cmd
 }
@@ -119,14 +124,47 @@ func supportCommand() *cobra.Command {
 // reportFile is a file of a bug report.
 type reportFile struct{ name, text string }
 
-// secrets match what must not leave the node, wherever it may be: tokens, and the content of certificates and keys.
-var secrets = regexp.MustCompile(`(?s)-----BEGIN [A-Z ]+-----.*?-----END [A-Z ]+-----|(?i:bearer +)[-._~+/A-Za-z0-9]+=*|eyJ[-_A-Za-z0-9]{10,}\.[-_A-Za-z0-9]+\.[-_A-Za-z0-9]*|(?i:(?:token|password|secret)["']?[=:] *["']?)[^\s"',;]+`)
+var (
+	// secrets match what must not leave the node, wherever it may be: tokens, and the content of certificates and keys.
+	secrets = regexp.MustCompile(`(?s)-----BEGIN [A-Z ]+-----.*?-----END [A-Z ]+-----|(?i:bearer +)[-._~+/A-Za-z0-9]+=*|eyJ[-_A-Za-z0-9]{10,}\.[-_A-Za-z0-9]+\.[-_A-Za-z0-9]*`)
+	// logins match the name and password in a URL.
+	logins = regexp.MustCompile(`://[^/\s:@"']+:[^/\s@"']+@`)
+	// secretKeys match a key whose value is secret by its name, as group 1, what is between them, and the value.
+	secretKeys = regexp.MustCompile(`(?i)([\w./-]*(?:token|password|secret))(\\?["']?[=:] *)(\\"[^"]*\\"|"(?:[^"\\]|\\.)*"|'[^']*'|[^\s"',;]+)`)
+	// objectName matches the namespace and name of an object, behind which a colon and a port may follow. A key with a prefix has a
+	// domain in place of the namespace.
+	objectName = regexp.MustCompile(`^[a-z0-9-]+/[a-z0-9-]+$`)
+)
+
+// redact replaces what is secret in a text.
+func redact(text string) string {
+	text = secrets.ReplaceAllString(text, redacted)
+	text = logins.ReplaceAllString(text, "://"+redacted+"@")
+	return secretKeys.ReplaceAllStringFunc(text, func(match string) string {
+		part := secretKeys.FindStringSubmatch(match)
+		key, between, value := part[1], part[2], part[3]
+		if objectName.MatchString(key) && strings.HasPrefix(between, ":") {
+			return match // Service shop/vault-token:http
+		}
+		quote := ""
+		for _, q := range []string{`\"`, `"`, `'`} {
+			if strings.HasPrefix(value, q) {
+				quote = q
+				break
+			}
+		}
+		return key + between + quote + redacted + quote
+	})
+}
+
+// redacted is in place of a secret.
+const redacted = "REDACTED"
 
 // gather collects a bug report. What can't be read is replaced by the reason.
-func gather(ctx context.Context, client *inspect.Client, socket string) []reportFile {
+func gather(ctx context.Context, client *inspect.Client, socket string, health netip.AddrPort) []reportFile {
 	var out []reportFile
 	add := func(name, text string) {
-		out = append(out, reportFile{name, secrets.ReplaceAllString(text, "REDACTED")})
+		out = append(out, reportFile{name, redact(text)})
 	}
 	add("version.txt", version+"\n")
 	status, err := client.Status(ctx)
@@ -153,7 +191,7 @@ func gather(ctx context.Context, client *inspect.Client, socket string) []report
 	} else {
 		var text strings.Builder
 		fmt.Fprintf(&text, "%s\n\n", unanswered(err, socket, ""))
-		writeFromOutside(ctx, &text, "/proc")
+		writeFromOutside(ctx, &text, "/proc", health)
 		add("status.txt", text.String())
 	}
 	var system strings.Builder

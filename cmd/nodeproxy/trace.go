@@ -84,7 +84,7 @@ func traceCommand() *cobra.Command {
 			return i.judged(t.Problem())
 		},
 	}
-	i.add(cmd, "table, json or yaml")
+	i.addAs(cmd, "trace", "table, json or yaml")
 	cmd.ValidArgsFunction = func(cmd *cobra.Command, args []string, typed string) ([]string, cobra.ShellCompDirective) {
 		if len(args) == 0 {
 			return []string{"node", "outside"}, cobra.ShellCompDirectiveNoFileComp

@@ -67,11 +67,11 @@ func (n *Node) livez(w http.ResponseWriter, r *http.Request) {
 	n.reply(w, r, s.alive, n.answer(s, s.alive))
 }
 
-// readyAnswer is the body of /readyz.
+// readyAnswer is the body of /readyz. It has no lastUpdated before the first sync has succeeded.
 type readyAnswer struct {
 	Ready       bool          `json:"ready"`
 	Missing     []Missing     `json:"missing"`
-	LastUpdated time.Time     `json:"lastUpdated"`
+	LastUpdated time.Time     `json:"lastUpdated,omitzero"`
 	CurrentTime time.Time     `json:"currentTime"`
 	Watches     []watchAnswer `json:"watches,omitempty"`
 	Program     string        `json:"program,omitempty"`

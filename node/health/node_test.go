@@ -3,6 +3,7 @@ package health
 import (
 	"encoding/json"
 	"net/http/httptest"
+	"slices"
 	"strings"
 	"testing"
 	"testing/synctest"
@@ -149,10 +150,14 @@ func TestReadyz(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		watches := []source.Watch{{Resource: "services", Age: -1}, {Resource: "nodes", Age: -1, Failure: "list: no route"}}
 		n := NewNode(NodeConfig{Timeout: 20 * time.Second, StaleAfter: time.Minute, Watches: func() []source.Watch { return watches }})
+		const notSynced, notProgrammed = "synced: not all objects have been delivered yet", "programmed: no sync has succeeded yet"
 		check := func(what string, want ...string) {
 			t.Helper()
 			w := httptest.NewRecorder()
 			n.Handler().ServeHTTP(w, httptest.NewRequest("GET", "/readyz", nil))
+			if never := slices.Contains(want, notProgrammed); never == strings.Contains(w.Body.String(), `"lastUpdated"`) {
+				t.Errorf("%s: %s", what, w.Body)
+			}
 			var got struct {
 				Ready   *bool
 				Missing []Missing
@@ -183,7 +188,6 @@ func TestReadyz(t *testing.T) {
 				t.Errorf("%s: watches are %+v", what, got.Watches)
 			}
 		}
-		const notSynced, notProgrammed = "synced: not all objects have been delivered yet", "programmed: no sync has succeeded yet"
 		check("at first", notSynced, notProgrammed, "fresh: nodes: nothing has come from the source: list: no route")
 		n.WaitFor("kube-proxy, process 7")
 		watches = []source.Watch{{Resource: "services", Synced: true, Age: time.Second}}
