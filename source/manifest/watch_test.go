@@ -2,6 +2,7 @@ package manifest
 
 import (
 	"context"
+	"flag"
 	"fmt"
 	"os"
 	"path/filepath"
@@ -12,6 +13,14 @@ import (
 
 	"nodeproxy/source"
 )
+
+func TestMain(m *testing.M) {
+	flag.Parse()
+	if err := flag.Set("test.parallel", "16"); err != nil { // They wait most of the time, also on one processor.
+		panic(err)
+	}
+	os.Exit(m.Run())
+}
 
 // running is a Source that runs, and what came of it.
 type running struct {

@@ -113,26 +113,39 @@ func Inject(t testing.TB, entries ...Entry) {
 func Present(t testing.TB, entries []Entry) map[string]bool {
 	t.Helper()
 	out := map[string]bool{}
+	for e := range Which(t, entries) {
+		out[e.Src] = true
+	}
+	return out
+}
+
+// Which returns those of the entries that describe a flow in the table of this thread's network namespace. It asks for their families and
+// protocols alone: for each question the kernel goes through the whole table, which is one for all namespaces.
+func Which(t testing.TB, entries []Entry) map[Entry]bool {
+	t.Helper()
+	out := map[Entry]bool{}
 	table := conntrack.Table{Unfiltered: true}
 	s, err := table.Open()
 	if err != nil {
 		t.Fatal(err)
 	}
 	defer s.Close()
-	for _, f := range plan.Families {
-		for _, p := range []plan.Protocol{plan.UDP, plan.SCTP, plan.TCP} {
-			filter := conntrack.Filter{Family: f, Protocol: netlink.Protocol(p)}
-			_, _, failed := s.RemoveIf(t.Context(), filter, func(fl *conntrack.Flow) bool {
-				for _, e := range entries {
-					src, dst, from, _ := e.tuples()
-					if src == fl.Src && dst == fl.Dst && from == fl.From && e.Protocol == fl.Protocol {
-						out[e.Src] = true
-					}
+	filters := map[conntrack.Filter]bool{}
+	for _, e := range entries {
+		src, _, _, _ := e.tuples()
+		filters[conntrack.Filter{Family: plan.FamilyOf(src.Addr()), Protocol: e.Protocol}] = true
+	}
+	for filter := range filters {
+		_, _, failed := s.RemoveIf(t.Context(), filter, func(fl *conntrack.Flow) bool {
+			for _, e := range entries {
+				src, dst, from, _ := e.tuples()
+				if src == fl.Src && dst == fl.Dst && from == fl.From && e.Protocol == fl.Protocol {
+					out[e] = true
 				}
-				return false
-			})
-			err = errors.Join(err, failed)
-		}
+			}
+			return false
+		})
+		err = errors.Join(err, failed)
 	}
 	if err != nil {
 		t.Fatal(err)
