@@ -71,7 +71,7 @@ func TestModeNFTables(t *testing.T) {
 		t.Skip("it is run in mode iptables, for mode nftables")
 	}
 	t.Parallel()
-	cmd := exec.Command("/proc/self/exe", "-test.run=^("+strings.Join(inNFTables, "|")+")$", "-test.skip="+notHere, "-test.v", "-test.timeout=20m")
+	cmd := exec.Command("/proc/self/exe", "-test.run=^("+strings.Join(inNFTables, "|")+")$", "-test.skip="+notHere, "-test.v", "-test.timeout=40m")
 	cmd.Env = append(os.Environ(), harness.ModeVariable+"="+string(harness.NFTables))
 	out, err := cmd.CombinedOutput()
 	if passed := regexp.MustCompile(`(?m)^--- PASS: `).FindAllString(string(out), -1); err != nil || len(passed) != len(inNFTables) {

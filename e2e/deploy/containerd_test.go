@@ -99,7 +99,7 @@ func startContainerd(t *testing.T, w *harness.World, node *harness.Node) *contai
 		}
 		_ = d.cmd.Process.Kill()
 		_ = d.cmd.Wait()
-		for begun := time.Now(); time.Since(begun) < 5*time.Second; time.Sleep(20 * time.Millisecond) {
+		for begun := time.Now(); time.Since(begun) < time.Minute; time.Sleep(20 * time.Millisecond) {
 			if os.RemoveAll(d.dir) == nil { // not before the kernel has ended all containers
 				return
 			}
@@ -107,7 +107,7 @@ func startContainerd(t *testing.T, w *harness.World, node *harness.Node) *contai
 		t.Errorf("%s can't be removed", d.dir)
 	})
 	var failure error
-	for begun := time.Now(); time.Since(begun) < 20*time.Second; time.Sleep(100 * time.Millisecond) {
+	for begun := time.Now(); time.Since(begun) < time.Minute; time.Sleep(100 * time.Millisecond) {
 		if _, failure = d.ctr("version"); failure == nil {
 			break
 		}

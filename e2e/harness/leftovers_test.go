@@ -12,6 +12,8 @@ import (
 	"syscall"
 	"testing"
 	"time"
+
+	"nodeproxy/internal/nstest"
 )
 
 // endVariable, if set, makes this test binary make a World with a process in it, print what it made, and end in the way
@@ -61,13 +63,12 @@ func TestNothingIsLeft(t *testing.T) {
 			t.Parallel()
 			cmd := exec.Command(os.Args[0])
 			cmd.Env = append(os.Environ(), endVariable+"="+end)
-			stdout, err := cmd.StdoutPipe()
-			if err != nil {
-				t.Fatal(err)
-			}
+			stdout := nstest.Output(t, cmd)
 			if err := cmd.Start(); err != nil {
 				t.Fatal(err)
 			}
+			late := time.AfterFunc(2*time.Minute, func() { _ = cmd.Process.Kill() })
+			defer late.Stop()
 			made := map[string][]string{}
 			for lines := bufio.NewScanner(stdout); lines.Scan(); {
 				kind, value, _ := strings.Cut(lines.Text(), " ")
@@ -85,7 +86,7 @@ func TestNothingIsLeft(t *testing.T) {
 					t.Fatal(err)
 				}
 			}
-			err = cmd.Wait()
+			err := cmd.Wait()
 			if (err == nil) != (end == "return") {
 				t.Errorf("ended with %v", err)
 			}
@@ -110,7 +111,7 @@ func TestNothingIsLeft(t *testing.T) {
 				}
 				return nil
 			}
-			for deadline := time.Now().Add(5 * time.Second); ; time.Sleep(20 * time.Millisecond) {
+			for deadline := time.Now().Add(time.Minute); ; time.Sleep(20 * time.Millisecond) {
 				err := gone()
 				if err == nil {
 					return

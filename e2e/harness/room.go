@@ -10,6 +10,7 @@ import (
 	"sync"
 	"syscall"
 	"testing"
+	"time"
 )
 
 // Room is a root file system of its own for programs that run in a namespace: they find their files at the places where their
@@ -82,6 +83,9 @@ func (w *World) newRoom(n *Netns, variant Variant) (*Room, error) {
 		"sh", "-c", enterRoom, "sh", root, dir, string(variant))
 	cmd.Stderr = os.Stderr
 	out, err := cmd.StdoutPipe()
+	if err == nil {
+		err = out.(*os.File).SetReadDeadline(time.Now().Add(time.Minute))
+	}
 	if err != nil {
 		return nil, err
 	}

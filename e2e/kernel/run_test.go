@@ -13,6 +13,8 @@ import (
 	"syscall"
 	"testing"
 	"time"
+
+	"nodeproxy/internal/nstest"
 )
 
 // result is what a command under run came to.
@@ -134,10 +136,7 @@ func TestRunEndsWithItsGuest(t *testing.T) {
 			temporary := t.TempDir()
 			cmd := exec.Command("./run", "sh", "-c", "echo begun; exec sleep 1000")
 			cmd.Env = append(os.Environ(), "TMPDIR="+temporary)
-			out, err := cmd.StdoutPipe()
-			if err != nil {
-				t.Fatal(err)
-			}
+			out := nstest.Output(t, cmd)
 			if err := cmd.Start(); err != nil {
 				t.Fatal(err)
 			}
@@ -152,7 +151,7 @@ func TestRunEndsWithItsGuest(t *testing.T) {
 			if err := cmd.Wait(); err == nil {
 				t.Error("run ended with status 0")
 			}
-			for deadline := time.Now().Add(5 * time.Second); len(alive(processes)) > 0; time.Sleep(20 * time.Millisecond) {
+			for deadline := time.Now().Add(time.Minute); len(alive(processes)) > 0; time.Sleep(20 * time.Millisecond) {
 				if time.Now().After(deadline) {
 					t.Fatalf("of the processes %v, %v are still there", processes, alive(processes))
 				}

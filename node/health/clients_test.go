@@ -98,7 +98,6 @@ func TestClientsThatHoldConnections(t *testing.T) {
 		"does not read": strings.Repeat("GET / HTTP/1.1\r\nHost: a\r\n\r\n", 20),
 	} {
 		t.Run(name, func(t *testing.T) {
-			t.Parallel()
 			var open, most atomic.Int64
 			s := NewServer("test")
 			limit := s.http.ConnState
@@ -111,8 +110,13 @@ func TestClientsThatHoldConnections(t *testing.T) {
 				}
 			}
 			_, serving := started(t, s, http.HandlerFunc(pong))
+			var held []net.Conn
 			for i := range 3 * mostConnections {
-				say(t, serving.Addrs[0], unfinished)
+				held = append(held, say(t, serving.Addrs[0], unfinished))
+				if len(held) > mostConnections+100 { // The server has given up the oldest. This program may have as few as 1024 files.
+					held[0].Close()
+					held = held[1:]
+				}
 				if i%100 == 0 {
 					if code, _, body, err := get("http://" + serving.Addrs[0].String()); err != nil || code != 200 || body != "ok" {
 						t.Errorf("beside %d of them: %d %q, %v", i, code, body, err)
