@@ -54,6 +54,13 @@ type patient struct {
 	end  time.Time // zero before the first piece
 }
 
+// WriteHeader leaves out that an answer takes a while: a browser does not need it, and it would be written without a deadline.
+func (p *patient) WriteHeader(code int) {
+	if code >= http.StatusOK {
+		p.ResponseWriter.WriteHeader(code)
+	}
+}
+
 func (p *patient) Write(data []byte) (n int, err error) {
 	if p.end.IsZero() {
 		p.end = time.Now().Add(longest)

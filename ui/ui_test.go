@@ -117,7 +117,11 @@ func TestStalledClients(t *testing.T) {
 	defer func() { close(l.accepted); <-ended; server.Close() }()
 	for range mostAtOnce {
 		l.ask(t, "/ui/v1/findings")
-		<-waiting // It has a place.
+		select {
+		case <-waiting: // It has a place.
+		case <-time.After(time.Minute):
+			t.Fatal("a client gets no place")
+		}
 	}
 	for begin := time.Now(); ; { // On a busy machine, a client that reads may be slow too.
 		answer, err := http.ReadResponse(bufio.NewReader(l.ask(t, "/ui/v1/findings")), nil)

@@ -1,8 +1,10 @@
 package apiserver
 
 import (
+	"flag"
 	"fmt"
 	"log/slog"
+	"os"
 	"sync"
 	"testing"
 	"time"
@@ -15,6 +17,14 @@ import (
 	"nodeproxy/source"
 	"nodeproxy/source/apiserver/apiservertest"
 )
+
+func TestMain(m *testing.M) {
+	flag.Parse()
+	if err := flag.Set("test.parallel", "16"); err != nil { // They wait most of the time, also on one processor.
+		panic(err)
+	}
+	os.Exit(m.Run())
+}
 
 // recorder is a Sink that remembers.
 type recorder struct {
