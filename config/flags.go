@@ -161,13 +161,13 @@ func (v *values) sourceFlags(fs *pflag.FlagSet) {
 	fs.BoolVar(&own.cleanup, "cleanup", false, "remove what kube-proxy and nodeproxy keep in the kernel, and exit; see nodeproxy cleanup")
 	fs.BoolVar(&own.takeOver, "take-over", own.takeOver,
 		"write rules at once even if a kube-proxy or another nodeproxy runs on this node; by default nodeproxy waits until it has ended")
-	fs.BoolVar(&own.initOnly, "init-only", false, "load kernel modules and set sysctls, which needs more privileges than anything else, and exit")
+	fs.BoolVar(&own.initOnly, "init-only", false, "load kernel modules and set sysctls, which takes more privileges than anything else, and exit")
 }
 
 // ruleFlags are the flags for the rules.
 func (v *values) ruleFlags(fs *pflag.FlagSet) {
 	kp := &v.kp
-	text(fs, (*string)(&kp.Mode), "mode", "how to program the kernel: "+strings.Join(Modes(), " or "))
+	text(fs, (*string)(&kp.Mode), "mode", "how to program the kernel: "+strings.Join(Modes(), ", "))
 	text(fs, (*string)(&kp.Mode), "proxy-mode", "same as --mode")
 	text(fs, &v.own.iptablesBackend, "iptables-backend",
 		"variant of iptables: nft, legacy, or auto for the one that already holds rules (modes iptables and ipvs)")
@@ -209,9 +209,9 @@ func (v *values) serverFlags(fs *pflag.FlagSet) {
 	text(fs, &kp.MetricsBindAddress, "metrics-bind-address", "IP address and port of the metrics server; empty for none")
 	fs.Int32Var(&v.own.healthzPort, "healthz-port", v.own.healthzPort, "deprecated: see --healthz-bind-address")
 	fs.Int32Var(&v.own.metricsPort, "metrics-port", v.own.metricsPort, "deprecated: see --metrics-bind-address")
-	text(fs, &v.own.socket, "socket", "unix socket, for root only, at which the other commands, such as status and explain, ask the running nodeproxy; empty for none")
+	text(fs, &v.own.socket, "socket", "unix socket, for root only, through which other commands, such as status and explain, ask the running nodeproxy; empty for none")
 	text(fs, &v.own.ui, "ui", "serve a page with the Services at /ui/ of the metrics server: node for clients on this node at a loopback address, "+
-		"true for all who reach the server, false for nobody")
+		"true for everybody who can reach the server, false for nobody")
 	fs.BoolVar(&kp.EnableProfiling, "profiling", kp.EnableProfiling, "serve /debug/pprof at the metrics server")
 	text(fs, &kp.ShowHiddenMetricsForVersion, "show-hidden-metrics-for-version", "no effect: no metric is hidden")
 	fs.Int32Var(kp.OOMScoreAdj, "oom-score-adj", *kp.OOMScoreAdj,
@@ -220,7 +220,7 @@ func (v *values) serverFlags(fs *pflag.FlagSet) {
 		"maximum number of Service ports with traffic metrics; 0 for none, -1 for 1000 in modes ipvs and nftables and "+
 			"none in mode iptables, where reading them takes up to a second with 10,000 Services")
 	text(fs, &v.own.sysctlDir, "sysctl-dir",
-		"directory to write sysctls below; in an unprivileged container, DIR where the node's /proc/sys/net is mounted at DIR/net")
+		"directory below which sysctls are written; in an unprivileged container, DIR if the node's /proc/sys/net is mounted at DIR/net")
 	_ = fs.MarkHidden("healthz-port")
 	_ = fs.MarkHidden("metrics-port")
 }
@@ -230,7 +230,7 @@ func (v *values) conntrackFlags(fs *pflag.FlagSet) {
 	fs.Int32Var(c.MaxPerCore, "conntrack-max-per-core", *c.MaxPerCore,
 		"maximum number of tracked connections per CPU core; 0 leaves the kernel's limit as it is")
 	fs.Int32Var(c.Min, "conntrack-min", *c.Min,
-		"maximum number of tracked connections where --conntrack-max-per-core makes a smaller one")
+		"minimum for the limit of tracked connections, whatever --conntrack-max-per-core comes to")
 	fs.DurationVar(&c.TCPEstablishedTimeout.Duration, "conntrack-tcp-timeout-established", c.TCPEstablishedTimeout.Duration,
 		"how long the kernel tracks idle TCP connections; 0 leaves its setting as it is")
 	fs.DurationVar(&c.TCPCloseWaitTimeout.Duration, "conntrack-tcp-timeout-close-wait", c.TCPCloseWaitTimeout.Duration,

@@ -26,9 +26,9 @@ func cleanupCommand() *cobra.Command {
 		Short: "Remove everything that nodeproxy and kube-proxy have in the kernel",
 		Long: "cleanup removes what nodeproxy and kube-proxy keep in the kernel of this node, in every mode: iptables rules of both\n" +
 			"variants, virtual servers (but for --ipvs-exclude-cidrs), ipsets, routing rules, the device kube-ipvs0, kube-proxy's nftables tables,\n" +
-			"and its accounting objects. What is anybody else's stays, and so does what is shared with the kubelet. It prints a\n" +
-			"line for each thing that it removes. It fails if something stays, and names it. A proxy that runs would make everything\n" +
-			"anew: cleanup warns of it, and goes on.\n\n" +
+			"and its accounting objects. What belongs to others stays, and so does what is shared with the kubelet. It prints a\n" +
+			"line for each thing that it removes. If something could not be removed, it names it and fails. A running proxy would write\n" +
+			"everything anew: cleanup warns of one, and goes on.\n\n" +
 			"On a node that kube-proxy serves again after nodeproxy in mode nftables, use --nftables-only.",
 		Args: noArgs,
 		RunE: func(cmd *cobra.Command, _ []string) error {

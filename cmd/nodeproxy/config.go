@@ -15,9 +15,9 @@ func configCommand() *cobra.Command {
 	cmd := &cobra.Command{
 		Use:   "config",
 		Short: "Print the effective configuration",
-		Long: "config prints the configuration that comes of defaults, the file --config and the other flags, as a file that both\n" +
-			"nodeproxy and kube-proxy read. Comments say where a flag overrides the file, and what only flags can set. What\n" +
-			"there is to say about it, such as settings without effect, goes to standard error. It changes nothing.",
+		Long: "config prints the configuration that results from the defaults, the file of --config and the other flags, as a file that both\n" +
+			"nodeproxy and kube-proxy can read. Comments say where a flag overrides the file, and what only flags can set. Warnings, such as\n" +
+			"those about settings without effect, go to standard error. It changes nothing.",
 		Args: noArgs,
 		RunE: func(cmd *cobra.Command, _ []string) error {
 			if flags.WriteConfigTo() != "" {

@@ -29,16 +29,16 @@ import (
 )
 
 const diffHelp = `diff prints what the nodeproxy of this node would change in the kernel right now, as a unified diff: - is what the kernel has, and +
-what it would get. Without differences it prints nothing. With --mode, it is what that mode would change. With --manifests,
---kubeconfig, --master or --config it is what a nodeproxy with those objects would change, so that a change can be reviewed before it is
-rolled out; flags that set something else are then those of the running nodeproxy, if there is one and none of them is given.
+what it would get. Without differences it prints nothing. With --mode, it prints what that mode would change. With --manifests,
+--kubeconfig, --master or --config it prints what a nodeproxy with those objects or settings would change, so that a change can be
+reviewed before it is rolled out. All other settings are then those of the running nodeproxy, if there is one and no flag sets any.
 
-With --against=running, - is what the running nodeproxy wants in place of what the kernel has: so drift is left out.
+With --against=running, - is what the running nodeproxy wants instead of what the kernel has, so drift is left out.
 
 Rules are as iptables-save prints them, virtual servers as "ipvsadm -Sn", sets as "ipset save", and elements of maps as "nft list". Only
-what belongs to nodeproxy or a kube-proxy is shown. Behind @@ is the thing that differs, and the Services that its lines are for.
+what belongs to nodeproxy or a kube-proxy is shown. After @@ is the thing that differs, with the Services that its lines are for.
 
-diff reads the kernel by itself, beside the nodeproxy that runs, and changes nothing. It takes root.
+diff reads the kernel itself, beside the running nodeproxy, and changes nothing. It needs root.
 
 Exit codes: 0 without differences, 1 with some, 2 for a wrong command line or any other trouble.`
 

@@ -35,8 +35,8 @@ func getServicesCommand() *cobra.Command {
 		Aliases: []string{"service", "svc"},
 		Short:   "List the ports of Services, a row for each address family",
 		Long: "services lists the ports of Services as this node serves them. Usable endpoints are those that get traffic from this node. SINCE is\n" +
-			"for how long the kernel has been as the Service is now. With -o wide, the running nodeproxy adds the connections to each, as far as the\n" +
-			"mode counts them.\n" + fmt.Sprintf(inspectHelp, "get services -A"),
+			"how long the kernel has had the present state of the Service. With -o wide, the running nodeproxy adds the number of connections to\n" +
+			"each, if the mode counts them.\n" + fmt.Sprintf(inspectHelp, "get services -A"),
 		Args: atMostOne,
 		RunE: func(cmd *cobra.Command, args []string) error {
 			name := ""
@@ -110,7 +110,7 @@ func getEndpointsCommand() *cobra.Command {
 		Use:     "endpoints [NAMESPACE/]SERVICE",
 		Aliases: []string{"endpoint", "ep"},
 		Short:   "List the endpoints of a Service, and why some are not used",
-		Long:    "endpoints lists all endpoints of a Service, with what this node uses them for, or why it does not.\n" + fmt.Sprintf(inspectHelp, "get endpoints web"),
+		Long:    "endpoints lists all endpoints of a Service, and says what this node uses each for, or why it does not use it.\n" + fmt.Sprintf(inspectHelp, "get endpoints web"),
 		Args:    exactlyOne("a Service"),
 		RunE: func(cmd *cobra.Command, args []string) error {
 			e, err := i.explain(cmd, args[0])
@@ -138,7 +138,7 @@ func getFindingsCommand() *cobra.Command {
 		Use:     "findings",
 		Aliases: []string{"finding"},
 		Short:   "List what is wrong with objects now",
-		Long:    "findings lists what is wrong with objects and with the node now, and what their owners should know besides.\n" + fmt.Sprintf(inspectHelp, "get findings"),
+		Long:    "findings lists what is wrong now with objects and with the node, and what else their owners should know.\n" + fmt.Sprintf(inspectHelp, "get findings"),
 		Args:    noArgs,
 		RunE: func(cmd *cobra.Command, _ []string) error {
 			from, err := i.answers(cmd.Context(), cmd.InOrStdin(), cmd.ErrOrStderr())
@@ -170,8 +170,8 @@ func explainCommand() *cobra.Command {
 	cmd := &cobra.Command{
 		Use:   "explain [NAMESPACE/]SERVICE",
 		Short: "Explain what happens to the traffic of a Service on this node, and what is wrong",
-		Long: "explain tells for each address and port of a Service what happens to connections from a pod, from the node and from outside, which\n" +
-			"endpoints are left out and why, and what is wrong with it and what to do.\n" + fmt.Sprintf(inspectHelp, "explain web"),
+		Long: "explain says for each address and port of a Service what happens to connections from a pod, from the node and from outside, which\n" +
+			"endpoints are left out and why, what is wrong, and what to do about it.\n" + fmt.Sprintf(inspectHelp, "explain web"),
 		Args: exactlyOne("a Service"),
 		RunE: func(cmd *cobra.Command, args []string) error {
 			e, err := i.explain(cmd, args[0])

@@ -11,7 +11,7 @@ import (
 )
 
 const runningHelp = `
-The nodeproxy that runs on this node answers, by its socket (--socket), which takes root; in a DaemonSet, use "kubectl exec".
+It asks the nodeproxy that runs on this node through its socket (--socket), which only root may do. In a DaemonSet, use "kubectl exec".
 `
 
 func historyCommand() *cobra.Command {
@@ -19,7 +19,7 @@ func historyCommand() *cobra.Command {
 	cmd := &cobra.Command{
 		Use:   "history [[NAMESPACE/]NAME]",
 		Short: "List the last syncs: why they were made, what changed, how long they took, what failed",
-		Long: "history lists the last syncs of the running nodeproxy, the newest last: what had come, which Services changed, how many endpoints came\n" +
+		Long: "history lists the last syncs of the running nodeproxy, the newest last: what had arrived, which Services changed, how many endpoints came\n" +
 			"and went, how long it took, and what failed. With the name of a Service, it lists the syncs that changed it. It goes back 256 syncs,\n" +
 			"or fewer where many Services change at once; comparisons in a row that find nothing to do are one line.\n\n" +
 			"WHY is one or more of start, config (the configuration has changed), change (objects have changed), rest (of a large change), retry (the\n" +

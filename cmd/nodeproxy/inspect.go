@@ -76,14 +76,14 @@ func (i *inspector) addAs(cmd *cobra.Command, name, outputs string) {
 }
 
 const inspectHelp = `
-The answer comes from the nodeproxy that runs on this node, by its socket (--socket), and so takes root; in a DaemonSet,
-use "kubectl exec". With --manifests (- for standard input), --kubeconfig or --master it is computed from those objects in place of
-that, without root, for the node that --node-name names:
+It asks the nodeproxy that runs on this node through its socket (--socket), which only root may do. In a DaemonSet, use "kubectl exec".
+With --manifests (- for standard input), --kubeconfig or --master it works the answer out from those objects instead, without root, for
+the node that --node-name names:
 
   kubectl get services,endpointslices,nodes -A -o json | nodeproxy %s --manifests=- --node-name=NODE
 
-Exit codes: 0 if all is well; 1 if there is a problem, what the command names is not known, or the answer is incomplete since something
-could not be read; 2 if the command line is wrong.`
+Exit codes: 0 if all is well; 1 if there is a problem, if what the command names is not known, or if the answer is incomplete because
+something could not be read; 2 if the command line is wrong.`
 
 // answers returns where answers come from.
 func (i *inspector) answers(ctx context.Context, stdin io.Reader, stderr io.Writer) (answers, error) {

@@ -26,14 +26,14 @@ func renderCommand() *cobra.Command {
 	r := &renderer{}
 	cmd := &cobra.Command{
 		Use:   "render [FILE|DIRECTORY|-]",
-		Short: "Print the rules that run would make of manifests, or of a cluster",
-		Long: "render prints, as input for iptables-restore, the rules that run would make of manifests, or of the objects of a\n" +
-			"cluster. It needs no root and changes nothing. Notes and problems of the objects go to standard error. In mode ipvs each\n" +
+		Short: "Print the rules that run would write for manifests, or for a cluster",
+		Long: "render prints, as input for iptables-restore, the rules that run would write for manifests, or for the objects of a\n" +
+			"cluster. It does not need root, and changes nothing. Notes and problems go to standard error. In mode ipvs each\n" +
 			"section begins with a comment that names the program whose input it is: ipset restore, ipvsadm --restore, ip -batch and\n" +
 			"iptables-restore. Both families add the device kube-ipvs0, so the second needs ip -force. The section \"nftables by\n" +
 			"netlink\" describes what nodeproxy writes without a program.\n\n" +
-			"The manifests are those of the argument or of --manifests; - is standard input. With --kubeconfig or --master in place of\n" +
-			"them, the objects are read once from the API server, which has a minute to deliver them. One of the two is required, even\n" +
+			"The manifests are those of the argument or of --manifests; - is standard input. With --kubeconfig or --master instead\n" +
+			"of them, the objects are read once from the API server, which has a minute to deliver them. One of the two is required, even\n" +
 			"in a pod.\n\n" +
 			"If a file can't be read, or an object has to be left out, render prints no rules and exits with code 1; with --lenient\n" +
 			"it prints the rules of everything else.\n\n" +

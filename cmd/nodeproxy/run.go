@@ -21,7 +21,12 @@ func runCommand() *cobra.Command {
 	cmd := &cobra.Command{
 		Use:   "run",
 		Short: "Keep this node's rules equal to what the Services ask for",
-		Args:  noArgs,
+		Long: "run reads Services and their endpoints from an API server, or from a directory of manifests, and keeps the rules of this node equal\n" +
+			"to what they ask for, until SIGTERM or SIGINT ends it. The rules stay when it ends. If a kube-proxy or another nodeproxy runs on\n" +
+			"the node, it writes nothing until that one has ended.\n\n" +
+			"Exit codes: 0 after SIGTERM or SIGINT; 1 if the mode can't work on this node, or if a server can't listen with\n" +
+			"--bind-address-hard-fail; 2 if the command line or the configuration is wrong, in which case nothing has been changed.",
+		Args: noArgs,
 		RunE: func(cmd *cobra.Command, _ []string) error {
 			if flags.WriteConfigTo() != "" {
 				return writeConfig(flags)

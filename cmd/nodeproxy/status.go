@@ -60,10 +60,10 @@ func statusCommand() *cobra.Command {
 	i := &inspector{}
 	cmd := &cobra.Command{
 		Use:   "status",
-		Short: "Show how the nodeproxy of this node fares, and what is wrong",
-		Long: "status shows on one screen what the running nodeproxy is, whether it is ready and in sync, what it proxies, how long syncs take, whether\n" +
-			"objects are current, what it has found, and which other programs interfere; and what is wrong, with what to do. Where there is no answer\n" +
-			"by the socket, it asks at the address for health, which is that of --config or --healthz-bind-address.\n" + runningHelp + `
+		Short: "Show the state of the nodeproxy of this node, and what is wrong",
+		Long: "status shows on one screen which nodeproxy runs, whether it is ready and in sync, what it proxies, how long syncs take, whether\n" +
+			"objects are current, what it has found, and which other programs interfere; then what is wrong, and what to do. If the socket gives\n" +
+			"no answer, it asks the health check server, whose address is that of --config or --healthz-bind-address.\n" + runningHelp + `
 Exit codes: 0 if nothing is wrong, 1 if something is, or no nodeproxy answers, 2 if the command line is wrong.`,
 		Args: noArgs,
 		RunE: func(cmd *cobra.Command, _ []string) error {

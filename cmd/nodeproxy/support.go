@@ -85,8 +85,8 @@ func supportCommand() *cobra.Command {
 		Short: "Write a file for a bug report: state, history, configuration, rules and log of this node",
 		Long: "support writes a compressed archive for a bug report, which only its owner can read, and lists what is in it: the status, Services, findings,\n" +
 			"history, configuration, metrics and latest log of the running nodeproxy, the version of the system, and the rules of nodeproxy and kube-proxy in\n" +
-			"the kernel. It has names and addresses of Services and endpoints, and of annotations only what a finding quotes. It has no\n" +
-			"content of kubeconfig files, no certificates and no tokens. Where no nodeproxy answers, it has what can be seen without it.\n" + runningHelp,
+			"the kernel. It includes names and addresses of Services and endpoints, and only those annotations that a finding quotes. It leaves out\n" +
+			"kubeconfig files, certificates and tokens. If no nodeproxy answers, it has what can be seen without one.\n" + runningHelp,
 		Args: noArgs,
 		RunE: func(cmd *cobra.Command, _ []string) error {
 			now := time.Now()

@@ -23,16 +23,16 @@ func traceCommand() *cobra.Command {
 	cmd := &cobra.Command{
 		Use:   "trace FROM TO[:PORT]",
 		Short: "Follow a packet through the rules, to its possible endpoints",
-		Long: "trace tells what happens to the first packet of a connection on this node: which rules, virtual server or map elements it\n" +
-			"passes, the endpoints that it may get to, how likely each is, and whether it is masqueraded; or why it is rejected, dropped\n" +
-			"or left alone. No packet is sent.\n\n" +
-			"With --live, it waits for real packets that begin such connections, follows them through all rules of the kernel, those of other\n" +
-			"programs too, and shows prediction and fact side by side. This takes root on the node, and sends nothing either. Of rules of\n" +
-			"iptables-legacy the kernel does not tell; what becomes of packets shows all the same. The exit code is 1 if no packet came, or one\n" +
-			"went another way than was predicted, or was dropped.\n\n" +
-			"FROM is node, outside, an address, or the [NAMESPACE/]NAME of a Pod. TO is an address, the [NAMESPACE/]NAME of a Service,\n" +
-			"whose cluster IPs it stands for, or node for an address of this node; an IPv6 address with a port is in brackets. The port\n" +
-			"can be left out where there is only one.\n" + fmt.Sprintf(inspectHelp, "trace outside web"),
+		Long: "trace says what happens to the first packet of a connection on this node: which rules, virtual server or map elements it\n" +
+			"passes, which endpoints it may reach, how likely each is, and whether it is masqueraded; or why it is rejected, dropped\n" +
+			"or left alone. It sends no packet.\n\n" +
+			"With --live, it waits for real packets that begin such connections, follows them through all rules of the kernel, including those\n" +
+			"of other programs, and shows prediction and fact side by side. It needs root on the node, and sends nothing either. The kernel\n" +
+			"does not report rules of iptables-legacy, but it still shows what becomes of the packets. The exit code is 1 if no packet came, if\n" +
+			"one took another way than predicted, or if one was dropped.\n\n" +
+			"FROM is node, outside, an address, or the [NAMESPACE/]NAME of a Pod. TO is an address; the [NAMESPACE/]NAME of a Service,\n" +
+			"which stands for its cluster IPs; or node, which stands for an address of this node. An IPv6 address with a port is in brackets.\n" +
+			"The port can be left out if there is only one.\n" + fmt.Sprintf(inspectHelp, "trace outside web"),
 		Args: func(cmd *cobra.Command, args []string) error {
 			switch {
 			case len(args) < 2:
