@@ -54,6 +54,8 @@ type Blocking struct {
 	What string
 	// Certain is true if it concerns all of that traffic, whoever sends it.
 	Certain bool
+	// Policy is true if no rule drops it but the policy of the chain that is Place.
+	Policy bool
 }
 
 // Check is one thing that was looked at on the node.
@@ -322,7 +324,7 @@ func (c *checks) blocking(ctx context.Context) {
 		return
 	}
 	if len(list) == 0 {
-		c.found(name, ok, "none that drops what is for the Service was found in nftables, which has those of iptables-nft too")
+		c.found(name, ok, "none that drops what is for the Service was found, in nftables or iptables")
 		return
 	}
 	for _, b := range list {
@@ -331,6 +333,15 @@ func (c *checks) blocking(ctx context.Context) {
 			severity, drops = problem, "drops"
 		}
 		c.found(name, severity, "%s: %s", b.Place, b.Rule)
+		if b.Policy {
+			why := "none accepts this"
+			if !b.Certain {
+				why = "none certainly accepts this, whoever sends it"
+			}
+			c.diagnose(severity, DroppedByOthers, "let its owner admit this traffic, unless connections succeed: docs/neighbours.md",
+				"The policy of %s %s what is for %s: it drops what no rule accepts, and %s.", b.Place, drops, b.What, why)
+			continue
+		}
 		c.diagnose(severity, DroppedByOthers, "let its owner admit this traffic: docs/neighbours.md",
 			"A rule of another program %s what is for %s: \"%s\" in %s.", drops, b.What, b.Rule, b.Place)
 	}

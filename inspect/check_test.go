@@ -67,6 +67,12 @@ func TestCheck(t *testing.T) {
 			check: "rules of other programs: problem: chain prerouting of table ip raw: ip daddr 10.96.0.8 drop",
 			what: `A rule of another program drops what is for cluster IP 10.96.0.8:80/TCP: "ip daddr 10.96.0.8 drop" in chain prerouting of ` +
 				"table ip raw.", problem: true},
+		"a policy that may drop": {reality: Reality{Blocking: func(context.Context, []*plan.ServicePort) ([]Blocking, error) {
+			return []Blocking{{Rule: "policy drop", Place: "chain FORWARD of table ip filter", What: "endpoint 10.244.1.5:8080", Policy: true}}, nil
+		}},
+			check: "rules of other programs: note: chain FORWARD of table ip filter: policy drop",
+			what: "The policy of chain FORWARD of table ip filter may drop what is for endpoint 10.244.1.5:8080: it drops what no rule accepts, " +
+				"and none certainly accepts this, whoever sends it."},
 		"an API server that has been away for ten minutes": {reality: Reality{Watches: func() []source.Watch {
 			return []source.Watch{{Resource: "services", Age: 10 * time.Minute, Failure: "dial tcp 192.0.2.1:6443: connection refused"}, {Resource: "nodes", Age: time.Second}}
 		}},

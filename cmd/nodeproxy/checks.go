@@ -29,10 +29,10 @@ func (d *daemon) reality() *inspect.Reality {
 		if err != nil {
 			return nil, err
 		}
-		found, err := blocking.Find(ctx, ports, local)
+		found, err := blocking.Find(ctx, ports, blocking.Node{Local: local, IPVS: d.cfg.Mode == ipvsMode.name})
 		var out []inspect.Blocking
 		for _, f := range found {
-			out = append(out, inspect.Blocking{Rule: f.Text, Place: f.Chain.String(), What: f.What, Certain: f.Certain})
+			out = append(out, inspect.Blocking{Rule: f.Text, Place: f.Chain.String(), What: f.What, Certain: f.Certain, Policy: f.Policy})
 		}
 		return out, err
 	}

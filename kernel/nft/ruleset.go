@@ -1,12 +1,16 @@
 package nft
 
 import (
+	"bytes"
 	"encoding/binary"
 	"fmt"
+	"slices"
 
 	"github.com/google/nftables"
 	"github.com/google/nftables/expr"
 	"golang.org/x/sys/unix"
+
+	"nodeproxy/kernel/netlink"
 )
 
 // Ruleset reads the rules of all programs, those of the nft variant of iptables among them, in the network namespace of the calling
@@ -17,14 +21,19 @@ type Ruleset struct {
 	chains  map[ChainID]*nftables.Chain
 	rules   map[ChainID][][]expr.Any
 	sets    map[setName]*setContent
+	// Asked is how many chains and sets the kernel has been asked for.
+	Asked int
 }
 
 type setName struct{ family, table, set string }
 
-// setContent is a set; its list is nil where that can't be told.
+// setContent is a set or a map; known is false where its elements can't be told.
 type setContent struct {
-	interval bool
-	list     []nftables.SetElement
+	known, interval bool
+	// list has the elements in order of their keys, and in an interval set the ends of intervals, each before what begins there.
+	list []nftables.SetElement
+	// others is the element for all keys that no other has; nil if there is none.
+	others *nftables.SetElement
 }
 
 // ChainID names a chain. Family is ip, ip6 or inet.
@@ -107,6 +116,7 @@ func (r *Ruleset) Rules(id ChainID) ([][]expr.Any, error) {
 	if c == nil {
 		return nil, nil
 	}
+	r.Asked++
 	list, err := r.conn.GetRules(c.Table, c)
 	if err != nil {
 		return nil, fmt.Errorf("reading %s: %w", id, err)
@@ -119,32 +129,73 @@ func (r *Ruleset) Rules(id ChainID) ([][]expr.Any, error) {
 	return out, nil
 }
 
+// KeyLen returns the length of the keys of a set of a chain's table, in bytes; 0 if that is not known.
+func (r *Ruleset) KeyLen(id ChainID, set string) int {
+	if s := r.set(id, set); len(s.list) > 0 {
+		return len(s.list[0].Key)
+	}
+	return 0
+}
+
 // Contains reports whether a set of a chain's table has an element; known is false where that can't be told.
 func (r *Ruleset) Contains(id ChainID, set string, key []byte) (is, known bool) {
+	e, known := r.set(id, set).find(key)
+	return e != nil, known
+}
+
+// Verdict returns the verdict that a map of a chain's table has for a key; nil if none. known is false where that can't be told.
+func (r *Ruleset) Verdict(id ChainID, set string, key []byte) (v *expr.Verdict, known bool) {
+	e, known := r.set(id, set).find(key)
+	if e == nil {
+		return nil, known
+	}
+	return verdictOf(e), true
+}
+
+// Verdicts returns the different verdicts that a map of a chain's table has; known is false where that can't be told.
+func (r *Ruleset) Verdicts(id ChainID, set string) (list []expr.Verdict, known bool) {
 	s := r.set(id, set)
-	if s.list == nil {
-		return false, false
-	}
-	if !s.interval {
-		for _, e := range s.list {
-			if len(e.Key) != len(key) { // A concatenation.
-				return false, false
-			}
-			is = is || string(e.Key) == string(key)
-		}
-		return is, true
-	}
-	// The elements are the ends of intervals, in any order: the one at or before the key says whether it is within.
-	var before *nftables.SetElement
-	for i, e := range s.list {
-		if len(e.Key) != len(key) {
-			return false, false
-		}
-		if string(e.Key) <= string(key) && (before == nil || string(e.Key) > string(before.Key) || string(e.Key) == string(before.Key) && !e.IntervalEnd) {
-			before = &s.list[i]
+	seen := map[expr.Verdict]bool{}
+	add := func(e *nftables.SetElement) {
+		if v := *verdictOf(e); !e.IntervalEnd && !seen[v] {
+			seen[v] = true
+			list = append(list, v)
 		}
 	}
-	return before != nil && !before.IntervalEnd, true
+	for i := range s.list {
+		add(&s.list[i])
+	}
+	if s.others != nil {
+		add(s.others)
+	}
+	return list, s.known
+}
+
+// verdictOf reads the verdict of an element of a map.
+func verdictOf(e *nftables.SetElement) *expr.Verdict {
+	code := netlink.Attribute(e.Val, unix.NFTA_VERDICT_CODE)
+	if len(code) != 4 {
+		return &expr.Verdict{Kind: expr.VerdictContinue}
+	}
+	return &expr.Verdict{Kind: expr.VerdictKind(int32(binary.BigEndian.Uint32(code))), Chain: netlink.Text(netlink.Attribute(e.Val, unix.NFTA_VERDICT_CHAIN))}
+}
+
+// find returns the element that a key finds; nil if none. known is false where that can't be told.
+func (s *setContent) find(key []byte) (e *nftables.SetElement, known bool) {
+	if !s.known || len(s.list) > 0 && len(s.list[0].Key) != len(key) {
+		return nil, false
+	}
+	i, is := slices.BinarySearchFunc(s.list, key, func(e nftables.SetElement, key []byte) int { return bytes.Compare(e.Key, key) })
+	for is && i+1 < len(s.list) && bytes.Equal(s.list[i+1].Key, key) {
+		i++
+	}
+	if !is && s.interval { // The element before the key says whether it is within an interval.
+		i--
+	}
+	if (is || s.interval) && i >= 0 && !s.list[i].IntervalEnd {
+		return &s.list[i], true
+	}
+	return s.others, true
 }
 
 // set reads a set of a chain's table, once.
@@ -159,14 +210,36 @@ func (r *Ruleset) set(id ChainID, set string) *setContent {
 	if c == nil {
 		return out
 	}
+	r.Asked++
 	s, err := r.conn.GetSetByName(c.Table, set)
-	if err != nil || s.IsMap || s.Concatenation {
+	if err != nil || s.Concatenation && s.Interval {
 		return out
 	}
 	list, err := r.conn.GetSetElements(s)
-	if err == nil {
-		out.interval, out.list = s.Interval, append([]nftables.SetElement{}, list...)
+	if err != nil {
+		return out
 	}
+	for i, e := range list {
+		switch {
+		case len(e.Key) == 0:
+			out.others = &list[i]
+		case e.KeyEnd != nil || len(out.list) > 0 && len(e.Key) != len(out.list[0].Key):
+			return out
+		default:
+			out.list = append(out.list, e)
+		}
+	}
+	slices.SortStableFunc(out.list, func(a, b nftables.SetElement) int {
+		c := bytes.Compare(a.Key, b.Key)
+		switch {
+		case c != 0 || a.IntervalEnd == b.IntervalEnd:
+			return c
+		case a.IntervalEnd:
+			return -1
+		}
+		return 1
+	})
+	out.known, out.interval = true, s.Interval
 	return out
 }
 

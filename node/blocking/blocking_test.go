@@ -8,7 +8,6 @@ import (
 	"os/exec"
 	"strings"
 	"testing"
-	"time"
 
 	"nodeproxy/internal/nstest"
 	"nodeproxy/kernel/nft"
@@ -32,7 +31,10 @@ func TestFind(t *testing.T) {
 		raw     = "add table ip raw; add chain ip raw prerouting { type filter hook prerouting priority -300; }; "
 		forward = "add table inet fw; add chain inet fw forward { type filter hook forward priority 0; }; "
 	)
-	for _, tc := range []struct{ name, nft, iptables, want string }{
+	for _, tc := range []struct {
+		name, nft, iptables, want string
+		ipvs                      bool
+	}{
 		{name: "none"},
 		{name: "an address", nft: raw + "add rule ip raw prerouting ip daddr 10.96.0.10 drop",
 			want: "certain: ip daddr 10.96.0.10 drop: the cluster IP 10.96.0.10:80/TCP from pods and other hosts"},
@@ -51,11 +53,34 @@ func TestFind(t *testing.T) {
 			"add rule inet fw forward ct state established accept; add rule inet fw forward tcp dport 22 accept",
 			want: "certain: policy drop: endpoint 10.244.1.5:8080"},
 		{name: "a policy, behind what may accept", nft: "add table inet fw; add chain inet fw forward { type filter hook forward priority 0; policy drop; }; " +
-			"add rule inet fw forward iifname cni0 accept"},
+			"add rule inet fw forward iifname cni0 accept",
+			want: "may: policy drop: endpoint 10.244.1.5:8080"},
 		{name: "a policy, behind a map of verdicts", nft: "add table inet fw; add chain inet fw forward { type filter hook forward priority 0; policy drop; }; " +
 			"add rule inet fw forward tcp dport vmap { 8080 : accept, 22 : accept }"},
-		{name: "a set of addresses and ports", nft: forward + "add rule inet fw forward ip daddr . tcp dport != { 10.244.1.5 . 8080 } drop",
+		{name: "a set of other addresses and ports", nft: forward + "add rule inet fw forward ip daddr . tcp dport != { 10.244.1.5 . 8080 } drop"},
+		{name: "a set of addresses and ports", nft: forward + "add rule inet fw forward ip daddr . tcp dport { 10.244.1.5 . 8080, 10.244.1.6 . 80 } drop",
+			want: "certain: meta l4proto tcp ip daddr . tcp dport @__set0 drop: endpoint 10.244.1.5:8080"},
+		{name: "a map of verdicts that drops", nft: forward + "add rule inet fw forward tcp dport vmap { 22 : accept, 8080 : drop }",
+			want: "certain: tcp dport vmap @__map0 drop: endpoint 10.244.1.5:8080"},
+		{name: "a map of verdicts for ranges", nft: forward + "add rule inet fw forward tcp dport vmap { 0-1023 : accept, 8000-8100 : drop, 8101-9000: accept }",
+			want: "certain: tcp dport vmap @__map0 drop: endpoint 10.244.1.5:8080"},
+		{name: "a map of verdicts that leads to a chain", nft: forward + "add chain inet fw ports; add rule inet fw ports reject; " +
+			"add rule inet fw forward ip daddr . tcp dport vmap { 10.244.1.5 . 8080 : goto ports }",
+			want: "certain: reject: endpoint 10.244.1.5:8080"},
+		{name: "a map of verdicts for some sources", nft: forward + "add rule inet fw forward ip saddr . tcp dport vmap { 192.0.2.1 . 8080 : drop, 192.0.2.2 . 8080 : accept }",
 			want: "may: meta l4proto tcp … drop: endpoint 10.244.1.5:8080"},
+		{name: "a map of verdicts for interfaces", nft: forward + "add rule inet fw forward iifname vmap { eth0 : drop, cni0 : accept }"},
+		{name: "a map of verdicts for others", nft: forward + "add rule inet fw forward tcp dport vmap { 22 : drop, 23 : drop }"},
+		{name: "what is translated", nft: "add table inet fw; add chain inet fw forward { type filter hook forward priority 10; policy drop; }; " +
+			"add rule inet fw forward ct status dnat accept"},
+		{name: "what is not translated", nft: forward + "add rule inet fw forward ct status dnat tcp dport 8080 reject",
+			want: "certain: tcp dport 8080 reject: endpoint 10.244.1.5:8080"},
+		{name: "local addresses", nft: raw + "add rule ip raw prerouting fib daddr type local tcp dport 30080 drop",
+			want: "certain: fib daddr type local tcp dport 30080 drop: the node port 30080/TCP from pods and other hosts"},
+		{name: "IPVS forwards nothing", ipvs: true, nft: "add table inet fw; add chain inet fw forward { type filter hook forward priority 0; policy drop; }"},
+		{name: "IPVS takes what comes in", ipvs: true, nft: "add table inet fw; add chain inet fw in { type filter hook input priority 0; }; " +
+			"add rule inet fw in ip daddr 10.96.0.10 drop",
+			want: "certain: ip daddr 10.96.0.10 drop: the cluster IP 10.96.0.10:80/TCP from pods and other hosts"},
 		{name: "a dormant table", nft: "add table inet fw { flags dormant; }; add chain inet fw forward { type filter hook forward priority 0; policy drop; }"},
 		{name: "beside a rule that can't be read", nft: "add table ip other; add chain ip other a { type filter hook forward priority -5; }; " +
 			"add rule ip other a ct original ip daddr 10.9.9.9 counter; " + forward + "add rule inet fw forward tcp dport 8080 drop",
@@ -72,6 +97,22 @@ func TestFind(t *testing.T) {
 			want: "certain: tcp dport 8080 reject: endpoint 10.244.1.5:8080"},
 		{name: "iptables, of some sources", iptables: "-A FORWARD -s 192.0.2.0/24 -p tcp --dport 8080 -j DROP",
 			want: "may: … tcp dport 8080 drop: endpoint 10.244.1.5:8080"},
+		{name: "iptables, ports", iptables: "-A FORWARD -p tcp -m multiport --dports 443,8000:8100 -j DROP",
+			want: "certain: tcp dport { 443, 8000-8100 } drop: endpoint 10.244.1.5:8080"},
+		{name: "iptables, other ports", iptables: "-A FORWARD -p tcp -m multiport --dports 443,8000:8079 -j DROP"},
+		{name: "iptables, but for some ports", iptables: "-A FORWARD -p tcp -m multiport ! --dports 443,8000:8079 -j DROP",
+			want: "certain: tcp dport != { 443, 8000-8079 } drop: endpoint 10.244.1.5:8080"},
+		{name: "iptables, sources' ports", iptables: "-A FORWARD -p tcp -m multiport --ports 8080 -j DROP"},
+		{name: "iptables, what went to a node port", iptables: "-A FORWARD -p tcp -m conntrack --ctorigdstport 30080 -j DROP",
+			want: "may: meta l4proto tcp … drop: endpoint 10.244.1.5:8080"},
+		{name: "iptables, what went to another port", iptables: "-A FORWARD -p tcp -m conntrack --ctorigdstport 81:89 -j DROP"},
+		{name: "iptables, what went to an address", iptables: "-A FORWARD -p tcp -m conntrack --ctorigdst 10.96.0.10 -j DROP",
+			want: "may: meta l4proto tcp … drop: endpoint 10.244.1.5:8080"},
+		{name: "iptables, before that", iptables: "-t mangle -A PREROUTING -p tcp -m conntrack --ctorigdst 10.96.0.10 --ctorigdstport 80 -j DROP",
+			want: "certain: meta l4proto tcp ct original daddr 10.96.0.10/32 ct original proto-dst 80 drop: the cluster IP 10.96.0.10:80/TCP from pods and other hosts"},
+		{name: "iptables, local addresses", iptables: "-t raw -A PREROUTING -p tcp --dport 30080 -m addrtype --dst-type LOCAL -j DROP",
+			want: "certain: tcp dport 30080 fib daddr type local drop: the node port 30080/TCP from pods and other hosts"},
+		{name: "iptables, no local addresses", iptables: "-A FORWARD -p tcp --dport 8080 -m addrtype --dst-type LOCAL -j DROP"},
 	} {
 		t.Run(tc.name, func(t *testing.T) {
 			t.Parallel()
@@ -82,7 +123,7 @@ func TestFind(t *testing.T) {
 			if tc.iptables != "" {
 				nstest.Exec(t, "iptables-nft", strings.Fields(tc.iptables)...)
 			}
-			found, err := Find(t.Context(), []*plan.ServicePort{web}, func(netip.Addr) bool { return false })
+			found, err := Find(t.Context(), []*plan.ServicePort{web}, Node{Local: func(netip.Addr) bool { return false }, IPVS: tc.ipvs})
 			if err != nil {
 				t.Fatal(err)
 			}
@@ -101,60 +142,68 @@ func TestFind(t *testing.T) {
 	}
 }
 
+// noLocal is a node that has no address.
+var noLocal = Node{Local: func(netip.Addr) bool { return false }}
+
+// load loads rules by nft -f.
+func load(t *testing.T, text string) {
+	t.Helper()
+	cmd := exec.Command("nft", "-f", "-")
+	cmd.Stdin = strings.NewReader(text)
+	if out, err := cmd.CombinedOutput(); err != nil {
+		t.Fatalf("nft: %v: %s", err, out)
+	}
+}
+
 // TestFindLimits: rules of other programs may be many, with large sets and very many ways through chains. A set is read once, however many
-// rules ask for it, and nothing goes on for long after the context has ended.
+// rules ask for it, a chain is followed a few times, however many ways lead there, and nothing goes on after the context has ended.
 func TestFindLimits(t *testing.T) {
 	nstest.Enter(t)
-	load := func(text string) {
-		t.Helper()
-		cmd := exec.Command("nft", "-f", "-")
-		cmd.Stdin = strings.NewReader(text)
-		if out, err := cmd.CombinedOutput(); err != nil {
-			t.Fatalf("nft: %v: %s", err, out)
-		}
-	}
 	var in strings.Builder
 	in.WriteString("table ip big {\nset s { type ipv4_addr; elements = { 10.244.1.5")
 	for i := range 20000 {
 		fmt.Fprintf(&in, ", 11.0.%d.%d", i/250, i%250)
 	}
 	in.WriteString(" }\n}\nchain f {\ntype filter hook forward priority 0;\n" + strings.Repeat("ip daddr @s ct mark 1 accept\n", 300) + "ip daddr @s drop\n}\n}\n")
-	load(in.String())
-	ports, local := []*plan.ServicePort{web}, func(netip.Addr) bool { return false }
-	if list, err := Find(t.Context(), ports, local); err != nil || len(list) != 1 || list[0].Certain {
-		t.Errorf("behind rules that may accept: %+v, %v", list, err)
-	}
-	rules, err := nft.ReadRuleset()
-	if err != nil {
-		t.Fatal(err)
-	}
-	defer rules.Close()
-	has := func() {
+	load(t, in.String())
+	look := func(ctx context.Context) (*search, *nft.Ruleset, error) {
 		t.Helper()
-		if is, known := rules.Contains(nft.ChainID{Family: "ip", Table: "big", Chain: "f"}, "s", []byte{10, 244, 1, 5}); !is || !known {
-			t.Errorf("the set has the endpoint: %t, known %t", is, known)
+		rules, err := nft.ReadRuleset()
+		if err != nil {
+			t.Fatal(err)
 		}
+		defer rules.Close()
+		s := &search{ctx: ctx, ports: []*plan.ServicePort{web}, node: noLocal}
+		return s, rules, s.look(nftRules{rules})
 	}
-	has()
-	load("flush set ip big s")
-	has() // as it was when it was read
+	s, rules, err := look(t.Context())
+	if err != nil || len(s.found) != 1 || s.found[0].Certain {
+		t.Errorf("behind rules that may accept: %+v, %v", s.found, err)
+	}
+	if rules.Asked != 2 || s.judged != 301 {
+		t.Errorf("the kernel was asked %d times, and %d rules were judged: want 2 for a chain and a set, and 301", rules.Asked, s.judged)
+	}
 
 	in.Reset()
 	in.WriteString("delete table ip big\ntable ip deep {\n")
-	for d := 14; d >= 0; d-- {
+	const levels, ways = 15, 8
+	for d := levels - 1; d >= 0; d-- {
 		fmt.Fprintf(&in, "chain c%d {\n", d)
-		if d < 14 {
-			in.WriteString(strings.Repeat(fmt.Sprintf("iifname eth0 jump c%d\n", d+1), 8))
+		if d < levels-1 {
+			in.WriteString(strings.Repeat(fmt.Sprintf("iifname eth0 jump c%d\n", d+1), ways))
 		}
 		in.WriteString("}\n")
 	}
 	in.WriteString("}\n")
-	load(in.String())
-	load("add chain ip deep f { type filter hook forward priority 0; }; add rule ip deep f jump c7")
-	ctx, cancel := context.WithTimeout(t.Context(), 50*time.Millisecond)
-	defer cancel()
-	begin := time.Now()
-	if _, err := Find(ctx, ports, local); !errors.Is(err, context.DeadlineExceeded) {
-		t.Errorf("two million ways took %s: %v", time.Since(begin), err)
+	load(t, in.String())
+	load(t, "add chain ip deep f { type filter hook forward priority 0; }; add rule ip deep f jump c7") // The kernel allows no more ways.
+	s, _, err = look(t.Context())
+	if most := 2 * levels * ways; err != nil || s.judged > most {
+		t.Errorf("two million ways: %d rules were judged, want %d at most; %v", s.judged, most, err)
+	}
+	gone, cancel := context.WithCancel(t.Context())
+	cancel()
+	if s, _, err = look(gone); !errors.Is(err, context.Canceled) || s.judged > 0 {
+		t.Errorf("for nobody: %v, %d rules were judged", err, s.judged)
 	}
 }

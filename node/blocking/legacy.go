@@ -1,0 +1,240 @@
+package blocking
+
+import (
+	"bytes"
+	"context"
+	"errors"
+	"fmt"
+	"net/netip"
+	"os"
+	"os/exec"
+	"slices"
+	"strconv"
+	"strings"
+
+	"nodeproxy/kernel/names"
+	"nodeproxy/kernel/nft"
+	"nodeproxy/kernel/xtables"
+	"nodeproxy/plan"
+)
+
+// legacyRules are the rules of the legacy variant of iptables.
+type legacyRules struct {
+	bases []nft.BaseChain
+	rules map[nft.ChainID][]judge
+}
+
+func (l *legacyRules) Bases() []nft.BaseChain { return l.bases }
+
+func (l *legacyRules) judges(id nft.ChainID) ([]judge, error) { return l.rules[id], nil }
+
+// legacyPriorities are the priorities of tables in all hooks. Table nat is left out: what drops there is refused by iptables.
+var legacyPriorities = map[string]int32{"raw": -300, "mangle": -150, "filter": 0, "security": 50}
+
+var legacyHooks = map[string]string{
+	"PREROUTING": "prerouting", "INPUT": "input", "FORWARD": "forward", "OUTPUT": "output", "POSTROUTING": "postrouting",
+}
+
+// readLegacy reads the tables that the kernel has in the network namespace of the calling thread.
+func readLegacy(ctx context.Context) (*legacyRules, error) {
+	out := &legacyRules{rules: map[nft.ChainID][]judge{}}
+	var failed error
+	for _, f := range plan.Families {
+		name := map[plan.Family]string{plan.IPv4: "ip", plan.IPv6: "ip6"}[f]
+		present, err := os.ReadFile("/proc/thread-self/net/" + name + "_tables_names")
+		if err != nil { // The kernel has no such tables.
+			continue
+		}
+		for _, table := range strings.Fields(string(present)) {
+			if _, is := legacyPriorities[table]; !is {
+				continue
+			}
+			// Tables that are not there would be made by this.
+			cmd := exec.CommandContext(ctx, name+"tables-legacy-save", "-t", table)
+			text, err := cmd.Output()
+			if errors.Is(err, exec.ErrNotFound) {
+				return out, nil
+			}
+			if err == nil {
+				err = xtables.EachLine(bytes.NewReader(text), func(line string) { out.add(name, table, line) })
+			}
+			if err != nil && failed == nil {
+				failed = fmt.Errorf("reading table %s by %s: %w", table, cmd.Args[0], err)
+			}
+		}
+	}
+	if failed != nil && len(out.bases) == 0 {
+		return nil, failed
+	}
+	return out, nil
+}
+
+// add adds a line of iptables-save.
+func (l *legacyRules) add(family, table, line string) {
+	word, rest, _ := strings.Cut(line, " ")
+	id := nft.ChainID{Family: family, Table: table}
+	switch {
+	case strings.HasPrefix(word, ":"):
+		id.Chain = word[1:]
+		if hook := legacyHooks[id.Chain]; hook != "" {
+			policy, _, _ := strings.Cut(rest, " ")
+			l.bases = append(l.bases, nft.BaseChain{ChainID: id, Type: "filter", Hook: hook, Priority: legacyPriorities[table], Drops: policy == "DROP"})
+		}
+	case word == "-A":
+		var text string
+		id.Chain, text, _ = strings.Cut(rest, " ")
+		if names.IsOurs(names.Table(table), id.Chain) { // There may be very many.
+			return
+		}
+		l.rules[id] = append(l.rules[id], func(p *packet) rule { return judgeText(text, p) })
+	}
+}
+
+// judgeText judges a rule as iptables-save prints it.
+func judgeText(text string, p *packet) rule {
+	j := judging(p)
+	words := split(text)
+	next := func(i int) string {
+		if i+1 < len(words) {
+			return words[i+1]
+		}
+		return ""
+	}
+	invert := false
+	for i := 0; i < len(words) && j.match != no; i++ {
+		argument := next(i)
+		switch words[i] {
+		case "!":
+			invert = true
+			continue
+		case "-m", "--comment":
+		case "-p":
+			j.holds((argument == protocolName(p.protocol)) != invert, "meta l4proto "+not(invert)+argument)
+		case "-d":
+			to, err := netip.ParsePrefix(argument)
+			if err != nil {
+				j.unknown()
+				break
+			}
+			j.toAddresses(to, invert)
+		case "--dport", "--dports":
+			if list, ok := portRanges(argument); ok {
+				j.toPorts(protocolName(p.protocol), list, invert)
+			} else {
+				j.unknown()
+			}
+		case "--ctstate", "--state":
+			j.inState(states(argument), invert)
+		case "--ctorigdst":
+			to, err := netip.ParsePrefix(argument)
+			if addr, single := netip.ParseAddr(argument); single == nil {
+				to, err = xtables.Single(addr), nil
+			}
+			if err != nil {
+				j.unknown()
+				break
+			}
+			j.firstTo(to, invert)
+		case "--ctorigdstport":
+			if list, ok := portRanges(argument); ok && len(list) == 1 {
+				j.firstToPort(list[0], invert)
+			} else {
+				j.unknown()
+			}
+		case "--dst-type":
+			if argument == "LOCAL" {
+				j.toType(1<<typeLocal, invert)
+			} else {
+				j.unknown()
+			}
+		case "-j":
+			j.jump(argument)
+			return j.result() // What follows belongs to the target.
+		case "-g":
+			j.ends = []end{{"goto", argument}}
+			return j.result()
+		default: // Its arguments, if any, don't begin with a dash.
+			j.unknown()
+		}
+		invert = false
+		for i+1 < len(words) && words[i+1] != "!" && !strings.HasPrefix(words[i+1], "-") {
+			i++
+		}
+	}
+	return j.result()
+}
+
+// jump is what -j TARGET does.
+func (j *judgement) jump(target string) {
+	switch target {
+	case "DROP", "REJECT", "ACCEPT", "RETURN":
+		j.ends = []end{{verdict: strings.ToLower(target)}}
+	case "NFQUEUE", "TPROXY", "SYNPROXY":
+		j.ends = []end{{verdict: "accept"}}
+	default:
+		if !nonTerminal[target] {
+			j.ends = []end{{"jump", target}}
+		}
+	}
+}
+
+// split splits a rule into words, of which those with blanks are in quotes.
+func split(text string) []string {
+	var out []string
+	var word strings.Builder
+	quoted, escaped, begun := false, false, false
+	for _, c := range text {
+		switch {
+		case escaped:
+			word.WriteRune(c)
+			escaped = false
+		case c == '\\':
+			escaped = true
+		case c == '"':
+			quoted, begun = !quoted, true
+		case c == ' ' && !quoted:
+			if begun {
+				out = append(out, word.String())
+			}
+			word.Reset()
+			begun = false
+		default:
+			word.WriteRune(c)
+			begun = true
+		}
+	}
+	if begun {
+		out = append(out, word.String())
+	}
+	return out
+}
+
+// portRanges reads such as 80,443,8000:8100.
+func portRanges(text string) ([]portRange, bool) {
+	var out []portRange
+	for _, part := range strings.Split(text, ",") {
+		first, last, is := strings.Cut(part, ":")
+		if !is {
+			last = first
+		}
+		a, errA := strconv.ParseUint(first, 10, 16)
+		b, errB := strconv.ParseUint(last, 10, 16)
+		if errA != nil || errB != nil {
+			return nil, false
+		}
+		out = append(out, portRange{uint16(a), uint16(b)})
+	}
+	return out, true
+}
+
+// states reads such as RELATED,ESTABLISHED.
+func states(text string) uint16 {
+	mask := uint16(0)
+	list := strings.Split(text, ",")
+	for name, bit := range map[string]uint16{"NEW": stateNew, "SNAT": stateSNAT, "DNAT": stateDNAT} {
+		if slices.Contains(list, name) {
+			mask |= bit
+		}
+	}
+	return mask
+}

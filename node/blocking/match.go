@@ -1,0 +1,181 @@
+package blocking
+
+import (
+	"fmt"
+	"net/netip"
+	"strings"
+
+	"nodeproxy/plan"
+)
+
+// judgement collects what the parts of a rule say about a packet.
+type judgement struct {
+	packet *packet
+	rule
+	words []string
+}
+
+func judging(p *packet) judgement { return judgement{packet: p, rule: rule{match: yes}} }
+
+// holds adds what is known: whether a part of the rule holds, and its text, which may be empty.
+func (j *judgement) holds(is bool, text string) {
+	if !is {
+		j.match = no
+	}
+	if text != "" {
+		j.words = append(j.words, text)
+	}
+}
+
+// unknown adds a part of which it is not known whether it holds.
+func (j *judgement) unknown() {
+	j.match = min(j.match, maybe)
+	if len(j.words) == 0 || j.words[len(j.words)-1] != "…" {
+		j.words = append(j.words, "…")
+	}
+}
+
+// depends adds a part that holds, does not, or may.
+func (j *judgement) depends(m match, invert bool, text string) {
+	if m == maybe {
+		j.unknown()
+		return
+	}
+	j.holds((m == yes) != invert, text)
+}
+
+// result is the judgement of the whole rule.
+func (j *judgement) result() rule {
+	j.text = sentence(j.words)
+	return j.rule
+}
+
+// portRange is from the first to the last port.
+type portRange [2]uint16
+
+func (r portRange) String() string {
+	if r[0] == r[1] {
+		return fmt.Sprint(r[0])
+	}
+	return fmt.Sprintf("%d-%d", r[0], r[1])
+}
+
+// toPorts adds that the packet goes to one of some ports.
+func (j *judgement) toPorts(protocol string, list []portRange, invert bool) {
+	within := false
+	var texts []string
+	for _, r := range list {
+		within = within || r[0] <= j.packet.port && j.packet.port <= r[1]
+		texts = append(texts, r.String())
+	}
+	text := strings.Join(texts, ",")
+	if len(list) > 1 {
+		text = "{ " + strings.Join(texts, ", ") + " }"
+	}
+	j.specific = true
+	j.holds(within != invert, protocol+" dport "+not(invert)+text)
+}
+
+func not(invert bool) string {
+	if invert {
+		return "!= "
+	}
+	return ""
+}
+
+// toAddresses adds that the packet goes to addresses.
+func (j *judgement) toAddresses(within netip.Prefix, invert bool) {
+	name := map[plan.Family]string{plan.IPv4: "ip", plan.IPv6: "ip6"}[j.packet.family] + " daddr "
+	if !j.packet.dst.IsValid() { // It is some address of the node.
+		j.unknown()
+		return
+	}
+	j.specific = true
+	text := within.String()
+	if within.IsSingleIP() {
+		text = within.Addr().String()
+	}
+	j.holds(within.Contains(j.packet.dst) != invert, name+not(invert)+text)
+}
+
+// first adds that the connection's first packet went to a destination for which is holds.
+func (j *judgement) first(is func(netip.AddrPort) match, invert bool, text string) {
+	all, any := yes, no
+	for _, a := range j.packet.first {
+		m := is(a)
+		all, any = min(all, m), max(any, m)
+	}
+	j.specific = true
+	switch {
+	case len(j.packet.first) == 0 || all != any:
+		j.depends(maybe, invert, text)
+	default:
+		j.depends(all, invert, text)
+	}
+}
+
+// firstTo adds that the connection's first packet went to addresses.
+func (j *judgement) firstTo(within netip.Prefix, invert bool) {
+	j.first(func(a netip.AddrPort) match {
+		if !a.Addr().IsValid() {
+			return maybe
+		}
+		return matches(within.Contains(a.Addr()))
+	}, invert, fmt.Sprintf("ct original daddr %s%s", not(invert), within))
+}
+
+// firstToPort adds that the connection's first packet went to a port.
+func (j *judgement) firstToPort(ports portRange, invert bool) {
+	j.first(func(a netip.AddrPort) match { return matches(ports[0] <= a.Port() && a.Port() <= ports[1]) }, invert,
+		fmt.Sprintf("ct original proto-dst %s%s", not(invert), ports))
+}
+
+func matches(is bool) match {
+	if is {
+		return yes
+	}
+	return no
+}
+
+// States of connections, as the bits by which xt_conntrack asks for them. The packets here begin connections.
+const (
+	stateNew  = 1 << 3
+	stateSNAT = 1 << 6
+	stateDNAT = 1 << 7
+)
+
+// inState adds that the connection is in one of some states.
+func (j *judgement) inState(mask uint16, invert bool) {
+	m := no
+	switch {
+	case mask&stateNew != 0:
+		m = yes
+	case mask&stateDNAT != 0 && j.packet.dnat != no:
+		m = j.packet.dnat
+	case mask&stateSNAT != 0:
+		m = maybe
+	}
+	j.depends(m, invert, "")
+}
+
+// Types of addresses, as in rtnetlink.
+const (
+	typeUnicast = 1
+	typeLocal   = 2
+)
+
+// toType adds that the destination is of one of some types, of which mask has the bits.
+func (j *judgement) toType(mask uint16, invert bool) {
+	m := maybe
+	text := "fib daddr type " + not(invert) + "local"
+	switch {
+	case j.packet.here == yes:
+		m = matches(mask&(1<<typeLocal) != 0)
+	case j.packet.here == no && mask == 1<<typeLocal:
+		m = no
+	}
+	if mask != 1<<typeLocal {
+		text = ""
+	}
+	j.depends(m, invert, text)
+}

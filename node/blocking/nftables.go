@@ -1,0 +1,499 @@
+package blocking
+
+import (
+	"bytes"
+	"encoding/binary"
+	"fmt"
+	"math/bits"
+	"net"
+	"net/netip"
+	"slices"
+	"strconv"
+	"strings"
+
+	"github.com/google/nftables/expr"
+	"github.com/google/nftables/xt"
+	"golang.org/x/sys/unix"
+
+	"nodeproxy/kernel/netlink"
+	"nodeproxy/kernel/nft"
+	"nodeproxy/plan"
+)
+
+// nftRules are the rules of nftables.
+type nftRules struct{ *nft.Ruleset }
+
+func (n nftRules) judges(id nft.ChainID) ([]judge, error) {
+	rules, err := n.Rules(id)
+	out := make([]judge, len(rules))
+	for i, exprs := range rules {
+		out[i] = func(p *packet) rule {
+			r := &reading{judgement: judging(p), rules: n.Ruleset, chain: id, regs: map[uint32]register{}}
+			for _, e := range exprs {
+				if r.read(e); r.match == no {
+					break
+				}
+			}
+			return r.result()
+		}
+	}
+	return out, err
+}
+
+// reading is the reading of a rule for a packet, one expression after the other.
+type reading struct {
+	judgement
+	rules *nft.Ruleset
+	chain nft.ChainID
+	regs  map[uint32]register // by slot
+}
+
+// register is what a rule has loaded: bytes of the packet, or something unknown if they are nil.
+type register struct {
+	value []byte
+	name  string
+	// specific says that it is the destination's address or port, and mask what is left of it, unless that is nil.
+	specific bool
+	mask     []byte
+	// only is the part of the value that is known; nil for all of it.
+	only []byte
+}
+
+// slot is the number of the first 4 bytes of a register, which has 16 bytes by its old name and 4 by the new one.
+func slot(reg uint32) uint32 {
+	if reg < unix.NFT_REG32_00 {
+		return 4 * (reg - unix.NFT_REG_1)
+	}
+	return reg - unix.NFT_REG32_00
+}
+
+// read judges an expression, or remembers what it loads.
+func (r *reading) read(e expr.Any) {
+	switch e := e.(type) {
+	case *expr.Cmp:
+		r.compare(r.regs[slot(e.Register)], e)
+	case *expr.Range:
+		reg := r.regs[slot(e.Register)]
+		within := reg.value != nil && bytes.Compare(reg.value, e.FromData) >= 0 && bytes.Compare(reg.value, e.ToData) <= 0
+		r.ask(reg, within == (e.Op == expr.CmpOpEq), fmt.Sprintf("%s %s-%s", reg.name, reg.show(e.FromData), reg.show(e.ToData)))
+	case *expr.Lookup:
+		r.lookup(e)
+	case *expr.Match:
+		r.extension(e)
+	case *expr.Verdict:
+		r.ends = []end{endOf(*e)}
+	case *expr.Target:
+		r.target(e.Name)
+	case *expr.Reject:
+		r.ends = []end{{verdict: "reject"}}
+	case *expr.NAT, *expr.Masq, *expr.Redir, *expr.Queue:
+		r.ends = []end{{verdict: "accept"}}
+	case *expr.Counter, *expr.Log:
+	default:
+		if into, value, loads := r.load(e); loads {
+			r.regs[slot(into)] = value
+		} else {
+			r.unknown()
+		}
+	}
+}
+
+// ask adds a question for the content of a register.
+func (r *reading) ask(reg register, is bool, text string) {
+	r.specific = r.specific || reg.specific
+	if reg.value == nil || reg.only != nil {
+		r.unknown()
+		return
+	}
+	r.holds(is, text)
+}
+
+func (r *reading) compare(reg register, e *expr.Cmp) {
+	n := min(len(e.Data), len(reg.value))
+	r.ask(reg, compared(e.Op, bytes.Compare(reg.value[:n], e.Data[:n])), reg.text(e.Op, e.Data))
+}
+
+// lookup judges a question for a set, or follows a map.
+func (r *reading) lookup(e *expr.Lookup) {
+	key := r.key(e)
+	verdicts := e.IsDestRegSet && e.DestRegister == unix.NFT_REG_VERDICT
+	switch {
+	case verdicts && key.value != nil:
+		if v, known := r.rules.Verdict(r.chain, e.SetName, key.value); known {
+			r.ask(key, v != nil, key.name+" vmap @"+e.SetName)
+			if v != nil {
+				r.ends = []end{endOf(*v)}
+			}
+			return
+		}
+		fallthrough
+	case verdicts:
+		r.specific = r.specific || key.specific
+		r.unknown()
+		list, known := r.rules.Verdicts(r.chain, e.SetName)
+		if !known {
+			list = []expr.Verdict{{Kind: expr.VerdictAccept}} // One may.
+		}
+		for _, v := range list {
+			r.ends = append(r.ends, endOf(v))
+		}
+	case e.IsDestRegSet: // It matches if the map has the key.
+		r.regs[slot(e.DestRegister)] = register{}
+		r.specific = r.specific || key.specific
+		r.unknown()
+	default:
+		is, known := false, false
+		if key.value != nil {
+			is, known = r.rules.Contains(r.chain, e.SetName, key.value)
+		}
+		if !known {
+			key.value = nil
+		}
+		r.ask(key, is != e.Invert, key.name+" "+not(e.Invert)+"@"+e.SetName)
+	}
+}
+
+// key returns what a set is asked for, which may be in several registers. Its value is nil unless all of it is known.
+func (r *reading) key(e *expr.Lookup) register {
+	at := slot(e.SourceRegister)
+	key := r.regs[at]
+	length := uint32(r.rules.KeyLen(r.chain, e.SetName))
+	for i := uint32(1); i < (length+3)/4; i++ {
+		key.specific = key.specific || r.regs[at+i].specific
+	}
+	for uint32(len(key.value)) < length && key.value != nil {
+		value := padded(key.value)
+		next := r.regs[at+uint32(len(value)/4)]
+		key.name += " . " + next.name
+		if key.value = nil; next.value != nil && next.only == nil {
+			key.value = padded(append(value, next.value...))
+		}
+	}
+	return key
+}
+
+// padded returns a copy that fills registers of 4 bytes.
+func padded(value []byte) []byte {
+	return append(slices.Clone(value), make([]byte, (4-len(value)%4)%4)...)
+}
+
+// target judges a target of iptables.
+func (r *reading) target(name string) {
+	switch {
+	case name == "REJECT":
+		r.ends = []end{{verdict: "reject"}}
+	case !nonTerminal[name]:
+		r.ends = []end{{verdict: "accept"}}
+	}
+}
+
+func endOf(v expr.Verdict) end { return end{verdicts[v.Kind], v.Chain} }
+
+// load returns what an expression loads, and into which register.
+func (r *reading) load(e expr.Any) (into uint32, value register, loads bool) {
+	switch e := e.(type) {
+	case *expr.Meta:
+		return e.Register, r.meta(e), true
+	case *expr.Payload:
+		return e.DestRegister, r.payload(e), true
+	case *expr.Bitwise:
+		return e.DestRegister, r.regs[slot(e.SourceRegister)].masked(e), true
+	case *expr.Ct:
+		return e.Register, r.ct(e), true
+	case *expr.Fib:
+		return e.Register, r.fib(e), true
+	case *expr.Immediate:
+		return e.Register, register{}, true
+	case *expr.Rt:
+		return e.Register, register{}, true
+	case *expr.Socket:
+		return e.Register, register{}, true
+	case *expr.Hash:
+		return e.DestRegister, register{}, true
+	case *expr.Numgen:
+		return e.Register, register{}, true
+	}
+	return 0, register{}, false
+}
+
+func (r *reading) meta(e *expr.Meta) register {
+	switch {
+	case e.SourceRegister:
+	case e.Key == expr.MetaKeyL4PROTO:
+		return register{value: []byte{r.packet.protocol}, name: "meta l4proto"}
+	case e.Key == expr.MetaKeyNFPROTO:
+		return register{value: []byte{nft.Protocol(r.packet.family)}}
+	}
+	return register{}
+}
+
+// statusDNAT is the bit of connections whose destination is translated, IPS_DST_NAT.
+const statusDNAT = 1 << 5
+
+func (r *reading) ct(e *expr.Ct) register {
+	switch {
+	case e.SourceRegister:
+	case e.Key == expr.CtKeySTATE:
+		return register{value: binary.NativeEndian.AppendUint32(nil, expr.CtStateBitNEW)}
+	case e.Key == expr.CtKeySTATUS && r.packet.dnat != maybe:
+		bit := binary.NativeEndian.AppendUint32(nil, statusDNAT)
+		if r.packet.dnat == no {
+			return register{value: make([]byte, 4), only: bit}
+		}
+		return register{value: bit, only: bit}
+	}
+	return register{}
+}
+
+func (r *reading) fib(e *expr.Fib) register {
+	if !e.ResultADDRTYPE || !e.FlagDADDR || e.FlagIIF || e.FlagOIF || r.packet.here == maybe {
+		return register{}
+	}
+	kind := uint32(typeUnicast)
+	if r.packet.here == yes {
+		kind = typeLocal
+	}
+	return register{value: binary.NativeEndian.AppendUint32(nil, kind), name: "fib daddr type"}
+}
+
+// payload returns the bytes of the packet that an expression loads.
+func (r *reading) payload(e *expr.Payload) register {
+	protocolAt, dstAt, name := uint32(9), uint32(16), "ip"
+	if r.packet.family == plan.IPv6 {
+		protocolAt, dstAt, name = 6, 24, "ip6"
+	}
+	part := func(of []byte, at uint32) []byte {
+		if e.Offset < at || e.Offset+e.Len > at+uint32(len(of)) {
+			return nil
+		}
+		return of[e.Offset-at : e.Offset-at+e.Len]
+	}
+	address := e.Offset >= dstAt && e.Offset < dstAt+uint32(r.packet.family.Bits()/8)
+	switch {
+	case e.Base == expr.PayloadBaseNetworkHeader && e.Offset == protocolAt && e.Len == 1:
+		return register{value: []byte{r.packet.protocol}, name: name + " protocol"}
+	case e.Base == expr.PayloadBaseNetworkHeader && address:
+		if r.packet.dst.IsValid() { // Else it is some address of the node.
+			return register{value: part(r.packet.dst.AsSlice(), dstAt), name: name + " daddr", specific: true}
+		}
+	case e.Base == expr.PayloadBaseTransportHeader:
+		if v := part([]byte{byte(r.packet.port >> 8), byte(r.packet.port)}, 2); len(v) == 2 {
+			return register{value: v, name: map[byte]string{unix.IPPROTO_TCP: "tcp", unix.IPPROTO_UDP: "udp", unix.IPPROTO_SCTP: "sctp"}[r.packet.protocol] + " dport", specific: true}
+		}
+	}
+	return register{}
+}
+
+// extension judges a match of iptables.
+func (r *reading) extension(e *expr.Match) {
+	all := portRange{0, 0xffff}
+	protocolPorts := func(src, dst [2]uint16, plain bool) {
+		if !plain || portRange(src) != all {
+			r.unknown()
+		}
+		if portRange(dst) != all && plain {
+			r.toPorts(e.Name, []portRange{dst}, false)
+		}
+	}
+	switch info := e.Info.(type) {
+	case *xt.Comment:
+	case *xt.Tcp:
+		protocolPorts(info.SrcPorts, info.DstPorts, info.InvFlags == 0 && info.Option == 0 && info.FlagsMask == 0)
+	case *xt.Udp:
+		protocolPorts(info.SrcPorts, info.DstPorts, info.InvFlags == 0)
+	case *xt.ConntrackMtinfo3:
+		r.conntrack(info)
+	case *xt.AddrTypeV1:
+		r.addrtype(info)
+	case *xt.Unknown:
+		switch {
+		case e.Name == "multiport":
+			r.multiport(*info)
+		case e.Name != "comment":
+			r.unknown()
+		}
+	default:
+		r.unknown()
+	}
+}
+
+// What xt_conntrack can be asked for, and inverted.
+const (
+	askState     = 1 << 0
+	askFirstDst  = 1 << 3
+	askFirstPort = 1 << 9
+	askPlain     = askState | askFirstDst | askFirstPort | 1<<13 // the last says that --state was written, which means the same
+)
+
+func (r *reading) conntrack(info *xt.ConntrackMtinfo3) {
+	inverted := func(bit uint16) bool { return info.InvertFlags&bit != 0 }
+	if info.MatchFlags&^askPlain != 0 {
+		r.unknown()
+	}
+	if info.MatchFlags&askState != 0 {
+		r.inState(info.StateMask, inverted(askState))
+	}
+	if info.MatchFlags&askFirstDst != 0 {
+		ones, size := info.OrigDstMask.Size()
+		addr, ok := addrOf(info.OrigDstAddr, r.packet.family)
+		if !ok || size == 0 {
+			r.unknown()
+		} else {
+			r.firstTo(netip.PrefixFrom(addr, ones), inverted(askFirstDst))
+		}
+	}
+	if info.MatchFlags&askFirstPort != 0 {
+		r.firstToPort(portRange{info.OrigDstPort, max(info.OrigDstPort, info.OrigDstPortHigh)}, inverted(askFirstPort))
+	}
+}
+
+func addrOf(ip net.IP, f plan.Family) (netip.Addr, bool) {
+	if f == plan.IPv4 {
+		ip = ip.To4()
+	}
+	return netip.AddrFromSlice(ip)
+}
+
+// What xt_addrtype inverts, and limits.
+const (
+	invertDst    = 1 << 1
+	limitDevices = 1<<2 | 1<<3
+)
+
+func (r *reading) addrtype(info *xt.AddrTypeV1) {
+	if info.Source != 0 || info.Flags&limitDevices != 0 {
+		r.unknown()
+	}
+	if info.Dest != 0 && info.Flags&limitDevices == 0 {
+		r.toType(info.Dest, info.Flags&invertDst != 0)
+	}
+}
+
+// multiport judges struct xt_multiport_v1: which ports are meant, how many there are, 15 ports, which of them begin ranges, and whether
+// all that is inverted.
+func (r *reading) multiport(info []byte) {
+	const (
+		most        = 15
+		destination = 1
+	)
+	if len(info) < 2+2*most+most+1 || info[0] != destination || info[1] > most {
+		r.unknown() // It asks for the source's port.
+		return
+	}
+	var list []portRange
+	for i := 0; i < int(info[1]); i++ {
+		port := func(i int) uint16 { return binary.NativeEndian.Uint16(info[2+2*i:]) }
+		from := port(i)
+		if begins := info[2+2*most+i] != 0; begins && i+1 < int(info[1]) {
+			i++
+		}
+		list = append(list, portRange{from, port(i)})
+	}
+	r.toPorts(protocolName(r.packet.protocol), list, info[2+3*most] != 0)
+}
+
+func protocolName(number byte) string {
+	if p := netlink.ProtocolOf(number); p != "" {
+		return p.Lower()
+	}
+	return strconv.Itoa(int(number))
+}
+
+// masked is what a bitwise operation makes of a register.
+func (r register) masked(e *expr.Bitwise) register {
+	if r.value == nil || len(r.value) != len(e.Mask) || r.only != nil && !bytes.Equal(r.only, e.Mask) {
+		r.value = nil
+		return r
+	}
+	out := make([]byte, len(r.value))
+	for i := range out {
+		out[i] = r.value[i]&e.Mask[i] ^ e.Xor[i]
+	}
+	r.value, r.only = out, nil
+	if r.specific {
+		r.mask = e.Mask
+	}
+	return r
+}
+
+// sentence joins the words of a rule.
+func sentence(words []string) string {
+	for _, word := range words { // A port says the protocol.
+		if protocol, _, is := strings.Cut(word, " dport "); is {
+			words = slices.DeleteFunc(words, func(w string) bool { return w == "meta l4proto "+protocol || w == "ip protocol "+protocol })
+			break
+		}
+	}
+	return strings.Join(words, " ")
+}
+
+var verdicts = map[expr.VerdictKind]string{
+	expr.VerdictDrop: "drop", expr.VerdictAccept: "accept", expr.VerdictReturn: "return", expr.VerdictJump: "jump", expr.VerdictGoto: "goto",
+	expr.VerdictQueue: "accept", expr.VerdictStolen: "accept", expr.VerdictStop: "accept",
+}
+
+// nonTerminal are targets of iptables behind which a packet goes on.
+var nonTerminal = map[string]bool{
+	"LOG": true, "NFLOG": true, "ULOG": true, "MARK": true, "CONNMARK": true, "CT": true, "TCPMSS": true, "TRACE": true, "DSCP": true,
+	"TOS": true, "TTL": true, "HL": true, "CLASSIFY": true, "SET": true, "AUDIT": true, "CHECKSUM": true, "NOTRACK": true,
+}
+
+func compared(op expr.CmpOp, order int) bool {
+	switch op {
+	case expr.CmpOpEq:
+		return order == 0
+	case expr.CmpOpNeq:
+		return order != 0
+	case expr.CmpOpLt:
+		return order < 0
+	case expr.CmpOpLte:
+		return order <= 0
+	case expr.CmpOpGt:
+		return order > 0
+	}
+	return order >= 0
+}
+
+var operators = map[expr.CmpOp]string{
+	expr.CmpOpEq: "", expr.CmpOpNeq: "!= ", expr.CmpOpLt: "< ", expr.CmpOpLte: "<= ", expr.CmpOpGt: "> ", expr.CmpOpGte: ">= ",
+}
+
+// text is such as "tcp dport 80".
+func (r register) text(op expr.CmpOp, data []byte) string {
+	if r.name == "" {
+		return ""
+	}
+	text := r.name + " " + operators[op] + r.show(data)
+	if r.mask != nil {
+		ones := 0
+		for _, b := range r.mask {
+			ones += bits.OnesCount8(b)
+		}
+		text += fmt.Sprintf("/%d", ones)
+	}
+	return text
+}
+
+// show returns a value as nft prints it.
+func (r register) show(data []byte) string {
+	switch {
+	case strings.HasSuffix(r.name, "dport") && len(data) == 2:
+		return strconv.Itoa(int(data[0])<<8 | int(data[1]))
+	case strings.HasSuffix(r.name, "daddr"):
+		if a, ok := netip.AddrFromSlice(data); ok {
+			return a.String()
+		}
+		if len(data) < 4 { // The beginning of an address of IPv4.
+			full := append(slices.Clone(data), make([]byte, 4-len(data))...)
+			a, _ := netip.AddrFromSlice(full)
+			return fmt.Sprintf("%s/%d", a, 8*len(data))
+		}
+	case r.name == "fib daddr type" && len(data) == 4:
+		return map[uint32]string{typeUnicast: "unicast", typeLocal: "local"}[binary.NativeEndian.Uint32(data)]
+	case len(data) == 1:
+		if p := netlink.ProtocolOf(data[0]); p != "" {
+			return p.Lower()
+		}
+	}
+	return fmt.Sprintf("0x%x", data)
+}
