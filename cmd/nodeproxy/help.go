@@ -66,6 +66,7 @@ var exampleTexts = map[string]string{
   nodeproxy top -n shop --interval=5s
   nodeproxy top --count=1 -o json`,
 	"nodeproxy support": `  nodeproxy support
+  nodeproxy support --hash-names
   kubectl -n kube-system exec ds/nodeproxy -- nodeproxy support -o - > report.tar.gz`,
 	"nodeproxy history": `  nodeproxy history
   nodeproxy history shop/web -o wide`,

@@ -217,6 +217,17 @@ func TestSupport(t *testing.T) {
 	} else if h, err := tar.NewReader(z).Next(); err != nil || h.Name != "nodeproxy-support/version.txt" {
 		t.Errorf("to standard output: %+v, %v", h, err)
 	}
+	hashed := filepath.Join(a.dir, "hashed.tar.gz")
+	if text, code := a.ask("support", "--hash-names", "-o", hashed); code != 0 || !strings.Contains(text, "names and addresses are replaced by hashes") {
+		t.Errorf("with hashes: exit code %d, %s", code, text)
+	}
+	for file, text := range read(hashed) {
+		for _, name := range []string{"default/web", `"web"`, "10.96.0.10", "10.244.1.5"} {
+			if strings.Contains(text, name) {
+				t.Errorf("with hashes, %s has %s", file, name)
+			}
+		}
+	}
 	if text, code := a.ask("support", "-o", with); code != 1 || !strings.Contains(text, "file exists") {
 		t.Errorf("over a file that exists: exit code %d, %s", code, text)
 	}

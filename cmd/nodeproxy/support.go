@@ -79,14 +79,16 @@ func (d *daemon) support() map[string]string {
 }
 
 func supportCommand() *cobra.Command {
-	i, file := &inspector{}, ""
+	i, file, hash := &inspector{}, "", false
 	cmd := &cobra.Command{
 		Use:   "support",
 		Short: "Write a file for a bug report: state, history, configuration, rules and log of this node",
 		Long: "support writes a compressed archive for a bug report, which only its owner can read, and lists what is in it: the status, Services, findings,\n" +
 			"history, configuration, metrics and latest log of the running nodeproxy, the version of the system, and the rules of nodeproxy and kube-proxy in\n" +
 			"the kernel. It includes names and addresses of Services and endpoints, and only those annotations that a finding quotes. It leaves out\n" +
-			"kubeconfig files, certificates and tokens. If no nodeproxy answers, it has what can be seen without one.\n" + runningHelp,
+			"kubeconfig files, certificates and tokens. If no nodeproxy answers, it has what can be seen without one.\n\n" +
+			"With --hash-names, it replaces the names of namespaces, objects and hosts, and all addresses except loopback ones, by hashes. A name has the\n" +
+			"same hash throughout the archive, and another one in the next archive. Ports and their names, files and interfaces are left as they are.\n" + runningHelp,
 		Args: noArgs,
 		RunE: func(cmd *cobra.Command, _ []string) error {
 			now := time.Now()
@@ -98,6 +100,11 @@ func supportCommand() *cobra.Command {
 				return err
 			}
 			report := gather(cmd.Context(), inspect.NewClient(i.socket()), i.socket(), health)
+			has := "it has names and addresses of Services and endpoints"
+			if hash {
+				newAnonymizer().report(report)
+				has = "names and addresses are replaced by hashes where they are recognised, and a message may quote others"
+			}
 			w := cmd.OutOrStdout()
 			if file == "-" {
 				if err := writeReport(w, report, now); err != nil {
@@ -110,13 +117,14 @@ func supportCommand() *cobra.Command {
 			for _, f := range report {
 				fmt.Fprintf(w, "%9d  %s\n", len(f.text), f.name)
 			}
-			fmt.Fprintf(w, "Written to %s. Look through it before you give it to anybody: it has names and addresses of Services and endpoints.\n", file)
+			fmt.Fprintf(w, "Written to %s. Look through it before you give it to anybody: %s.\n", file, has)
 			return nil
 		},
 	}
 	i.flags.Add(cmd.Flags())
 	i.socket = func() string { return cmd.Flags().Lookup("socket").Value.String() }
 	refuseOthersAs(cmd, "status")
+	cmd.Flags().BoolVar(&hash, "hash-names", false, "replace names and addresses by hashes")
 	cmd.Flags().StringVarP(&file, "output", "o", "", "file to write, which must not exist, or - for standard output; by default nodeproxy-support-TIME.tar.gz in the current directory")
 	return cmd
 }

@@ -1,0 +1,64 @@
+package main
+
+import (
+	"net/netip"
+	"regexp"
+	"strings"
+	"testing"
+)
+
+// TestHashNames: the same names and addresses become the same hashes in all files, everything around them stays, and another report has
+// other hashes.
+func TestHashNames(t *testing.T) {
+	t.Parallel()
+	files := func() []reportFile {
+		return []reportFile{
+			{"services.json", `[{"namespace": "shop", "name": "cart", "port": "http", "clusterIP": "10.96.0.10"}, {"namespace": "default", "name": "name"}]`},
+			{"rules.txt", `-A KUBE-SERVICES -d 10.96.0.10/32 -m comment --comment "shop/cart:http cluster IP" -j KUBE-SVC-ABCDEFGHIJKLMN23` + "\n" +
+				`-A KUBE-SVC-ABCDEFGHIJKLMN23 -s 127.0.0.1/32 -d fd00:10::a/128 -j DNAT --to-destination 10.244.1.5:8080` + "\n"},
+			{"log.txt", `time=2026-11-22T21:24:37.123Z msg="Pod cart-7d9f-x on node n1.corp at [fd00:10::a]:443 asks https://api.corp.example:6443: EndpointSlice shop/cart-8xk"` + "\n" +
+				`0.0.0.0:10256 ::: 10.244.1.5. cart.shop.svc at 21:24:37` + "\n"},
+		}
+	}
+	hash := func(key string) []reportFile {
+		a, out := newAnonymizer(), files()
+		a.key = []byte(key) // With one drawn at random, the letters of a hash could be those of a name by chance.
+		a.report(out)
+		return out
+	}
+	report := hash("1")
+	all := ""
+	for _, f := range report {
+		all += f.text
+	}
+	for _, gone := range []string{"shop", "cart", "10.96.0.10", "10.244", "fd00", "corp", "ABCDEFGHIJKLMN23"} {
+		if strings.Contains(all, gone) {
+			t.Errorf("there is still %q", gone)
+		}
+	}
+	for _, stays := range []string{`"name": "`, `"namespace": "default"`, `"port": "http"`, "KUBE-SERVICES -d ip4-", "/32 -m comment", ":http cluster IP", "127.0.0.1/32",
+		"2026-11-22T21:24:37.123Z", "]:443 asks https://", ":6443: EndpointSlice", ":8080\n", "0.0.0.0:10256 ::: ", ".svc at 21:24:37"} {
+		if !strings.Contains(all, stays) {
+			t.Errorf("there is no %q", stays)
+		}
+	}
+	cart := regexp.MustCompile(`"name": "(name-[a-z2-7]{12})", "port"`).FindStringSubmatch(report[0].text)
+	address := regexp.MustCompile(`"clusterIP": "(ip4-[a-z2-7]{12})"`).FindStringSubmatch(report[0].text)
+	chain := regexp.MustCompile(`-j (KUBE-SVC-[A-Z2-7]{16})\n-A (KUBE-SVC-[A-Z2-7]{16}) `).FindStringSubmatch(report[1].text)
+	if cart == nil || address == nil || chain == nil || chain[1] != chain[2] {
+		t.Fatalf("%v %v %v in\n%s", cart, address, chain, all)
+	}
+	if !strings.Contains(report[1].text, "/"+cart[1]+":http") || !strings.Contains(report[1].text, "-d "+address[1]+"/32") || !strings.Contains(report[2].text, cart[1]+".name-") {
+		t.Errorf("%s and %s are not the same everywhere:\n%s", cart[1], address[1], all)
+	}
+	again := hash("2")
+	if strings.Contains(again[0].text, cart[1]) || strings.Contains(again[0].text, address[1]) {
+		t.Error("another report has the same hashes")
+	}
+	if again := newAnonymizer(); again.address("2001:db8::1") != again.address(netip.MustParseAddr("2001:db8:0::1").String()) {
+		t.Error("two forms of an address have different hashes")
+	}
+	if a, b := newAnonymizer(), newAnonymizer(); string(a.key) == string(b.key) {
+		t.Error("two reports have the same key")
+	}
+}
