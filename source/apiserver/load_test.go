@@ -3,12 +3,16 @@ package apiserver
 import (
 	"context"
 	"net/http"
+	"net/http/httptest"
+	"path"
 	"testing"
+	"testing/synctest"
 	"time"
 
 	v1 "k8s.io/api/core/v1"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 	"k8s.io/apimachinery/pkg/types"
+	"k8s.io/client-go/rest"
 
 	"nodeproxy/source/apiserver/apiservertest"
 )
@@ -41,23 +45,25 @@ func TestLoad(t *testing.T) {
 func TestLoadTimeLimit(t *testing.T) {
 	t.Parallel()
 	f := apiservertest.New(t)
-	f.Hold(make(chan struct{}), endpointSlices)
-	client, err := NewClient(ClientConfig{Master: f.URL, ContentType: "application/json"})
-	if err != nil {
-		t.Fatal(err)
-	}
-	ended := make(chan error, 1)
-	go func() {
-		_, err := Load(t.Context(), Config{Client: client, NodeName: "node1", loadTimeout: 50 * time.Millisecond})
-		ended <- err
-	}()
-	select {
-	case err := <-ended:
+	synctest.Test(t, func(t *testing.T) {
+		answer := roundTrip(func(r *http.Request) (*http.Response, error) {
+			if path.Base(r.URL.Path) == endpointSlices {
+				<-r.Context().Done()
+				return nil, r.Context().Err()
+			}
+			w := httptest.NewRecorder()
+			f.ServeHTTP(w, r)
+			return w.Result(), nil
+		})
+		client, err := newClient(&rest.Config{Host: f.URL, QPS: -1, Transport: answer,
+			ContentConfig: rest.ContentConfig{ContentType: "application/json", AcceptContentTypes: "application/json"}})
+		if err != nil {
+			t.Fatal(err)
+		}
+		_, err = Load(t.Context(), Config{Client: client, NodeName: "node1", loadTimeout: 50 * time.Millisecond})
 		want := "listing endpointslices: the API server " + f.URL + " has not delivered everything within 50ms"
 		if err == nil || err.Error() != want {
 			t.Errorf("%v, want %s", err, want)
 		}
-	case <-time.After(time.Minute):
-		t.Error("Load waits without a limit")
-	}
+	})
 }
