@@ -65,7 +65,7 @@ unit:
 
 # The same tests whole, and those that need the kernel: as root, in network namespaces of their own.
 integration: deps kernel guest
-	go test -timeout 10m $(PACKAGES)
+	go test -timeout 15m $(PACKAGES)
 
 # The same under the race detector, with a fifth of the examples. The race detector has no room in the test kernel: of packages that
 # run there, only the tests that need no kernel.
@@ -88,7 +88,7 @@ test: deps
 	hack/unchanged $(MAKE) test-all
 
 test-all: deps build lint controlplane kernel guest deploytools neighbours
-	go test -count=1 -timeout 10m $(PACKAGES)
+	go test -count=1 -timeout 15m $(PACKAGES)
 	$(MAKE) race
 	NODEPROXY_BIN=$(CURDIR)/$(BINARY) go test -count=1 -timeout 45m -v ./e2e/... | hack/quiet
 	$(MAKE) test-hostile

@@ -19,7 +19,7 @@ import (
 )
 
 // tracePairs is how many packets TestTraceVerdicts follows in each mode; a hundredth of them in short tests.
-var tracePairs = flag.Int("trace.pairs", 10000, "number of random packets that are traced in each mode")
+var tracePairs = flag.Int("trace.pairs", 4000, "number of random packets that are traced in each mode")
 
 // packetsPerCluster is how many of them belong to one cluster and family.
 const packetsPerCluster = 25
