@@ -27,8 +27,9 @@ type kernel interface {
 	Close() error
 }
 
-// mostInTransaction is about how many elements one transaction changes. No other program can change nftables during a transaction.
-const mostInTransaction = 10000
+// mostInTransaction is about how many elements one transaction changes. No other program can change nftables during a transaction. The
+// kernel is idle until the first one has been prepared, and of the last one there is nothing left to prepare beside it, so they are small.
+const mostInTransaction = 2500
 
 // engine programs one family.
 type engine struct {

@@ -94,7 +94,10 @@ func (s Service) String() string { return s.Namespace + "/" + s.Name }
 
 // Compare orders Services by namespace, then name.
 func (s Service) Compare(o Service) int {
-	return cmp.Or(cmp.Compare(s.Namespace, o.Namespace), cmp.Compare(s.Name, o.Name))
+	if c := cmp.Compare(s.Namespace, o.Namespace); c != 0 {
+		return c
+	}
+	return cmp.Compare(s.Name, o.Name)
 }
 
 // Key identifies one ServicePort: a port of a Service, in one family.
@@ -118,12 +121,11 @@ func (k Key) String() string { return fmt.Sprintf("%s/%s/%s", k.PortName(), k.Pr
 
 // Compare orders keys by Service, port name, protocol and family.
 func (k Key) Compare(o Key) int {
-	return cmp.Or(
-		k.Service.Compare(o.Service),
-		cmp.Compare(k.Port, o.Port),
-		cmp.Compare(k.Protocol, o.Protocol),
-		cmp.Compare(k.Family, o.Family),
-	)
+	// Not cmp.Or, for which everything would be compared: large plans are sorted by this.
+	if c := k.Service.Compare(o.Service); c != 0 {
+		return c
+	}
+	return cmp.Or(cmp.Compare(k.Port, o.Port), cmp.Compare(k.Protocol, o.Protocol), cmp.Compare(k.Family, o.Family))
 }
 
 // Keys is a set of ServicePorts, such as those that a change affects.

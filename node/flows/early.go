@@ -21,6 +21,14 @@ func newEarly() early {
 	return early{ports: map[plan.Key]*plan.ServicePort{}, owners: map[frontend]*plan.ServicePort{}}
 }
 
+// expect makes room for n ServicePorts. Nothing is written to the kernel before all of a large first plan are recorded, so that it matters how
+// long that takes.
+func (e *early) expect(n int) {
+	if len(e.ports) == 0 {
+		e.ports, e.owners = make(map[plan.Key]*plan.ServicePort, n), make(map[frontend]*plan.ServicePort, n)
+	}
+}
+
 // set replaces the ServicePort with this key; nil removes it. It returns the frontends that lead to endpoints now and did not
 // before.
 func (e *early) set(key plan.Key, sp *plan.ServicePort) map[frontend]struct{} {
@@ -55,10 +63,13 @@ func (e *early) replace(old, sp *plan.ServicePort) map[frontend]struct{} {
 			delete(e.owners, at)
 		}
 	}
-	opened := map[frontend]struct{}{}
+	var opened map[frontend]struct{}
 	for _, at := range tcpFrontends(sp) {
 		e.owners[at] = sp
 		if !slices.Contains(before, at) {
+			if opened == nil {
+				opened = map[frontend]struct{}{}
+			}
 			opened[at] = struct{}{}
 			e.due = true
 		}

@@ -143,14 +143,14 @@ func newIndex(ranges []netip.Prefix, strays bool) *index {
 // set replaces the ServicePort with this key; nil removes it. It returns the frontends whose flows may be stale now.
 func (x *index) set(key plan.Key, sp *plan.ServicePort) work {
 	old := x.targets[key]
+	if old == nil && sp == nil { // as for most TCP ports
+		return work{}
+	}
 	var now *target
 	if sp != nil {
 		now = newTarget(sp)
 	}
 	todo := work{frontends: map[frontend]struct{}{}, returned: x.moved(key, old, now)}
-	if old == nil && now == nil {
-		return todo
-	}
 	if old != nil && now != nil && !now.mayStrand(old) {
 		x.targets[key] = now
 		return todo

@@ -189,6 +189,7 @@ func (r *Reconciler) updateAll(p *plan.Plan) {
 			r.index.early.set(key, nil)
 		}
 	}
+	r.index.early.expect(len(p.Services))
 	for key, sp := range p.Services {
 		r.index.set(key, r.wanted(sp))
 		r.index.early.set(key, sp)
