@@ -333,10 +333,10 @@ func TestDrift(t *testing.T) {
 	}{
 		{"delete element ip nodeproxy services { 10.96.0.12 . tcp . 80 }", drift.SetElement, drift.Missing, "10.96.0.12 . tcp . 80 of set services"},
 		{"delete element ip nodeproxy endpoints { 10.96.0.12 . tcp . 80 . 1 }", drift.SetElement, drift.Missing,
-			"10.96.0.12 . tcp . 80 . 0x00000001 of set endpoints"},
+			"10.96.0.12 . tcp . 80 . 0:1 of set endpoints"},
 		{"delete element ip nodeproxy endpoints { 10.96.0.12 . tcp . 80 . 1 }; " +
 			"add element ip nodeproxy endpoints { 10.96.0.12 . tcp . 80 . 1 : 192.0.2.1 . 80 }", drift.SetElement, drift.Changed,
-			"10.96.0.12 . tcp . 80 . 0x00000001 of set endpoints"},
+			"10.96.0.12 . tcp . 80 . 0:1 of set endpoints"},
 		{"add element ip nodeproxy cluster-ips { 192.0.2.1 }", drift.SetElement, drift.Unexpected, "192.0.2.1 of set cluster-ips"},
 		{"flush chain ip nodeproxy prerouting", drift.Chain, drift.Changed, "prerouting of nftables table ip nodeproxy"},
 		{"add rule ip nodeproxy to-services drop", drift.Chain, drift.Changed, "to-services of nftables table ip nodeproxy"},

@@ -62,9 +62,8 @@ func sets(f plan.Family) []nft.Set {
 	var (
 		name     = nft.Concat{addr, nft.TypeProtocol, nft.TypeServicePort}
 		number   = nft.Concat{nft.TypeClassID}
-		mark     = nft.Concat{nft.TypeMark}
 		endpoint = nft.Concat{addr, nft.TypeServicePort}
-		index    = append(slices.Clone(name), nft.TypeMark)
+		index    = append(slices.Clone(name), nft.TypeClassID) // as the packet has the number in its priority
 		client   = append(slices.Clone(name), addr)
 	)
 	return []nft.Set{
@@ -74,11 +73,11 @@ func sets(f plan.Family) []nft.Set {
 		kindsWithin:          {Name: names.NFTKindsWithin, Key: number, Data: nft.Concat{nft.TypeVerdict}},
 		endpoints:            {Name: names.NFTEndpoints, Key: index, Data: endpoint},
 		localEndpoints:       {Name: names.NFTLocalEndpoints, Key: index, Data: endpoint},
-		choices:              {Name: names.NFTChoices, Key: index, Data: mark},
-		localChoices:         {Name: names.NFTLocalChoices, Key: index, Data: mark},
+		choices:              {Name: names.NFTChoices, Key: index, Data: number},
+		localChoices:         {Name: names.NFTLocalChoices, Key: index, Data: number},
 		stickyEndpoints:      {Name: names.NFTStickyEndpoints, Key: index, Data: endpoint},
 		localStickyEndpoints: {Name: names.NFTLocalStickyEndpoints, Key: index, Data: endpoint},
-		affinity:             {Name: names.NFTAffinity, Key: client, Data: mark, Dynamic: true, Size: mostClients},
+		affinity:             {Name: names.NFTAffinity, Key: client, Data: number, Dynamic: true, Size: mostClients},
 		limited:              {Name: names.NFTLimited, Key: name},
 		sourceRanges:         {Name: names.NFTSourceRanges, Key: client, Interval: true},
 		clusterIPs:           {Name: names.NFTClusterIPs, Key: nft.Concat{addr}},
@@ -115,7 +114,7 @@ func (l *layout) chains() []nft.Chain {
 	}
 	out := []nft.Chain{
 		{Name: names.NFTReject, Rules: []nft.Rule{l.reject()}},
-		{Name: names.NFTRejectReset, Rules: []nft.Rule{l.rule().add("reject with tcp reset", &expr.Reject{Type: unix.NFT_REJECT_TCP_RST}).out}},
+		{Name: names.NFTRejectReset, Rules: []nft.Rule{l.rejectReset()}},
 		{Name: names.NFTDrop, Rules: []nft.Rule{l.rule().drop()}},
 		{Name: names.NFTCheckSource, Rules: []nft.Rule{l.checkSource()}},
 	}
@@ -150,6 +149,12 @@ func (l *layout) chains() []nft.Chain {
 		base(names.NFTPrerouting, "nat", "prerouting", priorityDNAT, l.rule().jump(names.NFTToServices)),
 		base(names.NFTOutput, "nat", "output", priorityDNAT, l.rule().jump(names.NFTToServices)),
 	)
+}
+
+// rejectReset answers with a TCP reset. Only TCP comes here; as input, nft requires the comparison.
+func (l *layout) rejectReset() nft.Rule {
+	return l.rule().add("meta l4proto tcp", loadProtocol(0), equals([]byte{unix.IPPROTO_TCP})).
+		add("reject with tcp reset", &expr.Reject{Type: unix.NFT_REJECT_TCP_RST}).out
 }
 
 // reject answers with ICMP's or ICMPv6's "port unreachable".

@@ -65,14 +65,11 @@ func partText(t uint32, raw []byte) string {
 	case nft.TypeServicePort:
 		return fmt.Sprint(binary.BigEndian.Uint16(raw))
 	}
-	n := binary.NativeEndian.Uint32(raw)
-	if t == nft.TypeClassID {
-		return classID(n)
-	}
-	return fmt.Sprintf("%#08x", n)
+	return classID(binary.NativeEndian.Uint32(raw))
 }
 
-// Render returns the table of a family in the form of `nft list table`, in stable order. The map affinity is empty: rules fill it.
+// Render returns the table of a family in the form of `nft list table`, in stable order, as input for `nft -f`. The map affinity is empty:
+// rules fill it.
 func Render(p *plan.Plan, f plan.Family, o Options) string {
 	l := &layout{family: f, options: o, settings: p.Settings, node: p.Node, partial: p.Partial}
 	elements, used := map[id]value{}, map[kind]bool{}
@@ -91,11 +88,32 @@ func Render(p *plan.Plan, f plan.Family, o Options) string {
 		renderSet(&out, f, set, order[:n], elements)
 		order = order[n:]
 	}
-	for _, c := range append(l.kindChains(used), l.chains()...) {
+	for _, c := range asInput(append(l.kindChains(used), l.chains()...), used) {
 		out.WriteString(chainText(c, "\t"))
 	}
 	out.WriteString("}\n")
 	return out.String()
+}
+
+// asInput returns chains as nft can take them: no rule clears the priority. Those that only affinity needs are left out where no kind has
+// it, as nft 1.0.6 aborts on their rules in family ip6.
+func asInput(chains []nft.Chain, used map[kind]bool) []nft.Chain {
+	remembers := false
+	for k := range used {
+		remembers = remembers || k.affinity > 0
+	}
+	var out []nft.Chain
+	for _, c := range chains {
+		if slices.ContainsFunc(ways, func(w way) bool { return !remembers && c.Name == w.chain(names.NFTChoice) }) {
+			continue
+		}
+		c.Rules = slices.Clone(c.Rules)
+		for i := range c.Rules {
+			c.Rules[i].Text = strings.TrimPrefix(c.Rules[i].Text, clearing)
+		}
+		out = append(out, c)
+	}
+	return out
 }
 
 // chainText returns a chain in the form of `nft list chain`, each line indented.
@@ -117,7 +135,11 @@ func chainText(c nft.Chain, indent string) string {
 }
 
 func renderSet(out *strings.Builder, f plan.Family, set nft.Set, order []id, elements map[id]value) {
-	word, data, flags := "set", "", ""
+	word, key, data, flags := "set", "type "+set.Key.String(), "", ""
+	same := set.Name == names.NFTSame
+	if same { // As input, no name of a type will do for a byte of any field.
+		key = "typeof @nh,0,8 . @nh,0,8"
+	}
 	if set.Data != nil {
 		word, data = "map", " : "+set.Data.String()
 	}
@@ -130,11 +152,15 @@ func renderSet(out *strings.Builder, f plan.Family, set nft.Set, order []id, ele
 	if set.Counted {
 		flags += " counter;"
 	}
-	fmt.Fprintf(out, "\t%s %s {\n\t\ttype %s%s;%s\n", word, set.Name, set.Key, data, flags)
+	fmt.Fprintf(out, "\t%s %s {\n\t\t%s%s;%s\n", word, set.Name, key, data, flags)
 	if len(order) > 0 {
 		out.WriteString("\t\telements = {\n")
 		for _, i := range order {
-			out.WriteString("\t\t\t" + i.text(f) + elements[i].text(set) + ",\n")
+			text := i.text(f)
+			if same {
+				text = fmt.Sprintf("%#x . %#x", i.key[0], i.key[4])
+			}
+			out.WriteString("\t\t\t" + text + elements[i].text(set) + ",\n")
 		}
 		out.WriteString("\t\t}\n")
 	}

@@ -3,6 +3,7 @@ package nftables
 import (
 	"encoding/binary"
 	"fmt"
+	"math"
 	"net/netip"
 	"strings"
 	"time"
@@ -76,15 +77,16 @@ func (b *builder) frontend() (string, []expr.Any) {
 	return b.ip() + " daddr . meta l4proto . th dport", []expr.Any{b.address(true, 0), loadProtocol(a), loadPort(a + 1)}
 }
 
-// frontendOf loads the packet's frontend as maps have it, from register 0 on. That of a node port has noAddress instead of an address.
+// frontendOf loads the packet's frontend as maps have it, from register 0 on. That of a node port has noAddress instead of an
+// address: the address without any of its bits, since nft prints constants in keys as invalid, and takes none.
 func (b *builder) frontendOf(nodePort bool) (string, []expr.Any) {
 	if !nodePort {
 		return b.frontend()
 	}
-	a := noAddress(b.family)
-	n := addrRegisters(b.family)
-	return a.String() + " . meta l4proto . th dport",
-		[]expr.Any{&expr.Immediate{Register: register(0), Data: a.AsSlice()}, loadProtocol(n), loadPort(n + 1)}
+	zeros, n := noAddress(b.family).AsSlice(), addrRegisters(b.family)
+	return fmt.Sprintf("%s daddr & %s . meta l4proto . th dport", b.ip(), noAddress(b.family)),
+		[]expr.Any{b.address(true, 0), &expr.Bitwise{SourceRegister: register(0), DestRegister: register(0), Len: uint32(len(zeros)),
+			Mask: zeros, Xor: zeros}, loadProtocol(n), loadPort(n + 1)}
 }
 
 // noAddress returns the address of node ports in maps. No packet has it as its destination.
@@ -131,7 +133,15 @@ func (b *builder) hasBits(bits uint32) *builder {
 }
 
 // classID is a priority in the language of nft.
-func classID(n uint32) string { return fmt.Sprintf("%x:%x", n>>16, n&0xffff) }
+func classID(n uint32) string {
+	switch n {
+	case 0:
+		return "none"
+	case math.MaxUint32:
+		return "root"
+	}
+	return fmt.Sprintf("%x:%x", n>>16, n&0xffff)
+}
 
 func loadPriority(at int) expr.Any {
 	return &expr.Meta{Key: expr.MetaKeyPRIORITY, Register: register(at)}
@@ -280,10 +290,14 @@ func (b *builder) jump(chain string) nft.Rule { return b.to(expr.VerdictJump, "j
 func (b *builder) goTo(chain string) nft.Rule { return b.to(expr.VerdictGoto, "goto", chain) }
 func (b *builder) drop() nft.Rule             { return b.to(expr.VerdictDrop, "drop", "") }
 
+// clearing is how the text of a rule begins that clears the priority just before it translates the destination. As input, nft would have
+// that done before the priority is used for the lookup.
+const clearing = "meta priority set none "
+
 // translate sends the packet to the endpoint that begins at register 0, and clears the priority, which has the number of the kind.
 func (b *builder) translate(text string, exprs []expr.Any) nft.Rule {
 	const spare = 15
-	b.add("meta priority set 0 dnat to "+text, exprs...)
+	b.add(clearing+"dnat to "+text, exprs...)
 	return b.add("", &expr.Immediate{Register: register(spare), Data: native(0)}, storePriority(spare),
 		&expr.NAT{Type: expr.NATTypeDestNAT, Family: uint32(nft.Protocol(b.family)), RegAddrMin: register(0),
 			RegProtoMin: register(addrRegisters(b.family))}).out

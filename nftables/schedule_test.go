@@ -191,7 +191,7 @@ func TestRenderSchedules(t *testing.T) {
 		}
 		p.Set(sp)
 		out := Render(p, plan.IPv4, Options{})
-		if n := strings.Count(out, "\t\t\t10.96.0.10 . tcp . 80 . 0x"); !strings.Contains(out, tc.rule) || n != tc.numbers {
+		if n := strings.Count(out, "\t\t\t10.96.0.10 . tcp . 80 . "); !strings.Contains(out, tc.rule) || n != tc.numbers {
 			t.Errorf("scheduler %+v: %d numbers, want %d, and rule %q:\n%s", tc.scheduler, n, tc.numbers, tc.rule, out)
 		}
 	}

@@ -45,12 +45,12 @@ func TestDiffDaemon(t *testing.T) {
 			}},
 		{"nftables", "iptables", [][]string{
 			{"nft", "delete element ip nodeproxy endpoints { 10.96.0.10 . tcp . 80 . 0 }"}, {"nft", "add table ip foreign"}},
-			[]string{"+10.96.0.10 . tcp . 80 . 0x00000000 : 10.244.1.5 . 8080"},
+			[]string{"+10.96.0.10 . tcp . 80 . none : 10.244.1.5 . 8080"},
 			[]string{
 				`-10.96.0.10 . tcp . 80 comment "default/web" : 2000:1`,
 				`+10.96.0.10 . tcp . 80 comment "default/web" : 2000:2`,
 				"+2000:2 : goto cluster-ip-2",
-				"+10.96.0.10 . tcp . 80 . 0x00000001 : 10.244.1.6 . 8080",
+				"+10.96.0.10 . tcp . 80 . 0:1 : 10.244.1.6 . 8080",
 				"+chain cluster-ip-2 {", "+\tmeta priority set numgen random mod 2 goto to-endpoint", "+}",
 			}},
 	} {

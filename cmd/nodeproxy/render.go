@@ -31,7 +31,7 @@ func renderCommand() *cobra.Command {
 			"cluster. It does not need root, and changes nothing. Notes and problems go to standard error. In mode ipvs each\n" +
 			"section begins with a comment that names the program whose input it is: ipset restore, ipvsadm --restore, ip -batch and\n" +
 			"iptables-restore. Both families add the device kube-ipvs0, so the second needs ip -force. The section \"nftables by\n" +
-			"netlink\" describes what nodeproxy writes without a program.\n\n" +
+			"netlink\" describes what nodeproxy writes without a program. In mode nftables it is input for nft -f.\n\n" +
 			"The manifests are those of the argument or of --manifests; - is standard input. With --kubeconfig or --master instead\n" +
 			"of them, the objects are read once from the API server, which has a minute to deliver them. One of the two is required, even\n" +
 			"in a pod.\n\n" +

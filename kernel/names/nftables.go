@@ -42,7 +42,7 @@ const (
 	NFTKeep         = "keep"               // with each term of affinity: clients that are remembered
 	NFTChoose       = "choose"             // and those that are not
 	NFTCheckSource  = "check-source"
-	NFTReject       = "reject"
+	NFTReject       = "reject-icmp"
 	NFTRejectReset  = "reject-reset"
-	NFTDrop         = "drop"
+	NFTDrop         = "drop-packet"
 )

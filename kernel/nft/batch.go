@@ -22,14 +22,13 @@ const (
 	TypeIPv6        = 8
 	TypeProtocol    = 12
 	TypeServicePort = 13
-	TypeMark        = 19
 	TypeClassID     = 23
 )
 
-var typeBytes = map[uint32]uint32{TypeVerdict: 0, TypeIPv4: 4, TypeIPv6: 16, TypeProtocol: 1, TypeServicePort: 2, TypeMark: 4, TypeClassID: 4}
+var typeBytes = map[uint32]uint32{TypeVerdict: 0, TypeIPv4: 4, TypeIPv6: 16, TypeProtocol: 1, TypeServicePort: 2, TypeClassID: 4}
 
 var typeNames = map[uint32]string{TypeVerdict: "verdict", TypeIPv4: "ipv4_addr", TypeIPv6: "ipv6_addr", TypeProtocol: "inet_proto",
-	TypeServicePort: "inet_service", TypeMark: "mark", TypeClassID: "classid"}
+	TypeServicePort: "inet_service", TypeClassID: "classid"}
 
 // Concat is the type of a concatenation of values, or of a single one.
 type Concat []uint32
@@ -255,7 +254,7 @@ func (b *Batch) AddSet(s Set) {
 func byteOrder(kind byte, c Concat) []byte {
 	const host, network = 1, 2
 	order := uint32(network)
-	if len(c) == 1 && (c[0] == TypeMark || c[0] == TypeClassID) {
+	if len(c) == 1 && c[0] == TypeClassID {
 		order = host
 	}
 	return binary.NativeEndian.AppendUint32([]byte{kind, 4}, order)
