@@ -14,6 +14,9 @@ import (
 
 // Compare compares everything with the kernel, and repairs elements that differ. It may run beside Sync, which waits for it for some
 // milliseconds at most. It reports whether a sync of everything has to follow: to repair more than that, or because nothing is known.
+//
+// Families are compared one after the other. Both at once would end sooner only where both have many elements, and take a second processor from
+// changes and from everything else on the node for work that nobody waits for, and that is limited to a small part of the time anyway.
 func (b *Backend) Compare(ctx context.Context) (again bool) {
 	begin := time.Now()
 	var found drift.Found
