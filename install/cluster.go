@@ -33,7 +33,7 @@ type Cluster struct {
 
 // daemonSet has the fields of a DaemonSet that count here. The affinity stays as it is written, with fields that this program does not know.
 type daemonSet struct {
-	metav1.TypeMeta   `json:",inline"`
+	metav1.TypeMeta
 	metav1.ObjectMeta `json:"metadata"`
 	Spec              struct {
 		Template struct {
@@ -104,7 +104,7 @@ func (c *Cluster) add(raw []byte, kind string) error {
 		}
 		c.configMaps[o.Namespace+"/"+o.Name] = &o
 	case "DaemonSet":
-		return c.addDaemonSet(raw, read)
+		return c.addDaemonSet(read)
 	case "Pod":
 		var o v1.Pod
 		if err := read(&o); err != nil {
@@ -137,7 +137,7 @@ func (c *Cluster) add(raw []byte, kind string) error {
 	return nil
 }
 
-func (c *Cluster) addDaemonSet(raw []byte, read func(any) error) error {
+func (c *Cluster) addDaemonSet(read func(any) error) error {
 	var o daemonSet
 	if err := read(&o); err != nil {
 		return err
