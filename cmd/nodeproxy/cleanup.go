@@ -28,7 +28,7 @@ func cleanupCommand() *cobra.Command {
 			"variants, virtual servers (but for --ipvs-exclude-cidrs), ipsets, routing rules, the device kube-ipvs0, kube-proxy's nftables tables,\n" +
 			"and its accounting objects. What belongs to others stays, and so does what is shared with the kubelet. It prints a\n" +
 			"line for each thing that it removes. If something could not be removed, it names it and fails. A running proxy would write\n" +
-			"everything anew: cleanup warns of one, and goes on.\n\n" +
+			"everything again: cleanup warns of one, and goes on.\n\n" +
 			"On a node that kube-proxy serves again after nodeproxy in mode nftables, use --nftables-only.",
 		Args: noArgs,
 		RunE: func(cmd *cobra.Command, _ []string) error {
