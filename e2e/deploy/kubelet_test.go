@@ -18,8 +18,6 @@ type kubelet struct {
 	// configMaps are the ConfigMaps of the pod's namespace, serviceAccount the files of its ServiceAccount.
 	configMaps     map[string]map[string]string
 	serviceAccount map[string]string
-	// seccomp is the directory with the profiles of type Localhost.
-	seccomp string
 }
 
 // defaultCapabilities are what containers have if nothing is dropped.
@@ -66,7 +64,7 @@ func mount(source, destination string, readOnly bool) string {
 // security are the flags for the securityContext.
 func (k *kubelet) security(t *testing.T, pod *v1.PodSpec, s *v1.SecurityContext) []string {
 	t.Helper()
-	if *s.RunAsUser != 0 || *s.RunAsGroup != 0 || s.SELinuxOptions != nil || s.ProcMount != nil ||
+	if *s.RunAsUser != 0 || *s.RunAsGroup != 0 || s.SeccompProfile != nil || s.SELinuxOptions != nil || s.ProcMount != nil ||
 		!pod.HostNetwork || pod.HostPID || pod.HostIPC || !slices.Equal(s.Capabilities.Drop, []v1.Capability{"ALL"}) {
 		t.Fatalf("this test does not know what to do with %+v", s)
 	}
@@ -80,17 +78,8 @@ func (k *kubelet) security(t *testing.T, pod *v1.PodSpec, s *v1.SecurityContext)
 	if *s.ReadOnlyRootFilesystem {
 		flags = append(flags, "--read-only")
 	}
-	profile := pod.SecurityContext.SeccompProfile
-	if s.SeccompProfile != nil {
-		profile = s.SeccompProfile
-	}
-	switch profile.Type {
-	case v1.SeccompProfileTypeRuntimeDefault:
+	if pod.SecurityContext.SeccompProfile.Type == v1.SeccompProfileTypeRuntimeDefault {
 		flags = append(flags, "--seccomp")
-	case v1.SeccompProfileTypeLocalhost:
-		flags = append(flags, "--seccomp", "--seccomp-profile="+filepath.Join(k.seccomp, *profile.LocalhostProfile))
-	default:
-		t.Fatalf("seccomp profile %+v", profile)
 	}
 	for _, c := range defaultCapabilities { // ctr drops what it has added, if both are said.
 		if !slices.Contains(s.Capabilities.Add, c) {
