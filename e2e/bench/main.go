@@ -66,14 +66,7 @@ func parse(args []string) (o options, err error) {
 
 func run(_ context.Context, args []string) int {
 	o, err := parse(args)
-	if err == nil {
-		err = measure.NeedRoot("network namespaces and iptables")
-	}
-	missed := 0
-	if err == nil {
-		missed, err = measureAll(o)
-	}
-	return measure.ExitCode("bench", missed, err)
+	return measure.Run("bench", "network namespaces and iptables", err, func() (int, error) { return measureAll(o) })
 }
 
 // measureAll runs the suites, prints the table, and returns how many goals are missed. A suite that fails does not keep the others

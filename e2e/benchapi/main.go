@@ -10,6 +10,7 @@ import (
 	"errors"
 	"flag"
 	"fmt"
+	"io"
 	"os"
 	"path/filepath"
 	"strings"
@@ -60,7 +61,7 @@ func parse(args []string) (options, error) {
 // validate rejects what cannot be measured.
 func (o options) validate() error {
 	errs := []error{
-		measure.Between("services", o.services, 1, measure.MostServices),
+		measure.ServiceCount(o.services),
 		measure.Between("endpoints", o.endpoints, 1, 1000),
 		measure.Between("changes", o.changes, 1, 10000),
 		measure.Between("additions", o.additions, 1, 1000),
@@ -75,9 +76,8 @@ func (o options) validate() error {
 	}
 	// By two proxies, and one in each turn to see that it has caught up.
 	needed := 2 * (o.changes + o.rounds + 1 + o.rate*int(o.rateDuration.Seconds()))
-	if o.services < needed || o.services%measure.Stride == 0 {
-		errs = append(errs, fmt.Errorf("-services=%d: as each may change only once, it takes %d at least, and no multiple of %d",
-			o.services, needed, measure.Stride))
+	if o.services < needed {
+		errs = append(errs, fmt.Errorf("-services=%d: as each may change only once, it takes %d at least", o.services, needed))
 	}
 	if o.variant != harness.NFT && o.variant != harness.Legacy {
 		errs = append(errs, fmt.Errorf("-backend=%s is neither nft nor legacy", o.variant))
@@ -101,24 +101,16 @@ func (o options) modeName() string {
 
 func run(ctx context.Context, args []string) int {
 	o, err := parse(args)
-	if err == nil {
-		err = measure.NeedRoot("network namespaces and iptables")
-	}
-	missed := 0
-	if err == nil {
-		missed, err = compare(ctx, o)
-	}
-	return measure.ExitCode("benchapi", missed, err)
+	return measure.Run("benchapi", "network namespaces and iptables", err, func() (int, error) { return compare(ctx, o) })
 }
 
 // compare measures the proxies, prints the table, and returns how many goals are missed.
 func compare(ctx context.Context, o options) (missed int, err error) {
-	np, kp, err := measure.FindProxies()
+	np, kp, err := measure.FindProxies(o.mode)
 	if err != nil {
 		return 0, err
 	}
-	np.Flags = []string{"--proxy-mode=" + string(o.mode), "--iptables-backend=" + string(o.variant)}
-	kp.Flags = []string{"--proxy-mode=" + string(o.mode)}
+	np.Flags = append(np.Flags, "--iptables-backend="+string(o.variant))
 	if err := printSetting(o, np, kp); err != nil {
 		return 0, err
 	}
@@ -132,30 +124,24 @@ func compare(ctx context.Context, o options) (missed int, err error) {
 		return 0, err
 	}
 	l.Sites[1].Proxy.Env = []string{"PATH=" + tools + ":" + os.Getenv("PATH")}
-	if err := l.Objects.CreateUpTo(ctx, o.services); err != nil {
+	if err := l.Fill(ctx, o.services, o.Clock); err != nil {
 		return 0, err
 	}
-	o.Progress("%d Services with %d endpoints each created", o.services, o.endpoints)
 	var sites []*measure.Site
 	for _, s := range l.Sites {
 		if o.only == "" || o.only == s.Proxy.Name {
 			sites = append(sites, s)
 		}
 	}
-	load, before := machine.WatchLoad(), machine.UsageNow()
-	results, err := measureProxies(ctx, l, sites, o)
-	if err != nil {
-		return 0, err
-	}
-	o.Progress("done; meanwhile %s; %s", load.Stop(), machine.UsageNow().OthersSince(before))
-	fmt.Println()
-	if len(results) < 2 {
-		printAlone(os.Stdout, o, results[0])
-	} else {
-		missed = printTable(os.Stdout, o, results[0], results[1])
-	}
-	fmt.Printf("\nThe whole run took %.0f s.\n", time.Since(o.Begun).Seconds())
-	return missed, nil
+	return measure.Report(o.Clock,
+		func() ([]result, error) { return measureProxies(ctx, l, sites, o) },
+		func(w io.Writer, results []result) (missed int) {
+			if len(results) < 2 {
+				printAlone(w, o, results[0])
+				return 0
+			}
+			return printTable(w, o, results[0], results[1])
+		})
 }
 
 // printSetting says what is measured, and where.

@@ -80,13 +80,9 @@ func (o options) validate() error {
 		}
 	}
 	for i, n := range o.sizes {
-		errs = append(errs, measure.Between("services", n, 1, measure.MostServices))
+		errs = append(errs, measure.ServiceCount(n))
 		if i > 0 && n <= o.sizes[i-1] {
 			errs = append(errs, fmt.Errorf("-services: %d does not come in ascending order", n))
-		}
-		if n%measure.Stride == 0 {
-			errs = append(errs, fmt.Errorf("-services: %d is a multiple of %d: one Service would be changed all the time", n,
-				measure.Stride))
 		}
 	}
 	errs = append(errs,
@@ -103,21 +99,15 @@ func (o options) validate() error {
 
 func run(ctx context.Context, args []string) int {
 	o, err := parse(args)
-	if err == nil {
-		err = measure.NeedRoot("network namespaces, IPVS and the test kernel")
-	}
-	missed := 0
-	switch {
-	case err != nil:
-	case o.inside:
-		missed, err = measureAll(ctx, o)
-	default:
-		var code int
-		if code, err = runInside(ctx, o, args); err == nil {
-			return code
+	inside := 0 // the exit code of a run on the right kernel, which has printed why
+	code := measure.Run("benchipvs", "network namespaces, IPVS and the test kernel", err, func() (missed int, err error) {
+		if o.inside {
+			return measureAll(ctx, o)
 		}
-	}
-	return measure.ExitCode("benchipvs", missed, err)
+		inside, err = runInside(ctx, o, args)
+		return 0, err
+	})
+	return max(code, inside)
 }
 
 // measureAll measures what was asked for, and returns how many goals are missed.

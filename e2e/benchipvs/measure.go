@@ -36,11 +36,10 @@ type result struct {
 
 // compareProxies measures both proxies with each number of Services, prints the table, and returns how many goals are missed.
 func compareProxies(ctx context.Context, o options) (missed int, err error) {
-	np, kp, err := measure.FindProxies()
+	np, kp, err := measure.FindProxies(harness.IPVS)
 	if err != nil {
 		return 0, err
 	}
-	np.Flags, kp.Flags = []string{"--proxy-mode=ipvs"}, []string{"--proxy-mode=ipvs"}
 	var proxies []measure.Proxy // for each number of Services both, so that every cold start is on a node as good as new
 	for range o.sizes {
 		proxies = append(proxies, np, kp)
@@ -54,13 +53,9 @@ func compareProxies(ctx context.Context, o options) (missed int, err error) {
 		machine.FirstLine("/proc/sys/kernel/osrelease"))
 	var results [][2]result
 	for i, n := range o.sizes {
-		if err := l.Objects.CreateUpTo(ctx, n); err != nil {
+		if err := l.Fill(ctx, n, o.Clock); err != nil {
 			return 0, err
 		}
-		if err := l.ControlPlane.Compact(ctx); err != nil {
-			return 0, err
-		}
-		o.Progress("%d Services with %d endpoints each", n, o.endpoints)
 		both, err := measureBoth(ctx, l, l.Sites[2*i:2*i+2], o)
 		if err != nil {
 			return 0, err

@@ -11,7 +11,7 @@ import (
 	"errors"
 	"flag"
 	"fmt"
-	"os"
+	"io"
 	"slices"
 	"strings"
 	"time"
@@ -68,7 +68,7 @@ const turns = 2
 // validate rejects what cannot be measured.
 func (o options) validate() error {
 	errs := []error{
-		measure.Between("services", o.services, 1, measure.MostServices),
+		measure.ServiceCount(o.services),
 		measure.Between("endpoints", o.endpoints, 1, 1000),
 		measure.Between("changes", o.changes, turns, 10000),
 		measure.Between("kube-proxy-changes", o.theirChanges, turns, 10000),
@@ -79,9 +79,6 @@ func (o options) validate() error {
 			errs = append(errs, fmt.Errorf("-proxies: no %q; there are %s", p, strings.Join(names, ", ")))
 		}
 	}
-	if o.services%measure.Stride == 0 {
-		errs = append(errs, fmt.Errorf("-services: %d is a multiple of %d: one Service would be changed all the time", o.services, measure.Stride))
-	}
 	if o.settle < 0 || o.limit < time.Second {
 		errs = append(errs, fmt.Errorf("-settle=%s is negative, or -limit=%s is less than a second", o.settle, o.limit))
 	}
@@ -90,24 +87,16 @@ func (o options) validate() error {
 
 func run(ctx context.Context, args []string) int {
 	o, err := parse(args)
-	if err == nil {
-		err = measure.NeedRoot("network namespaces and nftables")
-	}
-	missed := 0
-	if err == nil {
-		missed, err = compare(ctx, o)
-	}
-	return measure.ExitCode("benchnftables", missed, err)
+	return measure.Run("benchnftables", "network namespaces and nftables", err, func() (int, error) { return compare(ctx, o) })
 }
 
 // compare measures, prints the table, and returns how many goals are missed.
 func compare(ctx context.Context, o options) (missed int, err error) {
-	np, kp, err := measure.FindProxies()
+	np, kp, err := measure.FindProxies(harness.NFTables)
 	if err != nil {
 		return 0, err
 	}
 	ipt := np
-	np.Flags, kp.Flags = []string{"--proxy-mode=nftables"}, []string{"--proxy-mode=nftables"}
 	ipt.Flags = []string{"--proxy-mode=iptables", "--iptables-backend=" + string(harness.NFT)}
 	fmt.Printf("# nodeproxy %s, kube-proxy %s\n# before the run: %s\n", np.Version, kp.Version, machine.State())
 	l, err := measure.NewLab(ctx, o.endpoints, measure.Prober, np, kp, ipt, measure.Proxy{}, measure.Proxy{})
@@ -116,21 +105,10 @@ func compare(ctx context.Context, o options) (missed int, err error) {
 	}
 	defer func() { err = errors.Join(err, l.Close()) }()
 	l.Limits = measure.Limits{ColdStart: o.limit, Change: o.limit}
-	if err := l.Objects.CreateUpTo(ctx, o.services); err != nil {
+	if err := l.Fill(ctx, o.services, o.Clock); err != nil {
 		return 0, err
 	}
-	if err := l.ControlPlane.Compact(ctx); err != nil {
-		return 0, err
-	}
-	o.Progress("%d Services with %d endpoints each created", o.services, o.endpoints)
-	load, before := machine.WatchLoad(), machine.UsageNow()
-	results, err := measureAll(ctx, l, o)
-	if err != nil {
-		return 0, err
-	}
-	o.Progress("done; meanwhile %s; %s", load.Stop(), machine.UsageNow().OthersSince(before))
-	fmt.Println()
-	missed = printTable(os.Stdout, o, results)
-	fmt.Printf("\nThe whole run took %.0f s.\n", time.Since(o.Begun).Seconds())
-	return missed, nil
+	return measure.Report(o.Clock,
+		func() ([]result, error) { return measureAll(ctx, l, o) },
+		func(w io.Writer, results []result) (missed int) { return printTable(w, o, results) })
 }

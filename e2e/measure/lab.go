@@ -65,6 +65,18 @@ func (l *Lab) Close() error {
 	return l.World.Close()
 }
 
+// Fill creates Services up to a number, and leaves the control plane without the history of that.
+func (l *Lab) Fill(ctx context.Context, services int, c Clock) error {
+	if err := l.Objects.CreateUpTo(ctx, services); err != nil {
+		return err
+	}
+	if err := l.ControlPlane.Compact(ctx); err != nil {
+		return err
+	}
+	c.Progress("%d Services with %d endpoints each", services, l.Objects.endpoints)
+	return nil
+}
+
 func (l *Lab) build(ctx context.Context, endpoints int, proxies []Proxy) (err error) {
 	if l.ControlPlane, err = cluster.Start(l.World, l.Nodes[0].Host); err != nil {
 		return err

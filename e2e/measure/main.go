@@ -8,12 +8,14 @@ import (
 	"errors"
 	"flag"
 	"fmt"
+	"io"
 	"os"
 	"runtime"
 	"time"
 
 	"nodeproxy/e2e/cluster"
 	"nodeproxy/e2e/harness"
+	"nodeproxy/e2e/machine"
 )
 
 // Main runs a benchmark with the arguments of the command line, and ends the program with the exit code that it returns.
@@ -41,16 +43,18 @@ func Parse(flags *flag.FlagSet, args []string) error {
 	return os.Setenv("NODEPROXY_BIN", *binary)
 }
 
-// NeedRoot returns an error if this process is not root's; what says what root is needed for.
-func NeedRoot(what string) error {
-	if os.Geteuid() != 0 {
-		return fmt.Errorf("needs root, for %s", what)
+// Run runs a benchmark, unless its flags are wrong or this process is not root's, and returns its exit code: 1 if goals were missed, 2 if
+// something could not be measured, which it prints. root says what the benchmark needs root for, parsed is what is wrong with the flags, and
+// measure returns how many goals were missed.
+func Run(name, root string, parsed error, measure func() (missed int, err error)) int {
+	missed, err := 0, parsed
+	switch {
+	case err != nil:
+	case os.Geteuid() != 0:
+		err = fmt.Errorf("needs root, for %s", root)
+	default:
+		missed, err = measure()
 	}
-	return nil
-}
-
-// ExitCode is how a benchmark ends: with 1 if goals were missed, with 2 if something could not be measured, which it prints.
-func ExitCode(name string, missed int, err error) int {
 	switch {
 	case errors.Is(err, flag.ErrHelp):
 		return 0
@@ -61,6 +65,17 @@ func ExitCode(name string, missed int, err error) int {
 		return 1
 	}
 	return 0
+}
+
+// ServiceCount rejects a number of Services that a lab can't have, or of which Objects.Next would not change each in turn.
+func ServiceCount(n int) error {
+	if err := Between("services", n, 1, MostServices); err != nil {
+		return err
+	}
+	if n%Stride == 0 {
+		return fmt.Errorf("-services=%d is a multiple of %d: one Service would be changed all the time", n, Stride)
+	}
+	return nil
 }
 
 // Between rejects a size that cannot be measured.
@@ -79,4 +94,20 @@ type Clock struct {
 // Progress prints what has been reached, for those who watch.
 func (c Clock) Progress(format string, args ...any) {
 	fmt.Printf("# %4.0f s  %s\n", time.Since(c.Begun).Seconds(), fmt.Sprintf(format, args...))
+}
+
+// Report measures, prints the table of what was measured, and returns how many goals were missed according to it. It also prints what else
+// the machine did meanwhile, and how long the run took.
+func Report[R any](c Clock, measure func() (R, error), table func(io.Writer, R) (missed int)) (missed int, err error) {
+	load, before := machine.WatchLoad(), machine.UsageNow()
+	measured, err := measure()
+	others := load.Stop() + "; " + machine.UsageNow().OthersSince(before)
+	if err != nil {
+		return 0, err
+	}
+	c.Progress("done; meanwhile %s", others)
+	fmt.Println()
+	missed = table(os.Stdout, measured)
+	fmt.Printf("\nThe whole run took %.0f s.\n", time.Since(c.Begun).Seconds())
+	return missed, nil
 }

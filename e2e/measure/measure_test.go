@@ -4,6 +4,7 @@ import (
 	"errors"
 	"flag"
 	"net/netip"
+	"os"
 	"strings"
 	"testing"
 	"time"
@@ -68,15 +69,28 @@ func TestNth(t *testing.T) {
 	}
 }
 
-func TestExitCode(t *testing.T) {
+// TestRun: the exit code says how the benchmark ended. It does not begin if its flags are wrong.
+func TestRun(t *testing.T) {
 	t.Parallel()
 	for _, c := range []struct {
 		missed int
 		err    error
 		want   int
 	}{{0, nil, 0}, {2, nil, 1}, {0, flag.ErrHelp, 0}, {0, errors.New("a test wants it so"), 2}, {2, errors.New("a test wants it so"), 2}} {
-		if got := ExitCode("measure", c.missed, c.err); got != c.want {
-			t.Errorf("%d missed, %v: %d, want %d", c.missed, c.err, got, c.want)
+		if os.Geteuid() == 0 {
+			if got := Run("measure", "nothing", nil, func() (int, error) { return c.missed, c.err }); got != c.want {
+				t.Errorf("%d missed, %v: %d, want %d", c.missed, c.err, got, c.want)
+			}
+		}
+		if c.err == nil {
+			continue
+		}
+		begun := func() (int, error) {
+			t.Errorf("it begins though parsing its flags failed: %v", c.err)
+			return 0, nil
+		}
+		if got := Run("measure", "nothing", c.err, begun); got != c.want {
+			t.Errorf("flags, %v: %d, want %d", c.err, got, c.want)
 		}
 	}
 }

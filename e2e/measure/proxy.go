@@ -29,8 +29,8 @@ type Proxy struct {
 	path       string
 }
 
-// FindProxies finds nodeproxy and kube-proxy, and asks for their versions.
-func FindProxies() (np, kp Proxy, err error) {
+// FindProxies finds nodeproxy and kube-proxy, to be run in a mode, and asks for their versions.
+func FindProxies(mode harness.Mode) (np, kp Proxy, err error) {
 	own, err := harness.Binary()
 	if err != nil {
 		return np, kp, err
@@ -39,8 +39,9 @@ func FindProxies() (np, kp Proxy, err error) {
 	if err != nil {
 		return np, kp, err
 	}
-	np = Proxy{Name: NodeProxy, path: own}
-	kp = Proxy{Name: KubeProxy, path: filepath.Join(binaries, KubeProxy)}
+	flag := "--proxy-mode=" + string(mode)
+	np = Proxy{Name: NodeProxy, path: own, Flags: []string{flag}}
+	kp = Proxy{Name: KubeProxy, path: filepath.Join(binaries, KubeProxy), Flags: []string{flag}}
 	if np.Version, err = VersionOf(np.path, "version"); err != nil {
 		return np, kp, err
 	}
