@@ -1,10 +1,12 @@
 package e2e
 
 import (
+	"cmp"
 	"fmt"
 	"net/netip"
 	"os/exec"
 	"path/filepath"
+	"slices"
 	"strings"
 	"testing"
 	"time"
@@ -137,15 +139,32 @@ func TestRenderIsWhatRunApplies(t *testing.T) {
 	})
 }
 
-// strip leaves out what render can't know of: jump rules have no chain of their own to be restored into.
+// strip leaves out what render can't know of: jump rules have no chain of their own to be restored into. It sorts the chains of each table,
+// which iptables-save 1.8.4 prints in no order; rules stay in that of their chain.
 func strip(text string) string {
 	var out []string
+	table := 0
 	for _, line := range strings.Split(text, "\n") {
+		switch {
+		case strings.HasPrefix(line, "*"):
+			table = len(out) + 1
+		case strings.HasPrefix(line, "COMMIT"):
+			slices.SortStableFunc(out[table:], func(a, b string) int { return cmp.Compare(chainOf(a), chainOf(b)) })
+		}
 		if !strings.HasPrefix(line, "-A ") || strings.HasPrefix(line, "-A KUBE-") {
 			out = append(out, line)
 		}
 	}
 	return strings.Join(out, "\n")
+}
+
+// chainOf is what iptables-save prints of a line as far as the name of its chain, which a declaration and rules begin with differently.
+func chainOf(line string) string {
+	fields := strings.Fields(line)
+	if len(fields) > 1 && fields[0] == "-A" {
+		return "-A " + fields[1]
+	}
+	return ":" + line
 }
 
 // badInput is one manifest of each sort that must not be accepted, by a name for it.
