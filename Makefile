@@ -6,7 +6,7 @@ BINARY  := bin/nodeproxy
 MODE    ?= iptables
 
 .DELETE_ON_ERROR:
-.PHONY: all build deps demo-deps docs man controlplane kernel guest deploytools neighbours unit integration race e2e test test-all test-hostile test-fresh lint bench bench-api bench-iptables bench-ipvs bench-nftables demo image \
+.PHONY: all build deps demo-deps docs man controlplane kernel guest deploytools neighbours unit integration race e2e test test-all test-hostile test-fresh lint bench bench-api bench-iptables bench-ipvs bench-nftables demo image release release-test versions \
 	fuzz soak clean
 
 all: build
@@ -51,9 +51,25 @@ deploytools:
 neighbours: deps
 	@e2e/neighbours/build >/dev/null
 
-# An OCI image archive, bin/nodeproxy-image.tar, without any registry; for "ctr images import".
+# An OCI image archive, bin/nodeproxy-image.tar, without any registry; for "ctr images import". IMAGE is its name without a tag.
+# Each build has a tag of its own, by its content, so a DaemonSet that is set to it replaces its pods.
+IMAGE ?= $(shell hack/image-name)
 image: deps build
-	@VERSION=$(VERSION) hack/build-image
+	@VERSION=$(VERSION) IMAGE=$(IMAGE) hack/build-image
+
+# All files of a release, in dist: make release VERSION=v1.2.3 IMAGE=registry.example.org/nodeproxy. See docs/releasing.md.
+release: deps
+	@git diff --quiet HEAD && [ -z "$$(git ls-files --others --exclude-standard)" ] || \
+		{ echo "release: there are changes that are not committed" >&2; exit 1; }
+	@IMAGE=$(IMAGE) hack/release $(VERSION)
+
+# The versions of Kubernetes, iptables and nft that nodeproxy works with, each tried: a quarter of an hour. See docs/support.md.
+versions: deps build
+	@hack/versions
+
+# A release made twice, in two places, is the same byte for byte.
+release-test: deps
+	@hack/release-test
 
 # All packages but those that send packets through the whole program.
 PACKAGES = $$(go list ./... | grep -v /e2e)
@@ -160,4 +176,4 @@ fuzz: deps
 	done
 
 clean:
-	rm -rf bin
+	rm -rf bin dist

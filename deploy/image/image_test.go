@@ -13,6 +13,8 @@ import (
 	"strings"
 	"testing"
 	"time"
+
+	"nodeproxy/deploy/oci"
 )
 
 const (
@@ -20,8 +22,8 @@ const (
 	imageName = "registry.example.org:5000/np/nodeproxy:v1"
 )
 
-// build makes an image of these root files, and returns its archive.
-func build(t *testing.T, root ...tar.Header) ([]byte, error) {
+// build makes an image of these root files for some architectures, and returns its archive and its digest.
+func build(t *testing.T, archs []string, root ...tar.Header) ([]byte, string, error) {
 	t.Helper()
 	dir := t.TempDir()
 	var b bytes.Buffer
@@ -44,24 +46,29 @@ func build(t *testing.T, root ...tar.Header) ([]byte, error) {
 	if err := w.Close(); err != nil {
 		t.Fatal(err)
 	}
-	o := options{
-		root: filepath.Join(dir, "root.tar"), binary: filepath.Join(dir, "nodeproxy"), output: filepath.Join(dir, "image.tar"),
-		name: imageName, version: "v1", arch: "amd64",
-	}
-	if err := errors.Join(os.WriteFile(o.root, b.Bytes(), 0o644), os.WriteFile(o.binary, []byte("binary"), 0o644)); err != nil {
-		t.Fatal(err)
+	o := options{output: filepath.Join(dir, "image.tar"), name: imageName, version: "v1"}
+	for _, arch := range archs {
+		p := platform{arch, filepath.Join(dir, arch+".tar"), filepath.Join(dir, arch)}
+		if err := errors.Join(os.WriteFile(p.root, b.Bytes(), 0o644), os.WriteFile(p.binary, []byte("binary for "+arch), 0o644)); err != nil {
+			t.Fatal(err)
+		}
+		if err := o.addPlatform(fmt.Sprintf("%s=%s,%s", arch, p.root, p.binary)); err != nil {
+			t.Fatal(err)
+		}
 	}
 	t.Setenv("SOURCE_DATE_EPOCH", fmt.Sprint(epoch))
-	if err := run(o); err != nil {
-		return nil, err
+	digest, _, err := run(o)
+	if err != nil {
+		return nil, "", err
 	}
-	return os.ReadFile(o.output)
+	archive, err := os.ReadFile(o.output)
+	return archive, digest, err
 }
 
 // read reads a tar archive.
-func read(t *testing.T, r io.Reader) map[string]file {
+func read(t *testing.T, r io.Reader) map[string]oci.File {
 	t.Helper()
-	out := map[string]file{}
+	out := map[string]oci.File{}
 	for in := tar.NewReader(r); ; {
 		h, err := in.Next()
 		if errors.Is(err, io.EOF) {
@@ -74,7 +81,7 @@ func read(t *testing.T, r io.Reader) map[string]file {
 		if err != nil {
 			t.Fatal(err)
 		}
-		out[h.Name] = file{*h, content}
+		out[h.Name] = oci.File{Header: *h, Content: content}
 	}
 }
 
@@ -87,94 +94,168 @@ var someFiles = []tar.Header{
 	{Typeflag: tar.TypeChar, Name: "./dev/null", Mode: 0o666},
 }
 
-func TestArchive(t *testing.T) {
-	archive, err := build(t, someFiles...)
-	if err != nil {
-		t.Fatal(err)
-	}
-	again, err := build(t, someFiles...)
-	if err != nil || !bytes.Equal(archive, again) {
-		t.Errorf("the same input gives another archive (%v)", err)
-	}
+// layout is an archive that was read.
+type layout struct {
+	t     *testing.T
+	files map[string]oci.File
+}
 
-	layout := read(t, bytes.NewReader(archive))
-	blob := func(d descriptor) []byte {
-		t.Helper()
-		content := layout[blobPath(d)].content
-		if digest(content) != d.Digest || len(content) != d.Size {
-			t.Fatalf("%+v: %d bytes with digest %s", d, len(content), digest(content))
-		}
-		return content
+func (l layout) blob(d oci.Descriptor) []byte {
+	l.t.Helper()
+	content := l.files[d.Path()].Content
+	if oci.Digest(content) != d.Digest || len(content) != d.Size {
+		l.t.Fatalf("%+v: %d bytes with digest %s", d, len(content), oci.Digest(content))
 	}
-	into := func(raw []byte, v any) {
-		t.Helper()
-		if err := json.Unmarshal(raw, v); err != nil {
-			t.Fatalf("%v in %s", err, raw)
-		}
+	return content
+}
+
+func into(t *testing.T, raw []byte, v any) {
+	t.Helper()
+	if err := json.Unmarshal(raw, v); err != nil {
+		t.Fatalf("%v in %s", err, raw)
 	}
-	var i index
-	into(layout["index.json"].content, &i)
-	note := i.Manifests[0].Annotations
-	if note["io.containerd.image.name"] != imageName || note["org.opencontainers.image.ref.name"] != "v1" {
-		t.Errorf("name %v", note)
-	}
-	var m manifest
-	into(blob(i.Manifests[0]), &m)
+}
+
+// checkImage checks the image of one platform, and returns its manifest.
+func (l layout) checkImage(d oci.Descriptor, arch string) oci.Manifest {
+	t := l.t
+	t.Helper()
+	var m oci.Manifest
+	into(t, l.blob(d), &m)
 	var c imageConfig
-	into(blob(m.Config), &c)
-	if c.Architecture != "amd64" || c.OS != "linux" || c.Created != "2023-11-14T22:13:20Z" || len(m.Layers) != 2 {
-		t.Errorf("config %+v, manifest %+v", c, m)
+	into(t, l.blob(m.Config), &c)
+	if c.Architecture != arch || c.OS != "linux" || c.Created != "2023-11-14T22:13:20Z" || len(m.Layers) != 2 || *d.Platform != c.Platform {
+		t.Errorf("config %+v, manifest %+v, descriptor %+v", c, m, d)
 	}
-	files := map[string]file{}
+	files := map[string]oci.File{}
 	for n, layer := range m.Layers {
-		z, err := gzip.NewReader(bytes.NewReader(blob(layer)))
+		z, err := gzip.NewReader(bytes.NewReader(l.blob(layer)))
 		if err != nil {
 			t.Fatal(err)
 		}
 		plain, err := io.ReadAll(z)
-		if err != nil || digest(plain) != c.RootFS.DiffIDs[n] {
-			t.Errorf("layer %d: %v, digest %s, want %s", n, err, digest(plain), c.RootFS.DiffIDs[n])
+		if err != nil || oci.Digest(plain) != c.RootFS.DiffIDs[n] {
+			t.Errorf("layer %d: %v, digest %s, want %s", n, err, oci.Digest(plain), c.RootFS.DiffIDs[n])
 		}
 		for name, f := range read(t, bytes.NewReader(plain)) {
 			files[name] = f
 		}
 	}
-	contents := map[string]string{"bin/tool": "./bin/tool", "usr/bin/nodeproxy": "binary", "bin/": "", "bin/link": ""}
+	contents := map[string]string{"bin/tool": "./bin/tool", "usr/bin/nodeproxy": "binary for " + arch, "bin/": "", "bin/link": ""}
 	for name, content := range contents {
 		f := files[name]
-		if string(f.content) != content || f.header.ModTime.Unix() != epoch || f.header.Uid != 0 || f.header.Uname != "" {
-			t.Errorf("%s: %q, %+v", name, f.content, f.header)
+		if string(f.Content) != content || f.Header.ModTime.Unix() != epoch || f.Header.Uid != 0 || f.Header.Uname != "" {
+			t.Errorf("%s: %q, %+v", name, f.Content, f.Header)
 		}
 	}
-	if files["bin/link"].header.Linkname != "tool" || files["bin/tool"].header.Mode != 0o755 {
-		t.Errorf("%+v, %+v", files["bin/link"].header, files["bin/tool"].header)
+	if files["bin/link"].Header.Linkname != "tool" || files["bin/tool"].Header.Mode != 0o755 {
+		t.Errorf("%+v, %+v", files["bin/link"].Header, files["bin/tool"].Header)
 	}
 	for name := range files {
 		if strings.HasPrefix(name, "dev") {
 			t.Errorf("%s is in the image", name)
 		}
 	}
-	var docker []struct {
-		Config           string
-		RepoTags, Layers []string
-	}
-	into(layout["manifest.json"].content, &docker)
-	if docker[0].Config != blobPath(m.Config) || docker[0].Layers[1] != blobPath(m.Layers[1]) {
-		t.Errorf("manifest.json %+v", docker)
+	return m
+}
+
+func TestArchive(t *testing.T) {
+	for _, archs := range [][]string{{"amd64"}, {"amd64", "arm64"}} {
+		archive, digest, err := build(t, archs, someFiles...)
+		if err != nil {
+			t.Fatal(err)
+		}
+		again, _, err := build(t, archs, someFiles...)
+		if err != nil || !bytes.Equal(archive, again) {
+			t.Errorf("%q: the same input gives another archive (%v)", archs, err)
+		}
+
+		l := layout{t, read(t, bytes.NewReader(archive))}
+		var i oci.Index
+		into(t, l.files["index.json"].Content, &i)
+		note := i.Manifests[0].Annotations
+		if len(i.Manifests) != 1 || note["io.containerd.image.name"] != imageName || note[oci.RefName] != "v1" || i.Manifests[0].Digest != digest {
+			t.Errorf("%q: index %+v, digest %s", archs, i, digest)
+		}
+		dockers, old := l.files["manifest.json"]
+		if old != (len(archs) == 1) {
+			t.Errorf("%q: manifest.json is there: %v", archs, old)
+		}
+		if len(archs) > 1 {
+			var images oci.Index
+			into(t, l.blob(i.Manifests[0]), &images)
+			if len(images.Manifests) != len(archs) {
+				t.Fatalf("%q: images %+v", archs, images)
+			}
+			for n, arch := range archs {
+				l.checkImage(images.Manifests[n], arch)
+			}
+			continue
+		}
+		m := l.checkImage(i.Manifests[0], archs[0])
+		var docker []struct {
+			Config           string
+			RepoTags, Layers []string
+		}
+		into(t, dockers.Content, &docker)
+		if docker[0].Config != m.Config.Path() || docker[0].Layers[1] != m.Layers[1].Path() || docker[0].RepoTags[0] != imageName {
+			t.Errorf("manifest.json %+v", docker)
+		}
 	}
 }
 
 func TestWhatHasNoPlaceInAnImage(t *testing.T) {
-	_, err := build(t, tar.Header{Typeflag: tar.TypeFifo, Name: "./pipe", Mode: 0o644})
+	_, _, err := build(t, []string{"amd64"}, tar.Header{Typeflag: tar.TypeFifo, Name: "./pipe", Mode: 0o644})
 	if err == nil || !strings.Contains(err.Error(), "pipe: an entry of type '6' has no place in an image") {
 		t.Errorf("a FIFO: %v", err)
 	}
+	complete := options{platforms: []platform{{"amd64", "a", "b"}}, output: "c", name: "d"}
 	t.Setenv("SOURCE_DATE_EPOCH", "")
-	err = run(options{root: "a", binary: "b", output: "c", name: "d"})
-	if err == nil || !strings.Contains(err.Error(), "SOURCE_DATE_EPOCH") {
+	if _, _, err = run(complete); err == nil || !strings.Contains(err.Error(), "SOURCE_DATE_EPOCH") {
 		t.Errorf("no time: %v", err)
 	}
-	if err := run(options{root: "a"}); err == nil {
+	if _, _, err := run(options{output: "c", name: "d"}); err == nil {
 		t.Error("nothing is missing")
+	}
+	for _, value := range []string{"", "amd64", "amd64=root", "=root,binary", "amd64=,binary", "amd64=root,"} {
+		if err := complete.addPlatform(value); err == nil {
+			t.Errorf("-platform %q is taken", value)
+		}
+	}
+}
+
+// TestTagOfItsOwn: an image that was given no tag has one by its content, so that a new build is a new image, and the one that the
+// manifests name.
+func TestTagOfItsOwn(t *testing.T) {
+	seen := map[string]bool{}
+	for _, content := range []string{"one", "two", "one"} {
+		dir := t.TempDir()
+		o := options{
+			platforms: []platform{{"amd64", filepath.Join(dir, "root"), filepath.Join(dir, "binary")}},
+			output:    filepath.Join(dir, "image.tar"), name: "localhost:5000/np", version: "v1-dirty",
+		}
+		if err := errors.Join(os.WriteFile(o.platforms[0].root, make([]byte, 1024), 0o644), os.WriteFile(o.platforms[0].binary, []byte(content), 0o644)); err != nil {
+			t.Fatal(err)
+		}
+		t.Setenv("SOURCE_DATE_EPOCH", fmt.Sprint(epoch))
+		digest, names, err := run(o)
+		if err != nil || len(names) != 2 || names[1] != "localhost:5000/np:latest" || names[0] != "localhost:5000/np:v1-dirty-"+digest[7:15] {
+			t.Fatalf("%q, digest %s, %v", names, digest, err)
+		}
+		seen[names[0]] = true
+		archive, err := os.ReadFile(o.output)
+		if err != nil {
+			t.Fatal(err)
+		}
+		var i oci.Index
+		into(t, read(t, bytes.NewReader(archive))["index.json"].Content, &i)
+		for n, name := range names {
+			if d := i.Manifests[n]; d.Digest != digest || d.Annotations["io.containerd.image.name"] != name {
+				t.Errorf("%s: %+v", name, d)
+			}
+		}
+	}
+	if len(seen) != 2 {
+		t.Errorf("two images have the names %v", seen)
 	}
 }

@@ -1,91 +1,139 @@
-// Command image packs a root file system and the nodeproxy binary into an OCI image archive: what "ctr images import",
-// "podman load" and "docker load" take. The same input gives the same bytes.
+// Command image packs root file systems and the nodeproxy binary into an OCI image archive: what "ctr images import" and
+// "podman load" take. The same input gives the same bytes. It prints the digest of the image and its names.
 //
-// The image has two layers: Debian's packages, which change rarely, and the binary.
+// The image has two layers: Debian's packages, which change rarely, and the binary. For several platforms, it is an index of one
+// image each.
 package main
 
 import (
 	"archive/tar"
 	"bytes"
+	"encoding/json"
 	"errors"
 	"flag"
 	"fmt"
 	"io"
 	"os"
 	"path"
-	"runtime"
-	"strconv"
 	"strings"
 	"time"
+
+	"nodeproxy/deploy/oci"
 )
 
 func main() {
 	var o options
-	flag.StringVar(&o.root, "root", "", "tar archive of the root file system")
-	flag.StringVar(&o.binary, "binary", "", "the nodeproxy binary")
+	flag.Func("platform", "ARCH=ROOT,BINARY: an architecture, as Go calls it, a tar archive of its root file system, and its nodeproxy; may be repeated", o.addPlatform)
 	flag.StringVar(&o.output, "output", "", "archive to write")
-	flag.StringVar(&o.name, "name", "", "name and tag of the image")
+	flag.StringVar(&o.name, "name", "", "name of the image; without a tag, it gets two: latest, and the version with the first digits of the digest")
 	flag.StringVar(&o.version, "version", "", "version of nodeproxy")
-	flag.StringVar(&o.arch, "arch", runtime.GOARCH, "architecture, as Go calls it")
 	flag.Parse()
-	if err := run(o); err != nil {
+	digest, names, err := run(o)
+	if err != nil {
 		fmt.Fprintf(os.Stderr, "image: %v\n", err)
 		os.Exit(1)
 	}
+	fmt.Println(digest, strings.Join(names, " "))
 }
 
 type options struct {
-	root, binary, output, name, version, arch string
+	platforms             []platform
+	output, name, version string
 	// epoch is the time of the image; no file in it is newer.
 	epoch time.Time
 }
 
-func run(o options) error {
-	if o.root == "" || o.binary == "" || o.output == "" || o.name == "" {
-		return errors.New("-root, -binary, -output and -name are all needed")
+type platform struct{ arch, root, binary string }
+
+func (o *options) addPlatform(value string) error {
+	arch, files, _ := strings.Cut(value, "=")
+	root, binary, found := strings.Cut(files, ",")
+	if !found || arch == "" || root == "" || binary == "" {
+		return errors.New("want ARCH=ROOT,BINARY")
 	}
-	seconds, err := strconv.ParseInt(os.Getenv("SOURCE_DATE_EPOCH"), 10, 64)
-	if err != nil {
-		return fmt.Errorf("SOURCE_DATE_EPOCH, the time of the image in seconds: %w", err)
-	}
-	o.epoch = time.Unix(seconds, 0).UTC()
-	root, err := os.ReadFile(o.root)
-	if err != nil {
-		return err
-	}
-	binary, err := os.ReadFile(o.binary)
-	if err != nil {
-		return err
-	}
-	rootLayer, err := rootFiles(bytes.NewReader(root), o.epoch)
-	if err != nil {
-		return fmt.Errorf("%s: %w", o.root, err)
-	}
-	binaryLayer, err := tarOf([]file{
-		{header: tar.Header{Typeflag: tar.TypeDir, Name: "usr/", Mode: 0o755}},
-		{header: tar.Header{Typeflag: tar.TypeDir, Name: "usr/bin/", Mode: 0o755}},
-		{header: tar.Header{Typeflag: tar.TypeReg, Name: "usr/bin/nodeproxy", Mode: 0o755}, content: binary},
-	}, o.epoch)
-	if err != nil {
-		return err
-	}
-	archive, err := imageArchive(o, rootLayer, binaryLayer)
-	if err != nil {
-		return err
-	}
-	return os.WriteFile(o.output, archive, 0o644)
+	o.platforms = append(o.platforms, platform{arch, root, binary})
+	return nil
 }
 
-// file is an entry of an archive.
-type file struct {
-	header  tar.Header
-	content []byte
+// run writes the archive, and returns the digest of the image and the names that it has there.
+func run(o options) (string, []string, error) {
+	if len(o.platforms) == 0 || o.output == "" || o.name == "" {
+		return "", nil, errors.New("-platform, -output and -name are all needed")
+	}
+	var err error
+	if o.epoch, err = oci.Epoch(); err != nil {
+		return "", nil, err
+	}
+	var l oci.Layout
+	var images []oci.Descriptor
+	var last oci.Manifest
+	for _, p := range o.platforms {
+		layers, err := layersOf(p, o.epoch)
+		if err != nil {
+			return "", nil, err
+		}
+		d, m, err := addImage(&l, o, p.arch, layers)
+		if err != nil {
+			return "", nil, err
+		}
+		images, last = append(images, d), m
+	}
+	named := images[0]
+	if len(images) > 1 {
+		if named, err = l.JSON(oci.IndexType, oci.NewIndex(images...)); err != nil {
+			return "", nil, err
+		}
+	}
+	names := []string{o.name}
+	if !strings.Contains(path.Base(o.name), ":") {
+		digits := strings.TrimPrefix(named.Digest, "sha256:")[:8]
+		names = []string{fmt.Sprintf("%s:%s-%s", o.name, o.version, digits), o.name + ":latest"}
+	}
+	if len(images) == 1 {
+		if err := addDockers(&l, names, last); err != nil {
+			return "", nil, err
+		}
+	}
+	index := oci.NewIndex()
+	for _, name := range names {
+		_, tag, _ := strings.Cut(path.Base(name), ":")
+		d := named
+		d.Annotations = map[string]string{"io.containerd.image.name": name, oci.RefName: tag}
+		index.Manifests = append(index.Manifests, d)
+	}
+	archive, err := l.Archive(index, o.epoch)
+	if err != nil {
+		return "", nil, err
+	}
+	return named.Digest, names, os.WriteFile(o.output, archive, 0o644)
+}
+
+// layersOf returns the layers of a platform's image as tar archives, the lowest first.
+func layersOf(p platform, epoch time.Time) ([][]byte, error) {
+	root, err := os.ReadFile(p.root)
+	if err != nil {
+		return nil, err
+	}
+	binary, err := os.ReadFile(p.binary)
+	if err != nil {
+		return nil, err
+	}
+	rootLayer, err := rootFiles(bytes.NewReader(root), epoch)
+	if err != nil {
+		return nil, fmt.Errorf("%s: %w", p.root, err)
+	}
+	binaryLayer, err := oci.Tar([]oci.File{
+		{Header: tar.Header{Typeflag: tar.TypeDir, Name: "usr/", Mode: 0o755}},
+		{Header: tar.Header{Typeflag: tar.TypeDir, Name: "usr/bin/", Mode: 0o755}},
+		{Header: tar.Header{Typeflag: tar.TypeReg, Name: "usr/bin/nodeproxy", Mode: 0o755}, Content: binary},
+	}, epoch)
+	return [][]byte{rootLayer, binaryLayer}, err
 }
 
 // rootFiles reads a root file system and returns it as a layer: in the order of the archive, without device nodes, which
 // runtimes make themselves, and without what differs between two runs.
 func rootFiles(r io.Reader, epoch time.Time) ([]byte, error) {
-	var files []file
+	var files []oci.File
 	for in := tar.NewReader(r); ; {
 		h, err := in.Next()
 		if errors.Is(err, io.EOF) {
@@ -98,12 +146,12 @@ func rootFiles(r io.Reader, epoch time.Time) ([]byte, error) {
 		if name == "" || name == "dev" || strings.HasPrefix(name, "dev/") {
 			continue
 		}
-		f := file{header: tar.Header{Typeflag: h.Typeflag, Name: name, Linkname: h.Linkname, Mode: h.Mode, ModTime: h.ModTime}}
+		f := oci.File{Header: tar.Header{Typeflag: h.Typeflag, Name: name, Linkname: h.Linkname, Mode: h.Mode, ModTime: h.ModTime}}
 		switch h.Typeflag {
 		case tar.TypeDir:
-			f.header.Name += "/"
+			f.Header.Name += "/"
 		case tar.TypeReg:
-			if f.content, err = io.ReadAll(in); err != nil {
+			if f.Content, err = io.ReadAll(in); err != nil {
 				return nil, fmt.Errorf("%s: %w", name, err)
 			}
 		case tar.TypeSymlink:
@@ -112,29 +160,65 @@ func rootFiles(r io.Reader, epoch time.Time) ([]byte, error) {
 		}
 		files = append(files, f)
 	}
-	return tarOf(files, epoch)
+	return oci.Tar(files, epoch)
 }
 
-// tarOf writes an archive of which all files belong to root, and none is newer than epoch or, as directories are, of the
-// moment at which it was made.
-func tarOf(files []file, epoch time.Time) ([]byte, error) {
-	var out bytes.Buffer
-	w := tar.NewWriter(&out)
-	for _, f := range files {
-		h := f.header
-		h.Size = int64(len(f.content))
-		if h.Typeflag == tar.TypeDir || h.ModTime.IsZero() || h.ModTime.After(epoch) {
-			h.ModTime = epoch
-		}
-		if err := w.WriteHeader(&h); err != nil {
-			return nil, fmt.Errorf("%s: %w", h.Name, err)
-		}
-		if _, err := w.Write(f.content); err != nil {
-			return nil, fmt.Errorf("%s: %w", h.Name, err)
-		}
+type imageConfig struct {
+	Created string `json:"created"`
+	oci.Platform
+	Config struct {
+		Env        []string          `json:"Env"`
+		Entrypoint []string          `json:"Entrypoint"`
+		Labels     map[string]string `json:"Labels"`
+	} `json:"config"`
+	RootFS struct {
+		Type    string   `json:"type"`
+		DiffIDs []string `json:"diff_ids"`
+	} `json:"rootfs"`
+	History []map[string]string `json:"history"`
+}
+
+// addImage adds the image of one platform to a layout.
+func addImage(l *oci.Layout, o options, arch string, layers [][]byte) (oci.Descriptor, oci.Manifest, error) {
+	cfg := imageConfig{Created: o.epoch.Format(time.RFC3339), Platform: oci.Platform{Architecture: arch, OS: "linux"}}
+	cfg.Config.Env = []string{"PATH=/usr/sbin:/usr/bin:/sbin:/bin"}
+	cfg.Config.Entrypoint = []string{"/usr/bin/nodeproxy"}
+	cfg.Config.Labels = map[string]string{
+		"org.opencontainers.image.title": "nodeproxy", "org.opencontainers.image.version": o.version,
+		"org.opencontainers.image.licenses": "Apache-2.0",
 	}
-	if err := w.Close(); err != nil {
-		return nil, err
+	cfg.RootFS.Type = "layers"
+	m := oci.Manifest{SchemaVersion: 2, MediaType: oci.ManifestType}
+	for _, layer := range layers {
+		cfg.RootFS.DiffIDs = append(cfg.RootFS.DiffIDs, oci.Digest(layer))
+		cfg.History = append(cfg.History, map[string]string{"created": cfg.Created, "created_by": "nodeproxy deploy/image"})
+		packed, err := oci.Gzip(layer)
+		if err != nil {
+			return oci.Descriptor{}, m, err
+		}
+		m.Layers = append(m.Layers, l.Blob(oci.LayerType, packed))
 	}
-	return out.Bytes(), nil
+	var err error
+	if m.Config, err = l.JSON(oci.ConfigType, cfg); err != nil {
+		return oci.Descriptor{}, m, err
+	}
+	d, err := l.JSON(oci.ManifestType, m)
+	d.Platform = &cfg.Platform
+	return d, m, err
+}
+
+// addDockers adds the manifest.json of docker save, which "docker load" reads before Docker 25. It knows one platform only.
+func addDockers(l *oci.Layout, names []string, m oci.Manifest) error {
+	type dockerImage struct {
+		Config   string
+		RepoTags []string
+		Layers   []string
+	}
+	docker := dockerImage{Config: m.Config.Path(), RepoTags: names}
+	for _, layer := range m.Layers {
+		docker.Layers = append(docker.Layers, layer.Path())
+	}
+	content, err := json.Marshal([]dockerImage{docker})
+	l.Add("manifest.json", content)
+	return err
 }

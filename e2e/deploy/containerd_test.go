@@ -16,8 +16,14 @@ import (
 	"nodeproxy/e2e/harness"
 )
 
-// imageName is what the manifests call the image.
-const imageName = "localhost/nodeproxy:latest"
+// imageName is what the manifests call the image; see hack/image-name.
+var imageName = func() string {
+	name, err := os.ReadFile("../../deploy/image/name")
+	if err != nil {
+		panic(err)
+	}
+	return strings.TrimSpace(string(name)) + ":latest"
+}()
 
 // image builds the image, once. It is in the directory of a World of its own, which the harness removes however the tests
 // end.

@@ -8,7 +8,9 @@ helm.sh/chart: {{ printf "%s-%s" .Chart.Name .Chart.Version }}
 {{- end }}
 
 {{- define "nodeproxy.image" -}}
-{{ .Values.image.repository }}:{{ .Values.image.tag | default .Chart.AppVersion }}
+{{- $digest := .Values.image.digest }}
+{{- if not (or $digest .Values.image.tag) }}{{ $digest = index .Chart.Annotations "nodeproxy/image-digest" }}{{ end }}
+{{- .Values.image.repository }}{{ if $digest }}@{{ $digest }}{{ else }}:{{ .Values.image.tag | default .Chart.AppVersion }}{{ end }}
 {{- end }}
 
 {{- /* The capabilities of nodeproxy's container. The legacy variant of iptables, which needs NET_RAW, needs the lock too. */ -}}

@@ -1,0 +1,303 @@
+package main
+
+import (
+	"archive/tar"
+	"bytes"
+	"compress/gzip"
+	"encoding/json"
+	"errors"
+	"io"
+	"maps"
+	"os"
+	"path/filepath"
+	"runtime"
+	"slices"
+	"strings"
+	"testing"
+	"time"
+
+	cdx "github.com/CycloneDX/cyclonedx-go"
+	"sigs.k8s.io/yaml"
+
+	"nodeproxy/deploy/oci"
+)
+
+const (
+	name  = "localhost/nodeproxy" // what the input of these tests calls the image
+	image = "registry.example.org/np/nodeproxy"
+)
+
+var digestOfImage = "sha256:" + strings.Repeat("0123456789abcdef", 4)
+
+// input writes what a release is made of into a directory.
+func input(t *testing.T) release {
+	t.Helper()
+	dir := t.TempDir()
+	put := func(name, content string) string {
+		file := filepath.Join(dir, name)
+		if err := errors.Join(os.MkdirAll(filepath.Dir(file), 0o700), os.WriteFile(file, []byte(content), 0o600)); err != nil {
+			t.Fatal(err)
+		}
+		return file
+	}
+	put("chart/values.yaml", "# Values.\nimage:\n  repository: localhost/nodeproxy # no more\n  tag: \"\"\n")
+	put("chart/Chart.yaml", "name: nodeproxy\nversion: 0.0.0\nappVersion: latest\nannotations:\n  nodeproxy/image-digest: \"\"\n")
+	put("chart/templates/a.yaml", "a: b\n")
+	self, err := os.Executable()
+	if err != nil {
+		t.Fatal(err)
+	}
+	var root bytes.Buffer
+	w := tar.NewWriter(&root)
+	status := "Package: libstdc++6\nVersion: 1:2.0+deb12u1-3\nArchitecture: amd64\nDescription: a library\n of several lines\n .\n and paragraphs\n"
+	err = errors.Join(
+		w.WriteHeader(&tar.Header{Typeflag: tar.TypeDir, Name: "./var/lib/dpkg/status.d/", ModTime: time.Now()}),
+		w.WriteHeader(&tar.Header{Typeflag: tar.TypeReg, Name: "./var/lib/dpkg/status.d/libstdc++6", Size: int64(len(status)), ModTime: time.Now()}),
+		func() error { _, err := w.Write([]byte(status)); return err }(),
+		w.Close())
+	if err != nil {
+		t.Fatal(err)
+	}
+	t.Setenv("SOURCE_DATE_EPOCH", "1700000000")
+	out := filepath.Join(dir, "out")
+	if err := os.Mkdir(out, 0o755); err != nil {
+		t.Fatal(err)
+	}
+	return release{
+		version: "v1.2.3", image: image, digest: digestOfImage, name: name, output: out, chart: filepath.Join(dir, "chart"),
+		manifests: []pair{{"install-iptables", put("iptables.yaml", "a: b\n    image: localhost/nodeproxy:latest\n---\n  - image: localhost/nodeproxy:latest\n")}},
+		binaries:  []pair{{runtime.GOARCH, self}}, roots: []pair{{"amd64", put("root.tar", root.String())}},
+	}
+}
+
+// made returns the files of a release.
+func made(t *testing.T, r release) map[string][]byte {
+	t.Helper()
+	out := map[string][]byte{}
+	entries, err := os.ReadDir(r.output)
+	if err != nil {
+		t.Fatal(err)
+	}
+	for _, e := range entries {
+		if out[e.Name()], err = os.ReadFile(filepath.Join(r.output, e.Name())); err != nil {
+			t.Fatal(err)
+		}
+	}
+	return out
+}
+
+// unpack reads a tar archive.
+func unpack(t *testing.T, archive io.Reader) map[string]oci.File {
+	t.Helper()
+	out := map[string]oci.File{}
+	for in := tar.NewReader(archive); ; {
+		h, err := in.Next()
+		if errors.Is(err, io.EOF) {
+			return out
+		}
+		if err != nil {
+			t.Fatal(err)
+		}
+		content, err := io.ReadAll(in)
+		if err != nil {
+			t.Fatal(err)
+		}
+		out[h.Name] = oci.File{Header: *h, Content: content}
+	}
+}
+
+func TestRelease(t *testing.T) {
+	r := input(t)
+	if err := r.run(); err != nil {
+		t.Fatal(err)
+	}
+	files := made(t, r)
+
+	// From other directories, at another time, the same bytes.
+	again := input(t)
+	if err := again.run(); err != nil {
+		t.Fatal(err)
+	}
+	if !maps.EqualFunc(files, made(t, again), bytes.Equal) {
+		t.Error("two releases of the same differ")
+	}
+
+	names := slices.Sorted(maps.Keys(files))
+	if want := []string{"install-iptables.yaml", "nodeproxy-1.2.3.tgz", "nodeproxy-chart-v1.2.3.oci.tar", "nodeproxy-v1.2.3.cdx.json"}; !slices.Equal(names, want) {
+		t.Fatalf("files %q, want %q", names, want)
+	}
+	pinned := image + "@" + digestOfImage
+	if want := "a: b\n    image: " + pinned + "\n---\n  - image: " + pinned + "\n"; !strings.HasSuffix(string(files["install-iptables.yaml"]), "\n"+want) {
+		t.Errorf("manifests:\n%s", files["install-iptables.yaml"])
+	}
+}
+
+func TestChart(t *testing.T) {
+	r := input(t)
+	if err := r.run(); err != nil {
+		t.Fatal(err)
+	}
+	files := made(t, r)
+	tarball := files["nodeproxy-1.2.3.tgz"]
+	z, err := gzip.NewReader(bytes.NewReader(tarball))
+	if err != nil {
+		t.Fatal(err)
+	}
+	if z.Name != "" || !z.ModTime.IsZero() {
+		t.Errorf("the header of gzip has the name %q and the time %v", z.Name, z.ModTime)
+	}
+	chart := unpack(t, z)
+	if len(chart) != 3 {
+		t.Errorf("files %q", slices.Sorted(maps.Keys(chart)))
+	}
+	for name, f := range chart {
+		if h := f.Header; h.Uid != 0 || h.Gid != 0 || h.Uname != "" || h.Mode != 0o644 || h.ModTime.Unix() != 1700000000 || !strings.HasPrefix(name, "nodeproxy/") {
+			t.Errorf("%s: %+v", name, h)
+		}
+	}
+	var about struct {
+		Version, AppVersion string
+		Annotations         map[string]string
+	}
+	if err := yaml.Unmarshal(chart["nodeproxy/Chart.yaml"].Content, &about); err != nil {
+		t.Fatal(err)
+	}
+	if about.Version != "1.2.3" || about.AppVersion != "v1.2.3" || about.Annotations["nodeproxy/image-digest"] != digestOfImage {
+		t.Errorf("Chart.yaml: %+v", about)
+	}
+	if got, want := string(chart["nodeproxy/values.yaml"].Content), "# Values.\nimage:\n  repository: "+image+"\n  tag: \"\"\n"; got != want {
+		t.Errorf("values.yaml:\n%s", got)
+	}
+
+	layout := unpack(t, bytes.NewReader(files["nodeproxy-chart-v1.2.3.oci.tar"]))
+	get := func(d oci.Descriptor) []byte {
+		t.Helper()
+		content := layout[d.Path()].Content
+		if oci.Digest(content) != d.Digest || len(content) != d.Size {
+			t.Fatalf("%+v: %d bytes with digest %s", d, len(content), oci.Digest(content))
+		}
+		return content
+	}
+	var index oci.Index
+	var m oci.Manifest
+	var metadata map[string]any
+	if err := json.Unmarshal(layout["index.json"].Content, &index); err != nil {
+		t.Fatal(err)
+	}
+	if err := json.Unmarshal(get(index.Manifests[0]), &m); err != nil {
+		t.Fatal(err)
+	}
+	if err := json.Unmarshal(get(m.Config), &metadata); err != nil {
+		t.Fatal(err)
+	}
+	if index.Manifests[0].Annotations[oci.RefName] != "1.2.3" || m.Config.MediaType != chartConfigType || len(m.Layers) != 1 ||
+		m.Layers[0].MediaType != chartLayerType || !bytes.Equal(get(m.Layers[0]), tarball) || metadata["version"] != "1.2.3" {
+		t.Errorf("index %+v, manifest %+v, configuration %v", index, m, metadata)
+	}
+}
+
+func TestMaterials(t *testing.T) {
+	r := input(t)
+	if err := r.run(); err != nil {
+		t.Fatal(err)
+	}
+	var bom cdx.BOM
+	if err := cdx.NewBOMDecoder(bytes.NewReader(made(t, r)["nodeproxy-v1.2.3.cdx.json"]), cdx.BOMFileFormatJSON).Decode(&bom); err != nil {
+		t.Fatal(err)
+	}
+	byRef := map[string]cdx.Component{}
+	for _, c := range *bom.Components {
+		byRef[c.BOMRef] = c
+	}
+	needs := map[string][]string{}
+	for _, d := range *bom.Dependencies {
+		needs[d.Ref] = *d.Dependencies
+		for _, ref := range append(*d.Dependencies, d.Ref) {
+			if _, ok := byRef[ref]; !ok && ref != bom.Metadata.Component.BOMRef {
+				t.Errorf("%s needs %s, which is not described", d.Ref, ref)
+			}
+		}
+	}
+	debian, std := "pkg:deb/debian/libstdc++6@1%3A2.0%2Bdeb12u1-3?arch=amd64", "pkg:golang/std@"+strings.TrimPrefix(runtime.Version(), "go")
+	if c := byRef[debian]; c.Name != "libstdc++6" || c.Version != "1:2.0+deb12u1-3" || !slices.Contains(needs["image"], debian) {
+		t.Errorf("the Debian package is %+v; the image needs %q", c, needs["image"])
+	}
+	if !slices.Contains(needs["nodeproxy"], std) {
+		t.Errorf("no %s in %q", std, needs["nodeproxy"])
+	}
+	modules := 0
+	for ref, c := range byRef {
+		if strings.HasPrefix(ref, "pkg:golang/github.com/CycloneDX/cyclonedx-go@v") {
+			modules++
+			if c.Hashes == nil || len((*c.Hashes)[0].Value) != 64 {
+				t.Errorf("%s: hashes %v", ref, c.Hashes)
+			}
+		}
+	}
+	if modules != 1 {
+		t.Errorf("%d descriptions of a module that this test is made of", modules)
+	}
+	if c := byRef["image"]; c.Name != image || c.Version != digestOfImage {
+		t.Errorf("image %+v", c)
+	}
+}
+
+func TestRefused(t *testing.T) {
+	put := func(content string) func(*release) {
+		return func(r *release) {
+			if err := os.WriteFile(r.manifests[0].file, []byte(content), 0o644); err != nil {
+				t.Fatal(err)
+			}
+		}
+	}
+	chart := func(file, content string) func(*release) {
+		return func(r *release) {
+			if err := os.WriteFile(filepath.Join(r.chart, file), []byte(content), 0o644); err != nil {
+				t.Fatal(err)
+			}
+		}
+	}
+	for what, c := range map[string]struct {
+		change func(*release)
+		says   string
+	}{
+		"no version":             {func(r *release) { r.version = "" }, "semantic version"},
+		"version without v":      {func(r *release) { r.version = "1.2.3" }, "semantic version"},
+		"no semantic version":    {func(r *release) { r.version = "v1.2" }, "semantic version"},
+		"metadata in a version":  {func(r *release) { r.version = "v1.2.3+b" }, "semantic version"},
+		"leading zero":           {func(r *release) { r.version = "v1.02.3" }, "semantic version"},
+		"no digest":              {func(r *release) { r.digest = "sha256:12" }, "digest"},
+		"no name":                {func(r *release) { r.image = "" }, "-image is needed"},
+		"no image in manifests":  {put("a: b\n"), "no line"},
+		"another image":          {put("image: localhost/nodeproxy:latest\nimage: busybox\n"), "not an image of the release"},
+		"image with another tag": {put("image: localhost/nodeproxy:latest\nimage: localhost/nodeproxy:v1\n"), "not an image of the release"},
+		"no repository":          {chart("values.yaml", "image: {}\n"), `0 lines begin with "repository:"`},
+		"two repositories":       {chart("values.yaml", "repository: a\nb:\n  repository: c\n"), `2 lines begin with "repository:"`},
+		"no digest in the chart": {chart("Chart.yaml", "version: 0\nappVersion: 0\n"), `0 lines begin with "nodeproxy/image-digest:"`},
+		"no packages":            {func(r *release) { r.roots[0].file = r.manifests[0].file }, "root"},
+		"no binary":              {func(r *release) { r.binaries[0].file = r.manifests[0].file }, "iptables.yaml"},
+	} {
+		r := input(t)
+		c.change(&r)
+		if what == "no packages" {
+			if err := os.WriteFile(r.roots[0].file, make([]byte, 1024), 0o644); err != nil {
+				t.Fatal(err)
+			}
+			r.manifests, c.says = nil, "no packages"
+		}
+		if err := r.run(); err == nil || !strings.Contains(err.Error(), c.says) {
+			t.Errorf("%s: %v, want %q", what, err, c.says)
+		}
+	}
+	t.Setenv("SOURCE_DATE_EPOCH", "yesterday")
+	r := release{version: "v1.2.3", digest: digestOfImage, image: image, name: name, output: "a", chart: "b"}
+	if err := r.run(); err == nil || !strings.Contains(err.Error(), "SOURCE_DATE_EPOCH") {
+		t.Errorf("no time: %v", err)
+	}
+	for _, value := range []string{"", "a", "a=", "=b"} {
+		var to []pair
+		if err := pairs(&to)(value); err == nil {
+			t.Errorf("%q is taken", value)
+		}
+	}
+}
