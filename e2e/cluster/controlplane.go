@@ -52,8 +52,8 @@ type ControlPlane struct {
 }
 
 // Start starts a control plane on a host of a World, and waits until it is ready. The caller closes it. Its files are in
-// the World's directory.
-func Start(w *harness.World, host *harness.Host) (*ControlPlane, error) {
+// the World's directory. Controllers are run besides those of endpoints.
+func Start(w *harness.World, host *harness.Host, controllers ...string) (*ControlPlane, error) {
 	binaries, err := Binaries()
 	if err != nil {
 		return nil, err
@@ -76,14 +76,16 @@ func Start(w *harness.World, host *harness.Host) (*ControlPlane, error) {
 	c.APIServer = process("kube-apiserver", "--etcd-servers=http://127.0.0.1:2379",
 		"--bind-address="+host.IP4.String(), "--advertise-address="+host.IP4.String(), "--secure-port="+securePort,
 		"--tls-cert-file="+c.file("apiserver.crt"), "--tls-private-key-file="+c.file("apiserver.key"),
-		"--client-ca-file="+c.file("ca.crt"), "--authorization-mode=RBAC",
+		"--client-ca-file="+c.file("ca.crt"), "--authorization-mode=RBAC", "--allow-privileged", // as kube-proxy of kubeadm is
 		"--service-cluster-ip-range="+harness.ServiceCIDR4.String()+","+harness.ServiceCIDR6.String(),
 		"--service-account-issuer=https://kubernetes.default.svc", "--service-account-key-file="+c.file("sa.key"),
 		"--service-account-signing-key-file="+c.file("sa.key"),
 		// It would want a ServiceAccount in every namespace, which a controller that does not run here makes.
 		"--disable-admission-plugins=ServiceAccount")
 	c.ControllerManager = process("kube-controller-manager", "--kubeconfig="+c.file("controller-manager.kubeconfig"),
-		"--controllers=endpoints-controller,endpointslice-controller,endpointslice-mirroring-controller",
+		"--controllers="+strings.Join(append([]string{
+			"endpoints-controller", "endpointslice-controller", "endpointslice-mirroring-controller",
+		}, controllers...), ","),
 		"--use-service-account-credentials", "--leader-elect=false", "--secure-port=0",
 		"--kube-api-qps=200", "--kube-api-burst=400")
 	if err := c.start(); err != nil {

@@ -1,0 +1,276 @@
+package deploy
+
+import (
+	"bytes"
+	"context"
+	"fmt"
+	"os"
+	"os/exec"
+	"path/filepath"
+	"reflect"
+	"slices"
+	"strings"
+	"testing"
+	"time"
+
+	apps "k8s.io/api/apps/v1"
+	v1 "k8s.io/api/core/v1"
+	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
+	"sigs.k8s.io/yaml"
+
+	"nodeproxy/e2e/cluster"
+	"nodeproxy/e2e/harness"
+)
+
+// commandsOf are the commands of docs/install/KIND.md by section, in their order, without the comments behind them.
+func commandsOf(t *testing.T, kind string) map[string][]string {
+	t.Helper()
+	text, err := os.ReadFile(project(t, "docs", "install", kind+".md"))
+	must(t, err)
+	out, section := map[string][]string{}, ""
+	for line := range strings.Lines(string(text)) {
+		line = strings.TrimRight(line, "\n")
+		if heading, ok := strings.CutPrefix(line, "## "); ok {
+			section = heading
+		}
+		if code, ok := strings.CutPrefix(line, "    "); ok {
+			code, _, _ = strings.Cut(code, " #")
+			out[section] = append(out[section], strings.TrimSpace(code))
+		}
+	}
+	return out
+}
+
+// foreign are the programs whose commands only those can run who have such a cluster. What such a command does, a test does in another way.
+var foreign = []string{"aws", "az", "talosctl", "systemctl", "mkdir", "rm"}
+
+func isForeign(command string) bool { return slices.Contains(foreign, strings.Fields(command)[0]) }
+
+// installation is a cluster of some kind, in which the commands of its page run.
+type installation struct {
+	*player
+	kubectl *kubectl
+	pages   map[string][]string
+	dir     string // where commands run
+	// instead is what is done in place of a command of another program.
+	instead func(command string) error
+}
+
+// newInstallation makes a cluster like that of install/testdata/KIND.yaml, with the addresses and ranges of a World.
+func newInstallation(t *testing.T, cp *cluster.ControlPlane, kubectl *kubectl, kind string) *installation {
+	t.Helper()
+	i := &installation{player: &player{cp: cp}, kubectl: kubectl, pages: commandsOf(t, kind), dir: t.TempDir()}
+	text, err := os.ReadFile(project(t, "install", "testdata", kind+".yaml"))
+	must(t, err)
+	replaced := strings.NewReplacer("https://10.0.0.5:6443", cp.URL(), "https://0123456789abcdef.gr7.eu-west-1.eks.amazonaws.com", cp.URL(),
+		"  managedFields: [{manager: eks, operation: Apply, apiVersion: apps/v1}]\n", "", // It is not for clients to set.
+		"10.244.0.0/16", harness.ClusterCIDR4.String()+","+harness.ClusterCIDR6.String()).Replace(string(text))
+	var described []string
+	for _, doc := range strings.Split(replaced, "\n---\n") {
+		var o struct {
+			Kind     string
+			Metadata metav1.ObjectMeta
+		}
+		must(t, yaml.Unmarshal([]byte(doc), &o))
+		switch o.Kind {
+		case "Node":
+			i.describeNodes(t, doc)
+		case "ConfigMap", "DaemonSet":
+			described = append(described, doc)
+		}
+	}
+	if len(described) > 0 {
+		file := filepath.Join(i.dir, "cluster.yaml")
+		must(t, os.WriteFile(file, []byte(strings.Join(described, "\n---\n")), 0o644))
+		must(t, i.shell("kubectl apply --server-side -f cluster.yaml"))
+		t.Cleanup(func() {
+			if err := i.shell("kubectl delete --ignore-not-found -f cluster.yaml"); err != nil {
+				t.Error(err)
+			}
+		})
+	}
+	return i
+}
+
+// describeNodes makes the nodes look like one that such a cluster has.
+func (i *installation) describeNodes(t *testing.T, doc string) {
+	t.Helper()
+	var like v1.Node
+	must(t, yaml.Unmarshal([]byte(doc), &like))
+	api := i.cp.Admin.CoreV1().Nodes()
+	list, err := api.List(t.Context(), metav1.ListOptions{})
+	must(t, err)
+	for _, n := range list.Items {
+		n.Labels, n.Annotations = like.Labels, like.Annotations
+		changed, err := api.Update(t.Context(), &n, metav1.UpdateOptions{})
+		must(t, err)
+		changed.Status.NodeInfo.KubeletVersion, changed.Status.NodeInfo.OSImage = like.Status.NodeInfo.KubeletVersion, like.Status.NodeInfo.OSImage
+		_, err = api.UpdateStatus(t.Context(), changed, metav1.UpdateOptions{})
+		must(t, err)
+	}
+}
+
+// shell runs a command of a page.
+func (i *installation) shell(command string) error {
+	const prelude = `dir=$1 path=$2 state=$3 binary=$4
+cd "$dir"
+kubectl() { "$path" --kubeconfig="$state/config" --cache-dir="$state" "$@"; }
+nodeproxy() { KUBECONFIG="$state/config" "$binary" "$@"; }
+`
+	binary, err := harness.Binary()
+	if err != nil {
+		return err
+	}
+	command = strings.NewReplacer("IMAGE", imageName, "NODE", "node1", "API-SERVER:443", strings.TrimPrefix(i.cp.URL(), "https://")).Replace(command)
+	ctx, cancel := context.WithTimeout(context.Background(), patience)
+	defer cancel()
+	cmd := exec.CommandContext(ctx, "sh", "-ec", prelude+command, "sh", i.dir, i.kubectl.path, i.kubectl.dir+"/kubectl", binary)
+	var out bytes.Buffer
+	cmd.Stdout, cmd.Stderr = &out, &out
+	if err = i.kubectl.node.Do(cmd.Start); err == nil {
+		err = cmd.Wait()
+	}
+	if err != nil {
+		err = fmt.Errorf("%w: %s", err, &out)
+	}
+	return err
+}
+
+// patience is how long a command of a page may take on a busy machine.
+const patience = 3 * time.Minute
+
+// do runs the commands of a section.
+func (i *installation) do(t *testing.T, section string) {
+	t.Helper()
+	commands := i.pages[section]
+	if len(commands) == 0 {
+		t.Fatalf("the page has no commands to %s", section)
+	}
+	for _, command := range commands {
+		begun := time.Now()
+		var err error
+		switch {
+		case strings.Contains(command, " exec ds/nodeproxy -- "): // No container runs.
+		case isForeign(command):
+			if i.instead != nil {
+				err = i.while(t.Context(), func() error { return i.instead(command) })
+			}
+		default:
+			err = i.while(t.Context(), func() error { return i.shell(command) })
+		}
+		if err != nil {
+			t.Fatalf("%s: %s: %v", section, command, err)
+		}
+		t.Logf("%s: %v for %s", section, time.Since(begun).Round(time.Millisecond), command)
+	}
+}
+
+// kubeProxy is the DaemonSet of kube-proxy, without what every change of it changes.
+func (i *installation) kubeProxy(t *testing.T) *apps.DaemonSet {
+	t.Helper()
+	ds, err := i.cp.Admin.AppsV1().DaemonSets("kube-system").Get(t.Context(), "kube-proxy", metav1.GetOptions{})
+	must(t, err)
+	out := &apps.DaemonSet{ObjectMeta: metav1.ObjectMeta{Annotations: ds.Annotations, Labels: ds.Labels}, Spec: ds.Spec}
+	delete(out.Annotations, "deprecated.daemonset.template.generation")
+	return out
+}
+
+// nothingLeft checks that namespace kube-system has no object of nodeproxy.
+func (i *installation) nothingLeft(t *testing.T) {
+	t.Helper()
+	sets, err := i.cp.Admin.AppsV1().DaemonSets("kube-system").List(t.Context(), metav1.ListOptions{})
+	must(t, err)
+	for _, ds := range sets.Items {
+		if ds.Name != "kube-proxy" {
+			t.Errorf("DaemonSet %s is left", ds.Name)
+		}
+	}
+	must(t, i.until(t.Context(), func() error {
+		pods, err := i.cp.Admin.CoreV1().Pods("kube-system").List(t.Context(), metav1.ListOptions{})
+		for _, pod := range pods.Items {
+			if pod.Labels["k8s-app"] != "kube-proxy" && pod.Labels["component"] != "kube-proxy" {
+				err = fmt.Errorf("pod %s is left", pod.Name)
+			}
+		}
+		return err
+	}))
+	for _, err := range []error{
+		gone(i.cp.Admin.CoreV1().ConfigMaps("kube-system").Get(t.Context(), "nodeproxy", metav1.GetOptions{})),
+		gone(i.cp.Admin.RbacV1().ClusterRoles().Get(t.Context(), "nodeproxy", metav1.GetOptions{})),
+		gone(i.cp.Admin.RbacV1().ClusterRoleBindings().Get(t.Context(), "nodeproxy", metav1.GetOptions{})),
+		gone(i.cp.Admin.CoreV1().ServiceAccounts("kube-system").Get(t.Context(), "nodeproxy", metav1.GetOptions{})),
+	} {
+		if err != nil {
+			t.Error(err)
+		}
+	}
+}
+
+func gone[T metav1.Object](o T, err error) error {
+	if err == nil {
+		return fmt.Errorf("%s is left", o.GetName())
+	}
+	return nil
+}
+
+// controlled makes a World with a control plane that has DaemonSets, a Service and a kubectl.
+func controlled(t *testing.T) (*cluster.ControlPlane, *kubectl) {
+	t.Helper()
+	w := harness.New(t, harness.Options{})
+	cp, err := cluster.Start(w, w.Nodes[2].Host, "daemonset-controller", "garbage-collector-controller")
+	must(t, err)
+	t.Cleanup(cp.Close)
+	k := &kubectl{path: tool(t, "kubectl"), node: w.Node1(), dir: w.Dir}
+	must(t, k.login(t.Context(), cp))
+	must(t, createService(t.Context(), cp, w))
+	return cp, k
+}
+
+// TestInstallPages runs the commands of the pages on a real control plane, with objects such as such clusters have: to install, to roll back, and for some
+// to install again and to uninstall. Pods only seem to run. kube-proxy's DaemonSet is then what it was, and nothing of nodeproxy is left.
+func TestInstallPages(t *testing.T) {
+	t.Parallel()
+	cp, k := controlled(t)
+	for _, kind := range []string{"kubeadm", "k3s", "eks", "talos", "aks"} {
+		t.Run(kind, func(t *testing.T) { // one after the other, as they are one cluster
+			i := newInstallation(t, cp, k, kind)
+			var before *apps.DaemonSet
+			switch kind {
+			case "aks":
+				i.instead = i.azure(t.Context())
+			case "k3s": // It has none.
+			default:
+				before = i.kubeProxy(t)
+			}
+			i.do(t, "Install")
+			i.do(t, "Check")
+			i.do(t, "Roll back")
+			i.nothingLeft(t)
+			if before != nil {
+				if after := i.kubeProxy(t); !reflect.DeepEqual(after, before) {
+					t.Errorf("kube-proxy's DaemonSet before:\n%s\nand after:\n%s", asYAML(t, before), asYAML(t, after))
+				}
+			}
+			if kind == "eks" || kind == "talos" {
+				return // The rest is as with kubeadm.
+			}
+			i.do(t, "Install")
+			i.do(t, "Uninstall")
+			i.nothingLeft(t)
+		})
+	}
+}
+
+// azure does what az aks does with kube-proxy.json.
+func (i *installation) azure(ctx context.Context) func(string) error {
+	return func(command string) error {
+		text, err := os.ReadFile(filepath.Join(i.dir, "kube-proxy.json"))
+		if err != nil {
+			return err
+		}
+		if strings.Contains(string(text), "false") {
+			return i.cp.Admin.AppsV1().DaemonSets("kube-system").Delete(ctx, "kube-proxy", metav1.DeleteOptions{})
+		}
+		return i.shell("kubectl apply --server-side -f cluster.yaml")
+	}
+}
