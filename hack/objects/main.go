@@ -62,13 +62,13 @@ func run(minor int, dir string) error {
 	if err := over(nodeText, &node, &node.ObjectMeta); err != nil {
 		return err
 	}
-	if err := write(dir, "services", "", "v1", "ServiceList", services); err != nil {
+	if err := write(dir, "services", "", "ServiceList", services); err != nil {
 		return err
 	}
-	if err := write(dir, "endpointslices", "discovery.k8s.io", "v1", "EndpointSliceList", slices); err != nil {
+	if err := write(dir, "endpointslices", "discovery.k8s.io", "EndpointSliceList", slices); err != nil {
 		return err
 	}
-	if err := write(dir, "nodes", "", "v1", "NodeList", &v1.NodeList{Items: []v1.Node{node}}); err != nil {
+	if err := write(dir, "nodes", "", "NodeList", &v1.NodeList{Items: []v1.Node{node}}); err != nil {
 		return err
 	}
 	if minor < 33 {
@@ -80,7 +80,7 @@ func run(minor int, dir string) error {
 	if err := over(cidrText, &cidr, &cidr.ObjectMeta); err != nil {
 		return err
 	}
-	return write(dir, "servicecidrs", "networking.k8s.io", "v1", "ServiceCIDRList", &networking.ServiceCIDRList{Items: []networking.ServiceCIDR{cidr}})
+	return write(dir, "servicecidrs", "networking.k8s.io", "ServiceCIDRList", &networking.ServiceCIDRList{Items: []networking.ServiceCIDR{cidr}})
 }
 
 // prefer is the trafficDistribution that goes furthest of those that a version takes.
@@ -105,9 +105,9 @@ type list interface {
 	SetResourceVersion(string)
 }
 
-func write(dir, name, group, version, kind string, l list) error {
+func write(dir, name, group, kind string, l list) error {
 	l.SetResourceVersion("10")
-	l.GetObjectKind().SetGroupVersionKind(schema.GroupVersionKind{Group: group, Version: version, Kind: kind})
+	l.GetObjectKind().SetGroupVersionKind(schema.GroupVersionKind{Group: group, Version: "v1", Kind: kind})
 	text, err := json.MarshalIndent(l, "", " ")
 	if err != nil {
 		return err
