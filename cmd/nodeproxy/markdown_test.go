@@ -152,6 +152,29 @@ func TestLinks(t *testing.T) {
 	}
 }
 
+// TestREADMEInstall: each page of docs/install is in the README's table.
+func TestREADMEInstall(t *testing.T) {
+	t.Parallel()
+	docs := documentation(t)
+	linked := map[string]bool{}
+	for _, l := range docs["../../README.md"].links {
+		linked[filepath.Join("../..", l.target)] = true
+	}
+	pages := 0
+	for path := range docs {
+		if filepath.Dir(path) != "../../docs/install" || filepath.Base(path) == "README.md" {
+			continue
+		}
+		pages++
+		if !linked[path] {
+			t.Errorf("the README has no link to %s", path)
+		}
+	}
+	if pages < 9 {
+		t.Errorf("only %d pages were found", pages)
+	}
+}
+
 // TestREADMENumbers: the numbers of the README's table of measurements are those of the document that it links to.
 func TestREADMENumbers(t *testing.T) {
 	t.Parallel()
