@@ -168,8 +168,18 @@ func isKubeProxy(labels map[string]string) bool {
 func (d *daemonSet) container() *v1.Container {
 	containers := d.Spec.Template.Spec.Containers
 	i := slices.IndexFunc(containers, func(c v1.Container) bool {
-		return slices.ContainsFunc(append(slices.Clone(c.Command), c.Args...), func(word string) bool { return path.Base(word) == "kube-proxy" }) ||
-			c.Name == "kube-proxy"
+		if c.Name == "kube-proxy" {
+			return true
+		}
+		for _, word := range words(&c) {
+			if path.Base(word) == "kube-proxy" {
+				return true
+			}
+			if strings.HasPrefix(word, "-") { // What follows may be a file that has to do with kube-proxy, such as its log.
+				return false
+			}
+		}
+		return false
 	})
 	if i < 0 {
 		return nil
@@ -177,11 +187,34 @@ func (d *daemonSet) container() *v1.Container {
 	return &containers[i]
 }
 
+// words are those of a container's command line. Where a shell runs kube-proxy, they are those that the shell gives it.
+func words(c *v1.Container) []string {
+	out := append(slices.Clone(c.Command), c.Args...)
+	for _, script := range out {
+		list := strings.Fields(strings.ReplaceAll(script, "\\\n", " "))
+		i := 0
+		for i < len(list) && (path.Base(list[i]) != "kube-proxy" || i > 0 && list[i-1] != "exec" && !strings.ContainsAny(list[i-1], ";&|")) {
+			i++
+		}
+		if i == len(list) || len(list) == 1 {
+			continue
+		}
+		list = list[i:]
+		if end := slices.IndexFunc(list, func(word string) bool { return strings.ContainsAny(word, "<>|&;") }); end >= 0 {
+			list = list[:end]
+		}
+		for i := range list {
+			list[i] = strings.NewReplacer(`"`, "", "'", "").Replace(list[i])
+		}
+		return list
+	}
+	return out
+}
+
 // flags are those of kube-proxy's command line, in its order, each as --name=value.
 func (d *daemonSet) flags() []string {
-	c := d.container()
 	var out []string
-	words := append(slices.Clone(c.Command), c.Args...)
+	words := words(d.container())
 	for i := 0; i < len(words); i++ {
 		word := words[i]
 		if !strings.HasPrefix(word, "-") {

@@ -473,3 +473,72 @@ func TestReadBroken(t *testing.T) {
 		t.Errorf("of a list whose items have no kind: %d DaemonSets, %v", len(c.daemonSets), err)
 	}
 }
+
+// TestCommandLine: how kube-proxy is found in a DaemonSet, and with which flags.
+func TestCommandLine(t *testing.T) {
+	t.Parallel()
+	for _, test := range []struct {
+		name, container string
+		want            []string
+		none            bool
+	}{
+		{name: "shell", container: `{"name": "proxy", "command": ["/bin/sh", "-c", "mkdir -p /x; exec /bin/kube-proxy --proxy-mode='ipvs' --v 2 1>>/var/log/kube-proxy.log 2>&1"]}`,
+			want: []string{"--proxy-mode=ipvs", "--v=2"}},
+		{name: "shell of old", container: `{"name": "kube-proxy", "command": ["sh", "-c"], "args": ["kube-proxy \\\\\n --cluster-cidr=10.0.0.0/8 && true"]}`,
+			want: []string{"--cluster-cidr=10.0.0.0/8"}},
+		{name: "hyperkube", container: `{"name": "proxy", "command": ["/hyperkube", "kube-proxy", "--v=2"]}`, want: []string{"--v=2"}},
+		{name: "a script that reads its log", container: `{"name": "tail", "command": ["sh", "-c", "tail -f /var/log/kube-proxy >&2"]}`, none: true},
+		{name: "what reads its log", container: `{"name": "tail", "args": ["--path", "/var/log/kube-proxy"]}`, none: true},
+	} {
+		var c Cluster
+		err := c.Add([]byte(`{"kind": "DaemonSet", "metadata": {"name": "x"}, "spec": {"template": {"spec": {"containers": [` + test.container + `]}}}}`))
+		if err != nil {
+			t.Fatal(err)
+		}
+		if len(c.daemonSets) == 0 || test.none {
+			if test.none != (len(c.daemonSets) == 0) {
+				t.Errorf("%s: it is taken for %d kube-proxies", test.name, len(c.daemonSets))
+			}
+			continue
+		}
+		if got := c.daemonSets[0].flags(); !reflect.DeepEqual(got, test.want) {
+			t.Errorf("%s: flags %q, want %q", test.name, got, test.want)
+		}
+	}
+}
+
+// TestHealthOnLoopback: where only the node itself may ask for health, the kubelet does so at that address: it would restart the pod else.
+func TestHealthOnLoopback(t *testing.T) {
+	t.Parallel()
+	for addr, host := range map[string]any{"127.0.0.1:10256": "127.0.0.1", "'[::1]:10256'": "::1", "0.0.0.0:10256": nil} {
+		c := clusterOf(t, "kubeadm", `    healthzBindAddress: ""`, "    healthzBindAddress: "+addr)
+		var said said
+		s, err := c.Detect(Options{}, said.say)
+		if err != nil {
+			t.Fatal(err)
+		}
+		text, err := s.daemonSet()
+		if err != nil {
+			t.Fatal(err)
+		}
+		var ds struct {
+			Spec struct {
+				Template struct {
+					Spec struct{ Containers []map[string]any }
+				}
+			}
+		}
+		if err := yaml.Unmarshal(text, &ds); err != nil {
+			t.Fatal(err)
+		}
+		for _, probe := range []string{"startupProbe", "livenessProbe", "readinessProbe"} {
+			get := ds.Spec.Template.Spec.Containers[0][probe].(map[string]any)["httpGet"].(map[string]any)
+			if get["host"] != host {
+				t.Errorf("health at %s: the %s asks %v, want %v", addr, probe, get["host"], host)
+			}
+		}
+		if _, err := s.Values(); (err != nil) != (host != nil) {
+			t.Errorf("health at %s: values of the chart: %v", addr, err)
+		}
+	}
+}

@@ -6,6 +6,7 @@ import (
 	"io/fs"
 	"maps"
 	"net"
+	"net/netip"
 	"strconv"
 	"strings"
 
@@ -21,6 +22,10 @@ const Namespace = "kube-system"
 
 // Values returns values of the chart.
 func (s *Setup) Values() ([]byte, error) {
+	if host, _, err := net.SplitHostPort(s.Config["healthzBindAddress"].(string)); err == nil && loopback(host) {
+		return nil, fmt.Errorf("healthzBindAddress: %s: the probes of the chart ask the node's address, so the kubelet would restart nodeproxy again and again; "+
+			"use -o manifests, whose probes ask %s", s.Config["healthzBindAddress"], host)
+	}
 	values := map[string]any{
 		"apiServer": map[string]any{"host": s.Host, "port": s.Port},
 		"config":    s.values(),
@@ -39,6 +44,12 @@ func (s *Setup) Values() ([]byte, error) {
 		values["image"] = map[string]any{"repository": repository, "tag": tag}
 	}
 	return yaml.Marshal(values)
+}
+
+// loopback reports whether a host is an address that only the node itself reaches.
+func loopback(host string) bool {
+	ip, err := netip.ParseAddr(host)
+	return err == nil && ip.IsLoopback()
 }
 
 // values is the configuration as a value of the chart, which adds what every file says.
@@ -101,7 +112,7 @@ func (s *Setup) daemonSet() ([]byte, error) {
 		pod["nodeSelector"].(map[string]any)[Label] = labelOurs
 	}
 	withImage(pod, s.Image)
-	_, port, err := net.SplitHostPort(s.Config["healthzBindAddress"].(string))
+	host, port, err := net.SplitHostPort(s.Config["healthzBindAddress"].(string))
 	if err != nil {
 		return nil, fmt.Errorf("healthzBindAddress: %w", err)
 	}
@@ -115,7 +126,10 @@ func (s *Setup) daemonSet() ([]byte, error) {
 		c["env"] = append(env, map[string]any{"name": "KUBERNETES_SERVICE_HOST", "value": s.Host},
 			map[string]any{"name": "KUBERNETES_SERVICE_PORT", "value": strconv.Itoa(s.Port)})
 		for _, probe := range []string{"startupProbe", "livenessProbe", "readinessProbe"} {
-			c[probe].(map[string]any)["httpGet"].(map[string]any)["port"] = number
+			get := c[probe].(map[string]any)["httpGet"].(map[string]any)
+			if get["port"] = number; loopback(host) { // By default the kubelet asks the node's address.
+				get["host"] = host
+			}
 		}
 	}
 	return yaml.Marshal(ds)

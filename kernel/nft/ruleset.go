@@ -21,7 +21,7 @@ type Ruleset struct {
 	chains  map[ChainID]*nftables.Chain
 	rules   map[ChainID][][]expr.Any
 	sets    map[setName]*setContent
-	// Asked is how many chains and sets the kernel has been asked for.
+	// Asked is of how many chains and sets the kernel has been asked for what is in them.
 	Asked int
 }
 
@@ -29,6 +29,8 @@ type setName struct{ family, table, set string }
 
 // setContent is a set or a map; known is false where its elements can't be told.
 type setContent struct {
+	set             *nftables.Set // nil if it can't be read
+	asked           bool          // for its elements
 	known, interval bool
 	// list has the elements in order of their keys, and in an interval set the ends of intervals, each before what begins there.
 	list []nftables.SetElement
@@ -131,7 +133,11 @@ func (r *Ruleset) Rules(id ChainID) ([][]expr.Any, error) {
 
 // KeyLen returns the length of the keys of a set of a chain's table, in bytes; 0 if that is not known.
 func (r *Ruleset) KeyLen(id ChainID, set string) int {
-	if s := r.set(id, set); len(s.list) > 0 {
+	if s := r.set(id, set); s.set != nil && !s.set.IsMap {
+		return int(s.set.KeyType.Bytes)
+	}
+	// Of a map of verdicts, the library takes the type of the values for that of the keys.
+	if s := r.content(id, set); len(s.list) > 0 {
 		return len(s.list[0].Key)
 	}
 	return 0
@@ -139,13 +145,13 @@ func (r *Ruleset) KeyLen(id ChainID, set string) int {
 
 // Contains reports whether a set of a chain's table has an element; known is false where that can't be told.
 func (r *Ruleset) Contains(id ChainID, set string, key []byte) (is, known bool) {
-	e, known := r.set(id, set).find(key)
+	e, known := r.content(id, set).find(key)
 	return e != nil, known
 }
 
 // Verdict returns the verdict that a map of a chain's table has for a key; nil if none. known is false where that can't be told.
 func (r *Ruleset) Verdict(id ChainID, set string, key []byte) (v *expr.Verdict, known bool) {
-	e, known := r.set(id, set).find(key)
+	e, known := r.content(id, set).find(key)
 	if e == nil {
 		return nil, known
 	}
@@ -154,7 +160,7 @@ func (r *Ruleset) Verdict(id ChainID, set string, key []byte) (v *expr.Verdict, 
 
 // Verdicts returns the different verdicts that a map of a chain's table has; known is false where that can't be told.
 func (r *Ruleset) Verdicts(id ChainID, set string) (list []expr.Verdict, known bool) {
-	s := r.set(id, set)
+	s := r.content(id, set)
 	seen := map[expr.Verdict]bool{}
 	add := func(e *nftables.SetElement) {
 		if v := *verdictOf(e); !e.IntervalEnd && !seen[v] {
@@ -198,7 +204,8 @@ func (s *setContent) find(key []byte) (e *nftables.SetElement, known bool) {
 	return s.others, true
 }
 
-// set reads a set of a chain's table, once.
+// set reads what a set of a chain's table is, once, but not its elements: lists of blocked sources are long, and what looks for a destination does
+// without them.
 func (r *Ruleset) set(id ChainID, set string) *setContent {
 	name := setName{id.Family, id.Table, set}
 	if known := r.sets[name]; known != nil {
@@ -210,11 +217,21 @@ func (r *Ruleset) set(id ChainID, set string) *setContent {
 	if c == nil {
 		return out
 	}
-	r.Asked++
-	s, err := r.conn.GetSetByName(c.Table, set)
-	if err != nil || s.Concatenation && s.Interval {
+	if s, err := r.conn.GetSetByName(c.Table, set); err == nil {
+		out.set = s
+	}
+	return out
+}
+
+// content reads the elements of a set of a chain's table, once.
+func (r *Ruleset) content(id ChainID, set string) *setContent {
+	out := r.set(id, set)
+	s := out.set
+	if s == nil || out.asked || s.Concatenation && s.Interval {
 		return out
 	}
+	out.asked = true
+	r.Asked++
 	list, err := r.conn.GetSetElements(s)
 	if err != nil {
 		return out

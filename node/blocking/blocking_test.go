@@ -156,7 +156,7 @@ func load(t *testing.T, text string) {
 }
 
 // TestFindLimits: rules of other programs may be many, with large sets and very many ways through chains. A set is read once, however many
-// rules ask for it, a chain is followed a few times, however many ways lead there, and nothing goes on after the context has ended.
+// rules ask for it, and not at all if they ask it for what is not known, as for the source. A chain is followed a few times, however many ways lead there, and nothing goes on after the context has ended.
 func TestFindLimits(t *testing.T) {
 	nstest.Enter(t)
 	var in strings.Builder
@@ -182,6 +182,11 @@ func TestFindLimits(t *testing.T) {
 	}
 	if rules.Asked != 2 || s.judged != 301 {
 		t.Errorf("the kernel was asked %d times, and %d rules were judged: want 2 for a chain and a set, and 301", rules.Asked, s.judged)
+	}
+
+	load(t, "flush chain ip big f; add rule ip big f ip saddr @s drop")
+	if s, rules, err = look(t.Context()); err != nil || len(s.found) > 0 || rules.Asked != 1 {
+		t.Errorf("of a set of sources: %+v, %v; the kernel was asked %d times, want once for the chain", s.found, err, rules.Asked)
 	}
 
 	in.Reset()
