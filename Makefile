@@ -21,10 +21,12 @@ deps:
 demo-deps:
 	@hack/install-deps demo $(MODE)
 
-# docs/cli.md from the commands, and the tables of docs/configuration.md from the flags and the fields.
+# docs/cli.md from the commands, the tables of docs/configuration.md from the flags and the fields, the chart's schema from the fields, and
+# the table of docs/chart.md from its values.
 docs:
 	UPDATE=1 go test -count=1 -run '^(TestDocs|TestConfigurationFlags)$$' ./cmd/nodeproxy
-	UPDATE=1 go test -count=1 -run '^TestConfigurationFields$$' ./config
+	UPDATE=1 go test -count=1 -run '^(TestConfigurationFields|TestChartSchema)$$' ./config
+	UPDATE=1 go test -count=1 -run '^TestChartValues$$' ./deploy
 
 # Man pages of all commands, in bin/man.
 man:

@@ -14,6 +14,7 @@ import (
 	"k8s.io/client-go/rest"
 	"k8s.io/client-go/tools/clientcmd"
 	"k8s.io/client-go/tools/clientcmd/api"
+	"sigs.k8s.io/yaml"
 
 	"nodeproxy/e2e/cluster"
 	"nodeproxy/e2e/harness"
@@ -46,6 +47,7 @@ func TestManifests(t *testing.T) {
 	for _, dir := range []string{"overlays/kubeadm", "base"} {
 		k.applies(t, dir, "", "--kustomize="+project(t, "deploy", dir))
 	}
+	k.chart(t, cp, w)
 	base := kustomized(t, "base")
 
 	// The checks above can fail.
@@ -59,6 +61,72 @@ func TestManifests(t *testing.T) {
 		if err == nil || !strings.Contains(err.Error(), broken.complaint) {
 			t.Errorf("%s: got %v %s, want %s", broken.bad, err, out, broken.complaint)
 		}
+	}
+}
+
+// chart has helm ask the cluster for the mode of an existing ConfigMap; applies what no overlay has; and does what "helm test" does.
+func (k *kubectl) chart(t *testing.T, cp *cluster.ControlPlane, w *harness.World) {
+	t.Helper()
+	chart, config := project(t, "deploy", "chart"), filepath.Join(k.dir, "kubectl", "config")
+	template := func(flags ...string) (string, error) {
+		args := append([]string{"template", "nodeproxy", chart, "--namespace=kube-system", "--skip-tests", "--dry-run=server", "--kubeconfig=" + config}, flags...)
+		return k.node.Output(tool(t, "helm"), args...)
+	}
+	const existing = "--set=existingConfigMap.name=kube-proxy"
+	if out, err := template(existing); err == nil || !strings.Contains(err.Error(), "there is no ConfigMap kube-system/kube-proxy") {
+		t.Errorf("without the ConfigMap: %v %s", err, out)
+	}
+	kubeProxy := &v1.ConfigMap{ObjectMeta: metav1.ObjectMeta{Name: "kube-proxy", Namespace: "kube-system"}, Data: map[string]string{
+		"config.conf":     "apiVersion: kubeproxy.config.k8s.io/v1alpha1\nkind: KubeProxyConfiguration\nmode: ipvs\noomScoreAdj: null\n",
+		"kubeconfig.conf": "apiVersion: v1\nkind: Config\n",
+	}}
+	_, err := cp.Admin.CoreV1().ConfigMaps("kube-system").Create(t.Context(), kubeProxy, metav1.CreateOptions{})
+	must(t, err)
+	out, err := template(existing)
+	must(t, err)
+	pod := daemonSet(t, out).Spec.Template
+	if len(pod.Spec.InitContainers) != 1 || pod.Annotations["nodeproxy/mode"] != "ipvs" {
+		t.Errorf("the mode of the ConfigMap is not the pods': %+v", pod)
+	}
+	k.applies(t, "the chart with kubeadm's ConfigMap", out, "--filename=-")
+	for flag, complaint := range map[string]string{
+		"existingConfigMap.mode=iptables":   "existingConfigMap.mode is iptables, and ConfigMap kube-system/kube-proxy has ipvs",
+		"existingConfigMap.key=config.yaml": "has no key config.yaml", "existingConfigMap.kubeconfigKey=k": "has no key k",
+	} {
+		if out, err := template(existing, "--set="+flag); err == nil || !strings.Contains(err.Error(), complaint) {
+			t.Errorf("%s: got %v %s, want %s", flag, err, out, complaint)
+		}
+	}
+
+	k.applies(t, "the chart with everything", charted(t,
+		"--set=config.metricsBindAddress=0.0.0.0:10249,extraEnv[0].name=A,extraEnv[0].value=b,serviceAccount.annotations.a=b",
+		"--set=extraVolumes[0].name=v,extraVolumes[0].hostPath.path=/v,extraVolumeMounts[0].name=v,extraVolumeMounts[0].mountPath=/v"),
+		"--filename=-")
+	tests := output(t, tool(t, "helm"), "template", "nodeproxy", chart, "--namespace=kube-system", "--show-only=templates/tests/cluster-ip.yaml")
+	_, err = cp.Admin.CoreV1().ServiceAccounts("kube-system").Create(t.Context(),
+		&v1.ServiceAccount{ObjectMeta: metav1.ObjectMeta{Name: "nodeproxy"}}, metav1.CreateOptions{})
+	must(t, err)
+	k.applies(t, "helm test", tests, "--filename=-")
+	// No DNS and no kubelet here: the command of the test's pod, with a kubeconfig of this control plane.
+	_, err = cp.Admin.CoreV1().Nodes().Create(t.Context(), w.NodeObject(w.Node1(), nil), metav1.CreateOptions{})
+	must(t, err)
+	raw, err := yaml.Marshal(objects(t, tests)["Pod kube-system/nodeproxy-test"])
+	must(t, err)
+	var testPod v1.Pod
+	must(t, yaml.UnmarshalStrict(raw, &testPod))
+	args := testPod.Spec.Containers[0].Args
+	for i, arg := range args {
+		args[i] = strings.NewReplacer("$(NODE_NAME)", "node1", "/etc/nodeproxy-test/kubeconfig", config).Replace(arg)
+	}
+	binary, err := harness.Binary()
+	must(t, err)
+	out, err = k.node.Output(binary, args...)
+	if err != nil || !strings.Contains(out, "kubernetes") {
+		t.Errorf("nodeproxy %q: %v %s", args, err, out)
+	}
+	args[2] = "default/nothing"
+	if out, err := k.node.Output(binary, args...); err == nil {
+		t.Errorf("nodeproxy %q succeeds: %s", args, out)
 	}
 }
 

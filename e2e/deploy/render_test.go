@@ -6,6 +6,7 @@ import (
 	"fmt"
 	"io"
 	"reflect"
+	"slices"
 	"strings"
 	"testing"
 
@@ -26,7 +27,7 @@ func kustomized(t testing.TB, dir string) string {
 // charted renders the chart, with flags of helm template.
 func charted(t testing.TB, flags ...string) string {
 	t.Helper()
-	args := append([]string{"template", "nodeproxy", project(t, "deploy", "chart"), "--namespace=kube-system"}, flags...)
+	args := append([]string{"template", "nodeproxy", project(t, "deploy", "chart"), "--namespace=kube-system", "--skip-tests"}, flags...)
 	return output(t, tool(t, "helm"), args...)
 }
 
@@ -107,11 +108,21 @@ func TestChart(t *testing.T) {
 
 	for _, flag := range []string{
 		"config.mode=ebpf", "config.mode=", "config.healthzBindAddress=localhost", "apiServer.port=0",
-		"apiServer.host=https://10.0.0.5", "capabilities={NET_RAW}", "colour=red", "seLinuxOptions.kind=spc_t", "image.repository=", "extraArgs={run}",
+		"apiServer.host=https://10.0.0.5", "config.ipvs.strictArp=true", "config.conntrack.udpTimeout=5", "config.oomScoreAdj=-1001",
+		"config.iptables.masqueradeBit=a", "config.featureGates.WinDSR=maybe", "config.nodePortAddresses=primary", "config.kind=Config",
+		"image.digest=sha256:0", "extraEnv[0].value=x", "extraVolumes[0].hostPath.path=/x", "extraVolumeMounts[0].mountPath=x",
+		"serviceAccount.create=1", "podMonitor.interval=often", "serviceMonitor.port=1", "prometheusRule.labels.a=1", "existingConfigMap.mode=ebpf", "capabilities={NET_RAW}", "colour=red", "seLinuxOptions.kind=spc_t", "image.repository=", "extraArgs={run}",
 	} {
 		out, err := attempt(helm, "template", "nodeproxy", chart, "--set="+flag)
-		if err == nil || !strings.Contains(err.Error(), "schema") {
-			t.Errorf("--set %s: the schema does not refuse it: %v %s", flag, err, out)
+		// The message names the value or, where something is missing in it or it is unknown, the one that it is in.
+		path, _, _ := strings.Cut(flag, "=")
+		last := path[strings.LastIndexByte(path, '.')+1:]
+		_, said, ofSchema := strings.Cut(fmt.Sprint(err), "specifications of the schema")
+		if strings.HasPrefix(path, "extra") {
+			last, _, _ = strings.Cut(path, "[")
+		}
+		if !ofSchema || !strings.Contains(said, last) {
+			t.Errorf("--set %s: the schema does not refuse it by its name: %v %s", flag, err, out)
 		}
 	}
 
@@ -150,6 +161,131 @@ func TestChart(t *testing.T) {
 	cm := file["ConfigMap kube-system/nodeproxy"]["data"].(map[string]any)["config.yaml"].(object)
 	if want := map[string]any{"masqueradeBit": 13.0}; !reflect.DeepEqual(cm["iptables"], any(want)) || cm["mode"] != "iptables" {
 		t.Errorf("configuration %v", cm)
+	}
+}
+
+// TestChartExtras: what clusters need beside the usual reaches the containers.
+func TestChartExtras(t *testing.T) {
+	t.Parallel()
+	digest := "sha256:" + strings.Repeat("0a", 32)
+	text := charted(t, "--set=config.mode=ipvs,image.repository=r.example.org/np,image.tag=v2,image.digest="+digest,
+		"--set=extraEnv[0].name=HTTPS_PROXY,extraEnv[0].value=http://p:3128",
+		"--set=extraVolumes[0].name=certs,extraVolumes[0].hostPath.path=/etc/ssl,extraVolumeMounts[0].name=certs,extraVolumeMounts[0].mountPath=/etc/ssl",
+		"--set=serviceAccount.name=np,serviceAccount.annotations.a=b")
+	pod := daemonSet(t, text).Spec.Template.Spec
+	containers := append(pod.InitContainers, pod.Containers...)
+	if len(containers) != 2 || pod.ServiceAccountName != "np" || pod.Volumes[len(pod.Volumes)-1].HostPath.Path != "/etc/ssl" {
+		t.Errorf("pod %+v", pod)
+	}
+	for _, c := range containers {
+		env, mount := c.Env[len(c.Env)-1], c.VolumeMounts[len(c.VolumeMounts)-1]
+		if c.Image != "r.example.org/np@"+digest || env.Name != "HTTPS_PROXY" || env.Value != "http://p:3128" ||
+			mount.Name != "certs" || mount.MountPath != "/etc/ssl" {
+			t.Errorf("container %+v", c)
+		}
+	}
+	all := objects(t, text)
+	account := all["ServiceAccount kube-system/np"]
+	if account == nil || account["metadata"].(map[string]any)["annotations"].(map[string]any)["a"] != "b" {
+		t.Errorf("ServiceAccount %v", account)
+	}
+	subject := func(all map[string]object) any {
+		return all["ClusterRoleBinding <nil>/nodeproxy"]["subjects"].([]any)[0].(map[string]any)["name"]
+	}
+	if got := subject(all); got != "np" {
+		t.Errorf("the role is bound to %v", got)
+	}
+	all = objects(t, charted(t, "--set=serviceAccount.name=np,serviceAccount.create=false"))
+	if all["ServiceAccount kube-system/np"] != nil || len(all) != 4 || subject(all) != "np" {
+		t.Errorf("with a ServiceAccount that is there: %v", all)
+	}
+}
+
+// refused wants the chart to be refused, for a reason.
+func refused(t *testing.T, reason string, flags ...string) {
+	t.Helper()
+	args := append([]string{"template", "nodeproxy", project(t, "deploy", "chart"), "--namespace=kube-system"}, flags...)
+	if out, err := attempt(tool(t, "helm"), args...); err == nil || !strings.Contains(err.Error(), reason) {
+		t.Errorf("%q: got %v, want %s\n%s", flags, err, reason, out)
+	}
+}
+
+// TestChartExistingConfigMap: with kubeadm's ConfigMap the chart is the overlay kubeadm, but that flags keep what the pods are made for.
+// TestManifests has helm read the mode in the cluster.
+func TestChartExistingConfigMap(t *testing.T) {
+	t.Parallel()
+	const existing = "--set=existingConfigMap.name=kube-proxy"
+	refused(t, "existingConfigMap.mode must name its mode", existing)
+	refused(t, "serviceAccount.name must name", "--set=serviceAccount.create=false")
+
+	pinned := func(mode string) []any {
+		return []any{"--proxy-mode=" + mode, "--healthz-bind-address=0.0.0.0:10256", "--metrics-bind-address=127.0.0.1:10249"}
+	}
+	want := objects(t, kustomized(t, "overlays/kubeadm"))
+	container := want["DaemonSet kube-system/nodeproxy"]
+	for _, field := range []string{"spec", "template", "spec"} {
+		container = container[field].(map[string]any)
+	}
+	container = container["containers"].([]any)[0].(map[string]any)
+	args := container["args"].([]any)
+	container["args"] = append(append(append([]any{}, args[:2]...), pinned("iptables")...), args[2:]...)
+	got := objects(t, charted(t, existing, "--set=existingConfigMap.mode=iptables"))
+	// Their order does not matter, nor that of volumes.
+	inOrder(want)
+	inOrder(got)
+	if !reflect.DeepEqual(want, got) {
+		t.Errorf("the overlay kubeadm and the chart differ:\n%s", diff.Diff(want, got))
+	}
+
+	pod := daemonSet(t, charted(t, existing, "--set=existingConfigMap.mode=ipvs")).Spec.Template.Spec
+	if len(pod.InitContainers) != 1 || !slices.Contains(pod.InitContainers[0].Args, "--proxy-mode=ipvs") {
+		t.Errorf("init containers of mode ipvs: %+v", pod.InitContainers)
+	}
+	pod = daemonSet(t, charted(t, existing, "--set=existingConfigMap.mode=nftables,existingConfigMap.kubeconfigKey=")).Spec.Template.Spec
+	if c := pod.Containers[0].SecurityContext.Capabilities.Add; len(c) != 1 || len(pod.InitContainers) != 0 {
+		t.Errorf("mode nftables: capabilities %v, init containers %v", c, pod.InitContainers)
+	}
+	for _, m := range pod.Containers[0].VolumeMounts {
+		if m.MountPath == "/var/lib/kube-proxy" {
+			t.Error("a kubeconfig is mounted although there is none")
+		}
+	}
+}
+
+// inOrder sorts the volumes of the DaemonSet, and the mounts of its first container.
+func inOrder(all map[string]object) {
+	pod := all["DaemonSet kube-system/nodeproxy"]["spec"].(map[string]any)["template"].(map[string]any)["spec"].(map[string]any)
+	by := func(field string) func(a, b any) int {
+		return func(a, b any) int {
+			return strings.Compare(a.(map[string]any)[field].(string), b.(map[string]any)[field].(string))
+		}
+	}
+	slices.SortFunc(pod["volumes"].([]any), by("name"))
+	slices.SortFunc(pod["containers"].([]any)[0].(map[string]any)["volumeMounts"].([]any), by("mountPath"))
+}
+
+// TestChartMonitors: no monitor without an address of metrics that Prometheus reaches; and none of them is there unasked.
+func TestChartMonitors(t *testing.T) {
+	t.Parallel()
+	for _, monitor := range []string{"podMonitor", "serviceMonitor"} {
+		for _, at := range []string{"127.0.0.1:10249", "[::1]:10249", ""} {
+			refused(t, "which Prometheus can't reach", "--set="+monitor+".enabled=true,config.metricsBindAddress="+at)
+		}
+	}
+	all := objects(t, charted(t, "--set=podMonitor.enabled=true,serviceMonitor.enabled=true,prometheusRule.enabled=true",
+		"--set=config.metricsBindAddress=[::]:20249,podMonitor.interval=15s,serviceMonitor.interval=15s"))
+	if len(all) != 9 {
+		t.Errorf("%d objects, want 9", len(all))
+	}
+	service := all["Service kube-system/nodeproxy-metrics"]["spec"].(map[string]any)
+	if port := service["ports"].([]any)[0].(map[string]any); port["port"] != 20249.0 || service["clusterIP"] != "None" {
+		t.Errorf("Service %v", service)
+	}
+	text := asYAML(t, all["PodMonitor kube-system/nodeproxy"])
+	for _, want := range []string{"interval: 15s", "replacement: $1:20249", "replacement: '[$1]:20249'"} {
+		if !strings.Contains(text, want) {
+			t.Errorf("%s is not in\n%s", want, text)
+		}
 	}
 }
 

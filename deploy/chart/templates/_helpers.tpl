@@ -13,10 +13,53 @@ helm.sh/chart: {{ printf "%s-%s" .Chart.Name .Chart.Version }}
 {{- .Values.image.repository }}{{ if $digest }}@{{ $digest }}{{ else }}:{{ .Values.image.tag | default .Chart.AppVersion }}{{ end }}
 {{- end }}
 
+{{- /* The mode: that of the value config, or of an existing ConfigMap. */ -}}
+{{- define "nodeproxy.mode" -}}
+{{- $e := .Values.existingConfigMap }}
+{{- if not $e.name }}{{ .Values.config.mode }}
+{{- else }}
+  {{- $mode := $e.mode }}
+  {{- $found := lookup "v1" "ConfigMap" .Release.Namespace $e.name }}
+  {{- if $found }}
+    {{- $file := index (default dict $found.data) $e.key }}
+    {{- if not $file }}{{ fail (printf "ConfigMap %s/%s has no key %s; set existingConfigMap.key" .Release.Namespace $e.name $e.key) }}{{ end }}
+    {{- if and $e.kubeconfigKey (not (hasKey $found.data $e.kubeconfigKey)) }}{{ fail (printf "ConfigMap %s/%s has no key %s; set existingConfigMap.kubeconfigKey" .Release.Namespace $e.name $e.kubeconfigKey) }}{{ end }}
+    {{- $mode = (fromYaml $file).mode | default "iptables" }}
+    {{- if not (has $mode (list "iptables" "ipvs" "nftables")) }}{{ fail (printf "ConfigMap %s/%s has mode %s, which nodeproxy does not have" .Release.Namespace $e.name $mode) }}{{ end }}
+    {{- if and $e.mode (ne $e.mode $mode) }}{{ fail (printf "existingConfigMap.mode is %s, and ConfigMap %s/%s has %s" $e.mode .Release.Namespace $e.name $mode) }}{{ end }}
+  {{- else if not $mode }}{{ fail (printf "there is no ConfigMap %s/%s, or no cluster to ask; existingConfigMap.mode must name its mode" .Release.Namespace $e.name) }}
+  {{- end }}
+  {{- $mode }}
+{{- end }}
+{{- end }}
+
+{{- /* Where the flags of both containers take the configuration from. What the pods are made for, they keep when an existing
+ConfigMap changes: probes that ask at another port, or a mode without its capabilities, would be an outage. */ -}}
+{{- define "nodeproxy.configFlags" -}}
+- --config=/etc/nodeproxy/config.yaml
+{{- if .Values.existingConfigMap.name }}
+- --proxy-mode={{ include "nodeproxy.mode" . }}
+- --healthz-bind-address={{ .Values.config.healthzBindAddress }}
+- --metrics-bind-address={{ .Values.config.metricsBindAddress }}
+{{- end }}
+{{- end }}
+
+{{- define "nodeproxy.serviceAccount" -}}
+{{- if not (or .Values.serviceAccount.create .Values.serviceAccount.name) }}{{ fail "serviceAccount.name must name the one to use, since serviceAccount.create is false" }}{{ end }}
+{{- .Values.serviceAccount.name | default "nodeproxy" }}
+{{- end }}
+
+{{- /* The port of metrics, for monitors: one that can be reached from elsewhere. */ -}}
+{{- define "nodeproxy.metricsPort" -}}
+{{- $at := .Values.config.metricsBindAddress | default "" }}
+{{- if or (not $at) (hasPrefix "127." $at) (hasPrefix "[::1]" $at) }}{{ fail (printf "config.metricsBindAddress is %q, which Prometheus can't reach; the comment on it in values.yaml says what to consider before it is 0.0.0.0:10249" $at) }}{{ end }}
+{{- regexFind "[0-9]+$" $at }}
+{{- end }}
+
 {{- /* The capabilities of nodeproxy's container. The legacy variant of iptables, which needs NET_RAW, needs the lock too. */ -}}
 {{- define "nodeproxy.capabilities" -}}
 {{- $all := list "NET_ADMIN" "NET_RAW" }}
-{{- if eq .Values.config.mode "nftables" }}{{ $all = list "NET_ADMIN" }}{{ end }}
+{{- if eq (include "nodeproxy.mode" .) "nftables" }}{{ $all = list "NET_ADMIN" }}{{ end }}
 {{- toYaml (.Values.capabilities | default $all) }}
 {{- end }}
 
