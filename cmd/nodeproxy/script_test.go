@@ -3,6 +3,7 @@ package main
 import (
 	"errors"
 	"fmt"
+	"net/netip"
 	"os"
 	"os/exec"
 	"path/filepath"
@@ -19,7 +20,14 @@ func TestMain(m *testing.M) {
 	if filepath.Base(os.Args[0]) != "nodeproxy" { // which a test has started
 		nstest.Isolate()
 	}
-	testscript.Main(m, map[string]func(){"nodeproxy": main})
+	testscript.Main(m, map[string]func(){"nodeproxy": func() {
+		if a := os.Getenv(refuseVariable); a != "" {
+			if err := refuseElements(netip.MustParseAddr(a)); err != nil {
+				panic(err)
+			}
+		}
+		main()
+	}})
 }
 
 // TestIsolated: neither the test program nor what it starts is in the network namespace in which "go test" was started.
