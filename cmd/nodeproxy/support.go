@@ -134,11 +134,13 @@ type reportFile struct{ name, text string }
 
 var (
 	// secrets match what must not leave the node, wherever it may be: tokens, and the content of certificates and keys.
-	secrets = regexp.MustCompile(`(?s)-----BEGIN [A-Z ]+-----.*?-----END [A-Z ]+-----|(?i:bearer +)[-._~+/A-Za-z0-9]+=*|eyJ[-_A-Za-z0-9]{10,}\.[-_A-Za-z0-9]+\.[-_A-Za-z0-9]*`)
-	// logins match the name and password in a URL.
-	logins = regexp.MustCompile(`://[^/\s:@"']+:[^/\s@"']+@`)
+	// Of a certificate or key whose end is cut off, everything that may be base64.
+	secrets = regexp.MustCompile(`(?s)-----BEGIN [A-Z ]+-----(?:.*?-----END [A-Z ]+-----|[A-Za-z0-9+/=\s\\]*)|` +
+		`(?i:bearer +|authorization\W{1,6}basic +)[-._~+/A-Za-z0-9]+=*|eyJ[-_A-Za-z0-9]{10,}\.[-_A-Za-z0-9]+\.[-_A-Za-z0-9]*`)
+	// logins match what stands in a URL before the host: a name and a password, in which any character may be, or a token.
+	logins = regexp.MustCompile(`://[^\s"']+@`)
 	// secretKeys match a key whose value is secret by its name, as group 1, what is between them, and the value.
-	secretKeys = regexp.MustCompile(`(?i)([\w./-]*(?:token|password|secret))(\\?["']?[=:] *)(\\"[^"]*\\"|"(?:[^"\\]|\\.)*"|'[^']*'|[^\s"',;]+)`)
+	secretKeys = regexp.MustCompile(`(?i)([\w./-]*(?:token|passw(?:or)?d|passphrase|secret|(?:api|access|private)[-_]?key|key-data))(\\?["']? *[=:] *)(\\"[^"]*\\"|"(?:[^"\\]|\\.)*"|'[^']*'|[^\s"',;]+)`)
 	// objectName matches the namespace and name of an object, behind which a colon and a port may follow. A key with a prefix has a
 	// domain in place of the namespace.
 	objectName = regexp.MustCompile(`^[a-z0-9-]+/[a-z0-9-]+$`)
