@@ -6,7 +6,7 @@ BINARY  := bin/nodeproxy
 MODE    ?= iptables
 
 .DELETE_ON_ERROR:
-.PHONY: all build deps demo-deps docs man controlplane kernel guest deploytools neighbours unit integration race e2e test test-all test-hostile test-fresh lint bench bench-api bench-iptables bench-ipvs bench-nftables demo image release release-test versions \
+.PHONY: all build deps demo-deps docs man controlplane kernel guest deploytools neighbours unit integration race e2e test test-all test-hostile test-fresh lint bench bench-api bench-ask bench-iptables bench-ipvs bench-nftables demo image release release-test versions \
 	fuzz soak clean
 
 all: build
@@ -144,6 +144,10 @@ bench: deps
 # The whole program at 10,000 services, on both variants of iptables.
 bench-iptables: deps build
 	go run ./e2e/bench -binary $(CURDIR)/$(BINARY)
+
+# What questions to a nodeproxy with 10,000 Services cost, and whether they delay a sync. BENCH_ASK holds flags, such as -mode=iptables.
+bench-ask: deps build
+	go run ./e2e/benchask -binary $(CURDIR)/$(BINARY) $(BENCH_ASK)
 
 # nodeproxy beside kube-proxy, through a real API server with 10,000 services: a quarter of an hour. BENCH_API holds flags, such as
 # -mode=nftables.

@@ -26,7 +26,7 @@ const (
 // measureChanges replaces one endpoint of a service by a new one, again and again, each time of another service in
 // another file, and takes the time from the moment the manifest is in place until the new endpoint answers a new
 // connection. From then on the old one must not answer any more.
-func measureChanges(r *report, l *lab, c *cluster, v harness.Variant, o options, d *harness.Daemon) error {
+func measureChanges(r *report, l *lab, c *measure.Cluster, v harness.Variant, o options, d *harness.Daemon) error {
 	before, err := generation(l.Node1().Netns)
 	if err != nil {
 		return err
@@ -38,7 +38,7 @@ func measureChanges(r *report, l *lab, c *cluster, v harness.Variant, o options,
 	var took []time.Duration
 	for n := range o.changes {
 		// measure.Stride is prime: the services are scattered over the files and over the address range.
-		t, err := changeOne(l, c, n*measure.Stride%len(c.services), n)
+		t, err := changeOne(l, c, n*measure.Stride%len(c.Services), n)
 		if err != nil {
 			return err
 		}
@@ -56,7 +56,7 @@ func measureChanges(r *report, l *lab, c *cluster, v harness.Variant, o options,
 	if o.verbose {
 		fmt.Printf("#     changes: %v\n", took)
 	}
-	r.atMost(fmt.Sprintf("one endpoint of %d services changed, effective: p50", len(c.services)), changeGoal,
+	r.atMost(fmt.Sprintf("one endpoint of %d services changed, effective: p50", len(c.Services)), changeGoal,
 		measure.Percentile(took, 0.5), fmt.Sprintf("(p90 %s, max %s; of %d)", measure.Duration(measure.Percentile(took, 0.9)),
 			measure.Duration(measure.Percentile(took, 1)), len(took)))
 	cost := fmt.Sprintf("%s of CPU in nodeproxy itself", measure.Duration((cpu-cpuBefore)/time.Duration(o.changes)))
@@ -71,11 +71,11 @@ func measureChanges(r *report, l *lab, c *cluster, v harness.Variant, o options,
 }
 
 // changeOne replaces an endpoint of service i by the n'th spare address.
-func changeOne(l *lab, c *cluster, i, n int) (time.Duration, error) {
-	s := c.services[i]
+func changeOne(l *lab, c *measure.Cluster, i, n int) (time.Duration, error) {
+	s := c.Services[i]
 	was, is := s.Endpoints[0], measure.Nth(measure.EndpointRange, spare-n)
 	s.Endpoints[0] = is
-	replace, err := c.prepare(i)
+	replace, err := c.Prepare(i)
 	if err != nil {
 		return 0, err
 	}
@@ -123,7 +123,7 @@ func neverAgain(to netip.AddrPort, endpoint netip.Addr) error {
 
 // measureRestart stops nodeproxy and starts it again over the rules that are in place. Then it does so once more, with an
 // endpoint changed while nothing watched.
-func measureRestart(r *report, l *lab, c *cluster, v harness.Variant, d *harness.Daemon) error {
+func measureRestart(r *report, l *lab, c *measure.Cluster, v harness.Variant, d *harness.Daemon) error {
 	node := l.Node1().Netns
 	if err := d.Stop(); err != nil {
 		return err
@@ -151,7 +151,7 @@ func measureRestart(r *report, l *lab, c *cluster, v harness.Variant, d *harness
 	if err := checkServices(l, c); err != nil {
 		return err
 	}
-	what := fmt.Sprintf("restart over %d unchanged services", len(c.services))
+	what := fmt.Sprintf("restart over %d unchanged services", len(c.Services))
 	r.atMost(what+", in sync", restartGoal, took, "")
 	written := "no rule rewritten"
 	if before != after {
@@ -171,13 +171,13 @@ func measureRestart(r *report, l *lab, c *cluster, v harness.Variant, d *harness
 	return err
 }
 
-func measureRestartAfterChange(r *report, l *lab, c *cluster, v harness.Variant, d *harness.Daemon) error {
+func measureRestartAfterChange(r *report, l *lab, c *measure.Cluster, v harness.Variant, d *harness.Daemon) error {
 	if err := d.Stop(); err != nil {
 		return err
 	}
-	s := c.services[len(c.services)/2]
+	s := c.Services[len(c.Services)/2]
 	s.Endpoints[1] = measure.Nth(measure.EndpointRange, spare-maxChanges)
-	if err := c.write(len(c.services) / 2); err != nil {
+	if err := c.Write(len(c.Services) / 2); err != nil {
 		return err
 	}
 	begun := time.Now()

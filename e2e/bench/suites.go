@@ -30,7 +30,7 @@ func measureServices(r *report, v harness.Variant, o options) error {
 		return err
 	}
 	defer l.Close()
-	c, err := newCluster(l.Manifests, uniform(o.services, 2)...)
+	c, err := measure.NewCluster(l.Manifests, measure.Uniform(o.services, 2)...)
 	if err != nil {
 		return err
 	}
@@ -51,7 +51,7 @@ func measureServices(r *report, v harness.Variant, o options) error {
 }
 
 // measureProgramming starts nodeproxy over an empty rule set, and checks that services answer when it says so.
-func measureProgramming(r *report, l *lab, c *cluster, v harness.Variant, what string) (*harness.Daemon, error) {
+func measureProgramming(r *report, l *lab, c *measure.Cluster, v harness.Variant, what string) (*harness.Daemon, error) {
 	d, took, err := l.start(v)
 	if err != nil {
 		return nil, err
@@ -74,11 +74,11 @@ func measureProgramming(r *report, l *lab, c *cluster, v harness.Variant, what s
 
 // checkServices asks the first, the last and some of the services between for an answer, and checks that one of
 // their own endpoints gives it.
-func checkServices(l *lab, c *cluster) error {
+func checkServices(l *lab, c *measure.Cluster) error {
 	return l.stage.Client.Do(func() error {
-		step := max(1, len(c.services)/200)
-		for i := len(c.services) - 1; i >= 0; i -= step {
-			s := c.services[i]
+		step := max(1, len(c.Services)/200)
+		for i := len(c.Services) - 1; i >= 0; i -= step {
+			s := c.Services[i]
 			from, err := measure.Ask(s.Frontend())
 			if err != nil {
 				return fmt.Errorf("service %s: %w", s.Name, err)
@@ -109,15 +109,15 @@ func connectTimes(o options, targets ...measure.Target) ([]time.Duration, error)
 	return best(o, "connect", "%v", measure.BestTime, targets, values), err
 }
 
-func compareConnects(r *report, plain, l *lab, c *cluster, o options) error {
+func compareConnects(r *report, plain, l *lab, c *measure.Cluster, o options) error {
 	t, err := connectTimes(o,
-		plain.pod("pod, no proxy"), l.target("last service", c.last().Frontend()),
-		l.target("first service", c.first().Frontend()), l.pod("pod"))
+		plain.pod("pod, no proxy"), l.target("last service", c.Last().Frontend()),
+		l.target("first service", c.First().Frontend()), l.pod("pod"))
 	if err != nil {
 		return err
 	}
 	r.note("connect to a pod, no proxy", measure.Duration(t[0]))
-	r.judge(fmt.Sprintf("connect to the last of %d services, by pod without proxy", len(c.services)),
+	r.judge(fmt.Sprintf("connect to the last of %d services, by pod without proxy", len(c.Services)),
 		fmt.Sprintf("<= %.0f x", connectGoal), times(t[1], t[0]), ratio(t[1], t[0]) <= connectGoal)
 	r.note("connect to the first service", times(t[2], t[0]))
 	r.note("connect to a pod beside the services", times(t[3], t[0]))
@@ -134,7 +134,7 @@ func times(a, b time.Duration) string {
 // connections and has one MASQUERADE rule, as nodes do whose CNI plugin masquerades what leaves the cluster: the kernel's
 // connection tracking costs the same with and without a proxy. How much that is, the comparison with a node without any
 // rule shows.
-func compareRates(r *report, plain, l *lab, c *cluster, o options) error {
+func compareRates(r *report, plain, l *lab, c *measure.Cluster, o options) error {
 	tracked, err := newLab()
 	if err != nil {
 		return err
@@ -146,15 +146,15 @@ func compareRates(r *report, plain, l *lab, c *cluster, o options) error {
 		return err
 	}
 	rates, err := connectionRates(o, plain.pod("no rules"), tracked.pod("no proxy"), l.pod("proxy"),
-		l.target("last service", c.last().Frontend()))
+		l.target("last service", c.Last().Frontend()))
 	if err != nil {
 		return err
 	}
 	by := func(i, j int) string { return fmt.Sprintf("%.2f x (%.0f/s)", rates[i]/rates[j], rates[i]) }
 	r.note("new connections/s to a pod, no rule and no connection tracking", fmt.Sprintf("%.0f/s", rates[0]))
 	r.note("the same, no proxy, connection tracking and one MASQUERADE rule, by no rule", by(1, 0))
-	r.note(fmt.Sprintf("the same beside %d services, by no rule", len(c.services)), by(2, 0))
-	r.judge(fmt.Sprintf("the same beside %d services, by no proxy", len(c.services)),
+	r.note(fmt.Sprintf("the same beside %d services, by no rule", len(c.Services)), by(2, 0))
+	r.judge(fmt.Sprintf("the same beside %d services, by no proxy", len(c.Services)),
 		fmt.Sprintf(">= %.1f x", rateGoal), by(2, 1), rates[2] >= rateGoal*rates[1])
 	r.note("new connections/s to the last service, by no proxy", by(3, 1))
 	return nil
@@ -173,7 +173,7 @@ func measureEndpoints(r *report, v harness.Variant, o options) error {
 		return err
 	}
 	defer l.Close()
-	c, err := newCluster(l.Manifests, 2, o.endpoints)
+	c, err := measure.NewCluster(l.Manifests, 2, o.endpoints)
 	if err != nil {
 		return err
 	}
@@ -183,7 +183,7 @@ func measureEndpoints(r *report, v harness.Variant, o options) error {
 	if err := checkServices(l, c); err != nil {
 		return err
 	}
-	few, many := c.services[0], c.services[1]
+	few, many := c.Services[0], c.Services[1]
 	t, err := connectTimes(o, l.target("2 endpoints", few.Frontend()), l.target("many endpoints", many.Frontend()))
 	if err != nil {
 		return err
@@ -227,7 +227,7 @@ func measureWide(r *report, v harness.Variant, o options) error {
 		return err
 	}
 	defer l.Close()
-	c, err := newCluster(l.Manifests, uniform(o.wide, endpoints)...)
+	c, err := measure.NewCluster(l.Manifests, measure.Uniform(o.wide, endpoints)...)
 	if err != nil {
 		return err
 	}

@@ -1,4 +1,4 @@
-package main
+package measure
 
 import (
 	"encoding/json"
@@ -9,8 +9,6 @@ import (
 
 	v1 "k8s.io/api/core/v1"
 	discovery "k8s.io/api/discovery/v1"
-
-	"nodeproxy/e2e/measure"
 )
 
 // readCluster reads the manifests in dir back: the services' addresses, and their endpoints by service.
@@ -60,14 +58,14 @@ func TestClusterIsWhatItsManifestsSay(t *testing.T) {
 	if err := os.Mkdir(dir, 0o755); err != nil {
 		t.Fatal(err)
 	}
-	sizes := append(uniform(perFile, 2), 3*measure.PerSlice+1)
-	c, err := newCluster(dir, sizes...)
+	sizes := append(Uniform(perFile, 2), 3*PerSlice+1)
+	c, err := NewCluster(dir, sizes...)
 	if err != nil {
 		t.Fatal(err)
 	}
 	services, endpoints, local := readCluster(t, dir)
 	seen := map[string]bool{}
-	for i, s := range c.services {
+	for i, s := range c.Services {
 		if services[s.Name] != s.Addr.String() || len(endpoints[s.Name]) != sizes[i] {
 			t.Errorf("%s: %q with %d endpoints in the manifests, want %s with %d", s.Name, services[s.Name],
 				len(endpoints[s.Name]), s.Addr, sizes[i])
@@ -79,8 +77,8 @@ func TestClusterIsWhatItsManifestsSay(t *testing.T) {
 			seen[e] = true
 		}
 	}
-	if total := 2*perFile + 3*measure.PerSlice + 1; local < total/measure.NodesOfCluster || local > total/measure.NodesOfCluster+1 {
-		t.Errorf("%d of %d endpoints are on node1, want one in %d", local, total, measure.NodesOfCluster)
+	if total := 2*perFile + 3*PerSlice + 1; local < total/NodesOfCluster || local > total/NodesOfCluster+1 {
+		t.Errorf("%d of %d endpoints are on node1, want one in %d", local, total, NodesOfCluster)
 	}
 }
 
@@ -89,13 +87,13 @@ func TestPrepareChangesNothingUntilReplaced(t *testing.T) {
 	if err := os.Mkdir(dir, 0o755); err != nil {
 		t.Fatal(err)
 	}
-	c, err := newCluster(dir, 1)
+	c, err := NewCluster(dir, 1)
 	if err != nil {
 		t.Fatal(err)
 	}
-	was := c.services[0].Endpoints[0].String()
-	c.services[0].Endpoints[0] = netip.MustParseAddr("10.190.0.1")
-	replace, err := c.prepare(0)
+	was := c.Services[0].Endpoints[0].String()
+	c.Services[0].Endpoints[0] = netip.MustParseAddr("10.190.0.1")
+	replace, err := c.Prepare(0)
 	if err != nil {
 		t.Fatal(err)
 	}
