@@ -61,14 +61,7 @@ func parse(args []string) (o options, err error) {
 
 func run(ctx context.Context, args []string) int {
 	o, err := parse(args)
-	if err == nil {
-		err = measure.NeedRoot("network namespaces and rules")
-	}
-	missed := 0
-	if err == nil {
-		missed, err = measureAll(ctx, o)
-	}
-	return measure.ExitCode("benchask", missed, err)
+	return measure.Run("benchask", "network namespaces and rules", err, func() (int, error) { return measureAll(ctx, o) })
 }
 
 // lab is a node whose nodeproxy is asked.
