@@ -49,10 +49,11 @@ func Uniform(n, endpoints int) []int {
 	return sizes
 }
 
-// Last is the service with the highest address, and First the one with the lowest: a search in the order of addresses
-// finds Last the last, and one in the order of names something in between.
+// Last is the service with the highest address. A search in the order of addresses finds it last, and one in the order of names somewhere
+// in between.
 func (c *Cluster) Last() *Service { return slices.MaxFunc(c.Services, byAddress) }
 
+// First is the service with the lowest address.
 func (c *Cluster) First() *Service { return slices.MinFunc(c.Services, byAddress) }
 
 func byAddress(a, b *Service) int { return a.Addr.Compare(b.Addr) }
