@@ -394,8 +394,8 @@ type Counters struct {
 }
 
 // CountedServicePorts is ServicePorts with Counters, where there are any and they can be read in time.
-func (n *Node) CountedServicePorts(ctx context.Context, namespace string) []ServicePort {
-	list := n.ServicePorts(namespace)
+func (n *Node) CountedServicePorts(ctx context.Context, of plan.Service) []ServicePort {
+	list := n.ServicePorts(of)
 	if n.Reality == nil || n.Reality.Traffic == nil {
 		return list
 	}

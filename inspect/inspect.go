@@ -128,15 +128,18 @@ func describe(sp *plan.ServicePort) ServicePort {
 	return out
 }
 
-// ServicePorts returns all ServicePorts of a namespace, in order; of all namespaces if it is empty.
-func (n *Node) ServicePorts(namespace string) []ServicePort {
+// ServicePorts returns the ServicePorts of a Service, in order; of all Services of a namespace if its name is empty, and of all namespaces
+// if both are.
+func (n *Node) ServicePorts(of plan.Service) []ServicePort {
 	programmed := n.snapshot()
 	var desired []*plan.ServicePort
 	n.View(func(s *proxier.State) {
 		services := s.Plan().Services
-		desired = make([]*plan.ServicePort, 0, len(services))
+		if of == (plan.Service{}) {
+			desired = make([]*plan.ServicePort, 0, len(services))
+		}
 		for k, sp := range services {
-			if namespace == "" || k.Service.Namespace == namespace {
+			if (of.Namespace == "" || k.Service.Namespace == of.Namespace) && (of.Name == "" || k.Service.Name == of.Name) {
 				desired = append(desired, sp)
 			}
 		}

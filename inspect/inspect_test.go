@@ -74,7 +74,7 @@ func manyServices(tb testing.TB, n int) (*Node, func() time.Duration) {
 func BenchmarkAnswers(b *testing.B) {
 	const services = 10000
 	for name, ask := range map[string]func(n *Node) error{
-		"get":     func(n *Node) error { _ = n.ServicePorts(""); return nil },
+		"get":     func(n *Node) error { _ = n.ServicePorts(plan.Service{}); return nil },
 		"explain": func(n *Node) error { _, err := n.Explain(plan.Service{Namespace: "default", Name: "s-77"}); return err },
 		"unknown": func(n *Node) error {
 			if _, err := n.Explain(plan.Service{Namespace: "default", Name: "x-77"}); err == nil {
@@ -126,7 +126,7 @@ func TestClient(t *testing.T) {
 		t.Errorf("without an answer: %v", err)
 	}
 	node.Store(n)
-	list, err := client.ServicePorts(t.Context(), "default")
+	list, err := client.ServicePorts(t.Context(), plan.Service{Namespace: "default"})
 	if err != nil || len(list) != 12 {
 		t.Fatalf("%d ServicePorts, %v", len(list), err)
 	}
@@ -135,8 +135,13 @@ func TestClient(t *testing.T) {
 			t.Errorf("%s is %s, want %s", sp.Name, sp.State, want)
 		}
 	}
-	if list, err := client.ServicePorts(t.Context(), "other"); err != nil || list == nil || len(list) != 0 {
+	if list, err := client.ServicePorts(t.Context(), plan.Service{Namespace: "other"}); err != nil || list == nil || len(list) != 0 {
 		t.Errorf("of another namespace: %v, %v", list, err)
+	}
+	one := plan.Service{Namespace: "default", Name: "s-1"}
+	if list, err := client.CountedServicePorts(t.Context(), one); err != nil || len(list) == 0 ||
+		slices.ContainsFunc(list, func(sp ServicePort) bool { return sp.Name != one.Name }) {
+		t.Errorf("of %s: %v, %v", one, list, err)
 	}
 	e, err := client.Explain(t.Context(), plan.Service{Namespace: "default", Name: "s-1"})
 	if err != nil || !e.Problem() || !slices.ContainsFunc(e.Diagnoses, func(d Diagnosis) bool { return d.Code == RefusedByKernel }) {

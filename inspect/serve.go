@@ -52,9 +52,9 @@ func Handler(node func() *Node) http.Handler {
 	}
 	handle("/v1/services", func(ctx context.Context, n *Node, q url.Values) (any, error) {
 		if q.Has("counters") {
-			return n.CountedServicePorts(ctx, q.Get("namespace")), nil
+			return n.CountedServicePorts(ctx, service(q)), nil
 		}
-		return n.ServicePorts(q.Get("namespace")), nil
+		return n.ServicePorts(service(q)), nil
 	})
 	handle("/v1/desired", func(_ context.Context, n *Node, _ url.Values) (any, error) { return n.Desired() })
 	handle("/v1/findings", func(_ context.Context, n *Node, _ url.Values) (any, error) { return n.AllFindings(), nil })
@@ -111,13 +111,13 @@ func (e *SilentError) Error() string {
 }
 
 // ServicePorts asks for what Node.ServicePorts returns.
-func (c *Client) ServicePorts(ctx context.Context, namespace string) (out []ServicePort, err error) {
-	return out, c.get(ctx, "services", url.Values{"namespace": {namespace}}, &out)
+func (c *Client) ServicePorts(ctx context.Context, of plan.Service) (out []ServicePort, err error) {
+	return out, c.get(ctx, "services", url.Values{"namespace": {of.Namespace}, "name": {of.Name}}, &out)
 }
 
 // CountedServicePorts asks for what Node.CountedServicePorts returns.
-func (c *Client) CountedServicePorts(ctx context.Context, namespace string) (out []ServicePort, err error) {
-	return out, c.get(ctx, "services", url.Values{"namespace": {namespace}, "counters": {"true"}}, &out)
+func (c *Client) CountedServicePorts(ctx context.Context, of plan.Service) (out []ServicePort, err error) {
+	return out, c.get(ctx, "services", url.Values{"namespace": {of.Namespace}, "name": {of.Name}, "counters": {"true"}}, &out)
 }
 
 // Findings asks for what Node.AllFindings returns.

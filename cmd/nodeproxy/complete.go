@@ -15,6 +15,7 @@ import (
 
 	"nodeproxy/config"
 	"nodeproxy/inspect"
+	"nodeproxy/plan"
 )
 
 // enumerated are the values of flags that take one of few, wherever they are defined.
@@ -77,7 +78,7 @@ func (i *inspector) known(cmd *cobra.Command) []inspect.ServicePort {
 	go func() {
 		var list []inspect.ServicePort
 		if from, err := i.answers(ctx, strings.NewReader(""), io.Discard); err == nil {
-			list, _ = from.ServicePorts(ctx, "")
+			list, _ = from.ServicePorts(ctx, plan.Service{})
 		}
 		answer <- list
 	}()

@@ -39,16 +39,14 @@ func getServicesCommand() *cobra.Command {
 			"each, if the mode counts them.\n" + fmt.Sprintf(inspectHelp, "get services -A"),
 		Args: atMostOne,
 		RunE: func(cmd *cobra.Command, args []string) error {
-			name := ""
-			namespace := i.namespace
+			of := plan.Service{Namespace: i.namespace}
 			if len(args) > 0 {
-				svc, err := i.service(args[0])
-				if err != nil {
+				var err error
+				if of, err = i.service(args[0]); err != nil {
 					return err
 				}
-				namespace, name = svc.Namespace, svc.Name
 			} else if all {
-				namespace = ""
+				of.Namespace = ""
 			}
 			from, err := i.answers(cmd.Context(), cmd.InOrStdin(), cmd.ErrOrStderr())
 			if err != nil {
@@ -58,15 +56,12 @@ func getServicesCommand() *cobra.Command {
 			if i.output != "" && i.output != "table" {
 				ask = from.CountedServicePorts
 			}
-			list, err := ask(cmd.Context(), namespace)
+			list, err := ask(cmd.Context(), of)
 			if err != nil {
 				return err
 			}
-			if name != "" {
-				list = slices.DeleteFunc(list, func(sp inspect.ServicePort) bool { return sp.Name != name })
-			}
 			if len(list) == 0 {
-				return noneFound(cmd.Context(), from, namespace, name)
+				return noneFound(cmd.Context(), from, of)
 			}
 			if err := i.print(cmd.OutOrStdout(), list, func(form string) error {
 				return inspect.WriteServicePorts(cmd.OutOrStdout(), list, form == "wide", time.Now())
@@ -82,15 +77,15 @@ func getServicesCommand() *cobra.Command {
 }
 
 // noneFound is the error of a list without rows.
-func noneFound(ctx context.Context, from answers, namespace, name string) error {
+func noneFound(ctx context.Context, from answers, of plan.Service) error {
 	switch {
-	case name != "":
-		if _, err := from.Explain(ctx, plan.Service{Namespace: namespace, Name: name}); err != nil { // It says what may have been meant.
+	case of.Name != "":
+		if _, err := from.Explain(ctx, of); err != nil { // It says what may have been meant.
 			return err
 		}
-		return fmt.Errorf("no Service %s/%s is proxied here; \"nodeproxy explain %s/%s\" says why", namespace, name, namespace, name)
-	case namespace != "":
-		list, err := from.ServicePorts(ctx, "")
+		return fmt.Errorf("no Service %s is proxied here; \"nodeproxy explain %s\" says why", of, of)
+	case of.Namespace != "":
+		list, err := from.ServicePorts(ctx, plan.Service{})
 		if err != nil {
 			return err
 		}
@@ -98,8 +93,8 @@ func noneFound(ctx context.Context, from answers, namespace, name string) error 
 		for _, sp := range list {
 			names = append(names, sp.Namespace)
 		}
-		return fmt.Errorf("no Service of namespace %s is proxied here%s", namespace,
-			cmp.Or(inspect.DidYouMean(namespace, names), "; --all-namespaces lists those of all namespaces"))
+		return fmt.Errorf("no Service of namespace %s is proxied here%s", of.Namespace,
+			cmp.Or(inspect.DidYouMean(of.Namespace, names), "; --all-namespaces lists those of all namespaces"))
 	}
 	return fmt.Errorf("no Service is proxied here")
 }

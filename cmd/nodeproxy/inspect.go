@@ -27,8 +27,8 @@ import (
 
 // answers are what commands that look at Services get their answers from: the daemon on this node, or objects that they read themselves.
 type answers interface {
-	ServicePorts(ctx context.Context, namespace string) ([]inspect.ServicePort, error)
-	CountedServicePorts(ctx context.Context, namespace string) ([]inspect.ServicePort, error)
+	ServicePorts(ctx context.Context, of plan.Service) ([]inspect.ServicePort, error)
+	CountedServicePorts(ctx context.Context, of plan.Service) ([]inspect.ServicePort, error)
 	Explain(ctx context.Context, svc plan.Service) (*inspect.Explanation, error)
 	Findings(ctx context.Context) ([]inspect.Finding, error)
 	Trace(ctx context.Context, q inspect.TraceQuery) (*inspect.Trace, error)
@@ -157,12 +157,12 @@ func readState(ctx context.Context, cfg *config.Config, stdin io.Reader, report 
 // ownAnswers are those of objects that the command has read.
 type ownAnswers struct{ node *inspect.Node }
 
-func (a ownAnswers) ServicePorts(_ context.Context, namespace string) ([]inspect.ServicePort, error) {
-	return a.node.ServicePorts(namespace), nil
+func (a ownAnswers) ServicePorts(_ context.Context, of plan.Service) ([]inspect.ServicePort, error) {
+	return a.node.ServicePorts(of), nil
 }
 
-func (a ownAnswers) CountedServicePorts(ctx context.Context, namespace string) ([]inspect.ServicePort, error) {
-	return a.ServicePorts(ctx, namespace)
+func (a ownAnswers) CountedServicePorts(ctx context.Context, of plan.Service) ([]inspect.ServicePort, error) {
+	return a.ServicePorts(ctx, of)
 }
 
 func (a ownAnswers) Explain(_ context.Context, svc plan.Service) (*inspect.Explanation, error) {
@@ -179,13 +179,13 @@ type daemonAnswers struct {
 	socket string
 }
 
-func (a daemonAnswers) ServicePorts(ctx context.Context, namespace string) ([]inspect.ServicePort, error) {
-	out, err := a.client.ServicePorts(ctx, namespace)
+func (a daemonAnswers) ServicePorts(ctx context.Context, of plan.Service) ([]inspect.ServicePort, error) {
+	out, err := a.client.ServicePorts(ctx, of)
 	return out, a.advise(err)
 }
 
-func (a daemonAnswers) CountedServicePorts(ctx context.Context, namespace string) ([]inspect.ServicePort, error) {
-	out, err := a.client.CountedServicePorts(ctx, namespace)
+func (a daemonAnswers) CountedServicePorts(ctx context.Context, of plan.Service) ([]inspect.ServicePort, error) {
+	out, err := a.client.CountedServicePorts(ctx, of)
 	return out, a.advise(err)
 }
 

@@ -183,7 +183,7 @@ func gather(ctx context.Context, client *inspect.Client, socket string, health n
 		_ = inspect.WriteStatus(&text, status) // A Builder takes everything.
 		add("status.txt", text.String())
 		add("status.json", asJSON(status, nil))
-		services, err := client.ServicePorts(ctx, "")
+		services, err := client.ServicePorts(ctx, plan.Service{})
 		add("services.json", asJSON(services, err))
 		findings, err := client.Findings(ctx)
 		add("findings.json", asJSON(findings, err))
