@@ -162,7 +162,7 @@ func TestRefusedByNFTables(t *testing.T) {
 		if text, code := c.ask("get", "findings"); code != 1 || !strings.Contains(text, "the kernel refuses port") || !strings.Contains(text, "default/bad") {
 			t.Errorf("exit code %d: %s", code, text)
 		}
-		if text, err := curl("http://10.96.0.66"); err == nil {
+		if text, err := curl("http://10.96.0.66", "--max-time", "0.5"); err == nil {
 			t.Errorf("what is refused answers %q", text)
 		}
 	}
