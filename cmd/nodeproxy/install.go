@@ -66,7 +66,7 @@ func installCommand() *cobra.Command {
 	flags.StringVar(&i.options.APIServer, "api-server", "", "ADDRESS:PORT at which every node reaches the API server without any Service")
 	flags.StringVar(&i.options.ClusterCIDR, "cluster-cidr", "", "range of the pods' addresses, a comma-separated pair for dual stack, or "+install.NoCIDR)
 	flags.StringVar(&i.options.Mode, "mode", "", "nodeproxy's mode: "+strings.Join(config.Modes(), ", ")+"; by default kube-proxy's")
-	flags.StringVar(&i.options.Image, "image", "", "nodeproxy's image; by default the one of the manifests")
+	flags.StringVar(&i.options.Image, "image", image, "nodeproxy's image; by default that of this program's release, or the one of the manifests")
 	flags.BoolVar(&i.options.Migrate, "migrate", false, "nodeproxy only on nodes with the label service-proxy=nodeproxy, kube-proxy on the others")
 	return cmd
 }

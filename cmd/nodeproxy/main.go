@@ -91,8 +91,8 @@ func unknownArgument(cmd *cobra.Command, arg string) error {
 	return &usageError{fmt.Errorf("unknown argument %q; %s --help lists what there is", arg, cmd.CommandPath())}
 }
 
-// version is set when the program is built.
-var version = "dev"
+// version is set when the program is built, and image, for a release: the one that the command install names by default.
+var version, image = "dev", ""
 
 // program is how this program is called in answers.
 func program() string { return "nodeproxy/" + version }
