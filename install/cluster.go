@@ -110,7 +110,7 @@ func (c *Cluster) add(raw []byte, kind string) error {
 		if err := read(&o); err != nil {
 			return err
 		}
-		if isKubeProxy(o.Labels) && o.Spec.NodeSelector["kubernetes.io/os"] != "windows" {
+		if isKubeProxy(o.Labels) && !forWindows(&o.Spec) {
 			c.pods = append(c.pods, &o)
 		}
 	case "Node":
@@ -143,7 +143,7 @@ func (c *Cluster) addDaemonSet(read func(any) error) error {
 		return err
 	}
 	pod := &o.Spec.Template.Spec
-	if o.container() == nil || pod.NodeSelector["kubernetes.io/os"] == "windows" {
+	if o.container() == nil || forWindows(pod) {
 		return nil
 	}
 	var asWritten struct {
@@ -157,6 +157,11 @@ func (c *Cluster) addDaemonSet(read func(any) error) error {
 	o.affinity = asWritten.Spec.Template.Spec.Affinity
 	c.daemonSets = append(c.daemonSets, &o)
 	return nil
+}
+
+// forWindows reports whether a pod is one of Windows nodes.
+func forWindows(pod *v1.PodSpec) bool {
+	return pod.NodeSelector["kubernetes.io/os"] == "windows" || pod.OS != nil && pod.OS.Name == v1.Windows
 }
 
 // isKubeProxy reports whether the labels of a pod are those that kube-proxy's pods have.

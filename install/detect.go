@@ -427,6 +427,9 @@ func (c *Cluster) apiServer(s *Setup, kind string, say func(string, ...any)) err
 			}
 			continue
 		}
+		if _, err := netip.ParseAddr(host); err == nil && len(c.kubernetes) == 0 {
+			say("API server: the Service default/kubernetes is not given; make sure that %s is not its cluster IP, which works only once nodeproxy has programmed it", host)
+		}
 		s.Host, s.Port = host, port
 		say("API server: %s, from %s", net.JoinHostPort(host, strconv.Itoa(port)), a.where)
 		return nil

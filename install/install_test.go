@@ -82,6 +82,10 @@ func TestDetect(t *testing.T) {
 			host:         "10.0.0.5", port: 6443, says: []string{"it is the cluster IP", "kubeconfig of ConfigMap kube-public/cluster-info"},
 		},
 		{
+			name: "no Service of the API server", kind: "kubeadm", replacements: []string{"{name: kubernetes, namespace: default}", "{name: other, namespace: default}"},
+			host: "10.0.0.5", port: 6443, says: []string{"make sure that 10.0.0.5 is not its cluster IP"},
+		},
+		{
 			name: "no range but those of the nodes", kind: "kubeadm",
 			replacements: []string{"    clusterCIDR: 10.244.0.0/16\n", "", "      podSubnet: 10.244.0.0/16\n", ""}, host: "10.0.0.5", port: 6443,
 			config: map[string]any{"clusterCIDR": nil, "detectLocalMode": "NodeCIDR"},
@@ -371,6 +375,22 @@ func TestNothingToPatch(t *testing.T) {
 			if patch, err := do(); err == nil || !strings.Contains(err.Error(), says) {
 				t.Errorf("%s: %s %v, want %s", kind, patch, err, says)
 			}
+		}
+	}
+}
+
+// TestOtherDaemonSets: another one that runs a kube-proxy is named, unless it is for Windows.
+func TestOtherDaemonSets(t *testing.T) {
+	t.Parallel()
+	for linux, more := range map[bool]string{true: "", false: "os: {name: windows}, "} {
+		c := clusterOf(t, "kubeadm")
+		if err := c.Read(strings.NewReader("apiVersion: apps/v1\nkind: DaemonSet\nmetadata: {name: second, namespace: kube-system}\n" +
+			"spec: {template: {spec: {" + more + "containers: [{name: kube-proxy}]}}}\n")); err != nil {
+			t.Fatal(err)
+		}
+		var out said
+		if _, err := c.KeepOff(true, out.say); err != nil || strings.Contains(out.String(), "second runs a kube-proxy too") != linux {
+			t.Errorf("for Linux %t: %v, %s", linux, err, &out)
 		}
 	}
 }

@@ -37,6 +37,11 @@ func (c *Cluster) KeepOff(migrate bool, say func(string, ...any)) ([]byte, error
 	if err != nil {
 		return nil, err
 	}
+	for _, other := range c.daemonSets {
+		if other != d {
+			say("%s runs a kube-proxy too, which the patch does not concern", other)
+		}
+	}
 	before, _, err := d.before()
 	if err != nil {
 		return nil, err
