@@ -184,7 +184,12 @@ func (l *layout) unknown() []nft.Rule {
 	// A cluster IP may be assigned to the node itself, for a program such as a DNS cache.
 	b := l.rule()
 	b.add(b.ip()+" daddr @"+names.NFTClusterIPs, b.address(true, 0), contains(names.NFTClusterIPs, 0))
-	rules := []nft.Rule{b.local(true, true).comment("ports that no Service has").goTo(names.NFTReject)}
+	rules := []nft.Rule{
+		// A client that has found no rules sends its first packet again, before the flow that is tracked since then has been removed and
+		// packets of it are translated. It is to send another one, and not to give up.
+		l.rule().comment("begun before there were rules").tracked("ct status confirmed", expr.CtKeySTATUS, ipsConfirmed).ret(),
+		b.local(true, true).comment("ports that no Service has").goTo(names.NFTReject),
+	}
 	for _, r := range l.settings.ServiceCIDRs {
 		if plan.FamilyOf(r.Addr()) == l.family {
 			rules = append(rules, l.rule().within(true, r, false).local(true, true).comment("cluster IPs that no Service has").drop())

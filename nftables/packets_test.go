@@ -2,6 +2,7 @@ package nftables
 
 import (
 	"context"
+	"errors"
 	"net"
 	"net/netip"
 	"slices"
@@ -253,5 +254,52 @@ func BenchmarkConnections(b *testing.B) {
 		slices.Sort(all[i])
 		b.ReportMetric(all[i][len(all[i])/2], name+"-median-ns")
 		b.ReportMetric(all[i][0], name+"-best-ns")
+	}
+}
+
+// TestBegunBefore: a client whose first packet found no rules is not refused when it sends the next one, before the flow that is tracked has been
+// removed. Other clients are refused at ports that no Service has.
+func TestBegunBefore(t *testing.T) {
+	nstest.Enter(t)
+	nstest.Exec(t, "ip", "link", "add", "out", "type", "veth", "peer", "name", "away")
+	for _, args := range []string{"link set out arp off up", "link set away up", "addr add 192.0.2.1/32 dev out", "route add default dev out src 192.0.2.1"} {
+		nstest.Exec(t, "ip", strings.Fields(args)...)
+	}
+	e, _ := testEngine(t, plan.IPv4)
+	sync := func(services int) {
+		t.Helper()
+		if err := e.Sync(context.Background(), plantest.Large(services, 1), plan.Everything()); err != nil {
+			t.Fatal(err)
+		}
+	}
+	sync(0)
+	to := plantest.LargeService(0, 0, 1).Frontends[0]
+	dial := func(port uint16) net.Conn {
+		t.Helper()
+		c, err := net.Dial("udp4", netip.AddrPortFrom(to.Addr, port).String())
+		if err != nil {
+			t.Fatal(err)
+		}
+		t.Cleanup(func() { _ = c.Close() })
+		return c
+	}
+	refused := func(c net.Conn) bool {
+		t.Helper()
+		_, err := c.Write([]byte("x"))
+		if err != nil && !errors.Is(err, unix.EPERM) { // as the kernel answers where a rule refuses a packet on its way out
+			t.Fatal(err)
+		}
+		return err != nil
+	}
+	early := dial(to.Port)
+	if refused(early) {
+		t.Fatal("a client is refused where there is no Service")
+	}
+	sync(1)
+	if refused(early) {
+		t.Error("a client that began before is refused")
+	}
+	if !refused(dial(to.Port + 1)) {
+		t.Error("a client is not refused at a port that no Service has")
 	}
 }

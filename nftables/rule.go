@@ -251,12 +251,14 @@ func (b *builder) tracked(text string, key expr.CtKey, bit uint32) *builder {
 // opDelete is NFT_DYNSET_OP_DELETE, which golang.org/x/sys lacks.
 const opDelete = 2
 
-// ipsDstNAT is the bit of a connection's status that is set once its destination has been translated. ctInvalid and ctNew are
+// ipsDstNAT is the bit of a connection's status that is set once its destination has been translated, and ipsConfirmed the one that is set once
+// its first packet has passed. ctInvalid and ctNew are
 // the states of packets that conntrack can't assign to a connection, and of packets that begin one.
 const (
-	ipsDstNAT = 1 << 5
-	ctInvalid = 1
-	ctNew     = 8
+	ipsConfirmed = 1 << 3
+	ipsDstNAT    = 1 << 5
+	ctInvalid    = 1
+	ctNew        = 8
 )
 
 // backToItself matches packets whose source and destination address are the same. No expression compares two registers, so it looks up
@@ -289,6 +291,7 @@ func (b *builder) to(v expr.VerdictKind, word, chain string) nft.Rule {
 func (b *builder) jump(chain string) nft.Rule { return b.to(expr.VerdictJump, "jump", chain) }
 func (b *builder) goTo(chain string) nft.Rule { return b.to(expr.VerdictGoto, "goto", chain) }
 func (b *builder) drop() nft.Rule             { return b.to(expr.VerdictDrop, "drop", "") }
+func (b *builder) ret() nft.Rule              { return b.to(expr.VerdictReturn, "return", "") }
 
 // clearing is how the text of a rule begins that clears the priority just before it translates the destination. As input, nft would have
 // that done before the priority is used for the lookup.
