@@ -144,7 +144,7 @@ func (f *faultScene) startSampling(length time.Duration) (wait func() ([]sample,
 			next := time.Now().Add(length / 60)
 			var s sample
 			if s, err = f.sample(); err == nil {
-				if len(samples)%rulesEvery == 0 {
+				if len(samples)%rulesEvery() == 0 {
 					s.rules, err = f.ruleCount()
 				} else {
 					s.rules = samples[len(samples)-1].rules
@@ -188,8 +188,9 @@ func (f *faultScene) sample() (s sample, err error) {
 	return s, err
 }
 
-// rulesEvery is how many samples have one count of rules, which takes long where there are many.
-const rulesEvery = 6
+// rulesEvery returns how many samples have one count of rules, which takes long where there are many. Chance changes the number of rules by
+// a tenth within seconds, so the median of few counts is no measure.
+func rulesEvery() int { return byMode(2, 3) }
 
 // ruleCount counts rules, chains, sets and whatever else node1 holds.
 func (f *faultScene) ruleCount() (n int, err error) {
