@@ -26,7 +26,7 @@ type slow struct {
 func (s *slow) Family() plan.Family { return s.family }
 
 func (s *slow) Sync(context.Context, *plan.Plan, plan.Change) error {
-	time.Sleep(s.takes)
+	time.Sleep(s.takes) // how long this family takes
 	s.Wrote(drift.Rule, 2)
 	s.Compared, s.Found = s.family == plan.IPv6, drift.Found{{Kind: drift.Table, Object: string(s.family)}}
 	return s.err

@@ -77,7 +77,7 @@ func TestAffinityKeepsServer(t *testing.T) {
 		endpoints = append(endpoints, w.Ready("n3b")...)
 		logged := len(d.Log())
 		w.Write(t, "sticky.yaml", harness.Objects(s, endpoints...)...)
-		if err := d.WaitForAfter(logged, 10*time.Second, harness.InSync); err != nil {
+		if err := d.WaitForAfter(logged, harness.Limit, harness.InSync); err != nil {
 			t.Fatal(err)
 		}
 		check("after an endpoint came")
@@ -148,7 +148,7 @@ func TestAffinityExpires(t *testing.T) {
 		}
 		first := ask()
 		for range 4 {
-			time.Sleep(timeout / 2)
+			time.Sleep(timeout / 2) // It is time that an affinity ends with.
 			now := ask()
 			maps.DeleteFunc(first, func(k int, _ string) bool { return away[k] })
 			if n := moved(first, now); n > 0 {
@@ -158,7 +158,7 @@ func TestAffinityExpires(t *testing.T) {
 		if len(first) < services {
 			t.Errorf("only %d Services were asked often enough", len(first))
 		}
-		time.Sleep(timeout + timeout/2)
+		time.Sleep(timeout + timeout/2) // It is time that an affinity ends with.
 		if n := moved(first, ask()); n == 0 {
 			t.Errorf("all %d affinities lasted longer than %v", len(first), timeout)
 		}

@@ -3,7 +3,6 @@ package e2e
 import (
 	"net/netip"
 	"testing"
-	"time"
 
 	v1 "k8s.io/api/core/v1"
 	discovery "k8s.io/api/discovery/v1"
@@ -47,7 +46,7 @@ func TestAPIServerAddress(t *testing.T) {
 		})
 		w.Write(t, "evil.yaml", harness.Objects(evil, w.Ready("n1a")...)...)
 		d := w.Run(t, variant, clusterCIDR)
-		if err := d.WaitFor(10*time.Second, "is the address and port of the API server itself"); err != nil {
+		if err := d.WaitFor(harness.Limit, "is the address and port of the API server itself"); err != nil {
 			t.Error(err)
 		}
 		for _, family := range families {

@@ -58,7 +58,7 @@ func talk(t *testing.T, from *harness.Host, to netip.AddrPort) *talker {
 			k.mu.Lock()
 			k.said = append(k.said, what)
 			k.mu.Unlock()
-			time.Sleep(talkPause)
+			time.Sleep(talkPause) // between two packets
 		}
 	}()
 	t.Cleanup(func() {
@@ -237,7 +237,7 @@ func TestUDPServiceDeletedWhileDown(t *testing.T) {
 		}
 		w.Remove(t, "deleted.yaml")
 		w.Write(t, "kept.yaml", harness.Objects(kept, w.Ready("n2a")...)...)
-		time.Sleep(200 * time.Millisecond)
+		time.Sleep(200 * time.Millisecond) // The objects change while no proxy runs: nothing is to happen.
 		allHear(t, "no proxy", slices.Concat(all, toDeleted), "n1a")
 		w.Run(t, variant, clusterCIDR)
 		allHear(t, "an endpoint replaced before the start", all, "n2a")
@@ -261,7 +261,7 @@ func TestUDPFlowsStay(t *testing.T) {
 		}
 		stay := func(what string) {
 			t.Helper()
-			time.Sleep(300 * time.Millisecond)
+			time.Sleep(300 * time.Millisecond) // The flows are to go on as they do, and there is no sign of that.
 			for _, k := range all {
 				eventually(t, what, k.hears("n2a"))
 				heard := k.heard()

@@ -105,7 +105,7 @@ func repairs(t *testing.T, faults []driftFault) {
 			output(t, w, strings.ReplaceAll(f.do, "{}", string(variant)))
 			begin := time.Now()
 			// Half a minute: beside other tests, the one processor of a guest has a quarter of one.
-			if err := d.WaitForAfter(lines, 30*time.Second, "it has been repaired", f.words); err != nil {
+			if err := d.WaitForAfter(lines, harness.Limit, "it has been repaired", f.words); err != nil {
 				t.Fatalf("%s: %v", f.name, err)
 			}
 			took := time.Since(begin)
@@ -217,7 +217,7 @@ func TestDriftNoStorm(t *testing.T) {
 		manyServices(t, w)
 		rule(t, w, variant, "-t nat -N CNI-OTHER")
 		d := w.Run(t, variant, clusterCIDR)
-		time.Sleep(2 * time.Second)
+		time.Sleep(2 * time.Second) // A comparison that the start led to may still come; nothing says that none will.
 		lines := len(d.Log())
 		const seconds = 4
 		for end := time.Now().Add(seconds * time.Second); time.Now().Before(end); {
@@ -229,9 +229,9 @@ func TestDriftNoStorm(t *testing.T) {
 			if _, err := w.Node1().OutputWithInput(restore+"COMMIT\n", variant.Tool("iptables")+"-restore", "--noflush"); err != nil {
 				t.Fatal(err)
 			}
-			time.Sleep(time.Until(next))
+			time.Sleep(time.Until(next)) // ten transactions a second
 		}
-		time.Sleep(2 * time.Second)
+		time.Sleep(2 * time.Second) // What it is to leave alone gives no sign of that.
 		log := d.Log()[lines:]
 		if n := count(log, "had changed what was written"); n > 0 {
 			t.Errorf("it took rules of others for its own:\n%s", strings.Join(log, "\n"))

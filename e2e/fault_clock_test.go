@@ -61,7 +61,7 @@ func clockJumps(t *testing.T, variant harness.Variant) {
 		}
 		defer c.Close()
 		f.change(pods[i])
-		f.inForce(soon, pods[i])
+		f.inForce(pods[i])
 		jump(t, by)
 		total += by
 		f.repairs = append(f.repairs, f.sound(t))
@@ -69,7 +69,7 @@ func clockJumps(t *testing.T, variant harness.Variant) {
 			t.Errorf("after %v, a client is sent to %s and no longer to %s", by, now, pod)
 		}
 		f.change("n1a")
-		f.repaired(soon, "n1a")
+		f.repaired("n1a")
 	}
 	f.finish() // Nothing drains any more.
 }
@@ -110,7 +110,7 @@ func (f *faultScene) sound(t *testing.T) time.Duration {
 	t.Helper()
 	begin := time.Now()
 	for _, path := range []string{"/healthz", "/livez", "/readyz"} {
-		eventuallyWithin(t, soon, path, func() error {
+		eventually(t, path, func() error {
 			c, err := f.Client.Dial("tcp", netip.AddrPortFrom(f.Node1().IP4, 10256), time.Now().Add(harness.Patient))
 			if err != nil {
 				return err
@@ -125,7 +125,7 @@ func (f *faultScene) sound(t *testing.T) time.Duration {
 		})
 	}
 	f.breakRules()
-	eventuallyWithin(t, soon, "a rule of ours is repaired", func() error {
+	eventually(t, "a rule of ours is repaired", func() error {
 		if strings.Contains(rules(t, f.World, f.variant), "-A KUBE-MARK-MASQ -j RETURN") {
 			return fmt.Errorf("a rule of others is still in KUBE-MARK-MASQ")
 		}

@@ -92,15 +92,15 @@ func TestFaultDiskFull(t *testing.T) {
 		if err := write("more.yaml", changed); !errors.Is(err, syscall.ENOSPC) {
 			t.Errorf("there is room in the directory of manifests: %v", err)
 		}
-		f.log(line, soon, "level=WARN", "changing.yaml")
+		f.log(line, "level=WARN", "changing.yaml")
 		// Another Service changes, and the legacy variant can't make its lock.
 		if err := write("internal.yaml", internal); err != nil {
 			t.Fatal(err)
 		}
 		if variant == harness.Legacy && mode == harness.IPTables {
-			f.log(line, soon, "sync failed", "xtables.lock")
+			f.log(line, "sync failed", "xtables.lock")
 		}
-		time.Sleep(2 * time.Second)
+		time.Sleep(2 * time.Second) // The disk stays full for a while, in which nothing is to change.
 		for _, family := range families {
 			if err := serversOf(f.Client, "tcp", clusterIP(changing, family), "n1a"); err != nil {
 				t.Errorf("the last version that could be read is no longer in force: %v", err)
@@ -112,9 +112,9 @@ func TestFaultDiskFull(t *testing.T) {
 			t.Fatal(err)
 		}
 		end := time.Now()
-		f.inForce(afterRetry, "n2a")
+		f.inForce("n2a")
 		for _, family := range families {
-			eventuallyWithin(t, afterRetry, "the other Service", func() error { return serversOf(f.Client, "tcp", clusterIP(5, family), "n3a") })
+			eventually(t, "the other Service", func() error { return serversOf(f.Client, "tcp", clusterIP(5, family), "n3a") })
 		}
 		f.repairs = append(f.repairs, time.Since(end))
 		// The other node's daemon reads what this one has read.

@@ -50,9 +50,9 @@ func TestFaultNotificationsLost(t *testing.T) {
 		f := newFaultScene(t, variant, "notifications lost", "rules and addresses change until the sockets of the stopped daemon drop (ENOBUFS)")
 		f.addHealthPort()
 		f.start()
-		eventuallyWithin(t, soon, "health check node port", f.serves(f.Node1().IP4.String()))
+		eventually(t, "health check node port", f.serves(f.Node1().IP4.String()))
 		rule(t, f.World, variant, "-t nat -N CNI-OTHER")
-		time.Sleep(time.Second)
+		time.Sleep(time.Second) // The daemon may still look at the new chain, and then leaves it alone.
 		before := held(t, f.World, variant)
 		line := len(f.daemon.Log())
 		f.signal(syscall.SIGSTOP)
@@ -78,9 +78,9 @@ func TestFaultNotificationsLost(t *testing.T) {
 		f.change("n2a")
 		f.signal(syscall.SIGCONT)
 		end := time.Now()
-		f.inForce(soon, "n2a")
-		eventuallyWithin(t, soon, "health check node port at a new address", f.serves("192.168.77.99"))
-		eventuallyWithin(t, soon, "a rule of ours is repaired", func() error {
+		f.inForce("n2a")
+		eventually(t, "health check node port at a new address", f.serves("192.168.77.99"))
+		eventually(t, "a rule of ours is repaired", func() error {
 			// The change is of other chains, by which both differ.
 			if strings.Contains(held(t, f.World, variant), strayRule()) {
 				return fmt.Errorf("a rule of others is still in a chain of ours")
@@ -89,13 +89,13 @@ func TestFaultNotificationsLost(t *testing.T) {
 		})
 		f.repairs = append(f.repairs, time.Since(end))
 		if variant == harness.NFT && mode == harness.IPTables { // In mode ipvs, something else may be noticed sooner.
-			f.log(line, time.Second, "notifications of nf_tables were lost")
+			f.log(line, "notifications of nf_tables were lost")
 		}
 		if mode == harness.NFTables {
-			f.log(line, time.Second, "notifications of nftables were lost")
+			f.log(line, "notifications of nftables were lost")
 		}
 		f.change("n1a")
-		eventuallyWithin(t, soon, "all is as before", func() error {
+		eventually(t, "all is as before", func() error {
 			if now := held(t, f.World, variant); now != before {
 				return fmt.Errorf("%s", firstDifference(before, now))
 			}
@@ -196,11 +196,11 @@ func TestFaultNoMemory(t *testing.T) {
 				end := f.inject(c.calls, "-e", "inject="+c.calls+":error="+c.errno+c.when)
 				f.breakRules()
 				f.change("n2a")
-				time.Sleep(3 * time.Second)
+				time.Sleep(3 * time.Second) // how long the fault lasts
 				if seen := end(); !strings.Contains(seen, c.errno) {
 					t.Errorf("nothing failed:\n%s", seen)
 				}
-				f.repaired(afterRetry, "n2a")
+				f.repaired("n2a")
 				f.finish()
 			})
 		}
@@ -213,7 +213,7 @@ func TestFaultInterruptedDumps(t *testing.T) {
 		f := newFaultScene(t, variant, "interrupted dumps", "addresses and flows come and go until the kernel has broken off 3 lists (NLM_F_DUMP_INTR)")
 		f.addHealthPort()
 		f.start()
-		eventuallyWithin(t, soon, "health check node port", f.serves(f.Node1().IP4.String()))
+		eventually(t, "health check node port", f.serves(f.Node1().IP4.String()))
 		end := f.inject("recvfrom,recvmsg")
 		var text strings.Builder
 		for _, verb := range []string{"add", "del"} {
@@ -238,8 +238,8 @@ func TestFaultInterruptedDumps(t *testing.T) {
 		flows.Stop()
 		output(t, f.World, "ip addr add 192.168.77.99/24 dev eth0")
 		begin := time.Now()
-		f.inForce(soon, pods[changes%3])
-		eventuallyWithin(t, soon, "health check node port at a new address", f.serves("192.168.77.99"))
+		f.inForce(pods[changes%3])
+		eventually(t, "health check node port at a new address", f.serves("192.168.77.99"))
 		f.repairs = append(f.repairs, time.Since(begin))
 		output(t, f.World, "ip addr del 192.168.77.99/24 dev eth0")
 		f.finish()

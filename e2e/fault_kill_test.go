@@ -46,7 +46,7 @@ func TestFaultKilled(t *testing.T) {
 				t.Fatal(err)
 			}
 		}
-		f.repaired(soon, pods[(kills-1)%3])
+		f.repaired(pods[(kills-1)%3])
 		t.Logf("%d of %d kills met iptables-restore or iptables-save at work", writing, kills)
 		if mode == harness.IPTables && writing < kills/4 {
 			t.Errorf("only %d of %d kills met iptables-restore or iptables-save at work", writing, kills)
@@ -93,8 +93,7 @@ func (f *faultScene) writing() bool {
 }
 
 func (f *faultScene) whileWriting(limit time.Duration) {
-	for end := time.Now().Add(limit); time.Now().Before(end) && !f.writing(); {
-		time.Sleep(100 * time.Microsecond)
+	for end := time.Now().Add(limit); time.Now().Before(end) && !f.writing(); time.Sleep(100 * time.Microsecond) {
 	}
 }
 
@@ -109,7 +108,7 @@ func TestFaultKilledWhileWriting(t *testing.T) {
 		// Not for ever, should the test end early.
 		f.give(order, fmt.Sprintf("echo >>%[1]s.begun; timeout 60 sh -c 'while [ ! -e %[1]s ]; do sleep 0.01; done'; echo >>%[1]s.ended\n", reading))
 		f.change("n2a")
-		eventuallyWithin(t, soon, "iptables-restore", func() error {
+		eventually(t, "iptables-restore", func() error {
 			if begun, err := os.ReadFile(reading + ".begun"); err != nil || len(begun) < 2 {
 				return fmt.Errorf("%d runs have begun (%v), want one a family", len(begun), err)
 			}
@@ -123,9 +122,9 @@ func TestFaultKilledWhileWriting(t *testing.T) {
 		f.Write(t, "internal.yaml", harness.Objects(harness.Service("internal", 5, harness.ClusterOnly), f.Ready("n3a")...)...)
 		f.give(order, fmt.Sprintf("touch %[1]s; timeout 60 sh -c 'while [ \"$(wc -l <%[1]s.ended)\" -lt 2 ]; do sleep 0.01; done'; sleep 0.5\n", reading))
 		f.daemon = f.World.Run(t, variant, f.flags...)
-		f.repaired(soon, "n1a")
+		f.repaired("n1a")
 		for _, family := range families {
-			eventuallyWithin(t, soon, "the other Service", func() error { return serversOf(f.Client, "tcp", clusterIP(5, family), "n3a") })
+			eventually(t, "the other Service", func() error { return serversOf(f.Client, "tcp", clusterIP(5, family), "n3a") })
 		}
 		f.finish()
 	})

@@ -41,7 +41,7 @@ var manifestFaults = []manifestFault{
 	{injected: fmt.Sprintf("a file of %d documents cut off at every byte, one after the other", documents), inject: func(s *manifestScene) {
 		for at := len(s.text) - 1; at >= 0; at-- {
 			s.must(os.Truncate(s.file, int64(at)))
-			time.Sleep(2 * time.Millisecond)
+			time.Sleep(2 * time.Millisecond) // Some of the states are to be read, and nothing says which were.
 		}
 	}},
 	{injected: "cut off within a number, and left so", inject: func(s *manifestScene) {
@@ -86,7 +86,7 @@ var manifestFaults = []manifestFault{
 		for i := range pieces {
 			_, err := out.WriteString(s.text[len(s.text)*i/pieces : len(s.text)*(i+1)/pieces])
 			s.must(err)
-			time.Sleep(400 * time.Millisecond)
+			time.Sleep(400 * time.Millisecond) // Who writes is slow.
 		}
 		s.must(out.Close())
 	}},
@@ -203,9 +203,8 @@ func (s *manifestScene) suffer(fault manifestFault) {
 	fault.inject(s)
 	begin := time.Now()
 	code, missing := "200", ""
-	for code != "503" && time.Since(begin) < soon && !fault.green {
+	for ; code != "503" && time.Since(begin) < harness.Limit && !fault.green; time.Sleep(20 * time.Millisecond) {
 		code, missing = s.ready()
-		time.Sleep(20 * time.Millisecond)
 	}
 	if code != "503" && !fault.green {
 		s.Errorf("%s: /readyz says %s", fault.injected, code)
@@ -215,13 +214,13 @@ func (s *manifestScene) suffer(fault manifestFault) {
 			s.Errorf("%s: nodeproxy_manifests_faulty is %v", fault.injected, sum)
 		}
 	}
-	time.Sleep(leftFor)
+	time.Sleep(leftFor) // Nothing is to change as long as the fault lasts.
 	if fault.mend != nil {
 		fault.mend(s)
 	}
 	s.must(os.WriteFile(s.file, []byte(s.text), 0o644))
 	end := time.Now()
-	eventuallyWithin(s.T, soon, "/readyz when the file is whole again", func() error {
+	eventually(s.T, "/readyz when the file is whole again", func() error {
 		if code, missing := s.ready(); code != "200" {
 			return fmt.Errorf("%s: %s", code, missing)
 		}

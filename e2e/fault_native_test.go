@@ -73,9 +73,9 @@ func TestFaultNativeRules(t *testing.T) {
 	for i, pods := range []string{"n2a", "n1a"} {
 		line, found := len(f.daemon.Log()), count(f.daemon.Log(), drift)
 		f.breakRules()
-		f.log(line, afterRetry, drift, "KUBE-MARK-MASQ")
+		f.log(line, drift, "KUBE-MARK-MASQ")
 		f.change(pods)
-		f.inForce(afterRetry, pods)
+		f.inForce(pods)
 		if n := count(f.daemon.Log(), drift); n > found+2 { // each family may be told of by itself
 			t.Errorf("round %d: %d things are found changed", i, n-found)
 		}
@@ -87,14 +87,14 @@ func TestFaultNativeRules(t *testing.T) {
 	}
 	f.daemon = f.World.Run(t, f.variant, f.flags...)
 	f.change("n2a")
-	f.inForce(afterRetry, "n2a")
+	f.inForce("n2a")
 	f.oneJump()
 	f.told()
 	removal()
 	begin := time.Now()
 	f.breakRules() // Everything is compared.
 	f.change("n1a")
-	f.inForce(afterRetry, "n1a")
+	f.inForce("n1a")
 	f.repairs = append(f.repairs, time.Since(begin))
 	f.finish()
 	for _, bad := range []string{"sync failed", "in PREROUTING of", "in POSTROUTING of", "in OUTPUT of"} {

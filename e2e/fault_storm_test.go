@@ -46,17 +46,17 @@ func TestFaultStorm(t *testing.T) {
 				f.change("n2a")
 				early = f.resident()
 			}
-			time.Sleep(time.Until(begin.Add(time.Duration(events) * time.Second / time.Duration(rate))))
+			time.Sleep(time.Until(begin.Add(time.Duration(events) * time.Second / time.Duration(rate)))) // the rate of the storm
 		}
 		late = f.resident()
 		took := time.Since(begin)
 		f.row.Injected = fmt.Sprintf("%d changes of EndpointSlices at %.0f a second", events, float64(events)/took.Seconds())
 		last := pods[(total-1)/perRound%len(pods)]
 		end := time.Now()
-		f.inForce(soon, "n2a")
+		f.inForce("n2a")
 		for _, i := range []int{0, services / 2, services - 1} {
 			for _, family := range families {
-				eventuallyWithin(t, soon, "the last change", func() error { return serversOf(f.Client, "tcp", clusterIP(first+i, family), last) })
+				eventually(t, "the last change", func() error { return serversOf(f.Client, "tcp", clusterIP(first+i, family), last) })
 			}
 		}
 		f.repairs = append(f.repairs, time.Since(end))

@@ -99,9 +99,8 @@ func onEachFaultVariant(t *testing.T, test func(t *testing.T, variant harness.Va
 	})
 }
 
-// How long a repair may take on a busy machine: soon is less than the half minute after which everything is compared anyway, and
-// afterRetry is more than the longest wait after a sync that failed.
-const soon, afterRetry = 20 * time.Second, 45 * time.Second
+// rarely are flags by which the comparison of everything comes later than any test waits: what is repaired before that was noticed.
+var rarely = []string{"--iptables-sync-period=1h", "--ipvs-sync-period=1h", "--nftables-sync-period=1h"}
 
 // changing is the number of the Service that changes; see manyServices for the others.
 const changing = 7
@@ -111,7 +110,7 @@ func newFaultScene(t *testing.T, variant harness.Variant, fault, injected string
 	t.Helper()
 	f := &faultScene{T: t, World: harness.New(t, harness.Options{}), variant: variant}
 	// What drains has gone by the time of the comparison.
-	f.flags = []string{clusterCIDR, "--ipvs-graceful-period=5s"}
+	f.flags = append([]string{clusterCIDR, "--ipvs-graceful-period=5s"}, rarely...)
 	f.row = faultRow{Fault: fault, Injected: injected, Mode: mode, Variant: variant}
 	f.Write(t, "nodes.yaml", f.NodeObjects()...)
 	manyServices(t, f.World)
@@ -145,7 +144,7 @@ func (f *faultScene) change(pods ...string) {
 func (f *faultScene) start() {
 	f.Helper()
 	f.daemon = f.World.Run(f.T, f.variant, f.flags...)
-	f.inForce(soon, "n1a")
+	f.inForce("n1a")
 	f.load()
 }
 
@@ -166,32 +165,32 @@ func (f *faultScene) enough() {
 	f.Helper()
 	for _, l := range f.loads {
 		want := max(l.Requests()+15, 60) // as many as noFailures wants, and more
-		eventuallyWithin(f.T, time.Minute, "requests", func() error { return requestsMade(l, want) })
+		eventually(f.T, "requests", func() error { return requestsMade(l, want) })
 	}
 }
 
 // inForce waits until the Service that changes has these endpoints, in both families.
-func (f *faultScene) inForce(limit time.Duration, pods ...string) {
+func (f *faultScene) inForce(pods ...string) {
 	f.Helper()
 	for _, family := range families {
-		eventuallyWithin(f.T, limit, "change", func() error {
+		eventually(f.T, "change", func() error {
 			return serversOf(f.Client, "tcp", clusterIP(changing, family), pods...)
 		})
 	}
 }
 
 // repaired waits until the Service that changes has these endpoints, after a fault that has just ended.
-func (f *faultScene) repaired(limit time.Duration, pods ...string) {
+func (f *faultScene) repaired(pods ...string) {
 	f.Helper()
 	end := time.Now()
-	f.inForce(limit, pods...)
+	f.inForce(pods...)
 	f.repairs = append(f.repairs, time.Since(end))
 }
 
 // log waits for a line in the daemon's log from the given one on.
-func (f *faultScene) log(from int, limit time.Duration, parts ...string) {
+func (f *faultScene) log(from int, parts ...string) {
 	f.Helper()
-	if err := f.daemon.WaitForAfter(from, limit, parts...); err != nil {
+	if err := f.daemon.WaitForAfter(from, harness.Limit, parts...); err != nil {
 		f.Fatal(err)
 	}
 }
@@ -229,7 +228,7 @@ func (f *faultScene) likeFresh() {
 	comparable := func(held string) string {
 		return essence(preferredSource.ReplaceAllString(sameAddress.Replace(held), "$1"))
 	}
-	eventuallyWithin(f.T, time.Minute, "the kernel holds what a new start writes", func() error {
+	eventually(f.T, "the kernel holds what a new start writes", func() error {
 		want := comparable(heldOn(f.T, other, f.variant))
 		if now := comparable(held(f.T, f.World, f.variant)); now != want {
 			return fmt.Errorf("%s", firstDifference(want, now))

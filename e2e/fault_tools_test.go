@@ -47,22 +47,22 @@ func TestFaultLock(t *testing.T) {
 		line := len(f.daemon.Log())
 		f.change("n2a")
 		if variant == harness.NFT || mode == harness.IPVS { // neither takes the lock
-			f.inForce(holds/2, "n2a")
+			f.inForce("n2a")
 			f.row.Repair = "none needed: it uses no lock"
 		} else {
-			f.log(line, holds, "another program holds the xtables lock")
+			f.log(line, "another program holds the xtables lock")
 			for _, family := range families {
 				if err := serversOf(f.Client, "tcp", clusterIP(changing, family), "n1a"); err != nil {
 					t.Errorf("while the lock is held: %v", err)
 				}
 			}
-			time.Sleep(time.Until(end))
+			time.Sleep(time.Until(end)) // how long the lock is held
 		}
 		if err := lock.Close(); err != nil {
 			t.Fatal(err)
 		}
 		if f.row.Repair == "" {
-			f.repaired(afterRetry, "n2a")
+			f.repaired("n2a")
 		}
 		f.finish()
 	})
@@ -129,10 +129,10 @@ func TestFaultRestoreRefused(t *testing.T) {
 		line := len(f.daemon.Log())
 		f.breakRules()
 		f.change("n2a")
-		f.log(line, soon, "sync failed", "line 3 failed")
-		time.Sleep(6 * time.Second)
+		f.log(line, "sync failed", "line 3 failed")
+		time.Sleep(6 * time.Second) // how long the fault lasts
 		f.withdraw(order)
-		f.repaired(afterRetry, "n2a")
+		f.repaired("n2a")
 		f.finish()
 	})
 }
@@ -159,11 +159,11 @@ func TestFaultRestoreRefusesOne(t *testing.T) {
 		line := len(f.daemon.Log())
 		changed := harness.Service("internal", 5, harness.ClusterOnly)
 		f.Write(t, "internal.yaml", harness.Objects(changed, f.Ready("n3a")...)...)
-		f.log(line, soon, "the kernel refuses", "Service e2e/internal")
+		f.log(line, "the kernel refuses", "Service e2e/internal")
 		f.healthyAll()
 		begin := time.Now()
 		f.change("n2a")
-		f.inForce(10*time.Second, "n2a")
+		f.inForce("n2a")
 		t.Logf("a change of another Service took %v", time.Since(begin))
 		for _, family := range families {
 			if err := serversOf(f.Client, "tcp", clusterIP(5, family), "n1a", "n2a", "n3a"); err != nil {
@@ -179,9 +179,9 @@ func TestFaultRestoreRefusesOne(t *testing.T) {
 		}
 		f.withdraw(order)
 		end := time.Now()
-		f.inForce(afterRetry, "n2a")
+		f.inForce("n2a")
 		for _, family := range families {
-			eventuallyWithin(t, 2*afterRetry, "the Service that was refused", func() error {
+			eventually(t, "the Service that was refused", func() error {
 				return serversOf(f.Client, "tcp", clusterIP(5, family), "n3a")
 			})
 		}
@@ -213,8 +213,8 @@ func TestFaultRestoreHangs(t *testing.T) {
 		f.change("n2a")
 		time.Sleep(5 * time.Second) // Both have begun.
 		f.withdraw(order)
-		f.log(line, time.Minute, "sync failed", "was ended")
-		f.inForce(afterRetry, "n2a")
+		f.log(line, "sync failed", "was ended")
+		f.inForce("n2a")
 		f.row.Repair = fmt.Sprintf("%v, from its beginning", time.Since(begin).Round(10*time.Millisecond))
 		if n := count(f.daemon.Log(), "was ended"); n > 1 {
 			t.Errorf("runs were ended in %d syncs", n)

@@ -211,7 +211,7 @@ func TestLocalhostNotReachableFromOutside(t *testing.T) {
 			if err := w.Client.SendUDPFrame(node.Host, from, server); err != nil {
 				t.Fatal(err)
 			}
-			time.Sleep(200 * time.Millisecond)
+			time.Sleep(200 * time.Millisecond) // for an answer that is not to come
 		}
 		send()
 		if n := received.Count(); n > 0 {

@@ -88,7 +88,7 @@ func TestIPVSDrain(t *testing.T) {
 		goOn(first, "after the endpoint came back")
 		set(append(w.Terminating("n2a"), kept...))
 		moved("terminating", "n1a")
-		time.Sleep(grace + 2*time.Second)
+		time.Sleep(grace + 2*time.Second) // The connections are to go on after this time.
 		goOn(first, "while an EndpointSlice lists the endpoint")
 
 		// Its connections end. Those of other requests, which were closed in the usual way, are remembered for two minutes.
@@ -100,7 +100,7 @@ func TestIPVSDrain(t *testing.T) {
 		}
 		// The deadline.
 		gone := time.Now()
-		eventuallyWithin(t, grace+10*time.Second, "removal", func() error {
+		eventually(t, "removal", func() error {
 			if got := realServer(t, w, at, removed); got != "" {
 				return fmt.Errorf("still there with %s", got)
 			}
@@ -121,7 +121,7 @@ func TestIPVSDrain(t *testing.T) {
 		})
 		goOn(second, "within the grace period")
 		moved("taken out", "n1a")
-		eventuallyWithin(t, grace+10*time.Second, "the end of the connections", func() error {
+		eventually(t, "the end of the connections", func() error {
 			for _, c := range second {
 				if c.Echo("line") == nil {
 					return fmt.Errorf("%s goes on", c.to)
@@ -151,7 +151,7 @@ func TestIPVSDrainEndsWithConnections(t *testing.T) {
 		defer c.Close()
 		logged := len(d.Log())
 		w.Write(t, "s.yaml", harness.Objects(s, w.Ready("n1a")...)...)
-		if err := d.WaitForAfter(logged, 10*time.Second, harness.InSync); err != nil {
+		if err := d.WaitForAfter(logged, harness.Limit, harness.InSync); err != nil {
 			t.Fatal(err)
 		}
 		eventually(t, "no connections over IPv6", func() error {
@@ -160,12 +160,12 @@ func TestIPVSDrainEndsWithConnections(t *testing.T) {
 			}
 			return nil
 		})
-		time.Sleep(3 * time.Second)
+		time.Sleep(3 * time.Second) // What drains is looked at each second, and this is to stay.
 		if got := realServer(t, w, clusterIP(1, 4), w.Pod("n2a")); got != "-w 0" {
 			t.Fatalf("with a connection: %q, want weight 0", got)
 		}
 		c.Abort() // IPVS remembers it for ten seconds
-		eventuallyWithin(t, 20*time.Second, "removal", func() error {
+		eventually(t, "removal", func() error {
 			if got := realServer(t, w, clusterIP(1, 4), w.Pod("n2a")); got != "" {
 				return fmt.Errorf("still there with %s", got)
 			}

@@ -159,7 +159,7 @@ func TestIPVSDrainHashed(t *testing.T) {
 					t.Errorf("%s, a connection to the endpoint that drains: %v", c.name, err)
 				}
 				write("")
-				eventuallyWithin(t, 30*time.Second, c.name+": as before", func() error {
+				eventually(t, c.name+": as before", func() error {
 					again, err := many.ask(to)
 					for from, server := range again {
 						if err == nil && server != before[from] {

@@ -35,10 +35,10 @@ func TestIPVSRefusedEndpoint(t *testing.T) {
 		}
 		line := len(f.daemon.Log())
 		f.Write(t, "refused.yaml", objects...)
-		f.log(line, soon, "the kernel refuses", "Service e2e/refused")
+		f.log(line, "the kernel refuses", "Service e2e/refused")
 		f.healthyAll()
 		f.change("n2a")
-		f.inForce(soon, "n2a")
+		f.inForce("n2a")
 		for _, family := range families {
 			if err := serversOf(f.Client, "tcp", clusterIP(number, family), "n1a", "n2a"); err != nil {
 				t.Errorf("the other endpoints of the Service: %v", err)
@@ -46,7 +46,7 @@ func TestIPVSRefusedEndpoint(t *testing.T) {
 		}
 		f.breakRules() // A comparison of everything follows.
 		f.change("n1a")
-		f.inForce(soon, "n1a")
+		f.inForce("n1a")
 		f.healthyAll()
 		if code, body, err := f.Node1().Get(harness.MetricsAddr, "/metrics"); err != nil || code != http.StatusOK ||
 			!strings.Contains(body, `nodeproxy_findings_total{kind="Service"`) {
@@ -61,7 +61,7 @@ func TestIPVSRefusedEndpoint(t *testing.T) {
 		end := time.Now()
 		f.Write(t, "refused.yaml", harness.Objects(s, f.Ready("n3a")...)...)
 		for _, family := range families {
-			eventuallyWithin(t, soon, "the Service without the endpoint", func() error {
+			eventually(t, "the Service without the endpoint", func() error {
 				return serversOf(f.Client, "tcp", clusterIP(number, family), "n3a")
 			})
 		}

@@ -43,7 +43,7 @@ func TestIPVSSchedulers(t *testing.T) {
 			w.Write(t, s.Name+".yaml", objects...)
 		}
 		d := w.Run(t, variant, clusterCIDR, "--ipvs-scheduler=lc")
-		if err := d.WaitFor(5*time.Second, "level=WARN", "s-2", "best"); err != nil {
+		if err := d.WaitFor(harness.Limit, "level=WARN", "s-2", "best"); err != nil {
 			t.Error(err)
 		}
 		servers := virtualServers(t, w)

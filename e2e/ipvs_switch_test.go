@@ -111,12 +111,12 @@ func TestIPVSModeSwitch(t *testing.T) {
 		}
 		s.load()
 		s.converse(t, "mode iptables")
-		time.Sleep(time.Second)
+		more(t, aWhile, s.loads...)
 
 		s.start(t, harness.IPVS)
 		s.goOn(t, "in mode ipvs")
 		s.converse(t, "mode ipvs")
-		time.Sleep(time.Second)
+		more(t, aWhile, s.loads...)
 		never := harness.New(t, harness.Options{})
 		never.Write(t, "nodes.yaml", never.NodeObjects()...)
 		manyServices(t, never)
@@ -138,7 +138,7 @@ func TestIPVSModeSwitch(t *testing.T) {
 		back := time.Now()
 		s.goOn(t, "in mode iptables again")
 		s.converse(t, "mode iptables again")
-		time.Sleep(time.Second)
+		more(t, aWhile, s.loads...)
 		if !strings.Contains(virtualServers(t, w), "-a -t ") {
 			t.Error("no virtual server was left for the connections that need one")
 		}
@@ -156,7 +156,7 @@ func TestIPVSModeSwitch(t *testing.T) {
 				delete(s.open, name)
 			}
 		}
-		eventuallyWithin(t, grace+30*time.Second, "nothing of mode ipvs is left", func() error {
+		eventually(t, "nothing of mode ipvs is left", func() error {
 			if left := s.left(t); left != "" {
 				return fmt.Errorf("%s", left)
 			}
@@ -187,7 +187,7 @@ func TestIPVSLeavingEndsWithConnections(t *testing.T) {
 		}
 		defer c.Close()
 		s.start(t, harness.IPTables, "--ipvs-graceful-period=1h")
-		time.Sleep(4 * time.Second)
+		time.Sleep(4 * time.Second) // What drains is looked at each second, and this is to stay.
 		if err := c.Echo("line"); err != nil {
 			t.Errorf("after four seconds: %v", err)
 		}
@@ -201,7 +201,7 @@ func TestIPVSLeavingEndsWithConnections(t *testing.T) {
 			t.Errorf("virtual servers left: %q, want that with a connection, %s", left, clusterIP(1, 4))
 		}
 		c.Abort() // IPVS remembers it for ten seconds
-		eventuallyWithin(t, 20*time.Second, "nothing of mode ipvs is left", func() error {
+		eventually(t, "nothing of mode ipvs is left", func() error {
 			if left := s.left(t); left != "" {
 				return fmt.Errorf("%s", left)
 			}

@@ -6,7 +6,6 @@ import (
 	"os"
 	"path/filepath"
 	"testing"
-	"time"
 
 	"nodeproxy/e2e/harness"
 )
@@ -94,7 +93,7 @@ func TestMetricsOfTrouble(t *testing.T) {
 		}
 		failed := waitForMetrics(t, w, nothing, troubled)
 		// A change that comes while a try is under way has to wait for its end, and longer.
-		if err := d.WaitForAfter(len(d.Log()), time.Minute, "msg=syncing"); err != nil {
+		if err := d.WaitForAfter(len(d.Log()), harness.Limit, "msg=syncing"); err != nil {
 			t.Fatal(err)
 		}
 		w.Write(t, "added.yaml", harness.Objects(harness.Service("added", 6), w.Ready("n1b", "n2b")...)...)

@@ -59,7 +59,7 @@ func (x metricCheck) compare(before, after *harness.Scrape) error {
 func waitForMetrics(t *testing.T, w *harness.World, before *harness.Scrape, want []metricCheck) *harness.Scrape {
 	t.Helper()
 	var after *harness.Scrape
-	eventuallyWithin(t, 90*time.Second, "metrics", func() error {
+	eventually(t, "metrics", func() error {
 		after = w.Node1().Scrape(t)
 		var errs []error
 		for _, x := range want {

@@ -235,14 +235,14 @@ func testMesh(t *testing.T, variant harness.Variant, m mesh, order string) {
 	}
 	for i := range byMode(5, 2) {
 		for _, l := range loads {
-			eventuallyWithin(t, 30*time.Second, "requests", func() error { return requestsMade(l, 10*(i+1)) })
+			eventually(t, "requests", func() error { return requestsMade(l, 10*(i+1)) })
 		}
 		for _, pod := range []*harness.Pod{client, server} {
 			b.restoreIn(pod, withoutJumps(m.rules))
 		}
 	}
 	for _, l := range loads {
-		eventuallyWithin(t, 30*time.Second, "requests", func() error { return requestsMade(l, 50) })
+		eventually(t, "requests", func() error { return requestsMade(l, 50) })
 	}
 	noFailures(t, loads...)
 	b.leave(d)

@@ -2,7 +2,6 @@ package e2e
 
 import (
 	"strings"
-	"time"
 
 	"nodeproxy/e2e/harness"
 )
@@ -102,7 +101,7 @@ func startFirewalld(b *beside) {
 // comesUp waits until a program has started: until the check succeeds.
 func (b *beside) comesUp(name, check, log string) {
 	b.Helper()
-	eventuallyWithin(b.T, 3*time.Minute, name, func() error {
+	eventually(b.T, name, func() error {
 		_, err := b.room.Output(check + " >/dev/null 2>&1 || { cat " + log + " >&2; exit 1; }")
 		return err
 	})

@@ -235,7 +235,7 @@ func (b *beside) under(d *harness.Daemon, n otherProgram, times int, do func(*be
 	direct := b.w.Pod("n1c").StartLoad("tcp", netip.AddrPortFrom(b.w.Pod("n2a").IP4, 8080), 1, pause)
 	for i := range times {
 		for _, l := range loads {
-			eventuallyWithin(b.T, time.Minute, "requests", func() error { return requestsMade(l, 15*(i+1)) })
+			eventually(b.T, "requests", func() error { return requestsMade(l, 15*(i+1)) })
 		}
 		lines := len(d.Log())
 		do(b)
@@ -245,7 +245,7 @@ func (b *beside) under(d *harness.Daemon, n otherProgram, times int, do func(*be
 	}
 	for _, l := range loads {
 		made := l.Requests()
-		eventuallyWithin(b.T, time.Minute, "requests", func() error { return requestsMade(l, max(50, made+10)) })
+		eventually(b.T, "requests", func() error { return requestsMade(l, max(50, made+10)) })
 	}
 	if err := open.Echo("still there"); err != nil && !b.empties {
 		b.Errorf("a connection that was open before: %v", err)
@@ -273,10 +273,10 @@ func (b *beside) under(d *harness.Daemon, n otherProgram, times int, do func(*be
 // repaired waits until nodeproxy has repaired what has been done, or found that it has to try again.
 func (b *beside) repaired(d *harness.Daemon, lines int) {
 	b.Helper()
-	if err := d.WaitForAfter(lines, 30*time.Second, "repair"); err != nil {
+	if err := d.WaitForAfter(lines, harness.Limit, "repair"); err != nil {
 		b.Fatal(err)
 	}
-	if err := d.WaitForAfter(lines, 30*time.Second, harness.InSync); err != nil {
+	if err := d.WaitForAfter(lines, harness.Limit, harness.InSync); err != nil {
 		b.Fatal(err)
 	}
 	time.Sleep(500 * time.Millisecond) // A second part of what was done may show only now.

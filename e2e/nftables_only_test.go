@@ -56,7 +56,7 @@ func TestNFTablesWithoutPrograms(t *testing.T) {
 	serve("n2a")
 	line := len(d.Log())
 	output(t, w, "nft delete table ip nodeproxy")
-	must(t, d.WaitForAfter(line, soon, "it has been repaired"))
+	must(t, d.WaitForAfter(line, harness.Limit, "it has been repaired"))
 	serve("n2a")
 	must(t, d.Stop())
 	for _, line := range d.Log() {
@@ -67,7 +67,7 @@ func TestNFTablesWithoutPrograms(t *testing.T) {
 	output(t, w, "iptables-nft -t nat -N KUBE-SERVICES")
 	const stays = "chains of variant nft stay"
 	d = w.Run(t, harness.NFT, "--mode=nftables", clusterCIDR)
-	must(t, d.WaitFor(soon, "level=WARN", stays))
+	must(t, d.WaitFor(harness.Limit, "level=WARN", stays))
 	must(t, d.Stop())
 	output(t, w, "iptables-nft -t nat -X KUBE-SERVICES")
 	if out := run("cleanup"); !strings.Contains(out, "nftables table ip nodeproxy\n") {
@@ -139,7 +139,7 @@ func TestNFTablesServiceCIDRs(t *testing.T) {
 		line := len(d.Log())
 		begin := time.Now()
 		add()
-		must(t, d.WaitForAfter(line, 10*time.Second, "msg=syncing"))
+		must(t, d.WaitForAfter(line, harness.Limit, "msg=syncing"))
 		eventually(t, "the ServiceCIDR is there", ends(w.Client, free[4], harness.TimedOut))
 		t.Logf("dropped %v after the ServiceCIDR was there, of which a request takes %v", time.Since(begin).Round(time.Millisecond), harness.Brief)
 		eachClient(func(c *harness.Host, family int) {

@@ -8,7 +8,6 @@ import (
 	"slices"
 	"strings"
 	"testing"
-	"time"
 
 	"nodeproxy/e2e/harness"
 )
@@ -91,7 +90,7 @@ func TestModeSwitchNFTables(t *testing.T) {
 		s.load()
 		s.converse(t, "mode iptables")
 		for i, m := range []harness.Mode{harness.NFTables, harness.IPTables, harness.NFTables} {
-			time.Sleep(500 * time.Millisecond) // requests go on
+			more(t, aWhile, s.loads...)
 			s.start(t, m)
 			eventually(t, "the former mode is gone", func() error {
 				var left string

@@ -65,7 +65,7 @@ func TestPolicyChangeKeepsConnections(t *testing.T) {
 			})
 			for range 3 { // What drains is looked at each second.
 				o.goOn(t, "under policy "+external)
-				time.Sleep(700 * time.Millisecond)
+				time.Sleep(700 * time.Millisecond) // It is to stay.
 			}
 		}
 		change("under Local", "Cluster", "n1a", "n2a")
@@ -77,7 +77,7 @@ func TestPolicyChangeKeepsConnections(t *testing.T) {
 		write("Cluster")
 		w.Run(t, variant, clusterCIDR)
 		o.goOn(t, "after a restart")
-		time.Sleep(3 * time.Second)
+		time.Sleep(3 * time.Second) // What drains is looked at each second, and these are to stay.
 		o.goOn(t, "later")
 	})
 }
@@ -115,7 +115,7 @@ func TestIPVSTakeoverKeepsNodePortConnections(t *testing.T) {
 		w.Run(t, variant, clusterCIDR)
 		for range 4 {
 			o.goOn(t, "after the take-over")
-			time.Sleep(700 * time.Millisecond)
+			time.Sleep(700 * time.Millisecond) // What drains is looked at each second, and these are to stay.
 		}
 		for _, family := range families {
 			wantServers(t, w.Client, nodePort(node.IP(family), 1), "n1a")
@@ -123,7 +123,7 @@ func TestIPVSTakeoverKeepsNodePortConnections(t *testing.T) {
 		for _, c := range o {
 			c.Abort() // IPVS remembers it for ten seconds
 		}
-		eventuallyWithin(t, 30*time.Second, "kube-proxy's virtual servers are gone", func() error {
+		eventually(t, "kube-proxy's virtual servers are gone", func() error {
 			now := virtualServers(t, w)
 			for _, s := range servers {
 				if strings.Contains(now, s) {

@@ -157,7 +157,7 @@ func TestBadConfigurations(t *testing.T) {
 		} {
 			line := len(c.Log())
 			c.write(t, tc.text)
-			if err := c.WaitForAfter(line, 10*time.Second, "level=ERROR", "the former configuration stays in force", tc.says); err != nil {
+			if err := c.WaitForAfter(line, harness.Limit, "level=ERROR", "the former configuration stays in force", tc.says); err != nil {
 				t.Errorf("%s: %v", tc.name, err)
 			}
 			eventually(t, tc.name+" is counted", rejected("1"))
@@ -204,7 +204,7 @@ func TestNewConfigurations(t *testing.T) {
 		} {
 			line := len(c.Log())
 			c.write(t, good()+more)
-			eventuallyWithin(t, 20*time.Second, fmt.Sprintf("%q is in force", more), func() error {
+			eventually(t, fmt.Sprintf("%q is in force", more), func() error {
 				_, after, _ := strings.Cut(strings.Join(c.Log()[line:], "\n"), "msg=starting")
 				if !strings.Contains(after, "level=INFO "+harness.InSync) {
 					return errors.New("it is not in sync")

@@ -109,28 +109,19 @@ func wantSource(t *testing.T, client *harness.Host, to netip.AddrPort, want neti
 	}
 }
 
-// eventually repeats a check until it succeeds, and fails the test if it doesn't within a few seconds. It returns how
-// long that took.
+// eventually repeats a check until it succeeds, and fails the test if it doesn't within harness.Limit. It returns how long that took.
 func eventually(t *testing.T, what string, check func() error) time.Duration {
 	t.Helper()
-	return eventuallyWithin(t, 10*time.Second, what, check)
-}
-
-// eventuallyWithin is eventually with a limit of its own.
-func eventuallyWithin(t *testing.T, limit time.Duration, what string, check func() error) time.Duration {
-	t.Helper()
-	start := time.Now()
-	for {
+	for start := time.Now(); ; time.Sleep(2 * time.Millisecond) {
 		err := check()
 		if err == nil {
 			took := time.Since(start)
 			harness.Settle(t) // What comes next may ask for something else that the same sync does.
 			return took
 		}
-		if time.Since(start) > limit {
-			t.Fatalf("%s, still not after %v: %v", what, limit, err)
+		if time.Since(start) > harness.Limit {
+			t.Fatalf("%s, still not after %v: %v", what, harness.Limit, err)
 		}
-		time.Sleep(2 * time.Millisecond)
 	}
 }
 
@@ -159,18 +150,28 @@ func ends(client *harness.Host, to netip.AddrPort, want harness.Outcome) func() 
 	}
 }
 
-// noFailures ends a load and fails the test if a request failed, or hardly any was made.
+// more waits until each load has made n requests more.
+func more(t *testing.T, n int, loads ...*harness.Load) {
+	t.Helper()
+	for _, l := range loads {
+		want := l.Requests() + n
+		eventually(t, "requests", func() error { return requestsMade(l, want) })
+	}
+}
+
+// aWhile is how many requests of each load tests let pass before and after something that must not disturb them.
+const aWhile = 20
+
+// noFailures ends a load, not before it has made enough requests to show anything, and fails the test if one of them failed.
 func noFailures(t *testing.T, loads ...*harness.Load) {
 	t.Helper()
 	for _, l := range loads {
+		eventually(t, "requests", func() error { return requestsMade(l, 50) })
 		l.Stop()
 		t.Logf("load: %s", l)
 		if failed := l.Failures(); len(failed) > 0 {
 			t.Errorf("%d of %d requests failed, the first, of %s, with %v", len(failed), l.Requests(),
 				failed[0].Begun.UTC().Format("15:04:05.000"), failed[0])
-		}
-		if l.Requests() < 50 {
-			t.Errorf("only %d requests were made: too few to show anything", l.Requests())
 		}
 	}
 }

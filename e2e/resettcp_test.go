@@ -88,7 +88,7 @@ func (c *conversation) hold(conn net.Conn, in *bufio.Reader) {
 		if err != nil {
 			return
 		}
-		time.Sleep(conversationPause)
+		time.Sleep(conversationPause) // between two lines
 	}
 }
 
@@ -135,7 +135,7 @@ func resetSoon(t *testing.T, what string, since time.Time, all []*conversation) 
 	t.Helper()
 	var longest time.Duration
 	for _, c := range all {
-		eventuallyWithin(t, 5*time.Second, what, c.reset)
+		eventually(t, what, c.reset)
 		c.mu.Lock()
 		longest = max(longest, c.ended.Sub(since))
 		c.mu.Unlock()
@@ -146,7 +146,7 @@ func resetSoon(t *testing.T, what string, since time.Time, all []*conversation) 
 // goOn checks that all go on for a while.
 func goOn(t *testing.T, what string, all []*conversation) {
 	t.Helper()
-	time.Sleep(500 * time.Millisecond)
+	time.Sleep(500 * time.Millisecond) // A reset, which is not to come, may take as long as this.
 	for _, c := range all {
 		eventually(t, what, c.goesOn())
 	}

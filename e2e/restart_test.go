@@ -81,11 +81,11 @@ func TestRestartUnderLoad(t *testing.T) {
 				w.Client.StartLoad("tcp", nodePort(w.Node1().IP(family), 3), 2, 3*time.Millisecond))
 		}
 		for i, end := range []func() error{func() error { return d.Stop() }, func() error { return d.Kill() }} {
-			time.Sleep(200 * time.Millisecond)
+			more(t, aWhile, loads...)
 			if err := end(); err != nil {
 				t.Fatal(err)
 			}
-			time.Sleep(200 * time.Millisecond)
+			more(t, aWhile, loads...)
 			pod := []string{"n2a", "n3a"}[i]
 			changed := harness.Service("internal", services, harness.ClusterOnly)
 			w.Write(t, "internal.yaml", harness.Objects(changed, w.Ready(pod)...)...)
@@ -94,7 +94,7 @@ func TestRestartUnderLoad(t *testing.T) {
 				wantServers(t, w.Client, clusterIP(services, family), pod)
 			}
 		}
-		time.Sleep(200 * time.Millisecond)
+		more(t, aWhile, loads...)
 		noFailures(t, loads...)
 	})
 }
@@ -168,7 +168,7 @@ func TestStartWritesNothing(t *testing.T) {
 			rulesBefore, countersBefore := splitCounters(countedRules(t, w.Node1(), variant, true))
 			handles := ruleHandles(t, w, variant)
 			d = w.Run(t, variant, clusterCIDR)
-			time.Sleep(300 * time.Millisecond)
+			time.Sleep(300 * time.Millisecond) // It is to write nothing, and there is no sign of that.
 			rulesAfter, countersAfter := splitCounters(countedRules(t, w.Node1(), variant, true))
 			if rulesAfter != rulesBefore {
 				t.Fatalf("the start after %s changed rules:\n%s", how.name, firstDifference(rulesBefore, rulesAfter))

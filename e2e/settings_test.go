@@ -215,11 +215,11 @@ func TestBadInputLeavesTheRestAlone(t *testing.T) {
 		for name, text := range bad {
 			logged := len(d.Log())
 			w.WriteText(t, "bad-"+name+".yaml", text)
-			if err := d.WaitForAfter(logged, 5*time.Second, "level=WARN", "bad-"+name+".yaml"); err != nil {
+			if err := d.WaitForAfter(logged, harness.Limit, "level=WARN", "bad-"+name+".yaml"); err != nil {
 				t.Errorf("%s is not named: %v", name, err)
 			}
 		}
-		time.Sleep(300 * time.Millisecond)
+		more(t, aWhile, load)
 		noFailures(t, load)
 		check := func(when string) {
 			t.Helper()
@@ -247,7 +247,7 @@ func TestBadInputLeavesTheRestAlone(t *testing.T) {
 		d = w.Run(t, variant, clusterCIDR)
 		check("after a restart over bad input")
 		for name := range bad {
-			if err := d.WaitFor(time.Second, "level=WARN", filepath.Join(w.Manifests, "bad-"+name+".yaml")); err != nil {
+			if err := d.WaitFor(harness.Limit, "level=WARN", filepath.Join(w.Manifests, "bad-"+name+".yaml")); err != nil {
 				t.Errorf("%s is not named at the start: %v", name, err)
 			}
 		}

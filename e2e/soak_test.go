@@ -41,7 +41,7 @@ func TestSoak(t *testing.T) {
 			f.changeOne(random, i)
 		}
 		f.change("n3a")
-		f.inForce(time.Minute, "n3a")
+		f.inForce("n3a")
 		begin := time.Now()
 		sampled := f.startSampling(length)
 		changes := 0
@@ -65,7 +65,7 @@ func TestSoak(t *testing.T) {
 			t.Errorf("%s", strings.Join(grown, "\n"))
 		}
 		f.change("n2a")
-		f.inForce(soon, "n2a")
+		f.inForce("n2a")
 		f.finish()
 	})
 }
@@ -151,7 +151,7 @@ func (f *faultScene) startSampling(length time.Duration) (wait func() ([]sample,
 				}
 			}
 			samples = append(samples, s)
-			time.Sleep(time.Until(next))
+			time.Sleep(time.Until(next)) // the interval of the samples
 		}
 	}()
 	return func() ([]sample, error) {

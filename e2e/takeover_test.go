@@ -29,11 +29,11 @@ func TestTakeoverFromKubeProxy(t *testing.T) {
 				w.Pod("n1c").StartLoad("tcp", nodePort(w.Node1().IP(family), 2), 2, 3*time.Millisecond),
 				w.Client.StartLoad("tcp", nodePort(w.Node1().IP(family), 3), 2, 3*time.Millisecond))
 		}
-		time.Sleep(200 * time.Millisecond)
+		more(t, aWhile, loads...)
 		before := ruleHandles(t, w, variant)
 		stuck := stickyServer(t, w.Client, "tcp", clusterIP(2, 4))
 		w.Run(t, variant, clusterCIDR)
-		time.Sleep(200 * time.Millisecond)
+		more(t, aWhile, loads...)
 		noFailures(t, loads...)
 		if now := stickyServer(t, w.Client, "tcp", clusterIP(2, 4)); now != stuck {
 			t.Errorf("a client with affinity to %s moved to %s", stuck, now)

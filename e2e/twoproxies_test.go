@@ -52,17 +52,17 @@ func TestTwoProxies(t *testing.T) {
 		before := held(t, w, variant)
 		second, err := w.StartDaemon(w.Node1(), append(flags, "--config="+file)...)
 		must(t, err)
-		must(t, second.WaitFor(10*time.Second, waits(first)...))
+		must(t, second.WaitFor(harness.Limit, waits(first)...))
 
 		// Neither a new configuration nor one that goes ends the wait.
 		configure(true)
-		must(t, second.WaitFor(10*time.Second, "the configuration file has changed"))
+		must(t, second.WaitFor(harness.Limit, "the configuration file has changed"))
 		line := len(second.Log())
 		configure(false)
-		must(t, second.WaitForAfter(line, 10*time.Second, waits(first)...))
+		must(t, second.WaitForAfter(line, harness.Limit, waits(first)...))
 		third, err := w.StartDaemon(w.Node1(), flags...)
 		must(t, err)
-		must(t, third.WaitFor(10*time.Second, waits(first)...))
+		must(t, third.WaitFor(harness.Limit, waits(first)...))
 		must(t, third.Stop())
 		if now := held(t, w, variant); now != before {
 			t.Errorf("one that waits has changed something:\n%s", firstDifference(before, now))
@@ -74,7 +74,7 @@ func TestTwoProxies(t *testing.T) {
 
 		must(t, first.Kill())
 		killed := time.Now()
-		must(t, second.WaitFor(10*time.Second, harness.InSync))
+		must(t, second.WaitFor(harness.Limit, harness.InSync))
 		t.Logf("in sync %v after the end of the first one", time.Since(killed).Round(time.Millisecond))
 		w.Write(t, "s.yaml", harness.Objects(s, w.Ready("n1c")...)...)
 		eventually(t, "the second one follows", func() error { return serversOf(w.Client, "tcp", clusterIP(1, 4), "n1c") })
@@ -84,7 +84,7 @@ func TestTwoProxies(t *testing.T) {
 		line = len(second.Log())
 		configure(true)
 		must(t, second.WaitForAfter(line, harness.StartupTimeout, harness.InSync))
-		time.Sleep(200 * time.Millisecond)
+		more(t, aWhile, loads...)
 		noFailures(t, loads...)
 	})
 }
@@ -113,7 +113,7 @@ func TestWaitEnds(t *testing.T) {
 		"--metrics-bind-address=127.0.0.1:10259", clusterCIDR}
 	second, err := w.StartDaemon(w.Node1(), flags...)
 	must(t, err)
-	must(t, second.WaitFor(10*time.Second, waits(first)...))
+	must(t, second.WaitFor(harness.Limit, waits(first)...))
 	for _, want := range [][2]string{
 		{"10266/livez", "\n200"}, {"10266/healthz", "\n503"}, {"10266/readyz", "\n503"},
 		{"10266/readyz", fmt.Sprintf(`"nothing is written before this is gone: nodeproxy (process %d)"`, first.PID())},
@@ -131,7 +131,7 @@ func TestWaitEnds(t *testing.T) {
 	// Where an address of the first one is in the way of one for all addresses, the others are listened at.
 	second, err = w.StartDaemon(w.Node1(), "--iptables-backend="+string(variant), clusterCIDR)
 	must(t, err)
-	must(t, second.WaitFor(10*time.Second, waits(first)...))
+	must(t, second.WaitFor(harness.Limit, waits(first)...))
 	for _, host := range []string{w.Node1().IP4.String(), "[" + w.Node1().IP6.String() + "]"} {
 		eventually(t, "a probe of the node's address is answered", func() error {
 			answer, err := w.Node1().Output("curl", "-s", "http://"+host+":10256/readyz")
@@ -144,7 +144,7 @@ func TestWaitEnds(t *testing.T) {
 	must(t, second.Stop())
 
 	third := w.Run(t, variant, append(flags, "--take-over")...)
-	must(t, third.WaitFor(time.Second, "going ahead, as --take-over asks", fmt.Sprintf("nodeproxy (process %d)", first.PID())))
+	must(t, third.WaitFor(harness.Limit, "going ahead, as --take-over asks", fmt.Sprintf("nodeproxy (process %d)", first.PID())))
 	must(t, first.Stop())
 	eventually(t, "the claim of the first one is taken", func() error {
 		sockets, err := w.Node1().Output("cat", "/proc/net/unix")
@@ -155,7 +155,7 @@ func TestWaitEnds(t *testing.T) {
 	})
 	fourth, err := w.StartDaemon(w.Node1(), "--iptables-backend="+string(variant), clusterCIDR)
 	must(t, err)
-	must(t, fourth.WaitFor(10*time.Second, waits(third)...))
+	must(t, fourth.WaitFor(harness.Limit, waits(third)...))
 	must(t, third.Stop())
 	must(t, fourth.WaitFor(harness.StartupTimeout, harness.InSync))
 	eventually(t, "the metric falls", func() error {
@@ -178,7 +178,7 @@ func TestOtherProxyStarts(t *testing.T) {
 	second, err := w.StartDaemon(w.Node1(), "--iptables-backend=nft", "--healthz-bind-address="+ip+":10266",
 		"--metrics-bind-address="+ip+":10249", clusterCIDR)
 	must(t, err)
-	must(t, second.WaitFor(10*time.Second, waits(first)...))
+	must(t, second.WaitFor(harness.Limit, waits(first)...))
 
 	sleep, err := exec.LookPath("sleep")
 	must(t, err)
@@ -188,7 +188,7 @@ func TestOtherProxyStarts(t *testing.T) {
 	must(t, w.Node1().Start(kubeProxy))
 	t.Cleanup(func() { _ = kubeProxy.Process.Kill(); _ = kubeProxy.Wait() })
 	const soon = 2 * time.Minute // It is looked for every 30 seconds.
-	must(t, first.WaitFor(soon, "another proxy runs beside this one", fmt.Sprintf("kube-proxy (process %d)", kubeProxy.Process.Pid)))
+	must(t, first.WaitFor(harness.Limit, "another proxy runs beside this one", fmt.Sprintf("kube-proxy (process %d)", kubeProxy.Process.Pid)))
 	metric := func(want string) func() error {
 		return func() error {
 			answer, err := w.Node1().Output("curl", "-s", "http://127.0.0.1:10249/metrics")
@@ -200,7 +200,7 @@ func TestOtherProxyStarts(t *testing.T) {
 	}
 	eventually(t, "the metric says so", metric("1"))
 	must(t, kubeProxy.Process.Kill())
-	must(t, first.WaitFor(soon, "the other proxy is gone"))
+	must(t, first.WaitFor(harness.Limit, "the other proxy is gone"))
 	eventually(t, "the metric falls", metric("0"))
 	for _, line := range first.Log() {
 		if strings.Contains(line, fmt.Sprintf("process %d", second.PID())) {

@@ -236,7 +236,7 @@ func TestDuplicateExternalIP(t *testing.T) {
 		w.Write(t, "second.yaml", harness.Objects(second, w.Ready("n2a")...)...)
 		w.Write(t, "z-first.yaml", harness.Objects(first, w.Ready("n1a")...)...)
 		d := w.Run(t, variant, clusterCIDR)
-		if err := d.WaitFor(5*time.Second, "level=WARN", "b-second", first.Spec.ExternalIPs[0]); err != nil {
+		if err := d.WaitFor(harness.Limit, "level=WARN", "b-second", first.Spec.ExternalIPs[0]); err != nil {
 			t.Errorf("the Service that doesn't get the address is not named: %v", err)
 		}
 		for _, family := range families {
@@ -285,7 +285,7 @@ func TestBrokenManifest(t *testing.T) {
 			}
 			logged := len(d.Log())
 			w.WriteText(t, "broken.yaml", c.text)
-			if err := d.WaitForAfter(logged, 5*time.Second, "level=WARN", "broken.yaml:"); err != nil {
+			if err := d.WaitForAfter(logged, harness.Limit, "level=WARN", "broken.yaml:"); err != nil {
 				t.Fatalf("%s: %v", c.name, err)
 			}
 			goodPod = map[string]string{"n1b": "n2a", "n2a": "n1b"}[goodPod]
@@ -329,10 +329,10 @@ func TestEndpointRemovedUnderLoad(t *testing.T) {
 		for range 2 {
 			for i, gone := range all {
 				left := slices.Delete(slices.Clone(all), i, i+1)
-				time.Sleep(200 * time.Millisecond)
+				more(t, aWhile, slices.Concat(tcp, udp)...)
 				edited := time.Now()
 				set(left...)
-				time.Sleep(700 * time.Millisecond)
+				time.Sleep(700 * time.Millisecond) // for new connections, which are not to come
 				var last time.Duration
 				for _, l := range tcp {
 					last = max(last, l.LastFrom(gone).Sub(edited))

@@ -262,7 +262,7 @@ func TestUnrelatedRules(t *testing.T) {
 					l.sync(plan.Only(plan.Keys{sp.Key: {}}))
 				}
 				l.sync(plan.Everything())
-				time.Sleep(xtables.ReportInterval + xtables.PollInterval + 100*time.Millisecond)
+				time.Sleep(xtables.ReportInterval + xtables.PollInterval + 100*time.Millisecond) // It would report a suspicion within this time, and is to have none.
 				if why := l.seen.take(); len(why) > 0 {
 					t.Errorf("syncs of its own made it suspect that %q", why)
 				}

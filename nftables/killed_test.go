@@ -34,7 +34,7 @@ func TestKilled(t *testing.T) {
 		k.fail = func(commit int) error {
 			fmt.Println(commit)
 			if commit == waits {
-				time.Sleep(time.Hour)
+				time.Sleep(time.Hour) // until it is killed
 			}
 			return nil
 		}
@@ -103,7 +103,7 @@ func killDuringFirst(t *testing.T, between bool) {
 		t.Errorf("waiting for transaction %d: %v", at, err)
 	}
 	if !between {
-		time.Sleep(rand.N(3 * time.Millisecond))
+		time.Sleep(rand.N(3 * time.Millisecond)) // It is killed at any time.
 	}
 	_ = cmd.Process.Kill()
 	_ = cmd.Wait()

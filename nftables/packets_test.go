@@ -136,7 +136,7 @@ func TestClientsOfTheKernel(t *testing.T) {
 		// Each pause is shorter than the time for which the client is known, and all of them are longer. A busy machine may keep the
 		// client away for longer than that: then it is another one.
 		for pauses, tries := 0, 0; pauses < 3; pauses++ {
-			time.Sleep(keep * 6 / 10)
+			time.Sleep(keep * 6 / 10) // It is time that an affinity ends with.
 			begin := last
 			if got := goes(); got == first {
 				continue
@@ -148,7 +148,7 @@ func TestClientsOfTheKernel(t *testing.T) {
 				first, pauses = got, -1
 			}
 		}
-		time.Sleep(keep + 200*time.Millisecond)
+		time.Sleep(keep + 200*time.Millisecond) // It is time that an affinity ends with.
 		if out := nstest.Exec(t, "nft", "list", "map", "ip", names.NFTables, names.NFTAffinity); strings.Contains(out, "10.96.0.10") {
 			t.Errorf("a client that was long away is still known:\n%s", out)
 		}

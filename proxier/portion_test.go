@@ -44,7 +44,7 @@ func runPortions(t *testing.T, observer Observer, backend backendFunc) (p *Proxi
 	first := services(900, 1, 80)
 	first.Synced = true
 	p.Apply(first)
-	time.Sleep(10 * time.Second)
+	time.Sleep(10 * time.Second) // simulated time
 	return p, func() { cancel(); <-ended }
 }
 

@@ -35,7 +35,7 @@ func (r *recorder) Sync(ctx context.Context, p *plan.Plan, change plan.Change) e
 		what = fmt.Sprint(len(change.Keys()))
 	}
 	r.calls = append(r.calls, fmt.Sprintf("%v: %s of %d", time.Since(r.start), what, len(p.Services)))
-	time.Sleep(r.takes)
+	time.Sleep(r.takes) // simulated time
 	if r.untilCancelled {
 		<-ctx.Done()
 		return ctx.Err()

@@ -132,7 +132,7 @@ func TestSnapshotWhileChanging(t *testing.T) {
 		}
 		for port := range int32(last) {
 			p.Apply(services(0, 100, 1+port))
-			time.Sleep(time.Millisecond)
+			time.Sleep(time.Millisecond) // between two batches
 		}
 		readers.Wait()
 		stop()

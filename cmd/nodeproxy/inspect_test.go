@@ -173,7 +173,7 @@ func TestSocketClients(t *testing.T) {
 			mu.Lock()
 			most = max(most, n)
 			mu.Unlock()
-			time.Sleep(20 * time.Millisecond)
+			time.Sleep(20 * time.Millisecond) // An answer takes a while, so that others can come in between.
 			at.Add(-1)
 		}))
 	}()

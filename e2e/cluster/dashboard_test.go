@@ -29,7 +29,7 @@ func dashboard(s *scenario) {
 	}
 	_, err := s.Node1().Output(drift[0], drift[1:]...)
 	s.must(err)
-	s.within(30*time.Second, "repaired drift", func() error {
+	s.eventually("repaired drift", func() error {
 		if s.Node1().Scrape(s.T).Sum("nodeproxy_drift_repaired_total") == 0 {
 			return errors.New("none is counted")
 		}
@@ -59,14 +59,14 @@ func dashboard(s *scenario) {
 // knows, which it does not when it has to try again.
 func (s *scenario) latencyCounted() {
 	s.Helper()
-	s.within(30*time.Second, "the latency of a change", func() error {
+	s.eventually("the latency of a change", func() error {
 		if s.Node1().Scrape(s.T).Sum("kubeproxy_network_programming_duration_seconds", "ip_family=IPv4") > 0 {
 			return nil
 		}
 		s.gone("n2a")
-		time.Sleep(1100 * time.Millisecond)
+		time.Sleep(1100 * time.Millisecond) // The time of a change is in whole seconds, and is to be another one.
 		s.pod("n2a")
-		time.Sleep(500 * time.Millisecond)
+		time.Sleep(500 * time.Millisecond) // The controllers take a while, and what they write may not be counted.
 		return errors.New("none is counted")
 	})
 }
@@ -93,7 +93,7 @@ func (s *scenario) watchMetrics(scrape *harness.Scrape) {
 		return s.Node1().Scrape(s.T).Sum("nodeproxy_watch_staleness_seconds", "resource=endpointslices")
 	}
 	var old float64
-	s.within(30*time.Second, "staleness", func() error {
+	s.eventually("staleness", func() error {
 		if old = age(); old < 1 {
 			return fmt.Errorf("what is known is %v s old", old)
 		}

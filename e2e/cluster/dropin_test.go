@@ -9,7 +9,6 @@ import (
 	"path/filepath"
 	"slices"
 	"strings"
-	"time"
 
 	v1 "k8s.io/api/core/v1"
 
@@ -67,13 +66,13 @@ func dropIn(s *scenario) {
 	answers := map[string][]string{}
 	for _, name := range []string{"kube-proxy", "nodeproxy"} {
 		stop := s.runProxy(proxies[name], arguments)
-		s.within(30*time.Second, name+" is healthy", func() error { // The rules are there from the one before.
+		s.eventually(name+" is healthy", func() error { // The rules are there from the one before.
 			if line := s.get(":10256/healthz"); line != "GET :10256/healthz 200" {
 				return errors.New(line)
 			}
 			return nil
 		})
-		s.within(30*time.Second, name+" answers", servers(s.Client, s.nodePort(cluster), "n1a", "n2a"))
+		s.eventually(name+" answers", servers(s.Client, s.nodePort(cluster), "n1a", "n2a"))
 		answers[name] = s.behaviour(cluster, local)
 		stop()
 	}

@@ -21,6 +21,7 @@ import (
 	"k8s.io/utils/ptr"
 
 	"nodeproxy/e2e/harness"
+	"nodeproxy/e2e/kernel/inkernel"
 )
 
 func TestMain(m *testing.M) {
@@ -34,9 +35,15 @@ func TestMain(m *testing.M) {
 		<-interrupted
 		KillAll()
 	}()
-	code := harness.Main(m)
-	printTable()
-	os.Exit(code)
+	tests := func() int {
+		code := harness.Main(m)
+		printTable()
+		return code
+	}
+	if harness.ModeUnderTest() == harness.IPVS {
+		os.Exit(inkernel.Run(tests))
+	}
+	os.Exit(tests())
 }
 
 // lab is a World with a control plane on node3 and nodeproxy on node1.
@@ -288,13 +295,26 @@ func (s *scenario) load(from *harness.Host, to netip.AddrPort) *harness.Load {
 // enoughRequests is how many requests a load must have made to show anything.
 const enoughRequests = 50
 
+// more waits until each load has made some requests more.
+func (s *scenario) more() {
+	s.Helper()
+	for _, l := range s.loads {
+		before := l.Requests()
+		s.eventually("requests", func() error {
+			if n := l.Requests() - before; n < 20 {
+				return fmt.Errorf("%d requests in this time", n)
+			}
+			return nil
+		})
+	}
+}
+
 // endLoads ends all loads, not before each has made enough requests. A failed or missing request fails the test.
 func (s *scenario) endLoads() {
 	s.Helper()
 	s.ended = true
 	for _, l := range s.loads {
-		for begun := time.Now(); l.Requests() < enoughRequests && time.Since(begun) < 5*time.Second; {
-			time.Sleep(5 * time.Millisecond)
+		for begun := time.Now(); l.Requests() < enoughRequests && time.Since(begun) < harness.Limit; time.Sleep(5 * time.Millisecond) {
 		}
 		l.Stop()
 		if failures := l.Failures(); len(failures) > 0 {
@@ -309,13 +329,12 @@ func (s *scenario) endLoads() {
 // eventually repeats a check until it succeeds, and fails the test if it doesn't in time.
 func (s *scenario) eventually(what string, check func() error) {
 	s.Helper()
-	s.within(10*time.Second, what, check)
+	s.within(harness.Limit, what, check)
 }
 
 func (s *scenario) within(timeout time.Duration, what string, check func() error) {
 	s.Helper()
-	start := time.Now()
-	for {
+	for start := time.Now(); ; time.Sleep(5 * time.Millisecond) {
 		err := check()
 		if err == nil {
 			harness.Settle(s.T)
@@ -324,7 +343,6 @@ func (s *scenario) within(timeout time.Duration, what string, check func() error
 		if time.Since(start) > timeout {
 			s.Fatalf("%s, still not after %v: %v", what, timeout, err)
 		}
-		time.Sleep(5 * time.Millisecond)
 	}
 }
 

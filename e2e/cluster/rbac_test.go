@@ -6,7 +6,6 @@ import (
 	"slices"
 	"strings"
 	"testing"
-	"time"
 
 	authorization "k8s.io/api/authorization/v1"
 	v1 "k8s.io/api/core/v1"
@@ -105,7 +104,7 @@ func serviceCIDRs(s *scenario, client kubernetes.Interface) {
 	_, err := networking.Create(s.Context(), &networkingv1.ServiceCIDR{ObjectMeta: metav1.ObjectMeta{Name: "further"},
 		Spec: networkingv1.ServiceCIDRSpec{CIDRs: []string{"10.97.0.0/16"}}}, metav1.CreateOptions{})
 	s.must(err)
-	s.must(s.daemon.WaitForAfter(line, 10*time.Second, harness.InSync, "changed=all"))
+	s.must(s.daemon.WaitForAfter(line, harness.Limit, harness.InSync, "changed=all"))
 
 	s.must(s.daemon.Stop())
 	roles := s.cp.Admin.RbacV1().ClusterRoles()
@@ -122,7 +121,7 @@ func serviceCIDRs(s *scenario, client kubernetes.Interface) {
 		return nil
 	})
 	s.startDaemon(s.T) // waits until it is in sync
-	s.must(s.daemon.WaitFor(10*time.Second, "level=WARN", "resources [servicecidrs]"))
+	s.must(s.daemon.WaitFor(harness.Limit, "level=WARN", "resources [servicecidrs]"))
 	s.pod("n1a")
 	svc := s.service(func(svc *v1.Service) { svc.Spec.ClusterIP = "10.96.77.77" }) // The client has no route to the further range.
 	s.eventually("service", servers(s.Client, at(svc, 4), "n1a"))

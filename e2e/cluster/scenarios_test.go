@@ -109,7 +109,7 @@ func rollingUpdate(s *scenario) {
 		})
 		s.terminate(name)
 		s.eventually("the end of "+name+" in an EndpointSlice", func() error { return s.terminating(name) })
-		time.Sleep(time.Second)
+		time.Sleep(time.Second) // as long as a container takes to end
 		s.unplug(name)
 		s.gone(name)
 	}
@@ -187,7 +187,7 @@ func ports(s *scenario) {
 		}
 		return nil
 	})
-	time.Sleep(200 * time.Millisecond)
+	s.more()
 	s.endLoads()
 }
 
@@ -421,11 +421,11 @@ func (s *scenario) loadedService(pods ...string) *v1.Service {
 
 func restart(s *scenario) {
 	svc := s.loadedService("n1a", "n2a")
-	time.Sleep(300 * time.Millisecond)
+	s.more()
 	s.must(s.daemon.Kill())
 	s.pod("n3a")
 	s.gone("n2a")
-	time.Sleep(500 * time.Millisecond)
+	s.more()
 	s.startDaemon(s.T)
 	s.eventually("changes while it was away", servers(s.Client, at(svc, 4), "n1a", "n3a"))
 	s.endLoads()
@@ -443,14 +443,14 @@ func serverDown(s *scenario) {
 	svc := s.loadedService("n1a", "n2a")
 	line := len(s.daemon.Log())
 	s.cp.APIServer.Kill()
-	time.Sleep(time.Minute)
-	s.must(s.daemon.WaitForAfter(line, 10*time.Second, "request to the API server failed", "resource=services"))
+	time.Sleep(time.Minute) // how long it is away
+	s.must(s.daemon.WaitForAfter(line, harness.Limit, "request to the API server failed", "resource=services"))
 	s.must(s.cp.StartAPIServer())
 	s.must(s.freshControllers())
 	s.pod("n3a")
 	s.gone("n1a")
-	s.within(30*time.Second, "changes after it is back", servers(s.Client, at(svc, 4), "n2a", "n3a"))
-	s.must(s.daemon.WaitForAfter(line, 30*time.Second, "the API server answers again", "resource=services"))
+	s.eventually("changes after it is back", servers(s.Client, at(svc, 4), "n2a", "n3a"))
+	s.must(s.daemon.WaitForAfter(line, harness.Limit, "the API server answers again", "resource=services"))
 	s.endLoads()
 }
 
@@ -459,16 +459,16 @@ func serverHangs(s *scenario) {
 	svc := s.loadedService("n1a", "n2a")
 	line := len(s.daemon.Log())
 	s.must(s.cp.APIServer.Freeze())
-	err := s.daemon.WaitForAfter(line, 30*time.Second, "request to the API server failed")
+	err := s.daemon.WaitForAfter(line, harness.Limit, "request to the API server failed")
 	s.must(errors.Join(err, s.cp.APIServer.Thaw()))
-	s.within(30*time.Second, "API server awake", func() error {
+	s.eventually("API server awake", func() error {
 		_, err := s.cp.Admin.CoreV1().Nodes().Get(s.Context(), "node1", metav1.GetOptions{})
 		return err
 	})
 	s.must(s.freshControllers())
 	s.pod("n3a")
 	s.gone("n1a")
-	s.within(30*time.Second, "changes after it is back", servers(s.Client, at(svc, 4), "n2a", "n3a"))
+	s.eventually("changes after it is back", servers(s.Client, at(svc, 4), "n2a", "n3a"))
 	s.endLoads()
 }
 
@@ -492,8 +492,8 @@ func compaction(s *scenario) {
 	s.cp.APIServer.Kill()
 	s.must(s.cp.StartAPIServer())
 	s.must(syscall.Kill(s.daemon.PID(), syscall.SIGCONT))
-	s.within(30*time.Second, "changes while it stood still", servers(s.Client, at(svc, 4), "n2a", "n3a"))
-	s.within(30*time.Second, "the Service that went", ends(s.Client, at(goes, 4), harness.TimedOut))
-	s.must(s.daemon.WaitForAfter(line, time.Second, "too old resource version"))
+	s.eventually("changes while it stood still", servers(s.Client, at(svc, 4), "n2a", "n3a"))
+	s.eventually("the Service that went", ends(s.Client, at(goes, 4), harness.TimedOut))
+	s.must(s.daemon.WaitForAfter(line, harness.Limit, "too old resource version"))
 	s.endLoads()
 }

@@ -90,14 +90,14 @@ func takeOver(s *scenario, from harness.Mode) {
 		s.must(err)
 	}
 	stop := s.kubeProxy(from)
-	s.within(time.Minute, "kube-proxy has programmed its rules", s.programmed)
+	s.eventually("kube-proxy has programmed its rules", s.programmed)
 	s.cleanNFTables() // of the daemon before
 	// From here on it has nothing to change. In mode ipvs, a node port comes after the cluster IP.
 	for _, svc := range []*v1.Service{cluster, local} {
-		s.within(30*time.Second, "kube-proxy works", servers(s.Client, at(svc, 4), "n1a", "n2a"))
+		s.eventually("kube-proxy works", servers(s.Client, at(svc, 4), "n1a", "n2a"))
 	}
-	s.within(30*time.Second, "kube-proxy works", servers(s.Client, s.nodePort(cluster), "n1a", "n2a"))
-	s.within(30*time.Second, "kube-proxy works", servers(s.Client, s.nodePort(local), "n1a"))
+	s.eventually("kube-proxy works", servers(s.Client, s.nodePort(cluster), "n1a", "n2a"))
+	s.eventually("kube-proxy works", servers(s.Client, s.nodePort(local), "n1a"))
 	rate := 2000
 	if harness.InGuest() {
 		rate = 100
@@ -118,7 +118,7 @@ func takeOver(s *scenario, from harness.Mode) {
 		"--healthz-bind-address=127.0.0.1:10266", "--metrics-bind-address=127.0.0.1:10259")
 	s.must(err)
 	s.daemon = next
-	s.must(next.WaitFor(10*time.Second, "another proxy runs here", ": kube-proxy (process "))
+	s.must(next.WaitFor(harness.Limit, "another proxy runs here", ": kube-proxy (process "))
 	s.eventually("/readyz says whom it waits for", func() error {
 		ready, err := s.Node1().Output("curl", "-s", "http://127.0.0.1:10266/readyz")
 		if err == nil && !strings.Contains(ready, `"detail":"nothing is written before this is gone: kube-proxy (process `) {
@@ -127,13 +127,13 @@ func takeOver(s *scenario, from harness.Mode) {
 		return err
 	})
 	s.eventually("an event says so", func() error { return s.hasEvent(begun, "WaitingForProxy", "kube-proxy") })
-	time.Sleep(time.Second)
+	time.Sleep(time.Second) // Nothing is to be written, and there is no sign of that.
 	if after := s.rules(); after != before {
 		s.Errorf("rules changed while kube-proxy ran:\n%s", differences(before, after))
 	}
 	gone := time.Now()
 	stop()
-	s.must(next.WaitFor(10*time.Second, harness.InSync))
+	s.must(next.WaitFor(harness.Limit, harness.InSync))
 	took := time.Since(gone)
 	s.eventually("nothing of kube-proxy's is left", s.nothingOfKubeProxy)
 	s.Logf("took over in %v", took.Round(time.Millisecond))
@@ -150,9 +150,9 @@ func takeOver(s *scenario, from harness.Mode) {
 	}
 	load := s.Client.StartLoad("tcp", s.nodePort(cluster), 2, 5*time.Millisecond)
 	stop = s.kubeProxy(from)
-	s.within(time.Minute, "kube-proxy has taken over", s.programmed)
+	s.eventually("kube-proxy has taken over", s.programmed)
 	s.cleanNFTables()
-	s.within(30*time.Second, "kube-proxy works", servers(s.Client, s.nodePort(cluster), "n1a", "n2a"))
+	s.eventually("kube-proxy works", servers(s.Client, s.nodePort(cluster), "n1a", "n2a"))
 	load.Stop()
 	if !lossy {
 		open.goOn("at the way back")
@@ -304,7 +304,7 @@ func (s *scenario) talk(to netip.AddrPort) (stop func()) {
 				ended <- fmt.Errorf("the connection that was kept open broke after %d lines: %w", i, err)
 				return
 			}
-			time.Sleep(10 * time.Millisecond)
+			time.Sleep(10 * time.Millisecond) // between two lines
 		}
 		ended <- nil
 	}()

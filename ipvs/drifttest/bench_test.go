@@ -45,7 +45,7 @@ func BenchmarkCompare(b *testing.B) {
 				drain(l.seen)
 				const watched = 20 * time.Second
 				before = cpuTime(b)
-				time.Sleep(watched)
+				time.Sleep(watched) // how long it is measured
 				b.ReportMetric(100*float64(cpuTime(b)-before)/float64(watched), "%-of-a-core-watching")
 				select {
 				case why := <-l.seen:
@@ -81,7 +81,7 @@ func BenchmarkPods(b *testing.B) {
 		})
 		defer running.Wait()
 		defer cancel()
-		time.Sleep(time.Second)
+		time.Sleep(time.Second) // What the start led to is over.
 		const pods = 15
 		before, comparisons, busy := cpuTime(b), len(l.reports), time.Duration(0)
 		tick := time.NewTicker(time.Second)

@@ -68,7 +68,7 @@ func TestTraffic(t *testing.T) {
 	}
 
 	deadline := time.Now().Add(time.Minute) // The kernel sums up every two seconds.
-	for {
+	for ; ; time.Sleep(100 * time.Millisecond) {
 		stats, err := s.Stats()
 		if err != nil || len(stats) != 2 || stats[idle.ID] != (Traffic{}) {
 			t.Fatalf("counters %v, %v; want none for %s", stats, err, idle.ID)
@@ -80,7 +80,6 @@ func TestTraffic(t *testing.T) {
 		if time.Now().After(deadline) {
 			t.Fatalf("counters of %s are still %+v", v.ID, n)
 		}
-		time.Sleep(100 * time.Millisecond)
 	}
 }
 

@@ -209,7 +209,7 @@ func TestLooksAgain(t *testing.T) {
 		k.Wait(t, "a look for what has left", func() bool { return len(k.Dumps) > before })
 		use("10.244.1.1:5353", "10.244.2.2:5353")
 		k.Wait(t, fmt.Sprintf("%d looks", want), func() bool { return looks() == want })
-		time.Sleep(100 * time.Millisecond)
+		time.Sleep(100 * time.Millisecond) // Another look, which is not to come, would come soon.
 		k.Wait(t, "and no more", func() bool { return looks() == want })
 	}
 	r.mu.Lock()

@@ -86,7 +86,7 @@ func TestServerTakesAnAddressOnceItIsFree(t *testing.T) {
 	}
 	eventually(t, "the address that is free answers", answers(freeAddr))
 	eventually(t, "a message", func() bool { return strings.Contains(log.String(), addr.String()) })
-	time.Sleep(rebindAfter + 100*time.Millisecond)
+	time.Sleep(rebindAfter + 100*time.Millisecond) // It tries once more, and is to say nothing.
 	if n := strings.Count(log.String(), "level=ERROR"); n != 1 {
 		t.Errorf("%d messages:\n%s", n, log)
 	}

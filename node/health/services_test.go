@@ -316,7 +316,7 @@ func TestPortThatIsTaken(t *testing.T) {
 	eventually(t, "a finding", func() bool { return len(b.reported()) > 0 })
 	b.eventually("::1", addr.Port(), "200 1") // where it is free
 	b.Update(b.plan, plan.Everything())
-	time.Sleep(firstRetry + 200*time.Millisecond)
+	time.Sleep(firstRetry + 200*time.Millisecond) // It tries once more, and is to say nothing.
 	if got := b.reported(); len(got) != 1 || got[0] != want {
 		t.Errorf("reported %q, want %q", got, want)
 	}

@@ -146,8 +146,8 @@ func TestOwned(t *testing.T) {
 	t.Cleanup(func() { in.Close(); _ = owner.Wait() })
 	fmt.Fprintln(in, "table ip kube-proxy { flags owner; }")
 	found, err := Find()
-	for end := time.Now().Add(time.Minute); err == nil && len(found) == 0 && time.Now().Before(end); found, err = Find() {
-		time.Sleep(time.Millisecond)
+	for end := time.Now().Add(time.Minute); err == nil && len(found) == 0 && time.Now().Before(end); time.Sleep(time.Millisecond) {
+		found, err = Find()
 	}
 	if err != nil || len(found) != 1 {
 		t.Fatalf("found %v, %v", found, err)

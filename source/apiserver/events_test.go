@@ -141,7 +141,7 @@ func TestEventsAreLimited(t *testing.T) {
 	}
 	go e.Run(t.Context())
 	s.sees(t, "the first", func() bool { return len(s.created) == eventBurst })
-	time.Sleep(50 * time.Millisecond)
+	time.Sleep(50 * time.Millisecond) // Another event is not to come, and there is no sign of that.
 	s.sees(t, "no more", func() bool { return len(s.created) == eventBurst })
 	long := shortened(strings.Repeat("é", maxNote))
 	if len(long) > maxNote || len(long) < maxNote-5 || !strings.HasSuffix(long, "é…") {

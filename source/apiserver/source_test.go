@@ -44,15 +44,14 @@ func TestSyncedComesOnceAndLast(t *testing.T) {
 				wait = 3
 			}
 			sink.sees("what is not slow", func() bool { return len(sink.batches) == wait })
-			time.Sleep(50 * time.Millisecond)
+			time.Sleep(50 * time.Millisecond) // It is not to come, and there is no sign of that.
 			sink.sees("no Synced yet", func() bool { return sink.synced == 0 })
 			close(hold)
 			sink.sees("Synced", func() bool { return sink.synced == 1 })
 			sink.sees("it with the last batch", func() bool { return sink.batches[len(sink.batches)-1].Synced && len(sink.services) == 1 })
 			f.Expire(slow)
 			f.Expire(services)
-			for begun := time.Now(); f.Watches(services) < 2 && time.Since(begun) < time.Minute; {
-				time.Sleep(time.Millisecond)
+			for begun := time.Now(); f.Watches(services) < 2 && time.Since(begun) < time.Minute; time.Sleep(time.Millisecond) {
 			}
 			sink.sees("Synced no more", func() bool { return sink.synced == 1 })
 			for _, w := range s.Watches() {
@@ -116,7 +115,7 @@ func TestFailedListsChangeNothing(t *testing.T) {
 				w := s.Watches()[0]
 				return w.Resource == services && strings.Contains(w.Failure, "list")
 			})
-			time.Sleep(100 * time.Millisecond)
+			time.Sleep(100 * time.Millisecond) // No batch is to come, and there is no sign of that.
 			sink.mu.Lock()
 			if len(sink.batches) != batches {
 				t.Errorf("a failed list gave %+v", sink.batches[batches:])
@@ -312,7 +311,7 @@ func TestPodCIDRsAreWaitedFor(t *testing.T) {
 		f.Serve(nodes, &v1.NodeList{ListMeta: metav1.ListMeta{ResourceVersion: "11"}, Items: []v1.Node{*node("11")}})
 		f.Expire(nodes) // a new list, in which the Node is as it was
 		sink.sees("another watch", func() bool { return f.Watches(nodes) == 2 })
-		time.Sleep(50 * time.Millisecond)
+		time.Sleep(50 * time.Millisecond) // It is not to come, and there is no sign of that.
 		sink.sees("no Synced yet", func() bool { return sink.synced == 0 })
 		if lines := log.lines("podCIDRs"); len(lines) != 1 {
 			t.Errorf("logged %q, want one line", lines)
@@ -351,7 +350,7 @@ func TestPodCIDRsAreWaitedFor(t *testing.T) {
 		t.Parallel()
 		f := apiservertest.New(t)
 		_, sink := start(t, f, func(c *Config) { c.PodCIDRTimeout = time.Minute })
-		time.Sleep(100 * time.Millisecond)
+		time.Sleep(100 * time.Millisecond) // It is not to come, and there is no sign of that.
 		sink.sees("no Synced yet", func() bool { return sink.synced == 0 })
 		f.Send(nodes, watch.Added, node("12", "10.244.1.0/24"))
 		sink.sees("Synced with it", func() bool { return sink.synced == 1 })

@@ -52,7 +52,7 @@ func overwrite(t *testing.T, path string, pause time.Duration, pieces ...string)
 	}
 	for i, piece := range pieces {
 		if i > 0 {
-			time.Sleep(pause)
+			time.Sleep(pause) // Who writes is slow.
 		}
 		if _, err := f.WriteString(piece); err != nil {
 			t.Fatal(err)
@@ -80,13 +80,13 @@ func TestCutAtEveryByte(t *testing.T) {
 		if err := os.Truncate(file, int64(at)); err != nil {
 			t.Fatal(err)
 		}
-		time.Sleep(4 * time.Millisecond)
+		time.Sleep(4 * time.Millisecond) // Some of the states are to be read, and nothing says which were.
 	}
-	time.Sleep(400 * time.Millisecond)
+	time.Sleep(400 * time.Millisecond) // Nothing is to change, and there is no sign of that.
 	r.nothingChanged(before, "cut")
 	r.awaitSaid("all.yaml:1: ")
 	write(t, file, text)
-	time.Sleep(100 * time.Millisecond)
+	time.Sleep(100 * time.Millisecond) // Nothing is to change, and there is no sign of that.
 	r.nothingChanged(before, "whole again")
 }
 
@@ -110,7 +110,7 @@ func TestCutForLong(t *testing.T) {
 				t.Fatal(err)
 			}
 			r.awaitSaid("all.yaml:")
-			time.Sleep(settle + time.Second)
+			time.Sleep(settle + time.Second) // Nothing is to change, also after this time.
 			r.nothingChanged(before, what)
 		})
 	}
@@ -133,7 +133,7 @@ func TestRewriteInPieces(t *testing.T) {
 			r.awaitState("written", nextLines)
 			overwrite(t, file, 0, text[:third])
 			for _, piece := range []string{text[third : 2*third], text[2*third:]} {
-				time.Sleep(400 * time.Millisecond)
+				time.Sleep(400 * time.Millisecond) // Who writes is slow.
 				f, err := os.OpenFile(file, os.O_APPEND|os.O_WRONLY, 0)
 				if err != nil {
 					t.Fatal(err)
@@ -170,7 +170,7 @@ func TestDocumentsBehindAFault(t *testing.T) {
 	docs := strings.SplitAfter(text, "---\n")
 	write(t, filepath.Join(dir, "all.yaml"), strings.Join(docs[:3], "")+strings.Replace(docs[3], "spec:", "spec: {", 1))
 	r.awaitSaid("all.yaml:")
-	time.Sleep(settle + 500*time.Millisecond)
+	time.Sleep(settle + 500*time.Millisecond) // Nothing is to change, also after this time.
 	r.nothingChanged(before, "broken")
 }
 
@@ -208,7 +208,7 @@ func TestObjectsStayThatAreNotNamedAnyMore(t *testing.T) {
 			}
 			write(t, filepath.Join(dir, "all.yaml"), changed)
 			r.awaitSaid(fault.says)
-			time.Sleep(settle + 500*time.Millisecond)
+			time.Sleep(settle + 500*time.Millisecond) // Nothing is to change, also after this time.
 			r.nothingChanged(before, "broken")
 		})
 	}
@@ -252,7 +252,7 @@ func TestFilesThatCantBeRead(t *testing.T) {
 			before := r.count()
 			fault(t, dir)
 			r.awaitSaid("problem: " + dir)
-			time.Sleep(settle + 500*time.Millisecond)
+			time.Sleep(settle + 500*time.Millisecond) // Nothing is to change, also after this time.
 			r.nothingChanged(before, what)
 			if len(r.source.Faults()) == 0 {
 				t.Error("no fault is known")
@@ -274,7 +274,7 @@ func TestReplacedAfterStartOverBroken(t *testing.T) {
 		r.awaitState("what can be read", l2)
 		begun := time.Now()
 		remove(t, file)
-		time.Sleep(25 * time.Millisecond)
+		time.Sleep(25 * time.Millisecond) // It is away for less than grace.
 		write(t, file, m1)
 		took := time.Since(begun)
 		r.awaitState("mended", l2+l1)
@@ -331,7 +331,7 @@ func TestStartWhileBeingWritten(t *testing.T) {
 	if got := r.extent(); got != source.Partial && time.Since(begun) < settle {
 		t.Errorf("the first batch has extent %v", got)
 	}
-	time.Sleep(patience + grace)
+	time.Sleep(patience + grace) // It is to be waited for, also after this time.
 	if got := r.extent(); got != source.Partial && time.Since(begun) < settle {
 		t.Errorf("while it is being written, the extent is %v", got)
 	}

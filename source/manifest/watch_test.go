@@ -167,7 +167,7 @@ func TestWatchSaves(t *testing.T) {
 	r.awaitState("the directory removed", otherLine+l1)
 	rename(t, file, filepath.Join(dir, "renamed.yaml"))
 	before := r.count()
-	time.Sleep(100 * time.Millisecond)
+	time.Sleep(100 * time.Millisecond) // No batch is to come, and there is no sign of that.
 	if r.count() != before {
 		t.Errorf("a file with another name and the same objects makes %d batches", r.count()-before)
 	}
