@@ -7,7 +7,7 @@ MODE    ?= iptables
 
 .DELETE_ON_ERROR:
 .PHONY: all build deps demo-deps docs man controlplane kernel guest deploytools neighbours unit integration race e2e test test-all test-hostile test-fresh lint bench bench-api bench-ask bench-iptables bench-ipvs bench-nftables demo image release release-test versions \
-	fuzz soak clean
+	fuzz soak clean tier-1 $(TIER_1) tier-2 $(TIER_2)
 
 all: build
 
@@ -35,14 +35,14 @@ man:
 
 # A real etcd, kube-apiserver and kube-controller-manager for tests, built once: five minutes or so on two cores.
 controlplane:
-	@e2e/controlplane/build >/dev/null
+	@nice e2e/controlplane/build >/dev/null
 
 # A kernel with IPVS for tests, on machines whose own has none; built once: five minutes.
-kernel: deps
-	@e2e/kernel/probe || e2e/kernel/build >/dev/null
+kernel:
+	@e2e/kernel/probe || nice e2e/kernel/build >/dev/null
 
 # The same kernel for tests of what is not to happen to this machine's, such as a clock that jumps.
-guest: deps
+guest:
 	@[ "$$(uname -m)" != x86_64 ] || e2e/kernel/build >/dev/null
 
 # helm and kubectl for the tests of deploy/, built once: two minutes.
@@ -101,16 +101,76 @@ e2e: deps build controlplane kernel guest deploytools neighbours
 lint:
 	@hack/lint
 
-# Everything, and then whether this machine is as it was.
-test: deps
-	hack/unchanged $(MAKE) test-all
+# The first tier, before each merge: what can be decided in a quarter of an hour. See docs/testing.md, also for what is in the second one.
+# It ends with a comparison of this machine with what it was before.
+test:
+	@hack/install-deps tier-1
+	@hack/unchanged hack/phases tier-1 -j4
 
-test-all: deps build lint controlplane kernel guest deploytools neighbours
-	go test -count=1 -timeout 15m $(PACKAGES)
-	$(MAKE) race
-	NODEPROXY_BIN=$(CURDIR)/$(BINARY) go test -count=1 -timeout 45m -v ./e2e/... | hack/quiet
-	$(MAKE) test-hostile
-	$(MAKE) demo
+# Both tiers: everything there is.
+test-all: deps
+	@hack/unchanged hack/phases tier-2 -j1
+
+# The phases of the first tier, in the order in which they begin. What takes long to build is built with a lower priority, while the tests
+# run that need none of it.
+TIER_1 = 1-packages 1-iptables 1-nftables 1-lint 1-kernel 1-ipvs 1-cluster 1-cluster-nftables 1-cluster-ipvs 1-demo
+tier-1: $(TIER_1)
+
+# Packages, with a fifth of the random examples, but without what takes minutes (deploy/release compiles for all architectures) or a browser
+# (TestPage). Those of e2e have phases of their own, or are in the second tier.
+IMPORTS = go list -f '{{.ImportPath}} {{.TestImports}} {{.XTestImports}}' ./... | \
+	grep -vE '^nodeproxy/(deploy/release|e2e|e2e/(bench.*|cluster|demo|deploy|ipvs|kernel|kernel/inkernel)) '
+ON_TEST_KERNEL = e2e/kernel/inkernel
+1-packages: build
+	@hack/phase packages hack/gotest -short -timeout 15m -skip '^TestPage$$' $$($(IMPORTS) | grep -v $(ON_TEST_KERNEL) | cut -d' ' -f1)
+1-kernel: kernel
+	@hack/phase kernel hack/gotest -short -timeout 15m $$($(IMPORTS) | grep $(ON_TEST_KERNEL) | cut -d' ' -f1)
+1-lint:
+	@hack/phase lint hack/lint
+
+# Packets through the program, in each mode.
+E2E = NODEPROXY_BIN=$(CURDIR)/$(BINARY) NODEPROXY_TIER=1
+1-iptables: build
+	@$(E2E) hack/phase iptables hack/gotest -timeout 15m ./e2e
+1-nftables: build
+	@$(E2E) NODEPROXY_E2E_MODE=nftables hack/phase nftables hack/gotest -timeout 15m ./e2e
+1-ipvs: build kernel
+	@$(E2E) hack/phase ipvs hack/gotest -timeout 30m ./e2e/ipvs
+
+# A real API server, in each mode.
+SCENARIOS = ^TestScenarios$$/^nft$$/^(rolling-update-under-load|policies|delete-and-recreate-same-ip|daemon-killed-and-restarted-under-load)$$
+1-cluster: build controlplane
+	@$(E2E) hack/phase cluster hack/gotest -timeout 15m ./e2e/cluster -run '$(SCENARIOS)|^TestTakeOver$$/^nft$$/^take-over-from-iptables-by-iptables$$|^TestRights$$'
+1-cluster-nftables: build controlplane
+	@$(E2E) NODEPROXY_E2E_MODE=nftables hack/phase cluster-nftables hack/gotest -timeout 15m ./e2e/cluster -run '$(SCENARIOS)'
+1-cluster-ipvs: build controlplane kernel
+	@$(E2E) NODEPROXY_E2E_MODE=ipvs hack/phase cluster-ipvs hack/gotest -timeout 30m ./e2e/cluster -run '$(SCENARIOS)'
+
+1-demo: build
+	@hack/phase demo $(MAKE) --no-print-directory demo
+
+# The phases of "make test-all", one after the other: some take both processors for minutes.
+TIER_2 = 2-lint 2-packages 2-race 2-e2e 2-cluster-nftables 2-cluster-ipvs 2-hostile 2-release 2-demo
+tier-2: $(TIER_2)
+
+ALL_E2E = NODEPROXY_BIN=$(CURDIR)/$(BINARY)
+2-lint:
+	@hack/phase lint hack/lint
+2-packages: kernel guest
+	@hack/phase packages hack/gotest -timeout 15m $(PACKAGES)
+2-race:
+	@hack/phase race $(MAKE) --no-print-directory race
+2-e2e: build controlplane kernel guest deploytools neighbours
+	@$(ALL_E2E) FORMAT=standard-verbose hack/phase e2e sh -c 'hack/gotest -timeout 45m ./e2e/... | hack/quiet'
+2-cluster-nftables: build controlplane
+	@$(ALL_E2E) NODEPROXY_E2E_MODE=nftables hack/phase cluster-nftables hack/gotest -timeout 15m ./e2e/cluster -run '$(SCENARIOS)'
+2-cluster-ipvs: build controlplane kernel
+	@$(ALL_E2E) NODEPROXY_E2E_MODE=ipvs hack/phase cluster-ipvs hack/gotest -timeout 30m ./e2e/cluster -run '$(SCENARIOS)'
+2-hostile:
+	@hack/phase hostile $(MAKE) --no-print-directory test-hostile
+2-release: release-test
+2-demo: build
+	@hack/phase demo $(MAKE) --no-print-directory demo
 
 # The tests of the kernel once more, as on a machine that is set up otherwise than most: see hack/hostile. HOSTILE are those that
 # send packets; none of them takes long.
@@ -124,9 +184,9 @@ test-hostile: deps build kernel guest
 	NODEPROXY_BIN=$(CURDIR)/$(BINARY) hack/hostile sh -c \
 		"go test -count=1 -timeout 29m -v -run '^($(subst $() ,,$(HOSTILE)))' ./e2e ./e2e/ipvs | hack/quiet"
 
-# "make test" in a clone, on a Debian without any package that this installs: see hack/fresh-root.
+# "make test" in a clone, on a Debian without any package that this installs, and with empty caches: see hack/fresh-root.
 test-fresh: deps
-	hack/fresh-root make test
+	env -u FRESH_BIND -u FRESH_ROOT hack/fresh-root make test
 
 # Changes without end under load, and then a comparison with a new start: SOAK is for how long, SOAK_RATE how many changes a
 # second, SOAK_VARIANT nft, legacy or, in place of it, ".*" for both; MODE=ipvs as for the demo. See docs/faults.md.

@@ -93,7 +93,10 @@ func (f *faultScene) writing() bool {
 }
 
 func (f *faultScene) whileWriting(limit time.Duration) {
-	for end := time.Now().Add(limit); time.Now().Before(end) && !f.writing(); time.Sleep(100 * time.Microsecond) {
+	for end := time.Now().Add(limit); time.Now().Before(end); time.Sleep(100 * time.Microsecond) {
+		if f.writing() {
+			return
+		}
 	}
 }
 

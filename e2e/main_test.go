@@ -11,7 +11,7 @@ import (
 
 func TestMain(m *testing.M) {
 	if err := selectTests(); err != nil {
-		fmt.Fprintln(os.Stderr, "flag -skip:", err)
+		fmt.Fprintln(os.Stderr, "selecting tests:", err)
 		os.Exit(2)
 	}
 	code := harness.Main(m)

@@ -36,7 +36,7 @@ var onlyIPTables = []string{
 // onlyIPVS begins the names of tests that need a kernel with IPVS.
 const onlyIPVS = "TestIPVS"
 
-// selectTests leaves out the tests that are not for the mode, beside those that the flag -skip names.
+// selectTests leaves out the tests that are not for the mode, beside those that the flag -skip names, and those that are not for the tier.
 func selectTests() error {
 	flag.Parse()
 	out := "^" + onlyIPVS
@@ -51,11 +51,19 @@ func selectTests() error {
 	case kernelHasIPVS():
 		out += "|^TestModeIPVSMissing"
 	}
-	skip := flag.Lookup("test.skip")
-	if given := skip.Value.String(); given != "" {
-		out = given + "|" + out
+	if err := leaveOut(out); err != nil {
+		return err
 	}
-	return skip.Value.Set(out)
+	return selectTier()
+}
+
+// leaveOut adds a pattern to those of the flag -skip.
+func leaveOut(pattern string) error {
+	skip := flag.Lookup("test.skip").Value
+	if given := skip.String(); given != "" {
+		pattern = given + "|" + pattern
+	}
+	return skip.Set(pattern)
 }
 
 // notNFTables are tests of what mode nftables has nothing of.

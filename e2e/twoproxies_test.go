@@ -187,7 +187,6 @@ func TestOtherProxyStarts(t *testing.T) {
 	kubeProxy := exec.Command(path, "600")
 	must(t, w.Node1().Start(kubeProxy))
 	t.Cleanup(func() { _ = kubeProxy.Process.Kill(); _ = kubeProxy.Wait() })
-	const soon = 2 * time.Minute // It is looked for every 30 seconds.
 	must(t, first.WaitFor(harness.Limit, "another proxy runs beside this one", fmt.Sprintf("kube-proxy (process %d)", kubeProxy.Process.Pid)))
 	metric := func(want string) func() error {
 		return func() error {

@@ -98,7 +98,9 @@ func guests() int { return min(runtime.NumCPU(), 2) }
 // subtests, and few tests, are left whole.
 func divide(tests string, n int) ([]string, error) {
 	pattern := option("run")
-	list, err := exec.Command(tests, "-test.list", cmp.Or(pattern, ".")).Output()
+	listing := exec.Command(tests, "-test.list", cmp.Or(pattern, "."))
+	listing.Env, listing.Dir = append(os.Environ(), inModeIPVS), ".."
+	list, err := listing.Output()
 	if err != nil {
 		return nil, fmt.Errorf("listing the tests: %w", err)
 	}
@@ -116,6 +118,9 @@ func divide(tests string, n int) ([]string, error) {
 	}
 	return patterns, nil
 }
+
+// inModeIPVS is what tests of package e2e have in their environment that run in mode ipvs.
+const inModeIPVS = harness.ModeVariable + "=" + string(harness.IPVS)
 
 // option is the value of an option of go test, which passes each of them on in one word. The others are those of package e2e.
 func option(name string) string {
@@ -136,7 +141,7 @@ func onKernel(tests, nodeproxy, pattern string) (*exec.Cmd, error) {
 	cmd := exec.Command(kernel, append([]string{tests}, os.Args[1:]...)...)
 	cmd.Args = append(cmd.Args, "-test.run="+pattern)
 	cmd.Dir = ".." // where go test runs the tests of package e2e
-	cmd.Env = append(os.Environ(), harness.ModeVariable+"="+string(harness.IPVS), "NODEPROXY_BIN="+nodeproxy)
+	cmd.Env = append(os.Environ(), inModeIPVS, "NODEPROXY_BIN="+nodeproxy)
 	cmd.SysProcAttr = &syscall.SysProcAttr{Pdeathsig: syscall.SIGTERM}
 	return cmd, nil
 }

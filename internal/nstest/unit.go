@@ -6,7 +6,8 @@ import (
 )
 
 // UnitVariable is the environment variable that leaves out every test that needs the kernel. "make unit" sets it, so that it needs
-// neither root nor a kernel with anything in it; "make integration" and "make test" run the same tests without it.
+// neither root nor a kernel with anything in it; "make integration" and "make test-all" run the same tests without it, "make test" those
+// of them that are in its tier.
 //
 // It is one variable, read here alone, because nearly every test of this kind asks this package for a network namespace and
 // because the rest of its file, and often of its table, needs none: build tags would split those files, and -short, which
