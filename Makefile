@@ -105,7 +105,7 @@ lint:
 # It ends with a comparison of this machine with what it was before.
 test:
 	@hack/install-deps tier-1
-	@hack/unchanged hack/phases tier-1 -j4
+	@hack/unchanged hack/phases tier-1 -j5
 
 # Both tiers: everything there is.
 test-all: deps
@@ -115,6 +115,9 @@ test-all: deps
 # run that need none of it.
 TIER_1 = 1-packages 1-iptables 1-nftables 1-lint 1-kernel 1-ipvs 1-cluster 1-cluster-nftables 1-cluster-ipvs 1-demo
 tier-1: $(TIER_1)
+ifneq ($(filter tier-1,$(MAKECMDGOALS)),)
+kernel controlplane: | build
+endif
 
 # Packages, with a fifth of the random examples, but without what takes minutes (deploy/release compiles for all architectures) or a browser
 # (TestPage). Those of e2e have phases of their own, or are in the second tier.

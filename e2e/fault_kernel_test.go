@@ -118,8 +118,8 @@ func (f *faultScene) signal(s syscall.Signal) {
 func (f *faultScene) until(check func() bool, input, name string, args ...string) {
 	f.Helper()
 	for begin := time.Now(); !check(); {
-		if time.Since(begin) > time.Minute {
-			f.Fatalf("%s, for a minute, was not enough", name)
+		if time.Since(begin) > harness.Limit {
+			f.Fatalf("%s, for %v, was not enough", name, harness.Limit)
 		}
 		if _, err := f.Node1().OutputWithInput(input, name, args...); err != nil {
 			f.Fatal(err)

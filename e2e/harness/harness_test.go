@@ -25,11 +25,7 @@ func TestWorldRoutesPlainTraffic(t *testing.T) {
 			t.Parallel()
 			start := time.Now()
 			w := New(t, Options{Bridge: bridge, SecondAddress: true})
-			if took := time.Since(start); took > 5*time.Second {
-				t.Errorf("making the world took %v", took)
-			} else {
-				t.Logf("made in %v", took)
-			}
+			t.Logf("made in %v", time.Since(start))
 			clients := []*Host{w.Client, w.Nodes[0].Host, w.Nodes[1].Host, w.Pod("n1a").Host, w.Pod("n2b").Host}
 			for _, client := range clients {
 				for _, server := range []string{"n1a", "n1b", "n2a", "n3a"} {

@@ -14,7 +14,7 @@ const (
 )
 
 // settleTimeout is how long Settle waits for a sync: one that is held up is what some tests are about.
-const settleTimeout = 5 * time.Second
+const settleTimeout = 30 * time.Second
 
 // logDelay is how long a line of the log may take to get here.
 const logDelay = 10 * time.Millisecond
@@ -27,6 +27,24 @@ func Settle(t testing.TB) {
 	for _, d := range daemonsOf(t.Name()) {
 		d.settle(deadline)
 	}
+}
+
+// Applied waits until a sync of changed objects has ended that began after the given line of the log; see WaitForAfter. What the change is to
+// bring about holds for whatever begins from then on.
+func (d *Daemon) Applied(line int) error {
+	for _, message := range []string{syncing, InSync} {
+		for {
+			if err := d.WaitForAfter(line, Limit, message); err != nil {
+				return err
+			}
+			at := line + slices.IndexFunc(d.Log()[line:], func(l string) bool { return strings.Contains(l, message) })
+			line = at + 1
+			if message != syncing || !strings.Contains(d.Log()[at], " changed=0") {
+				break
+			}
+		}
+	}
+	return nil
 }
 
 // daemonsOf are the daemons of the Worlds of a test, or of one that it is part of.
