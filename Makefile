@@ -123,11 +123,10 @@ endif
 # (TestPage). Those of e2e have phases of their own, or are in the second tier.
 IMPORTS = go list -f '{{.ImportPath}} {{.TestImports}} {{.XTestImports}}' ./... | \
 	grep -vE '^nodeproxy/(deploy/release|e2e|e2e/(bench.*|cluster|demo|deploy|ipvs|kernel|kernel/inkernel)) '
-ON_TEST_KERNEL = e2e/kernel/inkernel
 1-packages: build
-	@hack/phase packages hack/gotest -short -timeout 15m -skip '^TestPage$$' $$($(IMPORTS) | grep -v $(ON_TEST_KERNEL) | cut -d' ' -f1)
+	@hack/phase packages hack/gotest -short -timeout 15m -skip '^TestPage$$' $$($(IMPORTS) | grep -v $(IN_KERNEL) | cut -d' ' -f1)
 1-kernel: kernel
-	@hack/phase kernel hack/gotest -short -timeout 15m $$($(IMPORTS) | grep $(ON_TEST_KERNEL) | cut -d' ' -f1)
+	@hack/phase kernel hack/gotest -short -timeout 15m $$($(IMPORTS) | grep $(IN_KERNEL) | cut -d' ' -f1)
 1-lint:
 	@hack/phase lint hack/lint
 
