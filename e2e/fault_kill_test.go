@@ -48,8 +48,8 @@ func TestFaultKilled(t *testing.T) {
 		}
 		f.repaired(pods[(kills-1)%3])
 		t.Logf("%d of %d kills met iptables-restore or iptables-save at work", writing, kills)
-		if mode == harness.IPTables && writing < kills/4 {
-			t.Errorf("only %d of %d kills met iptables-restore or iptables-save at work", writing, kills)
+		if mode == harness.IPTables && writing == 0 { // Half of them wait until they do.
+			t.Error("no kill met iptables-restore or iptables-save at work")
 		}
 		f.finish()
 	})
