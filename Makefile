@@ -170,7 +170,8 @@ ALL_E2E = NODEPROXY_BIN=$(CURDIR)/$(BINARY)
 	@$(ALL_E2E) NODEPROXY_E2E_MODE=ipvs hack/phase cluster-ipvs hack/gotest -timeout 30m ./e2e/cluster -run '$(SCENARIOS)'
 2-hostile:
 	@hack/phase hostile $(MAKE) --no-print-directory test-hostile
-2-release: release-test
+2-release: deploytools
+	@hack/phase release hack/release-test
 2-demo: build
 	@hack/phase demo $(MAKE) --no-print-directory demo
 

@@ -5,6 +5,7 @@ import (
 	"os"
 	"os/exec"
 	"path/filepath"
+	"slices"
 	"strings"
 	"testing"
 
@@ -75,15 +76,12 @@ func TestKubeconfigNotThere(t *testing.T) {
 
 	missing := filepath.Join(t.TempDir(), "missing")
 	writeFile(t, file, configFor(missing))
-	eventually(t, "an event", func() bool { return len(cluster.Notes("ConfigRejected")) > 0 })
-	for _, text := range []string{cluster.Notes("ConfigRejected")[0], p.log.String()} {
-		if !strings.Contains(text, missing) || !strings.Contains(text, "the former configuration stays in force") {
-			t.Errorf("it is not told what is wrong: %s", text)
-		}
+	says := func(text string) bool {
+		return strings.Contains(text, missing) && strings.Contains(text, "the former configuration stays in force")
 	}
-	if !rejected(t) || !ready() {
-		t.Error("the metric is not 1, or the node is not ready")
-	}
+	eventually(t, "an event says what is wrong", func() bool { return slices.ContainsFunc(cluster.Notes("ConfigRejected"), says) })
+	eventually(t, "the log says what is wrong", func() bool { return says(p.log.String()) })
+	eventually(t, "the metric is 1, and the node is ready", func() bool { return rejected(t) && ready() })
 
 	writeFile(t, file, right)
 	eventually(t, "the metric is 0", func() bool { return !rejected(t) })

@@ -219,8 +219,8 @@ func (d *deployment) changes(t *testing.T, c *container, variant harness.Variant
 	t.Helper()
 	d.configMaps["nodeproxy"]["config.yaml"] += string(d.mode()) + ": {masqueradeBit: 13}\n"
 	d.files(t, "config", d.configMaps["nodeproxy"])
-	must(t, c.waitFor(20*time.Second, "the configuration file has changed"))
-	must(t, eventually(20*time.Second, func() error {
+	must(t, c.waitFor(3*time.Minute, "the configuration file has changed"))
+	must(t, eventually(3*time.Minute, func() error {
 		list, bit := []string{variant.Tool("iptables") + "-save", "-t", "nat"}, "0x2000/0x2000"
 		if d.mode() == harness.NFTables {
 			list, bit = []string{"nft", "list", "table", "ip", "nodeproxy"}, "0x00002000"
@@ -305,7 +305,7 @@ func (d *deployment) checkProbes(t *testing.T) {
 			t.Fatalf("%s probe: port %v, want a number", what, probe.HTTPGet.Port)
 		}
 		url := fmt.Sprintf("http://%s:%d%s", d.Node1().IP4, probe.HTTPGet.Port.IntVal, probe.HTTPGet.Path)
-		err := eventually(10*time.Second, func() error {
+		err := eventually(3*time.Minute, func() error {
 			answer, err := client.Get(url)
 			if err == nil {
 				defer answer.Body.Close()
@@ -343,7 +343,7 @@ func (d *deployment) failsWithout(t *testing.T, without v1.Capability, variant h
 		add := &c.SecurityContext.Capabilities.Add
 		*add = slices.DeleteFunc(*add, func(c v1.Capability) bool { return c == without })
 	}, "--iptables-backend="+string(variant))
-	if err := c.waitFor(20*time.Second, says); err != nil {
+	if err := c.waitFor(3*time.Minute, says); err != nil {
 		t.Errorf("without %s, %s: %v", without, variant, err)
 	}
 	if strings.Contains(c.output(), harness.InSync) {

@@ -105,7 +105,7 @@ func startContainerd(t *testing.T, w *harness.World, node *harness.Node) *contai
 		}
 		_ = d.cmd.Process.Kill()
 		_ = d.cmd.Wait()
-		for begun := time.Now(); time.Since(begun) < time.Minute; time.Sleep(20 * time.Millisecond) {
+		for begun := time.Now(); time.Since(begun) < 3*time.Minute; time.Sleep(20 * time.Millisecond) {
 			if os.RemoveAll(d.dir) == nil { // not before the kernel has ended all containers
 				return
 			}
@@ -113,7 +113,7 @@ func startContainerd(t *testing.T, w *harness.World, node *harness.Node) *contai
 		t.Errorf("%s can't be removed", d.dir)
 	})
 	var failure error
-	for begun := time.Now(); time.Since(begun) < time.Minute; time.Sleep(100 * time.Millisecond) {
+	for begun := time.Now(); time.Since(begun) < 3*time.Minute; time.Sleep(100 * time.Millisecond) {
 		if _, failure = d.ctr("version"); failure == nil {
 			break
 		}
@@ -226,7 +226,7 @@ func (c *container) stop() error {
 	}
 	select {
 	case <-c.done:
-	case <-time.After(10 * time.Second):
+	case <-time.After(3 * time.Minute):
 		return errors.New("it still runs 10s after SIGTERM")
 	}
 	return c.err

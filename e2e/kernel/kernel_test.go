@@ -149,7 +149,7 @@ func TestVirtualServer(t *testing.T) {
 				}
 			}
 			seen := map[string]bool{}
-			for begun := time.Now(); len(seen) < len(pods) && time.Since(begun) < 15*time.Second; {
+			for begun := time.Now(); len(seen) < len(pods) && time.Since(begun) < 3*time.Minute; {
 				if a := w.Client.Ask(network, netip.AddrPortFrom(vip, 81), harness.Patient); a.Outcome == harness.Answered {
 					seen[a.Server] = true
 				}

@@ -205,7 +205,7 @@ func TestPortsWatch(t *testing.T) {
 		ok(t, x.Write([]plan.Address{{Addr: a, Protocol: plan.UDP, Port: 53}}))
 		watch, err := host.WatchDevice(names.Device)
 		ok(t, err)
-		ctx, cancel := context.WithTimeout(context.Background(), 20*time.Second)
+		ctx, cancel := context.WithTimeout(context.Background(), 3*time.Minute)
 		defer cancel()
 		changes := make(chan host.DeviceChange, 10)
 		go watch(ctx, func(c host.DeviceChange) { changes <- c })

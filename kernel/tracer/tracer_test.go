@@ -178,7 +178,7 @@ func follow(t *testing.T, f Flow, most int, send func()) *Result {
 	if err != nil {
 		t.Fatal(err)
 	}
-	ctx, cancel := context.WithTimeout(context.Background(), 30*time.Second)
+	ctx, cancel := context.WithTimeout(context.Background(), 3*time.Minute)
 	defer cancel()
 	sent := make(chan struct{})
 	go func() { defer close(sent); send() }()
@@ -325,7 +325,7 @@ func TestUDP(t *testing.T) {
 			return
 		}
 		defer c.Close()
-		_ = c.SetDeadline(time.Now().Add(20 * time.Second))
+		_ = c.SetDeadline(time.Now().Add(3 * time.Minute))
 		for range times {
 			if _, err = c.Write([]byte("x")); err == nil {
 				_, err = c.Read(make([]byte, 10))
@@ -380,7 +380,7 @@ func TestOutput(t *testing.T) {
 		t.Fatal(err)
 	}
 	defer c.Close()
-	ctx, cancel := context.WithTimeout(context.Background(), 30*time.Second)
+	ctx, cancel := context.WithTimeout(context.Background(), 3*time.Minute)
 	defer cancel()
 	got, err := tr.Follow(ctx, 1)
 	if err != nil || len(got.Packets) != 1 {
@@ -456,7 +456,7 @@ func TestKilled(t *testing.T) {
 	}
 	_ = cmd.Process.Kill()
 	_ = cmd.Wait()
-	for deadline := time.Now().Add(30 * time.Second); ; time.Sleep(10 * time.Millisecond) {
+	for deadline := time.Now().Add(3 * time.Minute); ; time.Sleep(10 * time.Millisecond) {
 		left, err := nft.FamiliesWith(names.Trace)
 		if err == nil && len(left) == 0 {
 			break
