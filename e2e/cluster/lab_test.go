@@ -25,6 +25,14 @@ import (
 )
 
 func TestMain(m *testing.M) {
+	tests := func() int { return runTests(m) }
+	if harness.ModeUnderTest() == harness.IPVS {
+		os.Exit(inkernel.Run(tests))
+	}
+	os.Exit(tests())
+}
+
+func runTests(m *testing.M) int {
 	// A connection on which nothing comes is tested, and given up, sooner than by default (30 s and 15 s), here and in the
 	// daemons, so that a test of that need not take a minute.
 	os.Setenv("HTTP2_READ_IDLE_TIMEOUT_SECONDS", "4")
@@ -35,15 +43,9 @@ func TestMain(m *testing.M) {
 		<-interrupted
 		KillAll()
 	}()
-	tests := func() int {
-		code := harness.Main(m)
-		printTable()
-		return code
-	}
-	if harness.ModeUnderTest() == harness.IPVS {
-		os.Exit(inkernel.Run(tests))
-	}
-	os.Exit(tests())
+	code := harness.Main(m)
+	printTable()
+	return code
 }
 
 // lab is a World with a control plane on node3 and nodeproxy on node1.
