@@ -270,9 +270,7 @@ func TestTop(t *testing.T) {
 	if err != nil {
 		t.Errorf("top ends with %v", err)
 	}
-	if !shown.has("\x1b[?1049l") {
-		t.Error("the former screen is not brought back")
-	}
+	eventually(t, "the former screen is brought back", func() bool { return shown.has("\x1b[?1049l") })
 }
 
 // TestTerminalIsNotAsked: a command writes to a terminal what it has to say, and nothing that the terminal would have to answer first.

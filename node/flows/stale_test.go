@@ -85,10 +85,12 @@ func full(name string, protocol plan.Protocol, a addressesOf) *plan.ServicePort 
 	return sp
 }
 
-// nodeAddresses gives this thread's namespace the node's addresses.
+// nodeAddresses gives this thread's namespace the node's addresses. The kernel makes the local route of an IPv6 address after it has
+// acknowledged the address.
 func nodeAddresses(t testing.TB) {
 	t.Helper()
 	sh(t, "ip addr add 192.168.0.1/32 dev lo; ip addr add fd00:77::1/128 dev lo nodad")
+	sh(t, "timeout 180 sh -c 'until ip -6 route show table local | grep -q fd00:77::1; do sleep 0.01; done'")
 }
 
 // TestLiveFrontend: of the flows to a frontend that exists, those stay whose endpoint serves; flows to anything else are
