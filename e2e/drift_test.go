@@ -104,7 +104,6 @@ func repairs(t *testing.T, faults []driftFault) {
 			lines := len(d.Log())
 			output(t, w, strings.ReplaceAll(f.do, "{}", string(variant)))
 			begin := time.Now()
-			// Half a minute: beside other tests, the one processor of a guest has a quarter of one.
 			if err := d.WaitForAfter(lines, harness.Limit, "it has been repaired", f.words); err != nil {
 				t.Fatalf("%s: %v", f.name, err)
 			}

@@ -31,8 +31,8 @@ func TestFaultKilled(t *testing.T) {
 			f.churn(random, i)
 			if i%2 == 0 { // in a start, which is still at work, or in what it does first
 				time.Sleep(time.Duration(random.Int64N(int64(byMode(120, 600)))) * time.Millisecond)
-			} else { // as soon as a sync writes
-				f.whileWriting(time.Second)
+			} else { // as soon as a program runs, which the start that is under way needs
+				f.whileWriting(byMode(harness.Limit, time.Second))
 			}
 			if f.writing() {
 				writing++
@@ -48,7 +48,7 @@ func TestFaultKilled(t *testing.T) {
 		}
 		f.repaired(pods[(kills-1)%3])
 		t.Logf("%d of %d kills met iptables-restore or iptables-save at work", writing, kills)
-		if mode == harness.IPTables && writing == 0 { // Half of them wait until they do.
+		if mode == harness.IPTables && writing == 0 { // Half of them wait for one.
 			t.Error("no kill met iptables-restore or iptables-save at work")
 		}
 		f.finish()

@@ -39,22 +39,28 @@ const onlyIPVS = "TestIPVS"
 // selectTests leaves out the tests that are not for the mode, beside those that the flag -skip names, and those that are not for the tier.
 func selectTests() error {
 	flag.Parse()
-	out := "^" + onlyIPVS
-	switch {
-	case mode == harness.NFTables:
-		not := slices.DeleteFunc(append(slices.Clone(onlyIPTables), notNFTables...), func(name string) bool {
-			return strings.HasPrefix(name, "TestTCPReset")
-		})
-		out = "^" + onlyIPVS + "|^(" + strings.Join(not, "|") + ")$"
-	case mode == harness.IPVS:
-		out = "^(" + strings.Join(onlyIPTables, "|") + ")$"
-	case kernelHasIPVS():
+	out := notIn(mode)
+	if mode == harness.IPTables && kernelHasIPVS() {
 		out += "|^TestModeIPVSMissing"
 	}
 	if err := leaveOut(out); err != nil {
 		return err
 	}
 	return selectTier()
+}
+
+// notIn is a pattern of the tests that are not for a mode.
+func notIn(m harness.Mode) string {
+	switch m {
+	case harness.NFTables:
+		not := slices.DeleteFunc(append(slices.Clone(onlyIPTables), notNFTables...), func(name string) bool {
+			return strings.HasPrefix(name, "TestTCPReset")
+		})
+		return "^" + onlyIPVS + "|^(" + strings.Join(not, "|") + ")$"
+	case harness.IPVS:
+		return "^(" + strings.Join(onlyIPTables, "|") + ")$"
+	}
+	return "^" + onlyIPVS
 }
 
 // leaveOut adds a pattern to those of the flag -skip.

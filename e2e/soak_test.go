@@ -226,7 +226,7 @@ func growth(samples []sample) (text string, grown []string) {
 		share float64 // by which it may grow, beside so many
 		most  int
 	}{
-		{"KiB resident", func(s sample) int { return s.rss }, 0.25, 16384},
+		{"KiB resident", func(s sample) int { return s.rss }, 0.25, 16384}, // as much as garbage that is not collected yet
 		{"goroutines", func(s sample) int { return s.goroutines }, 0.20, 10},
 		{"file descriptors", func(s sample) int { return s.files }, 0.20, 10},
 		{"rules", func(s sample) int { return s.rules }, math.Inf(1), 0},

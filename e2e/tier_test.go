@@ -132,6 +132,11 @@ func TestTiers(t *testing.T) {
 		if !there[test.name] || test.catches == "" || len(test.modes) == 0 {
 			t.Errorf("%+v: there is no such test, it is listed twice, or it has no mode or reason", test)
 		}
+		for _, m := range test.modes {
+			if regexp.MustCompile(notIn(m)).MatchString(test.name) {
+				t.Errorf("%s is not for mode %s", test.name, m)
+			}
+		}
 		delete(there, test.name)
 	}
 }

@@ -48,10 +48,13 @@ func TestSleeps(t *testing.T) {
 func unexplainedSleeps(files *token.FileSet, tests []*ast.File) (at []token.Position) {
 	// A bubble is a function that calls synctest.Test: what is given to it may run on simulated time.
 	bubbles := map[string]bool{"synctest.Test": true}
-	for _, file := range tests {
-		for _, d := range file.Decls {
-			if f, ok := d.(*ast.FuncDecl); ok && f.Body != nil && calls(f.Body, bubbles) {
-				bubbles[f.Name.Name] = true
+	for found := 0; found < len(bubbles); {
+		found = len(bubbles)
+		for _, file := range tests {
+			for _, d := range file.Decls {
+				if f, ok := d.(*ast.FuncDecl); ok && f.Body != nil && calls(f.Body, bubbles) {
+					bubbles[f.Name.Name] = true
+				}
 			}
 		}
 	}

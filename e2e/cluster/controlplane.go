@@ -37,7 +37,7 @@ import (
 )
 
 // startTimeout is how long a program of the control plane may take until it is ready.
-const startTimeout = 90 * time.Second
+const startTimeout = harness.Limit
 
 // ControlPlane is a control plane on one host.
 type ControlPlane struct {

@@ -43,6 +43,10 @@ func runTests(m *testing.M) int {
 		<-interrupted
 		KillAll()
 	}()
+	if err := selectTier(); err != nil {
+		fmt.Fprintln(os.Stderr, "selecting tests:", err)
+		return 2
+	}
 	code := harness.Main(m)
 	printTable()
 	return code

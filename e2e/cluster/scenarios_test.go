@@ -33,10 +33,12 @@ func TestScenarios(t *testing.T) {
 	}
 }
 
-var scenarios = []struct {
+type scenarioTest struct {
 	name string
 	test func(*scenario)
-}{
+}
+
+var scenarios = []scenarioTest{
 	{"service-before-endpoints", serviceBeforeEndpoints},
 	{"endpoints-before-service", endpointsBeforeService},
 	{"scale-0-3-0", scale},
@@ -85,8 +87,8 @@ func scale(s *scenario) {
 	s.eventually("scaled to 0 again", ends(s.World.Pod("n1b").Host, at(svc, 4), harness.Refused))
 }
 
-// rollingUpdate replaces three pods, one at a time, as a Deployment does with maxUnavailable 0. A container ends a second after an
-// EndpointSlice says that it will: what the controller takes before that, on a busy machine, is not what this is about.
+// rollingUpdate replaces three pods, one at a time, as a Deployment does with maxUnavailable 0. A container ends when no request comes any
+// more: how long the controller and nodeproxy take until then, on a busy machine, is not what this is about.
 func rollingUpdate(s *scenario) {
 	svc := s.service(func(svc *v1.Service) { svc.Spec.Type = v1.ServiceTypeNodePort })
 	old := []string{s.newPod(1), s.newPod(2), s.newPod(3)}
@@ -109,12 +111,25 @@ func rollingUpdate(s *scenario) {
 		})
 		s.terminate(name)
 		s.eventually("the end of "+name+" in an EndpointSlice", func() error { return s.terminating(name) })
-		time.Sleep(time.Second) // as long as a container takes to end
+		s.eventually("no more requests to "+name, func() error { return s.unused(name) })
 		s.unplug(name)
 		s.gone(name)
 	}
 	s.eventually("second version", servers(s.Client, at(svc, 4), fresh...))
 	s.endLoads()
+}
+
+// unused fails if a request of a load goes to a pod. As long as it were one of three, they would all miss it once in 10¹⁴ times.
+func (s *scenario) unused(pod string) error {
+	s.Helper()
+	for _, l := range s.loads {
+		begin := time.Now()
+		s.requested(l, l.Requests()+20)
+		if l.LastFrom(pod).After(begin) {
+			return fmt.Errorf("%s still gets requests", pod)
+		}
+	}
+	return nil
 }
 
 // unplug takes a pod off the network, as the end of its containers does.

@@ -24,11 +24,10 @@ var HealthAddr = netip.MustParseAddrPort("127.0.0.1:10256")
 
 // Get asks for a path by HTTP from inside the namespace, and returns status code and body.
 func (n *Netns) Get(at netip.AddrPort, path string) (int, string, error) {
-	const patience = 20 * time.Second
-	client := http.Client{Timeout: patience, Transport: &http.Transport{
+	client := http.Client{Timeout: Limit, Transport: &http.Transport{
 		DisableKeepAlives: true,
 		DialContext: func(context.Context, string, string) (net.Conn, error) {
-			return n.Dial("tcp", at, time.Now().Add(patience))
+			return n.Dial("tcp", at, time.Now().Add(Limit))
 		},
 	}}
 	answer, err := client.Get("http://" + at.String() + path)

@@ -41,17 +41,18 @@ func TestAsk(t *testing.T) {
 	nobody := netip.MustParseAddr("10.244.1.200")
 	for name, p := range probers {
 		for what, c := range map[string]struct {
-			to   netip.AddrPort
-			want Answer
+			to    netip.AddrPort
+			limit time.Duration
+			want  Answer
 		}{
-			"a server":    {netip.AddrPortFrom(server.IP4, port), Answer{Endpoint: server.IP4, Client: client.IP4}},
-			"no server":   {netip.AddrPortFrom(server.IP4, port+1), Answer{Refused: true}},
-			"no host":     {netip.AddrPortFrom(nobody, port), Answer{}},
-			"another pod": {netip.AddrPortFrom(client.IP4, port), Answer{Refused: true}},
+			"a server":    {netip.AddrPortFrom(server.IP4, port), harness.Limit, Answer{Endpoint: server.IP4, Client: client.IP4}},
+			"no server":   {netip.AddrPortFrom(server.IP4, port+1), harness.Limit, Answer{Refused: true}},
+			"no host":     {netip.AddrPortFrom(nobody, port), 100 * time.Millisecond, Answer{}},
+			"another pod": {netip.AddrPortFrom(client.IP4, port), harness.Limit, Answer{Refused: true}},
 		} {
 			err := client.Do(func() error {
 				for range 10 {
-					got, err := p.Ask(c.to, 100*time.Millisecond)
+					got, err := p.Ask(c.to, c.limit)
 					if got != c.want || err != nil {
 						t.Errorf("%s, %s: %+v, %v, want %+v", name, what, got, err, c.want)
 						break
@@ -76,13 +77,10 @@ func TestAwait(t *testing.T) {
 			client, server := newPods(t)
 			endpoint := netip.MustParseAddr("10.128.0.1")
 			to := netip.AddrPortFrom(endpoint, port)
-			var effective time.Time // from here on, or some time before
 			failed := make(chan error, 1)
 			begun := time.Now()
 			time.AfterFunc(later, func() {
-				err := server.Take(netip.PrefixFrom(endpoint, 32))
-				effective = time.Now()
-				failed <- err
+				failed <- server.Take(netip.PrefixFrom(endpoint, 32))
 			})
 			var took time.Duration
 			err := client.Do(func() (err error) {
@@ -92,15 +90,15 @@ func TestAwait(t *testing.T) {
 			if err := errors.Join(err, <-failed); err != nil {
 				t.Fatal(err)
 			}
-			if latest := effective.Sub(begun) + 10*later; took < later || took > latest {
-				t.Errorf("seen after %v, want from %v to %v", took, later, latest)
+			if took < later {
+				t.Errorf("seen after %v, and it was there after %v", took, later)
 			}
 			begun = time.Now()
 			err = client.Do(func() error {
 				_, err := p.Await(begun, to, func(netip.Addr) bool { return false }, 1, later)
 				return err
 			})
-			if took := time.Since(begun); !errors.Is(err, ErrLate) || took < later || took > 50*later {
+			if took := time.Since(begun); !errors.Is(err, ErrLate) || took < later {
 				t.Errorf("an endpoint that never answers: %v after %v, want %v after %v", err, took, ErrLate, later)
 			}
 		})

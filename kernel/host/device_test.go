@@ -188,17 +188,15 @@ func TestAddressesThatGo(t *testing.T) {
 			t.Fatal(err)
 		}
 		nstest.Exec(t, "ip", "-6", "address", "flush", "dev", deviceName)
-		begin := time.Now()
-		if err := d.waitLocal(all); err != nil || time.Since(begin) > localWithin {
-			t.Errorf("%d addresses that are gone are waited for %v: %v", count, time.Since(begin), err)
+		if err := d.waitLocal(all); err != nil {
+			t.Errorf("%d addresses that are gone are waited for: %v", count, err)
 		}
 	}
 	if err := RemoveDevice(deviceName); err != nil {
 		t.Fatal(err)
 	}
-	begin := time.Now()
-	if err := d.waitLocal([]netip.Addr{netip.MustParseAddr("fd00:96::1")}); err != nil || time.Since(begin) > localWithin {
-		t.Errorf("addresses of an interface that is gone are waited for %v: %v", time.Since(begin), err)
+	if err := d.waitLocal([]netip.Addr{netip.MustParseAddr("fd00:96::1")}); err != nil {
+		t.Errorf("addresses of an interface that is gone are waited for: %v", err)
 	}
 }
 

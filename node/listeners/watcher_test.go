@@ -14,8 +14,6 @@ import (
 	"testing"
 	"time"
 
-	"golang.org/x/sys/unix"
-
 	"nodeproxy/kernel/sockets"
 	"nodeproxy/plan"
 	"nodeproxy/source"
@@ -337,43 +335,5 @@ func TestCurrent(t *testing.T) {
 	w.Current()
 	if n := looks.Load(); n != 2 {
 		t.Errorf("%d looks at the sockets after a time", n)
-	}
-}
-
-// cpuTime is the time that processors have spent on this program, whatever else they had to do.
-func cpuTime(t *testing.T) time.Duration {
-	t.Helper()
-	var u unix.Rusage
-	if err := unix.Getrusage(unix.RUSAGE_SELF, &u); err != nil {
-		t.Fatal(err)
-	}
-	return time.Duration(u.Utime.Nano() + u.Stime.Nano())
-}
-
-// TestCost holds what a look costs on a node with 10,000 Services and many listeners.
-func TestCost(t *testing.T) {
-	if !node(t) {
-		return
-	}
-	w := newWatched(t, plan.Settings{})
-	for i := range 10000 {
-		addr := netip.AddrFrom4([4]byte{10, 97, byte(i >> 8), byte(i)})
-		frontend := plan.Frontend{Kind: plan.ClusterIP, Addr: addr, Protocol: plan.TCP, Port: 80}
-		sp := servicePort(fmt.Sprintf("s%d", i), plan.IPv4, []plan.Frontend{frontend})
-		w.plan.Set(sp)
-	}
-	w.Update(w.plan, plan.Everything())
-	for port := 1000; port < 1300; port++ {
-		listen(t, "tcp", fmt.Sprintf(":%d", port))
-	}
-	start := cpuTime(t)
-	const looks = 20
-	for range looks {
-		w.see()
-	}
-	each := (cpuTime(t) - start) / looks
-	t.Logf("a look at 300 listeners takes %v", each)
-	if each > 300*time.Millisecond { // one percent of a core, every 30 seconds
-		t.Errorf("a look takes %v", each)
 	}
 }

@@ -141,7 +141,7 @@ func TestSilentWatchIsRenewed(t *testing.T) {
 	for version := 11; ; version++ { // On a busy machine, it may be given up in turn while the change is under way.
 		f.Send(services, watch.Added, serviceAt(version, "first"))
 		came := false
-		for begun := time.Now(); !came && time.Since(begun) < 5*time.Second; time.Sleep(2 * time.Millisecond) {
+		for begun := time.Now(); !came && time.Since(begun) < 20*time.Second; time.Sleep(2 * time.Millisecond) {
 			sink.mu.Lock()
 			came = len(sink.services) == 1
 			sink.mu.Unlock()
@@ -337,7 +337,7 @@ func TestPodCIDRsAreWaitedFor(t *testing.T) {
 		t.Parallel()
 		f := apiservertest.New(t)
 		f.Serve(nodes, nodeList("n1"))
-		_, sink := start(t, f, func(c *Config) { c.PodCIDRTimeout = 300 * time.Millisecond })
+		_, sink := start(t, f, func(c *Config) { c.PodCIDRTimeout = 2 * time.Second })
 		sink.sees("the Node, and Synced", func() bool { return len(sink.batches) == 2 && sink.synced == 1 })
 		if first := sink.batches[0]; first.Synced || first.Nodes["n1"] == nil {
 			t.Errorf("the first batch is %+v, want the Node without Synced", first)
