@@ -147,6 +147,7 @@ func (f *faultScene) breakRules() {
 func TestFaultRestoreRefusesOne(t *testing.T) {
 	onEachFaultVariant(t, func(t *testing.T, variant harness.Variant) {
 		f := newFaultScene(t, variant, "restore refuses one Service", "iptables-restore exits 2 on anything with one Service's chain")
+		f.flags = append(f.flags, "--iptables-sync-period=30s") // What is refused is tried again with a comparison.
 		order := f.faultyTools()
 		f.start()
 		chain := regexp.MustCompile(`-A (KUBE-SVC-\S+) .*e2e/internal:a -> `).FindStringSubmatch(rules(t, f.World, variant))
