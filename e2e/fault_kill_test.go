@@ -31,8 +31,12 @@ func TestFaultKilled(t *testing.T) {
 			f.churn(random, i)
 			if i%2 == 0 { // in a start, which is still at work, or in what it does first
 				time.Sleep(time.Duration(random.Int64N(int64(byMode(120, 600)))) * time.Millisecond)
-			} else { // as soon as a program runs, which the start that is under way needs
-				f.whileWriting(byMode(harness.Limit, time.Second))
+			} else { // as soon as a program runs, which the start that is under way needs in mode iptables
+				limit := time.Second
+				if mode == harness.IPTables {
+					limit = harness.Limit
+				}
+				f.whileWriting(limit)
 			}
 			if f.writing() {
 				writing++
