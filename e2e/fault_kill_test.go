@@ -29,7 +29,7 @@ func TestFaultKilled(t *testing.T) {
 			// A change of everything that no load is on, so that there is much to write.
 			f.change(pods[i%3])
 			f.churn(random, i)
-			if i%2 == 0 { // in a start, which is still at work, or in what it does first
+			if i%2 == 0 || mode == harness.NFTables { // in a start, which is still at work, or in what it does first
 				time.Sleep(time.Duration(random.Int64N(int64(byMode(120, 600)))) * time.Millisecond)
 			} else { // as soon as a program runs, which the start that is under way needs in mode iptables
 				limit := time.Second
