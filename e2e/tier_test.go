@@ -93,7 +93,7 @@ func selectTier() error {
 	if os.Getenv(tierVariable) != firstTier {
 		return nil
 	}
-	if err := leaveOut("/^" + string(harness.Legacy) + "$|^TestPacketMatrix$//^" + string(harness.VIPAddresses) + "$"); err != nil {
+	if err := leaveOut("/^" + string(harness.Legacy) + "$|//^" + string(harness.Legacy) + "$|^TestPacketMatrix$//^" + string(harness.VIPAddresses) + "$"); err != nil {
 		return err
 	}
 	var names []string
