@@ -340,11 +340,15 @@ func Comment(text string) string { return text[:min(len(text), mostComment)] }
 
 // userdataOf returns the part of userdata of one type.
 func userdataOf(raw []byte, want byte) []byte {
-	for len(raw) >= 2 && len(raw) >= 2+int(raw[1]) {
-		if raw[0] == want {
-			return raw[2 : 2+raw[1]]
+	for len(raw) >= 2 {
+		end := 2 + int(raw[1])
+		if len(raw) < end {
+			return nil
 		}
-		raw = raw[2+raw[1]:]
+		if raw[0] == want {
+			return raw[2:end]
+		}
+		raw = raw[end:]
 	}
 	return nil
 }
