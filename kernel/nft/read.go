@@ -3,7 +3,9 @@ package nft
 import (
 	"errors"
 	"fmt"
+	"hash/maphash"
 	"iter"
+	"maps"
 
 	"golang.org/x/sys/unix"
 
@@ -78,10 +80,7 @@ func (c *Content) Intact(sets []Set, chains []Chain) bool {
 
 // Read reads a table, except for elements; it returns nil if the table does not exist. sets and chains are those expected in it.
 func (c *Conn) Read(f plan.Family, table string, sets []Set, chains []Chain) (*Content, error) {
-	var out *Content
-	err := c.dump(f, table, unix.NFT_MSG_GETTABLE, nil, func() { out = nil }, func(attrs []byte) {
-		out = &Content{Dormant: netlink.BigEndian(netlink.Attribute(attrs, unix.NFTA_TABLE_FLAGS))&unix.NFT_TABLE_F_DORMANT != 0}
-	})
+	out, err := c.table(f, table)
 	if err != nil || out == nil {
 		return nil, err
 	}
@@ -97,28 +96,44 @@ func (c *Conn) Read(f plan.Family, table string, sets []Set, chains []Chain) (*C
 	if err != nil {
 		return nil, err
 	}
+	out.Chains, err = c.chains(f, table, chains)
+	return out, err
+}
+
+// table reads what a table is like; nil if it does not exist.
+func (c *Conn) table(f plan.Family, table string) (*Content, error) {
+	answer, err := c.conn.Ask(netlink.Message{Type: unix.NFNL_SUBSYS_NFTABLES<<8 | unix.NFT_MSG_GETTABLE,
+		Body: netlink.Buffer{Protocol(f), 0, 0, 0}.Text(tableAttr, table)})
+	if errors.Is(err, unix.ENOENT) {
+		return nil, nil
+	}
+	if err != nil {
+		return nil, reading(f, table, err)
+	}
+	flags := netlink.BigEndian(netlink.Attribute(answer[min(headerLen, len(answer)):], unix.NFTA_TABLE_FLAGS))
+	return &Content{Dormant: flags&unix.NFT_TABLE_F_DORMANT != 0}, nil
+}
+
+// chains reads the chains of a table, and their rules. want are those expected in it.
+func (c *Conn) chains(f plan.Family, table string, want []Chain) (map[string]ChainContent, error) {
 	hooks := map[string]*Hook{}
-	for _, ch := range chains {
+	for _, ch := range want {
 		hooks[ch.Name] = ch.Hook
 	}
-	others := map[string]bool{}
-	err = c.dump(f, table, unix.NFT_MSG_GETCHAIN, nil, func() { others = map[string]bool{} }, func(attrs []byte) {
+	empty := map[string]ChainContent{}
+	err := c.dump(f, table, unix.NFT_MSG_GETCHAIN, nil, func() { clear(empty) }, func(attrs []byte) {
 		name := netlink.Text(netlink.Attribute(attrs, unix.NFTA_CHAIN_NAME))
-		others[name] = !hooks[name].is(attrs)
+		empty[name] = ChainContent{Other: !hooks[name].is(attrs)}
 	})
 	if err != nil {
 		return nil, err
 	}
-	err = c.dump(f, table, unix.NFT_MSG_GETRULE, nil, func() {
-		out.Chains = map[string]ChainContent{}
-		for name, other := range others {
-			out.Chains[name] = ChainContent{Other: other}
-		}
-	}, func(attrs []byte) {
+	var out map[string]ChainContent
+	err = c.dump(f, table, unix.NFT_MSG_GETRULE, nil, func() { out = maps.Clone(empty) }, func(attrs []byte) {
 		name := netlink.Text(netlink.Attribute(attrs, unix.NFTA_RULE_CHAIN))
-		ch := out.Chains[name]
+		ch := out[name]
 		ch.Labels = append(ch.Labels, string(userdataOf(netlink.Attribute(attrs, unix.NFTA_RULE_USERDATA), labelUserdata)))
-		out.Chains[name] = ch
+		out[name] = ch
 	})
 	return out, err
 }
@@ -150,21 +165,19 @@ func (h *Hook) is(attrs []byte) bool {
 		netlink.BigEndian(netlink.Attribute(attrs, unix.NFTA_CHAIN_POLICY)) == policyAccept
 }
 
-// Elements reads the elements of a set; there are none if the set does not exist. Soon after a set has grown, some may be missing or
-// listed twice, while the kernel moves them to a larger hash table in the background.
+// Elements reads the elements of a set, as Sample does; there are none if the set does not exist.
 func (c *Conn) Elements(f plan.Family, table string, s Set) ([]Element, error) {
 	var out []Element
-	name := func(b netlink.Buffer) netlink.Buffer { return b.Text(unix.NFTA_SET_ELEM_LIST_SET, s.Name) }
-	err := c.dump(f, table, unix.NFT_MSG_GETSETELEM, name, func() { out = out[:0] }, func(attrs []byte) {
-		for _, raw := range netlink.Attributes(netlink.Attribute(attrs, unix.NFTA_SET_ELEM_LIST_ELEMENTS)) {
-			out = append(out, parseElement(raw))
-		}
+	err := c.Sample(f, table, s, func(e Element) error {
+		out = append(out, e)
+		return nil
 	})
 	return out, err
 }
 
-// Sample calls each with the elements of a set; it stops at the first error of each. If the set changes meanwhile, or has grown recently,
-// some elements may be missing or listed twice.
+// Sample calls each with the elements of a set; it stops at the first error of each. If the set changes meanwhile, some elements may be
+// missing or listed twice, and so they may soon after it has grown, while the kernel moves them to a larger hash table in the background.
+// The kernel also calls a listing interrupted if any other table has changed, which does no harm; so it is not begun again.
 func (c *Conn) Sample(f plan.Family, table string, s Set, each func(Element) error) error {
 	body := netlink.Buffer{Protocol(f), 0, 0, 0}.Text(tableAttr, table).Text(unix.NFTA_SET_ELEM_LIST_SET, s.Name)
 	err := c.conn.Dump(netlink.Message{Type: getElements, Body: body}, func(body []byte) error {
@@ -239,8 +252,14 @@ const tableAttr = unix.NFTA_RULE_TABLE
 // headerLen is the length of struct nfgenmsg, which begins with the family.
 const headerLen = 4
 
+// mostDumps bounds how often objects are listed that change meanwhile.
+const mostDumps = 50
+
 // dump calls each with the attributes of every object of one kind in a table, or with an empty name in all tables. If objects change
-// meanwhile, it calls reset and starts again.
+// meanwhile, it calls reset and starts again, up to a limit.
+//
+// Any transaction in the network namespace interrupts a listing, also one in a table that is not listed. Where other programs commit some
+// hundred a second, a long listing is always interrupted. So one that is the same as the one before will do: nothing has changed in it.
 func (c *Conn) dump(f plan.Family, table string, get uint16, more func(netlink.Buffer) netlink.Buffer, reset func(), each func(attrs []byte)) error {
 	body := netlink.Buffer{Protocol(f), 0, 0, 0}
 	if get != unix.NFT_MSG_GETTABLE { // Old kernels do not list tables by name.
@@ -249,22 +268,38 @@ func (c *Conn) dump(f plan.Family, table string, get uint16, more func(netlink.B
 	if more != nil {
 		body = more(body)
 	}
-	err := netlink.Retry(func() error {
+	var err error
+	var listed maphash.Hash
+	for n, before := 0, uint64(0); n < mostDumps; n++ {
 		reset()
-		return c.conn.Dump(netlink.Message{Type: unix.NFNL_SUBSYS_NFTABLES<<8 | get, Body: body}, func(body []byte) error {
+		listed.Reset()
+		err = c.conn.Dump(netlink.Message{Type: unix.NFNL_SUBSYS_NFTABLES<<8 | get, Body: body}, func(body []byte) error {
 			attrs := body[min(headerLen, len(body)):]
 			if table == "" || netlink.Text(netlink.Attribute(attrs, tableAttr)) == table {
+				_, _ = listed.Write(attrs)
 				each(attrs)
 			}
 			return nil
 		})
-	})
+		if !errors.Is(err, netlink.ErrInterrupted) {
+			break
+		}
+		same := n > 0 && listed.Sum64() == before
+		if before = listed.Sum64(); same {
+			err = nil
+			break
+		}
+	}
 	if errors.Is(err, unix.ENOENT) {
 		reset()
 		return nil
 	}
 	if err != nil {
-		return fmt.Errorf("reading table %s %s of nftables: %w", FamilyName(f), table, absent(err))
+		return reading(f, table, err)
 	}
 	return nil
+}
+
+func reading(f plan.Family, table string, err error) error {
+	return fmt.Errorf("reading table %s %s of nftables: %w", FamilyName(f), table, absent(err))
 }
