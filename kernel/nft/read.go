@@ -1,6 +1,7 @@
 package nft
 
 import (
+	"bytes"
 	"errors"
 	"fmt"
 	"hash/maphash"
@@ -17,9 +18,30 @@ import (
 type Content struct {
 	// Dormant says that the kernel does not call the table's chains.
 	Dormant bool
-	// Sets has an entry for each set: whether it has the expected form.
-	Sets   map[string]bool
-	Chains map[string]ChainContent
+	// Sets has an entry for each set that has a name of its own: whether it has the expected form.
+	Sets    map[string]bool
+	Chains  map[string]ChainContent
+	Objects []Object
+}
+
+// Object is a flowtable or a stateful object of a table. This program has none.
+type Object struct {
+	Name string
+	// Type is the kernel's number of a type of stateful object; 0 for a flowtable.
+	Type uint32
+}
+
+var objectTypes = map[uint32]string{0: "flowtable", unix.NFT_OBJECT_COUNTER: "counter", unix.NFT_OBJECT_QUOTA: "quota",
+	unix.NFT_OBJECT_CT_HELPER: "ct helper", unix.NFT_OBJECT_LIMIT: "limit", unix.NFT_OBJECT_TUNNEL: "tunnel",
+	unix.NFT_OBJECT_CT_TIMEOUT: "ct timeout", unix.NFT_OBJECT_SECMARK: "secmark", unix.NFT_OBJECT_CT_EXPECT: "ct expectation",
+	unix.NFT_OBJECT_SYNPROXY: "synproxy"}
+
+// String is such as "counter incoming".
+func (o Object) String() string {
+	if word := objectTypes[o.Type]; word != "" {
+		return word + " " + o.Name
+	}
+	return fmt.Sprintf("object %s of type %d", o.Name, o.Type)
 }
 
 // ChainContent is what a chain contains.
@@ -28,6 +50,8 @@ type ChainContent struct {
 	Labels []string
 	// Other says that the chain has another type, hook, priority or policy than expected.
 	Other bool
+	// Base says that it has a hook, where the kernel calls it.
+	Base bool
 }
 
 // Holds reports whether a chain has the hook and the rules that it should have.
@@ -60,9 +84,9 @@ func (c ChainContent) Match(want Chain) []int {
 	return out
 }
 
-// Intact reports whether the table, which may be nil, has these sets and chains, no other chains, and is in force.
+// Intact reports whether the table, which may be nil, has these sets and chains, nothing else, and is in force.
 func (c *Content) Intact(sets []Set, chains []Chain) bool {
-	if c == nil || c.Dormant || len(c.Chains) != len(chains) {
+	if c == nil || c.Dormant || len(c.Chains) != len(chains) || len(c.Sets) != len(sets) || len(c.Objects) > 0 {
 		return false
 	}
 	for _, s := range sets {
@@ -89,12 +113,28 @@ func (c *Conn) Read(f plan.Family, table string, sets []Set, chains []Chain) (*C
 		wantSets[s.Name] = s
 	}
 	err = c.dump(f, table, unix.NFT_MSG_GETSET, nil, func() { out.Sets = map[string]bool{} }, func(attrs []byte) {
+		if netlink.BigEndian(netlink.Attribute(attrs, unix.NFTA_SET_FLAGS))&unix.NFT_SET_ANONYMOUS != 0 { // It is a part of a rule.
+			return
+		}
 		name := netlink.Text(netlink.Attribute(attrs, unix.NFTA_SET_NAME))
 		want, known := wantSets[name]
 		out.Sets[name] = known && want.is(attrs)
 	})
 	if err != nil {
 		return nil, err
+	}
+	for _, kind := range []uint16{unix.NFT_MSG_GETFLOWTABLE, unix.NFT_MSG_GETOBJ} {
+		before := len(out.Objects)
+		err := c.dump(f, table, kind, nil, func() { out.Objects = out.Objects[:before] }, func(attrs []byte) {
+			o := Object{Name: netlink.Text(netlink.Attribute(attrs, unix.NFTA_OBJ_NAME))}
+			if kind == unix.NFT_MSG_GETOBJ {
+				o.Type = uint32(netlink.BigEndian(netlink.Attribute(attrs, unix.NFTA_OBJ_TYPE)))
+			}
+			out.Objects = append(out.Objects, o)
+		})
+		if err != nil {
+			return nil, err
+		}
 	}
 	out.Chains, err = c.chains(f, table, chains)
 	return out, err
@@ -123,7 +163,7 @@ func (c *Conn) chains(f plan.Family, table string, want []Chain) (map[string]Cha
 	empty := map[string]ChainContent{}
 	err := c.dump(f, table, unix.NFT_MSG_GETCHAIN, nil, func() { clear(empty) }, func(attrs []byte) {
 		name := netlink.Text(netlink.Attribute(attrs, unix.NFTA_CHAIN_NAME))
-		empty[name] = ChainContent{Other: !hooks[name].is(attrs)}
+		empty[name] = ChainContent{Other: !hooks[name].is(attrs), Base: netlink.Attribute(attrs, unix.NFTA_CHAIN_HOOK) != nil}
 	})
 	if err != nil {
 		return nil, err
@@ -146,7 +186,8 @@ func (s Set) is(attrs []byte) bool {
 		number(unix.NFTA_SET_KEY_LEN) != uint32(s.Key.Length()) || size != s.Size {
 		return false
 	}
-	if s.Counted && netlink.Attribute(attrs, setExpr) == nil {
+	each := netlink.Attribute(attrs, setExpr)
+	if s.Counted && each == nil || each != nil && !isCounter(each) || netlink.Attribute(attrs, setExprs) != nil {
 		return false
 	}
 	return s.Data == nil || number(unix.NFTA_SET_DATA_TYPE) == s.dataType() &&
@@ -235,15 +276,67 @@ func parseElement(raw []byte) (e Element) {
 		case unix.NFTA_SET_ELEM_DATA:
 			e.Data = string(netlink.Attribute(v, unix.NFTA_DATA_VALUE))
 			if verdict := netlink.Attribute(v, unix.NFTA_DATA_VERDICT); verdict != nil {
-				e.Chain = netlink.Text(netlink.Attribute(verdict, unix.NFTA_VERDICT_CHAIN))
+				e.parseVerdict(verdict)
 			}
 		case unix.NFTA_SET_ELEM_EXPR:
-			e.Packets = netlink.BigEndian(netlink.Attribute(netlink.Attribute(v, unix.NFTA_EXPR_DATA), unix.NFTA_COUNTER_PACKETS))
+			e.parseExpr(v)
+		case setElemExprs:
+			for _, one := range netlink.Attributes(v) {
+				e.parseExpr(one)
+			}
 		case unix.NFTA_SET_ELEM_USERDATA:
 			e.Comment = netlink.Text(userdataOf(v, commentUserdata))
+		case unix.NFTA_SET_ELEM_TIMEOUT:
+			e.has("timeout")
+		case unix.NFTA_SET_ELEM_OBJREF:
+			e.has("object " + netlink.Text(v))
+		case unix.NFTA_SET_ELEM_FLAGS: // Of a catch-all element, it is its having no key that counts.
+			if flags := netlink.BigEndian(v) &^ catchAll; flags != 0 {
+				e.has(fmt.Sprintf("flags %#x", flags))
+			}
 		}
 	}
 	return e
+}
+
+// has adds to what only other programs write.
+func (e *Element) has(what string) {
+	if e.Other != "" {
+		e.Other += ", "
+	}
+	e.Other += what
+}
+
+func (e *Element) parseVerdict(v []byte) {
+	code, chain := int32(netlink.BigEndian(netlink.Attribute(v, unix.NFTA_VERDICT_CODE))), netlink.Text(netlink.Attribute(v, unix.NFTA_VERDICT_CHAIN))
+	const drop, accept = 0, 1
+	switch code {
+	case unix.NFT_GOTO:
+		e.Chain = chain
+	case unix.NFT_JUMP:
+		e.has("jump " + chain)
+	case unix.NFT_RETURN:
+		e.has("return")
+	case drop:
+		e.has("drop")
+	case accept:
+		e.has("accept")
+	default:
+		e.has(fmt.Sprintf("verdict %d", code))
+	}
+}
+
+func (e *Element) parseExpr(v []byte) {
+	if isCounter(v) {
+		e.Packets = netlink.BigEndian(netlink.Attribute(netlink.Attribute(v, unix.NFTA_EXPR_DATA), unix.NFTA_COUNTER_PACKETS))
+		return
+	}
+	e.has(netlink.Text(netlink.Attribute(v, unix.NFTA_EXPR_NAME)))
+}
+
+// isCounter reports whether an expression is a counter, which changes nothing for a packet.
+func isCounter(expr []byte) bool {
+	return string(bytes.TrimRight(netlink.Attribute(expr, unix.NFTA_EXPR_NAME), "\x00")) == "counter"
 }
 
 // tableAttr is the type of the attribute with a table's name, in messages about any kind of object.
