@@ -52,16 +52,16 @@ func TestBesideTransactions(t *testing.T) {
 			t.Error(err)
 		}
 	}()
-	p := plantest.Large(4000, 5) // A listing of its endpoints takes longer than many transactions.
-	for i := range 100 {         // with a chain for each number of endpoints
-		p.Set(plantest.LargeService(i, 100*i, i))
+	p := plantest.Large(0, 0)
+	for i := range 500 { // Each has chains of its own, so that a listing of rules takes longer than many transactions.
+		p.Set(ownTimeout(i))
 	}
 	ctx := context.Background()
 	e, _ := testEngine(t, plan.IPv4)
 	if err := e.Sync(ctx, p, plan.Everything()); err != nil {
 		t.Fatal(err)
 	}
-	for range 3 {
+	for range 2 {
 		<-committed
 		again, k := testEngine(t, plan.IPv4)
 		if err := again.Sync(ctx, p, plan.Everything()); err != nil || k.commits > 0 {

@@ -161,11 +161,13 @@ func (c *Conn) chains(f plan.Family, table string, want []Chain) (map[string]Cha
 		hooks[ch.Name] = ch.Hook
 	}
 	empty := map[string]ChainContent{}
-	err := c.dump(f, table, unix.NFT_MSG_GETCHAIN, nil, func() { clear(empty) }, func(attrs []byte) {
+	// The kernel counts the chains of all tables, so one of ours may be left out, or listed twice, where others come and go meanwhile. Then
+	// all listings together count. A chain that is in none of them is found by its rules.
+	err := c.dump(f, table, unix.NFT_MSG_GETCHAIN, nil, func() {}, func(attrs []byte) {
 		name := netlink.Text(netlink.Attribute(attrs, unix.NFTA_CHAIN_NAME))
 		empty[name] = ChainContent{Other: !hooks[name].is(attrs), Base: netlink.Attribute(attrs, unix.NFTA_CHAIN_HOOK) != nil}
 	})
-	if err != nil {
+	if err != nil && !errors.Is(err, netlink.ErrInterrupted) {
 		return nil, err
 	}
 	var out map[string]ChainContent
