@@ -52,6 +52,10 @@ var driftFaults = map[harness.Mode][]driftFault{
 			"10.96.0.11 . tcp . 80 of set services of nftables table ip nodeproxy: missing"},
 		{"a foreign Service", "nft add element ip nodeproxy services { 10.96.9.9 . tcp . 80 : 2000:2 }", "set_element",
 			"10.96.9.9 . tcp . 80 of set services of nftables table ip nodeproxy: unexpected"},
+		{"a Service for all that is none", "nft add element ip nodeproxy services { * : 2000:2 }", "set_element",
+			"* of set services of nftables table ip nodeproxy: unexpected"},
+		{"a foreign chain that drops what is forwarded", "nft add chain ip nodeproxy evil { type filter hook forward priority 10; policy drop; }",
+			"chain", "chain evil of nftables table ip nodeproxy: unexpected"},
 		{"a table put to sleep", "nft add table ip nodeproxy { flags dormant; }", "table", "table ip nodeproxy of nftables: changed"},
 	},
 }

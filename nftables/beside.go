@@ -2,6 +2,7 @@ package nftables
 
 import (
 	"context"
+	"errors"
 	"maps"
 	"slices"
 	"time"
@@ -52,7 +53,9 @@ type snapshot struct {
 	current map[plan.Key]written
 	kinds   map[kind]bool
 	others  map[id]value // of no ServicePort that is written
-	cluster []*plan.ServicePort
+	// leftover are chains that no kind uses any more.
+	leftover map[string]bool
+	cluster  []*plan.ServicePort
 }
 
 // snapshot begins a comparison; nil if it is not known what the kernel should hold.
@@ -62,7 +65,8 @@ func (e *engine) snapshot() *snapshot {
 	if e.current == nil || e.kernel == nil {
 		return nil
 	}
-	s := &snapshot{layout: e.layout, full: e.full, current: maps.Clone(e.current), kinds: maps.Clone(e.kinds), others: fixed(e.kinds)}
+	s := &snapshot{layout: e.layout, full: e.full, current: maps.Clone(e.current), kinds: maps.Clone(e.kinds), others: fixed(e.kinds),
+		leftover: maps.Clone(e.leftover)}
 	maps.Copy(s.others, e.spareKinds)
 	for _, r := range e.refused {
 		if !time.Now().Before(r.again) {
@@ -86,19 +90,70 @@ func (e *engine) compareBeside(ctx context.Context) (found drift.Found, again bo
 		e.mu.Lock()
 		e.touched = nil
 		e.mu.Unlock()
+		if fault := recover(); fault != nil { // What is in the table is not only of this program's making.
+			again, err = true, e.panicked(fault)
+		}
 	}()
 	k, err := e.reader()
 	if err != nil {
 		return nil, true, err
 	}
 	defer k.Close()
-	content, err := k.Read(e.family, names.NFTables, e.sets, append(s.layout.chains(), s.layout.kindChains(s.kinds)...))
+	chains := append(s.layout.chains(), s.layout.kindChains(s.kinds)...)
+	content, err := k.Read(e.family, names.NFTables, e.sets, chains)
 	if err != nil {
 		return nil, true, err
 	}
 	if content == nil || content.Dormant || len(structure(s.layout, s.kinds, e.sets, content)) > 0 {
 		return nil, true, nil
 	}
+	in := intrudersIn(content, e.sets, namesOf(chains, s.leftover))
+	if again, err := e.expel(s, &in, intruders.disarm); again || err != nil {
+		return nil, true, err
+	}
+	chainsOnly := intruders{chains: in.chains}
+	in.chains = nil
+	found = in.differences(e.family)
+	more, again, err := e.compareElements(ctx, k, s)
+	if found = append(found, more...); again || err != nil {
+		return found, again, err
+	}
+	if again, err := e.expel(s, &chainsOnly, intruders.remove); again || err != nil { // An element that is gone now may have led to one.
+		return found, true, err
+	}
+	return append(found, chainsOnly.differences(e.family)...), false, nil
+}
+
+// expel makes a transaction against what other programs have put into the table. It takes out of in what a sync has written since the
+// snapshot. again says that a sync has to find out what the kernel holds.
+func (e *engine) expel(s *snapshot, in *intruders, how func(intruders, *nft.Batch)) (again bool, err error) {
+	if in.empty() {
+		return false, nil
+	}
+	e.mu.Lock()
+	defer e.mu.Unlock()
+	if e.current == nil || e.full != s.full { // A sync has compared everything, or failed.
+		*in = intruders{}
+		return e.current == nil, nil
+	}
+	known := namesOf(append(e.layout.chains(), e.layout.kindChains(e.kinds)...), e.leftover)
+	for _, list := range []*[]string{&in.bases, &in.chains} {
+		*list = slices.DeleteFunc(*list, func(name string) bool { return known[name] })
+	}
+	b := nft.NewBatch(e.family, names.NFTables)
+	how(*in, b)
+	if err := e.kernel.Commit(b); err != nil {
+		e.failed(e.family, false)
+		if r := (*nft.RefusedError)(nil); !errors.As(err, &r) {
+			e.forget()
+		}
+		return true, err
+	}
+	return false, nil
+}
+
+// compareElements compares elements, and repairs those that differ.
+func (e *engine) compareElements(ctx context.Context, k kernel, s *snapshot) (found drift.Found, again bool, err error) {
 	suspects, used, err := e.suspects(ctx, k, s)
 	if err != nil {
 		return nil, true, err
@@ -161,30 +216,42 @@ func (e *engine) suspects(ctx context.Context, k kernel, s *snapshot) (map[id]*v
 		}
 	}
 	meet(expected)
-	if !s.layout.partial { // Else they may belong to a ServicePort that is not known yet.
-		for i := range have {
+	forms := formsOf(e.sets)
+	for i, v := range have {
+		if !s.layout.partial || !forms[i.set].has(i, v) { // Else it may belong to a ServicePort that is not known yet.
 			out[i] = nil
 		}
 	}
 	return out, used, nil
 }
 
-// sample reads all elements but those that rules add. Some that are there may be missing.
+// sample reads all elements, as each does.
 func (e *engine) sample(ctx context.Context, k kernel) (map[id]value, error) {
 	have := map[id]value{}
+	err := e.each(k, func(i id, v value) error {
+		have[i] = v
+		return ctx.Err()
+	})
+	return have, err
+}
+
+// each calls visit with all elements but those that rules add, of which a catch-all element is none. Some that are there may be missing.
+func (e *engine) each(k kernel, visit func(id, value) error) error {
 	for i, set := range e.sets {
-		if setID(i) == affinity {
-			continue
+		note := func(el nft.Element) error { return visit(id{setID(i), el.Key, el.End}, valueOf(el)) }
+		var err error
+		if setID(i) != affinity {
+			err = k.Sample(e.family, names.NFTables, set, note)
+		} else if el, is, asked := k.Element(e.family, names.NFTables, set, nft.Element{}); is {
+			err = note(el)
+		} else {
+			err = asked
 		}
-		err := k.Sample(e.family, names.NFTables, set, func(el nft.Element) error {
-			have[id{setID(i), el.Key, el.End}] = value{el.Data, el.Chain, el.Comment}
-			return ctx.Err()
-		})
 		if err != nil {
-			return nil, err
+			return err
 		}
 	}
-	return have, nil
+	return nil
 }
 
 // look reads one element, and reports whether it is as it should be.
@@ -194,7 +261,8 @@ func (e *engine) look(k kernel, i id, want *value) (have *value, same bool, err 
 		return nil, false, err
 	}
 	if is {
-		have = &value{el.Data, el.Chain, el.Comment}
+		v := valueOf(el)
+		have = &v
 	}
 	return have, is == (want != nil) && (!is || *have == *want), nil
 }

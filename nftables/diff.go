@@ -57,7 +57,7 @@ func Read(f plan.Family, o Options) (*Table, error) {
 	defer k.Close()
 	e := newEngine(f, o, nil, nil)
 	e.kernel = k
-	s := &fullSync{engine: e, layout: e.layoutOf(plan.New(plan.Node{}, plan.Settings{})), have: map[id]value{}}
+	s := e.fullSync(plan.New(plan.Node{}, plan.Settings{}))
 	if s.content, err = k.Read(f, names.NFTables, e.sets, s.layout.chains()); err != nil || s.content == nil {
 		return nil, err
 	}
@@ -77,6 +77,12 @@ func Read(f plan.Family, o Options) (*Table, error) {
 func Diff(f plan.Family, have, want *Table) []drift.Hunk {
 	d := &differ{family: f, file: fmt.Sprintf("%s table %s %s (nft list)", strings.ToLower(f.String()), nft.FamilyName(f), names.NFTables),
 		have: cmp.Or(have, &Table{}), want: cmp.Or(want, &Table{})}
+	if have != nil && have.read != nil && len(have.read.foreign) > 0 {
+		all := *have
+		all.elements = maps.Clone(have.elements)
+		maps.Copy(all.elements, have.read.foreign)
+		d.have = &all
+	}
 	switch {
 	case have == nil && want == nil:
 		return nil
@@ -94,7 +100,22 @@ func Diff(f plan.Family, have, want *Table) []drift.Hunk {
 		d.set(setID(i), changed[setID(i)])
 	}
 	d.chains()
+	d.others()
 	return d.out
+}
+
+// others makes a hunk for each thing in the kernel's table that is neither a chain nor a set of this program's.
+func (d *differ) others() {
+	if d.have.read == nil {
+		return
+	}
+	in := intrudersIn(d.have.read.content, d.have.options.sets(d.family), nil)
+	for _, name := range in.sets {
+		d.out = append(d.out, drift.Hunk{Kind: drift.SetElement, File: d.file, Object: "set " + name, Have: []string{"set " + name + " # of another program"}})
+	}
+	for _, o := range in.objects {
+		d.out = append(d.out, drift.Hunk{Kind: drift.Object, File: d.file, Object: o.String(), Have: []string{o.String() + " # of another program"}})
+	}
 }
 
 // differ makes the hunks of one table.

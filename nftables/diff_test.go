@@ -79,6 +79,9 @@ func TestDiffOfDamage(t *testing.T) {
 	for _, tc := range []struct{ nft, repair, object, service, removed, added string }{
 		{"add element ip nodeproxy cluster-ips { 192.0.2.1 }", "delete element ip nodeproxy cluster-ips { 192.0.2.1 }",
 			"set cluster-ips", "", "192.0.2.1", ""},
+		{"add element ip nodeproxy services { * : 1:1 }", "delete element ip nodeproxy services { * }", "map services", "", "* : 1:1", ""},
+		{"add counter ip nodeproxy mine", "delete counter ip nodeproxy mine", "counter mine", "", "counter mine # of another program", ""},
+		{"add set ip nodeproxy mine { type mark; }", "delete set ip nodeproxy mine", "set mine", "", "set mine # of another program", ""},
 		{"add rule ip nodeproxy to-services drop", "", "chain to-services", "", "\t# a rule that nodeproxy would not write here", ""},
 		{"add chain ip nodeproxy mine { drop; }", "", "chain mine", "", "chain mine {|\t# rules: 1|}", ""},
 		{"add table ip nodeproxy { flags dormant; }", "", "table ip nodeproxy", "", "table ip nodeproxy # in another form, or dormant: it is created anew",

@@ -17,7 +17,8 @@ func (e *engine) differs(k drift.Kind, state drift.State, format string, args ..
 }
 
 // differences records how the kernel's content differs from what the last sync wrote.
-func (s *fullSync) differences(before *layout) {
+func (s *fullSync) differences() {
+	before := s.before
 	if s.content == nil {
 		s.differs(drift.Table, drift.Missing, "%s %s of nftables", nft.FamilyName(s.family), names.NFTables)
 		return
@@ -26,8 +27,13 @@ func (s *fullSync) differences(before *layout) {
 		s.differs(drift.Table, drift.Changed, "%s %s of nftables", nft.FamilyName(s.family), names.NFTables)
 	}
 	s.Found = append(s.Found, structure(before, s.kinds, s.sets, s.content)...)
+	s.Found = append(s.Found, intrudersIn(s.content, s.sets, s.ours).differences(s.family)...)
 	if s.rebuild {
 		return
+	}
+	for _, i := range slices.SortedFunc(maps.Keys(s.foreign), compareIDs) {
+		have := s.foreign[i]
+		s.Found = append(s.Found, s.difference(i, nil, &have))
 	}
 	met := 0
 	compare := func(list map[id]value) {

@@ -23,6 +23,52 @@ type value struct {
 	data, chain, comment string
 }
 
+// valueOf returns the value of an element in the kernel. What only other programs give to elements follows the name of the chain, behind
+// foreignMark, which no name holds. So such an element differs from all that this program writes.
+func valueOf(el nft.Element) value {
+	v := value{el.Data, el.Chain, el.Comment}
+	if el.Other != "" {
+		v.chain += foreignMark + el.Other
+	}
+	return v
+}
+
+const foreignMark = "\x00"
+
+// form is what the elements of a set that this program writes have in common. Others, such as a catch-all element, are only compared, named and
+// removed.
+type form struct {
+	key, data int // their lengths
+	same      int // how much of the keys at the ends of an interval is the same; 0 in a set without intervals
+}
+
+func formOf(set nft.Set) form {
+	f := form{key: set.Key.Length(), data: set.Data.Length()}
+	if set.Interval { // Only the last part is a range.
+		f.same = f.key - set.Key[len(set.Key)-1:].Length()
+	}
+	return f
+}
+
+func formsOf(sets []nft.Set) []form {
+	out := make([]form, len(sets))
+	for i, set := range sets {
+		out[i] = formOf(set)
+	}
+	return out
+}
+
+// has reports whether an element is of this form.
+func (f form) has(i id, v value) bool {
+	if len(i.key) != f.key || len(v.data) != f.data {
+		return false
+	}
+	if f.same == 0 {
+		return i.end == ""
+	}
+	return len(i.end) == f.key && i.end[:f.same] == i.key[:f.same]
+}
+
 func (i id) element(v value) nft.Element {
 	return nft.Element{Key: i.key, End: i.end, Data: v.data, Chain: v.chain, Comment: v.comment}
 }

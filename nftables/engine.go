@@ -21,7 +21,6 @@ import (
 type kernel interface {
 	Commit(*nft.Batch) error
 	Read(f plan.Family, table string, sets []nft.Set, chains []nft.Chain) (*nft.Content, error)
-	Elements(f plan.Family, table string, s nft.Set) ([]nft.Element, error)
 	Sample(f plan.Family, table string, s nft.Set, each func(nft.Element) error) error
 	Element(f plan.Family, table string, s nft.Set, e nft.Element) (nft.Element, bool, error)
 	Close() error
@@ -64,6 +63,7 @@ type engine struct {
 	// the chains that they keep, and are not in kinds.
 	refused    map[plan.Key]*refusal
 	spareKinds map[id]value
+	leftover   map[string]bool // chains that no kind uses any more, and that could not be removed yet
 	// existed is set where the last sync failed as something existed already, and certain where everything is read anew after that.
 	existed, certain bool
 	// full is how many syncs of everything have begun. touched are the elements that were written since a comparison beside syncs began;

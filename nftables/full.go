@@ -6,10 +6,12 @@ import (
 	"fmt"
 	"maps"
 	"net/netip"
+	"runtime/debug"
 	"slices"
 
 	"golang.org/x/sys/unix"
 
+	"nodeproxy/kernel/drift"
 	"nodeproxy/kernel/names"
 	"nodeproxy/kernel/nft"
 	"nodeproxy/plan"
@@ -18,42 +20,95 @@ import (
 // syncAll reads the kernel's content, and changes it where it differs from the plan.
 func (e *engine) syncAll(ctx context.Context, p *plan.Plan) error {
 	e.full++
-	l := e.layoutOf(p)
 	e.Compared = e.current != nil
-	known, before := l, e.layout
+	s := e.fullSync(p)
+	known := s.layout
 	if e.Compared {
-		known = before
+		known = e.layout
 	}
-	content, err := e.kernel.Read(e.family, names.NFTables, e.sets, append(known.chains(), known.kindChains(e.kinds)...))
+	chains := append(known.chains(), known.kindChains(e.kinds)...)
+	content, err := e.kernel.Read(e.family, names.NFTables, e.sets, chains)
 	if err != nil {
 		return err
 	}
-	s := &fullSync{engine: e, layout: l, plan: p, content: content, have: map[id]value{}, used: map[kind]bool{}}
+	s.content = content
 	s.rebuild = content == nil || s.unusable()
+	if e.Compared {
+		s.ours = namesOf(chains, e.leftover)
+	}
 	if s.rebuild && content != nil && len(content.Chains) > 0 && p.Partial && !e.Compared { // A table without chains does nothing.
 		return fmt.Errorf("the table %s is another version's: %w", names.NFTables, plan.ErrPartial)
 	}
 	if !s.rebuild {
-		if err := s.readElements(); err != nil {
+		err := s.mend(ctx)
+		if !s.beyondRepair(err) || p.Partial { // What is not known yet is in this table alone.
 			return err
 		}
+		e.log.Warn("creating the nftables table anew, as what is in it can't be mended", "family", e.family, "error", err)
+		s = e.fullSync(p)
+		s.content, s.rebuild = content, true
+	} else if e.Compared {
+		s.differences()
 	}
-	if e.Compared {
-		s.differences(before)
+	if err := s.write(ctx); err != nil {
+		return err
 	}
-	if !s.rebuild && (!e.Compared || len(e.Found) > 0) {
+	e.leftover = nil
+	return nil
+}
+
+// fullSync begins a sync of everything.
+func (e *engine) fullSync(p *plan.Plan) *fullSync {
+	return &fullSync{engine: e, layout: e.layoutOf(p), before: e.layout, plan: p, have: map[id]value{}, foreign: map[id]value{}, used: map[kind]bool{}}
+}
+
+// mend makes the table that is there equal to the plan.
+func (s *fullSync) mend(ctx context.Context) (err error) {
+	defer func() {
+		if fault := recover(); fault != nil { // What is in the table is not only of this program's making.
+			err = s.panicked(fault)
+			s.Found = append(s.Found, drift.Difference{Kind: drift.Table, State: drift.Changed, Aspect: "it can't be compared",
+				Object: fmt.Sprintf("%s %s of nftables", nft.FamilyName(s.family), names.NFTables)})
+		}
+	}()
+	if err := s.readElements(); err != nil {
+		return err
+	}
+	if s.Compared {
+		s.differences()
+	}
+	if !s.Compared || len(s.Found) > 0 {
 		if err := s.readAgain(); err != nil {
 			return err
 		}
-		if e.Found = nil; e.Compared {
-			s.differences(before)
+		if s.Found = nil; s.Compared {
+			s.differences()
 		}
 	}
 	if err := s.write(ctx); err != nil {
 		return err
 	}
-	s.prune(ctx)
-	return nil
+	return s.prune(ctx)
+}
+
+// beyondRepair reports whether an error of mend is that something can't be compared, or can't be removed.
+func (s *fullSync) beyondRepair(err error) bool {
+	var r *nft.RefusedError
+	if errors.As(err, &r) && r.Removes {
+		return s.engine.blames(err) || errors.Is(err, unix.EBUSY)
+	}
+	return errors.Is(err, errPanic)
+}
+
+// errPanic is the error of a comparison that has panicked.
+var errPanic = errors.New("a comparison with the kernel has panicked; this is a fault in nodeproxy")
+
+// panicked logs a panic, and returns it as an error.
+func (e *engine) panicked(fault any) error {
+	err := fmt.Errorf("%w: %v", errPanic, fault)
+	e.failed(e.family, false)
+	e.log.Error("comparing the nftables table with what was written", "family", e.family, "error", err, "stack", string(debug.Stack()))
+	return err
 }
 
 // terms are those of kinds, in order of the kinds.
@@ -86,13 +141,19 @@ func (l *layout) kindChains(of map[kind]bool) []nft.Chain {
 type fullSync struct {
 	*engine
 	layout  *layout
+	before  *layout         // of what the sync before has written; nil if there is none
+	ours    map[string]bool // the chains that it has written
 	plan    *plan.Plan
 	content *nft.Content // nil if there is no table
 	rebuild bool         // whether the table is created anew
 	have    map[id]value // elements in the kernel, except those found in the plan so far
+	foreign map[id]value // elements in the kernel that this program can't have written
 	used    map[kind]bool
-	spare   []string // unused chains in the table
+	others  intruders // what else is in the table; its chains may be of kinds that are not used any more
 }
+
+// fewWords is how many things a log line names.
+const fewWords = 5
 
 // unusable reports whether the table must be created anew: it is dormant, lacks a set, or has a set or base chain in another form, as
 // another version of this program may have written it.
@@ -114,19 +175,15 @@ func (s *fullSync) unusable() bool {
 }
 
 func (s *fullSync) readElements() error {
-	for i, set := range s.sets {
-		if setID(i) == affinity {
-			continue
+	forms := formsOf(s.sets)
+	return s.each(s.kernel, func(i id, v value) error {
+		if forms[i.set].has(i, v) {
+			s.have[i] = v
+		} else {
+			s.foreign[i] = v
 		}
-		list, err := s.kernel.Elements(s.family, names.NFTables, set)
-		if err != nil {
-			return err
-		}
-		for _, el := range list {
-			s.have[id{setID(i), el.Key, el.End}] = value{el.Data, el.Chain, el.Comment}
-		}
-	}
-	return nil
+		return nil
+	})
 }
 
 // mostReads bounds how often elements are read.
@@ -136,11 +193,11 @@ const mostReads = 6
 // larger hash table, which it does in the background, a listing may omit some.
 func (s *fullSync) readAgain() error {
 	for range mostReads - 1 {
-		seen := len(s.have)
+		seen := len(s.have) + len(s.foreign)
 		if err := s.readElements(); err != nil {
 			return err
 		}
-		if len(s.have) == seen {
+		if len(s.have)+len(s.foreign) == seen {
 			return nil
 		}
 	}
@@ -252,12 +309,12 @@ func (s *fullSync) write(ctx context.Context) error {
 	if err != nil {
 		return err
 	}
-	if len(s.spare) > 0 {
+	if len(s.others.chains) > 0 {
 		used := map[string]bool{}
 		for _, c := range s.layout.kindChains(t.kinds) {
 			used[c.Name] = true
 		}
-		s.spare = slices.DeleteFunc(s.spare, func(name string) bool { return used[name] })
+		s.others.chains = slices.DeleteFunc(s.others.chains, func(name string) bool { return used[name] })
 	}
 	refused := map[plan.Key]*refusal{}
 	for _, sp := range d.held {
@@ -405,26 +462,33 @@ func (s *fullSync) structure(t *transactions) error {
 		if there && is.Holds(c) {
 			continue
 		}
-		if !there {
-			b.AddChain(c)
-		} else if len(is.Labels) > 0 {
+		if there && len(is.Labels) > 0 {
 			b.FlushChain(c.Name)
 		}
+		if there && is.Other { // It has a hook, so nothing leads to it.
+			b.DeleteChain(c.Name)
+		}
+		if !there || is.Other {
+			b.AddChain(c)
+		}
 		changed = append(changed, c)
+	}
+	if !s.rebuild {
+		s.others = intrudersIn(s.content, s.sets, wanted)
+		intruders{bases: s.others.bases}.disarm(b) // They may do anything to any packet.
+		if seen := s.others; !s.Compared {
+			seen.chains = nil
+			if found := seen.differences(s.family); len(found) > 0 {
+				s.log.Warn("another program has put something into the nftables table, which is removed: "+found.Words(fewWords), "family", s.family)
+			}
+		}
 	}
 	for _, c := range changed {
 		if err := b.AddRules(c); err != nil {
 			return err
 		}
 	}
-	if !s.rebuild {
-		for _, name := range slices.Sorted(maps.Keys(s.content.Chains)) {
-			if !wanted[name] {
-				s.spare = append(s.spare, name)
-			}
-		}
-	}
-	var elements []write
+	elements := removals(s.foreign, func(id) bool { return true })
 	for i, v := range fixed(t.kinds) {
 		if was, is := s.have[i]; !is {
 			elements = append(elements, write{i, nil, &v})
@@ -453,23 +517,52 @@ func (s *fullSync) unwanted(keep map[id]value) []write {
 	})
 }
 
-// prune removes unused chains. Kernels before 6.2 may consider one in use for a while after the element that led to it was removed; the
-// next full sync tries again.
-func (s *fullSync) prune(ctx context.Context) {
-	if len(s.spare) == 0 || s.plan.Partial || len(s.spareKinds) > 0 || ctx.Err() != nil { // What is refused may still need them.
-		return
+// prune removes what other programs have put into the table, and unused chains. Kernels before 6.2 may consider a chain in use for a while
+// after the element that led to it was removed; then the next full sync tries again.
+func (s *fullSync) prune(ctx context.Context) error {
+	foreign, spare := s.others, intruders{}
+	if s.Compared {
+		known := s.ours
+		spare.chains = slices.DeleteFunc(slices.Clone(foreign.chains), func(name string) bool { return !known[name] })
+		foreign.chains = slices.DeleteFunc(slices.Clone(foreign.chains), func(name string) bool { return known[name] })
+	} else { // They are chains of kinds that were used before.
+		spare.chains, foreign.chains = foreign.chains, nil
 	}
-	b := nft.NewBatch(s.family, names.NFTables)
-	for _, name := range s.spare {
-		if len(s.content.Chains[name].Labels) > 0 {
-			b.FlushChain(name)
+	s.leftover = map[string]bool{}
+	for _, name := range spare.chains {
+		s.leftover[name] = true
+	}
+	needed := s.plan.Partial || len(s.spareKinds) > 0 // by what is not known, or refused
+	if !s.Compared && needed || ctx.Err() != nil {
+		return nil
+	}
+	foreign.bases = nil // They are gone.
+	disarmed, removed := nft.NewBatch(s.family, names.NFTables), nft.NewBatch(s.family, names.NFTables)
+	if !s.Compared && len(foreign.sets)+len(foreign.objects) > 0 { // Rules of chains that are not known may use them.
+		spare.disarm(disarmed)
+	}
+	foreign.disarm(disarmed)
+	foreign.remove(removed)
+	for _, b := range []*nft.Batch{disarmed, removed} {
+		if err := s.kernel.Commit(b); err != nil && s.plan.Partial { // What leads there may have to stay for the time being.
+			s.log.Warn("can't remove what another program has put into the nftables table until all Services are known", "family", s.family, "error", err)
+			return nil
+		} else if err != nil {
+			return err
 		}
 	}
-	for _, name := range s.spare {
-		b.DeleteChain(name)
+	if needed || len(spare.chains) == 0 {
+		return nil
 	}
-	if err := s.kernel.Commit(b); err != nil && !errors.Is(err, unix.EBUSY) {
+	b := nft.NewBatch(s.family, names.NFTables)
+	spare.disarm(b)
+	spare.remove(b)
+	err := s.kernel.Commit(b)
+	if err == nil {
+		s.leftover = nil
+	} else if !errors.Is(err, unix.EBUSY) {
 		s.failed(s.family, true)
 		s.log.Warn("can't remove unused chains yet", "family", s.family, "error", err)
 	}
+	return nil
 }

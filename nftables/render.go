@@ -16,9 +16,15 @@ import (
 
 // text returns the key of an element in the language of nft.
 func (i id) text(f plan.Family) string {
-	key := sets(f)[i.set].Key
-	if i.end == "" {
+	set := sets(f)[i.set]
+	key := set.Key
+	switch {
+	case i.key == "":
+		return "*"
+	case i.end == "":
 		return valueText(key, i.key)
+	case !set.Interval || !formOf(set).has(i, value{}):
+		return valueText(key, i.key) + "-" + valueText(key, i.end)
 	}
 	n := len(i.key) - f.Bits()/8
 	from, _ := netip.AddrFromSlice([]byte(i.key[n:]))
@@ -32,17 +38,24 @@ func (v value) text(set nft.Set) string {
 	if v.comment != "" {
 		out = fmt.Sprintf(" comment %q", v.comment)
 	}
+	chain, other, _ := strings.Cut(v.chain, foreignMark)
 	switch {
-	case v.chain != "":
-		out += " : goto " + v.chain
+	case chain != "":
+		out += " : goto " + chain
 	case v.data != "":
 		out += " : " + valueText(set.Data, v.data)
+	}
+	if other != "" {
+		out += " # with " + other
 	}
 	return out
 }
 
-// valueText returns a value in the language of nft.
+// valueText returns a value in the language of nft; one that is not as long as its type says, as a number.
 func valueText(types nft.Concat, raw string) string {
+	if len(raw) != types.Length() {
+		return fmt.Sprintf("%#x", raw)
+	}
 	var parts []string
 	for _, t := range types {
 		n := min(nft.Concat{t, t}.Length()/2, len(raw))

@@ -16,6 +16,7 @@ const (
 	Chain         Kind = "chain"
 	Rule          Kind = "rule"
 	SetElement    Kind = "set_element" // of an ipset, or of a set or map of nftables
+	Object        Kind = "object"      // a flowtable or a stateful object of nftables
 	VirtualServer Kind = "virtual_server"
 	RealServer    Kind = "real_server"
 	Address       Kind = "address"
@@ -24,7 +25,7 @@ const (
 )
 
 // Kinds lists all of them.
-var Kinds = [...]Kind{Table, Chain, Rule, SetElement, VirtualServer, RealServer, Address, Route, Sysctl}
+var Kinds = [...]Kind{Table, Chain, Rule, SetElement, Object, VirtualServer, RealServer, Address, Route, Sysctl}
 
 // State is in which way a thing is not as it was written.
 type State string

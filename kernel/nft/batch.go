@@ -110,7 +110,10 @@ const (
 	setDescConcat   = 2
 	setFieldLen     = 1
 	setElemKeyEnd   = 10
+	setElemExprs    = 11
 	setExpr         = 17
+	setExprs        = 18
+	catchAll        = 2 // NFT_SET_ELEM_CATCHALL
 	listElem        = 1
 	commentUserdata = 0
 	keyOrder        = 0
@@ -119,7 +122,8 @@ const (
 	mostComment     = 127
 )
 
-// Element is an element of a set. Key, End and Data are bytes as in registers. End is the last key of an interval.
+// Element is an element of a set. Key, End and Data are bytes as in registers. End is the last key of an interval. One without a Key is for
+// all keys that no other element has (nft calls it a catch-all element).
 type Element struct {
 	Key, End, Data string
 	// Chain is where an element of a verdict map leads.
@@ -128,6 +132,9 @@ type Element struct {
 	Comment string
 	// Packets is how many packets a set that is Counted has counted.
 	Packets uint64
+	// Other names what the kernel has with the element besides, which only other programs write: another verdict than goto, expressions
+	// other than a counter, a timeout, an object.
+	Other string
 }
 
 // Rule is one rule: its expressions, and how it reads in the language of nft.
@@ -271,6 +278,20 @@ func (b *Batch) AddChain(c Chain) {
 	b.add(unix.NFT_MSG_NEWCHAIN, unix.NLM_F_CREATE, "adding chain "+c.Name, body)
 }
 
+// DeleteSet removes a set, with its elements, that no rule uses.
+func (b *Batch) DeleteSet(name string) {
+	b.add(unix.NFT_MSG_DELSET, 0, "removing set "+name, b.begin().Text(unix.NFTA_SET_TABLE, b.table).Text(unix.NFTA_SET_NAME, name))
+}
+
+// DeleteObject removes an object that no rule uses.
+func (b *Batch) DeleteObject(o Object) {
+	kind, body := uint16(unix.NFT_MSG_DELFLOWTABLE), b.begin().Text(tableAttr, b.table).Text(unix.NFTA_OBJ_NAME, o.Name)
+	if o.Type != 0 {
+		kind, body = unix.NFT_MSG_DELOBJ, body.BigEndian32(unix.NFTA_OBJ_TYPE, o.Type)
+	}
+	b.add(kind, 0, "removing "+o.String(), body)
+}
+
 // DeleteChain removes a chain that has no rules and that nothing leads to.
 func (b *Batch) DeleteChain(name string) {
 	b.add(unix.NFT_MSG_DELCHAIN, 0, "removing chain "+name,
@@ -340,11 +361,15 @@ func Comment(text string) string { return text[:min(len(text), mostComment)] }
 
 // userdataOf returns the part of userdata of one type.
 func userdataOf(raw []byte, want byte) []byte {
-	for len(raw) >= 2 && len(raw) >= 2+int(raw[1]) {
-		if raw[0] == want {
-			return raw[2 : 2+raw[1]]
+	for len(raw) >= 2 {
+		end := 2 + int(raw[1])
+		if len(raw) < end {
+			return nil
 		}
-		raw = raw[2+raw[1]:]
+		if raw[0] == want {
+			return raw[2:end]
+		}
+		raw = raw[end:]
 	}
 	return nil
 }
@@ -390,7 +415,11 @@ func appendElement(b netlink.Buffer, e Element, whole bool) netlink.Buffer {
 		return func(d netlink.Buffer) netlink.Buffer { return d.Bytes(unix.NFTA_DATA_VALUE, []byte(v)...) }
 	}
 	return b.Nest(listElem, func(d netlink.Buffer) netlink.Buffer {
-		d = d.Nest(unix.NFTA_SET_ELEM_KEY, value(e.Key))
+		if e.Key == "" {
+			d = d.BigEndian32(unix.NFTA_SET_ELEM_FLAGS, catchAll)
+		} else {
+			d = d.Nest(unix.NFTA_SET_ELEM_KEY, value(e.Key))
+		}
 		if e.End != "" {
 			d = d.Nest(setElemKeyEnd, value(e.End))
 		}
@@ -443,6 +472,8 @@ func (c *Conn) Close() error { return c.conn.Close() }
 type RefusedError struct {
 	// What is the first part of the transaction that failed.
 	What string
+	// Removes says that this part removes something.
+	Removes bool
 	// Set and Element are the element that was refused, where the kernel says which; without data. Set is empty where it does not.
 	Set     string
 	Element Element
@@ -472,7 +503,7 @@ func (c *Conn) Commit(b *Batch) error {
 	for _, i := range slices.Sorted(maps.Keys(errs)) {
 		refused := &RefusedError{What: "committing the transaction", Err: absentOr(errs[i], i)}
 		if i > 0 && i <= len(b.what) {
-			refused.What = b.what[i-1]
+			refused.What, refused.Removes = b.what[i-1], removes(b.messages[i-1])
 			var at *netlink.AtError
 			if errors.As(errs[i], &at) {
 				refused.Set, refused.Element = elementAt(b.messages[i-1], at.Offset)
@@ -483,6 +514,16 @@ func (c *Conn) Commit(b *Batch) error {
 		return fmt.Errorf("%s: %w", prefix, refused)
 	}
 	return nil
+}
+
+// removes reports whether a message removes something.
+func removes(m netlink.Message) bool {
+	switch m.Type & 0xff {
+	case unix.NFT_MSG_DELTABLE, unix.NFT_MSG_DELCHAIN, unix.NFT_MSG_DELRULE, unix.NFT_MSG_DELSET, unix.NFT_MSG_DELSETELEM, unix.NFT_MSG_DELOBJ,
+		unix.NFT_MSG_DELFLOWTABLE:
+		return true
+	}
+	return false
 }
 
 // elementAt is the element in a message of which an attribute begins at an offset, and its set.

@@ -1,9 +1,12 @@
 package nft
 
 import (
+	"bytes"
 	"errors"
 	"fmt"
+	"hash/maphash"
 	"iter"
+	"maps"
 
 	"golang.org/x/sys/unix"
 
@@ -15,9 +18,30 @@ import (
 type Content struct {
 	// Dormant says that the kernel does not call the table's chains.
 	Dormant bool
-	// Sets has an entry for each set: whether it has the expected form.
-	Sets   map[string]bool
-	Chains map[string]ChainContent
+	// Sets has an entry for each set that has a name of its own: whether it has the expected form.
+	Sets    map[string]bool
+	Chains  map[string]ChainContent
+	Objects []Object
+}
+
+// Object is a flowtable or a stateful object of a table. This program has none.
+type Object struct {
+	Name string
+	// Type is the kernel's number of a type of stateful object; 0 for a flowtable.
+	Type uint32
+}
+
+var objectTypes = map[uint32]string{0: "flowtable", unix.NFT_OBJECT_COUNTER: "counter", unix.NFT_OBJECT_QUOTA: "quota",
+	unix.NFT_OBJECT_CT_HELPER: "ct helper", unix.NFT_OBJECT_LIMIT: "limit", unix.NFT_OBJECT_TUNNEL: "tunnel",
+	unix.NFT_OBJECT_CT_TIMEOUT: "ct timeout", unix.NFT_OBJECT_SECMARK: "secmark", unix.NFT_OBJECT_CT_EXPECT: "ct expectation",
+	unix.NFT_OBJECT_SYNPROXY: "synproxy"}
+
+// String is such as "counter incoming".
+func (o Object) String() string {
+	if word := objectTypes[o.Type]; word != "" {
+		return word + " " + o.Name
+	}
+	return fmt.Sprintf("object %s of type %d", o.Name, o.Type)
 }
 
 // ChainContent is what a chain contains.
@@ -26,6 +50,8 @@ type ChainContent struct {
 	Labels []string
 	// Other says that the chain has another type, hook, priority or policy than expected.
 	Other bool
+	// Base says that it has a hook, where the kernel calls it.
+	Base bool
 }
 
 // Holds reports whether a chain has the hook and the rules that it should have.
@@ -58,9 +84,9 @@ func (c ChainContent) Match(want Chain) []int {
 	return out
 }
 
-// Intact reports whether the table, which may be nil, has these sets and chains, no other chains, and is in force.
+// Intact reports whether the table, which may be nil, has these sets and chains, nothing else, and is in force.
 func (c *Content) Intact(sets []Set, chains []Chain) bool {
-	if c == nil || c.Dormant || len(c.Chains) != len(chains) {
+	if c == nil || c.Dormant || len(c.Chains) != len(chains) || len(c.Sets) != len(sets) || len(c.Objects) > 0 {
 		return false
 	}
 	for _, s := range sets {
@@ -78,10 +104,7 @@ func (c *Content) Intact(sets []Set, chains []Chain) bool {
 
 // Read reads a table, except for elements; it returns nil if the table does not exist. sets and chains are those expected in it.
 func (c *Conn) Read(f plan.Family, table string, sets []Set, chains []Chain) (*Content, error) {
-	var out *Content
-	err := c.dump(f, table, unix.NFT_MSG_GETTABLE, nil, func() { out = nil }, func(attrs []byte) {
-		out = &Content{Dormant: netlink.BigEndian(netlink.Attribute(attrs, unix.NFTA_TABLE_FLAGS))&unix.NFT_TABLE_F_DORMANT != 0}
-	})
+	out, err := c.table(f, table)
 	if err != nil || out == nil {
 		return nil, err
 	}
@@ -90,6 +113,9 @@ func (c *Conn) Read(f plan.Family, table string, sets []Set, chains []Chain) (*C
 		wantSets[s.Name] = s
 	}
 	err = c.dump(f, table, unix.NFT_MSG_GETSET, nil, func() { out.Sets = map[string]bool{} }, func(attrs []byte) {
+		if netlink.BigEndian(netlink.Attribute(attrs, unix.NFTA_SET_FLAGS))&unix.NFT_SET_ANONYMOUS != 0 { // It is a part of a rule.
+			return
+		}
 		name := netlink.Text(netlink.Attribute(attrs, unix.NFTA_SET_NAME))
 		want, known := wantSets[name]
 		out.Sets[name] = known && want.is(attrs)
@@ -97,28 +123,59 @@ func (c *Conn) Read(f plan.Family, table string, sets []Set, chains []Chain) (*C
 	if err != nil {
 		return nil, err
 	}
+	for _, kind := range []uint16{unix.NFT_MSG_GETFLOWTABLE, unix.NFT_MSG_GETOBJ} {
+		before := len(out.Objects)
+		err := c.dump(f, table, kind, nil, func() { out.Objects = out.Objects[:before] }, func(attrs []byte) {
+			o := Object{Name: netlink.Text(netlink.Attribute(attrs, unix.NFTA_OBJ_NAME))}
+			if kind == unix.NFT_MSG_GETOBJ {
+				o.Type = uint32(netlink.BigEndian(netlink.Attribute(attrs, unix.NFTA_OBJ_TYPE)))
+			}
+			out.Objects = append(out.Objects, o)
+		})
+		if err != nil {
+			return nil, err
+		}
+	}
+	out.Chains, err = c.chains(f, table, chains)
+	return out, err
+}
+
+// table reads what a table is like; nil if it does not exist.
+func (c *Conn) table(f plan.Family, table string) (*Content, error) {
+	answer, err := c.conn.Ask(netlink.Message{Type: unix.NFNL_SUBSYS_NFTABLES<<8 | unix.NFT_MSG_GETTABLE,
+		Body: netlink.Buffer{Protocol(f), 0, 0, 0}.Text(tableAttr, table)})
+	if errors.Is(err, unix.ENOENT) {
+		return nil, nil
+	}
+	if err != nil {
+		return nil, reading(f, table, err)
+	}
+	flags := netlink.BigEndian(netlink.Attribute(answer[min(headerLen, len(answer)):], unix.NFTA_TABLE_FLAGS))
+	return &Content{Dormant: flags&unix.NFT_TABLE_F_DORMANT != 0}, nil
+}
+
+// chains reads the chains of a table, and their rules. want are those expected in it.
+func (c *Conn) chains(f plan.Family, table string, want []Chain) (map[string]ChainContent, error) {
 	hooks := map[string]*Hook{}
-	for _, ch := range chains {
+	for _, ch := range want {
 		hooks[ch.Name] = ch.Hook
 	}
-	others := map[string]bool{}
-	err = c.dump(f, table, unix.NFT_MSG_GETCHAIN, nil, func() { others = map[string]bool{} }, func(attrs []byte) {
+	empty := map[string]ChainContent{}
+	// The kernel counts the chains of all tables, so one of ours may be left out, or listed twice, where others come and go meanwhile. Then
+	// all listings together count. A chain that is in none of them is found by its rules.
+	err := c.dump(f, table, unix.NFT_MSG_GETCHAIN, nil, func() {}, func(attrs []byte) {
 		name := netlink.Text(netlink.Attribute(attrs, unix.NFTA_CHAIN_NAME))
-		others[name] = !hooks[name].is(attrs)
+		empty[name] = ChainContent{Other: !hooks[name].is(attrs), Base: netlink.Attribute(attrs, unix.NFTA_CHAIN_HOOK) != nil}
 	})
-	if err != nil {
+	if err != nil && !errors.Is(err, netlink.ErrInterrupted) {
 		return nil, err
 	}
-	err = c.dump(f, table, unix.NFT_MSG_GETRULE, nil, func() {
-		out.Chains = map[string]ChainContent{}
-		for name, other := range others {
-			out.Chains[name] = ChainContent{Other: other}
-		}
-	}, func(attrs []byte) {
+	var out map[string]ChainContent
+	err = c.dump(f, table, unix.NFT_MSG_GETRULE, nil, func() { out = maps.Clone(empty) }, func(attrs []byte) {
 		name := netlink.Text(netlink.Attribute(attrs, unix.NFTA_RULE_CHAIN))
-		ch := out.Chains[name]
+		ch := out[name]
 		ch.Labels = append(ch.Labels, string(userdataOf(netlink.Attribute(attrs, unix.NFTA_RULE_USERDATA), labelUserdata)))
-		out.Chains[name] = ch
+		out[name] = ch
 	})
 	return out, err
 }
@@ -131,7 +188,8 @@ func (s Set) is(attrs []byte) bool {
 		number(unix.NFTA_SET_KEY_LEN) != uint32(s.Key.Length()) || size != s.Size {
 		return false
 	}
-	if s.Counted && netlink.Attribute(attrs, setExpr) == nil {
+	each := netlink.Attribute(attrs, setExpr)
+	if s.Counted && each == nil || each != nil && !isCounter(each) || netlink.Attribute(attrs, setExprs) != nil {
 		return false
 	}
 	return s.Data == nil || number(unix.NFTA_SET_DATA_TYPE) == s.dataType() &&
@@ -150,21 +208,19 @@ func (h *Hook) is(attrs []byte) bool {
 		netlink.BigEndian(netlink.Attribute(attrs, unix.NFTA_CHAIN_POLICY)) == policyAccept
 }
 
-// Elements reads the elements of a set; there are none if the set does not exist. Soon after a set has grown, some may be missing or
-// listed twice, while the kernel moves them to a larger hash table in the background.
+// Elements reads the elements of a set, as Sample does; there are none if the set does not exist.
 func (c *Conn) Elements(f plan.Family, table string, s Set) ([]Element, error) {
 	var out []Element
-	name := func(b netlink.Buffer) netlink.Buffer { return b.Text(unix.NFTA_SET_ELEM_LIST_SET, s.Name) }
-	err := c.dump(f, table, unix.NFT_MSG_GETSETELEM, name, func() { out = out[:0] }, func(attrs []byte) {
-		for _, raw := range netlink.Attributes(netlink.Attribute(attrs, unix.NFTA_SET_ELEM_LIST_ELEMENTS)) {
-			out = append(out, parseElement(raw))
-		}
+	err := c.Sample(f, table, s, func(e Element) error {
+		out = append(out, e)
+		return nil
 	})
 	return out, err
 }
 
-// Sample calls each with the elements of a set; it stops at the first error of each. If the set changes meanwhile, or has grown recently,
-// some elements may be missing or listed twice.
+// Sample calls each with the elements of a set; it stops at the first error of each. If the set changes meanwhile, some elements may be
+// missing or listed twice, and so they may soon after it has grown, while the kernel moves them to a larger hash table in the background.
+// The kernel also calls a listing interrupted if any other table has changed, which does no harm; so it is not begun again.
 func (c *Conn) Sample(f plan.Family, table string, s Set, each func(Element) error) error {
 	body := netlink.Buffer{Protocol(f), 0, 0, 0}.Text(tableAttr, table).Text(unix.NFTA_SET_ELEM_LIST_SET, s.Name)
 	err := c.conn.Dump(netlink.Message{Type: getElements, Body: body}, func(body []byte) error {
@@ -222,15 +278,67 @@ func parseElement(raw []byte) (e Element) {
 		case unix.NFTA_SET_ELEM_DATA:
 			e.Data = string(netlink.Attribute(v, unix.NFTA_DATA_VALUE))
 			if verdict := netlink.Attribute(v, unix.NFTA_DATA_VERDICT); verdict != nil {
-				e.Chain = netlink.Text(netlink.Attribute(verdict, unix.NFTA_VERDICT_CHAIN))
+				e.parseVerdict(verdict)
 			}
 		case unix.NFTA_SET_ELEM_EXPR:
-			e.Packets = netlink.BigEndian(netlink.Attribute(netlink.Attribute(v, unix.NFTA_EXPR_DATA), unix.NFTA_COUNTER_PACKETS))
+			e.parseExpr(v)
+		case setElemExprs:
+			for _, one := range netlink.Attributes(v) {
+				e.parseExpr(one)
+			}
 		case unix.NFTA_SET_ELEM_USERDATA:
 			e.Comment = netlink.Text(userdataOf(v, commentUserdata))
+		case unix.NFTA_SET_ELEM_TIMEOUT:
+			e.has("timeout")
+		case unix.NFTA_SET_ELEM_OBJREF:
+			e.has("object " + netlink.Text(v))
+		case unix.NFTA_SET_ELEM_FLAGS: // Of a catch-all element, it is its having no key that counts.
+			if flags := netlink.BigEndian(v) &^ catchAll; flags != 0 {
+				e.has(fmt.Sprintf("flags %#x", flags))
+			}
 		}
 	}
 	return e
+}
+
+// has adds to what only other programs write.
+func (e *Element) has(what string) {
+	if e.Other != "" {
+		e.Other += ", "
+	}
+	e.Other += what
+}
+
+func (e *Element) parseVerdict(v []byte) {
+	code, chain := int32(netlink.BigEndian(netlink.Attribute(v, unix.NFTA_VERDICT_CODE))), netlink.Text(netlink.Attribute(v, unix.NFTA_VERDICT_CHAIN))
+	const drop, accept = 0, 1
+	switch code {
+	case unix.NFT_GOTO:
+		e.Chain = chain
+	case unix.NFT_JUMP:
+		e.has("jump " + chain)
+	case unix.NFT_RETURN:
+		e.has("return")
+	case drop:
+		e.has("drop")
+	case accept:
+		e.has("accept")
+	default:
+		e.has(fmt.Sprintf("verdict %d", code))
+	}
+}
+
+func (e *Element) parseExpr(v []byte) {
+	if isCounter(v) {
+		e.Packets = netlink.BigEndian(netlink.Attribute(netlink.Attribute(v, unix.NFTA_EXPR_DATA), unix.NFTA_COUNTER_PACKETS))
+		return
+	}
+	e.has(netlink.Text(netlink.Attribute(v, unix.NFTA_EXPR_NAME)))
+}
+
+// isCounter reports whether an expression is a counter, which changes nothing for a packet.
+func isCounter(expr []byte) bool {
+	return string(bytes.TrimRight(netlink.Attribute(expr, unix.NFTA_EXPR_NAME), "\x00")) == "counter"
 }
 
 // tableAttr is the type of the attribute with a table's name, in messages about any kind of object.
@@ -239,8 +347,14 @@ const tableAttr = unix.NFTA_RULE_TABLE
 // headerLen is the length of struct nfgenmsg, which begins with the family.
 const headerLen = 4
 
+// mostDumps bounds how often objects are listed that change meanwhile.
+const mostDumps = 50
+
 // dump calls each with the attributes of every object of one kind in a table, or with an empty name in all tables. If objects change
-// meanwhile, it calls reset and starts again.
+// meanwhile, it calls reset and starts again, up to a limit.
+//
+// Any transaction in the network namespace interrupts a listing, also one in a table that is not listed. Where other programs commit some
+// hundred a second, a long listing is always interrupted. So one that is the same as the one before will do: nothing has changed in it.
 func (c *Conn) dump(f plan.Family, table string, get uint16, more func(netlink.Buffer) netlink.Buffer, reset func(), each func(attrs []byte)) error {
 	body := netlink.Buffer{Protocol(f), 0, 0, 0}
 	if get != unix.NFT_MSG_GETTABLE { // Old kernels do not list tables by name.
@@ -249,22 +363,38 @@ func (c *Conn) dump(f plan.Family, table string, get uint16, more func(netlink.B
 	if more != nil {
 		body = more(body)
 	}
-	err := netlink.Retry(func() error {
+	var err error
+	var listed maphash.Hash
+	for n, before := 0, uint64(0); n < mostDumps; n++ {
 		reset()
-		return c.conn.Dump(netlink.Message{Type: unix.NFNL_SUBSYS_NFTABLES<<8 | get, Body: body}, func(body []byte) error {
+		listed.Reset()
+		err = c.conn.Dump(netlink.Message{Type: unix.NFNL_SUBSYS_NFTABLES<<8 | get, Body: body}, func(body []byte) error {
 			attrs := body[min(headerLen, len(body)):]
 			if table == "" || netlink.Text(netlink.Attribute(attrs, tableAttr)) == table {
+				_, _ = listed.Write(attrs)
 				each(attrs)
 			}
 			return nil
 		})
-	})
+		if !errors.Is(err, netlink.ErrInterrupted) {
+			break
+		}
+		same := n > 0 && listed.Sum64() == before
+		if before = listed.Sum64(); same {
+			err = nil
+			break
+		}
+	}
 	if errors.Is(err, unix.ENOENT) {
 		reset()
 		return nil
 	}
 	if err != nil {
-		return fmt.Errorf("reading table %s %s of nftables: %w", FamilyName(f), table, absent(err))
+		return reading(f, table, err)
 	}
 	return nil
+}
+
+func reading(f plan.Family, table string, err error) error {
+	return fmt.Errorf("reading table %s %s of nftables: %w", FamilyName(f), table, absent(err))
 }

@@ -32,28 +32,37 @@ func Watch(tables ...string) (func(ctx context.Context, changed func(Change), lo
 		return nil, fmt.Errorf("watching the nftables tables %s: %w", strings.Join(tables, ", "), err)
 	}
 	return func(ctx context.Context, changed func(Change), lost func(error)) {
-		current := map[byte]Change{} // by the current transaction
-		subscription.Follow(ctx, func(h netlink.Header, body []byte) {
-			if h.Type>>8 != unix.NFNL_SUBSYS_NFTABLES || len(body) < headerLen {
-				return
-			}
-			switch kind := h.Type & 0xff; {
-			case kind == unix.NFT_MSG_NEWGEN: // the end of a transaction
-				for _, f := range plan.Families {
-					if c, touched := current[Protocol(f)]; touched {
-						c.Family = f
-						changed(c)
-					}
-				}
-				clear(current)
-			case slices.Contains(tables, netlink.Text(netlink.Attribute(body[headerLen:], tableAttr))):
-				c, touched := current[body[0]]
-				elements := kind == unix.NFT_MSG_NEWSETELEM || kind == unix.NFT_MSG_DELSETELEM
-				current[body[0]] = Change{Port: h.Port, ElementsOnly: elements && (!touched || c.ElementsOnly)}
-			}
-		}, func(err error) {
-			clear(current)
+		w := &watched{tables: tables, changed: changed, current: map[byte]Change{}}
+		subscription.Follow(ctx, w.message, func(err error) {
+			clear(w.current)
 			lost(err)
 		})
 	}, nil
+}
+
+// watched makes changes of notifications.
+type watched struct {
+	tables  []string
+	changed func(Change)
+	current map[byte]Change // by the current transaction
+}
+
+func (w *watched) message(h netlink.Header, body []byte) {
+	if h.Type>>8 != unix.NFNL_SUBSYS_NFTABLES || len(body) < headerLen {
+		return
+	}
+	switch kind := h.Type & 0xff; {
+	case kind == unix.NFT_MSG_NEWGEN: // the end of a transaction
+		for _, f := range plan.Families {
+			if c, touched := w.current[Protocol(f)]; touched {
+				c.Family = f
+				w.changed(c)
+			}
+		}
+		clear(w.current)
+	case slices.Contains(w.tables, netlink.Text(netlink.Attribute(body[headerLen:], tableAttr))):
+		c, touched := w.current[body[0]]
+		elements := kind == unix.NFT_MSG_NEWSETELEM || kind == unix.NFT_MSG_DELSETELEM
+		w.current[body[0]] = Change{Port: h.Port, ElementsOnly: elements && (!touched || c.ElementsOnly)}
+	}
 }

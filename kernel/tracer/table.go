@@ -145,17 +145,20 @@ func (f Flow) addTable(c *nft.Conn) error {
 
 // counted returns how many packets the flow has had, first ones and others.
 func (f Flow) counted() (uint64, error) {
-	list, err := nft.Rules(f.Family(), names.Trace, chainCount, func(attrs []byte) (n uint64) {
-		for _, e := range netlink.Attributes(netlink.Attribute(attrs, unix.NFTA_RULE_EXPRESSIONS)) {
-			if netlink.Text(netlink.Attribute(e, unix.NFTA_EXPR_NAME)) == "counter" {
-				n += netlink.BigEndian(netlink.Attribute(netlink.Attribute(e, unix.NFTA_EXPR_DATA), unix.NFTA_COUNTER_PACKETS))
-			}
-		}
-		return n
-	})
+	list, err := nft.Rules(f.Family(), names.Trace, chainCount, countedBy)
 	var sum uint64
 	for _, n := range list {
 		sum += n
 	}
 	return sum, err
+}
+
+// countedBy returns how many packets the counters of a rule have counted.
+func countedBy(rule []byte) (n uint64) {
+	for _, e := range netlink.Attributes(netlink.Attribute(rule, unix.NFTA_RULE_EXPRESSIONS)) {
+		if netlink.Text(netlink.Attribute(e, unix.NFTA_EXPR_NAME)) == "counter" {
+			n += netlink.BigEndian(netlink.Attribute(netlink.Attribute(e, unix.NFTA_EXPR_DATA), unix.NFTA_COUNTER_PACKETS))
+		}
+	}
+	return n
 }

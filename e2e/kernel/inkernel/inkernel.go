@@ -26,7 +26,7 @@ func Main(m *testing.M) int { return Run(m.Run) }
 
 // Run is Main for a package that does more than to run its tests.
 func Run(tests func() int) int {
-	if os.Getenv(variable) != "" || nstest.UnitOnly() {
+	if os.Getenv(variable) != "" || nstest.UnitOnly() || fuzzes() {
 		return tests()
 	}
 	module, err := moduleRoot()
@@ -53,6 +53,14 @@ func Run(tests func() int) int {
 		return 1
 	}
 	return 0
+}
+
+// fuzzes reports whether go test looks for new inputs of a fuzz target. No such target needs the kernel, and what is found has to be
+// kept, in directories that the test kernel can't write.
+func fuzzes() bool {
+	flag.Parse()
+	fuzz := flag.Lookup("test.fuzz")
+	return fuzz != nil && fuzz.Value.String() != ""
 }
 
 // writable are the directories to which the flags of go test have profiles written, which are to outlive the kernel.
