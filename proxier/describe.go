@@ -41,7 +41,8 @@ type Port struct {
 	Target   string // a number, or the name of a port of the Pods
 }
 
-// Slice is an EndpointSlice. Each of its ports applies to each of its endpoints, whose own port is 0.
+// Slice is an EndpointSlice. Each of its ports, which are in order of name and protocol, applies to each of its endpoints, whose own port
+// is 0.
 type Slice struct {
 	Name      string
 	Family    plan.Family

@@ -258,13 +258,12 @@ func frontends(svc *v1.Service, addrs addresses, port v1.ServicePort, family pla
 	}
 	slices.SortFunc(out, plan.Frontend.Compare)
 	// An address listed twice, even as two kinds, is one frontend: of the kind that takes precedence.
-	var unique []plan.Frontend
-	for _, fe := range out {
-		if !slices.ContainsFunc(unique, func(u plan.Frontend) bool { return claimOf(u, family) == claimOf(fe, family) }) {
-			unique = append(unique, fe)
-		}
-	}
-	return unique
+	seen := make(map[claim]struct{}, len(out))
+	return slices.DeleteFunc(out, func(fe plan.Frontend) bool {
+		before := len(seen)
+		seen[claimOf(fe, family)] = struct{}{}
+		return len(seen) == before
+	})
 }
 
 // hasHealthCheck reports whether load balancers can ask for a Service's endpoints on this node.

@@ -214,9 +214,12 @@ func (s *State) forgetIfEmpty(id plan.Service, svc *service) {
 
 // reportNew reports the new findings about an object.
 func (s *State) reportNew(object string, found []source.Finding) {
-	before := s.reported[object]
+	before := make(map[source.Finding]struct{}, len(s.reported[object]))
+	for _, f := range s.reported[object] {
+		before[f] = struct{}{}
+	}
 	for _, f := range found {
-		if !slices.Contains(before, f) {
+		if _, said := before[f]; !said {
 			s.report(f)
 		}
 	}
@@ -272,7 +275,7 @@ func (s *State) recompute(id plan.Service, changed plan.Keys) {
 			s.reportShadowed(sp)
 		}
 	}
-	for _, key := range s.plan.KeysOf(id) {
+	for _, key := range slices.Backward(s.plan.KeysOf(id)) { // The last one is removed in the least time.
 		if _, ok := wanted[key]; !ok {
 			s.plan.Delete(key)
 			s.reportNew("shadowed "+key.String(), nil)
