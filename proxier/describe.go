@@ -101,9 +101,9 @@ func (s *State) Describe(id plan.Service) (*Description, bool) {
 		d.Slices = append(d.Slices, svc.slices[name].Slice)
 		d.Findings = append(d.Findings, s.reported["EndpointSlice "+id.Namespace+"/"+name]...)
 	}
+	d.Findings = append(d.Findings, s.reported["shadowed "+id.String()]...)
 	for _, k := range s.plan.KeysOf(id) {
 		d.ServicePorts = append(d.ServicePorts, s.plan.Services[k])
-		d.Findings = append(d.Findings, s.reported["shadowed "+k.String()]...)
 		d.Findings = append(d.Findings, s.reported["reserved "+k.String()]...)
 	}
 	return d, true
