@@ -297,7 +297,7 @@ type ServicePort struct {
 	// InternalPolicy is for traffic to the cluster IP, ExternalPolicy for traffic to every other frontend.
 	InternalPolicy, ExternalPolicy Policy
 	// SourceRanges, if not empty, are the only sources that may reach the load balancer IPs. They do not apply to node ports and
-	// external IPs (as in kube-proxy).
+	// external IPs (as in kube-proxy). They are canonical.
 	SourceRanges []netip.Prefix
 	// Affinity, if not zero, is how long a client address keeps its endpoint, in whole seconds.
 	Affinity time.Duration
