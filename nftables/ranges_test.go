@@ -100,6 +100,60 @@ func TestRangesOfRefused(t *testing.T) {
 	holds(t, e, p)
 }
 
+// TestRangesRefusedInParts: where the kernel refuses one of many source ranges, those written before it are removed if the Service is new,
+// and otherwise kept with all that it had; comparisons find nothing.
+func TestRangesRefusedInParts(t *testing.T) {
+	nstest.Enter(t)
+	ctx := context.Background()
+	for _, full := range []bool{false, true} {
+		_ = Cleanup()
+		e, s, reported := faultyEngine(t, plan.IPv4)
+		e.most = rangeCost // a range in each transaction
+		p := plantest.Large(3, 1)
+		if err := e.Sync(ctx, p, plan.Everything()); err != nil {
+			t.Fatal(err)
+		}
+		last := withRanges(5, 100).SourceRanges[4].Addr().AsSlice()
+		no := func(_, key string) syscall.Errno {
+			if strings.HasSuffix(key, string(last)) {
+				return unix.EINVAL
+			}
+			return 0
+		}
+		sync := func(sp *plan.ServicePort, refuses func(set, key string) syscall.Errno) {
+			t.Helper()
+			s.refuses = refuses
+			p.Set(sp)
+			changed := plan.Only(plan.Keys{sp.Key: {}})
+			if full {
+				changed = plan.Everything()
+			}
+			if err := e.Sync(ctx, p, changed); err != nil || refuses != nil != (len(reported()) == 1) {
+				t.Fatalf("full sync %t: %v; reported %v", full, err, reported())
+			}
+			if found, again, err := e.compareBeside(ctx); err != nil || again || len(found) > 0 {
+				t.Fatalf("full sync %t: a comparison beside syncs found %v, %t, %v", full, found, again, err)
+			}
+		}
+		in := plan.New(p.Node, p.Settings)
+		for _, sp := range p.Services {
+			in.Set(sp)
+		}
+		more := withRanges(5, 100)
+		sync(more, no)
+		holdsBut(t, e, in, more)
+		again(e)
+		sync(withRanges(3, 100), nil)
+		holds(t, e, p)
+		in.Set(withRanges(4, 100)) // The fourth is written before the fifth is refused.
+		sync(more, no)
+		holdsBut(t, e, in)
+		again(e)
+		sync(withRanges(4, 101), nil)
+		holds(t, e, p)
+	}
+}
+
 // TestRangesInParts: source ranges that take several transactions never keep out a client that they admit both before and after, nor let
 // in one that they admit neither before nor after, also where another Service gets the frontend.
 func TestRangesInParts(t *testing.T) {
