@@ -58,6 +58,9 @@ const (
 type diagnosis struct {
 	d    *proxier.Description
 	list []Diagnosis
+	// listed has what is in list, and taken counts the frontends that other Services have.
+	listed map[Diagnosis]struct{}
+	taken  int
 	// readPods is Node.Pods until it has been asked; then allPods are what it returned.
 	readPods  func(namespace string) ([]*v1.Pod, error)
 	allPods   []*v1.Pod
@@ -66,9 +69,14 @@ type diagnosis struct {
 
 func (c *diagnosis) add(severity, code, do, what string, args ...any) {
 	d := Diagnosis{Severity: severity, Code: code, What: fmt.Sprintf(what, args...), Do: do}
-	if !slices.Contains(c.list, d) {
-		c.list = append(c.list, d)
+	if _, has := c.listed[d]; has {
+		return
 	}
+	if c.listed == nil {
+		c.listed = map[Diagnosis]struct{}{}
+	}
+	c.listed[d] = struct{}{}
+	c.list = append(c.list, d)
 }
 
 // diagnose returns what is wrong with a Service, problems first.
@@ -79,6 +87,10 @@ func (n *Node) diagnose(d *proxier.Description, own *plan.Plan, programmed *plan
 		c.addresses(sp)
 		c.endpoints(sp, own.Node)
 		c.kernel(sp, programmed, refused)
+	}
+	if more := c.taken - mostTaken; more > 0 {
+		c.add(problem, AddressTaken, "give the Service or the others other addresses or ports",
+			"%d more of its frontends belong to other Services, which take precedence.", more)
 	}
 	c.objects()
 	slices.SortStableFunc(c.list, func(a, b Diagnosis) int { return -cmp.Compare(a.Severity, b.Severity) })
@@ -120,9 +132,15 @@ func (c *diagnosis) name(sp *plan.ServicePort) string {
 	return " (" + strings.Join(out, ", ") + ")"
 }
 
+// mostTaken is how many frontends that other Services have are named: one Service can ask for thousands.
+const mostTaken = 5
+
 // addresses is about what a ServicePort asks for and does not get, and who may reach it.
 func (c *diagnosis) addresses(sp *plan.ServicePort) {
 	for _, sh := range sp.Shadowed {
+		if c.taken++; c.taken > mostTaken {
+			continue
+		}
 		c.add(problem, AddressTaken, "give one of the two another address or port",
 			"%s belongs to Service %s, which takes precedence: what is sent there goes to that Service.", upper(sh.Frontend.String()), sh.Owner.PortName())
 	}
@@ -338,7 +356,7 @@ func (c *diagnosis) kernel(sp *plan.ServicePort, programmed *plan.Snapshot, refu
 // objects repeats what is wrong with the Service's objects.
 func (c *diagnosis) objects() {
 	for _, f := range c.d.Findings {
-		covered := f.Effect == "not proxied" || strings.Contains(f.Detail, "which takes precedence")
+		covered := f.Effect == "not proxied" || strings.Contains(f.Detail, "also claimed by")
 		if covered {
 			continue
 		}

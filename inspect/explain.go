@@ -226,11 +226,17 @@ func clients(p *plan.Plan, sp *plan.ServicePort, f plan.Frontend) []client {
 	return out
 }
 
+// mostRanges is how many source ranges are named: one Service can have thousands.
+const mostRanges = 20
+
 // ranges returns the source ranges of a ServicePort.
 func ranges(sp *plan.ServicePort) string {
 	var out []string
-	for _, r := range sp.SourceRanges {
+	for _, r := range sp.SourceRanges[:min(len(sp.SourceRanges), mostRanges)] {
 		out = append(out, r.String())
+	}
+	if more := len(sp.SourceRanges) - mostRanges; more > 0 {
+		out = append(out, fmt.Sprintf("and %d more", more))
 	}
 	return strings.Join(out, ", ")
 }

@@ -40,6 +40,7 @@ type builder struct {
 	scheduler plan.Scheduler
 	sticky    plan.Scheduler // by client; see server
 	lingering []netip.AddrPort
+	marked    []markKind // those with a virtual server
 	out       objects
 }
 
@@ -98,11 +99,8 @@ func at(f plan.Frontend) ipset.Entry {
 	return ipset.Entry{Addr: f.Addr, Protocol: f.Protocol, Port: f.Port}
 }
 
-// server adds a virtual server with the endpoints of a policy, unless there is one with this ID.
+// server adds a virtual server with the endpoints of a policy.
 func (b *builder) server(id ipvs.ServerID, policy plan.Policy) {
-	if slices.ContainsFunc(b.out.servers, func(s server) bool { return s.ID == id }) {
-		return
-	}
 	s := server{
 		key: b.sp.Key,
 		Server: ipvs.Server{
@@ -137,8 +135,12 @@ func (b *builder) atAddress(f plan.Frontend, policy plan.Policy) {
 	b.server(ipvs.ServerID{Family: b.sp.Key.Family, Protocol: f.Protocol, Addr: f.Addr, Port: f.Port}, policy)
 }
 
-// atMark adds the virtual server for a mark.
+// atMark adds the virtual server for a mark, unless there is one. Frontends share it.
 func (b *builder) atMark(kind markKind) {
+	if slices.Contains(b.marked, kind) {
+		return
+	}
+	b.marked = append(b.marked, kind)
 	policy := plan.Cluster
 	if kind == localMark {
 		policy = plan.Local

@@ -14,7 +14,7 @@ import (
 func (e *engine) syncChanged(ctx context.Context, p *plan.Plan, changed plan.Keys) error {
 	keys := e.withhold(p, changed).Sorted(e.family)
 	had, wants, next := map[id]value{}, make([][]element, 0, len(keys)), make(map[plan.Key]written, len(keys))
-	users := map[netip.Addr]int{}
+	users, sameRanges := map[netip.Addr]int{}, plan.Keys{} // sameRanges are those whose source ranges stay
 	t := &transactions{engine: e, ctx: ctx, layout: e.layout, kinds: e.kinds}
 	defer t.abandon()
 	groups := make([]group, 0, len(keys))
@@ -28,6 +28,9 @@ func (e *engine) syncChanged(ctx context.Context, p *plan.Plan, changed plan.Key
 		if r := e.refused[k]; r != nil {
 			maps.Copy(had, r.kept)
 			count(r.sp, users, -1)
+		} else if sameSources(before.sp, want.sp) {
+			before.withoutSources, want.withoutSources = true, true
+			sameRanges.Add(k)
 		}
 		e.layout.fill(before, had, map[kind]bool{})
 		used := map[kind]bool{}
@@ -47,6 +50,11 @@ func (e *engine) syncChanged(ctx context.Context, p *plan.Plan, changed plan.Key
 	var kept map[plan.Key]map[id]value
 	if err := t.finish(func() []write {
 		wanted := map[id]bool{}
+		for _, r := range t.refused { // What it keeps has its source ranges too.
+			if _, is := sameRanges[r.sp.Key]; is {
+				e.layout.fill(e.current[r.sp.Key], had, map[kind]bool{})
+			}
+		}
 		var refused map[plan.Key]bool
 		refused, kept = t.kept(had)
 		for i, k := range keys {

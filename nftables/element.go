@@ -126,6 +126,8 @@ type written struct {
 	sp *plan.ServicePort
 	// cluster and local are the endpoints under the two policies, indexed by their numbers in the maps.
 	cluster, local []netip.AddrPort
+	// withoutSources leaves its source ranges out of its elements.
+	withoutSources bool
 }
 
 // placed numbers endpoints, of which some may be listed more than once. An endpoint keeps the numbers that it has in before if possible, so
@@ -205,7 +207,9 @@ func (l *layout) unsorted(w written, used map[kind]bool) []element {
 		if fe.Kind == plan.ClusterIP {
 			put(clusterIPs, string(fe.Addr.AsSlice()), "", "")
 		}
-		out = append(out, l.sources(w.sp, fe)...)
+		if !w.withoutSources {
+			out = append(out, l.sources(w.sp, fe)...)
+		}
 	}
 	return out
 }
@@ -254,34 +258,36 @@ func identifiers(list []netip.AddrPort) []uint32 {
 	return out
 }
 
-// sources returns the source ranges of a load balancer IP, if it has any. It leaves out ranges that others contain, since the
-// kernel rejects overlapping ones. If the ranges contain the node's IP, the Service's load balancer IPs are added to them: a node to
-// which such an address is assigned uses it as the source when it connects to it.
+// sources returns the source ranges of a load balancer IP, if it has any. They are canonical, as the kernel rejects ranges that overlap. If
+// they contain the node's IP, the Service's load balancer IPs are added to them: a node to which such an address is assigned uses it as the
+// source when it connects to it.
 func (l *layout) sources(sp *plan.ServicePort, fe plan.Frontend) []element {
 	if fe.Kind != plan.LoadBalancerIP || len(sp.SourceRanges) == 0 || !sp.Any {
 		return nil
 	}
-	ranges := slices.Clone(sp.SourceRanges)
-	node := l.node.IP(l.family)
-	if node.IsValid() && slices.ContainsFunc(ranges, func(r netip.Prefix) bool { return r.Contains(node) }) {
+	key := nameOf(l.family, fe)
+	out := make([]element, 1, 1+len(sp.SourceRanges))
+	out[0] = element{id{set: limited, key: key}, value{comment: nft.Comment(sp.Key.PortName())}}
+	add := func(r netip.Prefix) {
+		out = append(out, element{id: id{set: sourceRanges, key: key + string(r.Addr().AsSlice()), end: key + string(last(r))}})
+	}
+	for _, r := range sp.SourceRanges {
+		add(r)
+	}
+	if node := l.node.IP(l.family); node.IsValid() && plan.Within(sp.SourceRanges, node) {
 		for _, own := range sp.Frontends {
-			if own.Kind == plan.LoadBalancerIP {
-				ranges = append(ranges, netip.PrefixFrom(own.Addr, own.Addr.BitLen()))
+			if own.Kind == plan.LoadBalancerIP && !plan.Within(sp.SourceRanges, own.Addr) {
+				add(netip.PrefixFrom(own.Addr, own.Addr.BitLen()))
 			}
 		}
 	}
-	key := nameOf(l.family, fe)
-	out := []element{{id{set: limited, key: key}, value{comment: nft.Comment(sp.Key.PortName())}}}
-	for i, r := range ranges {
-		within := slices.ContainsFunc(ranges[:i], func(o netip.Prefix) bool { return o == r })
-		for _, o := range ranges {
-			within = within || o.Bits() < r.Bits() && o.Contains(r.Addr())
-		}
-		if !within {
-			out = append(out, element{id: id{set: sourceRanges, key: key + string(r.Masked().Addr().AsSlice()), end: key + string(last(r))}})
-		}
-	}
 	return out
+}
+
+// sameSources reports whether two ServicePorts have the same elements of source ranges, so that a change from one to the other need not
+// make them: there may be thousands.
+func sameSources(a, b *plan.ServicePort) bool {
+	return a != nil && b != nil && a.Any == b.Any && slices.Equal(a.SourceRanges, b.SourceRanges) && slices.Equal(a.Frontends, b.Frontends)
 }
 
 // last returns the last address of a range.

@@ -130,7 +130,7 @@ func (e *engine) meetsUnknown(p *plan.Plan, changed plan.Keys) bool {
 			continue
 		}
 		before, known := e.current[k]
-		if !known || slices.ContainsFunc(sp.Frontends, func(f plan.Frontend) bool { return !slices.Contains(before.sp.Frontends, f) }) {
+		if !known || slices.ContainsFunc(sp.Frontends, func(f plan.Frontend) bool { return !before.sp.Has(f) }) {
 			return true
 		}
 	}

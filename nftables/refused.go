@@ -126,7 +126,7 @@ func (e *engine) newRefusal(r refused, kept map[id]value) *refusal {
 }
 
 // kept returns which ServicePorts the kernel has refused, and what it keeps for each and for others. had gets back what their writes
-// would have removed.
+// would have removed, and what of them was carried out.
 func (t *transactions) kept(had map[id]value, others ...*plan.ServicePort) (refused map[plan.Key]bool, kept map[plan.Key]map[id]value) {
 	list := others
 	refused = map[plan.Key]bool{}
@@ -137,6 +137,9 @@ func (t *transactions) kept(had map[id]value, others ...*plan.ServicePort) (refu
 			if w.had != nil {
 				had[w.id] = *w.had
 			}
+		}
+		for _, w := range r.ahead {
+			had[w.id] = *w.want
 		}
 	}
 	return refused, t.engine.keptFor(list, had)

@@ -3,8 +3,10 @@ package nftables
 import (
 	"context"
 	"errors"
+	"iter"
 	"net/netip"
 	"slices"
+	"sort"
 
 	"golang.org/x/sys/unix"
 
@@ -64,20 +66,109 @@ type flight struct {
 // refused is a group that the kernel refuses, though nothing else was in the transaction.
 type refused struct {
 	group
-	err error
+	err   error
+	ahead []write // were carried out before
 }
 
 // group adds writes to the transaction that is being gathered, or to the next one if that is full.
 func (t *transactions) group(g group) error {
-	if t.full(len(g.writes)) && t.size+len(t.fixed) > 0 {
+	if t.full(cost(g.writes)) {
+		rest, err := t.ahead(g)
+		if err != nil || rest == nil {
+			return err
+		}
+		g.writes = rest
+	}
+	if t.full(cost(g.writes)) && t.size+len(t.fixed) > 0 {
 		groups := t.groups
 		t.groups, t.size = nil, 0
 		if err := t.start(groups, nil); err != nil {
 			return err
 		}
 	}
-	t.groups, t.size = append(t.groups, g), t.size+len(g.writes)
+	t.groups, t.size = append(t.groups, g), t.size+cost(g.writes)
 	return nil
+}
+
+// rangeCost is how many other elements a source range stands for where the size of transactions is bounded: in a set of intervals, the kernel
+// takes about 0.5 ms for each range where there are 20,000, and goes through all of them for each one that it removes.
+const rangeCost = 50
+
+// cost is the size of writes, in elements that are no source ranges.
+func cost(list []write) int {
+	n := len(list)
+	for _, w := range list {
+		if w.set == sourceRanges {
+			n += rangeCost - 1
+		}
+	}
+	return n
+}
+
+// parts divides writes into lists whose cost is at most about most.
+func parts(list []write, most int) iter.Seq[[]write] {
+	return func(yield func([]write) bool) {
+		for len(list) > 0 {
+			n := 1
+			for sum := cost(list[:1]); n < len(list); n++ {
+				if sum += cost(list[n : n+1]); sum > most {
+					break
+				}
+			}
+			if !yield(list[:n:n]) {
+				return
+			}
+			list = list[n:]
+		}
+	}
+}
+
+// ahead carries out what can be written before the rest of a group without anybody noticing, in transactions of a bounded size, and returns
+// that rest; nil if the kernel refuses some of it.
+func (t *transactions) ahead(g group) (rest []write, err error) {
+	early, rest := g.early()
+	done := 0
+	for some := range parts(early, t.engine.most) {
+		before := len(t.refused)
+		if err := t.start([]group{{sp: g.sp, writes: some}}, nil); err != nil {
+			return nil, err
+		}
+		if _, err := t.settle(); err != nil {
+			return nil, err
+		}
+		for i := range t.refused[before:] {
+			if r := &t.refused[before+i]; r.sp == g.sp {
+				r.group, r.ahead = g, early[:done]
+				return nil, nil
+			}
+		}
+		done += len(some)
+	}
+	return rest, nil
+}
+
+// early returns the additions of source ranges in whose place no other range goes, and the other writes. Nobody asks for the ranges of a
+// frontend that is not limited to any yet, and whom they admit may reach one that is and stays the same ServicePort's.
+func (g group) early() (early, rest []write) {
+	moved := map[string]bool{} // frontends
+	var gone []id
+	for _, w := range g.writes {
+		if w.set == limited && w.had != nil {
+			moved[w.key] = true
+		} else if w.set == sourceRanges && w.had != nil {
+			gone = append(gone, w.id)
+		}
+	}
+	slices.SortFunc(gone, compareIDs)
+	for _, w := range g.writes {
+		if w.set == sourceRanges && w.had == nil && !moved[w.key[:4*nameRegisters(g.sp.Key.Family)]] &&
+			!overlapped(len(gone), func(n int) id { return gone[n] }, w.id) {
+			early = append(early, w)
+		} else {
+			rest = append(rest, w)
+		}
+	}
+	return early, rest
 }
 
 func (t *transactions) full(more int) bool {
@@ -408,7 +499,7 @@ const mostNamed = 8
 // search looks for what is refused among groups whose transaction was refused, and tries all others.
 func (t *transactions) search(groups []group, err error, try func([]group) error) error {
 	if len(groups) == 1 {
-		t.refused = append(t.refused, refused{groups[0], err})
+		t.refused = append(t.refused, refused{group: groups[0], err: err})
 		return nil
 	}
 	half := len(groups) / 2
@@ -450,7 +541,7 @@ func (t *transactions) finish(last func() []write) error {
 		return err
 	}
 	if len(t.refused) == 0 {
-		if writes := last(); !t.full(len(writes)) {
+		if writes := last(); !t.full(cost(writes)) {
 			if err := t.try(t.groups, writes); !t.engine.blames(err) || len(t.groups) == 0 {
 				return err
 			}
@@ -459,7 +550,7 @@ func (t *transactions) finish(last func() []write) error {
 	if err := t.flush(); err != nil {
 		return err
 	}
-	for some := range slices.Chunk(last(), max(t.engine.most, 1)) {
+	for some := range parts(last(), t.engine.most) {
 		if err := t.start(nil, some); err != nil {
 			return err
 		}
@@ -520,26 +611,48 @@ func rangesByFrontend(f plan.Family, of map[id]value) ranges {
 	return out
 }
 
-// without returns the writes that remove the ranges of frontends in want which are in had and not in want, and deletes these from had.
-// The kernel rejects overlapping ranges, so old ones have to go in the transaction that adds new ones.
+// without returns the writes that remove the limits of frontends in want which are in had and not in want, and deletes these from had. The
+// kernel rejects overlapping ranges, so old ones have to go in the transaction that adds new ones. Other ranges of a frontend that stays the
+// same ServicePort's may go later.
 func (r ranges) without(want []element, had map[id]value) []write {
 	if len(r) == 0 {
 		return nil
 	}
 	var out []write
+	remove := func(old id, v value) {
+		delete(had, old)
+		out = append(out, write{id: old, had: &v})
+	}
+	wanted := func(i id) bool {
+		_, is := slices.BinarySearchFunc(want, i, func(w element, i id) int { return compareIDs(w.id, i) })
+		return is
+	}
 	for _, w := range want {
-		if w.set != limited {
-			continue
-		}
-		for _, old := range r[w.key] {
-			v, is := had[old]
-			if _, wanted := slices.BinarySearchFunc(want, old, func(w element, i id) int { return compareIDs(w.id, i) }); is && !wanted {
-				delete(had, old)
-				out = append(out, write{id: old, had: &v})
+		limit := id{set: limited, key: w.key}
+		was, is := had[limit]
+		switch {
+		case w.set == services && is && !wanted(limit): // It may be another ServicePort's, which nobody is kept from.
+			remove(limit, was)
+		case w.set == limited:
+			stays := is && was == w.value
+			for _, old := range r[w.key] {
+				v, is := had[old]
+				if is && !wanted(old) && (!stays || overlapped(len(want), func(n int) id { return want[n].id }, old)) {
+					remove(old, v)
+				}
 			}
 		}
 	}
 	return out
+}
+
+// overlapped reports whether one of n source ranges, which are in order and may have other elements around them, overlaps another range.
+func overlapped(n int, at func(int) id, i id) bool {
+	behind := sort.Search(n, func(n int) bool {
+		o := at(n)
+		return o.set > i.set || o.set == i.set && o.key > i.end
+	})
+	return behind > 0 && at(behind-1).set == i.set && at(behind-1).end >= i.key
 }
 
 // count adds to the number of frontends of each cluster IP.

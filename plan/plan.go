@@ -297,7 +297,7 @@ type ServicePort struct {
 	// InternalPolicy is for traffic to the cluster IP, ExternalPolicy for traffic to every other frontend.
 	InternalPolicy, ExternalPolicy Policy
 	// SourceRanges, if not empty, are the only sources that may reach the load balancer IPs. They do not apply to node ports and
-	// external IPs (as in kube-proxy).
+	// external IPs (as in kube-proxy). They are canonical.
 	SourceRanges []netip.Prefix
 	// Affinity, if not zero, is how long a client address keeps its endpoint, in whole seconds.
 	Affinity time.Duration
@@ -310,6 +310,12 @@ type ServicePort struct {
 	Critical bool
 
 	Endpoints
+}
+
+// Has reports whether the ServicePort owns a frontend.
+func (sp *ServicePort) Has(f Frontend) bool {
+	_, found := slices.BinarySearchFunc(sp.Frontends, f, Frontend.Compare)
+	return found
 }
 
 // HasExternal reports whether the ServicePort has a frontend to which the external policy applies.
@@ -354,7 +360,7 @@ type Plan struct {
 	// Partial says that not all ServicePorts may be known. The kernel's state for frontends that the plan does not have must stay
 	// as it is, and work.
 	Partial bool
-	// keys lists the keys of each Service, so that they are found without a walk over the plan.
+	// keys lists the keys of each Service in order, so that they are found without a walk over the plan.
 	keys map[Service][]Key
 }
 
@@ -399,7 +405,9 @@ var ErrPartial = errors.New("the rules of another proxy mode are in force here a
 // Set adds a ServicePort, or replaces the one with its key.
 func (p *Plan) Set(sp *ServicePort) {
 	if p.Services[sp.Key] == nil {
-		p.keys[sp.Key.Service] = append(p.keys[sp.Key.Service], sp.Key)
+		keys := p.keys[sp.Key.Service]
+		i, _ := slices.BinarySearchFunc(keys, sp.Key, Key.Compare)
+		p.keys[sp.Key.Service] = slices.Insert(keys, i, sp.Key)
 	}
 	p.Services[sp.Key] = sp
 }
@@ -407,18 +415,25 @@ func (p *Plan) Set(sp *ServicePort) {
 // Delete removes a ServicePort.
 func (p *Plan) Delete(k Key) {
 	delete(p.Services, k)
-	left := slices.DeleteFunc(p.keys[k.Service], func(o Key) bool { return o == k })
-	if p.keys[k.Service] = left; len(left) == 0 {
+	keys := p.keys[k.Service]
+	i, found := slices.BinarySearchFunc(keys, k, Key.Compare)
+	if !found {
+		return
+	}
+	if keys = slices.Delete(keys, i, i+1); len(keys) == 0 {
 		delete(p.keys, k.Service)
+	} else {
+		p.keys[k.Service] = keys
 	}
 }
 
 // KeysOf returns the keys of one Service in order.
 func (p *Plan) KeysOf(svc Service) []Key {
-	keys := slices.Clone(p.keys[svc])
-	slices.SortFunc(keys, Key.Compare)
-	return keys
+	return slices.Clone(p.keys[svc])
 }
+
+// Serves reports whether a Service has any ServicePort.
+func (p *Plan) Serves(svc Service) bool { return len(p.keys[svc]) > 0 }
 
 // Sorted returns the ServicePorts of one family in order of key. It walks everything: for full syncs and for printing.
 func (p *Plan) Sorted(f Family) []*ServicePort {

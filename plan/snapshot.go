@@ -32,10 +32,9 @@ func (s *Snapshot) ServicePort(k Key) *ServicePort {
 // as it is in this one.
 func (s *Snapshot) Programmed(k Key) (*ServicePort, time.Time) {
 	if e := s.services.find(k.Service); e != nil {
-		for _, sp := range e.ports {
-			if sp.Key == k {
-				return sp, e.since
-			}
+		i, found := slices.BinarySearchFunc(e.ports, k, func(sp *ServicePort, k Key) int { return sp.Key.Compare(k) })
+		if found {
+			return e.ports[i], e.since
 		}
 	}
 	return nil, time.Time{}

@@ -41,7 +41,8 @@ type Port struct {
 	Target   string // a number, or the name of a port of the Pods
 }
 
-// Slice is an EndpointSlice. Each of its ports applies to each of its endpoints, whose own port is 0.
+// Slice is an EndpointSlice. Each of its ports, which are in order of name and protocol, applies to each of its endpoints, whose own port
+// is 0.
 type Slice struct {
 	Name      string
 	Family    plan.Family
@@ -100,9 +101,9 @@ func (s *State) Describe(id plan.Service) (*Description, bool) {
 		d.Slices = append(d.Slices, svc.slices[name].Slice)
 		d.Findings = append(d.Findings, s.reported["EndpointSlice "+id.Namespace+"/"+name]...)
 	}
+	d.Findings = append(d.Findings, s.reported["shadowed "+id.String()]...)
 	for _, k := range s.plan.KeysOf(id) {
 		d.ServicePorts = append(d.ServicePorts, s.plan.Services[k])
-		d.Findings = append(d.Findings, s.reported["shadowed "+k.String()]...)
 		d.Findings = append(d.Findings, s.reported["reserved "+k.String()]...)
 	}
 	return d, true

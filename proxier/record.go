@@ -107,7 +107,7 @@ func difference(before *plan.Snapshot, desired *plan.Plan, change plan.Change) D
 			s.Added = before == nil || !before.Serves(k.Service)
 		case is == nil:
 			d.Removed++
-			s.Removed = len(desired.KeysOf(k.Service)) == 0
+			s.Removed = !desired.Serves(k.Service)
 		default:
 			d.Changed++
 		}

@@ -21,7 +21,7 @@ type portSpec struct {
 	wants        []plan.Frontend // in order, each address and port once
 	internal     plan.Policy
 	external     plan.Policy
-	sourceRanges []netip.Prefix
+	sourceRanges []netip.Prefix // canonical
 	affinity     time.Duration
 	scheduler    plan.Scheduler
 	resetTCP     *bool // nil if the Service does not say
@@ -166,11 +166,10 @@ func readAddresses(svc *v1.Service, f *findings) addresses {
 	return out
 }
 
-// readSourceRanges reads loadBalancerSourceRanges. A range of all addresses of a family lifts the limit for that family. A range
+// readSourceRanges reads loadBalancerSourceRanges. Ranges that make up all addresses of a family lift the limit for that family. A range
 // that can't be read admits no source. If it is the only range of its family, whichever that was meant to be, leaving it out would
 // admit every source; so a range without usable sources replaces it.
 func (a *addresses) readSourceRanges(svc *v1.Service, f *findings) {
-	unlimited := map[plan.Family]bool{}
 	bad := map[plan.Family]bool{} // the families that an unreadable range may have been meant for
 	for i, text := range svc.Spec.LoadBalancerSourceRanges {
 		cidr, ok := parseCIDR(strings.TrimSpace(text))
@@ -182,7 +181,6 @@ func (a *addresses) readSourceRanges(svc *v1.Service, f *findings) {
 			continue
 		}
 		family := plan.FamilyOf(cidr.Addr())
-		unlimited[family] = unlimited[family] || cidr.Bits() == 0
 		a.sourceRanges[family] = append(a.sourceRanges[family], cidr)
 	}
 	nobody := map[plan.Family]netip.Prefix{
@@ -195,9 +193,8 @@ func (a *addresses) readSourceRanges(svc *v1.Service, f *findings) {
 		}
 	}
 	for family, ranges := range a.sourceRanges {
-		slices.SortFunc(ranges, netip.Prefix.Compare)
-		a.sourceRanges[family] = slices.Compact(ranges)
-		if unlimited[family] {
+		ranges = plan.Canonical(ranges)
+		if a.sourceRanges[family] = ranges; ranges[0].Bits() == 0 {
 			delete(a.sourceRanges, family)
 		}
 	}
@@ -258,13 +255,12 @@ func frontends(svc *v1.Service, addrs addresses, port v1.ServicePort, family pla
 	}
 	slices.SortFunc(out, plan.Frontend.Compare)
 	// An address listed twice, even as two kinds, is one frontend: of the kind that takes precedence.
-	var unique []plan.Frontend
-	for _, fe := range out {
-		if !slices.ContainsFunc(unique, func(u plan.Frontend) bool { return claimOf(u, family) == claimOf(fe, family) }) {
-			unique = append(unique, fe)
-		}
-	}
-	return unique
+	seen := make(map[claim]struct{}, len(out))
+	return slices.DeleteFunc(out, func(fe plan.Frontend) bool {
+		before := len(seen)
+		seen[claimOf(fe, family)] = struct{}{}
+		return len(seen) == before
+	})
 }
 
 // hasHealthCheck reports whether load balancers can ask for a Service's endpoints on this node.

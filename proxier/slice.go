@@ -1,8 +1,10 @@
 package proxier
 
 import (
+	"cmp"
 	"fmt"
 	"net/netip"
+	"slices"
 	"time"
 
 	v1 "k8s.io/api/core/v1"
@@ -26,10 +28,12 @@ func (s *Slice) endpointsFor(key plan.Key) []topology.Endpoint {
 	if s.Family != key.Family {
 		return nil
 	}
+	want := SlicePort{Name: key.Port, Protocol: key.Protocol}
+	first, _ := slices.BinarySearchFunc(s.Ports, want, SlicePort.compare)
 	var out []topology.Endpoint
-	for _, port := range s.Ports {
-		if port.Name != key.Port || port.Protocol != key.Protocol {
-			continue
+	for _, port := range s.Ports[first:] {
+		if port.compare(want) != 0 {
+			break
 		}
 		for _, ep := range s.Endpoints {
 			ep.Addr = netip.AddrPortFrom(ep.Addr.Addr(), port.Number)
@@ -37,6 +41,11 @@ func (s *Slice) endpointsFor(key plan.Key) []topology.Endpoint {
 		}
 	}
 	return out
+}
+
+// compare orders ports by what they are matched by.
+func (p SlicePort) compare(o SlicePort) int {
+	return cmp.Or(cmp.Compare(p.Name, o.Name), cmp.Compare(p.Protocol, o.Protocol))
 }
 
 // sliceService returns the Service that an EndpointSlice belongs to; false if it belongs to none, or to a headless one, which the
@@ -76,6 +85,7 @@ func readSlice(es *discovery.EndpointSlice) (*slice, []source.Finding) {
 		port.Number = uint16(*p.Port)
 		out.Ports = append(out.Ports, port)
 	}
+	slices.SortStableFunc(out.Ports, SlicePort.compare)
 	for i := range es.Endpoints {
 		if ep, ok := readEndpoint(&es.Endpoints[i], out.Family, f, i); ok {
 			out.Endpoints = append(out.Endpoints, ep)

@@ -3,9 +3,11 @@ package proxier
 
 import (
 	"cmp"
+	"fmt"
 	"maps"
 	"net/netip"
 	"slices"
+	"strings"
 	"time"
 
 	v1 "k8s.io/api/core/v1"
@@ -214,9 +216,12 @@ func (s *State) forgetIfEmpty(id plan.Service, svc *service) {
 
 // reportNew reports the new findings about an object.
 func (s *State) reportNew(object string, found []source.Finding) {
-	before := s.reported[object]
+	before := make(map[source.Finding]struct{}, len(s.reported[object]))
+	for _, f := range s.reported[object] {
+		before[f] = struct{}{}
+	}
 	for _, f := range found {
-		if !slices.Contains(before, f) {
+		if _, said := before[f]; !said {
 			s.report(f)
 		}
 	}
@@ -256,7 +261,7 @@ func (s *State) recompute(id plan.Service, changed plan.Keys) {
 		svc = &service{}
 	}
 	sliceNames := slices.Sorted(maps.Keys(svc.slices))
-	wanted := plan.Keys{}
+	wanted, before := plan.Keys{}, len(changed)
 	for i := range svc.specs {
 		spec := &svc.specs[i]
 		wanted.Add(spec.key)
@@ -269,16 +274,17 @@ func (s *State) recompute(id plan.Service, changed plan.Keys) {
 		if old := s.plan.Services[spec.key]; old == nil || !old.Equal(sp) {
 			s.plan.Set(sp)
 			changed.Add(spec.key)
-			s.reportShadowed(sp)
 		}
 	}
-	for _, key := range s.plan.KeysOf(id) {
+	for _, key := range slices.Backward(s.plan.KeysOf(id)) { // The last one is removed in the least time.
 		if _, ok := wanted[key]; !ok {
 			s.plan.Delete(key)
-			s.reportNew("shadowed "+key.String(), nil)
 			s.reportNew("reserved "+key.String(), nil)
 			changed.Add(key)
 		}
+	}
+	if len(changed) > before {
+		s.reportShadowed(id)
 	}
 }
 
@@ -320,13 +326,30 @@ func (s *State) resetTCP(spec *portSpec) bool {
 	return s.plan.Settings.ResetTCP
 }
 
-func (s *State) reportShadowed(sp *plan.ServicePort) {
-	f := &findings{object: "Service " + sp.Key.Service.String()}
-	for _, sh := range sp.Shadowed {
-		f.problem(portField(sp.Key), sh.Owner.String()+" gets the traffic", "%s is also claimed by %s, which takes precedence",
-			sh.Frontend, sh.Owner)
+// mostShadowed is how many frontends of a Service are reported each if others have them. A Service can ask for any number; of more, a
+// single finding has the count and the first few.
+const mostShadowed = 3
+
+// reportShadowed reports the frontends that a Service asks for and other ServicePorts have.
+func (s *State) reportShadowed(id plan.Service) {
+	f := &findings{object: "Service " + id.String()}
+	count := 0
+	var examples []string
+	for _, key := range s.plan.KeysOf(id) {
+		shadowed := s.plan.Services[key].Shadowed
+		count += len(shadowed)
+		for _, sh := range shadowed[:min(len(shadowed), mostShadowed-len(examples))] {
+			examples = append(examples, fmt.Sprintf("%s by %s", sh.Frontend, sh.Owner))
+			f.problem(portField(key), sh.Owner.String()+" gets the traffic", "%s is also claimed by %s, which takes precedence",
+				sh.Frontend, sh.Owner)
+		}
 	}
-	s.reportNew("shadowed "+sp.Key.String(), f.list)
+	if count > mostShadowed {
+		f.list = nil
+		f.problem("spec", "the others get the traffic", "%d frontends are also claimed by others, which take precedence, among them %s",
+			count, strings.Join(examples, ", "))
+	}
+	s.reportNew("shadowed "+id.String(), f.list)
 }
 
 // portField returns the field path of a port of a Service.

@@ -187,7 +187,7 @@ func TestFindingsFollowFromObjects(t *testing.T) {
 	rapid.Check(t, func(t *rapid.T) {
 		var reported []string
 		c, s := newCluster(), newTestState(func(f source.Finding) { reported = append(reported, f.String()) })
-		before := map[subject]bool{}
+		before := map[string]bool{}
 		for range rapid.IntRange(1, 20).Draw(t, "steps") {
 			var b source.Batch
 			for range rapid.IntRange(1, 3).Draw(t, "events") {
@@ -200,7 +200,7 @@ func TestFindingsFollowFromObjects(t *testing.T) {
 			var want []string
 			for f := range after {
 				if !before[f] {
-					want = append(want, f.text)
+					want = append(want, f)
 				}
 			}
 			slices.Sort(reported)
@@ -213,27 +213,93 @@ func TestFindingsFollowFromObjects(t *testing.T) {
 	})
 }
 
-// subject is what is to be said, and of which ServicePort, if it is of one.
-type subject struct {
-	of   plan.Key
-	text string
-}
-
 // toSay is all that is to be said of some objects.
-func toSay(b source.Batch) map[subject]bool {
-	out := map[subject]bool{}
-	s := newTestState(func(f source.Finding) { out[subject{text: f.String()}] = true })
+func toSay(b source.Batch) map[string]bool {
+	out := map[string]bool{}
+	s := newTestState(func(f source.Finding) { out[f.String()] = true })
 	s.Apply(b)
 	s.report = func(source.Finding) {} // what follows is read from the plan instead
 	p, _ := s.Update()
-	for key, sp := range p.Services {
-		for _, sh := range sp.Shadowed {
-			out[subject{key, fmt.Sprintf(
+	shadowed := map[plan.Service][]string{}
+	examples := map[plan.Service][]string{}
+	var keys []plan.Key
+	for key := range p.Services {
+		keys = append(keys, key)
+	}
+	slices.SortFunc(keys, plan.Key.Compare)
+	for _, key := range keys {
+		for _, sh := range p.Services[key].Shadowed {
+			shadowed[key.Service] = append(shadowed[key.Service], fmt.Sprintf(
 				"Service %s: spec.ports[%s]: %s is also claimed by %s, which takes precedence; %s gets the traffic",
-				key.Service, key.Port, sh.Frontend, sh.Owner, sh.Owner)}] = true
+				key.Service, key.Port, sh.Frontend, sh.Owner, sh.Owner))
+			examples[key.Service] = append(examples[key.Service], fmt.Sprintf("%s by %s", sh.Frontend, sh.Owner))
+		}
+	}
+	for svc, list := range shadowed {
+		if len(list) > 3 {
+			list = []string{fmt.Sprintf(
+				"Service %s: spec: %d frontends are also claimed by others, which take precedence, among them %s; the others get the traffic",
+				svc, len(list), strings.Join(examples[svc][:3], ", "))}
+		}
+		for _, text := range list {
+			out[text] = true
 		}
 	}
 	return out
+}
+
+// TestManyShadowed: a Service that asks for much that another one has is reported in a few words, in what is told to its owner, in the
+// log and in the list of findings, however much it is. It is reported again when the number changes, and not for another endpoint.
+func TestManyShadowed(t *testing.T) {
+	t.Parallel()
+	var said []string
+	s := newTestState(func(f source.Finding) { said = append(said, f.String()) })
+	update := func(b source.Batch) []string {
+		said = nil
+		s.Apply(b)
+		s.Update()
+		return said
+	}
+	service := func(name string, ips, ports int) source.Batch {
+		svc := largeService(name, ips, ports)
+		svc.Spec.ClusterIP = "10.96.0." + name[1:]
+		return source.Batch{Services: map[types.NamespacedName]*v1.Service{{Namespace: "ns", Name: name}: svc}}
+	}
+	text := func(count int) string {
+		return fmt.Sprintf("Service ns/s2: spec: %d frontends are also claimed by others, which take precedence, among them "+
+			"external IP 198.18.0.0:1/TCP by ns/s1:p0/TCP/IPv4, external IP 198.18.0.1:1/TCP by ns/s1:p0/TCP/IPv4, "+
+			"external IP 198.18.0.2:1/TCP by ns/s1:p0/TCP/IPv4; the others get the traffic", count)
+	}
+	if got := update(service("s1", 200, 10)); len(got) != 0 {
+		t.Errorf("of the first: %q", got)
+	}
+	for _, step := range []struct {
+		name string
+		b    source.Batch
+		want []string
+	}{
+		{"much", service("s2", 200, 10), []string{text(2000)}},
+		{"the same", service("s2", 200, 10), nil},
+		{"less", service("s2", 199, 10), []string{text(1990)}},
+		{"an endpoint", source.Batch{EndpointSlices: map[types.NamespacedName]*discovery.EndpointSlice{
+			{Namespace: "ns", Name: "s2"}: largeSlice("s2", 10, "10.0.0.1")}}, nil},
+		{"a few", service("s2", 3, 1), []string{
+			"Service ns/s2: spec.ports[p0]: external IP 198.18.0.0:1/TCP is also claimed by ns/s1:p0/TCP/IPv4, which takes precedence; ns/s1:p0/TCP/IPv4 gets the traffic",
+			"Service ns/s2: spec.ports[p0]: external IP 198.18.0.1:1/TCP is also claimed by ns/s1:p0/TCP/IPv4, which takes precedence; ns/s1:p0/TCP/IPv4 gets the traffic",
+			"Service ns/s2: spec.ports[p0]: external IP 198.18.0.2:1/TCP is also claimed by ns/s1:p0/TCP/IPv4, which takes precedence; ns/s1:p0/TCP/IPv4 gets the traffic",
+		}},
+	} {
+		got := update(step.b)
+		if !slices.Equal(got, step.want) {
+			t.Errorf("%s: said %d things, the first %q; want %q", step.name, len(got), got[:min(len(got), 4)], step.want)
+		}
+	}
+	if got := len(s.Findings()); got != 3 {
+		t.Errorf("%d findings", got)
+	}
+	if got := update(service("s2", 0, 1)); len(got) != 0 || len(s.Findings()) != 0 {
+		t.Errorf("of nothing: %q, and %d findings", got, len(s.Findings()))
+	}
 }
 
 // TestFindingsAreReportedOnce: what is wrong with an object is reported when it appears and when it changes, and not again.

@@ -57,8 +57,9 @@ func (e *early) set(key plan.Key, sp *plan.ServicePort) map[frontend]struct{} {
 }
 
 func (e *early) replace(old, sp *plan.ServicePort) map[frontend]struct{} {
-	before := tcpFrontends(old)
-	for _, at := range before {
+	before := map[frontend]struct{}{}
+	for _, at := range tcpFrontends(old) {
+		before[at] = struct{}{}
 		if e.owners[at] == old { // and not another ServicePort's by now
 			delete(e.owners, at)
 		}
@@ -66,7 +67,7 @@ func (e *early) replace(old, sp *plan.ServicePort) map[frontend]struct{} {
 	var opened map[frontend]struct{}
 	for _, at := range tcpFrontends(sp) {
 		e.owners[at] = sp
-		if !slices.Contains(before, at) {
+		if _, had := before[at]; !had {
 			if opened == nil {
 				opened = map[frontend]struct{}{}
 			}

@@ -87,13 +87,14 @@ func (l listenAt) String() string {
 // everywhere reports whether the sockets do not depend on the host's addresses.
 func everywhere(at plan.NodePortAddresses) bool { return at.All(plan.IPv4) && at.All(plan.IPv6) }
 
-// sockets returns where to listen so as to be reachable wherever node ports answer, in order; host are the host's addresses.
-func sockets(at plan.NodePortAddresses, node plan.Node, host []netip.Addr) []listenAt {
+// sockets returns where to listen so as to be reachable wherever node ports of some families answer, in order; host are the host's
+// addresses. Where node ports answer everywhere, that is one socket for both families, as with kube-proxy.
+func sockets(at plan.NodePortAddresses, node plan.Node, host []netip.Addr, families []plan.Family) []listenAt {
 	if everywhere(at) {
 		return []listenAt{wildcard}
 	}
 	var out []listenAt
-	for _, f := range plan.Families {
+	for _, f := range families {
 		network, all := "tcp4", netip.IPv4Unspecified()
 		if f == plan.IPv6 {
 			network, all = "tcp6", netip.IPv6Unspecified()

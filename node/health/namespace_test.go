@@ -70,7 +70,7 @@ func TestAddressesComeAndGo(t *testing.T) {
 	settings := plan.Settings{NodePortAddresses: plan.NodePortAddresses{CIDRs: []netip.Prefix{
 		netip.MustParsePrefix("192.168.0.0/16"), netip.MustParsePrefix("fd00::/8")}}}
 	b, number := newLive(t, settings), uint16(32000)
-	b.set(servicePort(svcA, "", plan.IPv4, number, "10.0.0.1:80+"))
+	b.set(servicePort(svcA, "", plan.IPv4, number, "10.0.0.1:80+"), servicePort(svcA, "", plan.IPv6, number, "[fd00::1]:80+"))
 	b.eventually("192.168.1.10", number, "200 1")
 	b.eventually("127.0.0.1", number, "no answer")
 

@@ -70,6 +70,11 @@ func familyIndex(f plan.Family) int {
 	return 0
 }
 
+// families returns those that the Service has.
+func (l *localEndpoints) families() []plan.Family {
+	return slices.DeleteFunc(slices.Clone(plan.Families[:]), func(f plan.Family) bool { return !l.has[familyIndex(f)] })
+}
+
 // over returns the number for a request over f.
 func (l *localEndpoints) over(f plan.Family) int {
 	i := familyIndex(f)

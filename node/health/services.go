@@ -38,12 +38,12 @@ type ServicesConfig struct {
 }
 
 // Services serves the health check node port of each Service that has one: there a load balancer asks whether this node has
-// endpoints of the Service, and how many (KEP-1669: terminating ones do not count). It listens where node ports answer, on the
-// addresses of both families, and follows changes of the host's addresses.
+// endpoints of the Service, and how many (KEP-1669: terminating ones do not count). It listens where node ports of the Service's
+// families answer, and follows changes of the host's addresses.
 //
 // A Service has one port for both families, but may have endpoints of one only. A request over a family that the Service has is
-// answered with the endpoints of that family; over the other family, with those of the family that it has. kube-proxy does not
-// listen there.
+// answered with the endpoints of that family. Over the other family, it is refused, unless node ports answer everywhere: then a socket
+// has both families, as with kube-proxy, and the answer is about the family that the Service has.
 type Services struct {
 	cfg     ServicesConfig
 	host    hostAddresses
@@ -125,7 +125,9 @@ func (s *Services) update(p *plan.Plan, svc plan.Service) {
 	number, now := readPort(p, svc)
 	had := s.byName[svc]
 	if had != nil && had.number == number {
-		had.count.Store(&now)
+		if had.count.Swap(&now).has != now.has {
+			s.dirty[had] = true
+		}
 		return
 	}
 	if had != nil {
@@ -249,9 +251,9 @@ func (s *Services) reconcile() {
 			return
 		}
 	}
-	at := sockets(w.at, w.node, host)
+	at := func(p *port) []listenAt { return sockets(w.at, w.node, host, p.count.Load().families()) }
 	for p := range w.open { // Close first, since a socket on a single address keeps one on all addresses from opening.
-		if p.closeExcept(at) {
+		if p.closeExcept(at(p)) {
 			closed[p.number] = true
 		}
 	}
@@ -261,7 +263,7 @@ func (s *Services) reconcile() {
 		if closed[p.number] {
 			patience = until
 		}
-		if delete(s.failing, p); !p.listen(at, patience, s.lost) {
+		if delete(s.failing, p); !p.listen(at(p), patience, s.lost) {
 			s.failing[p] = true
 		}
 	}

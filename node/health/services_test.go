@@ -223,16 +223,25 @@ func TestLocalEndpoints(t *testing.T) {
 	}
 }
 
-// TestBothFamilies: whoever comes over one family is answered even where the Service has only the other.
-func TestBothFamilies(t *testing.T) {
+// TestFamilies: whoever comes over a family is answered with the endpoints of that family, and refused where the Service has only the
+// other, as at its node ports. The Service may get or lose a family.
+func TestFamilies(t *testing.T) {
 	t.Parallel()
 	b, one, two := newLive(t, onLoopback), freePort(t), freePort(t)
-	b.set(servicePort(svcA, "", plan.IPv4, one, "10.0.0.1:80+"),
-		servicePort(svcB, "", plan.IPv4, two, "10.0.0.1:80+"), servicePort(svcB, "", plan.IPv6, two, "[fd00::1]:80+", "[fd00::2]:80+"))
-	b.eventually("127.0.0.1", one, "200 1")
+	more := servicePort(svcB, "", plan.IPv6, two, "[fd00::1]:80+", "[fd00::2]:80+")
+	b.set(servicePort(svcA, "", plan.IPv6, one, "[fd00::1]:80+"), servicePort(svcB, "", plan.IPv4, two, "10.0.0.1:80+"), more)
 	b.eventually("::1", one, "200 1")
+	b.eventually("127.0.0.1", one, "no answer")
 	b.eventually("127.0.0.1", two, "200 1")
 	b.eventually("::1", two, "200 2")
+	b.remove(more.Key)
+	b.eventually("::1", two, "no answer")
+	b.eventually("127.0.0.1", two, "200 1")
+	b.set(more)
+	b.eventually("::1", two, "200 2")
+	if _, failing := b.Ports(); failing != 0 {
+		t.Errorf("%d ports failing", failing)
+	}
 }
 
 func TestPortsComeAndGo(t *testing.T) {
@@ -309,7 +318,8 @@ func TestPortThatIsTaken(t *testing.T) {
 	t.Parallel()
 	b, free := newLive(t, onLoopback), freePort(t)
 	other, addr := taken(t)
-	b.set(servicePort(svcA, "", plan.IPv4, addr.Port(), "10.0.0.1:80+"), servicePort(svcB, "", plan.IPv4, free, "10.0.0.1:80+"))
+	b.set(servicePort(svcA, "", plan.IPv4, addr.Port(), "10.0.0.1:80+"), servicePort(svcA, "", plan.IPv6, addr.Port(), "[fd00::1]:80+"),
+		servicePort(svcB, "", plan.IPv4, free, "10.0.0.1:80+"))
 	b.eventually("127.0.0.1", free, "200 1")
 	want := fmt.Sprintf("Service ns/a: spec.healthCheckNodePort: can't listen on port %d at 127.0.0.1: bind: address already"+
 		" in use; load balancers that ask there take this node for one without endpoints; listening is retried until it works", addr.Port())
@@ -334,7 +344,7 @@ func TestPortOfAnotherService(t *testing.T) {
 	s, number := NewServices(ServicesConfig{Healthy: func() bool { return true }}), freePort(t)
 	t.Cleanup(s.closeAll)
 	p := plan.New(plan.Node{}, onLoopback)
-	first, second := servicePort(svcA, "", plan.IPv4, number, "10.0.0.1:80+"), servicePort(svcB, "", plan.IPv6, number, "[fd00::1]:80+", "[fd00::2]:80+")
+	first, second := servicePort(svcA, "", plan.IPv4, number, "10.0.0.1:80+"), servicePort(svcB, "", plan.IPv4, number, "10.0.0.1:80+", "10.0.0.2:80+")
 	update := func() {
 		s.Update(p, plan.Only(plan.Keys{first.Key: {}, second.Key: {}}))
 		s.reconcile()
@@ -390,6 +400,7 @@ func TestLostSocket(t *testing.T) {
 	t.Cleanup(s.closeAll)
 	p := plan.New(plan.Node{}, onLoopback)
 	p.Set(servicePort(svcA, "", plan.IPv4, number, "10.0.0.1:80+"))
+	p.Set(servicePort(svcA, "", plan.IPv6, number, "[fd00::1]:80+"))
 	s.Update(p, plan.Everything())
 	<-s.wake
 	for range 2 {
@@ -410,26 +421,33 @@ func TestSockets(t *testing.T) {
 	host := []netip.Addr{netip.MustParseAddr("127.0.0.1"), netip.MustParseAddr("192.168.1.10"), netip.MustParseAddr("10.1.0.1"),
 		netip.MustParseAddr("::1"), netip.MustParseAddr("fd00::10"), netip.MustParseAddr("fe80::1%2")}
 	node := plan.Node{IPs: []netip.Addr{netip.MustParseAddr("192.168.1.10"), netip.MustParseAddr("fd00::10")}}
+	both, ipv4, ipv6 := plan.Families[:], plan.Families[:1], plan.Families[1:]
 	for _, tc := range []struct {
-		name    string
-		primary bool
-		cidrs   string
-		want    string
+		name     string
+		primary  bool
+		cidrs    string
+		families []plan.Family
+		want     string
 	}{
-		{"everywhere", false, "", "[every address]"},
-		{"everywhere, said", false, "0.0.0.0/0 ::/0", "[every address]"},
-		{"one family, said", false, "0.0.0.0/0", "[every address]"},
-		{"one family, and some of the other", false, "0.0.0.0/0 fd00::/8", "[0.0.0.0 fd00::10]"},
-		{"ranges", false, "192.168.0.0/16 10.0.0.0/8", "[192.168.1.10 10.1.0.1 ::]"},
-		{"link-local", false, "fe80::/10", "[0.0.0.0 fe80::1%2]"},
-		{"primary", true, "", "[192.168.1.10 fd00::10]"},
-		{"nowhere", false, "203.0.113.0/24 2001:db8::/32", "[]"},
+		{"everywhere", false, "", both, "[every address]"},
+		{"everywhere, one family", false, "", ipv4, "[every address]"},
+		{"everywhere, said", false, "0.0.0.0/0 ::/0", both, "[every address]"},
+		{"one family, said", false, "0.0.0.0/0", both, "[every address]"},
+		{"one family, and some of the other", false, "0.0.0.0/0 fd00::/8", both, "[0.0.0.0 fd00::10]"},
+		{"one family, and not the other", false, "0.0.0.0/0 fd00::/8", ipv4, "[0.0.0.0]"},
+		{"ranges", false, "192.168.0.0/16 10.0.0.0/8", both, "[192.168.1.10 10.1.0.1 ::]"},
+		{"ranges, and the other family", false, "192.168.0.0/16 10.0.0.0/8", ipv6, "[::]"},
+		{"link-local", false, "fe80::/10", both, "[0.0.0.0 fe80::1%2]"},
+		{"primary", true, "", both, "[192.168.1.10 fd00::10]"},
+		{"primary, IPv4", true, "", ipv4, "[192.168.1.10]"},
+		{"primary, IPv6", true, "", ipv6, "[fd00::10]"},
+		{"nowhere", false, "203.0.113.0/24 2001:db8::/32", both, "[]"},
 	} {
 		at := plan.NodePortAddresses{Primary: tc.primary}
 		for _, c := range strings.Fields(tc.cidrs) {
 			at.CIDRs = append(at.CIDRs, netip.MustParsePrefix(c))
 		}
-		if got := fmt.Sprint(sockets(at, node, host)); got != tc.want {
+		if got := fmt.Sprint(sockets(at, node, host, tc.families)); got != tc.want {
 			t.Errorf("%s: %s, want %s", tc.name, got, tc.want)
 		}
 	}

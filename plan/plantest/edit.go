@@ -2,7 +2,6 @@ package plantest
 
 import (
 	"fmt"
-	"net/netip"
 	"slices"
 	"time"
 
@@ -36,7 +35,7 @@ func (d draft) edited(t *rapid.T) draft {
 	w := worlds[sp.Key.Family]
 	if chance(t, 3, label("other source ranges")) {
 		sp.SourceRanges = rapid.SliceOfNDistinct(rapid.SampledFrom(w.ranges), 0, 3, rapid.ID).Draw(t, label("source ranges"))
-		slices.SortFunc(sp.SourceRanges, netip.Prefix.Compare)
+		sp.SourceRanges = plan.Canonical(sp.SourceRanges)
 	}
 	switch rapid.SampledFrom([]string{"same", "one fewer", "more", "others"}).Draw(t, label("endpoints")) {
 	case "one fewer":

@@ -128,7 +128,7 @@ func drawNested(t *rapid.T, p *plan.Plan, f plan.Family, i int) {
 			Protocol: proto, Family: f,
 		}, Affinity: affinity, ExternalPolicy: policy}
 		if kind == plan.LoadBalancerIP {
-			sp.SourceRanges = worlds[f].ranges[:2]
+			sp.SourceRanges = worlds[f].ranges[:1]
 		}
 		for _, a := range list {
 			sp.Frontends = append(sp.Frontends, plan.Frontend{Kind: kind, Addr: a, Protocol: proto, Port: uint16(1 + n*stride)})

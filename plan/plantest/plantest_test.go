@@ -35,6 +35,9 @@ func TestPlansAreValid(t *testing.T) {
 			if !slices.IsSortedFunc(sp.Frontends, plan.Frontend.Compare) {
 				t.Errorf("%s: frontends are out of order: %v", key, sp.Frontends)
 			}
+			if canonical := plan.Canonical(slices.Clone(sp.SourceRanges)); !slices.Equal(sp.SourceRanges, canonical) {
+				t.Errorf("%s: source ranges %s are not %s", key, sp.SourceRanges, canonical)
+			}
 			for _, f := range sp.Frontends {
 				c := claimOf(sp, f)
 				if other, taken := owners[c]; taken {

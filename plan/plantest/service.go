@@ -108,7 +108,7 @@ func drawService(t *rapid.T, i int) []draft {
 		var ranges []netip.Prefix
 		if sources {
 			ranges = rapid.SliceOfNDistinct(rapid.SampledFrom(w.ranges), 1, 3, rapid.ID).Draw(t, name("source ranges"))
-			slices.SortFunc(ranges, netip.Prefix.Compare)
+			ranges = plan.Canonical(ranges)
 		}
 		for n, proto := range ports {
 			key := plan.Key{Service: svc, Protocol: proto, Family: f}

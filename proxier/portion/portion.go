@@ -199,7 +199,7 @@ func (q *Queue) moved(k plan.Key, desired *plan.Plan) []frontend {
 			return
 		}
 		for _, f := range a.Frontends {
-			if b == nil || !slices.Contains(b.Frontends, f) {
+			if b == nil || !b.Has(f) {
 				out = append(out, frontend{k.Family, plan.Address{Addr: f.Addr, Protocol: f.Protocol, Port: f.Port}})
 			}
 		}

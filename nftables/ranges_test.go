@@ -1,0 +1,305 @@
+package nftables
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"net/netip"
+	"strings"
+	"syscall"
+	"testing"
+	"time"
+
+	"golang.org/x/sys/unix"
+	"pgregory.net/rapid"
+
+	"nodeproxy/internal/nstest"
+	"nodeproxy/kernel/nft"
+	"nodeproxy/plan"
+	"nodeproxy/plan/plantest"
+)
+
+// withRanges is a Service with a load balancer IP that n addresses may reach, of which no two are neighbours, and an endpoint.
+func withRanges(n, endpoint int) *plan.ServicePort {
+	sp := plantest.LargeService(7, endpoint, 1)
+	sp.Frontends = append(sp.Frontends, plan.Frontend{Kind: plan.LoadBalancerIP, Addr: netip.MustParseAddr("203.0.113.1"), Protocol: plan.TCP, Port: 80})
+	for i := range n {
+		a := netip.AddrFrom4([4]byte{172, 16 + byte(i>>15), byte(i >> 7), byte(i<<1) | 1})
+		sp.SourceRanges = append(sp.SourceRanges, netip.PrefixFrom(a, 32))
+	}
+	return sp
+}
+
+// changeOf writes a ServicePort.
+func changeOf(t testing.TB, e *engine, p *plan.Plan, sp *plan.ServicePort) {
+	t.Helper()
+	p.Set(sp)
+	if err := e.Sync(context.Background(), p, plan.Only(plan.Keys{sp.Key: {}})); err != nil {
+		t.Fatal(err)
+	}
+}
+
+// TestRangesStay: a change of endpoints costs as much with many source ranges as with few.
+func TestRangesStay(t *testing.T) {
+	nstest.Enter(t)
+	allocs := map[int]float64{}
+	for _, n := range []int{10, 3000} {
+		_ = Cleanup()
+		e, _ := testEngine(t, plan.IPv4)
+		p := plantest.Large(0, 0)
+		p.Set(withRanges(n, 0))
+		if err := e.Sync(context.Background(), p, plan.Everything()); err != nil {
+			t.Fatal(err)
+		}
+		some := []*plan.ServicePort{withRanges(n, 1), withRanges(n, 2)}
+		i := 0
+		allocs[n] = testing.AllocsPerRun(10, func() {
+			changeOf(t, e, p, some[i%2])
+			i++
+		})
+		holds(t, e, p)
+	}
+	if allocs[3000] > allocs[10]+1000 {
+		t.Errorf("allocations of a change of endpoints by the number of source ranges: %v", allocs)
+	}
+}
+
+// TestRangesOfRefused: a ServicePort whose other endpoints the kernel refuses keeps its source ranges.
+func TestRangesOfRefused(t *testing.T) {
+	nstest.Enter(t)
+	ctx := context.Background()
+	e, s, reported := faultyEngine(t, plan.IPv4)
+	p := plantest.Large(3, 1)
+	before := withRanges(5, 100)
+	p.Set(before)
+	if err := e.Sync(ctx, p, plan.Everything()); err != nil {
+		t.Fatal(err)
+	}
+	in := plan.New(p.Node, p.Settings)
+	for _, sp := range p.Services {
+		in.Set(sp)
+	}
+	s.refuses = func(_, key string) syscall.Errno {
+		if strings.HasPrefix(key, nameOf(plan.IPv4, before.Frontends[1])) {
+			return unix.EINVAL
+		}
+		return 0
+	}
+	changeOf(t, e, p, withRanges(5, 101))
+	if list := reported(); len(list) != 1 || !list[0].Kept {
+		t.Fatalf("reported %v", list)
+	}
+	holdsBut(t, e, in)
+	if found, again, err := e.compareBeside(ctx); err != nil || again || len(found) > 0 {
+		t.Fatalf("a comparison beside syncs found %v, %t, %v", found, again, err)
+	}
+	holdsBut(t, e, in)
+	s.refuses = nil
+	again(e)
+	changeOf(t, e, p, withRanges(4, 102))
+	holds(t, e, p)
+}
+
+// TestRangesRefusedInParts: where the kernel refuses one of many source ranges, those written before it are removed if the Service is new,
+// and otherwise kept with all that it had; comparisons find nothing.
+func TestRangesRefusedInParts(t *testing.T) {
+	nstest.Enter(t)
+	ctx := context.Background()
+	for _, full := range []bool{false, true} {
+		_ = Cleanup()
+		e, s, reported := faultyEngine(t, plan.IPv4)
+		e.most = rangeCost // a range in each transaction
+		p := plantest.Large(3, 1)
+		if err := e.Sync(ctx, p, plan.Everything()); err != nil {
+			t.Fatal(err)
+		}
+		last := withRanges(5, 100).SourceRanges[4].Addr().AsSlice()
+		no := func(_, key string) syscall.Errno {
+			if strings.HasSuffix(key, string(last)) {
+				return unix.EINVAL
+			}
+			return 0
+		}
+		sync := func(sp *plan.ServicePort, refuses func(set, key string) syscall.Errno) {
+			t.Helper()
+			s.refuses = refuses
+			p.Set(sp)
+			changed := plan.Only(plan.Keys{sp.Key: {}})
+			if full {
+				changed = plan.Everything()
+			}
+			if err := e.Sync(ctx, p, changed); err != nil || refuses != nil != (len(reported()) == 1) {
+				t.Fatalf("full sync %t: %v; reported %v", full, err, reported())
+			}
+			if found, again, err := e.compareBeside(ctx); err != nil || again || len(found) > 0 {
+				t.Fatalf("full sync %t: a comparison beside syncs found %v, %t, %v", full, found, again, err)
+			}
+		}
+		in := plan.New(p.Node, p.Settings)
+		for _, sp := range p.Services {
+			in.Set(sp)
+		}
+		more := withRanges(5, 100)
+		sync(more, no)
+		holdsBut(t, e, in, more)
+		again(e)
+		sync(withRanges(3, 100), nil)
+		holds(t, e, p)
+		in.Set(withRanges(4, 100)) // The fourth is written before the fifth is refused.
+		sync(more, no)
+		holdsBut(t, e, in)
+		again(e)
+		sync(withRanges(4, 101), nil)
+		holds(t, e, p)
+	}
+}
+
+// TestRangesInParts: source ranges that take several transactions never keep out a client that they admit both before and after, nor let
+// in one that they admit neither before nor after, also where another Service gets the frontend.
+func TestRangesInParts(t *testing.T) {
+	nstest.Enter(t)
+	ctx := context.Background()
+	space := netip.MustParsePrefix("198.51.100.0/27")
+	var clients []netip.Addr
+	for a := space.Addr(); space.Contains(a); a = a.Next() {
+		clients = append(clients, a)
+	}
+	reader, err := nft.Dial()
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer reader.Close()
+	rapid.Check(t, func(rt *rapid.T) {
+		_ = Cleanup()
+		e, _ := testEngine(t, plan.IPv4)
+		e.most = rapid.SampledFrom([]int{1, 3}).Draw(rt, "most in a transaction")
+		draw := func(label string) *plan.ServicePort {
+			sp := withRanges(0, 1)
+			sp.Key.Service.Name = rapid.SampledFrom([]string{"a", "b"}).Draw(rt, label+": owner")
+			sp.SourceRanges = plan.Canonical(rapid.SliceOfN(rapid.Custom(func(rt *rapid.T) netip.Prefix {
+				return netip.PrefixFrom(clients[rapid.IntRange(0, len(clients)-1).Draw(rt, "address")], rapid.IntRange(27, 32).Draw(rt, "bits")).Masked()
+			}), 0, 12).Draw(rt, label+": ranges"))
+			return sp
+		}
+		admits := func(sp *plan.ServicePort, a netip.Addr) bool {
+			return len(sp.SourceRanges) == 0 || plan.Within(sp.SourceRanges, a)
+		}
+		before, after := draw("before"), draw("after")
+		p := plantest.Large(2, 1)
+		p.Set(before)
+		if err := e.Sync(ctx, p, plan.Everything()); err != nil {
+			rt.Fatalf("%v", err)
+		}
+		frontend := nameOf(plan.IPv4, before.Frontends[1])
+		var wrong error
+		look := func() { // by a socket of its own, which a transaction's goroutine can use as well
+			s := &fullSync{engine: &engine{family: e.family, kernel: reader, sets: e.sets}, have: map[id]value{}}
+			if err := errors.Join(s.readElements(), s.readAgain()); err != nil {
+				wrong = errors.Join(wrong, err)
+				return
+			}
+			owner := s.have[id{set: services, key: frontend}].comment
+			var of []*plan.ServicePort
+			for _, sp := range []*plan.ServicePort{before, after} {
+				if sp.Key.PortName() == owner {
+					of = append(of, sp)
+				}
+			}
+			if len(of) == 0 {
+				wrong = errors.Join(wrong, fmt.Errorf("the frontend is %q's", owner))
+				return
+			}
+			_, asked := s.have[id{set: limited, key: frontend}]
+			for _, a := range clients {
+				key := frontend + string(a.AsSlice())
+				in := !asked
+				for i := range s.have {
+					in = in || i.set == sourceRanges && i.key <= key && key <= i.end
+				}
+				if first, last := admits(of[0], a), admits(of[len(of)-1], a); first == last && in != first {
+					wrong = errors.Join(wrong, fmt.Errorf("%s is let in to %s: %t; its ranges are %s, then %s",
+						a, owner, in, of[0].SourceRanges, of[len(of)-1].SourceRanges))
+				}
+			}
+		}
+		p.Delete(before.Key)
+		p.Set(after)
+		e.kernel = &watched{e.kernel, look}
+		if err := e.Sync(ctx, p, plan.Only(plan.Keys{before.Key: {}, after.Key: {}})); err != nil {
+			rt.Fatalf("%v", err)
+		}
+		if wrong != nil {
+			rt.Fatalf("%v", wrong)
+		}
+		holds(rt, e, p)
+		_ = e.kernel.Close()
+		e.kernel = nil
+	})
+}
+
+// allTime is the processor time of all threads.
+func allTime(b *testing.B) time.Duration {
+	b.Helper()
+	var u unix.Rusage
+	if err := unix.Getrusage(unix.RUSAGE_SELF, &u); err != nil {
+		b.Fatal(err)
+	}
+	return time.Duration(u.Utime.Nano() + u.Stime.Nano())
+}
+
+// slowest is a kernel that notes how much processor time the longest transaction took.
+type slowest struct {
+	kernel
+	b       *testing.B
+	longest time.Duration
+}
+
+func (s *slowest) Commit(b *nft.Batch) error {
+	begin := allTime(s.b)
+	defer func() { s.longest = max(s.longest, allTime(s.b)-begin) }()
+	return s.kernel.Commit(b)
+}
+
+// BenchmarkRanges is the processor time for a Service with many source ranges, and of the longest transaction of each step: the first
+// programming, another endpoint, a range less and more, and the removal.
+func BenchmarkRanges(b *testing.B) {
+	for _, n := range []int{5000, 10_000, 20_000} {
+		b.Run(fmt.Sprint(n), func(b *testing.B) {
+			nstest.Enter(b)
+			names := []string{"first", "flap", "range", "removal"}
+			took, longest := make([]time.Duration, len(names)), make([]time.Duration, len(names))
+			for b.Loop() {
+				_ = Cleanup()
+				e, k := testEngine(b, plan.IPv4)
+				p := plantest.Large(3, 1)
+				if err := e.Sync(context.Background(), p, plan.Everything()); err != nil {
+					b.Fatal(err)
+				}
+				slow := &slowest{kernel: k.kernel, b: b}
+				k.kernel = slow
+				step := func(i int, list ...*plan.ServicePort) {
+					slow.longest = 0
+					begin := allTime(b)
+					for _, sp := range list {
+						changeOf(b, e, p, sp)
+					}
+					took[i] += allTime(b) - begin
+					longest[i] = max(longest[i], slow.longest)
+				}
+				step(0, withRanges(n, 0))
+				step(1, withRanges(n, 1))
+				step(2, withRanges(n-1, 1), withRanges(n, 1))
+				none := withRanges(0, 1)
+				none.Frontends = none.Frontends[:1]
+				step(3, none)
+				_ = e.kernel.Close()
+				e.kernel = nil
+			}
+			for i, name := range names {
+				b.ReportMetric(took[i].Seconds()*1000/float64(b.N), name+"-ms")
+				b.ReportMetric(longest[i].Seconds()*1000, name+"-longest-ms")
+			}
+			b.ReportMetric(0, "ns/op")
+		})
+	}
+}
