@@ -148,12 +148,16 @@ func askVersion(path string, limit time.Duration) (version, error) {
 	return v, nil
 }
 
+// outputTime is how long the output of a program may go on after its end. What it has started may hold it open; and where processors are busy or
+// limited, this program may take seconds to read what is there.
+const outputTime = 10 * time.Second
+
 // output runs a program that is to end within limit, and returns what it prints.
 func output(path string, limit time.Duration, args ...string) ([]byte, error) {
 	ctx, cancel := context.WithTimeout(context.Background(), limit)
 	defer cancel()
 	cmd := exec.CommandContext(ctx, path, args...)
-	cmd.WaitDelay = time.Second
+	cmd.WaitDelay = outputTime
 	out, err := cmd.Output()
 	if ctx.Err() != nil {
 		return nil, fmt.Errorf("it was ended, since it did not end by itself within %v", limit)

@@ -235,6 +235,30 @@ func TestCountersBesideNativeRules(t *testing.T) {
 	}
 }
 
+// TestOutputHeldOpen: a program that has ended well, but whose output somebody still holds open, has refused nothing: no Service is to be
+// blamed for that.
+func TestOutputHeldOpen(t *testing.T) {
+	t.Parallel()
+	dir := t.TempDir()
+	fifo := filepath.Join(dir, "fifo")
+	if err := syscall.Mkfifo(fifo, 0o600); err != nil {
+		t.Fatal(err)
+	}
+	held, err := os.OpenFile(fifo, os.O_RDWR, 0) // Until this is closed, the child of the script reads.
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer held.Close()
+	path := filepath.Join(dir, "restore")
+	nstest.Script(t, path, "cat >/dev/null\ncat "+fifo+" &\n")
+	program := &Program{RestorePath: path, RestoreTime: 3 * time.Minute}
+	err = program.restoreText("*nat\nCOMMIT\n")
+	var refused *RestoreError
+	if err == nil || errors.As(err, &refused) {
+		t.Errorf("got %v", err)
+	}
+}
+
 // TestVersion: what programs say of themselves, and those that say nothing in time.
 func TestVersion(t *testing.T) {
 	dir := t.TempDir()

@@ -32,7 +32,7 @@ func (t *Program) restoreText(text string) error {
 	ctx, cancel := context.WithTimeout(context.Background(), limit)
 	defer cancel()
 	cmd := exec.CommandContext(ctx, t.RestorePath, args...)
-	cmd.WaitDelay = time.Second // for what it has started, which may hold its output open
+	cmd.WaitDelay = outputTime
 	cmd.Stdin = strings.NewReader(text)
 	var out bytes.Buffer
 	cmd.Stdout, cmd.Stderr = &out, &out
@@ -40,7 +40,11 @@ func (t *Program) restoreText(text string) error {
 	if err == nil {
 		return nil
 	}
-	if ctx.Err() != nil { // This says nothing about the input, so it is no RestoreError.
+	// Neither error says anything about the input, so they are no RestoreError.
+	if errors.Is(err, exec.ErrWaitDelay) {
+		return fmt.Errorf("%s ended, but its output did not within %v: %w", t.RestorePath, outputTime, err)
+	}
+	if ctx.Err() != nil {
 		return fmt.Errorf("%s was ended, since it did not end by itself within %v: %s", t.RestorePath, limit, oneLine(out.String()))
 	}
 	return &RestoreError{Program: t.RestorePath, Message: oneLine(out.String()), Excerpt: Excerpt(text, out.String()), Err: err}

@@ -10,7 +10,6 @@ import (
 	"os/exec"
 	"regexp"
 	"strings"
-	"time"
 
 	"nodeproxy/kernel/names"
 )
@@ -41,7 +40,7 @@ func (t *Program) read(ctx context.Context, path, input string, parse func(io.Re
 	limited, cancel := context.WithTimeout(ctx, t.SaveTime)
 	defer cancel()
 	cmd := exec.CommandContext(limited, path, args...)
-	cmd.WaitDelay = time.Second
+	cmd.WaitDelay = outputTime
 	cmd.Stdin = strings.NewReader(input)
 	var stderr bytes.Buffer
 	cmd.Stderr = &stderr
