@@ -423,7 +423,7 @@ func TestPartial(t *testing.T) {
 	if err != nil || len(c.Chains[names.NFTUnknown].Labels) != 0 {
 		t.Errorf("chain %s has %d rules; %v", names.NFTUnknown, len(c.Chains[names.NFTUnknown].Labels), err)
 	}
-	if n := len(c.Chains[names.NFTToServices].Labels); n != 3 {
+	if n := len(c.Chains[names.NFTToServices].Labels); n != 4 {
 		t.Errorf("chain %s has %d rules: node ports must go on to answer", names.NFTToServices, n)
 	}
 	sp := plantest.LargeService(7, 500, 3)

@@ -1,6 +1,7 @@
 package nftables
 
 import (
+	"net/netip"
 	"slices"
 
 	"github.com/google/nftables/expr"
@@ -129,7 +130,7 @@ func (l *layout) chains() []nft.Chain {
 		{Name: names.NFTToKind, Rules: []nft.Rule{l.rule().hasBits(splitBit).jump(names.NFTSplit), l.rule().byKind(names.NFTKinds)}},
 		{Name: names.NFTToKindAgain, Rules: []nft.Rule{l.rule().jump(names.NFTToKind), l.rule().drop()}},
 		{Name: names.NFTToNodePorts, Rules: l.toServices(true)},
-		{Name: names.NFTToServices, Rules: append(l.toServices(false), l.atNodePortAddresses()...)},
+		{Name: names.NFTToServices, Rules: slices.Concat([]nft.Rule{l.noDestination()}, l.toServices(false), l.atNodePortAddresses())},
 		{Name: names.NFTUnknown, Rules: l.unknown()},
 	}...)
 	unknown := l.rule().tracked("ct state new", expr.CtKeySTATE, ctNew).jump(names.NFTUnknown)
@@ -161,6 +162,12 @@ func (l *layout) toServices(nodePort bool) []nft.Rule {
 		l.rule().kindIn(names.NFTServices, nodePort).jump(names.NFTToKind),
 		l.rule().comment("changed meanwhile").kindIn(names.NFTServices, nodePort).goTo(names.NFTToKindAgain),
 	}
+}
+
+// noDestination passes packets to noAddress over, which a neighbour may send: in services they would find node ports.
+func (l *layout) noDestination() nft.Rule {
+	a := noAddress(l.family)
+	return l.rule().comment("not the node ports of the maps").within(true, netip.PrefixFrom(a, a.BitLen()), false).ret()
 }
 
 // rejectReset answers with a TCP reset. Only TCP comes here; as input, nft requires the comparison.
