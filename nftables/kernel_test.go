@@ -563,3 +563,22 @@ func TestKindLeadsElsewhere(t *testing.T) {
 		holds(t, e, p)
 	}
 }
+
+// TestClientsAreCollected: the kernel looks for clients that were away for too long at intervals that cost little, also where an earlier
+// version has left the table.
+func TestClientsAreCollected(t *testing.T) {
+	nstest.Enter(t)
+	earlier, _ := testEngine(t, plan.IPv4)
+	earlier.sets[affinity].Collect = 0
+	now, _ := testEngine(t, plan.IPv4)
+	p := plantest.Large(3, 1)
+	for _, e := range []*engine{earlier, now} {
+		if err := e.Sync(context.Background(), p, plan.Everything()); err != nil {
+			t.Fatal(err)
+		}
+		holds(t, e, p)
+	}
+	if out := nstest.Exec(t, "nft", "list", "map", "ip", names.NFTables, names.NFTAffinity); !strings.Contains(out, "gc-interval 30s") {
+		t.Errorf("nft lists\n%s", out)
+	}
+}

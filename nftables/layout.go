@@ -3,6 +3,7 @@ package nftables
 import (
 	"net/netip"
 	"slices"
+	"time"
 
 	"github.com/google/nftables/expr"
 	"golang.org/x/sys/unix"
@@ -31,6 +32,10 @@ func (o Options) sets(f plan.Family) []nft.Set {
 
 // mostClients bounds how many clients affinity remembers, since anyone may send from many addresses. Further clients are not remembered.
 const mostClients = 1 << 20
+
+// collectClients is how often the kernel removes clients that were away for too long. With a million of them, each time takes it a tenth of
+// a second, and by itself it would do that each second.
+const collectClients = 30 * time.Second
 
 // setID identifies a set or map of the table.
 type setID uint8
@@ -78,7 +83,7 @@ func sets(f plan.Family) []nft.Set {
 		localChoices:         {Name: names.NFTLocalChoices, Key: index, Data: number},
 		stickyEndpoints:      {Name: names.NFTStickyEndpoints, Key: index, Data: endpoint},
 		localStickyEndpoints: {Name: names.NFTLocalStickyEndpoints, Key: index, Data: endpoint},
-		affinity:             {Name: names.NFTAffinity, Key: client, Data: number, Dynamic: true, Size: mostClients},
+		affinity:             {Name: names.NFTAffinity, Key: client, Data: number, Dynamic: true, Size: mostClients, Collect: collectClients},
 		limited:              {Name: names.NFTLimited, Key: name},
 		sourceRanges:         {Name: names.NFTSourceRanges, Key: client, Interval: true},
 		clusterIPs:           {Name: names.NFTClusterIPs, Key: nft.Concat{addr}},

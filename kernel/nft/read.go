@@ -128,7 +128,8 @@ func (s Set) is(attrs []byte) bool {
 	number := func(kind uint16) uint32 { return uint32(netlink.BigEndian(netlink.Attribute(attrs, kind))) }
 	size := uint32(netlink.BigEndian(netlink.Attribute(netlink.Attribute(attrs, unix.NFTA_SET_DESC), unix.NFTA_SET_DESC_SIZE)))
 	if number(unix.NFTA_SET_FLAGS) != s.flags() || number(unix.NFTA_SET_KEY_TYPE) != s.Key.number() ||
-		number(unix.NFTA_SET_KEY_LEN) != uint32(s.Key.Length()) || size != s.Size {
+		number(unix.NFTA_SET_KEY_LEN) != uint32(s.Key.Length()) || size != s.Size ||
+		number(unix.NFTA_SET_GC_INTERVAL) != uint32(s.Collect.Milliseconds()) {
 		return false
 	}
 	if s.Counted && netlink.Attribute(attrs, setExpr) == nil {
