@@ -2,6 +2,7 @@ package nftables
 
 import (
 	"context"
+	"fmt"
 	"maps"
 	"slices"
 	"time"
@@ -99,6 +100,7 @@ func (e *engine) compareBeside(ctx context.Context) (found drift.Found, again bo
 	if content == nil || content.Dormant || len(structure(s.layout, s.kinds, e.sets, content)) > 0 {
 		return nil, true, nil
 	}
+	e.noteClients(content.Counts)
 	suspects, used, err := e.suspects(ctx, k, s)
 	if err != nil {
 		return nil, true, err
@@ -246,4 +248,21 @@ func (e *engine) forget() {
 		_ = e.kernel.Close()
 		e.kernel = nil
 	}
+}
+
+// noteClients reports how many clients affinity remembers, and warns when there is room for less than a tenth more, once until there is for
+// a fifth again.
+func (e *engine) noteClients(counts map[string]int) {
+	n, told := counts[names.NFTAffinity]
+	if !told {
+		return
+	}
+	e.onClients(e.family, n)
+	most := int(e.sets[affinity].Size)
+	crowded := n > most-most/10 || e.crowded && n > most-most/5
+	if crowded && !e.crowded {
+		e.warn(fmt.Sprintf("session affinity remembers %d clients over %s, and can remember %d; where there is no room, new clients of all "+
+			"Services get an endpoint for each connection", n, e.family, most))
+	}
+	e.crowded = crowded
 }

@@ -368,3 +368,45 @@ func datagram(from, to string, port uint16) []byte {
 	binary.BigEndian.PutUint16(out[10:], ^uint16(sum+sum>>16))
 	return binary.BigEndian.AppendUint64(out, 40000<<48|uint64(port)<<32|8<<16)
 }
+
+// TestManyClients: a comparison tells how many clients are remembered, and when there is no room for many more, once.
+func TestManyClients(t *testing.T) {
+	nstest.Enter(t)
+	world := startPods(t, 2)
+	e, _ := testEngine(t, plan.IPv4)
+	e.sets[affinity].Size = 20
+	var told []int
+	var warned []string
+	e.onClients = func(_ plan.Family, n int) { told = append(told, n) }
+	e.warn = func(text string) { warned = append(warned, text) }
+	p, sp := plantest.Large(0, 0), world.service(0, 1)
+	sp.Affinity = time.Hour
+	p.Set(sp)
+	if err := e.Sync(context.Background(), p, plan.Everything()); err != nil {
+		t.Fatal(err)
+	}
+	b := &Backend{}
+	b.Engines = []*engine{e}
+	wants := []int{}
+	for _, n := range []int{0, 18, 19, 20, 25} {
+		for client := range n {
+			world.goes(t, net.IPv4(127, 0, 0, byte(1+client)))
+		}
+		wants = append(wants, min(n, 20))
+		if b.Compare(context.Background()) {
+			t.Fatal("the comparison asks for another one")
+		}
+	}
+	content, err := e.kernel.Read(plan.IPv4, names.NFTables, e.sets, nil)
+	if err != nil {
+		t.Fatal(err)
+	}
+	want := []string{"session affinity remembers 19 clients over IPv4, and can remember 20; where there is no room, new clients of all Services " +
+		"get an endpoint for each connection"}
+	if len(content.Counts) == 0 { // The kernel does not tell.
+		wants, want = nil, nil
+	}
+	if !slices.Equal(told, wants) || !slices.Equal(warned, want) {
+		t.Errorf("told %d, want %d; warned %q, want %q", told, wants, warned, want)
+	}
+}

@@ -114,6 +114,7 @@ const (
 	setFieldLen     = 1
 	setElemKeyEnd   = 10
 	setExpr         = 17
+	setNumber       = 20
 	listElem        = 1
 	commentUserdata = 0
 	keyOrder        = 0

@@ -16,7 +16,10 @@ type Content struct {
 	// Dormant says that the kernel does not call the table's chains.
 	Dormant bool
 	// Sets has an entry for each set: whether it has the expected form.
-	Sets   map[string]bool
+	Sets map[string]bool
+	// Counts is how many elements each set has, with those whose time is over and that the kernel has not removed yet. It is empty
+	// where the kernel does not tell; Linux 6.18 does.
+	Counts map[string]int
 	Chains map[string]ChainContent
 }
 
@@ -89,10 +92,13 @@ func (c *Conn) Read(f plan.Family, table string, sets []Set, chains []Chain) (*C
 	for _, s := range sets {
 		wantSets[s.Name] = s
 	}
-	err = c.dump(f, table, unix.NFT_MSG_GETSET, nil, func() { out.Sets = map[string]bool{} }, func(attrs []byte) {
+	err = c.dump(f, table, unix.NFT_MSG_GETSET, nil, func() { out.Sets, out.Counts = map[string]bool{}, map[string]int{} }, func(attrs []byte) {
 		name := netlink.Text(netlink.Attribute(attrs, unix.NFTA_SET_NAME))
 		want, known := wantSets[name]
 		out.Sets[name] = known && want.is(attrs)
+		if n := netlink.Attribute(attrs, setNumber); n != nil {
+			out.Counts[name] = int(netlink.BigEndian(n))
+		}
 	})
 	if err != nil {
 		return nil, err
