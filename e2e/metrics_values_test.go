@@ -155,11 +155,11 @@ var movedIn = map[harness.Mode][]metricCheck{
 
 // shownElsewhere are the metrics that other tests show: TestMetricsOfTrouble, TestMetricsAreTheKernels, TestWaitEnds,
 // TestOtherProxyStarts, TestFaultManifests, TestBadConfigurations and, of counters of the kernel that nothing here moves, those of
-// package metrics.
+// package metrics; of clients of affinity, nftables.TestManyClients.
 var shownElsewhere = []string{
 	"kubeproxy_sync_proxy_rules_iptables_last", "nodeproxy_conntrack_entries_limit", "nodeproxy_waiting_for_proxy",
 	"nodeproxy_other_proxy_runs", "nodeproxy_manifests_faulty", "nodeproxy_config_rejected",
-	"nodeproxy_conntrack_insert_failures_total", "nodeproxy_conntrack_drops_total",
+	"nodeproxy_conntrack_insert_failures_total", "nodeproxy_conntrack_drops_total", "nodeproxy_affinity_clients",
 }
 
 // TestMetricsMove: every metric shows what there is, or moves with what happens.

@@ -17,7 +17,7 @@ type ruleMetrics struct {
 	restoreFailures, partialFailures *prometheus.CounterVec
 	nftSyncFailures, nftCleanups     *prometheus.CounterVec
 	total                            *untyped
-	last                             *prometheus.GaugeVec
+	last, clients                    *prometheus.GaugeVec
 }
 
 func newRuleMetrics(s *Set) *ruleMetrics {
@@ -41,6 +41,8 @@ func newRuleMetrics(s *Set) *ruleMetrics {
 			"Transactions of nftables that failed.", family)
 		m.nftCleanups = s.counterVec("kubeproxy_sync_proxy_rules_nftables_cleanup_failures_total",
 			"Removals of nftables objects that nothing wants any more which failed.", family)
+		m.clients = s.gaugeVec("nodeproxy_affinity_clients",
+			"Clients that session affinity remembers, of at most 1,048,576, at the last comparison, if the kernel tells, as Linux 6.18 does.", family)
 	}
 	for _, f := range s.cfg.Families {
 		for _, vec := range []*prometheus.CounterVec{m.restoreFailures, m.partialFailures, m.nftSyncFailures, m.nftCleanups} {
@@ -69,6 +71,13 @@ func (s *Set) RestoreFailed(f plan.Family, partial bool) {
 	inc(s.rules.restoreFailures, f)
 	if partial {
 		inc(s.rules.partialFailures, f)
+	}
+}
+
+// AffinityClients says how many clients session affinity remembers.
+func (s *Set) AffinityClients(f plan.Family, n int) {
+	if s.rules.clients != nil {
+		s.rules.clients.WithLabelValues(f.String()).Set(float64(n))
 	}
 }
 

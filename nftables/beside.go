@@ -3,6 +3,7 @@ package nftables
 import (
 	"context"
 	"errors"
+	"fmt"
 	"maps"
 	"slices"
 	"time"
@@ -107,6 +108,7 @@ func (e *engine) compareBeside(ctx context.Context) (found drift.Found, again bo
 	if content == nil || content.Dormant || len(structure(s.layout, s.kinds, e.sets, content)) > 0 {
 		return nil, true, nil
 	}
+	e.noteClients(content.Counts)
 	in := intrudersIn(content, e.sets, namesOf(chains, s.leftover))
 	if again, err := e.expel(s, &in, intruders.disarm); again || err != nil {
 		return nil, true, err
@@ -314,4 +316,21 @@ func (e *engine) forget() {
 		_ = e.kernel.Close()
 		e.kernel = nil
 	}
+}
+
+// noteClients reports how many clients affinity remembers, and warns when there is room for less than a tenth more, once until there is for
+// a fifth again.
+func (e *engine) noteClients(counts map[string]int) {
+	n, told := counts[names.NFTAffinity]
+	if !told {
+		return
+	}
+	e.onClients(e.family, n)
+	most := int(e.sets[affinity].Size)
+	crowded := n > most-most/10 || e.crowded && n > most-most/5
+	if crowded && !e.crowded {
+		e.warn(fmt.Sprintf("session affinity remembers %d clients over %s, and can remember %d; where there is no room, new clients of all "+
+			"Services get an endpoint for each connection", n, e.family, most))
+	}
+	e.crowded = crowded
 }

@@ -434,7 +434,7 @@ func TestPartial(t *testing.T) {
 	if err != nil || len(c.Chains[names.NFTUnknown].Labels) != 0 {
 		t.Errorf("chain %s has %d rules; %v", names.NFTUnknown, len(c.Chains[names.NFTUnknown].Labels), err)
 	}
-	if n := len(c.Chains[names.NFTToServices].Labels); n != 2 {
+	if n := len(c.Chains[names.NFTToServices].Labels); n != 4 {
 		t.Errorf("chain %s has %d rules: node ports must go on to answer", names.NFTToServices, n)
 	}
 	sp := plantest.LargeService(7, 500, 3)
@@ -572,5 +572,24 @@ func TestKindLeadsElsewhere(t *testing.T) {
 			t.Fatal(err)
 		}
 		holds(t, e, p)
+	}
+}
+
+// TestClientsAreCollected: the kernel looks for clients that were away for too long at intervals that cost little, also where an earlier
+// version has left the table.
+func TestClientsAreCollected(t *testing.T) {
+	nstest.Enter(t)
+	earlier, _ := testEngine(t, plan.IPv4)
+	earlier.sets[affinity].Collect = 0
+	now, _ := testEngine(t, plan.IPv4)
+	p := plantest.Large(3, 1)
+	for _, e := range []*engine{earlier, now} {
+		if err := e.Sync(context.Background(), p, plan.Everything()); err != nil {
+			t.Fatal(err)
+		}
+		holds(t, e, p)
+	}
+	if out := nstest.Exec(t, "nft", "list", "map", "ip", names.NFTables, names.NFTAffinity); !strings.Contains(out, "gc-interval 30s") {
+		t.Errorf("nft lists\n%s", out)
 	}
 }

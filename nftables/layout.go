@@ -1,7 +1,9 @@
 package nftables
 
 import (
+	"net/netip"
 	"slices"
+	"time"
 
 	"github.com/google/nftables/expr"
 	"golang.org/x/sys/unix"
@@ -30,6 +32,10 @@ func (o Options) sets(f plan.Family) []nft.Set {
 
 // mostClients bounds how many clients affinity remembers, since anyone may send from many addresses. Further clients are not remembered.
 const mostClients = 1 << 20
+
+// collectClients is how often the kernel removes clients that were away for too long. With a million of them, each time takes it a tenth of
+// a second, and by itself it would do that each second.
+const collectClients = 30 * time.Second
 
 // setID identifies a set or map of the table.
 type setID uint8
@@ -77,7 +83,7 @@ func sets(f plan.Family) []nft.Set {
 		localChoices:         {Name: names.NFTLocalChoices, Key: index, Data: number},
 		stickyEndpoints:      {Name: names.NFTStickyEndpoints, Key: index, Data: endpoint},
 		localStickyEndpoints: {Name: names.NFTLocalStickyEndpoints, Key: index, Data: endpoint},
-		affinity:             {Name: names.NFTAffinity, Key: client, Data: number, Dynamic: true, Size: mostClients},
+		affinity:             {Name: names.NFTAffinity, Key: client, Data: number, Dynamic: true, Size: mostClients, Collect: collectClients},
 		limited:              {Name: names.NFTLimited, Key: name},
 		sourceRanges:         {Name: names.NFTSourceRanges, Key: client, Interval: true},
 		clusterIPs:           {Name: names.NFTClusterIPs, Key: nft.Concat{addr}},
@@ -127,9 +133,9 @@ func (l *layout) chains() []nft.Chain {
 		{Name: names.NFTSplit, Rules: append([]nft.Rule{l.rule().hasBits(nodePortBit).goTo(names.NFTSplitPorts),
 			l.rule().jump(names.NFTCheckSource)}, l.split(false)...)},
 		{Name: names.NFTToKind, Rules: []nft.Rule{l.rule().hasBits(splitBit).jump(names.NFTSplit), l.rule().byKind(names.NFTKinds)}},
-		{Name: names.NFTToNodePorts, Rules: []nft.Rule{l.rule().toKind(names.NFTServices, names.NFTToKind, true)}},
-		{Name: names.NFTToServices, Rules: append([]nft.Rule{l.rule().toKind(names.NFTServices, names.NFTToKind, false)},
-			l.atNodePortAddresses()...)},
+		{Name: names.NFTToKindAgain, Rules: []nft.Rule{l.rule().jump(names.NFTToKind), l.rule().drop()}},
+		{Name: names.NFTToNodePorts, Rules: l.toServices(true)},
+		{Name: names.NFTToServices, Rules: slices.Concat([]nft.Rule{l.noDestination()}, l.toServices(false), l.atNodePortAddresses())},
 		{Name: names.NFTUnknown, Rules: l.unknown()},
 	}...)
 	unknown := l.rule().tracked("ct state new", expr.CtKeySTATE, ctNew).jump(names.NFTUnknown)
@@ -149,6 +155,24 @@ func (l *layout) chains() []nft.Chain {
 		base(names.NFTPrerouting, "nat", "prerouting", priorityDNAT, l.rule().jump(names.NFTToServices)),
 		base(names.NFTOutput, "nat", "output", priorityDNAT, l.rule().jump(names.NFTToServices)),
 	)
+}
+
+// toServices are the rules that lead packets to what is done with traffic to their frontend. The kernel decides at each lookup anew which
+// transactions it sees. So a transaction may remove what a packet's last lookup led to before its next one. No rule matches such a packet,
+// and it comes back and begins again, with what is in force now. Where even that leads to nothing, it is dropped, for its client
+// to send it again: without a translation, it would go on to an address that is only a Service's, and connection tracking would keep its
+// flow like that. Some kernels find no element of a frontend at all for the moment in which it is replaced.
+func (l *layout) toServices(nodePort bool) []nft.Rule {
+	return []nft.Rule{
+		l.rule().kindIn(names.NFTServices, nodePort).jump(names.NFTToKind),
+		l.rule().comment("changed meanwhile").kindIn(names.NFTServices, nodePort).goTo(names.NFTToKindAgain),
+	}
+}
+
+// noDestination passes packets to noAddress over, which a neighbour may send: in services they would find node ports.
+func (l *layout) noDestination() nft.Rule {
+	a := noAddress(l.family)
+	return l.rule().comment("not the node ports of the maps").within(true, netip.PrefixFrom(a, a.BitLen()), false).ret()
 }
 
 // rejectReset answers with a TCP reset. Only TCP comes here; as input, nft requires the comparison.
@@ -225,9 +249,9 @@ func (l *layout) atNodePortAddresses() []nft.Rule {
 func (l *layout) split(nodePort bool) []nft.Rule {
 	var rules []nft.Rule
 	if b := l.rule().fromPods(l.settings.DetectLocal, false); b != nil {
-		rules = append(rules, b.toKind(names.NFTWithin, names.NFTToKindWithin, nodePort))
+		rules = append(rules, b.kindIn(names.NFTWithin, nodePort).goTo(names.NFTToKindWithin))
 	}
-	return append(rules, l.rule().local(false, false).mark(l.bit(), true).toKind(names.NFTWithin, names.NFTToKindWithin, nodePort))
+	return append(rules, l.rule().local(false, false).mark(l.bit(), true).kindIn(names.NFTWithin, nodePort).goTo(names.NFTToKindWithin))
 }
 
 // chain is the chain of a kind.

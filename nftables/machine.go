@@ -51,6 +51,10 @@ type ruleset struct {
 	chains   map[string]nft.Chain
 	elements map[string]map[string]value // by set and key
 	ranges   []id                        // of source-ranges
+	// next, if not nil, has the elements that a packet finds from its lookup number since on, while it goes on by the rules of this one, as in
+	// the kernel where a transaction is carried out meanwhile. Only tests set it.
+	next  *ruleset
+	since int
 }
 
 // rulesetOf returns the ruleset of a plan, where the kernel has before.
@@ -98,6 +102,7 @@ func (r *ruleset) machine() *packetsim.Machine {
 // state is what the kernel keeps of a packet beside what rules of iptables see.
 type state struct {
 	priority uint32
+	lookups  int              // how many there were
 	clients  map[string]value // those that are remembered: the elements of names.NFTAffinity
 }
 
@@ -251,6 +256,8 @@ func (m *vm) expr(e expr.Any) error {
 			m.Next, m.Chain = packetsim.Jump, e.Chain
 		case expr.VerdictGoto:
 			m.Next, m.Chain = packetsim.Goto, e.Chain
+		case expr.VerdictReturn:
+			m.Next = packetsim.Return
 		default:
 			return fmt.Errorf("verdict %d is not known", e.Kind)
 		}
@@ -304,16 +311,20 @@ func (m *vm) keyOf(set string, register uint32) string {
 }
 
 func (m *vm) lookup(e *expr.Lookup) {
-	key, elements := m.keyOf(e.SetName, e.SourceRegister), m.elements[e.SetName]
+	r := m.ruleset
+	if m.lookups++; r.next != nil && m.lookups >= r.since {
+		r = r.next
+	}
+	key, elements := m.keyOf(e.SetName, e.SourceRegister), r.elements[e.SetName]
 	if e.SetName == names.NFTAffinity {
 		elements = m.clients
 	}
 	v, is := elements[key]
 	found := id{key: key}
 	if e.SetName == names.NFTSourceRanges {
-		i := slices.IndexFunc(m.ranges, func(i id) bool { return i.key <= key && key <= i.end })
+		i := slices.IndexFunc(r.ranges, func(i id) bool { return i.key <= key && key <= i.end })
 		if is = i >= 0; is {
-			found = m.ranges[i]
+			found = r.ranges[i]
 		}
 	}
 	if is && e.SetName != names.NFTSame {

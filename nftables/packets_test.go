@@ -2,7 +2,9 @@ package nftables
 
 import (
 	"context"
+	"encoding/binary"
 	"errors"
+	"fmt"
 	"net"
 	"net/netip"
 	"slices"
@@ -301,5 +303,110 @@ func TestBegunBefore(t *testing.T) {
 	}
 	if !refused(dial(to.Port + 1)) {
 		t.Error("a client is not refused at a port that no Service has")
+	}
+}
+
+// TestNoDestination: node ports do not answer at 0.0.0.0, which they have as their address in maps. A neighbour may send to it.
+func TestNoDestination(t *testing.T) {
+	nstest.Enter(t)
+	nstest.Exec(t, "ip", "link", "add", "in", "type", "veth", "peer", "name", "neighbour")
+	for _, args := range []string{"link set in up", "link set neighbour up", "addr add 192.0.2.1/24 dev in"} {
+		nstest.Exec(t, "ip", strings.Fields(args)...)
+	}
+	nstest.Exec(t, "nft", fmt.Sprintf(counting, "30000"))
+	sp := (&pods{}).service(0)
+	sp.Frontends = append(sp.Frontends, plan.Frontend{Kind: plan.NodePort, Protocol: plan.UDP, Port: 30000})
+	p := plantest.Large(0, 0)
+	p.Set(sp)
+	e, _ := testEngine(t, plan.IPv4)
+	if err := e.Sync(context.Background(), p, plan.Everything()); err != nil {
+		t.Fatal(err)
+	}
+	link, err := net.InterfaceByName("in")
+	if err != nil {
+		t.Fatal(err)
+	}
+	neighbour, err := net.InterfaceByName("neighbour")
+	if err != nil {
+		t.Fatal(err)
+	}
+	fd, err := unix.Socket(unix.AF_PACKET, unix.SOCK_DGRAM, 0)
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer unix.Close(fd)
+	to := &unix.SockaddrLinklayer{Protocol: 0x0008, Ifindex: neighbour.Index, Halen: 6} // ETH_P_IP, as on the wire
+	copy(to.Addr[:], link.HardwareAddr)
+	for _, tc := range []struct {
+		to                       string
+		translated, untranslated int
+	}{{"0.0.0.0", 0, 1}, {"192.0.2.1", 1, 0}} {
+		was, wasNot := behind(t)
+		if err := unix.Sendto(fd, datagram("192.0.2.9", tc.to, 30000), 0, to); err != nil {
+			t.Fatal(err)
+		}
+		yes, no := was, wasNot
+		for end := time.Now().Add(3 * time.Minute); yes+no == was+wasNot && time.Now().Before(end); {
+			yes, no = behind(t)
+		}
+		if yes-was != tc.translated || no-wasNot != tc.untranslated {
+			t.Errorf("of packets to node port 30000 at %s, %d were translated and %d were not", tc.to, yes-was, no-wasNot)
+		}
+	}
+}
+
+// datagram is an IPv4 packet with an empty UDP datagram, which has no checksum.
+func datagram(from, to string, port uint16) []byte {
+	out := []byte{0x45, 0, 0, 28, 0, 0, 0, 0, 64, unix.IPPROTO_UDP, 0, 0}
+	for _, a := range []string{from, to} {
+		out = append(out, netip.MustParseAddr(a).AsSlice()...)
+	}
+	sum := uint32(0)
+	for i := 0; i < len(out); i += 2 {
+		sum += uint32(binary.BigEndian.Uint16(out[i:]))
+	}
+	binary.BigEndian.PutUint16(out[10:], ^uint16(sum+sum>>16))
+	return binary.BigEndian.AppendUint64(out, 40000<<48|uint64(port)<<32|8<<16)
+}
+
+// TestManyClients: a comparison tells how many clients are remembered, and when there is no room for many more, once.
+func TestManyClients(t *testing.T) {
+	nstest.Enter(t)
+	world := startPods(t, 2)
+	e, _ := testEngine(t, plan.IPv4)
+	e.sets[affinity].Size = 20
+	var told []int
+	var warned []string
+	e.onClients = func(_ plan.Family, n int) { told = append(told, n) }
+	e.warn = func(text string) { warned = append(warned, text) }
+	p, sp := plantest.Large(0, 0), world.service(0, 1)
+	sp.Affinity = time.Hour
+	p.Set(sp)
+	if err := e.Sync(context.Background(), p, plan.Everything()); err != nil {
+		t.Fatal(err)
+	}
+	b := &Backend{}
+	b.Engines = []*engine{e}
+	wants := []int{}
+	for _, n := range []int{0, 18, 19, 20, 25} {
+		for client := range n {
+			world.goes(t, net.IPv4(127, 0, 0, byte(1+client)))
+		}
+		wants = append(wants, min(n, 20))
+		if b.Compare(context.Background()) {
+			t.Fatal("the comparison asks for another one")
+		}
+	}
+	content, err := e.kernel.Read(plan.IPv4, names.NFTables, e.sets, nil)
+	if err != nil {
+		t.Fatal(err)
+	}
+	want := []string{"session affinity remembers 19 clients over IPv4, and can remember 20; where there is no room, new clients of all Services " +
+		"get an endpoint for each connection"}
+	if len(content.Counts) == 0 { // The kernel does not tell.
+		wants, want = nil, nil
+	}
+	if !slices.Equal(told, wants) || !slices.Equal(warned, want) {
+		t.Errorf("told %d, want %d; warned %q, want %q", told, wants, warned, want)
 	}
 }

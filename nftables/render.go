@@ -82,7 +82,7 @@ func partText(t uint32, raw []byte) string {
 }
 
 // Render returns the table of a family in the form of `nft list table`, in stable order, as input for `nft -f`. The map affinity is empty:
-// rules fill it.
+// rules fill it. How often the kernel collects its elements is left out, since nft takes that for sets only.
 func Render(p *plan.Plan, f plan.Family, o Options) string {
 	l := &layout{family: f, options: o, settings: p.Settings, node: p.Node, partial: p.Partial}
 	elements, used := map[id]value{}, map[kind]bool{}

@@ -26,14 +26,14 @@ func load(t *testing.T, text string) {
 }
 
 // listed is what nft lists of a family's table, as the contents of each set, map and chain, but for what input can't express: the type of the
-// set of equal bytes, and where a priority is cleared. Chains of affinity are left out on request.
+// set of equal bytes, how often clients are collected, and where a priority is cleared. Chains of affinity are left out on request.
 func listed(t *testing.T, f plan.Family, remembers bool) string {
 	t.Helper()
 	blocks := map[string][]string{}
 	block := ""
 	for line := range strings.Lines(nstest.Exec(t, "nft", "list", "table", nft.FamilyName(f), names.NFTables)) {
 		line = strings.TrimSpace(line)
-		if line == "" || line == "}" {
+		if line == "" || line == "}" || strings.HasPrefix(line, "gc-interval ") {
 			continue
 		}
 		if word, _, _ := strings.Cut(line, " "); word == "set" || word == "map" || word == "chain" {

@@ -89,7 +89,7 @@ func (b *builder) frontendOf(nodePort bool) (string, []expr.Any) {
 			Mask: zeros, Xor: zeros}, loadProtocol(n), loadPort(n + 1)}
 }
 
-// noAddress returns the address of node ports in maps. No packet has it as its destination.
+// noAddress returns the address of node ports in maps. Packets that have it as their destination are for no Service.
 func noAddress(f plan.Family) netip.Addr {
 	if f == plan.IPv6 {
 		return netip.IPv6Unspecified()
@@ -110,13 +110,12 @@ func containsNot(set string, key int) expr.Any {
 	return &expr.Lookup{SourceRegister: register(key), SetName: set, Invert: true}
 }
 
-// toKind goes to the chain of the kind that a map has for a frontend. The number of the kind is the packet's priority on the way there:
-// versions of nft crash on a rule that uses the data of one map as the key of another. The priority matters only to the queue of the
-// interface by which a packet leaves, and only the first packet of a connection comes here.
-func (b *builder) toKind(set, chain string, nodePort bool) nft.Rule {
+// kindIn matches packets to a frontend that a map has, and makes the number of its kind the packet's priority on the way to the chain of
+// the kind: versions of nft crash on a rule that uses the data of one map as the key of another. The priority matters only to the queue of
+// the interface by which a packet leaves, and only the first packet of a connection comes here.
+func (b *builder) kindIn(set string, nodePort bool) *builder {
 	text, exprs := b.frontendOf(nodePort)
-	return b.add("meta priority set "+text+" map @"+set, append(exprs, lookup(set), storePriority(0))...).
-		goTo(chain)
+	return b.add("meta priority set "+text+" map @"+set, append(exprs, lookup(set), storePriority(0))...)
 }
 
 // byKind goes to the chain of the kind whose number is the packet's priority.

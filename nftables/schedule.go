@@ -5,6 +5,7 @@ import (
 	"hash/fnv"
 	"net/netip"
 	"slices"
+	"sort"
 	"sync"
 
 	"nodeproxy/plan"
@@ -105,18 +106,27 @@ func repeated(list []plan.Endpoint, s plan.Scheduler, most int) []netip.AddrPort
 			divisor, w = w, divisor%w
 		}
 	}
-	parts := uint64(min(max(fewParts, partsEach*len(list)), most))
+	parts := min(max(fewParts, partsEach*len(list)), most)
+	numbers := func(ep plan.Endpoint, parts int) int {
+		w := weightOf(ep, s)
+		if sum/divisor <= uint64(parts) {
+			return int(w / divisor)
+		}
+		return int(max(1, w*uint64(parts)/sum))
+	}
+	total := func(parts int) (n int) {
+		for _, ep := range list {
+			n += numbers(ep, parts)
+		}
+		return n
+	}
+	// Endpoints whose share is less than one number have one all the same, so that all may have more than parts.
+	parts = sort.Search(parts, func(n int) bool { return total(n+1) > most })
 	var out []netip.AddrPort
 	for _, ep := range list {
-		n := weightOf(ep, s)
-		if sum/divisor <= parts {
-			n /= divisor
-		} else {
-			n = max(1, n*parts/sum)
-		}
-		out = append(out, slices.Repeat([]netip.AddrPort{ep.Addr}, int(n))...)
+		out = append(out, slices.Repeat([]netip.AddrPort{ep.Addr}, numbers(ep, parts))...)
 	}
-	return out[:min(len(out), most)]
+	return out
 }
 
 // tableSizes are primes. A table has at least slotsEach numbers for each endpoint on average, as far as there is such a table. There are

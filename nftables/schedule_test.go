@@ -9,6 +9,9 @@ import (
 	"slices"
 	"strings"
 	"testing"
+	"time"
+
+	"pgregory.net/rapid"
 
 	"nodeproxy/internal/nstest"
 	"nodeproxy/plan"
@@ -203,4 +206,29 @@ func TestRenderSchedules(t *testing.T) {
 	if want := []string{`mode nftables has no scheduler "lc"; Services that ask for it get their endpoints at random`}; !slices.Equal(said, want) {
 		t.Errorf("it warns of %q, want %q", said, want)
 	}
+}
+
+// TestEachHasANumber: whatever the weights, each endpoint has a number, and no more are used than there may be.
+func TestEachHasANumber(t *testing.T) {
+	t.Parallel()
+	rapid.Check(t, func(t *rapid.T) {
+		n := rapid.SampledFrom([]int{1, 2, 300, 4000, maxSticky, maxSticky + 10}).Draw(t, "endpoints")
+		list := make([]plan.Endpoint, n)
+		for i := range list {
+			list[i] = plan.Endpoint{Addr: netip.AddrPortFrom(netip.AddrFrom4([4]byte{10, 0, byte(i >> 8), byte(i)}), 80), Weight: 1}
+		}
+		for range rapid.IntRange(0, 5).Draw(t, "heavy") {
+			i := rapid.IntRange(0, n-1).Draw(t, "which")
+			list[i].Weight = rapid.SampledFrom([]uint16{2, 100, 1000, 65535}).Draw(t, "weight")
+		}
+		sp := &plan.ServicePort{Scheduler: plan.Scheduler{Name: "wrr"}, Affinity: time.Duration(rapid.IntRange(0, 1).Draw(t, "affinity"))}
+		most := maxCount
+		if sp.Affinity > 0 {
+			most = maxSticky
+		}
+		got := numbered(nil, sp, list)
+		if has := len(shares(got)); len(got) > most || has != min(n, most) {
+			t.Fatalf("%d of %d endpoints have numbers, of which there are %d", has, n, len(got))
+		}
+	})
 }

@@ -38,7 +38,7 @@ var nftablesMode = mode{
 func (c modeConfig) nftables() nftables.Config {
 	return nftables.Config{
 		Families: c.families, MasqueradeBit: c.MasqueradeBit, Count: c.ServiceMetrics > 0, Failed: c.metrics.NFTablesFailed, Compared: c.compared,
-		Warn: c.warn, Refused: c.refused, Log: c.log,
+		Warn: c.warn, Refused: c.refused, Clients: c.metrics.AffinityClients, Log: c.log,
 	}
 }
 

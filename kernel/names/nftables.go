@@ -33,6 +33,7 @@ const (
 	NFTToServices   = "to-services"
 	NFTToNodePorts  = "to-node-ports"
 	NFTToKind       = "to-kind"
+	NFTToKindAgain  = "to-kind-again" // packets that met a change on their way through the maps
 	NFTToKindWithin = "to-kind-within"
 	NFTSplit        = "split" // policy Local: takes off what pods and the node itself send
 	NFTSplitPorts   = "split-node-ports"

@@ -7,6 +7,7 @@ import (
 	"fmt"
 	"maps"
 	"slices"
+	"time"
 
 	"github.com/google/nftables/expr"
 	"golang.org/x/sys/unix"
@@ -71,9 +72,11 @@ type Set struct {
 	Key, Data Concat
 	// Interval says that the last part of each key is a range.
 	Interval bool
-	// Dynamic says that rules add elements, each with a timeout; Size bounds their number.
+	// Dynamic says that rules add elements, each with a timeout; Size bounds their number, and Collect is how often the kernel looks through
+	// all of them and removes those whose time is over. No lookup finds these in the meantime.
 	Dynamic bool
 	Size    uint32
+	Collect time.Duration
 	// Counted sets count, with each element, the packets that were looked up and found it.
 	Counted bool
 }
@@ -113,6 +116,7 @@ const (
 	setElemExprs    = 11
 	setExpr         = 17
 	setExprs        = 18
+	setNumber       = 20
 	catchAll        = 2 // NFT_SET_ELEM_CATCHALL
 	listElem        = 1
 	commentUserdata = 0
@@ -249,6 +253,9 @@ func (b *Batch) AddSet(s Set) {
 				return d
 			})
 		})
+	}
+	if s.Collect > 0 {
+		body = body.BigEndian32(unix.NFTA_SET_GC_INTERVAL, uint32(s.Collect.Milliseconds()))
 	}
 	if s.Counted {
 		body = body.Nest(setExpr, func(d netlink.Buffer) netlink.Buffer { return d.Text(unix.NFTA_EXPR_NAME, "counter") })

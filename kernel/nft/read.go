@@ -19,7 +19,10 @@ type Content struct {
 	// Dormant says that the kernel does not call the table's chains.
 	Dormant bool
 	// Sets has an entry for each set that has a name of its own: whether it has the expected form.
-	Sets    map[string]bool
+	Sets map[string]bool
+	// Counts is how many elements each of them has, with those whose time is over and that the kernel has not removed yet. It is empty
+	// where the kernel does not tell; Linux 6.18 does.
+	Counts  map[string]int
 	Chains  map[string]ChainContent
 	Objects []Object
 }
@@ -112,13 +115,16 @@ func (c *Conn) Read(f plan.Family, table string, sets []Set, chains []Chain) (*C
 	for _, s := range sets {
 		wantSets[s.Name] = s
 	}
-	err = c.dump(f, table, unix.NFT_MSG_GETSET, nil, func() { out.Sets = map[string]bool{} }, func(attrs []byte) {
+	err = c.dump(f, table, unix.NFT_MSG_GETSET, nil, func() { out.Sets, out.Counts = map[string]bool{}, map[string]int{} }, func(attrs []byte) {
 		if netlink.BigEndian(netlink.Attribute(attrs, unix.NFTA_SET_FLAGS))&unix.NFT_SET_ANONYMOUS != 0 { // It is a part of a rule.
 			return
 		}
 		name := netlink.Text(netlink.Attribute(attrs, unix.NFTA_SET_NAME))
 		want, known := wantSets[name]
 		out.Sets[name] = known && want.is(attrs)
+		if n := netlink.Attribute(attrs, setNumber); n != nil {
+			out.Counts[name] = int(netlink.BigEndian(n))
+		}
 	})
 	if err != nil {
 		return nil, err
@@ -185,7 +191,8 @@ func (s Set) is(attrs []byte) bool {
 	number := func(kind uint16) uint32 { return uint32(netlink.BigEndian(netlink.Attribute(attrs, kind))) }
 	size := uint32(netlink.BigEndian(netlink.Attribute(netlink.Attribute(attrs, unix.NFTA_SET_DESC), unix.NFTA_SET_DESC_SIZE)))
 	if number(unix.NFTA_SET_FLAGS) != s.flags() || number(unix.NFTA_SET_KEY_TYPE) != s.Key.number() ||
-		number(unix.NFTA_SET_KEY_LEN) != uint32(s.Key.Length()) || size != s.Size {
+		number(unix.NFTA_SET_KEY_LEN) != uint32(s.Key.Length()) || size != s.Size ||
+		number(unix.NFTA_SET_GC_INTERVAL) != uint32(s.Collect.Milliseconds()) {
 		return false
 	}
 	each := netlink.Attribute(attrs, setExpr)

@@ -59,7 +59,7 @@ func (c *Cluster) drawDestination(t *rapid.T, f plan.Family, sp *plan.ServicePor
 	if pkt.Dst = fe.Addr; !fe.Addr.IsValid() {
 		pkt.Dst = rapid.SampledFrom(c.localOf(f)).Draw(t, "local address")
 	}
-	switch rapid.IntRange(0, 15).Draw(t, "misses by") {
+	switch rapid.IntRange(0, 16).Draw(t, "misses by") {
 	case 12:
 		pkt.DstPort++
 	case 13:
@@ -68,6 +68,11 @@ func (c *Cluster) drawDestination(t *rapid.T, f plan.Family, sp *plan.ServicePor
 		pkt.Dst = pkt.Dst.Next()
 	case 15:
 		pkt.DstPort = rapid.SampledFrom(ports).Draw(t, "other port")
+	case 16: // A neighbour may send that, though no router passes it on.
+		pkt.Dst = netip.IPv4Unspecified()
+		if f == plan.IPv6 {
+			pkt.Dst = netip.IPv6Unspecified()
+		}
 	}
 	return pkt
 }
