@@ -89,7 +89,7 @@ var plannedMetrics = []metricCheck{
 	is("nodeproxy_oldest_change_wait_seconds", 0),
 	is("nodeproxy_build_info mode="+string(mode), 1),
 	is("nodeproxy_findings_total severity=problem kind=EndpointSlice", 1),
-	is("nodeproxy_findings_total severity=problem kind=Service", 4), // of what is shadowed
+	is("nodeproxy_findings_total severity=problem kind=Service", 1), // of the four frontends that are shadowed
 	atLeast("nodeproxy_findings_total severity=note", 1),
 	atLeast("nodeproxy_conntrack_entries", 1),
 	is("kubeproxy_sync_proxy_rules_service_changes_total", 5),

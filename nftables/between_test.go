@@ -24,7 +24,8 @@ import (
 
 // TestBetweenLookups: a transaction that is carried out between any two lookups of a packet, for each of which the kernel decides anew
 // which transactions it sees, never has the packet go on untranslated that both before and after belongs to a Service, nor anywhere
-// that neither the plan before nor the one after sends it.
+// that neither the plan before nor the one after sends it. It may be let in by the source ranges of one and treated as its policies
+// say, and go to an endpoint of the other.
 func TestBetweenLookups(t *testing.T) {
 	t.Parallel()
 	switches := 0
@@ -42,6 +43,7 @@ func TestBetweenLookups(t *testing.T) {
 			placed[k] = place(written{}, sp)
 		}
 		before, after := plan.NewEvaluator(c.Plan), plan.NewEvaluator(next)
+		mixed := []*plan.Evaluator{plan.NewEvaluator(treatedAs(c.Plan, next)), plan.NewEvaluator(treatedAs(next, c.Plan))}
 		for _, f := range plan.Families {
 			r, then := rulesetOf(c.Plan, f, Options{}, nil), rulesetOf(next, f, Options{}, placed)
 			for name := range then.chains { // For a packet that came before the transaction, a new chain has no rules.
@@ -57,13 +59,14 @@ func TestBetweenLookups(t *testing.T) {
 					r.elements[names.NFTAffinity] = known[0].State.(state).clients
 				}
 				v, w := before.Verdict(pkt), after.Verdict(pkt)
+				verdicts := []plan.Verdict{v, w, mixed[0].Verdict(pkt), mixed[1].Verdict(pkt)}
 				r.next, r.since = then, 0
 				for last := false; !last; {
 					r.since++
 					last = true
 					for _, o := range r.trace(pkt, c.Local) {
 						last = last && o.State.(state).lookups < r.since
-						if !between(o, v, w) {
+						if !between(o, verdicts...) {
 							t.Fatalf("packet: %s\nbefore: %s\nafter: %s\nchanged at lookup %d:\n%s", pkt, v, w, r.since,
 								text([]packetsim.Outcome{o}))
 						}
@@ -76,6 +79,20 @@ func TestBetweenLookups(t *testing.T) {
 	if switches == 0 {
 		t.Error("no packet met a transaction")
 	}
+}
+
+// treatedAs returns a plan whose ServicePorts have the source ranges and policies that they have in another one.
+func treatedAs(other, p *plan.Plan) *plan.Plan {
+	out := plan.New(p.Node, p.Settings)
+	for key, sp := range p.Services {
+		if o := other.Services[key]; o != nil {
+			treated := *sp
+			treated.SourceRanges, treated.InternalPolicy, treated.ExternalPolicy = o.SourceRanges, o.InternalPolicy, o.ExternalPolicy
+			sp = &treated
+		}
+		out.Set(sp)
+	}
+	return out
 }
 
 // between reports whether a packet may end like that where one verdict holds when it comes, and then another one. It may always be
