@@ -204,7 +204,18 @@ func TestForeignElements(t *testing.T) {
 	}
 }
 
-// TestIntruders: chains, sets and objects of other programs in the table are found, named and removed.
+// rememberClient puts a client into the map of affinity, and remembers reports whether it is still there. It is not where the table was created anew.
+func rememberClient(t *testing.T) {
+	t.Helper()
+	nstest.Exec(t, "nft", "add element ip nodeproxy affinity { 10.96.0.12 . tcp . 80 . 203.0.113.77 timeout 1h : 0:1 }")
+}
+
+func remembers(t *testing.T) bool {
+	t.Helper()
+	return strings.Contains(nstest.Exec(t, "nft", "list map ip nodeproxy affinity"), "203.0.113.77")
+}
+
+// TestIntruders: chains, sets and objects of other programs in the table are found, named and removed, and clients stay remembered.
 func TestIntruders(t *testing.T) {
 	nstest.Enter(t)
 	e, _ := testEngine(t, plan.IPv4)
@@ -212,6 +223,7 @@ func TestIntruders(t *testing.T) {
 	if err := e.Sync(context.Background(), p, plan.Everything()); err != nil {
 		t.Fatal(err)
 	}
+	rememberClient(t)
 	for _, c := range []struct {
 		nft  string
 		want []string
@@ -229,6 +241,10 @@ func TestIntruders(t *testing.T) {
 			[]string{"object quota few", "chain loose"}},
 		{"add chain ip nodeproxy loose; add rule ip nodeproxy to-services jump loose", []string{"chain to-services", "chain loose"}},
 		{"add chain ip nodeproxy loose; add rule ip nodeproxy loose ip daddr { 192.0.2.1, 192.0.2.2 } drop", []string{"chain loose"}},
+		{"add chain ip nodeproxy loose; add rule ip nodeproxy loose tcp dport 99 jump { drop; }", []string{"chain loose"}},
+		{"add chain ip nodeproxy evil { type filter hook forward priority 0; }; add rule ip nodeproxy evil tcp dport 99 jump { drop; }",
+			[]string{"chain evil"}},
+		{"insert rule ip nodeproxy to-services tcp dport 99 goto { accept; }", []string{"chain to-services"}},
 	} {
 		for how, mend := range mends {
 			if out, err := exec.Command("nft", c.nft).CombinedOutput(); err != nil {
@@ -251,6 +267,10 @@ func TestIntruders(t *testing.T) {
 			known := namesOf(append(e.layout.chains(), e.layout.kindChains(e.kinds)...), nil)
 			if in := intrudersIn(content, e.sets, known); !in.empty() {
 				t.Errorf("%q, %s: %v is left", c.nft, how, in)
+			}
+			if !remembers(t) {
+				t.Errorf("%q, %s: a client is forgotten", c.nft, how)
+				rememberClient(t)
 			}
 		}
 	}
