@@ -9,6 +9,7 @@ import (
 	"os/exec"
 	"slices"
 	"strings"
+	"syscall"
 	"testing"
 
 	"golang.org/x/sys/unix"
@@ -316,6 +317,56 @@ func TestIntruderAtUnknown(t *testing.T) {
 		t.Fatal(err)
 	}
 	holds(t, again, p)
+}
+
+// TestIntruderAtStart: what another program has put there before a start goes without the table being created anew, once all Services are
+// known and none is refused any more. Until then, a refused Service keeps what it has.
+func TestIntruderAtStart(t *testing.T) {
+	nstest.Enter(t)
+	ctx := context.Background()
+	for _, partial := range []bool{false, true} {
+		_ = Cleanup()
+		e, s, _ := faultyEngine(t, plan.IPv4)
+		p := plantest.Large(3, 1)
+		before, bad := plantest.LargeService(7, 100, 2), plantest.LargeService(7, 200, 3)
+		p.Set(before)
+		sync := func() {
+			t.Helper()
+			if err := e.Sync(ctx, p, plan.Everything()); err != nil {
+				t.Fatal(err)
+			}
+		}
+		sync()
+		rememberClient(t)
+		nstest.Exec(t, "nft", "add set ip nodeproxy theirs { type ipv4_addr; }; add chain ip nodeproxy loose; add rule ip nodeproxy loose ip daddr @theirs drop")
+		e.forget()
+		if p.Partial = partial; !partial {
+			p.Set(bad)
+			s.refuses = func(_, key string) syscall.Errno {
+				if strings.HasPrefix(key, nameOf(plan.IPv4, bad.Frontends[0])) {
+					return unix.EINVAL
+				}
+				return 0
+			}
+		}
+		for range 2 {
+			sync()
+			if _, is := elementsOf(t, e)[id{set: services, key: nameOf(plan.IPv4, before.Frontends[0])}]; !is {
+				t.Errorf("partial %t: a Service has lost what it had", partial)
+			}
+		}
+		s.refuses, p.Partial = nil, false
+		again(e)
+		sync()
+		sync() // Only now it is known that nothing needs the chains.
+		holds(t, e, p)
+		if left := nstest.Exec(t, "nft", "list table ip nodeproxy"); strings.Contains(left, "loose") || strings.Contains(left, "theirs") {
+			t.Errorf("partial %t: left in the table: %s", partial, left)
+		}
+		if !remembers(t) {
+			t.Errorf("partial %t: a client is forgotten", partial)
+		}
+	}
 }
 
 // TestFlowtable: the messages about a flowtable are those of the kernel's, which may not have any.
