@@ -9,6 +9,7 @@ import (
 	"os/exec"
 	"slices"
 	"strings"
+	"syscall"
 	"testing"
 
 	"golang.org/x/sys/unix"
@@ -204,7 +205,18 @@ func TestForeignElements(t *testing.T) {
 	}
 }
 
-// TestIntruders: chains, sets and objects of other programs in the table are found, named and removed.
+// rememberClient puts a client into the map of affinity, and remembers reports whether it is still there. It is not where the table was created anew.
+func rememberClient(t *testing.T) {
+	t.Helper()
+	nstest.Exec(t, "nft", "add element ip nodeproxy affinity { 10.96.0.12 . tcp . 80 . 203.0.113.77 timeout 1h : 0:1 }")
+}
+
+func remembers(t *testing.T) bool {
+	t.Helper()
+	return strings.Contains(nstest.Exec(t, "nft", "list map ip nodeproxy affinity"), "203.0.113.77")
+}
+
+// TestIntruders: chains, sets and objects of other programs in the table are found, named and removed, and clients stay remembered.
 func TestIntruders(t *testing.T) {
 	nstest.Enter(t)
 	e, _ := testEngine(t, plan.IPv4)
@@ -212,6 +224,7 @@ func TestIntruders(t *testing.T) {
 	if err := e.Sync(context.Background(), p, plan.Everything()); err != nil {
 		t.Fatal(err)
 	}
+	rememberClient(t)
 	for _, c := range []struct {
 		nft  string
 		want []string
@@ -229,6 +242,10 @@ func TestIntruders(t *testing.T) {
 			[]string{"object quota few", "chain loose"}},
 		{"add chain ip nodeproxy loose; add rule ip nodeproxy to-services jump loose", []string{"chain to-services", "chain loose"}},
 		{"add chain ip nodeproxy loose; add rule ip nodeproxy loose ip daddr { 192.0.2.1, 192.0.2.2 } drop", []string{"chain loose"}},
+		{"add chain ip nodeproxy loose; add rule ip nodeproxy loose tcp dport 99 jump { drop; }", []string{"chain loose"}},
+		{"add chain ip nodeproxy evil { type filter hook forward priority 0; }; add rule ip nodeproxy evil tcp dport 99 jump { drop; }",
+			[]string{"chain evil"}},
+		{"insert rule ip nodeproxy to-services tcp dport 99 goto { accept; }", []string{"chain to-services"}},
 	} {
 		for how, mend := range mends {
 			if out, err := exec.Command("nft", c.nft).CombinedOutput(); err != nil {
@@ -251,6 +268,10 @@ func TestIntruders(t *testing.T) {
 			known := namesOf(append(e.layout.chains(), e.layout.kindChains(e.kinds)...), nil)
 			if in := intrudersIn(content, e.sets, known); !in.empty() {
 				t.Errorf("%q, %s: %v is left", c.nft, how, in)
+			}
+			if !remembers(t) {
+				t.Errorf("%q, %s: a client is forgotten", c.nft, how)
+				rememberClient(t)
 			}
 		}
 	}
@@ -296,6 +317,56 @@ func TestIntruderAtUnknown(t *testing.T) {
 		t.Fatal(err)
 	}
 	holds(t, again, p)
+}
+
+// TestIntruderAtStart: what another program has put there before a start goes without the table being created anew, once all Services are
+// known and none is refused any more. Until then, a refused Service keeps what it has.
+func TestIntruderAtStart(t *testing.T) {
+	nstest.Enter(t)
+	ctx := context.Background()
+	for _, partial := range []bool{false, true} {
+		_ = Cleanup()
+		e, s, _ := faultyEngine(t, plan.IPv4)
+		p := plantest.Large(3, 1)
+		before, bad := plantest.LargeService(7, 100, 2), plantest.LargeService(7, 200, 3)
+		p.Set(before)
+		sync := func() {
+			t.Helper()
+			if err := e.Sync(ctx, p, plan.Everything()); err != nil {
+				t.Fatal(err)
+			}
+		}
+		sync()
+		rememberClient(t)
+		nstest.Exec(t, "nft", "add set ip nodeproxy theirs { type ipv4_addr; }; add chain ip nodeproxy loose; add rule ip nodeproxy loose ip daddr @theirs drop")
+		e.forget()
+		if p.Partial = partial; !partial {
+			p.Set(bad)
+			s.refuses = func(_, key string) syscall.Errno {
+				if strings.HasPrefix(key, nameOf(plan.IPv4, bad.Frontends[0])) {
+					return unix.EINVAL
+				}
+				return 0
+			}
+		}
+		for range 2 {
+			sync()
+			if _, is := elementsOf(t, e)[id{set: services, key: nameOf(plan.IPv4, before.Frontends[0])}]; !is {
+				t.Errorf("partial %t: a Service has lost what it had", partial)
+			}
+		}
+		s.refuses, p.Partial = nil, false
+		again(e)
+		sync()
+		sync() // Only now it is known that nothing needs the chains.
+		holds(t, e, p)
+		if left := nstest.Exec(t, "nft", "list table ip nodeproxy"); strings.Contains(left, "loose") || strings.Contains(left, "theirs") {
+			t.Errorf("partial %t: left in the table: %s", partial, left)
+		}
+		if !remembers(t) {
+			t.Errorf("partial %t: a client is forgotten", partial)
+		}
+	}
 }
 
 // TestFlowtable: the messages about a flowtable are those of the kernel's, which may not have any.

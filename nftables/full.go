@@ -538,14 +538,15 @@ func (s *fullSync) prune(ctx context.Context) error {
 	}
 	foreign.bases = nil // They are gone.
 	disarmed, removed := nft.NewBatch(s.family, names.NFTables), nft.NewBatch(s.family, names.NFTables)
-	if !s.Compared && len(foreign.sets)+len(foreign.objects) > 0 { // Rules of chains that are not known may use them.
+	if !needed && len(foreign.sets)+len(foreign.objects) > 0 { // Rules of chains that are not known may use them.
 		spare.disarm(disarmed)
 	}
 	foreign.disarm(disarmed)
 	foreign.remove(removed)
 	for _, b := range []*nft.Batch{disarmed, removed} {
-		if err := s.kernel.Commit(b); err != nil && s.plan.Partial { // What leads there may have to stay for the time being.
-			s.log.Warn("can't remove what another program has put into the nftables table until all Services are known", "family", s.family, "error", err)
+		if err := s.kernel.Commit(b); err != nil && needed { // What leads there may have to stay for the time being.
+			s.log.Warn("can't remove what another program has put into the nftables table until all Services are known, and none is refused",
+				"family", s.family, "error", err)
 			return nil
 		} else if err != nil {
 			return err

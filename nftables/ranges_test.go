@@ -14,6 +14,7 @@ import (
 	"pgregory.net/rapid"
 
 	"nodeproxy/internal/nstest"
+	"nodeproxy/kernel/names"
 	"nodeproxy/kernel/nft"
 	"nodeproxy/plan"
 	"nodeproxy/plan/plantest"
@@ -150,6 +151,61 @@ func TestRangesRefusedInParts(t *testing.T) {
 		holdsBut(t, e, in)
 		again(e)
 		sync(withRanges(4, 101), nil)
+		holds(t, e, p)
+	}
+}
+
+// TestRangesRefusedBehind: where the kernel takes the source ranges that are written before the rest of a Service, and refuses that rest,
+// they are removed if the Service is new, and otherwise kept with all that it had; they are in the way of no others, and comparisons find
+// nothing.
+func TestRangesRefusedBehind(t *testing.T) {
+	nstest.Enter(t)
+	ctx := context.Background()
+	for _, full := range []bool{false, true} {
+		_ = Cleanup()
+		e, s, reported := faultyEngine(t, plan.IPv4)
+		e.most = rangeCost // a range in each transaction
+		p := plantest.Large(3, 1)
+		if err := e.Sync(ctx, p, plan.Everything()); err != nil {
+			t.Fatal(err)
+		}
+		sync := func(sp *plan.ServicePort, refused bool) {
+			t.Helper()
+			s.refuses = func(set, key string) syscall.Errno {
+				if refused && set == names.NFTEndpoints && strings.HasPrefix(key, nameOf(plan.IPv4, sp.Frontends[1])) {
+					return unix.EINVAL
+				}
+				return 0
+			}
+			p.Set(sp)
+			changed := plan.Only(plan.Keys{sp.Key: {}})
+			if full {
+				changed = plan.Everything()
+			}
+			if err := e.Sync(ctx, p, changed); err != nil || refused != (len(reported()) == 1) {
+				t.Fatalf("full sync %t: %v; reported %v", full, err, reported())
+			}
+			if found, again, err := e.compareBeside(ctx); err != nil || again || len(found) > 0 {
+				t.Fatalf("full sync %t: a comparison beside syncs found %v, %t, %v", full, found, again, err)
+			}
+		}
+		in := plan.New(p.Node, p.Settings)
+		for _, sp := range p.Services {
+			in.Set(sp)
+		}
+		sync(withRanges(5, 100), true)
+		holdsBut(t, e, in, withRanges(5, 100))
+		wide := withRanges(0, 100) // overlaps all of them
+		wide.SourceRanges = []netip.Prefix{netip.MustParsePrefix("172.16.0.0/24")}
+		again(e)
+		sync(wide, false)
+		holds(t, e, p)
+		sync(withRanges(3, 100), false)
+		in.Set(withRanges(5, 100))
+		sync(withRanges(5, 101), true)
+		holdsBut(t, e, in)
+		again(e)
+		sync(wide, false)
 		holds(t, e, p)
 	}
 }

@@ -28,6 +28,7 @@ type group struct {
 	sp     *plan.ServicePort
 	kinds  []kind // those that need a chain first
 	writes []write
+	ahead  []write // were carried out before
 }
 
 // transactions gathers groups, and carries them out in transactions of a bounded size.
@@ -66,8 +67,7 @@ type flight struct {
 // refused is a group that the kernel refuses, though nothing else was in the transaction.
 type refused struct {
 	group
-	err   error
-	ahead []write // were carried out before
+	err error
 }
 
 // group adds writes to the transaction that is being gathered, or to the next one if that is full.
@@ -77,7 +77,7 @@ func (t *transactions) group(g group) error {
 		if err != nil || rest == nil {
 			return err
 		}
-		g.writes = rest
+		g = *rest
 	}
 	if t.full(cost(g.writes)) && t.size+len(t.fixed) > 0 {
 		groups := t.groups
@@ -125,8 +125,8 @@ func parts(list []write, most int) iter.Seq[[]write] {
 
 // ahead carries out what can be written before the rest of a group without anybody noticing, in transactions of a bounded size, and returns
 // that rest; nil if the kernel refuses some of it.
-func (t *transactions) ahead(g group) (rest []write, err error) {
-	early, rest := g.early()
+func (t *transactions) ahead(g group) (rest *group, err error) {
+	early, writes := g.early()
 	done := 0
 	for some := range parts(early, t.engine.most) {
 		before := len(t.refused)
@@ -138,13 +138,14 @@ func (t *transactions) ahead(g group) (rest []write, err error) {
 		}
 		for i := range t.refused[before:] {
 			if r := &t.refused[before+i]; r.sp == g.sp {
-				r.group, r.ahead = g, early[:done]
+				r.group = g
+				r.group.ahead = early[:done]
 				return nil, nil
 			}
 		}
 		done += len(some)
 	}
-	return rest, nil
+	return &group{sp: g.sp, kinds: g.kinds, writes: writes, ahead: early}, nil
 }
 
 // early returns the additions of source ranges in whose place no other range goes, and the other writes. Nobody asks for the ranges of a

@@ -109,6 +109,8 @@ func (s Set) dataType() uint32 {
 const (
 	policyAccept    = 1 // NF_ACCEPT
 	tableOwner      = 2 // NFT_TABLE_F_OWNER
+	chainFlags      = 10
+	chainBinding    = 4 // NFT_CHAIN_BINDING
 	setConcat       = 0x80
 	setDescConcat   = 2
 	setFieldLen     = 1

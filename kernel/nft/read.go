@@ -166,11 +166,15 @@ func (c *Conn) chains(f plan.Family, table string, want []Chain) (map[string]Cha
 	for _, ch := range want {
 		hooks[ch.Name] = ch.Hook
 	}
-	empty := map[string]ChainContent{}
+	empty, parts := map[string]ChainContent{}, map[string]bool{} // parts are chains without a name of their own, each of which goes with its rule
 	// The kernel counts the chains of all tables, so one of ours may be left out, or listed twice, where others come and go meanwhile. Then
 	// all listings together count. A chain that is in none of them is found by its rules.
 	err := c.dump(f, table, unix.NFT_MSG_GETCHAIN, nil, func() {}, func(attrs []byte) {
 		name := netlink.Text(netlink.Attribute(attrs, unix.NFTA_CHAIN_NAME))
+		if netlink.BigEndian(netlink.Attribute(attrs, chainFlags))&chainBinding != 0 {
+			parts[name] = true
+			return
+		}
 		empty[name] = ChainContent{Other: !hooks[name].is(attrs), Base: netlink.Attribute(attrs, unix.NFTA_CHAIN_HOOK) != nil}
 	})
 	if err != nil && !errors.Is(err, netlink.ErrInterrupted) {
@@ -179,6 +183,9 @@ func (c *Conn) chains(f plan.Family, table string, want []Chain) (map[string]Cha
 	var out map[string]ChainContent
 	err = c.dump(f, table, unix.NFT_MSG_GETRULE, nil, func() { out = maps.Clone(empty) }, func(attrs []byte) {
 		name := netlink.Text(netlink.Attribute(attrs, unix.NFTA_RULE_CHAIN))
+		if parts[name] {
+			return
+		}
 		ch := out[name]
 		ch.Labels = append(ch.Labels, string(userdataOf(netlink.Attribute(attrs, unix.NFTA_RULE_USERDATA), labelUserdata)))
 		out[name] = ch
