@@ -7,7 +7,7 @@ import (
 	"os"
 	"os/exec"
 	"path/filepath"
-	"strconv"
+	"slices"
 	"strings"
 	"syscall"
 	"testing"
@@ -19,6 +19,9 @@ import (
 // endVariable, if set, makes this test binary make a World with a process in it, print what it made, and end in the way
 // that the variable says.
 const endVariable = "HARNESS_TEST_END"
+
+// markVariable is in the environment of that process and of all that it starts, by which they are told from those of others.
+const markVariable = "HARNESS_TEST_MARK"
 
 func makeWorldAndEnd(end string) int {
 	w, err := Build(Options{})
@@ -62,7 +65,8 @@ func TestNothingIsLeft(t *testing.T) {
 		t.Run(end, func(t *testing.T) {
 			t.Parallel()
 			cmd := exec.Command(os.Args[0])
-			cmd.Env = append(os.Environ(), endVariable+"="+end)
+			mark := fmt.Sprintf("%s=%s-%d-%d", markVariable, end, os.Getpid(), time.Now().UnixNano())
+			cmd.Env = append(os.Environ(), endVariable+"="+end, mark)
 			stdout := nstest.Output(t, cmd)
 			if err := cmd.Start(); err != nil {
 				t.Fatal(err)
@@ -80,13 +84,22 @@ func TestNothingIsLeft(t *testing.T) {
 			if len(made["netns"]) != 11 || len(made["pid"]) != 1 || len(made["dir"]) != 1 {
 				t.Fatalf("made %v", made)
 			}
+			used, err := namespacesInUse(mark)
+			if err != nil {
+				t.Fatal(err)
+			}
+			for _, inode := range made["netns"] {
+				if used[inode] == "" && end != "panic" && end != "return" { // These may have ended.
+					t.Fatalf("network namespace %s is not among those in use, %v: the search is no good", inode, used)
+				}
+			}
 			signals := map[string]syscall.Signal{"SIGTERM": syscall.SIGTERM, "SIGINT": syscall.SIGINT, "SIGKILL": syscall.SIGKILL}
 			if sig, ok := signals[end]; ok {
 				if err := cmd.Process.Signal(sig); err != nil {
 					t.Fatal(err)
 				}
 			}
-			err := cmd.Wait()
+			err = cmd.Wait()
 			if (err == nil) != (end == "return") {
 				t.Errorf("ended with %v", err)
 			}
@@ -100,7 +113,7 @@ func TestNothingIsLeft(t *testing.T) {
 				if _, err := os.Stat("/proc/" + made["pid"][0] + "/exe"); err == nil {
 					return fmt.Errorf("process %s still runs", made["pid"][0])
 				}
-				used, err := namespacesInUse()
+				used, err := namespacesInUse(mark)
 				if err != nil {
 					return err
 				}
@@ -124,32 +137,35 @@ func TestNothingIsLeft(t *testing.T) {
 	}
 }
 
-// namespacesInUse returns, by inode, a thread or file descriptor that refers to each network namespace. One that nothing
-// refers to is the kernel's to remove.
-func namespacesInUse() (map[string]string, error) {
+// namespacesInUse returns, by inode, a thread or file descriptor that refers to each network namespace, of the processes whose environment has
+// mark. Of others it returns none: the kernel gives the number of a namespace that is gone to the next one that anybody makes.
+func namespacesInUse(mark string) (map[string]string, error) {
 	used := map[string]string{}
-	for _, pattern := range []string{"/proc/[0-9]*/task/[0-9]*/ns/net", "/proc/[0-9]*/fd/*"} {
-		links, err := filepath.Glob(pattern)
-		if err != nil {
-			return nil, err
-		}
-		for _, l := range links {
-			target, err := os.Readlink(l)
-			if err != nil {
-				continue // ended meanwhile
-			}
-			if inode, ok := strings.CutPrefix(target, "net:["); ok {
-				used[strings.TrimSuffix(inode, "]")] = l
-			}
-		}
-	}
-	self, err := os.Readlink("/proc/self/ns/net")
+	environments, err := filepath.Glob("/proc/[0-9]*/environ")
 	if err != nil {
 		return nil, err
 	}
-	inode := strings.TrimSuffix(strings.TrimPrefix(self, "net:["), "]")
-	if _, err := strconv.Atoi(inode); err != nil || used[inode] == "" {
-		return nil, fmt.Errorf("own namespace %q not among those in use: the search is no good", self)
+	for _, path := range environments {
+		environment, err := os.ReadFile(path)
+		if err != nil || !slices.Contains(strings.Split(string(environment), "\x00"), mark) {
+			continue // It may have ended meanwhile.
+		}
+		process := filepath.Dir(path)
+		for _, pattern := range []string{process + "/task/[0-9]*/ns/net", process + "/fd/*"} {
+			links, err := filepath.Glob(pattern)
+			if err != nil {
+				return nil, err
+			}
+			for _, l := range links {
+				target, err := os.Readlink(l)
+				if err != nil {
+					continue // ended meanwhile
+				}
+				if inode, ok := strings.CutPrefix(target, "net:["); ok {
+					used[strings.TrimSuffix(inode, "]")] = l
+				}
+			}
+		}
 	}
 	return used, nil
 }
