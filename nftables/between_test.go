@@ -24,8 +24,8 @@ import (
 
 // TestBetweenLookups: a transaction that is carried out between any two lookups of a packet, for each of which the kernel decides anew
 // which transactions it sees, never has the packet go on untranslated that both before and after belongs to a Service, nor anywhere
-// that neither the plan before nor the one after sends it. It may be let in by the source ranges of one and treated as its policies
-// say, and go to an endpoint of the other.
+// that neither the plan before nor the one after sends it. It may be let in by the source ranges of either, be treated as the policies of
+// either say, and go to an endpoint of either.
 func TestBetweenLookups(t *testing.T) {
 	t.Parallel()
 	switches := 0
@@ -43,7 +43,15 @@ func TestBetweenLookups(t *testing.T) {
 			placed[k] = place(written{}, sp)
 		}
 		before, after := plan.NewEvaluator(c.Plan), plan.NewEvaluator(next)
-		mixed := []*plan.Evaluator{plan.NewEvaluator(treatedAs(c.Plan, next)), plan.NewEvaluator(treatedAs(next, c.Plan))}
+		var mixed []*plan.Evaluator
+		both := []*plan.Plan{c.Plan, next}
+		for _, p := range both {
+			for _, policies := range both {
+				for _, ranges := range both {
+					mixed = append(mixed, plan.NewEvaluator(treatedAs(policies, ranges, p)))
+				}
+			}
+		}
 		for _, f := range plan.Families {
 			r, then := rulesetOf(c.Plan, f, Options{}, nil), rulesetOf(next, f, Options{}, placed)
 			for name := range then.chains { // For a packet that came before the transaction, a new chain has no rules.
@@ -59,7 +67,10 @@ func TestBetweenLookups(t *testing.T) {
 					r.elements[names.NFTAffinity] = known[0].State.(state).clients
 				}
 				v, w := before.Verdict(pkt), after.Verdict(pkt)
-				verdicts := []plan.Verdict{v, w, mixed[0].Verdict(pkt), mixed[1].Verdict(pkt)}
+				verdicts := make([]plan.Verdict, len(mixed))
+				for i, e := range mixed {
+					verdicts[i] = e.Verdict(pkt)
+				}
 				r.next, r.since = then, 0
 				for last := false; !last; {
 					r.since++
@@ -81,16 +92,18 @@ func TestBetweenLookups(t *testing.T) {
 	}
 }
 
-// treatedAs returns a plan whose ServicePorts have the source ranges and policies that they have in another one.
-func treatedAs(other, p *plan.Plan) *plan.Plan {
+// treatedAs returns a plan whose ServicePorts have the policies and the source ranges that they have in others.
+func treatedAs(policies, ranges, p *plan.Plan) *plan.Plan {
 	out := plan.New(p.Node, p.Settings)
 	for key, sp := range p.Services {
-		if o := other.Services[key]; o != nil {
-			treated := *sp
-			treated.SourceRanges, treated.InternalPolicy, treated.ExternalPolicy = o.SourceRanges, o.InternalPolicy, o.ExternalPolicy
-			sp = &treated
+		treated := *sp
+		if o := policies.Services[key]; o != nil {
+			treated.InternalPolicy, treated.ExternalPolicy = o.InternalPolicy, o.ExternalPolicy
 		}
-		out.Set(sp)
+		if o := ranges.Services[key]; o != nil {
+			treated.SourceRanges = o.SourceRanges
+		}
+		out.Set(&treated)
 	}
 	return out
 }
