@@ -122,14 +122,14 @@ else
 kernel guest: | deps
 endif
 
-# Packages, with a fifth of the random examples, but without what takes minutes (deploy/release compiles for all architectures) or a browser
+# Packages, with a fifth of the random examples, the same ones in each run, but without what takes minutes (deploy/release compiles for all architectures) or a browser
 # (TestPage). Those of e2e have phases of their own, or are in the second tier.
 IMPORTS = go list -f '{{.ImportPath}} {{.TestImports}} {{.XTestImports}}' ./... | \
 	grep -vE '^nodeproxy/(deploy/release|e2e|e2e/(bench.*|cluster|demo|deploy|ipvs|kernel|kernel/inkernel)) '
 1-packages: build
-	@hack/phase packages hack/gotest -short -timeout 60m -skip '^TestPage$$' $$($(IMPORTS) | grep -v $(IN_KERNEL) | cut -d' ' -f1)
+	@NODEPROXY_SEED=1 hack/phase packages hack/gotest -short -timeout 60m -skip '^TestPage$$' $$($(IMPORTS) | grep -v $(IN_KERNEL) | cut -d' ' -f1)
 1-kernel: kernel
-	@$(E2E) hack/phase kernel hack/gotest -short -timeout 60m $$($(IMPORTS) | grep $(IN_KERNEL) | cut -d' ' -f1)
+	@$(E2E) NODEPROXY_SEED=1 hack/phase kernel hack/gotest -short -timeout 60m $$($(IMPORTS) | grep $(IN_KERNEL) | cut -d' ' -f1)
 1-lint:
 	@hack/phase lint hack/lint
 

@@ -13,6 +13,7 @@ import (
 
 	"pgregory.net/rapid"
 
+	_ "nodeproxy/internal/seed"
 	"nodeproxy/plan"
 )
 

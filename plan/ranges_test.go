@@ -8,6 +8,8 @@ import (
 	"testing"
 
 	"pgregory.net/rapid"
+
+	_ "nodeproxy/internal/seed"
 )
 
 func TestCanonical(t *testing.T) {

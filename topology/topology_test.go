@@ -10,6 +10,7 @@ import (
 
 	"pgregory.net/rapid"
 
+	_ "nodeproxy/internal/seed"
 	"nodeproxy/plan"
 )
 

@@ -17,7 +17,7 @@ import (
 // TestImports: data flows one way. What comes before the plan does not know the kernel, what comes after it does not know where objects
 // are from, the kernel's packages know neither, no mode knows another, and nobody but package metrics knows Prometheus.
 func TestImports(t *testing.T) {
-	imports := importsOf(t, "../..")
+	imports := importsOf(t, "../..", false)
 	const prometheus = "github.com/prometheus"
 	before := []string{"plan", "topology", "proxier", "source"}
 	for _, rule := range []struct{ of, not []string }{
@@ -62,8 +62,26 @@ func TestImports(t *testing.T) {
 	}
 }
 
-// importsOf returns what each package below a directory, which holds the module, imports outside of its tests.
-func importsOf(t *testing.T, root string) map[string][]string {
+// TestSeed: all property tests draw the examples of the seed that the first tier gives them.
+func TestSeed(t *testing.T) {
+	seen := 0
+	for pkg, imports := range importsOf(t, "../..", true) {
+		if slices.Contains(imports, "pgregory.net/rapid") {
+			seen++
+			if !slices.ContainsFunc([]string{"internal/seed", "plan/plantest", "source/sourcetest"}, func(with string) bool {
+				return pkg == "nodeproxy/"+with || slices.Contains(imports, "nodeproxy/"+with)
+			}) {
+				t.Errorf("the tests of %s import neither internal/seed nor what imports it", pkg)
+			}
+		}
+	}
+	if seen == 0 {
+		t.Error("there are no property tests")
+	}
+}
+
+// importsOf returns what each package below a directory, which holds the module, imports outside of its tests, or in them.
+func importsOf(t *testing.T, root string, tests bool) map[string][]string {
 	t.Helper()
 	out := map[string][]string{}
 	err := filepath.WalkDir(root, func(file string, d fs.DirEntry, err error) error {
@@ -72,7 +90,7 @@ func importsOf(t *testing.T, root string) map[string][]string {
 			return err
 		case d.IsDir() && strings.HasPrefix(d.Name(), ".") && file != root:
 			return fs.SkipDir
-		case d.IsDir() || !strings.HasSuffix(file, ".go") || strings.HasSuffix(file, "_test.go"):
+		case d.IsDir() || !strings.HasSuffix(file, ".go") || strings.HasSuffix(file, "_test.go") != tests:
 			return nil
 		}
 		parsed, err := parser.ParseFile(token.NewFileSet(), file, nil, parser.ImportsOnly)

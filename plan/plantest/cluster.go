@@ -15,6 +15,7 @@ import (
 
 	"pgregory.net/rapid"
 
+	_ "nodeproxy/internal/seed"
 	"nodeproxy/plan"
 )
 

@@ -10,6 +10,7 @@ import (
 	"k8s.io/apimachinery/pkg/api/equality"
 	"pgregory.net/rapid"
 
+	_ "nodeproxy/internal/seed"
 	"nodeproxy/plan"
 	"nodeproxy/source"
 	"nodeproxy/source/controlplane"

@@ -12,6 +12,7 @@ import (
 	"k8s.io/apimachinery/pkg/types"
 	"pgregory.net/rapid"
 
+	_ "nodeproxy/internal/seed"
 	"nodeproxy/source"
 )
 
