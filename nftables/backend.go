@@ -90,7 +90,7 @@ func New(cfg Config) (*Backend, error) {
 
 func newEngine(f plan.Family, o Options, log *slog.Logger, dial func() (kernel, error)) *engine {
 	return &engine{family: f, failed: func(plan.Family, bool) {}, onRefused: func(plan.Family, []plan.Refusal) {},
-		warn: func(string) {}, onClients: func(plan.Family, int) {}, options: o, log: log, dial: dial, reader: read, most: mostInTransaction, sets: o.sets(f)}
+		warn: func(string) {}, onClients: func(plan.Family, int) {}, options: o, log: log, dial: dial, reader: read, most: mostInTransaction, mostListed: mostListed, sets: o.sets(f)}
 }
 
 // read opens a socket that nothing is written with.

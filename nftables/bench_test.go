@@ -152,3 +152,50 @@ func ownCount(i int) *plan.ServicePort {
 	sp.Endpoints.Local = sp.Endpoints.Cluster
 	return sp
 }
+
+// BenchmarkRestart is the first programming of Services, what a program that starts again takes to find all of it there, a sync after a change
+// of the node, and a comparison beside syncs.
+func BenchmarkRestart(b *testing.B) {
+	nstest.Enter(b)
+	ctx := context.Background()
+	for _, size := range []struct{ services, endpoints, frontends int }{{10000, 2, 1}, {45000, 1, 1}, {5000, 50, 1}, {5000, 50, 3}} {
+		p := plantest.Large(size.services, size.endpoints)
+		for i, sp := range p.Sorted(plan.IPv4) {
+			more := *sp
+			for n := range size.frontends - 1 {
+				a := netip.AddrFrom4([4]byte{203, byte(n), byte(i >> 8), byte(i)})
+				more.Frontends = append(more.Frontends[:len(more.Frontends):len(more.Frontends)],
+					plan.Frontend{Kind: plan.ExternalIP, Addr: a, Protocol: sp.Key.Protocol, Port: 80})
+			}
+			p.Set(&more)
+		}
+		b.Run(fmt.Sprintf("%dx%dx%d", size.services, size.endpoints, size.frontends), func(b *testing.B) {
+			took := map[string]time.Duration{}
+			timed := func(what string, f func() error) {
+				begin := time.Now()
+				if err := f(); err != nil {
+					b.Fatal(what, err)
+				}
+				took[what] += time.Since(begin)
+			}
+			for b.Loop() {
+				_ = Cleanup()
+				e, _ := testEngine(b, plan.IPv4)
+				timed("cold", func() error { return e.Sync(ctx, p, plan.Everything()) })
+				again, _ := testEngine(b, plan.IPv4)
+				timed("restart", func() error { return again.Sync(ctx, p, plan.Everything()) })
+				timed("settings", func() error { return again.Sync(ctx, p, plan.EveryService()) })
+				timed("compare", func() error {
+					found, more, err := again.compareBeside(ctx)
+					if len(found) > 0 || more {
+						b.Fatal(found, more)
+					}
+					return err
+				})
+			}
+			for what, all := range took {
+				b.ReportMetric(float64(all.Milliseconds())/float64(b.N), what+"-ms")
+			}
+		})
+	}
+}

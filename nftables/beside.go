@@ -4,6 +4,7 @@ import (
 	"context"
 	"errors"
 	"fmt"
+	"iter"
 	"maps"
 	"slices"
 	"time"
@@ -44,7 +45,7 @@ func (b *Backend) Compare(ctx context.Context) (again bool) {
 // mostBeside is how many elements are repaired beside syncs.
 const mostBeside = 200
 
-// spareKindsMost is how many kinds may have a chain that no Service uses any more before a sync of everything removes them.
+// spareKindsMost is how many kinds may have a chain that no Service uses any more before a comparison removes them.
 const spareKindsMost = 64
 
 // snapshot is what the kernel should hold at one time.
@@ -57,6 +58,7 @@ type snapshot struct {
 	// leftover are chains that no kind uses any more.
 	leftover map[string]bool
 	cluster  []*plan.ServicePort
+	counts   map[string]int // how many elements each set has in the kernel
 }
 
 // snapshot begins a comparison; nil if it is not known what the kernel should hold.
@@ -80,13 +82,32 @@ func (e *engine) snapshot() *snapshot {
 	return s
 }
 
+// began begins a comparison, and reads what the table has beside elements. How many of these there are should not have changed since.
+func (e *engine) began(k kernel) (s *snapshot, content *nft.Content, err error) {
+	for range mostReads {
+		if s = e.snapshot(); s == nil {
+			return nil, nil, nil
+		}
+		content, err = k.Read(e.family, names.NFTables, e.sets, append(s.layout.chains(), s.layout.kindChains(s.kinds)...))
+		if err != nil {
+			return nil, nil, err
+		}
+		if content != nil {
+			s.counts = content.Counts
+		}
+		e.mu.Lock()
+		quiet := len(e.touched) == 0
+		e.mu.Unlock()
+		if quiet {
+			break
+		}
+	}
+	return s, content, nil
+}
+
 // compareBeside is Compare for one family. The kernel lists a set in parts, between which it may change; so a listing only shows where to
 // look. What seems to differ is read once more by its key, and what syncs have written meanwhile is left to the next comparison.
 func (e *engine) compareBeside(ctx context.Context) (found drift.Found, again bool, err error) {
-	s := e.snapshot()
-	if s == nil {
-		return nil, true, nil
-	}
 	defer func() {
 		e.mu.Lock()
 		e.touched = nil
@@ -100,11 +121,11 @@ func (e *engine) compareBeside(ctx context.Context) (found drift.Found, again bo
 		return nil, true, err
 	}
 	defer k.Close()
-	chains := append(s.layout.chains(), s.layout.kindChains(s.kinds)...)
-	content, err := k.Read(e.family, names.NFTables, e.sets, chains)
-	if err != nil {
+	s, content, err := e.began(k)
+	if s == nil || err != nil {
 		return nil, true, err
 	}
+	chains := append(s.layout.chains(), s.layout.kindChains(s.kinds)...)
 	if content == nil || content.Dormant || len(structure(s.layout, s.kinds, e.sets, content)) > 0 {
 		return nil, true, nil
 	}
@@ -154,14 +175,16 @@ func (e *engine) expel(s *snapshot, in *intruders, how func(intruders, *nft.Batc
 	return false, nil
 }
 
-// compareElements compares elements, and repairs those that differ.
+// compareElements compares elements, and repairs those that differ. What should not be there may be any number.
 func (e *engine) compareElements(ctx context.Context, k kernel, s *snapshot) (found drift.Found, again bool, err error) {
 	suspects, used, err := e.suspects(ctx, k, s)
 	if err != nil {
 		return nil, true, err
 	}
 	if len(s.kinds) > len(used)+spareKindsMost {
-		return nil, true, nil
+		if err := e.removeSpareKinds(ctx, s, used); err != nil {
+			return nil, true, err
+		}
 	}
 	differ := 0
 	for i, want := range suspects {
@@ -174,50 +197,92 @@ func (e *engine) compareElements(ctx context.Context, k kernel, s *snapshot) (fo
 		}
 		if same {
 			delete(suspects, i)
-		} else if differ++; differ > mostBeside && !e.isTouched(i) {
-			return nil, true, nil
+		} else if want != nil && !e.isTouched(i) {
+			if differ++; differ > mostBeside {
+				return nil, true, nil
+			}
 		}
 	}
-	return e.repair(ctx, s, suspects)
+	var wanted, unexpected []id
+	for _, i := range slices.SortedFunc(maps.Keys(suspects), compareIDs) {
+		if suspects[i] != nil {
+			wanted = append(wanted, i)
+		} else {
+			unexpected = append(unexpected, i)
+		}
+	}
+	for some := range slices.Chunk(append(wanted, unexpected...), mostBeside) {
+		repaired, again, err := e.repair(ctx, s, suspects, some)
+		if found = append(found, repaired...); again || err != nil {
+			return found, again, err
+		}
+	}
+	e.mu.Lock()
+	defer e.mu.Unlock()
+	return found, e.current == nil, nil
 }
 
-// suspects returns the elements that differ in a listing, with what they should be; nil for those that should not be there. It also
-// returns the kinds in use.
+// suspects returns the elements that seem to differ, with what they should be; nil for those that should not be there. It also returns the
+// kinds in use. Elements of large sets are read by their keys; such a set is listed only where the kernel has another number of them.
 func (e *engine) suspects(ctx context.Context, k kernel, s *snapshot) (map[id]*value, map[kind]bool, error) {
-	have, err := e.sample(ctx, k)
+	var asked [setCount]bool
+	var listed []setID
+	for set := range setCount {
+		asked[set] = set != affinity && set != sourceRanges && s.counts[e.sets[set].Name] > e.mostListed
+		if !asked[set] {
+			listed = append(listed, set)
+		}
+	}
+	have, out, used := map[id]value{}, map[id]*value{}, map[kind]bool{}
+	note := func(i id, v value) error {
+		have[i] = v
+		return nil
+	}
+	if err := e.each(ctx, k, listed, note); err != nil {
+		return nil, nil, err
+	}
+	var found [setCount]int
+	err := e.find(ctx, k, func(yield func(element) bool) {
+		for want := range s.expected(e.family, used) {
+			if asked[want.set] {
+				if !yield(want) {
+					return
+				}
+				continue
+			}
+			if is, there := have[want.id]; !there || is != want.value {
+				out[want.id] = &want.value
+			}
+			delete(have, want.id)
+		}
+	}, func(want element, has value, is bool) error {
+		if is {
+			found[want.set]++
+		}
+		if !is || has != want.value {
+			out[want.id] = &want.value
+		}
+		return nil
+	})
 	if err != nil {
 		return nil, nil, err
 	}
-	out, used := map[id]*value{}, map[kind]bool{}
-	expected := s.others
-	meet := func(list map[id]value) {
-		for i, want := range list {
-			if is, there := have[i]; !there || is != want {
-				out[i] = &want
-			}
-			delete(have, i)
+	listed = nil
+	for set := range setCount {
+		if asked[set] && found[set] != s.counts[e.sets[set].Name] {
+			listed = append(listed, set)
+		} else if asked[set] { // The catch-all element does not count.
+			have[id{set: set}] = value{}
 		}
 	}
-	mine := map[id]value{}
-	for _, w := range s.current {
-		clear(mine)
-		s.layout.fill(w, mine, used)
-		for i := range mine {
-			if i.set == clusterIPs { // They are shared.
-				expected[i] = value{}
-				delete(mine, i)
-			}
-		}
-		meet(mine)
+	if err := e.each(ctx, k, listed, note); err != nil {
+		return nil, nil, err
 	}
-	for _, sp := range s.cluster {
-		for _, fe := range sp.Frontends {
-			if fe.Kind == plan.ClusterIP {
-				expected[id{set: clusterIPs, key: string(fe.Addr.AsSlice())}] = value{}
-			}
+	if len(listed) > 0 {
+		for want := range s.expected(e.family, map[kind]bool{}) {
+			delete(have, want.id)
 		}
 	}
-	meet(expected)
 	forms := formsOf(e.sets)
 	for i, v := range have {
 		if !s.layout.partial || !forms[i.set].has(i, v) { // Else it may belong to a ServicePort that is not known yet.
@@ -227,33 +292,34 @@ func (e *engine) suspects(ctx context.Context, k kernel, s *snapshot) (map[id]*v
 	return out, used, nil
 }
 
-// sample reads all elements, as each does.
-func (e *engine) sample(ctx context.Context, k kernel) (map[id]value, error) {
-	have := map[id]value{}
-	err := e.each(k, func(i id, v value) error {
-		have[i] = v
-		return ctx.Err()
-	})
-	return have, err
-}
-
-// each calls visit with all elements but those that rules add, of which a catch-all element is none. Some that are there may be missing.
-func (e *engine) each(k kernel, visit func(id, value) error) error {
-	for i, set := range e.sets {
-		note := func(el nft.Element) error { return visit(id{setID(i), el.Key, el.End}, valueOf(el)) }
-		var err error
-		if setID(i) != affinity {
-			err = k.Sample(e.family, names.NFTables, set, note)
-		} else if el, is, asked := k.Element(e.family, names.NFTables, set, nft.Element{}); is {
-			err = note(el)
-		} else {
-			err = asked
+// expected yields the elements that should be in the kernel, each once, and puts the kinds of Services into used.
+func (s *snapshot) expected(f plan.Family, used map[kind]bool) iter.Seq[element] {
+	return func(yield func(element) bool) {
+		others, mine := maps.Clone(s.others), map[id]value{}
+		for _, w := range s.current {
+			clear(mine)
+			s.layout.fill(w, mine, used)
+			for i, v := range mine {
+				if i.set == clusterIPs { // They are shared.
+					others[i] = v
+				} else if !yield(element{i, v}) {
+					return
+				}
+			}
 		}
-		if err != nil {
-			return err
+		for _, sp := range s.cluster {
+			for _, fe := range sp.Frontends {
+				if fe.Kind == plan.ClusterIP {
+					others[id{set: clusterIPs, key: string(fe.Addr.AsSlice())}] = value{}
+				}
+			}
+		}
+		for i, v := range others {
+			if !yield(element{i, v}) {
+				return
+			}
 		}
 	}
-	return nil
 }
 
 // look reads one element, and reports whether it is as it should be.
@@ -275,19 +341,18 @@ func (e *engine) isTouched(i id) bool {
 	return e.touched[i]
 }
 
-// repair writes what differs, while syncs wait.
-func (e *engine) repair(ctx context.Context, s *snapshot, suspects map[id]*value) (found drift.Found, again bool, err error) {
+// repair writes what differs of some suspects, while syncs wait.
+func (e *engine) repair(ctx context.Context, s *snapshot, suspects map[id]*value, some []id) (found drift.Found, again bool, err error) {
 	e.mu.Lock()
 	defer e.mu.Unlock()
 	if e.current == nil || e.full != s.full {
 		return nil, e.current == nil, nil // A sync has compared everything, or failed.
 	}
-	maps.DeleteFunc(suspects, func(i id, _ *value) bool { return e.touched[i] })
-	if len(suspects) > mostBeside {
-		return nil, true, nil
-	}
 	var writes []write
-	for _, i := range slices.SortedFunc(maps.Keys(suspects), compareIDs) {
+	for _, i := range some {
+		if e.touched[i] {
+			continue
+		}
 		have, same, err := e.look(e.kernel, i, suspects[i])
 		if err != nil {
 			e.forget()
@@ -307,6 +372,40 @@ func (e *engine) repair(ctx context.Context, s *snapshot, suspects map[id]*value
 		return found, true, err
 	}
 	return found, false, nil
+}
+
+// removeSpareKinds removes the chains of kinds that no ServicePort uses any more, and the elements that lead to them. used are the kinds in use
+// when a comparison began.
+func (e *engine) removeSpareKinds(ctx context.Context, s *snapshot, used map[kind]bool) error {
+	e.mu.Lock()
+	defer e.mu.Unlock()
+	if e.current == nil || e.full != s.full || e.layout.partial || len(e.refused) > 0 {
+		return nil
+	}
+	for k, w := range e.current {
+		if w.sp != s.current[k].sp {
+			w.uses(used)
+		}
+	}
+	left := maps.Clone(e.kinds)
+	maps.DeleteFunc(left, func(k kind, _ bool) bool { return !used[k] })
+	keep := fixed(left)
+	t := &transactions{engine: e, ctx: ctx, layout: e.layout}
+	err := t.try(nil, removals(fixed(e.kinds), func(i id) bool { _, is := keep[i]; return !is }))
+	if err != nil {
+		e.forget()
+		return err
+	}
+	before, after := e.layout.kindChains(e.kinds), namesOf(e.layout.kindChains(left), nil)
+	e.kinds = left
+	spare := intruders{}
+	for _, c := range before {
+		if !after[c.Name] {
+			spare.chains = append(spare.chains, c.Name)
+		}
+	}
+	e.removeChains(spare)
+	return nil
 }
 
 // forget makes the next sync read everything, with another socket.

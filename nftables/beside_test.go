@@ -117,6 +117,7 @@ func TestCompareDuringChanges(t *testing.T) {
 		_ = Cleanup()
 		e, _ := testEngine(t, f)
 		defer e.forget()
+		readsByKey(rt, e)
 		plans := rapid.SliceOfN(plantest.Plans(), 2, 6).Draw(rt, "plans")
 		for _, p := range plans {
 			p.Node, p.Settings = plans[0].Node, plans[0].Settings

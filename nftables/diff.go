@@ -2,6 +2,7 @@ package nftables
 
 import (
 	"cmp"
+	"context"
 	"fmt"
 	"maps"
 	"slices"
@@ -62,10 +63,8 @@ func Read(f plan.Family, o Options) (*Table, error) {
 		return nil, err
 	}
 	if !s.unusable() {
-		if err := s.readElements(); err != nil {
-			return nil, err
-		}
-		if err := s.readAgain(); err != nil {
+		s.shown = true
+		if err := s.readElements(context.Background(), true); err != nil {
 			return nil, err
 		}
 	}

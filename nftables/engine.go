@@ -23,6 +23,7 @@ type kernel interface {
 	Read(f plan.Family, table string, sets []nft.Set, chains []nft.Chain) (*nft.Content, error)
 	Sample(f plan.Family, table string, s nft.Set, each func(nft.Element) error) error
 	Element(f plan.Family, table string, s nft.Set, e nft.Element) (nft.Element, bool, error)
+	Find(f plan.Family, table string, keys []nft.ElementKey, each func(i int, e nft.Element, is bool) error) error
 	Close() error
 }
 
@@ -44,10 +45,12 @@ type engine struct {
 	most   int // mostInTransaction, or less
 	// tight is set if most was reduced because the kernel limits the length of messages: in a user namespace, to the host's
 	// net.core.wmem_max.
-	tight  bool
-	failed func(f plan.Family, cleanup bool)
-	sets   []nft.Set
-	asked  *askedFor
+	tight bool
+	// mostListed is the constant, or less.
+	mostListed int
+	failed     func(f plan.Family, cleanup bool)
+	sets       []nft.Set
+	asked      *askedFor
 	// onRefused is called with what the kernel refuses when that has changed.
 	onRefused func(plan.Family, []plan.Refusal)
 	// warn and onClients are Config.Warn and Config.Clients. Affinity is crowded from when it was warned of until there is room again; only
@@ -93,8 +96,9 @@ func (e *engine) Sync(ctx context.Context, p *plan.Plan, change plan.Change) err
 	e.certain, e.existed = e.current == nil && e.existed, false
 	err := e.open()
 	if err == nil {
-		if change.All() || e.current == nil || !reflect.DeepEqual(e.layout, e.layoutOf(p)) || e.meetsUnknown(p, change.Keys()) {
-			err = e.syncAll(ctx, p)
+		unknown := change.Unknown() || e.current == nil || e.meetsUnknown(p, change.Keys())
+		if unknown || change.All() || !reflect.DeepEqual(e.layout, e.layoutOf(p)) {
+			err = e.syncAll(ctx, p, unknown || p.Partial || e.layout.partial)
 		} else {
 			err = e.syncChanged(ctx, p, change.Keys())
 		}

@@ -17,13 +17,13 @@ import (
 	"nodeproxy/plan"
 )
 
-// syncAll reads the kernel's content, and changes it where it differs from the plan.
-func (e *engine) syncAll(ctx context.Context, p *plan.Plan) error {
+// syncAll reads the kernel's content, and changes it where it differs from the plan. Unless unknown is set, elements are what the syncs before
+// have written, and are not read: that takes a second for some hundred thousand of them.
+func (e *engine) syncAll(ctx context.Context, p *plan.Plan, unknown bool) error {
 	e.full++
-	e.Compared = e.current != nil
 	s := e.fullSync(p)
 	known := s.layout
-	if e.Compared {
+	if e.current != nil {
 		known = e.layout
 	}
 	chains := append(known.chains(), known.kindChains(e.kinds)...)
@@ -33,9 +33,15 @@ func (e *engine) syncAll(ctx context.Context, p *plan.Plan) error {
 	}
 	s.content = content
 	s.rebuild = content == nil || s.unusable()
-	if e.Compared {
+	if e.current != nil {
 		s.ours = namesOf(chains, e.leftover)
+		s.remembers = !unknown && !s.rebuild && !content.Dormant && len(structure(known, e.kinds, e.sets, content)) == 0 &&
+			intrudersIn(content, e.sets, s.ours).empty()
+		if s.remembers {
+			s.have = e.remembered()
+		}
 	}
+	e.Compared = e.current != nil && !s.remembers
 	if s.rebuild && content != nil && len(content.Chains) > 0 && p.Partial && !e.Compared { // A table without chains does nothing.
 		return fmt.Errorf("the table %s is another version's: %w", names.NFTables, plan.ErrPartial)
 	}
@@ -59,7 +65,8 @@ func (e *engine) syncAll(ctx context.Context, p *plan.Plan) error {
 
 // fullSync begins a sync of everything.
 func (e *engine) fullSync(p *plan.Plan) *fullSync {
-	return &fullSync{engine: e, layout: e.layoutOf(p), before: e.layout, plan: p, have: map[id]value{}, foreign: map[id]value{}, used: map[kind]bool{}}
+	return &fullSync{engine: e, layout: e.layoutOf(p), before: e.layout, plan: p, forms: formsOf(e.sets), have: map[id]value{}, foreign: map[id]value{},
+		used: map[kind]bool{}}
 }
 
 // mend makes the table that is there equal to the plan.
@@ -71,24 +78,30 @@ func (s *fullSync) mend(ctx context.Context) (err error) {
 				Object: fmt.Sprintf("%s %s of nftables", nft.FamilyName(s.family), names.NFTables)})
 		}
 	}()
-	if err := s.readElements(); err != nil {
-		return err
-	}
-	if s.Compared {
-		s.differences()
-	}
-	if !s.Compared || len(s.Found) > 0 {
-		if err := s.readAgain(); err != nil {
+	if !s.remembers {
+		if err := s.compare(ctx); err != nil {
 			return err
-		}
-		if s.Found = nil; s.Compared {
-			s.differences()
 		}
 	}
 	if err := s.write(ctx); err != nil {
 		return err
 	}
 	return s.prune(ctx)
+}
+
+// compare reads the elements in the kernel, and finds the differences where it is known what was written.
+func (s *fullSync) compare(ctx context.Context) error {
+	for settled := !s.Compared; ; settled = true {
+		if err := s.readElements(ctx, settled); err != nil {
+			return err
+		}
+		if s.Found = nil; s.Compared {
+			s.differences()
+		}
+		if settled || len(s.Found) == 0 {
+			return nil
+		}
+	}
 }
 
 // beyondRepair reports whether an error of mend is that something can't be compared, or can't be removed.
@@ -144,12 +157,17 @@ type fullSync struct {
 	before  *layout         // of what the sync before has written; nil if there is none
 	ours    map[string]bool // the chains that it has written
 	plan    *plan.Plan
-	content *nft.Content // nil if there is no table
-	rebuild bool         // whether the table is created anew
-	have    map[id]value // elements in the kernel, except those found in the plan so far
-	foreign map[id]value // elements in the kernel that this program can't have written
-	used    map[kind]bool
-	others  intruders // what else is in the table; its chains may be of kinds that are not used any more
+	forms   []form         // of the sets
+	content *nft.Content   // nil if there is no table
+	rebuild bool           // whether the table is created anew
+	have    map[id]value   // elements in the kernel, except those found in the plan so far
+	foreign map[id]value   // elements in the kernel that this program can't have written
+	byKey   [setCount]bool // the sets of which not all elements were read
+	shown   bool           // whether all of them are to be
+	// remembers says that have is what the syncs before have written, and not what was read.
+	remembers bool
+	used      map[kind]bool
+	others    intruders // what else is in the table; its chains may be of kinds that are not used any more
 }
 
 // fewWords is how many things a log line names.
@@ -174,64 +192,9 @@ func (s *fullSync) unusable() bool {
 	return false
 }
 
-func (s *fullSync) readElements() error {
-	forms := formsOf(s.sets)
-	return s.each(s.kernel, func(i id, v value) error {
-		if forms[i.set].has(i, v) {
-			s.have[i] = v
-		} else {
-			s.foreign[i] = v
-		}
-		return nil
-	})
-}
-
-// mostReads bounds how often elements are read.
-const mostReads = 6
-
-// readAgain reads elements until a listing has none that was not seen before. While the kernel moves the elements of a grown set to a
-// larger hash table, which it does in the background, a listing may omit some.
-func (s *fullSync) readAgain() error {
-	for range mostReads - 1 {
-		seen := len(s.have) + len(s.foreign)
-		if err := s.readElements(); err != nil {
-			return err
-		}
-		if len(s.have)+len(s.foreign) == seen {
-			return nil
-		}
-	}
-	return nil
-}
-
-// places returns the endpoints of each frontend in the kernel, indexed by their numbers.
-func (s *fullSync) places(plain, choice, stick setID) map[string][]netip.AddrPort {
-	out := map[string][]netip.AddrPort{}
-	n := 4 * nameRegisters(s.family)
-	for i, v := range s.have {
-		if i.set == choice {
-			v = s.have[id{set: stick, key: i.key[:n] + v.data}]
-		} else if i.set != plain {
-			continue
-		}
-		index := int(nativeNumber(i.key[n:]))
-		if v.data == "" || index >= maxCount {
-			continue
-		}
-		list := out[i.key[:n]]
-		for len(list) <= index {
-			list = append(list, netip.AddrPort{})
-		}
-		a, _ := netip.AddrFromSlice([]byte(v.data[:s.family.Bits()/8]))
-		list[index] = netip.AddrPortFrom(a, bigEndianNumber(v.data[s.family.Bits()/8:]))
-		out[i.key[:n]] = list
-	}
-	return out
-}
-
 // placesFound returns the endpoints of a ServicePort in the kernel.
 func (s *fullSync) placesFound() func(*plan.ServicePort) written {
-	cluster, local := s.places(endpoints, choices, stickyEndpoints), s.places(localEndpoints, localChoices, localStickyEndpoints)
+	cluster, local := s.places(clusterSets), s.places(localSets)
 	return func(sp *plan.ServicePort) (before written) {
 		for _, fe := range sp.Frontends {
 			name := nameOf(s.family, fe)
@@ -261,7 +224,7 @@ func (s *fullSync) write(ctx context.Context) error {
 		}
 		emit = t.group
 	}
-	d, err := s.unmet(emit)
+	d, err := s.unmet(ctx, emit)
 	if err != nil {
 		return err
 	}
@@ -341,7 +304,7 @@ type wanted struct {
 
 // unmet compares the ServicePorts of the plan with s.have, and leaves there what belongs to none of them. It passes to emit what the kernel
 // does not have, and notes in s.used the kinds that they need.
-func (s *fullSync) unmet(emit func(group) error) (*wanted, error) {
+func (s *fullSync) unmet(ctx context.Context, emit func(group) error) (*wanted, error) {
 	list := criticalFirst(s.plan.Sorted(s.family))
 	d := &wanted{next: make(map[plan.Key]written, len(list)), users: make(map[netip.Addr]int, len(list))}
 	found := func(sp *plan.ServicePort) written { return s.current[sp.Key] }
@@ -367,7 +330,13 @@ func (s *fullSync) unmet(emit func(group) error) (*wanted, error) {
 		d.next[sp.Key] = w
 		clear(leadsTo)
 		mine := s.layout.elements(w, leadsTo)
-		g := group{sp: sp, writes: append(stale.without(mine, s.have), differing(s.have, mine)...)}
+		writes := differing(s.have, mine)
+		if met, err := s.missed(ctx, writes); err != nil {
+			return nil, err
+		} else if met {
+			writes = differing(s.have, mine)
+		}
+		g := group{sp: sp, writes: append(stale.without(mine, s.have), writes...)}
 		for k := range leadsTo {
 			if s.used[k] = true; !s.hasChain(k) {
 				g.kinds = append(g.kinds, k)
@@ -555,15 +524,31 @@ func (s *fullSync) prune(ctx context.Context) error {
 	if needed || len(spare.chains) == 0 {
 		return nil
 	}
-	b := nft.NewBatch(s.family, names.NFTables)
+	s.removeChains(spare)
+	return nil
+}
+
+// removeChains removes chains that no kind uses any more. Those that the kernel considers in use are left over.
+func (e *engine) removeChains(spare intruders) {
+	b := nft.NewBatch(e.family, names.NFTables)
 	spare.disarm(b)
 	spare.remove(b)
-	err := s.kernel.Commit(b)
+	err := e.kernel.Commit(b)
 	if err == nil {
-		s.leftover = nil
-	} else if !errors.Is(err, unix.EBUSY) {
-		s.failed(s.family, true)
-		s.log.Warn("can't remove unused chains yet", "family", s.family, "error", err)
+		for _, name := range spare.chains {
+			delete(e.leftover, name)
+		}
+		return
 	}
-	return nil
+	e.leftover = maps.Clone(e.leftover) // A comparison may have it.
+	if e.leftover == nil {
+		e.leftover = map[string]bool{}
+	}
+	for _, name := range spare.chains {
+		e.leftover[name] = true
+	}
+	if !errors.Is(err, unix.EBUSY) {
+		e.failed(e.family, true)
+		e.log.Warn("can't remove unused chains yet", "family", e.family, "error", err)
+	}
 }

@@ -64,6 +64,11 @@ func testEngine(t testing.TB, f plan.Family) (*engine, *counted) {
 	return e, k
 }
 
+// readsByKey lets an engine read the elements of all sets but the smallest by their keys, or list them.
+func readsByKey(t *rapid.T, e *engine) {
+	e.mostListed = rapid.SampledFrom([]int{mostListed, 2}).Draw(t, "most elements of a set that are listed")
+}
+
 // content is what the kernel has, or should have, as text. The numbers of endpoints are told from the endpoints: which has which does
 // not matter.
 func content(f plan.Family, all map[id]value) string {
@@ -102,6 +107,16 @@ type fataler interface {
 	Fatalf(string, ...any)
 }
 
+// listing lists all elements in the kernel.
+func listing(e *engine, k kernel) (*fullSync, error) {
+	s := (&engine{family: e.family, kernel: k, sets: e.sets}).fullSync(plan.New(plan.Node{}, plan.Settings{}))
+	all := make([]setID, setCount)
+	for i := range all {
+		all[i] = setID(i)
+	}
+	return s, s.list(context.Background(), true, all)
+}
+
 // holds makes sure that the kernel has what a plan asks for, and nothing else but kinds that were in use.
 func holds(t fataler, e *engine, p *plan.Plan) {
 	t.Helper()
@@ -111,11 +126,8 @@ func holds(t fataler, e *engine, p *plan.Plan) {
 		t.Fatalf("%v", err)
 	}
 	defer c.Close()
-	s := (&engine{family: e.family, kernel: c, sets: e.sets}).fullSync(p)
-	if err := s.readElements(); err != nil {
-		t.Fatalf("%v", err)
-	}
-	if err := s.readAgain(); err != nil {
+	s, err := listing(e, c)
+	if err != nil {
 		t.Fatalf("%v", err)
 	}
 	if len(s.foreign) > 0 {
@@ -194,6 +206,7 @@ func TestIncrementalEqualsFull(t *testing.T) {
 			_ = Cleanup()
 			e, _ := testEngine(t, f)
 			e.most = rapid.SampledFrom([]int{mostInTransaction, 50, 1}).Draw(rt, "most in a transaction")
+			readsByKey(rt, e)
 			for i, p := range plans {
 				giveWeights(p, uint32(i%2))
 				if p.Node = plans[0].Node; rapid.IntRange(0, 3).Draw(rt, "settings change") > 0 {
@@ -214,6 +227,7 @@ func TestIncrementalEqualsFull(t *testing.T) {
 			}
 			again, k := testEngine(t, f)
 			defer func() { _ = again.kernel.Close() }()
+			readsByKey(rt, again)
 			if err := again.Sync(context.Background(), last, plan.Everything()); err != nil {
 				rt.Fatalf("%v", err)
 			}
@@ -273,8 +287,8 @@ func TestAllElementsArrive(t *testing.T) {
 	if k.most > mostInTransaction+300 {
 		t.Errorf("a transaction had %d elements", k.most)
 	}
-	s := e.fullSync(p)
-	if err := errors.Join(s.readElements(), s.readAgain()); err != nil {
+	s, err := listing(e, k)
+	if err != nil {
 		t.Fatal(err)
 	}
 	counts := map[setID]int{}

@@ -76,6 +76,21 @@ func (k kind) number() uint32 {
 	return n | uint32(slices.Index(actions, k))<<actionShift
 }
 
+// kindOf returns what the number of a kind says about endpoints: where they are, how many, and whether there is affinity. known is false for a
+// number that no kind has.
+func kindOf(number uint32) (k kind, known bool) {
+	action := number >> actionShift & 15
+	if action == 0 || int(action) >= len(actions) {
+		return kind{}, false
+	}
+	k = actions[action]
+	k.count = int(number & maxCount)
+	if number>>31 == 1 {
+		k.count, k.affinity = int(number&maxSticky), 1
+	}
+	return k, true
+}
+
 // Bits of a kind's number that rules look at.
 const (
 	actionShift = 27
@@ -192,6 +207,19 @@ func (w written) kindsOf(f plan.Frontend) (of kind, inside *kind) {
 	}
 	in := choose(within, nodePort, false, len(w.cluster), affinity, s)
 	return choose(split, nodePort, true, len(w.local), affinity, s), &in
+}
+
+// uses puts the kinds of all frontends into used.
+func (w written) uses(used map[kind]bool) {
+	for _, fe := range w.sp.Frontends {
+		if fe.Kind == plan.HealthCheckNodePort {
+			continue
+		}
+		of, inside := w.kindsOf(fe)
+		if used[of] = true; inside != nil {
+			used[*inside] = true
+		}
+	}
 }
 
 func compareKinds(a, b kind) int {

@@ -38,6 +38,7 @@ func TestWaysWithPartial(t *testing.T) {
 				e, _ = testEngine(t, f)
 				before = nil
 			}
+			readsByKey(rt, e)
 			e.most = rapid.SampledFrom([]int{mostInTransaction, 20, 1}).Draw(rt, "most in a transaction")
 			if p.Partial = i < len(steps)-1 && rapid.Bool().Draw(rt, "partial"); p.Partial {
 				for _, sp := range p.Sorted(f) {

@@ -249,8 +249,8 @@ func TestRangesInParts(t *testing.T) {
 		frontend := nameOf(plan.IPv4, before.Frontends[1])
 		var wrong error
 		look := func() { // by a socket of its own, which a transaction's goroutine can use as well
-			s := &fullSync{engine: &engine{family: e.family, kernel: reader, sets: e.sets}, have: map[id]value{}}
-			if err := errors.Join(s.readElements(), s.readAgain()); err != nil {
+			s, err := listing(e, reader)
+			if err != nil {
 				wrong = errors.Join(wrong, err)
 				return
 			}

@@ -239,8 +239,8 @@ func elementsOf(t fataler, e *engine) map[id]value {
 		t.Fatalf("%v", err)
 	}
 	defer c.Close()
-	s := (&engine{family: e.family, kernel: c, sets: e.sets}).fullSync(plan.New(plan.Node{}, plan.Settings{}))
-	if err := errors.Join(s.readElements(), s.readAgain()); err != nil {
+	s, err := listing(e, c)
+	if err != nil {
 		t.Fatalf("%v", err)
 	}
 	return s.have
@@ -259,6 +259,7 @@ func TestRefusedAtRandom(t *testing.T) {
 		plans := rapid.SliceOfN(plantest.Plans(), 2, 5).Draw(rt, "plans")
 		for i, p := range plans {
 			e.most = rapid.SampledFrom([]int{mostInTransaction, 50, 1}).Draw(rt, "most in a transaction")
+			readsByKey(rt, e)
 			if p.Node = plans[0].Node; rapid.IntRange(0, 3).Draw(rt, "settings change") > 0 {
 				p.Settings = plans[max(i-1, 0)].Settings
 			}
@@ -289,7 +290,7 @@ func TestRefusedAtRandom(t *testing.T) {
 				e.sets = e.options.sets(f)
 				e.forget()
 			}
-			for _, c := range []plan.Change{changed, plan.Everything()} {
+			for _, c := range []plan.Change{changed, plan.EveryService(), plan.Everything()} {
 				if err := e.Sync(ctx, p, c); err != nil || len(e.Found) > 0 {
 					rt.Fatalf("step %d: found %v, %v", i, e.Found, err)
 				}

@@ -6,6 +6,7 @@ import (
 	"iter"
 	"maps"
 	"math"
+	"slices"
 	"sync"
 
 	"nodeproxy/kernel/names"
@@ -65,7 +66,8 @@ func (r *TrafficReader) end(list map[counter]uint64, replaced bool) {
 // counters lists the elements of map services of one family.
 type counters struct {
 	family plan.Family
-	list   func() ([]nft.Element, error)
+	// list returns those with these keys, and maybe others.
+	list func(ctx context.Context, keys []string) ([]nft.Element, error)
 }
 
 // counter identifies an element of map services. One with another comment is of another ServicePort.
@@ -78,19 +80,7 @@ type counter struct {
 func (b *Backend) Traffic() *TrafficReader {
 	var list []counters
 	for _, e := range b.Engines {
-		list = append(list, counters{e.family, func() ([]nft.Element, error) {
-			c, err := nft.Dial() // Its own socket, as a sync may be using the other one.
-			if err != nil {
-				return nil, err
-			}
-			defer c.Close()
-			var out []nft.Element
-			err = c.Sample(e.family, names.NFTables, e.sets[services], func(el nft.Element) error {
-				out = append(out, el)
-				return nil
-			})
-			return out, err
-		}})
+		list = append(list, counters{e.family, e.counters})
 	}
 	r := newTrafficReader(list)
 	for _, e := range b.Engines {
@@ -99,6 +89,44 @@ func (b *Backend) Traffic() *TrafficReader {
 		e.mu.Unlock()
 	}
 	return r
+}
+
+// counters returns the elements of map services: all of them, or if these are many, those with the given keys.
+func (e *engine) counters(ctx context.Context, keys []string) ([]nft.Element, error) {
+	k, err := e.reader() // Its own socket, as a sync may be using the other one.
+	if err != nil {
+		return nil, err
+	}
+	defer k.Close()
+	var out []nft.Element
+	note := func(el nft.Element) error {
+		out = append(out, el)
+		return ctx.Err()
+	}
+	set := e.sets[services]
+	if len(keys) <= e.mostListed {
+		err := k.Sample(e.family, names.NFTables, set, note)
+		return out, err
+	}
+	for some := range slices.Chunk(keys, mostAsked) {
+		if err := ctx.Err(); err != nil {
+			return nil, err
+		}
+		asked := make([]nft.ElementKey, len(some))
+		for i, key := range some {
+			asked[i] = nft.ElementKey{Set: set.Name, Key: key}
+		}
+		err := k.Find(e.family, names.NFTables, asked, func(_ int, el nft.Element, is bool) error {
+			if !is {
+				return nil
+			}
+			return note(el)
+		})
+		if err != nil {
+			return nil, err
+		}
+	}
+	return out, nil
 }
 
 func newTrafficReader(list []counters) *TrafficReader {
@@ -180,7 +208,13 @@ func (r *TrafficReader) Traffic(ctx context.Context) iter.Seq2[plan.Traffic, err
 			}
 		}
 		for _, e := range r.engines {
-			list, err := e.list()
+			var keys []string
+			for c := range owner {
+				if c.family == e.family {
+					keys = append(keys, c.key)
+				}
+			}
+			list, err := e.list(ctx, keys)
 			if err == nil {
 				err = ctx.Err()
 			}

@@ -438,7 +438,7 @@ func (p *Proxier) round(ctx context.Context) {
 	result := Result{Retry: p.retry > 0, Apply: start.Sub(begin), Eligible: p.state.NodeEligible(), Began: begin}
 	desired, change := p.state.Update()
 	p.stateMu.Unlock()
-	if p.full {
+	if p.full || !p.inSync {
 		change = plan.Everything()
 	}
 	result.Reasons = p.reasons(reserve != nil, resync)
@@ -449,7 +449,7 @@ func (p *Proxier) round(ctx context.Context) {
 		result.Waited, p.waits = begin.Sub(p.waits), time.Time{}
 	}
 	if !change.None() {
-		if change.All() {
+		if change.Unknown() {
 			if result.Suspicion = p.unsuspect(); result.Suspicion != "" {
 				result.Reasons = append(slices.DeleteFunc(result.Reasons, func(r Reason) bool { return r == Compare || r == Drift }), Drift)
 			}
@@ -501,7 +501,7 @@ func (p *Proxier) ended(desired *plan.Plan, change plan.Change, start time.Time,
 	p.retry = 0
 	took := time.Since(start)
 	p.published.Publish(desired, change)
-	if change.All() {
+	if change.Unknown() {
 		copy(p.comparisons[:], p.comparisons[1:])
 		p.comparisons[suspectBurst-1] = comparison{ended: time.Now(), took: took}
 	}

@@ -249,7 +249,7 @@ func (s *State) Update() (*plan.Plan, plan.Change) {
 	}
 	clear(s.dirty)
 	if all {
-		return s.plan, plan.Everything()
+		return s.plan, plan.EveryService()
 	}
 	return s.plan, plan.Only(changed)
 }

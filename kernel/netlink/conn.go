@@ -143,6 +143,53 @@ func (c *Conn) Ask(m Message) (answer []byte, err error) {
 	return answer, err
 }
 
+// maxAsked is the number of questions that are asked at once: so few that an answer to each, for which the kernel may take a page and more,
+// fits into the receive buffer of a socket that could not be made larger than is usual.
+const maxAsked = 64
+
+// AskAll sends requests, each of which is answered with one message, and calls each, in order, with their indexes and the bodies of the
+// answers, which are valid only during the call, or with errors. It stops at the first error of each.
+func (c *Conn) AskAll(requests []Message, each func(i int, answer []byte, err error) error) error {
+	for start := 0; start < len(requests); start += maxAsked {
+		if err := c.drain(); err != nil {
+			return err
+		}
+		some := requests[start:min(start+maxAsked, len(requests))]
+		first := c.seq + 1
+		c.out = c.out[:0]
+		for _, m := range some {
+			c.seq++
+			m.Flags |= unix.NLM_F_REQUEST
+			c.out = m.Append(c.out, c.seq)
+		}
+		if err := c.socket.Send(c.out); err != nil {
+			return fmt.Errorf("netlink send: %w", err)
+		}
+		var failed error
+		for next := 0; next < len(some); {
+			err := c.receive(func(h Header, body []byte) {
+				if h.Seq-first != uint32(next) { // Of an abandoned request, or a second answer.
+					return
+				}
+				var err error
+				if h.Type == unix.NLMSG_ERROR {
+					body, err = nil, Outcome(body)
+				}
+				if next++; failed == nil {
+					failed = each(start+next-1, body, err)
+				}
+			})
+			if err != nil {
+				return err
+			}
+		}
+		if failed != nil {
+			return failed
+		}
+	}
+	return nil
+}
+
 // Dump sends a request that is answered with any number of messages, and calls each with their bodies, which are valid only during
 // the call. It stops at the first error of each. If the listed objects have changed meanwhile, so that some may be missing or
 // listed twice, the error is ErrInterrupted.

@@ -129,6 +129,49 @@ func TestDumpGivenUp(t *testing.T) {
 	}
 }
 
+// TestAskAll: each request has its own answer, whatever the others have; what is not an answer to any is passed over; and after an error of
+// each, the rest of what was asked is read, so that the next request gets its own.
+func TestAskAll(t *testing.T) {
+	t.Parallel()
+	s := &fakeSocket{}
+	s.answer = func(h Header, body []byte) [][]byte {
+		if body[0]%3 == 0 {
+			return [][]byte{outcome(h.Seq, unix.ENOENT)}
+		}
+		late := Message{Type: 20, Body: []byte{0}}.Append(nil, h.Seq-1)
+		return [][]byte{append(late, Message{Type: 20, Body: body[:1]}.Append(nil, h.Seq)...), late}
+	}
+	c := NewConn(s)
+	requests := make([]Message, 2*maxAsked+10)
+	for i := range requests {
+		requests[i] = Message{Type: 1, Body: []byte{byte(i)}}
+	}
+	next := 0
+	err := c.AskAll(requests, func(i int, answer []byte, err error) error {
+		absent := byte(i)%3 == 0
+		if i != next || absent != errors.Is(err, unix.ENOENT) || absent != (answer == nil) || !absent && answer[0] != byte(i) {
+			t.Errorf("answer %d, want %d: %v, %v", i, next, answer, err)
+		}
+		next++
+		return nil
+	})
+	if err != nil || next != len(requests) || !slices.Equal(s.sent, []int{maxAsked, maxAsked, 10}) {
+		t.Errorf("%d answers, sent in %v: %v", next, s.sent, err)
+	}
+	enough := errors.New("enough")
+	if err := c.AskAll(requests, func(i int, _ []byte, _ error) error { return enough }); err != enough || len(s.answers) > 1 {
+		t.Errorf("%v, with %d answers left", err, len(s.answers))
+	}
+	if answer, err := c.Ask(Message{Type: 1, Body: []byte{200}}); err != nil || answer[0] != 200 {
+		t.Errorf("the next answer is %v, %v", answer, err)
+	}
+	s.answers, s.failed = nil, unix.ENOBUFS
+	s.answer = func(Header, []byte) [][]byte { return nil }
+	if err := c.AskAll(requests[:2], func(int, []byte, error) error { return nil }); !errors.Is(err, unix.ENOBUFS) {
+		t.Errorf("where answers are lost: %v", err)
+	}
+}
+
 // TestOutcome: errors above those that all of the kernel shares come with the request, in which the subsystem may have written.
 func TestOutcome(t *testing.T) {
 	t.Parallel()

@@ -254,25 +254,44 @@ func (c *Conn) Sample(f plan.Family, table string, s Set, each func(Element) err
 	return nil
 }
 
+// ElementKey is the key of an element in one of a table's sets. Without a Key, it stands for the catch-all element.
+type ElementKey struct{ Set, Key, End string }
+
 // Element returns the element of a set that has the key of e, and whether there is one.
 func (c *Conn) Element(f plan.Family, table string, s Set, e Element) (Element, bool, error) {
-	body := netlink.Buffer{Protocol(f), 0, 0, 0}.Text(tableAttr, table).Text(unix.NFTA_SET_ELEM_LIST_SET, s.Name).
-		Nest(unix.NFTA_SET_ELEM_LIST_ELEMENTS, func(b netlink.Buffer) netlink.Buffer {
-			return appendElement(b, Element{Key: e.Key, End: e.End}, false)
-		})
-	answer, err := c.conn.Ask(netlink.Message{Type: getElements, Body: body})
-	if errors.Is(err, unix.ENOENT) {
-		return Element{}, false, nil
+	var out Element
+	var found bool
+	err := c.Find(f, table, []ElementKey{{s.Name, e.Key, e.End}}, func(_ int, el Element, is bool) error {
+		out, found = el, is
+		return nil
+	})
+	return out, found, err
+}
+
+// Find looks for elements by their keys, and calls each, in order, with the index of a key, the element that has it, and whether there is one.
+// It stops at the first error of each. Other than a listing, it finds every element that is there all the while, and its time is proportional
+// to the number of keys.
+func (c *Conn) Find(f plan.Family, table string, keys []ElementKey, each func(i int, e Element, is bool) error) error {
+	requests := make([]netlink.Message, len(keys))
+	for i, k := range keys {
+		requests[i] = netlink.Message{Type: getElements, Body: netlink.Buffer{Protocol(f), 0, 0, 0}.Text(tableAttr, table).
+			Text(unix.NFTA_SET_ELEM_LIST_SET, k.Set).
+			Nest(unix.NFTA_SET_ELEM_LIST_ELEMENTS, func(b netlink.Buffer) netlink.Buffer {
+				return appendElement(b, Element{Key: k.Key, End: k.End}, false)
+			})}
 	}
-	if err != nil {
-		return Element{}, false, fmt.Errorf("reading an element of set %s of nftables: %w", s.Name, err)
-	}
-	for _, raw := range listed(answer) {
-		if got := parseElement(raw); got.Key == e.Key && got.End == e.End {
-			return got, true, nil
+	return c.conn.AskAll(requests, func(i int, answer []byte, err error) error {
+		k := keys[i]
+		if err != nil && !errors.Is(err, unix.ENOENT) {
+			return fmt.Errorf("reading an element of set %s of nftables: %w", k.Set, err)
 		}
-	}
-	return Element{}, false, nil
+		for _, raw := range listed(answer) {
+			if got := parseElement(raw); got.Key == k.Key && got.End == k.End {
+				return each(i, got, true)
+			}
+		}
+		return each(i, Element{}, false)
+	})
 }
 
 const getElements = unix.NFNL_SUBSYS_NFTABLES<<8 | unix.NFT_MSG_GETSETELEM

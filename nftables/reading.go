@@ -1,0 +1,438 @@
+package nftables
+
+import (
+	"context"
+	"errors"
+	"iter"
+	"maps"
+	"net/netip"
+	"slices"
+
+	"nodeproxy/kernel/names"
+	"nodeproxy/kernel/nft"
+	"nodeproxy/plan"
+)
+
+// mostListed is how many elements of a map are listed. The kernel walks a map from its start for each part of a listing, so that the time
+// grows with the square of their number: from about here on, it is faster to ask for each by its key.
+const mostListed = 60_000
+
+// mostReads bounds how often elements are listed.
+const mostReads = 6
+
+// mostAsked is how many elements are asked for at once.
+const mostAsked = 1024
+
+// endpointSets are where the endpoints of frontends are.
+type endpointSets struct{ plain, choice, sticky setID }
+
+var (
+	clusterSets = endpointSets{endpoints, choices, stickyEndpoints}
+	localSets   = endpointSets{localEndpoints, localChoices, localStickyEndpoints}
+)
+
+// setsOf returns where the endpoints of a kind are.
+func setsOf(k kind) endpointSets {
+	if k.local {
+		return localSets
+	}
+	return clusterSets
+}
+
+// numbers are the first count numbers of a frontend.
+type numbers struct {
+	name  string
+	count int
+}
+
+// readElements reads the elements in the kernel. In large maps, it reads those that frontends lead to; what nothing leads to does no
+// harm, and is left to comparisons beside syncs. settled says to list the other sets until a listing has none that was not seen before: while
+// the kernel moves the elements of a grown set to a larger hash table, which it does in the background, a listing may omit some.
+func (s *fullSync) readElements(ctx context.Context, settled bool) error {
+	listed := []setID{kinds, kindsWithin, affinity, sourceRanges, sameByte}
+	for _, set := range []setID{services, servicesWithin, limited, clusterIPs} {
+		found := 0
+		if n := s.counted(set); n > s.mostListed {
+			var err error
+			if found, err = s.ask(ctx, set, s.frontends(set)); err != nil {
+				return err
+			}
+		}
+		if found == 0 || found < s.counted(set) {
+			listed = append(listed, set)
+		}
+	}
+	if err := s.list(ctx, settled, listed); err != nil {
+		return err
+	}
+	listed = nil
+	led := s.led()
+	for _, set := range []setID{endpoints, localEndpoints, choices, localChoices} {
+		n := 0
+		for _, l := range led[set] {
+			n += l.count
+		}
+		if max(n, s.counted(set)) <= s.mostListed {
+			listed = append(listed, set)
+		} else if _, err := s.ask(ctx, set, indices(led[set])); err != nil {
+			return err
+		}
+	}
+	if err := s.list(ctx, settled, listed); err != nil {
+		return err
+	}
+	listed = nil
+	for _, of := range []endpointSets{clusterSets, localSets} {
+		chosen := s.chosen(of)
+		if max(len(chosen), s.counted(of.sticky)) <= s.mostListed {
+			listed = append(listed, of.sticky)
+		} else if _, err := s.ask(ctx, of.sticky, maps.Keys(chosen)); err != nil {
+			return err
+		}
+	}
+	return s.list(ctx, settled, listed)
+}
+
+// counted is how many elements a set has; 0 where the kernel does not tell.
+func (s *fullSync) counted(set setID) int { return s.content.Counts[s.sets[set].Name] }
+
+// list reads all elements of sets.
+func (s *fullSync) list(ctx context.Context, settled bool, sets []setID) error {
+	for range mostReads {
+		seen := len(s.have) + len(s.foreign)
+		if err := s.each(ctx, s.kernel, sets, s.note); err != nil {
+			return err
+		}
+		if !settled || len(s.have)+len(s.foreign) == seen {
+			return nil
+		}
+	}
+	return nil
+}
+
+func (s *fullSync) note(i id, v value) error {
+	if s.forms[i.set].has(i, v) {
+		s.have[i] = v
+	} else {
+		s.foreign[i] = v
+	}
+	return nil
+}
+
+// ask reads elements of one set by their keys, and its catch-all element, and returns how many of the former there are. Where the table is
+// read to be shown, and the kernel says that there are others, it lists all.
+func (s *fullSync) ask(ctx context.Context, set setID, keys iter.Seq[string]) (found int, err error) {
+	s.byKey[set] = true
+	err = s.find(ctx, s.kernel, func(yield func(element) bool) {
+		if !yield(element{id: id{set: set}}) {
+			return
+		}
+		for key := range keys {
+			if !yield(element{id: id{set: set, key: key}}) {
+				return
+			}
+		}
+	}, func(at element, v value, is bool) error {
+		if !is {
+			return nil
+		}
+		if at.key != "" {
+			found++
+		}
+		return s.note(at.id, v)
+	})
+	if err == nil && s.shown && found != s.counted(set) {
+		err = s.list(ctx, true, []setID{set})
+	}
+	return found, err
+}
+
+// frontends are the keys in a set of the plan's frontends.
+func (s *fullSync) frontends(set setID) iter.Seq[string] {
+	keys := map[string]bool{}
+	for _, sp := range s.plan.Services {
+		for _, fe := range sp.Frontends {
+			switch {
+			case sp.Key.Family != s.family || fe.Kind == plan.HealthCheckNodePort:
+			case set != clusterIPs:
+				keys[nameOf(s.family, fe)] = true
+			case fe.Kind == plan.ClusterIP:
+				keys[string(fe.Addr.AsSlice())] = true
+			}
+		}
+	}
+	return maps.Keys(keys)
+}
+
+// led returns the numbers that frontends in the kernel have, by the map that these are in.
+func (s *fullSync) led() (out [setCount][]numbers) {
+	for i, v := range s.have {
+		if i.set != services && i.set != servicesWithin {
+			continue
+		}
+		k, known := kindOf(nativeNumber(v.data))
+		if !known || k.count == 0 {
+			continue
+		}
+		set := setsOf(k).plain
+		if k.affinity > 0 {
+			set = setsOf(k).choice
+		}
+		out[set] = append(out[set], numbers{i.key, k.count})
+	}
+	return out
+}
+
+func indices(list []numbers) iter.Seq[string] {
+	return func(yield func(string) bool) {
+		for _, l := range list {
+			for n := range l.count {
+				if !yield(indexed(l.name, uint32(n))) {
+					return
+				}
+			}
+		}
+	}
+}
+
+// chosen are the keys of the endpoints that choices in the kernel lead to.
+func (s *fullSync) chosen(of endpointSets) map[string]bool {
+	out := map[string]bool{}
+	n := 4 * nameRegisters(s.family)
+	for i, v := range s.have {
+		if i.set == of.choice {
+			out[i.key[:n]+v.data] = true
+		}
+	}
+	return out
+}
+
+// missed reads those of the elements that are about to be added which are there already, and nothing leads to: an interrupted sync has left
+// them. It reports whether there are any.
+func (s *fullSync) missed(ctx context.Context, writes []write) (met bool, err error) {
+	var added []element
+	for _, w := range writes {
+		if w.had == nil && s.byKey[w.set] {
+			added = append(added, element{id: w.id})
+		}
+	}
+	if len(added) == 0 {
+		return false, nil
+	}
+	err = s.find(ctx, s.kernel, slices.Values(added), func(at element, v value, is bool) error {
+		if met = met || is; !is {
+			return nil
+		}
+		return s.note(at.id, v)
+	})
+	return met, err
+}
+
+// find looks for elements by their keys, and calls visit with each, in any order, with the value that it has, and whether it is there. Of many, it
+// asks over a second socket as well, as most of the time goes to the kernel.
+func (e *engine) find(ctx context.Context, k kernel, list iter.Seq[element], visit func(at element, has value, is bool) error) error {
+	q := &questions{engine: e, kernels: []kernel{k}, visit: visit}
+	defer q.close()
+	some := &question{}
+	for el := range list {
+		if some.at = append(some.at, el); len(some.at) < mostAsked {
+			continue
+		}
+		if err := errors.Join(ctx.Err(), q.ask(some)); err != nil {
+			return err
+		}
+		some = &question{}
+	}
+	if err := errors.Join(ctx.Err(), q.ask(some)); err != nil {
+		return err
+	}
+	return q.rest()
+}
+
+// question asks for some elements.
+type question struct {
+	at  []element
+	has []value
+	is  []bool
+	err error
+	// fault is what an answer has panicked with.
+	fault any
+}
+
+func (q *question) answer(e *engine, k kernel) {
+	defer func() { q.fault = recover() }()
+	keys := make([]nft.ElementKey, len(q.at))
+	for n, el := range q.at {
+		keys[n] = nft.ElementKey{Set: e.sets[el.set].Name, Key: el.key, End: el.end}
+	}
+	q.has, q.is = make([]value, len(q.at)), make([]bool, len(q.at))
+	q.err = k.Find(e.family, names.NFTables, keys, func(n int, el nft.Element, is bool) error {
+		q.has[n], q.is[n] = valueOf(el), is
+		return nil
+	})
+}
+
+// questions are answered side by side, once there are two of them.
+type questions struct {
+	engine   *engine
+	kernels  []kernel // the first is another's
+	visit    func(element, value, bool) error
+	first    *question
+	asked    chan *question
+	answered chan *question
+	open     int // how many have been asked, and not visited
+}
+
+// ask has a question answered, and visits the answers to others.
+func (q *questions) ask(some *question) error {
+	if q.asked == nil && q.first == nil {
+		q.first = some
+		return nil
+	}
+	if q.asked == nil {
+		if err := q.start(); err != nil {
+			return err
+		}
+	}
+	for {
+		select {
+		case q.asked <- some:
+			q.open++
+			return nil
+		case a := <-q.answered:
+			q.open--
+			if err := q.note(a); err != nil {
+				return err
+			}
+		}
+	}
+}
+
+func (q *questions) start() error {
+	k, err := q.engine.reader()
+	if err != nil {
+		return err
+	}
+	q.kernels = append(q.kernels, k)
+	q.asked, q.answered = make(chan *question), make(chan *question, len(q.kernels))
+	for _, k := range q.kernels {
+		go func() {
+			for some := range q.asked {
+				some.answer(q.engine, k)
+				q.answered <- some
+			}
+		}()
+	}
+	return q.ask(q.first)
+}
+
+// note visits an answer. It panics where whoever answered did, for its caller to handle.
+func (q *questions) note(a *question) error {
+	if a.fault != nil {
+		panic(a.fault)
+	}
+	if a.err != nil {
+		return a.err
+	}
+	for n, at := range a.at {
+		if err := q.visit(at, a.has[n], a.is[n]); err != nil {
+			return err
+		}
+	}
+	return nil
+}
+
+// rest visits the answers that have not been visited.
+func (q *questions) rest() error {
+	if q.asked == nil {
+		q.first.answer(q.engine, q.kernels[0])
+		return q.note(q.first)
+	}
+	for q.open > 0 {
+		a := <-q.answered
+		q.open--
+		if err := q.note(a); err != nil {
+			return err
+		}
+	}
+	return nil
+}
+
+// close waits for questions that are being answered. Afterwards, nobody uses the kernels.
+func (q *questions) close() {
+	if q.asked == nil {
+		return
+	}
+	close(q.asked)
+	for ; q.open > 0; q.open-- {
+		<-q.answered
+	}
+	for _, k := range q.kernels[1:] {
+		_ = k.Close()
+	}
+}
+
+// each calls visit with all elements of sets but those that rules add, of which a catch-all element is none. Some that are there may be missing.
+func (e *engine) each(ctx context.Context, k kernel, sets []setID, visit func(id, value) error) error {
+	for _, set := range sets {
+		note := func(el nft.Element) error {
+			if err := ctx.Err(); err != nil {
+				return err
+			}
+			return visit(id{set, el.Key, el.End}, valueOf(el))
+		}
+		var err error
+		if set != affinity {
+			err = k.Sample(e.family, names.NFTables, e.sets[set], note)
+		} else if el, is, asked := k.Element(e.family, names.NFTables, e.sets[set], nft.Element{}); is {
+			err = note(el)
+		} else {
+			err = asked
+		}
+		if err != nil {
+			return err
+		}
+	}
+	return nil
+}
+
+// remembered are the elements that syncs have written.
+func (e *engine) remembered() map[id]value {
+	out := fixed(e.kinds)
+	maps.Copy(out, e.spareKinds)
+	for a := range e.users {
+		out[id{set: clusterIPs, key: string(a.AsSlice())}] = value{}
+	}
+	for _, r := range e.refused {
+		maps.Copy(out, r.kept)
+	}
+	for _, w := range e.current {
+		e.layout.fill(w, out, map[kind]bool{})
+	}
+	return out
+}
+
+// places returns the endpoints of each frontend in the kernel, indexed by their numbers.
+func (s *fullSync) places(of endpointSets) map[string][]netip.AddrPort {
+	out := map[string][]netip.AddrPort{}
+	n := 4 * nameRegisters(s.family)
+	for i, v := range s.have {
+		if i.set == of.choice {
+			v = s.have[id{set: of.sticky, key: i.key[:n] + v.data}]
+		} else if i.set != of.plain {
+			continue
+		}
+		index := int(nativeNumber(i.key[n:]))
+		if v.data == "" || index >= maxCount {
+			continue
+		}
+		list := out[i.key[:n]]
+		for len(list) <= index {
+			list = append(list, netip.AddrPort{})
+		}
+		a, _ := netip.AddrFromSlice([]byte(v.data[:s.family.Bits()/8]))
+		list[index] = netip.AddrPortFrom(a, bigEndianNumber(v.data[s.family.Bits()/8:]))
+		out[i.key[:n]] = list
+	}
+	return out
+}

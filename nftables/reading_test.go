@@ -1,0 +1,303 @@
+package nftables
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"maps"
+	"slices"
+	"testing"
+
+	"pgregory.net/rapid"
+
+	"nodeproxy/internal/nstest"
+	"nodeproxy/kernel/drift"
+	"nodeproxy/kernel/names"
+	"nodeproxy/kernel/nft"
+	"nodeproxy/plan"
+	"nodeproxy/plan/plantest"
+)
+
+// asking is a kernel that notes how elements are read.
+type asking struct {
+	kernel
+	*reads
+}
+
+type reads struct {
+	listed map[string]int // how often each set
+	asked  int            // how many elements
+	during func()         // unless nil, called at each of both
+}
+
+func (a asking) Sample(f plan.Family, table string, s nft.Set, each func(nft.Element) error) error {
+	a.listed[s.Name]++
+	if a.during != nil {
+		a.during()
+	}
+	return a.kernel.Sample(f, table, s, each)
+}
+
+func (a asking) Find(f plan.Family, table string, keys []nft.ElementKey, each func(int, nft.Element, bool) error) error {
+	a.asked += len(keys)
+	if a.during != nil {
+		a.during()
+	}
+	return a.kernel.Find(f, table, keys, each)
+}
+
+// askingEngine is an engine over the kernel of the namespace, and how it reads elements with the socket that it writes with.
+func askingEngine(t testing.TB, f plan.Family) (*engine, *reads) {
+	e, k := testEngine(t, f)
+	r := &reads{listed: map[string]int{}}
+	e.dial = func() (kernel, error) {
+		c, err := nft.Dial()
+		k.kernel = asking{c, r}
+		return k, err
+	}
+	return e, r
+}
+
+// put adds elements to the table beside the engine.
+func put(t fataler, e *engine, all map[id]value) {
+	t.Helper()
+	c, err := nft.Dial()
+	if err != nil {
+		t.Fatalf("%v", err)
+	}
+	defer c.Close()
+	b := nft.NewBatch(e.family, names.NFTables)
+	for i, v := range all {
+		b.AddElements(e.sets[i.set], []nft.Element{i.element(v)})
+	}
+	if err := c.Commit(b); err != nil {
+		t.Fatalf("%v", err)
+	}
+}
+
+// TestLargeSetsAreAskedFor: a start over a table with large sets reads them by their keys, is in force all the same whatever has changed
+// meanwhile and whatever an interrupted sync has left, and a comparison removes what nothing leads to.
+func TestLargeSetsAreAskedFor(t *testing.T) {
+	nstest.Enter(t)
+	ctx := context.Background()
+	large := 0
+	rapid.Check(t, func(rt *rapid.T) {
+		f := rapid.SampledFrom(plan.Families[:]).Draw(rt, "family")
+		plans := rapid.SliceOfN(plantest.Plans(), 2, 2).Draw(rt, "plans")
+		before, after := plans[0], plans[1]
+		after.Node, after.Settings = before.Node, before.Settings
+		_ = Cleanup()
+		first, _ := testEngine(t, f)
+		if err := first.Sync(ctx, before, plan.Everything()); err != nil {
+			rt.Fatalf("%v", err)
+		}
+		defer first.forget()
+		have := elementsOf(rt, first)
+		left := map[id]value{}
+		_, want, _ := desired(after, f, first.options)
+		for i, v := range want { // Additions before what leads to them, and others from longer ago.
+			_, there := have[i]
+			switch {
+			case there || !slices.Contains([]setID{endpoints, localEndpoints, choices, localChoices}, i.set):
+			case rapid.IntRange(0, 9).Draw(rt, "left") == 0:
+				left[i] = v
+			case rapid.IntRange(0, 9).Draw(rt, "left, and different") == 0:
+				left[i] = value{data: string(make([]byte, len(v.data)))}
+			}
+		}
+		for n := range rapid.IntRange(0, 400).Draw(rt, "left, and not wanted") {
+			fe := plan.Frontend{Kind: plan.NodePort, Protocol: plan.TCP, Port: 1}
+			left[id{set: endpoints, key: indexed(nameOf(f, fe), uint32(n))}] = value{data: endpointValue(plantest.LargeService(0, n, 1).Endpoints.Cluster[0].Addr)}
+			if f == plan.IPv6 {
+				clear(left)
+			}
+		}
+		put(rt, first, left)
+		maps.Copy(have, left)
+		sizes := map[setID]int{}
+		for i := range have {
+			sizes[i.set]++
+		}
+		e, r := askingEngine(t, f)
+		defer e.forget()
+		e.mostListed = 2
+		if err := e.Sync(ctx, after, plan.Everything()); err != nil {
+			rt.Fatalf("%v", err)
+		}
+		for _, set := range []setID{endpoints, localEndpoints, choices, localChoices, stickyEndpoints, localStickyEndpoints} {
+			if sizes[set] > e.mostListed {
+				if large++; r.listed[e.sets[set].Name] > 0 {
+					rt.Fatalf("set %s, of %d elements, is listed", e.sets[set].Name, sizes[set])
+				}
+			}
+		}
+		found, again, err := e.compareBeside(ctx)
+		if again || err != nil {
+			rt.Fatalf("a comparison: %t, %v", again, err)
+		}
+		for _, d := range found {
+			if d.State != drift.Unexpected {
+				rt.Fatalf("a comparison after the start found %v", d)
+			}
+		}
+		holds(rt, e, after)
+		if found, again, err := e.compareBeside(ctx); len(found) > 0 || again || err != nil {
+			rt.Fatalf("a second comparison found %v, %t, %v", found, again, err)
+		}
+		if err := e.Sync(ctx, after, plan.Everything()); err != nil || len(e.Found) > 0 {
+			rt.Fatalf("a sync of everything found %v, %v", e.Found, err)
+		}
+	})
+	if large == 0 {
+		t.Error("no set was large")
+	}
+}
+
+// TestSettingsReadNothing: after a change of a setting, elements are compared with what was written; they are read where something else in
+// the table is not as it was.
+func TestSettingsReadNothing(t *testing.T) {
+	nstest.Enter(t)
+	ctx := context.Background()
+	e, r := askingEngine(t, plan.IPv4)
+	p := plantest.Large(300, 3)
+	if err := e.Sync(ctx, p, plan.Everything()); err != nil {
+		t.Fatal(err)
+	}
+	change := func() {
+		p.Settings.MasqueradeAll = !p.Settings.MasqueradeAll
+		sp := plantest.LargeService(7, 5000, 4)
+		p.Set(sp)
+		p.Delete(plantest.LargeService(9, 27, 3).Key)
+		clear(r.listed)
+		r.asked = 0
+	}
+	change()
+	if err := e.Sync(ctx, p, plan.EveryService()); err != nil || e.Compared || len(r.listed)+r.asked > 0 {
+		t.Errorf("elements are read: %v, %d; %v", r.listed, r.asked, err)
+	}
+	holds(t, e, p)
+	change()
+	nstest.Exec(t, "nft", "flush chain ip nodeproxy prerouting; delete element ip nodeproxy services { 10.96.0.12 . tcp . 80 }")
+	if err := e.Sync(ctx, p, plan.EveryService()); err != nil || !e.Compared || len(e.Found) != 2 || len(r.listed) == 0 {
+		t.Errorf("where a chain is not as it was: compared %t, found %v; %v", e.Compared, e.Found, err)
+	}
+	holds(t, e, p)
+}
+
+// TestSpareKinds: a comparison removes the kinds that no ServicePort uses any more, without a sync of everything, and later ones may have
+// them again.
+func TestSpareKinds(t *testing.T) {
+	nstest.Enter(t)
+	ctx := context.Background()
+	e, r := askingEngine(t, plan.IPv4)
+	p := plantest.Large(0, 0)
+	for i := range spareKindsMost {
+		p.Set(ownTimeout(i))
+	}
+	if err := e.Sync(ctx, p, plan.Everything()); err != nil {
+		t.Fatal(err)
+	}
+	gone := plan.Keys{}
+	for _, sp := range p.Sorted(plan.IPv4)[1:] {
+		p.Delete(sp.Key)
+		gone.Add(sp.Key)
+	}
+	if err := e.Sync(ctx, p, plan.Only(gone)); err != nil {
+		t.Fatal(err)
+	}
+	clear(r.listed)
+	for range 2 {
+		if found, again, err := e.compareBeside(ctx); len(found) > 0 || again || err != nil {
+			t.Errorf("a comparison: %v, %t, %v", found, again, err)
+		}
+		if len(e.kinds) > 5 || len(r.listed) > 0 {
+			t.Errorf("%d kinds are left, and syncs have listed %v", len(e.kinds), r.listed)
+		}
+	}
+	chains, err := nft.Chains(plan.IPv4, names.NFTables)
+	if want := len(e.layout.chains()) + len(e.layout.kindChains(e.kinds)); err != nil || len(chains) != want {
+		t.Errorf("%d chains are left, want %d: %v", len(chains), want, err)
+	}
+	p.Set(ownTimeout(8))
+	if err := e.Sync(ctx, p, plan.Only(plan.Keys{ownTimeout(8).Key: {}})); err != nil {
+		t.Fatal(err)
+	}
+	holds(t, e, p)
+	if err := e.Sync(ctx, p, plan.Everything()); err != nil || len(e.Found) > 0 {
+		t.Errorf("a sync of everything found %v, %v", e.Found, err)
+	}
+}
+
+// TestManyUnexpected: any number of elements that should not be there is removed beside syncs.
+func TestManyUnexpected(t *testing.T) {
+	nstest.Enter(t)
+	e, _ := testEngine(t, plan.IPv4)
+	p := plantest.Large(300, 3)
+	ctx := context.Background()
+	if err := e.Sync(ctx, p, plan.Everything()); err != nil {
+		t.Fatal(err)
+	}
+	more := map[id]value{}
+	for n := range 3 * mostBeside {
+		more[id{set: endpoints, key: indexed(nameOf(plan.IPv4, plantest.LargeService(3, 9, 3).Frontends[0]), uint32(1000+n))}] = value{data: "\x0a\xf4\x01\x02\x00\x50\x00\x00"}
+	}
+	for _, listed := range []int{mostListed, 2} {
+		e.mostListed = listed
+		put(t, e, more)
+		if found, again, err := e.compareBeside(ctx); len(found) != len(more) || again || err != nil {
+			t.Errorf("found %d of %d, %t, %v", len(found), len(more), again, err)
+		}
+		holds(t, e, p)
+	}
+}
+
+// TestReadingEnds: whoever reads elements stops soon after the end of the context.
+func TestReadingEnds(t *testing.T) {
+	nstest.Enter(t)
+	first, _ := testEngine(t, plan.IPv4)
+	p := plantest.Large(3000, 4)
+	if err := first.Sync(context.Background(), p, plan.Everything()); err != nil {
+		t.Fatal(err)
+	}
+	for _, listed := range []int{mostListed, 2} {
+		ctx, cancel := context.WithCancel(context.Background())
+		e, r := askingEngine(t, plan.IPv4)
+		e.mostListed = listed
+		n := 0
+		r.during = func() { n++; cancel() }
+		if err := e.Sync(ctx, p, plan.Everything()); !errors.Is(err, context.Canceled) || n > 3 {
+			t.Errorf("listed up to %d: %v after reading %d times", listed, err, n)
+		}
+		if list, err := e.counters(ctx, []string{"", "", ""}); !errors.Is(err, context.Canceled) || len(list) > 1 {
+			t.Errorf("counters: %d read, %v", len(list), err)
+		}
+	}
+}
+
+// TestCountersByKey: the counters of many frontends are those that a listing has.
+func TestCountersByKey(t *testing.T) {
+	nstest.Enter(t)
+	e, _ := testEngine(t, plan.IPv4)
+	p := plantest.Large(2000, 1)
+	ctx := context.Background()
+	if err := e.Sync(ctx, p, plan.Everything()); err != nil {
+		t.Fatal(err)
+	}
+	var keys []string
+	for _, sp := range p.Sorted(plan.IPv4) {
+		keys = append(keys, nameOf(plan.IPv4, sp.Frontends[0]))
+	}
+	read := func() string {
+		list, err := e.counters(ctx, append(keys, nameOf(plan.IPv4, plan.Frontend{Kind: plan.NodePort, Protocol: plan.TCP, Port: 1})))
+		if err != nil || len(list) != len(keys) {
+			t.Fatalf("%d of %d: %v", len(list), len(keys), err)
+		}
+		slices.SortFunc(list, func(a, b nft.Element) int { return compareIDs(id{key: a.Key}, id{key: b.Key}) })
+		return fmt.Sprint(list)
+	}
+	all := read()
+	e.mostListed = 2
+	if got := read(); got != all {
+		t.Errorf("by key: %s, listed: %s", got, all)
+	}
+}
