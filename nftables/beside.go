@@ -243,7 +243,7 @@ func (e *engine) suspects(ctx context.Context, k kernel, s *snapshot) (map[id]*v
 	}
 	var found [setCount]int
 	err := e.find(ctx, k, func(yield func(element) bool) {
-		for want := range s.expected(e.family, used) {
+		for want := range s.expected(used) {
 			if asked[want.set] {
 				if !yield(want) {
 					return
@@ -279,7 +279,7 @@ func (e *engine) suspects(ctx context.Context, k kernel, s *snapshot) (map[id]*v
 		return nil, nil, err
 	}
 	if len(listed) > 0 {
-		for want := range s.expected(e.family, map[kind]bool{}) {
+		for want := range s.expected(map[kind]bool{}) {
 			delete(have, want.id)
 		}
 	}
@@ -293,7 +293,7 @@ func (e *engine) suspects(ctx context.Context, k kernel, s *snapshot) (map[id]*v
 }
 
 // expected yields the elements that should be in the kernel, each once, and puts the kinds of Services into used.
-func (s *snapshot) expected(f plan.Family, used map[kind]bool) iter.Seq[element] {
+func (s *snapshot) expected(used map[kind]bool) iter.Seq[element] {
 	return func(yield func(element) bool) {
 		others, mine := maps.Clone(s.others), map[id]value{}
 		for _, w := range s.current {

@@ -15,7 +15,7 @@ import (
 
 	"pgregory.net/rapid"
 
-	_ "nodeproxy/internal/seed"
+	_ "nodeproxy/internal/seed" // for all tests that draw from here
 	"nodeproxy/plan"
 )
 

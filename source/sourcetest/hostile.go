@@ -12,7 +12,7 @@ import (
 	"k8s.io/apimachinery/pkg/types"
 	"pgregory.net/rapid"
 
-	_ "nodeproxy/internal/seed"
+	_ "nodeproxy/internal/seed" // for all tests that draw from here
 	"nodeproxy/source"
 )
 
