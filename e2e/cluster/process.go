@@ -86,7 +86,9 @@ func (p *Process) Freeze() error { return p.cmd.Process.Signal(syscall.SIGSTOP) 
 // Thaw is the end of Freeze.
 func (p *Process) Thaw() error { return p.cmd.Process.Signal(syscall.SIGCONT) }
 
-// awaits repeats a check until it succeeds, the process ends, or the time is up.
+var errEnded = errors.New("ended by itself")
+
+// await repeats a check until it succeeds, the process ends, or the time is up.
 func (p *Process) await(timeout time.Duration, check func() error) error {
 	deadline := time.Now().Add(timeout)
 	for {
@@ -96,7 +98,7 @@ func (p *Process) await(timeout time.Duration, check func() error) error {
 		}
 		select {
 		case <-p.exited:
-			return fmt.Errorf("%s ended by itself: %s", p.name, p.tail())
+			return fmt.Errorf("%s %w: %s", p.name, errEnded, p.tail())
 		case <-time.After(50 * time.Millisecond):
 		}
 		if time.Now().After(deadline) {
