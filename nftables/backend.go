@@ -9,6 +9,7 @@ package nftables
 import (
 	"errors"
 	"log/slog"
+	"slices"
 	"sync"
 
 	"nodeproxy/backend"
@@ -90,7 +91,8 @@ func New(cfg Config) (*Backend, error) {
 
 func newEngine(f plan.Family, o Options, log *slog.Logger, dial func() (kernel, error)) *engine {
 	return &engine{family: f, failed: func(plan.Family, bool) {}, onRefused: func(plan.Family, []plan.Refusal) {},
-		warn: func(string) {}, onClients: func(plan.Family, int) {}, options: o, log: log, dial: dial, reader: read, most: mostInTransaction, mostListed: mostListed, sets: o.sets(f)}
+		warn: func(string) {}, onClients: func(plan.Family, int) {}, options: o, log: log, dial: dial, reader: read, most: mostInTransaction, mostListed: mostListed,
+		mostAtOnce: mostAtOnce, sets: o.sets(f)}
 }
 
 // read opens a socket that nothing is written with.
@@ -146,6 +148,12 @@ func (b *Backend) Close() error {
 		}
 	}
 	return errors.Join(errs...)
+}
+
+// Unfinished reports whether the last Sync has changed some frontends of a ServicePort only, as it has many. The next one goes on, whatever its
+// change is. It must not be called during a Sync.
+func (b *Backend) Unfinished() bool {
+	return slices.ContainsFunc(b.Engines, func(e *engine) bool { return len(e.unfinished) > 0 })
 }
 
 // Leftovers lists the families that have a table of mode nftables in the network namespace of the calling thread.

@@ -118,6 +118,7 @@ func TestCompareDuringChanges(t *testing.T) {
 		e, _ := testEngine(t, f)
 		defer e.forget()
 		readsByKey(rt, e)
+		inSteps(rt, e)
 		plans := rapid.SliceOfN(plantest.Plans(), 2, 6).Draw(rt, "plans")
 		for _, p := range plans {
 			p.Node, p.Settings = plans[0].Node, plans[0].Settings
@@ -151,6 +152,10 @@ func TestCompareDuringChanges(t *testing.T) {
 		if len(found) > 0 || again || err != nil {
 			rt.Fatalf("found %v, %t, %v", found, again, err)
 		}
+		isRemembered(rt, e)
+		if err := syncWhole(e, p, plan.Only(nil)); err != nil {
+			rt.Fatal(err)
+		}
 		holds(rt, e, p)
 		meddle = rapid.Bool().Draw(rt, "another program too")
 		for range 2 {
@@ -163,6 +168,9 @@ func TestCompareDuringChanges(t *testing.T) {
 					rt.Fatal(err)
 				}
 			}
+		}
+		if err := syncWhole(e, p, plan.Only(nil)); err != nil {
+			rt.Fatal(err)
 		}
 		holds(rt, e, p)
 		if open() != 0 {

@@ -10,34 +10,35 @@ import (
 )
 
 // syncChanged writes the difference between the plan in the kernel and p. If that takes more than one transaction, additions come
-// before removals, and all additions for one ServicePort are in the same transaction.
+// before removals, and all additions for one frontend are in the same transaction. Of ServicePorts with many frontends, it writes some; the next
+// call goes on.
 func (e *engine) syncChanged(ctx context.Context, p *plan.Plan, changed plan.Keys) error {
-	keys := e.withhold(p, changed).Sorted(e.family)
-	had, wants, next := map[id]value{}, make([][]element, 0, len(keys)), make(map[plan.Key]written, len(keys))
-	users, sameRanges := map[netip.Addr]int{}, plan.Keys{} // sameRanges are those whose source ranges stay
+	all := maps.Clone(e.unfinished)
+	if all == nil {
+		all = plan.Keys{}
+	}
+	maps.Copy(all, changed)
+	keys := e.withhold(p, all).Sorted(e.family)
+	had, wants := map[id]value{}, make([][]element, 0, len(keys))
+	steps := e.steps(keys, p)
+	users := map[netip.Addr]int{}
 	t := &transactions{engine: e, ctx: ctx, layout: e.layout, kinds: e.kinds}
 	defer t.abandon()
 	groups := make([]group, 0, len(keys))
 	for _, k := range keys {
-		before, want := e.current[k], written{}
-		if sp := p.Services[k]; sp != nil {
-			want = place(before, sp)
-			e.asked.note(sp.Scheduler.Name)
-		}
-		next[k] = want
+		before, want := steps[k].before, steps[k].want
 		if r := e.refused[k]; r != nil {
 			maps.Copy(had, r.kept)
 			count(r.sp, users, -1)
 		} else if sameSources(before.sp, want.sp) {
 			before.withoutSources, want.withoutSources = true, true
-			sameRanges.Add(k)
 		}
 		e.layout.fill(before, had, map[kind]bool{})
 		used := map[kind]bool{}
 		wants = append(wants, e.layout.elements(want, used))
-		groups = append(groups, group{sp: want.sp, kinds: e.withoutChain(used)})
-		count(before.sp, users, -1)
-		count(want.sp, users, 1)
+		groups = append(groups, group{sp: p.Services[k], kinds: e.withoutChain(used)})
+		count(e.current[k].sp, users, -1)
+		count(p.Services[k], users, 1)
 	}
 	stale := rangesByFrontend(e.family, had)
 	for i, g := range groups {
@@ -50,10 +51,8 @@ func (e *engine) syncChanged(ctx context.Context, p *plan.Plan, changed plan.Key
 	var kept map[plan.Key]map[id]value
 	if err := t.finish(func() []write {
 		wanted := map[id]bool{}
-		for _, r := range t.refused { // What it keeps has its source ranges too.
-			if _, is := sameRanges[r.sp.Key]; is {
-				e.layout.fill(e.current[r.sp.Key], had, map[kind]bool{})
-			}
+		for _, r := range t.refused { // What it keeps has its source ranges, and all of its frontends.
+			e.layout.fill(e.current[r.sp.Key], had, map[kind]bool{})
 		}
 		var refused map[plan.Key]bool
 		refused, kept = t.kept(had)
@@ -76,16 +75,21 @@ func (e *engine) syncChanged(ctx context.Context, p *plan.Plan, changed plan.Key
 	if refused == nil {
 		refused = map[plan.Key]*refusal{}
 	}
-	for k, w := range next {
+	unfinished := plan.Keys{}
+	for k, s := range steps {
 		delete(refused, k)
-		if e.current[k] = w; w.sp == nil {
+		if e.current[k] = s.next; s.next.others != nil {
+			unfinished.Add(k)
+		} else if s.next.sp == nil {
 			delete(e.current, k)
 		}
 	}
 	for _, r := range t.refused {
 		refused[r.sp.Key] = e.newRefusal(r, kept[r.sp.Key])
 		delete(e.current, r.sp.Key)
+		delete(unfinished, r.sp.Key)
 	}
+	e.unfinished = unfinished
 	e.updateRefused(refused)
 	for a, n := range users {
 		if e.users[a] += n; e.users[a] == 0 {

@@ -128,6 +128,10 @@ type written struct {
 	cluster, local []netip.AddrPort
 	// withoutSources leaves its source ranges out of its elements.
 	withoutSources bool
+	// others are frontends that are in the kernel as an earlier version of the ServicePort has them, and with nil, those of sp that are not there yet.
+	others map[plan.Frontend]*written
+	// upTo is the frontend that has changed last; those behind it are next.
+	upTo plan.Frontend
 }
 
 // placed numbers endpoints, of which some may be listed more than once. An endpoint keeps the numbers that it has in before if possible, so
@@ -182,34 +186,47 @@ func (l *layout) elements(w written, used map[kind]bool) []element {
 
 // unsorted is elements, in any order. The same element may be there twice.
 func (l *layout) unsorted(w written, used map[kind]bool) []element {
-	if w.sp == nil {
-		return nil
+	var out []element
+	if w.sp != nil {
+		out = make([]element, 0, len(w.sp.Frontends)*(2+len(w.cluster)))
+		comment := nft.Comment(w.sp.Key.PortName())
+		for _, fe := range w.sp.Frontends {
+			if _, is := w.others[fe]; !is {
+				out = l.ofFrontend(out, w, fe, comment, used)
+			}
+		}
 	}
-	out := make([]element, 0, len(w.sp.Frontends)*(2+len(w.cluster)))
+	for fe, v := range w.others {
+		if v != nil {
+			out = l.ofFrontend(out, *v, fe, nft.Comment(v.sp.Key.PortName()), used)
+		}
+	}
+	return out
+}
+
+// ofFrontend appends the elements of one frontend of a ServicePort.
+func (l *layout) ofFrontend(out []element, w written, fe plan.Frontend, comment string, used map[kind]bool) []element {
+	if fe.Kind == plan.HealthCheckNodePort {
+		return out
+	}
 	put := func(set setID, key, data, comment string) {
 		out = append(out, element{id{set: set, key: key}, value{data: data, comment: comment}})
 	}
-	comment := nft.Comment(w.sp.Key.PortName())
-	for _, fe := range w.sp.Frontends {
-		if fe.Kind == plan.HealthCheckNodePort {
-			continue
-		}
-		name := nameOf(l.family, fe)
-		of, inside := w.kindsOf(fe)
-		used[of] = true
-		put(services, name, string(native(of.number())), comment)
-		w.putEndpoints(name, of, put)
-		if inside != nil {
-			used[*inside] = true
-			put(servicesWithin, name, string(native(inside.number())), comment)
-			w.putEndpoints(name, *inside, put)
-		}
-		if fe.Kind == plan.ClusterIP {
-			put(clusterIPs, string(fe.Addr.AsSlice()), "", "")
-		}
-		if !w.withoutSources {
-			out = append(out, l.sources(w.sp, fe)...)
-		}
+	name := nameOf(l.family, fe)
+	of, inside := w.kindsOf(fe)
+	used[of] = true
+	put(services, name, string(native(of.number())), comment)
+	w.putEndpoints(name, of, put)
+	if inside != nil {
+		used[*inside] = true
+		put(servicesWithin, name, string(native(inside.number())), comment)
+		w.putEndpoints(name, *inside, put)
+	}
+	if fe.Kind == plan.ClusterIP {
+		put(clusterIPs, string(fe.Addr.AsSlice()), "", "")
+	}
+	if !w.withoutSources {
+		out = append(out, l.sources(w.sp, fe)...)
 	}
 	return out
 }

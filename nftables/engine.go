@@ -46,11 +46,11 @@ type engine struct {
 	// tight is set if most was reduced because the kernel limits the length of messages: in a user namespace, to the host's
 	// net.core.wmem_max.
 	tight bool
-	// mostListed is the constant, or less.
-	mostListed int
-	failed     func(f plan.Family, cleanup bool)
-	sets       []nft.Set
-	asked      *askedFor
+	// mostListed and mostAtOnce are the constants, or less.
+	mostListed, mostAtOnce int
+	failed                 func(f plan.Family, cleanup bool)
+	sets                   []nft.Set
+	asked                  *askedFor
 	// onRefused is called with what the kernel refuses when that has changed.
 	onRefused func(plan.Family, []plan.Refusal)
 	// warn and onClients are Config.Warn and Config.Clients. Affinity is crowded from when it was warned of until there is room again; only
@@ -71,7 +71,11 @@ type engine struct {
 	// the chains that they keep, and are not in kinds.
 	refused    map[plan.Key]*refusal
 	spareKinds map[id]value
-	leftover   map[string]bool // chains that no kind uses any more, and that could not be removed yet
+	// unfinished are the ServicePorts of which some frontends are still as an earlier version has them, and lastStepped is the one of which
+	// the last sync changed most.
+	unfinished  plan.Keys
+	lastStepped plan.Key
+	leftover    map[string]bool // chains that no kind uses any more, and that could not be removed yet
 	// existed is set where the last sync failed as something existed already, and certain where everything is read anew after that.
 	existed, certain bool
 	// full is how many syncs of everything have begun. touched are the elements that were written since a comparison beside syncs began;
@@ -139,7 +143,7 @@ func (e *engine) meetsUnknown(p *plan.Plan, changed plan.Keys) bool {
 			continue
 		}
 		before, known := e.current[k]
-		if !known || slices.ContainsFunc(sp.Frontends, func(f plan.Frontend) bool { return !before.sp.Has(f) }) {
+		if !known || before.sp == nil || slices.ContainsFunc(sp.Frontends, func(f plan.Frontend) bool { return !before.sp.Has(f) }) {
 			return true
 		}
 	}

@@ -290,7 +290,7 @@ func (s *fullSync) write(ctx context.Context) error {
 	}
 	s.updateRefused(refused)
 	e := s.engine
-	e.layout, e.current, e.users, e.kinds, e.spareKinds = s.layout, d.next, d.users, t.kinds, spareKinds
+	e.layout, e.current, e.users, e.kinds, e.spareKinds, e.unfinished = s.layout, d.next, d.users, t.kinds, spareKinds, nil
 	return nil
 }
 

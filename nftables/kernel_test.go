@@ -64,6 +64,32 @@ func testEngine(t testing.TB, f plan.Family) (*engine, *counted) {
 	return e, k
 }
 
+// syncWhole makes as many syncs as a change takes.
+func syncWhole(e *engine, p *plan.Plan, change plan.Change) error {
+	err := e.Sync(context.Background(), p, change)
+	for err == nil && len(e.unfinished) > 0 {
+		if e.Found != nil {
+			return fmt.Errorf("a part of a change found %v", e.Found)
+		}
+		err = e.Sync(context.Background(), p, plan.Only(nil))
+	}
+	return err
+}
+
+// inSteps lets an engine change ServicePorts a few frontends at a time, or only those that are really large.
+func inSteps(t *rapid.T, e *engine) {
+	e.mostAtOnce = rapid.SampledFrom([]int{mostAtOnce, 20, 1}).Draw(t, "most elements at once")
+}
+
+// isRemembered makes sure that the kernel has what the engine remembers.
+func isRemembered(t fataler, e *engine) {
+	t.Helper()
+	want := e.remembered()
+	if got, want := content(e.family, elementsOf(t, e)), content(e.family, want); got != want {
+		t.Fatalf("the kernel has something else than the engine remembers:\n%s", difference(want, got))
+	}
+}
+
 // readsByKey lets an engine read the elements of all sets but the smallest by their keys, or list them.
 func readsByKey(t *rapid.T, e *engine) {
 	e.mostListed = rapid.SampledFrom([]int{mostListed, 2}).Draw(t, "most elements of a set that are listed")
@@ -207,6 +233,7 @@ func TestIncrementalEqualsFull(t *testing.T) {
 			e, _ := testEngine(t, f)
 			e.most = rapid.SampledFrom([]int{mostInTransaction, 50, 1}).Draw(rt, "most in a transaction")
 			readsByKey(rt, e)
+			inSteps(rt, e)
 			for i, p := range plans {
 				giveWeights(p, uint32(i%2))
 				if p.Node = plans[0].Node; rapid.IntRange(0, 3).Draw(rt, "settings change") > 0 {
@@ -216,7 +243,19 @@ func TestIncrementalEqualsFull(t *testing.T) {
 				if i > 0 {
 					changed = plan.Only(plantest.Differing(plans[i-1], p))
 				}
-				if err := e.Sync(context.Background(), p, changed); err != nil {
+				err := e.Sync(context.Background(), p, changed)
+				if i < len(plans)-1 && rapid.Bool().Draw(rt, "the next change comes before the end of this one") {
+					for n := rapid.IntRange(0, 3).Draw(rt, "further syncs"); err == nil && n > 0; n-- {
+						err = e.Sync(context.Background(), p, plan.Only(nil))
+					}
+					if err == nil {
+						isRemembered(rt, e)
+						continue
+					}
+				} else if err == nil && len(e.unfinished) > 0 {
+					err = syncWhole(e, p, plan.Only(nil))
+				}
+				if err != nil {
 					rt.Fatalf("step %d: %v", i, err)
 				}
 				holds(rt, e, p)

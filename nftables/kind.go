@@ -211,11 +211,8 @@ func (w written) kindsOf(f plan.Frontend) (of kind, inside *kind) {
 
 // uses puts the kinds of all frontends into used.
 func (w written) uses(used map[kind]bool) {
-	for _, fe := range w.sp.Frontends {
-		if fe.Kind == plan.HealthCheckNodePort {
-			continue
-		}
-		of, inside := w.kindsOf(fe)
+	for fe, v := range w.frontends() {
+		of, inside := v.kindsOf(fe)
 		if used[of] = true; inside != nil {
 			used[*inside] = true
 		}

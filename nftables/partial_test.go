@@ -20,7 +20,6 @@ import (
 // sync writes.
 func TestWaysWithPartial(t *testing.T) {
 	nstest.Enter(t)
-	ctx := context.Background()
 	rapid.Check(t, func(rt *rapid.T) {
 		f := rapid.SampledFrom(plan.Families[:]).Draw(rt, "family")
 		_ = Cleanup()
@@ -39,6 +38,7 @@ func TestWaysWithPartial(t *testing.T) {
 				before = nil
 			}
 			readsByKey(rt, e)
+			inSteps(rt, e)
 			e.most = rapid.SampledFrom([]int{mostInTransaction, 20, 1}).Draw(rt, "most in a transaction")
 			if p.Partial = i < len(steps)-1 && rapid.Bool().Draw(rt, "partial"); p.Partial {
 				for _, sp := range p.Sorted(f) {
@@ -52,7 +52,7 @@ func TestWaysWithPartial(t *testing.T) {
 				changed = plan.Only(plantest.Differing(before, p))
 			}
 			for _, c := range []plan.Change{changed, plan.Everything()} {
-				if err := e.Sync(ctx, p, c); err != nil || len(e.Found) > 0 {
+				if err := syncWhole(e, p, c); err != nil || len(e.Found) > 0 {
 					rt.Fatalf("step %d, partial: %t: found %v, %v", i, p.Partial, e.Found, err)
 				}
 			}

@@ -260,6 +260,7 @@ func TestRefusedAtRandom(t *testing.T) {
 		for i, p := range plans {
 			e.most = rapid.SampledFrom([]int{mostInTransaction, 50, 1}).Draw(rt, "most in a transaction")
 			readsByKey(rt, e)
+			inSteps(rt, e)
 			if p.Node = plans[0].Node; rapid.IntRange(0, 3).Draw(rt, "settings change") > 0 {
 				p.Settings = plans[max(i-1, 0)].Settings
 			}
@@ -291,7 +292,7 @@ func TestRefusedAtRandom(t *testing.T) {
 				e.forget()
 			}
 			for _, c := range []plan.Change{changed, plan.EveryService(), plan.Everything()} {
-				if err := e.Sync(ctx, p, c); err != nil || len(e.Found) > 0 {
+				if err := syncWhole(e, p, c); err != nil || len(e.Found) > 0 {
 					rt.Fatalf("step %d: found %v, %v", i, e.Found, err)
 				}
 				without := plan.New(p.Node, p.Settings)

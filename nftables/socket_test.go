@@ -83,7 +83,7 @@ func TestSocketFaults(t *testing.T) {
 			if i > 0 {
 				changed = plan.Only(plantest.Differing(plans[i-1], p))
 			}
-			for e.Sync(ctx, p, changed) != nil {
+			for syncWhole(e, p, changed) != nil {
 				if failed++; failed > 1 {
 					rt.Fatalf("%s: %d syncs failed", what.name, failed)
 				}

@@ -39,6 +39,9 @@ type Config struct {
 	// other syncs, repairs what it can, and reports whether a sync of everything has to follow. It runs in a goroutine of its own, once
 	// at a time, and returns soon after its context has ended.
 	Compare func(context.Context) (again bool)
+	// Unfinished, if not nil, reports after a Sync whether the backend has made a part of a change only, so that others need not wait for all of it.
+	// Then the next Sync follows at once, also if nothing else has changed.
+	Unfinished func() bool
 	// NodeIP, if valid, overrides the Node object's address of its family.
 	NodeIP netip.Addr
 	// MostAtOnce is about the number of chains of rules that one sync may write for changes; 0 for any number. Larger changes are
@@ -137,6 +140,7 @@ type Proxier struct {
 	retry    time.Duration // how long to wait after the failed sync that came last; 0 if it did not fail
 	failing  time.Duration // how long that sync took
 	inSync   bool          // a sync has succeeded
+	goesOn   bool          // the backend has not finished a change
 	triggers []Trigger     // of changes that no sync has programmed yet
 	late     []Trigger     // of those, the ones of changes that were too large for one portion
 	input    Input         // what has come since the last sync
@@ -363,7 +367,7 @@ func (p *Proxier) wait(ctx context.Context) bool {
 		p.waitToRetry(ctx)
 		return ctx.Err() == nil // select picks any ready case
 	}
-	if p.portions.Waiting() > 0 {
+	if p.more() {
 		// Another program may have changed something while a large change is being written.
 		at := p.compareAt()
 		p.full = !at.IsZero() && !time.Now().Before(at) && p.compare(ctx)
@@ -448,7 +452,7 @@ func (p *Proxier) round(ctx context.Context) {
 	if result.In, p.input = p.input, (Input{}); !p.waits.IsZero() {
 		result.Waited, p.waits = begin.Sub(p.waits), time.Time{}
 	}
-	if !change.None() {
+	if p.goesOn || !change.None() {
 		if change.Unknown() {
 			if result.Suspicion = p.unsuspect(); result.Suspicion != "" {
 				result.Reasons = append(slices.DeleteFunc(result.Reasons, func(r Reason) bool { return r == Compare || r == Drift }), Drift)
@@ -471,10 +475,13 @@ func (p *Proxier) round(ctx context.Context) {
 	if p.cfg.Observer != nil {
 		p.cfg.Observer.Synced(desired, change, result)
 	}
-	if !change.None() && result.Err == nil {
+	if (!change.None() || p.goesOn) && result.Err == nil {
 		p.pause(ctx, start, change.All())
 	}
 }
+
+// more reports whether a change has been programmed in part only.
+func (p *Proxier) more() bool { return p.portions.Waiting() > 0 || p.goesOn }
 
 // noteTriggers records the triggers of the last Update. Those of a change that is too large for one portion count with its last
 // one.
@@ -492,6 +499,7 @@ func (p *Proxier) noteTriggers() {
 // ended records the result of a sync.
 func (p *Proxier) ended(desired *plan.Plan, change plan.Change, start time.Time, r Result) {
 	if p.full = r.Err != nil; p.full {
+		p.goesOn = false
 		p.failing = time.Since(start)
 		last := min(max(suspectShare*p.failing, leastLastRetry), lastRetry)
 		p.retry = min(max(2*p.retry, firstRetry), last)
@@ -501,6 +509,7 @@ func (p *Proxier) ended(desired *plan.Plan, change plan.Change, start time.Time,
 	p.retry = 0
 	took := time.Since(start)
 	p.published.Publish(desired, change)
+	p.goesOn = p.cfg.Unfinished != nil && p.cfg.Unfinished()
 	if change.Unknown() {
 		copy(p.comparisons[:], p.comparisons[1:])
 		p.comparisons[suspectBurst-1] = comparison{ended: time.Now(), took: took}
@@ -519,7 +528,7 @@ func (p *Proxier) reasons(reserve, resync bool) []Reason {
 		is     bool
 		reason Reason
 	}{
-		{p.retry > 0, Retry}, {reserve || p.input != Input{}, Arrived}, {p.portions.Waiting() > 0, Rest}, {resync, Resync}, {p.why != "", p.why},
+		{p.retry > 0, Retry}, {reserve || p.input != Input{}, Arrived}, {p.more(), Rest}, {resync, Resync}, {p.why != "", p.why},
 	} {
 		if r.is {
 			out = append(out, r.reason)
@@ -559,7 +568,7 @@ func (p *Proxier) pause(ctx context.Context, start time.Time, all bool) {
 	if !all {
 		p.debt += now.Sub(start)
 	}
-	if p.portions.Waiting() > 0 {
+	if p.more() {
 		return
 	}
 	if p.debt > 0 && p.waiting() {

@@ -27,6 +27,7 @@ type recorder struct {
 	fail  int // how many calls are still to fail
 	// untilCancelled makes a call last until its context ends.
 	untilCancelled bool
+	unfinished     int // how many of the next calls leave something to do
 }
 
 func (r *recorder) Sync(ctx context.Context, p *plan.Plan, change plan.Change) error {
@@ -44,6 +45,7 @@ func (r *recorder) Sync(ctx context.Context, p *plan.Plan, change plan.Change) e
 		r.fail--
 		return errors.New("the kernel is busy")
 	}
+	r.unfinished--
 	return nil
 }
 
@@ -53,7 +55,7 @@ func run(t *testing.T, r *recorder, minSyncPeriod time.Duration, do func(p *Prox
 	synctest.Test(t, func(t *testing.T) {
 		r.start = time.Now()
 		p := New(Config{NodeName: "me", Families: plan.Families[:], Backend: r, MinSyncPeriod: minSyncPeriod,
-			Log: slog.New(slog.DiscardHandler)})
+			Unfinished: func() bool { return r.unfinished > 0 }, Log: slog.New(slog.DiscardHandler)})
 		ctx, cancel := context.WithCancel(t.Context())
 		ended := make(chan struct{})
 		go func() {
@@ -151,6 +153,26 @@ func at(t *testing.T, call string) time.Duration {
 		t.Fatal(err)
 	}
 	return d
+}
+
+// TestUnfinished: where the backend has not finished a change, syncs follow without a pause, and each takes what has arrived meanwhile. After an error,
+// nothing is unfinished.
+func TestUnfinished(t *testing.T) {
+	r := &recorder{takes: 20 * time.Millisecond}
+	calls := run(t, r, time.Second, func(p *Proxier) {
+		p.Apply(batch("a", 80, true))
+		time.Sleep(5 * time.Second)
+		r.unfinished = 4
+		p.Apply(batch("b", 80, false))
+		time.Sleep(30 * time.Millisecond)
+		p.Apply(batch("c", 80, false))
+		time.Sleep(5 * time.Second)
+		r.unfinished, r.fail = 3, 1
+		p.Apply(batch("d", 80, false))
+		time.Sleep(5 * time.Second)
+	})
+	expect(t, calls, "0s: all of 1", "5s: 1 of 2", "5.02s: 0 of 2", "5.04s: 1 of 3", "5.06s: 0 of 3",
+		"10.03s: 1 of 4", "10.25s: all of 4", "10.27s: 0 of 4", "10.29s: 0 of 4")
 }
 
 func TestAfterAFailureNothingIsAssumed(t *testing.T) {

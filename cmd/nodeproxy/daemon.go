@@ -187,8 +187,9 @@ func (d *daemon) build(f *front) error {
 		nodeIP = netip.Addr{}
 	}
 	d.proxier = proxier.New(proxier.Config{
-		NodeName: cfg.NodeName, NodeIP: nodeIP, Settings: cfg.Settings, Families: d.backend.Families(), Backend: d.flows.After(d.backend),
-		MostAtOnce: d.backend.mostAtOnce, Compare: d.backend.compare,
+		NodeName: cfg.NodeName, NodeIP: nodeIP, Settings: cfg.Settings, Families: d.backend.Families(),
+		Backend:    d.flows.After(d.backend, d.backend.unfinished),
+		MostAtOnce: d.backend.mostAtOnce, Compare: d.backend.compare, Unfinished: d.backend.unfinished,
 		MinSyncPeriod: cfg.MinSyncPeriod, CompareEvery: cfg.SyncPeriod, Observer: d.monitor, Report: d.report, Log: d.log,
 	})
 	return nil

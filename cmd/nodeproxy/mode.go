@@ -83,6 +83,8 @@ type openMode struct {
 	mostAtOnce int
 	// compare is as in proxier.Config.
 	compare func(context.Context) bool
+	// unfinished is as in proxier.Config.
+	unfinished func() bool
 	// run does the mode's work between syncs until ctx ends; nil if there is none. It calls resync when everything has to be
 	// compared with the kernel.
 	run func(ctx context.Context, resync func()) error

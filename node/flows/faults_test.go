@@ -252,13 +252,37 @@ func TestWhileRulesChange(t *testing.T) {
 		mustPass(t, r)
 		k.Flows = append(k.Flows, old...)
 		return nil
-	})).Sync(t.Context(), p, plan.Only(plan.Keys{sp.Key: {}}))
+	}), nil).Sync(t.Context(), p, plan.Only(plan.Keys{sp.Key: {}}))
 	if err != nil || k.Deleted != 1 || r.started {
 		t.Fatalf("error %v, %d flows deleted, want 1; started %v", err, k.Deleted, r.started)
 	}
 	mustPass(t, r)
 	if k.Deleted != 2 || len(k.Flows) != 2 || !r.started || !r.work.empty() {
 		t.Errorf("%d flows deleted, want 2; %d left, want 2; started %v, work %+v", k.Deleted, len(k.Flows), r.started, r.work)
+	}
+}
+
+// TestRulesInParts: where a backend makes a part of a change only, what that makes stale may come back until the rest is made, and is removed
+// again then.
+func TestRulesInParts(t *testing.T) {
+	k := &conntracktest.Kernel{}
+	r, p := fakeReconciler(k, nil)
+	mustPass(t, r)
+	gone := service("dns", plan.UDP, "10.96.0.10:53").Key
+	p.Delete(gone)
+	parts := 3
+	b := r.After(syncFunc(func() error { parts--; return nil }), func() bool { return parts > 0 })
+	change := plan.Keys{gone: {}}
+	for parts > 0 {
+		if err := b.Sync(t.Context(), p, plan.Only(change)); err != nil {
+			t.Fatal(err)
+		}
+		change = nil
+		k.Flows = staleFlows(1)
+		mustPass(t, r)
+		if len(k.Flows) != 0 || r.settled != (parts == 0) || r.work.empty() != (parts == 0) {
+			t.Errorf("with %d parts to come: %d flows left, settled %t, work %+v", parts, len(k.Flows), r.settled, r.work)
+		}
 	}
 }
 
@@ -271,7 +295,7 @@ func TestRulesNotTaken(t *testing.T) {
 	gone := service("dns", plan.UDP, "10.96.0.10:53").Key
 	p.Delete(gone)
 	refused := errors.New("refused")
-	b := r.After(syncFunc(func() error { return refused }))
+	b := r.After(syncFunc(func() error { return refused }), nil)
 	for range 2 * passesAfterEnd {
 		if err := b.Sync(t.Context(), p, plan.Everything()); !errors.Is(err, refused) {
 			t.Fatal(err)
@@ -311,7 +335,7 @@ func TestTCPSync(t *testing.T) {
 			t.Error("it counts as unsettled")
 		}
 		return errors.New("refused")
-	})).Sync(t.Context(), p, plan.Only(plan.Keys{web.Key: {}}))
+	}), nil).Sync(t.Context(), p, plan.Only(plan.Keys{web.Key: {}}))
 	mustPass(t, r)
 	if err == nil || len(k.Dumps) != 0 || !r.settled {
 		t.Errorf("error %v, dumps %q, settled %v", err, k.Dumps, r.settled)
@@ -363,7 +387,7 @@ func TestRunAtOnce(t *testing.T) {
 	k.Unlock()
 	sp := service("dns", plan.UDP, "10.96.0.10:53", "10.244.2.2:5353")
 	p.Set(sp)
-	b := r.After(syncFunc(func() error { return nil }))
+	b := r.After(syncFunc(func() error { return nil }), nil)
 	if err := b.Sync(t.Context(), p, plan.Only(plan.Keys{sp.Key: {}})); err != nil {
 		t.Fatal(err)
 	}

@@ -105,19 +105,25 @@ type Backend interface {
 }
 
 // After returns a Backend that calls b, and from which r learns which plan is being applied, and when it is in force. Run removes
-// flows after Sync has returned.
-func (r *Reconciler) After(b Backend) Backend { return &follower{b, r} }
+// flows after Sync has returned. unfinished, if not nil, reports after a Sync whether b has made a part of the change only; then flows that
+// it finds are looked for again once a later Sync has made the rest.
+func (r *Reconciler) After(b Backend, unfinished func() bool) Backend {
+	return &follower{backend: b, unfinished: unfinished, reconciler: r}
+}
 
 type follower struct {
 	backend    Backend
+	unfinished func() bool
 	reconciler *Reconciler
+	goesOn     bool // a change that concerns flows is not finished
 }
 
 func (f *follower) Sync(ctx context.Context, p *plan.Plan, change plan.Change) error {
-	concerned := f.reconciler.begin(p, change)
+	concerned := f.reconciler.begin(p, change) || f.goesOn
 	err := f.backend.Sync(ctx, p, change)
+	f.goesOn = concerned && err == nil && f.unfinished != nil && f.unfinished()
 	if concerned {
-		f.reconciler.end(err == nil)
+		f.reconciler.end(err == nil && !f.goesOn)
 	}
 	return err
 }

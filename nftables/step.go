@@ -1,0 +1,210 @@
+package nftables
+
+import (
+	"cmp"
+	"iter"
+	"slices"
+
+	"nodeproxy/plan"
+)
+
+// mostAtOnce is about how many elements of ServicePorts with many frontends one sync compares and writes, which takes ten milliseconds or so.
+// Such a ServicePort changes some frontends at a time, between which others change. Each frontend changes in one transaction.
+const mostAtOnce = 5_000
+
+// step is a part of the change of one ServicePort, or all of it.
+type step struct {
+	before, want written // what it changes
+	next         written // what is in the kernel after it
+}
+
+// frontends yields the frontends that are in the kernel, each with the version of the ServicePort that it is as.
+func (w written) frontends() iter.Seq2[plan.Frontend, *written] {
+	return func(yield func(plan.Frontend, *written) bool) {
+		whole := w
+		whole.others = nil
+		if w.sp != nil {
+			for _, fe := range w.sp.Frontends {
+				if _, is := w.others[fe]; !is && fe.Kind != plan.HealthCheckNodePort && !yield(fe, &whole) {
+					return
+				}
+			}
+		}
+		for fe, v := range w.others {
+			if v != nil && !yield(fe, v) {
+				return
+			}
+		}
+	}
+}
+
+// size is about how many elements a frontend has, apart from source ranges; 0 if w is nil.
+func (w *written) size(fe plan.Frontend) int {
+	if w == nil {
+		return 0
+	}
+	of, inside := w.kindsOf(fe)
+	n := 1 + of.size()
+	if inside != nil {
+		n += 1 + inside.size()
+	}
+	return n
+}
+
+// size is how many elements a frontend of the kind has for its endpoints.
+func (k kind) size() int {
+	if k.affinity > 0 {
+		return 2 * k.count
+	}
+	return k.count
+}
+
+// large reports whether a change is made in steps.
+func (e *engine) large(before, want written) bool {
+	if before.others != nil {
+		return true
+	}
+	n := 0
+	for _, w := range []written{before, want} {
+		if w.sp == nil || len(w.sp.Frontends) < 2 || len(w.sp.Frontends)*(2+2*len(w.cluster)+2*len(w.local)) <= e.mostAtOnce/2 {
+			continue
+		}
+		for fe, v := range w.frontends() {
+			n += v.size(fe)
+		}
+	}
+	return n > e.mostAtOnce
+}
+
+// steps returns what a sync changes of each of some ServicePorts: all of it, but of large ones no more than mostAtOnce elements together, and
+// in any case the cluster IP, and frontends that are others' now. What the kernel has refused is tried as a whole.
+func (e *engine) steps(keys []plan.Key, p *plan.Plan) map[plan.Key]step {
+	out := make(map[plan.Key]step, len(keys))
+	var large []plan.Key
+	for _, k := range keys {
+		before, want := e.current[k], written{}
+		switch sp := p.Services[k]; {
+		case sp == nil:
+		case sp == before.sp: // It goes on.
+			want = before
+			want.others = nil
+		default:
+			want = place(before, sp)
+			e.asked.note(sp.Scheduler.Name)
+		}
+		if out[k] = (step{before, want, want}); e.refused[k] == nil && e.large(before, want) {
+			large = append(large, k)
+		}
+	}
+	if len(large) == 0 {
+		return out
+	}
+	taken := map[string]plan.Key{} // the names of frontends, by who wants them; those of a single large one are not asked for
+	for _, k := range keys {
+		if len(large) == 1 && k == large[0] {
+			continue
+		}
+		for fe := range out[k].want.frontends() {
+			taken[nameOf(e.family, fe)] = k
+		}
+	}
+	// They take turns to be the first, so that none waits for another that changes all the time.
+	if n := slices.IndexFunc(large, func(k plan.Key) bool { return k.Compare(e.lastStepped) > 0 }); n > 0 {
+		large = append(large[n:], large[:n]...)
+	}
+	e.lastStepped = large[0]
+	left := e.mostAtOnce
+	for _, k := range large {
+		var size int
+		out[k], size = out[k].before.toward(out[k].want, left, func(fe plan.Frontend) bool {
+			by, is := taken[nameOf(e.family, fe)]
+			return is && by != k
+		})
+		left = max(left-size, 0)
+	}
+	return out
+}
+
+// toward returns the next step from w to want, and the size of what it changes. gone reports whether a frontend belongs to another
+// ServicePort now.
+func (w written) toward(want written, most int, gone func(plan.Frontend) bool) (s step, size int) {
+	type change struct {
+		fe        plan.Frontend
+		had, want *written
+		rank      int // in which order
+	}
+	const atOnce, behind, again = 0, 1, 2
+	var list []change
+	add := func(fe plan.Frontend, was, is *written) {
+		c := change{fe, was, is, behind}
+		switch {
+		case fe.Kind == plan.ClusterIP || is == nil && gone(fe):
+			c.rank = atOnce
+		case fe.Compare(w.upTo) <= 0:
+			c.rank = again
+		}
+		list = append(list, c)
+	}
+	whole := want
+	isWanted := func(fe plan.Frontend) *written {
+		if want.sp != nil && want.sp.Has(fe) {
+			return &whole
+		}
+		return nil
+	}
+	for fe, v := range w.others {
+		if is := isWanted(fe); v != nil || is != nil {
+			add(fe, v, is)
+		}
+	}
+	if w.sp != want.sp {
+		for fe, v := range w.frontends() {
+			if _, is := w.others[fe]; !is {
+				add(fe, v, isWanted(fe))
+			}
+		}
+		for fe := range want.frontends() {
+			if _, is := w.others[fe]; !is && (w.sp == nil || !w.sp.Has(fe)) {
+				add(fe, nil, &whole)
+			}
+		}
+	}
+	slices.SortFunc(list, func(a, b change) int {
+		return cmp.Or(a.rank-b.rank, a.fe.Compare(b.fe))
+	})
+	s = step{before: written{others: map[plan.Frontend]*written{}}, want: written{others: map[plan.Frontend]*written{}}, next: want}
+	rest := map[plan.Frontend]*written{}
+	same := map[*written]*written{} // versions with the same source ranges as those wanted
+	bare := want
+	bare.withoutSources = true
+	for _, c := range list {
+		n := c.had.size(c.fe) + c.want.size(c.fe)
+		if c.rank != atOnce && (len(rest) > 0 || size > 0 && size+n > most) {
+			rest[c.fe] = c.had
+			continue
+		}
+		size += n
+		s.next.upTo = c.fe
+		if c.had != nil && c.want != nil {
+			v, known := same[c.had]
+			if !known && sameSources(c.had.sp, want.sp) {
+				without := *c.had
+				without.withoutSources = true
+				v = &without
+			}
+			if same[c.had] = v; v != nil {
+				c.had, c.want = v, &bare
+			}
+		}
+		if c.had != nil {
+			s.before.others[c.fe] = c.had
+		}
+		if c.want != nil {
+			s.want.others[c.fe] = c.want
+		}
+	}
+	if len(rest) > 0 {
+		s.next.others = rest
+	}
+	return s, size
+}

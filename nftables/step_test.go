@@ -1,0 +1,176 @@
+package nftables
+
+import (
+	"context"
+	"net/netip"
+	"slices"
+	"testing"
+
+	"nodeproxy/internal/nstest"
+	"nodeproxy/plan"
+	"nodeproxy/plan/plantest"
+)
+
+// many is a ServicePort with external IPs, beside its cluster IP.
+func many(i, addresses, endpoints, first int) *plan.ServicePort {
+	sp := *plantest.LargeService(i, first, endpoints)
+	for n := range addresses {
+		sp.Frontends = append(sp.Frontends, plan.Frontend{Kind: plan.ExternalIP, Addr: netip.AddrFrom4([4]byte{203, byte(i), byte(n >> 8), byte(n)}),
+			Protocol: sp.Key.Protocol, Port: 80})
+	}
+	slices.SortFunc(sp.Frontends, plan.Frontend.Compare)
+	return &sp
+}
+
+// TestStepsAreSmall: whatever changes of a ServicePort with many frontends, no sync writes more than a little of it, others change
+// meanwhile, and in the end all of it is in force.
+func TestStepsAreSmall(t *testing.T) {
+	nstest.Enter(t)
+	ctx := context.Background()
+	e, k := testEngine(t, plan.IPv4)
+	e.mostAtOnce = 300
+	p := plantest.Large(20, 3)
+	if err := e.Sync(ctx, p, plan.Everything()); err != nil {
+		t.Fatal(err)
+	}
+	small := plantest.LargeService(3, 9, 3)
+	n := 0
+	sync := func(what string, keys plan.Keys, atLeast int) {
+		t.Helper()
+		for syncs := 1; ; syncs++ {
+			n++
+			other := *small
+			other.Endpoints.Cluster = plantest.LargeService(3, 5000+n*3, 3).Endpoints.Cluster
+			p.Set(&other)
+			keys.Add(other.Key)
+			k.most = 0
+			if err := e.Sync(ctx, p, plan.Only(keys)); err != nil {
+				t.Fatalf("%s: %v", what, err)
+			}
+			keys = plan.Keys{}
+			if k.most > e.mostAtOnce+200 {
+				t.Errorf("%s: a transaction had %d elements", what, k.most)
+			}
+			mine, have := map[id]value{}, e.remembered()
+			e.layout.fill(place(e.current[other.Key], &other), mine, map[kind]bool{})
+			for i, want := range mine {
+				if have[i] != want {
+					t.Fatalf("%s: another's change waits", what)
+				}
+			}
+			isRemembered(t, e)
+			if len(e.unfinished) > 0 {
+				continue
+			}
+			if syncs < atLeast {
+				t.Errorf("%s took %d syncs, want %d or more", what, syncs, atLeast)
+			}
+			holds(t, e, p)
+			return
+		}
+	}
+	one, two := many(50, 40, 30, 0), many(51, 40, 30, 9000)
+	p.Set(one)
+	sync("new", plan.Keys{one.Key: {}}, 3)
+	p.Set(two)
+	p.Set(many(50, 40, 30, 3000))
+	sync("new, and all endpoints of another", plan.Keys{one.Key: {}, two.Key: {}}, 8)
+	p.Set(many(50, 50, 29, 3000))
+	sync("fewer endpoints, and more frontends", plan.Keys{one.Key: {}}, 6)
+	p.Set(many(50, 20, 29, 3000))
+	sync("fewer frontends", plan.Keys{one.Key: {}}, 4)
+	p.Delete(one.Key)
+	p.Delete(two.Key)
+	sync("gone", plan.Keys{one.Key: {}, two.Key: {}}, 4)
+	if e.users[one.Frontends[0].Addr] != 0 || len(e.current) != 20 {
+		t.Errorf("%d ServicePorts are left", len(e.current))
+	}
+}
+
+// TestStepsTakeTurns: a ServicePort that changes all the time does not keep another one from being finished, nor the rest of its own frontends.
+func TestStepsTakeTurns(t *testing.T) {
+	nstest.Enter(t)
+	ctx := context.Background()
+	e, _ := testEngine(t, plan.IPv4)
+	e.mostAtOnce = 300
+	p := plantest.Large(2, 1)
+	if err := e.Sync(ctx, p, plan.Everything()); err != nil {
+		t.Fatal(err)
+	}
+	restless, other := many(50, 40, 20, 0), many(51, 40, 20, 9000)
+	p.Set(restless)
+	p.Set(other)
+	changed := plan.Keys{restless.Key: {}, other.Key: {}}
+	for n := 0; e.current[other.Key].sp == nil || e.current[other.Key].others != nil; n++ {
+		if n > 200 {
+			t.Fatal("the other one is not finished after 200 syncs")
+		}
+		if err := e.Sync(ctx, p, plan.Only(changed)); err != nil {
+			t.Fatal(err)
+		}
+		p.Set(many(50, 40, 20, 100*(n+1)))
+		changed = plan.Keys{restless.Key: {}}
+	}
+	for range 20 {
+		p.Set(many(50, 40, 20, 50_000))
+		if err := e.Sync(ctx, p, plan.Only(changed)); err != nil {
+			t.Fatal(err)
+		}
+	}
+	for fe, v := range e.current[restless.Key].frontends() {
+		if v.cluster[0].Addr() != plantest.LargeService(50, 50_000, 20).Endpoints.Cluster[0].Addr.Addr() && !slices.Contains(v.sp.Endpoints.Cluster, plantest.LargeService(50, 50_000, 20).Endpoints.Cluster[0]) {
+			t.Fatalf("%s has endpoints of long ago", fe)
+		}
+	}
+	if err := syncWhole(e, p, plan.Only(nil)); err != nil {
+		t.Fatal(err)
+	}
+	holds(t, e, p)
+}
+
+// TestStepsGiveFrontendsAway: a frontend that another ServicePort gets is that one's in the same sync, though the rest of its former owner
+// changes later.
+func TestStepsGiveFrontendsAway(t *testing.T) {
+	nstest.Enter(t)
+	ctx := context.Background()
+	e, _ := testEngine(t, plan.IPv4)
+	e.mostAtOnce = 300
+	p := plantest.Large(2, 1)
+	large := many(50, 40, 20, 0)
+	p.Set(large)
+	if err := e.Sync(ctx, p, plan.Everything()); err != nil {
+		t.Fatal(err)
+	}
+	for _, gone := range []bool{false, true} {
+		heir := *plantest.LargeService(1, 1, 1)
+		heir.Frontends = append(slices.Clone(heir.Frontends), large.Frontends[len(large.Frontends)-1])
+		p.Set(&heir)
+		if gone {
+			p.Delete(large.Key)
+		} else {
+			p.Set(many(50, 39, 21, 7000))
+		}
+		if err := e.Sync(ctx, p, plan.Only(plan.Keys{large.Key: {}, heir.Key: {}})); err != nil {
+			t.Fatal(err)
+		}
+		if len(e.unfinished) != 1 {
+			t.Errorf("%d are unfinished, want 1", len(e.unfinished))
+		}
+		isRemembered(t, e)
+		if got := e.remembered()[id{set: services, key: nameOf(plan.IPv4, heir.Frontends[1])}].comment; got != heir.Key.PortName() {
+			t.Errorf("the frontend is %q's", got)
+		}
+		if err := syncWhole(e, p, plan.Only(nil)); err != nil {
+			t.Fatal(err)
+		}
+		holds(t, e, p)
+		if !gone { // It comes back.
+			p.Set(plantest.LargeService(1, 1, 1))
+			p.Set(large)
+			if err := syncWhole(e, p, plan.Only(plan.Keys{large.Key: {}, heir.Key: {}})); err != nil {
+				t.Fatal(err)
+			}
+			holds(t, e, p)
+		}
+	}
+}
