@@ -103,3 +103,29 @@ func manyAtOnce(b *testing.B, services, endpoints, portion int) {
 	}
 	b.ReportMetric(longest.Seconds(), "s-longest")
 }
+
+// BenchmarkExtremes is how long changes of extreme Services keep others' changes waiting: see plantest.Extreme.
+func BenchmarkExtremes(b *testing.B) {
+	for _, v := range []xtables.Variant{xtables.NFT, xtables.Legacy} {
+		for _, x := range plantest.Extremes {
+			if x.Scheduler != "" { // This mode has none.
+				continue
+			}
+			b.Run(string(v)+"/"+x.Name, func(b *testing.B) {
+				nstest.Run(b, func() {
+					p := plantest.Large(1000, 2)
+					e := realEngine(b, v, plan.IPv4)
+					e.options.CompactAbove = DefaultCompactAbove
+					if err := e.Sync(b.Context(), p, plan.Everything()); err != nil {
+						b.Error(err)
+						return
+					}
+					err := x.Measure(b, p, func(keys plan.Keys) error { return e.Sync(b.Context(), p, plan.Only(keys)) }, func() bool { return false })
+					if err != nil {
+						b.Error(err)
+					}
+				})
+			})
+		}
+	}
+}

@@ -200,8 +200,7 @@ func BenchmarkRestart(b *testing.B) {
 	}
 }
 
-// BenchmarkExtremes is how long a change of one of 1,000 Services may wait for those of an extreme one: the longest sync while that is added,
-// loses an endpoint, gets other endpoints, and is removed. "all" is how long all of these take together.
+// BenchmarkExtremes is how long changes of extreme Services keep others' changes waiting: see plantest.Extreme.
 func BenchmarkExtremes(b *testing.B) {
 	nstest.Enter(b)
 	ctx := context.Background()
@@ -213,40 +212,10 @@ func BenchmarkExtremes(b *testing.B) {
 			if err := e.Sync(ctx, p, plan.Everything()); err != nil {
 				b.Fatal(err)
 			}
-			longest := map[string]time.Duration{}
-			var all time.Duration
-			n := 0
-			change := func(what string) {
-				keys := plan.Keys{x.ServicePort(0, 0).Key: {}}
-				for first := true; first || len(e.unfinished) > 0; first = false {
-					n++
-					small := plantest.LargeService(n%1000, 2000+2*n, 2)
-					p.Set(small)
-					keys.Add(small.Key)
-					begin := time.Now()
-					if err := e.Sync(ctx, p, plan.Only(keys)); err != nil {
-						b.Fatal(err)
-					}
-					took := time.Since(begin)
-					all += took
-					longest[what] = max(longest[what], took)
-					keys = plan.Keys{}
-				}
+			err := x.Measure(b, p, func(keys plan.Keys) error { return e.Sync(ctx, p, plan.Only(keys)) }, func() bool { return len(e.unfinished) > 0 })
+			if err != nil {
+				b.Fatal(err)
 			}
-			for b.Loop() {
-				p.Set(x.ServicePort(50_000, 0))
-				change("added")
-				p.Set(x.ServicePort(50_000, 1))
-				change("fewer")
-				p.Set(x.ServicePort(70_000, 0))
-				change("others")
-				p.Delete(x.ServicePort(0, 0).Key)
-				change("removed")
-			}
-			for what, took := range longest {
-				b.ReportMetric(float64(took.Microseconds())/1000, what+"-ms")
-			}
-			b.ReportMetric(float64(all.Milliseconds())/float64(b.N), "all-ms")
 		})
 	}
 }

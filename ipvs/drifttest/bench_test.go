@@ -14,6 +14,8 @@ import (
 
 	"nodeproxy/ipvs"
 	"nodeproxy/kernel/xtables"
+	"nodeproxy/plan"
+	"nodeproxy/plan/plantest"
 )
 
 // cpuTime is the processor time of this program and those that it has run.
@@ -106,4 +108,19 @@ func BenchmarkPods(b *testing.B) {
 		b.ReportMetric(float64(len(l.reports)-comparisons), "comparisons")
 		b.ReportMetric(100*busy.Seconds()/pods, "%-of-the-time-syncing")
 	})
+}
+
+// BenchmarkExtremes is how long changes of extreme Services keep others' changes waiting: see plantest.Extreme.
+func BenchmarkExtremes(b *testing.B) {
+	for _, x := range plantest.Extremes {
+		b.Run(x.Name, func(b *testing.B) {
+			inLab(b, xtables.NFT, 1000, ipvs.Options{}, func(l *lab) {
+				err := x.Measure(b, l.plan, func(keys plan.Keys) error { return l.backend.Sync(b.Context(), l.plan, plan.Only(keys)) },
+					func() bool { return false })
+				if err != nil {
+					b.Error(err)
+				}
+			})
+		})
+	}
 }

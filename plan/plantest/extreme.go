@@ -3,6 +3,8 @@ package plantest
 import (
 	"net/netip"
 	"slices"
+	"testing"
+	"time"
 
 	"nodeproxy/plan"
 )
@@ -41,4 +43,52 @@ func (x Extreme) ServicePort(first, less int) *plan.ServicePort {
 	}
 	sp.Scheduler.Name = x.Scheduler
 	return &sp
+}
+
+// Measure reports how long a change of one of the Services of a large plan may wait for those of x: the longest sync while x is added, loses an
+// endpoint, gets other endpoints, and is removed; "all" is how long all of these take together. sync programs the ServicePorts of p that
+// have changed, of which more says whether some are left to further syncs; all others are in force.
+func (x Extreme) Measure(b *testing.B, p *plan.Plan, sync func(plan.Keys) error, more func() bool) error {
+	services := len(p.Services)
+	longest := map[string]time.Duration{}
+	var all time.Duration
+	n := 0
+	change := func(what string) error {
+		keys := plan.Keys{x.ServicePort(0, 0).Key: {}}
+		for first := true; first || more(); first = false {
+			n++
+			small := LargeService(n%services, 2*services+2*n, 2)
+			p.Set(small)
+			keys.Add(small.Key)
+			begin := time.Now()
+			if err := sync(keys); err != nil {
+				return err
+			}
+			took := time.Since(begin)
+			all += took
+			longest[what] = max(longest[what], took)
+			keys = plan.Keys{}
+		}
+		return nil
+	}
+	for b.Loop() {
+		for _, next := range []struct {
+			what string
+			sp   *plan.ServicePort
+		}{
+			{"added", x.ServicePort(50_000, 0)}, {"fewer", x.ServicePort(50_000, 1)}, {"others", x.ServicePort(70_000, 0)}, {"removed", nil},
+		} {
+			if p.Delete(x.ServicePort(0, 0).Key); next.sp != nil {
+				p.Set(next.sp)
+			}
+			if err := change(next.what); err != nil {
+				return err
+			}
+		}
+	}
+	for what, took := range longest {
+		b.ReportMetric(float64(took.Microseconds())/1000, what+"-ms")
+	}
+	b.ReportMetric(float64(all.Milliseconds())/float64(b.N), "all-ms")
+	return nil
 }
