@@ -20,7 +20,6 @@ import (
 // syncAll reads the kernel's content, and changes it where it differs from the plan. Unless unknown is set, elements are what the syncs before
 // have written, and are not read: that takes a second for some hundred thousand of them.
 func (e *engine) syncAll(ctx context.Context, p *plan.Plan, unknown bool) error {
-	e.full++
 	s := e.fullSync(p)
 	known := s.layout
 	if e.current != nil {
@@ -41,6 +40,9 @@ func (e *engine) syncAll(ctx context.Context, p *plan.Plan, unknown bool) error 
 			s.have = e.remembered()
 		}
 	}
+	if !s.remembers {
+		e.full++
+	}
 	e.Compared = e.current != nil && !s.remembers
 	if s.rebuild && content != nil && len(content.Chains) > 0 && p.Partial && !e.Compared { // A table without chains does nothing.
 		return fmt.Errorf("the table %s is another version's: %w", names.NFTables, plan.ErrPartial)
@@ -51,6 +53,7 @@ func (e *engine) syncAll(ctx context.Context, p *plan.Plan, unknown bool) error 
 			return err
 		}
 		e.log.Warn("creating the nftables table anew, as what is in it can't be mended", "family", e.family, "error", err)
+		e.full++
 		s = e.fullSync(p)
 		s.content, s.rebuild = content, true
 	} else if e.Compared {

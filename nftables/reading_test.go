@@ -301,3 +301,31 @@ func TestCountersByKey(t *testing.T) {
 		t.Errorf("by key: %s, listed: %s", got, all)
 	}
 }
+
+// TestSettingsDuringComparison: where a setting changes, and nothing is read for that, a comparison that is under way finds what another program
+// has done.
+func TestSettingsDuringComparison(t *testing.T) {
+	nstest.Enter(t)
+	ctx := context.Background()
+	e, _ := testEngine(t, plan.IPv4)
+	p := plantest.Large(300, 3)
+	if err := e.Sync(ctx, p, plan.Everything()); err != nil {
+		t.Fatal(err)
+	}
+	changes := 0
+	beside(e, func() {
+		if changes++; changes > 1 {
+			return
+		}
+		p.Settings.MasqueradeAll = true
+		p.Set(plantest.LargeService(7, 5000, 4))
+		if err := e.Sync(ctx, p, plan.EveryService()); err != nil || e.Compared {
+			t.Errorf("compared: %t, %v", e.Compared, err)
+		}
+	})
+	nstest.Exec(t, "nft", "delete element ip nodeproxy services { 10.96.0.12 . tcp . 80 }")
+	if found, again, err := e.compareBeside(ctx); len(found) != 1 || again || err != nil {
+		t.Errorf("found %v, %t, %v", found, again, err)
+	}
+	holds(t, e, p)
+}
