@@ -82,7 +82,8 @@ func (e *engine) snapshot() *snapshot {
 	return s
 }
 
-// began begins a comparison, and reads what the table has beside elements. How many of these there are should not have changed since.
+// began begins a comparison, and reads what the table has beside elements. No sync should have changed any of it, nor how many elements there
+// are, meanwhile.
 func (e *engine) began(k kernel) (s *snapshot, content *nft.Content, err error) {
 	for range mostReads {
 		if s = e.snapshot(); s == nil {
@@ -96,7 +97,7 @@ func (e *engine) began(k kernel) (s *snapshot, content *nft.Content, err error) 
 			s.counts = content.Counts
 		}
 		e.mu.Lock()
-		quiet := len(e.touched) == 0
+		quiet := len(e.touched) == 0 && e.layout == s.layout
 		e.mu.Unlock()
 		if quiet {
 			break
