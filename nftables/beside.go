@@ -220,6 +220,9 @@ func (e *engine) compareElements(ctx context.Context, k kernel, s *snapshot) (fo
 	}
 	e.mu.Lock()
 	defer e.mu.Unlock()
+	if e.full == s.full && !s.layout.partial { // What nothing leads to is gone.
+		e.unread = [setCount]bool{}
+	}
 	return found, e.current == nil, nil
 }
 

@@ -78,6 +78,8 @@ type engine struct {
 	// nil if there is none.
 	full    int
 	touched map[id]bool
+	// unread are the sets in which there may be elements that nothing leads to, and that neither a sync nor a comparison has read.
+	unread [setCount]bool
 	backend.Comparison
 }
 

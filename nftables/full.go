@@ -42,6 +42,7 @@ func (e *engine) syncAll(ctx context.Context, p *plan.Plan, unknown bool) error 
 	}
 	if !s.remembers {
 		e.full++
+		e.unread = [setCount]bool{}
 	}
 	e.Compared = e.current != nil && !s.remembers
 	if s.rebuild && content != nil && len(content.Chains) > 0 && p.Partial && !e.Compared { // A table without chains does nothing.
@@ -54,6 +55,7 @@ func (e *engine) syncAll(ctx context.Context, p *plan.Plan, unknown bool) error 
 		}
 		e.log.Warn("creating the nftables table anew, as what is in it can't be mended", "family", e.family, "error", err)
 		e.full++
+		e.unread = [setCount]bool{}
 		s = e.fullSync(p)
 		s.content, s.rebuild = content, true
 	} else if e.Compared {
@@ -160,13 +162,12 @@ type fullSync struct {
 	before  *layout         // of what the sync before has written; nil if there is none
 	ours    map[string]bool // the chains that it has written
 	plan    *plan.Plan
-	forms   []form         // of the sets
-	content *nft.Content   // nil if there is no table
-	rebuild bool           // whether the table is created anew
-	have    map[id]value   // elements in the kernel, except those found in the plan so far
-	foreign map[id]value   // elements in the kernel that this program can't have written
-	byKey   [setCount]bool // the sets of which not all elements were read
-	shown   bool           // whether all of them are to be
+	forms   []form       // of the sets
+	content *nft.Content // nil if there is no table
+	rebuild bool         // whether the table is created anew
+	have    map[id]value // elements in the kernel, except those found in the plan so far
+	foreign map[id]value // elements in the kernel that this program can't have written
+	shown   bool         // whether all of them are to be
 	// remembers says that have is what the syncs before have written, and not what was read.
 	remembers bool
 	used      map[kind]bool
@@ -334,7 +335,7 @@ func (s *fullSync) unmet(ctx context.Context, emit func(group) error) (*wanted, 
 		clear(leadsTo)
 		mine := s.layout.elements(w, leadsTo)
 		writes := differing(s.have, mine)
-		if met, err := s.missed(ctx, writes); err != nil {
+		if met, err := s.missed(ctx, writes, s.note); err != nil {
 			return nil, err
 		} else if met {
 			writes = differing(s.have, mine)

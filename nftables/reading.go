@@ -76,6 +76,8 @@ func (s *fullSync) readElements(ctx context.Context, settled bool) error {
 			listed = append(listed, set)
 		} else if _, err := s.ask(ctx, set, indices(led[set])); err != nil {
 			return err
+		} else {
+			s.unread[set] = !s.shown
 		}
 	}
 	if err := s.list(ctx, settled, listed); err != nil {
@@ -88,6 +90,8 @@ func (s *fullSync) readElements(ctx context.Context, settled bool) error {
 			listed = append(listed, of.sticky)
 		} else if _, err := s.ask(ctx, of.sticky, maps.Keys(chosen)); err != nil {
 			return err
+		} else {
+			s.unread[of.sticky] = !s.shown
 		}
 	}
 	return s.list(ctx, settled, listed)
@@ -122,7 +126,6 @@ func (s *fullSync) note(i id, v value) error {
 // ask reads elements of one set by their keys, and its catch-all element, and returns how many of the former there are. Where the table is
 // read to be shown, and the kernel says that there are others, it lists all.
 func (s *fullSync) ask(ctx context.Context, set setID, keys iter.Seq[string]) (found int, err error) {
-	s.byKey[set] = true
 	err = s.find(ctx, s.kernel, func(yield func(element) bool) {
 		if !yield(element{id: id{set: set}}) {
 			return
@@ -208,22 +211,22 @@ func (s *fullSync) chosen(of endpointSets) map[string]bool {
 }
 
 // missed reads those of the elements that are about to be added which are there already, and nothing leads to: an interrupted sync has left
-// them. It reports whether there are any.
-func (s *fullSync) missed(ctx context.Context, writes []write) (met bool, err error) {
+// them. It calls note with each, and reports whether there are any. No transaction may be under way.
+func (e *engine) missed(ctx context.Context, writes []write, note func(id, value) error) (met bool, err error) {
 	var added []element
 	for _, w := range writes {
-		if w.had == nil && s.byKey[w.set] {
+		if w.had == nil && e.unread[w.set] {
 			added = append(added, element{id: w.id})
 		}
 	}
 	if len(added) == 0 {
 		return false, nil
 	}
-	err = s.find(ctx, s.kernel, slices.Values(added), func(at element, v value, is bool) error {
+	err = e.find(ctx, e.kernel, slices.Values(added), func(at element, v value, is bool) error {
 		if met = met || is; !is {
 			return nil
 		}
-		return s.note(at.id, v)
+		return note(at.id, v)
 	})
 	return met, err
 }

@@ -7,6 +7,7 @@ import (
 	"maps"
 	"slices"
 	"testing"
+	"time"
 
 	"pgregory.net/rapid"
 
@@ -299,6 +300,61 @@ func TestCountersByKey(t *testing.T) {
 	e.mostListed = 2
 	if got := read(); got != all {
 		t.Errorf("by key: %s, listed: %s", got, all)
+	}
+}
+
+// TestUnreadIsMet: what an interrupted sync has left, and no start has read, is in the way of no change, until a comparison has removed it.
+func TestUnreadIsMet(t *testing.T) {
+	nstest.Enter(t)
+	ctx := context.Background()
+	sticky := plantest.LargeService(3, 9, 5)
+	sticky.Affinity = time.Hour
+	for _, grown := range []*plan.ServicePort{plantest.LargeService(3, 9, 5), sticky} {
+		p := plantest.Large(300, 3)
+		before := plantest.LargeService(3, 9, 3)
+		before.Affinity = grown.Affinity
+		other := plantest.LargeService(4, 12, 3)
+		other.Affinity = grown.Affinity
+		p.Set(before)
+		p.Set(other)
+		plain := setsOf(kind{}).plain
+		if grown.Affinity > 0 {
+			plain = setsOf(kind{}).choice
+		}
+		name := nameOf(plan.IPv4, grown.Frontends[0])
+		change := plan.Only(plan.Keys{grown.Key: {}})
+		for _, c := range []plan.Change{change, plan.EveryService()} {
+			_ = Cleanup()
+			p.Set(before)
+			first, _ := testEngine(t, plan.IPv4)
+			if err := first.Sync(ctx, p, plan.Everything()); err != nil {
+				t.Fatal(err)
+			}
+			left := map[id]value{}
+			for n := range uint32(10) {
+				left[id{set: plain, key: indexed(name, 3+n)}] = value{data: string(make([]byte, formsOf(first.sets)[plain].data))}
+			}
+			put(t, first, left)
+			e, r := askingEngine(t, plan.IPv4)
+			e.mostListed = 2
+			if err := e.Sync(ctx, p, plan.Everything()); err != nil {
+				t.Fatal(err)
+			}
+			p.Set(grown)
+			if err := e.Sync(ctx, p, c); err != nil {
+				t.Errorf("affinity %v, every Service %t: %v", grown.Affinity, c.All(), err)
+				continue
+			}
+			if found, again, err := e.compareBeside(ctx); len(found) != len(left)-2 || again || err != nil {
+				t.Errorf("affinity %v: a comparison found %v, %t, %v", grown.Affinity, found, again, err)
+			}
+			holds(t, e, p)
+			p.Set(before)
+			if r.asked = 0; e.Sync(ctx, p, change) != nil || r.asked > 0 {
+				t.Errorf("affinity %v: after a comparison, a change asks for %d elements", grown.Affinity, r.asked)
+			}
+			holds(t, e, p)
+		}
 	}
 }
 
