@@ -101,6 +101,9 @@ func (s *fullSync) compare(ctx context.Context) error {
 			return err
 		}
 		if s.Found = nil; s.Compared {
+			if err := s.unled(ctx); err != nil {
+				return err
+			}
 			s.differences()
 		}
 		if settled || len(s.Found) == 0 {

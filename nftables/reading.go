@@ -210,6 +210,31 @@ func (s *fullSync) chosen(of endpointSets) map[string]bool {
 	return out
 }
 
+// unled reads the elements that syncs have written, and that nothing in the kernel leads to any more: where something that leads to others is
+// missing, these are not.
+func (s *fullSync) unled(ctx context.Context) error {
+	if s.unread == ([setCount]bool{}) {
+		return nil
+	}
+	return s.find(ctx, s.kernel, func(yield func(element) bool) {
+		mine := map[id]value{}
+		for _, w := range s.current {
+			clear(mine)
+			s.before.fill(w, mine, map[kind]bool{})
+			for i := range mine {
+				if _, is := s.have[i]; !is && s.unread[i.set] && !yield(element{id: i}) {
+					return
+				}
+			}
+		}
+	}, func(at element, v value, is bool) error {
+		if !is {
+			return nil
+		}
+		return s.note(at.id, v)
+	})
+}
+
 // missed reads those of the elements that are about to be added which are there already, and nothing leads to: an interrupted sync has left
 // them. It calls note with each, and reports whether there are any. No transaction may be under way.
 func (e *engine) missed(ctx context.Context, writes []write, note func(id, value) error) (met bool, err error) {

@@ -358,6 +358,29 @@ func TestUnreadIsMet(t *testing.T) {
 	}
 }
 
+// TestFoundByKey: where frontends and choices are missing, a sync of everything that reads by key does not call missing what they led to.
+func TestFoundByKey(t *testing.T) {
+	nstest.Enter(t)
+	ctx := context.Background()
+	e, _ := testEngine(t, plan.IPv4)
+	e.mostListed = 2
+	p := plantest.Large(30, 3)
+	for i := range 2 {
+		sticky := plantest.LargeService(i, 100, 4)
+		sticky.Affinity = time.Hour
+		p.Set(sticky)
+	}
+	if err := e.Sync(ctx, p, plan.Everything()); err != nil {
+		t.Fatal(err)
+	}
+	nstest.Exec(t, "nft", "delete element ip nodeproxy services { 10.96.0.11 . tcp . 80, 10.96.0.12 . tcp . 80 }; "+
+		"delete element ip nodeproxy choices { 10.96.0.10 . tcp . 80 . 0:1 }; delete element ip nodeproxy endpoints { 10.96.0.12 . tcp . 80 . 0:2 }")
+	if err := e.Sync(ctx, p, plan.Everything()); err != nil || len(e.Found) != 4 {
+		t.Errorf("found %d: %v; %v", len(e.Found), e.Found, err)
+	}
+	holds(t, e, p)
+}
+
 // TestSettingsDuringComparison: where a setting changes, and nothing is read for that, a comparison that is under way finds what another program
 // has done, and asks for no sync of everything.
 func TestSettingsDuringComparison(t *testing.T) {
