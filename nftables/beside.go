@@ -379,7 +379,7 @@ func (e *engine) repair(ctx context.Context, s *snapshot, suspects map[id]*value
 }
 
 // removeSpareKinds removes the chains of kinds that no ServicePort uses any more, and the elements that lead to them. used are the kinds in use
-// when a comparison began.
+// when a comparison began. Chains that could not be removed before are tried again.
 func (e *engine) removeSpareKinds(ctx context.Context, s *snapshot, used map[kind]bool) error {
 	e.mu.Lock()
 	defer e.mu.Unlock()
@@ -402,13 +402,22 @@ func (e *engine) removeSpareKinds(ctx context.Context, s *snapshot, used map[kin
 	}
 	before, after := e.layout.kindChains(e.kinds), namesOf(e.layout.kindChains(left), nil)
 	e.kinds = left
-	spare := intruders{}
+	old, spare := intruders{}, intruders{}
+	for _, name := range slices.Sorted(maps.Keys(e.leftover)) {
+		if !after[name] {
+			old.chains = append(old.chains, name)
+		}
+	}
 	for _, c := range before {
-		if !after[c.Name] {
+		if !after[c.Name] && !e.leftover[c.Name] {
 			spare.chains = append(spare.chains, c.Name)
 		}
 	}
-	e.removeChains(spare)
+	for _, some := range []intruders{old, spare} {
+		if !some.empty() {
+			e.removeChains(some)
+		}
+	}
 	return nil
 }
 

@@ -9,6 +9,7 @@ import (
 	"testing"
 	"time"
 
+	"golang.org/x/sys/unix"
 	"pgregory.net/rapid"
 
 	"nodeproxy/internal/nstest"
@@ -227,6 +228,52 @@ func TestSpareKinds(t *testing.T) {
 	if err := e.Sync(ctx, p, plan.Everything()); err != nil || len(e.Found) > 0 {
 		t.Errorf("a sync of everything found %v, %v", e.Found, err)
 	}
+}
+
+// TestSpareKindsInUse: chains that the kernel considers in use when a comparison wants to remove them, as kernels before 6.2 do for a while, are
+// removed with those that are spare next.
+func TestSpareKindsInUse(t *testing.T) {
+	nstest.Enter(t)
+	ctx := context.Background()
+	e, k := testEngine(t, plan.IPv4)
+	p := plantest.Large(1, 1)
+	if err := e.Sync(ctx, p, plan.Everything()); err != nil {
+		t.Fatal(err)
+	}
+	for round := range 3 {
+		changed := plan.Keys{}
+		for i := range spareKindsMost {
+			sp := ownTimeout(1 + i + round*spareKindsMost/2) // Half of them are as in the round before.
+			p.Set(sp)
+			changed.Add(sp.Key)
+		}
+		if err := e.Sync(ctx, p, plan.Only(changed)); err != nil {
+			t.Fatal(err)
+		}
+		for key := range changed {
+			p.Delete(key)
+		}
+		if err := e.Sync(ctx, p, plan.Only(changed)); err != nil {
+			t.Fatal(err)
+		}
+		if before := k.commits; round < 2 {
+			k.fail = func(commit int) error {
+				if commit > before+1 { // The elements go first.
+					return unix.EBUSY
+				}
+				return nil
+			}
+		}
+		if found, again, err := e.compareBeside(ctx); len(found) > 0 || again || err != nil {
+			t.Errorf("a comparison: %v, %t, %v", found, again, err)
+		}
+		k.fail = nil
+	}
+	chains, err := nft.Chains(plan.IPv4, names.NFTables)
+	if want := len(e.layout.chains()) + len(e.layout.kindChains(e.kinds)); err != nil || len(chains) != want || len(e.leftover) > 0 {
+		t.Errorf("%d chains are left, want %d, and %d are left over: %v", len(chains), want, len(e.leftover), err)
+	}
+	holds(t, e, p)
 }
 
 // TestManyUnexpected: any number of elements that should not be there is removed beside syncs.
