@@ -72,7 +72,7 @@ func (s *fullSync) readElements(ctx context.Context, settled bool) error {
 		for _, l := range led[set] {
 			n += l.count
 		}
-		if max(n, s.counted(set)) <= s.mostListed {
+		if s.size(set, n) <= s.mostListed {
 			listed = append(listed, set)
 		} else if _, err := s.ask(ctx, set, indices(led[set])); err != nil {
 			return err
@@ -86,7 +86,7 @@ func (s *fullSync) readElements(ctx context.Context, settled bool) error {
 	listed = nil
 	for _, of := range []endpointSets{clusterSets, localSets} {
 		chosen := s.chosen(of)
-		if max(len(chosen), s.counted(of.sticky)) <= s.mostListed {
+		if s.size(of.sticky, len(chosen)) <= s.mostListed {
 			listed = append(listed, of.sticky)
 		} else if _, err := s.ask(ctx, of.sticky, maps.Keys(chosen)); err != nil {
 			return err
@@ -99,6 +99,14 @@ func (s *fullSync) readElements(ctx context.Context, settled bool) error {
 
 // counted is how many elements a set has; 0 where the kernel does not tell.
 func (s *fullSync) counted(set setID) int { return s.content.Counts[s.sets[set].Name] }
+
+// size is how many elements a set has; where the kernel does not tell, how many of them something leads to.
+func (s *fullSync) size(set setID, led int) int {
+	if n, told := s.content.Counts[s.sets[set].Name]; told {
+		return n
+	}
+	return led
+}
 
 // list reads all elements of sets.
 func (s *fullSync) list(ctx context.Context, settled bool, sets []setID) error {

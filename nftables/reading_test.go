@@ -428,6 +428,24 @@ func TestFoundByKey(t *testing.T) {
 	holds(t, e, p)
 }
 
+// TestSmallSetsAreListed: frontends that another program has written, of kinds with a million endpoints, do not make a start ask for them.
+func TestSmallSetsAreListed(t *testing.T) {
+	nstest.Enter(t)
+	ctx := context.Background()
+	first, _ := testEngine(t, plan.IPv4)
+	p := plantest.Large(30, 3)
+	if err := first.Sync(ctx, p, plan.Everything()); err != nil {
+		t.Fatal(err)
+	}
+	fe := plan.Frontend{Kind: plan.NodePort, Protocol: plan.TCP, Port: 1}
+	put(t, first, map[id]value{{set: services, key: nameOf(plan.IPv4, fe)}: {data: string(native(kind{treatment: internal, count: maxCount}.number()))}})
+	e, r := askingEngine(t, plan.IPv4)
+	if err := e.Sync(ctx, p, plan.Everything()); err != nil || r.asked > 0 {
+		t.Errorf("asked for %d elements: %v", r.asked, err)
+	}
+	holds(t, e, p)
+}
+
 // TestSettingsDuringComparison: where a setting changes, and nothing is read for that, a comparison that is under way finds what another program
 // has done, and asks for no sync of everything.
 func TestSettingsDuringComparison(t *testing.T) {
