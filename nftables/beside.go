@@ -393,15 +393,16 @@ func (e *engine) removeSpareKinds(ctx context.Context, s *snapshot, used map[kin
 	}
 	left := maps.Clone(e.kinds)
 	maps.DeleteFunc(left, func(k kind, _ bool) bool { return !used[k] })
-	keep := fixed(left)
+	keep, all := fixed(left), fixed(e.kinds)
+	maps.Copy(all, e.spareKinds) // of ServicePorts that are not refused any more
 	t := &transactions{engine: e, ctx: ctx, layout: e.layout}
-	err := t.try(nil, removals(fixed(e.kinds), func(i id) bool { _, is := keep[i]; return !is }))
+	err := t.try(nil, removals(all, func(i id) bool { _, is := keep[i]; return !is }))
 	if err != nil {
 		e.forget()
 		return err
 	}
 	before, after := e.layout.kindChains(e.kinds), namesOf(e.layout.kindChains(left), nil)
-	e.kinds = left
+	e.kinds, e.spareKinds = left, nil
 	old, spare := intruders{}, intruders{}
 	for _, name := range slices.Sorted(maps.Keys(e.leftover)) {
 		if !after[name] {

@@ -6,6 +6,7 @@ import (
 	"fmt"
 	"maps"
 	"slices"
+	"syscall"
 	"testing"
 	"time"
 
@@ -272,6 +273,59 @@ func TestSpareKindsInUse(t *testing.T) {
 	chains, err := nft.Chains(plan.IPv4, names.NFTables)
 	if want := len(e.layout.chains()) + len(e.layout.kindChains(e.kinds)); err != nil || len(chains) != want || len(e.leftover) > 0 {
 		t.Errorf("%d chains are left, want %d, and %d are left over: %v", len(chains), want, len(e.leftover), err)
+	}
+	holds(t, e, p)
+}
+
+// TestSpareKindsOfRefused: the kinds that a refused ServicePort has kept go too, once it is not refused any more.
+func TestSpareKindsOfRefused(t *testing.T) {
+	nstest.Enter(t)
+	ctx := context.Background()
+	e, s, _ := faultyEngine(t, plan.IPv4)
+	p := plantest.Large(1, 1)
+	sp := ownTimeout(200)
+	p.Set(sp)
+	if err := e.Sync(ctx, p, plan.Everything()); err != nil {
+		t.Fatal(err)
+	}
+	wish := ownTimeout(201)
+	wish.Key, wish.Frontends = sp.Key, sp.Frontends
+	p.Set(wish)
+	s.refuses = func(set, _ string) syscall.Errno {
+		if set == e.sets[stickyEndpoints].Name {
+			return unix.EINVAL
+		}
+		return 0
+	}
+	if err := e.Sync(ctx, p, plan.Everything()); err != nil || len(e.refused) != 1 || len(e.spareKinds) == 0 {
+		t.Fatalf("%d refused, with %d kinds: %v", len(e.refused), len(e.spareKinds), err)
+	}
+	s.refuses = nil
+	gone := plan.Keys{}
+	for i := range spareKindsMost {
+		more := ownTimeout(i)
+		p.Set(more)
+		gone.Add(more.Key)
+	}
+	p.Delete(sp.Key)
+	gone.Add(sp.Key)
+	if err := e.Sync(ctx, p, plan.Only(gone)); err != nil || len(e.refused) > 0 {
+		t.Fatalf("%d refused: %v", len(e.refused), err)
+	}
+	for key := range gone {
+		p.Delete(key)
+	}
+	if err := e.Sync(ctx, p, plan.Only(gone)); err != nil {
+		t.Fatal(err)
+	}
+	for range 2 {
+		if found, again, err := e.compareBeside(ctx); len(found) > 0 || again || err != nil {
+			t.Errorf("a comparison: %v, %t, %v", found, again, err)
+		}
+	}
+	chains, err := nft.Chains(plan.IPv4, names.NFTables)
+	if want := len(e.layout.chains()) + len(e.layout.kindChains(e.kinds)); err != nil || len(chains) != want || len(e.leftover)+len(e.spareKinds) > 0 {
+		t.Errorf("%d chains are left, want %d; left over are %v, which %v lead to: %v", len(chains), want, e.leftover, e.spareKinds, err)
 	}
 	holds(t, e, p)
 }
