@@ -345,11 +345,9 @@ func (q *questions) ask(some *question) error {
 }
 
 func (q *questions) start() error {
-	k, err := q.engine.reader()
-	if err != nil {
-		return err
+	if k, err := q.engine.reader(); err == nil { // Else one has to do.
+		q.kernels = append(q.kernels, k)
 	}
-	q.kernels = append(q.kernels, k)
 	q.asked, q.answered = make(chan *question), make(chan *question, len(q.kernels))
 	for _, k := range q.kernels {
 		go func() {

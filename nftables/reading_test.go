@@ -353,6 +353,29 @@ func TestManyUnexpected(t *testing.T) {
 	}
 }
 
+// TestOneSocketWillDo: where no second socket can be opened, everything is read over the one that there is.
+func TestOneSocketWillDo(t *testing.T) {
+	nstest.Enter(t)
+	ctx := context.Background()
+	e, _ := testEngine(t, plan.IPv4)
+	e.mostListed = 2
+	p := plantest.Large(1000, 4)
+	tried := 0
+	e.reader = func() (kernel, error) {
+		tried++
+		return nil, unix.EMFILE
+	}
+	for range 2 {
+		if err := e.Sync(ctx, p, plan.Everything()); err != nil || len(e.Found) > 0 {
+			t.Errorf("found %v; %v", e.Found, err)
+		}
+	}
+	if tried == 0 {
+		t.Error("no second socket was asked for")
+	}
+	holds(t, e, p)
+}
+
 // TestReadingEnds: whoever reads elements stops soon after the end of the context.
 func TestReadingEnds(t *testing.T) {
 	nstest.Enter(t)
