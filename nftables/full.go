@@ -125,10 +125,14 @@ func (s *fullSync) beyondRepair(err error) bool {
 var errPanic = errors.New("a comparison with the kernel has panicked; this is a fault in nodeproxy")
 
 // panicked logs a panic, and returns it as an error.
-func (e *engine) panicked(fault any) error {
-	err := fmt.Errorf("%w: %v", errPanic, fault)
+func (e *engine) panicked(with any) error {
+	err := fmt.Errorf("%w: %v", errPanic, with)
+	stack := debug.Stack()
+	if elsewhere, is := with.(*fault); is {
+		stack = elsewhere.stack
+	}
 	e.failed(e.family, false)
-	e.log.Error("comparing the nftables table with what was written", "family", e.family, "error", err, "stack", string(debug.Stack()))
+	e.log.Error("comparing the nftables table with what was written", "family", e.family, "error", err, "stack", string(stack))
 	return err
 }
 

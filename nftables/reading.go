@@ -3,9 +3,11 @@ package nftables
 import (
 	"context"
 	"errors"
+	"fmt"
 	"iter"
 	"maps"
 	"net/netip"
+	"runtime/debug"
 	"slices"
 
 	"nodeproxy/kernel/names"
@@ -287,16 +289,27 @@ func (e *engine) find(ctx context.Context, k kernel, list iter.Seq[element], vis
 
 // question asks for some elements.
 type question struct {
-	at  []element
-	has []value
-	is  []bool
-	err error
-	// fault is what an answer has panicked with.
-	fault any
+	at    []element
+	has   []value
+	is    []bool
+	err   error
+	fault *fault // unless it is nil, the answer has panicked
 }
 
+// fault is what another goroutine has panicked with, and where.
+type fault struct {
+	with  any
+	stack []byte
+}
+
+func (f *fault) String() string { return fmt.Sprint(f.with) }
+
 func (q *question) answer(e *engine, k kernel) {
-	defer func() { q.fault = recover() }()
+	defer func() {
+		if with := recover(); with != nil {
+			q.fault = &fault{with, debug.Stack()}
+		}
+	}()
 	keys := make([]nft.ElementKey, len(q.at))
 	for n, el := range q.at {
 		keys[n] = nft.ElementKey{Set: e.sets[el.set].Name, Key: el.key, End: el.end}
