@@ -82,7 +82,8 @@ func (e *engine) snapshot() *snapshot {
 	return s
 }
 
-// began begins a comparison, and reads what the table has beside elements. How many of these there are should not have changed since.
+// began begins a comparison, and reads what the table has beside elements. No sync should have changed any of it, nor how many elements there
+// are, meanwhile.
 func (e *engine) began(k kernel) (s *snapshot, content *nft.Content, err error) {
 	for range mostReads {
 		if s = e.snapshot(); s == nil {
@@ -96,7 +97,7 @@ func (e *engine) began(k kernel) (s *snapshot, content *nft.Content, err error) 
 			s.counts = content.Counts
 		}
 		e.mu.Lock()
-		quiet := len(e.touched) == 0
+		quiet := len(e.touched) == 0 && e.layout == s.layout
 		e.mu.Unlock()
 		if quiet {
 			break
@@ -219,6 +220,9 @@ func (e *engine) compareElements(ctx context.Context, k kernel, s *snapshot) (fo
 	}
 	e.mu.Lock()
 	defer e.mu.Unlock()
+	if e.full == s.full && !s.layout.partial { // What nothing leads to is gone.
+		e.unread = [setCount]bool{}
+	}
 	return found, e.current == nil, nil
 }
 
@@ -375,7 +379,7 @@ func (e *engine) repair(ctx context.Context, s *snapshot, suspects map[id]*value
 }
 
 // removeSpareKinds removes the chains of kinds that no ServicePort uses any more, and the elements that lead to them. used are the kinds in use
-// when a comparison began.
+// when a comparison began. Chains that could not be removed before are tried again.
 func (e *engine) removeSpareKinds(ctx context.Context, s *snapshot, used map[kind]bool) error {
 	e.mu.Lock()
 	defer e.mu.Unlock()
@@ -389,22 +393,32 @@ func (e *engine) removeSpareKinds(ctx context.Context, s *snapshot, used map[kin
 	}
 	left := maps.Clone(e.kinds)
 	maps.DeleteFunc(left, func(k kind, _ bool) bool { return !used[k] })
-	keep := fixed(left)
+	keep, all := fixed(left), fixed(e.kinds)
+	maps.Copy(all, e.spareKinds) // of ServicePorts that are not refused any more
 	t := &transactions{engine: e, ctx: ctx, layout: e.layout}
-	err := t.try(nil, removals(fixed(e.kinds), func(i id) bool { _, is := keep[i]; return !is }))
+	err := t.try(nil, removals(all, func(i id) bool { _, is := keep[i]; return !is }))
 	if err != nil {
 		e.forget()
 		return err
 	}
 	before, after := e.layout.kindChains(e.kinds), namesOf(e.layout.kindChains(left), nil)
-	e.kinds = left
-	spare := intruders{}
+	e.kinds, e.spareKinds = left, nil
+	old, spare := intruders{}, intruders{}
+	for _, name := range slices.Sorted(maps.Keys(e.leftover)) {
+		if !after[name] {
+			old.chains = append(old.chains, name)
+		}
+	}
 	for _, c := range before {
-		if !after[c.Name] {
+		if !after[c.Name] && !e.leftover[c.Name] {
 			spare.chains = append(spare.chains, c.Name)
 		}
 	}
-	e.removeChains(spare)
+	for _, some := range []intruders{old, spare} {
+		if !some.empty() {
+			e.removeChains(some)
+		}
+	}
 	return nil
 }
 

@@ -228,11 +228,15 @@ func BenchmarkChangeDuringComparison(b *testing.B) {
 			var took []time.Duration
 			n := 0
 			for b.Loop() {
-				k, err := read() // by this thread, which is in the namespace
-				if err != nil {
-					b.Fatal(err)
+				ready := make(chan kernel, 2) // They are opened by this thread, which is in the namespace.
+				for range cap(ready) {
+					k, err := read()
+					if err != nil {
+						b.Fatal(err)
+					}
+					ready <- k
 				}
-				e.reader = func() (kernel, error) { return k, nil }
+				e.reader = func() (kernel, error) { return <-ready, nil }
 				ended := make(chan error)
 				go func() {
 					found, again, err := e.compareBeside(context.Background())
@@ -259,6 +263,9 @@ func BenchmarkChangeDuringComparison(b *testing.B) {
 						}
 						took = append(took, time.Since(start))
 					}
+				}
+				for close(ready); len(ready) > 0; {
+					_ = (<-ready).Close()
 				}
 			}
 			slices.Sort(took)

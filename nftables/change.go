@@ -40,6 +40,16 @@ func (e *engine) syncChanged(ctx context.Context, p *plan.Plan, changed plan.Key
 		count(e.current[k].sp, users, -1)
 		count(p.Services[k], users, 1)
 	}
+	if e.unread != ([setCount]bool{}) {
+		for _, want := range wants {
+			if _, err := e.missed(ctx, differing(had, want), func(i id, v value) error {
+				had[i] = v
+				return nil
+			}); err != nil {
+				return err
+			}
+		}
+	}
 	stale := rangesByFrontend(e.family, had)
 	for i, g := range groups {
 		if g.writes = append(stale.without(wants[i], had), differing(had, wants[i])...); len(g.writes) > 0 {

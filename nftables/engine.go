@@ -78,10 +78,12 @@ type engine struct {
 	leftover    map[string]bool // chains that no kind uses any more, and that could not be removed yet
 	// existed is set where the last sync failed as something existed already, and certain where everything is read anew after that.
 	existed, certain bool
-	// full is how many syncs of everything have begun. touched are the elements that were written since a comparison beside syncs began;
+	// full is how many syncs have begun that do not go by what was written. touched are the elements that were written since a comparison beside syncs began;
 	// nil if there is none.
 	full    int
 	touched map[id]bool
+	// unread are the sets in which there may be elements that nothing leads to, and that neither a sync nor a comparison has read.
+	unread [setCount]bool
 	backend.Comparison
 }
 

@@ -457,6 +457,42 @@ func TestComparisonPanics(t *testing.T) {
 	holds(t, e, p)
 }
 
+// panickingAnswers is a kernel of which the answer to a question does.
+type panickingAnswers struct{ kernel }
+
+func (panickingAnswers) Find(plan.Family, string, []nft.ElementKey, func(int, nft.Element, bool) error) error {
+	panic("not foreseen")
+}
+
+// TestAnswersPanic: so is one that panics where many elements are asked for side by side, and the log says where it did.
+func TestAnswersPanic(t *testing.T) {
+	nstest.Enter(t)
+	var log strings.Builder
+	e, k := testEngine(t, plan.IPv4)
+	e.log = slog.New(slog.NewTextHandler(&log, nil))
+	e.mostListed = 2
+	p := plantest.Large(1000, 4)
+	ctx := context.Background()
+	if err := e.Sync(ctx, p, plan.Everything()); err != nil {
+		t.Fatal(err)
+	}
+	e.reader = func() (kernel, error) {
+		r, err := read()
+		return panickingAnswers{r}, err
+	}
+	if _, again, err := e.compareBeside(ctx); !again || !errors.Is(err, errPanic) {
+		t.Errorf("beside syncs: %t, %v", again, err)
+	}
+	k.kernel = panickingAnswers{k.kernel}
+	if err := e.Sync(ctx, p, plan.Everything()); err != nil || len(e.Found) != 1 || e.Found[0].Kind != drift.Table {
+		t.Errorf("found %v: %v", e.Found, err)
+	}
+	if got := log.String(); strings.Count(got, "panickingAnswers.Find") < 2 {
+		t.Errorf("the log says %s", got)
+	}
+	holds(t, e, p)
+}
+
 // FuzzElement: an element of whatever keys and data has a text, and what has the form of this program's elements can be taken apart.
 func FuzzElement(f *testing.F) {
 	f.Add(uint8(endpoints), "", "", "\x0a\x00\x00\x01\x00\x50\x00\x00", "", "", "")

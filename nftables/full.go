@@ -20,7 +20,6 @@ import (
 // syncAll reads the kernel's content, and changes it where it differs from the plan. Unless unknown is set, elements are what the syncs before
 // have written, and are not read: that takes a second for some hundred thousand of them.
 func (e *engine) syncAll(ctx context.Context, p *plan.Plan, unknown bool) error {
-	e.full++
 	s := e.fullSync(p)
 	known := s.layout
 	if e.current != nil {
@@ -41,6 +40,10 @@ func (e *engine) syncAll(ctx context.Context, p *plan.Plan, unknown bool) error 
 			s.have = e.remembered()
 		}
 	}
+	if !s.remembers {
+		e.full++
+		e.unread = [setCount]bool{}
+	}
 	e.Compared = e.current != nil && !s.remembers
 	if s.rebuild && content != nil && len(content.Chains) > 0 && p.Partial && !e.Compared { // A table without chains does nothing.
 		return fmt.Errorf("the table %s is another version's: %w", names.NFTables, plan.ErrPartial)
@@ -51,6 +54,8 @@ func (e *engine) syncAll(ctx context.Context, p *plan.Plan, unknown bool) error 
 			return err
 		}
 		e.log.Warn("creating the nftables table anew, as what is in it can't be mended", "family", e.family, "error", err)
+		e.full++
+		e.unread = [setCount]bool{}
 		s = e.fullSync(p)
 		s.content, s.rebuild = content, true
 	} else if e.Compared {
@@ -96,6 +101,9 @@ func (s *fullSync) compare(ctx context.Context) error {
 			return err
 		}
 		if s.Found = nil; s.Compared {
+			if err := s.unled(ctx); err != nil {
+				return err
+			}
 			s.differences()
 		}
 		if settled || len(s.Found) == 0 {
@@ -117,10 +125,14 @@ func (s *fullSync) beyondRepair(err error) bool {
 var errPanic = errors.New("a comparison with the kernel has panicked; this is a fault in nodeproxy")
 
 // panicked logs a panic, and returns it as an error.
-func (e *engine) panicked(fault any) error {
-	err := fmt.Errorf("%w: %v", errPanic, fault)
+func (e *engine) panicked(with any) error {
+	err := fmt.Errorf("%w: %v", errPanic, with)
+	stack := debug.Stack()
+	if elsewhere, is := with.(*fault); is {
+		stack = elsewhere.stack
+	}
 	e.failed(e.family, false)
-	e.log.Error("comparing the nftables table with what was written", "family", e.family, "error", err, "stack", string(debug.Stack()))
+	e.log.Error("comparing the nftables table with what was written", "family", e.family, "error", err, "stack", string(stack))
 	return err
 }
 
@@ -157,13 +169,12 @@ type fullSync struct {
 	before  *layout         // of what the sync before has written; nil if there is none
 	ours    map[string]bool // the chains that it has written
 	plan    *plan.Plan
-	forms   []form         // of the sets
-	content *nft.Content   // nil if there is no table
-	rebuild bool           // whether the table is created anew
-	have    map[id]value   // elements in the kernel, except those found in the plan so far
-	foreign map[id]value   // elements in the kernel that this program can't have written
-	byKey   [setCount]bool // the sets of which not all elements were read
-	shown   bool           // whether all of them are to be
+	forms   []form       // of the sets
+	content *nft.Content // nil if there is no table
+	rebuild bool         // whether the table is created anew
+	have    map[id]value // elements in the kernel, except those found in the plan so far
+	foreign map[id]value // elements in the kernel that this program can't have written
+	shown   bool         // whether all of them are to be
 	// remembers says that have is what the syncs before have written, and not what was read.
 	remembers bool
 	used      map[kind]bool
@@ -331,7 +342,7 @@ func (s *fullSync) unmet(ctx context.Context, emit func(group) error) (*wanted, 
 		clear(leadsTo)
 		mine := s.layout.elements(w, leadsTo)
 		writes := differing(s.have, mine)
-		if met, err := s.missed(ctx, writes); err != nil {
+		if met, err := s.missed(ctx, writes, s.note); err != nil {
 			return nil, err
 		} else if met {
 			writes = differing(s.have, mine)

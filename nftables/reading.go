@@ -3,9 +3,11 @@ package nftables
 import (
 	"context"
 	"errors"
+	"fmt"
 	"iter"
 	"maps"
 	"net/netip"
+	"runtime/debug"
 	"slices"
 
 	"nodeproxy/kernel/names"
@@ -72,10 +74,12 @@ func (s *fullSync) readElements(ctx context.Context, settled bool) error {
 		for _, l := range led[set] {
 			n += l.count
 		}
-		if max(n, s.counted(set)) <= s.mostListed {
+		if s.size(set, n) <= s.mostListed {
 			listed = append(listed, set)
 		} else if _, err := s.ask(ctx, set, indices(led[set])); err != nil {
 			return err
+		} else {
+			s.unread[set] = !s.shown
 		}
 	}
 	if err := s.list(ctx, settled, listed); err != nil {
@@ -84,10 +88,12 @@ func (s *fullSync) readElements(ctx context.Context, settled bool) error {
 	listed = nil
 	for _, of := range []endpointSets{clusterSets, localSets} {
 		chosen := s.chosen(of)
-		if max(len(chosen), s.counted(of.sticky)) <= s.mostListed {
+		if s.size(of.sticky, len(chosen)) <= s.mostListed {
 			listed = append(listed, of.sticky)
 		} else if _, err := s.ask(ctx, of.sticky, maps.Keys(chosen)); err != nil {
 			return err
+		} else {
+			s.unread[of.sticky] = !s.shown
 		}
 	}
 	return s.list(ctx, settled, listed)
@@ -95,6 +101,14 @@ func (s *fullSync) readElements(ctx context.Context, settled bool) error {
 
 // counted is how many elements a set has; 0 where the kernel does not tell.
 func (s *fullSync) counted(set setID) int { return s.content.Counts[s.sets[set].Name] }
+
+// size is how many elements a set has; where the kernel does not tell, how many of them something leads to.
+func (s *fullSync) size(set setID, led int) int {
+	if n, told := s.content.Counts[s.sets[set].Name]; told {
+		return n
+	}
+	return led
+}
 
 // list reads all elements of sets.
 func (s *fullSync) list(ctx context.Context, settled bool, sets []setID) error {
@@ -122,7 +136,6 @@ func (s *fullSync) note(i id, v value) error {
 // ask reads elements of one set by their keys, and its catch-all element, and returns how many of the former there are. Where the table is
 // read to be shown, and the kernel says that there are others, it lists all.
 func (s *fullSync) ask(ctx context.Context, set setID, keys iter.Seq[string]) (found int, err error) {
-	s.byKey[set] = true
 	err = s.find(ctx, s.kernel, func(yield func(element) bool) {
 		if !yield(element{id: id{set: set}}) {
 			return
@@ -207,23 +220,48 @@ func (s *fullSync) chosen(of endpointSets) map[string]bool {
 	return out
 }
 
+// unled reads the elements that syncs have written, and that nothing in the kernel leads to any more: where something that leads to others is
+// missing, these are not.
+func (s *fullSync) unled(ctx context.Context) error {
+	if s.unread == ([setCount]bool{}) {
+		return nil
+	}
+	return s.find(ctx, s.kernel, func(yield func(element) bool) {
+		mine := map[id]value{}
+		for _, w := range s.current {
+			clear(mine)
+			s.before.fill(w, mine, map[kind]bool{})
+			for i := range mine {
+				if _, is := s.have[i]; !is && s.unread[i.set] && !yield(element{id: i}) {
+					return
+				}
+			}
+		}
+	}, func(at element, v value, is bool) error {
+		if !is {
+			return nil
+		}
+		return s.note(at.id, v)
+	})
+}
+
 // missed reads those of the elements that are about to be added which are there already, and nothing leads to: an interrupted sync has left
-// them. It reports whether there are any.
-func (s *fullSync) missed(ctx context.Context, writes []write) (met bool, err error) {
+// them. It calls note with each, and reports whether there are any. No transaction may be under way.
+func (e *engine) missed(ctx context.Context, writes []write, note func(id, value) error) (met bool, err error) {
 	var added []element
 	for _, w := range writes {
-		if w.had == nil && s.byKey[w.set] {
+		if w.had == nil && e.unread[w.set] {
 			added = append(added, element{id: w.id})
 		}
 	}
 	if len(added) == 0 {
 		return false, nil
 	}
-	err = s.find(ctx, s.kernel, slices.Values(added), func(at element, v value, is bool) error {
+	err = e.find(ctx, e.kernel, slices.Values(added), func(at element, v value, is bool) error {
 		if met = met || is; !is {
 			return nil
 		}
-		return s.note(at.id, v)
+		return note(at.id, v)
 	})
 	return met, err
 }
@@ -251,16 +289,27 @@ func (e *engine) find(ctx context.Context, k kernel, list iter.Seq[element], vis
 
 // question asks for some elements.
 type question struct {
-	at  []element
-	has []value
-	is  []bool
-	err error
-	// fault is what an answer has panicked with.
-	fault any
+	at    []element
+	has   []value
+	is    []bool
+	err   error
+	fault *fault // unless it is nil, the answer has panicked
 }
 
+// fault is what another goroutine has panicked with, and where.
+type fault struct {
+	with  any
+	stack []byte
+}
+
+func (f *fault) String() string { return fmt.Sprint(f.with) }
+
 func (q *question) answer(e *engine, k kernel) {
-	defer func() { q.fault = recover() }()
+	defer func() {
+		if with := recover(); with != nil {
+			q.fault = &fault{with, debug.Stack()}
+		}
+	}()
 	keys := make([]nft.ElementKey, len(q.at))
 	for n, el := range q.at {
 		keys[n] = nft.ElementKey{Set: e.sets[el.set].Name, Key: el.key, End: el.end}
@@ -309,11 +358,9 @@ func (q *questions) ask(some *question) error {
 }
 
 func (q *questions) start() error {
-	k, err := q.engine.reader()
-	if err != nil {
-		return err
+	if k, err := q.engine.reader(); err == nil { // Else one has to do.
+		q.kernels = append(q.kernels, k)
 	}
-	q.kernels = append(q.kernels, k)
 	q.asked, q.answered = make(chan *question), make(chan *question, len(q.kernels))
 	for _, k := range q.kernels {
 		go func() {

@@ -6,8 +6,11 @@ import (
 	"fmt"
 	"maps"
 	"slices"
+	"syscall"
 	"testing"
+	"time"
 
+	"golang.org/x/sys/unix"
 	"pgregory.net/rapid"
 
 	"nodeproxy/internal/nstest"
@@ -228,6 +231,105 @@ func TestSpareKinds(t *testing.T) {
 	}
 }
 
+// TestSpareKindsInUse: chains that the kernel considers in use when a comparison wants to remove them, as kernels before 6.2 do for a while, are
+// removed with those that are spare next.
+func TestSpareKindsInUse(t *testing.T) {
+	nstest.Enter(t)
+	ctx := context.Background()
+	e, k := testEngine(t, plan.IPv4)
+	p := plantest.Large(1, 1)
+	if err := e.Sync(ctx, p, plan.Everything()); err != nil {
+		t.Fatal(err)
+	}
+	for round := range 3 {
+		changed := plan.Keys{}
+		for i := range spareKindsMost {
+			sp := ownTimeout(1 + i + round*spareKindsMost/2) // Half of them are as in the round before.
+			p.Set(sp)
+			changed.Add(sp.Key)
+		}
+		if err := e.Sync(ctx, p, plan.Only(changed)); err != nil {
+			t.Fatal(err)
+		}
+		for key := range changed {
+			p.Delete(key)
+		}
+		if err := e.Sync(ctx, p, plan.Only(changed)); err != nil {
+			t.Fatal(err)
+		}
+		if before := k.commits; round < 2 {
+			k.fail = func(commit int) error {
+				if commit > before+1 { // The elements go first.
+					return unix.EBUSY
+				}
+				return nil
+			}
+		}
+		if found, again, err := e.compareBeside(ctx); len(found) > 0 || again || err != nil {
+			t.Errorf("a comparison: %v, %t, %v", found, again, err)
+		}
+		k.fail = nil
+	}
+	chains, err := nft.Chains(plan.IPv4, names.NFTables)
+	if want := len(e.layout.chains()) + len(e.layout.kindChains(e.kinds)); err != nil || len(chains) != want || len(e.leftover) > 0 {
+		t.Errorf("%d chains are left, want %d, and %d are left over: %v", len(chains), want, len(e.leftover), err)
+	}
+	holds(t, e, p)
+}
+
+// TestSpareKindsOfRefused: the kinds that a refused ServicePort has kept go too, once it is not refused any more.
+func TestSpareKindsOfRefused(t *testing.T) {
+	nstest.Enter(t)
+	ctx := context.Background()
+	e, s, _ := faultyEngine(t, plan.IPv4)
+	p := plantest.Large(1, 1)
+	sp := ownTimeout(200)
+	p.Set(sp)
+	if err := e.Sync(ctx, p, plan.Everything()); err != nil {
+		t.Fatal(err)
+	}
+	wish := ownTimeout(201)
+	wish.Key, wish.Frontends = sp.Key, sp.Frontends
+	p.Set(wish)
+	s.refuses = func(set, _ string) syscall.Errno {
+		if set == e.sets[stickyEndpoints].Name {
+			return unix.EINVAL
+		}
+		return 0
+	}
+	if err := e.Sync(ctx, p, plan.Everything()); err != nil || len(e.refused) != 1 || len(e.spareKinds) == 0 {
+		t.Fatalf("%d refused, with %d kinds: %v", len(e.refused), len(e.spareKinds), err)
+	}
+	s.refuses = nil
+	gone := plan.Keys{}
+	for i := range spareKindsMost {
+		more := ownTimeout(i)
+		p.Set(more)
+		gone.Add(more.Key)
+	}
+	p.Delete(sp.Key)
+	gone.Add(sp.Key)
+	if err := e.Sync(ctx, p, plan.Only(gone)); err != nil || len(e.refused) > 0 {
+		t.Fatalf("%d refused: %v", len(e.refused), err)
+	}
+	for key := range gone {
+		p.Delete(key)
+	}
+	if err := e.Sync(ctx, p, plan.Only(gone)); err != nil {
+		t.Fatal(err)
+	}
+	for range 2 {
+		if found, again, err := e.compareBeside(ctx); len(found) > 0 || again || err != nil {
+			t.Errorf("a comparison: %v, %t, %v", found, again, err)
+		}
+	}
+	chains, err := nft.Chains(plan.IPv4, names.NFTables)
+	if want := len(e.layout.chains()) + len(e.layout.kindChains(e.kinds)); err != nil || len(chains) != want || len(e.leftover)+len(e.spareKinds) > 0 {
+		t.Errorf("%d chains are left, want %d; left over are %v, which %v lead to: %v", len(chains), want, e.leftover, e.spareKinds, err)
+	}
+	holds(t, e, p)
+}
+
 // TestManyUnexpected: any number of elements that should not be there is removed beside syncs.
 func TestManyUnexpected(t *testing.T) {
 	nstest.Enter(t)
@@ -249,6 +351,29 @@ func TestManyUnexpected(t *testing.T) {
 		}
 		holds(t, e, p)
 	}
+}
+
+// TestOneSocketWillDo: where no second socket can be opened, everything is read over the one that there is.
+func TestOneSocketWillDo(t *testing.T) {
+	nstest.Enter(t)
+	ctx := context.Background()
+	e, _ := testEngine(t, plan.IPv4)
+	e.mostListed = 2
+	p := plantest.Large(1000, 4)
+	tried := 0
+	e.reader = func() (kernel, error) {
+		tried++
+		return nil, unix.EMFILE
+	}
+	for range 2 {
+		if err := e.Sync(ctx, p, plan.Everything()); err != nil || len(e.Found) > 0 {
+			t.Errorf("found %v; %v", e.Found, err)
+		}
+	}
+	if tried == 0 {
+		t.Error("no second socket was asked for")
+	}
+	holds(t, e, p)
 }
 
 // TestReadingEnds: whoever reads elements stops soon after the end of the context.
@@ -300,4 +425,150 @@ func TestCountersByKey(t *testing.T) {
 	if got := read(); got != all {
 		t.Errorf("by key: %s, listed: %s", got, all)
 	}
+}
+
+// TestUnreadIsMet: what an interrupted sync has left, and no start has read, is in the way of no change, until a comparison has removed it.
+func TestUnreadIsMet(t *testing.T) {
+	nstest.Enter(t)
+	ctx := context.Background()
+	sticky := plantest.LargeService(3, 9, 5)
+	sticky.Affinity = time.Hour
+	for _, grown := range []*plan.ServicePort{plantest.LargeService(3, 9, 5), sticky} {
+		p := plantest.Large(300, 3)
+		before := plantest.LargeService(3, 9, 3)
+		before.Affinity = grown.Affinity
+		other := plantest.LargeService(4, 12, 3)
+		other.Affinity = grown.Affinity
+		p.Set(before)
+		p.Set(other)
+		plain := setsOf(kind{}).plain
+		if grown.Affinity > 0 {
+			plain = setsOf(kind{}).choice
+		}
+		name := nameOf(plan.IPv4, grown.Frontends[0])
+		change := plan.Only(plan.Keys{grown.Key: {}})
+		for _, c := range []plan.Change{change, plan.EveryService()} {
+			_ = Cleanup()
+			p.Set(before)
+			first, _ := testEngine(t, plan.IPv4)
+			if err := first.Sync(ctx, p, plan.Everything()); err != nil {
+				t.Fatal(err)
+			}
+			left := map[id]value{}
+			for n := range uint32(10) {
+				left[id{set: plain, key: indexed(name, 3+n)}] = value{data: string(make([]byte, formsOf(first.sets)[plain].data))}
+			}
+			put(t, first, left)
+			e, r := askingEngine(t, plan.IPv4)
+			e.mostListed = 2
+			if err := e.Sync(ctx, p, plan.Everything()); err != nil {
+				t.Fatal(err)
+			}
+			p.Set(grown)
+			if err := e.Sync(ctx, p, c); err != nil {
+				t.Errorf("affinity %v, every Service %t: %v", grown.Affinity, c.All(), err)
+				continue
+			}
+			if found, again, err := e.compareBeside(ctx); len(found) != len(left)-2 || again || err != nil {
+				t.Errorf("affinity %v: a comparison found %v, %t, %v", grown.Affinity, found, again, err)
+			}
+			holds(t, e, p)
+			p.Set(before)
+			if r.asked = 0; e.Sync(ctx, p, change) != nil || r.asked > 0 {
+				t.Errorf("affinity %v: after a comparison, a change asks for %d elements", grown.Affinity, r.asked)
+			}
+			holds(t, e, p)
+		}
+	}
+}
+
+// TestFoundByKey: where frontends and choices are missing, a sync of everything that reads by key does not call missing what they led to.
+func TestFoundByKey(t *testing.T) {
+	nstest.Enter(t)
+	ctx := context.Background()
+	e, _ := testEngine(t, plan.IPv4)
+	e.mostListed = 2
+	p := plantest.Large(30, 3)
+	for i := range 2 {
+		sticky := plantest.LargeService(i, 100, 4)
+		sticky.Affinity = time.Hour
+		p.Set(sticky)
+	}
+	if err := e.Sync(ctx, p, plan.Everything()); err != nil {
+		t.Fatal(err)
+	}
+	nstest.Exec(t, "nft", "delete element ip nodeproxy services { 10.96.0.11 . tcp . 80, 10.96.0.12 . tcp . 80 }; "+
+		"delete element ip nodeproxy choices { 10.96.0.10 . tcp . 80 . 0:1 }; delete element ip nodeproxy endpoints { 10.96.0.12 . tcp . 80 . 0:2 }")
+	if err := e.Sync(ctx, p, plan.Everything()); err != nil || len(e.Found) != 4 {
+		t.Errorf("found %d: %v; %v", len(e.Found), e.Found, err)
+	}
+	holds(t, e, p)
+}
+
+// TestSmallSetsAreListed: frontends that another program has written, of kinds with a million endpoints, do not make a start ask for them.
+func TestSmallSetsAreListed(t *testing.T) {
+	nstest.Enter(t)
+	ctx := context.Background()
+	first, _ := testEngine(t, plan.IPv4)
+	p := plantest.Large(30, 3)
+	if err := first.Sync(ctx, p, plan.Everything()); err != nil {
+		t.Fatal(err)
+	}
+	fe := plan.Frontend{Kind: plan.NodePort, Protocol: plan.TCP, Port: 1}
+	put(t, first, map[id]value{{set: services, key: nameOf(plan.IPv4, fe)}: {data: string(native(kind{treatment: internal, count: maxCount}.number()))}})
+	e, r := askingEngine(t, plan.IPv4)
+	if err := e.Sync(ctx, p, plan.Everything()); err != nil || r.asked > 0 {
+		t.Errorf("asked for %d elements: %v", r.asked, err)
+	}
+	holds(t, e, p)
+}
+
+// TestSettingsDuringComparison: where a setting changes, and nothing is read for that, a comparison that is under way finds what another program
+// has done, and asks for no sync of everything.
+func TestSettingsDuringComparison(t *testing.T) {
+	nstest.Enter(t)
+	ctx := context.Background()
+	for _, late := range []bool{false, true} {
+		_ = Cleanup()
+		e, _ := testEngine(t, plan.IPv4)
+		p := plantest.Large(300, 3)
+		if err := e.Sync(ctx, p, plan.Everything()); err != nil {
+			t.Fatal(err)
+		}
+		changes := 0
+		change := func() {
+			if changes++; changes > 1 {
+				return
+			}
+			p.Settings.MasqueradeAll = true
+			if late {
+				p.Set(plantest.LargeService(7, 5000, 4))
+			}
+			if err := e.Sync(ctx, p, plan.EveryService()); err != nil || e.Compared {
+				t.Errorf("compared: %t, %v", e.Compared, err)
+			}
+		}
+		if beside(e, change); !late {
+			e.reader = func() (kernel, error) {
+				k, err := read()
+				return beginning{k, change}, err
+			}
+		}
+		nstest.Exec(t, "nft", "delete element ip nodeproxy services { 10.96.0.12 . tcp . 80 }")
+		if found, again, err := e.compareBeside(ctx); len(found) != 1 || again || err != nil {
+			t.Errorf("late %t: found %v, %t, %v", late, found, again, err)
+		}
+		holds(t, e, p)
+	}
+}
+
+// beginning is a kernel beside which something happens before a table is read.
+type beginning struct {
+	kernel
+	before func()
+}
+
+func (k beginning) Read(f plan.Family, table string, sets []nft.Set, chains []nft.Chain) (*nft.Content, error) {
+	k.before()
+	return k.kernel.Read(f, table, sets, chains)
 }
