@@ -43,6 +43,10 @@ type engine struct {
 	onRefused func(plan.Family, []plan.Refusal)
 	changes   []change // of virtual servers, for flush to make
 	backend.Comparison
+	// rest is what is touched and left to the next sync; nil if that is nothing. lastAddress is the last address of such that was changed.
+	rest        *touched
+	lastAddress netip.Addr
+	mostAtOnce  int // the constant, or less
 	// alike is the number of full comparisons that found all virtual servers as they had been written.
 	alike int
 	// swept is set once the sets that kube-proxy alone uses have been removed, as far as that was possible.
@@ -83,10 +87,12 @@ func (e *engine) Sync(ctx context.Context, p *plan.Plan, change plan.Change) err
 	if change.All() || e.desired == nil || p.Partial && p.Adds(change.Keys(), e.family, e.desired.services) {
 		err = e.syncAll(ctx, p)
 	} else {
-		err = e.apply(e.desired.update(p, change.Keys()), nil)
+		t := e.desired.update(p, change.Keys(), e.mostAtOnce)
+		e.step(t)
+		err = e.apply(t, nil)
 	}
 	if err != nil {
-		e.desired = nil
+		e.desired, e.rest = nil, nil
 		return fmt.Errorf("programming %s: %w", e.family, err)
 	}
 	e.reportRefused()
@@ -108,6 +114,11 @@ func (e *engine) follow() (again bool) {
 		return true
 	}
 	t, routes := e.addressesChanged(host)
+	if e.rest != nil { // Their virtual servers may not be there yet.
+		for a := range e.rest.vips {
+			delete(t.vips, a)
+		}
+	}
 	e.options.Host = host
 	if len(t.vips) == 0 && !routes {
 		return false
@@ -158,6 +169,7 @@ func (e *engine) syncAll(ctx context.Context, p *plan.Plan) error {
 		return err
 	}
 	e.options.Host = host
+	e.rest = nil
 	before := e.actual
 	if e.Compared = e.desired != nil; !e.Compared {
 		before = nil

@@ -40,6 +40,8 @@ type touched struct {
 	replaced map[ipvs.ServerID]struct{}
 	// onlyAdd keeps ports that are not desired.
 	onlyAdd bool
+	// large is what ServicePorts touch of which a sync changes a part only; nil if there is none.
+	large *touched
 }
 
 func newTouched() *touched {
@@ -66,13 +68,13 @@ func full(p *plan.Plan, f plan.Family, o Options) *state {
 	for k := range p.Services {
 		changed.Add(k)
 	}
-	s.update(p, changed)
+	s.update(p, changed, 0)
 	return s
 }
 
 // update applies the changes of the given ServicePorts, and returns what they touch. All are removed before any is added, so that
-// an object that passes from one to another is never missing.
-func (s *state) update(p *plan.Plan, changed plan.Keys) *touched {
+// an object that passes from one to another is never missing. What those touch that are larger than most, if that is not 0, is apart.
+func (s *state) update(p *plan.Plan, changed plan.Keys, most int) *touched {
 	t := newTouched()
 	keys := changed.Sorted(s.family)
 	renamed := plan.Keys{}
@@ -95,15 +97,17 @@ func (s *state) update(p *plan.Plan, changed plan.Keys) *touched {
 		}
 	}
 	slices.SortFunc(keys, plan.Key.Compare)
-	for _, k := range keys {
+	touches := make([]*touched, len(keys))
+	for i, k := range keys {
+		touches[i] = t.picked(k, s, p, most)
 		if _, stays := p.Services[k]; stays {
-			s.noteReplaced(k, t)
+			s.noteReplaced(k, touches[i])
 		}
-		s.leave(k, t)
+		s.leave(k, touches[i])
 	}
-	for _, k := range keys {
+	for i, k := range keys {
 		if sp := p.Services[k]; sp != nil {
-			s.enter(sp, t)
+			s.enter(sp, touches[i])
 		}
 	}
 	return t

@@ -28,6 +28,7 @@ func TestIncrementalEqualsFull(t *testing.T) {
 			rapid.Check(t, func(t *rapid.T) {
 				plans := rapid.SliceOfN(plantest.Plans(), 2, 4).Draw(t, "plans")
 				e, k := fakeEngine(f, testOptions)
+				inSteps(t, e)
 				for i, p := range plans {
 					p.Node, p.Settings = plans[0].Node, plans[0].Settings
 					var change plan.Change
@@ -36,6 +37,14 @@ func TestIncrementalEqualsFull(t *testing.T) {
 					}
 					if err := e.Sync(context.Background(), p, change); err != nil {
 						t.Fatal(err)
+					}
+					if e.rest != nil && i < len(plans)-1 && rapid.Bool().Draw(t, "the next change comes before the end of this one") {
+						continue
+					}
+					for n := 0; e.rest != nil; n++ {
+						if err := e.Sync(context.Background(), p, plan.Only(nil)); err != nil || n > 10_000 {
+							t.Fatalf("after %d further syncs: %v", n, err)
+						}
 					}
 					if err := e.drain(time.Now()); err != nil {
 						t.Fatal(err)

@@ -101,12 +101,12 @@ func TestTrafficOfServicePorts(t *testing.T) {
 
 	sp := p.Services[key]
 	p.Delete(key)
-	e.desired.update(p, plan.Keys{key: {}})
+	e.desired.update(p, plan.Keys{key: {}}, 0)
 	if got, err := readTraffic(context.Background(), r); err != nil || len(got) != 1 || len(r.total) != 1 {
 		t.Errorf("without ns/web: %v, %v; %d sums are kept", got, err, len(r.total))
 	}
 	p.Set(sp)
-	e.desired.update(p, plan.Keys{key: {}})
+	e.desired.update(p, plan.Keys{key: {}}, 0)
 	k.traffic[cluster], k.traffic[node] = ipvs.Traffic{Connections: 1}, ipvs.Traffic{}
 	check("as a new Service", plan.Traffic{Connections: 1})
 }

@@ -13,11 +13,16 @@ import (
 	"nodeproxy/plan/plantest"
 )
 
+// inSteps lets an engine change ServicePorts a few addresses at a time, or only those that are really large.
+func inSteps(t *rapid.T, e *engine) {
+	e.mostAtOnce = rapid.SampledFrom([]int{mostAtOnce, 100, 1}).Draw(t, "most at once")
+}
+
 // TestTransitions: while a change of policies, endpoints, source ranges or affinity is being made, whoever got to an endpoint
 // before it and gets to one after it gets to one of these all the while.
 func TestTransitions(t *testing.T) {
 	t.Parallel()
-	seen := 0
+	seen, steps := 0, 0
 	rapid.Check(t, func(t *rapid.T) {
 		// Many states in between are looked at: large plans are left to other tests.
 		c := plantest.Clusters().Filter(func(c *plantest.Cluster) bool { return len(c.Plan.Services) <= 40 }).Draw(t, "cluster")
@@ -35,6 +40,7 @@ func TestTransitions(t *testing.T) {
 			change = plan.Everything()
 		}
 		k.calls = nil
+		inSteps(t, e)
 		every, at := rapid.IntRange(1, 5).Draw(t, "looks at one state in"), 0
 		k.before = func() {
 			if at++; at%every != 0 {
@@ -62,8 +68,11 @@ func TestTransitions(t *testing.T) {
 			}
 		}
 		must(t, e.Sync(context.Background(), next, change))
+		for ; e.rest != nil; steps++ {
+			must(t, e.Sync(context.Background(), next, plan.Only(nil)))
+		}
 	})
-	if seen == 0 {
-		t.Error("no packet was sent")
+	if seen == 0 || steps == 0 {
+		t.Errorf("%d packets were sent, and %d further syncs were made", seen, steps)
 	}
 }

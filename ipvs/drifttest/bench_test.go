@@ -116,7 +116,7 @@ func BenchmarkExtremes(b *testing.B) {
 		b.Run(x.Name, func(b *testing.B) {
 			inLab(b, xtables.NFT, 1000, ipvs.Options{}, func(l *lab) {
 				err := x.Measure(b, l.plan, func(keys plan.Keys) error { return l.backend.Sync(b.Context(), l.plan, plan.Only(keys)) },
-					func() bool { return false })
+					l.backend.Unfinished)
 				if err != nil {
 					b.Error(err)
 				}

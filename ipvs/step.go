@@ -1,0 +1,146 @@
+package ipvs
+
+import (
+	"maps"
+	"net/netip"
+	"slices"
+
+	"nodeproxy/plan"
+)
+
+// mostAtOnce is about how many real servers of large ServicePorts one sync looks at, which takes some ten milliseconds; an address, with its set
+// entries and virtual servers, stands for addressSize of them.
+const (
+	mostAtOnce  = 2000
+	addressSize = 20
+)
+
+// sizeOf is about how many real servers a ServicePort has, and addresses as above.
+func sizeOf(sp *plan.ServicePort) int {
+	if sp == nil {
+		return 0
+	}
+	return len(sp.Frontends) * (addressSize + len(sp.All()))
+}
+
+// merge adds what others touch.
+func (t *touched) merge(other *touched) {
+	maps.Copy(t.servers, other.servers)
+	maps.Copy(t.members, other.members)
+	maps.Copy(t.vips, other.vips)
+	maps.Copy(t.replaced, other.replaced)
+}
+
+// forget removes what others touch.
+func (t *touched) forget(other *touched) {
+	for id := range other.servers {
+		delete(t.servers, id)
+	}
+	for m := range other.members {
+		delete(t.members, m)
+	}
+	for a := range other.vips {
+		delete(t.vips, a)
+	}
+}
+
+// empty reports whether nothing is touched.
+func (t *touched) empty() bool { return len(t.servers)+len(t.members)+len(t.vips) == 0 }
+
+// step adds a part of what large ServicePorts have changed to what others touch, and leaves the rest to the next sync. It divides by addresses,
+// each of which changes as a whole. What is not of one address, such as a node port, comes with the first part if it is desired, and goes with
+// the last one if not.
+func (e *engine) step(t *touched) {
+	rest := e.rest
+	if rest == nil {
+		rest = newTouched()
+	}
+	if t.large != nil {
+		rest.merge(t.large)
+	}
+	rest.forget(t)
+	if e.rest = nil; rest.empty() {
+		return
+	}
+	size := map[netip.Addr]int{}
+	for a := range rest.vips {
+		size[a] = addressSize
+	}
+	for id := range rest.servers {
+		if id.Mark != 0 {
+			continue
+		}
+		size[id.Addr] = max(size[id.Addr], addressSize) + len(e.desired.servers[id].realServers)
+		if have := e.actual.servers[id]; have != nil {
+			size[id.Addr] += len(have.realServers)
+		}
+	}
+	list := slices.SortedFunc(maps.Keys(size), netip.Addr.Compare)
+	if n := slices.IndexFunc(list, e.lastAddress.Less); n > 0 { // They take turns.
+		list = append(list[n:], list[:n]...)
+	}
+	waits, left := map[netip.Addr]bool{}, e.mostAtOnce
+	for _, a := range list {
+		if left <= 0 {
+			waits[a] = true
+			continue
+		}
+		left -= size[a]
+		e.lastAddress = a
+	}
+	// goes reports whether something is of this part.
+	goes := func(a netip.Addr, desired bool) bool {
+		if _, whole := size[a]; whole {
+			return !waits[a]
+		}
+		return desired || len(waits) == 0
+	}
+	for id := range rest.servers {
+		a := id.Addr
+		if id.Mark != 0 {
+			a = netip.Addr{}
+		}
+		_, desired := e.desired.servers[id]
+		if !goes(a, desired) {
+			continue
+		}
+		t.servers[id] = struct{}{}
+		if _, is := rest.replaced[id]; is {
+			t.replaced[id] = struct{}{}
+		}
+	}
+	for m := range rest.members {
+		a := m.entry.Addr
+		if m.set == setLoopBack { // It has endpoints.
+			a = netip.Addr{}
+		}
+		if goes(a, e.desired.members[m] != nil) {
+			t.members[m] = struct{}{}
+		}
+	}
+	for a := range rest.vips {
+		if goes(a, false) {
+			t.vips[a] = struct{}{}
+		}
+	}
+	if rest.forget(t); !rest.empty() {
+		e.rest = rest
+	}
+}
+
+// Unfinished reports whether the last Sync has changed some addresses of a ServicePort only, as it has many. The next one goes on, whatever its
+// change is. It must not be called during a Sync.
+func (b *Backend) Unfinished() bool {
+	return slices.ContainsFunc(b.Engines, func(e *engine) bool { return e.rest != nil })
+}
+
+// picked returns where update notes what ServicePort k touches.
+func (t *touched) picked(k plan.Key, s *state, p *plan.Plan, most int) *touched {
+	if most == 0 || max(sizeOf(s.services[k]), sizeOf(p.Services[k])) <= most {
+		return t
+	}
+	if t.large == nil {
+		t.large = newTouched()
+	}
+	return t.large
+}

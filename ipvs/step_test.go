@@ -1,0 +1,174 @@
+package ipvs
+
+import (
+	"context"
+	"net/netip"
+	"slices"
+	"testing"
+	"time"
+
+	"nodeproxy/kernel/ipvs"
+	"nodeproxy/plan"
+	"nodeproxy/plan/packetsim"
+	"nodeproxy/plan/packetsim/restore"
+	"nodeproxy/plan/plantest"
+)
+
+// TestStepsLeadToEndpoints: while the policies, endpoints and source ranges of a ServicePort change address by address, every packet to each of its
+// frontends gets to an endpoint, and is masqueraded as before or as after.
+func TestStepsLeadToEndpoints(t *testing.T) {
+	t.Parallel()
+	for i, name := range []string{"TCP", "UDP", "TCP and a node port", "UDP and a node port"} {
+		protocol, nodePort := []plan.Protocol{plan.TCP, plan.UDP}[i%2], i > 1
+		t.Run(name, func(t *testing.T) {
+			t.Parallel()
+			node := netip.MustParseAddr("192.168.1.10")
+			local := func(a netip.Addr) bool { return a == node || a.IsLoopback() }
+			p := plantest.Large(2, 1)
+			p.Node.IPs, p.Settings.ServiceCIDRs = []netip.Addr{node}, []netip.Prefix{netip.MustParsePrefix("10.96.0.0/12")}
+			version := func(external plan.Policy, first int, ranges ...netip.Prefix) *plan.ServicePort {
+				sp := *plantest.LargeService(50, first, 3)
+				sp.Key.Protocol, sp.ExternalPolicy, sp.SourceRanges, sp.Any = protocol, external, ranges, true
+				sp.Frontends[0].Protocol = protocol
+				for n := range 4 {
+					for kind, of := range map[plan.FrontendKind]string{plan.ExternalIP: "203.0.113.0", plan.LoadBalancerIP: "198.51.100.0"} {
+						a := netip.MustParseAddr(of).As4()
+						a[3] = byte(n)
+						sp.Frontends = append(sp.Frontends, plan.Frontend{Kind: kind, Addr: netip.AddrFrom4(a), Protocol: protocol, Port: 80})
+					}
+				}
+				if nodePort {
+					sp.Frontends = append(sp.Frontends, plan.Frontend{Kind: plan.NodePort, Protocol: protocol, Port: 30080})
+				}
+				slices.SortFunc(sp.Frontends, plan.Frontend.Compare)
+				sp.Endpoints.Local = sp.Endpoints.Cluster[:1]
+				return &sp
+			}
+			client := netip.MustParsePrefix("192.0.2.0/24")
+			sp := version(plan.Cluster, 7)
+			p.Set(sp)
+			e, k := fakeEngine(plan.IPv4, testOptions)
+			k.hostAddrs[node] = struct{}{}
+			must(t, e.Sync(context.Background(), p, plan.Everything()))
+			e.mostAtOnce = 1
+			looked, steps := 0, 0
+			for i, next := range []*plan.ServicePort{
+				version(plan.Local, 7), version(plan.Local, 8), version(plan.Cluster, 8, client), version(plan.Local, 20, client), version(plan.Cluster, 21),
+			} {
+				was := plan.New(p.Node, p.Settings)
+				was.Set(sp)
+				p.Set(next)
+				before, after := plan.NewEvaluator(was), plan.NewEvaluator(p)
+				k.before = func() {
+					rs, err := restore.ParseSections(plan.IPv4, k.render())
+					must(t, err)
+					for _, fe := range next.Frontends {
+						for _, src := range []netip.Addr{client.Addr().Next(), sp.Endpoints.Cluster[1].Addr.Addr()} {
+							pkt := plan.Packet{Src: src, Dst: fe.Addr, Protocol: protocol, DstPort: fe.Port, InInterface: "eth0"}
+							if !fe.Addr.IsValid() {
+								pkt.Dst, pkt.DstLocal = node, true
+							}
+							v, w := before.Verdict(pkt), after.Verdict(pkt)
+							if v.Action != plan.Forward || w.Action != plan.Forward {
+								continue
+							}
+							looked++
+							outcomes, err := rs.Trace(pkt, packetsim.Node{Local: local})
+							if err == nil {
+								err = packetsim.AgreeBetween(v, w, slices.Concat(sp.All(), next.All()), pkt, outcomes)
+							}
+							if err != nil {
+								t.Fatalf("version %d, step %d, %s: %v\nbefore: %s\nafter: %s\n%s", i, steps, pkt, err, v, w, k.render())
+							}
+						}
+					}
+				}
+				must(t, e.Sync(context.Background(), p, plan.Only(plan.Keys{next.Key: {}})))
+				for ; e.rest != nil; steps++ {
+					must(t, e.Sync(context.Background(), p, plan.Only(nil)))
+				}
+				k.before = func() {}
+				must(t, e.drain(time.Now()))
+				fresh, want := fakeEngine(plan.IPv4, testOptions)
+				want.hostAddrs[node] = struct{}{}
+				must(t, fresh.Sync(context.Background(), p, plan.Everything()))
+				if k.text() != want.text() {
+					t.Errorf("version %d: the kernel holds\n%s\ninstead of\n%s", i, k.text(), want.text())
+				}
+				sp = next
+			}
+			if looked == 0 || steps < 20 {
+				t.Errorf("%d packets were sent, and %d further syncs were made", looked, steps)
+			}
+		})
+	}
+}
+
+// TestStepsGiveWay: others change in each sync while a large ServicePort changes, and none of two large ones waits for the other.
+func TestStepsGiveWay(t *testing.T) {
+	t.Parallel()
+	e, k := fakeEngine(plan.IPv4, testOptions)
+	e.mostAtOnce = 500
+	p := plantest.Large(20, 2)
+	must(t, e.Sync(context.Background(), p, plan.Everything()))
+	large := func(i, first int) *plan.ServicePort {
+		sp := *plantest.LargeService(100+i, first, 10)
+		for n := range 100 {
+			sp.Frontends = append(sp.Frontends, plan.Frontend{Kind: plan.ExternalIP, Addr: netip.AddrFrom4([4]byte{203, 0, byte(i), byte(n)}),
+				Protocol: plan.TCP, Port: 80})
+		}
+		return &sp
+	}
+	p.Set(large(0, 100))
+	p.Set(large(1, 200))
+	change := plan.Keys{large(0, 0).Key: {}, large(1, 0).Key: {}}
+	for n := 0; ; n++ {
+		small := plantest.LargeService(3, 1000+2*n, 2)
+		p.Set(small)
+		change.Add(small.Key)
+
+		must(t, e.Sync(context.Background(), p, plan.Only(change)))
+		for _, ep := range small.Endpoints.Cluster {
+			if v := e.actual.servers[serversOf(small)[0]]; v == nil || v.realServers[ep.Addr] == nil {
+				t.Fatalf("sync %d: %s waits", n, ep.Addr)
+			}
+		}
+		change = plan.Keys{}
+		if e.rest == nil {
+			break
+		}
+		if n > 100 {
+			t.Fatal("no end after 100 syncs")
+		}
+		if other := large(1, 200); n > 3 && !e.has(other, len(other.Frontends)) { // One of them changes all the time.
+			p.Set(large(0, 300+10*n))
+			change.Add(large(0, 0).Key)
+		} else if n == 4 {
+			t.Error("all of it is there after 4 syncs")
+		}
+	}
+	fresh, want := fakeEngine(plan.IPv4, testOptions)
+	must(t, fresh.Sync(context.Background(), p, plan.Everything()))
+	must(t, e.drain(time.Now()))
+	if k.text() != want.text() {
+		t.Errorf("the kernel holds\n%s\ninstead of\n%s", k.text(), want.text())
+	}
+}
+
+// serversOf are the virtual servers of a ServicePort's frontends.
+func serversOf(sp *plan.ServicePort) (out []ipvs.ServerID) {
+	for _, fe := range sp.Frontends {
+		out = append(out, ipvs.ServerID{Family: sp.Key.Family, Addr: fe.Addr, Protocol: fe.Protocol, Port: fe.Port})
+	}
+	return out
+}
+
+// has reports whether so many of a ServicePort's virtual servers have all real servers.
+func (e *engine) has(sp *plan.ServicePort, n int) bool {
+	for _, id := range serversOf(sp) {
+		if v := e.actual.servers[id]; v != nil && len(v.realServers) == len(sp.All()) {
+			n--
+		}
+	}
+	return n <= 0
+}
