@@ -84,7 +84,7 @@ func (w *World) newRoom(n *Netns, variant Variant) (*Room, error) {
 	cmd.Stderr = os.Stderr
 	out, err := cmd.StdoutPipe()
 	if err == nil {
-		err = out.(*os.File).SetReadDeadline(time.Now().Add(time.Minute))
+		err = out.(*os.File).SetReadDeadline(time.Now().Add(Limit))
 	}
 	if err != nil {
 		return nil, err
