@@ -219,20 +219,22 @@ func (w written) toward(want written, most int, moves func(plan.Frontend) bool) 
 		return cmp.Or(a.rank-b.rank, a.fe.Compare(b.fe))
 	})
 	s = step{before: written{others: map[plan.Frontend]*written{}}, want: written{others: map[plan.Frontend]*written{}}, next: want}
+	s.next.upTo = w.upTo
 	rest := map[plan.Frontend]*written{}
 	same := map[*written]*written{} // versions with the same source ranges as those wanted
-	bare := want
+	some, bare := false, want
 	bare.withoutSources = true
 	for _, c := range list {
 		n := c.had.size(c.was) + c.want.size(c.fe)
-		if c.rank != atOnce && (len(rest) > 0 || size > 0 && size+n > most) {
+		if c.rank != atOnce && (len(rest) > 0 || some && size+n > most) {
 			if rest[c.was] = c.had; c.fe != c.was {
 				rest[c.fe] = nil
 			}
 			continue
 		}
-		size += n
-		s.next.upTo = c.fe
+		if size += n; c.rank != atOnce { // At least one of these changes, however large the cluster IP is.
+			some, s.next.upTo = true, c.fe
+		}
 		if c.had != nil && c.want != nil {
 			v, known := same[c.had]
 			if !known && sameSources(c.had.sp, want.sp) {

@@ -236,3 +236,28 @@ func TestStepsMoveFrontends(t *testing.T) {
 		})
 	}
 }
+
+// TestStepsBehindClusterIP: the other frontends change too where the cluster IP alone has more elements than a sync changes, and changes in each.
+func TestStepsBehindClusterIP(t *testing.T) {
+	nstest.Enter(t)
+	e, _ := testEngine(t, plan.IPv4)
+	e.mostAtOnce = 30
+	p := plantest.Large(2, 1)
+	p.Set(many(50, 5, 40, 0))
+	if err := e.Sync(context.Background(), p, plan.Everything()); err != nil {
+		t.Fatal(err)
+	}
+	first := e.current[many(50, 5, 40, 0).Key].sp
+	for n := range 12 {
+		sp := many(50, 5, 40, 1000*(n+1))
+		p.Set(sp)
+		if err := e.Sync(context.Background(), p, plan.Only(plan.Keys{sp.Key: {}})); err != nil {
+			t.Fatal(err)
+		}
+	}
+	for fe, v := range e.current[first.Key].frontends() {
+		if v.sp == first {
+			t.Errorf("%s has not changed in 12 syncs", fe)
+		}
+	}
+}
