@@ -261,3 +261,30 @@ func TestStepsBehindClusterIP(t *testing.T) {
 		}
 	}
 }
+
+// TestStepsUseKinds: a comparison does not remove kinds that have come into use since it began, where a ServicePort changed in steps meanwhile.
+func TestStepsUseKinds(t *testing.T) {
+	nstest.Enter(t)
+	ctx := context.Background()
+	e, _ := testEngine(t, plan.IPv4)
+	e.mostAtOnce = 1
+	p := plantest.Large(2, 1)
+	p.Set(many(50, 4, 20, 0))
+	if err := e.Sync(ctx, p, plan.Everything()); err != nil {
+		t.Fatal(err)
+	}
+	p.Set(many(50, 4, 25, 0))
+	if err := e.Sync(ctx, p, plan.Only(plan.Keys{many(50, 4, 25, 0).Key: {}})); err != nil {
+		t.Fatal(err)
+	}
+	s, used := e.snapshot(), map[kind]bool{}
+	for range s.expected(used) {
+	}
+	if err := syncWhole(e, p, plan.Only(nil)); err != nil {
+		t.Fatal(err)
+	}
+	if err := e.removeSpareKinds(ctx, s, used); err != nil {
+		t.Fatal(err)
+	}
+	holds(t, e, p)
+}
