@@ -172,3 +172,35 @@ func (e *engine) has(sp *plan.ServicePort, n int) bool {
 	}
 	return n <= 0
 }
+
+// spread is a ServicePort with external IPs and a node port, of which the external policy is Local.
+func spread(i, addresses, first int) *plan.ServicePort {
+	sp := *plantest.LargeService(100+i, first, 10)
+	sp.ExternalPolicy = plan.Local
+	sp.Endpoints.Local = sp.Endpoints.Cluster[:1]
+	for n := range addresses {
+		sp.Frontends = append(sp.Frontends, plan.Frontend{Kind: plan.ExternalIP, Addr: netip.AddrFrom4([4]byte{203, 0, byte(i), byte(n)}),
+			Protocol: plan.TCP, Port: 80})
+	}
+	sp.Frontends = append(sp.Frontends, plan.Frontend{Kind: plan.NodePort, Protocol: plan.TCP, Port: uint16(30_000 + i)})
+	return &sp
+}
+
+// TestStepsAreVerified: what a part of a change has left to later ones is no difference.
+func TestStepsAreVerified(t *testing.T) {
+	t.Parallel()
+	e, _ := fakeEngine(plan.IPv4, testOptions)
+	e.mostAtOnce = 100
+	p := plantest.Large(2, 2)
+	p.Set(spread(0, 20, 100))
+	must(t, e.Sync(context.Background(), p, plan.Everything()))
+	for _, next := range []*plan.ServicePort{spread(0, 20, 200), spread(0, 30, 200), spread(0, 10, 300)} {
+		p.Set(next)
+		for change := (plan.Keys{next.Key: {}}); change != nil || e.rest != nil; change = nil {
+			must(t, e.Sync(context.Background(), p, plan.Only(change)))
+			if things, found, err := e.Verify(context.Background(), next.Key.Service); err != nil || len(found) > 0 || things == 0 {
+				t.Fatalf("of %d things, %d differ: %s, %v", things, len(found), found.Words(2), err)
+			}
+		}
+	}
+}
