@@ -47,22 +47,10 @@ func (t *touched) forget(other *touched) {
 // empty reports whether nothing is touched.
 func (t *touched) empty() bool { return len(t.servers)+len(t.members)+len(t.vips) == 0 }
 
-// step adds a part of what large ServicePorts have changed to what others touch, and leaves the rest to the next sync. It divides by addresses,
-// each of which changes as a whole. What is not of one address, such as a node port, comes with the first part if it is desired, and goes with
-// the last one if not.
-func (e *engine) step(t *touched) {
-	rest := e.rest
-	if rest == nil {
-		rest = newTouched()
-	}
-	if t.large != nil {
-		rest.merge(t.large)
-	}
-	rest.forget(t)
-	if e.rest = nil; rest.empty() {
-		return
-	}
-	size := map[netip.Addr]int{}
+// divide returns the sizes of the addresses that are left to change, those of them and others that change now as t touches them, and those that
+// have to wait.
+func (e *engine) divide(rest, t *touched) (size map[netip.Addr]int, now, waits map[netip.Addr]bool) {
+	size = map[netip.Addr]int{}
 	for a := range rest.vips {
 		size[a] = addressSize
 	}
@@ -79,8 +67,19 @@ func (e *engine) step(t *touched) {
 	if n := slices.IndexFunc(list, e.lastAddress.Less); n > 0 { // They take turns.
 		list = append(list[n:], list[:n]...)
 	}
-	waits, left := map[netip.Addr]bool{}, e.mostAtOnce
+	left := e.mostAtOnce
+	waits = map[netip.Addr]bool{}
+	now = map[netip.Addr]bool{} // Others have these now, or have them too.
+	for id := range t.servers {
+		now[id.Addr] = id.Mark == 0
+	}
+	for a := range t.vips {
+		now[a] = true
+	}
 	for _, a := range list {
+		if now[a] {
+			continue
+		}
 		if left <= 0 {
 			waits[a] = true
 			continue
@@ -88,8 +87,30 @@ func (e *engine) step(t *touched) {
 		left -= size[a]
 		e.lastAddress = a
 	}
+	return size, now, waits
+}
+
+// step adds a part of what large ServicePorts have changed to what others touch, and leaves the rest to the next sync. It divides by addresses,
+// each of which changes as a whole, and at once if others change something there. What is not of one address, such as a node port, comes with the
+// first part if it is desired, and goes with the last one if not.
+func (e *engine) step(t *touched) {
+	rest := e.rest
+	if rest == nil {
+		rest = newTouched()
+	}
+	if t.large != nil {
+		rest.merge(t.large)
+	}
+	rest.forget(t)
+	if e.rest = nil; rest.empty() {
+		return
+	}
+	size, now, waits := e.divide(rest, t)
 	// goes reports whether something is of this part.
 	goes := func(a netip.Addr, desired bool) bool {
+		if now[a] {
+			return true
+		}
 		if _, whole := size[a]; whole {
 			return !waits[a]
 		}

@@ -204,3 +204,26 @@ func TestStepsAreVerified(t *testing.T) {
 		}
 	}
 }
+
+// TestStepsGiveAddressesAway: an address that a small ServicePort gets from a large one leads there alone from the first sync on.
+func TestStepsGiveAddressesAway(t *testing.T) {
+	t.Parallel()
+	e, _ := fakeEngine(plan.IPv4, testOptions)
+	e.mostAtOnce = 100
+	p := plantest.Large(2, 2)
+	large := spread(0, 20, 100)
+	p.Set(large)
+	must(t, e.Sync(context.Background(), p, plan.Everything()))
+	heir, fewer := *plantest.LargeService(1, 2, 2), *large
+	passes := large.Frontends[20]
+	heir.Frontends = append(slices.Clone(heir.Frontends), passes)
+	fewer.Frontends = slices.Delete(slices.Clone(large.Frontends), 20, 21)
+	p.Set(&heir)
+	p.Set(&fewer)
+	must(t, e.Sync(context.Background(), p, plan.Only(plan.Keys{heir.Key: {}, large.Key: {}})))
+	for m := range e.actual.members {
+		if m.entry.Addr == passes.Addr && m.set != setVIPs && e.desired.members[m] == nil {
+			t.Errorf("%s is left", e.memberName(m))
+		}
+	}
+}
