@@ -92,29 +92,33 @@ func (e *engine) divide(rest, t *touched) (size map[netip.Addr]int, now, waits m
 
 // step adds a part of what large ServicePorts have changed to what others touch, and leaves the rest to the next sync. It divides by addresses,
 // each of which changes as a whole, and at once if others change something there. What is not of one address, such as a node port, comes with the
-// first part if it is desired, and goes with the last one if not.
+// first part if it is desired. If not, it goes when all addresses have changed that still had to after it was left, as they may lead to it.
 func (e *engine) step(t *touched) {
 	rest := e.rest
 	if rest == nil {
 		rest = newTouched()
+		rest.old = newTouched()
 	}
 	if t.large != nil {
 		rest.merge(t.large)
+		rest.old.forget(t.large)
 	}
 	rest.forget(t)
 	if e.rest = nil; rest.empty() {
 		return
 	}
 	size, now, waits := e.divide(rest, t)
+	maps.DeleteFunc(rest.behind, func(a netip.Addr, _ bool) bool { return !waits[a] })
+	ends := len(rest.behind) == 0
 	// goes reports whether something is of this part.
-	goes := func(a netip.Addr, desired bool) bool {
+	goes := func(a netip.Addr, desired, old bool) bool {
 		if now[a] {
 			return true
 		}
 		if _, whole := size[a]; whole {
 			return !waits[a]
 		}
-		return desired || len(waits) == 0
+		return desired || len(waits) == 0 || ends && old
 	}
 	for id := range rest.servers {
 		a := id.Addr
@@ -122,7 +126,8 @@ func (e *engine) step(t *touched) {
 			a = netip.Addr{}
 		}
 		_, desired := e.desired.servers[id]
-		if !goes(a, desired) {
+		_, old := rest.old.servers[id]
+		if !goes(a, desired, old) {
 			continue
 		}
 		t.servers[id] = struct{}{}
@@ -135,17 +140,22 @@ func (e *engine) step(t *touched) {
 		if m.set == setLoopBack { // It has endpoints.
 			a = netip.Addr{}
 		}
-		if goes(a, e.desired.members[m] != nil) {
+		_, old := rest.old.members[m]
+		if goes(a, e.desired.members[m] != nil, old) {
 			t.members[m] = struct{}{}
 		}
 	}
 	for a := range rest.vips {
-		if goes(a, false) {
+		if goes(a, false, false) {
 			t.vips[a] = struct{}{}
 		}
 	}
-	if rest.forget(t); !rest.empty() {
-		e.rest = rest
+	if rest.forget(t); rest.empty() {
+		return
+	}
+	if e.rest = rest; ends {
+		rest.old, rest.behind = newTouched(), waits
+		rest.old.merge(rest)
 	}
 }
 

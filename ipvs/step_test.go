@@ -227,3 +227,34 @@ func TestStepsGiveAddressesAway(t *testing.T) {
 		}
 	}
 }
+
+// TestStepsEnd: what a large ServicePort has beside its addresses goes, though another one changes all the time.
+func TestStepsEnd(t *testing.T) {
+	t.Parallel()
+	e, _ := fakeEngine(plan.IPv4, testOptions)
+	e.mostAtOnce = 500
+	p := plantest.Large(2, 2)
+	p.Set(spread(0, 20, 100))
+	p.Set(spread(1, 50, 200))
+	must(t, e.Sync(context.Background(), p, plan.Everything()))
+	gone := spread(0, 20, 100).Key
+	p.Delete(gone)
+	change := plan.Keys{gone: {}}
+	for n := range 60 {
+		next := spread(1, 50, 1000+10*n)
+		p.Set(next)
+		change.Add(next.Key)
+		must(t, e.Sync(context.Background(), p, plan.Only(change)))
+		change = plan.Keys{}
+	}
+	for m := range e.actual.members {
+		if m.entry.Port == 30_000 {
+			t.Errorf("%s is left", e.memberName(m))
+		}
+	}
+	for id := range e.actual.servers {
+		if _, is := e.desired.servers[id]; !is {
+			t.Errorf("%s is left", id)
+		}
+	}
+}
