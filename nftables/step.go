@@ -38,6 +38,14 @@ func (w written) frontends() iter.Seq2[plan.Frontend, *written] {
 	}
 }
 
+// count is how many frontends the version has that is in the kernel, or is to be there.
+func (w written) count() int {
+	if w.sp == nil {
+		return 0
+	}
+	return len(w.sp.Frontends)
+}
+
 // size is about how many elements a frontend has, apart from source ranges; 0 if w is nil.
 func (w *written) size(fe plan.Frontend) int {
 	if w == nil {
@@ -144,11 +152,16 @@ func (e *engine) moving(keys, large []plan.Key, steps map[plan.Key]step) func(k 
 type frontendChange struct {
 	fe, was   plan.Frontend // was is of another kind only where it takes the place of that
 	had, want *written      // nil for none
+	rank      int           // in which order; see toward
 }
 
 // changes lists what differs between what is in the kernel and want.
 func (w written) changes(want *written) []frontendChange {
-	var list []frontendChange
+	n := len(w.others)
+	if w.sp != want.sp {
+		n += max(w.count(), want.count())
+	}
+	list := make([]frontendChange, 0, n)
 	isWanted := func(fe plan.Frontend) *written {
 		if want.sp != nil && want.sp.Has(fe) {
 			return want
@@ -157,18 +170,18 @@ func (w written) changes(want *written) []frontendChange {
 	}
 	for fe, v := range w.others {
 		if is := isWanted(fe); v != nil || is != nil {
-			list = append(list, frontendChange{fe, fe, v, is})
+			list = append(list, frontendChange{fe, fe, v, is, 0})
 		}
 	}
 	if w.sp != want.sp {
 		for fe, v := range w.frontends() {
 			if _, is := w.others[fe]; !is {
-				list = append(list, frontendChange{fe, fe, v, isWanted(fe)})
+				list = append(list, frontendChange{fe, fe, v, isWanted(fe), 0})
 			}
 		}
 		for fe := range want.frontends() {
 			if _, is := w.others[fe]; !is && (w.sp == nil || !w.sp.Has(fe)) {
-				list = append(list, frontendChange{fe, fe, nil, want})
+				list = append(list, frontendChange{fe, fe, nil, want, 0})
 			}
 		}
 	}
@@ -198,29 +211,25 @@ func (w written) changes(want *written) []frontendChange {
 // toward returns the next step from w to want, and the size of what it changes. moves reports whether a frontend passes to or from another
 // ServicePort.
 func (w written) toward(want written, most int, moves func(plan.Frontend) bool) (s step, size int) {
-	type change struct {
-		frontendChange
-		rank int // in which order
-	}
 	const atOnce, behind, again = 0, 1, 2
-	var list []change
 	whole := want
-	for _, f := range w.changes(&whole) {
-		c := change{f, behind}
-		switch {
-		case f.fe.Kind == plan.ClusterIP || f.was.Kind == plan.ClusterIP || (f.had == nil || f.want == nil) && moves(f.fe):
+	list := w.changes(&whole)
+	for i := range list {
+		switch c := &list[i]; {
+		case c.fe.Kind == plan.ClusterIP || c.was.Kind == plan.ClusterIP || (c.had == nil || c.want == nil) && moves(c.fe):
 			c.rank = atOnce
-		case f.fe.Compare(w.upTo) <= 0:
+		case c.fe.Compare(w.upTo) <= 0:
 			c.rank = again
+		default:
+			c.rank = behind
 		}
-		list = append(list, c)
 	}
-	slices.SortFunc(list, func(a, b change) int {
+	slices.SortFunc(list, func(a, b frontendChange) int {
 		return cmp.Or(a.rank-b.rank, a.fe.Compare(b.fe))
 	})
 	s = step{before: written{others: map[plan.Frontend]*written{}}, want: written{others: map[plan.Frontend]*written{}}, next: want}
 	s.next.upTo = w.upTo
-	rest := map[plan.Frontend]*written{}
+	rest := make(map[plan.Frontend]*written, len(list))
 	same := map[*written]*written{} // versions with the same source ranges as those wanted
 	some, bare := false, want
 	bare.withoutSources = true
