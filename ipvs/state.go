@@ -42,6 +42,9 @@ type touched struct {
 	onlyAdd bool
 	// large is what ServicePorts touch of which a sync changes a part only; nil if there is none.
 	large *touched
+	// old, of engine.rest, is what has been left since before the addresses in behind had to wait; they are those that have not changed yet.
+	old    *touched
+	behind map[netip.Addr]bool
 }
 
 func newTouched() *touched {

@@ -47,22 +47,10 @@ func (t *touched) forget(other *touched) {
 // empty reports whether nothing is touched.
 func (t *touched) empty() bool { return len(t.servers)+len(t.members)+len(t.vips) == 0 }
 
-// step adds a part of what large ServicePorts have changed to what others touch, and leaves the rest to the next sync. It divides by addresses,
-// each of which changes as a whole. What is not of one address, such as a node port, comes with the first part if it is desired, and goes with
-// the last one if not.
-func (e *engine) step(t *touched) {
-	rest := e.rest
-	if rest == nil {
-		rest = newTouched()
-	}
-	if t.large != nil {
-		rest.merge(t.large)
-	}
-	rest.forget(t)
-	if e.rest = nil; rest.empty() {
-		return
-	}
-	size := map[netip.Addr]int{}
+// divide returns the sizes of the addresses that are left to change, those of them and others that change now as t touches them, and those that
+// have to wait.
+func (e *engine) divide(rest, t *touched) (size map[netip.Addr]int, now, waits map[netip.Addr]bool) {
+	size = map[netip.Addr]int{}
 	for a := range rest.vips {
 		size[a] = addressSize
 	}
@@ -79,8 +67,19 @@ func (e *engine) step(t *touched) {
 	if n := slices.IndexFunc(list, e.lastAddress.Less); n > 0 { // They take turns.
 		list = append(list[n:], list[:n]...)
 	}
-	waits, left := map[netip.Addr]bool{}, e.mostAtOnce
+	left := e.mostAtOnce
+	waits = map[netip.Addr]bool{}
+	now = map[netip.Addr]bool{} // Others have these now, or have them too.
+	for id := range t.servers {
+		now[id.Addr] = id.Mark == 0
+	}
+	for a := range t.vips {
+		now[a] = true
+	}
 	for _, a := range list {
+		if now[a] {
+			continue
+		}
 		if left <= 0 {
 			waits[a] = true
 			continue
@@ -88,12 +87,38 @@ func (e *engine) step(t *touched) {
 		left -= size[a]
 		e.lastAddress = a
 	}
+	return size, now, waits
+}
+
+// step adds a part of what large ServicePorts have changed to what others touch, and leaves the rest to the next sync. It divides by addresses,
+// each of which changes as a whole, and at once if others change something there. What is not of one address, such as a node port, comes with the
+// first part if it is desired. If not, it goes when all addresses have changed that still had to after it was left, as they may lead to it.
+func (e *engine) step(t *touched) {
+	rest := e.rest
+	if rest == nil {
+		rest = newTouched()
+		rest.old = newTouched()
+	}
+	if t.large != nil {
+		rest.merge(t.large)
+		rest.old.forget(t.large)
+	}
+	rest.forget(t)
+	if e.rest = nil; rest.empty() {
+		return
+	}
+	size, now, waits := e.divide(rest, t)
+	maps.DeleteFunc(rest.behind, func(a netip.Addr, _ bool) bool { return !waits[a] })
+	ends := len(rest.behind) == 0
 	// goes reports whether something is of this part.
-	goes := func(a netip.Addr, desired bool) bool {
+	goes := func(a netip.Addr, desired, old bool) bool {
+		if now[a] {
+			return true
+		}
 		if _, whole := size[a]; whole {
 			return !waits[a]
 		}
-		return desired || len(waits) == 0
+		return desired || len(waits) == 0 || ends && old
 	}
 	for id := range rest.servers {
 		a := id.Addr
@@ -101,7 +126,8 @@ func (e *engine) step(t *touched) {
 			a = netip.Addr{}
 		}
 		_, desired := e.desired.servers[id]
-		if !goes(a, desired) {
+		_, old := rest.old.servers[id]
+		if !goes(a, desired, old) {
 			continue
 		}
 		t.servers[id] = struct{}{}
@@ -114,17 +140,22 @@ func (e *engine) step(t *touched) {
 		if m.set == setLoopBack { // It has endpoints.
 			a = netip.Addr{}
 		}
-		if goes(a, e.desired.members[m] != nil) {
+		_, old := rest.old.members[m]
+		if goes(a, e.desired.members[m] != nil, old) {
 			t.members[m] = struct{}{}
 		}
 	}
 	for a := range rest.vips {
-		if goes(a, false) {
+		if goes(a, false, false) {
 			t.vips[a] = struct{}{}
 		}
 	}
-	if rest.forget(t); !rest.empty() {
-		e.rest = rest
+	if rest.forget(t); rest.empty() {
+		return
+	}
+	if e.rest = rest; ends {
+		rest.old, rest.behind = newTouched(), waits
+		rest.old.merge(rest)
 	}
 }
 

@@ -172,3 +172,89 @@ func (e *engine) has(sp *plan.ServicePort, n int) bool {
 	}
 	return n <= 0
 }
+
+// spread is a ServicePort with external IPs and a node port, of which the external policy is Local.
+func spread(i, addresses, first int) *plan.ServicePort {
+	sp := *plantest.LargeService(100+i, first, 10)
+	sp.ExternalPolicy = plan.Local
+	sp.Endpoints.Local = sp.Endpoints.Cluster[:1]
+	for n := range addresses {
+		sp.Frontends = append(sp.Frontends, plan.Frontend{Kind: plan.ExternalIP, Addr: netip.AddrFrom4([4]byte{203, 0, byte(i), byte(n)}),
+			Protocol: plan.TCP, Port: 80})
+	}
+	sp.Frontends = append(sp.Frontends, plan.Frontend{Kind: plan.NodePort, Protocol: plan.TCP, Port: uint16(30_000 + i)})
+	return &sp
+}
+
+// TestStepsAreVerified: what a part of a change has left to later ones is no difference.
+func TestStepsAreVerified(t *testing.T) {
+	t.Parallel()
+	e, _ := fakeEngine(plan.IPv4, testOptions)
+	e.mostAtOnce = 100
+	p := plantest.Large(2, 2)
+	p.Set(spread(0, 20, 100))
+	must(t, e.Sync(context.Background(), p, plan.Everything()))
+	for _, next := range []*plan.ServicePort{spread(0, 20, 200), spread(0, 30, 200), spread(0, 10, 300)} {
+		p.Set(next)
+		for change := (plan.Keys{next.Key: {}}); change != nil || e.rest != nil; change = nil {
+			must(t, e.Sync(context.Background(), p, plan.Only(change)))
+			if things, found, err := e.Verify(context.Background(), next.Key.Service); err != nil || len(found) > 0 || things == 0 {
+				t.Fatalf("of %d things, %d differ: %s, %v", things, len(found), found.Words(2), err)
+			}
+		}
+	}
+}
+
+// TestStepsGiveAddressesAway: an address that a small ServicePort gets from a large one leads there alone from the first sync on.
+func TestStepsGiveAddressesAway(t *testing.T) {
+	t.Parallel()
+	e, _ := fakeEngine(plan.IPv4, testOptions)
+	e.mostAtOnce = 100
+	p := plantest.Large(2, 2)
+	large := spread(0, 20, 100)
+	p.Set(large)
+	must(t, e.Sync(context.Background(), p, plan.Everything()))
+	heir, fewer := *plantest.LargeService(1, 2, 2), *large
+	passes := large.Frontends[20]
+	heir.Frontends = append(slices.Clone(heir.Frontends), passes)
+	fewer.Frontends = slices.Delete(slices.Clone(large.Frontends), 20, 21)
+	p.Set(&heir)
+	p.Set(&fewer)
+	must(t, e.Sync(context.Background(), p, plan.Only(plan.Keys{heir.Key: {}, large.Key: {}})))
+	for m := range e.actual.members {
+		if m.entry.Addr == passes.Addr && m.set != setVIPs && e.desired.members[m] == nil {
+			t.Errorf("%s is left", e.memberName(m))
+		}
+	}
+}
+
+// TestStepsEnd: what a large ServicePort has beside its addresses goes, though another one changes all the time.
+func TestStepsEnd(t *testing.T) {
+	t.Parallel()
+	e, _ := fakeEngine(plan.IPv4, testOptions)
+	e.mostAtOnce = 500
+	p := plantest.Large(2, 2)
+	p.Set(spread(0, 20, 100))
+	p.Set(spread(1, 50, 200))
+	must(t, e.Sync(context.Background(), p, plan.Everything()))
+	gone := spread(0, 20, 100).Key
+	p.Delete(gone)
+	change := plan.Keys{gone: {}}
+	for n := range 60 {
+		next := spread(1, 50, 1000+10*n)
+		p.Set(next)
+		change.Add(next.Key)
+		must(t, e.Sync(context.Background(), p, plan.Only(change)))
+		change = plan.Keys{}
+	}
+	for m := range e.actual.members {
+		if m.entry.Port == 30_000 {
+			t.Errorf("%s is left", e.memberName(m))
+		}
+	}
+	for id := range e.actual.servers {
+		if _, is := e.desired.servers[id]; !is {
+			t.Errorf("%s is left", id)
+		}
+	}
+}

@@ -91,17 +91,28 @@ func (e *engine) Verify(ctx context.Context, svc plan.Service) (things int, foun
 }
 
 // written returns the virtual servers of a Service that are in the kernel, and adds to members its entries of sets.
+// What a later sync is left to change is not among them.
 func (e *engine) written(svc plan.Service, members map[setID][]member) (servers []server) {
+	rest := e.rest
+	if rest == nil {
+		rest = newTouched()
+	}
 	for k, o := range e.desired.objects {
 		if k.Service != svc {
 			continue
 		}
 		for _, s := range o.servers {
+			if _, waits := rest.servers[s.ID]; waits {
+				continue
+			}
 			if _, there := e.actual.servers[s.ID]; there {
 				servers = append(servers, s)
 			}
 		}
 		for _, m := range o.members {
+			if _, waits := rest.members[m.key()]; waits {
+				continue
+			}
 			if have, there := e.actual.members[m.key()]; there {
 				m.entry.Mark, m.entry.Mask = have.mark, have.mask
 				members[m.set] = append(members[m.set], m)

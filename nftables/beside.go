@@ -387,7 +387,7 @@ func (e *engine) removeSpareKinds(ctx context.Context, s *snapshot, used map[kin
 		return nil
 	}
 	for k, w := range e.current {
-		if w.sp != s.current[k].sp {
+		if was := s.current[k]; w.sp != was.sp || was.others != nil { // It goes on in steps.
 			w.uses(used)
 		}
 	}

@@ -38,6 +38,14 @@ func (w written) frontends() iter.Seq2[plan.Frontend, *written] {
 	}
 }
 
+// count is how many frontends the version has that is in the kernel, or is to be there.
+func (w written) count() int {
+	if w.sp == nil {
+		return 0
+	}
+	return len(w.sp.Frontends)
+}
+
 // size is about how many elements a frontend has, apart from source ranges; 0 if w is nil.
 func (w *written) size(fe plan.Frontend) int {
 	if w == nil {
@@ -77,7 +85,7 @@ func (e *engine) large(before, want written) bool {
 }
 
 // steps returns what a sync changes of each of some ServicePorts: all of it, but of large ones no more than mostAtOnce elements together, and
-// in any case the cluster IP, and frontends that are others' now. What the kernel has refused is tried as a whole.
+// in any case the cluster IP, and frontends that pass from one to another. What the kernel has refused is tried as a whole.
 func (e *engine) steps(keys []plan.Key, p *plan.Plan) map[plan.Key]step {
 	out := make(map[plan.Key]step, len(keys))
 	var large []plan.Key
@@ -99,15 +107,7 @@ func (e *engine) steps(keys []plan.Key, p *plan.Plan) map[plan.Key]step {
 	if len(large) == 0 {
 		return out
 	}
-	taken := map[string]plan.Key{} // the names of frontends, by who wants them; those of a single large one are not asked for
-	for _, k := range keys {
-		if len(large) == 1 && k == large[0] {
-			continue
-		}
-		for fe := range out[k].want.frontends() {
-			taken[nameOf(e.family, fe)] = k
-		}
-	}
+	moves := e.moving(keys, large, out)
 	// They take turns to be the first, so that none waits for another that changes all the time.
 	if n := slices.IndexFunc(large, func(k plan.Key) bool { return k.Compare(e.lastStepped) > 0 }); n > 0 {
 		large = append(large[n:], large[:n]...)
@@ -116,75 +116,134 @@ func (e *engine) steps(keys []plan.Key, p *plan.Plan) map[plan.Key]step {
 	left := e.mostAtOnce
 	for _, k := range large {
 		var size int
-		out[k], size = out[k].before.toward(out[k].want, left, func(fe plan.Frontend) bool {
-			by, is := taken[nameOf(e.family, fe)]
-			return is && by != k
-		})
+		out[k], size = out[k].before.toward(out[k].want, left, func(fe plan.Frontend) bool { return moves(k, fe) })
 		left = max(left-size, 0)
 	}
 	return out
 }
 
-// toward returns the next step from w to want, and the size of what it changes. gone reports whether a frontend belongs to another
-// ServicePort now.
-func (w written) toward(want written, most int, gone func(plan.Frontend) bool) (s step, size int) {
-	type change struct {
-		fe        plan.Frontend
-		had, want *written
-		rank      int // in which order
-	}
-	const atOnce, behind, again = 0, 1, 2
-	var list []change
-	add := func(fe plan.Frontend, was, is *written) {
-		c := change{fe, was, is, behind}
-		switch {
-		case fe.Kind == plan.ClusterIP || is == nil && gone(fe):
-			c.rank = atOnce
-		case fe.Compare(w.upTo) <= 0:
-			c.rank = again
+// moving returns a function that reports whether a frontend that ServicePort k gives up or gets passes to or from another one.
+func (e *engine) moving(keys, large []plan.Key, steps map[plan.Key]step) func(k plan.Key, fe plan.Frontend) bool {
+	wanted, held := map[string]plan.Key{}, map[string]plan.Key{} // the names of frontends, by who wants them, and by who has them
+	for _, k := range keys {
+		if len(large) == 1 && k == large[0] { // Nobody asks for its own.
+			continue
 		}
-		list = append(list, c)
+		for fe := range steps[k].want.frontends() {
+			wanted[nameOf(e.family, fe)] = k
+		}
+		before := steps[k].before
+		if r := e.refused[k]; r != nil { // It may have kept them.
+			before = written{sp: r.sp}
+		}
+		for fe := range before.frontends() {
+			held[nameOf(e.family, fe)] = k
+		}
 	}
-	whole := want
+	return func(k plan.Key, fe plan.Frontend) bool {
+		name := nameOf(e.family, fe)
+		by, is := wanted[name]
+		from, was := held[name]
+		return is && by != k || was && from != k
+	}
+}
+
+// frontendChange is what changes at one address, protocol and port of a ServicePort.
+type frontendChange struct {
+	fe, was   plan.Frontend // was is of another kind only where it takes the place of that
+	had, want *written      // nil for none
+	rank      int           // in which order; see toward
+}
+
+// changes lists what differs between what is in the kernel and want.
+func (w written) changes(want *written) []frontendChange {
+	n := len(w.others)
+	if w.sp != want.sp {
+		n += max(w.count(), want.count())
+	}
+	list := make([]frontendChange, 0, n)
 	isWanted := func(fe plan.Frontend) *written {
 		if want.sp != nil && want.sp.Has(fe) {
-			return &whole
+			return want
 		}
 		return nil
 	}
 	for fe, v := range w.others {
 		if is := isWanted(fe); v != nil || is != nil {
-			add(fe, v, is)
+			list = append(list, frontendChange{fe, fe, v, is, 0})
 		}
 	}
 	if w.sp != want.sp {
 		for fe, v := range w.frontends() {
 			if _, is := w.others[fe]; !is {
-				add(fe, v, isWanted(fe))
+				list = append(list, frontendChange{fe, fe, v, isWanted(fe), 0})
 			}
 		}
 		for fe := range want.frontends() {
 			if _, is := w.others[fe]; !is && (w.sp == nil || !w.sp.Has(fe)) {
-				add(fe, nil, &whole)
+				list = append(list, frontendChange{fe, fe, nil, want, 0})
 			}
 		}
 	}
-	slices.SortFunc(list, func(a, b change) int {
+	place := func(fe plan.Frontend) plan.Frontend {
+		fe.Kind = 0
+		return fe
+	}
+	gone := map[plan.Frontend]frontendChange{}
+	for _, c := range list {
+		if c.want == nil {
+			gone[place(c.fe)] = c
+		}
+	}
+	if len(gone) == 0 {
+		return list
+	}
+	replaced := map[plan.Frontend]bool{}
+	for i, c := range list {
+		if of, is := gone[place(c.fe)]; is && c.had == nil {
+			list[i].was, list[i].had = of.fe, of.had
+			replaced[of.fe] = true
+		}
+	}
+	return slices.DeleteFunc(list, func(c frontendChange) bool { return c.want == nil && replaced[c.fe] })
+}
+
+// toward returns the next step from w to want, and the size of what it changes. moves reports whether a frontend passes to or from another
+// ServicePort.
+func (w written) toward(want written, most int, moves func(plan.Frontend) bool) (s step, size int) {
+	const atOnce, behind, again = 0, 1, 2
+	whole := want
+	list := w.changes(&whole)
+	for i := range list {
+		switch c := &list[i]; {
+		case c.fe.Kind == plan.ClusterIP || c.was.Kind == plan.ClusterIP || (c.had == nil || c.want == nil) && moves(c.fe):
+			c.rank = atOnce
+		case c.fe.Compare(w.upTo) <= 0:
+			c.rank = again
+		default:
+			c.rank = behind
+		}
+	}
+	slices.SortFunc(list, func(a, b frontendChange) int {
 		return cmp.Or(a.rank-b.rank, a.fe.Compare(b.fe))
 	})
 	s = step{before: written{others: map[plan.Frontend]*written{}}, want: written{others: map[plan.Frontend]*written{}}, next: want}
-	rest := map[plan.Frontend]*written{}
+	s.next.upTo = w.upTo
+	rest := make(map[plan.Frontend]*written, len(list))
 	same := map[*written]*written{} // versions with the same source ranges as those wanted
-	bare := want
+	some, bare := false, want
 	bare.withoutSources = true
 	for _, c := range list {
-		n := c.had.size(c.fe) + c.want.size(c.fe)
-		if c.rank != atOnce && (len(rest) > 0 || size > 0 && size+n > most) {
-			rest[c.fe] = c.had
+		n := c.had.size(c.was) + c.want.size(c.fe)
+		if c.rank != atOnce && (len(rest) > 0 || some && size+n > most) {
+			if rest[c.was] = c.had; c.fe != c.was {
+				rest[c.fe] = nil
+			}
 			continue
 		}
-		size += n
-		s.next.upTo = c.fe
+		if size += n; c.rank != atOnce { // At least one of these changes, however large the cluster IP is.
+			some, s.next.upTo = true, c.fe
+		}
 		if c.had != nil && c.want != nil {
 			v, known := same[c.had]
 			if !known && sameSources(c.had.sp, want.sp) {
@@ -197,7 +256,7 @@ func (w written) toward(want written, most int, gone func(plan.Frontend) bool) (
 			}
 		}
 		if c.had != nil {
-			s.before.others[c.fe] = c.had
+			s.before.others[c.was] = c.had
 		}
 		if c.want != nil {
 			s.want.others[c.fe] = c.want

@@ -174,3 +174,117 @@ func TestStepsGiveFrontendsAway(t *testing.T) {
 		}
 	}
 }
+
+// TestStepsMoveFrontends: a frontend that is in the plan before and after a change is in force all the while, as one version or the other has it:
+// where its kind changes, and where a ServicePort that changes in steps gets it from another one.
+func TestStepsMoveFrontends(t *testing.T) {
+	nstest.Enter(t)
+	large := many(50, 40, 20, 0)
+	balanced := *large
+	balanced.Frontends = slices.Clone(large.Frontends)
+	for i := range balanced.Frontends[1:] {
+		balanced.Frontends[1+i].Kind = plan.LoadBalancerIP
+	}
+	fewer := *large
+	fewer.Frontends = large.Frontends[:len(large.Frontends)-1]
+	owner := *plantest.LargeService(1, 1, 1)
+	owner.Frontends = append(slices.Clone(owner.Frontends), large.Frontends[len(large.Frontends)-1])
+	renamed := *large
+	renamed.Key.Port = "renamed"
+	for name, versions := range map[string][2][]*plan.ServicePort{
+		"external IPs become load balancer IPs": {{large}, {&balanced}},
+		"load balancer IPs become external IPs": {{&balanced}, {large}},
+		"one comes from another ServicePort":    {{&fewer, &owner}, {large, plantest.LargeService(1, 1, 1)}},
+		"all come from another ServicePort":     {{large}, {&renamed}},
+	} {
+		t.Run(name, func(t *testing.T) {
+			_ = Cleanup()
+			e, _ := testEngine(t, plan.IPv4)
+			e.mostAtOnce = 100
+			p := plantest.Large(2, 1)
+			changed := plan.Keys{}
+			for _, sp := range versions[0] {
+				p.Set(sp)
+				changed.Add(sp.Key)
+			}
+			if err := e.Sync(context.Background(), p, plan.Everything()); err != nil {
+				t.Fatal(err)
+			}
+			for key := range changed {
+				p.Delete(key)
+			}
+			for _, sp := range versions[1] {
+				p.Set(sp)
+				changed.Add(sp.Key)
+			}
+			for first := true; first || len(e.unfinished) > 0; first = false {
+				if err := e.Sync(context.Background(), p, plan.Only(changed)); err != nil {
+					t.Fatal(err)
+				}
+				changed = nil
+				isRemembered(t, e)
+				have := elementsOf(t, e)
+				for _, fe := range large.Frontends {
+					for _, i := range []id{{set: services, key: nameOf(plan.IPv4, fe)}, {set: endpoints, key: indexed(nameOf(plan.IPv4, fe), 0)}} {
+						if _, is := have[i]; !is {
+							t.Fatalf("%s leads nowhere", fe)
+						}
+					}
+				}
+			}
+			holds(t, e, p)
+		})
+	}
+}
+
+// TestStepsBehindClusterIP: the other frontends change too where the cluster IP alone has more elements than a sync changes, and changes in each.
+func TestStepsBehindClusterIP(t *testing.T) {
+	nstest.Enter(t)
+	e, _ := testEngine(t, plan.IPv4)
+	e.mostAtOnce = 30
+	p := plantest.Large(2, 1)
+	p.Set(many(50, 5, 40, 0))
+	if err := e.Sync(context.Background(), p, plan.Everything()); err != nil {
+		t.Fatal(err)
+	}
+	first := e.current[many(50, 5, 40, 0).Key].sp
+	for n := range 12 {
+		sp := many(50, 5, 40, 1000*(n+1))
+		p.Set(sp)
+		if err := e.Sync(context.Background(), p, plan.Only(plan.Keys{sp.Key: {}})); err != nil {
+			t.Fatal(err)
+		}
+	}
+	for fe, v := range e.current[first.Key].frontends() {
+		if v.sp == first {
+			t.Errorf("%s has not changed in 12 syncs", fe)
+		}
+	}
+}
+
+// TestStepsUseKinds: a comparison does not remove kinds that have come into use since it began, where a ServicePort changed in steps meanwhile.
+func TestStepsUseKinds(t *testing.T) {
+	nstest.Enter(t)
+	ctx := context.Background()
+	e, _ := testEngine(t, plan.IPv4)
+	e.mostAtOnce = 1
+	p := plantest.Large(2, 1)
+	p.Set(many(50, 4, 20, 0))
+	if err := e.Sync(ctx, p, plan.Everything()); err != nil {
+		t.Fatal(err)
+	}
+	p.Set(many(50, 4, 25, 0))
+	if err := e.Sync(ctx, p, plan.Only(plan.Keys{many(50, 4, 25, 0).Key: {}})); err != nil {
+		t.Fatal(err)
+	}
+	s, used := e.snapshot(), map[kind]bool{}
+	for range s.expected(used) {
+	}
+	if err := syncWhole(e, p, plan.Only(nil)); err != nil {
+		t.Fatal(err)
+	}
+	if err := e.removeSpareKinds(ctx, s, used); err != nil {
+		t.Fatal(err)
+	}
+	holds(t, e, p)
+}
