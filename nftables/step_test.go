@@ -278,8 +278,7 @@ func TestStepsUseKinds(t *testing.T) {
 		t.Fatal(err)
 	}
 	s, used := e.snapshot(), map[kind]bool{}
-	for range s.expected(used) {
-	}
+	_ = slices.Collect(s.expected(used))
 	if err := syncWhole(e, p, plan.Only(nil)); err != nil {
 		t.Fatal(err)
 	}
