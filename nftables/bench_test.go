@@ -39,15 +39,14 @@ func BenchmarkFirst(b *testing.B) {
 
 // BenchmarkCompare is a comparison of everything with the kernel, which finds everything as it was written.
 func BenchmarkCompare(b *testing.B) {
-	nstest.Enter(b)
 	for _, size := range sizes {
-		_ = Cleanup()
-		p := plantest.Large(size.services, size.endpoints)
-		e, _ := testEngine(b, plan.IPv4)
-		if err := e.Sync(context.Background(), p, plan.Everything()); err != nil {
-			b.Fatal(err)
-		}
 		b.Run(fmt.Sprintf("%dx%d", size.services, size.endpoints), func(b *testing.B) {
+			nstest.Enter(b)
+			p := plantest.Large(size.services, size.endpoints)
+			e, _ := testEngine(b, plan.IPv4)
+			if err := e.Sync(context.Background(), p, plan.Everything()); err != nil {
+				b.Fatal(err)
+			}
 			for b.Loop() {
 				if err := e.Sync(context.Background(), p, plan.Everything()); err != nil || len(e.Found) > 0 {
 					b.Fatal(err, e.Found)
@@ -156,7 +155,6 @@ func ownCount(i int) *plan.ServicePort {
 // BenchmarkRestart is the first programming of Services, what a program that starts again takes to find all of it there, a sync after a change
 // of the node, and a comparison beside syncs.
 func BenchmarkRestart(b *testing.B) {
-	nstest.Enter(b)
 	ctx := context.Background()
 	for _, size := range []struct{ services, endpoints, frontends int }{{10000, 2, 1}, {45000, 1, 1}, {5000, 50, 1}, {5000, 50, 3}} {
 		p := plantest.Large(size.services, size.endpoints)
@@ -170,6 +168,7 @@ func BenchmarkRestart(b *testing.B) {
 			p.Set(&more)
 		}
 		b.Run(fmt.Sprintf("%dx%dx%d", size.services, size.endpoints, size.frontends), func(b *testing.B) {
+			nstest.Enter(b)
 			took := map[string]time.Duration{}
 			timed := func(what string, f func() error) {
 				begin := time.Now()
@@ -202,11 +201,10 @@ func BenchmarkRestart(b *testing.B) {
 
 // BenchmarkExtremes is how long changes of extreme Services keep others' changes waiting: see plantest.Extreme.
 func BenchmarkExtremes(b *testing.B) {
-	nstest.Enter(b)
 	ctx := context.Background()
 	for _, x := range plantest.Extremes {
 		b.Run(x.Name, func(b *testing.B) {
-			_ = Cleanup()
+			nstest.Enter(b)
 			p := plantest.Large(1000, 2)
 			e, _ := testEngine(b, plan.IPv4)
 			if err := e.Sync(ctx, p, plan.Everything()); err != nil {

@@ -52,10 +52,15 @@ func testEngine(t testing.TB, f plan.Family) (*engine, *counted) {
 	t.Helper()
 	k := &counted{}
 	e := newEngine(f, Options{MasqueradeBit: 14, Count: true}, slog.New(slog.DiscardHandler), func() (kernel, error) {
+		nstest.Inside(t)
 		c, err := nft.Dial()
 		k.kernel = c
 		return k, err
 	})
+	e.reader = func() (kernel, error) {
+		nstest.Inside(t)
+		return read()
+	}
 	t.Cleanup(func() {
 		if e.kernel != nil {
 			_ = e.kernel.Close()

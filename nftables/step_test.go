@@ -178,7 +178,6 @@ func TestStepsGiveFrontendsAway(t *testing.T) {
 // TestStepsMoveFrontends: a frontend that is in the plan before and after a change is in force all the while, as one version or the other has it:
 // where its kind changes, and where a ServicePort that changes in steps gets it from another one.
 func TestStepsMoveFrontends(t *testing.T) {
-	nstest.Enter(t)
 	large := many(50, 40, 20, 0)
 	balanced := *large
 	balanced.Frontends = slices.Clone(large.Frontends)
@@ -198,7 +197,7 @@ func TestStepsMoveFrontends(t *testing.T) {
 		"all come from another ServicePort":     {{large}, {&renamed}},
 	} {
 		t.Run(name, func(t *testing.T) {
-			_ = Cleanup()
+			nstest.Enter(t)
 			e, _ := testEngine(t, plan.IPv4)
 			e.mostAtOnce = 100
 			p := plantest.Large(2, 1)

@@ -45,6 +45,27 @@ func Run(t testing.TB, f func()) {
 	}
 }
 
+// outside is the namespace in which the tests began, which may be the machine's. Processes that tests start in namespaces know it too.
+var outside = func() string {
+	const variable = "NODEPROXY_TEST_OUTSIDE"
+	if os.Getenv(variable) == "" {
+		now, _ := os.Readlink(ownNamespace)
+		_ = os.Setenv(variable, now)
+	}
+	return os.Getenv(variable)
+}()
+
+const ownNamespace = "/proc/thread-self/ns/net"
+
+// Inside fails the test if the calling thread has not entered a namespace. That of a subtest or a sub-benchmark has not, though its parent has:
+// each has a thread of its own.
+func Inside(t testing.TB) {
+	t.Helper()
+	if now, err := os.Readlink(ownNamespace); err != nil || now == outside {
+		t.Fatalf("this thread is in the namespace in which the tests began, and not in one of its own: %v", err)
+	}
+}
+
 // Process runs the calling test once more, in a process of its own with a network namespace of its own, whose loopback is up:
 // for tests with goroutines that are to be in it too. It returns false to the caller in the first process, whose test is over
 // then, and true in the second. The test is parallel to others by that.

@@ -43,6 +43,30 @@ func TestRun(t *testing.T) {
 	})
 }
 
+// failing is a test that notes whether it has failed.
+type failing struct {
+	testing.TB
+	failed bool
+}
+
+func (f *failing) Helper()               {}
+func (f *failing) Fatalf(string, ...any) { f.failed = true }
+
+// TestInside: a subtest is not in the namespace that its parent has entered.
+func TestInside(t *testing.T) {
+	Enter(t)
+	parent := &failing{}
+	if Inside(parent); parent.failed {
+		t.Error("a test that has entered a namespace is not inside")
+	}
+	t.Run("subtest", func(t *testing.T) {
+		child := &failing{}
+		if Inside(child); !child.failed {
+			t.Error("its subtest is inside")
+		}
+	})
+}
+
 // TestProcess: goroutines are in the namespace too.
 func TestProcess(t *testing.T) {
 	if !Process(t) {
