@@ -13,12 +13,7 @@ import (
 // before removals, and all additions for one frontend are in the same transaction. Of ServicePorts with many frontends, it writes some; the next
 // call goes on.
 func (e *engine) syncChanged(ctx context.Context, p *plan.Plan, changed plan.Keys) error {
-	all := maps.Clone(e.unfinished)
-	if all == nil {
-		all = plan.Keys{}
-	}
-	maps.Copy(all, changed)
-	keys := e.withhold(p, all).Sorted(e.family)
+	keys := e.withhold(p, e.withUnfinished(changed)).Sorted(e.family)
 	had, wants := map[id]value{}, make([][]element, 0, len(keys))
 	steps := e.steps(keys, p)
 	users := map[netip.Addr]int{}
@@ -40,15 +35,8 @@ func (e *engine) syncChanged(ctx context.Context, p *plan.Plan, changed plan.Key
 		count(e.current[k].sp, users, -1)
 		count(p.Services[k], users, 1)
 	}
-	if e.unread != ([setCount]bool{}) {
-		for _, want := range wants {
-			if _, err := e.missed(ctx, differing(had, want), func(i id, v value) error {
-				had[i] = v
-				return nil
-			}); err != nil {
-				return err
-			}
-		}
+	if err := e.meetUnread(ctx, wants, had); err != nil {
+		return err
 	}
 	stale := rangesByFrontend(e.family, had)
 	for i, g := range groups {
@@ -81,10 +69,43 @@ func (e *engine) syncChanged(ctx context.Context, p *plan.Plan, changed plan.Key
 	}); err != nil {
 		return err
 	}
-	refused := maps.Clone(e.refused)
-	if refused == nil {
-		refused = map[plan.Key]*refusal{}
+	e.record(steps, t.refused, kept)
+	for a, n := range users {
+		if e.users[a] += n; e.users[a] == 0 {
+			delete(e.users, a)
+		}
 	}
+	return nil
+}
+
+// withUnfinished adds the ServicePorts that the sync before has not finished.
+func (e *engine) withUnfinished(changed plan.Keys) plan.Keys {
+	all := plan.Keys{}
+	maps.Copy(all, e.unfinished)
+	maps.Copy(all, changed)
+	return all
+}
+
+// meetUnread adds to had what the kernel has of wants in sets that were not read as a whole.
+func (e *engine) meetUnread(ctx context.Context, wants [][]element, had map[id]value) error {
+	if e.unread == ([setCount]bool{}) {
+		return nil
+	}
+	for _, want := range wants {
+		if _, err := e.missed(ctx, differing(had, want), func(i id, v value) error {
+			had[i] = v
+			return nil
+		}); err != nil {
+			return err
+		}
+	}
+	return nil
+}
+
+// record notes what the kernel has after the steps of a sync, of which it has refused some, and what it keeps for these.
+func (e *engine) record(steps map[plan.Key]step, refusals []refused, kept map[plan.Key]map[id]value) {
+	refused := map[plan.Key]*refusal{}
+	maps.Copy(refused, e.refused)
 	unfinished := plan.Keys{}
 	for k, s := range steps {
 		delete(refused, k)
@@ -94,19 +115,13 @@ func (e *engine) syncChanged(ctx context.Context, p *plan.Plan, changed plan.Key
 			delete(e.current, k)
 		}
 	}
-	for _, r := range t.refused {
+	for _, r := range refusals {
 		refused[r.sp.Key] = e.newRefusal(r, kept[r.sp.Key])
 		delete(e.current, r.sp.Key)
 		delete(unfinished, r.sp.Key)
 	}
 	e.unfinished = unfinished
 	e.updateRefused(refused)
-	for a, n := range users {
-		if e.users[a] += n; e.users[a] == 0 {
-			delete(e.users, a)
-		}
-	}
-	return nil
 }
 
 // withoutChain returns the kinds that have no chain in the kernel.
