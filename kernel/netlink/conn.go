@@ -86,20 +86,9 @@ func (c *Conn) Transact(requests []Message) (errs map[int]error, err error) {
 
 // batch sends requests at once, and reports those that failed. asks is the index of the one that asks for an answer.
 func (c *Conn) batch(requests []Message, asks int, fail func(int, error)) error {
-	if err := c.drain(); err != nil {
-		return err
-	}
 	first, last := c.seq+1, len(requests)-1
-	c.out = c.out[:0]
-	for i, m := range requests {
-		c.seq++
-		if m.Flags |= unix.NLM_F_REQUEST; i == asks {
-			m.Flags |= unix.NLM_F_ACK
-		}
-		c.out = m.Append(c.out, c.seq)
-	}
-	if err := c.socket.Send(c.out); err != nil {
-		return fmt.Errorf("netlink send: %w", err)
+	if err := c.send(asks, requests...); err != nil {
+		return err
 	}
 	for done := false; !done; {
 		err := c.receive(func(h Header, body []byte) {
@@ -123,7 +112,7 @@ func (c *Conn) batch(requests []Message, asks int, fail func(int, error)) error 
 // Ask sends a request that is answered with one message, and returns the body of that message, which is valid until the next
 // request.
 func (c *Conn) Ask(m Message) (answer []byte, err error) {
-	if err := c.send(m); err != nil {
+	if err := c.send(-1, m); err != nil {
 		return nil, err
 	}
 	for done := false; !done; {
@@ -151,19 +140,10 @@ const maxAsked = 64
 // answers, which are valid only during the call, or with errors. It stops at the first error of each.
 func (c *Conn) AskAll(requests []Message, each func(i int, answer []byte, err error) error) error {
 	for start := 0; start < len(requests); start += maxAsked {
-		if err := c.drain(); err != nil {
-			return err
-		}
 		some := requests[start:min(start+maxAsked, len(requests))]
 		first := c.seq + 1
-		c.out = c.out[:0]
-		for _, m := range some {
-			c.seq++
-			m.Flags |= unix.NLM_F_REQUEST
-			c.out = m.Append(c.out, c.seq)
-		}
-		if err := c.socket.Send(c.out); err != nil {
-			return fmt.Errorf("netlink send: %w", err)
+		if err := c.send(-1, some...); err != nil {
+			return err
 		}
 		var failed error
 		for next := 0; next < len(some); {
@@ -195,7 +175,7 @@ func (c *Conn) AskAll(requests []Message, each func(i int, answer []byte, err er
 // listed twice, the error is ErrInterrupted.
 func (c *Conn) Dump(m Message, each func(body []byte) error) error {
 	m.Flags |= unix.NLM_F_DUMP
-	if err := c.send(m); err != nil {
+	if err := c.send(-1, m); err != nil {
 		return err
 	}
 	c.dumping = true
@@ -236,13 +216,19 @@ func Retry(dump func() error) error {
 	return err
 }
 
-func (c *Conn) send(m Message) error {
+// send sends requests at once. asks is the index of the one that asks for an answer even if it succeeds; -1 for none.
+func (c *Conn) send(asks int, requests ...Message) error {
 	if err := c.drain(); err != nil {
 		return err
 	}
-	c.seq++
-	m.Flags |= unix.NLM_F_REQUEST
-	c.out = m.Append(c.out[:0], c.seq)
+	c.out = c.out[:0]
+	for i, m := range requests {
+		c.seq++
+		if m.Flags |= unix.NLM_F_REQUEST; i == asks {
+			m.Flags |= unix.NLM_F_ACK
+		}
+		c.out = m.Append(c.out, c.seq)
+	}
 	if err := c.socket.Send(c.out); err != nil {
 		return fmt.Errorf("netlink send: %w", err)
 	}
