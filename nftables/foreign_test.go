@@ -87,9 +87,7 @@ func TestCatchAll(t *testing.T) {
 		_ = Cleanup()
 		e, k := testEngine(t, f)
 		p := plantest.Clusters().Example(1).Plan
-		if err := e.Sync(context.Background(), p, plan.Everything()); err != nil {
-			t.Fatal(err)
-		}
+		must(t, e.Sync(context.Background(), p, plan.Everything()))
 		for i, set := range e.sets {
 			for how, mend := range mends {
 				if f == plan.IPv6 && how != "beside syncs" {
@@ -122,9 +120,7 @@ func TestForeignElements(t *testing.T) {
 	nstest.Enter(t)
 	e, k := testEngine(t, plan.IPv4)
 	p := plantest.Large(20, 3)
-	if err := e.Sync(context.Background(), p, plan.Everything()); err != nil {
-		t.Fatal(err)
-	}
+	must(t, e.Sync(context.Background(), p, plan.Everything()))
 	sp := p.Services[plantest.LargeService(2, 0, 3).Key]
 	name := nameOf(plan.IPv4, sp.Frontends[0])
 	endpoint := id{set: endpoints, key: indexed(name, 1)}
@@ -134,9 +130,7 @@ func TestForeignElements(t *testing.T) {
 		t.Helper()
 		b := nft.NewBatch(plan.IPv4, names.NFTables)
 		b.DeleteElements(e.sets[i.set], []nft.Element{i.element(value{})})
-		if err := k.kernel.Commit(b); err != nil {
-			t.Fatal(err)
-		}
+		must(t, k.kernel.Commit(b))
 	}
 	data := func() string {
 		el, is, err := k.kernel.Element(plan.IPv4, names.NFTables, e.sets[endpoints], endpoint.element(value{}))
@@ -186,9 +180,7 @@ func TestForeignElements(t *testing.T) {
 			b := nft.NewBatch(plan.IPv4, names.NFTables)
 			b.AddElements(e.sets[sourceRanges], []nft.Element{{Key: registers([]byte{10, 96, 0, 0}, []byte{6}, []byte{0, 80}, []byte{0, 0, 0, 0}),
 				End: registers([]byte{10, 96, 0, 255}, []byte{6}, []byte{0, 90}, []byte{255, 255, 255, 255})}})
-			if err := k.kernel.Commit(b); err != nil {
-				t.Fatal(err)
-			}
+			must(t, k.kernel.Commit(b))
 		}, "10.96.0.0 . tcp . 80 . 0.0.0.0-10.96.0.255 . tcp . 90 . 255.255.255.255 of set source-ranges"},
 	} {
 		for how, mend := range mends {
@@ -221,9 +213,7 @@ func TestIntruders(t *testing.T) {
 	nstest.Enter(t)
 	e, _ := testEngine(t, plan.IPv4)
 	p := plantest.Large(20, 3)
-	if err := e.Sync(context.Background(), p, plan.Everything()); err != nil {
-		t.Fatal(err)
-	}
+	must(t, e.Sync(context.Background(), p, plan.Everything()))
 	rememberClient(t)
 	for _, c := range []struct {
 		nft  string
@@ -283,9 +273,7 @@ func TestIntruderAtUnknown(t *testing.T) {
 	ctx := context.Background()
 	e, _ := testEngine(t, plan.IPv4)
 	p := plantest.Large(20, 3)
-	if err := e.Sync(ctx, p, plan.Everything()); err != nil {
-		t.Fatal(err)
-	}
+	must(t, e.Sync(ctx, p, plan.Everything()))
 	nstest.Exec(t, "nft", "add chain ip nodeproxy evil { type filter hook forward priority 0; policy drop; }; add element ip nodeproxy services { * : 1:1 }")
 	again, _ := testEngine(t, plan.IPv4)
 	some := plantest.Large(3, 1)
@@ -313,9 +301,7 @@ func TestIntruderAtUnknown(t *testing.T) {
 	if found, more, err := again.compareBeside(ctx); len(found) > 0 || more || err != nil {
 		t.Errorf("a comparison found %v, %t, %v", found, more, err)
 	}
-	if err := again.Sync(ctx, p, plan.Everything()); err != nil {
-		t.Fatal(err)
-	}
+	must(t, again.Sync(ctx, p, plan.Everything()))
 	holds(t, again, p)
 }
 
@@ -332,9 +318,7 @@ func TestIntruderAtStart(t *testing.T) {
 		p.Set(before)
 		sync := func() {
 			t.Helper()
-			if err := e.Sync(ctx, p, plan.Everything()); err != nil {
-				t.Fatal(err)
-			}
+			must(t, e.Sync(ctx, p, plan.Everything()))
 		}
 		sync()
 		rememberClient(t)
@@ -373,9 +357,7 @@ func TestIntruderAtStart(t *testing.T) {
 func TestFlowtable(t *testing.T) {
 	nstest.Enter(t)
 	e, k := testEngine(t, plan.IPv4)
-	if err := e.Sync(context.Background(), plantest.Large(3, 1), plan.Everything()); err != nil {
-		t.Fatal(err)
-	}
+	must(t, e.Sync(context.Background(), plantest.Large(3, 1), plan.Everything()))
 	b := nft.NewBatch(plan.IPv4, names.NFTables)
 	intruders{objects: []nft.Object{{Name: "fast"}}}.disarm(b)
 	if err := k.kernel.Commit(b); !errors.Is(err, unix.ENOENT) || !strings.Contains(err.Error(), "removing flowtable fast") {
@@ -390,9 +372,7 @@ func TestNotRemovable(t *testing.T) {
 		_ = Cleanup()
 		e, k := testEngine(t, plan.IPv4)
 		p := plantest.Large(20, 3)
-		if err := e.Sync(context.Background(), p, plan.Everything()); err != nil {
-			t.Fatal(err)
-		}
+		must(t, e.Sync(context.Background(), p, plan.Everything()))
 		nstest.Exec(t, "nft", "add element ip nodeproxy services { * : 1:1 }")
 		k.commits = 0
 		fails := 1
@@ -433,9 +413,7 @@ func TestComparisonPanics(t *testing.T) {
 	e.failed = func(plan.Family, bool) { failed++ }
 	p := plantest.Large(20, 3)
 	ctx := context.Background()
-	if err := e.Sync(ctx, p, plan.Everything()); err != nil {
-		t.Fatal(err)
-	}
+	must(t, e.Sync(ctx, p, plan.Everything()))
 	nstest.Exec(t, "nft", "flush map ip nodeproxy services")
 	e.reader = func() (kernel, error) {
 		r, err := read()
@@ -445,9 +423,7 @@ func TestComparisonPanics(t *testing.T) {
 		t.Errorf("beside syncs: %t, %v", again, err)
 	}
 	k.kernel = panicking{k.kernel}
-	if err := e.Sync(ctx, p, plan.Everything()); err != nil {
-		t.Fatal(err)
-	}
+	must(t, e.Sync(ctx, p, plan.Everything()))
 	if len(e.Found) != 1 || e.Found[0].Kind != drift.Table || failed != 2 {
 		t.Errorf("found %v, and %d failures", e.Found, failed)
 	}
@@ -473,9 +449,7 @@ func TestAnswersPanic(t *testing.T) {
 	e.mostListed = 2
 	p := plantest.Large(1000, 4)
 	ctx := context.Background()
-	if err := e.Sync(ctx, p, plan.Everything()); err != nil {
-		t.Fatal(err)
-	}
+	must(t, e.Sync(ctx, p, plan.Everything()))
 	e.reader = func() (kernel, error) {
 		r, err := read()
 		return panickingAnswers{r}, err

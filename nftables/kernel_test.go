@@ -132,6 +132,14 @@ func desired(p *plan.Plan, f plan.Family, o Options) (l *layout, all map[id]valu
 	return l, all, used
 }
 
+// must ends a test that has an error.
+func must(t fataler, err error) {
+	t.Helper()
+	if err != nil {
+		t.Fatalf("%v", err)
+	}
+}
+
 // fataler is a test, or one of rapid.
 type fataler interface {
 	Helper()

@@ -163,9 +163,7 @@ func TestSettingsReadNothing(t *testing.T) {
 	ctx := context.Background()
 	e, r := askingEngine(t, plan.IPv4)
 	p := plantest.Large(300, 3)
-	if err := e.Sync(ctx, p, plan.Everything()); err != nil {
-		t.Fatal(err)
-	}
+	must(t, e.Sync(ctx, p, plan.Everything()))
 	change := func() {
 		p.Settings.MasqueradeAll = !p.Settings.MasqueradeAll
 		sp := plantest.LargeService(7, 5000, 4)
@@ -197,17 +195,13 @@ func TestSpareKinds(t *testing.T) {
 	for i := range spareKindsMost {
 		p.Set(ownTimeout(i))
 	}
-	if err := e.Sync(ctx, p, plan.Everything()); err != nil {
-		t.Fatal(err)
-	}
+	must(t, e.Sync(ctx, p, plan.Everything()))
 	gone := plan.Keys{}
 	for _, sp := range p.Sorted(plan.IPv4)[1:] {
 		p.Delete(sp.Key)
 		gone.Add(sp.Key)
 	}
-	if err := e.Sync(ctx, p, plan.Only(gone)); err != nil {
-		t.Fatal(err)
-	}
+	must(t, e.Sync(ctx, p, plan.Only(gone)))
 	clear(r.listed)
 	for range 2 {
 		if found, again, err := e.compareBeside(ctx); len(found) > 0 || again || err != nil {
@@ -222,9 +216,7 @@ func TestSpareKinds(t *testing.T) {
 		t.Errorf("%d chains are left, want %d: %v", len(chains), want, err)
 	}
 	p.Set(ownTimeout(8))
-	if err := e.Sync(ctx, p, plan.Only(plan.Keys{ownTimeout(8).Key: {}})); err != nil {
-		t.Fatal(err)
-	}
+	must(t, e.Sync(ctx, p, plan.Only(plan.Keys{ownTimeout(8).Key: {}})))
 	holds(t, e, p)
 	if err := e.Sync(ctx, p, plan.Everything()); err != nil || len(e.Found) > 0 {
 		t.Errorf("a sync of everything found %v, %v", e.Found, err)
@@ -238,9 +230,7 @@ func TestSpareKindsInUse(t *testing.T) {
 	ctx := context.Background()
 	e, k := testEngine(t, plan.IPv4)
 	p := plantest.Large(1, 1)
-	if err := e.Sync(ctx, p, plan.Everything()); err != nil {
-		t.Fatal(err)
-	}
+	must(t, e.Sync(ctx, p, plan.Everything()))
 	for round := range 3 {
 		changed := plan.Keys{}
 		for i := range spareKindsMost {
@@ -248,15 +238,11 @@ func TestSpareKindsInUse(t *testing.T) {
 			p.Set(sp)
 			changed.Add(sp.Key)
 		}
-		if err := e.Sync(ctx, p, plan.Only(changed)); err != nil {
-			t.Fatal(err)
-		}
+		must(t, e.Sync(ctx, p, plan.Only(changed)))
 		for key := range changed {
 			p.Delete(key)
 		}
-		if err := e.Sync(ctx, p, plan.Only(changed)); err != nil {
-			t.Fatal(err)
-		}
+		must(t, e.Sync(ctx, p, plan.Only(changed)))
 		if before := k.commits; round < 2 {
 			k.fail = func(commit int) error {
 				if commit > before+1 { // The elements go first.
@@ -285,9 +271,7 @@ func TestSpareKindsOfRefused(t *testing.T) {
 	p := plantest.Large(1, 1)
 	sp := ownTimeout(200)
 	p.Set(sp)
-	if err := e.Sync(ctx, p, plan.Everything()); err != nil {
-		t.Fatal(err)
-	}
+	must(t, e.Sync(ctx, p, plan.Everything()))
 	wish := ownTimeout(201)
 	wish.Key, wish.Frontends = sp.Key, sp.Frontends
 	p.Set(wish)
@@ -315,9 +299,7 @@ func TestSpareKindsOfRefused(t *testing.T) {
 	for key := range gone {
 		p.Delete(key)
 	}
-	if err := e.Sync(ctx, p, plan.Only(gone)); err != nil {
-		t.Fatal(err)
-	}
+	must(t, e.Sync(ctx, p, plan.Only(gone)))
 	for range 2 {
 		if found, again, err := e.compareBeside(ctx); len(found) > 0 || again || err != nil {
 			t.Errorf("a comparison: %v, %t, %v", found, again, err)
@@ -336,9 +318,7 @@ func TestManyUnexpected(t *testing.T) {
 	e, _ := testEngine(t, plan.IPv4)
 	p := plantest.Large(300, 3)
 	ctx := context.Background()
-	if err := e.Sync(ctx, p, plan.Everything()); err != nil {
-		t.Fatal(err)
-	}
+	must(t, e.Sync(ctx, p, plan.Everything()))
 	more := map[id]value{}
 	for n := range 3 * mostBeside {
 		more[id{set: endpoints, key: indexed(nameOf(plan.IPv4, plantest.LargeService(3, 9, 3).Frontends[0]), uint32(1000+n))}] = value{data: "\x0a\xf4\x01\x02\x00\x50\x00\x00"}
@@ -381,9 +361,7 @@ func TestReadingEnds(t *testing.T) {
 	nstest.Enter(t)
 	first, _ := testEngine(t, plan.IPv4)
 	p := plantest.Large(3000, 4)
-	if err := first.Sync(context.Background(), p, plan.Everything()); err != nil {
-		t.Fatal(err)
-	}
+	must(t, first.Sync(context.Background(), p, plan.Everything()))
 	for _, listed := range []int{mostListed, 2} {
 		ctx, cancel := context.WithCancel(context.Background())
 		e, r := askingEngine(t, plan.IPv4)
@@ -405,9 +383,7 @@ func TestCountersByKey(t *testing.T) {
 	e, _ := testEngine(t, plan.IPv4)
 	p := plantest.Large(2000, 1)
 	ctx := context.Background()
-	if err := e.Sync(ctx, p, plan.Everything()); err != nil {
-		t.Fatal(err)
-	}
+	must(t, e.Sync(ctx, p, plan.Everything()))
 	var keys []string
 	for _, sp := range p.Sorted(plan.IPv4) {
 		keys = append(keys, nameOf(plan.IPv4, sp.Frontends[0]))
@@ -451,9 +427,7 @@ func TestUnreadIsMet(t *testing.T) {
 			_ = Cleanup()
 			p.Set(before)
 			first, _ := testEngine(t, plan.IPv4)
-			if err := first.Sync(ctx, p, plan.Everything()); err != nil {
-				t.Fatal(err)
-			}
+			must(t, first.Sync(ctx, p, plan.Everything()))
 			left := map[id]value{}
 			for n := range uint32(10) {
 				left[id{set: plain, key: indexed(name, 3+n)}] = value{data: string(make([]byte, formsOf(first.sets)[plain].data))}
@@ -461,9 +435,7 @@ func TestUnreadIsMet(t *testing.T) {
 			put(t, first, left)
 			e, r := askingEngine(t, plan.IPv4)
 			e.mostListed = 2
-			if err := e.Sync(ctx, p, plan.Everything()); err != nil {
-				t.Fatal(err)
-			}
+			must(t, e.Sync(ctx, p, plan.Everything()))
 			p.Set(grown)
 			if err := e.Sync(ctx, p, c); err != nil {
 				t.Errorf("affinity %v, every Service %t: %v", grown.Affinity, c.All(), err)
@@ -494,9 +466,7 @@ func TestFoundByKey(t *testing.T) {
 		sticky.Affinity = time.Hour
 		p.Set(sticky)
 	}
-	if err := e.Sync(ctx, p, plan.Everything()); err != nil {
-		t.Fatal(err)
-	}
+	must(t, e.Sync(ctx, p, plan.Everything()))
 	nstest.Exec(t, "nft", "delete element ip nodeproxy services { 10.96.0.11 . tcp . 80, 10.96.0.12 . tcp . 80 }; "+
 		"delete element ip nodeproxy choices { 10.96.0.10 . tcp . 80 . 0:1 }; delete element ip nodeproxy endpoints { 10.96.0.12 . tcp . 80 . 0:2 }")
 	if err := e.Sync(ctx, p, plan.Everything()); err != nil || len(e.Found) != 4 {
@@ -511,9 +481,7 @@ func TestSmallSetsAreListed(t *testing.T) {
 	ctx := context.Background()
 	first, _ := testEngine(t, plan.IPv4)
 	p := plantest.Large(30, 3)
-	if err := first.Sync(ctx, p, plan.Everything()); err != nil {
-		t.Fatal(err)
-	}
+	must(t, first.Sync(ctx, p, plan.Everything()))
 	fe := plan.Frontend{Kind: plan.NodePort, Protocol: plan.TCP, Port: 1}
 	put(t, first, map[id]value{{set: services, key: nameOf(plan.IPv4, fe)}: {data: string(native(kind{treatment: internal, count: maxCount}.number()))}})
 	e, r := askingEngine(t, plan.IPv4)
@@ -532,9 +500,7 @@ func TestSettingsDuringComparison(t *testing.T) {
 		_ = Cleanup()
 		e, _ := testEngine(t, plan.IPv4)
 		p := plantest.Large(300, 3)
-		if err := e.Sync(ctx, p, plan.Everything()); err != nil {
-			t.Fatal(err)
-		}
+		must(t, e.Sync(ctx, p, plan.Everything()))
 		changes := 0
 		change := func() {
 			if changes++; changes > 1 {

@@ -30,9 +30,7 @@ func TestStepsAreSmall(t *testing.T) {
 	e, k := testEngine(t, plan.IPv4)
 	e.mostAtOnce = 300
 	p := plantest.Large(20, 3)
-	if err := e.Sync(ctx, p, plan.Everything()); err != nil {
-		t.Fatal(err)
-	}
+	must(t, e.Sync(ctx, p, plan.Everything()))
 	small := plantest.LargeService(3, 9, 3)
 	n := 0
 	sync := func(what string, keys plan.Keys, atLeast int) {
@@ -94,9 +92,7 @@ func TestStepsTakeTurns(t *testing.T) {
 	e, _ := testEngine(t, plan.IPv4)
 	e.mostAtOnce = 300
 	p := plantest.Large(2, 1)
-	if err := e.Sync(ctx, p, plan.Everything()); err != nil {
-		t.Fatal(err)
-	}
+	must(t, e.Sync(ctx, p, plan.Everything()))
 	restless, other := many(50, 40, 20, 0), many(51, 40, 20, 9000)
 	p.Set(restless)
 	p.Set(other)
@@ -105,26 +101,20 @@ func TestStepsTakeTurns(t *testing.T) {
 		if n > 200 {
 			t.Fatal("the other one is not finished after 200 syncs")
 		}
-		if err := e.Sync(ctx, p, plan.Only(changed)); err != nil {
-			t.Fatal(err)
-		}
+		must(t, e.Sync(ctx, p, plan.Only(changed)))
 		p.Set(many(50, 40, 20, 100*(n+1)))
 		changed = plan.Keys{restless.Key: {}}
 	}
 	for range 20 {
 		p.Set(many(50, 40, 20, 50_000))
-		if err := e.Sync(ctx, p, plan.Only(changed)); err != nil {
-			t.Fatal(err)
-		}
+		must(t, e.Sync(ctx, p, plan.Only(changed)))
 	}
 	for fe, v := range e.current[restless.Key].frontends() {
 		if v.cluster[0].Addr() != plantest.LargeService(50, 50_000, 20).Endpoints.Cluster[0].Addr.Addr() && !slices.Contains(v.sp.Endpoints.Cluster, plantest.LargeService(50, 50_000, 20).Endpoints.Cluster[0]) {
 			t.Fatalf("%s has endpoints of long ago", fe)
 		}
 	}
-	if err := syncWhole(e, p, plan.Only(nil)); err != nil {
-		t.Fatal(err)
-	}
+	must(t, syncWhole(e, p, plan.Only(nil)))
 	holds(t, e, p)
 }
 
@@ -138,9 +128,7 @@ func TestStepsGiveFrontendsAway(t *testing.T) {
 	p := plantest.Large(2, 1)
 	large := many(50, 40, 20, 0)
 	p.Set(large)
-	if err := e.Sync(ctx, p, plan.Everything()); err != nil {
-		t.Fatal(err)
-	}
+	must(t, e.Sync(ctx, p, plan.Everything()))
 	for _, gone := range []bool{false, true} {
 		heir := *plantest.LargeService(1, 1, 1)
 		heir.Frontends = append(slices.Clone(heir.Frontends), large.Frontends[len(large.Frontends)-1])
@@ -150,9 +138,7 @@ func TestStepsGiveFrontendsAway(t *testing.T) {
 		} else {
 			p.Set(many(50, 39, 21, 7000))
 		}
-		if err := e.Sync(ctx, p, plan.Only(plan.Keys{large.Key: {}, heir.Key: {}})); err != nil {
-			t.Fatal(err)
-		}
+		must(t, e.Sync(ctx, p, plan.Only(plan.Keys{large.Key: {}, heir.Key: {}})))
 		if len(e.unfinished) != 1 {
 			t.Errorf("%d are unfinished, want 1", len(e.unfinished))
 		}
@@ -160,16 +146,12 @@ func TestStepsGiveFrontendsAway(t *testing.T) {
 		if got := e.remembered()[id{set: services, key: nameOf(plan.IPv4, heir.Frontends[1])}].comment; got != heir.Key.PortName() {
 			t.Errorf("the frontend is %q's", got)
 		}
-		if err := syncWhole(e, p, plan.Only(nil)); err != nil {
-			t.Fatal(err)
-		}
+		must(t, syncWhole(e, p, plan.Only(nil)))
 		holds(t, e, p)
 		if !gone { // It comes back.
 			p.Set(plantest.LargeService(1, 1, 1))
 			p.Set(large)
-			if err := syncWhole(e, p, plan.Only(plan.Keys{large.Key: {}, heir.Key: {}})); err != nil {
-				t.Fatal(err)
-			}
+			must(t, syncWhole(e, p, plan.Only(plan.Keys{large.Key: {}, heir.Key: {}})))
 			holds(t, e, p)
 		}
 	}
@@ -206,9 +188,7 @@ func TestStepsMoveFrontends(t *testing.T) {
 				p.Set(sp)
 				changed.Add(sp.Key)
 			}
-			if err := e.Sync(context.Background(), p, plan.Everything()); err != nil {
-				t.Fatal(err)
-			}
+			must(t, e.Sync(context.Background(), p, plan.Everything()))
 			for key := range changed {
 				p.Delete(key)
 			}
@@ -217,9 +197,7 @@ func TestStepsMoveFrontends(t *testing.T) {
 				changed.Add(sp.Key)
 			}
 			for first := true; first || len(e.unfinished) > 0; first = false {
-				if err := e.Sync(context.Background(), p, plan.Only(changed)); err != nil {
-					t.Fatal(err)
-				}
+				must(t, e.Sync(context.Background(), p, plan.Only(changed)))
 				changed = nil
 				isRemembered(t, e)
 				have := elementsOf(t, e)
@@ -243,16 +221,12 @@ func TestStepsBehindClusterIP(t *testing.T) {
 	e.mostAtOnce = 30
 	p := plantest.Large(2, 1)
 	p.Set(many(50, 5, 40, 0))
-	if err := e.Sync(context.Background(), p, plan.Everything()); err != nil {
-		t.Fatal(err)
-	}
+	must(t, e.Sync(context.Background(), p, plan.Everything()))
 	first := e.current[many(50, 5, 40, 0).Key].sp
 	for n := range 12 {
 		sp := many(50, 5, 40, 1000*(n+1))
 		p.Set(sp)
-		if err := e.Sync(context.Background(), p, plan.Only(plan.Keys{sp.Key: {}})); err != nil {
-			t.Fatal(err)
-		}
+		must(t, e.Sync(context.Background(), p, plan.Only(plan.Keys{sp.Key: {}})))
 	}
 	for fe, v := range e.current[first.Key].frontends() {
 		if v.sp == first {
@@ -269,20 +243,12 @@ func TestStepsUseKinds(t *testing.T) {
 	e.mostAtOnce = 1
 	p := plantest.Large(2, 1)
 	p.Set(many(50, 4, 20, 0))
-	if err := e.Sync(ctx, p, plan.Everything()); err != nil {
-		t.Fatal(err)
-	}
+	must(t, e.Sync(ctx, p, plan.Everything()))
 	p.Set(many(50, 4, 25, 0))
-	if err := e.Sync(ctx, p, plan.Only(plan.Keys{many(50, 4, 25, 0).Key: {}})); err != nil {
-		t.Fatal(err)
-	}
+	must(t, e.Sync(ctx, p, plan.Only(plan.Keys{many(50, 4, 25, 0).Key: {}})))
 	s, used := e.snapshot(), map[kind]bool{}
 	_ = slices.Collect(s.expected(used))
-	if err := syncWhole(e, p, plan.Only(nil)); err != nil {
-		t.Fatal(err)
-	}
-	if err := e.removeSpareKinds(ctx, s, used); err != nil {
-		t.Fatal(err)
-	}
+	must(t, syncWhole(e, p, plan.Only(nil)))
+	must(t, e.removeSpareKinds(ctx, s, used))
 	holds(t, e, p)
 }
