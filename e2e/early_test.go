@@ -181,3 +181,53 @@ func TestEarlyConnectionsAtStart(t *testing.T) {
 		succeed(t, "a start", all, "n2a")
 	})
 }
+
+// TestIPVSOwnConnectionForgotten: a connection of the node itself goes on after the kernel's connection tracking has forgotten it,
+// with the source that it has, which a connection has kept that began before there were rules.
+func TestIPVSOwnConnectionForgotten(t *testing.T) {
+	onEachVariant(t, func(t *testing.T, variant harness.Variant) {
+		w := harness.New(t, harness.Options{})
+		w.Write(t, "nodes.yaml", w.NodeObjects()...)
+		w.Write(t, "s.yaml", harness.Objects(harness.Service("s", 1), w.Ready("n2a")...)...)
+		if err := w.Run(t, variant, clusterCIDR).Kill(); err != nil { // so that nobody repairs the rules
+			t.Fatal(err)
+		}
+		node := w.Node1()
+		acceptAll := func(what string) {
+			t.Helper()
+			for _, tool := range []string{"iptables", "ip6tables"} {
+				if _, err := node.Output(variant.Tool(tool), "-w", "-t", "nat", what, "OUTPUT", "-j", "ACCEPT"); err != nil {
+					t.Fatal(err)
+				}
+			}
+		}
+		acceptAll("-I") // Nothing asks for masquerading.
+		open := map[netip.AddrPort]*harness.Conversation{}
+		for _, family := range families {
+			for _, to := range []netip.AddrPort{clusterIP(1, family), externalIP(1, family), vip(1, family)} {
+				c, err := node.ConverseFrom(node.IP(family), to)
+				if err != nil {
+					t.Fatalf("from %s to %s: %v", node.IP(family), to, err)
+				}
+				t.Cleanup(c.Close)
+				if c.With.Source != node.IP(family) {
+					t.Fatalf("%s: the server sees %s, not %s", to, c.With.Source, node.IP(family))
+				}
+				open[to] = c
+			}
+		}
+		acceptAll("-D")
+		if err := node.Netlink().ConntrackTableFlush(netlink.ConntrackTable); err != nil {
+			t.Fatal(err)
+		}
+		for to, c := range open {
+			if err := c.Echo("line"); err != nil {
+				t.Errorf("to %s: %v", to, err)
+			}
+			// What begins now is masqueraded: the node uses the address of the Service, which the endpoint can't answer.
+			if got := node.Ask("tcp", to, harness.Patient); got.Outcome != harness.Answered {
+				t.Errorf("a new one to %s: %v", to, got)
+			}
+		}
+	})
+}

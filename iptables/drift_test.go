@@ -66,6 +66,8 @@ type lab struct {
 
 // newLab programs n Services with two endpoints each. It must be called in a namespace of the test's own, and end there.
 func newLab(t testing.TB, v xtables.Variant, n int) *lab {
+	t.Helper()
+	nstest.Inside(t)
 	l := &lab{t: t, variant: v, plan: plantest.Large(n, 2)}
 	var err error
 	l.backend, err = New(Config{Variant: v, Families: plan.Families[:], MasqueradeBit: 14,

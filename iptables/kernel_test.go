@@ -20,6 +20,8 @@ import (
 
 // realEngine is an engine as New makes it, but for its options. The test must be in a namespace of its own.
 func realEngine(t rapid.TB, v xtables.Variant, f plan.Family) *engine {
+	t.Helper()
+	nstest.Inside(t)
 	tool, err := xtables.Find(v, f)
 	if err != nil {
 		t.Fatal(err)

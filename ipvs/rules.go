@@ -116,15 +116,26 @@ func (r *ruleMaker) mangle() {
 		r.to(setNodePortLocal)+"-g "+names.NodePortLocal,
 		r.mapMark(setNodePort))
 	r.chain(names.Mangle, names.NodePortLocal, append([]string{r.mapMark(setNodePortLocal)}, r.inside()...)...)
-	r.chain(names.Mangle, names.IPVSUnmark,
+	unmark := []string{
+		"-m ipvs ! --ipvs -j RETURN",
 		// A kernel without nftables has no guard that has done this; see nftrules.MarkGuard.
-		"-m ipvs --ipvs "+ours+clearMark(r.marks.mask()),
+		ours + clearMark(r.marks.mask()),
 		// Only the first packet of a connection asks for masquerading.
-		"-m ipvs --ipvs -m conntrack ! --ctstate NEW "+clearMark(r.marks.masquerade),
+		"-m conntrack ! --ctstate NEW " + clearMark(r.marks.masquerade),
 		// An endpoint would not take an answer from itself for one from the Service. This is not among the rules of table nat,
 		// since mode iptables has these too, and writes them first when it takes over: traffic comes by here until it is done.
-		isNew+comment("traffic of an endpoint to itself")+"-m ipvs --ipvs "+r.in(setLoopBack, "dst,dst,src")+
-			setMark(r.marks.masquerade))
+		isNew + comment("traffic of an endpoint to itself") + r.in(setLoopBack, "dst,dst,src") + setMark(r.marks.masquerade),
+		r.in(setVIPs, "src") + "-j RETURN",
+	}
+	for _, cidr := range r.ranges {
+		unmark = append(unmark, "-s "+cidr.String()+" -j RETURN")
+	}
+	// A connection of the node itself that began before there were rules keeps its source: IPVS takes its next SYN, while what the
+	// kernel tracks of the first one still says that it needs no masquerading. If that is removed just then, the packet that comes
+	// next is a new connection to the kernel, and another source port would have the endpoint reset it. It is the node's own address;
+	// an address of a Service can be masqueraded only.
+	r.chain(names.Mangle, names.IPVSUnmark, append(unmark, "-p tcp "+isNew+comment("open connection of the node itself")+
+		fromNode+"-m tcp ! --tcp-flags FIN,SYN,RST,ACK SYN "+clearMark(r.marks.masquerade))...)
 }
 
 // inside returns rules that lead pods and the node itself to endpoints of the cluster, each after the rules of both.

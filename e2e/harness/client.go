@@ -109,14 +109,21 @@ func askUDP(c net.Conn, deadline time.Time) Answer {
 // Dial makes a connected socket inside the namespace. Reads and writes of the connection fail after the deadline; a
 // caller that keeps it sets another.
 func (n *Netns) Dial(network string, to netip.AddrPort, deadline time.Time) (net.Conn, error) {
+	return n.dial(network, netip.Addr{}, to, deadline)
+}
+
+// dial connects from an address of the host, or from the one that its kernel chooses if it is zero.
+func (n *Netns) dial(network string, from netip.Addr, to netip.AddrPort, deadline time.Time) (net.Conn, error) {
 	var c net.Conn
 	dial := func() (err error) {
 		d := net.Dialer{Deadline: deadline, KeepAlive: -1}
 		switch port := n.freshPort(); {
 		case network == "udp":
-			d.LocalAddr = &net.UDPAddr{Port: port}
+			d.LocalAddr = &net.UDPAddr{IP: from.AsSlice(), Port: port}
 		case ModeUnderTest() == IPVS: // see SamePort
-			d.LocalAddr = &net.TCPAddr{Port: port}
+			d.LocalAddr = &net.TCPAddr{IP: from.AsSlice(), Port: port}
+		case from.IsValid():
+			d.LocalAddr = &net.TCPAddr{IP: from.AsSlice()}
 		}
 		c, err = d.Dial(network, to.String())
 		return err
@@ -232,7 +239,12 @@ type Conversation struct {
 
 // Converse opens a TCP connection and keeps it open.
 func (n *Netns) Converse(to netip.AddrPort) (*Conversation, error) {
-	c, err := n.Dial("tcp", to, time.Now().Add(Patient))
+	return n.ConverseFrom(netip.Addr{}, to)
+}
+
+// ConverseFrom opens a connection like Converse, from an address of the host; if it is zero, the host's kernel chooses.
+func (n *Netns) ConverseFrom(from netip.Addr, to netip.AddrPort) (*Conversation, error) {
+	c, err := n.dial("tcp", from, to, time.Now().Add(Patient))
 	if err != nil {
 		return nil, err
 	}

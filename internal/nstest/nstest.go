@@ -59,7 +59,10 @@ const ownNamespace = "/proc/thread-self/ns/net"
 
 // Inside fails the test if the calling thread has not entered a namespace. That of a subtest or a sub-benchmark has not, though its parent has:
 // each has a thread of its own.
-func Inside(t testing.TB) {
+func Inside(t interface {
+	Helper()
+	Fatalf(format string, args ...any)
+}) {
 	t.Helper()
 	if now, err := os.Readlink(ownNamespace); err != nil || now == outside {
 		t.Fatalf("this thread is in the namespace in which the tests began, and not in one of its own: %v", err)

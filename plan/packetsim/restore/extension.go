@@ -47,7 +47,7 @@ var ignored = one(func(string, bool) error { return nil })
 // extensions are the match extensions that are known.
 var extensions = map[string]func(p *parser) extension{
 	"comment":   func(*parser) extension { return extension{options: map[string]option{"--comment": ignored}} },
-	"tcp":       func(p *parser) extension { return portExtension(p, "tcp") },
+	"tcp":       tcpExtension,
 	"udp":       func(p *parser) extension { return portExtension(p, "udp") },
 	"sctp":      func(p *parser) extension { return portExtension(p, "sctp") },
 	"multiport": multiportExtension,
@@ -94,6 +94,29 @@ func (p *parser) ports(texts []string, not bool) error {
 func portExtension(p *parser, protocol string) extension {
 	port := option{values: 1, read: p.ports}
 	return extension{protocols: []string{protocol}, options: map[string]option{"--dport": port, "--destination-port": port}}
+}
+
+// tcpFlags are the names that flags of TCP have in rules.
+var tcpFlags = map[string]byte{"FIN": 1, "SYN": 2, "RST": 4, "PSH": 8, "ACK": 16, "URG": 32, "ALL": 63, "NONE": 0}
+
+// tcpExtension compares the flags, too: the first packet of a connection has SYN alone.
+func tcpExtension(p *parser) extension {
+	x := portExtension(p, "tcp")
+	x.options["--tcp-flags"] = option{values: 2, read: func(v []string, not bool) error {
+		var bits [2]byte // those that are looked at, and which of them are to be set
+		for i, list := range v {
+			for name := range strings.SplitSeq(list, ",") {
+				bit, known := tcpFlags[name]
+				if !known {
+					return fmt.Errorf("there is no TCP flag %q", name)
+				}
+				bits[i] |= bit
+			}
+		}
+		p.when(not, func(*packetsim.Packet) bool { return tcpFlags["SYN"]&bits[0] == bits[1] })
+		return nil
+	}}
+	return x
 }
 
 func multiportExtension(p *parser) extension {

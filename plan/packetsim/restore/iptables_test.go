@@ -45,6 +45,7 @@ func TestRestoreErrors(t *testing.T) {
 			"match tcp: it needs -p"},
 		{"port of not this protocol", table("filter", "-A INPUT ! -p tcp -m tcp --dport 80 -j DROP"),
 			"match tcp: it needs -p"},
+		{"TCP flag", table("filter", "-A INPUT -p tcp -m tcp --tcp-flags SYN,PUSH SYN -j DROP"), `no TCP flag "PUSH"`},
 		{"bad port", table("filter", "-A INPUT -p tcp --dport http -j DROP"), `"http" is no port`},
 		{"port beyond", table("filter", "-A INPUT -p tcp --dport 65536 -j DROP"), "is no port"},
 		{"DNAT without protocol", table("nat", "-A OUTPUT -j DNAT --to-destination 10.0.0.1:80"), "a port needs -p"},

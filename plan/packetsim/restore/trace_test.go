@@ -114,6 +114,10 @@ func TestTraceFilter(t *testing.T) {
 			"-A FORWARD -p tcp --dport 81:90 -j DROP",
 			"-A FORWARD -p tcp -m tcp ! --dport 80 -j DROP",
 			"-A FORWARD -p tcp -m multiport --dports 22,81:90 -j DROP",
+			"-A FORWARD -p tcp -m tcp ! --tcp-flags FIN,SYN,RST,ACK SYN -j DROP",
+			"-A FORWARD -p tcp -m tcp --tcp-flags SYN,ACK SYN,ACK -j DROP",
+			"-A FORWARD -p tcp -m tcp --tcp-flags ALL NONE -j DROP",
+			"-A FORWARD -p tcp -m tcp --tcp-flags RST RST -j DROP",
 			"-A FORWARD -i eth1 -j DROP",
 			"-A FORWARD ! -i eth+ -j DROP",
 			"-A FORWARD -m mark --mark 0x1/0x1 -j DROP",
@@ -124,7 +128,7 @@ func TestTraceFilter(t *testing.T) {
 			"-A FORWARD -m conntrack --ctorigdst 10.96.0.2/32 -j DROP",
 			"-A FORWARD -m recent --rcheck --seconds 10 --reap --name x --mask 255.255.255.255 --rsource -j DROP",
 			`-A FORWARD -m comment --comment "a \"quoted\" -j DROP"`,
-			"[12:720] -A FORWARD -p tcp -m tcp --dport 79:80 -m addrtype ! --src-type LOCAL -m conntrack --ctstate NEW "+
+			"[12:720] -A FORWARD -p tcp -m tcp --dport 79:80 --tcp-flags ALL SYN -m addrtype ! --src-type LOCAL -m conntrack --ctstate NEW "+
 				"-i eth+ -j REJECT --reject-with tcp-reset",
 		),
 	}, {
