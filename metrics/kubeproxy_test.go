@@ -65,7 +65,7 @@ func inUse(mode string) *Set {
 	s.Taken()
 	s.Planned(p, plan.Everything())
 	s.DriftChecked(time.Second, nil)
-	s.AffinityClients(plan.IPv4, 12)
+	s.AffinityClients(plan.IPv4, 3, 12)
 	s.Synced(Sync{Full: true, Stages: map[Stage]time.Duration{Backend: time.Second}})
 	return s
 }

@@ -2,6 +2,7 @@ package metrics
 
 import (
 	"maps"
+	"strconv"
 	"sync"
 
 	"github.com/prometheus/client_golang/prometheus"
@@ -42,7 +43,8 @@ func newRuleMetrics(s *Set) *ruleMetrics {
 		m.nftCleanups = s.counterVec("kubeproxy_sync_proxy_rules_nftables_cleanup_failures_total",
 			"Removals of nftables objects that nothing wants any more which failed.", family)
 		m.clients = s.gaugeVec("nodeproxy_affinity_clients",
-			"Clients that session affinity remembers, of at most 1,048,576, at the last comparison, if the kernel tells, as Linux 6.18 does.", family)
+			"Clients that session affinity remembers in each of its maps, of at most 131,072, at the last comparison, if the kernel tells, as Linux 6.18 does.",
+			family, "share")
 	}
 	for _, f := range s.cfg.Families {
 		for _, vec := range []*prometheus.CounterVec{m.restoreFailures, m.partialFailures, m.nftSyncFailures, m.nftCleanups} {
@@ -74,10 +76,10 @@ func (s *Set) RestoreFailed(f plan.Family, partial bool) {
 	}
 }
 
-// AffinityClients says how many clients session affinity remembers.
-func (s *Set) AffinityClients(f plan.Family, n int) {
+// AffinityClients says how many clients session affinity remembers for a share of all frontends.
+func (s *Set) AffinityClients(f plan.Family, share, n int) {
 	if s.rules.clients != nil {
-		s.rules.clients.WithLabelValues(f.String()).Set(float64(n))
+		s.rules.clients.WithLabelValues(f.String(), strconv.Itoa(share)).Set(float64(n))
 	}
 }
 

@@ -152,7 +152,7 @@ func TestCounted(t *testing.T) {
 		"kubeproxy_sync_proxy_rules_nftables_sync_failures_total ip_family=IPv4":    1,
 		"kubeproxy_sync_proxy_rules_nftables_cleanup_failures_total ip_family=IPv4": 0,
 		"kubeproxy_sync_proxy_rules_nftables_cleanup_failures_total ip_family=IPv6": 1,
-		"nodeproxy_affinity_clients ip_family=IPv4":                                 12,
+		"nodeproxy_affinity_clients ip_family=IPv4 share=3":                         12,
 	})
 }
 

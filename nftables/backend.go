@@ -33,15 +33,15 @@ type Config struct {
 	// Compared, if not nil, is called after each sync that compared the kernel with what had been written, once for all
 	// families. The first sync, and the one after an error, have nothing to compare with. It must not block.
 	Compared func(drift.Report)
-	// Warn, if not nil, is called once for each scheduler that Services ask for and the mode does not have, and when affinity has nearly no room
-	// left for clients. It must not block.
+	// Warn, if not nil, is called once for each scheduler that Services ask for and the mode does not have, and when a share of affinity has nearly no
+	// room left for clients. It must not block.
 	Warn func(string)
 	// Refused, if not nil, is called with all ServicePorts of a family that the kernel does not take, whenever these are others than
 	// before. It must not block.
 	Refused func(plan.Family, []plan.Refusal)
-	// Clients, if not nil, is called at each comparison of a family with how many clients affinity remembers, unless the kernel does not tell.
-	// It must not block.
-	Clients func(plan.Family, int)
+	// Clients, if not nil, is called at each comparison of a family with how many clients each share of affinity remembers, unless the kernel
+	// does not tell. It must not block.
+	Clients func(f plan.Family, share, clients int)
 	Log     *slog.Logger
 }
 
@@ -91,7 +91,7 @@ func New(cfg Config) (*Backend, error) {
 
 func newEngine(f plan.Family, o Options, log *slog.Logger, dial func() (kernel, error)) *engine {
 	return &engine{family: f, failed: func(plan.Family, bool) {}, onRefused: func(plan.Family, []plan.Refusal) {},
-		warn: func(string) {}, onClients: func(plan.Family, int) {}, options: o, log: log, dial: dial, reader: read, most: mostInTransaction, mostListed: mostListed,
+		warn: func(string) {}, onClients: func(plan.Family, int, int) {}, options: o, log: log, dial: dial, reader: read, most: mostInTransaction, mostListed: mostListed,
 		mostAtOnce: mostAtOnce, sets: o.sets(f)}
 }
 

@@ -232,7 +232,7 @@ func (e *engine) suspects(ctx context.Context, k kernel, s *snapshot) (map[id]*v
 	var asked [setCount]bool
 	var listed []setID
 	for set := range setCount {
-		asked[set] = set != affinity && set != sourceRanges && s.counts[e.sets[set].Name] > e.mostListed
+		asked[set] = !set.remembers() && set != sourceRanges && s.counts[e.sets[set].Name] > e.mostListed
 		if !asked[set] {
 			listed = append(listed, set)
 		}
@@ -431,19 +431,22 @@ func (e *engine) forget() {
 	}
 }
 
-// noteClients reports how many clients affinity remembers, and warns when there is room for less than a tenth more, once until there is for
+// noteClients reports how many clients affinity remembers, and warns when a share has room for less than a tenth more, once until it has for
 // a fifth again.
 func (e *engine) noteClients(counts map[string]int) {
-	n, told := counts[names.NFTAffinity]
-	if !told {
-		return
+	for share := range affinityShares {
+		set := e.sets[int(affinity)+share]
+		n, told := counts[set.Name]
+		if !told {
+			return
+		}
+		e.onClients(e.family, share, n)
+		most := int(set.Size)
+		crowded := n > most-most/10 || e.crowded[share] && n > most-most/5
+		if crowded && !e.crowded[share] {
+			e.warn(fmt.Sprintf("session affinity remembers %d clients over %s in map %s, and can remember %d there; where there is no room, "+
+				"new clients of the Services in that map, an eighth of all, get an endpoint for each connection", n, e.family, set.Name, most))
+		}
+		e.crowded[share] = crowded
 	}
-	e.onClients(e.family, n)
-	most := int(e.sets[affinity].Size)
-	crowded := n > most-most/10 || e.crowded && n > most-most/5
-	if crowded && !e.crowded {
-		e.warn(fmt.Sprintf("session affinity remembers %d clients over %s, and can remember %d; where there is no room, new clients of all "+
-			"Services get an endpoint for each connection", n, e.family, most))
-	}
-	e.crowded = crowded
 }

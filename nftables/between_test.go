@@ -15,7 +15,6 @@ import (
 	"pgregory.net/rapid"
 
 	"nodeproxy/internal/nstest"
-	"nodeproxy/kernel/names"
 	"nodeproxy/kernel/nft"
 	"nodeproxy/plan"
 	"nodeproxy/plan/packetsim"
@@ -61,10 +60,10 @@ func TestBetweenLookups(t *testing.T) {
 			}
 			for range packetsPerPlan / 8 {
 				pkt := c.Packets(f).Draw(t, "packet")
-				clear(r.elements[names.NFTAffinity])
+				clear(r.clients)
 				r.next = nil
 				if known := r.trace(pkt, c.Local); rapid.Bool().Draw(t, "known") {
-					r.elements[names.NFTAffinity] = known[0].State.(state).clients
+					r.clients = known[0].State.(state).clients
 				}
 				v, w := before.Verdict(pkt), after.Verdict(pkt)
 				verdicts := make([]plan.Verdict, len(mixed))

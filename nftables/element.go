@@ -332,14 +332,13 @@ func fixed(used map[kind]bool) map[id]value {
 
 // ofServices reports whether each element of the set belongs to a ServicePort.
 func (s setID) ofServices() bool {
-	return s != kinds && s != kindsWithin && s != affinity && s != sameByte
+	return s != kinds && s != kindsWithin && s != sameByte && !s.remembers()
 }
 
 // frontendOf returns the frontend in an element's key; the zero Address if there is none.
 func (i id) frontendOf(f plan.Family) plan.Address {
 	n := f.Bits() / 8
-	switch i.set {
-	case clusterIPs, kinds, kindsWithin, affinity, sameByte:
+	if i.set == clusterIPs || !i.set.ofServices() {
 		return plan.Address{}
 	}
 	a, _ := netip.AddrFromSlice([]byte(i.key[:n]))

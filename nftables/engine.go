@@ -53,11 +53,11 @@ type engine struct {
 	asked                  *askedFor
 	// onRefused is called with what the kernel refuses when that has changed.
 	onRefused func(plan.Family, []plan.Refusal)
-	// warn and onClients are Config.Warn and Config.Clients. Affinity is crowded from when it was warned of until there is room again; only
-	// comparisons beside syncs look at it.
+	// warn and onClients are Config.Warn and Config.Clients. A share of affinity is crowded from when it was warned of until there is room
+	// again; only comparisons beside syncs look at it.
 	warn      func(string)
-	onClients func(plan.Family, int)
-	crowded   bool
+	onClients func(f plan.Family, share, clients int)
+	crowded   [affinityShares]bool
 	// traffic, if not nil, gets what elements have counted before they are replaced.
 	traffic *TrafficReader
 

@@ -197,15 +197,15 @@ func TestForeignElements(t *testing.T) {
 	}
 }
 
-// rememberClient puts a client into the map of affinity, and remembers reports whether it is still there. It is not where the table was created anew.
+// rememberClient puts a client into a map of affinity, and remembers reports whether it is still there. It is not where the table was created anew.
 func rememberClient(t *testing.T) {
 	t.Helper()
-	nstest.Exec(t, "nft", "add element ip nodeproxy affinity { 10.96.0.12 . tcp . 80 . 203.0.113.77 timeout 1h : 0:1 }")
+	nstest.Exec(t, "nft", "add element ip nodeproxy affinity-3 { 10.96.0.12 . tcp . 80 . 203.0.113.77 timeout 1h : 0:1 }")
 }
 
 func remembers(t *testing.T) bool {
 	t.Helper()
-	return strings.Contains(nstest.Exec(t, "nft", "list map ip nodeproxy affinity"), "203.0.113.77")
+	return strings.Contains(nstest.Exec(t, "nft", "list map ip nodeproxy affinity-3"), "203.0.113.77")
 }
 
 // TestIntruders: chains, sets and objects of other programs in the table are found, named and removed, and clients stay remembered.

@@ -646,7 +646,9 @@ func TestKindLeadsElsewhere(t *testing.T) {
 func TestClientsAreCollected(t *testing.T) {
 	nstest.Enter(t)
 	earlier, _ := testEngine(t, plan.IPv4)
-	earlier.sets[affinity].Collect = 0
+	for share := range affinityShares {
+		earlier.sets[int(affinity)+share].Collect = 0
+	}
 	now, _ := testEngine(t, plan.IPv4)
 	p := plantest.Large(3, 1)
 	for _, e := range []*engine{earlier, now} {
@@ -655,7 +657,7 @@ func TestClientsAreCollected(t *testing.T) {
 		}
 		holds(t, e, p)
 	}
-	if out := nstest.Exec(t, "nft", "list", "map", "ip", names.NFTables, names.NFTAffinity); !strings.Contains(out, "gc-interval 30s") {
+	if out := listShares(t); strings.Count(out, "gc-interval 30s") != affinityShares {
 		t.Errorf("nft lists\n%s", out)
 	}
 }

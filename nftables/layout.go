@@ -1,6 +1,7 @@
 package nftables
 
 import (
+	"fmt"
 	"net/netip"
 	"slices"
 	"time"
@@ -30,8 +31,15 @@ func (o Options) sets(f plan.Family) []nft.Set {
 	return out
 }
 
-// mostClients bounds how many clients affinity remembers, since anyone may send from many addresses. Further clients are not remembered.
-const mostClients = 1 << 20
+// Affinity remembers clients in several maps, each for a share of all frontends, and mostClients in each: anyone may send to a frontend from many
+// addresses, and only frontends of the same share are left without room then. Further clients are not remembered.
+const (
+	affinityShares = 8
+	mostClients    = 1 << 17
+)
+
+// shareName returns the name of a map of clients.
+func shareName(share int) string { return fmt.Sprintf("%s-%d", names.NFTAffinity, share) }
 
 // collectClients is how often the kernel removes clients that were away for too long. With a million of them, each time takes it a tenth of
 // a second, and by itself it would do that each second.
@@ -51,13 +59,16 @@ const (
 	localChoices
 	stickyEndpoints
 	localStickyEndpoints
-	affinity
 	limited
 	sourceRanges
 	clusterIPs
 	sameByte
-	setCount
+	affinity // the first of its shares
+	setCount = affinity + affinityShares
 )
+
+// remembers reports whether a set is a map of clients, whose elements rules add.
+func (s setID) remembers() bool { return s >= affinity }
 
 // sets returns all sets of a family, indexed by setID.
 func sets(f plan.Family) []nft.Set {
@@ -72,7 +83,7 @@ func sets(f plan.Family) []nft.Set {
 		index    = append(slices.Clone(name), nft.TypeClassID) // as the packet has the number in its priority
 		client   = append(slices.Clone(name), addr)
 	)
-	return []nft.Set{
+	out := []nft.Set{
 		services:             {Name: names.NFTServices, Key: name, Data: number},
 		servicesWithin:       {Name: names.NFTWithin, Key: name, Data: number},
 		kinds:                {Name: names.NFTKinds, Key: number, Data: nft.Concat{nft.TypeVerdict}},
@@ -83,12 +94,15 @@ func sets(f plan.Family) []nft.Set {
 		localChoices:         {Name: names.NFTLocalChoices, Key: index, Data: number},
 		stickyEndpoints:      {Name: names.NFTStickyEndpoints, Key: index, Data: endpoint},
 		localStickyEndpoints: {Name: names.NFTLocalStickyEndpoints, Key: index, Data: endpoint},
-		affinity:             {Name: names.NFTAffinity, Key: client, Data: number, Dynamic: true, Size: mostClients, Collect: collectClients},
 		limited:              {Name: names.NFTLimited, Key: name},
 		sourceRanges:         {Name: names.NFTSourceRanges, Key: client, Interval: true},
 		clusterIPs:           {Name: names.NFTClusterIPs, Key: nft.Concat{addr}},
 		sameByte:             {Name: names.NFTSame, Key: nft.Concat{nft.TypeProtocol, nft.TypeProtocol}},
 	}
+	for share := range affinityShares {
+		out = append(out, nft.Set{Name: shareName(share), Key: client, Data: number, Dynamic: true, Size: mostClients, Collect: collectClients})
+	}
+	return out
 }
 
 // layout has everything that the rules of a family depend on.

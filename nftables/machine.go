@@ -49,7 +49,8 @@ func (b *Backend) Machine(p *plan.Plan, f plan.Family) *packetsim.Machine {
 type ruleset struct {
 	family   plan.Family
 	chains   map[string]nft.Chain
-	elements map[string]map[string]value // by set and key
+	elements map[string]map[string]value // by set and key, but those that rules add
+	clients  map[string]value            // that are remembered, by key: which map has them follows from it
 	ranges   []id                        // of source-ranges
 	// next, if not nil, has the elements that a packet finds from its lookup number since on, while it goes on by the rules of this one, as in
 	// the kernel where a transaction is carried out meanwhile. Only tests set it.
@@ -65,7 +66,7 @@ func rulesetOf(p *plan.Plan, f plan.Family, o Options, before map[plan.Key]writt
 		l.fill(place(before[sp.Key], sp), all, used)
 	}
 	maps.Copy(all, fixed(used))
-	r := &ruleset{family: f, chains: map[string]nft.Chain{}, elements: map[string]map[string]value{}}
+	r := &ruleset{family: f, chains: map[string]nft.Chain{}, elements: map[string]map[string]value{}, clients: map[string]value{}}
 	for _, s := range sets(f) {
 		r.elements[s.Name] = map[string]value{}
 	}
@@ -103,14 +104,14 @@ func (r *ruleset) machine() *packetsim.Machine {
 type state struct {
 	priority uint32
 	lookups  int              // how many there were
-	clients  map[string]value // those that are remembered: the elements of names.NFTAffinity
+	clients  map[string]value // those that are remembered
 }
 
 func (r *ruleset) stateOf(p *packetsim.Packet) state {
 	if s, ok := p.State.(state); ok {
 		return s
 	}
-	return state{clients: r.elements[names.NFTAffinity]}
+	return state{clients: r.clients}
 }
 
 // simRule is a rule for the simulator.
@@ -181,7 +182,7 @@ func (m *vm) choice(e expr.Any) (register, modulus uint32) {
 	case *expr.Numgen:
 		return e.Register, e.Modulus
 	case *expr.Hash:
-		if int(e.Length) > m.family.Bits()/8 {
+		if e.Seed == hashSeed && int(e.Length) > m.family.Bits()/8 {
 			return e.DestRegister, e.Modulus
 		}
 	}
@@ -301,13 +302,19 @@ func (m *vm) meta(e *expr.Meta) error {
 	return nil
 }
 
-func (m *vm) keyOf(set string, register uint32) string {
-	for _, s := range sets(m.family) {
-		if s.Name == set {
-			return string(m.get(register, s.Key.Length()))
-		}
+// simSets are the sets of each family by setID.
+var simSets = map[plan.Family][]nft.Set{plan.IPv4: sets(plan.IPv4), plan.IPv6: sets(plan.IPv6)}
+
+func (m *vm) setNamed(name string) setID {
+	i := slices.IndexFunc(simSets[m.family], func(s nft.Set) bool { return s.Name == name })
+	if i < 0 {
+		panic("no set " + name)
 	}
-	panic("no set " + set)
+	return setID(i)
+}
+
+func (m *vm) keyOf(set string, register uint32) string {
+	return string(m.get(register, simSets[m.family][m.setNamed(set)].Key.Length()))
 }
 
 func (m *vm) lookup(e *expr.Lookup) {
@@ -316,7 +323,7 @@ func (m *vm) lookup(e *expr.Lookup) {
 		r = r.next
 	}
 	key, elements := m.keyOf(e.SetName, e.SourceRegister), r.elements[e.SetName]
-	if e.SetName == names.NFTAffinity {
+	if m.setNamed(e.SetName).remembers() {
 		elements = m.clients
 	}
 	v, is := elements[key]
@@ -342,9 +349,8 @@ func (m *vm) lookup(e *expr.Lookup) {
 
 // note adds an element to those by which the rule does what it does.
 func (m *vm) note(set string, i id, v value) {
-	all := sets(m.family)
-	i.set = setID(slices.IndexFunc(all, func(s nft.Set) bool { return s.Name == set }))
-	text := fmt.Sprintf("@%s { %s%s }", set, i.text(m.family), v.text(all[i.set]))
+	i.set = m.setNamed(set)
+	text := fmt.Sprintf("@%s { %s%s }", set, i.text(m.family), v.text(simSets[m.family][i.set]))
 	m.Elements = append(m.Elements[:len(m.Elements):len(m.Elements)], text)
 }
 

@@ -7,6 +7,7 @@ import (
 	"fmt"
 	"net"
 	"net/netip"
+	"reflect"
 	"slices"
 	"strings"
 	"testing"
@@ -60,9 +61,14 @@ func (p *pods) service(list ...int) *plan.ServicePort {
 
 // goes sends the first packet of a connection from a client, whose address the namespace must have, and returns the pod that gets it.
 func (p *pods) goes(t testing.TB, from net.IP) int {
+	return p.goesTo(t, from, netip.AddrFrom4([4]byte{10, 96, 0, 10}))
+}
+
+// goesTo does the same for another cluster IP than that of the Service.
+func (p *pods) goesTo(t testing.TB, from net.IP, to netip.Addr) int {
 	t.Helper()
 	p.port++ // never one that connection tracking knows
-	c, err := net.DialUDP("udp4", &net.UDPAddr{IP: from, Port: p.port}, &net.UDPAddr{IP: net.IPv4(10, 96, 0, 10), Port: 80})
+	c, err := net.DialUDP("udp4", &net.UDPAddr{IP: from, Port: p.port}, net.UDPAddrFromAddrPort(netip.AddrPortFrom(to, 80)))
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -152,7 +158,7 @@ func TestClientsOfTheKernel(t *testing.T) {
 		}
 	}
 	time.Sleep(keep + 200*time.Millisecond) // It is time that an affinity ends with.
-	if out := nstest.Exec(t, "nft", "list", "map", "ip", names.NFTables, names.NFTAffinity); strings.Contains(out, "10.96.0.10") {
+	if out := listShares(t); strings.Contains(out, "10.96.0.10") {
 		t.Errorf("a client that was long away is still known:\n%s", out)
 	}
 }
@@ -369,19 +375,44 @@ func datagram(from, to string, port uint16) []byte {
 	return binary.BigEndian.AppendUint64(out, 40000<<48|uint64(port)<<32|8<<16)
 }
 
-// TestManyClients: a comparison tells how many clients are remembered, and when there is no room for many more, once.
+// listShares returns the maps of clients as nft prints them.
+func listShares(t testing.TB) string {
+	t.Helper()
+	var out strings.Builder
+	for share := range affinityShares {
+		out.WriteString(nstest.Exec(t, "nft", "list", "map", "ip", names.NFTables, shareName(share)))
+	}
+	return out.String()
+}
+
+// shareOf returns the share of a cluster IP, as the kernel computes it.
+func shareOf(f plan.Frontend) int {
+	h := jhash([]byte(nameOf(plan.IPv4, f)), shareSeed)
+	return int(uint64(h) * affinityShares >> 32)
+}
+
+// TestManyClients: a comparison tells how many clients a share remembers, and when it has no room for many more, once; the Services of other
+// shares have room all the same.
 func TestManyClients(t *testing.T) {
 	nstest.Enter(t)
 	world := startPods(t, 2)
 	e, _ := testEngine(t, plan.IPv4)
-	e.sets[affinity].Size = 20
-	var told []int
+	told := [affinityShares][]int{}
 	var warned []string
-	e.onClients = func(_ plan.Family, n int) { told = append(told, n) }
+	for share := range affinityShares {
+		e.sets[int(affinity)+share].Size = 20
+	}
+	e.onClients = func(_ plan.Family, share, n int) { told[share] = append(told[share], n) }
 	e.warn = func(text string) { warned = append(warned, text) }
 	p, sp := plantest.Large(0, 0), world.service(0, 1)
 	sp.Affinity = time.Hour
 	p.Set(sp)
+	full, other := shareOf(sp.Frontends[0]), world.service(0, 1)
+	other.Affinity, other.Key.Service.Name = time.Hour, "other"
+	for shareOf(other.Frontends[0]) == full {
+		other.Frontends[0].Addr = other.Frontends[0].Addr.Next()
+	}
+	p.Set(other)
 	if err := e.Sync(context.Background(), p, plan.Everything()); err != nil {
 		t.Fatal(err)
 	}
@@ -401,12 +432,27 @@ func TestManyClients(t *testing.T) {
 	if err != nil {
 		t.Fatal(err)
 	}
-	want := []string{"session affinity remembers 19 clients over IPv4, and can remember 20; where there is no room, new clients of all Services " +
-		"get an endpoint for each connection"}
-	if len(content.Counts) == 0 { // The kernel does not tell.
-		wants, want = nil, nil
+	want := []string{"session affinity remembers 19 clients over IPv4 in map " + shareName(full) + ", and can remember 20 there; where there is no " +
+		"room, new clients of the Services in that map, an eighth of all, get an endpoint for each connection"}
+	wantAll := [affinityShares][]int{}
+	for share := range wantAll {
+		wantAll[share] = make([]int, len(wants))
 	}
-	if !slices.Equal(told, wants) || !slices.Equal(warned, want) {
-		t.Errorf("told %d, want %d; warned %q, want %q", told, wants, warned, want)
+	wantAll[full] = wants
+	if len(content.Counts) == 0 { // The kernel does not tell.
+		wantAll, want = [affinityShares][]int{}, nil
+	}
+	if !reflect.DeepEqual(told, wantAll) || !slices.Equal(warned, want) {
+		t.Errorf("told %d, want %d; warned %q, want %q", told, wantAll, warned, want)
+	}
+
+	late := net.IPv4(127, 0, 1, 1)
+	for _, sp := range []*plan.ServicePort{sp, other} {
+		fe := sp.Frontends[0]
+		world.goesTo(t, late, fe.Addr)
+		out := nstest.Exec(t, "nft", "list", "map", "ip", names.NFTables, shareName(shareOf(fe)))
+		if got, want := strings.Contains(out, late.String()), sp == other; got != want {
+			t.Errorf("the client of %s is remembered: %t, want %t:\n%s", fe.Addr, got, want, out)
+		}
 	}
 }

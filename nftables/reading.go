@@ -51,7 +51,10 @@ type numbers struct {
 // harm, and is left to comparisons beside syncs. settled says to list the other sets until a listing has none that was not seen before: while
 // the kernel moves the elements of a grown set to a larger hash table, which it does in the background, a listing may omit some.
 func (s *fullSync) readElements(ctx context.Context, settled bool) error {
-	listed := []setID{kinds, kindsWithin, affinity, sourceRanges, sameByte}
+	listed := []setID{kinds, kindsWithin, sourceRanges, sameByte}
+	for share := range setID(affinityShares) {
+		listed = append(listed, affinity+share)
+	}
 	for _, set := range []setID{services, servicesWithin, limited, clusterIPs} {
 		found := 0
 		if n := s.counted(set); n > s.mostListed {
@@ -429,7 +432,7 @@ func (e *engine) each(ctx context.Context, k kernel, sets []setID, visit func(id
 			return visit(id{set, el.Key, el.End}, valueOf(el))
 		}
 		var err error
-		if set != affinity {
+		if !set.remembers() {
 			err = k.Sample(e.family, names.NFTables, e.sets[set], note)
 		} else if el, is, asked := k.Element(e.family, names.NFTables, e.sets[set], nft.Element{}); is {
 			err = note(el)

@@ -377,29 +377,47 @@ func (w way) endpointChains(f plan.Family) []nft.Chain {
 		return b.translate(w.byPriority(b, set))
 	}
 	// What the client was remembered for is none of the endpoints any more.
-	gone := (&builder{family: f}).client(w, "delete", opDelete, 0)
+	var gone []nft.Rule
+	for share := range affinityShares {
+		gone = append(gone, (&builder{family: f}).inShare(w, share).client(w, share, "delete", opDelete, 0).out)
+	}
 	choice := &builder{family: f}
 	text, exprs := w.byPriority(choice, choices)
 	choice.add("meta priority set "+text, append(exprs, storePriority(0))...)
 	return []nft.Chain{
 		{Name: w.chain(names.NFTToEndpoint), Rules: []nft.Rule{send(byNumber)}},
 		{Name: w.chain(names.NFTToSticky), Rules: []nft.Rule{send(sticky)}},
-		{Name: w.chain(names.NFTChoice), Rules: []nft.Rule{gone.out, choice.out}},
+		{Name: w.chain(names.NFTChoice), Rules: append(gone, choice.out)},
 	}
+}
+
+// shareSeed makes the share of a frontend independent of what hashes choose among endpoints.
+const shareSeed = 0x73686172
+
+// inShare matches packets to frontends whose clients are in this share.
+func (b *builder) inShare(w way, share int) *builder {
+	text, exprs, n := "meta l4proto . th dport", []expr.Any{loadProtocol(0), loadPort(1)}, 2
+	if !w.nodePort {
+		text, exprs = b.frontend()
+		n = nameRegisters(b.family)
+	}
+	return b.add(fmt.Sprintf("jhash %s mod %d seed %#x == %d", text, affinityShares, shareSeed, share), append(exprs,
+		&expr.Hash{SourceRegister: register(0), DestRegister: register(0), Length: uint32(4 * n), Modulus: affinityShares, Seed: shareSeed,
+			Type: expr.HashTypeJenkins}, equals(native(uint32(share))))...)
 }
 
 // client loads the key by which the map of clients has the client of a frontend, and changes that element: its identifier becomes the
 // packet's priority, which is the number of the kind before, as long as it is on the way from one map to the next.
-func (b *builder) client(w way, word string, op uint32, timeout time.Duration) *builder {
+func (b *builder) client(w way, share int, word string, op uint32, timeout time.Duration) *builder {
 	text, exprs := b.clientOf(w)
 	within := ""
 	if timeout > 0 {
 		within = fmt.Sprintf(" timeout %ds", int(timeout.Seconds()))
 	}
 	data := nameRegisters(b.family) + addrRegisters(b.family)
-	return b.add(fmt.Sprintf("%s @%s { %s%s : meta priority }", word, names.NFTAffinity, text, within), append(exprs,
+	return b.add(fmt.Sprintf("%s @%s { %s%s : meta priority }", word, shareName(share), text, within), append(exprs,
 		loadPriority(data), &expr.Dynset{SrcRegKey: register(0), SrcRegData: register(data),
-			SetName: names.NFTAffinity, Operation: op, Timeout: timeout})...)
+			SetName: shareName(share), Operation: op, Timeout: timeout})...)
 }
 
 func (b *builder) clientOf(w way) (string, []expr.Any) {
@@ -421,16 +439,22 @@ func (t term) choose() string { return fmt.Sprintf("%s-%ds", t.chain(names.NFTCh
 // chains send a client that is known to its endpoint, and return if it has none; and send it to the endpoint of a number and remember
 // it for that. Where there is no room for one more client, it is sent all the same.
 func (t term) chains(f plan.Family) []nft.Chain {
-	remember := func(b *builder) *builder {
-		return b.client(t.way, "update", unix.NFT_DYNSET_OP_UPDATE, time.Duration(t.seconds)*time.Second)
-	}
-	rule := func() *builder { return &builder{family: f} }
-	known := rule()
-	text, exprs := known.clientOf(t.way)
-	known.add("meta priority set "+text+" map @"+names.NFTAffinity, append(exprs, lookup(names.NFTAffinity), storePriority(0))...)
 	send := t.chain(names.NFTToSticky)
+	var keep []nft.Rule
+	choose := []nft.Rule{(&builder{family: f}).jump(t.chain(names.NFTChoice))}
+	for share := range affinityShares {
+		rule := func() *builder { return (&builder{family: f}).inShare(t.way, share) }
+		remember := func(b *builder) *builder {
+			return b.client(t.way, share, "update", unix.NFT_DYNSET_OP_UPDATE, time.Duration(t.seconds)*time.Second)
+		}
+		known, set := rule(), shareName(share)
+		text, exprs := known.clientOf(t.way)
+		known.add("meta priority set "+text+" map @"+set, append(exprs, lookup(set), storePriority(0))...)
+		keep = append(keep, remember(known).goTo(send))
+		choose = append(choose, remember(rule()).out)
+	}
 	return []nft.Chain{
-		{Name: t.keep(), Rules: []nft.Rule{remember(known).goTo(send)}},
-		{Name: t.choose(), Rules: []nft.Rule{rule().jump(t.chain(names.NFTChoice)), remember(rule()).out, rule().goTo(send)}},
+		{Name: t.keep(), Rules: keep},
+		{Name: t.choose(), Rules: append(choose, (&builder{family: f}).goTo(send))},
 	}
 }

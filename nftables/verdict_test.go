@@ -11,7 +11,6 @@ import (
 
 	"pgregory.net/rapid"
 
-	"nodeproxy/kernel/names"
 	"nodeproxy/plan"
 	"nodeproxy/plan/packetsim"
 	"nodeproxy/plan/plantest"
@@ -161,13 +160,13 @@ func TestAffinity(t *testing.T) {
 				if v.Action != plan.Forward || c.Plan.Services[v.ServicePort].Affinity == 0 {
 					continue
 				}
-				clear(r.elements[names.NFTAffinity])
+				clear(r.clients)
 				first := rapid.SampledFrom(r.trace(pkt, c.Local)).Draw(t, "choice")
 				clients := first.State.(state).clients
 				if len(clients) != 1 {
 					t.Fatalf("%s: %d clients are remembered", pkt, len(clients))
 				}
-				r.elements[names.NFTAffinity] = clients
+				r.clients = clients
 				if again := r.trace(pkt, c.Local); len(again) != 1 || again[0].Dst != first.Dst {
 					t.Fatalf("%s: a client that was sent to %s is sent to %v", pkt, first.Dst, again)
 				}
@@ -175,7 +174,7 @@ func TestAffinity(t *testing.T) {
 				if w.Action != plan.Forward || next.Services[w.ServicePort].Affinity == 0 {
 					continue
 				}
-				edited.elements[names.NFTAffinity] = clients
+				edited.clients = clients
 				still := slices.ContainsFunc(w.Targets, func(x plan.Target) bool { return x.Addr == first.Dst })
 				later := edited.trace(pkt, c.Local)
 				if still && (len(later) != 1 || later[0].Dst != first.Dst) {
@@ -188,7 +187,7 @@ func TestAffinity(t *testing.T) {
 				if err := agree(next, w, pkt, later); err != nil {
 					t.Fatalf("%s: its endpoint %s is gone: %v", pkt, first.Dst, err)
 				}
-				edited.elements[names.NFTAffinity] = later[0].State.(state).clients
+				edited.clients = later[0].State.(state).clients
 				if again := edited.trace(pkt, c.Local); len(again) != 1 || again[0].Dst != later[0].Dst {
 					t.Fatalf("%s: a client that was sent to %s, in place of one that is gone, is sent to %v", pkt, later[0].Dst, again)
 				}

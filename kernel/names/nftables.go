@@ -15,7 +15,7 @@ const (
 	NFTLocalChoices         = "local-choices"          // the same for the endpoints on this node
 	NFTStickyEndpoints      = "sticky-endpoints"       // frontend with affinity, identifier: endpoint
 	NFTLocalStickyEndpoints = "local-sticky-endpoints" // the same for the endpoints on this node
-	NFTAffinity             = "affinity"               // frontend, client: identifier of its endpoint
+	NFTAffinity             = "affinity"               // begins the names of several, each for a share of frontends; frontend, client: identifier of its endpoint
 	NFTLimited              = "limited"                // frontends that only some sources may reach
 	NFTSourceRanges         = "source-ranges"          // frontend, source that may reach it
 	NFTClusterIPs           = "cluster-ips"
