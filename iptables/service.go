@@ -211,7 +211,7 @@ func (b *builder) firewallChain() {
 	// Where the load balancer IP is also a local address, a connection from this node to it has it as source as well.
 	for _, f := range b.sp.Frontends {
 		if nodeAllowed && f.Kind == plan.LoadBalancerIP {
-			rules = append(rules, xtables.NewRule().Src(xtables.Single(f.Addr)).Comment(comment).Jump(external))
+			rules = append(rules, xtables.NewRule().Src(xtables.Single(f.Addr)).Dst(xtables.Single(f.Addr)).Comment(comment).Jump(external))
 		}
 	}
 	rules = append(rules, xtables.NewRule().Comment("other traffic to "+b.name+" will be dropped by KUBE-PROXY-FIREWALL").Jump("ACCEPT"))

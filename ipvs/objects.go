@@ -193,7 +193,7 @@ func (b *builder) external(f plan.Frontend) {
 }
 
 // sourceRanges limits a load balancer IP to the sources that may reach it. Where the node itself is within the ranges, a
-// connection from it may have one of the Service's load balancer IPs as its source.
+// connection from it may have that address as its source.
 func (b *builder) sourceRanges(f plan.Frontend) {
 	b.member(setLoadBalancerFirewall, at(f))
 	node := b.node.IP(b.sp.Key.Family)
@@ -204,12 +204,10 @@ func (b *builder) sourceRanges(f plan.Frontend) {
 		b.member(setSourceCIDR, e)
 		nodeAllowed = nodeAllowed || node.IsValid() && r.Contains(node)
 	}
-	for _, own := range b.sp.Frontends {
-		if nodeAllowed && own.Kind == plan.LoadBalancerIP {
-			e := at(f)
-			e.Addr2 = own.Addr
-			b.member(setSourceIP, e)
-		}
+	if nodeAllowed {
+		e := at(f)
+		e.Addr2 = f.Addr
+		b.member(setSourceIP, e)
 	}
 }
 

@@ -276,8 +276,8 @@ func identifiers(list []netip.AddrPort) []uint32 {
 }
 
 // sources returns the source ranges of a load balancer IP, if it has any. They are canonical, as the kernel rejects ranges that overlap. If
-// they contain the node's IP, the Service's load balancer IPs are added to them: a node to which such an address is assigned uses it as the
-// source when it connects to it.
+// they contain the node's IP, the load balancer IP is added to them: a node to which such an address is assigned uses it as the source when it
+// connects to it.
 func (l *layout) sources(sp *plan.ServicePort, fe plan.Frontend) []element {
 	if fe.Kind != plan.LoadBalancerIP || len(sp.SourceRanges) == 0 || !sp.Any {
 		return nil
@@ -291,12 +291,8 @@ func (l *layout) sources(sp *plan.ServicePort, fe plan.Frontend) []element {
 	for _, r := range sp.SourceRanges {
 		add(r)
 	}
-	if node := l.node.IP(l.family); node.IsValid() && plan.Within(sp.SourceRanges, node) {
-		for _, own := range sp.Frontends {
-			if own.Kind == plan.LoadBalancerIP && !plan.Within(sp.SourceRanges, own.Addr) {
-				add(netip.PrefixFrom(own.Addr, own.Addr.BitLen()))
-			}
-		}
+	if node := l.node.IP(l.family); node.IsValid() && plan.Within(sp.SourceRanges, node) && !plan.Within(sp.SourceRanges, fe.Addr) {
+		add(netip.PrefixFrom(fe.Addr, fe.Addr.BitLen()))
 	}
 	return out
 }

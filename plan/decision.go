@@ -31,7 +31,7 @@ const (
 	NoEndpointForPolicy Code = "NoEndpointForPolicy"
 	// InSourceRange: the packet's source is within a source range of the Service.
 	InSourceRange Code = "InSourceRange"
-	// OwnLoadBalancerIP: the source is a load balancer IP of the Service, and the node's address is within a source range.
+	// OwnLoadBalancerIP: the source is the load balancer IP itself, and the node's address is within a source range.
 	OwnLoadBalancerIP Code = "OwnLoadBalancerIP"
 	// OutsideSourceRanges: the source is in none of the source ranges of the Service.
 	OutsideSourceRanges Code = "OutsideSourceRanges"

@@ -57,7 +57,7 @@ func TestDecisions(t *testing.T) {
 		{"in a source range", ranges("203.0.113.0/24"), tPacket(tClient, tLB, 80), []Decision{{ForFrontend, lb},
 			{InSourceRange, "source 203.0.113.1 is within source range 203.0.113.0/24"}, {ExternalPolicyCluster, masquerade}}},
 		{"from the load balancer IP", ranges("192.168.1.0/24"), tPacket(tLB, tLB, 80), []Decision{{ForFrontend, lb}, {OwnLoadBalancerIP,
-			"source 172.20.0.1 is a load balancer IP of the Service, and the node's 192.168.1.10 is within its source ranges"},
+			"source 172.20.0.1 is the load balancer IP itself, and the node's 192.168.1.10 is within the source ranges"},
 			{ExternalPolicyCluster, masquerade}}},
 		{"outside of the source ranges", ranges("192.0.2.0/24"), tPacket(tClient, tLB, 80), []Decision{{ForFrontend, lb},
 			{OutsideSourceRanges, "source 203.0.113.1 is outside of the source ranges 192.0.2.0/24"}}},

@@ -228,8 +228,8 @@ func (e *Evaluator) decide(pkt Packet, m match) Verdict {
 	return v
 }
 
-// admitted reports whether the source ranges let src reach the load balancer IPs. If the node itself is within them, so are the
-// load balancer IPs: a node that has such an address of its own sends to it from it.
+// admitted reports whether the source ranges let src reach the load balancer IP that the verdict is for. If the node itself is within them, it
+// may come from that IP, too: a node that has such an address of its own sends to it from it.
 func (e *Evaluator) admitted(src netip.Addr, sp *ServicePort, v *Verdict) bool {
 	if len(sp.SourceRanges) == 0 {
 		return true
@@ -243,10 +243,8 @@ func (e *Evaluator) admitted(src netip.Addr, sp *ServicePort, v *Verdict) bool {
 		}
 		nodeAllowed = nodeAllowed || r.Contains(node)
 	}
-	own := func(f Frontend) bool { return f.Kind == LoadBalancerIP && f.Addr == src }
-	if nodeAllowed && slices.ContainsFunc(sp.Frontends, own) {
-		v.because(OwnLoadBalancerIP, "source %s is a load balancer IP of the Service, and the node's %s is within its source ranges",
-			src, node)
+	if nodeAllowed && src == v.Frontend.Addr {
+		v.because(OwnLoadBalancerIP, "source %s is the load balancer IP itself, and the node's %s is within the source ranges", src, node)
 		return true
 	}
 	v.because(OutsideSourceRanges, "source %s is outside of the source ranges %s", src, some(sp.SourceRanges))
