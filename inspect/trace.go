@@ -20,7 +20,7 @@ import (
 // TraceQuery asks for the way of a packet that begins a connection.
 type TraceQuery struct {
 	// From is who sends it: node, outside, an address, or the NAME or NAMESPACE/NAME of a Pod. To is where it is sent: an address, the
-	// NAME or NAMESPACE/NAME of a Service, or node, each with :PORT, where PORT is a number or, for a Service, the name of a port.
+	// name of a Service as plan.ParseService reads it, or node, each with :PORT, where PORT is a number or, for a Service, the name of a port.
 	From, To string
 	// Protocol is empty for that of the Service's port, or TCP.
 	Protocol plan.Protocol
@@ -208,11 +208,11 @@ func (t *tracer) targets() ([]plan.Address, error) {
 	if name == "node" {
 		return t.atNode(port, protocol)
 	}
-	namespace, name, found := strings.Cut(name, "/")
-	if !found {
-		namespace, name = t.query.Namespace, namespace
+	svc, ok := plan.ParseService(name, t.query.Namespace)
+	if !ok {
+		return nil, cantTrace("%q is neither an address nor the name of a Service: want NAME, NAMESPACE/NAME or a name of DNS, such as NAME.NAMESPACE", name)
 	}
-	return t.ofService(plan.Service{Namespace: namespace, Name: name}, port)
+	return t.ofService(svc, port)
 }
 
 // at returns the only port that Services have at an address.

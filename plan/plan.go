@@ -92,6 +92,21 @@ type Service struct {
 
 func (s Service) String() string { return s.Namespace + "/" + s.Name }
 
+// ParseService reads the name of a Service as people write it: NAMESPACE/NAME; NAME, for which namespace is given; or as DNS has it, which is
+// NAME.NAMESPACE, NAME.NAMESPACE.svc or, with the domain of the cluster, NAME.NAMESPACE.svc.DOMAIN. It reports whether the text is one of these.
+func ParseService(text, namespace string) (Service, bool) {
+	name := text
+	if before, after, found := strings.Cut(text, "/"); found {
+		namespace, name = before, after
+	} else if list := strings.Split(strings.TrimSuffix(text, "."), "."); len(list) == 2 || len(list) > 2 && list[2] == "svc" {
+		name, namespace = list[0], list[1]
+	}
+	if namespace == "" || name == "" || strings.ContainsAny(name, "/.") {
+		return Service{}, false
+	}
+	return Service{Namespace: namespace, Name: name}, true
+}
+
 // Compare orders Services by namespace, then name.
 func (s Service) Compare(o Service) int {
 	if c := cmp.Compare(s.Namespace, o.Namespace); c != 0 {

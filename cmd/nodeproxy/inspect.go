@@ -220,16 +220,13 @@ func unanswered(err error, socket, elsewhere string) error {
 	return err
 }
 
-// service reads NAMESPACE/NAME or NAME.
+// service reads the name of a Service.
 func (i *inspector) service(arg string) (plan.Service, error) {
-	namespace, name, found := strings.Cut(arg, "/")
-	if !found {
-		namespace, name = i.namespace, arg
+	svc, ok := plan.ParseService(arg, i.namespace)
+	if !ok {
+		return plan.Service{}, &usageError{fmt.Errorf("%q is not the name of a Service: want NAME, NAMESPACE/NAME or a name of DNS, such as NAME.NAMESPACE", arg)}
 	}
-	if namespace == "" || name == "" || strings.Contains(name, "/") {
-		return plan.Service{}, &usageError{fmt.Errorf("%q is not the name of a Service: want NAME or NAMESPACE/NAME", arg)}
-	}
-	return plan.Service{Namespace: namespace, Name: name}, nil
+	return svc, nil
 }
 
 // print prints an answer as JSON or YAML; else it calls table, with the name of the form.

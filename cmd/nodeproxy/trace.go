@@ -30,9 +30,9 @@ func traceCommand() *cobra.Command {
 			"of other programs, and shows prediction and fact side by side. It needs root on the node, and sends nothing either. The kernel\n" +
 			"does not report rules of iptables-legacy, but it still shows what becomes of the packets. The exit code is 1 if no packet came, if\n" +
 			"one took another way than predicted, or if one was dropped.\n\n" +
-			"FROM is node, outside, an address, or the [NAMESPACE/]NAME of a Pod. TO is an address; the [NAMESPACE/]NAME of a Service,\n" +
-			"which stands for its cluster IPs; or node, which stands for an address of this node. An IPv6 address with a port is in brackets.\n" +
-			"The port can be left out if there is only one.\n" + fmt.Sprintf(inspectHelp, "trace outside web"),
+			"FROM is node, outside, an address, or the [NAMESPACE/]NAME of a Pod. TO is an address; a Service, as [NAMESPACE/]NAME or as DNS has\n" +
+			"it (NAME.NAMESPACE.svc), which stands for its cluster IPs; or node, which stands for an address of this node. An IPv6 address with a\n" +
+			"port is in brackets. The port can be left out if there is only one.\n" + fmt.Sprintf(inspectHelp, "trace outside web"),
 		Args: func(cmd *cobra.Command, args []string) error {
 			switch {
 			case len(args) < 2:
