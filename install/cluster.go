@@ -37,7 +37,8 @@ type daemonSet struct {
 	metav1.ObjectMeta `json:"metadata"`
 	Spec              struct {
 		Template struct {
-			Spec v1.PodSpec `json:"spec"`
+			metav1.ObjectMeta `json:"metadata"`
+			Spec              v1.PodSpec `json:"spec"`
 		} `json:"template"`
 	} `json:"spec"`
 
@@ -164,9 +165,35 @@ func forWindows(pod *v1.PodSpec) bool {
 	return pod.NodeSelector["kubernetes.io/os"] == "windows" || pod.OS != nil && pod.OS.Name == v1.Windows
 }
 
+// proxyLabels are the names of the labels of which kube-proxy's pods have one at least, with the value kube-proxy.
+var proxyLabels = []string{"k8s-app", "component"}
+
+// proxyLabel returns the one that kube-proxy's pods have in the cluster, or would have.
+func (c *Cluster) proxyLabel() string {
+	var found []map[string]string
+	for _, d := range c.daemonSets {
+		found = append(found, d.Spec.Template.Labels)
+	}
+	for _, p := range c.pods {
+		found = append(found, p.Labels)
+	}
+	for _, labels := range found {
+		for _, name := range proxyLabels {
+			if labels[name] == "kube-proxy" {
+				return name
+			}
+		}
+	}
+	switch kind, _ := c.Kind(); kind {
+	case "RKE2", "AKS", "GKE":
+		return "component"
+	}
+	return "k8s-app"
+}
+
 // isKubeProxy reports whether the labels of a pod are those that kube-proxy's pods have.
 func isKubeProxy(labels map[string]string) bool {
-	return labels["k8s-app"] == "kube-proxy" || labels["component"] == "kube-proxy"
+	return slices.ContainsFunc(proxyLabels, func(name string) bool { return labels[name] == "kube-proxy" })
 }
 
 // container returns the one that runs kube-proxy; nil if there is none.

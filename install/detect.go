@@ -52,12 +52,14 @@ type Setup struct {
 	Port int
 	// Config is the KubeProxyConfiguration.
 	Config map[string]any
+
+	label string // by which the scheduler keeps pods of kube-proxy and nodeproxy apart
 }
 
 // Detect decides how nodeproxy takes the place of the cluster's kube-proxy. It says what it has found and where; the error has a line for
 // each thing that is missing, with the flag that gives it.
 func (c *Cluster) Detect(o Options, say func(format string, args ...any)) (*Setup, error) {
-	s := &Setup{Options: o}
+	s := &Setup{Options: o, label: c.proxyLabel()}
 	kind, why := c.Kind()
 	say("cluster: %s, %s", kind, why)
 	for _, line := range c.howKubeProxyRuns(kind) {

@@ -11,7 +11,10 @@ import (
 	"strings"
 	"testing"
 
+	apps "k8s.io/api/apps/v1"
 	v1 "k8s.io/api/core/v1"
+	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
+	"k8s.io/apimachinery/pkg/labels"
 	utilyaml "k8s.io/apimachinery/pkg/util/yaml"
 	"sigs.k8s.io/yaml"
 )
@@ -476,6 +479,80 @@ func TestManifests(t *testing.T) {
 			v.Config["mode"] != mode {
 			t.Errorf("%s: values\n%s", mode, values)
 		}
+	}
+}
+
+// TestApartFromKubeProxy: pods are kept apart by the one label that kube-proxy's have, and by one term, since schedulers wake those that wait by
+// several only after minutes; in the manifests, the values of the chart and the cleanup.
+func TestApartFromKubeProxy(t *testing.T) {
+	t.Parallel()
+	term := func(t *testing.T, affinity *v1.Affinity) *metav1.LabelSelector {
+		t.Helper()
+		terms := affinity.PodAntiAffinity.RequiredDuringSchedulingIgnoredDuringExecution
+		if len(terms) != 1 || terms[0].TopologyKey != v1.LabelHostname || !reflect.DeepEqual(terms[0].NamespaceSelector, &metav1.LabelSelector{}) {
+			t.Fatalf("terms %+v", terms)
+		}
+		return terms[0].LabelSelector
+	}
+	for kind, label := range map[string]string{"kubeadm": "k8s-app", "eks": "k8s-app", "talos": "k8s-app", "k3s": "k8s-app", "rke2": "component", "aks": "component"} {
+		t.Run(kind, func(t *testing.T) {
+			t.Parallel()
+			for _, there := range []bool{true, false} { // With nothing that runs kube-proxy, the nodes tell.
+				c := clusterOf(t, kind)
+				o := Options{APIServer: "10.0.0.5:6443", ClusterCIDR: "10.244.0.0/16", Mode: "nftables"}
+				s, err := c.Detect(o, new(said).say)
+				if err != nil {
+					t.Fatal(err)
+				}
+				if !there {
+					c.daemonSets, c.pods = nil, nil
+					s.label = c.proxyLabel()
+				}
+				text, err := s.Manifests()
+				if err != nil {
+					t.Fatal(err)
+				}
+				docs := strings.Split(string(text), "---\n")
+				var ds apps.DaemonSet
+				if err := yaml.Unmarshal([]byte(docs[len(docs)-1]), &ds); err != nil {
+					t.Fatal(err)
+				}
+				want := &metav1.LabelSelector{MatchLabels: map[string]string{label: "kube-proxy"}}
+				if got := term(t, ds.Spec.Template.Spec.Affinity); !reflect.DeepEqual(got, want) {
+					t.Errorf("nodeproxy is apart from %v, want %v", got, want)
+				}
+				if text, err = s.Values(); err != nil {
+					t.Fatal(err)
+				}
+				var values struct{ Affinity *v1.Affinity }
+				if err := yaml.Unmarshal(text, &values); err != nil {
+					t.Fatal(err)
+				}
+				if values.Affinity == nil {
+					if label != "k8s-app" {
+						t.Error("the values leave the chart's own affinity")
+					}
+				} else if got := term(t, values.Affinity); !reflect.DeepEqual(got, want) {
+					t.Errorf("by the values, nodeproxy is apart from %v, want %v", got, want)
+				}
+				for only, from := range map[bool][]string{false: {"nodeproxy", "kube-proxy"}, true: {"nodeproxy"}} {
+					if text, err = c.Cleanup("", only); err != nil {
+						t.Fatal(err)
+					}
+					var cleanup apps.DaemonSet
+					if err := yaml.Unmarshal(text, &cleanup); err != nil {
+						t.Fatal(err)
+					}
+					want := &metav1.LabelSelector{MatchExpressions: []metav1.LabelSelectorRequirement{{Key: label, Operator: metav1.LabelSelectorOpIn, Values: from}}}
+					if got := term(t, cleanup.Spec.Template.Spec.Affinity); !reflect.DeepEqual(got, want) {
+						t.Errorf("the cleanup is apart from %v, want %v", got, want)
+					}
+					if selector, _ := metav1.LabelSelectorAsSelector(want); !selector.Matches(labels.Set(ds.Spec.Template.Labels)) {
+						t.Errorf("the cleanup is not apart from nodeproxy's pods, which have %v", ds.Spec.Template.Labels)
+					}
+				}
+			}
+		})
 	}
 }
 

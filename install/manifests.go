@@ -33,6 +33,15 @@ func (s *Setup) Values() ([]byte, error) {
 	if s.Migrate {
 		values["nodeSelector"] = map[string]any{Label: labelOurs}
 	}
+	if s.label != proxyLabels[0] {
+		ds, err := manifest("base/daemonset.yaml")
+		if err != nil {
+			return nil, err
+		}
+		pod := podOf(ds)
+		keepApart(pod, s.label)
+		values["affinity"] = pod["affinity"]
+	}
 	if s.Image != "" {
 		repository, tag := s.Image, ""
 		if i := strings.LastIndexByte(repository, ':'); i > strings.LastIndexByte(repository, '/') {
@@ -111,6 +120,7 @@ func (s *Setup) daemonSet() ([]byte, error) {
 	if s.Migrate {
 		pod["nodeSelector"].(map[string]any)[Label] = labelOurs
 	}
+	keepApart(pod, s.label)
 	withImage(pod, s.Image)
 	host, port, err := net.SplitHostPort(s.Config["healthzBindAddress"].(string))
 	if err != nil {
@@ -137,20 +147,37 @@ func (s *Setup) daemonSet() ([]byte, error) {
 
 // Cleanup returns the DaemonSet that removes everything from the nodes that neither nodeproxy nor kube-proxy serves; with onlyNFTables, only the
 // tables of mode nftables, also where kube-proxy serves the node.
-func Cleanup(image string, onlyNFTables bool) ([]byte, error) {
+func (c *Cluster) Cleanup(image string, onlyNFTables bool) ([]byte, error) {
 	ds, err := manifest("cleanup/daemonset.yaml")
 	if err != nil {
 		return nil, err
 	}
-	pod := ds["spec"].(map[string]any)["template"].(map[string]any)["spec"].(map[string]any)
+	pod := podOf(ds)
 	withImage(pod, image)
+	selector := keepApart(pod, c.proxyLabel())
 	if onlyNFTables {
 		cleanup := pod["initContainers"].([]any)[0].(map[string]any)
 		cleanup["args"] = append(cleanup["args"].([]any), "--nftables-only")
-		apart := pod["affinity"].(map[string]any)["podAntiAffinity"].(map[string]any)
-		apart[required] = apart[required].([]any)[:1] // from nodeproxy's pods
+		selector["matchExpressions"].([]any)[0].(map[string]any)["values"] = []any{"nodeproxy"}
 	}
 	return yaml.Marshal(ds)
+}
+
+// podOf returns the specification of the pods of a DaemonSet.
+func podOf(ds map[string]any) map[string]any {
+	return ds["spec"].(map[string]any)["template"].(map[string]any)["spec"].(map[string]any)
+}
+
+// keepApart has the scheduler recognise the pods of a proxy by a label, and returns the selector of the only term that keeps them apart.
+func keepApart(pod map[string]any, label string) map[string]any {
+	apart := pod["affinity"].(map[string]any)["podAntiAffinity"].(map[string]any)
+	selector := apart[required].([]any)[0].(map[string]any)["labelSelector"].(map[string]any)
+	if _, is := selector["matchLabels"]; is {
+		selector["matchLabels"] = map[string]any{label: "kube-proxy"}
+		return selector
+	}
+	selector["matchExpressions"].([]any)[0].(map[string]any)["key"] = label
+	return selector
 }
 
 func withImage(pod map[string]any, image string) {

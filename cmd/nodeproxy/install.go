@@ -43,7 +43,7 @@ func installCommand() *cobra.Command {
 			"  values                 values of the chart, for helm install -f\n" +
 			"  kube-proxy-off         a JSON patch of kube-proxy's DaemonSet that keeps it off the nodes, beside its present node affinity\n" +
 			"  kube-proxy-on          the JSON patch that undoes it\n" +
-			"  cleanup                a DaemonSet that removes all rules from nodes that no proxy serves any more; it reads nothing\n" +
+			"  cleanup                a DaemonSet that removes all rules from nodes that no proxy serves any more\n" +
 			"  cleanup-nftables-only  the same for the tables of mode nftables alone, on nodes that kube-proxy serves again\n\n" +
 			"With --migrate, nodeproxy serves only nodes with the label service-proxy=nodeproxy, and kube-proxy the others.\n\n" +
 			"The cluster is that of kubectl: of --kubeconfig, KUBECONFIG or ~/.kube/config. With --filename it is described by a file, such as the output\n" +
@@ -84,15 +84,14 @@ func (i *installer) run(ctx context.Context, stdin io.Reader, stderr io.Writer) 
 	if i.options.Mode != "" && !slices.Contains(config.Modes(), i.options.Mode) {
 		return nil, &usageError{fmt.Errorf("--mode: %q is not one of %s", i.options.Mode, strings.Join(config.Modes(), ", "))}
 	}
-	if strings.HasPrefix(i.output, "cleanup") {
-		return install.Cleanup(i.options.Image, i.output != "cleanup")
-	}
 	say := func(format string, args ...any) { fmt.Fprintf(stderr, format+"\n", args...) }
 	var cluster install.Cluster
 	if err := i.read(ctx, &cluster, stdin, say); err != nil {
 		return nil, err
 	}
 	switch i.output {
+	case "cleanup", "cleanup-nftables-only":
+		return cluster.Cleanup(i.options.Image, i.output != "cleanup")
 	case "kube-proxy-off":
 		return cluster.KeepOff(i.options.Migrate, say)
 	case "kube-proxy-on":

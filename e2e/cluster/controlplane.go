@@ -42,6 +42,7 @@ const startTimeout = harness.Limit
 // ControlPlane is a control plane on one host.
 type ControlPlane struct {
 	Etcd, APIServer, ControllerManager *Process
+	scheduler                          *Process
 	// Admin may do everything.
 	Admin kubernetes.Interface
 
@@ -69,6 +70,7 @@ func Start(w *harness.World, host *harness.Host, controllers ...string) (*Contro
 		return &Process{name: name, path: filepath.Join(binaries, name), args: args, netns: host.Netns,
 			logFile: c.file(name + ".log")}
 	}
+	c.scheduler = process("kube-scheduler", "--kubeconfig="+c.file("scheduler.kubeconfig"), "--leader-elect=false", "--secure-port=0")
 	c.Etcd = process("etcd", "--data-dir="+c.file("etcd"), "--unsafe-no-fsync", "--log-level=warn",
 		"--listen-client-urls=http://127.0.0.1:2379", "--advertise-client-urls=http://127.0.0.1:2379",
 		"--listen-peer-urls=http://127.0.0.1:2380", "--initial-advertise-peer-urls=http://127.0.0.1:2380",
@@ -99,14 +101,26 @@ const securePort = "6443"
 
 // Close ends the control plane.
 func (c *ControlPlane) Close() {
-	for _, p := range []*Process{c.ControllerManager, c.APIServer, c.Etcd} {
+	for _, p := range []*Process{c.scheduler, c.ControllerManager, c.APIServer, c.Etcd} {
 		p.Kill()
 	}
 }
 
 // Logs are the ends of the logs of all programs.
 func (c *ControlPlane) Logs() string {
-	return c.Etcd.tail() + c.APIServer.tail() + c.ControllerManager.tail()
+	return c.Etcd.tail() + c.APIServer.tail() + c.ControllerManager.tail() + c.scheduler.tail()
+}
+
+// StartScheduler starts a kube-scheduler, which puts pods on nodes that are ready and have room.
+func (c *ControlPlane) StartScheduler() error {
+	user, err := c.ca.issue(certificate("system:kube-scheduler"))
+	if err != nil {
+		return err
+	}
+	if err := c.kubeconfig("scheduler.kubeconfig", &api.AuthInfo{ClientCertificateData: user.cert, ClientKeyData: user.key}); err != nil {
+		return err
+	}
+	return c.scheduler.Start()
 }
 
 func (c *ControlPlane) file(name string) string { return filepath.Join(c.dir, name) }

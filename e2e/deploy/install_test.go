@@ -15,6 +15,7 @@ import (
 
 	apps "k8s.io/api/apps/v1"
 	v1 "k8s.io/api/core/v1"
+	"k8s.io/apimachinery/pkg/api/resource"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 	"sigs.k8s.io/yaml"
 
@@ -59,7 +60,7 @@ type installation struct {
 // newInstallation makes a cluster like that of install/testdata/KIND.yaml, with the addresses and ranges of a World.
 func newInstallation(t *testing.T, cp *cluster.ControlPlane, kubectl *kubectl, kind string) *installation {
 	t.Helper()
-	i := &installation{player: &player{cp: cp}, kubectl: kubectl, pages: commandsOf(t, kind), dir: t.TempDir()}
+	i := &installation{player: &player{cp: cp, left: map[string]time.Time{}}, kubectl: kubectl, pages: commandsOf(t, kind), dir: t.TempDir()}
 	text, err := os.ReadFile(project(t, "install", "testdata", kind+".yaml"))
 	must(t, err)
 	replaced := strings.NewReplacer("https://10.0.0.5:6443", cp.URL(), "https://0123456789abcdef.gr7.eu-west-1.eks.amazonaws.com", cp.URL(),
@@ -101,10 +102,12 @@ func (i *installation) describeNodes(t *testing.T, doc string) {
 	list, err := api.List(t.Context(), metav1.ListOptions{})
 	must(t, err)
 	for _, n := range list.Items {
-		n.Labels, n.Annotations = like.Labels, like.Annotations
+		n.Labels, n.Annotations, n.Spec.Taints = like.Labels, like.Annotations, nil
 		changed, err := api.Update(t.Context(), &n, metav1.UpdateOptions{})
 		must(t, err)
 		changed.Status.NodeInfo.KubeletVersion, changed.Status.NodeInfo.OSImage = like.Status.NodeInfo.KubeletVersion, like.Status.NodeInfo.OSImage
+		changed.Status.Conditions = []v1.NodeCondition{{Type: v1.NodeReady, Status: v1.ConditionTrue}}
+		changed.Status.Allocatable = v1.ResourceList{"cpu": resource.MustParse("4"), "memory": resource.MustParse("8Gi"), "pods": resource.MustParse("100")}
 		_, err = api.UpdateStatus(t.Context(), changed, metav1.UpdateOptions{})
 		must(t, err)
 	}
@@ -146,6 +149,8 @@ func (i *installation) do(t *testing.T, section string) {
 	if len(commands) == 0 {
 		t.Fatalf("the page has no commands to %s", section)
 	}
+	clear(i.left)
+	i.gap = 0
 	for _, command := range commands {
 		begun := time.Now()
 		var err error
@@ -162,6 +167,10 @@ func (i *installation) do(t *testing.T, section string) {
 			t.Fatalf("%s: %s: %v", section, command, err)
 		}
 		t.Logf("%s: %v for %s", section, time.Since(begun).Round(time.Millisecond), command)
+	}
+	t.Logf("%s: no node was without pods of this or another proxy, or of the cleanup, for longer than %v", section, i.gap.Round(time.Millisecond))
+	if i.gap > patience {
+		t.Errorf("%s: the scheduler has left a pod waiting", section)
 	}
 }
 
@@ -223,6 +232,7 @@ func controlled(t *testing.T) (*cluster.ControlPlane, *kubectl) {
 	k := &kubectl{path: tool(t, "kubectl"), node: w.Node1(), dir: w.Dir}
 	must(t, k.login(t.Context(), cp))
 	must(t, createService(t.Context(), cp, w))
+	must(t, cp.StartScheduler())
 	return cp, k
 }
 

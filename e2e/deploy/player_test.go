@@ -7,15 +7,20 @@ import (
 
 	v1 "k8s.io/api/core/v1"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
-	"k8s.io/apimachinery/pkg/labels"
 
 	"nodeproxy/e2e/cluster"
 )
 
-// player plays scheduler and kubelets for the pods of namespace kube-system, which the real controller of DaemonSets makes. The pods only seem to run.
-type player struct{ cp *cluster.ControlPlane }
+// player plays kubelets for the pods of namespace kube-system, which the real controller of DaemonSets makes and the real scheduler puts on
+// nodes. The pods only seem to run.
+type player struct {
+	cp *cluster.ControlPlane
+	// left says of each node that the pod of a proxy has left when it did so, until another one is there.
+	left map[string]time.Time
+	gap  time.Duration // the longest time for which a node was left
+}
 
-// round does once what scheduler and kubelets do all the time.
+// round does once what kubelets do all the time.
 func (p *player) round(ctx context.Context) error {
 	api := p.cp.Admin.CoreV1().Pods("kube-system")
 	list, err := api.List(ctx, metav1.ListOptions{})
@@ -27,9 +32,7 @@ func (p *player) round(ctx context.Context) error {
 		switch {
 		case pod.DeletionTimestamp != nil:
 			err = p.end(ctx, pod)
-		case pod.Spec.NodeName == "":
-			err = p.schedule(ctx, pod, list.Items)
-		case !isReady(pod):
+		case pod.Spec.NodeName != "" && !isReady(pod):
 			err = p.bringUp(ctx, pod)
 		}
 		if err != nil {
@@ -49,48 +52,11 @@ func isReady(pod *v1.Pod) bool {
 }
 
 func (p *player) end(ctx context.Context, pod *v1.Pod) error {
+	if pod.Spec.NodeName != "" {
+		p.left[pod.Spec.NodeName] = time.Now()
+	}
 	now := int64(0)
 	return p.cp.Admin.CoreV1().Pods(pod.Namespace).Delete(ctx, pod.Name, metav1.DeleteOptions{GracePeriodSeconds: &now, Preconditions: metav1.NewUIDPreconditions(string(pod.UID))})
-}
-
-// schedule binds a pod to the node that the controller of DaemonSets made it for, unless it and a pod there must be apart.
-func (p *player) schedule(ctx context.Context, pod *v1.Pod, all []v1.Pod) error {
-	node := ""
-	for _, term := range pod.Spec.Affinity.NodeAffinity.RequiredDuringSchedulingIgnoredDuringExecution.NodeSelectorTerms {
-		for _, f := range term.MatchFields {
-			node = f.Values[0]
-		}
-	}
-	for i := range all {
-		other := &all[i]
-		if other.Spec.NodeName == node && (apart(pod, other) || apart(other, pod)) {
-			return nil // It stays Pending.
-		}
-	}
-	err := p.cp.Admin.CoreV1().Pods(pod.Namespace).Bind(ctx,
-		&v1.Binding{ObjectMeta: metav1.ObjectMeta{Name: pod.Name, UID: pod.UID}, Target: v1.ObjectReference{Kind: "Node", Name: node}}, metav1.CreateOptions{})
-	if err == nil {
-		for i := range all { // The next one sees it.
-			if all[i].UID == pod.UID {
-				all[i].Spec.NodeName = node
-			}
-		}
-	}
-	return err
-}
-
-// apart reports whether a pod must not be on the node of another one.
-func apart(pod, other *v1.Pod) bool {
-	if pod.Spec.Affinity == nil || pod.Spec.Affinity.PodAntiAffinity == nil {
-		return false
-	}
-	for _, term := range pod.Spec.Affinity.PodAntiAffinity.RequiredDuringSchedulingIgnoredDuringExecution {
-		selector, err := metav1.LabelSelectorAsSelector(term.LabelSelector)
-		if err == nil && selector.Matches(labels.Set(other.Labels)) {
-			return true
-		}
-	}
-	return false
 }
 
 // bringUp says that a pod runs and is ready.
@@ -98,6 +64,10 @@ func (p *player) bringUp(ctx context.Context, pod *v1.Pod) error {
 	pod.Status.Phase = v1.PodRunning
 	pod.Status.Conditions = []v1.PodCondition{{Type: v1.PodReady, Status: v1.ConditionTrue, LastTransitionTime: metav1.Now()}}
 	_, err := p.cp.Admin.CoreV1().Pods(pod.Namespace).UpdateStatus(ctx, pod, metav1.UpdateOptions{})
+	if since, is := p.left[pod.Spec.NodeName]; is && err == nil {
+		p.gap = max(p.gap, time.Since(since))
+		delete(p.left, pod.Spec.NodeName)
+	}
 	return err
 }
 
