@@ -255,6 +255,7 @@ func (c *checks) flows(ctx context.Context) {
 	slices.SortFunc(endpoints, func(a, b netip.AddrPort) int { return cmp.Or(cmp.Compare(flows[b], flows[a]), a.Compare(b)) })
 	total, stale := 0, 0
 	var words, gone []string
+	var first netip.Addr // of those that are gone
 	for _, a := range endpoints {
 		total += flows[a]
 		switch {
@@ -266,6 +267,9 @@ func (c *checks) flows(ctx context.Context) {
 			words = append(words, fmt.Sprintf("%d to %s, which is no endpoint", flows[a], a))
 			stale += flows[a]
 			gone = append(gone, a.String())
+			if !first.IsValid() {
+				first = a.Addr()
+			}
 		}
 	}
 	if total == 0 {
@@ -275,7 +279,11 @@ func (c *checks) flows(ctx context.Context) {
 	result := ok
 	if stale > 0 {
 		result = note
-		c.diagnose(note, StaleConnections, fmt.Sprintf("if clients hang, let them connect anew, or delete what is tracked: conntrack -D --reply-src %s", strings.Split(gone[0], ":")[0]),
+		family := ""
+		if first.Is6() {
+			family = "-f ipv6 "
+		}
+		c.diagnose(note, StaleConnections, fmt.Sprintf("if clients hang, let them connect anew, or delete what is tracked: conntrack -D %s--reply-src %s", family, first),
 			"%s of the Service still %s to what is no longer an endpoint: %s.", upper(amount(int64(stale), "connection")), goes(stale), some(gone))
 	}
 	c.found(name, result, "%d tracked: %s", total, some(words))

@@ -24,6 +24,7 @@ func TestCheck(t *testing.T) {
 	for name, tc := range map[string]struct {
 		reality     Reality
 		check, what string
+		do          string // of the first diagnosis; empty if that does not matter
 		problem     bool
 	}{
 		"all is well": {reality: Reality{Kernel: func(context.Context, plan.Service) (int, []string, error) { return 12, nil, nil }},
@@ -61,6 +62,12 @@ func TestCheck(t *testing.T) {
 		}},
 			check: "connections: note: 3 tracked: 2 to 10.244.0.8:8080, 1 to 10.244.9.9:8080, which is no endpoint",
 			what:  "1 connection of the Service still goes to what is no longer an endpoint: 10.244.9.9:8080."},
+		"stale connections of IPv6": {reality: Reality{Flows: func(context.Context, []*plan.ServicePort) (map[netip.AddrPort]int, error) {
+			return map[netip.AddrPort]int{netip.MustParseAddrPort("[fd00::9]:8080"): 2}, nil
+		}},
+			check: "connections: note: 2 tracked: 2 to [fd00::9]:8080, which is no endpoint",
+			what:  "2 connections of the Service still go to what is no longer an endpoint: [fd00::9]:8080.",
+			do:    "if clients hang, let them connect anew, or delete what is tracked: conntrack -D -f ipv6 --reply-src fd00::9"},
 		"a rule that drops": {reality: Reality{Blocking: func(context.Context, []*plan.ServicePort) ([]Blocking, error) {
 			return []Blocking{{Rule: "ip daddr 10.96.0.8 drop", Place: "chain prerouting of table ip raw", What: "cluster IP 10.96.0.8:80/TCP", Certain: true}}, nil
 		}},
@@ -98,6 +105,9 @@ func TestCheck(t *testing.T) {
 			}
 			if got := strings.Join(checks, "\n"); got != tc.check {
 				t.Errorf("checked %s\nwant    %s", got, tc.check)
+			}
+			if tc.do != "" && (len(e.Diagnoses) == 0 || e.Diagnoses[0].Do != tc.do) {
+				t.Errorf("diagnoses %+v, want to do %s", e.Diagnoses, tc.do)
 			}
 			if got := strings.Join(what, "\n"); got != tc.what || e.Problem() != tc.problem {
 				t.Errorf("problem %t: %s\nwant    %t: %s", e.Problem(), got, tc.problem, tc.what)

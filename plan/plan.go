@@ -101,7 +101,7 @@ func ParseService(text, namespace string) (Service, bool) {
 	} else if list := strings.Split(strings.TrimSuffix(text, "."), "."); len(list) == 2 || len(list) > 2 && list[2] == "svc" {
 		name, namespace = list[0], list[1]
 	}
-	if namespace == "" || name == "" || strings.ContainsAny(name, "/.") {
+	if namespace == "" || name == "" || strings.ContainsAny(name, "/.") || strings.Contains(namespace, ".") {
 		return Service{}, false
 	}
 	return Service{Namespace: namespace, Name: name}, true

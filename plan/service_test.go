@@ -14,7 +14,7 @@ func TestParseService(t *testing.T) {
 		"web.shop.svc.example.org.":    {"shop", "web"},
 		"":                             {},
 		".":                            {},
-		"web.":                         {"here", "web"},
+		"web.":                         {},
 		"web..svc":                     {},
 		".shop":                        {},
 		"shop/":                        {},

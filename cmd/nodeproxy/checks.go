@@ -64,7 +64,7 @@ func (d *daemon) reality() *inspect.Reality {
 	return r
 }
 
-// countFlows returns how many connections to the frontends of ServicePorts the kernel tracks, by endpoint.
+// countFlows returns how many connections to the frontends of ServicePorts the kernel tracks that have not ended, by endpoint.
 func countFlows(ctx context.Context, ports []*plan.ServicePort) (map[netip.AddrPort]int, error) {
 	var table conntrack.Table
 	session, err := table.Open()
@@ -82,7 +82,7 @@ func countFlows(ctx context.Context, ports []*plan.ServicePort) (map[netip.AddrP
 			err := session.Each(ctx, filter, func(flow *conntrack.Flow) {
 				at := f.Port == flow.Dst.Port() && (!f.Addr.IsValid() || f.Addr == flow.Dst.Addr())
 				switch {
-				case !at:
+				case !at || flow.Ended:
 				case flow.Translated():
 					out[flow.From]++
 				case f.Addr.IsValid(): // A node port is that of any other program, unless it is translated.

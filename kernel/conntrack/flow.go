@@ -18,6 +18,7 @@ type Flow struct {
 	Src, Dst, From, To netip.AddrPort
 	Replied            bool // whether there was an answer
 	SynSent            bool // of TCP: whether it is in state SYN_SENT
+	Ended              bool // of TCP: whether it is in state TIME_WAIT or CLOSE; the kernel forgets it within two minutes
 	Zoned              bool // whether the flow is in a zone other than the default one
 	// ID distinguishes the entry from a later one with the same addresses and ports.
 	ID []byte
@@ -57,7 +58,8 @@ func (f *Flow) parse(b []byte) bool {
 		case attrStatus:
 			f.Replied = len(value) == 4 && binary.BigEndian.Uint32(value)&statusReplied != 0
 		case attrProtoInfo:
-			f.SynSent = tcpState(value) == tcpSynSent
+			state := tcpState(value)
+			f.SynSent, f.Ended = state == tcpSynSent, state == tcpTimeWait || state == tcpClose
 		case attrID:
 			f.ID = value
 		case attrZone:

@@ -49,7 +49,9 @@ const (
 	statusReplied = 1 << 1 // IPS_SEEN_REPLY, as in linux/netfilter/nf_conntrack_common.h
 	statusDstNAT  = 1 << 5 // IPS_DST_NAT; IPVS does not set it
 
-	tcpSynSent = 1 // TCP_CONNTRACK_SYN_SENT, as in linux/netfilter/nf_conntrack_tcp.h
+	tcpSynSent  = 1 // TCP_CONNTRACK_SYN_SENT, as in linux/netfilter/nf_conntrack_tcp.h
+	tcpTimeWait = 7
+	tcpClose    = 8
 )
 
 // Which parts of a tuple the kernel is to compare, as in its nf_conntrack_netlink.c.

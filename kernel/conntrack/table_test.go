@@ -111,6 +111,36 @@ func TestDeletesThatEntryOnly(t *testing.T) {
 	})
 }
 
+// TestEnded: a TCP connection that is over, though the kernel still tracks it, is told from one that is open.
+func TestEnded(t *testing.T) {
+	t.Parallel()
+	nstest.Run(t, func() {
+		const last = 8 // CLOSE
+		var flows []entry
+		for state := range uint8(last) {
+			flows = append(flows, entry{Protocol: unix.IPPROTO_TCP, Src: netip.AddrPortFrom(netip.MustParseAddr("10.244.1.9"), uint16(state)+1).String(), Dst: "10.96.0.10:80", State: state + 1})
+		}
+		conntracktest.Inject(t, flows...)
+		var table conntrack.Table
+		session, err := table.Open()
+		if err != nil {
+			t.Error(err)
+			return
+		}
+		defer session.Close()
+		ended := map[uint16]bool{}
+		err = session.Each(t.Context(), conntrack.Filter{Family: plan.IPv4, Protocol: unix.IPPROTO_TCP}, func(f *conntrack.Flow) { ended[f.Src.Port()] = f.Ended })
+		if err != nil || len(ended) != len(flows) {
+			t.Errorf("%d of %d flows are read: %v", len(ended), len(flows), err)
+		}
+		for state, is := range ended {
+			if want := state == 7 || state == 8; is != want { // TIME_WAIT and CLOSE
+				t.Errorf("in state %d, the connection has ended: %t", state, is)
+			}
+		}
+	})
+}
+
 // FuzzFlow: no message makes the parser fail, and what it makes of one is whole.
 func FuzzFlow(f *testing.F) {
 	for _, e := range []entry{{Protocol: protoUDP, Src: "10.0.0.1:1", Dst: "10.0.0.2:2"},
