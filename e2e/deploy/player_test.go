@@ -2,11 +2,13 @@ package deploy
 
 import (
 	"context"
+	"errors"
 	"fmt"
 	"time"
 
 	v1 "k8s.io/api/core/v1"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
+	"k8s.io/apimachinery/pkg/types"
 
 	"nodeproxy/e2e/cluster"
 )
@@ -18,7 +20,11 @@ type player struct {
 	// left says of each node that the pod of a proxy has left when it did so, until another one is there.
 	left map[string]time.Time
 	gap  time.Duration // the longest time for which a node was left
+	// ending says of each pod that is to end since when; it takes endsWithin, in which the scheduler finds that the next one has to wait.
+	ending map[types.UID]time.Time
 }
+
+const endsWithin = time.Second
 
 // round does once what kubelets do all the time.
 func (p *player) round(ctx context.Context) error {
@@ -52,6 +58,13 @@ func isReady(pod *v1.Pod) bool {
 }
 
 func (p *player) end(ctx context.Context, pod *v1.Pod) error {
+	if _, is := p.ending[pod.UID]; !is {
+		p.ending[pod.UID] = time.Now()
+	}
+	if time.Since(p.ending[pod.UID]) < endsWithin {
+		return nil
+	}
+	delete(p.ending, pod.UID)
 	if pod.Spec.NodeName != "" {
 		p.left[pod.Spec.NodeName] = time.Now()
 	}
@@ -99,5 +112,29 @@ func (p *player) until(ctx context.Context, holds func() error) error {
 			return err
 		}
 		return holds()
+	})
+}
+
+// settle plays until all pods are where they belong, and for a while longer, as the controller of DaemonSets may not have seen the last change.
+func (p *player) settle(ctx context.Context) error {
+	var since time.Time
+	return p.until(ctx, func() error {
+		pods, err := p.cp.Admin.CoreV1().Pods("kube-system").List(ctx, metav1.ListOptions{})
+		if err != nil {
+			return err
+		}
+		for i := range pods.Items {
+			if pod := &pods.Items[i]; pod.DeletionTimestamp != nil || !isReady(pod) {
+				since = time.Time{}
+				return fmt.Errorf("pod %s on node %q: deleted %v, ready %t", pod.Name, pod.Spec.NodeName, pod.DeletionTimestamp, isReady(pod))
+			}
+		}
+		if since.IsZero() {
+			since = time.Now()
+		}
+		if time.Since(since) < 2*endsWithin {
+			return errors.New("all pods are ready, but only just")
+		}
+		return nil
 	})
 }
