@@ -100,7 +100,7 @@ func (p *player) while(ctx context.Context, command func() error) error {
 		}
 		last = p.round(ctx)
 		if time.Since(begun) > patience {
-			return fmt.Errorf("not done within %v; the last problem with pods: %w", patience, last)
+			return errors.Join(fmt.Errorf("not done within %v", patience), last)
 		}
 	}
 }
