@@ -122,9 +122,10 @@ func (r *ruleMaker) mangle() {
 		ours + clearMark(r.marks.mask()),
 		// Only the first packet of a connection asks for masquerading.
 		"-m conntrack ! --ctstate NEW " + clearMark(r.marks.masquerade),
+		"-m conntrack ! --ctstate NEW -j RETURN",
 		// An endpoint would not take an answer from itself for one from the Service. This is not among the rules of table nat,
 		// since mode iptables has these too, and writes them first when it takes over: traffic comes by here until it is done.
-		isNew + comment("traffic of an endpoint to itself") + r.in(setLoopBack, "dst,dst,src") + setMark(r.marks.masquerade),
+		comment("traffic of an endpoint to itself") + r.in(setLoopBack, "dst,dst,src") + setMark(r.marks.masquerade),
 		r.in(setVIPs, "src") + "-j RETURN",
 	}
 	for _, cidr := range r.ranges {
@@ -134,7 +135,7 @@ func (r *ruleMaker) mangle() {
 	// kernel tracks of the first one still says that it needs no masquerading. If that is removed just then, the packet that comes
 	// next is a new connection to the kernel, and another source port would have the endpoint reset it. It is the node's own address;
 	// an address of a Service can be masqueraded only.
-	r.chain(names.Mangle, names.IPVSUnmark, append(unmark, "-p tcp "+isNew+comment("open connection of the node itself")+
+	r.chain(names.Mangle, names.IPVSUnmark, append(unmark, "-p tcp "+comment("open connection of the node itself")+
 		fromNode+"-m tcp ! --tcp-flags FIN,SYN,RST,ACK SYN "+clearMark(r.marks.masquerade))...)
 }
 
