@@ -255,7 +255,6 @@ func (c *checks) flows(ctx context.Context) {
 	slices.SortFunc(endpoints, func(a, b netip.AddrPort) int { return cmp.Or(cmp.Compare(flows[b], flows[a]), a.Compare(b)) })
 	total, stale := 0, 0
 	var words, gone []string
-	var first netip.Addr // of those that are gone
 	for _, a := range endpoints {
 		total += flows[a]
 		switch {
@@ -267,9 +266,6 @@ func (c *checks) flows(ctx context.Context) {
 			words = append(words, fmt.Sprintf("%d to %s, which is no endpoint", flows[a], a))
 			stale += flows[a]
 			gone = append(gone, a.String())
-			if !first.IsValid() {
-				first = a.Addr()
-			}
 		}
 	}
 	if total == 0 {
@@ -279,7 +275,7 @@ func (c *checks) flows(ctx context.Context) {
 	result := ok
 	if stale > 0 {
 		result = note
-		family := ""
+		first, family := netip.MustParseAddrPort(gone[0]).Addr(), ""
 		if first.Is6() {
 			family = "-f ipv6 "
 		}
