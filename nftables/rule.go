@@ -394,7 +394,7 @@ func (w way) endpointChains(f plan.Family) []nft.Chain {
 // shareSeed makes the share of a frontend independent of what hashes choose among endpoints.
 const shareSeed = 0x73686172
 
-// inShare matches packets to frontends whose clients are in this share.
+// inShare matches packets to frontends whose clients are in this share. The address of a node port has no bits in maps, and adds nothing to the hash.
 func (b *builder) inShare(w way, share int) *builder {
 	text, exprs, n := "meta l4proto . th dport", []expr.Any{loadProtocol(0), loadPort(1)}, 2
 	if !w.nodePort {
