@@ -79,7 +79,7 @@ var faults = map[string]struct {
 	"nested unknown": {service("web", "ports:", "- port: 80", "  prot: TCP"),
 		"m.yaml:8: Service default/web: spec.ports[0].prot: unknown field", true},
 	"twice": {service("web", "type: NodePort", "type: ClusterIP", "ports:", "- port: 80"),
-		"m.yaml:7: Service default/web: spec.type: the field is given more than once; it is left out, everything else is used", false},
+		"m.yaml:7: Service default/web: spec.type: the field is given more than once; the Service is not proxied until this is corrected; all other objects are used", false},
 
 	"no name": {service("", onePort...), "m.yaml:4: Service: metadata.name: required", false},
 	"generated name": {"apiVersion: v1\nkind: Service\nmetadata:\n  generateName: web-\nspec:\n  ports: [{port: 80}]\n",

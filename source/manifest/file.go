@@ -122,8 +122,19 @@ func decodeAll(readings []*reading, files map[string]*file) {
 const (
 	effectKept    = "its last good version stays in force"
 	effectFile    = "all objects of the file stay as they were"
-	effectLeftOut = "it is left out, everything else is used"
+	effectLeftOut = "the object is left out until this is corrected; all others are used"
 )
+
+// leftOut is the effect on an object that is in force in no version.
+func leftOut(kind string) string {
+	switch kind {
+	case "Service":
+		return "the Service is not proxied until this is corrected; all other objects are used"
+	case "EndpointSlice":
+		return "its endpoints get no traffic until this is corrected; all other objects are used"
+	}
+	return effectLeftOut
+}
 
 // put puts a new version of a file in force. If a document is broken, the last good version of its object stays in force; if it
 // is not known which object that is, the whole file stays as it was. An object that is missing is not gone while there is a
@@ -154,7 +165,7 @@ func (f *file) put(r *reading) {
 		kept, whole = keep(entries, f.entries)
 	}
 	for _, e := range entries {
-		effect := effectLeftOut
+		effect := leftOut(e.id.Kind)
 		if whole {
 			effect = effectFile
 		} else if kept[e] != nil {

@@ -27,7 +27,7 @@ func TestLastGood(t *testing.T) {
 		"name twice":            {web1 + "---\n" + api1, strings.Replace(web2, "name: web", "name: web\n  name: other", 1) + "---\n" + api2, api2Line + web1Line, effectKept},
 		"kind misspelt":         {web1 + "---\n" + api1, strings.Replace(web2, "Service", "Serivce", 1) + "---\n" + api2, api2Line + web1Line, effectKept},
 		"separator lost":        {web1 + "---\n" + api1, web1 + api2, api1Line + web1Line, effectFile},
-		"new and broken":        {web1, web2 + "---\n" + strings.Replace(api1, "80", "0", 1), web2Line, effectLeftOut},
+		"new and broken":        {web1, web2 + "---\n" + strings.Replace(api1, "80", "0", 1), web2Line, leftOut("Service")},
 		"broken and removed":    {web1 + "---\n" + api1, strings.Replace(web2, "80", "0", 1), web1Line, effectKept},
 		"name lost, one left":   {web1 + "---\n" + api1, "kind: [\n---\n" + api2, api2Line + web1Line, effectKept},
 		"name lost, two left":   {web1 + "---\n" + api1, "kind: [\n", api1Line + web1Line, effectFile},
@@ -64,7 +64,7 @@ func TestLastGood(t *testing.T) {
 			if test.said == "" && strings.Contains(text, "problem") || !strings.Contains(text, test.said) {
 				t.Errorf("want %s\ngot %s", test.said, text)
 			}
-			for _, other := range []string{effectKept, effectLeftOut, effectFile} {
+			for _, other := range []string{effectKept, effectLeftOut, leftOut("Service"), effectFile} {
 				if other != test.said && strings.Contains(text, other) {
 					t.Errorf("want only %q\ngot %s", test.said, text)
 				}
