@@ -5,6 +5,7 @@ import (
 	"crypto/rand"
 	"crypto/sha256"
 	"encoding/base32"
+	"encoding/json"
 	"net/netip"
 	"os"
 	"regexp"
@@ -16,10 +17,12 @@ import (
 type anonymizer struct {
 	key   []byte
 	names map[string]bool
+	// objects are known objects, as NAMESPACE/NAME. Names may be numbers, which only here are told apart from others.
+	objects map[string]bool
 }
 
 func newAnonymizer() *anonymizer {
-	a := &anonymizer{key: make([]byte, 32), names: map[string]bool{}}
+	a := &anonymizer{key: make([]byte, 32), names: map[string]bool{}, objects: map[string]bool{}}
 	_, _ = rand.Read(a.key) // It never fails.
 	return a
 }
@@ -32,33 +35,83 @@ var wellKnown = map[string]bool{
 // learn adds names: those of namespaces, objects and hosts.
 func (a *anonymizer) learn(names ...string) {
 	for _, n := range names {
-		if !wellKnown[n] {
+		if _, err := netip.ParseAddr(n); err != nil && !wellKnown[n] {
 			a.names[n] = true
 		}
 	}
 }
 
+// learnObject adds the name of an object and that of its namespace.
+func (a *anonymizer) learnObject(namespace, name string) {
+	a.learn(namespace, name)
+	a.objects[namespace+"/"+name] = true
+}
+
 var (
-	// objectIn matches the namespace and name of an object in a text, such as that of a finding, a rule's comment or the log.
-	objectIn = regexp.MustCompile(`(?:^|[\s"'=({\[])([a-z0-9][a-z0-9-]*)/([a-z0-9][a-z0-9.-]*[a-z0-9]|[a-z0-9])(?:[\s"':;,)}\]]|$)`)
+	// objectIn matches the namespace and name of an object, where a text says that it is one, by its kind or in the comment of a rule or an element.
+	// Elsewhere, what looks like that may be anything, such as 1/465 in /proc/loadavg.
+	objectIn = regexp.MustCompile(`(?:\b(?:Service|ServicePort|Endpoints|EndpointSlice|Pod) |\bcomment )"?([a-z0-9][a-z0-9-]*)/([a-z0-9](?:[a-z0-9.-]*[a-z0-9])?)`)
+	// objectInLog matches them in the log, whose messages list Services without saying so.
+	objectInLog = regexp.MustCompile(`[\s"=(]([a-z0-9][a-z0-9-]*)/([a-z0-9](?:[a-z0-9.-]*[a-z0-9])?)(?:[\s":;,)]|$)`)
 	// hostIn matches the host of a URL.
 	hostIn = regexp.MustCompile(`://(?:[^/\s@"']+@)?([A-Za-z0-9.-]+)`)
-	// keyIn matches the value of a key of JSON that is a name.
-	keyIn = regexp.MustCompile(`"(?:namespace|name|node|nodeName|pod|hostnameOverride)": *"([^"]+)"`)
-	// podIn matches the name of a Pod or of a node where a text speaks of one.
-	podIn = regexp.MustCompile(`(?:Pods?|[Nn]odes?|EndpointSlice) "?([a-z0-9][a-z0-9.-]*[a-z0-9])\b`)
+	// podIn matches the name of a Pod, an EndpointSlice or a node where a text speaks of one.
+	podIn = regexp.MustCompile(`\b(?:Pods?|[Nn]odes?|EndpointSlice)[ =]"?([a-z0-9][a-z0-9.-]*[a-z0-9])\b`)
+	// number matches what is one, if it is not known to be a name there.
+	number = regexp.MustCompile(`^(?:[0-9]+|0x[0-9a-f]+)$`)
 )
 
-// learnFrom adds the names in a text.
-func (a *anonymizer) learnFrom(text string) {
-	for _, m := range objectIn.FindAllStringSubmatch(text, -1) {
-		a.learn(m[1], m[2])
+// nameKeys are keys of answers and of the configuration whose values are names.
+var nameKeys = map[string]bool{"namespace": true, "name": true, "node": true, "nodeName": true, "pod": true, "hostnameOverride": true}
+
+// learnFrom adds the names in what JSON has.
+func (a *anonymizer) learnFrom(answer any) {
+	switch v := answer.(type) {
+	case map[string]any:
+		namespace, _ := v["namespace"].(string)
+		name, _ := v["name"].(string)
+		if namespace != "" && name != "" {
+			a.learnObject(namespace, name)
+		}
+		for key, value := range v {
+			if name, is := value.(string); is && nameKeys[key] {
+				a.learn(name)
+			}
+			a.learnFrom(value)
+		}
+	case []any:
+		for _, value := range v {
+			a.learnFrom(value)
+		}
+	case string:
+		a.learnFromText(v)
 	}
-	for _, re := range []*regexp.Regexp{hostIn, keyIn, podIn} {
-		for _, m := range re.FindAllStringSubmatch(text, -1) {
+}
+
+// learnFromText adds the names in a text, such as that of a finding, the log or rules.
+func (a *anonymizer) learnFromText(text string) {
+	for _, m := range objectIn.FindAllStringSubmatch(text, -1) {
+		a.learnObject(m[1], m[2])
+	}
+	for _, m := range hostIn.FindAllStringSubmatch(text, -1) {
+		a.learn(m[1])
+	}
+	for _, m := range podIn.FindAllStringSubmatch(text, -1) {
+		// Without a hyphen or a digit, it may be the next word of the sentence.
+		if strings.ContainsAny(m[1], "-0123456789") && !number.MatchString(m[1]) {
 			a.learn(m[1])
 		}
 	}
+}
+
+// learnFromLog adds the names in the log.
+func (a *anonymizer) learnFromLog(text string) {
+	for _, m := range objectInLog.FindAllStringSubmatch(text, -1) {
+		if !number.MatchString(m[1]) && !number.MatchString(m[2]) {
+			a.learnObject(m[1], m[2])
+		}
+	}
+	a.learnFromText(text)
 }
 
 // hashed is the hash of a text, of so many letters and digits.
@@ -68,16 +121,25 @@ func (a *anonymizer) hashed(text string, size int) string {
 	return base32.StdEncoding.EncodeToString(h.Sum(nil))[:size]
 }
 
+func (a *anonymizer) hashedName(name string) string {
+	if wellKnown[name] {
+		return name
+	}
+	return "name-" + strings.ToLower(a.hashed(name, 12))
+}
+
 var (
 	// chains match the chains whose names are hashes of the names of Services, which could be found out by trial.
 	chains = regexp.MustCompile(`\b(KUBE-[A-Z]+)-[A-Z2-7]{16}\b`)
 	// addresses match what may be an address, with or without a port.
 	addresses = regexp.MustCompile(`[0-9A-Fa-f]*[:.][0-9A-Fa-f:.]*`)
-	// words match what may be a name, or several with dots between them.
-	words = regexp.MustCompile(`[A-Za-z0-9](?:[A-Za-z0-9_.-]*[A-Za-z0-9])?`)
+	// words match what may be the namespace and name of an object, or a name, or several with dots between them.
+	words = regexp.MustCompile(`[a-z0-9][a-z0-9-]*/[a-z0-9](?:[a-z0-9.-]*[a-z0-9])?|[A-Za-z0-9](?:[A-Za-z0-9_.-]*[A-Za-z0-9])?`)
+	// literals match the strings of JSON, with the colon behind one that is a key.
+	literals = regexp.MustCompile(`"(?:[^"\\]|\\.)*"(?: *:)?`)
 )
 
-// apply replaces the names and addresses in a text.
+// apply replaces the names and addresses in a text; addresses first, since a part of one may be a name as well.
 func (a *anonymizer) apply(text string) string {
 	text = chains.ReplaceAllStringFunc(text, func(chain string) string {
 		i := strings.LastIndexByte(chain, '-')
@@ -85,25 +147,65 @@ func (a *anonymizer) apply(text string) string {
 	})
 	var out strings.Builder
 	last := 0
-	for _, at := range words.FindAllStringIndex(text, -1) {
-		if strings.HasPrefix(text[at[1]:], `":`) || strings.HasPrefix(text[at[1]:], `" :`) {
-			continue // a key of JSON
+	for _, at := range addresses.FindAllStringIndex(text, -1) {
+		found := text[at[0]:at[1]]
+		if hashed := a.address(found); hashed != found {
+			out.WriteString(words.ReplaceAllStringFunc(text[last:at[0]], a.words))
+			out.WriteString(hashed)
+			last = at[1]
 		}
-		out.WriteString(text[last:at[0]])
-		out.WriteString(a.word(text[at[0]:at[1]]))
-		last = at[1]
 	}
-	out.WriteString(text[last:])
-	return addresses.ReplaceAllStringFunc(out.String(), a.address)
+	out.WriteString(words.ReplaceAllStringFunc(text[last:], a.words))
+	return out.String()
+}
+
+// applyJSON replaces the names and addresses in the strings of JSON, but not the keys that are those of fields.
+func (a *anonymizer) applyJSON(text string) string {
+	key := "" // of the value that follows
+	return literals.ReplaceAllStringFunc(text, func(literal string) string {
+		end := strings.LastIndexByte(literal, '"') + 1
+		var value string
+		if json.Unmarshal([]byte(literal[:end]), &value) != nil {
+			return literal
+		}
+		named := nameKeys[key] && a.names[value]
+		key = ""
+		hashed := value
+		switch {
+		case end < len(literal) && !strings.ContainsAny(value, "/:."):
+			key = value
+		case named:
+			hashed = a.hashedName(value)
+		default:
+			hashed = a.apply(value)
+		}
+		if hashed == value {
+			return literal
+		}
+		quoted, err := json.Marshal(hashed)
+		if err != nil {
+			return literal
+		}
+		return string(quoted) + literal[end:]
+	})
+}
+
+// words replaces the names in what matches the regular expression of that name.
+func (a *anonymizer) words(text string) string {
+	first, second, two := strings.Cut(text, "/")
+	if !two {
+		return a.word(text)
+	}
+	if a.objects[text] {
+		return a.hashedName(first) + "/" + a.hashedName(second)
+	}
+	return a.word(first) + "/" + a.word(second)
 }
 
 // word replaces a name, or those of its parts between dots that are names.
 func (a *anonymizer) word(word string) string {
-	if _, err := netip.ParseAddr(word); err == nil {
-		return word
-	}
 	if a.known(word) {
-		return "name-" + strings.ToLower(a.hashed(word, 12))
+		return a.hashedName(word)
 	}
 	if !strings.Contains(word, ".") {
 		return word
@@ -111,7 +213,7 @@ func (a *anonymizer) word(word string) string {
 	parts := strings.Split(word, ".")
 	for i, p := range parts {
 		if a.known(p) {
-			parts[i] = "name-" + strings.ToLower(a.hashed(p, 12))
+			parts[i] = a.hashedName(p)
 		}
 	}
 	return strings.Join(parts, ".")
@@ -119,6 +221,9 @@ func (a *anonymizer) word(word string) string {
 
 // known reports whether a word is a name, or one that was made of a name, as those of Pods and EndpointSlices are.
 func (a *anonymizer) known(word string) bool {
+	if number.MatchString(word) {
+		return false
+	}
 	if a.names[word] {
 		return true
 	}
@@ -130,7 +235,7 @@ func (a *anonymizer) known(word string) bool {
 	return false
 }
 
-// address replaces an address, but neither a port behind it nor an address that every node has.
+// address replaces an address, but neither a port behind it, nor what a colon separates from it, nor an address that every node has.
 func (a *anonymizer) address(text string) string {
 	bare := strings.TrimRight(text, ".")
 	if len(bare) > 2 && strings.HasSuffix(bare, ":") && !strings.HasSuffix(bare, "::") {
@@ -141,7 +246,11 @@ func (a *anonymizer) address(text string) string {
 	if err != nil {
 		at, err := netip.ParseAddrPort(bare)
 		if err != nil {
-			return text
+			before, after, more := strings.Cut(text, ":")
+			if !more {
+				return text
+			}
+			return before + ":" + a.address(after)
 		}
 		i := strings.LastIndexByte(bare, ':')
 		addr, rest = at.Addr(), bare[i:]+rest
@@ -156,15 +265,30 @@ func (a *anonymizer) address(text string) string {
 	return family + strings.ToLower(a.hashed(addr.String(), 12)) + rest
 }
 
-// report replaces the names and addresses in the files of a bug report.
+// report replaces the names and addresses in the files of a bug report. What it learns, it learns from what nodeproxy says and from comments
+// of rules: what the system says of itself has no names.
 func (a *anonymizer) report(report []reportFile) {
 	if host, err := os.Hostname(); err == nil {
 		a.learn(host)
 	}
-	for _, f := range report {
-		a.learnFrom(f.text)
+	isJSON := make([]bool, len(report))
+	for i, f := range report {
+		var answer any
+		isJSON[i] = strings.HasSuffix(f.name, ".json") && json.Unmarshal([]byte(f.text), &answer) == nil
+		switch {
+		case isJSON[i]:
+			a.learnFrom(answer)
+		case f.name == "log.txt":
+			a.learnFromLog(f.text)
+		case f.name != "system.txt" && f.name != "version.txt":
+			a.learnFromText(f.text)
+		}
 	}
-	for i := range report {
-		report[i].text = a.apply(report[i].text)
+	for i, f := range report {
+		if isJSON[i] {
+			report[i].text = a.applyJSON(f.text)
+		} else {
+			report[i].text = a.apply(f.text)
+		}
 	}
 }

@@ -1,6 +1,7 @@
 package main
 
 import (
+	"encoding/json"
 	"net/netip"
 	"regexp"
 	"strings"
@@ -17,7 +18,7 @@ func TestHashNames(t *testing.T) {
 			{"rules.txt", `-A KUBE-SERVICES -d 10.96.0.10/32 -m comment --comment "shop/cart:http cluster IP" -j KUBE-SVC-ABCDEFGHIJKLMN23` + "\n" +
 				`-A KUBE-SVC-ABCDEFGHIJKLMN23 -s 127.0.0.1/32 -d fd00:10::a/128 -j DNAT --to-destination 10.244.1.5:8080` + "\n"},
 			{"log.txt", `time=2026-11-22T21:24:37.123Z msg="Pod cart-7d9f-x on node n1.corp at [fd00:10::a]:443 asks https://api.corp.example:6443: EndpointSlice shop/cart-8xk"` + "\n" +
-				`0.0.0.0:10256 ::: 10.244.1.5. cart.shop.svc at 21:24:37` + "\n"},
+				`0.0.0.0:10256 ::: 10.244.1.5. cart.shop.svc at 21:24:37 dst:10.244.1.5 to IPv4:10.244.1.5:80, old/gone (gone)` + "\n"},
 		}
 	}
 	hash := func(key string) []reportFile {
@@ -31,13 +32,13 @@ func TestHashNames(t *testing.T) {
 	for _, f := range report {
 		all += f.text
 	}
-	for _, gone := range []string{"shop", "cart", "10.96.0.10", "10.244", "fd00", "corp", "ABCDEFGHIJKLMN23"} {
+	for _, gone := range []string{"shop", "cart", "10.96.0.10", "10.244", "fd00", "corp", "ABCDEFGHIJKLMN23", "old/"} {
 		if strings.Contains(all, gone) {
 			t.Errorf("there is still %q", gone)
 		}
 	}
 	for _, stays := range []string{`"name": "`, `"namespace": "default"`, `"port": "http"`, "KUBE-SERVICES -d ip4-", "/32 -m comment", ":http cluster IP", "127.0.0.1/32",
-		"2026-11-22T21:24:37.123Z", "]:443 asks https://", ":6443: EndpointSlice", ":8080\n", "0.0.0.0:10256 ::: ", ".svc at 21:24:37"} {
+		"2026-11-22T21:24:37.123Z", "]:443 asks https://", ":6443: EndpointSlice", ":8080\n", "0.0.0.0:10256 ::: ", ".svc at 21:24:37 dst:ip4-", " to IPv4:ip4-"} {
 		if !strings.Contains(all, stays) {
 			t.Errorf("there is no %q", stays)
 		}
@@ -60,5 +61,36 @@ func TestHashNames(t *testing.T) {
 	}
 	if a, b := newAnonymizer(), newAnonymizer(); string(a.key) == string(b.key) {
 		t.Error("two reports have the same key")
+	}
+}
+
+// TestHashNamesOnlyNames: names may be numbers, or words that are also keys, values and parts of addresses. JSON stays JSON, all its keys and
+// numbers stay, and what the system says of itself teaches no names.
+func TestHashNamesOnlyNames(t *testing.T) {
+	t.Parallel()
+	const services = `[{"namespace": "1", "name": "80", "port": "http", "number": 80, "clusterIP": "fd00:10:1::80", "name2": {"1": 1}},
+		{"namespace": "shop", "name": "true", "ready": true, "10.96.0.10": "1"}, {"namespace": "db8", "name": "name", "at": "2026-11-22T01:10:80Z"}]`
+	const system = "== /proc/loadavg\n0.00 0.01 0.05 1/465 123456\n== /proc/version\nLinux version 6.18.80 (a/b)\n"
+	const rules = `-A KUBE-POSTROUTING -s fd00:10:1::/64 -d 2001:db8:1::/48 -m mark ! --mark 0x4000/0x4000 -j RETURN` + "\n" +
+		`-A KUBE-SERVICES -d fd00:10:1::80/128 -m comment --comment "1/80:http cluster IP" -m tcp --dport 80 -j X` + "\n"
+	report := []reportFile{{"version.txt", "v1.80.1\n"}, {"services.json", services}, {"system.txt", system}, {"rules.txt", rules}}
+	newAnonymizer().report(report)
+	if report[0].text != "v1.80.1\n" || report[2].text != system {
+		t.Errorf("version and system are\n%s%s", report[0].text, report[2].text)
+	}
+	for _, gone := range []string{"fd00", "2001:", "db8", "1/80"} {
+		if strings.Contains(report[1].text+report[3].text, gone) {
+			t.Errorf("there is still %q", gone)
+		}
+	}
+	if want := regexp.MustCompile(`^-A KUBE-POSTROUTING -s ip6-\w{12}/64 -d ip6-\w{12}/48 -m mark ! --mark 0x4000/0x4000 -j RETURN
+-A KUBE-SERVICES -d ip6-\w{12}/128 -m comment --comment "name-\w{12}/name-\w{12}:http cluster IP" -m tcp --dport 80 -j X
+$`); !want.MatchString(report[3].text) {
+		t.Errorf("rules are\n%s", report[3].text)
+	}
+	want := regexp.MustCompile(`^\[\{"namespace": "name-\w{12}", "name": "name-\w{12}", "port": "http", "number": 80, "clusterIP": "ip6-\w{12}", "name2": \{"1": 1\}\},
+		\{"namespace": "name-\w{12}", "name": "name-\w{12}", "ready": true, "ip4-\w{12}": "1"\}, \{"namespace": "name-\w{12}", "name": "name-\w{12}", "at": "2026-11-22T01:10:80Z"\}\]$`)
+	if !want.MatchString(report[1].text) || !json.Valid([]byte(report[1].text)) {
+		t.Errorf("Services are\n%s", report[1].text)
 	}
 }

@@ -222,11 +222,17 @@ func TestSupport(t *testing.T) {
 		t.Errorf("with hashes: exit code %d, %s", code, text)
 	}
 	for file, text := range read(hashed) {
+		if strings.HasSuffix(file, ".json") && !json.Valid([]byte(text)) {
+			t.Errorf("with hashes, %s is no JSON", file)
+		}
 		for _, name := range []string{"default/web", `"web"`, "10.96.0.10", "10.244.1.5"} {
 			if strings.Contains(text, name) {
 				t.Errorf("with hashes, %s has %s", file, name)
 			}
 		}
+	}
+	if text, code := a.ask("support", "-o", "/sys/report.tar.gz"); code != 1 || !strings.Contains(text, "-o - writes the archive to standard output") {
+		t.Errorf("where nothing can be written: exit code %d, %s", code, text)
 	}
 	if text, code := a.ask("support", "-o", with); code != 1 || !strings.Contains(text, "file exists") {
 		t.Errorf("over a file that exists: exit code %d, %s", code, text)

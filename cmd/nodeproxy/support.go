@@ -9,6 +9,7 @@ import (
 	"errors"
 	"fmt"
 	"io"
+	"io/fs"
 	"net/http"
 	"net/netip"
 	"os"
@@ -16,6 +17,7 @@ import (
 	"regexp"
 	"strings"
 	"sync"
+	"syscall"
 	"time"
 
 	"github.com/spf13/cobra"
@@ -111,7 +113,9 @@ func supportCommand() *cobra.Command {
 					return err
 				}
 				w, file = cmd.ErrOrStderr(), "standard output"
-			} else if err := newReport(file, report, now); err != nil {
+			} else if err := newReport(file, report, now); errors.Is(err, fs.ErrPermission) || errors.Is(err, syscall.EROFS) {
+				return fmt.Errorf("%w; -o - writes the archive to standard output, and -o FILE elsewhere", err)
+			} else if err != nil {
 				return err
 			}
 			for _, f := range report {
