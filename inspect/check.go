@@ -29,6 +29,8 @@ type Reality struct {
 	Traffic func(ctx context.Context) (map[plan.Key]plan.Traffic, error)
 	// Flows returns how many connections of the ServicePorts the kernel tracks, by the endpoint that they go to.
 	Flows func(ctx context.Context, ports []*plan.ServicePort) (map[netip.AddrPort]int, error)
+	// Tracked returns how many flows the kernel tracks, whoever they belong to, and how many it tracks at most.
+	Tracked func() (flows, most int, err error)
 	// Listeners returns the conflicts of all Services with programs that listen on the node.
 	Listeners func() []source.Finding
 	// Blocking returns rules of other programs that may keep packets from the ServicePorts, in words.
@@ -81,6 +83,7 @@ const (
 	PortConflict     = "PortConflict"     // a program of the node listens where the Service is
 	DroppedByOthers  = "DroppedByOthers"  // another program's rule drops the traffic
 	APIServerAway    = "APIServerAway"    // the objects may be out of date
+	TrackingFull     = "TrackingFull"     // the kernel tracks as many connections as it may, or nearly
 )
 
 // checkTime bounds the time of all checks of one explanation.
@@ -101,7 +104,7 @@ func (n *Node) Check(ctx context.Context, e *Explanation) {
 		}
 	})
 	c := &checks{reality: n.Reality, svc: svc, ports: ports, now: time.Now()}
-	all := []func(*checks, context.Context){(*checks).kernel, (*checks).traffic, (*checks).flows, (*checks).listeners, (*checks).blocking, (*checks).watches}
+	all := []func(*checks, context.Context){(*checks).kernel, (*checks).traffic, (*checks).flows, (*checks).tracked, (*checks).listeners, (*checks).blocking, (*checks).watches}
 	each := make([]checks, len(all))
 	var wg sync.WaitGroup
 	for i, check := range all {
@@ -283,6 +286,33 @@ func (c *checks) flows(ctx context.Context) {
 			"%s of the Service still %s to what is no longer an endpoint: %s.", upper(amount(int64(stale), "connection")), goes(stale), some(gone))
 	}
 	c.found(name, result, "%d tracked: %s", total, some(words))
+}
+
+// nearlyFull reports whether the kernel has little room for further flows: the first packet of each is dropped where there is none.
+func nearlyFull(flows, most int) bool { return most > 0 && flows >= most-most/10 }
+
+// moreFlows is what to do about that.
+const moreFlows = "raise net.netfilter.nf_conntrack_max (--conntrack-max-per-core, --conntrack-min), and see whose flows they are: conntrack -L"
+
+// tracked is about the room for connections, of all programs.
+func (c *checks) tracked(context.Context) {
+	if c.reality.Tracked == nil {
+		return
+	}
+	const name = "connection tracking"
+	flows, most, err := c.reality.Tracked()
+	switch {
+	case err != nil:
+		c.found(name, unknown, "%v", err)
+	case most > 0 && flows >= most:
+		c.found(name, problem, "the kernel tracks %d flows, and no more than %d", flows, most)
+		c.diagnose(problem, TrackingFull, moreFlows, "The kernel drops new connections of any kind: it tracks %d flows, and no more than %d.", flows, most)
+	case nearlyFull(flows, most):
+		c.found(name, note, "the kernel tracks %d flows, and no more than %d", flows, most)
+		c.diagnose(note, TrackingFull, moreFlows, "The kernel will soon drop new connections of any kind: it tracks %d flows, and no more than %d.", flows, most)
+	default:
+		c.found(name, ok, "%d of at most %d flows of all programs", flows, most)
+	}
 }
 
 func goes(n int) string {

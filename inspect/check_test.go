@@ -68,6 +68,14 @@ func TestCheck(t *testing.T) {
 			check: "connections: note: 2 tracked: 2 to [fd00::9]:8080, which is no endpoint",
 			what:  "2 connections of the Service still go to what is no longer an endpoint: [fd00::9]:8080.",
 			do:    "if clients hang, let them connect anew, or delete what is tracked: conntrack -D -f ipv6 --reply-src fd00::9"},
+		"room for connections": {reality: Reality{Tracked: func() (int, int, error) { return 899, 1000, nil }},
+			check: "connection tracking: ok: 899 of at most 1000 flows of all programs"},
+		"little room for connections": {reality: Reality{Tracked: func() (int, int, error) { return 900, 1000, nil }},
+			check: "connection tracking: note: the kernel tracks 900 flows, and no more than 1000",
+			what:  "The kernel will soon drop new connections of any kind: it tracks 900 flows, and no more than 1000."},
+		"no room for connections": {reality: Reality{Tracked: func() (int, int, error) { return 1000, 1000, nil }},
+			check: "connection tracking: problem: the kernel tracks 1000 flows, and no more than 1000",
+			what:  "The kernel drops new connections of any kind: it tracks 1000 flows, and no more than 1000.", problem: true},
 		"a rule that drops": {reality: Reality{Blocking: func(context.Context, []*plan.ServicePort) ([]Blocking, error) {
 			return []Blocking{{Rule: "ip daddr 10.96.0.8 drop", Place: "chain prerouting of table ip raw", What: "cluster IP 10.96.0.8:80/TCP", Certain: true}}, nil
 		}},

@@ -78,6 +78,8 @@ type Status struct {
 	Neighbours     []Neighbour    `json:"neighbours"`
 	Syncs          SyncStatistics `json:"syncs"`
 	Source         SourceStatus   `json:"source"`
+	// Tracked is nil where it can't be read.
+	Tracked *TrackedFlows `json:"tracked,omitempty"`
 	// Wrong says what is wrong, a sentence each, with what to do; empty if nothing is.
 	Wrong []string `json:"wrong"`
 }
@@ -94,6 +96,13 @@ type SyncStatistics struct {
 	LastWhy string    `json:"lastReason"`
 	// LastError is the text with which the last sync failed; "" if it did not.
 	LastError string `json:"lastError,omitempty"`
+}
+
+// TrackedFlows are the flows that the kernel tracks, of all programs.
+type TrackedFlows struct {
+	Flows int `json:"flows"`
+	// Most is how many it tracks at most. The first packet of any more is dropped.
+	Most int `json:"most"`
 }
 
 // SourceStatus says how current the objects are.
@@ -144,6 +153,11 @@ func (n *Node) Status() *Status {
 	s.InSync = !s.InSyncSince.IsZero()
 	s.Syncs = statistics(n.History.Syncs())
 	s.Source = sourceStatus(self, now)
+	if n.Reality != nil && n.Reality.Tracked != nil {
+		if flows, most, err := n.Reality.Tracked(); err == nil {
+			s.Tracked = &TrackedFlows{flows, most}
+		}
+	}
 	s.judge(self)
 	return s
 }
@@ -244,6 +258,9 @@ func (s *Status) judge(self Self) {
 	if self.Rejected != "" {
 		wrong("The configuration file is not used, and the former configuration stays in force: %s.", self.Rejected)
 	}
+	if t := s.Tracked; t != nil && nearlyFull(t.Flows, t.Most) {
+		wrong("The kernel tracks %d of at most %d flows; without room, it drops new connections of any kind. To do: %s.", t.Flows, t.Most, moreFlows)
+	}
 	if n := len(s.Refused); n > 0 {
 		wrong("The kernel refuses %d %s: %s. \"nodeproxy explain\" says why.", n, plural("ServicePort", n), few(s.Refused))
 	}
@@ -316,6 +333,9 @@ func WriteStatus(w io.Writer, s *Status) error {
 	}
 	if !s.Syncs.Last.IsZero() {
 		row("Last sync", since(s.Syncs.Last, s.Now)+" ago", "took "+seconds(s.Syncs.LastFor), "why: "+s.Syncs.LastWhy)
+	}
+	if s.Tracked != nil {
+		row("Tracking", fmt.Sprintf("%d of at most %d flows", s.Tracked.Flows, s.Tracked.Most))
 	}
 	row("Findings", counted("problem", s.Problems), counted("note", s.Notes))
 	row("Refused", cmp.Or(few(s.Refused), "none"))

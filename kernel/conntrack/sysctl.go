@@ -201,6 +201,18 @@ func readNumber(path string) (int, error) {
 	return strconv.Atoi(strings.TrimSpace(string(b)))
 }
 
+// Tracked returns how many flows the kernel tracks, and how many it tracks at most: the first packet of any more is dropped.
+func Tracked() (flows, most int, err error) {
+	const proc = "/proc/sys/net/netfilter"
+	if flows, err = readNumber(filepath.Join(proc, "nf_conntrack_count")); err != nil {
+		return 0, 0, err
+	}
+	if most, err = readNumber(files{proc: proc}.max()); err != nil {
+		return 0, 0, err
+	}
+	return flows, most, nil
+}
+
 // loadModule makes the kernel load connection tracking, by a netlink request to it. The settings exist if that has worked.
 func loadModule() {
 	if c, err := Dial(); err == nil {
