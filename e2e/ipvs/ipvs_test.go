@@ -36,8 +36,8 @@ func TestMain(*testing.M) {
 
 // run builds the programs here, where that is faster, and runs the tests on the other kernel.
 func run() error {
-	// An interrupt reaches the tests as well. This ends after them.
-	signal.Notify(make(chan os.Signal, 1), os.Interrupt)
+	// What ends this reaches the tests as well. This ends after them.
+	signal.Notify(make(chan os.Signal, 1), os.Interrupt, syscall.SIGTERM)
 	// Not a name that package harness clears away: on the other kernel, nobody is seen to use it.
 	dir, err := os.MkdirTemp("", "nodeproxy-ipvs-")
 	if err != nil {

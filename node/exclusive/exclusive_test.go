@@ -105,8 +105,9 @@ func withPrograms(m *testing.M) int {
 	defer os.RemoveAll(dir)
 	programs = dir
 	self, err := os.ReadFile("/proc/self/exe")
-	// Users other than root have to get in.
-	if err := errors.Join(err, os.Chmod(dir, 0o755), os.WriteFile(filepath.Join(dir, "program"), self, 0o755)); err != nil {
+	program := filepath.Join(dir, "program")
+	// Users other than root have to get in, whatever the umask is.
+	if err := errors.Join(err, os.Chmod(dir, 0o755), os.WriteFile(program, self, 0o755), os.Chmod(program, 0o755)); err != nil {
 		panic(err)
 	}
 	return m.Run()
