@@ -337,7 +337,7 @@ func TestPodCIDRsAreWaitedFor(t *testing.T) {
 		t.Parallel()
 		f := apiservertest.New(t)
 		f.Serve(nodes, nodeList("n1"))
-		_, sink := start(t, f, func(c *Config) { c.PodCIDRTimeout = 2 * time.Second })
+		_, sink := start(t, f, func(c *Config) { c.PodCIDRTimeout = 10 * time.Second }) // after the Node has been delivered, on any machine
 		sink.sees("the Node, and Synced", func() bool { return len(sink.batches) == 2 && sink.synced == 1 })
 		if first := sink.batches[0]; first.Synced || first.Nodes["n1"] == nil {
 			t.Errorf("the first batch is %+v, want the Node without Synced", first)
