@@ -88,15 +88,15 @@ unit:
 
 # The same tests whole, and those that need the kernel: as root, in network namespaces of their own.
 integration: deps kernel guest
-	go test -timeout 15m $(PACKAGES)
+	go test -timeout 60m $(PACKAGES)
 
 # The same under the race detector, with a fifth of the examples. The race detector has no room in the test kernel: of packages that
 # run there, only the tests that need no kernel.
 TESTS     = go list -f '{{.ImportPath}} {{.TestImports}} {{.XTestImports}}' ./... | grep -v '^nodeproxy/e2e'
 IN_KERNEL = -e e2e/kernel/inkernel -e ^nodeproxy/internal/nstest
 race: deps
-	NODEPROXY_UNIT=1 go test -race -short -count=1 $$($(TESTS) | grep $(IN_KERNEL) | cut -d' ' -f1)
-	go test -race -short -count=1 -timeout 15m $$($(TESTS) | grep -v $(IN_KERNEL) | cut -d' ' -f1)
+	NODEPROXY_UNIT=1 go test -race -short -count=1 -timeout 60m $$($(TESTS) | grep $(IN_KERNEL) | cut -d' ' -f1)
+	go test -race -short -count=1 -timeout 60m $$($(TESTS) | grep -v $(IN_KERNEL) | cut -d' ' -f1)
 
 # Real packets through the real binary, in network namespaces.
 e2e: deps build controlplane kernel guest deploytools neighbours
