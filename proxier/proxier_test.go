@@ -162,11 +162,13 @@ func TestUnfinished(t *testing.T) {
 	calls := run(t, r, time.Second, func(p *Proxier) {
 		p.Apply(batch("a", 80, true))
 		time.Sleep(5 * time.Second)
+		synctest.Wait() // What was written before happened before what follows.
 		r.unfinished = 4
 		p.Apply(batch("b", 80, false))
 		time.Sleep(30 * time.Millisecond)
 		p.Apply(batch("c", 80, false))
 		time.Sleep(5 * time.Second)
+		synctest.Wait()
 		r.unfinished, r.fail = 3, 1
 		p.Apply(batch("d", 80, false))
 		time.Sleep(5 * time.Second)
