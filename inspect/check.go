@@ -52,8 +52,9 @@ type Changed struct {
 type Blocking struct {
 	// Rule is the rule as nft or iptables shows it, and Place its table and chain.
 	Rule, Place string
-	// What is the traffic that it concerns, such as "cluster IP 10.96.0.1:80/TCP".
-	What string
+	// What is the traffic that it concerns, such as "cluster IP 10.96.0.1:80/TCP", and Answers whether it is what comes back from there.
+	What    string
+	Answers bool
 	// Certain is true if it concerns all of that traffic, whoever sends it.
 	Certain bool
 	// Policy is true if no rule drops it but the policy of the chain that is Place.
@@ -358,13 +359,17 @@ func (c *checks) blocking(ctx context.Context) {
 		return
 	}
 	if len(list) == 0 {
-		c.found(name, ok, "none that drops what is for the Service was found, in nftables or iptables")
+		c.found(name, ok, "none that drops what is for the Service, or its answers, was found in nftables or iptables; hooks of devices and eBPF are not looked at")
 		return
 	}
 	for _, b := range list {
 		severity, drops := note, "may drop"
 		if b.Certain {
 			severity, drops = problem, "drops"
+		}
+		traffic := "what is for " + b.What
+		if b.Answers {
+			traffic = "the answers of " + b.What
 		}
 		c.found(name, severity, "%s: %s", b.Place, b.Rule)
 		if b.Policy {
@@ -373,11 +378,11 @@ func (c *checks) blocking(ctx context.Context) {
 				why = "none certainly accepts this, whoever sends it"
 			}
 			c.diagnose(severity, DroppedByOthers, "let its owner admit this traffic, unless connections succeed: docs/neighbours.md",
-				"The policy of %s %s what is for %s: it drops what no rule accepts, and %s.", b.Place, drops, b.What, why)
+				"The policy of %s %s %s: it drops what no rule accepts, and %s.", b.Place, drops, traffic, why)
 			continue
 		}
 		c.diagnose(severity, DroppedByOthers, "let its owner admit this traffic: docs/neighbours.md",
-			"A rule of another program %s what is for %s: \"%s\" in %s.", drops, b.What, b.Rule, b.Place)
+			"A rule of another program %s %s: \"%s\" in %s.", drops, traffic, b.Rule, b.Place)
 	}
 }
 

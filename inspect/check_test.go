@@ -82,6 +82,12 @@ func TestCheck(t *testing.T) {
 			check: "rules of other programs: problem: chain prerouting of table ip raw: ip daddr 10.96.0.8 drop",
 			what: `A rule of another program drops what is for cluster IP 10.96.0.8:80/TCP: "ip daddr 10.96.0.8 drop" in chain prerouting of ` +
 				"table ip raw.", problem: true},
+		"a rule that drops answers": {reality: Reality{Blocking: func(context.Context, []*plan.ServicePort) ([]Blocking, error) {
+			return []Blocking{{Rule: "tcp sport 8080 drop", Place: "chain forward of table inet fw", What: "endpoint 10.244.1.5:8080", Answers: true, Certain: true}}, nil
+		}},
+			check: "rules of other programs: problem: chain forward of table inet fw: tcp sport 8080 drop",
+			what: `A rule of another program drops the answers of endpoint 10.244.1.5:8080: "tcp sport 8080 drop" in chain forward of table ` +
+				"inet fw.", problem: true},
 		"a policy that may drop": {reality: Reality{Blocking: func(context.Context, []*plan.ServicePort) ([]Blocking, error) {
 			return []Blocking{{Rule: "policy drop", Place: "chain FORWARD of table ip filter", What: "endpoint 10.244.1.5:8080", Policy: true}}, nil
 		}},

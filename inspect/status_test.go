@@ -99,7 +99,7 @@ func testStatusWrong(t *testing.T) {
 		"unserved": {Self{Unserved: plan.Families[1:]}, nil, []string{"- Services of IPv6 are not proxied"}},
 		"full": {Self{}, func(n *Node) { n.Reality = &Reality{Tracked: func() (int, int, error) { return 950, 1000, nil }} },
 			[]string{"Tracking     950 of at most 1000 flows\n", "- The kernel tracks 950 of at most 1000 flows; without room, it drops new connections of any kind. To do: raise"}},
-		"waiting":  {Self{Waited: 2 * time.Second}, nil, []string{"In sync      for 0s, a change has waited for 2s", "Nothing is wrong."}},
+		"waiting": {Self{Waited: 2 * time.Second}, nil, []string{"In sync      for 0s, a change has waited for 2s", "Nothing is wrong."}},
 	} {
 		s := aStatus(t, tc.self, tc.do)
 		got := s.text(t)

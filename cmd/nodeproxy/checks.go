@@ -32,7 +32,7 @@ func (d *daemon) reality() *inspect.Reality {
 		found, err := blocking.Find(ctx, ports, blocking.Node{Local: local, IPVS: d.cfg.Mode == ipvsMode.name})
 		var out []inspect.Blocking
 		for _, f := range found {
-			out = append(out, inspect.Blocking{Rule: f.Text, Place: f.Chain.String(), What: f.What, Certain: f.Certain, Policy: f.Policy})
+			out = append(out, inspect.Blocking{Rule: f.Text, Place: f.Chain.String(), What: f.What, Answers: f.Answers, Certain: f.Certain, Policy: f.Policy})
 		}
 		return out, err
 	}

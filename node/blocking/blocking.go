@@ -1,8 +1,8 @@
 // Package blocking finds rules of other programs that keep packets from a Service. It reads the rules of nftables, those of the nft
-// variant of iptables among them, and those of the legacy variant, and judges what they do with packets whose destination is known and
-// whose source is not.
+// variant of iptables among them, and those of the legacy variant, and judges what they do with packets to a Service, whose destination is known
+// and whose source is not, and with the answers of its endpoints, of which it is the other way round.
 //
-// What a rule asks for besides the destination makes it uncertain whether it matches. A rule that drops is reported if all that it asks
+// What a rule asks for besides that makes it uncertain whether it matches. A rule that drops is reported if all that it asks
 // for holds, or if it asks for the Service's address or port and for something unknown. One that does not ask for anything of the Service,
 // such as one that drops invalid packets, is not. A policy that drops is reported unless a rule certainly accepts the packet.
 package blocking
@@ -28,8 +28,9 @@ type Rule struct {
 	Chain nft.ChainID
 	// Policy is true for the policy of the chain.
 	Policy bool
-	// What is the traffic that it concerns.
-	What string
+	// What is the traffic that it concerns, and Answers whether it is what comes back from there.
+	What    string
+	Answers bool
 	// Certain is true if nothing else decides whether it applies.
 	Certain bool
 }
@@ -114,7 +115,10 @@ func (s *search) look(rules ruleset) error {
 				w.report(Rule{Text: "policy drop", Chain: b.ChainID, Policy: true, Certain: !w.accepted})
 			}
 			for _, r := range w.out {
-				if !slices.ContainsFunc(s.found, func(o Rule) bool { return o.Text == r.Text && o.Chain == r.Chain && o.Certain == r.Certain }) {
+				said := func(o Rule) bool {
+					return o.Text == r.Text && o.Chain == r.Chain && (o.Certain == r.Certain || r.Answers && o.Certain)
+				}
+				if !slices.ContainsFunc(s.found, said) {
 					s.found = append(s.found, r)
 				}
 			}
@@ -131,13 +135,22 @@ func ours(c nft.ChainID) bool {
 	return c.Table == names.NFTables || c.Table == kubeProxyTable || names.IsOurs(names.Table(c.Table), c.Chain) || strings.HasPrefix(c.Chain, "KUBE-")
 }
 
+// side is what is known of one side of a packet: its address, which is not valid if it is some address of the node, and its port. Nothing
+// is known of the zero value.
+type side struct {
+	addr  netip.Addr
+	port  uint16
+	known bool
+}
+
 // packet is a packet as it is in one chain.
 type packet struct {
 	what     string
 	family   plan.Family
-	dst      netip.Addr
 	protocol byte
-	port     uint16
+	src, dst side
+	// answer says that it comes back, on a connection that has begun.
+	answer bool
 	// here says whether the destination is an address of the node.
 	here match
 	// first are the destinations that the packet may have had at first, and dnat says whether it has another one by now.
@@ -148,10 +161,10 @@ type packet struct {
 // priorityDNAT is the priority of the chains in which destinations are translated.
 const priorityDNAT = -100
 
-// packets returns the packets of ServicePorts that pass a base chain: those to frontends before their destination is translated, and
-// those to endpoints behind that.
+// packets returns the packets of ServicePorts that pass a base chain: those to frontends before their destination is translated, those
+// to endpoints behind that, and answers of endpoints before their source is translated back.
 func packets(ports []*plan.ServicePort, b nft.BaseChain, n Node) []packet {
-	var out []packet
+	var out, answers []packet
 	for _, sp := range ports {
 		f := sp.Key.Family
 		if b.Family == "ip" && f == plan.IPv6 || b.Family == "ip6" && f == plan.IPv4 {
@@ -164,7 +177,7 @@ func packets(ports []*plan.ServicePort, b nft.BaseChain, n Node) []packet {
 			}
 			first = append(first, netip.AddrPortFrom(fe.Addr, fe.Port))
 			if from := beforeDNAT(b, n); from != "" {
-				p := packet{what: fmt.Sprintf("the %s from %s", fe, from), family: f, dst: fe.Addr, protocol: netlink.Protocol(fe.Protocol), port: fe.Port,
+				p := packet{what: fmt.Sprintf("the %s from %s", fe, from), family: f, dst: side{fe.Addr, fe.Port, true}, protocol: netlink.Protocol(fe.Protocol),
 					here: maybe, first: first[len(first)-1:], dnat: no}
 				if !fe.Addr.IsValid() || n.Local(fe.Addr) {
 					p.here = yes
@@ -172,15 +185,26 @@ func packets(ports []*plan.ServicePort, b nft.BaseChain, n Node) []packet {
 				out = append(out, p)
 			}
 		}
-		if !behindDNAT(b, n) {
-			continue
-		}
 		for i, ep := range sp.All() {
 			here := n.Local(ep.Addr.Addr())
-			if i >= mostEndpoints || b.Hook == "input" && !here || b.Hook == "forward" && here {
+			if i < mostEndpoints && answersPass(b, here, n) {
+				p := packet{what: "endpoint " + ep.Addr.String(), family: f, src: side{ep.Addr.Addr(), ep.Addr.Port(), true}, answer: true,
+					protocol: netlink.Protocol(sp.Key.Protocol), here: maybe, first: first, dnat: yes}
+				switch {
+				case n.IPVS:
+					p.dnat = maybe
+				case b.Hook == "forward":
+					p.here = no
+				case b.Hook == "input":
+					p.here = yes
+					p.what += " to this node"
+				}
+				answers = append(answers, p)
+			}
+			if i >= mostEndpoints || !behindDNAT(b, n) || b.Hook == "input" && !here || b.Hook == "forward" && here {
 				continue
 			}
-			p := packet{what: "endpoint " + ep.Addr.String(), family: f, dst: ep.Addr.Addr(), protocol: netlink.Protocol(sp.Key.Protocol), port: ep.Addr.Port(),
+			p := packet{what: "endpoint " + ep.Addr.String(), family: f, dst: side{ep.Addr.Addr(), ep.Addr.Port(), true}, protocol: netlink.Protocol(sp.Key.Protocol),
 				here: no, first: first, dnat: yes}
 			if here {
 				p.here = yes
@@ -191,7 +215,7 @@ func packets(ports []*plan.ServicePort, b nft.BaseChain, n Node) []packet {
 			out = append(out, p)
 		}
 	}
-	return out
+	return append(out, answers...)
 }
 
 // beforeDNAT returns where packets to frontends come from that pass a chain; "" if none does.
@@ -216,4 +240,25 @@ func behindDNAT(b nft.BaseChain, n Node) bool {
 		return n.IPVS || b.Priority >= priorityDNAT
 	}
 	return true
+}
+
+// prioritySNAT is the priority of the chains in which sources are translated, back as well.
+const prioritySNAT = 100
+
+// answersPass reports whether answers of an endpoint pass a chain as the endpoint sends them. An endpoint that is here answers from the node
+// itself, and its answers to the node have been translated back when they come in. IPVS translates answers back in its own way, at several places.
+func answersPass(b nft.BaseChain, here bool, n Node) bool {
+	switch b.Hook {
+	case "prerouting":
+		return !here
+	case "forward":
+		return !here && !n.IPVS
+	case "input":
+		return !here && !n.IPVS && b.Priority < prioritySNAT
+	case "output":
+		return here
+	case "postrouting":
+		return !n.IPVS && b.Priority < prioritySNAT
+	}
+	return false
 }

@@ -56,7 +56,7 @@ func TestFind(t *testing.T) {
 			"add rule inet fw forward iifname cni0 accept",
 			want: "may: policy drop: endpoint 10.244.1.5:8080"},
 		{name: "a policy, behind a map of verdicts", nft: "add table inet fw; add chain inet fw forward { type filter hook forward priority 0; policy drop; }; " +
-			"add rule inet fw forward tcp dport vmap { 8080 : accept, 22 : accept }"},
+			"add rule inet fw forward tcp dport vmap { 8080 : accept, 22 : accept }", want: "may: policy drop: answers of endpoint 10.244.1.5:8080"},
 		{name: "a set of other addresses and ports", nft: forward + "add rule inet fw forward ip daddr . tcp dport != { 10.244.1.5 . 8080 } drop"},
 		{name: "a set of addresses and ports", nft: forward + "add rule inet fw forward ip daddr . tcp dport { 10.244.1.5 . 8080, 10.244.1.6 . 80 } drop",
 			want: "certain: meta l4proto tcp ip daddr . tcp dport @__set0 drop: endpoint 10.244.1.5:8080"},
@@ -81,11 +81,26 @@ func TestFind(t *testing.T) {
 		{name: "IPVS takes what comes in", ipvs: true, nft: "add table inet fw; add chain inet fw in { type filter hook input priority 0; }; " +
 			"add rule inet fw in ip daddr 10.96.0.10 drop",
 			want: "certain: ip daddr 10.96.0.10 drop: the cluster IP 10.96.0.10:80/TCP from pods and other hosts"},
+		{name: "answers of the endpoint", nft: forward + "add rule inet fw forward tcp sport 8080 drop",
+			want: "certain: tcp sport 8080 drop: answers of endpoint 10.244.1.5:8080"},
+		{name: "answers by their address", nft: raw + "add rule ip raw prerouting ip saddr 10.244.0.0/16 tcp sport { 80, 8080 } drop",
+			want: "certain: ip saddr 10.244.0.0/16 tcp sport @__set0 drop: answers of endpoint 10.244.1.5:8080"},
+		{name: "answers of others", nft: forward + "add rule inet fw forward tcp sport 8081 drop; add rule inet fw forward ip saddr 10.245.0.0/16 drop"},
+		{name: "a policy that drops only answers", nft: "add table inet fw; add chain inet fw forward { type filter hook forward priority 0; policy drop; }; " +
+			"add rule inet fw forward ct state new accept", want: "certain: policy drop: answers of endpoint 10.244.1.5:8080"},
+		{name: "answers, before their source is translated back", nft: "add table inet fw; add chain inet fw post { type filter hook postrouting priority 50; }; " +
+			"add rule inet fw post ip saddr 10.244.1.5 drop", want: "certain: ip saddr 10.244.1.5 drop: answers of endpoint 10.244.1.5:8080"},
+		{name: "iptables, answers", iptables: "-A FORWARD -p tcp --sport 8080 -j DROP", want: "certain: tcp sport 8080 drop: answers of endpoint 10.244.1.5:8080"},
+		{name: "iptables, answers of a range", iptables: "-A FORWARD -s 10.244.0.0/16 -p tcp -m multiport --sports 80,8080 -j DROP",
+			want: "certain: ip saddr 10.244.0.0/16 tcp sport { 80, 8080 } drop: answers of endpoint 10.244.1.5:8080"},
+		{name: "iptables, answers to this node", iptables: "-A INPUT -p tcp --sport 8080 -j REJECT",
+			want: "certain: tcp sport 8080 reject: answers of endpoint 10.244.1.5:8080 to this node"},
 		{name: "a dormant table", nft: "add table inet fw { flags dormant; }; add chain inet fw forward { type filter hook forward priority 0; policy drop; }"},
 		{name: "beside a rule that can't be read", nft: "add table ip other; add chain ip other a { type filter hook forward priority -5; }; " +
 			"add rule ip other a ct original ip daddr 10.9.9.9 counter; " + forward + "add rule inet fw forward tcp dport 8080 drop",
 			want: "certain: tcp dport 8080 drop: endpoint 10.244.1.5:8080"},
-		{name: "behind an accept", nft: forward + "add rule inet fw forward tcp dport 8080 accept; add rule inet fw forward drop"},
+		{name: "behind an accept", nft: forward + "add rule inet fw forward tcp dport 8080 accept; add rule inet fw forward drop",
+			want: "may: drop: answers of endpoint 10.244.1.5:8080"},
 		{name: "in a chain of its own", nft: forward + "add chain inet fw ports; add rule inet fw ports drop; " +
 			"add rule inet fw forward tcp dport 8080 iifname eth0 jump ports",
 			want: "may: drop: endpoint 10.244.1.5:8080"},
@@ -109,7 +124,8 @@ func TestFind(t *testing.T) {
 		{name: "iptables, what went to an address", iptables: "-A FORWARD -p tcp -m conntrack --ctorigdst 10.96.0.10 -j DROP",
 			want: "may: meta l4proto tcp … drop: endpoint 10.244.1.5:8080"},
 		{name: "iptables, before that", iptables: "-t mangle -A PREROUTING -p tcp -m conntrack --ctorigdst 10.96.0.10 --ctorigdstport 80 -j DROP",
-			want: "certain: meta l4proto tcp ct original daddr 10.96.0.10/32 ct original proto-dst 80 drop: the cluster IP 10.96.0.10:80/TCP from pods and other hosts"},
+			want: "certain: meta l4proto tcp ct original daddr 10.96.0.10/32 ct original proto-dst 80 drop: the cluster IP 10.96.0.10:80/TCP from pods and other hosts\n" +
+				"may: meta l4proto tcp … drop: answers of endpoint 10.244.1.5:8080"},
 		{name: "iptables, local addresses", iptables: "-t raw -A PREROUTING -p tcp --dport 30080 -m addrtype --dst-type LOCAL -j DROP",
 			want: "certain: tcp dport 30080 fib daddr type local drop: the node port 30080/TCP from pods and other hosts"},
 		{name: "iptables, no local addresses", iptables: "-A FORWARD -p tcp --dport 8080 -m addrtype --dst-type LOCAL -j DROP"},
@@ -133,7 +149,11 @@ func TestFind(t *testing.T) {
 				if r.Certain {
 					how = "certain"
 				}
-				got = append(got, fmt.Sprintf("%s: %s: %s", how, r.Text, r.What))
+				what := r.What
+				if r.Answers {
+					what = "answers of " + what
+				}
+				got = append(got, fmt.Sprintf("%s: %s: %s", how, r.Text, what))
 			}
 			if text := strings.Join(got, "\n"); text != tc.want {
 				t.Errorf("found %s\nwant  %s", text, tc.want)
@@ -156,7 +176,8 @@ func load(t *testing.T, text string) {
 }
 
 // TestFindLimits: rules of other programs may be many, with large sets and very many ways through chains. A set is read once, however many
-// rules ask for it, and not at all if they ask it for what is not known, as for the source. A chain is followed a few times, however many ways lead there, and nothing goes on after the context has ended.
+// rules ask for it, and not at all if they ask it for what is not known, as for the
+// mark. A chain is followed a few times, however many ways lead there, and nothing goes on after the context has ended.
 func TestFindLimits(t *testing.T) {
 	nstest.Enter(t)
 	var in strings.Builder
@@ -180,13 +201,13 @@ func TestFindLimits(t *testing.T) {
 	if err != nil || len(s.found) != 1 || s.found[0].Certain {
 		t.Errorf("behind rules that may accept: %+v, %v", s.found, err)
 	}
-	if rules.Asked != 2 || s.judged != 301 {
-		t.Errorf("the kernel was asked %d times, and %d rules were judged: want 2 for a chain and a set, and 301", rules.Asked, s.judged)
+	if rules.Asked != 2 || s.judged != 602 {
+		t.Errorf("the kernel was asked %d times, and %d rules were judged: want 2 for a chain and a set, and 301 for each direction", rules.Asked, s.judged)
 	}
 
-	load(t, "flush chain ip big f; add rule ip big f ip saddr @s drop")
+	load(t, "flush chain ip big f; add set ip big m { type mark; elements = { 1, 2 }; }; add rule ip big f meta mark @m drop")
 	if s, rules, err = look(t.Context()); err != nil || len(s.found) > 0 || rules.Asked != 1 {
-		t.Errorf("of a set of sources: %+v, %v; the kernel was asked %d times, want once for the chain", s.found, err, rules.Asked)
+		t.Errorf("of a set of marks: %+v, %v; the kernel was asked %d times, want once for the chain", s.found, err, rules.Asked)
 	}
 
 	in.Reset()
@@ -203,7 +224,7 @@ func TestFindLimits(t *testing.T) {
 	load(t, in.String())
 	load(t, "add chain ip deep f { type filter hook forward priority 0; }; add rule ip deep f jump c7") // The kernel allows no more ways.
 	s, _, err = look(t.Context())
-	if most := 2 * levels * ways; err != nil || s.judged > most {
+	if most := 4 * levels * ways; err != nil || s.judged > most {
 		t.Errorf("two million ways: %d rules were judged, want %d at most; %v", s.judged, most, err)
 	}
 	gone, cancel := context.WithCancel(t.Context())

@@ -110,16 +110,24 @@ func judgeText(text string, p *packet) rule {
 		case "-m", "--comment":
 		case "-p":
 			j.holds((argument == protocolName(p.protocol)) != invert, "meta l4proto "+not(invert)+argument)
-		case "-d":
+		case "-s", "-d":
 			to, err := netip.ParsePrefix(argument)
 			if err != nil {
 				j.unknown()
 				break
 			}
-			j.toAddresses(to, invert)
-		case "--dport", "--dports":
+			if words[i] == "-s" {
+				j.addresses(p.src, "saddr", to, invert)
+			} else {
+				j.addresses(p.dst, "daddr", to, invert)
+			}
+		case "--dport", "--dports", "--sport", "--sports":
+			s, word := p.dst, "dport"
+			if words[i][2] == 's' {
+				s, word = p.src, "sport"
+			}
 			if list, ok := portRanges(argument); ok {
-				j.toPorts(protocolName(p.protocol), list, invert)
+				j.ports(s, word, list, invert)
 			} else {
 				j.unknown()
 			}
@@ -231,7 +239,7 @@ func portRanges(text string) ([]portRange, bool) {
 func states(text string) uint16 {
 	mask := uint16(0)
 	list := strings.Split(text, ",")
-	for name, bit := range map[string]uint16{"NEW": stateNew, "SNAT": stateSNAT, "DNAT": stateDNAT} {
+	for name, bit := range map[string]uint16{"ESTABLISHED": stateEstablished, "NEW": stateNew, "SNAT": stateSNAT, "DNAT": stateDNAT} {
 		if slices.Contains(list, name) {
 			mask |= bit
 		}

@@ -60,12 +60,16 @@ func (r portRange) String() string {
 	return fmt.Sprintf("%d-%d", r[0], r[1])
 }
 
-// toPorts adds that the packet goes to one of some ports.
-func (j *judgement) toPorts(protocol string, list []portRange, invert bool) {
+// ports adds that the port of one side, of which word is the name, is one of some.
+func (j *judgement) ports(s side, word string, list []portRange, invert bool) {
+	if !s.known {
+		j.unknown()
+		return
+	}
 	within := false
 	var texts []string
 	for _, r := range list {
-		within = within || r[0] <= j.packet.port && j.packet.port <= r[1]
+		within = within || r[0] <= s.port && s.port <= r[1]
 		texts = append(texts, r.String())
 	}
 	text := strings.Join(texts, ",")
@@ -73,7 +77,7 @@ func (j *judgement) toPorts(protocol string, list []portRange, invert bool) {
 		text = "{ " + strings.Join(texts, ", ") + " }"
 	}
 	j.specific = true
-	j.holds(within != invert, protocol+" dport "+not(invert)+text)
+	j.holds(within != invert, protocolName(j.packet.protocol)+" "+word+" "+not(invert)+text)
 }
 
 func not(invert bool) string {
@@ -83,10 +87,10 @@ func not(invert bool) string {
 	return ""
 }
 
-// toAddresses adds that the packet goes to addresses.
-func (j *judgement) toAddresses(within netip.Prefix, invert bool) {
-	name := map[plan.Family]string{plan.IPv4: "ip", plan.IPv6: "ip6"}[j.packet.family] + " daddr "
-	if !j.packet.dst.IsValid() { // It is some address of the node.
+// addresses adds that the address of one side, of which word is the name, is within a range.
+func (j *judgement) addresses(s side, word string, within netip.Prefix, invert bool) {
+	name := map[plan.Family]string{plan.IPv4: "ip", plan.IPv6: "ip6"}[j.packet.family] + " " + word + " "
+	if !s.addr.IsValid() {
 		j.unknown()
 		return
 	}
@@ -95,7 +99,7 @@ func (j *judgement) toAddresses(within netip.Prefix, invert bool) {
 	if within.IsSingleIP() {
 		text = within.Addr().String()
 	}
-	j.holds(within.Contains(j.packet.dst) != invert, name+not(invert)+text)
+	j.holds(within.Contains(s.addr) != invert, name+not(invert)+text)
 }
 
 // first adds that the connection's first packet went to a destination for which is holds.
@@ -137,18 +141,27 @@ func matches(is bool) match {
 	return no
 }
 
-// States of connections, as the bits by which xt_conntrack asks for them. The packets here begin connections.
+// States of connections, as the bits by which xt_conntrack asks for them. The packets here begin connections, or answer on one.
 const (
-	stateNew  = 1 << 3
-	stateSNAT = 1 << 6
-	stateDNAT = 1 << 7
+	stateEstablished = 1 << 1
+	stateNew         = 1 << 3
+	stateSNAT        = 1 << 6
+	stateDNAT        = 1 << 7
 )
+
+// state is the state of the packet's connection.
+func (p *packet) state() uint16 {
+	if p.answer {
+		return stateEstablished
+	}
+	return stateNew
+}
 
 // inState adds that the connection is in one of some states.
 func (j *judgement) inState(mask uint16, invert bool) {
 	m := no
 	switch {
-	case mask&stateNew != 0:
+	case mask&j.packet.state() != 0:
 		m = yes
 	case mask&stateDNAT != 0 && j.packet.dnat != no:
 		m = j.packet.dnat

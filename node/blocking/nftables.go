@@ -52,7 +52,7 @@ type reading struct {
 type register struct {
 	value []byte
 	name  string
-	// specific says that it is the destination's address or port, and mask what is left of it, unless that is nil.
+	// specific says that it is the address or port of a side that is known, and mask what is left of it, unless that is nil.
 	specific bool
 	mask     []byte
 	// only is the part of the value that is known; nil for all of it.
@@ -234,6 +234,9 @@ func (r *reading) ct(e *expr.Ct) register {
 	switch {
 	case e.SourceRegister:
 	case e.Key == expr.CtKeySTATE:
+		if r.packet.answer {
+			return register{value: binary.NativeEndian.AppendUint32(nil, expr.CtStateBitESTABLISHED)}
+		}
 		return register{value: binary.NativeEndian.AppendUint32(nil, expr.CtStateBitNEW)}
 	case e.Key == expr.CtKeySTATUS && r.packet.dnat != maybe:
 		bit := binary.NativeEndian.AppendUint32(nil, statusDNAT)
@@ -258,9 +261,9 @@ func (r *reading) fib(e *expr.Fib) register {
 
 // payload returns the bytes of the packet that an expression loads.
 func (r *reading) payload(e *expr.Payload) register {
-	protocolAt, dstAt, name := uint32(9), uint32(16), "ip"
+	protocolAt, srcAt, dstAt, name := uint32(9), uint32(12), uint32(16), "ip"
 	if r.packet.family == plan.IPv6 {
-		protocolAt, dstAt, name = 6, 24, "ip6"
+		protocolAt, srcAt, dstAt, name = 6, 8, 24, "ip6"
 	}
 	part := func(of []byte, at uint32) []byte {
 		if e.Offset < at || e.Offset+e.Len > at+uint32(len(of)) {
@@ -268,17 +271,26 @@ func (r *reading) payload(e *expr.Payload) register {
 		}
 		return of[e.Offset-at : e.Offset-at+e.Len]
 	}
-	address := e.Offset >= dstAt && e.Offset < dstAt+uint32(r.packet.family.Bits()/8)
+	if e.Base == expr.PayloadBaseNetworkHeader && e.Offset >= srcAt {
+		s, at, word := r.packet.src, srcAt, " saddr"
+		if e.Offset >= dstAt {
+			s, at, word = r.packet.dst, dstAt, " daddr"
+		}
+		if e.Offset < at+uint32(r.packet.family.Bits()/8) && s.addr.IsValid() {
+			return register{value: part(s.addr.AsSlice(), at), name: name + word, specific: true}
+		}
+		return register{}
+	}
 	switch {
 	case e.Base == expr.PayloadBaseNetworkHeader && e.Offset == protocolAt && e.Len == 1:
 		return register{value: []byte{r.packet.protocol}, name: name + " protocol"}
-	case e.Base == expr.PayloadBaseNetworkHeader && address:
-		if r.packet.dst.IsValid() { // Else it is some address of the node.
-			return register{value: part(r.packet.dst.AsSlice(), dstAt), name: name + " daddr", specific: true}
-		}
 	case e.Base == expr.PayloadBaseTransportHeader:
-		if v := part([]byte{byte(r.packet.port >> 8), byte(r.packet.port)}, 2); len(v) == 2 {
-			return register{value: v, name: map[byte]string{unix.IPPROTO_TCP: "tcp", unix.IPPROTO_UDP: "udp", unix.IPPROTO_SCTP: "sctp"}[r.packet.protocol] + " dport", specific: true}
+		s, at, word := r.packet.src, uint32(0), " sport"
+		if e.Offset >= 2 {
+			s, at, word = r.packet.dst, 2, " dport"
+		}
+		if v := part([]byte{byte(s.port >> 8), byte(s.port)}, at); len(v) == 2 && s.known {
+			return register{value: v, name: map[byte]string{unix.IPPROTO_TCP: "tcp", unix.IPPROTO_UDP: "udp", unix.IPPROTO_SCTP: "sctp"}[r.packet.protocol] + word, specific: true}
 		}
 	}
 	return register{}
@@ -288,11 +300,15 @@ func (r *reading) payload(e *expr.Payload) register {
 func (r *reading) extension(e *expr.Match) {
 	all := portRange{0, 0xffff}
 	protocolPorts := func(src, dst [2]uint16, plain bool) {
-		if !plain || portRange(src) != all {
+		if !plain {
 			r.unknown()
+			return
 		}
-		if portRange(dst) != all && plain {
-			r.toPorts(e.Name, []portRange{dst}, false)
+		if portRange(src) != all {
+			r.ports(r.packet.src, "sport", []portRange{src}, false)
+		}
+		if portRange(dst) != all {
+			r.ports(r.packet.dst, "dport", []portRange{dst}, false)
 		}
 	}
 	switch info := e.Info.(type) {
@@ -374,11 +390,16 @@ func (r *reading) addrtype(info *xt.AddrTypeV1) {
 func (r *reading) multiport(info []byte) {
 	const (
 		most        = 15
+		source      = 0
 		destination = 1
 	)
-	if len(info) < 2+2*most+most+1 || info[0] != destination || info[1] > most {
-		r.unknown() // It asks for the source's port.
+	if len(info) < 2+2*most+most+1 || info[0] > destination || info[1] > most {
+		r.unknown() // It asks for either port.
 		return
+	}
+	s, word := r.packet.dst, "dport"
+	if info[0] == source {
+		s, word = r.packet.src, "sport"
 	}
 	var list []portRange
 	for i := 0; i < int(info[1]); i++ {
@@ -389,7 +410,7 @@ func (r *reading) multiport(info []byte) {
 		}
 		list = append(list, portRange{from, port(i)})
 	}
-	r.toPorts(protocolName(r.packet.protocol), list, info[2+3*most] != 0)
+	r.ports(s, word, list, info[2+3*most] != 0)
 }
 
 func protocolName(number byte) string {
@@ -419,8 +440,8 @@ func (r register) masked(e *expr.Bitwise) register {
 // sentence joins the words of a rule.
 func sentence(words []string) string {
 	for _, word := range words { // A port says the protocol.
-		if protocol, _, is := strings.Cut(word, " dport "); is {
-			words = slices.DeleteFunc(words, func(w string) bool { return w == "meta l4proto "+protocol || w == "ip protocol "+protocol })
+		if f := strings.Fields(word); len(f) > 2 && (f[1] == "dport" || f[1] == "sport") {
+			words = slices.DeleteFunc(words, func(w string) bool { return w == "meta l4proto "+f[0] || w == "ip protocol "+f[0] })
 			break
 		}
 	}
@@ -477,9 +498,9 @@ func (r register) text(op expr.CmpOp, data []byte) string {
 // show returns a value as nft prints it.
 func (r register) show(data []byte) string {
 	switch {
-	case strings.HasSuffix(r.name, "dport") && len(data) == 2:
+	case strings.HasSuffix(r.name, "port") && len(data) == 2:
 		return strconv.Itoa(int(data[0])<<8 | int(data[1]))
-	case strings.HasSuffix(r.name, "daddr"):
+	case strings.HasSuffix(r.name, "addr"):
 		if a, ok := netip.AddrFromSlice(data); ok {
 			return a.String()
 		}

@@ -49,7 +49,7 @@ type state struct {
 }
 
 func (w *walk) report(r Rule) {
-	if r.What = w.packet.what; !w.found[r.Chain.String()+r.Text] {
+	if r.What, r.Answers = w.packet.what, w.packet.answer; !w.found[r.Chain.String()+r.Text] {
 		w.found[r.Chain.String()+r.Text] = true
 		w.out = append(w.out, r)
 	}
