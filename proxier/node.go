@@ -11,6 +11,20 @@ import (
 	"nodeproxy/source"
 )
 
+// applyNodes applies new versions of Nodes. Of others than this node's, only their existence matters.
+func (s *State) applyNodes(nodes map[string]*v1.Node) {
+	for name, obj := range nodes {
+		switch {
+		case name == s.plan.Node.Name:
+			s.applyNode(obj)
+		case obj == nil:
+			delete(s.otherNodes, name)
+		default:
+			s.otherNodes[name] = struct{}{}
+		}
+	}
+}
+
 // applyNode applies a new version of this node's object; nil means that it is gone. This program still runs, so the node exists,
 // and the last known zone and addresses stay in force.
 func (s *State) applyNode(obj *v1.Node) {
@@ -18,23 +32,33 @@ func (s *State) applyNode(obj *v1.Node) {
 	if obj == nil {
 		return
 	}
+	s.nodeKnown = true
 	node, podCIDRs, found := readNode(obj)
-	if s.nodeIP.IsValid() {
-		node.IPs = slices.DeleteFunc(node.IPs, func(a netip.Addr) bool {
-			return plan.FamilyOf(a) == plan.FamilyOf(s.nodeIP)
-		})
-		node.IPs = append(node.IPs, s.nodeIP)
-	}
+	node.IPs = s.withNodeIP(node.IPs)
 	detect := &s.plan.Settings.DetectLocal
 	if detect.Mode == plan.DetectNodeCIDR && !slices.Equal(detect.CIDRs, podCIDRs) {
 		detect.CIDRs = podCIDRs
 		s.rebuild = true
 	}
-	s.reportNew("Node "+obj.Name, found)
+	s.nodeFindings = found
 	if !node.Equal(s.plan.Node) {
 		s.plan.Node = node
 		s.rebuild = true
 	}
+}
+
+// setNodeIP sets an address that overrides the Node's of its family, and takes its place where there is no Node.
+func (s *State) setNodeIP(ip netip.Addr) {
+	s.nodeIP = ip
+	s.plan.Node.IPs = s.withNodeIP(nil)
+}
+
+func (s *State) withNodeIP(ips []netip.Addr) []netip.Addr {
+	if !s.nodeIP.IsValid() {
+		return ips
+	}
+	ips = slices.DeleteFunc(ips, func(a netip.Addr) bool { return plan.FamilyOf(a) == plan.FamilyOf(s.nodeIP) })
+	return append(ips, s.nodeIP)
 }
 
 // leaving reports whether a node is about to be removed.
@@ -47,6 +71,50 @@ func leaving(node *v1.Node) bool {
 // gone, is being deleted, or has the taint that the cluster autoscaler sets before it removes a node. It is true until anything is
 // known. No rule depends on it.
 func (s *State) NodeEligible() bool { return !s.leaving }
+
+// NodeKnown reports whether there is or was an object of this node.
+func (s *State) NodeKnown() bool { return s.nodeKnown }
+
+// reportNode reports what is wrong with this node's object, and which settings have no effect for what it lacks. Manifests without any Node
+// are as they should be where nothing needs one.
+func (s *State) reportNode() {
+	f := &findings{object: "Node " + s.plan.Node.Name, list: slices.Clone(s.nodeFindings)}
+	nodePorts, pods := s.nodePortsNowhere(), s.podCIDRsMissing()
+	switch {
+	case s.nodeKnown:
+		if nodePorts {
+			f.problem("status.addresses", "node ports answer at no address, as nodePortAddresses limits them to the primary ones; "+
+				"see that the kubelet or the cloud controller manager sets an InternalIP, or set nodePortAddresses otherwise",
+				"there is no InternalIP or ExternalIP")
+		}
+		if pods {
+			f.problem("spec.podCIDRs", podsNotTold+"; have the controller manager allot pod CIDRs (--allocate-node-cidrs), or set detectLocalMode "+
+				"otherwise", "there are none, and detectLocalMode is NodeCIDR")
+		}
+	case s.nodeMissing, s.synced && (nodePorts || pods || len(s.otherNodes) > 0):
+		effect := "zone hints are ignored"
+		if nodePorts {
+			effect += "; node ports answer at no address, as nodePortAddresses limits them to the Node's primary ones"
+		}
+		if pods {
+			effect += "; detectLocalMode is NodeCIDR, and " + podsNotTold
+		}
+		f.problem("", effect+"; if the Node has another name, endpoints on it count as being elsewhere, and traffic with policy Local is dropped; "+
+			"create the Node, or give its name with --hostname-override", "no Node of this name is known")
+	}
+	s.reportNew(f.object, f.list)
+}
+
+// podsNotTold is what follows from detectLocalMode NodeCIDR without pod CIDRs.
+const podsNotTold = "pods of this node are not told from other clients: what comes to cluster IPs from outside is masqueraded only " +
+	"with masqueradeAll, and externalTrafficPolicy Local applies to pods, too"
+
+// nodePortsNowhere reports whether node ports answer at no address for lack of a primary one. A node that has one family only is as it
+// should be.
+func (s *State) nodePortsNowhere() bool {
+	n := s.plan.Settings.NodePortAddresses
+	return !slices.ContainsFunc(s.families, func(f plan.Family) bool { return n.All(f) || len(n.Ranges(f, s.plan.Node)) > 0 })
+}
 
 // podCIDRsMissing reports whether local traffic should be recognised by the node's pod CIDRs and none are known.
 func (s *State) podCIDRsMissing() bool {

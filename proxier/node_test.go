@@ -1,11 +1,14 @@
 package proxier
 
 import (
+	"net/netip"
+	"slices"
 	"testing"
 
 	v1 "k8s.io/api/core/v1"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 
+	"nodeproxy/plan"
 	"nodeproxy/source"
 )
 
@@ -93,5 +96,75 @@ func TestNodeChangedAndGoneAtOnce(t *testing.T) {
 	s.Apply(b)
 	if p, _ := s.Update(); p.Node.Zone != "c" || !s.NodeEligible() {
 		t.Errorf("created anew: zone %q, eligible %t, want c, true", p.Node.Zone, s.NodeEligible())
+	}
+}
+
+// TestNodeFindings: what this node lacks for want of its Node, or of a field of it, is said as long as that is so.
+func TestNodeFindings(t *testing.T) {
+	t.Parallel()
+	primary := plan.Settings{NodePortAddresses: plan.NodePortAddresses{Primary: true}}
+	ranges := plan.Settings{NodePortAddresses: plan.NodePortAddresses{Primary: true,
+		CIDRs: []netip.Prefix{netip.MustParsePrefix("192.168.0.0/24")}}}
+	nodeCIDR := plan.Settings{DetectLocal: plan.DetectLocal{Mode: plan.DetectNodeCIDR}}
+	none, other := source.Batch{}, source.Batch{Nodes: map[string]*v1.Node{"other": {ObjectMeta: metav1.ObjectMeta{Name: "other"}}}}
+	me := func(podCIDR string, addresses ...string) source.Batch {
+		n := &v1.Node{ObjectMeta: metav1.ObjectMeta{Name: "me"}, Spec: v1.NodeSpec{PodCIDR: podCIDR}}
+		for _, a := range addresses {
+			n.Status.Addresses = append(n.Status.Addresses, v1.NodeAddress{Type: v1.NodeInternalIP, Address: a})
+		}
+		return source.Batch{Nodes: map[string]*v1.Node{"me": n}}
+	}
+	const (
+		begin  = "Node me: no Node of this name is known; zone hints are ignored"
+		end    = "; if the Node has another name, endpoints on it count as being elsewhere, and traffic with policy Local is dropped; create the Node, or give its name with --hostname-override"
+		nobody = "; node ports answer at no address, as nodePortAddresses limits them to the Node's primary ones"
+		pods   = "pods of this node are not told from other clients: what comes to cluster IPs from outside is masqueraded only with masqueradeAll, and externalTrafficPolicy Local applies to pods, too"
+	)
+	for name, tc := range map[string]struct {
+		settings plan.Settings
+		nodeIP   string
+		has      source.Batch
+		want     string
+	}{
+		"manifests without Nodes":      {plan.Settings{}, "", none, ""},
+		"manifests with another Node":  {plan.Settings{}, "", other, begin + end},
+		"a cluster without the Node":   {plan.Settings{}, "", source.Batch{NodeMissing: true}, begin + end},
+		"node ports":                   {primary, "", none, begin + nobody + end},
+		"node ports in ranges":         {ranges, "", none, ""},
+		"node ports, and an address":   {primary, "192.168.0.7", none, ""},
+		"pods":                         {nodeCIDR, "", none, begin + "; detectLocalMode is NodeCIDR, and " + pods + end},
+		"a Node":                       {plan.Settings{}, "", me(""), ""},
+		"a Node of one family":         {primary, "", me("", "192.168.0.1"), ""},
+		"a Node with pod CIDRs":        {nodeCIDR, "", me("10.244.1.0/24"), ""},
+		"a Node that nobody asked for": {plan.Settings{}, "", source.Batch{NodeMissing: true, Nodes: me("").Nodes}, ""},
+		"a Node without addresses": {primary, "", me(""), "Node me: status.addresses: there is no InternalIP or ExternalIP; node ports answer at no address, as " +
+			"nodePortAddresses limits them to the primary ones; see that the kubelet or the cloud controller manager sets an InternalIP, or set nodePortAddresses otherwise"},
+		"a Node without pod CIDRs": {nodeCIDR, "", me(""), "Node me: spec.podCIDRs: there are none, and detectLocalMode is NodeCIDR; " + pods +
+			"; have the controller manager allot pod CIDRs (--allocate-node-cidrs), or set detectLocalMode otherwise"},
+	} {
+		t.Run(name, func(t *testing.T) {
+			t.Parallel()
+			var said []string
+			s := NewState("me", tc.settings, plan.Families[:], func(f source.Finding) { said = append(said, f.Severity.String()+": "+f.String()) })
+			if tc.nodeIP != "" {
+				s.setNodeIP(netip.MustParseAddr(tc.nodeIP))
+			}
+			s.Apply(tc.has)
+			s.Apply(source.Batch{Synced: true})
+			s.Apply(none)
+			s.Update()
+			var want []string
+			if tc.want != "" {
+				want = []string{"problem: " + tc.want}
+			}
+			if !slices.Equal(said, want) || len(s.Findings()) != len(want) {
+				t.Errorf("said %q, and there are %d findings; want %q", said, len(s.Findings()), want)
+			}
+			s.Apply(me("10.244.1.0/24", "192.168.0.1"))
+			s.Apply(source.Batch{Nodes: map[string]*v1.Node{"me": nil}}) // What it said last is in force.
+			if found := s.Findings(); len(found) > 0 || !s.NodeKnown() {
+				t.Errorf("with a Node that has all: %q", found)
+			}
+		})
 	}
 }

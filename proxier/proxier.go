@@ -185,7 +185,7 @@ func New(cfg Config) *Proxier {
 		wake:  make(chan struct{}, 1),
 		doubt: make(chan struct{}, 1),
 	}
-	p.state.nodeIP = cfg.NodeIP
+	p.state.setNodeIP(cfg.NodeIP)
 	p.portions = portion.New(cfg.MostAtOnce)
 	p.log.log = cfg.Log
 	return p
@@ -458,7 +458,6 @@ func (p *Proxier) round(ctx context.Context) {
 				result.Reasons = append(slices.DeleteFunc(result.Reasons, func(r Reason) bool { return r == Compare || r == Drift }), Drift)
 			}
 		}
-		p.warnOnce()
 		p.cfg.Log.Debug("syncing", "all", change.All(), "changed", len(change.Keys()))
 		writing := time.Now()
 		result.Err = p.cfg.Backend.Sync(ctx, desired, change)
@@ -547,14 +546,6 @@ func (p *Proxier) take() (b source.Batch, since time.Time, resync bool, reserve 
 	b, since, resync, reserve = p.pending, p.since, p.resync, p.reserve
 	p.pending, p.since, p.resync, p.reserve = source.Batch{}, time.Time{}, false, nil
 	return b, since, resync, reserve
-}
-
-// warnOnce warns, before the first sync, of settings that can't take effect.
-func (p *Proxier) warnOnce() {
-	if !p.inSync && p.state.podCIDRsMissing() {
-		p.cfg.Log.Warn("detect-local-mode is NodeCIDR, but the Node has no spec.podCIDRs; traffic from pods is not told "+
-			"from other traffic until it has", "node", p.cfg.NodeName)
-	}
 }
 
 // pause waits until MinSyncPeriod has passed since start, the start of the sync that has just ended. If syncs have taken too much

@@ -40,6 +40,11 @@ type State struct {
 	cidrs map[string][]netip.Prefix
 	// leaving is set while this node is about to be removed.
 	leaving bool
+	// nodeKnown is set once there has been an object of this node, nodeMissing if the source expects one and has none. otherNodes are the
+	// names of the others.
+	nodeKnown, nodeMissing bool
+	otherNodes             map[string]struct{}
+	nodeFindings           []source.Finding // about fields of this node's object
 	// triggers collects what Triggers will return after the next Update; updated is what it returns now.
 	triggers, updated []Trigger
 	// rebuild is set when the node or a setting that all rules depend on has changed.
@@ -73,6 +78,9 @@ func NewState(nodeName string, settings plan.Settings, families []plan.Family, r
 		dirty:    map[plan.Service]struct{}{},
 		given:    settings.ServiceCIDRs,
 		cidrs:    map[string][]netip.Prefix{},
+
+		otherNodes: map[string]struct{}{},
+
 		rebuild:  true,
 		report:   report,
 		reported: map[string][]source.Finding{},
@@ -98,15 +106,15 @@ func (s *State) Apply(b source.Batch) {
 		s.applySlice(name, b.EndpointSlices[name])
 	}
 	s.applyServiceCIDRs(b.ServiceCIDRs)
-	if obj, listed := b.Nodes[s.plan.Node.Name]; listed {
-		s.applyNode(obj)
-	}
+	s.applyNodes(b.Nodes)
 	if b.Extent != source.Unchanged {
 		partial := b.Extent == source.Partial
 		s.rebuild = s.rebuild || partial != s.plan.Partial
 		s.plan.Partial = partial
 	}
 	s.synced = s.synced || b.Synced
+	s.nodeMissing = s.nodeMissing || b.NodeMissing
+	s.reportNode()
 }
 
 func sortedNames[T any](objects map[types.NamespacedName]T) []types.NamespacedName {

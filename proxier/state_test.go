@@ -193,7 +193,7 @@ func TestFindingsFollowFromObjects(t *testing.T) {
 			for range rapid.IntRange(1, 3).Draw(t, "events") {
 				b.Merge(c.drawEvent(t))
 			}
-			reported = nil
+			reported, b.Synced = nil, true
 			s.Apply(b)
 			s.Update()
 			after := toSay(c.all())

@@ -21,6 +21,8 @@ type Batch struct {
 	// ServiceCIDRs are the ranges that the cluster allots cluster IPs from (KEP-1880).
 	ServiceCIDRs map[string]*networking.ServiceCIDR
 	Nodes        map[string]*v1.Node
+	// NodeMissing is true if the source expects a Node of this node's name, and has none. Manifests need not have Nodes.
+	NodeMissing bool
 	// Synced is true once everything that existed when the source started has been delivered, with this batch.
 	Synced bool
 	// Extent says whether all objects are known, if that has changed.
@@ -40,8 +42,8 @@ const (
 
 // Empty reports whether the batch has no content.
 func (b Batch) Empty() bool {
-	return len(b.Services) == 0 && len(b.EndpointSlices) == 0 && len(b.ServiceCIDRs) == 0 && len(b.Nodes) == 0 && !b.Synced &&
-		b.Extent == Unchanged
+	return len(b.Services) == 0 && len(b.EndpointSlices) == 0 && len(b.ServiceCIDRs) == 0 && len(b.Nodes) == 0 &&
+		!b.NodeMissing && !b.Synced && b.Extent == Unchanged
 }
 
 // Merge adds a later batch to this one; the later object wins. A Node that is gone remains as one that is being deleted: its last
@@ -57,6 +59,7 @@ func (b *Batch) Merge(later Batch) {
 		}
 	}
 	b.Nodes = merge(merge(b.Nodes, later.Nodes), last)
+	b.NodeMissing = b.NodeMissing || later.NodeMissing
 	b.Synced = b.Synced || later.Synced
 	if later.Extent != Unchanged {
 		b.Extent = later.Extent

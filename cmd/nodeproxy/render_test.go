@@ -91,7 +91,7 @@ func TestRenderClusterProblems(t *testing.T) {
 		t.Errorf("a Service gets the address and port of the API server:\n%s", rules)
 	}
 	for _, want := range []string{
-		"problem: Node worker-7: the cluster has no Node of this name; ",
+		"problem: Node worker-7: no Node of this name is known; zone hints are ignored; ",
 		"problem: Service default/thief: spec.ports: external IP 192.0.2.1:6443/TCP is the address and port of the API server itself; ",
 		"problem: servicecidrs: they may not be listed: ",
 	} {

@@ -36,9 +36,7 @@ func Load(ctx context.Context, cfg Config) (source.Batch, error) {
 		}
 		out.Merge(b)
 	}
-	if out.Nodes[cfg.NodeName] == nil {
-		cfg.report(noNode(cfg.NodeName))
-	}
+	out.NodeMissing = out.Nodes[cfg.NodeName] == nil
 	out.Synced = true
 	return out, nil
 }

@@ -128,7 +128,9 @@ func (s *Source) deliver(r *resource, b source.Batch, complete bool) {
 	s.mu.Lock()
 	defer s.mu.Unlock()
 	if complete && r.synced() && r.name == nodes {
-		s.reportNode(b.Nodes[s.cfg.NodeName])
+		node := b.Nodes[s.cfg.NodeName]
+		b.NodeMissing = node == nil
+		s.logWait(node)
 	}
 	if s.missing[r] && s.enough(r, b, complete) {
 		delete(s.missing, r)
@@ -151,23 +153,11 @@ func hasPodCIDRs(node *v1.Node) bool {
 	return node != nil && (len(node.Spec.PodCIDRs) > 0 || node.Spec.PodCIDR != "")
 }
 
-// reportNode reports what the Node lacks when all Nodes have been listed for the first time.
-func (s *Source) reportNode(node *v1.Node) {
-	if node == nil {
-		s.cfg.report(noNode(s.cfg.NodeName))
-	}
+// logWait says, when all Nodes have been listed for the first time, that pod CIDRs are waited for.
+func (s *Source) logWait(node *v1.Node) {
 	if s.cfg.PodCIDRTimeout > 0 && !hasPodCIDRs(node) {
 		s.cfg.Log.Info("waiting for the Node's spec.podCIDRs, which detect-local-mode NodeCIDR needs; the rules stay as they are",
 			"node", s.cfg.NodeName, "at-most", s.cfg.PodCIDRTimeout)
-	}
-}
-
-// noNode is the finding that the cluster lacks this node's Node.
-func noNode(name string) source.Finding {
-	return source.Finding{
-		Severity: source.Problem, Object: "Node " + name, Detail: "the cluster has no Node of this name",
-		Effect: "until there is one, zone hints are ignored, and node ports limited to \"primary\" addresses answer at none; if the name is " +
-			"wrong (--hostname-override), no endpoint counts as being on this node, and traffic with policy Local is dropped",
 	}
 }
 
@@ -220,17 +210,19 @@ func (s *Source) goOn() {
 		return
 	}
 	s.synced = true
+	b := source.Batch{Synced: true}
 	for r := range s.missing {
 		if r.name != nodes {
 			continue
 		}
+		b.NodeMissing = !r.current(time.Now()).Synced
 		effect := "the API server has not delivered this Node; Services are proxied without regard to its zone and addresses"
 		if s.cfg.PodCIDRTimeout > 0 {
 			effect = "this node has no spec.podCIDRs yet; Services are proxied without them"
 		}
 		s.cfg.Log.Warn(effect, "node", s.cfg.NodeName, "waited", cmp.Or(s.cfg.PodCIDRTimeout, s.cfg.NodeTimeout))
 	}
-	s.sink.Apply(source.Batch{Synced: true})
+	s.sink.Apply(b)
 }
 
 // Watches returns how current each resource is, except those that the program can do without. It is safe for concurrent use.

@@ -18,6 +18,8 @@ import (
 	"k8s.io/apimachinery/pkg/watch"
 	"k8s.io/client-go/rest"
 
+	"nodeproxy/plan"
+	"nodeproxy/proxier"
 	"nodeproxy/source"
 	"nodeproxy/source/apiserver/apiservertest"
 )
@@ -154,25 +156,22 @@ func TestSilentWatchIsRenewed(t *testing.T) {
 	}
 }
 
+// TestMissingNodeIsReported: what a cluster without this node's Node delivers leads to a finding that says what to do.
 func TestMissingNodeIsReported(t *testing.T) {
 	t.Parallel()
-	f := apiservertest.New(t)
-	var mu sync.Mutex
-	var reported []source.Finding
-	_, sink := start(t, f, func(c *Config) {
-		c.Report = func(f source.Finding) {
-			mu.Lock()
-			defer mu.Unlock()
-			reported = append(reported, f)
-		}
-	})
+	_, sink := start(t, apiservertest.New(t), nil)
 	sink.sees("sync without a Node", func() bool { return sink.synced == 1 })
-	mu.Lock()
-	defer mu.Unlock()
-	if len(reported) != 1 || reported[0].Object != "Node n1" || reported[0].Severity != source.Problem {
-		t.Fatalf("reported %v, want one problem of Node n1", reported)
+	sink.mu.Lock()
+	defer sink.mu.Unlock()
+	s := proxier.NewState("n1", plan.Settings{}, plan.Families[:], nil)
+	for _, b := range sink.batches {
+		s.Apply(b)
 	}
-	if effect := reported[0].Effect; !strings.Contains(effect, "--hostname-override") || !strings.Contains(effect, "policy Local is dropped") {
+	found := s.Findings()
+	if len(found) != 1 || found[0].Object != "Node n1" || found[0].Severity != source.Problem {
+		t.Fatalf("found %v, want one problem of Node n1", found)
+	}
+	if effect := found[0].Effect; !strings.Contains(effect, "--hostname-override") || !strings.Contains(effect, "policy Local is dropped") {
 		t.Errorf("the effect is %q, which does not say what a wrong name costs", effect)
 	}
 }
@@ -194,6 +193,7 @@ func TestNodeIsNotWaitedForForever(t *testing.T) {
 	f.Serve(services, serviceList(10, serviceAt(4, "first")))
 	_, sink := start(t, f, func(c *Config) { c.NodeTimeout = 100 * time.Millisecond })
 	sink.sees("sync", func() bool { return sink.synced == 1 && len(sink.services) == 1 })
+	sink.sees("that it is missing", func() bool { return sink.batches[len(sink.batches)-1].NodeMissing })
 	f.Serve(nodes, nodeList("n1"))
 	f.Fail(nodes, 0)
 	sink.sees("the Node", func() bool { return sink.batches[len(sink.batches)-1].Nodes["n1"] != nil })
@@ -302,9 +302,10 @@ func TestPodCIDRsAreWaitedFor(t *testing.T) {
 		f.Serve(nodes, nodeList("n1"))
 		s, sink := start(t, f, func(c *Config) {
 			c.PodCIDRTimeout, c.NodeTimeout, c.Log = time.Minute, time.Millisecond, slog.New(slog.NewTextHandler(log, nil))
-			c.Report = func(f source.Finding) { t.Errorf("reported: %s", f) } // There is a Node, whatever else.
 		})
-		sink.sees("the Node", func() bool { return len(sink.batches) == 1 && sink.batches[0].Nodes["n1"] != nil })
+		sink.sees("the Node", func() bool {
+			return len(sink.batches) == 1 && sink.batches[0].Nodes["n1"] != nil && !sink.batches[0].NodeMissing
+		})
 		f.Send(nodes, watch.Modified, node("11"))
 		sink.sees("a change of it", func() bool { return len(sink.batches) == 2 })
 		f.Serve(nodes, &v1.NodeList{ListMeta: metav1.ListMeta{ResourceVersion: "11"}, Items: []v1.Node{*node("11")}})
@@ -342,6 +343,9 @@ func TestPodCIDRsAreWaitedFor(t *testing.T) {
 		if first := sink.batches[0]; first.Synced || first.Nodes["n1"] == nil {
 			t.Errorf("the first batch is %+v, want the Node without Synced", first)
 		}
+		if sink.batches[1].NodeMissing {
+			t.Error("the Node without pod CIDRs is said to be missing")
+		}
 		f.Send(nodes, watch.Modified, node("12", "10.244.1.0/24"))
 		sink.sees("them later", func() bool { return len(sink.batches) == 3 && sink.synced == 1 })
 	})
@@ -349,8 +353,9 @@ func TestPodCIDRsAreWaitedFor(t *testing.T) {
 		t.Parallel()
 		f := apiservertest.New(t)
 		_, sink := start(t, f, func(c *Config) { c.PodCIDRTimeout = time.Minute })
-		time.Sleep(100 * time.Millisecond) // It is not to come, and there is no sign of that.
-		sink.sees("no Synced yet", func() bool { return sink.synced == 0 })
+		sink.sees("that it is missing, and no Synced yet", func() bool {
+			return len(sink.batches) == 1 && sink.batches[0].NodeMissing && sink.synced == 0
+		})
 		f.Send(nodes, watch.Added, node("12", "10.244.1.0/24"))
 		sink.sees("Synced with it", func() bool { return sink.synced == 1 })
 	})
