@@ -51,6 +51,8 @@ const (
 
 	SelectorMatchesNothing = "SelectorMatchesNothing" // no Pod has the labels of the selector
 	TargetPortNotDeclared  = "TargetPortNotDeclared"  // no container declares the targetPort
+	NodePortsNowhere       = "NodePortsNowhere"       // node ports answer at the node's primary addresses alone, and none is known
+	PodsNotTold            = "PodsNotTold"            // detectLocalMode is NodeCIDR, and no pod CIDR is known
 	NoLoadBalancer         = "NoLoadBalancer"         // the type is LoadBalancer, and nothing has given it an address
 )
 
@@ -85,6 +87,7 @@ func (n *Node) diagnose(d *proxier.Description, own *plan.Plan, programmed *plan
 	c.service()
 	for _, sp := range d.ServicePorts {
 		c.addresses(sp)
+		c.node(sp, own)
 		c.endpoints(sp, own.Node)
 		c.kernel(sp, programmed, refused)
 	}
@@ -151,6 +154,38 @@ func (c *diagnosis) addresses(sp *plan.ServicePort) {
 	}
 }
 
+// nameNode is what to do where no Node of this node's name is known.
+const nameNode = "create the Node, or give the name that it has with --hostname-override"
+
+// node is about what a ServicePort lacks for want of what the Node should say.
+func (c *diagnosis) node(sp *plan.ServicePort, own *plan.Plan) {
+	family := sp.Key.Family
+	for _, f := range sp.Frontends {
+		if !nodePortNowhere(own, sp, f) {
+			continue
+		}
+		severity, do := problem, "see that the kubelet or the cloud controller manager sets an InternalIP in status.addresses of the Node, or set nodePortAddresses otherwise"
+		why := fmt.Sprintf("Node %s has no %s address", own.Node.Name, family)
+		switch {
+		case !c.d.NodeKnown:
+			why, do = fmt.Sprintf("no Node of the name %s is known", own.Node.Name), nameNode
+		case len(own.Node.IPs) > 0: // It has the other family, and that may be all it should have.
+			severity = note
+		}
+		c.add(severity, NodePortsNowhere, do, "Nothing answers at %s of this node%s: node ports are limited to the node's primary addresses (nodePortAddresses), and %s.",
+			f, c.name(sp), why)
+	}
+	if d := own.Settings.DetectLocal; d.Mode == plan.DetectNodeCIDR && !d.Implemented(family) && sp.ExternalPolicy == plan.Local && sp.HasExternal() {
+		why, do := fmt.Sprintf("Node %s has no %s one in spec.podCIDRs", own.Node.Name, family),
+			"have the controller manager allot pod CIDRs (--allocate-node-cidrs), or set detectLocalMode otherwise"
+		if !c.d.NodeKnown {
+			why, do = fmt.Sprintf("no Node of the name %s is known", own.Node.Name), nameNode
+		}
+		c.add(problem, PodsNotTold, do, "Pods of this node are not told from clients outside, so that externalTrafficPolicy Local applies to them, too%s: "+
+			"detectLocalMode is NodeCIDR, but no pod CIDR is known, as %s.", c.name(sp), why)
+	}
+}
+
 // endpoints is about the endpoints of a ServicePort.
 func (c *diagnosis) endpoints(sp *plan.ServicePort, node plan.Node) {
 	list := c.d.Endpoints(sp.Key)
@@ -183,13 +218,13 @@ func (c *diagnosis) endpoints(sp *plan.ServicePort, node plan.Node) {
 			c.add(problem, OnlyTerminating, "find out why no new Pod becomes ready on this node: "+pods,
 				"No endpoint on this node is ready, and the traffic policy is Local. What is terminating here but still serves gets the traffic until it ends%s: %s.",
 				c.name(sp), endpointCount(len(used)))
-			c.local(sp)
+			c.local(sp, node)
 			return
 		}
 		c.add(problem, OnlyTerminating, "find out why no new Pod becomes ready: "+pods,
 			"No endpoint is ready. What is terminating but still serves gets the traffic until it ends%s: %s.", c.name(sp), endpointCount(len(used)))
 	}
-	c.local(sp)
+	c.local(sp, node)
 	c.hints(sp, list, node)
 	c.targetPort(sp)
 }
@@ -274,12 +309,16 @@ func (c *diagnosis) pods(flags string) string {
 }
 
 // local is about traffic policies that allow none of the usable endpoints.
-func (c *diagnosis) local(sp *plan.ServicePort) {
+func (c *diagnosis) local(sp *plan.ServicePort, node plan.Node) {
 	if len(sp.Endpoints.Local) > 0 {
 		return
 	}
+	orName := ""
+	if !c.d.NodeKnown {
+		orName = fmt.Sprintf("; if this node has a Node of another name than %s, give that with --hostname-override", node.Name)
+	}
 	if sp.InternalPolicy == plan.Local {
-		c.add(problem, NoneLocal, "run a Pod on every node (a DaemonSet), or set spec.internalTrafficPolicy to Cluster",
+		c.add(problem, NoneLocal, "run a Pod on every node (a DaemonSet), or set spec.internalTrafficPolicy to Cluster"+orName,
 			"No usable endpoint runs on this node, and internalTrafficPolicy is Local: what is sent to the cluster IP is dropped%s.", c.name(sp))
 	}
 	if sp.ExternalPolicy == plan.Local && sp.HasExternal() {
@@ -287,7 +326,7 @@ func (c *diagnosis) local(sp *plan.ServicePort) {
 		if c.d.Type == "LoadBalancer" { // As it is meant to be: a load balancer asks the health check node port where to send.
 			severity, do = note, "see that the load balancer leaves this node out, as the health check node port tells it to"
 		}
-		c.add(severity, NoneLocal, do,
+		c.add(severity, NoneLocal, do+orName,
 			"No usable endpoint runs on this node, and externalTrafficPolicy is Local: what comes from outside is dropped%s.", c.name(sp))
 	}
 }
@@ -326,6 +365,10 @@ func (c *diagnosis) hints(sp *plan.ServicePort, list []topology.Endpoint, node p
 	case len(sp.Endpoints.Cluster) == 0 || hinted == 0 || zones[node.Zone] && hinted == ready:
 	case hinted < ready:
 		c.add(note, HintsNotHonoured, "", "Only %d of %d ready endpoints have zone hints, so hints do not count and all of them get traffic%s.", hinted, ready, c.name(sp))
+	case node.Zone == "" && !c.d.NodeKnown:
+		c.add(note, HintsNotHonoured, nameNode,
+			"The endpoints have zone hints, but no Node of the name %s is known, and so no zone: hints do not count here and all of them get traffic%s.",
+			node.Name, c.name(sp))
 	case node.Zone == "":
 		c.add(note, HintsNotHonoured, "give the Node the label topology.kubernetes.io/zone",
 			"The endpoints have zone hints, but this Node has no zone, so hints do not count here and all of them get traffic%s.", c.name(sp))

@@ -281,11 +281,14 @@ func verdicts(e *plan.Evaluator, p *plan.Plan, sp *plan.ServicePort, f plan.Fron
 			if ranges := p.Settings.NodePortAddresses.Ranges(sp.Key.Family, p.Node); len(ranges) > 0 && !contains(ranges, pkt.Dst) {
 				pkt.Dst = ranges[0].Addr()
 			}
-			if !pkt.Dst.IsValid() {
-				continue // The node has no address that anybody could send to.
+			if !pkt.Dst.IsValid() { // The node may have addresses that its Node does not name.
+				pkt.Dst = anyAddress(sp.Key.Family)
 			}
 		}
 		v := asVerdict(e.Verdict(pkt))
+		if nodePortNowhere(p, sp, f) {
+			v.Reasons = []string{fmt.Sprintf("node ports answer at the node's primary addresses alone, and no %s one is known", sp.Key.Family)}
+		}
 		if i := slices.IndexFunc(out, v.same); i >= 0 {
 			out[i].From = append(out[i].From, c.name)
 			continue
@@ -294,6 +297,20 @@ func verdicts(e *plan.Evaluator, p *plan.Plan, sp *plan.ServicePort, f plan.Fron
 		out = append(out, v)
 	}
 	return out
+}
+
+// anyAddress returns the unspecified address, which stands for whatever local address a client sends to. No frontend has it.
+func anyAddress(f plan.Family) netip.Addr {
+	if f == plan.IPv6 {
+		return netip.IPv6Unspecified()
+	}
+	return netip.IPv4Unspecified()
+}
+
+// nodePortNowhere reports whether a frontend is a node port that answers at no address, as it is limited to the primary one, and none is known.
+func nodePortNowhere(p *plan.Plan, sp *plan.ServicePort, f plan.Frontend) bool {
+	n := p.Settings.NodePortAddresses
+	return f.Kind == plan.NodePort && !n.All(sp.Key.Family) && len(n.Ranges(sp.Key.Family, p.Node)) == 0
 }
 
 func contains(ranges []netip.Prefix, a netip.Addr) bool {

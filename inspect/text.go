@@ -266,9 +266,6 @@ func writePort(w io.Writer, p PortExplanation, now time.Time) error {
 			rows = append(rows, []string{"  " + name, strings.Join(v.From, ", "), v.Summary()})
 			name = ""
 		}
-		if len(f.Verdicts) == 0 {
-			rows = append(rows, []string{"  " + name, "-", "this node has no address of the family"})
-		}
 	}
 	if err := indented(w, "  FRONTEND\tFROM\tVERDICT", rows); err != nil {
 		return err

@@ -17,6 +17,8 @@ import (
 // must not modify what it refers to.
 type Description struct {
 	Service plan.Service
+	// NodeKnown is true if there is or was an object of this node.
+	NodeKnown bool
 	// Exists is true if there is a Service object. EndpointSlices may exist without one.
 	Exists bool
 	// Type is spec.type, Selector is spec.selector, and Ports are spec.ports.
@@ -93,7 +95,7 @@ func (s *State) Describe(id plan.Service) (*Description, bool) {
 		return nil, false
 	}
 	d := &Description{
-		Service: id, Exists: svc.exists, Type: svc.object.kind, Selector: svc.object.selector, Ports: svc.object.ports,
+		Service: id, NodeKnown: s.nodeKnown, Exists: svc.exists, Type: svc.object.kind, Selector: svc.object.selector, Ports: svc.object.ports,
 		Ingress:  svc.object.ingress,
 		Findings: slices.Clone(s.reported["Service "+id.String()]),
 	}

@@ -72,9 +72,6 @@ func leaving(node *v1.Node) bool {
 // known. No rule depends on it.
 func (s *State) NodeEligible() bool { return !s.leaving }
 
-// NodeKnown reports whether there is or was an object of this node.
-func (s *State) NodeKnown() bool { return s.nodeKnown }
-
 // reportNode reports what is wrong with this node's object, and which settings have no effect for what it lacks. Manifests without any Node
 // are as they should be where nothing needs one.
 func (s *State) reportNode() {

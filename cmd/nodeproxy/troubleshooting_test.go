@@ -39,6 +39,7 @@ var symptoms = []struct {
 		{"another Service has the address and port", "address-taken"},
 		{"the address can't be a Service's", "address-refused"},
 		{"a load balancer has not given the Service an address", "load-balancer"},
+		{"node ports answer at the Node's primary addresses alone (mode nftables), and there is no Node of this name", "no-node"},
 		{"the targetPort is one that no container declares", "target-port"},
 	}},
 	{"Endpoints get more or less traffic than they should", [][2]string{

@@ -101,8 +101,7 @@ function drawing(port) {
   let n = 0;
   for (const f of port.frontends || []) {
     const y = at(n), verdicts = f.verdicts || [];
-    boxes.push(box(0, y, "frontend", f.frontend, verdicts.length ? "" : "this node has no address of the family"));
-    if (!verdicts.length) n++;
+    boxes.push(box(0, y, "frontend", f.frontend, ""));
     for (const v of verdicts) {
       const to = at(n++), forward = v.action === "forward", masqueraded = (v.masqueraded || []).length;
       const what = forward ? "forward" + (masqueraded === (v.endpoints || []).length ? ", masqueraded" : masqueraded ? ", some masqueraded" : "") :
