@@ -51,6 +51,10 @@ const (
 
 	SelectorMatchesNothing = "SelectorMatchesNothing" // no Pod has the labels of the selector
 	TargetPortNotDeclared  = "TargetPortNotDeclared"  // no container declares the targetPort
+	SelectorMatchesOthers  = "SelectorMatchesOthers"  // the selector matches Pods that do not declare the targetPort, though others do
+	NotServing             = "NotServing"             // endpoints get traffic although they do not serve
+	OneFamily              = "OneFamily"              // clients of the other address family can't reach it
+	NothingOutside         = "NothingOutside"         // nothing on this node answers what comes from outside
 	NodePortsNowhere       = "NodePortsNowhere"       // node ports answer at the node's primary addresses alone, and none is known
 	PodsNotTold            = "PodsNotTold"            // detectLocalMode is NodeCIDR, and no pod CIDR is known
 	NoLoadBalancer         = "NoLoadBalancer"         // the type is LoadBalancer, and nothing has given it an address
@@ -85,6 +89,7 @@ func (c *diagnosis) add(severity, code, do, what string, args ...any) {
 func (n *Node) diagnose(d *proxier.Description, own *plan.Plan, programmed *plan.Snapshot, refused map[plan.Key]plan.Refusal) []Diagnosis {
 	c := &diagnosis{d: d, list: []Diagnosis{}, readPods: n.Pods}
 	c.service()
+	c.reach(own.Node)
 	for _, sp := range d.ServicePorts {
 		c.addresses(sp)
 		c.node(sp, own)
@@ -116,6 +121,30 @@ func (c *diagnosis) service() {
 			if f.Effect == "not proxied" {
 				c.add(note, NotProxied, "", "The Service is not proxied, here or on any node: %s.", f.Detail)
 			}
+		}
+	}
+}
+
+// reach is about clients that the Service as a whole is not for.
+func (c *diagnosis) reach(node plan.Node) {
+	ports := c.d.ServicePorts
+	if len(ports) == 0 {
+		return
+	}
+	external := func(sp *plan.ServicePort) bool { return sp.HasExternal() || len(sp.Shadowed) > 0 }
+	if c.d.Type == "LoadBalancer" && !slices.ContainsFunc(ports, external) {
+		c.add(note, NothingOutside, "see that the load balancer sends to the Pods themselves, or set spec.allocateLoadBalancerNodePorts to true",
+			"Nothing on this node answers what comes from outside: the Service has no node port (spec.allocateLoadBalancerNodePorts), and no load balancer IP or "+
+				"external IP that nodes take. Host names and IPs of ipMode Proxy in status.loadBalancer.ingress are the load balancer's own.")
+	}
+	family := ports[0].Key.Family
+	if slices.ContainsFunc(ports, func(sp *plan.ServicePort) bool { return sp.Key.Family != family }) {
+		return
+	}
+	for _, other := range plan.Families {
+		if other != family && node.IP(other).IsValid() { // Elsewhere, no client has an address of it.
+			c.add(note, OneFamily, "set spec.ipFamilyPolicy to PreferDualStack if they should",
+				"The Service has %s addresses only, although this node has both families: clients that use %s alone can't reach it.", family, other)
 		}
 	}
 }
@@ -202,7 +231,7 @@ func (c *diagnosis) endpoints(sp *plan.ServicePort, node plan.Node) {
 	pods := c.pods("-o wide")
 	switch {
 	case !sp.Any && len(unready) > 0:
-		c.add(problem, NoneReady, "find out why the readiness probes fail: kubectl -n "+sp.Key.Service.Namespace+" describe pod",
+		c.add(problem, NoneReady, c.findUnready(list),
 			"No endpoint is ready, so connections are refused%s: %s.", c.name(sp), some(unready))
 		return
 	case !sp.Any:
@@ -211,6 +240,16 @@ func (c *diagnosis) endpoints(sp *plan.ServicePort, node plan.Node) {
 		return
 	case len(unready) > 0:
 		c.add(note, SomeEndpointsDown, pods, "Not ready, and so without traffic, %s %d of %d endpoints%s: %s.", are(len(unready)), len(unready), len(list), c.name(sp), some(unready))
+	}
+	var published []string
+	for _, ep := range list {
+		if ep.Ready && !ep.Serving {
+			published = append(published, called(ep))
+		}
+	}
+	if len(published) > 0 {
+		c.add(note, NotServing, pods, "%d of %d endpoints %s not serving, but published (spec.publishNotReadyAddresses), so that new connections go there, too%s: %s.",
+			len(published), len(list), are(len(published)), c.name(sp), some(published))
 	}
 	ready := slices.ContainsFunc(list, func(ep topology.Endpoint) bool { return ep.Ready })
 	if used := sp.All(); len(used) > 0 && !slices.ContainsFunc(used, func(ep plan.Endpoint) bool { return !ep.Terminating }) {
@@ -275,10 +314,13 @@ func (c *diagnosis) noEndpoints(sp *plan.ServicePort) {
 			has += ", and " + some(slices.Compact(others))
 		}
 		do := "give the port of the EndpointSlices the name and protocol of the Service's port"
-		if target := c.target(sp.Key); len(c.d.Selector) > 0 && strings.Trim(target, "0123456789") != "" {
+		if target := c.target(sp.Key); len(c.d.Selector) > 0 && !isNumber(target) {
 			do = fmt.Sprintf("give a container port of the Pods the name of the targetPort, %q", target)
 			if here, _, known := c.podsOf(); known {
-				if declared := containerPorts(selected(c.d.Selector, here), sp.Key.Protocol); len(declared) > 0 {
+				named := func(p v1.ContainerPort) bool { return p.Name == target }
+				if other := declaredFor(selected(c.d.Selector, here), sp.Key.Protocol, named); other != "" {
+					do += fmt.Sprintf(" and protocol %s: the one of this name is for %s", sp.Key.Protocol, other)
+				} else if declared := containerPorts(selected(c.d.Selector, here), sp.Key.Protocol); len(declared) > 0 {
 					do += "; those that they declare are " + portList(declared)
 				}
 			}

@@ -9,6 +9,7 @@ import (
 	v1 "k8s.io/api/core/v1"
 
 	"nodeproxy/plan"
+	"nodeproxy/topology"
 )
 
 // podsOf returns the Pods of the Service's namespace and those of other namespaces; false where Pods can't be read.
@@ -123,7 +124,7 @@ func (c *diagnosis) noPods(sp *plan.ServicePort) bool {
 			}
 		}
 		if len(names) < len(match) {
-			return false // The controller has yet to follow, or a port has no number: the EndpointSlices tell.
+			return c.noNamedPort(sp, match) // Else the controller has yet to follow.
 		}
 		c.add(problem, NoEndpoints, "find out why the Pods do not run: "+c.pods("-o wide"),
 			refused+"none of the Pods that its selector %s matches has an address: %s.", c.name(sp), text, some(names))
@@ -176,19 +177,127 @@ func withoutEndpoint(p *v1.Pod) string {
 	return ""
 }
 
+// noNamedPort says that Pods which could be endpoints have no port of the targetPort's name; false if that is not why there are none.
+func (c *diagnosis) noNamedPort(sp *plan.ServicePort, pods []*v1.Pod) bool {
+	target := c.target(sp.Key)
+	if isNumber(target) {
+		return false
+	}
+	declared := containerPorts(pods, sp.Key.Protocol)
+	named := func(p v1.ContainerPort) bool { return p.Name == target }
+	if slices.ContainsFunc(declared, named) {
+		return false // The controller has yet to follow.
+	}
+	what := "what they declare is " + portList(declared)
+	if len(declared) == 0 {
+		what = "they declare none for this protocol"
+	}
+	do := fmt.Sprintf("give a container port of the Pods the name %q, or set spec.ports[].targetPort to what they have", target)
+	if other := declaredFor(pods, sp.Key.Protocol, named); other != "" {
+		what = "the port of this name is for " + string(other)
+		do = "give the Service's port and the container port the same protocol"
+	}
+	c.add(problem, NoPortMatches, do, "The Service has no endpoints, so connections are refused%s: no container of the Pods that its selector %s matches "+
+		"declares a port %q (%s), which is the targetPort; %s.", c.name(sp), selector(c.d.Selector), target, sp.Key.Protocol, what)
+	return true
+}
+
+// isNumber reports whether a targetPort is a number rather than a name.
+func isNumber(target string) bool { return strings.Trim(target, "0123456789") == "" }
+
+// declaredFor returns another protocol for which Pods declare a port; "" if there is none.
+func declaredFor(pods []*v1.Pod, but plan.Protocol, is func(v1.ContainerPort) bool) plan.Protocol {
+	for _, other := range []plan.Protocol{plan.TCP, plan.UDP, plan.SCTP} {
+		if other != but && slices.ContainsFunc(containerPorts(pods, other), is) {
+			return other
+		}
+	}
+	return ""
+}
+
 // targetPort says whether the Pods declare the targetPort of a ServicePort that has endpoints.
 func (c *diagnosis) targetPort(sp *plan.ServicePort) {
 	target := c.target(sp.Key)
-	if len(c.d.Selector) == 0 || strings.Trim(target, "0123456789") != "" {
+	if len(c.d.Selector) == 0 || !isNumber(target) {
 		return // A name that no Pod has makes no endpoints.
 	}
 	here, _, known := c.podsOf()
-	declared := containerPorts(selected(c.d.Selector, here), sp.Key.Protocol)
-	if !known || len(declared) == 0 || slices.ContainsFunc(declared, func(p v1.ContainerPort) bool { return fmt.Sprint(p.ContainerPort) == target }) {
+	if !known {
 		return
 	}
-	c.add(note, TargetPortNotDeclared, "if the Pods do not listen there, set spec.ports[].targetPort to the port at which they do",
-		"The targetPort is %s, and no container of the Pods declares this port%s; what they declare is %s.", target, c.name(sp), portList(declared))
+	is := func(p v1.ContainerPort) bool { return fmt.Sprint(p.ContainerPort) == target }
+	pods := selected(c.d.Selector, here)
+	declared := containerPorts(pods, sp.Key.Protocol)
+	if slices.ContainsFunc(declared, is) {
+		c.otherApp(sp, target, pods, is)
+		return
+	}
+	if other := declaredFor(pods, sp.Key.Protocol, is); other != "" {
+		c.add(note, TargetPortNotDeclared, "if the Pods do not listen there, give the Service's port the protocol of the container port",
+			"The targetPort is %s (%s), and the containers of the Pods declare this port for %s%s.", target, sp.Key.Protocol, other, c.name(sp))
+		return
+	}
+	if len(declared) > 0 {
+		c.add(note, TargetPortNotDeclared, "if the Pods do not listen there, set spec.ports[].targetPort to the port at which they do",
+			"The targetPort is %s, and no container of the Pods declares this port%s; what they declare is %s.", target, c.name(sp), portList(declared))
+	}
+}
+
+// otherApp names the Pods that declare other ports than the targetPort, which others declare: the selector may match them by mistake.
+func (c *diagnosis) otherApp(sp *plan.ServicePort, target string, pods []*v1.Pod, is func(v1.ContainerPort) bool) {
+	var others []*v1.Pod
+	var names []string
+	for _, p := range pods {
+		own := containerPorts([]*v1.Pod{p}, sp.Key.Protocol)
+		if withoutEndpoint(p) == "" && len(own) > 0 && !slices.ContainsFunc(own, is) {
+			others, names = append(others, p), append(names, p.Name)
+		}
+	}
+	if len(others) == 0 {
+		return
+	}
+	c.add(note, SelectorMatchesOthers, "if they are another app's, give the selector a label that only the Service's own Pods have",
+		"The selector %s also matches Pods that do not declare the targetPort %s, though others do%s: %s. They get a share of the connections, "+
+			"and refuse it unless they listen there; what they declare is %s.",
+		selector(c.d.Selector), target, c.name(sp), some(names), portList(containerPorts(others, sp.Key.Protocol)))
+}
+
+// findUnready says how to find out why endpoints are not ready.
+func (c *diagnosis) findUnready(list []topology.Endpoint) string {
+	here, _, _ := c.podsOf()
+	ns := c.d.Service.Namespace
+	var gates []string
+	for _, ep := range list {
+		if ep.Ready || ep.Terminating {
+			continue
+		}
+		i := slices.IndexFunc(here, func(p *v1.Pod) bool { return p.Name == ep.Pod })
+		var of []string
+		if i >= 0 {
+			of = closedGates(here[i])
+		}
+		if len(of) == 0 {
+			return "find out why the readiness probes fail: kubectl -n " + ns + " describe pod"
+		}
+		gates = append(gates, of...)
+	}
+	slices.Sort(gates)
+	return fmt.Sprintf("their containers are ready, but not their readiness gates: find out why nothing has set the condition %s to True (a controller does "+
+		"that, such as one for load balancers): kubectl -n %s describe pod", some(slices.Compact(gates)), ns)
+}
+
+// closedGates returns the readiness gates for which a Pod whose containers are ready is not.
+func closedGates(p *v1.Pod) []string {
+	is := func(kind v1.PodConditionType, status v1.ConditionStatus) bool {
+		return slices.ContainsFunc(p.Status.Conditions, func(c v1.PodCondition) bool { return c.Type == kind && c.Status == status })
+	}
+	var out []string
+	for _, g := range p.Spec.ReadinessGates {
+		if !is(v1.ContainersReady, v1.ConditionFalse) && !is(g.ConditionType, v1.ConditionTrue) {
+			out = append(out, string(g.ConditionType))
+		}
+	}
+	return out
 }
 
 // containerPorts returns the ports of a protocol that the containers of Pods declare, each once.

@@ -135,6 +135,8 @@ func WriteEndpoints(w io.Writer, ports []PortExplanation, wide bool) error {
 func (ep Endpoint) condition() string {
 	is := func(c string) bool { return slices.Contains(ep.Conditions, c) }
 	switch {
+	case is("ready") && !is("serving"): // It is published (spec.publishNotReadyAddresses).
+		return "ready, not serving"
 	case is("terminating") && is("serving"):
 		return "terminating, still serving"
 	case is("terminating"):

@@ -27,6 +27,8 @@ var symptoms = []struct {
 		{"the Pods are in another namespace", "selector-namespace"},
 		{"no Pod is ready", "not-ready"},
 		{"no port of the Pods has the name of the Service's port", "port-name"},
+		{"no Pod has a port of the targetPort's name (where Pods can be read)", "port-name-pods"},
+		{"the Pods wait for a readiness gate (where Pods can be read)", "readiness-gate"},
 		{"the Pods have no address of the Service's family", "family"},
 	}},
 	{"Connections hang, from everywhere or from some clients", [][2]string{
@@ -40,7 +42,12 @@ var symptoms = []struct {
 		{"the address can't be a Service's", "address-refused"},
 		{"a load balancer has not given the Service an address", "load-balancer"},
 		{"node ports answer at the Node's primary addresses alone (mode nftables), and there is no Node of this name", "no-node"},
+		{"the load balancer's address is not for nodes, and there are no node ports", "nothing-outside"},
+		{"the client has the other address family", "one-family"},
 		{"the targetPort is one that no container declares", "target-port"},
+		{"the containers declare the targetPort for another protocol", "port-protocol"},
+		{"the selector also matches Pods of another app", "selector-others"},
+		{"Pods get traffic before they are ready", "published"},
 	}},
 	{"Endpoints get more or less traffic than they should", [][2]string{
 		{"zone hints that name no zone of here", "zone-hints-elsewhere"},
