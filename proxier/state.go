@@ -78,12 +78,11 @@ func NewState(nodeName string, settings plan.Settings, families []plan.Family, r
 		dirty:    map[plan.Service]struct{}{},
 		given:    settings.ServiceCIDRs,
 		cidrs:    map[string][]netip.Prefix{},
-
-		otherNodes: map[string]struct{}{},
-
 		rebuild:  true,
 		report:   report,
 		reported: map[string][]source.Finding{},
+
+		otherNodes: map[string]struct{}{},
 	}
 	s.plan.Settings.ServiceCIDRs = s.serviceCIDRs()
 	return s
