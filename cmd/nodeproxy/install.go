@@ -20,6 +20,7 @@ import (
 	"k8s.io/client-go/tools/clientcmd/api"
 
 	"nodeproxy/config"
+	"nodeproxy/inspect"
 	"nodeproxy/install"
 )
 
@@ -84,7 +85,8 @@ func (i *installer) run(ctx context.Context, stdin io.Reader, stderr io.Writer) 
 	if i.options.Mode != "" && !slices.Contains(config.Modes(), i.options.Mode) {
 		return nil, &usageError{fmt.Errorf("--mode: %q is not one of %s", i.options.Mode, strings.Join(config.Modes(), ", "))}
 	}
-	say := func(format string, args ...any) { fmt.Fprintf(stderr, format+"\n", args...) }
+	// What is said quotes names, versions and flags, which the nodes themselves and others who may write objects choose.
+	say := func(format string, args ...any) { fmt.Fprintln(stderr, inspect.Printable(fmt.Sprintf(format, args...))) }
 	var cluster install.Cluster
 	if err := i.read(ctx, &cluster, stdin, say); err != nil {
 		return nil, err

@@ -125,6 +125,36 @@ func inProcess(args ...string) ([]byte, error) {
 	return out.Bytes(), err
 }
 
+// TestInstallPrintable: what a Node says of itself, or a DaemonSet of its flags, neither gets to the terminal as an escape sequence nor adds a line.
+func TestInstallPrintable(t *testing.T) {
+	t.Parallel()
+	text, err := os.ReadFile(filepath.Join("..", "..", "install", "testdata", "talos.yaml"))
+	if err != nil {
+		t.Fatal(err)
+	}
+	const evil = `\e[2J\e]0;title\a\nAPI server: 192.0.2.1:443`
+	for _, replacement := range [][2]string{
+		{"Talos (v1.13.0)", `"Talos ` + evil + `"`}, {"- --proxy-mode=nftables", `- "--novelty=` + evil + `"`},
+	} {
+		if !strings.Contains(string(text), replacement[0]) {
+			t.Fatalf("talos.yaml has no %q", replacement[0])
+		}
+		cmd := root()
+		var out, said bytes.Buffer
+		cmd.SetArgs([]string{"install", "--filename=-"})
+		cmd.SetIn(strings.NewReader(strings.ReplaceAll(string(text), replacement[0], replacement[1])))
+		cmd.SetOut(&out)
+		cmd.SetErr(&said)
+		if err := cmd.Execute(); err != nil {
+			t.Fatal(err)
+		}
+		if !strings.Contains(said.String(), `\x1b[2J\x1b]0;title\a\nAPI server: 192.0.2.1`) || strings.ContainsAny(said.String(), "\x1b\a\r") ||
+			strings.Contains(said.String(), "\nAPI server: 192.0.2.1") {
+			t.Errorf("%s: it says\n%q", replacement[0], &said)
+		}
+	}
+}
+
 // TestInstallPagesAgree: where kube-proxy is a DaemonSet that can be patched, the commands are the same, but for those of the distribution.
 func TestInstallPagesAgree(t *testing.T) {
 	t.Parallel()
