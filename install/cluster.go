@@ -29,6 +29,7 @@ type Cluster struct {
 	pods       []*v1.Pod                // with a kube-proxy
 	nodes      []*v1.Node
 	kubernetes []netip.Addr // the cluster IPs of the Service default/kubernetes
+	podCIDRs   string       // the DaemonSet of a CNI plugin that is known to use the Nodes' podCIDRs; empty if there is none
 }
 
 // daemonSet has the fields of a DaemonSet that count here. The affinity stays as it is written, with fields that this program does not know.
@@ -144,7 +145,13 @@ func (c *Cluster) addDaemonSet(read func(any) error) error {
 		return err
 	}
 	pod := &o.Spec.Template.Spec
-	if o.container() == nil || forWindows(pod) {
+	if forWindows(pod) {
+		return nil
+	}
+	if usesPodCIDRs(pod) {
+		c.podCIDRs = o.String()
+	}
+	if o.container() == nil {
 		return nil
 	}
 	var asWritten struct {
@@ -163,6 +170,15 @@ func (c *Cluster) addDaemonSet(read func(any) error) error {
 // forWindows reports whether a pod is one of Windows nodes.
 func forWindows(pod *v1.PodSpec) bool {
 	return pod.NodeSelector["kubernetes.io/os"] == "windows" || pod.OS != nil && pod.OS.Name == v1.Windows
+}
+
+// usesPodCIDRs reports whether a pod is that of a CNI plugin which gives pods the addresses of their Node's podCIDRs: kindnet, or flannel (Canal too) as
+// long as it does not have its ranges in etcd. Nothing of that kind is known of others: Calico and Cilium have ranges of their own by default, and the
+// Nodes' podCIDRs, which the control plane allocates all the same, say nothing then.
+func usesPodCIDRs(pod *v1.PodSpec) bool {
+	return slices.ContainsFunc(pod.Containers, func(c v1.Container) bool {
+		return c.Name == "kindnet-cni" || slices.Contains(words(&c), "--kube-subnet-mgr")
+	})
 }
 
 // proxyLabels are the names of the labels of which kube-proxy's pods have one at least, with the value kube-proxy.
@@ -196,9 +212,11 @@ func isKubeProxy(labels map[string]string) bool {
 	return slices.ContainsFunc(proxyLabels, func(name string) bool { return labels[name] == "kube-proxy" })
 }
 
-// container returns the one that runs kube-proxy; nil if there is none.
-func (d *daemonSet) container() *v1.Container {
-	containers := d.Spec.Template.Spec.Containers
+func (d *daemonSet) container() *v1.Container { return proxyContainer(&d.Spec.Template.Spec) }
+
+// proxyContainer returns the container of a pod that runs kube-proxy; nil if there is none.
+func proxyContainer(pod *v1.PodSpec) *v1.Container {
+	containers := pod.Containers
 	i := slices.IndexFunc(containers, func(c v1.Container) bool {
 		if c.Name == "kube-proxy" {
 			return true
@@ -243,10 +261,12 @@ func words(c *v1.Container) []string {
 	return out
 }
 
-// flags are those of kube-proxy's command line, in its order, each as --name=value.
-func (d *daemonSet) flags() []string {
+func (d *daemonSet) flags() []string { return flagsOf(d.container()) }
+
+// flagsOf are the flags of a kube-proxy's command line, in its order, each as --name=value.
+func flagsOf(c *v1.Container) []string {
 	var out []string
-	words := words(d.container())
+	words := words(c)
 	for i := 0; i < len(words); i++ {
 		word := words[i]
 		if !strings.HasPrefix(word, "-") {
@@ -262,10 +282,12 @@ func (d *daemonSet) flags() []string {
 	return out
 }
 
-// flag is the value of the last flag of this name; empty if there is none.
-func (d *daemonSet) flag(name string) string {
+func (d *daemonSet) flag(name string) string { return flagValue(d.flags(), name) }
+
+// flagValue is the value of the last flag of this name; empty if there is none.
+func flagValue(flags []string, name string) string {
 	value := ""
-	for _, f := range d.flags() {
+	for _, f := range flags {
 		if v, ok := strings.CutPrefix(f, "--"+name+"="); ok {
 			value = v
 		}

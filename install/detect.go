@@ -1,6 +1,7 @@
 package install
 
 import (
+	"cmp"
 	"encoding/json"
 	"errors"
 	"fmt"
@@ -125,7 +126,7 @@ func (c *Cluster) howKubeProxyRuns(kind string) []string {
 	}
 	if kind == "k3s" && len(out) == 0 {
 		line := "part of the k3s process: start all servers with --disable-kube-proxy"
-		if c.nodeArgs("disable-kube-proxy") == "true" {
+		if slices.Contains(c.serverArgs("disable-kube-proxy"), "true") {
 			line = "switched off by --disable-kube-proxy"
 		}
 		out = append(out, line)
@@ -141,29 +142,105 @@ func isStatic(p *v1.Pod) bool {
 	return slices.ContainsFunc(p.OwnerReferences, func(o metav1.OwnerReference) bool { return o.Kind == "Node" })
 }
 
-// nodeArgs returns the value of a flag of k3s or RKE2 servers, which their Nodes have in an annotation; empty if no server has it.
-func (c *Cluster) nodeArgs(flag string) string {
+// serverArgs returns the values of a flag of k3s or RKE2 servers; none if no server is a Node, or has it.
+func (c *Cluster) serverArgs(flag string) []string {
 	for _, n := range c.nodes {
-		for _, name := range []string{"k3s.io/node-args", "rke2.io/node-args"} {
-			var args []string
-			if json.Unmarshal([]byte(n.Annotations[name]), &args) != nil || len(args) == 0 || args[0] != "server" {
-				continue
-			}
-			for i, a := range args {
-				a, value, given := strings.Cut(a, "=")
-				switch {
-				case a != "--"+flag:
-				case given:
-					return value
-				case i+1 < len(args) && !strings.HasPrefix(args[i+1], "-"):
-					return args[i+1]
-				default:
-					return "true"
-				}
-			}
+		if role, values := nodeArgs(n, flag); role == "server" && len(values) > 0 {
+			return values
 		}
 	}
-	return ""
+	return nil
+}
+
+// nodeArgs returns whether a Node is that of a k3s or RKE2 server or agent, and the values of a flag that this has been given on its command line or
+// in its configuration file: both are in an annotation, where a flag and its value are two words.
+func nodeArgs(n *v1.Node, flag string) (role string, values []string) {
+	var args []string
+	for _, name := range []string{"k3s.io/node-args", "rke2.io/node-args"} {
+		if json.Unmarshal([]byte(n.Annotations[name]), &args) == nil && len(args) > 0 {
+			role = args[0]
+			break
+		}
+	}
+	for i := 1; i < len(args); i++ {
+		name, value, given := strings.Cut(args[i], "=")
+		// What a component gets may begin with dashes itself, as in --kube-proxy-arg --proxy-mode=ipvs.
+		if !given && i+1 < len(args) && (!strings.HasPrefix(args[i+1], "-") || strings.HasSuffix(name, "-arg")) {
+			i++
+			value, given = args[i], true
+		}
+		switch {
+		case name != "--"+flag:
+		case given:
+			values = append(values, value)
+		default:
+			values = append(values, "true")
+		}
+	}
+	return role, values
+}
+
+// commandLine has the flags of a kube-proxy that no DaemonSet runs.
+type commandLine struct {
+	of    string
+	flags []string
+}
+
+// commandLines returns those of static pods, or else those that k3s or RKE2 give their kube-proxies on each node, without the flags that are about one
+// node or pod; none if nothing is known.
+func (c *Cluster) commandLines() []commandLine {
+	var out []commandLine
+	add := func(of string, flags []string) {
+		out = append(out, commandLine{of, slices.DeleteFunc(flags, func(f string) bool {
+			name, _, _ := strings.Cut(strings.TrimPrefix(f, "--"), "=")
+			return slices.Contains(podFlags, name)
+		})})
+	}
+	for _, p := range c.pods {
+		if container := proxyContainer(&p.Spec); container != nil && isStatic(p) {
+			add(fmt.Sprintf("Pod %s/%s", p.Namespace, p.Name), flagsOf(container))
+		}
+	}
+	if len(out) > 0 {
+		return out
+	}
+	known := false
+	for _, n := range c.nodes {
+		role, flags := nodeArgs(n, "kube-proxy-arg")
+		if role == "" {
+			continue
+		}
+		for i := range flags {
+			flags[i] = "--" + strings.TrimLeft(flags[i], "-")
+		}
+		known = known || len(flags) > 0
+		add("Node "+n.Name+", --kube-proxy-arg", flags)
+	}
+	if !known {
+		return nil
+	}
+	return out
+}
+
+// usual returns the command line that most of them have, or the first of those, and says how others differ: a DaemonSet can have only one configuration.
+func usual(lines []commandLine, say func(string, ...any)) commandLine {
+	key := func(l commandLine) string { return strings.Join(slices.Sorted(slices.Values(l.flags)), " ") }
+	count := map[string]int{}
+	for _, l := range lines {
+		count[key(l)]++
+	}
+	most := lines[0]
+	for _, l := range lines {
+		if count[key(l)] > count[key(most)] {
+			most = l
+		}
+	}
+	if others := len(lines) - count[key(most)]; others > 0 {
+		i := slices.IndexFunc(lines, func(l commandLine) bool { return key(l) != key(most) })
+		say("configuration: %d of %d kube-proxies have other flags, which are not used, such as %s: %s",
+			others, len(lines), lines[i].of, cmp.Or(strings.Join(lines[i].flags, " "), "none"))
+	}
+	return most
 }
 
 // KubeProxy returns the DaemonSet that runs kube-proxy; nil if there is none.
@@ -196,10 +273,27 @@ func (c *Cluster) configuration(s *Setup, say func(string, ...any)) (known bool,
 			return false, fmt.Errorf("kube-proxy's configuration: %s reads it from %s, which is in no ConfigMap that is given", d, d.flag("config"))
 		}
 	} else if d != nil {
-		if text, err = fromFlags(d, say); err != nil {
+		if text, err = fromFlags(d.flags(), say); err != nil {
 			return false, err
 		}
 		where, known = "the flags of "+d.String(), true
+	} else if lines := c.commandLines(); len(lines) > 0 {
+		line := usual(lines, say)
+		if kind, _ := c.Kind(); kind == "RKE2" {
+			for i, f := range line.flags {
+				if wide := rke2Health[f]; wide != "" {
+					say("configuration: health is at %s, since the chart's probes would not reach RKE2's default (%s)", wide, f)
+					line.flags[i] = "--healthz-bind-address=" + wide
+				}
+			}
+		}
+		if file := flagValue(line.flags, "config"); file != "" { // Of other flags, kube-proxy ignores most then.
+			say("configuration: not that of kube-proxy, which is in the file %s of a node (%s)", file, line.of)
+		} else if text, err = fromFlags(line.flags, say); err != nil {
+			return false, err
+		} else {
+			where, known = "the flags of "+line.of, true
+		}
 	} else {
 		for _, e := range [][2]string{{"kube-proxy", "config.conf"}, {"kube-proxy-config", "config"}} {
 			if text, where, known = c.entry("kube-system", e[0], e[1]); known {
@@ -219,17 +313,24 @@ func (c *Cluster) configuration(s *Setup, say func(string, ...any)) (known bool,
 	return known, s.adapt(say)
 }
 
+// rke2Health has the addresses of health that take the place of RKE2's defaults: the chart's probes ask the node's address, and RKE2's users did not
+// choose a loopback address.
+var rke2Health = map[string]string{"--healthz-bind-address=127.0.0.1": "0.0.0.0", "--healthz-bind-address=::1": "::"}
+
+// podFlags are flags of kube-proxy that are about a pod or node of its own.
+var podFlags = []string{"kubeconfig", "master", "hostname-override", "v", "logtostderr", "oom-score-adj"}
+
 // fromFlags makes a configuration of the flags of a kube-proxy without a file.
-func fromFlags(d *daemonSet, say func(string, ...any)) (string, error) {
+func fromFlags(given []string, say func(string, ...any)) (string, error) {
 	var flags config.Flags
 	fs := pflag.NewFlagSet("kube-proxy", pflag.ContinueOnError)
 	flags.Add(fs)
-	for _, f := range d.flags() {
-		name, value, given := strings.Cut(strings.TrimPrefix(f, "--"), "=")
-		if slices.Contains([]string{"kubeconfig", "master", "hostname-override", "v", "logtostderr", "oom-score-adj"}, name) {
-			continue // They are about that pod.
+	for _, f := range given {
+		name, value, ok := strings.Cut(strings.TrimPrefix(f, "--"), "=")
+		if slices.Contains(podFlags, name) {
+			continue
 		}
-		if !given {
+		if !ok {
 			value = "true"
 		}
 		if fs.Lookup(name) == nil {
@@ -356,12 +457,25 @@ func (c *Cluster) localTraffic(s *Setup, kind string, known bool, say func(strin
 			return set(kubeadm.Networking.PodSubnet, where)
 		}
 	}
-	if cidr := c.nodeArgs("cluster-cidr"); cidr != "" {
+	if cidr := strings.Join(c.serverArgs("cluster-cidr"), ","); cidr != "" {
 		return set(cidr, "the flags of "+kind+" servers")
 	}
-	if len(c.nodes) > 0 && !slices.ContainsFunc(c.nodes, func(n *v1.Node) bool { return n.Spec.PodCIDR == "" && len(n.Spec.PodCIDRs) == 0 }) {
+	if kind == "k3s" || kind == "RKE2" {
+		byDefault := "10.42.0.0/16"
+		if len(c.kubernetes) > 0 && c.kubernetes[0].Is6() {
+			byDefault = "fd00:42::/56"
+		}
+		// A server that runs no kubelet has no Node which says its flags.
+		if n, other := c.otherPodCIDR(netip.MustParsePrefix(byDefault)); n != nil {
+			return fmt.Errorf("--cluster-cidr: the range of the pods' addresses is not to be found: no Node of a %s server says its --cluster-cidr, "+
+				"and it is not the default, %s, as Node %s has %s", kind, byDefault, n.Name, other)
+		}
+		return set(byDefault, "the default of "+kind)
+	}
+	if c.podCIDRs != "" && len(c.nodes) > 0 && !slices.ContainsFunc(c.nodes, func(n *v1.Node) bool { return len(podCIDRs(n)) == 0 }) {
 		s.Config["detectLocalMode"] = "NodeCIDR"
-		say("cluster CIDR: not to be found; each node has a range of its own for its pods (Node, spec.podCIDRs), which is used (detectLocalMode: NodeCIDR)")
+		say("cluster CIDR: not to be found; each node has a range of its own for its pods (Node, spec.podCIDRs), which %s uses, and so does nodeproxy "+
+			"(detectLocalMode: NodeCIDR)", c.podCIDRs)
 		return nil
 	}
 	if known {
@@ -369,7 +483,27 @@ func (c *Cluster) localTraffic(s *Setup, kind string, known bool, say func(strin
 		return nil
 	}
 	return errors.New("--cluster-cidr: the range of the pods' addresses is not to be found: neither in kube-proxy's configuration, nor in kubeadm-config, " +
-		"nor as podCIDRs of all Nodes; --cluster-cidr=" + NoCIDR + " does without")
+		"nor as podCIDRs of all Nodes that a CNI plugin is known to use; --cluster-cidr=" + NoCIDR + " does without")
+}
+
+// podCIDRs are the ranges that the control plane has allocated to a Node.
+func podCIDRs(n *v1.Node) []string {
+	if len(n.Spec.PodCIDRs) == 0 && n.Spec.PodCIDR != "" {
+		return []string{n.Spec.PodCIDR}
+	}
+	return n.Spec.PodCIDRs
+}
+
+// otherPodCIDR returns a Node with one of its ranges that is not within another range; nil if there is none.
+func (c *Cluster) otherPodCIDR(within netip.Prefix) (*v1.Node, string) {
+	for _, n := range c.nodes {
+		for _, text := range podCIDRs(n) {
+			if p, err := netip.ParsePrefix(text); err == nil && (!within.Contains(p.Addr()) || p.Bits() < within.Bits()) {
+				return n, text
+			}
+		}
+	}
+	return nil, ""
 }
 
 // apiServer finds the address of the API server that needs no Service to work.

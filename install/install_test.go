@@ -44,6 +44,13 @@ type said struct{ bytes.Buffer }
 
 func (s *said) say(format string, args ...any) { fmt.Fprintf(s, format+"\n", args...) }
 
+// flannel is the DaemonSet of a CNI plugin that uses the Nodes' podCIDRs.
+const flannel = `apiVersion: apps/v1
+kind: DaemonSet
+metadata: {name: kube-flannel-ds, namespace: kube-flannel}
+spec: {template: {spec: {containers: [{name: kube-flannel, command: [/opt/bin/flanneld], args: [--ip-masq, --kube-subnet-mgr]}]}}}
+`
+
 // TestDetect: of each kind of cluster, what is found, and what has to be given.
 func TestDetect(t *testing.T) {
 	t.Parallel()
@@ -89,9 +96,15 @@ func TestDetect(t *testing.T) {
 			host: "10.0.0.5", port: 6443, says: []string{"make sure that 10.0.0.5 is not its cluster IP"},
 		},
 		{
-			name: "no range but those of the nodes", kind: "kubeadm",
+			name: "no range but those of the nodes, which flannel uses", kind: "kubeadm",
+			replacements: []string{"    clusterCIDR: 10.244.0.0/16\n", "", "      podSubnet: 10.244.0.0/16\n", "", "apiVersion: v1\nkind: Node\n", flannel +
+				"---\napiVersion: v1\nkind: Node\n"}, host: "10.0.0.5", port: 6443,
+			config: map[string]any{"clusterCIDR": nil, "detectLocalMode": "NodeCIDR"}, says: []string{"which DaemonSet kube-flannel/kube-flannel-ds uses"},
+		},
+		{
+			name: "no range but those of the nodes, which another network plugin may not use", kind: "kubeadm",
 			replacements: []string{"    clusterCIDR: 10.244.0.0/16\n", "", "      podSubnet: 10.244.0.0/16\n", ""}, host: "10.0.0.5", port: 6443,
-			config: map[string]any{"clusterCIDR": nil, "detectLocalMode": "NodeCIDR"},
+			config: map[string]any{"clusterCIDR": nil, "detectLocalMode": "ClusterCIDR"}, says: []string{"cluster CIDR: none, as for kube-proxy"},
 		},
 		{
 			name: "range of kubeadm-config", kind: "kubeadm", replacements: []string{"    clusterCIDR: 10.244.0.0/16\n", ""}, host: "10.0.0.5", port: 6443,
@@ -108,14 +121,45 @@ func TestDetect(t *testing.T) {
 		},
 		{
 			name: "k3s", kind: "k3s", host: "127.0.0.1", port: 6444,
-			config: map[string]any{"mode": "iptables", "detectLocalMode": "NodeCIDR", "clusterCIDR": nil}, says: []string{"switched off by --disable-kube-proxy"},
+			config: map[string]any{"mode": "iptables", "detectLocalMode": "ClusterCIDR", "clusterCIDR": "10.42.0.0/16"},
+			says:   []string{"switched off by --disable-kube-proxy", "from the default of k3s"},
+		},
+		{
+			name: "k3s of IPv6", kind: "k3s", host: "127.0.0.1", port: 6444,
+			replacements: []string{"10.43.0.1", "'fd00:43::1'", "10.42.0.0/24", "'fd00:42::/64'", "10.42.1.0/24", "'fd00:42:0:1::/64'"},
+			config:       map[string]any{"detectLocalMode": "ClusterCIDR", "clusterCIDR": "fd00:42::/56"},
 		},
 		{
 			name: "k3s with its kube-proxy", kind: "k3s", replacements: []string{`"--disable-kube-proxy",`, ""}, host: "127.0.0.1", port: 6444,
 			says: []string{"start all servers with --disable-kube-proxy"},
 		},
 		{
-			name: "RKE2", kind: "rke2", host: "127.0.0.1", port: 6443, config: map[string]any{"clusterCIDR": "10.52.0.0/16"}, says: []string{"1 static pods"},
+			name: "k3s with flags", kind: "k3s", host: "127.0.0.1", port: 6444,
+			replacements: []string{`"--disable-kube-proxy",`, `"--cluster-cidr","10.52.0.0/16","--cluster-cidr","fd00:52::/56",`,
+				`"--node-ip"`, `"--kube-proxy-arg","--proxy-mode=ipvs","--kube-proxy-arg","ipvs-strict-arp","--node-ip"`,
+				`["agent"]`, `["agent","--kube-proxy-arg","ipvs-strict-arp=true","--kube-proxy-arg","proxy-mode=ipvs"]`},
+			config: map[string]any{"mode": "ipvs", "clusterCIDR": "10.52.0.0/16,fd00:52::/56"},
+			says:   []string{"the flags of Node server1, --kube-proxy-arg", "from the flags of k3s servers", "1 of 2 kube-proxies have other flags"},
+		},
+		{
+			name: "k3s whose kube-proxy has a range", kind: "k3s", host: "127.0.0.1", port: 6444,
+			replacements: []string{`"--disable-kube-proxy",`, `"--kube-proxy-arg","--cluster-cidr=10.40.0.0/14",`},
+			config:       map[string]any{"clusterCIDR": "10.40.0.0/14"}, says: []string{"from kube-proxy's configuration"},
+		},
+		{
+			name: "RKE2", kind: "rke2", host: "127.0.0.1", port: 6443,
+			config: map[string]any{"mode": "ipvs", "clusterCIDR": "10.52.0.0/16", "detectLocalMode": "ClusterCIDR", "healthzBindAddress": "0.0.0.0:10256"},
+			says:   []string{"1 static pods", "health is at 0.0.0.0", "the flags of Pod kube-system/kube-proxy-server1", "from kube-proxy's configuration"},
+		},
+		{
+			name: "RKE2 without kube-proxy", kind: "rke2", replacements: []string{"component: kube-proxy", "component: other"}, host: "127.0.0.1", port: 6443,
+			config: map[string]any{"mode": "ipvs", "clusterCIDR": "10.52.0.0/16", "detectLocalMode": "ClusterCIDR"},
+			says:   []string{"the flags of Node server1, --kube-proxy-arg", "from the flags of RKE2 servers"},
+		},
+		{
+			name: "RKE2 whose kube-proxy reads a file", kind: "rke2", replacements: []string{"--ipvs-strict-arp=true\n", "--config=/etc/kube-proxy.yaml\n"},
+			host: "127.0.0.1", port: 6443, config: map[string]any{"mode": "iptables", "clusterCIDR": "10.52.0.0/16"},
+			says: []string{"in the file /etc/kube-proxy.yaml of a node (Pod kube-system/kube-proxy-server1)", "defaults are used"},
 		},
 		{
 			name: "EKS", kind: "eks", host: "0123456789abcdef.gr7.eu-west-1.eks.amazonaws.com", port: 443,
@@ -136,6 +180,10 @@ func TestDetect(t *testing.T) {
 		{
 			name: "GKE", kind: "gke", options: Options{APIServer: "10.128.0.2", ClusterCIDR: NoCIDR}, host: "10.128.0.2", port: 443,
 			says: []string{"cluster: GKE", "1 static pods"},
+		},
+		{
+			name: "range of GKE", kind: "gke", options: Options{APIServer: "10.128.0.2"}, host: "10.128.0.2", port: 443,
+			config: map[string]any{"clusterCIDR": "10.8.0.0/14"}, says: []string{"the flags of Pod kube-system/kube-proxy-gke-pool-1"},
 		},
 	} {
 		t.Run(test.name, func(t *testing.T) {
@@ -182,7 +230,10 @@ func TestDetectMisses(t *testing.T) {
 		{name: "loopback", kind: "kubeadm", replacements: []string{server, "https://127.0.0.1:6443"}, flag: "--api-server"},
 		{name: "given cluster IP", kind: "kubeadm", options: Options{APIServer: "10.96.0.1:443"}, flag: "--api-server", says: "cluster IP"},
 		{name: "given nonsense", kind: "kubeadm", options: Options{APIServer: "10.0.0.5:x"}, flag: "--api-server"},
-		{name: "no range", kind: "rke2", replacements: []string{`,"--cluster-cidr=10.52.0.0/16"`, ""}, flag: "--cluster-cidr", says: "--cluster-cidr=none"},
+		{name: "no range", kind: "kubeadm", flag: "--cluster-cidr", says: "--cluster-cidr=none",
+			replacements: []string{"name: kube-proxy\n", "name: other\n", "/kube-proxy\n", "/other\n", "      podSubnet: 10.244.0.0/16\n", ""}},
+		{name: "not the default range", kind: "rke2", flag: "--cluster-cidr", says: "it is not the default, 10.42.0.0/16, as Node server1 has 10.52.0.0/24",
+			replacements: []string{`,"--cluster-cidr","10.52.0.0/16"`, "", "    - --cluster-cidr=10.52.0.0/16\n", ""}},
 		{name: "broken range", kind: "kubeadm", options: Options{ClusterCIDR: "10.0.0.0"}, flag: "--cluster-cidr"},
 		{name: "userspace", kind: "kubeadm", replacements: []string{`    mode: ""`, "    mode: userspace"}, flag: "--mode"},
 	} {

@@ -35,10 +35,10 @@ func installCommand() *cobra.Command {
 		Long: "install reads how kube-proxy is set up in a cluster, and prints what puts nodeproxy in its place. It changes nothing: kubectl or helm\n" +
 			"does, with what it prints. Standard error says what was found, and where. What is not to be found is an error that names the flag\n" +
 			"for it. docs/install has a page for each kind of cluster.\n\n" +
-			"It finds kube-proxy's configuration (a ConfigMap, or the flags of its DaemonSet), of which every field is kept that means anything to\n" +
-			"nodeproxy; the range of the pods' addresses; and an address of the API server that needs no Service: from kube-proxy's kubeconfig,\n" +
-			"kube-public/cluster-info, kubeadm-config, or what k3s, RKE2 and Talos have on each node. The cluster IP of the Service kubernetes is\n" +
-			"refused: on a node that has just started, it works only once nodeproxy has programmed it.\n\n" +
+			"It finds kube-proxy's configuration (a ConfigMap, or the flags of its DaemonSet, of its static pods or of the nodes of k3s and RKE2), of which\n" +
+			"every field is kept that means anything to nodeproxy; the range of the pods' addresses; and an address of the API server that needs no\n" +
+			"Service: from kube-proxy's kubeconfig, kube-public/cluster-info, kubeadm-config, or what k3s, RKE2 and Talos have on each node. The cluster\n" +
+			"IP of the Service kubernetes is refused: on a node that has just started, it works only once nodeproxy has programmed it.\n\n" +
 			"--output is one of\n" +
 			"  manifests              all objects, for kubectl apply -f\n" +
 			"  values                 values of the chart, for helm install -f\n" +
@@ -86,7 +86,9 @@ func (i *installer) run(ctx context.Context, stdin io.Reader, stderr io.Writer) 
 		return nil, &usageError{fmt.Errorf("--mode: %q is not one of %s", i.options.Mode, strings.Join(config.Modes(), ", "))}
 	}
 	// What is said quotes names, versions and flags, which the nodes themselves and others who may write objects choose.
-	say := func(format string, args ...any) { fmt.Fprintln(stderr, inspect.Printable(fmt.Sprintf(format, args...))) }
+	say := func(format string, args ...any) {
+		fmt.Fprintln(stderr, inspect.Printable(fmt.Sprintf(format, args...)))
+	}
 	var cluster install.Cluster
 	if err := i.read(ctx, &cluster, stdin, say); err != nil {
 		return nil, err
