@@ -54,7 +54,8 @@ type Setup struct {
 	// Config is the KubeProxyConfiguration.
 	Config map[string]any
 
-	label string // by which the scheduler keeps pods of kube-proxy and nodeproxy apart
+	label        string // by which the scheduler keeps pods of kube-proxy and nodeproxy apart
+	nodeAffinity any    // that of kube-proxy; nil if it has none
 }
 
 // Detect decides how nodeproxy takes the place of the cluster's kube-proxy. It says what it has found and where; the error has a line for
@@ -69,6 +70,13 @@ func (c *Cluster) Detect(o Options, say func(format string, args ...any)) (*Setu
 	known, err := c.configuration(s, say)
 	if err == nil {
 		err = c.localTraffic(s, kind, known, say)
+	}
+	if err == nil {
+		s.nodeAffinity, err = c.nodeAffinity()
+	}
+	if s.nodeAffinity != nil {
+		text, _ := json.Marshal(s.nodeAffinity) // It has been read from JSON.
+		say("node affinity: that of kube-proxy's DaemonSet: %s", text)
 	}
 	return s, errors.Join(c.apiServer(s, kind, say), err)
 }

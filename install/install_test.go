@@ -8,6 +8,7 @@ import (
 	"os"
 	"path/filepath"
 	"reflect"
+	"slices"
 	"strings"
 	"testing"
 
@@ -604,6 +605,110 @@ func TestApartFromKubeProxy(t *testing.T) {
 				}
 			}
 		})
+	}
+}
+
+// goesTo reports whether the scheduler would put a pod on a node with these labels: it has all of the nodeSelector, and meets all requirements of one term.
+func goesTo(selector map[string]string, affinity *v1.Affinity, node labels.Set) bool {
+	meets := func(r v1.NodeSelectorRequirement) bool {
+		value, has := node[r.Key]
+		switch r.Operator {
+		case v1.NodeSelectorOpIn:
+			return has && slices.Contains(r.Values, value)
+		case v1.NodeSelectorOpNotIn:
+			return !slices.Contains(r.Values, value)
+		}
+		return has == (r.Operator == v1.NodeSelectorOpExists)
+	}
+	if !labels.SelectorFromSet(selector).Matches(node) {
+		return false
+	}
+	if affinity == nil || affinity.NodeAffinity == nil || affinity.NodeAffinity.RequiredDuringSchedulingIgnoredDuringExecution == nil {
+		return true
+	}
+	return slices.ContainsFunc(affinity.NodeAffinity.RequiredDuringSchedulingIgnoredDuringExecution.NodeSelectorTerms, func(term v1.NodeSelectorTerm) bool {
+		return len(term.MatchExpressions) > 0 && !slices.ContainsFunc(term.MatchExpressions, func(r v1.NodeSelectorRequirement) bool { return !meets(r) })
+	})
+}
+
+// TestNodeAffinity: nodeproxy and the cleanup leave out the nodes that kube-proxy's DaemonSet leaves out, by the manifests and by the values of the
+// chart, before and after that has been kept off the nodes; with --migrate, nodeproxy also leaves out those without its label, whichever term they meet.
+func TestNodeAffinity(t *testing.T) {
+	t.Parallel()
+	const term = "            - matchExpressions:\n              - {key: kubernetes.io/os"
+	c := clusterOf(t, "eks", term, "            - matchExpressions:\n              - {key: dedicated, operator: Exists}\n"+term)
+	ec2 := labels.Set{"kubernetes.io/os": "linux", "kubernetes.io/arch": "amd64", Label: "nodeproxy"}
+	with := func(key, value string) labels.Set { return labels.Merge(ec2, labels.Set{key: value}) }
+	d := c.daemonSets[0]
+	d.Generation = 1
+	for _, kept := range []string{"", "some", "all"} {
+		if kept != "" {
+			patch, err := c.KeepOff(kept == "some", new(said).say)
+			if err != nil {
+				t.Fatal(err)
+			}
+			apply(t, d, patch)
+		}
+		for _, migrate := range []bool{true, false} {
+			s, err := c.Detect(Options{Migrate: migrate}, new(said).say)
+			if err != nil {
+				t.Fatal(err)
+			}
+			text, err := s.daemonSet()
+			if err != nil {
+				t.Fatal(err)
+			}
+			var ds, cleanup apps.DaemonSet
+			if err := yaml.Unmarshal(text, &ds); err != nil {
+				t.Fatal(err)
+			}
+			if text, err = s.Values(); err != nil {
+				t.Fatal(err)
+			}
+			var values struct {
+				Affinity     *v1.Affinity
+				NodeSelector map[string]string
+			}
+			if err := yaml.Unmarshal(text, &values); err != nil {
+				t.Fatal(err)
+			}
+			if text, err = c.Cleanup("", false); err != nil {
+				t.Fatal(err)
+			}
+			if err := yaml.Unmarshal(text, &cleanup); err != nil {
+				t.Fatal(err)
+			}
+			if values.Affinity == nil || values.Affinity.PodAntiAffinity == nil || ds.Spec.Template.Spec.Affinity.PodAntiAffinity == nil {
+				t.Errorf("nothing keeps the pods of the proxies apart: values\n%+v\npods\n%+v", values, ds.Spec.Template.Spec.Affinity)
+			}
+			for _, test := range []struct {
+				name      string
+				node      labels.Set
+				want      bool
+				withLabel bool // It has nodeproxy's, without which --migrate leaves it out.
+			}{
+				{"ec2", ec2, true, true},
+				{"fargate", with("eks.amazonaws.com/compute-type", "fargate"), false, true},
+				{"hybrid", with("eks.amazonaws.com/compute-type", "hybrid"), false, true},
+				{"auto", with("eks.amazonaws.com/compute-type", "auto"), false, true},
+				{"a node of the other term", with("dedicated", "x"), true, true},
+				{"ec2 of kube-proxy", with(Label, "kube-proxy"), true, false},
+				{"of the other term and of kube-proxy", labels.Merge(with("dedicated", "x"), labels.Set{Label: "kube-proxy"}), true, false},
+			} {
+				want := test.want && (test.withLabel || !migrate)
+				for what, got := range map[string]bool{
+					"manifests": goesTo(ds.Spec.Template.Spec.NodeSelector, ds.Spec.Template.Spec.Affinity, test.node),
+					"values":    goesTo(values.NodeSelector, values.Affinity, test.node),
+				} {
+					if got != want {
+						t.Errorf("kube-proxy kept off %q, --migrate %t, %s: nodeproxy goes to %s: %t, want %t", kept, migrate, what, test.name, got, want)
+					}
+				}
+				if got := goesTo(cleanup.Spec.Template.Spec.NodeSelector, cleanup.Spec.Template.Spec.Affinity, test.node); got != test.want {
+					t.Errorf("kube-proxy kept off %q: the cleanup goes to %s: %t, want %t", kept, test.name, got, test.want)
+				}
+			}
+		}
 	}
 }
 

@@ -33,13 +33,14 @@ func (s *Setup) Values() ([]byte, error) {
 	if s.Migrate {
 		values["nodeSelector"] = map[string]any{Label: labelOurs}
 	}
-	if s.label != proxyLabels[0] {
+	if s.label != proxyLabels[0] || s.nodeAffinity != nil {
 		ds, err := manifest("base/daemonset.yaml")
 		if err != nil {
 			return nil, err
 		}
 		pod := podOf(ds)
 		keepApart(pod, s.label)
+		withNodeAffinity(pod, s.nodeAffinity)
 		values["affinity"] = pod["affinity"]
 	}
 	if s.Image != "" {
@@ -121,6 +122,7 @@ func (s *Setup) daemonSet() ([]byte, error) {
 		pod["nodeSelector"].(map[string]any)[Label] = labelOurs
 	}
 	keepApart(pod, s.label)
+	withNodeAffinity(pod, s.nodeAffinity)
 	withImage(pod, s.Image)
 	host, port, err := net.SplitHostPort(s.Config["healthzBindAddress"].(string))
 	if err != nil {
@@ -155,6 +157,12 @@ func (c *Cluster) Cleanup(image string, onlyNFTables bool) ([]byte, error) {
 	pod := podOf(ds)
 	withImage(pod, image)
 	selector := keepApart(pod, c.proxyLabel())
+	// Nodes that kube-proxy leaves out may have the rules of one that no pod runs.
+	node, err := c.nodeAffinity()
+	if err != nil {
+		return nil, err
+	}
+	withNodeAffinity(pod, node)
 	if onlyNFTables {
 		cleanup := pod["initContainers"].([]any)[0].(map[string]any)
 		cleanup["args"] = append(cleanup["args"].([]any), "--nftables-only")
@@ -178,6 +186,14 @@ func keepApart(pod map[string]any, label string) map[string]any {
 	}
 	selector["matchExpressions"].([]any)[0].(map[string]any)["key"] = label
 	return selector
+}
+
+// withNodeAffinity leaves out the nodes that kube-proxy leaves out. It needs no terms of nodeproxy's own, which each of its terms would have to have: the
+// label of --migrate is in the nodeSelector, and a node has to meet both.
+func withNodeAffinity(pod map[string]any, node any) {
+	if node != nil {
+		pod["affinity"].(map[string]any)["nodeAffinity"] = node
+	}
 }
 
 func withImage(pod map[string]any, image string) {

@@ -148,6 +148,19 @@ func (d *daemonSet) before() (affinity any, exact bool, err error) {
 	return affinity, reflect.DeepEqual(affinity, d.affinity), nil
 }
 
+// nodeAffinity is the one by which kube-proxy's DaemonSet leaves nodes out, without what keeps it off those of nodeproxy; nil if there is none.
+func (c *Cluster) nodeAffinity() (any, error) {
+	d, _ := c.kubeProxy()
+	if d == nil { // If there are several, Detect says so, and the cleanup goes to all nodes.
+		return nil, nil
+	}
+	before, _, err := d.before()
+	if node := object(object(before)["nodeAffinity"]); len(node) > 0 {
+		return node, err
+	}
+	return nil, err
+}
+
 // requirement is what a node has to meet for kube-proxy.
 func requirement(migrate bool) map[string]any {
 	if migrate {
