@@ -31,6 +31,8 @@ type Options struct {
 	Mode string
 	// Image is nodeproxy's; that of the manifests by default.
 	Image string
+	// NoKernelModules leaves out the init container of mode ipvs, which loads kernel modules.
+	NoKernelModules bool
 	// Migrate has nodeproxy serve only the nodes with Label, and kube-proxy the others.
 	Migrate bool
 }
@@ -73,6 +75,11 @@ func (c *Cluster) Detect(o Options, say func(format string, args ...any)) (*Setu
 	}
 	if err == nil {
 		s.nodeAffinity, err = c.nodeAffinity()
+	}
+	if kind == "Talos" && s.Config["mode"] == "ipvs" && !s.NoKernelModules {
+		say("kernel modules: Talos lets no pod load them, so there is no init container for that; what its kernel does not have built in, the machine " +
+			"configuration has to load (machine.kernel.modules)")
+		s.NoKernelModules = true
 	}
 	if s.nodeAffinity != nil {
 		text, _ := json.Marshal(s.nodeAffinity) // It has been read from JSON.

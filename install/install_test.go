@@ -534,6 +534,41 @@ func TestManifests(t *testing.T) {
 	}
 }
 
+// TestNoKernelModules: on Talos, and elsewhere if the user says so, no container of mode ipvs asks for the capability to load kernel modules.
+func TestNoKernelModules(t *testing.T) {
+	t.Parallel()
+	for _, test := range []struct {
+		kind   string
+		o      Options
+		loaded bool
+	}{
+		{"kubeadm", Options{Mode: "ipvs"}, true}, {"kubeadm", Options{Mode: "ipvs", NoKernelModules: true}, false}, {"talos", Options{Mode: "ipvs"}, false},
+		{"talos", Options{Mode: "ipvs", NoKernelModules: true}, false},
+	} {
+		var out said
+		s, err := clusterOf(t, test.kind).Detect(test.o, out.say)
+		if err != nil {
+			t.Fatal(err)
+		}
+		manifests, err := s.Manifests()
+		if err != nil {
+			t.Fatal(err)
+		}
+		for _, text := range []string{"SYS_MODULE", "/lib/modules", "initContainers"} {
+			if bytes.Contains(manifests, []byte(text)) != test.loaded {
+				t.Errorf("%s, %+v: manifests have %s: %t\n%s", test.kind, test.o, text, !test.loaded, manifests)
+			}
+		}
+		values, err := s.Values()
+		if err != nil {
+			t.Fatal(err)
+		}
+		if bytes.Contains(values, []byte("loadKernelModules: false")) == test.loaded {
+			t.Errorf("%s, %+v: values\n%s", test.kind, test.o, values)
+		}
+	}
+}
+
 // TestApartFromKubeProxy: pods are kept apart by the one label that kube-proxy's have, and by one term, since schedulers wake those that wait by
 // several only after minutes; in the manifests, the values of the chart and the cleanup.
 func TestApartFromKubeProxy(t *testing.T) {

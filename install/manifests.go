@@ -7,6 +7,7 @@ import (
 	"maps"
 	"net"
 	"net/netip"
+	"slices"
 	"strconv"
 	"strings"
 
@@ -29,6 +30,9 @@ func (s *Setup) Values() ([]byte, error) {
 	values := map[string]any{
 		"apiServer": map[string]any{"host": s.Host, "port": s.Port},
 		"config":    s.values(),
+	}
+	if s.NoKernelModules {
+		values["loadKernelModules"] = false
 	}
 	if s.Migrate {
 		values["nodeSelector"] = map[string]any{Label: labelOurs}
@@ -118,6 +122,10 @@ func (s *Setup) daemonSet() ([]byte, error) {
 		spec["template"] = template
 	}
 	pod := template["spec"].(map[string]any)
+	if s.NoKernelModules {
+		delete(pod, "initContainers") // The only one is that of mode ipvs, and so is the volume.
+		pod["volumes"] = slices.DeleteFunc(pod["volumes"].([]any), func(v any) bool { return v.(map[string]any)["name"] == "modules" })
+	}
 	if s.Migrate {
 		pod["nodeSelector"].(map[string]any)[Label] = labelOurs
 	}

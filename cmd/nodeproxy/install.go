@@ -68,6 +68,7 @@ func installCommand() *cobra.Command {
 	flags.StringVar(&i.options.ClusterCIDR, "cluster-cidr", "", "range of the pods' addresses, a comma-separated pair for dual stack, or "+install.NoCIDR)
 	flags.StringVar(&i.options.Mode, "mode", "", "nodeproxy's mode: "+strings.Join(config.Modes(), ", ")+"; by default kube-proxy's")
 	flags.StringVar(&i.options.Image, "image", image, "nodeproxy's image; by default that of this program's release, or the one of the manifests")
+	flags.BoolVar(&i.loadModules, "load-kernel-modules", true, "in mode ipvs, an init container with the capability SYS_MODULE loads kernel modules; never on Talos")
 	flags.BoolVar(&i.options.Migrate, "migrate", false, "nodeproxy only on nodes with the label service-proxy=nodeproxy, kube-proxy on the others")
 	return cmd
 }
@@ -76,6 +77,7 @@ func installCommand() *cobra.Command {
 type installer struct {
 	options                           install.Options
 	output, file, kubeconfig, context string
+	loadModules                       bool
 }
 
 func (i *installer) run(ctx context.Context, stdin io.Reader, stderr io.Writer) ([]byte, error) {
@@ -89,6 +91,7 @@ func (i *installer) run(ctx context.Context, stdin io.Reader, stderr io.Writer) 
 	say := func(format string, args ...any) {
 		fmt.Fprintln(stderr, inspect.Printable(fmt.Sprintf(format, args...)))
 	}
+	i.options.NoKernelModules = !i.loadModules
 	var cluster install.Cluster
 	if err := i.read(ctx, &cluster, stdin, say); err != nil {
 		return nil, err

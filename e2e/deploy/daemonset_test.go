@@ -1,6 +1,7 @@
 package deploy
 
 import (
+	"reflect"
 	"slices"
 	"testing"
 
@@ -55,5 +56,20 @@ func TestLeastPrivilege(t *testing.T) {
 				t.Errorf("%s, %s: adds %q, want %q", overlay, c.Name, got, want[c.Name])
 			}
 		}
+	}
+}
+
+// TestNoKernelModules: without the init container that loads kernel modules, nothing asks for the capability, nor for the modules' directory, and nothing
+// else is different.
+func TestNoKernelModules(t *testing.T) {
+	t.Parallel()
+	want := daemonSet(t, charted(t, "--set=config.mode=ipvs"))
+	pod := &want.Spec.Template.Spec
+	if len(pod.InitContainers) != 1 || pod.Volumes[0].Name != "modules" {
+		t.Fatalf("by default: init containers %+v, volumes %+v", pod.InitContainers, pod.Volumes)
+	}
+	pod.InitContainers, pod.Volumes = nil, pod.Volumes[1:]
+	if got := daemonSet(t, charted(t, "--set=config.mode=ipvs,loadKernelModules=false")); !reflect.DeepEqual(got, want) {
+		t.Errorf("it is\n%+v\nwant\n%+v", got, want)
 	}
 }
