@@ -254,6 +254,34 @@ func TestInPod(t *testing.T) {
 	}
 }
 
+// TestUnit: with the capabilities that deploy/systemd leaves it, nodeproxy sees a kube-proxy that has all and answers at none of the ports.
+func TestUnit(t *testing.T) {
+	t.Parallel()
+	unit, err := os.ReadFile("../../deploy/systemd/nodeproxy.service")
+	if err != nil {
+		t.Fatal(err)
+	}
+	_, line, _ := strings.Cut(string(unit), "\nCapabilityBoundingSet=")
+	line, _, _ = strings.Cut(line, "\n")
+	bounding := "-all"
+	for _, name := range strings.Fields(line) {
+		bounding += ",+" + strings.ToLower(strings.TrimPrefix(name, "CAP_"))
+	}
+	self, err := os.Executable() // Another file than the one that kube-proxy runs.
+	if err != nil {
+		t.Fatal(err)
+	}
+	nstest.Enter(t)
+	proxy := program(t, "kube-proxy", "nobody of note", 0)
+	cmd := exec.Command("setpriv", "--inh-caps=-all", "--bounding-set="+bounding, self)
+	cmd.Env = append(os.Environ(), actAs+"=one that looks")
+	out, _ := cmd.CombinedOutput() // It exits with 1, as all that act do.
+	want := fmt.Sprintf("kube-proxy (process %d)", proxy.Process.Pid)
+	if got, _, _ := strings.Cut(string(out), "\n"); got != want {
+		t.Errorf("with %s: got %q, want %q", line, out, want)
+	}
+}
+
 // TestSameProgram: between two processes of one program, the claim decides, even if they are called kube-proxy.
 func TestSameProgram(t *testing.T) {
 	t.Parallel()
