@@ -5,6 +5,7 @@ import (
 	"errors"
 	"fmt"
 	"io"
+	"os"
 	"reflect"
 	"slices"
 	"strings"
@@ -161,6 +162,36 @@ func TestChart(t *testing.T) {
 	cm := file["ConfigMap kube-system/nodeproxy"]["data"].(map[string]any)["config.yaml"].(object)
 	if want := map[string]any{"masqueradeBit": 13.0}; !reflect.DeepEqual(cm["iptables"], any(want)) || cm["mode"] != "iptables" {
 		t.Errorf("configuration %v", cm)
+	}
+}
+
+// TestChartNull: null leaves out a default that is a map, or a key of it. An empty map does not, as helm merges maps.
+func TestChartNull(t *testing.T) {
+	t.Parallel()
+	text, err := os.ReadFile(project(t, "deploy", "chart", "values.yaml"))
+	must(t, err)
+	var values map[string]any
+	must(t, yaml.Unmarshal(text, &values))
+	rendered := func(set string) string {
+		return asYAML(t, objects(t, charted(t, "--set-json="+set))["DaemonSet kube-system/nodeproxy"])
+	}
+	// The values that are fields of the DaemonSet as they are.
+	for _, name := range []string{"affinity", "nodeSelector", "resources", "seLinuxOptions", "updateStrategy"} {
+		if got := rendered(name + "={}"); !strings.Contains(got, " "+name+":\n") || got != rendered("podLabels={}") {
+			t.Errorf("%s={} is not the default:\n%s", name, got)
+		}
+		if got := rendered(name + "=null"); strings.Contains(got, " "+name+":") {
+			t.Errorf("%s=null leaves it in:\n%s", name, got)
+		}
+		for key, value := range values[name].(map[string]any) {
+			field := " " + key + ":"
+			if text, ok := value.(string); ok {
+				field += " " + text
+			}
+			if got := rendered(fmt.Sprintf(`%s={%q:null}`, name, key)); strings.Contains(got, field) {
+				t.Errorf("%s.%s=null leaves it in:\n%s", name, key, got)
+			}
+		}
 	}
 }
 
