@@ -11,14 +11,17 @@ import (
 	proxyconfig "k8s.io/kube-proxy/config/v1alpha1"
 )
 
+// addrPort is the pattern of an IP address with a port, which the probes and monitors of the chart take from it.
+const addrPort = `^([0-9.]+|\[[0-9A-Fa-f:.]+\]):[1-9][0-9]{0,4}$`
+
 // schemaRules are what the chart's schema demands of fields beside their type. The chart reads the mode and both addresses itself.
 var schemaRules = map[string]map[string]any{
 	"apiVersion":         {"const": proxyconfig.SchemeGroupVersion.String()},
 	"kind":               {"const": "KubeProxyConfiguration"},
 	"mode":               {"enum": Modes()},
 	"detectLocalMode":    {"enum": []any{"", "ClusterCIDR", "NodeCIDR", "BridgeInterface", "InterfaceNamePrefix", nil}},
-	"healthzBindAddress": {"type": "string", "pattern": ":[0-9]+$"},
-	"metricsBindAddress": {"type": "string", "pattern": "^$|:[0-9]+$"},
+	"healthzBindAddress": {"type": "string", "pattern": addrPort},
+	"metricsBindAddress": {"type": "string", "pattern": "^$|" + addrPort},
 	"logging.format":     {"enum": []any{"", "text", "json", nil}},
 	"oomScoreAdj":        {"type": []string{"integer", "null"}, "minimum": -1000, "maximum": 1000},
 }

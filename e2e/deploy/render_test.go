@@ -108,7 +108,8 @@ func TestChart(t *testing.T) {
 	output(t, helm, "lint", "--strict", "--namespace=kube-system", chart)
 
 	for _, flag := range []string{
-		"config.mode=ebpf", "config.mode=", "config.healthzBindAddress=localhost", "apiServer.port=0",
+		"config.mode=ebpf", "config.mode=", "config.healthzBindAddress=localhost", "config.healthzBindAddress=localhost:10256",
+		"config.healthzBindAddress=::1:99", "config.metricsBindAddress=::1:99", "config.metricsBindAddress=10.0.0.1:0", "apiServer.port=0",
 		"apiServer.host=https://10.0.0.5", "config.ipvs.strictArp=true", "config.conntrack.udpTimeout=5", "config.oomScoreAdj=-1001",
 		"config.iptables.masqueradeBit=a", "config.featureGates.WinDSR=maybe", "config.nodePortAddresses=primary", "config.kind=Config",
 		"image.digest=sha256:0", "extraEnv[0].value=x", "extraVolumes[0].hostPath.path=/x", "extraVolumeMounts[0].mountPath=x",
@@ -127,7 +128,7 @@ func TestChart(t *testing.T) {
 		}
 	}
 
-	values := "--set=apiServer.host=api.example.org,apiServer.port=443,config.healthzBindAddress=127.0.0.1:20256," +
+	values := "--set=apiServer.host=api.example.org,apiServer.port=443,config.healthzBindAddress=0.0.0.0:20256," +
 		"image.repository=registry.example.org/np,image.tag=v2,extraArgs={--v=4},capabilities={NET_ADMIN}," +
 		"config.clusterCIDR=10.244.0.0/16,podAnnotations.a=b,podLabels.c=d,imagePullSecrets[0].name=key,seLinuxOptions.type=unconfined_t," +
 		"updateStrategy.rollingUpdate.maxSurge=1,updateStrategy.rollingUpdate.maxUnavailable=0"
@@ -279,6 +280,35 @@ func TestChartExistingConfigMap(t *testing.T) {
 	for _, m := range pod.Containers[0].VolumeMounts {
 		if m.MountPath == "/var/lib/kube-proxy" {
 			t.Error("a kubeconfig is mounted although there is none")
+		}
+	}
+}
+
+// TestChartRefuses: what would make pods that are restarted again and again, or whose image has no valid name, is refused, and a sentence says
+// where what is wrong belongs. Forms that look like it are taken.
+func TestChartRefuses(t *testing.T) {
+	t.Parallel()
+	for _, at := range []string{"127.0.0.1", "127.1.2.3", "[::1]", "[0:0:0:0:0:0:0:1]", "[::0001]", "[::ffff:127.0.0.1]", "[::FFFF:7F00:1]"} {
+		refused(t, "set it to 0.0.0.0:20256, or [::]:20256 where nodes have no IPv4", "--set=config.healthzBindAddress="+at+":20256")
+	}
+	for _, host := range []string{"10.0.0.5:6443", "api.example.org:443", "[fd00::5]", "[fd00::5]:6443"} {
+		refused(t, "the port belongs in apiServer.port, and an IPv6 address has no brackets here", "--set=apiServer.host="+host)
+	}
+	digest := "@sha256:" + strings.Repeat("0a", 32)
+	for _, repository := range []string{"r.example.org/np:v2", "r.example.org/np" + digest, "r.example.org:5000/np:v2" + digest, "localhost:5000", "https://r.example.org/np"} {
+		refused(t, "a tag belongs in image.tag, a digest in image.digest", "--set=image.repository="+repository)
+	}
+
+	for flag, want := range map[string]string{
+		"config.healthzBindAddress=[::]:20256":                "port: 20256",
+		"config.healthzBindAddress=[2001:db8::1]:20256":       "port: 20256",
+		"apiServer.host=fd00::5":                              `value: "fd00::5"`, // client-go adds the brackets.
+		"apiServer.host=::ffff:10.0.0.5":                      `value: "::ffff:10.0.0.5"`,
+		"image.repository=localhost:5000/a_b/n-p,image.tag=v": "image: localhost:5000/a_b/n-p:v",
+		"image.repository=nodeproxy,image.tag=v":              "image: nodeproxy:v",
+	} {
+		if text := charted(t, "--set="+flag); !strings.Contains(text, want+"\n") {
+			t.Errorf("--set %s: %s is not in\n%s", flag, want, text)
 		}
 	}
 }

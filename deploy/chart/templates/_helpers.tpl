@@ -8,6 +8,8 @@ helm.sh/chart: {{ printf "%s-%s" .Chart.Name .Chart.Version }}
 {{- end }}
 
 {{- define "nodeproxy.image" -}}
+{{- $name := "[a-z0-9]+([._-]+[a-z0-9]+)*" }}
+{{- if not (regexMatch (printf `^(([A-Za-z0-9.-]+|\[[0-9A-Fa-f:]+\])(:[0-9]+)?/)?%s(/%s)*$` $name $name) .Values.image.repository) }}{{ fail (printf "image.repository is %q; it must be the name of a repository alone, such as registry.example.org/nodeproxy: a tag belongs in image.tag, a digest in image.digest" .Values.image.repository) }}{{ end }}
 {{- $digest := .Values.image.digest }}
 {{- if not (or $digest .Values.image.tag) }}{{ $digest = index .Chart.Annotations "nodeproxy/image-digest" }}{{ end }}
 {{- .Values.image.repository }}{{ if $digest }}@{{ $digest }}{{ else }}:{{ .Values.image.tag | default .Chart.AppVersion }}{{ end }}
@@ -44,6 +46,26 @@ ConfigMap changes: probes that ask at another port, or a mode without its capabi
 {{- end }}
 {{- end }}
 
+{{- /* "true" if only programs on the node reach an address. An IPv6 address can be written in several ways. */ -}}
+{{- define "nodeproxy.loopback" -}}
+{{- if regexMatch `^(127\.|\[[0:]*:(0{0,3}1\]|[Ff]{4}:(127\.|7[Ff][0-9A-Fa-f]{2}:)))` . }}true{{ end }}
+{{- end }}
+
+{{- /* The port of the probes. They ask the node's address. */ -}}
+{{- define "nodeproxy.healthzPort" -}}
+{{- $at := .Values.config.healthzBindAddress }}
+{{- $port := regexFind "[0-9]+$" $at }}
+{{- if include "nodeproxy.loopback" $at }}{{ fail (printf "config.healthzBindAddress is %q, where the kubelet's probes can't reach nodeproxy, so that it would be restarted again and again; set it to 0.0.0.0:%s, or [::]:%s where nodes have no IPv4" $at $port $port) }}{{ end }}
+{{- $port }}
+{{- end }}
+
+{{- /* What nodeproxy puts between https:// and the port, with brackets of its own around an IPv6 address. */ -}}
+{{- define "nodeproxy.apiServerHost" -}}
+{{- $host := .Values.apiServer.host }}
+{{- if not (regexMatch `^([^][:]+|[0-9A-Fa-f.]*:[0-9A-Fa-f.]*:[0-9A-Fa-f:.]*)$` $host) }}{{ fail (printf "apiServer.host is %q; it must be a name or an address alone: the port belongs in apiServer.port, and an IPv6 address has no brackets here" $host) }}{{ end }}
+{{- $host }}
+{{- end }}
+
 {{- define "nodeproxy.serviceAccount" -}}
 {{- if not (or .Values.serviceAccount.create .Values.serviceAccount.name) }}{{ fail "serviceAccount.name must name the one to use, since serviceAccount.create is false" }}{{ end }}
 {{- .Values.serviceAccount.name | default "nodeproxy" }}
@@ -52,7 +74,7 @@ ConfigMap changes: probes that ask at another port, or a mode without its capabi
 {{- /* The port of metrics, for monitors: one that can be reached from elsewhere. */ -}}
 {{- define "nodeproxy.metricsPort" -}}
 {{- $at := .Values.config.metricsBindAddress | default "" }}
-{{- if or (not $at) (hasPrefix "127." $at) (hasPrefix "[::1]" $at) }}{{ fail (printf "config.metricsBindAddress is %q, which Prometheus can't reach; the comment on it in values.yaml says what to consider before it is 0.0.0.0:10249" $at) }}{{ end }}
+{{- if or (not $at) (include "nodeproxy.loopback" $at) }}{{ fail (printf "config.metricsBindAddress is %q, which Prometheus can't reach; the comment on it in values.yaml says what to consider before it is 0.0.0.0:10249" $at) }}{{ end }}
 {{- regexFind "[0-9]+$" $at }}
 {{- end }}
 
