@@ -6,6 +6,7 @@ import (
 	"fmt"
 	"io"
 	"os"
+	"path/filepath"
 	"reflect"
 	"slices"
 	"strings"
@@ -313,6 +314,28 @@ func TestChartRefuses(t *testing.T) {
 	}
 }
 
+// TestChartNotes: what is printed after an installation warns of metrics that others can read, and only of those.
+func TestChartNotes(t *testing.T) {
+	t.Parallel()
+	// "helm template" does not print NOTES.txt, so a copy of the chart has it as an object.
+	chart := t.TempDir()
+	must(t, os.CopyFS(chart, os.DirFS(project(t, "deploy", "chart"))))
+	templates := filepath.Join(chart, "templates")
+	notes, err := os.ReadFile(filepath.Join(templates, "NOTES.txt"))
+	must(t, err)
+	object := `{{ define "notes" }}` + string(notes) + "{{ end }}\nnotes: {{ include \"notes\" . | toJson }}\n"
+	must(t, os.WriteFile(filepath.Join(templates, "notes.yaml"), []byte(object), 0o644))
+	for at, want := range map[string]bool{
+		"": false, "127.0.0.1:10249": false, "[::1]:10249": false, "[0:0:0:0:0:0:0:1]:10249": false, "[::ffff:127.0.0.1]:10249": false,
+		"0.0.0.0:10249": true, "[::]:10249": true, "[2001:db8::1]:10249": true, "[1::1]:10249": true,
+	} {
+		text := output(t, tool(t, "helm"), "template", "nodeproxy", chart, "--show-only=templates/notes.yaml", "--set=config.metricsBindAddress="+at)
+		if !strings.Contains(text, "nodeproxy runs in mode iptables") || strings.Contains(text, "can be read at "+at+" of each node by everyone") != want {
+			t.Errorf("metrics at %q: warning wanted: %t; got\n%s", at, want, text)
+		}
+	}
+}
+
 // inOrder sorts the volumes of the DaemonSet, and the mounts of its first container.
 func inOrder(all map[string]object) {
 	pod := all["DaemonSet kube-system/nodeproxy"]["spec"].(map[string]any)["template"].(map[string]any)["spec"].(map[string]any)
@@ -329,7 +352,7 @@ func inOrder(all map[string]object) {
 func TestChartMonitors(t *testing.T) {
 	t.Parallel()
 	for _, monitor := range []string{"podMonitor", "serviceMonitor"} {
-		for _, at := range []string{"127.0.0.1:10249", "[::1]:10249", ""} {
+		for _, at := range []string{"127.0.0.1:10249", "[::1]:10249", "[0:0:0:0:0:0:0:1]:10249", "[::ffff:127.0.0.1]:10249", ""} {
 			refused(t, "which Prometheus can't reach", "--set="+monitor+".enabled=true,config.metricsBindAddress="+at)
 		}
 	}
