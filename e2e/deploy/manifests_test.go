@@ -100,6 +100,7 @@ func (k *kubectl) chart(t *testing.T, cp *cluster.ControlPlane, w *harness.World
 
 	k.applies(t, "the chart with everything", charted(t,
 		"--set=config.metricsBindAddress=0.0.0.0:10249,extraEnv[0].name=A,extraEnv[0].value=b,serviceAccount.annotations.a=b",
+		"--set=seccompProfile.type=Localhost,seccompProfile.localhostProfile=nodeproxy.json",
 		"--set=extraVolumes[0].name=v,extraVolumes[0].hostPath.path=/v,extraVolumeMounts[0].name=v,extraVolumeMounts[0].mountPath=/v"),
 		"--filename=-")
 	tests := output(t, tool(t, "helm"), "template", "nodeproxy", chart, "--namespace=kube-system", "--show-only=templates/tests/cluster-ip.yaml")

@@ -115,6 +115,7 @@ func TestChart(t *testing.T) {
 		"config.iptables.masqueradeBit=a", "config.featureGates.WinDSR=maybe", "config.nodePortAddresses=primary", "config.kind=Config",
 		"image.digest=sha256:0", "extraEnv[0].value=x", "extraVolumes[0].hostPath.path=/x", "extraVolumeMounts[0].mountPath=x",
 		"serviceAccount.create=1", "podMonitor.interval=often", "serviceMonitor.port=1", "prometheusRule.labels.a=1", "existingConfigMap.mode=ebpf", "capabilities={NET_RAW}", "colour=red", "seLinuxOptions.kind=spc_t", "image.repository=", "extraArgs={run}",
+		"seccompProfile.type=None", "seccompProfile.localhostProfile=nodeproxy.json",
 	} {
 		out, err := attempt(helm, "template", "nodeproxy", chart, "--set="+flag)
 		// The message names the value or, where something is missing in it or it is unknown, the one that it is in.

@@ -6,15 +6,17 @@ import (
 	"os"
 	"os/exec"
 	"path/filepath"
+	"reflect"
 	"strings"
 	"testing"
 
 	v1 "k8s.io/api/core/v1"
+	"k8s.io/apimachinery/pkg/util/diff"
 
 	"nodeproxy/e2e/harness"
 )
 
-// TestSeccompComponent: the component deploy/seccomp gives the container nodeproxy its profile, and no other container.
+// TestSeccompComponent: the component deploy/seccomp gives the container nodeproxy its profile, and no other container; so does the chart.
 func TestSeccompComponent(t *testing.T) {
 	t.Parallel()
 	dir := t.TempDir()
@@ -26,7 +28,13 @@ func TestSeccompComponent(t *testing.T) {
 	text := fmt.Sprintf("apiVersion: kustomize.config.k8s.io/v1beta1\nkind: Kustomization\nresources: [%q]\ncomponents: [%q]\n",
 		relative("deploy", "overlays", "ipvs"), relative("deploy", "seccomp"))
 	must(t, os.WriteFile(filepath.Join(dir, "kustomization.yaml"), []byte(text), 0o644))
-	pod := daemonSet(t, output(t, tool(t, "kubectl"), "kustomize", dir)).Spec.Template.Spec
+	overlay := objects(t, output(t, tool(t, "kubectl"), "kustomize", dir))
+	chart := objects(t, charted(t, append([]string{"--set=seccompProfile.type=Localhost,seccompProfile.localhostProfile=nodeproxy.json"}, modes[1].flags...)...))
+	if !reflect.DeepEqual(overlay, chart) {
+		t.Errorf("the overlay with the component and the chart differ:\n%s", diff.Diff(overlay, chart))
+	}
+	refused(t, "missing property 'localhostProfile'", "--set=seccompProfile.type=Localhost")
+	pod := daemonSet(t, asYAML(t, overlay["DaemonSet kube-system/nodeproxy"])).Spec.Template.Spec
 	profile := pod.Containers[0].SecurityContext.SeccompProfile
 	if profile == nil || profile.Type != v1.SeccompProfileTypeLocalhost || *profile.LocalhostProfile != "nodeproxy.json" {
 		t.Errorf("the container has the profile %+v", profile)
