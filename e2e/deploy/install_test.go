@@ -67,6 +67,7 @@ func newInstallation(t *testing.T, cp *cluster.ControlPlane, kubectl *kubectl, k
 	must(t, err)
 	replaced := strings.NewReplacer("https://10.0.0.5:6443", cp.URL(), "https://0123456789abcdef.gr7.eu-west-1.eks.amazonaws.com", cp.URL(),
 		"  managedFields: [{manager: eks, operation: Apply, apiVersion: apps/v1}]\n", "", // It is not for clients to set.
+		`["agent"]`, fmt.Sprintf(`["server","--cluster-cidr","%s,%s"]`, harness.ClusterCIDR4, harness.ClusterCIDR6), // All nodes become like the last one.
 		"10.244.0.0/16", harness.ClusterCIDR4.String()+","+harness.ClusterCIDR6.String()).Replace(string(text))
 	var described []string
 	for _, doc := range strings.Split(replaced, "\n---\n") {
