@@ -17,6 +17,8 @@ const (
 	// grants no events at all.
 	pollPeriod = 15 * time.Second
 	pollOften  = 250 * time.Millisecond
+	// mostWaiting is how many events wait to be received. When there are more, all of them become one: anything may have changed.
+	mostWaiting = 1000
 )
 
 // Watcher watches directories.
@@ -33,10 +35,11 @@ type Watcher struct {
 }
 
 // New returns a Watcher of no directories, which must be closed after use.
-func New(log *slog.Logger) *Watcher {
+func New(log *slog.Logger) *Watcher { return newWatcher(log, pollPeriod) }
+
+func newWatcher(log *slog.Logger, period time.Duration) *Watcher {
 	w := &Watcher{c: make(chan string), done: make(chan struct{}), log: log}
 	w.C = w.c
-	period := pollPeriod
 	var err error
 	if w.events, err = fsnotify.NewWatcher(); err != nil {
 		period = pollOften
@@ -63,11 +66,21 @@ func (w *Watcher) run(period time.Duration) {
 	if w.events != nil {
 		events, errs = w.events.Events, w.events.Errors
 	}
+	// fsnotify must never wait for whoever receives from C: it may hold the lock meanwhile that Watch takes.
+	var waiting []string
 	for {
+		var c chan string
+		next := ""
+		if len(waiting) > 0 {
+			c, next = w.c, waiting[0]
+		}
 		path := ""
 		select {
 		case <-w.done:
 			return
+		case c <- next:
+			waiting = waiting[1:]
+			continue
 		case e := <-events:
 			path = e.Name
 		case err := <-errs:
@@ -76,10 +89,11 @@ func (w *Watcher) run(period time.Duration) {
 			}
 		case <-poll.C:
 		}
-		select {
-		case w.c <- path:
-		case <-w.done:
-			return
+		switch {
+		case len(waiting) == mostWaiting:
+			waiting = []string{""}
+		case len(waiting) == 0 || waiting[len(waiting)-1] != path:
+			waiting = append(waiting, path)
 		}
 	}
 }

@@ -6,6 +6,7 @@ import (
 	"os"
 	"path/filepath"
 	"slices"
+	"strconv"
 	"strings"
 	"testing"
 	"time"
@@ -73,5 +74,71 @@ func TestWatcher(t *testing.T) {
 		}
 	case <-time.After(time.Minute):
 		t.Error("a new file is not reported")
+	}
+}
+
+// TestWatchWhileEventsWait: a directory that is renamed and removed makes an error of fsnotify, which holds its lock until somebody receives it. What
+// waits to be received from C must not keep it from that: Watch takes the same lock.
+func TestWatchWhileEventsWait(t *testing.T) {
+	t.Parallel()
+	top := t.TempDir()
+	dir, away := filepath.Join(top, "dir"), filepath.Join(top, "away")
+	w := New(slog.New(slog.DiscardHandler))
+	defer w.Close()
+	if err := os.Mkdir(dir, 0o755); err != nil {
+		t.Fatal(err)
+	}
+	w.Watch(map[string]bool{dir: true})
+	for _, name := range []string{"a", "b", "c"} { // More than are received before C is.
+		if err := os.WriteFile(filepath.Join(dir, name), nil, 0o644); err != nil {
+			t.Fatal(err)
+		}
+	}
+	if err := os.Rename(dir, away); err != nil {
+		t.Fatal(err)
+	}
+	if err := os.RemoveAll(away); err != nil {
+		t.Fatal(err)
+	}
+	for range 20 {
+		select {
+		case <-w.C:
+		case <-time.After(50 * time.Millisecond): // There need not be so many.
+		}
+		time.Sleep(20 * time.Millisecond) // fsnotify is to read its next event; there is no sign of that.
+		watched := make(chan struct{})
+		go func() {
+			w.Watch(map[string]bool{dir: true, top: true})
+			close(watched)
+		}()
+		select {
+		case <-watched:
+		case <-time.After(time.Minute):
+			t.Fatal("Watch does not return")
+		}
+	}
+}
+
+// TestManyEvents: where more events wait than are kept, none is lost: anything may have changed.
+func TestManyEvents(t *testing.T) {
+	t.Parallel()
+	dir := t.TempDir()
+	w := newWatcher(slog.New(slog.DiscardHandler), time.Hour)
+	defer w.Close()
+	w.Watch(map[string]bool{dir: true})
+	for i := range 3 * mostWaiting {
+		if err := os.WriteFile(filepath.Join(dir, strconv.Itoa(i)), nil, 0o644); err != nil {
+			t.Fatal(err)
+		}
+	}
+	for end := time.After(time.Minute); ; {
+		select {
+		case path := <-w.C:
+			if path == "" || path == filepath.Join(dir, strconv.Itoa(3*mostWaiting-1)) {
+				return
+			}
+		case <-end:
+			t.Fatal("the last file is not reported")
+		}
 	}
 }
