@@ -1,11 +1,11 @@
 # "make build", "make unit" and "make lint" need nothing but Go. The other targets work as root on a Debian machine; what else
 # they need, "make deps" installs.
 
-VERSION ?= $(shell git describe --tags --always --dirty 2>/dev/null || echo dev)
+VERSION ?= $(shell git -c safe.directory='$(CURDIR)' describe --tags --always --dirty 2>/dev/null || echo dev)
 BINARY  := bin/nodeproxy
 MODE    ?= iptables
 
-# git, and with it "go build", would refuse a directory that belongs to another user, as where a container mounts it.
+# In recipes, git, and with it "go build", would refuse a directory that belongs to another user, as where a container mounts it.
 export GIT_CONFIG_COUNT := 1
 export GIT_CONFIG_KEY_0 := safe.directory
 export GIT_CONFIG_VALUE_0 := $(CURDIR)

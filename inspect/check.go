@@ -289,9 +289,6 @@ func (c *checks) flows(ctx context.Context) {
 	c.found(name, result, "%d tracked: %s", total, some(words))
 }
 
-// nearlyFull reports whether the kernel has little room for further flows: the first packet of each is dropped where there is none.
-func nearlyFull(flows, most int) bool { return most > 0 && flows >= most-most/10 }
-
 // moreFlows is what to do about that.
 const moreFlows = "raise net.netfilter.nf_conntrack_max (--conntrack-max-per-core, --conntrack-min), and see whose flows they are: conntrack -L"
 
@@ -307,10 +304,10 @@ func (c *checks) tracked(context.Context) {
 		c.found(name, unknown, "%v", err)
 	case most > 0 && flows >= most:
 		c.found(name, problem, "the kernel tracks %d flows, and no more than %d", flows, most)
-		c.diagnose(problem, TrackingFull, moreFlows, "The kernel drops new connections of any kind: it tracks %d flows, and no more than %d.", flows, most)
-	case nearlyFull(flows, most):
+		c.diagnose(problem, TrackingFull, moreFlows, "The kernel may drop new connections of any kind: it tracks %d flows, and no more than %d.", flows, most)
+	case flows >= most-most/10 && most > 0:
 		c.found(name, note, "the kernel tracks %d flows, and no more than %d", flows, most)
-		c.diagnose(note, TrackingFull, moreFlows, "The kernel will soon drop new connections of any kind: it tracks %d flows, and no more than %d.", flows, most)
+		c.diagnose(note, TrackingFull, moreFlows, "The kernel has little room for new connections: it tracks %d flows, and no more than %d.", flows, most)
 	default:
 		c.found(name, ok, "%d of at most %d flows of all programs", flows, most)
 	}

@@ -72,10 +72,10 @@ func TestCheck(t *testing.T) {
 			check: "connection tracking: ok: 899 of at most 1000 flows of all programs"},
 		"little room for connections": {reality: Reality{Tracked: func() (int, int, error) { return 900, 1000, nil }},
 			check: "connection tracking: note: the kernel tracks 900 flows, and no more than 1000",
-			what:  "The kernel will soon drop new connections of any kind: it tracks 900 flows, and no more than 1000."},
+			what:  "The kernel has little room for new connections: it tracks 900 flows, and no more than 1000."},
 		"no room for connections": {reality: Reality{Tracked: func() (int, int, error) { return 1000, 1000, nil }},
 			check: "connection tracking: problem: the kernel tracks 1000 flows, and no more than 1000",
-			what:  "The kernel drops new connections of any kind: it tracks 1000 flows, and no more than 1000.", problem: true},
+			what:  "The kernel may drop new connections of any kind: it tracks 1000 flows, and no more than 1000.", problem: true},
 		"a rule that drops": {reality: Reality{Blocking: func(context.Context, []*plan.ServicePort) ([]Blocking, error) {
 			return []Blocking{{Rule: "ip daddr 10.96.0.8 drop", Place: "chain prerouting of table ip raw", What: "cluster IP 10.96.0.8:80/TCP", Certain: true}}, nil
 		}},

@@ -101,7 +101,7 @@ type SyncStatistics struct {
 // TrackedFlows are the flows that the kernel tracks, of all programs.
 type TrackedFlows struct {
 	Flows int `json:"flows"`
-	// Most is how many it tracks at most. The first packet of any more is dropped.
+	// Most is how many it tracks at most. The first packet of any more may be dropped.
 	Most int `json:"most"`
 }
 
@@ -258,8 +258,8 @@ func (s *Status) judge(self Self) {
 	if self.Rejected != "" {
 		wrong("The configuration file is not used, and the former configuration stays in force: %s.", self.Rejected)
 	}
-	if t := s.Tracked; t != nil && nearlyFull(t.Flows, t.Most) {
-		wrong("The kernel tracks %d of at most %d flows; without room, it drops new connections of any kind. To do: %s.", t.Flows, t.Most, moreFlows)
+	if t := s.Tracked; t != nil && t.Most > 0 && t.Flows >= t.Most {
+		wrong("The kernel may drop new connections of any kind: it tracks %d flows, and no more than %d. To do: %s.", t.Flows, t.Most, moreFlows)
 	}
 	if n := len(s.Refused); n > 0 {
 		wrong("The kernel refuses %d %s: %s. \"nodeproxy explain\" says why.", n, plural("ServicePort", n), few(s.Refused))

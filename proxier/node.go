@@ -76,7 +76,7 @@ func (s *State) NodeEligible() bool { return !s.leaving }
 // are as they should be where nothing needs one.
 func (s *State) reportNode() {
 	f := &findings{object: "Node " + s.plan.Node.Name, list: slices.Clone(s.nodeFindings)}
-	nodePorts, pods := s.nodePortsNowhere(), s.podCIDRsMissing()
+	nodePorts, pods := s.nodePorts > 0 && s.nodePortsNowhere(), s.synced && s.podCIDRsMissing() // Until then, the source may wait for them.
 	switch {
 	case s.nodeKnown:
 		if nodePorts {

@@ -3,6 +3,7 @@ package proxier
 import (
 	"net/netip"
 	"slices"
+	"strings"
 	"testing"
 
 	v1 "k8s.io/api/core/v1"
@@ -126,17 +127,18 @@ func TestNodeFindings(t *testing.T) {
 		has      source.Batch
 		want     string
 	}{
-		"manifests without Nodes":      {plan.Settings{}, "", none, ""},
-		"manifests with another Node":  {plan.Settings{}, "", other, begin + end},
-		"a cluster without the Node":   {plan.Settings{}, "", source.Batch{NodeMissing: true}, begin + end},
-		"node ports":                   {primary, "", none, begin + nobody + end},
-		"node ports in ranges":         {ranges, "", none, ""},
-		"node ports, and an address":   {primary, "192.168.0.7", none, ""},
-		"pods":                         {nodeCIDR, "", none, begin + "; detectLocalMode is NodeCIDR, and " + pods + end},
-		"a Node":                       {plan.Settings{}, "", me(""), ""},
-		"a Node of one family":         {primary, "", me("", "192.168.0.1"), ""},
-		"a Node with pod CIDRs":        {nodeCIDR, "", me("10.244.1.0/24"), ""},
-		"a Node that nobody asked for": {plan.Settings{}, "", source.Batch{NodeMissing: true, Nodes: me("").Nodes}, ""},
+		"manifests without Nodes":        {plan.Settings{}, "", none, ""},
+		"manifests with another Node":    {plan.Settings{}, "", other, begin + end},
+		"a cluster without the Node":     {plan.Settings{}, "", source.Batch{NodeMissing: true}, begin + end},
+		"node ports":                     {primary, "", none, begin + nobody + end},
+		"node ports that no Service has": {primary, "", none, ""},
+		"node ports in ranges":           {ranges, "", none, ""},
+		"node ports, and an address":     {primary, "192.168.0.7", none, ""},
+		"pods":                           {nodeCIDR, "", none, begin + "; detectLocalMode is NodeCIDR, and " + pods + end},
+		"a Node":                         {plan.Settings{}, "", me(""), ""},
+		"a Node of one family":           {primary, "", me("", "192.168.0.1"), ""},
+		"a Node with pod CIDRs":          {nodeCIDR, "", me("10.244.1.0/24"), ""},
+		"a Node that nobody asked for":   {plan.Settings{}, "", source.Batch{NodeMissing: true, Nodes: me("").Nodes}, ""},
 		"a Node without addresses": {primary, "", me(""), "Node me: status.addresses: there is no InternalIP or ExternalIP; node ports answer at no address, as " +
 			"nodePortAddresses limits them to the primary ones; see that the kubelet or the cloud controller manager sets an InternalIP, or set nodePortAddresses otherwise"},
 		"a Node without pod CIDRs": {nodeCIDR, "", me(""), "Node me: spec.podCIDRs: there are none, and detectLocalMode is NodeCIDR; " + pods +
@@ -149,7 +151,17 @@ func TestNodeFindings(t *testing.T) {
 			if tc.nodeIP != "" {
 				s.setNodeIP(netip.MustParseAddr(tc.nodeIP))
 			}
+			if name != "node ports that no Service has" {
+				b := batch("a", 80, false)
+				for _, svc := range b.Services {
+					svc.Spec.Type, svc.Spec.Ports[0].NodePort = v1.ServiceTypeNodePort, 30080
+				}
+				s.Apply(b)
+			}
 			s.Apply(tc.has)
+			if i := slices.IndexFunc(said, func(text string) bool { return strings.Contains(text, "detectLocalMode") }); i >= 0 {
+				t.Errorf("while pod CIDRs are waited for: %s", said[i])
+			}
 			s.Apply(source.Batch{Synced: true})
 			s.Apply(none)
 			s.Update()

@@ -45,6 +45,8 @@ type State struct {
 	nodeKnown, nodeMissing bool
 	otherNodes             map[string]struct{}
 	nodeFindings           []source.Finding // about fields of this node's object
+	// nodePorts is how many node ports Services ask for.
+	nodePorts int
 	// triggers collects what Triggers will return after the next Update; updated is what it returns now.
 	triggers, updated []Trigger
 	// rebuild is set when the node or a setting that all rules depend on has changed.
@@ -139,6 +141,7 @@ func (s *State) applyService(name types.NamespacedName, obj *v1.Service) {
 	}
 	for i := range svc.specs {
 		s.claims.remove(&svc.specs[i], s.touchKey)
+		s.nodePorts -= svc.specs[i].nodePorts()
 	}
 	var found []source.Finding
 	svc.specs, svc.exists, svc.object = nil, obj != nil, object{}
@@ -152,6 +155,7 @@ func (s *State) applyService(name types.NamespacedName, obj *v1.Service) {
 	}
 	for i := range svc.specs {
 		s.claims.add(&svc.specs[i], s.touchKey)
+		s.nodePorts += svc.specs[i].nodePorts()
 	}
 	s.reportNew("Service "+id.String(), found)
 	s.touch(id)

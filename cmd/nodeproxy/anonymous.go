@@ -135,6 +135,8 @@ var (
 	addresses = regexp.MustCompile(`[0-9A-Fa-f]*[:.][0-9A-Fa-f:.]*`)
 	// words match what may be the namespace and name of an object, or a name, or several with dots between them.
 	words = regexp.MustCompile(`[a-z0-9][a-z0-9-]*/[a-z0-9](?:[a-z0-9.-]*[a-z0-9])?|[A-Za-z0-9](?:[A-Za-z0-9_.-]*[A-Za-z0-9])?`)
+	// escapes match what stands for a character in a URL.
+	escapes = regexp.MustCompile(`%[0-9A-Fa-f]{2}`)
 	// literals match the strings of JSON, with the colon behind one that is a key.
 	literals = regexp.MustCompile(`"(?:[^"\\]|\\.)*"(?: *:)?`)
 )
@@ -145,6 +147,9 @@ func (a *anonymizer) apply(text string) string {
 		i := strings.LastIndexByte(chain, '-')
 		return chain[:i+1] + a.hashed(chain, 16)
 	})
+	if at := escapes.FindStringIndex(text); at != nil { // In a URL: it is no part of the name behind it.
+		return a.apply(text[:at[0]]) + text[at[0]:at[1]] + a.apply(text[at[1]:])
+	}
 	var out strings.Builder
 	last := 0
 	for _, at := range addresses.FindAllStringIndex(text, -1) {
@@ -250,7 +255,7 @@ func (a *anonymizer) address(text string) string {
 			if !more {
 				return text
 			}
-			return before + ":" + a.address(after)
+			return a.address(before) + ":" + a.address(after)
 		}
 		i := strings.LastIndexByte(bare, ':')
 		addr, rest = at.Addr(), bare[i:]+rest

@@ -18,7 +18,8 @@ func TestHashNames(t *testing.T) {
 			{"rules.txt", `-A KUBE-SERVICES -d 10.96.0.10/32 -m comment --comment "shop/cart:http cluster IP" -j KUBE-SVC-ABCDEFGHIJKLMN23` + "\n" +
 				`-A KUBE-SVC-ABCDEFGHIJKLMN23 -s 127.0.0.1/32 -d fd00:10::a/128 -j DNAT --to-destination 10.244.1.5:8080` + "\n"},
 			{"log.txt", `time=2026-11-22T21:24:37.123Z msg="Pod cart-7d9f-x on node n1.corp at [fd00:10::a]:443 asks https://api.corp.example:6443: EndpointSlice shop/cart-8xk"` + "\n" +
-				`0.0.0.0:10256 ::: 10.244.1.5. cart.shop.svc at 21:24:37 dst:10.244.1.5 to IPv4:10.244.1.5:80, old/gone (gone)` + "\n"},
+				`0.0.0.0:10256 ::: 10.244.1.5. cart.shop.svc at 21:24:37 dst:10.244.1.5 to IPv4:10.244.1.5:80, old/gone (gone) 10.244.1.5:dns 10.244.1.5:53:dns ` +
+				`fieldSelector=metadata.name%3Dn1.corp&to=%2F10.244.1.5/16` + "\n"},
 		}
 	}
 	hash := func(key string) []reportFile {

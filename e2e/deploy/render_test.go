@@ -306,8 +306,9 @@ func TestChartRefuses(t *testing.T) {
 		"config.healthzBindAddress=[2001:db8::1]:20256":       "port: 20256",
 		"apiServer.host=fd00::5":                              `value: "fd00::5"`, // client-go adds the brackets.
 		"apiServer.host=::ffff:10.0.0.5":                      `value: "::ffff:10.0.0.5"`,
-		"image.repository=localhost:5000/a_b/n-p,image.tag=v": "image: localhost:5000/a_b/n-p:v",
-		"image.repository=nodeproxy,image.tag=v":              "image: nodeproxy:v",
+		"image.repository=localhost:5000/a_b/n-p,image.tag=v": `image: "localhost:5000/a_b/n-p:v"`,
+		"image.repository=nodeproxy,image.tag=v":              `image: "nodeproxy:v"`,
+		"image.repository=[fd00::1]:5000/np,image.tag=v":      `image: "[fd00::1]:5000/np:v"`,
 	} {
 		if text := charted(t, "--set="+flag); !strings.Contains(text, want+"\n") {
 			t.Errorf("--set %s: %s is not in\n%s", flag, want, text)

@@ -201,7 +201,7 @@ func readNumber(path string) (int, error) {
 	return strconv.Atoi(strings.TrimSpace(string(b)))
 }
 
-// Tracked returns how many flows the kernel tracks, and how many it tracks at most: the first packet of any more is dropped.
+// Tracked returns how many flows the kernel tracks, and how many it tracks at most: the first packet of any more is dropped, if none can be forgotten instead.
 func Tracked() (flows, most int, err error) {
 	const proc = "/proc/sys/net/netfilter"
 	if flows, err = readNumber(filepath.Join(proc, "nf_conntrack_count")); err != nil {

@@ -3,7 +3,7 @@
 // and whose source is not, and with the answers of its endpoints, of which it is the other way round.
 //
 // What a rule asks for besides that makes it uncertain whether it matches. A rule that drops is reported if all that it asks
-// for holds, or if it asks for the Service's address or port and for something unknown. One that does not ask for anything of the Service,
+// for holds, or if it asks for the Service's address or port, or for the port of an answer, and for something unknown. One that does not ask for anything of the Service,
 // such as one that drops invalid packets, is not. A policy that drops is reported unless a rule certainly accepts the packet.
 package blocking
 

@@ -93,6 +93,13 @@ func TestFind(t *testing.T) {
 		{name: "iptables, answers", iptables: "-A FORWARD -p tcp --sport 8080 -j DROP", want: "certain: tcp sport 8080 drop: answers of endpoint 10.244.1.5:8080"},
 		{name: "iptables, answers of a range", iptables: "-A FORWARD -s 10.244.0.0/16 -p tcp -m multiport --sports 80,8080 -j DROP",
 			want: "certain: ip saddr 10.244.0.0/16 tcp sport { 80, 8080 } drop: answers of endpoint 10.244.1.5:8080"},
+		{name: "what endpoints may not send elsewhere", nft: forward + "add rule inet fw forward ip saddr 10.0.0.0/8 iifname eth0 drop; " +
+			"add rule inet fw forward ip saddr 10.244.0.0/16 ip daddr 169.254.169.254 drop; add rule inet fw forward ip saddr != 192.168.0.0/16 tcp dport 22 drop"},
+		{name: "iptables, what endpoints may not begin", iptables: "-A FORWARD -s 10.244.0.0/16 -p tcp --syn -j DROP"},
+		{name: "iptables, where endpoints may not go", iptables: "-A INPUT -s 10.244.0.0/16 -p tcp -m multiport --dports 22,10250 -j REJECT"},
+		{name: "iptables, a policy behind KUBE-FORWARD", nft: "add table ip filter; add chain ip filter KUBE-FORWARD; " +
+			"add chain ip filter FORWARD { type filter hook forward priority 0; policy drop; }; add rule ip filter FORWARD jump KUBE-FORWARD; " +
+			"add rule ip filter FORWARD ip daddr 10.244.0.0/16 accept"},
 		{name: "iptables, answers to this node", iptables: "-A INPUT -p tcp --sport 8080 -j REJECT",
 			want: "certain: tcp sport 8080 reject: answers of endpoint 10.244.1.5:8080 to this node"},
 		{name: "a dormant table", nft: "add table inet fw { flags dormant; }; add chain inet fw forward { type filter hook forward priority 0; policy drop; }"},

@@ -94,7 +94,7 @@ func (j *judgement) addresses(s side, word string, within netip.Prefix, invert b
 		j.unknown()
 		return
 	}
-	j.specific = true
+	j.specific = j.specific || !j.packet.answer // Of answers, only the port is: very many rules ask where a packet comes from.
 	text := within.String()
 	if within.IsSingleIP() {
 		text = within.Addr().String()

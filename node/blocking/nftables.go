@@ -52,7 +52,7 @@ type reading struct {
 type register struct {
 	value []byte
 	name  string
-	// specific says that it is the address or port of a side that is known, and mask what is left of it, unless that is nil.
+	// specific says that it is the destination's address or port, or the port of an answer's source, and mask what is left of it, unless that is nil.
 	specific bool
 	mask     []byte
 	// only is the part of the value that is known; nil for all of it.
@@ -277,7 +277,7 @@ func (r *reading) payload(e *expr.Payload) register {
 			s, at, word = r.packet.dst, dstAt, " daddr"
 		}
 		if e.Offset < at+uint32(r.packet.family.Bits()/8) && s.addr.IsValid() {
-			return register{value: part(s.addr.AsSlice(), at), name: name + word, specific: true}
+			return register{value: part(s.addr.AsSlice(), at), name: name + word, specific: !r.packet.answer}
 		}
 		return register{}
 	}

@@ -3,6 +3,7 @@ package blocking
 import (
 	"strings"
 
+	"nodeproxy/kernel/names"
 	"nodeproxy/kernel/nft"
 )
 
@@ -115,6 +116,9 @@ func (w *walk) apply(id nft.ChainID, r rule, sure *bool, specific bool, depth in
 			*sure = false
 		case "jump", "goto":
 			to := nft.ChainID{Family: id.Family, Table: id.Table, Chain: e.to}
+			if w.packet.answer && certain && e.to == names.Forward {
+				return true, false, nil // It accepts what is established.
+			}
 			if ours(to) {
 				w.accepted = true // It may accept what it masquerades, and refuses only what the plan says.
 				continue
