@@ -382,14 +382,6 @@ func (c *diagnosis) hints(sp *plan.ServicePort, list []topology.Endpoint, node p
 			left, reason = left+1, ex.Reason
 		}
 	}
-	if left > 0 {
-		where := "zones"
-		if reason == plan.NotForThisNode {
-			where = "nodes"
-		}
-		c.add(note, HintsHonoured, "", "Hints leave %s to other %s, so this node sends nothing there%s.", endpointCount(left), where, c.name(sp))
-		return
-	}
 	zones, hinted := map[string]bool{}, 0
 	ready := 0
 	for _, ep := range list {
@@ -402,6 +394,20 @@ func (c *diagnosis) hints(sp *plan.ServicePort, list []topology.Endpoint, node p
 				zones[z] = true
 			}
 		}
+	}
+	if left > 0 {
+		where, do := "zones", ""
+		if reason == plan.NotForThisNode {
+			where = "nodes"
+		}
+		used := len(sp.Endpoints.Cluster)
+		text := fmt.Sprintf("Hints leave %s to other %s, so this node sends nothing there%s.", endpointCount(left), where, c.name(sp))
+		if reason == plan.NotForThisZone && 2*used*len(zones) <= used+left { // Half of an equal share, or less.
+			text += fmt.Sprintf(" All traffic of zone %s goes to %d of %d endpoints.", node.Zone, used, used+left)
+			do = "if that is too much for what runs there, spread the Pods over the zones (topologySpreadConstraints), or do without spec.trafficDistribution"
+		}
+		c.add(note, HintsHonoured, do, "%s", text)
+		return
 	}
 	switch {
 	case len(sp.Endpoints.Cluster) == 0 || hinted == 0 || zones[node.Zone] && hinted == ready:
