@@ -147,10 +147,19 @@ func (a *anonymizer) apply(text string) string {
 		i := strings.LastIndexByte(chain, '-')
 		return chain[:i+1] + a.hashed(chain, 16)
 	})
-	if at := escapes.FindStringIndex(text); at != nil { // In a URL: it is no part of the name behind it.
-		return a.apply(text[:at[0]]) + text[at[0]:at[1]] + a.apply(text[at[1]:])
-	}
 	var out strings.Builder
+	last := 0
+	for _, at := range escapes.FindAllStringIndex(text, -1) { // In a URL: they are no part of the name behind them.
+		a.replace(&out, text[last:at[0]])
+		out.WriteString(text[at[0]:at[1]])
+		last = at[1]
+	}
+	a.replace(&out, text[last:])
+	return out.String()
+}
+
+// replace writes a text without escapes, its names and addresses replaced.
+func (a *anonymizer) replace(out *strings.Builder, text string) {
 	last := 0
 	for _, at := range addresses.FindAllStringIndex(text, -1) {
 		found := text[at[0]:at[1]]
@@ -161,7 +170,6 @@ func (a *anonymizer) apply(text string) string {
 		}
 	}
 	out.WriteString(words.ReplaceAllStringFunc(text[last:], a.words))
-	return out.String()
 }
 
 // applyJSON replaces the names and addresses in the strings of JSON, but not the keys that are those of fields.

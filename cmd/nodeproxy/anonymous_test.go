@@ -19,7 +19,7 @@ func TestHashNames(t *testing.T) {
 				`-A KUBE-SVC-ABCDEFGHIJKLMN23 -s 127.0.0.1/32 -d fd00:10::a/128 -j DNAT --to-destination 10.244.1.5:8080` + "\n"},
 			{"log.txt", `time=2026-11-22T21:24:37.123Z msg="Pod cart-7d9f-x on node n1.corp at [fd00:10::a]:443 asks https://api.corp.example:6443: EndpointSlice shop/cart-8xk"` + "\n" +
 				`0.0.0.0:10256 ::: 10.244.1.5. cart.shop.svc at 21:24:37 dst:10.244.1.5 to IPv4:10.244.1.5:80, old/gone (gone) 10.244.1.5:dns 10.244.1.5:53:dns ` +
-				`fieldSelector=metadata.name%3Dn1.corp&to=%2F10.244.1.5/16` + "\n"},
+				`fieldSelector=metadata.name%3Dn1.corp&to=%2F10.244.1.5/16 KUBE-SVC-ABCDEFGHIJKLMN23` + "\n"},
 		}
 	}
 	hash := func(key string) []reportFile {
@@ -52,6 +52,9 @@ func TestHashNames(t *testing.T) {
 	}
 	if !strings.Contains(report[1].text, "/"+cart[1]+":http") || !strings.Contains(report[1].text, "-d "+address[1]+"/32") || !strings.Contains(report[2].text, cart[1]+".name-") {
 		t.Errorf("%s and %s are not the same everywhere:\n%s", cart[1], address[1], all)
+	}
+	if !strings.Contains(report[2].text, chain[1]) { // It stands behind what a URL has.
+		t.Errorf("%s has another hash in\n%s", chain[1], report[2].text)
 	}
 	again := hash("2")
 	if strings.Contains(again[0].text, cart[1]) || strings.Contains(again[0].text, address[1]) {

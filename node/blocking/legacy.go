@@ -123,7 +123,7 @@ func judgeText(text string, p *packet) rule {
 			}
 		case "--dport", "--dports", "--sport", "--sports":
 			s, word := p.dst, "dport"
-			if words[i][2] == 's' {
+			if strings.HasPrefix(words[i], "--s") {
 				s, word = p.src, "sport"
 			}
 			if list, ok := portRanges(argument); ok {

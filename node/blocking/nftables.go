@@ -290,7 +290,7 @@ func (r *reading) payload(e *expr.Payload) register {
 			s, at, word = r.packet.dst, 2, " dport"
 		}
 		if v := part([]byte{byte(s.port >> 8), byte(s.port)}, at); len(v) == 2 && s.known {
-			return register{value: v, name: map[byte]string{unix.IPPROTO_TCP: "tcp", unix.IPPROTO_UDP: "udp", unix.IPPROTO_SCTP: "sctp"}[r.packet.protocol] + word, specific: true}
+			return register{value: v, name: protocolName(r.packet.protocol) + word, specific: true}
 		}
 	}
 	return register{}
