@@ -29,8 +29,8 @@ type Reality struct {
 	Traffic func(ctx context.Context) (map[plan.Key]plan.Traffic, error)
 	// Flows returns how many connections of the ServicePorts the kernel tracks, by the endpoint that they go to.
 	Flows func(ctx context.Context, ports []*plan.ServicePort) (map[netip.AddrPort]int, error)
-	// Tracked returns how many flows the kernel tracks, whoever they belong to, and how many it tracks at most.
-	Tracked func() (flows, most int, err error)
+	// Tracked returns how many flows the kernel tracks.
+	Tracked func() (TrackedFlows, error)
 	// Listeners returns the conflicts of all Services with programs that listen on the node.
 	Listeners func() []source.Finding
 	// Blocking returns rules of other programs that may keep packets from the ServicePorts, in words.
@@ -298,18 +298,18 @@ func (c *checks) tracked(context.Context) {
 		return
 	}
 	const name = "connection tracking"
-	flows, most, err := c.reality.Tracked()
+	t, err := c.reality.Tracked()
 	switch {
 	case err != nil:
 		c.found(name, unknown, "%v", err)
-	case most > 0 && flows >= most:
-		c.found(name, problem, "the kernel tracks %d flows, and no more than %d", flows, most)
-		c.diagnose(problem, TrackingFull, moreFlows, "The kernel may drop new connections of any kind: it tracks %d flows, and no more than %d.", flows, most)
-	case flows >= most-most/10 && most > 0:
-		c.found(name, note, "the kernel tracks %d flows, and no more than %d", flows, most)
-		c.diagnose(note, TrackingFull, moreFlows, "The kernel has little room for new connections: it tracks %d flows, and no more than %d.", flows, most)
+	case t.full():
+		c.found(name, problem, "the kernel tracks %d flows, and no more than %d", t.Flows, t.Most)
+		c.diagnose(problem, TrackingFull, moreFlows, "The kernel may drop new connections of any kind: it tracks %d flows, and no more than %d.", t.Flows, t.Most)
+	case t.Most > 0 && t.Flows >= t.Most-t.Most/10:
+		c.found(name, note, "the kernel tracks %d flows, and no more than %d", t.Flows, t.Most)
+		c.diagnose(note, TrackingFull, moreFlows, "The kernel has little room for new connections: it tracks %d flows, and no more than %d.", t.Flows, t.Most)
 	default:
-		c.found(name, ok, "%d of at most %d flows of all programs", flows, most)
+		c.found(name, ok, "%d of at most %d flows of all programs", t.Flows, t.Most)
 	}
 }
 

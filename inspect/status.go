@@ -105,6 +105,8 @@ type TrackedFlows struct {
 	Most int `json:"most"`
 }
 
+func (t TrackedFlows) full() bool { return t.Most > 0 && t.Flows >= t.Most }
+
 // SourceStatus says how current the objects are.
 type SourceStatus struct {
 	From string `json:"from"`
@@ -154,8 +156,8 @@ func (n *Node) Status() *Status {
 	s.Syncs = statistics(n.History.Syncs())
 	s.Source = sourceStatus(self, now)
 	if n.Reality != nil && n.Reality.Tracked != nil {
-		if flows, most, err := n.Reality.Tracked(); err == nil {
-			s.Tracked = &TrackedFlows{flows, most}
+		if t, err := n.Reality.Tracked(); err == nil {
+			s.Tracked = &t
 		}
 	}
 	s.judge(self)
@@ -258,7 +260,7 @@ func (s *Status) judge(self Self) {
 	if self.Rejected != "" {
 		wrong("The configuration file is not used, and the former configuration stays in force: %s.", self.Rejected)
 	}
-	if t := s.Tracked; t != nil && t.Most > 0 && t.Flows >= t.Most {
+	if t := s.Tracked; t != nil && t.full() {
 		wrong("The kernel may drop new connections of any kind: it tracks %d flows, and no more than %d. To do: %s.", t.Flows, t.Most, moreFlows)
 	}
 	if n := len(s.Refused); n > 0 {

@@ -7,6 +7,8 @@ import (
 	"strings"
 
 	"github.com/prometheus/client_golang/prometheus"
+
+	"nodeproxy/kernel/conntrack"
 )
 
 // procDir is where the kernel shows its state.
@@ -41,14 +43,9 @@ func (c *conntrackTable) Describe(ch chan<- *prometheus.Desc) {
 
 // Collect implements prometheus.Collector.
 func (c *conntrackTable) Collect(ch chan<- prometheus.Metric) {
-	for file, desc := range map[string]*prometheus.Desc{"nf_conntrack_count": c.entries, "nf_conntrack_max": c.limit} {
-		text, err := os.ReadFile(filepath.Join(c.proc, "sys/net/netfilter", file))
-		if err != nil {
-			continue
-		}
-		if n, err := strconv.ParseUint(strings.TrimSpace(string(text)), 10, 64); err == nil {
-			ch <- prometheus.MustNewConstMetric(desc, prometheus.GaugeValue, float64(n))
-		}
+	if flows, most, err := conntrack.Tracked(filepath.Join(c.proc, "sys")); err == nil {
+		ch <- prometheus.MustNewConstMetric(c.entries, prometheus.GaugeValue, float64(flows))
+		ch <- prometheus.MustNewConstMetric(c.limit, prometheus.GaugeValue, float64(most))
 	}
 	text, err := os.ReadFile(filepath.Join(c.proc, "net/stat/nf_conntrack"))
 	if err != nil {

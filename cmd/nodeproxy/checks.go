@@ -23,7 +23,11 @@ import (
 
 // reality is what commands learn about the node itself. Nothing in it waits for a sync, or makes one wait.
 func (d *daemon) reality() *inspect.Reality {
-	r := &inspect.Reality{Changed: d.drift.recent, Flows: countFlows, Tracked: conntrack.Tracked, Listeners: d.monitor.listeners.Current}
+	r := &inspect.Reality{Changed: d.drift.recent, Flows: countFlows, Listeners: d.monitor.listeners.Current}
+	r.Tracked = func() (inspect.TrackedFlows, error) {
+		flows, most, err := conntrack.Tracked(d.cfg.SysctlDir)
+		return inspect.TrackedFlows{Flows: flows, Most: most}, err
+	}
 	r.Blocking = func(ctx context.Context, ports []*plan.ServicePort) ([]inspect.Blocking, error) {
 		local, err := localAddresses()
 		if err != nil {

@@ -201,16 +201,14 @@ func readNumber(path string) (int, error) {
 	return strconv.Atoi(strings.TrimSpace(string(b)))
 }
 
-// Tracked returns how many flows the kernel tracks, and how many it tracks at most: the first packet of any more is dropped, if none can be forgotten instead.
-func Tracked() (flows, most int, err error) {
-	const proc = "/proc/sys/net/netfilter"
-	if flows, err = readNumber(filepath.Join(proc, "nf_conntrack_count")); err != nil {
-		return 0, 0, err
+// Tracked returns how many flows the kernel tracks, and how many it tracks at most: the first packet of any more is dropped, if none can be
+// forgotten instead. sysctlDir is as for Apply.
+func Tracked(sysctlDir string) (flows, most int, err error) {
+	f := files{proc: filepath.Join(sysctlDir, "net/netfilter")}
+	if flows, err = readNumber(filepath.Join(f.proc, "nf_conntrack_count")); err == nil {
+		most, err = readNumber(f.max())
 	}
-	if most, err = readNumber(files{proc: proc}.max()); err != nil {
-		return 0, 0, err
-	}
-	return flows, most, nil
+	return flows, most, err
 }
 
 // loadModule makes the kernel load connection tracking, by a netlink request to it. The settings exist if that has worked.
