@@ -99,7 +99,7 @@ func (p *Process) await(timeout time.Duration, check func() error) error {
 		select {
 		case <-p.exited:
 			return fmt.Errorf("%s %w: %s", p.name, errEnded, p.tail())
-		case <-time.After(50 * time.Millisecond):
+		case <-time.After(250 * time.Millisecond):
 		}
 		if time.Now().After(deadline) {
 			return errors.Join(fmt.Errorf("%s is not ready after %s: %w", p.name, timeout, err), errors.New(p.tail()))

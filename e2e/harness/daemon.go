@@ -50,7 +50,7 @@ func (d *Daemon) String() string {
 }
 
 // Limit is how long tests wait for what is due: a time that only a hang reaches, however busy the machine is. No verdict depends on it.
-const Limit = 3 * time.Minute
+const Limit = 5 * time.Minute
 
 // StartupTimeout is how long Run waits for a daemon to have programmed the kernel for the first time.
 const StartupTimeout = Limit

@@ -21,6 +21,7 @@ import (
 type Servers struct {
 	mu         sync.Mutex
 	conn       *netlink.Conn
+	dumps      lists
 	family     uint16 // what generic netlink calls IPVS
 	schedulers map[string]bool
 }
@@ -31,18 +32,26 @@ func OpenServers() (*Servers, error) {
 	if err != nil {
 		return nil, fmt.Errorf("IPVS: %w", err)
 	}
-	c, err := netlink.Dial(unix.NETLINK_GENERIC)
+	s, err := open(family)
 	if err != nil {
-		return nil, fmt.Errorf("IPVS: %w", err)
+		return nil, err
 	}
-	if _, err := c.Ask(netlink.Message{Type: family, Body: genl(commandGetConfig)}); err != nil {
-		_ = c.Close()
+	if _, err := s.conn.Ask(netlink.Message{Type: family, Body: genl(commandGetConfig)}); err != nil {
+		_ = s.Close()
 		if errors.Is(err, unix.EPERM) {
 			return nil, fmt.Errorf("IPVS: the capability CAP_NET_ADMIN is missing: run as root, or add it: %w", err)
 		}
 		return nil, fmt.Errorf("IPVS: the kernel does not say its timeouts: %w", err)
 	}
-	return &Servers{conn: c, family: family, schedulers: map[string]bool{}}, nil
+	return s, nil
+}
+
+func open(family uint16) (*Servers, error) {
+	dumps, err := dialLists()
+	if err != nil {
+		return nil, fmt.Errorf("IPVS: %w", err)
+	}
+	return &Servers{conn: dumps[0], dumps: dumps, family: family, schedulers: map[string]bool{}}, nil
 }
 
 // genericFamily is the number by which generic netlink knows an interface, which a module brings.
@@ -64,16 +73,12 @@ func genericFamily(name, needs string) (uint16, error) {
 func (s *Servers) Close() error {
 	s.mu.Lock()
 	defer s.mu.Unlock()
-	return s.conn.Close()
+	return s.dumps.close()
 }
 
 // Another returns the same virtual servers by a socket of its own, so that reading does not hold up who uses s. It must be closed.
 func (s *Servers) Another() (*Servers, error) {
-	c, err := netlink.Dial(unix.NETLINK_GENERIC)
-	if err != nil {
-		return nil, fmt.Errorf("IPVS: %w", err)
-	}
-	return &Servers{conn: c, family: s.family, schedulers: map[string]bool{}}, nil
+	return open(s.family)
 }
 
 // List returns all virtual servers of a family, with their real servers.
@@ -81,7 +86,7 @@ func (s *Servers) List(f plan.Family) (map[ServerID]*ActualServer, error) {
 	s.mu.Lock()
 	defer s.mu.Unlock()
 	actual := map[ServerID]*ActualServer{}
-	all, err := services(s.conn, s.family)
+	all, err := s.dumps.services(s.family)
 	if err != nil {
 		return nil, fmt.Errorf("listing virtual servers: %w", err)
 	}
@@ -121,12 +126,12 @@ func (s *Servers) Get(id ServerID) (*ActualServer, error) {
 // Stats returns the counters of all virtual servers in the network namespace of the calling thread. It uses a socket of its own, so
 // it may be called after Close, and does not wait for other calls.
 func (s *Servers) Stats() (map[ServerID]Traffic, error) {
-	c, err := netlink.Dial(unix.NETLINK_GENERIC)
+	dumps, err := dialLists()
 	if err != nil {
 		return nil, fmt.Errorf("reading the counters of virtual servers: %w", err)
 	}
-	defer c.Close()
-	all, err := services(c, s.family)
+	defer dumps.close()
+	all, err := dumps.services(s.family)
 	if err != nil {
 		return nil, fmt.Errorf("reading the counters of virtual servers: %w", err)
 	}
@@ -142,16 +147,42 @@ type service struct {
 	traffic Traffic
 }
 
-// services dumps all virtual servers without their real servers, at least twice, until two consecutive dumps have the same ones.
-// Between two parts of a dump, the kernel remembers only how many servers it has passed, including those of all other network
-// namespaces. So if any of these, of a container say, are added or deleted meanwhile, others are missing from the dump or in it
-// twice, and the kernel does not report that.
-func services(c *netlink.Conn, family uint16) (map[ServerID]service, error) {
+// lists are sockets to dump by. The parts of their dumps differ in length; with long parts there are few, from each of which on the kernel begins
+// at the first server again.
+type lists [2]*netlink.Conn
+
+func dialLists() (l lists, err error) {
+	for i, most := range []int{68 << 10, 23 << 10} {
+		if l[i], err = netlink.DialParts(unix.NETLINK_GENERIC, most); err != nil {
+			_ = l.close()
+			return lists{}, err
+		}
+	}
+	return l, nil
+}
+
+func (l lists) close() error {
+	var errs []error
+	for _, c := range l {
+		if c != nil {
+			errs = append(errs, c.Close())
+		}
+	}
+	return errors.Join(errs...)
+}
+
+// services dumps all virtual servers, without their real servers, at least twice, until two consecutive dumps have the same ones. Between two
+// parts of a dump, the kernel remembers only how many servers it has passed, including those of all other network namespaces. So if any of
+// these, of a container say, are added or deleted meanwhile, others are missing from the dump or in it twice, and the kernel does not report
+// that. Consecutive dumps are divided at different places, so that changes in step with them do not hide the same servers twice.
+func (l lists) services(family uint16) (map[ServerID]service, error) {
 	var all map[ServerID]service
+	n := 0
 	err := netlink.Retry(func() error {
 		before := all
 		all = map[ServerID]service{}
-		err := c.Dump(netlink.Message{Type: family, Body: genl(commandGetService)}, func(body []byte) error {
+		n++
+		err := l[n%len(l)].Dump(netlink.Message{Type: family, Body: genl(commandGetService)}, func(body []byte) error {
 			h, t, err := parseService(body)
 			if err == nil {
 				all[h.ID] = service{h, t}

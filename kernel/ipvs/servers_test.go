@@ -278,7 +278,7 @@ func TestSchedulerProbe(t *testing.T) {
 				return
 			default:
 			}
-			list, err := services(other.conn, other.family)
+			list, err := other.dumps.services(other.family)
 			for id := range list {
 				if id.Mark == 0 {
 					err = errors.Join(err, fmt.Errorf("there is a virtual server %s", id))

@@ -42,6 +42,15 @@ func Dial(protocol int) (*Conn, error) {
 	return NewConn(s), nil
 }
 
+// DialParts opens a Conn that has room for answers of so many bytes, and whose dumps come in parts of at most that length, or of 32 KiB if that is less.
+func DialParts(protocol, most int) (*Conn, error) {
+	c, err := Dial(protocol)
+	if err == nil {
+		c.in = make([]byte, most)
+	}
+	return c, err
+}
+
 // NewConn returns a Conn that uses a socket.
 func NewConn(s Socket) *Conn { return &Conn{socket: s} }
 
