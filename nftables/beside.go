@@ -232,7 +232,7 @@ func (e *engine) suspects(ctx context.Context, k kernel, s *snapshot) (map[id]*v
 	var asked [setCount]bool
 	var listed []setID
 	for set := range setCount {
-		asked[set] = !set.remembers() && set != sourceRanges && s.counts[e.sets[set].Name] > e.mostListed
+		asked[set] = !set.remembers() && s.counts[e.sets[set].Name] > e.mostListed
 		if !asked[set] {
 			listed = append(listed, set)
 		}

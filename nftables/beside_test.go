@@ -79,7 +79,7 @@ func TestCompareBeside(t *testing.T) {
 		{"delete element ip nodeproxy endpoints { 10.96.0.12 . tcp . 80 . 1 }; " +
 			"add element ip nodeproxy endpoints { 10.96.0.12 . tcp . 80 . 1 : 192.0.2.1 . 80 }", drift.Changed},
 		{"add element ip nodeproxy cluster-ips { 192.0.2.1 }", drift.Unexpected},
-		{"add element ip nodeproxy source-ranges { 192.0.2.1 . tcp . 80 . 10.0.0.0/8 }", drift.Unexpected},
+		{"add element ip nodeproxy source-ranges { 192.0.2.1 . tcp . 80 . 10.0.0.0 . 8 }", drift.Unexpected},
 		{"flush map ip nodeproxy endpoints", ""},
 		{"flush chain ip nodeproxy prerouting", ""},
 		{"add rule ip nodeproxy to-services drop", ""},

@@ -4,6 +4,7 @@ import (
 	"cmp"
 	"encoding/binary"
 	"hash/fnv"
+	"iter"
 	"net/netip"
 	"slices"
 
@@ -14,8 +15,8 @@ import (
 
 // id identifies an element: its set and its key.
 type id struct {
-	set      setID
-	key, end string // as in registers; end is the last key of an interval, otherwise empty
+	set setID
+	key string // as in registers
 }
 
 // value is an element's data and comment.
@@ -39,16 +40,9 @@ const foreignMark = "\x00"
 // removed.
 type form struct {
 	key, data int // their lengths
-	same      int // how much of the keys at the ends of an interval is the same; 0 in a set without intervals
 }
 
-func formOf(set nft.Set) form {
-	f := form{key: set.Key.Length(), data: set.Data.Length()}
-	if set.Interval { // Only the last part is a range.
-		f.same = f.key - set.Key[len(set.Key)-1:].Length()
-	}
-	return f
-}
+func formOf(set nft.Set) form { return form{key: set.Key.Length(), data: set.Data.Length()} }
 
 func formsOf(sets []nft.Set) []form {
 	out := make([]form, len(sets))
@@ -59,18 +53,10 @@ func formsOf(sets []nft.Set) []form {
 }
 
 // has reports whether an element is of this form.
-func (f form) has(i id, v value) bool {
-	if len(i.key) != f.key || len(v.data) != f.data {
-		return false
-	}
-	if f.same == 0 {
-		return i.end == ""
-	}
-	return len(i.end) == f.key && i.end[:f.same] == i.key[:f.same]
-}
+func (f form) has(i id, v value) bool { return len(i.key) == f.key && len(v.data) == f.data }
 
 func (i id) element(v value) nft.Element {
-	return nft.Element{Key: i.key, End: i.end, Data: v.data, Chain: v.chain, Comment: v.comment}
+	return nft.Element{Key: i.key, Data: v.data, Chain: v.chain, Comment: v.comment}
 }
 
 // element is an element of a set.
@@ -275,18 +261,19 @@ func identifiers(list []netip.AddrPort) []uint32 {
 	return out
 }
 
-// sources returns the source ranges of a load balancer IP, if it has any. They are canonical, as the kernel rejects ranges that overlap. If
-// they contain the node's IP, the load balancer IP is added to them: a node to which such an address is assigned uses it as the source when it
-// connects to it.
+// sources returns the source ranges of a load balancer IP, if it has any. If they contain the node's IP, the load balancer IP is added to them: a
+// node to which such an address is assigned uses it as the source when it connects to it.
 func (l *layout) sources(sp *plan.ServicePort, fe plan.Frontend) []element {
-	if fe.Kind != plan.LoadBalancerIP || len(sp.SourceRanges) == 0 || !sp.Any {
+	if fe.Kind != plan.LoadBalancerIP || len(sp.SourceRanges) == 0 || !sp.Any || sp.SourceRanges[0].Bits() == 0 {
 		return nil
 	}
 	key := nameOf(l.family, fe)
 	out := make([]element, 1, 1+len(sp.SourceRanges))
 	out[0] = element{id{set: limited, key: key}, value{comment: nft.Comment(sp.Key.PortName())}}
 	add := func(r netip.Prefix) {
-		out = append(out, element{id: id{set: sourceRanges, key: key + string(r.Addr().AsSlice()), end: key + string(last(r))}})
+		for part := range stepsOf(r) {
+			out = append(out, element{id: id{set: sourceRanges, key: ranged(key, part)}})
+		}
 	}
 	for _, r := range sp.SourceRanges {
 		add(r)
@@ -303,13 +290,31 @@ func sameSources(a, b *plan.ServicePort) bool {
 	return a != nil && b != nil && a.Any == b.Any && slices.Equal(a.SourceRanges, b.SourceRanges) && slices.Equal(a.Frontends, b.Frontends)
 }
 
-// last returns the last address of a range.
-func last(r netip.Prefix) []byte {
-	out := r.Masked().Addr().AsSlice()
-	for i := r.Bits(); i < len(out)*8; i++ {
-		out[i/8] |= 0x80 >> (i % 8)
+// ranged is a frontend, as nameOf returns it, followed by a range of sources and the length of its prefix.
+func ranged(name string, r netip.Prefix) string {
+	var out [44]byte
+	b := appendAddr(append(out[:0], name...), r.Addr())
+	return string(append(binary.BigEndian.AppendUint16(b, uint16(r.Bits())), 0, 0))
+}
+
+// rangeStep is the step between the lengths of prefixes that ranges have in the set, from itself to that of an address. There are 32 such lengths.
+func rangeStep(f plan.Family) int { return f.Bits() / 32 }
+
+// stepsOf yields the ranges that the set has for a range: itself, or up to eight of the next length that there is.
+func stepsOf(r netip.Prefix) iter.Seq[netip.Prefix] {
+	return func(yield func(netip.Prefix) bool) {
+		step := rangeStep(plan.FamilyOf(r.Addr()))
+		more := (step - r.Bits()%step) % step // bits, which are in one byte
+		for i := range 1 << more {
+			b := r.Masked().Addr().AsSlice()
+			if i > 0 {
+				b[r.Bits()/8] |= byte(i << (8 - r.Bits()%8 - more))
+			}
+			if a, _ := netip.AddrFromSlice(b); !yield(netip.PrefixFrom(a, r.Bits()+more)) {
+				return
+			}
+		}
 	}
-	return out
 }
 
 // fixed returns the elements that are not those of a Service.
@@ -346,13 +351,7 @@ func (i id) frontendOf(f plan.Family) plan.Address {
 }
 
 func compareIDs(a, b id) int {
-	if a.set != b.set {
-		return cmp.Compare(a.set, b.set)
-	}
-	if c := cmp.Compare(a.key, b.key); c != 0 {
-		return c
-	}
-	return cmp.Compare(a.end, b.end)
+	return cmp.Or(cmp.Compare(a.set, b.set), cmp.Compare(a.key, b.key))
 }
 
 func nativeNumber(b string) uint32 { return binary.NativeEndian.Uint32([]byte(b)) }

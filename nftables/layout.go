@@ -95,7 +95,7 @@ func sets(f plan.Family) []nft.Set {
 		stickyEndpoints:      {Name: names.NFTStickyEndpoints, Key: index, Data: endpoint},
 		localStickyEndpoints: {Name: names.NFTLocalStickyEndpoints, Key: index, Data: endpoint},
 		limited:              {Name: names.NFTLimited, Key: name},
-		sourceRanges:         {Name: names.NFTSourceRanges, Key: client, Interval: true},
+		sourceRanges:         {Name: names.NFTSourceRanges, Key: append(slices.Clone(client), nft.TypeServicePort)}, // the last is the prefix's length
 		clusterIPs:           {Name: names.NFTClusterIPs, Key: nft.Concat{addr}},
 		sameByte:             {Name: names.NFTSame, Key: nft.Concat{nft.TypeProtocol, nft.TypeProtocol}},
 	}
@@ -136,6 +136,7 @@ func (l *layout) chains() []nft.Chain {
 		{Name: names.NFTReject, Rules: []nft.Rule{l.reject()}},
 		{Name: names.NFTRejectReset, Rules: []nft.Rule{l.rejectReset()}},
 		{Name: names.NFTDrop, Rules: []nft.Rule{l.rule().drop()}},
+		{Name: names.NFTCheckRanges, Rules: l.checkRanges()},
 		{Name: names.NFTCheckSource, Rules: []nft.Rule{l.checkSource()}},
 	}
 	for _, w := range ways {
@@ -203,14 +204,21 @@ func (l *layout) reject() nft.Rule {
 	return l.rule().add("reject with icmp type port-unreachable", &expr.Reject{Type: unix.NFT_REJECT_ICMP_UNREACH, Code: 3}).out
 }
 
-// checkSource drops packets from outside the source ranges of a load balancer IP. It is one rule for all Services, without a verdict map.
+// checkSource leads packets to a load balancer IP that has source ranges to where these are looked up.
 func (l *layout) checkSource() nft.Rule {
 	b := l.rule()
 	text, exprs := b.frontend()
-	b.add(text+" @"+names.NFTLimited, append(exprs, contains(names.NFTLimited, 0))...)
-	text, exprs = b.frontend()
-	exprs = append(exprs, b.address(false, nameRegisters(l.family)), containsNot(names.NFTSourceRanges, 0))
-	return b.add(text+" . "+b.ip()+" saddr != @"+names.NFTSourceRanges, exprs...).drop()
+	return b.add(text+" @"+names.NFTLimited, append(exprs, contains(names.NFTLimited))...).goTo(names.NFTCheckRanges)
+}
+
+// checkRanges drops packets from outside the source ranges of their frontend. It looks for a range of each length. A set of intervals would take
+// one lookup, but the kernel's time for a change of it grows with all ranges of all Services: 10,000 take 4 s to remove.
+func (l *layout) checkRanges() []nft.Rule {
+	var rules []nft.Rule
+	for bits := l.family.Bits(); bits > 0; bits -= rangeStep(l.family) {
+		rules = append(rules, l.rule().fromRange(bits).ret())
+	}
+	return append(rules, l.rule().drop())
 }
 
 // unknown returns the rules for new connections to cluster IPs that neither this program nor another proxy has translated. While not
@@ -221,7 +229,7 @@ func (l *layout) unknown() []nft.Rule {
 	}
 	// A cluster IP may be assigned to the node itself, for a program such as a DNS cache.
 	b := l.rule()
-	b.add(b.ip()+" daddr @"+names.NFTClusterIPs, b.address(true, 0), contains(names.NFTClusterIPs, 0))
+	b.add(b.ip()+" daddr @"+names.NFTClusterIPs, b.address(true, 0), contains(names.NFTClusterIPs))
 	rules := []nft.Rule{
 		// A client that has found no rules sends its first packet again, before the flow that is tracked since then has been removed and
 		// packets of it are translated. It is to send another one, and not to give up.

@@ -51,7 +51,6 @@ type ruleset struct {
 	chains   map[string]nft.Chain
 	elements map[string]map[string]value // by set and key, but those that rules add
 	clients  map[string]value            // that are remembered, by key: which map has them follows from it
-	ranges   []id                        // of source-ranges
 	// next, if not nil, has the elements that a packet finds from its lookup number since on, while it goes on by the rules of this one, as in
 	// the kernel where a transaction is carried out meanwhile. Only tests set it.
 	next  *ruleset
@@ -71,10 +70,6 @@ func rulesetOf(p *plan.Plan, f plan.Family, o Options, before map[plan.Key]writt
 		r.elements[s.Name] = map[string]value{}
 	}
 	for i, v := range all {
-		if i.end != "" {
-			r.ranges = append(r.ranges, i)
-			continue
-		}
 		r.elements[sets(f)[i.set].Name][i.key] = v
 	}
 	for _, c := range append(l.kindChains(used), l.chains()...) {
@@ -327,15 +322,8 @@ func (m *vm) lookup(e *expr.Lookup) {
 		elements = m.clients
 	}
 	v, is := elements[key]
-	found := id{key: key}
-	if e.SetName == names.NFTSourceRanges {
-		i := slices.IndexFunc(r.ranges, func(i id) bool { return i.key <= key && key <= i.end })
-		if is = i >= 0; is {
-			found = r.ranges[i]
-		}
-	}
 	if is && e.SetName != names.NFTSame {
-		m.note(e.SetName, found, v)
+		m.note(e.SetName, id{key: key}, v)
 	}
 	switch {
 	case is == e.Invert:

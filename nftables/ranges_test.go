@@ -1,10 +1,12 @@
 package nftables
 
 import (
+	"bytes"
 	"context"
 	"errors"
 	"fmt"
 	"net/netip"
+	"slices"
 	"strings"
 	"syscall"
 	"testing"
@@ -109,14 +111,15 @@ func TestRangesRefusedInParts(t *testing.T) {
 	for _, full := range []bool{false, true} {
 		_ = Cleanup()
 		e, s, reported := faultyEngine(t, plan.IPv4)
-		e.most = rangeCost // a range in each transaction
+		e.most = 1 // a range in each transaction
 		p := plantest.Large(3, 1)
 		if err := e.Sync(ctx, p, plan.Everything()); err != nil {
 			t.Fatal(err)
 		}
-		last := withRanges(5, 100).SourceRanges[4].Addr().AsSlice()
-		no := func(_, key string) syscall.Errno {
-			if strings.HasSuffix(key, string(last)) {
+		fifth := withRanges(5, 100)
+		last := ranged(nameOf(plan.IPv4, fifth.Frontends[1]), fifth.SourceRanges[4])
+		no := func(set, key string) syscall.Errno {
+			if set == names.NFTSourceRanges && key == last {
 				return unix.EINVAL
 			}
 			return 0
@@ -164,7 +167,7 @@ func TestRangesRefusedBehind(t *testing.T) {
 	for _, full := range []bool{false, true} {
 		_ = Cleanup()
 		e, s, reported := faultyEngine(t, plan.IPv4)
-		e.most = rangeCost // a range in each transaction
+		e.most = 1 // a range in each transaction
 		p := plantest.Large(3, 1)
 		if err := e.Sync(ctx, p, plan.Everything()); err != nil {
 			t.Fatal(err)
@@ -210,8 +213,36 @@ func TestRangesRefusedBehind(t *testing.T) {
 	}
 }
 
+// TestRangeSteps: the parts of a range have lengths that rules look for, do not overlap, and are together the range.
+func TestRangeSteps(t *testing.T) {
+	for _, f := range plan.Families {
+		for bits := 1; bits <= f.Bits(); bits++ {
+			for _, fill := range []byte{0, 0xff, 0xa5} {
+				raw := bytes.Repeat([]byte{fill}, f.Bits()/8)
+				a, _ := netip.AddrFromSlice(raw)
+				r := netip.PrefixFrom(a, bits).Masked()
+				var parts []netip.Prefix
+				for p := range stepsOf(r) {
+					if p != p.Masked() || p.Bits()%rangeStep(f) != 0 {
+						t.Errorf("a part of %s is %s", r, p)
+					}
+					parts = append(parts, p)
+				}
+				slices.SortFunc(parts, func(a, b netip.Prefix) int { return a.Addr().Compare(b.Addr()) })
+				if n := 1 << (parts[0].Bits() - bits); len(parts) != n || n > 8 || len(slices.Compact(slices.Clone(parts))) != n {
+					t.Errorf("the parts of %s are %s", r, parts)
+				}
+				if whole := plan.Canonical(parts); !slices.Equal(whole, []netip.Prefix{r}) {
+					t.Errorf("the parts of %s are together %s", r, whole)
+				}
+			}
+		}
+	}
+}
+
 // TestRangesInParts: source ranges that take several transactions never keep out a client that they admit both before and after, nor let
-// in one that they admit neither before nor after, also where another Service gets the frontend.
+// in one that they admit neither before nor after, also where another Service gets the frontend. Nor does a packet that meets a transaction between
+// two lookups find less, unless another Service gets it.
 func TestRangesInParts(t *testing.T) {
 	nstest.Enter(t)
 	ctx := context.Background()
@@ -228,7 +259,7 @@ func TestRangesInParts(t *testing.T) {
 	rapid.Check(t, func(rt *rapid.T) {
 		_ = Cleanup()
 		e, _ := testEngine(t, plan.IPv4)
-		e.most = rapid.SampledFrom([]int{1, 3}).Draw(rt, "most in a transaction")
+		e.most = rapid.SampledFrom([]int{1, 3, 1000}).Draw(rt, "most in a transaction")
 		draw := func(label string) *plan.ServicePort {
 			sp := withRanges(0, 1)
 			sp.Key.Service.Name = rapid.SampledFrom([]string{"a", "b"}).Draw(rt, label+": owner")
@@ -247,6 +278,27 @@ func TestRangesInParts(t *testing.T) {
 			rt.Fatalf("%v", err)
 		}
 		frontend := nameOf(plan.IPv4, before.Frontends[1])
+		// lets reports whether a client gets in whose packet makes its first n lookups in one state, and all others in the next one.
+		lets := func(a netip.Addr, first, then map[id]value, n int) bool {
+			lookup := func(i id) bool {
+				in := first
+				if n--; n < 0 {
+					in = then
+				}
+				_, is := in[i]
+				return is
+			}
+			in := !lookup(id{set: limited, key: frontend})
+			for bits := 32; bits > 0 && !in; bits-- {
+				in = lookup(id{set: sourceRanges, key: ranged(frontend, netip.PrefixFrom(a, bits).Masked())})
+			}
+			return in
+		}
+		begun, err := listing(e, reader)
+		if err != nil {
+			rt.Fatalf("%v", err)
+		}
+		was := begun.have
 		var wrong error
 		look := func() { // by a socket of its own, which a transaction's goroutine can use as well
 			s, err := listing(e, reader)
@@ -265,18 +317,19 @@ func TestRangesInParts(t *testing.T) {
 				wrong = errors.Join(wrong, fmt.Errorf("the frontend is %q's", owner))
 				return
 			}
-			_, asked := s.have[id{set: limited, key: frontend}]
 			for _, a := range clients {
-				key := frontend + string(a.AsSlice())
-				in := !asked
-				for i := range s.have {
-					in = in || i.set == sourceRanges && i.key <= key && key <= i.end
+				for n := range 33 {
+					if owner == was[id{set: services, key: frontend}].comment && lets(a, was, was, 0) && lets(a, s.have, s.have, 0) && !lets(a, was, s.have, n) {
+						wrong = errors.Join(wrong, fmt.Errorf("%s meets a transaction after %d lookups, and is kept out", a, n))
+					}
 				}
+				in := lets(a, s.have, s.have, 0)
 				if first, last := admits(of[0], a), admits(of[len(of)-1], a); first == last && in != first {
 					wrong = errors.Join(wrong, fmt.Errorf("%s is let in to %s: %t; its ranges are %s, then %s",
 						a, owner, in, of[0].SourceRanges, of[len(of)-1].SourceRanges))
 				}
 			}
+			was = s.have
 		}
 		p.Delete(before.Key)
 		p.Set(after)

@@ -51,11 +51,11 @@ type numbers struct {
 // harm, and is left to comparisons beside syncs. settled says to list the other sets until a listing has none that was not seen before: while
 // the kernel moves the elements of a grown set to a larger hash table, which it does in the background, a listing may omit some.
 func (s *fullSync) readElements(ctx context.Context, settled bool) error {
-	listed := []setID{kinds, kindsWithin, sourceRanges, sameByte}
+	listed := []setID{kinds, kindsWithin, sameByte}
 	for share := range setID(affinityShares) {
 		listed = append(listed, affinity+share)
 	}
-	for _, set := range []setID{services, servicesWithin, limited, clusterIPs} {
+	for _, set := range []setID{services, servicesWithin, limited, sourceRanges, clusterIPs} {
 		found := 0
 		if n := s.counted(set); n > s.mostListed {
 			var err error
@@ -163,13 +163,19 @@ func (s *fullSync) ask(ctx context.Context, set setID, keys iter.Seq[string]) (f
 	return found, err
 }
 
-// frontends are the keys in a set of the plan's frontends.
+// frontends are the keys in a set of the plan's frontends and their source ranges.
 func (s *fullSync) frontends(set setID) iter.Seq[string] {
 	keys := map[string]bool{}
 	for _, sp := range s.plan.Services {
 		for _, fe := range sp.Frontends {
 			switch {
 			case sp.Key.Family != s.family || fe.Kind == plan.HealthCheckNodePort:
+			case set == sourceRanges:
+				for _, el := range s.layout.sources(sp, fe) {
+					if el.set == set {
+						keys[el.key] = true
+					}
+				}
 			case set != clusterIPs:
 				keys[nameOf(s.family, fe)] = true
 			case fe.Kind == plan.ClusterIP:
@@ -315,7 +321,7 @@ func (q *question) answer(e *engine, k kernel) {
 	}()
 	keys := make([]nft.ElementKey, len(q.at))
 	for n, el := range q.at {
-		keys[n] = nft.ElementKey{Set: e.sets[el.set].Name, Key: el.key, End: el.end}
+		keys[n] = nft.ElementKey{Set: e.sets[el.set].Name, Key: el.key}
 	}
 	q.has, q.is = make([]value, len(q.at)), make([]bool, len(q.at))
 	q.err = k.Find(e.family, names.NFTables, keys, func(n int, el nft.Element, is bool) error {
@@ -429,7 +435,7 @@ func (e *engine) each(ctx context.Context, k kernel, sets []setID, visit func(id
 			if err := ctx.Err(); err != nil {
 				return err
 			}
-			return visit(id{set, el.Key, el.End}, valueOf(el))
+			return visit(id{set, el.Key}, valueOf(el))
 		}
 		var err error
 		if !set.remembers() {

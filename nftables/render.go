@@ -16,20 +16,10 @@ import (
 
 // text returns the key of an element in the language of nft.
 func (i id) text(f plan.Family) string {
-	set := sets(f)[i.set]
-	key := set.Key
-	switch {
-	case i.key == "":
+	if i.key == "" {
 		return "*"
-	case i.end == "":
-		return valueText(key, i.key)
-	case !set.Interval || !formOf(set).has(i, value{}):
-		return valueText(key, i.key) + "-" + valueText(key, i.end)
 	}
-	n := len(i.key) - f.Bits()/8
-	from, _ := netip.AddrFromSlice([]byte(i.key[n:]))
-	to, _ := netip.AddrFromSlice([]byte(i.end[n:]))
-	return fmt.Sprintf("%s . %s-%s", valueText(key[:len(key)-1], i.key[:n]), from, to)
+	return valueText(sets(f)[i.set].Key, i.key)
 }
 
 // text returns what follows the key of an element in the language of nft.
@@ -155,9 +145,6 @@ func renderSet(out *strings.Builder, f plan.Family, set nft.Set, order []id, ele
 	}
 	if set.Data != nil {
 		word, data = "map", " : "+set.Data.String()
-	}
-	if set.Interval {
-		flags = " flags interval;"
 	}
 	if set.Dynamic {
 		flags = fmt.Sprintf(" flags dynamic,timeout; size %d;", set.Size)

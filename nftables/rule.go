@@ -102,12 +102,8 @@ func lookup(set string) expr.Any {
 	return &expr.Lookup{SourceRegister: register(0), SetName: set, DestRegister: register(0), IsDestRegSet: true}
 }
 
-func contains(set string, key int) expr.Any {
-	return &expr.Lookup{SourceRegister: register(key), SetName: set}
-}
-
-func containsNot(set string, key int) expr.Any {
-	return &expr.Lookup{SourceRegister: register(key), SetName: set, Invert: true}
+func contains(set string) expr.Any {
+	return &expr.Lookup{SourceRegister: register(0), SetName: set}
 }
 
 // kindIn matches packets to a frontend that a map has, and makes the number of its kind the packet's priority on the way to the chain of
@@ -172,10 +168,7 @@ func (b *builder) within(destination bool, r netip.Prefix, not bool) *builder {
 	sign, compare := b.op(not)
 	exprs := []expr.Any{b.address(destination, 0)}
 	if r.Bits() < r.Addr().BitLen() {
-		mask := make([]byte, r.Addr().BitLen()/8)
-		for i := range r.Bits() {
-			mask[i/8] |= 0x80 >> (i % 8)
-		}
+		mask := maskOf(b.family, r.Bits())
 		exprs = append(exprs, &expr.Bitwise{SourceRegister: register(0), DestRegister: register(0), Len: uint32(len(mask)),
 			Mask: mask, Xor: make([]byte, len(mask))})
 	}
@@ -184,6 +177,32 @@ func (b *builder) within(destination bool, r netip.Prefix, not bool) *builder {
 		text = r.Addr().String()
 	}
 	return b.add(b.ip()+which+sign+text, append(exprs, compare(r.Addr().AsSlice()))...)
+}
+
+// fromRange matches packets to a frontend from a source range of this length that it has. The length is part of the key. It comes from the port,
+// all of whose bits are replaced, as nft takes no constants there.
+func (b *builder) fromRange(bits int) *builder {
+	text, exprs := b.frontend()
+	at := nameRegisters(b.family)
+	text, exprs = text+" . "+b.ip()+" saddr", append(exprs, b.address(false, at))
+	if bits < b.family.Bits() {
+		mask := maskOf(b.family, bits)
+		a, _ := netip.AddrFromSlice(mask)
+		text += " & " + a.String()
+		exprs = append(exprs, &expr.Bitwise{SourceRegister: register(at), DestRegister: register(at), Len: uint32(len(mask)), Mask: mask, Xor: make([]byte, len(mask))})
+	}
+	at += addrRegisters(b.family)
+	return b.add(fmt.Sprintf("%s . th dport & %d | %d @%s", text, bits, bits, names.NFTSourceRanges), append(exprs, loadPort(at),
+		&expr.Bitwise{SourceRegister: register(at), DestRegister: register(at), Len: 2, Mask: []byte{0, 0}, Xor: binary.BigEndian.AppendUint16(nil, uint16(bits))},
+		contains(names.NFTSourceRanges))...)
+}
+
+func maskOf(f plan.Family, bits int) []byte {
+	mask := make([]byte, f.Bits()/8)
+	for i := range bits {
+		mask[i/8] |= 0x80 >> (i % 8)
+	}
+	return mask
 }
 
 // addrLocal is RTN_LOCAL, the type of routes to addresses of the node itself.
@@ -271,7 +290,7 @@ func (b *builder) backToItself() *builder {
 		exprs = append(exprs,
 			&expr.Payload{DestRegister: register(0), Base: expr.PayloadBaseNetworkHeader, Offset: src + uint32(i), Len: 1},
 			&expr.Payload{DestRegister: register(1), Base: expr.PayloadBaseNetworkHeader, Offset: dst + uint32(i), Len: 1},
-			contains(names.NFTSame, 0))
+			contains(names.NFTSame))
 	}
 	return b.add(strings.Join(text, " "), exprs...)
 }

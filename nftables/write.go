@@ -3,10 +3,8 @@ package nftables
 import (
 	"context"
 	"errors"
-	"iter"
 	"net/netip"
 	"slices"
-	"sort"
 
 	"golang.org/x/sys/unix"
 
@@ -72,55 +70,22 @@ type refused struct {
 
 // group adds writes to the transaction that is being gathered, or to the next one if that is full.
 func (t *transactions) group(g group) error {
-	if t.full(cost(g.writes)) {
+	if t.full(len(g.writes)) {
 		rest, err := t.ahead(g)
 		if err != nil || rest == nil {
 			return err
 		}
 		g = *rest
 	}
-	if t.full(cost(g.writes)) && t.size+len(t.fixed) > 0 {
+	if t.full(len(g.writes)) && t.size+len(t.fixed) > 0 {
 		groups := t.groups
 		t.groups, t.size = nil, 0
 		if err := t.start(groups, nil); err != nil {
 			return err
 		}
 	}
-	t.groups, t.size = append(t.groups, g), t.size+cost(g.writes)
+	t.groups, t.size = append(t.groups, g), t.size+len(g.writes)
 	return nil
-}
-
-// rangeCost is how many other elements a source range stands for where the size of transactions is bounded: in a set of intervals, the kernel
-// takes about 0.5 ms for each range where there are 20,000, and goes through all of them for each one that it removes.
-const rangeCost = 50
-
-// cost is the size of writes, in elements that are no source ranges.
-func cost(list []write) int {
-	n := len(list)
-	for _, w := range list {
-		if w.set == sourceRanges {
-			n += rangeCost - 1
-		}
-	}
-	return n
-}
-
-// parts divides writes into lists whose cost is at most about most.
-func parts(list []write, most int) iter.Seq[[]write] {
-	return func(yield func([]write) bool) {
-		for len(list) > 0 {
-			n := 1
-			for sum := cost(list[:1]); n < len(list); n++ {
-				if sum += cost(list[n : n+1]); sum > most {
-					break
-				}
-			}
-			if !yield(list[:n:n]) {
-				return
-			}
-			list = list[n:]
-		}
-	}
 }
 
 // ahead carries out what can be written before the rest of a group without anybody noticing, in transactions of a bounded size, and returns
@@ -128,7 +93,7 @@ func parts(list []write, most int) iter.Seq[[]write] {
 func (t *transactions) ahead(g group) (rest *group, err error) {
 	early, writes := g.early()
 	done := 0
-	for some := range parts(early, t.engine.most) {
+	for some := range slices.Chunk(early, t.engine.most) {
 		before := len(t.refused)
 		if err := t.start([]group{{sp: g.sp, writes: some}}, nil); err != nil {
 			return nil, err
@@ -148,22 +113,17 @@ func (t *transactions) ahead(g group) (rest *group, err error) {
 	return &group{sp: g.sp, kinds: g.kinds, writes: writes, ahead: early}, nil
 }
 
-// early returns the additions of source ranges in whose place no other range goes, and the other writes. Nobody asks for the ranges of a
-// frontend that is not limited to any yet, and whom they admit may reach one that is and stays the same ServicePort's.
+// early returns the additions of source ranges, and the other writes. Nobody asks for the ranges of a frontend that is not limited to any yet,
+// and whom they admit may reach one that is and stays the same ServicePort's.
 func (g group) early() (early, rest []write) {
 	moved := map[string]bool{} // frontends
-	var gone []id
 	for _, w := range g.writes {
 		if w.set == limited && w.had != nil {
 			moved[w.key] = true
-		} else if w.set == sourceRanges && w.had != nil {
-			gone = append(gone, w.id)
 		}
 	}
-	slices.SortFunc(gone, compareIDs)
 	for _, w := range g.writes {
-		if w.set == sourceRanges && w.had == nil && !moved[w.key[:4*nameRegisters(g.sp.Key.Family)]] &&
-			!overlapped(len(gone), func(n int) id { return gone[n] }, w.id) {
+		if w.set == sourceRanges && w.had == nil && !moved[w.key[:4*nameRegisters(g.sp.Key.Family)]] {
 			early = append(early, w)
 		} else {
 			rest = append(rest, w)
@@ -529,9 +489,19 @@ func namedIn(groups []group, sets []nft.Set, err error) int {
 	}
 	return slices.IndexFunc(groups, func(g group) bool {
 		return slices.ContainsFunc(g.writes, func(w write) bool {
-			return w.key == r.Element.Key && w.end == r.Element.End && sets[w.set].Name == r.Set
+			return w.key == r.Element.Key && sets[w.set].Name == r.Set
 		})
 	})
+}
+
+// rangesGone is the index from which on the last writes remove source ranges. They come after all others, in a transaction of their own: a packet that
+// has found its frontend to be limited, and looks for its range length by length, finds the old one or the new one.
+func rangesGone(last []write) int {
+	n := slices.IndexFunc(last, func(w write) bool { return w.set == sourceRanges && w.want == nil })
+	if n < 0 {
+		return len(last)
+	}
+	return n
 }
 
 // finish carries out what has been gathered and the last writes, which last returns: what leads packets to others, and the removal of
@@ -542,7 +512,7 @@ func (t *transactions) finish(last func() []write) error {
 		return err
 	}
 	if len(t.refused) == 0 {
-		if writes := last(); !t.full(cost(writes)) {
+		if writes := last(); !t.full(len(writes)) && rangesGone(writes) == len(writes) {
 			if err := t.try(t.groups, writes); !t.engine.blames(err) || len(t.groups) == 0 {
 				return err
 			}
@@ -551,9 +521,13 @@ func (t *transactions) finish(last func() []write) error {
 	if err := t.flush(); err != nil {
 		return err
 	}
-	for some := range parts(last(), t.engine.most) {
-		if err := t.start(nil, some); err != nil {
-			return err
+	writes := last()
+	n := rangesGone(writes)
+	for _, list := range [][]write{writes[:n], writes[n:]} {
+		for some := range slices.Chunk(list, t.engine.most) {
+			if err := t.start(nil, some); err != nil {
+				return err
+			}
 		}
 	}
 	if _, err := t.settle(); err != nil {
@@ -612,9 +586,8 @@ func rangesByFrontend(f plan.Family, of map[id]value) ranges {
 	return out
 }
 
-// without returns the writes that remove the limits of frontends in want which are in had and not in want, and deletes these from had. The
-// kernel rejects overlapping ranges, so old ones have to go in the transaction that adds new ones. Other ranges of a frontend that stays the
-// same ServicePort's may go later.
+// without returns the writes that remove the limits of frontends in want which are another ServicePort's in had, and deletes these from had: they
+// have to go in the transaction that adds what is wanted. Those of a frontend that stays the same ServicePort's may go later.
 func (r ranges) without(want []element, had map[id]value) []write {
 	if len(r) == 0 {
 		return nil
@@ -635,25 +608,17 @@ func (r ranges) without(want []element, had map[id]value) []write {
 		case w.set == services && is && !wanted(limit): // It may be another ServicePort's, which nobody is kept from.
 			remove(limit, was)
 		case w.set == limited:
-			stays := is && was == w.value
+			if is && was == w.value {
+				continue
+			}
 			for _, old := range r[w.key] {
-				v, is := had[old]
-				if is && !wanted(old) && (!stays || overlapped(len(want), func(n int) id { return want[n].id }, old)) {
+				if v, is := had[old]; is && !wanted(old) {
 					remove(old, v)
 				}
 			}
 		}
 	}
 	return out
-}
-
-// overlapped reports whether one of n source ranges, which are in order and may have other elements around them, overlaps another range.
-func overlapped(n int, at func(int) id, i id) bool {
-	behind := sort.Search(n, func(n int) bool {
-		o := at(n)
-		return o.set > i.set || o.set == i.set && o.key > i.end
-	})
-	return behind > 0 && at(behind-1).set == i.set && at(behind-1).end >= i.key
 }
 
 // count adds to the number of frontends of each cluster IP.

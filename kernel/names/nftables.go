@@ -17,7 +17,7 @@ const (
 	NFTLocalStickyEndpoints = "local-sticky-endpoints" // the same for the endpoints on this node
 	NFTAffinity             = "affinity"               // begins the names of several, each for a share of frontends; frontend, client: identifier of its endpoint
 	NFTLimited              = "limited"                // frontends that only some sources may reach
-	NFTSourceRanges         = "source-ranges"          // frontend, source that may reach it
+	NFTSourceRanges         = "source-ranges"          // frontend, range of sources that may reach it, length of its prefix
 	NFTClusterIPs           = "cluster-ips"
 	NFTSame                 = "same-byte" // two bytes that are the same
 )
@@ -43,6 +43,7 @@ const (
 	NFTKeep         = "keep"               // with each term of affinity: clients that are remembered
 	NFTChoose       = "choose"             // and those that are not
 	NFTCheckSource  = "check-source"
+	NFTCheckRanges  = "check-ranges"
 	NFTReject       = "reject-icmp"
 	NFTRejectReset  = "reject-reset"
 	NFTDrop         = "drop-packet"

@@ -70,8 +70,6 @@ func (c Concat) String() string {
 type Set struct {
 	Name      string
 	Key, Data Concat
-	// Interval says that the last part of each key is a range.
-	Interval bool
 	// Dynamic says that rules add elements, each with a timeout; Size bounds their number, and Collect is how often the kernel looks through
 	// all of them and removes those whose time is over. No lookup finds these in the meantime.
 	Dynamic bool
@@ -85,9 +83,6 @@ func (s Set) flags() uint32 {
 	var f uint32
 	if s.Data != nil {
 		f |= unix.NFT_SET_MAP
-	}
-	if s.Interval {
-		f |= unix.NFT_SET_INTERVAL | setConcat
 	}
 	if s.Dynamic {
 		f |= unix.NFT_SET_EVAL | unix.NFT_SET_TIMEOUT
@@ -111,10 +106,6 @@ const (
 	tableOwner      = 2 // NFT_TABLE_F_OWNER
 	chainFlags      = 10
 	chainBinding    = 4 // NFT_CHAIN_BINDING
-	setConcat       = 0x80
-	setDescConcat   = 2
-	setFieldLen     = 1
-	setElemKeyEnd   = 10
 	setElemExprs    = 11
 	setExpr         = 17
 	setExprs        = 18
@@ -128,10 +119,10 @@ const (
 	mostComment     = 127
 )
 
-// Element is an element of a set. Key, End and Data are bytes as in registers. End is the last key of an interval. One without a Key is for
-// all keys that no other element has (nft calls it a catch-all element).
+// Element is an element of a set. Key and Data are bytes as in registers. One without a Key is for all keys that no other element has (nft calls it
+// a catch-all element).
 type Element struct {
-	Key, End, Data string
+	Key, Data string
 	// Chain is where an element of a verdict map leads.
 	Chain string
 	// Comment is for people, who see it in the output of nft.
@@ -240,21 +231,8 @@ func (b *Batch) AddSet(s Set) {
 		body = body.BigEndian32(unix.NFTA_SET_DATA_TYPE, s.dataType()).BigEndian32(unix.NFTA_SET_DATA_LEN, uint32(s.Data.Length()))
 	}
 	body = body.BigEndian32(unix.NFTA_SET_ID, uint32(len(b.messages)+1))
-	if s.Size > 0 || s.Interval {
-		body = body.Nest(unix.NFTA_SET_DESC, func(d netlink.Buffer) netlink.Buffer {
-			if s.Size > 0 {
-				d = d.BigEndian32(unix.NFTA_SET_DESC_SIZE, s.Size)
-			}
-			if !s.Interval {
-				return d
-			}
-			return d.Nest(setDescConcat, func(d netlink.Buffer) netlink.Buffer {
-				for _, t := range s.Key {
-					d = d.Nest(listElem, func(d netlink.Buffer) netlink.Buffer { return d.BigEndian32(setFieldLen, typeBytes[t]) })
-				}
-				return d
-			})
-		})
+	if s.Size > 0 {
+		body = body.Nest(unix.NFTA_SET_DESC, func(d netlink.Buffer) netlink.Buffer { return d.BigEndian32(unix.NFTA_SET_DESC_SIZE, s.Size) })
 	}
 	if s.Collect > 0 {
 		body = body.BigEndian32(unix.NFTA_SET_GC_INTERVAL, uint32(s.Collect.Milliseconds()))
@@ -404,7 +382,7 @@ func (b *Batch) elementMessages(s Set, list []Element, kind, flags uint16, what 
 	for len(list) > 0 {
 		// Most elements of a set are as long as the first.
 		const headers = 36
-		each := headers + len(list[0].Key) + len(list[0].End) + len(list[0].Data) + len(list[0].Comment) + len(list[0].Chain)
+		each := headers + len(list[0].Key) + len(list[0].Data) + len(list[0].Comment) + len(list[0].Chain)
 		nested := make(netlink.Buffer, 0, min(len(list), mostElements)*each)
 		n := 0
 		for n < len(list) && n < mostElements && len(nested) < mostBytes {
@@ -428,9 +406,6 @@ func appendElement(b netlink.Buffer, e Element, whole bool) netlink.Buffer {
 			d = d.BigEndian32(unix.NFTA_SET_ELEM_FLAGS, catchAll)
 		} else {
 			d = d.Nest(unix.NFTA_SET_ELEM_KEY, value(e.Key))
-		}
-		if e.End != "" {
-			d = d.Nest(setElemKeyEnd, value(e.End))
 		}
 		if !whole {
 			return d
@@ -548,7 +523,7 @@ func elementAt(m netlink.Message, offset int) (set string, e Element) {
 		end = begin + header + (len(raw)+3)&^3
 		if begin <= offset && offset < end {
 			e = parseElement(raw)
-			return netlink.Text(netlink.Attribute(m.Body[header:], unix.NFTA_SET_ELEM_LIST_SET)), Element{Key: e.Key, End: e.End}
+			return netlink.Text(netlink.Attribute(m.Body[header:], unix.NFTA_SET_ELEM_LIST_SET)), Element{Key: e.Key}
 		}
 	}
 	return "", Element{}

@@ -50,7 +50,7 @@ func example(f plan.Family) (*Batch, []Set, []Chain) {
 	sets := []Set{
 		{Name: fuzzed, Key: Concat{TypeIPv4, TypeProtocol, TypeServicePort}, Data: Concat{TypeClassID}, Counted: true},
 		{Name: fuzzed, Key: Concat{TypeClassID}, Data: Concat{TypeVerdict}},
-		{Name: fuzzed, Key: Concat{TypeProtocol, TypeIPv4}, Interval: true},
+		{Name: fuzzed, Key: Concat{TypeProtocol, TypeIPv4}},
 		{Name: fuzzed, Key: Concat{TypeProtocol, TypeIPv4}, Data: Concat{TypeClassID}, Dynamic: true, Size: 20},
 	}
 	chains := []Chain{{Name: fuzzed, Rules: []Rule{{Text: "drop", Comment: "all", Exprs: []expr.Any{&expr.Verdict{Kind: expr.VerdictDrop}}}}},
@@ -59,7 +59,7 @@ func example(f plan.Family) (*Batch, []Set, []Chain) {
 	b.AddTable()
 	for _, s := range sets {
 		b.AddSet(s)
-		b.AddElements(s, []Element{{Key: "12345678", End: "12345679", Data: "1234", Comment: "a comment"}, {Chain: "next"}, {}})
+		b.AddElements(s, []Element{{Key: "12345678", Data: "1234", Comment: "a comment"}, {Chain: "next"}, {}})
 	}
 	if err := b.AddChains(chains); err != nil {
 		panic(err)
@@ -127,7 +127,7 @@ func FuzzElementAt(f *testing.F) {
 		if len(body) < headerLen { // This program has written it.
 			return
 		}
-		if set, e := elementAt(netlink.Message{Type: kind, Body: body}, offset); len(set)+len(e.Key)+len(e.End) > len(body) {
+		if set, e := elementAt(netlink.Message{Type: kind, Body: body}, offset); len(set)+len(e.Key) > len(body) {
 			t.Errorf("set %q and element %v are in a message of %d bytes", set, e, len(body))
 		}
 	})

@@ -255,13 +255,13 @@ func (c *Conn) Sample(f plan.Family, table string, s Set, each func(Element) err
 }
 
 // ElementKey is the key of an element in one of a table's sets. Without a Key, it stands for the catch-all element.
-type ElementKey struct{ Set, Key, End string }
+type ElementKey struct{ Set, Key string }
 
 // Element returns the element of a set that has the key of e, and whether there is one.
 func (c *Conn) Element(f plan.Family, table string, s Set, e Element) (Element, bool, error) {
 	var out Element
 	var found bool
-	err := c.Find(f, table, []ElementKey{{s.Name, e.Key, e.End}}, func(_ int, el Element, is bool) error {
+	err := c.Find(f, table, []ElementKey{{s.Name, e.Key}}, func(_ int, el Element, is bool) error {
 		out, found = el, is
 		return nil
 	})
@@ -277,7 +277,7 @@ func (c *Conn) Find(f plan.Family, table string, keys []ElementKey, each func(i 
 		requests[i] = netlink.Message{Type: getElements, Body: netlink.Buffer{Protocol(f), 0, 0, 0}.Text(tableAttr, table).
 			Text(unix.NFTA_SET_ELEM_LIST_SET, k.Set).
 			Nest(unix.NFTA_SET_ELEM_LIST_ELEMENTS, func(b netlink.Buffer) netlink.Buffer {
-				return appendElement(b, Element{Key: k.Key, End: k.End}, false)
+				return appendElement(b, Element{Key: k.Key}, false)
 			})}
 	}
 	return c.conn.AskAll(requests, func(i int, answer []byte, err error) error {
@@ -286,7 +286,7 @@ func (c *Conn) Find(f plan.Family, table string, keys []ElementKey, each func(i 
 			return fmt.Errorf("reading an element of set %s of nftables: %w", k.Set, err)
 		}
 		for _, raw := range listed(answer) {
-			if got := parseElement(raw); got.Key == k.Key && got.End == k.End {
+			if got := parseElement(raw); got.Key == k.Key {
 				return each(i, got, true)
 			}
 		}
@@ -306,8 +306,6 @@ func parseElement(raw []byte) (e Element) {
 		switch kind {
 		case unix.NFTA_SET_ELEM_KEY:
 			e.Key = string(netlink.Attribute(v, unix.NFTA_DATA_VALUE))
-		case setElemKeyEnd:
-			e.End = string(netlink.Attribute(v, unix.NFTA_DATA_VALUE))
 		case unix.NFTA_SET_ELEM_DATA:
 			e.Data = string(netlink.Attribute(v, unix.NFTA_DATA_VALUE))
 			if verdict := netlink.Attribute(v, unix.NFTA_DATA_VERDICT); verdict != nil {
