@@ -218,7 +218,7 @@ func (l *layout) checkRanges() []nft.Rule {
 	for bits := l.family.Bits(); bits > 0; bits -= rangeStep(l.family) {
 		rules = append(rules, l.rule().fromRange(bits).ret())
 	}
-	return append(rules, l.rule().drop())
+	return append(rules, l.rule().comment("outside the source ranges").drop())
 }
 
 // unknown returns the rules for new connections to cluster IPs that neither this program nor another proxy has translated. While not
