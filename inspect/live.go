@@ -263,7 +263,7 @@ func (s *SeenPacket) write(w io.Writer) error {
 			[]string{"  source", source(outcome.Masqueraded), source(s.Masqueraded)})
 	}
 	rows = append(rows, []string{"  answered", "-", map[bool]string{true: "yes", false: "no"}[s.Answered]})
-	if err := indented(w, "\tPREDICTED\tSEEN", rows); err != nil {
+	if err := aligned(w, "\tPREDICTED\tSEEN", rows); err != nil {
 		return err
 	}
 	for _, d := range s.Differences {
@@ -335,5 +335,5 @@ func (s *SeenPacket) writeSteps(w io.Writer) error {
 		return nil
 	}
 	fmt.Fprintln(w)
-	return indented(w, "  RULE IS\tHOOK\tTABLE\tCHAIN\tRULE", rows)
+	return aligned(w, "  RULE IS\tHOOK\tTABLE\tCHAIN\tRULE", rows)
 }

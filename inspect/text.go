@@ -1,6 +1,7 @@
 package inspect
 
 import (
+	"bufio"
 	"cmp"
 	"fmt"
 	"io"
@@ -41,15 +42,26 @@ func printableRow(cells []string) string {
 
 // Table writes rows below a header, in kubectl's form.
 func Table(w io.Writer, header string, rows [][]string) error {
-	t := tabwriter.NewWriter(w, 0, 0, 3, ' ', 0)
-	fmt.Fprintln(t, strings.Join(strings.Fields(header), "\t"))
 	for _, r := range rows {
 		for i := range r {
 			r[i] = cmp.Or(r[i], none)
 		}
+	}
+	return aligned(w, strings.Join(strings.Fields(header), "\t"), rows)
+}
+
+// aligned writes rows below a header whose cells end with tabs.
+func aligned(w io.Writer, header string, rows [][]string) error {
+	out := bufio.NewWriter(w) // A tabwriter writes each cell on its own.
+	t := tabwriter.NewWriter(out, 0, 0, 3, ' ', 0)
+	fmt.Fprintln(t, header)
+	for _, r := range rows {
 		fmt.Fprintln(t, printableRow(r))
 	}
-	return t.Flush()
+	if err := t.Flush(); err != nil {
+		return err
+	}
+	return out.Flush()
 }
 
 // WriteServicePorts writes a row for each ServicePort; wide adds policies and affinity. Ages are as of now.
@@ -210,7 +222,7 @@ func WriteExplanation(w io.Writer, e *Explanation, now time.Time) error {
 			rows = append(rows, []string{c.Name, c.Result, c.Detail})
 		}
 		fmt.Fprintln(w)
-		if err := indented(w, "CHECKED\tRESULT\tDETAIL", rows); err != nil {
+		if err := aligned(w, "CHECKED\tRESULT\tDETAIL", rows); err != nil {
 			return err
 		}
 	}
@@ -269,7 +281,7 @@ func writePort(w io.Writer, p PortExplanation, now time.Time) error {
 			name = ""
 		}
 	}
-	if err := indented(w, "  FRONTEND\tFROM\tVERDICT", rows); err != nil {
+	if err := aligned(w, "  FRONTEND\tFROM\tVERDICT", rows); err != nil {
 		return err
 	}
 	rows = nil
@@ -281,14 +293,5 @@ func writePort(w io.Writer, p PortExplanation, now time.Time) error {
 		return nil
 	}
 	fmt.Fprintln(w)
-	return indented(w, "  ENDPOINT\tPOD\tNODE\tZONE\tCONDITIONS\tUSED", rows)
-}
-
-func indented(w io.Writer, header string, rows [][]string) error {
-	t := tabwriter.NewWriter(w, 0, 0, 3, ' ', 0)
-	fmt.Fprintln(t, header)
-	for _, r := range rows {
-		fmt.Fprintln(t, printableRow(r))
-	}
-	return t.Flush()
+	return aligned(w, "  ENDPOINT\tPOD\tNODE\tZONE\tCONDITIONS\tUSED", rows)
 }

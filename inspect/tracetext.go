@@ -77,7 +77,7 @@ func writeSteps(w io.Writer, list []TraceStep) error {
 			rows = append(rows, []string{"  ", "", "", "  " + e})
 		}
 	}
-	return indented(w, "  HOOK\tTABLE\tCHAIN\tRULE", rows)
+	return aligned(w, "  HOOK\tTABLE\tCHAIN\tRULE", rows)
 }
 
 // end is in what outcomes differ that have different rules; of those that are alike in it, only the rules of the first are shown.
@@ -98,7 +98,7 @@ func (p PacketTrace) writeOutcomes(w io.Writer) error {
 		}
 		rows = append(rows, []string{"  " + to, percent(o.Probability), source, cmp.Or(o.Pod, "-"), cmp.Or(o.Node, "-")})
 	}
-	if err := indented(w, "  ENDPOINT\tPROBABILITY\tSOURCE\tPOD\tNODE", rows); err != nil {
+	if err := aligned(w, "  ENDPOINT\tPROBABILITY\tSOURCE\tPOD\tNODE", rows); err != nil {
 		return err
 	}
 	shown, alike := map[end]bool{}, false

@@ -1,6 +1,7 @@
 package main
 
 import (
+	"errors"
 	"html"
 	"os"
 	"os/exec"
@@ -107,7 +108,9 @@ func browse(t *testing.T, url string) string {
 		cmd := exec.Command("chromium", "--headless", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage", "--user-data-dir="+profile,
 			"--virtual-time-budget=5000", "--dump-dom", url)
 		nstest.EndWith(t, cmd)
-		if page, err = cmd.Output(); err != nil {
+		if page, err = cmd.Output(); errors.Is(err, exec.ErrNotFound) {
+			t.Fatal(err)
+		} else if err != nil {
 			t.Logf("%v", err)
 		}
 		return strings.Contains(string(page), `data-loaded="yes"`)

@@ -73,7 +73,7 @@ func genericFamily(name, needs string) (uint16, error) {
 func (s *Servers) Close() error {
 	s.mu.Lock()
 	defer s.mu.Unlock()
-	return s.dumps.close()
+	return s.dumps.Close()
 }
 
 // Another returns the same virtual servers by a socket of its own, so that reading does not hold up who uses s. It must be closed.
@@ -130,7 +130,7 @@ func (s *Servers) Stats() (map[ServerID]Traffic, error) {
 	if err != nil {
 		return nil, fmt.Errorf("reading the counters of virtual servers: %w", err)
 	}
-	defer dumps.close()
+	defer dumps.Close()
 	all, err := dumps.services(s.family)
 	if err != nil {
 		return nil, fmt.Errorf("reading the counters of virtual servers: %w", err)
@@ -154,14 +154,14 @@ type lists [2]*netlink.Conn
 func dialLists() (l lists, err error) {
 	for i, most := range []int{68 << 10, 23 << 10} {
 		if l[i], err = netlink.DialParts(unix.NETLINK_GENERIC, most); err != nil {
-			_ = l.close()
+			_ = l.Close()
 			return lists{}, err
 		}
 	}
 	return l, nil
 }
 
-func (l lists) close() error {
+func (l lists) Close() error {
 	var errs []error
 	for _, c := range l {
 		if c != nil {
