@@ -130,7 +130,7 @@ func TestHealthCheckNodePort(t *testing.T) {
 		}
 		w.Run(t, variant, clusterCIDR)
 		for _, family := range families {
-			if err := answers(w.Client, netip.AddrPortFrom(node.IP(family), port), "node1")(); err != nil {
+			if err := answersNow(w.Client, netip.AddrPortFrom(node.IP(family), port), "node1"); err != nil {
 				t.Error(err)
 			}
 			if err := ends(w.Client, netip.AddrPortFrom(node.IP(family), another), harness.TimedOut)(); err != nil {

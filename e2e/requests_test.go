@@ -128,13 +128,19 @@ func eventually(t *testing.T, what string, check func() error) time.Duration {
 
 // answers returns a check that one TCP request is answered by one of the servers.
 func answers(client *harness.Host, to netip.AddrPort, servers ...string) func() error {
-	return func() error {
-		a := client.Ask("tcp", to, harness.Brief)
-		if a.Outcome != harness.Answered || !slices.Contains(servers, a.Server) {
-			return fmt.Errorf("%s from %s: %v, want one of %v", to, client.Name, a, servers)
-		}
-		return nil
+	return func() error { return answered(client, to, harness.Brief, servers) }
+}
+
+// answersNow checks that one of the servers answers a TCP request, however long it takes.
+func answersNow(client *harness.Host, to netip.AddrPort, servers ...string) error {
+	return answered(client, to, harness.Patient, servers)
+}
+
+func answered(client *harness.Host, to netip.AddrPort, timeout time.Duration, servers []string) error {
+	if a := client.Ask("tcp", to, timeout); a.Outcome != harness.Answered || !slices.Contains(servers, a.Server) {
+		return fmt.Errorf("%s from %s: %v, want one of %v", to, client.Name, a, servers)
 	}
+	return nil
 }
 
 // ends returns a check that one TCP request ends in a certain way.

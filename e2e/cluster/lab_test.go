@@ -33,10 +33,6 @@ func TestMain(m *testing.M) {
 }
 
 func runTests(m *testing.M) int {
-	// A connection on which nothing comes is tested, and given up, sooner than by default (30 s and 15 s), here and in the
-	// daemons, so that a test of that need not take a minute.
-	os.Setenv("HTTP2_READ_IDLE_TIMEOUT_SECONDS", "4")
-	os.Setenv("HTTP2_PING_TIMEOUT_SECONDS", "2")
 	interrupted := make(chan os.Signal, 1)
 	signal.Notify(interrupted, os.Interrupt, syscall.SIGTERM)
 	go func() {
@@ -51,6 +47,10 @@ func runTests(m *testing.M) int {
 	printTable()
 	return code
 }
+
+// impatient has the daemons test a connection on which nothing comes, and give it up, sooner than by default (30 s and 15 s), so that a test of that
+// need not take a minute. This process has the defaults: an answer takes long on a busy machine.
+var impatient = []string{"HTTP2_READ_IDLE_TIMEOUT_SECONDS=4", "HTTP2_PING_TIMEOUT_SECONDS=2"}
 
 // lab is a World with a control plane on node3 and nodeproxy on node1.
 type lab struct {
@@ -68,6 +68,7 @@ var clusterCIDR = "--cluster-cidr=" + harness.ClusterCIDR4.String() + "," + harn
 func newLab(t *testing.T, variant harness.Variant) *lab {
 	t.Helper()
 	w := harness.New(t, harness.Options{})
+	w.DaemonEnv = impatient
 	cp, err := Start(w, w.Nodes[2].Host)
 	if err != nil {
 		t.Fatal(err)
