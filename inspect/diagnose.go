@@ -62,11 +62,10 @@ const (
 
 // diagnosis collects the diagnoses of one Service.
 type diagnosis struct {
-	d    *proxier.Description
-	list []Diagnosis
-	// listed has what is in list, and taken counts the frontends that other Services have.
-	listed map[Diagnosis]struct{}
-	taken  int
+	d      *proxier.Description
+	list   []Diagnosis
+	listed map[Diagnosis]struct{} // what is in list
+	taken  map[[2]string]struct{} // frontends that other Services have, with the other's name
 	// readPods is Node.Pods until it has been asked; then allPods are what it returned.
 	readPods  func(namespace string) ([]*v1.Pod, error)
 	allPods   []*v1.Pod
@@ -87,7 +86,7 @@ func (c *diagnosis) add(severity, code, do, what string, args ...any) {
 
 // diagnose returns what is wrong with a Service, problems first.
 func (n *Node) diagnose(d *proxier.Description, own *plan.Plan, programmed *plan.Snapshot, refused map[plan.Key]plan.Refusal) []Diagnosis {
-	c := &diagnosis{d: d, list: []Diagnosis{}, readPods: n.Pods}
+	c := &diagnosis{d: d, list: []Diagnosis{}, taken: map[[2]string]struct{}{}, readPods: n.Pods}
 	c.service()
 	c.reach(own.Node)
 	for _, sp := range d.ServicePorts {
@@ -96,7 +95,7 @@ func (n *Node) diagnose(d *proxier.Description, own *plan.Plan, programmed *plan
 		c.endpoints(sp, own.Node)
 		c.kernel(sp, programmed, refused)
 	}
-	if more := c.taken - mostTaken; more > 0 {
+	if more := len(c.taken) - mostTaken; more > 0 {
 		c.add(problem, AddressTaken, "give the Service or the others other addresses or ports",
 			"%d more of its frontends belong to other Services, which take precedence.", more)
 	}
@@ -170,11 +169,14 @@ const mostTaken = 5
 // addresses is about what a ServicePort asks for and does not get, and who may reach it.
 func (c *diagnosis) addresses(sp *plan.ServicePort) {
 	for _, sh := range sp.Shadowed {
-		if c.taken++; c.taken > mostTaken {
+		taken := [2]string{upper(sh.Frontend.String()), sh.Owner.PortName()} // A node port is taken in each family.
+		if _, has := c.taken[taken]; has {
 			continue
 		}
-		c.add(problem, AddressTaken, "give one of the two another address or port",
-			"%s belongs to Service %s, which takes precedence: what is sent there goes to that Service.", upper(sh.Frontend.String()), sh.Owner.PortName())
+		if c.taken[taken] = struct{}{}; len(c.taken) <= mostTaken {
+			c.add(problem, AddressTaken, "give one of the two another address or port",
+				"%s belongs to Service %s, which takes precedence: what is sent there goes to that Service.", taken[0], taken[1])
+		}
 	}
 	lb := slices.ContainsFunc(sp.Frontends, func(f plan.Frontend) bool { return f.Kind == plan.LoadBalancerIP })
 	if lb && len(sp.SourceRanges) > 0 {

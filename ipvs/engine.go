@@ -169,6 +169,7 @@ func (e *engine) syncAll(ctx context.Context, p *plan.Plan) error {
 		return err
 	}
 	e.options.Host = host
+	rest := e.rest
 	e.rest = nil
 	before := e.actual
 	if e.Compared = e.desired != nil; !e.Compared {
@@ -214,6 +215,9 @@ func (e *engine) syncAll(ctx context.Context, p *plan.Plan) error {
 	all := e.everything()
 	if p.Partial {
 		e.leaveUnknown(all, p)
+		if rest != nil { // It is known, as a ServicePort of this process had it.
+			all.merge(rest)
+		}
 	}
 	if err := e.apply(all, steps); err != nil || p.Partial || e.swept {
 		return err
@@ -325,7 +329,7 @@ func (e *engine) everything() *touched {
 			hashes = e.desired.hashes()
 		}
 		if e.desired.replaces(id, hashes) {
-			t.replaced[id] = struct{}{}
+			t.replaced[id] = plan.Key{} // Its ServicePort can't vanish before it is applied.
 		}
 	}
 	for m := range e.desired.members {

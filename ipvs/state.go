@@ -36,8 +36,8 @@ type touched struct {
 	members map[member]struct{}     // by key
 	vips    map[netip.Addr]struct{} // and their ports
 	// replaced are virtual servers that are removed while their ServicePort remains and gets another one: their connections are
-	// left to them.
-	replaced map[ipvs.ServerID]struct{}
+	// left to them, as long as it remains.
+	replaced map[ipvs.ServerID]plan.Key
 	// onlyAdd keeps ports that are not desired.
 	onlyAdd bool
 	// large is what ServicePorts touch of which a sync changes a part only; nil if there is none.
@@ -49,7 +49,7 @@ type touched struct {
 
 func newTouched() *touched {
 	return &touched{servers: map[ipvs.ServerID]struct{}{}, members: map[member]struct{}{}, vips: map[netip.Addr]struct{}{},
-		replaced: map[ipvs.ServerID]struct{}{}}
+		replaced: map[ipvs.ServerID]plan.Key{}}
 }
 
 func newState(p *plan.Plan, f plan.Family, o Options) *state {
@@ -182,7 +182,7 @@ func (s *state) leave(k plan.Key, t *touched) {
 func (s *state) noteReplaced(k plan.Key, t *touched) {
 	for _, v := range s.objects[k].servers {
 		if v.ID.Mark != 0 && v.drains {
-			t.replaced[v.ID] = struct{}{}
+			t.replaced[v.ID] = k
 		}
 	}
 }

@@ -35,6 +35,7 @@ func (t *touched) merge(other *touched) {
 func (t *touched) forget(other *touched) {
 	for id := range other.servers {
 		delete(t.servers, id)
+		delete(t.replaced, id)
 	}
 	for m := range other.members {
 		delete(t.members, m)
@@ -131,8 +132,8 @@ func (e *engine) step(t *touched) {
 			continue
 		}
 		t.servers[id] = struct{}{}
-		if _, is := rest.replaced[id]; is {
-			t.replaced[id] = struct{}{}
+		if k, is := rest.replaced[id]; is && e.desired.services[k] != nil {
+			t.replaced[id] = k
 		}
 	}
 	for m := range rest.members {

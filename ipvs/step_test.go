@@ -258,3 +258,65 @@ func TestStepsEnd(t *testing.T) {
 		}
 	}
 }
+
+// policies changes from Local to Cluster a ServicePort that has a connection and is large enough for steps, as far as one step goes.
+func policies(t *testing.T) (e *engine, k *fakeKernel, p *plan.Plan, sp *plan.ServicePort) {
+	e, k = fakeEngine(plan.IPv4, testOptions)
+	e.mostAtOnce = 100
+	p = plantest.Large(2, 2)
+	was := spread(0, 20, 100)
+	p.Set(was)
+	must(t, e.Sync(context.Background(), p, plan.Everything()))
+	for _, ep := range was.All() {
+		k.connections[ep.Addr] = 1
+	}
+	sp = spread(0, 10, 100)
+	sp.ExternalPolicy = plan.Cluster
+	p.Set(sp)
+	must(t, e.Sync(context.Background(), p, plan.Only(plan.Keys{sp.Key: {}})))
+	if e.rest == nil || len(e.rest.replaced) == 0 {
+		t.Fatal("no virtual server that is replaced waits")
+	}
+	return e, k, p, sp
+}
+
+// left are the virtual servers and set entries in the kernel that are not desired.
+func (e *engine) left() (out []string) {
+	for id := range e.actual.servers {
+		if _, is := e.desired.servers[id]; !is {
+			out = append(out, id.String())
+		}
+	}
+	for m := range e.actual.members {
+		if m.set != setVIPs && e.desired.members[m] == nil {
+			out = append(out, e.memberName(m))
+		}
+	}
+	return out
+}
+
+// TestStepsOfDeleted: a virtual server that was to stay for its connections, as its ServicePort got another one, goes with the ServicePort.
+func TestStepsOfDeleted(t *testing.T) {
+	t.Parallel()
+	e, _, p, sp := policies(t)
+	p.Delete(sp.Key)
+	for change := (plan.Keys{sp.Key: {}}); change != nil || e.rest != nil; change = nil {
+		must(t, e.Sync(context.Background(), p, plan.Only(change)))
+	}
+	if left := e.left(); len(left) > 0 {
+		t.Errorf("left: %s", left)
+	}
+}
+
+// TestStepsWhilePartial: what waits for a step is removed by a sync of everything, too, while the source does not know all Services.
+func TestStepsWhilePartial(t *testing.T) {
+	t.Parallel()
+	e, k, p, _ := policies(t)
+	clear(k.connections)
+	p.Partial = true
+	must(t, e.Sync(context.Background(), p, plan.Everything()))
+	must(t, e.drain(time.Now()))
+	if left := e.left(); len(left) > 0 {
+		t.Errorf("left: %s", left)
+	}
+}
