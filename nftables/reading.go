@@ -57,7 +57,7 @@ func (s *fullSync) readElements(ctx context.Context, settled bool) error {
 	}
 	for _, set := range []setID{services, servicesWithin, limited, sourceRanges, clusterIPs} {
 		found := 0
-		if n := s.counted(set); n > s.mostListed {
+		if s.counted(set) > s.mostListed && !s.shown { // A table that is shown is read without a plan.
 			var err error
 			if found, err = s.ask(ctx, set, s.frontends(set)); err != nil {
 				return err
