@@ -44,12 +44,15 @@ type Missing struct {
 
 // Neighbour is another program, or what one has done or left.
 type Neighbour struct {
-	// Kind is one of proxy, change and leftovers.
+	// Kind is one of proxy, change, leftovers and DaemonSet.
 	Kind string `json:"kind"`
 	What string `json:"what"`
 	// Problem is true if somebody has to do something about it.
 	Problem bool `json:"problem"`
 }
+
+// DaemonSet is the kind of neighbour that is a finding, too.
+const DaemonSet = "daemonset"
 
 // Status is how a running nodeproxy fares.
 type Status struct {
@@ -252,9 +255,13 @@ func (s *Status) judge(self Self) {
 	if len(s.Unserved) > 0 {
 		wrong("Services of %s are not proxied: the log says at the start of nodeproxy what this node lacks.", strings.Join(s.Unserved, " and "))
 	}
+	said := len(s.Refused)
 	for _, neighbour := range s.Neighbours {
 		if neighbour.Problem {
 			wrong("%s.", neighbour.What)
+		}
+		if neighbour.Kind == DaemonSet {
+			said++
 		}
 	}
 	if self.Rejected != "" {
@@ -266,7 +273,7 @@ func (s *Status) judge(self Self) {
 	if n := len(s.Refused); n > 0 {
 		wrong("The kernel refuses %d %s: %s. \"nodeproxy explain\" says why.", n, plural("ServicePort", n), few(s.Refused))
 	}
-	if more := s.Problems - len(s.Refused); more > 0 {
+	if more := s.Problems - said; more > 0 {
 		wrong("There %s with objects or with the node; \"nodeproxy get findings\" lists them.", map[bool]string{true: "is a problem",
 			false: fmt.Sprintf("are %d problems", more)}[more == 1])
 	}
