@@ -54,6 +54,7 @@ var symptoms = []struct {
 	{"Endpoints get more or less traffic than they should", [][2]string{
 		{"zone hints that name no zone of here", "zone-hints-elsewhere"},
 		{"only terminating endpoints are left", "terminating"},
+		{"endpoints are listed twice, and not ready in one of the places", "listed-twice"},
 	}},
 	{"The rules are not those of the Service", [][2]string{
 		{"a program has flushed a table", "flushed"},
