@@ -6,7 +6,6 @@ import (
 	"fmt"
 	"net/netip"
 	"slices"
-	"strings"
 	"sync"
 	"time"
 
@@ -163,11 +162,6 @@ func (n *Node) Check(ctx context.Context, e *Explanation) {
 	for _, one := range each {
 		e.Checks = append(e.Checks, one.list...)
 		e.Diagnoses = append(e.Diagnoses, one.diagnoses...)
-	}
-	if slices.ContainsFunc(e.Diagnoses, func(d Diagnosis) bool { return d.Code == PortConflict }) {
-		e.Diagnoses = slices.DeleteFunc(e.Diagnoses, func(d Diagnosis) bool {
-			return d.Code == ObjectFinding && strings.Contains(d.What, " listens at ")
-		})
 	}
 	slices.SortStableFunc(e.Diagnoses, func(a, b Diagnosis) int { return -cmp.Compare(a.Severity, b.Severity) })
 }

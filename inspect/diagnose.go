@@ -495,15 +495,18 @@ func (c *diagnosis) kernel(sp *plan.ServicePort, programmed *plan.Snapshot, refu
 // objects repeats what is wrong with the Service's objects.
 func (c *diagnosis) objects() {
 	for _, f := range c.d.Findings {
-		covered := f.Effect == "not proxied" || strings.Contains(f.Detail, "also claimed by")
-		if covered {
+		if f.Effect == "not proxied" || f.Kind == source.Claimed { // There is a diagnosis of that already.
 			continue
 		}
 		severity := note
 		if f.Severity == source.Problem {
 			severity = problem
 		}
-		c.add(severity, ObjectFinding, "", "%s.", f)
+		code := ObjectFinding
+		if f.Kind == source.PortConflict {
+			code = PortConflict
+		}
+		c.add(severity, code, "", "%s.", f)
 	}
 }
 
