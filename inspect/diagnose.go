@@ -56,7 +56,7 @@ const (
 	SelectorMatchesOthers  = "SelectorMatchesOthers"  // the selector matches Pods that do not declare the targetPort, though others do
 	ListedTwice            = "ListedTwice"            // an endpoint is listed more than once, with different conditions
 	NotServing             = "NotServing"             // endpoints get traffic although they do not serve
-	OneFamily              = "OneFamily"              // clients of the other address family can't reach it
+	OneFamily              = "OneFamily"              // clients outside of the other address family can't reach it
 	NothingOutside         = "NothingOutside"         // nothing on this node answers what comes from outside
 	NodePortsNowhere       = "NodePortsNowhere"       // node ports answer at the node's primary addresses alone, and none is known
 	PodsNotTold            = "PodsNotTold"            // detectLocalMode is NodeCIDR, and no pod CIDR is known
@@ -141,13 +141,13 @@ func (c *diagnosis) reach(node plan.Node) {
 				"external IP that nodes take. Host names and IPs of ipMode Proxy in status.loadBalancer.ingress are the load balancer's own.")
 	}
 	family := ports[0].Key.Family
-	if slices.ContainsFunc(ports, func(sp *plan.ServicePort) bool { return sp.Key.Family != family }) {
-		return
+	if !slices.ContainsFunc(ports, (*plan.ServicePort).HasExternal) || slices.ContainsFunc(ports, func(sp *plan.ServicePort) bool { return sp.Key.Family != family }) {
+		return // Pods and nodes have both families, and take the address that DNS names.
 	}
 	for _, other := range plan.Families {
 		if other != family && node.IP(other).IsValid() { // Elsewhere, no client has an address of it.
 			c.add(note, OneFamily, "set spec.ipFamilyPolicy to PreferDualStack if they should",
-				"The Service has %s addresses only, although this node has both families: clients that use %s alone can't reach it.", family, other)
+				"The Service has %s addresses only, although this node has both families: clients outside that use %s alone can't reach it.", family, other)
 		}
 	}
 }
