@@ -6,7 +6,6 @@ import (
 	"fmt"
 	"net/netip"
 	"slices"
-	"strings"
 	"sync"
 	"time"
 
@@ -35,6 +34,10 @@ type Reality struct {
 	Listeners func() []source.Finding
 	// Blocking returns rules of other programs that may keep packets from the ServicePorts, in words.
 	Blocking func(ctx context.Context, ports []*plan.ServicePort) ([]Blocking, error)
+	// Endpoints returns what is known of listeners at the endpoints of ServicePorts that are on this node; nothing of those where that can't be known.
+	Endpoints func(ctx context.Context, ports []*plan.ServicePort) ([]Listening, error)
+	// Reverse returns what the kernel does with the answers of endpoints for the interfaces by which they come.
+	Reverse func(ctx context.Context, endpoints []netip.Addr) (*Reverse, error)
 	// Watches returns how current the objects are.
 	Watches func() []source.Watch
 }
@@ -61,6 +64,43 @@ type Blocking struct {
 	Policy bool
 }
 
+// Listening is what is known of the listeners at an endpoint on this node.
+type Listening struct {
+	Addr     netip.AddrPort
+	Protocol plan.Protocol
+	// Pod is true if the endpoint has a network namespace of its own.
+	Pod bool
+	// Listens says that something listens there, and Loopback that it does so at a loopback address alone.
+	Listens, Loopback bool
+	// Others are other ports of the protocol at which anything listens that the endpoint's address reaches.
+	Others []uint16
+}
+
+// Filtered is an endpoint whose answers the kernel drops.
+type Filtered struct {
+	Addr netip.Addr
+	// By is the interface to it, by which its answers come, and Back that of the route to it, by which rp_filter has them come.
+	By, Back string
+}
+
+// toFilter is what to do about that.
+const toFilter = "have the same routes hold for answers (ip rule), or set net.ipv4.conf.%s.rp_filter to 2, which is loose"
+
+func (f Filtered) String() string {
+	return fmt.Sprintf("The kernel drops the answers of endpoint %s: packets to it leave by %s, where rp_filter is strict, but by the routes that hold for its answers they "+
+		"should come by %s", f.Addr, f.By, f.Back)
+}
+
+// Reverse is what rp_filter does at the interfaces to endpoints.
+type Reverse struct {
+	// Strict are the interfaces where it is strict.
+	Strict   []string
+	Filtered []Filtered
+	// Drops is how many packets it has dropped on this node, if that is Known.
+	Drops uint64
+	Known bool
+}
+
 // Check is one thing that was looked at on the node.
 type Check struct {
 	// Name says what was looked at.
@@ -84,6 +124,8 @@ const (
 	PortConflict     = "PortConflict"     // a program of the node listens where the Service is
 	DroppedByOthers  = "DroppedByOthers"  // another program's rule drops the traffic
 	APIServerAway    = "APIServerAway"    // the objects may be out of date
+	EndpointRefuses  = "EndpointRefuses"  // nothing listens at an endpoint that gets traffic
+	AnswersFiltered  = "AnswersFiltered"  // rp_filter drops the answers of endpoints
 	TrackingFull     = "TrackingFull"     // the kernel tracks as many connections as it may, or nearly
 )
 
@@ -105,7 +147,8 @@ func (n *Node) Check(ctx context.Context, e *Explanation) {
 		}
 	})
 	c := &checks{reality: n.Reality, svc: svc, ports: ports, now: time.Now()}
-	all := []func(*checks, context.Context){(*checks).kernel, (*checks).traffic, (*checks).flows, (*checks).tracked, (*checks).listeners, (*checks).blocking, (*checks).watches}
+	all := []func(*checks, context.Context){(*checks).kernel, (*checks).traffic, (*checks).flows, (*checks).tracked, (*checks).listeners, (*checks).blocking,
+		(*checks).endpoints, (*checks).reverse, (*checks).watches}
 	each := make([]checks, len(all))
 	var wg sync.WaitGroup
 	for i, check := range all {
@@ -119,11 +162,6 @@ func (n *Node) Check(ctx context.Context, e *Explanation) {
 	for _, one := range each {
 		e.Checks = append(e.Checks, one.list...)
 		e.Diagnoses = append(e.Diagnoses, one.diagnoses...)
-	}
-	if slices.ContainsFunc(e.Diagnoses, func(d Diagnosis) bool { return d.Code == PortConflict }) {
-		e.Diagnoses = slices.DeleteFunc(e.Diagnoses, func(d Diagnosis) bool {
-			return d.Code == ObjectFinding && strings.Contains(d.What, " listens at ")
-		})
 	}
 	slices.SortStableFunc(e.Diagnoses, func(a, b Diagnosis) int { return -cmp.Compare(a.Severity, b.Severity) })
 }
@@ -382,6 +420,134 @@ func (c *checks) blocking(ctx context.Context) {
 			"A rule of another program %s %s: \"%s\" in %s.", drops, traffic, b.Rule, b.Place)
 	}
 }
+
+// endpoints is about what listens at the endpoints that are on this node.
+func (c *checks) endpoints(ctx context.Context) {
+	if c.reality.Endpoints == nil || len(c.ports) == 0 {
+		return
+	}
+	const name = "listeners at endpoints"
+	list, err := c.reality.Endpoints(ctx, c.ports)
+	if err != nil {
+		c.found(name, unknown, "%v", err)
+		return
+	}
+	if len(list) == 0 { // None is on this node, or nothing can be known of it.
+		return
+	}
+	var refusing []Listening
+	for _, l := range list {
+		if !l.Listens {
+			refusing = append(refusing, l)
+		}
+	}
+	if len(refusing) == 0 {
+		c.found(name, ok, "something listens at all that are known on this node: %d", len(list))
+		return
+	}
+	severity, n := note, len(refusing)
+	for len(refusing) > 0 { // Those that refuse for the same reason are in one sentence.
+		first, names := refusing[0], []string(nil)
+		refusing = slices.DeleteFunc(refusing, func(l Listening) bool {
+			same := l.Addr.Port() == first.Addr.Port() && l.Protocol == first.Protocol && l.Pod == first.Pod && l.Loopback == first.Loopback && slices.Equal(l.Others, first.Others)
+			if same {
+				names = append(names, l.Addr.String())
+			}
+			return same
+		})
+		if c.refuses(first, names) == problem {
+			severity = problem
+		}
+	}
+	c.found(name, severity, "nothing listens at %d of %d that are known on this node", n, len(list))
+}
+
+// refuses says why endpoints refuse what they get, and returns how bad that is.
+func (c *checks) refuses(l Listening, names []string) (severity string) {
+	severity = problem
+	who, where := "Endpoint "+names[0]+" gets traffic, but refuses it", "on this node"
+	if len(names) > 1 {
+		who = "Endpoints " + some(names) + " get traffic, but refuse it"
+	}
+	if l.Pod {
+		where = "in its Pod"
+		if len(names) > 1 {
+			where = "in their Pods"
+		}
+	}
+	port := fmt.Sprintf("%d/%s", l.Addr.Port(), l.Protocol)
+	if l.Loopback {
+		unless := ""
+		if l.Pod && len(l.Others) > 0 { // A service mesh does that.
+			severity, unless = note, ", unless another program there passes it on"
+		}
+		c.diagnose(severity, EndpointRefuses, "have the program listen at all addresses (0.0.0.0 or ::)",
+			"%s%s: what listens at port %s %s does so at a loopback address alone.", who, unless, port, where)
+		return severity
+	}
+	var list []string
+	for _, o := range l.Others {
+		list = append(list, fmt.Sprint(o))
+	}
+	others := ""
+	switch {
+	case !l.Pod: // They are those of all programs of the node.
+	case len(list) == 1:
+		others = "; the only port at which anything does is " + list[0]
+	case len(list) > 1:
+		others = "; the ports at which anything does are " + some(list)
+	}
+	c.diagnose(severity, EndpointRefuses, "set spec.ports[].targetPort to the port at which the program listens, or have it listen at this one",
+		"%s: nothing listens at port %s %s%s.", who, port, where, others)
+	return severity
+}
+
+// reverse is about answers that the kernel does not take.
+func (c *checks) reverse(ctx context.Context) {
+	if c.reality.Reverse == nil {
+		return
+	}
+	var endpoints []netip.Addr
+	for _, sp := range c.ports {
+		for _, ep := range sp.All() {
+			if a := ep.Addr.Addr(); a.Is4() && !slices.Contains(endpoints, a) && len(endpoints) < mostReverse {
+				endpoints = append(endpoints, a)
+			}
+		}
+	}
+	if len(endpoints) == 0 {
+		return
+	}
+	const name = "reverse path filter"
+	r, err := c.reality.Reverse(ctx, endpoints)
+	switch {
+	case err != nil:
+		c.found(name, unknown, "%v", err)
+		return
+	case len(r.Strict) == 0: // Then it does not matter.
+		return
+	}
+	result, drops := ok, ""
+	if r.Known {
+		drops = fmt.Sprintf("; %s dropped by it on this node", amount(int64(r.Drops), "packet"))
+		if r.Drops > 0 {
+			result = note
+		}
+	}
+	if len(r.Filtered) == 0 {
+		c.found(name, result, "strict at %s, by which the routes back to the endpoints lead%s", some(r.Strict), drops)
+		return
+	}
+	c.found(name, problem, "strict at %s, by which the routes back to %d of the endpoints do not lead%s", some(r.Strict), len(r.Filtered), drops)
+	for _, f := range r.Filtered[:min(len(r.Filtered), mostFiltered)] {
+		c.diagnose(problem, AnswersFiltered, fmt.Sprintf(toFilter, f.By), "%s.", f)
+	}
+}
+
+const (
+	mostReverse  = 32 // endpoints whose answers are looked at
+	mostFiltered = 3  // of those that are dropped, are named
+)
 
 // StaleAfter is the age from which what is known counts as out of date, as in /readyz.
 const StaleAfter = 5 * time.Minute

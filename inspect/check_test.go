@@ -94,6 +94,40 @@ func TestCheck(t *testing.T) {
 			check: "rules of other programs: note: chain FORWARD of table ip filter: policy drop",
 			what: "The policy of chain FORWARD of table ip filter may drop what is for endpoint 10.244.1.5:8080: it drops what no rule accepts, " +
 				"and none certainly accepts this, whoever sends it."},
+		"an endpoint at which nothing listens": {reality: Reality{Endpoints: func(context.Context, []*plan.ServicePort) ([]Listening, error) {
+			l := Listening{Addr: endpoint, Protocol: plan.TCP, Pod: true, Others: []uint16{80}}
+			second := l
+			second.Addr = gone
+			return []Listening{l, second, {Addr: endpoint, Protocol: plan.UDP, Listens: true}}, nil
+		}},
+			check: "listeners at endpoints: problem: nothing listens at 2 of 3 that are known on this node",
+			what:  "Endpoints 10.244.0.8:8080, 10.244.9.9:8080 get traffic, but refuse it: nothing listens at port 8080/TCP in their Pods; the only port at which anything does is 80.",
+			do:    "set spec.ports[].targetPort to the port at which the program listens, or have it listen at this one", problem: true},
+		"an endpoint that listens at a loopback address": {reality: Reality{Endpoints: func(context.Context, []*plan.ServicePort) ([]Listening, error) {
+			return []Listening{{Addr: endpoint, Protocol: plan.TCP, Pod: true, Loopback: true}}, nil
+		}},
+			check: "listeners at endpoints: problem: nothing listens at 1 of 1 that are known on this node",
+			what:  "Endpoint 10.244.0.8:8080 gets traffic, but refuses it: what listens at port 8080/TCP in its Pod does so at a loopback address alone.", problem: true},
+		"an endpoint that may have a proxy before it": {reality: Reality{Endpoints: func(context.Context, []*plan.ServicePort) ([]Listening, error) {
+			return []Listening{{Addr: endpoint, Protocol: plan.TCP, Pod: true, Loopback: true, Others: []uint16{15006}}}, nil
+		}},
+			check: "listeners at endpoints: note: nothing listens at 1 of 1 that are known on this node",
+			what: "Endpoint 10.244.0.8:8080 gets traffic, but refuses it, unless another program there passes it on: what listens at port 8080/TCP in its Pod " +
+				"does so at a loopback address alone."},
+		"endpoints of which nothing is known": {reality: Reality{Endpoints: func(context.Context, []*plan.ServicePort) ([]Listening, error) { return nil, nil },
+			Tracked: func() (TrackedFlows, error) { return TrackedFlows{1, 1000}, nil }},
+			check: "connection tracking: ok: 1 of at most 1000 flows of all programs"},
+		"answers that rp_filter drops": {reality: Reality{Reverse: func(_ context.Context, list []netip.Addr) (*Reverse, error) {
+			return &Reverse{Strict: []string{"eth0", "eth1"}, Filtered: []Filtered{{list[0], "eth1", "eth0"}}, Drops: 7, Known: true}, nil
+		}},
+			check: "reverse path filter: problem: strict at eth0, eth1, by which the routes back to 1 of the endpoints do not lead; 7 packets dropped by it on this node",
+			what: "The kernel drops the answers of endpoint 10.244.0.8: packets to it leave by eth1, where rp_filter is strict, but by the routes that hold for its " +
+				"answers they should come by eth0.",
+			do: "have the same routes hold for answers (ip rule), or set net.ipv4.conf.eth1.rp_filter to 2, which is loose", problem: true},
+		"strict rp_filter": {reality: Reality{Reverse: func(context.Context, []netip.Addr) (*Reverse, error) {
+			return &Reverse{Strict: []string{"eth0"}, Known: true}, nil
+		}},
+			check: "reverse path filter: ok: strict at eth0, by which the routes back to the endpoints lead; 0 packets dropped by it on this node"},
 		"an API server that has been away for ten minutes": {reality: Reality{Watches: func() []source.Watch {
 			return []source.Watch{{Resource: "services", Age: 10 * time.Minute, Failure: "dial tcp 192.0.2.1:6443: connection refused"}, {Resource: "nodes", Age: time.Second}}
 		}},

@@ -3,6 +3,8 @@ package inspect
 import (
 	"cmp"
 	"fmt"
+	"maps"
+	"net/netip"
 	"slices"
 	"strings"
 
@@ -52,8 +54,9 @@ const (
 	SelectorMatchesNothing = "SelectorMatchesNothing" // no Pod has the labels of the selector
 	TargetPortNotDeclared  = "TargetPortNotDeclared"  // no container declares the targetPort
 	SelectorMatchesOthers  = "SelectorMatchesOthers"  // the selector matches Pods that do not declare the targetPort, though others do
+	ListedTwice            = "ListedTwice"            // an endpoint is listed more than once, with different conditions
 	NotServing             = "NotServing"             // endpoints get traffic although they do not serve
-	OneFamily              = "OneFamily"              // clients of the other address family can't reach it
+	OneFamily              = "OneFamily"              // clients outside of the other address family can't reach it
 	NothingOutside         = "NothingOutside"         // nothing on this node answers what comes from outside
 	NodePortsNowhere       = "NodePortsNowhere"       // node ports answer at the node's primary addresses alone, and none is known
 	PodsNotTold            = "PodsNotTold"            // detectLocalMode is NodeCIDR, and no pod CIDR is known
@@ -137,13 +140,13 @@ func (c *diagnosis) reach(node plan.Node) {
 				"external IP that nodes take. Host names and IPs of ipMode Proxy in status.loadBalancer.ingress are the load balancer's own.")
 	}
 	family := ports[0].Key.Family
-	if slices.ContainsFunc(ports, func(sp *plan.ServicePort) bool { return sp.Key.Family != family }) {
-		return
+	if !slices.ContainsFunc(ports, (*plan.ServicePort).HasExternal) || slices.ContainsFunc(ports, func(sp *plan.ServicePort) bool { return sp.Key.Family != family }) {
+		return // Pods and nodes have both families, and take the address that DNS names.
 	}
 	for _, other := range plan.Families {
 		if other != family && node.IP(other).IsValid() { // Elsewhere, no client has an address of it.
 			c.add(note, OneFamily, "set spec.ipFamilyPolicy to PreferDualStack if they should",
-				"The Service has %s addresses only, although this node has both families: clients that use %s alone can't reach it.", family, other)
+				"The Service has %s addresses only, although this node has both families: clients outside that use %s alone can't reach it.", family, other)
 		}
 	}
 }
@@ -224,6 +227,7 @@ func (c *diagnosis) endpoints(sp *plan.ServicePort, node plan.Node) {
 		c.noEndpoints(sp)
 		return
 	}
+	c.listedTwice(sp)
 	var unready []string
 	for _, ep := range list {
 		if !ep.Ready && !ep.Terminating {
@@ -268,6 +272,50 @@ func (c *diagnosis) endpoints(sp *plan.ServicePort, node plan.Node) {
 	c.local(sp, node)
 	c.hints(sp, list, node)
 	c.targetPort(sp)
+}
+
+// mostListed is how many endpoints are named that are listed twice.
+const mostListed = 3
+
+// listedTwice is about endpoints that are listed more than once, in different conditions: one of the entries decides.
+func (c *diagnosis) listedTwice(sp *plan.ServicePort) {
+	entries := map[netip.AddrPort][]proxier.Entry{}
+	for _, e := range c.d.Entries(sp.Key) {
+		entries[e.Addr] = append(entries[e.Addr], e)
+	}
+	state := func(e topology.Endpoint) string { return explainEndpoint(sp, e).condition() }
+	named := 0
+	for _, addr := range slices.SortedFunc(maps.Keys(entries), netip.AddrPort.Compare) {
+		list := entries[addr]
+		if !slices.ContainsFunc(list, func(e proxier.Entry) bool { return state(e.Endpoint) != state(list[0].Endpoint) }) {
+			continue
+		}
+		if named++; named > mostListed {
+			continue
+		}
+		var all []topology.Endpoint
+		var where []string
+		for _, e := range list {
+			all = append(all, e.Endpoint)
+			text := state(e.Endpoint) + " in EndpointSlice " + e.Slice
+			if e.Pod != "" {
+				text += " (Pod " + e.Pod + ")"
+			}
+			where = append(where, text)
+		}
+		wins := topology.Merge(all)[0]
+		why := "what still serves comes first"
+		switch {
+		case !wins.Terminating && slices.ContainsFunc(all, func(e topology.Endpoint) bool { return e.Terminating }):
+			why = "what is not terminating comes first"
+		case wins.Ready && slices.ContainsFunc(all, func(e topology.Endpoint) bool { return !e.Ready }):
+			why = "what is ready comes first"
+		}
+		c.add(note, ListedTwice, "", "%s is listed more than once%s: %s. It counts as %s, since %s.", addr, c.name(sp), some(where), state(wins), why)
+	}
+	if more := named - mostListed; more > 0 {
+		c.add(note, ListedTwice, "", "%d more endpoints are listed more than once, in different conditions%s.", more, c.name(sp))
+	}
 }
 
 // noEndpoints says why a ServicePort has no endpoint at all.
@@ -449,15 +497,18 @@ func (c *diagnosis) kernel(sp *plan.ServicePort, programmed *plan.Snapshot, refu
 // objects repeats what is wrong with the Service's objects.
 func (c *diagnosis) objects() {
 	for _, f := range c.d.Findings {
-		covered := f.Effect == "not proxied" || strings.Contains(f.Detail, "also claimed by")
-		if covered {
+		if f.Effect == "not proxied" || f.Kind == source.Claimed { // There is a diagnosis of that already.
 			continue
 		}
 		severity := note
 		if f.Severity == source.Problem {
 			severity = problem
 		}
-		c.add(severity, ObjectFinding, "", "%s.", f)
+		code := ObjectFinding
+		if f.Kind == source.PortConflict {
+			code = PortConflict
+		}
+		c.add(severity, code, "", "%s.", f)
 	}
 }
 

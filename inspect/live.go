@@ -39,13 +39,22 @@ type SeenPacket struct {
 	// Endpoint is where it was sent to; empty if its destination stayed.
 	Endpoint    string `json:"endpoint,omitempty"`
 	Masqueraded bool   `json:"masqueraded"`
-	// Answered says that connection tracking has seen an answer.
+	// Answered says that connection tracking has seen an answer, and nothing here is known to have kept that from the client.
 	Answered bool `json:"answered"`
+	// Answer is the way of an answer; nil if none was followed.
+	Answer *SeenAnswer `json:"answer,omitempty"`
 	// Unfollowed names a program whose rules the kernel does not tell of, though there are some; empty for none.
 	Unfollowed string `json:"unfollowed,omitempty"`
 	// Prediction is for a packet from this source; Differences say where it was wrong.
 	Prediction  *PacketTrace `json:"prediction"`
 	Differences []string     `json:"differences,omitempty"`
+}
+
+// SeenAnswer is the way of an answer on this node, from where connection tracking has seen it.
+type SeenAnswer struct {
+	// Action is pass, reject, drop or lost.
+	Action string     `json:"action"`
+	Steps  []SeenStep `json:"steps"`
 }
 
 // SeenStep is a rule that has matched a real packet, or the policy of a chain.
@@ -80,15 +89,11 @@ func (s *SeenPacket) Compare(p *PacketTrace) {
 	case s.Action == Lost && s.Unfollowed != "" && (p.Action == plan.Reject.String() || p.Action == plan.Drop.String()):
 		return // by a rule that does not show
 	case s.Action == Lost:
-		by := "no rule has dropped it"
-		if s.Unfollowed != "" {
-			by = "a rule of " + s.Unfollowed + " may have dropped it, or none has"
-		}
 		differ("predicted to be %s, it got no further than %s: %s. Is there a route to %s, and back to the client (rp_filter)?",
-			actionWords[p.Action], s.furthest(), by, cmp.Or(s.Endpoint, s.Destination))
+			actionWords[p.Action], furthest(s.Steps), s.lostBy(), cmp.Or(s.Endpoint, s.Destination))
 		return
 	case s.Action != p.Action && !slices.ContainsFunc(p.Outcomes, func(o TraceOutcome) bool { return o.Action == s.Action }):
-		differ("predicted to be %s, it was %s%s", actionWords[p.Action], actionWords[s.Action], s.by())
+		differ("predicted to be %s, it was %s%s", actionWords[p.Action], actionWords[s.Action], by(s.Action, s.Steps))
 		return
 	case s.Endpoint != outcome.Endpoint:
 		differ("%s is not among the endpoints that were predicted", cmp.Or(s.Endpoint, "its own destination"))
@@ -98,6 +103,23 @@ func (s *SeenPacket) Compare(p *PacketTrace) {
 	case !s.Masqueraded && outcome.Masqueraded:
 		differ("it kept its source, and should be masqueraded")
 	}
+	switch a := s.Answer; {
+	case a == nil || a.Action == plan.Pass.String():
+	case a.Action == Lost:
+		s.Answered = false
+		differ("the answer came to this node, and got no further than %s: %s. Is there a route to the client?", furthest(a.Steps), s.lostBy())
+	default:
+		s.Answered = false
+		differ("the answer came to this node, and was %s%s", actionWords[a.Action], by(a.Action, a.Steps))
+	}
+}
+
+// lostBy says what has become of what got nowhere.
+func (s *SeenPacket) lostBy() string {
+	if s.Unfollowed != "" {
+		return "a rule of " + s.Unfollowed + " may have dropped it, or none has"
+	}
+	return "no rule has dropped it"
 }
 
 // outcomeFor returns the outcome that fits a packet best.
@@ -150,12 +172,12 @@ func (s *SeenStep) leadsAs(p TraceStep) bool {
 // policy is the rule of a step that is a chain's policy.
 const policy = "policy"
 
-// by says which rule has ended a packet's way.
-func (s *SeenPacket) by() string {
-	if len(s.Steps) == 0 || s.Action != plan.Drop.String() && s.Action != plan.Reject.String() {
+// by says which rule has ended a packet's way, if one has.
+func by(action string, steps []SeenStep) string {
+	if len(steps) == 0 || action != plan.Drop.String() && action != plan.Reject.String() {
 		return ""
 	}
-	last := s.Steps[len(s.Steps)-1]
+	last := steps[len(steps)-1]
 	if last.Rule == policy {
 		return fmt.Sprintf(" by the policy of chain %s of table %s", last.Chain, last.Table)
 	}
@@ -183,11 +205,11 @@ func Rejects(rule string) bool {
 }
 
 // furthest is the last hook that a packet is known to have got to.
-func (s *SeenPacket) furthest() string {
-	if len(s.Steps) == 0 {
+func furthest(steps []SeenStep) string {
+	if len(steps) == 0 {
 		return "its first hook"
 	}
-	return "hook " + s.Steps[len(s.Steps)-1].Hook
+	return "hook " + steps[len(steps)-1].Hook
 }
 
 var actionWords = map[string]string{"forward": "forwarded", "pass": "left alone", "reject": "rejected", "drop": "dropped", Lost: "lost"}
@@ -233,8 +255,9 @@ func WriteLive(w io.Writer, l *Live) error {
 	case len(l.Seen) == 0 && l.Passed > 0:
 		fmt.Fprintf(w, "%d packets of older connections passed: these keep the endpoint with which they began. Have the client connect anew.\n", l.Passed)
 	case len(l.Seen) == 0:
-		fmt.Fprint(w, "Have the client connect while this runs; --for=30s waits longer. If it does, its packets do not come to this node, or not to this address:\n"+
-			"try it on the client's own node, with FROM=outside, or with the address that the client uses.\n")
+		fmt.Fprint(w, "Have the client connect while this runs; --for=30s waits longer. If it does, its packets do not come to this node, or not to this address,\n"+
+			"or a device drops them (tc, XDP, chains of netdev): try it on the client's own node, with FROM=outside, or with the address that\n"+
+			"the client uses.\n")
 	case wrong > 0:
 		fmt.Fprintf(w, "%d of %d connections differ from the prediction.\n", wrong, len(l.Seen))
 	default:
@@ -262,7 +285,7 @@ func (s *SeenPacket) write(w io.Writer) error {
 		rows = append(rows, []string{"  endpoint", p.endpoints(), cmp.Or(strings.TrimSpace(s.Endpoint+" "+podOf(p, s.Endpoint)), "-")},
 			[]string{"  source", source(outcome.Masqueraded), source(s.Masqueraded)})
 	}
-	rows = append(rows, []string{"  answered", "-", map[bool]string{true: "yes", false: "no"}[s.Answered]})
+	rows = append(rows, []string{"  answered", "-", s.answered()})
 	if err := aligned(w, "\tPREDICTED\tSEEN", rows); err != nil {
 		return err
 	}
@@ -270,6 +293,18 @@ func (s *SeenPacket) write(w io.Writer) error {
 		fmt.Fprintln(w, "  DIFFERS: "+Printable(d))
 	}
 	return nil
+}
+
+func (s *SeenPacket) answered() string {
+	switch {
+	case s.Answer != nil && s.Answer.Action != plan.Pass.String():
+		return "the answer was " + actionWords[s.Answer.Action] + " on this node"
+	case s.Answered && s.Answer == nil:
+		return "yes, but the answer was not seen to pass this node's last hook"
+	case s.Answered:
+		return "yes"
+	}
+	return "no"
 }
 
 func podOf(p *PacketTrace, endpoint string) string {

@@ -2,8 +2,10 @@ package inspect
 
 import (
 	"cmp"
+	"context"
 	"fmt"
 	"io"
+	"maps"
 	"net/netip"
 	"slices"
 	"strings"
@@ -44,12 +46,15 @@ type Missing struct {
 
 // Neighbour is another program, or what one has done or left.
 type Neighbour struct {
-	// Kind is one of proxy, change and leftovers.
+	// Kind is one of proxy, change, leftovers and DaemonSet.
 	Kind string `json:"kind"`
 	What string `json:"what"`
 	// Problem is true if somebody has to do something about it.
 	Problem bool `json:"problem"`
 }
+
+// DaemonSet is the kind of neighbour that is a finding, too.
+const DaemonSet = "daemonset"
 
 // Status is how a running nodeproxy fares.
 type Status struct {
@@ -79,7 +84,8 @@ type Status struct {
 	Syncs          SyncStatistics `json:"syncs"`
 	Source         SourceStatus   `json:"source"`
 	// Tracked is nil where it can't be read.
-	Tracked *TrackedFlows `json:"tracked,omitempty"`
+	Tracked  *TrackedFlows `json:"tracked,omitempty"`
+	filtered []Filtered
 	// Wrong says what is wrong, a sentence each, with what to do; empty if nothing is.
 	Wrong []string `json:"wrong"`
 }
@@ -155,6 +161,9 @@ func (n *Node) Status() *Status {
 	s.InSync = !s.InSyncSince.IsZero()
 	s.Syncs = statistics(n.History.Syncs())
 	s.Source = sourceStatus(self, now)
+	if snapshot := n.snapshot(); snapshot != nil && n.Reality != nil && n.Reality.Reverse != nil {
+		s.filtered = n.filtered(snapshot)
+	}
 	if n.Reality != nil && n.Reality.Tracked != nil {
 		if t, err := n.Reality.Tracked(); err == nil {
 			s.Tracked = &t
@@ -162,6 +171,33 @@ func (n *Node) Status() *Status {
 	}
 	s.judge(self)
 	return s
+}
+
+// filtered returns endpoints whose answers the kernel drops, of one in each range of 256 addresses: these have the same route nearly everywhere.
+func (n *Node) filtered(snapshot *plan.Snapshot) []Filtered {
+	first := map[netip.Prefix]netip.Addr{}
+	for _, ports := range snapshot.Services() {
+		for _, sp := range ports {
+			for _, ep := range sp.All() {
+				a := ep.Addr.Addr()
+				if !a.Is4() {
+					continue
+				}
+				within := netip.PrefixFrom(a, 24).Masked()
+				if known, is := first[within]; !is || a.Less(known) {
+					first[within] = a
+				}
+			}
+		}
+	}
+	ctx, cancel := context.WithTimeout(context.Background(), checkTime)
+	defer cancel()
+	sample := slices.SortedFunc(maps.Values(first), netip.Addr.Compare)
+	r, err := n.Reality.Reverse(ctx, sample[:min(len(sample), mostReverse)])
+	if err != nil { // explain says it.
+		return nil
+	}
+	return r.Filtered
 }
 
 func familyNames(list []plan.Family) []string {
@@ -252,9 +288,13 @@ func (s *Status) judge(self Self) {
 	if len(s.Unserved) > 0 {
 		wrong("Services of %s are not proxied: the log says at the start of nodeproxy what this node lacks.", strings.Join(s.Unserved, " and "))
 	}
+	said := len(s.Refused)
 	for _, neighbour := range s.Neighbours {
 		if neighbour.Problem {
 			wrong("%s.", neighbour.What)
+		}
+		if neighbour.Kind == DaemonSet {
+			said++
 		}
 	}
 	if self.Rejected != "" {
@@ -263,10 +303,13 @@ func (s *Status) judge(self Self) {
 	if t := s.Tracked; t != nil && t.full() {
 		wrong("The kernel may drop new connections of any kind: it tracks %d flows, and no more than %d. To do: %s.", t.Flows, t.Most, moreFlows)
 	}
+	for _, f := range s.filtered[:min(len(s.filtered), mostFiltered)] {
+		wrong("%s. To do: %s.", f, fmt.Sprintf(toFilter, f.By))
+	}
 	if n := len(s.Refused); n > 0 {
 		wrong("The kernel refuses %d %s: %s. \"nodeproxy explain\" says why.", n, plural("ServicePort", n), few(s.Refused))
 	}
-	if more := s.Problems - len(s.Refused); more > 0 {
+	if more := s.Problems - said; more > 0 {
 		wrong("There %s with objects or with the node; \"nodeproxy get findings\" lists them.", map[bool]string{true: "is a problem",
 			false: fmt.Sprintf("are %d problems", more)}[more == 1])
 	}

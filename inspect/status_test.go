@@ -1,7 +1,9 @@
 package inspect
 
 import (
+	"context"
 	"errors"
+	"net/netip"
 	"strings"
 	"testing"
 	"testing/synctest"
@@ -95,6 +97,17 @@ func testStatusWrong(t *testing.T) {
 		}, []string{"2 problems, 1 note\n", "- There are 2 problems with objects or with the node; \"nodeproxy get findings\" lists them."}},
 		"neighbours": {Self{Neighbours: []Neighbour{{"proxy", "kube-proxy (process 7) runs\x1b[2J", true}, {"leftovers", "rules were removed", false}}}, nil,
 			[]string{"Neighbours   kube-proxy (process 7) runs\\x1b[2J\n             rules were removed\n", "- kube-proxy (process 7) runs\\x1b[2J.\n"}},
+		"kube-proxy's DaemonSet": {Self{Neighbours: []Neighbour{{DaemonSet, "it wants this node", true}}}, func(n *Node) {
+			n.Findings = func() []source.Finding {
+				return []source.Finding{{Severity: source.Problem, Detail: "it wants this node"}, {Severity: source.Problem, Detail: "b"}}
+			}
+		}, []string{"2 problems, 0 notes\n", "- it wants this node.\n  - There is a problem with objects or with the node;"}},
+		"answers that rp_filter drops": {Self{}, func(n *Node) {
+			n.Reality = &Reality{Reverse: func(_ context.Context, list []netip.Addr) (*Reverse, error) {
+				return &Reverse{Filtered: []Filtered{{list[0], "eth1", "eth0"}}}, nil
+			}}
+		}, []string{"- The kernel drops the answers of endpoint 10.244.0.1: packets to it leave by eth1, where rp_filter is strict, but by the routes that hold for its answers " +
+			"they should come by eth0. To do: have the same routes hold for answers (ip rule), or set net.ipv4.conf.eth1.rp_filter to 2"}},
 		"config":   {Self{Rejected: "line 3: no"}, nil, []string{"- The configuration file is not used, and the former configuration stays in force: line 3: no."}},
 		"unserved": {Self{Unserved: plan.Families[1:]}, nil, []string{"- Services of IPv6 are not proxied"}},
 		"full": {Self{}, func(n *Node) {

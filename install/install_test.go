@@ -481,7 +481,7 @@ func TestManifests(t *testing.T) {
 				}
 			}
 		}
-		if want := map[string]int{"ServiceAccount": 1, "ClusterRole": 1, "ClusterRoleBinding": 1, "ConfigMap": 1, "DaemonSet": 1}; !reflect.DeepEqual(kinds, want) {
+		if want := map[string]int{"ServiceAccount": 1, "ClusterRole": 1, "ClusterRoleBinding": 1, "Role": 1, "RoleBinding": 1, "ConfigMap": 1, "DaemonSet": 1}; !reflect.DeepEqual(kinds, want) {
 			t.Errorf("%s: %v, want %v", mode, kinds, want)
 		}
 		pod := ds.Spec.Template.Spec

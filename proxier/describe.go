@@ -59,6 +59,23 @@ type SlicePort struct {
 	Number   uint16
 }
 
+// Entry is an endpoint as an EndpointSlice lists it.
+type Entry struct {
+	topology.Endpoint
+	Slice string
+}
+
+// Entries returns all entries for a ServicePort, in order of slice. An endpoint may have several.
+func (d *Description) Entries(k plan.Key) []Entry {
+	var out []Entry
+	for _, s := range d.Slices {
+		for _, ep := range s.endpointsFor(k) {
+			out = append(out, Entry{ep, s.Name})
+		}
+	}
+	return out
+}
+
 // Endpoints returns the endpoints of a ServicePort, used or not, in order of address.
 func (d *Description) Endpoints(k plan.Key) []topology.Endpoint {
 	var out []topology.Endpoint

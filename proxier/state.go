@@ -360,6 +360,9 @@ func (s *State) reportShadowed(id plan.Service) {
 		f.problem("spec", "the others get the traffic", "%d frontends are also claimed by others, which take precedence, among them %s",
 			count, strings.Join(examples, ", "))
 	}
+	for i := range f.list {
+		f.list[i].Kind = source.Claimed
+	}
 	s.reportNew("shadowed "+id.String(), f.list)
 }
 

@@ -123,8 +123,20 @@ func (s Severity) String() string {
 	return "note"
 }
 
+// Kind tells the findings apart that others repeat in words of their own.
+type Kind int
+
+const (
+	Other Kind = iota
+	// PortConflict: a program of the node listens where a Service is.
+	PortConflict
+	// Claimed: another Service has an address and port that this one asks for.
+	Claimed
+)
+
 // Finding is something that the owner of an object should know about it.
 type Finding struct {
+	Kind     Kind
 	Severity Severity
 	// Where is FILE:LINE for an object from a manifest, and empty for one from the API server.
 	Where string

@@ -15,6 +15,7 @@ import (
 	"nodeproxy/kernel/netlink"
 	"nodeproxy/kernel/xtables"
 	"nodeproxy/node/blocking"
+	"nodeproxy/node/endpoints"
 	"nodeproxy/plan"
 	"nodeproxy/source"
 	"nodeproxy/source/apiserver"
@@ -39,6 +40,25 @@ func (d *daemon) reality() *inspect.Reality {
 			out = append(out, inspect.Blocking{Rule: f.Text, Place: f.Chain.String(), What: f.What, Answers: f.Answers, Certain: f.Certain, Policy: f.Policy})
 		}
 		return out, err
+	}
+	r.Endpoints = func(ctx context.Context, ports []*plan.ServicePort) ([]inspect.Listening, error) {
+		found, err := endpoints.Look(ctx, ports)
+		var out []inspect.Listening
+		for _, l := range found {
+			out = append(out, inspect.Listening(l))
+		}
+		return out, err
+	}
+	r.Reverse = func(ctx context.Context, list []netip.Addr) (*inspect.Reverse, error) {
+		found, err := endpoints.LookBack(ctx, d.cfg.SysctlDir, list)
+		if err != nil {
+			return nil, err
+		}
+		out := &inspect.Reverse{Strict: found.Strict, Drops: found.Drops, Known: found.Known}
+		for _, f := range found.Filtered {
+			out.Filtered = append(out.Filtered, inspect.Filtered(f))
+		}
+		return out, nil
 	}
 	if verify := d.backend.verify; verify != nil {
 		r.Kernel = func(ctx context.Context, svc plan.Service) (int, []string, error) {

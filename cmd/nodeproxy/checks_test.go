@@ -32,7 +32,10 @@ status: {addresses: [{type: InternalIP, address: 192.0.2.1}]}
 `
 
 // checked is a nodeproxy in a network namespace of the test, which is asked about one Service.
-type checked struct{ *asked }
+type checked struct {
+	*asked
+	endpoint net.Listener // ends with the test
+}
 
 // startChecked starts a nodeproxy with checkedService on a node with the address 192.0.2.1, and waits until it is programmed.
 func startChecked(t *testing.T, env []string, args ...string) checked {
@@ -41,12 +44,22 @@ func startChecked(t *testing.T, env []string, args ...string) checked {
 	for _, line := range []string{"link set lo up", "addr add 192.0.2.1/32 dev lo", "route add 10.96.0.0/16 dev lo"} {
 		nstest.Exec(t, "ip", strings.Fields(line)...)
 	}
-	c := checked{newAsked(t)}
+	c := checked{newAsked(t), listen(t, "192.0.2.1:8080")}
 	c.env = env
 	c.write(checkedService)
 	c.start(args...)
 	c.awaitProgrammed()
 	return c
+}
+
+func listen(t *testing.T, at string) net.Listener {
+	t.Helper()
+	l, err := net.Listen("tcp", at)
+	if err != nil {
+		t.Fatal(err)
+	}
+	t.Cleanup(func() { l.Close() })
+	return l
 }
 
 // variable is what differs from run to run in an explanation, and what told has in its place.
@@ -97,6 +110,14 @@ var onNode = map[string]string{
 What is wrong:
   - A rule of another program drops what is for the cluster IP 10.96.0.10:80/TCP from this node: "ip daddr 10.96.0.10 tcp dport 80 drop" in chain out of table ip other.
     To do: let its owner admit this traffic: docs/neighbours.md`,
+	"refuses": `
+What is wrong:
+  - Endpoint 192.0.2.1:8080 gets traffic, but refuses it: nothing listens at port 8080/TCP on this node.
+    To do: set spec.ports[].targetPort to the port at which the program listens, or have it listen at this one`,
+	"loopback": `
+What is wrong:
+  - Endpoint 192.0.2.1:8080 gets traffic, but refuses it: what listens at port 8080/TCP on this node does so at a loopback address alone.
+    To do: have the program listen at all addresses (0.0.0.0 or ::)`,
 	"flushed": `
 What to know:
   - Another program changed what nodeproxy had programmed, AGE ago, and nodeproxy has written it again: THINGS.
@@ -134,11 +155,6 @@ func TestChecks(t *testing.T) {
 				}
 			}
 
-			endpoint, err := net.Listen("tcp", "192.0.2.1:8080")
-			if err != nil {
-				t.Fatal(err)
-			}
-			defer endpoint.Close()
 			conn, err := net.Dial("tcp", "10.96.0.10:80")
 			if err != nil {
 				t.Fatal(err)
@@ -151,10 +167,15 @@ func TestChecks(t *testing.T) {
 				t.Errorf("a connection is not found:\n%s", text)
 			}
 
-			taken, err := net.Listen("tcp", "192.0.2.1:30080")
-			if err != nil {
-				t.Fatal(err)
-			}
+			c.endpoint.Close()
+			c.await(onNode["refuses"], 1)
+			local := listen(t, "127.0.0.1:8080")
+			c.await(onNode["loopback"], 1)
+			local.Close()
+			listen(t, "0.0.0.0:8080")
+			c.await("Nothing is wrong with it on this node.", 0)
+
+			taken := listen(t, "192.0.2.1:30080")
 			c.await(onNode["port"], 1)
 			if text, code := c.ask("get", "findings"); code != 1 || !strings.Contains(text, "listens at 192.0.2.1, port 30080/TCP") {
 				t.Errorf("exit code %d: %s", code, text)

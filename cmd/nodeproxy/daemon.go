@@ -61,7 +61,8 @@ type daemon struct {
 	neighbours standing[inspect.Neighbour] // other programs
 	drift      *driftReporter
 
-	// location is where the API server is; nil without one.
+	// client is that of the API server, and location where this is; nil without one.
+	client   *apiserver.Client
 	location *apiserver.Location
 
 	// event sends the cluster, if there is one, an event about what is wrong on this node, and normalEvent about what is not.
@@ -367,6 +368,9 @@ func (d *daemon) goBeside(ctx context.Context, running *sync.WaitGroup) {
 	}
 	running.Go(func() { d.removeOtherModes(ctx) })
 	running.Go(func() { d.removeLeftovers(ctx) })
+	if d.client != nil && !d.cfg.TakeOver { // As for other proxies, it is known and wanted with --take-over.
+		running.Go(func() { d.watchDaemonSet(ctx, daemonSetEvery) })
+	}
 	running.Go(func() {
 		select {
 		case <-ctx.Done():
@@ -391,6 +395,7 @@ func (d *daemon) open(ctx context.Context, report source.Report) error {
 	if err != nil {
 		return &usageError{err}
 	}
+	d.client = client
 	if d.location, err = client.Location(d.log); err != nil {
 		return &usageError{err}
 	}

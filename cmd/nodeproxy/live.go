@@ -13,6 +13,7 @@ import (
 	"time"
 
 	"nodeproxy/inspect"
+	"nodeproxy/kernel/nft"
 	"nodeproxy/kernel/tracer"
 	"nodeproxy/kernel/xtables"
 	"nodeproxy/plan"
@@ -78,6 +79,12 @@ func (l liveTrace) follow(ctx context.Context, predicted *inspect.Trace, from an
 		return nil, fmt.Errorf("--live: %w", err)
 	}
 	out := &inspect.Live{Trace: predicted, Duration: time.Since(begin).Round(100 * time.Millisecond).Seconds(), Seen: []inspect.SeenPacket{}}
+	if rules, err := nft.ReadRuleset(); err == nil { // It is only a hint.
+		for _, c := range rules.Devices {
+			out.Notes = append(out.Notes, fmt.Sprintf("A device calls %s, before or behind all that is followed here: what that drops does not show.", c))
+		}
+		rules.Close()
+	}
 	for i, r := range results {
 		out.Passed += r.Passed
 		legacy := ""
@@ -127,19 +134,14 @@ func predictionFor(ctx context.Context, p *inspect.PacketTrace, src netip.Addr, 
 // seen turns what the kernel tells of a packet into what is printed.
 func seen(p tracer.Packet) inspect.SeenPacket {
 	out := inspect.SeenPacket{
-		Time: p.Time, Source: p.Src.String(), Destination: p.Dst.String(), In: p.In, Out: p.Out, Answered: p.Replied, Steps: []inspect.SeenStep{},
+		Time: p.Time, Source: p.Src.String(), Destination: p.Dst.String(), In: p.In, Out: p.Out, Answered: p.Replied, Steps: steps(p),
 		Masqueraded: p.From.Addr() != p.Src.Addr(),
 	}
-	family := "ip "
-	if plan.FamilyOf(p.Dst.Addr()) == plan.IPv6 {
-		family = "ip6 "
-	}
-	for _, s := range p.Steps {
-		step := inspect.SeenStep{Verdict: s.Verdict}
-		step.Hook, step.Table, step.Chain, step.Rule = strings.ToUpper(s.Hook), strings.TrimPrefix(s.Table, family), s.Chain, s.Rule
-		// The address of the node may be the one that the packet had anyway.
+	for _, s := range p.Steps { // The address of the node may be the one that the packet had anyway.
 		out.Masqueraded = out.Masqueraded || s.Hook == "postrouting" && s.Verdict == tracer.Accept && inspect.Masquerades(s.Rule)
-		out.Steps = append(out.Steps, step)
+	}
+	if a := p.Answer; a != nil {
+		out.Answer = &inspect.SeenAnswer{Action: ended(*a), Steps: steps(*a)}
 	}
 	switch to := p.To; {
 	case to != p.Dst:
@@ -147,17 +149,32 @@ func seen(p tracer.Packet) inspect.SeenPacket {
 	case p.Tracked && p.TrackedTo != p.Dst:
 		out.Endpoint = p.TrackedTo.String()
 	}
+	if out.Action = ended(p); out.Action == plan.Pass.String() && out.Endpoint != "" {
+		out.Action = plan.Forward.String()
+	}
+	return out
+}
+
+// ended is the action of a packet whose destination stays.
+func ended(p tracer.Packet) string {
 	switch {
 	case p.End == tracer.Drop && len(p.Steps) > 0 && inspect.Rejects(p.Steps[len(p.Steps)-1].Rule):
-		out.Action = plan.Reject.String()
+		return plan.Reject.String()
 	case p.End == tracer.Drop:
-		out.Action = plan.Drop.String()
+		return plan.Drop.String()
 	case p.End == tracer.Lost:
-		out.Action = inspect.Lost
-	case out.Endpoint != "":
-		out.Action = plan.Forward.String()
-	default:
-		out.Action = plan.Pass.String()
+		return inspect.Lost
+	}
+	return plan.Pass.String()
+}
+
+func steps(p tracer.Packet) []inspect.SeenStep {
+	family := nft.FamilyName(plan.FamilyOf(p.Dst.Addr())) + " "
+	out := []inspect.SeenStep{}
+	for _, s := range p.Steps {
+		step := inspect.SeenStep{Verdict: s.Verdict}
+		step.Hook, step.Table, step.Chain, step.Rule = strings.ToUpper(s.Hook), strings.TrimPrefix(s.Table, family), s.Chain, s.Rule
+		out = append(out, step)
 	}
 	return out
 }

@@ -10,13 +10,17 @@ import (
 	"sync"
 	"time"
 
+	"k8s.io/apimachinery/pkg/util/wait"
+
 	"nodeproxy/config"
 	"nodeproxy/inspect"
+	"nodeproxy/install"
 	"nodeproxy/kernel/host"
 	"nodeproxy/node/exclusive"
 	"nodeproxy/node/health"
 	"nodeproxy/node/leftovers"
 	"nodeproxy/plan"
+	"nodeproxy/source"
 )
 
 // claim is this program's claim to write to the kernel. It is acquired when no other proxy runs in the network namespace, and lasts as
@@ -98,6 +102,52 @@ func (d *daemon) watchOthers(ctx context.Context, c *claim, every time.Duration)
 		d.event("OtherProxyRuns", "WatchProxies",
 			"another proxy runs beside nodeproxy, and each undoes what the other does: one of them has to go: "+other.String())
 	})
+}
+
+// daemonSetEvery is about the interval at which watchDaemonSet asks.
+const daemonSetEvery = 5 * time.Minute
+
+// watchDaemonSet reports as long as kube-proxy's DaemonSet wants this node, until ctx ends: its pod gets the place of this program's once
+// that is replaced. "kubeadm upgrade" restores the DaemonSet as it was.
+func (d *daemon) watchDaemonSet(ctx context.Context, every time.Duration) {
+	const about = "kube-proxy's DaemonSet"
+	wanted, unknown := false, false
+	for ctx.Err() == nil {
+		labels, wants, err := d.client.KubeProxyWants(ctx, d.cfg.NodeName)
+		switch {
+		case err != nil && !unknown && ctx.Err() == nil: // Old roles don't allow it.
+			d.log.Debug("it is not known whether kube-proxy's DaemonSet wants this node", "error", err)
+		case err == nil && wants && !wanted:
+			f := daemonSetFinding(labels)
+			d.lasting.set(about, &f)
+			d.neighbours.set(about, &inspect.Neighbour{Kind: inspect.DaemonSet, What: f.String(), Problem: true})
+			d.report(f)
+		case err == nil && !wants && wanted:
+			d.lasting.set(about, nil)
+			d.neighbours.set(about, nil)
+			d.log.Info("kube-proxy's DaemonSet does not want this node any more")
+		}
+		if unknown = err != nil; !unknown {
+			wanted = wants
+		}
+		select {
+		case <-ctx.Done():
+		case <-time.After(wait.Jitter(every, 0.2)):
+		}
+	}
+}
+
+// daemonSetFinding says that kube-proxy's DaemonSet wants the node with these labels, and what to do.
+func daemonSetFinding(labels map[string]string) source.Finding {
+	command := "nodeproxy install -o kube-proxy-off > off.json"
+	if labels[install.Label] != "" { // Others may not have this program yet, and must keep kube-proxy.
+		command = "nodeproxy install --migrate -o kube-proxy-off > off.json"
+	}
+	return source.Finding{
+		Severity: source.Problem, Object: "DaemonSet kube-system/kube-proxy", Event: "KubeProxyWantsNode",
+		Detail: `it selects this node, as after "kubeadm upgrade", and kube-proxy gets the place of nodeproxy's pod when that is next replaced`,
+		Effect: "keep it off: " + command + "; kubectl -n kube-system patch daemonset kube-proxy --type=json --patch-file=off.json",
+	}
 }
 
 // answerMeanwhile serves the health of a program that waits, and metrics, until ctx ends.

@@ -2,18 +2,27 @@ package main
 
 import (
 	"context"
+	"encoding/json"
 	"fmt"
 	"log/slog"
+	"net/http"
 	"os"
 	"os/exec"
 	"path/filepath"
 	"strings"
+	"sync"
 	"testing"
 	"time"
+
+	v1 "k8s.io/api/core/v1"
+	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 
 	"nodeproxy/config"
 	"nodeproxy/internal/nstest"
 	"nodeproxy/metrics"
+	"nodeproxy/source"
+	"nodeproxy/source/apiserver"
+	"nodeproxy/source/apiserver/apiservertest"
 )
 
 // TestWatchOthers: a proxy that starts after this program has acquired the claim is reported in the log, by an event and by a metric, and
@@ -101,4 +110,55 @@ func fakeKubeProxy(t *testing.T) *exec.Cmd {
 	}
 	t.Cleanup(func() { _ = cmd.Process.Kill(); _ = cmd.Wait() })
 	return cmd
+}
+
+// TestWatchDaemonSet: as long as kube-proxy's DaemonSet wants this node, a finding, one event and the status say so, and what to do; without the
+// right to read it, nothing does.
+func TestWatchDaemonSet(t *testing.T) {
+	t.Parallel()
+	server := apiservertest.New(t)
+	cfg := &config.Config{NodeName: "n1"}
+	cfg.API.Master, cfg.API.AcceptContentTypes, cfg.API.QPS = server.URL, "application/json", -1
+	client, err := newClient(cfg)
+	if err != nil {
+		t.Fatal(err)
+	}
+	lines := make(chan string, 100)
+	log := slog.New(slog.NewTextHandler(writer(func(line string) { lines <- line }), &slog.HandlerOptions{Level: slog.LevelDebug}))
+	reports := make(chan source.Finding, 100)
+	d := &daemon{cfg: cfg, client: client, log: log, report: func(f source.Finding) { reports <- f }}
+	const kubeProxy = `{"spec": {"template": {"spec": {"containers": [{"name": "kube-proxy"}], "nodeSelector": {"os": %q}}}}}`
+	node := &v1.Node{TypeMeta: metav1.TypeMeta{Kind: "Node", APIVersion: "v1"}}
+	node.Name, node.Labels = "n1", map[string]string{"os": "linux"}
+	server.ServeObject("/api/v1/nodes/n1", node)
+	server.ServeObject(apiserver.KubeProxyPath, http.StatusForbidden)
+	ctx, cancel := context.WithCancel(t.Context())
+	var running sync.WaitGroup
+	running.Go(func() { d.watchDaemonSet(ctx, time.Millisecond) })
+	defer running.Wait()
+	defer cancel()
+
+	if line := <-lines; !strings.Contains(line, "level=DEBUG") || !strings.Contains(line, "it is not known whether") {
+		t.Errorf("without the right: %s", line)
+	}
+	server.ServeObject(apiserver.KubeProxyPath, json.RawMessage(fmt.Sprintf(kubeProxy, "linux")))
+	f := <-reports
+	const want = `DaemonSet kube-system/kube-proxy: it selects this node, as after "kubeadm upgrade", and kube-proxy gets the place of nodeproxy's pod when ` +
+		"that is next replaced; keep it off: nodeproxy install -o kube-proxy-off > off.json; kubectl -n kube-system patch daemonset kube-proxy --type=json --patch-file=off.json"
+	if f.String() != want || f.Event != "KubeProxyWantsNode" || f.Severity != source.Problem {
+		t.Errorf("got %q, event %q, severity %v; want %q", f, f.Event, f.Severity, want)
+	}
+	if labelled := daemonSetFinding(map[string]string{"service-proxy": "nodeproxy"}); !strings.Contains(labelled.Effect, "install --migrate -o kube-proxy-off") {
+		t.Errorf("while nodes are switched over: %s", labelled)
+	}
+	if list := d.neighbours.all(); len(list) != 1 || list[0].What != want || !list[0].Problem || len(d.lasting.all()) != 1 {
+		t.Errorf("neighbours %+v, findings %v", list, d.lasting.all())
+	}
+	server.ServeObject(apiserver.KubeProxyPath, json.RawMessage(fmt.Sprintf(kubeProxy, "windows")))
+	if line := <-lines; !strings.Contains(line, "does not want this node any more") {
+		t.Errorf("the next line of the log: %s", line)
+	}
+	if len(d.neighbours.all()) > 0 || len(d.lasting.all()) > 0 || len(reports) > 0 || len(lines) > 0 {
+		t.Errorf("afterwards: neighbours %v, findings %v, %d more reports, %d more lines", d.neighbours.all(), d.lasting.all(), len(reports), len(lines))
+	}
 }

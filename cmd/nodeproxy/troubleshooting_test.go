@@ -30,6 +30,8 @@ var symptoms = []struct {
 		{"no Pod has a port of the targetPort's name (where Pods can be read)", "port-name-pods"},
 		{"the Pods wait for a readiness gate (where Pods can be read)", "readiness-gate"},
 		{"the Pods have no address of the Service's family", "family"},
+		{"nothing listens at the endpoint", "refuses"},
+		{"what listens at the endpoint does so at a loopback address alone", "loopback"},
 	}},
 	{"Connections hang, from everywhere or from some clients", [][2]string{
 		{"policy Local, and no endpoint on this node", "local"},
@@ -52,6 +54,7 @@ var symptoms = []struct {
 	{"Endpoints get more or less traffic than they should", [][2]string{
 		{"zone hints that name no zone of here", "zone-hints-elsewhere"},
 		{"only terminating endpoints are left", "terminating"},
+		{"endpoints are listed twice, and not ready in one of the places", "listed-twice"},
 	}},
 	{"The rules are not those of the Service", [][2]string{
 		{"a program has flushed a table", "flushed"},

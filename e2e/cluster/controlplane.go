@@ -289,6 +289,16 @@ func (c *ControlPlane) create(ctx context.Context, doc []byte) error {
 		if err = read(&o); err == nil {
 			_, err = c.Admin.RbacV1().ClusterRoleBindings().Create(ctx, &o, strict)
 		}
+	case "Role":
+		var o rbac.Role
+		if err = read(&o); err == nil {
+			_, err = c.Admin.RbacV1().Roles(o.Namespace).Create(ctx, &o, strict)
+		}
+	case "RoleBinding":
+		var o rbac.RoleBinding
+		if err = read(&o); err == nil {
+			_, err = c.Admin.RbacV1().RoleBindings(o.Namespace).Create(ctx, &o, strict)
+		}
 	default:
 		err = fmt.Errorf("%s is of a kind that is not expected here", kind.Kind)
 	}

@@ -19,7 +19,7 @@ import (
 	"nodeproxy/e2e/harness"
 )
 
-// TestRights: the ClusterRole of deploy/base/rbac.yaml allows what is needed (or no other test here would pass) and nothing
+// TestRights: the roles of deploy/base/rbac.yaml allows what is needed (or no other test here would pass) and nothing
 // else, and the daemon tells of its start by an event on its Node.
 func TestRights(t *testing.T) {
 	t.Parallel()
@@ -29,34 +29,42 @@ func TestRights(t *testing.T) {
 		t.Fatal(err)
 	}
 	l.run(t, "rights-are-the-documented-ones", func(s *scenario) {
-		review, err := client.AuthorizationV1().SelfSubjectRulesReviews().Create(s.Context(),
-			&authorization.SelfSubjectRulesReview{Spec: authorization.SelfSubjectRulesReviewSpec{Namespace: "default"}},
-			metav1.CreateOptions{})
-		s.must(err)
-		var got []string
-		for _, rule := range review.Status.ResourceRules {
-			for _, resource := range rule.Resources {
-				if !strings.HasPrefix(resource, "selfsubject") { // everybody may ask what he may do
-					slices.Sort(rule.Verbs)
-					got = append(got, fmt.Sprintf("%s/%s: %s", rule.APIGroups[0], resource, strings.Join(rule.Verbs, " ")))
-				}
-			}
-		}
-		slices.Sort(got)
-		want := []string{
+		everywhere := []string{
 			"/nodes: get list watch", "/services: list watch",
 			"discovery.k8s.io/endpointslices: list watch", "events.k8s.io/events: create patch",
 			"networking.k8s.io/servicecidrs: list watch",
 		}
-		if !slices.Equal(got, want) {
-			s.Errorf("rights %q, want %q", got, want)
+		for namespace, own := range map[string][]string{"default": nil, "kube-system": {"apps/daemonsets kube-proxy: get"}} {
+			review, err := client.AuthorizationV1().SelfSubjectRulesReviews().Create(s.Context(),
+				&authorization.SelfSubjectRulesReview{Spec: authorization.SelfSubjectRulesReviewSpec{Namespace: namespace}},
+				metav1.CreateOptions{})
+			s.must(err)
+			var got []string
+			for _, rule := range review.Status.ResourceRules {
+				for _, resource := range rule.Resources {
+					if !strings.HasPrefix(resource, "selfsubject") { // everybody may ask what he may do
+						slices.Sort(rule.Verbs)
+						what := strings.Join(append([]string{rule.APIGroups[0] + "/" + resource}, rule.ResourceNames...), " ")
+						got = append(got, what+": "+strings.Join(rule.Verbs, " "))
+					}
+				}
+			}
+			slices.Sort(got)
+			want := slices.Sorted(slices.Values(slices.Concat(everywhere, own)))
+			if !slices.Equal(got, want) {
+				s.Errorf("rights in namespace %s: %q, want %q", namespace, got, want)
+			}
 		}
 	})
 	l.run(t, "other-requests-are-denied", func(s *scenario) {
 		core := client.CoreV1()
 		for what, request := range map[string]func() error{
 			"list secrets": func() error { _, err := core.Secrets("").List(s.Context(), metav1.ListOptions{}); return err },
-			"list pods":    func() error { _, err := core.Pods("").List(s.Context(), metav1.ListOptions{}); return err },
+			"list daemon sets": func() error {
+				_, err := client.AppsV1().DaemonSets("kube-system").List(s.Context(), metav1.ListOptions{})
+				return err
+			},
+			"list pods": func() error { _, err := core.Pods("").List(s.Context(), metav1.ListOptions{}); return err },
 			"get a service": func() error {
 				_, err := core.Services("default").Get(s.Context(), "kubernetes", metav1.GetOptions{})
 				return err

@@ -211,6 +211,8 @@ func (i *installation) nothingLeft(t *testing.T) {
 		gone(i.cp.Admin.CoreV1().ConfigMaps("kube-system").Get(t.Context(), "nodeproxy", metav1.GetOptions{})),
 		gone(i.cp.Admin.RbacV1().ClusterRoles().Get(t.Context(), "nodeproxy", metav1.GetOptions{})),
 		gone(i.cp.Admin.RbacV1().ClusterRoleBindings().Get(t.Context(), "nodeproxy", metav1.GetOptions{})),
+		gone(i.cp.Admin.RbacV1().Roles("kube-system").Get(t.Context(), "nodeproxy", metav1.GetOptions{})),
+		gone(i.cp.Admin.RbacV1().RoleBindings("kube-system").Get(t.Context(), "nodeproxy", metav1.GetOptions{})),
 		gone(i.cp.Admin.CoreV1().ServiceAccounts("kube-system").Get(t.Context(), "nodeproxy", metav1.GetOptions{})),
 	} {
 		if err != nil {

@@ -230,7 +230,7 @@ func TestChartExtras(t *testing.T) {
 		t.Errorf("the role is bound to %v", got)
 	}
 	all = objects(t, charted(t, "--set=serviceAccount.name=np,serviceAccount.create=false"))
-	if all["ServiceAccount kube-system/np"] != nil || len(all) != 4 || subject(all) != "np" {
+	if all["ServiceAccount kube-system/np"] != nil || len(all) != 6 || subject(all) != "np" {
 		t.Errorf("with a ServiceAccount that is there: %v", all)
 	}
 }

@@ -21,6 +21,8 @@ type Ruleset struct {
 	chains  map[ChainID]*nftables.Chain
 	rules   map[ChainID][][]expr.Any
 	sets    map[setName]*setContent
+	// Devices are the chains that devices call, at the hooks ingress and egress. Their rules can't be read here.
+	Devices []ChainID
 	// Asked is of how many chains and sets the kernel has been asked for what is in them.
 	Asked int
 }
@@ -59,6 +61,9 @@ var familyNames = map[nftables.TableFamily]string{
 	nftables.TableFamilyIPv4: "ip", nftables.TableFamilyIPv6: "ip6", nftables.TableFamilyINet: "inet",
 }
 
+// inetIngress is the hook ingress of tables of family inet, NF_INET_INGRESS.
+const inetIngress = 5
+
 // ReadRuleset lists all chains. Their rules are read when they are asked for.
 func ReadRuleset() (*Ruleset, error) {
 	conn, err := nftables.New()
@@ -82,8 +87,16 @@ func ReadRuleset() (*Ruleset, error) {
 	}
 	r := &Ruleset{conn: conn, dormant: dormant, chains: map[ChainID]*nftables.Chain{}, rules: map[ChainID][][]expr.Any{}, sets: map[setName]*setContent{}}
 	for _, c := range list {
-		if family := familyNames[c.Table.Family]; family != "" {
+		family := familyNames[c.Table.Family]
+		if family != "" {
 			r.chains[ChainID{family, c.Table.Name, c.Name}] = c
+		}
+		switch {
+		case c.Hooknum == nil:
+		case c.Table.Family == nftables.TableFamilyNetdev:
+			r.Devices = append(r.Devices, ChainID{"netdev", c.Table.Name, c.Name})
+		case family == "inet" && *c.Hooknum == inetIngress:
+			r.Devices = append(r.Devices, ChainID{family, c.Table.Name, c.Name})
 		}
 	}
 	return r, nil

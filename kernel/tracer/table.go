@@ -22,6 +22,9 @@ const (
 	chainMark  = "mark"
 	chainInput = "end-input"
 	chainPost  = "end-postrouting"
+	// An answer begins at one hook if another host sends it, and at another if this node does.
+	chainAnswerIn  = "answer-prerouting"
+	chainAnswerOut = "answer-output"
 
 	priorityFirst = -500
 	// priorityTracked is right behind connection tracking (NF_IP_PRI_CONNTRACK), which tells the first packet of a flow of UDP from others.
@@ -35,7 +38,7 @@ const (
 	ctUntracked = 1 << 6
 )
 
-// chains returns the chains that mark the first packets of a flow's connections.
+// chains returns the chains that mark the first packets of a flow's connections, and the answers to them.
 func (f Flow) chains() []nft.Chain {
 	hook := "prerouting"
 	if f.Output {
@@ -53,18 +56,46 @@ func (f Flow) chains() []nft.Chain {
 		match := f.match(s)
 		count = append(count, nft.Rule{Text: "counter", Exprs: append(match[:len(match):len(match)], &expr.Counter{})})
 		match = append(match, f.begins()...)
-		mark = append(mark, nft.Rule{Text: "nftrace", Exprs: append(match,
-			&expr.Limit{Type: expr.LimitTypePkts, Rate: f.rate(), Unit: expr.LimitTimeSecond, Burst: burst},
-			&expr.Immediate{Register: 1, Data: []byte{1}}, &expr.Meta{Key: expr.MetaKeyNFTRACE, SourceRegister: true, Register: 1})})
+		mark = append(mark, follows(match, 1, f.rate()))
 	}
+	answers := follows(f.answers(), moreAnswers, f.rate())
 	priority := int32(priorityFirst + 1)
 	if f.Protocol == plan.UDP {
 		priority = priorityTracked
 	}
 	return []nft.Chain{
 		at(chainCount, hook, priorityFirst, count...), at(chainMark, hook, priority, mark...),
+		at(chainAnswerIn, "prerouting", priorityTracked, answers), at(chainAnswerOut, "output", priorityTracked, answers),
 		at(chainInput, "input", priorityLast), at(chainPost, "postrouting", priorityLast),
 	}
+}
+
+// moreAnswers is how many answers are followed for each first packet: they are also those to packets that are not.
+const moreAnswers = 5
+
+// follows returns a rule by which the kernel tells of what matches, at some times a rate.
+func follows(match []expr.Any, times, rate uint64) nft.Rule {
+	return nft.Rule{Text: "nftrace", Exprs: append(match,
+		&expr.Limit{Type: expr.LimitTypePkts, Rate: times * rate, Unit: expr.LimitTimeSecond, Burst: uint32(times) * burst},
+		&expr.Immediate{Register: 1, Data: []byte{1}}, &expr.Meta{Key: expr.MetaKeyNFTRACE, SourceRegister: true, Register: 1})}
+}
+
+// answers returns what matches the answers to first packets, behind connection tracking: of TCP, those that accept or refuse a connection.
+func (f Flow) answers() []expr.Any {
+	const reply, flagsAt, syn, rst = 1, 13, 0x02, 0x04
+	is := func(v ...byte) expr.Any { return &expr.Cmp{Op: expr.CmpOpEq, Register: 1, Data: v} }
+	out := []expr.Any{
+		&expr.Meta{Key: expr.MetaKeyL4PROTO, Register: 1}, is(netlink.Protocol(f.Protocol)),
+		&expr.Ct{Key: expr.CtKeyDIRECTION, Register: 1}, is(reply),
+		&expr.Ct{Key: expr.CtKeyDST, Register: 1}, is(f.Dst.Addr().AsSlice()...),
+		&expr.Ct{Key: expr.CtKeyPROTODST, Register: 1}, is(binary.BigEndian.AppendUint16(nil, f.Dst.Port())...),
+	}
+	if f.Protocol == plan.TCP {
+		out = append(out, &expr.Payload{DestRegister: 1, Base: expr.PayloadBaseTransportHeader, Offset: flagsAt, Len: 1},
+			&expr.Bitwise{SourceRegister: 1, DestRegister: 1, Len: 1, Mask: []byte{syn | rst}, Xor: []byte{0}},
+			&expr.Cmp{Op: expr.CmpOpNeq, Register: 1, Data: []byte{0}})
+	}
+	return out
 }
 
 // match returns what matches the flow's packets from a source; the zero prefix is any.

@@ -5,10 +5,12 @@ package tracer
 
 import (
 	"context"
+	"errors"
 	"fmt"
 	"net"
 	"net/netip"
 	"slices"
+	"sync"
 	"time"
 
 	"golang.org/x/sys/unix"
@@ -73,6 +75,12 @@ type Packet struct {
 	// that entry says that packets go.
 	Tracked, Replied bool
 	TrackedTo        netip.AddrPort
+	// Answer is the way of an answer from where connection tracking has seen it: one that got through, if any did, and else the last one; nil if
+	// none was followed.
+	Answer *Packet
+
+	answer  bool   // It is one itself.
+	in, out uint32 // indexes of interfaces
 }
 
 // Step is a rule that has matched a packet, or the end of a chain with a policy.
@@ -108,7 +116,8 @@ type Tracer struct {
 	subscription *netlink.Subscription
 	packets      map[uint32]*Packet // by the kernel's number, of those not ended long ago
 	list         []*Packet
-	ended        int
+	answers      []*Packet
+	ended        int // of list
 	interfaces   map[uint32]string
 }
 
@@ -159,51 +168,95 @@ func (t *Tracer) Follow(ctx context.Context, most int) (*Result, error) {
 	out := &Result{}
 	reading, stop := context.WithCancel(context.WithoutCancel(ctx))
 	defer stop()
-	defer context.AfterFunc(ctx, func() { time.AfterFunc(settle, stop) })()
-	quiet := time.AfterFunc(time.Hour, stop)
+	quiet := time.NewTimer(time.Hour)
 	defer quiet.Stop()
-	t.subscription.Follow(reading, func(h netlink.Header, body []byte) {
-		m, ok := parseMessage(h, body)
-		if !ok || !t.add(m, most) {
-			return
-		}
-		if t.ended >= most {
-			stop()
-		} else if len(t.list) >= most {
-			quiet.Reset(settle)
-		}
-	}, func(error) { out.Lost = true })
+	var mu sync.Mutex // guards the fields of t while messages are read
+	enough := make(chan struct{})
+	all := sync.OnceFunc(func() { close(enough) })
+	read := make(chan struct{})
+	go func() {
+		defer close(read)
+		t.subscription.Follow(reading, func(h netlink.Header, body []byte) {
+			mu.Lock()
+			defer mu.Unlock()
+			m, ok := parseMessage(h, body)
+			if !ok || !t.add(m, most) {
+				return
+			}
+			if t.ended >= most {
+				all()
+			} else if len(t.list) >= most {
+				quiet.Reset(settle)
+			}
+		}, func(error) { mu.Lock(); out.Lost = true; mu.Unlock() })
+	}()
+	select {
+	case <-enough:
+	case <-quiet.C:
+	case <-ctx.Done():
+		time.Sleep(settle)
+	}
 	var err error
 	if out.Passed, err = t.flow.counted(); err != nil {
 		return nil, err
 	}
-	for _, p := range t.list {
-		out.Packets = append(out.Packets, *p)
-	}
 	for begin := time.Now(); ; time.Sleep(20 * time.Millisecond) { // The answer to the last packet may be on its way.
-		if err := t.readFlows(out.Packets); err != nil {
+		mu.Lock()
+		out.Packets = nil
+		for _, p := range t.list {
+			out.Packets = append(out.Packets, *p)
+		}
+		err := t.readFlows(out.Packets)
+		unanswered := slices.ContainsFunc(out.Packets, func(p Packet) bool { return p.End == Accept && (p.Answer == nil || p.Answer.End == Lost) })
+		mu.Unlock()
+		if err != nil {
 			return nil, err
 		}
-		unanswered := func(p Packet) bool { return p.End == Accept && !p.Replied }
-		if time.Since(begin) > answer || !slices.ContainsFunc(out.Packets, unanswered) {
+		if time.Since(begin) > answer || !unanswered {
 			break
 		}
 	}
-	return out, newTexts(t.flow.Family()).fill(out.Packets)
+	stop()
+	<-read
+	return out, t.finish(out.Packets)
 }
+
+// finish sets the names of interfaces and the texts of rules.
+func (t *Tracer) finish(list []Packet) error {
+	named := func(p *Packet) { p.In, p.Out = t.interfaceName(p.in), t.interfaceName(p.out) }
+	var answers []Packet
+	for i := range list {
+		named(&list[i])
+		if a := list[i].Answer; a != nil {
+			named(a)
+			answers = append(answers, *a) // It has the same steps.
+		}
+	}
+	texts := newTexts(t.flow.Family())
+	return errors.Join(texts.fill(list), texts.fill(answers))
+}
+
+// mostAnswers bounds how many answers are kept for each packet: a server repeats them if they get no further.
+const mostAnswers = 5
 
 // add adds a message to its packet. A packet begins with the rule that marks it: others are followed by other programs. It
 // reports whether the packet is one of those that are kept.
 func (t *Tracer) add(m message, most int) bool {
 	own := m.table == names.Trace && m.family == nft.Protocol(t.flow.Family())
 	p := t.packets[m.id]
-	if own && m.chain == chainMark && m.src.IsValid() && (p == nil || p.Src != m.src || p.End != Lost || len(p.Steps) > 0) {
+	answers := m.chain == chainAnswerIn || m.chain == chainAnswerOut
+	if own && (m.chain == chainMark || answers) && m.kind == unix.NFT_TRACETYPE_RULE && m.src.IsValid() &&
+		(p == nil || p.Src != m.src || p.End != Lost || len(p.Steps) > 0) {
 		delete(t.packets, m.id) // The kernel uses a number again, later.
-		if len(t.list) == most {
+		list, bound := &t.list, most
+		if answers {
+			list, bound = &t.answers, mostAnswers*most
+		}
+		if len(*list) == bound {
 			return false
 		}
-		p = &Packet{Time: time.Now(), Src: m.src, Dst: m.dst, End: Lost}
-		t.packets[m.id], t.list = p, append(t.list, p)
+		p = &Packet{Time: time.Now(), Src: m.src, Dst: m.dst, End: Lost, answer: answers}
+		t.packets[m.id], *list = p, append(*list, p)
 	}
 	if p == nil || len(p.Steps) >= mostSteps {
 		return false
@@ -212,17 +265,15 @@ func (t *Tracer) add(m message, most int) bool {
 		p.From, p.To = m.src, m.dst
 	}
 	if m.in != 0 {
-		p.In = t.interfaceName(m.in)
+		p.in = m.in
 	}
 	if m.out != 0 {
-		p.Out = t.interfaceName(m.out)
+		p.out = m.out
 	}
 	if own {
 		if m.chain == chainInput || m.chain == chainPost {
-			if p.End == Lost {
-				t.ended++
-			}
-			p.End, p.Local = Accept, m.chain == chainInput
+			t.end(p, Accept)
+			p.Local = m.chain == chainInput
 		}
 		return true
 	}
@@ -235,14 +286,20 @@ func (t *Tracer) add(m message, most int) bool {
 	}
 	p.Steps = append(p.Steps, s)
 	if m.verdict == Drop && p.End == Lost {
-		p.End = Drop
-		t.ended++
+		t.end(p, Drop)
 	}
 	return true
 }
 
+func (t *Tracer) end(p *Packet, how string) {
+	if p.End == Lost && !p.answer {
+		t.ended++
+	}
+	p.End = how
+}
+
 func (t *Tracer) interfaceName(index uint32) string {
-	if name, known := t.interfaces[index]; known {
+	if name, known := t.interfaces[index]; known || index == 0 {
 		return name
 	}
 	name := fmt.Sprintf("interface %d", index)
@@ -259,10 +316,10 @@ func (t *Tracer) readFlows(list []Packet) error {
 		return nil
 	}
 	var ends []conntrack.End
-	at := map[netip.AddrPort]*Packet{}
+	at := map[netip.AddrPort][]*Packet{} // A client that gets no answer sends its first packet again.
 	for i := range list {
 		p := &list[i]
-		at[p.Src] = p
+		at[p.Src] = append(at[p.Src], p)
 		ends = append(ends, conntrack.End{Addr: p.Src.Addr(), Port: p.Src.Port()})
 	}
 	var table conntrack.Table
@@ -276,10 +333,22 @@ func (t *Tracer) readFlows(list []Packet) error {
 		Dst: conntrack.End{Addr: t.flow.Dst.Addr(), Port: t.flow.Dst.Port()},
 	}
 	_, _, err = s.RemoveIf(context.Background(), filter, func(fl *conntrack.Flow) bool {
-		if p := at[fl.Src]; p != nil && fl.Dst == t.flow.Dst {
-			p.Tracked, p.Replied, p.TrackedTo = true, fl.Replied, fl.From
+		if fl.Dst == t.flow.Dst {
+			for _, p := range at[fl.Src] {
+				p.Tracked, p.Replied, p.TrackedTo, p.Answer = true, fl.Replied, fl.From, t.answerOn(fl)
+			}
 		}
 		return false
 	})
 	return err
+}
+
+// answerOn returns the answer on a connection that Packet.Answer has.
+func (t *Tracer) answerOn(fl *conntrack.Flow) (out *Packet) {
+	for _, a := range t.answers {
+		if a.Src == fl.From && a.Dst == fl.To && (out == nil || out.End != Accept) {
+			out = a
+		}
+	}
+	return out
 }

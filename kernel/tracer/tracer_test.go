@@ -256,6 +256,9 @@ func TestIPTables(t *testing.T) {
 			p.In != "to-client" || p.Out != "to-server" || !p.Tracked || p.TrackedTo.String() != endpoints[f] {
 			t.Errorf("%s: the packet is %+v", f, p)
 		}
+		if a := p.Answer; a == nil || a.End != Accept || a.Src.String() != endpoints[f] || a.Dst.Addr().String() != nodes[f] || a.In != "to-server" || a.Out != "to-client" {
+			t.Errorf("%s: the answer is %+v", f, a)
+		}
 	}
 }
 
@@ -294,6 +297,36 @@ func TestDropped(t *testing.T) {
 	got = follow(t, flowOf(plan.IPv4, plan.TCP), 1, func() { _ = n.connect("10.96.0.10:80", unanswered) })
 	if way := lines(got.Packets[0]); way[len(way)-1] != "prerouting | ip raw | PREROUTING | -d 10.96.0.10/32 -j DROP | drop" {
 		t.Errorf("the way is\n%s", strings.Join(way, "\n"))
+	}
+}
+
+// TestAnswer: connection tracking has seen an answer that a rule drops behind it, and the way of that answer says so.
+func TestAnswer(t *testing.T) {
+	t.Parallel()
+	n := startNetwork(t)
+	runNFT(t, `table ip services {
+		chain pre { type nat hook prerouting priority dstnat; ip daddr 10.96.0.10 tcp dport 80 dnat to 10.244.0.2:8080; }
+	}
+	table ip6 services {
+		chain pre { type nat hook prerouting priority dstnat; ip6 daddr fd00:96::10 tcp dport 80 dnat to [fd00:244::2]:8080; }
+	}
+	table inet firewall {
+		chain filter { type filter hook forward priority 10; tcp sport 8080 drop; }
+	}`)
+	for _, f := range plan.Families {
+		to := flowOf(f, plan.TCP)
+		got := follow(t, to, 1, func() { _ = n.connect(to.Dst.String(), unanswered) })
+		if len(got.Packets) != 1 || got.Packets[0].End != Accept || !got.Packets[0].Replied {
+			t.Fatalf("%s: saw %+v", f, got)
+		}
+		a := got.Packets[0].Answer
+		if a == nil || a.End != Drop || a.Src.String() != endpoints[f] {
+			t.Fatalf("%s: the answer is %+v", f, a)
+		}
+		way := lines(*a)
+		if want := "forward | inet firewall | filter | tcp sport 8080 drop | drop"; way[len(way)-1] != want {
+			t.Errorf("%s: the answer's way is\n%s\nand should end with\n%s", f, strings.Join(way, "\n"), want)
+		}
 	}
 }
 
@@ -342,7 +375,7 @@ func TestUDP(t *testing.T) {
 		t.Fatalf("saw %+v", got)
 	}
 	for _, p := range got.Packets {
-		if p.End != Accept || p.To.String() != endpoints[plan.IPv4] || !p.Replied {
+		if p.End != Accept || p.To.String() != endpoints[plan.IPv4] || !p.Replied || p.Answer == nil || p.Answer.End != Accept {
 			t.Errorf("saw %+v", p)
 		}
 	}
@@ -386,7 +419,8 @@ func TestOutput(t *testing.T) {
 	if err != nil || len(got.Packets) != 1 {
 		t.Fatalf("saw %+v, %v", got, err)
 	}
-	if p := got.Packets[0]; p.End != Accept || p.To.String() != endpoints[plan.IPv4] || !p.Replied || p.Out != "to-server" {
+	if p := got.Packets[0]; p.End != Accept || p.To.String() != endpoints[plan.IPv4] || !p.Replied || p.Out != "to-server" ||
+		p.Answer == nil || p.Answer.End != Accept || !p.Answer.Local {
 		t.Errorf("saw %+v", p)
 	}
 }

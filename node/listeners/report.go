@@ -104,7 +104,7 @@ func (c conflict) deliberate() bool {
 
 func (c conflict) finding(who string) source.Finding {
 	f := source.Finding{
-		Severity: source.Problem, Object: "Service " + c.port.Service.String(), Field: c.field(),
+		Kind: source.PortConflict, Severity: source.Problem, Object: "Service " + c.port.Service.String(), Field: c.field(),
 		Detail: fmt.Sprintf("%s listens at %s, which this Service captures as its %s", who, c.socket.where(), c.frontend),
 		Effect: "what is sent there goes to the Service, and not to the process",
 	}

@@ -32,6 +32,7 @@ type Server struct {
 
 	mu        sync.Mutex
 	resources map[string]*resource // by name in the plural
+	objects   map[string]any       // by path
 	events    []eventsv1.Event
 }
 
@@ -90,6 +91,17 @@ func (s *Server) End() { s.end() }
 // Serve makes lists of a resource answer with this one.
 func (s *Server) Serve(name string, list runtime.Object) {
 	s.with(name, func(r *resource) { r.list = list })
+}
+
+// ServeObject makes requests for one object answer with it, or with an HTTP status if it is an int; nil for none. A path is such as
+// /api/v1/nodes/n1.
+func (s *Server) ServeObject(path string, object any) {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	if s.objects == nil {
+		s.objects = map[string]any{}
+	}
+	s.objects[path] = object
 }
 
 // Fail makes lists of a resource fail with an HTTP status, until that is 0.
@@ -165,9 +177,17 @@ func (s *Server) with(name string, f func(*resource)) {
 func (s *Server) ServeHTTP(w http.ResponseWriter, r *http.Request) {
 	w.Header().Set("Content-Type", "application/json")
 	known, query := s.resources[path.Base(r.URL.Path)], r.URL.Query()
+	s.mu.Lock()
+	object := s.objects[r.URL.Path]
+	s.mu.Unlock()
+	status, refused := object.(int)
 	switch {
 	case r.Method == http.MethodPost:
 		s.create(w, r)
+	case refused:
+		Refuse(w, status)
+	case object != nil:
+		_ = json.NewEncoder(w).Encode(object)
 	case known == nil:
 		Refuse(w, http.StatusNotFound)
 	case query.Get("sendInitialEvents") != "":

@@ -1,0 +1,37 @@
+package inspect
+
+import (
+	"strings"
+	"testing"
+
+	"nodeproxy/plan"
+)
+
+// TestLiveAnswer: an answer that a rule of this node drops, or that gets lost on it, is no answer to the client.
+func TestLiveAnswer(t *testing.T) {
+	const endpoint = "10.244.1.5:8080"
+	dropped := []SeenStep{{TraceStep: TraceStep{Hook: "FORWARD", Table: "inet firewall", Chain: "filter", Rule: "tcp sport 8080 drop"}, Verdict: "drop"}}
+	for _, c := range []struct {
+		answer *SeenAnswer
+		row    string // as printed
+		differ string
+	}{
+		{&SeenAnswer{Action: "pass"}, "yes", ""},
+		{&SeenAnswer{Action: "drop", Steps: dropped}, "the answer was dropped on this node",
+			"the answer came to this node, and was dropped by chain filter of table inet firewall: tcp sport 8080 drop"},
+		{&SeenAnswer{Action: Lost, Steps: dropped}, "the answer was lost on this node",
+			"the answer came to this node, and got no further than hook FORWARD: no rule has dropped it. Is there a route to the client?"},
+		{nil, "yes, but the answer was not seen to pass this node's last hook", ""},
+	} {
+		s := SeenPacket{Source: "192.0.2.7:1", Destination: "10.96.0.10:80", Action: "forward", Endpoint: endpoint, Answered: true, Answer: c.answer}
+		s.Compare(&PacketTrace{Action: "forward", Protocol: plan.TCP, Outcomes: []TraceOutcome{{Action: "forward", Endpoint: endpoint, Probability: 1}}})
+		l := Live{Trace: &Trace{}, Seen: []SeenPacket{s}}
+		if got := strings.Join(s.Differences, "\n"); got != c.differ || l.Problem() != (c.differ != "") || s.Answered != (c.differ == "") {
+			t.Errorf("%+v: differs %q, problem %v, answered %v; want %q", c.answer, got, l.Problem(), s.Answered, c.differ)
+		}
+		var out strings.Builder
+		if err := WriteLive(&out, &l); err != nil || !strings.Contains(out.String(), "  answered   -") || !strings.Contains(out.String(), " "+c.row+"\n") {
+			t.Errorf("%v: no %q in\n%s", err, c.row, out.String())
+		}
+	}
+}

@@ -1,0 +1,120 @@
+package host
+
+import (
+	"cmp"
+	"fmt"
+	"net/netip"
+	"os"
+	"path/filepath"
+	"strconv"
+	"strings"
+
+	links "github.com/vishvananda/netlink"
+	"golang.org/x/sys/unix"
+)
+
+// Route is where the kernel sends packets for an address.
+type Route struct {
+	// Local says that the address is this node's.
+	Local bool
+	// Links are the indexes of the interfaces by which they leave: several where a route has several next hops, if all of them are asked for.
+	Links []int
+	// Source is the address that this node's own packets have; invalid if that is not known.
+	Source netip.Addr
+}
+
+// Way says which packets a route is for. The zero value is those that this node sends.
+type Way struct {
+	// In is the index of the interface by which they come, From their source.
+	In   int
+	From netip.Addr
+	// All asks for all next hops of the route.
+	All bool
+}
+
+// RouteTo asks the kernel for the route of packets.
+func RouteTo(to netip.Addr, w Way) (Route, error) {
+	o := &links.RouteGetOptions{IifIndex: w.In, FIBMatch: w.All}
+	if w.From.IsValid() {
+		o.SrcAddr = w.From.AsSlice()
+	}
+	list, err := links.RouteGetWithOptions(to.AsSlice(), o)
+	if err != nil {
+		return Route{}, fmt.Errorf("asking for the route to %s: %w", to, err)
+	}
+	var out Route
+	for _, r := range list {
+		out.Local = out.Local || r.Type == unix.RTN_LOCAL
+		if src, ok := netip.AddrFromSlice(r.Src); ok {
+			out.Source = cmp.Or(out.Source, src.Unmap())
+		}
+		if r.LinkIndex > 0 {
+			out.Links = append(out.Links, r.LinkIndex)
+		}
+		for _, hop := range r.MultiPath {
+			out.Links = append(out.Links, hop.LinkIndex)
+		}
+	}
+	return out, nil
+}
+
+// Link is a network interface.
+type Link struct {
+	Index int
+	// Name is its name, and Kind its type as in "ip link add type"; "device" for a real one.
+	Name, Kind string
+	Up         bool
+	// Enslaved says that it is part of another interface, such as a bridge or a VRF.
+	Enslaved bool
+}
+
+// Links returns the network interfaces by their indexes.
+func Links() (map[int]Link, error) {
+	var list []links.Link
+	err := Retry(func() (err error) {
+		list, err = links.LinkList()
+		return err
+	})
+	if err != nil {
+		return nil, fmt.Errorf("listing the network interfaces: %w", err)
+	}
+	out := map[int]Link{}
+	for _, l := range list {
+		a := l.Attrs()
+		out[a.Index] = Link{a.Index, a.Name, l.Type(), a.RawFlags&unix.IFF_UP != 0, a.MasterIndex != 0}
+	}
+	return out, nil
+}
+
+// StrictReversePath reports whether the kernel drops packets of IPv4 that come by an interface other than that of the route to their source. sysctls
+// is /proc/sys.
+func StrictReversePath(sysctls, name string) bool {
+	strictest := 0
+	for _, of := range []string{"all", name} {
+		text, err := os.ReadFile(filepath.Join(sysctls, "net/ipv4/conf", of, "rp_filter"))
+		if n, bad := strconv.Atoi(strings.TrimSpace(string(text))); err == nil && bad == nil {
+			strictest = max(strictest, n) // 2 is loose, and wins.
+		}
+	}
+	return strictest == 1
+}
+
+// ReversePathDrops returns how many packets the kernel has dropped for that since it started, in the network namespace of the calling thread; false
+// if that is not known.
+func ReversePathDrops() (uint64, bool) {
+	text, err := os.ReadFile("/proc/thread-self/net/netstat")
+	if err != nil {
+		return 0, false
+	}
+	lines := strings.Split(string(text), "\n")
+	for i := 0; i+1 < len(lines); i += 2 { // Names, and below them values.
+		names, values := strings.Fields(lines[i]), strings.Fields(lines[i+1])
+		for j, name := range names {
+			if name == "IPReversePathFilter" && j < len(values) {
+				n, err := strconv.ParseUint(values[j], 10, 64)
+				return n, err == nil
+			}
+		}
+	}
+	return 0, false
+}

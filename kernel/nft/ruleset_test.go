@@ -1,0 +1,28 @@
+package nft
+
+import (
+	"slices"
+	"testing"
+
+	"nodeproxy/internal/nstest"
+)
+
+// TestDevices: chains at hooks of devices are told, beside those at hooks of IP.
+func TestDevices(t *testing.T) {
+	t.Parallel()
+	nstest.Enter(t)
+	nstest.Exec(t, "nft", `add table netdev guard; add chain netdev guard in { type filter hook ingress device lo priority 0; }; add chain netdev guard more; `+
+		`add table inet both; add chain inet both in { type filter hook ingress device lo priority 0; }; add chain inet both input { type filter hook input priority 0; }`)
+	r, err := ReadRuleset()
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer r.Close()
+	slices.SortFunc(r.Devices, func(a, b ChainID) int { return len(a.Family) - len(b.Family) })
+	if want := []ChainID{{"inet", "both", "in"}, {"netdev", "guard", "in"}}; !slices.Equal(r.Devices, want) {
+		t.Errorf("got %v, want %v", r.Devices, want)
+	}
+	if bases := r.Bases(); len(bases) != 1 || bases[0].Chain != "input" {
+		t.Errorf("at hooks of IP: %v", bases)
+	}
+}

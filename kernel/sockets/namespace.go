@@ -1,0 +1,146 @@
+package sockets
+
+import (
+	"bufio"
+	"context"
+	"encoding/binary"
+	"encoding/hex"
+	"fmt"
+	"io"
+	"net/netip"
+	"os"
+	"path/filepath"
+	"slices"
+	"strconv"
+	"strings"
+
+	"nodeproxy/plan"
+)
+
+// Namespace is a network namespace other than the caller's, by a process in it. It is read through /proc, which takes no right to enter it.
+type Namespace struct{ dir string }
+
+// Namespaces returns the network namespaces of the visible processes, without that of the calling thread. They are fewer than there are if
+// ctx ends.
+func Namespaces(ctx context.Context) []Namespace {
+	own, err := os.Readlink("/proc/thread-self/ns/net")
+	if err != nil {
+		return nil
+	}
+	seen := map[string]bool{own: true}
+	var out []Namespace
+	for _, pid := range PIDs() {
+		if ctx.Err() != nil {
+			break
+		}
+		if name, err := os.Readlink(filepath.Join(ProcessDir(pid), "ns", "net")); err == nil && !seen[name] {
+			seen[name] = true
+			out = append(out, Namespace{filepath.Join(ProcessDir(pid), "net")})
+		}
+	}
+	return out
+}
+
+// mostRead bounds how much is read of a file of a namespace.
+const mostRead = 4 << 20
+
+// each calls do with the lines of a file until that returns false.
+func (n Namespace) each(file string, do func(line string) bool) error {
+	f, err := os.Open(filepath.Join(n.dir, file))
+	if err != nil {
+		return err
+	}
+	defer f.Close()
+	lines := bufio.NewScanner(io.LimitReader(f, mostRead))
+	for lines.Scan() {
+		if !do(lines.Text()) {
+			return nil
+		}
+	}
+	return lines.Err()
+}
+
+// Addresses returns which of some addresses are the namespace's own.
+func (n Namespace) Addresses(among map[netip.Addr]bool) ([]netip.Addr, error) {
+	found := map[netip.Addr]bool{}
+	leaf := ""
+	err := n.each("fib_trie", func(line string) bool { // An address is a leaf, and the kind of its route the line below.
+		line = strings.TrimSpace(line)
+		if text, is := strings.CutPrefix(line, "|-- "); is {
+			leaf = text
+		} else if line == "/32 host LOCAL" {
+			if a, err := netip.ParseAddr(leaf); err == nil && among[a] {
+				found[a] = true
+			}
+		}
+		return true
+	})
+	if err != nil {
+		return nil, err
+	}
+	// Without the file, the namespace has no IPv6.
+	_ = n.each("if_inet6", func(line string) bool {
+		text, _, _ := strings.Cut(line, " ")
+		if raw, err := hex.DecodeString(text); err == nil && len(raw) == 16 {
+			if a := netip.AddrFrom16([16]byte(raw)); among[a] {
+				found[a] = true
+			}
+		}
+		return true
+	})
+	var out []netip.Addr
+	for a := range found {
+		out = append(out, a)
+	}
+	slices.SortFunc(out, netip.Addr.Compare)
+	return out, nil
+}
+
+// Sockets returns what List returns in the namespace, without inodes; of an IPv6 socket for all addresses it is not known whether it takes IPv4
+// too, and Both is set. The protocol is TCP or UDP.
+func (n Namespace) Sockets(p plan.Protocol) ([]Socket, error) {
+	state := fmt.Sprintf("%02X", stateListen)
+	if p == plan.UDP {
+		state = fmt.Sprintf("%02X", stateClose)
+	}
+	var out []Socket
+	read := func(line string) bool {
+		if s, ok := parseLine(p, state, line); ok {
+			out = append(out, s)
+		}
+		return true
+	}
+	if err := n.each(p.Lower(), read); err != nil {
+		return nil, err
+	}
+	if err := n.each(p.Lower()+"6", read); err != nil && !os.IsNotExist(err) {
+		return nil, err
+	}
+	return out, nil
+}
+
+var littleEndian = binary.NativeEndian.Uint16([]byte{1, 0}) == 1
+
+// parseLine reads a line of /proc/net/tcp and the like; false if it is not of a socket with a port in a state.
+func parseLine(p plan.Protocol, state, line string) (Socket, bool) {
+	f := strings.Fields(line)
+	if len(f) < 4 || f[3] != state {
+		return Socket{}, false
+	}
+	address, port, _ := strings.Cut(f[1], ":")
+	number, err := strconv.ParseUint(port, 16, 16)
+	raw, bad := hex.DecodeString(address)
+	if err != nil || bad != nil || number == 0 || len(raw)%4 != 0 {
+		return Socket{}, false
+	}
+	for i := 0; i < len(raw); i += 4 { // Words of 4 bytes, each as a number of this machine.
+		if littleEndian {
+			slices.Reverse(raw[i : i+4])
+		}
+	}
+	addr, ok := netip.AddrFromSlice(raw)
+	if !ok {
+		return Socket{}, false
+	}
+	return Socket{Protocol: p, Addr: addr.Unmap(), Port: uint16(number), Both: addr.Is6() && addr.IsUnspecified()}, true
+}

@@ -1,0 +1,127 @@
+// Package endpoints looks at the endpoints of a Service from this node: whether anything listens at those that are on it, and whether the
+// kernel takes their answers. It sends nothing.
+package endpoints
+
+import (
+	"context"
+	"net/netip"
+	"slices"
+
+	"nodeproxy/kernel/host"
+	"nodeproxy/kernel/sockets"
+	"nodeproxy/plan"
+)
+
+// Listening is what is known of the listeners at an endpoint on this node.
+type Listening struct {
+	Addr     netip.AddrPort
+	Protocol plan.Protocol
+	// Pod is true if the endpoint has a network namespace of its own.
+	Pod bool
+	// Listens says that something listens there, and Loopback that it does so at a loopback address alone.
+	Listens, Loopback bool
+	// Others are other ports of the protocol at which anything listens that the endpoint's address reaches.
+	Others []uint16
+}
+
+// most bounds how many endpoints are looked at.
+const most = 32
+
+// Look looks at the endpoints in use that are on this node, up to a number. Those of which nothing can be known are left out: where processes of
+// Pods are not visible, or several namespaces have the address.
+func Look(ctx context.Context, ports []*plan.ServicePort) ([]Listening, error) {
+	links, err := host.Links()
+	if err != nil {
+		return nil, err
+	}
+	type at struct {
+		addr     netip.AddrPort
+		protocol plan.Protocol
+	}
+	var here, pods []at
+	asked := map[at]bool{}
+	for _, sp := range ports {
+		for _, ep := range sp.All() {
+			a := at{ep.Addr, sp.Key.Protocol}
+			if asked[a] || len(asked) == most {
+				continue
+			}
+			asked[a] = true
+			r, err := host.RouteTo(a.addr.Addr(), host.Way{})
+			if err != nil { // There is none.
+				continue
+			}
+			kind := ""
+			if len(r.Links) == 1 {
+				kind = links[r.Links[0]].Kind
+			}
+			switch {
+			case r.Local:
+				here = append(here, a)
+			case (kind == "veth" || kind == "bridge") && a.protocol != plan.SCTP:
+				pods = append(pods, a)
+			}
+		}
+	}
+	var out []Listening
+	known := map[plan.Protocol][]sockets.Socket{}
+	for _, a := range here {
+		list, read := known[a.protocol]
+		if !read {
+			if list, err = sockets.List(a.protocol); err != nil { // The kernel does not know the protocol.
+				continue
+			}
+			known[a.protocol] = list
+		}
+		out = append(out, judge(a.addr, a.protocol, list))
+	}
+	if len(pods) == 0 {
+		return out, nil
+	}
+	among, owners := map[netip.Addr]bool{}, map[netip.Addr][]sockets.Namespace{}
+	for _, a := range pods {
+		among[a.addr.Addr()] = true
+	}
+	for _, n := range sockets.Namespaces(ctx) {
+		if ctx.Err() != nil {
+			break
+		}
+		own, _ := n.Addresses(among) // Its process may have ended.
+		for _, a := range own {
+			owners[a] = append(owners[a], n)
+		}
+	}
+	if ctx.Err() != nil { // There may be more that have the same address.
+		return out, nil
+	}
+	for _, a := range pods {
+		if owner := owners[a.addr.Addr()]; len(owner) == 1 {
+			if list, err := owner[0].Sockets(a.protocol); err == nil {
+				l := judge(a.addr, a.protocol, list)
+				l.Pod = true
+				out = append(out, l)
+			}
+		}
+	}
+	return out, nil
+}
+
+// judge says what sockets mean for an endpoint.
+func judge(addr netip.AddrPort, p plan.Protocol, list []sockets.Socket) Listening {
+	out := Listening{Addr: addr, Protocol: p}
+	for _, s := range list {
+		reached := s.Addr == addr.Addr() || s.Everywhere() && (s.Both || s.Addr.Is4() == addr.Addr().Is4())
+		switch {
+		case reached && s.Port == addr.Port():
+			out.Listens = true
+		case reached:
+			out.Others = append(out.Others, s.Port)
+		case s.Addr.IsLoopback() && s.Port == addr.Port():
+			out.Loopback = true
+		}
+	}
+	out.Loopback = out.Loopback && !out.Listens
+	slices.Sort(out.Others)
+	out.Others = slices.Compact(out.Others)
+	return out
+}

@@ -1,0 +1,191 @@
+package endpoints
+
+import (
+	"bufio"
+	"fmt"
+	"net"
+	"net/netip"
+	"os"
+	"os/exec"
+	"reflect"
+	"slices"
+	"strings"
+	"syscall"
+	"testing"
+
+	"nodeproxy/internal/nstest"
+	"nodeproxy/kernel/sockets"
+	"nodeproxy/plan"
+)
+
+// podVariable has the addresses at which a process of a Pod listens.
+const podVariable = "NODEPROXY_TEST_POD"
+
+// startPod starts a process in a network namespace of its own that has an address, by a pair of interfaces, and listens.
+func startPod(t *testing.T, name, address string, listen ...string) {
+	t.Helper()
+	cmd := exec.Command("/proc/self/exe", "-test.run=^TestLook$", "-test.timeout=4m")
+	cmd.Env = append(os.Environ(), podVariable+"="+strings.Join(listen, ","))
+	cmd.SysProcAttr = &syscall.SysProcAttr{Cloneflags: syscall.CLONE_NEWNET}
+	nstest.EndWith(t, cmd)
+	in, err := cmd.StdinPipe()
+	if err != nil {
+		t.Fatal(err)
+	}
+	out := bufio.NewReader(nstest.Output(t, cmd))
+	if err := cmd.Start(); err != nil {
+		t.Fatal(err)
+	}
+	t.Cleanup(func() { _ = cmd.Process.Kill(); _ = cmd.Wait() })
+	nstest.Exec(t, "ip", "link", "add", name, "type", "veth", "peer", "name", "eth0", "netns", fmt.Sprint(cmd.Process.Pid))
+	nstest.Exec(t, "ip", "link", "set", name, "up")
+	nstest.Exec(t, "ip", "route", "add", address, "dev", name)
+	fmt.Fprintln(in, address)
+	if line, err := out.ReadString('\n'); err != nil || line != "ready\n" {
+		t.Fatalf("%q, %v", line, err)
+	}
+}
+
+// runPod is the process of a Pod. It ends with the test that started it.
+func runPod(t *testing.T, listen string) {
+	var address string
+	if _, err := fmt.Scanln(&address); err != nil {
+		t.Fatal(err)
+	}
+	for _, line := range []string{"link set lo up", "link set eth0 up", "addr add " + address + "/32 dev eth0"} {
+		nstest.Exec(t, "ip", strings.Fields(line)...)
+	}
+	for _, at := range strings.Split(listen, ",") {
+		l, err := net.Listen("tcp", at)
+		if err != nil {
+			t.Fatal(err)
+		}
+		defer l.Close()
+	}
+	fmt.Println("ready")
+	select {}
+}
+
+// TestLook: what listens at endpoints of this node, in Pods and on the host's network; nothing is said of others.
+func TestLook(t *testing.T) {
+	if listen := os.Getenv(podVariable); listen != "" {
+		runPod(t, listen)
+	}
+	t.Parallel()
+	nstest.Enter(t)
+	pid := os.Getpid() // Other tests may run that have the usual addresses.
+	podAt := func(n int) string { return fmt.Sprintf("10.%d.%d.%d", 240+n, pid>>8&0xff, pid&0xff) }
+	nstest.Exec(t, "ip", "addr", "add", "192.0.2.1/24", "dev", "lo")
+	startPod(t, "good", podAt(1), "0.0.0.0:8080", "127.0.0.1:9090")
+	startPod(t, "inside", podAt(2), "127.0.0.1:8080", "[::]:15006")
+	startPod(t, "other", podAt(3), ":80", ":443")
+	nstest.Exec(t, "ip", "link", "add", "unseen", "type", "veth", "peer", "name", "peer")
+	nstest.Exec(t, "ip", "link", "set", "unseen", "up")
+	nstest.Exec(t, "ip", "route", "add", podAt(4), "dev", "unseen")
+	l, err := net.Listen("tcp", "192.0.2.1:8081")
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer l.Close()
+
+	sp := &plan.ServicePort{Key: plan.Key{Protocol: plan.TCP, Family: plan.IPv4}}
+	add := func(address string, port uint16) netip.AddrPort {
+		a := netip.AddrPortFrom(netip.MustParseAddr(address), port)
+		sp.Endpoints.Cluster = append(sp.Endpoints.Cluster, plan.Endpoint{Addr: a})
+		return a
+	}
+	want := []Listening{
+		{Addr: add("192.0.2.1", 8080), Protocol: plan.TCP, Others: []uint16{8081}},
+		{Addr: add("192.0.2.1", 8081), Protocol: plan.TCP, Listens: true},
+		{Addr: add(podAt(1), 8080), Protocol: plan.TCP, Pod: true, Listens: true},
+		{Addr: add(podAt(2), 8080), Protocol: plan.TCP, Pod: true, Loopback: true, Others: []uint16{15006}},
+		{Addr: add(podAt(3), 8080), Protocol: plan.TCP, Pod: true, Others: []uint16{80, 443}},
+	}
+	add(podAt(4), 8080)       // Its namespace is not to be found.
+	add("198.51.100.9", 8080) // There is no route to it.
+	got, err := Look(t.Context(), []*plan.ServicePort{sp})
+	if err != nil {
+		t.Fatal(err)
+	}
+	slices.SortFunc(got, func(a, b Listening) int { return a.Addr.Compare(b.Addr) })
+	slices.SortFunc(want, func(a, b Listening) int { return a.Addr.Compare(b.Addr) })
+	if !reflect.DeepEqual(got, want) {
+		t.Errorf("got  %+v\nwant %+v", got, want)
+	}
+}
+
+// TestJudge: which sockets get what is for an endpoint.
+func TestJudge(t *testing.T) {
+	t.Parallel()
+	for _, c := range []struct {
+		endpoint, socket string
+		both             bool
+		listens          bool
+	}{
+		{"10.244.1.5:80", "10.244.1.5:80", false, true},
+		{"10.244.1.5:80", "10.244.1.6:80", false, false},
+		{"10.244.1.5:80", "0.0.0.0:80", false, true},
+		{"10.244.1.5:80", "0.0.0.0:81", false, false},
+		{"10.244.1.5:80", "[::]:80", true, true},
+		{"10.244.1.5:80", "[::]:80", false, false},
+		{"[fd00::5]:80", "0.0.0.0:80", false, false},
+		{"[fd00::5]:80", "[::]:80", false, true},
+	} {
+		s := netip.MustParseAddrPort(c.socket)
+		l := judge(netip.MustParseAddrPort(c.endpoint), plan.TCP, []sockets.Socket{{Addr: s.Addr(), Port: s.Port(), Both: c.both}})
+		if l.Listens != c.listens {
+			t.Errorf("%+v: %+v", c, l)
+		}
+	}
+}
+
+// TestLookBack: strict rp_filter drops answers where policy routing holds for packets to an endpoint and not for its answers.
+func TestLookBack(t *testing.T) {
+	t.Parallel()
+	nstest.Enter(t)
+	set := func(name, value string) {
+		t.Helper()
+		if err := os.WriteFile("/proc/sys/net/ipv4/"+name, []byte(value), 0o644); err != nil {
+			t.Fatal(err)
+		}
+	}
+	set("ip_forward", "1")
+	for name, address := range map[string]string{"clients": "192.0.2.1/24", "one": "198.51.100.1/24", "two": "203.0.113.1/24"} {
+		if name == "clients" {
+			nstest.Exec(t, "ip", "link", "add", name, "type", "bridge")
+		} else {
+			nstest.Exec(t, "ip", "link", "add", name, "type", "veth", "peer", "name", name+"-peer")
+			nstest.Exec(t, "ip", "link", "set", name+"-peer", "up")
+		}
+		nstest.Exec(t, "ip", "addr", "add", address, "dev", name)
+		nstest.Exec(t, "ip", "link", "set", name, "up")
+		set("conf/"+name+"/rp_filter", "0")
+	}
+	set("conf/all/rp_filter", "0")
+	set("conf/two/rp_filter", "1")
+	nstest.Exec(t, "ip", "route", "add", "10.244.9.0/24", "via", "198.51.100.2")
+	nstest.Exec(t, "ip", "route", "add", "10.244.9.0/24", "via", "203.0.113.2", "table", "100")
+	endpoint := netip.MustParseAddr("10.244.9.5")
+	look := func(strict []string, filtered ...Filtered) {
+		t.Helper()
+		got, err := LookBack(t.Context(), "/proc/sys", []netip.Addr{endpoint, netip.MustParseAddr("fd00::5"), netip.MustParseAddr("192.0.2.1")})
+		if err != nil {
+			t.Fatal(err)
+		}
+		if !slices.Equal(got.Strict, strict) || !slices.Equal(got.Filtered, filtered) || !got.Known {
+			t.Errorf("got %+v, want strict at %q and %v", got, strict, filtered)
+		}
+	}
+	look(nil)
+	nstest.Exec(t, "ip", "rule", "add", "iif", "clients", "lookup", "100")
+	look([]string{"two"}, Filtered{endpoint, "two", "one"})
+	set("conf/all/rp_filter", "2")
+	look(nil)
+	set("conf/all/rp_filter", "1")
+	look([]string{"one", "two"}, Filtered{endpoint, "two", "one"})
+	nstest.Exec(t, "ip", "route", "replace", "10.244.9.0/24", "nexthop", "via", "198.51.100.2", "nexthop", "via", "203.0.113.2")
+	got, err := LookBack(t.Context(), "/proc/sys", []netip.Addr{endpoint})
+	if err != nil || len(got.Filtered) > 0 {
+		t.Errorf("with a route of two hops: %+v, %v", got, err)
+	}
+}

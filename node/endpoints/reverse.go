@@ -1,0 +1,107 @@
+package endpoints
+
+import (
+	"context"
+	"net/netip"
+	"slices"
+
+	"nodeproxy/kernel/host"
+	"nodeproxy/plan"
+)
+
+// Filtered is an endpoint whose answers the kernel drops.
+type Filtered struct {
+	Addr netip.Addr
+	// By is the interface to it, by which its answers come, and Back that of the route to it, by which rp_filter has them come.
+	By, Back string
+}
+
+// Reverse is what rp_filter does at the interfaces to endpoints.
+type Reverse struct {
+	// Strict are the interfaces where it is strict.
+	Strict   []string
+	Filtered []Filtered
+	// Drops is how many packets it has dropped on this node, if that is Known.
+	Drops uint64
+	Known bool
+}
+
+// mostWays bounds how many interfaces are looked at by which clients come.
+const mostWays = 8
+
+// LookBack finds out whether strict rp_filter drops the answers of endpoints: where policy routing sends packets to them by another interface than the
+// kernel looks for their answers. Only IPv4 has rp_filter. sysctls is /proc/sys.
+func LookBack(ctx context.Context, sysctls string, endpoints []netip.Addr) (*Reverse, error) {
+	links, err := host.Links()
+	if err != nil {
+		return nil, err
+	}
+	strict := map[int]bool{}
+	for i, l := range links {
+		strict[i] = l.Up && host.StrictReversePath(sysctls, l.Name)
+	}
+	ways, own, err := waysIn(links)
+	if err != nil {
+		return nil, err
+	}
+	out := &Reverse{}
+	out.Drops, out.Known = host.ReversePathDrops()
+	for _, ep := range endpoints[:min(len(endpoints), most)] {
+		if !ep.Is4() {
+			continue
+		}
+		for _, w := range ways {
+			if ctx.Err() != nil {
+				return out, nil
+			}
+			to, err := host.RouteTo(ep, w)
+			if err != nil || to.Local || len(to.Links) != 1 || !strict[to.Links[0]] || links[to.Links[0]].Enslaved {
+				continue // Packets do not go there, or their answers are taken from anywhere; of a VRF, this can't be told.
+			}
+			by := links[to.Links[0]]
+			if !slices.Contains(out.Strict, by.Name) {
+				out.Strict = append(out.Strict, by.Name)
+			}
+			answered := to.Source // The address that masquerading takes, or that this node sends from.
+			if a, has := own[by.Index]; has {
+				answered = a
+			}
+			back, err := host.RouteTo(ep, host.Way{From: answered, All: true})
+			if err != nil || len(back.Links) == 0 || slices.Contains(back.Links, by.Index) {
+				continue
+			}
+			out.Filtered = append(out.Filtered, Filtered{ep, by.Name, links[back.Links[0]].Name})
+			break
+		}
+	}
+	return out, nil
+}
+
+// waysIn are the ways of packets: those of this node, and those of clients beyond its interfaces, with the first address of each interface. Pods' interfaces
+// are left out.
+func waysIn(links map[int]host.Link) ([]host.Way, map[int]netip.Addr, error) {
+	list, err := host.Filter{}.Addresses(plan.IPv4)
+	if err != nil {
+		return nil, nil, err
+	}
+	ways, own := []host.Way{{}}, map[int]netip.Addr{}
+	taken := map[netip.Addr]bool{}
+	for _, a := range list {
+		taken[a.Addr] = true
+	}
+	for _, a := range list {
+		l := links[a.Index]
+		if _, has := own[l.Index]; has || !l.Up || a.Addr.IsLoopback() {
+			continue
+		}
+		own[l.Index] = a.Addr
+		client := a.Addr.Next()
+		for taken[client] {
+			client = client.Next()
+		}
+		if l.Kind != "veth" && len(ways) <= mostWays {
+			ways = append(ways, host.Way{In: l.Index, From: client})
+		}
+	}
+	return ways, own, nil
+}
