@@ -17,7 +17,7 @@ import (
 var refusedValues = map[string]string{
 	"apiVersion": "v1", "kind": "Config", "mode": "ebpf", "bindAddress": "node1", "clientConnection.burst": "-1",
 	"clusterCIDR": "10.0.0.0", "configSyncPeriod": "-1s", "detectLocalMode": "Auto", "detectLocal.bridgeInterface": "a/b",
-	"detectLocal.interfaceNamePrefix": "a/b", "featureGates": "{Nonsense: true}", "healthzBindAddress": "node1:10256",
+	"detectLocal.interfaceNamePrefix": "a/b", "featureGates": "{KubeProxyIpvs: false}", "healthzBindAddress": "node1:10256",
 	"metricsBindAddress": "0.0.0.0:10256", "nodePortAddresses": "[10.0.0.1]", "oomScoreAdj": "-1001",
 	"showHiddenMetricsForVersion": "latest", "logging.format": "xml",
 	"iptables.masqueradeBit": "32", "iptables.syncPeriod": "-1s", "iptables.minSyncPeriod": "1m",

@@ -21,7 +21,7 @@ const (
 	gateIgnored gateUse = "no effect"
 )
 
-// featureGate is a gate that some release of kube-proxy from 1.33 to 1.37 knows.
+// featureGate is a gate that some release of kube-proxy from 1.33 to 1.37 knows, or one of another component.
 type featureGate struct {
 	first, last string // the releases that know it
 	use         gateUse
@@ -33,7 +33,7 @@ const (
 	forNFTables  = "it is for mode nftables"
 	forLogs      = "the form of the log does not depend on it"
 	forWindows   = "it is for Windows"
-	forOthers    = "kube-proxy knows the name alone; other components read it"
+	forOthers    = "nodeproxy knows none of this name; other components may"
 	forStability = "no gate that is honoured here is alpha or beta"
 )
 
@@ -80,143 +80,43 @@ var proxyGates = map[string]featureGate{
 	"WinOverlay": {"1.33", "1.37", gateIgnored, forWindows},
 }
 
-// otherGates are those that kube-proxy accepts since all components share one list, by the first and the last release of these
-// that knows them.
-var otherGates = map[[2]string]string{
-	{"1.33", "1.33"}: `
-		DevicePluginCDIDevices ElasticIndexedJob LegacySidecarContainers PodDisruptionConditions StatefulSetStartOrdinal`,
-	{"1.33", "1.34"}: `
-		AllowServiceLBStatusOnNonLB CronJobsScheduledAnnotation PodIndexLabel SizeMemoryBackedVolumes
-		StatefulSetAutoDeletePVC StrictCostEnforcementForVAP StrictCostEnforcementForWebhooks
-		UserNamespacesPodSecurityStandards`,
-	{"1.33", "1.35"}: `
-		CSIMigrationPortworx HonorPVReclaimPolicy InPlacePodVerticalScalingAllocatedStatus InTreePluginPortworxUnregister
-		MemoryManager StructuredAuthorizationConfiguration WatchFromStorageWithoutResourceVersion`,
-	{"1.33", "1.36"}: `
-		APIServerTracing AnonymousAuthConfigurableEndpoints AnyVolumeDataSource AuthorizeNodeWithSelectors
-		AuthorizeWithSelectors BtreeWatchCache ConsistentListFromCache JobBackoffLimitPerIndex JobPodReplacementPolicy
-		JobSuccessPolicy LogarithmicScaleDown OrderedNamespaceDeletion PodLifecycleSleepAction
-		PodLifecycleSleepActionAllowZero RelaxedDNSSearchValidation ResilientWatchCacheInitialization RetryGenerateName
-		SchedulerQueueingHints SidecarContainers StreamingCollectionEncodingToJSON StreamingCollectionEncodingToProtobuf
-		StructuredAuthenticationConfiguration`,
-	{"1.33", "1.37"}: `
-		APIResponseCompression APIServerIdentity APIServingWithRoutine AggregatedDiscoveryRemoveBetaType AllowDNSOnlyNodeCSR
-		AllowInsecureKubeletCertificateSigningRequests AllowOverwriteTerminationGracePeriodSeconds
-		AllowParsingUserUIDFromCertAuth AllowUnsafeMalformedObjectDeletion CBORServingAndStorage
-		CPUManagerPolicyAlphaOptions CPUManagerPolicyBetaOptions CPUManagerPolicyOptions CRDValidationRatcheting
-		CSIVolumeHealth CloudControllerManagerWebhook ClusterTrustBundle ClusterTrustBundleProjection
-		ConcurrentWatchObjectDecode ContainerCheckpoint ContainerStopSignals CoordinatedLeaderElection
-		CrossNamespaceVolumeDataSource CustomCPUCFSQuotaPeriod CustomResourceFieldSelectors DRAAdminAccess DRADeviceTaints
-		DRAPartitionableDevices DRAPrioritizedList DRAResourceClaimDeviceStatus DeclarativeValidation
-		DeclarativeValidationTakeover DeploymentReplicaSetTerminatingReplicas DisableAllocatorDualWrite
-		DisableCPUQuotaWithExclusiveCPUs DisableNodeKubeProxyVersion DynamicResourceAllocation EventedPLEG ExecProbeTimeout
-		ExternalServiceAccountTokenSigner GitRepoVolumeDriver GracefulNodeShutdown GracefulNodeShutdownBasedOnPodPriority
-		HPAConfigurableTolerance HPAScaleToZero ImageMaximumGCAge ImageVolume InPlacePodVerticalScaling
-		InPlacePodVerticalScalingExclusiveCPUs JobManagedBy KMSv1 KubeletCgroupDriverFromCRI KubeletCrashLoopBackOffMax
-		KubeletEnsureSecretPulledImages KubeletFineGrainedAuthz KubeletInUserNamespace KubeletPSI
-		KubeletPodResourcesDynamicResources KubeletPodResourcesGet KubeletRegistrationGetOnExistsOnly KubeletSeparateDiskGC
-		KubeletServiceAccountTokenForCredentialProviders KubeletTracing ListFromCacheSnapshot
-		LocalStorageCapacityIsolationFSQuotaMonitoring MatchLabelKeysInPodAffinity MatchLabelKeysInPodTopologySpread
-		MaxUnavailableStatefulSet MemoryQoS MutableCSINodeAllocatableCount MutatingAdmissionPolicy
-		NodeInclusionPolicyInPodTopologySpread NodeLogQuery NodeSwap OpenAPIEnums PodAndContainerStatsFromCRI
-		PodDeletionCost PodLevelResources PodLogsQuerySplitStreams PodObservedGenerationTracking
-		PodReadyToStartContainersCondition PodSchedulingReadiness PodTopologyLabelsAdmission PortForwardWebsockets
-		ProcMountType QOSReserved RecoverVolumeExpansionFailure RecursiveReadOnlyMounts ReduceDefaultCrashLoopBackOffDecay
-		RelaxedEnvironmentVariableValidation ReloadKubeletServerCertificateFile RemoteRequestHeaderUID ResourceHealthStatus
-		RotateKubeletServerCertificate RuntimeClassInImageCriApi SELinuxChangePolicy SELinuxMount
-		SELinuxMountReadWriteOncePod SchedulerAsyncPreemption SchedulerPopFromBackoffQ SeparateCacheWatchRPC
-		SeparateTaintEvictionController ServiceAccountNodeAudienceRestriction ServiceAccountTokenJTI
-		ServiceAccountTokenNodeBinding ServiceAccountTokenNodeBindingValidation ServiceAccountTokenPodNodeInfo
-		StorageCapacityScoring StorageNamespaceIndex StorageVersionAPI StorageVersionHash StorageVersionMigrator
-		StrictIPCIDRValidation SupplementalGroupsPolicy SystemdWatchdog TopologyManagerPolicyAlphaOptions
-		TopologyManagerPolicyBetaOptions TopologyManagerPolicyOptions TranslateStreamCloseWebsocketRequests
-		UnauthenticatedHTTP2DOSMitigation UnknownVersionInteroperabilityProxy UserNamespacesSupport VolumeAttributesClass
-		WatchCacheInitializationPostStartHook WatchList WindowsCPUAndMemoryAffinity WindowsGracefulNodeShutdown
-		WindowsHostNetwork`,
-	{"1.34", "1.34"}: `
-		ProbeHostPodSecurityStandards`,
-	{"1.34", "1.36"}: `
-		PreventStaticPodAPIReferences`,
-	{"1.34", "1.37"}: `
-		ClearingNominatedNodeNameAfterBinding ContainerRestartRules DRAConsumableCapacity DRADeviceBindingConditions
-		DRAExtendedResource DRASchedulerFilterTimeout DetectCacheInconsistency EnvFiles HostnameOverride
-		InPlacePodVerticalScalingExclusiveMemory KubeletPodResourcesListUseActivePods
-		MatchLabelKeysInPodTopologySpreadSelectorMerge NominatedNodeNameForExpectation PodCertificateRequest
-		RelaxedServiceNameValidation SchedulerAsyncAPICalls SizeBasedListCostEstimate StatefulSetSemanticRevisionComparison
-		StructuredAuthenticationConfigurationEgressSelector TokenRequestServiceAccountUIDValidation`,
-	{"1.35", "1.36"}: `
-		GangScheduling`,
-	{"1.35", "1.37"}: `
-		AuthorizePodWebsocketUpgradeCreatePermission CRDObservedGenerationTracking CSIServiceAccountTokenSecrets
-		ChangeContainerStatusOnKubeletRestart CloudControllerManagerWatchBasedRoutesReconciliation ConstrainedImpersonation
-		DRADeviceTaintRules GenericWorkload InPlacePodLevelResourcesVerticalScaling MutablePVNodeAffinity
-		MutablePodResourcesForSuspendedJobs MutableSchedulingDirectivesForSuspendedJobs NodeDeclaredFeatures
-		OpportunisticBatching RestartAllContainersOnContainerExits StructuredAuthenticationConfigurationJWKSMetrics
-		TaintTolerationComparisonOperators UserNamespacesHostNetworkSupport VolumeLimitScaling`,
-	{"1.36", "1.36"}: `
-		WorkloadAwarePreemption`,
-	{"1.36", "1.37"}: `
-		CRIListStreaming DRAListTypeAttributes DRANodeAllocatableResources DRAResourceClaimGranularStatusAuthorization
-		DRAResourcePoolStatus DRAWorkloadResourceClaims DeclarativeValidationBeta ExtendWebSocketsToKubelet
-		ImageVolumeWithDigest InPlacePodVerticalScalingInitContainers ManifestBasedAdmissionControlConfig PLEGOnDemandRelist
-		PersistentVolumeClaimUnusedSinceTime PodLevelResourceManagers PodsAPI ReloadKubeletClientCAFile
-		ResourceHealthStatusMessage ServiceCIDRStatusFieldWiping ShardedListAndWatch StaleControllerConsistencyDaemonSet
-		StaleControllerConsistencyJob StaleControllerConsistencyReplicaSet StaleControllerConsistencyStatefulSet
-		TopologyAwareWorkloadScheduling WorkloadWithJob`,
-	{"1.37", "1.37"}: `
-		APIServerWebhookAuthenticationToken AtomicWriteVolumeUserFields CompositePodGroup
-		ConsistentListFromCacheSkipTimeoutFallback DRADerivedAttributes DRADeviceCompatibilityGroups
-		DRAFractionalCapacityRange DRAOptionalNodeOperations DRAPartitionableDevicesType DefaultPodSysctls
-		EmptyDirVolumeMode EtcdRangeStream EvictionRequestAPI ExcludeAdmissionWebhookVirtualResources GRPCContainerProbeTLS
-		H2CContainerProbe HPAGeneration HPAOptimizedSelectorStore HugepageAwareEviction
-		InPlacePodVerticalScalingMemoryBackedVolumes InPlacePodVerticalScalingSchedulerPreemption
-		InterPodAffinityHostnameFastPath KubeletAllocatedPodsEndpoint NodeControllerLeaseCircuitBreaker
-		NodeLifecycleConditions PodGroupPreemptionPolicy PodLevelResourcesFixDefaulting PodLevelResourcesFixKubeletQOSClass
-		SchedulerPreQueueingHints StaleControllerConsistencyHPA StatefulSetRecreateStrategy VolumeBindMountOptions
-		WatchListCompression WebhookRoundTripLoadBalancing`,
-}
-
-// knownGates are all gates by name.
-var knownGates = func() map[string]featureGate {
-	out := map[string]featureGate{}
-	for name, gate := range proxyGates {
-		out[name] = gate
-	}
-	for releases, names := range otherGates {
-		for _, name := range strings.Fields(names) {
-			out[name] = featureGate{releases[0], releases[1], gateIgnored, forOthers}
-		}
-	}
-	return out
-}()
-
 // gateOn reports whether a gate that is on by default is on.
 func (e *Effective) gateOn(name string) bool {
 	on, given := e.kp.FeatureGates[name]
 	return on || !given
 }
 
-// featureGates checks the gates and applies those that have an effect. Like kube-proxy it refuses unknown names: a misspelt gate
-// would not switch off what it is meant to.
+// gateNamed returns the gate of a name. Components of Kubernetes share one list of gates, which changes with each release, so an unknown
+// name may be that of any other component.
+func gateNamed(name string) featureGate {
+	if gate, known := proxyGates[name]; known {
+		return gate
+	}
+	return featureGate{use: gateIgnored, why: forOthers}
+}
+
+// featureGates checks the gates and applies those that have an effect. It refuses a misspelt one: that would not switch off what it is
+// meant to.
 func (k *checker) featureGates(c *Config) {
 	for _, name := range slices.Sorted(maps.Keys(k.kp.FeatureGates)) {
-		gate, known := knownGates[name]
-		switch {
-		case !known:
-			k.check("featureGates", fmt.Errorf("%q is not a feature gate of kube-proxy 1.33 to 1.37%s", name, gateLike(name)))
-		case gate.use == gateFixed && !k.kp.FeatureGates[name]:
+		if other := misspelt(name); other != "" {
+			k.check("featureGates", fmt.Errorf("%q is not a feature gate; there is %q", name, other))
+		}
+		if gate := gateNamed(name); gate.use == gateFixed && !k.kp.FeatureGates[name] {
 			k.check("featureGates", fmt.Errorf("%s can't be false: %s", name, gate.why))
 		}
 	}
 	c.Settings.IgnoreExternalIPs = !k.gateOn("AllowServiceExternalIPs")
 }
 
-// gateLike returns a gate that a misspelt one may have meant.
-func gateLike(name string) string {
-	for _, other := range slices.Sorted(maps.Keys(knownGates)) {
-		a, b := strings.ToLower(name), strings.ToLower(other)
-		if a == b || strings.TrimSuffix(a, "s") == strings.TrimSuffix(b, "s") {
-			return fmt.Sprintf("; there is %q", other)
+// misspelt returns the gate that an unknown name may mean; "" for none.
+func misspelt(name string) string {
+	like := func(name string) string { return strings.TrimSuffix(strings.ToLower(name), "s") }
+	if _, known := proxyGates[name]; !known {
+		for other := range proxyGates {
+			if like(name) == like(other) {
+				return other
+			}
 		}
 	}
 	return ""
@@ -226,7 +126,7 @@ func gateLike(name string) string {
 func (e *Effective) gateFindings() []source.Finding {
 	reasons := map[string][]string{}
 	for name := range e.kp.FeatureGates {
-		if gate := knownGates[name]; gate.use == gateIgnored {
+		if gate := gateNamed(name); gate.use == gateIgnored {
 			reasons[gate.why] = append(reasons[gate.why], name)
 		}
 	}

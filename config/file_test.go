@@ -311,7 +311,7 @@ func TestWrongFiles(t *testing.T) {
 		{"mode: [", "FILE:3: broken YAML: did not find expected node content"},
 		{"x: 1\nbindAddress: 2\nmode: {}", "FILE:4: bindAddress: must be a string (quote it), not 2\nFILE:5: mode: must be a string (quote it), not {}"},
 		{"featureGates: {AllowServiceExternalIP: false}",
-			`FILE:3: featureGates: "AllowServiceExternalIP" is not a feature gate of kube-proxy 1.33 to 1.37; there is "AllowServiceExternalIPs"`},
+			`FILE:3: featureGates: "AllowServiceExternalIP" is not a feature gate; there is "AllowServiceExternalIPs"`},
 		{"featureGates: {TopologyAwareHints: false}",
 			"FILE:3: featureGates: TopologyAwareHints can't be false: hints for zones are always followed"},
 		{"mode: ipvs\nfeatureGates: {KubeProxyIPVS: false}", "FILE:3: mode: ipvs is switched off by featureGates: KubeProxyIPVS=false"},

@@ -22,12 +22,11 @@ func newDriftMetrics(s *Set) *driftMetrics {
 		repaired: s.counterVec("nodeproxy_drift_repaired_total", "Things in the kernel that were repaired.", "kind"),
 		checked: s.gaugeVec("nodeproxy_drift_last_check_timestamp_seconds",
 			"When the kernel was last compared with what had been written."),
-		took: prometheus.NewHistogram(prometheus.HistogramOpts{Name: "nodeproxy_drift_check_duration_seconds",
+		took: s.make.NewHistogram(prometheus.HistogramOpts{Name: "nodeproxy_drift_check_duration_seconds",
 			Help: "Time taken to compare the kernel with what had been written.", Buckets: syncBuckets}),
 		conflicts: s.gauge("nodeproxy_port_conflicts",
 			"Sockets of other programs on this node whose address and port a Service captures."),
 	}
-	s.registry.MustRegister(m.took)
 	for _, k := range drift.Kinds { // What a mode does not write stays at zero.
 		m.found.WithLabelValues(string(k))
 		m.repaired.WithLabelValues(string(k))

@@ -31,34 +31,16 @@ func (s *Set) CollectWatches(read func() map[string]time.Duration) {
 // CollectFaults adds whether something can't be read of what objects are read from. read is called at each scrape. It must be
 // called only once.
 func (s *Set) CollectFaults(read func() bool) {
-	s.registry.MustRegister(&reader{
-		desc: prometheus.NewDesc("nodeproxy_manifests_faulty",
-			"1 while manifests can't be read or used as they are, so that their last good version is in force, else 0.",
-			nil, nil),
-		kind: prometheus.GaugeValue,
-		read: func(send func(float64, ...string)) error {
-			if read() {
-				send(1)
-			} else {
-				send(0)
-			}
-			return nil
-		},
-	})
+	s.gaugeFunc("nodeproxy_manifests_faulty",
+		"1 while manifests can't be read or used as they are, so that their last good version is in force, else 0.",
+		func() float64 { return number(read()) })
 }
 
 // CollectOldestChange adds for how long the oldest change that is not programmed yet has waited; 0 if there is none. read is
 // called at each scrape. It must be called only once.
 func (s *Set) CollectOldestChange(read func() time.Duration) {
-	s.registry.MustRegister(&reader{
-		desc: prometheus.NewDesc("nodeproxy_oldest_change_wait_seconds",
-			"How long the oldest change that is not programmed yet has waited; 0 if there is none.", nil, nil),
-		kind: prometheus.GaugeValue,
-		read: func(send func(float64, ...string)) error {
-			send(read().Seconds())
-			return nil
-		},
-	})
+	s.gaugeFunc("nodeproxy_oldest_change_wait_seconds", "How long the oldest change that is not programmed yet has waited; 0 if there is none.",
+		func() float64 { return read().Seconds() })
 }
 
 // CollectHealthCheckNodePorts adds how many health check node ports there are, and how many of them are not listened at

@@ -17,6 +17,7 @@ import (
 
 	"github.com/prometheus/client_golang/prometheus"
 	"github.com/prometheus/client_golang/prometheus/collectors"
+	"github.com/prometheus/client_golang/prometheus/promauto"
 	"github.com/prometheus/client_golang/prometheus/promhttp"
 
 	"nodeproxy/plan"
@@ -43,6 +44,7 @@ type Set struct {
 	cfg      Config
 	has      features // of the mode
 	registry *prometheus.Registry
+	make     promauto.Factory // registers what it makes
 
 	syncs    *syncMetrics
 	plan     *planMetrics
@@ -68,6 +70,7 @@ func New(cfg Config) *Set {
 		cfg.Log = slog.New(slog.DiscardHandler)
 	}
 	s := &Set{cfg: cfg, has: modes[cfg.Mode], registry: prometheus.NewRegistry()}
+	s.make = promauto.With(s.registry)
 	s.registry.MustRegister(collectors.NewGoCollector(), collectors.NewProcessCollector(collectors.ProcessCollectorOpts{}))
 	s.slis = newHealthMetrics()
 	s.syncs = newSyncMetrics(s)
@@ -168,31 +171,26 @@ func number(yes bool) float64 {
 }
 
 func (s *Set) counterVec(name, help string, labels ...string) *prometheus.CounterVec {
-	vec := prometheus.NewCounterVec(prometheus.CounterOpts{Name: name, Help: help}, labels)
-	s.registry.MustRegister(vec)
-	return vec
+	return s.make.NewCounterVec(prometheus.CounterOpts{Name: name, Help: help}, labels)
 }
 
 func (s *Set) gaugeVec(name, help string, labels ...string) *prometheus.GaugeVec {
-	vec := prometheus.NewGaugeVec(prometheus.GaugeOpts{Name: name, Help: help}, labels)
-	s.registry.MustRegister(vec)
-	return vec
+	return s.make.NewGaugeVec(prometheus.GaugeOpts{Name: name, Help: help}, labels)
 }
 
 func (s *Set) histogramVec(name, help string, buckets []float64, labels ...string) *prometheus.HistogramVec {
-	vec := prometheus.NewHistogramVec(prometheus.HistogramOpts{Name: name, Help: help, Buckets: buckets}, labels)
-	s.registry.MustRegister(vec)
-	return vec
+	return s.make.NewHistogramVec(prometheus.HistogramOpts{Name: name, Help: help, Buckets: buckets}, labels)
 }
 
 func (s *Set) counter(name, help string) prometheus.Counter {
-	c := prometheus.NewCounter(prometheus.CounterOpts{Name: name, Help: help})
-	s.registry.MustRegister(c)
-	return c
+	return s.make.NewCounter(prometheus.CounterOpts{Name: name, Help: help})
 }
 
 func (s *Set) gauge(name, help string) prometheus.Gauge {
-	g := prometheus.NewGauge(prometheus.GaugeOpts{Name: name, Help: help})
-	s.registry.MustRegister(g)
-	return g
+	return s.make.NewGauge(prometheus.GaugeOpts{Name: name, Help: help})
+}
+
+// gaugeFunc makes a gauge that is read at each scrape.
+func (s *Set) gaugeFunc(name, help string, read func() float64) {
+	s.make.NewGaugeFunc(prometheus.GaugeOpts{Name: name, Help: help}, read)
 }

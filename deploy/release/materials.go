@@ -25,13 +25,13 @@ import (
 )
 
 // materials writes the bill of materials, in the format of CycloneDX: the Go modules and the standard library that the binaries are
-// made of, which the binaries themselves tell, and the Debian packages in the images, as dpkg described them.
+// made of, which the binaries themselves tell, with the licenses of the modules, and the Debian packages in the images, as dpkg described them.
 func (r *release) materials() error {
 	const program, image = "nodeproxy", "image"
 	bom := cdx.NewBOM()
 	bom.Metadata = &cdx.Metadata{
 		Timestamp: r.epoch.Format(time.RFC3339),
-		Component: &cdx.Component{BOMRef: program, Type: cdx.ComponentTypeApplication, Name: "nodeproxy", Version: r.number()},
+		Component: &cdx.Component{BOMRef: program, Type: cdx.ComponentTypeApplication, Name: "nodeproxy", Version: r.number(), Licenses: licenses("Apache-2.0")},
 	}
 	components := map[string]cdx.Component{image: {BOMRef: image, Type: cdx.ComponentTypeContainer, Name: r.image, Version: r.digest}}
 	needs := map[string]map[string]bool{program: {}, image: {program: true}}
@@ -53,12 +53,28 @@ func (r *release) materials() error {
 			BOMRef: ref, Type: cdx.ComponentTypeFile, Name: ref, Version: r.number(),
 			Hashes: hashes(fmt.Sprintf("%x", sha256.Sum256(content))),
 		})
-		add(program, library("pkg:golang/std@"+strings.TrimPrefix(info.GoVersion, "go"), "std", strings.TrimPrefix(info.GoVersion, "go")))
+		std := library("pkg:golang/std@"+strings.TrimPrefix(info.GoVersion, "go"), "std", strings.TrimPrefix(info.GoVersion, "go"))
+		std.Licenses = licenses("BSD-3-Clause")
+		add(program, std)
+		var modules []string
+		for _, m := range info.Deps {
+			if m.Replace != nil {
+				m = m.Replace
+			}
+			if m.Sum != "" { // not replaced by a directory
+				modules = append(modules, m.Path+"@"+m.Version)
+			}
+		}
+		known, err := licensesOf(modules)
+		if err != nil {
+			return fmt.Errorf("%s: %w", b.file, err)
+		}
 		for _, m := range info.Deps {
 			c, err := moduleComponent(m)
 			if err != nil {
 				return fmt.Errorf("%s: %w", b.file, err)
 			}
+			c.Licenses = known[c.Name+"@"+c.Version]
 			add(program, c)
 		}
 	}

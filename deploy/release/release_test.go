@@ -9,6 +9,7 @@ import (
 	"io"
 	"maps"
 	"os"
+	"os/exec"
 	"path/filepath"
 	"runtime"
 	"slices"
@@ -232,6 +233,9 @@ func TestMaterials(t *testing.T) {
 			if c.Hashes == nil || len((*c.Hashes)[0].Value) != 64 {
 				t.Errorf("%s: hashes %v", ref, c.Hashes)
 			}
+			if c.Licenses == nil || len(*c.Licenses) != 1 || (*c.Licenses)[0].License.ID != "Apache-2.0" {
+				t.Errorf("%s: licenses %v", ref, c.Licenses)
+			}
 		}
 	}
 	if modules != 1 {
@@ -298,6 +302,30 @@ func TestRefused(t *testing.T) {
 		var to []pair
 		if err := pairs(&to)(value); err == nil {
 			t.Errorf("%q is taken", value)
+		}
+	}
+}
+
+// TestLicenses: the licenses of all modules that the program is made of are found, so that a release can be made of them.
+func TestLicenses(t *testing.T) {
+	list, err := exec.Command("go", "list", "-deps", "-f", "{{with .Module}}{{if .Version}}{{.Path}}@{{.Version}}{{end}}{{end}}", "nodeproxy/cmd/nodeproxy").Output()
+	if err != nil {
+		t.Fatal(err)
+	}
+	modules := slices.Compact(slices.Sorted(slices.Values(strings.Fields(string(list)))))
+	known, err := licensesOf(modules)
+	if err != nil {
+		t.Fatal(err)
+	}
+	if len(known) != len(modules) || len(known) < 10 {
+		t.Errorf("the licenses of %d of %d modules", len(known), len(modules))
+	}
+	for module, want := range map[string]string{"k8s.io/api": "Apache-2.0", "github.com/spf13/pflag": "BSD-3-Clause", "github.com/vishvananda/netlink": "Apache-2.0"} {
+		i := slices.IndexFunc(modules, func(m string) bool { return strings.HasPrefix(m, module+"@") })
+		if i < 0 {
+			t.Errorf("%s is not part of the program", module)
+		} else if got := *known[modules[i]]; len(got) != 1 || got[0].License.ID != want {
+			t.Errorf("%s: %+v, want %s", module, got, want)
 		}
 	}
 }

@@ -83,7 +83,8 @@ func Find(v Variant, f plan.Family) (*Program, error) {
 	if t.version, err = askVersion(main, versionTime); err != nil {
 		return nil, err
 	}
-	// This asks the program for its version once more, without a time limit: it has just been seen to answer.
+	// go-iptables is here for one thing that it knows: since which version iptables has --random-fully. Rules are read and written by the
+	// restore and save programs, with time limits, which it has not: it asks for the version once more, of a program that has just answered.
 	ipt, err := goiptables.New(goiptables.IPFamily(protocol(f)), goiptables.Path(main), goiptables.Timeout(lockWait))
 	if err != nil {
 		return nil, fmt.Errorf("asking %s for its version: %w", main, err)

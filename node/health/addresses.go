@@ -50,11 +50,14 @@ func zoned(a host.Address) netip.Addr {
 	return a.Addr
 }
 
+// calm is how long to wait after a change of the host's addresses, as several often change together.
+const calm = 50 * time.Millisecond
+
 // watchAgainAfter is the pause before another attempt to watch addresses.
 const watchAgainAfter = time.Second
 
 func (k kernelAddresses) watch(ctx context.Context, changed func()) {
-	untilBegun(ctx, func() error { return k.Watch(ctx, 0, changed) })
+	untilBegun(ctx, func() error { return k.Watch(ctx, calm, changed) })
 }
 
 // untilBegun calls watch until it returns no error, or ctx ends.
@@ -87,14 +90,14 @@ func (l listenAt) String() string {
 // everywhere reports whether the sockets do not depend on the host's addresses.
 func everywhere(at plan.NodePortAddresses) bool { return at.All(plan.IPv4) && at.All(plan.IPv6) }
 
-// sockets returns where to listen so as to be reachable wherever node ports of some families answer, in order; host are the host's
-// addresses. Where node ports answer everywhere, that is one socket for both families, as with kube-proxy.
-func sockets(at plan.NodePortAddresses, node plan.Node, host []netip.Addr, families []plan.Family) []listenAt {
+// sockets returns where to listen so as to be reachable wherever node ports answer, in order; host are the host's addresses. Where node
+// ports answer everywhere, that is one socket for both families, as with kube-proxy.
+func sockets(at plan.NodePortAddresses, node plan.Node, host []netip.Addr) []listenAt {
 	if everywhere(at) {
 		return []listenAt{wildcard}
 	}
 	var out []listenAt
-	for _, f := range families {
+	for _, f := range plan.Families {
 		network, all := "tcp4", netip.IPv4Unspecified()
 		if f == plan.IPv6 {
 			network, all = "tcp6", netip.IPv6Unspecified()

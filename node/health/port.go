@@ -5,6 +5,7 @@ import (
 	"errors"
 	"fmt"
 	"log/slog"
+	"maps"
 	"net"
 	"net/http"
 	"net/netip"
@@ -19,69 +20,40 @@ import (
 	"nodeproxy/source"
 )
 
-// port is the health check node port of one Service. Only Services.Run uses its fields, except count.
+// port is the health check node port of one Service. Only Services.Run uses its sockets.
 type port struct {
 	service plan.Service
 	number  uint16
+	cfg     ServicesConfig
+	server  *http.Server
 	count   atomic.Pointer[localEndpoints]
 
-	server   *http.Server
 	open     map[listenAt]*socket
-	report   source.Report
-	reported string // what was last reported; empty if all is well since
-	retry    time.Duration
-	retryAt  time.Time
+	failing  time.Time // since when a socket could not be opened; zero if all are open
+	reported string    // what was last reported; empty if all is well since
 }
 
 // socket is a listening socket of a port.
 type socket struct {
 	net.Listener
-	closed atomic.Bool   // it was closed here
-	ended  chan struct{} // closed when it no longer serves
+	err   error         // why it no longer serves
+	ended chan struct{} // closed when it no longer serves, and the kernel has closed it
 }
 
-// close returns when the kernel has closed the socket too, so that its address can be bound again.
-func (s *socket) close() {
-	s.closed.Store(true)
-	_ = s.Close() // It may be closed already.
-	<-s.ended
-}
+// localEndpoints is the number of ready endpoints of a Service on this node, for each family of which it has a cluster IP.
+type localEndpoints map[plan.Family]int
 
-// over reports whether the socket no longer serves.
-func (s *socket) over() bool {
-	select {
-	case <-s.ended:
-		return true
-	default:
-		return false
-	}
-}
-
-// localEndpoints is the number of ready endpoints of a Service on this node, by family.
-type localEndpoints struct {
-	number [2]int  // of IPv4, IPv6
-	has    [2]bool // whether the Service has a cluster IP of the family
-}
-
-func familyIndex(f plan.Family) int {
-	if f == plan.IPv6 {
-		return 1
-	}
-	return 0
-}
-
-// families returns those that the Service has.
-func (l *localEndpoints) families() []plan.Family {
-	return slices.DeleteFunc(slices.Clone(plan.Families[:]), func(f plan.Family) bool { return !l.has[familyIndex(f)] })
-}
+func (l localEndpoints) families() []plan.Family { return slices.Sorted(maps.Keys(l)) }
 
 // over returns the number for a request over f.
-func (l *localEndpoints) over(f plan.Family) int {
-	i := familyIndex(f)
-	if !l.has[i] {
-		i = 1 - i
+func (l localEndpoints) over(f plan.Family) int {
+	if n, ok := l[f]; ok {
+		return n
 	}
-	return l.number[i]
+	for _, n := range l { // the other family's
+		return n
+	}
+	return 0
 }
 
 // readPort returns the health check node port of a Service, 0 if it has none, and its ready endpoints on this node. Two ports of
@@ -99,33 +71,25 @@ func readPort(p *plan.Plan, svc plan.Service) (number uint16, count localEndpoin
 	if number == 0 {
 		return 0, count
 	}
-	var here [2][]netip.Addr
+	count = localEndpoints{}
+	seen := map[netip.Addr]bool{}
 	for _, key := range keys {
-		i := familyIndex(key.Family)
-		count.has[i] = true
+		count[key.Family] += 0
 		sp := p.Services[key]
 		for _, list := range [][]plan.Endpoint{sp.Endpoints.Local, sp.Endpoints.Cluster} {
 			for _, ep := range list {
-				if ep.Local && !ep.Terminating {
-					here[i] = append(here[i], ep.Addr.Addr())
+				if addr := ep.Addr.Addr(); ep.Local && !ep.Terminating && !seen[addr] {
+					seen[addr] = true
+					count[key.Family]++
 				}
 			}
 		}
 	}
-	for i := range here {
-		slices.SortFunc(here[i], netip.Addr.Compare)
-		count.number[i] = len(slices.Compact(here[i]))
-	}
 	return number, count
 }
 
-// equalAddresses reports whether node ports answer at the same addresses.
-func equalAddresses(a, b plan.NodePortAddresses) bool {
-	return a.Primary == b.Primary && slices.Equal(a.CIDRs, b.CIDRs)
-}
-
 func newPort(svc plan.Service, number uint16, cfg ServicesConfig, c *connections) *port {
-	p := &port{service: svc, number: number, open: map[listenAt]*socket{}, report: cfg.Report}
+	p := &port{service: svc, number: number, cfg: cfg, open: map[listenAt]*socket{}}
 	p.server = newHTTPServer(http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
 		p.answer(w, familyOf(r), cfg.Healthy())
 	}), c, func() *slog.Logger { return cfg.Log })
@@ -164,28 +128,41 @@ func (p *port) answer(w http.ResponseWriter, f plan.Family, healthy bool) {
 	_, _ = fmt.Fprintf(w, answerFormat, p.service.Namespace, p.service.Name, n, healthy)
 }
 
+// places returns those of some addresses at which the Service's families are reached.
+func (p *port) places(all []listenAt) []listenAt {
+	families := *p.count.Load()
+	return slices.DeleteFunc(slices.Clone(all), func(l listenAt) bool {
+		_, has := families[plan.FamilyOf(l.addr)]
+		return !has && l != wildcard
+	})
+}
+
 // close closes all sockets and connections.
 func (p *port) close() {
 	p.closeExcept(nil)
 	_ = p.server.Close() // Its sockets are closed already.
 }
 
-// closeExcept closes the sockets that are not at one of these addresses, and forgets those that have ended. It reports whether there
-// were any.
-func (p *port) closeExcept(at []listenAt) (closed bool) {
+// closeExcept closes the sockets that are not at one of these addresses, and forgets those that have ended by themselves.
+func (p *port) closeExcept(at []listenAt) {
 	for where, s := range p.open {
-		if s.over() || !slices.Contains(at, where) {
-			delete(p.open, where)
-			s.close()
-			closed = true
+		select {
+		case <-s.ended:
+			p.cfg.Log.Warn("a health check node port stopped listening; it is retried", "service", p.service, "port", p.number,
+				"error", s.err)
+		default:
+			if slices.Contains(at, where) {
+				continue
+			}
 		}
+		delete(p.open, where)
+		_ = s.Close() // It may be closed already.
+		<-s.ended     // Now its address can be bound again.
 	}
-	return closed
 }
 
-// listen opens the sockets that are missing. It returns false if one could not be opened, and then sets the time of the next
-// attempt. It calls lost when a socket ends without being closed here. Until a time, it tries again where the address is in use.
-func (p *port) listen(at []listenAt, until time.Time, lost func(*port, error)) bool {
+// listen opens the sockets that are missing, and wakes Run when one ends. It returns false if one could not be opened.
+func (p *port) listen(at []listenAt, wake chan struct{}) bool {
 	var failed error
 	for _, where := range at {
 		if p.open[where] != nil {
@@ -193,10 +170,6 @@ func (p *port) listen(at []listenAt, until time.Time, lost func(*port, error)) b
 		}
 		address := netip.AddrPortFrom(where.addr, p.number).String()
 		listener, err := (&net.ListenConfig{}).Listen(context.Background(), where.network, address)
-		for errors.Is(err, unix.EADDRINUSE) && time.Now().Before(until) {
-			time.Sleep(time.Millisecond)
-			listener, err = (&net.ListenConfig{}).Listen(context.Background(), where.network, address)
-		}
 		if where.addr.IsUnspecified() && errors.Is(err, unix.EAFNOSUPPORT) {
 			continue // The kernel lacks the family, so no request can come over it.
 		}
@@ -209,31 +182,26 @@ func (p *port) listen(at []listenAt, until time.Time, lost func(*port, error)) b
 		s := &socket{Listener: listener, ended: make(chan struct{})}
 		p.open[where] = s
 		go func() {
-			err := p.server.Serve(s)
-			if close(s.ended); !s.closed.Load() {
-				lost(p, err)
-			}
+			s.err = p.server.Serve(s)
+			close(s.ended)
+			notify(wake)
 		}()
 	}
 	if failed == nil {
-		p.reported, p.retry = "", 0
+		p.failing, p.reported = time.Time{}, ""
 		return true
 	}
-	p.putOff(time.Now())
-	if text := failed.Error(); p.reported != text {
+	if p.failing.IsZero() {
+		p.failing = time.Now()
+	}
+	if text := failed.Error(); p.reported != text && time.Since(p.failing) >= stillHeld {
 		p.reported = text
-		p.report(source.Finding{
+		p.cfg.Report(source.Finding{
 			Severity: source.Problem, Object: "Service " + p.service.String(), Field: "spec.healthCheckNodePort", Detail: text,
 			Effect: "load balancers that ask there take this node for one without endpoints; listening is retried until it works",
 		})
 	}
 	return false
-}
-
-// putOff sets the time of the next attempt.
-func (p *port) putOff(now time.Time) {
-	p.retry = min(max(2*p.retry, firstRetry), lastRetry)
-	p.retryAt = now.Add(p.retry)
 }
 
 // cause returns the reason of an error without the address, which the message names already.

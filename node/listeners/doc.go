@@ -24,6 +24,6 @@
 //
 // Listening ones of TCP and SCTP, and those of UDP that are bound but not connected. A UDP socket that is about to send
 // looks like that too, for a moment; where the kernel may have chosen its port (net.ipv4.ip_local_port_range), it counts
-// from the second time that it is seen. Only the sockets of this network namespace are seen. Which process has one is seen
+// once it has been there for some seconds. Only the sockets of this network namespace are seen. Which process has one is seen
 // only if it is in the same or an inner PID namespace.
 package listeners

@@ -89,7 +89,7 @@ func newWatched(t *testing.T, settings plan.Settings) *watched {
 		Report:  func(f source.Finding) { w.found = append(w.found, f) },
 		Count:   func(n int) { w.count = n },
 	})
-	w.own = func() map[uint32]bool { return nil }
+	w.own, w.gap = func() map[uint32]bool { return nil }, 0
 	w.Update(w.plan, plan.Everything())
 	return w
 }
@@ -104,7 +104,7 @@ func (w *watched) set(sp *plan.ServicePort) {
 func (w *watched) see() []source.Finding {
 	w.t.Helper()
 	w.found = nil
-	if _, err := w.look(); err != nil {
+	if err := w.look(); err != nil {
 		w.t.Fatal(err)
 	}
 	return w.found

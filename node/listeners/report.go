@@ -44,12 +44,6 @@ func (w *Watcher) report(now map[conflict][]uint32) {
 			w.cfg.Report(c.finding(who))
 		}
 	}
-	w.mu.Lock()
-	w.reported = map[conflict]bool{}
-	for c := range w.found {
-		w.reported[c] = true
-	}
-	w.mu.Unlock()
 	count := 0
 	for c := range w.found {
 		if !c.deliberate() {

@@ -33,7 +33,7 @@ const (
 	defaultPeriod = 30 * time.Second
 	// defaultGap is the minimum time between two checks, whatever changes.
 	defaultGap = 5 * time.Second
-	// defaultKeep is how long others share what Current has found.
+	// defaultKeep is for how long Current returns what the last look has found.
 	defaultKeep = time.Second
 )
 
@@ -52,20 +52,13 @@ type Watcher struct {
 	mu    sync.Mutex
 	index *index
 	known bool // whether there is a plan
-	// reported are the conflicts that Run has found.
-	reported map[conflict]bool
 
-	// current is what Current has found, while that is recent.
-	current struct {
-		sync.Mutex
-		list  []source.Finding
-		until time.Time
-	}
-
-	// Only Run's goroutine uses these.
-	found map[conflict]string // and the processes that own the sockets
-	// doubtful are the sockets that count if they are seen again, by inode.
-	doubtful map[uint32]bool
+	// looking is held during a look, and guards what follows. mu may be locked meanwhile, but not the other way round.
+	looking sync.Mutex
+	looked  time.Time           // when the last look ended
+	found   map[conflict]string // and the processes that own the sockets
+	// doubtful are the sockets that count if they are still there after a gap, by inode, and when they were first seen.
+	doubtful map[uint32]time.Time
 }
 
 // conflict is a socket and a frontend that match the same packets. Sockets with the same address and port are one, and so are the
@@ -89,8 +82,7 @@ func New(cfg Config) *Watcher {
 	}
 	return &Watcher{
 		cfg: cfg, period: defaultPeriod, gap: defaultGap, keep: defaultKeep, wake: make(chan struct{}, 1),
-		dump: dumpSockets, host: hostAddresses, own: sockets.Own,
-		index: newIndex(), found: map[conflict]string{}, doubtful: map[uint32]bool{},
+		dump: dumpSockets, host: hostAddresses, own: sockets.Own, index: newIndex(), found: map[conflict]string{},
 	}
 }
 
@@ -109,45 +101,18 @@ func (w *Watcher) Update(p *plan.Plan, change plan.Change) {
 }
 
 // Current returns the conflicts that there are now, or were a second ago: all who ask at once, or soon after another, share one look at
-// the sockets. A socket that may be one that is about to send counts only if Run has found it. It may run beside Run.
+// the sockets. It reports what has begun and ended, as Run does, and may run beside it.
 func (w *Watcher) Current() []source.Finding {
-	w.current.Lock()
-	defer w.current.Unlock()
-	if w.current.until.Before(time.Now()) {
-		w.current.list = w.lookNow()
-		w.current.until = time.Now().Add(w.keep)
-	}
-	return slices.Clone(w.current.list)
-}
-
-// lookNow looks at the sockets for Current.
-func (w *Watcher) lookNow() []source.Finding {
-	list, addrs, err := w.sockets()
-	if err != nil {
-		w.cfg.Log.Debug("looking for programs that listen where a Service is", "error", err)
-		return nil
-	}
-	now, inodes := map[conflict][]uint32{}, map[uint32]bool{}
-	ephemeral, own := host.EphemeralPorts(), w.own()
-	w.mu.Lock()
-	for _, s := range list {
-		for _, o := range w.index.captured(s, addrs) {
-			c := conflictOf(s, o)
-			doubt := s.Protocol == plan.UDP && ephemeral.Contains(s.Port) || o.frontend.Kind == plan.HealthCheckNodePort
-			if !own[s.Inode] && (!doubt || w.reported[c]) {
-				now[c] = append(now[c], s.Inode)
-				inodes[s.Inode] = true
-			}
+	w.looking.Lock()
+	defer w.looking.Unlock()
+	if time.Since(w.looked) >= w.keep {
+		if err := w.look(); err != nil {
+			w.cfg.Log.Debug("looking for programs that listen where a Service is", "error", err)
 		}
 	}
-	w.mu.Unlock()
-	if len(now) == 0 {
-		return nil
-	}
-	seen := sockets.Owners(inodes)
 	var out []source.Finding
-	for _, c := range slices.SortedFunc(maps.Keys(now), conflict.compare) {
-		out = append(out, c.finding(c.who(now[c], seen)))
+	for _, c := range slices.SortedFunc(maps.Keys(w.found), conflict.compare) {
+		out = append(out, c.finding(w.found[c]))
 	}
 	return out
 }
@@ -164,7 +129,10 @@ func (w *Watcher) Run(ctx context.Context) {
 		case <-w.wake:
 		case <-next.C:
 		}
-		again, err := w.look()
+		w.looking.Lock()
+		err := w.look()
+		again := len(w.doubtful) > 0
+		w.looking.Unlock()
 		switch {
 		case err == nil:
 			logged = ""
@@ -185,21 +153,21 @@ func (w *Watcher) Run(ctx context.Context) {
 	}
 }
 
-// look compares the current sockets with the plan. It returns true if it should run again soon.
-func (w *Watcher) look() (again bool, err error) {
+// look compares the current sockets with the plan, once there is one, and reports what has begun and ended.
+func (w *Watcher) look() error {
 	w.mu.Lock()
 	known := w.known
 	w.mu.Unlock()
 	if !known {
-		return false, nil
+		return nil
 	}
 	list, addrs, err := w.sockets()
 	if err != nil {
-		return false, err
+		return err
 	}
-	now := w.conflicts(list, addrs)
-	w.report(now)
-	return len(w.doubtful) > 0, nil
+	w.report(w.conflicts(list, addrs))
+	w.looked = time.Now()
+	return nil
 }
 
 // sockets returns the sockets of protocols that Services have, and the addresses of the node.
@@ -224,7 +192,7 @@ func (w *Watcher) sockets() (list []socket, addrs []netip.Addr, err error) {
 // conflicts returns the current conflicts, each with the inodes of its sockets.
 func (w *Watcher) conflicts(list []socket, addrs []netip.Addr) map[conflict][]uint32 {
 	now := map[conflict][]uint32{}
-	doubtful := map[uint32]bool{}
+	doubtful, at := map[uint32]time.Time{}, time.Now()
 	ephemeral := host.EphemeralPorts()
 	var own map[uint32]bool
 	w.mu.Lock()
@@ -242,9 +210,14 @@ func (w *Watcher) conflicts(list []socket, addrs []netip.Addr) map[conflict][]ui
 				doubt = true // It may have been this program's, and is closed by now.
 			}
 			c := conflictOf(s, o)
-			if _, found := w.found[c]; doubt && !found && !w.doubtful[s.Inode] {
-				doubtful[s.Inode] = true
-				continue
+			if _, found := w.found[c]; doubt && !found {
+				first, seen := w.doubtful[s.Inode]
+				if !seen {
+					first = at
+				}
+				if doubtful[s.Inode] = first; !seen || at.Sub(first) < w.gap {
+					continue
+				}
 			}
 			now[c] = append(now[c], s.Inode)
 		}

@@ -195,6 +195,7 @@ func TestUDPSenders(t *testing.T) {
 		return
 	}
 	w := newWatched(t, plan.Settings{})
+	w.gap = time.Hour
 	sender, err := net.ListenPacket("udp4", "10.0.0.5:0")
 	if err != nil {
 		t.Fatal(err)
@@ -205,6 +206,10 @@ func TestUDPSenders(t *testing.T) {
 	if found := w.see(); len(found) != 0 || len(w.doubtful) != 1 {
 		t.Errorf("reported %v; the socket may be about to send (%d are in doubt)", found, len(w.doubtful))
 	}
+	if found := w.see(); len(found) != 0 || len(w.doubtful) != 1 {
+		t.Errorf("reported %v; it is still too early to tell (%d are in doubt)", found, len(w.doubtful))
+	}
+	w.gap = 0
 	if found := w.see(); len(found) != 1 {
 		t.Errorf("reported %v; the socket stays, so it listens", found)
 	}
@@ -331,7 +336,7 @@ func TestCurrent(t *testing.T) {
 	if n := looks.Load(); n != 1 {
 		t.Errorf("%d looks at the sockets for 20 who asked at once", n)
 	}
-	w.current.until = time.Now().Add(-time.Millisecond)
+	w.looked = time.Time{}
 	w.Current()
 	if n := looks.Load(); n != 2 {
 		t.Errorf("%d looks at the sockets after a time", n)
