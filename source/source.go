@@ -127,10 +127,11 @@ func (s Severity) String() string {
 type Kind int
 
 const (
+	// Other is any kind that is not listed here.
 	Other Kind = iota
-	// PortConflict: a program of the node listens where a Service is.
+	// PortConflict says that a program of the node listens where a Service is.
 	PortConflict
-	// Claimed: another Service has an address and port that this one asks for.
+	// Claimed says that another Service has an address and port that this one asks for.
 	Claimed
 )
 
