@@ -277,7 +277,7 @@ svc default/i ClusterIP 10.96.0.6 :80/TCP->80`)
 problem: broken.json:5: Service default/g: broken JSON: invalid character ']' looking for beginning of value
 problem: list.json:3: Service default/c: spec.ports[0].port: 0 is not within 1-65535
 problem: list.json:6: Service default/d: spec.ports[0].x: unknown field
-problem: short.json:2: Service: broken JSON: unexpected end of JSON input
+problem: short.json:2: broken JSON: unexpected end of JSON input
 problem: stream.json:2: Service default/b: spec.ports[0].port: must be a whole number of 32 bits, not "x"`)
 }
 

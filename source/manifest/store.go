@@ -1,6 +1,7 @@
 package manifest
 
 import (
+	"cmp"
 	"fmt"
 	"maps"
 	"slices"
@@ -17,8 +18,7 @@ type store struct {
 	cluster  *controlplane.Cluster
 	findings reporter
 	files    map[string]*file
-	faulty   map[string]*file // those with documents that can't be used
-	others   map[string]bool  // types that have been reported as not proxied
+	others   map[string]bool // types that have been reported as not proxied
 
 	definitions map[controlplane.ID][]*entry // of each object, in order: the first is in force
 	marks       int                          // the last one given to an entry
@@ -50,7 +50,6 @@ func newStore(cfg *Config) (*store, error) {
 	s := &store{
 		findings:    reporter{report: cfg.Report, current: map[string][]source.Finding{}},
 		files:       map[string]*file{},
-		faulty:      map[string]*file{},
 		others:      map[string]bool{},
 		definitions: map[controlplane.ID][]*entry{},
 		pods:        map[controlplane.ID]*v1.Pod{},
@@ -76,16 +75,24 @@ func (s *store) located(topic string, remarks []controlplane.Remark) {
 
 // update puts new versions of files in force and drops the files that are gone. It returns the batch to deliver.
 func (s *store) update(readings []*reading, gone []string) source.Batch {
+	decodeAll(readings, s.files)
 	touched := map[controlplane.ID]bool{}
 	for _, r := range readings {
-		s.putFile(r, touched)
+		f := s.files[r.path]
+		if f == nil {
+			f = &file{path: r.path}
+			s.files[r.path] = f
+		}
+		before := f.entries
+		remarks := f.put(r)
+		s.replaceEntries(before, f.entries, touched)
+		s.findings.set("file "+r.path, s.withoutOthers(remarks))
 	}
 	for _, path := range gone {
 		if f := s.files[path]; f != nil {
 			s.replaceEntries(f.entries, nil, touched)
 			s.findings.set("file "+path, nil)
 			delete(s.files, path)
-			delete(s.faulty, path)
 		}
 	}
 	objects := make(map[controlplane.ID]any, len(touched))
@@ -117,30 +124,6 @@ func (s *store) reportDuplicates(id controlplane.ID, list []*entry) {
 		}}})
 	}
 	s.findings.set("duplicate "+id.String(), remarks)
-}
-
-func (s *store) putFile(r *reading, touched map[controlplane.ID]bool) {
-	f := s.files[r.path]
-	if f == nil {
-		f = &file{path: r.path}
-		s.files[r.path] = f
-	}
-	if r.err != nil {
-		effect := "it is left out"
-		if len(f.entries) > 0 {
-			effect = effectFile
-		}
-		s.findings.set("file "+r.path, []remark{fileProblem(r.text.Name, "can't be read: "+r.err.Error(), effect, true)})
-		return
-	}
-	before := f.entries
-	f.put(r)
-	delete(s.faulty, r.path)
-	if f.bad {
-		s.faulty[r.path] = f
-	}
-	s.replaceEntries(before, f.entries, touched)
-	s.findings.set("file "+r.path, s.withoutOthers(f.remarks))
 }
 
 // withoutOthers reports the first object of each type that is not used, once, and returns the remarks about all others.
@@ -188,4 +171,9 @@ func (s *store) replaceEntries(before, after []*entry, touched map[controlplane.
 		}
 		touched[e.id] = true
 	}
+}
+
+// compareEntries orders entries of one object: by file name, then by place.
+func compareEntries(a, b *entry) int {
+	return cmp.Or(cmp.Compare(a.doc.Name, b.doc.Name), cmp.Compare(a.order, b.order))
 }
