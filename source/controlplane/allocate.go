@@ -167,10 +167,7 @@ func (a *allocator) claimExplicit(n types.NamespacedName, svc *v1.Service, got *
 	var ips []netip.Addr
 	for i, text := range svc.Spec.ClusterIPs {
 		ip, _ := source.ParseIP(text)
-		field := fmt.Sprintf("spec.clusterIPs[%d]", i)
-		if i == 0 {
-			field = "spec.clusterIP"
-		}
+		field := clusterIPField(i)
 		note := func(detail, effect string) {
 			got.findings = append(got.findings, source.Finding{Field: field, Detail: detail, Effect: effect})
 		}

@@ -98,11 +98,16 @@ func (f *file) unreadable(r *reading) (line int, detail string) {
 	return 0, ""
 }
 
+// inPlace reports whether the file was not replaced by another one.
+func (f *file) inPlace(r *reading) bool {
+	return f.info != nil && r.info != nil && os.SameFile(f.info, r.info)
+}
+
 // cutOff reports whether a file was overwritten in place by the beginning of what it was, which ends within a document: port: 80 may
 // be what is left of port: 8080.
 func (f *file) cutOff(r *reading) bool {
 	n := len(r.docs)
-	return f.info != nil && r.info != nil && os.SameFile(f.info, r.info) && len(r.data) < len(f.data) && bytes.HasPrefix(f.data, r.data) &&
+	return f.inPlace(r) && len(r.data) < len(f.data) && bytes.HasPrefix(f.data, r.data) &&
 		n > 0 && n <= len(f.docs) && !bytes.Equal(bytes.TrimSpace(r.docs[n-1].doc.Text), bytes.TrimSpace(f.docs[n-1].doc.Text))
 }
 

@@ -19,6 +19,8 @@ const (
 	// quiet is how long a file must not have been written to before it is read, or must have been missing before it counts as
 	// removed: programs save a file in several steps.
 	quiet = 150 * time.Millisecond
+	// settle is the same for a file that was overwritten in place and is smaller than it was: there may be more to come.
+	settle = 2 * time.Second
 	// pause is the time from an event to a look, for other events that belong to it.
 	pause = 2 * time.Millisecond
 )
@@ -100,13 +102,13 @@ func (w *watch) lookAt(at time.Time) {
 	}
 }
 
-// still reports whether nothing has happened to a file for long enough, and sees to another look if not. last is when something
+// still reports whether nothing has happened to a file for a time, and sees to another look if not. last is when something
 // happened as far as the file itself tells.
-func (w *watch) still(path string, last, now time.Time) bool {
+func (w *watch) still(path string, last, now time.Time, enough time.Duration) bool {
 	if at, noted := w.changed[path]; noted && (at.IsZero() || at.After(last)) {
 		last = at
 	}
-	if wait := last.Add(quiet).Sub(now); wait > 0 && wait <= 2*quiet { // The clock may have been set back.
+	if wait := last.Add(enough).Sub(now); wait > 0 && wait <= 2*enough { // The clock may have been set back.
 		w.lookAt(now.Add(wait + pause)) // With what was saved together.
 		return false
 	}
@@ -175,7 +177,11 @@ func (w *watch) differences(now time.Time) (readings []*reading, gone []string, 
 		if r.info != nil {
 			last = r.info.ModTime()
 		}
-		if !w.still(path, last, now) {
+		enough := quiet
+		if f != nil && f.inPlace(r) && r.info.Size() < int64(len(f.data)) {
+			enough = settle
+		}
+		if !w.still(path, last, now, enough) {
 			waits = true
 			continue
 		}
@@ -192,7 +198,7 @@ func (w *watch) differences(now time.Time) (readings []*reading, gone []string, 
 		}
 	}
 	for _, f := range absent {
-		if !w.still(f.path, time.Time{}, now) {
+		if !w.still(f.path, time.Time{}, now, quiet) {
 			waits = true
 		} else if where, err := w.tree.lost(f.path, w.filled); err != nil {
 			missing[where] = err
