@@ -169,7 +169,7 @@ func (c *Cluster) setService(name types.NamespacedName, before, after *v1.Servic
 	setOrDelete(c.services, name, after)
 	c.selection.setService(name, after)
 	c.dirty[name] = true
-	if before == nil || after == nil || !sameRequest(before, after) {
+	if before == nil || after == nil || !equality.Semantic.DeepEqual(before.Spec, after.Spec) {
 		c.changed[name] = true
 	}
 }

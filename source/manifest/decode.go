@@ -30,7 +30,6 @@ type entry struct {
 	*body
 	doc   *document.Document
 	order int // within the file
-	mark  int // see store.replaceEntries
 }
 
 // decode reads a document. It returns a body for each object, broken ones included.

@@ -21,7 +21,6 @@ type store struct {
 	others   map[string]bool // types that have been reported as not proxied
 
 	definitions map[controlplane.ID][]*entry // of each object, in order: the first is in force
-	marks       int                          // the last one given to an entry
 
 	mu   sync.Mutex
 	pods map[controlplane.ID]*v1.Pod // those of definitions that are in force
@@ -143,33 +142,28 @@ func (s *store) withoutOthers(remarks []remark) []remark {
 
 // replaceEntries adds and removes the definitions that differ between two versions of a file.
 func (s *store) replaceEntries(before, after []*entry, touched map[controlplane.ID]bool) {
-	had, has := s.marks+1, s.marks+2
-	s.marks += 2
+	had, has := map[*entry]bool{}, map[*entry]bool{}
 	for _, e := range before {
-		e.mark = had
+		had[e] = true
 	}
 	for _, e := range after {
-		was := e.mark
-		e.mark = has
-		if e.obj == nil {
-			continue
-		}
-		if was != had {
+		has[e] = true
+		if e.obj != nil && !had[e] {
 			s.definitions[e.id] = append(s.definitions[e.id], e)
+		}
+		// The place of one of several may have changed.
+		if e.obj != nil && (!had[e] || len(s.definitions[e.id]) > 1) {
 			touched[e.id] = true
-		} else if len(s.definitions[e.id]) > 1 {
-			touched[e.id] = true // Its place may have changed.
 		}
 	}
 	for _, e := range before {
-		if e.obj == nil || e.mark == has {
-			continue
+		if e.obj != nil && !has[e] {
+			touched[e.id] = true
+			s.definitions[e.id] = slices.DeleteFunc(s.definitions[e.id], func(o *entry) bool { return o == e })
+			if len(s.definitions[e.id]) == 0 {
+				delete(s.definitions, e.id)
+			}
 		}
-		left := slices.DeleteFunc(s.definitions[e.id], func(o *entry) bool { return o == e })
-		if s.definitions[e.id] = left; len(left) == 0 {
-			delete(s.definitions, e.id)
-		}
-		touched[e.id] = true
 	}
 }
 
