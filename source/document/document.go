@@ -105,7 +105,7 @@ func (s *splitter) splitList(start, end int) bool {
 	var list Type
 	var ends [][2]int
 	dec := json.NewDecoder(bytes.NewReader(s.data[start:end]))
-	value := func(v any) error { return dec.Decode(v) }
+	var raw json.RawMessage // Its memory is used again.
 	if t, err := dec.Token(); err != nil || t != json.Delim('{') {
 		return false
 	}
@@ -118,18 +118,17 @@ func (s *splitter) splitList(start, end int) bool {
 		seen[key] = true
 		switch key {
 		case "kind":
-			err = value(&list.Kind)
+			err = dec.Decode(&list.Kind)
 		case "apiVersion":
-			err = value(&list.APIVersion)
+			err = dec.Decode(&list.APIVersion)
 		case "metadata":
-			err = value(new(json.RawMessage))
+			err = dec.Decode(&raw)
 		case "items":
 			if t, err := dec.Token(); err != nil || t != json.Delim('[') {
 				return false
 			}
 			for dec.More() {
-				var raw json.RawMessage
-				if value(&raw) != nil {
+				if dec.Decode(&raw) != nil {
 					return false
 				}
 				at := start + int(dec.InputOffset())
