@@ -156,23 +156,31 @@ func (c *checker) portNumber(field string, n int32) {
 	}
 }
 
-// ip refuses text that is not an address, and one that special describes.
-func (c *checker) ip(field, text string, special func(netip.Addr) string) (netip.Addr, bool) {
+// ip refuses text that is not an address.
+func (c *checker) ip(field, text string) (netip.Addr, bool) {
 	ip, ok := source.ParseIP(text)
 	if !ok {
 		c.reject(field, "%.60q is not an IP address", text)
-	} else if what := special(ip); what != "" {
-		c.reject(field, "%s is %s, which is not possible here", ip, what)
 	}
 	return ip, ok
 }
 
-// notLinkLocal describes addresses as source.SpecialAddress, but for link-local ones.
-func notLinkLocal(ip netip.Addr) string {
-	if ip.IsLinkLocalUnicast() {
-		return ""
+// endpointIP refuses an address that can't be reached or that would lead back to the node itself.
+func (c *checker) endpointIP(field, text string) (netip.Addr, bool) {
+	ip, ok := c.ip(field, text)
+	if what := source.SpecialAddress(ip); ok && what != "" {
+		c.reject(field, "%s is %s, which neither an endpoint nor an external IP may be", ip, what)
 	}
-	return source.SpecialAddress(ip)
+	return ip, ok
+}
+
+// virtualIP refuses an address that is none of a Service. A link-local one may be.
+func (c *checker) virtualIP(field, text string) (netip.Addr, bool) {
+	ip, ok := c.ip(field, text)
+	if what := source.SpecialAddress(ip); ok && what != "" && !ip.IsLinkLocalUnicast() {
+		c.reject(field, "%s is %s, which a Service can't have", ip, what)
+	}
+	return ip, ok
 }
 
 // first refuses a second field with a value.
@@ -201,7 +209,7 @@ func (c *checker) service(svc *v1.Service) {
 			c.reject("spec.sessionAffinityConfig.clientIP.timeoutSeconds", "%d is not within 1-%d", t, day)
 		}
 	}
-	if outside := reachableFromOutside(svc); outside {
+	if reachableFromOutside(svc) {
 		oneOf(c, "spec.externalTrafficPolicy", spec.ExternalTrafficPolicy, v1.ServiceExternalTrafficPolicyCluster,
 			v1.ServiceExternalTrafficPolicyLocal)
 	} else if spec.ExternalTrafficPolicy != "" {
@@ -217,7 +225,7 @@ func (c *checker) service(svc *v1.Service) {
 			"spec.externalTrafficPolicy is Local")
 	}
 	for i, ip := range spec.ExternalIPs {
-		c.ip(fmt.Sprintf("spec.externalIPs[%d]", i), ip, source.SpecialAddress)
+		c.endpointIP(fmt.Sprintf("spec.externalIPs[%d]", i), ip)
 	}
 	if len(spec.LoadBalancerSourceRanges) > 0 && spec.Type != v1.ServiceTypeLoadBalancer {
 		c.reject("spec.loadBalancerSourceRanges", "may be set only where spec.type is LoadBalancer")
@@ -230,7 +238,7 @@ func (c *checker) service(svc *v1.Service) {
 	for i, in := range svc.Status.LoadBalancer.Ingress {
 		field := fmt.Sprintf("status.loadBalancer.ingress[%d]", i)
 		if in.IP != "" {
-			c.ip(field+".ip", in.IP, notLinkLocal)
+			c.virtualIP(field+".ip", in.IP)
 		}
 		optional(c, field+".ipMode", in.IPMode, v1.LoadBalancerIPModeVIP, v1.LoadBalancerIPModeProxy)
 	}
@@ -298,7 +306,7 @@ func (c *checker) clusterIPs(svc *v1.Service) {
 	used := map[v1.IPFamily]bool{}
 	for i, text := range spec.ClusterIPs {
 		field := clusterIPField(i)
-		ip, ok := c.ip(field, text, notLinkLocal)
+		ip, ok := c.virtualIP(field, text)
 		if family := familyOf(ip); ok && used[family] {
 			c.reject(field, "a second %s address", family)
 		} else if ok && i < len(spec.IPFamilies) && spec.IPFamilies[i] != family {
@@ -347,7 +355,7 @@ func (c *checker) slice(es *discovery.EndpointSlice) {
 		}
 		for j, text := range e.Addresses {
 			at := fmt.Sprintf("%s[%d]", field, j)
-			if ip, ok := c.ip(at, text, source.SpecialAddress); ok && string(familyOf(ip)) != string(es.AddressType) {
+			if ip, ok := c.endpointIP(at, text); ok && string(familyOf(ip)) != string(es.AddressType) {
 				c.reject(at, "%s is not an %s address, which addressType asks for", ip, es.AddressType)
 			}
 		}
@@ -359,10 +367,10 @@ func (c *checker) endpoints(ep *legacyEndpoints) {
 	for i := range ep.Subsets {
 		s, field := &ep.Subsets[i], fmt.Sprintf("subsets[%d]", i)
 		for j, a := range s.Addresses {
-			c.ip(fmt.Sprintf("%s.addresses[%d].ip", field, j), a.IP, source.SpecialAddress)
+			c.endpointIP(fmt.Sprintf("%s.addresses[%d].ip", field, j), a.IP)
 		}
 		for j, a := range s.NotReadyAddresses {
-			c.ip(fmt.Sprintf("%s.notReadyAddresses[%d].ip", field, j), a.IP, source.SpecialAddress)
+			c.endpointIP(fmt.Sprintf("%s.notReadyAddresses[%d].ip", field, j), a.IP)
 		}
 		for j, p := range s.Ports {
 			at := fmt.Sprintf("%s.ports[%d]", field, j)
@@ -382,7 +390,7 @@ func (c *checker) pod(pod *v1.Pod) {
 		if i == 0 && ip.IP == pod.Status.PodIP {
 			field = "status.podIP"
 		}
-		c.ip(field, ip.IP, source.SpecialAddress)
+		c.endpointIP(field, ip.IP)
 	}
 	for k, containers := range [][]v1.Container{pod.Spec.Containers, pod.Spec.InitContainers} {
 		field := []string{"spec.containers", "spec.initContainers"}[k]
