@@ -36,30 +36,29 @@ func (f *file) at(field string) string {
 // decode reads a KubeProxyConfiguration into kp. Its error has a line, with file, line and field, for every field that can't be
 // read. Fields that are unknown are ignored; of those given twice, the last one counts.
 func decode(path string, data []byte, kp *proxyconfig.KubeProxyConfiguration) (*file, error) {
-	doc, root, err := single(&document.Text{Name: path, Data: data})
+	root, err := single(path, data)
 	if err != nil {
 		return nil, err
 	}
 	f := &file{path: path, lines: map[string]int{}}
-	f.tidy(doc, root, "")
+	f.tidy(root, "")
 	text, err := document.ToJSON(root, len(data))
 	if err != nil {
-		return nil, located(doc, err)
+		return nil, located(path, err)
 	}
-	fields := doc.Fields()
 	unknown, faults, err := document.Decode(text, kp)
 	if err != nil {
 		return nil, fmt.Errorf("%s: %w", path, err)
 	}
 	for _, u := range unknown {
-		f.ignore(fields.Line(u.Field), u.Field, u.Detail+similar(kp, u.Field), "it is ignored")
+		f.ignore(document.Line(root, u.Field), u.Field, u.Detail+similar(kp, u.Field), "it is ignored")
 	}
 	var errs []error
 	for _, x := range faults {
 		if v, ok := lookup(kp, x.Field); ok && isDuration(v) {
 			x.Detail = fmt.Sprintf("must be a duration such as 30s, not %s", x.Value)
 		}
-		errs = append(errs, fmt.Errorf("%s:%d: %s: %s", path, fields.Line(x.Field), x.Field, x.Detail))
+		errs = append(errs, fmt.Errorf("%s:%d: %s: %s", path, document.Line(root, x.Field), x.Field, x.Detail))
 	}
 	if len(errs) > 0 {
 		return nil, errors.Join(errs...)
@@ -68,44 +67,43 @@ func decode(path string, data []byte, kp *proxyconfig.KubeProxyConfiguration) (*
 	if err := json.Unmarshal(text, &values); err != nil {
 		return nil, fmt.Errorf("%s: %w", path, err)
 	}
-	f.locate(fields, values, reflect.ValueOf(kp).Elem(), "")
+	f.locate(root, values, reflect.ValueOf(kp).Elem(), "")
 	return f, errors.Join(f.identity("apiVersion", kp.APIVersion, proxyconfig.SchemeGroupVersion.String()),
 		f.identity("kind", kp.Kind, "KubeProxyConfiguration"))
 }
 
 // single parses a file that has one document, a mapping.
-func single(text *document.Text) (*document.Document, *yaml.Node, error) {
-	var doc *document.Document
+func single(path string, data []byte) (*yaml.Node, error) {
 	var root *yaml.Node
-	for _, d := range document.SplitYAML(text) {
-		node, err := d.YAML()
+	for _, d := range document.SplitYAML(path, data) {
+		node, err := d.Parse()
 		switch {
 		case err != nil:
-			return nil, nil, located(d, err)
+			return nil, located(path, err)
 		case node == nil || isNull(node): // Between two separators.
 		case root != nil:
-			return nil, nil, fmt.Errorf("%s:%d: a second document; a configuration file has one", text.Name, d.Fields().Line(""))
+			return nil, fmt.Errorf("%s:%d: a second document; a configuration file has one", path, node.Line)
 		default:
-			doc, root = d, node
+			root = node
 		}
 	}
 	switch {
 	case root == nil:
-		return nil, nil, fmt.Errorf("%s: the file is empty; it must hold a KubeProxyConfiguration", text.Name)
+		return nil, fmt.Errorf("%s: the file is empty; it must hold a KubeProxyConfiguration", path)
 	case root.Kind != yaml.MappingNode:
-		return nil, nil, fmt.Errorf("%s:%d: this is not a KubeProxyConfiguration", text.Name, doc.Line(root.Line))
+		return nil, fmt.Errorf("%s:%d: this is not a KubeProxyConfiguration", path, root.Line)
 	}
-	return doc, root, nil
+	return root, nil
 }
 
 func isNull(node *yaml.Node) bool { return node.Kind == yaml.ScalarNode && node.ShortTag() == "!!null" }
 
 // located puts the place of a fault in front of an error.
-func located(doc *document.Document, err error) error {
+func located(path string, err error) error {
 	if e, ok := errors.AsType[*document.SyntaxError](err); ok {
-		return fmt.Errorf("%s:%d: %w", doc.Name, doc.Line(e.Line), err)
+		return fmt.Errorf("%s:%d: %w", path, e.Line, err)
 	}
-	return fmt.Errorf("%s: %w", doc.Name, err)
+	return fmt.Errorf("%s: %w", path, err)
 }
 
 // ignore adds a finding about a field without effect.
@@ -124,10 +122,10 @@ func (f *file) identity(field, got, want string) error {
 
 // tidy leaves the last of those entries of a mapping, or of mappings within it, that have the same key, and no field without a
 // value: a duration can't be decoded from null. Text that YAML 1.1 takes for a boolean stays text where a field takes text.
-func (f *file) tidy(doc *document.Document, node *yaml.Node, path string) {
+func (f *file) tidy(node *yaml.Node, path string) {
 	if node.Kind != yaml.MappingNode {
 		for _, inner := range node.Content {
-			f.tidy(doc, inner, path)
+			f.tidy(inner, path)
 		}
 		return
 	}
@@ -139,8 +137,8 @@ func (f *file) tidy(doc *document.Document, node *yaml.Node, path string) {
 	for i := 0; i+1 < len(node.Content); i += 2 {
 		key := node.Content[i]
 		if at := last[key.Value]; at != i {
-			f.ignore(doc.Line(key.Line), join(path, key.Value),
-				fmt.Sprintf("given twice, on line %d too", doc.Line(node.Content[at].Line)), "the last one counts")
+			f.ignore(key.Line, join(path, key.Value),
+				fmt.Sprintf("given twice, on line %d too", node.Content[at].Line), "the last one counts")
 			continue
 		}
 		value, field := node.Content[i+1], join(path, key.Value)
@@ -151,23 +149,23 @@ func (f *file) tidy(doc *document.Document, node *yaml.Node, path string) {
 		if known && v.Kind() == reflect.String && value.ShortTag() == "!!str" {
 			value.Style = yaml.DoubleQuotedStyle // What may be a boolean elsewhere, such as no, is text here.
 		}
-		f.tidy(doc, value, field)
+		f.tidy(value, field)
 		kept = append(kept, key, value)
 	}
 	node.Content = kept
 }
 
 // locate notes the line of each field of a struct that has a value.
-func (f *file) locate(fields *document.Fields, values map[string]any, v reflect.Value, path string) {
+func (f *file) locate(root *yaml.Node, values map[string]any, v reflect.Value, path string) {
 	for name, field := range fieldsOf(v) {
 		value, path := values[name], join(path, name)
 		if value == nil {
 			continue
 		}
 		if group, ok := value.(map[string]any); ok && isObject(field) {
-			f.locate(fields, group, field, path)
+			f.locate(root, group, field, path)
 		} else {
-			f.lines[path] = fields.Line(path)
+			f.lines[path] = document.Line(root, path)
 		}
 	}
 }

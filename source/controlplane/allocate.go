@@ -75,26 +75,6 @@ func wantsNodePorts(svc *v1.Service) bool {
 		svc.Spec.Type == v1.ServiceTypeLoadBalancer && *svc.Spec.AllocateLoadBalancerNodePorts
 }
 
-// sameRequest reports whether two versions of a Service ask for the same, so that nothing has to be allocated again.
-func sameRequest(a, b *v1.Service) bool {
-	if allocatable(a) != allocatable(b) || !allocatable(a) {
-		return allocatable(a) == allocatable(b)
-	}
-	policy := func(s *v1.Service) v1.IPFamilyPolicy {
-		if s.Spec.IPFamilyPolicy == nil {
-			return v1.IPFamilyPolicySingleStack
-		}
-		return *s.Spec.IPFamilyPolicy
-	}
-	samePort := func(p, q v1.ServicePort) bool {
-		return p.Name == q.Name && p.Protocol == q.Protocol && p.Port == q.Port && p.NodePort == q.NodePort
-	}
-	return a.Spec.Type == b.Spec.Type && policy(a) == policy(b) && slices.Equal(a.Spec.ClusterIPs, b.Spec.ClusterIPs) &&
-		slices.Equal(a.Spec.IPFamilies, b.Spec.IPFamilies) && slices.EqualFunc(a.Spec.Ports, b.Spec.Ports, samePort) &&
-		wantsNodePorts(a) == wantsNodePorts(b) && needsHealthCheck(a) == needsHealthCheck(b) &&
-		a.Spec.HealthCheckNodePort == b.Spec.HealthCheckNodePort
-}
-
 // allocate returns what each of the Services gets.
 func allocate(r *Ranges, services map[types.NamespacedName]*v1.Service) map[types.NamespacedName]*allocation {
 	a := &allocator{
@@ -167,10 +147,7 @@ func (a *allocator) claimExplicit(n types.NamespacedName, svc *v1.Service, got *
 	var ips []netip.Addr
 	for i, text := range svc.Spec.ClusterIPs {
 		ip, _ := source.ParseIP(text)
-		field := fmt.Sprintf("spec.clusterIPs[%d]", i)
-		if i == 0 {
-			field = "spec.clusterIP"
-		}
+		field := clusterIPField(i)
 		note := func(detail, effect string) {
 			got.findings = append(got.findings, source.Finding{Field: field, Detail: detail, Effect: effect})
 		}
@@ -304,44 +281,38 @@ func (a *allocator) allocatePorts(names []types.NamespacedName, services map[typ
 func (a *allocator) portBids(n types.NamespacedName, svc *v1.Service, got *allocation,
 	enter func(types.NamespacedName, string, []v1.Protocol, func(int32))) {
 	ports := svc.Spec.Ports
-	for _, number := range portNumbers(ports) {
-		var group []int
+	named := map[int32]int32{} // by port, the node port that one of its protocols names
+	for i, p := range ports {
+		named[p.Port] = cmp.Or(named[p.Port], got.nodePorts[i])
+	}
+	groups := map[int32][]int{}
+	var order []int32
+	for i, p := range ports {
+		if got.nodePorts[i] != 0 {
+			continue
+		}
+		c := portClaim{p.Protocol, named[p.Port]}
+		if _, taken := a.nodePorts[c]; c.port != 0 && !taken {
+			a.nodePorts[c], got.nodePorts[i] = n, c.port
+			continue
+		}
+		if groups[p.Port] == nil {
+			order = append(order, p.Port)
+		}
+		groups[p.Port] = append(groups[p.Port], i)
+	}
+	for _, number := range order {
+		group := groups[number]
 		var protocols []v1.Protocol
-		named := int32(0)
-		for i, p := range ports {
-			if p.Port == number && got.nodePorts[i] != 0 && named == 0 {
-				named = got.nodePorts[i]
-			}
+		for _, i := range group {
+			protocols = append(protocols, ports[i].Protocol)
 		}
-		for i, p := range ports {
-			if p.Port != number || got.nodePorts[i] != 0 {
-				continue
+		enter(n, "port "+ports[group[0]].Name, protocols, func(port int32) {
+			for _, i := range group {
+				got.nodePorts[i] = port
 			}
-			c := portClaim{p.Protocol, named}
-			if _, taken := a.nodePorts[c]; named != 0 && !taken {
-				a.nodePorts[c], got.nodePorts[i] = n, named
-				continue
-			}
-			group, protocols = append(group, i), append(protocols, p.Protocol)
-		}
-		if len(group) > 0 {
-			enter(n, "port "+ports[group[0]].Name, protocols, func(port int32) {
-				for _, i := range group {
-					got.nodePorts[i] = port
-				}
-			})
-		}
+		})
 	}
-}
-
-func portNumbers(ports []v1.ServicePort) []int32 {
-	var out []int32
-	for _, p := range ports {
-		if !slices.Contains(out, p.Port) {
-			out = append(out, p.Port)
-		}
-	}
-	return out
 }
 
 // apply returns a copy of a Service with its allocation.

@@ -144,7 +144,7 @@ func (c *Cluster) set(id ID, after any) {
 		setOrDelete(c.endpoints, name, as[legacyEndpoints](after))
 		c.dirty[name] = true
 	case kindPod:
-		c.setPod(as[v1.Pod](before), as[v1.Pod](after))
+		c.setPod(name, as[v1.Pod](before), as[v1.Pod](after))
 	case kindNode:
 		c.setNode(id.Name, as[v1.Node](after))
 	case kindServiceCIDR:
@@ -167,9 +167,9 @@ func setOrDelete[K comparable, T any](in map[K]*T, key K, value *T) {
 
 func (c *Cluster) setService(name types.NamespacedName, before, after *v1.Service) {
 	setOrDelete(c.services, name, after)
-	c.selection.setService(name, before, after)
+	c.selection.setService(name, after)
 	c.dirty[name] = true
-	if before == nil || after == nil || !sameRequest(before, after) {
+	if before == nil || after == nil || !equality.Semantic.DeepEqual(before.Spec, after.Spec) {
 		c.changed[name] = true
 	}
 }
@@ -210,13 +210,10 @@ func ownerOf(es *discovery.EndpointSlice) (types.NamespacedName, bool) {
 	return types.NamespacedName{Namespace: es.Namespace, Name: name}, name != "" && !headless
 }
 
-func (c *Cluster) setPod(before, after *v1.Pod) {
-	for name := range c.selection.servicesOf(before) {
-		c.dirty[name] = true
-	}
-	c.selection.setPod(before, after)
-	for name := range c.selection.servicesOf(after) {
-		c.dirty[name] = true
+func (c *Cluster) setPod(name types.NamespacedName, before, after *v1.Pod) {
+	put(c.selection.pods, name, after)
+	for _, svc := range append(c.selection.servicesOf(before), c.selection.servicesOf(after)...) {
+		c.dirty[svc] = true
 	}
 }
 
@@ -230,10 +227,8 @@ func (c *Cluster) setNode(name string, node *v1.Node) {
 		return
 	}
 	c.zones[name] = zone
-	for _, pod := range c.selection.podsOn(name) {
-		for svc := range c.selection.servicesOf(pod) {
-			c.dirty[svc] = true
-		}
+	for svc := range c.services { // A Node's zone does not change often.
+		c.dirty[svc] = true
 	}
 }
 

@@ -55,7 +55,10 @@ var knownKinds = map[string][]string{
 }
 
 // Type is the kind and apiVersion of an object.
-type Type struct{ Kind, APIVersion string }
+type Type struct {
+	Kind       string `json:"kind"`
+	APIVersion string `json:"apiVersion"`
+}
 
 func (t Type) String() string { return t.APIVersion + " " + t.Kind }
 

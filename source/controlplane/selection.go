@@ -1,76 +1,36 @@
 package controlplane
 
 import (
-	"maps"
+	"cmp"
 	"slices"
 
 	v1 "k8s.io/api/core/v1"
 	"k8s.io/apimachinery/pkg/types"
 )
 
-// labelPair is a label of Pods in one namespace.
-type labelPair struct{ namespace, key, value string }
-
-// selection finds the Pods of a Service and the Services of a Pod without walking all of them: Pods are indexed by each of their
-// labels, Services by one label of their selector.
+// selection finds the Pods of a Service and the Services of a Pod.
 type selection struct {
-	pods     map[labelPair]map[string]*v1.Pod
-	onNode   map[string]map[types.NamespacedName]*v1.Pod
-	services map[labelPair]map[types.NamespacedName]*v1.Service
+	pods     map[string]map[string]*v1.Pod     // by namespace and name
+	services map[string]map[string]*v1.Service // the same, of those with a selector
 }
 
 func newSelection() selection {
-	return selection{
-		pods:     map[labelPair]map[string]*v1.Pod{},
-		onNode:   map[string]map[types.NamespacedName]*v1.Pod{},
-		services: map[labelPair]map[types.NamespacedName]*v1.Service{},
-	}
+	return selection{map[string]map[string]*v1.Pod{}, map[string]map[string]*v1.Service{}}
 }
 
-func enter[K, N comparable, T any](index map[K]map[N]*T, key K, name N, value *T) {
-	if index[key] == nil {
-		index[key] = map[N]*T{}
+// put enters an object; nil removes it.
+func put[T any](index map[string]map[string]*T, name types.NamespacedName, value *T) {
+	if index[name.Namespace] == nil {
+		index[name.Namespace] = map[string]*T{}
 	}
-	index[key][name] = value
+	setOrDelete(index[name.Namespace], name.Name, value)
 }
 
-func leave[K, N comparable, T any](index map[K]map[N]*T, key K, name N) {
-	if delete(index[key], name); len(index[key]) == 0 {
-		delete(index, key)
+func (s selection) setService(name types.NamespacedName, svc *v1.Service) {
+	if svc != nil && len(svc.Spec.Selector) == 0 {
+		svc = nil
 	}
-}
-
-func (s selection) setPod(before, after *v1.Pod) {
-	if before != nil {
-		for k, v := range before.Labels {
-			leave(s.pods, labelPair{before.Namespace, k, v}, before.Name)
-		}
-		leave(s.onNode, before.Spec.NodeName, types.NamespacedName{Namespace: before.Namespace, Name: before.Name})
-	}
-	if after != nil {
-		for k, v := range after.Labels {
-			enter(s.pods, labelPair{after.Namespace, k, v}, after.Name, after)
-		}
-		enter(s.onNode, after.Spec.NodeName, types.NamespacedName{Namespace: after.Namespace, Name: after.Name}, after)
-	}
-}
-
-// listedUnder returns the label by which a Service is indexed; false if it selects nothing.
-func listedUnder(svc *v1.Service) (labelPair, bool) {
-	if svc == nil || len(svc.Spec.Selector) == 0 {
-		return labelPair{}, false
-	}
-	key := slices.Min(slices.Collect(maps.Keys(svc.Spec.Selector)))
-	return labelPair{svc.Namespace, key, svc.Spec.Selector[key]}, true
-}
-
-func (s selection) setService(name types.NamespacedName, before, after *v1.Service) {
-	if pair, ok := listedUnder(before); ok {
-		leave(s.services, pair, name)
-	}
-	if pair, ok := listedUnder(after); ok {
-		enter(s.services, pair, name, after)
-	}
+	put(s.services, name, svc)
 }
 
 func selects(svc *v1.Service, pod *v1.Pod) bool {
@@ -83,38 +43,25 @@ func selects(svc *v1.Service, pod *v1.Pod) bool {
 }
 
 // servicesOf returns the Services that select a Pod, which may be nil.
-func (s selection) servicesOf(pod *v1.Pod) map[types.NamespacedName]bool {
-	out := map[types.NamespacedName]bool{}
+func (s selection) servicesOf(pod *v1.Pod) (out []types.NamespacedName) {
 	if pod == nil {
-		return out
+		return nil
 	}
-	for k, v := range pod.Labels {
-		for name, svc := range s.services[labelPair{pod.Namespace, k, v}] {
-			if selects(svc, pod) {
-				out[name] = true
-			}
+	for name, svc := range s.services[pod.Namespace] {
+		if selects(svc, pod) {
+			out = append(out, types.NamespacedName{Namespace: pod.Namespace, Name: name})
 		}
 	}
 	return out
 }
 
 // podsOf returns the Pods that a Service selects, in order of name.
-func (s selection) podsOf(svc *v1.Service) []*v1.Pod {
-	var few map[string]*v1.Pod
-	first := true
-	for k, v := range svc.Spec.Selector {
-		if list := s.pods[labelPair{svc.Namespace, k, v}]; first || len(list) < len(few) {
-			few, first = list, false
+func (s selection) podsOf(svc *v1.Service) (out []*v1.Pod) {
+	for _, pod := range s.pods[svc.Namespace] {
+		if selects(svc, pod) {
+			out = append(out, pod)
 		}
 	}
-	var out []*v1.Pod
-	for _, name := range slices.Sorted(maps.Keys(few)) {
-		if selects(svc, few[name]) {
-			out = append(out, few[name])
-		}
-	}
+	slices.SortFunc(out, func(a, b *v1.Pod) int { return cmp.Compare(a.Name, b.Name) })
 	return out
 }
-
-// podsOn returns the Pods on a node.
-func (s selection) podsOn(node string) []*v1.Pod { return slices.Collect(maps.Values(s.onNode[node])) }

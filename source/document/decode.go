@@ -7,9 +7,10 @@ import (
 	"errors"
 	"fmt"
 	"reflect"
-	"sort"
+	"strconv"
 	"strings"
 
+	"go.yaml.in/yaml/v3"
 	"sigs.k8s.io/json"
 )
 
@@ -27,15 +28,20 @@ const (
 )
 
 // Decode decodes JSON into an empty value as the API server does. Fields that are unknown or repeated are ignored; of those
-// repeated, the last one counts. If some fields can't be read, obj must not be used: faults are the first of them. The error
+// repeated, the last one counts. If some fields can't be read, obj must not be used: faults are all of them. The error
 // is a *SyntaxError, where the JSON itself is broken.
 func Decode(data []byte, obj any) (ignored, faults []Fault, err error) {
 	strict, err := json.UnmarshalStrict(data, obj)
 	if err != nil {
-		if err := CheckJSON(data); err != nil {
-			return nil, nil, err
+		// The decoder names only the first such field, and not which of a list: each is tried by itself.
+		node, broken := parseJSON(data, 1)
+		if broken != nil {
+			return nil, nil, broken
 		}
-		return nil, unreadable(data, reflect.TypeOf(obj).Elem(), err), nil
+		if faults = unreadable(node, reflect.TypeOf(obj).Elem(), ""); faults == nil {
+			faults = []Fault{{Detail: plainError(err, nil)}}
+		}
+		return nil, faults, nil
 	}
 	for _, s := range strict {
 		f := Fault{Detail: s.Error()}
@@ -48,105 +54,56 @@ func Decode(data []byte, obj any) (ignored, faults []Fault, err error) {
 	return ignored, nil, nil
 }
 
-// CheckJSON says where JSON is broken, by a *SyntaxError.
-func CheckJSON(data []byte) error {
-	var v gojson.RawMessage
-	err := gojson.Unmarshal(data, &v)
+var unmarshaler = reflect.TypeFor[gojson.Unmarshaler]()
+
+// unreadable returns the fields of a node, which is to become a value of type t, that can't be read.
+func unreadable(n *yaml.Node, t reflect.Type, path string) (out []Fault) {
+	for t.Kind() == reflect.Pointer && !t.Implements(unmarshaler) {
+		t = t.Elem()
+	}
+	custom := t.Implements(unmarshaler) || reflect.PointerTo(t).Implements(unmarshaler)
+	switch {
+	case !custom && n.Kind == yaml.SequenceNode && t.Kind() == reflect.Slice:
+		for i, item := range n.Content {
+			out = append(out, unreadable(item, t.Elem(), path+"["+strconv.Itoa(i)+"]")...)
+		}
+		return out
+	case !custom && n.Kind == yaml.MappingNode && (t.Kind() == reflect.Struct || t.Kind() == reflect.Map):
+		for i := 0; i < len(n.Content); i += 2 {
+			name := n.Content[i].Value
+			if field := fieldType(t, name); field != nil {
+				out = append(out, unreadable(n.Content[i+1], field, join(path, name))...)
+			}
+		}
+		return out
+	}
+	value, err := ToJSON(n, 0)
 	if err == nil {
-		return nil
+		err = json.UnmarshalCaseSensitivePreserveInts(value, reflect.New(t).Interface())
 	}
-	line := 1
-	if syntax, ok := errors.AsType[*gojson.SyntaxError](err); ok {
-		line += bytes.Count(data[:max(int(syntax.Offset)-1, 0)], []byte{'\n'})
+	if err != nil {
+		return []Fault{{path, plainError(err, value), value}}
 	}
-	return &SyntaxError{line, "broken JSON: " + err.Error()}
+	return nil
 }
 
-// unreadable says which fields can't be read. The decoder names none, or not which of a list; so fields are taken away until
-// it no longer complains.
-func unreadable(data []byte, t reflect.Type, err error) []Fault {
-	fails := func(data []byte) error {
-		return json.UnmarshalCaseSensitivePreserveInts(data, reflect.New(t).Interface())
+// fieldType returns the type of what a map or struct has by a name; nil for nothing.
+func fieldType(t reflect.Type, name string) reflect.Type {
+	if t.Kind() == reflect.Map {
+		return t.Elem()
 	}
-	var out []Fault
-	const most = 20
-	for range most {
-		at, cause := findFault(data, fails)
-		if cause == nil {
-			break
+	for i := range t.NumField() {
+		f := t.Field(i)
+		tag, _, _ := strings.Cut(f.Tag.Get("json"), ",")
+		if tag == "" && f.Anonymous && f.Type.Kind() == reflect.Struct {
+			if inner := fieldType(f.Type, name); inner != nil {
+				return inner
+			}
+		} else if cmp.Or(tag, f.Name) == name {
+			return f.Type
 		}
-		if at == nil {
-			return append(out, Fault{Detail: plainError(err, nil)})
-		}
-		value := at.node().span.Of(data)
-		out = append(out, Fault{at.path, plainError(cause, value), value})
-		data = at.parent.without(data, func(i int) bool { return i == at.index })
 	}
-	return out
-}
-
-// place is a value within an object or array, and its field path.
-type place struct {
-	parent *tree
-	index  int
-	path   string
-}
-
-func (p *place) node() *tree { return p.parent.values[p.index] }
-
-// findFault finds the first value without which data decodes further, and what the decoder says of it. The place is nil where no
-// part alone is at fault; the error is nil where nothing is.
-func findFault(data []byte, fails func([]byte) error) (at *place, cause error) {
-	if cause = fails(data); cause == nil {
-		return nil, nil
-	}
-	whole := parseJSON(data) // Of the data as they were given; the places in narrowed data differ.
-	for steps := []int(nil); ; {
-		node := parseJSON(data).at(steps)
-		n := len(node.values)
-		if n == 0 || fails(node.without(data, func(int) bool { return true })) != nil {
-			return at, cause // No child, but the value as such.
-		}
-		// Without any child it decodes; so as more and more of them are left in, one is the first to fail.
-		first := sort.Search(n-1, func(k int) bool { return fails(node.without(data, func(i int) bool { return i > k })) != nil })
-		data = node.without(data, func(i int) bool { return i != first })
-		err := fails(data)
-		if err == nil {
-			return at, cause
-		}
-		path := ""
-		if at != nil {
-			path = at.path
-		}
-		cause, at = err, &place{whole.at(steps), first, node.childPath(path, first)}
-		steps = append(steps, first)
-	}
-}
-
-// at returns what lies at the end of the steps from t.
-func (t *tree) at(steps []int) *tree {
-	for _, i := range steps {
-		t = t.values[i]
-	}
-	return t
-}
-
-// without leaves some children of t out of the text. The others keep their index.
-func (t *tree) without(data []byte, out func(i int) bool) []byte {
-	text := make([]byte, 0, len(data)+8*len(t.values))
-	done := 0
-	for i, child := range t.values {
-		if !out(i) {
-			continue
-		}
-		start, nothing := child.span.Start, "null"
-		if !t.array {
-			start, nothing = child.pos, `"":null` // Some types can't be decoded from null, but unknown fields are ignored.
-		}
-		text = append(append(text, data[done:start]...), nothing...)
-		done = child.span.End
-	}
-	return append(text, data[done:]...)
+	return nil
 }
 
 // plainError says in plain words what the decoder found wrong.

@@ -19,34 +19,39 @@ func TestLines(t *testing.T) {
 		yaml: {"": 3, "a": 3, "list": 4, "list[0]": 5, "list[1].x": 6, "list[1].dotted.key": 7, "list[1][dotted.key]": 7, "list[7]": 4, "b.c": 3},
 		json: {"": 3, "a": 3, "list": 4, "list[0]": 5, "list[1].x": 6, "list[1].dotted.key": 7, "list[1][dotted.key]": 7, "list[7]": 4, "b.c": 3},
 	} {
-		docs := Split(&Text{Name: "f", Data: []byte(text)}, func(Type) bool { return false })
+		docs := Split("f", []byte(text), func(Type) bool { return false })
 		if len(docs) != 1 {
 			t.Fatalf("%d documents in %q", len(docs), text)
 		}
+		root, err := docs[0].Parse()
+		if err != nil {
+			t.Fatal(err)
+		}
 		for field, line := range want {
-			if got := docs[0].Fields().Line(field); got != line {
+			if got := Line(root, field); got != line {
 				t.Errorf("%q: %q is on line %d, want %d", text, field, got, line)
 			}
 		}
 	}
 }
 
-// TestSplit holds what is a document, and that a fault within one leaves the others alone.
+// TestSplit holds what is a document, and that a fault within one leaves those before it alone, and in YAML those behind it.
 func TestSplit(t *testing.T) {
 	t.Parallel()
 	for text, want := range map[string][]string{
-		"":                                   nil,
-		"# nothing\n---\n...\n%YAML 1.2\n":   nil,
-		"a: 1\n---\nb: [\n--- {c: 1}\n":      {"a: 1\n", "---\nb: [\n", "--- {c: 1}\n"},
-		"a: |\n  --- no marker\n...\nb: 2":   {"a: |\n  --- no marker\n", "b: 2"},
-		`{"a":1}{"b":[1,]} {"c":"}"}`:        {`{"a":1}`, `{"b":[1,]}`, `{"c":"}"}`},
-		`{"kind":"L","items":[{},{"a":},1]}`: {`{}`, `{"a":}`, `1`},
-		`{"kind":"L","other":1,"items":[1]}`: {`{"kind":"L","other":1,"items":[1]}`},
-		"{a: 1}":                             {"{a: 1}"},
+		"":                                      nil,
+		"# nothing\n---\n...\n%YAML 1.2\n":      nil,
+		"a: 1\n---\nb: [\n--- {c: 1}\n":         {"a: 1\n", "---\nb: [\n", "--- {c: 1}\n"},
+		"a: |\n  --- no marker\n...\nb: 2":      {"a: |\n  --- no marker\n", "b: 2"},
+		"{\"a\":1}\n{\"b\":[1,]} {\"c\":\"}\"}": {`{"a":1}`, `{"b":[1,]} {"c":"}"}`},
+		`{"a":1} {"c":"}"}`:                     {`{"a":1}`, `{"c":"}"}`},
+		`{"kind":"L","items":[{},{"a":2},1]}`:   {`{}`, `{"a":2}`, `1`},
+		`{"kind":"L","other":1,"items":[1]}`:    {`{"kind":"L","other":1,"items":[1]}`},
+		"{a: 1}":                                {"{a: 1}"},
 	} {
 		var got []string
-		for _, d := range Split(&Text{Name: "f", Data: []byte(text)}, func(t Type) bool { return t.Kind == "L" }) {
-			got = append(got, string(d.Bytes()))
+		for _, d := range Split("f", []byte(text), func(t Type) bool { return t.Kind == "L" }) {
+			got = append(got, string(d.Text))
 		}
 		if !slices.Equal(got, want) {
 			t.Errorf("%q: %q, want %q", text, got, want)
@@ -72,7 +77,7 @@ func TestDecode(t *testing.T) {
 list[1].number: must be a whole number of 32 bits, not "x"
 list[2].period: must be a string (quote it), not 5
 map[a.b].period: can't be read: time: unknown unit "x" in duration "1x"`,
-		`[]`: ": must be a mapping of fields, not a list",
+		`[]`: ": must be a mapping of fields, not []",
 		`{"text":"a","extra":1,"list":[{"nmber":1}],"text":"b"}`: "extra: unknown field\nlist[0].nmber: unknown field\ntext: duplicate field",
 		"{\"text\":\n\"a\",}": "line 2: broken JSON: invalid character '}' looking for beginning of object key string",
 	} {

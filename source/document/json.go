@@ -1,194 +1,164 @@
 package document
 
 import (
-	"bytes"
 	"encoding/json"
-	"errors"
+	"fmt"
+	"math"
+
+	"go.yaml.in/yaml/v3"
 )
 
-// The functions here scan JSON text without decoding it: they find the end of a document, the items of a list and the offset of a
-// field. Unlike json.Decoder they match only brackets and strings, so that a fault within a value does not hide what follows it;
-// the decoder checks each piece that they cut out.
+// Aliases can make a small text mean a huge document. No configuration needs more than these.
+const (
+	maxDepth     = 256
+	maxExpansion = 4 << 20 // bytes of JSON above ten times the size of the text
+)
 
-func isSpace(c byte) bool { return c == ' ' || c == '\t' || c == '\n' || c == '\r' }
-
-func skipSpace(data []byte, i int) int {
-	for i < len(data) && isSpace(data[i]) {
-		i++
-	}
-	return i
+// ToJSON writes a node of a document of this size as JSON. The words yes, no, on and off are booleans too, as in YAML 1.1 and for
+// kubectl, and timestamps stay text. Keys keep their order and their repetitions, so that the decoder sees
+// them. The error is a *SyntaxError.
+func ToJSON(node *yaml.Node, size int) ([]byte, error) {
+	w := &jsonWriter{out: make([]byte, 0, min(size, 1<<16)*5/4), limit: 10*size + maxExpansion}
+	err := w.value(node, 0)
+	return w.out, err
 }
 
-// skipString returns the offset after the string that starts at i, or -1.
-func skipString(data []byte, i int) int {
-	for i++; i < len(data); {
-		n := bytes.IndexByte(data[i:], '"')
-		if n < 0 {
-			return -1
-		}
-		i += n
-		backslashes := 0
-		for data[i-1-backslashes] == '\\' {
-			backslashes++ // The opening quote stops this.
-		}
-		i++
-		if backslashes%2 == 0 {
-			return i
-		}
-	}
-	return -1
+type jsonWriter struct {
+	out   []byte
+	limit int
 }
 
-// skipValue returns the offset after the value that starts at i, or -1 where it has no end.
-func skipValue(data []byte, i int) int {
-	if i >= len(data) {
-		return -1
+func (w *jsonWriter) value(n *yaml.Node, depth int) error {
+	if depth > maxDepth {
+		return &SyntaxError{n.Line, fmt.Sprintf("nested more than %d deep, or an alias within its own anchor", maxDepth)}
 	}
-	switch data[i] {
-	case '"':
-		return skipString(data, i)
-	case '{', '[':
+	if len(w.out) > w.limit {
+		return &SyntaxError{n.Line, "the aliases of this document expand to too much text"}
+	}
+	opening, closing, content := byte('['), byte(']'), n.Content
+	switch n.Kind {
+	case yaml.AliasNode:
+		return w.value(n.Alias, depth+1)
+	case yaml.SequenceNode:
+	case yaml.MappingNode:
+		opening, closing = '{', '}'
+		var err error
+		if content, err = mappingPairs(n, depth); err != nil {
+			return err
+		}
 	default:
-		start := i
-		for i < len(data) && !isSpace(data[i]) && !bytes.ContainsRune([]byte(`,:]}[{"`), rune(data[i])) {
-			i++
-		}
-		if i == start {
-			return -1
-		}
-		return i
+		return w.scalar(n)
 	}
-	depth := 0
-	for i < len(data) {
-		switch data[i] {
-		case '"':
-			if i = skipString(data, i); i < 0 {
-				return -1
-			}
-			continue
-		case '{', '[':
-			depth++
-		case '}', ']':
-			if depth--; depth == 0 {
-				return i + 1
-			}
-		}
-		i++
-	}
-	return -1
-}
-
-// Span is a range of offsets in a text.
-type Span struct{ Start, End int }
-
-// Of returns the text of a span.
-func (s Span) Of(data []byte) []byte { return data[s.Start:s.End] }
-
-// Member is one key and value of a JSON object.
-type Member struct {
-	Key      string
-	keyStart int
-	Value    Span
-}
-
-var errJSON = errors.New("not well-formed JSON")
-
-// Members returns the members of the object that starts at offset i, as far as it is well-formed.
-func Members(data []byte, i int) ([]Member, error) {
-	var out []Member
-	_, err := eachMember(data, i, func(key string, at, start int) (int, error) {
-		end := skipValue(data, start)
-		out = append(out, Member{key, at, Span{start, end}})
-		return end, nil
-	})
-	if n := len(out); err != nil && n > 0 && out[n-1].Value.End < 0 {
-		out = out[:n-1]
-	}
-	return out, err
-}
-
-// eachMember walks the object that starts at offset i. read gets a key, its offset and that of its value, and returns the offset
-// after the value.
-func eachMember(data []byte, i int, read func(key string, at, start int) (int, error)) (end int, err error) {
-	return eachElement(data, i, '{', '}', func(i int) (int, error) {
-		end := skipValue(data, i)
-		if end < 0 || data[i] != '"' {
-			return 0, errJSON
-		}
-		key, ok := String(data[i:end])
-		colon := skipSpace(data, end)
-		if !ok || colon >= len(data) || data[colon] != ':' {
-			return 0, errJSON
-		}
-		return read(key, i, skipSpace(data, colon+1))
-	})
-}
-
-// Items lists the elements of the array that starts at offset i, and returns the offset after it.
-func Items(data []byte, i int) (out []Span, end int, err error) {
-	end, err = eachElement(data, i, '[', ']', func(i int) (int, error) {
-		end := skipValue(data, i)
-		if end >= 0 {
-			out = append(out, Span{i, end})
-		}
-		return end, nil
-	})
-	return out, end, err
-}
-
-// eachElement walks the comma-separated list between two brackets, and returns the offset after it. read returns the
-// offset after an element, or a negative one where it has no end.
-func eachElement(data []byte, i int, open, closing byte, read func(int) (int, error)) (int, error) {
-	if i >= len(data) || data[i] != open {
-		return 0, errJSON
-	}
-	if i = skipSpace(data, i+1); i < len(data) && data[i] == closing {
-		return i + 1, nil
-	}
-	for {
-		end, err := read(i)
-		if err != nil || end < 0 {
-			return 0, errJSON
-		}
-		if i = skipSpace(data, end); i >= len(data) {
-			return 0, errJSON
-		}
-		switch data[i] {
-		case closing:
-			return i + 1, nil
-		case ',':
-			i = skipSpace(data, i+1)
+	for i, item := range content {
+		switch {
+		case i == 0:
+			w.out = append(w.out, opening)
+		case n.Kind == yaml.MappingNode && i%2 == 1:
+			w.out = append(w.out, ':')
 		default:
-			return 0, errJSON
+			w.out = append(w.out, ',')
+		}
+		if n.Kind == yaml.MappingNode && i%2 == 0 {
+			w.string(item.Value)
+		} else if err := w.value(item, depth+1); err != nil {
+			return err
 		}
 	}
+	if len(content) == 0 {
+		w.out = append(w.out, opening)
+	}
+	w.out = append(w.out, closing)
+	return nil
 }
 
-// String decodes a JSON string; false where it is none.
-func String(raw []byte) (string, bool) {
-	if len(raw) < 2 || raw[0] != '"' {
-		return "", false
+// mappingPairs lists keys and values of a mapping in turn, with merge keys ("<<") replaced by what they bring in.
+func mappingPairs(n *yaml.Node, depth int) ([]*yaml.Node, error) {
+	var own, sources []*yaml.Node
+	for i := 0; i+1 < len(n.Content); i += 2 {
+		key, value := n.Content[i], n.Content[i+1]
+		switch {
+		case key.Kind != yaml.ScalarNode:
+			return nil, &SyntaxError{key.Line, "a key must be a plain word"}
+		case key.Value != "<<" || key.ShortTag() != "!!merge":
+			own = append(own, key, value)
+		case value.Kind == yaml.SequenceNode:
+			sources = append(sources, value.Content...)
+		default:
+			sources = append(sources, value)
+		}
 	}
-	if bytes.IndexByte(raw, '\\') < 0 {
-		return string(raw[1 : len(raw)-1]), true
+	if len(sources) == 0 {
+		return own, nil
 	}
-	var s string
-	err := json.Unmarshal(raw, &s)
-	return s, err == nil
+	if depth > maxDepth {
+		return nil, &SyntaxError{n.Line, "a merge within its own anchor"}
+	}
+	has := map[string]bool{}
+	for i := 0; i < len(own); i += 2 {
+		has[own[i].Value] = true
+	}
+	for _, from := range sources {
+		if from.Kind == yaml.AliasNode {
+			from = from.Alias
+		}
+		if from.Kind != yaml.MappingNode {
+			return nil, &SyntaxError{from.Line, "only a mapping can be merged in by <<"}
+		}
+		pairs, err := mappingPairs(from, depth+1)
+		if err != nil {
+			return nil, err
+		}
+		for j := 0; j < len(pairs); j += 2 {
+			if key := pairs[j].Value; !has[key] {
+				has[key] = true
+				own = append(own, pairs[j], pairs[j+1])
+			}
+		}
+	}
+	return own, nil
 }
 
-// appendJSONString appends s as a JSON string.
-func appendJSONString(out []byte, s string) []byte {
-	plain := true
+func (w *jsonWriter) scalar(n *yaml.Node) error {
+	var v any
+	switch n.ShortTag() {
+	case "!!null":
+	case "!!bool", "!!int", "!!float":
+		if err := n.Decode(&v); err != nil {
+			return &SyntaxError{n.Line, fmt.Sprintf("%.40q is not a boolean or number", n.Value)}
+		}
+		if f, ok := v.(float64); ok && (math.IsInf(f, 0) || math.IsNaN(f)) {
+			v = n.Value // JSON has no such number: no field can want it.
+		}
+	default:
+		if n.Style == 0 {
+			switch n.Value {
+			case "yes", "Yes", "YES", "on", "On", "ON":
+				v = true
+			case "no", "No", "NO", "off", "Off", "OFF":
+				v = false
+			}
+		}
+		if v == nil {
+			w.string(n.Value)
+			return nil
+		}
+	}
+	text, err := json.Marshal(v)
+	if err != nil {
+		return &SyntaxError{n.Line, err.Error()}
+	}
+	w.out = append(w.out, text...)
+	return nil
+}
+
+// string writes a string: one without anything to escape at less cost.
+func (w *jsonWriter) string(s string) {
 	for i := range len(s) {
 		if c := s[i]; c < 0x20 || c == '"' || c == '\\' || c >= 0x7f {
-			plain = false
-			break
+			quoted, _ := json.Marshal(s) // A string can always be marshalled.
+			w.out = append(w.out, quoted...)
+			return
 		}
 	}
-	if plain {
-		return append(append(append(out, '"'), s...), '"')
-	}
-	quoted, _ := json.Marshal(s) // A string can always be marshalled.
-	return append(out, quoted...)
+	w.out = append(append(append(w.out, '"'), s...), '"')
 }

@@ -21,13 +21,20 @@ const (
 	mostWaiting = 1000
 )
 
+// Event is a change of a file or directory. The empty path stands for any.
+type Event struct {
+	Path string
+	// Written is false where something has appeared: also where a file was renamed to it.
+	Written bool
+}
+
 // Watcher watches directories.
 type Watcher struct {
-	// C receives the path of each event, and the empty path when anything may have changed: when events were lost, and from time
+	// C receives each event, and one without a path when anything may have changed: when events were lost, and from time
 	// to time in any case.
-	C <-chan string
+	C <-chan Event
 
-	c      chan string
+	c      chan Event
 	done   chan struct{}
 	events *fsnotify.Watcher // nil where the system grants none
 	dirs   map[string]bool
@@ -38,7 +45,7 @@ type Watcher struct {
 func New(log *slog.Logger) *Watcher { return newWatcher(log, pollPeriod) }
 
 func newWatcher(log *slog.Logger, period time.Duration) *Watcher {
-	w := &Watcher{c: make(chan string), done: make(chan struct{}), log: log}
+	w := &Watcher{c: make(chan Event), done: make(chan struct{}), log: log}
 	w.C = w.c
 	var err error
 	if w.events, err = fsnotify.NewWatcher(); err != nil {
@@ -67,14 +74,14 @@ func (w *Watcher) run(period time.Duration) {
 		events, errs = w.events.Events, w.events.Errors
 	}
 	// fsnotify must never wait for whoever receives from C: it may hold the lock meanwhile that Watch takes.
-	var waiting []string
+	var waiting []Event
 	for {
-		var c chan string
-		next := ""
+		var c chan Event
+		var next Event
 		if len(waiting) > 0 {
 			c, next = w.c, waiting[0]
 		}
-		path := ""
+		var event Event
 		select {
 		case <-w.done:
 			return
@@ -82,7 +89,7 @@ func (w *Watcher) run(period time.Duration) {
 			waiting = waiting[1:]
 			continue
 		case e := <-events:
-			path = e.Name
+			event = Event{e.Name, !e.Has(fsnotify.Create)}
 		case err := <-errs:
 			if err != nil && !errors.Is(err, fsnotify.ErrEventOverflow) {
 				w.log.Warn("watching files", "error", err)
@@ -91,9 +98,9 @@ func (w *Watcher) run(period time.Duration) {
 		}
 		switch {
 		case len(waiting) == mostWaiting:
-			waiting = []string{""}
-		case len(waiting) == 0 || waiting[len(waiting)-1] != path:
-			waiting = append(waiting, path)
+			waiting = []Event{{}}
+		case len(waiting) == 0 || waiting[len(waiting)-1] != event:
+			waiting = append(waiting, event)
 		}
 	}
 }

@@ -68,9 +68,9 @@ func TestWatcher(t *testing.T) {
 		}
 	}
 	select {
-	case path := <-w.C:
-		if path != filepath.Join(second, "file") {
-			t.Errorf("%q has changed", path)
+	case e := <-w.C:
+		if e.Path != filepath.Join(second, "file") {
+			t.Errorf("%q has changed", e.Path)
 		}
 	case <-time.After(time.Minute):
 		t.Error("a new file is not reported")
@@ -133,8 +133,8 @@ func TestManyEvents(t *testing.T) {
 	}
 	for end := time.After(time.Minute); ; {
 		select {
-		case path := <-w.C:
-			if path == "" || path == filepath.Join(dir, strconv.Itoa(3*mostWaiting-1)) {
+		case e := <-w.C:
+			if e.Path == "" || e.Path == filepath.Join(dir, strconv.Itoa(3*mostWaiting-1)) {
 				return
 			}
 		case <-end:

@@ -179,10 +179,6 @@ var faults = map[string]struct {
 		`m.yaml:11: Service default/web: status.loadBalancer.ingress[0].ip: "x" is not an IP address`, false},
 	"ipMode": {service("web", "type: LoadBalancer", "ports: [{port: 80}]") + "status:\n  loadBalancer:\n    ingress:\n    - ip: 1.2.3.4\n      ipMode: Vip\n",
 		`m.yaml:12: Service default/web: status.loadBalancer.ingress[0].ipMode: "Vip" is not one of VIP, Proxy`, false},
-	"selector": {service("web", "selector: {'a b': c}", "ports: [{port: 80}]"),
-		`m.yaml:6: Service default/web: spec.selector: "a b" is not a valid label key`, false},
-	"no external name": {service("web", "type: ExternalName"),
-		"m.yaml:5: Service default/web: spec.externalName: required", false},
 
 	"address type": {slice("s", "web", "ipv4"),
 		`m.yaml:7: EndpointSlice default/s: addressType: "ipv4" is not one of IPv4, IPv6, FQDN`, false},
@@ -204,8 +200,6 @@ var faults = map[string]struct {
 		"m.yaml:9: EndpointSlice default/s: ports[0].port: 0 is not within", false},
 	"slice names": {slice("s", "web", "IPv4", "ports:", "- {name: a, port: 1}", "- {name: a, port: 2}"),
 		`m.yaml:10: EndpointSlice default/s: ports[1].name: "a" is the name of ports[0] too`, false},
-	"slice node": {slice("s", "web", "IPv4", "endpoints:", "- addresses: [10.0.0.1]", "  nodeName: 'a b'"),
-		`m.yaml:10: EndpointSlice default/s: endpoints[0].nodeName: "a b"`, false},
 	"slice headless": {slice("s", "web\n    service.kubernetes.io/headless: ''", "IPv4"),
 		"m.yaml:7: EndpointSlice default/s: metadata.labels[service.kubernetes.io/headless]: the slice belongs to a headless Service; not proxied", false},
 	"slice FQDN": {slice("s", "web", "FQDN", "endpoints:", "- addresses: [a.example.com]"),
@@ -277,7 +271,7 @@ svc default/i ClusterIP 10.96.0.6 :80/TCP->80`)
 problem: broken.json:5: Service default/g: broken JSON: invalid character ']' looking for beginning of value
 problem: list.json:3: Service default/c: spec.ports[0].port: 0 is not within 1-65535
 problem: list.json:6: Service default/d: spec.ports[0].x: unknown field
-problem: short.json:2: Service: broken JSON: unexpected end of JSON input
+problem: short.json:2: broken JSON: unexpected end of JSON input
 problem: stream.json:2: Service default/b: spec.ports[0].port: must be a whole number of 32 bits, not "x"`)
 }
 

@@ -2,12 +2,12 @@ package manifest
 
 import (
 	"bytes"
-	"cmp"
 	"fmt"
 	"hash/maphash"
+	"io/fs"
+	"os"
 	"runtime"
 	"slices"
-	"strings"
 	"sync"
 	"sync/atomic"
 
@@ -15,76 +15,168 @@ import (
 	"nodeproxy/source/document"
 )
 
-// file is a file as it was last read, and those of its objects that are in force.
+// file is a file as it was last read.
 type file struct {
 	path string
+	info fs.FileInfo // when it was looked at
+	err  error       // for which it could not be read then
+	data []byte      // of the version in force
+	docs []*decoded  // of the version in force
 	// decoded are the documents by a hash of their text. A new version of the file costs the decoding of those that changed.
-	decoded map[uint64]*decodedDocument
-	entries []*entry // in force, in order; of a broken document the last good version
-	remarks []remark
-	// bad is set if there are documents that can't be used. fault is about the first of them that can't be read, that the file ends
-	// in, or that leaves a last good version in force; empty if there is none.
-	bad   bool
+	decoded map[uint64]*decoded
+	entries []*entry // in force, in order
+	// fault is what keeps the file from being in force as it is; empty if nothing does.
 	fault string
 }
 
-// decodedDocument is a document and its content.
-type decodedDocument struct {
+// decoded is a document and its content.
+type decoded struct {
 	doc     *document.Document
 	hash    uint64
 	bodies  []*body
-	entries []*entry // of the bodies, once the document has been in a version that was put in force
+	entries []*entry // of the bodies, once the document has been in a version of the file that was looked at
 	usedBy  *reading // the latest version of the file that holds the same document
 }
 
 // reading is a new version of a file that is not in force yet.
 type reading struct {
-	path    string
-	text    *document.Text
-	err     error // the file can't be read
-	id      fileID
-	open    bool // a program had it open for writing
-	decoded []*decodedDocument
-	// suspect is set if something is newly broken: perhaps a program is writing the file.
-	suspect bool
+	path string
+	info fs.FileInfo // nil for what is no file, or is read only once
+	data []byte
+	err  error // the file can't be read
+	docs []*decoded
 }
 
-// blank reports whether the file is empty.
-func (r *reading) blank() bool { return len(bytes.TrimSpace(r.text.Data)) == 0 }
-
-// whole reports whether every document could be read, even if some can't be used.
-func (r *reading) whole() bool {
-	return r.err == nil && !slices.ContainsFunc(r.decoded, func(d *decodedDocument) bool {
-		return slices.ContainsFunc(d.bodies, func(b *body) bool { return b.unread })
-	})
+// read reads a file. It returns false if the file changed meanwhile: then a program is writing it.
+func (r *reading) read() (unchanged bool) {
+	if r.err != nil {
+		return true
+	}
+	var err error
+	if r.data, err = os.ReadFile(r.path); err != nil {
+		r.err = because(r.path, err)
+		return true
+	}
+	info, err := os.Stat(r.path)
+	return err == nil && sameVersion(r.info, info) && info.Size() == int64(len(r.data))
 }
 
-// lacks reports whether one of the objects is not in this version of a file.
-func (r *reading) lacks(entries []*entry) bool {
-	has := map[controlplane.ID]bool{}
-	for _, d := range r.decoded {
-		for _, b := range d.bodies {
-			has[b.id] = true
+func sameVersion(a, b fs.FileInfo) bool {
+	return a != nil && b != nil && os.SameFile(a, b) && a.Size() == b.Size() && a.ModTime().Equal(b.ModTime())
+}
+
+// The effects of a fault.
+const (
+	effectKept    = "all objects of the file stay as they were"
+	effectBelow   = "all objects of the files below stay as they were"
+	effectNothing = "it is left out"
+	effectLeftOut = "the object is left out until this is corrected; all others are used"
+)
+
+// leftOut is the effect on an object of a file of which nothing was in force.
+func leftOut(kind string) string {
+	switch kind {
+	case "Service":
+		return "the Service is not proxied until this is corrected; all other objects are used"
+	case "EndpointSlice":
+		return "its endpoints get no traffic until this is corrected; all other objects are used"
+	}
+	return effectLeftOut
+}
+
+// unreadable says why a version can't be read as a whole, and on which line, if on any.
+func (f *file) unreadable(r *reading) (line int, detail string) {
+	switch {
+	case r.err != nil:
+		return 0, r.err.Error()
+	case r.info != nil && len(bytes.TrimSpace(r.data)) == 0:
+		return 1, "the file is empty, as while it is being written"
+	case f.cutOff(r):
+		return 1 + bytes.Count(bytes.TrimRight(r.data, "\r\n"), []byte{'\n'}),
+			"the file is cut off: it ends within a document, which goes on in its last good version; if that is meant, end it with a line \"...\""
+	}
+	return 0, ""
+}
+
+// inPlace reports whether the file was not replaced by another one.
+func (f *file) inPlace(r *reading) bool {
+	return f.info != nil && r.info != nil && os.SameFile(f.info, r.info)
+}
+
+// cutOff reports whether a file was overwritten in place by the beginning of what it was, which ends within a document: port: 80 may
+// be what is left of port: 8080.
+func (f *file) cutOff(r *reading) bool {
+	n := len(r.docs)
+	return f.inPlace(r) && len(r.data) < len(f.data) && bytes.HasPrefix(f.data, r.data) &&
+		n > 0 && n <= len(f.docs) && !bytes.Equal(bytes.TrimSpace(r.docs[n-1].doc.Text), bytes.TrimSpace(f.docs[n-1].doc.Text))
+}
+
+// put looks at a new version of a file, and puts it in force if each of its documents can be read, or if nothing of the file is in
+// force: then what can be read of it is used. It returns what there is to say of the version.
+func (f *file) put(r *reading) (remarks []remark) {
+	line, detail := f.unreadable(r)
+	f.err, f.fault = r.err, ""
+	if r.info != nil {
+		f.info = r.info
+	}
+	if detail != "" {
+		where, effect := f.path, effectNothing
+		if line > 0 {
+			where = fmt.Sprintf("%s:%d", f.path, line)
+		}
+		if len(f.entries) > 0 {
+			effect = effectKept
+		}
+		f.fault = where + ": " + detail
+		return []remark{fileProblem(where, detail, effect)}
+	}
+	entries := make([]*entry, 0, len(r.docs))
+	f.decoded = make(map[uint64]*decoded, len(r.docs))
+	for _, d := range r.docs {
+		f.decoded[d.hash] = d
+		if d.entries == nil {
+			for _, b := range d.bodies {
+				d.entries = append(d.entries, &entry{body: b})
+			}
+		}
+		for _, e := range d.entries {
+			e.doc, e.order = d.doc, len(entries)
+			entries = append(entries, e)
 		}
 	}
-	return slices.ContainsFunc(entries, func(e *entry) bool { return e.obj != nil && !has[e.id] })
+	isBad := func(e *entry) bool { return e.bad }
+	keep := len(f.entries) > 0 && slices.ContainsFunc(entries, isBad)
+	for _, e := range entries {
+		for _, is := range e.issues {
+			if is.Effect == "" && keep {
+				is.Effect = effectKept
+			} else if is.Effect == "" {
+				is.Effect = leftOut(e.id.Kind)
+			}
+			is.Object, is.LeftOut = e.id.String(), e.bad
+			rem := remark{issue: is, entry: e}
+			remarks = append(remarks, rem)
+			if f.fault == "" && e.bad {
+				f.fault = rem.located()
+			}
+		}
+	}
+	if !keep {
+		f.data, f.docs, f.entries = r.data, r.docs, slices.DeleteFunc(entries, isBad)
+	}
+	return remarks
 }
 
 var seed = maphash.MakeSeed()
 
-// isList reports whether a JSON document is a list, each of whose items is a document.
-func isList(t document.Type) bool { return controlplane.Type(t).IsList() }
-
-// decodeAll splits new versions of files and decodes them on all CPUs. files are the versions in force, by path.
+// decodeAll splits new versions of files and decodes them on all CPUs. files are the versions read last, by path.
 func decodeAll(readings []*reading, files map[string]*file) {
-	var todo []*decodedDocument
+	isList := func(t document.Type) bool { return controlplane.Type(t).IsList() }
+	var todo []*decoded
 	for _, r := range readings {
-		if r.err != nil || r.text == nil {
-			continue
-		}
 		old := files[r.path]
-		for _, doc := range document.Split(r.text, isList) {
-			d := &decodedDocument{doc: doc, hash: maphash.Bytes(seed, doc.Bytes())}
+		for _, doc := range document.Split(r.path, r.data, isList) {
+			d := &decoded{doc: doc, hash: maphash.Bytes(seed, doc.Text)}
 			if old != nil {
 				if was := old.decoded[d.hash]; was != nil && was.usedBy != r && was.doc.Same(doc) {
 					was.usedBy = r // The same text twice in a file makes two objects, though only one counts.
@@ -94,7 +186,7 @@ func decodeAll(readings []*reading, files map[string]*file) {
 			if d.bodies == nil {
 				todo = append(todo, d)
 			}
-			r.decoded = append(r.decoded, d)
+			r.docs = append(r.docs, d)
 		}
 	}
 	var next atomic.Int64
@@ -107,199 +199,4 @@ func decodeAll(readings []*reading, files map[string]*file) {
 		})
 	}
 	wg.Wait()
-	fresh := map[*decodedDocument]bool{}
-	for _, d := range todo {
-		fresh[d] = true
-	}
-	for _, r := range readings {
-		for _, d := range r.decoded {
-			r.suspect = r.suspect || fresh[d] && slices.ContainsFunc(d.bodies, func(b *body) bool { return b.bad })
-		}
-	}
-}
-
-// The effects of a fault on an object.
-const (
-	effectKept    = "its last good version stays in force"
-	effectFile    = "all objects of the file stay as they were"
-	effectLeftOut = "the object is left out until this is corrected; all others are used"
-)
-
-// leftOut is the effect on an object that is in force in no version.
-func leftOut(kind string) string {
-	switch kind {
-	case "Service":
-		return "the Service is not proxied until this is corrected; all other objects are used"
-	case "EndpointSlice":
-		return "its endpoints get no traffic until this is corrected; all other objects are used"
-	}
-	return effectLeftOut
-}
-
-// put puts a new version of a file in force. If a document is broken, the last good version of its object stays in force; if it
-// is not known which object that is, the whole file stays as it was. An object that is missing is not gone while there is a
-// document that can't be read: it may be in that one, or hidden by a fault before it.
-func (f *file) put(r *reading) {
-	f.decoded = make(map[uint64]*decodedDocument, len(r.decoded))
-	f.remarks, f.fault = nil, ""
-	entries := make([]*entry, 0, len(r.decoded))
-	bad := 0
-	for _, d := range r.decoded {
-		f.decoded[d.hash] = d
-		if d.entries == nil {
-			for _, b := range d.bodies {
-				d.entries = append(d.entries, &entry{body: b})
-			}
-		}
-		for _, e := range d.entries {
-			e.doc, e.order = d.doc, len(entries)
-			entries = append(entries, e)
-			if e.bad {
-				bad++
-			}
-		}
-	}
-	var kept map[*entry]*entry
-	whole := false
-	if f.bad = bad > 0; f.bad {
-		kept, whole = keep(entries, f.entries)
-	}
-	for _, e := range entries {
-		effect := leftOut(e.id.Kind)
-		if whole {
-			effect = effectFile
-		} else if kept[e] != nil {
-			effect = effectKept
-		}
-		for _, is := range e.issues {
-			if is.Effect == "" {
-				is.Effect = effect
-			}
-			is.Object, is.LeftOut = e.id.String(), e.bad
-			rem := remark{issue: is, entry: e}
-			f.remarks = append(f.remarks, rem)
-			if f.fault == "" && e.bad && (whole || kept[e] != nil || e.unread || e == entries[len(entries)-1] && !endsLine(r.text.Data)) {
-				f.fault = rem.located()
-			}
-		}
-	}
-	if whole {
-		return
-	}
-	if bad == 0 {
-		f.entries = entries
-		return
-	}
-	before := f.entries
-	f.entries = nil
-	for _, e := range entries {
-		if last := kept[e]; last != nil {
-			last.order = e.order
-			f.entries = append(f.entries, last)
-		} else if !e.bad {
-			f.entries = append(f.entries, e)
-		}
-	}
-	if !r.whole() {
-		f.keepMissing(before, len(entries))
-	}
-}
-
-// keepMissing keeps the objects in force that a new version of the file lacks, since they may be in the part that can't be read.
-func (f *file) keepMissing(before []*entry, order int) {
-	has := map[controlplane.ID]bool{}
-	var missing []string
-	for _, e := range f.entries {
-		has[e.id] = true
-	}
-	for _, e := range before {
-		if e.obj != nil && !has[e.id] {
-			e.order = order
-			order++
-			f.entries = append(f.entries, e)
-			missing = append(missing, e.id.String())
-		}
-	}
-	if len(missing) > 0 {
-		f.remarks = append(f.remarks, fileProblem(f.path,
-			fmt.Sprintf("the file can't be read whole, and it is not known whether it still has %s", enumerate(missing)),
-			"they stay in force as they were", false))
-	}
-}
-
-// enumerate names the first of a list, and the number of the others.
-func enumerate(names []string) string {
-	const most = 3
-	if len(names) <= most {
-		return strings.Join(names, ", ")
-	}
-	return fmt.Sprintf("%s and %d more objects", strings.Join(names[:most], ", "), len(names)-most)
-}
-
-// keep finds the last good version of each broken document's object among those in force. whole is set if a broken document may
-// be any of several objects that are missing now.
-func keep(entries, inForce []*entry) (kept map[*entry]*entry, whole bool) {
-	kept = map[*entry]*entry{}
-	missing := map[controlplane.ID]*entry{}
-	for _, e := range inForce {
-		if e.obj != nil && missing[e.id] == nil {
-			missing[e.id] = e
-		}
-	}
-	good := map[controlplane.ID]bool{}
-	for _, e := range entries {
-		if !e.bad {
-			good[e.id] = true
-			delete(missing, e.id)
-		}
-	}
-	claim := func(b *entry, last *entry) {
-		kept[b] = last
-		delete(missing, last.id)
-	}
-	var open []*entry
-	for _, b := range entries {
-		if !b.bad {
-			continue
-		}
-		if last := missing[b.id]; last != nil {
-			claim(b, last)
-		} else if !good[b.id] {
-			open = append(open, b)
-		}
-	}
-	unknown := 0
-	for _, b := range open {
-		// The namespace may follow the fault, and an unknown kind may be any that is misspelt.
-		var fits []*entry
-		for id, e := range missing {
-			if id.Name == b.id.Name && (id.Kind == b.id.Kind || b.noKind) {
-				fits = append(fits, e)
-			}
-		}
-		if len(fits) == 1 {
-			claim(b, fits[0])
-		} else if b.anonymous() {
-			unknown++
-		}
-	}
-	if unknown == 0 || len(missing) == 0 {
-		return kept, false
-	}
-	if unknown == 1 && len(missing) == 1 {
-		for _, b := range open {
-			if kept[b] == nil && b.anonymous() {
-				for _, last := range missing {
-					claim(b, last)
-				}
-			}
-		}
-		return kept, false
-	}
-	return kept, true
-}
-
-// compareEntries orders entries of one object: by file name, then by place.
-func compareEntries(a, b *entry) int {
-	return cmp.Or(cmp.Compare(a.doc.Name, b.doc.Name), cmp.Compare(a.order, b.order))
 }

@@ -8,6 +8,8 @@ import (
 	"strings"
 	"sync"
 
+	"go.yaml.in/yaml/v3"
+
 	"nodeproxy/source"
 	"nodeproxy/source/document"
 )
@@ -15,7 +17,7 @@ import (
 // issue is a finding about an object whose place in a file is not known yet.
 type issue struct {
 	source.Finding
-	line int // in the document, from 1, of a fault in its text; 0 to find it by the field
+	line int // of a fault in the text of a document; 0 to find it by the field
 }
 
 // remark is an issue with its place.
@@ -24,11 +26,11 @@ type remark struct {
 	entry *entry // nil for a finding about Finding.Where, or nowhere
 }
 
-// fileProblem is a remark about a file as a whole.
-func fileProblem(where, detail, effect string, leftOut bool) remark {
-	return remark{issue: issue{
-		Finding: source.Finding{Severity: source.Problem, Where: where, Detail: detail, Effect: effect, LeftOut: leftOut},
-	}}
+// fileProblem is a remark about a file or directory as a whole.
+func fileProblem(where, detail, effect string) remark {
+	return remark{issue: issue{Finding: source.Finding{
+		Severity: source.Problem, Where: where, Detail: detail, Effect: effect, LeftOut: effect == effectNothing,
+	}}}
 }
 
 // said returns the finding without what changes with the lines above it.
@@ -128,31 +130,33 @@ func fileOf(r *remark) string {
 
 func startOf(r *remark) int {
 	if r.entry != nil {
-		return r.entry.doc.Start
+		return r.entry.doc.Line
 	}
 	return 0
 }
 
-// lineFinder finds the lines of remarks. It keeps the places of the last document's fields.
+// lineFinder finds the lines of remarks. It keeps the last document that it has parsed.
 type lineFinder struct {
-	doc    *document.Document
-	fields *document.Fields
+	doc  *document.Document
+	root *yaml.Node
 }
 
 func (f *lineFinder) find(r *remark) int {
-	doc := r.entry.doc
 	if r.line > 0 {
-		return doc.Line(r.line)
+		return r.line
 	}
-	if f.doc != doc {
-		f.doc, f.fields = doc, doc.Fields()
+	if doc := r.entry.doc; f.doc != doc {
+		f.doc = doc
+		f.root, _ = doc.Parse()
+	}
+	if f.root == nil {
+		return f.doc.Line
 	}
 	path := r.Field
-	if prefix := r.entry.prefix; prefix != "" {
+	if prefix := r.entry.prefix; prefix != "" && strings.HasPrefix(path, "[") {
+		path = prefix + path
+	} else if prefix != "" {
 		path = strings.TrimSuffix(prefix+"."+path, ".")
-		if strings.HasPrefix(r.Field, "[") {
-			path = prefix + r.Field
-		}
 	}
-	return f.fields.Line(path)
+	return document.Line(f.root, path)
 }

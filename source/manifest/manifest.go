@@ -21,7 +21,6 @@ import (
 
 	"nodeproxy/source"
 	"nodeproxy/source/controlplane"
-	"nodeproxy/source/document"
 )
 
 // Config configures a Source.
@@ -106,9 +105,18 @@ func Load(cfg Config) (source.Batch, error) {
 	}
 	tree := scan(cfg.Path)
 	for path, err := range tree.errs {
-		s.findings.set("scan "+path, []remark{fileProblem(path, "can't be read: "+err.Error(), "it is left out", true)})
+		if tree.dirs[path] {
+			s.findings.set("place "+path, []remark{fileProblem(path, err.Error(), effectNothing)})
+		}
 	}
-	return s.load(readAll(slices.Collect(maps.Keys(tree.files))), cfg.Pod), nil
+	var readings []*reading
+	for _, path := range slices.Sorted(maps.Keys(tree.files)) {
+		r := tree.files[path]
+		r.read()
+		r.info = nil
+		readings = append(readings, r)
+	}
+	return s.load(readings, cfg.Pod), nil
 }
 
 // Read is like Load, but reads the manifests from in, such as standard input; cfg.Path is its name.
@@ -121,11 +129,10 @@ func Read(cfg Config, in io.Reader) (source.Batch, error) {
 	if err != nil {
 		return source.Batch{}, fmt.Errorf("manifests: reading %s: %w", cfg.Path, err)
 	}
-	return s.load([]*reading{{path: cfg.Path, text: &document.Text{Name: cfg.Path, Data: data}}}, cfg.Pod), nil
+	return s.load([]*reading{{path: cfg.Path, data: data}}, cfg.Pod), nil
 }
 
 func (s *store) load(readings []*reading, each func(*v1.Pod)) source.Batch {
-	decodeAll(readings, s.files)
 	batch := s.update(readings, nil)
 	if each != nil {
 		for _, pod := range s.allPods() {

@@ -14,7 +14,6 @@ import (
 	"nodeproxy/plan"
 	"nodeproxy/source"
 	"nodeproxy/source/controlplane"
-	"nodeproxy/source/document"
 )
 
 // tightConfig has so little to hand out that collisions and refusals are frequent.
@@ -87,9 +86,8 @@ func newPlayer() *player {
 func (p *player) put(files map[string]string, gone ...string) {
 	var readings []*reading
 	for _, name := range slices.Sorted(maps.Keys(files)) {
-		readings = append(readings, &reading{path: name, text: &document.Text{Name: name, Data: []byte(files[name])}})
+		readings = append(readings, &reading{path: name, data: []byte(files[name])})
 	}
-	decodeAll(readings, p.s.files)
 	p.all.Merge(p.s.update(readings, gone))
 	for name, svc := range p.all.Services {
 		if svc == nil {

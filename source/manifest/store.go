@@ -1,6 +1,7 @@
 package manifest
 
 import (
+	"cmp"
 	"fmt"
 	"maps"
 	"slices"
@@ -17,11 +18,9 @@ type store struct {
 	cluster  *controlplane.Cluster
 	findings reporter
 	files    map[string]*file
-	faulty   map[string]*file // those with documents that can't be used
-	others   map[string]bool  // types that have been reported as not proxied
+	others   map[string]bool // types that have been reported as not proxied
 
 	definitions map[controlplane.ID][]*entry // of each object, in order: the first is in force
-	marks       int                          // the last one given to an entry
 
 	mu   sync.Mutex
 	pods map[controlplane.ID]*v1.Pod // those of definitions that are in force
@@ -50,7 +49,6 @@ func newStore(cfg *Config) (*store, error) {
 	s := &store{
 		findings:    reporter{report: cfg.Report, current: map[string][]source.Finding{}},
 		files:       map[string]*file{},
-		faulty:      map[string]*file{},
 		others:      map[string]bool{},
 		definitions: map[controlplane.ID][]*entry{},
 		pods:        map[controlplane.ID]*v1.Pod{},
@@ -76,16 +74,24 @@ func (s *store) located(topic string, remarks []controlplane.Remark) {
 
 // update puts new versions of files in force and drops the files that are gone. It returns the batch to deliver.
 func (s *store) update(readings []*reading, gone []string) source.Batch {
+	decodeAll(readings, s.files)
 	touched := map[controlplane.ID]bool{}
 	for _, r := range readings {
-		s.putFile(r, touched)
+		f := s.files[r.path]
+		if f == nil {
+			f = &file{path: r.path}
+			s.files[r.path] = f
+		}
+		before := f.entries
+		remarks := f.put(r)
+		s.replaceEntries(before, f.entries, touched)
+		s.findings.set("file "+r.path, s.withoutOthers(remarks))
 	}
 	for _, path := range gone {
 		if f := s.files[path]; f != nil {
 			s.replaceEntries(f.entries, nil, touched)
 			s.findings.set("file "+path, nil)
 			delete(s.files, path)
-			delete(s.faulty, path)
 		}
 	}
 	objects := make(map[controlplane.ID]any, len(touched))
@@ -119,30 +125,6 @@ func (s *store) reportDuplicates(id controlplane.ID, list []*entry) {
 	s.findings.set("duplicate "+id.String(), remarks)
 }
 
-func (s *store) putFile(r *reading, touched map[controlplane.ID]bool) {
-	f := s.files[r.path]
-	if f == nil {
-		f = &file{path: r.path}
-		s.files[r.path] = f
-	}
-	if r.err != nil {
-		effect := "it is left out"
-		if len(f.entries) > 0 {
-			effect = effectFile
-		}
-		s.findings.set("file "+r.path, []remark{fileProblem(r.text.Name, "can't be read: "+r.err.Error(), effect, true)})
-		return
-	}
-	before := f.entries
-	f.put(r)
-	delete(s.faulty, r.path)
-	if f.bad {
-		s.faulty[r.path] = f
-	}
-	s.replaceEntries(before, f.entries, touched)
-	s.findings.set("file "+r.path, s.withoutOthers(f.remarks))
-}
-
 // withoutOthers reports the first object of each type that is not used, once, and returns the remarks about all others.
 func (s *store) withoutOthers(remarks []remark) []remark {
 	var out []remark
@@ -160,32 +142,32 @@ func (s *store) withoutOthers(remarks []remark) []remark {
 
 // replaceEntries adds and removes the definitions that differ between two versions of a file.
 func (s *store) replaceEntries(before, after []*entry, touched map[controlplane.ID]bool) {
-	had, has := s.marks+1, s.marks+2
-	s.marks += 2
+	had, has := map[*entry]bool{}, map[*entry]bool{}
 	for _, e := range before {
-		e.mark = had
+		had[e] = true
 	}
 	for _, e := range after {
-		was := e.mark
-		e.mark = has
-		if e.obj == nil {
-			continue
-		}
-		if was != had {
+		has[e] = true
+		if e.obj != nil && !had[e] {
 			s.definitions[e.id] = append(s.definitions[e.id], e)
+		}
+		// The place of one of several may have changed.
+		if e.obj != nil && (!had[e] || len(s.definitions[e.id]) > 1) {
 			touched[e.id] = true
-		} else if len(s.definitions[e.id]) > 1 {
-			touched[e.id] = true // Its place may have changed.
 		}
 	}
 	for _, e := range before {
-		if e.obj == nil || e.mark == has {
-			continue
+		if e.obj != nil && !has[e] {
+			touched[e.id] = true
+			s.definitions[e.id] = slices.DeleteFunc(s.definitions[e.id], func(o *entry) bool { return o == e })
+			if len(s.definitions[e.id]) == 0 {
+				delete(s.definitions, e.id)
+			}
 		}
-		left := slices.DeleteFunc(s.definitions[e.id], func(o *entry) bool { return o == e })
-		if s.definitions[e.id] = left; len(left) == 0 {
-			delete(s.definitions, e.id)
-		}
-		touched[e.id] = true
 	}
+}
+
+// compareEntries orders entries of one object: by file name, then by place.
+func compareEntries(a, b *entry) int {
+	return cmp.Or(cmp.Compare(a.doc.Name, b.doc.Name), cmp.Compare(a.order, b.order))
 }

@@ -3,7 +3,6 @@ package manifest
 import (
 	"bytes"
 	"context"
-	"errors"
 	"io/fs"
 	"maps"
 	"os"
@@ -17,17 +16,13 @@ import (
 )
 
 const (
-	// quiet is the time without another event after which files are read, and busy the time after which they are read in any case:
-	// programs save a file in several steps.
-	quiet = 2 * time.Millisecond
-	busy  = 15 * time.Millisecond
-	// grace is the time that a newly broken or removed file has to become whole again, from its last change on, and
-	// patience the time that it has altogether.
-	grace    = 40 * time.Millisecond
-	patience = 250 * time.Millisecond
-	// settle is the time without a change after which it counts that a file has become smaller or lacks objects: it may be
-	// written in pieces.
+	// quiet is how long a file must not have been written to before it is read, or must have been missing before it counts as
+	// removed: programs save a file in several steps.
+	quiet = 150 * time.Millisecond
+	// settle is the same for a file that was overwritten in place and is smaller than it was: there may be more to come.
 	settle = 2 * time.Second
+	// pause is the time from an event to a look, for other events that belong to it.
+	pause = 2 * time.Millisecond
 )
 
 // watch is a running Source.
@@ -38,23 +33,16 @@ type watch struct {
 	events *filewatch.Watcher
 	faults func([]string) // receives what keeps files from being in force as they are
 
-	tree     *scanned
-	fresh    bool                 // the tree has been listed in this look
-	root     fileID               // of the path when all files below it were there last
-	stamps   map[string]stamp     // of each file when it was last read
-	texts    map[string][]byte    // the content of each file that is in force
-	whole    map[string]version   // the last content of each file that could be read completely
-	deferred map[string]*deferred // by path
-	reported map[string][]remark  // faults of those, by the path that they are about
+	tree   *tree
+	filled fs.FileInfo // of the root when there were files last
+	// changed are the files with an event since they were read, and when they were written to last, or went missing. A file that another
+	// one was renamed to, in place of the former, was not written to.
+	changed  map[string]time.Time
+	due      time.Time       // when to look next; zero for never
+	begun    time.Time       // of the first look
+	reported map[string]bool // places that there is something to say about, but files that are read
 	synced   bool
-	// unknown are the paths that could not be read since the start.
-	unknown map[string]bool
-
-	pending map[string]bool // files with an event
-	all     bool            // look at everything
-	due     time.Time       // when to look; zero if there is nothing
-	since   time.Time       // of the first event after the last look
-	last    time.Time       // of the last event
+	partial  bool // something could not be read since the start
 }
 
 // Run delivers everything, and then what changes, until ctx ends; then it returns nil. It waits while there is nothing at the
@@ -62,236 +50,202 @@ type watch struct {
 func (s *Source) Run(ctx context.Context, sink source.Sink) error {
 	cfg := s.cfg
 	w := &watch{
-		cfg: &cfg, store: s.store, sink: sink, faults: s.setFaults, tree: &scanned{},
-		stamps: map[string]stamp{}, texts: map[string][]byte{}, whole: map[string]version{}, deferred: map[string]*deferred{},
-		reported: map[string][]remark{}, pending: map[string]bool{},
+		cfg: &cfg, store: s.store, sink: sink, faults: s.setFaults, tree: &tree{}, changed: map[string]time.Time{}, begun: time.Now(),
 	}
 	w.events = filewatch.New(cfg.Log)
 	defer w.events.Close()
-	w.all = true
-	w.look(time.Now())
+	w.look(w.begun)
 	for {
 		var timer <-chan time.Time
-		if wake := w.wake(); !wake.IsZero() {
-			timer = time.After(time.Until(wake))
+		if !w.due.IsZero() {
+			timer = time.After(time.Until(w.due))
 		}
 		select {
 		case <-ctx.Done():
 			return nil
-		case path := <-w.events.C:
-			w.note(path)
-		case now := <-timer:
-			w.look(now)
+		case e := <-w.events.C:
+			w.note(e, time.Now())
+		case <-timer:
+			w.look(time.Now())
 		}
 	}
 }
 
-// note records the path of an event; the empty path stands for any.
-func (w *watch) note(name string) {
-	if name == "" {
-		w.all = true
-		w.schedule()
-		return
-	}
-	name = filepath.Clean(name)
-	dir, base := filepath.Dir(name), filepath.Base(name)
+// note records an event.
+func (w *watch) note(e filewatch.Event, now time.Time) {
+	path := filepath.Clean(e.Path)
+	dir, base := filepath.Dir(path), filepath.Base(path)
 	switch {
-	case name == w.cfg.Path:
-		w.pending[name], w.all = true, true
-	case w.tree.dirs[name], w.tree.linked[dir], !w.tree.exists:
-		w.all = true
+	case e.Path == "" || path == w.cfg.Path || w.tree.info == nil || w.tree.linked[dir]:
 	case !w.tree.dirs[dir]:
 		return // Beside the manifests.
-	case strings.HasPrefix(base, ".."):
-		w.all = true // A ConfigMap volume is swapped.
+	case strings.HasPrefix(base, ".."): // A ConfigMap volume is swapped.
 	case strings.HasPrefix(base, "."):
 		return
-	default:
-		info, err := os.Lstat(name)
-		if err == nil && (info.IsDir() || info.Mode()&fs.ModeSymlink != 0) {
-			w.all = true
-		}
-		if accepted(base) {
-			w.pending[name] = true
-		} else if !w.all {
+	case !accepted(base) && !w.tree.dirs[path] && w.tree.errs[path] == nil:
+		if info, err := os.Lstat(path); err != nil || !info.IsDir() && info.Mode()&fs.ModeSymlink == 0 {
 			return // A temporary file.
 		}
 	}
-	w.schedule()
+	if _, again := w.changed[path]; again || e.Written || w.store.files[path] == nil {
+		w.changed[path] = now
+	} else {
+		w.changed[path] = time.Time{}
+	}
+	w.lookAt(now.Add(pause))
 }
 
-func (w *watch) schedule() {
-	now := time.Now()
-	w.last = now
-	if w.since.IsZero() {
-		w.since = now
-	}
-	w.due = now.Add(quiet)
-	if last := w.since.Add(busy); w.due.After(last) {
-		w.due = last
+// lookAt makes sure that there is a look at a time.
+func (w *watch) lookAt(at time.Time) {
+	if w.due.IsZero() || at.Before(w.due) {
+		w.due = at
 	}
 }
 
-// wake returns the time of the next look without an event; zero for never.
-func (w *watch) wake() time.Time {
-	at := w.due
-	for _, h := range w.deferred {
-		for _, t := range []time.Time{h.again, h.reportAt()} {
-			if !t.IsZero() && (at.IsZero() || t.Before(at)) {
-				at = t
-			}
-		}
+// still reports whether nothing has happened to a file for a time, and sees to another look if not. last is when something
+// happened as far as the file itself tells.
+func (w *watch) still(path string, last, now time.Time, enough time.Duration) bool {
+	if at, noted := w.changed[path]; noted && (at.IsZero() || at.After(last)) {
+		last = at
 	}
-	return at
+	if wait := last.Add(enough).Sub(now); wait > 0 && wait <= 2*enough { // The clock may have been set back.
+		w.lookAt(now.Add(wait + pause)) // With what was saved together.
+		return false
+	}
+	return true
 }
 
 // look reads what has changed and delivers what follows.
 func (w *watch) look(now time.Time) {
-	pending, all := w.pending, w.all
-	w.pending, w.all, w.due, w.since = map[string]bool{}, false, time.Time{}, time.Time{}
-	for path, h := range w.deferred {
-		if all || !h.again.IsZero() && !now.Before(h.again) {
-			pending[path] = true
-		}
+	w.due = time.Time{}
+	w.tree = scan(w.cfg.Path)
+	if w.events.Watch(w.tree.watched()) {
+		w.lookAt(now.Add(pause)) // Files may have changed between the listing and the watch.
 	}
-	if w.fresh = all; all {
-		w.rescan(pending)
-	}
-	readings, gone := w.read(pending)
-	decodeAll(readings, w.store.files)
-	readings = slices.DeleteFunc(readings, func(r *reading) bool { return !w.counts(r, now) })
-	gone = slices.DeleteFunc(gone, func(path string) bool { return !w.hasGone(path, now) })
-	if !w.synced && !w.tree.exists {
-		w.reportFaults(now)
+	readings, gone, missing, waits := w.differences(now)
+	if !w.synced && (w.tree.info == nil || waits && now.Before(w.begun.Add(2*quiet))) {
+		w.report(missing, "nothing is programmed until there is")
 		return
 	}
-	for _, r := range readings {
-		w.texts[r.path] = r.text.Data
-		if r.whole() {
-			w.whole[r.path] = version{r.text.Data, r.id}
-		}
-	}
-	for _, path := range gone {
-		delete(w.texts, path)
-		delete(w.whole, path)
-		delete(w.stamps, path)
-	}
-	if w.tree.exists && len(w.tree.files) > 0 && !slices.ContainsFunc(slices.Collect(maps.Values(w.deferred)), (*deferred).isGone) {
-		w.root = w.tree.root
+	if len(w.tree.files) > 0 {
+		w.filled = w.tree.info
 	}
 	batch := w.store.update(readings, gone)
-	w.reportFaults(now)
-	w.complete(&batch)
+	faults := w.report(missing, effectBelow)
+	whole := faults == 0 && !waits
+	batch.Synced = !w.synced
+	switch {
+	case !w.synced && !whole:
+		batch.Extent, w.partial = source.Partial, true
+	case w.partial && whole:
+		batch.Extent, w.partial = source.Whole, false
+	}
+	w.synced = true
 	if !batch.Empty() {
 		w.sink.Apply(batch)
 	}
 }
 
-// complete sets in a batch whether it is the first one, and whether all that existed at the start is known.
-func (w *watch) complete(b *source.Batch) {
-	first := !w.synced
-	b.Synced, w.synced = first, true
-	faults := w.faultyPaths()
-	if first {
-		w.unknown = faults
-		if len(faults) > 0 {
-			b.Extent = source.Partial
-		}
-		return
-	}
-	if len(w.unknown) == 0 {
-		return
-	}
-	for path := range w.unknown {
-		if !faults[path] && w.deferred[path] == nil {
-			delete(w.unknown, path)
+// differences compares the tree with what was read before. It returns new versions of files, the files that are gone, what is
+// wrong with places at which there may be files, and whether some are to be looked at later.
+func (w *watch) differences(now time.Time) (readings []*reading, gone []string, missing map[string]error, waits bool) {
+	missing = map[string]error{}
+	for path, err := range w.tree.errs {
+		if w.tree.dirs[path] || path == w.cfg.Path && !w.synced {
+			missing[path] = err
 		}
 	}
-	if len(w.unknown) == 0 {
-		b.Extent = source.Whole
-	}
-}
-
-// rescan lists all files and adds those that differ from what was read to the pending ones.
-func (w *watch) rescan(pending map[string]bool) {
-	w.tree = scan(w.cfg.Path)
-	for path, st := range w.tree.files {
-		if w.stamps[path] != st {
-			pending[path] = true
-		}
-	}
-	for path := range w.stamps {
-		if _, ok := w.tree.files[path]; !ok && w.deferred[path] == nil {
-			pending[path] = true
-		}
-	}
-	w.setWatches()
-}
-
-// read reads the pending files. It returns those that differ from what is in force, and those that are gone.
-func (w *watch) read(pending map[string]bool) (readings []*reading, gone []string) {
-	var paths []string
-	for path := range pending {
-		info, err := os.Stat(path)
-		if _, lerr := os.Lstat(path); err == nil || lerr != nil { // What was there before is not there any longer.
-			delete(w.tree.errs, path)
-			delete(w.tree.dangling, path)
-		}
-		switch {
-		case err == nil && info.IsDir(), errors.Is(err, fs.ErrNotExist), !accepted(path) && path != w.cfg.Path:
-			// Of a file that could not be read since the start, nothing is in force, but the kernel may hold rules for it.
-			if w.store.files[path] != nil || w.unknown[path] && errors.Is(err, fs.ErrNotExist) {
-				gone = append(gone, path)
-			} else {
-				delete(w.deferred, path)
+	var absent []*file
+	for path, f := range w.store.files {
+		if w.tree.files[path] == nil {
+			absent = append(absent, f)
+			if _, noted := w.changed[path]; !noted {
+				w.changed[path] = now
 			}
-			continue
-		case err == nil:
-			w.stamps[path] = stampOf(info)
 		}
-		paths = append(paths, path)
+	}
+	for _, path := range slices.Sorted(maps.Keys(w.tree.files)) {
+		r, f := w.tree.files[path], w.store.files[path]
+		if f != nil && f.err == nil && r.err == nil && sameVersion(f.info, r.info) {
+			delete(w.changed, path)
+			continue
+		}
+		if i := slices.IndexFunc(absent, func(f *file) bool { return f.info != nil && r.info != nil && os.SameFile(f.info, r.info) }); f == nil && i >= 0 {
+			w.changed[path], w.changed[absent[i].path] = time.Time{}, time.Time{} // It was renamed.
+		}
+		var last time.Time
+		if r.info != nil {
+			last = r.info.ModTime()
+		}
+		enough := quiet
+		if f != nil && f.inPlace(r) && r.info.Size() < int64(len(f.data)) {
+			enough = settle
+		}
+		if !w.still(path, last, now, enough) {
+			waits = true
+			continue
+		}
+		if !r.read() {
+			w.changed[path], waits = now, true
+			w.lookAt(now.Add(quiet))
+			continue
+		}
+		delete(w.changed, path)
+		if f == nil || f.fault != "" || r.err != nil || !bytes.Equal(f.data, r.data) {
+			readings = append(readings, r)
+		} else {
+			f.info = r.info
+		}
+	}
+	for _, f := range absent {
+		if !w.still(f.path, time.Time{}, now, quiet) {
+			waits = true
+		} else if where, err := w.tree.lost(f.path, w.filled); err != nil {
+			missing[where] = err
+		} else {
+			gone = append(gone, f.path)
+			delete(w.changed, f.path)
+		}
 	}
 	slices.Sort(gone)
-	readings = slices.DeleteFunc(readAll(paths), func(r *reading) bool {
-		old, known := w.texts[r.path]
-		if r.err == nil && known && bytes.Equal(old, r.text.Data) {
-			delete(w.deferred, r.path) // It is as it was before.
-			if v, ok := w.whole[r.path]; ok && bytes.Equal(v.data, r.text.Data) {
-				w.whole[r.path] = version{v.data, r.id}
-			}
-			return true
-		}
-		return errors.Is(r.err, fs.ErrNotExist) // An event follows.
-	})
-	return readings, gone
-}
-
-// movedAway reports whether a file that is gone was only renamed, so that there is no need to wait. A new file with the inode of a
-// removed one is another file.
-func (w *watch) movedAway(path string) bool {
-	was := w.stamps[path]
-	for other, st := range w.stamps {
-		if other != path && st.id() == was.id() && st.size == was.size && st.mtime == was.mtime {
-			return true
+	for path := range w.changed { // What was noted of files that are not there.
+		if w.tree.files[path] == nil && w.store.files[path] == nil {
+			delete(w.changed, path)
 		}
 	}
-	return false
+	return readings, gone, missing, waits
 }
 
-// setWatches watches the directories of the tree.
-func (w *watch) setWatches() {
-	if w.events.Watch(w.tree.watched()) {
-		w.all = true // Files may have changed between the listing and the watch.
-		w.schedule()
+// report reports what is wrong with places, withdraws what was before, and returns how much keeps files from being in force as they are.
+func (w *watch) report(missing map[string]error, effect string) int {
+	var faults []string
+	reported := map[string]bool{}
+	for where, err := range missing {
+		reported[where] = true
+		w.store.findings.set("place "+where, []remark{fileProblem(where, err.Error(), effect)})
+		faults = append(faults, where+": "+err.Error())
 	}
+	for where := range w.reported {
+		if !reported[where] {
+			w.store.findings.set("place "+where, nil)
+		}
+	}
+	w.reported = reported
+	for _, f := range w.store.files {
+		if f.fault != "" {
+			faults = append(faults, f.fault)
+		}
+	}
+	slices.Sort(faults)
+	w.store.findings.flush()
+	w.faults(faults)
+	return len(faults)
 }
 
 // watched returns the directories in which a change matters.
-func (s *scanned) watched() map[string]bool {
-	out := maps.Clone(s.dirs)
-	maps.Copy(out, s.linked)
-	if s.above != "" {
-		out[s.above] = true
-	}
+func (t *tree) watched() map[string]bool {
+	out := maps.Clone(t.dirs)
+	maps.Copy(out, t.linked)
+	out[t.above] = true
 	return out
 }
