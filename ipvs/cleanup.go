@@ -85,14 +85,14 @@ func (c *Cleaner) List() ([]string, error) {
 	var out []string
 	if v, err := ipvs.OpenServers(); err == nil {
 		defer v.Close()
-		e := engine{exclude: c.ExcludeCIDRs, desired: &state{marks: newMarks(c.MasqueradeBit)}}
+		marks := newMarks(c.MasqueradeBit)
 		for _, f := range plan.Families {
 			list, err := v.List(f)
 			if err != nil {
 				return nil, err
 			}
 			for _, id := range slices.SortedFunc(maps.Keys(list), compareServers) {
-				if !e.foreign(id) {
+				if !marks.foreign(id, c.ExcludeCIDRs) {
 					out = append(out, fmt.Sprintf("virtual server %s with %d real servers", id, len(list[id].RealServers)))
 				}
 			}
@@ -131,7 +131,7 @@ func (c *Cleaner) List() ([]string, error) {
 
 // servers removes virtual servers without connections, or all of them. It returns the number of those left.
 func (c *Cleaner) servers(v *ipvs.Servers, all bool) (int, error) {
-	e := engine{exclude: c.ExcludeCIDRs, desired: &state{marks: newMarks(c.MasqueradeBit)}}
+	marks := newMarks(c.MasqueradeBit)
 	left := 0
 	for _, f := range plan.Families {
 		list, err := v.List(f)
@@ -140,7 +140,7 @@ func (c *Cleaner) servers(v *ipvs.Servers, all bool) (int, error) {
 		}
 		for id, s := range list {
 			switch {
-			case e.foreign(id):
+			case marks.foreign(id, c.ExcludeCIDRs):
 			case !all && waited(id, s):
 				left++
 			default:

@@ -260,14 +260,14 @@ func (x *Objects) changed(l objectLine) {
 func (m machine) read(f plan.Family, o Options, exclude []netip.Prefix) (*Objects, error) {
 	x := newObjects(o)
 	x.actual = true
-	e := &engine{family: f, exclude: exclude, desired: &state{marks: newMarks(o.MasqueradeBit)}}
+	marks := newMarks(o.MasqueradeBit)
 	if m.servers != nil {
 		list, err := m.servers.List(f)
 		if err != nil {
 			return nil, err
 		}
 		for id, v := range list {
-			if e.foreign(id) {
+			if marks.foreign(id, exclude) {
 				continue
 			}
 			s := server{Server: v.Server}

@@ -306,11 +306,14 @@ func (e *engine) read(before *actual) error {
 }
 
 // foreign reports whether a virtual server is not ours, whatever the plan.
-func (e *engine) foreign(id ipvs.ServerID) bool {
+func (e *engine) foreign(id ipvs.ServerID) bool { return e.desired.marks.foreign(id, e.exclude) }
+
+// foreign reports whether a virtual server is not one of these marks, or its address is excluded.
+func (m marks) foreign(id ipvs.ServerID, exclude []netip.Prefix) bool {
 	if id.Mark != 0 {
-		return !e.desired.marks.ours(id.Mark)
+		return !m.ours(id.Mark)
 	}
-	return slices.ContainsFunc(e.exclude, func(r netip.Prefix) bool { return r.Contains(id.Addr) })
+	return slices.ContainsFunc(exclude, func(r netip.Prefix) bool { return r.Contains(id.Addr) })
 }
 
 // everything touches all desired and all actual objects.

@@ -10,12 +10,9 @@ import (
 // CollectWatches adds how long ago the source last showed each kind of object to be current. read is called at each scrape; it
 // returns ages by resource (services, …), negative ones for what has never been heard of. It must be called only once.
 func (s *Set) CollectWatches(read func() map[string]time.Duration) {
-	s.registry.MustRegister(&reader{
-		desc: prometheus.NewDesc("nodeproxy_watch_staleness_seconds",
-			"Time since the API server last showed that what is known of a resource is current; NaN before it first did.",
-			[]string{"resource"}, nil),
-		kind: prometheus.GaugeValue,
-		read: func(send func(float64, ...string)) error {
+	s.collect(prometheus.GaugeValue, "nodeproxy_watch_staleness_seconds",
+		"Time since the API server last showed that what is known of a resource is current; NaN before it first did.",
+		func(send func(float64, ...string)) error {
 			for resource, age := range read() {
 				if age < 0 {
 					send(math.NaN(), resource)
@@ -24,8 +21,7 @@ func (s *Set) CollectWatches(read func() map[string]time.Duration) {
 				}
 			}
 			return nil
-		},
-	})
+		}, "resource")
 }
 
 // CollectFaults adds whether something can't be read of what objects are read from. read is called at each scrape. It must be
@@ -46,18 +42,14 @@ func (s *Set) CollectOldestChange(read func() time.Duration) {
 // CollectHealthCheckNodePorts adds how many health check node ports there are, and how many of them are not listened at
 // everywhere they should be. read is called at each scrape. It must be called only once.
 func (s *Set) CollectHealthCheckNodePorts(read func() (all, failing int)) {
-	s.registry.MustRegister(&reader{
-		desc: prometheus.NewDesc("nodeproxy_health_check_node_ports",
-			"Health check node ports of Services: listening, or failing, which can't be listened at somewhere.",
-			[]string{"state"}, nil),
-		kind: prometheus.GaugeValue,
-		read: func(send func(float64, ...string)) error {
+	s.collect(prometheus.GaugeValue, "nodeproxy_health_check_node_ports",
+		"Health check node ports of Services: listening, or failing, which can't be listened at somewhere.",
+		func(send func(float64, ...string)) error {
 			all, failing := read()
 			send(float64(all-failing), "listening")
 			send(float64(failing), "failing")
 			return nil
-		},
-	})
+		}, "state")
 }
 
 // CollectPacketCounters adds kube-proxy's two counters of packets, in mode iptables: those that were dropped since connection
@@ -79,15 +71,19 @@ func (s *Set) CollectPacketCounters(invalidDropped, localhostNodePorts func() (u
 		if c.read == nil {
 			continue
 		}
-		s.registry.MustRegister(&reader{desc: prometheus.NewDesc(c.name, c.help, nil, nil), kind: prometheus.CounterValue,
-			read: func(send func(float64, ...string)) error {
-				n, err := c.read()
-				if err == nil {
-					send(float64(n))
-				}
-				return err
-			}})
+		s.collect(prometheus.CounterValue, c.name, c.help, func(send func(float64, ...string)) error {
+			n, err := c.read()
+			if err == nil {
+				send(float64(n))
+			}
+			return err
+		})
 	}
+}
+
+// collect adds a metric that is read at each scrape.
+func (s *Set) collect(kind prometheus.ValueType, name, help string, read func(send func(float64, ...string)) error, labels ...string) {
+	s.registry.MustRegister(&reader{prometheus.NewDesc(name, help, labels, nil), kind, read})
 }
 
 // reader is a collector of one metric that is read at each scrape.

@@ -250,35 +250,10 @@ func (s *fullSync) write(ctx context.Context) error {
 			return err
 		}
 	}
-	var kept map[plan.Key]map[id]value
-	spareKinds := map[id]value{}
+	var rest remainder
 	err = t.finish(func() []write {
-		for _, r := range t.refused { // What was as it should be is not among its writes.
-			mine := map[id]value{}
-			s.layout.fill(d.next[r.sp.Key], mine, map[kind]bool{})
-			for _, w := range r.writes {
-				delete(mine, w.id)
-			}
-			maps.DeleteFunc(mine, func(i id, _ value) bool { return i.set == clusterIPs })
-			maps.Copy(s.have, mine)
-		}
-		_, kept = t.kept(s.have, d.held...)
-		keep := fixed(s.used) // Those without a chain come with the groups that need them, and replace what is there.
-		for _, list := range kept {
-			for i, v := range list {
-				keep[i] = v
-				if i.set != services && i.set != servicesWithin {
-					continue
-				}
-				for _, set := range []setID{kinds, kindsWithin} {
-					i := id{set: set, key: v.data}
-					if v, is := s.have[i]; is {
-						keep[i], spareKinds[i] = v, v
-					}
-				}
-			}
-		}
-		return append(lead, s.unwanted(keep)...)
+		rest = s.remainder(t, d)
+		return append(lead, rest.removals...)
 	})
 	if err != nil {
 		return err
@@ -293,16 +268,55 @@ func (s *fullSync) write(ctx context.Context) error {
 	refused := map[plan.Key]*refusal{}
 	for _, sp := range d.held {
 		refused[sp.Key] = s.refused[sp.Key]
-		refused[sp.Key].kept = kept[sp.Key]
+		refused[sp.Key].kept = rest.kept[sp.Key]
 	}
 	for _, r := range t.refused {
-		refused[r.sp.Key] = s.newRefusal(r, kept[r.sp.Key])
+		refused[r.sp.Key] = s.newRefusal(r, rest.kept[r.sp.Key])
 		delete(d.next, r.sp.Key)
 	}
 	s.updateRefused(refused)
 	e := s.engine
-	e.layout, e.current, e.users, e.kinds, e.spareKinds, e.unfinished = s.layout, d.next, d.users, t.kinds, spareKinds, nil
+	e.layout, e.current, e.users, e.kinds, e.spareKinds, e.unfinished = s.layout, d.next, d.users, t.kinds, rest.spareKinds, nil
 	return nil
+}
+
+// remainder is what becomes of the elements in the kernel that no ServicePort of the plan has.
+type remainder struct {
+	kept       map[plan.Key]map[id]value // of refused ServicePorts
+	spareKinds map[id]value              // those that lead to chains for what is kept
+	removals   []write                   // of all others
+}
+
+func (s *fullSync) remainder(t *transactions, d *wanted) remainder {
+	have := maps.Clone(s.have)
+	for _, r := range t.refused { // What was as it should be is not among its writes.
+		mine := map[id]value{}
+		s.layout.fill(d.next[r.sp.Key], mine, map[kind]bool{})
+		for _, w := range r.writes {
+			delete(mine, w.id)
+		}
+		maps.DeleteFunc(mine, func(i id, _ value) bool { return i.set == clusterIPs })
+		maps.Copy(have, mine)
+	}
+	out := remainder{spareKinds: map[id]value{}}
+	_, out.kept = t.kept(have, d.held...)
+	keep := fixed(s.used) // Those without a chain come with the groups that need them, and replace what is there.
+	for _, list := range out.kept {
+		maps.Copy(keep, list)
+		for i, v := range list {
+			if i.set != services && i.set != servicesWithin {
+				continue
+			}
+			for _, set := range []setID{kinds, kindsWithin} {
+				if leads, is := have[id{set: set, key: v.data}]; is {
+					out.spareKinds[id{set: set, key: v.data}] = leads
+				}
+			}
+		}
+	}
+	maps.Copy(keep, out.spareKinds)
+	out.removals = s.unwanted(have, keep)
+	return out
 }
 
 // wanted is what should be in the kernel according to the plan.
@@ -482,13 +496,13 @@ func (s *fullSync) structure(t *transactions) error {
 	return nil
 }
 
-// unwanted returns the removals of elements that are in the kernel, and neither in the plan nor to be kept.
-func (s *fullSync) unwanted(keep map[id]value) []write {
+// unwanted returns the removals of elements that are in the kernel, and not to be kept.
+func (s *fullSync) unwanted(have, keep map[id]value) []write {
 	var known map[plan.Address]bool
 	if s.plan.Partial {
 		known = s.plan.Addresses(s.family)
 	}
-	return removals(s.have, func(i id) bool {
+	return removals(have, func(i id) bool {
 		if _, is := keep[i]; is {
 			return false
 		}

@@ -9,6 +9,7 @@ import (
 	"unicode/utf8"
 
 	tea "charm.land/bubbletea/v2"
+	"github.com/charmbracelet/x/ansi"
 	"k8s.io/apimachinery/pkg/util/duration"
 
 	"nodeproxy/inspect"
@@ -94,7 +95,8 @@ type topView struct {
 	filter        string
 	namespace     string // "" for all
 	width, height int
-	first         int // row shown
+	first         int  // row shown
+	onScreen      bool // whether headings stand out
 }
 
 // take takes a sample in.
@@ -149,13 +151,22 @@ func (v *topView) traffic(rows []topRow) string {
 		}
 		cells = append(cells, row)
 	}
-	return table(header, cells)
+	return v.table(header, cells)
 }
 
-func table(header string, rows [][]string) string {
+func (v *topView) table(header string, rows [][]string) string {
 	var b strings.Builder
 	_ = inspect.Table(&b, header, rows) // A Builder takes everything.
-	return b.String()
+	heading, rest, _ := strings.Cut(b.String(), "\n")
+	return v.heading(heading) + "\n" + rest
+}
+
+// heading returns a line that stands out on a screen.
+func (v *topView) heading(line string) string {
+	if v.onScreen {
+		line = "\x1b[1m" + line + "\x1b[0m"
+	}
+	return line
 }
 
 func perSecond(n float64) string { return fmt.Sprintf("%.1f", n) }
@@ -198,7 +209,7 @@ func (v *topView) costs() string {
 	if !last.Last.IsZero() {
 		when = last.Last
 	}
-	return table("SYNCS FAILED WITH-CHANGES MEAN-OF-THESE LAST WHY TOOK ERROR", [][]string{{
+	return v.table("SYNCS FAILED WITH-CHANGES MEAN-OF-THESE LAST WHY TOOK ERROR", [][]string{{
 		fmt.Sprint(last.Number), fmt.Sprint(failed), fmt.Sprint(changed), mean, duration.HumanDuration(v.now.At.Sub(when)), strings.Join(why, ","),
 		milliseconds(last.Took.Total()), last.Error,
 	}})
@@ -221,7 +232,7 @@ func (v *topView) changes(most int) string {
 	if len(rows) == 0 {
 		return ""
 	}
-	return table("CHANGED NAMESPACE NAME CHANGE ENDPOINTS", rows)
+	return v.table("CHANGED NAMESPACE NAME CHANGE ENDPOINTS", rows)
 }
 
 // notCounted says why there is no traffic to show.
@@ -348,6 +359,7 @@ func (m topModel) View() tea.View {
 
 // text is what is on the screen.
 func (m *topModel) text() string {
+	m.onScreen = true
 	text := m.above()
 	switch {
 	case m.now == nil:
@@ -367,14 +379,13 @@ func (m *topModel) text() string {
 		help += "   " + o.key + " " + o.name
 	}
 	lines = append(lines[:min(len(lines), max(1, m.height-1))], help+"   / filter   up, down")
-	for i, l := range lines {
-		if r := []rune(l); m.width > 0 && len(r) > m.width {
-			l = string(r[:m.width])
+	for _, i := range []int{0, len(lines) - 1} {
+		lines[i] = m.heading(lines[i])
+	}
+	for i := range lines {
+		if m.width > 0 {
+			lines[i] = ansi.Truncate(lines[i], m.width, "")
 		}
-		if heading := i == 0 || i == len(lines)-1 || strings.Contains(l, "  ") && strings.ReplaceAll(l, "/s", "") == strings.ToUpper(strings.ReplaceAll(l, "/s", "")); heading && l != "" {
-			l = "\x1b[1m" + l + "\x1b[0m"
-		}
-		lines[i] = l
 	}
 	return strings.Join(lines, "\n")
 }

@@ -14,6 +14,9 @@ import (
 	"testing"
 	"time"
 
+	"github.com/opencontainers/go-digest"
+	v1 "github.com/opencontainers/image-spec/specs-go/v1"
+
 	"nodeproxy/deploy/oci"
 )
 
@@ -100,11 +103,11 @@ type layout struct {
 	files map[string]oci.File
 }
 
-func (l layout) blob(d oci.Descriptor) []byte {
+func (l layout) blob(d v1.Descriptor) []byte {
 	l.t.Helper()
-	content := l.files[d.Path()].Content
-	if oci.Digest(content) != d.Digest || len(content) != d.Size {
-		l.t.Fatalf("%+v: %d bytes with digest %s", d, len(content), oci.Digest(content))
+	content := l.files[oci.Path(d)].Content
+	if digest.FromBytes(content) != d.Digest || int64(len(content)) != d.Size {
+		l.t.Fatalf("%+v: %d bytes with digest %s", d, len(content), digest.FromBytes(content))
 	}
 	return content
 }
@@ -117,14 +120,14 @@ func into(t *testing.T, raw []byte, v any) {
 }
 
 // checkImage checks the image of one platform, and returns its manifest.
-func (l layout) checkImage(d oci.Descriptor, arch string) oci.Manifest {
+func (l layout) checkImage(d v1.Descriptor, arch string) v1.Manifest {
 	t := l.t
 	t.Helper()
-	var m oci.Manifest
+	var m v1.Manifest
 	into(t, l.blob(d), &m)
-	var c imageConfig
+	var c v1.Image
 	into(t, l.blob(m.Config), &c)
-	if c.Architecture != arch || c.OS != "linux" || c.Created != "2023-11-14T22:13:20Z" || len(m.Layers) != 2 || *d.Platform != c.Platform {
+	if c.Architecture != arch || c.OS != "linux" || c.Created.Unix() != epoch || len(m.Layers) != 2 || d.Platform.Architecture != arch {
 		t.Errorf("config %+v, manifest %+v, descriptor %+v", c, m, d)
 	}
 	files := map[string]oci.File{}
@@ -134,8 +137,8 @@ func (l layout) checkImage(d oci.Descriptor, arch string) oci.Manifest {
 			t.Fatal(err)
 		}
 		plain, err := io.ReadAll(z)
-		if err != nil || oci.Digest(plain) != c.RootFS.DiffIDs[n] {
-			t.Errorf("layer %d: %v, digest %s, want %s", n, err, oci.Digest(plain), c.RootFS.DiffIDs[n])
+		if err != nil || digest.FromBytes(plain) != c.RootFS.DiffIDs[n] {
+			t.Errorf("layer %d: %v, digest %s, want %s", n, err, digest.FromBytes(plain), c.RootFS.DiffIDs[n])
 		}
 		for name, f := range read(t, bytes.NewReader(plain)) {
 			files[name] = f
@@ -171,10 +174,10 @@ func TestArchive(t *testing.T) {
 		}
 
 		l := layout{t, read(t, bytes.NewReader(archive))}
-		var i oci.Index
+		var i v1.Index
 		into(t, l.files["index.json"].Content, &i)
 		note := i.Manifests[0].Annotations
-		if len(i.Manifests) != 1 || note["io.containerd.image.name"] != imageName || note[oci.RefName] != "v1" || i.Manifests[0].Digest != digest {
+		if len(i.Manifests) != 1 || note["io.containerd.image.name"] != imageName || note[v1.AnnotationRefName] != "v1" || i.Manifests[0].Digest.String() != digest {
 			t.Errorf("%q: index %+v, digest %s", archs, i, digest)
 		}
 		dockers, old := l.files["manifest.json"]
@@ -182,7 +185,7 @@ func TestArchive(t *testing.T) {
 			t.Errorf("%q: manifest.json is there: %v", archs, old)
 		}
 		if len(archs) > 1 {
-			var images oci.Index
+			var images v1.Index
 			into(t, l.blob(i.Manifests[0]), &images)
 			if len(images.Manifests) != len(archs) {
 				t.Fatalf("%q: images %+v", archs, images)
@@ -198,7 +201,7 @@ func TestArchive(t *testing.T) {
 			RepoTags, Layers []string
 		}
 		into(t, dockers.Content, &docker)
-		if docker[0].Config != m.Config.Path() || docker[0].Layers[1] != m.Layers[1].Path() || docker[0].RepoTags[0] != imageName {
+		if docker[0].Config != oci.Path(m.Config) || docker[0].Layers[1] != oci.Path(m.Layers[1]) || docker[0].RepoTags[0] != imageName {
 			t.Errorf("manifest.json %+v", docker)
 		}
 	}
@@ -247,10 +250,10 @@ func TestTagOfItsOwn(t *testing.T) {
 		if err != nil {
 			t.Fatal(err)
 		}
-		var i oci.Index
+		var i v1.Index
 		into(t, read(t, bytes.NewReader(archive))["index.json"].Content, &i)
 		for n, name := range names {
-			if d := i.Manifests[n]; d.Digest != digest || d.Annotations["io.containerd.image.name"] != name {
+			if d := i.Manifests[n]; d.Digest.String() != digest || d.Annotations["io.containerd.image.name"] != name {
 				t.Errorf("%s: %+v", name, d)
 			}
 		}

@@ -18,6 +18,9 @@ import (
 	"strings"
 	"time"
 
+	"github.com/opencontainers/go-digest"
+	v1 "github.com/opencontainers/image-spec/specs-go/v1"
+
 	"nodeproxy/deploy/oci"
 )
 
@@ -65,8 +68,8 @@ func run(o options) (string, []string, error) {
 		return "", nil, err
 	}
 	var l oci.Layout
-	var images []oci.Descriptor
-	var last oci.Manifest
+	var images []v1.Descriptor
+	var last v1.Manifest
 	for _, p := range o.platforms {
 		layers, err := layersOf(p, o.epoch)
 		if err != nil {
@@ -80,13 +83,13 @@ func run(o options) (string, []string, error) {
 	}
 	named := images[0]
 	if len(images) > 1 {
-		if named, err = l.JSON(oci.IndexType, oci.NewIndex(images...)); err != nil {
+		if named, err = l.JSON(v1.MediaTypeImageIndex, oci.NewIndex(images...)); err != nil {
 			return "", nil, err
 		}
 	}
 	names := []string{o.name}
 	if !strings.Contains(path.Base(o.name), ":") {
-		digits := strings.TrimPrefix(named.Digest, "sha256:")[:8]
+		digits := named.Digest.Encoded()[:8]
 		names = []string{fmt.Sprintf("%s:%s-%s", o.name, o.version, digits), o.name + ":latest"}
 	}
 	if len(images) == 1 {
@@ -98,14 +101,14 @@ func run(o options) (string, []string, error) {
 	for _, name := range names {
 		_, tag, _ := strings.Cut(path.Base(name), ":")
 		d := named
-		d.Annotations = map[string]string{"io.containerd.image.name": name, oci.RefName: tag}
+		d.Annotations = map[string]string{"io.containerd.image.name": name, v1.AnnotationRefName: tag}
 		index.Manifests = append(index.Manifests, d)
 	}
 	archive, err := l.Archive(index, o.epoch)
 	if err != nil {
 		return "", nil, err
 	}
-	return named.Digest, names, os.WriteFile(o.output, archive, 0o644)
+	return named.Digest.String(), names, os.WriteFile(o.output, archive, 0o644)
 }
 
 // layersOf returns the layers of a platform's image as tar archives, the lowest first.
@@ -163,60 +166,46 @@ func rootFiles(r io.Reader, epoch time.Time) ([]byte, error) {
 	return oci.Tar(files, epoch)
 }
 
-type imageConfig struct {
-	Created string `json:"created"`
-	oci.Platform
-	Config struct {
-		Env        []string          `json:"Env"`
-		Entrypoint []string          `json:"Entrypoint"`
-		Labels     map[string]string `json:"Labels"`
-	} `json:"config"`
-	RootFS struct {
-		Type    string   `json:"type"`
-		DiffIDs []string `json:"diff_ids"`
-	} `json:"rootfs"`
-	History []map[string]string `json:"history"`
-}
-
 // addImage adds the image of one platform to a layout.
-func addImage(l *oci.Layout, o options, arch string, layers [][]byte) (oci.Descriptor, oci.Manifest, error) {
-	cfg := imageConfig{Created: o.epoch.Format(time.RFC3339), Platform: oci.Platform{Architecture: arch, OS: "linux"}}
-	cfg.Config.Env = []string{"PATH=/usr/sbin:/usr/bin:/sbin:/bin"}
-	cfg.Config.Entrypoint = []string{"/usr/bin/nodeproxy"}
-	cfg.Config.Labels = map[string]string{
-		"org.opencontainers.image.title": "nodeproxy", "org.opencontainers.image.version": o.version,
-		"org.opencontainers.image.licenses": "Apache-2.0",
+func addImage(l *oci.Layout, o options, arch string, layers [][]byte) (v1.Descriptor, v1.Manifest, error) {
+	cfg := v1.Image{
+		Created: &o.epoch, Platform: v1.Platform{Architecture: arch, OS: "linux"}, RootFS: v1.RootFS{Type: "layers"},
+		Config: v1.ImageConfig{
+			Env: []string{"PATH=/usr/sbin:/usr/bin:/sbin:/bin"}, Entrypoint: []string{"/usr/bin/nodeproxy"},
+			Labels: map[string]string{
+				v1.AnnotationTitle: "nodeproxy", v1.AnnotationVersion: o.version, v1.AnnotationLicenses: "Apache-2.0",
+			},
+		},
 	}
-	cfg.RootFS.Type = "layers"
-	m := oci.Manifest{SchemaVersion: 2, MediaType: oci.ManifestType}
+	m := v1.Manifest{Versioned: oci.Versioned, MediaType: v1.MediaTypeImageManifest}
 	for _, layer := range layers {
-		cfg.RootFS.DiffIDs = append(cfg.RootFS.DiffIDs, oci.Digest(layer))
-		cfg.History = append(cfg.History, map[string]string{"created": cfg.Created, "created_by": "nodeproxy deploy/image"})
+		cfg.RootFS.DiffIDs = append(cfg.RootFS.DiffIDs, digest.FromBytes(layer))
+		cfg.History = append(cfg.History, v1.History{Created: cfg.Created, CreatedBy: "nodeproxy deploy/image"})
 		packed, err := oci.Gzip(layer)
 		if err != nil {
-			return oci.Descriptor{}, m, err
+			return v1.Descriptor{}, m, err
 		}
-		m.Layers = append(m.Layers, l.Blob(oci.LayerType, packed))
+		m.Layers = append(m.Layers, l.Blob(v1.MediaTypeImageLayerGzip, packed))
 	}
 	var err error
-	if m.Config, err = l.JSON(oci.ConfigType, cfg); err != nil {
-		return oci.Descriptor{}, m, err
+	if m.Config, err = l.JSON(v1.MediaTypeImageConfig, cfg); err != nil {
+		return v1.Descriptor{}, m, err
 	}
-	d, err := l.JSON(oci.ManifestType, m)
+	d, err := l.JSON(v1.MediaTypeImageManifest, m)
 	d.Platform = &cfg.Platform
 	return d, m, err
 }
 
 // addDockers adds the manifest.json of docker save, which "docker load" reads before Docker 25. It knows one platform only.
-func addDockers(l *oci.Layout, names []string, m oci.Manifest) error {
+func addDockers(l *oci.Layout, names []string, m v1.Manifest) error {
 	type dockerImage struct {
 		Config   string
 		RepoTags []string
 		Layers   []string
 	}
-	docker := dockerImage{Config: m.Config.Path(), RepoTags: names}
+	docker := dockerImage{Config: oci.Path(m.Config), RepoTags: names}
 	for _, layer := range m.Layers {
-		docker.Layers = append(docker.Layers, layer.Path())
+		docker.Layers = append(docker.Layers, oci.Path(layer))
 	}
 	content, err := json.Marshal([]dockerImage{docker})
 	l.Add("manifest.json", content)

@@ -7,6 +7,7 @@ import (
 	"path/filepath"
 	"time"
 
+	v1 "github.com/opencontainers/image-spec/specs-go/v1"
 	"sigs.k8s.io/yaml"
 
 	"nodeproxy/deploy/oci"
@@ -40,19 +41,18 @@ func (r *release) packChart() error {
 		return err
 	}
 	var l oci.Layout
-	d, err := l.JSON(oci.ManifestType, oci.Manifest{
-		SchemaVersion: 2, MediaType: oci.ManifestType,
+	d, err := l.JSON(v1.MediaTypeImageManifest, v1.Manifest{
+		Versioned: oci.Versioned, MediaType: v1.MediaTypeImageManifest,
 		Config: l.Blob(chartConfigType, config),
-		Layers: []oci.Descriptor{l.Blob(chartLayerType, packed)},
+		Layers: []v1.Descriptor{l.Blob(chartLayerType, packed)},
 		Annotations: map[string]string{
-			"org.opencontainers.image.title": "nodeproxy", "org.opencontainers.image.version": r.number(),
-			"org.opencontainers.image.created": r.epoch.Format(time.RFC3339),
+			v1.AnnotationTitle: "nodeproxy", v1.AnnotationVersion: r.number(), v1.AnnotationCreated: r.epoch.Format(time.RFC3339),
 		},
 	})
 	if err != nil {
 		return err
 	}
-	d.Annotations = map[string]string{oci.RefName: r.number()}
+	d.Annotations = map[string]string{v1.AnnotationRefName: r.number()}
 	archive, err := l.Archive(oci.NewIndex(d), r.epoch)
 	if err != nil {
 		return err

@@ -56,24 +56,22 @@ func (r *release) materials() error {
 		std := library("pkg:golang/std@"+strings.TrimPrefix(info.GoVersion, "go"), "std", strings.TrimPrefix(info.GoVersion, "go"))
 		std.Licenses = licenses("BSD-3-Clause")
 		add(program, std)
-		var modules []string
-		for _, m := range info.Deps {
-			if m.Replace != nil {
-				m = m.Replace
-			}
-			if m.Sum != "" { // not replaced by a directory
-				modules = append(modules, m.Path+"@"+m.Version)
-			}
-		}
-		known, err := licensesOf(modules)
-		if err != nil {
-			return fmt.Errorf("%s: %w", b.file, err)
-		}
+		var modules []cdx.Component
+		var withSum []string
 		for _, m := range info.Deps {
 			c, err := moduleComponent(m)
 			if err != nil {
 				return fmt.Errorf("%s: %w", b.file, err)
 			}
+			if modules = append(modules, c); c.Hashes != nil {
+				withSum = append(withSum, c.Name+"@"+c.Version)
+			}
+		}
+		known, err := licensesOf(withSum)
+		if err != nil {
+			return fmt.Errorf("%s: %w", b.file, err)
+		}
+		for _, c := range modules {
 			c.Licenses = known[c.Name+"@"+c.Version]
 			add(program, c)
 		}

@@ -18,6 +18,8 @@ import (
 	"time"
 
 	cdx "github.com/CycloneDX/cyclonedx-go"
+	godigest "github.com/opencontainers/go-digest"
+	v1 "github.com/opencontainers/image-spec/specs-go/v1"
 	"sigs.k8s.io/yaml"
 
 	"nodeproxy/deploy/oci"
@@ -171,16 +173,16 @@ func TestChart(t *testing.T) {
 	}
 
 	layout := unpack(t, bytes.NewReader(files["nodeproxy-chart-v1.2.3.oci.tar"]))
-	get := func(d oci.Descriptor) []byte {
+	get := func(d v1.Descriptor) []byte {
 		t.Helper()
-		content := layout[d.Path()].Content
-		if oci.Digest(content) != d.Digest || len(content) != d.Size {
-			t.Fatalf("%+v: %d bytes with digest %s", d, len(content), oci.Digest(content))
+		content := layout[oci.Path(d)].Content
+		if godigest.FromBytes(content) != d.Digest || int64(len(content)) != d.Size {
+			t.Fatalf("%+v: %d bytes with digest %s", d, len(content), godigest.FromBytes(content))
 		}
 		return content
 	}
-	var index oci.Index
-	var m oci.Manifest
+	var index v1.Index
+	var m v1.Manifest
 	var metadata map[string]any
 	if err := json.Unmarshal(layout["index.json"].Content, &index); err != nil {
 		t.Fatal(err)
@@ -191,7 +193,7 @@ func TestChart(t *testing.T) {
 	if err := json.Unmarshal(get(m.Config), &metadata); err != nil {
 		t.Fatal(err)
 	}
-	if index.Manifests[0].Annotations[oci.RefName] != "1.2.3" || m.Config.MediaType != chartConfigType || len(m.Layers) != 1 ||
+	if index.Manifests[0].Annotations[v1.AnnotationRefName] != "1.2.3" || m.Config.MediaType != chartConfigType || len(m.Layers) != 1 ||
 		m.Layers[0].MediaType != chartLayerType || !bytes.Equal(get(m.Layers[0]), tarball) || metadata["version"] != "1.2.3" {
 		t.Errorf("index %+v, manifest %+v, configuration %v", index, m, metadata)
 	}

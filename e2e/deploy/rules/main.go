@@ -20,7 +20,6 @@ import (
 
 	monitoring "github.com/prometheus-operator/prometheus-operator/pkg/apis/monitoring/v1"
 	"github.com/prometheus/common/model"
-	"github.com/prometheus/prometheus/model/labels"
 	"github.com/prometheus/prometheus/model/rulefmt"
 	"github.com/prometheus/prometheus/promql"
 	"github.com/prometheus/prometheus/promql/parser"
@@ -233,7 +232,7 @@ func (g *testGroup) check(every time.Duration, rules map[string]rulefmt.Rule, c 
 // expand makes an alert of a sample, with the labels and annotations of the rule.
 func expand(ctx context.Context, rule rulefmt.Rule, sample promql.Sample, at time.Time) (alert, error) {
 	own := sample.Metric.Map()
-	delete(own, labels.MetricName)
+	delete(own, model.MetricNameLabel)
 	// As Prometheus defines them for templates.
 	const defs = `{{$labels := .Labels}}{{$externalLabels := .ExternalLabels}}{{$externalURL := .ExternalURL}}{{$value := .Value}}`
 	data := template.AlertTemplateData(own, nil, "", sample)
