@@ -3,7 +3,6 @@ package main
 import (
 	"bytes"
 	"fmt"
-	"net"
 	"net/http"
 	"net/netip"
 	"os"
@@ -116,12 +115,8 @@ func TestRefusedByNFTables(t *testing.T) {
 		t.Skip("only root can change rules")
 	}
 	c := startChecked(t, []string{refuseVariable + "=10.96.0.66"}, "--mode=nftables")
-	l, err := net.Listen("tcp", "192.0.2.1:8080")
-	if err != nil {
-		t.Fatal(err)
-	}
 	server := &http.Server{Handler: http.HandlerFunc(func(w http.ResponseWriter, _ *http.Request) { fmt.Fprint(w, "here") })}
-	go func() { _ = server.Serve(l) }()
+	go func() { _ = server.Serve(c.endpoint) }()
 	t.Cleanup(func() { server.Close() })
 
 	// write gives the Services bad and late an address each, and waits until everything has a state.
