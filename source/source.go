@@ -126,6 +126,7 @@ func (s Severity) String() string {
 // Kind tells the findings apart that others repeat in words of their own.
 type Kind int
 
+// The kinds of findings.
 const (
 	Other Kind = iota
 	// PortConflict: a program of the node listens where a Service is.
