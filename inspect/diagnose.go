@@ -55,6 +55,9 @@ const (
 	TargetPortNotDeclared  = "TargetPortNotDeclared"  // no container declares the targetPort
 	SelectorMatchesOthers  = "SelectorMatchesOthers"  // the selector matches Pods that do not declare the targetPort, though others do
 	ListedTwice            = "ListedTwice"            // an endpoint is listed more than once, with different conditions
+	EndpointIsService      = "EndpointIsService"      // an endpoint is the cluster IP of a Service
+	NotOfAPod              = "NotOfAPod"              // beside the Pods of the selector, there are endpoints that are none
+	PodGone                = "PodGone"                // an endpoint is that of a Pod which is gone, or has another address
 	NotServing             = "NotServing"             // endpoints get traffic although they do not serve
 	OneFamily              = "OneFamily"              // clients outside of the other address family can't reach it
 	NothingOutside         = "NothingOutside"         // nothing on this node answers what comes from outside
@@ -73,6 +76,9 @@ type diagnosis struct {
 	readPods  func(namespace string) ([]*v1.Pod, error)
 	allPods   []*v1.Pod
 	podsKnown bool
+	// others are findings that the proxier does not know, and services the cluster IPs of all Services that are among the endpoints.
+	others   []source.Finding
+	services map[netip.Addr]plan.Key
 }
 
 func (c *diagnosis) add(severity, code, do, what string, args ...any) {
@@ -89,7 +95,7 @@ func (c *diagnosis) add(severity, code, do, what string, args ...any) {
 
 // diagnose returns what is wrong with a Service, problems first.
 func (n *Node) diagnose(d *proxier.Description, own *plan.Plan, programmed *plan.Snapshot, refused map[plan.Key]plan.Refusal) []Diagnosis {
-	c := &diagnosis{d: d, list: []Diagnosis{}, taken: map[[2]string]struct{}{}, readPods: n.Pods}
+	c := &diagnosis{d: d, list: []Diagnosis{}, taken: map[[2]string]struct{}{}, readPods: n.Pods, others: n.otherFindings(), services: n.servicesAmong(d.ServicePorts)}
 	c.service()
 	c.reach(own.Node)
 	for _, sp := range d.ServicePorts {
@@ -105,6 +111,26 @@ func (n *Node) diagnose(d *proxier.Description, own *plan.Plan, programmed *plan
 	c.objects()
 	slices.SortStableFunc(c.list, func(a, b Diagnosis) int { return -cmp.Compare(a.Severity, b.Severity) })
 	return c.list
+}
+
+// servicesAmong returns the cluster IPs of Services that are endpoints of ServicePorts.
+func (n *Node) servicesAmong(ports []*plan.ServicePort) map[netip.Addr]plan.Key {
+	endpoints, out := map[netip.Addr]bool{}, map[netip.Addr]plan.Key{}
+	for _, sp := range ports {
+		for _, ep := range sp.All() {
+			endpoints[ep.Addr.Addr()] = true
+		}
+	}
+	n.View(func(s *proxier.State) {
+		for k, sp := range s.Plan().Services {
+			for _, f := range sp.Frontends {
+				if known, is := out[f.Addr]; f.Kind == plan.ClusterIP && endpoints[f.Addr] && (!is || k.Compare(known) < 0) {
+					out[f.Addr] = k
+				}
+			}
+		}
+	})
+	return out
 }
 
 // service is about the Service as a whole.
@@ -228,6 +254,7 @@ func (c *diagnosis) endpoints(sp *plan.ServicePort, node plan.Node) {
 		return
 	}
 	c.listedTwice(sp)
+	c.foreign(sp)
 	var unready []string
 	for _, ep := range list {
 		if !ep.Ready && !ep.Terminating {
@@ -272,6 +299,35 @@ func (c *diagnosis) endpoints(sp *plan.ServicePort, node plan.Node) {
 	c.local(sp, node)
 	c.hints(sp, list, node)
 	c.targetPort(sp)
+}
+
+// foreign is about endpoints in use that are not what they should be: those of Pods, where there is a selector.
+func (c *diagnosis) foreign(sp *plan.ServicePort) {
+	used := map[netip.AddrPort]bool{}
+	for _, ep := range sp.All() {
+		used[ep.Addr] = true
+		if k, is := c.services[ep.Addr.Addr()]; is {
+			c.add(problem, EndpointIsService, "list the endpoints of that Service, or make this one an ExternalName for it",
+				"Endpoint %s is the cluster IP of Service %s, and what this node sends to an endpoint is not sent on to those of another Service%s: it gets nowhere.",
+				ep.Addr, k.Service, c.name(sp))
+		}
+	}
+	if len(c.d.Selector) == 0 {
+		return
+	}
+	ofPods := false
+	var foreign, where []string
+	for _, e := range c.d.Entries(sp.Key) {
+		if ofPods = ofPods || e.Pod != ""; e.Pod == "" && used[e.Addr] {
+			foreign, where = append(foreign, e.Addr.String()), append(where, e.Slice)
+		}
+	}
+	if where = slices.Compact(where); ofPods && len(foreign) > 0 {
+		c.add(note, NotOfAPod, fmt.Sprintf("if nobody means that, delete what lists them: kubectl -n %s delete endpointslice %s", c.d.Service.Namespace, strings.Join(where[:min(3, len(where))], " ")),
+			"Beside the Pods of the selector %s, there are endpoints that are none, and they get a share of the connections%s: %s, in EndpointSlice %s.",
+			selector(c.d.Selector), c.name(sp), some(foreign), some(where))
+	}
+	c.podsGone(sp, used)
 }
 
 // mostListed is how many endpoints are named that are listed twice.
@@ -351,6 +407,11 @@ func (c *diagnosis) noEndpoints(sp *plan.ServicePort) {
 	case !any:
 		c.add(problem, NoEndpoints, fmt.Sprintf("give it a selector, or create an EndpointSlice with the label kubernetes.io/service-name=%s", sp.Key.Service.Name),
 			"The Service has no endpoints, so connections are refused%s. It has no selector either, so nobody creates them.", c.name(sp))
+		for _, f := range c.others {
+			if strings.HasPrefix(f.Object, "EndpointSlice "+sp.Key.Service.Namespace+"/") { // One of them may be meant for it.
+				c.add(note, ObjectFinding, "", "%s.", f)
+			}
+		}
 	case !family:
 		c.add(problem, OtherFamily, "make the Pods listen on both families, or give the Service the family of its Pods (spec.ipFamilies)",
 			"The Service has an %s cluster IP, but all of its endpoints are of the other address family, so connections are refused.", sp.Key.Family)
@@ -408,6 +469,13 @@ func (c *diagnosis) local(sp *plan.ServicePort, node plan.Node) {
 	orName := ""
 	if !c.d.NodeKnown {
 		orName = fmt.Sprintf("; if this node has a Node of another name than %s, give that with --hostname-override", node.Name)
+	}
+	short := func(name string) string { first, _, _ := strings.Cut(name, "."); return strings.ToLower(first) }
+	for _, ep := range c.d.Endpoints(sp.Key) {
+		if ep.Node != node.Name && short(ep.Node) == short(node.Name) {
+			orName = fmt.Sprintf("; if the endpoints' node %s is this one, give its name with --hostname-override in place of %s", ep.Node, node.Name)
+			break
+		}
 	}
 	if sp.InternalPolicy == plan.Local {
 		c.add(problem, NoneLocal, "run a Pod on every node (a DaemonSet), or set spec.internalTrafficPolicy to Cluster"+orName,

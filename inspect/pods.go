@@ -3,12 +3,14 @@ package inspect
 import (
 	"fmt"
 	"maps"
+	"net/netip"
 	"slices"
 	"strings"
 
 	v1 "k8s.io/api/core/v1"
 
 	"nodeproxy/plan"
+	"nodeproxy/proxier"
 	"nodeproxy/topology"
 )
 
@@ -238,7 +240,12 @@ func (c *diagnosis) targetPort(sp *plan.ServicePort) {
 		return
 	}
 	if len(declared) > 0 {
-		c.add(note, TargetPortNotDeclared, "if the Pods do not listen there, set spec.ports[].targetPort to the port at which they do",
+		do := "if the Pods do not listen there, set spec.ports[].targetPort to the port at which they do"
+		i := slices.IndexFunc(c.d.Ports, func(p proxier.Port) bool { return p.Name == sp.Key.Port && p.Protocol == sp.Key.Protocol })
+		if i >= 0 && slices.ContainsFunc(declared, func(p v1.ContainerPort) bool { return p.ContainerPort == int32(c.d.Ports[i].Number) }) {
+			do = fmt.Sprintf("if the Pods do not listen there, set spec.ports[].targetPort to %d, or swap port and targetPort if they are the wrong way round", c.d.Ports[i].Number)
+		}
+		c.add(note, TargetPortNotDeclared, do,
 			"The targetPort is %s, and no container of the Pods declares this port%s; what they declare is %s.", target, c.name(sp), portList(declared))
 	}
 }
@@ -266,6 +273,19 @@ func (c *diagnosis) otherApp(sp *plan.ServicePort, target string, pods []*v1.Pod
 func (c *diagnosis) findUnready(list []topology.Endpoint) string {
 	here, _, _ := c.podsOf()
 	ns := c.d.Service.Namespace
+	for _, ep := range list {
+		i := slices.IndexFunc(here, func(p *v1.Pod) bool { return p.Name == ep.Pod })
+		if i < 0 || ep.Ready || ep.Terminating {
+			continue
+		}
+		if container, why, ran := stuck(here[i]); container != "" {
+			look := "describe pod " + ep.Pod
+			if ran {
+				look = fmt.Sprintf("logs %s -c %s --previous", ep.Pod, container)
+			}
+			return fmt.Sprintf("find out why the containers do not run, such as %s of Pod %s (%s): kubectl -n %s %s", container, ep.Pod, why, ns, look)
+		}
+	}
 	var gates []string
 	for _, ep := range list {
 		if ep.Ready || ep.Terminating {
@@ -284,6 +304,49 @@ func (c *diagnosis) findUnready(list []topology.Endpoint) string {
 	slices.Sort(gates)
 	return fmt.Sprintf("their containers are ready, but not their readiness gates: find out why nothing has set the condition %s to True (a controller does "+
 		"that, such as one for load balancers): kubectl -n %s describe pod", some(slices.Compact(gates)), ns)
+}
+
+// stuck returns a container of a Pod that does not run, why, and whether it has run before; "" if there is none.
+func stuck(p *v1.Pod) (container, why string, ran bool) {
+	for _, s := range slices.Concat(p.Status.InitContainerStatuses, p.Status.ContainerStatuses) {
+		if w := s.State.Waiting; w != nil && w.Reason != "" && w.Reason != "PodInitializing" { // It waits for another container.
+			return s.Name, w.Reason, s.RestartCount > 0
+		}
+	}
+	return "", "", false
+}
+
+// podsGone is about endpoints in use of Pods that there are not any more, or that have other addresses.
+func (c *diagnosis) podsGone(sp *plan.ServicePort, used map[netip.AddrPort]bool) {
+	const most = 5000 // Of more, those that are read may not be all.
+	here, _, known := c.podsOf()
+	if !known || len(here) == 0 || len(here) >= most {
+		return
+	}
+	pods := map[string]*v1.Pod{}
+	for _, p := range here {
+		pods[p.Name] = p
+	}
+	var gone []string
+	for _, ep := range c.d.Endpoints(sp.Key) {
+		if ep.Pod == "" || !used[ep.Addr] {
+			continue
+		}
+		has := func(ip string) bool {
+			a, err := netip.ParseAddr(ip)
+			return err == nil && a.Unmap() == ep.Addr.Addr()
+		}
+		switch p := pods[ep.Pod]; {
+		case p == nil:
+			gone = append(gone, fmt.Sprintf("%s of Pod %s, which is gone", ep.Addr, ep.Pod))
+		case p.Status.PodIP != "" && !has(p.Status.PodIP) && !slices.ContainsFunc(p.Status.PodIPs, func(ip v1.PodIP) bool { return has(ip.IP) }):
+			gone = append(gone, fmt.Sprintf("%s of Pod %s, which has %s now", ep.Addr, ep.Pod, p.Status.PodIP))
+		}
+	}
+	if len(gone) > 0 {
+		c.add(problem, PodGone, "see whether kube-controller-manager runs, which makes EndpointSlices, and what it says",
+			"The EndpointSlices are not up to date, and connections to these endpoints may hang%s: %s.", c.name(sp), some(gone))
+	}
 }
 
 // closedGates returns the readiness gates for which a Pod whose containers are ready is not.

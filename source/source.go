@@ -126,6 +126,7 @@ func (s Severity) String() string {
 // Kind tells the findings apart that others repeat in words of their own.
 type Kind int
 
+// The kinds of findings.
 const (
 	// Other is any kind that is not listed here.
 	Other Kind = iota

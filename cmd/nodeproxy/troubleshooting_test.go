@@ -26,6 +26,7 @@ var symptoms = []struct {
 		{"a typing error in the selector (where Pods can be read: from manifests, or with `--kubeconfig`)", "selector"},
 		{"the Pods are in another namespace", "selector-namespace"},
 		{"no Pod is ready", "not-ready"},
+		{"the containers do not run (where Pods can be read)", "crash-loop"},
 		{"no port of the Pods has the name of the Service's port", "port-name"},
 		{"no Pod has a port of the targetPort's name (where Pods can be read)", "port-name-pods"},
 		{"the Pods wait for a readiness gate (where Pods can be read)", "readiness-gate"},
@@ -36,7 +37,10 @@ var symptoms = []struct {
 	{"Connections hang, from everywhere or from some clients", [][2]string{
 		{"policy Local, and no endpoint on this node", "local"},
 		{"the client is not within the source ranges", "source-ranges"},
+		{"policy Local, and the endpoints name this node in another way", "node-name"},
 		{"another program's rule drops the packets", "drop"},
+		{"an endpoint is the cluster IP of another Service", "service-endpoint"},
+		{"the EndpointSlices lag behind the Pods (where Pods can be read)", "pod-gone"},
 	}},
 	{"Another program or Service answers, or none", [][2]string{
 		{"a program of the node listens at the node port", "port"},
@@ -54,6 +58,7 @@ var symptoms = []struct {
 	{"Endpoints get more or less traffic than they should", [][2]string{
 		{"zone hints that name no zone of here", "zone-hints-elsewhere"},
 		{"only terminating endpoints are left", "terminating"},
+		{"somebody has made an EndpointSlice beside those of the selector", "not-a-pod"},
 		{"endpoints are listed twice, and not ready in one of the places", "listed-twice"},
 	}},
 	{"The rules are not those of the Service", [][2]string{

@@ -36,16 +36,21 @@ func LookBack(ctx context.Context, sysctls string, endpoints []netip.Addr) (*Rev
 	if err != nil {
 		return nil, err
 	}
+	out := &Reverse{}
+	out.Drops, out.Known = host.ReversePathDrops()
 	strict := map[int]bool{}
 	for i, l := range links {
-		strict[i] = l.Up && host.StrictReversePath(sysctls, l.Name)
+		if l.Up && host.StrictReversePath(sysctls, l.Name) {
+			strict[i] = true
+		}
+	}
+	if len(strict) == 0 { // As on most nodes.
+		return out, nil
 	}
 	ways, own, err := waysIn(links)
 	if err != nil {
 		return nil, err
 	}
-	out := &Reverse{}
-	out.Drops, out.Known = host.ReversePathDrops()
 	for _, ep := range endpoints[:min(len(endpoints), most)] {
 		if !ep.Is4() {
 			continue
