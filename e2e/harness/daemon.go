@@ -8,12 +8,13 @@ import (
 	"io"
 	"os"
 	"os/exec"
-	"path/filepath"
 	"strings"
 	"sync"
 	"syscall"
 	"testing"
 	"time"
+
+	"nodeproxy/e2e/machine"
 )
 
 // Variant is one of the two implementations of the iptables tools.
@@ -240,19 +241,6 @@ func (d *Daemon) end() error {
 
 // CPUTime is the processor time that the daemon itself (not its children) has used.
 func (d *Daemon) CPUTime() (time.Duration, error) {
-	b, err := os.ReadFile(filepath.Join("/proc", fmt.Sprint(d.PID()), "stat"))
-	if err != nil {
-		return 0, err
-	}
-	_, after, _ := strings.Cut(string(b), ") ")
-	fields := strings.Fields(after)
-	if len(fields) < 13 {
-		return 0, fmt.Errorf("unexpected /proc/%d/stat: %q", d.PID(), b)
-	}
-	var user, system int64
-	if _, err := fmt.Sscan(fields[11]+" "+fields[12], &user, &system); err != nil {
-		return 0, fmt.Errorf("unexpected /proc/%d/stat: %w", d.PID(), err)
-	}
-	const ticksPerSecond = 100
-	return time.Duration(user+system) * time.Second / ticksPerSecond, nil
+	p, err := machine.ProcessOf(d.PID())
+	return p.Own, err
 }
