@@ -8,6 +8,7 @@ import (
 	"math"
 	"net/netip"
 	"os"
+	"path/filepath"
 	"slices"
 	"time"
 
@@ -75,8 +76,8 @@ func (c comparison) run(ctx context.Context, o *options) (missed int, err error)
 	}
 	defer func() { err = errors.Join(err, l.close()) }()
 	if len(o.backends) > 0 {
-		tools, err := l.linkTools(harness.Variant(o.backends[0]))
-		if err != nil {
+		tools := filepath.Join(l.Dir, "tools")
+		if err := errors.Join(os.Mkdir(tools, 0o755), harness.Variant(o.backends[0]).Link(tools)); err != nil {
 			return 0, err
 		}
 		l.nodes[1].env = []string{"PATH=" + tools + ":" + os.Getenv("PATH")}
@@ -326,10 +327,7 @@ func (b *bench) change(ctx context.Context, n *node) (took, patched time.Duratio
 		patched = time.Since(begun)
 		sent <- err
 	}()
-	err = n.client.Do(func() (err error) {
-		took, err = b.prober.Await(begun, s.frontend(), func(from netip.Addr) bool { return from == endpoint }, len(s.endpoints), b.limit)
-		return err
-	})
+	took, err = n.await(b.prober, begun, s, len(s.endpoints), b.limit, func(from netip.Addr) bool { return from == endpoint })
 	if err := errors.Join(<-sent, err); err != nil {
 		return 0, 0, fmt.Errorf("changed service %s: %w", s.name, err)
 	}
@@ -375,11 +373,7 @@ func additions(ctx context.Context, b *bench, n *node, turn int) error {
 			case err := <-sent:
 				return err
 			}
-			var took time.Duration
-			err := n.client.Do(func() (err error) {
-				took, err = b.prober.Await(begun, s.frontend(), s.has, 1, b.limit)
-				return err
-			})
+			took, err := n.await(b.prober, begun, s, 1, b.limit, s.has)
 			if err := errors.Join(<-sent, err); err != nil {
 				return fmt.Errorf("new service %s: %w", s.name, err)
 			}

@@ -243,12 +243,8 @@ func (r *suites) change(l *manifestLab) error {
 }
 
 // await waits until an endpoint of a Service answers.
-func (l *manifestLab) await(begun time.Time, s *service, endpoint netip.Addr) (took time.Duration, err error) {
-	err = l.stage.client.Do(func() error {
-		took, err = prober.Await(begun, s.frontend(), func(from netip.Addr) bool { return from == endpoint }, 1, harness.Limit)
-		return err
-	})
-	return took, err
+func (l *manifestLab) await(begun time.Time, s *service, endpoint netip.Addr) (time.Duration, error) {
+	return l.stage.await(prober, begun, s, 1, harness.Limit, func(from netip.Addr) bool { return from == endpoint })
 }
 
 func (l *manifestLab) never(s *service, was netip.Addr) error {

@@ -6,20 +6,15 @@ import (
 	"errors"
 	"fmt"
 	"net/netip"
-	"os"
-	"os/exec"
 	"path/filepath"
 	"time"
 
-	authentication "k8s.io/api/authentication/v1"
 	v1 "k8s.io/api/core/v1"
 	networking "k8s.io/api/networking/v1"
-	rbac "k8s.io/api/rbac/v1"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 	"k8s.io/apimachinery/pkg/runtime"
 	"k8s.io/apimachinery/pkg/types"
 	"k8s.io/apimachinery/pkg/util/uuid"
-	"k8s.io/client-go/tools/clientcmd"
 	"k8s.io/utils/ptr"
 
 	"nodeproxy/e2e/cluster"
@@ -69,10 +64,15 @@ func (l *lab) build(ctx context.Context, proxies []proxy) (err error) {
 	}
 	// All EndpointSlices are written here. The controllers would find nothing to do, but look at each object.
 	l.controlPlane.ControllerManager.Kill()
-	kubeconfigs, err := l.kubeconfigs(ctx)
+	own, _, err := l.controlPlane.Install(ctx)
 	if err != nil {
 		return err
 	}
+	theirs, _, err := l.controlPlane.Account(ctx, kubeProxy, kubeProxyAccount)
+	if err != nil {
+		return err
+	}
+	kubeconfigs := map[string]string{nodeProxy: own, kubeProxy: theirs}
 	_, err = l.controlPlane.Admin.CoreV1().Namespaces().Create(ctx,
 		&v1.Namespace{ObjectMeta: metav1.ObjectMeta{Name: namespace}}, metav1.CreateOptions{})
 	if err != nil {
@@ -97,64 +97,16 @@ func (l *lab) build(ctx context.Context, proxies []proxy) (err error) {
 	return nil
 }
 
-// kubeconfigs makes one for each program, by its name. Each is the ServiceAccount that it has in a cluster: nodeproxy that of its
-// manifests, kube-proxy one with the ClusterRole that every API server has for it.
-func (l *lab) kubeconfigs(ctx context.Context) (map[string]string, error) {
-	own, _, err := l.controlPlane.Install(ctx)
-	if err != nil {
-		return nil, err
-	}
-	const account, ns = kubeProxy, metav1.NamespaceSystem
-	accounts := l.controlPlane.Admin.CoreV1().ServiceAccounts(ns)
-	_, err = accounts.Create(ctx, &v1.ServiceAccount{ObjectMeta: metav1.ObjectMeta{Name: account}}, metav1.CreateOptions{})
-	if err != nil {
-		return nil, fmt.Errorf("service account of kube-proxy: %w", err)
-	}
-	_, err = l.controlPlane.Admin.RbacV1().ClusterRoleBindings().Create(ctx, &rbac.ClusterRoleBinding{
-		ObjectMeta: metav1.ObjectMeta{Name: account},
-		RoleRef:    rbac.RoleRef{APIGroup: rbac.GroupName, Kind: "ClusterRole", Name: "system:node-proxier"},
-		Subjects:   []rbac.Subject{{Kind: rbac.ServiceAccountKind, Name: account, Namespace: ns}},
-	}, metav1.CreateOptions{})
-	if err != nil {
-		return nil, fmt.Errorf("rights of kube-proxy: %w", err)
-	}
-	token, err := accounts.CreateToken(ctx, account, &authentication.TokenRequest{
-		Spec: authentication.TokenRequestSpec{ExpirationSeconds: ptr.To(int64((6 * time.Hour).Seconds()))},
-	}, metav1.CreateOptions{})
-	if err != nil {
-		return nil, fmt.Errorf("token of kube-proxy: %w", err)
-	}
-	cfg, err := clientcmd.LoadFromFile(own)
-	if err != nil {
-		return nil, fmt.Errorf("kubeconfig %s: %w", own, err)
-	}
-	for _, user := range cfg.AuthInfos {
-		user.Token = token.Status.Token
-	}
-	path := filepath.Join(l.Dir, "kube-proxy.kubeconfig")
-	return map[string]string{nodeProxy: own, kubeProxy: path}, clientcmd.WriteToFile(*cfg, path)
-}
-
-// linkTools makes a directory in which the plain names, such as iptables, stand for a variant's tools, for kube-proxy, which calls them by
-// these, and returns its path.
-func (l *lab) linkTools(v harness.Variant) (dir string, err error) {
-	dir = filepath.Join(l.Dir, "tools")
-	if err := os.Mkdir(dir, 0o755); err != nil {
-		return "", err
-	}
-	for _, family := range []string{"iptables", "ip6tables"} {
-		for _, part := range []string{"", "-save", "-restore"} {
-			program, err := exec.LookPath(v.Tool(family) + part)
-			if err == nil {
-				program, err = filepath.EvalSymlinks(program) // It is one program, which goes by the name that it is called by.
-			}
-			if err = errors.Join(err, os.Symlink(program, filepath.Join(dir, family+part))); err != nil {
-				return "", fmt.Errorf("the %s variant of iptables: %w", v, err)
-			}
-		}
-	}
-	return dir, nil
-}
+// kubeProxyAccount is the ServiceAccount that kube-proxy has in a cluster, with the ClusterRole that every API server has for it.
+const kubeProxyAccount = `apiVersion: v1
+kind: ServiceAccount
+metadata: {name: kube-proxy, namespace: kube-system}
+---
+apiVersion: rbac.authorization.k8s.io/v1
+kind: ClusterRoleBinding
+metadata: {name: kube-proxy}
+roleRef: {apiGroup: rbac.authorization.k8s.io, kind: ClusterRole, name: "system:node-proxier"}
+subjects: [{kind: ServiceAccount, name: kube-proxy, namespace: kube-system}]`
 
 // fill creates Services and their EndpointSlices until there are n. By requests that would take minutes, so they are written into etcd,
 // with the allocation of each address. It returns when the API server has all in its cache, from which it answers the proxies, and leaves

@@ -64,6 +64,18 @@ func (s *stage) pod(name string) target {
 	return s.target(name, netip.AddrPortFrom(s.server.IP4, endpointPort))
 }
 
+// await waits until a wanted endpoint of a Service answers the stage's client, and returns the time since begun. Each probe makes up to so
+// many connections.
+func (s *stage) await(
+	p probe.Prober, begun time.Time, svc *service, connections int, limit time.Duration, want func(netip.Addr) bool,
+) (took time.Duration, err error) {
+	err = s.client.Do(func() error {
+		took, err = p.Await(begun, svc.frontend(), want, connections, limit)
+		return err
+	})
+	return took, err
+}
+
 // masquerade makes the node track connections, by one rule, as nodes do whose CNI plugin masquerades what leaves the cluster.
 func (s *stage) masquerade(v harness.Variant) error {
 	_, err := s.Output(v.Tool("iptables"), "-t", "nat", "-A", "POSTROUTING", "-s", "192.0.2.0/24", "-j", "MASQUERADE")

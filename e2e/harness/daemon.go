@@ -8,6 +8,7 @@ import (
 	"io"
 	"os"
 	"os/exec"
+	"path/filepath"
 	"strings"
 	"sync"
 	"syscall"
@@ -31,6 +32,22 @@ var Variants = []Variant{NFT, Legacy}
 
 // Tool returns the name of a variant's tool: iptables becomes iptables-nft, and so on.
 func (v Variant) Tool(name string) string { return name + "-" + string(v) }
+
+// Link makes links in a directory by which the plain names, such as iptables, stand for a variant's tools: kube-proxy calls them by these.
+func (v Variant) Link(dir string) error {
+	for _, family := range []string{"iptables", "ip6tables"} {
+		for _, part := range []string{"", "-save", "-restore"} {
+			tool, err := exec.LookPath(v.Tool(family) + part)
+			if err == nil {
+				err = os.Symlink(tool, filepath.Join(dir, family+part))
+			}
+			if err != nil {
+				return fmt.Errorf("the %s variant of iptables: %w", v, err)
+			}
+		}
+	}
+	return nil
+}
 
 // Daemon is a running nodeproxy.
 type Daemon struct {
