@@ -93,8 +93,6 @@ func percentile[T time.Duration | float64](values []T, p float64) T {
 	return sorted[min(int(p*float64(len(sorted))), len(sorted)-1)]
 }
 
-func median(of []time.Duration) string { return duration(percentile(of, 0.5)) }
-
 // ratio is that of a to b, as one in so many where a is the smaller.
 func ratio(a, b float64) string {
 	switch {

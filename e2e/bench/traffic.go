@@ -110,8 +110,9 @@ func ask(to netip.AddrPort, timed func(time.Duration)) (netip.Addr, error) {
 
 func untimed(time.Duration) {}
 
-// connectTime is the median time of connect(2) over count connections, after some that do not count.
-func (t target) connectTime(count int) (time.Duration, error) {
+// connectTime is the median time of connect(2) over some connections, after others that do not count.
+func (t target) connectTime() (time.Duration, error) {
+	const count = 200
 	var took []time.Duration
 	err := t.from.Do(func() error {
 		for i := -count / 10; i < count; i++ {
@@ -130,8 +131,8 @@ func (t target) connectTime(count int) (time.Duration, error) {
 	return percentile(took, 0.5), nil
 }
 
-// rate is how many connections a second four clients get through: connect, answer, close.
-func (t target) rate(during time.Duration) (float64, error) {
+// rate is how many connections a second four clients get through in a short time: connect, answer, close.
+func (t target) rate() (float64, error) {
 	var made atomic.Int64
 	var wg sync.WaitGroup
 	var errs [4]error
@@ -139,7 +140,7 @@ func (t target) rate(during time.Duration) (float64, error) {
 	for i := range errs {
 		wg.Go(func() {
 			errs[i] = t.from.Do(func() error {
-				for time.Since(begun) < during {
+				for time.Since(begun) < 40*time.Millisecond {
 					if _, err := ask(t.to, untimed); err != nil {
 						return err
 					}
@@ -179,9 +180,9 @@ func inTurns[T time.Duration | float64](o *options, p float64, targets []target,
 
 // connectTimes and rates return what counts of each target: other work can only lengthen a time and lower a rate.
 func connectTimes(o *options, targets ...target) ([]time.Duration, error) {
-	return inTurns(o, 0.1, targets, func(t target) (time.Duration, error) { return t.connectTime(200) })
+	return inTurns(o, 0.1, targets, target.connectTime)
 }
 
 func rates(o *options, targets ...target) ([]float64, error) {
-	return inTurns(o, 0.95, targets, func(t target) (float64, error) { return t.rate(40 * time.Millisecond) })
+	return inTurns(o, 0.95, targets, target.rate)
 }
