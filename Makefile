@@ -130,7 +130,7 @@ endif
 # Packages, with a fifth of the random examples, the same ones in each run, but without what takes minutes (deploy/release compiles for all architectures) or a browser
 # (TestPage). Those of e2e have phases of their own, or are in the second tier.
 IMPORTS = go list -f '{{.ImportPath}} {{.TestImports}} {{.XTestImports}}' ./... | \
-	grep -vE '^nodeproxy/(deploy/release|e2e|e2e/(bench.*|cluster|demo|deploy|ipvs|kernel|kernel/inkernel)) '
+	grep -vE '^nodeproxy/(deploy/release|e2e|e2e/(bench|cluster|demo|deploy|ipvs|kernel|kernel/inkernel)) '
 1-packages: build
 	@NODEPROXY_SEED=1 hack/phase packages hack/gotest -short -timeout 60m -skip '^TestPage$$' $$($(IMPORTS) | grep -v $(IN_KERNEL) | cut -d' ' -f1)
 1-kernel: kernel
@@ -210,28 +210,28 @@ bench: deps
 
 # The whole program at 10,000 services, on both variants of iptables.
 bench-iptables: deps build
-	go run ./e2e/bench -binary $(CURDIR)/$(BINARY)
+	go run ./e2e/bench iptables -binary $(CURDIR)/$(BINARY)
 
 # What questions to a nodeproxy with 10,000 Services cost, and whether they delay a sync. BENCH_ASK holds flags, such as -mode=iptables.
 bench-ask: deps build
-	go run ./e2e/benchask -binary $(CURDIR)/$(BINARY) $(BENCH_ASK)
+	go run ./e2e/bench ask -binary $(CURDIR)/$(BINARY) $(BENCH_ASK)
 
 # nodeproxy beside kube-proxy, through a real API server with 10,000 services: a quarter of an hour. BENCH_API holds flags, such as
 # -mode=nftables.
 bench-api: deps build controlplane
-	go run ./e2e/benchapi -binary $(CURDIR)/$(BINARY) $(BENCH_API)
+	go run ./e2e/bench api -binary $(CURDIR)/$(BINARY) $(BENCH_API)
 
 # nodeproxy beside kube-proxy, both in mode ipvs, on a kernel with IPVS: 17 minutes. BENCH_IPVS holds flags.
 bench-ipvs: deps build controlplane kernel
-	go run ./e2e/benchipvs -binary $(CURDIR)/$(BINARY) $(BENCH_IPVS)
+	go run ./e2e/bench ipvs -binary $(CURDIR)/$(BINARY) $(BENCH_IPVS)
 
 # nodeproxy in mode nftables beside kube-proxy in its mode of this name and beside mode iptables, with each of these numbers of
 # Services and endpoints. BENCH_NFTABLES holds flags, such as -limit=3m.
 BENCH_NFTABLES_SIZES ?= 10000x2 45000x1 5000x50
 bench-nftables: deps build controlplane
-	go build -o bin/benchnftables ./e2e/benchnftables
+	go build -o bin/bench ./e2e/bench
 	missed=0; for size in $(BENCH_NFTABLES_SIZES); do \
-		bin/benchnftables -binary $(CURDIR)/$(BINARY) -services=$${size%x*} -endpoints=$${size#*x} $(BENCH_NFTABLES) || missed=1; \
+		bin/bench nftables -binary $(CURDIR)/$(BINARY) -services=$${size%x*} -endpoints=$${size#*x} $(BENCH_NFTABLES) || missed=1; \
 	done; exit $$missed
 
 # MODE=ipvs runs in the test kernel, on machines whose own has no IPVS; e2e/kernel/run builds it.

@@ -1,63 +1,190 @@
 package main
 
 import (
+	"context"
+	"encoding/json"
 	"errors"
+	"fmt"
 	"net/netip"
+	"path/filepath"
 	"time"
 
+	v1 "k8s.io/api/core/v1"
+	networking "k8s.io/api/networking/v1"
+	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
+	"k8s.io/apimachinery/pkg/runtime"
+	"k8s.io/apimachinery/pkg/types"
+	"k8s.io/apimachinery/pkg/util/uuid"
+	"k8s.io/utils/ptr"
+
+	"nodeproxy/e2e/cluster"
 	"nodeproxy/e2e/harness"
-	"nodeproxy/e2e/measure"
-	"nodeproxy/e2e/probe"
 )
 
-// programmingTimeout is for how long bench waits until rules are in place, far beyond any goal.
-const programmingTimeout = 4 * time.Minute
-
-// lab is a stage in a small network of its own.
+// lab is a control plane, and nodes like each other, one for each proxy.
 type lab struct {
 	*harness.World
-	stage *measure.Stage
+	objects
+	controlPlane *cluster.ControlPlane
+	nodes        []*node
+	endpoints    int // of each Service
 }
 
-// newLab makes a lab. Close removes it.
-func newLab() (*lab, error) {
-	w, err := harness.Build(harness.Options{Pods: []int{2}, Ports: []uint16{9}})
+// newLab makes a lab for these proxies, without Services. close removes it.
+func newLab(ctx context.Context, endpoints int, proxies []proxy) (*lab, error) {
+	pods := []int{0} // The first node is the control plane's.
+	for range proxies {
+		pods = append(pods, 2)
+	}
+	w, err := harness.Build(harness.Options{Pods: pods, Ports: []uint16{}})
 	if err != nil {
 		return nil, err
 	}
-	stage, err := measure.NewStage(w.Node1(), probe.Greet, measure.EndpointRange)
-	if err != nil {
-		return nil, errors.Join(err, w.Close())
+	l := &lab{World: w, endpoints: endpoints}
+	if err := l.build(ctx, proxies); err != nil {
+		return nil, errors.Join(err, l.close())
 	}
-	return &lab{w, stage}, nil
+	return l, nil
 }
 
-// Close ends everything in the lab and removes it.
-func (l *lab) Close() {
-	l.stage.Close()
-	_ = l.World.Close()
-}
-
-// target is an address to which the lab's client makes connections.
-func (l *lab) target(name string, to netip.AddrPort) measure.Target {
-	return measure.Target{Name: name, From: l.stage.Client.Netns, To: to}
-}
-
-// pod is the target of an address that no service has to do with.
-func (l *lab) pod(name string) measure.Target { return l.target(name, l.stage.Pod()) }
-
-// start runs nodeproxy on the node and waits until it reports the rules to be in sync. It returns how long that took,
-// from before the process existed.
-func (l *lab) start(variant harness.Variant) (*harness.Daemon, time.Duration, error) {
-	begun := time.Now()
-	d, err := l.StartDaemon(l.Node1(), daemonFlags(variant)...)
-	if err != nil {
-		return nil, 0, err
+func (l *lab) close() error {
+	for _, n := range l.nodes {
+		n.stop()
+		n.close()
 	}
-	err = d.WaitFor(programmingTimeout, harness.InSync)
-	return d, time.Since(begun), err
+	if l.controlPlane != nil {
+		l.controlPlane.Close()
+	}
+	return l.World.Close()
 }
 
-func daemonFlags(variant harness.Variant) []string {
-	return []string{"--iptables-backend=" + string(variant), "--cluster-cidr=" + measure.PodRange}
+func (l *lab) build(ctx context.Context, proxies []proxy) (err error) {
+	if l.controlPlane, err = cluster.Start(l.World, l.Nodes[0].Host); err != nil {
+		return err
+	}
+	// All EndpointSlices are written here. The controllers would find nothing to do, but look at each object.
+	l.controlPlane.ControllerManager.Kill()
+	own, _, err := l.controlPlane.Install(ctx)
+	if err != nil {
+		return err
+	}
+	theirs, _, err := l.controlPlane.Account(ctx, kubeProxy, kubeProxyAccount)
+	if err != nil {
+		return err
+	}
+	kubeconfigs := map[string]string{nodeProxy: own, kubeProxy: theirs}
+	_, err = l.controlPlane.Admin.CoreV1().Namespaces().Create(ctx,
+		&v1.Namespace{ObjectMeta: metav1.ObjectMeta{Name: namespace}}, metav1.CreateOptions{})
+	if err != nil {
+		return err
+	}
+	for i, p := range proxies {
+		n := l.Nodes[1+i]
+		// Packets to a Service that is not programmed go to the server too, where nobody listens at that port: so a probe of what is not
+		// there yet is refused at once instead of waiting for an answer.
+		stage, err := newStage(n, endpointRange, harness.ServiceCIDR4)
+		if err != nil {
+			return err
+		}
+		l.nodes = append(l.nodes, &node{stage: stage, proxy: p, kubeconfig: kubeconfigs[p.program], log: filepath.Join(l.Dir, n.Name+".log"),
+			figures: figures{}, series: map[string][]time.Duration{}, cpu: map[string]time.Duration{}})
+		_, err = l.controlPlane.Admin.CoreV1().Nodes().Create(ctx,
+			l.NodeObject(n, map[string]string{v1.LabelHostname: n.Name}), metav1.CreateOptions{})
+		if err != nil {
+			return fmt.Errorf("node %s: %w", n.Name, err)
+		}
+	}
+	return nil
+}
+
+// kubeProxyAccount is the ServiceAccount that kube-proxy has in a cluster, with the ClusterRole that every API server has for it.
+const kubeProxyAccount = `apiVersion: v1
+kind: ServiceAccount
+metadata: {name: kube-proxy, namespace: kube-system}
+---
+apiVersion: rbac.authorization.k8s.io/v1
+kind: ClusterRoleBinding
+metadata: {name: kube-proxy}
+roleRef: {apiGroup: rbac.authorization.k8s.io, kind: ClusterRole, name: "system:node-proxier"}
+subjects: [{kind: ServiceAccount, name: kube-proxy, namespace: kube-system}]`
+
+// fill creates Services and their EndpointSlices until there are n. By requests that would take minutes, so they are written into etcd,
+// with the allocation of each address. It returns when the API server has all in its cache, from which it answers the proxies, and leaves
+// the control plane without the history of that.
+func (l *lab) fill(ctx context.Context, n int) error {
+	objects := map[string]runtime.Object{}
+	put := func(key string, o runtime.Object, meta *metav1.ObjectMeta) {
+		meta.UID, meta.CreationTimestamp, meta.Generation = uuid.NewUUID(), metav1.Now(), 1
+		objects[key] = o
+	}
+	for len(l.services) < n {
+		s := l.add(l.endpoints)
+		service := s.object()
+		service.Spec.ClusterIPs, service.Spec.Type = []string{s.addr.String()}, v1.ServiceTypeClusterIP
+		service.Spec.IPFamilies, service.Spec.IPFamilyPolicy = []v1.IPFamily{v1.IPv4Protocol}, ptr.To(v1.IPFamilyPolicySingleStack)
+		put("services/specs/"+namespace+"/"+s.name, service, &service.ObjectMeta)
+		allocated := &networking.IPAddress{
+			TypeMeta: metav1.TypeMeta{APIVersion: "networking.k8s.io/v1", Kind: "IPAddress"},
+			ObjectMeta: metav1.ObjectMeta{Name: s.addr.String(), Labels: map[string]string{
+				networking.LabelIPAddressFamily: string(v1.IPv4Protocol), networking.LabelManagedBy: "ipallocator.k8s.io"}},
+			Spec: networking.IPAddressSpec{ParentRef: &networking.ParentReference{Resource: "services", Namespace: namespace, Name: s.name}},
+		}
+		put("ipaddresses/"+s.addr.String(), allocated, &allocated.ObjectMeta)
+		for _, slice := range s.slices() {
+			put("endpointslices/"+namespace+"/"+slice.Name, slice, &slice.ObjectMeta)
+		}
+	}
+	if err := l.controlPlane.Put(ctx, objects); err != nil {
+		return err
+	}
+	cached := metav1.ListOptions{ResourceVersion: "0"}
+	perService := (l.endpoints + perSlice - 1) / perSlice
+	for begun := time.Now(); time.Since(begun) < harness.Limit; time.Sleep(time.Second) {
+		services, err := l.controlPlane.Admin.CoreV1().Services(namespace).List(ctx, cached)
+		if err != nil {
+			return err
+		}
+		endpoints, err := l.controlPlane.Admin.DiscoveryV1().EndpointSlices(namespace).List(ctx, cached)
+		if err != nil {
+			return err
+		}
+		if len(services.Items) >= n && len(endpoints.Items) >= n*perService {
+			return l.controlPlane.Compact(ctx)
+		}
+	}
+	return fmt.Errorf("the API server does not know of all objects within %s", harness.Limit)
+}
+
+// create creates a Service, then its EndpointSlices. In between, when the cluster IP is known, it calls named.
+func (l *lab) create(ctx context.Context, s *service, named func()) error {
+	made, err := l.controlPlane.Admin.CoreV1().Services(namespace).Create(ctx, s.object(), metav1.CreateOptions{})
+	if err == nil {
+		s.addr, err = netip.ParseAddr(made.Spec.ClusterIP)
+	}
+	if err != nil {
+		return fmt.Errorf("service %s: %w", s.name, err)
+	}
+	named()
+	for _, slice := range s.slices() {
+		if _, err := l.controlPlane.Admin.DiscoveryV1().EndpointSlices(namespace).Create(ctx, slice, metav1.CreateOptions{}); err != nil {
+			return fmt.Errorf("EndpointSlice of %s: %w", s.name, err)
+		}
+	}
+	return nil
+}
+
+// prepareChange replaces the first endpoint of the next Service by a new one; patch sends the PATCH.
+func (l *lab) prepareChange() (s *service, patch func(context.Context) error, err error) {
+	s = l.services[l.next()]
+	s.endpoints[0] = l.fresh()
+	slice := s.slices()[0]
+	body, err := json.Marshal(map[string]any{"endpoints": slice.Endpoints})
+	return s, func(ctx context.Context) error {
+		_, err := l.controlPlane.Admin.DiscoveryV1().EndpointSlices(namespace).Patch(ctx, slice.Name, types.MergePatchType, body,
+			metav1.PatchOptions{})
+		if err != nil {
+			return fmt.Errorf("patch the EndpointSlice of %s: %w", s.name, err)
+		}
+		return nil
+	}, err
 }

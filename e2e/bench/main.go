@@ -1,9 +1,8 @@
-// Command bench measures the iptables backend against its goals: the real binary, manifests on disk, real rules and real
-// connections, in network namespaces that go away with it.
+// Command bench measures nodeproxy: by itself over manifests, and side by side with kube-proxy through a real API server, with real rules
+// and real connections between network namespaces that go away with it. All that is compared is measured in one run, in turns.
 //
-// All that is compared is measured in one run, in turns, on two copies of the same small network of which only one has a
-// proxy. The goals bind the nft variant of iptables; the legacy variant is measured for the same table. The exit code is
-// 1 if a goal is missed that binds, 2 if something could not be measured.
+// Its first argument names the scenario, and flags follow, such as the sizes; the goals are stated for the default ones. The exit code is 1
+// if a goal is missed, 2 if something could not be measured.
 package main
 
 import (
@@ -12,118 +11,253 @@ import (
 	"flag"
 	"fmt"
 	"os"
+	"runtime"
+	"slices"
+	"strconv"
 	"strings"
 	"time"
 
+	"nodeproxy/e2e/cluster"
 	"nodeproxy/e2e/harness"
-	"nodeproxy/e2e/machine"
-	"nodeproxy/e2e/measure"
+	"nodeproxy/e2e/probe"
 )
 
-// options are the sizes of what is measured. The goals are stated for the defaults.
+// scenario is one benchmark.
+type scenario struct {
+	name     string
+	defaults string // of the flags that it has, NAME=VALUE each
+	run      func(context.Context, *options) (missed int, err error)
+}
+
+var scenarios = []scenario{
+	{"iptables", "services=10000 endpoints=1000 wide=1000 changes=31 rounds=9 backend=nft,legacy only=services,endpoints,wide v=false", runSuites},
+	{"ask", "services=10000 rounds=20 changes=15 blocks=5 mode=nftables", runQuestions},
+	{"api", "services=10000 endpoints=2 changes=60 additions=32 turns=4 settle=1.5s rate=20 rate-duration=1m mode=iptables backend=nft " +
+		"only=nodeproxy,kube-proxy limit=10m", comparison{
+		prober: prober, complete: (*bench).awaitAll, turn: []step{changes, additions}, last: []step{steady, memory}, rows: apiRows, note: apiNote,
+	}.run},
+	{"ipvs", "services=500,5000 endpoints=2 changes=200 kube-proxy-changes=8 turns=2 settle=20ms idle=1m mode=ipvs only=nodeproxy,kube-proxy " +
+		"limit=10m parts=proxies,vips vips=20000 inside=false", runOnIPVS},
+	{"nftables", "services=10000 endpoints=2 changes=200 kube-proxy-changes=8 turns=2 rounds=9 settle=50ms mode=nftables " +
+		"only=nodeproxy,kube-proxy,iptables limit=20m", comparison{
+		prober: prober, without: true, complete: (*bench).awaitSynced, turn: []step{changes, memory, syncs}, finally: (*bench).connect,
+		rows: nftablesRows, legend: nftablesLegend,
+	}.run},
+}
+
+// ipvsComparison is what scenario ipvs runs on a kernel with IPVS. A connection comes there within a millisecond or not at all; the prober
+// leaves the one processor of the test kernel, whose system calls are slow, to the proxy.
+var ipvsComparison = comparison{
+	prober: probe.Prober{
+		Connect: probe.ConnectBlocking, Handshake: 30 * time.Millisecond,
+		Pause: func(since time.Duration) time.Duration {
+			return min(max(since/30, 2*time.Millisecond), 200*time.Millisecond)
+		},
+	},
+	complete: (*bench).awaitVirtualServers, turn: []step{changes}, last: []step{idle, memory}, rows: ipvsRows,
+}
+
+// options are the sizes of what is measured.
 type options struct {
-	services  int // of 2 endpoints each, in suite "services"
-	endpoints int // of one service, in suite "endpoints"
-	wide      int // services of 50 endpoints each, in suite "wide"
-	changes   int // how often an endpoint is changed
-	rounds    int // of each comparison
-	verbose   bool
-	variants  []harness.Variant
-	suites    map[string]bool // by name
+	args                                                                                 []string
+	begun                                                                                time.Time
+	services                                                                             []int
+	endpoints, wide, changes, theirChanges, additions, turns, rounds, rate, blocks, vips int
+	settle, rateDuration, idle, limit                                                    time.Duration
+	mode, binary                                                                         string
+	backends, only, parts                                                                []string
+	verbose, inside                                                                      bool
 }
 
-// suites are the parts that can be run alone, in their order.
-var suites = []struct {
-	name string
-	run  func(*report, harness.Variant, options) error
-}{
-	{"services", measureServices},
-	{"endpoints", measureEndpoints},
-	{"wide", measureWide},
+// setting is a flag. What a number may be is between least and most, and a word is one of those.
+type setting struct {
+	name, usage string
+	value       any
+	least, most int
+	words       string
 }
 
-func main() { measure.Main(run) }
-
-// parse reads the flags: the sizes, and which variants of iptables and which suites are asked for.
-func parse(args []string) (o options, err error) {
-	flags := flag.NewFlagSet("bench", flag.ContinueOnError)
-	backend := flags.String("backend", "both", "variant of iptables: nft, legacy or both")
-	only := flags.String("only", "", "comma-separated suites to run: services, endpoints, wide; all by default")
-	flags.IntVar(&o.services, "services", 10000, "services with 2 endpoints each")
-	flags.IntVar(&o.endpoints, "endpoints", 1000, "endpoints of one service")
-	flags.IntVar(&o.wide, "wide", 1000, "services with 50 endpoints each")
-	flags.IntVar(&o.changes, "changes", 31, "changes of an endpoint")
-	flags.IntVar(&o.rounds, "rounds", 9, "rounds of each comparison")
-	flags.BoolVar(&o.verbose, "v", false, "print every single value of what is summarised")
-	if err := measure.Parse(flags, args); err != nil {
-		return o, err
+func (o *options) settings() []setting {
+	second := int(time.Second)
+	return []setting{
+		{"services", "number of Services; several, in ascending order, in scenario ipvs", &o.services, 1, mostServices, ""},
+		{"endpoints", "endpoints of each; in scenario iptables, of the one Service that has many", &o.endpoints, 1, mostServices, ""},
+		{"wide", "Services with 50 endpoints each", &o.wide, 1, mostServices, ""},
+		{"changes", "endpoints changed one at a time", &o.changes, 1, 100000, ""},
+		{"kube-proxy-changes", "the same for kube-proxy, which takes seconds", &o.theirChanges, 1, 10000, ""},
+		{"additions", "Services added one at a time", &o.additions, 1, 1000, ""},
+		{"turns", "turns that each proxy takes at these", &o.turns, 1, 1000, ""},
+		{"rounds", "rounds of each comparison of connections, or how often each question is asked", &o.rounds, 1, 1000, ""},
+		{"blocks", "blocks of changes of each kind", &o.blocks, 1, 100, ""},
+		{"rate", "endpoints changed a second, for -rate-duration", &o.rate, 1, 1000, ""},
+		{"vips", "Services in the comparison of routes with addresses", &o.vips, 1, mostServices, ""},
+		{"rate-duration", "for how long", &o.rateDuration, second, 3600 * second, ""},
+		{"settle", "pause after each change, so that the next finds the proxy at rest", &o.settle, 0, 60 * second, ""},
+		{"idle", "for how long processor time at rest is counted", &o.idle, second, 3600 * second, ""},
+		{"limit", "the longest that a cold start or a change may take; a proxy that takes longer is left out from there on", &o.limit, second, 86400 * second, ""},
+		{"mode", "proxy mode; ipvs needs a kernel that has IPVS", &o.mode, 0, 0, "iptables ipvs nftables"},
+		{"backend", "variant of iptables, or several", &o.backends, 0, 0, "nft legacy"},
+		{"only", "what to measure, where that is not all", &o.only, 0, 0, ""},
+		{"parts", "the same", &o.parts, 0, 0, ""},
+		{"v", "print every single value of what is summarised", &o.verbose, 0, 0, ""},
+		{"inside", "this is the right kernel, and all is built", &o.inside, 0, 0, ""},
 	}
-	var bad error
-	o.variants, err = parseBackend(*backend)
-	o.suites, bad = parseSuites(*only)
-	return o, errors.Join(err, bad, o.validate())
 }
 
-func run(_ context.Context, args []string) int {
-	o, err := parse(args)
-	return measure.Run("bench", "network namespaces and iptables", err, func() (int, error) { return measureAll(o) })
-}
-
-// measureAll runs the suites, prints the table, and returns how many goals are missed. A suite that fails does not keep the others
-// from being run.
-func measureAll(o options) (missed int, err error) {
-	var r report
-	for _, variant := range o.variants {
-		r.begin(variant)
-		for _, s := range suites {
-			if !o.suites[s.name] {
-				continue
-			}
-			begun := time.Now()
-			if failed := s.run(&r, variant, o); failed != nil {
-				r.fail(s.name)
-				err = errors.Join(err, fmt.Errorf("%s, %s: %w", variant, s.name, failed))
-			}
-			fmt.Printf("# %s, %s: took %.1f s; %s\n", variant, s.name, time.Since(begun).Seconds(), machine.LoadAverage())
+// set is called with the flag's value.
+func (s setting) set(text string) error {
+	between := func(n int) error {
+		if n < s.least || n > s.most {
+			return fmt.Errorf("%s is out of range", text)
+		}
+		return nil
+	}
+	number := func(text string) (int, error) {
+		n, err := strconv.Atoi(text)
+		return n, errors.Join(err, between(n))
+	}
+	list := strings.Split(text, ",")
+	for _, word := range list {
+		if s.words != "" && !slices.Contains(strings.Fields(s.words), word) {
+			return fmt.Errorf("%q is none of %s", word, s.words)
 		}
 	}
-	return r.print(os.Stdout), err
-}
-
-// validate rejects sizes that cannot be measured.
-func (o options) validate() error {
-	return errors.Join(
-		measure.Between("services", o.services, 1, measure.MostServices),
-		measure.Between("endpoints", o.endpoints, 1, measure.MostServices),
-		measure.Between("wide", o.wide, 1, measure.MostServices),
-		measure.Between("changes", o.changes, 1, maxChanges),
-		measure.Between("rounds", o.rounds, 1, 1000))
-}
-
-// parseSuites reads a list of names; an empty one stands for all suites.
-func parseSuites(list string) (map[string]bool, error) {
-	chosen := map[string]bool{}
-	for _, s := range suites {
-		chosen[s.name] = list == ""
-	}
-	if list == "" {
-		return chosen, nil
-	}
-	for name := range strings.SplitSeq(list, ",") {
-		if _, known := chosen[name]; !known {
-			return nil, fmt.Errorf("-only: there is no suite %q", name)
+	var err error
+	switch v := s.value.(type) {
+	case *int:
+		*v, err = number(text)
+	case *[]int:
+		*v = nil
+		for _, one := range list {
+			n, failed := number(one)
+			*v, err = append(*v, n), errors.Join(err, failed)
 		}
-		chosen[name] = true
+		if !slices.IsSorted(*v) || len(slices.Compact(slices.Clone(*v))) < len(*v) {
+			err = errors.Join(err, errors.New("not in ascending order"))
+		}
+	case *time.Duration:
+		if *v, err = time.ParseDuration(text); err == nil {
+			err = between(int(*v))
+		}
+	case *string:
+		if *v = text; len(list) > 1 {
+			err = errors.New("only one is possible")
+		}
+	case *[]string:
+		*v = list
+	case *bool:
+		*v, err = strconv.ParseBool(text)
 	}
-	return chosen, nil
+	return err
 }
 
-func parseBackend(s string) ([]harness.Variant, error) {
-	switch s {
-	case "both":
-		return harness.Variants, nil
-	case string(harness.NFT), string(harness.Legacy):
-		return []harness.Variant{harness.Variant(s)}, nil
+// parse reads the name of a scenario and its flags.
+func parse(args []string) (*scenario, *options, error) {
+	var names []string
+	for _, s := range scenarios {
+		names = append(names, s.name)
 	}
-	return nil, errors.New("-backend is neither nft nor legacy nor both")
+	if len(args) == 0 || !slices.Contains(names, args[0]) {
+		return nil, nil, fmt.Errorf("usage: bench SCENARIO [FLAG...], with one of %s", strings.Join(names, ", "))
+	}
+	s, o := &scenarios[slices.Index(names, args[0])], &options{args: args, begun: time.Now()}
+	flags := flag.NewFlagSet("bench "+s.name, flag.ContinueOnError)
+	flags.StringVar(&o.binary, "binary", "", "the nodeproxy to measure; by default $NODEPROXY_BIN, or one built for this run")
+	settings := o.settings()
+	for _, field := range strings.Fields(s.defaults) {
+		name, value, _ := strings.Cut(field, "=")
+		f := settings[slices.IndexFunc(settings, func(f setting) bool { return f.name == name })]
+		if name == "only" || name == "parts" {
+			f.words = strings.ReplaceAll(value, ",", " ") // By default it is all.
+		}
+		if err := f.set(value); err != nil {
+			return nil, nil, fmt.Errorf("-%s: %w", name, err)
+		}
+		if _, ok := f.value.(*bool); ok {
+			flags.BoolFunc(name, f.usage, f.set)
+		} else {
+			flags.Func(name, fmt.Sprintf("%s (default %s)", f.usage, value), f.set)
+		}
+	}
+	if err := flags.Parse(args[1:]); err != nil {
+		return nil, nil, err
+	}
+	if flags.NArg() > 0 {
+		return nil, nil, fmt.Errorf("unexpected argument %q", flags.Arg(0))
+	}
+	if o.binary != "" {
+		if err := os.Setenv("NODEPROXY_BIN", o.binary); err != nil {
+			return nil, nil, err
+		}
+	}
+	return s, o, o.validate(s.name)
+}
+
+// validate rejects what cannot be measured.
+func (o *options) validate(name string) (err error) {
+	reject := func(is bool, format string, args ...any) {
+		if is {
+			err = errors.Join(err, fmt.Errorf(format, args...))
+		}
+	}
+	for _, n := range o.services {
+		reject(n%stride == 0, "-services=%d is a multiple of %d: one Service would be changed all the time", n, stride)
+	}
+	reject(name != "ipvs" && len(o.services) > 1, "-services: one number only")
+	reject(o.turns > o.changes || o.theirChanges > 0 && o.turns > o.theirChanges || o.additions > 0 && o.turns > o.additions,
+		"-turns=%d: there is not a change for each", o.turns)
+	switch name {
+	case "api":
+		// By two proxies, and one in each turn to see that it has caught up.
+		needed := 2 * (o.changes + o.turns + 1 + o.rate*int(o.rateDuration.Seconds()))
+		reject(o.services[0] < needed, "-services=%d: as each may change only once, it takes %d at least", o.services[0], needed)
+		reject(len(o.backends) > 1, "-backend: one only")
+		reject(o.mode == "ipvs", "-mode: scenario ipvs measures mode ipvs")
+	case "ipvs", "nftables":
+		reject(o.mode != name, "-mode: the scenario says it")
+	case "ask":
+		reject(o.services[0] < 100, "-services=%d: too few", o.services[0])
+	}
+	return err
+}
+
+func main() {
+	// Probes and servers block in system calls. With a P for each of them none waits until the scheduler notices.
+	runtime.GOMAXPROCS(32)
+	os.Exit(harness.Supervise(func() int {
+		defer cluster.KillAll()
+		return run(context.Background(), os.Args[1:])
+	}))
+}
+
+// run returns the exit code.
+func run(ctx context.Context, args []string) int {
+	s, o, err := parse(args)
+	if err == nil && os.Geteuid() != 0 {
+		err = errors.New("needs root, for network namespaces and rules")
+	}
+	missed := 0
+	if err == nil {
+		missed, err = s.run(ctx, o)
+	}
+	switch {
+	case errors.Is(err, flag.ErrHelp):
+		return 0
+	case err != nil:
+		fmt.Fprintf(os.Stderr, "bench: %v\n", err)
+		return 2
+	case missed > 0:
+		return 1
+	}
+	return 0
+}
+
+// progress prints what has been reached, for those who watch.
+func (o *options) progress(format string, args ...any) {
+	fmt.Printf("# %4.0f s  %s\n", time.Since(o.begun).Seconds(), fmt.Sprintf(format, args...))
+}
+
+// ended prints how long the run took.
+func (o *options) ended() {
+	fmt.Printf("\nThe whole run took %.0f s.\n", time.Since(o.begun).Seconds())
 }

@@ -249,19 +249,25 @@ func (c *ControlPlane) Install(ctx context.Context) (kubeconfig, token string, e
 	if err != nil {
 		return "", "", err
 	}
-	for _, doc := range strings.Split(string(text), "\n---\n") {
+	return c.Account(ctx, "nodeproxy", string(text))
+}
+
+// Account creates the objects of a manifest, and returns the path of a kubeconfig and a token with which a client is the ServiceAccount
+// of that name in there, in namespace kube-system.
+func (c *ControlPlane) Account(ctx context.Context, name, manifest string) (kubeconfig, token string, err error) {
+	for _, doc := range strings.Split(manifest, "\n---\n") {
 		if err := c.create(ctx, []byte(doc)); err != nil {
-			return "", "", fmt.Errorf("deploy/base/rbac.yaml: %w", err)
+			return "", "", fmt.Errorf("account %s: %w", name, err)
 		}
 	}
-	answer, err := c.Admin.CoreV1().ServiceAccounts("kube-system").CreateToken(ctx, "nodeproxy",
+	answer, err := c.Admin.CoreV1().ServiceAccounts("kube-system").CreateToken(ctx, name,
 		&authentication.TokenRequest{Spec: authentication.TokenRequestSpec{ExpirationSeconds: ptr.To(int64(6 * 3600))}},
 		metav1.CreateOptions{})
 	if err != nil {
-		return "", "", fmt.Errorf("token of nodeproxy: %w", err)
+		return "", "", fmt.Errorf("token of %s: %w", name, err)
 	}
-	const name = "nodeproxy.kubeconfig"
-	return c.file(name), answer.Status.Token, c.kubeconfig(name, &api.AuthInfo{Token: answer.Status.Token})
+	file := name + ".kubeconfig"
+	return c.file(file), answer.Status.Token, c.kubeconfig(file, &api.AuthInfo{Token: answer.Status.Token})
 }
 
 // create creates one object from a manifest. The API server rejects fields that it does not know.

@@ -89,16 +89,7 @@ func dropIn(s *scenario) {
 func (s *scenario) runProxy(path string, arguments []string) (stop func()) {
 	s.Helper()
 	programs := s.TempDir()
-	for _, tool := range []string{"iptables", "iptables-save", "iptables-restore", "ip6tables", "ip6tables-save", "ip6tables-restore"} {
-		base, rest, _ := strings.Cut(tool, "-")
-		variant := base + "-" + string(s.variant)
-		if rest != "" {
-			variant += "-" + rest
-		}
-		target, err := exec.LookPath(variant)
-		s.must(err)
-		s.must(os.Symlink(target, filepath.Join(programs, tool)))
-	}
+	s.must(s.variant.Link(programs))
 	log, err := os.Create(filepath.Join(programs, "log"))
 	s.must(err)
 	cmd := exec.Command(path, arguments...)

@@ -10,39 +10,55 @@ import (
 	"nodeproxy/plan"
 )
 
+// output runs a command on node1, and prints it if it is to be named.
+func (d *demo) output(command string, named bool) (string, error) {
+	if named {
+		fmt.Printf("   # %s\n", command)
+	}
+	words := strings.Fields(command)
+	return d.world.Node1().Output(words[0], words[1:]...)
+}
+
+// show prints and returns those parts that are wanted. There have to be some.
+func show(parts []string, wanted func(part string) bool) ([]string, error) {
+	shown := slices.DeleteFunc(slices.Clone(parts), func(part string) bool { return !wanted(part) })
+	for _, part := range shown {
+		fmt.Println("   " + strings.TrimRight(strings.ReplaceAll(part, "\n", "\n   "), " "))
+	}
+	if len(shown) == 0 {
+		return nil, fmt.Errorf("nothing of shop/web in\n%s", strings.Join(parts, "\n"))
+	}
+	return shown, nil
+}
+
 // chains shows what mode iptables has of shop/web.
 func (d *demo) chains() error {
-	saved, err := d.world.Node1().Output("iptables-nft-save", "-t", "nat")
+	saved, err := d.output("iptables-nft-save -t nat", false)
 	if err != nil {
 		return err
 	}
 	var chains []string
 	lines := strings.Split(saved, "\n")
-	for i := 0; i < 2; i++ { // what names the Service, then what that leads to
+	wanted := func(line string) bool {
+		words := strings.Fields(line)
+		return len(words) > 1 && words[0] == "-A" && (strings.Contains(line, "shop/web:http") || slices.Contains(chains, words[1]))
+	}
+	for range 2 { // what names the Service, then what that leads to
 		for _, line := range lines {
-			words := strings.Fields(line)
-			if len(words) < 2 || words[0] != "-A" {
+			if !wanted(line) {
 				continue
 			}
-			if strings.Contains(line, "shop/web:http") || slices.Contains(chains, words[1]) {
-				if target := words[len(words)-1]; strings.HasPrefix(target, "KUBE-S") || strings.HasPrefix(target, "KUBE-E") {
-					chains = append(chains, target)
-				}
+			words := strings.Fields(line)
+			if target := words[len(words)-1]; strings.HasPrefix(target, "KUBE-S") || strings.HasPrefix(target, "KUBE-E") {
+				chains = append(chains, target)
 			}
 		}
 	}
-	shown := 0
-	for _, line := range lines {
-		words := strings.Fields(line)
-		if len(words) > 1 && words[0] == "-A" && (strings.Contains(line, "shop/web:http") || slices.Contains(chains, words[1])) {
-			fmt.Println("   " + line)
-			shown++
-		}
+	shown, err := show(lines, wanted)
+	if err == nil && len(shown) < 8 {
+		err = fmt.Errorf("only %d rules found in\n%s", len(shown), saved)
 	}
-	if shown < 8 {
-		return fmt.Errorf("only %d rules found in\n%s", shown, saved)
-	}
-	return nil
+	return err
 }
 
 // elements shows what mode nftables has of shop/web: its frontends, and their endpoints, which a number tells apart.
@@ -52,11 +68,11 @@ func (d *demo) elements() error {
 		if err != nil {
 			return err
 		}
-		for i, e := range frontends {
-			frontends[i], _, _ = strings.Cut(e, " counter ")
-		}
 		_, err = d.list(family, "endpoints", func(e string) bool {
-			return slices.ContainsFunc(frontends, func(f string) bool { return strings.HasPrefix(e, f+" . ") })
+			return slices.ContainsFunc(frontends, func(f string) bool {
+				frontend, _, _ := strings.Cut(f, " counter ")
+				return strings.HasPrefix(e, frontend+" . ")
+			})
 		})
 		if err != nil {
 			return err
@@ -65,35 +81,26 @@ func (d *demo) elements() error {
 	return nil
 }
 
-// list prints and returns those elements of a map that are wanted. There have to be some.
+// list shows elements of a map.
 func (d *demo) list(family, name string, wanted func(element string) bool) ([]string, error) {
-	command := []string{"nft", "-s", "list", "map", family, "nodeproxy", name}
-	out, err := d.world.Node1().Output(command[0], command[1:]...)
+	out, err := d.output("nft -s list map "+family+" nodeproxy "+name, true)
 	if err != nil {
 		return nil, err
 	}
-	fmt.Printf("   # %s\n", strings.Join(command, " "))
 	_, list, _ := strings.Cut(out, "elements = {")
-	var elements []string
-	for _, e := range strings.Split(strings.TrimRight(list, "}\t\n "), ",") {
-		if e = strings.TrimSpace(e); wanted(e) {
-			fmt.Println("   " + e)
-			elements = append(elements, e)
-		}
+	elements := strings.Split(strings.TrimRight(list, "}\t\n "), ",")
+	for i, e := range elements {
+		elements[i] = strings.TrimSpace(e)
 	}
-	if len(elements) == 0 {
-		err = fmt.Errorf("map %s of table %s nodeproxy has nothing of shop/web:\n%s", name, family, out)
-	}
-	return elements, err
+	return show(elements, wanted)
 }
 
 // servers shows what mode ipvs has of shop/web.
 func (d *demo) servers() error {
-	marks, err := d.sets()
+	names, err := d.sets() // of its virtual servers, as ipvsadm has them
 	if err != nil {
 		return err
 	}
-	var names []string // as ipvsadm has them
 	for _, family := range plan.Families {
 		cluster, err := d.frontend("shop/web", plan.ClusterIP, family)
 		if err != nil {
@@ -101,25 +108,33 @@ func (d *demo) servers() error {
 		}
 		names = append(names, netip.AddrPortFrom(cluster.Addr, cluster.Port).String())
 	}
-	for _, mark := range marks {
-		names = append(names, strconv.Itoa(int(int32(mark))))
+	ofWeb := func(part string) bool {
+		line, _, _ := strings.Cut(part, "\n")
+		return slices.ContainsFunc(strings.Fields(line), func(word string) bool { return slices.Contains(names, word) })
 	}
-	shown, err := d.print("ipvsadm -Ln", func(lines []string) bool {
-		return slices.ContainsFunc(strings.Fields(lines[0]), func(word string) bool { return slices.Contains(names, word) })
-	})
-	if want := 4; err == nil && shown != want { // a cluster IP and a node port in each family
-		err = fmt.Errorf("%d virtual servers found, want %d: %q", shown, want, names)
-	}
-	if err != nil {
-		return err
-	}
-	for _, command := range []string{
-		"ip addr show kube-ipvs0", "ip route show table local type local dev kube-ipvs0",
-		"ip -6 route show table local type local dev kube-ipvs0",
+	for _, c := range []struct {
+		command string
+		want    int // so many parts; 0 is any
+		wanted  func(string) bool
+	}{
+		{"ipvsadm -Ln", 4, ofWeb}, // a cluster IP and a node port in each family
+		{"ip addr show kube-ipvs0", 0, func(string) bool { return true }},
+		{"ip route show table local type local dev kube-ipvs0", 0, func(string) bool { return true }},
+		{"ip -6 route show table local type local dev kube-ipvs0", 0, func(string) bool { return true }},
 	} {
-		shown, err := d.print(command, func([]string) bool { return true })
-		if err == nil && shown == 0 {
-			err = fmt.Errorf("%s shows nothing", command)
+		out, err := d.output(c.command, true)
+		if err != nil {
+			return err
+		}
+		// A part is a line with the indented ones after it.
+		out = strings.ReplaceAll(strings.TrimRight(out, "\n"), "\n ", "\x00 ")
+		parts := strings.Split(out, "\n")
+		for i, part := range parts {
+			parts[i] = strings.ReplaceAll(part, "\x00", "\n")
+		}
+		shown, err := show(parts, func(part string) bool { return part != "" && c.wanted(part) })
+		if err == nil && c.want > 0 && len(shown) != c.want {
+			err = fmt.Errorf("%d virtual servers found, want %d: %q", len(shown), c.want, names)
 		}
 		if err != nil {
 			return err
@@ -128,38 +143,30 @@ func (d *demo) servers() error {
 	return nil
 }
 
-// sets prints the entries of sets for shop/web, and returns the marks of its node port.
-func (d *demo) sets() ([]uint32, error) {
-	var marks []uint32
+// sets shows the entries of sets for shop/web, and returns the marks of its node port, as numbers that ipvsadm shows.
+func (d *demo) sets() (marks []string, err error) {
 	for _, name := range []string{
 		"KUBE-CLUSTER-IP", "KUBE-6-CLUSTER-IP", "KUBE-NODE-PORT", "KUBE-6-NODE-PORT", "KUBE-LOOP-BACK", "KUBE-6-LOOP-BACK",
 	} {
-		out, err := d.world.Node1().Output("ipset", "list", name)
+		out, err := d.output("ipset list "+name, true)
 		if err != nil {
 			return nil, err
 		}
 		head, members, _ := strings.Cut(out, "Members:\n")
-		fmt.Printf("   # ipset list %s\n   %s\n", name, strings.Split(head, "\n")[1])
-		shown := 0
-		for _, line := range strings.Split(strings.TrimSpace(members), "\n") {
-			if !d.ofWeb(line) {
-				continue
-			}
-			fmt.Println("   " + line)
-			shown++
-			if _, rest, ok := strings.Cut(line, " skbmark "); ok {
+		fmt.Println("   " + strings.Split(head, "\n")[1])
+		entries, err := show(strings.Split(strings.TrimSpace(members), "\n"), d.ofWeb)
+		if err != nil {
+			return nil, fmt.Errorf("set %s: %w", name, err)
+		}
+		for _, entry := range entries {
+			if _, rest, ok := strings.Cut(entry, " skbmark "); ok {
 				text, _, _ := strings.Cut(strings.TrimSpace(rest), "/")
 				mark, err := strconv.ParseUint(text, 0, 32)
 				if err != nil {
-					return nil, fmt.Errorf("set %s: %q: %w", name, line, err)
+					return nil, fmt.Errorf("set %s: %q: %w", name, entry, err)
 				}
-				if !slices.Contains(marks, uint32(mark)) {
-					marks = append(marks, uint32(mark))
-				}
+				marks = append(marks, strconv.Itoa(int(int32(mark))))
 			}
-		}
-		if shown == 0 {
-			return nil, fmt.Errorf("set %s has nothing of shop/web:\n%s", name, out)
 		}
 	}
 	return marks, nil
@@ -168,50 +175,25 @@ func (d *demo) sets() ([]uint32, error) {
 // ofWeb reports whether an entry of a set belongs to shop/web: by a frontend of its, or by an endpoint.
 func (d *demo) ofWeb(entry string) bool {
 	words := strings.FieldsFunc(entry, func(r rune) bool { return r == ',' || r == ' ' })
+	has := func(addr netip.Addr, port uint16) bool {
+		return slices.Contains(words, fmt.Sprintf("tcp:%d", port)) && (!addr.IsValid() || slices.Contains(words, addr.String()))
+	}
 	for _, family := range plan.Families {
 		for _, sp := range d.plan.Sorted(family) {
 			if sp.Key.Service.String() != "shop/web" {
 				continue
 			}
 			for _, f := range sp.Frontends {
-				port := fmt.Sprintf("tcp:%d", f.Port)
-				if slices.Contains(words, port) && (f.Kind == plan.NodePort || slices.Contains(words, f.Addr.String())) {
+				if f.Kind == plan.NodePort && has(netip.Addr{}, f.Port) || f.Kind != plan.NodePort && has(f.Addr, f.Port) {
 					return true
 				}
 			}
 			for _, ep := range sp.All() {
-				if slices.Contains(words, ep.Addr.Addr().String()) && slices.Contains(words, fmt.Sprintf("tcp:%d", ep.Addr.Port())) {
+				if has(ep.Addr.Addr(), ep.Addr.Port()) {
 					return true
 				}
 			}
 		}
 	}
 	return false
-}
-
-// print runs a command on node1 and prints those parts of its output, each a line with the indented ones after it, that are
-// wanted. It returns how many.
-func (d *demo) print(command string, wanted func(lines []string) bool) (int, error) {
-	words := strings.Fields(command)
-	out, err := d.world.Node1().Output(words[0], words[1:]...)
-	if err != nil {
-		return 0, err
-	}
-	var parts [][]string
-	for _, line := range strings.Split(strings.TrimRight(out, "\n"), "\n") {
-		if strings.HasPrefix(line, " ") && len(parts) > 0 {
-			parts[len(parts)-1] = append(parts[len(parts)-1], line)
-		} else if line != "" {
-			parts = append(parts, []string{line})
-		}
-	}
-	fmt.Printf("   # %s\n", command)
-	shown := 0
-	for _, lines := range parts {
-		if wanted(lines) {
-			fmt.Println("   " + strings.TrimRight(strings.Join(lines, "\n   "), " "))
-			shown++
-		}
-	}
-	return shown, nil
 }

@@ -130,26 +130,9 @@ func (d *demo) setUp() error {
 		fmt.Println()
 	}
 	fmt.Printf("   client %s\n", w.Client.IP4)
-	return d.copyExamples()
-}
-
-// copyExamples puts the manifests where the daemon watches them, so that edits do not change the originals.
-func (d *demo) copyExamples() error {
-	files, err := filepath.Glob(filepath.Join(d.examples, "*.yaml"))
-	if err != nil {
-		return err
-	}
-	if len(files) == 0 {
-		return fmt.Errorf("no manifests in %s: run this in the project's top folder", d.examples)
-	}
-	for _, f := range files {
-		content, err := os.ReadFile(f)
-		if err == nil {
-			err = os.WriteFile(filepath.Join(d.world.Manifests, filepath.Base(f)), content, 0o644)
-		}
-		if err != nil {
-			return err
-		}
+	// Edits do not change the originals.
+	if err := os.CopyFS(w.Manifests, os.DirFS(d.examples)); err != nil {
+		return fmt.Errorf("%w: run this in the project's top folder", err)
 	}
 	return nil
 }

@@ -14,6 +14,8 @@ import (
 	"syscall"
 	"testing"
 	"time"
+
+	"nodeproxy/e2e/machine"
 )
 
 // Variant is one of the two implementations of the iptables tools.
@@ -30,6 +32,22 @@ var Variants = []Variant{NFT, Legacy}
 
 // Tool returns the name of a variant's tool: iptables becomes iptables-nft, and so on.
 func (v Variant) Tool(name string) string { return name + "-" + string(v) }
+
+// Link makes links in a directory by which the plain names, such as iptables, stand for a variant's tools: kube-proxy calls them by these.
+func (v Variant) Link(dir string) error {
+	for _, family := range []string{"iptables", "ip6tables"} {
+		for _, part := range []string{"", "-save", "-restore"} {
+			tool, err := exec.LookPath(v.Tool(family) + part)
+			if err == nil {
+				err = os.Symlink(tool, filepath.Join(dir, family+part))
+			}
+			if err != nil {
+				return fmt.Errorf("the %s variant of iptables: %w", v, err)
+			}
+		}
+	}
+	return nil
+}
 
 // Daemon is a running nodeproxy.
 type Daemon struct {
@@ -240,19 +258,6 @@ func (d *Daemon) end() error {
 
 // CPUTime is the processor time that the daemon itself (not its children) has used.
 func (d *Daemon) CPUTime() (time.Duration, error) {
-	b, err := os.ReadFile(filepath.Join("/proc", fmt.Sprint(d.PID()), "stat"))
-	if err != nil {
-		return 0, err
-	}
-	_, after, _ := strings.Cut(string(b), ") ")
-	fields := strings.Fields(after)
-	if len(fields) < 13 {
-		return 0, fmt.Errorf("unexpected /proc/%d/stat: %q", d.PID(), b)
-	}
-	var user, system int64
-	if _, err := fmt.Sscan(fields[11]+" "+fields[12], &user, &system); err != nil {
-		return 0, fmt.Errorf("unexpected /proc/%d/stat: %w", d.PID(), err)
-	}
-	const ticksPerSecond = 100
-	return time.Duration(user+system) * time.Second / ticksPerSecond, nil
+	p, err := machine.ProcessOf(d.PID())
+	return p.Own, err
 }

@@ -1,0 +1,461 @@
+package main
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"maps"
+	"math"
+	"net/netip"
+	"os"
+	"path/filepath"
+	"slices"
+	"time"
+
+	"nodeproxy/e2e/harness"
+	"nodeproxy/e2e/machine"
+	"nodeproxy/e2e/probe"
+	"nodeproxy/kernel/ipvs"
+	"nodeproxy/plan"
+)
+
+// comparison is how a scenario compares proxies through a real API server.
+//
+// The proxies share the cluster, so what one is measured by concerns the others too: these are stopped meanwhile (SIGSTOP), and get time to
+// catch up before it is their turn. The turns are short, so that whatever else the machine does meanwhile disturbs all alike.
+type comparison struct {
+	prober  probe.Prober
+	without bool // there are also nodeproxy in mode iptables, and two nodes without a proxy
+	// complete waits until the cold start is, which samples of the Services have answered after. turn are the steps of each turn, last those
+	// of one more, and finally is for all nodes together.
+	complete   func(b *bench, n *node, begun time.Time) error
+	turn, last []step
+	finally    func(b *bench, nodes []*node) error
+	rows       func(o *options, most bool) []row // most: for the largest number of Services
+	note       string                            // what is printed before
+	legend     string                            // and after
+}
+
+// step measures something of a node whose proxy has caught up; turn is that of o.turns.
+type step func(ctx context.Context, b *bench, n *node, turn int) error
+
+// bench is a comparison under way.
+type bench struct {
+	comparison
+	*options
+	*lab
+}
+
+// The two nodes without a proxy come last: one that tracks connections, and one without any rule.
+const (
+	noProxy = "no proxy"
+	noRules = "no rules"
+)
+
+// run measures the proxies with each number of Services, prints tables, and returns how many goals are missed.
+func (c comparison) run(ctx context.Context, o *options) (missed int, err error) {
+	np, kp, err := findProxies(o.mode)
+	if err != nil {
+		return 0, err
+	}
+	if len(o.backends) > 0 {
+		np.flags = append(np.flags[:1:1], "--iptables-backend="+o.backends[0])
+	}
+	proxies := []proxy{np, kp}
+	if c.without {
+		ipt := np
+		ipt.name, ipt.flags = inIPTables, []string{"--proxy-mode=iptables", "--iptables-backend=" + string(harness.NFT)}
+		proxies = append(proxies, ipt, proxy{name: noProxy}, proxy{name: noRules})
+	}
+	fmt.Printf("# nodeproxy %s, kube-proxy %s, mode %s, kernel %s\n# before the run: %s\n%s", np.version, kp.version, o.modeName(),
+		machine.FirstLine("/proc/sys/kernel/osrelease"), machine.State(), c.note)
+	// For each number of Services there are nodes, so that every cold start is on a node as good as new.
+	l, err := newLab(ctx, o.endpoints, slices.Repeat(proxies, len(o.services)))
+	if err != nil {
+		return 0, err
+	}
+	defer func() { err = errors.Join(err, l.close()) }()
+	if len(o.backends) > 0 {
+		tools := filepath.Join(l.Dir, "tools")
+		if err := errors.Join(os.Mkdir(tools, 0o755), harness.Variant(o.backends[0]).Link(tools)); err != nil {
+			return 0, err
+		}
+		l.nodes[1].env = []string{"PATH=" + tools + ":" + os.Getenv("PATH")}
+	}
+	b := &bench{c, o, l}
+	load, before := machine.WatchLoad(), machine.UsageNow()
+	var results [][]figures
+	for i, n := range o.services {
+		if err = l.fill(ctx, n); err != nil {
+			break
+		}
+		o.progress("%d Services with %d endpoints each", n, o.endpoints)
+		var r []figures
+		if r, err = b.measure(ctx, l.nodes[i*len(proxies):(i+1)*len(proxies)]); err != nil {
+			break
+		}
+		results = append(results, r)
+	}
+	others := load.Stop() + "; " + machine.UsageNow().OthersSince(before)
+	if err != nil {
+		return 0, err
+	}
+	o.progress("done; meanwhile %s", others)
+	fmt.Println()
+	t := newTable(os.Stdout)
+	c.print(t, o, results)
+	o.ended()
+	return t.missed, nil
+}
+
+// modeName is the mode, with the variant of iptables where the mode runs it.
+func (o *options) modeName() string {
+	if o.mode == string(harness.IPTables) {
+		return fmt.Sprintf("%s (%s)", o.mode, o.backends[0])
+	}
+	return o.mode
+}
+
+// measure measures all nodes with the Services that there are: those with a proxy one after the other, then in turns.
+func (b *bench) measure(ctx context.Context, nodes []*node) (results []figures, err error) {
+	var running []*node
+	for _, n := range nodes {
+		defer n.stop()
+		switch {
+		case n.name == noProxy:
+			err = n.masquerade(harness.NFT)
+		case slices.Contains(b.only, n.name):
+			if err = b.coldStart(n); n.cmd != nil {
+				running = append(running, n)
+			}
+		}
+		if err != nil {
+			return nil, err
+		}
+	}
+	for turn := range b.turns + 1 {
+		steps := b.turn
+		if turn == b.turns {
+			steps = b.last
+		}
+		for _, n := range running {
+			if n.cmd == nil || len(steps) == 0 {
+				continue
+			}
+			others, err := b.takeTurn(ctx, n, steps, turn)
+			if err != nil {
+				return nil, err
+			}
+			n.summarize()
+			b.progress("%s, turn %d: p50 so far %s; %s", n.name, turn+1, seconds(n.figures["changed p50"]), others)
+		}
+	}
+	if b.finally != nil {
+		if err := b.finally(b, nodes); err != nil {
+			return nil, err
+		}
+	}
+	for _, n := range nodes {
+		results = append(results, n.figures)
+	}
+	return results, nil
+}
+
+// late stops a proxy that has taken longer than the limit, and returns any other error.
+func (b *bench) late(n *node, err error, keys ...string) error {
+	if !errors.Is(err, probe.ErrLate) {
+		return n.explain(err)
+	}
+	for _, key := range keys {
+		if _, ok := n.figures[key]; !ok {
+			n.figures[key] = math.Inf(1)
+		}
+	}
+	n.stop()
+	b.progress("%s: not within %s", n.name, b.limit)
+	return nil
+}
+
+// coldStart starts the node's proxy on a node without rules, and leaves it frozen. What it takes is the time from before the process
+// existed until Services from all of the cluster answer, and until complete has seen the rest; complete puts a longer time into "cold".
+func (b *bench) coldStart(n *node) error {
+	usage, begun := machine.UsageNow(), time.Now()
+	if err := n.start(); err != nil {
+		return err
+	}
+	took, err := b.awaitSamples(n, begun)
+	var cpu time.Duration
+	if err == nil {
+		n.figures["cold"] = took.Seconds()
+		err = b.complete(b, n, begun)
+	}
+	if err == nil {
+		err = n.rest()
+	}
+	if err == nil {
+		cpu, err = n.used()
+	}
+	if err != nil {
+		delete(n.figures, "cold")
+		return b.late(n, err, "cold")
+	}
+	n.figures["cold cpu"] = cpu.Seconds()
+	b.progress("%s: cold start %s; meanwhile %s", n.name, seconds(n.figures["cold"]), machine.UsageNow().OthersSince(usage))
+	return n.freeze()
+}
+
+// takeTurn lets the proxy go on, takes the steps when it has caught up (a change is in effect, and it has nothing left to do), and freezes
+// it again. What it returns is about the machine during the steps.
+func (b *bench) takeTurn(ctx context.Context, n *node, steps []step, turn int) (others string, err error) {
+	catchUp := func() error {
+		_, _, err := b.change(ctx, n)
+		return err
+	}
+	for _, fn := range []func() error{n.thaw, n.rest, catchUp, n.rest} {
+		if err == nil {
+			err = fn()
+		}
+	}
+	time.Sleep(b.settle)
+	before := machine.UsageNow()
+	for _, step := range steps {
+		if err == nil {
+			err = step(ctx, b, n, turn)
+		}
+	}
+	others = "meanwhile " + machine.UsageNow().OthersSince(before)
+	if err != nil {
+		return others, b.late(n, err, "changed p50", "changed p99")
+	}
+	return others, n.freeze()
+}
+
+// awaitSamples waits until Services from all of the cluster answer to a node's client, and returns the time since begun.
+func (b *bench) awaitSamples(n *node, begun time.Time) (took time.Duration, err error) {
+	err = n.client.Do(func() (err error) {
+		for i := len(b.lab.services) - 1; i >= 0 && err == nil; i -= max(1, len(b.lab.services)/100) {
+			s := b.lab.services[i]
+			took, err = b.prober.Await(begun, s.frontend(), s.has, 1, b.limit)
+		}
+		return err
+	})
+	return took, err
+}
+
+// awaitAll asks each of the Services, and takes the cold start to have lasted until the last one that had to be waited for.
+func (b *bench) awaitAll(n *node, begun time.Time) error {
+	return n.client.Do(func() error {
+		for _, s := range b.lab.services {
+			a, err := b.prober.Ask(s.frontend(), probe.Patience)
+			if err == nil && !s.has(a.Endpoint) {
+				var took time.Duration
+				took, err = b.prober.Await(begun, s.frontend(), s.has, 1, b.limit)
+				n.figures["cold"] = took.Seconds()
+			}
+			if err != nil {
+				return fmt.Errorf("service %s: %w", s.name, err)
+			}
+		}
+		return nil
+	})
+}
+
+// awaitSynced is awaitAll; then it asks the proxy how long the syncs took.
+func (b *bench) awaitSynced(n *node, begun time.Time) error {
+	if err := errors.Join(b.awaitAll(n, begun), n.rest()); err != nil {
+		return err
+	}
+	all, written, err := n.syncTime()
+	n.figures["cold synced"] = all
+	maps.Copy(n.figures, written)
+	return err
+}
+
+// awaitVirtualServers waits until each of the Services has a virtual server with all real servers. A look at them takes a while itself:
+// the cold start has lasted until the one began that found all.
+func (b *bench) awaitVirtualServers(n *node, begun time.Time) error {
+	for {
+		took := time.Since(begun)
+		servers, err := virtualServers(n.Netns)
+		if err != nil {
+			return err
+		}
+		missing := slices.IndexFunc(b.lab.services, func(s *service) bool { return servers[s.frontend()] < len(s.endpoints) })
+		switch {
+		case missing < 0:
+			n.figures["cold"] = took.Seconds()
+			return nil
+		case took > b.limit:
+			return fmt.Errorf("service %s is not programmed: %w (%s)", b.lab.services[missing].name, probe.ErrLate, b.limit)
+		}
+		time.Sleep(took / 10)
+	}
+}
+
+// virtualServers are those over IPv4 in a namespace, with the number of their real servers. They are read by netlink: in /proc/net/ip_vs,
+// one namespace's are left out at random where another one has some too.
+func virtualServers(n *harness.Netns) (map[netip.AddrPort]int, error) {
+	held := map[netip.AddrPort]int{}
+	err := n.Do(func() error {
+		k, err := ipvs.OpenServers()
+		if err != nil {
+			return err
+		}
+		list, err := k.List(plan.IPv4)
+		for id, v := range list {
+			held[netip.AddrPortFrom(id.Addr, id.Port)] = len(v.RealServers)
+		}
+		return errors.Join(err, k.Close())
+	})
+	if err != nil {
+		return nil, fmt.Errorf("virtual servers of %s: %w", n.Name, err)
+	}
+	return held, nil
+}
+
+// change replaces an endpoint, of another Service each time. It returns the time from before the PATCH is sent until the new endpoint
+// answers a connection of the node's client, and until the API server has answered. Each probe makes as many connections as the Service
+// has endpoints.
+func (b *bench) change(ctx context.Context, n *node) (took, patched time.Duration, err error) {
+	s, patch, err := b.prepareChange()
+	if err != nil {
+		return 0, 0, err
+	}
+	sent, begun, endpoint := make(chan error, 1), time.Now(), s.endpoints[0]
+	go func() {
+		err := patch(ctx)
+		patched = time.Since(begun)
+		sent <- err
+	}()
+	took, err = n.await(b.prober, begun, s, len(s.endpoints), b.limit, func(from netip.Addr) bool { return from == endpoint })
+	if err := errors.Join(<-sent, err); err != nil {
+		return 0, 0, fmt.Errorf("changed service %s: %w", s.name, err)
+	}
+	return took, patched, nil
+}
+
+// share is how many of a total are a turn's.
+func (b *bench) share(total, turn int) int { return total*(turn+1)/b.turns - total*turn/b.turns }
+
+// changesOf is how many changes are the node's in a turn.
+func (b *bench) changesOf(n *node, turn int) int {
+	if n.name == kubeProxy && b.theirChanges > 0 {
+		return b.share(b.theirChanges, turn)
+	}
+	return b.share(b.options.changes, turn)
+}
+
+// changes is the step of changes made one at a time.
+func changes(ctx context.Context, b *bench, n *node, turn int) error {
+	return n.counted("changed", func() error {
+		for range b.changesOf(n, turn) {
+			took, patched, err := b.change(ctx, n)
+			if err != nil {
+				return err
+			}
+			n.series["changed"], n.series["patched"] = append(n.series["changed"], took), append(n.series["patched"], patched)
+			time.Sleep(b.settle)
+		}
+		return nil
+	})
+}
+
+// additions is the step of Services that are created one at a time. Each takes from before the first POST is sent until the new Service
+// answers a connection.
+func additions(ctx context.Context, b *bench, n *node, turn int) error {
+	return n.counted("added", func() error {
+		for range b.share(b.options.additions, turn) {
+			s := b.invent(b.lab.endpoints)
+			named, sent, begun := make(chan struct{}), make(chan error, 1), time.Now()
+			go func() { sent <- b.create(ctx, s, func() { close(named) }) }()
+			select {
+			case <-named:
+			case err := <-sent:
+				return err
+			}
+			took, err := n.await(b.prober, begun, s, 1, b.limit, s.has)
+			if err := errors.Join(<-sent, err); err != nil {
+				return fmt.Errorf("new service %s: %w", s.name, err)
+			}
+			n.series["added"] = append(n.series["added"], took)
+			time.Sleep(b.settle)
+		}
+		return nil
+	})
+}
+
+// syncs is the step of changes after each of which the proxy is asked how long its sync took. That costs the proxy time itself.
+func syncs(ctx context.Context, b *bench, n *node, turn int) error {
+	asked := b.changesOf(n, turn)
+	if n.name == kubeProxy {
+		asked = 1
+	}
+	before, _, err := n.syncTime()
+	for i := 0; i < asked && err == nil; i++ {
+		if _, _, err = b.change(ctx, n); err != nil {
+			return err
+		}
+		time.Sleep(b.settle)
+		var after float64
+		after, _, err = n.syncTime()
+		n.series["synced"] = append(n.series["synced"], time.Duration((after-before)*float64(time.Second)))
+		before = after
+	}
+	return err
+}
+
+// idle is the step in which nothing changes.
+func idle(_ context.Context, b *bench, n *node, _ int) error {
+	before, err := n.used()
+	if err != nil {
+		return err
+	}
+	time.Sleep(b.options.idle)
+	after, err := n.used()
+	n.figures["idle"] = (after - before).Seconds() / b.options.idle.Seconds()
+	return err
+}
+
+// memory is the step that looks at that of the proxy itself.
+func memory(_ context.Context, _ *bench, n *node, _ int) error {
+	now, peak, err := machine.Memory(n.cmd.Process.Pid)
+	n.figures["resident"], n.figures["peak"] = float64(now), float64(peak)
+	return err
+}
+
+// connect compares connections to the Services with the lowest and the highest address, or to a pod where there is no proxy. Proxies are
+// stopped meanwhile.
+func (b *bench) connect(nodes []*node) error {
+	first, last := b.ends()
+	var firsts, lasts []target
+	var measured []*node
+	for _, n := range nodes {
+		switch {
+		case n.path == "":
+			firsts, lasts = append(firsts, n.pod(n.name)), append(lasts, n.pod(n.name))
+		case n.cmd != nil:
+			firsts, lasts = append(firsts, n.target(n.name, first.frontend())), append(lasts, n.target(n.name, last.frontend()))
+		default:
+			continue
+		}
+		measured = append(measured, n)
+	}
+	took, err := connectTimes(b.options, append(firsts, lasts...)...)
+	if err != nil {
+		return err
+	}
+	made, err := rates(b.options, lasts...)
+	if err != nil {
+		return err
+	}
+	for i, n := range measured {
+		n.figures["first"], n.figures["last"], n.figures["rate"] = took[i].Seconds(), took[len(firsts)+i].Seconds(), made[i]
+	}
+	base := maps.Clone(nodes[len(nodes)-2].figures)
+	for _, n := range measured {
+		for _, key := range []string{"first", "last", "rate"} {
+			n.figures[key+" times"] = n.figures[key] / base[key]
+		}
+	}
+	return nil
+}

@@ -1,0 +1,106 @@
+package main
+
+import (
+	"context"
+	"fmt"
+	"os"
+	"os/exec"
+	"path/filepath"
+	"runtime"
+	"slices"
+	"strings"
+	"syscall"
+
+	"nodeproxy/e2e/cluster"
+	"nodeproxy/e2e/harness"
+	"nodeproxy/e2e/machine"
+)
+
+// The parts of scenario ipvs: nodeproxy beside kube-proxy, and routes beside addresses.
+const (
+	partProxies = "proxies"
+	partVIPs    = "vips"
+)
+
+// runOnIPVS measures mode ipvs on a kernel with IPVS: this machine's, or else the test kernel of e2e/kernel, where it starts this program
+// again when all is built, and watches meanwhile what else this machine has to do.
+func runOnIPVS(ctx context.Context, o *options) (missed int, err error) {
+	if !o.inside {
+		return runInside(ctx, o)
+	}
+	if slices.Contains(o.parts, partProxies) {
+		if missed, err = ipvsComparison.run(ctx, o); err != nil {
+			return 0, err
+		}
+	}
+	if slices.Contains(o.parts, partVIPs) {
+		err = compareVIPs(ctx, o)
+	}
+	return missed, err
+}
+
+func runInside(ctx context.Context, o *options) (missed int, err error) {
+	dir, err := os.MkdirTemp("", "bench-")
+	if err != nil {
+		return 0, err
+	}
+	defer os.RemoveAll(dir)
+	nodeproxy, err := harness.BinaryElsewhere(dir)
+	if err != nil {
+		return 0, err
+	}
+	if _, err := cluster.Binaries(); err != nil {
+		return 0, err
+	}
+	self, err := os.Executable()
+	if err != nil {
+		return 0, err
+	}
+	root, err := exec.Command("go", "list", "-m", "-f", "{{.Dir}}").Output()
+	if err != nil {
+		return 0, fmt.Errorf("find the module: %w", err)
+	}
+	kernel := filepath.Join(strings.TrimSpace(string(root)), "e2e", "kernel")
+	if exec.Command(filepath.Join(kernel, "probe")).Run() == nil {
+		fmt.Println("# on this machine's own kernel")
+	} else {
+		fmt.Println("# on the test kernel (e2e/kernel), which has one processor and slow system calls:")
+		fmt.Println("# compare what is measured here with each other, not with what was measured elsewhere")
+	}
+	_, model, _ := strings.Cut(processor(), ":")
+	fmt.Printf("# this machine:%s, %d processors, kernel %s\n", model, runtime.NumCPU(), machine.FirstLine("/proc/sys/kernel/osrelease"))
+	load := machine.WatchLoad()
+	cmd := exec.CommandContext(ctx, filepath.Join(kernel, "run"), append([]string{self}, append(o.args, "-inside")...)...)
+	cmd.Env = append(os.Environ(), "NODEPROXY_BIN="+nodeproxy)
+	// What the guest gets where the environment does not say it: memory for a control plane and two proxies, and time.
+	for name, value := range map[string]string{"NODEPROXY_KERNEL_MEMORY": "6G", "NODEPROXY_KERNEL_TIMEOUT": "3600"} {
+		if os.Getenv(name) == "" {
+			cmd.Env = append(cmd.Env, name+"="+value)
+		}
+	}
+	cmd.Stdout, cmd.Stderr = os.Stdout, os.Stderr
+	// The kernel is to go with this process; to the system, that is the thread that starts it.
+	cmd.SysProcAttr = &syscall.SysProcAttr{Pdeathsig: syscall.SIGTERM}
+	runtime.LockOSThread()
+	defer runtime.UnlockOSThread()
+	err = cmd.Run()
+	fmt.Printf("\nMeanwhile, the machine's %s.\n", load.Stop())
+	if cmd.ProcessState != nil && cmd.ProcessState.ExitCode() == 1 {
+		return 1, nil
+	}
+	return 0, err
+}
+
+// processor is the line of the first processor's model, as the kernel knows it.
+func processor() string {
+	b, err := os.ReadFile("/proc/cpuinfo")
+	if err != nil {
+		return ": unknown processor"
+	}
+	for line := range strings.Lines(string(b)) {
+		if strings.HasPrefix(line, "model name") {
+			return strings.TrimSpace(line)
+		}
+	}
+	return ": unnamed processor"
+}

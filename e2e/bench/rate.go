@@ -1,0 +1,118 @@
+package main
+
+import (
+	"context"
+	"fmt"
+	"net/netip"
+	"time"
+
+	"nodeproxy/e2e/probe"
+)
+
+// outstanding is a change that no packet has shown the effect of yet.
+type outstanding struct {
+	service  *service
+	endpoint netip.Addr
+	begun    time.Time
+	due      time.Time // of the next probe
+}
+
+// steady is the step of changes as bench.change makes them, but b.rate times a second, whether the change before has taken effect or not.
+func steady(ctx context.Context, b *bench, n *node, _ int) error {
+	return n.counted("paced", func() error {
+		count := int(b.rateDuration.Seconds() * float64(b.options.rate))
+		made := make(chan *outstanding, count) // sending never waits for the probes
+		failed := make(chan error, count)
+		go func() {
+			defer close(made)
+			tick := time.NewTicker(time.Second / time.Duration(b.options.rate))
+			defer tick.Stop()
+			for range count {
+				<-tick.C
+				s, patch, err := b.prepareChange()
+				if err != nil {
+					failed <- err
+					return
+				}
+				now := time.Now()
+				made <- &outstanding{service: s, endpoint: s.endpoints[0], begun: now, due: now.Add(soonest)}
+				go func() {
+					if err := patch(ctx); err != nil {
+						failed <- err
+					}
+				}()
+			}
+		}()
+		return n.client.Do(func() (err error) {
+			n.series["paced"], err = probeAll(made, failed, b.limit)
+			if err == nil && len(n.series["paced"]) != count {
+				err = fmt.Errorf("%d of %d changes were made", len(n.series["paced"]), count)
+			}
+			return err
+		})
+	})
+}
+
+// soonest is the time from a change to its first probe, and the least time between two probes of one change.
+const soonest = time.Millisecond
+
+// probeAll probes for the effects of changes, by one thread, until the channel is closed and all have been seen. Each change is probed
+// again after a tenth of the time that it has been waiting; but as proxies program what has gathered in one go, all are probed at once when
+// one is seen. So what it finds is exact to some percent, by a few hundred probes a second.
+func probeAll(made <-chan *outstanding, failed <-chan error, limit time.Duration) (took []time.Duration, err error) {
+	var waiting []*outstanding
+	for open := true; open || len(waiting) > 0; {
+		select {
+		case err := <-failed:
+			return nil, err
+		default:
+		}
+		for more := true; open && more; {
+			select {
+			case c, ok := <-made:
+				if open = ok; ok {
+					waiting = append(waiting, c)
+				}
+			default:
+				more = false
+			}
+		}
+		next := earliest(waiting)
+		if next < 0 || time.Until(waiting[next].due) > 0 {
+			time.Sleep(soonest / 2)
+			continue
+		}
+		c := waiting[next]
+		a, err := prober.Ask(c.service.frontend(), prober.Handshake)
+		now := time.Now()
+		age := now.Sub(c.begun)
+		switch {
+		case err != nil:
+			return nil, err
+		case a.Endpoint == c.endpoint:
+			took = append(took, age)
+			waiting = append(waiting[:next], waiting[next+1:]...)
+			for _, other := range waiting {
+				if other.due.After(now) {
+					other.due = now
+				}
+			}
+		case age > limit:
+			return nil, fmt.Errorf("service %s: %w (%s)", c.service.name, probe.ErrLate, limit)
+		default:
+			c.due = now.Add(max(soonest, age/10))
+		}
+	}
+	return took, nil
+}
+
+// earliest is the index of the change whose probe is due first, and of those the oldest one; -1 if there is none.
+func earliest(waiting []*outstanding) int {
+	best := -1
+	for i, c := range waiting {
+		if best < 0 || c.due.Before(waiting[best].due) {
+			best = i
+		}
+	}
+	return best
+}

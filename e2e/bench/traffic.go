@@ -1,0 +1,188 @@
+package main
+
+import (
+	"errors"
+	"fmt"
+	"net/netip"
+	"sync"
+	"sync/atomic"
+	"syscall"
+	"time"
+
+	"nodeproxy/e2e/harness"
+	"nodeproxy/e2e/probe"
+)
+
+// prober waits for a SYN-ACK, which comes within some 100 us or not at all. It finds out what is measured to a percent, and does not slow
+// down a proxy that takes seconds.
+var prober = probe.Prober{
+	Connect: probe.ConnectLooking, Handshake: 2 * time.Millisecond,
+	Pause: func(since time.Duration) time.Duration {
+		return min(max(since/100, 300*time.Microsecond), 100*time.Millisecond)
+	},
+}
+
+// stage is a node with two pods: a client, and a server that answers at every address of some ranges.
+type stage struct {
+	*harness.Node
+	client, server *harness.Pod
+	listening      *probe.Server
+}
+
+// newStage prepares a node that has two pods. Its server greets at endpointPort, at the addresses of these ranges. close ends the server.
+func newStage(n *harness.Node, ranges ...netip.Prefix) (s *stage, err error) {
+	s = &stage{Node: n, client: n.Pods[0], server: n.Pods[1]}
+	// Clients reset connections by the hundred thousand. Kept for the usual ten seconds, they would fill the kernel's table, and what is
+	// measured would depend on what was measured before.
+	if err := n.Sysctl("net/netfilter/nf_conntrack_tcp_timeout_close", "1"); err != nil {
+		return nil, err
+	}
+	for _, p := range ranges {
+		if err := s.server.Take(p); err != nil {
+			return nil, err
+		}
+	}
+	s.listening, err = probe.Serve(s.server.Netns, endpointPort, probe.Greet)
+	return s, err
+}
+
+func (s *stage) close() { s.listening.Close() }
+
+// target is an address to which connections are made from a namespace.
+type target struct {
+	name string
+	from *harness.Netns
+	to   netip.AddrPort
+}
+
+func (s *stage) target(name string, to netip.AddrPort) target {
+	return target{name, s.client.Netns, to}
+}
+
+// pod is the target of an address of the server that no Service has.
+func (s *stage) pod(name string) target {
+	return s.target(name, netip.AddrPortFrom(s.server.IP4, endpointPort))
+}
+
+// await waits until a wanted endpoint of a Service answers the stage's client, and returns the time since begun. Each probe makes up to so
+// many connections.
+func (s *stage) await(
+	p probe.Prober, begun time.Time, svc *service, connections int, limit time.Duration, want func(netip.Addr) bool,
+) (took time.Duration, err error) {
+	err = s.client.Do(func() error {
+		took, err = p.Await(begun, svc.frontend(), want, connections, limit)
+		return err
+	})
+	return took, err
+}
+
+// masquerade makes the node track connections, by one rule, as nodes do whose CNI plugin masquerades what leaves the cluster.
+func (s *stage) masquerade(v harness.Variant) error {
+	_, err := s.Output(v.Tool("iptables"), "-t", "nat", "-A", "POSTROUTING", "-s", "192.0.2.0/24", "-j", "MASQUERADE")
+	return err
+}
+
+// ask makes a connection in the calling thread's namespace, with one connect(2), and returns the endpoint that answered. timed gets the
+// time that connect(2) took. Where a signal interrupts it (the Go runtime sends itself some), it starts again.
+func ask(to netip.AddrPort, timed func(time.Duration)) (netip.Addr, error) {
+	const patience = 3 * time.Second
+	for {
+		interrupted := false
+		p := probe.Prober{Connect: func(fd int, to syscall.Sockaddr, wait time.Duration) error {
+			begun := time.Now()
+			err := probe.ConnectBlocking(fd, to, wait)
+			timed(time.Since(begun))
+			interrupted = errors.Is(err, syscall.EINTR)
+			return err
+		}}
+		a, err := p.Ask(to, patience)
+		switch {
+		case interrupted:
+		case err != nil:
+			return netip.Addr{}, err
+		case !a.Endpoint.IsValid():
+			return netip.Addr{}, fmt.Errorf("connect to %s: no connection within %s", to, patience)
+		default:
+			return a.Endpoint, nil
+		}
+	}
+}
+
+func untimed(time.Duration) {}
+
+// connectTime is the median time of connect(2) over some connections, after others that do not count.
+func (t target) connectTime() (time.Duration, error) {
+	const count = 200
+	var took []time.Duration
+	err := t.from.Do(func() error {
+		for i := -count / 10; i < count; i++ {
+			if i == 0 {
+				took = took[:0]
+			}
+			if _, err := ask(t.to, func(d time.Duration) { took = append(took, d) }); err != nil {
+				return err
+			}
+		}
+		return nil
+	})
+	if err != nil {
+		return 0, err
+	}
+	return percentile(took, 0.5), nil
+}
+
+// rate is how many connections a second four clients get through in a short time: connect, answer, close.
+func (t target) rate() (float64, error) {
+	var made atomic.Int64
+	var wg sync.WaitGroup
+	var errs [4]error
+	begun := time.Now()
+	for i := range errs {
+		wg.Go(func() {
+			errs[i] = t.from.Do(func() error {
+				for time.Since(begun) < 40*time.Millisecond {
+					if _, err := ask(t.to, untimed); err != nil {
+						return err
+					}
+					made.Add(1)
+				}
+				return nil
+			})
+		})
+	}
+	wg.Wait()
+	return float64(made.Load()) / time.Since(begun).Seconds(), errors.Join(errs[:]...)
+}
+
+// inTurns measures each target in turns, many and short, so that other work of the machine leaves some of each undisturbed, and returns
+// the percentile p of each one's values.
+func inTurns[T time.Duration | float64](o *options, p float64, targets []target, once func(target) (T, error)) ([]T, error) {
+	values := make([][]T, len(targets))
+	for round := range o.rounds * 10 {
+		for i := range targets {
+			i = (i + round) % len(targets)
+			value, err := once(targets[i])
+			if err != nil {
+				return nil, fmt.Errorf("%s: %w", targets[i].name, err)
+			}
+			values[i] = append(values[i], value)
+		}
+	}
+	out := make([]T, len(targets))
+	for i, v := range values {
+		if o.verbose {
+			fmt.Printf("#     %s, %T: %v\n", targets[i].name, out[i], v)
+		}
+		out[i] = percentile(v, p)
+	}
+	return out, nil
+}
+
+// connectTimes and rates return what counts of each target: other work can only lengthen a time and lower a rate.
+func connectTimes(o *options, targets ...target) ([]time.Duration, error) {
+	return inTurns(o, 0.1, targets, target.connectTime)
+}
+
+func rates(o *options, targets ...target) ([]float64, error) {
+	return inTurns(o, 0.95, targets, target.rate)
+}
