@@ -165,7 +165,7 @@ TIER_2 = 2-lint 2-packages 2-race 2-e2e 2-cluster-nftables 2-cluster-ipvs 2-host
 tier-2: $(TIER_2)
 
 2-lint:
-	@hack/phase lint hack/lint
+	@hack/phase lint hack/lint all
 2-packages: kernel guest
 	@hack/phase packages hack/gotest -timeout 60m $(PACKAGES)
 2-race:
