@@ -94,3 +94,12 @@ map[a.b].period: can't be read: time: unknown unit "x" in duration "1x"`,
 		}
 	}
 }
+
+// TestDeep holds that JSON which nests deeper than any stack is broken, and no more.
+func TestDeep(t *testing.T) {
+	t.Parallel()
+	d := &Document{Name: "f", Text: []byte(strings.Repeat("[", 4<<20)), Line: 1, JSON: true}
+	if _, err := d.Parse(); err == nil {
+		t.Error("it can be read")
+	}
+}

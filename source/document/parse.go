@@ -116,12 +116,15 @@ type jsonReader struct {
 	data     []byte
 	dec      *json.Decoder
 	at, line int // the line on which offset at is
+	depth    int
 }
 
-// value reads a value, or as much of it as there is before a fault; nil for nothing.
+// value reads a value, or as much of it as there is before a fault; nil for nothing, and for what is nested too deep.
 func (r *jsonReader) value() *yaml.Node {
+	r.depth++
+	defer func() { r.depth-- }()
 	token, err := r.dec.Token()
-	if err != nil {
+	if err != nil || r.depth > maxDepth {
 		return nil
 	}
 	end := int(r.dec.InputOffset())
