@@ -100,8 +100,8 @@ func secondHead(node *yaml.Node) *yaml.Node {
 
 // head identifies an object.
 type head struct {
-	controlplane.Type `json:",inline"`
-	Metadata          struct {
+	controlplane.Type
+	Metadata struct {
 		Namespace string `json:"namespace"`
 		Name      string `json:"name"`
 	} `json:"metadata"`
@@ -155,9 +155,9 @@ const twice = "the field is given more than once"
 // readList reads the items of a list. A fault of the list itself makes b bad.
 func (b *body) readList(data []byte, typ controlplane.Type) (out []*body) {
 	var list struct {
-		controlplane.Type `json:",inline"`
-		Metadata          any               `json:"metadata"`
-		Items             []json.RawMessage `json:"items"`
+		controlplane.Type
+		Metadata any               `json:"metadata"`
+		Items    []json.RawMessage `json:"items"`
 	}
 	ignored, faults, err := document.Decode(data, &list)
 	for _, f := range append(ignored, faults...) {
