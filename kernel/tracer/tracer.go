@@ -245,8 +245,9 @@ func (t *Tracer) add(m message, most int) bool {
 	own := m.table == names.Trace && m.family == nft.Protocol(t.flow.Family())
 	p := t.packets[m.id]
 	answers := m.chain == chainAnswerIn || m.chain == chainAnswerOut
+	// Its headers come before the rule that matches it. A packet that is followed already passes the chains that answers begin in, too.
 	if own && (m.chain == chainMark || answers) && m.kind == unix.NFT_TRACETYPE_RULE && m.src.IsValid() &&
-		(p == nil || p.Src != m.src || p.End != Lost || len(p.Steps) > 0) {
+		(p == nil || p.Src != m.src || p.End != Lost || len(p.Steps) > 0 && !answers) {
 		delete(t.packets, m.id) // The kernel uses a number again, later.
 		list, bound := &t.list, most
 		if answers {
