@@ -1,6 +1,7 @@
 package oci
 
 import (
+	_ "crypto/sha256" // for package digest
 	"encoding/json"
 	"path"
 	"slices"

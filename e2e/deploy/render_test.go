@@ -93,8 +93,8 @@ func TestChartIsWhatKustomizeMakes(t *testing.T) {
 	t.Parallel()
 	for _, mode := range modes {
 		want, got := objects(t, kustomized(t, mode.overlay)), objects(t, charted(t, mode.flags...))
-		if len(want) != 5 {
-			t.Errorf("%s: %d objects, want 5", mode.overlay, len(want))
+		if len(want) != 7 {
+			t.Errorf("%s: %d objects, want 7", mode.overlay, len(want))
 		}
 		if !reflect.DeepEqual(want, got) {
 			t.Errorf("%s and the chart with %q differ:\n%s", mode.overlay, mode.flags, diff.Diff(want, got))
@@ -360,8 +360,8 @@ func TestChartMonitors(t *testing.T) {
 	}
 	all := objects(t, charted(t, "--set=podMonitor.enabled=true,serviceMonitor.enabled=true,prometheusRule.enabled=true",
 		"--set=config.metricsBindAddress=[::]:20249,podMonitor.interval=15s,serviceMonitor.interval=15s"))
-	if len(all) != 9 {
-		t.Errorf("%d objects, want 9", len(all))
+	if len(all) != 11 {
+		t.Errorf("%d objects, want 11", len(all))
 	}
 	service := all["Service kube-system/nodeproxy-metrics"]["spec"].(map[string]any)
 	if port := service["ports"].([]any)[0].(map[string]any); port["port"] != 20249.0 || service["clusterIP"] != "None" {
