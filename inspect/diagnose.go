@@ -76,9 +76,8 @@ type diagnosis struct {
 	readPods  func(namespace string) ([]*v1.Pod, error)
 	allPods   []*v1.Pod
 	podsKnown bool
-	// others are findings that the proxier does not know, and services the cluster IPs of all Services that are among the endpoints.
-	others   []source.Finding
-	services map[netip.Addr]plan.Key
+	// others are findings that the proxier does not know.
+	others []source.Finding
 }
 
 func (c *diagnosis) add(severity, code, do, what string, args ...any) {
@@ -95,7 +94,7 @@ func (c *diagnosis) add(severity, code, do, what string, args ...any) {
 
 // diagnose returns what is wrong with a Service, problems first.
 func (n *Node) diagnose(d *proxier.Description, own *plan.Plan, programmed *plan.Snapshot, refused map[plan.Key]plan.Refusal) []Diagnosis {
-	c := &diagnosis{d: d, list: []Diagnosis{}, taken: map[[2]string]struct{}{}, readPods: n.Pods, others: n.otherFindings(), services: n.servicesAmong(d.ServicePorts)}
+	c := &diagnosis{d: d, list: []Diagnosis{}, taken: map[[2]string]struct{}{}, readPods: n.Pods, others: n.otherFindings()}
 	c.service()
 	c.reach(own.Node)
 	for _, sp := range d.ServicePorts {
@@ -111,26 +110,6 @@ func (n *Node) diagnose(d *proxier.Description, own *plan.Plan, programmed *plan
 	c.objects()
 	slices.SortStableFunc(c.list, func(a, b Diagnosis) int { return -cmp.Compare(a.Severity, b.Severity) })
 	return c.list
-}
-
-// servicesAmong returns the cluster IPs of Services that are endpoints of ServicePorts.
-func (n *Node) servicesAmong(ports []*plan.ServicePort) map[netip.Addr]plan.Key {
-	endpoints, out := map[netip.Addr]bool{}, map[netip.Addr]plan.Key{}
-	for _, sp := range ports {
-		for _, ep := range sp.All() {
-			endpoints[ep.Addr.Addr()] = true
-		}
-	}
-	n.View(func(s *proxier.State) {
-		for k, sp := range s.Plan().Services {
-			for _, f := range sp.Frontends {
-				if known, is := out[f.Addr]; f.Kind == plan.ClusterIP && endpoints[f.Addr] && (!is || k.Compare(known) < 0) {
-					out[f.Addr] = k
-				}
-			}
-		}
-	})
-	return out
 }
 
 // service is about the Service as a whole.
@@ -306,10 +285,10 @@ func (c *diagnosis) foreign(sp *plan.ServicePort) {
 	used := map[netip.AddrPort]bool{}
 	for _, ep := range sp.All() {
 		used[ep.Addr] = true
-		if k, is := c.services[ep.Addr.Addr()]; is {
+		if svc, is := c.d.ClusterIPs[ep.Addr]; is {
 			c.add(problem, EndpointIsService, "list the endpoints of that Service, or make this one an ExternalName for it",
 				"Endpoint %s is the cluster IP of Service %s, and what this node sends to an endpoint is not sent on to those of another Service%s: it gets nowhere.",
-				ep.Addr, k.Service, c.name(sp))
+				ep.Addr, svc, c.name(sp))
 		}
 	}
 	if len(c.d.Selector) == 0 {

@@ -3,6 +3,7 @@ package proxier
 import (
 	"iter"
 	"maps"
+	"net/netip"
 	"slices"
 	"strconv"
 
@@ -31,6 +32,8 @@ type Description struct {
 	Slices []Slice
 	// ServicePorts are the desired state, in order of key; none if the Service is not proxied.
 	ServicePorts []*plan.ServicePort
+	// ClusterIPs are the endpoints in use at which a Service has its cluster IP and port, with that Service.
+	ClusterIPs map[netip.AddrPort]plan.Service
 	// Findings are about the Service and its EndpointSlices.
 	Findings []source.Finding
 }
@@ -113,7 +116,7 @@ func (s *State) Describe(id plan.Service) (*Description, bool) {
 	}
 	d := &Description{
 		Service: id, NodeKnown: s.nodeKnown, Exists: svc.exists, Type: svc.object.kind, Selector: svc.object.selector, Ports: svc.object.ports,
-		Ingress:  svc.object.ingress,
+		Ingress: svc.object.ingress, ClusterIPs: map[netip.AddrPort]plan.Service{},
 		Findings: slices.Clone(s.reported["Service "+id.String()]),
 	}
 	for _, name := range slices.Sorted(maps.Keys(svc.slices)) {
@@ -122,7 +125,14 @@ func (s *State) Describe(id plan.Service) (*Description, bool) {
 	}
 	d.Findings = append(d.Findings, s.reported["shadowed "+id.String()]...)
 	for _, k := range s.plan.KeysOf(id) {
-		d.ServicePorts = append(d.ServicePorts, s.plan.Services[k])
+		sp := s.plan.Services[k]
+		for _, ep := range sp.All() {
+			at := claim{family: k.Family, addr: ep.Addr.Addr(), protocol: k.Protocol, port: ep.Addr.Port()}
+			if list := s.claims[at]; len(list) > 0 && list[0].kind == plan.ClusterIP {
+				d.ClusterIPs[ep.Addr] = list[0].key.Service
+			}
+		}
+		d.ServicePorts = append(d.ServicePorts, sp)
 		d.Findings = append(d.Findings, s.reported["reserved "+k.String()]...)
 	}
 	return d, true
