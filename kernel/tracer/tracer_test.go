@@ -262,16 +262,19 @@ func TestIPTables(t *testing.T) {
 	}
 }
 
-// TestDropped: a rule of another program that drops is the last step, named by table and chain, however nft or iptables write it.
-func TestDropped(t *testing.T) {
-	t.Parallel()
-	n := startNetwork(t)
-	runNFT(t, `table ip services {
+// services are the rules of a Service in each family.
+const services = `table ip services {
 		chain pre { type nat hook prerouting priority dstnat; ip daddr 10.96.0.10 tcp dport 80 dnat to 10.244.0.2:8080; }
 	}
 	table ip6 services {
 		chain pre { type nat hook prerouting priority dstnat; ip6 daddr fd00:96::10 tcp dport 80 dnat to [fd00:244::2]:8080; }
-	}
+	}`
+
+// TestDropped: a rule of another program that drops is the last step, named by table and chain, however nft or iptables write it.
+func TestDropped(t *testing.T) {
+	t.Parallel()
+	n := startNetwork(t)
+	runNFT(t, services+`
 	table inet firewall {
 		chain zones { meta l4proto tcp th dport { 22, 8080 } counter drop; }
 		chain filter { type filter hook forward priority 10; tcp dport 8080 jump zones; }
@@ -304,12 +307,7 @@ func TestDropped(t *testing.T) {
 func TestAnswer(t *testing.T) {
 	t.Parallel()
 	n := startNetwork(t)
-	runNFT(t, `table ip services {
-		chain pre { type nat hook prerouting priority dstnat; ip daddr 10.96.0.10 tcp dport 80 dnat to 10.244.0.2:8080; }
-	}
-	table ip6 services {
-		chain pre { type nat hook prerouting priority dstnat; ip6 daddr fd00:96::10 tcp dport 80 dnat to [fd00:244::2]:8080; }
-	}
+	runNFT(t, services+`
 	table inet firewall {
 		chain filter { type filter hook forward priority 10; tcp sport 8080 drop; }
 	}`)
