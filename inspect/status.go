@@ -328,7 +328,7 @@ func few(list []string) string {
 func WriteStatus(w io.Writer, s *Status) error {
 	t := tabwriter.NewWriter(w, 0, 0, 3, ' ', 0)
 	row := func(name string, parts ...string) {
-		fmt.Fprintln(t, printableRow([]string{name, joined(", ", parts...)}))
+		fmt.Fprintf(t, "%s\t%s\n", name, Printable(joined(", ", parts...)))
 	}
 	mode := s.Mode
 	if s.Variant != "" {

@@ -31,15 +31,6 @@ func Printable(s string) string {
 	return quoted[1 : len(quoted)-1]
 }
 
-// printableRow returns the cells of a row, joined as a tabwriter wants them.
-func printableRow(cells []string) string {
-	out := make([]string, len(cells))
-	for i, c := range cells {
-		out[i] = Printable(c)
-	}
-	return strings.Join(out, "\t")
-}
-
 // Table writes rows below a header, in kubectl's form.
 func Table(w io.Writer, header string, rows [][]string) error {
 	for _, r := range rows {
@@ -54,14 +45,22 @@ func Table(w io.Writer, header string, rows [][]string) error {
 func aligned(w io.Writer, header string, rows [][]string) error {
 	out := bufio.NewWriter(w) // A tabwriter writes each cell on its own.
 	t := tabwriter.NewWriter(out, 0, 0, 3, ' ', 0)
-	fmt.Fprintln(t, header)
+	line := append([]byte(header), '\n')
 	for _, r := range rows {
-		fmt.Fprintln(t, printableRow(r))
+		if _, err := t.Write(line); err != nil {
+			return err
+		}
+		line = line[:0]
+		for i, cell := range r {
+			if i > 0 {
+				line = append(line, '\t')
+			}
+			line = append(line, Printable(cell)...)
+		}
+		line = append(line, '\n')
 	}
-	if err := t.Flush(); err != nil {
-		return err
-	}
-	return out.Flush()
+	_, err := t.Write(line)
+	return cmp.Or(err, t.Flush(), out.Flush())
 }
 
 // WriteServicePorts writes a row for each ServicePort; wide adds policies and affinity. Ages are as of now.
@@ -70,7 +69,7 @@ func WriteServicePorts(w io.Writer, list []ServicePort, wide bool, now time.Time
 	if wide {
 		header += " INTERNAL EXTERNAL AFFINITY FAMILY CONNECTIONS BYTES-IN BYTES-OUT"
 	}
-	var rows [][]string
+	rows := make([][]string, 0, len(list))
 	for _, sp := range list {
 		row := []string{
 			sp.Namespace, sp.Name, sp.portText(), sp.ClusterIP, strings.Join(append(sp.LoadBalancerIPs[:len(sp.LoadBalancerIPs):len(sp.LoadBalancerIPs)], sp.ExternalIPs...), ","),
