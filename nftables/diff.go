@@ -33,10 +33,9 @@ func Planned(p *plan.Plan, f plan.Family, o Options, before *Table) *Table {
 	if before != nil {
 		s.have = before.elements
 	}
-	found := s.placesFound()
 	used := map[kind]bool{}
 	for _, sp := range p.Sorted(f) {
-		l.fill(place(found(sp), sp), t.elements, used)
+		l.fill(place(s.placesFound(sp), sp), t.elements, used)
 		for _, fe := range sp.Frontends {
 			t.owners[nameOf(f, fe)] = sp.Key.Service
 			if fe.Kind == plan.ClusterIP {

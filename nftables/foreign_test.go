@@ -483,7 +483,7 @@ func FuzzElement(f *testing.F) {
 			e := &engine{family: family, sets: all}
 			s := e.fullSync(plan.New(plan.Node{}, plan.Settings{}))
 			s.have[i] = v
-			_ = s.placesFound()(&plan.ServicePort{})
+			_ = s.placesFound(&plan.ServicePort{})
 			_ = rangesByFrontend(family, s.have)
 			_ = e.keptFor([]*plan.ServicePort{{}}, s.have)
 			_ = fmt.Sprint(e.difference(i, nil, &v))

@@ -174,7 +174,9 @@ type fullSync struct {
 	rebuild bool         // whether the table is created anew
 	have    map[id]value // elements in the kernel, except those found in the plan so far
 	foreign map[id]value // elements in the kernel that this program can't have written
-	shown   bool         // whether all of them are to be
+	// deferred are sets that are read some ServicePorts at a time, as these are compared: so only what differs of many elements is in have.
+	deferred [setCount]bool
+	shown    bool // whether all of them are to be
 	// remembers says that have is what the syncs before have written, and not what was read.
 	remembers bool
 	used      map[kind]bool
@@ -204,20 +206,20 @@ func (s *fullSync) unusable() bool {
 }
 
 // placesFound returns the endpoints of a ServicePort in the kernel.
-func (s *fullSync) placesFound() func(*plan.ServicePort) written {
-	cluster, local := s.places(clusterSets), s.places(localSets)
-	return func(sp *plan.ServicePort) (before written) {
-		for _, fe := range sp.Frontends {
-			name := nameOf(s.family, fe)
-			if before.cluster == nil {
-				before.cluster = cluster[name]
+func (s *fullSync) placesFound(sp *plan.ServicePort) (before written) {
+	for _, fe := range sp.Frontends {
+		name := nameOf(s.family, fe)
+		for _, k := range s.kindsFound(name) {
+			list := &before.cluster
+			if k.local {
+				list = &before.local
 			}
-			if before.local == nil {
-				before.local = local[name]
+			if *list == nil {
+				*list = s.places(name, k)
 			}
 		}
-		return before
 	}
+	return before
 }
 
 // write makes the kernel's content equal to the plan.
@@ -334,11 +336,19 @@ func (s *fullSync) unmet(ctx context.Context, emit func(group) error) (*wanted, 
 	d := &wanted{next: make(map[plan.Key]written, len(list)), users: make(map[netip.Addr]int, len(list))}
 	found := func(sp *plan.ServicePort) written { return s.current[sp.Key] }
 	if s.current == nil {
-		found = s.placesFound()
+		found = s.placesFound
 	}
+	read := 0 // how many of the list have their endpoints in s.have
 	stale := rangesByFrontend(s.family, s.have)
 	leadsTo := map[kind]bool{}
-	for _, sp := range list {
+	for n, sp := range list {
+		if n == read {
+			more, err := s.readAhead(ctx, list[n:])
+			if err != nil {
+				return nil, err
+			}
+			read += more
+		}
 		for _, fe := range sp.Frontends {
 			if fe.Kind == plan.ClusterIP {
 				if d.users[fe.Addr]++; d.users[fe.Addr] == 1 {
@@ -382,7 +392,7 @@ func (s *fullSync) unmet(ctx context.Context, emit func(group) error) (*wanted, 
 			}
 		}
 	}
-	return d, nil
+	return d, s.readRest(ctx, list)
 }
 
 // hasChain reports whether the kernel has the chain of a kind, or has it before anything of Services.

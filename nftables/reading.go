@@ -71,7 +71,8 @@ func (s *fullSync) readElements(ctx context.Context, settled bool) error {
 		return err
 	}
 	listed = nil
-	led := s.led()
+	led := s.led(s.frontendsFound())
+	later := s.current == nil && !s.shown
 	for _, set := range []setID{endpoints, localEndpoints, choices, localChoices} {
 		n := 0
 		for _, l := range led[set] {
@@ -79,10 +80,13 @@ func (s *fullSync) readElements(ctx context.Context, settled bool) error {
 		}
 		if s.size(set, n) <= s.mostListed {
 			listed = append(listed, set)
-		} else if _, err := s.ask(ctx, set, indices(led[set])); err != nil {
-			return err
-		} else {
-			s.unread[set] = !s.shown
+			continue
+		}
+		s.deferred[set], s.unread[set] = later, !s.shown
+		if !later {
+			if _, err := s.ask(ctx, set, indices(led[set])); err != nil {
+				return err
+			}
 		}
 	}
 	if err := s.list(ctx, settled, listed); err != nil {
@@ -90,16 +94,87 @@ func (s *fullSync) readElements(ctx context.Context, settled bool) error {
 	}
 	listed = nil
 	for _, of := range []endpointSets{clusterSets, localSets} {
-		chosen := s.chosen(of)
-		if s.size(of.sticky, len(chosen)) <= s.mostListed {
+		chosen := s.chosen(of, led[of.choice])
+		n := len(chosen)
+		if s.deferred[of.choice] {
+			n = s.mostListed + 1
+		}
+		if s.size(of.sticky, n) <= s.mostListed {
 			listed = append(listed, of.sticky)
-		} else if _, err := s.ask(ctx, of.sticky, maps.Keys(chosen)); err != nil {
-			return err
-		} else {
-			s.unread[of.sticky] = !s.shown
+			continue
+		}
+		s.deferred[of.sticky], s.unread[of.sticky] = later, !s.shown
+		if !later {
+			if _, err := s.ask(ctx, of.sticky, maps.Keys(chosen)); err != nil {
+				return err
+			}
 		}
 	}
 	return s.list(ctx, settled, listed)
+}
+
+// mostAhead is how many numbers of frontends are read before the first of them is compared.
+const mostAhead = 8 * mostAsked
+
+// readAhead reads the endpoints of ServicePorts in sets that are deferred, from the first of a list on, and returns of how many it has read
+// them.
+func (s *fullSync) readAhead(ctx context.Context, list []*plan.ServicePort) (read int, err error) {
+	if s.deferred == ([setCount]bool{}) {
+		return len(list), nil
+	}
+	size := 0
+	led := s.led(func(yield func(string) bool) {
+		for _, sp := range list {
+			if size > mostAhead {
+				return
+			}
+			read++
+			for _, fe := range sp.Frontends {
+				name := nameOf(s.family, fe)
+				for _, k := range s.kindsFound(name) {
+					size += k.count
+				}
+				yield(name)
+			}
+		}
+	})
+	return read, s.readLed(ctx, led)
+}
+
+// readRest reads the endpoints of frontends that none of the ServicePorts has in sets that are deferred.
+func (s *fullSync) readRest(ctx context.Context, list []*plan.ServicePort) error {
+	if s.deferred == ([setCount]bool{}) {
+		return nil
+	}
+	rest := map[string]bool{}
+	for name := range s.frontendsFound() {
+		rest[name] = true
+	}
+	for _, sp := range list {
+		for _, fe := range sp.Frontends {
+			delete(rest, nameOf(s.family, fe))
+		}
+	}
+	return s.readLed(ctx, s.led(maps.Keys(rest)))
+}
+
+// readLed reads what frontends lead to in sets that are deferred.
+func (s *fullSync) readLed(ctx context.Context, led [setCount][]numbers) error {
+	for _, of := range []endpointSets{clusterSets, localSets} {
+		for _, set := range []setID{of.plain, of.choice} {
+			if s.deferred[set] && len(led[set]) > 0 {
+				if _, err := s.ask(ctx, set, indices(led[set])); err != nil {
+					return err
+				}
+			}
+		}
+		if s.deferred[of.sticky] && len(led[of.choice]) > 0 {
+			if _, err := s.ask(ctx, of.sticky, maps.Keys(s.chosen(of, led[of.choice]))); err != nil {
+				return err
+			}
+		}
+	}
+	return nil
 }
 
 // counted is how many elements a set has; 0 where the kernel does not tell.
@@ -186,21 +261,42 @@ func (s *fullSync) frontends(set setID) iter.Seq[string] {
 	return maps.Keys(keys)
 }
 
+// frontendsFound are the frontends in the kernel.
+func (s *fullSync) frontendsFound() iter.Seq[string] {
+	return func(yield func(string) bool) {
+		for i := range s.have {
+			_, twice := s.have[id{services, i.key}]
+			if (i.set == services || i.set == servicesWithin && !twice) && !yield(i.key) {
+				return
+			}
+		}
+	}
+}
+
+// kindsFound are the kinds that a frontend in the kernel has.
+func (s *fullSync) kindsFound(name string) (out []kind) {
+	for _, set := range []setID{services, servicesWithin} {
+		if v, is := s.have[id{set, name}]; is {
+			if k, known := kindOf(nativeNumber(v.data)); known {
+				out = append(out, k)
+			}
+		}
+	}
+	return out
+}
+
 // led returns the numbers that frontends in the kernel have, by the map that these are in.
-func (s *fullSync) led() (out [setCount][]numbers) {
-	for i, v := range s.have {
-		if i.set != services && i.set != servicesWithin {
-			continue
+func (s *fullSync) led(names iter.Seq[string]) (out [setCount][]numbers) {
+	for name := range names {
+		for _, k := range s.kindsFound(name) {
+			set := setsOf(k).plain
+			if k.affinity > 0 {
+				set = setsOf(k).choice
+			}
+			if k.count > 0 {
+				out[set] = append(out[set], numbers{name, k.count})
+			}
 		}
-		k, known := kindOf(nativeNumber(v.data))
-		if !known || k.count == 0 {
-			continue
-		}
-		set := setsOf(k).plain
-		if k.affinity > 0 {
-			set = setsOf(k).choice
-		}
-		out[set] = append(out[set], numbers{i.key, k.count})
 	}
 	return out
 }
@@ -218,12 +314,13 @@ func indices(list []numbers) iter.Seq[string] {
 }
 
 // chosen are the keys of the endpoints that choices in the kernel lead to.
-func (s *fullSync) chosen(of endpointSets) map[string]bool {
+func (s *fullSync) chosen(of endpointSets, led []numbers) map[string]bool {
 	out := map[string]bool{}
-	n := 4 * nameRegisters(s.family)
-	for i, v := range s.have {
-		if i.set == of.choice {
-			out[i.key[:n]+v.data] = true
+	for _, l := range led {
+		for n := range l.count {
+			if v, is := s.have[id{of.choice, indexed(l.name, uint32(n))}]; is {
+				out[l.name+v.data] = true
+			}
 		}
 	}
 	return out
@@ -468,27 +565,20 @@ func (e *engine) remembered() map[id]value {
 	return out
 }
 
-// places returns the endpoints of each frontend in the kernel, indexed by their numbers.
-func (s *fullSync) places(of endpointSets) map[string][]netip.AddrPort {
-	out := map[string][]netip.AddrPort{}
-	n := 4 * nameRegisters(s.family)
-	for i, v := range s.have {
-		if i.set == of.choice {
-			v = s.have[id{set: of.sticky, key: i.key[:n] + v.data}]
-		} else if i.set != of.plain {
-			continue
+// places returns the endpoints of a frontend in the kernel that has a kind, indexed by their numbers.
+func (s *fullSync) places(name string, k kind) []netip.AddrPort {
+	of, n := setsOf(k), s.family.Bits()/8
+	out := make([]netip.AddrPort, k.count)
+	for i := range out {
+		v, is := s.have[id{of.plain, indexed(name, uint32(i))}]
+		if k.affinity > 0 {
+			choice := s.have[id{of.choice, indexed(name, uint32(i))}]
+			v, is = s.have[id{of.sticky, name + choice.data}]
 		}
-		index := int(nativeNumber(i.key[n:]))
-		if v.data == "" || index >= maxCount {
-			continue
+		if is {
+			a, _ := netip.AddrFromSlice([]byte(v.data[:n]))
+			out[i] = netip.AddrPortFrom(a, bigEndianNumber(v.data[n:]))
 		}
-		list := out[i.key[:n]]
-		for len(list) <= index {
-			list = append(list, netip.AddrPort{})
-		}
-		a, _ := netip.AddrFromSlice([]byte(v.data[:s.family.Bits()/8]))
-		list[index] = netip.AddrPortFrom(a, bigEndianNumber(v.data[s.family.Bits()/8:]))
-		out[i.key[:n]] = list
 	}
 	return out
 }

@@ -11,6 +11,7 @@
 package netlink
 
 import (
+	"cmp"
 	"errors"
 	"fmt"
 
@@ -141,15 +142,15 @@ func (c *Conn) Ask(m Message) (answer []byte, err error) {
 	return answer, err
 }
 
-// maxAsked is the number of questions that are asked at once: so few that an answer to each, for which the kernel may take a page and more,
+// AskedAtOnce is how many answers are asked for at once: so few that an answer, for which the kernel may take a page and more,
 // fits into the receive buffer of a socket that could not be made larger than is usual.
-const maxAsked = 64
+const AskedAtOnce = 64
 
 // AskAll sends requests, each of which is answered with one message, and calls each, in order, with their indexes and the bodies of the
 // answers, which are valid only during the call, or with errors. It stops at the first error of each.
 func (c *Conn) AskAll(requests []Message, each func(i int, answer []byte, err error) error) error {
-	for start := 0; start < len(requests); start += maxAsked {
-		some := requests[start:min(start+maxAsked, len(requests))]
+	for start := 0; start < len(requests); start += AskedAtOnce {
+		some := requests[start:min(start+AskedAtOnce, len(requests))]
 		first := c.seq + 1
 		if err := c.send(-1, some...); err != nil {
 			return err
@@ -177,6 +178,32 @@ func (c *Conn) AskAll(requests []Message, each func(i int, answer []byte, err er
 		}
 	}
 	return nil
+}
+
+// AskFor sends a request that is answered with n messages, or with fewer and an error, and calls each with the bodies of the messages, which
+// are valid only during the call. It stops at the first error of each. n may be as many as AskAll asks for at once: AskedAtOnce.
+func (c *Conn) AskFor(m Message, n int, each func(answer []byte) error) error {
+	if err := c.send(-1, m); err != nil {
+		return err
+	}
+	var failed error
+	for done := false; n > 0 && !done; {
+		err := c.receive(func(h Header, body []byte) {
+			switch {
+			case h.Seq != c.seq || done || n == 0: // Of an abandoned request, for one.
+			case h.Type == unix.NLMSG_ERROR:
+				done, failed = true, cmp.Or(failed, Outcome(body))
+			default:
+				if n--; failed == nil {
+					failed = each(body)
+				}
+			}
+		})
+		if err != nil {
+			return err
+		}
+	}
+	return failed
 }
 
 // Dump sends a request that is answered with any number of messages, and calls each with their bodies, which are valid only during

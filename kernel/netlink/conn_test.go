@@ -142,7 +142,7 @@ func TestAskAll(t *testing.T) {
 		return [][]byte{append(late, Message{Type: 20, Body: body[:1]}.Append(nil, h.Seq)...), late}
 	}
 	c := NewConn(s)
-	requests := make([]Message, 2*maxAsked+10)
+	requests := make([]Message, 2*AskedAtOnce+10)
 	for i := range requests {
 		requests[i] = Message{Type: 1, Body: []byte{byte(i)}}
 	}
@@ -155,7 +155,7 @@ func TestAskAll(t *testing.T) {
 		next++
 		return nil
 	})
-	if err != nil || next != len(requests) || !slices.Equal(s.sent, []int{maxAsked, maxAsked, 10}) {
+	if err != nil || next != len(requests) || !slices.Equal(s.sent, []int{AskedAtOnce, AskedAtOnce, 10}) {
 		t.Errorf("%d answers, sent in %v: %v", next, s.sent, err)
 	}
 	enough := errors.New("enough")

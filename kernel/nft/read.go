@@ -7,6 +7,7 @@ import (
 	"hash/maphash"
 	"iter"
 	"maps"
+	"slices"
 
 	"golang.org/x/sys/unix"
 
@@ -272,26 +273,59 @@ func (c *Conn) Element(f plan.Family, table string, s Set, e Element) (Element, 
 // It stops at the first error of each. Other than a listing, it finds every element that is there all the while, and its time is proportional
 // to the number of keys.
 func (c *Conn) Find(f plan.Family, table string, keys []ElementKey, each func(i int, e Element, is bool) error) error {
-	requests := make([]netlink.Message, len(keys))
-	for i, k := range keys {
-		requests[i] = netlink.Message{Type: getElements, Body: netlink.Buffer{Protocol(f), 0, 0, 0}.Text(tableAttr, table).
-			Text(unix.NFTA_SET_ELEM_LIST_SET, k.Set).
-			Nest(unix.NFTA_SET_ELEM_LIST_ELEMENTS, func(b netlink.Buffer) netlink.Buffer {
-				return appendElement(b, Element{Key: k.Key}, false)
-			})}
-	}
-	return c.conn.AskAll(requests, func(i int, answer []byte, err error) error {
-		k := keys[i]
-		if err != nil && !errors.Is(err, unix.ENOENT) {
-			return fmt.Errorf("reading an element of set %s of nftables: %w", k.Set, err)
-		}
+	i := 0
+	var stopped error
+	next := func(answer []byte) error {
+		e, is := Element{}, false
 		for _, raw := range listed(answer) {
-			if got := parseElement(raw); got.Key == k.Key {
-				return each(i, got, true)
+			if got := parseElement(raw); got.Key == keys[i].Key {
+				e, is = got, true
 			}
 		}
-		return each(i, Element{}, false)
-	})
+		i++
+		stopped = each(i-1, e, is)
+		return stopped
+	}
+	for i < len(keys) {
+		some := keys[i:min(i+netlink.AskedAtOnce, len(keys))]
+		if other := slices.IndexFunc(some, func(k ElementKey) bool { return k.Set != some[0].Set }); other > 0 {
+			some = some[:other]
+		}
+		end := i + len(some)
+		// One request for all of them takes less time than one for each. But the kernel stops at the first that is not there.
+		err := c.conn.AskFor(question(f, table, some), len(some), next)
+		if errors.Is(err, unix.ENOENT) && stopped == nil {
+			var single []netlink.Message
+			for n := range keys[i:end] {
+				single = append(single, question(f, table, keys[i+n:][:1]))
+			}
+			err = c.conn.AskAll(single, func(_ int, answer []byte, err error) error {
+				if err != nil && !errors.Is(err, unix.ENOENT) {
+					return err
+				}
+				return next(answer)
+			})
+		}
+		if stopped != nil {
+			return stopped
+		}
+		if err != nil {
+			return fmt.Errorf("reading elements of set %s of nftables: %w", some[0].Set, err)
+		}
+	}
+	return nil
+}
+
+// question asks for elements of one set.
+func question(f plan.Family, table string, keys []ElementKey) netlink.Message {
+	return netlink.Message{Type: getElements, Body: netlink.Buffer{Protocol(f), 0, 0, 0}.Text(tableAttr, table).
+		Text(unix.NFTA_SET_ELEM_LIST_SET, keys[0].Set).
+		Nest(unix.NFTA_SET_ELEM_LIST_ELEMENTS, func(b netlink.Buffer) netlink.Buffer {
+			for _, k := range keys {
+				b = appendElement(b, Element{Key: k.Key}, false)
+			}
+			return b
+		})}
 }
 
 const getElements = unix.NFNL_SUBSYS_NFTABLES<<8 | unix.NFT_MSG_GETSETELEM
