@@ -3,6 +3,7 @@
 package main
 
 import (
+	"encoding/json"
 	"errors"
 	"flag"
 	"fmt"
@@ -11,14 +12,11 @@ import (
 	"os/exec"
 	"path/filepath"
 	"strings"
-	"text/tabwriter"
 	"time"
 
 	"nodeproxy/e2e/harness"
+	"nodeproxy/inspect"
 	"nodeproxy/plan"
-	"nodeproxy/proxier"
-	"nodeproxy/source/controlplane"
-	"nodeproxy/source/manifest"
 )
 
 func main() {
@@ -68,17 +66,12 @@ func kernelHasIPVS() error {
 	return nil
 }
 
-var (
-	serviceCIDRs = []netip.Prefix{harness.ServiceCIDR4, harness.ServiceCIDR6}
-	clusterCIDRs = []netip.Prefix{harness.ClusterCIDR4, harness.ClusterCIDR6}
-)
-
 type demo struct {
 	mode     harness.Mode
 	examples string
 	world    *harness.World
 	daemon   *harness.Daemon
-	plan     *plan.Plan
+	served   []inspect.ServicePort
 	db       string // the name of the server outside the cluster
 }
 
@@ -88,18 +81,11 @@ type step struct {
 }
 
 func (d *demo) run() error {
-	held := step{"The rules of shop/web, from iptables-save on node1", d.chains}
-	switch d.mode {
-	case harness.IPVS:
-		held = step{"What node1's kernel has of shop/web", d.servers}
-	case harness.NFTables:
-		held = step{"The elements of shop/web, from nft list map on node1", d.elements}
-	}
 	for _, step := range []step{
 		{"A node with pods, two more nodes, and a client outside, in network namespaces", d.setUp},
 		{"nodeproxy run --mode=" + string(d.mode) + ", on node1, over examples/", d.start},
-		{"What it serves", d.services},
-		held,
+		{"What it serves, and what becomes of one Service", d.services},
+		{"What the kernel has of shop/web", d.rules},
 		{"Requests", d.requests},
 		{"A manifest is edited: pod web-3 becomes ready", d.edit},
 		{"An endpoint goes away under load: pod web-1 is no longer ready", d.remove},
@@ -137,11 +123,11 @@ func (d *demo) setUp() error {
 	return nil
 }
 
-func join(prefixes []netip.Prefix) string { return prefixes[0].String() + "," + prefixes[1].String() }
+func (d *demo) socket() string { return filepath.Join(d.world.Dir, "nodeproxy.sock") }
 
 func (d *demo) startDaemon() (err error) {
-	d.daemon, err = d.world.StartDaemon(d.world.Node1(),
-		"--service-cidr="+join(serviceCIDRs), "--cluster-cidr="+join(clusterCIDRs))
+	d.daemon, err = d.world.StartDaemon(d.world.Node1(), "--cluster-cidr="+harness.ClusterCIDR4.String()+","+harness.ClusterCIDR6.String(),
+		"--socket="+d.socket())
 	if err != nil {
 		return err
 	}
@@ -183,52 +169,74 @@ func finding(line string) (object, detail string, ok bool) {
 	return object, detail, ok && detail != ""
 }
 
-// services prints the plan that the daemon follows, made here in the same way from the same manifests.
+// nodeproxy runs a command that asks the daemon, and returns what it prints.
+func (d *demo) nodeproxy(args ...string) (string, error) {
+	path, err := harness.Binary()
+	if err != nil {
+		return "", err
+	}
+	return d.world.Node1().Output(path, append(args, "--socket="+d.socket())...)
+}
+
 func (d *demo) services() error {
-	batch, err := manifest.Load(manifest.Config{Path: d.world.Manifests, Ranges: controlplane.Ranges{ServiceCIDRs: serviceCIDRs}})
+	for _, args := range [][]string{{"get", "services", "--all-namespaces"}, {"explain", "shop/web"}} {
+		out, err := d.nodeproxy(args...)
+		if err != nil {
+			return err
+		}
+		show("nodeproxy "+strings.Join(args, " "), out)
+	}
+	list, err := d.nodeproxy("get", "services", "--all-namespaces", "--output=json")
 	if err != nil {
 		return err
 	}
-	state := proxier.NewState("node1", plan.Settings{}, plan.Families[:], nil)
-	state.Apply(batch)
-	d.plan, _ = state.Update()
-	out := tabwriter.NewWriter(os.Stdout, 0, 0, 2, ' ', 0)
-	fmt.Fprintln(out, "   SERVICE\tCLUSTER IP\tPORT\tALSO AT\tENDPOINTS")
-	for _, f := range plan.Families {
-		for _, sp := range d.plan.Sorted(f) {
-			var also, to []string
-			for _, fe := range sp.Frontends[1:] {
-				switch fe.Kind {
-				case plan.NodePort:
-					also = append(also, fmt.Sprintf("node port %d", fe.Port))
-				case plan.LoadBalancerIP, plan.ExternalIP:
-					also = append(also, fe.Addr.String())
-				}
-			}
-			for _, ep := range sp.All() {
-				to = append(to, ep.Addr.String())
-			}
-			if to == nil {
-				to = []string{"none: refused"}
-			}
-			first := sp.Frontends[0]
-			fmt.Fprintf(out, "   %s\t%s\t%d/%s\t%s\t%s\n", sp.Key.PortName(), first.Addr, first.Port, first.Protocol,
-				strings.Join(also, ", "), strings.Join(to, " "))
-		}
+	return json.Unmarshal([]byte(list), &d.served)
+}
+
+// show prints what a command has printed.
+func show(command, out string) {
+	fmt.Printf("   # %s\n", command)
+	for line := range strings.Lines(out) {
+		fmt.Println(strings.TrimRight("   "+line, " \n"))
 	}
-	return out.Flush()
+}
+
+// rules shows what the kernel has of shop/web, by the kernel's own tools.
+func (d *demo) rules() error {
+	for _, command := range map[harness.Mode][]string{
+		harness.IPTables: {"iptables-nft-save -t nat | grep shop/web"},
+		harness.NFTables: {"nft -s list map ip nodeproxy services | grep -o '[0-9].*shop/web.*'",
+			"nft -s list map ip nodeproxy endpoints | grep -o '[0-9].* 10.244.[12].10 . 8080'"},
+		harness.IPVS: {"ipset list KUBE-NODE-PORT | grep tcp:30080", "ipvsadm -Ln | grep -B2 10.244.2.10:8080",
+			"ip route show table local type local dev kube-ipvs0"},
+	}[d.mode] {
+		out, err := d.world.Node1().Output("sh", "-c", command)
+		if err == nil && out == "" {
+			err = fmt.Errorf("%s prints nothing", command)
+		}
+		if err != nil {
+			return err
+		}
+		show(command, out)
+	}
+	return nil
 }
 
 // frontend finds where a Service is reached.
 func (d *demo) frontend(service string, kind plan.FrontendKind, family plan.Family) (plan.Frontend, error) {
-	for _, sp := range d.plan.Sorted(family) {
-		for _, f := range sp.Frontends {
-			if sp.Key.Service.String() == service && f.Kind == kind {
-				if f.Kind == plan.NodePort {
-					f.Addr = d.world.Node1().IP(int(family))
-				}
-				return f, nil
-			}
+	for _, sp := range d.served {
+		if sp.Namespace+"/"+sp.Name != service || sp.Family != family.String() {
+			continue
+		}
+		f := plan.Frontend{Kind: kind, Protocol: sp.Protocol, Port: sp.Number}
+		addresses := map[plan.FrontendKind][]string{plan.ClusterIP: {sp.ClusterIP}, plan.LoadBalancerIP: sp.LoadBalancerIPs, plan.ExternalIP: sp.ExternalIPs}[kind]
+		if kind == plan.NodePort {
+			addresses, f.Port = []string{d.world.Node1().IP(int(family)).String()}, sp.NodePort
+		}
+		if len(addresses) > 0 && f.Port > 0 {
+			var err error
+			f.Addr, err = netip.ParseAddr(addresses[0])
+			return f, err
 		}
 	}
 	return plan.Frontend{}, fmt.Errorf("%s has no %s in %s", service, kind, family)
