@@ -1,20 +1,16 @@
 package main
 
 import (
-	"archive/tar"
 	"bytes"
-	"compress/gzip"
 	"context"
 	"encoding/json"
 	"errors"
 	"fmt"
-	"io"
 	"io/fs"
 	"net/http"
 	"net/netip"
 	"os"
 	"os/exec"
-	"regexp"
 	"strings"
 	"sync"
 	"syscall"
@@ -22,6 +18,7 @@ import (
 
 	"github.com/spf13/cobra"
 
+	"nodeproxy/cmd/nodeproxy/bugreport"
 	"nodeproxy/inspect"
 	"nodeproxy/kernel/names"
 	"nodeproxy/plan"
@@ -104,22 +101,22 @@ func supportCommand() *cobra.Command {
 			report := gather(cmd.Context(), inspect.NewClient(i.socket()), i.socket(), health)
 			has := "it has names and addresses of Services and endpoints"
 			if hash {
-				newAnonymizer().report(report)
+				bugreport.HashNames(report)
 				has = "names and addresses are replaced by hashes where they are recognised, and a message may quote others"
 			}
 			w := cmd.OutOrStdout()
 			if file == "-" {
-				if err := writeReport(w, report, now); err != nil {
+				if err := bugreport.Write(w, report, now); err != nil {
 					return err
 				}
 				w, file = cmd.ErrOrStderr(), "standard output"
-			} else if err := newReport(file, report, now); errors.Is(err, fs.ErrPermission) || errors.Is(err, syscall.EROFS) {
+			} else if err := bugreport.Create(file, report, now); errors.Is(err, fs.ErrPermission) || errors.Is(err, syscall.EROFS) {
 				return fmt.Errorf("%w; -o - writes the archive to standard output, and -o FILE elsewhere", err)
 			} else if err != nil {
 				return err
 			}
 			for _, f := range report {
-				fmt.Fprintf(w, "%9d  %s\n", len(f.text), f.name)
+				fmt.Fprintf(w, "%9d  %s\n", len(f.Text), f.Name)
 			}
 			fmt.Fprintf(w, "Written to %s. Look through it before you give it to anybody: %s.\n", file, has)
 			return nil
@@ -133,52 +130,11 @@ func supportCommand() *cobra.Command {
 	return cmd
 }
 
-// reportFile is a file of a bug report.
-type reportFile struct{ name, text string }
-
-var (
-	// secrets match what must not leave the node, wherever it may be: tokens, and the content of certificates and keys.
-	// Of a certificate or key whose end is cut off, everything that may be base64.
-	secrets = regexp.MustCompile(`(?s)-----BEGIN [A-Z ]+-----(?:.*?-----END [A-Z ]+-----|[A-Za-z0-9+/=\s\\]*)|` +
-		`(?i:bearer +|authorization\W{1,6}basic +)[-._~+/A-Za-z0-9]+=*|eyJ[-_A-Za-z0-9]{10,}\.[-_A-Za-z0-9]+\.[-_A-Za-z0-9]*`)
-	// logins match what stands in a URL before the host: a name and a password, in which any character may be, or a token.
-	logins = regexp.MustCompile(`://[^\s"']+@`)
-	// secretKeys match a key whose value is secret by its name, as group 1, what is between them, and the value.
-	secretKeys = regexp.MustCompile(`(?i)([\w./-]*(?:token|passw(?:or)?d|passphrase|secret|(?:api|access|private)[-_]?key|key-data))(\\?["']? *[=:] *)(\\"[^"]*\\"|"(?:[^"\\]|\\.)*"|'[^']*'|[^\s"',;]+)`)
-	// objectName matches the namespace and name of an object, behind which a colon and a port may follow. A key with a prefix has a
-	// domain in place of the namespace.
-	objectName = regexp.MustCompile(`^[a-z0-9-]+/[a-z0-9-]+$`)
-)
-
-// redact replaces what is secret in a text.
-func redact(text string) string {
-	text = secrets.ReplaceAllString(text, redacted)
-	text = logins.ReplaceAllString(text, "://"+redacted+"@")
-	return secretKeys.ReplaceAllStringFunc(text, func(match string) string {
-		part := secretKeys.FindStringSubmatch(match)
-		key, between, value := part[1], part[2], part[3]
-		if objectName.MatchString(key) && strings.HasPrefix(between, ":") {
-			return match // Service shop/vault-token:http
-		}
-		quote := ""
-		for _, q := range []string{`\"`, `"`, `'`} {
-			if strings.HasPrefix(value, q) {
-				quote = q
-				break
-			}
-		}
-		return key + between + quote + redacted + quote
-	})
-}
-
-// redacted is in place of a secret.
-const redacted = "REDACTED"
-
 // gather collects a bug report. What can't be read is replaced by the reason.
-func gather(ctx context.Context, client *inspect.Client, socket string, health netip.AddrPort) []reportFile {
-	var out []reportFile
+func gather(ctx context.Context, client *inspect.Client, socket string, health netip.AddrPort) []bugreport.File {
+	var out []bugreport.File
 	add := func(name, text string) {
-		out = append(out, reportFile{name, redact(text)})
+		out = append(out, bugreport.File{Name: name, Text: bugreport.Redact(text)})
 	}
 	add("version.txt", version+"\n")
 	status, err := client.Status(ctx)
@@ -271,32 +227,4 @@ func asJSON(value any, err error) string {
 		}
 	}
 	return err.Error()
-}
-
-// newReport makes a file that only its owner can read.
-func newReport(file string, report []reportFile, now time.Time) (err error) {
-	f, err := os.OpenFile(file, os.O_WRONLY|os.O_CREATE|os.O_EXCL, 0o600)
-	if err != nil {
-		return err
-	}
-	defer func() {
-		if err = errors.Join(err, f.Close()); err != nil {
-			_ = os.Remove(file) // It is cut off.
-		}
-	}()
-	return writeReport(f, report, now)
-}
-
-func writeReport(w io.Writer, report []reportFile, now time.Time) error {
-	z := gzip.NewWriter(w)
-	t := tar.NewWriter(z)
-	for _, r := range report {
-		if err := t.WriteHeader(&tar.Header{Name: "nodeproxy-support/" + r.name, Mode: 0o600, Size: int64(len(r.text)), ModTime: now}); err != nil {
-			return err
-		}
-		if _, err := io.WriteString(t, r.text); err != nil {
-			return err
-		}
-	}
-	return errors.Join(t.Close(), z.Close())
 }

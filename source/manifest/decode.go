@@ -21,6 +21,7 @@ type body struct {
 	obj    any             // made by controlplane.Type.New; nil for types that are not used
 	issues []issue
 	bad    bool   // it can't be read, or an API server would refuse it
+	unread bool   // the text breaks the rules of YAML or JSON: what it holds is not known
 	other  string // type of an object that is not used
 	prefix string // of field paths, within a list
 }
@@ -57,7 +58,7 @@ func decode(doc *document.Document) []*body {
 
 // unread returns the body of a document that breaks the rules of YAML or JSON after a node.
 func unread(before *yaml.Node, err error) []*body {
-	b := &body{bad: true}
+	b := &body{bad: true, unread: true}
 	if before != nil {
 		if text, err := document.ToJSON(before, 1024); err == nil {
 			if h := readHead(text); h.Used() && h.Metadata.Name != "" {

@@ -27,6 +27,9 @@ type file struct {
 	entries []*entry // in force, in order
 	// fault is what keeps the file from being in force as it is; empty if nothing does.
 	fault string
+	// without says that it is in force without objects that an API server would refuse. That is no fault of this node's, but the kernel may hold
+	// rules for what they were before a start.
+	without bool
 }
 
 // decoded is a document and its content.
@@ -115,7 +118,7 @@ func (f *file) cutOff(r *reading) bool {
 // force: then what can be read of it is used. It returns what there is to say of the version.
 func (f *file) put(r *reading) (remarks []remark) {
 	line, detail := f.unreadable(r)
-	f.err, f.fault = r.err, ""
+	f.err, f.fault, f.without = r.err, "", false
 	if r.info != nil {
 		f.info = r.info
 	}
@@ -156,7 +159,11 @@ func (f *file) put(r *reading) (remarks []remark) {
 			is.Object, is.LeftOut = e.id.String(), e.bad
 			rem := remark{issue: is, entry: e}
 			remarks = append(remarks, rem)
-			if f.fault == "" && e.bad {
+			switch {
+			case !e.bad:
+			case !keep && !e.unread:
+				f.without = true
+			case f.fault == "":
 				f.fault = rem.located()
 			}
 		}

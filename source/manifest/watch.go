@@ -131,8 +131,10 @@ func (w *watch) look(now time.Time) {
 		w.filled = w.tree.info
 	}
 	batch := w.store.update(readings, gone)
-	faults := w.report(missing, effectBelow)
-	whole := faults == 0 && !waits
+	whole := w.report(missing, effectBelow) == 0 && !waits
+	for _, f := range w.store.files {
+		whole = whole && !f.without
+	}
 	batch.Synced = !w.synced
 	switch {
 	case !w.synced && !whole:

@@ -1,4 +1,4 @@
-package main
+package top
 
 import (
 	"cmp"
@@ -15,21 +15,21 @@ import (
 	"nodeproxy/inspect"
 )
 
-// topSample is what top learns at one time.
-type topSample struct {
-	traffic *inspect.Traffic
-	syncs   []inspect.Sync
-	err     error
+// Sample is what is known at one time.
+type Sample struct {
+	Traffic *inspect.Traffic
+	Syncs   []inspect.Sync
+	Err     error
 }
 
-// topRow is the traffic of a ServicePort, per second, and its connections in all. What is not counted is below zero.
-type topRow struct {
+// row is the traffic of a ServicePort, per second, and its connections in all. What is not counted is below zero.
+type row struct {
 	inspect.PortTraffic
 	connections, packets, bytes float64
 }
 
-// topRows returns the rates between two readings; before the second, zero.
-func topRows(before, now *inspect.Traffic) []topRow {
+// ratesOf returns the rates between two readings; before the second, zero.
+func ratesOf(before, now *inspect.Traffic) []row {
 	known := map[inspect.PortTraffic]inspect.PortTraffic{}
 	identity := func(p inspect.PortTraffic) inspect.PortTraffic {
 		return inspect.PortTraffic{Namespace: p.Namespace, Name: p.Name, Port: p.Port, Protocol: p.Protocol, Family: p.Family}
@@ -58,7 +58,7 @@ func topRows(before, now *inspect.Traffic) []topRow {
 		}
 		return in + max(out, 0)
 	}
-	var rows []topRow
+	var rows []row
 	for _, p := range now.Ports {
 		then, ok := known[identity(p)]
 		if !ok && before != nil { // A new one, whose counters began at zero.
@@ -66,7 +66,7 @@ func topRows(before, now *inspect.Traffic) []topRow {
 		} else if !ok {
 			then = p
 		}
-		rows = append(rows, topRow{
+		rows = append(rows, row{
 			p, rate(then.Connections, p.Connections),
 			rate(sum(then.PacketsIn, then.PacketsOut), sum(p.PacketsIn, p.PacketsOut)), rate(sum(then.BytesIn, then.BytesOut), sum(p.BytesIn, p.BytesOut)),
 		})
@@ -74,24 +74,24 @@ func topRows(before, now *inspect.Traffic) []topRow {
 	return rows
 }
 
-// topOrders are how rows can be sorted: the key to press, and what it means.
-var topOrders = []struct {
+// orders are how rows can be sorted: the key to press, and what it means.
+var orders = []struct {
 	key, name string
-	compare   func(a, b topRow) int
+	compare   func(a, b row) int
 }{
-	{"c", "connections", func(a, b topRow) int { return cmp.Compare(b.connections, a.connections) }},
-	{"p", "packets", func(a, b topRow) int { return cmp.Compare(b.packets, a.packets) }},
-	{"b", "bytes", func(a, b topRow) int { return cmp.Compare(b.bytes, a.bytes) }},
-	{"t", "total", func(a, b topRow) int { return cmp.Compare(b.Connections, a.Connections) }},
-	{"n", "name", func(topRow, topRow) int { return 0 }},
+	{"c", "connections", func(a, b row) int { return cmp.Compare(b.connections, a.connections) }},
+	{"p", "packets", func(a, b row) int { return cmp.Compare(b.packets, a.packets) }},
+	{"b", "bytes", func(a, b row) int { return cmp.Compare(b.bytes, a.bytes) }},
+	{"t", "total", func(a, b row) int { return cmp.Compare(b.Connections, a.Connections) }},
+	{"n", "name", func(row, row) int { return 0 }},
 }
 
-// topView is what is shown of the samples.
-type topView struct {
+// view is what is shown of the samples.
+type view struct {
 	before, now   *inspect.Traffic
 	syncs         []inspect.Sync
 	err           error
-	order         int // in topOrders
+	order         int // in orders
 	filter        string
 	namespace     string // "" for all
 	width, height int
@@ -100,41 +100,41 @@ type topView struct {
 }
 
 // take takes a sample in.
-func (v *topView) take(s topSample) {
-	if v.err = s.err; s.err == nil {
-		v.before, v.now, v.syncs = v.now, s.traffic, s.syncs
+func (v *view) take(s Sample) {
+	if v.err = s.Err; s.Err == nil {
+		v.before, v.now, v.syncs = v.now, s.Traffic, s.Syncs
 	}
 }
 
 // rows returns the rows that the filter leaves, in order.
-func (v *topView) rows() []topRow {
-	rows := slices.DeleteFunc(topRows(v.before, v.now), func(r topRow) bool {
+func (v *view) rows() []row {
+	rows := slices.DeleteFunc(ratesOf(v.before, v.now), func(r row) bool {
 		text := r.Namespace + "/" + r.Name + ":" + r.Port + "/" + string(r.Protocol) + " " + r.Family
 		return v.namespace != "" && r.Namespace != v.namespace || !strings.Contains(strings.ToLower(text), strings.ToLower(v.filter))
 	})
-	slices.SortStableFunc(rows, topOrders[v.order].compare)
+	slices.SortStableFunc(rows, orders[v.order].compare)
 	return rows
 }
 
 // traffic returns a table of rows, without the columns that the mode does not count.
-func (v *topView) traffic(rows []topRow) string {
+func (v *view) traffic(rows []row) string {
 	header := "NAMESPACE NAME PORT FAMILY"
 	columns := []struct {
 		title string
-		cell  func(topRow) float64
+		cell  func(row) float64
 		show  func(float64) string
 	}{
-		{"CONN/s", func(r topRow) float64 { return r.connections }, perSecond},
-		{"PACKETS/s", func(r topRow) float64 { return r.packets }, perSecond},
-		{"BYTES/s", func(r topRow) float64 { return r.bytes }, byteCount},
-		{"CONNECTIONS", func(r topRow) float64 { return float64(r.Connections) }, func(n float64) string { return fmt.Sprintf("%.0f", n) }},
+		{"CONN/s", func(r row) float64 { return r.connections }, perSecond},
+		{"PACKETS/s", func(r row) float64 { return r.packets }, perSecond},
+		{"BYTES/s", func(r row) float64 { return r.bytes }, byteCount},
+		{"CONNECTIONS", func(r row) float64 { return float64(r.Connections) }, func(n float64) string { return fmt.Sprintf("%.0f", n) }},
 	}
 	columns = slices.DeleteFunc(columns, func(c struct {
 		title string
-		cell  func(topRow) float64
+		cell  func(row) float64
 		show  func(float64) string
 	}) bool {
-		return len(rows) > 0 && !slices.ContainsFunc(rows, func(r topRow) bool { return c.cell(r) >= 0 })
+		return len(rows) > 0 && !slices.ContainsFunc(rows, func(r row) bool { return c.cell(r) >= 0 })
 	})
 	for _, c := range columns {
 		header += " " + c.title
@@ -154,7 +154,7 @@ func (v *topView) traffic(rows []topRow) string {
 	return v.table(header, cells)
 }
 
-func (v *topView) table(header string, rows [][]string) string {
+func (v *view) table(header string, rows [][]string) string {
 	var b strings.Builder
 	_ = inspect.Table(&b, header, rows) // A Builder takes everything.
 	heading, rest, _ := strings.Cut(b.String(), "\n")
@@ -162,7 +162,7 @@ func (v *topView) table(header string, rows [][]string) string {
 }
 
 // heading returns a line that stands out on a screen.
-func (v *topView) heading(line string) string {
+func (v *view) heading(line string) string {
 	if v.onScreen {
 		line = "\x1b[1m" + line + "\x1b[0m"
 	}
@@ -182,7 +182,7 @@ func byteCount(n float64) string {
 }
 
 // costs is a table of what syncs cost.
-func (v *topView) costs() string {
+func (v *view) costs() string {
 	if len(v.syncs) == 0 {
 		return ""
 	}
@@ -218,7 +218,7 @@ func (v *topView) costs() string {
 func milliseconds(seconds float64) string { return fmt.Sprintf("%.1fms", seconds*1000) }
 
 // changes is a table of the latest changes, the newest first.
-func (v *topView) changes(most int) string {
+func (v *view) changes(most int) string {
 	var rows [][]string
 	for i := len(v.syncs) - 1; i >= 0 && len(rows) < most; i-- {
 		s := v.syncs[i]
@@ -238,30 +238,30 @@ func (v *topView) changes(most int) string {
 // notCounted says why there is no traffic to show.
 const notCounted = "Traffic is not counted: in mode iptables, run nodeproxy with --service-metrics=1000 or so; in other modes, not with --service-metrics=0."
 
-// topModel is the live view, for bubbletea.
-type topModel struct {
-	topView
+// model is the live view, for bubbletea.
+type model struct {
+	view
 	every    time.Duration
-	sample   func() topSample
+	sample   func() Sample
 	typing   bool // the filter
 	quitting bool
 }
 
-type topTick struct{}
+type tick struct{}
 
-func (m topModel) ask() tea.Msg { return m.sample() }
+func (m model) ask() tea.Msg { return m.sample() }
 
 // Init implements tea.Model.
-func (m topModel) Init() tea.Cmd { return m.ask }
+func (m model) Init() tea.Cmd { return m.ask }
 
 // Update implements tea.Model.
-func (m topModel) Update(msg tea.Msg) (tea.Model, tea.Cmd) {
+func (m model) Update(msg tea.Msg) (tea.Model, tea.Cmd) {
 	switch msg := msg.(type) {
-	case topTick:
+	case tick:
 		return m, m.ask
-	case topSample:
+	case Sample:
 		m.take(msg)
-		return m, tea.Tick(m.every, func(time.Time) tea.Msg { return topTick{} })
+		return m, tea.Tick(m.every, func(time.Time) tea.Msg { return tick{} })
 	case tea.WindowSizeMsg:
 		m.width, m.height = msg.Width, msg.Height
 	case tea.KeyPressMsg:
@@ -275,7 +275,7 @@ func (m topModel) Update(msg tea.Msg) (tea.Model, tea.Cmd) {
 }
 
 // key does what a key means.
-func (m *topModel) key(msg tea.KeyPressMsg) {
+func (m *model) key(msg tea.KeyPressMsg) {
 	page := max(1, m.room())
 	switch msg.Code {
 	case tea.KeyUp:
@@ -304,7 +304,7 @@ func (m *topModel) key(msg tea.KeyPressMsg) {
 		case msg.Text == "/":
 			m.typing = true
 		default:
-			for i, o := range topOrders {
+			for i, o := range orders {
 				if o.key == msg.Text {
 					m.order, m.first = i, 0
 				}
@@ -314,17 +314,17 @@ func (m *topModel) key(msg tea.KeyPressMsg) {
 }
 
 // room is how many rows fit on the screen beside everything else.
-func (m *topModel) room() int { return m.height - strings.Count(m.above(), "\n") - 3 }
+func (m *model) room() int { return m.height - strings.Count(m.above(), "\n") - 3 }
 
 // mostChanges is how many of the latest changes are shown.
 const mostChanges = 3
 
 // above is what is shown above the rows.
-func (m *topModel) above() string {
+func (m *model) above() string {
 	var b strings.Builder
 	title := "nodeproxy top"
 	if m.now != nil {
-		title += fmt.Sprintf("   mode %s   %s   every %s   by %s", m.now.Mode, m.now.At.Local().Format(time.TimeOnly), m.every, topOrders[m.order].name)
+		title += fmt.Sprintf("   mode %s   %s   every %s   by %s", m.now.Mode, m.now.At.Local().Format(time.TimeOnly), m.every, orders[m.order].name)
 	}
 	switch {
 	case m.typing:
@@ -348,7 +348,7 @@ func (m *topModel) above() string {
 }
 
 // View implements tea.Model, on a screen of its own.
-func (m topModel) View() tea.View {
+func (m model) View() tea.View {
 	if m.quitting {
 		return tea.NewView("")
 	}
@@ -358,7 +358,7 @@ func (m topModel) View() tea.View {
 }
 
 // text is what is on the screen.
-func (m *topModel) text() string {
+func (m *model) text() string {
 	m.onScreen = true
 	text := m.above()
 	switch {
@@ -375,7 +375,7 @@ func (m *topModel) text() string {
 		lines = append(lines, "")
 	}
 	help := "q quit"
-	for _, o := range topOrders {
+	for _, o := range orders {
 		help += "   " + o.key + " " + o.name
 	}
 	lines = append(lines[:min(len(lines), max(1, m.height-1))], help+"   / filter   up, down")

@@ -1,4 +1,4 @@
-package main
+package bugreport
 
 import (
 	"crypto/hmac"
@@ -278,30 +278,32 @@ func (a *anonymizer) address(text string) string {
 	return family + strings.ToLower(a.hashed(addr.String(), 12)) + rest
 }
 
-// report replaces the names and addresses in the files of a bug report. What it learns, it learns from what nodeproxy says and from comments
-// of rules: what the system says of itself has no names.
-func (a *anonymizer) report(report []reportFile) {
+// HashNames replaces the names and addresses in the files of a bug report by hashes. What it learns, it learns from what nodeproxy says and from
+// comments of rules: what the system says of itself has no names.
+func HashNames(report []File) { newAnonymizer().report(report) }
+
+func (a *anonymizer) report(report []File) {
 	if host, err := os.Hostname(); err == nil {
 		a.learn(host)
 	}
 	isJSON := make([]bool, len(report))
 	for i, f := range report {
 		var answer any
-		isJSON[i] = strings.HasSuffix(f.name, ".json") && json.Unmarshal([]byte(f.text), &answer) == nil
+		isJSON[i] = strings.HasSuffix(f.Name, ".json") && json.Unmarshal([]byte(f.Text), &answer) == nil
 		switch {
 		case isJSON[i]:
 			a.learnFrom(answer)
-		case f.name == "log.txt":
-			a.learnFromLog(f.text)
-		case f.name != "system.txt" && f.name != "version.txt":
-			a.learnFromText(f.text)
+		case f.Name == "log.txt":
+			a.learnFromLog(f.Text)
+		case f.Name != "system.txt" && f.Name != "version.txt":
+			a.learnFromText(f.Text)
 		}
 	}
 	for i, f := range report {
 		if isJSON[i] {
-			report[i].text = a.applyJSON(f.text)
+			report[i].Text = a.applyJSON(f.Text)
 		} else {
-			report[i].text = a.apply(f.text)
+			report[i].Text = a.apply(f.Text)
 		}
 	}
 }
