@@ -130,6 +130,15 @@ func startNetwork(t *testing.T) network {
 				_, _ = u.WriteTo(b[:n], from)
 			}
 		}()
+		// Until the links are up and the neighbours known, packets are dropped, and sent again a second later.
+		for begin := time.Now(); ; {
+			if err = n.connect(e, time.Second); err == nil {
+				break
+			}
+			if time.Since(begin) > 3*time.Minute {
+				t.Fatal(err)
+			}
+		}
 	}
 	return n
 }

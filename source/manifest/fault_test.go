@@ -341,8 +341,12 @@ func TestStartOverBroken(t *testing.T) {
 	m1, l1 := at("web", 1)
 	m2, l2 := at("other", 2)
 	for what, broken := range map[string]func(file string){
-		"empty":     func(file string) { write(t, file, "") },
-		"cut off":   func(file string) { write(t, file, "apiVersion: v1\nkind: Service\nmetadata: {na") },
+		"empty":   func(file string) { write(t, file, "") },
+		"cut off": func(file string) { write(t, file, "apiVersion: v1\nkind: Service\nmetadata: {na") },
+		"cut value": func(file string) {
+			text := strings.Replace(m1, "ports", "type: Nodeport\n  ports", 1)
+			write(t, file, text[:strings.Index(text, "Nodeport")+len("Node")])
+		},
 		"refused":   func(file string) { write(t, file, strings.Replace(m1, "ports", "type: Nodeport\n  ports", 1)) },
 		"dangling":  func(file string) { symlink(t, "/does/not/exist", file) },
 		"I/O error": func(file string) { symlink(t, "/proc/self/mem", file) },

@@ -114,6 +114,12 @@ func (f *file) cutOff(r *reading) bool {
 		n > 0 && n <= len(f.docs) && !bytes.Equal(bytes.TrimSpace(r.docs[n-1].doc.Text), bytes.TrimSpace(f.docs[n-1].doc.Text))
 }
 
+// endsWithinLine reports whether a file may be the beginning of what it was, by its last line, which is not ended. What a JSON text or a
+// flow mapping of YAML ends with is not the beginning of one.
+func endsWithinLine(data []byte) bool {
+	return len(data) > 0 && !bytes.ContainsAny(data[len(data)-1:], "\n}]")
+}
+
 // put looks at a new version of a file, and puts it in force if each of its documents can be read, or if nothing of the file is in
 // force: then what can be read of it is used. It returns what there is to say of the version.
 func (f *file) put(r *reading) (remarks []remark) {
@@ -148,6 +154,7 @@ func (f *file) put(r *reading) (remarks []remark) {
 		}
 	}
 	isBad := func(e *entry) bool { return e.bad }
+	maybeCut := func(e *entry) bool { return endsWithinLine(r.data) && e.doc == r.docs[len(r.docs)-1].doc }
 	keep := len(f.entries) > 0 && slices.ContainsFunc(entries, isBad)
 	for _, e := range entries {
 		for _, is := range e.issues {
@@ -161,7 +168,7 @@ func (f *file) put(r *reading) (remarks []remark) {
 			remarks = append(remarks, rem)
 			switch {
 			case !e.bad:
-			case !keep && !e.unread:
+			case !keep && !e.unread && !maybeCut(e):
 				f.without = true
 			case f.fault == "":
 				f.fault = rem.located()
