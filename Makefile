@@ -11,7 +11,7 @@ export GIT_CONFIG_KEY_0 := safe.directory
 export GIT_CONFIG_VALUE_0 := $(CURDIR)
 
 .DELETE_ON_ERROR:
-.PHONY: all build deps demo-deps docs man controlplane kernel guest deploytools neighbours unit integration race e2e test test-all test-hostile test-fresh lint bench bench-api bench-ask bench-iptables bench-ipvs bench-nftables demo image release release-test versions \
+.PHONY: all build deps demo-deps docs man controlplane kubelet kernel guest deploytools neighbours unit integration race e2e test test-all test-hostile test-fresh lint bench bench-api bench-ask bench-iptables bench-ipvs bench-nftables demo image release release-test versions \
 	fuzz soak clean tier-1 tier-2
 
 all: build
@@ -41,6 +41,10 @@ man:
 # A real etcd, kube-apiserver and kube-controller-manager for tests, built once: five minutes or so on two cores.
 controlplane:
 	@nice e2e/controlplane/build >/dev/null
+
+# The same and a kubelet.
+kubelet:
+	@nice e2e/controlplane/build kubelet >/dev/null
 
 # A kernel with IPVS for tests, on machines whose own has none; built once: five minutes.
 kernel:
@@ -99,7 +103,7 @@ race: deps
 	go test -race -short -count=1 -timeout 60m $$($(TESTS) | grep -v $(IN_KERNEL) | cut -d' ' -f1)
 
 # Real packets through the real binary, in network namespaces.
-e2e: deps build controlplane kernel guest deploytools neighbours
+e2e: deps build kubelet kernel guest deploytools neighbours
 	NODEPROXY_BIN=$(CURDIR)/$(BINARY) go test -timeout 45m ./e2e/...
 
 # gofmt, go vet, staticcheck, errcheck, errorlint, unparam, revive, misspell.
@@ -170,7 +174,7 @@ tier-2: $(TIER_2)
 	@hack/phase packages hack/gotest -timeout 60m $(PACKAGES)
 2-race:
 	@hack/phase race $(MAKE) --no-print-directory race
-2-e2e: build controlplane kernel guest deploytools neighbours
+2-e2e: build kubelet kernel guest deploytools neighbours
 	@$(E2E) hack/phase e2e hack/gotest verbose -timeout 90m ./e2e/...
 2-hostile:
 	@hack/phase hostile $(MAKE) --no-print-directory test-hostile

@@ -15,6 +15,7 @@ import (
 	"os"
 	"os/exec"
 	"path/filepath"
+	"slices"
 	"strings"
 	"sync"
 	"time"
@@ -34,6 +35,12 @@ import (
 	"sigs.k8s.io/yaml"
 
 	"nodeproxy/e2e/harness"
+)
+
+// ServiceAccounts is the controller with which pods get the files of their ServiceAccount, as far as another one, RootCA, runs too.
+const (
+	ServiceAccounts = "serviceaccount-controller"
+	RootCA          = "root-ca-certificate-publisher-controller"
 )
 
 // startTimeout is how long a program of the control plane may take until it is ready. In a test kernel on a busy machine, the API server has a small
@@ -78,18 +85,20 @@ func Start(w *harness.World, host *harness.Host, controllers ...string) (*Contro
 		"--initial-cluster=default=http://127.0.0.1:2380")
 	c.APIServer = process("kube-apiserver", "--etcd-servers=http://127.0.0.1:2379",
 		"--bind-address="+host.IP4.String(), "--advertise-address="+host.IP4.String(), "--secure-port="+securePort,
+		"--kubelet-preferred-address-types=InternalIP", // Names of nodes are known to nobody here.
 		"--tls-cert-file="+c.file("apiserver.crt"), "--tls-private-key-file="+c.file("apiserver.key"),
 		"--client-ca-file="+c.file("ca.crt"), "--authorization-mode=RBAC", "--allow-privileged", // as kube-proxy of kubeadm is
 		"--service-cluster-ip-range="+harness.ServiceCIDR4.String()+","+harness.ServiceCIDR6.String(),
 		"--service-account-issuer=https://kubernetes.default.svc", "--service-account-key-file="+c.file("sa.key"),
-		"--service-account-signing-key-file="+c.file("sa.key"),
-		// It would want a ServiceAccount in every namespace, which a controller that does not run here makes.
-		"--disable-admission-plugins=ServiceAccount")
+		"--service-account-signing-key-file="+c.file("sa.key"))
+	if !slices.Contains(controllers, ServiceAccounts) { // Nothing makes one in each namespace, which pods would want.
+		c.APIServer.args = append(c.APIServer.args, "--disable-admission-plugins=ServiceAccount")
+	}
 	c.ControllerManager = process("kube-controller-manager", "--kubeconfig="+c.file("controller-manager.kubeconfig"),
 		"--controllers="+strings.Join(append([]string{
 			"endpoints-controller", "endpointslice-controller", "endpointslice-mirroring-controller",
 		}, controllers...), ","),
-		"--use-service-account-credentials", "--leader-elect=false", "--secure-port=0",
+		"--use-service-account-credentials", "--root-ca-file="+c.file("ca.crt"), "--leader-elect=false", "--secure-port=0",
 		"--kube-api-qps=200", "--kube-api-burst=400")
 	if err := c.start(); err != nil {
 		c.Close()
@@ -210,6 +219,12 @@ func (c *ControlPlane) kubeconfig(name string, user *api.AuthInfo) error {
 	cfg.Contexts["test"] = &api.Context{Cluster: "test", AuthInfo: "user"}
 	cfg.CurrentContext = "test"
 	return clientcmd.WriteToFile(*cfg, c.file(name))
+}
+
+// Kubeconfig writes a kubeconfig with which a client may do everything, as Admin may, and returns its path.
+func (c *ControlPlane) Kubeconfig() (string, error) {
+	const name = "admin.kubeconfig"
+	return c.file(name), c.kubeconfig(name, &api.AuthInfo{ClientCertificateData: c.user.cert, ClientKeyData: c.user.key})
 }
 
 // Via completes a configuration with which this process reaches the API server from inside a namespace. It sets Host only
@@ -387,16 +402,24 @@ var projectDir = sync.OnceValues(func() (string, error) {
 
 // Binaries returns the directory with the programs of the control plane. It builds them if they are not there, which
 // takes some minutes the first time.
-var Binaries = sync.OnceValues(func() (string, error) {
+var Binaries = sync.OnceValues(func() (string, error) { return build() })
+
+// Kubelet returns the path of a kubelet, as Binaries does for the control plane.
+var Kubelet = sync.OnceValues(func() (string, error) {
+	dir, err := build("kubelet")
+	return filepath.Join(dir, "kubelet"), err
+})
+
+func build(also ...string) (dir string, err error) {
 	root, err := projectDir()
 	if err != nil {
 		return "", err
 	}
-	build := exec.Command(filepath.Join(root, "e2e", "controlplane", "build"))
-	build.Stderr = os.Stderr
-	out, err := build.Output()
+	cmd := exec.Command(filepath.Join(root, "e2e", "controlplane", "build"), also...)
+	cmd.Stderr = os.Stderr
+	out, err := cmd.Output()
 	if err != nil {
 		return "", fmt.Errorf("build the control plane: %w", err)
 	}
 	return strings.TrimSpace(string(out)), nil
-})
+}

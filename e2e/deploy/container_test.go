@@ -47,7 +47,7 @@ func deploy(t *testing.T, overlay string) *deployment {
 	t.Cleanup(cp.Close)
 	_, token, err := cp.Install(t.Context())
 	must(t, err)
-	must(t, createService(t.Context(), cp, w))
+	must(t, createService(t.Context(), cp, w, w.Nodes...))
 	rendered := kustomized(t, overlay)
 	d := &deployment{World: w, ds: daemonSet(t, rendered), kubelet: &kubelet{
 		containerd: startContainerd(t, w, w.Node1()),
@@ -94,10 +94,10 @@ users:
     tokenFile: /var/run/secrets/kubernetes.io/serviceaccount/token
 `
 
-// createService makes the nodes, and the Service web with two endpoints.
-func createService(ctx context.Context, cp *cluster.ControlPlane, w *harness.World) error {
+// createService makes these nodes, and the Service web with two endpoints.
+func createService(ctx context.Context, cp *cluster.ControlPlane, w *harness.World, nodes ...*harness.Node) error {
 	var errs []error
-	for _, n := range w.Nodes {
+	for _, n := range nodes {
 		_, err := cp.Admin.CoreV1().Nodes().Create(ctx, w.NodeObject(n, nil), metav1.CreateOptions{})
 		errs = append(errs, err)
 	}
@@ -127,21 +127,23 @@ func (d *deployment) container(t *testing.T, id string, change func(*v1.Containe
 	return d.kubelet.run(t, id, pod, c)
 }
 
+func (d *deployment) answers() error { return answers(d.World, d.mode()) }
+
 // answers checks that the Service answers at all of its frontends in both families, and from both endpoints.
-func (d *deployment) answers() error {
+func answers(w *harness.World, mode harness.Mode) error {
 	a := harness.AddressesOf(1)
 	type request struct {
 		from *harness.Host
 		to   netip.AddrPort
 	}
 	var requests []request
-	if d.mode() == harness.IPTables {
-		requests = append(requests, request{d.Node1().Host, netip.AddrPortFrom(netip.MustParseAddr("127.0.0.1"), a.NodePort)})
+	if mode == harness.IPTables {
+		requests = append(requests, request{w.Node1().Host, netip.AddrPortFrom(netip.MustParseAddr("127.0.0.1"), a.NodePort)})
 	}
 	for _, family := range []int{4, 6} {
 		clusterIP := netip.AddrPortFrom(a.ClusterIP(family), harness.ServicePort)
-		requests = append(requests, request{d.Pod("n1b").Host, clusterIP}, request{d.Node1().Host, clusterIP},
-			request{d.Client, netip.AddrPortFrom(d.Node1().IP(family), a.NodePort)})
+		requests = append(requests, request{w.Pod("n1b").Host, clusterIP}, request{w.Node1().Host, clusterIP},
+			request{w.Client, netip.AddrPortFrom(w.Node1().IP(family), a.NodePort)})
 	}
 	for _, network := range []string{"tcp", "udp"} {
 		for _, r := range requests {

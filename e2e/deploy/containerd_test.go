@@ -4,6 +4,7 @@ import (
 	"bytes"
 	"errors"
 	"fmt"
+	"io/fs"
 	"os"
 	"os/exec"
 	"path/filepath"
@@ -25,24 +26,24 @@ var imageName = func() string {
 	return strings.TrimSpace(string(name)) + ":latest"
 }()
 
-// image builds the image, once. It is in the directory of a World of its own, which the harness removes however the tests
-// end.
+// image builds the image, once. It is in the directory of a World of its own, with its root file system, which the harness removes however
+// the tests end.
 var image = sync.OnceValues(func() (string, error) {
 	w, err := harness.Build(harness.Options{Pods: []int{0}})
 	if err != nil {
 		return "", err
 	}
 	path := filepath.Join(w.Dir, "image.tar")
-	return path, buildImage(path)
+	return path, buildImage(path, "PARTS="+w.Dir)
 })
 
-func buildImage(path string) error {
+func buildImage(path string, env ...string) error {
 	root, err := projectDir()
 	if err != nil {
 		return err
 	}
 	build := exec.Command(filepath.Join(root, "hack", "build-image"))
-	build.Env = append(os.Environ(), "OUTPUT="+path, "IMAGE="+imageName)
+	build.Env = append(append(os.Environ(), "OUTPUT="+path, "IMAGE="+imageName), env...)
 	if binary := os.Getenv("NODEPROXY_BIN"); binary != "" {
 		if binary, err = filepath.Abs(binary); err != nil {
 			return err
@@ -65,70 +66,108 @@ type containerd struct {
 }
 
 const containerdConfig = `version = 2
-root = "%s"
-disabled_plugins = ["io.containerd.grpc.v1.cri", "io.containerd.internal.v1.opt", "io.containerd.internal.v1.tracing",
+root = "%[1]s/root"
+disabled_plugins = [%[2]s"io.containerd.internal.v1.opt", "io.containerd.internal.v1.tracing",
   "io.containerd.tracing.processor.v1.otlp", "io.containerd.snapshotter.v1.aufs", "io.containerd.snapshotter.v1.btrfs",
   "io.containerd.snapshotter.v1.devmapper", "io.containerd.snapshotter.v1.zfs"]
+[plugins."io.containerd.grpc.v1.cri"]
+sandbox_image = "` + pauseImage + `"
+disable_cgroup = true
+restrict_oom_score_adj = true
+[plugins."io.containerd.grpc.v1.cri".cni]
+conf_dir = "%[1]s/cni"
 `
 
 // startContainerd starts a containerd that has the image, and ends it with the test.
 func startContainerd(t *testing.T, w *harness.World, node *harness.Node) *containerd {
 	t.Helper()
 	archive, err := image()
-	if err != nil {
-		t.Fatal(err)
-	}
+	must(t, err)
+	d := newContainerd(t, w, node, `"io.containerd.grpc.v1.cri", `)
+	must(t, d.boot(""))
+	must(t, d.importImages(archive))
+	return d
+}
+
+// newContainerd makes a containerd without these plugins. It ends with the test.
+func newContainerd(t *testing.T, w *harness.World, node *harness.Node, without string) *containerd {
+	t.Helper()
 	d := &containerd{node: node, dir: filepath.Join(w.Dir, "containerd")}
-	if err := os.Mkdir(d.dir, 0o755); err != nil {
-		t.Fatal(err)
-	}
-	config := filepath.Join(d.dir, "config.toml")
-	text := fmt.Sprintf(containerdConfig, filepath.Join(d.dir, "root"))
-	if err := os.WriteFile(config, []byte(text), 0o644); err != nil {
-		t.Fatal(err)
-	}
-	log, err := os.Create(filepath.Join(d.dir, "log"))
-	if err != nil {
-		t.Fatal(err)
-	}
-	defer log.Close()
-	d.cmd = exec.Command("unshare", "--mount", "--pid", "--fork", "--kill-child=SIGKILL", "--mount-proc", "sh", "-c",
-		"mount -t tmpfs tmpfs /run && exec containerd --config "+config)
-	d.cmd.Stdout, d.cmd.Stderr = log, log
-	if err := node.Start(d.cmd); err != nil {
-		t.Fatal(err)
-	}
+	must(t, os.Mkdir(d.dir, 0o755))
+	must(t, os.WriteFile(d.file("config.toml"), fmt.Appendf(nil, containerdConfig, d.dir, without), 0o644))
 	t.Cleanup(func() {
 		if t.Failed() {
-			text, _ := os.ReadFile(log.Name())
+			text, _ := os.ReadFile(d.file("log"))
 			t.Logf("log of containerd, its end:\n%s", text[max(0, len(text)-3000):])
 		}
+		d.kill()
+		// Not before the kernel has ended all containers.
+		if err := eventually(3*time.Minute, func() error { return os.RemoveAll(d.dir) }); err != nil {
+			t.Errorf("%s can't be removed: %v", d.dir, err)
+		}
+	})
+	return d
+}
+
+func (d *containerd) file(name string) string { return filepath.Join(d.dir, name) }
+
+// boot starts containerd after some commands, and waits until it answers.
+func (d *containerd) boot(before string) error {
+	log, err := os.OpenFile(d.file("log"), os.O_CREATE|os.O_APPEND|os.O_WRONLY, 0o644)
+	if err != nil {
+		return err
+	}
+	defer log.Close()
+	d.cmd = exec.Command("unshare", "--mount", "--pid", "--fork", "--kill-child=SIGKILL", "--mount-proc", "sh", "-ec",
+		"mount -t tmpfs tmpfs /run\n"+before+"\nexec containerd --config "+d.file("config.toml"))
+	d.cmd.Stdout, d.cmd.Stderr = log, log
+	if err := d.node.Start(d.cmd); err != nil {
+		return err
+	}
+	return eventually(3*time.Minute, func() error {
+		_, err := d.ctr("version")
+		return err
+	})
+}
+
+func (d *containerd) importImages(archives ...string) error {
+	for _, archive := range archives {
+		if _, err := d.ctr("images", "import", archive); err != nil {
+			return err
+		}
+	}
+	return nil
+}
+
+// kill ends containerd and all containers at once, as a power failure does.
+func (d *containerd) kill() {
+	if d.cmd != nil && d.cmd.Process != nil {
 		_ = d.cmd.Process.Kill()
 		_ = d.cmd.Wait()
-		for begun := time.Now(); time.Since(begun) < 3*time.Minute; time.Sleep(20 * time.Millisecond) {
-			if os.RemoveAll(d.dir) == nil { // not before the kernel has ended all containers
-				return
-			}
+		d.cmd = nil
+	}
+	// runc would have removed the control groups of what still ran.
+	left := map[string]bool{}
+	for _, kind := range []string{"containers", "sandboxes"} {
+		paths, _ := filepath.Glob(d.file("root/io.containerd.grpc.v1.cri/" + kind + "/*"))
+		for _, path := range paths {
+			left[filepath.Base(path)] = true
 		}
-		t.Errorf("%s can't be removed", d.dir)
+	}
+	_ = filepath.WalkDir("/sys/fs/cgroup", func(path string, _ fs.DirEntry, _ error) error { // Others come and go meanwhile.
+		if left[filepath.Base(path)] {
+			_ = eventually(time.Minute, func() error { return os.Remove(path) }) // not before the last process is gone
+			return fs.SkipDir
+		}
+		return nil
 	})
-	var failure error
-	for begun := time.Now(); time.Since(begun) < 3*time.Minute; time.Sleep(100 * time.Millisecond) {
-		if _, failure = d.ctr("version"); failure == nil {
-			break
-		}
-	}
-	if failure == nil {
-		_, failure = d.ctr("images", "import", archive)
-	}
-	if failure != nil {
-		t.Fatal(failure)
-	}
-	return d
 }
 
 // inside makes a command that runs in the namespaces of containerd.
 func (d *containerd) inside(name string, args ...string) (*exec.Cmd, error) {
+	if d.cmd == nil {
+		return nil, errors.New("containerd does not run")
+	}
 	children := fmt.Sprintf("/proc/%d/task/%[1]d/children", d.cmd.Process.Pid)
 	text, err := os.ReadFile(children)
 	if err != nil {

@@ -1,19 +1,13 @@
 package deploy
 
 import (
-	"context"
 	"os"
 	"path/filepath"
 	"strings"
 	"testing"
 
-	authentication "k8s.io/api/authentication/v1"
 	v1 "k8s.io/api/core/v1"
-	rbac "k8s.io/api/rbac/v1"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
-	"k8s.io/client-go/rest"
-	"k8s.io/client-go/tools/clientcmd"
-	"k8s.io/client-go/tools/clientcmd/api"
 	"sigs.k8s.io/yaml"
 
 	"nodeproxy/e2e/cluster"
@@ -29,7 +23,7 @@ func TestManifests(t *testing.T) {
 	must(t, err)
 	t.Cleanup(cp.Close)
 	k := &kubectl{path: tool(t, "kubectl"), node: w.Node1(), dir: w.Dir}
-	must(t, k.login(t.Context(), cp))
+	must(t, k.login(cp))
 
 	for _, mode := range modes {
 		k.applies(t, mode.overlay, "", "--kustomize="+project(t, "deploy", mode.overlay))
@@ -139,34 +133,15 @@ type kubectl struct {
 }
 
 // login writes a kubeconfig.
-func (k *kubectl) login(ctx context.Context, cp *cluster.ControlPlane) error {
-	account := &v1.ServiceAccount{ObjectMeta: metav1.ObjectMeta{Name: "administrator", Namespace: "default"}}
-	if _, err := cp.Admin.CoreV1().ServiceAccounts("default").Create(ctx, account, metav1.CreateOptions{}); err != nil {
-		return err
-	}
-	binding := &rbac.ClusterRoleBinding{
-		ObjectMeta: metav1.ObjectMeta{Name: "administrator"},
-		RoleRef:    rbac.RoleRef{APIGroup: rbac.GroupName, Kind: "ClusterRole", Name: "cluster-admin"},
-		Subjects:   []rbac.Subject{{Kind: "ServiceAccount", Name: "administrator", Namespace: "default"}},
-	}
-	if _, err := cp.Admin.RbacV1().ClusterRoleBindings().Create(ctx, binding, metav1.CreateOptions{}); err != nil {
-		return err
-	}
-	token, err := cp.Admin.CoreV1().ServiceAccounts("default").CreateToken(ctx, "administrator",
-		&authentication.TokenRequest{}, metav1.CreateOptions{})
+func (k *kubectl) login(cp *cluster.ControlPlane) error {
+	from, err := cp.Kubeconfig()
 	if err != nil {
 		return err
 	}
-	cfg := api.NewConfig()
-	server := cp.Via(k.node.Netns, &rest.Config{})
-	cfg.Clusters["test"] = &api.Cluster{Server: server.Host, CertificateAuthorityData: server.CAData}
-	cfg.AuthInfos["user"] = &api.AuthInfo{Token: token.Status.Token}
-	cfg.Contexts["test"] = &api.Context{Cluster: "test", AuthInfo: "user"}
-	cfg.CurrentContext = "test"
 	if err := os.Mkdir(filepath.Join(k.dir, "kubectl"), 0o700); err != nil {
 		return err
 	}
-	return clientcmd.WriteToFile(*cfg, filepath.Join(k.dir, "kubectl", "config"))
+	return os.Link(from, filepath.Join(k.dir, "kubectl", "config"))
 }
 
 func (k *kubectl) dryRun(stdin string, flags ...string) (string, error) {

@@ -23,7 +23,7 @@ func TestMigrationCommands(t *testing.T) {
 	must(t, err)
 	t.Cleanup(cp.Close)
 	k := &kubectl{path: tool(t, "kubectl"), node: w.Node1(), dir: w.Dir}
-	must(t, k.login(t.Context(), cp))
+	must(t, k.login(cp))
 	_, err = cp.Admin.CoreV1().Nodes().Create(t.Context(), w.NodeObject(w.Node1(), nil), metav1.CreateOptions{})
 	must(t, err)
 	labels := map[string]string{"k8s-app": "kube-proxy"}

@@ -1,0 +1,303 @@
+package deploy
+
+import (
+	"fmt"
+	"net/netip"
+	"os"
+	"os/exec"
+	"path/filepath"
+	"regexp"
+	"strings"
+	"sync"
+	"testing"
+	"time"
+
+	v1 "k8s.io/api/core/v1"
+	rbac "k8s.io/api/rbac/v1"
+	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
+
+	"nodeproxy/e2e/cluster"
+	"nodeproxy/e2e/harness"
+)
+
+// The images besides nodeproxy's: what each pod has as its first process, and kube-proxy's as install/testdata/kubeadm.yaml names it.
+const (
+	pauseImage     = "localhost/pause:latest"
+	kubeProxyImage = "registry.k8s.io/kube-proxy:v1.37.2"
+)
+
+// images are the archives of all images, built once. That of kube-proxy is nodeproxy's with one program more.
+var images = sync.OnceValues(func() ([]string, error) {
+	own, err := image()
+	if err != nil {
+		return nil, err
+	}
+	root, err := projectDir()
+	if err != nil {
+		return nil, err
+	}
+	binaries, err := cluster.Binaries()
+	if err != nil {
+		return nil, err
+	}
+	script := exec.Command("sh", "-ec", `
+export CGO_ENABLED=0 SOURCE_DATE_EPOCH=0
+arch=$(go env GOHOSTARCH)
+go build -o "$1/pause" ./e2e/deploy/pause
+tar -cf "$1/empty.tar" -T /dev/null
+tar -rf "$1/root-$arch.tar" -C "$2" --transform 's,^,usr/local/bin/,' kube-proxy
+go build -o "$1/image" ./deploy/image
+"$1/image" -platform "$arch=$1/empty.tar,$1/pause" -name "$3" -output "$1/pause.tar"
+"$1/image" -platform "$arch=$1/root-$arch.tar,$1/pause" -name "$4" -output "$1/kube-proxy.tar"
+`, "images", filepath.Dir(own), binaries, pauseImage, kubeProxyImage)
+	script.Dir = root
+	if out, err := script.CombinedOutput(); err != nil {
+		return nil, fmt.Errorf("images: %w\n%s", err, out)
+	}
+	return []string{own, filepath.Join(filepath.Dir(own), "pause.tar"), filepath.Join(filepath.Dir(own), "kube-proxy.tar")}, nil
+})
+
+// machine is node1 with a real kubelet, which runs pods by containerd, in a cluster with the real controllers and scheduler.
+type machine struct {
+	*harness.World
+	*containerd
+	cp      *cluster.ControlPlane
+	kubectl *kubectl
+	kubelet *exec.Cmd
+	mode    harness.Mode
+}
+
+// kubeletConfig leaves out what needs control groups, and what would judge this machine: its disks and its memory.
+const kubeletConfig = `apiVersion: kubelet.config.k8s.io/v1beta1
+kind: KubeletConfiguration
+authentication: {anonymous: {enabled: true}, webhook: {enabled: false}}
+authorization: {mode: AlwaysAllow}
+containerRuntimeEndpoint: unix:///run/containerd/containerd.sock
+cgroupDriver: cgroupfs
+cgroupsPerQOS: false
+enforceNodeAllocatable: []
+failSwapOn: false
+failCgroupV1: false
+localStorageCapacityIsolation: false
+evictionHard: {memory.available: 0%, nodefs.available: 0%, nodefs.inodesFree: 0%, imagefs.available: 0%, imagefs.inodesFree: 0%}
+imageGCHighThresholdPercent: 100
+featureGates: {KubeletInUserNamespace: true}
+resolvConf: ""
+`
+
+// newMachine makes all that. The kubelet runs, and there is a Service with an endpoint on each of two nodes, of which only node1 is in
+// the API.
+func newMachine(t *testing.T, mode harness.Mode) *machine {
+	t.Helper()
+	w := harness.New(t, harness.Options{})
+	cp, err := cluster.Start(w, w.Nodes[2].Host, "daemonset-controller", "garbage-collector-controller", cluster.ServiceAccounts, cluster.RootCA)
+	must(t, err)
+	t.Cleanup(cp.Close)
+	m := &machine{World: w, cp: cp, kubectl: &kubectl{path: tool(t, "kubectl"), node: w.Node1(), dir: w.Dir}, mode: mode}
+	must(t, m.kubectl.login(cp))
+	must(t, createService(t.Context(), cp, w, w.Node1()))
+	must(t, cp.StartScheduler())
+	archives, err := images()
+	must(t, err)
+	t.Cleanup(func() {
+		if t.Failed() {
+			text, _ := os.ReadFile(m.file("kubelet.log"))
+			t.Logf("log of the kubelet, its end:\n%s", text[max(0, len(text)-6000):])
+		}
+	})
+	m.containerd = newContainerd(t, w, w.Node1(), "")
+	for _, name := range []string{"lib/kubelet", "logs"} {
+		must(t, os.MkdirAll(m.file(name), 0o755))
+	}
+	must(t, os.WriteFile(m.file("kubelet.yaml"), []byte(kubeletConfig), 0o644))
+	must(t, m.boot())
+	must(t, m.importImages(archives...))
+	must(t, m.startKubelet())
+	return m
+}
+
+// boot starts containerd where /var/lib and /var/log are the node's own, and so are the settings of the whole kernel that the kubelet would change on
+// the machine where the test runs: it finds them as it wants them.
+func (m *machine) boot() error {
+	return m.containerd.boot(fmt.Sprintf(`mount --bind %[1]s/lib /var/lib
+mount --bind %[1]s/logs /var/log
+while read -r name value; do
+	echo "$value" >"/run/$(basename "$name")"
+	mount --bind "/run/$(basename "$name")" "/proc/sys/$name"
+done <<end
+vm/overcommit_memory 1
+vm/panic_on_oom 0
+kernel/panic 10
+kernel/panic_on_oops 1
+kernel/keys/root_maxkeys 1000000
+kernel/keys/root_maxbytes 25000000
+end`, m.dir))
+}
+
+func (m *machine) startKubelet() error {
+	path, err := cluster.Kubelet()
+	if err != nil {
+		return err
+	}
+	kubeconfig, err := m.cp.Kubeconfig()
+	if err != nil {
+		return err
+	}
+	if m.kubelet, err = m.inside(path, "--config="+m.file("kubelet.yaml"), "--kubeconfig="+kubeconfig, "--hostname-override="+m.node.Name,
+		"--node-ip="+m.node.IP4.String()+","+m.node.IP6.String()); err != nil {
+		return err
+	}
+	log, err := os.OpenFile(m.file("kubelet.log"), os.O_CREATE|os.O_APPEND|os.O_WRONLY, 0o644)
+	if err != nil {
+		return err
+	}
+	defer log.Close()
+	m.kubelet.Stdout, m.kubelet.Stderr = log, log
+	if err := m.kubelet.Start(); err != nil {
+		return err
+	}
+	go func() { _ = m.kubelet.Wait() }() // It ends with containerd at the latest.
+	return nil
+}
+
+// powerFails ends all that runs on the node, and the kernel forgets what it had.
+func (m *machine) powerFails(t *testing.T) {
+	t.Helper()
+	m.kill()
+	for _, command := range []string{"nft flush ruleset", "conntrack -F"} {
+		words := strings.Fields(command)
+		_, err := m.node.Output(words[0], words[1:]...)
+		must(t, err)
+	}
+	must(t, m.node.Sysctl("net/ipv4/conf/all/route_localnet", "0"))
+	to := netip.AddrPortFrom(harness.AddressesOf(1).ClusterIP4, harness.ServicePort)
+	if answer := m.Pod("n1b").Ask("tcp", to, time.Second); answer.Outcome == harness.Answered {
+		t.Fatalf("the Service is answered without power: %v", answer)
+	}
+}
+
+// comesUp starts the node again.
+func (m *machine) comesUp(t *testing.T) {
+	t.Helper()
+	must(t, m.boot())
+	must(t, m.startKubelet())
+}
+
+// patient is how long a kubelet may take to bring up a pod on a busy machine: it tries again after pauses that grow.
+const patient = 2 * harness.Limit
+
+// serves waits until the Service answers.
+func (m *machine) serves(t *testing.T) {
+	t.Helper()
+	must(t, eventually(patient, func() error { return answers(m.World, m.mode) }))
+}
+
+// underLoad does something while requests are sent, of which none may fail.
+func (m *machine) underLoad(t *testing.T, what string, do func()) {
+	t.Helper()
+	a := harness.AddressesOf(1)
+	clusterIP := netip.AddrPortFrom(a.ClusterIP4, harness.ServicePort)
+	const pause = 5 * time.Millisecond
+	loads := []*harness.Load{
+		m.Client.StartLoad("tcp", netip.AddrPortFrom(m.node.IP4, a.NodePort), 2, pause),
+		m.Pod("n1b").StartLoad("tcp", clusterIP, 2, pause), m.Pod("n1b").StartLoad("udp", clusterIP, 2, pause), m.node.StartLoad("tcp", clusterIP, 2, pause),
+	}
+	do()
+	requests := 0
+	for _, l := range loads {
+		l.Stop()
+		requests += l.Requests()
+		if failures := l.Failures(); len(failures) > 0 {
+			t.Errorf("%s: %d of %d requests failed: %v", what, len(failures), l.Requests(), failures[0])
+		}
+	}
+	t.Logf("%s: %d requests", what, requests)
+}
+
+func (m *machine) shell(t *testing.T, command string) {
+	t.Helper()
+	must(t, m.kubectl.shell(project(t), command))
+}
+
+// TestNode: a real kubelet runs the pods of the manifests' DaemonSet, with the probes and mounts that they ask for. No request fails while a
+// pod is replaced, and after a power failure the node serves again when the API server answers.
+func TestNode(t *testing.T) {
+	t.Parallel()
+	for _, mode := range []harness.Mode{harness.IPTables, harness.NFTables} {
+		t.Run(string(mode), func(t *testing.T) {
+			t.Parallel()
+			m := newMachine(t, mode)
+			address := m.cp.Address()
+			m.shell(t, fmt.Sprintf("kubectl -n kube-system create configmap kubernetes-services-endpoint --from-literal=KUBERNETES_SERVICE_HOST=%s --from-literal=KUBERNETES_SERVICE_PORT=%d",
+				address.Addr(), address.Port()))
+			m.shell(t, "kubectl apply -k deploy/overlays/"+string(mode))
+			m.serves(t)
+			m.shell(t, "kubectl -n kube-system rollout status daemonset nodeproxy")
+			m.underLoad(t, "a pod is replaced", func() {
+				m.shell(t, "kubectl -n kube-system rollout restart daemonset nodeproxy")
+				m.shell(t, "kubectl -n kube-system rollout status daemonset nodeproxy")
+			})
+
+			m.cp.APIServer.Kill()
+			m.powerFails(t)
+			m.comesUp(t)
+			must(t, eventually(patient, func() error { _, err := m.run("curl", "-s", "http://127.0.0.1:10248/healthz"); return err }))
+			must(t, m.cp.StartAPIServer())
+			begun := time.Now()
+			m.serves(t)
+			t.Logf("the Service answers %v after the API server", time.Since(begun).Round(time.Second/10))
+			m.shell(t, "kubectl -n kube-system rollout status daemonset nodeproxy")
+		})
+	}
+}
+
+// TestNodeKubeadm: the commands of docs/install/kubeadm.md, with pods of kube-proxy's and nodeproxy's DaemonSets and of the cleanup that run. No
+// request fails from before the installation until nodeproxy is uninstalled, but for a power failure between the two.
+func TestNodeKubeadm(t *testing.T) {
+	t.Parallel()
+	m := newMachine(t, harness.IPTables)
+	_, err := m.cp.Admin.CoreV1().ServiceAccounts("kube-system").Create(t.Context(), &v1.ServiceAccount{ObjectMeta: metav1.ObjectMeta{Name: "kube-proxy"}}, metav1.CreateOptions{})
+	must(t, err)
+	_, err = m.cp.Admin.RbacV1().ClusterRoleBindings().Create(t.Context(), &rbac.ClusterRoleBinding{
+		ObjectMeta: metav1.ObjectMeta{Name: "kubeadm:node-proxier"},
+		RoleRef:    rbac.RoleRef{APIGroup: rbac.GroupName, Kind: "ClusterRole", Name: "system:node-proxier"},
+		Subjects:   []rbac.Subject{{Kind: "ServiceAccount", Name: "kube-proxy", Namespace: "kube-system"}},
+	}, metav1.CreateOptions{})
+	must(t, err)
+	i := newInstallation(t, m.cp, m.kubectl, "kubeadm")
+	i.kubelets = true
+	m.serves(t)
+	before := i.kubeProxy(t)
+	m.underLoad(t, "kube-proxy gives way to nodeproxy", func() {
+		i.do(t, "Install")
+		i.do(t, "Check")
+		must(t, answers(m.World, m.mode))
+	})
+
+	m.powerFails(t)
+	m.comesUp(t)
+	m.serves(t)
+	must(t, i.settle(t.Context()))
+
+	m.underLoad(t, "nodeproxy gives way to kube-proxy", func() {
+		i.do(t, "Roll back")
+		i.nothingLeft(t)
+		must(t, answers(m.World, m.mode))
+	})
+	if after := i.kubeProxy(t); asYAML(t, after) != asYAML(t, before) {
+		t.Errorf("kube-proxy's DaemonSet before:\n%s\nand after:\n%s", asYAML(t, before), asYAML(t, after))
+	}
+	m.underLoad(t, "kube-proxy gives way once more", func() { i.do(t, "Install") })
+	i.do(t, "Uninstall")
+	i.nothingLeft(t)
+	kubelets := regexp.MustCompile("KUBE-(FIREWALL|IPTABLES-HINT|KUBELET-CANARY)")
+	for _, save := range []string{"iptables-save", "ip6tables-save"} {
+		rules, err := m.node.Output(save)
+		must(t, err)
+		for line := range strings.Lines(rules) {
+			if strings.Contains(line, "KUBE-") && !kubelets.MatchString(line) {
+				t.Errorf("%s has after the cleanup: %s", save, line)
+			}
+		}
+	}
+}
