@@ -63,6 +63,7 @@ type containerd struct {
 	node *harness.Node
 	dir  string
 	cmd  *exec.Cmd
+	ids  []string // of what ctr has run
 }
 
 const containerdConfig = `version = 2
@@ -148,6 +149,9 @@ func (d *containerd) kill() {
 	}
 	// runc would have removed the control groups of what still ran.
 	left := map[string]bool{}
+	for _, id := range d.ids {
+		left[id] = true
+	}
 	for _, kind := range []string{"containers", "sandboxes"} {
 		paths, _ := filepath.Glob(d.file("root/io.containerd.grpc.v1.cri/" + kind + "/*"))
 		for _, path := range paths {
@@ -211,6 +215,8 @@ type container struct {
 // start starts a container with flags of ctr run.
 func (d *containerd) start(t *testing.T, id string, flags, command []string) *container {
 	t.Helper()
+	id = filepath.Base(filepath.Dir(d.dir)) + "-" + id // Its control groups are the machine's.
+	d.ids = append(d.ids, id)
 	c := &container{id: id, d: d, log: filepath.Join(d.dir, id+".log"), done: make(chan struct{})}
 	args := append([]string{"--namespace=k8s.io", "run", "--rm", "--cgroup="}, flags...)
 	var err error
