@@ -112,9 +112,13 @@ func newContainerd(t *testing.T, w *harness.World, node *harness.Node, without s
 
 func (d *containerd) file(name string) string { return filepath.Join(d.dir, name) }
 
+func (d *containerd) appendTo(name string) (*os.File, error) {
+	return os.OpenFile(d.file(name), os.O_CREATE|os.O_APPEND|os.O_WRONLY, 0o644)
+}
+
 // boot starts containerd after some commands, and waits until it answers.
 func (d *containerd) boot(before string) error {
-	log, err := os.OpenFile(d.file("log"), os.O_CREATE|os.O_APPEND|os.O_WRONLY, 0o644)
+	log, err := d.appendTo("log")
 	if err != nil {
 		return err
 	}

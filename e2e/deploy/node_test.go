@@ -26,7 +26,7 @@ const (
 	kubeProxyImage = "registry.k8s.io/kube-proxy:v1.37.2"
 )
 
-// images are the archives of all images, built once. That of kube-proxy is nodeproxy's with one program more.
+// images are the archives of all images, built once. That of kube-proxy has the root file system of nodeproxy's, with its iptables.
 var images = sync.OnceValues(func() ([]string, error) {
 	own, err := image()
 	if err != nil {
@@ -67,7 +67,8 @@ type machine struct {
 	mode    harness.Mode
 }
 
-// kubeletConfig leaves out what needs control groups, and what would judge this machine: its disks and its memory.
+// kubeletConfig leaves out what needs control groups, and what would judge this machine: its disks and its memory. What a process in
+// namespaces can't do, the kubelet is to do without.
 const kubeletConfig = `apiVersion: kubelet.config.k8s.io/v1beta1
 kind: KubeletConfiguration
 authentication: {anonymous: {enabled: true}, webhook: {enabled: false}}
@@ -147,7 +148,7 @@ func (m *machine) startKubelet() error {
 		"--node-ip="+m.node.IP4.String()+","+m.node.IP6.String()); err != nil {
 		return err
 	}
-	log, err := os.OpenFile(m.file("kubelet.log"), os.O_CREATE|os.O_APPEND|os.O_WRONLY, 0o644)
+	log, err := m.appendTo("kubelet.log")
 	if err != nil {
 		return err
 	}
@@ -210,6 +211,9 @@ func (m *machine) underLoad(t *testing.T, what string, do func()) {
 		if failures := l.Failures(); len(failures) > 0 {
 			t.Errorf("%s: %d of %d requests failed: %v", what, len(failures), l.Requests(), failures[0])
 		}
+	}
+	if requests == 0 {
+		t.Errorf("%s: no requests", what)
 	}
 	t.Logf("%s: %d requests", what, requests)
 }
@@ -291,7 +295,7 @@ func TestNodeKubeadm(t *testing.T) {
 	i.do(t, "Uninstall")
 	i.nothingLeft(t)
 	kubelets := regexp.MustCompile("KUBE-(FIREWALL|IPTABLES-HINT|KUBELET-CANARY)")
-	for _, save := range []string{"iptables-save", "ip6tables-save"} {
+	for _, save := range []string{"iptables-nft-save", "ip6tables-nft-save"} {
 		rules, err := m.node.Output(save)
 		must(t, err)
 		for line := range strings.Lines(rules) {

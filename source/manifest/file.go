@@ -114,8 +114,8 @@ func (f *file) cutOff(r *reading) bool {
 		n > 0 && n <= len(f.docs) && !bytes.Equal(bytes.TrimSpace(r.docs[n-1].doc.Text), bytes.TrimSpace(f.docs[n-1].doc.Text))
 }
 
-// endsWithinLine reports whether a file may be the beginning of what it was, by its last line, which is not ended. What a JSON text or a
-// flow mapping of YAML ends with is not the beginning of one.
+// endsWithinLine reports whether a file ends within a line, as one that was cut off may. A closing bracket ends a JSON text or a flow
+// collection of YAML, with or without the end of the line.
 func endsWithinLine(data []byte) bool {
 	return len(data) > 0 && !bytes.ContainsAny(data[len(data)-1:], "\n}]")
 }
