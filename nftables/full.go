@@ -214,7 +214,7 @@ func (s *fullSync) placesFound(sp *plan.ServicePort) (before written) {
 			if k.local {
 				list = &before.local
 			}
-			if *list == nil {
+			if *list == nil && k.count > 0 { // A frontend that drops has none; another may.
 				*list = s.places(name, k)
 			}
 		}

@@ -328,6 +328,31 @@ func TestOneChange(t *testing.T) {
 	holds(t, e, p)
 }
 
+// TestStartFindsNumbers: a start leaves endpoints the numbers that they have, also of a Service whose first frontend drops, as its traffic policy
+// is Local and no endpoint is on this node.
+func TestStartFindsNumbers(t *testing.T) {
+	nstest.Enter(t)
+	e, _ := testEngine(t, plan.IPv4)
+	p := plantest.Large(1, 3)
+	sp := *plantest.LargeService(0, 0, 3)
+	sp.InternalPolicy = plan.Local
+	sp.Frontends = append(slices.Clone(sp.Frontends), plan.Frontend{Kind: plan.ExternalIP, Addr: netip.MustParseAddr("192.0.2.1"), Port: 80, Protocol: sp.Key.Protocol})
+	p.Set(&sp)
+	must(t, e.Sync(context.Background(), p, plan.Everything()))
+	fewer := sp
+	fewer.Endpoints.Cluster = slices.Delete(slices.Clone(sp.Endpoints.Cluster), 0, 1)
+	p.Set(&fewer)
+	must(t, e.Sync(context.Background(), p, plan.Only(plan.Keys{sp.Key: {}}))) // The last takes the place of the first.
+	must(t, e.Sync(context.Background(), p, plan.Everything()))                // It removes what is of no use any more.
+	holds(t, e, p)
+
+	again, k := testEngine(t, plan.IPv4)
+	must(t, again.Sync(context.Background(), p, plan.Everything()))
+	if k.commits > 0 {
+		t.Errorf("a start over what was there made %d transactions", k.commits)
+	}
+}
+
 // TestAllElementsArrive: no element of a large plan is lost on the way, and no transaction has too many.
 func TestAllElementsArrive(t *testing.T) {
 	nstest.Enter(t)
