@@ -366,8 +366,7 @@ func (d *daemon) goBeside(ctx context.Context, running *sync.WaitGroup) {
 			}
 		})
 	}
-	running.Go(func() { d.removeOtherModes(ctx) })
-	running.Go(func() { d.removeLeftovers(ctx) })
+	running.Go(func() { d.removeOthers(ctx) })
 	if d.client != nil && !d.cfg.TakeOver { // As for other proxies, it is known and wanted with --take-over.
 		running.Go(func() { d.watchDaemonSet(ctx, daemonSetEvery) })
 	}

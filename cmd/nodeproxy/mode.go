@@ -142,15 +142,15 @@ func (d *daemon) check() error {
 	return d.mode.check(cfg)
 }
 
-// removeOtherModes removes what other modes have left on this node, once all Services are programmed in this one. Established
+// removeOthers removes what kube-proxy and other modes have left on this node, once all Services are programmed in this one. Established
 // connections keep what they need.
-func (d *daemon) removeOtherModes(ctx context.Context) {
+func (d *daemon) removeOthers(ctx context.Context) {
 	select {
 	case <-ctx.Done():
 		return
 	case <-d.monitor.complete:
 	}
-	if d.mode.withoutIPTables { // Before what they ask for: a set that a rule asks can't be removed.
+	if d.mode.withoutIPTables { // Before what they ask for: a set or an accounting object that a rule asks can't be removed.
 		lines, err := xtables.Cleanup(ctx, false, variants(d.cfg.IPTablesBackend)...)
 		if len(lines) > 0 {
 			d.log.Info("what other modes have left in the tables of iptables is removed", "removed", len(lines))
@@ -159,6 +159,7 @@ func (d *daemon) removeOtherModes(ctx context.Context) {
 			d.log.Warn("some chains of other modes stay until the next start", "error", err)
 		}
 	}
+	d.removeLeftovers()
 	for _, m := range modes {
 		if m == d.mode || m.remove == nil {
 			continue

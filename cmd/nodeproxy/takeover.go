@@ -208,13 +208,8 @@ func (c *claim) close() {
 	_ = c.guard.Close() // It goes with the process anyway.
 }
 
-// removeLeftovers removes, after the first sync, what a kube-proxy has left that no mode of this program has.
-func (d *daemon) removeLeftovers(ctx context.Context) {
-	select {
-	case <-ctx.Done():
-		return
-	case <-d.monitor.complete:
-	}
+// removeLeftovers removes what a kube-proxy has left that no mode of this program has.
+func (d *daemon) removeLeftovers() {
 	found, err := leftovers.Find()
 	if err != nil {
 		d.log.Warn("what a kube-proxy may have left is not known", "error", err)
@@ -230,9 +225,10 @@ func (d *daemon) removeLeftovers(ctx context.Context) {
 		d.neighbours.set("removed", &inspect.Neighbour{Kind: "leftovers", What: text})
 	}
 	if err != nil {
-		text := "something of a kube-proxy's stays until the next start: " + err.Error()
+		reason := strings.ReplaceAll(err.Error(), "\n", "; ")
+		text := "something of a kube-proxy's stays until the next start: " + reason
 		d.log.Warn(text)
 		d.neighbours.set("leftovers", &inspect.Neighbour{Kind: "leftovers", What: text, Problem: true})
-		d.event("LeftoversStay", "RemoveLeftovers", "what a kube-proxy has left can't be removed: "+err.Error())
+		d.event("LeftoversStay", "RemoveLeftovers", "what a kube-proxy has left can't be removed: "+reason)
 	}
 }
