@@ -10,6 +10,9 @@ export GIT_CONFIG_COUNT := 1
 export GIT_CONFIG_KEY_0 := safe.directory
 export GIT_CONFIG_VALUE_0 := $(CURDIR)
 
+# A root's PATH may lack them: that of "su" without "-" is its caller's.
+export PATH := $(PATH):/usr/local/sbin:/usr/sbin:/sbin
+
 .DELETE_ON_ERROR:
 .PHONY: all build deps demo-deps docs man controlplane kubelet kernel guest deploytools neighbours unit integration race e2e test test-all test-hostile test-fresh lint bench bench-api bench-ask bench-iptables bench-ipvs bench-nftables demo image release release-test versions \
 	fuzz soak clean tier-1 tier-2

@@ -84,6 +84,19 @@ func (a *asked) services() []inspect.ServicePort {
 	return askList[inspect.ServicePort](a, "get", "services")
 }
 
+// service returns the only ServicePort, once the nodeproxy answers.
+func (a *asked) service() (sp inspect.ServicePort) {
+	a.Helper()
+	eventually(a.T, "an answer", func() bool {
+		list := a.services()
+		if len(list) == 1 {
+			sp = list[0]
+		}
+		return len(list) == 1
+	})
+	return sp
+}
+
 // history returns the syncs that changed a Service; all of them for "".
 func (a *asked) history(service string) []inspect.Sync {
 	a.Helper()

@@ -55,7 +55,7 @@ func TestInspectDaemon(t *testing.T) {
 	a.write(inspectedService)
 	p := a.start()
 	a.awaitProgrammed()
-	before := a.services()[0]
+	before := a.service()
 	if before.Usable != 1 {
 		t.Errorf("%d endpoints are usable, want 1: %+v", before.Usable, before)
 	}
@@ -76,8 +76,8 @@ func TestInspectDaemon(t *testing.T) {
 		}
 	}
 	a.write(strings.Replace(inspectedService, "nodeName: n1", "nodeName: n1, conditions: {ready: false}", 1))
-	eventually(t, "the endpoint is not ready", func() bool { return a.services()[0].Usable == 0 && a.services()[0].State == inspect.Programmed })
-	if now := a.services()[0]; !now.Since.After(before.Since) || now.Total != 1 {
+	eventually(t, "the endpoint is not ready", func() bool { sp := a.service(); return sp.Usable == 0 && sp.State == inspect.Programmed })
+	if now := a.service(); !now.Since.After(before.Since) || now.Total != 1 {
 		t.Errorf("after a change: %+v, before it: %+v", now, before)
 	}
 	if text, code := a.ask("explain", "web"); code != 1 || !strings.Contains(text, "No endpoint is ready") {

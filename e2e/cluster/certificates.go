@@ -55,13 +55,16 @@ func certificate(commonName string, organizations ...string) *x509.Certificate {
 // keyPair is a certificate and its key in PEM.
 type keyPair struct{ cert, key []byte }
 
-// issue makes a certificate: for a client with a user's name and groups, or for a server with these addresses.
+// issue makes a certificate: for a client with a user's name and groups, or for a server with these addresses
+// and the name of Service kubernetes.
 func (a *authority) issue(template *x509.Certificate, servedAt ...net.IP) (keyPair, error) {
 	key, keyPEM, err := newKey()
 	if err != nil {
 		return keyPair{}, err
 	}
-	template.IPAddresses = servedAt
+	if template.IPAddresses = servedAt; len(servedAt) > 0 {
+		template.DNSNames = []string{"kubernetes.default.svc"}
+	}
 	der, err := x509.CreateCertificate(rand.Reader, template, a.cert, key.Public(), a.key)
 	if err != nil {
 		return keyPair{}, fmt.Errorf("certificate of %s: %w", template.Subject.CommonName, err)

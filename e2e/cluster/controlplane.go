@@ -12,6 +12,7 @@ import (
 	"net"
 	"net/http"
 	"net/netip"
+	"net/url"
 	"os"
 	"os/exec"
 	"path/filepath"
@@ -235,6 +236,7 @@ func (c *ControlPlane) Via(n *harness.Netns, cfg *rest.Config) *rest.Config {
 	}
 	cfg.CAData, cfg.QPS, cfg.ContentType = c.ca.pem, -1, runtime.ContentTypeProtobuf
 	cfg.WarningHandler = rest.NoWarnings{}
+	cfg.Proxy = func(*http.Request) (*url.URL, error) { return nil, nil } // This machine's can't be reached from the namespace.
 	cfg.Dial = func(ctx context.Context, network, address string) (net.Conn, error) {
 		to, err := netip.ParseAddrPort(address)
 		if err != nil {

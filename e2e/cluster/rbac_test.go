@@ -35,25 +35,29 @@ func TestRights(t *testing.T) {
 			"networking.k8s.io/servicecidrs: list watch",
 		}
 		for namespace, own := range map[string][]string{"default": nil, "kube-system": {"apps/daemonsets kube-proxy: get"}} {
-			review, err := client.AuthorizationV1().SelfSubjectRulesReviews().Create(s.Context(),
-				&authorization.SelfSubjectRulesReview{Spec: authorization.SelfSubjectRulesReviewSpec{Namespace: namespace}},
-				metav1.CreateOptions{})
-			s.must(err)
-			var got []string
-			for _, rule := range review.Status.ResourceRules {
-				for _, resource := range rule.Resources {
-					if !strings.HasPrefix(resource, "selfsubject") { // everybody may ask what he may do
-						slices.Sort(rule.Verbs)
-						what := strings.Join(append([]string{rule.APIGroups[0] + "/" + resource}, rule.ResourceNames...), " ")
-						got = append(got, what+": "+strings.Join(rule.Verbs, " "))
+			want := slices.Sorted(slices.Values(slices.Concat(everywhere, own)))
+			s.eventually("the API server knows the rights", func() error {
+				review, err := client.AuthorizationV1().SelfSubjectRulesReviews().Create(s.Context(),
+					&authorization.SelfSubjectRulesReview{Spec: authorization.SelfSubjectRulesReviewSpec{Namespace: namespace}},
+					metav1.CreateOptions{})
+				if err != nil {
+					return err
+				}
+				var got []string
+				for _, rule := range review.Status.ResourceRules {
+					for _, resource := range rule.Resources {
+						if !strings.HasPrefix(resource, "selfsubject") { // everybody may ask what he may do
+							slices.Sort(rule.Verbs)
+							what := strings.Join(append([]string{rule.APIGroups[0] + "/" + resource}, rule.ResourceNames...), " ")
+							got = append(got, what+": "+strings.Join(rule.Verbs, " "))
+						}
 					}
 				}
-			}
-			slices.Sort(got)
-			want := slices.Sorted(slices.Values(slices.Concat(everywhere, own)))
-			if !slices.Equal(got, want) {
-				s.Errorf("rights in namespace %s: %q, want %q", namespace, got, want)
-			}
+				if slices.Sort(got); !slices.Equal(got, want) {
+					return fmt.Errorf("rights in namespace %s: %q, want %q", namespace, got, want)
+				}
+				return nil
+			})
 		}
 	})
 	l.run(t, "other-requests-are-denied", func(s *scenario) {

@@ -393,7 +393,11 @@ func recreate(s *scenario) {
 	if at(again, 4) != at(svc, 4) {
 		s.Fatalf("the second Service has %s, want %s", at(again, 4), at(svc, 4))
 	}
-	s.eventually("second", servers(s.Client, at(svc, 4), "n2a"))
+	s.eventually("second", func() error {
+		err := s.cp.Admin.DiscoveryV1().EndpointSlices(s.namespace).DeleteCollection(s.Context(), metav1.DeleteOptions{},
+			metav1.ListOptions{LabelSelector: discovery.LabelManagedBy}) // which the controller has made late
+		return errors.Join(err, servers(s.Client, at(svc, 4), "n2a")())
+	})
 	s.deleteService()
 	s.eventually("none", ends(s.Client, at(svc, 4), s.freeClusterIP()))
 }

@@ -250,7 +250,7 @@ func (s *scenario) waitsInPod() {
 	log, err := cmd.StderrPipe()
 	s.must(err)
 	s.must(s.Node1().Start(cmd))
-	late := time.AfterFunc(time.Minute, func() { _ = cmd.Process.Kill() })
+	late := time.AfterFunc(harness.Limit, func() { _ = cmd.Process.Kill() })
 	defer late.Stop()
 	lines, seen := bufio.NewScanner(log), ""
 	for !strings.Contains(seen, ": another proxy (listens at ") && lines.Scan() {

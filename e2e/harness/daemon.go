@@ -1,11 +1,9 @@
 package harness
 
 import (
-	"bufio"
 	"context"
 	"errors"
 	"fmt"
-	"io"
 	"os"
 	"os/exec"
 	"path/filepath"
@@ -14,6 +12,8 @@ import (
 	"syscall"
 	"testing"
 	"time"
+
+	"golang.org/x/sys/unix"
 
 	"nodeproxy/e2e/machine"
 )
@@ -60,7 +60,8 @@ type Daemon struct {
 
 	mu      sync.Mutex
 	lines   []string
-	changed chan struct{} // closed and replaced with each line
+	changed chan struct{}   // closed and replaced with each line
+	log     syscall.RawConn // the pipe that the lines come from; nil at its end
 }
 
 func (d *Daemon) String() string {
@@ -125,6 +126,9 @@ func (w *World) StartDaemon(n *Node, flags ...string) (*Daemon, error) {
 		r.Close()
 		return nil, fmt.Errorf("start %s: %w", d, err)
 	}
+	if d.log, err = r.SyscallConn(); err != nil {
+		return nil, err // A file has one.
+	}
 	live.Lock()
 	w.daemons = append(w.daemons, d)
 	live.Unlock()
@@ -132,25 +136,53 @@ func (w *World) StartDaemon(n *Node, flags ...string) (*Daemon, error) {
 	return d, nil
 }
 
-// collect reads the log to its end, then takes the exit status.
-func (d *Daemon) collect(r io.ReadCloser) {
-	defer r.Close()
-	in := bufio.NewReader(r)
-	for {
-		line, err := in.ReadString('\n')
-		if line != "" {
-			d.mu.Lock()
+// collect reads the log to its end, then takes the exit status. What has left the pipe is among the lines: whoever holds d.mu sees a line in one
+// of the two.
+func (d *Daemon) collect(r *os.File) {
+	buf, rest := make([]byte, 64<<10), ""
+	read := func(fd uintptr) bool {
+		d.mu.Lock()
+		defer d.mu.Unlock()
+		n, err := unix.Read(int(fd), buf)
+		switch {
+		case errors.Is(err, unix.EAGAIN):
+			return false
+		case errors.Is(err, unix.EINTR):
+			return true
+		case n <= 0:
+			d.log = nil
+		}
+		lines := strings.SplitAfter(rest+string(buf[:max(n, 0)]), "\n")
+		if last := len(lines) - 1; d.log != nil || lines[last] == "" {
+			lines, rest = lines[:last], lines[last]
+		}
+		for _, line := range lines {
 			d.lines = append(d.lines, strings.TrimRight(line, "\n"))
+		}
+		if len(lines) > 0 {
 			close(d.changed)
 			d.changed = make(chan struct{})
-			d.mu.Unlock()
 		}
-		if err != nil {
-			break
-		}
+		return true
 	}
+	for open := true; open; {
+		err := d.log.Read(read)
+		d.mu.Lock()
+		open = err == nil && d.log != nil
+		d.mu.Unlock()
+	}
+	_ = r.Close()
 	d.err = d.cmd.Wait()
 	close(d.exited)
+}
+
+// unread reports whether the daemon has written what is not among the lines. d.mu is held.
+func (d *Daemon) unread() bool {
+	n := 0
+	if d.log != nil {
+		_ = d.log.Control(func(fd uintptr) { n, _ = unix.IoctlGetInt(int(fd), unix.TIOCINQ) })
+	}
+	return n > 0
 }
 
 // PID is the daemon's process id.

@@ -8,6 +8,7 @@ import (
 	"os/exec"
 	"path/filepath"
 	"runtime"
+	"slices"
 	"strings"
 	"sync"
 	"sync/atomic"
@@ -156,6 +157,7 @@ func (n *Netns) OutputWithInput(stdin, name string, args ...string) (string, err
 	cmd.Stdin = strings.NewReader(stdin)
 	var stdout, stderr bytes.Buffer
 	cmd.Stdout, cmd.Stderr = &stdout, &stderr
+	cmd.Env = withoutProxy(cmd)
 	if err := n.Do(cmd.Start); err != nil {
 		return "", fmt.Errorf("%s in %s: %w", name, n.Name, err)
 	}
@@ -163,6 +165,14 @@ func (n *Netns) OutputWithInput(stdin, name string, args ...string) (string, err
 		return stdout.String(), fmt.Errorf("%s %s in %s: %w: %s", name, strings.Join(args, " "), n.Name, err, stderr.String())
 	}
 	return stdout.String(), nil
+}
+
+// withoutProxy is the environment of a command without this machine's HTTP proxies, which can't be reached from a namespace.
+func withoutProxy(cmd *exec.Cmd) []string {
+	return slices.DeleteFunc(cmd.Environ(), func(variable string) bool {
+		name, _, _ := strings.Cut(variable, "=")
+		return strings.HasSuffix(strings.ToLower(name), "_proxy")
+	})
 }
 
 // keeper is the thread that starts long-lived processes. A process with a parent-death signal gets it when the thread
@@ -184,6 +194,7 @@ func (n *Netns) Start(cmd *exec.Cmd) error {
 		cmd.SysProcAttr = &syscall.SysProcAttr{}
 	}
 	cmd.SysProcAttr.Pdeathsig = syscall.SIGKILL
+	cmd.Env = withoutProxy(cmd)
 	done := make(chan error, 1)
 	keeper() <- func() { done <- n.Do(cmd.Start) }
 	return <-done

@@ -16,13 +16,9 @@ const (
 // settleTimeout is how long Settle waits for a sync: one that is held up is what some tests are about.
 const settleTimeout = 30 * time.Second
 
-// logDelay is how long a line of the log may take to get here.
-const logDelay = 10 * time.Millisecond
-
 // Settle waits until each daemon of the test's Worlds has ended the sync that it is in. A sync takes effect piece by piece: once
 // one of its effects is seen, the others can be asked for only then.
 func Settle(t testing.TB) {
-	time.Sleep(logDelay)
 	deadline := time.After(settleTimeout)
 	for _, d := range daemonsOf(t.Name()) {
 		d.settle(deadline)
@@ -70,9 +66,9 @@ func (w *World) name(test string) {
 func (d *Daemon) settle(deadline <-chan time.Time) {
 	for {
 		d.mu.Lock()
-		lines, changed := d.lines, d.changed
+		lines, changed, unread := d.lines, d.changed, d.unread()
 		d.mu.Unlock()
-		if !busy(lines) {
+		if !unread && !busy(lines) {
 			return
 		}
 		select {
