@@ -63,7 +63,6 @@ type containerd struct {
 	node *harness.Node
 	dir  string
 	cmd  *exec.Cmd
-	ids  []string // of what ctr has run
 }
 
 const containerdConfig = `version = 2
@@ -77,6 +76,7 @@ disable_cgroup = true
 restrict_oom_score_adj = true
 [plugins."io.containerd.grpc.v1.cri".cni]
 conf_dir = "%[1]s/cni"
+bin_dir = "/usr/lib/cni"
 `
 
 // startContainerd starts a containerd that has the image, and ends it with the test.
@@ -153,9 +153,6 @@ func (d *containerd) kill() {
 	}
 	// runc would have removed the control groups of what still ran.
 	left := map[string]bool{}
-	for _, id := range d.ids {
-		left[id] = true
-	}
 	for _, kind := range []string{"containers", "sandboxes"} {
 		paths, _ := filepath.Glob(d.file("root/io.containerd.grpc.v1.cri/" + kind + "/*"))
 		for _, path := range paths {
@@ -204,99 +201,4 @@ func (d *containerd) run(name string, args ...string) (string, error) {
 		return out.String(), fmt.Errorf("%s %s: %w: %s", name, strings.Join(args, " "), err, out.String())
 	}
 	return out.String(), nil
-}
-
-// container is a container under way.
-type container struct {
-	id   string
-	d    *containerd
-	cmd  *exec.Cmd // ctr run, which ends with it
-	log  string    // the file with its output
-	done chan struct{}
-	err  error // after done
-}
-
-// start starts a container with flags of ctr run.
-func (d *containerd) start(t *testing.T, id string, flags, command []string) *container {
-	t.Helper()
-	id = filepath.Base(filepath.Dir(d.dir)) + "-" + id // Its control groups are the machine's.
-	d.ids = append(d.ids, id)
-	c := &container{id: id, d: d, log: filepath.Join(d.dir, id+".log"), done: make(chan struct{})}
-	args := append([]string{"--namespace=k8s.io", "run", "--rm", "--cgroup="}, flags...)
-	var err error
-	if c.cmd, err = d.inside("ctr", append(append(args, imageName, id), command...)...); err != nil {
-		t.Fatal(err)
-	}
-	log, err := os.Create(c.log)
-	if err != nil {
-		t.Fatal(err)
-	}
-	defer log.Close()
-	c.cmd.Stdout, c.cmd.Stderr = log, log
-	if err := c.cmd.Start(); err != nil {
-		t.Fatal(err)
-	}
-	go func() {
-		c.err = c.cmd.Wait()
-		close(c.done)
-	}()
-	return c
-}
-
-func (c *container) output() string {
-	text, _ := os.ReadFile(c.log)
-	return string(text)
-}
-
-// waitFor waits until the container has printed something.
-func (c *container) waitFor(timeout time.Duration, text string) error {
-	for begun := time.Now(); ; time.Sleep(20 * time.Millisecond) {
-		ended := false
-		select {
-		case <-c.done:
-			ended = true
-		default:
-		}
-		switch out := c.output(); {
-		case strings.Contains(out, text):
-			return nil
-		case ended:
-			return fmt.Errorf("container %s ended (%w) without %q:\n%s", c.id, c.err, text, out)
-		case time.Since(begun) > timeout:
-			return fmt.Errorf("container %s has not printed %q within %v:\n%s", c.id, text, timeout, out)
-		}
-	}
-}
-
-// stop ends the container as the kubelet does. It is an error if it ends otherwise than with exit code 0.
-func (c *container) stop() error {
-	if _, err := c.d.ctr("tasks", "kill", "--signal=SIGTERM", c.id); err != nil {
-		return err
-	}
-	select {
-	case <-c.done:
-	case <-time.After(3 * time.Minute):
-		return errors.New("it still runs 10s after SIGTERM")
-	}
-	return c.err
-}
-
-// pid is the id of the container's process in the PID namespace of containerd.
-func (c *container) pid() (string, error) {
-	out, err := c.d.ctr("tasks", "list")
-	for line := range strings.Lines(out) {
-		if f := strings.Fields(line); len(f) > 1 && f[0] == c.id {
-			return f[1], nil
-		}
-	}
-	return "", fmt.Errorf("no task %s: %w in %q", c.id, err, out)
-}
-
-// proc reads a file of /proc about the container's process.
-func (c *container) proc(file string) (string, error) {
-	pid, err := c.pid()
-	if err != nil {
-		return "", err
-	}
-	return c.d.run("cat", filepath.Join("/proc", pid, file))
 }

@@ -137,11 +137,16 @@ func documented(t *testing.T) []string {
 
 // shell runs a command line of the document in a directory.
 func (k *kubectl) shell(dir, line string) error {
+	_, err := k.run(dir, line)
+	return err
+}
+
+// run is shell, and returns what the command printed.
+func (k *kubectl) run(dir, line string) (string, error) {
 	const prelude = `dir=$1 path=$2 state=$3
 cd "$dir"
 kubectl() { "$path" --kubeconfig="$state/config" --cache-dir="$state" "$@"; }
 `
 	line = strings.ReplaceAll(line, "NODE", "node1")
-	_, err := k.node.Output("sh", "-ec", prelude+line, "sh", dir, k.path, k.dir+"/kubectl")
-	return err
+	return k.node.Output("sh", "-ec", prelude+line, "sh", dir, k.path, k.dir+"/kubectl")
 }

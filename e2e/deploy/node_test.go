@@ -1,17 +1,20 @@
 package deploy
 
 import (
+	"errors"
 	"fmt"
 	"net/netip"
 	"os"
 	"os/exec"
 	"path/filepath"
 	"regexp"
+	"slices"
 	"strings"
 	"sync"
 	"testing"
 	"time"
 
+	apps "k8s.io/api/apps/v1"
 	v1 "k8s.io/api/core/v1"
 	rbac "k8s.io/api/rbac/v1"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
@@ -82,9 +85,15 @@ failCgroupV1: false
 localStorageCapacityIsolation: false
 evictionHard: {memory.available: 0%, nodefs.available: 0%, nodefs.inodesFree: 0%, imagefs.available: 0%, imagefs.inodesFree: 0%}
 imageGCHighThresholdPercent: 100
+syncFrequency: 5s
 featureGates: {KubeletInUserNamespace: true}
 resolvConf: ""
+clusterDomain: cluster.local
+clusterDNS: [` + clusterDNS + `]
 `
+
+// clusterDNS is the cluster IP of DNS, where there is one.
+const clusterDNS = "10.96.0.10"
 
 // newMachine makes all that. The kubelet runs, and there is a Service with an endpoint on each of two nodes, of which only node1 is in
 // the API.
@@ -165,16 +174,25 @@ func (m *machine) startKubelet() error {
 func (m *machine) powerFails(t *testing.T) {
 	t.Helper()
 	m.kill()
-	for _, command := range []string{"nft flush ruleset", "conntrack -F"} {
-		words := strings.Fields(command)
-		_, err := m.node.Output(words[0], words[1:]...)
-		must(t, err)
-	}
+	must(t, forget(m.node))
 	must(t, m.node.Sysctl("net/ipv4/conf/all/route_localnet", "0"))
 	to := netip.AddrPortFrom(harness.AddressesOf(1).ClusterIP4, harness.ServicePort)
 	if answer := m.Pod("n1b").Ask("tcp", to, time.Second); answer.Outcome == harness.Answered {
 		t.Fatalf("the Service is answered without power: %v", answer)
 	}
+}
+
+// forget makes the kernel forget what it has for a node: rules and connections.
+func forget(n *harness.Node) error {
+	_, err := n.Output("sh", "-ec", `nft flush ruleset
+for family in ip ip6; do
+	for table in $(cat "/proc/net/${family}_tables_names"); do
+		"${family}tables-legacy" -w -t "$table" -F
+		"${family}tables-legacy" -w -t "$table" -X
+	done
+done
+conntrack -F`)
+	return err
 }
 
 // comesUp starts the node again.
@@ -194,14 +212,14 @@ func (m *machine) serves(t *testing.T) {
 }
 
 // underLoad does something while requests are sent, of which none may fail.
-func (m *machine) underLoad(t *testing.T, what string, do func()) {
+func underLoad(t *testing.T, w *harness.World, what string, do func()) {
 	t.Helper()
 	a := harness.AddressesOf(1)
 	clusterIP := netip.AddrPortFrom(a.ClusterIP4, harness.ServicePort)
 	const pause = 5 * time.Millisecond
 	loads := []*harness.Load{
-		m.Client.StartLoad("tcp", netip.AddrPortFrom(m.node.IP4, a.NodePort), 2, pause),
-		m.Pod("n1b").StartLoad("tcp", clusterIP, 2, pause), m.Pod("n1b").StartLoad("udp", clusterIP, 2, pause), m.node.StartLoad("tcp", clusterIP, 2, pause),
+		w.Client.StartLoad("tcp", netip.AddrPortFrom(w.Node1().IP4, a.NodePort), 2, pause),
+		w.Pod("n1b").StartLoad("tcp", clusterIP, 2, pause), w.Pod("n1b").StartLoad("udp", clusterIP, 2, pause), w.Node1().StartLoad("tcp", clusterIP, 2, pause),
 	}
 	do()
 	requests := 0
@@ -223,23 +241,38 @@ func (m *machine) shell(t *testing.T, command string) {
 	must(t, m.kubectl.shell(project(t), command))
 }
 
-// TestNode: a real kubelet runs the pods of the manifests' DaemonSet, with the probes and mounts that they ask for. No request fails while a
-// pod is replaced, and after a power failure the node serves again when the API server answers.
+// TestNode: a real kubelet runs the pods of the manifests' DaemonSet, with the capabilities, probes and mounts that they ask for. A changed ConfigMap takes
+// effect, no request fails while a pod is replaced, and after a power failure the node serves again when the API server answers. Without
+// one of the capabilities it does not work, in mode iptables for at least one variant of iptables.
 func TestNode(t *testing.T) {
 	t.Parallel()
-	for _, mode := range []harness.Mode{harness.IPTables, harness.NFTables} {
-		t.Run(string(mode), func(t *testing.T) {
+	for _, test := range []struct {
+		mode    harness.Mode
+		variant harness.Variant
+		needs   v1.Capability
+		without string // what the log has without it
+	}{
+		{harness.IPTables, harness.NFT, "NET_ADMIN", "you must be root"},
+		{harness.IPTables, harness.Legacy, "NET_RAW", "you must be root"},
+		{harness.NFTables, harness.NFT, "NET_ADMIN", "operation not permitted"},
+	} {
+		t.Run(string(test.mode)+" "+string(test.variant), func(t *testing.T) {
 			t.Parallel()
-			m := newMachine(t, mode)
+			m := newMachine(t, test.mode)
 			address := m.cp.Address()
 			m.shell(t, fmt.Sprintf("kubectl -n kube-system create configmap kubernetes-services-endpoint --from-literal=KUBERNETES_SERVICE_HOST=%s --from-literal=KUBERNETES_SERVICE_PORT=%d",
 				address.Addr(), address.Port()))
-			m.shell(t, "kubectl apply -k deploy/overlays/"+string(mode))
+			const lastArgument = "- --sysctl-dir=/host/proc/sys\n"
+			rendered := strings.Replace(kustomized(t, "overlays/"+string(test.mode)), lastArgument, lastArgument+"        - --iptables-backend="+string(test.variant)+"\n", 1)
+			must(t, os.WriteFile(m.file("nodeproxy.yaml"), []byte(rendered), 0o644))
+			m.shell(t, "kubectl apply -f "+m.file("nodeproxy.yaml"))
 			m.serves(t)
-			m.shell(t, "kubectl -n kube-system rollout status daemonset nodeproxy")
-			m.underLoad(t, "a pod is replaced", func() {
+			m.shell(t, rolledOut)
+			m.checkPod(t, daemonSet(t, rendered))
+			m.changes(t, test.variant)
+			underLoad(t, m.World, "a pod is replaced", func() {
 				m.shell(t, "kubectl -n kube-system rollout restart daemonset nodeproxy")
-				m.shell(t, "kubectl -n kube-system rollout status daemonset nodeproxy")
+				m.shell(t, rolledOut)
 			})
 
 			m.cp.APIServer.Kill()
@@ -250,8 +283,128 @@ func TestNode(t *testing.T) {
 			begun := time.Now()
 			m.serves(t)
 			t.Logf("the Service answers %v after the API server", time.Since(begun).Round(time.Second/10))
-			m.shell(t, "kubectl -n kube-system rollout status daemonset nodeproxy")
+			m.shell(t, rolledOut)
+
+			m.failsWithout(t, test.needs, test.without)
 		})
+	}
+}
+
+const rolledOut = "kubectl -n kube-system rollout status daemonset nodeproxy"
+
+// bits are the numbers of capabilities (linux/capability.h).
+var bits = map[v1.Capability]int{"NET_ADMIN": 12, "NET_RAW": 13, "SYS_MODULE": 16}
+
+// checkPod holds what the kernel says of the container's process against the manifest, and looks for what the pod could not do.
+func (m *machine) checkPod(t *testing.T, ds *apps.DaemonSet) {
+	t.Helper()
+	proc := func(file string) string {
+		t.Helper()
+		out, err := m.run("sh", "-ec", `cat "$(dirname "$(grep -lz '^--sysctl-dir=' /proc/[0-9]*/cmdline)")/`+file+`"`)
+		must(t, err)
+		return out
+	}
+	var want uint64
+	for _, capability := range ds.Spec.Template.Spec.Containers[0].SecurityContext.Capabilities.Add {
+		want |= 1 << bits[capability]
+	}
+	status := proc("status")
+	for _, line := range []string{
+		fmt.Sprintf("CapPrm:\t%016x", want), fmt.Sprintf("CapEff:\t%016x", want), fmt.Sprintf("CapBnd:\t%016x", want), "NoNewPrivs:\t1", "Seccomp:\t2",
+	} {
+		if !strings.Contains(status, line+"\n") {
+			t.Errorf("the process has not %q:\n%s", line, status)
+		}
+	}
+	readOnly := map[string]string{} // by the place of a mount: ro or rw
+	for line := range strings.Lines(proc("mounts")) {
+		f := strings.Fields(line)
+		readOnly[f[1]] = f[3][:2]
+	}
+	for path, want := range map[string]string{
+		"/": "ro", "/sys": "ro", "/proc/sys": "ro", "/etc/nodeproxy": "ro", "/var/run/secrets/kubernetes.io/serviceaccount": "ro",
+		"/run/xtables.lock": "rw", "/host/proc/sys/net": "rw",
+	} {
+		if got, mounted := readOnly[path]; mounted && got != want || path == "/" && !mounted {
+			t.Errorf("%s is mounted %q, want %s", path, got, want)
+		}
+	}
+
+	pods, err := m.cp.Admin.CoreV1().Pods(metav1.NamespaceSystem).List(t.Context(), metav1.ListOptions{LabelSelector: metav1.FormatLabelSelector(ds.Spec.Selector)})
+	must(t, err)
+	for _, pod := range pods.Items {
+		if restarts := pod.Status.ContainerStatuses[0].RestartCount; restarts > 0 {
+			t.Errorf("pod %s was restarted %d times", pod.Name, restarts)
+		}
+	}
+	out, err := m.kubectl.run(m.dir, "kubectl -n kube-system exec ds/nodeproxy -- /usr/bin/nodeproxy get services --all-namespaces")
+	if err != nil || !strings.Contains(out, "programmed") {
+		t.Errorf("nodeproxy get services in the container: %v\n%s", err, out)
+	}
+	log, err := m.kubectl.run(m.dir, "kubectl -n kube-system logs ds/nodeproxy")
+	if err != nil || !strings.Contains(log, harness.InSync) || strings.Contains(log, "read-only file system") || strings.Contains(log, "level=ERROR") {
+		t.Errorf("log: %v\n%s", err, log)
+	}
+	local := "1"
+	if m.mode == harness.NFTables {
+		local = "0"
+	}
+	for i, want := range []string{local, "0"} { // The node, and not the machine.
+		if got, err := m.Nodes[i].ReadSysctl("net/ipv4/conf/all/route_localnet"); err != nil || got != want {
+			t.Errorf("%s: route_localnet is %q (%v), want %s", m.Nodes[i].Name, got, err, want)
+		}
+	}
+}
+
+// changes brings a changed ConfigMap.
+func (m *machine) changes(t *testing.T, variant harness.Variant) {
+	t.Helper()
+	configs := m.cp.Admin.CoreV1().ConfigMaps(metav1.NamespaceSystem)
+	config, err := configs.Get(t.Context(), "nodeproxy", metav1.GetOptions{})
+	must(t, err)
+	config.Data["config.yaml"] += string(m.mode) + ": {masqueradeBit: 13}\n"
+	_, err = configs.Update(t.Context(), config, metav1.UpdateOptions{})
+	must(t, err)
+	list, bit := []string{variant.Tool("iptables") + "-save", "-t", "nat"}, "0x2000/0x2000"
+	if m.mode == harness.NFTables {
+		list, bit = []string{"nft", "list", "table", "ip", "nodeproxy"}, "0x00002000"
+	}
+	must(t, eventually(patient, func() error {
+		rules, err := m.node.Output(list[0], list[1:]...)
+		if err == nil && !strings.Contains(rules, bit) {
+			err = errors.New("no rule uses the new bit")
+		}
+		return err
+	}))
+	must(t, answers(m.World, m.mode))
+}
+
+// failsWithout checks that the container does not work without a capability, and says why.
+func (m *machine) failsWithout(t *testing.T, without v1.Capability, says string) {
+	t.Helper()
+	sets := m.cp.Admin.AppsV1().DaemonSets(metav1.NamespaceSystem)
+	ds, err := sets.Get(t.Context(), "nodeproxy", metav1.GetOptions{})
+	must(t, err)
+	add := &ds.Spec.Template.Spec.Containers[0].SecurityContext.Capabilities.Add
+	*add = slices.DeleteFunc(*add, func(c v1.Capability) bool { return c == without })
+	changed, err := sets.Update(t.Context(), ds, metav1.UpdateOptions{})
+	must(t, err)
+	var log string
+	must(t, eventually(patient, func() error {
+		pods, err := m.cp.Admin.CoreV1().Pods(metav1.NamespaceSystem).List(t.Context(),
+			metav1.ListOptions{LabelSelector: "pod-template-generation=" + changed.Annotations[apps.DeprecatedTemplateGeneration]})
+		if err != nil || len(pods.Items) == 0 {
+			return errors.Join(errors.New("no pod without "+string(without)), err)
+		}
+		for _, flag := range []string{"", " --previous"} {
+			if log, err = m.kubectl.run(m.dir, "kubectl -n kube-system logs "+pods.Items[0].Name+flag); strings.Contains(log, says) {
+				return nil
+			}
+		}
+		return fmt.Errorf("without %s, the log has not %q: %w\n%s", without, says, err, log)
+	}))
+	if strings.Contains(log, harness.InSync) {
+		t.Errorf("in sync without %s:\n%s", without, log)
 	}
 }
 
@@ -272,7 +425,7 @@ func TestNodeKubeadm(t *testing.T) {
 	i.kubelets = true
 	m.serves(t)
 	before := i.kubeProxy(t)
-	m.underLoad(t, "kube-proxy gives way to nodeproxy", func() {
+	underLoad(t, m.World, "kube-proxy gives way to nodeproxy", func() {
 		i.do(t, "Install")
 		i.do(t, "Check")
 		must(t, answers(m.World, m.mode))
@@ -283,7 +436,7 @@ func TestNodeKubeadm(t *testing.T) {
 	m.serves(t)
 	must(t, i.settle(t.Context()))
 
-	m.underLoad(t, "nodeproxy gives way to kube-proxy", func() {
+	underLoad(t, m.World, "nodeproxy gives way to kube-proxy", func() {
 		i.do(t, "Roll back")
 		i.nothingLeft(t)
 		must(t, answers(m.World, m.mode))
@@ -291,7 +444,7 @@ func TestNodeKubeadm(t *testing.T) {
 	if after := i.kubeProxy(t); asYAML(t, after) != asYAML(t, before) {
 		t.Errorf("kube-proxy's DaemonSet before:\n%s\nand after:\n%s", asYAML(t, before), asYAML(t, after))
 	}
-	m.underLoad(t, "kube-proxy gives way once more", func() { i.do(t, "Install") })
+	underLoad(t, m.World, "kube-proxy gives way once more", func() { i.do(t, "Install") })
 	i.do(t, "Uninstall")
 	i.nothingLeft(t)
 	kubelets := regexp.MustCompile("KUBE-(FIREWALL|IPTABLES-HINT|KUBELET-CANARY)")
