@@ -171,6 +171,7 @@ func (h *host) init() (string, error) {
 func (h *host) do(t *testing.T, commands []string) {
 	t.Helper()
 	for _, command := range commands {
+		command = strings.ReplaceAll(command, "PODS", harness.ClusterCIDR4.String()+","+harness.ClusterCIDR6.String())
 		out, err := h.run(command)
 		if err != nil {
 			t.Fatalf("%s: %v\n%s", command, err, out)
@@ -211,6 +212,8 @@ func TestSystemd(t *testing.T) {
 	h.do(t, page["Install"])
 	h.serves(t)
 	h.do(t, page["Check"])
+	h.do(t, page["Change and upgrade"])
+	h.serves(t)
 
 	must(t, h.powerFails())
 	h.boot(t)
@@ -269,7 +272,7 @@ func TestSystemdCluster(t *testing.T) {
 	}
 	h.write(t, "/usr/local/src/"+unit, strings.Replace(string(text), manifests+"\n", "--kubeconfig=/etc/nodeproxy/kubeconfig\n", 1))
 	page := commandsOf(t, "bare-metal")
-	install := slices.DeleteFunc(page["Install"], func(command string) bool { return strings.Contains(command, " render ") })
+	install := slices.DeleteFunc(page["Install"], func(command string) bool { return strings.Contains(command, " get ") })
 
 	h.boot(t)
 	h.do(t, []string{"systemctl enable --now kube-proxy"})
