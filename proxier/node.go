@@ -29,6 +29,7 @@ func (s *State) applyNodes(nodes map[string]*v1.Node) {
 // and the last known zone and addresses stay in force.
 func (s *State) applyNode(obj *v1.Node) {
 	s.leaving = obj == nil || leaving(obj)
+	s.nodeGone = obj == nil || obj.DeletionTimestamp != nil // Both come in one if it changed before.
 	if obj == nil {
 		return
 	}
@@ -79,6 +80,10 @@ func (s *State) reportNode() {
 	nodePorts, pods := s.nodePorts > 0 && s.nodePortsNowhere(), s.synced && s.podCIDRsMissing() // Until then, the source may wait for them.
 	switch {
 	case s.nodeKnown:
+		if s.nodeGone {
+			f.problem("", "its last addresses, pod CIDRs and zone stay in force until the next start, and are not known from then on; "+
+				"create the Node, or give its name with --hostname-override", "the Node is deleted")
+		}
 		if nodePorts {
 			f.problem("status.addresses", "node ports answer at no address, as nodePortAddresses limits them to the primary ones; "+
 				"see that the kubelet or the cloud controller manager sets an InternalIP, or set nodePortAddresses otherwise",

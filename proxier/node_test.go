@@ -174,6 +174,10 @@ func TestNodeFindings(t *testing.T) {
 			}
 			s.Apply(me("10.244.1.0/24", "192.168.0.1"))
 			s.Apply(source.Batch{Nodes: map[string]*v1.Node{"me": nil}}) // What it said last is in force.
+			if found := s.Findings(); len(found) != 1 || found[0].Detail != "the Node is deleted" {
+				t.Errorf("with a Node that had all: %q", found)
+			}
+			s.Apply(me("10.244.1.0/24", "192.168.0.1"))
 			if found := s.Findings(); len(found) > 0 {
 				t.Errorf("with a Node that has all: %q", found)
 			}

@@ -40,11 +40,11 @@ type State struct {
 	cidrs map[string][]netip.Prefix
 	// leaving is set while this node is about to be removed.
 	leaving bool
-	// nodeKnown is set once there has been an object of this node, nodeMissing if the source expects one and has none. otherNodes are the
-	// names of the others.
-	nodeKnown, nodeMissing bool
-	otherNodes             map[string]struct{}
-	nodeFindings           []source.Finding // about fields of this node's object
+	// nodeKnown is set once there has been an object of this node, nodeGone while there is none any more, nodeMissing if the source expects one
+	// and has none. otherNodes are the names of the others.
+	nodeKnown, nodeGone, nodeMissing bool
+	otherNodes                       map[string]struct{}
+	nodeFindings                     []source.Finding // about fields of this node's object
 	// nodePorts is how many node ports Services ask for.
 	nodePorts int
 	// triggers collects what Triggers will return after the next Update; updated is what it returns now.

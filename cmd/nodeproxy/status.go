@@ -131,6 +131,7 @@ func writeFromOutside(ctx context.Context, w io.Writer, proc string, health neti
 	}
 	fmt.Fprint(w, "\nWhat to do:\n"+
 		"  - If nodeproxy runs in a container, ask there: kubectl -n kube-system exec ds/nodeproxy -- nodeproxy status\n"+
+		"  - If systemd runs it: systemctl status nodeproxy; journalctl -u nodeproxy\n"+
 		"  - If it has another --socket, name it. A nodeproxy that waits for another proxy answers only at its port for health: if that is\n"+
 		"    another one, name its --config or its --healthz-bind-address.\n"+
 		"  - If it should run and does not, its log says why; \"nodeproxy cleanup --dry-run\" lists the rules that are in the kernel.\n")
