@@ -150,7 +150,7 @@ func (c *diagnosis) reach(node plan.Node) {
 	}
 	for _, other := range plan.Families {
 		if other != family && node.IP(other).IsValid() { // Elsewhere, no client has an address of it.
-			c.add(note, OneFamily, "set spec.ipFamilyPolicy to PreferDualStack if they should",
+			c.add(note, OneFamily, "set spec.ipFamilyPolicy to PreferDualStack if they should; the cluster needs a service CIDR of each family for that",
 				"The Service has %s addresses only, although this node has both families: clients outside that use %s alone can't reach it.", family, other)
 		}
 	}

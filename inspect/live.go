@@ -261,9 +261,26 @@ func WriteLive(w io.Writer, l *Live) error {
 	case wrong > 0:
 		fmt.Fprintf(w, "%d of %d connections differ from the prediction.\n", wrong, len(l.Seen))
 	default:
-		fmt.Fprintf(w, "All of %d connections went as predicted.\n", len(l.Seen))
+		text := "The connection went as predicted"
+		if len(l.Seen) > 1 {
+			text = fmt.Sprintf("All %d connections went as predicted", len(l.Seen))
+		}
+		if silent := silent(l.Seen); silent > 0 {
+			text += fmt.Sprintf(", but %d had no answer: see whether the endpoint answers, and whether its answer comes back by way of this node", silent)
+		}
+		fmt.Fprintln(w, text+".")
 	}
 	return nil
+}
+
+// silent is how many connections were forwarded, and not answered.
+func silent(seen []SeenPacket) (n int) {
+	for _, s := range seen {
+		if s.Action == plan.Forward.String() && !s.Answered {
+			n++
+		}
+	}
+	return n
 }
 
 func (s SeenStep) equal(o SeenStep) bool {

@@ -35,3 +35,22 @@ func TestLiveAnswer(t *testing.T) {
 		}
 	}
 }
+
+// TestLiveUnanswered: connections that went where they should are not praised if there was no answer.
+func TestLiveUnanswered(t *testing.T) {
+	t.Parallel()
+	forwarded := SeenPacket{Source: "192.0.2.7:1", Destination: "10.96.0.10:80", Action: "forward", Endpoint: "10.0.0.1:80",
+		Prediction: &PacketTrace{Action: "forward", Outcomes: []TraceOutcome{{Action: "forward", Endpoint: "10.0.0.1:80", Probability: 1}}}}
+	answered := forwarded
+	answered.Answered = true
+	for want, seen := range map[string][]SeenPacket{
+		"\nThe connection went as predicted.\n":                            {answered},
+		"\nAll 2 connections went as predicted.\n":                         {answered, answered},
+		"\nAll 2 connections went as predicted, but 1 had no answer: see ": {answered, forwarded},
+	} {
+		var out strings.Builder
+		if err := WriteLive(&out, &Live{Trace: &Trace{}, Seen: seen}); err != nil || !strings.Contains(out.String(), want) {
+			t.Errorf("%v, want %q in:\n%s", err, want, &out)
+		}
+	}
+}
