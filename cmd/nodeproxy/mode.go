@@ -159,6 +159,9 @@ func (d *daemon) removeOthers(ctx context.Context) {
 			d.log.Warn("some chains of other modes stay until the next start", "error", err)
 		}
 	}
+	if ctx.Err() != nil {
+		return
+	}
 	d.removeLeftovers()
 	for _, m := range modes {
 		if m == d.mode || m.remove == nil {
