@@ -8,7 +8,6 @@ import (
 	"os"
 	"os/exec"
 	"path/filepath"
-	"strconv"
 	"strings"
 	"sync"
 	"testing"
@@ -173,14 +172,9 @@ func (d *containerd) inside(name string, args ...string) (*exec.Cmd, error) {
 	if d.cmd == nil {
 		return nil, errors.New("containerd does not run")
 	}
-	children := fmt.Sprintf("/proc/%d/task/%[1]d/children", d.cmd.Process.Pid)
-	text, err := os.ReadFile(children)
+	pid, err := harness.Child(d.cmd)
 	if err != nil {
 		return nil, err
-	}
-	pid := strings.TrimSpace(string(text))
-	if _, err := strconv.Atoi(pid); err != nil {
-		return nil, fmt.Errorf("unshare has the children %q", pid)
 	}
 	return exec.Command("nsenter", append([]string{"--target", pid, "--mount", "--pid", "--net", "--", name}, args...)...), nil
 }

@@ -16,6 +16,11 @@ import (
 	"nodeproxy/e2e/harness"
 )
 
+// webService is the Service that answers asks.
+func webService() *v1.Service {
+	return harness.Service("web", 1, func(s *v1.Service) { s.Spec.Type, s.Spec.ExternalIPs = v1.ServiceTypeNodePort, nil })
+}
+
 // createService makes these nodes, and the Service web with two endpoints.
 func createService(ctx context.Context, cp *cluster.ControlPlane, w *harness.World, nodes ...*harness.Node) error {
 	var errs []error
@@ -26,7 +31,7 @@ func createService(ctx context.Context, cp *cluster.ControlPlane, w *harness.Wor
 	_, err := cp.Admin.CoreV1().Namespaces().Create(ctx,
 		&v1.Namespace{ObjectMeta: metav1.ObjectMeta{Name: harness.Namespace}}, metav1.CreateOptions{})
 	errs = append(errs, err)
-	svc := harness.Service("web", 1, func(s *v1.Service) { s.Spec.Type, s.Spec.ExternalIPs = v1.ServiceTypeNodePort, nil })
+	svc := webService()
 	_, err = cp.Admin.CoreV1().Services(svc.Namespace).Create(ctx, svc, metav1.CreateOptions{})
 	errs = append(errs, err)
 	for _, o := range harness.Slices(svc, w.Ready("n1a", "n2a")...) {

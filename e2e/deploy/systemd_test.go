@@ -7,11 +7,9 @@ import (
 	"os/exec"
 	"path/filepath"
 	"slices"
-	"strconv"
 	"strings"
 	"testing"
 
-	v1 "k8s.io/api/core/v1"
 	"k8s.io/apimachinery/pkg/runtime"
 
 	"nodeproxy/e2e/cluster"
@@ -25,10 +23,10 @@ const bootSystemd = `
 mount --make-rprivate /
 mount -t tmpfs tmpfs "$2"
 mkdir "$2/upper" "$2/work" "$2/root"
-mount -t cgroup2 cgroup2 "$2/work"
-mkdir "$2/work/$5"
-echo 0 >"$2/work/$5/cgroup.procs"
-umount "$2/work"
+mount -t cgroup2 cgroup2 "$2/root"
+mkdir "$2/root/$5"
+echo 0 >"$2/root/$5/cgroup.procs"
+umount "$2/root"
 mount -t overlay -o "lowerdir=$1,upperdir=$2/upper,workdir=$2/work" overlay "$2/root"
 cd "$2/root"
 mount --bind "$3" etc
@@ -146,25 +144,11 @@ func (h *host) powerFails() error {
 
 // run runs a command of the host's user.
 func (h *host) run(command string) (string, error) {
-	pid, err := h.init()
+	room, err := harness.RoomOf(h.Node1().Netns, h.cmd)
 	if err != nil {
 		return "", err
 	}
-	return attempt("nsenter", "--target="+pid, "--mount", "--pid", "--ipc", "--uts", "--net", "--cgroup", "--root", "--wd=/",
-		"/usr/bin/env", "-i", "PATH=/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin", "HOME=/root", "LC_ALL=C", "sh", "-ec", "cd /usr/local/src; "+command)
-}
-
-// init is the process ID of the host's systemd.
-func (h *host) init() (string, error) {
-	children, err := os.ReadFile(fmt.Sprintf("/proc/%d/task/%[1]d/children", h.cmd.Process.Pid))
-	if err != nil {
-		return "", err
-	}
-	pid := strings.TrimSpace(string(children))
-	if _, err := strconv.Atoi(pid); err != nil {
-		return "", fmt.Errorf("unshare has the children %q", pid)
-	}
-	return pid, nil
+	return room.Output("cd /usr/local/src; " + command)
 }
 
 // do runs commands of the page.
@@ -204,7 +188,7 @@ func (h *host) nothingLeft(t *testing.T) {
 func TestSystemd(t *testing.T) {
 	t.Parallel()
 	h := newHost(t)
-	svc := harness.Service("web", 1, func(s *v1.Service) { s.Spec.Type, s.Spec.ExternalIPs = v1.ServiceTypeNodePort, nil })
+	svc := webService()
 	objects := append([]runtime.Object{h.NodeObject(h.Node1(), nil)}, harness.Objects(svc, h.Ready("n1a", "n2a")...)...)
 	h.write(t, "/etc/nodeproxy/manifests/web.yaml", harness.YAML(t, objects...))
 	page := commandsOf(t, "bare-metal")

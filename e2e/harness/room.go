@@ -6,6 +6,7 @@ import (
 	"os"
 	"os/exec"
 	"path/filepath"
+	"strconv"
 	"strings"
 	"sync"
 	"syscall"
@@ -96,9 +97,26 @@ func (w *World) newRoom(n *Netns, variant Variant) (*Room, error) {
 	if line, err := bufio.NewReader(out).ReadString('\n'); line != "ready\n" {
 		return nil, fmt.Errorf("no room: %q, %w", line, err)
 	}
-	pid := fmt.Sprint(cmd.Process.Pid)
-	children, err := os.ReadFile("/proc/" + pid + "/task/" + pid + "/children")
-	return &Room{n, strings.TrimSpace(string(children))}, err
+	return RoomOf(n, cmd)
+}
+
+// RoomOf is the Room whose first process is the child of a process in a namespace, such as unshare.
+func RoomOf(n *Netns, cmd *exec.Cmd) (*Room, error) {
+	pid, err := Child(cmd)
+	return &Room{n, pid}, err
+}
+
+// Child is the process ID of the only child of a process.
+func Child(cmd *exec.Cmd) (string, error) {
+	children, err := os.ReadFile(fmt.Sprintf("/proc/%d/task/%[1]d/children", cmd.Process.Pid))
+	if err != nil {
+		return "", err
+	}
+	pid := strings.TrimSpace(string(children))
+	if _, err := strconv.Atoi(pid); err != nil {
+		return "", fmt.Errorf("%s has the children %q", cmd.Path, pid)
+	}
+	return pid, nil
 }
 
 // room ends with its first process.
@@ -113,5 +131,5 @@ func (r room) Close() error {
 // Output runs a shell script in the Room and returns what it printed on stdout.
 func (r *Room) Output(script string) (string, error) {
 	return r.n.Output("nsenter", "--target="+r.pid, "--mount", "--pid", "--ipc", "--uts", "--root", "--wd=/",
-		"/usr/bin/env", "-i", "PATH=/usr/sbin:/usr/bin:/sbin:/bin", "HOME=/root", "LC_ALL=C", "sh", "-ec", script)
+		"/usr/bin/env", "-i", "PATH=/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin", "HOME=/root", "LC_ALL=C", "sh", "-ec", script)
 }
