@@ -265,16 +265,16 @@ func WriteLive(w io.Writer, l *Live) error {
 		if len(l.Seen) > 1 {
 			text = fmt.Sprintf("All %d connections went as predicted", len(l.Seen))
 		}
-		if silent := silent(l.Seen); silent > 0 {
-			text += fmt.Sprintf(", but %d had no answer: see whether the endpoint answers, and whether its answer comes back by way of this node", silent)
+		if n := unanswered(l.Seen); n > 0 {
+			text += fmt.Sprintf(", but %d had no answer: see whether the endpoint answers, and whether its answer comes back by way of this node", n)
 		}
 		fmt.Fprintln(w, text+".")
 	}
 	return nil
 }
 
-// silent is how many connections were forwarded, and not answered.
-func silent(seen []SeenPacket) (n int) {
+// unanswered is how many connections were forwarded, and not answered.
+func unanswered(seen []SeenPacket) (n int) {
 	for _, s := range seen {
 		if s.Action == plan.Forward.String() && !s.Answered {
 			n++
