@@ -38,6 +38,8 @@ type Reality struct {
 	Endpoints func(ctx context.Context, ports []*plan.ServicePort) ([]Listening, error)
 	// Reverse returns what the kernel does with the answers of endpoints for the interfaces by which they come.
 	Reverse func(ctx context.Context, endpoints []netip.Addr) (*Reverse, error)
+	// Routes says whether packets can leave this node for endpoints.
+	Routes func(ctx context.Context, endpoints []netip.Addr) (*Routes, error)
 	// Watches returns how current the objects are.
 	Watches func() []source.Watch
 }
@@ -60,6 +62,8 @@ type Blocking struct {
 	Answers bool
 	// Certain is true if it concerns all of that traffic, whoever sends it.
 	Certain bool
+	// Untracked says that the rule does not drop it, but keeps it from being tracked, so that nothing translates it.
+	Untracked bool
 	// Policy is true if no rule drops it but the policy of the chain that is Place.
 	Policy bool
 }
@@ -101,6 +105,19 @@ type Reverse struct {
 	Known bool
 }
 
+// Unreached is an endpoint to which the kernel has no route, and why.
+type Unreached struct {
+	Addr netip.Addr
+	Why  string
+}
+
+// Routes says whether packets can leave this node for endpoints.
+type Routes struct {
+	Unreached []Unreached
+	// NotForwarded are the families of endpoints elsewhere whose packets this node does not forward.
+	NotForwarded []plan.Family
+}
+
 // Check is one thing that was looked at on the node.
 type Check struct {
 	// Name says what was looked at.
@@ -126,6 +143,9 @@ const (
 	APIServerAway    = "APIServerAway"    // the objects may be out of date
 	EndpointRefuses  = "EndpointRefuses"  // nothing listens at an endpoint that gets traffic
 	AnswersFiltered  = "AnswersFiltered"  // rp_filter drops the answers of endpoints
+	NoRoute          = "NoRoute"          // the kernel has no route to an endpoint
+	NotForwarded     = "NotForwarded"     // this node does not forward packets
+	Untracked        = "Untracked"        // another program's rule keeps the traffic from being tracked
 	TrackingFull     = "TrackingFull"     // the kernel tracks as many connections as it may, or nearly
 )
 
@@ -148,7 +168,7 @@ func (n *Node) Check(ctx context.Context, e *Explanation) {
 	})
 	c := &checks{reality: n.Reality, svc: svc, ports: ports, now: time.Now()}
 	all := []func(*checks, context.Context){(*checks).kernel, (*checks).traffic, (*checks).flows, (*checks).tracked, (*checks).listeners, (*checks).blocking,
-		(*checks).endpoints, (*checks).reverse, (*checks).watches}
+		(*checks).endpoints, (*checks).routes, (*checks).reverse, (*checks).watches}
 	each := make([]checks, len(all))
 	var wg sync.WaitGroup
 	for i, check := range all {
@@ -407,6 +427,14 @@ func (c *checks) blocking(ctx context.Context) {
 			traffic = "the answers of " + b.What
 		}
 		c.found(name, severity, "%s: %s", b.Place, b.Rule)
+		if b.Untracked {
+			does, do := "keeps", "let its owner except this traffic: docs/neighbours.md"
+			if !b.Certain {
+				does, do = "may keep", "nothing, if a program of this node answers there, as the NodeLocal DNS cache does; else "+do
+			}
+			c.diagnose(severity, Untracked, do, "A rule of another program %s %s from being tracked, so that nothing translates it: \"%s\" in %s.", does, traffic, b.Rule, b.Place)
+			continue
+		}
 		if b.Policy {
 			why := "none accepts this"
 			if !b.Certain {
@@ -502,20 +530,58 @@ func (c *checks) refuses(l Listening, names []string) (severity string) {
 	return severity
 }
 
-// reverse is about answers that the kernel does not take.
-func (c *checks) reverse(ctx context.Context) {
-	if c.reality.Reverse == nil {
-		return
-	}
-	var endpoints []netip.Addr
+// used are the addresses of endpoints that get traffic, up to a number.
+func (c *checks) used() []netip.Addr {
+	var out []netip.Addr
 	for _, sp := range c.ports {
 		for _, ep := range sp.All() {
-			if a := ep.Addr.Addr(); a.Is4() && !slices.Contains(endpoints, a) && len(endpoints) < mostReverse {
-				endpoints = append(endpoints, a)
+			if a := ep.Addr.Addr(); !slices.Contains(out, a) && len(out) < mostAddresses {
+				out = append(out, a)
 			}
 		}
 	}
-	if len(endpoints) == 0 {
+	return out
+}
+
+// routes is about the ways to endpoints.
+func (c *checks) routes(ctx context.Context) {
+	endpoints := c.used()
+	if c.reality.Routes == nil || len(endpoints) == 0 {
+		return
+	}
+	const name = "routes to endpoints"
+	r, err := c.reality.Routes(ctx, endpoints)
+	if err != nil {
+		c.found(name, unknown, "%v", err)
+		return
+	}
+	for _, f := range r.NotForwarded {
+		setting := "net.ipv4.ip_forward"
+		if f == plan.IPv6 {
+			setting = "net.ipv6.conf.all.forwarding"
+		}
+		c.found(name, problem, "%s is 0", setting)
+		c.diagnose(problem, NotForwarded, "set "+setting+" to 1, and see what has cleared it: every node needs it, at every start",
+			"This node does not forward packets (%s is 0): of the connections to endpoints elsewhere or in Pods, only its own get there.", setting)
+	}
+	if n := len(r.Unreached); n > 0 {
+		var list []string
+		for _, u := range r.Unreached {
+			list = append(list, fmt.Sprintf("%s (%s)", u.Addr, u.Why))
+		}
+		c.found(name, problem, "none to %d of %d", n, len(endpoints))
+		c.diagnose(problem, NoRoute, "see whether the network plugin runs on this node and on theirs: ip route get "+r.Unreached[0].Addr.String(),
+			"The kernel has no route to %d of %s in use, and connections that go there fail: %s.", n, endpointCount(len(endpoints)), some(list))
+	}
+	if len(r.NotForwarded)+len(r.Unreached) == 0 {
+		c.found(name, ok, "there is one to each, and this node forwards packets")
+	}
+}
+
+// reverse is about answers that the kernel does not take.
+func (c *checks) reverse(ctx context.Context) {
+	endpoints := slices.DeleteFunc(c.used(), netip.Addr.Is6)
+	if c.reality.Reverse == nil || len(endpoints) == 0 {
 		return
 	}
 	const name = "reverse path filter"
@@ -545,8 +611,8 @@ func (c *checks) reverse(ctx context.Context) {
 }
 
 const (
-	mostReverse  = 32 // endpoints whose answers are looked at
-	mostFiltered = 3  // of those that are dropped, are named
+	mostAddresses = 32 // endpoints to which the ways are looked at
+	mostFiltered  = 3  // of those whose answers are dropped, are named
 )
 
 // StaleAfter is the age from which what is known counts as out of date, as in /readyz.

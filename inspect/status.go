@@ -193,7 +193,7 @@ func (n *Node) filtered(snapshot *plan.Snapshot) []Filtered {
 	ctx, cancel := context.WithTimeout(context.Background(), checkTime)
 	defer cancel()
 	sample := slices.SortedFunc(maps.Values(first), netip.Addr.Compare)
-	r, err := n.Reality.Reverse(ctx, sample[:min(len(sample), mostReverse)])
+	r, err := n.Reality.Reverse(ctx, sample[:min(len(sample), mostAddresses)])
 	if err != nil { // explain says it.
 		return nil
 	}

@@ -37,7 +37,8 @@ func (d *daemon) reality() *inspect.Reality {
 		found, err := blocking.Find(ctx, ports, blocking.Node{Local: local, IPVS: d.cfg.Mode == ipvsMode.name})
 		var out []inspect.Blocking
 		for _, f := range found {
-			out = append(out, inspect.Blocking{Rule: f.Text, Place: f.Chain.String(), What: f.What, Answers: f.Answers, Certain: f.Certain, Policy: f.Policy})
+			out = append(out, inspect.Blocking{Rule: f.Text, Place: f.Chain.String(), What: f.What, Answers: f.Answers, Certain: f.Certain,
+				Untracked: f.Untracked, Policy: f.Policy})
 		}
 		return out, err
 	}
@@ -57,6 +58,17 @@ func (d *daemon) reality() *inspect.Reality {
 		out := &inspect.Reverse{Strict: found.Strict, Drops: found.Drops, Known: found.Known}
 		for _, f := range found.Filtered {
 			out.Filtered = append(out.Filtered, inspect.Filtered(f))
+		}
+		return out, nil
+	}
+	r.Routes = func(ctx context.Context, list []netip.Addr) (*inspect.Routes, error) {
+		found, err := endpoints.LookOut(ctx, d.cfg.SysctlDir, list)
+		if err != nil {
+			return nil, err
+		}
+		out := &inspect.Routes{NotForwarded: found.NotForwarded}
+		for _, u := range found.Unreached {
+			out.Unreached = append(out.Unreached, inspect.Unreached(u))
 		}
 		return out, nil
 	}

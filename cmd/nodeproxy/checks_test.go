@@ -110,6 +110,16 @@ var onNode = map[string]string{
 What is wrong:
   - A rule of another program drops what is for the cluster IP 10.96.0.10:80/TCP from this node: "ip daddr 10.96.0.10 tcp dport 80 drop" in chain out of table ip other.
     To do: let its owner admit this traffic: docs/neighbours.md`,
+	"untracked": `
+What is wrong:
+  - A rule of another program keeps what is for the cluster IP 10.96.0.10:80/TCP from this node from being tracked, so that nothing translates it: "ip daddr 10.96.0.0/16 notrack" in chain out of table ip other.
+    To do: let its owner except this traffic: docs/neighbours.md`,
+	"unrouted": `
+What is wrong:
+  - This node does not forward packets (net.ipv4.ip_forward is 0): of the connections to endpoints elsewhere or in Pods, only its own get there.
+    To do: set net.ipv4.ip_forward to 1, and see what has cleared it: every node needs it, at every start
+  - The kernel has no route to 1 of 2 endpoints in use, and connections that go there fail: 10.244.2.5 (network is unreachable).
+    To do: see whether the network plugin runs on this node and on theirs: ip route get 10.244.2.5`,
 	"refuses": `
 What is wrong:
   - Endpoint 192.0.2.1:8080 gets traffic, but refuses it: nothing listens at port 8080/TCP on this node.
@@ -186,11 +196,39 @@ func TestChecks(t *testing.T) {
 			nstest.Exec(t, "nft", "add table ip other; add chain ip other out { type filter hook output priority -300; }; "+
 				"add rule ip other out ip daddr 10.96.0.10 tcp dport 80 drop")
 			c.await(onNode["drop"], 1)
+			nstest.Exec(t, "nft", "flush chain ip other out; add rule ip other out ip daddr 10.96.0.0/16 notrack")
+			c.await(onNode["untracked"], 1)
 			nstest.Exec(t, "nft", "delete", "table", "ip", "other")
 
 			nstest.Exec(t, "nft", "flush", "table", "ip", map[string]string{"iptables": "nat", "nftables": "nodeproxy"}[mode])
 			c.await(onNode["flushed"], 0)
 		})
+	}
+}
+
+// TestCheckRoutes: explain finds what keeps packets from endpoints on other nodes.
+func TestCheckRoutes(t *testing.T) {
+	t.Parallel()
+	c := startChecked(t, nil, "--mode=nftables")
+	for _, line := range []string{"link add eth0 type veth peer name far", "link set eth0 up", "link set far up", "route add 10.244.1.0/24 dev eth0"} {
+		nstest.Exec(t, "ip", strings.Fields(line)...)
+	}
+	forward := func(value string) {
+		t.Helper()
+		if err := os.WriteFile("/proc/sys/net/ipv4/ip_forward", []byte(value), 0); err != nil {
+			t.Fatal(err)
+		}
+	}
+	forward("0")
+	elsewhere := strings.Replace(checkedService, "endpoints: [{addresses: [192.0.2.1], nodeName: n1}]",
+		"endpoints: [{addresses: [10.244.1.5], nodeName: n2}, {addresses: [10.244.2.5], nodeName: n3}]", 1)
+	c.write(elsewhere)
+	c.await(onNode["unrouted"], 1)
+	forward("1")
+	nstest.Exec(t, "ip", "route", "add", "10.244.2.0/24", "dev", "eth0")
+	c.await("Nothing is wrong with it on this node.", 0)
+	if text, _ := c.ask("explain", "web"); !strings.Contains(text, "there is one to each, and this node forwards packets\n") {
+		t.Errorf("explain says\n%s", text)
 	}
 }
 

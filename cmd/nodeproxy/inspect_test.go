@@ -48,6 +48,10 @@ status: {podIP: 10.244.1.5, conditions: [{type: Ready, status: "True"}]}
 func TestInspectDaemon(t *testing.T) {
 	t.Parallel()
 	nstest.Enter(t)
+	for _, line := range []string{"link set lo up", "addr add 10.244.1.5/32 dev lo"} {
+		nstest.Exec(t, "ip", strings.Fields(line)...)
+	}
+	listen(t, "10.244.1.5:8080")
 	a := newAsked(t)
 	if text, code := a.ask("explain", "web"); code != 1 || !strings.Contains(text, "no nodeproxy answers at "+a.socket) {
 		t.Errorf("without a daemon: exit code %d, %s", code, text)

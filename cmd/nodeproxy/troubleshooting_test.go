@@ -39,6 +39,8 @@ var symptoms = []struct {
 		{"the client is not within the source ranges", "source-ranges"},
 		{"policy Local, and the endpoints name this node in another way", "node-name"},
 		{"another program's rule drops the packets", "drop"},
+		{"another program's rule keeps the packets from being tracked", "untracked"},
+		{"there is no way to the endpoints: no route, or no forwarding", "unrouted"},
 		{"an endpoint is the cluster IP of another Service", "service-endpoint"},
 		{"the EndpointSlices lag behind the Pods (where Pods can be read)", "pod-gone"},
 	}},

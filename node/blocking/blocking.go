@@ -21,7 +21,7 @@ import (
 	"nodeproxy/plan"
 )
 
-// Rule is a rule of another program, or the policy of its chain, that drops or rejects packets for a Service.
+// Rule is a rule of another program, or the policy of its chain, that drops or rejects packets for a Service, or keeps them from being tracked.
 type Rule struct {
 	// Text is the rule, as far as it is understood; Chain is where it is.
 	Text  string
@@ -33,6 +33,8 @@ type Rule struct {
 	Answers bool
 	// Certain is true if nothing else decides whether it applies.
 	Certain bool
+	// Untracked is true for a rule that does not drop packets, but keeps them from being tracked, so that nothing translates them.
+	Untracked bool
 }
 
 // Node is what is known of the node.
@@ -102,6 +104,7 @@ func (s *search) look(rules ruleset) error {
 			continue
 		}
 		for _, p := range packets(s.ports, b, s.node) {
+			p.untracked = b.Priority < priorityTracking && (b.Hook == "prerouting" || b.Hook == "output")
 			w := &walk{search: s, rules: rules, packet: p, found: map[string]bool{}, known: map[state]state{}}
 			ended, err := w.chain(b.ChainID, true, false, 0)
 			if s.ctx.Err() != nil {
@@ -116,7 +119,8 @@ func (s *search) look(rules ruleset) error {
 			}
 			for _, r := range w.out {
 				said := func(o Rule) bool {
-					return o.Text == r.Text && o.Chain == r.Chain && (o.Certain == r.Certain || r.Answers && o.Certain)
+					enough := o.Certain == r.Certain && (r.Answers || !o.Answers) || r.Answers && o.Certain
+					return o.Text == r.Text && o.Chain == r.Chain && enough
 				}
 				if !slices.ContainsFunc(s.found, said) {
 					s.found = append(s.found, r)
@@ -151,12 +155,17 @@ type packet struct {
 	src, dst side
 	// answer says that it comes back, on a connection that has begun.
 	answer bool
+	// untracked says that the kernel has not looked yet which connection it is of.
+	untracked bool
 	// here says whether the destination is an address of the node.
 	here match
 	// first are the destinations that the packet may have had at first, and dnat says whether it has another one by now.
 	first []netip.AddrPort
 	dnat  match
 }
+
+// priorityTracking is the priority at which connections begin to be tracked.
+const priorityTracking = -200
 
 // priorityDNAT is the priority of the chains in which destinations are translated.
 const priorityDNAT = -100

@@ -135,6 +135,16 @@ func TestFind(t *testing.T) {
 				"may: meta l4proto tcp … drop: answers of endpoint 10.244.1.5:8080"},
 		{name: "iptables, local addresses", iptables: "-t raw -A PREROUTING -p tcp --dport 30080 -m addrtype --dst-type LOCAL -j DROP",
 			want: "certain: tcp dport 30080 fib daddr type local drop: the node port 30080/TCP from pods and other hosts"},
+		{name: "not tracked", nft: raw + "add rule ip raw prerouting ip daddr 10.96.0.0/16 notrack",
+			want: "certain: ip daddr 10.96.0.0/16 notrack: the cluster IP 10.96.0.10:80/TCP from pods and other hosts"},
+		{name: "not tracked, too late", nft: forward + "add rule inet fw forward ip daddr 10.244.0.0/16 notrack"},
+		{name: "not tracked, for IPVS", ipvs: true, nft: raw + "add rule ip raw prerouting ip daddr 10.96.0.0/16 notrack",
+			want: "may: ip daddr 10.96.0.0/16 notrack: the cluster IP 10.96.0.10:80/TCP from pods and other hosts"},
+		{name: "states before there are any", nft: raw + "add rule ip raw prerouting ct state new drop; add rule ip raw prerouting ct state invalid tcp dport 30080 drop",
+			want: "certain: tcp dport 30080 drop: the node port 30080/TCP from pods and other hosts"},
+		{name: "iptables, not tracked", iptables: "-t raw -A PREROUTING -p tcp --dport 30080 -j CT --notrack",
+			want: "certain: tcp dport 30080 notrack: the node port 30080/TCP from pods and other hosts"},
+		{name: "iptables, tracked in a zone", iptables: "-t raw -A PREROUTING -p tcp --dport 30080 -j CT --zone 3"},
 		{name: "iptables, no local addresses", iptables: "-A FORWARD -p tcp --dport 8080 -m addrtype --dst-type LOCAL -j DROP"},
 	} {
 		t.Run(tc.name, func(t *testing.T) {

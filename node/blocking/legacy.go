@@ -157,6 +157,9 @@ func judgeText(text string, p *packet) rule {
 			}
 		case "-j":
 			j.jump(argument)
+			if argument == "NOTRACK" || argument == "CT" && slices.Contains(words[i:], "--notrack") {
+				j.ends = []end{{verdict: notrack}}
+			}
 			return j.result() // What follows belongs to the target.
 		case "-g":
 			j.ends = []end{{"goto", argument}}
@@ -239,7 +242,7 @@ func portRanges(text string) ([]portRange, bool) {
 func states(text string) uint16 {
 	mask := uint16(0)
 	list := strings.Split(text, ",")
-	for name, bit := range map[string]uint16{"ESTABLISHED": stateEstablished, "NEW": stateNew, "SNAT": stateSNAT, "DNAT": stateDNAT} {
+	for name, bit := range map[string]uint16{"INVALID": stateInvalid, "ESTABLISHED": stateEstablished, "NEW": stateNew, "SNAT": stateSNAT, "DNAT": stateDNAT} {
 		if slices.Contains(list, name) {
 			mask |= bit
 		}

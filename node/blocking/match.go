@@ -143,6 +143,7 @@ func matches(is bool) match {
 
 // States of connections, as the bits by which xt_conntrack asks for them. The packets here begin connections, or answer on one.
 const (
+	stateInvalid     = 1 << 0
 	stateEstablished = 1 << 1
 	stateNew         = 1 << 3
 	stateSNAT        = 1 << 6
@@ -151,7 +152,10 @@ const (
 
 // state is the state of the packet's connection.
 func (p *packet) state() uint16 {
-	if p.answer {
+	switch {
+	case p.untracked:
+		return stateInvalid
+	case p.answer:
 		return stateEstablished
 	}
 	return stateNew

@@ -82,8 +82,10 @@ func (r *reading) read(e expr.Any) {
 		r.extension(e)
 	case *expr.Verdict:
 		r.ends = []end{endOf(*e)}
+	case *expr.Notrack:
+		r.ends = []end{{verdict: notrack}}
 	case *expr.Target:
-		r.target(e.Name)
+		r.target(e)
 	case *expr.Reject:
 		r.ends = []end{{verdict: "reject"}}
 	case *expr.NAT, *expr.Masq, *expr.Redir, *expr.Queue:
@@ -178,11 +180,15 @@ func padded(value []byte) []byte {
 }
 
 // target judges a target of iptables.
-func (r *reading) target(name string) {
+func (r *reading) target(e *expr.Target) {
+	const flagNotrack = 1 // of struct xt_ct_target_info, which begins with its flags
+	info, _ := e.Info.(*xt.Unknown)
 	switch {
-	case name == "REJECT":
+	case e.Name == "REJECT":
 		r.ends = []end{{verdict: "reject"}}
-	case !nonTerminal[name]:
+	case e.Name == "NOTRACK", e.Name == "CT" && info != nil && len(*info) >= 2 && binary.NativeEndian.Uint16(*info)&flagNotrack != 0:
+		r.ends = []end{{verdict: notrack}}
+	case !nonTerminal[e.Name]:
 		r.ends = []end{{verdict: "accept"}}
 	}
 }
@@ -234,10 +240,11 @@ func (r *reading) ct(e *expr.Ct) register {
 	switch {
 	case e.SourceRegister:
 	case e.Key == expr.CtKeySTATE:
-		if r.packet.answer {
-			return register{value: binary.NativeEndian.AppendUint32(nil, expr.CtStateBitESTABLISHED)}
-		}
-		return register{value: binary.NativeEndian.AppendUint32(nil, expr.CtStateBitNEW)}
+		bit := map[uint16]uint32{
+			stateInvalid: expr.CtStateBitINVALID, stateEstablished: expr.CtStateBitESTABLISHED, stateNew: expr.CtStateBitNEW,
+		}[r.packet.state()]
+		return register{value: binary.NativeEndian.AppendUint32(nil, bit)}
+	case r.packet.untracked: // The rest is not known of it.
 	case e.Key == expr.CtKeySTATUS && r.packet.dnat != maybe:
 		bit := binary.NativeEndian.AppendUint32(nil, statusDNAT)
 		if r.packet.dnat == no {

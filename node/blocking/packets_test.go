@@ -168,6 +168,10 @@ func randomRules(r *rand.Rand) string {
 	}
 	var out strings.Builder
 	out.WriteString("table inet other {\nchain drops { meta l4proto udp drop; }\nchain accepts { accept; }\nchain nothing { return; drop; }\n")
+	if r.IntN(4) == 0 { // What is not tracked is not translated.
+		fmt.Fprintf(&out, "chain raw {\ntype filter hook output priority -300\nmeta l4proto tcp accept\n%s %s\n%s notrack\n}\n",
+			conditions("80", "8080"), pick("accept", "counter"), pick("udp sport 8080", "udp dport 80", "udp dport 53", "ip daddr 10.96.0.0/16", "meta mark 1 udp dport 80", "meta mark 0 udp dport 80"))
+	}
 	for _, c := range []struct{ name, hook, port, other string }{
 		{"first", "type filter hook output priority -150", "80", "8080"}, {"out", "type filter hook output priority 0", "8080", "80"},
 		{"in", "type filter hook input priority 0", "8080", "80"},
@@ -207,6 +211,10 @@ func randomLegacy(r *rand.Rand) string {
 		port, chain := map[string]string{"raw": "80", "filter": "8080"}[table], "OUTPUT"
 		fmt.Fprintf(&out, "*%s\n:OUTPUT %s [0:0]\n:more - [0:0]\n-A OUTPUT -p tcp -j ACCEPT\n-A more -p udp -m multiport --dports 53,%s -j DROP\n",
 			table, pick("ACCEPT", "ACCEPT", "ACCEPT", "ACCEPT", "DROP"), port)
+		verdicts := []string{"DROP", "ACCEPT", "ACCEPT", "ACCEPT", "RETURN", "RETURN", "more"}
+		if table == "raw" {
+			verdicts = append(verdicts, "CT --notrack")
+		}
 		for range r.IntN(3) {
 			condition := pick("", "-p tcp", "-p udp --dport "+port, "-p udp --dport 1:60", "-d 10.0.0.0/8", "! -d 10.0.0.0/8", "-p udp -m multiport --dports 1:60,"+port,
 				"-p udp -m multiport ! --dports "+port, `-m comment --comment "a -j DROP b"`)
@@ -214,7 +222,7 @@ func randomLegacy(r *rand.Rand) string {
 				condition = pick(condition, "-m conntrack --ctstate NEW", "-m conntrack --ctstate ESTABLISHED", "-m conntrack --ctorigdst 10.96.0.10 --ctorigdstport 80",
 					"-m addrtype --dst-type LOCAL")
 			}
-			fmt.Fprintf(&out, "-A %s %s -j %s\n", chain, condition, pick("DROP", "ACCEPT", "ACCEPT", "ACCEPT", "RETURN", "RETURN", "more"))
+			fmt.Fprintf(&out, "-A %s %s -j %s\n", chain, condition, pick(verdicts...))
 		}
 		out.WriteString("COMMIT\n")
 	}

@@ -29,6 +29,9 @@ type rule struct {
 // end is a verdict, and where it leads if it is jump or goto.
 type end struct{ verdict, to string }
 
+// notrack is the verdict, of those that end nothing, that keeps a packet from being tracked.
+const notrack = "notrack"
+
 // walk follows a packet through the chains of a hook.
 type walk struct {
 	*search
@@ -103,6 +106,12 @@ func (w *walk) apply(id nft.ChainID, r rule, sure *bool, specific bool, depth in
 			}
 			if certain {
 				return true, false, nil
+			}
+		case notrack:
+			if w.packet.untracked && (certain || about) {
+				own := w.packet.here == yes && w.packet.dst.addr.IsValid() // A program of this node may answer there.
+				certain := certain && !w.accepted && !own && !w.node.IPVS  // IPVS translates some of it.
+				w.report(Rule{Text: strings.TrimSpace(r.text + " " + e.verdict), Chain: id, Certain: certain, Untracked: true})
 			}
 		case "accept":
 			if certain {
