@@ -64,6 +64,8 @@ const (
 	NodePortsNowhere       = "NodePortsNowhere"       // node ports answer at the node's primary addresses alone, and none is known
 	PodsNotTold            = "PodsNotTold"            // detectLocalMode is NodeCIDR, and no pod CIDR is known
 	NoLoadBalancer         = "NoLoadBalancer"         // the type is LoadBalancer, and nothing has given it an address
+	PortsByName            = "PortsByName"            // clients that find the Pods by DNS must use other ports
+	NotAName               = "NotAName"               // an ExternalName is no name that DNS can answer with
 )
 
 // diagnosis collects the diagnoses of one Service.
@@ -76,8 +78,9 @@ type diagnosis struct {
 	readPods  func(namespace string) ([]*v1.Pod, error)
 	allPods   []*v1.Pod
 	podsKnown bool
-	// others are findings that the proxier does not know.
+	// others are findings that the proxier does not know, and file is the manifest that has the Service, if any.
 	others []source.Finding
+	file   string
 }
 
 func (c *diagnosis) add(severity, code, do, what string, args ...any) {
@@ -95,6 +98,9 @@ func (c *diagnosis) add(severity, code, do, what string, args ...any) {
 // diagnose returns what is wrong with a Service, problems first.
 func (n *Node) diagnose(d *proxier.Description, own *plan.Plan, programmed *plan.Snapshot, refused map[plan.Key]plan.Refusal) []Diagnosis {
 	c := &diagnosis{d: d, list: []Diagnosis{}, taken: map[[2]string]struct{}{}, readPods: n.Pods, others: n.otherFindings()}
+	if n.ServiceFile != nil {
+		c.file = n.ServiceFile(d.Service.Namespace, d.Service.Name)
+	}
 	c.service()
 	c.reach(own.Node)
 	for _, sp := range d.ServicePorts {
@@ -126,9 +132,14 @@ func (c *diagnosis) service() {
 	case len(c.d.ServicePorts) == 0:
 		for _, f := range c.d.Findings {
 			if f.Effect == "not proxied" {
-				c.add(note, NotProxied, "", "The Service is not proxied, here or on any node: %s.", f.Detail)
+				do := ""
+				if strings.Contains(f.Field, source.LabelProxyName) {
+					do = "remove the label if no such proxy runs"
+				}
+				c.add(note, NotProxied, do, "The Service is not proxied, here or on any node: %s (%s).", f.Detail, f.Field)
 			}
 		}
+		c.byName()
 	}
 }
 
@@ -243,7 +254,7 @@ func (c *diagnosis) endpoints(sp *plan.ServicePort, node plan.Node) {
 	pods := c.pods("-o wide")
 	switch {
 	case !sp.Any && len(unready) > 0:
-		c.add(problem, NoneReady, c.findUnready(list),
+		c.add(problem, NoneReady, c.findUnready(podsNotReady(list)),
 			"No endpoint is ready, so connections are refused%s: %s.", c.name(sp), some(unready))
 		return
 	case !sp.Any:
@@ -456,18 +467,40 @@ func (c *diagnosis) local(sp *plan.ServicePort, node plan.Node) {
 			break
 		}
 	}
+	what, internal := "No usable endpoint runs on this node", "run a Pod on every node (a DaemonSet)"
+	external, severity := "run a Pod on this node, send to a node that has one, or set spec.externalTrafficPolicy to Cluster", problem
+	if c.d.Type == "LoadBalancer" { // As it is meant to be: a load balancer asks the health check node port where to send.
+		external, severity = "see that the load balancer leaves this node out, as the health check node port tells it to", note
+	}
+	if in := c.unplaced(sp); len(in) > 0 {
+		what = "No usable endpoint is known to run on this node, since EndpointSlice " + some(in) + " names no node (endpoints[].nodeName)"
+		internal, severity = "have what writes the EndpointSlice set endpoints[].nodeName", problem
+		external = internal + ", or set spec.externalTrafficPolicy to Cluster"
+	}
 	if sp.InternalPolicy == plan.Local {
-		c.add(problem, NoneLocal, "run a Pod on every node (a DaemonSet), or set spec.internalTrafficPolicy to Cluster"+orName,
-			"No usable endpoint runs on this node, and internalTrafficPolicy is Local: what is sent to the cluster IP is dropped%s.", c.name(sp))
+		c.add(problem, NoneLocal, internal+", or set spec.internalTrafficPolicy to Cluster"+orName,
+			"%s, and internalTrafficPolicy is Local: what is sent to the cluster IP is dropped%s.", what, c.name(sp))
 	}
 	if sp.ExternalPolicy == plan.Local && sp.HasExternal() {
-		severity, do := problem, "run a Pod on this node, send to a node that has one, or set spec.externalTrafficPolicy to Cluster"
-		if c.d.Type == "LoadBalancer" { // As it is meant to be: a load balancer asks the health check node port where to send.
-			severity, do = note, "see that the load balancer leaves this node out, as the health check node port tells it to"
-		}
-		c.add(severity, NoneLocal, do+orName,
-			"No usable endpoint runs on this node, and externalTrafficPolicy is Local: what comes from outside is dropped%s.", c.name(sp))
+		c.add(severity, NoneLocal, external+orName, "%s, and externalTrafficPolicy is Local: what comes from outside is dropped%s.", what, c.name(sp))
 	}
+}
+
+// unplaced returns the EndpointSlices that name no node for endpoints that would be used here if this one ran them.
+func (c *diagnosis) unplaced(sp *plan.ServicePort) []string {
+	without := map[netip.AddrPort]bool{}
+	for _, ex := range sp.Excluded {
+		if ex.Reason == plan.NodeUnknown {
+			without[ex.Addr] = true
+		}
+	}
+	var in []string
+	for _, e := range c.d.Entries(sp.Key) {
+		if without[e.Addr] && (e.Ready || e.Serving) {
+			in = append(in, e.Slice)
+		}
+	}
+	return slices.Compact(in)
 }
 
 // hints is about topology hints.
@@ -556,6 +589,12 @@ func (c *diagnosis) objects() {
 			code = PortConflict
 		}
 		c.add(severity, code, "", "%s.", f)
+	}
+	for _, f := range c.others {
+		mine := f.Object == "Service "+c.d.Service.String() || f.Object == "" && f.Where != "" && f.Where == c.file
+		if mine && f.Severity == source.Problem && f.Kind == source.Other && !slices.Contains(c.d.Findings, f) {
+			c.add(problem, ObjectFinding, "", "%s.", f)
+		}
 	}
 }
 

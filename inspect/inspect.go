@@ -47,6 +47,8 @@ type Node struct {
 	Local func() (func(netip.Addr) bool, error)
 	// Reality is what Check looks at; nil where the answers are not about a running nodeproxy.
 	Reality *Reality
+	// ServiceFile returns the manifest that has a Service; "" if none has. It is nil where objects come from elsewhere.
+	ServiceFile func(namespace, name string) string
 	// Findings returns what is wrong now besides what View tells, such as with files or with the configuration; nil for nothing.
 	Findings func() []source.Finding
 }
@@ -218,8 +220,16 @@ func (n *Node) AllFindings() []Finding {
 	for _, r := range n.refused() {
 		list = append(list, refusal(r))
 	}
+	at := map[source.Finding]int{}
+	for i, f := range list {
+		at[f] = i
+	}
 	for _, f := range n.otherFindings() {
-		if !slices.Contains(list, f) {
+		nowhere := f
+		nowhere.Where = ""
+		if i, said := at[nowhere]; said { // It says where, too.
+			list[i] = f
+		} else {
 			list = append(list, f)
 		}
 	}

@@ -1,6 +1,7 @@
 package inspect
 
 import (
+	"cmp"
 	"fmt"
 	"maps"
 	"net/netip"
@@ -90,6 +91,7 @@ func nearMisses(selector map[string]string, pods []*v1.Pod) []mismatch {
 	for _, p := range pods {
 		m := compareLabels(selector, p)
 		switch {
+		case len(m.differs) == 0: // No miss at all.
 		case m.likeness == 0 || len(out) > 0 && m.likeness < out[0].likeness:
 		case len(out) > 0 && m.likeness == out[0].likeness:
 			out = append(out, m)
@@ -110,67 +112,129 @@ func selected(selector map[string]string, pods []*v1.Pod) []*v1.Pod {
 	return out
 }
 
-// noPods says why a Service with a selector has no endpoints, by the Pods; false if they do not tell.
+// lead begins the sentence about a Service without endpoints: that of a ServicePort or, if it is nil, of a headless Service.
+func (c *diagnosis) lead(sp *plan.ServicePort) string {
+	if sp == nil {
+		return "The Service has no endpoints, so its name has no addresses in DNS: "
+	}
+	return fmt.Sprintf("The Service has no endpoints, so connections are refused%s: ", c.name(sp))
+}
+
+// noPods says why a Service with a selector has no endpoints, by the Pods; false if they do not tell. A headless Service has no ServicePort.
 func (c *diagnosis) noPods(sp *plan.ServicePort) bool {
 	here, elsewhere, known := c.podsOf()
 	if !known {
 		return false
 	}
-	const refused = "The Service has no endpoints, so connections are refused%s: "
-	text, ns := selector(c.d.Selector), c.d.Service.Namespace
-	if match := selected(c.d.Selector, here); len(match) > 0 {
-		var names []string
-		for _, p := range match {
-			if why := withoutEndpoint(p); why != "" {
-				names = append(names, p.Name+" ("+why+")")
-			}
+	lead, text, ns := c.lead(sp), selector(c.d.Selector), c.d.Service.Namespace
+	match := selected(c.d.Selector, here)
+	var names []string
+	ended := true
+	for _, p := range match {
+		if why := withoutEndpoint(p); why != "" {
+			names = append(names, p.Name+" ("+why+")")
+			ended = ended && why == hasEnded
 		}
-		if len(names) < len(match) {
-			return c.noNamedPort(sp, match) // Else the controller has yet to follow.
-		}
+	}
+	if len(names) < len(match) {
+		return sp != nil && c.noNamedPort(sp, match) // Else the controller has yet to follow.
+	}
+	nearly, near := c.nearly(here)
+	switch {
+	case len(match) > 0 && ended && near >= exactly:
+		c.add(problem, NoEndpoints, toMatch, "%sall Pods that its selector %s matches have ended: %s. %s", lead, text, some(names), nearly)
+		return true
+	case len(match) > 0:
 		c.add(problem, NoEndpoints, "find out why the Pods do not run: "+c.pods("-o wide"),
-			refused+"none of the Pods that its selector %s matches has an address: %s.", c.name(sp), text, some(names))
+			"%snone of the Pods that its selector %s matches can be an endpoint: %s.", lead, text, some(names))
 		return true
 	}
-	near, others := nearMisses(c.d.Selector, here), selected(c.d.Selector, elsewhere)
-	if len(near) > 0 && (len(others) == 0 || near[0].likeness >= exactly) {
-		var names []string
-		differs := near[0].differs
-		for _, m := range near {
-			if slices.Equal(m.differs, differs) {
-				names = append(names, m.pod.Name)
-			}
+	if rest, which := withoutSet(c.d.Selector); which != "" {
+		if others := selected(rest, here); len(rest) > 0 && len(others) > 0 {
+			c.add(problem, SelectorMatchesNothing, "have that Pod made again (scale up its controller), or take the label out of spec.selector",
+				"%sits selector %s matches no Pod. A controller sets the label %s, and gives no Pod this value now; the rest of the selector matches %s.",
+				lead, text, which, podNames(others))
+			return true
 		}
-		who := "Pod " + names[0] + " nearly matches"
-		if len(names) > 1 {
-			who = "Pods " + some(names) + " nearly match"
-		}
-		c.add(problem, SelectorMatchesNothing,
-			"correct spec.selector of the Service, or the labels of the Pods (in a Deployment, spec.template.metadata.labels)",
-			refused+"its selector %s matches no Pod. %s: %s.", c.name(sp), text, who, strings.Join(differs, " and "))
+	}
+	others := selected(c.d.Selector, elsewhere)
+	if near > 0 && (len(others) == 0 || near >= exactly) {
+		c.add(problem, SelectorMatchesNothing, toMatch, "%sits selector %s matches no Pod. %s", lead, text, nearly)
 		return true
 	}
 	if len(others) > 0 {
 		c.add(problem, SelectorMatchesNothing, "create the Service in the namespace of its Pods",
-			refused+"its selector %s matches no Pod of namespace %s. Those of other namespaces do not count, such as %s/%s.",
-			c.name(sp), text, ns, others[0].Namespace, others[0].Name)
+			"%sits selector %s matches no Pod of namespace %s. Those of other namespaces do not count, such as %s/%s.",
+			lead, text, ns, others[0].Namespace, others[0].Name)
 		return true
 	}
 	do := "create the Pods, or correct spec.selector: kubectl -n " + ns + " get pods --show-labels"
 	if len(here) == 0 {
-		c.add(problem, SelectorMatchesNothing, do, refused+"its selector %s matches no Pod, since there is none in namespace %s.", c.name(sp), text, ns)
+		c.add(problem, SelectorMatchesNothing, do, "%sits selector %s matches no Pod, since there is none in namespace %s.", lead, text, ns)
 		return true
 	}
-	c.add(problem, SelectorMatchesNothing, do, refused+"its selector %s matches no Pod, and none of the %d in namespace %s has any of these labels.",
-		c.name(sp), text, len(here), ns)
+	c.add(problem, SelectorMatchesNothing, do, "%sits selector %s matches no Pod, and none of the %d in namespace %s has any of these labels.",
+		lead, text, len(here), ns)
 	return true
 }
+
+// toMatch is what to do about a selector that nearly matches.
+const toMatch = "correct spec.selector of the Service, or the labels of the Pods (in a Deployment, spec.template.metadata.labels)"
+
+// nearly says which Pods the selector nearly matches, and how likely they are meant; 0 for none.
+func (c *diagnosis) nearly(pods []*v1.Pod) (text string, likeness int) {
+	near := nearMisses(c.d.Selector, pods)
+	if len(near) == 0 {
+		return "", 0
+	}
+	var alike []*v1.Pod
+	for _, m := range near {
+		if slices.Equal(m.differs, near[0].differs) {
+			alike = append(alike, m.pod)
+		}
+	}
+	who := "Pod " + podNames(alike) + " nearly matches"
+	if len(alike) > 1 {
+		who = "Pods " + podNames(alike) + " nearly match"
+	}
+	return fmt.Sprintf("%s: %s.", who, strings.Join(near[0].differs, " and ")), near[0].likeness
+}
+
+func podNames(pods []*v1.Pod) string {
+	var names []string
+	for _, p := range pods {
+		names = append(names, p.Name)
+	}
+	return some(names)
+}
+
+// setByControllers are labels to which controllers give values that differ from Pod to Pod, or change with each version. A value that no Pod has is
+// that of a Pod which is gone.
+var setByControllers = []string{
+	"statefulset.kubernetes.io/pod-name", "apps.kubernetes.io/pod-index", "controller-revision-hash", "pod-template-hash", "pod-template-generation",
+	"batch.kubernetes.io/controller-uid", "batch.kubernetes.io/job-completion-index",
+}
+
+// withoutSet returns a selector without the labels that controllers set, and the first of these; "" if it has none.
+func withoutSet(selector map[string]string) (rest map[string]string, which string) {
+	rest = maps.Clone(selector)
+	for _, label := range setByControllers {
+		if value, has := rest[label]; has {
+			delete(rest, label)
+			which = cmp.Or(which, label+"="+value)
+		}
+	}
+	return rest, which
+}
+
+// hasEnded is why a Pod that has run to its end can't be an endpoint.
+const hasEnded = "it has ended"
 
 // withoutEndpoint says why a Pod can't be an endpoint; "" if it can.
 func withoutEndpoint(p *v1.Pod) string {
 	switch {
 	case p.Status.Phase == v1.PodSucceeded || p.Status.Phase == v1.PodFailed:
-		return "it has ended"
+		return hasEnded
 	case p.Spec.NodeName == "":
 		return "not scheduled to a node"
 	case p.Status.PodIP == "" && len(p.Status.PodIPs) == 0:
@@ -269,41 +333,99 @@ func (c *diagnosis) otherApp(sp *plan.ServicePort, target string, pods []*v1.Pod
 		selector(c.d.Selector), target, c.name(sp), some(names), portList(containerPorts(others, sp.Key.Protocol)))
 }
 
-// findUnready says how to find out why endpoints are not ready.
-func (c *diagnosis) findUnready(list []topology.Endpoint) string {
-	here, _, _ := c.podsOf()
-	ns := c.d.Service.Namespace
+// podsNotReady returns the Pods of endpoints that are neither ready nor terminating; "" for one of no Pod.
+func podsNotReady(list []topology.Endpoint) []string {
+	var out []string
 	for _, ep := range list {
-		i := slices.IndexFunc(here, func(p *v1.Pod) bool { return p.Name == ep.Pod })
-		if i < 0 || ep.Ready || ep.Terminating {
-			continue
-		}
-		if container, why, ran := stuck(here[i]); container != "" {
-			look := "describe pod " + ep.Pod
-			if ran {
-				look = fmt.Sprintf("logs %s -c %s --previous", ep.Pod, container)
-			}
-			return fmt.Sprintf("find out why the containers do not run, such as %s of Pod %s (%s): kubectl -n %s %s", container, ep.Pod, why, ns, look)
+		if !ep.Ready && !ep.Terminating {
+			out = append(out, ep.Pod)
 		}
 	}
-	var gates []string
-	for _, ep := range list {
-		if ep.Ready || ep.Terminating {
-			continue
+	return out
+}
+
+// findUnready says how to find out why Pods are not ready.
+func (c *diagnosis) findUnready(names []string) string {
+	here, _, _ := c.podsOf()
+	pods := map[string]*v1.Pod{}
+	for _, p := range here {
+		pods[p.Name] = p
+	}
+	if names[0] == "" {
+		return "see what writes the EndpointSlices, and why it says that they are not ready (endpoints[].conditions)"
+	}
+	describe := "kubectl -n " + c.d.Service.Namespace + " describe pod " + names[0]
+	for _, name := range names {
+		if p := pods[name]; p != nil {
+			if container, why, ran := stuck(p); container != "" {
+				look := "describe pod " + name
+				if ran {
+					look = fmt.Sprintf("logs %s -c %s --previous", name, container)
+				}
+				return fmt.Sprintf("find out why the containers do not run, such as %s of Pod %s (%s): kubectl -n %s %s", container, name, why, c.d.Service.Namespace, look)
+			}
 		}
-		i := slices.IndexFunc(here, func(p *v1.Pod) bool { return p.Name == ep.Pod })
-		var of []string
-		if i >= 0 {
-			of = closedGates(here[i])
+	}
+	var gates, nodes []string
+	for _, name := range names {
+		p := pods[name]
+		if p == nil {
+			return "find out why the readiness probes fail: " + describe
 		}
-		if len(of) == 0 {
-			return "find out why the readiness probes fail: kubectl -n " + ns + " describe pod"
+		closed := closedGates(p)
+		switch {
+		case len(closed) > 0:
+			gates = append(gates, closed...)
+		case isTrue(p, v1.ContainersReady): // Then it is not the kubelet that says that the Pod is not ready.
+			nodes = append(nodes, p.Spec.NodeName)
+		default:
+			if probe := oddProbe(p); probe != "" {
+				return fmt.Sprintf("find out why the readiness probes fail: %s: %s", probe, describe)
+			}
+			return "find out why the readiness probes fail: " + describe
 		}
-		gates = append(gates, of...)
+	}
+	slices.Sort(nodes)
+	if len(nodes) > 0 {
+		nodes = slices.Compact(nodes)
+		return fmt.Sprintf("their containers were ready when the kubelet last said so: see whether it still runs on node %s: kubectl describe node %s", some(nodes), nodes[0])
 	}
 	slices.Sort(gates)
 	return fmt.Sprintf("their containers are ready, but not their readiness gates: find out why nothing has set the condition %s to True (a controller does "+
-		"that, such as one for load balancers): kubectl -n %s describe pod", some(slices.Compact(gates)), ns)
+		"that, such as one for load balancers): %s", some(slices.Compact(gates)), describe)
+}
+
+// isTrue reports whether a condition of a Pod holds.
+func isTrue(p *v1.Pod, kind v1.PodConditionType) bool {
+	return slices.ContainsFunc(p.Status.Conditions, func(c v1.PodCondition) bool { return c.Type == kind && c.Status == v1.ConditionTrue })
+}
+
+// oddProbe names a readiness probe of a Pod for a port that its container does not declare, though it declares others; "" if there is none.
+func oddProbe(p *v1.Pod) string {
+	for _, ctr := range running(p) {
+		port := probed(ctr.ReadinessProbe)
+		is := func(o v1.ContainerPort) bool {
+			return o.Name != "" && o.Name == port || fmt.Sprint(o.ContainerPort) == port
+		}
+		if port != "" && len(ctr.Ports) > 0 && !slices.ContainsFunc(ctr.Ports, is) {
+			return fmt.Sprintf("that of container %s of Pod %s asks port %s, and what the container declares is %s", ctr.Name, p.Name, port, portList(ctr.Ports))
+		}
+	}
+	return ""
+}
+
+// probed returns the port that a probe asks, by number or name; "" if it asks none.
+func probed(p *v1.Probe) string {
+	switch {
+	case p == nil:
+	case p.HTTPGet != nil:
+		return p.HTTPGet.Port.String()
+	case p.TCPSocket != nil:
+		return p.TCPSocket.Port.String()
+	case p.GRPC != nil:
+		return fmt.Sprint(p.GRPC.Port)
+	}
+	return ""
 }
 
 // stuck returns a container of a Pod that does not run, why, and whether it has run before; "" if there is none.
@@ -363,18 +485,24 @@ func closedGates(p *v1.Pod) []string {
 	return out
 }
 
+// running returns the containers of a Pod that are meant to run as long as it does: of the init containers, only the sidecars (KEP-753).
+func running(p *v1.Pod) []v1.Container {
+	ends := func(c v1.Container) bool {
+		return c.RestartPolicy == nil || *c.RestartPolicy != v1.ContainerRestartPolicyAlways
+	}
+	return slices.Concat(p.Spec.Containers, slices.DeleteFunc(slices.Clone(p.Spec.InitContainers), ends))
+}
+
 // containerPorts returns the ports of a protocol that the containers of Pods declare, each once.
 func containerPorts(pods []*v1.Pod, protocol plan.Protocol) []v1.ContainerPort {
 	var out []v1.ContainerPort
 	for _, p := range pods {
-		for _, containers := range [][]v1.Container{p.Spec.Containers, p.Spec.InitContainers} {
-			for i := range containers {
-				for _, port := range containers[i].Ports {
-					is := plan.Protocol(port.Protocol) == protocol || port.Protocol == "" && protocol == plan.TCP
-					same := func(o v1.ContainerPort) bool { return o.ContainerPort == port.ContainerPort && o.Name == port.Name }
-					if is && !slices.ContainsFunc(out, same) {
-						out = append(out, port)
-					}
+		for _, container := range running(p) {
+			for _, port := range container.Ports {
+				is := plan.Protocol(port.Protocol) == protocol || port.Protocol == "" && protocol == plan.TCP
+				same := func(o v1.ContainerPort) bool { return o.ContainerPort == port.ContainerPort && o.Name == port.Name }
+				if is && !slices.ContainsFunc(out, same) {
+					out = append(out, port)
 				}
 			}
 		}

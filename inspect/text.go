@@ -211,7 +211,7 @@ func WriteExplanation(w io.Writer, e *Explanation, now time.Time) error {
 		fmt.Fprintln(w, "  "+Printable(about))
 	}
 	for _, p := range e.Ports {
-		if err := writePort(w, p, now); err != nil {
+		if err := writePort(w, p, e.Selector != "", now); err != nil {
 			return err
 		}
 	}
@@ -254,9 +254,9 @@ func with(prefix, s string) string {
 	return prefix + s
 }
 
-func writePort(w io.Writer, p PortExplanation, now time.Time) error {
+func writePort(w io.Writer, p PortExplanation, ofPods bool, now time.Time) error {
 	fmt.Fprintf(w, "\nPort %s, %s", p.portText(), p.Family)
-	if p.TargetPort != "" {
+	if p.TargetPort != "" && ofPods {
 		fmt.Fprintf(w, ", to port %s of the Pods", Printable(p.TargetPort))
 	}
 	fmt.Fprintf(w, ": %s", p.State)

@@ -19,6 +19,7 @@ var reasons = [...]struct {
 	{plan.NotForThisNode, "node_hints"},
 	{plan.NotForThisZone, "zone_hints"},
 	{plan.NotLocal, "not_local"},
+	{plan.NodeUnknown, "node_unknown"},
 	{"", "other"},
 }
 

@@ -265,6 +265,7 @@ const (
 	NotForThisNode     Reason = "its node hints name other nodes"
 	NotForThisZone     Reason = "its zone hints name other zones"
 	NotLocal           Reason = "on another node, and the traffic policy is Local"
+	NodeUnknown        Reason = "its EndpointSlice names no node, and the traffic policy is Local"
 )
 
 // Exclusion is an endpoint that a policy excludes, with the reason.

@@ -6,6 +6,7 @@ import (
 	"net/netip"
 	"slices"
 	"strconv"
+	"strings"
 
 	v1 "k8s.io/api/core/v1"
 
@@ -26,6 +27,14 @@ type Description struct {
 	Type     string
 	Selector map[string]string
 	Ports    []Port
+	// Headless is true for a Service without a cluster IP. ExternalName is the name that a Service is an alias for, and Alias the Service that has
+	// this name, if it has the form of one, and AliasKnown says whether that one exists.
+	Headless     bool
+	ExternalName string
+	Alias        plan.Service
+	AliasKnown   bool
+	// PublishNotReady is spec.publishNotReadyAddresses.
+	PublishNotReady bool
 	// Ingress is the number of entries of status.loadBalancer.ingress.
 	Ingress int
 	// Slices are the EndpointSlices that a proxy can use, in order of name.
@@ -90,14 +99,21 @@ func (d *Description) Endpoints(k plan.Key) []topology.Endpoint {
 
 // object is what a Service's object says that is only described.
 type object struct {
-	kind     string
-	selector map[string]string
-	ports    []Port
-	ingress  int
+	kind              string
+	selector          map[string]string
+	ports             []Port
+	headless, publish bool
+	alias             string
+	ingress           int
 }
 
 func readObject(svc *v1.Service) object {
-	out := object{kind: string(svc.Spec.Type), selector: svc.Spec.Selector, ingress: len(svc.Status.LoadBalancer.Ingress)}
+	out := object{kind: string(svc.Spec.Type), selector: svc.Spec.Selector, ingress: len(svc.Status.LoadBalancer.Ingress), publish: svc.Spec.PublishNotReadyAddresses}
+	if svc.Spec.Type == v1.ServiceTypeExternalName {
+		out.alias = strings.TrimSuffix(svc.Spec.ExternalName, ".")
+	} else {
+		out.headless = svc.Spec.ClusterIP == v1.ClusterIPNone
+	}
 	for _, p := range svc.Spec.Ports {
 		port := Port{Name: p.Name, Protocol: plan.Protocol(p.Protocol), Number: uint16(p.Port), Target: p.TargetPort.String()}
 		if port.Target == "0" || port.Target == "" { // The API server fills it in; a file may not have it.
@@ -117,7 +133,13 @@ func (s *State) Describe(id plan.Service) (*Description, bool) {
 	d := &Description{
 		Service: id, NodeKnown: s.nodeKnown, Exists: svc.exists, Type: svc.object.kind, Selector: svc.object.selector, Ports: svc.object.ports,
 		Ingress: svc.object.ingress, ClusterIPs: map[netip.AddrPort]plan.Service{},
+		Headless: svc.object.headless, ExternalName: svc.object.alias, PublishNotReady: svc.object.publish,
 		Findings: slices.Clone(s.reported["Service "+id.String()]),
+	}
+	if part := strings.Split(d.ExternalName, "."); len(part) > 2 && part[2] == "svc" {
+		d.Alias = plan.Service{Namespace: part[1], Name: part[0]}
+		other := s.services[d.Alias]
+		d.AliasKnown = other != nil && other.exists
 	}
 	for _, name := range slices.Sorted(maps.Keys(svc.slices)) {
 		d.Slices = append(d.Slices, svc.slices[name].Slice)

@@ -61,10 +61,13 @@ func Select(endpoints []Endpoint, node Node, use Use) plan.Endpoints {
 	}
 	if use.Local {
 		local := func(ep Endpoint) plan.Reason {
-			if ep.Node == "" || ep.Node != node.Name {
-				return plan.NotLocal
+			switch ep.Node {
+			case "":
+				return plan.NodeUnknown
+			case node.Name:
+				return ""
 			}
-			return ""
+			return plan.NotLocal
 		}
 		out.Local = choose(endpoints, node, plan.Local, local, &out.Excluded)
 	}

@@ -85,7 +85,7 @@ func TestSelect(t *testing.T) {
 			name: "an endpoint on a node of unknown name is not local", use: both,
 			endpoints: []Endpoint{ep(1, "")},
 			cluster:   "1 ", any: true,
-			excluded: map[string]plan.Reason{"Local 1": plan.NotLocal},
+			excluded: map[string]plan.Reason{"Local 1": plan.NodeUnknown},
 		},
 		{
 			name: "not ready", use: both,
@@ -189,7 +189,7 @@ func TestSelect(t *testing.T) {
 			name: "a node without a name has nothing local", use: both, unnamed: true,
 			endpoints: []Endpoint{ep(1, ""), ep(2, "me")},
 			cluster:   "1 2 ", any: true,
-			excluded: map[string]plan.Reason{"Local 1": plan.NotLocal, "Local 2": plan.NotLocal},
+			excluded: map[string]plan.Reason{"Local 1": plan.NodeUnknown, "Local 2": plan.NotLocal},
 		},
 		{
 			name: "all shutting down, some of them elsewhere: Local drops, Cluster goes on", use: both,

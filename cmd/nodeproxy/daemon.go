@@ -191,7 +191,7 @@ func (d *daemon) build(f *front) error {
 		NodeName: cfg.NodeName, NodeIP: nodeIP, Settings: cfg.Settings, Families: d.backend.Families(),
 		Backend:    d.flows.After(d.backend, d.backend.unfinished),
 		MostAtOnce: d.backend.mostAtOnce, Compare: d.backend.compare, Unfinished: d.backend.unfinished,
-		MinSyncPeriod: cfg.MinSyncPeriod, CompareEvery: cfg.SyncPeriod, Observer: d.monitor, Report: d.report, Log: d.log,
+		MinSyncPeriod: cfg.MinSyncPeriod, CompareEvery: cfg.SyncPeriod, Observer: d.monitor, Report: unlessSaid(cfg, d.report), Log: d.log,
 	})
 	return nil
 }
@@ -262,8 +262,13 @@ func (d *daemon) inspected() *inspect.Node {
 	if d == nil {
 		return nil
 	}
+	var serviceFile func(namespace, name string) string
+	if files, is := d.objects.(*manifest.Source); is {
+		serviceFile = files.ServiceFile
+	}
 	return &inspect.Node{
-		Mode: d.mode.name, Options: options(d.cfg), Families: d.backend.Families(),
+		ServiceFile: serviceFile,
+		Mode:        d.mode.name, Options: options(d.cfg), Families: d.backend.Families(),
 		Self: d.self, Support: d.support, History: d.monitor.history, View: d.proxier.View, Programmed: d.proxier.Snapshot, Refused: d.refusals.list,
 		Findings: d.otherFindings, Pods: d.pods(), Machine: d.backend.machine, Local: localAddresses, Reality: d.reality(),
 	}

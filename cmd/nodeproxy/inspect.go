@@ -132,7 +132,7 @@ func podReader(ctx context.Context, cfg *config.Config, pods []*v1.Pod) func(str
 
 // readState reads the objects that a configuration names, once. It calls pod, unless it is nil, with each Pod of manifests.
 func readState(ctx context.Context, cfg *config.Config, stdin io.Reader, report source.Report, pod func(*v1.Pod)) (*proxier.State, error) {
-	state := proxier.NewState(cfg.NodeName, cfg.Settings, plan.Families[:], report)
+	state := proxier.NewState(cfg.NodeName, cfg.Settings, plan.Families[:], unlessSaid(cfg, report))
 	var batch source.Batch
 	var err error
 	if cfg.Manifests != "" {
@@ -152,6 +152,15 @@ func readState(ctx context.Context, cfg *config.Config, stdin io.Reader, report 
 	state.Apply(batch)
 	state.Update()
 	return state, nil
+}
+
+// unlessSaid reports what the proxier finds. Why Services of manifests are not proxied has been reported when these were read, with file and line.
+func unlessSaid(cfg *config.Config, report source.Report) source.Report {
+	return func(f source.Finding) {
+		if cfg.Manifests == "" || f.Effect != "not proxied" {
+			report(f)
+		}
+	}
 }
 
 // ownAnswers are those of objects that the command has read.

@@ -277,7 +277,7 @@ func (c *Cluster) reportMoved(name types.NamespacedName, was, now *allocation) {
 	c.report("moved "+name.String(), check.remarks(kindService, name))
 }
 
-// recompute delivers one Service, if it is proxied, and the slices that controllers make for it.
+// recompute delivers one Service, unless it is refused, and the slices that controllers make for it.
 func (c *Cluster) recompute(name types.NamespacedName) {
 	svc := c.services[name]
 	forService, forEndpoints := &checker{}, &checker{}
@@ -289,6 +289,7 @@ func (c *Cluster) recompute(name types.NamespacedName) {
 		}
 	} else if field, why := source.NotProxied(svc); why != "" {
 		forService.note(field, "not proxied", "%s", why)
+		out = svc // The proxier tells clients of it what to expect.
 	} else if got := c.granted[name]; got.refused {
 		for _, f := range got.findings {
 			f.LeftOut = true

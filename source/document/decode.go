@@ -82,7 +82,11 @@ func unreadable(n *yaml.Node, t reflect.Type, path string) (out []Fault) {
 		err = json.UnmarshalCaseSensitivePreserveInts(value, reflect.New(t).Interface())
 	}
 	if err != nil {
-		return []Fault{{path, plainError(err, value), value}}
+		detail := plainError(err, value)
+		if strings.HasSuffix(path, "selector.matchLabels") || strings.HasSuffix(path, "selector.matchExpressions") {
+			detail = "unlike that of a Deployment, this selector has the labels themselves"
+		}
+		return []Fault{{path, detail, value}}
 	}
 	return nil
 }
@@ -110,6 +114,9 @@ func fieldType(t reflect.Type, name string) reflect.Type {
 func plainError(err error, value []byte) string {
 	if t, ok := errors.AsType[*gojson.UnmarshalTypeError](err); ok {
 		want := wanted(t.Type)
+		if t.Type.Kind() == reflect.String && t.Value != "object" && t.Value != "array" {
+			want += " (quote it)"
+		}
 		if len(value) > 0 && len(value) <= 60 {
 			return fmt.Sprintf("must be %s, not %s", want, value)
 		}
@@ -125,7 +132,7 @@ func plainError(err error, value []byte) string {
 func wanted(t reflect.Type) string {
 	switch t.Kind() {
 	case reflect.String:
-		return "a string (quote it)"
+		return "a string"
 	case reflect.Bool:
 		return "true or false"
 	case reflect.Int32:

@@ -73,6 +73,11 @@ func (s *Source) Faults() []string {
 // time.
 func (s *Source) Findings() []source.Finding { return s.store.findings.all() }
 
+// ServiceFile returns the file that has a Service; "" if none has. It may be called at any time.
+func (s *Source) ServiceFile(namespace, name string) string {
+	return s.store.serviceFile(namespace, name)
+}
+
 // Pods returns the Pods in force, in no order. It may be called at any time; the Pods must not be changed.
 func (s *Source) Pods() []*v1.Pod { return s.store.allPods() }
 

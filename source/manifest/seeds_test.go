@@ -143,7 +143,7 @@ func TestSeedsTogether(t *testing.T) {
 	}
 	same(t, "a Service of several files", describeService(b.Services[nameOf("default", "service-python")]),
 		"svc default/service-python ClusterIP 10.96.85.105 :3000/TCP->443")
-	if len(b.Services) != 18 || len(b.EndpointSlices) != 9 {
+	if len(b.Services) != 21 || len(b.EndpointSlices) != 9 {
 		t.Errorf("%d Services and %d slices:\n%s", len(b.Services), len(b.EndpointSlices), describe(b))
 	}
 	duplicates := 0

@@ -20,10 +20,9 @@ type store struct {
 	files    map[string]*file
 	others   map[string]bool // types that have been reported as not proxied
 
+	mu          sync.Mutex                   // for readers in other goroutines
 	definitions map[controlplane.ID][]*entry // of each object, in order: the first is in force
-
-	mu   sync.Mutex
-	pods map[controlplane.ID]*v1.Pod // those of definitions that are in force
+	pods        map[controlplane.ID]*v1.Pod  // those of definitions that are in force
 }
 
 // allPods returns the Pods in force, in no order. It may be called at any time.
@@ -31,6 +30,16 @@ func (s *store) allPods() []*v1.Pod {
 	s.mu.Lock()
 	defer s.mu.Unlock()
 	return slices.Collect(maps.Values(s.pods))
+}
+
+// serviceFile returns the file that has a Service; "" if none has. It may be called at any time.
+func (s *store) serviceFile(namespace, name string) string {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	if list := s.definitions[controlplane.ID{Kind: "Service", Namespace: namespace, Name: name}]; len(list) > 0 {
+		return list[0].doc.Name
+	}
+	return ""
 }
 
 func (s *store) notePods(objects map[controlplane.ID]any) {
@@ -98,7 +107,9 @@ func (s *store) update(readings []*reading, gone []string) source.Batch {
 	for id := range touched {
 		objects[id] = nil
 		list := s.definitions[id]
+		s.mu.Lock()
 		slices.SortStableFunc(list, compareEntries)
+		s.mu.Unlock()
 		if len(list) > 0 {
 			objects[id] = list[0].obj
 		}
@@ -142,6 +153,8 @@ func (s *store) withoutOthers(remarks []remark) []remark {
 
 // replaceEntries adds and removes the definitions that differ between two versions of a file.
 func (s *store) replaceEntries(before, after []*entry, touched map[controlplane.ID]bool) {
+	s.mu.Lock()
+	defer s.mu.Unlock()
 	had, has := map[*entry]bool{}, map[*entry]bool{}
 	for _, e := range before {
 		had[e] = true

@@ -92,11 +92,14 @@ func Same(t testing.TB, what, got, want string) {
 	}
 }
 
-// Describe prints a batch for comparison, a line an object; those that are gone are left out.
+// Describe prints a batch for comparison, a line an object; those that are gone are left out, and Services that are not proxied.
 func Describe(b source.Batch) string {
 	var lines []string
 	for _, svc := range b.Services {
-		if svc != nil {
+		if svc == nil {
+			continue
+		}
+		if _, why := source.NotProxied(svc); why == "" {
 			lines = append(lines, DescribeService(svc))
 		}
 	}

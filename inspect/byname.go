@@ -1,0 +1,68 @@
+package inspect
+
+import (
+	"fmt"
+	"net/netip"
+	"slices"
+
+	v1 "k8s.io/api/core/v1"
+)
+
+// byName is about Services that clients reach by DNS alone: headless ones and those of type ExternalName.
+func (c *diagnosis) byName() {
+	switch {
+	case c.d.ExternalName != "":
+		c.externalName()
+	case c.d.Headless && len(c.d.Selector) > 0:
+		c.headless()
+	}
+}
+
+// externalName is about what a Service is an alias for.
+func (c *diagnosis) externalName() {
+	name := c.d.ExternalName
+	if _, err := netip.ParseAddr(name); err == nil {
+		c.add(problem, NotAName, "make it a Service of type ClusterIP without a selector, and list the address in an EndpointSlice",
+			"spec.externalName is an IP address: DNS answers with %q as a name, which no client can resolve.", name)
+		return
+	}
+	if c.d.Alias.Name != "" && !c.d.AliasKnown {
+		c.add(problem, NotAName, "create that Service, or correct spec.externalName", "spec.externalName %q is the name of Service %s, and there is none.", name, c.d.Alias)
+	}
+	if len(c.d.Ports) > 0 || len(c.d.Selector) > 0 {
+		c.add(note, PortsByName, "", "spec.ports and spec.selector have no effect: clients get the other name, and use whatever port they like.")
+	}
+}
+
+// headless is about a headless Service with a selector: DNS gives clients the addresses of the Pods that are ready.
+func (c *diagnosis) headless() {
+	for _, p := range c.d.Ports {
+		if isNumber(p.Target) && fmt.Sprint(p.Number) != p.Target {
+			c.add(note, PortsByName, fmt.Sprintf("have clients use port %s, or set spec.ports[].port to it", p.Target),
+				"Port %d/%s is %s at the Pods, and nothing translates it: clients get the addresses of the Pods from DNS, and nothing there answers at port %[1]d on behalf of the Service.",
+				p.Number, p.Protocol, p.Target)
+		}
+	}
+	here, _, known := c.podsOf()
+	if !known {
+		return
+	}
+	match := selected(c.d.Selector, here)
+	if len(match) == 0 || !slices.ContainsFunc(match, func(p *v1.Pod) bool { return withoutEndpoint(p) == "" }) {
+		c.noPods(nil)
+		return
+	}
+	var unready []string
+	for _, p := range match {
+		if withoutEndpoint(p) == "" && !isTrue(p, v1.PodReady) {
+			unready = append(unready, p.Name)
+		}
+	}
+	switch {
+	case len(unready) == 0 || c.d.PublishNotReady:
+	case len(unready) == len(match):
+		c.add(problem, NoneReady, c.findUnready(unready), "No Pod that the selector %s matches is ready, so the name of the Service has no addresses in DNS: %s.", selector(c.d.Selector), some(unready))
+	default:
+		c.add(note, SomeEndpointsDown, c.pods("-o wide"), "Not ready, and so without an address in DNS, %s %d of %d Pods: %s.", are(len(unready)), len(unready), len(match), some(unready))
+	}
+}
