@@ -18,7 +18,8 @@ import (
 // Services and of the ranges, so that it is the same on every node and after every restart, whatever files the objects are in.
 //
 // The canonical order is that of namespace and name. First, in this order, each Service gets the addresses and ports that it
-// names, or is refused as a whole if another one has any of them already. Then pool.allocate allocates the rest.
+// names. One whose address another has already is refused; of one whose node port another has, only that port is, as it may have been in use at its
+// cluster IP when the other came. Then pool.allocate allocates the rest.
 type allocator struct {
 	cidrs map[v1.IPFamily]netip.Prefix
 	first v1.IPFamily // the family of Services that name none
@@ -39,11 +40,14 @@ type portClaim struct {
 type allocation struct {
 	families  []v1.IPFamily
 	ips       []string // as many as families
-	nodePorts []int32  // as many as ports; 0 where none
+	nodePorts []int32  // as many as ports; 0 where none, taken where another Service has what it names
 	health    int32
 	findings  []source.Finding
 	refused   bool
 }
+
+// taken stands for a node port that another Service has.
+const taken = -1
 
 func (a *allocation) equal(b *allocation) bool {
 	return b != nil && a.refused == b.refused && a.health == b.health && slices.Equal(a.families, b.families) &&
@@ -166,6 +170,11 @@ func (a *allocator) claimExplicit(n types.NamespacedName, svc *v1.Service, got *
 	if got.refused {
 		return
 	}
+	for i := range svc.Spec.Ports {
+		if got.nodePorts[i] == taken {
+			a.yieldPort(n, fmt.Sprintf("spec.ports[%d].nodePort", i), portClaim{svc.Spec.Ports[i].Protocol, svc.Spec.Ports[i].NodePort})
+		}
+	}
 	for _, ip := range ips {
 		a.ips[ip] = n
 	}
@@ -180,24 +189,43 @@ func (a *allocator) explicitPorts(svc *v1.Service, got *allocation) []portClaim 
 	claim := func(field string, c portClaim) {
 		if c.port < int32(a.ports.First) || c.port > int32(a.ports.Last) {
 			got.reject(field, "%d is not within the range of node ports, %d-%d", c.port, a.ports.First, a.ports.Last)
-		} else if owner, taken := a.nodePorts[c]; taken {
-			got.reject(field, "%d/%s is a node port of Service %s, which comes first by name", c.port, c.protocol, owner)
 		} else if slices.Contains(claims, c) {
 			got.reject(field, "%d/%s is a node port of this Service already", c.port, c.protocol)
 		}
 		claims = append(claims, c)
 	}
 	for i, p := range svc.Spec.Ports {
-		if p.NodePort != 0 && reachableFromOutside(svc) {
-			claim(fmt.Sprintf("spec.ports[%d].nodePort", i), portClaim{p.Protocol, p.NodePort})
-			got.nodePorts[i] = p.NodePort
+		if p.NodePort == 0 || !reachableFromOutside(svc) {
+			continue
 		}
+		c := portClaim{p.Protocol, p.NodePort}
+		if _, has := a.nodePorts[c]; has {
+			got.nodePorts[i] = taken
+			continue
+		}
+		claim(fmt.Sprintf("spec.ports[%d].nodePort", i), c)
+		got.nodePorts[i] = p.NodePort
 	}
 	if h := svc.Spec.HealthCheckNodePort; h != 0 {
-		claim("spec.healthCheckNodePort", portClaim{v1.ProtocolTCP, h})
+		c := portClaim{v1.ProtocolTCP, h}
+		if owner, has := a.nodePorts[c]; has {
+			got.reject("spec.healthCheckNodePort", "%d/TCP is a node port of Service %s, which comes first by name", h, owner)
+		}
+		claim("spec.healthCheckNodePort", c)
 		got.health = h
 	}
 	return claims
+}
+
+// yieldPort says that a Service does not get a node port that it names, both of it and of the one that has it.
+func (a *allocator) yieldPort(n types.NamespacedName, field string, c portClaim) {
+	owner := a.nodePorts[c]
+	say := func(of types.NamespacedName, severity source.Severity, field, detail, effect string) {
+		a.out[of].findings = append(a.out[of].findings, source.Finding{Kind: source.Claimed, Severity: severity, Field: field, Detail: detail, Effect: effect})
+	}
+	port := fmt.Sprintf("%d/%s", c.port, c.protocol)
+	say(n, source.Problem, field, fmt.Sprintf("%s is a node port of Service %s, which comes first by name", port, owner), "this node port is not proxied")
+	say(owner, source.Note, "spec.ports", fmt.Sprintf("Service %s names %s, too", n, port), "it does not get this node port, as it comes later by name")
 }
 
 // clusterIPs allocates the addresses that no Service names.
@@ -283,7 +311,7 @@ func (a *allocator) portBids(n types.NamespacedName, svc *v1.Service, got *alloc
 	ports := svc.Spec.Ports
 	named := map[int32]int32{} // by port, the node port that one of its protocols names
 	for i, p := range ports {
-		named[p.Port] = cmp.Or(named[p.Port], got.nodePorts[i])
+		named[p.Port] = cmp.Or(named[p.Port], max(0, got.nodePorts[i]))
 	}
 	groups := map[int32][]int{}
 	var order []int32
@@ -326,7 +354,7 @@ func (got *allocation) apply(svc *v1.Service) *v1.Service {
 	}
 	out.Spec.Ports = slices.Clone(svc.Spec.Ports)
 	for i := range out.Spec.Ports {
-		out.Spec.Ports[i].NodePort = got.nodePorts[i]
+		out.Spec.Ports[i].NodePort = max(0, got.nodePorts[i])
 	}
 	out.Spec.HealthCheckNodePort = got.health
 	return &out

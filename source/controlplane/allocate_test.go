@@ -101,10 +101,12 @@ func TestExplicitClaims(t *testing.T) {
 	same(t, "objects", describe(b), `
 svc default/a ClusterIP 10.96.0.10 :80/TCP->80
 svc default/c NodePort 10.96.0.11 :80/TCP->80@30100
-svc default/d NodePort 10.96.0.12 :80/UDP->80@30100`)
+svc default/d NodePort 10.96.0.12 :80/UDP->80@30100
+svc default/e NodePort 10.96.0.13 :80/TCP->80`)
 	for _, want := range []string{
 		"Service default/b: spec.clusterIP: 10.96.0.10 is the cluster IP of Service default/a, which comes first by name; the Service is not proxied",
-		"Service default/e: spec.ports[0].nodePort: 30100/TCP is a node port of Service default/c, which comes first by name",
+		"Service default/e: spec.ports[0].nodePort: 30100/TCP is a node port of Service default/c, which comes first by name; this node port is not proxied",
+		"Service default/c: spec.ports: Service default/e names 30100/TCP, too; it does not get this node port, as it comes later by name",
 	} {
 		if !strings.Contains(f.String(), want) {
 			t.Errorf("want %s\ngot %s", want, f)

@@ -75,6 +75,7 @@ type Cluster struct {
 	zones     map[string]string                                            // by node
 	selection selection
 	granted   map[types.NamespacedName]*allocation
+	moved     map[types.NamespacedName]*allocation // what Services had that others have now
 	delivered map[types.NamespacedName]*v1.Service
 
 	// What the last update has changed.
@@ -100,6 +101,7 @@ func New(ranges Ranges, report Report) (*Cluster, error) {
 		zones:     map[string]string{},
 		selection: newSelection(),
 		granted:   map[types.NamespacedName]*allocation{},
+		moved:     map[types.NamespacedName]*allocation{},
 		delivered: map[types.NamespacedName]*v1.Service{},
 	}, nil
 }
@@ -233,7 +235,7 @@ func (c *Cluster) setNode(name string, node *v1.Node) {
 }
 
 // allocate allocates addresses and ports again if a Service asks for something else than before, and reports those that have
-// moved because of another Service.
+// moved because of another Service, for as long as that one has them.
 func (c *Cluster) allocate() {
 	if len(c.changed) == 0 {
 		return
@@ -246,8 +248,8 @@ func (c *Cluster) allocate() {
 			continue
 		}
 		c.dirty[name] = true
-		if was != nil && !c.changed[name] && !was.refused && !now.refused {
-			c.reportMoved(name, was, now)
+		if c.moved[name] == nil && was != nil && !was.refused {
+			c.moved[name] = was
 		}
 	}
 	for name := range before {
@@ -255,26 +257,44 @@ func (c *Cluster) allocate() {
 			c.dirty[name] = true
 		}
 	}
+	for name, was := range c.moved {
+		var remarks []Remark
+		if now := c.granted[name]; now != nil && !now.refused && !c.changed[name] {
+			remarks = c.movedFrom(name, was, now)
+		}
+		if len(remarks) == 0 {
+			delete(c.moved, name)
+		}
+		c.report("moved "+name.String(), remarks)
+	}
 }
 
-// reportMoved reports what another Service has taken from one. Each time is reported.
-func (c *Cluster) reportMoved(name types.NamespacedName, was, now *allocation) {
+// movedFrom returns what other Services have taken of what was allocated to one that does not name it.
+func (c *Cluster) movedFrom(name types.NamespacedName, was, now *allocation) []Remark {
 	check := &checker{}
-	moved := func(field string, from, to any) {
-		check.problem(field, fmt.Sprintf("it moves to %v; name it in the manifest to keep it for good", to),
-			"the allocated %v belongs to another Service now", from)
+	moved := func(field string, from, to any, has func(*allocation) bool) {
+		for _, other := range c.granted {
+			if other != now && !other.refused && has(other) {
+				check.problem(field, fmt.Sprintf("it moves to %v; name it in the manifest to keep it for good", to), "the allocated %v belongs to another Service now", from)
+				return
+			}
+		}
 	}
-	if !slices.Equal(was.ips, now.ips) {
-		moved("spec.clusterIPs", was.ips, now.ips)
+	svc := c.services[name]
+	for i := len(svc.Spec.ClusterIPs); i < min(len(was.ips), len(now.ips)); i++ {
+		if from := was.ips[i]; from != now.ips[i] {
+			moved(clusterIPField(i), from, now.ips[i], func(o *allocation) bool { return slices.Contains(o.ips, from) })
+		}
 	}
-	if !slices.Equal(was.nodePorts, now.nodePorts) {
-		moved("spec.ports", was.nodePorts, now.nodePorts)
+	for i, p := range svc.Spec.Ports {
+		if from := was.nodePorts[i]; p.NodePort == 0 && from > 0 && from != now.nodePorts[i] {
+			moved(fmt.Sprintf("spec.ports[%d].nodePort", i), from, now.nodePorts[i], func(o *allocation) bool { return slices.Contains(o.nodePorts, from) || o.health == from })
+		}
 	}
-	if was.health != now.health {
-		moved("spec.healthCheckNodePort", was.health, now.health)
+	if from := was.health; svc.Spec.HealthCheckNodePort == 0 && from > 0 && from != now.health {
+		moved("spec.healthCheckNodePort", from, now.health, func(o *allocation) bool { return slices.Contains(o.nodePorts, from) || o.health == from })
 	}
-	c.report("moved "+name.String(), nil)
-	c.report("moved "+name.String(), check.remarks(kindService, name))
+	return check.remarks(kindService, name)
 }
 
 // recompute delivers one Service, unless it is refused, and the slices that controllers make for it.

@@ -99,7 +99,7 @@ func TestMove(t *testing.T) {
 	first := put("a.yaml", service("web", "ports: [{port: 80}]"))
 	ip := strings.Fields(first)[3]
 	put("b.yaml", service("thief", "clusterIP: "+ip, "ports: [{port: 80}]"))
-	if want := "a.yaml:5: Service default/web: spec.clusterIPs: the allocated [" + ip + "] belongs to another Service now; it moves to ["; !strings.Contains(f.String(), want) {
+	if want := "a.yaml:5: Service default/web: spec.clusterIP: the allocated " + ip + " belongs to another Service now; it moves to "; !strings.Contains(f.String(), want) {
 		t.Errorf("want %s\ngot %s", want, f)
 	}
 	before := len(f)
@@ -108,6 +108,20 @@ func TestMove(t *testing.T) {
 		if strings.Contains(x.Effect, "moves to") {
 			t.Error(x)
 		}
+	}
+	standing := func() (n int) {
+		for _, x := range s.findings.all() {
+			if strings.Contains(x.Effect, "moves to") {
+				n++
+			}
+		}
+		return n
+	}
+	if n := standing(); n != 1 {
+		t.Errorf("%d findings stand, want 1", n)
+	}
+	if again := describe(s.update(nil, []string{"b.yaml"})); !strings.Contains(again, ip) || standing() != 0 {
+		t.Errorf("without the thief, %d findings stand: %s", standing(), again)
 	}
 }
 
