@@ -78,6 +78,8 @@ type diagnosis struct {
 	readPods  func(namespace string) ([]*v1.Pod, error)
 	allPods   []*v1.Pod
 	podsKnown bool
+	// elsewhere reports whether an address is known not to be one of this machine.
+	elsewhere func(netip.Addr) bool
 	// others are findings that the proxier does not know, and file is the manifest that has the Service, if any.
 	others []source.Finding
 	file   string
@@ -97,7 +99,7 @@ func (c *diagnosis) add(severity, code, do, what string, args ...any) {
 
 // diagnose returns what is wrong with a Service, problems first.
 func (n *Node) diagnose(d *proxier.Description, own *plan.Plan, programmed *plan.Snapshot, refused map[plan.Key]plan.Refusal) []Diagnosis {
-	c := &diagnosis{d: d, list: []Diagnosis{}, taken: map[[2]string]struct{}{}, readPods: n.Pods, others: n.otherFindings()}
+	c := &diagnosis{d: d, list: []Diagnosis{}, taken: map[[2]string]struct{}{}, readPods: n.Pods, elsewhere: n.elsewhere(), others: n.otherFindings()}
 	if n.ServiceFile != nil {
 		c.file = n.ServiceFile(d.Service.Namespace, d.Service.Name)
 	}
@@ -212,6 +214,13 @@ func (c *diagnosis) node(sp *plan.ServicePort, own *plan.Plan) {
 	family := sp.Key.Family
 	for _, f := range sp.Frontends {
 		if !nodePortNowhere(own, sp, f) {
+			ranges := own.Settings.NodePortAddresses.Ranges(family, own.Node)
+			here := func(r netip.Prefix) bool { return !r.IsSingleIP() || !c.elsewhere(r.Addr()) }
+			if f.Kind == plan.NodePort && len(ranges) > 0 && !slices.ContainsFunc(ranges, here) {
+				c.add(problem, NodePortsNowhere, "correct status.addresses of the Node (--node-ip of the kubelet), or set nodePortAddresses otherwise",
+					"Nothing answers at %s of this node%s: node ports are limited to %s (nodePortAddresses), which is no address of this machine.",
+					f, c.name(sp), ranges[0].Addr())
+			}
 			continue
 		}
 		severity, do := problem, "see that the kubelet or the cloud controller manager sets an InternalIP in status.addresses of the Node, or set nodePortAddresses otherwise"
@@ -395,13 +404,13 @@ func (c *diagnosis) noEndpoints(sp *plan.ServicePort) {
 		c.add(problem, NoEndpoints, "compare the selector with the labels of the Pods: "+c.pods("--show-labels"),
 			"The Service has no endpoints, so connections are refused%s: no Pod that its selector %s matches has an address.", c.name(sp), selector(c.d.Selector))
 	case !any:
-		c.add(problem, NoEndpoints, fmt.Sprintf("give it a selector, or create an EndpointSlice with the label kubernetes.io/service-name=%s", sp.Key.Service.Name),
-			"The Service has no endpoints, so connections are refused%s. It has no selector either, so nobody creates them.", c.name(sp))
-		for _, f := range c.others {
-			if strings.HasPrefix(f.Object, "EndpointSlice "+sp.Key.Service.Namespace+"/") { // One of them may be meant for it.
-				c.add(note, ObjectFinding, "", "%s.", f)
-			}
+		const what = "The Service has no endpoints, so connections are refused%s. It has no selector either, "
+		if unused := c.unusedEndpoints(); len(unused) > 0 {
+			c.add(problem, NoEndpoints, "correct what is meant for it", what+"and this is not used: %s.", c.name(sp), some(unused))
+			return
 		}
+		c.add(problem, NoEndpoints, fmt.Sprintf("give it a selector, or create an EndpointSlice with the label kubernetes.io/service-name=%s", sp.Key.Service.Name),
+			what+"so nobody creates them.", c.name(sp))
 	case !family:
 		c.add(problem, OtherFamily, "make the Pods listen on both families, or give the Service the family of its Pods (spec.ipFamilies)",
 			"The Service has an %s cluster IP, but all of its endpoints are of the other address family, so connections are refused.", sp.Key.Family)
@@ -430,6 +439,27 @@ func (c *diagnosis) noEndpoints(sp *plan.ServicePort) {
 			"The EndpointSlices have endpoints, but no port %q (%s), so connections are refused; the ports that they have are %s.",
 			sp.Key.Port, sp.Key.Protocol, has)
 	}
+}
+
+// unusedEndpoints are findings about EndpointSlices and Endpoints of the Service's namespace that are not used: those whose names begin with the
+// Service's or, if there is none, all.
+func (c *diagnosis) unusedEndpoints() []string {
+	var alike, all []string
+	for _, f := range slices.Concat(c.others, c.d.Unused) {
+		kind, name, _ := strings.Cut(f.Object, " ")
+		name, here := strings.CutPrefix(name, c.d.Service.Namespace+"/")
+		switch {
+		case !here || kind != "EndpointSlice" && kind != "Endpoints":
+			continue
+		case strings.HasPrefix(name, c.d.Service.Name):
+			alike = append(alike, f.String())
+		}
+		all = append(all, f.String())
+	}
+	if len(alike) > 0 {
+		return alike
+	}
+	return all
 }
 
 // target returns the targetPort of a ServicePort.
@@ -592,8 +622,12 @@ func (c *diagnosis) objects() {
 	}
 	for _, f := range c.others {
 		mine := f.Object == "Service "+c.d.Service.String() || f.Object == "" && f.Where != "" && f.Where == c.file
-		if mine && f.Severity == source.Problem && f.Kind == source.Other && !slices.Contains(c.d.Findings, f) {
-			c.add(problem, ObjectFinding, "", "%s.", f)
+		severity := note
+		if f.Severity == source.Problem {
+			severity = problem
+		}
+		if mine && (f.Kind == source.Claimed || f.Kind == source.Other && severity == problem) && !slices.Contains(c.d.Findings, f) {
+			c.add(severity, ObjectFinding, "", "%s.", f)
 		}
 	}
 }

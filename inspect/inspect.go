@@ -237,10 +237,34 @@ func (n *Node) AllFindings() []Finding {
 }
 
 func (n *Node) otherFindings() []source.Finding {
-	if n.Findings == nil {
-		return nil
+	var out []source.Finding
+	if n.Findings != nil {
+		out = n.Findings()
 	}
-	return n.Findings()
+	var node plan.Node
+	primary := false
+	n.View(func(s *proxier.State) { node, primary = s.Plan().Node, s.Plan().Settings.NodePortAddresses.Primary })
+	if !primary {
+		return out
+	}
+	elsewhere := n.elsewhere()
+	for _, f := range plan.Families {
+		if ip := node.IP(f); ip.IsValid() && elsewhere(ip) {
+			out = append(out, source.Finding{Severity: source.Problem, Object: "Node " + node.Name, Field: "status.addresses",
+				Detail: fmt.Sprintf("%s is no address of this machine", ip), Effect: "no node port answers there, and node ports are limited to it (nodePortAddresses)"})
+		}
+	}
+	return out
+}
+
+// elsewhere returns what reports whether an address is known not to be one of this machine.
+func (n *Node) elsewhere() func(netip.Addr) bool {
+	if n.Local != nil {
+		if local, err := n.Local(); err == nil {
+			return func(a netip.Addr) bool { return !local(a) }
+		}
+	}
+	return func(netip.Addr) bool { return false }
 }
 
 func refusal(r plan.Refusal) source.Finding {

@@ -43,8 +43,8 @@ type Description struct {
 	ServicePorts []*plan.ServicePort
 	// ClusterIPs are the endpoints in use at which a Service has its cluster IP and port, with that Service.
 	ClusterIPs map[netip.AddrPort]plan.Service
-	// Findings are about the Service and its EndpointSlices.
-	Findings []source.Finding
+	// Findings are about the Service and its EndpointSlices. Where it has none of these, Unused are about others of its namespace.
+	Findings, Unused []source.Finding
 }
 
 // Port is a port of a Service, as its object spells it.
@@ -144,6 +144,13 @@ func (s *State) Describe(id plan.Service) (*Description, bool) {
 	for _, name := range slices.Sorted(maps.Keys(svc.slices)) {
 		d.Slices = append(d.Slices, svc.slices[name].Slice)
 		d.Findings = append(d.Findings, s.reported["EndpointSlice "+id.Namespace+"/"+name]...)
+	}
+	if len(d.Slices) == 0 {
+		for _, object := range slices.Sorted(maps.Keys(s.reported)) {
+			if strings.HasPrefix(object, "EndpointSlice "+id.Namespace+"/") {
+				d.Unused = append(d.Unused, s.reported[object]...)
+			}
+		}
 	}
 	d.Findings = append(d.Findings, s.reported["shadowed "+id.String()]...)
 	for _, k := range s.plan.KeysOf(id) {

@@ -170,6 +170,10 @@ func (s *State) applySlice(name types.NamespacedName, obj *discovery.EndpointSli
 		if owner, ok := sliceService(obj); ok {
 			id = owner
 			parsed, found = readSlice(obj)
+		} else if obj.Labels[discovery.LabelServiceName] == "" {
+			f := &findings{object: "EndpointSlice " + name.String()}
+			f.note("metadata.labels", "not proxied", "without a label %s the slice belongs to no Service", discovery.LabelServiceName)
+			found = f.list
 		}
 	}
 	s.reportNew("EndpointSlice "+name.String(), found)

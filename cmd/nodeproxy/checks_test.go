@@ -120,6 +120,13 @@ What is wrong:
     To do: set net.ipv4.ip_forward to 1, and see what has cleared it: every node needs it, at every start
   - The kernel has no route to 1 of 2 endpoints in use, and connections that go there fail: 10.244.2.5 (network is unreachable).
     To do: see whether the network plugin runs on this node and on theirs: ip route get 10.244.2.5`,
+	"not-mine": `
+What is wrong:
+  - Nothing answers at node port 30080/TCP of this node: node ports are limited to 192.0.2.2 (nodePortAddresses), which is no address of this machine.
+    To do: correct status.addresses of the Node (--node-ip of the kubelet), or set nodePortAddresses otherwise`,
+	"broken": `
+What is wrong:
+  - web.yaml: broken YAML: did not find expected node content; all objects of the file stay as they were.`,
 	"refuses": `
 What is wrong:
   - Endpoint 192.0.2.1:8080 gets traffic, but refuses it: nothing listens at port 8080/TCP on this node.
@@ -230,6 +237,29 @@ func TestCheckRoutes(t *testing.T) {
 	if text, _ := c.ask("explain", "web"); !strings.Contains(text, "there is one to each, and this node forwards packets\n") {
 		t.Errorf("explain says\n%s", text)
 	}
+}
+
+// TestNodeElsewhere: the Node has an address that the machine does not have, and node ports are limited to it. A file that is broken stays in
+// force, and explain says so.
+func TestNodeElsewhere(t *testing.T) {
+	t.Parallel()
+	c := startChecked(t, nil, "--mode=nftables")
+	elsewhere := strings.Replace(checkedService, "{type: InternalIP, address: 192.0.2.1}", "{type: InternalIP, address: 192.0.2.2}", 1)
+	c.write(elsewhere)
+	c.await(onNode["not-mine"], 1)
+	if text, code := c.ask("status"); code != 1 || !strings.Contains(text, "There is a problem with objects or with the node") {
+		t.Errorf("status: exit code %d\n%s", code, text)
+	}
+	if text, _ := c.ask("get", "findings"); !strings.Contains(text, "192.0.2.2 is no address of this machine; no node port answers there") {
+		t.Errorf("findings\n%s", text)
+	}
+	c.write(checkedService)
+	c.await("Nothing is wrong with it on this node.", 0)
+
+	c.write(checkedService + "---\nkind: [\n")
+	c.await(onNode["broken"], 1)
+	c.write(checkedService)
+	c.await("Nothing is wrong with it on this node.", 0)
 }
 
 // TestCheckRefused: explain of a Service that the kernel refuses has the kernel's words, and so has get findings.

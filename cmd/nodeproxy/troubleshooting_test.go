@@ -50,6 +50,7 @@ var symptoms = []struct {
 		{"the address can't be a Service's", "address-refused"},
 		{"a load balancer has not given the Service an address", "load-balancer"},
 		{"node ports answer at the Node's primary addresses alone (mode nftables), and there is no Node of this name", "no-node"},
+		{"node ports answer at the Node's primary addresses alone, and the machine does not have them", "not-mine"},
 		{"the load balancer's address is not for nodes, and there are no node ports", "nothing-outside"},
 		{"the client has the other address family", "one-family"},
 		{"the targetPort is one that no container declares", "target-port"},
@@ -64,6 +65,7 @@ var symptoms = []struct {
 		{"endpoints are listed twice, and not ready in one of the places", "listed-twice"},
 	}},
 	{"The rules are not those of the Service", [][2]string{
+		{"the file of the Service can't be read since it was last saved", "broken"},
 		{"a program has flushed a table", "flushed"},
 		{"the kernel refuses the Service", "refused"},
 		{"the API server has been away for ten minutes", "away"},
