@@ -331,7 +331,7 @@ func (c *checks) flows(ctx context.Context) {
 		}
 	}
 	if total == 0 {
-		c.found(name, ok, "none is tracked")
+		c.found(name, ok, "none is open")
 		return
 	}
 	result := ok

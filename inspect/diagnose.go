@@ -86,6 +86,12 @@ type diagnosis struct {
 }
 
 func (c *diagnosis) add(severity, code, do, what string, args ...any) {
+	if c.file != "" { // There may be no cluster, and no kubectl.
+		do, _, _ = strings.Cut(do, ": kubectl ")
+		if strings.HasPrefix(do, "kubectl ") {
+			do = ""
+		}
+	}
 	d := Diagnosis{Severity: severity, Code: code, What: fmt.Sprintf(what, args...), Do: do}
 	if _, has := c.listed[d]; has {
 		return
@@ -199,10 +205,22 @@ func (c *diagnosis) addresses(sp *plan.ServicePort) {
 				"%s belongs to Service %s, which takes precedence: what is sent there goes to that Service.", taken[0], taken[1])
 		}
 	}
-	lb := slices.ContainsFunc(sp.Frontends, func(f plan.Frontend) bool { return f.Kind == plan.LoadBalancerIP })
-	if lb && len(sp.SourceRanges) > 0 {
-		c.add(note, SourceRanges, "add the client's range to spec.loadBalancerSourceRanges if it should get in",
-			"Only clients from %s may reach the load balancer IPs; those of others are dropped%s.", ranges(sp), c.name(sp))
+	has := func(sp *plan.ServicePort, kind plan.FrontendKind) bool {
+		return slices.ContainsFunc(sp.Frontends, func(f plan.Frontend) bool { return f.Kind == kind })
+	}
+	if !has(sp, plan.LoadBalancerIP) || len(sp.SourceRanges) == 0 {
+		return
+	}
+	c.add(note, SourceRanges, "add the client's range to spec.loadBalancerSourceRanges if it should get in",
+		"Only clients from %s may reach the load balancer IPs; those of others are dropped%s.", ranges(sp), c.name(sp))
+	if has(sp, plan.NodePort) {
+		c.add(note, SourceRanges, "set spec.allocateLoadBalancerNodePorts to false if the load balancer needs no node ports", "The source ranges do not limit who may reach the node ports.")
+	}
+	for _, other := range c.d.ServicePorts {
+		if has(other, plan.LoadBalancerIP) && len(other.SourceRanges) == 0 {
+			c.add(note, SourceRanges, "add a range of this family, if they are to be limited too",
+				"No source range is of %s, so every client may reach the load balancer IPs of that family.", other.Key.Family)
+		}
 	}
 }
 
@@ -388,9 +406,9 @@ func (c *diagnosis) noEndpoints(sp *plan.ServicePort) {
 		family = true
 		for _, p := range s.Ports {
 			if p.Protocol == sp.Key.Protocol {
-				ports = append(ports, fmt.Sprintf("%q", p.Name))
+				ports = append(ports, portName(p.Name))
 			} else {
-				others = append(others, fmt.Sprintf("%q (%s)", p.Name, p.Protocol))
+				others = append(others, fmt.Sprintf("%s (%s)", portName(p.Name), p.Protocol))
 			}
 		}
 	}
@@ -436,9 +454,17 @@ func (c *diagnosis) noEndpoints(sp *plan.ServicePort) {
 			}
 		}
 		c.add(problem, NoPortMatches, do,
-			"The EndpointSlices have endpoints, but no port %q (%s), so connections are refused; the ports that they have are %s.",
-			sp.Key.Port, sp.Key.Protocol, has)
+			"The EndpointSlices have endpoints, but no port %s (%s), so connections are refused; the ports that they have are %s.",
+			portName(sp.Key.Port), sp.Key.Protocol, has)
 	}
+}
+
+// portName is the name of a port, in quotes; that of the only port may be empty.
+func portName(name string) string {
+	if name == "" {
+		return "without a name"
+	}
+	return fmt.Sprintf("%q", name)
 }
 
 // unusedEndpoints are findings about EndpointSlices and Endpoints of the Service's namespace that are not used: those whose names begin with the
@@ -572,7 +598,7 @@ func (c *diagnosis) hints(sp *plan.ServicePort, list []topology.Endpoint, node p
 	switch {
 	case len(sp.Endpoints.Cluster) == 0 || hinted == 0 || zones[node.Zone] && hinted == ready:
 	case hinted < ready:
-		c.add(note, HintsNotHonoured, "", "Only %d of %d ready endpoints have zone hints, so hints do not count and all of them get traffic%s.", hinted, ready, c.name(sp))
+		c.add(note, HintsNotHonoured, "", "%d of %d ready endpoints lack zone hints, so hints do not count and all of them get traffic%s.", ready-hinted, ready, c.name(sp))
 	case node.Zone == "" && !c.d.NodeKnown:
 		c.add(note, HintsNotHonoured, nameNode,
 			"The endpoints have zone hints, but no Node of the name %s is known, and so no zone: hints do not count here and all of them get traffic%s.",

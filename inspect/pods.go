@@ -145,7 +145,7 @@ func (c *diagnosis) noPods(sp *plan.ServicePort) bool {
 		c.add(problem, NoEndpoints, toMatch, "%sall Pods that its selector %s matches have ended: %s. %s", lead, text, some(names), nearly)
 		return true
 	case len(match) > 0:
-		c.add(problem, NoEndpoints, "find out why the Pods do not run: "+c.pods("-o wide"),
+		c.add(problem, NoEndpoints, "find out why the Pods do not run: kubectl -n "+ns+" describe pod "+match[0].Name,
 			"%snone of the Pods that its selector %s matches can be an endpoint: %s.", lead, text, some(names))
 		return true
 	}

@@ -298,6 +298,7 @@ func (s *Status) judge(self Self) {
 		}
 	}
 	if self.Rejected != "" {
+		said++
 		wrong("The configuration file is not used, and the former configuration stays in force: %s.", self.Rejected)
 	}
 	if t := s.Tracked; t != nil && t.full() {

@@ -193,6 +193,15 @@ func (d *daemon) pods() func(string) ([]*v1.Pod, error) {
 // otherFindings returns what is wrong besides what the proxier knows of objects.
 func (d *daemon) otherFindings() []source.Finding {
 	out := slices.Concat(d.cfg.Findings, d.lasting.all(), d.monitor.listeners.Current())
+	if why := d.rejected.Load(); why != nil {
+		out = append(out, source.Finding{Severity: source.Problem, Field: "--config", Detail: *why, Effect: "the former configuration stays in force"})
+	}
+	for _, server := range d.servers {
+		failing := server.Failing()
+		for _, addr := range slices.SortedFunc(maps.Keys(failing), netip.AddrPort.Compare) {
+			out = append(out, source.Finding{Severity: source.Problem, Object: "server " + server.Name(), Detail: failing[addr], Effect: "requests to it are not answered, and it is retried"})
+		}
+	}
 	if files, is := d.objects.(*manifest.Source); is {
 		out = append(out, files.Findings()...)
 	}

@@ -162,7 +162,7 @@ func TestChecks(t *testing.T) {
 			c := startChecked(t, nil, "--mode="+mode)
 			c.await("Nothing is wrong with it on this node.", 0)
 			text, _ := c.ask("explain", "web")
-			for _, want := range []string{"rules in the kernel +ok +all \\d+ are as written\n", "connections +ok +none is tracked\n",
+			for _, want := range []string{"rules in the kernel +ok +all \\d+ are as written\n", "connections +ok +none is open\n",
 				"listeners on the node +ok ", "traffic +ok +0 connections since the rules were written"} {
 				if mode == "iptables" && strings.HasPrefix(want, "traffic") {
 					continue // Its counters are off by default.
@@ -278,4 +278,39 @@ func TestCheckRefused(t *testing.T) {
 	if text, code := c.ask("get", "findings"); code != 1 || !strings.Contains(text, "the kernel refuses port") {
 		t.Errorf("exit code %d: %s", code, text)
 	}
+}
+
+// TestFindingsOfProcess: get findings and status have what is wrong with the process itself: an address at which another program listens, and a
+// configuration file that is not in force.
+func TestFindingsOfProcess(t *testing.T) {
+	t.Parallel()
+	nstest.Enter(t)
+	nstest.Exec(t, "ip", "link", "set", "lo", "up")
+	other := listen(t, "127.0.0.1:10249")
+	a := newAsked(t)
+	a.write(inspectedService)
+	const kind = "apiVersion: kubeproxy.config.k8s.io/v1alpha1\nkind: KubeProxyConfiguration\n"
+	config := filepath.Join(a.dir, "config.yaml")
+	writeFile(t, config, kind)
+	a.start("--config=" + config)
+	a.awaitProgrammed()
+	says := func(command, want string) func() bool {
+		return func() bool {
+			text, code := a.ask(strings.Fields(command)...)
+			return code == 1 && strings.Contains(text, want)
+		}
+	}
+	const refused = "listen tcp 127.0.0.1:10249: bind: address already in use; requests to it are not answered, and it is retried"
+	eventually(t, "the server's address is a finding", says("get findings", refused))
+	writeFile(t, config, kind+"mode: whatever\n")
+	eventually(t, "the configuration is a finding", says("get findings", "the former configuration stays in force"))
+	if text, _ := a.ask("status"); strings.Count(text, "former configuration stays in force") != 1 || !strings.Contains(text, "There is a problem with objects or with the node") {
+		t.Errorf("status says\n%s", text)
+	}
+	writeFile(t, config, kind)
+	other.Close()
+	eventually(t, "nothing is wrong", func() bool {
+		text, code := a.ask("get", "findings")
+		return code == 0 && !strings.Contains(text, "10249") && !strings.Contains(text, "former configuration")
+	})
 }

@@ -20,6 +20,7 @@ import (
 	"nodeproxy/kernel/xtables"
 	"nodeproxy/metrics"
 	"nodeproxy/node/flows"
+	"nodeproxy/node/health"
 	"nodeproxy/plan"
 	"nodeproxy/proxier"
 	"nodeproxy/source"
@@ -47,6 +48,8 @@ type daemon struct {
 	read    chan error
 	// rejected is what was last reported about a configuration file that is not in force.
 	rejected atomic.Pointer[string]
+	// servers are those of the process.
+	servers []*health.Server
 	// findings are about the configuration; reports are made once the daemon runs.
 	findings []source.Finding
 	reports  heldReports
@@ -162,6 +165,7 @@ func (d *daemon) await() error {
 // build makes all that brings objects to the kernel, and the settings of the kernel that it needs. Where the mode can't work, no
 // setting has changed.
 func (d *daemon) build(f *front) error {
+	d.servers = []*health.Server{f.healthz, f.metrics}
 	cfg := d.cfg
 	if err := d.check(); err != nil {
 		return err

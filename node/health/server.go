@@ -12,6 +12,7 @@ import (
 	"net/netip"
 	"slices"
 	"strings"
+	"sync"
 	"sync/atomic"
 	"time"
 )
@@ -42,6 +43,30 @@ type Server struct {
 	places  map[netip.AddrPort]*place
 	// prepared are listeners that Prepare has opened and Serve has not taken yet.
 	prepared map[netip.AddrPort]net.Listener
+
+	mu      sync.Mutex
+	failing map[netip.AddrPort]string
+}
+
+// Name is the name of the server in messages.
+func (s *Server) Name() string { return s.name }
+
+// Failing returns why the server does not listen at addresses at which it should. It may be called at any time.
+func (s *Server) Failing() map[netip.AddrPort]string {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	return maps.Clone(s.failing)
+}
+
+// setFailing notes why an address is not listened at; "" if it is.
+func (s *Server) setFailing(addr netip.AddrPort, why string) {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	if why == "" {
+		delete(s.failing, addr)
+	} else {
+		s.failing[addr] = why
+	}
 }
 
 // place is an address that is served, or retried until it can be.
@@ -52,7 +77,7 @@ type place struct {
 
 // NewServer returns a server that does not listen yet. Messages use its name, such as healthz.
 func NewServer(name string) *Server {
-	s := &Server{name: name, places: map[netip.AddrPort]*place{}, prepared: map[netip.AddrPort]net.Listener{}}
+	s := &Server{name: name, places: map[netip.AddrPort]*place{}, prepared: map[netip.AddrPort]net.Listener{}, failing: map[netip.AddrPort]string{}}
 	answer := http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) { s.serving.Load().Handler.ServeHTTP(w, r) })
 	s.http = newHTTPServer(answer, newConnections(mostConnections), func() *slog.Logger { return s.serving.Load().Log })
 	s.http.Handler = named(func() string { return s.serving.Load().Program }, s.http.Handler)
@@ -155,6 +180,7 @@ func (s *Server) Run(ctx context.Context, serving Serving) error {
 
 // serve listens on one address until ctx ends. listener is the first listener, if it is open already.
 func (s *Server) serve(ctx context.Context, addr netip.AddrPort, listener net.Listener) {
+	defer s.setFailing(addr, "")
 	failing := ""
 	for {
 		var err error
@@ -166,6 +192,7 @@ func (s *Server) serve(ctx context.Context, addr netip.AddrPort, listener net.Li
 				s.serving.Load().Log.Info("listening on the address now", "server", s.name, "address", addr)
 			}
 			failing = ""
+			s.setFailing(addr, "")
 			err = s.answer(ctx, listener)
 			listener = nil
 		}
@@ -174,6 +201,7 @@ func (s *Server) serve(ctx context.Context, addr netip.AddrPort, listener net.Li
 		}
 		if failing != err.Error() {
 			failing = err.Error()
+			s.setFailing(addr, failing)
 			s.serving.Load().Log.Error("can't listen on an address; requests to it are not answered, and it is retried",
 				"server", s.name, "address", addr, "every", rebindAfter, "error", err)
 		}
