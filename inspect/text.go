@@ -184,13 +184,22 @@ func (ep Endpoint) use() string {
 	return strings.Join(parts, "; ")
 }
 
-// WriteFindings writes what is wrong, a paragraph each.
+// WriteFindings writes what is wrong, a row each, with the file where any is about one.
 func WriteFindings(w io.Writer, list []Finding) error {
+	files := slices.ContainsFunc(list, func(f Finding) bool { return f.Where != "" })
+	header := "SEVERITY OBJECT FIELD DETAIL"
+	if files {
+		header = "SEVERITY FILE OBJECT FIELD DETAIL"
+	}
 	var rows [][]string
 	for _, f := range list {
-		rows = append(rows, []string{f.Severity, f.Object, f.Field, joined("; ", f.Detail, f.Effect)})
+		row := []string{f.Severity}
+		if files {
+			row = append(row, f.Where)
+		}
+		rows = append(rows, append(row, f.Object, f.Field, joined("; ", f.Detail, f.Effect)))
 	}
-	return Table(w, "SEVERITY OBJECT FIELD DETAIL", rows)
+	return Table(w, header, rows)
 }
 
 // joined joins what is not empty.
