@@ -309,7 +309,7 @@ func TestWrongFiles(t *testing.T) {
 		{"featureGates: {A: 1}", "FILE:3: featureGates.A: must be true or false, not 1"},
 		{"mode: iptables\n--- \nmode: ipvs", "FILE:5: a second document; a configuration file has one"},
 		{"mode: [", "FILE:3: broken YAML: did not find expected node content"},
-		{"x: 1\nbindAddress: 2\nmode: {}", "FILE:4: bindAddress: must be a string (quote it), not 2\nFILE:5: mode: must be a string (quote it), not {}"},
+		{"x: 1\nbindAddress: 2\nmode: {}", "FILE:4: bindAddress: must be a string (quote it), not 2\nFILE:5: mode: must be a string, not {}"},
 		{"featureGates: {AllowServiceExternalIP: false}",
 			`FILE:3: featureGates: "AllowServiceExternalIP" is not a feature gate; there is "AllowServiceExternalIPs"`},
 		{"featureGates: {TopologyAwareHints: false}",

@@ -3,7 +3,6 @@ package inspect
 import (
 	"fmt"
 	"net/netip"
-	"slices"
 
 	v1 "k8s.io/api/core/v1"
 )
@@ -27,7 +26,8 @@ func (c *diagnosis) externalName() {
 		return
 	}
 	if c.d.Alias.Name != "" && !c.d.AliasKnown {
-		c.add(problem, NotAName, "create that Service, or correct spec.externalName", "spec.externalName %q is the name of Service %s, and there is none.", name, c.d.Alias)
+		c.add(note, NotAName, "see whether that Service exists, or correct spec.externalName",
+			"spec.externalName %q is the name of Service %s, which is not known here: there is none, or it is headless, another proxy's, or refused.", name, c.d.Alias)
 	}
 	if len(c.d.Ports) > 0 || len(c.d.Selector) > 0 {
 		c.add(note, PortsByName, "", "spec.ports and spec.selector have no effect: clients get the other name, and use whatever port they like.")
@@ -39,26 +39,35 @@ func (c *diagnosis) headless() {
 	for _, p := range c.d.Ports {
 		if isNumber(p.Target) && fmt.Sprint(p.Number) != p.Target {
 			c.add(note, PortsByName, fmt.Sprintf("have clients use port %s, or set spec.ports[].port to it", p.Target),
-				"Port %d/%s is %s at the Pods, and nothing translates it: clients get the addresses of the Pods from DNS, and nothing there answers at port %[1]d on behalf of the Service.",
+				"Port %d/%s is %s at the Pods, and nothing translates it: clients get the addresses of the Pods from DNS, and at port %[1]d nothing answers unless the Pods listen there, too.",
 				p.Number, p.Protocol, p.Target)
 		}
 	}
 	here, _, known := c.podsOf()
-	if !known {
+	_, others := c.unusedEndpoints()
+	if !known || len(here) >= mostPods || len(c.d.Slices)+len(others) > 0 { // There are endpoints of other origin, or may be.
 		return
 	}
-	match := selected(c.d.Selector, here)
-	if len(match) == 0 || !slices.ContainsFunc(match, func(p *v1.Pod) bool { return withoutEndpoint(p) == "" }) {
-		c.noPods(nil)
-		return
-	}
-	var unready []string
-	for _, p := range match {
-		if withoutEndpoint(p) == "" && !isTrue(p, v1.PodReady) {
+	var match, unready []string
+	ending := false
+	for _, p := range selected(c.d.Selector, here) {
+		switch {
+		case withoutEndpoint(p) != "":
+			continue
+		case p.DeletionTimestamp != nil:
+			ending = true
+			continue
+		case !isTrue(p, v1.PodReady):
 			unready = append(unready, p.Name)
 		}
+		match = append(match, p.Name)
 	}
 	switch {
+	case len(match) == 0 && ending:
+		c.add(problem, NoneReady, "wait for new Pods, or find out why there are none: "+c.pods("-o wide"),
+			"All Pods that the selector %s matches are terminating, so the name of the Service has no addresses in DNS.", selector(c.d.Selector))
+	case len(match) == 0:
+		c.noPods(nil)
 	case len(unready) == 0 || c.d.PublishNotReady:
 	case len(unready) == len(match):
 		c.add(problem, NoneReady, c.findUnready(unready), "No Pod that the selector %s matches is ready, so the name of the Service has no addresses in DNS: %s.", selector(c.d.Selector), some(unready))

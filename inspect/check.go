@@ -414,7 +414,7 @@ func (c *checks) blocking(ctx context.Context) {
 		return
 	}
 	if len(list) == 0 {
-		c.found(name, ok, "none that drops what is for the Service, or its answers, was found in nftables or iptables; hooks of devices and eBPF are not looked at")
+		c.found(name, ok, "none that drops what is for the Service or its answers, or keeps it from being tracked, was found in nftables or iptables; hooks of devices and eBPF are not looked at")
 		return
 	}
 	for _, b := range list {
@@ -530,26 +530,38 @@ func (c *checks) refuses(l Listening, names []string) (severity string) {
 	return severity
 }
 
-// used are the addresses of endpoints that get traffic, up to a number.
-func (c *checks) used() []netip.Addr {
-	var out []netip.Addr
+// used are the addresses of endpoints of a family that get traffic, up to a number, and how many there are.
+func (c *checks) used(f plan.Family) (some []netip.Addr, all int) {
+	seen := map[netip.Addr]bool{}
 	for _, sp := range c.ports {
 		for _, ep := range sp.All() {
-			if a := ep.Addr.Addr(); !slices.Contains(out, a) && len(out) < mostAddresses {
-				out = append(out, a)
+			if a := ep.Addr.Addr(); sp.Key.Family == f && !seen[a] {
+				seen[a] = true
+				if len(some) < mostAddresses {
+					some = append(some, a)
+				}
 			}
 		}
 	}
-	return out
+	return some, len(seen)
 }
 
 // routes is about the ways to endpoints.
 func (c *checks) routes(ctx context.Context) {
-	endpoints := c.used()
-	if c.reality.Routes == nil || len(endpoints) == 0 {
+	if c.reality.Routes == nil {
 		return
 	}
 	const name = "routes to endpoints"
+	v4, all4 := c.used(plan.IPv4)
+	v6, all6 := c.used(plan.IPv6)
+	endpoints := slices.Concat(v4, v6)
+	if len(endpoints) == 0 {
+		return
+	}
+	of := "the " + endpointCount(len(endpoints)) + " in use"
+	if all := all4 + all6; all > len(endpoints) {
+		of = fmt.Sprintf("%d of the %d endpoints in use, which are those that were looked at", len(endpoints), all)
+	}
 	r, err := c.reality.Routes(ctx, endpoints)
 	if err != nil {
 		c.found(name, unknown, "%v", err)
@@ -569,18 +581,18 @@ func (c *checks) routes(ctx context.Context) {
 		for _, u := range r.Unreached {
 			list = append(list, fmt.Sprintf("%s (%s)", u.Addr, u.Why))
 		}
-		c.found(name, problem, "none to %d of %d", n, len(endpoints))
+		c.found(name, problem, "none to %d of %s", n, of)
 		c.diagnose(problem, NoRoute, "see whether the network plugin runs on this node and on theirs: ip route get "+r.Unreached[0].Addr.String(),
-			"The kernel has no route to %d of %s in use, and connections that go there fail: %s.", n, endpointCount(len(endpoints)), some(list))
+			"The kernel has no route to %d of %s, and connections that go there fail: %s.", n, of, some(list))
 	}
 	if len(r.NotForwarded)+len(r.Unreached) == 0 {
-		c.found(name, ok, "there is one to each, and this node forwards packets")
+		c.found(name, ok, "there is one to each of %s", of)
 	}
 }
 
 // reverse is about answers that the kernel does not take.
 func (c *checks) reverse(ctx context.Context) {
-	endpoints := slices.DeleteFunc(c.used(), netip.Addr.Is6)
+	endpoints, _ := c.used(plan.IPv4)
 	if c.reality.Reverse == nil || len(endpoints) == 0 {
 		return
 	}
@@ -611,7 +623,7 @@ func (c *checks) reverse(ctx context.Context) {
 }
 
 const (
-	mostAddresses = 32 // endpoints to which the ways are looked at
+	mostAddresses = 32 // endpoints of a family to which the ways are looked at
 	mostFiltered  = 3  // of those whose answers are dropped, are named
 )
 

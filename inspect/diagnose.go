@@ -7,6 +7,7 @@ import (
 	"net/netip"
 	"slices"
 	"strings"
+	"sync"
 
 	v1 "k8s.io/api/core/v1"
 
@@ -78,8 +79,8 @@ type diagnosis struct {
 	readPods  func(namespace string) ([]*v1.Pod, error)
 	allPods   []*v1.Pod
 	podsKnown bool
-	// elsewhere reports whether an address is known not to be one of this machine.
-	elsewhere func(netip.Addr) bool
+	// elsewhere returns what reports whether an address is known not to be one of this machine.
+	elsewhere func() func(netip.Addr) bool
 	// others are findings that the proxier does not know, and file is the manifest that has the Service, if any.
 	others []source.Finding
 	file   string
@@ -105,7 +106,7 @@ func (c *diagnosis) add(severity, code, do, what string, args ...any) {
 
 // diagnose returns what is wrong with a Service, problems first.
 func (n *Node) diagnose(d *proxier.Description, own *plan.Plan, programmed *plan.Snapshot, refused map[plan.Key]plan.Refusal) []Diagnosis {
-	c := &diagnosis{d: d, list: []Diagnosis{}, taken: map[[2]string]struct{}{}, readPods: n.Pods, elsewhere: n.elsewhere(), others: n.otherFindings()}
+	c := &diagnosis{d: d, list: []Diagnosis{}, taken: map[[2]string]struct{}{}, readPods: n.Pods, elsewhere: sync.OnceValue(n.elsewhere), others: n.otherFindings()}
 	if n.ServiceFile != nil {
 		c.file = n.ServiceFile(d.Service.Namespace, d.Service.Name)
 	}
@@ -158,7 +159,10 @@ func (c *diagnosis) reach(node plan.Node) {
 		return
 	}
 	external := func(sp *plan.ServicePort) bool { return sp.HasExternal() || len(sp.Shadowed) > 0 }
-	if c.d.Type == "LoadBalancer" && !slices.ContainsFunc(ports, external) {
+	lost := func(f source.Finding) bool {
+		return c.mine(f) && f.Kind == source.Claimed && f.Severity == source.Problem
+	}
+	if c.d.Type == "LoadBalancer" && !slices.ContainsFunc(ports, external) && !slices.ContainsFunc(c.others, lost) {
 		c.add(note, NothingOutside, "see that the load balancer sends to the Pods themselves, or set spec.allocateLoadBalancerNodePorts to true",
 			"Nothing on this node answers what comes from outside: the Service has no node port (spec.allocateLoadBalancerNodePorts), and no load balancer IP or "+
 				"external IP that nodes take. Host names and IPs of ipMode Proxy in status.loadBalancer.ingress are the load balancer's own.")
@@ -233,11 +237,11 @@ func (c *diagnosis) node(sp *plan.ServicePort, own *plan.Plan) {
 	for _, f := range sp.Frontends {
 		if !nodePortNowhere(own, sp, f) {
 			ranges := own.Settings.NodePortAddresses.Ranges(family, own.Node)
-			here := func(r netip.Prefix) bool { return !r.IsSingleIP() || !c.elsewhere(r.Addr()) }
+			here := func(r netip.Prefix) bool { return !r.IsSingleIP() || !c.elsewhere()(r.Addr()) }
 			if f.Kind == plan.NodePort && len(ranges) > 0 && !slices.ContainsFunc(ranges, here) {
 				c.add(problem, NodePortsNowhere, "correct status.addresses of the Node (--node-ip of the kubelet), or set nodePortAddresses otherwise",
-					"Nothing answers at %s of this node%s: node ports are limited to %s (nodePortAddresses), which is no address of this machine.",
-					f, c.name(sp), ranges[0].Addr())
+					"Nothing answers at %s of this node%s: node ports are limited to addresses that this machine does not have (nodePortAddresses): %s.",
+					f, c.name(sp), addressesOf(ranges))
 			}
 			continue
 		}
@@ -261,6 +265,14 @@ func (c *diagnosis) node(sp *plan.ServicePort, own *plan.Plan) {
 		c.add(problem, PodsNotTold, do, "Pods of this node are not told from clients outside, so that externalTrafficPolicy Local applies to them, too%s: "+
 			"detectLocalMode is NodeCIDR, but no pod CIDR is known, as %s.", c.name(sp), why)
 	}
+}
+
+func addressesOf(ranges []netip.Prefix) string {
+	var out []string
+	for _, r := range ranges {
+		out = append(out, r.Addr().String())
+	}
+	return some(out)
 }
 
 // endpoints is about the endpoints of a ServicePort.
@@ -423,7 +435,11 @@ func (c *diagnosis) noEndpoints(sp *plan.ServicePort) {
 			"The Service has no endpoints, so connections are refused%s: no Pod that its selector %s matches has an address.", c.name(sp), selector(c.d.Selector))
 	case !any:
 		const what = "The Service has no endpoints, so connections are refused%s. It has no selector either, "
-		if unused := c.unusedEndpoints(); len(unused) > 0 {
+		unused, alike := c.unusedEndpoints()
+		if len(alike) > 0 {
+			unused = alike
+		}
+		if len(unused) > 0 {
 			c.add(problem, NoEndpoints, "correct what is meant for it", what+"and this is not used: %s.", c.name(sp), some(unused))
 			return
 		}
@@ -467,25 +483,21 @@ func portName(name string) string {
 	return fmt.Sprintf("%q", name)
 }
 
-// unusedEndpoints are findings about EndpointSlices and Endpoints of the Service's namespace that are not used: those whose names begin with the
-// Service's or, if there is none, all.
-func (c *diagnosis) unusedEndpoints() []string {
-	var alike, all []string
+// unusedEndpoints are findings about EndpointSlices and Endpoints of the Service's namespace that are not used, and those of them whose names begin
+// with the Service's.
+func (c *diagnosis) unusedEndpoints() (all, alike []string) {
 	for _, f := range slices.Concat(c.others, c.d.Unused) {
 		kind, name, _ := strings.Cut(f.Object, " ")
 		name, here := strings.CutPrefix(name, c.d.Service.Namespace+"/")
-		switch {
-		case !here || kind != "EndpointSlice" && kind != "Endpoints":
+		if !here || kind != "EndpointSlice" && kind != "Endpoints" {
 			continue
-		case strings.HasPrefix(name, c.d.Service.Name):
-			alike = append(alike, f.String())
 		}
 		all = append(all, f.String())
+		if strings.HasPrefix(name, c.d.Service.Name) {
+			alike = append(alike, f.String())
+		}
 	}
-	if len(alike) > 0 {
-		return alike
-	}
-	return all
+	return all, alike
 }
 
 // target returns the targetPort of a ServicePort.
@@ -528,10 +540,13 @@ func (c *diagnosis) local(sp *plan.ServicePort, node plan.Node) {
 	if c.d.Type == "LoadBalancer" { // As it is meant to be: a load balancer asks the health check node port where to send.
 		external, severity = "see that the load balancer leaves this node out, as the health check node port tells it to", note
 	}
-	if in := c.unplaced(sp); len(in) > 0 {
-		what = "No usable endpoint is known to run on this node, since EndpointSlice " + some(in) + " names no node (endpoints[].nodeName)"
-		internal, severity = "have what writes the EndpointSlice set endpoints[].nodeName", problem
-		external = internal + ", or set spec.externalTrafficPolicy to Cluster"
+	if in, all := c.unplaced(sp); len(in) > 0 {
+		what = "No usable endpoint is known to run on this node, since no node is named (endpoints[].nodeName) in EndpointSlice " + some(in)
+		internal = "have what writes the EndpointSlice set endpoints[].nodeName"
+		if all {
+			severity = problem // So it is on every node.
+			external = internal + ", or set spec.externalTrafficPolicy to Cluster"
+		}
 	}
 	if sp.InternalPolicy == plan.Local {
 		c.add(problem, NoneLocal, internal+", or set spec.internalTrafficPolicy to Cluster"+orName,
@@ -542,21 +557,20 @@ func (c *diagnosis) local(sp *plan.ServicePort, node plan.Node) {
 	}
 }
 
-// unplaced returns the EndpointSlices that name no node for endpoints that would be used here if this one ran them.
-func (c *diagnosis) unplaced(sp *plan.ServicePort) []string {
-	without := map[netip.AddrPort]bool{}
-	for _, ex := range sp.Excluded {
-		if ex.Reason == plan.NodeUnknown {
-			without[ex.Addr] = true
-		}
-	}
-	var in []string
+// unplaced returns the EndpointSlices that name no node for endpoints that would be used here if this one ran them, and whether that is so of all that
+// would be used.
+func (c *diagnosis) unplaced(sp *plan.ServicePort) (in []string, all bool) {
+	all = true
 	for _, e := range c.d.Entries(sp.Key) {
-		if without[e.Addr] && (e.Ready || e.Serving) {
+		switch {
+		case !e.Ready && !e.Serving:
+		case e.Node == "":
 			in = append(in, e.Slice)
+		default:
+			all = false
 		}
 	}
-	return slices.Compact(in)
+	return slices.Compact(in), all
 }
 
 // hints is about topology hints.
@@ -647,15 +661,19 @@ func (c *diagnosis) objects() {
 		c.add(severity, code, "", "%s.", f)
 	}
 	for _, f := range c.others {
-		mine := f.Object == "Service "+c.d.Service.String() || f.Object == "" && f.Where != "" && f.Where == c.file
 		severity := note
 		if f.Severity == source.Problem {
 			severity = problem
 		}
-		if mine && (f.Kind == source.Claimed || f.Kind == source.Other && severity == problem) && !slices.Contains(c.d.Findings, f) {
+		if c.mine(f) && (f.Kind == source.Claimed || f.Kind == source.Other && severity == problem) && !slices.Contains(c.d.Findings, f) {
 			c.add(severity, ObjectFinding, "", "%s.", f)
 		}
 	}
+}
+
+// mine reports whether a finding is about the Service, or about the whole of its file.
+func (c *diagnosis) mine(f source.Finding) bool {
+	return f.Object == "Service "+c.d.Service.String() || f.Object == "" && f.Where != "" && f.Where == c.file
 }
 
 // called returns the name by which an endpoint is best known.

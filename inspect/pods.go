@@ -173,8 +173,7 @@ func (c *diagnosis) noPods(sp *plan.ServicePort) bool {
 		c.add(problem, SelectorMatchesNothing, do, "%sits selector %s matches no Pod, since there is none in namespace %s.", lead, text, ns)
 		return true
 	}
-	c.add(problem, SelectorMatchesNothing, do, "%sits selector %s matches no Pod, and none of the %d in namespace %s has any of these labels.",
-		lead, text, len(here), ns)
+	c.add(problem, SelectorMatchesNothing, do, "%sits selector %s matches no Pod, and no Pod in namespace %s has any of these labels.", lead, text, ns)
 	return true
 }
 
@@ -351,6 +350,9 @@ func (c *diagnosis) findUnready(names []string) string {
 	for _, p := range here {
 		pods[p.Name] = p
 	}
+	if names[0] == "" && len(c.d.Selector) > 0 { // Whose they are is not known.
+		return "find out why the readiness probes fail: kubectl -n " + c.d.Service.Namespace + " describe pod -l " + selector(c.d.Selector)
+	}
 	if names[0] == "" {
 		return "see what writes the EndpointSlices, and why it says that they are not ready (endpoints[].conditions)"
 	}
@@ -374,6 +376,8 @@ func (c *diagnosis) findUnready(names []string) string {
 		}
 		closed := closedGates(p)
 		switch {
+		case isTrue(p, v1.PodReady):
+			return "see why the EndpointSlices lag behind: Pod " + name + " is ready (kube-controller-manager makes them)"
 		case len(closed) > 0:
 			gates = append(gates, closed...)
 		case isTrue(p, v1.ContainersReady): // Then it is not the kubelet that says that the Pod is not ready.
@@ -400,24 +404,32 @@ func isTrue(p *v1.Pod, kind v1.PodConditionType) bool {
 	return slices.ContainsFunc(p.Status.Conditions, func(c v1.PodCondition) bool { return c.Type == kind && c.Status == v1.ConditionTrue })
 }
 
-// oddProbe names a readiness probe of a Pod for a port that its container does not declare, though it declares others; "" if there is none.
+// oddProbe names a readiness probe of a Pod for a port that none of its containers declares, though they declare others; "" if there is none.
 func oddProbe(p *v1.Pod) string {
+	var declared []v1.ContainerPort
+	for _, ctr := range running(p) {
+		declared = append(declared, ctr.Ports...)
+	}
 	for _, ctr := range running(p) {
 		port := probed(ctr.ReadinessProbe)
 		is := func(o v1.ContainerPort) bool {
 			return o.Name != "" && o.Name == port || fmt.Sprint(o.ContainerPort) == port
 		}
-		if port != "" && len(ctr.Ports) > 0 && !slices.ContainsFunc(ctr.Ports, is) {
-			return fmt.Sprintf("that of container %s of Pod %s asks port %s, and what the container declares is %s", ctr.Name, p.Name, port, portList(ctr.Ports))
+		if port != "" && len(declared) > 0 && !slices.ContainsFunc(declared, is) {
+			return fmt.Sprintf("that of container %s of Pod %s asks port %s, and what the Pod declares is %s", ctr.Name, p.Name, port, portList(declared))
 		}
 	}
 	return ""
 }
 
-// probed returns the port that a probe asks, by number or name; "" if it asks none.
+// meshProbes begins the paths of probes that Istio's sidecar answers on behalf of the containers.
+const meshProbes = "/app-health/"
+
+// probed returns the port of the Pod that a probe asks, by number or name; "" if it asks none.
 func probed(p *v1.Probe) string {
 	switch {
 	case p == nil:
+	case p.HTTPGet != nil && (p.HTTPGet.Host != "" || strings.HasPrefix(p.HTTPGet.Path, meshProbes)):
 	case p.HTTPGet != nil:
 		return p.HTTPGet.Port.String()
 	case p.TCPSocket != nil:
@@ -438,11 +450,13 @@ func stuck(p *v1.Pod) (container, why string, ran bool) {
 	return "", "", false
 }
 
+// mostPods is how many Pods of a namespace may be read. Of more, those that are read may not be all.
+const mostPods = 5000
+
 // podsGone is about endpoints in use of Pods that there are not any more, or that have other addresses.
 func (c *diagnosis) podsGone(sp *plan.ServicePort, used map[netip.AddrPort]bool) {
-	const most = 5000 // Of more, those that are read may not be all.
 	here, _, known := c.podsOf()
-	if !known || len(here) == 0 || len(here) >= most {
+	if !known || len(here) == 0 || len(here) >= mostPods {
 		return
 	}
 	pods := map[string]*v1.Pod{}

@@ -28,7 +28,7 @@ type Description struct {
 	Selector map[string]string
 	Ports    []Port
 	// Headless is true for a Service without a cluster IP. ExternalName is the name that a Service is an alias for, and Alias the Service that has
-	// this name, if it has the form of one, and AliasKnown says whether that one exists.
+	// this name, if it has the form of one in the usual cluster domain, and AliasKnown says whether that one is known.
 	Headless     bool
 	ExternalName string
 	Alias        plan.Service
@@ -136,8 +136,9 @@ func (s *State) Describe(id plan.Service) (*Description, bool) {
 		Headless: svc.object.headless, ExternalName: svc.object.alias, PublishNotReady: svc.object.publish,
 		Findings: slices.Clone(s.reported["Service "+id.String()]),
 	}
-	if part := strings.Split(d.ExternalName, "."); len(part) > 2 && part[2] == "svc" {
-		d.Alias = plan.Service{Namespace: part[1], Name: part[0]}
+	name, ofService := strings.CutSuffix(strings.TrimSuffix(strings.ToLower(d.ExternalName), ".cluster.local"), ".svc")
+	if svc, ns, two := strings.Cut(name, "."); ofService && two && !strings.Contains(ns, ".") {
+		d.Alias = plan.Service{Namespace: ns, Name: svc}
 		other := s.services[d.Alias]
 		d.AliasKnown = other != nil && other.exists
 	}
@@ -146,10 +147,15 @@ func (s *State) Describe(id plan.Service) (*Description, bool) {
 		d.Findings = append(d.Findings, s.reported["EndpointSlice "+id.Namespace+"/"+name]...)
 	}
 	if len(d.Slices) == 0 {
-		for _, object := range slices.Sorted(maps.Keys(s.reported)) {
+		var others []string
+		for object := range s.reported {
 			if strings.HasPrefix(object, "EndpointSlice "+id.Namespace+"/") {
-				d.Unused = append(d.Unused, s.reported[object]...)
+				others = append(others, object)
 			}
+		}
+		slices.Sort(others)
+		for _, object := range others {
+			d.Unused = append(d.Unused, s.reported[object]...)
 		}
 	}
 	d.Findings = append(d.Findings, s.reported["shadowed "+id.String()]...)

@@ -118,11 +118,11 @@ What is wrong:
 What is wrong:
   - This node does not forward packets (net.ipv4.ip_forward is 0): of the connections to endpoints elsewhere or in Pods, only its own get there.
     To do: set net.ipv4.ip_forward to 1, and see what has cleared it: every node needs it, at every start
-  - The kernel has no route to 1 of 2 endpoints in use, and connections that go there fail: 10.244.2.5 (network is unreachable).
+  - The kernel has no route to 1 of the 2 endpoints in use, and connections that go there fail: 10.244.2.5 (network is unreachable).
     To do: see whether the network plugin runs on this node and on theirs: ip route get 10.244.2.5`,
 	"not-mine": `
 What is wrong:
-  - Nothing answers at node port 30080/TCP of this node: node ports are limited to 192.0.2.2 (nodePortAddresses), which is no address of this machine.
+  - Nothing answers at node port 30080/TCP of this node: node ports are limited to addresses that this machine does not have (nodePortAddresses): 192.0.2.2.
     To do: correct status.addresses of the Node (--node-ip of the kubelet), or set nodePortAddresses otherwise`,
 	"broken": `
 What is wrong:
@@ -234,7 +234,7 @@ func TestCheckRoutes(t *testing.T) {
 	forward("1")
 	nstest.Exec(t, "ip", "route", "add", "10.244.2.0/24", "dev", "eth0")
 	c.await("Nothing is wrong with it on this node.", 0)
-	if text, _ := c.ask("explain", "web"); !strings.Contains(text, "there is one to each, and this node forwards packets\n") {
+	if text, _ := c.ask("explain", "web"); !strings.Contains(text, "there is one to each of the 2 endpoints in use\n") {
 		t.Errorf("explain says\n%s", text)
 	}
 }

@@ -28,11 +28,11 @@ type Routes struct {
 	NotForwarded []plan.Family
 }
 
-// LookOut finds out whether there are routes to endpoints, up to a number of them, and whether this node forwards packets to those that are not its
+// LookOut finds out whether there are routes to endpoints, and whether this node forwards packets to those that are not its
 // own addresses. sysctls is /proc/sys.
 func LookOut(ctx context.Context, sysctls string, endpoints []netip.Addr) (*Routes, error) {
 	out, away := &Routes{}, map[plan.Family]bool{}
-	for _, ep := range endpoints[:min(len(endpoints), most)] {
+	for _, ep := range endpoints {
 		if err := ctx.Err(); err != nil {
 			return nil, err
 		}

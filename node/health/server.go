@@ -199,9 +199,9 @@ func (s *Server) serve(ctx context.Context, addr netip.AddrPort, listener net.Li
 		if ctx.Err() != nil {
 			return
 		}
+		s.setFailing(addr, err.Error())
 		if failing != err.Error() {
 			failing = err.Error()
-			s.setFailing(addr, failing)
 			s.serving.Load().Log.Error("can't listen on an address; requests to it are not answered, and it is retried",
 				"server", s.name, "address", addr, "every", rebindAfter, "error", err)
 		}

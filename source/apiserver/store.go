@@ -18,6 +18,7 @@ type store struct {
 	put      func(*source.Batch, types.NamespacedName, any) // any is nil for an object that is gone
 	deliver  func(r *resource, b source.Batch, complete bool)
 	versions map[types.NamespacedName]string
+	whole    bool // objects are not stripped, as they are not kept for long
 }
 
 // Transformer implements cache.TransformingStore: objects that a watch streams at first are stripped as they arrive.
@@ -74,7 +75,7 @@ func (s *store) Replace(objects []any, _ string) error {
 // Resync implements cache.ReflectorStore. There is nothing to repeat: the receiver of the batches keeps their content.
 func (s *store) Resync() error { return nil }
 
-// take strips an object and puts it into a batch, unless this version has been passed on already, and records its version in
+// take strips an object, as a rule, and puts it into a batch, unless this version has been passed on already, and records its version in
 // versions.
 func (s *store) take(b *source.Batch, obj any, versions map[types.NamespacedName]string) error {
 	name, version, err := identify(obj)
@@ -82,11 +83,12 @@ func (s *store) take(b *source.Batch, obj any, versions map[types.NamespacedName
 		return err
 	}
 	if had, known := s.versions[name]; !known || had != version || version == "" {
-		stripped, err := strip(obj)
-		if err != nil {
-			return err
+		if !s.whole {
+			if obj, err = strip(obj); err != nil {
+				return err
+			}
 		}
-		s.put(b, name, stripped)
+		s.put(b, name, obj)
 	}
 	versions[name] = version
 	return nil

@@ -22,8 +22,8 @@ var (
 	nodeLabels       = []string{v1.LabelTopologyZone}
 )
 
-// strip returns an object with only the fields that the proxier reads. Everything else (managed fields, most labels and
-// annotations, references of endpoints) would only take memory. Stripping twice is the same as stripping once. Objects of other
+// strip returns an object with only the fields that the proxier and its descriptions read, but for what there is of each endpoint. Everything else (managed
+// fields, most labels and annotations, references of endpoints) would only take memory. Stripping twice is the same as stripping once. Objects of other
 // kinds are returned unchanged.
 func strip(obj any) (any, error) {
 	switch o := obj.(type) {
@@ -76,11 +76,15 @@ func stripService(s *v1.Service) *v1.Service {
 			InternalTrafficPolicy:    s.Spec.InternalTrafficPolicy,
 			ExternalTrafficPolicy:    s.Spec.ExternalTrafficPolicy,
 			HealthCheckNodePort:      s.Spec.HealthCheckNodePort,
+			// The rest is for explain.
+			Selector:                 s.Spec.Selector,
+			ExternalName:             s.Spec.ExternalName,
+			PublishNotReadyAddresses: s.Spec.PublishNotReadyAddresses,
 		},
 	}
 	for _, p := range s.Spec.Ports {
 		out.Spec.Ports = append(out.Spec.Ports,
-			v1.ServicePort{Name: p.Name, Protocol: p.Protocol, Port: p.Port, NodePort: p.NodePort})
+			v1.ServicePort{Name: p.Name, Protocol: p.Protocol, Port: p.Port, NodePort: p.NodePort, TargetPort: p.TargetPort})
 	}
 	for _, in := range s.Status.LoadBalancer.Ingress {
 		out.Status.LoadBalancer.Ingress = append(out.Status.LoadBalancer.Ingress,

@@ -257,10 +257,11 @@ func (c *Cluster) allocate() {
 			c.dirty[name] = true
 		}
 	}
+	ips, ports := c.inUse()
 	for name, was := range c.moved {
 		var remarks []Remark
 		if now := c.granted[name]; now != nil && !now.refused && !c.changed[name] {
-			remarks = c.movedFrom(name, was, now)
+			remarks = movedFrom(name, c.services[name], was, now, ips, ports)
 		}
 		if len(remarks) == 0 {
 			delete(c.moved, name)
@@ -269,30 +270,44 @@ func (c *Cluster) allocate() {
 	}
 }
 
-// movedFrom returns what other Services have taken of what was allocated to one that does not name it.
-func (c *Cluster) movedFrom(name types.NamespacedName, was, now *allocation) []Remark {
-	check := &checker{}
-	moved := func(field string, from, to any, has func(*allocation) bool) {
-		for _, other := range c.granted {
-			if other != now && !other.refused && has(other) {
-				check.problem(field, fmt.Sprintf("it moves to %v; name it in the manifest to keep it for good", to), "the allocated %v belongs to another Service now", from)
-				return
-			}
+// inUse returns the cluster IPs and node ports of all Services, if any has moved.
+func (c *Cluster) inUse() (ips map[string]bool, ports map[int32]bool) {
+	ips, ports = map[string]bool{}, map[int32]bool{}
+	if len(c.moved) == 0 {
+		return ips, ports
+	}
+	for _, a := range c.granted {
+		if a.refused {
+			continue
+		}
+		for _, ip := range a.ips {
+			ips[ip] = true
+		}
+		for _, port := range append([]int32{a.health}, a.nodePorts...) {
+			ports[port] = true
 		}
 	}
-	svc := c.services[name]
+	return ips, ports
+}
+
+// movedFrom returns what other Services have taken of what was allocated to one that does not name it.
+func movedFrom(name types.NamespacedName, svc *v1.Service, was, now *allocation, ips map[string]bool, ports map[int32]bool) []Remark {
+	check := &checker{}
+	moved := func(field string, from, to any) {
+		check.problem(field, fmt.Sprintf("it moves to %v; name it in the manifest to keep it for good", to), "the allocated %v belongs to another Service now", from)
+	}
 	for i := len(svc.Spec.ClusterIPs); i < min(len(was.ips), len(now.ips)); i++ {
-		if from := was.ips[i]; from != now.ips[i] {
-			moved(clusterIPField(i), from, now.ips[i], func(o *allocation) bool { return slices.Contains(o.ips, from) })
+		if from := was.ips[i]; from != now.ips[i] && ips[from] {
+			moved(clusterIPField(i), from, now.ips[i])
 		}
 	}
 	for i, p := range svc.Spec.Ports {
-		if from := was.nodePorts[i]; p.NodePort == 0 && from > 0 && from != now.nodePorts[i] {
-			moved(fmt.Sprintf("spec.ports[%d].nodePort", i), from, now.nodePorts[i], func(o *allocation) bool { return slices.Contains(o.nodePorts, from) || o.health == from })
+		if from := was.nodePorts[i]; p.NodePort == 0 && from > 0 && from != now.nodePorts[i] && ports[from] {
+			moved(fmt.Sprintf("spec.ports[%d].nodePort", i), from, now.nodePorts[i])
 		}
 	}
-	if from := was.health; svc.Spec.HealthCheckNodePort == 0 && from > 0 && from != now.health {
-		moved("spec.healthCheckNodePort", from, now.health, func(o *allocation) bool { return slices.Contains(o.nodePorts, from) || o.health == from })
+	if from := was.health; svc.Spec.HealthCheckNodePort == 0 && from > 0 && from != now.health && ports[from] {
+		moved("spec.healthCheckNodePort", from, now.health)
 	}
 	return check.remarks(kindService, name)
 }
