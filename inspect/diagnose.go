@@ -47,6 +47,7 @@ const (
 	HintsHonoured     = "HintsHonoured"     // hints keep endpoints elsewhere from getting traffic from here
 	SourceRanges      = "SourceRanges"      // the load balancer IPs answer some clients only
 	AddressTaken      = "AddressTaken"      // another Service has the address and port
+	AddressContested  = "AddressContested"  // another Service asks for the address and port, and does not get it
 	RefusedByKernel   = "RefusedByKernel"   // the kernel refuses the Service
 	NotYetProgrammed  = "NotYetProgrammed"  // a change waits for the next sync
 	ObjectFinding     = "ObjectFinding"     // an object has a field that can't be used
@@ -65,6 +66,7 @@ const (
 	NodePortsNowhere       = "NodePortsNowhere"       // node ports answer at the node's primary addresses alone, and none is known
 	PodsNotTold            = "PodsNotTold"            // detectLocalMode is NodeCIDR, and no pod CIDR is known
 	NoLoadBalancer         = "NoLoadBalancer"         // the type is LoadBalancer, and nothing has given it an address
+	LeftToBalancer         = "LeftToBalancer"         // load balancer IPs that nodes leave to the load balancer
 	PortsByName            = "PortsByName"            // clients that find the Pods by DNS must use other ports
 	NotAName               = "NotAName"               // an ExternalName is no name that DNS can answer with
 )
@@ -122,6 +124,10 @@ func (n *Node) diagnose(d *proxier.Description, own *plan.Plan, programmed *plan
 		c.add(problem, AddressTaken, "give the Service or the others other addresses or ports",
 			"%d more of its frontends belong to other Services, which take precedence.", more)
 	}
+	for _, of := range d.Contested {
+		c.add(note, AddressContested, "give one of the two another address or port",
+			"%s is asked for by Service %s, too, which does not get it: what is sent there goes to this Service.", upper(of.Frontend.String()), of.By.PortName())
+	}
 	c.objects()
 	slices.SortStableFunc(c.list, func(a, b Diagnosis) int { return -cmp.Compare(a.Severity, b.Severity) })
 	return c.list
@@ -138,6 +144,8 @@ func (c *diagnosis) service() {
 	case c.d.Type == "LoadBalancer" && c.d.Ingress == 0 && len(c.d.ServicePorts) > 0:
 		c.add(note, NoLoadBalancer, fmt.Sprintf("see whether a controller for load balancers runs, and what it says: kubectl -n %s describe service %s", svc.Namespace, svc.Name),
 			"The Service is of type LoadBalancer, but nothing has given it an address yet (status.loadBalancer.ingress is empty).")
+	case len(c.d.LeftToBalancer) > 0:
+		c.add(note, LeftToBalancer, "", "Load balancer IP %s has ipMode Proxy: nodes leave it to the load balancer.", some(c.d.LeftToBalancer))
 	case len(c.d.ServicePorts) == 0:
 		for _, f := range c.d.Findings {
 			if f.Effect == "not proxied" {
@@ -440,13 +448,13 @@ func (c *diagnosis) noEndpoints(sp *plan.ServicePort) {
 			unused = alike
 		}
 		if len(unused) > 0 {
-			c.add(problem, NoEndpoints, "correct what is meant for it", what+"and this is not used: %s.", c.name(sp), some(unused))
+			c.add(problem, NoEndpoints, "correct it, if it is meant for this Service: Endpoints have its name, and EndpointSlices the label kubernetes.io/service-name="+sp.Key.Service.Name, what+"and this is not used: %s.", c.name(sp), some(unused))
 			return
 		}
 		c.add(problem, NoEndpoints, fmt.Sprintf("give it a selector, or create an EndpointSlice with the label kubernetes.io/service-name=%s", sp.Key.Service.Name),
 			what+"so nobody creates them.", c.name(sp))
 	case !family:
-		c.add(problem, OtherFamily, "make the Pods listen on both families, or give the Service the family of its Pods (spec.ipFamilies)",
+		c.add(problem, OtherFamily, "give the Service the family of its Pods alone (spec.ipFamilies, with ipFamilyPolicy SingleStack), or the Pods addresses of both",
 			"The Service has an %s cluster IP, but all of its endpoints are of the other address family, so connections are refused.", sp.Key.Family)
 	default:
 		slices.Sort(ports)
@@ -664,6 +672,9 @@ func (c *diagnosis) objects() {
 		severity := note
 		if f.Severity == source.Problem {
 			severity = problem
+		}
+		if strings.HasSuffix(f.Field, ".targetPort") && c.podsKnown { // Of that, the Pods tell more.
+			continue
 		}
 		if c.mine(f) && (f.Kind == source.Claimed || f.Kind == source.Other && severity == problem) && !slices.Contains(c.d.Findings, f) {
 			c.add(severity, ObjectFinding, "", "%s.", f)

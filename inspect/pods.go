@@ -144,6 +144,10 @@ func (c *diagnosis) noPods(sp *plan.ServicePort) bool {
 	case len(match) > 0 && ended && near >= exactly:
 		c.add(problem, NoEndpoints, toMatch, "%sall Pods that its selector %s matches have ended: %s. %s", lead, text, some(names), nearly)
 		return true
+	case len(match) > 0 && match[0].DeletionTimestamp != nil && len(match[0].Finalizers) > 0:
+		c.add(problem, NoEndpoints, "find out why the finalizer stays; a StatefulSet does not replace the Pod before: kubectl -n "+ns+" describe pod "+match[0].Name,
+			"%snone of the Pods that its selector %s matches can be an endpoint: %s.", lead, text, some(names))
+		return true
 	case len(match) > 0:
 		c.add(problem, NoEndpoints, "find out why the Pods do not run: kubectl -n "+ns+" describe pod "+match[0].Name,
 			"%snone of the Pods that its selector %s matches can be an endpoint: %s.", lead, text, some(names))
@@ -232,8 +236,13 @@ const hasEnded = "it has ended"
 // withoutEndpoint says why a Pod can't be an endpoint; "" if it can.
 func withoutEndpoint(p *v1.Pod) string {
 	switch {
-	case p.Status.Phase == v1.PodSucceeded || p.Status.Phase == v1.PodFailed:
+	case p.Status.Phase != v1.PodSucceeded && p.Status.Phase != v1.PodFailed:
+	case p.DeletionTimestamp != nil && len(p.Finalizers) > 0:
+		return hasEnded + ", and is not gone until something removes its finalizer " + p.Finalizers[0]
+	default:
 		return hasEnded
+	}
+	switch {
 	case p.Spec.NodeName == "":
 		return "not scheduled to a node"
 	case p.Status.PodIP == "" && len(p.Status.PodIPs) == 0:
@@ -283,11 +292,12 @@ func declaredFor(pods []*v1.Pod, but plan.Protocol, is func(v1.ContainerPort) bo
 // targetPort says whether the Pods declare the targetPort of a ServicePort that has endpoints.
 func (c *diagnosis) targetPort(sp *plan.ServicePort) {
 	target := c.target(sp.Key)
-	if len(c.d.Selector) == 0 || !isNumber(target) {
-		return // A name that no Pod has makes no endpoints.
-	}
 	here, _, known := c.podsOf()
-	if !known {
+	if !known || len(c.d.Selector) == 0 {
+		return
+	}
+	if !isNumber(target) {
+		c.lackNamed(sp, target, selected(c.d.Selector, here))
 		return
 	}
 	is := func(p v1.ContainerPort) bool { return fmt.Sprint(p.ContainerPort) == target }
@@ -311,6 +321,27 @@ func (c *diagnosis) targetPort(sp *plan.ServicePort) {
 		c.add(note, TargetPortNotDeclared, do,
 			"The targetPort is %s, and no container of the Pods declares this port%s; what they declare is %s.", target, c.name(sp), portList(declared))
 	}
+}
+
+// lackNamed names the Pods that have no port of the targetPort's name, though others have: those are no endpoints.
+func (c *diagnosis) lackNamed(sp *plan.ServicePort, target string, pods []*v1.Pod) {
+	var lack []*v1.Pod
+	for _, p := range pods {
+		named := func(port v1.ContainerPort) bool { return port.Name == target }
+		if withoutEndpoint(p) == "" && !slices.ContainsFunc(containerPorts([]*v1.Pod{p}, sp.Key.Protocol), named) {
+			lack = append(lack, p)
+		}
+	}
+	if len(lack) == 0 {
+		return
+	}
+	what := "none for this protocol"
+	if declared := containerPorts(lack, sp.Key.Protocol); len(declared) > 0 {
+		what = portList(declared)
+	}
+	c.add(problem, SelectorMatchesOthers, fmt.Sprintf("give a container port of these Pods the name %q, or exclude them by the selector if they are another app's", target),
+		"Some of the Pods that the selector %s matches declare no port %q (%s), which is the targetPort, and get no traffic%s: %s. What they declare is %s.",
+		selector(c.d.Selector), target, sp.Key.Protocol, c.name(sp), podNames(lack), what)
 }
 
 // otherApp names the Pods that declare other ports than the targetPort, which others declare: the selector may match them by mistake.
@@ -368,7 +399,12 @@ func (c *diagnosis) findUnready(names []string) string {
 			}
 		}
 	}
-	var gates, nodes []string
+	for _, name := range names {
+		if p := pods[name]; p != nil && waiting(p) != "" {
+			return fmt.Sprintf("find out what the init container %s of Pod %s waits for: kubectl -n %[3]s logs %[2]s -c %[1]s", waiting(p), name, c.d.Service.Namespace)
+		}
+	}
+	gates, nodes := map[string]string{}, []string(nil)
 	for _, name := range names {
 		p := pods[name]
 		if p == nil {
@@ -379,9 +415,11 @@ func (c *diagnosis) findUnready(names []string) string {
 		case isTrue(p, v1.PodReady):
 			return "see why the EndpointSlices lag behind: Pod " + name + " is ready (kube-controller-manager makes them)"
 		case len(closed) > 0:
-			gates = append(gates, closed...)
+			maps.Copy(gates, closed)
 		case isTrue(p, v1.ContainersReady): // Then it is not the kubelet that says that the Pod is not ready.
 			nodes = append(nodes, p.Spec.NodeName)
+		case !slices.ContainsFunc(running(p), func(c v1.Container) bool { return c.ReadinessProbe != nil }) && isFalse(p, v1.ContainersReady):
+			return "find out why the containers are not ready: " + describe
 		default:
 			if probe := oddProbe(p); probe != "" {
 				return fmt.Sprintf("find out why the readiness probes fail: %s: %s", probe, describe)
@@ -394,14 +432,23 @@ func (c *diagnosis) findUnready(names []string) string {
 		nodes = slices.Compact(nodes)
 		return fmt.Sprintf("their containers were ready when the kubelet last said so: see whether it still runs on node %s: kubectl describe node %s", some(nodes), nodes[0])
 	}
-	slices.Sort(gates)
+	for _, gate := range slices.Sorted(maps.Keys(gates)) {
+		if why := gates[gate]; why != "" {
+			return fmt.Sprintf("their containers are ready, but not their readiness gates: the condition %s is not True (%s): %s", gate, why, describe)
+		}
+	}
 	return fmt.Sprintf("their containers are ready, but not their readiness gates: find out why nothing has set the condition %s to True (a controller does "+
-		"that, such as one for load balancers): %s", some(slices.Compact(gates)), describe)
+		"that, such as one for load balancers): %s", some(slices.Sorted(maps.Keys(gates))), describe)
 }
 
 // isTrue reports whether a condition of a Pod holds.
 func isTrue(p *v1.Pod, kind v1.PodConditionType) bool {
 	return slices.ContainsFunc(p.Status.Conditions, func(c v1.PodCondition) bool { return c.Type == kind && c.Status == v1.ConditionTrue })
+}
+
+// isFalse reports whether a condition of a Pod is known not to hold.
+func isFalse(p *v1.Pod, kind v1.PodConditionType) bool {
+	return slices.ContainsFunc(p.Status.Conditions, func(c v1.PodCondition) bool { return c.Type == kind && c.Status == v1.ConditionFalse })
 }
 
 // oddProbe names a readiness probe of a Pod for a port that none of its containers declares, though they declare others; "" if there is none.
@@ -440,11 +487,29 @@ func probed(p *v1.Probe) string {
 	return ""
 }
 
+// waiting returns the init container that a Pod waits for; "" if there is none, or it can't be told.
+func waiting(p *v1.Pod) string {
+	for _, ctr := range p.Spec.InitContainers {
+		if ctr.RestartPolicy != nil {
+			continue // A sidecar, which is not to end.
+		}
+		for _, s := range p.Status.InitContainerStatuses {
+			if s.Name == ctr.Name && s.State.Running != nil {
+				return ctr.Name
+			}
+		}
+	}
+	return ""
+}
+
 // stuck returns a container of a Pod that does not run, why, and whether it has run before; "" if there is none.
 func stuck(p *v1.Pod) (container, why string, ran bool) {
 	for _, s := range slices.Concat(p.Status.InitContainerStatuses, p.Status.ContainerStatuses) {
 		if w := s.State.Waiting; w != nil && w.Reason != "" && w.Reason != "PodInitializing" { // It waits for another container.
-			return s.Name, w.Reason, s.RestartCount > 0
+			if why = w.Reason; s.RestartCount == 0 { // Of a container that has run, its log tells more.
+				why = joined(": ", w.Reason, w.Message)
+			}
+			return s.Name, why, s.RestartCount > 0
 		}
 	}
 	return "", "", false
@@ -485,15 +550,18 @@ func (c *diagnosis) podsGone(sp *plan.ServicePort, used map[netip.AddrPort]bool)
 	}
 }
 
-// closedGates returns the readiness gates for which a Pod whose containers are ready is not.
-func closedGates(p *v1.Pod) []string {
-	is := func(kind v1.PodConditionType, status v1.ConditionStatus) bool {
-		return slices.ContainsFunc(p.Status.Conditions, func(c v1.PodCondition) bool { return c.Type == kind && c.Status == status })
+// closedGates returns the readiness gates for which a Pod whose containers are ready is not, each with what its condition says; these are empty where
+// nothing has set it.
+func closedGates(p *v1.Pod) map[string]string {
+	conditions := map[v1.PodConditionType]v1.PodCondition{}
+	for _, c := range p.Status.Conditions {
+		conditions[c.Type] = c
 	}
-	var out []string
+	out := map[string]string{}
 	for _, g := range p.Spec.ReadinessGates {
-		if !is(v1.ContainersReady, v1.ConditionFalse) && !is(g.ConditionType, v1.ConditionTrue) {
-			out = append(out, string(g.ConditionType))
+		c := conditions[g.ConditionType]
+		if conditions[v1.ContainersReady].Status != v1.ConditionFalse && c.Status != v1.ConditionTrue {
+			out[string(g.ConditionType)] = joined(": ", c.Reason, c.Message)
 		}
 	}
 	return out

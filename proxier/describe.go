@@ -37,15 +37,28 @@ type Description struct {
 	PublishNotReady bool
 	// Ingress is the number of entries of status.loadBalancer.ingress.
 	Ingress int
+	// LeftToBalancer are the addresses among these that nodes do not take (ipMode Proxy).
+	LeftToBalancer []string
 	// Slices are the EndpointSlices that a proxy can use, in order of name.
 	Slices []Slice
 	// ServicePorts are the desired state, in order of key; none if the Service is not proxied.
 	ServicePorts []*plan.ServicePort
+	// Contested are frontends of the Service that others ask for, too, up to a number.
+	Contested []Contested
 	// ClusterIPs are the endpoints in use at which a Service has its cluster IP and port, with that Service.
 	ClusterIPs map[netip.AddrPort]plan.Service
 	// Findings are about the Service and its EndpointSlices. Where it has none of these, Unused are about others of its namespace.
 	Findings, Unused []source.Finding
 }
+
+// Contested is a frontend that a ServicePort owns, and another that asks for it.
+type Contested struct {
+	Frontend plan.Frontend
+	By       plan.Key
+}
+
+// mostContested is how many of them are described: one Service may have thousands of frontends.
+const mostContested = 8
 
 // Port is a port of a Service, as its object spells it.
 type Port struct {
@@ -105,6 +118,7 @@ type object struct {
 	headless, publish bool
 	alias             string
 	ingress           int
+	left              []string
 }
 
 func readObject(svc *v1.Service) object {
@@ -113,6 +127,11 @@ func readObject(svc *v1.Service) object {
 		out.alias = strings.TrimSuffix(svc.Spec.ExternalName, ".")
 	} else {
 		out.headless = svc.Spec.ClusterIP == v1.ClusterIPNone
+	}
+	for _, in := range svc.Status.LoadBalancer.Ingress {
+		if in.IP != "" && in.IPMode != nil && *in.IPMode == v1.LoadBalancerIPModeProxy {
+			out.left = append(out.left, in.IP)
+		}
 	}
 	for _, p := range svc.Spec.Ports {
 		port := Port{Name: p.Name, Protocol: plan.Protocol(p.Protocol), Number: uint16(p.Port), Target: p.TargetPort.String()}
@@ -132,7 +151,7 @@ func (s *State) Describe(id plan.Service) (*Description, bool) {
 	}
 	d := &Description{
 		Service: id, NodeKnown: s.nodeKnown, Exists: svc.exists, Type: svc.object.kind, Selector: svc.object.selector, Ports: svc.object.ports,
-		Ingress: svc.object.ingress, ClusterIPs: map[netip.AddrPort]plan.Service{},
+		Ingress: svc.object.ingress, LeftToBalancer: svc.object.left, ClusterIPs: map[netip.AddrPort]plan.Service{},
 		Headless: svc.object.headless, ExternalName: svc.object.alias, PublishNotReady: svc.object.publish,
 		Findings: slices.Clone(s.reported["Service "+id.String()]),
 	}
@@ -165,6 +184,11 @@ func (s *State) Describe(id plan.Service) (*Description, bool) {
 			at := claim{family: k.Family, addr: ep.Addr.Addr(), protocol: k.Protocol, port: ep.Addr.Port()}
 			if list := s.claims[at]; len(list) > 0 && list[0].kind == plan.ClusterIP {
 				d.ClusterIPs[ep.Addr] = list[0].key.Service
+			}
+		}
+		for _, f := range sp.Frontends {
+			if list := s.claims[claimOf(f, k.Family)]; len(list) > 1 && len(d.Contested) < mostContested && list[1].key.Service != id {
+				d.Contested = append(d.Contested, Contested{f, list[1].key})
 			}
 		}
 		d.ServicePorts = append(d.ServicePorts, sp)
