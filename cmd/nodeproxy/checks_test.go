@@ -52,6 +52,11 @@ func startChecked(t *testing.T, env []string, args ...string) checked {
 	return c
 }
 
+// listener is one whose address is free once it is closed.
+type listener struct{ net.Listener }
+
+func (l listener) Close() error { return nstest.Close(l.Listener) }
+
 func listen(t *testing.T, at string) net.Listener {
 	t.Helper()
 	l, err := net.Listen("tcp", at)
@@ -59,7 +64,7 @@ func listen(t *testing.T, at string) net.Listener {
 		t.Fatal(err)
 	}
 	t.Cleanup(func() { l.Close() })
-	return l
+	return listener{l}
 }
 
 // variable is what differs from run to run in an explanation, and what told has in its place.

@@ -130,6 +130,15 @@ func Script(t testing.TB, path, text string) {
 	}
 }
 
+// Close closes a listener, whose address is free then: a process that another test is just starting would have it, too, until its program runs. None
+// starts meanwhile.
+func Close(l io.Closer) error {
+	_, _ = os.FindProcess(os.Getpid()) // The first use of processes starts one without the lock, to try what the kernel can do.
+	syscall.ForkLock.RLock()
+	defer syscall.ForkLock.RUnlock()
+	return l.Close()
+}
+
 // LeftVariable is the environment variable with the network namespace that Isolate has left, as /proc/self/ns/net names it.
 const LeftVariable = "NODEPROXY_TEST_LEFT"
 

@@ -12,10 +12,10 @@ import (
 	"strings"
 	"sync"
 	"sync/atomic"
-	"syscall"
 	"testing"
 	"time"
 
+	"nodeproxy/internal/nstest"
 	"nodeproxy/plan"
 	"nodeproxy/source"
 )
@@ -132,21 +132,12 @@ func freePort(t testing.TB) uint16 {
 	const first, last = 12000, 30000
 	for range last - first {
 		port := uint16(first + (uint32(os.Getpid())*100+ports.Add(1))%(last-first))
-		if isFree(port) {
+		if l, err := net.Listen("tcp", fmt.Sprintf(":%d", port)); err == nil && nstest.Close(l) == nil {
 			return port
 		}
 	}
 	t.Fatal("no port is free")
 	return 0
-}
-
-// isFree reports whether a port is free. No program may be started meanwhile: until it runs, it would hold the socket after it is closed here, and so the port.
-func isFree(port uint16) bool {
-	_, _ = os.FindProcess(os.Getpid()) // The first use of package os for processes starts one without the lock, to try what the kernel can do.
-	syscall.ForkLock.RLock()
-	defer syscall.ForkLock.RUnlock()
-	l, err := net.Listen("tcp", fmt.Sprintf(":%d", port))
-	return err == nil && l.Close() == nil
 }
 
 // freeAddress returns an address on loopback with such a port.
