@@ -57,7 +57,7 @@ func (c *diagnosis) headless() {
 		case p.DeletionTimestamp != nil:
 			ending = true
 			continue
-		case !isTrue(p, v1.PodReady):
+		case !has(p, v1.PodReady, v1.ConditionTrue):
 			unready = append(unready, p.Name)
 		}
 		match = append(match, p.Name)

@@ -4,6 +4,7 @@ import (
 	"cmp"
 	"context"
 	"fmt"
+	"maps"
 	"net/netip"
 	"slices"
 	"sync"
@@ -38,8 +39,9 @@ type Reality struct {
 	Endpoints func(ctx context.Context, ports []*plan.ServicePort) ([]Listening, error)
 	// Reverse returns what the kernel does with the answers of endpoints for the interfaces by which they come.
 	Reverse func(ctx context.Context, endpoints []netip.Addr) (*Reverse, error)
-	// Routes says whether packets can leave this node for endpoints.
-	Routes func(ctx context.Context, endpoints []netip.Addr) (*Routes, error)
+	// Routes returns the endpoints to which the kernel has no route, with the reason for each, and the families of those elsewhere whose packets this
+	// node does not forward.
+	Routes func(ctx context.Context, endpoints []netip.Addr) (unreached map[netip.Addr]string, notForwarded []plan.Family, err error)
 	// Watches returns how current the objects are.
 	Watches func() []source.Watch
 }
@@ -103,19 +105,6 @@ type Reverse struct {
 	// Drops is how many packets it has dropped on this node, if that is Known.
 	Drops uint64
 	Known bool
-}
-
-// Unreached is an endpoint to which the kernel has no route, and why.
-type Unreached struct {
-	Addr netip.Addr
-	Why  string
-}
-
-// Routes says whether packets can leave this node for endpoints.
-type Routes struct {
-	Unreached []Unreached
-	// NotForwarded are the families of endpoints elsewhere whose packets this node does not forward.
-	NotForwarded []plan.Family
 }
 
 // Check is one thing that was looked at on the node.
@@ -562,12 +551,12 @@ func (c *checks) routes(ctx context.Context) {
 	if all := all4 + all6; all > len(endpoints) {
 		of = fmt.Sprintf("%d of the %d endpoints in use, which are those that were looked at", len(endpoints), all)
 	}
-	r, err := c.reality.Routes(ctx, endpoints)
+	unreached, notForwarded, err := c.reality.Routes(ctx, endpoints)
 	if err != nil {
 		c.found(name, unknown, "%v", err)
 		return
 	}
-	for _, f := range r.NotForwarded {
+	for _, f := range notForwarded {
 		setting := "net.ipv4.ip_forward"
 		if f == plan.IPv6 {
 			setting = "net.ipv6.conf.all.forwarding"
@@ -576,16 +565,17 @@ func (c *checks) routes(ctx context.Context) {
 		c.diagnose(problem, NotForwarded, "set "+setting+" to 1, and see what has cleared it: every node needs it, at every start",
 			"This node does not forward packets (%s is 0): of the connections to endpoints elsewhere or in Pods, only its own get there.", setting)
 	}
-	if n := len(r.Unreached); n > 0 {
+	if n := len(unreached); n > 0 {
+		addrs := slices.SortedFunc(maps.Keys(unreached), netip.Addr.Compare)
 		var list []string
-		for _, u := range r.Unreached {
-			list = append(list, fmt.Sprintf("%s (%s)", u.Addr, u.Why))
+		for _, a := range addrs {
+			list = append(list, fmt.Sprintf("%s (%s)", a, unreached[a]))
 		}
 		c.found(name, problem, "none to %d of %s", n, of)
-		c.diagnose(problem, NoRoute, "see whether the network plugin runs on this node and on theirs: ip route get "+r.Unreached[0].Addr.String(),
+		c.diagnose(problem, NoRoute, "see whether the network plugin runs on this node and on theirs: ip route get "+addrs[0].String(),
 			"The kernel has no route to %d of %s, and connections that go there fail: %s.", n, of, some(list))
 	}
-	if len(r.NotForwarded)+len(r.Unreached) == 0 {
+	if len(notForwarded)+len(unreached) == 0 {
 		c.found(name, ok, "there is one to each of %s", of)
 	}
 }

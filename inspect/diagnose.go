@@ -144,8 +144,6 @@ func (c *diagnosis) service() {
 	case c.d.Type == "LoadBalancer" && c.d.Ingress == 0 && len(c.d.ServicePorts) > 0:
 		c.add(note, NoLoadBalancer, fmt.Sprintf("see whether a controller for load balancers runs, and what it says: kubectl -n %s describe service %s", svc.Namespace, svc.Name),
 			"The Service is of type LoadBalancer, but nothing has given it an address yet (status.loadBalancer.ingress is empty).")
-	case len(c.d.LeftToBalancer) > 0:
-		c.add(note, LeftToBalancer, "", "Load balancer IP %s has ipMode Proxy: nodes leave it to the load balancer.", some(c.d.LeftToBalancer))
 	case len(c.d.ServicePorts) == 0:
 		for _, f := range c.d.Findings {
 			if f.Effect == "not proxied" {
@@ -165,6 +163,9 @@ func (c *diagnosis) reach(node plan.Node) {
 	ports := c.d.ServicePorts
 	if len(ports) == 0 {
 		return
+	}
+	if len(c.d.LeftToBalancer) > 0 {
+		c.add(note, LeftToBalancer, "", "Load balancer IP %s has ipMode Proxy: nodes leave it to the load balancer.", some(c.d.LeftToBalancer))
 	}
 	external := func(sp *plan.ServicePort) bool { return sp.HasExternal() || len(sp.Shadowed) > 0 }
 	lost := func(f source.Finding) bool {

@@ -144,12 +144,12 @@ func (c *diagnosis) noPods(sp *plan.ServicePort) bool {
 	case len(match) > 0 && ended && near >= exactly:
 		c.add(problem, NoEndpoints, toMatch, "%sall Pods that its selector %s matches have ended: %s. %s", lead, text, some(names), nearly)
 		return true
-	case len(match) > 0 && match[0].DeletionTimestamp != nil && len(match[0].Finalizers) > 0:
-		c.add(problem, NoEndpoints, "find out why the finalizer stays; a StatefulSet does not replace the Pod before: kubectl -n "+ns+" describe pod "+match[0].Name,
-			"%snone of the Pods that its selector %s matches can be an endpoint: %s.", lead, text, some(names))
-		return true
 	case len(match) > 0:
-		c.add(problem, NoEndpoints, "find out why the Pods do not run: kubectl -n "+ns+" describe pod "+match[0].Name,
+		do := "find out why the Pods do not run"
+		if held(match[0]) {
+			do = "find out why the finalizer stays; a StatefulSet does not replace the Pod before"
+		}
+		c.add(problem, NoEndpoints, do+": kubectl -n "+ns+" describe pod "+match[0].Name,
 			"%snone of the Pods that its selector %s matches can be an endpoint: %s.", lead, text, some(names))
 		return true
 	}
@@ -237,7 +237,7 @@ const hasEnded = "it has ended"
 func withoutEndpoint(p *v1.Pod) string {
 	switch {
 	case p.Status.Phase != v1.PodSucceeded && p.Status.Phase != v1.PodFailed:
-	case p.DeletionTimestamp != nil && len(p.Finalizers) > 0:
+	case held(p):
 		return hasEnded + ", and is not gone until something removes its finalizer " + p.Finalizers[0]
 	default:
 		return hasEnded
@@ -250,6 +250,9 @@ func withoutEndpoint(p *v1.Pod) string {
 	}
 	return ""
 }
+
+// held reports whether a Pod is deleted, and not gone before something removes its finalizers.
+func held(p *v1.Pod) bool { return p.DeletionTimestamp != nil && len(p.Finalizers) > 0 }
 
 // noNamedPort says that Pods which could be endpoints have no port of the targetPort's name; false if that is not why there are none.
 func (c *diagnosis) noNamedPort(sp *plan.ServicePort, pods []*v1.Pod) bool {
@@ -412,13 +415,13 @@ func (c *diagnosis) findUnready(names []string) string {
 		}
 		closed := closedGates(p)
 		switch {
-		case isTrue(p, v1.PodReady):
+		case has(p, v1.PodReady, v1.ConditionTrue):
 			return "see why the EndpointSlices lag behind: Pod " + name + " is ready (kube-controller-manager makes them)"
 		case len(closed) > 0:
 			maps.Copy(gates, closed)
-		case isTrue(p, v1.ContainersReady): // Then it is not the kubelet that says that the Pod is not ready.
+		case has(p, v1.ContainersReady, v1.ConditionTrue): // Then it is not the kubelet that says that the Pod is not ready.
 			nodes = append(nodes, p.Spec.NodeName)
-		case !slices.ContainsFunc(running(p), func(c v1.Container) bool { return c.ReadinessProbe != nil }) && isFalse(p, v1.ContainersReady):
+		case !slices.ContainsFunc(running(p), func(c v1.Container) bool { return c.ReadinessProbe != nil }) && has(p, v1.ContainersReady, v1.ConditionFalse):
 			return "find out why the containers are not ready: " + describe
 		default:
 			if probe := oddProbe(p); probe != "" {
@@ -441,14 +444,9 @@ func (c *diagnosis) findUnready(names []string) string {
 		"that, such as one for load balancers): %s", some(slices.Sorted(maps.Keys(gates))), describe)
 }
 
-// isTrue reports whether a condition of a Pod holds.
-func isTrue(p *v1.Pod, kind v1.PodConditionType) bool {
-	return slices.ContainsFunc(p.Status.Conditions, func(c v1.PodCondition) bool { return c.Type == kind && c.Status == v1.ConditionTrue })
-}
-
-// isFalse reports whether a condition of a Pod is known not to hold.
-func isFalse(p *v1.Pod, kind v1.PodConditionType) bool {
-	return slices.ContainsFunc(p.Status.Conditions, func(c v1.PodCondition) bool { return c.Type == kind && c.Status == v1.ConditionFalse })
+// has reports whether a condition of a Pod is known, and has a status.
+func has(p *v1.Pod, kind v1.PodConditionType, status v1.ConditionStatus) bool {
+	return slices.ContainsFunc(p.Status.Conditions, func(c v1.PodCondition) bool { return c.Type == kind && c.Status == status })
 }
 
 // oddProbe names a readiness probe of a Pod for a port that none of its containers declares, though they declare others; "" if there is none.
@@ -490,8 +488,8 @@ func probed(p *v1.Probe) string {
 // waiting returns the init container that a Pod waits for; "" if there is none, or it can't be told.
 func waiting(p *v1.Pod) string {
 	for _, ctr := range p.Spec.InitContainers {
-		if ctr.RestartPolicy != nil {
-			continue // A sidecar, which is not to end.
+		if sidecar(ctr) {
+			continue
 		}
 		for _, s := range p.Status.InitContainerStatuses {
 			if s.Name == ctr.Name && s.State.Running != nil {
@@ -567,12 +565,14 @@ func closedGates(p *v1.Pod) map[string]string {
 	return out
 }
 
-// running returns the containers of a Pod that are meant to run as long as it does: of the init containers, only the sidecars (KEP-753).
+// running returns the containers of a Pod that are meant to run as long as it does: of the init containers, only the sidecars.
 func running(p *v1.Pod) []v1.Container {
-	ends := func(c v1.Container) bool {
-		return c.RestartPolicy == nil || *c.RestartPolicy != v1.ContainerRestartPolicyAlways
-	}
-	return slices.Concat(p.Spec.Containers, slices.DeleteFunc(slices.Clone(p.Spec.InitContainers), ends))
+	return slices.Concat(p.Spec.Containers, slices.DeleteFunc(slices.Clone(p.Spec.InitContainers), func(c v1.Container) bool { return !sidecar(c) }))
+}
+
+// sidecar reports whether an init container is not to end (KEP-753).
+func sidecar(c v1.Container) bool {
+	return c.RestartPolicy != nil && *c.RestartPolicy == v1.ContainerRestartPolicyAlways
 }
 
 // containerPorts returns the ports of a protocol that the containers of Pods declare, each once.

@@ -61,16 +61,8 @@ func (d *daemon) reality() *inspect.Reality {
 		}
 		return out, nil
 	}
-	r.Routes = func(ctx context.Context, list []netip.Addr) (*inspect.Routes, error) {
-		found, err := endpoints.LookOut(ctx, d.cfg.SysctlDir, list)
-		if err != nil {
-			return nil, err
-		}
-		out := &inspect.Routes{NotForwarded: found.NotForwarded}
-		for _, u := range found.Unreached {
-			out.Unreached = append(out.Unreached, inspect.Unreached(u))
-		}
-		return out, nil
+	r.Routes = func(ctx context.Context, list []netip.Addr) (map[netip.Addr]string, []plan.Family, error) {
+		return endpoints.LookOut(ctx, d.cfg.SysctlDir, list)
 	}
 	if verify := d.backend.verify; verify != nil {
 		r.Kernel = func(ctx context.Context, svc plan.Service) (int, []string, error) {

@@ -15,26 +15,14 @@ import (
 	"nodeproxy/plan"
 )
 
-// Unreached is an endpoint to which the kernel has no route, and why, as it says.
-type Unreached struct {
-	Addr netip.Addr
-	Why  string
-}
-
-// Routes says whether packets can leave this node for endpoints.
-type Routes struct {
-	Unreached []Unreached
-	// NotForwarded are the families of endpoints elsewhere whose packets this node does not forward.
-	NotForwarded []plan.Family
-}
-
-// LookOut finds out whether there are routes to endpoints, and whether this node forwards packets to those that are not its
-// own addresses. sysctls is /proc/sys.
-func LookOut(ctx context.Context, sysctls string, endpoints []netip.Addr) (*Routes, error) {
-	out, away := &Routes{}, map[plan.Family]bool{}
+// LookOut returns the endpoints to which the kernel has no route, with the reason for each, and the families of those elsewhere whose packets this node
+// does not forward. sysctls is /proc/sys.
+func LookOut(ctx context.Context, sysctls string, endpoints []netip.Addr) (unreached map[netip.Addr]string, notForwarded []plan.Family, err error) {
+	unreached = map[netip.Addr]string{}
+	away := map[plan.Family]bool{}
 	for _, ep := range endpoints {
 		if err := ctx.Err(); err != nil {
-			return nil, err
+			return nil, nil, err
 		}
 		r, err := host.RouteTo(ep, host.Way{})
 		var why syscall.Errno
@@ -43,17 +31,17 @@ func LookOut(ctx context.Context, sysctls string, endpoints []netip.Addr) (*Rout
 			away[plan.FamilyOf(ep)] = true
 		case err == nil:
 		case !errors.As(err, &why):
-			return nil, err
+			return nil, nil, err
 		default:
-			out.Unreached = append(out.Unreached, Unreached{ep, noRoute(why)})
+			unreached[ep] = noRoute(why)
 		}
 	}
 	for _, f := range plan.Families {
 		if away[f] && !forwards(sysctls, f) {
-			out.NotForwarded = append(out.NotForwarded, f)
+			notForwarded = append(notForwarded, f)
 		}
 	}
-	return out, nil
+	return unreached, notForwarded, nil
 }
 
 // noRoute says why the kernel has no route.

@@ -22,8 +22,8 @@ var (
 	nodeLabels       = []string{v1.LabelTopologyZone}
 )
 
-// strip returns an object with only the fields that the proxier and its descriptions read, but for what there is of each endpoint. Everything else (managed
-// fields, most labels and annotations, references of endpoints) would only take memory. Stripping twice is the same as stripping once. Objects of other
+// strip returns an object with only the fields that the proxier and explain read. Everything else (managed fields, most labels and annotations, and the
+// references of endpoints, which explain does without, as there may be very many) would only take memory. Stripping twice is the same as stripping once. Objects of other
 // kinds are returned unchanged.
 func strip(obj any) (any, error) {
 	switch o := obj.(type) {
