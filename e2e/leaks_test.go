@@ -93,7 +93,7 @@ func TestReloadLeaksNothing(t *testing.T) {
 			line := len(c.Log())
 			c.write(t, fmt.Sprintf("%s%s: {masqueradeAll: %v}\n", good(), section(), i%2 == 0))
 			eventually(t, "the configuration is in force", func() error {
-				_, after, _ := strings.Cut(strings.Join(c.Log()[line:], "\n"), "msg=starting")
+				_, after, _ := strings.Cut(strings.Join(c.Log()[line:], "\n"), "continuing with this configuration")
 				if !strings.Contains(after, "level=INFO "+harness.InSync) {
 					return errors.New("it is not in sync")
 				}

@@ -50,6 +50,7 @@ const (
 	AddressContested  = "AddressContested"  // another Service asks for the address and port, and does not get it
 	RefusedByKernel   = "RefusedByKernel"   // the kernel refuses the Service
 	NotYetProgrammed  = "NotYetProgrammed"  // a change waits for the next sync
+	RulesStay         = "RulesStay"         // the kernel may have rules of before for the Service, which is not known
 	ObjectFinding     = "ObjectFinding"     // an object has a field that can't be used
 	SomeEndpointsDown = "SomeEndpointsDown" // some endpoints are not ready
 
@@ -64,7 +65,7 @@ const (
 	OneFamily              = "OneFamily"              // clients outside of the other address family can't reach it
 	NothingOutside         = "NothingOutside"         // nothing on this node answers what comes from outside
 	NodePortsNowhere       = "NodePortsNowhere"       // node ports answer at the node's primary addresses alone, and none is known
-	PodsNotTold            = "PodsNotTold"            // detectLocalMode is NodeCIDR, and no pod CIDR is known
+	PodsNotTold            = "PodsNotTold"            // the range of the pods' addresses is not known
 	NoLoadBalancer         = "NoLoadBalancer"         // the type is LoadBalancer, and nothing has given it an address
 	LeftToBalancer         = "LeftToBalancer"         // load balancer IPs that nodes leave to the load balancer
 	PortsByName            = "PortsByName"            // clients that find the Pods by DNS must use other ports
@@ -265,7 +266,16 @@ func (c *diagnosis) node(sp *plan.ServicePort, own *plan.Plan) {
 		c.add(severity, NodePortsNowhere, do, "Nothing answers at %s of this node%s: node ports are limited to the node's primary addresses (nodePortAddresses), and %s.",
 			f, c.name(sp), why)
 	}
-	if d := own.Settings.DetectLocal; d.Mode == plan.DetectNodeCIDR && !d.Implemented(family) && sp.ExternalPolicy == plan.Local && sp.HasExternal() {
+	c.podRange(sp, own)
+}
+
+// podRange is about pods that are not told from other clients, since no range of their addresses is known in a family.
+func (c *diagnosis) podRange(sp *plan.ServicePort, own *plan.Plan) {
+	family, d := sp.Key.Family, own.Settings.DetectLocal
+	local := sp.ExternalPolicy == plan.Local && sp.HasExternal()
+	switch {
+	case d.Implemented(family):
+	case d.Mode == plan.DetectNodeCIDR && local:
 		why, do := fmt.Sprintf("Node %s has no %s one in spec.podCIDRs", own.Node.Name, family),
 			"have the controller manager allot pod CIDRs (--allocate-node-cidrs), or set detectLocalMode otherwise"
 		if !c.d.NodeKnown {
@@ -273,6 +283,13 @@ func (c *diagnosis) node(sp *plan.ServicePort, own *plan.Plan) {
 		}
 		c.add(problem, PodsNotTold, do, "Pods of this node are not told from clients outside, so that externalTrafficPolicy Local applies to them, too%s: "+
 			"detectLocalMode is NodeCIDR, but no pod CIDR is known, as %s.", c.name(sp), why)
+	case d.Mode == plan.DetectClusterCIDR && len(d.CIDRs) > 0: // Of one family alone: a slip, where there are Services of both.
+		does := "clients that are no pods reach its cluster IP with their own address as the source, and endpoints may not find the way back to them"
+		if local {
+			does += "; externalTrafficPolicy Local applies to pods, too"
+		}
+		c.add(note, PodsNotTold, "add the range of the pods' addresses of this family to clusterCIDR (a comma-separated pair)",
+			"clusterCIDR is %s and has no %s range, so pods are not told from other clients%s: %s.", d.CIDRs[0], family, c.name(sp), does)
 	}
 }
 

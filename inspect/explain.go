@@ -9,6 +9,7 @@ import (
 
 	"nodeproxy/plan"
 	"nodeproxy/proxier"
+	"nodeproxy/source"
 	"nodeproxy/topology"
 )
 
@@ -82,15 +83,13 @@ func (n *Node) Explain(svc plan.Service) (*Explanation, error) {
 	d, own, err := n.describeService(svc)
 	if err != nil || !d.Exists {
 		// A file may have the Service, and a reason why it is not used.
-		c := &diagnosis{d: &proxier.Description{Service: svc, Exists: true}}
-		for _, f := range n.otherFindings() {
-			if f.Object == "Service "+svc.String() {
-				c.d.Findings = append(c.d.Findings, f)
-			}
-		}
-		if len(c.d.Findings) > 0 {
+		if of := n.findingsOf(svc); len(of) > 0 {
+			c := &diagnosis{d: &proxier.Description{Service: svc, Exists: true, Findings: of}}
 			c.service()
 			c.objects()
+			if own.Partial {
+				c.add(note, RulesStay, "", "%s.", upper(rulesStay))
+			}
 			return &Explanation{
 				Namespace: svc.Namespace, Name: svc.Name, Node: own.Node.Name, Zone: own.Node.Zone, Mode: n.Mode, Ports: []PortExplanation{},
 				Diagnoses: c.list,
@@ -110,6 +109,19 @@ func (n *Node) Explain(svc plan.Service) (*Explanation, error) {
 	}
 	out.Diagnoses = n.diagnose(d, own, programmed, refused)
 	return out, nil
+}
+
+// rulesStay is what holds for Services that are not known while the plan is partial.
+const rulesStay = "not all objects could be read since nodeproxy started, so the rules that the kernel had before for Services that are not known stay in force"
+
+// findingsOf returns why a Service of a file is not used; nil for no reason.
+func (n *Node) findingsOf(svc plan.Service) (out []source.Finding) {
+	for _, f := range n.otherFindings() {
+		if f.Object == "Service "+svc.String() {
+			out = append(out, f)
+		}
+	}
+	return out
 }
 
 // selector returns a selector as kubectl takes it.

@@ -280,10 +280,15 @@ type UnknownServiceError struct {
 	Elsewhere, Similar []plan.Service
 	// Namespaces have a name like that of this one, which has no Service.
 	Namespaces []string
+	// Partial is set if not all Services are known.
+	Partial bool
 }
 
 func (e *UnknownServiceError) Error() string {
 	s := fmt.Sprintf("no Service %s is proxied here: there is none, or it is headless, an ExternalName, or another proxy's", e.Service)
+	if e.Partial {
+		s = fmt.Sprintf("no Service %s is known, but %s; see \"nodeproxy get findings\"", e.Service, rulesStay)
+	}
 	var hints []string
 	for _, o := range append(slices.Clone(e.Similar), e.Elsewhere...) {
 		hints = append(hints, o.String())
@@ -350,7 +355,7 @@ func (n *Node) describeService(svc plan.Service) (*proxier.Description, *plan.Pl
 		}
 	})
 	if !found {
-		unknown := &UnknownServiceError{Service: svc}
+		unknown := &UnknownServiceError{Service: svc, Partial: own.Partial}
 		namespaces := map[string]bool{}
 		for _, o := range known {
 			namespaces[o.Namespace] = true

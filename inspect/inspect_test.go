@@ -22,6 +22,7 @@ import (
 	"k8s.io/apimachinery/pkg/types"
 
 	"nodeproxy/plan"
+	"nodeproxy/plan/packetsim"
 	"nodeproxy/proxier"
 	"nodeproxy/source"
 )
@@ -227,6 +228,43 @@ func TestSilence(t *testing.T) {
 	close(release)
 	if err := <-answer; err != nil {
 		t.Errorf("one that takes its time: %v", err)
+	}
+}
+
+// TestRulesStay: a Service of a file that could not be read at the start may still have rules, and explain and trace say so.
+func TestRulesStay(t *testing.T) {
+	t.Parallel()
+	n, _ := manyServices(t, 1)
+	n.View(func(s *proxier.State) {
+		s.Apply(source.Batch{Extent: source.Partial})
+		s.Update()
+	})
+	n.Findings = func() []source.Finding {
+		return []source.Finding{{Severity: source.Problem, Where: "m/a.yaml:3", Object: "Service default/web", Detail: "wrong", Effect: "the Service is not proxied"}}
+	}
+	e, err := n.Explain(plan.Service{Namespace: "default", Name: "web"})
+	if err != nil {
+		t.Fatal(err)
+	}
+	if len(e.Diagnoses) != 2 || e.Diagnoses[0].Severity != problem || e.Diagnoses[1].Code != RulesStay {
+		t.Errorf("explain web: %+v", e.Diagnoses)
+	}
+	if _, err := n.Explain(plan.Service{Namespace: "default", Name: "api"}); err == nil || !strings.Contains(err.Error(), rulesStay) {
+		t.Errorf("explain api: %v", err)
+	}
+	n.Machine = func(_, _ *plan.Plan, f plan.Family, _ func(netip.Addr) bool) (*packetsim.Machine, error) {
+		return packetsim.New(f), nil
+	}
+	for to, want := range map[string]string{"10.96.3.3:80": rulesStay[1:], "web": "explain default/web"} {
+		said := ""
+		if tr, err := n.Trace(TraceQuery{From: "192.0.2.1", To: to, Namespace: "default"}); err != nil {
+			said = err.Error()
+		} else {
+			said = strings.Join(tr.Packets[0].Notes, " ")
+		}
+		if !strings.Contains(said, want) {
+			t.Errorf("trace %s says %q, want %q", to, said, want)
+		}
 	}
 }
 

@@ -279,7 +279,7 @@ func (t *tracer) atNode(port string, protocol plan.Protocol) ([]plan.Address, er
 func (t *tracer) ofService(svc plan.Service, port string) ([]plan.Address, error) {
 	keys := t.whole.KeysOf(svc)
 	if len(keys) == 0 {
-		if _, _, err := t.describeService(svc); err != nil {
+		if _, _, err := t.describeService(svc); err != nil && len(t.findingsOf(svc)) == 0 {
 			return nil, err
 		}
 		return nil, cantTrace("Service %s has no port that is proxied here; \"nodeproxy explain %[1]s\" says why", svc)
@@ -520,6 +520,8 @@ func (t *tracer) trace(p sent) (*PacketTrace, error) {
 	if sp != nil {
 		out.Service, out.Frontend = sp.Key.PortName(), verdict.Frontend.String()
 		t.note(out, sp)
+	} else if t.whole.Partial {
+		out.Notes = append(out.Notes, upper(rulesStay)+": they may do something else with this packet.")
 	}
 	pods := t.podsBehind(sp)
 	for _, o := range outcomes {

@@ -46,6 +46,8 @@ type daemon struct {
 	cancel  context.CancelFunc
 	running sync.WaitGroup
 	read    chan error
+	// replaced is set before ctx ends if a daemon with another configuration takes the place of this one.
+	replaced bool
 	// rejected is what was last reported about a configuration file that is not in force.
 	rejected atomic.Pointer[string]
 	// servers are those of the process.
@@ -303,7 +305,11 @@ func (d *daemon) run(claim *claim, front *front) error {
 	if err := setOOMScore(d.cfg.OOMScoreAdj); err != nil {
 		d.log.Info("the kernel may end this process sooner than others when memory runs out", "error", err)
 	}
-	d.log.Info("starting", "version", version, "mode", d.mode.name, "node", d.cfg.NodeName, "objects-from", d.from)
+	begins := "starting"
+	if front.daemon.Load() != nil {
+		begins = "continuing with this configuration"
+	}
+	d.log.Info(begins, "version", version, "mode", d.mode.name, "node", d.cfg.NodeName, "objects-from", d.from)
 	d.reports.passTo(d.withEvents(d.metrics.Report(reporter(d.log))))
 	d.normalEvent("Starting", "StartNodeproxy")
 	err := d.awaitClaim(ctx, claim)
@@ -341,7 +347,9 @@ func (d *daemon) run(claim *claim, front *front) error {
 	if err := <-d.read; err != nil {
 		return err
 	}
-	d.log.Info("stopped; the rules stay in force")
+	if !d.replaced {
+		d.log.Info("stopped; the rules stay in force")
+	}
 	return nil
 }
 

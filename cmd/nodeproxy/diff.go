@@ -31,7 +31,8 @@ import (
 const diffHelp = `diff prints what the nodeproxy of this node would change in the kernel right now, as a unified diff: - is what the kernel has, and +
 what it would get. Without differences it prints nothing. With --mode, it prints what that mode would change. With --manifests,
 --kubeconfig, --master or --config it prints what a nodeproxy with those objects or settings would change, so that a change can be
-reviewed before it is rolled out. All other settings are then those of the running nodeproxy, if there is one and no flag sets any.
+reviewed before it is rolled out. All other settings are then those of the running nodeproxy, if there is one and no flag sets any. Where
+the file of --config does not say where objects come from, one of the others has to.
 
 With --against=running, - is what the running nodeproxy wants instead of what the kernel has, so drift is left out.
 

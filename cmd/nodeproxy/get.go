@@ -83,7 +83,7 @@ func noneFound(ctx context.Context, from answers, of plan.Service) error {
 		if _, err := from.Explain(ctx, of); err != nil { // It says what may have been meant.
 			return err
 		}
-		return fmt.Errorf("no Service %s is proxied here; \"nodeproxy explain %s\" says why", of, of)
+		return notProxied(of)
 	case of.Namespace != "":
 		list, err := from.ServicePorts(ctx, plan.Service{})
 		if err != nil {
@@ -99,6 +99,10 @@ func noneFound(ctx context.Context, from answers, of plan.Service) error {
 	return fmt.Errorf("no Service is proxied here")
 }
 
+func notProxied(svc plan.Service) error {
+	return fmt.Errorf("no Service %s is proxied here; \"nodeproxy explain %[1]s\" says why", svc)
+}
+
 func getEndpointsCommand() *cobra.Command {
 	i := &inspector{}
 	cmd := &cobra.Command{
@@ -111,6 +115,9 @@ func getEndpointsCommand() *cobra.Command {
 			e, err := i.explain(cmd, args[0])
 			if err != nil {
 				return err
+			}
+			if len(e.Ports) == 0 {
+				return notProxied(plan.Service{Namespace: e.Namespace, Name: e.Name})
 			}
 			for n := range e.Ports {
 				e.Ports[n].Frontends = nil

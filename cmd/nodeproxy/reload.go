@@ -52,6 +52,7 @@ func (r *reloads) run(ctx context.Context, d *daemon) error {
 		switch {
 		case next != nil:
 			d.log.Info("the configuration file has changed; what it says now takes effect, while the rules stay in force")
+			d.replaced = true
 			d.cancel()
 			if err := <-ended; err != nil {
 				d.log.Warn("the former configuration ended with an error", "error", err)
