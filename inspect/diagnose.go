@@ -147,7 +147,7 @@ func (c *diagnosis) service() {
 			"The Service is of type LoadBalancer, but nothing has given it an address yet (status.loadBalancer.ingress is empty).")
 	case len(c.d.ServicePorts) == 0:
 		for _, f := range c.d.Findings {
-			if f.Effect == "not proxied" {
+			if f.Effect == source.NotForProxy {
 				do := ""
 				if strings.Contains(f.Field, source.LabelProxyName) {
 					do = "remove the label if no such proxy runs"
@@ -673,7 +673,7 @@ func (c *diagnosis) kernel(sp *plan.ServicePort, programmed *plan.Snapshot, refu
 // objects repeats what is wrong with the Service's objects.
 func (c *diagnosis) objects() {
 	for _, f := range c.d.Findings {
-		if f.Effect == "not proxied" || f.Kind == source.Claimed { // There is a diagnosis of that already.
+		if f.Effect == source.NotForProxy || f.Kind == source.Claimed { // There is a diagnosis of that already.
 			continue
 		}
 		severity := note

@@ -59,7 +59,7 @@ func readService(svc *v1.Service, families []plan.Family) ([]portSpec, []source.
 		field, why = "spec.clusterIP", "it has no cluster IP yet"
 	}
 	if why != "" {
-		f.note(field, "not proxied", "%s", why)
+		f.note(field, source.NotForProxy, "%s", why)
 		return nil, f.list
 	}
 	if !safeText(svc.Namespace) || !safeText(svc.Name) {

@@ -172,7 +172,7 @@ func (s *State) applySlice(name types.NamespacedName, obj *discovery.EndpointSli
 			parsed, found = readSlice(obj)
 		} else if obj.Labels[discovery.LabelServiceName] == "" {
 			f := &findings{object: "EndpointSlice " + name.String()}
-			f.note("metadata.labels", "not proxied", "without a label %s the slice belongs to no Service", discovery.LabelServiceName)
+			f.note("metadata.labels", source.NotForProxy, "without a label %s the slice belongs to no Service", discovery.LabelServiceName)
 			found = f.list
 		}
 	}

@@ -136,6 +136,10 @@ const (
 	Claimed
 )
 
+// NotForProxy is the Effect of a Finding that says why no proxy serves an object, as of its kind or its fields. Others say it in words of
+// their own.
+const NotForProxy = "not proxied"
+
 // Finding is something that the owner of an object should know about it.
 type Finding struct {
 	Kind     Kind

@@ -157,7 +157,7 @@ func readState(ctx context.Context, cfg *config.Config, stdin io.Reader, report 
 // unlessSaid reports what the proxier finds. Why Services of manifests are not proxied has been reported when these were read, with file and line.
 func unlessSaid(cfg *config.Config, report source.Report) source.Report {
 	return func(f source.Finding) {
-		if cfg.Manifests == "" || f.Effect != "not proxied" {
+		if cfg.Manifests == "" || f.Effect != source.NotForProxy {
 			report(f)
 		}
 	}

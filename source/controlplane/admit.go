@@ -345,7 +345,7 @@ func (c *checker) slice(es *discovery.EndpointSlice) {
 		}
 	}
 	if es.AddressType == discovery.AddressTypeFQDN {
-		c.note("addressType", "not proxied", "a proxy can't forward to names")
+		c.note("addressType", source.NotForProxy, "a proxy can't forward to names")
 		return
 	}
 	for i, e := range es.Endpoints {

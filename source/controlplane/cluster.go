@@ -194,9 +194,9 @@ func (c *Cluster) setSlice(name types.NamespacedName, before, after *discovery.E
 		}
 	} else if after != nil {
 		if _, headless := after.Labels[v1.IsHeadlessService]; headless {
-			check.note("metadata.labels["+v1.IsHeadlessService+"]", "not proxied", "the slice belongs to a headless Service")
+			check.note("metadata.labels["+v1.IsHeadlessService+"]", source.NotForProxy, "the slice belongs to a headless Service")
 		} else {
-			check.note("metadata.labels", "not proxied", "without a label %s the slice belongs to no Service", discovery.LabelServiceName)
+			check.note("metadata.labels", source.NotForProxy, "without a label %s the slice belongs to no Service", discovery.LabelServiceName)
 		}
 	}
 	c.report("slice "+name.String(), check.remarks(kindEndpointSlice, name))
@@ -320,10 +320,10 @@ func (c *Cluster) recompute(name types.NamespacedName) {
 	var made []*discovery.EndpointSlice
 	if svc == nil {
 		if c.endpoints[name] != nil {
-			forEndpoints.note("metadata.name", "not proxied", "there is no Service of this name in the namespace")
+			forEndpoints.note("metadata.name", source.NotForProxy, "there is no Service of this name in the namespace")
 		}
 	} else if field, why := source.NotProxied(svc); why != "" {
-		forService.note(field, "not proxied", "%s", why)
+		forService.note(field, source.NotForProxy, "%s", why)
 		out = svc // The proxier tells clients of it what to expect.
 	} else if got := c.granted[name]; got.refused {
 		for _, f := range got.findings {
@@ -360,7 +360,7 @@ func (c *Cluster) makeSlices(
 		case ep != nil && mirrored(ep):
 			return mirrorSlices(svc, ep, forEndpoints)
 		case ep != nil:
-			forEndpoints.note("metadata", "not proxied",
+			forEndpoints.note("metadata", source.NotForProxy,
 				"they are marked not to be mirrored to EndpointSlices, or are being deleted")
 		case !given:
 			forService.note("", none,

@@ -137,7 +137,7 @@ func decodeObject(data []byte, typ controlplane.Type) []*body {
 		b.read(data, h.Type)
 	default:
 		b.other = h.Type.String()
-		b.add(source.Finding{Detail: h.WhyNotProxied(), Effect: "not proxied"})
+		b.add(source.Finding{Detail: h.WhyNotProxied(), Effect: source.NotForProxy})
 	}
 	return []*body{b}
 }
