@@ -25,6 +25,11 @@ func (c *diagnosis) externalName() {
 			"spec.externalName is an IP address: DNS answers with %q as a name, which no client can resolve.", name)
 		return
 	}
+	if c.d.AliasShort {
+		c.add(problem, NotAName, fmt.Sprintf("set spec.externalName to %s.%s.svc.cluster.local, with the domain of your cluster", c.d.Alias.Name, c.d.Alias.Namespace),
+			"spec.externalName %q is taken as a full name, and there is no such name: search lists of Pods complete what a program asks for, but not what DNS answers with. Service %s seems to be meant.", name, c.d.Alias)
+		return
+	}
 	if c.d.Alias.Name != "" && !c.d.AliasKnown {
 		c.add(note, NotAName, "see whether that Service exists, or correct spec.externalName",
 			"spec.externalName %q is the name of Service %s, which is not known here: there is none, or it is headless, another proxy's, or refused.", name, c.d.Alias)

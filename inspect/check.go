@@ -27,8 +27,10 @@ type Reality struct {
 	Changed func() []Changed
 	// Traffic returns the counters of all ServicePorts.
 	Traffic func(ctx context.Context) (map[plan.Key]plan.Traffic, error)
-	// Flows returns how many connections of the ServicePorts the kernel tracks, by the endpoint that they go to.
-	Flows func(ctx context.Context, ports []*plan.ServicePort) (map[netip.AddrPort]int, error)
+	// Flows returns the connections of the ServicePorts that the kernel tracks and that have not ended, by the endpoint that they go to.
+	Flows func(ctx context.Context, ports []*plan.ServicePort) (map[netip.AddrPort]Flows, error)
+	// Detour says in what the way of a client's packets to an endpoint differs from that of this node's own; "" if in nothing.
+	Detour func(from, to netip.Addr) string
 	// Tracked returns how many flows the kernel tracks.
 	Tracked func() (TrackedFlows, error)
 	// Listeners returns the conflicts of all Services with programs that listen on the node.
@@ -39,9 +41,8 @@ type Reality struct {
 	Endpoints func(ctx context.Context, ports []*plan.ServicePort) ([]Listening, error)
 	// Reverse returns what the kernel does with the answers of endpoints for the interfaces by which they come.
 	Reverse func(ctx context.Context, endpoints []netip.Addr) (*Reverse, error)
-	// Routes returns the endpoints to which the kernel has no route, with the reason for each, and the families of those elsewhere whose packets this
-	// node does not forward.
-	Routes func(ctx context.Context, endpoints []netip.Addr) (unreached map[netip.Addr]string, notForwarded []plan.Family, err error)
+	// Ways returns what the kernel does with packets to addresses of a Service.
+	Ways func(ctx context.Context, to Places) (*Ways, error)
 	// Watches returns how current the objects are.
 	Watches func() []source.Watch
 }
@@ -55,7 +56,32 @@ type Changed struct {
 	Repaired bool
 }
 
-// Blocking is a rule of another program that drops or rejects packets.
+// Flows are connections to an endpoint.
+type Flows struct {
+	// Open is how many there are. Unanswered are those of them, of TCP, on which nothing has come back, and Clients a few addresses that began these.
+	Open, Unanswered int
+	Clients          []netip.Addr
+}
+
+// Places are addresses of a Service.
+type Places struct{ Endpoints, ClusterIPs, ExternalIPs []netip.Addr }
+
+// Ways is what the kernel does with packets to addresses of a Service.
+type Ways struct {
+	// Unreached are the endpoints to which it has no route, with the reason for each, and Cut the cluster IPs to which it has none for packets of
+	// this node.
+	Unreached, Cut map[netip.Addr]string
+	// NotForwarded are the families of the endpoints elsewhere whose packets this node does not forward.
+	NotForwarded []plan.Family
+	// Silent are the endpoints whose next hop the kernel has asked for in vain, with that and the interface.
+	Silent map[netip.Addr]string
+	// Bridged are the endpoints at a bridge of which packets from one port to another pass no rule, with its name.
+	Bridged map[netip.Addr]string
+	// Unclaimed are the external IPs in the network of an interface that are not this node's, with its name.
+	Unclaimed map[netip.Addr]string
+}
+
+// Blocking is a rule of another program that drops or rejects packets, or keeps them from being translated.
 type Blocking struct {
 	// Rule is the rule as nft or iptables shows it, and Place its table and chain.
 	Rule, Place string
@@ -66,6 +92,8 @@ type Blocking struct {
 	Certain bool
 	// Untracked says that the rule does not drop it, but keeps it from being tracked, so that nothing translates it.
 	Untracked bool
+	// Unmasqueraded says that the rule does not drop it, but keeps its source from being translated.
+	Unmasqueraded bool
 	// Policy is true if no rule drops it but the policy of the chain that is Place.
 	Policy bool
 }
@@ -132,7 +160,12 @@ const (
 	APIServerAway    = "APIServerAway"    // the objects may be out of date
 	EndpointRefuses  = "EndpointRefuses"  // nothing listens at an endpoint that gets traffic
 	AnswersFiltered  = "AnswersFiltered"  // rp_filter drops the answers of endpoints
-	NoRoute          = "NoRoute"          // the kernel has no route to an endpoint
+	NoRoute          = "NoRoute"          // the kernel has no route to an endpoint, or to a cluster IP
+	NoNeighbour      = "NoNeighbour"      // the next hop to an endpoint does not answer
+	Bridged          = "Bridged"          // packets within a bridge pass no rule
+	Unclaimed        = "Unclaimed"        // nobody may have an external IP
+	Unanswered       = "Unanswered"       // connections on which nothing comes back
+	Unmasqueraded    = "Unmasqueraded"    // another program's rule keeps the source from being translated
 	NotForwarded     = "NotForwarded"     // this node does not forward packets
 	Untracked        = "Untracked"        // another program's rule keeps the traffic from being tracked
 	TrackingFull     = "TrackingFull"     // the kernel tracks as many connections as it may, or nearly
@@ -150,14 +183,17 @@ func (n *Node) Check(ctx context.Context, e *Explanation) {
 	defer cancel()
 	svc := plan.Service{Namespace: e.Namespace, Name: e.Name}
 	var ports []*plan.ServicePort
+	var frontends map[netip.AddrPort]proxier.Owned
+	masqueradeAll := false
 	n.View(func(s *proxier.State) {
+		masqueradeAll = s.Plan().Settings.MasqueradeAll
 		if d, found := s.Describe(svc); found {
-			ports = d.ServicePorts
+			ports, frontends = d.ServicePorts, d.Frontends
 		}
 	})
-	c := &checks{reality: n.Reality, svc: svc, ports: ports, now: time.Now()}
+	c := &checks{reality: n.Reality, svc: svc, ports: ports, frontends: frontends, masqueradeAll: masqueradeAll, now: time.Now()}
 	all := []func(*checks, context.Context){(*checks).kernel, (*checks).traffic, (*checks).flows, (*checks).tracked, (*checks).listeners, (*checks).blocking,
-		(*checks).endpoints, (*checks).routes, (*checks).reverse, (*checks).watches}
+		(*checks).endpoints, (*checks).ways, (*checks).reverse, (*checks).watches}
 	each := make([]checks, len(all))
 	var wg sync.WaitGroup
 	for i, check := range all {
@@ -177,12 +213,16 @@ func (n *Node) Check(ctx context.Context, e *Explanation) {
 
 // checks collects what is found about one Service.
 type checks struct {
-	reality   *Reality
-	svc       plan.Service
-	ports     []*plan.ServicePort
-	now       time.Time
-	list      []Check
-	diagnoses []Diagnosis
+	reality *Reality
+	svc     plan.Service
+	ports   []*plan.ServicePort
+	// frontends are endpoints that are frontends of Services, of which there is a diagnosis already.
+	frontends map[netip.AddrPort]proxier.Owned
+	// masqueradeAll is true if endpoints answer to this node in any case.
+	masqueradeAll bool
+	now           time.Time
+	list          []Check
+	diagnoses     []Diagnosis
 }
 
 // survive must be deferred: a check reads what other programs have written, and a fault in that must not end the proxy.
@@ -303,29 +343,34 @@ func (c *checks) flows(ctx context.Context) {
 	for a := range flows {
 		endpoints = append(endpoints, a)
 	}
-	slices.SortFunc(endpoints, func(a, b netip.AddrPort) int { return cmp.Or(cmp.Compare(flows[b], flows[a]), a.Compare(b)) })
+	slices.SortFunc(endpoints, func(a, b netip.AddrPort) int { return cmp.Or(cmp.Compare(flows[b].Open, flows[a].Open), a.Compare(b)) })
 	total, stale := 0, 0
+	result := ok
 	var words, gone []string
 	for _, a := range endpoints {
-		total += flows[a]
+		n := flows[a].Open
+		total += n
+		text := fmt.Sprintf("%d to %s", n, a)
 		switch {
 		case !a.IsValid():
-			words = append(words, fmt.Sprintf("%d to no endpoint", flows[a]))
-		case current[a]:
-			words = append(words, fmt.Sprintf("%d to %s", flows[a], a))
-		default:
-			words = append(words, fmt.Sprintf("%d to %s, which is no endpoint", flows[a], a))
-			stale += flows[a]
+			text = fmt.Sprintf("%d to no endpoint", n)
+		case !current[a]:
+			text += ", which is no endpoint"
+			stale += n
 			gone = append(gone, a.String())
 		}
+		if u := flows[a].Unanswered; u > 0 {
+			text += fmt.Sprintf(" (%d without an answer)", u)
+			result = severer(result, c.unanswered(a, flows[a]))
+		}
+		words = append(words, text)
 	}
 	if total == 0 {
 		c.found(name, ok, "none is open")
 		return
 	}
-	result := ok
 	if stale > 0 {
-		result = note
+		result = severer(result, note)
 		first, family := netip.MustParseAddrPort(gone[0]).Addr(), ""
 		if first.Is6() {
 			family = "-f ipv6 "
@@ -334,6 +379,45 @@ func (c *checks) flows(ctx context.Context) {
 			"%s of the Service still %s to what is no longer an endpoint: %s.", upper(amount(int64(stale), "connection")), goes(stale), some(gone))
 	}
 	c.found(name, result, "%d tracked: %s", total, some(words))
+}
+
+// manyUnanswered is how many connections to an endpoint are not in their first moment by chance, where none of them is answered.
+const manyUnanswered = 3
+
+// unanswered is about connections to an endpoint on which nothing has come back, and returns how bad that is: a few may have begun just now.
+func (c *checks) unanswered(endpoint netip.AddrPort, f Flows) (severity string) {
+	severity = note
+	switch {
+	case f.Unanswered == f.Open && f.Open >= manyUnanswered:
+		severity = problem
+	case 20*f.Unanswered < f.Open: // As on any busy endpoint.
+		return ok
+	}
+	to, detour := "endpoint "+endpoint.String(), ""
+	if !endpoint.IsValid() {
+		to = "no endpoint"
+	}
+	var clients []string
+	for _, from := range f.Clients {
+		clients = append(clients, from.String())
+		if c.reality.Detour != nil && detour == "" && endpoint.IsValid() {
+			if detour = c.reality.Detour(from, endpoint.Addr()); detour != "" {
+				detour = "; " + detour
+			}
+		}
+	}
+	c.diagnose(severity, Unanswered, "see whether the packets get there, and whether the answers come back to this node: tcpdump -ni any host "+endpoint.Addr().String(),
+		"%d of the %d tracked connections to %s %s without an answer, from %s%s.", f.Unanswered, f.Open, to, are(f.Unanswered), some(clients), detour)
+	return severity
+}
+
+// severer returns the worse of two results.
+func severer(a, b string) string {
+	order := []string{ok, note, problem}
+	if slices.Index(order, b) > slices.Index(order, a) {
+		return b
+	}
+	return a
 }
 
 // moreFlows is what to do about that.
@@ -424,6 +508,11 @@ func (c *checks) blocking(ctx context.Context) {
 			c.diagnose(severity, Untracked, do, "A rule of another program %s %s from being tracked, so that nothing translates it: \"%s\" in %s.", does, traffic, b.Rule, b.Place)
 			continue
 		}
+		if b.Unmasqueraded {
+			c.diagnose(severity, Unmasqueraded, "let its owner except what is marked to be masqueraded, or put the rule behind the jump to KUBE-POSTROUTING",
+				"A rule of another program ends the chain before what is for %s can be masqueraded: \"%s\" in %s. Endpoints on other nodes answer past this node, and those connections hang.", b.What, b.Rule, b.Place)
+			continue
+		}
 		if b.Policy {
 			why := "none accepts this"
 			if !b.Certain {
@@ -454,7 +543,7 @@ func (c *checks) endpoints(ctx context.Context) {
 	}
 	var refusing []Listening
 	for _, l := range list {
-		if !l.Listens {
+		if _, is := c.frontends[l.Addr]; !l.Listens && !is {
 			refusing = append(refusing, l)
 		}
 	}
@@ -535,49 +624,108 @@ func (c *checks) used(f plan.Family) (some []netip.Addr, all int) {
 	return some, len(seen)
 }
 
-// routes is about the ways to endpoints.
-func (c *checks) routes(ctx context.Context) {
-	if c.reality.Routes == nil {
+// ways is about the ways to endpoints, and to the Service itself.
+func (c *checks) ways(ctx context.Context) {
+	if c.reality.Ways == nil {
 		return
 	}
 	const name = "routes to endpoints"
-	v4, all4 := c.used(plan.IPv4)
-	v6, all6 := c.used(plan.IPv6)
-	endpoints := slices.Concat(v4, v6)
-	if len(endpoints) == 0 {
+	var to Places
+	all := 0
+	for _, f := range plan.Families {
+		some, n := c.used(f)
+		to.Endpoints, all = append(to.Endpoints, some...), all+n
+	}
+	for _, sp := range c.ports {
+		for _, f := range sp.Frontends {
+			switch {
+			case f.Kind == plan.ClusterIP && !slices.Contains(to.ClusterIPs, f.Addr):
+				to.ClusterIPs = append(to.ClusterIPs, f.Addr)
+			case f.Kind == plan.ExternalIP && len(to.ExternalIPs) < mostAddresses && !slices.Contains(to.ExternalIPs, f.Addr):
+				to.ExternalIPs = append(to.ExternalIPs, f.Addr)
+			}
+		}
+	}
+	if len(to.Endpoints) == 0 {
 		return
 	}
-	of := "the " + endpointCount(len(endpoints)) + " in use"
-	if all := all4 + all6; all > len(endpoints) {
-		of = fmt.Sprintf("%d of the %d endpoints in use, which are those that were looked at", len(endpoints), all)
+	of := "the " + endpointCount(all) + " in use"
+	if all > len(to.Endpoints) {
+		of = fmt.Sprintf("%d of the %d endpoints in use, which are those that were looked at", len(to.Endpoints), all)
 	}
-	unreached, notForwarded, err := c.reality.Routes(ctx, endpoints)
+	w, err := c.reality.Ways(ctx, to)
 	if err != nil {
 		c.found(name, unknown, "%v", err)
 		return
 	}
-	for _, f := range notForwarded {
+	c.notForwarded(w.NotForwarded)
+	if n := len(w.Unreached); n > 0 {
+		addrs, list := listed(w.Unreached, "%s (%s)")
+		c.found(name, problem, "none to %d of %s", n, of)
+		c.diagnose(problem, NoRoute, "see whether the network plugin runs on this node and on theirs: ip route get "+addrs[0].String(),
+			"The kernel has no route to %d of %s, and connections that go there fail: %s.", n, of, some(list))
+	} else if len(w.NotForwarded) == 0 {
+		each := of
+		if all > 1 {
+			each = "each of " + of
+		}
+		c.found(name, ok, "there is one to %s", each)
+	}
+	if n := len(w.Silent); n > 0 {
+		addrs, list := listed(w.Silent, "%s (by %s)")
+		c.found("next hops", problem, "that of %d of %s does not answer", n, of)
+		c.diagnose(problem, NoNeighbour, "see where the Pods are, whether two nodes have the same range (spec.podCIDR), and whether those nodes run: ip neigh show; ip route get "+addrs[0].String(),
+			"Nobody in the network of this node answers for the next hop to %d of %s (ARP or neighbour discovery), and connections that go there fail: %s.", n, of, some(list))
+	}
+	if len(w.Cut) > 0 {
+		addrs, list := listed(w.Cut, "%s (%s)")
+		c.found("route to the cluster IP", problem, "none: %s", some(list))
+		c.diagnose(problem, NoRoute, "give this node a default route, or one to the range of cluster IPs; by which interface does not matter: ip route get "+addrs[0].String(),
+			"What this node itself sends to the cluster IP fails before it meets any rule, since the kernel has no route there: %s. Pods are not concerned.", some(list))
+	}
+	c.bridged(w.Bridged)
+	if len(w.Unclaimed) > 0 {
+		_, list := listed(w.Unclaimed, "%s (%s)")
+		c.diagnose(note, Unclaimed, "give it to a node, or have something announce it or route it to one",
+			"External IP in the network of an interface, but no address of this node: %s. nodeproxy announces none, so that clients of that network get there only if another node or program answers for it.", some(list))
+	}
+}
+
+// listed returns addresses in order, and each with what is said of it.
+func listed(of map[netip.Addr]string, format string) (addrs []netip.Addr, words []string) {
+	addrs = slices.SortedFunc(maps.Keys(of), netip.Addr.Compare)
+	for _, a := range addrs {
+		words = append(words, fmt.Sprintf(format, a, of[a]))
+	}
+	return addrs, words
+}
+
+func (c *checks) notForwarded(families []plan.Family) {
+	for _, f := range families {
 		setting := "net.ipv4.ip_forward"
 		if f == plan.IPv6 {
 			setting = "net.ipv6.conf.all.forwarding"
 		}
-		c.found(name, problem, "%s is 0", setting)
+		c.found("forwarding", problem, "%s is 0", setting)
 		c.diagnose(problem, NotForwarded, "set "+setting+" to 1, and see what has cleared it: every node needs it, at every start",
 			"This node does not forward packets (%s is 0): of the connections to endpoints elsewhere or in Pods, only its own get there.", setting)
 	}
-	if n := len(unreached); n > 0 {
-		addrs := slices.SortedFunc(maps.Keys(unreached), netip.Addr.Compare)
-		var list []string
-		for _, a := range addrs {
-			list = append(list, fmt.Sprintf("%s (%s)", a, unreached[a]))
-		}
-		c.found(name, problem, "none to %d of %s", n, of)
-		c.diagnose(problem, NoRoute, "see whether the network plugin runs on this node and on theirs: ip route get "+addrs[0].String(),
-			"The kernel has no route to %d of %s, and connections that go there fail: %s.", n, of, some(list))
+}
+
+// bridged is about endpoints whose answers to Pods of the same bridge pass no rule, so that nothing translates them back.
+func (c *checks) bridged(at map[netip.Addr]string) {
+	if len(at) == 0 || c.masqueradeAll {
+		return
 	}
-	if len(notForwarded)+len(unreached) == 0 {
-		c.found(name, ok, "there is one to each of %s", of)
+	addrs, list := listed(at, "%s (%s)")
+	setting := "net.bridge.bridge-nf-call-iptables"
+	if addrs[0].Is6() {
+		setting = "net.bridge.bridge-nf-call-ip6tables"
 	}
+	c.found("bridges", problem, "%s is 0 or missing", setting)
+	c.diagnose(problem, Bridged, "load the module br_netfilter, set "+setting+" to 1, and see that both happen at every start",
+		"What goes from Pod to Pod within a bridge passes no rule (%s is 0, or the module br_netfilter is not loaded): a Pod that connects to the cluster IP, and gets an endpoint at its own bridge, gets answers from an address that it did not ask. Endpoints at a bridge: %s.",
+		setting, some(list))
 }
 
 // reverse is about answers that the kernel does not take.

@@ -57,17 +57,62 @@ func TestCheck(t *testing.T) {
 			return map[plan.Key]plan.Traffic{key: {Key: key, Connections: 1, PacketsIn: 3, PacketsOut: 2}}, nil
 		}},
 			check: "traffic: ok: 1 connection, 3 packets in, 2 packets out since the rules were written"},
-		"stale connections": {reality: Reality{Flows: func(context.Context, []*plan.ServicePort) (map[netip.AddrPort]int, error) {
-			return map[netip.AddrPort]int{endpoint: 2, gone: 1}, nil
+		"stale connections": {reality: Reality{Flows: func(context.Context, []*plan.ServicePort) (map[netip.AddrPort]Flows, error) {
+			return map[netip.AddrPort]Flows{endpoint: {Open: 2}, gone: {Open: 1}}, nil
 		}},
 			check: "connections: note: 3 tracked: 2 to 10.244.0.8:8080, 1 to 10.244.9.9:8080, which is no endpoint",
 			what:  "1 connection of the Service still goes to what is no longer an endpoint: 10.244.9.9:8080."},
-		"stale connections of IPv6": {reality: Reality{Flows: func(context.Context, []*plan.ServicePort) (map[netip.AddrPort]int, error) {
-			return map[netip.AddrPort]int{netip.MustParseAddrPort("[fd00::9]:8080"): 2}, nil
+		"stale connections of IPv6": {reality: Reality{Flows: func(context.Context, []*plan.ServicePort) (map[netip.AddrPort]Flows, error) {
+			return map[netip.AddrPort]Flows{netip.MustParseAddrPort("[fd00::9]:8080"): {Open: 2}}, nil
 		}},
 			check: "connections: note: 2 tracked: 2 to [fd00::9]:8080, which is no endpoint",
 			what:  "2 connections of the Service still go to what is no longer an endpoint: [fd00::9]:8080.",
 			do:    "if clients hang, let them connect anew, or delete what is tracked: conntrack -D -f ipv6 --reply-src fd00::9"},
+		"connections without an answer": {reality: Reality{Flows: func(context.Context, []*plan.ServicePort) (map[netip.AddrPort]Flows, error) {
+			return map[netip.AddrPort]Flows{endpoint: {Open: 4, Unanswered: 4, Clients: []netip.Addr{netip.MustParseAddr("192.0.2.50")}}}, nil
+		}, Detour: func(from, to netip.Addr) string { return "what comes from " + from.String() + " goes by eth1" }},
+			check: "connections: problem: 4 tracked: 4 to 10.244.0.8:8080 (4 without an answer)",
+			what:  "4 of the 4 tracked connections to endpoint 10.244.0.8:8080 are without an answer, from 192.0.2.50; what comes from 192.0.2.50 goes by eth1.",
+			do:    "see whether the packets get there, and whether the answers come back to this node: tcpdump -ni any host 10.244.0.8", problem: true},
+		"some connections without an answer": {reality: Reality{Flows: func(context.Context, []*plan.ServicePort) (map[netip.AddrPort]Flows, error) {
+			return map[netip.AddrPort]Flows{endpoint: {Open: 4, Unanswered: 1, Clients: []netip.Addr{netip.MustParseAddr("192.0.2.50")}}}, nil
+		}},
+			check: "connections: note: 4 tracked: 4 to 10.244.0.8:8080 (1 without an answer)",
+			what:  "1 of the 4 tracked connections to endpoint 10.244.0.8:8080 is without an answer, from 192.0.2.50."},
+		"a busy endpoint": {reality: Reality{Flows: func(context.Context, []*plan.ServicePort) (map[netip.AddrPort]Flows, error) {
+			return map[netip.AddrPort]Flows{endpoint: {Open: 100, Unanswered: 1, Clients: []netip.Addr{netip.MustParseAddr("192.0.2.50")}}}, nil
+		}},
+			check: "connections: ok: 100 tracked: 100 to 10.244.0.8:8080 (1 without an answer)"},
+		"a next hop that does not answer": {reality: Reality{Ways: func(_ context.Context, to Places) (*Ways, error) {
+			return &Ways{Silent: map[netip.Addr]string{to.Endpoints[0]: "192.0.2.9 at eth0"}}, nil
+		}},
+			check: "routes to endpoints: ok: there is one to each of the 2 endpoints in use\nnext hops: problem: that of 1 of the 2 endpoints in use does not answer",
+			what: "Nobody in the network of this node answers for the next hop to 1 of the 2 endpoints in use (ARP or neighbour discovery), and connections that go there fail: " +
+				"10.244.0.8 (by 192.0.2.9 at eth0).", problem: true},
+		"a cluster IP without a route": {reality: Reality{Ways: func(_ context.Context, to Places) (*Ways, error) {
+			return &Ways{Cut: map[netip.Addr]string{to.ClusterIPs[0]: "network is unreachable"}}, nil
+		}},
+			check: "routes to endpoints: ok: there is one to each of the 2 endpoints in use\nroute to the cluster IP: problem: none: 10.96.0.8 (network is unreachable)",
+			what: "What this node itself sends to the cluster IP fails before it meets any rule, since the kernel has no route there: 10.96.0.8 (network is unreachable). " +
+				"Pods are not concerned.", problem: true},
+		"a bridge": {reality: Reality{Ways: func(_ context.Context, to Places) (*Ways, error) {
+			return &Ways{Bridged: map[netip.Addr]string{to.Endpoints[0]: "cni0"}}, nil
+		}},
+			check: "routes to endpoints: ok: there is one to each of the 2 endpoints in use\nbridges: problem: net.bridge.bridge-nf-call-iptables is 0 or missing",
+			what: "What goes from Pod to Pod within a bridge passes no rule (net.bridge.bridge-nf-call-iptables is 0, or the module br_netfilter is not loaded): a Pod that connects to the " +
+				"cluster IP, and gets an endpoint at its own bridge, gets answers from an address that it did not ask. Endpoints at a bridge: 10.244.0.8 (cni0).", problem: true},
+		"an external IP that nobody may have": {reality: Reality{Ways: func(context.Context, Places) (*Ways, error) {
+			return &Ways{Unclaimed: map[netip.Addr]string{netip.MustParseAddr("192.0.2.240"): "eth0"}}, nil
+		}},
+			check: "routes to endpoints: ok: there is one to each of the 2 endpoints in use",
+			what: "External IP in the network of an interface, but no address of this node: 192.0.2.240 (eth0). nodeproxy announces none, so that clients of that network get there only " +
+				"if another node or program answers for it."},
+		"a rule before masquerading": {reality: Reality{Blocking: func(context.Context, []*plan.ServicePort) ([]Blocking, error) {
+			return []Blocking{{Rule: "ip daddr 10.0.0.0/8 accept", Place: "chain POSTROUTING of table ip nat", What: "endpoint 10.244.1.5:8080 from outside", Certain: true, Unmasqueraded: true}}, nil
+		}},
+			check: "rules of other programs: problem: chain POSTROUTING of table ip nat: ip daddr 10.0.0.0/8 accept",
+			what: `A rule of another program ends the chain before what is for endpoint 10.244.1.5:8080 from outside can be masqueraded: "ip daddr 10.0.0.0/8 accept" in chain POSTROUTING ` +
+				"of table ip nat. Endpoints on other nodes answer past this node, and those connections hang.", problem: true},
 		"room for connections": {reality: Reality{Tracked: func() (TrackedFlows, error) { return TrackedFlows{899, 1000}, nil }},
 			check: "connection tracking: ok: 899 of at most 1000 flows of all programs"},
 		"little room for connections": {reality: Reality{Tracked: func() (TrackedFlows, error) { return TrackedFlows{900, 1000}, nil }},

@@ -58,7 +58,9 @@ const (
 	TargetPortNotDeclared  = "TargetPortNotDeclared"  // no container declares the targetPort
 	SelectorMatchesOthers  = "SelectorMatchesOthers"  // the selector matches Pods that do not declare the targetPort, though others do
 	ListedTwice            = "ListedTwice"            // an endpoint is listed more than once, with different conditions
-	EndpointIsService      = "EndpointIsService"      // an endpoint is the cluster IP of a Service
+	EndpointIsService      = "EndpointIsService"      // an endpoint is the cluster IP of a Service, or a node port of this node
+	ProxyHeader            = "ProxyHeader"            // the load balancer adds a header that nodes do not
+	NodesCountAsPods       = "NodesCountAsPods"       // clusterCIDR holds the node's own address
 	NotOfAPod              = "NotOfAPod"              // beside the Pods of the selector, there are endpoints that are none
 	PodGone                = "PodGone"                // an endpoint is that of a Pod which is gone, or has another address
 	NotServing             = "NotServing"             // endpoints get traffic although they do not serve
@@ -152,7 +154,11 @@ func (c *diagnosis) service() {
 				if strings.Contains(f.Field, source.LabelProxyName) {
 					do = "remove the label if no such proxy runs"
 				}
-				c.add(note, NotProxied, do, "The Service is not proxied, here or on any node: %s (%s).", f.Detail, f.Field)
+				alias := ""
+				if c.d.ExternalName != "" {
+					alias = fmt.Sprintf(": DNS answers with the name %q", c.d.ExternalName)
+				}
+				c.add(note, NotProxied, do, "The Service is not proxied, here or on any node: %s (%s)%s.", f.Detail, f.Field, alias)
 			}
 		}
 		c.byName()
@@ -167,6 +173,16 @@ func (c *diagnosis) reach(node plan.Node) {
 	}
 	if len(c.d.LeftToBalancer) > 0 {
 		c.add(note, LeftToBalancer, "", "Load balancer IP %s has ipMode Proxy: nodes leave it to the load balancer.", some(c.d.LeftToBalancer))
+	}
+	if c.d.ProxyProtocol != "" {
+		for _, sp := range ports {
+			if i := slices.IndexFunc(sp.Frontends, func(f plan.Frontend) bool { return f.Kind == plan.LoadBalancerIP }); i >= 0 {
+				c.add(note, ProxyHeader, "have the load balancer's controller set ipMode Proxy or a host name in status.loadBalancer.ingress, if Pods or nodes are to use it",
+					"The load balancer adds a PROXY header (annotation %s), but what Pods and this node send to load balancer IP %s goes straight to endpoints, without it: those that insist on the header refuse that.",
+					c.d.ProxyProtocol, sp.Frontends[i].Addr)
+				break
+			}
+		}
 	}
 	external := func(sp *plan.ServicePort) bool { return sp.HasExternal() || len(sp.Shadowed) > 0 }
 	lost := func(f source.Finding) bool {
@@ -273,7 +289,12 @@ func (c *diagnosis) node(sp *plan.ServicePort, own *plan.Plan) {
 func (c *diagnosis) podRange(sp *plan.ServicePort, own *plan.Plan) {
 	family, d := sp.Key.Family, own.Settings.DetectLocal
 	local := sp.ExternalPolicy == plan.Local && sp.HasExternal()
+	elsewhere := func(ep plan.Endpoint) bool { return !ep.Local }
 	switch {
+	case d.Implemented(family) && d.Mode == plan.DetectClusterCIDR && local && d.CIDR(family).Contains(own.Node.IP(family)) && slices.ContainsFunc(sp.Endpoints.Cluster, elsewhere):
+		c.add(problem, NodesCountAsPods, "set clusterCIDR to the range of the Pods' addresses alone (spec.podCIDRs of all Nodes are in it)",
+			"clusterCIDR %s holds this node's own address %s, too, so that other hosts of that range count as Pods%s: externalTrafficPolicy Local does not apply to them, and what they send to endpoints "+
+				"on other nodes is not masqueraded, and answered past this node.", d.CIDR(family), own.Node.IP(family), c.name(sp))
 	case d.Implemented(family):
 	case d.Mode == plan.DetectNodeCIDR && local:
 		why, do := fmt.Sprintf("Node %s has no %s one in spec.podCIDRs", own.Node.Name, family),
@@ -361,10 +382,14 @@ func (c *diagnosis) foreign(sp *plan.ServicePort) {
 	used := map[netip.AddrPort]bool{}
 	for _, ep := range sp.All() {
 		used[ep.Addr] = true
-		if svc, is := c.d.ClusterIPs[ep.Addr]; is {
-			c.add(problem, EndpointIsService, "list the endpoints of that Service, or make this one an ExternalName for it",
-				"Endpoint %s is the cluster IP of Service %s, and what this node sends to an endpoint is not sent on to those of another Service%s: it gets nowhere.",
-				ep.Addr, svc, c.name(sp))
+		if f, is := c.d.Frontends[ep.Addr]; is {
+			what, do := "the cluster IP", "list the endpoints of that Service, or make this one an ExternalName for it"
+			if f.Frontend.Kind == plan.NodePort {
+				what, do = "a node port at this node", "list the endpoints of that Service, or give this one its selector"
+			}
+			c.add(problem, EndpointIsService, do,
+				"Endpoint %s is %s of Service %s, and what this node sends to an endpoint is not sent on to those of another Service%s: it gets nowhere.",
+				ep.Addr, what, f.By, c.name(sp))
 		}
 	}
 	if len(c.d.Selector) == 0 {
@@ -638,7 +663,7 @@ func (c *diagnosis) hints(sp *plan.ServicePort, list []topology.Endpoint, node p
 	switch {
 	case len(sp.Endpoints.Cluster) == 0 || hinted == 0 || zones[node.Zone] && hinted == ready:
 	case hinted < ready:
-		c.add(note, HintsNotHonoured, "", "%d of %d ready endpoints lack zone hints, so hints do not count and all of them get traffic%s.", ready-hinted, ready, c.name(sp))
+		c.add(note, HintsNotHonoured, "", "%d of %d ready endpoints %s zone hints, so hints do not count and all of them get traffic%s.", ready-hinted, ready, map[bool]string{true: "lacks", false: "lack"}[ready-hinted == 1], c.name(sp))
 	case node.Zone == "" && !c.d.NodeKnown:
 		c.add(note, HintsNotHonoured, nameNode,
 			"The endpoints have zone hints, but no Node of the name %s is known, and so no zone: hints do not count here and all of them get traffic%s.",

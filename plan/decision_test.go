@@ -27,7 +27,7 @@ func TestDecisions(t *testing.T) {
 	}{
 		{"nothing", plain, tPacket(tClient, tNode, 22), []Decision{{ForNoService, "no Service has a frontend at 192.168.1.10:22/TCP"}}},
 		{"health check", plain, tPacket(tClient, tNode, 32000), []Decision{{ForHealthCheck,
-			"health check node port 32000/TCP of ns/svc/TCP/IPv4: the node itself answers, and the packet is let in"}}},
+			"health check node port 32000/TCP of ns/svc/TCP/IPv4: the node itself answers, and these rules let the packet in"}}},
 		{"node port on localhost", plain, tPacket(localhost, localhost, 30080), []Decision{{NoNodePortsOnLoopback,
 			"node port 30080/TCP of ns/svc/TCP/IPv4, but node ports do not answer on the loopback address 127.0.0.1"}}},
 		{"node port elsewhere", nodePortsAt("192.0.2.0/24"), tPacket(tClient, tNode, 30080), []Decision{{NoNodePortsAtAddress,

@@ -166,7 +166,7 @@ func (e *Evaluator) service(pkt Packet) Verdict {
 func (e *Evaluator) nodePort(pkt Packet, m match) Verdict {
 	if m.frontend.Kind == HealthCheckNodePort {
 		v := Verdict{ServicePort: m.sp.Key, Frontend: m.frontend}
-		v.because(ForHealthCheck, "%s of %s: the node itself answers, and the packet is let in", m.frontend, m.sp.Key)
+		v.because(ForHealthCheck, "%s of %s: the node itself answers, and these rules let the packet in", m.frontend, m.sp.Key)
 		return v
 	}
 	if settings := &e.plan.Settings; !settings.NodePortsAnswer(e.plan.Node, pkt.Dst) {

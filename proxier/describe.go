@@ -28,27 +28,36 @@ type Description struct {
 	Selector map[string]string
 	Ports    []Port
 	// Headless is true for a Service without a cluster IP. ExternalName is the name that a Service is an alias for, and Alias the Service that has
-	// this name, if it has the form of one in the usual cluster domain, and AliasKnown says whether that one is known.
-	Headless     bool
-	ExternalName string
-	Alias        plan.Service
-	AliasKnown   bool
+	// this name, if it has the form of one in the usual cluster domain, and AliasKnown says whether that one is known. AliasShort is true for a name
+	// that lacks the cluster domain: within the cluster, search lists complete it, but not where DNS answers with it.
+	Headless               bool
+	ExternalName           string
+	Alias                  plan.Service
+	AliasKnown, AliasShort bool
 	// PublishNotReady is spec.publishNotReadyAddresses.
 	PublishNotReady bool
 	// Ingress is the number of entries of status.loadBalancer.ingress.
 	Ingress int
 	// LeftToBalancer are the addresses among these that nodes do not take (ipMode Proxy).
 	LeftToBalancer []string
+	// ProxyProtocol is the annotation by which the load balancer is to put a PROXY header before what it passes on; empty if there is none.
+	ProxyProtocol string
 	// Slices are the EndpointSlices that a proxy can use, in order of name.
 	Slices []Slice
 	// ServicePorts are the desired state, in order of key; none if the Service is not proxied.
 	ServicePorts []*plan.ServicePort
 	// Contested are frontends of the Service that others ask for, too, up to a number.
 	Contested []Contested
-	// ClusterIPs are the endpoints in use at which a Service has its cluster IP and port, with that Service.
-	ClusterIPs map[netip.AddrPort]plan.Service
+	// Frontends are the endpoints in use that are the cluster IP and port of a Service, or a node port at this node, with what they are.
+	Frontends map[netip.AddrPort]Owned
 	// Findings are about the Service and its EndpointSlices. Where it has none of these, Unused are about others of its namespace.
 	Findings, Unused []source.Finding
+}
+
+// Owned is a frontend of a Service.
+type Owned struct {
+	Frontend plan.Frontend
+	By       plan.Service
 }
 
 // Contested is a frontend that a ServicePort owns, and another that asks for it.
@@ -119,10 +128,12 @@ type object struct {
 	alias             string
 	ingress           int
 	left              []string
+	proxyProtocol     string
 }
 
 func readObject(svc *v1.Service) object {
-	out := object{kind: string(svc.Spec.Type), selector: svc.Spec.Selector, ingress: len(svc.Status.LoadBalancer.Ingress), publish: svc.Spec.PublishNotReadyAddresses}
+	out := object{kind: string(svc.Spec.Type), selector: svc.Spec.Selector, ingress: len(svc.Status.LoadBalancer.Ingress), publish: svc.Spec.PublishNotReadyAddresses,
+		proxyProtocol: source.ProxyProtocol(svc.Annotations)}
 	if svc.Spec.Type == v1.ServiceTypeExternalName {
 		out.alias = strings.TrimSuffix(svc.Spec.ExternalName, ".")
 	} else {
@@ -151,16 +162,11 @@ func (s *State) Describe(id plan.Service) (*Description, bool) {
 	}
 	d := &Description{
 		Service: id, NodeKnown: s.nodeKnown, Exists: svc.exists, Type: svc.object.kind, Selector: svc.object.selector, Ports: svc.object.ports,
-		Ingress: svc.object.ingress, LeftToBalancer: svc.object.left, ClusterIPs: map[netip.AddrPort]plan.Service{},
+		Ingress: svc.object.ingress, LeftToBalancer: svc.object.left, Frontends: map[netip.AddrPort]Owned{}, ProxyProtocol: svc.object.proxyProtocol,
 		Headless: svc.object.headless, ExternalName: svc.object.alias, PublishNotReady: svc.object.publish,
 		Findings: slices.Clone(s.reported["Service "+id.String()]),
 	}
-	name, ofService := strings.CutSuffix(strings.TrimSuffix(strings.ToLower(d.ExternalName), ".cluster.local"), ".svc")
-	if svc, ns, two := strings.Cut(name, "."); ofService && two && !strings.Contains(ns, ".") {
-		d.Alias = plan.Service{Namespace: ns, Name: svc}
-		other := s.services[d.Alias]
-		d.AliasKnown = other != nil && other.exists
-	}
+	s.describeAlias(d)
 	for _, name := range slices.Sorted(maps.Keys(svc.slices)) {
 		d.Slices = append(d.Slices, svc.slices[name].Slice)
 		d.Findings = append(d.Findings, s.reported["EndpointSlice "+id.Namespace+"/"+name]...)
@@ -182,8 +188,11 @@ func (s *State) Describe(id plan.Service) (*Description, bool) {
 		sp := s.plan.Services[k]
 		for _, ep := range sp.All() {
 			at := claim{family: k.Family, addr: ep.Addr.Addr(), protocol: k.Protocol, port: ep.Addr.Port()}
-			if list := s.claims[at]; len(list) > 0 && list[0].kind == plan.ClusterIP {
-				d.ClusterIPs[ep.Addr] = list[0].key.Service
+			if slices.Contains(s.plan.Node.IPs, at.addr) && s.plan.Settings.NodePortsAnswer(s.plan.Node, at.addr) {
+				at.addr = netip.Addr{}
+			}
+			if list := s.claims[at]; len(list) > 0 && (list[0].kind == plan.ClusterIP || list[0].kind == plan.NodePort) {
+				d.Frontends[ep.Addr] = Owned{plan.Frontend{Kind: list[0].kind, Addr: at.addr, Protocol: at.protocol, Port: at.port}, list[0].key.Service}
 			}
 		}
 		for _, f := range sp.Frontends {
@@ -195,6 +204,24 @@ func (s *State) Describe(id plan.Service) (*Description, bool) {
 		d.Findings = append(d.Findings, s.reported["reserved "+k.String()]...)
 	}
 	return d, true
+}
+
+// describeAlias says which Service an ExternalName is the name of. One without the cluster domain may be any other, unless there is such a Service.
+func (s *State) describeAlias(d *Description) {
+	name, full := strings.CutSuffix(strings.ToLower(d.ExternalName), ".cluster.local")
+	name, ofService := strings.CutSuffix(name, ".svc")
+	svc, ns, two := strings.Cut(name, ".")
+	if !two {
+		ns = d.Service.Namespace
+	}
+	if svc == "" || strings.Contains(ns, ".") || full && !ofService || ofService && !two {
+		return
+	}
+	alias := plan.Service{Namespace: ns, Name: svc}
+	other := s.services[alias]
+	if known := other != nil && other.exists; known || ofService {
+		d.Alias, d.AliasKnown, d.AliasShort = alias, known, !full
+	}
 }
 
 // EndpointsOf iterates over the endpoints of all Services of a namespace, used or not, with port 0. Those in several EndpointSlices come

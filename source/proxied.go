@@ -2,6 +2,9 @@ package source
 
 import (
 	"fmt"
+	"maps"
+	"slices"
+	"strings"
 
 	v1 "k8s.io/api/core/v1"
 )
@@ -21,4 +24,17 @@ func NotProxied(svc *v1.Service) (field, why string) {
 		return "metadata.labels[" + LabelProxyName + "]", fmt.Sprintf("the label gives the Service to the proxy %.63q", proxy)
 	}
 	return "", ""
+}
+
+// ProxyProtocol returns the annotation by which a Service has its load balancer put a PROXY header (HAProxy's PROXY protocol) before what it passes on; ""
+// for none. Each provider has its own.
+func ProxyProtocol(annotations map[string]string) string {
+	for _, key := range slices.Sorted(maps.Keys(annotations)) {
+		name := strings.NewReplacer("-", "", "_", "").Replace(strings.ToLower(key))
+		value := strings.ToLower(annotations[key])
+		if strings.Contains(name, "proxyprotocol") && !slices.Contains([]string{"", "false", "no", "none", "off", "0", "disabled"}, value) {
+			return key
+		}
+	}
+	return ""
 }

@@ -34,11 +34,13 @@ func (d *daemon) reality() *inspect.Reality {
 		if err != nil {
 			return nil, err
 		}
-		found, err := blocking.Find(ctx, ports, blocking.Node{Local: local, IPVS: d.cfg.Mode == ipvsMode.name})
+		found, err := blocking.Find(ctx, ports, blocking.Node{
+			Local: local, IPVS: d.cfg.Mode == ipvsMode.name, Uplink: endpoints.Uplink(), By: endpoints.By(),
+		})
 		var out []inspect.Blocking
 		for _, f := range found {
 			out = append(out, inspect.Blocking{Rule: f.Text, Place: f.Chain.String(), What: f.What, Answers: f.Answers, Certain: f.Certain,
-				Untracked: f.Untracked, Policy: f.Policy})
+				Untracked: f.Untracked, Unmasqueraded: f.Unmasqueraded, Policy: f.Policy})
 		}
 		return out, err
 	}
@@ -61,9 +63,11 @@ func (d *daemon) reality() *inspect.Reality {
 		}
 		return out, nil
 	}
-	r.Routes = func(ctx context.Context, list []netip.Addr) (map[netip.Addr]string, []plan.Family, error) {
-		return endpoints.LookOut(ctx, d.cfg.SysctlDir, list)
+	r.Ways = func(ctx context.Context, to inspect.Places) (*inspect.Ways, error) {
+		found, err := endpoints.LookOut(ctx, d.cfg.SysctlDir, endpoints.Places(to))
+		return (*inspect.Ways)(found), err
 	}
+	r.Detour = endpoints.Detour
 	if verify := d.backend.verify; verify != nil {
 		r.Kernel = func(ctx context.Context, svc plan.Service) (int, []string, error) {
 			things, found, err := verify(ctx, svc)
@@ -92,15 +96,16 @@ func (d *daemon) reality() *inspect.Reality {
 	return r
 }
 
-// countFlows returns how many connections to the frontends of ServicePorts the kernel tracks that have not ended, by endpoint.
-func countFlows(ctx context.Context, ports []*plan.ServicePort) (map[netip.AddrPort]int, error) {
+// countFlows returns the connections to the frontends of ServicePorts that the kernel tracks and that have not ended, by endpoint.
+func countFlows(ctx context.Context, ports []*plan.ServicePort) (map[netip.AddrPort]inspect.Flows, error) {
+	const mostClients = 4
 	var table conntrack.Table
 	session, err := table.Open()
 	if err != nil {
 		return nil, err
 	}
 	defer session.Close()
-	out := map[netip.AddrPort]int{}
+	out := map[netip.AddrPort]inspect.Flows{}
 	for _, sp := range ports {
 		for _, f := range sp.Frontends {
 			if f.Kind == plan.HealthCheckNodePort {
@@ -109,13 +114,22 @@ func countFlows(ctx context.Context, ports []*plan.ServicePort) (map[netip.AddrP
 			filter := conntrack.Filter{Family: sp.Key.Family, Protocol: netlink.Protocol(f.Protocol), Dst: conntrack.End{Addr: f.Addr, Port: f.Port}}
 			err := session.Each(ctx, filter, func(flow *conntrack.Flow) {
 				at := f.Port == flow.Dst.Port() && (!f.Addr.IsValid() || f.Addr == flow.Dst.Addr())
-				switch {
-				case !at || flow.Ended:
-				case flow.Translated():
-					out[flow.From]++
-				case f.Addr.IsValid(): // A node port is that of any other program, unless it is translated.
-					out[netip.AddrPort{}]++
+				endpoint := flow.From
+				if !flow.Translated() {
+					endpoint = netip.AddrPort{}
 				}
+				if !at || flow.Ended || !endpoint.IsValid() && !f.Addr.IsValid() { // A node port is that of any other program, unless it is translated.
+					return
+				}
+				of := out[endpoint]
+				of.Open++
+				if !flow.Replied && sp.Key.Protocol == plan.TCP {
+					of.Unanswered++
+					if from := flow.Src.Addr(); len(of.Clients) < mostClients && !slices.Contains(of.Clients, from) {
+						of.Clients = append(of.Clients, from)
+					}
+				}
+				out[endpoint] = of
 			})
 			if err != nil {
 				return nil, err

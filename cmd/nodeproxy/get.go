@@ -116,13 +116,13 @@ func getEndpointsCommand() *cobra.Command {
 			if err != nil {
 				return err
 			}
-			if len(e.Ports) == 0 {
-				return notProxied(plan.Service{Namespace: e.Namespace, Name: e.Name})
-			}
 			for n := range e.Ports {
 				e.Ports[n].Frontends = nil
 			}
 			if err := i.print(cmd.OutOrStdout(), e.Ports, func(form string) error {
+				if len(e.Ports) == 0 {
+					return notProxied(plan.Service{Namespace: e.Namespace, Name: e.Name})
+				}
 				return inspect.WriteEndpoints(cmd.OutOrStdout(), e.Ports, form == "wide")
 			}); err != nil {
 				return err

@@ -21,6 +21,8 @@ type Route struct {
 	Links []int
 	// Source is the address that this node's own packets have; invalid if that is not known.
 	Source netip.Addr
+	// Via is the next hop; invalid where packets go to their destination itself, or there are several.
+	Via netip.Addr
 }
 
 // Way says which packets a route is for. The zero value is those that this node sends.
@@ -47,6 +49,11 @@ func RouteTo(to netip.Addr, w Way) (Route, error) {
 		out.Local = out.Local || r.Type == unix.RTN_LOCAL
 		if src, ok := netip.AddrFromSlice(r.Src); ok {
 			out.Source = cmp.Or(out.Source, src.Unmap())
+		}
+		if via, ok := netip.AddrFromSlice(r.Gw); ok {
+			out.Via = via.Unmap()
+		} else if v, is := r.Via.(*links.Via); is { // A next hop of the other family.
+			out.Via, _ = netip.AddrFromSlice(v.Addr)
 		}
 		if r.LinkIndex > 0 {
 			out.Links = append(out.Links, r.LinkIndex)

@@ -33,8 +33,11 @@ type Rule struct {
 	Answers bool
 	// Certain is true if nothing else decides whether it applies.
 	Certain bool
-	// Untracked is true for a rule that does not drop packets, but keeps them from being tracked, so that nothing translates them.
-	Untracked bool
+	// Untracked is true for a rule that does not drop packets, but keeps them from being tracked, so that nothing translates them, and Unmasqueraded
+	// for one that keeps their source from being translated.
+	Untracked, Unmasqueraded bool
+	// number is that of the rule in its chain, from 1; 0 for the policy.
+	number int
 }
 
 // Node is what is known of the node.
@@ -43,6 +46,18 @@ type Node struct {
 	Local func(netip.Addr) bool
 	// IPVS is true if IPVS translates destinations: behind INPUT, so that packets go on to OUTPUT and never through FORWARD.
 	IPVS bool
+	// Uplink is the interface by which packets from outside come; "" if that is not known. By returns the interface by which packets leave for an
+	// address, "" if that is not known; nil knows of none.
+	Uplink string
+	By     func(netip.Addr) string
+}
+
+// by is By, also where it is nil.
+func (n Node) by(a netip.Addr) string {
+	if n.By == nil {
+		return ""
+	}
+	return n.By(a)
 }
 
 // mostEndpoints is how many endpoints of each ServicePort are looked at.
@@ -100,7 +115,13 @@ func (s *search) look(rules ruleset) error {
 		return cmp.Or(cmp.Compare(a.Table, b.Table), cmp.Compare(a.Family, b.Family), cmp.Compare(a.Priority, b.Priority), cmp.Compare(a.Chain, b.Chain))
 	})
 	for _, b := range bases {
-		if ours(b.ChainID) || b.Type == "nat" {
+		if ours(b.ChainID) || b.Type == "nat" && b.Hook != "postrouting" {
+			continue
+		}
+		if b.Type == "nat" {
+			if err := s.lookNAT(rules, b); err != nil {
+				return err
+			}
 			continue
 		}
 		for _, p := range packets(s.ports, b, s.node) {
@@ -117,15 +138,49 @@ func (s *search) look(rules ruleset) error {
 			if !ended && b.Drops {
 				w.report(Rule{Text: "policy drop", Chain: b.ChainID, Policy: true, Certain: !w.accepted})
 			}
-			for _, r := range w.out {
-				said := func(o Rule) bool {
-					enough := o.Certain == r.Certain && (r.Answers || !o.Answers) || r.Answers && o.Certain
-					return o.Text == r.Text && o.Chain == r.Chain && enough
-				}
-				if !slices.ContainsFunc(s.found, said) {
-					s.found = append(s.found, r)
-				}
+			s.add(w.out)
+		}
+	}
+	return nil
+}
+
+// add adds what has not been said.
+func (s *search) add(list []Rule) {
+	for _, r := range list {
+		said := func(o Rule) bool {
+			enough := o.Certain && !r.Certain || (o.Certain || !r.Certain) && (r.Answers || !o.Answers)
+			return (o.Text == r.Text || o.number == r.number) && o.Chain == r.Chain && enough
+		}
+		if !slices.ContainsFunc(s.found, said) {
+			s.found = append(s.found, r)
+		}
+	}
+}
+
+// lookNAT looks for rules that end a chain of iptables before the jump by which what comes from outside is masqueraded. In nftables, other chains are
+// walked all the same.
+func (s *search) lookNAT(rules ruleset, b nft.BaseChain) error {
+	if b.Chain != "POSTROUTING" {
+		return nil
+	}
+	for _, sp := range s.ports {
+		if !sp.HasExternal() || sp.ExternalPolicy != plan.Cluster || b.Family == "ip" != (sp.Key.Family == plan.IPv4) {
+			continue
+		}
+		for _, ep := range sp.All()[:min(len(sp.All()), mostEndpoints)] {
+			if s.node.Local(ep.Addr.Addr()) {
+				continue
 			}
+			p := packet{what: "endpoint " + ep.Addr.String() + " from outside", family: sp.Key.Family, dst: side{ep.Addr.Addr(), ep.Addr.Port(), true},
+				protocol: netlink.Protocol(sp.Key.Protocol), here: no, dnat: yes, in: s.node.Uplink, out: s.node.by(ep.Addr.Addr()), source: true}
+			w := &walk{search: s, rules: rules, packet: p, found: map[string]bool{}, known: map[state]state{}}
+			if _, err := w.chain(b.ChainID, true, false, 0); err != nil {
+				if s.ctx.Err() != nil {
+					return s.ctx.Err()
+				}
+				s.unread = cmp.Or(s.unread, err)
+			}
+			s.add(w.out)
 		}
 	}
 	return nil
@@ -162,6 +217,10 @@ type packet struct {
 	// first are the destinations that the packet may have had at first, and dnat says whether it has another one by now.
 	first []netip.AddrPort
 	dnat  match
+	// in and out are the interfaces by which it comes and leaves; "" where that is not known.
+	in, out string
+	// check is true for what asks for the health of a Service, and source where it is the translation of sources that is looked at.
+	check, source bool
 }
 
 // priorityTracking is the priority at which connections begin to be tracked.
@@ -182,6 +241,11 @@ func packets(ports []*plan.ServicePort, b nft.BaseChain, n Node) []packet {
 		var first []netip.AddrPort
 		for _, fe := range sp.Frontends {
 			if fe.Kind == plan.HealthCheckNodePort {
+				if b.Hook == "prerouting" || b.Hook == "input" {
+					p := packet{what: fmt.Sprintf("the %s from outside", fe), family: f, dst: side{fe.Addr, fe.Port, true}, protocol: netlink.Protocol(plan.TCP),
+						here: yes, first: []netip.AddrPort{netip.AddrPortFrom(fe.Addr, fe.Port)}, dnat: no, in: n.Uplink, check: true}
+					out = append(out, p)
+				}
 				continue
 			}
 			first = append(first, netip.AddrPortFrom(fe.Addr, fe.Port))
@@ -190,6 +254,11 @@ func packets(ports []*plan.ServicePort, b nft.BaseChain, n Node) []packet {
 					here: maybe, first: first[len(first)-1:], dnat: no}
 				if !fe.Addr.IsValid() || n.Local(fe.Addr) {
 					p.here = yes
+				}
+				if n.Uplink != "" && fe.Kind != plan.ClusterIP && b.Hook != "output" {
+					outside := p
+					outside.in, outside.what = n.Uplink, fmt.Sprintf("the %s from outside (by %s)", fe, n.Uplink)
+					out = append(out, outside)
 				}
 				out = append(out, p)
 			}
@@ -203,7 +272,7 @@ func packets(ports []*plan.ServicePort, b nft.BaseChain, n Node) []packet {
 				case n.IPVS:
 					p.dnat = maybe
 				case b.Hook == "forward":
-					p.here = no
+					p.here, p.in = no, n.by(ep.Addr.Addr())
 				case b.Hook == "input":
 					p.here = yes
 					p.what += " to this node"
@@ -220,6 +289,13 @@ func packets(ports []*plan.ServicePort, b nft.BaseChain, n Node) []packet {
 			}
 			if n.IPVS { // It translates in its own way.
 				p.dnat = maybe
+			} else if b.Hook == "forward" || b.Hook == "postrouting" {
+				p.out = n.by(ep.Addr.Addr())
+			}
+			if n.Uplink != "" && sp.HasExternal() && b.Hook == "forward" {
+				outside := p
+				outside.in, outside.what = n.Uplink, fmt.Sprintf("%s from outside (by %s)", p.what, n.Uplink)
+				out = append(out, outside)
 			}
 			out = append(out, p)
 		}

@@ -28,12 +28,13 @@ var web = &plan.ServicePort{
 func TestFind(t *testing.T) {
 	t.Parallel()
 	const (
-		raw     = "add table ip raw; add chain ip raw prerouting { type filter hook prerouting priority -300; }; "
-		forward = "add table inet fw; add chain inet fw forward { type filter hook forward priority 0; }; "
+		raw         = "add table ip raw; add chain ip raw prerouting { type filter hook prerouting priority -300; }; "
+		masquerades = "add table ip nat; add chain ip nat KUBE-POSTROUTING; add chain ip nat POSTROUTING { type nat hook postrouting priority 100; }; add rule ip nat POSTROUTING jump KUBE-POSTROUTING"
+		forward     = "add table inet fw; add chain inet fw forward { type filter hook forward priority 0; }; "
 	)
 	for _, tc := range []struct {
 		name, nft, iptables, want string
-		ipvs                      bool
+		ipvs, uplink              bool
 	}{
 		{name: "none"},
 		{name: "an address", nft: raw + "add rule ip raw prerouting ip daddr 10.96.0.10 drop",
@@ -131,8 +132,7 @@ func TestFind(t *testing.T) {
 		{name: "iptables, what went to an address", iptables: "-A FORWARD -p tcp -m conntrack --ctorigdst 10.96.0.10 -j DROP",
 			want: "may: meta l4proto tcp … drop: endpoint 10.244.1.5:8080"},
 		{name: "iptables, before that", iptables: "-t mangle -A PREROUTING -p tcp -m conntrack --ctorigdst 10.96.0.10 --ctorigdstport 80 -j DROP",
-			want: "certain: meta l4proto tcp ct original daddr 10.96.0.10/32 ct original proto-dst 80 drop: the cluster IP 10.96.0.10:80/TCP from pods and other hosts\n" +
-				"may: meta l4proto tcp … drop: answers of endpoint 10.244.1.5:8080"},
+			want: "certain: meta l4proto tcp ct original daddr 10.96.0.10/32 ct original proto-dst 80 drop: the cluster IP 10.96.0.10:80/TCP from pods and other hosts"},
 		{name: "iptables, local addresses", iptables: "-t raw -A PREROUTING -p tcp --dport 30080 -m addrtype --dst-type LOCAL -j DROP",
 			want: "certain: tcp dport 30080 fib daddr type local drop: the node port 30080/TCP from pods and other hosts"},
 		{name: "not tracked", nft: raw + "add rule ip raw prerouting ip daddr 10.96.0.0/16 notrack",
@@ -145,6 +145,22 @@ func TestFind(t *testing.T) {
 		{name: "iptables, not tracked", iptables: "-t raw -A PREROUTING -p tcp --dport 30080 -j CT --notrack",
 			want: "certain: tcp dport 30080 notrack: the node port 30080/TCP from pods and other hosts"},
 		{name: "iptables, tracked in a zone", iptables: "-t raw -A PREROUTING -p tcp --dport 30080 -j CT --zone 3"},
+		{name: "a policy for an interface", uplink: true, nft: "add table inet fw; add chain inet fw forward { type filter hook forward priority 0; policy drop; }; " +
+			"add rule inet fw forward ct state established accept; add rule inet fw forward iifname lxc* accept; add rule inet fw forward tcp dport 30000-32767 accept",
+			want: "certain: policy drop: endpoint 10.244.1.5:8080 from outside (by eth0)"},
+		{name: "iptables, a policy for an interface", uplink: true, iptables: "-A FORWARD -i eth+ -o cni1 -j ACCEPT", nft: "add table ip filter; " +
+			"add chain ip filter FORWARD { type filter hook forward priority 0; policy drop; }; add rule ip filter FORWARD ct state established accept; add rule ip filter FORWARD iifname vethX accept",
+			want: "certain: policy drop: endpoint 10.244.1.5:8080 from outside (by eth0)"},
+		{name: "a policy that admits what comes by interfaces", uplink: true, nft: "add table inet fw; add chain inet fw forward { type filter hook forward priority 0; policy drop; }; " +
+			"add rule inet fw forward ct state established accept; add rule inet fw forward oifname { cni0, cni1 } accept"},
+		{name: "an interface, and nothing of the Service", uplink: true, nft: forward + "add rule inet fw forward iifname != eth0 oifname cni0 drop"},
+		{name: "a port at an interface", uplink: true, nft: raw + "add rule ip raw prerouting iifname eth0 tcp dport 30080 drop",
+			want: "certain: iifname eth0 tcp dport 30080 drop: the node port 30080/TCP from outside (by eth0)"},
+		{name: "iptables, before masquerading", uplink: true, nft: masquerades, iptables: "-t nat -I POSTROUTING -d 10.0.0.0/8 -j ACCEPT",
+			want: "certain: ip daddr 10.0.0.0/8 accept: endpoint 10.244.1.5:8080 from outside"},
+		{name: "iptables, behind masquerading", uplink: true, nft: masquerades, iptables: "-t nat -A POSTROUTING -d 10.0.0.0/8 -j ACCEPT"},
+		{name: "iptables, sources before masquerading", uplink: true, nft: masquerades, iptables: "-t nat -I POSTROUTING -s 10.244.0.0/16 -d 10.244.0.0/16 -j RETURN"},
+		{name: "iptables, masqueraded by others", uplink: true, nft: masquerades, iptables: "-t nat -I POSTROUTING -d 10.0.0.0/8 -j MASQUERADE"},
 		{name: "iptables, no local addresses", iptables: "-A FORWARD -p tcp --dport 8080 -m addrtype --dst-type LOCAL -j DROP"},
 	} {
 		t.Run(tc.name, func(t *testing.T) {
@@ -156,7 +172,11 @@ func TestFind(t *testing.T) {
 			if tc.iptables != "" {
 				nstest.Exec(t, "iptables-nft", strings.Fields(tc.iptables)...)
 			}
-			found, err := Find(t.Context(), []*plan.ServicePort{web}, Node{Local: func(netip.Addr) bool { return false }, IPVS: tc.ipvs})
+			n := Node{Local: func(netip.Addr) bool { return false }, IPVS: tc.ipvs}
+			if tc.uplink {
+				n.Uplink, n.By = "eth0", func(netip.Addr) string { return "cni0" }
+			}
+			found, err := Find(t.Context(), []*plan.ServicePort{web}, n)
 			if err != nil {
 				t.Fatal(err)
 			}
@@ -176,6 +196,39 @@ func TestFind(t *testing.T) {
 				t.Errorf("found %s\nwant  %s", text, tc.want)
 			}
 		})
+	}
+}
+
+// TestFindHealthCheck: what drops what asks for the health of a Service is found, and this program's own rules are known to accept it.
+func TestFindHealthCheck(t *testing.T) {
+	t.Parallel()
+	nstest.Enter(t)
+	checked := *web
+	checked.Frontends = append(checked.Frontends[:2:2], plan.Frontend{Kind: plan.HealthCheckNodePort, Protocol: plan.TCP, Port: 31999})
+	find := func() string {
+		t.Helper()
+		found, err := Find(t.Context(), []*plan.ServicePort{&checked}, noLocal)
+		if err != nil || len(found) > 1 {
+			t.Fatalf("%+v, %v", found, err)
+		}
+		for _, r := range found {
+			return fmt.Sprintf("%s: %s (certain: %t)", r.Text, r.What, r.Certain)
+		}
+		return ""
+	}
+	const chain = "add table inet fw; add chain inet fw in { type filter hook input priority 0; policy drop; }; add rule inet fw in ct state established accept; "
+	nstest.Exec(t, "nft", chain+"add rule inet fw in tcp dport { 22, 10250, 10256 } accept")
+	if got, want := find(), "policy drop: the health check node port 31999/TCP from outside (certain: true)"; got != want {
+		t.Errorf("%s, want %s", got, want)
+	}
+	nstest.Exec(t, "nft", "delete table inet fw; "+chain+"add rule inet fw in tcp dport 31999 accept")
+	if got := find(); got != "" {
+		t.Errorf("behind an accept: %s", got)
+	}
+	nstest.Exec(t, "nft", "delete table inet fw; add table ip filter; add chain ip filter KUBE-NODEPORTS; add chain ip filter INPUT { type filter hook input priority 0; policy drop; }; "+
+		"add rule ip filter INPUT ct state established accept; add rule ip filter INPUT jump KUBE-NODEPORTS")
+	if got := find(); got != "" {
+		t.Errorf("behind KUBE-NODEPORTS: %s", got)
 	}
 }
 

@@ -28,8 +28,8 @@ func (l *legacyRules) Bases() []nft.BaseChain { return l.bases }
 
 func (l *legacyRules) judges(id nft.ChainID) ([]judge, error) { return l.rules[id], nil }
 
-// legacyPriorities are the priorities of tables in all hooks. Table nat is left out: what drops there is refused by iptables.
-var legacyPriorities = map[string]int32{"raw": -300, "mangle": -150, "filter": 0, "security": 50}
+// legacyPriorities are the priorities of tables in the hooks that are looked at.
+var legacyPriorities = map[string]int32{"raw": -300, "mangle": -150, "filter": 0, "security": 50, "nat": 100}
 
 var legacyHooks = map[string]string{
 	"PREROUTING": "prerouting", "INPUT": "input", "FORWARD": "forward", "OUTPUT": "output", "POSTROUTING": "postrouting",
@@ -78,7 +78,11 @@ func (l *legacyRules) add(family, table, line string) {
 		id.Chain = word[1:]
 		if hook := legacyHooks[id.Chain]; hook != "" {
 			policy, _, _ := strings.Cut(rest, " ")
-			l.bases = append(l.bases, nft.BaseChain{ChainID: id, Type: "filter", Hook: hook, Priority: legacyPriorities[table], Drops: policy == "DROP"})
+			kind := "filter"
+			if table == "nat" {
+				kind = table
+			}
+			l.bases = append(l.bases, nft.BaseChain{ChainID: id, Type: kind, Hook: hook, Priority: legacyPriorities[table], Drops: policy == "DROP"})
 		}
 	case word == "-A":
 		var text string
@@ -121,6 +125,8 @@ func judgeText(text string, p *packet) rule {
 			} else {
 				j.addresses(p.dst, "daddr", to, invert)
 			}
+		case "-i", "-o":
+			j.device(words[i], map[string]string{"-i": p.in, "-o": p.out}[words[i]], argument, invert)
 		case "--dport", "--dports", "--sport", "--sports":
 			s, word := p.dst, "dport"
 			if strings.HasPrefix(words[i], "--s") {
@@ -175,6 +181,16 @@ func judgeText(text string, p *packet) rule {
 	return j.result()
 }
 
+// device adds that the packet comes or leaves by an interface of a name, or of one that begins with what is before a "+".
+func (j *judgement) device(option, is, want string, invert bool) {
+	if is == "" {
+		j.unknown()
+		return
+	}
+	prefix, many := strings.CutSuffix(want, "+")
+	j.holds((is == want || many && strings.HasPrefix(is, prefix)) != invert, option+" "+not(invert)+want)
+}
+
 // jump is what -j TARGET does.
 func (j *judgement) jump(target string) {
 	switch target {
@@ -183,7 +199,10 @@ func (j *judgement) jump(target string) {
 	case "NFQUEUE", "TPROXY", "SYNPROXY":
 		j.ends = []end{{verdict: "accept"}}
 	default:
-		if !nonTerminal[target] {
+		switch {
+		case translating[target]:
+			j.ends = []end{{verdict: translates}}
+		case !nonTerminal[target]:
 			j.ends = []end{{"jump", target}}
 		}
 	}

@@ -88,7 +88,9 @@ func (r *reading) read(e expr.Any) {
 		r.target(e)
 	case *expr.Reject:
 		r.ends = []end{{verdict: "reject"}}
-	case *expr.NAT, *expr.Masq, *expr.Redir, *expr.Queue:
+	case *expr.NAT, *expr.Masq, *expr.Redir:
+		r.ends = []end{{verdict: translates}}
+	case *expr.Queue:
 		r.ends = []end{{verdict: "accept"}}
 	case *expr.Counter, *expr.Log:
 	default:
@@ -188,6 +190,8 @@ func (r *reading) target(e *expr.Target) {
 		r.ends = []end{{verdict: "reject"}}
 	case e.Name == "NOTRACK", e.Name == "CT" && info != nil && len(*info) >= 2 && binary.NativeEndian.Uint16(*info)&flagNotrack != 0:
 		r.ends = []end{{verdict: notrack}}
+	case translating[e.Name]:
+		r.ends = []end{{verdict: translates}}
 	case !nonTerminal[e.Name]:
 		r.ends = []end{{verdict: "accept"}}
 	}
@@ -229,8 +233,19 @@ func (r *reading) meta(e *expr.Meta) register {
 		return register{value: []byte{r.packet.protocol}, name: "meta l4proto"}
 	case e.Key == expr.MetaKeyNFPROTO:
 		return register{value: []byte{nft.Protocol(r.packet.family)}}
+	case e.Key == expr.MetaKeyIIFNAME && r.packet.in != "":
+		return register{value: interfaceName(r.packet.in), name: "iifname"}
+	case e.Key == expr.MetaKeyOIFNAME && r.packet.out != "":
+		return register{value: interfaceName(r.packet.out), name: "oifname"}
 	}
 	return register{}
+}
+
+// interfaceName is the name of an interface as a register has it.
+func interfaceName(name string) []byte {
+	out := make([]byte, unix.IFNAMSIZ)
+	copy(out, name)
+	return out
 }
 
 // statusDNAT is the bit of connections whose destination is translated, IPS_DST_NAT.
@@ -460,6 +475,9 @@ var verdicts = map[expr.VerdictKind]string{
 	expr.VerdictQueue: "accept", expr.VerdictStolen: "accept", expr.VerdictStop: "accept",
 }
 
+// translating are targets of iptables that translate an address.
+var translating = map[string]bool{"SNAT": true, "DNAT": true, "MASQUERADE": true, "REDIRECT": true, "NETMAP": true}
+
 // nonTerminal are targets of iptables behind which a packet goes on.
 var nonTerminal = map[string]bool{
 	"LOG": true, "NFLOG": true, "ULOG": true, "MARK": true, "CONNMARK": true, "CT": true, "TCPMSS": true, "TRACE": true, "DSCP": true,
@@ -516,6 +534,12 @@ func (r register) show(data []byte) string {
 			a, _ := netip.AddrFromSlice(full)
 			return fmt.Sprintf("%s/%d", a, 8*len(data))
 		}
+	case strings.HasSuffix(r.name, "ifname"):
+		name, _, whole := strings.Cut(string(data), "\x00")
+		if !whole && len(data) < unix.IFNAMSIZ {
+			name += "*"
+		}
+		return name
 	case r.name == "fib daddr type" && len(data) == 4:
 		return map[uint32]string{typeUnicast: "unicast", typeLocal: "local"}[binary.NativeEndian.Uint32(data)]
 	case len(data) == 1:

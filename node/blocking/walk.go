@@ -24,10 +24,15 @@ type rule struct {
 	// ends are what it may do with what it matches: more than one where a map decides. It has none if it decides nothing.
 	ends []end
 	text string
+	// number is that of the rule in its chain.
+	number int
 }
 
 // end is a verdict, and where it leads if it is jump or goto.
 type end struct{ verdict, to string }
+
+// translates is the verdict of what translates an address, and accepts the packet.
+const translates = "translates"
 
 // notrack is the verdict, of those that end nothing, that keeps a packet from being tracked.
 const notrack = "notrack"
@@ -74,12 +79,13 @@ func (w *walk) chain(id nft.ChainID, sure, specific bool, depth int) (ended bool
 	if err != nil || depth > deepest {
 		return false, err
 	}
-	for _, j := range rules {
+	for i, j := range rules {
 		if err := w.ctx.Err(); err != nil {
 			return false, err
 		}
 		w.judged++
 		r := j(&w.packet)
+		r.number = i + 1
 		var goes bool
 		if ended, goes, err = w.apply(id, r, &sure, specific, depth); err != nil {
 			return false, err
@@ -98,11 +104,14 @@ func (w *walk) apply(id nft.ChainID, r rule, sure *bool, specific bool, depth in
 		return false, true, nil
 	}
 	certain, about := *sure && r.match == yes && len(r.ends) == 1, specific || r.specific
+	if w.packet.source {
+		return w.applySource(id, r, certain, sure, depth)
+	}
 	for _, e := range r.ends {
 		switch e.verdict {
 		case "drop", "reject":
 			if certain || about {
-				w.report(Rule{Text: strings.TrimSpace(r.text + " " + e.verdict), Chain: id, Certain: certain && !w.accepted})
+				w.report(Rule{Text: strings.TrimSpace(r.text + " " + e.verdict), Chain: id, number: r.number, Certain: certain && !w.accepted})
 			}
 			if certain {
 				return true, false, nil
@@ -111,9 +120,9 @@ func (w *walk) apply(id nft.ChainID, r rule, sure *bool, specific bool, depth in
 			if w.packet.untracked && (certain || about) {
 				own := w.packet.here == yes && w.packet.dst.addr.IsValid() // A program of this node may answer there.
 				certain := certain && !w.accepted && !own && !w.node.IPVS  // IPVS translates some of it.
-				w.report(Rule{Text: strings.TrimSpace(r.text + " " + e.verdict), Chain: id, Certain: certain, Untracked: true})
+				w.report(Rule{Text: strings.TrimSpace(r.text + " " + e.verdict), Chain: id, number: r.number, Certain: certain, Untracked: true})
 			}
-		case "accept":
+		case "accept", translates:
 			if certain {
 				return true, false, nil
 			}
@@ -128,6 +137,9 @@ func (w *walk) apply(id nft.ChainID, r rule, sure *bool, specific bool, depth in
 			if w.packet.answer && certain && e.to == names.Forward {
 				return true, false, nil // It accepts what is established.
 			}
+			if w.packet.check && certain && e.to == names.NodePorts {
+				return true, false, nil // It accepts what asks for the health of a Service.
+			}
 			if ours(to) {
 				w.accepted = true // It may accept what it masquerades, and refuses only what the plan says.
 				continue
@@ -141,6 +153,37 @@ func (w *walk) apply(id nft.ChainID, r rule, sure *bool, specific bool, depth in
 					return false, false, nil
 				}
 				*sure = false
+			}
+		}
+	}
+	return false, true, nil
+}
+
+// applySource is apply where it is the translation of sources that is looked at: a rule that accepts keeps the packet from it, and so does one that
+// returns from a base chain. The first jump to a chain of this program ends the search, and so does what translates the source itself.
+func (w *walk) applySource(id nft.ChainID, r rule, certain bool, sure *bool, depth int) (ended, goes bool, err error) {
+	for _, e := range r.ends {
+		to := nft.ChainID{Family: id.Family, Table: id.Table, Chain: e.to}
+		switch {
+		case e.verdict == translates || (e.verdict == "jump" || e.verdict == "goto") && ours(to):
+			return true, false, nil
+		case e.verdict == "accept" || e.verdict == "return" && depth == 0:
+			if certain {
+				w.report(Rule{Text: strings.TrimSpace(r.text + " " + e.verdict), Chain: id, number: r.number, Certain: true, Unmasqueraded: true})
+				return true, false, nil
+			}
+		case e.verdict == "return":
+			if certain {
+				return false, false, nil
+			}
+			*sure = false
+		case e.verdict == "jump" || e.verdict == "goto":
+			ended, err := w.chain(to, certain, false, depth+1)
+			if err != nil || ended {
+				return ended, false, err
+			}
+			if e.verdict == "goto" {
+				return false, !certain, nil
 			}
 		}
 	}

@@ -1,8 +1,10 @@
 package endpoints
 
 import (
+	"cmp"
 	"context"
 	"errors"
+	"fmt"
 	"net/netip"
 	"os"
 	"path/filepath"
@@ -15,33 +17,151 @@ import (
 	"nodeproxy/plan"
 )
 
-// LookOut returns the endpoints to which the kernel has no route, with the reason for each, and the families of those elsewhere whose packets this node
-// does not forward. sysctls is /proc/sys.
-func LookOut(ctx context.Context, sysctls string, endpoints []netip.Addr) (unreached map[netip.Addr]string, notForwarded []plan.Family, err error) {
-	unreached = map[netip.Addr]string{}
-	away := map[plan.Family]bool{}
-	for _, ep := range endpoints {
-		if err := ctx.Err(); err != nil {
-			return nil, nil, err
-		}
-		r, err := host.RouteTo(ep, host.Way{})
-		var why syscall.Errno
-		switch {
-		case err == nil && !r.Local:
-			away[plan.FamilyOf(ep)] = true
-		case err == nil:
-		case !errors.As(err, &why):
-			return nil, nil, err
-		default:
-			unreached[ep] = noRoute(why)
-		}
+// Places are addresses of a Service.
+type Places struct{ Endpoints, ClusterIPs, ExternalIPs []netip.Addr }
+
+// Ways is what the kernel does with packets to addresses of a Service.
+type Ways struct {
+	// Unreached are the endpoints to which it has no route, with the reason for each, and Cut the cluster IPs to which it has none for packets of
+	// this node: before these pass any rule, they need one.
+	Unreached, Cut map[netip.Addr]string
+	// NotForwarded are the families of the endpoints elsewhere whose packets this node does not forward.
+	NotForwarded []plan.Family
+	// Silent are the endpoints whose next hop the kernel has asked for in vain, with that and the interface.
+	Silent map[netip.Addr]string
+	// Bridged are the endpoints at a bridge of which packets from one port to another pass no rule, with its name.
+	Bridged map[netip.Addr]string
+	// Unclaimed are the external IPs in the network of an interface that are not this node's, with its name.
+	Unclaimed map[netip.Addr]string
+}
+
+// LookOut looks at the ways to addresses of a Service. sysctls is /proc/sys.
+func LookOut(ctx context.Context, sysctls string, to Places) (*Ways, error) {
+	links, err := host.Links()
+	if err != nil {
+		return nil, err
 	}
+	out := &Ways{Unreached: map[netip.Addr]string{}, Cut: map[netip.Addr]string{}, Silent: map[netip.Addr]string{}, Bridged: map[netip.Addr]string{},
+		Unclaimed: map[netip.Addr]string{}}
+	away, silent := map[plan.Family]bool{}, map[int]map[netip.Addr]bool{}
+	each := func(list []netip.Addr, without map[netip.Addr]string, routed func(netip.Addr, host.Route, host.Link) error) error {
+		for _, a := range list {
+			if err := ctx.Err(); err != nil {
+				return err
+			}
+			r, err := host.RouteTo(a, host.Way{})
+			var why syscall.Errno
+			switch {
+			case err == nil && !r.Local && len(r.Links) == 1:
+				err = routed(a, r, links[r.Links[0]])
+			case err != nil && errors.As(err, &why):
+				without[a], err = noRoute(why), nil
+			}
+			if err != nil {
+				return err
+			}
+		}
+		return nil
+	}
+	err = each(to.Endpoints, out.Unreached, func(a netip.Addr, r host.Route, l host.Link) (err error) {
+		away[plan.FamilyOf(a)] = true
+		hop := cmp.Or(r.Via, a)
+		if silent[l.Index] == nil {
+			if silent[l.Index], err = host.Silent(ctx, l.Index); err != nil {
+				return err
+			}
+		}
+		if silent[l.Index][hop] {
+			out.Silent[a] = fmt.Sprintf("%s at %s", hop, l.Name)
+		}
+		if l.Kind == "bridge" && hop == a && !bridgeFiltered(sysctls, l.Name, plan.FamilyOf(a)) {
+			out.Bridged[a] = l.Name
+		}
+		return nil
+	})
+	if err != nil {
+		return nil, err
+	}
+	if err := each(to.ClusterIPs, out.Cut, func(netip.Addr, host.Route, host.Link) error { return nil }); err != nil {
+		return nil, err
+	}
+	err = each(to.ExternalIPs, map[netip.Addr]string{}, func(a netip.Addr, r host.Route, l host.Link) error {
+		if !r.Via.IsValid() && l.Kind != "bridge" && l.Kind != "dummy" {
+			out.Unclaimed[a] = l.Name
+		}
+		return nil
+	})
 	for _, f := range plan.Families {
 		if away[f] && !forwards(sysctls, f) {
-			notForwarded = append(notForwarded, f)
+			out.NotForwarded = append(out.NotForwarded, f)
 		}
 	}
-	return unreached, notForwarded, nil
+	return out, err
+}
+
+// bridgeFiltered reports whether packets from one port of a bridge to another pass the rules of a family, so that their addresses are translated
+// (module br_netfilter).
+func bridgeFiltered(sysctls, bridge string, f plan.Family) bool {
+	name := map[plan.Family]string{plan.IPv4: "iptables", plan.IPv6: "ip6tables"}[f]
+	for _, setting := range []string{
+		filepath.Join(sysctls, "net/bridge/bridge-nf-call-"+name), filepath.Join("/sys/class/net", bridge, "bridge/nf_call_"+name),
+	} {
+		if text, err := os.ReadFile(setting); err == nil && strings.TrimSpace(string(text)) != "0" {
+			return true
+		}
+	}
+	return false
+}
+
+// Detour says in what the way of a client's packets to an endpoint differs from that of this node's own; "" if in nothing, or if that is not known.
+func Detour(from, to netip.Addr) string {
+	back, err := host.RouteTo(from, host.Way{})
+	own, failed := host.RouteTo(to, host.Way{})
+	if err != nil || failed != nil || back.Local || own.Local || len(back.Links) != 1 || len(own.Links) != 1 {
+		return ""
+	}
+	links, err := host.Links()
+	if err != nil {
+		return ""
+	}
+	say := func(r host.Route) string {
+		s := "by " + links[r.Links[0]].Name
+		if r.Via.IsValid() {
+			s += " via " + r.Via.String()
+		}
+		return s
+	}
+	r, err := host.RouteTo(to, host.Way{From: from, In: back.Links[0]})
+	switch {
+	case errors.Is(err, unix.ENETUNREACH):
+		return fmt.Sprintf("what this node sends there goes %s, but for what comes from %s there is no route (ip rule)", say(own), from)
+	case err == nil && len(r.Links) == 1 && (r.Links[0] != own.Links[0] || r.Via != own.Via):
+		return fmt.Sprintf("what comes from %s goes %s, and what this node sends there %s (ip rule)", from, say(r), say(own))
+	}
+	return ""
+}
+
+// By returns what tells the interface by which packets leave for an address; "" where that is not known, or it is the node's own.
+func By() func(netip.Addr) string {
+	links, err := host.Links()
+	return func(a netip.Addr) string {
+		r, failed := host.RouteTo(a, host.Way{})
+		if err != nil || failed != nil || r.Local || len(r.Links) != 1 {
+			return ""
+		}
+		return links[r.Links[0]].Name
+	}
+}
+
+// somewhere stands for a host outside: an address for documentation (RFC 5737).
+var somewhere = netip.MustParseAddr("198.51.100.7")
+
+// Uplink returns the interface of the default route of IPv4, by which packets of other hosts come on most nodes; "" if that is not known.
+func Uplink() string {
+	if r, err := host.RouteTo(somewhere, host.Way{}); err != nil || !r.Via.IsValid() {
+		return ""
+	}
+	return By()(somewhere)
 }
 
 // noRoute says why the kernel has no route.

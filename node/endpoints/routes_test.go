@@ -32,11 +32,11 @@ func TestLookOut(t *testing.T) {
 		for _, a := range list {
 			addrs = append(addrs, netip.MustParseAddr(a))
 		}
-		unreached, notForwarded, err := LookOut(t.Context(), "/proc/sys", addrs)
+		found, err := LookOut(t.Context(), "/proc/sys", Places{Endpoints: addrs})
 		if err != nil {
 			t.Fatal(err)
 		}
-		return result{unreached, notForwarded}
+		return result{found.Unreached, found.NotForwarded}
 	}
 	forward := func(setting, value string) {
 		t.Helper()
@@ -67,5 +67,79 @@ func TestLookOut(t *testing.T) {
 	forward("ipv4/conf/eth0/forwarding", "1")
 	if got := look("10.244.1.5"); len(got.notForwarded) > 0 {
 		t.Errorf("from one interface: %+v", got)
+	}
+}
+
+// TestLookOutNeighbours: next hops that do not answer, bridges whose packets pass no rule, cluster IPs that this node can't send to, and external IPs that
+// nobody may have.
+func TestLookOutNeighbours(t *testing.T) {
+	nstest.Enter(t)
+	for _, line := range []string{
+		"link set lo up", "link add eth0 type veth peer name far", "link set eth0 up", "link set far up", "addr add 192.0.2.1/24 dev eth0",
+		"link add cni0 type bridge", "link set cni0 up", "addr add 10.244.1.1/24 dev cni0", "route add 10.244.2.0/24 via 192.0.2.9", "route add 10.244.3.0/24 via 192.0.2.8",
+		"neigh add 192.0.2.9 dev eth0 nud failed", "neigh add 192.0.2.8 dev eth0 lladdr 02:00:00:00:00:01 nud reachable", "neigh add 10.244.1.23 dev cni0 nud incomplete",
+	} {
+		nstest.Exec(t, "ip", strings.Fields(line)...)
+	}
+	at := netip.MustParseAddr
+	look := func(sysctls string) *Ways {
+		t.Helper()
+		found, err := LookOut(t.Context(), sysctls, Places{
+			Endpoints:  []netip.Addr{at("10.244.1.5"), at("10.244.1.23"), at("10.244.2.5"), at("10.244.3.5")},
+			ClusterIPs: []netip.Addr{at("10.96.0.10")}, ExternalIPs: []netip.Addr{at("192.0.2.240"), at("192.0.2.1"), at("203.0.113.1")},
+		})
+		if err != nil {
+			t.Fatal(err)
+		}
+		return found
+	}
+	sysctls := t.TempDir()
+	bridges := filepath.Join(sysctls, "net/bridge")
+	if err := os.MkdirAll(bridges, 0o755); err != nil {
+		t.Fatal(err)
+	}
+	want := &Ways{
+		Unreached: map[netip.Addr]string{}, Cut: map[netip.Addr]string{at("10.96.0.10"): "network is unreachable"},
+		Silent:    map[netip.Addr]string{at("10.244.1.23"): "10.244.1.23 at cni0", at("10.244.2.5"): "192.0.2.9 at eth0"},
+		Bridged:   map[netip.Addr]string{at("10.244.1.5"): "cni0", at("10.244.1.23"): "cni0"},
+		Unclaimed: map[netip.Addr]string{at("192.0.2.240"): "eth0"},
+	}
+	if got := look(sysctls); !reflect.DeepEqual(got, want) {
+		t.Errorf("%+v, want %+v", got, want)
+	}
+	if err := os.WriteFile(filepath.Join(bridges, "bridge-nf-call-iptables"), []byte("1\n"), 0o644); err != nil {
+		t.Fatal(err)
+	}
+	nstest.Exec(t, "ip", "route", "add", "default", "via", "192.0.2.8")
+	want.Bridged, want.Cut = map[netip.Addr]string{}, map[netip.Addr]string{}
+	if got := look(sysctls); !reflect.DeepEqual(got, want) {
+		t.Errorf("with br_netfilter and a default route: %+v, want %+v", got, want)
+	}
+	if name := Uplink(); name != "eth0" {
+		t.Errorf("packets from outside come by %q", name)
+	}
+}
+
+// TestDetour: policy routing sends the packets of some clients another way.
+func TestDetour(t *testing.T) {
+	nstest.Enter(t)
+	for _, line := range []string{
+		"link set lo up", "link add eth0 type veth peer name far", "link set eth0 up", "link set far up", "addr add 192.0.2.1/24 dev eth0",
+		"link add pod1 type veth peer name pod", "link set pod1 up", "link set pod up", "route add 10.244.1.5/32 dev pod1", "route add 10.244.1.6/32 dev pod1",
+		"route add 10.244.2.0/24 via 192.0.2.2", "rule add from 10.244.1.5 lookup 200", "route add default via 192.0.2.254 table 200",
+		"rule add from 10.244.1.7 lookup 201", "route add 10.244.1.7/32 dev pod1", "route add throw default table 201",
+	} {
+		nstest.Exec(t, "ip", strings.Fields(line)...)
+	}
+	if err := os.WriteFile("/proc/sys/net/ipv4/ip_forward", []byte("1"), 0); err != nil {
+		t.Fatal(err)
+	}
+	for from, want := range map[string]string{
+		"10.244.1.5": "what comes from 10.244.1.5 goes by eth0 via 192.0.2.254, and what this node sends there by eth0 via 192.0.2.2 (ip rule)",
+		"10.244.1.6": "", "192.0.2.1": "", "10.244.1.7": "",
+	} {
+		if got := Detour(netip.MustParseAddr(from), netip.MustParseAddr("10.244.2.5")); got != want {
+			t.Errorf("from %s: %q, want %q", from, got, want)
+		}
 	}
 }

@@ -63,8 +63,12 @@ func only(entries map[string]string, keep []string) map[string]string {
 }
 
 func stripService(s *v1.Service) *v1.Service {
+	annotations := serviceAnnotations
+	if key := source.ProxyProtocol(s.Annotations); key != "" {
+		annotations = append(annotations[:len(annotations):len(annotations)], key)
+	}
 	out := &v1.Service{
-		ObjectMeta: stripMeta(&s.ObjectMeta, serviceLabels, serviceAnnotations),
+		ObjectMeta: stripMeta(&s.ObjectMeta, serviceLabels, annotations),
 		Spec: v1.ServiceSpec{
 			Type:                     s.Spec.Type,
 			ClusterIP:                s.Spec.ClusterIP,
