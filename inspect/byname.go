@@ -68,6 +68,7 @@ func (c *diagnosis) headless() {
 		match = append(match, p.Name)
 	}
 	switch {
+	case len(match) == 0 && ending && c.d.PublishNotReady:
 	case len(match) == 0 && ending:
 		c.add(problem, NoneReady, "wait for new Pods, or find out why there are none: "+c.pods("-o wide"),
 			"All Pods that the selector %s matches are terminating, so the name of the Service has no addresses in DNS.", selector(c.d.Selector))

@@ -77,6 +77,8 @@ type Ways struct {
 	Silent map[netip.Addr]string
 	// Bridged are the endpoints at a bridge of which packets from one port to another pass no rule, with its name.
 	Bridged map[netip.Addr]string
+	// NotForwardedBy is the interface of the default route, if the node forwards no packets that come by it, but others.
+	NotForwardedBy string
 	// Unclaimed are the external IPs in the network of an interface that are not this node's, with its name.
 	Unclaimed map[netip.Addr]string
 }
@@ -92,8 +94,9 @@ type Blocking struct {
 	Certain bool
 	// Untracked says that the rule does not drop it, but keeps it from being tracked, so that nothing translates it.
 	Untracked bool
-	// Unmasqueraded says that the rule does not drop it, but keeps its source from being translated.
-	Unmasqueraded bool
+	// Unmasqueraded says that the rule does not drop it, but keeps its source from being translated, and Diverted that it decides first about its
+	// destination.
+	Unmasqueraded, Diverted bool
 	// Policy is true if no rule drops it but the policy of the chain that is Place.
 	Policy bool
 }
@@ -165,6 +168,7 @@ const (
 	Bridged          = "Bridged"          // packets within a bridge pass no rule
 	Unclaimed        = "Unclaimed"        // nobody may have an external IP
 	Unanswered       = "Unanswered"       // connections on which nothing comes back
+	Diverted         = "Diverted"         // another program's rule translates the destination first, or has nothing translate it
 	Unmasqueraded    = "Unmasqueraded"    // another program's rule keeps the source from being translated
 	NotForwarded     = "NotForwarded"     // this node does not forward packets
 	Untracked        = "Untracked"        // another program's rule keeps the traffic from being tracked
@@ -361,7 +365,7 @@ func (c *checks) flows(ctx context.Context) {
 		}
 		if u := flows[a].Unanswered; u > 0 {
 			text += fmt.Sprintf(" (%d without an answer)", u)
-			result = severer(result, c.unanswered(a, flows[a]))
+			result = severer(result, c.unanswered(a, flows[a], current[a]))
 		}
 		words = append(words, text)
 	}
@@ -384,18 +388,20 @@ func (c *checks) flows(ctx context.Context) {
 // manyUnanswered is how many connections to an endpoint are not in their first moment by chance, where none of them is answered.
 const manyUnanswered = 3
 
-// unanswered is about connections to an endpoint on which nothing has come back, and returns how bad that is: a few may have begun just now.
-func (c *checks) unanswered(endpoint netip.AddrPort, f Flows) (severity string) {
+// unanswered is about connections to an endpoint on which nothing has come back, and returns how bad that is: a few may have begun just now, and those to
+// what was an endpoint before.
+func (c *checks) unanswered(endpoint netip.AddrPort, f Flows, current bool) (severity string) {
 	severity = note
 	switch {
-	case f.Unanswered == f.Open && f.Open >= manyUnanswered:
+	case current && f.Unanswered == f.Open && f.Open >= manyUnanswered:
 		severity = problem
 	case 20*f.Unanswered < f.Open: // As on any busy endpoint.
 		return ok
 	}
-	to, detour := "endpoint "+endpoint.String(), ""
+	to, detour := endpoint.String(), ""
+	do := "see whether the packets get there, and whether the answers come back to this node: tcpdump -ni any host " + endpoint.Addr().String() + "; such entries stay for two minutes after their cause is gone"
 	if !endpoint.IsValid() {
-		to = "no endpoint"
+		to, do = "no endpoint", "find out why they are not translated: nodeproxy trace --live"
 	}
 	var clients []string
 	for _, from := range f.Clients {
@@ -406,7 +412,7 @@ func (c *checks) unanswered(endpoint netip.AddrPort, f Flows) (severity string) 
 			}
 		}
 	}
-	c.diagnose(severity, Unanswered, "see whether the packets get there, and whether the answers come back to this node: tcpdump -ni any host "+endpoint.Addr().String(),
+	c.diagnose(severity, Unanswered, do,
 		"%d of the %d tracked connections to %s %s without an answer, from %s%s.", f.Unanswered, f.Open, to, are(f.Unanswered), some(clients), detour)
 	return severity
 }
@@ -511,6 +517,11 @@ func (c *checks) blocking(ctx context.Context) {
 		if b.Unmasqueraded {
 			c.diagnose(severity, Unmasqueraded, "let its owner except what is marked to be masqueraded, or put the rule behind the jump to KUBE-POSTROUTING",
 				"A rule of another program ends the chain before what is for %s can be masqueraded: \"%s\" in %s. Endpoints on other nodes answer past this node, and those connections hang.", b.What, b.Rule, b.Place)
+			continue
+		}
+		if b.Diverted {
+			c.diagnose(severity, Diverted, "remove it, or have its owner except this traffic",
+				"A rule of another program decides first about %s, so that it does not get to the endpoints: \"%s\" in %s.", b.What, b.Rule, b.Place)
 			continue
 		}
 		if b.Policy {
@@ -659,12 +670,18 @@ func (c *checks) ways(ctx context.Context) {
 		return
 	}
 	c.notForwarded(w.NotForwarded)
+	if w.NotForwardedBy != "" {
+		setting := "net.ipv4.conf." + w.NotForwardedBy + ".forwarding"
+		c.found("forwarding", problem, "%s is 0", setting)
+		c.diagnose(problem, NotForwarded, "set "+setting+" to 1, and see what has cleared it",
+			"This node does not forward what comes by %s (%s is 0): connections from there to endpoints elsewhere or in Pods fail.", w.NotForwardedBy, setting)
+	}
 	if n := len(w.Unreached); n > 0 {
 		addrs, list := listed(w.Unreached, "%s (%s)")
 		c.found(name, problem, "none to %d of %s", n, of)
 		c.diagnose(problem, NoRoute, "see whether the network plugin runs on this node and on theirs: ip route get "+addrs[0].String(),
 			"The kernel has no route to %d of %s, and connections that go there fail: %s.", n, of, some(list))
-	} else if len(w.NotForwarded) == 0 {
+	} else if len(w.NotForwarded) == 0 && w.NotForwardedBy == "" {
 		each := of
 		if all > 1 {
 			each = "each of " + of
@@ -714,7 +731,15 @@ func (c *checks) notForwarded(families []plan.Family) {
 
 // bridged is about endpoints whose answers to Pods of the same bridge pass no rule, so that nothing translates them back.
 func (c *checks) bridged(at map[netip.Addr]string) {
-	if len(at) == 0 || c.masqueradeAll {
+	here := map[netip.Addr]string{}
+	for _, sp := range c.ports {
+		for _, ep := range sp.All() {
+			if name := at[ep.Addr.Addr()]; name != "" && ep.Local { // Of others, it is a bridge to other nodes.
+				here[ep.Addr.Addr()] = name
+			}
+		}
+	}
+	if at = here; len(at) == 0 || c.masqueradeAll {
 		return
 	}
 	addrs, list := listed(at, "%s (%s)")

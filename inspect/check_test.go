@@ -72,13 +72,13 @@ func TestCheck(t *testing.T) {
 			return map[netip.AddrPort]Flows{endpoint: {Open: 4, Unanswered: 4, Clients: []netip.Addr{netip.MustParseAddr("192.0.2.50")}}}, nil
 		}, Detour: func(from, to netip.Addr) string { return "what comes from " + from.String() + " goes by eth1" }},
 			check: "connections: problem: 4 tracked: 4 to 10.244.0.8:8080 (4 without an answer)",
-			what:  "4 of the 4 tracked connections to endpoint 10.244.0.8:8080 are without an answer, from 192.0.2.50; what comes from 192.0.2.50 goes by eth1.",
-			do:    "see whether the packets get there, and whether the answers come back to this node: tcpdump -ni any host 10.244.0.8", problem: true},
+			what:  "4 of the 4 tracked connections to 10.244.0.8:8080 are without an answer, from 192.0.2.50; what comes from 192.0.2.50 goes by eth1.",
+			do:    "see whether the packets get there, and whether the answers come back to this node: tcpdump -ni any host 10.244.0.8; such entries stay for two minutes after their cause is gone", problem: true},
 		"some connections without an answer": {reality: Reality{Flows: func(context.Context, []*plan.ServicePort) (map[netip.AddrPort]Flows, error) {
 			return map[netip.AddrPort]Flows{endpoint: {Open: 4, Unanswered: 1, Clients: []netip.Addr{netip.MustParseAddr("192.0.2.50")}}}, nil
 		}},
 			check: "connections: note: 4 tracked: 4 to 10.244.0.8:8080 (1 without an answer)",
-			what:  "1 of the 4 tracked connections to endpoint 10.244.0.8:8080 is without an answer, from 192.0.2.50."},
+			what:  "1 of the 4 tracked connections to 10.244.0.8:8080 is without an answer, from 192.0.2.50."},
 		"a busy endpoint": {reality: Reality{Flows: func(context.Context, []*plan.ServicePort) (map[netip.AddrPort]Flows, error) {
 			return map[netip.AddrPort]Flows{endpoint: {Open: 100, Unanswered: 1, Clients: []netip.Addr{netip.MustParseAddr("192.0.2.50")}}}, nil
 		}},
@@ -96,7 +96,7 @@ func TestCheck(t *testing.T) {
 			what: "What this node itself sends to the cluster IP fails before it meets any rule, since the kernel has no route there: 10.96.0.8 (network is unreachable). " +
 				"Pods are not concerned.", problem: true},
 		"a bridge": {reality: Reality{Ways: func(_ context.Context, to Places) (*Ways, error) {
-			return &Ways{Bridged: map[netip.Addr]string{to.Endpoints[0]: "cni0"}}, nil
+			return &Ways{Bridged: map[netip.Addr]string{to.Endpoints[0]: "cni0", to.Endpoints[1]: "cni0"}}, nil
 		}},
 			check: "routes to endpoints: ok: there is one to each of the 2 endpoints in use\nbridges: problem: net.bridge.bridge-nf-call-iptables is 0 or missing",
 			what: "What goes from Pod to Pod within a bridge passes no rule (net.bridge.bridge-nf-call-iptables is 0, or the module br_netfilter is not loaded): a Pod that connects to the " +
@@ -113,6 +113,15 @@ func TestCheck(t *testing.T) {
 			check: "rules of other programs: problem: chain POSTROUTING of table ip nat: ip daddr 10.0.0.0/8 accept",
 			what: `A rule of another program ends the chain before what is for endpoint 10.244.1.5:8080 from outside can be masqueraded: "ip daddr 10.0.0.0/8 accept" in chain POSTROUTING ` +
 				"of table ip nat. Endpoints on other nodes answer past this node, and those connections hang.", problem: true},
+		"a rule that decides first": {reality: Reality{Blocking: func(context.Context, []*plan.ServicePort) ([]Blocking, error) {
+			return []Blocking{{Rule: "tcp dport 30080 translate", Place: "chain PREROUTING of table ip nat", What: "the node port 30080/TCP from pods and other hosts", Certain: true, Diverted: true}}, nil
+		}},
+			check: "rules of other programs: problem: chain PREROUTING of table ip nat: tcp dport 30080 translate",
+			what: `A rule of another program decides first about the node port 30080/TCP from pods and other hosts, so that it does not get to the endpoints: "tcp dport 30080 translate" ` +
+				"in chain PREROUTING of table ip nat.", problem: true},
+		"an interface whose packets are not forwarded": {reality: Reality{Ways: func(context.Context, Places) (*Ways, error) { return &Ways{NotForwardedBy: "eth0"}, nil }},
+			check: "forwarding: problem: net.ipv4.conf.eth0.forwarding is 0",
+			what:  "This node does not forward what comes by eth0 (net.ipv4.conf.eth0.forwarding is 0): connections from there to endpoints elsewhere or in Pods fail.", problem: true},
 		"room for connections": {reality: Reality{Tracked: func() (TrackedFlows, error) { return TrackedFlows{899, 1000}, nil }},
 			check: "connection tracking: ok: 899 of at most 1000 flows of all programs"},
 		"little room for connections": {reality: Reality{Tracked: func() (TrackedFlows, error) { return TrackedFlows{900, 1000}, nil }},

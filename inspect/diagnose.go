@@ -76,10 +76,12 @@ const (
 
 // diagnosis collects the diagnoses of one Service.
 type diagnosis struct {
-	d      *proxier.Description
-	list   []Diagnosis
-	listed map[Diagnosis]struct{} // what is in list
-	taken  map[[2]string]struct{} // frontends that other Services have, with the other's name
+	// onlyProxied is true where no other Services are known than those that a proxy may have.
+	onlyProxied bool
+	d           *proxier.Description
+	list        []Diagnosis
+	listed      map[Diagnosis]struct{} // what is in list
+	taken       map[[2]string]struct{} // frontends that other Services have, with the other's name
 	// readPods is Node.Pods until it has been asked; then allPods are what it returned.
 	readPods  func(namespace string) ([]*v1.Pod, error)
 	allPods   []*v1.Pod
@@ -111,7 +113,7 @@ func (c *diagnosis) add(severity, code, do, what string, args ...any) {
 
 // diagnose returns what is wrong with a Service, problems first.
 func (n *Node) diagnose(d *proxier.Description, own *plan.Plan, programmed *plan.Snapshot, refused map[plan.Key]plan.Refusal) []Diagnosis {
-	c := &diagnosis{d: d, list: []Diagnosis{}, taken: map[[2]string]struct{}{}, readPods: n.Pods, elsewhere: sync.OnceValue(n.elsewhere), others: n.otherFindings()}
+	c := &diagnosis{d: d, list: []Diagnosis{}, onlyProxied: n.OnlyProxied, taken: map[[2]string]struct{}{}, readPods: n.Pods, elsewhere: sync.OnceValue(n.elsewhere), others: n.otherFindings()}
 	if n.ServiceFile != nil {
 		c.file = n.ServiceFile(d.Service.Namespace, d.Service.Name)
 	}
@@ -140,6 +142,9 @@ func (n *Node) diagnose(d *proxier.Description, own *plan.Plan, programmed *plan
 func (c *diagnosis) service() {
 	svc := c.d.Service
 	switch {
+	case !c.d.Exists && c.onlyProxied:
+		c.add(note, NoService, fmt.Sprintf("see whether there is one: kubectl -n %s get service %s", svc.Namespace, svc.Name),
+			"EndpointSlices name the Service %s. There is none, or it is headless, an ExternalName, or another proxy's, and not for nodeproxy.", svc)
 	case !c.d.Exists:
 		c.add(problem, NoService, fmt.Sprintf("create it, or delete what has the label kubernetes.io/service-name=%s: kubectl -n %s get endpointslices -l kubernetes.io/service-name=%s",
 			svc.Name, svc.Namespace, svc.Name),
@@ -246,12 +251,6 @@ func (c *diagnosis) addresses(sp *plan.ServicePort) {
 	if has(sp, plan.NodePort) {
 		c.add(note, SourceRanges, "set spec.allocateLoadBalancerNodePorts to false if the load balancer needs no node ports", "The source ranges do not limit who may reach the node ports.")
 	}
-	for _, other := range c.d.ServicePorts {
-		if has(other, plan.LoadBalancerIP) && len(other.SourceRanges) == 0 {
-			c.add(note, SourceRanges, "add a range of this family, if they are to be limited too",
-				"No source range is of %s, so every client may reach the load balancer IPs of that family.", other.Key.Family)
-		}
-	}
 }
 
 // nameNode is what to do where no Node of this node's name is known.
@@ -263,8 +262,18 @@ func (c *diagnosis) node(sp *plan.ServicePort, own *plan.Plan) {
 	for _, f := range sp.Frontends {
 		if !nodePortNowhere(own, sp, f) {
 			ranges := own.Settings.NodePortAddresses.Ranges(family, own.Node)
-			here := func(r netip.Prefix) bool { return !r.IsSingleIP() || !c.elsewhere()(r.Addr()) }
-			if f.Kind == plan.NodePort && len(ranges) > 0 && !slices.ContainsFunc(ranges, here) {
+			wide := false
+			here := func(r netip.Prefix) bool {
+				if r.IsSingleIP() {
+					return !c.elsewhere()(r.Addr())
+				}
+				wide = true
+				return slices.ContainsFunc(own.Node.IPs, r.Contains)
+			}
+			if none := f.Kind == plan.NodePort && len(ranges) > 0 && !slices.ContainsFunc(ranges, here); none && wide {
+				c.add(note, NodePortsNowhere, "correct nodePortAddresses, unless this machine has other addresses that are meant",
+					"None of the Node's addresses is in nodePortAddresses, to which node ports are limited%s: %s answers only at addresses in %s.", c.name(sp), f, rangesOf(ranges))
+			} else if none {
 				c.add(problem, NodePortsNowhere, "correct status.addresses of the Node (--node-ip of the kubelet), or set nodePortAddresses otherwise",
 					"Nothing answers at %s of this node%s: node ports are limited to addresses that this machine does not have (nodePortAddresses): %s.",
 					f, c.name(sp), addressesOf(ranges))
@@ -292,7 +301,11 @@ func (c *diagnosis) podRange(sp *plan.ServicePort, own *plan.Plan) {
 	elsewhere := func(ep plan.Endpoint) bool { return !ep.Local }
 	switch {
 	case d.Implemented(family) && d.Mode == plan.DetectClusterCIDR && local && d.CIDR(family).Contains(own.Node.IP(family)) && slices.ContainsFunc(sp.Endpoints.Cluster, elsewhere):
-		c.add(problem, NodesCountAsPods, "set clusterCIDR to the range of the Pods' addresses alone (spec.podCIDRs of all Nodes are in it)",
+		severity := note // Where Pods and hosts share a network, answers find their way.
+		if c.d.PodCIDRs {
+			severity = problem
+		}
+		c.add(severity, NodesCountAsPods, "set clusterCIDR to the range of the Pods' addresses alone (spec.podCIDRs of all Nodes are in it)",
 			"clusterCIDR %s holds this node's own address %s, too, so that other hosts of that range count as Pods%s: externalTrafficPolicy Local does not apply to them, and what they send to endpoints "+
 				"on other nodes is not masqueraded, and answered past this node.", d.CIDR(family), own.Node.IP(family), c.name(sp))
 	case d.Implemented(family):
@@ -312,6 +325,14 @@ func (c *diagnosis) podRange(sp *plan.ServicePort, own *plan.Plan) {
 		c.add(note, PodsNotTold, "add the range of the pods' addresses of this family to clusterCIDR (a comma-separated pair)",
 			"clusterCIDR is %s and has no %s range, so pods are not told from other clients%s: %s.", d.CIDRs[0], family, c.name(sp), does)
 	}
+}
+
+func rangesOf(ranges []netip.Prefix) string {
+	var out []string
+	for _, r := range ranges {
+		out = append(out, r.String())
+	}
+	return some(out)
 }
 
 func addressesOf(ranges []netip.Prefix) string {
@@ -357,8 +378,12 @@ func (c *diagnosis) endpoints(sp *plan.ServicePort, node plan.Node) {
 		}
 	}
 	if len(published) > 0 {
-		c.add(note, NotServing, pods, "%d of %d endpoints %s not serving, but published (spec.publishNotReadyAddresses), so that new connections go there, too%s: %s.",
-			len(published), len(list), are(len(published)), c.name(sp), some(published))
+		why := ""
+		if c.d.PublishNotReady {
+			why = " (spec.publishNotReadyAddresses)"
+		}
+		c.add(note, NotServing, pods, "%d of %d endpoints %s not serving, but published as ready%s, so that new connections go there, too%s: %s.",
+			len(published), len(list), are(len(published)), why, c.name(sp), some(published))
 	}
 	ready := slices.ContainsFunc(list, func(ep topology.Endpoint) bool { return ep.Ready })
 	if used := sp.All(); len(used) > 0 && !slices.ContainsFunc(used, func(ep plan.Endpoint) bool { return !ep.Terminating }) {
@@ -371,6 +396,16 @@ func (c *diagnosis) endpoints(sp *plan.ServicePort, node plan.Node) {
 		}
 		c.add(problem, OnlyTerminating, "find out why no new Pod becomes ready: "+pods,
 			"No endpoint is ready. What is terminating but still serves gets the traffic until it ends%s: %s.", c.name(sp), endpointCount(len(used)))
+	}
+	if local := sp.Endpoints.Local; ready && sp.ExternalPolicy == plan.Local && sp.HasExternal() && len(sp.Endpoints.Cluster) > 0 && len(local) > 0 &&
+		!slices.ContainsFunc(local, func(ep plan.Endpoint) bool { return !ep.Terminating }) && slices.ContainsFunc(sp.Endpoints.Cluster, func(ep plan.Endpoint) bool { return !ep.Terminating }) {
+		severity := problem
+		if c.d.Type == "LoadBalancer" { // Its health check node port tells the load balancer so.
+			severity = note
+		}
+		c.add(severity, OnlyTerminating, "find out why no new Pod becomes ready on this node: "+pods,
+			"No endpoint on this node is ready, and externalTrafficPolicy is Local. What is terminating here but still serves gets what comes from outside until it ends%s: %s.",
+			c.name(sp), endpointCount(len(local)))
 	}
 	c.local(sp, node)
 	c.hints(sp, list, node)
@@ -419,11 +454,11 @@ func (c *diagnosis) listedTwice(sp *plan.ServicePort) {
 	for _, e := range c.d.Entries(sp.Key) {
 		entries[e.Addr] = append(entries[e.Addr], e)
 	}
-	state := func(e topology.Endpoint) string { return explainEndpoint(sp, e).condition() }
+	state := func(e topology.Endpoint) string { return Endpoint{Conditions: conditions(e)}.condition() }
 	named := 0
 	for _, addr := range slices.SortedFunc(maps.Keys(entries), netip.AddrPort.Compare) {
 		list := entries[addr]
-		if !slices.ContainsFunc(list, func(e proxier.Entry) bool { return state(e.Endpoint) != state(list[0].Endpoint) }) {
+		if len(list) == 1 || !slices.ContainsFunc(list, func(e proxier.Entry) bool { return state(e.Endpoint) != state(list[0].Endpoint) }) {
 			continue
 		}
 		if named++; named > mostListed {
@@ -483,7 +518,7 @@ func (c *diagnosis) noEndpoints(sp *plan.ServicePort) {
 			"The Service has no endpoints, so connections are refused%s: it has no EndpointSlice.", c.name(sp))
 	case !any && len(c.d.Selector) > 0:
 		c.add(problem, NoEndpoints, "compare the selector with the labels of the Pods: "+c.pods("--show-labels"),
-			"The Service has no endpoints, so connections are refused%s: no Pod that its selector %s matches has an address.", c.name(sp), selector(c.d.Selector))
+			"The Service has no endpoints, so connections are refused%s: the EndpointSlices have no Pod that its selector %s matches, or not yet.", c.name(sp), selector(c.d.Selector))
 	case !any:
 		const what = "The Service has no endpoints, so connections are refused%s. It has no selector either, "
 		unused, alike := c.unusedEndpoints()
@@ -497,7 +532,7 @@ func (c *diagnosis) noEndpoints(sp *plan.ServicePort) {
 		c.add(problem, NoEndpoints, fmt.Sprintf("give it a selector, or create an EndpointSlice with the label kubernetes.io/service-name=%s", sp.Key.Service.Name),
 			what+"so nobody creates them.", c.name(sp))
 	case !family:
-		c.add(problem, OtherFamily, "give the Service the family of its Pods alone (spec.ipFamilies, with ipFamilyPolicy SingleStack), or the Pods addresses of both",
+		c.add(problem, OtherFamily, otherFamily,
 			"The Service has an %s cluster IP, but all of its endpoints are of the other address family, so connections are refused.", sp.Key.Family)
 	default:
 		slices.Sort(ports)
@@ -526,6 +561,9 @@ func (c *diagnosis) noEndpoints(sp *plan.ServicePort) {
 	}
 }
 
+// otherFamily is what to do where Pods lack addresses of a family that the Service has.
+const otherFamily = "give the Service the family of its Pods alone (spec.ipFamilies, with ipFamilyPolicy SingleStack), or the Pods addresses of both"
+
 // portName is the name of a port, in quotes; that of the only port may be empty.
 func portName(name string) string {
 	if name == "" {
@@ -537,13 +575,19 @@ func portName(name string) string {
 // unusedEndpoints are findings about EndpointSlices and Endpoints of the Service's namespace that are not used, and those of them whose names begin
 // with the Service's.
 func (c *diagnosis) unusedEndpoints() (all, alike []string) {
+	said := map[source.Finding]bool{}
 	for _, f := range slices.Concat(c.others, c.d.Unused) {
 		kind, name, _ := strings.Cut(f.Object, " ")
 		name, here := strings.CutPrefix(name, c.d.Service.Namespace+"/")
-		if !here || kind != "EndpointSlice" && kind != "Endpoints" {
+		if !here || kind != "EndpointSlice" && kind != "Endpoints" || f.Effect != source.NotForProxy && !f.LeftOut {
 			continue
 		}
-		all = append(all, f.String())
+		text, nowhere := f.String(), f
+		if nowhere.Where = ""; said[nowhere] { // The source has said it, too.
+			continue
+		}
+		said[nowhere] = true
+		all = append(all, text)
 		if strings.HasPrefix(name, c.d.Service.Name) {
 			alike = append(alike, f.String())
 		}
@@ -579,9 +623,12 @@ func (c *diagnosis) local(sp *plan.ServicePort, node plan.Node) {
 	if !c.d.NodeKnown {
 		orName = fmt.Sprintf("; if this node has a Node of another name than %s, give that with --hostname-override", node.Name)
 	}
-	short := func(name string) string { first, _, _ := strings.Cut(name, "."); return strings.ToLower(first) }
+	full := func(long, short string) bool {
+		return strings.HasPrefix(strings.ToLower(long), strings.ToLower(short)+".")
+	}
 	for _, ep := range c.d.Endpoints(sp.Key) {
-		if ep.Node != node.Name && short(ep.Node) == short(node.Name) {
+		_, address := netip.ParseAddr(ep.Node)
+		if address != nil && (full(ep.Node, node.Name) || full(node.Name, ep.Node) || ep.Node != node.Name && strings.EqualFold(ep.Node, node.Name)) {
 			orName = fmt.Sprintf("; if the endpoints' node %s is this one, give its name with --hostname-override in place of %s", ep.Node, node.Name)
 			break
 		}
@@ -653,6 +700,12 @@ func (c *diagnosis) hints(sp *plan.ServicePort, list []topology.Endpoint, node p
 		}
 		used := len(sp.Endpoints.Cluster)
 		text := fmt.Sprintf("Hints leave %s to other %s, so this node sends nothing there%s.", endpointCount(left), where, c.name(sp))
+		local := func(ex plan.Exclusion) bool {
+			return ex.Policy == plan.Cluster && ex.Reason == reason && slices.ContainsFunc(sp.Endpoints.Local, func(ep plan.Endpoint) bool { return ep.Addr == ex.Addr })
+		}
+		if slices.ContainsFunc(sp.Excluded, local) {
+			text = fmt.Sprintf("Hints leave %s to other %s, so this node sends nothing there but what policy Local is for%s.", endpointCount(left), where, c.name(sp))
+		}
 		if reason == plan.NotForThisZone && 2*used*len(zones) <= used+left { // Half of an equal share, or less.
 			text += fmt.Sprintf(" All traffic of zone %s goes to %d of %d endpoints.", node.Zone, used, used+left)
 			do = "if that is too much for what runs there, spread the Pods over the zones (topologySpreadConstraints), or do without spec.trafficDistribution"
@@ -660,8 +713,9 @@ func (c *diagnosis) hints(sp *plan.ServicePort, list []topology.Endpoint, node p
 		c.add(note, HintsHonoured, do, "%s", text)
 		return
 	}
+	byNode := func(ep topology.Endpoint) bool { return ep.Ready && slices.Contains(ep.ForNodes, node.Name) }
 	switch {
-	case len(sp.Endpoints.Cluster) == 0 || hinted == 0 || zones[node.Zone] && hinted == ready:
+	case len(sp.Endpoints.Cluster) == 0 || hinted == 0 || zones[node.Zone] && hinted == ready || slices.ContainsFunc(list, byNode):
 	case hinted < ready:
 		c.add(note, HintsNotHonoured, "", "%d of %d ready endpoints %s zone hints, so hints do not count and all of them get traffic%s.", ready-hinted, ready, map[bool]string{true: "lacks", false: "lack"}[ready-hinted == 1], c.name(sp))
 	case node.Zone == "" && !c.d.NodeKnown:
@@ -690,7 +744,7 @@ func (c *diagnosis) kernel(sp *plan.ServicePort, programmed *plan.Snapshot, refu
 		first, _, _ := strings.Cut(r.String(), "\n") // Of an input for iptables, the rest quotes what was refused.
 		c.add(problem, RefusedByKernel, "see what the kernel lacks or has run out of (dmesg); all other Services go on", "%s; %s.", upper(first), r.Effect())
 	case Pending:
-		c.add(problem, NotYetProgrammed, "wait a moment; if it stays so, nodeproxy's log says why it can't write",
+		c.add(note, NotYetProgrammed, "wait a moment; if it stays so, nodeproxy's log says why it can't write",
 			"The latest change of the Service is not in the kernel yet%s.", c.name(sp))
 	}
 }

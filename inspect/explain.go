@@ -40,7 +40,9 @@ type PortExplanation struct {
 	ServicePort
 	TargetPort string                `json:"targetPort,omitempty"`
 	Frontends  []FrontendExplanation `json:"frontends,omitzero"`
-	Endpoints  []Endpoint            `json:"endpoints"`
+	// MoreFrontends is how many are not among these, where there are very many.
+	MoreFrontends int        `json:"moreFrontends,omitempty"`
+	Endpoints     []Endpoint `json:"endpoints"`
 }
 
 // FrontendExplanation is what happens to the traffic that reaches a frontend.
@@ -55,12 +57,24 @@ type Verdict struct {
 	From []string `json:"from"`
 	// Action is forward, reject, drop or pass.
 	Action string `json:"action"`
-	// Endpoints are those that may be chosen, and Masqueraded those of them that see an address of this node as the client's.
-	Endpoints   []string `json:"endpoints,omitempty"`
-	Masqueraded []string `json:"masqueraded,omitempty"`
+	// Endpoints are those that may be chosen, and Masqueraded those of them that see an address of this node as the client's. Of very many, these are
+	// the first: there are Chosen and MasqueradedTo of them.
+	Endpoints     []string `json:"endpoints,omitempty"`
+	Masqueraded   []string `json:"masqueraded,omitempty"`
+	Chosen        int      `json:"chosen,omitempty"`
+	MasqueradedTo int      `json:"masqueradedTo,omitempty"`
 	// Reasons say why, in order.
 	Reasons []string `json:"reasons"`
+
+	targets []plan.Target
 }
+
+// What is explained of a Service is bounded: its owner may give it thousands of frontends with thousands of endpoints each.
+const (
+	mostFrontends      = 64  // of a ServicePort
+	mostFrontendsInAll = 256 // of a Service
+	mostChosen         = 64  // endpoints of a verdict
+)
 
 // Endpoint is an endpoint of a ServicePort, with what this node does with it.
 type Endpoint struct {
@@ -104,8 +118,11 @@ func (n *Node) Explain(svc plan.Service) (*Explanation, error) {
 		Namespace: svc.Namespace, Name: svc.Name, Node: own.Node.Name, Zone: own.Node.Zone, Mode: n.Mode, Type: d.Type,
 		Selector: selector(d.Selector), Ports: []PortExplanation{},
 	}
+	frontends := mostFrontendsInAll
 	for _, sp := range d.ServicePorts {
-		out.Ports = append(out.Ports, explainPort(d, own, sp, programmed, refused))
+		p := explainPort(d, own, sp, min(frontends, mostFrontends), programmed, refused)
+		out.Ports = append(out.Ports, p)
+		frontends -= len(p.Frontends)
 	}
 	out.Diagnoses = n.diagnose(d, own, programmed, refused)
 	return out, nil
@@ -133,7 +150,7 @@ func selector(labels map[string]string) string {
 	return strings.Join(out, ",")
 }
 
-func explainPort(d *proxier.Description, own *plan.Plan, sp *plan.ServicePort, programmed *plan.Snapshot,
+func explainPort(d *proxier.Description, own *plan.Plan, sp *plan.ServicePort, frontends int, programmed *plan.Snapshot,
 	refused map[plan.Key]plan.Refusal) PortExplanation {
 	out := PortExplanation{ServicePort: describe(sp), Frontends: []FrontendExplanation{}, Endpoints: []Endpoint{}}
 	out.State, out.Since = state(sp, programmed, refused)
@@ -142,45 +159,69 @@ func explainPort(d *proxier.Description, own *plan.Plan, sp *plan.ServicePort, p
 			out.TargetPort = p.Target
 		}
 	}
-	evaluator := plan.NewEvaluator(own)
-	for _, f := range sp.Frontends {
-		out.Frontends = append(out.Frontends, FrontendExplanation{Frontend: f.String(), Verdicts: verdicts(evaluator, own, sp, f)})
+	evaluator, pod := plan.NewEvaluator(own), podHere(own.Settings.DetectLocal, sp)
+	for _, f := range sp.Frontends[:min(len(sp.Frontends), frontends)] {
+		out.Frontends = append(out.Frontends, FrontendExplanation{Frontend: f.String(), Verdicts: verdicts(evaluator, own, sp, f, pod)})
 	}
+	out.MoreFrontends = len(sp.Frontends) - len(out.Frontends)
+	uses := usesOf(sp)
 	for _, ep := range d.Endpoints(sp.Key) {
-		out.Endpoints = append(out.Endpoints, explainEndpoint(sp, ep))
+		out.Endpoints = append(out.Endpoints, uses.explain(ep))
 	}
 	return out
 }
 
-func explainEndpoint(sp *plan.ServicePort, ep topology.Endpoint) Endpoint {
-	out := Endpoint{Address: ep.Addr.String(), Pod: ep.Pod, Node: ep.Node, Zone: ep.Zone}
+// uses says for each address of an endpoint under which policies it is used, and why not under others.
+type uses struct {
+	used     map[plan.Policy]map[netip.AddrPort]bool
+	excluded map[netip.AddrPort][]plan.Exclusion
+}
+
+func usesOf(sp *plan.ServicePort) uses {
+	out := uses{used: map[plan.Policy]map[netip.AddrPort]bool{}, excluded: map[netip.AddrPort][]plan.Exclusion{}}
+	for _, policy := range []plan.Policy{plan.Cluster, plan.Local} {
+		out.used[policy] = map[netip.AddrPort]bool{}
+		for _, ep := range sp.ForPolicy(policy) {
+			out.used[policy][ep.Addr] = true
+		}
+	}
+	for _, ex := range sp.Excluded {
+		out.excluded[ex.Addr] = append(out.excluded[ex.Addr], ex)
+	}
+	return out
+}
+
+// conditions are those of ready, serving and terminating that hold.
+func conditions(ep topology.Endpoint) (out []string) {
 	for _, c := range []struct {
 		holds bool
 		name  string
 	}{{ep.Ready, "ready"}, {ep.Serving, "serving"}, {ep.Terminating, "terminating"}} {
 		if c.holds {
-			out.Conditions = append(out.Conditions, c.name)
+			out = append(out, c.name)
 		}
 	}
+	return out
+}
+
+func (u uses) explain(ep topology.Endpoint) Endpoint {
+	out := Endpoint{Address: ep.Addr.String(), Pod: ep.Pod, Node: ep.Node, Zone: ep.Zone, Conditions: conditions(ep)}
 	for _, h := range ep.ForNodes {
 		out.Hints = append(out.Hints, "node "+h)
 	}
 	for _, h := range ep.ForZones {
 		out.Hints = append(out.Hints, "zone "+h)
 	}
-	is := func(p plan.Endpoint) bool { return p.Addr == ep.Addr }
 	for _, policy := range []plan.Policy{plan.Cluster, plan.Local} {
-		if slices.ContainsFunc(sp.ForPolicy(policy), is) {
+		if u.used[policy][ep.Addr] {
 			out.UsedFor = append(out.UsedFor, policy.String())
 		}
 	}
-	for _, ex := range sp.Excluded {
-		if ex.Addr == ep.Addr {
-			if out.Unused == nil {
-				out.Unused = map[string]string{}
-			}
-			out.Unused[ex.Policy.String()] = string(ex.Reason)
+	for _, ex := range u.excluded[ep.Addr] {
+		if out.Unused == nil {
+			out.Unused = map[string]string{}
 		}
+		out.Unused[ex.Policy.String()] = string(ex.Reason)
 	}
 	return out
 }
@@ -213,15 +254,15 @@ func elsewhere(f plan.Family, ranges []netip.Prefix) (netip.Addr, bool) {
 // interfaceOutside stands for the interface by which packets of other hosts arrive. No pod's interface is called so.
 const interfaceOutside = "(uplink)"
 
-// clients returns the kinds of client that matter for a frontend of a ServicePort.
-func clients(p *plan.Plan, sp *plan.ServicePort, f plan.Frontend) []client {
+// clients returns the kinds of client that matter for a frontend of a ServicePort. pod is a packet of a pod, nil where pods are not told from others.
+func clients(p *plan.Plan, sp *plan.ServicePort, f plan.Frontend, pod *plan.Packet) []client {
 	family := sp.Key.Family
 	if f.Kind == plan.HealthCheckNodePort {
 		return []client{{"anywhere", plan.Packet{Src: outside[family], InInterface: interfaceOutside}}}
 	}
 	var out []client
-	if pod, ok := podHere(p.Settings.DetectLocal, sp); ok {
-		out = append(out, client{"a pod on this node", pod})
+	if pod != nil {
+		out = append(out, client{"a pod on this node", *pod})
 	}
 	if ip := p.Node.IP(family); ip.IsValid() {
 		out = append(out, client{"this node", plan.Packet{Src: ip, SrcLocal: true, Output: true}},
@@ -253,25 +294,32 @@ func ranges(sp *plan.ServicePort) string {
 	return strings.Join(out, ", ")
 }
 
-// podHere returns a packet of a pod on this node that is no endpoint of the ServicePort. It returns false where pods are not told from
+// podHere returns a packet of a pod on this node that is no endpoint of the ServicePort. It returns nil where pods are not told from
 // other clients.
-func podHere(detect plan.DetectLocal, sp *plan.ServicePort) (plan.Packet, bool) {
+func podHere(detect plan.DetectLocal, sp *plan.ServicePort) *plan.Packet {
 	f := sp.Key.Family
 	if !detect.Implemented(f) {
-		return plan.Packet{}, false
+		return nil
 	}
 	if !detect.ByCIDR() {
 		name := detect.Interface
 		if detect.Mode == plan.DetectInterfaceNamePrefix {
 			name += "0"
 		}
-		return plan.Packet{Src: outside[f], InInterface: name}, true
+		return &plan.Packet{Src: outside[f], InInterface: name}
+	}
+	taken := map[netip.Addr]bool{}
+	for _, ep := range sp.All() {
+		taken[ep.Addr.Addr()] = true
 	}
 	src := detect.CIDR(f).Addr().Next()
-	for slices.ContainsFunc(sp.All(), func(ep plan.Endpoint) bool { return ep.Addr.Addr() == src }) {
+	for taken[src] {
 		src = src.Next()
 	}
-	return plan.Packet{Src: src, InInterface: interfaceOutside}, detect.CIDR(f).Contains(src)
+	if !detect.CIDR(f).Contains(src) {
+		return nil
+	}
+	return &plan.Packet{Src: src, InInterface: interfaceOutside}
 }
 
 // neighbour returns another address close to one.
@@ -283,9 +331,9 @@ func neighbour(ip netip.Addr) netip.Addr {
 }
 
 // verdicts returns what happens at a frontend, with the kinds of source to which the same happens together.
-func verdicts(e *plan.Evaluator, p *plan.Plan, sp *plan.ServicePort, f plan.Frontend) []Verdict {
+func verdicts(e *plan.Evaluator, p *plan.Plan, sp *plan.ServicePort, f plan.Frontend, pod *plan.Packet) []Verdict {
 	var out []Verdict
-	for _, c := range clients(p, sp, f) {
+	for _, c := range clients(p, sp, f, pod) {
 		pkt := c.packet
 		pkt.Dst, pkt.Protocol, pkt.DstPort = f.Addr, f.Protocol, f.Port
 		if !f.Addr.IsValid() {
@@ -307,6 +355,9 @@ func verdicts(e *plan.Evaluator, p *plan.Plan, sp *plan.ServicePort, f plan.Fron
 		}
 		v.From = []string{c.name}
 		out = append(out, v)
+	}
+	for i := range out {
+		out[i].targets = nil // There may be very many.
 	}
 	return out
 }
@@ -330,14 +381,18 @@ func contains(ranges []netip.Prefix, a netip.Addr) bool {
 }
 
 func asVerdict(v plan.Verdict) Verdict {
-	out := Verdict{Action: v.Action.String(), Reasons: v.Reasons()}
+	out := Verdict{Action: v.Action.String(), Reasons: v.Reasons(), Chosen: len(v.Targets), targets: v.Targets}
 	if last := v.Decisions[len(v.Decisions)-1]; last.Code == plan.OutsideSourceRanges { // Several kinds of source share this verdict.
 		out.Reasons[len(out.Reasons)-1] = "spec.loadBalancerSourceRanges does not admit the source"
 	}
-	for _, t := range v.Targets {
-		out.Endpoints = append(out.Endpoints, t.Addr.String())
+	for i, t := range v.Targets {
+		if i < mostChosen {
+			out.Endpoints = append(out.Endpoints, t.Addr.String())
+		}
 		if t.Masquerade {
-			out.Masqueraded = append(out.Masqueraded, t.Addr.String())
+			if out.MasqueradedTo++; out.MasqueradedTo <= mostChosen {
+				out.Masqueraded = append(out.Masqueraded, t.Addr.String())
+			}
 		}
 	}
 	return out
@@ -345,7 +400,7 @@ func asVerdict(v plan.Verdict) Verdict {
 
 // same reports whether the same happens.
 func (v Verdict) same(o Verdict) bool {
-	return v.Action == o.Action && slices.Equal(v.Endpoints, o.Endpoints) && slices.Equal(v.Masqueraded, o.Masqueraded)
+	return v.Action == o.Action && slices.Equal(v.targets, o.targets)
 }
 
 // Summary says what happens in one line.
@@ -356,14 +411,18 @@ func (v Verdict) Summary() string {
 	case plan.Reject.String(), plan.Drop.String():
 		return v.Action + ": " + v.Reasons[len(v.Reasons)-1]
 	}
-	s := fmt.Sprintf("forward to %s", endpointCount(len(v.Endpoints)))
-	switch len(v.Masqueraded) {
+	s := fmt.Sprintf("forward to %s", endpointCount(v.Chosen))
+	switch v.MasqueradedTo {
 	case 0:
 		return s
-	case len(v.Endpoints):
+	case v.Chosen:
 		return s + ", masqueraded"
 	}
-	return s + ", masqueraded to " + strings.Join(v.Masqueraded, ", ")
+	text := some(v.Masqueraded)
+	if more := v.MasqueradedTo - len(v.Masqueraded); more > 0 { // The list is not all.
+		text = fmt.Sprintf("%d of them", v.MasqueradedTo)
+	}
+	return s + ", masqueraded to " + text
 }
 
 // endpointCount is such as "1 endpoint".

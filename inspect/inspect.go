@@ -49,6 +49,8 @@ type Node struct {
 	Reality *Reality
 	// ServiceFile returns the manifest that has a Service; "" if none has. It is nil where objects come from elsewhere.
 	ServiceFile func(namespace, name string) string
+	// OnlyProxied is true where only those Services are known that a proxy may have, as an API server is asked for no others.
+	OnlyProxied bool
 	// Findings returns what is wrong now besides what View tells, such as with files or with the configuration; nil for nothing.
 	Findings func() []source.Finding
 }
@@ -217,8 +219,10 @@ func asFindings(list []source.Finding) []Finding {
 func (n *Node) AllFindings() []Finding {
 	var list []source.Finding
 	n.View(func(s *proxier.State) { list = s.Findings() })
-	for _, r := range n.refused() {
-		list = append(list, refusal(r))
+	if n.Refused != nil {
+		for _, r := range n.Refused() {
+			list = append(list, refusal(r))
+		}
 	}
 	at := map[source.Finding]int{}
 	for i, f := range list {
@@ -335,7 +339,7 @@ func (e *UnknownPodError) Error() string {
 	if e.Read {
 		return fmt.Sprintf("there is no Pod %s/%s with an address; FROM can also be node, outside or an address", e.Namespace, e.Name) + didYouMean(e.Similar)
 	}
-	return fmt.Sprintf("no Pod %s/%s is known here: it is no endpoint of a Service, and other Pods can't be read; "+
+	return fmt.Sprintf("no Pod %s/%s is known here, as Pods can't be read; "+
 		"FROM can also be node, outside or an address, as \"kubectl -n %[1]s get pod %[2]s -o wide\" shows it", e.Namespace, e.Name) + didYouMean(e.Similar)
 }
 

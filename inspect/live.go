@@ -43,6 +43,8 @@ type SeenPacket struct {
 	Answered bool `json:"answered"`
 	// Answer is the way of an answer; nil if none was followed.
 	Answer *SeenAnswer `json:"answer,omitempty"`
+	// Bridge is the bridge by which it came, behind whose rules (br_netfilter) the kernel does not tell of all packets; empty for none.
+	Bridge string `json:"bridge,omitempty"`
 	// Unfollowed names a program whose rules the kernel does not tell of, though there are some; empty for none.
 	Unfollowed string `json:"unfollowed,omitempty"`
 	// Prediction is for a packet from this source; Differences say where it was wrong.
@@ -69,10 +71,11 @@ type SeenStep struct {
 // Lost is the Action of a packet that no rule has dropped and that got nowhere.
 const Lost = "lost"
 
-// Problem reports whether no packet passed, or one went another way than was predicted, or does not get through.
+// Problem reports whether no packet passed, or one went another way than was predicted, or does not get through, or got no answer by TCP.
 func (l *Live) Problem() bool {
 	return len(l.Seen) == 0 || slices.ContainsFunc(l.Seen, func(s SeenPacket) bool {
-		return len(s.Differences) > 0 || s.Action == plan.Reject.String() || s.Action == plan.Drop.String() || s.Action == Lost
+		unanswered := !s.Answered && s.Prediction != nil && s.Prediction.Protocol == plan.TCP && s.Action == plan.Forward.String()
+		return len(s.Differences) > 0 || unanswered || s.Action == plan.Reject.String() || s.Action == plan.Drop.String() || s.Action == Lost
 	})
 }
 
@@ -86,6 +89,9 @@ func (s *SeenPacket) Compare(p *PacketTrace) {
 	}
 	differ := func(format string, args ...any) { s.Differences = append(s.Differences, fmt.Sprintf(format, args...)) }
 	switch {
+	case s.Action == Lost && (s.Answered || s.Bridge != ""): // It has got there, or the kernel tells no more of it.
+		s.Action = p.Action
+		return
 	case s.Action == Lost && s.Unfollowed != "" && (p.Action == plan.Reject.String() || p.Action == plan.Drop.String()):
 		return // by a rule that does not show
 	case s.Action == Lost:
@@ -226,7 +232,7 @@ func WriteLive(w io.Writer, l *Live) error {
 		s := &l.Seen[i]
 		fmt.Fprintf(w, "\nConnection %d: %s to %s", i+1, s.Source, s.Destination)
 		if s.In != "" {
-			fmt.Fprintf(w, ", by %s", s.In)
+			fmt.Fprintf(w, ", by %s", Printable(s.In))
 		}
 		fmt.Fprintln(w)
 		if err := s.write(w); err != nil {

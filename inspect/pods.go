@@ -136,8 +136,24 @@ func (c *diagnosis) noPods(sp *plan.ServicePort) bool {
 			ended = ended && why == hasEnded
 		}
 	}
+	if len(here) >= mostPods && len(match) == 0 { // There may be others.
+		return false
+	}
 	if len(names) < len(match) {
-		return sp != nil && c.noNamedPort(sp, match) // Else the controller has yet to follow.
+		if sp == nil || c.noNamedPort(sp, match) {
+			return sp != nil
+		}
+		of := func(p *v1.Pod) bool {
+			return withoutEndpoint(p) == "" && slices.ContainsFunc(append([]v1.PodIP{{IP: p.Status.PodIP}}, p.Status.PodIPs...), func(ip v1.PodIP) bool {
+				a, err := netip.ParseAddr(ip.IP)
+				return err == nil && plan.FamilyOf(a) == sp.Key.Family
+			})
+		}
+		if !slices.ContainsFunc(match, of) {
+			c.add(problem, OtherFamily, otherFamily, "The Service has an %s cluster IP, but the Pods that its selector %s matches have no address of that family, so connections are refused.", sp.Key.Family, text)
+			return true
+		}
+		return false // The controller has yet to follow.
 	}
 	nearly, near := c.nearly(here)
 	switch {
@@ -331,7 +347,7 @@ func (c *diagnosis) lackNamed(sp *plan.ServicePort, target string, pods []*v1.Po
 	var lack []*v1.Pod
 	for _, p := range pods {
 		named := func(port v1.ContainerPort) bool { return port.Name == target }
-		if withoutEndpoint(p) == "" && !slices.ContainsFunc(containerPorts([]*v1.Pod{p}, sp.Key.Protocol), named) {
+		if p.DeletionTimestamp == nil && withoutEndpoint(p) == "" && !slices.ContainsFunc(containerPorts([]*v1.Pod{p}, sp.Key.Protocol), named) {
 			lack = append(lack, p)
 		}
 	}
@@ -353,7 +369,7 @@ func (c *diagnosis) otherApp(sp *plan.ServicePort, target string, pods []*v1.Pod
 	var names []string
 	for _, p := range pods {
 		own := containerPorts([]*v1.Pod{p}, sp.Key.Protocol)
-		if withoutEndpoint(p) == "" && len(own) > 0 && !slices.ContainsFunc(own, is) {
+		if p.DeletionTimestamp == nil && withoutEndpoint(p) == "" && len(own) > 0 && !slices.ContainsFunc(own, is) {
 			others, names = append(others, p), append(names, p.Name)
 		}
 	}
@@ -395,14 +411,17 @@ func (c *diagnosis) findUnready(names []string) string {
 		if p := pods[name]; p != nil {
 			if container, why, ran := stuck(p); container != "" {
 				look := "describe pod " + name
-				if ran {
-					look = fmt.Sprintf("logs %s -c %s --previous", name, container)
+				if ran != "" {
+					look = fmt.Sprintf("logs %s -c %s%s", name, container, ran)
 				}
 				return fmt.Sprintf("find out why the containers do not run, such as %s of Pod %s (%s): kubectl -n %s %s", container, name, why, c.d.Service.Namespace, look)
 			}
 		}
 	}
 	for _, name := range names {
+		if p := pods[name]; p != nil && starting(p) != "" {
+			return fmt.Sprintf("find out why the startup probe of container %s of Pod %s does not succeed: kubectl -n %[3]s describe pod %[2]s", starting(p), name, c.d.Service.Namespace)
+		}
 		if p := pods[name]; p != nil && waiting(p) != "" {
 			return fmt.Sprintf("find out what the init container %s of Pod %s waits for: kubectl -n %[3]s logs %[2]s -c %[1]s", waiting(p), name, c.d.Service.Namespace)
 		}
@@ -500,17 +519,38 @@ func waiting(p *v1.Pod) string {
 	return ""
 }
 
-// stuck returns a container of a Pod that does not run, why, and whether it has run before; "" if there is none.
-func stuck(p *v1.Pod) (container, why string, ran bool) {
+// starting returns a container of a Pod that runs, and whose startup probe has not succeeded yet; "" if there is none.
+func starting(p *v1.Pod) string {
+	for _, ctr := range running(p) {
+		for _, s := range slices.Concat(p.Status.ContainerStatuses, p.Status.InitContainerStatuses) {
+			if ctr.StartupProbe != nil && s.Name == ctr.Name && s.State.Running != nil && s.Started != nil && !*s.Started {
+				return ctr.Name
+			}
+		}
+	}
+	return ""
+}
+
+// stuck returns a container of a Pod that does not run, why, and the options by which "kubectl logs" shows how it ended, after a blank or empty if it has
+// not run; "" if there is none.
+func stuck(p *v1.Pod) (container, why, ran string) {
+	for _, s := range p.Status.ContainerStatuses {
+		if t := s.State.Terminated; t != nil && p.Spec.RestartPolicy == v1.RestartPolicyNever {
+			return s.Name, fmt.Sprintf("it has ended with exit code %d, and is not started again", t.ExitCode), " --timestamps"
+		}
+	}
 	for _, s := range slices.Concat(p.Status.InitContainerStatuses, p.Status.ContainerStatuses) {
 		if w := s.State.Waiting; w != nil && w.Reason != "" && w.Reason != "PodInitializing" { // It waits for another container.
 			if why = w.Reason; s.RestartCount == 0 { // Of a container that has run, its log tells more.
 				why = joined(": ", w.Reason, w.Message)
 			}
-			return s.Name, why, s.RestartCount > 0
+			if s.RestartCount > 0 {
+				ran = " --previous"
+			}
+			return s.Name, why, ran
 		}
 	}
-	return "", "", false
+	return "", "", ""
 }
 
 // mostPods is how many Pods of a namespace may be read. Of more, those that are read may not be all.

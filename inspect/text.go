@@ -292,6 +292,9 @@ func writePort(w io.Writer, p PortExplanation, ofPods bool, now time.Time) error
 	if err := aligned(w, "  FRONTEND\tFROM\tVERDICT", rows); err != nil {
 		return err
 	}
+	if p.MoreFrontends > 0 {
+		fmt.Fprintf(w, "  and %d more frontends\n", p.MoreFrontends)
+	}
 	rows = nil
 	for _, ep := range p.Endpoints {
 		rows = append(rows, []string{"  " + ep.Address, cmp.Or(ep.Pod, "-"), cmp.Or(ep.Node, "-"), cmp.Or(ep.Zone, "-"),

@@ -434,7 +434,7 @@ type foundPod struct {
 func (t *tracer) findPod(namespace, name string) (out foundPod) {
 	if t.Pods != nil {
 		list, err := t.Pods(namespace)
-		t.podsRead = err == nil
+		t.podsRead = err == nil && len(list) < mostPods
 		for _, p := range list {
 			if p.Namespace != namespace || p.Name != name {
 				continue

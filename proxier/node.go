@@ -36,6 +36,7 @@ func (s *State) applyNode(obj *v1.Node) {
 	s.nodeKnown = true
 	node, podCIDRs, found := readNode(obj)
 	node.IPs = s.withNodeIP(node.IPs)
+	s.podCIDRs = len(podCIDRs) > 0
 	detect := &s.plan.Settings.DetectLocal
 	if detect.Mode == plan.DetectNodeCIDR && !slices.Equal(detect.CIDRs, podCIDRs) {
 		detect.CIDRs = podCIDRs

@@ -116,6 +116,8 @@ type addresses struct {
 	external     []netip.Addr
 	loadBalancer []netip.Addr
 	sourceRanges map[plan.Family][]netip.Prefix
+	// unlimited are the families without any source range, be it one that can't be read or one of all addresses.
+	unlimited map[plan.Family]bool
 }
 
 func readAddresses(svc *v1.Service, f *findings) addresses {
@@ -163,7 +165,33 @@ func readAddresses(svc *v1.Service, f *findings) addresses {
 		out.loadBalancer = append(out.loadBalancer, ip)
 	}
 	out.readSourceRanges(svc, f)
+	out.otherFamily(svc, f)
 	return out
+}
+
+// otherFamily reports addresses of a family in which the Service has no cluster IP, and so no rules, and those that no source range is for.
+func (a *addresses) otherFamily(svc *v1.Service, f *findings) {
+	const why = "%s is an %s address, and the Service has no cluster IP of that family"
+	lacks := func(ip netip.Addr) bool { return len(a.cluster) > 0 && !a.cluster[plan.FamilyOf(ip)].IsValid() }
+	for i, text := range svc.Spec.ExternalIPs {
+		if ip, ok := source.ParseIP(text); ok && lacks(ip) {
+			f.problem(fmt.Sprintf("spec.externalIPs[%d]", i), "this external IP is not proxied", why, ip, plan.FamilyOf(ip))
+		}
+	}
+	for i, ingress := range svc.Status.LoadBalancer.Ingress {
+		if ip, ok := source.ParseIP(ingress.IP); ok && slices.Contains(a.loadBalancer, ip) && lacks(ip) {
+			f.note(fmt.Sprintf("status.loadBalancer.ingress[%d].ip", i), "this load balancer IP is not proxied", why, ip, plan.FamilyOf(ip))
+		}
+	}
+	if len(svc.Spec.LoadBalancerSourceRanges) == 0 {
+		return
+	}
+	for _, family := range plan.Families {
+		of := func(ip netip.Addr) bool { return plan.FamilyOf(ip) == family && !lacks(ip) }
+		if a.unlimited[family] && slices.ContainsFunc(a.loadBalancer, of) {
+			f.problem("spec.loadBalancerSourceRanges", "everybody may reach the load balancer IPs of that family; add a range of it", "no range is of %s", family)
+		}
+	}
 }
 
 // readSourceRanges reads loadBalancerSourceRanges. Ranges that make up all addresses of a family lift the limit for that family. A range
@@ -187,6 +215,10 @@ func (a *addresses) readSourceRanges(svc *v1.Service, f *findings) {
 		plan.IPv4: netip.MustParsePrefix("0.0.0.0/32"), plan.IPv6: netip.MustParsePrefix("::/128"),
 	}
 	unread := len(bad) > 0 && len(a.sourceRanges) == 0
+	a.unlimited = map[plan.Family]bool{}
+	for _, family := range plan.Families {
+		a.unlimited[family] = !bad[family] && !unread && len(a.sourceRanges[family]) == 0
+	}
 	for family, none := range nobody {
 		if (bad[family] || unread) && len(a.sourceRanges[family]) == 0 {
 			a.sourceRanges[family] = []netip.Prefix{none}

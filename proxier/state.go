@@ -43,6 +43,7 @@ type State struct {
 	// nodeKnown is set once there has been an object of this node, nodeGone while there is none any more, nodeMissing if the source expects one
 	// and has none. otherNodes are the names of the others.
 	nodeKnown, nodeGone, nodeMissing bool
+	podCIDRs                         bool // of this node are known
 	otherNodes                       map[string]struct{}
 	nodeFindings                     []source.Finding // about fields of this node's object
 	// nodePorts is how many node ports Services ask for.

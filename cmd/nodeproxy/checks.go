@@ -40,7 +40,7 @@ func (d *daemon) reality() *inspect.Reality {
 		var out []inspect.Blocking
 		for _, f := range found {
 			out = append(out, inspect.Blocking{Rule: f.Text, Place: f.Chain.String(), What: f.What, Answers: f.Answers, Certain: f.Certain,
-				Untracked: f.Untracked, Unmasqueraded: f.Unmasqueraded, Policy: f.Policy})
+				Untracked: f.Untracked, Unmasqueraded: f.Unmasqueraded, Diverted: f.Diverted, Policy: f.Policy})
 		}
 		return out, err
 	}
@@ -105,35 +105,59 @@ func countFlows(ctx context.Context, ports []*plan.ServicePort) (map[netip.AddrP
 		return nil, err
 	}
 	defer session.Close()
-	out := map[netip.AddrPort]inspect.Flows{}
+	local, err := localAddresses()
+	if err != nil {
+		return nil, err
+	}
+	type kind struct {
+		family   plan.Family
+		protocol plan.Protocol
+	}
+	at := map[kind]map[netip.AddrPort]bool{} // frontends, of which node ports have no address
 	for _, sp := range ports {
 		for _, f := range sp.Frontends {
 			if f.Kind == plan.HealthCheckNodePort {
 				continue
 			}
-			filter := conntrack.Filter{Family: sp.Key.Family, Protocol: netlink.Protocol(f.Protocol), Dst: conntrack.End{Addr: f.Addr, Port: f.Port}}
-			err := session.Each(ctx, filter, func(flow *conntrack.Flow) {
-				at := f.Port == flow.Dst.Port() && (!f.Addr.IsValid() || f.Addr == flow.Dst.Addr())
-				endpoint := flow.From
-				if !flow.Translated() {
-					endpoint = netip.AddrPort{}
-				}
-				if !at || flow.Ended || !endpoint.IsValid() && !f.Addr.IsValid() { // A node port is that of any other program, unless it is translated.
-					return
-				}
-				of := out[endpoint]
-				of.Open++
-				if !flow.Replied && sp.Key.Protocol == plan.TCP {
-					of.Unanswered++
-					if from := flow.Src.Addr(); len(of.Clients) < mostClients && !slices.Contains(of.Clients, from) {
-						of.Clients = append(of.Clients, from)
-					}
-				}
-				out[endpoint] = of
-			})
-			if err != nil {
-				return nil, err
+			k := kind{sp.Key.Family, f.Protocol}
+			if at[k] == nil {
+				at[k] = map[netip.AddrPort]bool{}
 			}
+			at[k][netip.AddrPortFrom(f.Addr, f.Port)] = true
+		}
+	}
+	out := map[netip.AddrPort]inspect.Flows{}
+	for k, frontends := range at {
+		filter := conntrack.Filter{Family: k.family, Protocol: netlink.Protocol(k.protocol)}
+		if len(frontends) == 1 { // The kernel selects them.
+			for f := range frontends {
+				filter.Dst = conntrack.End{Addr: f.Addr(), Port: f.Port()}
+			}
+		}
+		err := session.Each(ctx, filter, func(flow *conntrack.Flow) {
+			nodePort := frontends[netip.AddrPortFrom(netip.Addr{}, flow.Dst.Port())] && local(flow.Dst.Addr())
+			endpoint := flow.From
+			if !flow.Translated() {
+				endpoint = netip.AddrPort{}
+			}
+			switch {
+			case flow.Ended, !frontends[flow.Dst] && !nodePort:
+				return
+			case !frontends[flow.Dst] && !endpoint.IsValid(): // A node port is that of any other program, unless it is translated.
+				return
+			}
+			of := out[endpoint]
+			of.Open++
+			if !flow.Replied && k.protocol == plan.TCP {
+				of.Unanswered++
+				if from := flow.Src.Addr(); len(of.Clients) < mostClients && !slices.Contains(of.Clients, from) {
+					of.Clients = append(of.Clients, from)
+				}
+			}
+			out[endpoint] = of
+		})
+		if err != nil {
+			return nil, err
 		}
 	}
 	return out, nil

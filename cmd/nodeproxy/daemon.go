@@ -273,8 +273,8 @@ func (d *daemon) inspected() *inspect.Node {
 		serviceFile = files.ServiceFile
 	}
 	return &inspect.Node{
-		ServiceFile: serviceFile,
-		Mode:        d.mode.name, Options: options(d.cfg), Families: d.backend.Families(),
+		ServiceFile: serviceFile, OnlyProxied: d.cfg.Manifests == "",
+		Mode: d.mode.name, Options: options(d.cfg), Families: d.backend.Families(),
 		Self: d.self, Support: d.support, History: d.monitor.history, View: d.proxier.View, Programmed: d.proxier.Snapshot, Refused: d.refusals.list,
 		Findings: d.otherFindings, Pods: d.pods(), Machine: d.backend.machine, Local: localAddresses, Reality: d.reality(),
 	}

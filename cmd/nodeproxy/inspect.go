@@ -109,7 +109,7 @@ func (i *inspector) answers(ctx context.Context, stdin io.Reader, stderr io.Writ
 	return ownAnswers{&inspect.Node{
 		Mode: cfg.Mode, View: func(read func(*proxier.State)) { read(state) }, Findings: func() []source.Finding { return found },
 		Pods:    podReader(ctx, cfg, pods),
-		Machine: machineOf(cfg),
+		Machine: machineOf(cfg), OnlyProxied: cfg.Manifests == "",
 	}}, nil
 }
 

@@ -48,7 +48,7 @@ status: {podIP: 10.244.1.5, conditions: [{type: Ready, status: "True"}]}
 func TestInspectDaemon(t *testing.T) {
 	t.Parallel()
 	nstest.Enter(t)
-	for _, line := range []string{"link set lo up", "addr add 10.244.1.5/32 dev lo"} {
+	for _, line := range []string{"link set lo up", "addr add 10.244.1.5/32 dev lo", "route add 10.96.0.0/16 dev lo"} {
 		nstest.Exec(t, "ip", strings.Fields(line)...)
 	}
 	listen(t, "10.244.1.5:8080")

@@ -13,6 +13,7 @@ import (
 	"time"
 
 	"nodeproxy/inspect"
+	"nodeproxy/kernel/host"
 	"nodeproxy/kernel/nft"
 	"nodeproxy/kernel/tracer"
 	"nodeproxy/kernel/xtables"
@@ -85,6 +86,7 @@ func (l liveTrace) follow(ctx context.Context, predicted *inspect.Trace, from an
 		}
 		rules.Close()
 	}
+	bridges := bridgesOf()
 	for i, r := range results {
 		out.Passed += r.Passed
 		legacy := ""
@@ -98,12 +100,29 @@ func (l liveTrace) follow(ctx context.Context, predicted *inspect.Trace, from an
 		}
 		for _, p := range r.Packets {
 			s := seen(p)
-			s.Unfollowed = legacy
+			s.Unfollowed, s.Bridge = legacy, bridges[p.In]
 			s.Compare(predictionFor(context.WithoutCancel(ctx), &predicted.Packets[i], p.Src.Addr(), from))
 			out.Seen = append(out.Seen, s)
 		}
 	}
 	return out, nil
+}
+
+// bridgesOf returns the bridges by their own names and those of their ports.
+func bridgesOf() map[string]string {
+	links, err := host.Links()
+	if err != nil { // It is only a hint.
+		return nil
+	}
+	out := map[string]string{}
+	for _, l := range links {
+		if l.Kind == "bridge" {
+			out[l.Name] = l.Name
+		} else if of := links[l.Master]; of.Kind == "bridge" {
+			out[l.Name] = of.Name
+		}
+	}
+	return out
 }
 
 // flowOf returns the flow of a predicted packet.

@@ -146,7 +146,7 @@ func writeHealth(ctx context.Context, w io.Writer, at netip.AddrPort) {
 	case strings.HasPrefix(server, "nodeproxy/"):
 		fmt.Fprintf(w, "  - At %s answers %s.\n", at, inspect.Printable(server))
 		for _, m := range missing {
-			fmt.Fprintf(w, "  - It is not ready (%s): %s.\n", m.Condition, inspect.Printable(m.Detail))
+			fmt.Fprintf(w, "  - It is not ready (%s): %s.\n", inspect.Printable(m.Condition), inspect.Printable(m.Detail))
 		}
 	default:
 		fmt.Fprintf(w, "  - At %s another proxy answers than nodeproxy, such as a kube-proxy.\n", at)

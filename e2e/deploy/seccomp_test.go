@@ -53,7 +53,7 @@ mount -t tmpfs tmpfs /run
 mkdir -p /run/bundle/rootfs /run/nodeproxy
 cp "$1/config.json" /run/bundle/ && cp "$2" /run/nodeproxy-binary && cp -r "$3" /run/manifests
 mount --rbind / /run/bundle/rootfs
-ip link set lo up && ip address add 192.168.77.11/24 dev lo && ip address add fd00:77::b/64 dev lo && ip route add 10.244.0.0/16 dev lo && ip route add 10.96.0.0/16 dev lo && ip route add fd00:10:244::/56 dev lo
+ip link set lo up && ip address add 192.168.77.11/24 dev lo && ip address add fd00:77::b/64 dev lo && ip route add 10.244.0.0/16 dev lo && ip route add 10.96.0.0/16 dev lo && ip route add fd00:10:244::/56 dev lo && ip -6 route add default dev lo
 echo 1 >/proc/sys/net/ipv4/ip_forward && echo 1 >/proc/sys/net/ipv6/conf/all/forwarding
 runc --root=/run/runc run --bundle=/run/bundle "$4" >/run/log 2>&1 &
 pid=$!

@@ -9,13 +9,25 @@ import (
 	links "github.com/vishvananda/netlink"
 )
 
-// answersWithin is how long a neighbour may take to answer.
-const answersWithin = 300 * time.Millisecond
+const (
+	// answersWithin is how long a neighbour may take to answer.
+	answersWithin = 300 * time.Millisecond
+	// failedLately is for how long it counts that one has not answered: the kernel keeps that for as long as it has room, also if the neighbour is back.
+	failedLately = 30 * time.Second
+	// tick is the unit of times in what the kernel tells of neighbours.
+	tick = time.Second / 100
+)
 
-// Silent returns the addresses of an interface's network that the kernel has asked for in vain: no neighbour answers there (ARP, RFC 826, or
-// neighbour discovery, RFC 4861). Where a question is open, it waits for a moment.
-func Silent(ctx context.Context, link int) (map[netip.Addr]bool, error) {
-	failed, open, err := unresolved(link)
+// Neighbour is a host in the network of an interface.
+type Neighbour struct {
+	Link int
+	Addr netip.Addr
+}
+
+// Silent returns the neighbours for which the kernel has asked in vain just now: nobody has answered (ARP, RFC 826, or neighbour discovery, RFC 4861).
+// Where a question is open, it waits for a moment.
+func Silent(ctx context.Context) (map[Neighbour]bool, error) {
+	failed, open, err := unresolved()
 	if err != nil || len(open) == 0 {
 		return failed, err
 	}
@@ -24,33 +36,35 @@ func Silent(ctx context.Context, link int) (map[netip.Addr]bool, error) {
 		return nil, ctx.Err()
 	case <-time.After(answersWithin):
 	}
-	failed, still, err := unresolved(link)
-	for a := range still {
-		if open[a] && err == nil {
-			failed[a] = true
+	failed, still, err := unresolved()
+	for n := range still {
+		if open[n] && err == nil {
+			failed[n] = true
 		}
 	}
 	return failed, err
 }
 
-// unresolved returns the addresses for which nobody has answered, and those for which the kernel still waits.
-func unresolved(link int) (failed, open map[netip.Addr]bool, err error) {
+// unresolved returns the neighbours that have not answered lately, and those for whose answer the kernel still waits.
+func unresolved() (failed, open map[Neighbour]bool, err error) {
 	var list []links.Neigh
 	err = Retry(func() (err error) {
-		list, err = links.NeighList(link, links.FAMILY_ALL)
+		list, err = links.NeighList(0, links.FAMILY_ALL)
 		return err
 	})
 	if err != nil {
-		return nil, nil, fmt.Errorf("listing the neighbours of interface %d: %w", link, err)
+		return nil, nil, fmt.Errorf("listing the neighbours: %w", err)
 	}
-	failed, open = map[netip.Addr]bool{}, map[netip.Addr]bool{}
+	failed, open = map[Neighbour]bool{}, map[Neighbour]bool{}
 	for _, n := range list {
 		a, ok := netip.AddrFromSlice(n.IP)
+		at := Neighbour{n.LinkIndex, a.Unmap()}
 		switch {
-		case ok && n.State&links.NUD_FAILED != 0:
-			failed[a.Unmap()] = true
-		case ok && n.State&links.NUD_INCOMPLETE != 0:
-			open[a.Unmap()] = true
+		case !ok:
+		case n.State&links.NUD_FAILED != 0 && time.Duration(n.Updated)*tick < failedLately:
+			failed[at] = true
+		case n.State&links.NUD_INCOMPLETE != 0:
+			open[at] = true
 		}
 	}
 	return failed, open, nil

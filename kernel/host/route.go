@@ -73,6 +73,7 @@ type Link struct {
 	Up         bool
 	// Enslaved says that it is part of another interface, such as a bridge or a VRF.
 	Enslaved bool
+	Master   int // the index of that; 0 for none
 }
 
 // Links returns the network interfaces by their indexes.
@@ -88,7 +89,7 @@ func Links() (map[int]Link, error) {
 	out := map[int]Link{}
 	for _, l := range list {
 		a := l.Attrs()
-		out[a.Index] = Link{a.Index, a.Name, l.Type(), a.RawFlags&unix.IFF_UP != 0, a.MasterIndex != 0}
+		out[a.Index] = Link{a.Index, a.Name, l.Type(), a.RawFlags&unix.IFF_UP != 0, a.MasterIndex != 0, a.MasterIndex}
 	}
 	return out, nil
 }

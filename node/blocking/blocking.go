@@ -13,7 +13,6 @@ import (
 	"fmt"
 	"net/netip"
 	"slices"
-	"strings"
 
 	"nodeproxy/kernel/names"
 	"nodeproxy/kernel/netlink"
@@ -33,11 +32,12 @@ type Rule struct {
 	Answers bool
 	// Certain is true if nothing else decides whether it applies.
 	Certain bool
-	// Untracked is true for a rule that does not drop packets, but keeps them from being tracked, so that nothing translates them, and Unmasqueraded
-	// for one that keeps their source from being translated.
-	Untracked, Unmasqueraded bool
-	// number is that of the rule in its chain, from 1; 0 for the policy.
+	// Untracked is true for a rule that does not drop packets, but keeps them from being tracked, so that nothing translates them, Unmasqueraded
+	// for one that keeps their source from being translated, and Diverted for one that decides first about their destination.
+	Untracked, Unmasqueraded, Diverted bool
+	// number is that of the rule in its chain, from 1; 0 for the policy. rules is where the chain is: both variants of iptables have some of the same name.
 	number int
+	rules  ruleset
 }
 
 // Node is what is known of the node.
@@ -63,6 +63,9 @@ func (n Node) by(a netip.Addr) string {
 // mostEndpoints is how many endpoints of each ServicePort are looked at.
 const mostEndpoints = 4
 
+// mostFrontends is how many frontends of each ServicePort are looked at for their translation.
+const mostFrontends = 32
+
 // ruleset is where rules are read.
 type ruleset interface {
 	Bases() []nft.BaseChain
@@ -81,16 +84,13 @@ func Find(ctx context.Context, ports []*plan.ServicePort, n Node) ([]Rule, error
 	}
 	defer rules.Close()
 	s := &search{ctx: ctx, ports: ports, node: n}
-	if err := s.look(nftRules{rules}); err != nil {
-		return nil, err
+	if err = s.look(nftRules{rules}); err == nil {
+		var legacy *legacyRules
+		if legacy, err = readLegacy(ctx); err == nil {
+			err = s.look(legacy)
+		}
 	}
-	legacy, err := readLegacy(ctx)
-	if err != nil {
-		s.unread = cmp.Or(s.unread, err)
-	} else if err := s.look(legacy); err != nil {
-		return nil, err
-	}
-	if len(s.found) == 0 && s.unread != nil {
+	if s.unread = cmp.Or(s.unread, err); len(s.found) == 0 && s.unread != nil {
 		return nil, s.unread
 	}
 	return s.found, nil
@@ -115,7 +115,7 @@ func (s *search) look(rules ruleset) error {
 		return cmp.Or(cmp.Compare(a.Table, b.Table), cmp.Compare(a.Family, b.Family), cmp.Compare(a.Priority, b.Priority), cmp.Compare(a.Chain, b.Chain))
 	})
 	for _, b := range bases {
-		if ours(b.ChainID) || b.Type == "nat" && b.Hook != "postrouting" {
+		if ours(b.ChainID) {
 			continue
 		}
 		if b.Type == "nat" {
@@ -149,7 +149,7 @@ func (s *search) add(list []Rule) {
 	for _, r := range list {
 		said := func(o Rule) bool {
 			enough := o.Certain && !r.Certain || (o.Certain || !r.Certain) && (r.Answers || !o.Answers)
-			return (o.Text == r.Text || o.number == r.number) && o.Chain == r.Chain && enough
+			return (o.Text == r.Text || o.number == r.number && o.rules == r.rules) && o.Chain == r.Chain && enough
 		}
 		if !slices.ContainsFunc(s.found, said) {
 			s.found = append(s.found, r)
@@ -157,33 +157,75 @@ func (s *search) add(list []Rule) {
 	}
 }
 
-// lookNAT looks for rules that end a chain of iptables before the jump by which what comes from outside is masqueraded. In nftables, other chains are
-// walked all the same.
+// lookNAT looks for rules that decide about the translation of packets before this program's do: in the same chain of iptables, whatever accepts, and in
+// chains that are called before, what translates. Each chain of nftables that is called later decides anew if nothing has been translated.
 func (s *search) lookNAT(rules ruleset, b nft.BaseChain) error {
-	if b.Chain != "POSTROUTING" {
+	judges, err := rules.judges(b.ChainID)
+	if err != nil {
+		s.unread = cmp.Or(s.unread, err)
 		return nil
 	}
-	for _, sp := range s.ports {
-		if !sp.HasExternal() || sp.ExternalPolicy != plan.Cluster || b.Family == "ip" != (sp.Key.Family == plan.IPv4) {
+	source := b.Hook == "postrouting"
+	for _, p := range natPackets(s.ports, b, s.node) {
+		beside := slices.ContainsFunc(judges, func(j judge) bool {
+			return slices.ContainsFunc(j(&p).ends, func(e end) bool {
+				return e.verdict == "jump" && ours(nft.ChainID{Family: b.Family, Table: b.Table, Chain: e.to})
+			})
+		})
+		if !beside && (source || b.Priority >= priorityDNAT) {
 			continue
 		}
-		for _, ep := range sp.All()[:min(len(sp.All()), mostEndpoints)] {
-			if s.node.Local(ep.Addr.Addr()) {
-				continue
+		w := &walk{search: s, rules: rules, packet: p, found: map[string]bool{}, known: map[state]state{}, beside: beside}
+		if _, err := w.chain(b.ChainID, true, false, 0); err != nil {
+			if s.ctx.Err() != nil {
+				return s.ctx.Err()
 			}
-			p := packet{what: "endpoint " + ep.Addr.String() + " from outside", family: sp.Key.Family, dst: side{ep.Addr.Addr(), ep.Addr.Port(), true},
-				protocol: netlink.Protocol(sp.Key.Protocol), here: no, dnat: yes, in: s.node.Uplink, out: s.node.by(ep.Addr.Addr()), source: true}
-			w := &walk{search: s, rules: rules, packet: p, found: map[string]bool{}, known: map[state]state{}}
-			if _, err := w.chain(b.ChainID, true, false, 0); err != nil {
-				if s.ctx.Err() != nil {
-					return s.ctx.Err()
-				}
-				s.unread = cmp.Or(s.unread, err)
-			}
-			s.add(w.out)
+			s.unread = cmp.Or(s.unread, err)
 		}
+		s.add(w.out)
 	}
 	return nil
+}
+
+// natPackets returns the packets of ServicePorts whose translation is decided in a base chain: those to frontends, whose destination is, and those from
+// outside to endpoints on other nodes, whose source is.
+func natPackets(ports []*plan.ServicePort, b nft.BaseChain, n Node) (out []packet) {
+	for _, sp := range ports {
+		f := sp.Key.Family
+		if b.Family == "ip" && f == plan.IPv6 || b.Family == "ip6" && f == plan.IPv4 {
+			continue
+		}
+		p := packet{family: f, protocol: netlink.Protocol(sp.Key.Protocol), nat: true, in: n.Uplink}
+		switch {
+		case b.Hook == "postrouting" && sp.HasExternal() && sp.ExternalPolicy == plan.Cluster:
+			for _, ep := range sp.All()[:min(len(sp.All()), mostEndpoints)] {
+				if !ep.Local && !n.Local(ep.Addr.Addr()) {
+					p.what, p.dst = "endpoint "+ep.Addr.String()+" from outside", side{ep.Addr.Addr(), ep.Addr.Port(), true}
+					p.here, p.dnat, p.out = no, yes, n.by(ep.Addr.Addr())
+					out = append(out, p)
+				}
+			}
+		case (b.Hook == "prerouting" || b.Hook == "output") && !n.IPVS:
+			for _, fe := range sp.Frontends[:min(len(sp.Frontends), mostFrontends)] {
+				if fe.Kind == plan.HealthCheckNodePort {
+					continue
+				}
+				p.what, p.dst = fmt.Sprintf("the %s from pods and other hosts", fe), side{fe.Addr, fe.Port, true}
+				p.here, p.dnat, p.first = maybe, no, []netip.AddrPort{netip.AddrPortFrom(fe.Addr, fe.Port)}
+				if !fe.Addr.IsValid() || n.Local(fe.Addr) {
+					p.here = yes
+				}
+				if p.in = n.Uplink; fe.Kind == plan.ClusterIP || b.Hook == "output" {
+					p.in = ""
+				}
+				if b.Hook == "output" {
+					p.what = fmt.Sprintf("the %s from this node", fe)
+				}
+				out = append(out, p)
+			}
+		}
+	}
+	return out
 }
 
 // kubeProxyTable is the table of kube-proxy in mode nftables.
@@ -191,7 +233,7 @@ const kubeProxyTable = "kube-proxy"
 
 // ours reports whether a chain is one of this program or of kube-proxy.
 func ours(c nft.ChainID) bool {
-	return c.Table == names.NFTables || c.Table == kubeProxyTable || names.IsOurs(names.Table(c.Table), c.Chain) || strings.HasPrefix(c.Chain, "KUBE-")
+	return c.Table == names.NFTables || c.Table == kubeProxyTable || names.IsOurs(names.Table(c.Table), c.Chain)
 }
 
 // side is what is known of one side of a packet: its address, which is not valid if it is some address of the node, and its port. Nothing
@@ -219,8 +261,8 @@ type packet struct {
 	dnat  match
 	// in and out are the interfaces by which it comes and leaves; "" where that is not known.
 	in, out string
-	// check is true for what asks for the health of a Service, and source where it is the translation of sources that is looked at.
-	check, source bool
+	// check is true for what asks for the health of a Service, and nat where it is the translation that is looked at.
+	check, nat bool
 }
 
 // priorityTracking is the priority at which connections begin to be tracked.

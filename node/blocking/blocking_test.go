@@ -29,6 +29,7 @@ func TestFind(t *testing.T) {
 	t.Parallel()
 	const (
 		raw         = "add table ip raw; add chain ip raw prerouting { type filter hook prerouting priority -300; }; "
+		services    = "add table ip nat; add chain ip nat KUBE-SERVICES; add chain ip nat PREROUTING { type nat hook prerouting priority -100; }; add rule ip nat PREROUTING jump KUBE-SERVICES"
 		masquerades = "add table ip nat; add chain ip nat KUBE-POSTROUTING; add chain ip nat POSTROUTING { type nat hook postrouting priority 100; }; add rule ip nat POSTROUTING jump KUBE-POSTROUTING"
 		forward     = "add table inet fw; add chain inet fw forward { type filter hook forward priority 0; }; "
 	)
@@ -160,6 +161,21 @@ func TestFind(t *testing.T) {
 			want: "certain: ip daddr 10.0.0.0/8 accept: endpoint 10.244.1.5:8080 from outside"},
 		{name: "iptables, behind masquerading", uplink: true, nft: masquerades, iptables: "-t nat -A POSTROUTING -d 10.0.0.0/8 -j ACCEPT"},
 		{name: "iptables, sources before masquerading", uplink: true, nft: masquerades, iptables: "-t nat -I POSTROUTING -s 10.244.0.0/16 -d 10.244.0.0/16 -j RETURN"},
+		{name: "iptables, an accept without masquerading", uplink: true, iptables: "-t nat -I POSTROUTING -d 10.0.0.0/8 -j ACCEPT"},
+		{name: "iptables, redirected first", uplink: true, nft: services, iptables: "-t nat -I PREROUTING -p tcp --dport 30080 -j REDIRECT --to-ports 9999",
+			want: "certain: tcp dport 30080 translate: the node port 30080/TCP from pods and other hosts"},
+		{name: "iptables, exempted first", nft: services, iptables: "-t nat -I PREROUTING -d 10.96.0.0/16 -j ACCEPT",
+			want: "certain: ip daddr 10.96.0.0/16 accept: the cluster IP 10.96.0.10:80/TCP from pods and other hosts"},
+		{name: "iptables, redirected later", nft: services, iptables: "-t nat -A PREROUTING -p tcp --dport 30080 -j REDIRECT --to-ports 9999"},
+		{name: "translated before", nft: "add table inet other; add chain inet other pre { type nat hook prerouting priority -105; }; add rule inet other pre tcp dport 30080 dnat ip to 10.9.9.9:80",
+			want: "certain: tcp dport 30080 translate: the node port 30080/TCP from pods and other hosts"},
+		{name: "accepted in a chain of its own", nft: "add table inet other; add chain inet other pre { type nat hook prerouting priority -105; }; add rule inet other pre tcp dport 30080 accept"},
+		{name: "translated behind", nft: "add table inet other; add chain inet other pre { type nat hook prerouting priority -95; }; add rule inet other pre tcp dport 30080 dnat ip to 10.9.9.9:80"},
+		{name: "network policies of kube-router", nft: forward + "add chain inet fw KUBE-ROUTER-FORWARD; add chain inet fw KUBE-POD-FW-X; add rule inet fw forward jump KUBE-ROUTER-FORWARD; " +
+			"add rule inet fw KUBE-ROUTER-FORWARD ip daddr 10.244.1.5 jump KUBE-POD-FW-X; add rule inet fw KUBE-POD-FW-X reject",
+			want: "certain: reject: endpoint 10.244.1.5:8080"},
+		{name: "iptables, a comment that looks like an option", iptables: "-A FORWARD -d 10.244.1.5/32 -m comment --comment -p -j DROP",
+			want: "certain: ip daddr 10.244.1.5 drop: endpoint 10.244.1.5:8080"},
 		{name: "iptables, masqueraded by others", uplink: true, nft: masquerades, iptables: "-t nat -I POSTROUTING -d 10.0.0.0/8 -j MASQUERADE"},
 		{name: "iptables, no local addresses", iptables: "-A FORWARD -p tcp --dport 8080 -m addrtype --dst-type LOCAL -j DROP"},
 	} {

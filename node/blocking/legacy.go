@@ -53,7 +53,7 @@ func readLegacy(ctx context.Context) (*legacyRules, error) {
 			cmd := exec.CommandContext(ctx, name+"tables-legacy-save", "-t", table)
 			text, err := cmd.Output()
 			if errors.Is(err, exec.ErrNotFound) {
-				return out, nil
+				return out, fmt.Errorf("the kernel has tables of the legacy variant of iptables, and there is no %s to read them", cmd.Args[0])
 			}
 			if err == nil {
 				err = xtables.EachLine(bytes.NewReader(text), func(line string) { out.add(name, table, line) })
@@ -111,7 +111,10 @@ func judgeText(text string, p *packet) rule {
 		case "!":
 			invert = true
 			continue
-		case "-m", "--comment":
+		case "--comment":
+			i++ // It may look like an option.
+			continue
+		case "-m":
 		case "-p":
 			j.holds((argument == protocolName(p.protocol)) != invert, "meta l4proto "+not(invert)+argument)
 		case "-s", "-d":

@@ -32,7 +32,7 @@ type rule struct {
 type end struct{ verdict, to string }
 
 // translates is the verdict of what translates an address, and accepts the packet.
-const translates = "translates"
+const translates = "translate"
 
 // notrack is the verdict, of those that end nothing, that keeps a packet from being tracked.
 const notrack = "notrack"
@@ -44,6 +44,8 @@ type walk struct {
 	packet packet
 	out    []Rule
 	found  map[string]bool
+	// beside is true in a chain for translation that leads to this program's.
+	beside bool
 	// accepted is set once a rule may have accepted the packet.
 	accepted bool
 	// known says how chains end, by how they begin: where chains lead to each other, there may be very many ways, but these are few.
@@ -58,6 +60,7 @@ type state struct {
 }
 
 func (w *walk) report(r Rule) {
+	r.rules = w.rules
 	if r.What, r.Answers = w.packet.what, w.packet.answer; !w.found[r.Chain.String()+r.Text] {
 		w.found[r.Chain.String()+r.Text] = true
 		w.out = append(w.out, r)
@@ -104,8 +107,8 @@ func (w *walk) apply(id nft.ChainID, r rule, sure *bool, specific bool, depth in
 		return false, true, nil
 	}
 	certain, about := *sure && r.match == yes && len(r.ends) == 1, specific || r.specific
-	if w.packet.source {
-		return w.applySource(id, r, certain, sure, depth)
+	if w.packet.nat {
+		return w.applyNAT(id, r, certain, sure, depth)
 	}
 	for _, e := range r.ends {
 		switch e.verdict {
@@ -159,17 +162,22 @@ func (w *walk) apply(id nft.ChainID, r rule, sure *bool, specific bool, depth in
 	return false, true, nil
 }
 
-// applySource is apply where it is the translation of sources that is looked at: a rule that accepts keeps the packet from it, and so does one that
-// returns from a base chain. The first jump to a chain of this program ends the search, and so does what translates the source itself.
-func (w *walk) applySource(id nft.ChainID, r rule, certain bool, sure *bool, depth int) (ended, goes bool, err error) {
+// applyNAT is apply where it is the translation of packets that is looked at. The first jump to a chain of this program ends the search.
+func (w *walk) applyNAT(id nft.ChainID, r rule, certain bool, sure *bool, depth int) (ended, goes bool, err error) {
+	source := w.packet.dnat == yes
 	for _, e := range r.ends {
 		to := nft.ChainID{Family: id.Family, Table: id.Table, Chain: e.to}
+		decides := w.beside && (e.verdict == "accept" || e.verdict == "return" && depth == 0)
 		switch {
-		case e.verdict == translates || (e.verdict == "jump" || e.verdict == "goto") && ours(to):
+		case (e.verdict == "jump" || e.verdict == "goto") && ours(to), e.verdict == translates && source:
 			return true, false, nil
-		case e.verdict == "accept" || e.verdict == "return" && depth == 0:
+		case decides || e.verdict == translates:
 			if certain {
-				w.report(Rule{Text: strings.TrimSpace(r.text + " " + e.verdict), Chain: id, number: r.number, Certain: true, Unmasqueraded: true})
+				w.report(Rule{Text: strings.TrimSpace(r.text + " " + e.verdict), Chain: id, number: r.number, Certain: true, Unmasqueraded: source, Diverted: !source})
+				return true, false, nil
+			}
+		case e.verdict == "accept":
+			if certain {
 				return true, false, nil
 			}
 		case e.verdict == "return":

@@ -8,6 +8,7 @@ import (
 	"net/netip"
 	"os"
 	"path/filepath"
+	"slices"
 	"strings"
 	"syscall"
 
@@ -31,6 +32,8 @@ type Ways struct {
 	Silent map[netip.Addr]string
 	// Bridged are the endpoints at a bridge of which packets from one port to another pass no rule, with its name.
 	Bridged map[netip.Addr]string
+	// NotForwardedBy is the interface of the default route, if the node forwards no packets that come by it, but others.
+	NotForwardedBy string
 	// Unclaimed are the external IPs in the network of an interface that are not this node's, with its name.
 	Unclaimed map[netip.Addr]string
 }
@@ -43,7 +46,11 @@ func LookOut(ctx context.Context, sysctls string, to Places) (*Ways, error) {
 	}
 	out := &Ways{Unreached: map[netip.Addr]string{}, Cut: map[netip.Addr]string{}, Silent: map[netip.Addr]string{}, Bridged: map[netip.Addr]string{},
 		Unclaimed: map[netip.Addr]string{}}
-	away, silent := map[plan.Family]bool{}, map[int]map[netip.Addr]bool{}
+	away := map[plan.Family]bool{}
+	silent, err := host.Silent(ctx)
+	if err != nil {
+		return nil, err
+	}
 	each := func(list []netip.Addr, without map[netip.Addr]string, routed func(netip.Addr, host.Route, host.Link) error) error {
 		for _, a := range list {
 			if err := ctx.Err(); err != nil {
@@ -63,15 +70,10 @@ func LookOut(ctx context.Context, sysctls string, to Places) (*Ways, error) {
 		}
 		return nil
 	}
-	err = each(to.Endpoints, out.Unreached, func(a netip.Addr, r host.Route, l host.Link) (err error) {
+	err = each(to.Endpoints, out.Unreached, func(a netip.Addr, r host.Route, l host.Link) error {
 		away[plan.FamilyOf(a)] = true
 		hop := cmp.Or(r.Via, a)
-		if silent[l.Index] == nil {
-			if silent[l.Index], err = host.Silent(ctx, l.Index); err != nil {
-				return err
-			}
-		}
-		if silent[l.Index][hop] {
+		if silent[host.Neighbour{Link: l.Index, Addr: hop}] {
 			out.Silent[a] = fmt.Sprintf("%s at %s", hop, l.Name)
 		}
 		if l.Kind == "bridge" && hop == a && !bridgeFiltered(sysctls, l.Name, plan.FamilyOf(a)) {
@@ -94,6 +96,12 @@ func LookOut(ctx context.Context, sysctls string, to Places) (*Ways, error) {
 	for _, f := range plan.Families {
 		if away[f] && !forwards(sysctls, f) {
 			out.NotForwarded = append(out.NotForwarded, f)
+		}
+	}
+	if name := Uplink(); name != "" && away[plan.IPv4] && !slices.Contains(out.NotForwarded, plan.IPv4) {
+		text, err := os.ReadFile(filepath.Join(sysctls, "net/ipv4/conf", name, "forwarding"))
+		if err == nil && strings.TrimSpace(string(text)) == "0" {
+			out.NotForwardedBy = name
 		}
 	}
 	return out, err

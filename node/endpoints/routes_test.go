@@ -115,6 +115,21 @@ func TestLookOutNeighbours(t *testing.T) {
 	if got := look(sysctls); !reflect.DeepEqual(got, want) {
 		t.Errorf("with br_netfilter and a default route: %+v, want %+v", got, want)
 	}
+	if err := os.MkdirAll(filepath.Join(sysctls, "net/ipv4/conf/eth0"), 0o755); err != nil {
+		t.Fatal(err)
+	}
+	if err := os.MkdirAll(filepath.Join(sysctls, "net/ipv4/conf/cni0"), 0o755); err != nil {
+		t.Fatal(err)
+	}
+	for of, value := range map[string]string{"eth0": "0", "cni0": "1"} {
+		if err := os.WriteFile(filepath.Join(sysctls, "net/ipv4/conf", of, "forwarding"), []byte(value+"\n"), 0o644); err != nil {
+			t.Fatal(err)
+		}
+	}
+	want.NotForwardedBy = "eth0"
+	if got := look(sysctls); !reflect.DeepEqual(got, want) {
+		t.Errorf("where packets that come by eth0 are not forwarded: %+v, want %+v", got, want)
+	}
 	if name := Uplink(); name != "eth0" {
 		t.Errorf("packets from outside come by %q", name)
 	}
