@@ -130,7 +130,14 @@ func TestReadServiceFrontends(t *testing.T) {
 			"ns/a/TCP/IPv4 cluster IP 10.96.0.1:80/TCP, node port 30080/TCP",
 			"ns/a/TCP/IPv6 cluster IP [fd00::1]:80/TCP, node port 30080/TCP"}},
 		{name: "external IPs go to their family", svc: makeService(externalIPs("192.0.2.1", "2001:db8::1")), wants: []string{
-			"ns/a/TCP/IPv4 cluster IP 10.96.0.1:80/TCP, external IP 192.0.2.1:80/TCP"}},
+			"ns/a/TCP/IPv4 cluster IP 10.96.0.1:80/TCP, external IP 192.0.2.1:80/TCP"}, said: []string{
+			"problem: Service ns/a: spec.externalIPs[1]: 2001:db8::1 is an IPv6 address, and the Service has no cluster IP of that family; this external IP is not proxied"}},
+		{name: "source ranges of the other family alone", svc: makeService(ingress("192.0.2.1"), sourceRanges("2001:db8::/32")), wants: []string{
+			"ns/a/TCP/IPv4 cluster IP 10.96.0.1:80/TCP, load balancer IP 192.0.2.1:80/TCP"}, said: []string{
+			"problem: Service ns/a: spec.loadBalancerSourceRanges: no range is of IPv4; everybody may reach the load balancer IPs of that family; add a range of it"}},
+		{name: "a load balancer IP of the other family", svc: makeService(ingress("2001:db8::1"), sourceRanges("::/0")), wants: []string{
+			"ns/a/TCP/IPv4 cluster IP 10.96.0.1:80/TCP"}, said: []string{
+			"note: Service ns/a: status.loadBalancer.ingress[0].ip: 2001:db8::1 is an IPv6 address, and the Service has no cluster IP of that family; this load balancer IP is not proxied"}},
 		{name: "cluster IPs that can't be", svc: makeService(clusterIPs("127.0.0.1", "ff02::1", "0.0.0.0", "10.96.0.1")), wants: []string{
 			"ns/a/TCP/IPv4 cluster IP 10.96.0.1:80/TCP"}, said: []string{
 			"problem: Service ns/a: spec.clusterIPs[0]: 127.0.0.1 is a loopback address; the Service is not proxied at it",
