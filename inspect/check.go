@@ -79,6 +79,8 @@ type Ways struct {
 	Bridged map[netip.Addr]string
 	// NotForwardedBy is the interface of the default route, if the node forwards no packets that come by it, but others.
 	NotForwardedBy string
+	// NoHairpin are the endpoints at a bridge whose own packets do not come back to them, with the bridge's port.
+	NoHairpin map[netip.Addr]string
 	// Unclaimed are the external IPs in the network of an interface that are not this node's, with its name.
 	Unclaimed map[netip.Addr]string
 }
@@ -166,6 +168,7 @@ const (
 	NoRoute          = "NoRoute"          // the kernel has no route to an endpoint, or to a cluster IP
 	NoNeighbour      = "NoNeighbour"      // the next hop to an endpoint does not answer
 	Bridged          = "Bridged"          // packets within a bridge pass no rule
+	NoHairpin        = "NoHairpin"        // a Pod can't reach itself
 	Unclaimed        = "Unclaimed"        // nobody may have an external IP
 	Unanswered       = "Unanswered"       // connections on which nothing comes back
 	Diverted         = "Diverted"         // another program's rule translates the destination first, or has nothing translate it
@@ -701,6 +704,11 @@ func (c *checks) ways(ctx context.Context) {
 			"What this node itself sends to the cluster IP fails before it meets any rule, since the kernel has no route there: %s. Pods are not concerned.", some(list))
 	}
 	c.bridged(w.Bridged)
+	if len(w.NoHairpin) > 0 && !c.masqueradeAll {
+		addrs, list := listed(w.NoHairpin, "%s (port %s)")
+		c.diagnose(note, NoHairpin, "set hairpinMode in the configuration of the network plugin (bridge); at once: ip link set "+w.NoHairpin[addrs[0]]+" type bridge_slave hairpin on",
+			"A Pod can't reach itself by this Service, since hairpin mode is off at its bridge's port: %s. Connections of its own that are sent to it hang; those of others do not.", some(list))
+	}
 	if len(w.Unclaimed) > 0 {
 		_, list := listed(w.Unclaimed, "%s (%s)")
 		c.diagnose(note, Unclaimed, "give it to a node, or have something announce it or route it to one",

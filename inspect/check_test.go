@@ -101,6 +101,13 @@ func TestCheck(t *testing.T) {
 			check: "routes to endpoints: ok: there is one to each of the 2 endpoints in use\nbridges: problem: net.bridge.bridge-nf-call-iptables is 0 or missing",
 			what: "What goes from Pod to Pod within a bridge passes no rule (net.bridge.bridge-nf-call-iptables is 0, or the module br_netfilter is not loaded): a Pod that connects to the " +
 				"cluster IP, and gets an endpoint at its own bridge, gets answers from an address that it did not ask. Endpoints at a bridge: 10.244.0.8 (cni0).", problem: true},
+		"a Pod that can't reach itself": {reality: Reality{Ways: func(_ context.Context, to Places) (*Ways, error) {
+			return &Ways{NoHairpin: map[netip.Addr]string{to.Endpoints[0]: "veth5"}}, nil
+		}},
+			check: "routes to endpoints: ok: there is one to each of the 2 endpoints in use",
+			what: "A Pod can't reach itself by this Service, since hairpin mode is off at its bridge's port: 10.244.0.8 (port veth5). Connections of its own that are sent to it hang; " +
+				"those of others do not.",
+			do: "set hairpinMode in the configuration of the network plugin (bridge); at once: ip link set veth5 type bridge_slave hairpin on"},
 		"an external IP that nobody may have": {reality: Reality{Ways: func(context.Context, Places) (*Ways, error) {
 			return &Ways{Unclaimed: map[netip.Addr]string{netip.MustParseAddr("192.0.2.240"): "eth0"}}, nil
 		}},

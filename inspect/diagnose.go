@@ -151,7 +151,7 @@ func (c *diagnosis) service() {
 			"EndpointSlices name the Service %s, but there is none, or it is headless, an ExternalName, or another proxy's.", svc)
 	case c.d.Type == "LoadBalancer" && c.d.Ingress == 0 && len(c.d.ServicePorts) > 0:
 		c.add(note, NoLoadBalancer, fmt.Sprintf("see whether a controller for load balancers runs, and what it says: kubectl -n %s describe service %s", svc.Namespace, svc.Name),
-			"The Service is of type LoadBalancer, but nothing has given it an address yet (status.loadBalancer.ingress is empty).")
+			"The Service is of type LoadBalancer, but nothing has given it an address yet (status.loadBalancer.ingress is empty): Kubernetes itself does not, only a cloud's controller or one such as MetalLB.")
 	case len(c.d.ServicePorts) == 0:
 		for _, f := range c.d.Findings {
 			if f.Effect == source.NotForProxy {

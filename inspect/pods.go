@@ -117,7 +117,7 @@ func (c *diagnosis) lead(sp *plan.ServicePort) string {
 	if sp == nil {
 		return "The Service has no endpoints, so its name has no addresses in DNS: "
 	}
-	return fmt.Sprintf("The Service has no endpoints, so connections are refused%s: ", c.name(sp))
+	return "The Service has no endpoints, so connections are refused: " // Whatever the port: it is said once.
 }
 
 // noPods says why a Service with a selector has no endpoints, by the Pods; false if they do not tell. A headless Service has no ServicePort.
@@ -128,18 +128,23 @@ func (c *diagnosis) noPods(sp *plan.ServicePort) bool {
 	}
 	lead, text, ns := c.lead(sp), selector(c.d.Selector), c.d.Service.Namespace
 	match := selected(c.d.Selector, here)
-	var names []string
+	var names, plain []string
+	reasons := map[string]bool{}
 	ended := true
 	for _, p := range match {
 		if why := withoutEndpoint(p); why != "" {
-			names = append(names, p.Name+" ("+why+")")
+			names, plain = append(names, p.Name+" ("+why+")"), append(plain, p.Name)
+			reasons[why] = true
 			ended = ended && why == hasEnded
 		}
+	}
+	if len(reasons) == 1 && len(names) > 1 && len(names) == len(match) {
+		names = []string{some(plain) + " (" + slices.Collect(maps.Keys(reasons))[0] + ")"}
 	}
 	if len(here) >= mostPods && len(match) == 0 { // There may be others.
 		return false
 	}
-	if len(names) < len(match) {
+	if len(plain) < len(match) {
 		if sp == nil || c.noNamedPort(sp, match) {
 			return sp != nil
 		}
@@ -260,6 +265,11 @@ func withoutEndpoint(p *v1.Pod) string {
 	}
 	switch {
 	case p.Spec.NodeName == "":
+		for _, c := range p.Status.Conditions {
+			if c.Type == v1.PodScheduled && c.Status == v1.ConditionFalse && c.Message != "" {
+				return "not scheduled to a node: " + strings.TrimSuffix(c.Message, ".")
+			}
+		}
 		return "not scheduled to a node"
 	case p.Status.PodIP == "" && len(p.Status.PodIPs) == 0:
 		return "without an IP"
@@ -519,6 +529,19 @@ func waiting(p *v1.Pod) string {
 	return ""
 }
 
+// ended says how a container ended last.
+func ended(p *v1.Pod, container string, t *v1.ContainerStateTerminated) string {
+	if t.Reason == "OOMKilled" {
+		for _, ctr := range slices.Concat(p.Spec.Containers, p.Spec.InitContainers) {
+			if limit, has := ctr.Resources.Limits[v1.ResourceMemory]; has && ctr.Name == container {
+				return "it used more memory than its limit of " + limit.String() + " allows: OOMKilled"
+			}
+		}
+		return "it used more memory than there was for it: OOMKilled"
+	}
+	return fmt.Sprintf("it ended with exit code %d", t.ExitCode)
+}
+
 // starting returns a container of a Pod that runs, and whose startup probe has not succeeded yet; "" if there is none.
 func starting(p *v1.Pod) string {
 	for _, ctr := range running(p) {
@@ -543,6 +566,8 @@ func stuck(p *v1.Pod) (container, why, ran string) {
 		if w := s.State.Waiting; w != nil && w.Reason != "" && w.Reason != "PodInitializing" { // It waits for another container.
 			if why = w.Reason; s.RestartCount == 0 { // Of a container that has run, its log tells more.
 				why = joined(": ", w.Reason, w.Message)
+			} else if t := s.LastTerminationState.Terminated; t != nil {
+				why += ", after " + ended(p, s.Name, t)
 			}
 			if s.RestartCount > 0 {
 				ran = " --previous"

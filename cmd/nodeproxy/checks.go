@@ -17,6 +17,7 @@ import (
 	"nodeproxy/node/blocking"
 	"nodeproxy/node/endpoints"
 	"nodeproxy/plan"
+	"nodeproxy/proxier"
 	"nodeproxy/source"
 	"nodeproxy/source/apiserver"
 	"nodeproxy/source/manifest"
@@ -34,9 +35,11 @@ func (d *daemon) reality() *inspect.Reality {
 		if err != nil {
 			return nil, err
 		}
-		found, err := blocking.Find(ctx, ports, blocking.Node{
+		node := blocking.Node{
 			Local: local, IPVS: d.cfg.Mode == ipvsMode.name, Uplink: endpoints.Uplink(), By: endpoints.By(),
-		})
+		}
+		d.podsHere(&node)
+		found, err := blocking.Find(ctx, ports, node)
 		var out []inspect.Blocking
 		for _, f := range found {
 			out = append(out, inspect.Blocking{Rule: f.Text, Place: f.Chain.String(), What: f.What, Answers: f.Answers, Certain: f.Certain,
@@ -94,6 +97,40 @@ func (d *daemon) reality() *inspect.Reality {
 		r.Watches = api.Watches
 	}
 	return r
+}
+
+// podsHere says what packets of this node's Pods are like, where Pods are recognised by their addresses.
+func (d *daemon) podsHere(n *blocking.Node) {
+	const most = 32 // that are tried
+	var here []netip.Addr
+	n.Pod = map[plan.Family]netip.Addr{}
+	d.proxier.View(func(s *proxier.State) {
+		p := s.Plan()
+		detect := p.Settings.DetectLocal
+		if !detect.ByCIDR() || p.Settings.MasqueradeAll {
+			return
+		}
+		for _, f := range plan.Families {
+			if r := detect.CIDR(f); r.IsValid() {
+				n.Pod[f] = r.Masked().Addr().Next()
+			}
+		}
+		for _, sp := range p.Services {
+			for _, ep := range sp.Endpoints.Cluster {
+				if a := ep.Addr.Addr(); ep.Local && detect.Matches(a, "") && len(here) < most {
+					here = append(here, a)
+				}
+			}
+			if len(here) >= most {
+				return
+			}
+		}
+	})
+	for _, a := range here {
+		if n.PodsBy = n.By(a); n.PodsBy != "" {
+			return
+		}
+	}
 }
 
 // countFlows returns the connections to the frontends of ServicePorts that the kernel tracks and that have not ended, by endpoint.

@@ -7,6 +7,7 @@ import (
 	"time"
 
 	links "github.com/vishvananda/netlink"
+	"golang.org/x/sys/unix"
 )
 
 const (
@@ -68,4 +69,47 @@ func unresolved() (failed, open map[Neighbour]bool, err error) {
 		}
 	}
 	return failed, open, nil
+}
+
+// WithoutHairpin returns the addresses at a bridge of which the port does not send back what came by it, with the name of that port: a frame that is to go
+// back by the port that it came by is dropped. What is not known of is left out.
+func WithoutHairpin(bridge int) (map[netip.Addr]string, error) {
+	var neighbours, forwarding []links.Neigh
+	err := Retry(func() (err error) {
+		if neighbours, err = links.NeighList(bridge, links.FAMILY_ALL); err == nil {
+			forwarding, err = links.NeighList(0, unix.AF_BRIDGE)
+		}
+		return err
+	})
+	if err != nil {
+		return nil, fmt.Errorf("listing the neighbours of bridge %d: %w", bridge, err)
+	}
+	ports := map[string]int{} // by the address of what is behind them
+	for _, n := range forwarding {
+		if n.MasterIndex == bridge && n.State&links.NUD_PERMANENT == 0 { // Those are the port's own.
+			ports[n.HardwareAddr.String()] = n.LinkIndex
+		}
+	}
+	out, names := map[netip.Addr]string{}, map[int]string{}
+	for _, n := range neighbours {
+		a, ok := netip.AddrFromSlice(n.IP)
+		port := ports[n.HardwareAddr.String()]
+		if !ok || port == 0 {
+			continue
+		}
+		if _, known := names[port]; !known {
+			names[port] = ""
+			link, err := links.LinkByIndex(port)
+			if err != nil { // It is gone.
+				continue
+			}
+			if info, err := links.LinkGetProtinfo(link); err == nil && !info.Hairpin {
+				names[port] = link.Attrs().Name
+			}
+		}
+		if name := names[port]; name != "" {
+			out[a.Unmap()] = name
+		}
+	}
+	return out, nil
 }

@@ -13,6 +13,7 @@ import (
 	"fmt"
 	"net/netip"
 	"slices"
+	"strings"
 
 	"nodeproxy/kernel/names"
 	"nodeproxy/kernel/netlink"
@@ -50,6 +51,10 @@ type Node struct {
 	// address, "" if that is not known; nil knows of none.
 	Uplink string
 	By     func(netip.Addr) string
+	// Pod is an address of each family that a Pod of this node may have, where Pods are told from other clients by their addresses; what they send to
+	// cluster IPs is not masqueraded. PodsBy is an interface by which such a Pod's packets come; "" if none is known.
+	Pod    map[plan.Family]netip.Addr
+	PodsBy string
 }
 
 // by is By, also where it is nil.
@@ -147,13 +152,27 @@ func (s *search) look(rules ruleset) error {
 // add adds what has not been said.
 func (s *search) add(list []Rule) {
 	for _, r := range list {
+		same := func(o Rule) bool {
+			return (o.Text == r.Text || o.number == r.number && o.rules == r.rules) && o.Chain == r.Chain
+		}
 		said := func(o Rule) bool {
 			enough := o.Certain && !r.Certain || (o.Certain || !r.Certain) && (r.Answers || !o.Answers)
-			return (o.Text == r.Text || o.number == r.number && o.rules == r.rules) && o.Chain == r.Chain && enough
+			return same(o) && enough
 		}
-		if !slices.ContainsFunc(s.found, said) {
-			s.found = append(s.found, r)
+		if i := slices.IndexFunc(s.found, said); i >= 0 {
+			o := &s.found[i]
+			_, more, special := strings.Cut(r.What, " from ")
+			what, _, before := strings.Cut(o.What, " from ")
+			if o.Certain && r.Certain && special && before && strings.HasPrefix(r.What, what+" from ") && !strings.Contains(o.What, more) && strings.HasPrefix(what, "endpoint ") {
+				o.What += " and from " + more
+			}
+			continue
 		}
+		if i := slices.IndexFunc(s.found, func(o Rule) bool { return same(o) && !o.Certain && r.Certain && o.Answers == r.Answers }); i >= 0 {
+			s.found[i] = r
+			continue
+		}
+		s.found = append(s.found, r)
 	}
 }
 
@@ -263,6 +282,8 @@ type packet struct {
 	in, out string
 	// check is true for what asks for the health of a Service, and nat where it is the translation that is looked at.
 	check, nat bool
+	// marked says whether it is to be masqueraded, which this program's own rules let pass.
+	marked match
 }
 
 // priorityTracking is the priority at which connections begin to be tracked.
@@ -274,7 +295,7 @@ const priorityDNAT = -100
 // packets returns the packets of ServicePorts that pass a base chain: those to frontends before their destination is translated, those
 // to endpoints behind that, and answers of endpoints before their source is translated back.
 func packets(ports []*plan.ServicePort, b nft.BaseChain, n Node) []packet {
-	var out, answers []packet
+	var out, special, answers []packet
 	for _, sp := range ports {
 		f := sp.Key.Family
 		if b.Family == "ip" && f == plan.IPv6 || b.Family == "ip6" && f == plan.IPv4 {
@@ -334,15 +355,24 @@ func packets(ports []*plan.ServicePort, b nft.BaseChain, n Node) []packet {
 			} else if b.Hook == "forward" || b.Hook == "postrouting" {
 				p.out = n.by(ep.Addr.Addr())
 			}
+			p.marked = maybe
+			out = append(out, p)
+			if pod := n.Pod[f]; pod.IsValid() && pod != ep.Addr.Addr() && b.Hook == "forward" && !n.IPVS {
+				from := p
+				from.src, from.in, from.what, from.marked = side{addr: pod}, n.PodsBy, p.what+" from Pods of this node", no
+				special = append(special, from)
+			}
 			if n.Uplink != "" && sp.HasExternal() && b.Hook == "forward" {
 				outside := p
 				outside.in, outside.what = n.Uplink, fmt.Sprintf("%s from outside (by %s)", p.what, n.Uplink)
-				out = append(out, outside)
+				if outside.marked = maybe; sp.ExternalPolicy == plan.Cluster && !n.IPVS {
+					outside.marked = yes
+				}
+				special = append(special, outside)
 			}
-			out = append(out, p)
 		}
 	}
-	return append(out, answers...)
+	return slices.Concat(out, special, answers)
 }
 
 // beforeDNAT returns where packets to frontends come from that pass a chain; "" if none does.

@@ -29,13 +29,14 @@ func TestFind(t *testing.T) {
 	t.Parallel()
 	const (
 		raw         = "add table ip raw; add chain ip raw prerouting { type filter hook prerouting priority -300; }; "
+		dropping    = "add table ip filter; add chain ip filter KUBE-FORWARD; add chain ip filter FORWARD { type filter hook forward priority 0; policy drop; }; add rule ip filter FORWARD ct state established accept; "
 		services    = "add table ip nat; add chain ip nat KUBE-SERVICES; add chain ip nat PREROUTING { type nat hook prerouting priority -100; }; add rule ip nat PREROUTING jump KUBE-SERVICES"
 		masquerades = "add table ip nat; add chain ip nat KUBE-POSTROUTING; add chain ip nat POSTROUTING { type nat hook postrouting priority 100; }; add rule ip nat POSTROUTING jump KUBE-POSTROUTING"
 		forward     = "add table inet fw; add chain inet fw forward { type filter hook forward priority 0; }; "
 	)
 	for _, tc := range []struct {
 		name, nft, iptables, want string
-		ipvs, uplink              bool
+		ipvs, uplink, pods        bool
 	}{
 		{name: "none"},
 		{name: "an address", nft: raw + "add rule ip raw prerouting ip daddr 10.96.0.10 drop",
@@ -161,6 +162,13 @@ func TestFind(t *testing.T) {
 			want: "certain: ip daddr 10.0.0.0/8 accept: endpoint 10.244.1.5:8080 from outside"},
 		{name: "iptables, behind masquerading", uplink: true, nft: masquerades, iptables: "-t nat -A POSTROUTING -d 10.0.0.0/8 -j ACCEPT"},
 		{name: "iptables, sources before masquerading", uplink: true, nft: masquerades, iptables: "-t nat -I POSTROUTING -s 10.244.0.0/16 -d 10.244.0.0/16 -j RETURN"},
+		{name: "iptables, the policy of Docker", uplink: true, pods: true, nft: dropping + "add rule ip filter FORWARD jump KUBE-FORWARD; add rule ip filter FORWARD iifname docker0 oifname != docker0 accept",
+			want: "certain: policy drop: endpoint 10.244.1.5:8080 from Pods of this node"},
+		{name: "iptables, a policy that admits Pods", uplink: true, pods: true, nft: dropping + "add rule ip filter FORWARD jump KUBE-FORWARD; add rule ip filter FORWARD ip saddr 10.244.0.0/16 accept",
+			want: "may: policy drop: endpoint 10.244.1.5:8080"},
+		{name: "a policy for Pods and for others", uplink: true, pods: true, nft: "add table inet fw; add chain inet fw forward { type filter hook forward priority 0; policy drop; }; " +
+			"add rule inet fw forward ct state established accept; add rule inet fw forward ip saddr 192.0.2.0/24 iifname eth1 accept",
+			want: "certain: policy drop: endpoint 10.244.1.5:8080 from Pods of this node and from outside (by eth0)"},
 		{name: "iptables, an accept without masquerading", uplink: true, iptables: "-t nat -I POSTROUTING -d 10.0.0.0/8 -j ACCEPT"},
 		{name: "iptables, redirected first", uplink: true, nft: services, iptables: "-t nat -I PREROUTING -p tcp --dport 30080 -j REDIRECT --to-ports 9999",
 			want: "certain: tcp dport 30080 translate: the node port 30080/TCP from pods and other hosts"},
@@ -191,6 +199,9 @@ func TestFind(t *testing.T) {
 			n := Node{Local: func(netip.Addr) bool { return false }, IPVS: tc.ipvs}
 			if tc.uplink {
 				n.Uplink, n.By = "eth0", func(netip.Addr) string { return "cni0" }
+			}
+			if tc.pods {
+				n.Pod, n.PodsBy = map[plan.Family]netip.Addr{plan.IPv4: netip.MustParseAddr("10.244.0.1")}, "cni0"
 			}
 			found, err := Find(t.Context(), []*plan.ServicePort{web}, n)
 			if err != nil {

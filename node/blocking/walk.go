@@ -143,8 +143,14 @@ func (w *walk) apply(id nft.ChainID, r rule, sure *bool, specific bool, depth in
 			if w.packet.check && certain && e.to == names.NodePorts {
 				return true, false, nil // It accepts what asks for the health of a Service.
 			}
-			if ours(to) {
-				w.accepted = true // It may accept what it masquerades, and refuses only what the plan says.
+			if e.to == names.Forward && w.packet.marked != maybe && !w.packet.answer && certain {
+				if w.packet.marked == yes {
+					return true, false, nil
+				}
+				continue
+			}
+			if ours(to) { // They refuse only what the plan says, and one accepts what is masqueraded.
+				w.accepted = w.accepted || e.to == names.Forward
 				continue
 			}
 			ended, err := w.chain(to, certain, about, depth+1)

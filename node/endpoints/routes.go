@@ -34,6 +34,8 @@ type Ways struct {
 	Bridged map[netip.Addr]string
 	// NotForwardedBy is the interface of the default route, if the node forwards no packets that come by it, but others.
 	NotForwardedBy string
+	// NoHairpin are the endpoints at a bridge whose own packets do not come back to them, with the bridge's port.
+	NoHairpin map[netip.Addr]string
 	// Unclaimed are the external IPs in the network of an interface that are not this node's, with its name.
 	Unclaimed map[netip.Addr]string
 }
@@ -45,7 +47,8 @@ func LookOut(ctx context.Context, sysctls string, to Places) (*Ways, error) {
 		return nil, err
 	}
 	out := &Ways{Unreached: map[netip.Addr]string{}, Cut: map[netip.Addr]string{}, Silent: map[netip.Addr]string{}, Bridged: map[netip.Addr]string{},
-		Unclaimed: map[netip.Addr]string{}}
+		Unclaimed: map[netip.Addr]string{}, NoHairpin: map[netip.Addr]string{}}
+	without := map[int]map[netip.Addr]string{} // by bridge
 	away := map[plan.Family]bool{}
 	silent, err := host.Silent(ctx)
 	if err != nil {
@@ -76,8 +79,21 @@ func LookOut(ctx context.Context, sysctls string, to Places) (*Ways, error) {
 		if silent[host.Neighbour{Link: l.Index, Addr: hop}] {
 			out.Silent[a] = fmt.Sprintf("%s at %s", hop, l.Name)
 		}
-		if l.Kind == "bridge" && hop == a && !bridgeFiltered(sysctls, l.Name, plan.FamilyOf(a)) {
+		if l.Kind != "bridge" || hop != a {
+			return nil
+		}
+		if !bridgeFiltered(sysctls, l.Name, plan.FamilyOf(a)) {
 			out.Bridged[a] = l.Name
+			return nil
+		}
+		if without[l.Index] == nil {
+			var err error
+			if without[l.Index], err = host.WithoutHairpin(l.Index); err != nil {
+				return err
+			}
+		}
+		if port := without[l.Index][a]; port != "" {
+			out.NoHairpin[a] = port
 		}
 		return nil
 	})

@@ -77,15 +77,19 @@ func TestLookOutNeighbours(t *testing.T) {
 	for _, line := range []string{
 		"link set lo up", "link add eth0 type veth peer name far", "link set eth0 up", "link set far up", "addr add 192.0.2.1/24 dev eth0",
 		"link add cni0 type bridge", "link set cni0 up", "addr add 10.244.1.1/24 dev cni0", "route add 10.244.2.0/24 via 192.0.2.9", "route add 10.244.3.0/24 via 192.0.2.8",
+		"link add veth5 type veth peer name pod5", "link set veth5 master cni0 up", "link add veth6 type veth peer name pod6", "link set veth6 master cni0 up", "link set veth6 type bridge_slave hairpin on",
+		"neigh add 10.244.1.5 dev cni0 lladdr 02:00:00:00:00:05 nud reachable", "neigh add 10.244.1.6 dev cni0 lladdr 02:00:00:00:00:06 nud reachable",
 		"neigh add 192.0.2.9 dev eth0 nud failed", "neigh add 192.0.2.8 dev eth0 lladdr 02:00:00:00:00:01 nud reachable", "neigh add 10.244.1.23 dev cni0 nud incomplete",
 	} {
 		nstest.Exec(t, "ip", strings.Fields(line)...)
 	}
+	nstest.Exec(t, "bridge", "fdb", "add", "02:00:00:00:00:05", "dev", "veth5", "master", "static")
+	nstest.Exec(t, "bridge", "fdb", "add", "02:00:00:00:00:06", "dev", "veth6", "master", "static")
 	at := netip.MustParseAddr
 	look := func(sysctls string) *Ways {
 		t.Helper()
 		found, err := LookOut(t.Context(), sysctls, Places{
-			Endpoints:  []netip.Addr{at("10.244.1.5"), at("10.244.1.23"), at("10.244.2.5"), at("10.244.3.5")},
+			Endpoints:  []netip.Addr{at("10.244.1.5"), at("10.244.1.6"), at("10.244.1.23"), at("10.244.2.5"), at("10.244.3.5")},
 			ClusterIPs: []netip.Addr{at("10.96.0.10")}, ExternalIPs: []netip.Addr{at("192.0.2.240"), at("192.0.2.1"), at("203.0.113.1")},
 		})
 		if err != nil {
@@ -101,8 +105,8 @@ func TestLookOutNeighbours(t *testing.T) {
 	want := &Ways{
 		Unreached: map[netip.Addr]string{}, Cut: map[netip.Addr]string{at("10.96.0.10"): "network is unreachable"},
 		Silent:    map[netip.Addr]string{at("10.244.1.23"): "10.244.1.23 at cni0", at("10.244.2.5"): "192.0.2.9 at eth0"},
-		Bridged:   map[netip.Addr]string{at("10.244.1.5"): "cni0", at("10.244.1.23"): "cni0"},
-		Unclaimed: map[netip.Addr]string{at("192.0.2.240"): "eth0"},
+		Bridged:   map[netip.Addr]string{at("10.244.1.5"): "cni0", at("10.244.1.6"): "cni0", at("10.244.1.23"): "cni0"},
+		Unclaimed: map[netip.Addr]string{at("192.0.2.240"): "eth0"}, NoHairpin: map[netip.Addr]string{},
 	}
 	if got := look(sysctls); !reflect.DeepEqual(got, want) {
 		t.Errorf("%+v, want %+v", got, want)
@@ -111,7 +115,7 @@ func TestLookOutNeighbours(t *testing.T) {
 		t.Fatal(err)
 	}
 	nstest.Exec(t, "ip", "route", "add", "default", "via", "192.0.2.8")
-	want.Bridged, want.Cut = map[netip.Addr]string{}, map[netip.Addr]string{}
+	want.Bridged, want.Cut, want.NoHairpin = map[netip.Addr]string{}, map[netip.Addr]string{}, map[netip.Addr]string{at("10.244.1.5"): "veth5"}
 	if got := look(sysctls); !reflect.DeepEqual(got, want) {
 		t.Errorf("with br_netfilter and a default route: %+v, want %+v", got, want)
 	}
