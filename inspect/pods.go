@@ -419,11 +419,7 @@ func (c *diagnosis) findUnready(names []string) string {
 	describe := "kubectl -n " + c.d.Service.Namespace + " describe pod " + names[0]
 	for _, name := range names {
 		if p := pods[name]; p != nil {
-			if container, why, ran := stuck(p); container != "" {
-				look := "describe pod " + name
-				if ran != "" {
-					look = fmt.Sprintf("logs %s -c %s%s", name, container, ran)
-				}
+			if container, why, look := stuck(p); container != "" {
 				return fmt.Sprintf("find out why the containers do not run, such as %s of Pod %s (%s): kubectl -n %s %s", container, name, why, c.d.Service.Namespace, look)
 			}
 		}
@@ -554,12 +550,11 @@ func starting(p *v1.Pod) string {
 	return ""
 }
 
-// stuck returns a container of a Pod that does not run, why, and the options by which "kubectl logs" shows how it ended, after a blank or empty if it has
-// not run; "" if there is none.
-func stuck(p *v1.Pod) (container, why, ran string) {
+// stuck returns a container of a Pod that does not run, why, and what kubectl has to show then; "" if there is none.
+func stuck(p *v1.Pod) (container, why, look string) {
 	for _, s := range p.Status.ContainerStatuses {
 		if t := s.State.Terminated; t != nil && p.Spec.RestartPolicy == v1.RestartPolicyNever {
-			return s.Name, fmt.Sprintf("it has ended with exit code %d, and is not started again", t.ExitCode), " --timestamps"
+			return s.Name, fmt.Sprintf("it has ended with exit code %d, and is not started again", t.ExitCode), "logs " + p.Name + " -c " + s.Name
 		}
 	}
 	for _, s := range slices.Concat(p.Status.InitContainerStatuses, p.Status.ContainerStatuses) {
@@ -570,9 +565,9 @@ func stuck(p *v1.Pod) (container, why, ran string) {
 				why += ", after " + ended(p, s.Name, t)
 			}
 			if s.RestartCount > 0 {
-				ran = " --previous"
+				return s.Name, why, fmt.Sprintf("logs %s -c %s --previous", p.Name, s.Name)
 			}
-			return s.Name, why, ran
+			return s.Name, why, "describe pod " + p.Name
 		}
 	}
 	return "", "", ""

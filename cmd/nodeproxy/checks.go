@@ -101,7 +101,8 @@ func (d *daemon) reality() *inspect.Reality {
 
 // podsHere says what packets of this node's Pods are like, where Pods are recognised by their addresses.
 func (d *daemon) podsHere(n *blocking.Node) {
-	const most = 32 // that are tried
+	const most, mostSeen = 32, 10000 // that are tried, and that are looked at while no sync can go on
+	seen := 0
 	var here []netip.Addr
 	n.Pod = map[plan.Family]netip.Addr{}
 	d.proxier.View(func(s *proxier.State) {
@@ -117,11 +118,12 @@ func (d *daemon) podsHere(n *blocking.Node) {
 		}
 		for _, sp := range p.Services {
 			for _, ep := range sp.Endpoints.Cluster {
+				seen++
 				if a := ep.Addr.Addr(); ep.Local && detect.Matches(a, "") && len(here) < most {
 					here = append(here, a)
 				}
 			}
-			if len(here) >= most {
+			if len(here) >= most || seen >= mostSeen {
 				return
 			}
 		}

@@ -71,9 +71,8 @@ type Link struct {
 	// Name is its name, and Kind its type as in "ip link add type"; "device" for a real one.
 	Name, Kind string
 	Up         bool
-	// Enslaved says that it is part of another interface, such as a bridge or a VRF.
-	Enslaved bool
-	Master   int // the index of that; 0 for none
+	// Master is the index of the interface that it is part of, such as a bridge or a VRF; 0 for none.
+	Master int
 }
 
 // Links returns the network interfaces by their indexes.
@@ -89,7 +88,7 @@ func Links() (map[int]Link, error) {
 	out := map[int]Link{}
 	for _, l := range list {
 		a := l.Attrs()
-		out[a.Index] = Link{a.Index, a.Name, l.Type(), a.RawFlags&unix.IFF_UP != 0, a.MasterIndex != 0, a.MasterIndex}
+		out[a.Index] = Link{a.Index, a.Name, l.Type(), a.RawFlags&unix.IFF_UP != 0, a.MasterIndex}
 	}
 	return out, nil
 }

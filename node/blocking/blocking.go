@@ -36,6 +36,8 @@ type Rule struct {
 	// Untracked is true for a rule that does not drop packets, but keeps them from being tracked, so that nothing translates them, Unmasqueraded
 	// for one that keeps their source from being translated, and Diverted for one that decides first about their destination.
 	Untracked, Unmasqueraded, Diverted bool
+	// to is What without those who send it, which is from; both are empty where everybody does.
+	to, from string
 	// number is that of the rule in its chain, from 1; 0 for the policy. rules is where the chain is: both variants of iptables have some of the same name.
 	number int
 	rules  ruleset
@@ -160,11 +162,9 @@ func (s *search) add(list []Rule) {
 			return same(o) && enough
 		}
 		if i := slices.IndexFunc(s.found, said); i >= 0 {
-			o := &s.found[i]
-			_, more, special := strings.Cut(r.What, " from ")
-			what, _, before := strings.Cut(o.What, " from ")
-			if o.Certain && r.Certain && special && before && strings.HasPrefix(r.What, what+" from ") && !strings.Contains(o.What, more) && strings.HasPrefix(what, "endpoint ") {
-				o.What += " and from " + more
+			if o := &s.found[i]; o.Certain && r.Certain && o.to != "" && o.to == r.to && !strings.Contains(o.from, r.from) {
+				o.from += " and from " + r.from
+				o.What = o.to + " from " + o.from
 			}
 			continue
 		}
@@ -266,6 +266,7 @@ type side struct {
 // packet is a packet as it is in one chain.
 type packet struct {
 	what     string
+	from     string // who sends it to what; empty for everybody
 	family   plan.Family
 	protocol byte
 	src, dst side
@@ -359,12 +360,12 @@ func packets(ports []*plan.ServicePort, b nft.BaseChain, n Node) []packet {
 			out = append(out, p)
 			if pod := n.Pod[f]; pod.IsValid() && pod != ep.Addr.Addr() && b.Hook == "forward" && !n.IPVS {
 				from := p
-				from.src, from.in, from.what, from.marked = side{addr: pod}, n.PodsBy, p.what+" from Pods of this node", no
+				from.src, from.in, from.from, from.marked = side{addr: pod}, n.PodsBy, "Pods of this node", no
 				special = append(special, from)
 			}
 			if n.Uplink != "" && sp.HasExternal() && b.Hook == "forward" {
 				outside := p
-				outside.in, outside.what = n.Uplink, fmt.Sprintf("%s from outside (by %s)", p.what, n.Uplink)
+				outside.in, outside.from = n.Uplink, fmt.Sprintf("outside (by %s)", n.Uplink)
 				if outside.marked = maybe; sp.ExternalPolicy == plan.Cluster && !n.IPVS {
 					outside.marked = yes
 				}

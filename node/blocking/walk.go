@@ -60,8 +60,11 @@ type state struct {
 }
 
 func (w *walk) report(r Rule) {
-	r.rules = w.rules
-	if r.What, r.Answers = w.packet.what, w.packet.answer; !w.found[r.Chain.String()+r.Text] {
+	r.rules, r.What, r.Answers = w.rules, w.packet.what, w.packet.answer
+	if r.from = w.packet.from; r.from != "" {
+		r.to, r.What = r.What, r.What+" from "+r.from
+	}
+	if !w.found[r.Chain.String()+r.Text] {
 		w.found[r.Chain.String()+r.Text] = true
 		w.out = append(w.out, r)
 	}

@@ -60,7 +60,7 @@ func LookBack(ctx context.Context, sysctls string, endpoints []netip.Addr) (*Rev
 				return out, nil
 			}
 			to, err := host.RouteTo(ep, w)
-			if err != nil || to.Local || len(to.Links) != 1 || !strict[to.Links[0]] || links[to.Links[0]].Enslaved {
+			if err != nil || to.Local || len(to.Links) != 1 || !strict[to.Links[0]] || links[to.Links[0]].Master != 0 {
 				continue // Packets do not go there, or their answers are taken from anywhere; of a VRF, this can't be told.
 			}
 			by := links[to.Links[0]]
