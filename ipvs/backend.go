@@ -176,7 +176,7 @@ func (b *Backend) engine(f plan.Family, t *xtables.Tables, h *handles, d *host.D
 		family: f, options: options, known: options, onRefused: b.cfg.Refused, exclude: b.cfg.ExcludeCIDRs, grace: b.cfg.GracePeriod,
 		log: b.cfg.Log, mostAtOnce: mostAtOnce,
 		machine: machine{servers: b.servers, sets: h.sets, device: d, tables: t,
-			host: hostAddresses, reader: func() (*reader, error) { return openReader(b.servers, h.sets) }},
+			host: hostAddresses, reader: func() (*reader, error) { return openReader(b.servers) }},
 	}
 	if p := h.ports[f]; p != nil {
 		e.machine.ports = p

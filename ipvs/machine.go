@@ -36,12 +36,12 @@ type reader struct {
 }
 
 // openReader opens a reader beside what syncs use.
-func openReader(v *ipvs.Servers, s *ipset.Sets) (*reader, error) {
+func openReader(v *ipvs.Servers) (*reader, error) {
 	servers, err := v.Another()
 	if err != nil {
 		return nil, err
 	}
-	sets, err := s.Another()
+	sets, err := ipset.Present()
 	if err != nil {
 		_ = servers.Close()
 		return nil, err

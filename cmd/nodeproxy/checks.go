@@ -36,7 +36,7 @@ func (d *daemon) reality() *inspect.Reality {
 			return nil, err
 		}
 		node := blocking.Node{
-			Local: local, IPVS: d.cfg.Mode == ipvsMode.name, Uplink: endpoints.Uplink(), By: endpoints.By(),
+			Local: local, IPVS: d.cfg.Mode == ipvsMode.name, Uplink: endpoints.Uplink(), By: endpoints.By(), Mark: 1 << d.cfg.MasqueradeBit,
 		}
 		d.podsHere(&node)
 		found, err := blocking.Find(ctx, ports, node)

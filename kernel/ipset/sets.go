@@ -22,22 +22,22 @@ type Sets struct {
 
 // OpenSets loads the kernel modules of ipset if necessary and possible. The error names those that are missing.
 func OpenSets() (*Sets, error) {
-	c, err := netlink.Dial(unix.NETLINK_NETFILTER)
+	s, err := Present()
 	if err != nil {
-		return nil, fmt.Errorf("ipset: %w", err)
+		return nil, err
 	}
-	s := &Sets{conn: c}
 	for _, kind := range slices.Sorted(maps.Keys(setTypes)) {
 		if err := s.hasType(kind); err != nil {
-			_ = c.Close()
+			_ = s.Close()
 			return nil, err
 		}
 	}
 	return s, nil
 }
 
-// Another returns the same sets by a socket of its own, so that reading does not hold up who uses s. It must be closed.
-func (s *Sets) Another() (*Sets, error) {
+// Present returns the sets that there are, of whatever type, by a socket of its own, so that reading does not hold up who uses others. It loads
+// no module, and must be closed.
+func Present() (*Sets, error) {
 	c, err := netlink.Dial(unix.NETLINK_NETFILTER)
 	if err != nil {
 		return nil, fmt.Errorf("ipset: %w", err)

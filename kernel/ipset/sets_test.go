@@ -201,7 +201,7 @@ func TestFullSet(t *testing.T) {
 	for i := range 3000 {
 		entries = append(entries, Entry{Addr: netip.AddrFrom4([4]byte{10, 0, byte(i >> 8), byte(i)}), Mark: uint32(i), Mask: 0xffff})
 	}
-	reader, err := s.Another()
+	reader, err := Present()
 	if err != nil {
 		t.Fatal(err)
 	}

@@ -22,7 +22,9 @@ const (
 	ipsetList    = 7
 	ipsetAdd     = 9
 	ipsetDelete  = 10
+	ipsetTest    = 11
 	ipsetType    = 13
+	ipsetNameOf  = 15
 )
 
 // Attributes of a command.
@@ -38,6 +40,7 @@ const (
 	setAttrEntries     = 8
 	setAttrLine        = 9
 	setAttrMinRevision = 10
+	setAttrIndex       = 11
 )
 
 // Attributes of a set or an entry.
@@ -73,6 +76,8 @@ const (
 	ipsetNoSuchType   = 4098
 	ipsetBusy         = 4100
 	ipsetTypeMismatch = 4102
+	ipsetExists       = 4103 // or, of a test: does not
+	ipsetOutOfRange   = 4352 // of bitmaps
 	ipsetFull         = 4352
 )
 

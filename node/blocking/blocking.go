@@ -57,6 +57,8 @@ type Node struct {
 	// cluster IPs is not masqueraded. PodsBy is an interface by which such a Pod's packets come; "" if none is known.
 	Pod    map[plan.Family]netip.Addr
 	PodsBy string
+	// Mark is the bit of packets' marks by which this program asks for masquerading.
+	Mark uint32
 }
 
 // by is By, also where it is nil.
@@ -91,14 +93,16 @@ func Find(ctx context.Context, ports []*plan.ServicePort, n Node) ([]Rule, error
 	}
 	defer rules.Close()
 	s := &search{ctx: ctx, ports: ports, node: n}
-	if err = s.look(nftRules{rules}); err == nil {
-		var legacy *legacyRules
-		if legacy, err = readLegacy(ctx); err == nil {
-			err = s.look(legacy)
-		}
+	sets := newSets()
+	defer sets.close()
+	legacy, err := readLegacy(ctx, sets)
+	s.unread = err
+	all := []ruleset{nftRules{rules, sets}}
+	if legacy != nil {
+		all = append(all, legacy)
 	}
-	if s.unread = cmp.Or(s.unread, err); len(s.found) == 0 && s.unread != nil {
-		return nil, s.unread
+	if err := s.look(all...); err != nil || len(s.found) == 0 {
+		return nil, cmp.Or(err, s.unread)
 	}
 	return s.found, nil
 }
@@ -113,27 +117,46 @@ type search struct {
 	judged int
 	// unread is why some chain could not be read.
 	unread error
+	// marks are those with which packets leave the base chains that have been looked at.
+	marks map[marked]mark
 }
 
-// look looks at the chains of a ruleset. It returns an error only if the context has ended.
-func (s *search) look(rules ruleset) error {
-	bases := rules.Bases()
-	slices.SortFunc(bases, func(a, b nft.BaseChain) int {
-		return cmp.Or(cmp.Compare(a.Table, b.Table), cmp.Compare(a.Family, b.Family), cmp.Compare(a.Priority, b.Priority), cmp.Compare(a.Chain, b.Chain))
-	})
-	for _, b := range bases {
-		if ours(b.ChainID) {
-			continue
+// stages is the order of the hooks that a packet passes.
+var stages = map[string]int{"prerouting": 1, "output": 1, "input": 2, "forward": 2, "postrouting": 3}
+
+// base is a base chain, and where its rules are read.
+type base struct {
+	nft.BaseChain
+	rules ruleset
+}
+
+// look looks at the chains of rulesets. It returns an error only if the context has ended.
+func (s *search) look(from ...ruleset) error {
+	var bases []base
+	for _, rules := range from {
+		for _, b := range rules.Bases() {
+			if !ours(b.ChainID) {
+				bases = append(bases, base{b, rules})
+			}
 		}
+	}
+	slices.SortStableFunc(bases, func(a, b base) int {
+		return cmp.Or(cmp.Compare(stages[a.Hook], stages[b.Hook]), cmp.Compare(a.Priority, b.Priority),
+			cmp.Compare(a.Table, b.Table), cmp.Compare(a.Family, b.Family), cmp.Compare(a.Chain, b.Chain))
+	})
+	s.marks = map[marked]mark{}
+	for _, b := range bases {
 		if b.Type == "nat" {
-			if err := s.lookNAT(rules, b); err != nil {
+			if err := s.lookNAT(b); err != nil {
 				return err
 			}
 			continue
 		}
-		for _, p := range packets(s.ports, b, s.node) {
+		passed := map[marked]*marks{}
+		for _, p := range packets(s.ports, b.BaseChain, s.node) {
+			p.mark = s.begin(&p, b.Hook)
 			p.untracked = b.Priority < priorityTracking && (b.Hook == "prerouting" || b.Hook == "output")
-			w := &walk{search: s, rules: rules, packet: p, found: map[string]bool{}, known: map[state]state{}}
+			w := &walk{search: s, rules: b.rules, packet: p, found: map[string]bool{}, known: map[state]state{}}
 			ended, err := w.chain(b.ChainID, true, false, 0)
 			if s.ctx.Err() != nil {
 				return s.ctx.Err()
@@ -142,10 +165,28 @@ func (s *search) look(rules ruleset) error {
 				s.unread = cmp.Or(s.unread, err)
 				ended = true
 			}
-			if !ended && b.Drops {
+			switch {
+			case ended:
+			case b.Drops:
 				w.report(Rule{Text: "policy drop", Chain: b.ChainID, Policy: true, Certain: !w.accepted})
+			default:
+				w.passed.add(w.packet.mark)
 			}
 			s.add(w.out)
+			for _, local := range paths(b.Hook) {
+				id := marked{p.key, p.answer, local, p.in}
+				if passed[id] == nil {
+					passed[id] = &marks{}
+				}
+				if w.passed.any {
+					passed[id].add(w.passed.mark)
+				}
+			}
+		}
+		for id, m := range passed {
+			if m.any {
+				s.marks[id] = m.mark
+			}
 		}
 	}
 	return nil
@@ -178,14 +219,14 @@ func (s *search) add(list []Rule) {
 
 // lookNAT looks for rules that decide about the translation of packets before this program's do: in the same chain of iptables, whatever accepts, and in
 // chains that are called before, what translates. Each chain of nftables that is called later decides anew if nothing has been translated.
-func (s *search) lookNAT(rules ruleset, b nft.BaseChain) error {
-	judges, err := rules.judges(b.ChainID)
+func (s *search) lookNAT(b base) error {
+	judges, err := b.rules.judges(b.ChainID)
 	if err != nil {
 		s.unread = cmp.Or(s.unread, err)
 		return nil
 	}
 	source := b.Hook == "postrouting"
-	for _, p := range natPackets(s.ports, b, s.node) {
+	for _, p := range natPackets(s.ports, b.BaseChain, s.node) {
 		beside := slices.ContainsFunc(judges, func(j judge) bool {
 			return slices.ContainsFunc(j(&p).ends, func(e end) bool {
 				return e.verdict == "jump" && ours(nft.ChainID{Family: b.Family, Table: b.Table, Chain: e.to})
@@ -194,7 +235,8 @@ func (s *search) lookNAT(rules ruleset, b nft.BaseChain) error {
 		if !beside && (source || b.Priority >= priorityDNAT) {
 			continue
 		}
-		w := &walk{search: s, rules: rules, packet: p, found: map[string]bool{}, known: map[state]state{}, beside: beside}
+		p.mark = s.begin(&p, b.Hook)
+		w := &walk{search: s, rules: b.rules, packet: p, found: map[string]bool{}, known: map[state]state{}, beside: beside}
 		if _, err := w.chain(b.ChainID, true, false, 0); err != nil {
 			if s.ctx.Err() != nil {
 				return s.ctx.Err()
@@ -214,7 +256,7 @@ func natPackets(ports []*plan.ServicePort, b nft.BaseChain, n Node) (out []packe
 		if b.Family == "ip" && f == plan.IPv6 || b.Family == "ip6" && f == plan.IPv4 {
 			continue
 		}
-		p := packet{family: f, protocol: netlink.Protocol(sp.Key.Protocol), nat: true, in: n.Uplink}
+		p := packet{key: sp.Key, family: f, protocol: netlink.Protocol(sp.Key.Protocol), nat: true, in: n.Uplink}
 		switch {
 		case b.Hook == "postrouting" && sp.HasExternal() && sp.ExternalPolicy == plan.Cluster:
 			for _, ep := range sp.All()[:min(len(sp.All()), mostEndpoints)] {
@@ -267,9 +309,11 @@ type side struct {
 type packet struct {
 	what     string
 	from     string // who sends it to what; empty for everybody
+	key      plan.Key
 	family   plan.Family
 	protocol byte
 	src, dst side
+	mark     mark
 	// answer says that it comes back, on a connection that has begun.
 	answer bool
 	// untracked says that the kernel has not looked yet which connection it is of.
@@ -283,8 +327,8 @@ type packet struct {
 	in, out string
 	// check is true for what asks for the health of a Service, and nat where it is the translation that is looked at.
 	check, nat bool
-	// marked says whether it is to be masqueraded, which this program's own rules let pass.
-	marked match
+	// masqueraded says whether it is to be masqueraded, which this program's own rules let pass.
+	masqueraded match
 }
 
 // priorityTracking is the priority at which connections begin to be tracked.
@@ -306,7 +350,7 @@ func packets(ports []*plan.ServicePort, b nft.BaseChain, n Node) []packet {
 		for _, fe := range sp.Frontends {
 			if fe.Kind == plan.HealthCheckNodePort {
 				if b.Hook == "prerouting" || b.Hook == "input" {
-					p := packet{what: fmt.Sprintf("the %s from outside", fe), family: f, dst: side{fe.Addr, fe.Port, true}, protocol: netlink.Protocol(plan.TCP),
+					p := packet{what: fmt.Sprintf("the %s from outside", fe), key: sp.Key, family: f, dst: side{fe.Addr, fe.Port, true}, protocol: netlink.Protocol(plan.TCP),
 						here: yes, first: []netip.AddrPort{netip.AddrPortFrom(fe.Addr, fe.Port)}, dnat: no, in: n.Uplink, check: true}
 					out = append(out, p)
 				}
@@ -314,7 +358,7 @@ func packets(ports []*plan.ServicePort, b nft.BaseChain, n Node) []packet {
 			}
 			first = append(first, netip.AddrPortFrom(fe.Addr, fe.Port))
 			if from := beforeDNAT(b, n); from != "" {
-				p := packet{what: fmt.Sprintf("the %s from %s", fe, from), family: f, dst: side{fe.Addr, fe.Port, true}, protocol: netlink.Protocol(fe.Protocol),
+				p := packet{what: fmt.Sprintf("the %s from %s", fe, from), key: sp.Key, family: f, dst: side{fe.Addr, fe.Port, true}, protocol: netlink.Protocol(fe.Protocol),
 					here: maybe, first: first[len(first)-1:], dnat: no}
 				if !fe.Addr.IsValid() || n.Local(fe.Addr) {
 					p.here = yes
@@ -330,7 +374,7 @@ func packets(ports []*plan.ServicePort, b nft.BaseChain, n Node) []packet {
 		for i, ep := range sp.All() {
 			here := n.Local(ep.Addr.Addr())
 			if i < mostEndpoints && answersPass(b, here, n) {
-				p := packet{what: "endpoint " + ep.Addr.String(), family: f, src: side{ep.Addr.Addr(), ep.Addr.Port(), true}, answer: true,
+				p := packet{what: "endpoint " + ep.Addr.String(), key: sp.Key, family: f, src: side{ep.Addr.Addr(), ep.Addr.Port(), true}, answer: true,
 					protocol: netlink.Protocol(sp.Key.Protocol), here: maybe, first: first, dnat: yes}
 				switch {
 				case n.IPVS:
@@ -346,7 +390,7 @@ func packets(ports []*plan.ServicePort, b nft.BaseChain, n Node) []packet {
 			if i >= mostEndpoints || !behindDNAT(b, n) || b.Hook == "input" && !here || b.Hook == "forward" && here {
 				continue
 			}
-			p := packet{what: "endpoint " + ep.Addr.String(), family: f, dst: side{ep.Addr.Addr(), ep.Addr.Port(), true}, protocol: netlink.Protocol(sp.Key.Protocol),
+			p := packet{what: "endpoint " + ep.Addr.String(), key: sp.Key, family: f, dst: side{ep.Addr.Addr(), ep.Addr.Port(), true}, protocol: netlink.Protocol(sp.Key.Protocol),
 				here: no, first: first, dnat: yes}
 			if here {
 				p.here = yes
@@ -356,18 +400,18 @@ func packets(ports []*plan.ServicePort, b nft.BaseChain, n Node) []packet {
 			} else if b.Hook == "forward" || b.Hook == "postrouting" {
 				p.out = n.by(ep.Addr.Addr())
 			}
-			p.marked = maybe
+			p.masqueraded = maybe
 			out = append(out, p)
 			if pod := n.Pod[f]; pod.IsValid() && pod != ep.Addr.Addr() && b.Hook == "forward" && !n.IPVS {
 				from := p
-				from.src, from.in, from.from, from.marked = side{addr: pod}, n.PodsBy, "Pods of this node", no
+				from.src, from.in, from.from, from.masqueraded = side{addr: pod}, n.PodsBy, "Pods of this node", no
 				special = append(special, from)
 			}
 			if n.Uplink != "" && sp.HasExternal() && b.Hook == "forward" {
 				outside := p
 				outside.in, outside.from = n.Uplink, fmt.Sprintf("outside (by %s)", n.Uplink)
-				if outside.marked = maybe; sp.ExternalPolicy == plan.Cluster && !n.IPVS {
-					outside.marked = yes
+				if outside.masqueraded = maybe; sp.ExternalPolicy == plan.Cluster && !n.IPVS {
+					outside.masqueraded = yes
 				}
 				special = append(special, outside)
 			}

@@ -32,7 +32,11 @@ func TestFind(t *testing.T) {
 		dropping    = "add table ip filter; add chain ip filter KUBE-FORWARD; add chain ip filter FORWARD { type filter hook forward priority 0; policy drop; }; add rule ip filter FORWARD ct state established accept; "
 		services    = "add table ip nat; add chain ip nat KUBE-SERVICES; add chain ip nat PREROUTING { type nat hook prerouting priority -100; }; add rule ip nat PREROUTING jump KUBE-SERVICES"
 		masquerades = "add table ip nat; add chain ip nat KUBE-POSTROUTING; add chain ip nat POSTROUTING { type nat hook postrouting priority 100; }; add rule ip nat POSTROUTING jump KUBE-POSTROUTING"
-		forward     = "add table inet fw; add chain inet fw forward { type filter hook forward priority 0; }; "
+		policies    = "add table ip filter; add chain ip filter cali-tw; add chain ip filter cali-pi-a; add chain ip filter FORWARD { type filter hook forward priority 0; }; " +
+			"add rule ip filter cali-tw ct state established accept; add rule ip filter cali-tw meta mark set meta mark & 0xfffcffff; " +
+			"add rule ip filter cali-tw meta mark & 0x20000 == 0 jump cali-pi-a; add rule ip filter cali-tw meta mark & 0x10000 == 0x10000 return; " +
+			"add rule ip filter cali-tw meta mark & 0x20000 == 0 drop; add rule ip filter FORWARD ip daddr 10.244.1.5 jump cali-tw; add rule ip filter FORWARD meta mark & 0x10000 == 0x10000 accept"
+		forward = "add table inet fw; add chain inet fw forward { type filter hook forward priority 0; }; "
 	)
 	for _, tc := range []struct {
 		name, nft, iptables, want string
@@ -46,7 +50,7 @@ func TestFind(t *testing.T) {
 		{name: "other ranges, ports and protocols", nft: raw + "add rule ip raw prerouting ip daddr 10.97.0.0/16 drop; " +
 			"add rule ip raw prerouting tcp dport 81 drop; add rule ip raw prerouting udp dport 80 drop; add rule ip raw prerouting tcp dport 81-90 drop"},
 		{name: "some sources", nft: raw + "add rule ip raw prerouting ip saddr 192.0.2.0/24 tcp dport 30080 drop",
-			want: "may: … tcp dport 30080 drop: the node port 30080/TCP from pods and other hosts"},
+			want: "may: ip saddr 192.0.2.0/24 tcp dport 30080 drop: the node port 30080/TCP from pods and other hosts"},
 		{name: "some sources, and nothing of the Service", nft: raw + "add rule ip raw prerouting ip saddr 192.0.2.0/24 drop"},
 		{name: "invalid packets", nft: forward + "add rule inet fw forward ct state invalid drop"},
 		{name: "a set of ports", nft: forward + "add rule inet fw forward ct state established,related accept; add rule inet fw forward tcp dport { 443, 8080 } reject",
@@ -121,7 +125,7 @@ func TestFind(t *testing.T) {
 		{name: "iptables, for new ones", iptables: "-A FORWARD -p tcp --dport 8080 -m conntrack --ctstate NEW -j REJECT",
 			want: "certain: tcp dport 8080 reject: endpoint 10.244.1.5:8080"},
 		{name: "iptables, of some sources", iptables: "-A FORWARD -s 192.0.2.0/24 -p tcp --dport 8080 -j DROP",
-			want: "may: … tcp dport 8080 drop: endpoint 10.244.1.5:8080"},
+			want: "may: ip saddr 192.0.2.0/24 tcp dport 8080 drop: endpoint 10.244.1.5:8080"},
 		{name: "iptables, ports", iptables: "-A FORWARD -p tcp -m multiport --dports 443,8000:8100 -j DROP",
 			want: "certain: tcp dport { 443, 8000-8100 } drop: endpoint 10.244.1.5:8080"},
 		{name: "iptables, other ports", iptables: "-A FORWARD -p tcp -m multiport --dports 443,8000:8079 -j DROP"},
@@ -129,10 +133,10 @@ func TestFind(t *testing.T) {
 			want: "certain: tcp dport != { 443, 8000-8079 } drop: endpoint 10.244.1.5:8080"},
 		{name: "iptables, sources' ports", iptables: "-A FORWARD -p tcp -m multiport --ports 8080 -j DROP"},
 		{name: "iptables, what went to a node port", iptables: "-A FORWARD -p tcp -m conntrack --ctorigdstport 30080 -j DROP",
-			want: "may: meta l4proto tcp … drop: endpoint 10.244.1.5:8080"},
+			want: "may: meta l4proto tcp ct original proto-dst 30080 drop: endpoint 10.244.1.5:8080"},
 		{name: "iptables, what went to another port", iptables: "-A FORWARD -p tcp -m conntrack --ctorigdstport 81:89 -j DROP"},
 		{name: "iptables, what went to an address", iptables: "-A FORWARD -p tcp -m conntrack --ctorigdst 10.96.0.10 -j DROP",
-			want: "may: meta l4proto tcp … drop: endpoint 10.244.1.5:8080"},
+			want: "may: meta l4proto tcp ct original daddr 10.96.0.10/32 drop: endpoint 10.244.1.5:8080"},
 		{name: "iptables, before that", iptables: "-t mangle -A PREROUTING -p tcp -m conntrack --ctorigdst 10.96.0.10 --ctorigdstport 80 -j DROP",
 			want: "certain: meta l4proto tcp ct original daddr 10.96.0.10/32 ct original proto-dst 80 drop: the cluster IP 10.96.0.10:80/TCP from pods and other hosts"},
 		{name: "iptables, local addresses", iptables: "-t raw -A PREROUTING -p tcp --dport 30080 -m addrtype --dst-type LOCAL -j DROP",
@@ -185,6 +189,21 @@ func TestFind(t *testing.T) {
 		{name: "iptables, a comment that looks like an option", iptables: "-A FORWARD -d 10.244.1.5/32 -m comment --comment -p -j DROP",
 			want: "certain: ip daddr 10.244.1.5 drop: endpoint 10.244.1.5:8080"},
 		{name: "iptables, masqueraded by others", uplink: true, nft: masquerades, iptables: "-t nat -I POSTROUTING -d 10.0.0.0/8 -j MASQUERADE"},
+		{name: "iptables, a mark by the port", iptables: "-t mangle -A PREROUTING -p tcp --dport 80 -j MARK --set-mark 7", nft: forward + "add rule inet fw forward meta mark 7 drop",
+			want: "may: meta mark 0x7 drop: endpoint 10.244.1.5:8080"},
+		{name: "a mark by the port, in the same hook", nft: forward + "add rule inet fw forward tcp dport 8080 meta mark set meta mark | 0x10; add rule inet fw forward meta mark & 0x30 == 0x10 drop",
+			want: "certain: meta mark & 0x30 == 0x10 drop: endpoint 10.244.1.5:8080"},
+		{name: "a mark of others", nft: forward + "add rule inet fw forward tcp dport 8081 meta mark set 7; add rule inet fw forward meta mark 7 drop"},
+		{name: "a mark for masquerading", nft: forward + "add rule inet fw forward meta mark & 0x4000 == 0x4000 drop"},
+		{name: "a mark and more", nft: forward + "add rule inet fw forward meta mark & 0x30 == 0x10 drop; add rule inet fw forward tcp dport 8080 meta mark & 0xffff == 0x10 drop"},
+		{name: "no mark", nft: forward + "add rule inet fw forward ct state new meta mark & 0x30 == 0 drop", want: "certain: meta mark & 0x30 == 0x0 drop: endpoint 10.244.1.5:8080"},
+		{name: "iptables, a policy that allows another port", nft: policies, iptables: "-A cali-pi-a -p tcp --dport 8081 -j MARK --set-xmark 0x10000/0x10000",
+			want: "certain: meta mark & 0x20000 == 0x0 drop: endpoint 10.244.1.5:8080"},
+		{name: "iptables, a policy that allows the port", nft: policies, iptables: "-A cali-pi-a -p tcp --dport 8080 -j MARK --set-xmark 0x10000/0x10000"},
+		{name: "iptables, a policy that allows the port to some", nft: policies, iptables: "-A cali-pi-a -s 10.244.2.0/24 -p tcp --dport 8080 -j MARK --set-xmark 0x10000/0x10000",
+			want: "may: meta mark & 0x20000 == 0x0 drop: endpoint 10.244.1.5:8080"},
+		{name: "iptables, the connection's mark", iptables: "-A FORWARD -m mark --mark 0 -j DROP", nft: "add table ip filter; " +
+			"add chain ip filter FORWARD { type filter hook forward priority 0; }; add rule ip filter FORWARD meta mark set ct mark"},
 		{name: "iptables, no local addresses", iptables: "-A FORWARD -p tcp --dport 8080 -m addrtype --dst-type LOCAL -j DROP"},
 	} {
 		t.Run(tc.name, func(t *testing.T) {
@@ -196,7 +215,7 @@ func TestFind(t *testing.T) {
 			if tc.iptables != "" {
 				nstest.Exec(t, "iptables-nft", strings.Fields(tc.iptables)...)
 			}
-			n := Node{Local: func(netip.Addr) bool { return false }, IPVS: tc.ipvs}
+			n := Node{Local: func(netip.Addr) bool { return false }, IPVS: tc.ipvs, Mark: 0x4000}
 			if tc.uplink {
 				n.Uplink, n.By = "eth0", func(netip.Addr) string { return "cni0" }
 			}
@@ -223,6 +242,54 @@ func TestFind(t *testing.T) {
 				t.Errorf("found %s\nwant  %s", text, tc.want)
 			}
 		})
+	}
+}
+
+// TestFindSets: what ipsets have decides about rules that ask them.
+func TestFindSets(t *testing.T) {
+	t.Parallel()
+	nstest.Enter(t)
+	for _, line := range []string{"a hash:ip", "p hash:ip,port", "n hash:net", "pp bitmap:port range 0-65535", "l list:set"} {
+		nstest.Exec(t, "ipset", strings.Fields("create "+line)...)
+	}
+	for _, entry := range []string{"a 10.244.1.5", "p 10.244.1.5,tcp:8080", "n 10.244.0.0/16", "pp 8080", "l a"} {
+		nstest.Exec(t, "ipset", strings.Fields("add "+entry)...)
+	}
+	for rule, want := range map[string]string{
+		"-m set --match-set a dst":                          "true",
+		"-m set ! --match-set a dst":                        "",
+		"-m set --match-set a src":                          "true (answer)",
+		"-m set --match-set p dst,dst":                      "true",
+		"-m set --match-set p dst,src":                      "false",
+		"-m set --match-set n dst -p tcp":                   "true",
+		"-m set --match-set pp dst":                         "true",
+		"-m set --match-set l dst":                          "false",
+		"-m set --match-set n dst --packets-gt 5":           "false",
+		"-m set --match-set n dst -m set --match-set a src": "false",
+	} {
+		for _, variant := range []string{"iptables-nft", "iptables-legacy"} {
+			change := func(what string) { nstest.Exec(t, variant, strings.Fields(what+" FORWARD "+rule+" -j DROP")...) }
+			change("-A")
+			found, err := Find(t.Context(), []*plan.ServicePort{web}, noLocal)
+			if err != nil {
+				t.Fatal(err)
+			}
+			got := ""
+			for _, r := range found {
+				got = fmt.Sprint(r.Certain)
+				if r.Answers {
+					got += " (answer)"
+				}
+				shown := strings.ReplaceAll(strings.ReplaceAll(rule, "! --match-set", "match-set !="), "--match-set", "match-set")
+				if what := strings.Join(strings.Fields(shown)[2:5], " "); !strings.Contains(r.Text, what) {
+					t.Errorf("%s %s: it is shown as %s, without %s", variant, rule, r.Text, what)
+				}
+			}
+			if len(found) > 1 || got != want {
+				t.Errorf("%s %s: found %+v, want %q", variant, rule, found, want)
+			}
+			change("-D")
+		}
 	}
 }
 
@@ -274,7 +341,7 @@ func load(t *testing.T, text string) {
 
 // TestFindLimits: rules of other programs may be many, with large sets and very many ways through chains. A set is read once, however many
 // rules ask for it, and not at all if they ask it for what is not known, as for the
-// mark. A chain is followed a few times, however many ways lead there, and nothing goes on after the context has ended.
+// connection's mark. A chain is followed a few times, however many ways lead there, and nothing goes on after the context has ended.
 func TestFindLimits(t *testing.T) {
 	nstest.Enter(t)
 	var in strings.Builder
@@ -292,7 +359,7 @@ func TestFindLimits(t *testing.T) {
 		}
 		defer rules.Close()
 		s := &search{ctx: ctx, ports: []*plan.ServicePort{web}, node: noLocal}
-		return s, rules, s.look(nftRules{rules})
+		return s, rules, s.look(nftRules{rules, newSets()})
 	}
 	s, rules, err := look(t.Context())
 	if err != nil || len(s.found) != 1 || s.found[0].Certain {
@@ -302,7 +369,7 @@ func TestFindLimits(t *testing.T) {
 		t.Errorf("the kernel was asked %d times, and %d rules were judged: want 2 for a chain and a set, and 301 for each direction", rules.Asked, s.judged)
 	}
 
-	load(t, "flush chain ip big f; add set ip big m { type mark; elements = { 1, 2 }; }; add rule ip big f meta mark @m drop")
+	load(t, "flush chain ip big f; add set ip big m { type mark; elements = { 1, 2 }; }; add rule ip big f ct mark @m drop")
 	if s, rules, err = look(t.Context()); err != nil || len(s.found) > 0 || rules.Asked != 1 {
 		t.Errorf("of a set of marks: %+v, %v; the kernel was asked %d times, want once for the chain", s.found, err, rules.Asked)
 	}

@@ -20,6 +20,7 @@ import (
 
 // legacyRules are the rules of the legacy variant of iptables.
 type legacyRules struct {
+	sets  *sets
 	bases []nft.BaseChain
 	rules map[nft.ChainID][]judge
 }
@@ -36,8 +37,8 @@ var legacyHooks = map[string]string{
 }
 
 // readLegacy reads the tables that the kernel has in the network namespace of the calling thread.
-func readLegacy(ctx context.Context) (*legacyRules, error) {
-	out := &legacyRules{rules: map[nft.ChainID][]judge{}}
+func readLegacy(ctx context.Context, s *sets) (*legacyRules, error) {
+	out := &legacyRules{sets: s, rules: map[nft.ChainID][]judge{}}
 	var failed error
 	for _, f := range plan.Families {
 		name := map[plan.Family]string{plan.IPv4: "ip", plan.IPv6: "ip6"}[f]
@@ -90,12 +91,12 @@ func (l *legacyRules) add(family, table, line string) {
 		if names.IsOurs(names.Table(table), id.Chain) { // There may be very many.
 			return
 		}
-		l.rules[id] = append(l.rules[id], func(p *packet) rule { return judgeText(text, p) })
+		l.rules[id] = append(l.rules[id], func(p *packet) rule { return judgeText(text, p, l.sets) })
 	}
 }
 
-// judgeText judges a rule as iptables-save prints it.
-func judgeText(text string, p *packet) rule {
+// judgeText judges a rule as iptables-save prints it, with the sets that it may ask.
+func judgeText(text string, p *packet, s *sets) rule {
 	j := judging(p)
 	words := split(text)
 	next := func(i int) string {
@@ -104,7 +105,7 @@ func judgeText(text string, p *packet) rule {
 		}
 		return ""
 	}
-	invert := false
+	invert, module := false, ""
 	for i := 0; i < len(words) && j.match != no; i++ {
 		argument := next(i)
 		switch words[i] {
@@ -115,12 +116,25 @@ func judgeText(text string, p *packet) rule {
 			i++ // It may look like an option.
 			continue
 		case "-m":
+			module = argument
+		case "--match-set":
+			var sources []bool
+			for _, part := range strings.Split(next(i+1), ",") {
+				sources = append(sources, part == "src")
+			}
+			j.inSet(s, argument, sources, invert)
+		case "--mark":
+			if value, mask, ok := masked(argument); ok && module == "mark" {
+				j.inMark(value, mask, invert)
+			} else {
+				j.unknown(module + " " + not(invert) + argument)
+			}
 		case "-p":
 			j.holds((argument == protocolName(p.protocol)) != invert, "meta l4proto "+not(invert)+argument)
 		case "-s", "-d":
 			to, err := netip.ParsePrefix(argument)
 			if err != nil {
-				j.unknown()
+				j.unknown("")
 				break
 			}
 			if words[i] == "-s" {
@@ -138,7 +152,7 @@ func judgeText(text string, p *packet) rule {
 			if list, ok := portRanges(argument); ok {
 				j.ports(s, word, list, invert)
 			} else {
-				j.unknown()
+				j.unknown("")
 			}
 		case "--ctstate", "--state":
 			j.inState(states(argument), invert)
@@ -148,7 +162,7 @@ func judgeText(text string, p *packet) rule {
 				to, err = xtables.Single(addr), nil
 			}
 			if err != nil {
-				j.unknown()
+				j.unknown("")
 				break
 			}
 			j.firstTo(to, invert)
@@ -156,25 +170,31 @@ func judgeText(text string, p *packet) rule {
 			if list, ok := portRanges(argument); ok && len(list) == 1 {
 				j.firstToPort(list[0], invert)
 			} else {
-				j.unknown()
+				j.unknown("")
 			}
 		case "--dst-type":
 			if argument == "LOCAL" {
 				j.toType(1<<typeLocal, invert)
 			} else {
-				j.unknown()
+				j.unknown("")
 			}
 		case "-j":
 			j.jump(argument)
 			if argument == "NOTRACK" || argument == "CT" && slices.Contains(words[i:], "--notrack") {
 				j.ends = []end{{verdict: notrack}}
 			}
+			if argument == "MARK" || argument == "CONNMARK" && slices.Contains(words[i:], "--restore-mark") {
+				j.forgetMark()
+			}
+			if value, mask, ok := masked(words[len(words)-1]); ok && argument == "MARK" && words[len(words)-2] == "--set-xmark" {
+				j.setMark(value, mask)
+			}
 			return j.result() // What follows belongs to the target.
 		case "-g":
 			j.ends = []end{{"goto", argument}}
 			return j.result()
 		default: // Its arguments, if any, don't begin with a dash.
-			j.unknown()
+			j.unknown("")
 		}
 		invert = false
 		for i+1 < len(words) && words[i+1] != "!" && !strings.HasPrefix(words[i+1], "-") {
@@ -186,12 +206,13 @@ func judgeText(text string, p *packet) rule {
 
 // device adds that the packet comes or leaves by an interface of a name, or of one that begins with what is before a "+".
 func (j *judgement) device(option, is, want string, invert bool) {
+	text := option + " " + not(invert) + want
 	if is == "" {
-		j.unknown()
+		j.unknown(text)
 		return
 	}
 	prefix, many := strings.CutSuffix(want, "+")
-	j.holds((is == want || many && strings.HasPrefix(is, prefix)) != invert, option+" "+not(invert)+want)
+	j.holds((is == want || many && strings.HasPrefix(is, prefix)) != invert, text)
 }
 
 // jump is what -j TARGET does.
@@ -258,6 +279,17 @@ func portRanges(text string) ([]portRange, bool) {
 		out = append(out, portRange{uint16(a), uint16(b)})
 	}
 	return out, true
+}
+
+// masked reads such as 0x1/0xff.
+func masked(text string) (value, mask uint32, ok bool) {
+	first, last, is := strings.Cut(text, "/")
+	if !is {
+		last = "0xffffffff"
+	}
+	a, errA := strconv.ParseUint(first, 0, 32)
+	b, errB := strconv.ParseUint(last, 0, 32)
+	return uint32(a), uint32(b), errA == nil && errB == nil
 }
 
 // states reads such as RELATED,ESTABLISHED.

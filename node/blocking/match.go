@@ -1,6 +1,7 @@
 package blocking
 
 import (
+	"cmp"
 	"fmt"
 	"net/netip"
 	"strings"
@@ -27,18 +28,18 @@ func (j *judgement) holds(is bool, text string) {
 	}
 }
 
-// unknown adds a part of which it is not known whether it holds.
-func (j *judgement) unknown() {
+// unknown adds a part of which it is not known whether it holds, and its text, which may be empty.
+func (j *judgement) unknown(text string) {
 	j.match = min(j.match, maybe)
-	if len(j.words) == 0 || j.words[len(j.words)-1] != "…" {
-		j.words = append(j.words, "…")
+	if text = cmp.Or(text, "…"); len(j.words) == 0 || j.words[len(j.words)-1] != text {
+		j.words = append(j.words, text)
 	}
 }
 
 // depends adds a part that holds, does not, or may.
 func (j *judgement) depends(m match, invert bool, text string) {
 	if m == maybe {
-		j.unknown()
+		j.unknown(text)
 		return
 	}
 	j.holds((m == yes) != invert, text)
@@ -62,10 +63,6 @@ func (r portRange) String() string {
 
 // ports adds that the port of one side, of which word is the name, is one of some.
 func (j *judgement) ports(s side, word string, list []portRange, invert bool) {
-	if !s.known {
-		j.unknown()
-		return
-	}
 	within := false
 	var texts []string
 	for _, r := range list {
@@ -76,8 +73,13 @@ func (j *judgement) ports(s side, word string, list []portRange, invert bool) {
 	if len(list) > 1 {
 		text = "{ " + strings.Join(texts, ", ") + " }"
 	}
+	text = protocolName(j.packet.protocol) + " " + word + " " + not(invert) + text
+	if !s.known {
+		j.unknown(text)
+		return
+	}
 	j.specific = true
-	j.holds(within != invert, protocolName(j.packet.protocol)+" "+word+" "+not(invert)+text)
+	j.holds(within != invert, text)
 }
 
 func not(invert bool) string {
@@ -89,17 +91,17 @@ func not(invert bool) string {
 
 // addresses adds that the address of one side, of which word is the name, is within a range.
 func (j *judgement) addresses(s side, word string, within netip.Prefix, invert bool) {
-	name := map[plan.Family]string{plan.IPv4: "ip", plan.IPv6: "ip6"}[j.packet.family] + " " + word + " "
-	if !s.addr.IsValid() {
-		j.unknown()
-		return
-	}
-	j.specific = j.specific || !j.packet.answer // Of answers, only the port is: very many rules ask where a packet comes from.
 	text := within.String()
 	if within.IsSingleIP() {
 		text = within.Addr().String()
 	}
-	j.holds(within.Contains(s.addr) != invert, name+not(invert)+text)
+	text = map[plan.Family]string{plan.IPv4: "ip", plan.IPv6: "ip6"}[j.packet.family] + " " + word + " " + not(invert) + text
+	if !s.addr.IsValid() {
+		j.unknown(text)
+		return
+	}
+	j.specific = j.specific || !j.packet.answer // Of answers, only the port is: very many rules ask where a packet comes from.
+	j.holds(within.Contains(s.addr) != invert, text)
 }
 
 // first adds that the connection's first packet went to a destination for which is holds.

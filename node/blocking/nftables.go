@@ -21,14 +21,17 @@ import (
 )
 
 // nftRules are the rules of nftables.
-type nftRules struct{ *nft.Ruleset }
+type nftRules struct {
+	*nft.Ruleset
+	sets *sets
+}
 
 func (n nftRules) judges(id nft.ChainID) ([]judge, error) {
 	rules, err := n.Rules(id)
 	out := make([]judge, len(rules))
 	for i, exprs := range rules {
 		out[i] = func(p *packet) rule {
-			r := &reading{judgement: judging(p), rules: n.Ruleset, chain: id, regs: map[uint32]register{}}
+			r := &reading{judgement: judging(p), rules: n.Ruleset, sets: n.sets, chain: id, regs: map[uint32]register{}}
 			for _, e := range exprs {
 				if r.read(e); r.match == no {
 					break
@@ -44,6 +47,7 @@ func (n nftRules) judges(id nft.ChainID) ([]judge, error) {
 type reading struct {
 	judgement
 	rules *nft.Ruleset
+	sets  *sets
 	chain nft.ChainID
 	regs  map[uint32]register // by slot
 }
@@ -55,8 +59,9 @@ type register struct {
 	// specific says that it is the destination's address or port, or the port of an answer's source, and mask what is left of it, unless that is nil.
 	specific bool
 	mask     []byte
-	// only is the part of the value that is known; nil for all of it.
-	only []byte
+	// only is the part of the value that is known; nil for all of it. about is that of a mark that depends on the Service.
+	only  []byte
+	about uint32
 }
 
 // slot is the number of the first 4 bytes of a register, which has 16 bytes by its old name and 4 by the new one.
@@ -93,11 +98,18 @@ func (r *reading) read(e expr.Any) {
 	case *expr.Queue:
 		r.ends = []end{{verdict: "accept"}}
 	case *expr.Counter, *expr.Log:
+	case *expr.Meta:
+		if reg := r.regs[slot(e.Register)]; !e.SourceRegister {
+			r.regs[slot(e.Register)] = r.meta(e)
+		} else if e.Key == expr.MetaKeyMARK {
+			m := reg.mark()
+			r.rule.mark = &m
+		}
 	default:
 		if into, value, loads := r.load(e); loads {
 			r.regs[slot(into)] = value
 		} else {
-			r.unknown()
+			r.unknown("")
 		}
 	}
 }
@@ -106,7 +118,10 @@ func (r *reading) read(e expr.Any) {
 func (r *reading) ask(reg register, is bool, text string) {
 	r.specific = r.specific || reg.specific
 	if reg.value == nil || reg.only != nil {
-		r.unknown()
+		if reg.name == "" {
+			text = ""
+		}
+		r.unknown(text)
 		return
 	}
 	r.holds(is, text)
@@ -114,6 +129,12 @@ func (r *reading) ask(reg register, is bool, text string) {
 
 func (r *reading) compare(reg register, e *expr.Cmp) {
 	n := min(len(e.Data), len(reg.value))
+	for i := range reg.only { // What is known of it may be enough.
+		if i < n && (reg.value[i]^e.Data[i])&reg.only[i] != 0 && (e.Op == expr.CmpOpEq || e.Op == expr.CmpOpNeq) {
+			reg.only = nil
+			break
+		}
+	}
 	r.ask(reg, compared(e.Op, bytes.Compare(reg.value[:n], e.Data[:n])), reg.text(e.Op, e.Data))
 }
 
@@ -133,7 +154,7 @@ func (r *reading) lookup(e *expr.Lookup) {
 		fallthrough
 	case verdicts:
 		r.specific = r.specific || key.specific
-		r.unknown()
+		r.unknown("")
 		list, known := r.rules.Verdicts(r.chain, e.SetName)
 		if !known {
 			list = []expr.Verdict{{Kind: expr.VerdictAccept}} // One may.
@@ -144,7 +165,7 @@ func (r *reading) lookup(e *expr.Lookup) {
 	case e.IsDestRegSet: // It matches if the map has the key.
 		r.regs[slot(e.DestRegister)] = register{}
 		r.specific = r.specific || key.specific
-		r.unknown()
+		r.unknown("")
 	default:
 		is, known := false, false
 		if key.value != nil {
@@ -192,9 +213,23 @@ func (r *reading) target(e *expr.Target) {
 		r.ends = []end{{verdict: notrack}}
 	case translating[e.Name]:
 		r.ends = []end{{verdict: translates}}
+	case e.Name == "MARK" && info != nil && len(*info) == 8: // struct xt_mark_tginfo2: the mark, and the mask
+		r.setMark(binary.NativeEndian.Uint32(*info), binary.NativeEndian.Uint32((*info)[4:]))
+	case e.Name == "MARK", e.Name == "CONNMARK" && info != nil && restores(e.Rev, *info):
+		r.forgetMark()
 	case !nonTerminal[e.Name]:
 		r.ends = []end{{verdict: "accept"}}
 	}
+}
+
+// restores reports whether the target CONNMARK sets the packet's mark to that of its connection, by struct xt_connmark_tginfo1 or 2.
+func restores(revision uint32, info []byte) bool {
+	const restore, byRevision1, byRevision2 = 2, 12, 14
+	at := byRevision1
+	if revision == 2 {
+		at = byRevision2
+	}
+	return at >= len(info) || info[at] == restore
 }
 
 func endOf(v expr.Verdict) end { return end{verdicts[v.Kind], v.Chain} }
@@ -202,8 +237,6 @@ func endOf(v expr.Verdict) end { return end{verdicts[v.Kind], v.Chain} }
 // load returns what an expression loads, and into which register.
 func (r *reading) load(e expr.Any) (into uint32, value register, loads bool) {
 	switch e := e.(type) {
-	case *expr.Meta:
-		return e.Register, r.meta(e), true
 	case *expr.Payload:
 		return e.DestRegister, r.payload(e), true
 	case *expr.Bitwise:
@@ -213,7 +246,7 @@ func (r *reading) load(e expr.Any) (into uint32, value register, loads bool) {
 	case *expr.Fib:
 		return e.Register, r.fib(e), true
 	case *expr.Immediate:
-		return e.Register, register{}, true
+		return e.Register, register{value: e.Data}, true
 	case *expr.Rt:
 		return e.Register, register{}, true
 	case *expr.Socket:
@@ -228,21 +261,25 @@ func (r *reading) load(e expr.Any) (into uint32, value register, loads bool) {
 
 func (r *reading) meta(e *expr.Meta) register {
 	switch {
-	case e.SourceRegister:
+	case e.Key == expr.MetaKeyMARK:
+		return ofMark(r.packet.mark)
 	case e.Key == expr.MetaKeyL4PROTO:
 		return register{value: []byte{r.packet.protocol}, name: "meta l4proto"}
 	case e.Key == expr.MetaKeyNFPROTO:
 		return register{value: []byte{nft.Protocol(r.packet.family)}}
-	case e.Key == expr.MetaKeyIIFNAME && r.packet.in != "":
+	case e.Key == expr.MetaKeyIIFNAME:
 		return register{value: interfaceName(r.packet.in), name: "iifname"}
-	case e.Key == expr.MetaKeyOIFNAME && r.packet.out != "":
+	case e.Key == expr.MetaKeyOIFNAME:
 		return register{value: interfaceName(r.packet.out), name: "oifname"}
 	}
 	return register{}
 }
 
-// interfaceName is the name of an interface as a register has it.
+// interfaceName is the name of an interface as a register has it; nil for none.
 func interfaceName(name string) []byte {
+	if name == "" {
+		return nil
+	}
 	out := make([]byte, unix.IFNAMSIZ)
 	copy(out, name)
 	return out
@@ -298,10 +335,13 @@ func (r *reading) payload(e *expr.Payload) register {
 		if e.Offset >= dstAt {
 			s, at, word = r.packet.dst, dstAt, " daddr"
 		}
-		if e.Offset < at+uint32(r.packet.family.Bits()/8) && s.addr.IsValid() {
-			return register{value: part(s.addr.AsSlice(), at), name: name + word, specific: !r.packet.answer}
+		switch {
+		case e.Offset >= at+uint32(r.packet.family.Bits()/8):
+			return register{}
+		case !s.addr.IsValid():
+			return register{name: name + word}
 		}
-		return register{}
+		return register{value: part(s.addr.AsSlice(), at), name: name + word, specific: !r.packet.answer}
 	}
 	switch {
 	case e.Base == expr.PayloadBaseNetworkHeader && e.Offset == protocolAt && e.Len == 1:
@@ -311,8 +351,12 @@ func (r *reading) payload(e *expr.Payload) register {
 		if e.Offset >= 2 {
 			s, at, word = r.packet.dst, 2, " dport"
 		}
-		if v := part([]byte{byte(s.port >> 8), byte(s.port)}, at); len(v) == 2 && s.known {
-			return register{value: v, name: protocolName(r.packet.protocol) + word, specific: true}
+		if v := part([]byte{byte(s.port >> 8), byte(s.port)}, at); len(v) == 2 {
+			reg := register{name: protocolName(r.packet.protocol) + word}
+			if s.known {
+				reg.value, reg.specific = v, true
+			}
+			return reg
 		}
 	}
 	return register{}
@@ -323,7 +367,7 @@ func (r *reading) extension(e *expr.Match) {
 	all := portRange{0, 0xffff}
 	protocolPorts := func(src, dst [2]uint16, plain bool) {
 		if !plain {
-			r.unknown()
+			r.unknown("")
 			return
 		}
 		if portRange(src) != all {
@@ -347,11 +391,15 @@ func (r *reading) extension(e *expr.Match) {
 		switch {
 		case e.Name == "multiport":
 			r.multiport(*info)
+		case e.Name == "set":
+			r.set(*info)
+		case e.Name == "mark" && len(*info) == 12: // struct xt_mark_mtinfo1: the mark, the mask, and whether it is inverted
+			r.inMark(binary.NativeEndian.Uint32(*info), binary.NativeEndian.Uint32((*info)[4:]), (*info)[8] != 0)
 		case e.Name != "comment":
-			r.unknown()
+			r.unknown("")
 		}
 	default:
-		r.unknown()
+		r.unknown("")
 	}
 }
 
@@ -366,7 +414,7 @@ const (
 func (r *reading) conntrack(info *xt.ConntrackMtinfo3) {
 	inverted := func(bit uint16) bool { return info.InvertFlags&bit != 0 }
 	if info.MatchFlags&^askPlain != 0 {
-		r.unknown()
+		r.unknown("")
 	}
 	if info.MatchFlags&askState != 0 {
 		r.inState(info.StateMask, inverted(askState))
@@ -375,7 +423,7 @@ func (r *reading) conntrack(info *xt.ConntrackMtinfo3) {
 		ones, size := info.OrigDstMask.Size()
 		addr, ok := addrOf(info.OrigDstAddr, r.packet.family)
 		if !ok || size == 0 {
-			r.unknown()
+			r.unknown("")
 		} else {
 			r.firstTo(netip.PrefixFrom(addr, ones), inverted(askFirstDst))
 		}
@@ -400,7 +448,7 @@ const (
 
 func (r *reading) addrtype(info *xt.AddrTypeV1) {
 	if info.Source != 0 || info.Flags&limitDevices != 0 {
-		r.unknown()
+		r.unknown("")
 	}
 	if info.Dest != 0 && info.Flags&limitDevices == 0 {
 		r.toType(info.Dest, info.Flags&invertDst != 0)
@@ -416,7 +464,7 @@ func (r *reading) multiport(info []byte) {
 		destination = 1
 	)
 	if len(info) < 2+2*most+most+1 || info[0] > destination || info[1] > most {
-		r.unknown() // It asks for either port.
+		r.unknown("") // It asks for either port.
 		return
 	}
 	s, word := r.packet.dst, "dport"
@@ -444,17 +492,28 @@ func protocolName(number byte) string {
 
 // masked is what a bitwise operation makes of a register.
 func (r register) masked(e *expr.Bitwise) register {
-	if r.value == nil || len(r.value) != len(e.Mask) || r.only != nil && !bytes.Equal(r.only, e.Mask) {
+	const all = 0xff
+	if r.specific || strings.HasSuffix(r.name, "addr") || r.name == nameOfMark {
+		r.mask = e.Mask
+	}
+	if len(e.Mask) == 4 && r.about != 0 {
+		r.about &= binary.NativeEndian.Uint32(e.Mask)
+		r.specific = r.about != 0
+	}
+	if r.value == nil || len(r.value) != len(e.Mask) || len(r.value) != len(e.Xor) {
 		r.value = nil
 		return r
 	}
-	out := make([]byte, len(r.value))
-	for i := range out {
-		out[i] = r.value[i]&e.Mask[i] ^ e.Xor[i]
+	value, only, whole := make([]byte, len(r.value)), make([]byte, len(r.value)), true
+	for i := range value {
+		if only[i] = all; r.only != nil {
+			only[i] = r.only[i] | ^e.Mask[i] // What is cleared is known.
+		}
+		value[i] = (r.value[i]&e.Mask[i] ^ e.Xor[i]) & only[i]
+		whole = whole && only[i] == all
 	}
-	r.value, r.only = out, nil
-	if r.specific {
-		r.mask = e.Mask
+	if r.value, r.only = value, only; whole {
+		r.only = nil
 	}
 	return r
 }
@@ -510,6 +569,13 @@ func (r register) text(op expr.CmpOp, data []byte) string {
 		return ""
 	}
 	text := r.name + " " + operators[op] + r.show(data)
+	if r.mask != nil && r.name == nameOfMark {
+		op := operators[op]
+		if op == "" {
+			op = "== "
+		}
+		return fmt.Sprintf("%s & %s %s%s", r.name, r.show(r.mask), op, r.show(data))
+	}
 	if r.mask != nil {
 		ones := 0
 		for _, b := range r.mask {
@@ -540,6 +606,8 @@ func (r register) show(data []byte) string {
 			name += "*"
 		}
 		return name
+	case r.name == nameOfMark && len(data) == 4:
+		return fmt.Sprintf("0x%x", binary.NativeEndian.Uint32(data))
 	case r.name == "fib daddr type" && len(data) == 4:
 		return map[uint32]string{typeUnicast: "unicast", typeLocal: "local"}[binary.NativeEndian.Uint32(data)]
 	case len(data) == 1:

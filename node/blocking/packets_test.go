@@ -164,7 +164,7 @@ func randomRules(r *rand.Rand) string {
 	conditions := func(port, other string) string {
 		return pick("", "udp sport 8080", "udp dport "+port, "udp dport "+other, "udp dport { 53, "+port+" }", "udp dport { 1000-1010, 8000-8079 }", "udp dport != "+port,
 			"ip daddr 10.0.0.0/8", "ip daddr 10.96.0.0/16", "ip daddr . udp dport { 10.244.1.5 . 8080, 10.96.0.10 . 80 }",
-			"ct state established", "ct state new", "ct status dnat", "fib daddr type local", "meta l4proto udp")
+			"ct state established", "ct state new", "ct status dnat", "meta mark & 0x30 == 0x10", "meta mark & 0x20 == 0x0", "fib daddr type local", "meta l4proto udp")
 	}
 	var out strings.Builder
 	out.WriteString("table inet other {\nchain drops { meta l4proto udp drop; }\nchain accepts { accept; }\nchain nothing { return; drop; }\n")
@@ -182,13 +182,15 @@ func randomRules(r *rand.Rand) string {
 			if c.name == "first" && strings.HasPrefix(condition, "ct status") {
 				condition = ""
 			}
-			switch r.IntN(9) {
+			switch r.IntN(10) {
+			case 4:
+				fmt.Fprintf(&out, "%s meta mark set %s %s\n", condition, pick("1", "0", "0x10", "meta mark | 0x10", "meta mark ^ 0x30", "meta mark & 0xffffffef"), pick("", "", "accept", "jump nothing"))
 			case 0:
 				fmt.Fprintf(&out, "udp dport vmap { %s : %s, 53 : accept }\n", pick(c.port, c.other), pick("drop", "accept", "jump drops", "goto accepts", "jump nothing"))
 			case 1:
 				fmt.Fprintf(&out, "%s %s\n", pick("meta mark 1", "ip saddr 192.0.2.1", "iifname eth7", "meta mark 0"), pick("accept", "return", "jump nothing", "jump accepts"))
 			case 2:
-				fmt.Fprintf(&out, "udp sport 8080 %s\n", pick("drop", "drop", "accept"))
+				fmt.Fprintf(&out, "udp sport 8080 %s\n", pick("drop", "drop", "accept", "meta mark set 0x10"))
 			case 3:
 				fmt.Fprintf(&out, "udp dport %s %s drop\n", pick(c.port, c.other), pick("meta mark 1", "meta mark 0"))
 			default:
@@ -211,13 +213,13 @@ func randomLegacy(r *rand.Rand) string {
 		port, chain := map[string]string{"raw": "80", "filter": "8080"}[table], "OUTPUT"
 		fmt.Fprintf(&out, "*%s\n:OUTPUT %s [0:0]\n:more - [0:0]\n-A OUTPUT -p tcp -j ACCEPT\n-A more -p udp -m multiport --dports 53,%s -j DROP\n",
 			table, pick("ACCEPT", "ACCEPT", "ACCEPT", "ACCEPT", "DROP"), port)
-		verdicts := []string{"DROP", "ACCEPT", "ACCEPT", "ACCEPT", "RETURN", "RETURN", "more"}
+		verdicts := []string{"DROP", "ACCEPT", "ACCEPT", "ACCEPT", "RETURN", "RETURN", "more", "MARK --set-mark 1", "MARK --or-mark 0x10", "MARK --xor-mark 0x30"}
 		if table == "raw" {
 			verdicts = append(verdicts, "CT --notrack")
 		}
 		for range r.IntN(3) {
 			condition := pick("", "-p tcp", "-p udp --dport "+port, "-p udp --dport 1:60", "-d 10.0.0.0/8", "! -d 10.0.0.0/8", "-p udp -m multiport --dports 1:60,"+port,
-				"-p udp -m multiport ! --dports "+port, `-m comment --comment "a -j DROP b"`)
+				"-p udp -m multiport ! --dports "+port, "-m mark --mark 0x1", "-m mark ! --mark 0x10/0x30", `-m comment --comment "a -j DROP b"`)
 			if table == "filter" {
 				condition = pick(condition, "-m conntrack --ctstate NEW", "-m conntrack --ctstate ESTABLISHED", "-m conntrack --ctorigdst 10.96.0.10 --ctorigdstport 80",
 					"-m addrtype --dst-type LOCAL")

@@ -26,6 +26,8 @@ type rule struct {
 	text string
 	// number is that of the rule in its chain.
 	number int
+	// mark is the mark that it sets; nil if it sets none.
+	mark *mark
 }
 
 // end is a verdict, and where it leads if it is jump or goto.
@@ -46,8 +48,9 @@ type walk struct {
 	found  map[string]bool
 	// beside is true in a chain for translation that leads to this program's.
 	beside bool
-	// accepted is set once a rule may have accepted the packet.
+	// accepted is set once a rule may have accepted the packet, and passed are the marks with which the packet may go on behind the hook's chain.
 	accepted bool
+	passed   marks
 	// known says how chains end, by how they begin: where chains lead to each other, there may be very many ways, but these are few.
 	known map[state]state
 }
@@ -56,6 +59,7 @@ type walk struct {
 type state struct {
 	chain                    nft.ChainID
 	sure, specific, accepted bool
+	mark                     mark
 	ended                    bool
 }
 
@@ -76,15 +80,17 @@ const deepest = 16
 // chain follows the packet through a chain. sure is false if it may not come there, and specific says that the rules that lead there ask
 // for the Service's address or port. It returns true if the packet goes no further in any case.
 func (w *walk) chain(id nft.ChainID, sure, specific bool, depth int) (ended bool, err error) {
-	at := state{chain: id, sure: sure, specific: specific, accepted: w.accepted}
+	at := state{chain: id, sure: sure, specific: specific, accepted: w.accepted, mark: w.packet.mark}
 	if before, is := w.known[at]; is {
-		w.accepted = before.accepted
+		w.accepted, w.packet.mark = before.accepted, before.mark
 		return before.ended, nil
 	}
 	rules, err := w.rules.judges(id)
 	if err != nil || depth > deepest {
 		return false, err
 	}
+	v := visit{id: id, sure: sure, specific: specific, depth: depth}
+	goes := true
 	for i, j := range rules {
 		if err := w.ctx.Err(); err != nil {
 			return false, err
@@ -92,97 +98,149 @@ func (w *walk) chain(id nft.ChainID, sure, specific bool, depth int) (ended bool
 		w.judged++
 		r := j(&w.packet)
 		r.number = i + 1
-		var goes bool
-		if ended, goes, err = w.apply(id, r, &sure, specific, depth); err != nil {
+		if ended, goes, err = w.apply(&v, r); err != nil {
 			return false, err
 		}
 		if ended || !goes {
 			break
 		}
 	}
-	w.known[at] = state{accepted: w.accepted, ended: ended}
+	if goes {
+		v.left.add(w.packet.mark)
+	}
+	w.packet.mark = v.left.mark
+	w.known[at] = state{accepted: w.accepted, mark: w.packet.mark, ended: ended}
 	return ended, nil
 }
 
-// apply does what a rule does. goes is false if the packet certainly leaves the chain; sure becomes false if it may have left it.
-func (w *walk) apply(id nft.ChainID, r rule, sure *bool, specific bool, depth int) (ended, goes bool, err error) {
+// visit is one visit of a packet to a chain.
+type visit struct {
+	id nft.ChainID
+	// sure becomes false if the packet may have left the chain.
+	sure, specific bool
+	depth          int
+	// left are the marks with which it may have left the chain for the one that led here, and behind those with which it goes on behind a rule.
+	left, behind marks
+}
+
+// apply does what a rule does. goes is false if the packet certainly leaves the chain.
+func (w *walk) apply(v *visit, r rule) (ended, goes bool, err error) {
 	if r.match == no {
 		return false, true, nil
 	}
-	certain, about := *sure && r.match == yes && len(r.ends) == 1, specific || r.specific
+	certain := v.sure && r.match == yes && len(r.ends) == 1
 	if w.packet.nat {
-		return w.applyNAT(id, r, certain, sure, depth)
+		return w.applyNAT(v, r, certain)
+	}
+	before := w.packet.mark
+	start := before
+	if r.mark != nil {
+		if start = *r.mark; v.specific || r.specific {
+			start = start.changed(before)
+		}
+	}
+	v.behind = marks{}
+	if r.match == maybe {
+		v.behind.add(before)
+	}
+	if len(r.ends) == 0 {
+		v.behind.add(start)
 	}
 	for _, e := range r.ends {
-		switch e.verdict {
-		case "drop", "reject":
-			if certain || about {
-				w.report(Rule{Text: strings.TrimSpace(r.text + " " + e.verdict), Chain: id, number: r.number, Certain: certain && !w.accepted})
-			}
-			if certain {
-				return true, false, nil
-			}
-		case notrack:
-			if w.packet.untracked && (certain || about) {
-				own := w.packet.here == yes && w.packet.dst.addr.IsValid() // A program of this node may answer there.
-				certain := certain && !w.accepted && !own && !w.node.IPVS  // IPVS translates some of it.
-				w.report(Rule{Text: strings.TrimSpace(r.text + " " + e.verdict), Chain: id, number: r.number, Certain: certain, Untracked: true})
-			}
-		case "accept", translates:
-			if certain {
-				return true, false, nil
-			}
-			w.accepted = true
-		case "return":
-			if certain {
-				return false, false, nil
-			}
-			*sure = false
-		case "jump", "goto":
-			to := nft.ChainID{Family: id.Family, Table: id.Table, Chain: e.to}
-			if w.packet.answer && certain && e.to == names.Forward {
-				return true, false, nil // It accepts what is established.
-			}
-			if w.packet.check && certain && e.to == names.NodePorts {
-				return true, false, nil // It accepts what asks for the health of a Service.
-			}
-			if e.to == names.Forward && w.packet.marked != maybe && !w.packet.answer && certain {
-				if w.packet.marked == yes {
-					return true, false, nil
-				}
-				continue
-			}
-			if ours(to) { // They refuse only what the plan says, and one accepts what is masqueraded.
-				w.accepted = w.accepted || e.to == names.Forward
-				continue
-			}
-			ended, err := w.chain(to, certain, about, depth+1)
-			if err != nil || ended {
-				return ended, false, err
-			}
-			if e.verdict == "goto" {
-				if certain {
-					return false, false, nil
-				}
-				*sure = false
-			}
+		w.packet.mark = start
+		if ended, goes, err = w.end(v, r, e, certain); ended || !goes || err != nil {
+			return ended, goes, err
 		}
+	}
+	if w.packet.mark = before; v.behind.any {
+		w.packet.mark = v.behind.mark
 	}
 	return false, true, nil
 }
 
+// end does what a rule does by one of its verdicts. The results are those of apply.
+func (w *walk) end(v *visit, r rule, e end, certain bool) (ended, goes bool, err error) {
+	about := v.specific || r.specific
+	switch e.verdict {
+	case "drop", "reject":
+		last := v.depth == 0 && r.text == "" // as a policy is
+		if certain || about || last {
+			w.report(Rule{Text: strings.TrimSpace(r.text + " " + e.verdict), Chain: v.id, number: r.number, Certain: certain && !w.accepted})
+		}
+		return certain, !certain, nil
+	case notrack:
+		if w.packet.untracked && (certain || about) {
+			own := w.packet.here == yes && w.packet.dst.addr.IsValid() // A program of this node may answer there.
+			certain := certain && !w.accepted && !own && !w.node.IPVS  // IPVS translates some of it.
+			w.report(Rule{Text: strings.TrimSpace(r.text + " " + e.verdict), Chain: v.id, number: r.number, Certain: certain, Untracked: true})
+		}
+		v.behind.add(w.packet.mark)
+	case "accept", translates:
+		w.passed.add(w.packet.mark)
+		if certain {
+			return true, false, nil
+		}
+		w.accepted = true
+	case "return":
+		v.left.add(w.packet.mark)
+		if certain {
+			return false, false, nil
+		}
+		v.sure = false
+	case "jump", "goto":
+		to := nft.ChainID{Family: v.id.Family, Table: v.id.Table, Chain: e.to}
+		if ours(to) {
+			accepts := w.jumpOurs(e.to, certain)
+			if accepts {
+				w.passed.add(w.packet.mark)
+			}
+			v.behind.add(w.packet.mark)
+			return accepts, !accepts, nil
+		}
+		ended, err := w.chain(to, certain, about, v.depth+1)
+		if err != nil || ended {
+			return ended, false, err
+		}
+		if e.verdict == "jump" {
+			v.behind.add(w.packet.mark)
+			break
+		}
+		v.left.add(w.packet.mark)
+		if certain {
+			return false, false, nil
+		}
+		v.sure = false
+	}
+	return false, true, nil
+}
+
+// jumpOurs does what one of this program's chains does, and reports whether it accepts the packet for certain. They refuse only what the plan says.
+func (w *walk) jumpOurs(chain string, certain bool) (accepts bool) {
+	p := &w.packet
+	switch {
+	case chain == names.Forward && certain && (p.answer || p.masqueraded == yes): // It accepts what is established, and what is masqueraded.
+		return true
+	case chain == names.Forward && certain && p.masqueraded == no && !p.answer:
+	case chain == names.NodePorts && certain && p.check: // It accepts what asks for the health of a Service.
+		return true
+	default:
+		w.accepted = w.accepted || chain == names.Forward
+	}
+	return false
+}
+
 // applyNAT is apply where it is the translation of packets that is looked at. The first jump to a chain of this program ends the search.
-func (w *walk) applyNAT(id nft.ChainID, r rule, certain bool, sure *bool, depth int) (ended, goes bool, err error) {
+func (w *walk) applyNAT(v *visit, r rule, certain bool) (ended, goes bool, err error) {
 	source := w.packet.dnat == yes
 	for _, e := range r.ends {
-		to := nft.ChainID{Family: id.Family, Table: id.Table, Chain: e.to}
-		decides := w.beside && (e.verdict == "accept" || e.verdict == "return" && depth == 0)
+		to := nft.ChainID{Family: v.id.Family, Table: v.id.Table, Chain: e.to}
+		decides := w.beside && (e.verdict == "accept" || e.verdict == "return" && v.depth == 0)
 		switch {
 		case (e.verdict == "jump" || e.verdict == "goto") && ours(to), e.verdict == translates && source:
 			return true, false, nil
 		case decides || e.verdict == translates:
 			if certain {
-				w.report(Rule{Text: strings.TrimSpace(r.text + " " + e.verdict), Chain: id, number: r.number, Certain: true, Unmasqueraded: source, Diverted: !source})
+				w.report(Rule{Text: strings.TrimSpace(r.text + " " + e.verdict), Chain: v.id, number: r.number, Certain: true, Unmasqueraded: source, Diverted: !source})
 				return true, false, nil
 			}
 		case e.verdict == "accept":
@@ -193,9 +251,9 @@ func (w *walk) applyNAT(id nft.ChainID, r rule, certain bool, sure *bool, depth 
 			if certain {
 				return false, false, nil
 			}
-			*sure = false
+			v.sure = false
 		case e.verdict == "jump" || e.verdict == "goto":
-			ended, err := w.chain(to, certain, false, depth+1)
+			ended, err := w.chain(to, certain, false, v.depth+1)
 			if err != nil || ended {
 				return ended, false, err
 			}

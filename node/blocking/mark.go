@@ -1,0 +1,151 @@
+package blocking
+
+import (
+	"encoding/binary"
+
+	"github.com/google/nftables/expr"
+
+	"nodeproxy/plan"
+)
+
+// mark is what is known of a packet's mark: those bits of value that are in known. about are the bits that depend on what rules ask of the Service.
+type mark struct{ value, known, about uint32 }
+
+// unmarked is the mark of a packet that no rule has seen.
+var unmarked = mark{known: ^uint32(0)}
+
+// join is what is known of a packet that has one of two marks.
+func (m mark) join(o mark) mark {
+	known := m.known & o.known &^ (m.value ^ o.value)
+	return mark{value: m.value & known, known: known, about: m.about | o.about}
+}
+
+// forget is the mark of which some bits are no longer known.
+func (m mark) forget(bits uint32) mark {
+	known := m.known &^ bits
+	return mark{value: m.value & known, known: known, about: m.about}
+}
+
+// replaced is the mark where a rule clears some bits, and then inverts others, as the target MARK of iptables does.
+func (m mark) replaced(clear, invert uint32) mark {
+	known := m.known | clear
+	return mark{value: ((m.value &^ clear) ^ invert) & known, known: known, about: m.about &^ clear}
+}
+
+// changed is m with those bits about the Service in which it differs from what it was before.
+func (m mark) changed(before mark) mark {
+	m.about |= (m.value ^ before.value) | (m.known ^ before.known)
+	return m
+}
+
+// is says whether some bits of the mark have a value.
+func (m mark) is(value, bits uint32) match {
+	switch {
+	case (m.value^value)&bits&m.known != 0 || value&^bits != 0:
+		return no
+	case bits&^m.known != 0:
+		return maybe
+	}
+	return yes
+}
+
+// marks is what is known of the marks of several packets.
+type marks struct {
+	mark
+	any bool
+}
+
+func (m *marks) add(o mark) {
+	if m.any {
+		o = m.join(o)
+	}
+	*m = marks{o, true}
+}
+
+// marked tells apart packets whose marks are followed from one base chain to the next: the ServicePort that they are for, whether they are
+// answers, whether this node sends them, and the interface by which they come, where that is known.
+type marked struct {
+	key           plan.Key
+	answer, local bool
+	in            string
+}
+
+// paths are the packets that pass a hook: those of others, of this node, or both.
+func paths(hook string) []bool {
+	switch hook {
+	case "output":
+		return []bool{true}
+	case "input", "postrouting":
+		return []bool{false, true}
+	}
+	return []bool{false}
+}
+
+// begin is the mark with which a packet comes to a base chain.
+func (s *search) begin(p *packet, hook string) mark {
+	var out marks
+	for _, local := range paths(hook) {
+		m, is := s.marks[marked{p.key, p.answer, local, p.in}]
+		if !is {
+			m, is = s.marks[marked{p.key, p.answer, local, ""}]
+		}
+		if !is {
+			m = unmarked
+		}
+		out.add(m)
+	}
+	if p.dnat != no { // This program's own rules may have marked it.
+		return out.forget(s.node.Mark)
+	}
+	return out.mark
+}
+
+// inRegister are the bytes of a register.
+func inRegister(v uint32) []byte { return binary.NativeEndian.AppendUint32(nil, v) }
+
+const nameOfMark = "meta mark"
+
+// ofMark is the register that holds a mark.
+func ofMark(m mark) register {
+	reg := register{value: inRegister(m.value), name: nameOfMark, about: m.about, specific: m.about != 0}
+	if m.known != unmarked.known {
+		reg.only = inRegister(m.known)
+	}
+	return reg
+}
+
+// mark is the mark that a register sets.
+func (r register) mark() mark {
+	const size = 4
+	if len(r.value) != size {
+		return mark{}
+	}
+	m := mark{value: binary.NativeEndian.Uint32(r.value), known: unmarked.known, about: r.about}
+	if r.only != nil {
+		m = m.forget(^binary.NativeEndian.Uint32(r.only))
+	}
+	return m
+}
+
+// inMark adds that some bits of the mark have a value.
+func (j *judgement) inMark(value, mask uint32, invert bool) {
+	j.specific = j.specific || j.packet.mark.about&mask != 0
+	op := expr.CmpOpEq
+	if invert {
+		op = expr.CmpOpNeq
+	}
+	reg := register{name: nameOfMark}
+	if mask != unmarked.known {
+		reg.mask = inRegister(mask)
+	}
+	j.depends(j.packet.mark.is(value, mask), invert, reg.text(op, inRegister(value)))
+}
+
+// setMark has the rule do what the target MARK of iptables does: clear the bits of mask, and then invert those of value.
+func (j *judgement) setMark(value, mask uint32) {
+	m := j.packet.mark.replaced(mask, value)
+	j.rule.mark = &m
+}
+
+// forgetMark has the rule set a mark that is not known.
+func (j *judgement) forgetMark() { j.rule.mark = &mark{} }
