@@ -83,6 +83,17 @@ type Ways struct {
 	NoHairpin map[netip.Addr]string
 	// Unclaimed are the external IPs in the network of an interface that are not this node's, with its name.
 	Unclaimed map[netip.Addr]string
+	// Unrouted are endpoints to which this node has a route, but for what comes from elsewhere there is none.
+	Unrouted []Unrouted
+}
+
+// Unrouted is an endpoint to which the kernel forwards nothing that comes from elsewhere: from an address, by an interface.
+type Unrouted struct {
+	Addr, From netip.Addr
+	Name, By   string
+	Why        string
+	// Outside says that it comes from outside of the cluster.
+	Outside bool
 }
 
 // Blocking is a rule of another program that drops or rejects packets, or keeps them from being translated.
@@ -260,7 +271,7 @@ func (c *checks) kernel(ctx context.Context) {
 			c.found(name, unknown, "%v", err)
 		case len(differ) > 0:
 			c.found(name, problem, "%d of %d are not as written: %s", len(differ), things, some(differ))
-			c.diagnose(problem, NotInKernel, "wait a moment, as nodeproxy writes them again; if it stays so, its log says why it can't, and docs/neighbours.md which programs do this",
+			c.diagnose(problem, NotInKernel, "wait a moment, as nodeproxy writes them again; if it stays so, its log says why it can't",
 				"The kernel does not hold what was programmed: another program has changed it (%s).", some(differ))
 		default:
 			c.found(name, ok, "all %d are as written", things)
@@ -286,7 +297,7 @@ func (c *checks) kernel(ctx context.Context) {
 		severity = problem
 	}
 	c.found("changes by other programs", severity, "%s%s: %s", c.ago(last.When), times, last.What)
-	c.diagnose(severity, ChangedByOthers, "find the program that does this, if connections failed then: docs/neighbours.md",
+	c.diagnose(severity, ChangedByOthers, "find the program that does this, if connections failed then",
 		"Another program changed what nodeproxy had programmed, %s%s, and %s: %s.", c.ago(last.When), times, state, last.What)
 }
 
@@ -509,22 +520,26 @@ func (c *checks) blocking(ctx context.Context) {
 			traffic = "the answers of " + b.What
 		}
 		c.found(name, severity, "%s: %s", b.Place, b.Rule)
+		whose, admit := "another program", "let its owner admit this traffic"
+		if o, known := ownerAt(b.Place); known {
+			whose, admit = o.name, o.admit
+		}
 		if b.Untracked {
-			does, do := "keeps", "let its owner except this traffic: docs/neighbours.md"
+			does, do := "keeps", "let its owner except this traffic"
 			if !b.Certain {
 				does, do = "may keep", "nothing, if a program of this node answers there, as the NodeLocal DNS cache does; else "+do
 			}
-			c.diagnose(severity, Untracked, do, "A rule of another program %s %s from being tracked, so that nothing translates it: \"%s\" in %s.", does, traffic, b.Rule, b.Place)
+			c.diagnose(severity, Untracked, do, "A rule of %s %s %s from being tracked, so that nothing translates it: \"%s\" in %s.", whose, does, traffic, b.Rule, b.Place)
 			continue
 		}
 		if b.Unmasqueraded {
 			c.diagnose(severity, Unmasqueraded, "let its owner except what is marked to be masqueraded, or put the rule behind the jump to KUBE-POSTROUTING",
-				"A rule of another program ends the chain before what is for %s can be masqueraded: \"%s\" in %s. Endpoints on other nodes answer past this node, and those connections hang.", b.What, b.Rule, b.Place)
+				"A rule of %s ends the chain before what is for %s can be masqueraded: \"%s\" in %s. Endpoints on other nodes answer past this node, and those connections hang.", whose, b.What, b.Rule, b.Place)
 			continue
 		}
 		if b.Diverted {
 			c.diagnose(severity, Diverted, "remove it, or have its owner except this traffic",
-				"A rule of another program decides first about %s, so that it does not get to the endpoints: \"%s\" in %s.", b.What, b.Rule, b.Place)
+				"A rule of %s decides first about %s, so that it does not get to the endpoints: \"%s\" in %s.", whose, b.What, b.Rule, b.Place)
 			continue
 		}
 		if b.Policy {
@@ -532,12 +547,12 @@ func (c *checks) blocking(ctx context.Context) {
 			if !b.Certain {
 				why = "none certainly accepts this, whoever sends it"
 			}
-			c.diagnose(severity, DroppedByOthers, "let its owner admit this traffic, unless connections succeed: docs/neighbours.md",
+			c.diagnose(severity, DroppedByOthers, admit+", unless connections succeed",
 				"The policy of %s %s %s: it drops what no rule accepts, and %s.", b.Place, drops, traffic, why)
 			continue
 		}
-		c.diagnose(severity, DroppedByOthers, "let its owner admit this traffic: docs/neighbours.md",
-			"A rule of another program %s %s: \"%s\" in %s.", drops, traffic, b.Rule, b.Place)
+		c.diagnose(severity, DroppedByOthers, admit,
+			"A rule of %s %s %s: \"%s\" in %s.", whose, drops, traffic, b.Rule, b.Place)
 	}
 }
 
@@ -691,6 +706,7 @@ func (c *checks) ways(ctx context.Context) {
 		}
 		c.found(name, ok, "there is one to %s", each)
 	}
+	c.unrouted(w.Unrouted)
 	if n := len(w.Silent); n > 0 {
 		addrs, list := listed(w.Silent, "%s (by %s)")
 		c.found("next hops", problem, "that of %d of %s does not answer", n, of)
@@ -713,6 +729,27 @@ func (c *checks) ways(ctx context.Context) {
 		_, list := listed(w.Unclaimed, "%s (%s)")
 		c.diagnose(note, Unclaimed, "give it to a node, or have something announce it or route it to one",
 			"External IP in the network of an interface, but no address of this node: %s. nodeproxy announces none, so that clients of that network get there only if another node or program answers for it.", some(list))
+	}
+}
+
+// unrouted is about endpoints to which nothing is forwarded of what comes from elsewhere.
+func (c *checks) unrouted(list []Unrouted) {
+	if !slices.ContainsFunc(c.ports, (*plan.ServicePort).HasExternal) {
+		list = slices.DeleteFunc(list, func(r Unrouted) bool { return r.Outside })
+	}
+	for len(list) > 0 {
+		first, addrs := list[0], []string(nil)
+		list = slices.DeleteFunc(list, func(r Unrouted) bool {
+			same := r.From == first.From && r.Why == first.Why
+			if same {
+				addrs = append(addrs, r.Addr.String())
+			}
+			return same
+		})
+		c.found("routes for others", problem, "none for what comes from %s by %s", first.Name, first.By)
+		c.diagnose(problem, NoRoute, fmt.Sprintf("see the rules for routing: ip rule; ip route get %s from %s iif %s", first.Addr, first.From, first.By),
+			"This node has a route to the endpoints, but for what comes from %s by %s there is none (%s), as a rule for routing has it, and those connections hang: %s.",
+			first.Name, first.By, first.Why, some(addrs))
 	}
 }
 

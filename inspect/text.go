@@ -202,6 +202,11 @@ func WriteFindings(w io.Writer, list []Finding) error {
 	return Table(w, header, rows)
 }
 
+// outside reports whether clients outside of the cluster have an address to send to.
+func (p PortExplanation) outside() bool {
+	return p.MoreFrontends > 0 || slices.ContainsFunc(p.Frontends, func(f FrontendExplanation) bool { return !strings.HasPrefix(f.Frontend, plan.ClusterIP.String()) })
+}
+
 // joined joins what is not empty.
 func joined(separator string, parts ...string) string {
 	var out []string
@@ -216,7 +221,11 @@ func joined(separator string, parts ...string) string {
 // WriteExplanation writes an explanation for people.
 func WriteExplanation(w io.Writer, e *Explanation, now time.Time) error {
 	fmt.Fprintf(w, "Service %s/%s on node %s (mode %s)\n", e.Namespace, e.Name, e.Node, e.Mode)
-	if about := joined(", ", e.Type, with("selector ", e.Selector), with("node's zone ", e.Zone)); about != "" {
+	kind := e.Type
+	if kind == "ClusterIP" && len(e.Ports) > 0 && !slices.ContainsFunc(e.Ports, PortExplanation.outside) {
+		kind += ", for clients in the cluster"
+	}
+	if about := joined(", ", kind, with("selector ", e.Selector), with("node's zone ", e.Zone)); about != "" {
 		fmt.Fprintln(w, "  "+Printable(about))
 	}
 	for _, p := range e.Ports {

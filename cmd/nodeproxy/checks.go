@@ -38,6 +38,13 @@ func (d *daemon) reality() *inspect.Reality {
 		node := blocking.Node{
 			Local: local, IPVS: d.cfg.Mode == ipvsMode.name, Uplink: endpoints.Uplink(), By: endpoints.By(), Mark: 1 << d.cfg.MasqueradeBit,
 		}
+		tunnels, err := endpoints.Tunnels(ports)
+		if err != nil {
+			return nil, err
+		}
+		for _, t := range tunnels {
+			node.Tunnels = append(node.Tunnels, blocking.Tunnel(t))
+		}
 		d.podsHere(&node)
 		found, err := blocking.Find(ctx, ports, node)
 		var out []inspect.Blocking
@@ -67,8 +74,27 @@ func (d *daemon) reality() *inspect.Reality {
 		return out, nil
 	}
 	r.Ways = func(ctx context.Context, to inspect.Places) (*inspect.Ways, error) {
-		found, err := endpoints.LookOut(ctx, d.cfg.SysctlDir, endpoints.Places(to))
-		return (*inspect.Ways)(found), err
+		var from []endpoints.Origin
+		outside, known := endpoints.Outside()
+		if known {
+			from = append(from, outside)
+		}
+		node := blocking.Node{By: endpoints.By()}
+		if pod := d.podsHere(&node); pod.IsValid() {
+			from = append(from, endpoints.Origin{Name: "Pods of this node", By: node.PodsBy, Addr: pod})
+		}
+		found, err := endpoints.LookOut(ctx, d.cfg.SysctlDir, endpoints.Places(to), from)
+		if err != nil {
+			return nil, err
+		}
+		out := &inspect.Ways{
+			Unreached: found.Unreached, Cut: found.Cut, NotForwarded: found.NotForwarded, Silent: found.Silent, Bridged: found.Bridged,
+			NotForwardedBy: found.NotForwardedBy, NoHairpin: found.NoHairpin, Unclaimed: found.Unclaimed,
+		}
+		for _, r := range found.Unrouted {
+			out.Unrouted = append(out.Unrouted, inspect.Unrouted{Addr: r.Addr, From: r.From.Addr, Name: r.From.Name, By: r.From.By, Why: r.Why, Outside: r.From.Name == outside.Name})
+		}
+		return out, nil
 	}
 	r.Detour = endpoints.Detour
 	if verify := d.backend.verify; verify != nil {
@@ -99,8 +125,9 @@ func (d *daemon) reality() *inspect.Reality {
 	return r
 }
 
-// podsHere says what packets of this node's Pods are like, where Pods are recognised by their addresses.
-func (d *daemon) podsHere(n *blocking.Node) {
+// podsHere says what packets of this node's Pods are like, where Pods are recognised by their addresses. It returns the address of one whose interface
+// is known; an invalid one if there is none.
+func (d *daemon) podsHere(n *blocking.Node) netip.Addr {
 	const most, mostSeen = 32, 10000 // that are tried, and that are looked at while no sync can go on
 	seen := 0
 	var here []netip.Addr
@@ -130,9 +157,10 @@ func (d *daemon) podsHere(n *blocking.Node) {
 	})
 	for _, a := range here {
 		if n.PodsBy = n.By(a); n.PodsBy != "" {
-			return
+			return a
 		}
 	}
+	return netip.Addr{}
 }
 
 // countFlows returns the connections to the frontends of ServicePorts that the kernel tracks and that have not ended, by endpoint.

@@ -114,11 +114,11 @@ var onNode = map[string]string{
 	"drop": `
 What is wrong:
   - A rule of another program drops what is for the cluster IP 10.96.0.10:80/TCP from this node: "ip daddr 10.96.0.10 tcp dport 80 drop" in chain out of table ip other.
-    To do: let its owner admit this traffic: docs/neighbours.md`,
+    To do: let its owner admit this traffic`,
 	"untracked": `
 What is wrong:
   - A rule of another program keeps what is for the cluster IP 10.96.0.10:80/TCP from this node from being tracked, so that nothing translates it: "ip daddr 10.96.0.0/16 notrack" in chain out of table ip other.
-    To do: let its owner except this traffic: docs/neighbours.md`,
+    To do: let its owner except this traffic`,
 	"unrouted": `
 What is wrong:
   - This node does not forward packets (net.ipv4.ip_forward is 0): of the connections to endpoints elsewhere or in Pods, only its own get there.
@@ -143,7 +143,7 @@ What is wrong:
 	"flushed": `
 What to know:
   - Another program changed what nodeproxy had programmed, AGE ago, and nodeproxy has written it again: THINGS.
-    To do: find the program that does this, if connections failed then: docs/neighbours.md`,
+    To do: find the program that does this, if connections failed then`,
 	"port": `
 What is wrong:
   - Process PID (PROGRAM) listens at 192.0.2.1, port 30080/TCP, which this Service captures as its node port 30080/TCP: what is sent there goes to the Service, and not to the process.

@@ -73,6 +73,8 @@ type Link struct {
 	Up         bool
 	// Master is the index of the interface that it is part of, such as a bridge or a VRF; 0 for none.
 	Master int
+	// Port is the UDP port at which a tunnel takes packets (VXLAN, Geneve); 0 for others.
+	Port uint16
 }
 
 // Links returns the network interfaces by their indexes.
@@ -88,7 +90,14 @@ func Links() (map[int]Link, error) {
 	out := map[int]Link{}
 	for _, l := range list {
 		a := l.Attrs()
-		out[a.Index] = Link{a.Index, a.Name, l.Type(), a.RawFlags&unix.IFF_UP != 0, a.MasterIndex}
+		link := Link{Index: a.Index, Name: a.Name, Kind: l.Type(), Up: a.RawFlags&unix.IFF_UP != 0, Master: a.MasterIndex}
+		switch l := l.(type) {
+		case *links.Vxlan:
+			link.Port = uint16(l.Port)
+		case *links.Geneve:
+			link.Port = l.Dport
+		}
+		out[a.Index] = link
 	}
 	return out, nil
 }

@@ -96,6 +96,24 @@ func (n Namespace) Addresses(among map[netip.Addr]bool) ([]netip.Addr, error) {
 	return out, nil
 }
 
+// Relays reports whether something in the namespace takes packets past its sockets, as a virtual machine (KubeVirt, Kata Containers) does by a tap
+// device, and a network stack of its own (gVisor) by a packet socket.
+func (n Namespace) Relays() (is bool, err error) {
+	header := true
+	err = n.each("packet", func(string) bool {
+		is, header = !header, false
+		return !is
+	})
+	if err == nil && !is {
+		err = n.each("dev", func(line string) bool {
+			name := strings.TrimSpace(line)
+			is = strings.HasPrefix(name, "tap") || strings.HasPrefix(name, "k6t-")
+			return !is
+		})
+	}
+	return is, err
+}
+
 // Sockets returns what List returns in the namespace, without inodes; of an IPv6 socket for all addresses it is not known whether it takes IPv4
 // too, and Both is set. The protocol is TCP or UDP.
 func (n Namespace) Sockets(p plan.Protocol) ([]Socket, error) {

@@ -57,8 +57,17 @@ type Node struct {
 	// cluster IPs is not masqueraded. PodsBy is an interface by which such a Pod's packets come; "" if none is known.
 	Pod    map[plan.Family]netip.Addr
 	PodsBy string
+	// Tunnels are the interfaces by which endpoints elsewhere are reached in packets of another protocol, from which those of other nodes come.
+	Tunnels []Tunnel
 	// Mark is the bit of packets' marks by which this program asks for masquerading.
 	Mark uint32
+}
+
+// Tunnel is an interface that sends packets in others: by UDP to a port, or by another protocol, whose port is 0.
+type Tunnel struct {
+	Name     string
+	Protocol byte
+	Port     uint16
 }
 
 // by is By, also where it is nil.
@@ -417,7 +426,22 @@ func packets(ports []*plan.ServicePort, b nft.BaseChain, n Node) []packet {
 			}
 		}
 	}
-	return slices.Concat(out, special, answers)
+	return slices.Concat(out, special, answers, tunnelled(b, n))
+}
+
+// tunnelled returns the packets that come from the tunnels of other nodes and pass a chain. They are of IPv4, as tunnels between nodes mostly are.
+func tunnelled(b nft.BaseChain, n Node) (out []packet) {
+	if b.Hook != "input" && b.Hook != "prerouting" || b.Family == "ip6" {
+		return nil
+	}
+	for _, t := range n.Tunnels {
+		what := fmt.Sprintf("the tunnel %s (IP protocol %d), by which other nodes answer", t.Name, t.Protocol)
+		if t.Port != 0 {
+			what = fmt.Sprintf("the tunnel %s (port %d/UDP), by which other nodes answer", t.Name, t.Port)
+		}
+		out = append(out, packet{what: what, family: plan.IPv4, protocol: t.Protocol, dst: side{port: t.Port, known: t.Port != 0}, here: yes, dnat: no, in: n.Uplink})
+	}
+	return out
 }
 
 // beforeDNAT returns where packets to frontends come from that pass a chain; "" if none does.

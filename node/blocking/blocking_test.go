@@ -9,6 +9,8 @@ import (
 	"strings"
 	"testing"
 
+	"golang.org/x/sys/unix"
+
 	"nodeproxy/internal/nstest"
 	"nodeproxy/kernel/nft"
 	"nodeproxy/plan"
@@ -39,8 +41,8 @@ func TestFind(t *testing.T) {
 		forward = "add table inet fw; add chain inet fw forward { type filter hook forward priority 0; }; "
 	)
 	for _, tc := range []struct {
-		name, nft, iptables, want string
-		ipvs, uplink, pods        bool
+		name, nft, iptables, want  string
+		ipvs, uplink, pods, tunnel bool
 	}{
 		{name: "none"},
 		{name: "an address", nft: raw + "add rule ip raw prerouting ip daddr 10.96.0.10 drop",
@@ -204,6 +206,12 @@ func TestFind(t *testing.T) {
 			want: "may: meta mark & 0x20000 == 0x0 drop: endpoint 10.244.1.5:8080"},
 		{name: "iptables, the connection's mark", iptables: "-A FORWARD -m mark --mark 0 -j DROP", nft: "add table ip filter; " +
 			"add chain ip filter FORWARD { type filter hook forward priority 0; }; add rule ip filter FORWARD meta mark set ct mark"},
+		{name: "a policy for what comes in a tunnel", uplink: true, tunnel: true, nft: "add table inet fw; add chain inet fw in { type filter hook input priority 0; policy drop; }; " +
+			"add rule inet fw in ct state established accept; add rule inet fw in tcp dport { 22, 10250 } accept; add rule inet fw in iifname lo accept",
+			want: "certain: policy drop: the tunnel flannel.1 (port 8472/UDP), by which other nodes answer"},
+		{name: "a policy that admits a tunnel", uplink: true, tunnel: true, nft: "add table inet fw; add chain inet fw in { type filter hook input priority 0; policy drop; }; " +
+			"add rule inet fw in ct state established accept; add rule inet fw in iifname eth0 udp dport { 8472 } accept"},
+		{name: "iptables, a tunnel at other ports", uplink: true, tunnel: true, iptables: "-A INPUT -p udp --dport 4789 -j DROP"},
 		{name: "iptables, no local addresses", iptables: "-A FORWARD -p tcp --dport 8080 -m addrtype --dst-type LOCAL -j DROP"},
 	} {
 		t.Run(tc.name, func(t *testing.T) {
@@ -218,6 +226,9 @@ func TestFind(t *testing.T) {
 			n := Node{Local: func(netip.Addr) bool { return false }, IPVS: tc.ipvs, Mark: 0x4000}
 			if tc.uplink {
 				n.Uplink, n.By = "eth0", func(netip.Addr) string { return "cni0" }
+			}
+			if tc.tunnel {
+				n.Tunnels = []Tunnel{{"flannel.1", unix.IPPROTO_UDP, 8472}}
 			}
 			if tc.pods {
 				n.Pod, n.PodsBy = map[plan.Family]netip.Addr{plan.IPv4: netip.MustParseAddr("10.244.0.1")}, "cni0"

@@ -28,7 +28,7 @@ type Listening struct {
 const most = 32
 
 // Look looks at the endpoints in use that are on this node, up to a number. Those of which nothing can be known are left out: where processes of
-// Pods are not visible, or several namespaces have the address.
+// Pods are not visible, several namespaces have the address, or a virtual machine or a sandbox may listen.
 func Look(ctx context.Context, ports []*plan.ServicePort) ([]Listening, error) {
 	links, err := host.Links()
 	if err != nil {
@@ -96,11 +96,16 @@ func Look(ctx context.Context, ports []*plan.ServicePort) ([]Listening, error) {
 	}
 	for _, a := range pods {
 		if owner := owners[a.addr.Addr()]; len(owner) == 1 {
-			if list, err := owner[0].Sockets(a.protocol); err == nil {
-				l := judge(a.addr, a.protocol, list)
-				l.Pod = true
-				out = append(out, l)
+			list, err := owner[0].Sockets(a.protocol)
+			if err != nil { // Its process may have ended.
+				continue
 			}
+			l := judge(a.addr, a.protocol, list)
+			if relays, err := owner[0].Relays(); !l.Listens && (err != nil || relays) {
+				continue
+			}
+			l.Pod = true
+			out = append(out, l)
 		}
 	}
 	return out, nil

@@ -3,6 +3,7 @@ package endpoints
 import (
 	"bufio"
 	"fmt"
+	"math/bits"
 	"net"
 	"net/netip"
 	"os"
@@ -12,6 +13,8 @@ import (
 	"strings"
 	"syscall"
 	"testing"
+
+	"golang.org/x/sys/unix"
 
 	"nodeproxy/internal/nstest"
 	"nodeproxy/kernel/sockets"
@@ -56,6 +59,16 @@ func runPod(t *testing.T, listen string) {
 		nstest.Exec(t, "ip", strings.Fields(line)...)
 	}
 	for _, at := range strings.Split(listen, ",") {
+		switch at {
+		case "machine":
+			nstest.Exec(t, "ip", "tuntap", "add", "tap0", "mode", "tap")
+			continue
+		case "stack":
+			if _, err := unix.Socket(unix.AF_PACKET, unix.SOCK_RAW, int(bits.ReverseBytes16(unix.ETH_P_IP))); err != nil {
+				t.Fatal(err)
+			}
+			continue
+		}
 		l, err := net.Listen("tcp", at)
 		if err != nil {
 			t.Fatal(err)
@@ -79,6 +92,8 @@ func TestLook(t *testing.T) {
 	startPod(t, "good", podAt(1), "0.0.0.0:8080", "127.0.0.1:9090")
 	startPod(t, "inside", podAt(2), "127.0.0.1:8080", "[::]:15006")
 	startPod(t, "other", podAt(3), ":80", ":443")
+	startPod(t, "machine", podAt(5), ":22", "machine") // as KubeVirt has it
+	startPod(t, "sandbox", podAt(6), "stack")          // as gVisor has it
 	nstest.Exec(t, "ip", "link", "add", "unseen", "type", "veth", "peer", "name", "peer")
 	nstest.Exec(t, "ip", "link", "set", "unseen", "up")
 	nstest.Exec(t, "ip", "route", "add", podAt(4), "dev", "unseen")
@@ -97,10 +112,13 @@ func TestLook(t *testing.T) {
 	want := []Listening{
 		{Addr: add("192.0.2.1", 8080), Protocol: plan.TCP, Others: []uint16{8081}},
 		{Addr: add("192.0.2.1", 8081), Protocol: plan.TCP, Listens: true},
+		{Addr: add(podAt(5), 22), Protocol: plan.TCP, Pod: true, Listens: true},
 		{Addr: add(podAt(1), 8080), Protocol: plan.TCP, Pod: true, Listens: true},
 		{Addr: add(podAt(2), 8080), Protocol: plan.TCP, Pod: true, Loopback: true, Others: []uint16{15006}},
 		{Addr: add(podAt(3), 8080), Protocol: plan.TCP, Pod: true, Others: []uint16{80, 443}},
 	}
+	add(podAt(5), 8080)
+	add(podAt(6), 8080)
 	add(podAt(4), 8080)       // Its namespace is not to be found.
 	add("198.51.100.9", 8080) // There is no route to it.
 	got, err := Look(t.Context(), []*plan.ServicePort{sp})

@@ -21,6 +21,12 @@ import (
 // Places are addresses of a Service.
 type Places struct{ Endpoints, ClusterIPs, ExternalIPs []netip.Addr }
 
+// Origin is where packets come from that this node forwards: some address, and the interface.
+type Origin struct {
+	Name, By string
+	Addr     netip.Addr
+}
+
 // Ways is what the kernel does with packets to addresses of a Service.
 type Ways struct {
 	// Unreached are the endpoints to which it has no route, with the reason for each, and Cut the cluster IPs to which it has none for packets of
@@ -38,10 +44,19 @@ type Ways struct {
 	NoHairpin map[netip.Addr]string
 	// Unclaimed are the external IPs in the network of an interface that are not this node's, with its name.
 	Unclaimed map[netip.Addr]string
+	// Unrouted are endpoints to which this node has a route, but for what comes from elsewhere there is none, as rules for routing may have it.
+	Unrouted []Unrouted
 }
 
-// LookOut looks at the ways to addresses of a Service. sysctls is /proc/sys.
-func LookOut(ctx context.Context, sysctls string, to Places) (*Ways, error) {
+// Unrouted is an endpoint to which the kernel forwards nothing of an origin.
+type Unrouted struct {
+	Addr netip.Addr
+	From Origin
+	Why  string
+}
+
+// LookOut looks at the ways to addresses of a Service, for this node and for others. sysctls is /proc/sys.
+func LookOut(ctx context.Context, sysctls string, to Places, from []Origin) (*Ways, error) {
 	links, err := host.Links()
 	if err != nil {
 		return nil, err
@@ -75,6 +90,11 @@ func LookOut(ctx context.Context, sysctls string, to Places) (*Ways, error) {
 	}
 	err = each(to.Endpoints, out.Unreached, func(a netip.Addr, r host.Route, l host.Link) error {
 		away[plan.FamilyOf(a)] = true
+		for _, o := range from {
+			if why := refused(links, a, o); why != "" {
+				out.Unrouted = append(out.Unrouted, Unrouted{a, o, why})
+			}
+		}
 		hop := cmp.Or(r.Via, a)
 		if silent[host.Neighbour{Link: l.Index, Addr: hop}] {
 			out.Silent[a] = fmt.Sprintf("%s at %s", hop, l.Name)
@@ -121,6 +141,20 @@ func LookOut(ctx context.Context, sysctls string, to Places) (*Ways, error) {
 		}
 	}
 	return out, err
+}
+
+// refused says why the kernel has no route to an address for what comes from elsewhere; "" if it has one, or that is not known.
+func refused(links map[int]host.Link, to netip.Addr, o Origin) string {
+	var why syscall.Errno
+	for _, l := range links {
+		if l.Name != o.By || plan.FamilyOf(to) != plan.FamilyOf(o.Addr) || to == o.Addr {
+			continue
+		}
+		if _, err := host.RouteTo(to, host.Way{From: o.Addr, In: l.Index}); errors.As(err, &why) && why != unix.EXDEV { // which is of rp_filter
+			return noRoute(why)
+		}
+	}
+	return ""
 }
 
 // bridgeFiltered reports whether packets from one port of a bridge to another pass the rules of a family, so that their addresses are translated
@@ -177,8 +211,50 @@ func By() func(netip.Addr) string {
 	}
 }
 
+// Tunnel is an interface that sends packets in others: by UDP to a port, or by another protocol.
+type Tunnel struct {
+	Name     string
+	Protocol byte
+	Port     uint16
+}
+
+// tunnels are the protocols by which kinds of interfaces send.
+var tunnels = map[string]byte{
+	"vxlan": unix.IPPROTO_UDP, "geneve": unix.IPPROTO_UDP, "ipip": unix.IPPROTO_IPIP, "gre": unix.IPPROTO_GRE, "gretap": unix.IPPROTO_GRE, "sit": unix.IPPROTO_IPV6,
+}
+
+// Tunnels returns the tunnels by which packets leave for the endpoints of ServicePorts, up to a number of endpoints.
+func Tunnels(ports []*plan.ServicePort) ([]Tunnel, error) {
+	links, err := host.Links()
+	if err != nil {
+		return nil, err
+	}
+	var out []Tunnel
+	left := most
+	for _, sp := range ports {
+		for _, ep := range sp.All()[:min(left, len(sp.All()))] {
+			left--
+			r, err := host.RouteTo(ep.Addr.Addr(), host.Way{})
+			if err != nil || r.Local || len(r.Links) != 1 { // There is none, or there are several.
+				continue
+			}
+			l := links[r.Links[0]]
+			if t := (Tunnel{l.Name, tunnels[l.Kind], l.Port}); t.Protocol != 0 && !slices.Contains(out, t) {
+				out = append(out, t)
+			}
+		}
+	}
+	return out, nil
+}
+
 // somewhere stands for a host outside: an address for documentation (RFC 5737).
 var somewhere = netip.MustParseAddr("198.51.100.7")
+
+// Outside is what comes from other hosts by the interface of the default route of IPv4; false if that is not known.
+func Outside() (Origin, bool) {
+	by := Uplink()
+	return Origin{Name: "outside", By: by, Addr: somewhere}, by != ""
+}
 
 // Uplink returns the interface of the default route of IPv4, by which packets of other hosts come on most nodes; "" if that is not known.
 func Uplink() string {

@@ -8,6 +8,8 @@ import (
 	"strings"
 	"testing"
 
+	"golang.org/x/sys/unix"
+
 	"nodeproxy/internal/nstest"
 	"nodeproxy/plan"
 )
@@ -32,7 +34,7 @@ func TestLookOut(t *testing.T) {
 		for _, a := range list {
 			addrs = append(addrs, netip.MustParseAddr(a))
 		}
-		found, err := LookOut(t.Context(), "/proc/sys", Places{Endpoints: addrs})
+		found, err := LookOut(t.Context(), "/proc/sys", Places{Endpoints: addrs}, nil)
 		if err != nil {
 			t.Fatal(err)
 		}
@@ -70,6 +72,25 @@ func TestLookOut(t *testing.T) {
 	}
 }
 
+// TestTunnels: the interfaces by which packets for endpoints leave in packets of another protocol.
+func TestTunnels(t *testing.T) {
+	nstest.Enter(t)
+	for _, line := range []string{
+		"link set lo up", "link add eth0 type veth peer name far", "link set eth0 up", "link set far up", "addr add 192.0.2.1/24 dev eth0",
+		"link add flannel.1 type vxlan id 1 dev eth0 dstport 8472", "link set flannel.1 up", "route add 10.244.2.0/24 dev flannel.1",
+	} {
+		nstest.Exec(t, "ip", strings.Fields(line)...)
+	}
+	sp := &plan.ServicePort{}
+	for _, a := range []string{"192.0.2.1:80", "192.0.2.2:80", "10.244.2.5:80", "10.244.2.6:80", "198.51.100.1:80"} {
+		sp.Endpoints.Cluster = append(sp.Endpoints.Cluster, plan.Endpoint{Addr: netip.MustParseAddrPort(a)})
+	}
+	got, err := Tunnels([]*plan.ServicePort{sp})
+	if want := []Tunnel{{"flannel.1", unix.IPPROTO_UDP, 8472}}; err != nil || !reflect.DeepEqual(got, want) {
+		t.Errorf("%+v, %v; want %+v", got, err, want)
+	}
+}
+
 // TestLookOutNeighbours: next hops that do not answer, bridges whose packets pass no rule, cluster IPs that this node can't send to, and external IPs that
 // nobody may have.
 func TestLookOutNeighbours(t *testing.T) {
@@ -91,7 +112,7 @@ func TestLookOutNeighbours(t *testing.T) {
 		found, err := LookOut(t.Context(), sysctls, Places{
 			Endpoints:  []netip.Addr{at("10.244.1.5"), at("10.244.1.6"), at("10.244.1.23"), at("10.244.2.5"), at("10.244.3.5")},
 			ClusterIPs: []netip.Addr{at("10.96.0.10")}, ExternalIPs: []netip.Addr{at("192.0.2.240"), at("192.0.2.1"), at("203.0.113.1")},
-		})
+		}, nil)
 		if err != nil {
 			t.Fatal(err)
 		}
@@ -136,6 +157,36 @@ func TestLookOutNeighbours(t *testing.T) {
 	}
 	if name := Uplink(); name != "eth0" {
 		t.Errorf("packets from outside come by %q", name)
+	}
+}
+
+// TestUnrouted: rules for routing have no way for what comes from elsewhere, while this node itself has one.
+func TestUnrouted(t *testing.T) {
+	nstest.Enter(t)
+	for _, line := range []string{
+		"link set lo up", "link add eth0 type veth peer name far", "link set eth0 up", "link set far up", "addr add 192.0.2.1/24 dev eth0",
+		"link add pod1 type veth peer name pod", "link set pod1 up", "link set pod up", "route add 10.244.1.5/32 dev pod1", "route add default via 192.0.2.254",
+		"route add 10.244.2.0/24 via 192.0.2.2", "route add 10.244.3.0/24 via 192.0.2.3",
+		"rule add iif pod1 to 10.244.2.0/24 blackhole", "rule add iif eth0 lookup 200", "route add unreachable 10.244.3.0/24 table 200",
+	} {
+		nstest.Exec(t, "ip", strings.Fields(line)...)
+	}
+	if err := os.WriteFile("/proc/sys/net/ipv4/ip_forward", []byte("1"), 0); err != nil {
+		t.Fatal(err)
+	}
+	outside, known := Outside()
+	if !known || outside.By != "eth0" {
+		t.Fatalf("%+v, %t", outside, known)
+	}
+	at := netip.MustParseAddr
+	pod := Origin{Name: "Pods", By: "pod1", Addr: at("10.244.1.5")}
+	found, err := LookOut(t.Context(), "/proc/sys", Places{Endpoints: []netip.Addr{at("10.244.1.5"), at("10.244.2.5"), at("10.244.3.5")}}, []Origin{outside, pod})
+	if err != nil {
+		t.Fatal(err)
+	}
+	want := []Unrouted{{at("10.244.2.5"), pod, "its route is of type blackhole"}, {at("10.244.3.5"), outside, "its route is of type unreachable"}}
+	if !reflect.DeepEqual(found.Unrouted, want) || len(found.Unreached) > 0 {
+		t.Errorf("%+v and %+v, want %+v", found.Unrouted, found.Unreached, want)
 	}
 }
 
