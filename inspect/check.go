@@ -124,6 +124,8 @@ type Listening struct {
 	Listens, Loopback bool
 	// Others are other ports of the protocol at which anything listens that the endpoint's address reaches.
 	Others []uint16
+	// Waiting is how many connections wait there to be accepted, or bytes to be read, where they have not become fewer in a moment.
+	Waiting uint32
 }
 
 // Filtered is an endpoint whose answers the kernel drops.
@@ -174,6 +176,7 @@ const (
 	PortConflict     = "PortConflict"     // a program of the node listens where the Service is
 	DroppedByOthers  = "DroppedByOthers"  // another program's rule drops the traffic
 	APIServerAway    = "APIServerAway"    // the objects may be out of date
+	EndpointStuck    = "EndpointStuck"    // what listens at an endpoint does not accept
 	EndpointRefuses  = "EndpointRefuses"  // nothing listens at an endpoint that gets traffic
 	AnswersFiltered  = "AnswersFiltered"  // rp_filter drops the answers of endpoints
 	NoRoute          = "NoRoute"          // the kernel has no route to an endpoint, or to a cluster IP
@@ -576,6 +579,11 @@ func (c *checks) endpoints(ctx context.Context) {
 			refusing = append(refusing, l)
 		}
 	}
+	stuck := c.stuck(list)
+	if len(refusing) == 0 && stuck > 0 {
+		c.found(name, problem, "at %d of %d that are known on this node, what listens does not accept", stuck, len(list))
+		return
+	}
 	if len(refusing) == 0 {
 		c.found(name, ok, "something listens at all that are known on this node: %d", len(list))
 		return
@@ -595,6 +603,28 @@ func (c *checks) endpoints(ctx context.Context) {
 		}
 	}
 	c.found(name, severity, "nothing listens at %d of %d that are known on this node", n, len(list))
+}
+
+// stuck is about endpoints whose programs listen and do not take what comes. It returns how many there are.
+func (c *checks) stuck(list []Listening) (n int) {
+	for _, l := range list {
+		if _, is := c.frontends[l.Addr]; l.Waiting == 0 || is {
+			continue
+		}
+		where, what := "on this node", amount(int64(l.Waiting), "connection")
+		if l.Pod {
+			where = "in its Pod"
+		}
+		if l.Protocol == plan.UDP {
+			what = amount(int64(l.Waiting), "byte")
+		}
+		if n++; n <= mostFiltered {
+			c.diagnose(problem, EndpointStuck, "see whether the program hangs or has too much to do, and have its readiness probe ask this port",
+				"Endpoint %s gets traffic, but the program that listens at port %d/%s %s does not take it now, and clients wait. Its queue had %s, and no less a moment later.",
+				l.Addr, l.Addr.Port(), l.Protocol, where, what)
+		}
+	}
+	return n
 }
 
 // refuses says why endpoints refuse what they get, and returns how bad that is.

@@ -175,6 +175,34 @@ func TestCheck(t *testing.T) {
 			check: "listeners at endpoints: note: nothing listens at 1 of 1 that are known on this node",
 			what: "Endpoint 10.244.0.8:8080 gets traffic, but refuses it, unless another program there passes it on: what listens at port 8080/TCP in its Pod " +
 				"does so at a loopback address alone."},
+		"an endpoint that does not accept": {reality: Reality{Endpoints: func(context.Context, []*plan.ServicePort) ([]Listening, error) {
+			return []Listening{{Addr: endpoint, Protocol: plan.TCP, Pod: true, Listens: true, Waiting: 5}, {Addr: gone, Protocol: plan.TCP, Pod: true, Listens: true}}, nil
+		}},
+			check: "listeners at endpoints: problem: at 1 of 2 that are known on this node, what listens does not accept",
+			what: "Endpoint 10.244.0.8:8080 gets traffic, but the program that listens at port 8080/TCP in its Pod does not take it now, and clients wait. Its queue had 5 connections, " +
+				"and no less a moment later.", problem: true},
+		"no route for what comes from Pods": {reality: Reality{Ways: func(_ context.Context, to Places) (*Ways, error) {
+			from := netip.MustParseAddr("10.244.0.5")
+			return &Ways{Unrouted: []Unrouted{{Addr: to.Endpoints[0], From: from, Name: "Pods of this node", By: "cni0", Why: "its route is of type prohibit"},
+				{Addr: to.Endpoints[1], From: from, Name: "Pods of this node", By: "cni0", Why: "its route is of type prohibit"},
+				{Addr: to.Endpoints[0], From: netip.MustParseAddr("198.51.100.7"), Name: "outside", By: "eth0", Why: "network is unreachable", Outside: true}}}, nil
+		}},
+			check: "routes to endpoints: ok: there is one to each of the 2 endpoints in use\nroutes for others: problem: none for what comes from Pods of this node by cni0",
+			what: "This node has a route to the endpoints, but for what comes from Pods of this node by cni0 there is none (its route is of type prohibit), as a rule for routing has it, " +
+				"and those connections hang: 10.244.0.8, 10.245.0.8.",
+			do: "see the rules for routing: ip rule; ip route get 10.244.0.8 from 10.244.0.5 iif cni0", problem: true},
+		"a rule of a known program": {reality: Reality{Blocking: func(context.Context, []*plan.ServicePort) ([]Blocking, error) {
+			return []Blocking{{Rule: "meta mark & 0x20000 == 0x0 drop", Place: "chain cali-tw-x of table ip filter", What: "endpoint 10.244.1.5:8080", Certain: true}}, nil
+		}},
+			check: "rules of other programs: problem: chain cali-tw-x of table ip filter: meta mark & 0x20000 == 0x0 drop",
+			what:  `A rule of Calico drops what is for endpoint 10.244.1.5:8080: "meta mark & 0x20000 == 0x0 drop" in chain cali-tw-x of table ip filter.`,
+			do:    "see which NetworkPolicies select the Pods, and have one admit this traffic", problem: true},
+		"a rule of a program with a table": {reality: Reality{Blocking: func(context.Context, []*plan.ServicePort) ([]Blocking, error) {
+			return []Blocking{{Rule: "reject", Place: "chain filter_FORWARD of table inet firewalld", What: "endpoint 10.244.1.5:8080", Certain: true}}, nil
+		}},
+			check: "rules of other programs: problem: chain filter_FORWARD of table inet firewalld: reject",
+			what:  `A rule of firewalld drops what is for endpoint 10.244.1.5:8080: "reject" in chain filter_FORWARD of table inet firewalld.`,
+			do:    "admit it by firewall-cmd, and put the interfaces of Pods into the zone trusted", problem: true},
 		"endpoints of which nothing is known": {reality: Reality{Endpoints: func(context.Context, []*plan.ServicePort) ([]Listening, error) { return nil, nil },
 			Tracked: func() (TrackedFlows, error) { return TrackedFlows{1, 1000}, nil }},
 			check: "connection tracking: ok: 1 of at most 1000 flows of all programs"},

@@ -142,7 +142,7 @@ var littleEndian = binary.NativeEndian.Uint16([]byte{1, 0}) == 1
 // parseLine reads a line of /proc/net/tcp and the like; false if it is not of a socket with a port in a state.
 func parseLine(p plan.Protocol, state, line string) (Socket, bool) {
 	f := strings.Fields(line)
-	if len(f) < 4 || f[3] != state {
+	if len(f) < 5 || f[3] != state {
 		return Socket{}, false
 	}
 	address, port, _ := strings.Cut(f[1], ":")
@@ -160,5 +160,7 @@ func parseLine(p plan.Protocol, state, line string) (Socket, bool) {
 	if !ok {
 		return Socket{}, false
 	}
-	return Socket{Protocol: p, Addr: addr.Unmap(), Port: uint16(number), Both: addr.Is6() && addr.IsUnspecified()}, true
+	_, queue, _ := strings.Cut(f[4], ":")
+	waiting, _ := strconv.ParseUint(queue, 16, 32) // Without it, none is known to.
+	return Socket{Protocol: p, Addr: addr.Unmap(), Port: uint16(number), Both: addr.Is6() && addr.IsUnspecified(), Waiting: uint32(waiting)}, true
 }

@@ -26,6 +26,8 @@ type Socket struct {
 	UID uint32
 	// Inode identifies it; 0 if it is not known.
 	Inode uint32
+	// Waiting is how many connections wait to be accepted; of UDP, how many bytes to be read.
+	Waiting uint32
 }
 
 // Everywhere reports whether a socket is bound to no address in particular.
@@ -78,7 +80,7 @@ func parse(p plan.Protocol, m []byte) (Socket, bool) {
 	}
 	s := Socket{
 		Protocol: p, Port: binary.BigEndian.Uint16(m[4:]),
-		UID: binary.NativeEndian.Uint32(m[64:]), Inode: binary.NativeEndian.Uint32(m[68:]),
+		Waiting: binary.NativeEndian.Uint32(m[56:]), UID: binary.NativeEndian.Uint32(m[64:]), Inode: binary.NativeEndian.Uint32(m[68:]),
 	}
 	switch m[0] {
 	case unix.AF_INET:

@@ -6,6 +6,7 @@ import (
 	"context"
 	"net/netip"
 	"slices"
+	"time"
 
 	"nodeproxy/kernel/host"
 	"nodeproxy/kernel/sockets"
@@ -22,7 +23,12 @@ type Listening struct {
 	Listens, Loopback bool
 	// Others are other ports of the protocol at which anything listens that the endpoint's address reaches.
 	Others []uint16
+	// Waiting is how many connections wait there to be accepted, or bytes to be read, where they have not become fewer in a moment.
+	Waiting uint32
 }
+
+// moment is how long a program has to accept what waits.
+const moment = 300 * time.Millisecond
 
 // most bounds how many endpoints are looked at.
 const most = 32
@@ -64,51 +70,76 @@ func Look(ctx context.Context, ports []*plan.ServicePort) ([]Listening, error) {
 		}
 	}
 	var out []Listening
+	var read []func(plan.Protocol) ([]sockets.Socket, error) // where the sockets of each are listed
+	add := func(l Listening, from func(plan.Protocol) ([]sockets.Socket, error)) {
+		out, read = append(out, l), append(read, from)
+	}
 	known := map[plan.Protocol][]sockets.Socket{}
 	for _, a := range here {
-		list, read := known[a.protocol]
-		if !read {
+		list, is := known[a.protocol]
+		if !is {
 			if list, err = sockets.List(a.protocol); err != nil { // The kernel does not know the protocol.
 				continue
 			}
 			known[a.protocol] = list
 		}
-		out = append(out, judge(a.addr, a.protocol, list))
-	}
-	if len(pods) == 0 {
-		return out, nil
+		add(judge(a.addr, a.protocol, list), sockets.List)
 	}
 	among, owners := map[netip.Addr]bool{}, map[netip.Addr][]sockets.Namespace{}
 	for _, a := range pods {
 		among[a.addr.Addr()] = true
 	}
-	for _, n := range sockets.Namespaces(ctx) {
-		if ctx.Err() != nil {
-			break
+	if len(pods) > 0 {
+		for _, n := range sockets.Namespaces(ctx) {
+			if ctx.Err() != nil {
+				break
+			}
+			own, _ := n.Addresses(among) // Its process may have ended.
+			for _, a := range own {
+				owners[a] = append(owners[a], n)
+			}
 		}
-		own, _ := n.Addresses(among) // Its process may have ended.
-		for _, a := range own {
-			owners[a] = append(owners[a], n)
-		}
-	}
-	if ctx.Err() != nil { // There may be more that have the same address.
-		return out, nil
 	}
 	for _, a := range pods {
-		if owner := owners[a.addr.Addr()]; len(owner) == 1 {
-			list, err := owner[0].Sockets(a.protocol)
-			if err != nil { // Its process may have ended.
-				continue
+		owner := owners[a.addr.Addr()]
+		if len(owner) != 1 || ctx.Err() != nil { // There may be more that have the same address.
+			continue
+		}
+		list, err := owner[0].Sockets(a.protocol)
+		if err != nil { // Its process may have ended.
+			continue
+		}
+		l := judge(a.addr, a.protocol, list)
+		if relays, err := owner[0].Relays(); !l.Listens && (err != nil || relays) {
+			continue
+		}
+		l.Pod = true
+		add(l, owner[0].Sockets)
+	}
+	stillWaiting(ctx, out, read)
+	return out, nil
+}
+
+// stillWaiting looks again where something waits, and clears what has become less.
+func stillWaiting(ctx context.Context, list []Listening, read []func(plan.Protocol) ([]sockets.Socket, error)) {
+	if !slices.ContainsFunc(list, func(l Listening) bool { return l.Waiting > 0 }) {
+		return
+	}
+	select {
+	case <-ctx.Done():
+	case <-time.After(moment):
+	}
+	for i := range list {
+		before := list[i].Waiting
+		if list[i].Waiting = 0; before == 0 || ctx.Err() != nil {
+			continue
+		}
+		if again, err := read[i](list[i].Protocol); err == nil { // Else its process has ended.
+			if now := judge(list[i].Addr, list[i].Protocol, again).Waiting; now >= before {
+				list[i].Waiting = now
 			}
-			l := judge(a.addr, a.protocol, list)
-			if relays, err := owner[0].Relays(); !l.Listens && (err != nil || relays) {
-				continue
-			}
-			l.Pod = true
-			out = append(out, l)
 		}
 	}
-	return out, nil
 }
 
 // judge says what sockets mean for an endpoint.
@@ -119,6 +150,7 @@ func judge(addr netip.AddrPort, p plan.Protocol, list []sockets.Socket) Listenin
 		switch {
 		case reached && s.Port == addr.Port():
 			out.Listens = true
+			out.Waiting += s.Waiting
 		case reached:
 			out.Others = append(out.Others, s.Port)
 		case s.Addr.IsLoopback() && s.Port == addr.Port():

@@ -132,6 +132,46 @@ func TestLook(t *testing.T) {
 	}
 }
 
+// TestStuck: of a program that listens and does not accept, it is said what waits; of others, nothing.
+func TestStuck(t *testing.T) {
+	nstest.Enter(t)
+	nstest.Exec(t, "ip", "link", "set", "lo", "up")
+	listen := func() net.Listener {
+		l, err := net.Listen("tcp4", "127.0.0.1:0")
+		if err != nil {
+			t.Fatal(err)
+		}
+		t.Cleanup(func() { l.Close() })
+		return l
+	}
+	stuck, quiet := listen(), listen()
+	deaf, err := net.ListenUDP("udp4", &net.UDPAddr{IP: net.IPv4(127, 0, 0, 1)})
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer deaf.Close()
+	for _, to := range []net.Addr{stuck.Addr(), stuck.Addr(), deaf.LocalAddr()} {
+		c, err := net.Dial(to.Network(), to.String())
+		if err != nil {
+			t.Fatal(err)
+		}
+		defer c.Close()
+		if _, err := c.Write(make([]byte, 100)); err != nil {
+			t.Fatal(err)
+		}
+	}
+	at := func(a net.Addr) plan.Endpoints {
+		return plan.Endpoints{Cluster: []plan.Endpoint{{Addr: netip.MustParseAddrPort(a.String())}}}
+	}
+	got, err := Look(t.Context(), []*plan.ServicePort{
+		{Key: plan.Key{Protocol: plan.TCP}, Endpoints: at(stuck.Addr())}, {Key: plan.Key{Protocol: plan.TCP}, Endpoints: at(quiet.Addr())},
+		{Key: plan.Key{Protocol: plan.UDP}, Endpoints: at(deaf.LocalAddr())},
+	})
+	if err != nil || len(got) != 3 || got[0].Waiting != 2 || got[1].Waiting != 0 || got[2].Waiting < 100 {
+		t.Errorf("%+v, %v", got, err)
+	}
+}
+
 // TestJudge: which sockets get what is for an endpoint.
 func TestJudge(t *testing.T) {
 	t.Parallel()

@@ -21,6 +21,7 @@ func dumpSockets(p plan.Protocol) ([]socket, error) {
 	}
 	var out []socket
 	for _, s := range list {
+		s.Waiting = 0 // The same socket is to be equal.
 		out = append(out, socket{s})
 	}
 	return out, err
