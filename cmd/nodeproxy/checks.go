@@ -38,6 +38,9 @@ func (d *daemon) reality() *inspect.Reality {
 		node := blocking.Node{
 			Local: local, IPVS: d.cfg.Mode == ipvsMode.name, Uplink: endpoints.Uplink(), By: endpoints.By(), Mark: 1 << d.cfg.MasqueradeBit,
 		}
+		if node.IPVS { // It marks what is for virtual servers of many addresses.
+			node.Mark = ^uint32(0)
+		}
 		tunnels, err := endpoints.Tunnels(ports)
 		if err != nil {
 			return nil, err

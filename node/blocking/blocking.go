@@ -59,7 +59,7 @@ type Node struct {
 	PodsBy string
 	// Tunnels are the interfaces by which endpoints elsewhere are reached in packets of another protocol, from which those of other nodes come.
 	Tunnels []Tunnel
-	// Mark is the bit of packets' marks by which this program asks for masquerading.
+	// Mark has the bits of packets' marks that this program uses itself.
 	Mark uint32
 }
 

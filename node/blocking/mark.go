@@ -94,7 +94,7 @@ func (s *search) begin(p *packet, hook string) mark {
 		}
 		out.add(m)
 	}
-	if p.dnat != no { // This program's own rules may have marked it.
+	if p.dnat != no || s.node.IPVS { // This program's own rules may have marked it.
 		return out.forget(s.node.Mark)
 	}
 	return out.mark
