@@ -510,7 +510,7 @@ func (c *checks) blocking(ctx context.Context) {
 		return
 	}
 	if len(list) == 0 {
-		c.found(name, ok, "none that drops what is for the Service or its answers, or keeps it from being tracked, was found in nftables or iptables; hooks of devices and eBPF are not looked at")
+		c.found(name, ok, "none that drops what is for the Service or its answers, or keeps it from being tracked, was found in nftables or iptables; tc and eBPF are not looked at")
 		return
 	}
 	for _, b := range list {

@@ -3,6 +3,7 @@ package nft
 import (
 	"bytes"
 	"encoding/binary"
+	"errors"
 	"fmt"
 	"slices"
 
@@ -21,8 +22,9 @@ type Ruleset struct {
 	chains  map[ChainID]*nftables.Chain
 	rules   map[ChainID][][]expr.Any
 	sets    map[setName]*setContent
-	// Devices are the chains that devices call, at the hooks ingress and egress. Their rules can't be read here.
+	// Devices are the chains that devices call, at the hooks ingress and egress, and devices are the names of these.
 	Devices []ChainID
+	devices map[ChainID][]string
 	// Asked is of how many chains and sets the kernel has been asked for what is in them.
 	Asked int
 }
@@ -40,7 +42,7 @@ type setContent struct {
 	others *nftables.SetElement
 }
 
-// ChainID names a chain. Family is ip, ip6 or inet.
+// ChainID names a chain. Family is ip, ip6, inet or netdev.
 type ChainID struct{ Family, Table, Chain string }
 
 func (c ChainID) String() string {
@@ -50,15 +52,17 @@ func (c ChainID) String() string {
 // BaseChain is a chain that the kernel calls.
 type BaseChain struct {
 	ChainID
-	// Hook is as in Hook, and so is Type.
+	// Hook is as in Hook, or ingress, and so is Type.
 	Type, Hook string
-	Priority   int32
+	// Devices are the interfaces that call it at the hook ingress.
+	Devices  []string
+	Priority int32
 	// Drops says that the policy is to drop.
 	Drops bool
 }
 
 var familyNames = map[nftables.TableFamily]string{
-	nftables.TableFamilyIPv4: "ip", nftables.TableFamilyIPv6: "ip6", nftables.TableFamilyINet: "inet",
+	nftables.TableFamilyIPv4: "ip", nftables.TableFamilyIPv6: "ip6", nftables.TableFamilyINet: "inet", nftables.TableFamilyNetdev: "netdev",
 }
 
 // inetIngress is the hook ingress of tables of family inet, NF_INET_INGRESS.
@@ -91,18 +95,50 @@ func ReadRuleset() (*Ruleset, error) {
 		if family != "" {
 			r.chains[ChainID{family, c.Table.Name, c.Name}] = c
 		}
-		switch {
-		case c.Hooknum == nil:
-		case c.Table.Family == nftables.TableFamilyNetdev:
-			r.Devices = append(r.Devices, ChainID{"netdev", c.Table.Name, c.Name})
-		case family == "inet" && *c.Hooknum == inetIngress:
+		if c.Hooknum != nil && (family == "netdev" || family == "inet" && *c.Hooknum == inetIngress) {
 			r.Devices = append(r.Devices, ChainID{family, c.Table.Name, c.Name})
+		}
+	}
+	if len(r.Devices) > 0 {
+		if r.devices, err = devices(); err != nil {
+			return nil, fmt.Errorf("listing the chains of devices: %w", err)
 		}
 	}
 	return r, nil
 }
 
-// Bases returns the base chains of the hooks of IP, in no order.
+// devices returns the names of the devices that call chains, which the library does not read.
+func devices() (map[ChainID][]string, error) {
+	const names, name = 4, 1 // NFTA_HOOK_DEVS, NFTA_DEVICE_NAME
+	c, err := netlink.Dial(unix.NETLINK_NETFILTER)
+	if err != nil {
+		return nil, err
+	}
+	defer c.Close()
+	out := map[ChainID][]string{}
+	for _, f := range []nftables.TableFamily{nftables.TableFamilyINet, nftables.TableFamilyNetdev} {
+		err := c.Dump(netlink.Message{Type: unix.NFNL_SUBSYS_NFTABLES<<8 | unix.NFT_MSG_GETCHAIN, Body: netlink.Buffer{byte(f), 0, 0, 0}}, func(body []byte) error {
+			attrs := body[min(headerLen, len(body)):]
+			hook := netlink.Attribute(attrs, unix.NFTA_CHAIN_HOOK)
+			id := ChainID{familyNames[f], netlink.Text(netlink.Attribute(attrs, unix.NFTA_CHAIN_TABLE)), netlink.Text(netlink.Attribute(attrs, unix.NFTA_CHAIN_NAME))}
+			if dev := netlink.Attribute(hook, unix.NFTA_HOOK_DEV); dev != nil {
+				out[id] = []string{netlink.Text(dev)}
+			}
+			for kind, dev := range netlink.Attributes(netlink.Attribute(hook, names)) {
+				if of := netlink.Text(dev); kind == name && !slices.Contains(out[id], of) {
+					out[id] = append(out[id], of)
+				}
+			}
+			return nil
+		})
+		if err != nil && !errors.Is(err, netlink.ErrInterrupted) {
+			return nil, err
+		}
+	}
+	return out, nil
+}
+
+// Bases returns the base chains of the hooks of IP, and those that devices call at the hook ingress, in no order.
 func (r *Ruleset) Bases() []BaseChain {
 	var out []BaseChain
 	for id, c := range r.chains {
@@ -110,9 +146,14 @@ func (r *Ruleset) Bases() []BaseChain {
 			continue
 		}
 		b := BaseChain{ChainID: id, Type: string(c.Type), Priority: int32(*c.Priority), Drops: c.Policy != nil && *c.Policy == nftables.ChainPolicyDrop}
-		for name, number := range hookNumbers {
-			if number == uint32(*c.Hooknum) {
-				b.Hook = name
+		switch hook := uint32(*c.Hooknum); {
+		case id.Family == "netdev" && hook == unix.NF_NETDEV_INGRESS, id.Family == "inet" && hook == inetIngress:
+			b.Hook, b.Devices = "ingress", r.devices[id]
+		case id.Family != "netdev":
+			for name, number := range hookNumbers {
+				if number == hook {
+					b.Hook = name
+				}
 			}
 		}
 		if b.Hook != "" {

@@ -1,6 +1,7 @@
 package nft
 
 import (
+	"fmt"
 	"slices"
 	"testing"
 
@@ -22,7 +23,12 @@ func TestDevices(t *testing.T) {
 	if want := []ChainID{{"inet", "both", "in"}, {"netdev", "guard", "in"}}; !slices.Equal(r.Devices, want) {
 		t.Errorf("got %v, want %v", r.Devices, want)
 	}
-	if bases := r.Bases(); len(bases) != 1 || bases[0].Chain != "input" {
-		t.Errorf("at hooks of IP: %v", bases)
+	var got []string
+	for _, b := range r.Bases() {
+		got = append(got, fmt.Sprint(b.Family, " ", b.Hook, " ", b.Devices))
+	}
+	slices.Sort(got)
+	if want := []string{"inet ingress [lo]", "inet input []", "netdev ingress [lo]"}; !slices.Equal(got, want) {
+		t.Errorf("got %q, want %q", got, want)
 	}
 }

@@ -131,7 +131,7 @@ type search struct {
 }
 
 // stages is the order of the hooks that a packet passes.
-var stages = map[string]int{"prerouting": 1, "output": 1, "input": 2, "forward": 2, "postrouting": 3}
+var stages = map[string]int{"ingress": 0, "prerouting": 1, "output": 1, "input": 2, "forward": 2, "postrouting": 3}
 
 // base is a base chain, and where its rules are read.
 type base struct {
@@ -164,7 +164,7 @@ func (s *search) look(from ...ruleset) error {
 		passed := map[marked]*marks{}
 		for _, p := range packets(s.ports, b.BaseChain, s.node) {
 			p.mark = s.begin(&p, b.Hook)
-			p.untracked = b.Priority < priorityTracking && (b.Hook == "prerouting" || b.Hook == "output")
+			p.untracked = b.Priority < priorityTracking && (b.Hook == "prerouting" || b.Hook == "output") || b.Hook == "ingress"
 			w := &walk{search: s, rules: b.rules, packet: p, found: map[string]bool{}, known: map[state]state{}}
 			ended, err := w.chain(b.ChainID, true, false, 0)
 			if s.ctx.Err() != nil {
@@ -349,6 +349,9 @@ const priorityDNAT = -100
 // packets returns the packets of ServicePorts that pass a base chain: those to frontends before their destination is translated, those
 // to endpoints behind that, and answers of endpoints before their source is translated back.
 func packets(ports []*plan.ServicePort, b nft.BaseChain, n Node) []packet {
+	if b.Hook == "ingress" {
+		return comeBy(ports, b.Devices, n)
+	}
 	var out, special, answers []packet
 	for _, sp := range ports {
 		f := sp.Key.Family
@@ -427,6 +430,41 @@ func packets(ports []*plan.ServicePort, b nft.BaseChain, n Node) []packet {
 		}
 	}
 	return slices.Concat(out, special, answers, tunnelled(b, n))
+}
+
+// comeBy returns the packets of ServicePorts that come by interfaces: from outside to frontends, from Pods to cluster IPs, and answers of endpoints.
+func comeBy(ports []*plan.ServicePort, devices []string, n Node) (out []packet) {
+	var answers []packet
+	for _, sp := range ports {
+		f := sp.Key.Family
+		var first []netip.AddrPort
+		for _, fe := range sp.Frontends {
+			by, who := n.Uplink, "outside"
+			if fe.Kind == plan.ClusterIP {
+				by, who = n.PodsBy, "Pods of this node"
+			}
+			first = append(first, netip.AddrPortFrom(fe.Addr, fe.Port))
+			if by == "" || !slices.Contains(devices, by) {
+				continue
+			}
+			p := packet{what: fmt.Sprintf("the %s from %s (by %s)", fe, who, by), key: sp.Key, family: f, dst: side{fe.Addr, fe.Port, true},
+				protocol: netlink.Protocol(fe.Protocol), here: maybe, first: first[len(first)-1:], dnat: no, in: by}
+			if !fe.Addr.IsValid() || n.Local(fe.Addr) {
+				p.here = yes
+			}
+			out = append(out, p)
+		}
+		for _, ep := range sp.All()[:min(len(sp.All()), mostEndpoints)] {
+			if by := n.by(ep.Addr.Addr()); by != "" && slices.Contains(devices, by) {
+				answers = append(answers, packet{what: fmt.Sprintf("endpoint %s (by %s)", ep.Addr, by), key: sp.Key, family: f,
+					src: side{ep.Addr.Addr(), ep.Addr.Port(), true}, answer: true, protocol: netlink.Protocol(sp.Key.Protocol), here: maybe, first: first, dnat: yes, in: by})
+			}
+		}
+	}
+	if slices.Contains(devices, n.Uplink) {
+		answers = append(answers, tunnelled(nft.BaseChain{Hook: "prerouting"}, n)...)
+	}
+	return append(out, answers...)
 }
 
 // tunnelled returns the packets that come from the tunnels of other nodes and pass a chain. They are of IPv4, as tunnels between nodes mostly are.

@@ -206,6 +206,13 @@ func TestFind(t *testing.T) {
 			want: "may: meta mark & 0x20000 == 0x0 drop: endpoint 10.244.1.5:8080"},
 		{name: "iptables, the connection's mark", iptables: "-A FORWARD -m mark --mark 0 -j DROP", nft: "add table ip filter; " +
 			"add chain ip filter FORWARD { type filter hook forward priority 0; }; add rule ip filter FORWARD meta mark set ct mark"},
+		{name: "at a device", uplink: true, nft: "add table netdev guard; add chain netdev guard in { type filter hook ingress device lo priority 0; }; add chain netdev guard up " +
+			"{ type filter hook ingress device eth0 priority 0; }; add rule netdev guard in tcp dport 30080 drop; add rule netdev guard up ip protocol tcp tcp dport 30080 drop; " +
+			"add rule netdev guard up ip daddr 10.96.0.10 drop",
+			want: "certain: tcp dport 30080 drop: the node port 30080/TCP from outside (by eth0)"},
+		{name: "at a device, answers", uplink: true, nft: "add table inet guard; add chain inet guard in { type filter hook ingress device cni0 priority 0; }; " +
+			"add rule inet guard in ip6 saddr ::/0 drop; add rule inet guard in ip saddr 10.244.1.5 drop",
+			want: "certain: ip saddr 10.244.1.5 drop: answers of endpoint 10.244.1.5:8080 (by cni0)"},
 		{name: "a policy for what comes in a tunnel", uplink: true, tunnel: true, nft: "add table inet fw; add chain inet fw in { type filter hook input priority 0; policy drop; }; " +
 			"add rule inet fw in ct state established accept; add rule inet fw in tcp dport { 22, 10250 } accept; add rule inet fw in iifname lo accept",
 			want: "certain: policy drop: the tunnel flannel.1 (port 8472/UDP), by which other nodes answer"},
@@ -217,6 +224,9 @@ func TestFind(t *testing.T) {
 		t.Run(tc.name, func(t *testing.T) {
 			t.Parallel()
 			nstest.Enter(t)
+			if strings.Contains(tc.nft, " device ") {
+				nstest.Exec(t, "ip", "link", "add", "eth0", "type", "veth", "peer", "name", "cni0")
+			}
 			if tc.nft != "" {
 				nstest.Exec(t, "nft", tc.nft)
 			}

@@ -265,6 +265,8 @@ func (r *reading) meta(e *expr.Meta) register {
 		return ofMark(r.packet.mark)
 	case e.Key == expr.MetaKeyL4PROTO:
 		return register{value: []byte{r.packet.protocol}, name: "meta l4proto"}
+	case e.Key == expr.MetaKeyPROTOCOL:
+		return register{value: binary.BigEndian.AppendUint16(nil, map[plan.Family]uint16{plan.IPv4: unix.ETH_P_IP, plan.IPv6: unix.ETH_P_IPV6}[r.packet.family])}
 	case e.Key == expr.MetaKeyNFPROTO:
 		return register{value: []byte{nft.Protocol(r.packet.family)}}
 	case e.Key == expr.MetaKeyIIFNAME:
