@@ -58,7 +58,7 @@ func Handler(node func() *Node) http.Handler {
 	})
 	handle("/v1/desired", func(_ context.Context, n *Node, _ url.Values) (any, error) { return n.Desired() })
 	handle("/v1/findings", func(_ context.Context, n *Node, _ url.Values) (any, error) { return n.AllFindings(), nil })
-	handle("/v1/status", func(_ context.Context, n *Node, _ url.Values) (any, error) { return n.Status(), nil })
+	handle("/v1/status", func(ctx context.Context, n *Node, _ url.Values) (any, error) { return n.Status(ctx), nil })
 	handle("/v1/traffic", func(ctx context.Context, n *Node, _ url.Values) (any, error) { return n.Traffic(ctx) })
 	handle("/v1/support", func(_ context.Context, n *Node, _ url.Values) (any, error) { return n.Support(), nil })
 	handle("/v1/history", func(_ context.Context, n *Node, q url.Values) (any, error) {

@@ -125,8 +125,8 @@ type SourceStatus struct {
 	Failures  []string  `json:"failures,omitempty"`
 }
 
-// Status returns how this nodeproxy fares.
-func (n *Node) Status() *Status {
+// Status returns how this nodeproxy fares. What takes long is left out once ctx has ended.
+func (n *Node) Status(ctx context.Context) *Status {
 	self, now := n.Self(), time.Now()
 	s := &Status{Program: self.Program, Mode: n.Mode, Variant: self.Variant, Families: familyNames(self.Families), Unserved: familyNames(self.Unserved),
 		Started: self.Started, Now: now, Missing: append([]Missing{}, self.Missing...), Ready: len(self.Missing) == 0,
@@ -162,7 +162,7 @@ func (n *Node) Status() *Status {
 	s.Syncs = statistics(n.History.Syncs())
 	s.Source = sourceStatus(self, now)
 	if snapshot := n.snapshot(); snapshot != nil && n.Reality != nil && n.Reality.Reverse != nil {
-		s.filtered = n.filtered(snapshot)
+		s.filtered = n.filtered(ctx, snapshot)
 	}
 	if n.Reality != nil && n.Reality.Tracked != nil {
 		if t, err := n.Reality.Tracked(); err == nil {
@@ -174,7 +174,7 @@ func (n *Node) Status() *Status {
 }
 
 // filtered returns endpoints whose answers the kernel drops, of one in each range of 256 addresses: these have the same route nearly everywhere.
-func (n *Node) filtered(snapshot *plan.Snapshot) []Filtered {
+func (n *Node) filtered(ctx context.Context, snapshot *plan.Snapshot) []Filtered {
 	first := map[netip.Prefix]netip.Addr{}
 	for _, ports := range snapshot.Services() {
 		for _, sp := range ports {
@@ -190,7 +190,7 @@ func (n *Node) filtered(snapshot *plan.Snapshot) []Filtered {
 			}
 		}
 	}
-	ctx, cancel := context.WithTimeout(context.Background(), checkTime)
+	ctx, cancel := context.WithTimeout(ctx, checkTime)
 	defer cancel()
 	sample := slices.SortedFunc(maps.Values(first), netip.Addr.Compare)
 	r, err := n.Reality.Reverse(ctx, sample[:min(len(sample), mostAddresses)])

@@ -29,7 +29,7 @@ func aStatus(t *testing.T, self Self, do func(*Node)) *Status {
 	if do != nil {
 		do(n)
 	}
-	return n.Status()
+	return n.Status(t.Context())
 }
 
 func (s *Status) text(t *testing.T) string {
@@ -139,7 +139,7 @@ func BenchmarkStatus(b *testing.B) {
 	n.View(func(s *proxier.State) { published.Publish(s.Plan(), plan.Everything()) })
 	n.Programmed, n.History, n.Self = published.Latest, &History{}, func() Self { return Self{} }
 	for b.Loop() {
-		if s := n.Status(); s.Services != 10000 {
+		if s := n.Status(b.Context()); s.Services != 10000 {
 			b.Fatal(s.Services)
 		}
 	}
