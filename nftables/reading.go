@@ -188,16 +188,29 @@ func (s *fullSync) size(set setID, led int) int {
 	return led
 }
 
-// list reads all elements of sets.
+// list reads all elements of sets. settled says to list a set until the kernel's number of its elements has been seen, or nothing new appears.
 func (s *fullSync) list(ctx context.Context, settled bool, sets []setID) error {
+	var seen [setCount]int
+	note := func(i id, v value) error {
+		if _, known := s.have[i]; !known {
+			if _, known = s.foreign[i]; !known {
+				seen[i.set]++
+			}
+		}
+		return s.note(i, v)
+	}
 	for range mostReads {
-		seen := len(s.have) + len(s.foreign)
-		if err := s.each(ctx, s.kernel, sets, s.note); err != nil {
+		before := seen
+		if err := s.each(ctx, s.kernel, sets, note); err != nil {
 			return err
 		}
-		if !settled || len(s.have)+len(s.foreign) == seen {
+		if !settled || seen == before {
 			return nil
 		}
+		sets = slices.DeleteFunc(slices.Clone(sets), func(set setID) bool {
+			n, told := s.content.Counts[s.sets[set].Name]
+			return told && n == seen[set]
+		})
 	}
 	return nil
 }
