@@ -338,16 +338,19 @@ func (s *fullSync) unmet(ctx context.Context, emit func(group) error) (*wanted, 
 	if s.current == nil {
 		found = s.placesFound
 	}
+	reading, err := s.readAhead(list)
+	if err != nil {
+		return nil, err
+	}
+	defer reading.close()
 	read := 0 // how many of the list have their endpoints in s.have
 	stale := rangesByFrontend(s.family, s.have)
 	leadsTo := map[kind]bool{}
 	for n, sp := range list {
 		if n == read {
-			more, err := s.readAhead(ctx, list[n:])
-			if err != nil {
+			if read, err = reading.more(ctx); err != nil {
 				return nil, err
 			}
-			read += more
 		}
 		for _, fe := range sp.Frontends {
 			if fe.Kind == plan.ClusterIP {

@@ -149,6 +149,7 @@ type fataler interface {
 // listing lists all elements in the kernel.
 func listing(e *engine, k kernel) (*fullSync, error) {
 	s := (&engine{family: e.family, kernel: k, sets: e.sets}).fullSync(plan.New(plan.Node{}, plan.Settings{}))
+	s.content = &nft.Content{} // It lists until nothing new appears.
 	all := make([]setID, setCount)
 	for i := range all {
 		all[i] = setID(i)

@@ -113,32 +113,107 @@ func (s *fullSync) readElements(ctx context.Context, settled bool) error {
 	return s.list(ctx, settled, listed)
 }
 
-// mostAhead is how many numbers of frontends are read before the first of them is compared.
+// mostAhead is how many numbers of frontends are read at once, while those before are compared.
 const mostAhead = 8 * mostAsked
 
-// readAhead reads the endpoints of ServicePorts in sets that are deferred, from the first of a list on, and returns of how many it has read
-// them.
-func (s *fullSync) readAhead(ctx context.Context, list []*plan.ServicePort) (read int, err error) {
+// ahead reads the endpoints of ServicePorts in sets that are deferred, some ServicePorts at a time: the next of them while those before are compared.
+type ahead struct {
+	*fullSync
+	list  []*plan.ServicePort
+	q     *questions
+	begun int // of the list
+	// next are the batches that have been asked for; batch is the number of the last.
+	next  []batch
+	batch int
+}
+
+// batch are the ServicePorts of a list up to some index.
+type batch struct {
+	end int
+	led [setCount][]numbers
+}
+
+// readAhead begins to read. What it returns must be closed.
+func (s *fullSync) readAhead(list []*plan.ServicePort) (*ahead, error) {
+	a := &ahead{fullSync: s, list: list}
 	if s.deferred == ([setCount]bool{}) {
-		return len(list), nil
+		return a, nil
 	}
+	a.q = &questions{engine: s.engine, visit: s.noteFound}
+	for range 2 { // The sync's own socket may be needed beside them.
+		k, err := s.reader()
+		if err != nil {
+			a.close()
+			return nil, err
+		}
+		a.q.kernels = append(a.q.kernels, k)
+	}
+	a.q.work(4 * mostAhead / mostAsked)
+	return a, nil
+}
+
+// more returns how many of the list have been read.
+func (a *ahead) more(ctx context.Context) (int, error) {
+	if a.q == nil {
+		return len(a.list), nil
+	}
+	for len(a.next) < 2 && a.begun < len(a.list) {
+		if err := a.begin(ctx); err != nil {
+			return 0, err
+		}
+	}
+	b := a.next[0]
+	a.next = a.next[1:]
+	if err := a.q.wait(a.batch - len(a.next)); err != nil {
+		return 0, err
+	}
+	return b.end, a.readSticky(ctx, b.led)
+}
+
+// begin asks for a batch.
+func (a *ahead) begin(ctx context.Context) error {
 	size := 0
-	led := s.led(func(yield func(string) bool) {
-		for _, sp := range list {
+	led := a.led(func(yield func(string) bool) {
+		for _, sp := range a.list[a.begun:] {
 			if size > mostAhead {
 				return
 			}
-			read++
+			a.begun++
 			for _, fe := range sp.Frontends {
-				name := nameOf(s.family, fe)
-				for _, k := range s.kindsFound(name) {
+				name := nameOf(a.family, fe)
+				for _, k := range a.kindsFound(name) {
 					size += k.count
 				}
 				yield(name)
 			}
 		}
 	})
-	return read, s.readLed(ctx, led)
+	a.batch++
+	a.next = append(a.next, batch{a.begun, led})
+	return inQuestions(func(yield func(element) bool) {
+		for set := range setCount {
+			if !a.deferred[set] || set == clusterSets.sticky || set == localSets.sticky {
+				continue
+			}
+			if a.batch == 1 && !yield(element{id: id{set: set}}) { // the catch-all element
+				return
+			}
+			for key := range indices(led[set]) {
+				if !yield(element{id: id{set: set, key: key}}) {
+					return
+				}
+			}
+		}
+	}, func(some *question) error {
+		some.batch = a.batch
+		return errors.Join(ctx.Err(), a.q.ask(some))
+	})
+}
+
+func (a *ahead) close() {
+	if a.q != nil {
+		a.q.close()
+	}
 }
 
 // readRest reads the endpoints of frontends that none of the ServicePorts has in sets that are deferred.
@@ -160,14 +235,19 @@ func (s *fullSync) readRest(ctx context.Context, list []*plan.ServicePort) error
 
 // readLed reads what frontends lead to in sets that are deferred.
 func (s *fullSync) readLed(ctx context.Context, led [setCount][]numbers) error {
-	for _, of := range []endpointSets{clusterSets, localSets} {
-		for _, set := range []setID{of.plain, of.choice} {
-			if s.deferred[set] && len(led[set]) > 0 {
-				if _, err := s.ask(ctx, set, indices(led[set])); err != nil {
-					return err
-				}
+	for set := range setCount {
+		if s.deferred[set] && len(led[set]) > 0 {
+			if _, err := s.ask(ctx, set, indices(led[set])); err != nil {
+				return err
 			}
 		}
+	}
+	return s.readSticky(ctx, led)
+}
+
+// readSticky reads the endpoints to which choices lead, where these have been read.
+func (s *fullSync) readSticky(ctx context.Context, led [setCount][]numbers) error {
+	for _, of := range []endpointSets{clusterSets, localSets} {
 		if s.deferred[of.sticky] && len(led[of.choice]) > 0 {
 			if _, err := s.ask(ctx, of.sticky, maps.Keys(s.chosen(of, led[of.choice]))); err != nil {
 				return err
@@ -356,12 +436,15 @@ func (s *fullSync) unled(ctx context.Context) error {
 				}
 			}
 		}
-	}, func(at element, v value, is bool) error {
-		if !is {
-			return nil
-		}
-		return s.note(at.id, v)
-	})
+	}, s.noteFound)
+}
+
+// noteFound notes what has been looked for, if it is there.
+func (s *fullSync) noteFound(at element, v value, is bool) error {
+	if !is {
+		return nil
+	}
+	return s.note(at.id, v)
 }
 
 // missed reads those of the elements that are about to be added which are there already, and nothing leads to: an interrupted sync has left
@@ -388,22 +471,27 @@ func (e *engine) missed(ctx context.Context, writes []write, note func(id, value
 // find looks for elements by their keys, and calls visit with each, in any order, with the value that it has, and whether it is there. Of many, it
 // asks over a second socket as well, as most of the time goes to the kernel.
 func (e *engine) find(ctx context.Context, k kernel, list iter.Seq[element], visit func(at element, has value, is bool) error) error {
-	q := &questions{engine: e, kernels: []kernel{k}, visit: visit}
+	q := &questions{engine: e, kernels: []kernel{k}, others: 1, visit: visit}
 	defer q.close()
+	if err := inQuestions(list, func(some *question) error { return errors.Join(ctx.Err(), q.ask(some)) }); err != nil {
+		return err
+	}
+	return q.rest()
+}
+
+// inQuestions asks for elements, some at a time. The last question may be for none.
+func inQuestions(list iter.Seq[element], ask func(*question) error) error {
 	some := &question{}
 	for el := range list {
 		if some.at = append(some.at, el); len(some.at) < mostAsked {
 			continue
 		}
-		if err := errors.Join(ctx.Err(), q.ask(some)); err != nil {
+		if err := ask(some); err != nil {
 			return err
 		}
 		some = &question{}
 	}
-	if err := errors.Join(ctx.Err(), q.ask(some)); err != nil {
-		return err
-	}
-	return q.rest()
+	return ask(some)
 }
 
 // question asks for some elements.
@@ -413,6 +501,7 @@ type question struct {
 	is    []bool
 	err   error
 	fault *fault // unless it is nil, the answer has panicked
+	batch int    // which of several it is a part of
 }
 
 // fault is what another goroutine has panicked with, and where.
@@ -443,12 +532,14 @@ func (q *question) answer(e *engine, k kernel) {
 // questions are answered side by side, once there are two of them.
 type questions struct {
 	engine   *engine
-	kernels  []kernel // the first is another's
+	kernels  []kernel
+	others   int // how many of these are another's
 	visit    func(element, value, bool) error
 	first    *question
 	asked    chan *question
 	answered chan *question
-	open     int // how many have been asked, and not visited
+	open     int         // how many have been asked, and not visited
+	openOf   map[int]int // the same by batch
 }
 
 // ask has a question answered, and visits the answers to others.
@@ -466,9 +557,9 @@ func (q *questions) ask(some *question) error {
 		select {
 		case q.asked <- some:
 			q.open++
+			q.openOf[some.batch]++
 			return nil
 		case a := <-q.answered:
-			q.open--
 			if err := q.note(a); err != nil {
 				return err
 			}
@@ -480,7 +571,13 @@ func (q *questions) start() error {
 	if k, err := q.engine.reader(); err == nil { // Else one has to do.
 		q.kernels = append(q.kernels, k)
 	}
-	q.asked, q.answered = make(chan *question), make(chan *question, len(q.kernels))
+	q.work(0)
+	return q.ask(q.first)
+}
+
+// work begins to answer. more is how many questions may wait, beside those that are being answered.
+func (q *questions) work(more int) {
+	q.asked, q.answered, q.openOf = make(chan *question, more), make(chan *question, len(q.kernels)+more), map[int]int{}
 	for _, k := range q.kernels {
 		go func() {
 			for some := range q.asked {
@@ -489,11 +586,16 @@ func (q *questions) start() error {
 			}
 		}()
 	}
-	return q.ask(q.first)
 }
 
 // note visits an answer. It panics where whoever answered did, for its caller to handle.
 func (q *questions) note(a *question) error {
+	q.open--
+	q.openOf[a.batch]--
+	return q.visitAll(a)
+}
+
+func (q *questions) visitAll(a *question) error {
 	if a.fault != nil {
 		panic(a.fault)
 	}
@@ -512,12 +614,20 @@ func (q *questions) note(a *question) error {
 func (q *questions) rest() error {
 	if q.asked == nil {
 		q.first.answer(q.engine, q.kernels[0])
-		return q.note(q.first)
+		return q.visitAll(q.first)
 	}
 	for q.open > 0 {
-		a := <-q.answered
-		q.open--
-		if err := q.note(a); err != nil {
+		if err := q.note(<-q.answered); err != nil {
+			return err
+		}
+	}
+	return nil
+}
+
+// wait visits answers until all of a batch have been visited.
+func (q *questions) wait(batch int) error {
+	for q.openOf[batch] > 0 {
+		if err := q.note(<-q.answered); err != nil {
 			return err
 		}
 	}
@@ -526,14 +636,13 @@ func (q *questions) rest() error {
 
 // close waits for questions that are being answered. Afterwards, nobody uses the kernels.
 func (q *questions) close() {
-	if q.asked == nil {
-		return
+	if q.asked != nil {
+		close(q.asked)
+		for ; q.open > 0; q.open-- {
+			<-q.answered
+		}
 	}
-	close(q.asked)
-	for ; q.open > 0; q.open-- {
-		<-q.answered
-	}
-	for _, k := range q.kernels[1:] {
+	for _, k := range q.kernels[q.others:] {
 		_ = k.Close()
 	}
 }
