@@ -77,8 +77,8 @@ type Ways struct {
 	Silent map[netip.Addr]string
 	// Bridged are the endpoints at a bridge of which packets from one port to another pass no rule, with its name.
 	Bridged map[netip.Addr]string
-	// NotForwardedBy is the interface of the default route, if the node forwards no packets that come by it, but others.
-	NotForwardedBy string
+	// NotForwardedBy are the interfaces, of the default route and of those to endpoints, from which the node forwards no packets, though it does from others.
+	NotForwardedBy []string
 	// NoHairpin are the endpoints at a bridge whose own packets do not come back to them, with the bridge's port.
 	NoHairpin map[netip.Addr]string
 	// Unclaimed are the external IPs in the network of an interface that are not this node's, with its name.
@@ -718,18 +718,18 @@ func (c *checks) ways(ctx context.Context) {
 		return
 	}
 	c.notForwarded(w.NotForwarded)
-	if w.NotForwardedBy != "" {
-		setting := "net.ipv4.conf." + w.NotForwardedBy + ".forwarding"
+	for _, name := range w.NotForwardedBy {
+		setting := "net.ipv4.conf." + name + ".forwarding"
 		c.found("forwarding", problem, "%s is 0", setting)
 		c.diagnose(problem, NotForwarded, "set "+setting+" to 1, and see what has cleared it",
-			"This node does not forward what comes by %s (%s is 0): connections from there to endpoints elsewhere or in Pods fail.", w.NotForwardedBy, setting)
+			"This node does not forward what comes by %s (%s is 0): connections from there to endpoints elsewhere or in Pods fail, and so do others whose endpoints answer from there.", name, setting)
 	}
 	if n := len(w.Unreached); n > 0 {
 		addrs, list := listed(w.Unreached, "%s (%s)")
 		c.found(name, problem, "none to %d of %s", n, of)
 		c.diagnose(problem, NoRoute, "see whether the network plugin runs on this node and on theirs: ip route get "+addrs[0].String(),
 			"The kernel has no route to %d of %s, and connections that go there fail: %s.", n, of, some(list))
-	} else if len(w.NotForwarded) == 0 && w.NotForwardedBy == "" {
+	} else if len(w.NotForwarded)+len(w.NotForwardedBy) == 0 {
 		each := of
 		if all > 1 {
 			each = "each of " + of

@@ -126,9 +126,10 @@ func TestCheck(t *testing.T) {
 			check: "rules of other programs: problem: chain PREROUTING of table ip nat: tcp dport 30080 translate",
 			what: `A rule of another program decides first about the node port 30080/TCP from pods and other hosts, so that it does not get to the endpoints: "tcp dport 30080 translate" ` +
 				"in chain PREROUTING of table ip nat.", problem: true},
-		"an interface whose packets are not forwarded": {reality: Reality{Ways: func(context.Context, Places) (*Ways, error) { return &Ways{NotForwardedBy: "eth0"}, nil }},
+		"an interface whose packets are not forwarded": {reality: Reality{Ways: func(context.Context, Places) (*Ways, error) { return &Ways{NotForwardedBy: []string{"eth0"}}, nil }},
 			check: "forwarding: problem: net.ipv4.conf.eth0.forwarding is 0",
-			what:  "This node does not forward what comes by eth0 (net.ipv4.conf.eth0.forwarding is 0): connections from there to endpoints elsewhere or in Pods fail.", problem: true},
+			what:  "This node does not forward what comes by eth0 (net.ipv4.conf.eth0.forwarding is 0): connections from there to endpoints elsewhere or in Pods fail, and so do others " +
+				"whose endpoints answer from there.", problem: true},
 		"room for connections": {reality: Reality{Tracked: func() (TrackedFlows, error) { return TrackedFlows{899, 1000}, nil }},
 			check: "connection tracking: ok: 899 of at most 1000 flows of all programs"},
 		"little room for connections": {reality: Reality{Tracked: func() (TrackedFlows, error) { return TrackedFlows{900, 1000}, nil }},

@@ -38,8 +38,8 @@ type Ways struct {
 	Silent map[netip.Addr]string
 	// Bridged are the endpoints at a bridge of which packets from one port to another pass no rule, with its name.
 	Bridged map[netip.Addr]string
-	// NotForwardedBy is the interface of the default route, if the node forwards no packets that come by it, but others.
-	NotForwardedBy string
+	// NotForwardedBy are the interfaces, of the default route, of those to endpoints and of origins, from which the node forwards no packets, though it does from others.
+	NotForwardedBy []string
 	// NoHairpin are the endpoints at a bridge whose own packets do not come back to them, with the bridge's port.
 	NoHairpin map[netip.Addr]string
 	// Unclaimed are the external IPs in the network of an interface that are not this node's, with its name.
@@ -65,6 +65,7 @@ func LookOut(ctx context.Context, sysctls string, to Places, from []Origin) (*Wa
 		Unclaimed: map[netip.Addr]string{}, NoHairpin: map[netip.Addr]string{}}
 	without := map[int]map[netip.Addr]string{} // by bridge
 	away := map[plan.Family]bool{}
+	var by []string // the interfaces to endpoints of IPv4
 	silent, err := host.Silent(ctx)
 	if err != nil {
 		return nil, err
@@ -90,6 +91,9 @@ func LookOut(ctx context.Context, sysctls string, to Places, from []Origin) (*Wa
 	}
 	err = each(to.Endpoints, out.Unreached, func(a netip.Addr, r host.Route, l host.Link) error {
 		away[plan.FamilyOf(a)] = true
+		if a.Is4() && !slices.Contains(by, l.Name) {
+			by = append(by, l.Name)
+		}
 		for _, o := range from {
 			if why := refused(links, a, o); why != "" {
 				out.Unrouted = append(out.Unrouted, Unrouted{a, o, why})
@@ -134,12 +138,20 @@ func LookOut(ctx context.Context, sysctls string, to Places, from []Origin) (*Wa
 			out.NotForwarded = append(out.NotForwarded, f)
 		}
 	}
-	if name := Uplink(); name != "" && away[plan.IPv4] && !slices.Contains(out.NotForwarded, plan.IPv4) {
+	if !away[plan.IPv4] || slices.Contains(out.NotForwarded, plan.IPv4) {
+		return out, err
+	}
+	for _, o := range from {
+		by = append(by, o.By)
+	}
+	for _, name := range append(by, Uplink()) {
 		text, err := os.ReadFile(filepath.Join(sysctls, "net/ipv4/conf", name, "forwarding"))
-		if err == nil && strings.TrimSpace(string(text)) == "0" {
-			out.NotForwardedBy = name
+		if name != "" && err == nil && strings.TrimSpace(string(text)) == "0" && !slices.Contains(out.NotForwardedBy, name) {
+			out.NotForwardedBy = append(out.NotForwardedBy, name)
 		}
 	}
+	slices.Sort(out.NotForwardedBy)
+	out.Unrouted = slices.DeleteFunc(out.Unrouted, func(u Unrouted) bool { return slices.Contains(out.NotForwardedBy, u.From.By) })
 	return out, err
 }
 

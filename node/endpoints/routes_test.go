@@ -146,14 +146,16 @@ func TestLookOutNeighbours(t *testing.T) {
 	if err := os.MkdirAll(filepath.Join(sysctls, "net/ipv4/conf/cni0"), 0o755); err != nil {
 		t.Fatal(err)
 	}
-	for of, value := range map[string]string{"eth0": "0", "cni0": "1"} {
-		if err := os.WriteFile(filepath.Join(sysctls, "net/ipv4/conf", of, "forwarding"), []byte(value+"\n"), 0o644); err != nil {
-			t.Fatal(err)
+	for _, off := range []string{"eth0", "cni0"} {
+		for _, of := range []string{"eth0", "cni0"} {
+			if err := os.WriteFile(filepath.Join(sysctls, "net/ipv4/conf", of, "forwarding"), []byte(map[bool]string{true: "0\n", false: "1\n"}[of == off]), 0o644); err != nil {
+				t.Fatal(err)
+			}
 		}
-	}
-	want.NotForwardedBy = "eth0"
-	if got := look(sysctls); !reflect.DeepEqual(got, want) {
-		t.Errorf("where packets that come by eth0 are not forwarded: %+v, want %+v", got, want)
+		want.NotForwardedBy = []string{off}
+		if got := look(sysctls); !reflect.DeepEqual(got, want) {
+			t.Errorf("where packets that come by %s are not forwarded: %+v, want %+v", off, got, want)
+		}
 	}
 	if name := Uplink(); name != "eth0" {
 		t.Errorf("packets from outside come by %q", name)
@@ -187,6 +189,13 @@ func TestUnrouted(t *testing.T) {
 	want := []Unrouted{{at("10.244.2.5"), pod, "its route is of type blackhole"}, {at("10.244.3.5"), outside, "its route is of type unreachable"}}
 	if !reflect.DeepEqual(found.Unrouted, want) || len(found.Unreached) > 0 {
 		t.Errorf("%+v and %+v, want %+v", found.Unrouted, found.Unreached, want)
+	}
+	if err := os.WriteFile("/proc/sys/net/ipv4/conf/pod1/forwarding", []byte("0"), 0); err != nil {
+		t.Fatal(err)
+	}
+	found, err = LookOut(t.Context(), "/proc/sys", Places{Endpoints: []netip.Addr{at("10.244.2.5")}}, []Origin{outside, pod})
+	if err != nil || len(found.Unrouted) > 0 {
+		t.Errorf("of what is not forwarded, nothing else is said: %+v, %v", found, err)
 	}
 }
 
