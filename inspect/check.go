@@ -541,8 +541,14 @@ func (c *checks) blocking(ctx context.Context) {
 			continue
 		}
 		if b.Diverted {
-			c.diagnose(severity, Diverted, "remove it, or have its owner except this traffic",
-				"A rule of %s decides first about %s, so that it does not get to the endpoints: \"%s\" in %s.", whose, b.What, b.Rule, b.Place)
+			decides := "decides first"
+			if !b.Certain {
+				decides = "may decide first, as it has the same priority,"
+			}
+			if admit != byLeftovers {
+				admit = "remove it, or have its owner except this traffic"
+			}
+			c.diagnose(severity, Diverted, admit, "A rule of %s %s about %s, so that it does not get to the endpoints: \"%s\" in %s.", whose, decides, b.What, b.Rule, b.Place)
 			continue
 		}
 		if b.Policy {

@@ -128,7 +128,7 @@ func TestCheck(t *testing.T) {
 				"in chain PREROUTING of table ip nat.", problem: true},
 		"an interface whose packets are not forwarded": {reality: Reality{Ways: func(context.Context, Places) (*Ways, error) { return &Ways{NotForwardedBy: []string{"eth0"}}, nil }},
 			check: "forwarding: problem: net.ipv4.conf.eth0.forwarding is 0",
-			what:  "This node does not forward what comes by eth0 (net.ipv4.conf.eth0.forwarding is 0): connections from there to endpoints elsewhere or in Pods fail, and so do others " +
+			what: "This node does not forward what comes by eth0 (net.ipv4.conf.eth0.forwarding is 0): connections from there to endpoints elsewhere or in Pods fail, and so do others " +
 				"whose endpoints answer from there.", problem: true},
 		"room for connections": {reality: Reality{Tracked: func() (TrackedFlows, error) { return TrackedFlows{899, 1000}, nil }},
 			check: "connection tracking: ok: 899 of at most 1000 flows of all programs"},
@@ -192,6 +192,13 @@ func TestCheck(t *testing.T) {
 			what: "This node has a route to the endpoints, but for what comes from Pods of this node by cni0 there is none (its route is of type prohibit), as a rule for routing has it, " +
 				"and those connections hang: 10.244.0.8, 10.245.0.8.",
 			do: "see the rules for routing: ip rule; ip route get 10.244.0.8 from 10.244.0.5 iif cni0", problem: true},
+		"what a kube-proxy has left in the other variant": {reality: Reality{Blocking: func(context.Context, []*plan.ServicePort) ([]Blocking, error) {
+			return []Blocking{{Rule: "meta l4proto tcp translate", Place: "chain KUBE-SEP-A of table ip nat, of iptables-legacy", What: "the cluster IP 10.96.0.8:80/TCP from this node", Diverted: true}}, nil
+		}},
+			check: "rules of other programs: note: chain KUBE-SEP-A of table ip nat, of iptables-legacy: meta l4proto tcp translate",
+			what: "A rule of a kube-proxy may decide first, as it has the same priority, about the cluster IP 10.96.0.8:80/TCP from this node, so that it does not get to the endpoints: " +
+				`"meta l4proto tcp translate" in chain KUBE-SEP-A of table ip nat, of iptables-legacy.`,
+			do: "stop the kube-proxy that writes them, or remove what one has left, and what restores it at each start"},
 		"a rule of a known program": {reality: Reality{Blocking: func(context.Context, []*plan.ServicePort) ([]Blocking, error) {
 			return []Blocking{{Rule: "meta mark & 0x20000 == 0x0 drop", Place: "chain cali-tw-x of table ip filter", What: "endpoint 10.244.1.5:8080", Certain: true}}, nil
 		}},

@@ -36,7 +36,7 @@ func (d *daemon) reality() *inspect.Reality {
 			return nil, err
 		}
 		node := blocking.Node{
-			Local: local, IPVS: d.cfg.Mode == ipvsMode.name, Uplink: endpoints.Uplink(), By: endpoints.By(), Mark: 1 << d.cfg.MasqueradeBit,
+			Local: local, IPVS: d.cfg.Mode == ipvsMode.name, Uplink: endpoints.Uplink(), By: endpoints.By(), Mark: 1 << d.cfg.MasqueradeBit, Variant: d.backend.variant,
 		}
 		if node.IPVS { // It marks what is for virtual servers of many addresses.
 			node.Mark = ^uint32(0)
@@ -52,7 +52,7 @@ func (d *daemon) reality() *inspect.Reality {
 		found, err := blocking.Find(ctx, ports, node)
 		var out []inspect.Blocking
 		for _, f := range found {
-			out = append(out, inspect.Blocking{Rule: f.Text, Place: f.Chain.String(), What: f.What, Answers: f.Answers, Certain: f.Certain,
+			out = append(out, inspect.Blocking{Rule: f.Text, Place: f.Place(), What: f.What, Answers: f.Answers, Certain: f.Certain,
 				Untracked: f.Untracked, Unmasqueraded: f.Unmasqueraded, Diverted: f.Diverted, Policy: f.Policy})
 		}
 		return out, err

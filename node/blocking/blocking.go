@@ -38,9 +38,19 @@ type Rule struct {
 	Untracked, Unmasqueraded, Diverted bool
 	// to is What without those who send it, which is from; both are empty where everybody does.
 	to, from string
+	// Legacy says that it is a rule of the legacy variant of iptables.
+	Legacy bool
 	// number is that of the rule in its chain, from 1; 0 for the policy. rules is where the chain is: both variants of iptables have some of the same name.
 	number int
 	rules  ruleset
+}
+
+// Place says where the rule is.
+func (r Rule) Place() string {
+	if r.Legacy {
+		return r.Chain.String() + ", of iptables-legacy"
+	}
+	return r.Chain.String()
 }
 
 // Node is what is known of the node.
@@ -59,6 +69,9 @@ type Node struct {
 	PodsBy string
 	// Tunnels are the interfaces by which endpoints elsewhere are reached in packets of another protocol, from which those of other nodes come.
 	Tunnels []Tunnel
+	// Variant is the variant of iptables that this program uses, nft or legacy; chains of the same names in the other one are a kube-proxy's, or were
+	// left. It is "" if this program uses none, or it does not matter.
+	Variant string
 	// Mark has the bits of packets' marks that this program uses itself.
 	Mark uint32
 }
@@ -87,6 +100,8 @@ const mostFrontends = 32
 // ruleset is where rules are read.
 type ruleset interface {
 	Bases() []nft.BaseChain
+	// variant is that of iptables whose rules are among them.
+	variant() string
 	// judges returns what judges each rule of a chain.
 	judges(nft.ChainID) ([]judge, error)
 }
@@ -104,7 +119,7 @@ func Find(ctx context.Context, ports []*plan.ServicePort, n Node) ([]Rule, error
 	s := &search{ctx: ctx, ports: ports, node: n}
 	sets := newSets()
 	defer sets.close()
-	legacy, err := readLegacy(ctx, sets)
+	legacy, err := readLegacy(ctx, sets, n.Variant)
 	s.unread = err
 	all := []ruleset{nftRules{rules, sets}}
 	if legacy != nil {
@@ -144,7 +159,7 @@ func (s *search) look(from ...ruleset) error {
 	var bases []base
 	for _, rules := range from {
 		for _, b := range rules.Bases() {
-			if !ours(b.ChainID) {
+			if !s.ours(rules, b.ChainID) {
 				bases = append(bases, base{b, rules})
 			}
 		}
@@ -227,7 +242,7 @@ func (s *search) add(list []Rule) {
 }
 
 // lookNAT looks for rules that decide about the translation of packets before this program's do: in the same chain of iptables, whatever accepts, and in
-// chains that are called before, what translates. Each chain of nftables that is called later decides anew if nothing has been translated.
+// chains that are called before, or may be, what translates. Of chains with the priority of this program's, that which came first is. Each chain of nftables that is called later decides anew if nothing has been translated.
 func (s *search) lookNAT(b base) error {
 	judges, err := b.rules.judges(b.ChainID)
 	if err != nil {
@@ -238,14 +253,14 @@ func (s *search) lookNAT(b base) error {
 	for _, p := range natPackets(s.ports, b.BaseChain, s.node) {
 		beside := slices.ContainsFunc(judges, func(j judge) bool {
 			return slices.ContainsFunc(j(&p).ends, func(e end) bool {
-				return e.verdict == "jump" && ours(nft.ChainID{Family: b.Family, Table: b.Table, Chain: e.to})
+				return e.verdict == "jump" && s.ours(b.rules, nft.ChainID{Family: b.Family, Table: b.Table, Chain: e.to})
 			})
 		})
-		if !beside && (source || b.Priority >= priorityDNAT) {
+		if !beside && (source || b.Priority > priorityDNAT || b.Priority == priorityDNAT && s.node.Variant == "") {
 			continue
 		}
 		p.mark = s.begin(&p, b.Hook)
-		w := &walk{search: s, rules: b.rules, packet: p, found: map[string]bool{}, known: map[state]state{}, beside: beside}
+		w := &walk{search: s, rules: b.rules, packet: p, found: map[string]bool{}, known: map[state]state{}, beside: beside, even: !beside && b.Priority == priorityDNAT}
 		if _, err := w.chain(b.ChainID, true, false, 0); err != nil {
 			if s.ctx.Err() != nil {
 				return s.ctx.Err()
@@ -301,9 +316,12 @@ func natPackets(ports []*plan.ServicePort, b nft.BaseChain, n Node) (out []packe
 // kubeProxyTable is the table of kube-proxy in mode nftables.
 const kubeProxyTable = "kube-proxy"
 
-// ours reports whether a chain is one of this program or of kube-proxy.
-func ours(c nft.ChainID) bool {
-	return c.Table == names.NFTables || c.Table == kubeProxyTable || names.IsOurs(names.Table(c.Table), c.Chain)
+// ours reports whether a chain is one of this program, or of a kube-proxy that it replaces.
+func (s *search) ours(rules ruleset, c nft.ChainID) bool {
+	if c.Table == names.NFTables || c.Table == kubeProxyTable {
+		return true
+	}
+	return names.IsOurs(names.Table(c.Table), c.Chain) && (s.node.Variant == "" || s.node.Variant == rules.variant())
 }
 
 // side is what is known of one side of a packet: its address, which is not valid if it is some address of the node, and its port. Nothing

@@ -314,6 +314,31 @@ func TestFindSets(t *testing.T) {
 	}
 }
 
+// TestFindOtherVariant: what a kube-proxy has left in the variant of iptables that is not used may decide first.
+func TestFindOtherVariant(t *testing.T) {
+	t.Parallel()
+	nstest.Enter(t)
+	for _, line := range []string{"-N KUBE-SERVICES", "-N KUBE-SEP-A", "-A PREROUTING -j KUBE-SERVICES", "-A KUBE-SERVICES -d 10.96.0.10/32 -p tcp --dport 80 -j KUBE-SEP-A",
+		"-A KUBE-SEP-A -p tcp -j DNAT --to-destination 10.244.1.99:8080"} {
+		nstest.Exec(t, "iptables-legacy", append([]string{"-t", "nat"}, strings.Fields(line)...)...)
+	}
+	n := noLocal
+	for variant, want := range map[string]string{"": "", "legacy": "", "nft": "meta l4proto tcp translate in chain KUBE-SEP-A of table ip nat, of iptables-legacy: the cluster IP 10.96.0.10:80/TCP from pods and other hosts (certain: false)"} {
+		n.Variant = variant
+		found, err := Find(t.Context(), []*plan.ServicePort{web}, n)
+		if err != nil {
+			t.Fatal(err)
+		}
+		got := ""
+		for _, r := range found {
+			got += fmt.Sprintf("%s in %s: %s (certain: %t)", r.Text, r.Place(), r.What, r.Certain)
+		}
+		if got != want {
+			t.Errorf("variant %q: %s, want %s", variant, got, want)
+		}
+	}
+}
+
 // TestFindHealthCheck: what drops what asks for the health of a Service is found, and this program's own rules are known to accept it.
 func TestFindHealthCheck(t *testing.T) {
 	t.Parallel()

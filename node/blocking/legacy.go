@@ -21,9 +21,14 @@ import (
 // legacyRules are the rules of the legacy variant of iptables.
 type legacyRules struct {
 	sets  *sets
+	used  bool // whether this program may have rules among them
 	bases []nft.BaseChain
 	rules map[nft.ChainID][]judge
 }
+
+const legacyVariant = "legacy"
+
+func (*legacyRules) variant() string { return legacyVariant }
 
 func (l *legacyRules) Bases() []nft.BaseChain { return l.bases }
 
@@ -37,8 +42,8 @@ var legacyHooks = map[string]string{
 }
 
 // readLegacy reads the tables that the kernel has in the network namespace of the calling thread.
-func readLegacy(ctx context.Context, s *sets) (*legacyRules, error) {
-	out := &legacyRules{sets: s, rules: map[nft.ChainID][]judge{}}
+func readLegacy(ctx context.Context, s *sets, variant string) (*legacyRules, error) {
+	out := &legacyRules{sets: s, used: variant == "" || variant == legacyVariant, rules: map[nft.ChainID][]judge{}}
 	var failed error
 	for _, f := range plan.Families {
 		name := map[plan.Family]string{plan.IPv4: "ip", plan.IPv6: "ip6"}[f]
@@ -79,16 +84,18 @@ func (l *legacyRules) add(family, table, line string) {
 		id.Chain = word[1:]
 		if hook := legacyHooks[id.Chain]; hook != "" {
 			policy, _, _ := strings.Cut(rest, " ")
-			kind := "filter"
+			kind, priority := "filter", legacyPriorities[table]
 			if table == "nat" {
-				kind = table
+				if kind = table; hook == "prerouting" || hook == "output" {
+					priority = priorityDNAT
+				}
 			}
-			l.bases = append(l.bases, nft.BaseChain{ChainID: id, Type: kind, Hook: hook, Priority: legacyPriorities[table], Drops: policy == "DROP"})
+			l.bases = append(l.bases, nft.BaseChain{ChainID: id, Type: kind, Hook: hook, Priority: priority, Drops: policy == "DROP"})
 		}
 	case word == "-A":
 		var text string
 		id.Chain, text, _ = strings.Cut(rest, " ")
-		if names.IsOurs(names.Table(table), id.Chain) { // There may be very many.
+		if l.used && names.IsOurs(names.Table(table), id.Chain) { // There may be very many.
 			return
 		}
 		l.rules[id] = append(l.rules[id], func(p *packet) rule { return judgeText(text, p, l.sets) })

@@ -26,6 +26,8 @@ type nftRules struct {
 	sets *sets
 }
 
+func (nftRules) variant() string { return "nft" }
+
 func (n nftRules) judges(id nft.ChainID) ([]judge, error) {
 	rules, err := n.Rules(id)
 	out := make([]judge, len(rules))

@@ -48,6 +48,8 @@ type walk struct {
 	found  map[string]bool
 	// beside is true in a chain for translation that leads to this program's.
 	beside bool
+	// even is true in one for translation that the kernel may call before this program's or after them.
+	even bool
 	// accepted is set once a rule may have accepted the packet, and passed are the marks with which the packet may go on behind the hook's chain.
 	accepted bool
 	passed   marks
@@ -64,7 +66,7 @@ type state struct {
 }
 
 func (w *walk) report(r Rule) {
-	r.rules, r.What, r.Answers = w.rules, w.packet.what, w.packet.answer
+	r.rules, r.What, r.Answers, r.Legacy = w.rules, w.packet.what, w.packet.answer, w.rules.variant() == legacyVariant
 	if r.from = w.packet.from; r.from != "" {
 		r.to, r.What = r.What, r.What+" from "+r.from
 	}
@@ -189,7 +191,7 @@ func (w *walk) end(v *visit, r rule, e end, certain bool) (ended, goes bool, err
 		v.sure = false
 	case "jump", "goto":
 		to := nft.ChainID{Family: v.id.Family, Table: v.id.Table, Chain: e.to}
-		if ours(to) {
+		if w.ours(w.rules, to) {
 			accepts := w.jumpOurs(e.to, certain)
 			if accepts {
 				w.passed.add(w.packet.mark)
@@ -236,11 +238,11 @@ func (w *walk) applyNAT(v *visit, r rule, certain bool) (ended, goes bool, err e
 		to := nft.ChainID{Family: v.id.Family, Table: v.id.Table, Chain: e.to}
 		decides := w.beside && (e.verdict == "accept" || e.verdict == "return" && v.depth == 0)
 		switch {
-		case (e.verdict == "jump" || e.verdict == "goto") && ours(to), e.verdict == translates && source:
+		case (e.verdict == "jump" || e.verdict == "goto") && w.ours(w.rules, to), e.verdict == translates && source:
 			return true, false, nil
 		case decides || e.verdict == translates:
 			if certain {
-				w.report(Rule{Text: strings.TrimSpace(r.text + " " + e.verdict), Chain: v.id, number: r.number, Certain: true, Unmasqueraded: source, Diverted: !source})
+				w.report(Rule{Text: strings.TrimSpace(r.text + " " + e.verdict), Chain: v.id, number: r.number, Certain: !w.even, Unmasqueraded: source, Diverted: !source})
 				return true, false, nil
 			}
 		case e.verdict == "accept":
