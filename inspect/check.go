@@ -75,6 +75,8 @@ type Ways struct {
 	NotForwarded []plan.Family
 	// Silent are the endpoints whose next hop the kernel has asked for in vain, with that and the interface.
 	Silent map[netip.Addr]string
+	// Near are those of them that are their own next hop, in the network of an interface, with its name.
+	Near map[netip.Addr]string
 	// Bridged are the endpoints at a bridge of which packets from one port to another pass no rule, with its name.
 	Bridged map[netip.Addr]string
 	// NotForwardedBy are the interfaces, of the default route and of those to endpoints, from which the node forwards no packets, though it does from others.
@@ -185,6 +187,7 @@ const (
 	NoHairpin        = "NoHairpin"        // a Pod can't reach itself
 	Unclaimed        = "Unclaimed"        // nobody may have an external IP
 	Unanswered       = "Unanswered"       // connections on which nothing comes back
+	Detoured         = "Detoured"         // the same, and clients have another way to the endpoint than this node
 	Diverted         = "Diverted"         // another program's rule translates the destination first, or has nothing translate it
 	Unmasqueraded    = "Unmasqueraded"    // another program's rule keeps the source from being translated
 	NotForwarded     = "NotForwarded"     // this node does not forward packets
@@ -229,7 +232,16 @@ func (n *Node) Check(ctx context.Context, e *Explanation) {
 		e.Checks = append(e.Checks, one.list...)
 		e.Diagnoses = append(e.Diagnoses, one.diagnoses...)
 	}
+	if slices.ContainsFunc(e.Diagnoses, func(d Diagnosis) bool { return d.Severity == problem && causes[d.Code] }) { // It says why.
+		e.Diagnoses = slices.DeleteFunc(e.Diagnoses, func(d Diagnosis) bool { return d.Code == Unanswered })
+	}
 	slices.SortStableFunc(e.Diagnoses, func(a, b Diagnosis) int { return -cmp.Compare(a.Severity, b.Severity) })
+}
+
+// causes are the codes of what has connections without an answer.
+var causes = map[string]bool{
+	DroppedByOthers: true, Untracked: true, Unmasqueraded: true, Diverted: true, NoRoute: true, NoNeighbour: true, NotForwarded: true, Bridged: true,
+	AnswersFiltered: true, EndpointStuck: true, EndpointIsService: true, PodGone: true,
 }
 
 // checks collects what is found about one Service.
@@ -429,7 +441,11 @@ func (c *checks) unanswered(endpoint netip.AddrPort, f Flows, current bool) (sev
 			}
 		}
 	}
-	c.diagnose(severity, Unanswered, do,
+	code := Unanswered
+	if detour != "" { // Which may be the cause.
+		code = Detoured
+	}
+	c.diagnose(severity, code, do,
 		"%d of the %d tracked connections to %s %s without an answer, from %s%s.", f.Unanswered, f.Open, to, are(f.Unanswered), some(clients), detour)
 	return severity
 }
@@ -510,7 +526,7 @@ func (c *checks) blocking(ctx context.Context) {
 		return
 	}
 	if len(list) == 0 {
-		c.found(name, ok, "none that drops what is for the Service or its answers, or keeps it from being tracked, was found in nftables or iptables; tc and eBPF are not looked at")
+		c.found(name, ok, "none that drops what is for the Service or its answers, or keeps it from being tracked, was found in nftables or iptables; tc, eBPF, the rules of bridges and those in Pods are not looked at")
 		return
 	}
 	for _, b := range list {
@@ -743,6 +759,7 @@ func (c *checks) ways(ctx context.Context) {
 		c.found(name, ok, "there is one to %s", each)
 	}
 	c.unrouted(w.Unrouted)
+	c.strayed(w)
 	if n := len(w.Silent); n > 0 {
 		addrs, list := listed(w.Silent, "%s (by %s)")
 		c.found("next hops", problem, "that of %d of %s does not answer", n, of)
@@ -765,6 +782,24 @@ func (c *checks) ways(ctx context.Context) {
 		_, list := listed(w.Unclaimed, "%s (%s)")
 		c.diagnose(note, Unclaimed, "give it to a node, or have something announce it or route it to one",
 			"External IP in the network of an interface, but no address of this node: %s. nodeproxy announces none, so that clients of that network get there only if another node or program answers for it.", some(list))
+	}
+}
+
+// strayed is about endpoints on other nodes that this node looks for in a network of its own: a bridge that has their range, mostly. It takes them
+// from those whose next hop does not answer.
+func (c *checks) strayed(w *Ways) {
+	for _, sp := range c.ports {
+		for _, ep := range sp.All() {
+			a := ep.Addr.Addr()
+			name, near := w.Near[a]
+			if _, silent := w.Silent[a]; !near || !silent || ep.Local {
+				continue
+			}
+			delete(w.Silent, a)
+			c.found("next hops", problem, "%s does not answer at %s", a, name)
+			c.diagnose(problem, NoNeighbour, fmt.Sprintf("if endpoints of other nodes are not to be reached by %s, give it another range, or remove it: ip addr show dev %s; ip route get %s", name, name, a),
+				"Endpoint %s is on another node, but this node looks for it in the network of its own interface %s, where nobody answers for it, and connections that go there fail.", a, name)
+		}
 	}
 }
 

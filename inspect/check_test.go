@@ -89,6 +89,16 @@ func TestCheck(t *testing.T) {
 			check: "routes to endpoints: ok: there is one to each of the 2 endpoints in use\nnext hops: problem: that of 1 of the 2 endpoints in use does not answer",
 			what: "Nobody in the network of this node answers for the next hop to 1 of the 2 endpoints in use (ARP or neighbour discovery), and connections that go there fail: " +
 				"10.244.0.8 (by 192.0.2.9 at eth0).", problem: true},
+		"an endpoint elsewhere in a network of this node": {reality: Reality{Ways: func(_ context.Context, to Places) (*Ways, error) {
+			return &Ways{Silent: map[netip.Addr]string{to.Endpoints[1]: "10.245.0.8 at br-5c"}, Near: map[netip.Addr]string{to.Endpoints[1]: "br-5c"}}, nil
+		}, Flows: func(context.Context, []*plan.ServicePort) (map[netip.AddrPort]Flows, error) {
+			return map[netip.AddrPort]Flows{endpoint: {Open: 4, Unanswered: 4, Clients: []netip.Addr{netip.MustParseAddr("192.0.2.50")}}}, nil
+		}},
+			check: "connections: problem: 4 tracked: 4 to 10.244.0.8:8080 (4 without an answer)\nroutes to endpoints: ok: there is one to each of the 2 endpoints in use\n" +
+				"next hops: problem: 10.245.0.8 does not answer at br-5c",
+			what: "Endpoint 10.245.0.8 is on another node, but this node looks for it in the network of its own interface br-5c, where nobody answers for it, and connections that go " +
+				"there fail.",
+			do: "if endpoints of other nodes are not to be reached by br-5c, give it another range, or remove it: ip addr show dev br-5c; ip route get 10.245.0.8", problem: true},
 		"a cluster IP without a route": {reality: Reality{Ways: func(_ context.Context, to Places) (*Ways, error) {
 			return &Ways{Cut: map[netip.Addr]string{to.ClusterIPs[0]: "network is unreachable"}}, nil
 		}},

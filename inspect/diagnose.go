@@ -246,6 +246,12 @@ func (c *diagnosis) addresses(sp *plan.ServicePort) {
 	if !has(sp, plan.LoadBalancerIP) || len(sp.SourceRanges) == 0 {
 		return
 	}
+	if nobody := func(r netip.Prefix) bool { return r.IsSingleIP() && r.Addr().IsUnspecified() }; !slices.ContainsFunc(sp.SourceRanges, func(r netip.Prefix) bool { return !nobody(r) }) {
+		everybody := netip.PrefixFrom(sp.SourceRanges[0].Addr(), 0)
+		c.add(problem, SourceRanges, fmt.Sprintf("to admit everybody, write %s, or leave spec.loadBalancerSourceRanges out", everybody),
+			"Nobody can reach the load balancer IPs: spec.loadBalancerSourceRanges admits %s alone, which no client has%s.", ranges(sp), c.name(sp))
+		return
+	}
 	c.add(note, SourceRanges, "add the client's range to spec.loadBalancerSourceRanges if it should get in",
 		"Only clients from %s may reach the load balancer IPs; those of others are dropped%s.", ranges(sp), c.name(sp))
 	if has(sp, plan.NodePort) {
@@ -619,7 +625,7 @@ func (c *diagnosis) local(sp *plan.ServicePort, node plan.Node) {
 	if len(sp.Endpoints.Local) > 0 {
 		return
 	}
-	orName := ""
+	orName, alias := "", ""
 	if !c.d.NodeKnown {
 		orName = fmt.Sprintf("; if this node has a Node of another name than %s, give that with --hostname-override", node.Name)
 	}
@@ -629,12 +635,17 @@ func (c *diagnosis) local(sp *plan.ServicePort, node plan.Node) {
 	for _, ep := range c.d.Endpoints(sp.Key) {
 		_, address := netip.ParseAddr(ep.Node)
 		if address != nil && (full(ep.Node, node.Name) || full(node.Name, ep.Node) || ep.Node != node.Name && strings.EqualFold(ep.Node, node.Name)) {
-			orName = fmt.Sprintf("; if the endpoints' node %s is this one, give its name with --hostname-override in place of %s", ep.Node, node.Name)
+			alias = ep.Node
 			break
 		}
 	}
 	what, internal := "No usable endpoint runs on this node", "run a Pod on every node (a DaemonSet)"
 	external, severity := "run a Pod on this node, send to a node that has one, or set spec.externalTrafficPolicy to Cluster", problem
+	if alias != "" { // It is very likely this one.
+		what = fmt.Sprintf("No usable endpoint is known to run on this node, for which nodeproxy has the name %s, while endpoints are on %s", node.Name, alias)
+		first := fmt.Sprintf("if node %s is this one, start nodeproxy with --hostname-override=%s; else ", alias, alias)
+		internal, external, orName = first+internal, first+external, ""
+	}
 	if c.d.Type == "LoadBalancer" { // As it is meant to be: a load balancer asks the health check node port where to send.
 		external, severity = "see that the load balancer leaves this node out, as the health check node port tells it to", note
 	}

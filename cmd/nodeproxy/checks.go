@@ -91,7 +91,7 @@ func (d *daemon) reality() *inspect.Reality {
 			return nil, err
 		}
 		out := &inspect.Ways{
-			Unreached: found.Unreached, Cut: found.Cut, NotForwarded: found.NotForwarded, Silent: found.Silent, Bridged: found.Bridged,
+			Unreached: found.Unreached, Cut: found.Cut, NotForwarded: found.NotForwarded, Silent: found.Silent, Near: found.Near, Bridged: found.Bridged,
 			NotForwardedBy: found.NotForwardedBy, NoHairpin: found.NoHairpin, Unclaimed: found.Unclaimed,
 		}
 		for _, r := range found.Unrouted {

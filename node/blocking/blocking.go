@@ -307,6 +307,11 @@ func natPackets(ports []*plan.ServicePort, b nft.BaseChain, n Node) (out []packe
 					p.what = fmt.Sprintf("the %s from this node", fe)
 				}
 				out = append(out, p)
+				if b.Hook == "prerouting" && n.PodsBy != "" {
+					p.what, p.in, p.src = fmt.Sprintf("the %s from Pods of this node (by %s)", fe, n.PodsBy), n.PodsBy, side{addr: n.Pod[f]}
+					out = append(out, p)
+					p.src = side{}
+				}
 			}
 		}
 	}
@@ -397,6 +402,11 @@ func packets(ports []*plan.ServicePort, b nft.BaseChain, n Node) []packet {
 					outside := p
 					outside.in, outside.what = n.Uplink, fmt.Sprintf("the %s from outside (by %s)", fe, n.Uplink)
 					out = append(out, outside)
+				}
+				if n.PodsBy != "" && b.Hook != "output" {
+					pods := p
+					pods.in, pods.src, pods.what = n.PodsBy, side{addr: n.Pod[f]}, fmt.Sprintf("the %s from Pods of this node (by %s)", fe, n.PodsBy)
+					special = append(special, pods)
 				}
 				out = append(out, p)
 			}

@@ -177,12 +177,16 @@ func TestFind(t *testing.T) {
 			want: "certain: policy drop: endpoint 10.244.1.5:8080 from Pods of this node and from outside (by eth0)"},
 		{name: "iptables, an accept without masquerading", uplink: true, iptables: "-t nat -I POSTROUTING -d 10.0.0.0/8 -j ACCEPT"},
 		{name: "iptables, redirected first", uplink: true, nft: services, iptables: "-t nat -I PREROUTING -p tcp --dport 30080 -j REDIRECT --to-ports 9999",
-			want: "certain: tcp dport 30080 translate: the node port 30080/TCP from pods and other hosts"},
+			want: "certain: tcp dport 30080 REDIRECT: the node port 30080/TCP from pods and other hosts"},
+		{name: "iptables, redirected at an interface of Pods", uplink: true, pods: true, nft: services, iptables: "-t nat -I PREROUTING -i cni0 -p tcp --dport 80 -j REDIRECT --to-ports 3128",
+			want: "certain: iifname cni0 tcp dport 80 REDIRECT: the cluster IP 10.96.0.10:80/TCP from Pods of this node (by cni0)"},
+		{name: "iptables, dropped at an interface of Pods", uplink: true, pods: true, iptables: "-t raw -A PREROUTING -i cni0 -p tcp --dport 80 -j DROP",
+			want: "certain: iifname cni0 tcp dport 80 drop: the cluster IP 10.96.0.10:80/TCP from Pods of this node (by cni0)"},
 		{name: "iptables, exempted first", nft: services, iptables: "-t nat -I PREROUTING -d 10.96.0.0/16 -j ACCEPT",
 			want: "certain: ip daddr 10.96.0.0/16 accept: the cluster IP 10.96.0.10:80/TCP from pods and other hosts"},
 		{name: "iptables, redirected later", nft: services, iptables: "-t nat -A PREROUTING -p tcp --dport 30080 -j REDIRECT --to-ports 9999"},
 		{name: "translated before", nft: "add table inet other; add chain inet other pre { type nat hook prerouting priority -105; }; add rule inet other pre tcp dport 30080 dnat ip to 10.9.9.9:80",
-			want: "certain: tcp dport 30080 translate: the node port 30080/TCP from pods and other hosts"},
+			want: "certain: tcp dport 30080 dnat: the node port 30080/TCP from pods and other hosts"},
 		{name: "accepted in a chain of its own", nft: "add table inet other; add chain inet other pre { type nat hook prerouting priority -105; }; add rule inet other pre tcp dport 30080 accept"},
 		{name: "translated behind", nft: "add table inet other; add chain inet other pre { type nat hook prerouting priority -95; }; add rule inet other pre tcp dport 30080 dnat ip to 10.9.9.9:80"},
 		{name: "network policies of kube-router", nft: forward + "add chain inet fw KUBE-ROUTER-FORWARD; add chain inet fw KUBE-POD-FW-X; add rule inet fw forward jump KUBE-ROUTER-FORWARD; " +
@@ -323,7 +327,7 @@ func TestFindOtherVariant(t *testing.T) {
 		nstest.Exec(t, "iptables-legacy", append([]string{"-t", "nat"}, strings.Fields(line)...)...)
 	}
 	n := noLocal
-	for variant, want := range map[string]string{"": "", "legacy": "", "nft": "meta l4proto tcp translate in chain KUBE-SEP-A of table ip nat, of iptables-legacy: the cluster IP 10.96.0.10:80/TCP from pods and other hosts (certain: false)"} {
+	for variant, want := range map[string]string{"": "", "legacy": "", "nft": "meta l4proto tcp DNAT in chain KUBE-SEP-A of table ip nat, of iptables-legacy: the cluster IP 10.96.0.10:80/TCP from pods and other hosts (certain: false)"} {
 		n.Variant = variant
 		found, err := Find(t.Context(), []*plan.ServicePort{web}, n)
 		if err != nil {

@@ -232,7 +232,7 @@ func (j *judgement) jump(target string) {
 	default:
 		switch {
 		case translating[target]:
-			j.ends = []end{{verdict: translates}}
+			j.ends = []end{{translates, target}}
 		case !nonTerminal[target]:
 			j.ends = []end{{"jump", target}}
 		}

@@ -95,8 +95,12 @@ func (r *reading) read(e expr.Any) {
 		r.target(e)
 	case *expr.Reject:
 		r.ends = []end{{verdict: "reject"}}
-	case *expr.NAT, *expr.Masq, *expr.Redir:
-		r.ends = []end{{verdict: translates}}
+	case *expr.NAT:
+		r.ends = []end{{translates, map[expr.NATType]string{expr.NATTypeSourceNAT: "snat", expr.NATTypeDestNAT: "dnat"}[e.Type]}}
+	case *expr.Masq:
+		r.ends = []end{{translates, "masquerade"}}
+	case *expr.Redir:
+		r.ends = []end{{translates, "redirect"}}
 	case *expr.Queue:
 		r.ends = []end{{verdict: "accept"}}
 	case *expr.Counter, *expr.Log:
@@ -214,7 +218,7 @@ func (r *reading) target(e *expr.Target) {
 	case e.Name == "NOTRACK", e.Name == "CT" && info != nil && len(*info) >= 2 && binary.NativeEndian.Uint16(*info)&flagNotrack != 0:
 		r.ends = []end{{verdict: notrack}}
 	case translating[e.Name]:
-		r.ends = []end{{verdict: translates}}
+		r.ends = []end{{translates, e.Name}}
 	case e.Name == "MARK" && info != nil && len(*info) == 8: // struct xt_mark_tginfo2: the mark, and the mask
 		r.setMark(binary.NativeEndian.Uint32(*info), binary.NativeEndian.Uint32((*info)[4:]))
 	case e.Name == "MARK", e.Name == "CONNMARK" && info != nil && restores(e.Rev, *info):

@@ -1,6 +1,7 @@
 package blocking
 
 import (
+	"cmp"
 	"strings"
 
 	"nodeproxy/kernel/names"
@@ -30,7 +31,7 @@ type rule struct {
 	mark *mark
 }
 
-// end is a verdict, and where it leads if it is jump or goto.
+// end is a verdict, and where it leads if it is jump or goto, or how it translates.
 type end struct{ verdict, to string }
 
 // translates is the verdict of what translates an address, and accepts the packet.
@@ -242,7 +243,7 @@ func (w *walk) applyNAT(v *visit, r rule, certain bool) (ended, goes bool, err e
 			return true, false, nil
 		case decides || e.verdict == translates:
 			if certain {
-				w.report(Rule{Text: strings.TrimSpace(r.text + " " + e.verdict), Chain: v.id, number: r.number, Certain: !w.even, Unmasqueraded: source, Diverted: !source})
+				w.report(Rule{Text: strings.TrimSpace(r.text + " " + cmp.Or(e.to, e.verdict)), Chain: v.id, number: r.number, Certain: !w.even, Unmasqueraded: source, Diverted: !source})
 				return true, false, nil
 			}
 		case e.verdict == "accept":

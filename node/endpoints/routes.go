@@ -36,6 +36,8 @@ type Ways struct {
 	NotForwarded []plan.Family
 	// Silent are the endpoints whose next hop the kernel has asked for in vain, with that and the interface.
 	Silent map[netip.Addr]string
+	// Near are those of them that are their own next hop, in the network of an interface, with its name.
+	Near map[netip.Addr]string
 	// Bridged are the endpoints at a bridge of which packets from one port to another pass no rule, with its name.
 	Bridged map[netip.Addr]string
 	// NotForwardedBy are the interfaces, of the default route, of those to endpoints and of origins, from which the node forwards no packets, though it does from others.
@@ -61,7 +63,7 @@ func LookOut(ctx context.Context, sysctls string, to Places, from []Origin) (*Wa
 	if err != nil {
 		return nil, err
 	}
-	out := &Ways{Unreached: map[netip.Addr]string{}, Cut: map[netip.Addr]string{}, Silent: map[netip.Addr]string{}, Bridged: map[netip.Addr]string{},
+	out := &Ways{Unreached: map[netip.Addr]string{}, Cut: map[netip.Addr]string{}, Silent: map[netip.Addr]string{}, Near: map[netip.Addr]string{}, Bridged: map[netip.Addr]string{},
 		Unclaimed: map[netip.Addr]string{}, NoHairpin: map[netip.Addr]string{}}
 	without := map[int]map[netip.Addr]string{} // by bridge
 	away := map[plan.Family]bool{}
@@ -102,6 +104,9 @@ func LookOut(ctx context.Context, sysctls string, to Places, from []Origin) (*Wa
 		hop := cmp.Or(r.Via, a)
 		if silent[host.Neighbour{Link: l.Index, Addr: hop}] {
 			out.Silent[a] = fmt.Sprintf("%s at %s", hop, l.Name)
+			if hop == a {
+				out.Near[a] = l.Name
+			}
 		}
 		if l.Kind != "bridge" || hop != a {
 			return nil

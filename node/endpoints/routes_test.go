@@ -7,10 +7,12 @@ import (
 	"reflect"
 	"strings"
 	"testing"
+	"time"
 
 	"golang.org/x/sys/unix"
 
 	"nodeproxy/internal/nstest"
+	"nodeproxy/kernel/host"
 	"nodeproxy/plan"
 )
 
@@ -62,6 +64,12 @@ func TestLookOut(t *testing.T) {
 	forward("ipv6/conf/all/forwarding", "0")
 	if got, want := look("10.244.1.5", "2001:db8::5"), (result{map[netip.Addr]string{}, []plan.Family{plan.IPv4, plan.IPv6}}); !reflect.DeepEqual(got, want) {
 		t.Errorf("without forwarding: %+v, want %+v", got, want)
+	}
+	for { // The kernel takes an address for its own a moment after it has been added.
+		if r, err := host.RouteTo(at("2001:db8::1"), host.Way{}); err == nil && r.Local {
+			break
+		}
+		time.Sleep(time.Millisecond) // a poll interval
 	}
 	if got := look("192.0.2.1", "2001:db8::1"); len(got.notForwarded) > 0 {
 		t.Errorf("to the node itself, nothing is forwarded: %+v", got)
@@ -123,7 +131,7 @@ func TestLookOutNeighbours(t *testing.T) {
 	if err := os.MkdirAll(bridges, 0o755); err != nil {
 		t.Fatal(err)
 	}
-	want := &Ways{
+	want := &Ways{Near: map[netip.Addr]string{at("10.244.1.23"): "cni0"},
 		Unreached: map[netip.Addr]string{}, Cut: map[netip.Addr]string{at("10.96.0.10"): "network is unreachable"},
 		Silent:    map[netip.Addr]string{at("10.244.1.23"): "10.244.1.23 at cni0", at("10.244.2.5"): "192.0.2.9 at eth0"},
 		Bridged:   map[netip.Addr]string{at("10.244.1.5"): "cni0", at("10.244.1.6"): "cni0", at("10.244.1.23"): "cni0"},
