@@ -94,6 +94,8 @@ type Unrouted struct {
 	Addr, From netip.Addr
 	Name, By   string
 	Why        string
+	// Mark is the mark that its packets have got on this node, to be masqueraded; 0 for none.
+	Mark uint32
 	// Outside says that it comes from outside of the cluster.
 	Outside bool
 }
@@ -128,6 +130,8 @@ type Listening struct {
 	Others []uint16
 	// Waiting is how many connections wait there to be accepted, or bytes to be read, where they have not become fewer in a moment.
 	Waiting uint32
+	// Other is another protocol at whose port of this number something listens, where nothing does by this one; "" if there is none.
+	Other plan.Protocol
 }
 
 // Filtered is an endpoint whose answers the kernel drops.
@@ -614,7 +618,7 @@ func (c *checks) endpoints(ctx context.Context) {
 	for len(refusing) > 0 { // Those that refuse for the same reason are in one sentence.
 		first, names := refusing[0], []string(nil)
 		refusing = slices.DeleteFunc(refusing, func(l Listening) bool {
-			same := l.Addr.Port() == first.Addr.Port() && l.Protocol == first.Protocol && l.Pod == first.Pod && l.Loopback == first.Loopback && slices.Equal(l.Others, first.Others)
+			same := l.Addr.Port() == first.Addr.Port() && l.Protocol == first.Protocol && l.Pod == first.Pod && l.Loopback == first.Loopback && l.Other == first.Other && slices.Equal(l.Others, first.Others)
 			if same {
 				names = append(names, l.Addr.String())
 			}
@@ -670,6 +674,11 @@ func (c *checks) refuses(l Listening, names []string) (severity string) {
 		}
 		c.diagnose(severity, EndpointRefuses, "have the program listen at all addresses (0.0.0.0 or ::)",
 			"%s%s: what listens at port %s %s does so at a loopback address alone.", who, unless, port, where)
+		return severity
+	}
+	if l.Other != "" {
+		c.diagnose(severity, EndpointRefuses, fmt.Sprintf("set spec.ports[].protocol to %s, and that of the container port", l.Other),
+			"%s: nothing listens at port %s %s, but something does at %d/%s.", who, port, where, l.Addr.Port(), l.Other)
 		return severity
 	}
 	var list []string
@@ -749,8 +758,8 @@ func (c *checks) ways(ctx context.Context) {
 	if n := len(w.Unreached); n > 0 {
 		addrs, list := listed(w.Unreached, "%s (%s)")
 		c.found(name, problem, "none to %d of %s", n, of)
-		c.diagnose(problem, NoRoute, "see whether the network plugin runs on this node and on theirs: ip route get "+addrs[0].String(),
-			"The kernel has no route to %d of %s, and connections that go there fail: %s.", n, of, some(list))
+		c.diagnose(problem, NoRoute, "see whether the network plugin runs on this node and on theirs, and whether it has left a route: ip route show table all match "+addrs[0].String(),
+			"The kernel sends nothing to %d of %s, and connections that go there fail: %s.", n, of, some(list))
 	} else if len(w.NotForwarded)+len(w.NotForwardedBy) == 0 {
 		each := of
 		if all > 1 {
@@ -808,19 +817,27 @@ func (c *checks) unrouted(list []Unrouted) {
 	if !slices.ContainsFunc(c.ports, (*plan.ServicePort).HasExternal) {
 		list = slices.DeleteFunc(list, func(r Unrouted) bool { return r.Outside })
 	}
+	if !slices.ContainsFunc(c.ports, func(sp *plan.ServicePort) bool { return sp.ExternalPolicy == plan.Cluster }) { // Nothing is masqueraded.
+		list = slices.DeleteFunc(list, func(r Unrouted) bool { return r.Mark != 0 })
+	}
 	for len(list) > 0 {
 		first, addrs := list[0], []string(nil)
 		list = slices.DeleteFunc(list, func(r Unrouted) bool {
-			same := r.From == first.From && r.Why == first.Why
+			same := r.From == first.From && r.Why == first.Why && r.Mark == first.Mark
 			if same {
 				addrs = append(addrs, r.Addr.String())
 			}
 			return same
 		})
-		c.found("routes for others", problem, "none for what comes from %s by %s", first.Name, first.By)
-		c.diagnose(problem, NoRoute, fmt.Sprintf("see the rules for routing: ip rule; ip route get %s from %s iif %s", first.Addr, first.From, first.By),
-			"This node has a route to the endpoints, but for what comes from %s by %s there is none (%s), as a rule for routing has it, and those connections hang: %s.",
-			first.Name, first.By, first.Why, some(addrs))
+		marked, command := "", fmt.Sprintf("ip rule; ip route get %s from %s iif %s", first.Addr, first.From, first.By)
+		if first.Mark != 0 {
+			marked = fmt.Sprintf(" and is marked to be masqueraded (%#x)", first.Mark)
+			command += fmt.Sprintf(" mark %#x", first.Mark)
+		}
+		c.found("routes for others", problem, "none for what comes from %s by %s%s", first.Name, first.By, marked)
+		c.diagnose(problem, NoRoute, "see the rules for routing: "+command,
+			"This node has a route to the endpoints, but for what comes from %s by %s%s there is none (%s), as a rule for routing has it, and those connections hang: %s.",
+			first.Name, first.By, marked, first.Why, some(addrs))
 	}
 }
 

@@ -175,6 +175,12 @@ func TestCheck(t *testing.T) {
 			check: "listeners at endpoints: problem: nothing listens at 2 of 3 that are known on this node",
 			what:  "Endpoints 10.244.0.8:8080, 10.244.9.9:8080 get traffic, but refuse it: nothing listens at port 8080/TCP in their Pods; the only port at which anything does is 80.",
 			do:    "set spec.ports[].targetPort to the port at which the program listens, or have it listen at this one", problem: true},
+		"an endpoint that listens by another protocol": {reality: Reality{Endpoints: func(context.Context, []*plan.ServicePort) ([]Listening, error) {
+			return []Listening{{Addr: endpoint, Protocol: plan.TCP, Pod: true, Other: plan.UDP}}, nil
+		}},
+			check: "listeners at endpoints: problem: nothing listens at 1 of 1 that are known on this node",
+			what:  "Endpoint 10.244.0.8:8080 gets traffic, but refuses it: nothing listens at port 8080/TCP in its Pod, but something does at 8080/UDP.",
+			do:    "set spec.ports[].protocol to UDP, and that of the container port", problem: true},
 		"an endpoint that listens at a loopback address": {reality: Reality{Endpoints: func(context.Context, []*plan.ServicePort) ([]Listening, error) {
 			return []Listening{{Addr: endpoint, Protocol: plan.TCP, Pod: true, Loopback: true}}, nil
 		}},

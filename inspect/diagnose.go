@@ -532,7 +532,13 @@ func (c *diagnosis) noEndpoints(sp *plan.ServicePort) {
 			unused = alike
 		}
 		if len(unused) > 0 {
-			c.add(problem, NoEndpoints, "correct it, if it is meant for this Service: Endpoints have its name, and EndpointSlices the label kubernetes.io/service-name="+sp.Key.Service.Name, what+"and this is not used: %s.", c.name(sp), some(unused))
+			do := "correct it, if it is meant for this Service"
+			if !strings.Contains(unused[0], ": addressType: ") { // Then it is not its name or label that is wrong.
+				do += ": Endpoints have its name, and EndpointSlices the label kubernetes.io/service-name=" + sp.Key.Service.Name
+			} else {
+				do += ": list IP addresses (addressType IPv4 or IPv6), or make the Service an ExternalName"
+			}
+			c.add(problem, NoEndpoints, do, what+"and this is not used: %s.", c.name(sp), some(unused))
 			return
 		}
 		c.add(problem, NoEndpoints, fmt.Sprintf("give it a selector, or create an EndpointSlice with the label kubernetes.io/service-name=%s", sp.Key.Service.Name),

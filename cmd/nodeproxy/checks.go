@@ -80,7 +80,9 @@ func (d *daemon) reality() *inspect.Reality {
 		var from []endpoints.Origin
 		outside, known := endpoints.Outside()
 		if known {
-			from = append(from, outside)
+			masqueraded := outside
+			masqueraded.Mark = 1 << d.cfg.MasqueradeBit
+			from = append(from, outside, masqueraded)
 		}
 		node := blocking.Node{By: endpoints.By()}
 		if pod := d.podsHere(&node); pod.IsValid() {
@@ -95,7 +97,7 @@ func (d *daemon) reality() *inspect.Reality {
 			NotForwardedBy: found.NotForwardedBy, NoHairpin: found.NoHairpin, Unclaimed: found.Unclaimed,
 		}
 		for _, r := range found.Unrouted {
-			out.Unrouted = append(out.Unrouted, inspect.Unrouted{Addr: r.Addr, From: r.From.Addr, Name: r.From.Name, By: r.From.By, Why: r.Why, Outside: r.From.Name == outside.Name})
+			out.Unrouted = append(out.Unrouted, inspect.Unrouted{Addr: r.Addr, From: r.From.Addr, Name: r.From.Name, By: r.From.By, Why: r.Why, Mark: r.From.Mark, Outside: r.From.Name == outside.Name})
 		}
 		return out, nil
 	}

@@ -30,13 +30,15 @@ type Way struct {
 	// In is the index of the interface by which they come, From their source.
 	In   int
 	From netip.Addr
+	// Mark is the mark that they have.
+	Mark uint32
 	// All asks for all next hops of the route.
 	All bool
 }
 
 // RouteTo asks the kernel for the route of packets.
 func RouteTo(to netip.Addr, w Way) (Route, error) {
-	o := &links.RouteGetOptions{IifIndex: w.In, FIBMatch: w.All}
+	o := &links.RouteGetOptions{IifIndex: w.In, FIBMatch: w.All, Mark: w.Mark}
 	if w.From.IsValid() {
 		o.SrcAddr = w.From.AsSlice()
 	}

@@ -182,6 +182,11 @@ func TestFind(t *testing.T) {
 			want: "certain: iifname cni0 tcp dport 80 REDIRECT: the cluster IP 10.96.0.10:80/TCP from Pods of this node (by cni0)"},
 		{name: "iptables, dropped at an interface of Pods", uplink: true, pods: true, iptables: "-t raw -A PREROUTING -i cni0 -p tcp --dport 80 -j DROP",
 			want: "certain: iifname cni0 tcp dport 80 drop: the cluster IP 10.96.0.10:80/TCP from Pods of this node (by cni0)"},
+		{name: "iptables, first packets", iptables: "-A FORWARD -p tcp --syn -j DROP", want: "certain: meta l4proto tcp tcp flags & 0x17 == 0x2 drop: endpoint 10.244.1.5:8080"},
+		{name: "iptables, all but first packets", iptables: "-A FORWARD -p tcp ! --syn -m conntrack --ctstate NEW -j DROP"},
+		{name: "iptables, first packets to a port", iptables: "-A FORWARD -p tcp --dport 8080 --tcp-flags SYN,ACK SYN -j REJECT", want: "certain: tcp flags & 0x12 == 0x2 tcp dport 8080 reject: endpoint 10.244.1.5:8080"},
+		{name: "first packets", nft: forward + "add rule inet fw forward tcp flags syn drop", want: "certain: meta l4proto tcp tcp flags & 0x2 != 0x0 drop: endpoint 10.244.1.5:8080"},
+		{name: "other packets", nft: forward + "add rule inet fw forward tcp flags & (fin|rst) != 0 drop; add rule inet fw forward tcp flags & (fin|syn|rst|ack) == syn|ack drop"},
 		{name: "iptables, exempted first", nft: services, iptables: "-t nat -I PREROUTING -d 10.96.0.0/16 -j ACCEPT",
 			want: "certain: ip daddr 10.96.0.0/16 accept: the cluster IP 10.96.0.10:80/TCP from pods and other hosts"},
 		{name: "iptables, redirected later", nft: services, iptables: "-t nat -A PREROUTING -p tcp --dport 30080 -j REDIRECT --to-ports 9999"},
@@ -312,6 +317,37 @@ func TestFindSets(t *testing.T) {
 			}
 			if len(found) > 1 || got != want {
 				t.Errorf("%s %s: found %+v, want %q", variant, rule, found, want)
+			}
+			change("-D")
+		}
+	}
+}
+
+// TestFindFlags: both variants of iptables ask for the flags of TCP in the same words.
+func TestFindFlags(t *testing.T) {
+	t.Parallel()
+	nstest.Enter(t)
+	for rule, want := range map[string]string{
+		"-p tcp --syn":                             "meta l4proto tcp tcp flags & 0x17 == 0x2 drop",
+		"-p tcp ! --tcp-flags ALL SYN":             "",
+		"-p tcp ! --tcp-flags FIN,ACK FIN":         "meta l4proto tcp tcp flags & 0x11 != 0x1 drop",
+		"-p tcp -d 10.244.1.5 --tcp-flags URG URG": "",
+	} {
+		for _, variant := range []string{"iptables-nft", "iptables-legacy"} {
+			change := func(what string) { nstest.Exec(t, variant, strings.Fields(what+" FORWARD "+rule+" -j DROP")...) }
+			change("-A")
+			found, err := Find(t.Context(), []*plan.ServicePort{web}, noLocal)
+			if err != nil {
+				t.Fatal(err)
+			}
+			got := ""
+			for _, r := range found {
+				if got = r.Text; !r.Certain || r.Answers {
+					t.Errorf("%s %s: %+v", variant, rule, r)
+				}
+			}
+			if got != want {
+				t.Errorf("%s %s: %q, want %q", variant, rule, got, want)
 			}
 			change("-D")
 		}

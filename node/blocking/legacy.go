@@ -124,6 +124,8 @@ func judgeText(text string, p *packet, s *sets) rule {
 			continue
 		case "-m":
 			module = argument
+		case "--tcp-flags":
+			j.inFlags(tcpFlags(argument), tcpFlags(next(i+1)), invert)
 		case "--match-set":
 			var sources []bool
 			for _, part := range strings.Split(next(i+1), ",") {
@@ -286,6 +288,16 @@ func portRanges(text string) ([]portRange, bool) {
 		out = append(out, portRange{uint16(a), uint16(b)})
 	}
 	return out, true
+}
+
+// tcpFlags reads such as FIN,SYN,RST,ACK.
+func tcpFlags(text string) (out byte) {
+	for i, name := range []string{"FIN", "SYN", "RST", "PSH", "ACK", "URG"} {
+		if slices.Contains(strings.Split(text, ","), name) || text == "ALL" {
+			out |= 1 << i
+		}
+	}
+	return out
 }
 
 // masked reads such as 0x1/0xff.

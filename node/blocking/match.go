@@ -6,6 +6,8 @@ import (
 	"net/netip"
 	"strings"
 
+	"golang.org/x/sys/unix"
+
 	"nodeproxy/plan"
 )
 
@@ -175,6 +177,26 @@ func (j *judgement) inState(mask uint16, invert bool) {
 		m = maybe
 	}
 	j.depends(m, invert, "")
+}
+
+// tcpFlags are the flags of a packet of TCP: the first one of a connection has SYN alone. Those of answers are not known, as they are several.
+func (p *packet) tcpFlags() (flags byte, known bool) {
+	return flagSYN, p.protocol == unix.IPPROTO_TCP && !p.answer
+}
+
+const flagSYN = 1 << 1
+
+// inFlags adds that of some flags of TCP, those and no others are set.
+func (j *judgement) inFlags(mask, set byte, invert bool) {
+	m := maybe
+	if flags, known := j.packet.tcpFlags(); known {
+		m = matches(flags&mask == set)
+	}
+	op := "=="
+	if invert {
+		op = "!="
+	}
+	j.depends(m, invert, fmt.Sprintf("tcp flags & %#x %s %#x", mask, op, set))
 }
 
 // Types of addresses, as in rtnetlink.

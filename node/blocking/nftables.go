@@ -354,6 +354,12 @@ func (r *reading) payload(e *expr.Payload) register {
 	switch {
 	case e.Base == expr.PayloadBaseNetworkHeader && e.Offset == protocolAt && e.Len == 1:
 		return register{value: []byte{r.packet.protocol}, name: name + " protocol"}
+	case e.Base == expr.PayloadBaseTransportHeader && e.Offset == 13 && e.Len == 1:
+		reg := register{name: "tcp flags"}
+		if flags, known := r.packet.tcpFlags(); known {
+			reg.value = []byte{flags}
+		}
+		return reg
 	case e.Base == expr.PayloadBaseTransportHeader:
 		s, at, word := r.packet.src, uint32(0), " sport"
 		if e.Offset >= 2 {
@@ -388,7 +394,11 @@ func (r *reading) extension(e *expr.Match) {
 	switch info := e.Info.(type) {
 	case *xt.Comment:
 	case *xt.Tcp:
-		protocolPorts(info.SrcPorts, info.DstPorts, info.InvFlags == 0 && info.Option == 0 && info.FlagsMask == 0)
+		const invertFlags = 1 << 2
+		protocolPorts(info.SrcPorts, info.DstPorts, info.InvFlags&^invertFlags == 0 && info.Option == 0)
+		if info.FlagsMask != 0 {
+			r.inFlags(info.FlagsMask, info.FlagsCmp, info.InvFlags&invertFlags != 0)
+		}
 	case *xt.Udp:
 		protocolPorts(info.SrcPorts, info.DstPorts, info.InvFlags == 0)
 	case *xt.ConntrackMtinfo3:
@@ -501,7 +511,7 @@ func protocolName(number byte) string {
 // masked is what a bitwise operation makes of a register.
 func (r register) masked(e *expr.Bitwise) register {
 	const all = 0xff
-	if r.specific || strings.HasSuffix(r.name, "addr") || r.name == nameOfMark {
+	if r.specific || strings.HasSuffix(r.name, "addr") || strings.HasSuffix(r.name, "flags") || r.name == nameOfMark {
 		r.mask = e.Mask
 	}
 	if len(e.Mask) == 4 && r.about != 0 {
@@ -577,7 +587,7 @@ func (r register) text(op expr.CmpOp, data []byte) string {
 		return ""
 	}
 	text := r.name + " " + operators[op] + r.show(data)
-	if r.mask != nil && r.name == nameOfMark {
+	if r.mask != nil && (r.name == nameOfMark || strings.HasSuffix(r.name, "flags")) {
 		op := operators[op]
 		if op == "" {
 			op = "== "
@@ -618,6 +628,8 @@ func (r register) show(data []byte) string {
 		return fmt.Sprintf("0x%x", binary.NativeEndian.Uint32(data))
 	case r.name == "fib daddr type" && len(data) == 4:
 		return map[uint32]string{typeUnicast: "unicast", typeLocal: "local"}[binary.NativeEndian.Uint32(data)]
+	case len(data) == 1 && strings.HasSuffix(r.name, "flags"):
+		return fmt.Sprintf("%#x", data[0])
 	case len(data) == 1:
 		if p := netlink.ProtocolOf(data[0]); p != "" {
 			return p.Lower()

@@ -25,6 +25,8 @@ type Listening struct {
 	Others []uint16
 	// Waiting is how many connections wait there to be accepted, or bytes to be read, where they have not become fewer in a moment.
 	Waiting uint32
+	// Other is another protocol at whose port of this number something listens, where nothing does by this one; "" if there is none.
+	Other plan.Protocol
 }
 
 // moment is how long a program has to accept what waits.
@@ -72,6 +74,11 @@ func Look(ctx context.Context, ports []*plan.ServicePort) ([]Listening, error) {
 	var out []Listening
 	var read []func(plan.Protocol) ([]sockets.Socket, error) // where the sockets of each are listed
 	add := func(l Listening, from func(plan.Protocol) ([]sockets.Socket, error)) {
+		if other := map[plan.Protocol]plan.Protocol{plan.TCP: plan.UDP, plan.UDP: plan.TCP}[l.Protocol]; !l.Listens && other != "" {
+			if list, err := from(other); err == nil && judge(l.Addr, other, list).Listens { // Else its process may have ended.
+				l.Other = other
+			}
+		}
 		out, read = append(out, l), append(read, from)
 	}
 	known := map[plan.Protocol][]sockets.Socket{}

@@ -167,6 +167,9 @@ func TestStuck(t *testing.T) {
 		{Key: plan.Key{Protocol: plan.TCP}, Endpoints: at(stuck.Addr())}, {Key: plan.Key{Protocol: plan.TCP}, Endpoints: at(quiet.Addr())},
 		{Key: plan.Key{Protocol: plan.UDP}, Endpoints: at(deaf.LocalAddr())},
 	})
+	if other, err := Look(t.Context(), []*plan.ServicePort{{Key: plan.Key{Protocol: plan.TCP}, Endpoints: at(deaf.LocalAddr())}}); err != nil || len(other) != 1 || other[0].Listens || other[0].Other != plan.UDP {
+		t.Errorf("what listens by another protocol: %+v, %v", other, err)
+	}
 	if err != nil || len(got) != 3 || got[0].Waiting != 2 || got[1].Waiting != 0 || got[2].Waiting < 100 {
 		t.Errorf("%+v, %v", got, err)
 	}

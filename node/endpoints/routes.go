@@ -21,10 +21,11 @@ import (
 // Places are addresses of a Service.
 type Places struct{ Endpoints, ClusterIPs, ExternalIPs []netip.Addr }
 
-// Origin is where packets come from that this node forwards: some address, and the interface.
+// Origin is where packets come from that this node forwards: some address, and the interface. Mark is the mark that they have got here.
 type Origin struct {
 	Name, By string
 	Addr     netip.Addr
+	Mark     uint32
 }
 
 // Ways is what the kernel does with packets to addresses of a Service.
@@ -97,7 +98,8 @@ func LookOut(ctx context.Context, sysctls string, to Places, from []Origin) (*Wa
 			by = append(by, l.Name)
 		}
 		for _, o := range from {
-			if why := refused(links, a, o); why != "" {
+			said := slices.ContainsFunc(out.Unrouted, func(u Unrouted) bool { return u.Addr == a && u.From.By == o.By }) // without a mark
+			if why := refused(links, a, o); why != "" && !said {
 				out.Unrouted = append(out.Unrouted, Unrouted{a, o, why})
 			}
 		}
@@ -167,7 +169,7 @@ func refused(links map[int]host.Link, to netip.Addr, o Origin) string {
 		if l.Name != o.By || plan.FamilyOf(to) != plan.FamilyOf(o.Addr) || to == o.Addr {
 			continue
 		}
-		if _, err := host.RouteTo(to, host.Way{From: o.Addr, In: l.Index}); errors.As(err, &why) && why != unix.EXDEV { // which is of rp_filter
+		if _, err := host.RouteTo(to, host.Way{From: o.Addr, In: l.Index, Mark: o.Mark}); errors.As(err, &why) && why != unix.EXDEV { // which is of rp_filter
 			return noRoute(why)
 		}
 	}

@@ -177,7 +177,7 @@ func TestUnrouted(t *testing.T) {
 		"link set lo up", "link add eth0 type veth peer name far", "link set eth0 up", "link set far up", "addr add 192.0.2.1/24 dev eth0",
 		"link add pod1 type veth peer name pod", "link set pod1 up", "link set pod up", "route add 10.244.1.5/32 dev pod1", "route add default via 192.0.2.254",
 		"route add 10.244.2.0/24 via 192.0.2.2", "route add 10.244.3.0/24 via 192.0.2.3",
-		"rule add iif pod1 to 10.244.2.0/24 blackhole", "rule add iif eth0 lookup 200", "route add unreachable 10.244.3.0/24 table 200",
+		"rule add iif pod1 to 10.244.2.0/24 blackhole", "rule add iif eth0 lookup 200", "route add 10.244.4.0/24 via 192.0.2.4", "rule add fwmark 0x4000/0x4000 to 10.244.4.0/24 prohibit", "route add unreachable 10.244.3.0/24 table 200",
 	} {
 		nstest.Exec(t, "ip", strings.Fields(line)...)
 	}
@@ -190,11 +190,13 @@ func TestUnrouted(t *testing.T) {
 	}
 	at := netip.MustParseAddr
 	pod := Origin{Name: "Pods", By: "pod1", Addr: at("10.244.1.5")}
-	found, err := LookOut(t.Context(), "/proc/sys", Places{Endpoints: []netip.Addr{at("10.244.1.5"), at("10.244.2.5"), at("10.244.3.5")}}, []Origin{outside, pod})
+	masqueraded := outside
+	masqueraded.Mark = 0x4000
+	found, err := LookOut(t.Context(), "/proc/sys", Places{Endpoints: []netip.Addr{at("10.244.1.5"), at("10.244.2.5"), at("10.244.3.5"), at("10.244.4.5")}}, []Origin{outside, masqueraded, pod})
 	if err != nil {
 		t.Fatal(err)
 	}
-	want := []Unrouted{{at("10.244.2.5"), pod, "its route is of type blackhole"}, {at("10.244.3.5"), outside, "its route is of type unreachable"}}
+	want := []Unrouted{{at("10.244.2.5"), pod, "its route is of type blackhole"}, {at("10.244.3.5"), outside, "its route is of type unreachable"}, {at("10.244.4.5"), masqueraded, "its route is of type prohibit"}}
 	if !reflect.DeepEqual(found.Unrouted, want) || len(found.Unreached) > 0 {
 		t.Errorf("%+v and %+v, want %+v", found.Unrouted, found.Unreached, want)
 	}
