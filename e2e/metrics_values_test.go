@@ -92,7 +92,7 @@ var plannedMetrics = []metricCheck{
 	is("nodeproxy_findings_total severity=problem kind=Service", 1), // of the four frontends that are shadowed
 	atLeast("nodeproxy_findings_total severity=note", 1),
 	atLeast("nodeproxy_conntrack_entries", 1),
-	is("kubeproxy_sync_proxy_rules_service_changes_total", 5),
+	is("kubeproxy_sync_proxy_rules_service_changes_total", 6), // with that of type ExternalName, as in kube-proxy
 	is("kubeproxy_sync_proxy_rules_endpoint_changes_total", 9),
 	is("nodeproxy_service_traffic_left_out", 0),
 	is("nodeproxy_service_traffic_read_failures_total", 0),
