@@ -2,8 +2,8 @@
 // variant of iptables among them, and those of the legacy variant, and judges what they do with packets to a Service, whose destination is known
 // and whose source is not, and with the answers of its endpoints, of which it is the other way round.
 //
-// What a rule asks for besides that makes it uncertain whether it matches. A rule that drops is reported if all that it asks
-// for holds, or if it asks for the Service's address or port, or for the port of an answer, and for something unknown. One that does not ask for anything of the Service,
+// What a rule asks for besides that makes it uncertain whether it matches. A rule that drops is reported if all that it and those that lead there ask
+// for holds and none before may have returned, or if it asks for the Service's address or port, or for the port of an answer, and for something unknown. One that does not ask for anything of the Service,
 // such as one that drops invalid packets, is not. A policy that drops is reported unless a rule certainly accepts the packet.
 package blocking
 
@@ -11,6 +11,7 @@ import (
 	"cmp"
 	"context"
 	"fmt"
+	"maps"
 	"net/netip"
 	"slices"
 	"strings"
@@ -169,51 +170,101 @@ func (s *search) look(from ...ruleset) error {
 			cmp.Compare(a.Table, b.Table), cmp.Compare(a.Family, b.Family), cmp.Compare(a.Chain, b.Chain))
 	})
 	s.marks = map[marked]mark{}
-	for _, b := range bases {
+	for len(bases) > 0 {
+		n := 1 // of the same hook and priority
+		for n < len(bases) && bases[n].Hook == bases[0].Hook && bases[n].Priority == bases[0].Priority {
+			n++
+		}
+		if err := s.lookAt(bases[:n]); err != nil {
+			return err
+		}
+		bases = bases[n:]
+	}
+	return nil
+}
+
+// lookAt looks at base chains that the kernel calls in an order which is not known, so that any may get the marks that the others set.
+func (s *search) lookAt(chains []base) error {
+	for mixed := len(chains) == 1; !mixed; {
+		mixed = true
+		for _, b := range chains {
+			_, passed, err := s.walkBase(b)
+			if err != nil {
+				return err
+			}
+			for id, m := range passed {
+				before := s.at(id)
+				if both := before.join(m.mark).changed(before); both != before { // Whatever asks for it may drop.
+					s.marks[id], mixed = both, false
+				}
+			}
+		}
+	}
+	behind := map[marked]*marks{}
+	for _, b := range chains {
 		if b.Type == "nat" {
 			if err := s.lookNAT(b); err != nil {
 				return err
 			}
 			continue
 		}
-		passed := map[marked]*marks{}
-		for _, p := range packets(s.ports, b.BaseChain, s.node) {
-			p.mark = s.begin(&p, b.Hook)
-			p.untracked = b.Priority < priorityTracking && (b.Hook == "prerouting" || b.Hook == "output") || b.Hook == "ingress"
-			w := &walk{search: s, rules: b.rules, packet: p, found: map[string]bool{}, known: map[state]state{}}
-			ended, err := w.chain(b.ChainID, true, false, 0)
-			if s.ctx.Err() != nil {
-				return s.ctx.Err()
-			}
-			if err != nil { // The rest of this chain is not known; others may tell.
-				s.unread = cmp.Or(s.unread, err)
-				ended = true
-			}
-			switch {
-			case ended:
-			case b.Drops:
-				w.report(Rule{Text: "policy drop", Chain: b.ChainID, Policy: true, Certain: !w.accepted})
-			default:
-				w.passed.add(w.packet.mark)
-			}
-			s.add(w.out)
-			for _, local := range paths(b.Hook) {
-				id := marked{p.key, p.answer, local, p.in}
-				if passed[id] == nil {
-					passed[id] = &marks{}
-				}
-				if w.passed.any {
-					passed[id].add(w.passed.mark)
-				}
-			}
+		found, passed, err := s.walkBase(b)
+		if err != nil {
+			return err
 		}
+		s.add(found)
 		for id, m := range passed {
-			if m.any {
-				s.marks[id] = m.mark
+			if behind[id] == nil {
+				behind[id] = &marks{}
+			}
+			behind[id].add(m.mark)
+		}
+	}
+	for id, m := range behind {
+		s.marks[id] = m.mark
+	}
+	return nil
+}
+
+// walkBase follows the packets of a base chain that is none for translation. It returns what may keep them from going on, and the marks of those
+// that do.
+func (s *search) walkBase(b base) (found []Rule, passed map[marked]*marks, err error) {
+	passed = map[marked]*marks{}
+	if b.Type == "nat" {
+		return nil, nil, nil
+	}
+	for _, p := range packets(s.ports, b.BaseChain, s.node) {
+		p.mark = s.begin(&p, b.Hook)
+		p.untracked = b.Priority < priorityTracking && (b.Hook == "prerouting" || b.Hook == "output") || b.Hook == "ingress"
+		w := &walk{search: s, rules: b.rules, packet: p, found: map[string]bool{}, known: map[state]state{}}
+		ended, err := w.chain(b.ChainID, true, false, 0)
+		if s.ctx.Err() != nil {
+			return nil, nil, s.ctx.Err()
+		}
+		if err != nil { // The rest of this chain is not known; others may tell.
+			s.unread = cmp.Or(s.unread, err)
+			ended = true
+		}
+		switch {
+		case ended:
+		case b.Drops:
+			w.report(Rule{Text: "policy drop", Chain: b.ChainID, Policy: true, Certain: !w.accepted})
+		default:
+			w.passed.add(w.packet.mark)
+		}
+		found = append(found, w.out...)
+		for _, local := range paths(b.Hook) {
+			id := marked{p.key, p.answer, local, p.in}
+			if passed[id] == nil {
+				passed[id] = &marks{}
+			}
+			if w.passed.any {
+				passed[id].add(w.passed.mark)
 			}
 		}
 	}
-	return nil
+	maps.DeleteFunc(passed, func(_ marked, m *marks) bool { return !m.any })
+	return found, passed, nil
 }
 
 // add adds what has not been said.

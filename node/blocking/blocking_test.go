@@ -297,13 +297,7 @@ func TestFindSets(t *testing.T) {
 		"-m set --match-set n dst --packets-gt 5":           "false",
 		"-m set --match-set n dst -m set --match-set a src": "false",
 	} {
-		for _, variant := range []string{"iptables-nft", "iptables-legacy"} {
-			change := func(what string) { nstest.Exec(t, variant, strings.Fields(what+" FORWARD "+rule+" -j DROP")...) }
-			change("-A")
-			found, err := Find(t.Context(), []*plan.ServicePort{web}, noLocal)
-			if err != nil {
-				t.Fatal(err)
-			}
+		foundInEach(t, rule, func(variant string, found []Rule) {
 			got := ""
 			for _, r := range found {
 				got = fmt.Sprint(r.Certain)
@@ -318,8 +312,22 @@ func TestFindSets(t *testing.T) {
 			if len(found) > 1 || got != want {
 				t.Errorf("%s %s: found %+v, want %q", variant, rule, found, want)
 			}
-			change("-D")
+		})
+	}
+}
+
+// foundInEach passes to see what is found while a rule that drops is in FORWARD, in each variant of iptables.
+func foundInEach(t *testing.T, rule string, see func(variant string, found []Rule)) {
+	t.Helper()
+	for _, variant := range []string{"iptables-nft", "iptables-legacy"} {
+		change := func(what string) { nstest.Exec(t, variant, strings.Fields(what+" FORWARD "+rule+" -j DROP")...) }
+		change("-A")
+		found, err := Find(t.Context(), []*plan.ServicePort{web}, noLocal)
+		if err != nil {
+			t.Fatal(err)
 		}
+		see(variant, found)
+		change("-D")
 	}
 }
 
@@ -330,16 +338,11 @@ func TestFindFlags(t *testing.T) {
 	for rule, want := range map[string]string{
 		"-p tcp --syn":                             "meta l4proto tcp tcp flags & 0x17 == 0x2 drop",
 		"-p tcp ! --tcp-flags ALL SYN":             "",
+		`-p tcp --syn -m comment --comment !`:      "meta l4proto tcp tcp flags & 0x17 == 0x2 drop",
 		"-p tcp ! --tcp-flags FIN,ACK FIN":         "meta l4proto tcp tcp flags & 0x11 != 0x1 drop",
 		"-p tcp -d 10.244.1.5 --tcp-flags URG URG": "",
 	} {
-		for _, variant := range []string{"iptables-nft", "iptables-legacy"} {
-			change := func(what string) { nstest.Exec(t, variant, strings.Fields(what+" FORWARD "+rule+" -j DROP")...) }
-			change("-A")
-			found, err := Find(t.Context(), []*plan.ServicePort{web}, noLocal)
-			if err != nil {
-				t.Fatal(err)
-			}
+		foundInEach(t, rule, func(variant string, found []Rule) {
 			got := ""
 			for _, r := range found {
 				if got = r.Text; !r.Certain || r.Answers {
@@ -349,8 +352,7 @@ func TestFindFlags(t *testing.T) {
 			if got != want {
 				t.Errorf("%s %s: %q, want %q", variant, rule, got, want)
 			}
-			change("-D")
-		}
+		})
 	}
 }
 

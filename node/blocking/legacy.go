@@ -16,6 +16,7 @@ import (
 	"nodeproxy/kernel/nft"
 	"nodeproxy/kernel/xtables"
 	"nodeproxy/plan"
+	"nodeproxy/plan/packetsim/restore"
 )
 
 // legacyRules are the rules of the legacy variant of iptables.
@@ -104,113 +105,137 @@ func (l *legacyRules) add(family, table, line string) {
 
 // judgeText judges a rule as iptables-save prints it, with the sets that it may ask.
 func judgeText(text string, p *packet, s *sets) rule {
-	j := judging(p)
-	words := split(text)
-	next := func(i int) string {
-		if i+1 < len(words) {
-			return words[i+1]
-		}
-		return ""
+	j := textJudgement{judgement: judging(p), sets: s}
+	words, err := restore.Words(text)
+	if err != nil { // No variant prints that.
+		j.unknown("")
+		return j.result()
 	}
-	invert, module := false, ""
-	for i := 0; i < len(words) && j.match != no; i++ {
-		argument := next(i)
-		switch words[i] {
-		case "!":
-			invert = true
+	for len(words) > 0 && j.match != no {
+		option := words[0]
+		if option == "!" {
+			j.invert, words = true, words[1:]
 			continue
-		case "--comment":
-			i++ // It may look like an option.
-			continue
-		case "-m":
-			module = argument
-		case "--tcp-flags":
-			j.inFlags(tcpFlags(argument), tcpFlags(next(i+1)), invert)
-		case "--match-set":
-			var sources []bool
-			for _, part := range strings.Split(next(i+1), ",") {
-				sources = append(sources, part == "src")
-			}
-			j.inSet(s, argument, sources, invert)
-		case "--mark":
-			if value, mask, ok := masked(argument); ok && module == "mark" {
-				j.inMark(value, mask, invert)
-			} else {
-				j.unknown(module + " " + not(invert) + argument)
-			}
-		case "-p":
-			j.holds((argument == protocolName(p.protocol)) != invert, "meta l4proto "+not(invert)+argument)
-		case "-s", "-d":
-			to, err := netip.ParsePrefix(argument)
-			if err != nil {
-				j.unknown("")
-				break
-			}
-			if words[i] == "-s" {
-				j.addresses(p.src, "saddr", to, invert)
-			} else {
-				j.addresses(p.dst, "daddr", to, invert)
-			}
-		case "-i", "-o":
-			j.device(words[i], map[string]string{"-i": p.in, "-o": p.out}[words[i]], argument, invert)
-		case "--dport", "--dports", "--sport", "--sports":
-			s, word := p.dst, "dport"
-			if strings.HasPrefix(words[i], "--s") {
-				s, word = p.src, "sport"
-			}
-			if list, ok := portRanges(argument); ok {
-				j.ports(s, word, list, invert)
-			} else {
-				j.unknown("")
-			}
-		case "--ctstate", "--state":
-			j.inState(states(argument), invert)
-		case "--ctorigdst":
-			to, err := netip.ParsePrefix(argument)
-			if addr, single := netip.ParseAddr(argument); single == nil {
-				to, err = xtables.Single(addr), nil
-			}
-			if err != nil {
-				j.unknown("")
-				break
-			}
-			j.firstTo(to, invert)
-		case "--ctorigdstport":
-			if list, ok := portRanges(argument); ok && len(list) == 1 {
-				j.firstToPort(list[0], invert)
-			} else {
-				j.unknown("")
-			}
-		case "--dst-type":
-			if argument == "LOCAL" {
-				j.toType(1<<typeLocal, invert)
-			} else {
-				j.unknown("")
-			}
-		case "-j":
-			j.jump(argument)
-			if argument == "NOTRACK" || argument == "CT" && slices.Contains(words[i:], "--notrack") {
-				j.ends = []end{{verdict: notrack}}
-			}
-			if argument == "MARK" || argument == "CONNMARK" && slices.Contains(words[i:], "--restore-mark") {
-				j.forgetMark()
-			}
-			if value, mask, ok := masked(words[len(words)-1]); ok && argument == "MARK" && words[len(words)-2] == "--set-xmark" {
-				j.setMark(value, mask)
-			}
-			return j.result() // What follows belongs to the target.
-		case "-g":
-			j.ends = []end{{"goto", argument}}
-			return j.result()
-		default: // Its arguments, if any, don't begin with a dash.
-			j.unknown("")
 		}
-		invert = false
-		for i+1 < len(words) && words[i+1] != "!" && !strings.HasPrefix(words[i+1], "-") {
-			i++
+		n := 1 // It and its arguments, which don't begin with a dash, but for a comment's text.
+		for n < len(words) && (option == "--comment" && n == 1 || words[n] != "!" && !strings.HasPrefix(words[n], "-")) {
+			n++
 		}
+		if (option == "-j" || option == "-g") && n > 1 { // All that follows belongs to the target.
+			j.target(option, words[1:])
+			break
+		}
+		j.option(option, append(words[1:n:n], "", "")) // So that two are there.
+		j.invert, words = false, words[n:]
 	}
 	return j.result()
+}
+
+// textJudgement is a judgement of a rule as iptables-save prints it.
+type textJudgement struct {
+	judgement
+	sets *sets
+	// invert says that a "!" stands before the option, and module is the match of which it is.
+	invert bool
+	module string
+}
+
+// option judges an option by its arguments.
+func (j *textJudgement) option(option string, arguments []string) {
+	argument := arguments[0]
+	switch option {
+	case "--comment":
+	case "-m":
+		j.module = argument
+	case "--tcp-flags":
+		j.inFlags(tcpFlags(argument), tcpFlags(arguments[1]), j.invert)
+	case "--match-set":
+		var sources []bool
+		for _, part := range strings.Split(arguments[1], ",") {
+			sources = append(sources, part == "src")
+		}
+		j.inSet(j.sets, argument, sources, j.invert)
+	case "--mark":
+		if value, mask, err := restore.ParseMark(argument); err == nil && j.module == "mark" {
+			j.inMark(value, mask, j.invert)
+		} else {
+			j.unknown(j.module + " " + not(j.invert) + argument)
+		}
+	case "-p":
+		j.holds((argument == protocolName(j.packet.protocol)) != j.invert, "meta l4proto "+not(j.invert)+argument)
+	case "-s", "-d", "--ctorigdst":
+		j.within(option, argument)
+	case "-i", "-o":
+		j.device(option, map[string]string{"-i": j.packet.in, "-o": j.packet.out}[option], argument, j.invert)
+	case "--dport", "--dports", "--sport", "--sports", "--ctorigdstport":
+		j.ofPorts(option, argument)
+	case "--ctstate", "--state":
+		j.inState(states(argument), j.invert)
+	case "--dst-type":
+		if argument != "LOCAL" {
+			j.unknown("")
+			return
+		}
+		j.toType(1<<typeLocal, j.invert)
+	default:
+		j.unknown("")
+	}
+}
+
+// within judges an option for a range of addresses, or a single one.
+func (j *textJudgement) within(option, text string) {
+	to, err := netip.ParsePrefix(text)
+	if addr, single := netip.ParseAddr(text); single == nil {
+		to, err = xtables.Single(addr), nil
+	}
+	switch {
+	case err != nil:
+		j.unknown("")
+	case option == "-s":
+		j.addresses(j.packet.src, "saddr", to, j.invert)
+	case option == "-d":
+		j.addresses(j.packet.dst, "daddr", to, j.invert)
+	default:
+		j.firstTo(to, j.invert)
+	}
+}
+
+// ofPorts judges an option for ports.
+func (j *textJudgement) ofPorts(option, text string) {
+	list, ok := portRanges(text)
+	switch {
+	case !ok, option == "--ctorigdstport" && len(list) != 1:
+		j.unknown("")
+	case option == "--ctorigdstport":
+		j.firstToPort(list[0], j.invert)
+	case strings.HasPrefix(option, "--s"):
+		j.ports(j.packet.src, "sport", list, j.invert)
+	default:
+		j.ports(j.packet.dst, "dport", list, j.invert)
+	}
+}
+
+// target judges what -j or -g has behind it.
+func (j *textJudgement) target(option string, words []string) {
+	if option == "-g" {
+		j.ends = []end{{"goto", words[0]}}
+		return
+	}
+	name, options := words[0], words[1:]
+	j.jump(name)
+	switch {
+	case name == "NOTRACK", name == "CT" && slices.Contains(options, "--notrack"):
+		j.ends = []end{{verdict: notrack}}
+	case name == "CONNMARK" && slices.Contains(options, "--restore-mark"):
+		j.forgetMark()
+	case name == "MARK":
+		j.forgetMark()
+		if len(options) == 2 && options[0] == "--set-xmark" {
+			if value, mask, err := restore.ParseMark(options[1]); err == nil {
+				j.setMark(value, mask)
+			}
+		}
+	}
 }
 
 // device adds that the packet comes or leaves by an interface of a name, or of one that begins with what is before a "+".
@@ -241,37 +266,6 @@ func (j *judgement) jump(target string) {
 	}
 }
 
-// split splits a rule into words, of which those with blanks are in quotes.
-func split(text string) []string {
-	var out []string
-	var word strings.Builder
-	quoted, escaped, begun := false, false, false
-	for _, c := range text {
-		switch {
-		case escaped:
-			word.WriteRune(c)
-			escaped = false
-		case c == '\\':
-			escaped = true
-		case c == '"':
-			quoted, begun = !quoted, true
-		case c == ' ' && !quoted:
-			if begun {
-				out = append(out, word.String())
-			}
-			word.Reset()
-			begun = false
-		default:
-			word.WriteRune(c)
-			begun = true
-		}
-	}
-	if begun {
-		out = append(out, word.String())
-	}
-	return out
-}
-
 // portRanges reads such as 80,443,8000:8100.
 func portRanges(text string) ([]portRange, bool) {
 	var out []portRange
@@ -298,17 +292,6 @@ func tcpFlags(text string) (out byte) {
 		}
 	}
 	return out
-}
-
-// masked reads such as 0x1/0xff.
-func masked(text string) (value, mask uint32, ok bool) {
-	first, last, is := strings.Cut(text, "/")
-	if !is {
-		last = "0xffffffff"
-	}
-	a, errA := strconv.ParseUint(first, 0, 32)
-	b, errB := strconv.ParseUint(last, 0, 32)
-	return uint32(a), uint32(b), errA == nil && errB == nil
 }
 
 // states reads such as RELATED,ESTABLISHED.

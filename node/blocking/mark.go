@@ -81,18 +81,22 @@ func paths(hook string) []bool {
 	return []bool{false}
 }
 
+// at is the mark of packets as far as they have been followed.
+func (s *search) at(id marked) mark {
+	if m, is := s.marks[id]; is {
+		return m
+	}
+	if m, is := s.marks[marked{id.key, id.answer, id.local, ""}]; is {
+		return m
+	}
+	return unmarked
+}
+
 // begin is the mark with which a packet comes to a base chain.
 func (s *search) begin(p *packet, hook string) mark {
 	var out marks
 	for _, local := range paths(hook) {
-		m, is := s.marks[marked{p.key, p.answer, local, p.in}]
-		if !is {
-			m, is = s.marks[marked{p.key, p.answer, local, ""}]
-		}
-		if !is {
-			m = unmarked
-		}
-		out.add(m)
+		out.add(s.at(marked{p.key, p.answer, local, p.in}))
 	}
 	if p.dnat != no || s.node.IPVS { // This program's own rules may have marked it.
 		return out.forget(s.node.Mark)

@@ -141,7 +141,7 @@ func addrtypeExtension(p *parser) extension {
 
 func markExtension(p *parser) extension {
 	return extension{options: map[string]option{"--mark": one(func(text string, not bool) error {
-		value, mask, err := parseMark(text)
+		value, mask, err := ParseMark(text)
 		p.when(not, func(pkt *packetsim.Packet) bool { return pkt.Mark&mask == value })
 		return err
 	})}}

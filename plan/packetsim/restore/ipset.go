@@ -24,7 +24,7 @@ func Sets(m *packetsim.Machine, text string) error {
 }
 
 func setCommand(m *packetsim.Machine, line string) error {
-	words, err := split(line)
+	words, err := Words(line)
 	if err != nil {
 		return err
 	}
@@ -199,7 +199,7 @@ func (s setText) add(words []string, exist bool) error {
 				return errors.New("the set was created without skbinfo")
 			}
 			if name == "skbmark" {
-				e.Mark, e.Mask, err = parseMark(value)
+				e.Mark, e.Mask, err = ParseMark(value)
 			}
 		default:
 			return fmt.Errorf("the simulator does not know option %s of an entry", name)

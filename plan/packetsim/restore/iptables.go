@@ -121,7 +121,7 @@ func setPolicy(c *packetsim.Chain, policy string) error {
 
 // command reads a line as iptables itself takes it, perhaps behind counters.
 func (t *transaction) command(o origin) error {
-	words, err := split(o.text)
+	words, err := Words(o.text)
 	if err != nil {
 		return err
 	}

@@ -37,7 +37,7 @@ func Lazy(f plan.Family, tables []string, chain func(table, name string) ([]stri
 func appendRules(m *packetsim.Machine, table string, c *packetsim.Chain, rules []string) error {
 	for _, text := range rules {
 		o := origin{text: "-A " + c.Name + " " + text}
-		words, err := split(text)
+		words, err := Words(text)
 		if err != nil {
 			return fmt.Errorf("%s: %w", o, err)
 		}

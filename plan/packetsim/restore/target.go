@@ -198,7 +198,7 @@ func (p *parser) setMark(options []string) error {
 	if len(options) != 2 {
 		return errors.New("it takes one option with one value")
 	}
-	value, mask, err := parseMark(options[1])
+	value, mask, err := ParseMark(options[1])
 	if err != nil {
 		return err
 	}

@@ -41,9 +41,9 @@ func eachLine(m *packetsim.Machine, what, text string, read func(origin) error) 
 	return nil
 }
 
-// split divides a line into words as iptables-restore does: at white space, except within double quotes, in which a
-// backslash takes the next character as it is.
-func split(line string) ([]string, error) {
+// Words divides a line into words as iptables-restore does: at white space, except within double quotes, in which a
+// backslash takes the next character as it is. It returns an error if a quotation does not end.
+func Words(line string) ([]string, error) {
 	var words []string
 	var word strings.Builder
 	inWord, quoted, escaped := false, false, false
@@ -122,8 +122,8 @@ func parsePorts(text string) (plan.PortRange, error) {
 	return plan.PortRange{First: uint16(lo), Last: uint16(hi)}, nil
 }
 
-// parseMark reads "value" or "value/mask", in any base that C knows.
-func parseMark(text string) (value, mask uint32, err error) {
+// ParseMark reads "value" or "value/mask", in any base that C knows; without a mask, it has all bits.
+func ParseMark(text string) (value, mask uint32, err error) {
 	left, right, hasMask := strings.Cut(text, "/")
 	if !hasMask {
 		right = "0xffffffff"
