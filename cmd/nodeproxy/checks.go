@@ -30,33 +30,7 @@ func (d *daemon) reality() *inspect.Reality {
 		flows, most, err := conntrack.Tracked(d.cfg.SysctlDir)
 		return inspect.TrackedFlows{Flows: flows, Most: most}, err
 	}
-	r.Blocking = func(ctx context.Context, ports []*plan.ServicePort) ([]inspect.Blocking, error) {
-		local, err := localAddresses()
-		if err != nil {
-			return nil, err
-		}
-		node := blocking.Node{
-			Local: local, IPVS: d.cfg.Mode == ipvsMode.name, Uplink: endpoints.Uplink(), By: endpoints.By(), Mark: 1 << d.cfg.MasqueradeBit, Variant: d.backend.variant,
-		}
-		if node.IPVS { // It marks what is for virtual servers of many addresses.
-			node.Mark = ^uint32(0)
-		}
-		tunnels, err := endpoints.Tunnels(ports)
-		if err != nil {
-			return nil, err
-		}
-		for _, t := range tunnels {
-			node.Tunnels = append(node.Tunnels, blocking.Tunnel(t))
-		}
-		d.podsHere(&node)
-		found, err := blocking.Find(ctx, ports, node)
-		var out []inspect.Blocking
-		for _, f := range found {
-			out = append(out, inspect.Blocking{Rule: f.Text, Place: f.Place(), What: f.What, Answers: f.Answers, Certain: f.Certain,
-				Untracked: f.Untracked, Unmasqueraded: f.Unmasqueraded, Diverted: f.Diverted, Policy: f.Policy})
-		}
-		return out, err
-	}
+	r.Blocking, r.Ways, r.Reverse = d.blocking, d.ways, d.reversePath
 	r.Endpoints = func(ctx context.Context, ports []*plan.ServicePort) ([]inspect.Listening, error) {
 		found, err := endpoints.Look(ctx, ports)
 		var out []inspect.Listening
@@ -64,42 +38,6 @@ func (d *daemon) reality() *inspect.Reality {
 			out = append(out, inspect.Listening(l))
 		}
 		return out, err
-	}
-	r.Reverse = func(ctx context.Context, list []netip.Addr) (*inspect.Reverse, error) {
-		found, err := endpoints.LookBack(ctx, d.cfg.SysctlDir, list)
-		if err != nil {
-			return nil, err
-		}
-		out := &inspect.Reverse{Strict: found.Strict, Drops: found.Drops, Known: found.Known}
-		for _, f := range found.Filtered {
-			out.Filtered = append(out.Filtered, inspect.Filtered(f))
-		}
-		return out, nil
-	}
-	r.Ways = func(ctx context.Context, to inspect.Places) (*inspect.Ways, error) {
-		var from []endpoints.Origin
-		outside, known := endpoints.Outside()
-		if known {
-			masqueraded := outside
-			masqueraded.Mark = 1 << d.cfg.MasqueradeBit
-			from = append(from, outside, masqueraded)
-		}
-		node := blocking.Node{By: endpoints.By()}
-		if pod := d.podsHere(&node); pod.IsValid() {
-			from = append(from, endpoints.Origin{Name: "Pods of this node", By: node.PodsBy, Addr: pod})
-		}
-		found, err := endpoints.LookOut(ctx, d.cfg.SysctlDir, endpoints.Places(to), from)
-		if err != nil {
-			return nil, err
-		}
-		out := &inspect.Ways{
-			Unreached: found.Unreached, Cut: found.Cut, NotForwarded: found.NotForwarded, Silent: found.Silent, Near: found.Near, Bridged: found.Bridged,
-			NotForwardedBy: found.NotForwardedBy, NoHairpin: found.NoHairpin, Unclaimed: found.Unclaimed,
-		}
-		for _, r := range found.Unrouted {
-			out.Unrouted = append(out.Unrouted, inspect.Unrouted{Addr: r.Addr, From: r.From.Addr, Name: r.From.Name, By: r.From.By, Why: r.Why, Mark: r.From.Mark, Outside: r.From.Name == outside.Name})
-		}
-		return out, nil
 	}
 	r.Detour = endpoints.Detour
 	if verify := d.backend.verify; verify != nil {
@@ -128,6 +66,75 @@ func (d *daemon) reality() *inspect.Reality {
 		r.Watches = api.Watches
 	}
 	return r
+}
+
+// blocking is Reality.Blocking.
+func (d *daemon) blocking(ctx context.Context, ports []*plan.ServicePort) ([]inspect.Blocking, error) {
+	local, err := localAddresses()
+	if err != nil {
+		return nil, err
+	}
+	node := blocking.Node{
+		Local: local, IPVS: d.cfg.Mode == ipvsMode.name, Uplink: endpoints.Uplink(), By: endpoints.By(), Mark: 1 << d.cfg.MasqueradeBit, Variant: d.backend.variant,
+	}
+	if node.IPVS { // It marks what is for virtual servers of many addresses.
+		node.Mark = ^uint32(0)
+	}
+	tunnels, err := endpoints.Tunnels(ports)
+	if err != nil {
+		return nil, err
+	}
+	for _, t := range tunnels {
+		node.Tunnels = append(node.Tunnels, blocking.Tunnel(t))
+	}
+	d.podsHere(&node)
+	found, err := blocking.Find(ctx, ports, node)
+	var out []inspect.Blocking
+	for _, f := range found {
+		out = append(out, inspect.Blocking{Rule: f.Text, Place: f.Place(), What: f.What, Answers: f.Answers, Certain: f.Certain,
+			Untracked: f.Untracked, Unmasqueraded: f.Unmasqueraded, Diverted: f.Diverted, Policy: f.Policy})
+	}
+	return out, err
+}
+
+// ways is Reality.Ways.
+func (d *daemon) ways(ctx context.Context, to inspect.Places) (*inspect.Ways, error) {
+	var from []endpoints.Origin
+	outside, known := endpoints.Outside()
+	if known {
+		masqueraded := outside
+		masqueraded.Mark = 1 << d.cfg.MasqueradeBit
+		from = append(from, outside, masqueraded)
+	}
+	node := blocking.Node{By: endpoints.By()}
+	if pod := d.podsHere(&node); pod.IsValid() {
+		from = append(from, endpoints.Origin{Name: "Pods of this node", By: node.PodsBy, Addr: pod})
+	}
+	found, err := endpoints.LookOut(ctx, d.cfg.SysctlDir, endpoints.Places(to), from)
+	if err != nil {
+		return nil, err
+	}
+	out := &inspect.Ways{
+		Unreached: found.Unreached, Cut: found.Cut, NotForwarded: found.NotForwarded, Silent: found.Silent, Near: found.Near, Bridged: found.Bridged,
+		NotForwardedBy: found.NotForwardedBy, NoHairpin: found.NoHairpin, Unclaimed: found.Unclaimed,
+	}
+	for _, r := range found.Unrouted {
+		out.Unrouted = append(out.Unrouted, inspect.Unrouted{Addr: r.Addr, From: r.From.Addr, Name: r.From.Name, By: r.From.By, Why: r.Why, Mark: r.From.Mark, Outside: r.From.Name == outside.Name})
+	}
+	return out, nil
+}
+
+// reversePath is Reality.Reverse.
+func (d *daemon) reversePath(ctx context.Context, list []netip.Addr) (*inspect.Reverse, error) {
+	found, err := endpoints.LookBack(ctx, d.cfg.SysctlDir, list)
+	if err != nil {
+		return nil, err
+	}
+	out := &inspect.Reverse{Strict: found.Strict, Drops: found.Drops, Known: found.Known}
+	for _, f := range found.Filtered {
+		out.Filtered = append(out.Filtered, inspect.Filtered(f))
+	}
+	return out, nil
 }
 
 // podsHere says what packets of this node's Pods are like, where Pods are recognised by their addresses. It returns the address of one whose interface

@@ -64,116 +64,142 @@ func LookOut(ctx context.Context, sysctls string, to Places, from []Origin) (*Wa
 	if err != nil {
 		return nil, err
 	}
-	out := &Ways{Unreached: map[netip.Addr]string{}, Cut: map[netip.Addr]string{}, Silent: map[netip.Addr]string{}, Near: map[netip.Addr]string{}, Bridged: map[netip.Addr]string{},
-		Unclaimed: map[netip.Addr]string{}, NoHairpin: map[netip.Addr]string{}}
-	without := map[int]map[netip.Addr]string{} // by bridge
-	away := map[plan.Family]bool{}
-	var by []string // the interfaces to endpoints of IPv4
 	silent, err := host.Silent(ctx)
 	if err != nil {
 		return nil, err
 	}
-	each := func(list []netip.Addr, without map[netip.Addr]string, routed func(netip.Addr, host.Route, host.Link) error) error {
-		for _, a := range list {
-			if err := ctx.Err(); err != nil {
-				return err
-			}
-			r, err := host.RouteTo(a, host.Way{})
-			var why syscall.Errno
-			switch {
-			case err == nil && !r.Local && len(r.Links) == 1:
-				err = routed(a, r, links[r.Links[0]])
-			case err != nil && errors.As(err, &why):
-				without[a], err = noRoute(why), nil
-			}
-			if err != nil {
-				return err
-			}
-		}
-		return nil
-	}
-	err = each(to.Endpoints, out.Unreached, func(a netip.Addr, r host.Route, l host.Link) error {
-		away[plan.FamilyOf(a)] = true
-		if a.Is4() && !slices.Contains(by, l.Name) {
-			by = append(by, l.Name)
-		}
-		for _, o := range from {
-			said := slices.ContainsFunc(out.Unrouted, func(u Unrouted) bool { return u.Addr == a && u.From.By == o.By }) // without a mark
-			if why := refused(links, a, o); why != "" && !said {
-				out.Unrouted = append(out.Unrouted, Unrouted{a, o, why})
-			}
-		}
-		hop := cmp.Or(r.Via, a)
-		if silent[host.Neighbour{Link: l.Index, Addr: hop}] {
-			out.Silent[a] = fmt.Sprintf("%s at %s", hop, l.Name)
-			if hop == a {
-				out.Near[a] = l.Name
-			}
-		}
-		if l.Kind != "bridge" || hop != a {
-			return nil
-		}
-		if !bridgeFiltered(sysctls, l.Name, plan.FamilyOf(a)) {
-			out.Bridged[a] = l.Name
-			return nil
-		}
-		if without[l.Index] == nil {
-			var err error
-			if without[l.Index], err = host.WithoutHairpin(l.Index); err != nil {
-				return err
-			}
-		}
-		if port := without[l.Index][a]; port != "" {
-			out.NoHairpin[a] = port
-		}
-		return nil
-	})
-	if err != nil {
+	l := &lookout{sysctls: sysctls, from: from, links: links, silent: silent, without: map[int]map[netip.Addr]string{}, away: map[plan.Family]bool{},
+		ways: &Ways{Unreached: map[netip.Addr]string{}, Cut: map[netip.Addr]string{}, Silent: map[netip.Addr]string{}, Near: map[netip.Addr]string{},
+			Bridged: map[netip.Addr]string{}, Unclaimed: map[netip.Addr]string{}, NoHairpin: map[netip.Addr]string{}}}
+	if err := l.each(ctx, to.Endpoints, l.ways.Unreached, l.endpoint); err != nil {
 		return nil, err
 	}
-	if err := each(to.ClusterIPs, out.Cut, func(netip.Addr, host.Route, host.Link) error { return nil }); err != nil {
+	if err := l.each(ctx, to.ClusterIPs, l.ways.Cut, func(netip.Addr, host.Route, host.Link) error { return nil }); err != nil {
 		return nil, err
 	}
-	err = each(to.ExternalIPs, map[netip.Addr]string{}, func(a netip.Addr, r host.Route, l host.Link) error {
-		if !r.Via.IsValid() && l.Kind != "bridge" && l.Kind != "dummy" {
-			out.Unclaimed[a] = l.Name
-		}
-		return nil
-	})
-	for _, f := range plan.Families {
-		if away[f] && !forwards(sysctls, f) {
-			out.NotForwarded = append(out.NotForwarded, f)
-		}
+	if err := l.each(ctx, to.ExternalIPs, map[netip.Addr]string{}, l.externalIP); err != nil {
+		return nil, err
 	}
-	if !away[plan.IPv4] || slices.Contains(out.NotForwarded, plan.IPv4) {
-		return out, err
-	}
-	for _, o := range from {
-		by = append(by, o.By)
-	}
-	for _, name := range append(by, Uplink()) {
-		text, err := os.ReadFile(filepath.Join(sysctls, "net/ipv4/conf", name, "forwarding"))
-		if name != "" && err == nil && strings.TrimSpace(string(text)) == "0" && !slices.Contains(out.NotForwardedBy, name) {
-			out.NotForwardedBy = append(out.NotForwardedBy, name)
-		}
-	}
-	slices.Sort(out.NotForwardedBy)
-	out.Unrouted = slices.DeleteFunc(out.Unrouted, func(u Unrouted) bool { return slices.Contains(out.NotForwardedBy, u.From.By) })
-	return out, err
+	l.forwarding()
+	return l.ways, nil
 }
 
-// refused says why the kernel has no route to an address for what comes from elsewhere; "" if it has one, or that is not known.
-func refused(links map[int]host.Link, to netip.Addr, o Origin) string {
-	var why syscall.Errno
-	for _, l := range links {
-		if l.Name != o.By || plan.FamilyOf(to) != plan.FamilyOf(o.Addr) || to == o.Addr {
-			continue
+// lookout is one call of LookOut.
+type lookout struct {
+	sysctls string
+	from    []Origin
+	links   map[int]host.Link
+	silent  map[host.Neighbour]bool
+	without map[int]map[netip.Addr]string // the ports without hairpin mode, by bridge
+	away    map[plan.Family]bool          // the families of endpoints elsewhere
+	by      []string                      // the interfaces to those of IPv4
+	ways    *Ways
+}
+
+// each looks for the routes to addresses, and calls routed with those to others by a single interface. It notes in without why there is none.
+func (l *lookout) each(ctx context.Context, list []netip.Addr, without map[netip.Addr]string, routed func(netip.Addr, host.Route, host.Link) error) error {
+	for _, a := range list {
+		if err := ctx.Err(); err != nil {
+			return err
 		}
-		if _, err := host.RouteTo(to, host.Way{From: o.Addr, In: l.Index, Mark: o.Mark}); errors.As(err, &why) && why != unix.EXDEV { // which is of rp_filter
-			return noRoute(why)
+		r, err := host.RouteTo(a, host.Way{})
+		var why syscall.Errno
+		switch {
+		case err == nil && !r.Local && len(r.Links) == 1:
+			err = routed(a, r, l.links[r.Links[0]])
+		case err != nil && errors.As(err, &why):
+			without[a], err = noRoute(why), nil
+		}
+		if err != nil {
+			return err
 		}
 	}
-	return ""
+	return nil
+}
+
+// endpoint looks at the way to an endpoint that is not this node's own.
+func (l *lookout) endpoint(a netip.Addr, r host.Route, link host.Link) error {
+	l.away[plan.FamilyOf(a)] = true
+	if a.Is4() && !slices.Contains(l.by, link.Name) {
+		l.by = append(l.by, link.Name)
+	}
+	l.refused(a)
+	hop := cmp.Or(r.Via, a)
+	if l.silent[host.Neighbour{Link: link.Index, Addr: hop}] {
+		l.ways.Silent[a] = fmt.Sprintf("%s at %s", hop, link.Name)
+		if hop == a {
+			l.ways.Near[a] = link.Name
+		}
+	}
+	if link.Kind != "bridge" || hop != a {
+		return nil
+	}
+	if !bridgeFiltered(l.sysctls, link.Name, plan.FamilyOf(a)) {
+		l.ways.Bridged[a] = link.Name
+		return nil
+	}
+	if l.without[link.Index] == nil {
+		var err error
+		if l.without[link.Index], err = host.WithoutHairpin(link.Index); err != nil {
+			return err
+		}
+	}
+	if port := l.without[link.Index][a]; port != "" {
+		l.ways.NoHairpin[a] = port
+	}
+	return nil
+}
+
+// refused notes the origins for whose packets to an address the kernel has no route; of an interface, the first.
+func (l *lookout) refused(to netip.Addr) {
+	for _, o := range l.from {
+		said := slices.ContainsFunc(l.ways.Unrouted, func(u Unrouted) bool { return u.Addr == to && u.From.By == o.By })
+		if said || plan.FamilyOf(to) != plan.FamilyOf(o.Addr) || to == o.Addr {
+			continue
+		}
+		for _, link := range l.links {
+			var why syscall.Errno
+			if link.Name != o.By {
+				continue
+			}
+			if _, err := host.RouteTo(to, host.Way{From: o.Addr, In: link.Index, Mark: o.Mark}); errors.As(err, &why) && why != unix.EXDEV { // which is of rp_filter
+				l.ways.Unrouted = append(l.ways.Unrouted, Unrouted{to, o, noRoute(why)})
+			}
+		}
+	}
+}
+
+// externalIP looks whether an external IP is in the network of an interface.
+func (l *lookout) externalIP(a netip.Addr, r host.Route, link host.Link) error {
+	if !r.Via.IsValid() && link.Kind != "bridge" && link.Kind != "dummy" {
+		l.ways.Unclaimed[a] = link.Name
+	}
+	return nil
+}
+
+// forwarding looks whether packets are forwarded, from each interface that matters. Where they are not, there is no route for them either.
+func (l *lookout) forwarding() {
+	for _, f := range plan.Families {
+		if l.away[f] && !forwards(l.sysctls, f) {
+			l.ways.NotForwarded = append(l.ways.NotForwarded, f)
+			l.ways.Unrouted = slices.DeleteFunc(l.ways.Unrouted, func(u Unrouted) bool { return plan.FamilyOf(u.Addr) == f })
+		}
+	}
+	if !l.away[plan.IPv4] || slices.Contains(l.ways.NotForwarded, plan.IPv4) {
+		return
+	}
+	names := append(l.by, Uplink())
+	for _, o := range l.from {
+		names = append(names, o.By)
+	}
+	for _, name := range names {
+		text, err := os.ReadFile(filepath.Join(l.sysctls, "net/ipv4/conf", name, "forwarding"))
+		if name != "" && err == nil && strings.TrimSpace(string(text)) == "0" && !slices.Contains(l.ways.NotForwardedBy, name) {
+			l.ways.NotForwardedBy = append(l.ways.NotForwardedBy, name)
+		}
+	}
+	slices.Sort(l.ways.NotForwardedBy)
+	l.ways.Unrouted = slices.DeleteFunc(l.ways.Unrouted, func(u Unrouted) bool { return slices.Contains(l.ways.NotForwardedBy, u.From.By) })
 }
 
 // bridgeFiltered reports whether packets from one port of a bridge to another pass the rules of a family, so that their addresses are translated

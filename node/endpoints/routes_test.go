@@ -200,12 +200,14 @@ func TestUnrouted(t *testing.T) {
 	if !reflect.DeepEqual(found.Unrouted, want) || len(found.Unreached) > 0 {
 		t.Errorf("%+v and %+v, want %+v", found.Unrouted, found.Unreached, want)
 	}
-	if err := os.WriteFile("/proc/sys/net/ipv4/conf/pod1/forwarding", []byte("0"), 0); err != nil {
-		t.Fatal(err)
-	}
-	found, err = LookOut(t.Context(), "/proc/sys", Places{Endpoints: []netip.Addr{at("10.244.2.5")}}, []Origin{outside, pod})
-	if err != nil || len(found.Unrouted) > 0 {
-		t.Errorf("of what is not forwarded, nothing else is said: %+v, %v", found, err)
+	for _, setting := range []string{"conf/pod1/forwarding", "ip_forward"} {
+		if err := os.WriteFile(filepath.Join("/proc/sys/net/ipv4", setting), []byte("0"), 0); err != nil {
+			t.Fatal(err)
+		}
+		found, err = LookOut(t.Context(), "/proc/sys", Places{Endpoints: []netip.Addr{at("10.244.2.5")}}, []Origin{outside, pod})
+		if err != nil || len(found.Unrouted) > 0 || len(found.NotForwarded)+len(found.NotForwardedBy) == 0 {
+			t.Errorf("%s is 0: of what is not forwarded, nothing else is said: %+v, %v", setting, found, err)
+		}
 	}
 }
 
