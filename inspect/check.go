@@ -7,6 +7,7 @@ import (
 	"maps"
 	"net/netip"
 	"slices"
+	"strings"
 	"sync"
 	"time"
 
@@ -35,8 +36,10 @@ type Reality struct {
 	Tracked func() (TrackedFlows, error)
 	// Listeners returns the conflicts of all Services with programs that listen on the node.
 	Listeners func() []source.Finding
-	// Blocking returns rules of other programs that may keep packets from the ServicePorts, in words.
-	Blocking func(ctx context.Context, ports []*plan.ServicePort) ([]Blocking, error)
+	// Blocking returns rules of other programs that may keep packets from the ServicePorts, in words; within says whether those in Pods were looked at.
+	Blocking func(ctx context.Context, ports []*plan.ServicePort) (list []Blocking, within bool, err error)
+	// Settings returns what nodeproxy had set in the kernel, and something has set otherwise, with what does not work then.
+	Settings func() []Setting
 	// Endpoints returns what is known of listeners at the endpoints of ServicePorts that are on this node; nothing of those where that can't be known.
 	Endpoints func(ctx context.Context, ports []*plan.ServicePort) ([]Listening, error)
 	// Reverse returns what the kernel does with the answers of endpoints for the interfaces by which they come.
@@ -54,6 +57,13 @@ type Changed struct {
 	What string
 	// Repaired is false as long as it could not be written again.
 	Repaired bool
+}
+
+// Setting is a setting of the kernel that is not as nodeproxy had set it.
+type Setting struct {
+	Name, Value, Want string
+	// Effect is what fails.
+	Effect string
 }
 
 // Flows are connections to an endpoint.
@@ -85,6 +95,17 @@ type Ways struct {
 	NoHairpin map[netip.Addr]string
 	// Unclaimed are the external IPs in the network of an interface that are not this node's, with its name.
 	Unclaimed map[netip.Addr]string
+	// Fixed are the endpoints elsewhere whose next hop has an entry among this node's neighbours that somebody has made, so that nobody is asked for it.
+	Fixed map[netip.Addr]string
+	// ByDefault are the endpoints to which the default route leads, with its next hop.
+	ByDefault map[netip.Addr]string
+	// Astray are the endpoints whose answers to clients outside leave by another interface than that of the default route, with its name.
+	Astray map[netip.Addr]string
+	// Uplink is the interface of the default route, and Marked says that rules for routing choose packets by their mark, which may have answers go back there.
+	Uplink string
+	Marked bool
+	// Shut are the endpoints for which IPsec drops packets, or whose answers it drops, with the policy.
+	Shut map[netip.Addr]string
 	// Unrouted are endpoints to which this node has a route, but for what comes from elsewhere there is none.
 	Unrouted []Unrouted
 }
@@ -116,6 +137,9 @@ type Blocking struct {
 	Unmasqueraded, Diverted bool
 	// Policy is true if no rule drops it but the policy of the chain that is Place.
 	Policy bool
+	// Inside says that the rule is in the network namespace of the endpoint, and To is the port to which it diverts what comes; 0 if that is not known.
+	Inside bool
+	To     uint16
 }
 
 // Listening is what is known of the listeners at an endpoint on this node.
@@ -132,6 +156,11 @@ type Listening struct {
 	Waiting uint32
 	// Other is another protocol at whose port of this number something listens, where nothing does by this one; "" if there is none.
 	Other plan.Protocol
+	// Several says that more than one Pod on this node has the address, and nothing else is known.
+	Several bool
+	// Wrong is the address in its network that an entry of this node's neighbours has for the endpoint (permanent), though no interface of the Pod
+	// has it; "" where that is not so.
+	Wrong string
 }
 
 // Filtered is an endpoint whose answers the kernel drops.
@@ -197,6 +226,11 @@ const (
 	NotForwarded     = "NotForwarded"     // this node does not forward packets
 	Untracked        = "Untracked"        // another program's rule keeps the traffic from being tracked
 	TrackingFull     = "TrackingFull"     // the kernel tracks as many connections as it may, or nearly
+	SharedAddress    = "SharedAddress"    // several Pods have the address of an endpoint
+	WrongNeighbour   = "WrongNeighbour"   // an entry that somebody has made says where an endpoint or its next hop is
+	AnswersAstray    = "AnswersAstray"    // the answers to clients outside leave by another way
+	ShutByIPsec      = "ShutByIPsec"      // a policy of IPsec has packets dropped
+	SettingChanged   = "SettingChanged"   // something has changed a setting of the kernel that nodeproxy had set
 )
 
 // checkTime bounds the time of all checks of one explanation.
@@ -221,7 +255,7 @@ func (n *Node) Check(ctx context.Context, e *Explanation) {
 	})
 	c := &checks{reality: n.Reality, svc: svc, ports: ports, frontends: frontends, masqueradeAll: masqueradeAll, now: time.Now()}
 	all := []func(*checks, context.Context){(*checks).kernel, (*checks).traffic, (*checks).flows, (*checks).tracked, (*checks).listeners, (*checks).blocking,
-		(*checks).endpoints, (*checks).ways, (*checks).reverse, (*checks).watches}
+		(*checks).endpoints, (*checks).ways, (*checks).reverse, (*checks).settings, (*checks).watches}
 	each := make([]checks, len(all))
 	var wg sync.WaitGroup
 	for i, check := range all {
@@ -239,13 +273,20 @@ func (n *Node) Check(ctx context.Context, e *Explanation) {
 	if slices.ContainsFunc(e.Diagnoses, func(d Diagnosis) bool { return d.Severity == problem && causes[d.Code] }) { // It says why.
 		e.Diagnoses = slices.DeleteFunc(e.Diagnoses, func(d Diagnosis) bool { return d.Code == Unanswered })
 	}
+	if slices.ContainsFunc(e.Diagnoses, func(d Diagnosis) bool { return d.Severity == problem && d.Code == Unanswered }) {
+		for _, one := range each {
+			if one.suspect != nil {
+				e.Diagnoses = append(e.Diagnoses, *one.suspect)
+			}
+		}
+	}
 	slices.SortStableFunc(e.Diagnoses, func(a, b Diagnosis) int { return -cmp.Compare(a.Severity, b.Severity) })
 }
 
 // causes are the codes of what has connections without an answer.
 var causes = map[string]bool{
 	DroppedByOthers: true, Untracked: true, Unmasqueraded: true, Diverted: true, NoRoute: true, NoNeighbour: true, NotForwarded: true, Bridged: true,
-	AnswersFiltered: true, EndpointStuck: true, EndpointIsService: true, PodGone: true,
+	AnswersFiltered: true, EndpointStuck: true, EndpointIsService: true, PodGone: true, SharedAddress: true, WrongNeighbour: true, AnswersAstray: true, ShutByIPsec: true,
 }
 
 // checks collects what is found about one Service.
@@ -260,6 +301,8 @@ type checks struct {
 	now           time.Time
 	list          []Check
 	diagnoses     []Diagnosis
+	// suspect is said where connections have no answer and nothing else says why.
+	suspect *Diagnosis
 }
 
 // survive must be deferred: a check reads what other programs have written, and a fault in that must not end the proxy.
@@ -524,13 +567,17 @@ func (c *checks) blocking(ctx context.Context) {
 		return
 	}
 	const name = "rules of other programs"
-	list, err := c.reality.Blocking(ctx, c.ports)
+	list, within, err := c.reality.Blocking(ctx, c.ports)
 	if err != nil {
 		c.found(name, unknown, "%v", err)
 		return
 	}
 	if len(list) == 0 {
-		c.found(name, ok, "none that drops what is for the Service or its answers, or keeps it from being tracked, was found in nftables or iptables; tc, eBPF, the rules of bridges and those in Pods are not looked at")
+		not := "tc, eBPF, ebtables and the rules in Pods"
+		if within {
+			not = "tc, eBPF and ebtables"
+		}
+		c.found(name, ok, "none that drops what is for the Service or its answers, or keeps it from being tracked, was found in nftables or iptables; %s are not looked at", not)
 		return
 	}
 	for _, b := range list {
@@ -538,12 +585,28 @@ func (c *checks) blocking(ctx context.Context) {
 		if b.Certain {
 			severity, drops = problem, "drops"
 		}
+		if strings.HasSuffix(b.Rule, "reject") {
+			drops = map[bool]string{true: "rejects", false: "may reject"}[b.Certain]
+		}
 		traffic := "what is for " + b.What
 		if b.Answers {
 			traffic = "the answers of " + b.What
 		}
-		c.found(name, severity, "%s: %s", b.Place, b.Rule)
 		whose, admit := "another program", "let its owner admit this traffic"
+		if b.Inside {
+			b.Place += ", in the network namespace of its Pod"
+			whose, admit = "the Pod itself", "see what has put it there: nsenter -t PID -n nft list ruleset, with the PID of a process of the Pod"
+		}
+		c.found(name, severity, "%s: %s", b.Place, b.Rule)
+		if b.Inside && b.Diverted {
+			where := "somewhere else"
+			if b.To != 0 {
+				where = fmt.Sprintf("to port %d, where nothing listens", b.To)
+			}
+			c.diagnose(severity, Diverted, "see whether the sidecar that belongs to it runs, as one of a service mesh, or remove the rule",
+				"A rule in the Pod sends what comes for %s %s: \"%s\" in %s.", b.What, where, b.Rule, b.Place)
+			continue
+		}
 		if o, known := ownerAt(b.Place); known {
 			whose, admit = o.name, o.admit
 		}
@@ -599,6 +662,10 @@ func (c *checks) endpoints(ctx context.Context) {
 	if len(list) == 0 { // None is on this node, or nothing can be known of it.
 		return
 	}
+	shared := c.shared(list)
+	if list = slices.DeleteFunc(list, func(l Listening) bool { return l.Several }); len(list) == 0 || shared {
+		return
+	}
 	var refusing []Listening
 	for _, l := range list {
 		if _, is := c.frontends[l.Addr]; !l.Listens && !is {
@@ -629,6 +696,42 @@ func (c *checks) endpoints(ctx context.Context) {
 		}
 	}
 	c.found(name, severity, "nothing listens at %d of %d that are known on this node", n, len(list))
+}
+
+// shared is about addresses that several Pods have, and those that this node has a wrong entry for. It reports whether there are any.
+func (c *checks) shared(list []Listening) (any bool) {
+	const name = "listeners at endpoints"
+	said := map[netip.Addr]bool{}
+	for _, l := range list {
+		a := l.Addr.Addr()
+		if !l.Several && l.Wrong == "" || said[a] {
+			continue
+		}
+		any, said[a] = true, true
+		if l.Several {
+			c.found(name, problem, "several Pods have the address %s", a)
+			c.diagnose(problem, SharedAddress, "see what gives addresses to Pods on this node (the network plugin's IPAM), and delete the Pods that have this one: kubectl get pods -A -o wide | grep -w "+a.String(),
+				"More than one Pod on this node has the address of endpoint %s, and connections go to one or the other.", l.Addr)
+			continue
+		}
+		c.found(name, problem, "%s is not at %s", a, l.Wrong)
+		c.diagnose(problem, WrongNeighbour, "delete the entry, which somebody has made (permanent), and see who: ip neigh show to "+a.String(),
+			"This node sends what is for endpoint %s to %s, by an entry of its neighbours that is permanent, but no interface of the Pod has that address, and connections that go there fail.", l.Addr, l.Wrong)
+	}
+	return any
+}
+
+// settings is about settings of the kernel that something has changed.
+func (c *checks) settings(context.Context) {
+	if c.reality.Settings == nil || !slices.ContainsFunc(c.ports, func(sp *plan.ServicePort) bool {
+		return slices.ContainsFunc(sp.Frontends, func(f plan.Frontend) bool { return f.Kind == plan.NodePort })
+	}) {
+		return
+	}
+	for _, s := range c.reality.Settings() {
+		c.found("settings of the kernel", note, "%s is %s", s.Name, s.Value)
+		c.diagnose(note, SettingChanged, fmt.Sprintf("set it to %s again, or restart nodeproxy, and see what has changed it", s.Want), "%s is %s, although nodeproxy had set it to %s: %s.", s.Name, s.Value, s.Want, s.Effect)
+	}
 }
 
 // stuck is about endpoints whose programs listen and do not take what comes. It returns how many there are.
@@ -775,6 +878,8 @@ func (c *checks) ways(ctx context.Context) {
 		c.diagnose(problem, NoNeighbour, "see where the Pods are, whether two nodes have the same range (spec.podCIDR), and whether those nodes run: ip neigh show; ip route get "+addrs[0].String(),
 			"Nobody in the network of this node answers for the next hop to %d of %s (ARP or neighbour discovery), and connections that go there fail: %s.", n, of, some(list))
 	}
+	c.shut(w.Shut)
+	c.misled(w)
 	if len(w.Cut) > 0 {
 		addrs, list := listed(w.Cut, "%s (%s)")
 		c.found("route to the cluster IP", problem, "none: %s", some(list))
@@ -791,6 +896,55 @@ func (c *checks) ways(ctx context.Context) {
 		_, list := listed(w.Unclaimed, "%s (%s)")
 		c.diagnose(note, Unclaimed, "give it to a node, or have something announce it or route it to one",
 			"External IP in the network of an interface, but no address of this node: %s. nodeproxy announces none, so that clients of that network get there only if another node or program answers for it.", some(list))
+	}
+}
+
+// shut is about endpoints for which IPsec lets nothing pass.
+func (c *checks) shut(at map[netip.Addr]string) {
+	if len(at) == 0 {
+		return
+	}
+	_, list := listed(at, "%s (%s)")
+	c.found("policies of IPsec", problem, "packets of %s are dropped", endpointCount(len(at)))
+	c.diagnose(problem, ShutByIPsec, "see what manages IPsec on this node, and whether it has agreed on keys: ip xfrm policy; ip xfrm state",
+		"A policy of IPsec has the kernel drop packets for endpoints, or their answers, and those connections fail: %s.", some(list))
+}
+
+// misled is about endpoints whose packets or answers take a way that is very likely a wrong one.
+func (c *checks) misled(w *Ways) {
+	local, outside := map[netip.Addr]bool{}, false
+	for _, sp := range c.ports {
+		outside = outside || sp.HasExternal()
+		for _, ep := range sp.All() {
+			local[ep.Addr.Addr()] = ep.Local
+		}
+	}
+	here := map[netip.Addr]string{}
+	for a, hop := range w.ByDefault {
+		if local[a] {
+			here[a] = hop
+		}
+	}
+	if len(here) > 0 {
+		addrs, list := listed(here, "%s (via %s)")
+		c.found("routes to endpoints", problem, "the default route leads to %s of this node", endpointCount(len(here)))
+		c.diagnose(problem, NoRoute, "see whether the network plugin's interface and its address are still there: ip addr; ip route get "+addrs[0].String(),
+			"Endpoints are Pods of this node, but the node has no route to them but the default one, by which packets leave it, and connections that go there fail: %s.", some(list))
+	}
+	if len(w.Fixed) > 0 {
+		addrs, list := listed(w.Fixed, "%s (by %s)")
+		c.diagnose(note, WrongNeighbour, "compare it with that node's interface, and delete it if nothing needs it: ip neigh show; ip route get "+addrs[0].String(),
+			"Somebody has made an entry of this node's neighbours (permanent) for the next hop to endpoints, so that the kernel asks nobody where it is; if that is not right any more, connections that go there fail: %s.", some(list))
+	}
+	if len(w.Astray) > 0 && outside {
+		severity := problem
+		if w.Marked {
+			severity = note
+		}
+		addrs, list := listed(w.Astray, "%s (by %s)")
+		c.found("routes of answers", severity, "those to clients outside leave by %s, not by %s", w.Astray[addrs[0]], w.Uplink)
+		c.diagnose(severity, AnswersAstray, fmt.Sprintf("see the rules for routing, and except what comes from endpoints: ip rule; ip route get 198.51.100.7 from %s iif %s", addrs[0], "INTERFACE"),
+			"The answers of endpoints to clients outside leave by another interface than %s, by which these come and to which the default route leads, as a rule for routing has it, and most likely get lost: %s.", w.Uplink, some(list))
 	}
 }
 
@@ -906,6 +1060,9 @@ func (c *checks) reverse(ctx context.Context) {
 		drops = fmt.Sprintf("; %s dropped by it on this node", amount(int64(r.Drops), "packet"))
 		if r.Drops > 0 {
 			result = note
+			c.suspect = &Diagnosis{Severity: note, Code: AnswersFiltered, Do: fmt.Sprintf(toFilter, r.Strict[0]),
+				What: fmt.Sprintf("The kernel has dropped %s on this node since rp_filter is strict at %s: answers that come there although the route back to their source leads elsewhere are dropped.",
+					amount(int64(r.Drops), "packet"), some(r.Strict))}
 		}
 	}
 	if len(r.Filtered) == 0 {

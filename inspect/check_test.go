@@ -35,7 +35,7 @@ func TestCheck(t *testing.T) {
 			check:   "rules in the kernel: problem: 1 of 12 are not as written: table ip nodeproxy of nftables: missing",
 			what:    "The kernel does not hold what was programmed: another program has changed it (table ip nodeproxy of nftables: missing).",
 			problem: true},
-		"a fault in a check": {reality: Reality{Blocking: func(context.Context, []*plan.ServicePort) ([]Blocking, error) {
+		"a fault in a check": {reality: Reality{Blocking: func(context.Context, []*plan.ServicePort) ([]Blocking, bool, error) {
 			panic("an expression of another program")
 		}}, check: "checks: unknown: one of them failed: an expression of another program"},
 		"nothing is known": {reality: Reality{Kernel: func(context.Context, plan.Service) (int, []string, error) {
@@ -124,14 +124,14 @@ func TestCheck(t *testing.T) {
 			check: "routes to endpoints: ok: there is one to each of the 2 endpoints in use",
 			what: "External IP in the network of an interface, but no address of this node: 192.0.2.240 (eth0). nodeproxy announces none, so that clients of that network get there only " +
 				"if another node or program answers for it."},
-		"a rule before masquerading": {reality: Reality{Blocking: func(context.Context, []*plan.ServicePort) ([]Blocking, error) {
-			return []Blocking{{Rule: "ip daddr 10.0.0.0/8 accept", Place: "chain POSTROUTING of table ip nat", What: "endpoint 10.244.1.5:8080 from outside", Certain: true, Unmasqueraded: true}}, nil
+		"a rule before masquerading": {reality: Reality{Blocking: func(context.Context, []*plan.ServicePort) ([]Blocking, bool, error) {
+			return []Blocking{{Rule: "ip daddr 10.0.0.0/8 accept", Place: "chain POSTROUTING of table ip nat", What: "endpoint 10.244.1.5:8080 from outside", Certain: true, Unmasqueraded: true}}, true, nil
 		}},
 			check: "rules of other programs: problem: chain POSTROUTING of table ip nat: ip daddr 10.0.0.0/8 accept",
 			what: `A rule of another program ends the chain before what is for endpoint 10.244.1.5:8080 from outside can be masqueraded: "ip daddr 10.0.0.0/8 accept" in chain POSTROUTING ` +
 				"of table ip nat. Endpoints on other nodes answer past this node, and those connections hang.", problem: true},
-		"a rule that decides first": {reality: Reality{Blocking: func(context.Context, []*plan.ServicePort) ([]Blocking, error) {
-			return []Blocking{{Rule: "tcp dport 30080 translate", Place: "chain PREROUTING of table ip nat", What: "the node port 30080/TCP from pods and other hosts", Certain: true, Diverted: true}}, nil
+		"a rule that decides first": {reality: Reality{Blocking: func(context.Context, []*plan.ServicePort) ([]Blocking, bool, error) {
+			return []Blocking{{Rule: "tcp dport 30080 translate", Place: "chain PREROUTING of table ip nat", What: "the node port 30080/TCP from pods and other hosts", Certain: true, Diverted: true}}, true, nil
 		}},
 			check: "rules of other programs: problem: chain PREROUTING of table ip nat: tcp dport 30080 translate",
 			what: `A rule of another program decides first about the node port 30080/TCP from pods and other hosts, so that it does not get to the endpoints: "tcp dport 30080 translate" ` +
@@ -148,20 +148,60 @@ func TestCheck(t *testing.T) {
 		"no room for connections": {reality: Reality{Tracked: func() (TrackedFlows, error) { return TrackedFlows{1000, 1000}, nil }},
 			check: "connection tracking: problem: the kernel tracks 1000 flows, and no more than 1000",
 			what:  "The kernel may drop new connections of any kind: it tracks 1000 flows, and no more than 1000.", problem: true},
-		"a rule that drops": {reality: Reality{Blocking: func(context.Context, []*plan.ServicePort) ([]Blocking, error) {
-			return []Blocking{{Rule: "ip daddr 10.96.0.8 drop", Place: "chain prerouting of table ip raw", What: "cluster IP 10.96.0.8:80/TCP", Certain: true}}, nil
+		"a rule that drops": {reality: Reality{Blocking: func(context.Context, []*plan.ServicePort) ([]Blocking, bool, error) {
+			return []Blocking{{Rule: "ip daddr 10.96.0.8 drop", Place: "chain prerouting of table ip raw", What: "cluster IP 10.96.0.8:80/TCP", Certain: true}}, true, nil
 		}},
 			check: "rules of other programs: problem: chain prerouting of table ip raw: ip daddr 10.96.0.8 drop",
 			what: `A rule of another program drops what is for cluster IP 10.96.0.8:80/TCP: "ip daddr 10.96.0.8 drop" in chain prerouting of ` +
 				"table ip raw.", problem: true},
-		"a rule that drops answers": {reality: Reality{Blocking: func(context.Context, []*plan.ServicePort) ([]Blocking, error) {
-			return []Blocking{{Rule: "tcp sport 8080 drop", Place: "chain forward of table inet fw", What: "endpoint 10.244.1.5:8080", Answers: true, Certain: true}}, nil
+		"a rule that drops answers": {reality: Reality{Blocking: func(context.Context, []*plan.ServicePort) ([]Blocking, bool, error) {
+			return []Blocking{{Rule: "tcp sport 8080 drop", Place: "chain forward of table inet fw", What: "endpoint 10.244.1.5:8080", Answers: true, Certain: true}}, true, nil
 		}},
 			check: "rules of other programs: problem: chain forward of table inet fw: tcp sport 8080 drop",
 			what: `A rule of another program drops the answers of endpoint 10.244.1.5:8080: "tcp sport 8080 drop" in chain forward of table ` +
 				"inet fw.", problem: true},
-		"a policy that may drop": {reality: Reality{Blocking: func(context.Context, []*plan.ServicePort) ([]Blocking, error) {
-			return []Blocking{{Rule: "policy drop", Place: "chain FORWARD of table ip filter", What: "endpoint 10.244.1.5:8080", Policy: true}}, nil
+		"a rule in a Pod": {reality: Reality{Blocking: func(context.Context, []*plan.ServicePort) ([]Blocking, bool, error) {
+			return []Blocking{{Rule: "REDIRECT", Place: "chain PREROUTING of table ip nat", What: "endpoint 10.244.1.5:8080", Diverted: true, Certain: true, Inside: true, To: 15006}}, true, nil
+		}},
+			check: "rules of other programs: problem: chain PREROUTING of table ip nat, in the network namespace of its Pod: REDIRECT",
+			what: `A rule in the Pod sends what comes for endpoint 10.244.1.5:8080 to port 15006, where nothing listens: "REDIRECT" in chain PREROUTING of table ip nat, ` +
+				"in the network namespace of its Pod.", problem: true},
+		"no rules": {reality: Reality{Blocking: func(context.Context, []*plan.ServicePort) ([]Blocking, bool, error) { return nil, false, nil }},
+			check: "rules of other programs: ok: none that drops what is for the Service or its answers, or keeps it from being tracked, was found in nftables or iptables; " +
+				"tc, eBPF, ebtables and the rules in Pods are not looked at"},
+		"an address that two Pods have": {reality: Reality{Endpoints: func(context.Context, []*plan.ServicePort) ([]Listening, error) {
+			return []Listening{{Addr: endpoint, Protocol: plan.TCP, Pod: true, Several: true}}, nil
+		}},
+			check: "listeners at endpoints: problem: several Pods have the address 10.244.0.8",
+			what:  "More than one Pod on this node has the address of endpoint 10.244.0.8:8080, and connections go to one or the other.", problem: true},
+		"a wrong neighbour": {reality: Reality{Endpoints: func(context.Context, []*plan.ServicePort) ([]Listening, error) {
+			return []Listening{{Addr: endpoint, Protocol: plan.TCP, Pod: true, Listens: true, Wrong: "02:00:00:00:00:01"}}, nil
+		}},
+			check: "listeners at endpoints: problem: 10.244.0.8 is not at 02:00:00:00:00:01",
+			what: "This node sends what is for endpoint 10.244.0.8:8080 to 02:00:00:00:00:01, by an entry of its neighbours that is permanent, but no interface of the Pod has that " +
+				"address, and connections that go there fail.", problem: true},
+		"a fixed next hop": {reality: Reality{Ways: func(_ context.Context, to Places) (*Ways, error) {
+			return &Ways{Fixed: map[netip.Addr]string{to.Endpoints[0]: "192.0.2.9 at eth0 (lladdr 02:00:00:00:00:01)"}}, nil
+		}},
+			check: "routes to endpoints: ok: there is one to each of the 2 endpoints in use",
+			what: "Somebody has made an entry of this node's neighbours (permanent) for the next hop to endpoints, so that the kernel asks nobody where it is; if that is not right any " +
+				"more, connections that go there fail: 10.244.0.8 (by 192.0.2.9 at eth0 (lladdr 02:00:00:00:00:01))."},
+		"a Pod of this node beyond the default route": {reality: Reality{Ways: func(_ context.Context, to Places) (*Ways, error) {
+			return &Ways{ByDefault: map[netip.Addr]string{to.Endpoints[0]: "192.0.2.9 by eth0", to.Endpoints[1]: "192.0.2.9 by eth0"}}, nil
+		}},
+			check: "routes to endpoints: ok: there is one to each of the 2 endpoints in use\nroutes to endpoints: problem: the default route leads to 1 endpoint of this node",
+			what: "Endpoints are Pods of this node, but the node has no route to them but the default one, by which packets leave it, and connections that go there fail: 10.244.0.8 " +
+				"(via 192.0.2.9 by eth0).", problem: true},
+		"IPsec without keys": {reality: Reality{Ways: func(_ context.Context, to Places) (*Ways, error) {
+			return &Ways{Shut: map[netip.Addr]string{to.Endpoints[0]: "0.0.0.0/0 to 10.244.0.0/24: action block"}}, nil
+		}},
+			check: "routes to endpoints: ok: there is one to each of the 2 endpoints in use\npolicies of IPsec: problem: packets of 1 endpoint are dropped",
+			what: "A policy of IPsec has the kernel drop packets for endpoints, or their answers, and those connections fail: 10.244.0.8 (0.0.0.0/0 to 10.244.0.0/24: action block).", problem: true},
+		"a setting": {reality: Reality{Settings: func() []Setting {
+			return []Setting{{Name: "net.ipv4.conf.all.route_localnet", Value: "0", Want: "1", Effect: "node ports do not answer at 127.0.0.1"}}
+		}}},
+		"a policy that may drop": {reality: Reality{Blocking: func(context.Context, []*plan.ServicePort) ([]Blocking, bool, error) {
+			return []Blocking{{Rule: "policy drop", Place: "chain FORWARD of table ip filter", What: "endpoint 10.244.1.5:8080", Policy: true}}, true, nil
 		}},
 			check: "rules of other programs: note: chain FORWARD of table ip filter: policy drop",
 			what: "The policy of chain FORWARD of table ip filter may drop what is for endpoint 10.244.1.5:8080: it drops what no rule accepts, " +
@@ -208,24 +248,24 @@ func TestCheck(t *testing.T) {
 			what: "This node has a route to the endpoints, but for what comes from Pods of this node by cni0 there is none (its route is of type prohibit), as a rule for routing has it, " +
 				"and those connections hang: 10.244.0.8, 10.245.0.8.",
 			do: "see the rules for routing: ip rule; ip route get 10.244.0.8 from 10.244.0.5 iif cni0", problem: true},
-		"what a kube-proxy has left in the other variant": {reality: Reality{Blocking: func(context.Context, []*plan.ServicePort) ([]Blocking, error) {
-			return []Blocking{{Rule: "meta l4proto tcp translate", Place: "chain KUBE-SEP-A of table ip nat, of iptables-legacy", What: "the cluster IP 10.96.0.8:80/TCP from this node", Diverted: true}}, nil
+		"what a kube-proxy has left in the other variant": {reality: Reality{Blocking: func(context.Context, []*plan.ServicePort) ([]Blocking, bool, error) {
+			return []Blocking{{Rule: "meta l4proto tcp translate", Place: "chain KUBE-SEP-A of table ip nat, of iptables-legacy", What: "the cluster IP 10.96.0.8:80/TCP from this node", Diverted: true}}, true, nil
 		}},
 			check: "rules of other programs: note: chain KUBE-SEP-A of table ip nat, of iptables-legacy: meta l4proto tcp translate",
 			what: "A rule of a kube-proxy may decide first, as it has the same priority, about the cluster IP 10.96.0.8:80/TCP from this node, so that it does not get to the endpoints: " +
 				`"meta l4proto tcp translate" in chain KUBE-SEP-A of table ip nat, of iptables-legacy.`,
 			do: "stop the kube-proxy that writes them, or remove what one has left, and what restores it at each start"},
-		"a rule of a known program": {reality: Reality{Blocking: func(context.Context, []*plan.ServicePort) ([]Blocking, error) {
-			return []Blocking{{Rule: "meta mark & 0x20000 == 0x0 drop", Place: "chain cali-tw-x of table ip filter", What: "endpoint 10.244.1.5:8080", Certain: true}}, nil
+		"a rule of a known program": {reality: Reality{Blocking: func(context.Context, []*plan.ServicePort) ([]Blocking, bool, error) {
+			return []Blocking{{Rule: "meta mark & 0x20000 == 0x0 drop", Place: "chain cali-tw-x of table ip filter", What: "endpoint 10.244.1.5:8080", Certain: true}}, true, nil
 		}},
 			check: "rules of other programs: problem: chain cali-tw-x of table ip filter: meta mark & 0x20000 == 0x0 drop",
 			what:  `A rule of Calico drops what is for endpoint 10.244.1.5:8080: "meta mark & 0x20000 == 0x0 drop" in chain cali-tw-x of table ip filter.`,
 			do:    "see which NetworkPolicies select the Pods, and have one admit this traffic", problem: true},
-		"a rule of a program with a table": {reality: Reality{Blocking: func(context.Context, []*plan.ServicePort) ([]Blocking, error) {
-			return []Blocking{{Rule: "reject", Place: "chain filter_FORWARD of table inet firewalld", What: "endpoint 10.244.1.5:8080", Certain: true}}, nil
+		"a rule of a program with a table": {reality: Reality{Blocking: func(context.Context, []*plan.ServicePort) ([]Blocking, bool, error) {
+			return []Blocking{{Rule: "reject", Place: "chain filter_FORWARD of table inet firewalld", What: "endpoint 10.244.1.5:8080", Certain: true}}, true, nil
 		}},
 			check: "rules of other programs: problem: chain filter_FORWARD of table inet firewalld: reject",
-			what:  `A rule of firewalld drops what is for endpoint 10.244.1.5:8080: "reject" in chain filter_FORWARD of table inet firewalld.`,
+			what:  `A rule of firewalld rejects what is for endpoint 10.244.1.5:8080: "reject" in chain filter_FORWARD of table inet firewalld.`,
 			do:    "admit it by firewall-cmd, and put the interfaces of Pods into the zone trusted", problem: true},
 		"endpoints of which nothing is known": {reality: Reality{Endpoints: func(context.Context, []*plan.ServicePort) ([]Listening, error) { return nil, nil },
 			Tracked: func() (TrackedFlows, error) { return TrackedFlows{1, 1000}, nil }},
@@ -237,6 +277,15 @@ func TestCheck(t *testing.T) {
 			what: "The kernel drops the answers of endpoint 10.244.0.8: packets to it leave by eth1, where rp_filter is strict, but by the routes that hold for its " +
 				"answers they should come by eth0.",
 			do: "have the same routes hold for answers (ip rule), or set net.ipv4.conf.eth1.rp_filter to 2, which is loose", problem: true},
+		"unanswered, and rp_filter drops": {reality: Reality{Reverse: func(context.Context, []netip.Addr) (*Reverse, error) {
+			return &Reverse{Strict: []string{"eth0"}, Drops: 7, Known: true}, nil
+		}, Flows: func(context.Context, []*plan.ServicePort) (map[netip.AddrPort]Flows, error) {
+			return map[netip.AddrPort]Flows{endpoint: {Open: 3, Unanswered: 3, Clients: []netip.Addr{netip.MustParseAddr("192.0.2.7")}}}, nil
+		}},
+			check: "connections: problem: 3 tracked: 3 to 10.244.0.8:8080 (3 without an answer)\n" +
+				"reverse path filter: note: strict at eth0, by which the routes back to the endpoints lead; 7 packets dropped by it on this node",
+			what: "3 of the 3 tracked connections to 10.244.0.8:8080 are without an answer, from 192.0.2.7.\n" +
+				"The kernel has dropped 7 packets on this node since rp_filter is strict at eth0: answers that come there although the route back to their source leads elsewhere are dropped.", problem: true},
 		"strict rp_filter": {reality: Reality{Reverse: func(context.Context, []netip.Addr) (*Reverse, error) {
 			return &Reverse{Strict: []string{"eth0"}, Known: true}, nil
 		}},
@@ -297,13 +346,13 @@ func TestClientGone(t *testing.T) {
 	t.Parallel()
 	n, _ := manyServices(t, 10)
 	asked, gone := make(chan struct{}), make(chan struct{})
-	n.Reality = &Reality{Blocking: func(ctx context.Context, _ []*plan.ServicePort) ([]Blocking, error) {
+	n.Reality = &Reality{Blocking: func(ctx context.Context, _ []*plan.ServicePort) ([]Blocking, bool, error) {
 		close(asked)
 		<-ctx.Done()
 		if errors.Is(ctx.Err(), context.Canceled) { // And not because time is up.
 			close(gone)
 		}
-		return nil, ctx.Err()
+		return nil, false, ctx.Err()
 	}}
 	ctx, leave := context.WithCancel(t.Context())
 	answered := make(chan struct{})

@@ -68,6 +68,7 @@ const (
 	NothingOutside         = "NothingOutside"         // nothing on this node answers what comes from outside
 	NodePortsNowhere       = "NodePortsNowhere"       // node ports answer at the node's primary addresses alone, and none is known
 	PodsNotTold            = "PodsNotTold"            // the range of the pods' addresses is not known
+	NodeExcluded           = "NodeExcluded"           // load balancers leave this node out
 	NoLoadBalancer         = "NoLoadBalancer"         // the type is LoadBalancer, and nothing has given it an address
 	LeftToBalancer         = "LeftToBalancer"         // load balancer IPs that nodes leave to the load balancer
 	PortsByName            = "PortsByName"            // clients that find the Pods by DNS must use other ports
@@ -197,6 +198,17 @@ func (c *diagnosis) reach(node plan.Node) {
 		c.add(note, NothingOutside, "see that the load balancer sends to the Pods themselves, or set spec.allocateLoadBalancerNodePorts to true",
 			"Nothing on this node answers what comes from outside: the Service has no node port (spec.allocateLoadBalancerNodePorts), and no load balancer IP or "+
 				"external IP that nodes take. Host names and IPs of ipMode Proxy in status.loadBalancer.ingress are the load balancer's own.")
+	}
+	if c.d.Type == "LoadBalancer" && c.d.Excluded && slices.ContainsFunc(ports, external) {
+		here := func(sp *plan.ServicePort) bool { // What the load balancer sends elsewhere finds nothing.
+			return sp.ExternalPolicy == plan.Local && len(sp.Endpoints.Local) > 0 && len(sp.Endpoints.Local) == len(sp.Endpoints.Cluster)
+		}
+		severity, so := note, "they send to other nodes"
+		if slices.ContainsFunc(ports, here) {
+			severity, so = problem, "and externalTrafficPolicy is Local while all endpoints are here, so that nothing from there reaches any"
+		}
+		c.add(severity, NodeExcluded, fmt.Sprintf("if load balancers should send to it, remove the label: kubectl label node %s %s-", node.Name, v1.LabelNodeExcludeBalancers),
+			"A cloud's load balancers leave this node out, as its Node has the label %s; %s.", v1.LabelNodeExcludeBalancers, so)
 	}
 	family := ports[0].Key.Family
 	if !slices.ContainsFunc(ports, (*plan.ServicePort).HasExternal) || slices.ContainsFunc(ports, func(sp *plan.ServicePort) bool { return sp.Key.Family != family }) {

@@ -21,6 +21,8 @@ type Description struct {
 	Service plan.Service
 	// NodeKnown is true if there is or was an object of this node.
 	NodeKnown bool
+	// Excluded is true if that object has the label by which load balancers leave the node out.
+	Excluded bool
 	// PodCIDRs is true if that object has a range of Pods' addresses of its own.
 	PodCIDRs bool
 	// Exists is true if there is a Service object. EndpointSlices may exist without one.
@@ -163,7 +165,7 @@ func (s *State) Describe(id plan.Service) (*Description, bool) {
 		return nil, false
 	}
 	d := &Description{
-		Service: id, NodeKnown: s.nodeKnown, PodCIDRs: s.podCIDRs, Exists: svc.exists, Type: svc.object.kind, Selector: svc.object.selector, Ports: svc.object.ports,
+		Service: id, NodeKnown: s.nodeKnown, Excluded: s.excluded, PodCIDRs: s.podCIDRs, Exists: svc.exists, Type: svc.object.kind, Selector: svc.object.selector, Ports: svc.object.ports,
 		Ingress: svc.object.ingress, LeftToBalancer: svc.object.left, Frontends: map[netip.AddrPort]Owned{}, ProxyProtocol: svc.object.proxyProtocol,
 		Headless: svc.object.headless, ExternalName: svc.object.alias, PublishNotReady: svc.object.publish,
 		Findings: slices.Clone(s.reported["Service "+id.String()]),

@@ -34,6 +34,7 @@ func (s *State) applyNode(obj *v1.Node) {
 		return
 	}
 	s.nodeKnown = true
+	_, s.excluded = obj.Labels[v1.LabelNodeExcludeBalancers]
 	node, podCIDRs, found := readNode(obj)
 	node.IPs = s.withNodeIP(node.IPs)
 	s.podCIDRs = len(podCIDRs) > 0

@@ -40,6 +40,8 @@ type State struct {
 	cidrs map[string][]netip.Prefix
 	// leaving is set while this node is about to be removed.
 	leaving bool
+	// excluded is set while load balancers leave this node out, by a label of its object.
+	excluded bool
 	// nodeKnown is set once there has been an object of this node, nodeGone while there is none any more, nodeMissing if the source expects one
 	// and has none. otherNodes are the names of the others.
 	nodeKnown, nodeGone, nodeMissing bool

@@ -4,7 +4,10 @@ import (
 	"context"
 	"maps"
 	"net/netip"
+	"os"
+	"path/filepath"
 	"slices"
+	"strings"
 	"sync"
 	"time"
 
@@ -30,7 +33,7 @@ func (d *daemon) reality() *inspect.Reality {
 		flows, most, err := conntrack.Tracked(d.cfg.SysctlDir)
 		return inspect.TrackedFlows{Flows: flows, Most: most}, err
 	}
-	r.Blocking, r.Ways, r.Reverse = d.blocking, d.ways, d.reversePath
+	r.Blocking, r.Ways, r.Reverse, r.Settings = d.blocking, d.ways, d.reversePath, d.settings
 	r.Endpoints = func(ctx context.Context, ports []*plan.ServicePort) ([]inspect.Listening, error) {
 		found, err := endpoints.Look(ctx, ports)
 		var out []inspect.Listening
@@ -69,32 +72,60 @@ func (d *daemon) reality() *inspect.Reality {
 }
 
 // blocking is Reality.Blocking.
-func (d *daemon) blocking(ctx context.Context, ports []*plan.ServicePort) ([]inspect.Blocking, error) {
+func (d *daemon) blocking(ctx context.Context, ports []*plan.ServicePort) (out []inspect.Blocking, within bool, err error) {
 	local, err := localAddresses()
 	if err != nil {
-		return nil, err
+		return nil, false, err
+	}
+	add := func(f blocking.Rule, inside bool) {
+		out = append(out, inspect.Blocking{Rule: f.Text, Place: f.Place(), What: f.What, Answers: f.Answers, Certain: f.Certain,
+			Untracked: f.Untracked, Unmasqueraded: f.Unmasqueraded, Diverted: f.Diverted, Policy: f.Policy, Inside: inside, To: f.Port})
 	}
 	node := blocking.Node{
 		Local: local, IPVS: d.cfg.Mode == ipvsMode.name, Uplink: endpoints.Uplink(), By: endpoints.By(), Mark: 1 << d.cfg.MasqueradeBit, Variant: d.backend.variant,
+		Bridges: endpoints.Bridges(),
 	}
 	if node.IPVS { // It marks what is for virtual servers of many addresses.
 		node.Mark = ^uint32(0)
 	}
 	tunnels, err := endpoints.Tunnels(ports)
 	if err != nil {
-		return nil, err
+		return nil, false, err
 	}
 	for _, t := range tunnels {
 		node.Tunnels = append(node.Tunnels, blocking.Tunnel(t))
 	}
 	d.podsHere(&node)
 	found, err := blocking.Find(ctx, ports, node)
-	var out []inspect.Blocking
 	for _, f := range found {
-		out = append(out, inspect.Blocking{Rule: f.Text, Place: f.Place(), What: f.What, Answers: f.Answers, Certain: f.Certain,
-			Untracked: f.Untracked, Unmasqueraded: f.Unmasqueraded, Diverted: f.Diverted, Policy: f.Policy})
+		add(f, false)
 	}
-	return out, err
+	if err != nil {
+		return out, false, err
+	}
+	failed := endpoints.Within(ctx, ports, func(its []*plan.ServicePort, listens func(plan.Protocol, uint16) bool) error {
+		found, err := blocking.Find(ctx, its, blocking.Node{Inside: true, Local: func(netip.Addr) bool { return true }})
+		for _, f := range found {
+			if !f.Diverted || f.Port != 0 && !listens(its[0].Key.Protocol, f.Port) { // Else it is a sidecar's, such as one of a service mesh.
+				add(f, true)
+			}
+		}
+		return err
+	})
+	return out, failed == nil, nil // It may not be allowed.
+}
+
+// settings is Reality.Settings.
+func (d *daemon) settings() []inspect.Setting {
+	const name = "net/ipv4/conf/all/route_localnet"
+	if d.cfg.Mode != iptablesMode.name || !d.cfg.Settings.LocalhostNodePorts {
+		return nil
+	}
+	text, err := os.ReadFile(filepath.Join(d.cfg.SysctlDir, name))
+	if value := strings.TrimSpace(string(text)); err == nil && value == "0" {
+		return []inspect.Setting{{Name: strings.ReplaceAll(name, "/", "."), Value: value, Want: "1", Effect: "node ports do not answer at 127.0.0.1"}}
+	}
+	return nil
 }
 
 // ways is Reality.Ways.
@@ -117,6 +148,7 @@ func (d *daemon) ways(ctx context.Context, to inspect.Places) (*inspect.Ways, er
 	out := &inspect.Ways{
 		Unreached: found.Unreached, Cut: found.Cut, NotForwarded: found.NotForwarded, Silent: found.Silent, Near: found.Near, Bridged: found.Bridged,
 		NotForwardedBy: found.NotForwardedBy, NoHairpin: found.NoHairpin, Unclaimed: found.Unclaimed,
+		Fixed: found.Fixed, ByDefault: found.ByDefault, Astray: found.Astray, Uplink: found.Uplink, Marked: found.Marked, Shut: found.Shut,
 	}
 	for _, r := range found.Unrouted {
 		out.Unrouted = append(out.Unrouted, inspect.Unrouted{Addr: r.Addr, From: r.From.Addr, Name: r.From.Name, By: r.From.By, Why: r.Why, Mark: r.From.Mark, Outside: r.From.Name == outside.Name})

@@ -46,15 +46,34 @@ func Silent(ctx context.Context) (map[Neighbour]bool, error) {
 	return failed, err
 }
 
-// unresolved returns the neighbours that have not answered lately, and those for whose answer the kernel still waits.
-func unresolved() (failed, open map[Neighbour]bool, err error) {
-	var list []links.Neigh
+// Fixed returns the neighbours whose entries somebody has made (permanent), with the address of each in its network. Nobody is asked for them.
+func Fixed() (map[Neighbour]string, error) {
+	list, err := neighbours()
+	out := map[Neighbour]string{}
+	for _, n := range list {
+		if a, ok := netip.AddrFromSlice(n.IP); ok && n.State == links.NUD_PERMANENT && len(n.HardwareAddr) > 0 {
+			out[Neighbour{n.LinkIndex, a.Unmap()}] = n.HardwareAddr.String()
+		}
+	}
+	return out, err
+}
+
+func neighbours() (list []links.Neigh, err error) {
 	err = Retry(func() (err error) {
 		list, err = links.NeighList(0, links.FAMILY_ALL)
 		return err
 	})
 	if err != nil {
-		return nil, nil, fmt.Errorf("listing the neighbours: %w", err)
+		return nil, fmt.Errorf("listing the neighbours: %w", err)
+	}
+	return list, nil
+}
+
+// unresolved returns the neighbours that have not answered lately, and those for whose answer the kernel still waits.
+func unresolved() (failed, open map[Neighbour]bool, err error) {
+	list, err := neighbours()
+	if err != nil {
+		return nil, nil, err
 	}
 	failed, open = map[Neighbour]bool{}, map[Neighbour]bool{}
 	for _, n := range list {

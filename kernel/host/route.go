@@ -6,11 +6,14 @@ import (
 	"net/netip"
 	"os"
 	"path/filepath"
+	"slices"
 	"strconv"
 	"strings"
 
 	links "github.com/vishvananda/netlink"
 	"golang.org/x/sys/unix"
+
+	"nodeproxy/kernel/names"
 )
 
 // Route is where the kernel sends packets for an address.
@@ -52,11 +55,7 @@ func RouteTo(to netip.Addr, w Way) (Route, error) {
 		if src, ok := netip.AddrFromSlice(r.Src); ok {
 			out.Source = cmp.Or(out.Source, src.Unmap())
 		}
-		if via, ok := netip.AddrFromSlice(r.Gw); ok {
-			out.Via = via.Unmap()
-		} else if v, is := r.Via.(*links.Via); is { // A next hop of the other family.
-			out.Via, _ = netip.AddrFromSlice(v.Addr)
-		}
+		out.Via = cmp.Or(nextHop(r), out.Via)
 		if r.LinkIndex > 0 {
 			out.Links = append(out.Links, r.LinkIndex)
 		}
@@ -77,6 +76,10 @@ type Link struct {
 	Master int
 	// Port is the UDP port at which a tunnel takes packets (VXLAN, Geneve); 0 for others.
 	Port uint16
+	// Peer is the index of the other end of a veth, which may be in another network namespace.
+	Peer int
+	// Hardware is its address in its network, such as 02:42:0a:00:00:01.
+	Hardware string
 }
 
 // Links returns the network interfaces by their indexes.
@@ -92,16 +95,60 @@ func Links() (map[int]Link, error) {
 	out := map[int]Link{}
 	for _, l := range list {
 		a := l.Attrs()
-		link := Link{Index: a.Index, Name: a.Name, Kind: l.Type(), Up: a.RawFlags&unix.IFF_UP != 0, Master: a.MasterIndex}
+		link := Link{Index: a.Index, Name: a.Name, Kind: l.Type(), Up: a.RawFlags&unix.IFF_UP != 0, Master: a.MasterIndex,
+			Hardware: a.HardwareAddr.String()}
 		switch l := l.(type) {
 		case *links.Vxlan:
 			link.Port = uint16(l.Port)
 		case *links.Geneve:
 			link.Port = l.Dport
+		case *links.Veth:
+			link.Peer = a.ParentIndex
 		}
 		out[a.Index] = link
 	}
 	return out, nil
+}
+
+// Default returns the index of the interface of the default route of IPv4 in the main table, and its next hop, if it has a single one; rules for routing may
+// have packets go elsewhere.
+func Default() (index int, via netip.Addr, known bool) {
+	var list []links.Route
+	err := Retry(func() (err error) {
+		list, err = links.RouteListFiltered(unix.AF_INET, &links.Route{Table: unix.RT_TABLE_MAIN}, links.RT_FILTER_TABLE|links.RT_FILTER_DST)
+		return err
+	})
+	if err != nil || len(list) == 0 {
+		return 0, netip.Addr{}, false
+	}
+	first := slices.MinFunc(list, func(a, b links.Route) int { return cmp.Compare(a.Priority, b.Priority) })
+	via = nextHop(first)
+	return first.LinkIndex, via, via.IsValid()
+}
+
+// nextHop is the next hop of a route; invalid if it has none, or several.
+func nextHop(r links.Route) netip.Addr {
+	if via, ok := netip.AddrFromSlice(r.Gw); ok {
+		return via.Unmap()
+	}
+	if v, is := r.Via.(*links.Via); is { // one of the other family
+		via, _ := netip.AddrFromSlice(v.Addr)
+		return via
+	}
+	return netip.Addr{}
+}
+
+// RuledByMark reports whether rules for routing of IPv4, but for this program's, choose packets by a mark that they have.
+func RuledByMark() (bool, error) {
+	var list []links.Rule
+	err := Retry(func() (err error) {
+		list, err = links.RuleList(unix.AF_INET)
+		return err
+	})
+	if err != nil {
+		return false, fmt.Errorf("listing the rules for routing: %w", err)
+	}
+	return slices.ContainsFunc(list, func(r links.Rule) bool { return r.Mark != 0 && !r.Invert && r.Table != names.PortsRouteTable }), nil
 }
 
 // StrictReversePath reports whether the kernel drops packets of IPv4 that come by an interface other than that of the route to their source. sysctls

@@ -42,7 +42,7 @@ type setContent struct {
 	others *nftables.SetElement
 }
 
-// ChainID names a chain. Family is ip, ip6, inet or netdev.
+// ChainID names a chain. Family is ip, ip6, inet, bridge or netdev.
 type ChainID struct{ Family, Table, Chain string }
 
 func (c ChainID) String() string {
@@ -63,6 +63,7 @@ type BaseChain struct {
 
 var familyNames = map[nftables.TableFamily]string{
 	nftables.TableFamilyIPv4: "ip", nftables.TableFamilyIPv6: "ip6", nftables.TableFamilyINet: "inet", nftables.TableFamilyNetdev: "netdev",
+	nftables.TableFamilyBridge: "bridge",
 }
 
 // inetIngress is the hook ingress of tables of family inet, NF_INET_INGRESS.
@@ -138,7 +139,7 @@ func devices() (map[ChainID][]string, error) {
 	return out, nil
 }
 
-// Bases returns the base chains of the hooks of IP, and those that devices call at the hook ingress, in no order.
+// Bases returns the base chains of the hooks of IP and of bridges, and those that devices call at the hook ingress, in no order.
 func (r *Ruleset) Bases() []BaseChain {
 	var out []BaseChain
 	for id, c := range r.chains {

@@ -10,14 +10,18 @@ import (
 	"net/netip"
 	"os"
 	"path/filepath"
+	"runtime"
 	"slices"
 	"strconv"
 	"strings"
 
+	"golang.org/x/sys/unix"
+
 	"nodeproxy/plan"
 )
 
-// Namespace is a network namespace other than the caller's, by a process in it. It is read through /proc, which takes no right to enter it.
+// Namespace is a network namespace other than the caller's, by a process in it. It is read through /proc, which takes no right to enter it, but for what
+// Enter does.
 type Namespace struct{ dir string }
 
 // Namespaces returns the network namespaces of the visible processes, without that of the calling thread. They are fewer than there are if
@@ -39,6 +43,25 @@ func Namespaces(ctx context.Context) []Namespace {
 		}
 	}
 	return out
+}
+
+// Enter calls f in the namespace, on a thread that ends with it. It takes CAP_SYS_ADMIN; without that, the error is EPERM.
+func (n Namespace) Enter(f func() error) error {
+	file, err := os.Open(filepath.Join(filepath.Dir(n.dir), "ns", "net"))
+	if err != nil {
+		return err
+	}
+	defer file.Close()
+	done := make(chan error)
+	go func() {
+		runtime.LockOSThread() // For good: the thread is not to be used for anything else.
+		err := os.NewSyscallError("setns", unix.Setns(int(file.Fd()), unix.CLONE_NEWNET))
+		if err == nil {
+			err = f()
+		}
+		done <- err
+	}()
+	return <-done
 }
 
 // mostRead bounds how much is read of a file of a namespace.

@@ -44,6 +44,8 @@ type Rule struct {
 	// number is that of the rule in its chain, from 1; 0 for the policy. rules is where the chain is: both variants of iptables have some of the same name.
 	number int
 	rules  ruleset
+	// Port is where a rule that diverts packets sends them on this node; 0 if that is not known, or elsewhere.
+	Port uint16
 }
 
 // Place says where the rule is.
@@ -75,6 +77,10 @@ type Node struct {
 	Variant string
 	// Mark has the bits of packets' marks that this program uses itself.
 	Mark uint32
+	// Bridges are the interfaces that are bridges.
+	Bridges map[string]bool
+	// Inside is true in the network namespace of the endpoints themselves, such as a Pod's, where this program has no rules.
+	Inside bool
 }
 
 // Tunnel is an interface that sends packets in others: by UDP to a port, or by another protocol, whose port is 0.
@@ -234,7 +240,9 @@ func (s *search) walkBase(b base) (found []Rule, passed map[marked]*marks, err e
 		return nil, nil, nil
 	}
 	for _, p := range packets(s.ports, b.BaseChain, s.node) {
-		p.mark = s.begin(&p, b.Hook)
+		if p.mark = s.begin(&p, b.Hook); b.Family == "bridge" {
+			p.mark = p.mark.forget(unmarked.known)
+		}
 		p.untracked = b.Priority < priorityTracking && (b.Hook == "prerouting" || b.Hook == "output") || b.Hook == "ingress"
 		w := &walk{search: s, rules: b.rules, packet: p, found: map[string]bool{}, known: map[state]state{}}
 		ended, err := w.chain(b.ChainID, true, false, 0)
@@ -253,6 +261,9 @@ func (s *search) walkBase(b base) (found []Rule, passed map[marked]*marks, err e
 			w.passed.add(w.packet.mark)
 		}
 		found = append(found, w.out...)
+		if b.Family == "bridge" { // Its hooks are called at other times than those of IP.
+			continue
+		}
 		for _, local := range paths(b.Hook) {
 			id := marked{p.key, p.answer, local, p.in}
 			if passed[id] == nil {
@@ -307,11 +318,11 @@ func (s *search) lookNAT(b base) error {
 				return e.verdict == "jump" && s.ours(b.rules, nft.ChainID{Family: b.Family, Table: b.Table, Chain: e.to})
 			})
 		})
-		if !beside && (source || b.Priority > priorityDNAT || b.Priority == priorityDNAT && s.node.Variant == "") {
+		if !beside && !s.node.Inside && (source || b.Priority > priorityDNAT || b.Priority == priorityDNAT && s.node.Variant == "") {
 			continue
 		}
 		p.mark = s.begin(&p, b.Hook)
-		w := &walk{search: s, rules: b.rules, packet: p, found: map[string]bool{}, known: map[state]state{}, beside: beside, even: !beside && b.Priority == priorityDNAT}
+		w := &walk{search: s, rules: b.rules, packet: p, found: map[string]bool{}, known: map[state]state{}, beside: beside, even: !beside && !s.node.Inside && b.Priority == priorityDNAT}
 		if _, err := w.chain(b.ChainID, true, false, 0); err != nil {
 			if s.ctx.Err() != nil {
 				return s.ctx.Err()
@@ -326,6 +337,12 @@ func (s *search) lookNAT(b base) error {
 // natPackets returns the packets of ServicePorts whose translation is decided in a base chain: those to frontends, whose destination is, and those from
 // outside to endpoints on other nodes, whose source is.
 func natPackets(ports []*plan.ServicePort, b nft.BaseChain, n Node) (out []packet) {
+	if n.Inside {
+		if b.Hook == "prerouting" {
+			out = inside(ports, b)
+		}
+		return out
+	}
 	for _, sp := range ports {
 		f := sp.Key.Family
 		if b.Family == "ip" && f == plan.IPv6 || b.Family == "ip6" && f == plan.IPv4 {
@@ -374,6 +391,9 @@ const kubeProxyTable = "kube-proxy"
 
 // ours reports whether a chain is one of this program, or of a kube-proxy that it replaces.
 func (s *search) ours(rules ruleset, c nft.ChainID) bool {
+	if s.node.Inside {
+		return false
+	}
 	if c.Table == names.NFTables || c.Table == kubeProxyTable {
 		return true
 	}
@@ -423,7 +443,12 @@ const priorityDNAT = -100
 // packets returns the packets of ServicePorts that pass a base chain: those to frontends before their destination is translated, those
 // to endpoints behind that, and answers of endpoints before their source is translated back.
 func packets(ports []*plan.ServicePort, b nft.BaseChain, n Node) []packet {
-	if b.Hook == "ingress" {
+	switch {
+	case n.Inside:
+		return inside(ports, b)
+	case b.Family == "bridge":
+		return atBridge(ports, b, n)
+	case b.Hook == "ingress":
 		return comeBy(ports, b.Devices, n)
 	}
 	var out, special, answers []packet

@@ -228,6 +228,14 @@ func TestFind(t *testing.T) {
 		{name: "a policy that admits a tunnel", uplink: true, tunnel: true, nft: "add table inet fw; add chain inet fw in { type filter hook input priority 0; policy drop; }; " +
 			"add rule inet fw in ct state established accept; add rule inet fw in iifname eth0 udp dport { 8472 } accept"},
 		{name: "iptables, a tunnel at other ports", uplink: true, tunnel: true, iptables: "-A INPUT -p udp --dport 4789 -j DROP"},
+		{name: "a bridge, what Pods ask for", uplink: true, pods: true, nft: "add table bridge b; add chain bridge b in { type filter hook prerouting priority -300; }; add rule bridge b in ip daddr 10.96.0.10 tcp dport 80 drop",
+			want: "certain: ip daddr 10.96.0.10 tcp dport 80 drop: the cluster IP 10.96.0.10:80/TCP from Pods of this node (by cni0)"},
+		{name: "a bridge, to endpoints", uplink: true, nft: "add table bridge b; add chain bridge b out { type filter hook output priority 0; }; add rule bridge b out ether type ip tcp dport 8080 drop",
+			want: "certain: tcp dport 8080 drop: endpoint 10.244.1.5:8080 (by cni0)"},
+		{name: "a bridge, answers", uplink: true, nft: "add table bridge b; add chain bridge b in { type filter hook input priority 0; }; add rule bridge b in ip saddr 10.244.1.5 tcp sport 8080 drop",
+			want: "certain: ip saddr 10.244.1.5 tcp sport 8080 drop: answers of endpoint 10.244.1.5:8080 (by cni0)"},
+		{name: "a bridge, other packets", uplink: true, nft: "add table bridge b; add chain bridge b out { type filter hook output priority 0; }; add rule bridge b out ip6 daddr fd00::5 drop; add rule bridge b out tcp dport 22 drop"},
+		{name: "no bridge", nft: "add table bridge b; add chain bridge b out { type filter hook output priority 0; }; add rule bridge b out tcp dport 8080 drop"},
 		{name: "iptables, no local addresses", iptables: "-A FORWARD -p tcp --dport 8080 -m addrtype --dst-type LOCAL -j DROP"},
 	} {
 		t.Run(tc.name, func(t *testing.T) {
@@ -246,6 +254,7 @@ func TestFind(t *testing.T) {
 			if tc.uplink {
 				n.Uplink, n.By = "eth0", func(netip.Addr) string { return "cni0" }
 			}
+			n.Bridges = map[string]bool{"cni0": true}
 			if tc.tunnel {
 				n.Tunnels = []Tunnel{{"flannel.1", unix.IPPROTO_UDP, 8472}}
 			}
@@ -272,6 +281,40 @@ func TestFind(t *testing.T) {
 				t.Errorf("found %s\nwant  %s", text, tc.want)
 			}
 		})
+	}
+}
+
+// TestFindInside: what rules in the network namespace of an endpoint do with what comes there.
+func TestFindInside(t *testing.T) {
+	t.Parallel()
+	nstest.Enter(t)
+	for _, tc := range []struct{ rule, want string }{
+		{"iptables-nft -t nat %s PREROUTING -p tcp -j REDIRECT --to-ports 15006", "meta l4proto tcp REDIRECT, certain true, diverted true to 15006, answers false"},
+		{"iptables-legacy -t nat %s PREROUTING -p tcp -j REDIRECT --to-ports 15006", "meta l4proto tcp REDIRECT, certain true, diverted true to 15006, answers false"},
+		{"iptables-nft %s INPUT -p tcp --dport 8080 -j DROP", "tcp dport 8080 drop, certain true, diverted false to 0, answers false"},
+		{"iptables-nft %s OUTPUT -p tcp --sport 8080 -j REJECT", "tcp sport 8080 reject, certain true, diverted false to 0, answers true"},
+		{"iptables-legacy %s INPUT -s 192.0.2.0/24 -p tcp --dport 8080 -j DROP", "ip saddr 192.0.2.0/24 tcp dport 8080 drop, certain false, diverted false to 0, answers false"},
+		{"iptables-nft %s INPUT -p tcp --dport 22 -j DROP", ""},
+		{"iptables-nft -t nat %s POSTROUTING -j MASQUERADE", ""},
+	} {
+		change := func(what string) {
+			f := strings.Fields(fmt.Sprintf(tc.rule, what))
+			nstest.Exec(t, f[0], f[1:]...)
+		}
+		change("-A")
+		got := ""
+		found, err := Find(t.Context(), []*plan.ServicePort{web}, Node{Inside: true, Local: func(netip.Addr) bool { return true }})
+		for _, r := range found {
+			got += fmt.Sprintf("%s, certain %t, diverted %t to %d, answers %t", r.Text, r.Certain, r.Diverted, r.Port, r.Answers)
+		}
+		if err != nil || got != tc.want {
+			t.Errorf("%s: found %s, %v, want %s", tc.rule, got, err, tc.want)
+		}
+		change("-D")
+	}
+	nstest.Exec(t, "nft", "add table ip n; add chain ip n p { type nat hook prerouting priority -100; }; add rule ip n p tcp dport 8080 redirect to :9999")
+	if found, err := Find(t.Context(), []*plan.ServicePort{web}, Node{Inside: true, Local: func(netip.Addr) bool { return true }}); err != nil || len(found) != 1 || found[0].Port != 9999 {
+		t.Errorf("%+v, %v", found, err)
 	}
 }
 

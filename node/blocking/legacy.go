@@ -218,7 +218,7 @@ func (j *textJudgement) ofPorts(option, text string) {
 // target judges what -j or -g has behind it.
 func (j *textJudgement) target(option string, words []string) {
 	if option == "-g" {
-		j.ends = []end{{"goto", words[0]}}
+		j.ends = []end{{verdict: "goto", to: words[0]}}
 		return
 	}
 	name, options := words[0], words[1:]
@@ -226,6 +226,10 @@ func (j *textJudgement) target(option string, words []string) {
 	switch {
 	case name == "NOTRACK", name == "CT" && slices.Contains(options, "--notrack"):
 		j.ends = []end{{verdict: notrack}}
+	case name == "REDIRECT" && len(options) == 2 && options[0] == "--to-ports":
+		if list, ok := portRanges(strings.ReplaceAll(options[1], "-", ":")); ok {
+			j.ends[0].port = list[0][0]
+		}
 	case name == "CONNMARK" && slices.Contains(options, "--restore-mark"):
 		j.forgetMark()
 	case name == "MARK":
@@ -259,9 +263,9 @@ func (j *judgement) jump(target string) {
 	default:
 		switch {
 		case translating[target]:
-			j.ends = []end{{translates, target}}
+			j.ends = []end{{verdict: translates, to: target}}
 		case !nonTerminal[target]:
-			j.ends = []end{{"jump", target}}
+			j.ends = []end{{verdict: "jump", to: target}}
 		}
 	}
 }

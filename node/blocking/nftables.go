@@ -96,11 +96,15 @@ func (r *reading) read(e expr.Any) {
 	case *expr.Reject:
 		r.ends = []end{{verdict: "reject"}}
 	case *expr.NAT:
-		r.ends = []end{{translates, map[expr.NATType]string{expr.NATTypeSourceNAT: "snat", expr.NATTypeDestNAT: "dnat"}[e.Type]}}
+		r.ends = []end{{verdict: translates, to: map[expr.NATType]string{expr.NATTypeSourceNAT: "snat", expr.NATTypeDestNAT: "dnat"}[e.Type]}}
 	case *expr.Masq:
-		r.ends = []end{{translates, "masquerade"}}
+		r.ends = []end{{verdict: translates, to: "masquerade"}}
 	case *expr.Redir:
-		r.ends = []end{{translates, "redirect"}}
+		to := end{verdict: translates, to: "redirect"}
+		if port := r.regs[slot(e.RegisterProtoMin)].value; e.RegisterProtoMin != 0 && len(port) >= 2 {
+			to.port = binary.BigEndian.Uint16(port)
+		}
+		r.ends = []end{to}
 	case *expr.Queue:
 		r.ends = []end{{verdict: "accept"}}
 	case *expr.Counter, *expr.Log:
@@ -218,7 +222,19 @@ func (r *reading) target(e *expr.Target) {
 	case e.Name == "NOTRACK", e.Name == "CT" && info != nil && len(*info) >= 2 && binary.NativeEndian.Uint16(*info)&flagNotrack != 0:
 		r.ends = []end{{verdict: notrack}}
 	case translating[e.Name]:
-		r.ends = []end{{translates, e.Name}}
+		to := end{verdict: translates, to: e.Name}
+		switch info := e.Info.(type) {
+		case *xt.NatRange:
+			to.port = info.MinPort
+		case *xt.NatIPv4MultiRangeCompat:
+			if len(*info) == 1 {
+				to.port = (*info)[0].MinPort
+			}
+		}
+		if e.Name != "REDIRECT" {
+			to.port = 0
+		}
+		r.ends = []end{to}
 	case e.Name == "MARK" && info != nil && len(*info) == 8: // struct xt_mark_tginfo2: the mark, and the mask
 		r.setMark(binary.NativeEndian.Uint32(*info), binary.NativeEndian.Uint32((*info)[4:]))
 	case e.Name == "MARK", e.Name == "CONNMARK" && info != nil && restores(e.Rev, *info):
@@ -238,7 +254,7 @@ func restores(revision uint32, info []byte) bool {
 	return at >= len(info) || info[at] == restore
 }
 
-func endOf(v expr.Verdict) end { return end{verdicts[v.Kind], v.Chain} }
+func endOf(v expr.Verdict) end { return end{verdict: verdicts[v.Kind], to: v.Chain} }
 
 // load returns what an expression loads, and into which register.
 func (r *reading) load(e expr.Any) (into uint32, value register, loads bool) {
@@ -272,7 +288,7 @@ func (r *reading) meta(e *expr.Meta) register {
 	case e.Key == expr.MetaKeyL4PROTO:
 		return register{value: []byte{r.packet.protocol}, name: "meta l4proto"}
 	case e.Key == expr.MetaKeyPROTOCOL:
-		return register{value: binary.BigEndian.AppendUint16(nil, map[plan.Family]uint16{plan.IPv4: unix.ETH_P_IP, plan.IPv6: unix.ETH_P_IPV6}[r.packet.family])}
+		return register{value: r.packet.etherType()}
 	case e.Key == expr.MetaKeyNFPROTO:
 		return register{value: []byte{nft.Protocol(r.packet.family)}}
 	case e.Key == expr.MetaKeyIIFNAME:
@@ -281,6 +297,11 @@ func (r *reading) meta(e *expr.Meta) register {
 		return register{value: interfaceName(r.packet.out), name: "oifname"}
 	}
 	return register{}
+}
+
+// etherType is the packet's family as a frame names it.
+func (p *packet) etherType() []byte {
+	return binary.BigEndian.AppendUint16(nil, map[plan.Family]uint16{plan.IPv4: unix.ETH_P_IP, plan.IPv6: unix.ETH_P_IPV6}[p.family])
 }
 
 // interfaceName is the name of an interface as a register has it; nil for none.
@@ -351,7 +372,10 @@ func (r *reading) payload(e *expr.Payload) register {
 		}
 		return register{value: part(s.addr.AsSlice(), at), name: name + word, specific: !r.packet.answer}
 	}
+	const typeAt = 12 // in the header of Ethernet
 	switch {
+	case e.Base == expr.PayloadBaseLLHeader && e.Offset == typeAt && e.Len == 2:
+		return register{value: r.packet.etherType()}
 	case e.Base == expr.PayloadBaseNetworkHeader && e.Offset == protocolAt && e.Len == 1:
 		return register{value: []byte{r.packet.protocol}, name: name + " protocol"}
 	case e.Base == expr.PayloadBaseTransportHeader && e.Offset == 13 && e.Len == 1:

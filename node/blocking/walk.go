@@ -31,8 +31,11 @@ type rule struct {
 	mark *mark
 }
 
-// end is a verdict, and where it leads if it is jump or goto, or how it translates.
-type end struct{ verdict, to string }
+// end is a verdict, and where it leads if it is jump or goto, or how it translates; port is where to on this node, if that is known.
+type end struct {
+	verdict, to string
+	port        uint16
+}
 
 // translates is the verdict of what translates an address, and accepts the packet.
 const translates = "translate"
@@ -243,7 +246,7 @@ func (w *walk) applyNAT(v *visit, r rule, certain bool) (ended, goes bool, err e
 			return true, false, nil
 		case decides || e.verdict == translates:
 			if certain {
-				w.report(Rule{Text: strings.TrimSpace(r.text + " " + cmp.Or(e.to, e.verdict)), Chain: v.id, number: r.number, Certain: !w.even, Unmasqueraded: source, Diverted: !source})
+				w.report(Rule{Text: strings.TrimSpace(r.text + " " + cmp.Or(e.to, e.verdict)), Chain: v.id, number: r.number, Certain: !w.even, Unmasqueraded: source, Diverted: !source, Port: e.port})
 				return true, false, nil
 			}
 		case e.verdict == "accept":

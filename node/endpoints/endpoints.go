@@ -27,6 +27,11 @@ type Listening struct {
 	Waiting uint32
 	// Other is another protocol at whose port of this number something listens, where nothing does by this one; "" if there is none.
 	Other plan.Protocol
+	// Several says that more than one Pod on this node has the address, and nothing else is known.
+	Several bool
+	// Wrong is the address in its network that an entry of this node's neighbours has for the endpoint (permanent), though no interface of the Pod
+	// has it; "" where that is not so.
+	Wrong string
 }
 
 // moment is how long a program has to accept what waits.
@@ -36,7 +41,7 @@ const moment = 300 * time.Millisecond
 const most = 32
 
 // Look looks at the endpoints in use that are on this node, up to a number. Those of which nothing can be known are left out: where processes of
-// Pods are not visible, several namespaces have the address, or a virtual machine or a sandbox may listen.
+// Pods are not visible, several namespaces have the address and may not be entered, or a virtual machine or a sandbox may listen.
 func Look(ctx context.Context, ports []*plan.ServicePort) ([]Listening, error) {
 	links, err := host.Links()
 	if err != nil {
@@ -47,6 +52,7 @@ func Look(ctx context.Context, ports []*plan.ServicePort) ([]Listening, error) {
 		protocol plan.Protocol
 	}
 	var here, pods []at
+	leads := map[netip.Addr]host.Link{}
 	asked := map[at]bool{}
 	for _, sp := range ports {
 		for _, ep := range sp.All() {
@@ -67,7 +73,7 @@ func Look(ctx context.Context, ports []*plan.ServicePort) ([]Listening, error) {
 			case r.Local:
 				here = append(here, a)
 			case (kind == "veth" || kind == "bridge") && a.protocol != plan.SCTP:
-				pods = append(pods, a)
+				pods, leads[a.addr.Addr()] = append(pods, a), links[r.Links[0]]
 			}
 		}
 	}
@@ -92,24 +98,21 @@ func Look(ctx context.Context, ports []*plan.ServicePort) ([]Listening, error) {
 		}
 		add(judge(a.addr, a.protocol, list), sockets.List)
 	}
-	among, owners := map[netip.Addr]bool{}, map[netip.Addr][]sockets.Namespace{}
-	for _, a := range pods {
-		among[a.addr.Addr()] = true
+	found := owners(ctx, leads, links)
+	fixed, err := host.Fixed()
+	if err != nil {
+		return nil, err
 	}
-	if len(pods) > 0 {
-		for _, n := range sockets.Namespaces(ctx) {
-			if ctx.Err() != nil {
-				break
-			}
-			own, _ := n.Addresses(among) // Its process may have ended.
-			for _, a := range own {
-				owners[a] = append(owners[a], n)
-			}
+	for _, a := range pods {
+		owner := found[a.addr.Addr()]
+		if ctx.Err() != nil {
+			break
 		}
-	}
-	for _, a := range pods {
-		owner := owners[a.addr.Addr()]
-		if len(owner) != 1 || ctx.Err() != nil { // There may be more that have the same address.
+		if len(owner) > 1 && owner[0].attached {
+			out, read = append(out, Listening{Addr: a.addr, Protocol: a.protocol, Pod: true, Several: true}), append(read, nil)
+			continue
+		}
+		if len(owner) != 1 { // There may be more that have the same address.
 			continue
 		}
 		list, err := owner[0].Sockets(a.protocol)
@@ -121,6 +124,10 @@ func Look(ctx context.Context, ports []*plan.ServicePort) ([]Listening, error) {
 			continue
 		}
 		l.Pod = true
+		at := fixed[host.Neighbour{Link: leads[a.addr.Addr()].Index, Addr: a.addr.Addr()}]
+		if at != "" && owner[0].attached && !slices.Contains(owner[0].hardware, at) {
+			l.Wrong = at
+		}
 		add(l, owner[0].Sockets)
 	}
 	stillWaiting(ctx, out, read)

@@ -17,6 +17,7 @@ import (
 	"golang.org/x/sys/unix"
 
 	"nodeproxy/internal/nstest"
+	"nodeproxy/kernel/host"
 	"nodeproxy/kernel/sockets"
 	"nodeproxy/plan"
 )
@@ -172,6 +173,58 @@ func TestStuck(t *testing.T) {
 	}
 	if err != nil || len(got) != 3 || got[0].Waiting != 2 || got[1].Waiting != 0 || got[2].Waiting < 100 {
 		t.Errorf("%+v, %v", got, err)
+	}
+}
+
+// TestPods: two Pods at one bridge that have the same address, an entry of a neighbour that is wrong, and what is looked at in Pods.
+func TestPods(t *testing.T) {
+	t.Parallel()
+	nstest.Enter(t)
+	pid := os.Getpid()
+	address := func(n int) string { return fmt.Sprintf("10.%d.%d.%d", 246+n, pid>>8&0xff, pid&0xff) }
+	nstest.Exec(t, "ip", "link", "add", "cni0", "type", "bridge")
+	nstest.Exec(t, "ip", "link", "set", "cni0", "up")
+	sp := &plan.ServicePort{Key: plan.Key{Protocol: plan.TCP, Family: plan.IPv4}}
+	start := func(name, address string) {
+		nstest.Exec(t, "ip", "route", "flush", address)
+		startPod(t, name, address, ":8080")
+		nstest.Exec(t, "ip", "route", "flush", address)
+		nstest.Exec(t, "ip", "link", "set", name, "master", "cni0")
+		nstest.Exec(t, "ip", "route", "add", address, "dev", "cni0")
+		sp.Endpoints.Cluster = append(sp.Endpoints.Cluster, plan.Endpoint{Addr: netip.AddrPortFrom(netip.MustParseAddr(address), 8080)})
+	}
+	start("first", address(1))
+	start("alone", address(2))
+	look := func(want ...Listening) {
+		t.Helper()
+		for i := range want {
+			want[i].Addr, want[i].Protocol, want[i].Pod = netip.AddrPortFrom(netip.MustParseAddr(address(i+1)), 8080), plan.TCP, true
+		}
+		got, err := Look(t.Context(), []*plan.ServicePort{sp})
+		if err != nil || !reflect.DeepEqual(got, want) {
+			t.Errorf("got %+v, %v\nwant %+v", got, err, want)
+		}
+	}
+	look(Listening{Listens: true}, Listening{Listens: true})
+	nstest.Exec(t, "ip", "neigh", "replace", address(2), "dev", "cni0", "lladdr", "02:00:00:00:00:99", "nud", "permanent")
+	look(Listening{Listens: true}, Listening{Listens: true, Wrong: "02:00:00:00:00:99"})
+	start("second", address(1))
+	look(Listening{Several: true}, Listening{Listens: true, Wrong: "02:00:00:00:00:99"})
+
+	looked := 0
+	err := Within(t.Context(), []*plan.ServicePort{sp}, func(its []*plan.ServicePort, listens func(plan.Protocol, uint16) bool) error {
+		looked++
+		if len(its) != 1 || len(its[0].All()) != 1 || its[0].All()[0].Addr.Addr().String() != address(2) || !listens(plan.TCP, 8080) || listens(plan.TCP, 15006) {
+			t.Errorf("%+v", its)
+		}
+		links, err := host.Links()
+		if len(links) != 2 { // lo and eth0
+			t.Errorf("%+v", links)
+		}
+		return err
+	})
+	if err != nil || looked != 1 {
+		t.Errorf("%d were looked at: %v", looked, err)
 	}
 }
 

@@ -47,6 +47,17 @@ type Ways struct {
 	NoHairpin map[netip.Addr]string
 	// Unclaimed are the external IPs in the network of an interface that are not this node's, with its name.
 	Unclaimed map[netip.Addr]string
+	// Fixed are the endpoints elsewhere whose next hop has an entry among this node's neighbours that somebody has made, so that nobody is asked for it.
+	Fixed map[netip.Addr]string
+	// ByDefault are the endpoints to which the default route leads, with its next hop.
+	ByDefault map[netip.Addr]string
+	// Astray are the endpoints whose answers to clients outside leave by another interface than that of the default route, with its name.
+	Astray map[netip.Addr]string
+	// Uplink is the interface of the default route, and Marked says that rules for routing choose packets by their mark, which may have answers go back there.
+	Uplink string
+	Marked bool
+	// Shut are the endpoints for which IPsec drops packets, or whose answers it drops, with the policy.
+	Shut map[netip.Addr]string
 	// Unrouted are endpoints to which this node has a route, but for what comes from elsewhere there is none, as rules for routing may have it.
 	Unrouted []Unrouted
 }
@@ -70,7 +81,18 @@ func LookOut(ctx context.Context, sysctls string, to Places, from []Origin) (*Wa
 	}
 	l := &lookout{sysctls: sysctls, from: from, links: links, silent: silent, without: map[int]map[netip.Addr]string{}, away: map[plan.Family]bool{},
 		ways: &Ways{Unreached: map[netip.Addr]string{}, Cut: map[netip.Addr]string{}, Silent: map[netip.Addr]string{}, Near: map[netip.Addr]string{},
-			Bridged: map[netip.Addr]string{}, Unclaimed: map[netip.Addr]string{}, NoHairpin: map[netip.Addr]string{}}}
+			Bridged: map[netip.Addr]string{}, Unclaimed: map[netip.Addr]string{}, NoHairpin: map[netip.Addr]string{}, Fixed: map[netip.Addr]string{},
+			ByDefault: map[netip.Addr]string{}, Astray: map[netip.Addr]string{}, Shut: map[netip.Addr]string{}, Uplink: Uplink()}}
+	_, l.gateway, _ = host.Default()
+	if l.fixed, err = host.Fixed(); err != nil {
+		return nil, err
+	}
+	if l.policies, err = host.Shut(); err != nil {
+		return nil, err
+	}
+	if l.ways.Marked, err = host.RuledByMark(); err != nil {
+		return nil, err
+	}
 	if err := l.each(ctx, to.Endpoints, l.ways.Unreached, l.endpoint); err != nil {
 		return nil, err
 	}
@@ -90,10 +112,14 @@ type lookout struct {
 	from    []Origin
 	links   map[int]host.Link
 	silent  map[host.Neighbour]bool
-	without map[int]map[netip.Addr]string // the ports without hairpin mode, by bridge
-	away    map[plan.Family]bool          // the families of endpoints elsewhere
-	by      []string                      // the interfaces to those of IPv4
-	ways    *Ways
+	fixed   map[host.Neighbour]string
+	gateway netip.Addr // the next hop of the default route
+	// policies are those of IPsec by which packets are dropped.
+	policies []host.Policy
+	without  map[int]map[netip.Addr]string // the ports without hairpin mode, by bridge
+	away     map[plan.Family]bool          // the families of endpoints elsewhere
+	by       []string                      // the interfaces to those of IPv4
+	ways     *Ways
 }
 
 // each looks for the routes to addresses, and calls routed with those to others by a single interface. It notes in without why there is none.
@@ -124,7 +150,19 @@ func (l *lookout) endpoint(a netip.Addr, r host.Route, link host.Link) error {
 		l.by = append(l.by, link.Name)
 	}
 	l.refused(a)
+	l.shut(a)
 	hop := cmp.Or(r.Via, a)
+	if at := l.fixed[host.Neighbour{Link: link.Index, Addr: hop}]; at != "" && tunnels[link.Kind] == 0 { // Tunnels have such entries.
+		l.ways.Fixed[a] = fmt.Sprintf("%s at %s (lladdr %s)", hop, link.Name, at)
+	}
+	if r.Via.IsValid() && link.Name == l.ways.Uplink && r.Via == l.gateway {
+		l.ways.ByDefault[a] = fmt.Sprintf("%s by %s", r.Via, link.Name)
+	}
+	if back, err := host.RouteTo(somewhere, host.Way{From: a, In: link.Index}); a.Is4() && err == nil && len(back.Links) == 1 && l.ways.Uplink != "" {
+		if by := l.links[back.Links[0]].Name; by != l.ways.Uplink && by != link.Name {
+			l.ways.Astray[a] = by
+		}
+	}
 	if l.silent[host.Neighbour{Link: link.Index, Addr: hop}] {
 		l.ways.Silent[a] = fmt.Sprintf("%s at %s", hop, link.Name)
 		if hop == a {
@@ -148,6 +186,18 @@ func (l *lookout) endpoint(a netip.Addr, r host.Route, link host.Link) error {
 		l.ways.NoHairpin[a] = port
 	}
 	return nil
+}
+
+// shut notes the policy of IPsec that concerns all packets to an address, or all that come from there.
+func (l *lookout) shut(a netip.Addr) {
+	for _, p := range l.policies {
+		switch {
+		case p.To.Contains(a) && p.From.Bits() == 0:
+			l.ways.Shut[a] = p.String()
+		case p.From.Contains(a) && p.To.Bits() == 0 && p.Incoming:
+			l.ways.Shut[a] = p.String()
+		}
+	}
 }
 
 // refused notes the origins for whose packets to an address the kernel has no route; of an interface, the first.
@@ -303,10 +353,24 @@ func Outside() (Origin, bool) {
 
 // Uplink returns the interface of the default route of IPv4, by which packets of other hosts come on most nodes; "" if that is not known.
 func Uplink() string {
-	if r, err := host.RouteTo(somewhere, host.Way{}); err != nil || !r.Via.IsValid() {
+	index, _, known := host.Default()
+	if !known {
 		return ""
 	}
-	return By()(somewhere)
+	links, _ := host.Links() // Without them, it is not known.
+	return links[index].Name
+}
+
+// Bridges are the names of this node's bridges.
+func Bridges() map[string]bool {
+	links, _ := host.Links() // Without them, none is known.
+	out := map[string]bool{}
+	for _, l := range links {
+		if l.Kind == "bridge" {
+			out[l.Name] = true
+		}
+	}
+	return out
 }
 
 // noRoute says why the kernel has no route.

@@ -136,6 +136,7 @@ func TestLookOutNeighbours(t *testing.T) {
 		Silent:    map[netip.Addr]string{at("10.244.1.23"): "10.244.1.23 at cni0", at("10.244.2.5"): "192.0.2.9 at eth0"},
 		Bridged:   map[netip.Addr]string{at("10.244.1.5"): "cni0", at("10.244.1.6"): "cni0", at("10.244.1.23"): "cni0"},
 		Unclaimed: map[netip.Addr]string{at("192.0.2.240"): "eth0"}, NoHairpin: map[netip.Addr]string{},
+		Fixed: map[netip.Addr]string{}, ByDefault: map[netip.Addr]string{}, Astray: map[netip.Addr]string{}, Shut: map[netip.Addr]string{},
 	}
 	if got := look(sysctls); !reflect.DeepEqual(got, want) {
 		t.Errorf("%+v, want %+v", got, want)
@@ -144,6 +145,7 @@ func TestLookOutNeighbours(t *testing.T) {
 		t.Fatal(err)
 	}
 	nstest.Exec(t, "ip", "route", "add", "default", "via", "192.0.2.8")
+	want.Uplink, want.ByDefault = "eth0", map[netip.Addr]string{at("10.244.3.5"): "192.0.2.8 by eth0"}
 	want.Bridged, want.Cut, want.NoHairpin = map[netip.Addr]string{}, map[netip.Addr]string{}, map[netip.Addr]string{at("10.244.1.5"): "veth5"}
 	if got := look(sysctls); !reflect.DeepEqual(got, want) {
 		t.Errorf("with br_netfilter and a default route: %+v, want %+v", got, want)
@@ -168,6 +170,57 @@ func TestLookOutNeighbours(t *testing.T) {
 	if name := Uplink(); name != "eth0" {
 		t.Errorf("packets from outside come by %q", name)
 	}
+}
+
+// TestLookOutElsewhere: packets and answers that take another way than they should, or none: by entries and rules that somebody has made, by the default
+// route, and by IPsec.
+func TestLookOutElsewhere(t *testing.T) {
+	t.Parallel()
+	nstest.Enter(t)
+	ip := func(lines ...string) {
+		for _, line := range lines {
+			nstest.Exec(t, "ip", strings.Fields(line)...)
+		}
+	}
+	ip("link set lo up", "link add eth0 type veth peer name far", "link set eth0 up", "link set far up", "addr add 192.0.2.1/24 dev eth0", "route add default via 192.0.2.8",
+		"link add cni0 type bridge", "link set cni0 up", "addr add 10.244.1.1/24 dev cni0", "route add 10.244.2.0/24 via 192.0.2.9",
+		"link add out type veth peer name out-peer", "link set out up", "link set out-peer up", "addr add 203.0.113.1/24 dev out")
+	if err := os.WriteFile("/proc/sys/net/ipv4/ip_forward", []byte("1"), 0); err != nil {
+		t.Fatal(err)
+	}
+	at := netip.MustParseAddr
+	here, elsewhere, strange := at("10.244.1.5"), at("10.244.2.5"), at("10.244.3.5")
+	type result struct {
+		fixed, byDefault, astray, shut map[netip.Addr]string
+		marked                         bool
+	}
+	none := map[netip.Addr]string{}
+	want := result{none, map[netip.Addr]string{strange: "192.0.2.8 by eth0"}, none, none, false}
+	look := func(when string) {
+		t.Helper()
+		w, err := LookOut(t.Context(), "/proc/sys", Places{Endpoints: []netip.Addr{here, elsewhere, strange}}, nil)
+		if err != nil {
+			t.Fatal(err)
+		}
+		if got := (result{w.Fixed, w.ByDefault, w.Astray, w.Shut, w.Marked}); !reflect.DeepEqual(got, want) {
+			t.Errorf("%s: %+v, want %+v", when, got, want)
+		}
+	}
+	look("as it should be")
+	ip("neigh add 192.0.2.9 dev eth0 lladdr 02:00:00:00:00:09 nud permanent")
+	want.fixed = map[netip.Addr]string{elsewhere: "192.0.2.9 at eth0 (lladdr 02:00:00:00:00:09)"}
+	look("with an entry that somebody has made")
+	ip("route add default via 203.0.113.9 table 100", "rule add from 10.244.0.0/16 table 100")
+	want.astray = map[netip.Addr]string{here: "out", elsewhere: "out", strange: "out"}
+	look("with a rule for what comes from Pods")
+	ip("rule add fwmark 7 table main")
+	want.marked = true
+	look("with a rule for marks")
+	ip("xfrm policy add dir out src 0.0.0.0/0 dst 10.244.2.0/24 action block", "xfrm policy add dir fwd src 10.244.3.0/24 dst 0.0.0.0/0 action block",
+		"xfrm policy add dir out src 0.0.0.0/0 dst 10.244.1.0/24 tmpl src 192.0.2.1 dst 192.0.2.7 proto esp mode tunnel")
+	want.shut = map[netip.Addr]string{elsewhere: "0.0.0.0/0 to 10.244.2.0/24: action block", strange: "10.244.3.0/24 to 0.0.0.0/0: action block",
+		here: "0.0.0.0/0 to 10.244.1.0/24: it has to be encrypted for 192.0.2.7, with which no keys are agreed"}
+	look("with policies of IPsec")
 }
 
 // TestUnrouted: rules for routing have no way for what comes from elsewhere, while this node itself has one.

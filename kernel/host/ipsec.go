@@ -1,0 +1,109 @@
+package host
+
+import (
+	"errors"
+	"fmt"
+	"net"
+	"net/netip"
+
+	links "github.com/vishvananda/netlink"
+	"golang.org/x/sys/unix"
+
+	"nodeproxy/kernel/netlink"
+	"nodeproxy/plan"
+)
+
+// Policy is a policy of IPsec by which the kernel sends nothing (RFC 4301).
+type Policy struct {
+	// From and To are the packets that it is for, and Incoming whether these are taken rather than sent.
+	From, To netip.Prefix
+	Incoming bool
+	// Peer is that with which no keys are agreed, so that nothing can be encrypted for it; invalid where the policy is to block.
+	Peer netip.Addr
+}
+
+func (p Policy) String() string {
+	why := "action block"
+	if p.Peer.IsValid() {
+		why = fmt.Sprintf("it has to be encrypted for %s, with which no keys are agreed", p.Peer)
+	}
+	return fmt.Sprintf("%s to %s: %s", p.From, p.To, why)
+}
+
+// Shut returns the policies of IPsec for any protocol by which packets are dropped: those that block, and those for which there is no security
+// association.
+func Shut() (out []Policy, err error) {
+	for _, f := range plan.Families {
+		var policies []links.XfrmPolicy
+		var states []links.XfrmState
+		err := Retry(func() (err error) {
+			if policies, err = links.XfrmPolicyList(int(netlink.Family(f))); err == nil && len(policies) > 0 {
+				states, err = links.XfrmStateList(int(netlink.Family(f)))
+			}
+			return err
+		})
+		if errors.Is(err, unix.EPROTONOSUPPORT) || errors.Is(err, unix.EOPNOTSUPP) { // The kernel has no IPsec.
+			return nil, nil
+		}
+		if err != nil {
+			return nil, fmt.Errorf("listing the policies of IPsec: %w", err)
+		}
+		for _, p := range policies {
+			one := Policy{From: prefixOf(p.Src), To: prefixOf(p.Dst), Incoming: p.Dir != links.XFRM_DIR_OUT}
+			some := p.Proto != 0 || p.SrcPort != 0 || p.DstPort != 0 || p.Ifindex != 0 || p.Ifid != 0 || p.Mark != nil
+			if some || p.Dir > links.XFRM_DIR_FWD || !one.From.IsValid() || !one.To.IsValid() || preceded(p, policies) {
+				continue
+			}
+			if p.Action != links.XFRM_POLICY_BLOCK {
+				if one.Peer = unkeyed(p, states); !one.Peer.IsValid() {
+					continue
+				}
+			}
+			out = append(out, one)
+		}
+	}
+	return out, nil
+}
+
+// preceded reports whether another policy of the same packets comes first.
+func preceded(p links.XfrmPolicy, all []links.XfrmPolicy) bool {
+	for _, o := range all {
+		if o.Dir == p.Dir && o.Priority < p.Priority && prefixOf(o.Src) == prefixOf(p.Src) && prefixOf(o.Dst) == prefixOf(p.Dst) {
+			return true
+		}
+	}
+	return false
+}
+
+// unkeyed returns the peer for which a policy asks that packets are protected, and has no security association; invalid if there is none.
+func unkeyed(p links.XfrmPolicy, states []links.XfrmState) netip.Addr {
+	if p.Dir != links.XFRM_DIR_OUT { // What comes is not expected to be protected everywhere.
+		return netip.Addr{}
+	}
+	for _, t := range p.Tmpls {
+		peer, ok := netip.AddrFromSlice(t.Dst)
+		if !ok || peer.Unmap().IsUnspecified() || t.Optional != 0 {
+			continue
+		}
+		has := false
+		for _, s := range states {
+			has = has || s.Dst.Equal(t.Dst) && s.Proto == t.Proto && s.Spi != 0
+		}
+		if !has {
+			return peer.Unmap()
+		}
+	}
+	return netip.Addr{}
+}
+
+func prefixOf(n *net.IPNet) netip.Prefix {
+	if n == nil {
+		return netip.Prefix{}
+	}
+	a, ok := netip.AddrFromSlice(n.IP)
+	ones, size := n.Mask.Size()
+	if !ok || size == 0 {
+		return netip.Prefix{}
+	}
+	return netip.PrefixFrom(a.Unmap(), ones)
+}

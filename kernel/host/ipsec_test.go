@@ -1,0 +1,38 @@
+package host
+
+import (
+	"net"
+	"net/netip"
+	"testing"
+
+	links "github.com/vishvananda/netlink"
+)
+
+// TestUnkeyed: a policy of IPsec asks for keys that have not been agreed on.
+func TestUnkeyed(t *testing.T) {
+	t.Parallel()
+	peer, other := net.IPv4(192, 0, 2, 7), net.IPv4(192, 0, 2, 8)
+	policy := func(dir links.Dir, tmpl links.XfrmPolicyTmpl) links.XfrmPolicy {
+		tmpl.Dst, tmpl.Proto = peer, links.XFRM_PROTO_ESP
+		return links.XfrmPolicy{Dir: dir, Tmpls: []links.XfrmPolicyTmpl{tmpl}}
+	}
+	state := func(to net.IP, spi int) []links.XfrmState {
+		return []links.XfrmState{{Dst: to, Proto: links.XFRM_PROTO_ESP, Spi: spi}}
+	}
+	for name, tc := range map[string]struct {
+		policy links.XfrmPolicy
+		states []links.XfrmState
+		want   netip.Addr
+	}{
+		"keys":          {policy: policy(links.XFRM_DIR_OUT, links.XfrmPolicyTmpl{}), states: state(peer, 5)},
+		"none":          {policy: policy(links.XFRM_DIR_OUT, links.XfrmPolicyTmpl{}), want: netip.MustParseAddr("192.0.2.7")},
+		"being asked":   {policy: policy(links.XFRM_DIR_OUT, links.XfrmPolicyTmpl{}), states: state(peer, 0), want: netip.MustParseAddr("192.0.2.7")},
+		"of another":    {policy: policy(links.XFRM_DIR_OUT, links.XfrmPolicyTmpl{}), states: state(other, 5), want: netip.MustParseAddr("192.0.2.7")},
+		"optional":      {policy: policy(links.XFRM_DIR_OUT, links.XfrmPolicyTmpl{Optional: 1})},
+		"what comes in": {policy: policy(links.XFRM_DIR_IN, links.XfrmPolicyTmpl{})},
+	} {
+		if got := unkeyed(tc.policy, tc.states); got != tc.want {
+			t.Errorf("%s: %v, want %v", name, got, tc.want)
+		}
+	}
+}
