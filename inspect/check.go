@@ -38,8 +38,6 @@ type Reality struct {
 	Listeners func() []source.Finding
 	// Blocking returns rules of other programs that may keep packets from the ServicePorts, in words; within says whether those in Pods were looked at.
 	Blocking func(ctx context.Context, ports []*plan.ServicePort) (list []Blocking, within bool, err error)
-	// Settings returns what nodeproxy had set in the kernel, and something has set otherwise, with what does not work then.
-	Settings func() []Setting
 	// Endpoints returns what is known of listeners at the endpoints of ServicePorts that are on this node; nothing of those where that can't be known.
 	Endpoints func(ctx context.Context, ports []*plan.ServicePort) ([]Listening, error)
 	// Reverse returns what the kernel does with the answers of endpoints for the interfaces by which they come.
@@ -57,13 +55,6 @@ type Changed struct {
 	What string
 	// Repaired is false as long as it could not be written again.
 	Repaired bool
-}
-
-// Setting is a setting of the kernel that is not as nodeproxy had set it.
-type Setting struct {
-	Name, Value, Want string
-	// Effect is what fails.
-	Effect string
 }
 
 // Flows are connections to an endpoint.
@@ -230,7 +221,6 @@ const (
 	WrongNeighbour   = "WrongNeighbour"   // an entry that somebody has made says where an endpoint or its next hop is
 	AnswersAstray    = "AnswersAstray"    // the answers to clients outside leave by another way
 	ShutByIPsec      = "ShutByIPsec"      // a policy of IPsec has packets dropped
-	SettingChanged   = "SettingChanged"   // something has changed a setting of the kernel that nodeproxy had set
 )
 
 // checkTime bounds the time of all checks of one explanation.
@@ -255,7 +245,7 @@ func (n *Node) Check(ctx context.Context, e *Explanation) {
 	})
 	c := &checks{reality: n.Reality, svc: svc, ports: ports, frontends: frontends, masqueradeAll: masqueradeAll, now: time.Now()}
 	all := []func(*checks, context.Context){(*checks).kernel, (*checks).traffic, (*checks).flows, (*checks).tracked, (*checks).listeners, (*checks).blocking,
-		(*checks).endpoints, (*checks).ways, (*checks).reverse, (*checks).settings, (*checks).watches}
+		(*checks).endpoints, (*checks).ways, (*checks).reverse, (*checks).watches}
 	each := make([]checks, len(all))
 	var wg sync.WaitGroup
 	for i, check := range all {
@@ -719,19 +709,6 @@ func (c *checks) shared(list []Listening) (any bool) {
 			"This node sends what is for endpoint %s to %s, by an entry of its neighbours that is permanent, but no interface of the Pod has that address, and connections that go there fail.", l.Addr, l.Wrong)
 	}
 	return any
-}
-
-// settings is about settings of the kernel that something has changed.
-func (c *checks) settings(context.Context) {
-	if c.reality.Settings == nil || !slices.ContainsFunc(c.ports, func(sp *plan.ServicePort) bool {
-		return slices.ContainsFunc(sp.Frontends, func(f plan.Frontend) bool { return f.Kind == plan.NodePort })
-	}) {
-		return
-	}
-	for _, s := range c.reality.Settings() {
-		c.found("settings of the kernel", note, "%s is %s", s.Name, s.Value)
-		c.diagnose(note, SettingChanged, fmt.Sprintf("set it to %s again, or restart nodeproxy, and see what has changed it", s.Want), "%s is %s, although nodeproxy had set it to %s: %s.", s.Name, s.Value, s.Want, s.Effect)
-	}
 }
 
 // stuck is about endpoints whose programs listen and do not take what comes. It returns how many there are.

@@ -196,10 +196,7 @@ func TestCheck(t *testing.T) {
 			return &Ways{Shut: map[netip.Addr]string{to.Endpoints[0]: "0.0.0.0/0 to 10.244.0.0/24: action block"}}, nil
 		}},
 			check: "routes to endpoints: ok: there is one to each of the 2 endpoints in use\npolicies of IPsec: problem: packets of 1 endpoint are dropped",
-			what: "A policy of IPsec has the kernel drop packets for endpoints, or their answers, and those connections fail: 10.244.0.8 (0.0.0.0/0 to 10.244.0.0/24: action block).", problem: true},
-		"a setting": {reality: Reality{Settings: func() []Setting {
-			return []Setting{{Name: "net.ipv4.conf.all.route_localnet", Value: "0", Want: "1", Effect: "node ports do not answer at 127.0.0.1"}}
-		}}},
+			what:  "A policy of IPsec has the kernel drop packets for endpoints, or their answers, and those connections fail: 10.244.0.8 (0.0.0.0/0 to 10.244.0.0/24: action block).", problem: true},
 		"a policy that may drop": {reality: Reality{Blocking: func(context.Context, []*plan.ServicePort) ([]Blocking, bool, error) {
 			return []Blocking{{Rule: "policy drop", Place: "chain FORWARD of table ip filter", What: "endpoint 10.244.1.5:8080", Policy: true}}, true, nil
 		}},

@@ -4,10 +4,7 @@ import (
 	"context"
 	"maps"
 	"net/netip"
-	"os"
-	"path/filepath"
 	"slices"
-	"strings"
 	"sync"
 	"time"
 
@@ -33,7 +30,7 @@ func (d *daemon) reality() *inspect.Reality {
 		flows, most, err := conntrack.Tracked(d.cfg.SysctlDir)
 		return inspect.TrackedFlows{Flows: flows, Most: most}, err
 	}
-	r.Blocking, r.Ways, r.Reverse, r.Settings = d.blocking, d.ways, d.reversePath, d.settings
+	r.Blocking, r.Ways, r.Reverse = d.blocking, d.ways, d.reversePath
 	r.Endpoints = func(ctx context.Context, ports []*plan.ServicePort) ([]inspect.Listening, error) {
 		found, err := endpoints.Look(ctx, ports)
 		var out []inspect.Listening
@@ -113,19 +110,6 @@ func (d *daemon) blocking(ctx context.Context, ports []*plan.ServicePort) (out [
 		return err
 	})
 	return out, failed == nil, nil // It may not be allowed.
-}
-
-// settings is Reality.Settings.
-func (d *daemon) settings() []inspect.Setting {
-	const name = "net/ipv4/conf/all/route_localnet"
-	if d.cfg.Mode != iptablesMode.name || !d.cfg.Settings.LocalhostNodePorts {
-		return nil
-	}
-	text, err := os.ReadFile(filepath.Join(d.cfg.SysctlDir, name))
-	if value := strings.TrimSpace(string(text)); err == nil && value == "0" {
-		return []inspect.Setting{{Name: strings.ReplaceAll(name, "/", "."), Value: value, Want: "1", Effect: "node ports do not answer at 127.0.0.1"}}
-	}
-	return nil
 }
 
 // ways is Reality.Ways.

@@ -212,17 +212,6 @@ func TestChecks(t *testing.T) {
 			c.await(onNode["untracked"], 1)
 			nstest.Exec(t, "nft", "delete", "table", "ip", "other")
 
-			if mode == "iptables" {
-				const setting = "/proc/sys/net/ipv4/conf/all/route_localnet"
-				if err := os.WriteFile(setting, []byte("0"), 0); err != nil {
-					t.Fatal(err)
-				}
-				c.await("net.ipv4.conf.all.route_localnet is 0, although nodeproxy had set it to 1: node ports do not answer at 127.0.0.1.", 0)
-				if err := os.WriteFile(setting, []byte("1"), 0); err != nil {
-					t.Fatal(err)
-				}
-			}
-
 			nstest.Exec(t, "nft", "flush", "table", "ip", map[string]string{"iptables": "nat", "nftables": "nodeproxy"}[mode])
 			c.await(onNode["flushed"], 0)
 		})
