@@ -129,11 +129,16 @@ func repeated(list []plan.Endpoint, s plan.Scheduler, most int) []netip.AddrPort
 	return out
 }
 
-// tableSizes are primes. A table has at least slotsEach numbers for each endpoint on average, as far as there is such a table. There are
-// few sizes, as many clients move where another one is needed. The table of a single endpoint is a single number.
+// tableSizes are primes. A table has at least slotsEach numbers for each endpoint on average, or in a long one fewEach, as far as there is such a
+// table: no endpoint gets more than 1/16 or 1/4 above its share. There are few sizes, as many clients move where another one is needed. The table of
+// a single endpoint is a single number.
 var tableSizes = []int{251, 1021, 4093, 16381, 65521}
 
-const slotsEach = 16
+const (
+	slotsEach = 16
+	fewEach   = 4
+	long      = 10_000 // numbers; writing such a table takes a tenth of a second, and others wait
+)
 
 // mostSlots bounds how many numbers the tables of all frontends of a ServicePort have together, as long as each has room for all endpoints.
 const mostSlots = 1 << 18
@@ -148,7 +153,11 @@ func consistent(list []plan.Endpoint, s plan.Scheduler, most, fair int) []netip.
 	}
 	size := tableSizes[0]
 	for _, next := range tableSizes[1:] {
-		if size < slotsEach*len(list) && next <= most && (next <= fair || size < len(list)) {
+		each := slotsEach
+		if size > long {
+			each = fewEach
+		}
+		if size < each*len(list) && next <= most && (next <= fair || size < len(list)) {
 			size = next
 		}
 	}

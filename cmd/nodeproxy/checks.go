@@ -103,7 +103,8 @@ func (d *daemon) blocking(ctx context.Context, ports []*plan.ServicePort) (out [
 	failed := endpoints.Within(ctx, ports, func(its []*plan.ServicePort, listens func(plan.Protocol, uint16) bool) error {
 		found, err := blocking.Find(ctx, its, blocking.Node{Inside: true, Local: func(netip.Addr) bool { return true }})
 		for _, f := range found {
-			if !f.Diverted || f.Port != 0 && !listens(its[0].Key.Protocol, f.Port) { // Else it is a sidecar's, such as one of a service mesh.
+			taken := f.Port == 0 || listens(plan.TCP, f.Port) || listens(plan.UDP, f.Port) // by a sidecar, such as one of a service mesh, or a virtual machine
+			if !f.Diverted || !taken {
 				add(f, true)
 			}
 		}
