@@ -40,19 +40,15 @@ const moment = 300 * time.Millisecond
 // most bounds how many endpoints are looked at.
 const most = 32
 
-// Look looks at the endpoints in use that are on this node, up to a number. Those of which nothing can be known are left out: where processes of
-// Pods are not visible, several namespaces have the address and may not be entered, or a virtual machine or a sandbox may listen.
-func Look(ctx context.Context, ports []*plan.ServicePort) ([]Listening, error) {
-	links, err := host.Links()
-	if err != nil {
-		return nil, err
-	}
-	type at struct {
-		addr     netip.AddrPort
-		protocol plan.Protocol
-	}
-	var here, pods []at
-	leads := map[netip.Addr]host.Link{}
+// at is an endpoint by a protocol.
+type at struct {
+	addr     netip.AddrPort
+	protocol plan.Protocol
+}
+
+// sites are the endpoints in use, up to a number, that are this node's own, and those of its Pods, with the interfaces that lead to these.
+func sites(ports []*plan.ServicePort, links map[int]host.Link) (here, pods []at, leads map[netip.Addr]host.Link) {
+	leads = map[netip.Addr]host.Link{}
 	asked := map[at]bool{}
 	for _, sp := range ports {
 		for _, ep := range sp.All() {
@@ -77,6 +73,17 @@ func Look(ctx context.Context, ports []*plan.ServicePort) ([]Listening, error) {
 			}
 		}
 	}
+	return here, pods, leads
+}
+
+// Look looks at the endpoints in use that are on this node, up to a number. Those of which nothing can be known are left out: where processes of
+// Pods are not visible, several namespaces have the address and may not be entered, or a virtual machine or a sandbox may listen.
+func Look(ctx context.Context, ports []*plan.ServicePort) ([]Listening, error) {
+	links, err := host.Links()
+	if err != nil {
+		return nil, err
+	}
+	here, pods, leads := sites(ports, links)
 	var out []Listening
 	var read []func(plan.Protocol) ([]sockets.Socket, error) // where the sockets of each are listed
 	add := func(l Listening, from func(plan.Protocol) ([]sockets.Socket, error)) {
