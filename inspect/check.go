@@ -149,9 +149,23 @@ type Listening struct {
 	Other plan.Protocol
 	// Several says that more than one Pod on this node has the address, and nothing else is known.
 	Several bool
+	// Attachment is how its Pod is attached to this node.
+	Attachment Attachment
+}
+
+// Attachment is what is wrong with the pair of interfaces between a Pod and this node. The zero value is as it should be, or nothing is known.
+type Attachment struct {
+	// Link is this node's end of it, Bridge the bridge by which packets for the Pod leave, if there is one.
+	Link, Bridge string
+	// Down says that an end is down, and Loose that the link is no port of the bridge.
+	Down, Loose bool
 	// Wrong is the address in its network that an entry of this node's neighbours has for the endpoint (permanent), though no interface of the Pod
 	// has it; "" where that is not so.
 	Wrong string
+	// MTU and OwnMTU are the most bytes that a packet may have at this node's end and at the Pod's, where they differ.
+	MTU, OwnMTU int
+	// NoRoute says why the Pod has no route for its answers to this node; "" if it has one.
+	NoRoute string
 }
 
 // Filtered is an endpoint whose answers the kernel drops.
@@ -218,6 +232,8 @@ const (
 	Untracked        = "Untracked"        // another program's rule keeps the traffic from being tracked
 	TrackingFull     = "TrackingFull"     // the kernel tracks as many connections as it may, or nearly
 	SharedAddress    = "SharedAddress"    // several Pods have the address of an endpoint
+	Detached         = "Detached"         // the interface of a Pod is down, or no port of its bridge
+	DifferentMTU     = "DifferentMTU"     // the ends of a Pod's pair of interfaces take packets of different lengths
 	WrongNeighbour   = "WrongNeighbour"   // an entry that somebody has made says where an endpoint or its next hop is
 	AnswersAstray    = "AnswersAstray"    // the answers to clients outside leave by another way
 	ShutByIPsec      = "ShutByIPsec"      // a policy of IPsec has packets dropped
@@ -276,7 +292,7 @@ func (n *Node) Check(ctx context.Context, e *Explanation) {
 // causes are the codes of what has connections without an answer.
 var causes = map[string]bool{
 	DroppedByOthers: true, Untracked: true, Unmasqueraded: true, Diverted: true, NoRoute: true, NoNeighbour: true, NotForwarded: true, Bridged: true,
-	AnswersFiltered: true, EndpointStuck: true, EndpointIsService: true, PodGone: true, SharedAddress: true, WrongNeighbour: true, AnswersAstray: true, ShutByIPsec: true,
+	AnswersFiltered: true, EndpointStuck: true, EndpointIsService: true, PodGone: true, SharedAddress: true, Detached: true, DifferentMTU: true, WrongNeighbour: true, AnswersAstray: true, ShutByIPsec: true,
 }
 
 // checks collects what is found about one Service.
@@ -652,8 +668,8 @@ func (c *checks) endpoints(ctx context.Context) {
 	if len(list) == 0 { // None is on this node, or nothing can be known of it.
 		return
 	}
-	shared := c.shared(list)
-	if list = slices.DeleteFunc(list, func(l Listening) bool { return l.Several }); len(list) == 0 || shared {
+	attachments := c.attachments(list)
+	if list = slices.DeleteFunc(list, func(l Listening) bool { return l.Several }); len(list) == 0 || attachments {
 		return
 	}
 	var refusing []Listening
@@ -688,25 +704,42 @@ func (c *checks) endpoints(ctx context.Context) {
 	c.found(name, severity, "nothing listens at %d of %d that are known on this node", n, len(list))
 }
 
-// shared is about addresses that several Pods have, and those that this node has a wrong entry for. It reports whether there are any.
-func (c *checks) shared(list []Listening) (any bool) {
+// attachments is about Pods that are not attached to this node as they should be. It reports whether there are any.
+func (c *checks) attachments(list []Listening) (any bool) {
 	const name = "listeners at endpoints"
 	said := map[netip.Addr]bool{}
 	for _, l := range list {
-		a := l.Addr.Addr()
-		if !l.Several && l.Wrong == "" || said[a] {
+		a, at := l.Addr.Addr(), l.Attachment
+		if !l.Several && at == (Attachment{}) || said[a] {
 			continue
 		}
 		any, said[a] = true, true
-		if l.Several {
-			c.found(name, problem, "several Pods have the address %s", a)
-			c.diagnose(problem, SharedAddress, "see what gives addresses to Pods on this node (the network plugin's IPAM), and delete the Pods that have this one: kubectl get pods -A -o wide | grep -w "+a.String(),
-				"More than one Pod on this node has the address of endpoint %s, and connections go to one or the other.", l.Addr)
-			continue
+		wrong := func(code, do, found, what string) {
+			c.found(name, problem, "%s", found)
+			c.diagnose(problem, code, do, "%s", what)
 		}
-		c.found(name, problem, "%s is not at %s", a, l.Wrong)
-		c.diagnose(problem, WrongNeighbour, "delete the entry, which somebody has made (permanent), and see who: ip neigh show to "+a.String(),
-			"This node sends what is for endpoint %s to %s, by an entry of its neighbours that is permanent, but no interface of the Pod has that address, and connections that go there fail.", l.Addr, l.Wrong)
+		fail := ", and connections that go there fail."
+		switch of := "Endpoint " + l.Addr.String(); {
+		case l.Several:
+			wrong(SharedAddress, "see what gives addresses to Pods on this node (the network plugin's IPAM), and delete the Pods that have this one: kubectl get pods -A -o wide | grep -w "+a.String(),
+				fmt.Sprintf("several Pods have the address %s", a), fmt.Sprintf("More than one Pod on this node has the address of endpoint %s, and connections go to one or the other.", l.Addr))
+		case at.Down:
+			wrong(Detached, fmt.Sprintf("ip link set %s up, and see what has taken it down; or delete the Pod, so that another takes its place", at.Link),
+				at.Link+" is down", fmt.Sprintf("%s is in a Pod whose interface is down (%s on this node, or its other end)%s", of, at.Link, fail))
+		case at.Loose:
+			wrong(Detached, fmt.Sprintf("ip link set %s master %s, and see what has taken it out; or delete the Pod, so that another takes its place", at.Link, at.Bridge),
+				fmt.Sprintf("%s is no port of %s", at.Link, at.Bridge), fmt.Sprintf("%s is in a Pod whose interface on this node, %s, is no port of %s, by which packets for it leave%s", of, at.Link, at.Bridge, fail))
+		case at.Wrong != "":
+			wrong(WrongNeighbour, "delete the entry, which somebody has made (permanent), and see who: ip neigh show to "+a.String(), fmt.Sprintf("%s is not at %s", a, at.Wrong),
+				fmt.Sprintf("This node sends what is for endpoint %s to %s, by an entry of its neighbours that is permanent, but no interface of the Pod has that address%s", l.Addr, at.Wrong, fail))
+		case at.NoRoute != "":
+			wrong(NoRoute, "see the routes in the Pod, which the network plugin makes: nsenter -t PID -n ip route, with the PID of a process of the Pod", fmt.Sprintf("the Pod of %s has no route", a),
+				fmt.Sprintf("%s is in a Pod that has no route for its answers to this node (%s)%s", of, at.NoRoute, fail))
+		default:
+			wrong(DifferentMTU, "give both the same MTU, in the configuration of the network plugin", fmt.Sprintf("%s has an MTU of %d, and its other end %d", at.Link, at.MTU, at.OwnMTU),
+				fmt.Sprintf("%s is in a Pod whose interface has an MTU of %d bytes, while its other end on this node, %s, has %d: packets longer than the lesser are lost without a word, so that connections begin and then hang.",
+					of, at.OwnMTU, at.Link, at.MTU))
+		}
 	}
 	return any
 }

@@ -175,11 +175,33 @@ func TestCheck(t *testing.T) {
 			check: "listeners at endpoints: problem: several Pods have the address 10.244.0.8",
 			what:  "More than one Pod on this node has the address of endpoint 10.244.0.8:8080, and connections go to one or the other.", problem: true},
 		"a wrong neighbour": {reality: Reality{Endpoints: func(context.Context, []*plan.ServicePort) ([]Listening, error) {
-			return []Listening{{Addr: endpoint, Protocol: plan.TCP, Pod: true, Listens: true, Wrong: "02:00:00:00:00:01"}}, nil
+			return []Listening{{Addr: endpoint, Protocol: plan.TCP, Pod: true, Listens: true, Attachment: Attachment{Wrong: "02:00:00:00:00:01"}}}, nil
 		}},
 			check: "listeners at endpoints: problem: 10.244.0.8 is not at 02:00:00:00:00:01",
 			what: "This node sends what is for endpoint 10.244.0.8:8080 to 02:00:00:00:00:01, by an entry of its neighbours that is permanent, but no interface of the Pod has that " +
 				"address, and connections that go there fail.", problem: true},
+		"an interface that is down": {reality: Reality{Endpoints: func(context.Context, []*plan.ServicePort) ([]Listening, error) {
+			return []Listening{{Addr: endpoint, Protocol: plan.TCP, Pod: true, Listens: true, Attachment: Attachment{Link: "veth5", Bridge: "cni0", Down: true}}}, nil
+		}},
+			check: "listeners at endpoints: problem: veth5 is down",
+			what:  "Endpoint 10.244.0.8:8080 is in a Pod whose interface is down (veth5 on this node, or its other end), and connections that go there fail.", problem: true},
+		"an interface that is no port": {reality: Reality{Endpoints: func(context.Context, []*plan.ServicePort) ([]Listening, error) {
+			return []Listening{{Addr: endpoint, Protocol: plan.TCP, Pod: true, Listens: true, Attachment: Attachment{Link: "veth5", Bridge: "cni0", Loose: true}}}, nil
+		}},
+			check: "listeners at endpoints: problem: veth5 is no port of cni0",
+			what:  "Endpoint 10.244.0.8:8080 is in a Pod whose interface on this node, veth5, is no port of cni0, by which packets for it leave, and connections that go there fail.",
+			do:    "ip link set veth5 master cni0, and see what has taken it out; or delete the Pod, so that another takes its place", problem: true},
+		"a Pod without a route": {reality: Reality{Endpoints: func(context.Context, []*plan.ServicePort) ([]Listening, error) {
+			return []Listening{{Addr: endpoint, Protocol: plan.TCP, Pod: true, Listens: true, Attachment: Attachment{Link: "veth5", Bridge: "cni0", NoRoute: "network is unreachable"}}}, nil
+		}},
+			check: "listeners at endpoints: problem: the Pod of 10.244.0.8 has no route",
+			what:  "Endpoint 10.244.0.8:8080 is in a Pod that has no route for its answers to this node (network is unreachable), and connections that go there fail.", problem: true},
+		"ends with different MTUs": {reality: Reality{Endpoints: func(context.Context, []*plan.ServicePort) ([]Listening, error) {
+			return []Listening{{Addr: endpoint, Protocol: plan.TCP, Pod: true, Listens: true, Attachment: Attachment{Link: "veth5", Bridge: "cni0", MTU: 1400, OwnMTU: 1500}}}, nil
+		}},
+			check: "listeners at endpoints: problem: veth5 has an MTU of 1400, and its other end 1500",
+			what: "Endpoint 10.244.0.8:8080 is in a Pod whose interface has an MTU of 1500 bytes, while its other end on this node, veth5, has 1400: packets longer than the lesser are lost " +
+				"without a word, so that connections begin and then hang.", problem: true},
 		"a fixed next hop": {reality: Reality{Ways: func(_ context.Context, to Places) (*Ways, error) {
 			return &Ways{Fixed: map[netip.Addr]string{to.Endpoints[0]: "192.0.2.9 at eth0 (lladdr 02:00:00:00:00:01)"}}, nil
 		}},

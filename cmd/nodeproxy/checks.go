@@ -35,7 +35,8 @@ func (d *daemon) reality() *inspect.Reality {
 		found, err := endpoints.Look(ctx, ports)
 		var out []inspect.Listening
 		for _, l := range found {
-			out = append(out, inspect.Listening(l))
+			out = append(out, inspect.Listening{Addr: l.Addr, Protocol: l.Protocol, Pod: l.Pod, Listens: l.Listens, Loopback: l.Loopback, Others: l.Others,
+				Waiting: l.Waiting, Other: l.Other, Several: l.Several, Attachment: inspect.Attachment(l.Attachment)})
 		}
 		return out, err
 	}

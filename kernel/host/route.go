@@ -78,6 +78,8 @@ type Link struct {
 	Port uint16
 	// Peer is the index of the other end of a veth, which may be in another network namespace.
 	Peer int
+	// MTU is the most bytes that a packet may have.
+	MTU int
 	// Hardware is its address in its network, such as 02:42:0a:00:00:01.
 	Hardware string
 }
@@ -96,7 +98,7 @@ func Links() (map[int]Link, error) {
 	for _, l := range list {
 		a := l.Attrs()
 		link := Link{Index: a.Index, Name: a.Name, Kind: l.Type(), Up: a.RawFlags&unix.IFF_UP != 0, Master: a.MasterIndex,
-			Hardware: a.HardwareAddr.String()}
+			MTU: a.MTU, Hardware: a.HardwareAddr.String()}
 		switch l := l.(type) {
 		case *links.Vxlan:
 			link.Port = uint16(l.Port)

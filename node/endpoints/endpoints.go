@@ -29,9 +29,23 @@ type Listening struct {
 	Other plan.Protocol
 	// Several says that more than one Pod on this node has the address, and nothing else is known.
 	Several bool
+	// Attachment is how its Pod is attached to this node.
+	Attachment Attachment
+}
+
+// Attachment is what is wrong with the pair of interfaces between a Pod and this node. The zero value is as it should be, or nothing is known.
+type Attachment struct {
+	// Link is this node's end of it, Bridge the bridge by which packets for the Pod leave, if there is one.
+	Link, Bridge string
+	// Down says that an end is down, and Loose that the link is no port of the bridge.
+	Down, Loose bool
 	// Wrong is the address in its network that an entry of this node's neighbours has for the endpoint (permanent), though no interface of the Pod
 	// has it; "" where that is not so.
 	Wrong string
+	// MTU and OwnMTU are the most bytes that a packet may have at this node's end and at the Pod's, where they differ.
+	MTU, OwnMTU int
+	// NoRoute says why the Pod has no route for its answers to this node; "" if it has one.
+	NoRoute string
 }
 
 // moment is how long a program has to accept what waits.
@@ -115,7 +129,7 @@ func Look(ctx context.Context, ports []*plan.ServicePort) ([]Listening, error) {
 		if ctx.Err() != nil {
 			break
 		}
-		if len(owner) > 1 && owner[0].attached {
+		if len(owner) > 1 && owner[0].link.Index != 0 {
 			out, read = append(out, Listening{Addr: a.addr, Protocol: a.protocol, Pod: true, Several: true}), append(read, nil)
 			continue
 		}
@@ -131,10 +145,8 @@ func Look(ctx context.Context, ports []*plan.ServicePort) ([]Listening, error) {
 			continue
 		}
 		l.Pod = true
-		at := fixed[host.Neighbour{Link: leads[a.addr.Addr()].Index, Addr: a.addr.Addr()}]
-		if at != "" && owner[0].attached && !slices.Contains(owner[0].hardware, at) {
-			l.Wrong = at
-		}
+		lead := leads[a.addr.Addr()]
+		l.Attachment = owner[0].attachment(lead, fixed[host.Neighbour{Link: lead.Index, Addr: a.addr.Addr()}])
 		add(l, owner[0].Sockets)
 	}
 	stillWaiting(ctx, out, read)

@@ -56,11 +56,14 @@ func runPod(t *testing.T, listen string) {
 	if _, err := fmt.Scanln(&address); err != nil {
 		t.Fatal(err)
 	}
-	for _, line := range []string{"link set lo up", "link set eth0 up", "addr add " + address + "/32 dev eth0"} {
+	for _, line := range []string{"link set lo up", "link set eth0 up", "addr add " + address + "/32 dev eth0", "route add default dev eth0"} {
 		nstest.Exec(t, "ip", strings.Fields(line)...)
 	}
 	for _, at := range strings.Split(listen, ",") {
 		switch at {
+		case "unrouted":
+			nstest.Exec(t, "ip", "route", "del", "default")
+			continue
 		case "machine":
 			nstest.Exec(t, "ip", "tuntap", "add", "tap0", "mode", "tap")
 			continue
@@ -185,9 +188,9 @@ func TestPods(t *testing.T) {
 	nstest.Exec(t, "ip", "link", "add", "cni0", "type", "bridge")
 	nstest.Exec(t, "ip", "link", "set", "cni0", "up")
 	sp := &plan.ServicePort{Key: plan.Key{Protocol: plan.TCP, Family: plan.IPv4}}
-	start := func(name, address string) {
+	start := func(name, address string, more ...string) {
 		nstest.Exec(t, "ip", "route", "flush", address)
-		startPod(t, name, address, ":8080")
+		startPod(t, name, address, append(more, ":8080")...)
 		nstest.Exec(t, "ip", "route", "flush", address)
 		nstest.Exec(t, "ip", "link", "set", name, "master", "cni0")
 		nstest.Exec(t, "ip", "route", "add", address, "dev", "cni0")
@@ -205,11 +208,31 @@ func TestPods(t *testing.T) {
 			t.Errorf("got %+v, %v\nwant %+v", got, err, want)
 		}
 	}
-	look(Listening{Listens: true}, Listening{Listens: true})
-	nstest.Exec(t, "ip", "neigh", "replace", address(2), "dev", "cni0", "lladdr", "02:00:00:00:00:99", "nud", "permanent")
-	look(Listening{Listens: true}, Listening{Listens: true, Wrong: "02:00:00:00:00:99"})
+	fine := Listening{Listens: true}
+	with := func(a Attachment) Listening {
+		a.Link, a.Bridge = "alone", "cni0"
+		return Listening{Listens: true, Attachment: a}
+	}
+	look(fine, fine)
+	for _, tc := range []struct {
+		change, undo string
+		want         Attachment
+	}{
+		{"neigh replace " + address(2) + " dev cni0 lladdr 02:00:00:00:00:99 nud permanent", "neigh del " + address(2) + " dev cni0", Attachment{Wrong: "02:00:00:00:00:99"}},
+		{"link set alone nomaster", "link set alone master cni0", Attachment{Loose: true}},
+		{"link set alone mtu 1400", "link set alone mtu 1500", Attachment{MTU: 1400, OwnMTU: 1500}},
+		{"link set alone down", "link set alone up", Attachment{Down: true}},
+	} {
+		nstest.Exec(t, "ip", strings.Fields(tc.change)...)
+		look(fine, with(tc.want))
+		nstest.Exec(t, "ip", strings.Fields(tc.undo)...)
+	}
+	nstest.Exec(t, "ip", "addr", "add", "192.0.2.1/24", "dev", "lo")
+	start("mute", address(3), "unrouted")
+	look(fine, fine, Listening{Listens: true, Attachment: Attachment{Link: "mute", Bridge: "cni0", NoRoute: "network is unreachable"}})
+	sp.Endpoints.Cluster = sp.Endpoints.Cluster[:2]
 	start("second", address(1))
-	look(Listening{Several: true}, Listening{Listens: true, Wrong: "02:00:00:00:00:99"})
+	look(Listening{Several: true}, fine)
 
 	looked := 0
 	err := Within(t.Context(), []*plan.ServicePort{sp}, func(its []*plan.ServicePort, listens func(plan.Protocol, uint16) bool) error {

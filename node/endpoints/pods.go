@@ -2,8 +2,10 @@ package endpoints
 
 import (
 	"context"
+	"errors"
 	"net/netip"
 	"slices"
+	"syscall"
 
 	"nodeproxy/kernel/host"
 	"nodeproxy/kernel/sockets"
@@ -13,11 +15,33 @@ import (
 // pod is a network namespace that has the address of an endpoint.
 type pod struct {
 	sockets.Namespace
-	// attached says that it is at the other end of an interface of this node by which packets for the address leave; that is known of those which may
-	// be entered.
+	// link is this node's end of the pair of interfaces to it, and own the other one. They are known of what may be entered.
+	link, own host.Link
+	// attached says that packets for the address leave by the link, or the bridge that it is a port of.
 	attached bool
 	// hardware are the addresses of its interfaces in their networks.
 	hardware []string
+	// noRoute says why it has no route to this node.
+	noRoute string
+}
+
+// attachment is what is wrong with how a Pod is attached to this node, where packets for it leave by lead, and an entry that somebody has made, unless it
+// is "", says where it is.
+func (p pod) attachment(lead host.Link, fixed string) Attachment {
+	a := Attachment{Down: !p.link.Up || !p.own.Up, Loose: !p.attached, NoRoute: p.noRoute}
+	if p.link.MTU != p.own.MTU {
+		a.MTU, a.OwnMTU = p.link.MTU, p.own.MTU
+	}
+	if fixed != "" && !slices.Contains(p.hardware, fixed) {
+		a.Wrong = fixed
+	}
+	if p.link.Index == 0 || a == (Attachment{}) {
+		return Attachment{}
+	}
+	if a.Link = p.link.Name; lead.Kind == "bridge" {
+		a.Bridge = lead.Name
+	}
+	return a
 }
 
 // owners returns the network namespaces that have addresses, for which packets leave by the interfaces in leads. Where it is known which are attached
@@ -36,31 +60,46 @@ func owners(ctx context.Context, leads map[netip.Addr]host.Link, links map[int]h
 			break
 		}
 		own, _ := n.Addresses(among) // Its process may have ended.
-		if len(own) == 0 {
-			continue
-		}
-		var inside map[int]host.Link
-		_ = n.Enter(func() (err error) { // It may not be allowed.
-			inside, err = host.Links()
-			return err
-		})
 		for _, a := range own {
-			p := pod{Namespace: n}
-			for _, l := range inside {
-				end := links[l.Peer]
-				p.hardware = append(p.hardware, l.Hardware)
-				mutual := l.Kind == "veth" && end.Kind == "veth" && end.Peer == l.Index
-				p.attached = p.attached || mutual && (end.Index == leads[a].Index || end.Master == leads[a].Index)
-			}
-			out[a] = append(out[a], p)
+			out[a] = append(out[a], look(n, a, leads[a], links))
 		}
 	}
 	for a, list := range out {
-		if slices.ContainsFunc(list, func(p pod) bool { return p.attached }) {
-			out[a] = slices.DeleteFunc(list, func(p pod) bool { return !p.attached })
+		for _, is := range []func(pod) bool{func(p pod) bool { return p.link.Index != 0 }, func(p pod) bool { return p.attached }} {
+			if slices.ContainsFunc(list, is) {
+				list = slices.DeleteFunc(list, func(p pod) bool { return !is(p) })
+			}
 		}
+		out[a] = list
 	}
 	return out
+}
+
+// look looks at a namespace that has an address, from inside if that is allowed.
+func look(n sockets.Namespace, a netip.Addr, lead host.Link, links map[int]host.Link) pod {
+	p := pod{Namespace: n}
+	asks := netip.Addr{}
+	if r, err := host.RouteTo(a, host.Way{}); err == nil {
+		asks = r.Source
+	}
+	var inside map[int]host.Link
+	_ = n.Enter(func() (err error) { // It may not be allowed.
+		if inside, err = host.Links(); err == nil && asks.IsValid() {
+			var why syscall.Errno
+			if _, err := host.RouteTo(asks, host.Way{}); errors.As(err, &why) {
+				p.noRoute = noRoute(why)
+			}
+		}
+		return err
+	})
+	for _, l := range inside {
+		p.hardware = append(p.hardware, l.Hardware)
+		end := links[l.Peer]
+		if mutual := l.Kind == "veth" && end.Kind == "veth" && end.Peer == l.Index; mutual && !p.attached {
+			p.link, p.own, p.attached = end, l, end.Index == lead.Index || end.Master == lead.Index
+		}
+	}
+	return p
 }
 
 // mostEntered is how many namespaces of Pods are entered to look at their rules.
