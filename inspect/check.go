@@ -128,6 +128,9 @@ type Blocking struct {
 	Unmasqueraded, Diverted bool
 	// Policy is true if no rule drops it but the policy of the chain that is Place.
 	Policy bool
+	// Unmarked says that it changes the mark by which packets are to be masqueraded, Missing that it gives them a source that this node does not have, and
+	// ICMP that it drops the errors by which others learn that a packet was too long.
+	Unmarked, Missing, ICMP bool
 	// Inside says that the rule is in the network namespace of the endpoint, and To is the port to which it diverts what comes; 0 if that is not known.
 	Inside bool
 	To     uint16
@@ -143,6 +146,8 @@ type Listening struct {
 	Listens, Loopback bool
 	// Others are other ports of the protocol at which anything listens that the endpoint's address reaches.
 	Others []uint16
+	// OtherFamily says that something listens there by the other IP family alone.
+	OtherFamily bool
 	// Waiting is how many connections wait there to be accepted, or bytes to be read, where they have not become fewer in a moment.
 	Waiting uint32
 	// Other is another protocol at whose port of this number something listens, where nothing does by this one; "" if there is none.
@@ -151,6 +156,8 @@ type Listening struct {
 	Several bool
 	// Attachment is how its Pod is attached to this node.
 	Attachment Attachment
+	// MTU is that of the Pod's interface, and UplinkMTU that of the interface of the default route, where this is less.
+	MTU, UplinkMTU int
 }
 
 // Attachment is what is wrong with the pair of interfaces between a Pod and this node. The zero value is as it should be, or nothing is known.
@@ -164,7 +171,7 @@ type Attachment struct {
 	Wrong string
 	// MTU and OwnMTU are the most bytes that a packet may have at this node's end and at the Pod's, where they differ.
 	MTU, OwnMTU int
-	// NoRoute says why the Pod has no route for its answers to this node; "" if it has one.
+	// NoRoute says why the Pod's answers do not get to this node; "" if they do.
 	NoRoute string
 }
 
@@ -231,6 +238,9 @@ const (
 	NotForwarded     = "NotForwarded"     // this node does not forward packets
 	Untracked        = "Untracked"        // another program's rule keeps the traffic from being tracked
 	TrackingFull     = "TrackingFull"     // the kernel tracks as many connections as it may, or nearly
+	ForgottenEarly   = "ForgottenEarly"   // the kernel forgets idle connections soon
+	LongPackets      = "LongPackets"      // Pods' packets may be too long for the uplink
+	ICMPDropped      = "ICMPDropped"      // and another program's rule drops what tells them so
 	SharedAddress    = "SharedAddress"    // several Pods have the address of an endpoint
 	Detached         = "Detached"         // the interface of a Pod is down, or no port of its bridge
 	DifferentMTU     = "DifferentMTU"     // the ends of a Pod's pair of interfaces take packets of different lengths
@@ -276,6 +286,7 @@ func (n *Node) Check(ctx context.Context, e *Explanation) {
 		e.Checks = append(e.Checks, one.list...)
 		e.Diagnoses = append(e.Diagnoses, one.diagnoses...)
 	}
+	together(e)
 	if slices.ContainsFunc(e.Diagnoses, func(d Diagnosis) bool { return d.Severity == problem && causes[d.Code] }) { // It says why.
 		e.Diagnoses = slices.DeleteFunc(e.Diagnoses, func(d Diagnosis) bool { return d.Code == Unanswered })
 	}
@@ -287,6 +298,32 @@ func (n *Node) Check(ctx context.Context, e *Explanation) {
 		}
 	}
 	slices.SortStableFunc(e.Diagnoses, func(a, b Diagnosis) int { return -cmp.Compare(a.Severity, b.Severity) })
+}
+
+// together weighs what means more beside something else.
+func together(e *Explanation) {
+	of := func(code string) []*Diagnosis {
+		var out []*Diagnosis
+		for i := range e.Diagnoses {
+			if e.Diagnoses[i].Code == code {
+				out = append(out, &e.Diagnoses[i])
+			}
+		}
+		return out
+	}
+	if long, dropped := of(LongPackets), of(ICMPDropped); len(long) > 0 && len(dropped) > 0 {
+		long[0].Severity, dropped[0].Severity = problem, problem
+	}
+	// Connections to what was never an endpoint here: those rules do decide.
+	diverted := slices.DeleteFunc(of(Diverted), func(d *Diagnosis) bool { return d.Do != byLeftovers })
+	stale := of(StaleConnections)
+	if len(diverted) > 0 && len(stale) > 0 {
+		diverted[0].Severity = problem
+		diverted[0].What += " Connections to what is no endpoint show that it does."
+	}
+	e.Diagnoses = slices.DeleteFunc(e.Diagnoses, func(d Diagnosis) bool {
+		return d.Code == ICMPDropped && d.Severity != problem || d.Code == StaleConnections && len(diverted) > 0
+	})
 }
 
 // causes are the codes of what has connections without an answer.
@@ -396,6 +433,10 @@ func (c *checks) traffic(ctx context.Context) {
 		c.found(name, ok, "%s since the rules were written%s", text, port)
 	}
 }
+
+// keptAlive is after how many seconds hosts ask at the latest whether an idle connection is still there, if a program wants that
+// (net.ipv4.tcp_keepalive_time).
+const keptAlive = 7200
 
 // amount is such as "1 packet" or "2 packets".
 func amount(n int64, of string) string {
@@ -525,6 +566,14 @@ func (c *checks) tracked(context.Context) {
 	switch {
 	case err != nil:
 		c.found(name, unknown, "%v", err)
+	case t.Forgets > 0:
+		severity := note
+		if t.Forgets < keptAlive {
+			severity = problem
+		}
+		c.found(name, severity, "established connections are forgotten after %d s", t.Forgets)
+		c.diagnose(severity, ForgottenEarly, "see what has lowered it, and restart nodeproxy, or set net.netfilter.nf_conntrack_tcp_timeout_established again",
+			"The kernel forgets connections of TCP that are silent for %d s (net.netfilter.nf_conntrack_tcp_timeout_established), which is less than nodeproxy had set: what comes later on them is reset or lost.", t.Forgets)
 	case t.full():
 		c.found(name, problem, "the kernel tracks %d flows, and no more than %d", t.Flows, t.Most)
 		c.diagnose(problem, TrackingFull, moreFlows, "The kernel may drop new connections of any kind: it tracks %d flows, and no more than %d.", t.Flows, t.Most)
@@ -603,7 +652,15 @@ func (c *checks) blocking(ctx context.Context) {
 			b.Place += ", in the network namespace of its Pod"
 			whose, admit = "the Pod itself", "see what has put it there: nsenter -t PID -n nft list ruleset, with the PID of a process of the Pod"
 		}
+		if b.ICMP {
+			c.diagnose(note, ICMPDropped, admit+" (ICMP, type 3)", "A rule of %s drops the errors by which this node tells others that a packet was too long: \"%s\" in %s. So these go on to send such packets, which get lost.", whose, b.Rule, b.Place)
+			continue
+		}
 		c.found(name, severity, "%s: %s", b.Place, b.Rule)
+		if b.Unmarked || b.Missing {
+			c.changed(b, severity, whose)
+			continue
+		}
 		if b.Inside && b.Diverted {
 			where := "somewhere else"
 			if b.To != 0 {
@@ -654,6 +711,20 @@ func (c *checks) blocking(ctx context.Context) {
 	}
 }
 
+// changed is about a rule that changes packets in such a way that answers do not come back.
+func (c *checks) changed(b Blocking, severity, whose string) {
+	can := map[bool]string{true: "", false: "may "}[b.Certain]
+	if b.Missing {
+		c.diagnose(severity, Unmasqueraded, "correct the rule, or have its owner write it anew, as after a change of the node's address",
+			"A rule of %s gives what is for %s a source address that this node does not have, so that answers %sgo elsewhere: \"%s\" in %s.", whose, b.What, can, b.Rule, b.Place)
+		return
+	}
+	changes := map[bool]string{true: "changes", false: "may change"}[b.Certain]
+	c.diagnose(severity, Unmasqueraded, "have its owner set some bits alone (--set-xmark VALUE/MASK, --nfmask), without that of nodeproxy (iptables.masqueradeBit, nftables.masqueradeBit)",
+		"A rule of %s %s the mark by which what is for %s is to be masqueraded: \"%s\" in %s. Endpoints on other nodes answer past this node, and those connections hang.",
+		whose, changes, b.What, b.Rule, b.Place)
+}
+
 // endpoints is about what listens at the endpoints that are on this node.
 func (c *checks) endpoints(ctx context.Context) {
 	if c.reality.Endpoints == nil || len(c.ports) == 0 {
@@ -671,6 +742,10 @@ func (c *checks) endpoints(ctx context.Context) {
 	attachments := c.attachments(list)
 	if list = slices.DeleteFunc(list, func(l Listening) bool { return l.Several }); len(list) == 0 || attachments {
 		return
+	}
+	if i := slices.IndexFunc(list, func(l Listening) bool { return l.MTU > 0 }); i >= 0 {
+		c.diagnose(note, LongPackets, "set the MTU of Pods in the configuration of the network plugin to no more than the node's",
+			"Pods send packets of up to %d bytes, and the interface of the default route takes %d: what is longer gets to clients outside only if they learn that by ICMP errors.", list[i].MTU, list[i].UplinkMTU)
 	}
 	var refusing []Listening
 	for _, l := range list {
@@ -691,7 +766,7 @@ func (c *checks) endpoints(ctx context.Context) {
 	for len(refusing) > 0 { // Those that refuse for the same reason are in one sentence.
 		first, names := refusing[0], []string(nil)
 		refusing = slices.DeleteFunc(refusing, func(l Listening) bool {
-			same := l.Addr.Port() == first.Addr.Port() && l.Protocol == first.Protocol && l.Pod == first.Pod && l.Loopback == first.Loopback && l.Other == first.Other && slices.Equal(l.Others, first.Others)
+			same := l.Addr.Port() == first.Addr.Port() && l.Protocol == first.Protocol && l.Pod == first.Pod && l.Loopback == first.Loopback && l.OtherFamily == first.OtherFamily && l.Other == first.Other && slices.Equal(l.Others, first.Others)
 			if same {
 				names = append(names, l.Addr.String())
 			}
@@ -733,8 +808,8 @@ func (c *checks) attachments(list []Listening) (any bool) {
 			wrong(WrongNeighbour, "delete the entry, which somebody has made (permanent), and see who: ip neigh show to "+a.String(), fmt.Sprintf("%s is not at %s", a, at.Wrong),
 				fmt.Sprintf("This node sends what is for endpoint %s to %s, by an entry of its neighbours that is permanent, but no interface of the Pod has that address%s", l.Addr, at.Wrong, fail))
 		case at.NoRoute != "":
-			wrong(NoRoute, "see the routes in the Pod, which the network plugin makes: nsenter -t PID -n ip route, with the PID of a process of the Pod", fmt.Sprintf("the Pod of %s has no route", a),
-				fmt.Sprintf("%s is in a Pod that has no route for its answers to this node (%s)%s", of, at.NoRoute, fail))
+			wrong(NoRoute, "see the routes in the Pod, which the network plugin makes: nsenter -t PID -n ip route, with the PID of a process of the Pod", fmt.Sprintf("answers of the Pod of %s do not get here", a),
+				fmt.Sprintf("%s is in a Pod whose answers do not get to this node (%s)%s", of, at.NoRoute, fail))
 		default:
 			wrong(DifferentMTU, "give both the same MTU, in the configuration of the network plugin", fmt.Sprintf("%s has an MTU of %d, and its other end %d", at.Link, at.MTU, at.OwnMTU),
 				fmt.Sprintf("%s is in a Pod whose interface has an MTU of %d bytes, while its other end on this node, %s, has %d: packets longer than the lesser are lost without a word, so that connections begin and then hang.",
@@ -787,6 +862,15 @@ func (c *checks) refuses(l Listening, names []string) (severity string) {
 		}
 		c.diagnose(severity, EndpointRefuses, "have the program listen at all addresses (0.0.0.0 or ::)",
 			"%s%s: what listens at port %s %s does so at a loopback address alone.", who, unless, port, where)
+		return severity
+	}
+	if l.OtherFamily {
+		other := plan.IPv6
+		if l.Addr.Addr().Is6() {
+			other = plan.IPv4
+		}
+		c.diagnose(severity, EndpointRefuses, "have the program listen by both families (at ::, without IPV6_V6ONLY), or limit spec.ipFamilies to "+other.String(),
+			"%s: what listens at port %s %s does so by %s alone.", who, port, where, other)
 		return severity
 	}
 	if l.Other != "" {
@@ -894,7 +978,7 @@ func (c *checks) ways(ctx context.Context) {
 		addrs, list := listed(w.Cut, "%s (%s)")
 		c.found("route to the cluster IP", problem, "none: %s", some(list))
 		c.diagnose(problem, NoRoute, "give this node a default route, or one to the range of cluster IPs; by which interface does not matter: ip route get "+addrs[0].String(),
-			"What this node itself sends to the cluster IP fails before it meets any rule, since the kernel has no route there: %s. Pods are not concerned.", some(list))
+			"What this node itself sends to the cluster IP fails before it meets any rule, since the kernel has no route there: %s. Pods have routes of their own.", some(list))
 	}
 	c.bridged(w.Bridged)
 	if len(w.NoHairpin) > 0 && !c.masqueradeAll {

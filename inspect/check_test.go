@@ -140,12 +140,16 @@ func TestCheck(t *testing.T) {
 			check: "forwarding: problem: net.ipv4.conf.eth0.forwarding is 0",
 			what: "This node does not forward what comes by eth0 (net.ipv4.conf.eth0.forwarding is 0): connections from there to endpoints elsewhere or in Pods fail, and so do others " +
 				"whose endpoints answer from there.", problem: true},
-		"room for connections": {reality: Reality{Tracked: func() (TrackedFlows, error) { return TrackedFlows{899, 1000}, nil }},
+		"room for connections": {reality: Reality{Tracked: func() (TrackedFlows, error) { return TrackedFlows{Flows: 899, Most: 1000}, nil }},
 			check: "connection tracking: ok: 899 of at most 1000 flows of all programs"},
-		"little room for connections": {reality: Reality{Tracked: func() (TrackedFlows, error) { return TrackedFlows{900, 1000}, nil }},
+		"connections that are forgotten": {reality: Reality{Tracked: func() (TrackedFlows, error) { return TrackedFlows{Flows: 1, Most: 1000, Forgets: 30}, nil }},
+			check: "connection tracking: problem: established connections are forgotten after 30 s",
+			what: "The kernel forgets connections of TCP that are silent for 30 s (net.netfilter.nf_conntrack_tcp_timeout_established), which is less than nodeproxy had set: what comes " +
+				"later on them is reset or lost.", problem: true},
+		"little room for connections": {reality: Reality{Tracked: func() (TrackedFlows, error) { return TrackedFlows{Flows: 900, Most: 1000}, nil }},
 			check: "connection tracking: note: the kernel tracks 900 flows, and no more than 1000",
 			what:  "The kernel has little room for new connections: it tracks 900 flows, and no more than 1000."},
-		"no room for connections": {reality: Reality{Tracked: func() (TrackedFlows, error) { return TrackedFlows{1000, 1000}, nil }},
+		"no room for connections": {reality: Reality{Tracked: func() (TrackedFlows, error) { return TrackedFlows{Flows: 1000, Most: 1000}, nil }},
 			check: "connection tracking: problem: the kernel tracks 1000 flows, and no more than 1000",
 			what:  "The kernel may drop new connections of any kind: it tracks 1000 flows, and no more than 1000.", problem: true},
 		"a rule that drops": {reality: Reality{Blocking: func(context.Context, []*plan.ServicePort) ([]Blocking, bool, error) {
@@ -160,6 +164,35 @@ func TestCheck(t *testing.T) {
 			check: "rules of other programs: problem: chain forward of table inet fw: tcp sport 8080 drop",
 			what: `A rule of another program drops the answers of endpoint 10.244.1.5:8080: "tcp sport 8080 drop" in chain forward of table ` +
 				"inet fw.", problem: true},
+		"Pods' packets that are too long, and nobody is told": {reality: Reality{Blocking: func(context.Context, []*plan.ServicePort) ([]Blocking, bool, error) {
+			return []Blocking{{Rule: "meta l4proto 1 drop", Place: "chain out of table ip fw", Certain: true, ICMP: true}}, true, nil
+		}, Endpoints: func(context.Context, []*plan.ServicePort) ([]Listening, error) {
+			return []Listening{{Addr: endpoint, Protocol: plan.TCP, Pod: true, Listens: true, MTU: 1500, UplinkMTU: 1400}}, nil
+		}},
+			check: "listeners at endpoints: ok: something listens at all that are known on this node: 1",
+			what: `A rule of another program drops the errors by which this node tells others that a packet was too long: "meta l4proto 1 drop" in chain out of table ip fw. So these go on ` +
+				"to send such packets, which get lost.\nPods send packets of up to 1500 bytes, and the interface of the default route takes 1400: what is longer gets to clients outside only if they " +
+				"learn that by ICMP errors.", problem: true},
+		"nobody is told of packets that are too long, and there are none": {reality: Reality{Blocking: func(context.Context, []*plan.ServicePort) ([]Blocking, bool, error) {
+			return []Blocking{{Rule: "meta l4proto 1 drop", Place: "chain out of table ip fw", Certain: true, ICMP: true}}, true, nil
+		}}},
+		"a rule that changes the mark": {reality: Reality{Blocking: func(context.Context, []*plan.ServicePort) ([]Blocking, bool, error) {
+			return []Blocking{{Rule: "meta mark set", Place: "chain FORWARD of table ip mangle", What: "endpoint 10.244.1.5:8080 from outside (by eth0)", Certain: true, Unmarked: true}}, true, nil
+		}},
+			check: "rules of other programs: problem: chain FORWARD of table ip mangle: meta mark set",
+			what: `A rule of another program changes the mark by which what is for endpoint 10.244.1.5:8080 from outside (by eth0) is to be masqueraded: "meta mark set" in chain FORWARD of ` +
+				"table ip mangle. Endpoints on other nodes answer past this node, and those connections hang.", problem: true},
+		"a source that the node lacks": {reality: Reality{Blocking: func(context.Context, []*plan.ServicePort) ([]Blocking, bool, error) {
+			return []Blocking{{Rule: "SNAT to 192.0.2.99", Place: "chain POSTROUTING of table ip nat", What: "endpoint 10.244.1.5:8080 from Pods of this node", Certain: true, Missing: true}}, true, nil
+		}},
+			check: "rules of other programs: problem: chain POSTROUTING of table ip nat: SNAT to 192.0.2.99",
+			what: `A rule of another program gives what is for endpoint 10.244.1.5:8080 from Pods of this node a source address that this node does not have, so that answers go elsewhere: ` +
+				`"SNAT to 192.0.2.99" in chain POSTROUTING of table ip nat.`, problem: true},
+		"an endpoint that listens by the other family": {reality: Reality{Endpoints: func(context.Context, []*plan.ServicePort) ([]Listening, error) {
+			return []Listening{{Addr: endpoint, Protocol: plan.TCP, Pod: true, OtherFamily: true}}, nil
+		}},
+			check: "listeners at endpoints: problem: nothing listens at 1 of 1 that are known on this node",
+			what:  "Endpoint 10.244.0.8:8080 gets traffic, but refuses it: what listens at port 8080/TCP in its Pod does so by IPv6 alone.", problem: true},
 		"a rule in a Pod": {reality: Reality{Blocking: func(context.Context, []*plan.ServicePort) ([]Blocking, bool, error) {
 			return []Blocking{{Rule: "REDIRECT", Place: "chain PREROUTING of table ip nat", What: "endpoint 10.244.1.5:8080", Diverted: true, Certain: true, Inside: true, To: 15006}}, true, nil
 		}},
@@ -194,8 +227,8 @@ func TestCheck(t *testing.T) {
 		"a Pod without a route": {reality: Reality{Endpoints: func(context.Context, []*plan.ServicePort) ([]Listening, error) {
 			return []Listening{{Addr: endpoint, Protocol: plan.TCP, Pod: true, Listens: true, Attachment: Attachment{Link: "veth5", Bridge: "cni0", NoRoute: "network is unreachable"}}}, nil
 		}},
-			check: "listeners at endpoints: problem: the Pod of 10.244.0.8 has no route",
-			what:  "Endpoint 10.244.0.8:8080 is in a Pod that has no route for its answers to this node (network is unreachable), and connections that go there fail.", problem: true},
+			check: "listeners at endpoints: problem: answers of the Pod of 10.244.0.8 do not get here",
+			what:  "Endpoint 10.244.0.8:8080 is in a Pod whose answers do not get to this node (network is unreachable), and connections that go there fail.", problem: true},
 		"ends with different MTUs": {reality: Reality{Endpoints: func(context.Context, []*plan.ServicePort) ([]Listening, error) {
 			return []Listening{{Addr: endpoint, Protocol: plan.TCP, Pod: true, Listens: true, Attachment: Attachment{Link: "veth5", Bridge: "cni0", MTU: 1400, OwnMTU: 1500}}}, nil
 		}},
@@ -287,7 +320,7 @@ func TestCheck(t *testing.T) {
 			what:  `A rule of firewalld rejects what is for endpoint 10.244.1.5:8080: "reject" in chain filter_FORWARD of table inet firewalld.`,
 			do:    "admit it by firewall-cmd, and put the interfaces of Pods into the zone trusted", problem: true},
 		"endpoints of which nothing is known": {reality: Reality{Endpoints: func(context.Context, []*plan.ServicePort) ([]Listening, error) { return nil, nil },
-			Tracked: func() (TrackedFlows, error) { return TrackedFlows{1, 1000}, nil }},
+			Tracked: func() (TrackedFlows, error) { return TrackedFlows{Flows: 1, Most: 1000}, nil }},
 			check: "connection tracking: ok: 1 of at most 1000 flows of all programs"},
 		"answers that rp_filter drops": {reality: Reality{Reverse: func(_ context.Context, list []netip.Addr) (*Reverse, error) {
 			return &Reverse{Strict: []string{"eth0", "eth1"}, Filtered: []Filtered{{list[0], "eth1", "eth0"}}, Drops: 7, Known: true}, nil

@@ -68,6 +68,7 @@ const (
 	NothingOutside         = "NothingOutside"         // nothing on this node answers what comes from outside
 	NodePortsNowhere       = "NodePortsNowhere"       // node ports answer at the node's primary addresses alone, and none is known
 	PodsNotTold            = "PodsNotTold"            // the range of the pods' addresses is not known
+	NameTwice              = "NameTwice"              // several container ports have the targetPort's name
 	NodeExcluded           = "NodeExcluded"           // load balancers leave this node out
 	NoLoadBalancer         = "NoLoadBalancer"         // the type is LoadBalancer, and nothing has given it an address
 	LeftToBalancer         = "LeftToBalancer"         // load balancer IPs that nodes leave to the load balancer
@@ -198,6 +199,10 @@ func (c *diagnosis) reach(node plan.Node) {
 		c.add(note, NothingOutside, "see that the load balancer sends to the Pods themselves, or set spec.allocateLoadBalancerNodePorts to true",
 			"Nothing on this node answers what comes from outside: the Service has no node port (spec.allocateLoadBalancerNodePorts), and no load balancer IP or "+
 				"external IP that nodes take. Host names and IPs of ipMode Proxy in status.loadBalancer.ingress are the load balancer's own.")
+	}
+	if c.d.Type == "LoadBalancer" && c.d.Leaving && slices.ContainsFunc(ports, external) {
+		c.add(note, NodeExcluded, fmt.Sprintf("if it is to stay, remove the taint, which the cluster autoscaler may have left: kubectl taint node %s %s-", node.Name, source.TaintToBeDeleted),
+			"Load balancers leave this node out, as it is about to be removed (taint %s, or its Node is deleted) and health checks answer 503 (KEP-3836).", source.TaintToBeDeleted)
 	}
 	if c.d.Type == "LoadBalancer" && c.d.Excluded && slices.ContainsFunc(ports, external) {
 		here := func(sp *plan.ServicePort) bool { // What the load balancer sends elsewhere finds nothing.
@@ -389,10 +394,10 @@ func (c *diagnosis) endpoints(sp *plan.ServicePort, node plan.Node) {
 	case len(unready) > 0:
 		c.add(note, SomeEndpointsDown, pods, "Not ready, and so without traffic, %s %d of %d endpoints%s: %s.", are(len(unready)), len(unready), len(list), c.name(sp), some(unready))
 	}
-	var published []string
+	var published, theirs []string
 	for _, ep := range list {
 		if ep.Ready && !ep.Serving {
-			published = append(published, called(ep))
+			published, theirs = append(published, called(ep)), append(theirs, ep.Pod)
 		}
 	}
 	if len(published) > 0 {
@@ -400,7 +405,7 @@ func (c *diagnosis) endpoints(sp *plan.ServicePort, node plan.Node) {
 		if c.d.PublishNotReady {
 			why = " (spec.publishNotReadyAddresses)"
 		}
-		c.add(note, NotServing, pods, "%d of %d endpoints %s not serving, but published as ready%s, so that new connections go there, too%s: %s.",
+		c.add(note, NotServing, c.findUnready(theirs), "%d of %d endpoints %s not serving, but published as ready%s, so that new connections go there, too%s: %s.",
 			len(published), len(list), are(len(published)), why, c.name(sp), some(published))
 	}
 	ready := slices.ContainsFunc(list, func(ep topology.Endpoint) bool { return ep.Ready })

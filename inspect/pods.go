@@ -135,7 +135,7 @@ func (c *diagnosis) noPods(sp *plan.ServicePort) bool {
 		if why := withoutEndpoint(p); why != "" {
 			names, plain = append(names, p.Name+" ("+why+")"), append(plain, p.Name)
 			reasons[why] = true
-			ended = ended && why == hasEnded
+			ended = ended && strings.HasPrefix(why, hasEnded)
 		}
 	}
 	if len(reasons) == 1 && len(names) > 1 && len(names) == len(match) {
@@ -260,6 +260,8 @@ func withoutEndpoint(p *v1.Pod) string {
 	case p.Status.Phase != v1.PodSucceeded && p.Status.Phase != v1.PodFailed:
 	case held(p):
 		return hasEnded + ", and is not gone until something removes its finalizer " + p.Finalizers[0]
+	case p.Status.Reason != "": // such as Evicted
+		return hasEnded + ": " + joined(": ", p.Status.Reason, p.Status.Message)
 	default:
 		return hasEnded
 	}
@@ -327,6 +329,7 @@ func (c *diagnosis) targetPort(sp *plan.ServicePort) {
 	}
 	if !isNumber(target) {
 		c.lackNamed(sp, target, selected(c.d.Selector, here))
+		c.twiceNamed(sp, target, selected(c.d.Selector, here))
 		return
 	}
 	is := func(p v1.ContainerPort) bool { return fmt.Sprint(p.ContainerPort) == target }
@@ -371,6 +374,21 @@ func (c *diagnosis) lackNamed(sp *plan.ServicePort, target string, pods []*v1.Po
 	c.add(problem, SelectorMatchesOthers, fmt.Sprintf("give a container port of these Pods the name %q, or exclude them by the selector if they are another app's", target),
 		"Some of the Pods that the selector %s matches declare no port %q (%s), which is the targetPort, and get no traffic%s: %s. What they declare is %s.",
 		selector(c.d.Selector), target, sp.Key.Protocol, c.name(sp), podNames(lack), what)
+}
+
+// twiceNamed names the Pods of which several containers have a port of the targetPort's name: the first counts.
+func (c *diagnosis) twiceNamed(sp *plan.ServicePort, target string, pods []*v1.Pod) {
+	var twice []*v1.Pod
+	for _, p := range pods {
+		named := slices.DeleteFunc(containerPorts([]*v1.Pod{p}, sp.Key.Protocol), func(port v1.ContainerPort) bool { return port.Name != target })
+		if len(named) > 1 {
+			twice = append(twice, p)
+		}
+	}
+	if len(twice) > 0 {
+		c.add(note, NameTwice, "give the ports different names, and set spec.ports[].targetPort to that of the container which is meant",
+			"More than one container of the Pods declares a port %q (%s), which is the targetPort, and the first of them gets the traffic%s: %s.", target, sp.Key.Protocol, c.name(sp), podNames(twice))
+	}
 }
 
 // otherApp names the Pods that declare other ports than the targetPort, which others declare: the selector may match them by mistake.
@@ -458,6 +476,11 @@ func (c *diagnosis) findUnready(names []string) string {
 	slices.Sort(nodes)
 	if len(nodes) > 0 {
 		nodes = slices.Compact(nodes)
+		for _, name := range nodes {
+			if why := c.d.NodesDown[name]; why != "" {
+				return fmt.Sprintf("node %s is not ready (%s), and so its Pods are not: kubectl describe node %[1]s", name, strings.TrimSuffix(why, "."))
+			}
+		}
 		return fmt.Sprintf("their containers were ready when the kubelet last said so: see whether it still runs on node %s: kubectl describe node %s", some(nodes), nodes[0])
 	}
 	for _, gate := range slices.Sorted(maps.Keys(gates)) {

@@ -109,6 +109,8 @@ type TrackedFlows struct {
 	Flows int `json:"flows"`
 	// Most is how many it tracks at most. The first packet of any more may be dropped.
 	Most int `json:"most"`
+	// Forgets is after how many seconds of silence it forgets an established connection of TCP; 0 if that is not known, or as nodeproxy has set it.
+	Forgets int `json:"-"`
 }
 
 func (t TrackedFlows) full() bool { return t.Most > 0 && t.Flows >= t.Most }

@@ -111,7 +111,7 @@ func testStatusWrong(t *testing.T) {
 		"config":   {Self{Rejected: "line 3: no"}, nil, []string{"- The configuration file is not used, and the former configuration stays in force: line 3: no."}},
 		"unserved": {Self{Unserved: plan.Families[1:]}, nil, []string{"- Services of IPv6 are not proxied"}},
 		"full": {Self{}, func(n *Node) {
-			n.Reality = &Reality{Tracked: func() (TrackedFlows, error) { return TrackedFlows{1000, 1000}, nil }}
+			n.Reality = &Reality{Tracked: func() (TrackedFlows, error) { return TrackedFlows{Flows: 1000, Most: 1000}, nil }}
 		},
 			[]string{"Tracking     1000 of at most 1000 flows\n", "- The kernel may drop new connections of any kind: it tracks 1000 flows, and no more than 1000. To do: raise"}},
 		"waiting": {Self{Waited: 2 * time.Second}, nil, []string{"In sync      for 0s, a change has waited for 2s", "Nothing is wrong."}},

@@ -23,6 +23,10 @@ type Description struct {
 	NodeKnown bool
 	// Excluded is true if that object has the label by which load balancers leave the node out.
 	Excluded bool
+	// Leaving is true if the node is about to be removed, or its object is gone, so that health checks answer 503.
+	Leaving bool
+	// NodesDown says of other nodes that are not ready why.
+	NodesDown map[string]string
 	// PodCIDRs is true if that object has a range of Pods' addresses of its own.
 	PodCIDRs bool
 	// Exists is true if there is a Service object. EndpointSlices may exist without one.
@@ -165,12 +169,17 @@ func (s *State) Describe(id plan.Service) (*Description, bool) {
 		return nil, false
 	}
 	d := &Description{
-		Service: id, NodeKnown: s.nodeKnown, Excluded: s.excluded, PodCIDRs: s.podCIDRs, Exists: svc.exists, Type: svc.object.kind, Selector: svc.object.selector, Ports: svc.object.ports,
+		Service: id, NodeKnown: s.nodeKnown, Excluded: s.excluded, Leaving: s.leaving, NodesDown: map[string]string{}, PodCIDRs: s.podCIDRs, Exists: svc.exists, Type: svc.object.kind, Selector: svc.object.selector, Ports: svc.object.ports,
 		Ingress: svc.object.ingress, LeftToBalancer: svc.object.left, Frontends: map[netip.AddrPort]Owned{}, ProxyProtocol: svc.object.proxyProtocol,
 		Headless: svc.object.headless, ExternalName: svc.object.alias, PublishNotReady: svc.object.publish,
 		Findings: slices.Clone(s.reported["Service "+id.String()]),
 	}
 	s.describeAlias(d)
+	for name, why := range s.otherNodes {
+		if why != "" {
+			d.NodesDown[name] = why
+		}
+	}
 	for _, name := range slices.Sorted(maps.Keys(svc.slices)) {
 		d.Slices = append(d.Slices, svc.slices[name].Slice)
 		d.Findings = append(d.Findings, s.reported["EndpointSlice "+id.Namespace+"/"+name]...)

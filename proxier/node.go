@@ -1,6 +1,7 @@
 package proxier
 
 import (
+	"cmp"
 	"fmt"
 	"net/netip"
 	"slices"
@@ -11,7 +12,7 @@ import (
 	"nodeproxy/source"
 )
 
-// applyNodes applies new versions of Nodes. Of others than this node's, only their existence matters.
+// applyNodes applies new versions of Nodes. Of others than this node's, it only matters that they exist, and whether they are ready.
 func (s *State) applyNodes(nodes map[string]*v1.Node) {
 	for name, obj := range nodes {
 		switch {
@@ -20,7 +21,7 @@ func (s *State) applyNodes(nodes map[string]*v1.Node) {
 		case obj == nil:
 			delete(s.otherNodes, name)
 		default:
-			s.otherNodes[name] = struct{}{}
+			s.otherNodes[name] = notReady(obj)
 		}
 	}
 }
@@ -62,6 +63,16 @@ func (s *State) withNodeIP(ips []netip.Addr) []netip.Addr {
 	}
 	ips = slices.DeleteFunc(ips, func(a netip.Addr) bool { return plan.FamilyOf(a) == plan.FamilyOf(s.nodeIP) })
 	return append(ips, s.nodeIP)
+}
+
+// notReady says why a node is not ready; "" if it is, or that is not known.
+func notReady(node *v1.Node) string {
+	for _, c := range node.Status.Conditions {
+		if c.Type == v1.NodeReady && c.Status != v1.ConditionTrue {
+			return cmp.Or(c.Message, c.Reason, "its condition Ready is "+string(c.Status))
+		}
+	}
+	return ""
 }
 
 // leaving reports whether a node is about to be removed.

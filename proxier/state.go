@@ -43,10 +43,10 @@ type State struct {
 	// excluded is set while load balancers leave this node out, by a label of its object.
 	excluded bool
 	// nodeKnown is set once there has been an object of this node, nodeGone while there is none any more, nodeMissing if the source expects one
-	// and has none. otherNodes are the names of the others.
+	// and has none. otherNodes are the others, with why they are not ready; "" if they are.
 	nodeKnown, nodeGone, nodeMissing bool
 	podCIDRs                         bool // of this node are known
-	otherNodes                       map[string]struct{}
+	otherNodes                       map[string]string
 	nodeFindings                     []source.Finding // about fields of this node's object
 	// nodePorts is how many node ports Services ask for.
 	nodePorts int
@@ -87,7 +87,7 @@ func NewState(nodeName string, settings plan.Settings, families []plan.Family, r
 		report:   report,
 		reported: map[string][]source.Finding{},
 
-		otherNodes: map[string]struct{}{},
+		otherNodes: map[string]string{},
 	}
 	s.plan.Settings.ServiceCIDRs = s.serviceCIDRs()
 	return s

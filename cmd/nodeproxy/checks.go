@@ -28,7 +28,13 @@ func (d *daemon) reality() *inspect.Reality {
 	r := &inspect.Reality{Changed: d.drift.recent, Flows: countFlows, Listeners: d.monitor.listeners.Current}
 	r.Tracked = func() (inspect.TrackedFlows, error) {
 		flows, most, err := conntrack.Tracked(d.cfg.SysctlDir)
-		return inspect.TrackedFlows{Flows: flows, Most: most}, err
+		out := inspect.TrackedFlows{Flows: flows, Most: most}
+		if wanted := d.cfg.Conntrack.TCPEstablishedTimeout; wanted > 0 {
+			if s, failed := conntrack.Forgets(d.cfg.SysctlDir); failed == nil && time.Duration(s)*time.Second < wanted {
+				out.Forgets = s
+			}
+		}
+		return out, err
 	}
 	r.Blocking, r.Ways, r.Reverse = d.blocking, d.ways, d.reversePath
 	r.Endpoints = func(ctx context.Context, ports []*plan.ServicePort) ([]inspect.Listening, error) {
@@ -36,7 +42,7 @@ func (d *daemon) reality() *inspect.Reality {
 		var out []inspect.Listening
 		for _, l := range found {
 			out = append(out, inspect.Listening{Addr: l.Addr, Protocol: l.Protocol, Pod: l.Pod, Listens: l.Listens, Loopback: l.Loopback, Others: l.Others,
-				Waiting: l.Waiting, Other: l.Other, Several: l.Several, Attachment: inspect.Attachment(l.Attachment)})
+				OtherFamily: l.OtherFamily, MTU: l.MTU, UplinkMTU: l.UplinkMTU, Waiting: l.Waiting, Other: l.Other, Several: l.Several, Attachment: inspect.Attachment(l.Attachment)})
 		}
 		return out, err
 	}
@@ -77,11 +83,12 @@ func (d *daemon) blocking(ctx context.Context, ports []*plan.ServicePort) (out [
 	}
 	add := func(f blocking.Rule, inside bool) {
 		out = append(out, inspect.Blocking{Rule: f.Text, Place: f.Place(), What: f.What, Answers: f.Answers, Certain: f.Certain,
-			Untracked: f.Untracked, Unmasqueraded: f.Unmasqueraded, Diverted: f.Diverted, Policy: f.Policy, Inside: inside, To: f.Port})
+			Untracked: f.Untracked, Unmasqueraded: f.Unmasqueraded, Diverted: f.Diverted, Policy: f.Policy, Unmarked: f.Unmarked, Missing: f.Missing,
+			ICMP: f.ICMP, Inside: inside, To: f.Port})
 	}
 	node := blocking.Node{
 		Local: local, IPVS: d.cfg.Mode == ipvsMode.name, Uplink: endpoints.Uplink(), By: endpoints.By(), Mark: 1 << d.cfg.MasqueradeBit, Variant: d.backend.variant,
-		Bridges: endpoints.Bridges(),
+		Bridges: endpoints.Bridges(), Near: endpoints.Near,
 	}
 	if node.IPVS { // It marks what is for virtual servers of many addresses.
 		node.Mark = ^uint32(0)

@@ -211,6 +211,11 @@ func Tracked(sysctlDir string) (flows, most int, err error) {
 	return flows, most, err
 }
 
+// Forgets returns after how many seconds of silence the kernel forgets an established connection of TCP. sysctlDir is as for Apply.
+func Forgets(sysctlDir string) (seconds int, err error) {
+	return readNumber(filepath.Join(sysctlDir, "net/netfilter/nf_conntrack_tcp_timeout_established"))
+}
+
 // loadModule makes the kernel load connection tracking, by a netlink request to it. The settings exist if that has worked.
 func loadModule() {
 	if c, err := Dial(); err == nil {

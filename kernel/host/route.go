@@ -76,8 +76,8 @@ type Link struct {
 	Master int
 	// Port is the UDP port at which a tunnel takes packets (VXLAN, Geneve); 0 for others.
 	Port uint16
-	// Peer is the index of the other end of a veth, which may be in another network namespace.
-	Peer int
+	// Peer is the index of the other end of a veth, which is in the network namespace of this number (see Namespace); -1 if that is the link's own.
+	Peer, PeerNamespace int
 	// MTU is the most bytes that a packet may have.
 	MTU int
 	// Hardware is its address in its network, such as 02:42:0a:00:00:01.
@@ -105,7 +105,7 @@ func Links() (map[int]Link, error) {
 		case *links.Geneve:
 			link.Port = l.Dport
 		case *links.Veth:
-			link.Peer = a.ParentIndex
+			link.Peer, link.PeerNamespace = a.ParentIndex, a.NetNsID
 		}
 		out[a.Index] = link
 	}
@@ -151,6 +151,26 @@ func RuledByMark() (bool, error) {
 		return false, fmt.Errorf("listing the rules for routing: %w", err)
 	}
 	return slices.ContainsFunc(list, func(r links.Rule) bool { return r.Mark != 0 && !r.Invert && r.Table != names.PortsRouteTable }), nil
+}
+
+// Namespace returns the number by which this network namespace knows another one; -1 if it has nothing to do with it.
+func Namespace(f *os.File) int {
+	id, err := links.GetNetNsIdByFd(int(f.Fd()))
+	if err != nil {
+		return -1
+	}
+	return id
+}
+
+// AnswersFor reports whether the kernel answers at an interface when it is asked for other hosts' addresses (proxy_arp). sysctls is /proc/sys.
+func AnswersFor(sysctls, name string) bool {
+	for _, of := range []string{"all", name} {
+		text, err := os.ReadFile(filepath.Join(sysctls, "net/ipv4/conf", of, "proxy_arp"))
+		if err != nil || strings.TrimSpace(string(text)) != "0" { // Where it is not known, it may.
+			return true
+		}
+	}
+	return false
 }
 
 // StrictReversePath reports whether the kernel drops packets of IPv4 that come by an interface other than that of the route to their source. sysctls

@@ -45,9 +45,14 @@ func Namespaces(ctx context.Context) []Namespace {
 	return out
 }
 
+// Open opens the namespace as a file, as system calls take it.
+func (n Namespace) Open() (*os.File, error) {
+	return os.Open(filepath.Join(filepath.Dir(n.dir), "ns", "net"))
+}
+
 // Enter calls f in the namespace, on a thread that ends with it. It takes CAP_SYS_ADMIN; without that, the error is EPERM.
 func (n Namespace) Enter(f func() error) error {
-	file, err := os.Open(filepath.Join(filepath.Dir(n.dir), "ns", "net"))
+	file, err := n.Open()
 	if err != nil {
 		return err
 	}

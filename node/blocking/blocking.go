@@ -42,6 +42,11 @@ type Rule struct {
 	// number is that of the rule in its chain, from 1; 0 for the policy. rules is where the chain is: both variants of iptables have some of the same name.
 	number int
 	rules  ruleset
+	// Unmarked is true for a rule that changes the mark by which packets are to be masqueraded, and Missing for one that gives them a source address
+	// that this node does not have.
+	Unmarked, Missing bool
+	// ICMP is true for one that drops the errors by which others learn that a packet was too long.
+	ICMP bool
 	// Port is where a rule that diverts packets sends them on this node; 0 if that is not known, or elsewhere.
 	Port uint16
 }
@@ -75,6 +80,8 @@ type Node struct {
 	Variant string
 	// Mark has the bits of packets' marks that this program uses itself.
 	Mark uint32
+	// Near reports whether an address is in a network of this node; nil knows of none.
+	Near func(netip.Addr) bool
 	// Bridges are the interfaces that are bridges.
 	Bridges map[string]bool
 	// Inside is true in the network namespace of the endpoints themselves, such as a Pod's, where this program has no rules.
@@ -280,7 +287,7 @@ func (s *search) walkBase(b base) (found []Rule, passed map[marked]*marks, err e
 func (s *search) add(list []Rule) {
 	for _, r := range list {
 		same := func(o Rule) bool {
-			return (o.Text == r.Text || o.number == r.number && o.rules == r.rules) && o.Chain == r.Chain
+			return (o.Text == r.Text || o.number == r.number && o.rules == r.rules) && o.Chain == r.Chain && o.ICMP == r.ICMP
 		}
 		said := func(o Rule) bool {
 			enough := o.Certain && !r.Certain || (o.Certain || !r.Certain) && (r.Answers || !o.Answers)
@@ -310,6 +317,14 @@ func (s *search) lookNAT(b base) error {
 		return nil
 	}
 	source := b.Hook == "postrouting"
+	for _, p := range fromPods(s.ports, b.BaseChain, s.node) {
+		p.mark = s.begin(&p, b.Hook)
+		w := &walk{search: s, rules: b.rules, packet: p, found: map[string]bool{}, known: map[state]state{}, sources: true}
+		if _, err := w.chain(b.ChainID, true, false, 0); err != nil {
+			s.unread = cmp.Or(s.unread, err)
+		}
+		s.add(w.out)
+	}
 	for _, p := range natPackets(s.ports, b.BaseChain, s.node) {
 		beside := slices.ContainsFunc(judges, func(j judge) bool {
 			return slices.ContainsFunc(j(&p).ends, func(e end) bool {

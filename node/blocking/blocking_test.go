@@ -236,6 +236,27 @@ func TestFind(t *testing.T) {
 			want: "certain: ip saddr 10.244.1.5 tcp sport 8080 drop: answers of endpoint 10.244.1.5:8080 (by cni0)"},
 		{name: "a bridge, other packets", uplink: true, nft: "add table bridge b; add chain bridge b out { type filter hook output priority 0; }; add rule bridge b out ip6 daddr fd00::5 drop; add rule bridge b out tcp dport 22 drop"},
 		{name: "no bridge", nft: "add table bridge b; add chain bridge b out { type filter hook output priority 0; }; add rule bridge b out tcp dport 8080 drop"},
+		{name: "iptables, a mark set in place of another", uplink: true, iptables: "-t mangle -A FORWARD -p tcp --dport 8080 -j MARK --set-mark 0x10",
+			want: "certain: tcp dport 8080 meta mark set: unmarked: endpoint 10.244.1.5:8080 from outside (by eth0)"},
+		{name: "iptables, a mark set beside another", uplink: true, iptables: "-t mangle -A FORWARD -p tcp --dport 8080 -j MARK --set-mark 0x10/0xff"},
+		{name: "a mark set in place of another", uplink: true, nft: "add table ip qos; add chain ip qos f { type filter hook postrouting priority -150; }; add rule ip qos f meta mark set 0x10",
+			want: "certain: meta mark set: unmarked: endpoint 10.244.1.5:8080 from outside (by eth0)"},
+		{name: "a mark set beside another, by nft", uplink: true, nft: "add table ip qos; add chain ip qos f { type filter hook postrouting priority -150; }; add rule ip qos f meta mark set meta mark or 0x10"},
+		{name: "iptables, a mark restored", uplink: true, iptables: "-t mangle -A POSTROUTING -j CONNMARK --restore-mark",
+			want: "may: meta mark set ct mark: unmarked: endpoint 10.244.1.5:8080 from outside (by eth0)"},
+		{name: "iptables, some of a mark restored", uplink: true, iptables: "-t mangle -A POSTROUTING -j CONNMARK --restore-mark --nfmask 0xff --ctmask 0xff"},
+		{name: "iptables, a source that the node lacks", pods: true, nft: masquerades, iptables: "-t nat -A POSTROUTING -s 10.244.0.0/24 ! -d 10.244.0.0/24 -j SNAT --to-source 192.0.2.99",
+			want: "certain: ip saddr 10.244.0.0/24 ip daddr != 10.244.0.0/24 SNAT to 192.0.2.99: missing: endpoint 10.244.1.5:8080 from Pods of this node"},
+		{name: "a source that the node lacks", pods: true, nft: "add table ip n; add chain ip n p { type nat hook postrouting priority 100; }; add rule ip n p ip saddr 10.244.0.0/16 snat to 198.51.100.99",
+			want: "may: ip saddr 10.244.0.0/16 snat to 198.51.100.99: missing: endpoint 10.244.1.5:8080 from Pods of this node"},
+		{name: "a source that the node has", pods: true, nft: "add table ip n; add chain ip n p { type nat hook postrouting priority 100; }; add rule ip n p ip saddr 10.244.0.0/16 snat to 192.0.2.1"},
+		{name: "iptables, too many at once", iptables: "-A FORWARD -p tcp --syn -m limit --limit 5/second -j DROP",
+			want: "may: meta l4proto tcp tcp flags & 0x17 == 0x2 limit rate drop: endpoint 10.244.1.5:8080"},
+		{name: "too many at once", nft: forward + "add rule inet fw forward ct state new limit rate over 5/second drop",
+			want: "may: limit rate drop: endpoint 10.244.1.5:8080"},
+		{name: "errors of the path MTU", nft: "add table ip f; add chain ip f o { type filter hook output priority 0; }; add rule ip f o icmp type destination-unreachable drop",
+			want: "certain: meta l4proto 1 icmp type 3 drop: ICMP errors of this node"},
+		{name: "other ICMP", nft: "add table ip f; add chain ip f o { type filter hook output priority 0; }; add rule ip f o icmp type echo-reply drop"},
 		{name: "iptables, no local addresses", iptables: "-A FORWARD -p tcp --dport 8080 -m addrtype --dst-type LOCAL -j DROP"},
 	} {
 		t.Run(tc.name, func(t *testing.T) {
@@ -250,7 +271,7 @@ func TestFind(t *testing.T) {
 			if tc.iptables != "" {
 				nstest.Exec(t, "iptables-nft", strings.Fields(tc.iptables)...)
 			}
-			n := Node{Local: func(netip.Addr) bool { return false }, IPVS: tc.ipvs, Mark: 0x4000}
+			n := Node{Local: func(a netip.Addr) bool { return a == netip.MustParseAddr("192.0.2.1") }, Near: netip.MustParsePrefix("192.0.2.0/24").Contains, IPVS: tc.ipvs, Mark: 0x4000}
 			if tc.uplink {
 				n.Uplink, n.By = "eth0", func(netip.Addr) string { return "cni0" }
 			}
@@ -274,6 +295,12 @@ func TestFind(t *testing.T) {
 				what := r.What
 				if r.Answers {
 					what = "answers of " + what
+				}
+				if r.Unmarked {
+					what = "unmarked: " + what
+				}
+				if r.Missing {
+					what = "missing: " + what
 				}
 				got = append(got, fmt.Sprintf("%s: %s: %s", how, r.Text, what))
 			}

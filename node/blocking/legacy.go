@@ -146,7 +146,9 @@ func (j *textJudgement) option(option string, arguments []string) {
 	switch option {
 	case "--comment":
 	case "-m":
-		j.module = argument
+		if j.module = argument; strings.HasSuffix(argument, "limit") { // It may be what drops what is too much.
+			j.specific = true
+		}
 	case "--tcp-flags":
 		j.inFlags(tcpFlags(argument), tcpFlags(arguments[1]), j.invert)
 	case "--match-set":
@@ -230,10 +232,18 @@ func (j *textJudgement) target(option string, words []string) {
 		if list, ok := portRanges(strings.ReplaceAll(options[1], "-", ":")); ok {
 			j.ends[0].port = list[0][0]
 		}
+	case name == "SNAT" && len(options) > 1 && options[0] == "--to-source":
+		j.ends[0].addr, _ = netip.ParseAddr(options[1])
 	case name == "CONNMARK" && slices.Contains(options, "--restore-mark"):
-		j.forgetMark()
+		bits := unmarked.known
+		if i := slices.Index(options, "--nfmask"); i >= 0 && i+1 < len(options) {
+			if n, err := strconv.ParseUint(options[i+1], 0, 32); err == nil {
+				bits = uint32(n)
+			}
+		}
+		j.restoreMark(bits)
 	case name == "MARK":
-		j.forgetMark()
+		j.forgetMark(unmarked.known)
 		if len(options) == 2 && options[0] == "--set-xmark" {
 			if value, mask, err := restore.ParseMark(options[1]); err == nil {
 				j.setMark(value, mask)

@@ -151,5 +151,14 @@ func (j *judgement) setMark(value, mask uint32) {
 	j.rule.mark = &m
 }
 
-// forgetMark has the rule set a mark that is not known.
-func (j *judgement) forgetMark() { j.rule.mark = &mark{} }
+// forgetMark has the rule set bits of the mark that are not known then.
+func (j *judgement) forgetMark(bits uint32) {
+	m := j.packet.mark.forget(bits)
+	j.rule.mark = &m
+}
+
+// restoreMark has it take some bits from the mark of the connection.
+func (j *judgement) restoreMark(bits uint32) {
+	j.forgetMark(bits)
+	j.rule.restores = bits
+}

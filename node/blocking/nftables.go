@@ -96,7 +96,11 @@ func (r *reading) read(e expr.Any) {
 	case *expr.Reject:
 		r.ends = []end{{verdict: "reject"}}
 	case *expr.NAT:
-		r.ends = []end{{verdict: translates, to: map[expr.NATType]string{expr.NATTypeSourceNAT: "snat", expr.NATTypeDestNAT: "dnat"}[e.Type]}}
+		to := end{verdict: translates, to: map[expr.NATType]string{expr.NATTypeSourceNAT: "snat", expr.NATTypeDestNAT: "dnat"}[e.Type]}
+		if e.Type == expr.NATTypeSourceNAT && e.RegAddrMin != 0 && (e.RegAddrMax == 0 || e.RegAddrMax == e.RegAddrMin) {
+			to.addr, _ = netip.AddrFromSlice(r.regs[slot(e.RegAddrMin)].value)
+		}
+		r.ends = []end{to}
 	case *expr.Masq:
 		r.ends = []end{{verdict: translates, to: "masquerade"}}
 	case *expr.Redir:
@@ -108,6 +112,9 @@ func (r *reading) read(e expr.Any) {
 	case *expr.Queue:
 		r.ends = []end{{verdict: "accept"}}
 	case *expr.Counter, *expr.Log:
+	case *expr.Limit: // It may be what drops what is too much.
+		r.specific = true
+		r.unknown("limit rate")
 	case *expr.Meta:
 		if reg := r.regs[slot(e.Register)]; !e.SourceRegister {
 			r.regs[slot(e.Register)] = r.meta(e)
@@ -223,35 +230,62 @@ func (r *reading) target(e *expr.Target) {
 		r.ends = []end{{verdict: notrack}}
 	case translating[e.Name]:
 		to := end{verdict: translates, to: e.Name}
-		switch info := e.Info.(type) {
-		case *xt.NatRange:
-			to.port = info.MinPort
-		case *xt.NatIPv4MultiRangeCompat:
-			if len(*info) == 1 {
-				to.port = (*info)[0].MinPort
-			}
-		}
-		if e.Name != "REDIRECT" {
-			to.port = 0
+		port, addr := natRange(e.Info)
+		switch e.Name {
+		case "REDIRECT":
+			to.port = port
+		case "SNAT":
+			to.addr = addr
 		}
 		r.ends = []end{to}
 	case e.Name == "MARK" && info != nil && len(*info) == 8: // struct xt_mark_tginfo2: the mark, and the mask
 		r.setMark(binary.NativeEndian.Uint32(*info), binary.NativeEndian.Uint32((*info)[4:]))
-	case e.Name == "MARK", e.Name == "CONNMARK" && info != nil && restores(e.Rev, *info):
-		r.forgetMark()
+	case e.Name == "MARK":
+		r.forgetMark(unmarked.known)
+	case e.Name == "CONNMARK" && info != nil:
+		if bits := restored(e.Rev, *info); bits != 0 {
+			r.restoreMark(bits)
+		}
 	case !nonTerminal[e.Name]:
 		r.ends = []end{{verdict: "accept"}}
 	}
 }
 
-// restores reports whether the target CONNMARK sets the packet's mark to that of its connection, by struct xt_connmark_tginfo1 or 2.
-func restores(revision uint32, info []byte) bool {
-	const restore, byRevision1, byRevision2 = 2, 12, 14
+// restored returns the bits of the packet's mark that the target CONNMARK takes from that of the connection, by struct xt_connmark_tginfo1 or 2.
+func restored(revision uint32, info []byte) uint32 {
+	const restore, maskAt, byRevision1, byRevision2 = 2, 8, 12, 14
 	at := byRevision1
 	if revision == 2 {
 		at = byRevision2
 	}
-	return at >= len(info) || info[at] == restore
+	switch {
+	case at >= len(info):
+		return unmarked.known
+	case info[at] != restore:
+		return 0
+	}
+	return binary.NativeEndian.Uint32(info[maskAt:])
+}
+
+// natRange returns the first port to which a target of iptables translates, and the address if that is a single one.
+func natRange(info any) (port uint16, addr netip.Addr) {
+	single := func(from, to net.IP) (out netip.Addr) {
+		if from.Equal(to) || len(to) == 0 {
+			out, _ = netip.AddrFromSlice(from)
+		}
+		return out.Unmap()
+	}
+	switch info := info.(type) {
+	case *xt.NatRange:
+		return info.MinPort, single(info.MinIP, info.MaxIP)
+	case *xt.NatRange2:
+		return info.MinPort, single(info.MinIP, info.MaxIP)
+	case *xt.NatIPv4MultiRangeCompat:
+		if len(*info) == 1 {
+			return (*info)[0].MinPort, single((*info)[0].MinIP, (*info)[0].MaxIP)
+		}
+	}
+	return 0, netip.Addr{}
 }
 
 func endOf(v expr.Verdict) end { return end{verdict: verdicts[v.Kind], to: v.Chain} }
@@ -378,6 +412,10 @@ func (r *reading) payload(e *expr.Payload) register {
 		return register{value: r.packet.etherType()}
 	case e.Base == expr.PayloadBaseNetworkHeader && e.Offset == protocolAt && e.Len == 1:
 		return register{value: []byte{r.packet.protocol}, name: name + " protocol"}
+	case e.Base == expr.PayloadBaseTransportHeader && r.packet.icmp && e.Offset < 2 && e.Len == 1:
+		const unreachable, tooLong = 3, 4 // type and code
+		return register{value: []byte{unreachable, tooLong}[e.Offset : e.Offset+1], name: "icmp " + []string{"type", "code"}[e.Offset]}
+	case e.Base == expr.PayloadBaseTransportHeader && r.packet.icmp:
 	case e.Base == expr.PayloadBaseTransportHeader && e.Offset == 13 && e.Len == 1:
 		reg := register{name: "tcp flags"}
 		if flags, known := r.packet.tcpFlags(); known {
@@ -437,6 +475,9 @@ func (r *reading) extension(e *expr.Match) {
 			r.set(*info)
 		case e.Name == "mark" && len(*info) == 12: // struct xt_mark_mtinfo1: the mark, the mask, and whether it is inverted
 			r.inMark(binary.NativeEndian.Uint32(*info), binary.NativeEndian.Uint32((*info)[4:]), (*info)[8] != 0)
+		case e.Name == "limit", e.Name == "hashlimit", e.Name == "connlimit": // It may be what drops what is too much.
+			r.specific = true
+			r.unknown(e.Name)
 		case e.Name != "comment":
 			r.unknown("")
 		}
@@ -655,9 +696,10 @@ func (r register) show(data []byte) string {
 	case len(data) == 1 && strings.HasSuffix(r.name, "flags"):
 		return fmt.Sprintf("%#x", data[0])
 	case len(data) == 1:
-		if p := netlink.ProtocolOf(data[0]); p != "" {
+		if p := netlink.ProtocolOf(data[0]); p != "" && !strings.HasPrefix(r.name, "icmp") {
 			return p.Lower()
 		}
+		return strconv.Itoa(int(data[0]))
 	}
 	return fmt.Sprintf("0x%x", data)
 }

@@ -5,6 +5,8 @@ import (
 	"net/netip"
 	"slices"
 
+	"golang.org/x/sys/unix"
+
 	"nodeproxy/kernel/netlink"
 	"nodeproxy/kernel/nft"
 	"nodeproxy/plan"
@@ -40,6 +42,8 @@ type packet struct {
 	in, out string
 	// check is true for what asks for the health of a Service, and nat where it is the translation that is looked at.
 	check, nat bool
+	// icmp is true for an error that says a packet was too long.
+	icmp bool
 	// masqueraded says whether it is to be masqueraded, which this program's own rules let pass.
 	masqueraded match
 }
@@ -68,7 +72,7 @@ func packets(ports []*plan.ServicePort, b nft.BaseChain, n Node) []packet {
 		}
 		l.toEndpoints(sp, b, n, l.toFrontends(sp, b, n))
 	}
-	return slices.Concat(l.out, l.special, l.answers, tunnelled(b, n))
+	return slices.Concat(l.out, l.special, l.answers, tunnelled(b, n), tooLong(b))
 }
 
 // packetList gathers packets: those of everybody, those of some, and answers.
@@ -143,12 +147,13 @@ func (l *packetList) toEndpoints(sp *plan.ServicePort, b nft.BaseChain, n Node, 
 		}
 		p.masqueraded = maybe
 		l.out = append(l.out, p)
-		if pod := n.Pod[f]; pod.IsValid() && pod != ep.Addr.Addr() && b.Hook == "forward" && !n.IPVS {
+		decides := b.Hook == "forward" || b.Hook == "input" // about packets that begin connections
+		if pod := n.Pod[f]; pod.IsValid() && pod != ep.Addr.Addr() && decides && !n.IPVS {
 			from := p
 			from.src, from.in, from.from, from.masqueraded = side{addr: pod}, n.PodsBy, "Pods of this node", no
 			l.special = append(l.special, from)
 		}
-		if n.Uplink != "" && sp.HasExternal() && b.Hook == "forward" {
+		if n.Uplink != "" && sp.HasExternal() && (decides || b.Hook == "postrouting" && !here) {
 			outside := p
 			outside.in, outside.from = n.Uplink, fmt.Sprintf("outside (by %s)", n.Uplink)
 			if outside.masqueraded = maybe; sp.ExternalPolicy == plan.Cluster && !n.IPVS {
@@ -209,6 +214,14 @@ func tunnelled(b nft.BaseChain, n Node) (out []packet) {
 	return out
 }
 
+// tooLong returns the packet by which this node tells others of IPv4 that a packet was too long for the next link (RFC 1191), in a chain that it passes.
+func tooLong(b nft.BaseChain) []packet {
+	if b.Hook != "output" || b.Family == "ip6" {
+		return nil
+	}
+	return []packet{{what: "ICMP errors of this node", family: plan.IPv4, protocol: unix.IPPROTO_ICMP, answer: true, here: no, dnat: no, icmp: true}}
+}
+
 // beforeDNAT returns where packets to frontends come from that pass a chain; "" if none does.
 func beforeDNAT(b nft.BaseChain, n Node) string {
 	switch {
@@ -252,6 +265,24 @@ func answersPass(b nft.BaseChain, here bool, n Node) bool {
 		return !n.IPVS && b.Priority < prioritySNAT
 	}
 	return false
+}
+
+// fromPods returns the packets of this node's Pods to endpoints that are not its own, as they leave it.
+func fromPods(ports []*plan.ServicePort, b nft.BaseChain, n Node) (out []packet) {
+	for _, sp := range ports {
+		f := sp.Key.Family
+		pod := n.Pod[f]
+		if b.Hook != "postrouting" || !pod.IsValid() || b.Family == "ip" && f == plan.IPv6 || b.Family == "ip6" && f == plan.IPv4 {
+			continue
+		}
+		for _, ep := range sp.All()[:min(len(sp.All()), mostEndpoints)] {
+			if a := ep.Addr.Addr(); a != pod && !n.Local(a) {
+				out = append(out, packet{what: "endpoint " + ep.Addr.String(), from: "Pods of this node", key: sp.Key, family: f, protocol: netlink.Protocol(sp.Key.Protocol),
+					src: side{addr: pod}, dst: side{a, ep.Addr.Port(), true}, here: no, dnat: yes, out: n.by(a), nat: true, masqueraded: no})
+			}
+		}
+	}
+	return out
 }
 
 // natPackets returns the packets of ServicePorts whose translation is decided in a base chain: those to frontends, whose destination is, and those from

@@ -2,6 +2,9 @@ package blocking
 
 import (
 	"cmp"
+	"fmt"
+	"math/bits"
+	"net/netip"
 	"strings"
 
 	"nodeproxy/kernel/names"
@@ -27,14 +30,17 @@ type rule struct {
 	text string
 	// number is that of the rule in its chain.
 	number int
-	// mark is the mark that it sets; nil if it sets none.
-	mark *mark
+	// mark is the mark that it sets; nil if it sets none. restores are the bits that it takes from the connection's.
+	mark     *mark
+	restores uint32
 }
 
-// end is a verdict, and where it leads if it is jump or goto, or how it translates; port is where to on this node, if that is known.
+// end is a verdict, and where it leads if it is jump or goto, or how it translates; port is where to on this node, and addr the source, if that is
+// known.
 type end struct {
 	verdict, to string
 	port        uint16
+	addr        netip.Addr
 }
 
 // translates is the verdict of what translates an address, and accepts the packet.
@@ -52,6 +58,8 @@ type walk struct {
 	found  map[string]bool
 	// beside is true in a chain for translation that leads to this program's.
 	beside bool
+	// sources is true where it is looked at which source packets get.
+	sources bool
 	// even is true in one for translation that the kernel may call before this program's or after them.
 	even bool
 	// accepted is set once a rule may have accepted the packet, and passed are the marks with which the packet may go on behind the hook's chain.
@@ -70,7 +78,8 @@ type state struct {
 }
 
 func (w *walk) report(r Rule) {
-	r.rules, r.What, r.Answers, r.Legacy = w.rules, w.packet.what, w.packet.answer, w.rules.variant() == legacyVariant
+	r.rules, r.What, r.Answers, r.Legacy = w.rules, w.packet.what, w.packet.answer && !w.packet.icmp, w.rules.variant() == legacyVariant
+	r.ICMP = w.packet.icmp
 	if r.from = w.packet.from; r.from != "" {
 		r.to, r.What = r.What, r.What+" from "+r.from
 	}
@@ -141,6 +150,7 @@ func (w *walk) apply(v *visit, r rule) (ended, goes bool, err error) {
 	before := w.packet.mark
 	start := before
 	if r.mark != nil {
+		w.unmark(v.id, r, before, certain || v.sure && r.match == yes)
 		if start = *r.mark; v.specific || r.specific {
 			start = start.changed(before)
 		}
@@ -162,6 +172,20 @@ func (w *walk) apply(v *visit, r rule) (ended, goes bool, err error) {
 		w.packet.mark = v.behind.mark
 	}
 	return false, true, nil
+}
+
+// unmark reports a rule that changes the mark by which a packet is to be masqueraded.
+func (w *walk) unmark(id nft.ChainID, r rule, before mark, certain bool) {
+	own := w.node.Mark
+	if w.packet.masqueraded != yes || before.known&own != 0 || bits.OnesCount32(own) != 1 {
+		return
+	}
+	switch cleared := r.mark.known&own != 0 && r.mark.value&own == 0; {
+	case cleared && certain:
+		w.report(Rule{Text: strings.TrimSpace(r.text + " meta mark set"), Chain: id, number: r.number, Certain: !w.accepted, Unmarked: true})
+	case r.restores&own != 0 && certain:
+		w.report(Rule{Text: strings.TrimSpace(r.text + " meta mark set ct mark"), Chain: id, number: r.number, Unmarked: true})
+	}
 }
 
 // end does what a rule does by one of its verdicts. The results are those of apply.
@@ -241,8 +265,17 @@ func (w *walk) applyNAT(v *visit, r rule, certain bool) (ended, goes bool, err e
 	for _, e := range r.ends {
 		to := nft.ChainID{Family: v.id.Family, Table: v.id.Table, Chain: e.to}
 		decides := w.beside && (e.verdict == "accept" || e.verdict == "return" && v.depth == 0)
+		ours := (e.verdict == "jump" || e.verdict == "goto") && w.ours(w.rules, to)
 		switch {
-		case (e.verdict == "jump" || e.verdict == "goto") && w.ours(w.rules, to), e.verdict == translates && source:
+		case w.sources && ours: // It masquerades nothing of this.
+		case w.sources && e.verdict == translates:
+			if certain && e.addr.IsValid() && !w.node.Local(e.addr) {
+				w.report(Rule{Text: strings.TrimSpace(fmt.Sprintf("%s %s to %s", r.text, e.to, e.addr)), Chain: v.id, number: r.number, Certain: w.node.Near != nil && w.node.Near(e.addr), Missing: true})
+			}
+			if certain {
+				return true, false, nil
+			}
+		case ours, e.verdict == translates && source:
 			return true, false, nil
 		case decides || e.verdict == translates:
 			if certain {

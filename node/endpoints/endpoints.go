@@ -23,6 +23,8 @@ type Listening struct {
 	Listens, Loopback bool
 	// Others are other ports of the protocol at which anything listens that the endpoint's address reaches.
 	Others []uint16
+	// OtherFamily says that something listens there by the other IP family alone.
+	OtherFamily bool
 	// Waiting is how many connections wait there to be accepted, or bytes to be read, where they have not become fewer in a moment.
 	Waiting uint32
 	// Other is another protocol at whose port of this number something listens, where nothing does by this one; "" if there is none.
@@ -31,6 +33,8 @@ type Listening struct {
 	Several bool
 	// Attachment is how its Pod is attached to this node.
 	Attachment Attachment
+	// MTU is that of the Pod's interface, and UplinkMTU that of the interface of the default route, where this is less.
+	MTU, UplinkMTU int
 }
 
 // Attachment is what is wrong with the pair of interfaces between a Pod and this node. The zero value is as it should be, or nothing is known.
@@ -44,7 +48,7 @@ type Attachment struct {
 	Wrong string
 	// MTU and OwnMTU are the most bytes that a packet may have at this node's end and at the Pod's, where they differ.
 	MTU, OwnMTU int
-	// NoRoute says why the Pod has no route for its answers to this node; "" if it has one.
+	// NoRoute says why the Pod's answers do not get to this node; "" if they do.
 	NoRoute string
 }
 
@@ -119,6 +123,7 @@ func Look(ctx context.Context, ports []*plan.ServicePort) ([]Listening, error) {
 		}
 		add(judge(a.addr, a.protocol, list), sockets.List)
 	}
+	uplink, _, _ := host.Default()
 	found := owners(ctx, leads, links)
 	fixed, err := host.Fixed()
 	if err != nil {
@@ -147,6 +152,9 @@ func Look(ctx context.Context, ports []*plan.ServicePort) ([]Listening, error) {
 		l.Pod = true
 		lead := leads[a.addr.Addr()]
 		l.Attachment = owner[0].attachment(lead, fixed[host.Neighbour{Link: lead.Index, Addr: a.addr.Addr()}])
+		if narrow := links[uplink].MTU; narrow > 0 && owner[0].own.MTU > narrow {
+			l.MTU, l.UplinkMTU = owner[0].own.MTU, narrow
+		}
 		add(l, owner[0].Sockets)
 	}
 	stillWaiting(ctx, out, read)
@@ -186,11 +194,13 @@ func judge(addr netip.AddrPort, p plan.Protocol, list []sockets.Socket) Listenin
 			out.Waiting += s.Waiting
 		case reached:
 			out.Others = append(out.Others, s.Port)
+		case s.Everywhere() && s.Port == addr.Port():
+			out.OtherFamily = true
 		case s.Addr.IsLoopback() && s.Port == addr.Port():
 			out.Loopback = true
 		}
 	}
-	out.Loopback = out.Loopback && !out.Listens
+	out.Loopback, out.OtherFamily = out.Loopback && !out.Listens, out.OtherFamily && !out.Listens
 	slices.Sort(out.Others)
 	out.Others = slices.Compact(out.Others)
 	return out

@@ -61,6 +61,10 @@ func runPod(t *testing.T, listen string) {
 	}
 	for _, at := range strings.Split(listen, ",") {
 		switch at {
+		case "asks":
+			nstest.Exec(t, "ip", "route", "replace", "169.254.1.1", "dev", "eth0")
+			nstest.Exec(t, "ip", "route", "replace", "default", "via", "169.254.1.1", "dev", "eth0")
+			continue
 		case "unrouted":
 			nstest.Exec(t, "ip", "route", "del", "default")
 			continue
@@ -200,8 +204,8 @@ func TestPods(t *testing.T) {
 	start("alone", address(2))
 	look := func(want ...Listening) {
 		t.Helper()
-		for i := range want {
-			want[i].Addr, want[i].Protocol, want[i].Pod = netip.AddrPortFrom(netip.MustParseAddr(address(i+1)), 8080), plan.TCP, true
+		for i, ep := range sp.Endpoints.Cluster {
+			want[i].Addr, want[i].Protocol, want[i].Pod = ep.Addr, plan.TCP, true
 		}
 		got, err := Look(t.Context(), []*plan.ServicePort{sp})
 		if err != nil || !reflect.DeepEqual(got, want) {
@@ -228,10 +232,23 @@ func TestPods(t *testing.T) {
 		nstest.Exec(t, "ip", strings.Fields(tc.undo)...)
 	}
 	nstest.Exec(t, "ip", "addr", "add", "192.0.2.1/24", "dev", "lo")
-	start("mute", address(3), "unrouted")
+	start("mute", address(4), "unrouted")
 	look(fine, fine, Listening{Listens: true, Attachment: Attachment{Link: "mute", Bridge: "cni0", NoRoute: "network is unreachable"}})
 	sp.Endpoints.Cluster = sp.Endpoints.Cluster[:2]
+	startPod(t, "cali", address(3), "asks", ":8080")
+	sp.Endpoints.Cluster = append(sp.Endpoints.Cluster, plan.Endpoint{Addr: netip.MustParseAddrPort(address(3) + ":8080")})
+	proxy := func(value string) {
+		if err := os.WriteFile("/proc/sys/net/ipv4/conf/cali/proxy_arp", []byte(value), 0); err != nil {
+			t.Fatal(err)
+		}
+	}
+	proxy("0")
+	look(fine, fine, Listening{Listens: true, Attachment: Attachment{Link: "cali", NoRoute: "their next hop 169.254.1.1 is no address of this node, and net.ipv4.conf.cali.proxy_arp is 0"}})
+	proxy("1")
+	look(fine, fine, fine)
+	sp.Endpoints.Cluster = sp.Endpoints.Cluster[:2]
 	start("second", address(1))
+	sp.Endpoints.Cluster = sp.Endpoints.Cluster[:2]
 	look(Listening{Several: true}, fine)
 
 	looked := 0

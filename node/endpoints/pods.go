@@ -3,6 +3,7 @@ package endpoints
 import (
 	"context"
 	"errors"
+	"fmt"
 	"net/netip"
 	"slices"
 	"syscall"
@@ -21,7 +22,7 @@ type pod struct {
 	attached bool
 	// hardware are the addresses of its interfaces in their networks.
 	hardware []string
-	// noRoute says why it has no route to this node.
+	// noRoute says why its answers do not get to this node.
 	noRoute string
 }
 
@@ -61,7 +62,7 @@ func owners(ctx context.Context, leads map[netip.Addr]host.Link, links map[int]h
 		}
 		own, _ := n.Addresses(among) // Its process may have ended.
 		for _, a := range own {
-			out[a] = append(out[a], look(n, a, leads[a], links))
+			out[a] = append(out[a], look(ctx, n, a, leads[a], links))
 		}
 	}
 	for a, list := range out {
@@ -76,30 +77,60 @@ func owners(ctx context.Context, leads map[netip.Addr]host.Link, links map[int]h
 }
 
 // look looks at a namespace that has an address, from inside if that is allowed.
-func look(n sockets.Namespace, a netip.Addr, lead host.Link, links map[int]host.Link) pod {
+func look(ctx context.Context, n sockets.Namespace, a netip.Addr, lead host.Link, links map[int]host.Link) pod {
 	p := pod{Namespace: n}
+	file, err := n.Open()
+	if err != nil { // Its process has ended.
+		return p
+	}
+	defer file.Close()
+	id := host.Namespace(file)
 	asks := netip.Addr{}
 	if r, err := host.RouteTo(a, host.Way{}); err == nil {
 		asks = r.Source
 	}
 	var inside map[int]host.Link
+	var via netip.Addr
 	_ = n.Enter(func() (err error) { // It may not be allowed.
 		if inside, err = host.Links(); err == nil && asks.IsValid() {
-			var why syscall.Errno
-			if _, err := host.RouteTo(asks, host.Way{}); errors.As(err, &why) {
-				p.noRoute = noRoute(why)
-			}
+			via, p.noRoute, err = answersBy(ctx, asks)
 		}
 		return err
 	})
 	for _, l := range inside {
 		p.hardware = append(p.hardware, l.Hardware)
 		end := links[l.Peer]
-		if mutual := l.Kind == "veth" && end.Kind == "veth" && end.Peer == l.Index; mutual && !p.attached {
+		own := l.Kind == "veth" && end.Kind == "veth" && end.Peer == l.Index && end.PeerNamespace == id && id >= 0
+		if own && !p.attached {
 			p.link, p.own, p.attached = end, l, end.Index == lead.Index || end.Master == lead.Index
 		}
 	}
+	if r, err := host.RouteTo(via, host.Way{}); via.IsValid() && p.link.Index == lead.Index && p.noRoute == "" && (err != nil || !r.Local) && !host.AnswersFor("/proc/sys", lead.Name) {
+		p.noRoute = fmt.Sprintf("their next hop %s is no address of this node, and net.ipv4.conf.%s.proxy_arp is 0", via, lead.Name)
+	}
 	return p
+}
+
+// answersBy looks by which next hop answers leave this network namespace for an address, and whether they can: via is valid if somebody has to be
+// asked where it is, and is of IPv4.
+func answersBy(ctx context.Context, to netip.Addr) (via netip.Addr, not string, err error) {
+	r, err := host.RouteTo(to, host.Way{})
+	if why := syscall.Errno(0); errors.As(err, &why) {
+		return via, noRoute(why), nil
+	}
+	if err != nil || !r.Via.Is4() || len(r.Links) != 1 {
+		return via, "", err
+	}
+	at := host.Neighbour{Link: r.Links[0], Addr: r.Via}
+	fixed, err := host.Fixed()
+	if err != nil || fixed[at] != "" {
+		return via, "", err
+	}
+	silent, err := host.Silent(ctx)
+	if silent[at] {
+		not = fmt.Sprintf("their next hop %s does not answer", at.Addr)
+	}
+	return r.Via, not, err
 }
 
 // mostEntered is how many namespaces of Pods are entered to look at their rules.

@@ -135,6 +135,9 @@ func (l *lookout) each(ctx context.Context, list []netip.Addr, without map[netip
 			err = routed(a, r, l.links[r.Links[0]])
 		case err != nil && errors.As(err, &why):
 			without[a], err = noRoute(why), nil
+			if off := host.WithoutIPv6(); off != "" && a.Is6() {
+				without[a] = off
+			}
 		}
 		if err != nil {
 			return err
@@ -359,6 +362,12 @@ func Uplink() string {
 	}
 	links, _ := host.Links() // Without them, it is not known.
 	return links[index].Name
+}
+
+// Near reports whether an address is in a network of this node, so that its neighbours ask for it there, and not one of the node's own.
+func Near(a netip.Addr) bool {
+	r, err := host.RouteTo(a, host.Way{})
+	return err == nil && !r.Local && !r.Via.IsValid()
 }
 
 // Bridges are the names of this node's bridges.
