@@ -95,6 +95,9 @@ type Ways struct {
 	// Uplink is the interface of the default route, and Marked says that rules for routing choose packets by their mark, which may have answers go back there.
 	Uplink string
 	Marked bool
+	// PodMTU is the largest MTU of interfaces to Pods, where that of Narrow, by which packets leave for endpoints or for outside, is less: NarrowMTU.
+	Narrow            string
+	PodMTU, NarrowMTU int
 	// Shut are the endpoints for which IPsec drops packets, or whose answers it drops, with the policy.
 	Shut map[netip.Addr]string
 	// Unrouted are endpoints to which this node has a route, but for what comes from elsewhere there is none.
@@ -156,8 +159,6 @@ type Listening struct {
 	Several bool
 	// Attachment is how its Pod is attached to this node.
 	Attachment Attachment
-	// MTU is that of the Pod's interface, and UplinkMTU that of the interface of the default route, where this is less.
-	MTU, UplinkMTU int
 }
 
 // Attachment is what is wrong with the pair of interfaces between a Pod and this node. The zero value is as it should be, or nothing is known.
@@ -321,8 +322,9 @@ func together(e *Explanation) {
 		diverted[0].Severity = problem
 		diverted[0].What += " Connections to what is no endpoint show that it does."
 	}
+	detached := len(of(Detached)) > 0 // So nobody answers there.
 	e.Diagnoses = slices.DeleteFunc(e.Diagnoses, func(d Diagnosis) bool {
-		return d.Code == ICMPDropped && d.Severity != problem || d.Code == StaleConnections && len(diverted) > 0
+		return d.Code == ICMPDropped && d.Severity != problem || d.Code == StaleConnections && len(diverted) > 0 || d.Code == NoNeighbour && detached
 	})
 }
 
@@ -627,13 +629,12 @@ func (c *checks) blocking(ctx context.Context) {
 		c.found(name, unknown, "%v", err)
 		return
 	}
-	if len(list) == 0 {
+	if !slices.ContainsFunc(list, func(b Blocking) bool { return !b.ICMP }) {
 		not := "tc, eBPF, ebtables and the rules in Pods"
 		if within {
 			not = "tc, eBPF and ebtables"
 		}
 		c.found(name, ok, "none that drops what is for the Service or its answers, or keeps it from being tracked, was found in nftables or iptables; %s are not looked at", not)
-		return
 	}
 	for _, b := range list {
 		severity, drops := note, "may drop"
@@ -742,10 +743,6 @@ func (c *checks) endpoints(ctx context.Context) {
 	attachments := c.attachments(list)
 	if list = slices.DeleteFunc(list, func(l Listening) bool { return l.Several }); len(list) == 0 || attachments {
 		return
-	}
-	if i := slices.IndexFunc(list, func(l Listening) bool { return l.MTU > 0 }); i >= 0 {
-		c.diagnose(note, LongPackets, "set the MTU of Pods in the configuration of the network plugin to no more than the node's",
-			"Pods send packets of up to %d bytes, and the interface of the default route takes %d: what is longer gets to clients outside only if they learn that by ICMP errors.", list[i].MTU, list[i].UplinkMTU)
 	}
 	var refusing []Listening
 	for _, l := range list {
@@ -1029,6 +1026,10 @@ func (c *checks) misled(w *Ways) {
 		addrs, list := listed(w.Fixed, "%s (by %s)")
 		c.diagnose(note, WrongNeighbour, "compare it with that node's interface, and delete it if nothing needs it: ip neigh show; ip route get "+addrs[0].String(),
 			"Somebody has made an entry of this node's neighbours (permanent) for the next hop to endpoints, so that the kernel asks nobody where it is; if that is not right any more, connections that go there fail: %s.", some(list))
+	}
+	if w.Narrow != "" {
+		c.diagnose(note, LongPackets, "set the MTU of Pods in the configuration of the network plugin to no more than that",
+			"Pods send packets of up to %d bytes, and %s takes %d: what is longer gets through only if its sender learns that by ICMP errors.", w.PodMTU, w.Narrow, w.NarrowMTU)
 	}
 	if len(w.Astray) > 0 && outside {
 		severity := problem

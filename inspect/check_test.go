@@ -14,6 +14,9 @@ import (
 	"nodeproxy/source"
 )
 
+// noRules is what is said where no rule of other programs matters.
+const noRules = "rules of other programs: ok: none that drops what is for the Service or its answers, or keeps it from being tracked, was found in nftables or iptables; tc, eBPF and ebtables are not looked at"
+
 // TestCheck: each thing that is found on the node is a line of what was checked, and a sentence where something is wrong.
 func TestCheck(t *testing.T) {
 	t.Parallel()
@@ -104,7 +107,7 @@ func TestCheck(t *testing.T) {
 		}},
 			check: "routes to endpoints: ok: there is one to each of the 2 endpoints in use\nroute to the cluster IP: problem: none: 10.96.0.8 (network is unreachable)",
 			what: "What this node itself sends to the cluster IP fails before it meets any rule, since the kernel has no route there: 10.96.0.8 (network is unreachable). " +
-				"Pods are not concerned.", problem: true},
+				"Pods have routes of their own.", problem: true},
 		"a bridge": {reality: Reality{Ways: func(_ context.Context, to Places) (*Ways, error) {
 			return &Ways{Bridged: map[netip.Addr]string{to.Endpoints[0]: "cni0", to.Endpoints[1]: "cni0"}}, nil
 		}},
@@ -166,16 +169,15 @@ func TestCheck(t *testing.T) {
 				"inet fw.", problem: true},
 		"Pods' packets that are too long, and nobody is told": {reality: Reality{Blocking: func(context.Context, []*plan.ServicePort) ([]Blocking, bool, error) {
 			return []Blocking{{Rule: "meta l4proto 1 drop", Place: "chain out of table ip fw", Certain: true, ICMP: true}}, true, nil
-		}, Endpoints: func(context.Context, []*plan.ServicePort) ([]Listening, error) {
-			return []Listening{{Addr: endpoint, Protocol: plan.TCP, Pod: true, Listens: true, MTU: 1500, UplinkMTU: 1400}}, nil
+		}, Ways: func(context.Context, Places) (*Ways, error) {
+			return &Ways{Narrow: "eth0", PodMTU: 1500, NarrowMTU: 1400}, nil
 		}},
-			check: "listeners at endpoints: ok: something listens at all that are known on this node: 1",
+			check: noRules + "\nroutes to endpoints: ok: there is one to each of the 2 endpoints in use",
 			what: `A rule of another program drops the errors by which this node tells others that a packet was too long: "meta l4proto 1 drop" in chain out of table ip fw. So these go on ` +
-				"to send such packets, which get lost.\nPods send packets of up to 1500 bytes, and the interface of the default route takes 1400: what is longer gets to clients outside only if they " +
-				"learn that by ICMP errors.", problem: true},
+				"to send such packets, which get lost.\nPods send packets of up to 1500 bytes, and eth0 takes 1400: what is longer gets through only if its sender learns that by ICMP errors.", problem: true},
 		"nobody is told of packets that are too long, and there are none": {reality: Reality{Blocking: func(context.Context, []*plan.ServicePort) ([]Blocking, bool, error) {
 			return []Blocking{{Rule: "meta l4proto 1 drop", Place: "chain out of table ip fw", Certain: true, ICMP: true}}, true, nil
-		}}},
+		}}, check: noRules},
 		"a rule that changes the mark": {reality: Reality{Blocking: func(context.Context, []*plan.ServicePort) ([]Blocking, bool, error) {
 			return []Blocking{{Rule: "meta mark set", Place: "chain FORWARD of table ip mangle", What: "endpoint 10.244.1.5:8080 from outside (by eth0)", Certain: true, Unmarked: true}}, true, nil
 		}},

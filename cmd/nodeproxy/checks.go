@@ -42,7 +42,7 @@ func (d *daemon) reality() *inspect.Reality {
 		var out []inspect.Listening
 		for _, l := range found {
 			out = append(out, inspect.Listening{Addr: l.Addr, Protocol: l.Protocol, Pod: l.Pod, Listens: l.Listens, Loopback: l.Loopback, Others: l.Others,
-				OtherFamily: l.OtherFamily, MTU: l.MTU, UplinkMTU: l.UplinkMTU, Waiting: l.Waiting, Other: l.Other, Several: l.Several, Attachment: inspect.Attachment(l.Attachment)})
+				OtherFamily: l.OtherFamily, Waiting: l.Waiting, Other: l.Other, Several: l.Several, Attachment: inspect.Attachment(l.Attachment)})
 		}
 		return out, err
 	}
@@ -142,6 +142,7 @@ func (d *daemon) ways(ctx context.Context, to inspect.Places) (*inspect.Ways, er
 		Unreached: found.Unreached, Cut: found.Cut, NotForwarded: found.NotForwarded, Silent: found.Silent, Near: found.Near, Bridged: found.Bridged,
 		NotForwardedBy: found.NotForwardedBy, NoHairpin: found.NoHairpin, Unclaimed: found.Unclaimed,
 		Fixed: found.Fixed, ByDefault: found.ByDefault, Astray: found.Astray, Uplink: found.Uplink, Marked: found.Marked, Shut: found.Shut,
+		Narrow: found.Narrow, PodMTU: found.PodMTU, NarrowMTU: found.NarrowMTU,
 	}
 	for _, r := range found.Unrouted {
 		out.Unrouted = append(out.Unrouted, inspect.Unrouted{Addr: r.Addr, From: r.From.Addr, Name: r.From.Name, By: r.From.By, Why: r.Why, Mark: r.From.Mark, Outside: r.From.Name == outside.Name})

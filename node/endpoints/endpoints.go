@@ -33,8 +33,6 @@ type Listening struct {
 	Several bool
 	// Attachment is how its Pod is attached to this node.
 	Attachment Attachment
-	// MTU is that of the Pod's interface, and UplinkMTU that of the interface of the default route, where this is less.
-	MTU, UplinkMTU int
 }
 
 // Attachment is what is wrong with the pair of interfaces between a Pod and this node. The zero value is as it should be, or nothing is known.
@@ -123,7 +121,6 @@ func Look(ctx context.Context, ports []*plan.ServicePort) ([]Listening, error) {
 		}
 		add(judge(a.addr, a.protocol, list), sockets.List)
 	}
-	uplink, _, _ := host.Default()
 	found := owners(ctx, leads, links)
 	fixed, err := host.Fixed()
 	if err != nil {
@@ -152,9 +149,6 @@ func Look(ctx context.Context, ports []*plan.ServicePort) ([]Listening, error) {
 		l.Pod = true
 		lead := leads[a.addr.Addr()]
 		l.Attachment = owner[0].attachment(lead, fixed[host.Neighbour{Link: lead.Index, Addr: a.addr.Addr()}])
-		if narrow := links[uplink].MTU; narrow > 0 && owner[0].own.MTU > narrow {
-			l.MTU, l.UplinkMTU = owner[0].own.MTU, narrow
-		}
 		add(l, owner[0].Sockets)
 	}
 	stillWaiting(ctx, out, read)

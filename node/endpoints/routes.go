@@ -56,6 +56,9 @@ type Ways struct {
 	// Uplink is the interface of the default route, and Marked says that rules for routing choose packets by their mark, which may have answers go back there.
 	Uplink string
 	Marked bool
+	// PodMTU is the largest MTU of interfaces to Pods, where that of Narrow, by which packets leave for endpoints or for outside, is less: NarrowMTU.
+	Narrow            string
+	PodMTU, NarrowMTU int
 	// Shut are the endpoints for which IPsec drops packets, or whose answers it drops, with the policy.
 	Shut map[netip.Addr]string
 	// Unrouted are endpoints to which this node has a route, but for what comes from elsewhere there is none, as rules for routing may have it.
@@ -83,7 +86,10 @@ func LookOut(ctx context.Context, sysctls string, to Places, from []Origin) (*Wa
 		ways: &Ways{Unreached: map[netip.Addr]string{}, Cut: map[netip.Addr]string{}, Silent: map[netip.Addr]string{}, Near: map[netip.Addr]string{},
 			Bridged: map[netip.Addr]string{}, Unclaimed: map[netip.Addr]string{}, NoHairpin: map[netip.Addr]string{}, Fixed: map[netip.Addr]string{},
 			ByDefault: map[netip.Addr]string{}, Astray: map[netip.Addr]string{}, Shut: map[netip.Addr]string{}, Uplink: Uplink()}}
-	_, l.gateway, _ = host.Default()
+	uplink, gateway, _ := host.Default()
+	if l.gateway = gateway; links[uplink].MTU > 0 {
+		l.narrow(links[uplink])
+	}
 	if l.fixed, err = host.Fixed(); err != nil {
 		return nil, err
 	}
@@ -154,6 +160,7 @@ func (l *lookout) endpoint(a netip.Addr, r host.Route, link host.Link) error {
 	}
 	l.refused(a)
 	l.shut(a)
+	l.narrow(link)
 	hop := cmp.Or(r.Via, a)
 	if at := l.fixed[host.Neighbour{Link: link.Index, Addr: hop}]; at != "" && tunnels[link.Kind] == 0 { // Tunnels have such entries.
 		l.ways.Fixed[a] = fmt.Sprintf("%s at %s (lladdr %s)", hop, link.Name, at)
@@ -189,6 +196,15 @@ func (l *lookout) endpoint(a netip.Addr, r host.Route, link host.Link) error {
 		l.ways.NoHairpin[a] = port
 	}
 	return nil
+}
+
+// narrow notes an interface by which packets leave that are shorter than those which Pods send.
+func (l *lookout) narrow(by host.Link) {
+	for _, pod := range l.links {
+		if pod.Kind == "veth" && pod.PeerNamespace >= 0 && pod.Name != l.ways.Uplink && pod.MTU > max(by.MTU, l.ways.PodMTU) {
+			l.ways.Narrow, l.ways.PodMTU, l.ways.NarrowMTU = by.Name, pod.MTU, by.MTU
+		}
+	}
 }
 
 // shut notes the policy of IPsec that concerns all packets to an address, or all that come from there.

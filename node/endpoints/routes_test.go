@@ -1,11 +1,14 @@
 package endpoints
 
 import (
+	"fmt"
 	"net/netip"
 	"os"
+	"os/exec"
 	"path/filepath"
 	"reflect"
 	"strings"
+	"syscall"
 	"testing"
 	"time"
 
@@ -216,6 +219,11 @@ func TestLookOutElsewhere(t *testing.T) {
 	ip("rule add fwmark 7 table main")
 	want.marked = true
 	look("with a rule for marks")
+	ip("link add pod type veth peer name eth0 netns "+startNamespace(t), "link set eth0 mtu 1400")
+	w, err := LookOut(t.Context(), "/proc/sys", Places{Endpoints: []netip.Addr{here}}, nil)
+	if err != nil || w.Narrow != "eth0" || w.PodMTU != 1500 || w.NarrowMTU != 1400 {
+		t.Errorf("with a narrow uplink: %+v, %v", w, err)
+	}
 	ip("xfrm policy add dir out src 0.0.0.0/0 dst 10.244.2.0/24 action block", "xfrm policy add dir fwd src 10.244.3.0/24 dst 0.0.0.0/0 action block",
 		"xfrm policy add dir out src 0.0.0.0/0 dst 10.244.1.0/24 tmpl src 192.0.2.1 dst 192.0.2.7 proto esp mode tunnel")
 	want.shut = map[netip.Addr]string{elsewhere: "0.0.0.0/0 to 10.244.2.0/24: action block", strange: "10.244.3.0/24 to 0.0.0.0/0: action block",
@@ -286,4 +294,17 @@ func TestDetour(t *testing.T) {
 			t.Errorf("from %s: %q, want %q", from, got, want)
 		}
 	}
+}
+
+// startNamespace starts a process in a network namespace of its own, and returns its number.
+func startNamespace(t *testing.T) string {
+	t.Helper()
+	cmd := exec.Command("sleep", "infinity")
+	cmd.SysProcAttr = &syscall.SysProcAttr{Cloneflags: syscall.CLONE_NEWNET}
+	nstest.EndWith(t, cmd)
+	if err := cmd.Start(); err != nil {
+		t.Fatal(err)
+	}
+	t.Cleanup(func() { _ = cmd.Process.Kill(); _ = cmd.Wait() })
+	return fmt.Sprint(cmd.Process.Pid)
 }
