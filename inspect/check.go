@@ -98,6 +98,12 @@ type Ways struct {
 	// PodMTU is the largest MTU of interfaces to Pods, where that of Narrow, by which packets leave for endpoints or for outside, is less: NarrowMTU.
 	Narrow            string
 	PodMTU, NarrowMTU int
+	// Unserved are addresses of this node at which node ports do not answer, with their interfaces.
+	Unserved map[netip.Addr]string
+	// Looped are the endpoints for which a tunnel sends packets to an address of this node, with both.
+	Looped map[netip.Addr]string
+	// Overlaps are networks of this node's bridges that overlap those of other interfaces, in words.
+	Overlaps []string
 	// Shut are the endpoints for which IPsec drops packets, or whose answers it drops, with the policy.
 	Shut map[netip.Addr]string
 	// Unrouted are endpoints to which this node has a route, but for what comes from elsewhere there is none.
@@ -149,8 +155,9 @@ type Listening struct {
 	Listens, Loopback bool
 	// Others are other ports of the protocol at which anything listens that the endpoint's address reaches.
 	Others []uint16
-	// OtherFamily says that something listens there by the other IP family alone.
+	// OtherFamily says that something listens there by the other IP family alone, and At are the addresses at which it does so alone.
 	OtherFamily bool
+	At          []netip.Addr
 	// Waiting is how many connections wait there to be accepted, or bytes to be read, where they have not become fewer in a moment.
 	Waiting uint32
 	// Other is another protocol at whose port of this number something listens, where nothing does by this one; "" if there is none.
@@ -165,15 +172,17 @@ type Listening struct {
 type Attachment struct {
 	// Link is this node's end of it, Bridge the bridge by which packets for the Pod leave, if there is one.
 	Link, Bridge string
-	// Down says that an end is down, and Loose that the link is no port of the bridge.
+	// Down says that an end is down, or its bridge, and Loose that the link is no port of the bridge.
 	Down, Loose bool
+	// By is another interface by which packets for the Pod leave, such as a tunnel; "" if they do not.
+	By string
 	// Wrong is the address in its network that an entry of this node's neighbours has for the endpoint (permanent), though no interface of the Pod
 	// has it; "" where that is not so.
 	Wrong string
 	// MTU and OwnMTU are the most bytes that a packet may have at this node's end and at the Pod's, where they differ.
 	MTU, OwnMTU int
-	// NoRoute says why the Pod's answers do not get to this node; "" if they do.
-	NoRoute string
+	// NoRoute says why the Pod's answers do not get to this node, and NoDefault why those to others do not; "" if they do.
+	NoRoute, NoDefault string
 }
 
 // Filtered is an endpoint whose answers the kernel drops.
@@ -239,6 +248,8 @@ const (
 	NotForwarded     = "NotForwarded"     // this node does not forward packets
 	Untracked        = "Untracked"        // another program's rule keeps the traffic from being tracked
 	TrackingFull     = "TrackingFull"     // the kernel tracks as many connections as it may, or nearly
+	Overlap          = "Overlap"          // the range of Pods is that of hosts, too
+	LeavesNode       = "LeavesNode"       // packets for a Pod of this node leave it by the default route
 	ForgottenEarly   = "ForgottenEarly"   // the kernel forgets idle connections soon
 	LongPackets      = "LongPackets"      // Pods' packets may be too long for the uplink
 	ICMPDropped      = "ICMPDropped"      // and another program's rule drops what tells them so
@@ -287,24 +298,22 @@ func (n *Node) Check(ctx context.Context, e *Explanation) {
 		e.Checks = append(e.Checks, one.list...)
 		e.Diagnoses = append(e.Diagnoses, one.diagnoses...)
 	}
-	together(e)
+	weigh(e)
 	if slices.ContainsFunc(e.Diagnoses, func(d Diagnosis) bool { return d.Severity == problem && causes[d.Code] }) { // It says why.
 		e.Diagnoses = slices.DeleteFunc(e.Diagnoses, func(d Diagnosis) bool { return d.Code == Unanswered })
 	}
 	if slices.ContainsFunc(e.Diagnoses, func(d Diagnosis) bool { return d.Severity == problem && d.Code == Unanswered }) {
 		for _, one := range each {
-			if one.suspect != nil {
-				e.Diagnoses = append(e.Diagnoses, *one.suspect)
-			}
+			e.Diagnoses = append(e.Diagnoses, one.suspects...)
 		}
 	}
 	slices.SortStableFunc(e.Diagnoses, func(a, b Diagnosis) int { return -cmp.Compare(a.Severity, b.Severity) })
 }
 
-// together weighs what means more beside something else.
-func together(e *Explanation) {
-	of := func(code string) []*Diagnosis {
-		var out []*Diagnosis
+// weigh gives diagnoses their weight beside others: what may be means more where connections have no answer, and what follows from something else is not
+// said.
+func weigh(e *Explanation) {
+	of := func(code string) (out []*Diagnosis) {
 		for i := range e.Diagnoses {
 			if e.Diagnoses[i].Code == code {
 				out = append(out, &e.Diagnoses[i])
@@ -315,23 +324,53 @@ func together(e *Explanation) {
 	if long, dropped := of(LongPackets), of(ICMPDropped); len(long) > 0 && len(dropped) > 0 {
 		long[0].Severity, dropped[0].Severity = problem, problem
 	}
-	// Connections to what was never an endpoint here: those rules do decide.
-	diverted := slices.DeleteFunc(of(Diverted), func(d *Diagnosis) bool { return d.Do != byLeftovers })
-	stale := of(StaleConnections)
-	if len(diverted) > 0 && len(stale) > 0 {
-		diverted[0].Severity = problem
-		diverted[0].What += " Connections to what is no endpoint show that it does."
+	if slices.ContainsFunc(of(Unanswered), func(d *Diagnosis) bool { return d.Severity == problem }) {
+		for _, d := range slices.Concat(of(LeavesNode), of(AnswersAstray)) {
+			d.Severity = problem
+		}
 	}
-	detached := len(of(Detached)) > 0 // So nobody answers there.
-	e.Diagnoses = slices.DeleteFunc(e.Diagnoses, func(d Diagnosis) bool {
-		return d.Code == ICMPDropped && d.Severity != problem || d.Code == StaleConnections && len(diverted) > 0 || d.Code == NoNeighbour && detached
-	})
+	var explained []*Diagnosis
+	for _, d := range of(Diverted) { // By the connections, the rule does decide.
+		for _, stale := range of(StaleConnections) {
+			if target := fieldBehind(d.What, "DNAT to"); d.Do == byLeftovers && target != "" && strings.Contains(stale.What, target+":") {
+				d.Severity, explained = problem, append(explained, stale)
+				d.What += " Connections to that address show that it does."
+			}
+		}
+	}
+	for _, d := range of(Detached) { // So nobody answers there.
+		at, _, _ := strings.Cut(fieldBehind(d.What, "Endpoint"), ":")
+		for _, silent := range of(NoNeighbour) {
+			if strings.Contains(silent.What, " to 1 of ") && strings.Contains(silent.What, at+" ") {
+				explained = append(explained, silent)
+			}
+		}
+	}
+	for _, d := range of(ICMPDropped) {
+		if d.Severity != problem {
+			explained = append(explained, d)
+		}
+	}
+	var rest []Diagnosis
+	for i := range e.Diagnoses {
+		if !slices.Contains(explained, &e.Diagnoses[i]) {
+			rest = append(rest, e.Diagnoses[i])
+		}
+	}
+	e.Diagnoses = rest
+}
+
+// fieldBehind returns the word behind some others in a text, without quotation marks; "" if these are not there.
+func fieldBehind(text, others string) string {
+	_, behind, _ := strings.Cut(text, others+" ")
+	word, _, _ := strings.Cut(behind, " ")
+	return strings.Trim(word, `"`)
 }
 
 // causes are the codes of what has connections without an answer.
 var causes = map[string]bool{
 	DroppedByOthers: true, Untracked: true, Unmasqueraded: true, Diverted: true, NoRoute: true, NoNeighbour: true, NotForwarded: true, Bridged: true,
-	AnswersFiltered: true, EndpointStuck: true, EndpointIsService: true, PodGone: true, SharedAddress: true, Detached: true, DifferentMTU: true, WrongNeighbour: true, AnswersAstray: true, ShutByIPsec: true,
+	AnswersFiltered: true, EndpointStuck: true, EndpointIsService: true, PodGone: true, SharedAddress: true, Detached: true, DifferentMTU: true, WrongNeighbour: true, AnswersAstray: true, LeavesNode: true, ShutByIPsec: true,
 }
 
 // checks collects what is found about one Service.
@@ -346,8 +385,8 @@ type checks struct {
 	now           time.Time
 	list          []Check
 	diagnoses     []Diagnosis
-	// suspect is said where connections have no answer and nothing else says why.
-	suspect *Diagnosis
+	// suspects are said where connections have no answer and nothing else says why.
+	suspects []Diagnosis
 }
 
 // survive must be deferred: a check reads what other programs have written, and a fault in that must not end the proxy.
@@ -363,6 +402,10 @@ func (c *checks) found(name, result, format string, args ...any) {
 
 func (c *checks) diagnose(severity, code, do, what string, args ...any) {
 	c.diagnoses = append(c.diagnoses, Diagnosis{Severity: severity, Code: code, What: fmt.Sprintf(what, args...), Do: do})
+}
+
+func (c *checks) suspect(code, do, what string, args ...any) {
+	c.suspects = append(c.suspects, Diagnosis{Severity: note, Code: code, What: fmt.Sprintf(what, args...), Do: do})
 }
 
 // ago is such as "3s ago".
@@ -436,9 +479,22 @@ func (c *checks) traffic(ctx context.Context) {
 	}
 }
 
-// keptAlive is after how many seconds hosts ask at the latest whether an idle connection is still there, if a program wants that
-// (net.ipv4.tcp_keepalive_time).
-const keptAlive = 7200
+// forgets is about connections that the kernel forgets soon.
+func (c *checks) forgets(after int) {
+	if after == 0 || !slices.ContainsFunc(c.ports, func(sp *plan.ServicePort) bool { return sp.Key.Protocol == plan.TCP }) {
+		return
+	}
+	severity := note
+	if after < soon {
+		severity = problem
+	}
+	c.found("connection tracking", severity, "established connections are forgotten after %d s", after)
+	c.diagnose(severity, ForgottenEarly, "see what has lowered it, and restart nodeproxy, or set net.netfilter.nf_conntrack_tcp_timeout_established again",
+		"The kernel forgets connections of TCP that are silent for %d s (net.netfilter.nf_conntrack_tcp_timeout_established), which is less than nodeproxy had set: what comes later on them is reset or lost.", after)
+}
+
+// soon is the number of seconds within which any connection may be silent.
+const soon = 60
 
 // amount is such as "1 packet" or "2 packets".
 func amount(n int64, of string) string {
@@ -565,17 +621,10 @@ func (c *checks) tracked(context.Context) {
 	}
 	const name = "connection tracking"
 	t, err := c.reality.Tracked()
+	defer c.forgets(t.Forgets)
 	switch {
 	case err != nil:
 		c.found(name, unknown, "%v", err)
-	case t.Forgets > 0:
-		severity := note
-		if t.Forgets < keptAlive {
-			severity = problem
-		}
-		c.found(name, severity, "established connections are forgotten after %d s", t.Forgets)
-		c.diagnose(severity, ForgottenEarly, "see what has lowered it, and restart nodeproxy, or set net.netfilter.nf_conntrack_tcp_timeout_established again",
-			"The kernel forgets connections of TCP that are silent for %d s (net.netfilter.nf_conntrack_tcp_timeout_established), which is less than nodeproxy had set: what comes later on them is reset or lost.", t.Forgets)
 	case t.full():
 		c.found(name, problem, "the kernel tracks %d flows, and no more than %d", t.Flows, t.Most)
 		c.diagnose(problem, TrackingFull, moreFlows, "The kernel may drop new connections of any kind: it tracks %d flows, and no more than %d.", t.Flows, t.Most)
@@ -740,8 +789,8 @@ func (c *checks) endpoints(ctx context.Context) {
 	if len(list) == 0 { // None is on this node, or nothing can be known of it.
 		return
 	}
-	attachments := c.attachments(list)
-	if list = slices.DeleteFunc(list, func(l Listening) bool { return l.Several }); len(list) == 0 || attachments {
+	badly := c.attachments(list)
+	if list = slices.DeleteFunc(list, func(l Listening) bool { return badly[l.Addr.Addr()] }); len(list) == 0 {
 		return
 	}
 	var refusing []Listening
@@ -763,7 +812,7 @@ func (c *checks) endpoints(ctx context.Context) {
 	for len(refusing) > 0 { // Those that refuse for the same reason are in one sentence.
 		first, names := refusing[0], []string(nil)
 		refusing = slices.DeleteFunc(refusing, func(l Listening) bool {
-			same := l.Addr.Port() == first.Addr.Port() && l.Protocol == first.Protocol && l.Pod == first.Pod && l.Loopback == first.Loopback && l.OtherFamily == first.OtherFamily && l.Other == first.Other && slices.Equal(l.Others, first.Others)
+			same := l.Addr.Port() == first.Addr.Port() && l.Protocol == first.Protocol && l.Pod == first.Pod && l.Loopback == first.Loopback && l.OtherFamily == first.OtherFamily && slices.Equal(l.At, first.At) && l.Other == first.Other && slices.Equal(l.Others, first.Others)
 			if same {
 				names = append(names, l.Addr.String())
 			}
@@ -776,16 +825,16 @@ func (c *checks) endpoints(ctx context.Context) {
 	c.found(name, severity, "nothing listens at %d of %d that are known on this node", n, len(list))
 }
 
-// attachments is about Pods that are not attached to this node as they should be. It reports whether there are any.
-func (c *checks) attachments(list []Listening) (any bool) {
+// attachments is about Pods that are not attached to this node as they should be. It returns their addresses.
+func (c *checks) attachments(list []Listening) (said map[netip.Addr]bool) {
 	const name = "listeners at endpoints"
-	said := map[netip.Addr]bool{}
+	said = map[netip.Addr]bool{}
 	for _, l := range list {
 		a, at := l.Addr.Addr(), l.Attachment
 		if !l.Several && at == (Attachment{}) || said[a] {
 			continue
 		}
-		any, said[a] = true, true
+		said[a] = true
 		wrong := func(code, do, found, what string) {
 			c.found(name, problem, "%s", found)
 			c.diagnose(problem, code, do, "%s", what)
@@ -796,24 +845,44 @@ func (c *checks) attachments(list []Listening) (any bool) {
 			wrong(SharedAddress, "see what gives addresses to Pods on this node (the network plugin's IPAM), and delete the Pods that have this one: kubectl get pods -A -o wide | grep -w "+a.String(),
 				fmt.Sprintf("several Pods have the address %s", a), fmt.Sprintf("More than one Pod on this node has the address of endpoint %s, and connections go to one or the other.", l.Addr))
 		case at.Down:
-			wrong(Detached, fmt.Sprintf("ip link set %s up, and see what has taken it down; or delete the Pod, so that another takes its place", at.Link),
-				at.Link+" is down", fmt.Sprintf("%s is in a Pod whose interface is down (%s on this node, or its other end)%s", of, at.Link, fail))
+			which := at.Link
+			if at.Bridge != "" {
+				which += " or its bridge " + at.Bridge
+			}
+			wrong(Detached, "see which is down, and what has taken it down: ip link; ip link set NAME up",
+				which+" is down", fmt.Sprintf("%s is in a Pod whose interface on this node is down (%s)%s", of, which, fail))
+		case at.By != "":
+			wrong(NoRoute, fmt.Sprintf("see what has made that route: ip rule; ip route get %s", a), fmt.Sprintf("%s is at %s, and not at %s", a, at.Link, at.By),
+				fmt.Sprintf("%s is in a Pod of this node, at %s, but packets for it leave by %s%s", of, at.Link, at.By, fail))
 		case at.Loose:
 			wrong(Detached, fmt.Sprintf("ip link set %s master %s, and see what has taken it out; or delete the Pod, so that another takes its place", at.Link, at.Bridge),
-				fmt.Sprintf("%s is no port of %s", at.Link, at.Bridge), fmt.Sprintf("%s is in a Pod whose interface on this node, %s, is no port of %s, by which packets for it leave%s", of, at.Link, at.Bridge, fail))
+				fmt.Sprintf("%s is not a port of %s", at.Link, at.Bridge), fmt.Sprintf("%s is in a Pod whose interface on this node, %s, is not a port of %s, by which packets for it leave%s", of, at.Link, at.Bridge, fail))
 		case at.Wrong != "":
 			wrong(WrongNeighbour, "delete the entry, which somebody has made (permanent), and see who: ip neigh show to "+a.String(), fmt.Sprintf("%s is not at %s", a, at.Wrong),
 				fmt.Sprintf("This node sends what is for endpoint %s to %s, by an entry of its neighbours that is permanent, but no interface of the Pod has that address%s", l.Addr, at.Wrong, fail))
+		case at.NoRoute == "" && at.NoDefault != "" && at.MTU == at.OwnMTU:
+			c.noDefault(l, name)
 		case at.NoRoute != "":
 			wrong(NoRoute, "see the routes in the Pod, which the network plugin makes: nsenter -t PID -n ip route, with the PID of a process of the Pod", fmt.Sprintf("answers of the Pod of %s do not get here", a),
-				fmt.Sprintf("%s is in a Pod whose answers do not get to this node (%s)%s", of, at.NoRoute, fail))
+				fmt.Sprintf("%s is in a Pod whose answers do not get to this node (%s), and connections from here, the node's own and masqueraded ones, fail.", of, at.NoRoute))
 		default:
 			wrong(DifferentMTU, "give both the same MTU, in the configuration of the network plugin", fmt.Sprintf("%s has an MTU of %d, and its other end %d", at.Link, at.MTU, at.OwnMTU),
-				fmt.Sprintf("%s is in a Pod whose interface has an MTU of %d bytes, while its other end on this node, %s, has %d: packets longer than the lesser are lost without a word, so that connections begin and then hang.",
+				fmt.Sprintf("%s is in a Pod whose interface has an MTU of %d bytes, while its other end on this node, %s, has %d: packets longer than the smaller are lost without a word, so that connections begin and then hang.",
 					of, at.OwnMTU, at.Link, at.MTU))
 		}
 	}
-	return any
+	return said
+}
+
+// noDefault is about a Pod that answers to this node, and to others only as far as its routes go.
+func (c *checks) noDefault(l Listening, name string) {
+	severity := note
+	if slices.ContainsFunc(c.ports, func(sp *plan.ServicePort) bool { return sp.ExternalPolicy == plan.Local && sp.HasExternal() }) {
+		severity = problem
+	}
+	c.found(name, severity, "the Pod of %s has no route to other hosts", l.Addr.Addr())
+	c.diagnose(severity, NoRoute, "see the routes in the Pod, which the network plugin makes: nsenter -t PID -n ip route, with the PID of a process of the Pod",
+		"Endpoint %s is in a Pod that has no route to other hosts (%s): what reaches it without being masqueraded, as with externalTrafficPolicy Local, is not answered.", l.Addr, l.Attachment.NoDefault)
 }
 
 // stuck is about endpoints whose programs listen and do not take what comes. It returns how many there are.
@@ -859,6 +928,14 @@ func (c *checks) refuses(l Listening, names []string) (severity string) {
 		}
 		c.diagnose(severity, EndpointRefuses, "have the program listen at all addresses (0.0.0.0 or ::)",
 			"%s%s: what listens at port %s %s does so at a loopback address alone.", who, unless, port, where)
+		return severity
+	}
+	if len(l.At) > 0 {
+		var list []string
+		for _, a := range l.At {
+			list = append(list, a.String())
+		}
+		c.diagnose(severity, EndpointRefuses, "have the program listen at all addresses (0.0.0.0 or ::), or at this one", "%s: what listens at port %s %s does so at %s alone.", who, port, where, some(list))
 		return severity
 	}
 	if l.OtherFamily {
@@ -1018,28 +1095,57 @@ func (c *checks) misled(w *Ways) {
 	}
 	if len(here) > 0 {
 		addrs, list := listed(here, "%s (via %s)")
-		c.found("routes to endpoints", problem, "the default route leads to %s of this node", endpointCount(len(here)))
-		c.diagnose(problem, NoRoute, "see whether the network plugin's interface and its address are still there: ip addr; ip route get "+addrs[0].String(),
-			"Endpoints are Pods of this node, but the node has no route to them but the default one, by which packets leave it, and connections that go there fail: %s.", some(list))
+		c.found("default route", note, "it leads to %s of this node", endpointCount(len(here)))
+		c.diagnose(note, LeavesNode, "see whether the network plugin's interface and its address are still there: ip addr; ip route get "+addrs[0].String(),
+			"Endpoints are Pods of this node, but the node has no route to them but the default one, by which packets leave it; unless something there sends them back, connections fail: %s.", some(list))
 	}
-	if len(w.Fixed) > 0 {
-		addrs, list := listed(w.Fixed, "%s (by %s)")
-		c.diagnose(note, WrongNeighbour, "compare it with that node's interface, and delete it if nothing needs it: ip neigh show; ip route get "+addrs[0].String(),
-			"Somebody has made an entry of this node's neighbours (permanent) for the next hop to endpoints, so that the kernel asks nobody where it is; if that is not right any more, connections that go there fail: %s.", some(list))
+	if away := maps.Clone(w.ByDefault); len(away) > len(here) {
+		maps.DeleteFunc(away, func(a netip.Addr, _ string) bool { return local[a] })
+		addrs, list := listed(away, "%s (via %s)")
+		c.suspect(NoRoute, "where nodes have routes to each other's Pods, see whether one is missing: ip route get "+addrs[0].String(),
+			"Packets to endpoints on other nodes leave by the default route: %s.", some(list))
+	}
+	if len(w.Unserved) > 0 && slices.ContainsFunc(c.ports, func(sp *plan.ServicePort) bool {
+		return slices.ContainsFunc(sp.Frontends, func(f plan.Frontend) bool { return f.Kind == plan.NodePort })
+	}) {
+		_, list := listed(w.Unserved, "%s (%s)")
+		c.diagnose(note, NodePortsNowhere, "if clients use these, set nodePortAddresses to all or to their range, or correct the Node's InternalIP (--node-ip of the kubelet)",
+			"Node ports do not answer at addresses of this node to which they are not limited (nodePortAddresses): %s.", some(list))
+	}
+	if fixed := maps.Clone(w.Fixed); len(fixed) > 0 {
+		maps.DeleteFunc(fixed, func(a netip.Addr, _ string) bool { return local[a] })
+		if addrs, list := listed(fixed, "%s (by %s)"); len(list) > 0 {
+			c.suspect(WrongNeighbour, "compare it with that node's interface, and delete it if nothing needs it: ip neigh show; ip route get "+addrs[0].String(),
+				"Somebody has made an entry of this node's neighbours (permanent) for the next hop to endpoints, so that the kernel asks nobody where it is; if that is not right any more, connections that go there fail: %s.", some(list))
+		}
+	}
+	if len(w.Astray) > 0 && outside {
+		addrs, list := listed(w.Astray, "%s (by %s)")
+		say := c.suspect
+		if !w.Marked { // Marks may have them go back where they came from.
+			c.found("routes of answers", note, "those to clients outside leave by %s, not by %s", w.Astray[addrs[0]], w.Uplink)
+			say = func(code, do, what string, args ...any) { c.diagnose(note, code, do, what, args...) }
+		}
+		say(AnswersAstray, fmt.Sprintf("see the rules for routing, and except what comes from endpoints: ip rule; ip route get 198.51.100.7 from %s iif INTERFACE", addrs[0]),
+			"The answers of endpoints to clients outside leave by another interface than %s, to which the default route leads, as a rule for routing has it; if clients come by that, they most likely get no answer: %s.", w.Uplink, some(list))
+	}
+	if len(w.Looped) > 0 {
+		_, list := listed(w.Looped, "%s (%s)")
+		c.found("tunnels", problem, "one sends packets for %s to this node itself", endpointCount(len(w.Looped)))
+		c.diagnose(problem, NoRoute, "see which address the other node has told the network plugin: two nodes with one InternalIP, as machines of Vagrant may have, need another interface for it (flannel: --iface; kubelet: --node-ip)",
+			"A tunnel sends packets for endpoints on other nodes to an address of this node, and connections that go there fail: %s.", some(list))
+	}
+	if len(w.Overlaps) > 0 {
+		severity := note
+		if outside {
+			severity = problem
+		}
+		c.found("networks of this node", severity, "some overlap: %s", some(w.Overlaps))
+		c.diagnose(severity, Overlap, "give Pods a range that no host has: ip addr; ip route", "Networks of this node overlap, so that it looks for some hosts in the wrong one, and those can't reach the Service: %s.", some(w.Overlaps))
 	}
 	if w.Narrow != "" {
 		c.diagnose(note, LongPackets, "set the MTU of Pods in the configuration of the network plugin to no more than that",
 			"Pods send packets of up to %d bytes, and %s takes %d: what is longer gets through only if its sender learns that by ICMP errors.", w.PodMTU, w.Narrow, w.NarrowMTU)
-	}
-	if len(w.Astray) > 0 && outside {
-		severity := problem
-		if w.Marked {
-			severity = note
-		}
-		addrs, list := listed(w.Astray, "%s (by %s)")
-		c.found("routes of answers", severity, "those to clients outside leave by %s, not by %s", w.Astray[addrs[0]], w.Uplink)
-		c.diagnose(severity, AnswersAstray, fmt.Sprintf("see the rules for routing, and except what comes from endpoints: ip rule; ip route get 198.51.100.7 from %s iif %s", addrs[0], "INTERFACE"),
-			"The answers of endpoints to clients outside leave by another interface than %s, by which these come and to which the default route leads, as a rule for routing has it, and most likely get lost: %s.", w.Uplink, some(list))
 	}
 }
 
@@ -1155,9 +1261,9 @@ func (c *checks) reverse(ctx context.Context) {
 		drops = fmt.Sprintf("; %s dropped by it on this node", amount(int64(r.Drops), "packet"))
 		if r.Drops > 0 {
 			result = note
-			c.suspect = &Diagnosis{Severity: note, Code: AnswersFiltered, Do: fmt.Sprintf(toFilter, r.Strict[0]),
-				What: fmt.Sprintf("The kernel has dropped %s on this node since rp_filter is strict at %s: answers that come there although the route back to their source leads elsewhere are dropped.",
-					amount(int64(r.Drops), "packet"), some(r.Strict))}
+			c.suspect(AnswersFiltered, fmt.Sprintf(toFilter, r.Strict[0]),
+				"The kernel has dropped %s on this node since rp_filter is strict at %s: answers that come there although the route back to their source leads elsewhere are dropped.",
+				amount(int64(r.Drops), "packet"), some(r.Strict))
 		}
 	}
 	if len(r.Filtered) == 0 {

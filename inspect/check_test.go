@@ -22,6 +22,9 @@ func TestCheck(t *testing.T) {
 	t.Parallel()
 	endpoint, gone := netip.MustParseAddrPort("10.244.0.8:8080"), netip.MustParseAddrPort("10.244.9.9:8080")
 	early := time.Now()
+	unansweredFlows := func(context.Context, []*plan.ServicePort) (map[netip.AddrPort]Flows, error) {
+		return map[netip.AddrPort]Flows{endpoint: {Open: 3, Unanswered: 3, Clients: []netip.Addr{netip.MustParseAddr("192.0.2.7")}}}, nil
+	}
 	web := plan.Service{Namespace: "default", Name: "s-7"}
 	key := plan.Key{Service: web, Protocol: plan.TCP, Family: plan.IPv4}
 	for name, tc := range map[string]struct {
@@ -146,7 +149,7 @@ func TestCheck(t *testing.T) {
 		"room for connections": {reality: Reality{Tracked: func() (TrackedFlows, error) { return TrackedFlows{Flows: 899, Most: 1000}, nil }},
 			check: "connection tracking: ok: 899 of at most 1000 flows of all programs"},
 		"connections that are forgotten": {reality: Reality{Tracked: func() (TrackedFlows, error) { return TrackedFlows{Flows: 1, Most: 1000, Forgets: 30}, nil }},
-			check: "connection tracking: problem: established connections are forgotten after 30 s",
+			check: "connection tracking: ok: 1 of at most 1000 flows of all programs\nconnection tracking: problem: established connections are forgotten after 30 s",
 			what: "The kernel forgets connections of TCP that are silent for 30 s (net.netfilter.nf_conntrack_tcp_timeout_established), which is less than nodeproxy had set: what comes " +
 				"later on them is reset or lost.", problem: true},
 		"little room for connections": {reality: Reality{Tracked: func() (TrackedFlows, error) { return TrackedFlows{Flows: 900, Most: 1000}, nil }},
@@ -218,37 +221,74 @@ func TestCheck(t *testing.T) {
 		"an interface that is down": {reality: Reality{Endpoints: func(context.Context, []*plan.ServicePort) ([]Listening, error) {
 			return []Listening{{Addr: endpoint, Protocol: plan.TCP, Pod: true, Listens: true, Attachment: Attachment{Link: "veth5", Bridge: "cni0", Down: true}}}, nil
 		}},
-			check: "listeners at endpoints: problem: veth5 is down",
-			what:  "Endpoint 10.244.0.8:8080 is in a Pod whose interface is down (veth5 on this node, or its other end), and connections that go there fail.", problem: true},
+			check: "listeners at endpoints: problem: veth5 or its bridge cni0 is down",
+			what:  "Endpoint 10.244.0.8:8080 is in a Pod whose interface on this node is down (veth5 or its bridge cni0), and connections that go there fail.", problem: true},
 		"an interface that is no port": {reality: Reality{Endpoints: func(context.Context, []*plan.ServicePort) ([]Listening, error) {
 			return []Listening{{Addr: endpoint, Protocol: plan.TCP, Pod: true, Listens: true, Attachment: Attachment{Link: "veth5", Bridge: "cni0", Loose: true}}}, nil
 		}},
-			check: "listeners at endpoints: problem: veth5 is no port of cni0",
-			what:  "Endpoint 10.244.0.8:8080 is in a Pod whose interface on this node, veth5, is no port of cni0, by which packets for it leave, and connections that go there fail.",
+			check: "listeners at endpoints: problem: veth5 is not a port of cni0",
+			what:  "Endpoint 10.244.0.8:8080 is in a Pod whose interface on this node, veth5, is not a port of cni0, by which packets for it leave, and connections that go there fail.",
 			do:    "ip link set veth5 master cni0, and see what has taken it out; or delete the Pod, so that another takes its place", problem: true},
 		"a Pod without a route": {reality: Reality{Endpoints: func(context.Context, []*plan.ServicePort) ([]Listening, error) {
 			return []Listening{{Addr: endpoint, Protocol: plan.TCP, Pod: true, Listens: true, Attachment: Attachment{Link: "veth5", Bridge: "cni0", NoRoute: "network is unreachable"}}}, nil
 		}},
 			check: "listeners at endpoints: problem: answers of the Pod of 10.244.0.8 do not get here",
-			what:  "Endpoint 10.244.0.8:8080 is in a Pod whose answers do not get to this node (network is unreachable), and connections that go there fail.", problem: true},
+			what:  "Endpoint 10.244.0.8:8080 is in a Pod whose answers do not get to this node (network is unreachable), and connections from here, the node's own and masqueraded ones, fail.", problem: true},
+		"a Pod for which packets leave by a tunnel": {reality: Reality{Endpoints: func(context.Context, []*plan.ServicePort) ([]Listening, error) {
+			return []Listening{{Addr: endpoint, Protocol: plan.TCP, Pod: true, Listens: true, Attachment: Attachment{Link: "veth5", By: "tailscale0"}}}, nil
+		}},
+			check: "listeners at endpoints: problem: 10.244.0.8 is at veth5, and not at tailscale0",
+			what:  "Endpoint 10.244.0.8:8080 is in a Pod of this node, at veth5, but packets for it leave by tailscale0, and connections that go there fail.", problem: true},
+		"a Pod without a default route": {reality: Reality{Endpoints: func(context.Context, []*plan.ServicePort) ([]Listening, error) {
+			return []Listening{{Addr: endpoint, Protocol: plan.TCP, Pod: true, Listens: true, Attachment: Attachment{Link: "veth5", NoDefault: "network is unreachable"}}}, nil
+		}},
+			check: "listeners at endpoints: note: the Pod of 10.244.0.8 has no route to other hosts",
+			what: "Endpoint 10.244.0.8:8080 is in a Pod that has no route to other hosts (network is unreachable): what reaches it without being masqueraded, as with externalTrafficPolicy " +
+				"Local, is not answered."},
+		"a program at another address": {reality: Reality{Endpoints: func(context.Context, []*plan.ServicePort) ([]Listening, error) {
+			return []Listening{{Addr: endpoint, Protocol: plan.TCP, At: []netip.Addr{netip.MustParseAddr("10.0.2.15")}}}, nil
+		}},
+			check: "listeners at endpoints: problem: nothing listens at 1 of 1 that are known on this node",
+			what:  "Endpoint 10.244.0.8:8080 gets traffic, but refuses it: what listens at port 8080/TCP on this node does so at 10.0.2.15 alone.", problem: true},
 		"ends with different MTUs": {reality: Reality{Endpoints: func(context.Context, []*plan.ServicePort) ([]Listening, error) {
 			return []Listening{{Addr: endpoint, Protocol: plan.TCP, Pod: true, Listens: true, Attachment: Attachment{Link: "veth5", Bridge: "cni0", MTU: 1400, OwnMTU: 1500}}}, nil
 		}},
 			check: "listeners at endpoints: problem: veth5 has an MTU of 1400, and its other end 1500",
-			what: "Endpoint 10.244.0.8:8080 is in a Pod whose interface has an MTU of 1500 bytes, while its other end on this node, veth5, has 1400: packets longer than the lesser are lost " +
+			what: "Endpoint 10.244.0.8:8080 is in a Pod whose interface has an MTU of 1500 bytes, while its other end on this node, veth5, has 1400: packets longer than the smaller are lost " +
 				"without a word, so that connections begin and then hang.", problem: true},
-		"a fixed next hop": {reality: Reality{Ways: func(_ context.Context, to Places) (*Ways, error) {
-			return &Ways{Fixed: map[netip.Addr]string{to.Endpoints[0]: "192.0.2.9 at eth0 (lladdr 02:00:00:00:00:01)"}}, nil
-		}},
-			check: "routes to endpoints: ok: there is one to each of the 2 endpoints in use",
-			what: "Somebody has made an entry of this node's neighbours (permanent) for the next hop to endpoints, so that the kernel asks nobody where it is; if that is not right any " +
-				"more, connections that go there fail: 10.244.0.8 (by 192.0.2.9 at eth0 (lladdr 02:00:00:00:00:01))."},
+		"a fixed next hop, and no answers": {reality: Reality{Ways: func(_ context.Context, to Places) (*Ways, error) {
+			return &Ways{Fixed: map[netip.Addr]string{to.Endpoints[1]: "192.0.2.9 at eth0 (lladdr 02:00:00:00:00:01)"}}, nil
+		}, Flows: unansweredFlows},
+			check: "connections: problem: 3 tracked: 3 to 10.244.0.8:8080 (3 without an answer)\nroutes to endpoints: ok: there is one to each of the 2 endpoints in use",
+			what: "3 of the 3 tracked connections to 10.244.0.8:8080 are without an answer, from 192.0.2.7.\n" +
+				"Somebody has made an entry of this node's neighbours (permanent) for the next hop to endpoints, so that the kernel asks nobody where it is; if that is not right any " +
+				"more, connections that go there fail: 10.245.0.8 (by 192.0.2.9 at eth0 (lladdr 02:00:00:00:00:01)).", problem: true},
+		"a fixed next hop that is answered": {reality: Reality{Ways: func(_ context.Context, to Places) (*Ways, error) {
+			return &Ways{Fixed: map[netip.Addr]string{to.Endpoints[1]: "192.0.2.9 at eth0 (lladdr 02:00:00:00:00:01)"}}, nil
+		}}, check: "routes to endpoints: ok: there is one to each of the 2 endpoints in use"},
+		"answers astray, and none": {reality: Reality{Ways: func(_ context.Context, to Places) (*Ways, error) {
+			return &Ways{ByDefault: map[netip.Addr]string{to.Endpoints[0]: "192.0.2.9 by eth0"}}, nil
+		}, Flows: unansweredFlows},
+			check: "connections: problem: 3 tracked: 3 to 10.244.0.8:8080 (3 without an answer)\nroutes to endpoints: ok: there is one to each of the 2 endpoints in use\n" +
+				"default route: note: it leads to 1 endpoint of this node",
+			what: "Endpoints are Pods of this node, but the node has no route to them but the default one, by which packets leave it; unless something there sends them back, connections fail: " +
+				"10.244.0.8 (via 192.0.2.9 by eth0).", problem: true},
 		"a Pod of this node beyond the default route": {reality: Reality{Ways: func(_ context.Context, to Places) (*Ways, error) {
 			return &Ways{ByDefault: map[netip.Addr]string{to.Endpoints[0]: "192.0.2.9 by eth0", to.Endpoints[1]: "192.0.2.9 by eth0"}}, nil
 		}},
-			check: "routes to endpoints: ok: there is one to each of the 2 endpoints in use\nroutes to endpoints: problem: the default route leads to 1 endpoint of this node",
-			what: "Endpoints are Pods of this node, but the node has no route to them but the default one, by which packets leave it, and connections that go there fail: 10.244.0.8 " +
-				"(via 192.0.2.9 by eth0).", problem: true},
+			check: "routes to endpoints: ok: there is one to each of the 2 endpoints in use\ndefault route: note: it leads to 1 endpoint of this node",
+			what: "Endpoints are Pods of this node, but the node has no route to them but the default one, by which packets leave it; unless something there sends them back, connections fail: " +
+				"10.244.0.8 (via 192.0.2.9 by eth0)."},
+		"a tunnel to itself": {reality: Reality{Ways: func(_ context.Context, to Places) (*Ways, error) {
+			return &Ways{Looped: map[netip.Addr]string{to.Endpoints[0]: "flannel.1 to 10.0.2.15"}}, nil
+		}},
+			check: "routes to endpoints: ok: there is one to each of the 2 endpoints in use\ntunnels: problem: one sends packets for 1 endpoint to this node itself",
+			what:  "A tunnel sends packets for endpoints on other nodes to an address of this node, and connections that go there fail: 10.244.0.8 (flannel.1 to 10.0.2.15).", problem: true},
+		"networks that overlap": {reality: Reality{Ways: func(context.Context, Places) (*Ways, error) {
+			return &Ways{Overlaps: []string{"192.168.1.128/25 of cni0 and 192.168.1.0/24 of eth0"}}, nil
+		}},
+			check: "routes to endpoints: ok: there is one to each of the 2 endpoints in use\nnetworks of this node: note: some overlap: 192.168.1.128/25 of cni0 and 192.168.1.0/24 of eth0",
+			what:  "Networks of this node overlap, so that it looks for some hosts in the wrong one, and those can't reach the Service: 192.168.1.128/25 of cni0 and 192.168.1.0/24 of eth0."},
 		"IPsec without keys": {reality: Reality{Ways: func(_ context.Context, to Places) (*Ways, error) {
 			return &Ways{Shut: map[netip.Addr]string{to.Endpoints[0]: "0.0.0.0/0 to 10.244.0.0/24: action block"}}, nil
 		}},
@@ -333,9 +373,7 @@ func TestCheck(t *testing.T) {
 			do: "have the same routes hold for answers (ip rule), or set net.ipv4.conf.eth1.rp_filter to 2, which is loose", problem: true},
 		"unanswered, and rp_filter drops": {reality: Reality{Reverse: func(context.Context, []netip.Addr) (*Reverse, error) {
 			return &Reverse{Strict: []string{"eth0"}, Drops: 7, Known: true}, nil
-		}, Flows: func(context.Context, []*plan.ServicePort) (map[netip.AddrPort]Flows, error) {
-			return map[netip.AddrPort]Flows{endpoint: {Open: 3, Unanswered: 3, Clients: []netip.Addr{netip.MustParseAddr("192.0.2.7")}}}, nil
-		}},
+		}, Flows: unansweredFlows},
 			check: "connections: problem: 3 tracked: 3 to 10.244.0.8:8080 (3 without an answer)\n" +
 				"reverse path filter: note: strict at eth0, by which the routes back to the endpoints lead; 7 packets dropped by it on this node",
 			what: "3 of the 3 tracked connections to 10.244.0.8:8080 are without an answer, from 192.0.2.7.\n" +

@@ -208,12 +208,12 @@ func (c *diagnosis) reach(node plan.Node) {
 		here := func(sp *plan.ServicePort) bool { // What the load balancer sends elsewhere finds nothing.
 			return sp.ExternalPolicy == plan.Local && len(sp.Endpoints.Local) > 0 && len(sp.Endpoints.Local) == len(sp.Endpoints.Cluster)
 		}
-		severity, so := note, "they send to other nodes"
+		so := "they send to other nodes"
 		if slices.ContainsFunc(ports, here) {
-			severity, so = problem, "and externalTrafficPolicy is Local while all endpoints are here, so that nothing from there reaches any"
+			so = "externalTrafficPolicy is Local while all endpoints are here, so that nothing from there reaches any"
 		}
-		c.add(severity, NodeExcluded, fmt.Sprintf("if load balancers should send to it, remove the label: kubectl label node %s %s-", node.Name, v1.LabelNodeExcludeBalancers),
-			"A cloud's load balancers leave this node out, as its Node has the label %s; %s.", v1.LabelNodeExcludeBalancers, so)
+		c.add(note, NodeExcluded, fmt.Sprintf("if load balancers should send to it, remove the label: kubectl label node %s %s-", node.Name, v1.LabelNodeExcludeBalancers),
+			"Load balancers that heed it, as those of clouds do, leave this node out, as its Node has the label %s: %s.", v1.LabelNodeExcludeBalancers, so)
 	}
 	family := ports[0].Key.Family
 	if !slices.ContainsFunc(ports, (*plan.ServicePort).HasExternal) || slices.ContainsFunc(ports, func(sp *plan.ServicePort) bool { return sp.Key.Family != family }) {

@@ -508,12 +508,18 @@ func oddProbe(p *v1.Pod) string {
 		is := func(o v1.ContainerPort) bool {
 			return o.Name != "" && o.Name == port || fmt.Sprint(o.ContainerPort) == port
 		}
+		if port == istioProbes {
+			continue
+		}
 		if port != "" && len(declared) > 0 && !slices.ContainsFunc(declared, is) {
 			return fmt.Sprintf("that of container %s of Pod %s asks port %s, and what the Pod declares is %s", ctr.Name, p.Name, port, portList(declared))
 		}
 	}
 	return ""
 }
+
+// istioProbes is the port at which Istio's sidecar answers its own probes, and which it does not declare.
+const istioProbes = "15021"
 
 // meshProbes begins the paths of probes that Istio's sidecar answers on behalf of the containers.
 const meshProbes = "/app-health/"

@@ -137,7 +137,7 @@ var tableSizes = []int{251, 1021, 4093, 16381, 65521}
 const (
 	slotsEach = 16
 	fewEach   = 4
-	long      = 10_000 // numbers; writing such a table takes a tenth of a second, and others wait
+	longTable = 10_000 // numbers; writing such a table takes a tenth of a second, and others wait
 )
 
 // mostSlots bounds how many numbers the tables of all frontends of a ServicePort have together, as long as each has room for all endpoints.
@@ -154,7 +154,7 @@ func consistent(list []plan.Endpoint, s plan.Scheduler, most, fair int) []netip.
 	size := tableSizes[0]
 	for _, next := range tableSizes[1:] {
 		each := slotsEach
-		if size > long {
+		if size > longTable {
 			each = fewEach
 		}
 		if size < each*len(list) && next <= most && (next <= fair || size < len(list)) {

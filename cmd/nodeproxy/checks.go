@@ -42,7 +42,7 @@ func (d *daemon) reality() *inspect.Reality {
 		var out []inspect.Listening
 		for _, l := range found {
 			out = append(out, inspect.Listening{Addr: l.Addr, Protocol: l.Protocol, Pod: l.Pod, Listens: l.Listens, Loopback: l.Loopback, Others: l.Others,
-				OtherFamily: l.OtherFamily, Waiting: l.Waiting, Other: l.Other, Several: l.Several, Attachment: inspect.Attachment(l.Attachment)})
+				OtherFamily: l.OtherFamily, At: l.At, Waiting: l.Waiting, Other: l.Other, Several: l.Several, Attachment: inspect.Attachment(l.Attachment)})
 		}
 		return out, err
 	}
@@ -88,8 +88,9 @@ func (d *daemon) blocking(ctx context.Context, ports []*plan.ServicePort) (out [
 	}
 	node := blocking.Node{
 		Local: local, IPVS: d.cfg.Mode == ipvsMode.name, Uplink: endpoints.Uplink(), By: endpoints.By(), Mark: 1 << d.cfg.MasqueradeBit, Variant: d.backend.variant,
-		Bridges: endpoints.Bridges(), Near: endpoints.Near,
+		Bridges: endpoints.Bridges(),
 	}
+	node.Near = func(a netip.Addr) bool { return endpoints.Near(a) && !d.announced(a) }
 	if node.IPVS { // It marks what is for virtual servers of many addresses.
 		node.Mark = ^uint32(0)
 	}
@@ -108,7 +109,7 @@ func (d *daemon) blocking(ctx context.Context, ports []*plan.ServicePort) (out [
 	if err != nil {
 		return out, false, err
 	}
-	failed := endpoints.Within(ctx, ports, func(its []*plan.ServicePort, listens func(plan.Protocol, uint16) bool) error {
+	within, err = endpoints.Within(ctx, ports, func(its []*plan.ServicePort, listens func(plan.Protocol, uint16) bool) error {
 		found, err := blocking.Find(ctx, its, blocking.Node{Inside: true, Local: func(netip.Addr) bool { return true }})
 		for _, f := range found {
 			taken := f.Port == 0 || listens(plan.TCP, f.Port) || listens(plan.UDP, f.Port) // by a sidecar, such as one of a service mesh, or a virtual machine
@@ -118,7 +119,17 @@ func (d *daemon) blocking(ctx context.Context, ports []*plan.ServicePort) (out [
 		}
 		return err
 	})
-	return out, failed == nil, nil // It may not be allowed.
+	return out, within, err
+}
+
+// announced reports whether an address is one of a Service, for which something may answer in place of its interface.
+func (d *daemon) announced(a netip.Addr) (is bool) {
+	d.proxier.View(func(s *proxier.State) {
+		for _, sp := range s.Plan().Services {
+			is = is || slices.ContainsFunc(sp.Frontends, func(f plan.Frontend) bool { return f.Addr == a })
+		}
+	})
+	return is
 }
 
 // ways is Reality.Ways.
@@ -138,10 +149,18 @@ func (d *daemon) ways(ctx context.Context, to inspect.Places) (*inspect.Ways, er
 	if err != nil {
 		return nil, err
 	}
+	var settings plan.Settings
+	var own plan.Node
+	d.proxier.View(func(s *proxier.State) { settings, own = s.Plan().Settings, s.Plan().Node })
+	unserved, err := endpoints.Outward(func(a netip.Addr) bool { return !settings.NodePortsAnswer(own, a) })
+	if err != nil {
+		return nil, err
+	}
 	out := &inspect.Ways{
+		Unserved:  unserved,
 		Unreached: found.Unreached, Cut: found.Cut, NotForwarded: found.NotForwarded, Silent: found.Silent, Near: found.Near, Bridged: found.Bridged,
 		NotForwardedBy: found.NotForwardedBy, NoHairpin: found.NoHairpin, Unclaimed: found.Unclaimed,
-		Fixed: found.Fixed, ByDefault: found.ByDefault, Astray: found.Astray, Uplink: found.Uplink, Marked: found.Marked, Shut: found.Shut,
+		Fixed: found.Fixed, ByDefault: found.ByDefault, Astray: found.Astray, Uplink: found.Uplink, Marked: found.Marked, Shut: found.Shut, Looped: found.Looped, Overlaps: found.Overlaps,
 		Narrow: found.Narrow, PodMTU: found.PodMTU, NarrowMTU: found.NarrowMTU,
 	}
 	for _, r := range found.Unrouted {

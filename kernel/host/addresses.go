@@ -19,6 +19,8 @@ import (
 // Address is an address of an interface.
 type Address struct {
 	Addr netip.Addr // without a zone
+	// Network is the range of the addresses that are in the network of the interface.
+	Network netip.Prefix
 	// Index is the number of the interface.
 	Index int
 	// Usable is false while the kernel checks whether another host has the address, and if one has: no socket can be bound to it
@@ -82,7 +84,8 @@ func addresses(h *links.Handle, link links.Link, f plan.Family) ([]Address, erro
 	var out []Address
 	for _, a := range list {
 		if ip, ok := netip.AddrFromSlice(a.IP); ok {
-			out = append(out, Address{ip.Unmap(), a.LinkIndex, usable(a.Flags)})
+			ones, _ := a.Mask.Size()
+			out = append(out, Address{ip.Unmap(), netip.PrefixFrom(ip.Unmap(), ones).Masked(), a.LinkIndex, usable(a.Flags)})
 		}
 	}
 	return out, nil

@@ -5,6 +5,7 @@ import (
 	"fmt"
 	"net"
 	"net/netip"
+	"slices"
 
 	links "github.com/vishvananda/netlink"
 	"golang.org/x/sys/unix"
@@ -18,20 +19,20 @@ type Policy struct {
 	// From and To are the packets that it is for, and Incoming whether these are taken rather than sent.
 	From, To netip.Prefix
 	Incoming bool
-	// Peer is that with which no keys are agreed, so that nothing can be encrypted for it; invalid where the policy is to block.
+	// Peer is that with which no keys have been agreed, so that nothing can be encrypted for it; invalid where the policy is to block.
 	Peer netip.Addr
 }
 
 func (p Policy) String() string {
 	why := "action block"
 	if p.Peer.IsValid() {
-		why = fmt.Sprintf("it has to be encrypted for %s, with which no keys are agreed", p.Peer)
+		why = fmt.Sprintf("it has to be encrypted for %s, with which no keys have been agreed", p.Peer)
 	}
 	return fmt.Sprintf("%s to %s: %s", p.From, p.To, why)
 }
 
-// Shut returns the policies of IPsec for any protocol by which packets are dropped: those that block, and those for which there is no security
-// association.
+// Shut returns the policies of IPsec for any protocol by which packets to other hosts, or between these, are dropped: those that block, and those for
+// which packets wait for a security association.
 func Shut() (out []Policy, err error) {
 	for _, f := range plan.Families {
 		var policies []links.XfrmPolicy
@@ -50,7 +51,7 @@ func Shut() (out []Policy, err error) {
 		}
 		for _, p := range policies {
 			one := Policy{From: prefixOf(p.Src), To: prefixOf(p.Dst), Incoming: p.Dir != links.XFRM_DIR_OUT}
-			some := p.Proto != 0 || p.SrcPort != 0 || p.DstPort != 0 || p.Ifindex != 0 || p.Ifid != 0 || p.Mark != nil
+			some := p.Dir == links.XFRM_DIR_IN || p.Proto != 0 || p.SrcPort != 0 || p.DstPort != 0 || p.Ifindex != 0 || p.Ifid != 0 || p.Mark != nil
 			if some || p.Dir > links.XFRM_DIR_FWD || !one.From.IsValid() || !one.To.IsValid() || preceded(p, policies) {
 				continue
 			}
@@ -65,31 +66,30 @@ func Shut() (out []Policy, err error) {
 	return out, nil
 }
 
-// preceded reports whether another policy of the same packets comes first.
+// preceded reports whether another policy comes first for some of the same packets.
 func preceded(p links.XfrmPolicy, all []links.XfrmPolicy) bool {
-	for _, o := range all {
-		if o.Dir == p.Dir && o.Priority < p.Priority && prefixOf(o.Src) == prefixOf(p.Src) && prefixOf(o.Dst) == prefixOf(p.Dst) {
-			return true
-		}
-	}
-	return false
+	return slices.ContainsFunc(all, func(o links.XfrmPolicy) bool {
+		return o.Dir == p.Dir && o.Priority < p.Priority && prefixOf(o.Src).Overlaps(prefixOf(p.Src)) && prefixOf(o.Dst).Overlaps(prefixOf(p.Dst))
+	})
 }
 
-// unkeyed returns the peer for which a policy asks that packets are protected, and has no security association; invalid if there is none.
+// unkeyed returns the peer for which a policy asks that packets are protected, where packets wait for keys that have not been agreed; invalid if there
+// is none.
 func unkeyed(p links.XfrmPolicy, states []links.XfrmState) netip.Addr {
 	if p.Dir != links.XFRM_DIR_OUT { // What comes is not expected to be protected everywhere.
 		return netip.Addr{}
 	}
 	for _, t := range p.Tmpls {
 		peer, ok := netip.AddrFromSlice(t.Dst)
-		if !ok || peer.Unmap().IsUnspecified() || t.Optional != 0 {
+		if !ok || t.Optional != 0 {
 			continue
 		}
-		has := false
+		waits, has := false, false
 		for _, s := range states {
-			has = has || s.Dst.Equal(t.Dst) && s.Proto == t.Proto && s.Spi != 0
+			to := s.Dst.Equal(t.Dst) && s.Proto == t.Proto
+			waits, has = waits || to && s.Spi == 0, has || to && s.Spi != 0
 		}
-		if !has {
+		if waits && !has {
 			return peer.Unmap()
 		}
 	}

@@ -25,9 +25,9 @@ func TestUnkeyed(t *testing.T) {
 		want   netip.Addr
 	}{
 		"keys":          {policy: policy(links.XFRM_DIR_OUT, links.XfrmPolicyTmpl{}), states: state(peer, 5)},
-		"none":          {policy: policy(links.XFRM_DIR_OUT, links.XfrmPolicyTmpl{}), want: netip.MustParseAddr("192.0.2.7")},
+		"not asked":     {policy: policy(links.XFRM_DIR_OUT, links.XfrmPolicyTmpl{})},
 		"being asked":   {policy: policy(links.XFRM_DIR_OUT, links.XfrmPolicyTmpl{}), states: state(peer, 0), want: netip.MustParseAddr("192.0.2.7")},
-		"of another":    {policy: policy(links.XFRM_DIR_OUT, links.XfrmPolicyTmpl{}), states: state(other, 5), want: netip.MustParseAddr("192.0.2.7")},
+		"of another":    {policy: policy(links.XFRM_DIR_OUT, links.XfrmPolicyTmpl{}), states: append(state(other, 5), state(peer, 0)...), want: netip.MustParseAddr("192.0.2.7")},
 		"optional":      {policy: policy(links.XFRM_DIR_OUT, links.XfrmPolicyTmpl{Optional: 1})},
 		"what comes in": {policy: policy(links.XFRM_DIR_IN, links.XfrmPolicyTmpl{})},
 	} {

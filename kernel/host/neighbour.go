@@ -90,6 +90,31 @@ func unresolved() (failed, open map[Neighbour]bool, err error) {
 	return failed, open, nil
 }
 
+// Beyond returns the host to which a tunnel (VXLAN) sends packets for a next hop, by its neighbours and its forwarding table; invalid if that is not known.
+func Beyond(tunnel int, hop netip.Addr) (netip.Addr, error) {
+	var list, forwarding []links.Neigh
+	err := Retry(func() (err error) {
+		if list, err = links.NeighList(tunnel, links.FAMILY_ALL); err == nil {
+			forwarding, err = links.NeighList(tunnel, unix.AF_BRIDGE)
+		}
+		return err
+	})
+	if err != nil {
+		return netip.Addr{}, fmt.Errorf("listing the neighbours of tunnel %d: %w", tunnel, err)
+	}
+	for _, n := range list {
+		if a, ok := netip.AddrFromSlice(n.IP); !ok || a.Unmap() != hop {
+			continue
+		}
+		for _, f := range forwarding {
+			if to, ok := netip.AddrFromSlice(f.IP); ok && f.HardwareAddr.String() == n.HardwareAddr.String() {
+				return to.Unmap(), nil
+			}
+		}
+	}
+	return netip.Addr{}, nil
+}
+
 // WithoutHairpin returns the addresses at a bridge of which the port does not send back what came by it, with the name of that port: a frame that is to go
 // back by the port that it came by is dropped. What is not known of is left out.
 func WithoutHairpin(bridge int) (map[netip.Addr]string, error) {

@@ -76,7 +76,7 @@ type Link struct {
 	Master int
 	// Port is the UDP port at which a tunnel takes packets (VXLAN, Geneve); 0 for others.
 	Port uint16
-	// Peer is the index of the other end of a veth, which is in the network namespace of this number (see Namespace); -1 if that is the link's own.
+	// Peer is the index of the other end of a veth, which is in the network namespace of this number (see NamespaceID); -1 if that is the link's own.
 	Peer, PeerNamespace int
 	// MTU is the most bytes that a packet may have.
 	MTU int
@@ -153,8 +153,8 @@ func RuledByMark() (bool, error) {
 	return slices.ContainsFunc(list, func(r links.Rule) bool { return r.Mark != 0 && !r.Invert && r.Table != names.PortsRouteTable }), nil
 }
 
-// Namespace returns the number by which this network namespace knows another one; -1 if it has nothing to do with it.
-func Namespace(f *os.File) int {
+// NamespaceID returns the number by which this network namespace knows another one; -1 if it has nothing to do with it.
+func NamespaceID(f *os.File) int {
 	id, err := links.GetNetNsIdByFd(int(f.Fd()))
 	if err != nil {
 		return -1

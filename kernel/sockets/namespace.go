@@ -50,21 +50,37 @@ func (n Namespace) Open() (*os.File, error) {
 	return os.Open(filepath.Join(filepath.Dir(n.dir), "ns", "net"))
 }
 
-// Enter calls f in the namespace, on a thread that ends with it. It takes CAP_SYS_ADMIN; without that, the error is EPERM.
+// Enter calls f in the namespace, on a thread of its own. It takes CAP_SYS_ADMIN; without that, the error is EPERM.
 func (n Namespace) Enter(f func() error) error {
 	file, err := n.Open()
 	if err != nil {
 		return err
 	}
 	defer file.Close()
+	return onThread(func() error {
+		if err := unix.Setns(int(file.Fd()), unix.CLONE_NEWNET); err != nil {
+			return os.NewSyscallError("setns", err)
+		}
+		return f()
+	})
+}
+
+// onThread calls f on a thread that is used for nothing else, and ends then. A panic of f is an error.
+func onThread(f func() error) error {
 	done := make(chan error)
 	go func() {
-		runtime.LockOSThread() // For good: the thread is not to be used for anything else.
-		err := os.NewSyscallError("setns", unix.Setns(int(file.Fd()), unix.CLONE_NEWNET))
-		if err == nil {
-			err = f()
+		runtime.LockOSThread()              // For good, so that the runtime ends the thread.
+		if unix.Gettid() == unix.Getpid() { // But the first one it keeps.
+			defer runtime.UnlockOSThread()
+			done <- onThread(f)
+			return
 		}
-		done <- err
+		defer func() {
+			if fault := recover(); fault != nil {
+				done <- fmt.Errorf("panic: %v", fault)
+			}
+		}()
+		done <- f()
 	}()
 	return <-done
 }

@@ -8,8 +8,11 @@ import (
 	"net/netip"
 	"os"
 	"os/exec"
+	"path/filepath"
 	"slices"
 	"strings"
+	"sync"
+	"syscall"
 	"testing"
 
 	"nodeproxy/internal/nstest"
@@ -93,5 +96,43 @@ func TestNamespaceSockets(t *testing.T) {
 		if !slices.Equal(got, want) || len(got) != 4 {
 			t.Errorf("%s: got %v, want %v", p, got, want)
 		}
+	}
+}
+
+// TestEnter: what is called in a namespace runs there, also when it panics, and this process stays where it is, with its first thread.
+func TestEnter(t *testing.T) {
+	t.Parallel()
+	cmd := exec.Command("sleep", "infinity")
+	cmd.SysProcAttr = &syscall.SysProcAttr{Cloneflags: syscall.CLONE_NEWNET}
+	nstest.EndWith(t, cmd)
+	if err := cmd.Start(); err != nil {
+		t.Fatal(err)
+	}
+	t.Cleanup(func() { _ = cmd.Process.Kill(); _ = cmd.Wait() })
+	n := Namespace{filepath.Join(ProcessDir(cmd.Process.Pid), "net")}
+	its, err := os.Readlink(filepath.Join(ProcessDir(cmd.Process.Pid), "ns", "net"))
+	if err != nil {
+		t.Fatal(err)
+	}
+	var wg sync.WaitGroup
+	for i := range 16 {
+		wg.Go(func() {
+			err := n.Enter(func() error {
+				if is, err := os.Readlink("/proc/thread-self/ns/net"); err != nil || is != its {
+					t.Errorf("it runs in %s, %v", is, err)
+				}
+				if i%4 == 0 {
+					panic("a rule of a Pod")
+				}
+				return nil
+			})
+			if (err != nil) != (i%4 == 0) {
+				t.Error(err)
+			}
+		})
+	}
+	wg.Wait()
+	if is, err := os.Readlink("/proc/self/ns/net"); err != nil || is == its {
+		t.Errorf("the first thread is in %s now, %v", is, err)
 	}
 }

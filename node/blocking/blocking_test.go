@@ -191,7 +191,7 @@ func TestFind(t *testing.T) {
 			want: "certain: ip daddr 10.96.0.0/16 accept: the cluster IP 10.96.0.10:80/TCP from pods and other hosts"},
 		{name: "iptables, redirected later", nft: services, iptables: "-t nat -A PREROUTING -p tcp --dport 30080 -j REDIRECT --to-ports 9999"},
 		{name: "translated before", nft: "add table inet other; add chain inet other pre { type nat hook prerouting priority -105; }; add rule inet other pre tcp dport 30080 dnat ip to 10.9.9.9:80",
-			want: "certain: tcp dport 30080 dnat: the node port 30080/TCP from pods and other hosts"},
+			want: "certain: tcp dport 30080 dnat to 10.9.9.9: the node port 30080/TCP from pods and other hosts"},
 		{name: "accepted in a chain of its own", nft: "add table inet other; add chain inet other pre { type nat hook prerouting priority -105; }; add rule inet other pre tcp dport 30080 accept"},
 		{name: "translated behind", nft: "add table inet other; add chain inet other pre { type nat hook prerouting priority -95; }; add rule inet other pre tcp dport 30080 dnat ip to 10.9.9.9:80"},
 		{name: "network policies of kube-router", nft: forward + "add chain inet fw KUBE-ROUTER-FORWARD; add chain inet fw KUBE-POD-FW-X; add rule inet fw forward jump KUBE-ROUTER-FORWARD; " +
@@ -435,7 +435,7 @@ func TestFindOtherVariant(t *testing.T) {
 		nstest.Exec(t, "iptables-legacy", append([]string{"-t", "nat"}, strings.Fields(line)...)...)
 	}
 	n := noLocal
-	for variant, want := range map[string]string{"": "", "legacy": "", "nft": "meta l4proto tcp DNAT in chain KUBE-SEP-A of table ip nat, of iptables-legacy: the cluster IP 10.96.0.10:80/TCP from pods and other hosts (certain: false)"} {
+	for variant, want := range map[string]string{"": "", "legacy": "", "nft": "meta l4proto tcp DNAT to 10.244.1.99 in chain KUBE-SEP-A of table ip nat, of iptables-legacy: the cluster IP 10.96.0.10:80/TCP from pods and other hosts (certain: false)"} {
 		n.Variant = variant
 		found, err := Find(t.Context(), []*plan.ServicePort{web}, n)
 		if err != nil {

@@ -147,7 +147,7 @@ func (j *textJudgement) option(option string, arguments []string) {
 	case "--comment":
 	case "-m":
 		if j.module = argument; strings.HasSuffix(argument, "limit") { // It may be what drops what is too much.
-			j.specific = true
+			j.limited = true
 		}
 	case "--tcp-flags":
 		j.inFlags(tcpFlags(argument), tcpFlags(arguments[1]), j.invert)
@@ -232,8 +232,11 @@ func (j *textJudgement) target(option string, words []string) {
 		if list, ok := portRanges(strings.ReplaceAll(options[1], "-", ":")); ok {
 			j.ends[0].port = list[0][0]
 		}
-	case name == "SNAT" && len(options) > 1 && options[0] == "--to-source":
-		j.ends[0].addr, _ = netip.ParseAddr(options[1])
+	case (name == "SNAT" || name == "DNAT") && len(options) > 1 && strings.HasPrefix(options[0], "--to-"):
+		if j.ends[0].addr, _ = netip.ParseAddr(options[1]); !j.ends[0].addr.IsValid() { // It may have a port.
+			at, _ := netip.ParseAddrPort(options[1])
+			j.ends[0].addr = at.Addr()
+		}
 	case name == "CONNMARK" && slices.Contains(options, "--restore-mark"):
 		bits := unmarked.known
 		if i := slices.Index(options, "--nfmask"); i >= 0 && i+1 < len(options) {

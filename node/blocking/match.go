@@ -16,6 +16,9 @@ type judgement struct {
 	packet *packet
 	rule
 	words []string
+	// limited says that it asks for a rate, and unknowns are how many of its parts may hold or not.
+	limited  bool
+	unknowns int
 }
 
 func judging(p *packet) judgement { return judgement{packet: p, rule: rule{match: yes}} }
@@ -33,6 +36,7 @@ func (j *judgement) holds(is bool, text string) {
 // unknown adds a part of which it is not known whether it holds, and its text, which may be empty.
 func (j *judgement) unknown(text string) {
 	j.match = min(j.match, maybe)
+	j.unknowns++
 	if text = cmp.Or(text, "…"); len(j.words) == 0 || j.words[len(j.words)-1] != text {
 		j.words = append(j.words, text)
 	}
@@ -49,6 +53,7 @@ func (j *judgement) depends(m match, invert bool, text string) {
 
 // result is the judgement of the whole rule.
 func (j *judgement) result() rule {
+	j.specific = j.specific || j.limited && j.unknowns == 1 // Else other traffic is meant.
 	j.text = sentence(j.words)
 	return j.rule
 }

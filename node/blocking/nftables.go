@@ -97,7 +97,7 @@ func (r *reading) read(e expr.Any) {
 		r.ends = []end{{verdict: "reject"}}
 	case *expr.NAT:
 		to := end{verdict: translates, to: map[expr.NATType]string{expr.NATTypeSourceNAT: "snat", expr.NATTypeDestNAT: "dnat"}[e.Type]}
-		if e.Type == expr.NATTypeSourceNAT && e.RegAddrMin != 0 && (e.RegAddrMax == 0 || e.RegAddrMax == e.RegAddrMin) {
+		if e.RegAddrMin != 0 && (e.RegAddrMax == 0 || e.RegAddrMax == e.RegAddrMin) {
 			to.addr, _ = netip.AddrFromSlice(r.regs[slot(e.RegAddrMin)].value)
 		}
 		r.ends = []end{to}
@@ -113,7 +113,7 @@ func (r *reading) read(e expr.Any) {
 		r.ends = []end{{verdict: "accept"}}
 	case *expr.Counter, *expr.Log:
 	case *expr.Limit: // It may be what drops what is too much.
-		r.specific = true
+		r.limited = true
 		r.unknown("limit rate")
 	case *expr.Meta:
 		if reg := r.regs[slot(e.Register)]; !e.SourceRegister {
@@ -234,7 +234,7 @@ func (r *reading) target(e *expr.Target) {
 		switch e.Name {
 		case "REDIRECT":
 			to.port = port
-		case "SNAT":
+		case "SNAT", "DNAT":
 			to.addr = addr
 		}
 		r.ends = []end{to}
@@ -412,9 +412,9 @@ func (r *reading) payload(e *expr.Payload) register {
 		return register{value: r.packet.etherType()}
 	case e.Base == expr.PayloadBaseNetworkHeader && e.Offset == protocolAt && e.Len == 1:
 		return register{value: []byte{r.packet.protocol}, name: name + " protocol"}
-	case e.Base == expr.PayloadBaseTransportHeader && r.packet.icmp && e.Offset < 2 && e.Len == 1:
+	case e.Base == expr.PayloadBaseTransportHeader && r.packet.icmp && e.Offset < 2 && e.Offset+e.Len <= 2:
 		const unreachable, tooLong = 3, 4 // type and code
-		return register{value: []byte{unreachable, tooLong}[e.Offset : e.Offset+1], name: "icmp " + []string{"type", "code"}[e.Offset]}
+		return register{value: []byte{unreachable, tooLong}[e.Offset : e.Offset+e.Len], name: "icmp " + []string{"type", "code"}[e.Offset]}
 	case e.Base == expr.PayloadBaseTransportHeader && r.packet.icmp:
 	case e.Base == expr.PayloadBaseTransportHeader && e.Offset == 13 && e.Len == 1:
 		reg := register{name: "tcp flags"}
@@ -476,7 +476,7 @@ func (r *reading) extension(e *expr.Match) {
 		case e.Name == "mark" && len(*info) == 12: // struct xt_mark_mtinfo1: the mark, the mask, and whether it is inverted
 			r.inMark(binary.NativeEndian.Uint32(*info), binary.NativeEndian.Uint32((*info)[4:]), (*info)[8] != 0)
 		case e.Name == "limit", e.Name == "hashlimit", e.Name == "connlimit": // It may be what drops what is too much.
-			r.specific = true
+			r.limited = true
 			r.unknown(e.Name)
 		case e.Name != "comment":
 			r.unknown("")

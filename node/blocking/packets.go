@@ -42,6 +42,8 @@ type packet struct {
 	in, out string
 	// check is true for what asks for the health of a Service, and nat where it is the translation that is looked at.
 	check, nat bool
+	// remarked is true where a change of the mark has it not be masqueraded.
+	remarked bool
 	// icmp is true for an error that says a packet was too long.
 	icmp bool
 	// masqueraded says whether it is to be masqueraded, which this program's own rules let pass.
@@ -67,12 +69,17 @@ func packets(ports []*plan.ServicePort, b nft.BaseChain, n Node) []packet {
 	}
 	var l packetList
 	for _, sp := range ports {
-		if f := sp.Key.Family; b.Family == "ip" && f == plan.IPv6 || b.Family == "ip6" && f == plan.IPv4 {
+		if !takes(b, sp.Key.Family) {
 			continue
 		}
 		l.toEndpoints(sp, b, n, l.toFrontends(sp, b, n))
 	}
 	return slices.Concat(l.out, l.special, l.answers, tunnelled(b, n), tooLong(b))
+}
+
+// takes reports whether packets of a family pass a chain.
+func takes(b nft.BaseChain, f plan.Family) bool {
+	return b.Family != map[plan.Family]string{plan.IPv4: "ip6", plan.IPv6: "ip"}[f]
 }
 
 // packetList gathers packets: those of everybody, those of some, and answers.
@@ -124,10 +131,12 @@ func (l *packetList) toEndpoints(sp *plan.ServicePort, b nft.BaseChain, n Node, 
 			switch {
 			case n.IPVS:
 				p.dnat = maybe
+			case b.Hook == "prerouting":
+				p.in = n.by(ep.Addr.Addr())
 			case b.Hook == "forward":
 				p.here, p.in = no, n.by(ep.Addr.Addr())
 			case b.Hook == "input":
-				p.here = yes
+				p.here, p.in = yes, n.by(ep.Addr.Addr())
 				p.what += " to this node"
 			}
 			l.answers = append(l.answers, p)
@@ -158,6 +167,7 @@ func (l *packetList) toEndpoints(sp *plan.ServicePort, b nft.BaseChain, n Node, 
 			outside.in, outside.from = n.Uplink, fmt.Sprintf("outside (by %s)", n.Uplink)
 			if outside.masqueraded = maybe; sp.ExternalPolicy == plan.Cluster && !n.IPVS {
 				outside.masqueraded = yes
+				outside.remarked = !here && (b.Hook == "forward" || b.Hook == "postrouting" && b.Priority < prioritySNAT)
 			}
 			l.special = append(l.special, outside)
 		}
@@ -272,7 +282,7 @@ func fromPods(ports []*plan.ServicePort, b nft.BaseChain, n Node) (out []packet)
 	for _, sp := range ports {
 		f := sp.Key.Family
 		pod := n.Pod[f]
-		if b.Hook != "postrouting" || !pod.IsValid() || b.Family == "ip" && f == plan.IPv6 || b.Family == "ip6" && f == plan.IPv4 {
+		if b.Hook != "postrouting" || !pod.IsValid() || !takes(b, f) {
 			continue
 		}
 		for _, ep := range sp.All()[:min(len(sp.All()), mostEndpoints)] {
@@ -296,7 +306,7 @@ func natPackets(ports []*plan.ServicePort, b nft.BaseChain, n Node) (out []packe
 	}
 	for _, sp := range ports {
 		f := sp.Key.Family
-		if b.Family == "ip" && f == plan.IPv6 || b.Family == "ip6" && f == plan.IPv4 {
+		if !takes(b, f) {
 			continue
 		}
 		p := packet{key: sp.Key, family: f, protocol: netlink.Protocol(sp.Key.Protocol), nat: true, in: n.Uplink}
@@ -341,7 +351,7 @@ func natPackets(ports []*plan.ServicePort, b nft.BaseChain, n Node) (out []packe
 func inside(ports []*plan.ServicePort, b nft.BaseChain) (out []packet) {
 	for _, sp := range ports {
 		f := sp.Key.Family
-		if b.Family == "bridge" || b.Family == "ip" && f == plan.IPv6 || b.Family == "ip6" && f == plan.IPv4 {
+		if b.Family == "bridge" || !takes(b, f) {
 			continue
 		}
 		for _, ep := range sp.All()[:min(len(sp.All()), mostEndpoints)] {

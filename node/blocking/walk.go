@@ -35,8 +35,8 @@ type rule struct {
 	restores uint32
 }
 
-// end is a verdict, and where it leads if it is jump or goto, or how it translates; port is where to on this node, and addr the source, if that is
-// known.
+// end is a verdict, and where it leads if it is jump or goto, or how it translates; port is where to on this node, and addr the
+// address, if that is known.
 type end struct {
 	verdict, to string
 	port        uint16
@@ -177,7 +177,7 @@ func (w *walk) apply(v *visit, r rule) (ended, goes bool, err error) {
 // unmark reports a rule that changes the mark by which a packet is to be masqueraded.
 func (w *walk) unmark(id nft.ChainID, r rule, before mark, certain bool) {
 	own := w.node.Mark
-	if w.packet.masqueraded != yes || before.known&own != 0 || bits.OnesCount32(own) != 1 {
+	if !w.packet.remarked || before.known&own != 0 || bits.OnesCount32(own) != 1 {
 		return
 	}
 	switch cleared := r.mark.known&own != 0 && r.mark.value&own == 0; {
@@ -279,7 +279,11 @@ func (w *walk) applyNAT(v *visit, r rule, certain bool) (ended, goes bool, err e
 			return true, false, nil
 		case decides || e.verdict == translates:
 			if certain {
-				w.report(Rule{Text: strings.TrimSpace(r.text + " " + cmp.Or(e.to, e.verdict)), Chain: v.id, number: r.number, Certain: !w.even, Unmasqueraded: source, Diverted: !source, Port: e.port})
+				text := strings.TrimSpace(r.text + " " + cmp.Or(e.to, e.verdict))
+				if e.addr.IsValid() {
+					text += " to " + e.addr.String()
+				}
+				w.report(Rule{Text: text, Chain: v.id, number: r.number, Certain: !w.even, Unmasqueraded: source, Diverted: !source, Port: e.port})
 				return true, false, nil
 			}
 		case e.verdict == "accept":

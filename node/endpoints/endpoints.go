@@ -23,8 +23,9 @@ type Listening struct {
 	Listens, Loopback bool
 	// Others are other ports of the protocol at which anything listens that the endpoint's address reaches.
 	Others []uint16
-	// OtherFamily says that something listens there by the other IP family alone.
+	// OtherFamily says that something listens there by the other IP family alone, and At are the addresses at which it does so alone.
 	OtherFamily bool
+	At          []netip.Addr
 	// Waiting is how many connections wait there to be accepted, or bytes to be read, where they have not become fewer in a moment.
 	Waiting uint32
 	// Other is another protocol at whose port of this number something listens, where nothing does by this one; "" if there is none.
@@ -39,15 +40,17 @@ type Listening struct {
 type Attachment struct {
 	// Link is this node's end of it, Bridge the bridge by which packets for the Pod leave, if there is one.
 	Link, Bridge string
-	// Down says that an end is down, and Loose that the link is no port of the bridge.
+	// Down says that an end is down, or its bridge, and Loose that the link is no port of the bridge.
 	Down, Loose bool
+	// By is another interface by which packets for the Pod leave, such as a tunnel; "" if they do not.
+	By string
 	// Wrong is the address in its network that an entry of this node's neighbours has for the endpoint (permanent), though no interface of the Pod
 	// has it; "" where that is not so.
 	Wrong string
 	// MTU and OwnMTU are the most bytes that a packet may have at this node's end and at the Pod's, where they differ.
 	MTU, OwnMTU int
-	// NoRoute says why the Pod's answers do not get to this node; "" if they do.
-	NoRoute string
+	// NoRoute says why the Pod's answers do not get to this node, and NoDefault why those to others do not; "" if they do.
+	NoRoute, NoDefault string
 }
 
 // moment is how long a program has to accept what waits.
@@ -84,7 +87,7 @@ func sites(ports []*plan.ServicePort, links map[int]host.Link) (here, pods []at,
 			switch {
 			case r.Local:
 				here = append(here, a)
-			case (kind == "veth" || kind == "bridge") && a.protocol != plan.SCTP:
+			case (kind == "veth" || kind == "bridge" || ep.Local) && len(r.Links) == 1 && a.protocol != plan.SCTP:
 				pods, leads[a.addr.Addr()] = append(pods, a), links[r.Links[0]]
 			}
 		}
@@ -131,7 +134,7 @@ func Look(ctx context.Context, ports []*plan.ServicePort) ([]Listening, error) {
 		if ctx.Err() != nil {
 			break
 		}
-		if len(owner) > 1 && owner[0].link.Index != 0 {
+		if len(owner) > 1 && owner[0].attached {
 			out, read = append(out, Listening{Addr: a.addr, Protocol: a.protocol, Pod: true, Several: true}), append(read, nil)
 			continue
 		}
@@ -190,9 +193,14 @@ func judge(addr netip.AddrPort, p plan.Protocol, list []sockets.Socket) Listenin
 			out.Others = append(out.Others, s.Port)
 		case s.Everywhere() && s.Port == addr.Port():
 			out.OtherFamily = true
+		case s.Port == addr.Port() && !s.Addr.IsLoopback() && !slices.Contains(out.At, s.Addr):
+			out.At = append(out.At, s.Addr)
 		case s.Addr.IsLoopback() && s.Port == addr.Port():
 			out.Loopback = true
 		}
+	}
+	if slices.SortFunc(out.At, netip.Addr.Compare); out.Listens {
+		out.At = nil
 	}
 	out.Loopback, out.OtherFamily = out.Loopback && !out.Listens, out.OtherFamily && !out.Listens
 	slices.Sort(out.Others)

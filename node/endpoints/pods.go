@@ -4,6 +4,8 @@ import (
 	"context"
 	"errors"
 	"fmt"
+	"io/fs"
+	"maps"
 	"net/netip"
 	"slices"
 	"syscall"
@@ -22,15 +24,21 @@ type pod struct {
 	attached bool
 	// hardware are the addresses of its interfaces in their networks.
 	hardware []string
-	// noRoute says why its answers do not get to this node.
-	noRoute string
+	// bridge is the bridge of which the link is a port; the zero value if there is none.
+	bridge host.Link
+	// noRoute says why its answers do not get to this node, and noDefault why those to other hosts do not.
+	noRoute, noDefault string
 }
 
 // attachment is what is wrong with how a Pod is attached to this node, where packets for it leave by lead, and an entry that somebody has made, unless it
 // is "", says where it is.
 func (p pod) attachment(lead host.Link, fixed string) Attachment {
-	a := Attachment{Down: !p.link.Up || !p.own.Up, Loose: !p.attached, NoRoute: p.noRoute}
-	if p.link.MTU != p.own.MTU {
+	a := Attachment{NoRoute: p.noRoute, NoDefault: p.noDefault, Loose: !p.attached && lead.Kind == "bridge"}
+	a.Down = !p.link.Up || !p.own.Up || p.bridge.Index != 0 && !p.bridge.Up
+	if !p.attached && (tunnels[lead.Kind] != 0 || lead.Kind == "tuntap" || lead.Kind == "wireguard") {
+		a.By = lead.Name // Others may be the network plugin's own, or a switch beyond that sends them back.
+	}
+	if p.own.MTU > p.link.MTU { // The other way round, they agree on shorter segments (RFC 9293, 3.7.1).
 		a.MTU, a.OwnMTU = p.link.MTU, p.own.MTU
 	}
 	if fixed != "" && !slices.Contains(p.hardware, fixed) {
@@ -39,7 +47,8 @@ func (p pod) attachment(lead host.Link, fixed string) Attachment {
 	if p.link.Index == 0 || a == (Attachment{}) {
 		return Attachment{}
 	}
-	if a.Link = p.link.Name; lead.Kind == "bridge" {
+	a.Link, a.Bridge = p.link.Name, p.bridge.Name
+	if lead.Kind == "bridge" {
 		a.Bridge = lead.Name
 	}
 	return a
@@ -84,16 +93,22 @@ func look(ctx context.Context, n sockets.Namespace, a netip.Addr, lead host.Link
 		return p
 	}
 	defer file.Close()
-	id := host.Namespace(file)
+	id := host.NamespaceID(file)
 	asks := netip.Addr{}
 	if r, err := host.RouteTo(a, host.Way{}); err == nil {
 		asks = r.Source
 	}
 	var inside map[int]host.Link
 	var via netip.Addr
+	by := 0
 	_ = n.Enter(func() (err error) { // It may not be allowed.
 		if inside, err = host.Links(); err == nil && asks.IsValid() {
-			via, p.noRoute, err = answersBy(ctx, asks)
+			via, by, p.noRoute, err = answersBy(ctx, asks)
+			if why := syscall.Errno(0); err == nil && a.Is4() {
+				if _, failed := host.RouteTo(somewhere, host.Way{}); errors.As(failed, &why) {
+					p.noDefault = noRoute(why)
+				}
+			}
 		}
 		return err
 	})
@@ -103,7 +118,12 @@ func look(ctx context.Context, n sockets.Namespace, a netip.Addr, lead host.Link
 		own := l.Kind == "veth" && end.Kind == "veth" && end.Peer == l.Index && end.PeerNamespace == id && id >= 0
 		if own && !p.attached {
 			p.link, p.own, p.attached = end, l, end.Index == lead.Index || end.Master == lead.Index
+			p.bridge = links[end.Master]
 		}
+	}
+	if by != 0 && by != p.own.Index { // Others are answered by this one.
+		p.noRoute = ""
+		return p
 	}
 	if r, err := host.RouteTo(via, host.Way{}); via.IsValid() && p.link.Index == lead.Index && p.noRoute == "" && (err != nil || !r.Local) && !host.AnswersFor("/proc/sys", lead.Name) {
 		p.noRoute = fmt.Sprintf("their next hop %s is no address of this node, and net.ipv4.conf.%s.proxy_arp is 0", via, lead.Name)
@@ -111,78 +131,85 @@ func look(ctx context.Context, n sockets.Namespace, a netip.Addr, lead host.Link
 	return p
 }
 
-// answersBy looks by which next hop answers leave this network namespace for an address, and whether they can: via is valid if somebody has to be
-// asked where it is, and is of IPv4.
-func answersBy(ctx context.Context, to netip.Addr) (via netip.Addr, not string, err error) {
+// answersBy looks by which interface and next hop answers leave this network namespace for an address, and whether they can: via is valid if somebody
+// has to be asked where it is, and is of IPv4.
+func answersBy(ctx context.Context, to netip.Addr) (via netip.Addr, by int, not string, err error) {
 	r, err := host.RouteTo(to, host.Way{})
 	if why := syscall.Errno(0); errors.As(err, &why) {
-		return via, noRoute(why), nil
+		return via, 0, noRoute(why), nil
 	}
-	if err != nil || !r.Via.Is4() || len(r.Links) != 1 {
-		return via, "", err
+	if err != nil || len(r.Links) != 1 || !r.Via.Is4() {
+		return via, 0, "", err
 	}
+	by = r.Links[0]
 	at := host.Neighbour{Link: r.Links[0], Addr: r.Via}
 	fixed, err := host.Fixed()
 	if err != nil || fixed[at] != "" {
-		return via, "", err
+		return via, by, "", err
 	}
 	silent, err := host.Silent(ctx)
 	if silent[at] {
 		not = fmt.Sprintf("their next hop %s does not answer", at.Addr)
 	}
-	return r.Via, not, err
+	return r.Via, by, not, err
 }
 
 // mostEntered is how many namespaces of Pods are entered to look at their rules.
 const mostEntered = 4
 
 // Within calls look in the network namespaces of ServicePorts' endpoints on this node, up to a number, with these ServicePorts and no other endpoints.
-// listens reports whether something listens there at a port. The error is fs.ErrPermission where they may not be entered.
-func Within(ctx context.Context, ports []*plan.ServicePort, look func(its []*plan.ServicePort, listens func(plan.Protocol, uint16) bool) error) error {
+// listens reports whether something listens there at a port. all is false where some could not be entered.
+func Within(ctx context.Context, ports []*plan.ServicePort, look func(its []*plan.ServicePort, listens func(plan.Protocol, uint16) bool) error) (all bool, err error) {
 	links, err := host.Links()
 	if err != nil {
-		return err
+		return false, err
 	}
 	leads := map[netip.Addr]host.Link{}
 	for _, sp := range ports {
 		for _, ep := range sp.All() {
 			a := ep.Addr.Addr()
-			if _, known := leads[a]; known || len(leads) == mostEntered {
+			if _, known := leads[a]; known || !ep.Local || len(leads) == mostEntered {
 				continue
 			}
-			r, err := host.RouteTo(a, host.Way{})
-			if err != nil || r.Local || len(r.Links) != 1 {
-				continue
-			}
-			if l := links[r.Links[0]]; l.Kind == "veth" || l.Kind == "bridge" {
-				leads[a] = l
+			if r, err := host.RouteTo(a, host.Way{}); err == nil && !r.Local && len(r.Links) == 1 {
+				leads[a] = links[r.Links[0]]
 			}
 		}
 	}
-	for a, found := range owners(ctx, leads, links) {
-		if len(found) != 1 {
+	found, all := owners(ctx, leads, links), true
+	for _, a := range slices.SortedFunc(maps.Keys(leads), netip.Addr.Compare) {
+		if len(found[a]) != 1 {
+			all = false
 			continue
 		}
-		var its []*plan.ServicePort
-		for _, sp := range ports {
-			only := *sp
-			only.Endpoints = plan.Endpoints{}
-			for _, ep := range sp.All() {
-				if ep.Addr.Addr() == a {
-					only.Endpoints.Cluster = append(only.Endpoints.Cluster, ep)
-				}
-			}
-			if len(only.Endpoints.Cluster) > 0 {
-				its = append(its, &only)
-			}
-		}
+		in := found[a][0]
 		listens := func(p plan.Protocol, port uint16) bool {
-			list, err := found[0].Sockets(p)
+			list, err := in.Sockets(p)
 			return err != nil || slices.ContainsFunc(list, func(s sockets.Socket) bool { return s.Port == port })
 		}
-		if err := found[0].Enter(func() error { return look(its, listens) }); err != nil {
-			return err
+		switch err := in.Enter(func() error { return look(only(ports, a), listens) }); {
+		case errors.Is(err, fs.ErrPermission), errors.Is(err, fs.ErrNotExist): // Its process may have ended.
+			all = false
+		case err != nil:
+			return false, fmt.Errorf("looking at the rules in the Pod of %s: %w", a, err)
 		}
 	}
-	return nil
+	return all, nil
+}
+
+// only returns ServicePorts with no other endpoints than those that have an address.
+func only(ports []*plan.ServicePort, a netip.Addr) (out []*plan.ServicePort) {
+	for _, sp := range ports {
+		its := *sp
+		its.Endpoints = plan.Endpoints{}
+		for _, ep := range sp.All() {
+			if ep.Addr.Addr() == a {
+				its.Endpoints.Cluster = append(its.Endpoints.Cluster, ep)
+			}
+		}
+		if len(its.Endpoints.Cluster) > 0 {
+			out = append(out, &its)
+		}
+	}
+	return out
 }

@@ -59,6 +59,10 @@ type Ways struct {
 	// PodMTU is the largest MTU of interfaces to Pods, where that of Narrow, by which packets leave for endpoints or for outside, is less: NarrowMTU.
 	Narrow            string
 	PodMTU, NarrowMTU int
+	// Looped are the endpoints for which a tunnel sends packets to an address of this node, with both.
+	Looped map[netip.Addr]string
+	// Overlaps are networks of this node's bridges that overlap those of other interfaces, in words.
+	Overlaps []string
 	// Shut are the endpoints for which IPsec drops packets, or whose answers it drops, with the policy.
 	Shut map[netip.Addr]string
 	// Unrouted are endpoints to which this node has a route, but for what comes from elsewhere there is none, as rules for routing may have it.
@@ -85,7 +89,10 @@ func LookOut(ctx context.Context, sysctls string, to Places, from []Origin) (*Wa
 	l := &lookout{sysctls: sysctls, from: from, links: links, silent: silent, without: map[int]map[netip.Addr]string{}, away: map[plan.Family]bool{},
 		ways: &Ways{Unreached: map[netip.Addr]string{}, Cut: map[netip.Addr]string{}, Silent: map[netip.Addr]string{}, Near: map[netip.Addr]string{},
 			Bridged: map[netip.Addr]string{}, Unclaimed: map[netip.Addr]string{}, NoHairpin: map[netip.Addr]string{}, Fixed: map[netip.Addr]string{},
-			ByDefault: map[netip.Addr]string{}, Astray: map[netip.Addr]string{}, Shut: map[netip.Addr]string{}, Uplink: Uplink()}}
+			ByDefault: map[netip.Addr]string{}, Astray: map[netip.Addr]string{}, Shut: map[netip.Addr]string{}, Looped: map[netip.Addr]string{}, Uplink: Uplink()}}
+	if l.addressed, err = l.networks(); err != nil {
+		return nil, err
+	}
 	uplink, gateway, _ := host.Default()
 	if l.gateway = gateway; links[uplink].MTU > 0 {
 		l.narrow(links[uplink])
@@ -93,9 +100,7 @@ func LookOut(ctx context.Context, sysctls string, to Places, from []Origin) (*Wa
 	if l.fixed, err = host.Fixed(); err != nil {
 		return nil, err
 	}
-	if l.policies, err = host.Shut(); err != nil {
-		return nil, err
-	}
+	l.policies, _ = host.Shut() // Without them, none is known.
 	if l.ways.Marked, err = host.RuledByMark(); err != nil {
 		return nil, err
 	}
@@ -114,12 +119,13 @@ func LookOut(ctx context.Context, sysctls string, to Places, from []Origin) (*Wa
 
 // lookout is one call of LookOut.
 type lookout struct {
-	sysctls string
-	from    []Origin
-	links   map[int]host.Link
-	silent  map[host.Neighbour]bool
-	fixed   map[host.Neighbour]string
-	gateway netip.Addr // the next hop of the default route
+	sysctls   string
+	from      []Origin
+	links     map[int]host.Link
+	silent    map[host.Neighbour]bool
+	fixed     map[host.Neighbour]string
+	addressed map[int]bool // the interfaces that have addresses of IPv4
+	gateway   netip.Addr   // the next hop of the default route
 	// policies are those of IPsec by which packets are dropped.
 	policies []host.Policy
 	without  map[int]map[netip.Addr]string // the ports without hairpin mode, by bridge
@@ -160,7 +166,9 @@ func (l *lookout) endpoint(a netip.Addr, r host.Route, link host.Link) error {
 	}
 	l.refused(a)
 	l.shut(a)
-	l.narrow(link)
+	if hop := cmp.Or(r.Via, a); hop != a || link.Kind != "bridge" && link.Kind != "veth" {
+		l.narrow(link)
+	}
 	hop := cmp.Or(r.Via, a)
 	if at := l.fixed[host.Neighbour{Link: link.Index, Addr: hop}]; at != "" && tunnels[link.Kind] == 0 { // Tunnels have such entries.
 		l.ways.Fixed[a] = fmt.Sprintf("%s at %s (lladdr %s)", hop, link.Name, at)
@@ -177,6 +185,15 @@ func (l *lookout) endpoint(a netip.Addr, r host.Route, link host.Link) error {
 		l.ways.Silent[a] = fmt.Sprintf("%s at %s", hop, link.Name)
 		if hop == a {
 			l.ways.Near[a] = link.Name
+		}
+	}
+	if link.Kind == "vxlan" {
+		to, err := host.Beyond(link.Index, hop)
+		if err != nil {
+			return err
+		}
+		if r, failed := host.RouteTo(to, host.Way{}); to.IsValid() && failed == nil && r.Local {
+			l.ways.Looped[a] = fmt.Sprintf("%s to %s", link.Name, to)
 		}
 	}
 	if link.Kind != "bridge" || hop != a {
@@ -198,13 +215,34 @@ func (l *lookout) endpoint(a netip.Addr, r host.Route, link host.Link) error {
 	return nil
 }
 
+// foreign are how names of bridges begin that are not those of Pods: Docker's, libvirt's and LXC's.
+var foreign = []string{"docker", "br-", "virbr", "lxc"}
+
 // narrow notes an interface by which packets leave that are shorter than those which Pods send.
 func (l *lookout) narrow(by host.Link) {
 	for _, pod := range l.links {
-		if pod.Kind == "veth" && pod.PeerNamespace >= 0 && pod.Name != l.ways.Uplink && pod.MTU > max(by.MTU, l.ways.PodMTU) {
+		other := slices.ContainsFunc(foreign, func(prefix string) bool { return strings.HasPrefix(l.links[pod.Master].Name, prefix) })
+		if pod.Kind == "veth" && pod.PeerNamespace >= 0 && !l.addressed[pod.Index] && !other && pod.MTU > max(by.MTU, l.ways.PodMTU) {
 			l.ways.Narrow, l.ways.PodMTU, l.ways.NarrowMTU = by.Name, pod.MTU, by.MTU
 		}
 	}
+}
+
+// networks returns the interfaces that have addresses of IPv4, and notes which of their networks overlap.
+func (l *lookout) networks() (map[int]bool, error) {
+	list, err := host.Filter{}.Addresses(plan.IPv4)
+	out := map[int]bool{}
+	for _, a := range list {
+		out[a.Index] = true
+		for _, b := range list {
+			bridge, other := l.links[a.Index], l.links[b.Index]
+			apart := bridge.Kind == "bridge" && other.Kind != "bridge" && other.Kind != "dummy" && !b.Addr.IsLoopback() && bridge.Up && other.Up
+			if apart && !a.Network.IsSingleIP() && !b.Network.IsSingleIP() && a.Network.Overlaps(b.Network) {
+				l.ways.Overlaps = append(l.ways.Overlaps, fmt.Sprintf("%s of %s and %s of %s", a.Network, bridge.Name, b.Network, other.Name))
+			}
+		}
+	}
+	return out, err
 }
 
 // shut notes the policy of IPsec that concerns all packets to an address, or all that come from there.
@@ -372,18 +410,39 @@ func Outside() (Origin, bool) {
 
 // Uplink returns the interface of the default route of IPv4, by which packets of other hosts come on most nodes; "" if that is not known.
 func Uplink() string {
-	index, _, known := host.Default()
-	if !known {
-		return ""
-	}
 	links, _ := host.Links() // Without them, it is not known.
-	return links[index].Name
+	index, _, known := host.Default()
+	if known {
+		return links[index].Name
+	}
+	if r, err := host.RouteTo(somewhere, host.Way{}); err == nil && r.Via.IsValid() && len(r.Links) == 1 { // It has several hops, or is in another table.
+		return links[r.Links[0]].Name
+	}
+	return ""
 }
 
 // Near reports whether an address is in a network of this node, so that its neighbours ask for it there, and not one of the node's own.
 func Near(a netip.Addr) bool {
 	r, err := host.RouteTo(a, host.Way{})
 	return err == nil && !r.Local && !r.Via.IsValid()
+}
+
+// Outward returns those of this node's addresses of IPv4 that other hosts may use, of some, with their interfaces: not those of bridges, tunnels and the
+// like.
+func Outward(some func(netip.Addr) bool) (map[netip.Addr]string, error) {
+	list, err := host.Filter{}.Addresses(plan.IPv4)
+	if err != nil {
+		return nil, err
+	}
+	links, err := host.Links()
+	out := map[netip.Addr]string{}
+	for _, a := range list {
+		outward := slices.Contains([]string{"device", "bond", "team", "vlan", "veth"}, links[a.Index].Kind) // A container has a veth.
+		if outward && links[a.Index].Up && a.Addr.IsGlobalUnicast() && some(a.Addr) {
+			out[a.Addr] = links[a.Index].Name
+		}
+	}
+	return out, err
 }
 
 // Bridges are the names of this node's bridges.

@@ -7,6 +7,7 @@ import (
 	"os/exec"
 	"path/filepath"
 	"reflect"
+	"slices"
 	"strings"
 	"syscall"
 	"testing"
@@ -139,7 +140,7 @@ func TestLookOutNeighbours(t *testing.T) {
 		Silent:    map[netip.Addr]string{at("10.244.1.23"): "10.244.1.23 at cni0", at("10.244.2.5"): "192.0.2.9 at eth0"},
 		Bridged:   map[netip.Addr]string{at("10.244.1.5"): "cni0", at("10.244.1.6"): "cni0", at("10.244.1.23"): "cni0"},
 		Unclaimed: map[netip.Addr]string{at("192.0.2.240"): "eth0"}, NoHairpin: map[netip.Addr]string{},
-		Fixed: map[netip.Addr]string{}, ByDefault: map[netip.Addr]string{}, Astray: map[netip.Addr]string{}, Shut: map[netip.Addr]string{},
+		Fixed: map[netip.Addr]string{}, ByDefault: map[netip.Addr]string{}, Astray: map[netip.Addr]string{}, Shut: map[netip.Addr]string{}, Looped: map[netip.Addr]string{},
 	}
 	if got := look(sysctls); !reflect.DeepEqual(got, want) {
 		t.Errorf("%+v, want %+v", got, want)
@@ -224,10 +225,18 @@ func TestLookOutElsewhere(t *testing.T) {
 	if err != nil || w.Narrow != "eth0" || w.PodMTU != 1500 || w.NarrowMTU != 1400 {
 		t.Errorf("with a narrow uplink: %+v, %v", w, err)
 	}
+	ip("link add flannel.1 type vxlan id 1 dstport 8472 local 192.0.2.1 dev eth0", "link set flannel.1 up", "route add 10.244.7.0/24 via 10.244.7.0 dev flannel.1 onlink",
+		"neigh add 10.244.7.0 dev flannel.1 lladdr 02:00:00:00:00:07 nud permanent", "addr add 192.0.2.129/25 dev cni0")
+	nstest.Exec(t, "bridge", "fdb", "add", "02:00:00:00:00:07", "dev", "flannel.1", "dst", "192.0.2.1", "self")
+	w, err = LookOut(t.Context(), "/proc/sys", Places{Endpoints: []netip.Addr{at("10.244.7.5")}}, nil)
+	if err != nil || w.Looped[at("10.244.7.5")] != "flannel.1 to 192.0.2.1" || !slices.Equal(w.Overlaps, []string{"192.0.2.128/25 of cni0 and 192.0.2.0/24 of eth0"}) || len(w.Fixed) > 0 {
+		t.Errorf("with a tunnel to this node: %+v, %v", w, err)
+	}
+	ip("link del flannel.1", "addr del 192.0.2.129/25 dev cni0")
 	ip("xfrm policy add dir out src 0.0.0.0/0 dst 10.244.2.0/24 action block", "xfrm policy add dir fwd src 10.244.3.0/24 dst 0.0.0.0/0 action block",
-		"xfrm policy add dir out src 0.0.0.0/0 dst 10.244.1.0/24 tmpl src 192.0.2.1 dst 192.0.2.7 proto esp mode tunnel")
-	want.shut = map[netip.Addr]string{elsewhere: "0.0.0.0/0 to 10.244.2.0/24: action block", strange: "10.244.3.0/24 to 0.0.0.0/0: action block",
-		here: "0.0.0.0/0 to 10.244.1.0/24: it has to be encrypted for 192.0.2.7, with which no keys are agreed"}
+		"xfrm policy add dir in src 0.0.0.0/0 dst 10.244.1.0/24 action block", "xfrm policy add dir out src 0.0.0.0/0 dst 0.0.0.0/0 action block priority 10",
+		"xfrm policy add dir out src 0.0.0.0/0 dst 10.244.1.0/24 action allow priority 5")
+	want.shut = map[netip.Addr]string{elsewhere: "0.0.0.0/0 to 10.244.2.0/24: action block", strange: "10.244.3.0/24 to 0.0.0.0/0: action block"}
 	look("with policies of IPsec")
 }
 

@@ -19,7 +19,7 @@ var (
 		source.AnnotationResetTCP)
 	sliceLabels      = []string{discovery.LabelServiceName, v1.IsHeadlessService}
 	sliceAnnotations = []string{source.AnnotationWeights, v1.EndpointsLastChangeTriggerTime}
-	nodeLabels       = []string{v1.LabelTopologyZone}
+	nodeLabels       = []string{v1.LabelTopologyZone, v1.LabelNodeExcludeBalancers}
 )
 
 // strip returns an object with only the fields that the proxier and explain read. Everything else (managed fields, most labels and annotations, and the
