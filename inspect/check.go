@@ -1110,7 +1110,7 @@ func (c *checks) misled(w *Ways) {
 	}) {
 		_, list := listed(w.Unserved, "%s (%s)")
 		c.diagnose(note, NodePortsNowhere, "if clients use these, set nodePortAddresses to all or to their range, or correct the Node's InternalIP (--node-ip of the kubelet)",
-			"Node ports do not answer at addresses of this node to which they are not limited (nodePortAddresses): %s.", some(list))
+			"Node ports do not answer at these addresses of this node, as nodePortAddresses limits them to others: %s.", some(list))
 	}
 	if fixed := maps.Clone(w.Fixed); len(fixed) > 0 {
 		maps.DeleteFunc(fixed, func(a netip.Addr, _ string) bool { return local[a] })
