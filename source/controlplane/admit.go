@@ -54,6 +54,7 @@ func Admit(obj any) (findings []source.Finding, refused bool) {
 
 // checker collects the findings of one object.
 type checker struct {
+	effect   string // of a fault because of which the object can't be used
 	findings []source.Finding
 	refused  bool
 }
@@ -61,19 +62,21 @@ type checker struct {
 // reject reports a fault because of which the object can't be used.
 func (c *checker) reject(field, format string, args ...any) {
 	c.refused = true
-	c.problem(field, "", format, args...)
+	c.problem(field, c.effect, format, args...)
 }
 
 // problem reports a fault that leaves the object in use.
-func (c *checker) problem(field, effect, format string, args ...any) {
+func (c *checker) problem(field, effect, format string, args ...any) *source.Finding {
 	c.findings = append(c.findings,
 		source.Finding{Severity: source.Problem, Field: field, Detail: fmt.Sprintf(format, args...), Effect: effect})
+	return &c.findings[len(c.findings)-1]
 }
 
 // note reports a limit that is there by design.
-func (c *checker) note(field, effect, format string, args ...any) {
-	c.findings = append(c.findings,
-		source.Finding{Severity: source.Note, Field: field, Detail: fmt.Sprintf(format, args...), Effect: effect})
+func (c *checker) note(field, effect, format string, args ...any) *source.Finding {
+	f := c.problem(field, effect, format, args...)
+	f.Severity = source.Note
+	return f
 }
 
 // remarks returns the findings as remarks about an object.

@@ -94,8 +94,8 @@ func sliceName(service, what string) string {
 }
 
 // podSlices makes the slices of a Service from the Pods that its selector selects, as the EndpointSlice controller
-// does. zones are the known zones of nodes.
-func podSlices(svc *v1.Service, pods []*v1.Pod, zones map[string]string, c *checker) []*discovery.EndpointSlice {
+// does. zone returns the zone of a node, if it is known.
+func podSlices(svc *v1.Service, pods []*v1.Pod, zone func(node string) string, c *checker) []*discovery.EndpointSlice {
 	groups := sliceGroups{}
 	unnamed := map[string][]string{} // by field: the Pods that lack a named port
 	for _, pod := range pods {
@@ -119,7 +119,7 @@ func podSlices(svc *v1.Service, pods []*v1.Pod, zones map[string]string, c *chec
 			continue
 		}
 		for _, family := range svc.Spec.IPFamilies {
-			if e, ok := podEndpoint(svc, pod, family, zones); ok {
+			if e, ok := podEndpoint(svc, pod, family, zone); ok {
 				groups.add(family, ports, e)
 			}
 		}
@@ -177,7 +177,7 @@ func podReady(pod *v1.Pod) bool {
 }
 
 // podEndpoint returns the endpoint of a Pod in one family; false if the Pod has no address of that family.
-func podEndpoint(svc *v1.Service, pod *v1.Pod, family v1.IPFamily, zones map[string]string) (discovery.Endpoint, bool) {
+func podEndpoint(svc *v1.Service, pod *v1.Pod, family v1.IPFamily, zone func(node string) string) (discovery.Endpoint, bool) {
 	var e discovery.Endpoint
 	for _, p := range pod.Status.PodIPs {
 		if ip, ok := source.ParseIP(p.IP); ok && familyOf(ip) == family {
@@ -199,8 +199,8 @@ func podEndpoint(svc *v1.Service, pod *v1.Pod, family v1.IPFamily, zones map[str
 	}
 	if pod.Spec.NodeName != "" {
 		e.NodeName = new(pod.Spec.NodeName)
-		if zone := zones[pod.Spec.NodeName]; zone != "" {
-			e.Zone = new(zone)
+		if z := zone(pod.Spec.NodeName); z != "" {
+			e.Zone = new(z)
 		}
 	}
 	if *e.Conditions.Ready {
