@@ -1,6 +1,7 @@
 package controlplane
 
 import (
+	"cmp"
 	"fmt"
 	"maps"
 	"net/netip"
@@ -29,22 +30,22 @@ func Admit(obj any) (findings []source.Finding, refused bool) {
 	c := &checker{}
 	switch obj := obj.(type) {
 	case *v1.Service:
+		c.meta(&obj.ObjectMeta, v1.NamespaceDefault, validation.IsDNS1035Label)
 		setServiceDefaults(obj)
 		c.service(obj)
 	case *discovery.EndpointSlice:
-		setSliceDefaults(obj)
+		c.meta(&obj.ObjectMeta, v1.NamespaceDefault, validation.IsDNS1123Subdomain)
 		c.slice(obj)
 	case *legacyEndpoints:
-		setEndpointsDefaults(obj)
+		c.meta(&obj.ObjectMeta, v1.NamespaceDefault, validation.IsDNS1123Subdomain)
 		c.endpoints(obj)
 	case *v1.Pod:
-		setPodDefaults(obj)
+		c.meta(&obj.ObjectMeta, v1.NamespaceDefault, validation.IsDNS1123Subdomain)
 		c.pod(obj)
 	case *v1.Node:
-		obj.Namespace = ""
-		c.meta(&obj.ObjectMeta, validation.IsDNS1123Subdomain)
+		c.meta(&obj.ObjectMeta, "", validation.IsDNS1123Subdomain)
 	case *networking.ServiceCIDR:
-		obj.Namespace = ""
+		c.meta(&obj.ObjectMeta, "", validation.IsDNS1123Subdomain)
 		c.serviceCIDR(obj)
 	default:
 		panic(fmt.Sprintf("%T is not used by a Cluster", obj))
@@ -88,8 +89,9 @@ func (c *checker) remarks(kind string, name types.NamespacedName) []Remark {
 	return out
 }
 
-// meta checks an object's name, namespace, labels and annotations. nameRule validates names of its kind.
-func (c *checker) meta(meta *metav1.ObjectMeta, nameRule func(string) []string) {
+// meta checks an object's name, namespace, labels and annotations. nameRule validates names of its kind; one without a namespace gets
+// that of its kind, which is "" for objects of the cluster.
+func (c *checker) meta(meta *metav1.ObjectMeta, namespace string, nameRule func(string) []string) {
 	switch {
 	case meta.Name == "" && meta.GenerateName != "":
 		c.reject("metadata.name", "required; generateName is not expanded here")
@@ -98,7 +100,10 @@ func (c *checker) meta(meta *metav1.ObjectMeta, nameRule func(string) []string) 
 	default:
 		c.format("metadata.name", meta.Name, nameRule)
 	}
-	if meta.Namespace != "" {
+	if namespace == "" {
+		meta.Namespace = ""
+	} else {
+		meta.Namespace = cmp.Or(meta.Namespace, namespace)
 		c.format("metadata.namespace", meta.Namespace, validation.IsDNS1123Label)
 	}
 	const effect = "an API server would refuse the object; here it is used"
@@ -148,8 +153,11 @@ func optional[T ~string](c *checker, field string, value *T, allowed ...T) {
 	}
 }
 
-func (c *checker) protocol(field string, p v1.Protocol) {
+// protocol refuses an unknown protocol, and returns that of a port, which need not name one.
+func (c *checker) protocol(field string, p v1.Protocol) v1.Protocol {
+	p = cmp.Or(p, v1.ProtocolTCP)
 	oneOf(c, field+".protocol", p, v1.ProtocolTCP, v1.ProtocolUDP, v1.ProtocolSCTP)
+	return p
 }
 
 // portNumber refuses a number that is not a port.
@@ -197,7 +205,6 @@ func first[K comparable](c *checker, seen map[K]string, key K, field, format str
 }
 
 func (c *checker) service(svc *v1.Service) {
-	c.meta(&svc.ObjectMeta, validation.IsDNS1035Label)
 	spec := &svc.Spec
 	oneOf(c, "spec.type", spec.Type, v1.ServiceTypeClusterIP, v1.ServiceTypeNodePort, v1.ServiceTypeLoadBalancer,
 		v1.ServiceTypeExternalName)
@@ -332,15 +339,15 @@ func clusterIPField(i int) string {
 }
 
 func (c *checker) slice(es *discovery.EndpointSlice) {
-	c.meta(&es.ObjectMeta, validation.IsDNS1123Subdomain)
 	if es.AddressType == "" {
 		c.reject("addressType", "required: IPv4, IPv6 or FQDN")
 		return
 	}
 	oneOf(c, "addressType", es.AddressType, discovery.AddressTypeIPv4, discovery.AddressTypeIPv6, discovery.AddressTypeFQDN)
 	names := map[string]string{}
-	for i, p := range es.Ports {
-		field := fmt.Sprintf("ports[%d]", i)
+	for i := range es.Ports {
+		p, field := &es.Ports[i], fmt.Sprintf("ports[%d]", i)
+		p.Name, p.Protocol = cmp.Or(p.Name, new("")), cmp.Or(p.Protocol, new(v1.ProtocolTCP))
 		first(c, names, *p.Name, field+".name", "%.63q is the name", *p.Name)
 		c.protocol(field, *p.Protocol)
 		if p.Port != nil {
@@ -366,7 +373,6 @@ func (c *checker) slice(es *discovery.EndpointSlice) {
 }
 
 func (c *checker) endpoints(ep *legacyEndpoints) {
-	c.meta(&ep.ObjectMeta, validation.IsDNS1123Subdomain)
 	for i := range ep.Subsets {
 		s, field := &ep.Subsets[i], fmt.Sprintf("subsets[%d]", i)
 		for j, a := range s.Addresses {
@@ -375,19 +381,21 @@ func (c *checker) endpoints(ep *legacyEndpoints) {
 		for j, a := range s.NotReadyAddresses {
 			c.endpointIP(fmt.Sprintf("%s.notReadyAddresses[%d].ip", field, j), a.IP)
 		}
-		for j, p := range s.Ports {
-			at := fmt.Sprintf("%s.ports[%d]", field, j)
+		for j := range s.Ports {
+			p, at := &s.Ports[j], fmt.Sprintf("%s.ports[%d]", field, j)
 			if p.Name == "" && len(s.Ports) > 1 {
 				c.reject(at+".name", "required where there are several ports")
 			}
 			c.portNumber(at+".port", p.Port)
-			c.protocol(at, p.Protocol)
+			p.Protocol = c.protocol(at, p.Protocol)
 		}
 	}
 }
 
 func (c *checker) pod(pod *v1.Pod) {
-	c.meta(&pod.ObjectMeta, validation.IsDNS1123Subdomain)
+	if ip := pod.Status.PodIP; ip != "" && !slices.Contains(pod.Status.PodIPs, v1.PodIP{IP: ip}) {
+		pod.Status.PodIPs = append([]v1.PodIP{{IP: ip}}, pod.Status.PodIPs...)
+	}
 	for i, ip := range pod.Status.PodIPs {
 		field := fmt.Sprintf("status.podIPs[%d].ip", i)
 		if i == 0 && ip.IP == pod.Status.PodIP {
@@ -398,10 +406,10 @@ func (c *checker) pod(pod *v1.Pod) {
 	for k, containers := range [][]v1.Container{pod.Spec.Containers, pod.Spec.InitContainers} {
 		field := []string{"spec.containers", "spec.initContainers"}[k]
 		for i := range containers {
-			for j, p := range containers[i].Ports {
-				at := fmt.Sprintf("%s[%d].ports[%d]", field, i, j)
+			for j := range containers[i].Ports {
+				p, at := &containers[i].Ports[j], fmt.Sprintf("%s[%d].ports[%d]", field, i, j)
 				c.portNumber(at+".containerPort", p.ContainerPort)
-				c.protocol(at, p.Protocol)
+				p.Protocol = c.protocol(at, p.Protocol)
 			}
 		}
 	}
@@ -422,7 +430,6 @@ func podFinished(pod *v1.Pod) bool {
 }
 
 func (c *checker) serviceCIDR(s *networking.ServiceCIDR) {
-	c.meta(&s.ObjectMeta, validation.IsDNS1123Subdomain)
 	if n := len(s.Spec.CIDRs); n < 1 || n > 2 {
 		c.reject("spec.cidrs", "%d ranges; a ServiceCIDR has one, or one of each family", n)
 	}

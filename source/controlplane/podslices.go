@@ -46,7 +46,7 @@ func (g sliceGroups) add(family v1.IPFamily, ports []discovery.EndpointPort, e d
 	g[key].endpoints = append(g[key].endpoints, e)
 }
 
-// slices makes the EndpointSlices of a Service from the groups, each of at most size endpoints. Their names follow from
+// slices makes the EndpointSlices of a Service from the groups, each of at most size endpoints, with what a proxy reads. Their names follow from
 // the Service, the controller, the group and the number within it.
 func (g sliceGroups) slices(svc *v1.Service, controller string, size int) []*discovery.EndpointSlice {
 	var out []*discovery.EndpointSlice
@@ -58,11 +58,10 @@ func (g sliceGroups) slices(svc *v1.Service, controller string, size int) []*dis
 		n := 0
 		for chunk := range slices.Chunk(group.endpoints, size) {
 			out = append(out, &discovery.EndpointSlice{
-				TypeMeta: metav1.TypeMeta{APIVersion: discovery.SchemeGroupVersion.String(), Kind: kindEndpointSlice},
 				ObjectMeta: metav1.ObjectMeta{
 					Namespace: svc.Namespace,
 					Name:      sliceName(svc.Name, fmt.Sprintf("%s %s %s %d", svc.Namespace, controller, key, n)),
-					Labels:    map[string]string{discovery.LabelServiceName: svc.Name, discovery.LabelManagedBy: controller},
+					Labels:    map[string]string{discovery.LabelServiceName: svc.Name},
 				},
 				AddressType: discovery.AddressType(group.family),
 				Ports:       group.ports,
@@ -111,9 +110,7 @@ func podSlices(svc *v1.Service, pods []*v1.Pod, zone func(node string) string, c
 				unnamed[field] = append(unnamed[field], pod.Name)
 				continue
 			}
-			ports = append(ports, discovery.EndpointPort{
-				Name: new(p.Name), Port: new(number), Protocol: new(p.Protocol), AppProtocol: p.AppProtocol,
-			})
+			ports = append(ports, discovery.EndpointPort{Name: new(p.Name), Port: new(number), Protocol: new(p.Protocol)})
 		}
 		if len(ports) == 0 {
 			continue
@@ -142,38 +139,25 @@ func targetPort(pod *v1.Pod, p *v1.ServicePort) (int32, bool) {
 	if p.TargetPort.Type == intstr.Int {
 		return p.TargetPort.IntVal, true
 	}
-	find := func(c *v1.Container) (int32, bool) {
-		for _, port := range c.Ports {
+	containers := slices.Clip(pod.Spec.Containers)
+	for _, c := range pod.Spec.InitContainers {
+		if c.RestartPolicy != nil && *c.RestartPolicy == v1.ContainerRestartPolicyAlways {
+			containers = append(containers, c)
+		}
+	}
+	for i := range containers {
+		for _, port := range containers[i].Ports {
 			if port.Name == p.TargetPort.StrVal && port.Protocol == p.Protocol {
 				return port.ContainerPort, true
 			}
-		}
-		return 0, false
-	}
-	for i := range pod.Spec.Containers {
-		if n, ok := find(&pod.Spec.Containers[i]); ok {
-			return n, true
-		}
-	}
-	for i := range pod.Spec.InitContainers {
-		c := &pod.Spec.InitContainers[i]
-		if c.RestartPolicy == nil || *c.RestartPolicy != v1.ContainerRestartPolicyAlways {
-			continue
-		}
-		if n, ok := find(c); ok {
-			return n, true
 		}
 	}
 	return 0, false
 }
 
 func podReady(pod *v1.Pod) bool {
-	for _, c := range pod.Status.Conditions {
-		if c.Type == v1.PodReady {
-			return c.Status == v1.ConditionTrue
-		}
-	}
-	return false
+	i := slices.IndexFunc(pod.Status.Conditions, func(c v1.PodCondition) bool { return c.Type == v1.PodReady })
+	return i >= 0 && pod.Status.Conditions[i].Status == v1.ConditionTrue
 }
 
 // podEndpoint returns the endpoint of a Pod in one family; false if the Pod has no address of that family.
@@ -193,10 +177,7 @@ func podEndpoint(svc *v1.Service, pod *v1.Pod, family v1.IPFamily, zone func(nod
 		Serving:     new(serving),
 		Terminating: new(terminating),
 	}
-	e.TargetRef = &v1.ObjectReference{Kind: kindPod, Namespace: pod.Namespace, Name: pod.Name, UID: pod.UID}
-	if pod.Spec.Hostname != "" && pod.Spec.Subdomain == svc.Name {
-		e.Hostname = new(pod.Spec.Hostname)
-	}
+	e.TargetRef = &v1.ObjectReference{Kind: kindPod, Namespace: pod.Namespace, Name: pod.Name}
 	if pod.Spec.NodeName != "" {
 		e.NodeName = new(pod.Spec.NodeName)
 		if z := zone(pod.Spec.NodeName); z != "" {
@@ -221,21 +202,16 @@ func topologyAuto(svc *v1.Service) bool {
 
 // hints returns who is to use an endpoint: its own zone, and with PreferSameNode its own node first (KEP-4444, KEP-3015).
 func hints(svc *v1.Service, e *discovery.Endpoint) *discovery.EndpointHints {
-	prefer := ""
+	prefer := svc.Spec.TrafficDistribution
 	if topologyAuto(svc) {
-		prefer = v1.ServiceTrafficDistributionPreferSameZone
-	} else if d := svc.Spec.TrafficDistribution; d != nil {
-		prefer = *d
+		prefer = new(v1.ServiceTrafficDistributionPreferSameZone)
 	}
-	h := &discovery.EndpointHints{}
-	switch prefer {
-	case v1.ServiceTrafficDistributionPreferSameNode:
-		if e.NodeName != nil {
-			h.ForNodes = []discovery.ForNode{{Name: *e.NodeName}}
-		}
-	case v1.ServiceTrafficDistributionPreferClose, v1.ServiceTrafficDistributionPreferSameZone:
-	default:
+	if prefer == nil {
 		return nil
+	}
+	var h discovery.EndpointHints
+	if *prefer == v1.ServiceTrafficDistributionPreferSameNode && e.NodeName != nil {
+		h.ForNodes = []discovery.ForNode{{Name: *e.NodeName}}
 	}
 	if e.Zone != nil {
 		h.ForZones = []discovery.ForZone{{Name: *e.Zone}}
@@ -243,5 +219,5 @@ func hints(svc *v1.Service, e *discovery.Endpoint) *discovery.EndpointHints {
 	if h.ForZones == nil && h.ForNodes == nil {
 		return nil
 	}
-	return h
+	return &h
 }
