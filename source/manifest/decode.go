@@ -14,27 +14,23 @@ import (
 	"nodeproxy/source/document"
 )
 
-// body is the content of a document, or of one item of a list. It does not change, and it outlives the file's text if a new
-// version of the file holds the same document.
-type body struct {
-	id     controlplane.ID // of a broken document: as much of it as is known
-	obj    any             // made by controlplane.Type.New; nil for types that are not used
-	issues []issue
-	bad    bool   // it can't be read, or an API server would refuse it
-	unread bool   // the text breaks the rules of YAML or JSON: what it holds is not known
-	other  string // type of an object that is not used
+// object is one object of a file, broken or not. It outlives the file's text if a new version of the file holds the same document.
+type object struct {
+	id      controlplane.ID // of a broken document: as much of it as is known
+	obj     any             // made by controlplane.Type.New; nil for types that are not used
+	remarks []remark
+	bad     bool   // it can't be read, or an API server would refuse it
+	unread  bool   // the text breaks the rules of YAML or JSON: what it holds is not known
+	other   string // type of an object that is not used
+
+	// Its place in the latest version of the file.
+	doc    *document.Document
+	order  int
 	prefix string // of field paths, within a list
 }
 
-// entry is a body and its place.
-type entry struct {
-	*body
-	doc   *document.Document
-	order int // within the file
-}
-
-// decode reads a document. It returns a body for each object, broken ones included.
-func decode(doc *document.Document) []*body {
+// decode reads a document. It returns each object, broken ones included.
+func decode(doc *document.Document) []*object {
 	if doc.JSON && json.Valid(doc.Text) {
 		return decodeObject(doc.Text, controlplane.Type(doc.List).Item())
 	}
@@ -56,9 +52,9 @@ func decode(doc *document.Document) []*body {
 	return decodeObject(text, controlplane.Type{})
 }
 
-// unread returns the body of a document that breaks the rules of YAML or JSON after a node.
-func unread(before *yaml.Node, err error) []*body {
-	b := &body{bad: true, unread: true}
+// unread returns the object of a document that breaks the rules of YAML or JSON after a node.
+func unread(before *yaml.Node, err error) []*object {
+	b := &object{unread: true}
 	if before != nil {
 		if text, err := document.ToJSON(before, 1024); err == nil {
 			if h := readHead(text); h.Used() && h.Metadata.Name != "" {
@@ -66,12 +62,11 @@ func unread(before *yaml.Node, err error) []*body {
 			}
 		}
 	}
-	is := issue{Finding: source.Finding{Severity: source.Problem, Detail: err.Error()}, line: 1}
+	b.reject("", err.Error())
 	if e, ok := errors.AsType[*document.SyntaxError](err); ok {
-		is.line = e.Line
+		b.remarks[0].line = e.Line
 	}
-	b.issues = []issue{is}
-	return []*body{b}
+	return []*object{b}
 }
 
 // secondHead returns the first key of an object, or of an item of a list, that is apiVersion or kind for the second time, or nil.
@@ -117,12 +112,12 @@ func readHead(data []byte) (h head) {
 func (h head) id() controlplane.ID { return h.ID(h.Metadata.Namespace, h.Metadata.Name) }
 
 // decodeObject reads an object, or those of a list. If it names no type, it is of type typ.
-func decodeObject(data []byte, typ controlplane.Type) []*body {
+func decodeObject(data []byte, typ controlplane.Type) []*object {
 	h := readHead(data)
 	if h.Type == (controlplane.Type{}) {
 		h.Type = typ
 	}
-	b := &body{id: h.id()}
+	b := &object{id: h.id()}
 	switch field, detail := h.Problem(); {
 	case data[0] != '{':
 		b.id = controlplane.ID{}
@@ -139,13 +134,13 @@ func decodeObject(data []byte, typ controlplane.Type) []*body {
 		b.other = h.Type.String()
 		b.add(source.Finding{Detail: h.WhyNotProxied(), Effect: source.NotForProxy})
 	}
-	return []*body{b}
+	return []*object{b}
 }
 
-func (b *body) add(f source.Finding) { b.issues = append(b.issues, issue{Finding: f}) }
+func (b *object) add(f source.Finding) { b.remarks = append(b.remarks, remark{Finding: f, object: b}) }
 
 // reject adds a fault because of which the object can't be used.
-func (b *body) reject(field, detail string) {
+func (b *object) reject(field, detail string) {
 	b.bad = true
 	b.add(source.Finding{Severity: source.Problem, Field: field, Detail: detail})
 }
@@ -154,7 +149,7 @@ func (b *body) reject(field, detail string) {
 const twice = "the field is given more than once"
 
 // readList reads the items of a list. A fault of the list itself makes b bad.
-func (b *body) readList(data []byte, typ controlplane.Type) (out []*body) {
+func (b *object) readList(data []byte, typ controlplane.Type) (out []*object) {
 	var list struct {
 		controlplane.Type
 		Metadata any               `json:"metadata"`
@@ -171,7 +166,7 @@ func (b *body) readList(data []byte, typ controlplane.Type) (out []*body) {
 		b.reject("", err.Error())
 	}
 	for i, text := range list.Items {
-		item := &body{}
+		item := &object{}
 		if h := readHead(text); h.IsList() {
 			item.id = h.id()
 			item.reject("items", "a List within a List is not read")
@@ -185,7 +180,7 @@ func (b *body) readList(data []byte, typ controlplane.Type) (out []*body) {
 }
 
 // read decodes an object and admits it as the API server would.
-func (b *body) read(data []byte, typ controlplane.Type) {
+func (b *object) read(data []byte, typ controlplane.Type) {
 	obj := typ.New()
 	ignored, faults, err := document.Decode(data, obj)
 	if err != nil {

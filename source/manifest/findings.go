@@ -14,23 +14,18 @@ import (
 	"nodeproxy/source/document"
 )
 
-// issue is a finding about an object whose place in a file is not known yet.
-type issue struct {
-	source.Finding
-	line int // of a fault in the text of a document; 0 to find it by the field
-}
-
-// remark is an issue with its place.
+// remark is a finding about an object, whose place is found when it is reported, or about a place, which Where names.
 type remark struct {
-	issue
-	entry *entry // nil for a finding about Finding.Where, or nowhere
+	source.Finding
+	object *object // nil for a finding about a place
+	line   int     // of a fault in the text of a document; 0 to find it by the field
 }
 
 // fileProblem is a remark about a file or directory as a whole.
 func fileProblem(where, detail, effect string) remark {
-	return remark{issue: issue{Finding: source.Finding{
+	return remark{Finding: source.Finding{
 		Severity: source.Problem, Where: where, Detail: detail, Effect: effect, LeftOut: effect == effectNothing,
-	}}}
+	}}
 }
 
 // said returns the finding without what changes with the lines above it.
@@ -107,7 +102,7 @@ func (r *reporter) flush() {
 	})
 	var lines lineFinder
 	for i := range fresh {
-		if rem := &fresh[i]; rem.entry != nil {
+		if rem := &fresh[i]; rem.object != nil {
 			rem.line = lines.find(rem)
 			rem.Where = fmt.Sprintf("%s:%d", fileOf(rem), rem.line)
 		}
@@ -122,15 +117,15 @@ func (r *reporter) flush() {
 }
 
 func fileOf(r *remark) string {
-	if r.entry != nil {
-		return r.entry.doc.Name
+	if r.object != nil {
+		return r.object.doc.Name
 	}
 	return r.Where
 }
 
 func startOf(r *remark) int {
-	if r.entry != nil {
-		return r.entry.doc.Line
+	if r.object != nil {
+		return r.object.doc.Line
 	}
 	return 0
 }
@@ -145,7 +140,7 @@ func (f *lineFinder) find(r *remark) int {
 	if r.line > 0 {
 		return r.line
 	}
-	if doc := r.entry.doc; f.doc != doc {
+	if doc := r.object.doc; f.doc != doc {
 		f.doc = doc
 		f.root, _ = doc.Parse()
 	}
@@ -153,7 +148,7 @@ func (f *lineFinder) find(r *remark) int {
 		return f.doc.Line
 	}
 	path := r.Field
-	if prefix := r.entry.prefix; prefix != "" && strings.HasPrefix(path, "[") {
+	if prefix := r.object.prefix; prefix != "" && strings.HasPrefix(path, "[") {
 		path = prefix + path
 	} else if prefix != "" {
 		path = strings.TrimSuffix(prefix+"."+path, ".")
