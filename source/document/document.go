@@ -10,6 +10,8 @@ import (
 	"io"
 	"path/filepath"
 	"strings"
+
+	kjson "sigs.k8s.io/json"
 )
 
 // Type is the kind and apiVersion of an object.
@@ -100,53 +102,23 @@ func (s *splitter) splitJSON() {
 	}
 }
 
-// splitList adds the items of the list at [start, end); false if this is no list, or one with something else in it.
+// splitList adds the items of the list at [start, end); false if this is no list, or one with something else in it, such as an unknown
+// field, which is reported of the list as a whole.
 func (s *splitter) splitList(start, end int) bool {
-	var list Type
-	var ends [][2]int
-	dec := json.NewDecoder(bytes.NewReader(s.data[start:end]))
-	var raw json.RawMessage // Its memory is used again.
-	if t, err := dec.Token(); err != nil || t != json.Delim('{') {
+	var list struct {
+		Type
+		Metadata any               `json:"metadata"`
+		Items    []json.RawMessage `json:"items"`
+	}
+	ignored, err := kjson.UnmarshalStrict(s.data[start:end], &list)
+	if err != nil || len(ignored) > 0 || !s.acceptList(list.Type) || len(list.Items) == 0 {
 		return false
 	}
-	seen := map[json.Token]bool{}
-	for dec.More() {
-		key, err := dec.Token()
-		if err != nil || seen[key] {
-			return false
-		}
-		seen[key] = true
-		switch key {
-		case "kind":
-			err = dec.Decode(&list.Kind)
-		case "apiVersion":
-			err = dec.Decode(&list.APIVersion)
-		case "metadata":
-			err = dec.Decode(&raw)
-		case "items":
-			if t, err := dec.Token(); err != nil || t != json.Delim('[') {
-				return false
-			}
-			for dec.More() {
-				if dec.Decode(&raw) != nil {
-					return false
-				}
-				at := start + int(dec.InputOffset())
-				ends = append(ends, [2]int{at - len(raw), at})
-			}
-			_, err = dec.Token()
-		default:
-			return false // An unknown field, which is reported of the list as a whole.
-		}
-		if err != nil {
-			return false
-		}
-	}
-	if !s.acceptList(list) || len(ends) == 0 {
-		return false
-	}
-	for _, item := range ends {
-		s.add(item[0], item[1], list)
+	at := start + max(0, bytes.Index(s.data[start:end], []byte(`"items"`)))
+	for _, item := range list.Items {
+		at += bytes.Index(s.data[at:], item) // From one item to the next there is nothing that looks like one.
+		s.add(at, at+len(item), list.Type)
+		at += len(item)
 	}
 	return true
 }
