@@ -158,7 +158,9 @@ func (f *file) put(r *reading) (remarks []remark) {
 			case !keep && !o.unread && !maybeCut:
 				f.without = true
 			case f.fault == "":
-				f.fault = rem.located()
+				fault := rem.located(&lineFinder{})
+				fault.Effect = ""
+				f.fault = fault.String()
 			}
 		}
 	}

@@ -28,19 +28,28 @@ func fileProblem(where, detail, effect string) remark {
 	}}
 }
 
+// file returns the file that a remark is about.
+func (r *remark) file() string {
+	if r.object == nil {
+		return r.Where
+	}
+	return r.object.doc.Name
+}
+
 // said returns the finding without what changes with the lines above it.
 func (r *remark) said() source.Finding {
 	f := r.Finding
-	f.Where, f.LeftOut = fileOf(r), false
+	f.Where, f.LeftOut = r.file(), false
 	return f
 }
 
-// located returns the text of a remark with its place.
-func (r *remark) located() string {
-	var lines lineFinder
+// located returns the finding with its place.
+func (r *remark) located(lines *lineFinder) source.Finding {
 	f := r.Finding
-	f.Where, f.Effect = fmt.Sprintf("%s:%d", fileOf(r), lines.find(r)), ""
-	return f.String()
+	if r.object != nil {
+		f.Where = fmt.Sprintf("%s:%d", r.file(), lines.find(r))
+	}
+	return f
 }
 
 // reporter reports each finding once while it holds.
@@ -97,37 +106,28 @@ func (r *reporter) flush() {
 		return
 	}
 	// Documents are parsed again to find a line; in this order each of them only once.
+	start := func(r *remark) int {
+		if r.object == nil {
+			return 0
+		}
+		return r.object.doc.Line
+	}
 	slices.SortStableFunc(fresh, func(a, b remark) int {
-		return cmp.Or(cmp.Compare(fileOf(&a), fileOf(&b)), cmp.Compare(startOf(&a), startOf(&b)))
+		return cmp.Or(cmp.Compare(a.file(), b.file()), cmp.Compare(start(&a), start(&b)))
 	})
 	var lines lineFinder
 	for i := range fresh {
-		if rem := &fresh[i]; rem.object != nil {
-			rem.line = lines.find(rem)
-			rem.Where = fmt.Sprintf("%s:%d", fileOf(rem), rem.line)
+		if fresh[i].object != nil {
+			fresh[i].line = lines.find(&fresh[i])
 		}
 	}
 	slices.SortStableFunc(fresh, func(a, b remark) int {
-		return cmp.Or(cmp.Compare(fileOf(&a), fileOf(&b)), cmp.Compare(a.line, b.line), cmp.Compare(a.Object, b.Object),
+		return cmp.Or(cmp.Compare(a.file(), b.file()), cmp.Compare(a.line, b.line), cmp.Compare(a.Object, b.Object),
 			cmp.Compare(a.Field, b.Field), cmp.Compare(a.Detail, b.Detail))
 	})
 	for _, rem := range fresh {
-		r.report(rem.Finding)
+		r.report(rem.located(&lines))
 	}
-}
-
-func fileOf(r *remark) string {
-	if r.object != nil {
-		return r.object.doc.Name
-	}
-	return r.Where
-}
-
-func startOf(r *remark) int {
-	if r.object != nil {
-		return r.object.doc.Line
-	}
-	return 0
 }
 
 // lineFinder finds the lines of remarks. It keeps the last document that it has parsed.

@@ -2,7 +2,6 @@ package manifest
 
 import (
 	"cmp"
-	"fmt"
 	"slices"
 	"sync"
 
@@ -136,11 +135,10 @@ func (s *store) replaceFiles(readings []*reading, gone []string) map[controlplan
 func (s *store) reportDuplicates(id controlplane.ID, list []*object) {
 	var remarks []remark
 	for i := 1; i < len(list); i++ {
-		var lines lineFinder
-		first := remark{Finding: source.Finding{Field: "metadata.name"}, object: list[0]}
+		first := remark{object: list[0], Finding: source.Finding{Field: "metadata.name"}}
 		remarks = append(remarks, remark{object: list[i], Finding: source.Finding{
 			Severity: source.Problem, Object: id.String(), Field: "metadata.name",
-			Detail:  fmt.Sprintf("the same object is defined at %s:%d", list[0].doc.Name, lines.find(&first)),
+			Detail:  "the same object is defined at " + first.located(&lineFinder{}).Where,
 			Effect:  "that one is used, as it comes first by file name and line; this one is left out",
 			LeftOut: true,
 		}})

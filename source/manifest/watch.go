@@ -27,11 +27,9 @@ const (
 
 // watch is a running Source.
 type watch struct {
-	cfg    *Config
-	store  *store
+	*Source
 	sink   source.Sink
 	events *filewatch.Watcher
-	faults func([]string) // receives what keeps files from being in force as they are
 
 	tree   *tree
 	filled fs.FileInfo // of the root when there were files last
@@ -48,11 +46,9 @@ type watch struct {
 // Run delivers everything, and then what changes, until ctx ends; then it returns nil. It waits while there is nothing at the
 // path: that is not the same as an empty directory, and must not remove what the kernel holds.
 func (s *Source) Run(ctx context.Context, sink source.Sink) error {
-	cfg := s.cfg
 	w := &watch{
-		cfg: &cfg, store: s.store, sink: sink, faults: s.setFaults, tree: &tree{}, changed: map[string]time.Time{}, begun: time.Now(),
+		Source: s, sink: sink, events: filewatch.New(s.cfg.Log), tree: &tree{}, changed: map[string]time.Time{}, begun: time.Now(),
 	}
-	w.events = filewatch.New(cfg.Log)
 	defer w.events.Close()
 	w.look(w.begun)
 	for {
@@ -77,13 +73,11 @@ func (w *watch) note(e filewatch.Event, now time.Time) {
 	dir, base := filepath.Dir(path), filepath.Base(path)
 	switch {
 	case e.Path == "" || path == w.cfg.Path || w.tree.info == nil || w.tree.linked[dir]:
-	case !w.tree.dirs[dir]:
-		return // Beside the manifests.
-	case strings.HasPrefix(base, ".."): // A ConfigMap volume is swapped.
-	case strings.HasPrefix(base, "."):
+	case w.tree.dirs[dir] && strings.HasPrefix(base, ".."): // The volume of a ConfigMap is swapped.
+	case !w.tree.dirs[dir] || strings.HasPrefix(base, "."):
 		return
 	case !accepted(base) && !w.tree.dirs[path] && w.tree.errs[path] == nil:
-		if info, err := os.Lstat(path); err != nil || !info.IsDir() && info.Mode()&fs.ModeSymlink == 0 {
+		if info, err := os.Lstat(path); err != nil || info.Mode().IsRegular() {
 			return // A temporary file.
 		}
 	}
@@ -240,7 +234,7 @@ func (w *watch) report(missing map[string]error, effect string) int {
 	}
 	slices.Sort(faults)
 	w.store.findings.flush()
-	w.faults(faults)
+	w.setFaults(faults)
 	return len(faults)
 }
 
