@@ -167,31 +167,27 @@ func (c *checker) portNumber(field string, n int32) {
 	}
 }
 
-// ip refuses text that is not an address.
-func (c *checker) ip(field, text string) (netip.Addr, bool) {
+// ip refuses text that is not an address, or one of a special kind, for which there is a reason.
+func (c *checker) ip(field, text string, special func(netip.Addr) bool, reason string) (netip.Addr, bool) {
 	ip, ok := source.ParseIP(text)
 	if !ok {
 		c.reject(field, "%.60q is not an IP address", text)
+	} else if special(ip) {
+		c.reject(field, "%s is %s, which %s", ip, source.SpecialAddress(ip), reason)
 	}
 	return ip, ok
 }
 
 // endpointIP refuses an address that can't be reached or that would lead back to the node itself.
 func (c *checker) endpointIP(field, text string) (netip.Addr, bool) {
-	ip, ok := c.ip(field, text)
-	if what := source.SpecialAddress(ip); ok && what != "" {
-		c.reject(field, "%s is %s, which neither an endpoint nor an external IP may be", ip, what)
-	}
-	return ip, ok
+	special := func(ip netip.Addr) bool { return source.SpecialAddress(ip) != "" }
+	return c.ip(field, text, special, "neither an endpoint nor an external IP may be")
 }
 
 // virtualIP refuses an address that is none of a Service. A link-local one may be.
 func (c *checker) virtualIP(field, text string) (netip.Addr, bool) {
-	ip, ok := c.ip(field, text)
-	if what := source.SpecialAddress(ip); ok && what != "" && !ip.IsLinkLocalUnicast() {
-		c.reject(field, "%s is %s, which a Service can't have", ip, what)
-	}
-	return ip, ok
+	special := func(ip netip.Addr) bool { return source.SpecialAddress(ip) != "" && !ip.IsLinkLocalUnicast() }
+	return c.ip(field, text, special, "a Service can't have")
 }
 
 // first refuses a second field with a value.
@@ -324,8 +320,7 @@ func (c *checker) clusterIPs(svc *v1.Service) {
 		}
 		used[familyOf(ip)] = ok
 	}
-	if single := spec.IPFamilyPolicy == nil || *spec.IPFamilyPolicy == v1.IPFamilyPolicySingleStack; single &&
-		(len(spec.ClusterIPs) == 2 || len(spec.IPFamilies) == 2) {
+	if *spec.IPFamilyPolicy == v1.IPFamilyPolicySingleStack && (len(spec.ClusterIPs) == 2 || len(spec.IPFamilies) == 2) {
 		c.reject("spec.ipFamilyPolicy", "must be PreferDualStack or RequireDualStack where two families are asked for")
 	}
 }

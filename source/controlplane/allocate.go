@@ -100,10 +100,6 @@ func compareNames(a, b types.NamespacedName) int {
 // families chooses the families of a Service (KEP-563).
 func (a *allocator) families(svc *v1.Service, got *allocation) {
 	spec := &svc.Spec
-	policy := v1.IPFamilyPolicySingleStack
-	if spec.IPFamilyPolicy != nil {
-		policy = *spec.IPFamilyPolicy
-	}
 	got.families = slices.Clone(spec.IPFamilies)
 	for i, text := range spec.ClusterIPs {
 		if ip, ok := source.ParseIP(text); ok && i >= len(got.families) {
@@ -113,14 +109,14 @@ func (a *allocator) families(svc *v1.Service, got *allocation) {
 	if len(got.families) == 0 {
 		got.families = []v1.IPFamily{a.first}
 	}
-	if policy != v1.IPFamilyPolicySingleStack && len(got.families) == 1 {
+	if *spec.IPFamilyPolicy != v1.IPFamilyPolicySingleStack && len(got.families) == 1 {
 		other := v1.IPv6Protocol
 		if got.families[0] == other {
 			other = v1.IPv4Protocol
 		}
 		if _, ok := a.cidrs[other]; ok {
 			got.families = append(got.families, other)
-		} else if policy == v1.IPFamilyPolicyRequireDualStack {
+		} else if *spec.IPFamilyPolicy == v1.IPFamilyPolicyRequireDualStack {
 			got.reject("spec.ipFamilyPolicy", "RequireDualStack, but there is no service CIDR for %s", other)
 		}
 	}
@@ -134,7 +130,7 @@ func (a *allocator) families(svc *v1.Service, got *allocation) {
 // claim claims the addresses and ports that a Service names, or none of them if another Service has one of the addresses.
 func (a *allocator) claim(n types.NamespacedName, svc *v1.Service, got *allocation) {
 	got.ips = make([]string, len(got.families))
-	var ips []netip.Addr
+	ips := map[netip.Addr]types.NamespacedName{}
 	for i, text := range svc.Spec.ClusterIPs {
 		ip, _ := source.ParseIP(text)
 		field := clusterIPField(i)
@@ -146,8 +142,7 @@ func (a *allocator) claim(n types.NamespacedName, svc *v1.Service, got *allocati
 		} else if !cidr.Contains(ip) {
 			got.note(field, "it is used as given", "%s is outside the service CIDR %s", ip, cidr)
 		}
-		got.ips[i] = text
-		ips = append(ips, ip)
+		got.ips[i], ips[ip] = text, n
 	}
 	claims := a.explicitPorts(svc, got)
 	if got.refused {
@@ -158,9 +153,7 @@ func (a *allocator) claim(n types.NamespacedName, svc *v1.Service, got *allocati
 			a.yieldPort(n, fmt.Sprintf("spec.ports[%d].nodePort", i), portClaim{p.Protocol, p.NodePort})
 		}
 	}
-	for _, ip := range ips {
-		a.ips[ip] = n
-	}
+	maps.Copy(a.ips, ips)
 	for _, c := range claims {
 		a.nodePorts[c] = n
 	}
@@ -333,9 +326,6 @@ func (got *allocation) apply(svc *v1.Service) *v1.Service {
 	out.Spec.ClusterIPs = slices.Clone(got.ips)
 	out.Spec.ClusterIP = got.ips[0]
 	out.Spec.IPFamilies = got.families
-	if out.Spec.IPFamilyPolicy == nil {
-		out.Spec.IPFamilyPolicy = new(v1.IPFamilyPolicySingleStack)
-	}
 	out.Spec.Ports = slices.Clone(svc.Spec.Ports)
 	for i := range out.Spec.Ports {
 		out.Spec.Ports[i].NodePort = max(0, got.nodePorts[i])

@@ -31,6 +31,7 @@ func setServiceDefaults(svc *v1.Service) {
 	}
 	if spec.Type != v1.ServiceTypeExternalName {
 		spec.InternalTrafficPolicy = cmp.Or(spec.InternalTrafficPolicy, new(v1.ServiceInternalTrafficPolicyCluster))
+		spec.IPFamilyPolicy = cmp.Or(spec.IPFamilyPolicy, new(v1.IPFamilyPolicySingleStack))
 	}
 	if spec.Type == v1.ServiceTypeLoadBalancer {
 		spec.AllocateLoadBalancerNodePorts = cmp.Or(spec.AllocateLoadBalancerNodePorts, new(true))
