@@ -148,7 +148,9 @@ func (c *Cluster) set(id ID, after any) {
 	case kindPod:
 		was, is := as[v1.Pod](before), as[v1.Pod](after)
 		in := c.namespace(id.Namespace)
-		setOrDelete(in.pods, id.Name, is)
+		if in.pods[id.Name] = is; is == nil {
+			delete(in.pods, id.Name)
+		}
 		for service, svc := range in.services {
 			if selects(svc.object, was) || selects(svc.object, is) {
 				c.dirty[types.NamespacedName{Namespace: id.Namespace, Name: service}] = true
@@ -172,14 +174,6 @@ func as[T any](obj any) *T {
 	return t
 }
 
-func setOrDelete[K comparable, T any](in map[K]*T, key K, value *T) {
-	if value == nil {
-		delete(in, key)
-	} else {
-		in[key] = value
-	}
-}
-
 func (c *Cluster) namespace(name string) *namespace {
 	if c.namespaces[name] == nil {
 		c.namespaces[name] = &namespace{map[string]*v1.Pod{}, map[string]*knownService{}}
@@ -198,11 +192,9 @@ func (c *Cluster) service(name types.NamespacedName) *knownService {
 // services returns all Services.
 func (c *Cluster) services() map[types.NamespacedName]*v1.Service {
 	out := map[types.NamespacedName]*v1.Service{}
-	for namespace, in := range c.namespaces {
-		for name, svc := range in.services {
-			if svc.object != nil {
-				out[types.NamespacedName{Namespace: namespace, Name: name}] = svc.object
-			}
+	for id, obj := range c.objects {
+		if svc, is := obj.(*v1.Service); is {
+			out[types.NamespacedName{Namespace: id.Namespace, Name: id.Name}] = svc
 		}
 	}
 	return out
@@ -361,36 +353,30 @@ func (c *Cluster) makeSlices(
 			"the annotation asks for shares by the CPUs of each zone, which manifests do not hold")
 	}
 	const none = "connections to it are refused until there are"
-	if len(svc.Spec.Selector) == 0 {
-		switch {
-		case ep != nil && mirrored(ep):
-			return mirrorSlices(svc, ep, forEndpoints)
-		case ep != nil:
-			forEndpoints.note("metadata", source.NotForProxy,
-				"they are marked not to be mirrored to EndpointSlices, or are being deleted")
-		case !given:
-			forService.note("", none,
-				"the Service has no selector, and neither Endpoints nor EndpointSlices belong to it")
-		}
-		return nil
-	}
-	pods := c.podsOf(svc)
+	pods, selector, mirrors := c.podsOf(svc), len(svc.Spec.Selector) > 0, ep != nil && mirrored(ep)
 	switch {
 	case len(pods) > 0:
 		if ep != nil {
 			forEndpoints.note("", "not used", "the Service has a selector; its endpoints are the Pods that match")
 		}
 		return podSlices(svc, pods, c.zone, forService)
-	case ep != nil && !given && mirrored(ep):
+	case mirrors && !selector:
+		return mirrorSlices(svc, ep, forEndpoints)
+	case mirrors && !given:
 		forEndpoints.note("", "the Endpoints are used", "the Service has a selector, but the manifests hold neither a Pod that "+
 			"matches nor an EndpointSlice for it")
 		return mirrorSlices(svc, ep, forEndpoints)
-	case ep != nil:
+	case ep != nil && selector:
 		forEndpoints.note("", "not used",
 			"the Service has a selector and EndpointSlices, or the Endpoints are marked not to be mirrored")
-	case !given:
+	case ep != nil:
+		forEndpoints.note("metadata", source.NotForProxy,
+			"they are marked not to be mirrored to EndpointSlices, or are being deleted")
+	case !given && selector:
 		forService.note("spec.selector", none,
 			"no Pod in the manifests matches, and neither Endpoints nor EndpointSlices belong to the Service")
+	case !given:
+		forService.note("", none, "the Service has no selector, and neither Endpoints nor EndpointSlices belong to it")
 	}
 	return nil
 }

@@ -54,19 +54,19 @@ func decode(doc *document.Document) []*object {
 
 // unread returns the object of a document that breaks the rules of YAML or JSON after a node.
 func unread(before *yaml.Node, err error) []*object {
-	b := &object{unread: true}
+	o := &object{unread: true}
 	if before != nil {
 		if text, err := document.ToJSON(before, 1024); err == nil {
 			if h := readHead(text); h.Used() && h.Metadata.Name != "" {
-				b.id = h.id()
+				o.id = h.id()
 			}
 		}
 	}
-	b.reject("", err.Error())
+	o.reject("", err.Error())
 	if e, ok := errors.AsType[*document.SyntaxError](err); ok {
-		b.remarks[0].line = e.Line
+		o.remarks[0].line = e.Line
 	}
-	return []*object{b}
+	return []*object{o}
 }
 
 // secondHead returns the first key of an object, or of an item of a list, that is apiVersion or kind for the second time, or nil.
@@ -117,39 +117,39 @@ func decodeObject(data []byte, typ controlplane.Type) []*object {
 	if h.Type == (controlplane.Type{}) {
 		h.Type = typ
 	}
-	b := &object{id: h.id()}
+	o := &object{id: h.id()}
 	switch field, detail := h.Problem(); {
 	case data[0] != '{':
-		b.id = controlplane.ID{}
-		b.reject("", "a document must be one object, a mapping of apiVersion, kind, metadata …")
+		o.id = controlplane.ID{}
+		o.reject("", "a document must be one object, a mapping of apiVersion, kind, metadata …")
 	case h.IsList():
-		if items := b.readList(data, h.Type); !b.bad {
+		if items := o.readList(data, h.Type); !o.bad {
 			return items
 		}
 	case detail != "":
-		b.reject(field, detail)
+		o.reject(field, detail)
 	case h.Used():
-		b.read(data, h.Type)
+		o.read(data, h.Type)
 	default:
-		b.other = h.Type.String()
-		b.add(source.Finding{Detail: h.WhyNotProxied(), Effect: source.NotForProxy})
+		o.other = h.Type.String()
+		o.add(source.Finding{Detail: h.WhyNotProxied(), Effect: source.NotForProxy})
 	}
-	return []*object{b}
+	return []*object{o}
 }
 
-func (b *object) add(f source.Finding) { b.remarks = append(b.remarks, remark{Finding: f, object: b}) }
+func (o *object) add(f source.Finding) { o.remarks = append(o.remarks, remark{Finding: f, object: o}) }
 
 // reject adds a fault because of which the object can't be used.
-func (b *object) reject(field, detail string) {
-	b.bad = true
-	b.add(source.Finding{Severity: source.Problem, Field: field, Detail: detail})
+func (o *object) reject(field, detail string) {
+	o.bad = true
+	o.add(source.Finding{Severity: source.Problem, Field: field, Detail: detail})
 }
 
 // twice is the fault of a field that an object has more than once.
 const twice = "the field is given more than once"
 
-// readList reads the items of a list. A fault of the list itself makes b bad.
-func (b *object) readList(data []byte, typ controlplane.Type) (out []*object) {
+// readList reads the items of a list. A fault of the list itself makes o bad.
+func (o *object) readList(data []byte, typ controlplane.Type) (out []*object) {
 	var list struct {
 		controlplane.Type
 		Metadata any               `json:"metadata"`
@@ -160,10 +160,10 @@ func (b *object) readList(data []byte, typ controlplane.Type) (out []*object) {
 		if f.Detail == document.DuplicateField {
 			f.Detail = twice
 		}
-		b.reject(f.Field, f.Detail)
+		o.reject(f.Field, f.Detail)
 	}
 	if err != nil {
-		b.reject("", err.Error())
+		o.reject("", err.Error())
 	}
 	for i, text := range list.Items {
 		item := &object{}
@@ -180,35 +180,35 @@ func (b *object) readList(data []byte, typ controlplane.Type) (out []*object) {
 }
 
 // read decodes an object and admits it as the API server would.
-func (b *object) read(data []byte, typ controlplane.Type) {
+func (o *object) read(data []byte, typ controlplane.Type) {
 	obj := typ.New()
 	ignored, faults, err := document.Decode(data, obj)
 	if err != nil {
-		b.reject("", err.Error())
+		o.reject("", err.Error())
 	}
 	for _, f := range ignored {
 		if f.Detail != document.DuplicateField {
-			b.add(source.Finding{Severity: source.Problem, Field: f.Field, Detail: f.Detail,
+			o.add(source.Finding{Severity: source.Problem, Field: f.Field, Detail: f.Detail,
 				Effect: "the field is ignored, the rest of the object is used"})
 			continue
 		}
 		// Which of them is meant, nobody can tell. kubectl refuses to apply such an object.
-		b.reject(f.Field, twice)
+		o.reject(f.Field, twice)
 		if f.Field == "metadata" || strings.HasPrefix(f.Field, "metadata.name") { // Nor which object it is.
-			b.id.Name = ""
+			o.id.Name = ""
 		}
 	}
 	for _, f := range faults {
-		b.reject(f.Field, f.Detail)
+		o.reject(f.Field, f.Detail)
 	}
-	if b.bad {
+	if o.bad {
 		return
 	}
 	found, refused := controlplane.Admit(obj)
 	for _, f := range found {
-		b.add(f)
+		o.add(f)
 	}
-	if b.bad = refused; !refused {
-		b.obj = obj
+	if o.bad = refused; !refused {
+		o.obj = obj
 	}
 }

@@ -15,7 +15,7 @@ import (
 	"os"
 	"path/filepath"
 	"slices"
-	"sync"
+	"sync/atomic"
 
 	v1 "k8s.io/api/core/v1"
 
@@ -54,19 +54,18 @@ func (c Config) open() (Config, *store, error) {
 
 // Source watches manifests and delivers changes.
 type Source struct {
-	cfg   Config
-	store *store
-
-	mu     sync.Mutex
-	faults []string
+	cfg    Config
+	store  *store
+	faults atomic.Pointer[[]string]
 }
 
 // Faults returns the faults that keep manifests from being in force as they are, each with its file and line. For what can't be
 // read, the version read last is in force. It may be called at any time.
 func (s *Source) Faults() []string {
-	s.mu.Lock()
-	defer s.mu.Unlock()
-	return s.faults
+	if faults := s.faults.Load(); faults != nil {
+		return *faults
+	}
+	return nil
 }
 
 // Findings returns what is wrong with the manifests now, and what else their owners should know, without lines. It may be called at any
@@ -80,12 +79,6 @@ func (s *Source) ServiceFile(namespace, name string) string {
 
 // Pods returns the Pods in force, in no order. It may be called at any time; the Pods must not be changed.
 func (s *Source) Pods() []*v1.Pod { return s.store.allPods() }
-
-func (s *Source) setFaults(faults []string) {
-	s.mu.Lock()
-	defer s.mu.Unlock()
-	s.faults = faults
-}
 
 var _ source.Source = (*Source)(nil)
 

@@ -234,7 +234,7 @@ func (w *watch) report(missing map[string]error, effect string) int {
 	}
 	slices.Sort(faults)
 	w.store.findings.flush()
-	w.setFaults(faults)
+	w.faults.Store(&faults)
 	return len(faults)
 }
 
