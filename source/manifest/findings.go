@@ -87,6 +87,17 @@ func (r *reporter) set(topic string, remarks []remark) {
 	r.current[topic] = now
 }
 
+// setPlaces replaces what is wrong with files and directories as a whole, and returns it with the places.
+func (r *reporter) setPlaces(faults map[string]error, effect string) (located []string) {
+	var remarks []remark
+	for _, where := range slices.Sorted(maps.Keys(faults)) {
+		remarks = append(remarks, fileProblem(where, faults[where].Error(), effect))
+		located = append(located, where+": "+faults[where].Error())
+	}
+	r.set("places", remarks)
+	return located
+}
+
 // all returns the findings that hold, in order of topic.
 func (r *reporter) all() []source.Finding {
 	r.mu.Lock()

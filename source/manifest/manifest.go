@@ -102,11 +102,7 @@ func Load(cfg Config) (source.Batch, error) {
 		return source.Batch{}, fmt.Errorf("manifests: %w", err)
 	}
 	tree := scan(cfg.Path)
-	for path, err := range tree.errs {
-		if tree.dirs[path] {
-			s.findings.set("place "+path, []remark{fileProblem(path, err.Error(), effectNothing)})
-		}
-	}
+	s.findings.setPlaces(tree.unreadable(), effectNothing)
 	var readings []*reading
 	for _, path := range slices.Sorted(maps.Keys(tree.files)) {
 		r := tree.files[path]

@@ -35,12 +35,11 @@ type watch struct {
 	filled fs.FileInfo // of the root when there were files last
 	// changed are the files with an event since they were read, and when they were written to last, or went missing. A file that another
 	// one was renamed to, in place of the former, was not written to.
-	changed  map[string]time.Time
-	due      time.Time       // when to look next; zero for never
-	begun    time.Time       // of the first look
-	reported map[string]bool // places that there is something to say about, but files that are read
-	synced   bool
-	partial  bool // something could not be read since the start
+	changed map[string]time.Time
+	due     time.Time // when to look next; zero for never
+	begun   time.Time // of the first look
+	synced  bool
+	partial bool // something could not be read since the start
 }
 
 // Run delivers everything, and then what changes, until ctx ends; then it returns nil. It waits while there is nothing at the
@@ -125,10 +124,7 @@ func (w *watch) look(now time.Time) {
 		w.filled = w.tree.info
 	}
 	batch := w.store.update(readings, gone)
-	whole := w.report(missing, effectBelow) == 0 && !waits
-	for _, f := range w.store.files {
-		whole = whole && !f.without
-	}
+	whole := w.report(missing, effectBelow) && !waits
 	batch.Synced = !w.synced
 	switch {
 	case !w.synced && !whole:
@@ -145,11 +141,9 @@ func (w *watch) look(now time.Time) {
 // differences compares the tree with what was read before. It returns new versions of files, the files that are gone, what is
 // wrong with places at which there may be files, and whether some are to be looked at later.
 func (w *watch) differences(now time.Time) (readings []*reading, gone []string, missing map[string]error, waits bool) {
-	missing = map[string]error{}
-	for path, err := range w.tree.errs {
-		if w.tree.dirs[path] || path == w.cfg.Path && !w.synced {
-			missing[path] = err
-		}
+	missing = w.tree.unreadable()
+	if err := w.tree.errs[w.cfg.Path]; err != nil && !w.synced {
+		missing[w.cfg.Path] = err
 	}
 	var absent []*file
 	for path, f := range w.store.files {
@@ -212,22 +206,13 @@ func (w *watch) differences(now time.Time) (readings []*reading, gone []string, 
 	return readings, gone, missing, waits
 }
 
-// report reports what is wrong with places, withdraws what was before, and returns how much keeps files from being in force as they are.
-func (w *watch) report(missing map[string]error, effect string) int {
-	var faults []string
-	reported := map[string]bool{}
-	for where, err := range missing {
-		reported[where] = true
-		w.store.findings.set("place "+where, []remark{fileProblem(where, err.Error(), effect)})
-		faults = append(faults, where+": "+err.Error())
-	}
-	for where := range w.reported {
-		if !reported[where] {
-			w.store.findings.set("place "+where, nil)
-		}
-	}
-	w.reported = reported
+// report reports what is wrong with places and what keeps files from being in force as they are. It returns whether that is nothing, and
+// no file is in force without some of its objects.
+func (w *watch) report(missing map[string]error, effect string) (whole bool) {
+	faults := w.store.findings.setPlaces(missing, effect)
+	whole = true
 	for _, f := range w.store.files {
+		whole = whole && !f.without
 		if f.fault != "" {
 			faults = append(faults, f.fault)
 		}
@@ -235,7 +220,7 @@ func (w *watch) report(missing map[string]error, effect string) int {
 	slices.Sort(faults)
 	w.store.findings.flush()
 	w.faults.Store(&faults)
-	return len(faults)
+	return whole && len(faults) == 0
 }
 
 // watched returns the directories in which a change matters.
