@@ -30,11 +30,6 @@ type Document struct {
 	List Type
 }
 
-// Same reports whether two documents have the same text, wherever they are.
-func (d *Document) Same(o *Document) bool {
-	return d.JSON == o.JSON && d.List == o.List && bytes.Equal(d.Text, o.Text)
-}
-
 // splitter cuts the text of a file. It counts lines as far as it has got.
 type splitter struct {
 	name       string
@@ -60,41 +55,29 @@ func (s *splitter) add(start, end int, list Type) {
 func Split(name string, data []byte, isList func(Type) bool) []*Document {
 	s := newSplitter(name, data)
 	s.isJSON, s.acceptList = true, isList
-	if strings.EqualFold(filepath.Ext(name), ".json") || s.looksLikeJSON() {
-		s.splitJSON()
+	if s.splitJSON() || strings.EqualFold(filepath.Ext(name), ".json") {
 		return s.docs
 	}
 	return SplitYAML(name, data)
 }
 
-// looksLikeJSON reports whether the file begins with JSON, which the flow style of YAML resembles, and nothing but JSON follows.
-func (s *splitter) looksLikeJSON() bool {
-	if text := bytes.TrimSpace(s.data); len(text) == 0 || text[0] != '{' {
-		return false
-	}
+// splitJSON cuts a file of one or more JSON values, and a list into its items. All from a broken value on is one document. It returns
+// false for what may be YAML in its flow style, which resembles JSON: the first value is broken or no object, or something else follows.
+func (s *splitter) splitJSON() (isJSON bool) {
 	dec := json.NewDecoder(bytes.NewReader(s.data))
-	var first json.RawMessage
-	if dec.Decode(&first) != nil {
-		return false
-	}
-	rest := bytes.TrimSpace(s.data[dec.InputOffset():])
-	return len(rest) == 0 || rest[0] == '{'
-}
-
-// splitJSON cuts a file of one or more JSON values, and a list into its items. All from a broken value on is one document.
-func (s *splitter) splitJSON() {
-	dec := json.NewDecoder(bytes.NewReader(s.data))
-	for {
+	for first := true; ; first = false {
 		var raw json.RawMessage
 		err := dec.Decode(&raw)
-		if errors.Is(err, io.EOF) {
-			return
-		}
 		end := int(dec.InputOffset())
-		if err != nil {
-			rest := bytes.TrimLeft(s.data[end:], " \t\r\n")
+		rest := bytes.TrimLeft(s.data[end:], " \t\r\n")
+		switch {
+		case errors.Is(err, io.EOF):
+			return isJSON
+		case err != nil:
 			s.add(len(s.data)-len(rest), len(s.data), Type{})
-			return
+			return isJSON
+		case first:
+			isJSON = raw[0] == '{' && (len(rest) == 0 || rest[0] == '{')
 		}
 		if start := end - len(raw); !s.splitList(start, end) {
 			s.add(start, end, Type{})
