@@ -50,10 +50,10 @@ func mirrorSlices(svc *v1.Service, ep *legacyEndpoints, c *checker) []*discovery
 		}
 	}
 	for _, key := range slices.Sorted(maps.Keys(groups)) {
-		if g := groups[key]; len(g.endpoints) > maxMirrored {
+		if g := groups[key]; len(g.Endpoints) > maxMirrored {
 			c.problem("subsets", fmt.Sprintf("the first %d are used", maxMirrored),
-				"%d %s addresses with the same ports; at most %d are mirrored", len(g.endpoints), g.family, maxMirrored)
-			g.endpoints = g.endpoints[:maxMirrored]
+				"%d %s addresses with the same ports; at most %d are mirrored", len(g.Endpoints), g.AddressType, maxMirrored)
+			g.Endpoints = g.Endpoints[:maxMirrored]
 		}
 	}
 	return groups.slices(svc, mirrorController, maxMirrored)

@@ -24,16 +24,8 @@ const (
 	mirrorController = "endpointslicemirroring-controller.k8s.io"
 )
 
-// sliceGroup collects the endpoints that share a family and ports, and so slices.
-type sliceGroup struct {
-	family    v1.IPFamily
-	ports     []discovery.EndpointPort
-	key       string // family and ports as text
-	endpoints []discovery.Endpoint
-}
-
-// sliceGroups finds the group of an endpoint by its key.
-type sliceGroups map[string]*sliceGroup
+// sliceGroups are slices of any number of endpoints, by the family and ports that these share.
+type sliceGroups map[string]*discovery.EndpointSlice
 
 func (g sliceGroups) add(family v1.IPFamily, ports []discovery.EndpointPort, e discovery.Endpoint) {
 	key := string(family)
@@ -41,32 +33,27 @@ func (g sliceGroups) add(family v1.IPFamily, ports []discovery.EndpointPort, e d
 		key += fmt.Sprintf(" %s/%s/%d", *p.Name, *p.Protocol, *p.Port)
 	}
 	if g[key] == nil {
-		g[key] = &sliceGroup{family: family, ports: ports, key: key}
+		g[key] = &discovery.EndpointSlice{AddressType: discovery.AddressType(family), Ports: ports}
 	}
-	g[key].endpoints = append(g[key].endpoints, e)
+	g[key].Endpoints = append(g[key].Endpoints, e)
 }
 
 // slices makes the EndpointSlices of a Service from the groups, each of at most size endpoints, with what a proxy reads. Their names follow from
 // the Service, the controller, the group and the number within it.
-func (g sliceGroups) slices(svc *v1.Service, controller string, size int) []*discovery.EndpointSlice {
-	var out []*discovery.EndpointSlice
+func (g sliceGroups) slices(svc *v1.Service, controller string, size int) (out []*discovery.EndpointSlice) {
 	for _, key := range slices.Sorted(maps.Keys(g)) {
-		group := g[key]
-		slices.SortStableFunc(group.endpoints, func(a, b discovery.Endpoint) int {
+		endpoints, n := g[key].Endpoints, 0
+		slices.SortStableFunc(endpoints, func(a, b discovery.Endpoint) int {
 			return cmp.Or(cmp.Compare(refName(a), refName(b)), slices.Compare(a.Addresses, b.Addresses))
 		})
-		n := 0
-		for chunk := range slices.Chunk(group.endpoints, size) {
-			out = append(out, &discovery.EndpointSlice{
-				ObjectMeta: metav1.ObjectMeta{
-					Namespace: svc.Namespace,
-					Name:      sliceName(svc.Name, fmt.Sprintf("%s %s %s %d", svc.Namespace, controller, key, n)),
-					Labels:    map[string]string{discovery.LabelServiceName: svc.Name},
-				},
-				AddressType: discovery.AddressType(group.family),
-				Ports:       group.ports,
-				Endpoints:   chunk,
-			})
+		for chunk := range slices.Chunk(endpoints, size) {
+			es := *g[key]
+			es.ObjectMeta = metav1.ObjectMeta{
+				Namespace: svc.Namespace, Name: sliceName(svc.Name, fmt.Sprintf("%s %s %s %d", svc.Namespace, controller, key, n)),
+				Labels: map[string]string{discovery.LabelServiceName: svc.Name},
+			}
+			es.Endpoints = chunk
+			out = append(out, &es)
 			n++
 		}
 	}

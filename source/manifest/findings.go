@@ -64,27 +64,19 @@ type reporter struct {
 func (r *reporter) set(topic string, remarks []remark) {
 	r.mu.Lock()
 	defer r.mu.Unlock()
-	before := r.current[topic]
-	if len(remarks) == 0 {
-		if before != nil {
-			delete(r.current, topic)
-		}
-		return
-	}
 	known := map[source.Finding]bool{}
-	for _, s := range before {
-		known[s] = true
+	for _, f := range r.current[topic] {
+		known[f] = true
 	}
-	now := make([]source.Finding, 0, len(remarks))
+	delete(r.current, topic)
 	for _, rem := range remarks {
-		s := rem.said()
-		now = append(now, s)
-		if !known[s] {
-			known[s] = true
+		f := rem.said()
+		if !known[f] {
+			known[f] = true
 			r.fresh = append(r.fresh, rem)
 		}
+		r.current[topic] = append(r.current[topic], f)
 	}
-	r.current[topic] = now
 }
 
 // setPlaces replaces what is wrong with files and directories as a whole, and returns it with the places.

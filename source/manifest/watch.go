@@ -197,12 +197,9 @@ func (w *watch) differences(now time.Time) (readings []*reading, gone []string, 
 			delete(w.changed, f.path)
 		}
 	}
-	slices.Sort(gone)
-	for path := range w.changed { // What was noted of files that are not there.
-		if w.tree.files[path] == nil && w.store.files[path] == nil {
-			delete(w.changed, path)
-		}
-	}
+	maps.DeleteFunc(w.changed, func(path string, _ time.Time) bool { // What was noted of files that are not there.
+		return w.tree.files[path] == nil && w.store.files[path] == nil
+	})
 	return readings, gone, missing, waits
 }
 
