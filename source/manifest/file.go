@@ -185,7 +185,9 @@ func decodeAll(readings []*reading, files map[string]*file) {
 		known := map[content]*decoded{}
 		if f := files[r.path]; f != nil {
 			for _, d := range f.docs {
-				known[contentOf(d.Document)] = d
+				if isUnread := len(d.objects) == 1 && d.objects[0].unread; !isUnread { // The line of its fault may be another now.
+					known[contentOf(d.Document)] = d
+				}
 			}
 		}
 		for _, doc := range document.Split(r.path, r.data, isList) {
