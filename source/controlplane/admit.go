@@ -66,6 +66,13 @@ func (c *checker) reject(field, format string, args ...any) {
 	c.problem(field, c.effect, format, args...)
 }
 
+// require refuses the object unless a rule holds.
+func (c *checker) require(holds bool, field, format string, args ...any) {
+	if !holds {
+		c.reject(field, format, args...)
+	}
+}
+
 // problem reports a fault that leaves the object in use.
 func (c *checker) problem(field, effect, format string, args ...any) *source.Finding {
 	c.findings = append(c.findings,
@@ -162,9 +169,7 @@ func (c *checker) protocol(field string, p v1.Protocol) v1.Protocol {
 
 // portNumber refuses a number that is not a port.
 func (c *checker) portNumber(field string, n int32) {
-	if n < 1 || n > 65535 {
-		c.reject(field, "%d is not within 1-65535", n)
-	}
+	c.require(n >= 1 && n <= 65535, field, "%d is not within 1-65535", n)
 }
 
 // ip refuses text that is not an address, or one of a special kind, for which there is a reason.
@@ -211,35 +216,30 @@ func (c *checker) service(svc *v1.Service) {
 	oneOf(c, "spec.sessionAffinity", spec.SessionAffinity, v1.ServiceAffinityNone, v1.ServiceAffinityClientIP)
 	if spec.SessionAffinity == v1.ServiceAffinityClientIP {
 		const day = 86400
-		if t := *spec.SessionAffinityConfig.ClientIP.TimeoutSeconds; t < 1 || t > day {
-			c.reject("spec.sessionAffinityConfig.clientIP.timeoutSeconds", "%d is not within 1-%d", t, day)
-		}
+		t := *spec.SessionAffinityConfig.ClientIP.TimeoutSeconds
+		c.require(t >= 1 && t <= day, "spec.sessionAffinityConfig.clientIP.timeoutSeconds", "%d is not within 1-%d", t, day)
 	}
 	if reachableFromOutside(svc) {
 		oneOf(c, "spec.externalTrafficPolicy", spec.ExternalTrafficPolicy, v1.ServiceExternalTrafficPolicyCluster,
 			v1.ServiceExternalTrafficPolicyLocal)
-	} else if spec.ExternalTrafficPolicy != "" {
-		c.reject("spec.externalTrafficPolicy", "may be set only where the Service is reached from outside: spec.type NodePort or "+
-			"LoadBalancer, or external IPs")
+	} else {
+		c.require(spec.ExternalTrafficPolicy == "", "spec.externalTrafficPolicy", "may be set only where the Service is reached "+
+			"from outside: spec.type NodePort or LoadBalancer, or external IPs")
 	}
 	optional(c, "spec.internalTrafficPolicy", spec.InternalTrafficPolicy, v1.ServiceInternalTrafficPolicyCluster,
 		v1.ServiceInternalTrafficPolicyLocal)
 	optional(c, "spec.trafficDistribution", spec.TrafficDistribution, v1.ServiceTrafficDistributionPreferClose,
 		v1.ServiceTrafficDistributionPreferSameZone, v1.ServiceTrafficDistributionPreferSameNode)
-	if spec.HealthCheckNodePort != 0 && !needsHealthCheck(svc) {
-		c.reject("spec.healthCheckNodePort", "may be set only where spec.type is LoadBalancer and "+
-			"spec.externalTrafficPolicy is Local")
-	}
+	c.require(spec.HealthCheckNodePort == 0 || needsHealthCheck(svc), "spec.healthCheckNodePort",
+		"may be set only where spec.type is LoadBalancer and spec.externalTrafficPolicy is Local")
 	for i, ip := range spec.ExternalIPs {
 		c.endpointIP(fmt.Sprintf("spec.externalIPs[%d]", i), ip)
 	}
-	if len(spec.LoadBalancerSourceRanges) > 0 && spec.Type != v1.ServiceTypeLoadBalancer {
-		c.reject("spec.loadBalancerSourceRanges", "may be set only where spec.type is LoadBalancer")
-	}
+	c.require(len(spec.LoadBalancerSourceRanges) == 0 || spec.Type == v1.ServiceTypeLoadBalancer,
+		"spec.loadBalancerSourceRanges", "may be set only where spec.type is LoadBalancer")
 	for i, text := range spec.LoadBalancerSourceRanges {
-		if _, _, err := utilnet.ParseCIDRSloppy(strings.TrimSpace(text)); err != nil {
-			c.reject(fmt.Sprintf("spec.loadBalancerSourceRanges[%d]", i), "%.60q is not a CIDR", text)
-		}
+		_, _, err := utilnet.ParseCIDRSloppy(strings.TrimSpace(text))
+		c.require(err == nil, fmt.Sprintf("spec.loadBalancerSourceRanges[%d]", i), "%.60q is not a CIDR", text)
 	}
 	for i, in := range svc.Status.LoadBalancer.Ingress {
 		field := fmt.Sprintf("status.loadBalancer.ingress[%d]", i)
@@ -254,17 +254,15 @@ func headless(svc *v1.Service) bool { return svc.Spec.ClusterIP == v1.ClusterIPN
 
 func (c *checker) servicePorts(svc *v1.Service) {
 	ports := svc.Spec.Ports
-	if len(ports) == 0 && !headless(svc) && svc.Spec.Type != v1.ServiceTypeExternalName {
-		c.reject("spec.ports", "required: a Service of this type needs at least one port")
-	}
+	c.require(len(ports) > 0 || !allocatable(svc), "spec.ports", "required: a Service of this type needs at least one port")
 	names, numbers, nodePorts := map[string]string{}, map[portClaim]string{}, map[portClaim]string{}
 	for i := range ports {
 		p, field := &ports[i], fmt.Sprintf("spec.ports[%d]", i)
 		if p.Name != "" {
 			c.format(field+".name", p.Name, validation.IsDNS1123Label)
 			first(c, names, p.Name, field+".name", "%.63q is the name", p.Name)
-		} else if len(ports) > 1 {
-			c.reject(field+".name", "required where there are several ports")
+		} else {
+			c.require(len(ports) == 1, field+".name", "required where there are several ports")
 		}
 		c.portNumber(field+".port", p.Port)
 		c.protocol(field, p.Protocol)
@@ -278,35 +276,24 @@ func (c *checker) servicePorts(svc *v1.Service) {
 			continue
 		}
 		first(c, nodePorts, portClaim{p.Protocol, p.NodePort}, field+".nodePort", "%d/%.10s is the node port", p.NodePort, p.Protocol)
-		if svc.Spec.Type == v1.ServiceTypeClusterIP {
-			c.reject(field+".nodePort", "may not be set where spec.type is ClusterIP")
-		}
+		c.require(svc.Spec.Type != v1.ServiceTypeClusterIP, field+".nodePort", "may not be set where spec.type is ClusterIP")
 	}
 }
 
 func (c *checker) clusterIPs(svc *v1.Service) {
 	spec := &svc.Spec
-	if len(spec.ClusterIPs) > 0 && spec.ClusterIPs[0] != spec.ClusterIP {
-		c.reject("spec.clusterIPs", "the first value must be that of spec.clusterIP, %.60q", spec.ClusterIP)
-	}
+	c.require(len(spec.ClusterIPs) == 0 || spec.ClusterIPs[0] == spec.ClusterIP,
+		"spec.clusterIPs", "the first value must be that of spec.clusterIP, %.60q", spec.ClusterIP)
 	optional(c, "spec.ipFamilyPolicy", spec.IPFamilyPolicy, v1.IPFamilyPolicySingleStack, v1.IPFamilyPolicyPreferDualStack,
 		v1.IPFamilyPolicyRequireDualStack)
-	families := map[v1.IPFamily]string{}
 	for i, f := range spec.IPFamilies {
 		field := fmt.Sprintf("spec.ipFamilies[%d]", i)
 		oneOf(c, field, f, v1.IPv4Protocol, v1.IPv6Protocol)
-		if families[f] != "" {
-			c.reject(field, "%s is given twice", f)
-		}
-		families[f] = field
+		c.require(!slices.Contains(spec.IPFamilies[:i], f), field, "%s is given twice", f)
 	}
 	if headless(svc) {
-		if len(spec.ClusterIPs) > 1 {
-			c.reject("spec.clusterIPs", "None must be the only value")
-		}
-		if spec.Type != v1.ServiceTypeClusterIP {
-			c.reject("spec.clusterIP", "may not be None where spec.type is %s", spec.Type)
-		}
+		c.require(len(spec.ClusterIPs) == 1, "spec.clusterIPs", "None must be the only value")
+		c.require(spec.Type == v1.ServiceTypeClusterIP, "spec.clusterIP", "may not be None where spec.type is %s", spec.Type)
 		return
 	}
 	used := map[v1.IPFamily]bool{}
@@ -320,9 +307,8 @@ func (c *checker) clusterIPs(svc *v1.Service) {
 		}
 		used[familyOf(ip)] = ok
 	}
-	if *spec.IPFamilyPolicy == v1.IPFamilyPolicySingleStack && (len(spec.ClusterIPs) == 2 || len(spec.IPFamilies) == 2) {
-		c.reject("spec.ipFamilyPolicy", "must be PreferDualStack or RequireDualStack where two families are asked for")
-	}
+	c.require(*spec.IPFamilyPolicy != v1.IPFamilyPolicySingleStack || len(spec.ClusterIPs) != 2 && len(spec.IPFamilies) != 2,
+		"spec.ipFamilyPolicy", "must be PreferDualStack or RequireDualStack where two families are asked for")
 }
 
 // clusterIPField returns the field that names the i-th cluster IP.
@@ -355,14 +341,11 @@ func (c *checker) slice(es *discovery.EndpointSlice) {
 	}
 	for i, e := range es.Endpoints {
 		field := fmt.Sprintf("endpoints[%d].addresses", i)
-		if len(e.Addresses) == 0 {
-			c.reject(field, "0 addresses; an endpoint has at least one")
-		}
+		c.require(len(e.Addresses) > 0, field, "0 addresses; an endpoint has at least one")
 		for j, text := range e.Addresses {
 			at := fmt.Sprintf("%s[%d]", field, j)
-			if ip, ok := c.endpointIP(at, text); ok && string(familyOf(ip)) != string(es.AddressType) {
-				c.reject(at, "%s is not an %s address, which addressType asks for", ip, es.AddressType)
-			}
+			ip, ok := c.endpointIP(at, text)
+			c.require(!ok || string(familyOf(ip)) == string(es.AddressType), at, "%s is not an %s address, which addressType asks for", ip, es.AddressType)
 		}
 	}
 }
@@ -378,9 +361,7 @@ func (c *checker) endpoints(ep *legacyEndpoints) {
 		}
 		for j := range s.Ports {
 			p, at := &s.Ports[j], fmt.Sprintf("%s.ports[%d]", field, j)
-			if p.Name == "" && len(s.Ports) > 1 {
-				c.reject(at+".name", "required where there are several ports")
-			}
+			c.require(p.Name != "" || len(s.Ports) == 1, at+".name", "required where there are several ports")
 			c.portNumber(at+".port", p.Port)
 			p.Protocol = c.protocol(at, p.Protocol)
 		}
@@ -425,9 +406,8 @@ func podFinished(pod *v1.Pod) bool {
 }
 
 func (c *checker) serviceCIDR(s *networking.ServiceCIDR) {
-	if n := len(s.Spec.CIDRs); n < 1 || n > 2 {
-		c.reject("spec.cidrs", "%d ranges; a ServiceCIDR has one, or one of each family", n)
-	}
+	n := len(s.Spec.CIDRs)
+	c.require(n == 1 || n == 2, "spec.cidrs", "%d ranges; a ServiceCIDR has one, or one of each family", n)
 	seen := map[v1.IPFamily]bool{}
 	for i, text := range s.Spec.CIDRs {
 		field := fmt.Sprintf("spec.cidrs[%d]", i)
