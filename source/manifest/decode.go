@@ -145,8 +145,27 @@ func (o *object) reject(field, detail string) {
 	o.add(source.Finding{Severity: source.Problem, Field: field, Detail: detail})
 }
 
-// twice is the fault of a field that an object has more than once.
-const twice = "the field is given more than once"
+// decode decodes an object or a list, and adds what is wrong with its fields. A field that is unknown has an effect, or else makes o bad.
+func (o *object) decode(data []byte, into any, effect string) {
+	ignored, faults, err := document.Decode(data, into)
+	if err != nil {
+		o.reject("", err.Error())
+	}
+	for _, f := range append(ignored, faults...) {
+		switch {
+		case f.Detail == document.UnknownField && effect != "":
+			o.add(source.Finding{Severity: source.Problem, Field: f.Field, Detail: f.Detail, Effect: effect})
+		case f.Detail == document.DuplicateField:
+			// Which of them is meant, nobody can tell. kubectl refuses to apply such an object.
+			o.reject(f.Field, "the field is given more than once")
+			if f.Field == "metadata" || strings.HasPrefix(f.Field, "metadata.name") { // Nor which object it is.
+				o.id.Name = ""
+			}
+		default:
+			o.reject(f.Field, f.Detail)
+		}
+	}
+}
 
 // readList reads the items of a list. A fault of the list itself makes o bad.
 func (o *object) readList(data []byte, typ controlplane.Type) (out []*object) {
@@ -155,16 +174,7 @@ func (o *object) readList(data []byte, typ controlplane.Type) (out []*object) {
 		Metadata any               `json:"metadata"`
 		Items    []json.RawMessage `json:"items"`
 	}
-	ignored, faults, err := document.Decode(data, &list)
-	for _, f := range append(ignored, faults...) {
-		if f.Detail == document.DuplicateField {
-			f.Detail = twice
-		}
-		o.reject(f.Field, f.Detail)
-	}
-	if err != nil {
-		o.reject("", err.Error())
-	}
+	o.decode(data, &list, "")
 	for i, text := range list.Items {
 		item := &object{}
 		if h := readHead(text); h.IsList() {
@@ -182,25 +192,7 @@ func (o *object) readList(data []byte, typ controlplane.Type) (out []*object) {
 // read decodes an object and admits it as the API server would.
 func (o *object) read(data []byte, typ controlplane.Type) {
 	obj := typ.New()
-	ignored, faults, err := document.Decode(data, obj)
-	if err != nil {
-		o.reject("", err.Error())
-	}
-	for _, f := range ignored {
-		if f.Detail != document.DuplicateField {
-			o.add(source.Finding{Severity: source.Problem, Field: f.Field, Detail: f.Detail,
-				Effect: "the field is ignored, the rest of the object is used"})
-			continue
-		}
-		// Which of them is meant, nobody can tell. kubectl refuses to apply such an object.
-		o.reject(f.Field, twice)
-		if f.Field == "metadata" || strings.HasPrefix(f.Field, "metadata.name") { // Nor which object it is.
-			o.id.Name = ""
-		}
-	}
-	for _, f := range faults {
-		o.reject(f.Field, f.Detail)
-	}
+	o.decode(data, obj, "the field is ignored, the rest of the object is used")
 	if o.bad {
 		return
 	}
