@@ -52,10 +52,10 @@ func (c Config) open() (Config, *store, error) {
 	return c, s, err
 }
 
-// Source watches manifests and delivers changes.
+// Source watches manifests and delivers changes. What its store has to say may be asked at any time: ServiceFile, Pods, Findings.
 type Source struct {
+	*store
 	cfg    Config
-	store  *store
 	faults atomic.Pointer[[]string]
 }
 
@@ -67,18 +67,6 @@ func (s *Source) Faults() []string {
 	}
 	return nil
 }
-
-// Findings returns what is wrong with the manifests now, and what else their owners should know, without lines. It may be called at any
-// time.
-func (s *Source) Findings() []source.Finding { return s.store.findings.all() }
-
-// ServiceFile returns the file that has a Service; "" if none has. It may be called at any time.
-func (s *Source) ServiceFile(namespace, name string) string {
-	return s.store.serviceFile(namespace, name)
-}
-
-// Pods returns the Pods in force, in no order. It may be called at any time; the Pods must not be changed.
-func (s *Source) Pods() []*v1.Pod { return s.store.allPods() }
 
 var _ source.Source = (*Source)(nil)
 
@@ -129,7 +117,7 @@ func Read(cfg Config, in io.Reader) (source.Batch, error) {
 func (s *store) load(readings []*reading, each func(*v1.Pod)) source.Batch {
 	batch := s.update(readings, nil)
 	if each != nil {
-		for _, pod := range s.allPods() {
+		for _, pod := range s.Pods() {
 			each(pod)
 		}
 	}

@@ -22,8 +22,8 @@ type store struct {
 	definitions map[controlplane.ID][]*object // of each object, in order: the first is in force
 }
 
-// allPods returns the Pods in force, in no order. It may be called at any time.
-func (s *store) allPods() (out []*v1.Pod) {
+// Pods returns the Pods in force, in no order. They must not be changed.
+func (s *store) Pods() (out []*v1.Pod) {
 	s.mu.Lock()
 	defer s.mu.Unlock()
 	for _, list := range s.definitions {
@@ -34,8 +34,11 @@ func (s *store) allPods() (out []*v1.Pod) {
 	return out
 }
 
-// serviceFile returns the file that has a Service; "" if none has. It may be called at any time.
-func (s *store) serviceFile(namespace, name string) string {
+// Findings returns what is wrong with the manifests now, and what else their owners should know, without lines.
+func (s *store) Findings() []source.Finding { return s.findings.all() }
+
+// ServiceFile returns the file that has a Service; "" if none has.
+func (s *store) ServiceFile(namespace, name string) string {
 	s.mu.Lock()
 	defer s.mu.Unlock()
 	if list := s.definitions[controlplane.ID{Kind: "Service", Namespace: namespace, Name: name}]; len(list) > 0 {

@@ -80,7 +80,7 @@ func (w *watch) note(e filewatch.Event, now time.Time) {
 			return // A temporary file.
 		}
 	}
-	if _, again := w.changed[path]; again || e.Written || w.store.files[path] == nil {
+	if _, again := w.changed[path]; again || e.Written || w.files[path] == nil {
 		w.changed[path] = now
 	} else {
 		w.changed[path] = time.Time{}
@@ -123,7 +123,7 @@ func (w *watch) look(now time.Time) {
 	if len(w.tree.files) > 0 {
 		w.filled = w.tree.info
 	}
-	batch := w.store.update(readings, gone)
+	batch := w.update(readings, gone)
 	whole := w.report(missing, effectBelow) && !waits
 	batch.Synced = !w.synced
 	switch {
@@ -146,7 +146,7 @@ func (w *watch) differences(now time.Time) (readings []*reading, gone []string, 
 		missing[w.cfg.Path] = err
 	}
 	var absent []*file
-	for path, f := range w.store.files {
+	for path, f := range w.files {
 		if w.tree.files[path] == nil {
 			absent = append(absent, f)
 			if _, noted := w.changed[path]; !noted {
@@ -155,7 +155,7 @@ func (w *watch) differences(now time.Time) (readings []*reading, gone []string, 
 		}
 	}
 	for _, path := range slices.Sorted(maps.Keys(w.tree.files)) {
-		r, f := w.tree.files[path], w.store.files[path]
+		r, f := w.tree.files[path], w.files[path]
 		if f != nil && f.err == nil && r.err == nil && sameVersion(f.info, r.info) {
 			delete(w.changed, path)
 			continue
@@ -198,7 +198,7 @@ func (w *watch) differences(now time.Time) (readings []*reading, gone []string, 
 		}
 	}
 	maps.DeleteFunc(w.changed, func(path string, _ time.Time) bool { // What was noted of files that are not there.
-		return w.tree.files[path] == nil && w.store.files[path] == nil
+		return w.tree.files[path] == nil && w.files[path] == nil
 	})
 	return readings, gone, missing, waits
 }
@@ -206,16 +206,16 @@ func (w *watch) differences(now time.Time) (readings []*reading, gone []string, 
 // report reports what is wrong with places and what keeps files from being in force as they are. It returns whether that is nothing, and
 // no file is in force without some of its objects.
 func (w *watch) report(missing map[string]error, effect string) (whole bool) {
-	faults := w.store.findings.setPlaces(missing, effect)
+	faults := w.findings.setPlaces(missing, effect)
 	whole = true
-	for _, f := range w.store.files {
+	for _, f := range w.files {
 		whole = whole && !f.without
 		if f.fault != "" {
 			faults = append(faults, f.fault)
 		}
 	}
 	slices.Sort(faults)
-	w.store.findings.flush()
+	w.findings.flush()
 	w.faults.Store(&faults)
 	return whole && len(faults) == 0
 }
