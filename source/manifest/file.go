@@ -193,9 +193,10 @@ func decodeAll(readings []*reading, files map[string]*file) {
 		for _, doc := range document.Split(r.path, r.data, isList) {
 			d := &decoded{Document: doc}
 			r.docs = append(r.docs, d)
-			if was := known[contentOf(doc)]; was != nil {
+			key := contentOf(doc)
+			if was := known[key]; was != nil {
 				d.objects = was.objects
-				delete(known, contentOf(doc)) // The same text twice in a file makes two objects, though only one counts.
+				delete(known, key) // The same text twice in a file makes two objects, though only one counts.
 			} else {
 				todo = append(todo, d)
 			}

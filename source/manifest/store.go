@@ -90,22 +90,29 @@ func (s *store) update(readings []*reading, gone []string) source.Batch {
 	return batch
 }
 
-// replaceFiles replaces the definitions in files, and returns the objects that they have or had.
+// replaceFiles replaces the definitions in files, and returns those objects that may have changed.
 func (s *store) replaceFiles(readings []*reading, gone []string) map[controlplane.ID]bool {
 	s.mu.Lock()
 	defer s.mu.Unlock()
 	touched := map[controlplane.ID]bool{}
-	each := func(f *file, change func(list []*object, o *object) []*object) {
-		for _, o := range f.objects {
-			if o.obj != nil {
-				touched[o.id] = true
-				s.definitions[o.id] = change(s.definitions[o.id], o)
-			}
+	replace := func(before, after []*object) {
+		gone := map[*object]bool{}
+		for _, o := range before {
+			gone[o] = true
 		}
-	}
-	add := func(list []*object, o *object) []*object { return append(list, o) }
-	remove := func(list []*object, o *object) []*object {
-		return slices.DeleteFunc(list, func(other *object) bool { return other == o })
+		for _, o := range after {
+			if o.obj != nil && !gone[o] {
+				s.definitions[o.id] = append(s.definitions[o.id], o)
+				touched[o.id] = true
+			} else if len(s.definitions[o.id]) > 1 { // Their order may be another.
+				touched[o.id] = true
+			}
+			delete(gone, o)
+		}
+		for o := range gone {
+			s.definitions[o.id] = slices.DeleteFunc(s.definitions[o.id], func(other *object) bool { return other == o })
+			touched[o.id] = true
+		}
 	}
 	for _, r := range readings {
 		f := s.files[r.path]
@@ -113,13 +120,13 @@ func (s *store) replaceFiles(readings []*reading, gone []string) map[controlplan
 			f = &file{path: r.path}
 			s.files[r.path] = f
 		}
-		each(f, remove)
+		before := f.objects
 		s.findings.set("file "+r.path, s.withoutOthers(f.put(r)))
-		each(f, add)
+		replace(before, f.objects)
 	}
 	for _, path := range gone {
 		if f := s.files[path]; f != nil {
-			each(f, remove)
+			replace(f.objects, nil)
 			s.findings.set("file "+path, nil)
 			delete(s.files, path)
 		}
