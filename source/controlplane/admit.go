@@ -1,6 +1,7 @@
 package controlplane
 
 import (
+	"cmp"
 	"fmt"
 	"maps"
 	"net/netip"
@@ -29,22 +30,22 @@ func Admit(obj any) (findings []source.Finding, refused bool) {
 	c := &checker{}
 	switch obj := obj.(type) {
 	case *v1.Service:
+		c.meta(&obj.ObjectMeta, v1.NamespaceDefault, validation.IsDNS1035Label)
 		setServiceDefaults(obj)
 		c.service(obj)
 	case *discovery.EndpointSlice:
-		setSliceDefaults(obj)
+		c.meta(&obj.ObjectMeta, v1.NamespaceDefault, validation.IsDNS1123Subdomain)
 		c.slice(obj)
 	case *legacyEndpoints:
-		setEndpointsDefaults(obj)
+		c.meta(&obj.ObjectMeta, v1.NamespaceDefault, validation.IsDNS1123Subdomain)
 		c.endpoints(obj)
 	case *v1.Pod:
-		setPodDefaults(obj)
+		c.meta(&obj.ObjectMeta, v1.NamespaceDefault, validation.IsDNS1123Subdomain)
 		c.pod(obj)
 	case *v1.Node:
-		obj.Namespace = ""
-		c.meta(&obj.ObjectMeta, validation.IsDNS1123Subdomain)
+		c.meta(&obj.ObjectMeta, "", validation.IsDNS1123Subdomain)
 	case *networking.ServiceCIDR:
-		obj.Namespace = ""
+		c.meta(&obj.ObjectMeta, "", validation.IsDNS1123Subdomain)
 		c.serviceCIDR(obj)
 	default:
 		panic(fmt.Sprintf("%T is not used by a Cluster", obj))
@@ -54,6 +55,7 @@ func Admit(obj any) (findings []source.Finding, refused bool) {
 
 // checker collects the findings of one object.
 type checker struct {
+	effect   string // of a fault because of which the object can't be used
 	findings []source.Finding
 	refused  bool
 }
@@ -61,19 +63,28 @@ type checker struct {
 // reject reports a fault because of which the object can't be used.
 func (c *checker) reject(field, format string, args ...any) {
 	c.refused = true
-	c.problem(field, "", format, args...)
+	c.problem(field, c.effect, format, args...)
+}
+
+// require refuses the object unless a rule holds.
+func (c *checker) require(holds bool, field, format string, args ...any) {
+	if !holds {
+		c.reject(field, format, args...)
+	}
 }
 
 // problem reports a fault that leaves the object in use.
-func (c *checker) problem(field, effect, format string, args ...any) {
+func (c *checker) problem(field, effect, format string, args ...any) *source.Finding {
 	c.findings = append(c.findings,
 		source.Finding{Severity: source.Problem, Field: field, Detail: fmt.Sprintf(format, args...), Effect: effect})
+	return &c.findings[len(c.findings)-1]
 }
 
 // note reports a limit that is there by design.
-func (c *checker) note(field, effect, format string, args ...any) {
-	c.findings = append(c.findings,
-		source.Finding{Severity: source.Note, Field: field, Detail: fmt.Sprintf(format, args...), Effect: effect})
+func (c *checker) note(field, effect, format string, args ...any) *source.Finding {
+	f := c.problem(field, effect, format, args...)
+	f.Severity = source.Note
+	return f
 }
 
 // remarks returns the findings as remarks about an object.
@@ -85,8 +96,9 @@ func (c *checker) remarks(kind string, name types.NamespacedName) []Remark {
 	return out
 }
 
-// meta checks an object's name, namespace, labels and annotations. nameRule validates names of its kind.
-func (c *checker) meta(meta *metav1.ObjectMeta, nameRule func(string) []string) {
+// meta checks an object's name, namespace, labels and annotations. nameRule validates names of its kind; one without a namespace gets
+// that of its kind, which is "" for objects of the cluster.
+func (c *checker) meta(meta *metav1.ObjectMeta, namespace string, nameRule func(string) []string) {
 	switch {
 	case meta.Name == "" && meta.GenerateName != "":
 		c.reject("metadata.name", "required; generateName is not expanded here")
@@ -95,7 +107,10 @@ func (c *checker) meta(meta *metav1.ObjectMeta, nameRule func(string) []string) 
 	default:
 		c.format("metadata.name", meta.Name, nameRule)
 	}
-	if meta.Namespace != "" {
+	if namespace == "" {
+		meta.Namespace = ""
+	} else {
+		meta.Namespace = cmp.Or(meta.Namespace, namespace)
 		c.format("metadata.namespace", meta.Namespace, validation.IsDNS1123Label)
 	}
 	const effect = "an API server would refuse the object; here it is used"
@@ -145,42 +160,39 @@ func optional[T ~string](c *checker, field string, value *T, allowed ...T) {
 	}
 }
 
-func (c *checker) protocol(field string, p v1.Protocol) {
+// protocol refuses an unknown protocol, and returns that of a port, which need not name one.
+func (c *checker) protocol(field string, p v1.Protocol) v1.Protocol {
+	p = cmp.Or(p, v1.ProtocolTCP)
 	oneOf(c, field+".protocol", p, v1.ProtocolTCP, v1.ProtocolUDP, v1.ProtocolSCTP)
+	return p
 }
 
 // portNumber refuses a number that is not a port.
 func (c *checker) portNumber(field string, n int32) {
-	if n < 1 || n > 65535 {
-		c.reject(field, "%d is not within 1-65535", n)
-	}
+	c.require(n >= 1 && n <= 65535, field, "%d is not within 1-65535", n)
 }
 
-// ip refuses text that is not an address.
-func (c *checker) ip(field, text string) (netip.Addr, bool) {
+// ip refuses text that is not an address, or one of a special kind, for which there is a reason.
+func (c *checker) ip(field, text string, special func(netip.Addr) bool, reason string) (netip.Addr, bool) {
 	ip, ok := source.ParseIP(text)
 	if !ok {
 		c.reject(field, "%.60q is not an IP address", text)
+	} else if special(ip) {
+		c.reject(field, "%s is %s, which %s", ip, source.SpecialAddress(ip), reason)
 	}
 	return ip, ok
 }
 
 // endpointIP refuses an address that can't be reached or that would lead back to the node itself.
 func (c *checker) endpointIP(field, text string) (netip.Addr, bool) {
-	ip, ok := c.ip(field, text)
-	if what := source.SpecialAddress(ip); ok && what != "" {
-		c.reject(field, "%s is %s, which neither an endpoint nor an external IP may be", ip, what)
-	}
-	return ip, ok
+	special := func(ip netip.Addr) bool { return source.SpecialAddress(ip) != "" }
+	return c.ip(field, text, special, "neither an endpoint nor an external IP may be")
 }
 
 // virtualIP refuses an address that is none of a Service. A link-local one may be.
 func (c *checker) virtualIP(field, text string) (netip.Addr, bool) {
-	ip, ok := c.ip(field, text)
-	if what := source.SpecialAddress(ip); ok && what != "" && !ip.IsLinkLocalUnicast() {
-		c.reject(field, "%s is %s, which a Service can't have", ip, what)
-	}
-	return ip, ok
+	special := func(ip netip.Addr) bool { return source.SpecialAddress(ip) != "" && !ip.IsLinkLocalUnicast() }
+	return c.ip(field, text, special, "a Service can't have")
 }
 
 // first refuses a second field with a value.
@@ -194,7 +206,6 @@ func first[K comparable](c *checker, seen map[K]string, key K, field, format str
 }
 
 func (c *checker) service(svc *v1.Service) {
-	c.meta(&svc.ObjectMeta, validation.IsDNS1035Label)
 	spec := &svc.Spec
 	oneOf(c, "spec.type", spec.Type, v1.ServiceTypeClusterIP, v1.ServiceTypeNodePort, v1.ServiceTypeLoadBalancer,
 		v1.ServiceTypeExternalName)
@@ -205,35 +216,30 @@ func (c *checker) service(svc *v1.Service) {
 	oneOf(c, "spec.sessionAffinity", spec.SessionAffinity, v1.ServiceAffinityNone, v1.ServiceAffinityClientIP)
 	if spec.SessionAffinity == v1.ServiceAffinityClientIP {
 		const day = 86400
-		if t := *spec.SessionAffinityConfig.ClientIP.TimeoutSeconds; t < 1 || t > day {
-			c.reject("spec.sessionAffinityConfig.clientIP.timeoutSeconds", "%d is not within 1-%d", t, day)
-		}
+		t := *spec.SessionAffinityConfig.ClientIP.TimeoutSeconds
+		c.require(t >= 1 && t <= day, "spec.sessionAffinityConfig.clientIP.timeoutSeconds", "%d is not within 1-%d", t, day)
 	}
 	if reachableFromOutside(svc) {
 		oneOf(c, "spec.externalTrafficPolicy", spec.ExternalTrafficPolicy, v1.ServiceExternalTrafficPolicyCluster,
 			v1.ServiceExternalTrafficPolicyLocal)
-	} else if spec.ExternalTrafficPolicy != "" {
-		c.reject("spec.externalTrafficPolicy", "may be set only where the Service is reached from outside: spec.type NodePort or "+
-			"LoadBalancer, or external IPs")
+	} else {
+		c.require(spec.ExternalTrafficPolicy == "", "spec.externalTrafficPolicy", "may be set only where the Service is reached "+
+			"from outside: spec.type NodePort or LoadBalancer, or external IPs")
 	}
 	optional(c, "spec.internalTrafficPolicy", spec.InternalTrafficPolicy, v1.ServiceInternalTrafficPolicyCluster,
 		v1.ServiceInternalTrafficPolicyLocal)
 	optional(c, "spec.trafficDistribution", spec.TrafficDistribution, v1.ServiceTrafficDistributionPreferClose,
 		v1.ServiceTrafficDistributionPreferSameZone, v1.ServiceTrafficDistributionPreferSameNode)
-	if spec.HealthCheckNodePort != 0 && !needsHealthCheck(svc) {
-		c.reject("spec.healthCheckNodePort", "may be set only where spec.type is LoadBalancer and "+
-			"spec.externalTrafficPolicy is Local")
-	}
+	c.require(spec.HealthCheckNodePort == 0 || needsHealthCheck(svc), "spec.healthCheckNodePort",
+		"may be set only where spec.type is LoadBalancer and spec.externalTrafficPolicy is Local")
 	for i, ip := range spec.ExternalIPs {
 		c.endpointIP(fmt.Sprintf("spec.externalIPs[%d]", i), ip)
 	}
-	if len(spec.LoadBalancerSourceRanges) > 0 && spec.Type != v1.ServiceTypeLoadBalancer {
-		c.reject("spec.loadBalancerSourceRanges", "may be set only where spec.type is LoadBalancer")
-	}
+	c.require(len(spec.LoadBalancerSourceRanges) == 0 || spec.Type == v1.ServiceTypeLoadBalancer,
+		"spec.loadBalancerSourceRanges", "may be set only where spec.type is LoadBalancer")
 	for i, text := range spec.LoadBalancerSourceRanges {
-		if _, _, err := utilnet.ParseCIDRSloppy(strings.TrimSpace(text)); err != nil {
-			c.reject(fmt.Sprintf("spec.loadBalancerSourceRanges[%d]", i), "%.60q is not a CIDR", text)
-		}
+		_, _, err := utilnet.ParseCIDRSloppy(strings.TrimSpace(text))
+		c.require(err == nil, fmt.Sprintf("spec.loadBalancerSourceRanges[%d]", i), "%.60q is not a CIDR", text)
 	}
 	for i, in := range svc.Status.LoadBalancer.Ingress {
 		field := fmt.Sprintf("status.loadBalancer.ingress[%d]", i)
@@ -248,17 +254,15 @@ func headless(svc *v1.Service) bool { return svc.Spec.ClusterIP == v1.ClusterIPN
 
 func (c *checker) servicePorts(svc *v1.Service) {
 	ports := svc.Spec.Ports
-	if len(ports) == 0 && !headless(svc) && svc.Spec.Type != v1.ServiceTypeExternalName {
-		c.reject("spec.ports", "required: a Service of this type needs at least one port")
-	}
+	c.require(len(ports) > 0 || !allocatable(svc), "spec.ports", "required: a Service of this type needs at least one port")
 	names, numbers, nodePorts := map[string]string{}, map[portClaim]string{}, map[portClaim]string{}
 	for i := range ports {
 		p, field := &ports[i], fmt.Sprintf("spec.ports[%d]", i)
 		if p.Name != "" {
 			c.format(field+".name", p.Name, validation.IsDNS1123Label)
 			first(c, names, p.Name, field+".name", "%.63q is the name", p.Name)
-		} else if len(ports) > 1 {
-			c.reject(field+".name", "required where there are several ports")
+		} else {
+			c.require(len(ports) == 1, field+".name", "required where there are several ports")
 		}
 		c.portNumber(field+".port", p.Port)
 		c.protocol(field, p.Protocol)
@@ -272,35 +276,24 @@ func (c *checker) servicePorts(svc *v1.Service) {
 			continue
 		}
 		first(c, nodePorts, portClaim{p.Protocol, p.NodePort}, field+".nodePort", "%d/%.10s is the node port", p.NodePort, p.Protocol)
-		if svc.Spec.Type == v1.ServiceTypeClusterIP {
-			c.reject(field+".nodePort", "may not be set where spec.type is ClusterIP")
-		}
+		c.require(svc.Spec.Type != v1.ServiceTypeClusterIP, field+".nodePort", "may not be set where spec.type is ClusterIP")
 	}
 }
 
 func (c *checker) clusterIPs(svc *v1.Service) {
 	spec := &svc.Spec
-	if len(spec.ClusterIPs) > 0 && spec.ClusterIPs[0] != spec.ClusterIP {
-		c.reject("spec.clusterIPs", "the first value must be that of spec.clusterIP, %.60q", spec.ClusterIP)
-	}
+	c.require(len(spec.ClusterIPs) == 0 || spec.ClusterIPs[0] == spec.ClusterIP,
+		"spec.clusterIPs", "the first value must be that of spec.clusterIP, %.60q", spec.ClusterIP)
 	optional(c, "spec.ipFamilyPolicy", spec.IPFamilyPolicy, v1.IPFamilyPolicySingleStack, v1.IPFamilyPolicyPreferDualStack,
 		v1.IPFamilyPolicyRequireDualStack)
-	families := map[v1.IPFamily]string{}
 	for i, f := range spec.IPFamilies {
 		field := fmt.Sprintf("spec.ipFamilies[%d]", i)
 		oneOf(c, field, f, v1.IPv4Protocol, v1.IPv6Protocol)
-		if families[f] != "" {
-			c.reject(field, "%s is given twice", f)
-		}
-		families[f] = field
+		c.require(!slices.Contains(spec.IPFamilies[:i], f), field, "%s is given twice", f)
 	}
 	if headless(svc) {
-		if len(spec.ClusterIPs) > 1 {
-			c.reject("spec.clusterIPs", "None must be the only value")
-		}
-		if spec.Type != v1.ServiceTypeClusterIP {
-			c.reject("spec.clusterIP", "may not be None where spec.type is %s", spec.Type)
-		}
+		c.require(len(spec.ClusterIPs) == 1, "spec.clusterIPs", "None must be the only value")
+		c.require(spec.Type == v1.ServiceTypeClusterIP, "spec.clusterIP", "may not be None where spec.type is %s", spec.Type)
 		return
 	}
 	used := map[v1.IPFamily]bool{}
@@ -314,10 +307,8 @@ func (c *checker) clusterIPs(svc *v1.Service) {
 		}
 		used[familyOf(ip)] = ok
 	}
-	if single := spec.IPFamilyPolicy == nil || *spec.IPFamilyPolicy == v1.IPFamilyPolicySingleStack; single &&
-		(len(spec.ClusterIPs) == 2 || len(spec.IPFamilies) == 2) {
-		c.reject("spec.ipFamilyPolicy", "must be PreferDualStack or RequireDualStack where two families are asked for")
-	}
+	c.require(*spec.IPFamilyPolicy != v1.IPFamilyPolicySingleStack || len(spec.ClusterIPs) != 2 && len(spec.IPFamilies) != 2,
+		"spec.ipFamilyPolicy", "must be PreferDualStack or RequireDualStack where two families are asked for")
 }
 
 // clusterIPField returns the field that names the i-th cluster IP.
@@ -329,15 +320,15 @@ func clusterIPField(i int) string {
 }
 
 func (c *checker) slice(es *discovery.EndpointSlice) {
-	c.meta(&es.ObjectMeta, validation.IsDNS1123Subdomain)
 	if es.AddressType == "" {
 		c.reject("addressType", "required: IPv4, IPv6 or FQDN")
 		return
 	}
 	oneOf(c, "addressType", es.AddressType, discovery.AddressTypeIPv4, discovery.AddressTypeIPv6, discovery.AddressTypeFQDN)
 	names := map[string]string{}
-	for i, p := range es.Ports {
-		field := fmt.Sprintf("ports[%d]", i)
+	for i := range es.Ports {
+		p, field := &es.Ports[i], fmt.Sprintf("ports[%d]", i)
+		p.Name, p.Protocol = cmp.Or(p.Name, new("")), cmp.Or(p.Protocol, new(v1.ProtocolTCP))
 		first(c, names, *p.Name, field+".name", "%.63q is the name", *p.Name)
 		c.protocol(field, *p.Protocol)
 		if p.Port != nil {
@@ -350,20 +341,16 @@ func (c *checker) slice(es *discovery.EndpointSlice) {
 	}
 	for i, e := range es.Endpoints {
 		field := fmt.Sprintf("endpoints[%d].addresses", i)
-		if len(e.Addresses) == 0 {
-			c.reject(field, "0 addresses; an endpoint has at least one")
-		}
+		c.require(len(e.Addresses) > 0, field, "0 addresses; an endpoint has at least one")
 		for j, text := range e.Addresses {
 			at := fmt.Sprintf("%s[%d]", field, j)
-			if ip, ok := c.endpointIP(at, text); ok && string(familyOf(ip)) != string(es.AddressType) {
-				c.reject(at, "%s is not an %s address, which addressType asks for", ip, es.AddressType)
-			}
+			ip, ok := c.endpointIP(at, text)
+			c.require(!ok || string(familyOf(ip)) == string(es.AddressType), at, "%s is not an %s address, which addressType asks for", ip, es.AddressType)
 		}
 	}
 }
 
 func (c *checker) endpoints(ep *legacyEndpoints) {
-	c.meta(&ep.ObjectMeta, validation.IsDNS1123Subdomain)
 	for i := range ep.Subsets {
 		s, field := &ep.Subsets[i], fmt.Sprintf("subsets[%d]", i)
 		for j, a := range s.Addresses {
@@ -372,19 +359,19 @@ func (c *checker) endpoints(ep *legacyEndpoints) {
 		for j, a := range s.NotReadyAddresses {
 			c.endpointIP(fmt.Sprintf("%s.notReadyAddresses[%d].ip", field, j), a.IP)
 		}
-		for j, p := range s.Ports {
-			at := fmt.Sprintf("%s.ports[%d]", field, j)
-			if p.Name == "" && len(s.Ports) > 1 {
-				c.reject(at+".name", "required where there are several ports")
-			}
+		for j := range s.Ports {
+			p, at := &s.Ports[j], fmt.Sprintf("%s.ports[%d]", field, j)
+			c.require(p.Name != "" || len(s.Ports) == 1, at+".name", "required where there are several ports")
 			c.portNumber(at+".port", p.Port)
-			c.protocol(at, p.Protocol)
+			p.Protocol = c.protocol(at, p.Protocol)
 		}
 	}
 }
 
 func (c *checker) pod(pod *v1.Pod) {
-	c.meta(&pod.ObjectMeta, validation.IsDNS1123Subdomain)
+	if ip := pod.Status.PodIP; ip != "" && !slices.Contains(pod.Status.PodIPs, v1.PodIP{IP: ip}) {
+		pod.Status.PodIPs = append([]v1.PodIP{{IP: ip}}, pod.Status.PodIPs...)
+	}
 	for i, ip := range pod.Status.PodIPs {
 		field := fmt.Sprintf("status.podIPs[%d].ip", i)
 		if i == 0 && ip.IP == pod.Status.PodIP {
@@ -395,10 +382,10 @@ func (c *checker) pod(pod *v1.Pod) {
 	for k, containers := range [][]v1.Container{pod.Spec.Containers, pod.Spec.InitContainers} {
 		field := []string{"spec.containers", "spec.initContainers"}[k]
 		for i := range containers {
-			for j, p := range containers[i].Ports {
-				at := fmt.Sprintf("%s[%d].ports[%d]", field, i, j)
+			for j := range containers[i].Ports {
+				p, at := &containers[i].Ports[j], fmt.Sprintf("%s[%d].ports[%d]", field, i, j)
 				c.portNumber(at+".containerPort", p.ContainerPort)
-				c.protocol(at, p.Protocol)
+				p.Protocol = c.protocol(at, p.Protocol)
 			}
 		}
 	}
@@ -419,10 +406,8 @@ func podFinished(pod *v1.Pod) bool {
 }
 
 func (c *checker) serviceCIDR(s *networking.ServiceCIDR) {
-	c.meta(&s.ObjectMeta, validation.IsDNS1123Subdomain)
-	if n := len(s.Spec.CIDRs); n < 1 || n > 2 {
-		c.reject("spec.cidrs", "%d ranges; a ServiceCIDR has one, or one of each family", n)
-	}
+	n := len(s.Spec.CIDRs)
+	c.require(n == 1 || n == 2, "spec.cidrs", "%d ranges; a ServiceCIDR has one, or one of each family", n)
 	seen := map[v1.IPFamily]bool{}
 	for i, text := range s.Spec.CIDRs {
 		field := fmt.Sprintf("spec.cidrs[%d]", i)

@@ -38,28 +38,15 @@ type portClaim struct {
 
 // allocation is what a Service gets.
 type allocation struct {
+	checker
 	families  []v1.IPFamily
 	ips       []string // as many as families
 	nodePorts []int32  // as many as ports; 0 where none, taken where another Service has what it names
 	health    int32
-	findings  []source.Finding
-	refused   bool
 }
 
 // taken stands for a node port that another Service has.
 const taken = -1
-
-func (a *allocation) equal(b *allocation) bool {
-	return b != nil && a.refused == b.refused && a.health == b.health && slices.Equal(a.families, b.families) &&
-		slices.Equal(a.ips, b.ips) && slices.Equal(a.nodePorts, b.nodePorts) && slices.Equal(a.findings, b.findings)
-}
-
-func (a *allocation) reject(field, format string, args ...any) {
-	a.refused = true
-	a.findings = append(a.findings, source.Finding{
-		Severity: source.Problem, Field: field, Detail: fmt.Sprintf(format, args...), Effect: "the Service is not proxied",
-	})
-}
 
 func familyOf(ip netip.Addr) v1.IPFamily {
 	if ip.Is4() {
@@ -80,31 +67,30 @@ func wantsNodePorts(svc *v1.Service) bool {
 }
 
 // allocate returns what each of the Services gets.
-func allocate(r *Ranges, services map[types.NamespacedName]*v1.Service) map[types.NamespacedName]*allocation {
+func allocate(r *Ranges, services map[types.NamespacedName]*v1.Service) *allocator {
 	a := &allocator{
-		cidrs: map[v1.IPFamily]netip.Prefix{}, ports: r.NodePorts,
+		cidrs: map[v1.IPFamily]netip.Prefix{}, first: familyOf(r.ServiceCIDRs[0].Addr()), ports: r.NodePorts,
 		ips: map[netip.Addr]types.NamespacedName{}, nodePorts: map[portClaim]types.NamespacedName{},
 		out: make(map[types.NamespacedName]*allocation, len(services)),
 	}
-	for i, cidr := range r.ServiceCIDRs {
-		if i == 0 {
-			a.first = familyOf(cidr.Addr())
-		}
+	for _, cidr := range r.ServiceCIDRs {
 		a.cidrs[familyOf(cidr.Addr())] = cidr.Masked()
 	}
 	names := slices.SortedFunc(maps.Keys(services), compareNames)
-	names = slices.DeleteFunc(names, func(n types.NamespacedName) bool { return !allocatable(services[n]) })
-	for _, n := range names {
+	names = slices.DeleteFunc(names, func(n types.NamespacedName) bool {
 		svc := services[n]
-		got := &allocation{nodePorts: make([]int32, len(svc.Spec.Ports))}
+		if !allocatable(svc) {
+			return true
+		}
+		got := &allocation{checker: checker{effect: "the Service is not proxied"}, nodePorts: make([]int32, len(svc.Spec.Ports))}
 		a.out[n] = got
 		a.families(svc, got)
-		a.claimExplicit(n, svc, got)
-	}
-	names = slices.DeleteFunc(names, func(n types.NamespacedName) bool { return a.out[n].refused })
+		a.claim(n, svc, got)
+		return got.refused
+	})
 	a.clusterIPs(names)
 	a.allocatePorts(names, services)
-	return a.out
+	return a
 }
 
 func compareNames(a, b types.NamespacedName) int {
@@ -114,10 +100,6 @@ func compareNames(a, b types.NamespacedName) int {
 // families chooses the families of a Service (KEP-563).
 func (a *allocator) families(svc *v1.Service, got *allocation) {
 	spec := &svc.Spec
-	policy := v1.IPFamilyPolicySingleStack
-	if spec.IPFamilyPolicy != nil {
-		policy = *spec.IPFamilyPolicy
-	}
 	got.families = slices.Clone(spec.IPFamilies)
 	for i, text := range spec.ClusterIPs {
 		if ip, ok := source.ParseIP(text); ok && i >= len(got.families) {
@@ -127,14 +109,14 @@ func (a *allocator) families(svc *v1.Service, got *allocation) {
 	if len(got.families) == 0 {
 		got.families = []v1.IPFamily{a.first}
 	}
-	if policy != v1.IPFamilyPolicySingleStack && len(got.families) == 1 {
+	if *spec.IPFamilyPolicy != v1.IPFamilyPolicySingleStack && len(got.families) == 1 {
 		other := v1.IPv6Protocol
 		if got.families[0] == other {
 			other = v1.IPv4Protocol
 		}
 		if _, ok := a.cidrs[other]; ok {
 			got.families = append(got.families, other)
-		} else if policy == v1.IPFamilyPolicyRequireDualStack {
+		} else if *spec.IPFamilyPolicy == v1.IPFamilyPolicyRequireDualStack {
 			got.reject("spec.ipFamilyPolicy", "RequireDualStack, but there is no service CIDR for %s", other)
 		}
 	}
@@ -145,47 +127,40 @@ func (a *allocator) families(svc *v1.Service, got *allocation) {
 	}
 }
 
-// claimExplicit claims the addresses and ports that a Service names, or none of them if another Service has one.
-func (a *allocator) claimExplicit(n types.NamespacedName, svc *v1.Service, got *allocation) {
+// claim claims the addresses and ports that a Service names, or none of them if another Service has one of the addresses.
+func (a *allocator) claim(n types.NamespacedName, svc *v1.Service, got *allocation) {
 	got.ips = make([]string, len(got.families))
-	var ips []netip.Addr
+	ips := map[netip.Addr]types.NamespacedName{}
 	for i, text := range svc.Spec.ClusterIPs {
 		ip, _ := source.ParseIP(text)
 		field := clusterIPField(i)
-		note := func(detail, effect string) {
-			got.findings = append(got.findings, source.Finding{Field: field, Detail: detail, Effect: effect})
-		}
 		if owner, taken := a.ips[ip]; taken {
 			got.reject(field, "%s is the cluster IP of Service %s, which comes first by name", ip, owner)
 		}
 		if cidr, ok := a.cidrs[familyOf(ip)]; !ok {
-			note("there is no service CIDR for "+string(familyOf(ip)), ip.String()+" is used as given")
+			got.note(field, ip.String()+" is used as given", "there is no service CIDR for %s", familyOf(ip))
 		} else if !cidr.Contains(ip) {
-			note(fmt.Sprintf("%s is outside the service CIDR %s", ip, cidr), "it is used as given")
+			got.note(field, "it is used as given", "%s is outside the service CIDR %s", ip, cidr)
 		}
-		got.ips[i] = text
-		ips = append(ips, ip)
+		got.ips[i], ips[ip] = text, n
 	}
 	claims := a.explicitPorts(svc, got)
 	if got.refused {
 		return
 	}
-	for i := range svc.Spec.Ports {
+	for i, p := range svc.Spec.Ports {
 		if got.nodePorts[i] == taken {
-			a.yieldPort(n, fmt.Sprintf("spec.ports[%d].nodePort", i), portClaim{svc.Spec.Ports[i].Protocol, svc.Spec.Ports[i].NodePort})
+			a.yieldPort(n, fmt.Sprintf("spec.ports[%d].nodePort", i), portClaim{p.Protocol, p.NodePort})
 		}
 	}
-	for _, ip := range ips {
-		a.ips[ip] = n
-	}
+	maps.Copy(a.ips, ips)
 	for _, c := range claims {
 		a.nodePorts[c] = n
 	}
 }
 
 // explicitPorts returns the node ports that a Service names.
-func (a *allocator) explicitPorts(svc *v1.Service, got *allocation) []portClaim {
-	var claims []portClaim
+func (a *allocator) explicitPorts(svc *v1.Service, got *allocation) (claims []portClaim) {
 	claim := func(field string, c portClaim) {
 		if c.port < int32(a.ports.First) || c.port > int32(a.ports.Last) {
 			got.reject(field, "%d is not within the range of node ports, %d-%d", c.port, a.ports.First, a.ports.Last)
@@ -195,37 +170,31 @@ func (a *allocator) explicitPorts(svc *v1.Service, got *allocation) []portClaim 
 		claims = append(claims, c)
 	}
 	for i, p := range svc.Spec.Ports {
-		if p.NodePort == 0 || !reachableFromOutside(svc) {
-			continue
-		}
 		c := portClaim{p.Protocol, p.NodePort}
 		if _, has := a.nodePorts[c]; has {
 			got.nodePorts[i] = taken
-			continue
+		} else if c.port != 0 {
+			claim(fmt.Sprintf("spec.ports[%d].nodePort", i), c)
+			got.nodePorts[i] = c.port
 		}
-		claim(fmt.Sprintf("spec.ports[%d].nodePort", i), c)
-		got.nodePorts[i] = p.NodePort
 	}
-	if h := svc.Spec.HealthCheckNodePort; h != 0 {
-		c := portClaim{v1.ProtocolTCP, h}
+	if got.health = svc.Spec.HealthCheckNodePort; got.health != 0 {
+		c := portClaim{v1.ProtocolTCP, got.health}
 		if owner, has := a.nodePorts[c]; has {
-			got.reject("spec.healthCheckNodePort", "%d/TCP is a node port of Service %s, which comes first by name", h, owner)
+			got.reject("spec.healthCheckNodePort", "%d/TCP is a node port of Service %s, which comes first by name", c.port, owner)
 		}
 		claim("spec.healthCheckNodePort", c)
-		got.health = h
 	}
 	return claims
 }
 
 // yieldPort says that a Service does not get a node port that it names, both of it and of the one that has it.
 func (a *allocator) yieldPort(n types.NamespacedName, field string, c portClaim) {
-	owner := a.nodePorts[c]
-	say := func(of types.NamespacedName, severity source.Severity, field, detail, effect string) {
-		a.out[of].findings = append(a.out[of].findings, source.Finding{Kind: source.Claimed, Severity: severity, Field: field, Detail: detail, Effect: effect})
-	}
-	port := fmt.Sprintf("%d/%s", c.port, c.protocol)
-	say(n, source.Problem, field, fmt.Sprintf("%s is a node port of Service %s, which comes first by name", port, owner), "this node port is not proxied")
-	say(owner, source.Note, "spec.ports", fmt.Sprintf("Service %s names %s, too", n, port), "it does not get this node port, as it comes later by name")
+	owner, port := a.nodePorts[c], fmt.Sprintf("%d/%s", c.port, c.protocol)
+	a.out[n].problem(field, "this node port is not proxied", "%s is a node port of Service %s, which comes first by name", port, owner).
+		Kind = source.Claimed
+	a.out[owner].note("spec.ports", "it does not get this node port, as it comes later by name", "Service %s names %s, too", n, port).
+		Kind = source.Claimed
 }
 
 // clusterIPs allocates the addresses that no Service names.
@@ -236,85 +205,73 @@ func (a *allocator) clusterIPs(names []types.NamespacedName) {
 			continue
 		}
 		var bids []bid
-		owners := map[string]*allocation{}
 		for _, n := range names {
 			got := a.out[n]
 			i := slices.Index(got.families, family)
 			if i < 0 || got.ips[i] != "" {
 				continue
 			}
-			key := fmt.Sprintf("%s %s", n, family)
-			owners[key] = got
 			bids = append(bids, bid{
-				key:  key,
-				free: func(slot uint64) bool { _, taken := a.ips[address(cidr, slot)]; return !taken },
+				key: fmt.Sprintf("%s %s", n, family),
 				take: func(slot uint64) {
 					ip := address(cidr, slot)
 					a.ips[ip], got.ips[i] = n, ip.String()
 				},
+				fail: func() { got.reject("spec.clusterIP", "no address is left in the service CIDR %s", cidr) },
 			})
 		}
-		for _, b := range addressPool(cidr).allocate(bids) {
-			owners[b.key].reject("spec.clusterIP", "no address is left in the service CIDR %s", cidr)
-		}
+		addressPool(cidr).allocate(bids, func(slot uint64) bool { _, taken := a.ips[address(cidr, slot)]; return !taken })
 	}
 }
 
-// allocatePorts allocates the node ports that no Service names. Ports of a Service with the same number and different protocols
-// have the same node port.
-func (a *allocator) allocatePorts(names []types.NamespacedName, services map[types.NamespacedName]*v1.Service) {
-	var bids []bid
-	owners := map[string]types.NamespacedName{}
-	enter := func(n types.NamespacedName, what string, protocols []v1.Protocol, set func(int32)) {
-		key := fmt.Sprintf("%s %s", n, what)
-		owners[key] = n
-		at := func(slot uint64) int32 { return int32(uint64(a.ports.First) + slot) }
-		bids = append(bids, bid{
-			key: key,
-			free: func(slot uint64) bool {
-				// A number is free if no protocol has it, so that one Service answers at it.
-				for _, protocol := range []v1.Protocol{v1.ProtocolTCP, v1.ProtocolUDP, v1.ProtocolSCTP} {
-					if _, taken := a.nodePorts[portClaim{protocol, at(slot)}]; taken {
-						return false
-					}
-				}
-				return true
-			},
-			take: func(slot uint64) {
-				for _, protocol := range protocols {
-					a.nodePorts[portClaim{protocol, at(slot)}] = n
-				}
-				set(at(slot))
-			},
-		})
+// portOwners returns the Services that have a node port, for any protocol.
+func (a *allocator) portOwners(port int32) (out []types.NamespacedName) {
+	for _, protocol := range []v1.Protocol{v1.ProtocolTCP, v1.ProtocolUDP, v1.ProtocolSCTP} {
+		if owner, has := a.nodePorts[portClaim{protocol, port}]; has {
+			out = append(out, owner)
+		}
 	}
+	return out
+}
+
+// allocatePorts allocates the node ports that no Service names.
+func (a *allocator) allocatePorts(names []types.NamespacedName, services map[types.NamespacedName]*v1.Service) {
+	number := func(slot uint64) int32 { return int32(uint64(a.ports.First) + slot) }
+	var bids []bid
 	for _, n := range names {
 		svc, got := services[n], a.out[n]
 		if got.refused {
 			continue
 		}
+		enter := func(what string, take func(port int32)) {
+			bids = append(bids, bid{
+				key:  fmt.Sprintf("%s %s", n, what),
+				take: func(slot uint64) { take(number(slot)) },
+				fail: func() {
+					got.reject("spec.ports", "no node port is left in the range %d-%d", a.ports.First, a.ports.Last)
+				},
+			})
+		}
 		if wantsNodePorts(svc) {
 			a.portBids(n, svc, got, enter)
 		}
 		if needsHealthCheck(svc) && got.health == 0 {
-			enter(n, "health check", []v1.Protocol{v1.ProtocolTCP}, func(port int32) { got.health = port })
+			enter("health check", func(port int32) { a.nodePorts[portClaim{v1.ProtocolTCP, port}], got.health = n, port })
 		}
 	}
-	for _, b := range portPool(a.ports).allocate(bids) {
-		a.out[owners[b.key]].reject("spec.ports", "no node port is left in the range %d-%d", a.ports.First, a.ports.Last)
-	}
+	// A number is free if no protocol has it, so that one Service answers at it.
+	portPool(a.ports).allocate(bids, func(slot uint64) bool { return len(a.portOwners(number(slot))) == 0 })
 }
 
-// portBids adds a bid for each group of ports of a Service that share a node port.
-func (a *allocator) portBids(n types.NamespacedName, svc *v1.Service, got *allocation,
-	enter func(types.NamespacedName, string, []v1.Protocol, func(int32))) {
+// portBids enters a bid for each number among the ports of a Service that lack a node port. Ports with the same number and different
+// protocols have the same node port.
+func (a *allocator) portBids(n types.NamespacedName, svc *v1.Service, got *allocation, enter func(string, func(int32))) {
 	ports := svc.Spec.Ports
 	named := map[int32]int32{} // by port, the node port that one of its protocols names
 	for i, p := range ports {
 		named[p.Port] = cmp.Or(named[p.Port], max(0, got.nodePorts[i]))
 	}
 	groups := map[int32][]int{}
-	var order []int32
 	for i, p := range ports {
 		if got.nodePorts[i] != 0 {
 			continue
@@ -322,24 +279,44 @@ func (a *allocator) portBids(n types.NamespacedName, svc *v1.Service, got *alloc
 		c := portClaim{p.Protocol, named[p.Port]}
 		if _, taken := a.nodePorts[c]; c.port != 0 && !taken {
 			a.nodePorts[c], got.nodePorts[i] = n, c.port
+		} else {
+			groups[p.Port] = append(groups[p.Port], i)
+		}
+	}
+	for i, p := range ports {
+		group := groups[p.Port]
+		if len(group) == 0 || group[0] != i {
 			continue
 		}
-		if groups[p.Port] == nil {
-			order = append(order, p.Port)
-		}
-		groups[p.Port] = append(groups[p.Port], i)
-	}
-	for _, number := range order {
-		group := groups[number]
-		var protocols []v1.Protocol
-		for _, i := range group {
-			protocols = append(protocols, ports[i].Protocol)
-		}
-		enter(n, "port "+ports[group[0]].Name, protocols, func(port int32) {
+		enter("port "+p.Name, func(port int32) {
 			for _, i := range group {
-				got.nodePorts[i] = port
+				a.nodePorts[portClaim{ports[i].Protocol, port}], got.nodePorts[i] = n, port
 			}
 		})
+	}
+}
+
+// movedFrom reports what other Services have taken of what was allocated to one that does not name it.
+func (a *allocator) movedFrom(svc *v1.Service, was, now *allocation, check *checker) {
+	inUse := func(owners ...types.NamespacedName) bool {
+		return slices.ContainsFunc(owners, func(n types.NamespacedName) bool { return !a.out[n].refused })
+	}
+	moved := func(field string, from, to any) {
+		check.problem(field, fmt.Sprintf("it moves to %v; name it in the manifest to keep it for good", to), "the allocated %v belongs to another Service now", from)
+	}
+	for i := len(svc.Spec.ClusterIPs); i < min(len(was.ips), len(now.ips)); i++ {
+		from := was.ips[i]
+		if owner, taken := a.ips[netip.MustParseAddr(from)]; taken && from != now.ips[i] && inUse(owner) {
+			moved(clusterIPField(i), from, now.ips[i])
+		}
+	}
+	for i, p := range svc.Spec.Ports {
+		if from := was.nodePorts[i]; p.NodePort == 0 && from > 0 && from != now.nodePorts[i] && inUse(a.portOwners(from)...) {
+			moved(fmt.Sprintf("spec.ports[%d].nodePort", i), from, now.nodePorts[i])
+		}
+	}
+	if from := was.health; svc.Spec.HealthCheckNodePort == 0 && from > 0 && from != now.health && inUse(a.portOwners(from)...) {
+		moved("spec.healthCheckNodePort", from, now.health)
 	}
 }
 
@@ -349,9 +326,6 @@ func (got *allocation) apply(svc *v1.Service) *v1.Service {
 	out.Spec.ClusterIPs = slices.Clone(got.ips)
 	out.Spec.ClusterIP = got.ips[0]
 	out.Spec.IPFamilies = got.families
-	if out.Spec.IPFamilyPolicy == nil {
-		out.Spec.IPFamilyPolicy = new(v1.IPFamilyPolicySingleStack)
-	}
 	out.Spec.Ports = slices.Clone(svc.Spec.Ports)
 	for i := range out.Spec.Ports {
 		out.Spec.Ports[i].NodePort = max(0, got.nodePorts[i])

@@ -4,9 +4,11 @@
 package controlplane
 
 import (
+	"cmp"
 	"fmt"
 	"maps"
 	"net/netip"
+	"reflect"
 	"slices"
 
 	v1 "k8s.io/api/core/v1"
@@ -64,19 +66,12 @@ type Report func(topic string, remarks []Remark)
 // Cluster is a set of objects, and what the API server and the controllers would make of them. It is incremental: a change costs
 // work for the Services that it concerns only. What it delivers is a function of the objects alone.
 type Cluster struct {
-	ranges  Ranges
-	report  Report
-	objects map[ID]any
-
-	services  map[types.NamespacedName]*v1.Service
-	endpoints map[types.NamespacedName]*legacyEndpoints
-	given     map[types.NamespacedName]map[string]*discovery.EndpointSlice // by Service and name, as objects
-	made      map[types.NamespacedName]map[string]*discovery.EndpointSlice // by Service and name, by controllers
-	zones     map[string]string                                            // by node
-	selection selection
-	granted   map[types.NamespacedName]*allocation
-	moved     map[types.NamespacedName]*allocation // what Services had that others have now
-	delivered map[types.NamespacedName]*v1.Service
+	ranges     Ranges
+	report     Report
+	objects    map[ID]any
+	namespaces map[string]*namespace
+	granted    *allocator
+	moved      map[types.NamespacedName]*allocation // what Services had that others have now
 
 	// What the last update has changed.
 	batch   source.Batch
@@ -84,26 +79,26 @@ type Cluster struct {
 	changed map[types.NamespacedName]bool // Services whose request changed
 }
 
+// namespace has the Pods of a namespace, and what belongs to its Services, by name.
+type namespace struct {
+	pods     map[string]*v1.Pod
+	services map[string]*knownService
+}
+
+// knownService is what is known of one Service.
+type knownService struct {
+	object      *v1.Service // nil if there is none
+	delivered   *v1.Service
+	given, made map[string]*discovery.EndpointSlice // by name: those that are objects, and those that controllers make
+}
+
 // New returns an empty cluster. It fails if the ranges are invalid.
 func New(ranges Ranges, report Report) (*Cluster, error) {
 	ranges, err := ranges.complete()
-	if err != nil {
-		return nil, err
-	}
 	return &Cluster{
-		ranges:    ranges,
-		report:    report,
-		objects:   map[ID]any{},
-		services:  map[types.NamespacedName]*v1.Service{},
-		endpoints: map[types.NamespacedName]*legacyEndpoints{},
-		given:     map[types.NamespacedName]map[string]*discovery.EndpointSlice{},
-		made:      map[types.NamespacedName]map[string]*discovery.EndpointSlice{},
-		zones:     map[string]string{},
-		selection: newSelection(),
-		granted:   map[types.NamespacedName]*allocation{},
-		moved:     map[types.NamespacedName]*allocation{},
-		delivered: map[types.NamespacedName]*v1.Service{},
-	}, nil
+		ranges: ranges, report: report, objects: map[ID]any{}, namespaces: map[string]*namespace{},
+		granted: &allocator{}, moved: map[types.NamespacedName]*allocation{},
+	}, err
 }
 
 // Update applies new versions of objects, nil for those that are gone, and returns the batch to deliver.
@@ -118,7 +113,9 @@ func (c *Cluster) Update(objects map[ID]any) source.Batch {
 	for id, obj := range objects {
 		c.set(id, obj)
 	}
-	c.allocate()
+	if len(c.changed) > 0 {
+		c.allocate()
+	}
 	for name := range c.dirty {
 		c.recompute(name)
 	}
@@ -139,16 +136,34 @@ func (c *Cluster) set(id ID, after any) {
 	name := types.NamespacedName{Namespace: id.Namespace, Name: id.Name}
 	switch id.Kind {
 	case kindService:
-		c.setService(name, as[v1.Service](before), as[v1.Service](after))
+		was, is := as[v1.Service](before), as[v1.Service](after)
+		c.service(name).object, c.dirty[name] = is, true
+		if was == nil || is == nil || !equality.Semantic.DeepEqual(was.Spec, is.Spec) {
+			c.changed[name] = true
+		}
 	case kindEndpointSlice:
 		c.setSlice(name, as[discovery.EndpointSlice](before), as[discovery.EndpointSlice](after))
 	case kindEndpoints:
-		setOrDelete(c.endpoints, name, as[legacyEndpoints](after))
 		c.dirty[name] = true
 	case kindPod:
-		c.setPod(name, as[v1.Pod](before), as[v1.Pod](after))
+		was, is := as[v1.Pod](before), as[v1.Pod](after)
+		in := c.namespace(id.Namespace)
+		if in.pods[id.Name] = is; is == nil {
+			delete(in.pods, id.Name)
+		}
+		for service, svc := range in.services {
+			if selects(svc.object, was) || selects(svc.object, is) {
+				c.dirty[types.NamespacedName{Namespace: id.Namespace, Name: service}] = true
+			}
+		}
 	case kindNode:
-		c.setNode(id.Name, as[v1.Node](after))
+		was, is := as[v1.Node](before), as[v1.Node](after)
+		c.batch.Nodes[id.Name] = is
+		if zoneOf(was) != zoneOf(is) { // That does not happen often.
+			for name := range c.services() {
+				c.dirty[name] = true
+			}
+		}
 	case kindServiceCIDR:
 		c.batch.ServiceCIDRs[id.Name] = as[networking.ServiceCIDR](after)
 	}
@@ -159,35 +174,78 @@ func as[T any](obj any) *T {
 	return t
 }
 
-func setOrDelete[K comparable, T any](in map[K]*T, key K, value *T) {
-	if value == nil {
-		delete(in, key)
-	} else {
-		in[key] = value
+func (c *Cluster) namespace(name string) *namespace {
+	if c.namespaces[name] == nil {
+		c.namespaces[name] = &namespace{map[string]*v1.Pod{}, map[string]*knownService{}}
 	}
+	return c.namespaces[name]
 }
 
-func (c *Cluster) setService(name types.NamespacedName, before, after *v1.Service) {
-	setOrDelete(c.services, name, after)
-	c.selection.setService(name, after)
-	c.dirty[name] = true
-	if before == nil || after == nil || !equality.Semantic.DeepEqual(before.Spec, after.Spec) {
-		c.changed[name] = true
+func (c *Cluster) service(name types.NamespacedName) *knownService {
+	in := c.namespace(name.Namespace).services
+	if in[name.Name] == nil {
+		in[name.Name] = &knownService{given: map[string]*discovery.EndpointSlice{}}
 	}
+	return in[name.Name]
+}
+
+// services returns all Services.
+func (c *Cluster) services() map[types.NamespacedName]*v1.Service {
+	out := map[types.NamespacedName]*v1.Service{}
+	for id, obj := range c.objects {
+		if svc, is := obj.(*v1.Service); is {
+			out[types.NamespacedName{Namespace: id.Namespace, Name: id.Name}] = svc
+		}
+	}
+	return out
+}
+
+// zoneOf returns the zone of a Node, which may be nil.
+func zoneOf(node *v1.Node) string {
+	if node == nil {
+		return ""
+	}
+	return node.Labels[v1.LabelTopologyZone]
+}
+
+// zone returns the zone of the Node of a name; "" if it is not known.
+func (c *Cluster) zone(node string) string {
+	return zoneOf(as[v1.Node](c.objects[ID{Kind: kindNode, Name: node}]))
+}
+
+// selects reports whether a Service selects a Pod. Either may be nil.
+func selects(svc *v1.Service, pod *v1.Pod) bool {
+	if svc == nil || pod == nil || len(svc.Spec.Selector) == 0 {
+		return false
+	}
+	for k, v := range svc.Spec.Selector {
+		if have, ok := pod.Labels[k]; !ok || have != v {
+			return false
+		}
+	}
+	return true
+}
+
+// podsOf returns the Pods that a Service selects, in order of name.
+func (c *Cluster) podsOf(svc *v1.Service) (out []*v1.Pod) {
+	for _, pod := range c.namespace(svc.Namespace).pods {
+		if selects(svc, pod) {
+			out = append(out, pod)
+		}
+	}
+	slices.SortFunc(out, func(a, b *v1.Pod) int { return cmp.Compare(a.Name, b.Name) })
+	return out
 }
 
 func (c *Cluster) setSlice(name types.NamespacedName, before, after *discovery.EndpointSlice) {
 	check := &checker{}
 	if owner, ok := ownerOf(before); ok {
-		delete(c.given[owner], name.Name)
+		delete(c.service(owner).given, name.Name)
 		c.dirty[owner] = true
 		c.batch.EndpointSlices[name] = nil
 	}
 	if owner, ok := ownerOf(after); ok {
-		if c.given[owner] == nil {
-			c.given[owner] = map[string]*discovery.EndpointSlice{}
-		}
-		c.given[owner][name.Name] = after
+		c.service(owner).given[name.Name] = after
 		c.dirty[owner] = true
 		if after.AddressType != discovery.AddressTypeFQDN { // A proxy can't send to names.
 			c.batch.EndpointSlices[name] = after
@@ -212,39 +270,14 @@ func ownerOf(es *discovery.EndpointSlice) (types.NamespacedName, bool) {
 	return types.NamespacedName{Namespace: es.Namespace, Name: name}, name != "" && !headless
 }
 
-func (c *Cluster) setPod(name types.NamespacedName, before, after *v1.Pod) {
-	put(c.selection.pods, name, after)
-	for _, svc := range append(c.selection.servicesOf(before), c.selection.servicesOf(after)...) {
-		c.dirty[svc] = true
-	}
-}
-
-func (c *Cluster) setNode(name string, node *v1.Node) {
-	c.batch.Nodes[name] = node
-	zone := ""
-	if node != nil {
-		zone = node.Labels[v1.LabelTopologyZone]
-	}
-	if c.zones[name] == zone {
-		return
-	}
-	c.zones[name] = zone
-	for svc := range c.services { // A Node's zone does not change often.
-		c.dirty[svc] = true
-	}
-}
-
-// allocate allocates addresses and ports again if a Service asks for something else than before, and reports those that have
-// moved because of another Service, for as long as that one has them.
+// allocate allocates addresses and ports again, and reports those that have moved because of another Service, for as long as that
+// one has them.
 func (c *Cluster) allocate() {
-	if len(c.changed) == 0 {
-		return
-	}
-	before := c.granted
-	c.granted = allocate(&c.ranges, c.services)
-	for name, now := range c.granted {
+	before := c.granted.out
+	c.granted = allocate(&c.ranges, c.services())
+	for name, now := range c.granted.out {
 		was := before[name]
-		if now.equal(was) {
+		if reflect.DeepEqual(now, was) {
 			continue
 		}
 		c.dirty[name] = true
@@ -252,80 +285,33 @@ func (c *Cluster) allocate() {
 			c.moved[name] = was
 		}
 	}
-	for name := range before {
-		if c.granted[name] == nil {
-			c.dirty[name] = true
-		}
-	}
-	ips, ports := c.inUse()
 	for name, was := range c.moved {
-		var remarks []Remark
-		if now := c.granted[name]; now != nil && !now.refused && !c.changed[name] {
-			remarks = movedFrom(name, c.services[name], was, now, ips, ports)
+		check := &checker{}
+		if now := c.granted.out[name]; now != nil && !now.refused && !c.changed[name] {
+			c.granted.movedFrom(c.service(name).object, was, now, check)
 		}
-		if len(remarks) == 0 {
+		if len(check.findings) == 0 {
 			delete(c.moved, name)
 		}
-		c.report("moved "+name.String(), remarks)
+		c.report("moved "+name.String(), check.remarks(kindService, name))
 	}
-}
-
-// inUse returns the cluster IPs and node ports of all Services, if any has moved.
-func (c *Cluster) inUse() (ips map[string]bool, ports map[int32]bool) {
-	ips, ports = map[string]bool{}, map[int32]bool{}
-	if len(c.moved) == 0 {
-		return ips, ports
-	}
-	for _, a := range c.granted {
-		if a.refused {
-			continue
-		}
-		for _, ip := range a.ips {
-			ips[ip] = true
-		}
-		for _, port := range append([]int32{a.health}, a.nodePorts...) {
-			ports[port] = true
-		}
-	}
-	return ips, ports
-}
-
-// movedFrom returns what other Services have taken of what was allocated to one that does not name it.
-func movedFrom(name types.NamespacedName, svc *v1.Service, was, now *allocation, ips map[string]bool, ports map[int32]bool) []Remark {
-	check := &checker{}
-	moved := func(field string, from, to any) {
-		check.problem(field, fmt.Sprintf("it moves to %v; name it in the manifest to keep it for good", to), "the allocated %v belongs to another Service now", from)
-	}
-	for i := len(svc.Spec.ClusterIPs); i < min(len(was.ips), len(now.ips)); i++ {
-		if from := was.ips[i]; from != now.ips[i] && ips[from] {
-			moved(clusterIPField(i), from, now.ips[i])
-		}
-	}
-	for i, p := range svc.Spec.Ports {
-		if from := was.nodePorts[i]; p.NodePort == 0 && from > 0 && from != now.nodePorts[i] && ports[from] {
-			moved(fmt.Sprintf("spec.ports[%d].nodePort", i), from, now.nodePorts[i])
-		}
-	}
-	if from := was.health; svc.Spec.HealthCheckNodePort == 0 && from > 0 && from != now.health && ports[from] {
-		moved("spec.healthCheckNodePort", from, now.health)
-	}
-	return check.remarks(kindService, name)
 }
 
 // recompute delivers one Service, unless it is refused, and the slices that controllers make for it.
 func (c *Cluster) recompute(name types.NamespacedName) {
-	svc := c.services[name]
+	known := c.service(name)
+	svc, ep := known.object, as[legacyEndpoints](c.objects[ID{kindEndpoints, name.Namespace, name.Name}])
 	forService, forEndpoints := &checker{}, &checker{}
 	var out *v1.Service
 	var made []*discovery.EndpointSlice
 	if svc == nil {
-		if c.endpoints[name] != nil {
+		if ep != nil {
 			forEndpoints.note("metadata.name", source.NotForProxy, "there is no Service of this name in the namespace")
 		}
 	} else if field, why := source.NotProxied(svc); why != "" {
 		forService.note(field, source.NotForProxy, "%s", why)
 		out = svc // The proxier tells clients of it what to expect.
-	} else if got := c.granted[name]; got.refused {
+	} else if got := c.granted.out[name]; got.refused {
 		for _, f := range got.findings {
 			f.LeftOut = true
 			forService.findings = append(forService.findings, f)
@@ -333,66 +319,71 @@ func (c *Cluster) recompute(name types.NamespacedName) {
 	} else {
 		forService.findings = slices.Clone(got.findings)
 		out = got.apply(svc)
-		made = c.makeSlices(name, out, forService, forEndpoints)
-		c.checkPortNames(name, out, made, forService)
+		made = c.makeSlices(out, ep, len(known.given) > 0, forService, forEndpoints)
+		checkPortNames(out, append(slices.Collect(maps.Values(known.given)), made...), forService)
 	}
-	if before := c.delivered[name]; before == nil && out != nil || before != nil && !equality.Semantic.DeepEqual(before, out) {
-		c.batch.Services[name] = out
-		setOrDelete(c.delivered, name, out)
+	if !equality.Semantic.DeepEqual(known.delivered, out) {
+		c.batch.Services[name], known.delivered = out, out
 	}
-	c.deliverMade(name, made)
+	before := known.made
+	known.made = map[string]*discovery.EndpointSlice{}
+	for _, es := range made {
+		known.made[es.Name] = es
+		if !equality.Semantic.DeepEqual(before[es.Name], es) {
+			c.batch.EndpointSlices[types.NamespacedName{Namespace: name.Namespace, Name: es.Name}] = es
+		}
+	}
+	for gone := range before {
+		if known.made[gone] == nil {
+			c.batch.EndpointSlices[types.NamespacedName{Namespace: name.Namespace, Name: gone}] = nil
+		}
+	}
+	if svc == nil && len(known.given) == 0 {
+		delete(c.namespace(name.Namespace).services, name.Name)
+	}
 	c.report("service "+name.String(), append(forService.remarks(kindService, name), forEndpoints.remarks(kindEndpoints, name)...))
 }
 
-// makeSlices returns the slices that the controllers make for one Service.
+// makeSlices returns the slices that the controllers make for one Service, which may have Endpoints, and slices that are given.
 func (c *Cluster) makeSlices(
-	name types.NamespacedName, svc *v1.Service, forService, forEndpoints *checker,
+	svc *v1.Service, ep *legacyEndpoints, given bool, forService, forEndpoints *checker,
 ) []*discovery.EndpointSlice {
-	ep := c.endpoints[name]
-	given := len(c.given[name]) > 0
 	if topologyAuto(svc) {
 		forService.note("metadata.annotations", "as with trafficDistribution PreferSameZone, each endpoint is for its own zone",
 			"the annotation asks for shares by the CPUs of each zone, which manifests do not hold")
 	}
 	const none = "connections to it are refused until there are"
-	if len(svc.Spec.Selector) == 0 {
-		switch {
-		case ep != nil && mirrored(ep):
-			return mirrorSlices(svc, ep, forEndpoints)
-		case ep != nil:
-			forEndpoints.note("metadata", source.NotForProxy,
-				"they are marked not to be mirrored to EndpointSlices, or are being deleted")
-		case !given:
-			forService.note("", none,
-				"the Service has no selector, and neither Endpoints nor EndpointSlices belong to it")
-		}
-		return nil
-	}
-	pods := c.selection.podsOf(svc)
+	pods, selector, mirrors := c.podsOf(svc), len(svc.Spec.Selector) > 0, ep != nil && mirrored(ep)
 	switch {
 	case len(pods) > 0:
 		if ep != nil {
 			forEndpoints.note("", "not used", "the Service has a selector; its endpoints are the Pods that match")
 		}
-		return podSlices(svc, pods, c.zones, forService)
-	case ep != nil && !given && mirrored(ep):
+		return podSlices(svc, pods, c.zone, forService)
+	case mirrors && !selector:
+		return mirrorSlices(svc, ep, forEndpoints)
+	case mirrors && !given:
 		forEndpoints.note("", "the Endpoints are used", "the Service has a selector, but the manifests hold neither a Pod that "+
 			"matches nor an EndpointSlice for it")
 		return mirrorSlices(svc, ep, forEndpoints)
-	case ep != nil:
+	case ep != nil && selector:
 		forEndpoints.note("", "not used",
 			"the Service has a selector and EndpointSlices, or the Endpoints are marked not to be mirrored")
-	case !given:
+	case ep != nil:
+		forEndpoints.note("metadata", source.NotForProxy,
+			"they are marked not to be mirrored to EndpointSlices, or are being deleted")
+	case !given && selector:
 		forService.note("spec.selector", none,
 			"no Pod in the manifests matches, and neither Endpoints nor EndpointSlices belong to the Service")
+	case !given:
+		forService.note("", none, "the Service has no selector, and neither Endpoints nor EndpointSlices belong to it")
 	}
 	return nil
 }
 
 // checkPortNames reports the ports without a slice that has a port of the same name and protocol, by which the two are matched;
 // the target port does not matter.
-func (c *Cluster) checkPortNames(name types.NamespacedName, svc *v1.Service, made []*discovery.EndpointSlice, check *checker) {
-	slices := append(slices.Collect(maps.Values(c.given[name])), made...)
+func checkPortNames(svc *v1.Service, slices []*discovery.EndpointSlice, check *checker) {
 	if len(slices) == 0 {
 		return
 	}
@@ -411,30 +402,5 @@ func (c *Cluster) checkPortNames(name types.NamespacedName, svc *v1.Service, mad
 			check.note(fmt.Sprintf("spec.ports[%d].name", i), "connections to it are refused until there is",
 				"no EndpointSlice or Endpoints of this Service has a port named %q with protocol %s", p.Name, p.Protocol)
 		}
-	}
-}
-
-// deliverMade delivers the slices made for a Service that differ from those made before.
-func (c *Cluster) deliverMade(owner types.NamespacedName, made []*discovery.EndpointSlice) {
-	before := c.made[owner]
-	now := make(map[string]*discovery.EndpointSlice, len(made))
-	for _, es := range made {
-		key := types.NamespacedName{Namespace: es.Namespace, Name: es.Name}
-		if was := before[es.Name]; was != nil && equality.Semantic.DeepEqual(was, es) {
-			now[es.Name] = was
-			continue
-		}
-		now[es.Name] = es
-		c.batch.EndpointSlices[key] = es
-	}
-	for name := range maps.Keys(before) {
-		if now[name] == nil {
-			c.batch.EndpointSlices[types.NamespacedName{Namespace: owner.Namespace, Name: name}] = nil
-		}
-	}
-	if len(now) > 0 {
-		c.made[owner] = now
-	} else {
-		delete(c.made, owner)
 	}
 }

@@ -4,6 +4,7 @@ import (
 	"cmp"
 	"fmt"
 	"maps"
+	"net/netip"
 	"slices"
 
 	v1 "k8s.io/api/core/v1"
@@ -24,99 +25,74 @@ func mirrored(ep *legacyEndpoints) bool {
 	return ep.Labels[discovery.LabelSkipMirror] != "true" && !leader && ep.DeletionTimestamp == nil
 }
 
-// mirrorAddress is an address of Endpoints with the ports that it has, over all subsets.
+// mirrorAddress is an address of Endpoints, and whether it is ready for each of the ports that it has, over all subsets.
 type mirrorAddress struct {
 	v1.EndpointAddress
-	ready    []v1.EndpointPort
-	notReady []v1.EndpointPort
+	ports map[v1.EndpointPort]bool
 }
 
 // mirrorSlices makes the slices of a Service from its Endpoints, as the mirroring controller does: subsets are
-// joined by address and split again by ports, and an address that is not ready for a port in one subset is not ready for it,
-// whatever the others say.
+// joined by address and split again by ports.
 func mirrorSlices(svc *v1.Service, ep *legacyEndpoints, c *checker) []*discovery.EndpointSlice {
 	groups := sliceGroups{}
 	for _, a := range mirrorAddresses(ep) {
-		a.add(groups, a.ready, true)
-		a.add(groups, a.notReady, false)
+		ports := map[bool][]discovery.EndpointPort{} // by whether it is ready for them
+		for _, p := range slices.SortedFunc(maps.Keys(a.ports), comparePorts) {
+			ready := a.ports[p]
+			ports[ready] = append(ports[ready], discovery.EndpointPort{Name: new(p.Name), Port: new(p.Port), Protocol: new(p.Protocol)})
+		}
+		ip, _ := source.ParseIP(a.IP)
+		for ready, ports := range ports {
+			groups.add(familyOf(ip), ports, discovery.Endpoint{
+				Addresses: []string{ip.String()}, Conditions: discovery.EndpointConditions{Ready: new(ready)},
+				NodeName: a.NodeName, TargetRef: a.TargetRef,
+			})
+		}
 	}
 	for _, key := range slices.Sorted(maps.Keys(groups)) {
-		if g := groups[key]; len(g.endpoints) > maxMirrored {
+		if g := groups[key]; len(g.Endpoints) > maxMirrored {
 			c.problem("subsets", fmt.Sprintf("the first %d are used", maxMirrored),
-				"%d %s addresses with the same ports; at most %d are mirrored", len(g.endpoints), g.family, maxMirrored)
-			g.endpoints = g.endpoints[:maxMirrored]
+				"%d %s addresses with the same ports; at most %d are mirrored", len(g.Endpoints), g.AddressType, maxMirrored)
+			g.Endpoints = g.Endpoints[:maxMirrored]
 		}
 	}
 	return groups.slices(svc, mirrorController, maxMirrored)
 }
 
-func (a *mirrorAddress) add(groups sliceGroups, ports []v1.EndpointPort, ready bool) {
-	ip, ok := source.ParseIP(a.IP)
-	if !ok || len(ports) == 0 {
-		return
-	}
-	e := discovery.Endpoint{
-		Addresses:  []string{ip.String()},
-		Conditions: discovery.EndpointConditions{Ready: new(ready)},
-		NodeName:   a.NodeName,
-		TargetRef:  a.TargetRef,
-	}
-	if a.Hostname != "" {
-		e.Hostname = new(a.Hostname)
-	}
-	slices.SortFunc(ports, func(a, b v1.EndpointPort) int {
-		return cmp.Or(cmp.Compare(a.Name, b.Name), cmp.Compare(a.Protocol, b.Protocol), cmp.Compare(a.Port, b.Port))
-	})
-	var out []discovery.EndpointPort
-	for _, p := range ports {
-		out = append(out, discovery.EndpointPort{
-			Name: new(p.Name), Port: new(p.Port), Protocol: new(p.Protocol), AppProtocol: p.AppProtocol,
-		})
-	}
-	groups.add(familyOf(ip), out, e)
+func comparePorts(a, b v1.EndpointPort) int {
+	return cmp.Or(cmp.Compare(a.Name, b.Name), cmp.Compare(a.Protocol, b.Protocol), cmp.Compare(a.Port, b.Port))
 }
 
-// mirrorAddresses joins the subsets, in order of address.
+// mirrorAddresses joins the subsets, in order of address. One that is not ready for a port in one subset is not ready for it, whatever
+// the others say.
 func mirrorAddresses(ep *legacyEndpoints) []*mirrorAddress {
-	type addressKey struct{ ip, kind, namespace, name string }
-	byKey := map[addressKey]*mirrorAddress{}
+	type addressKey struct {
+		ip                    netip.Addr
+		kind, namespace, name string
+	}
+	joined := map[addressKey]*mirrorAddress{}
 	var out []*mirrorAddress
-	enter := func(a v1.EndpointAddress) *mirrorAddress {
-		key := addressKey{ip: a.IP}
-		if ip, ok := source.ParseIP(a.IP); ok {
-			key.ip = ip.String()
-		}
-		if r := a.TargetRef; r != nil {
-			key.kind, key.namespace, key.name = r.Kind, r.Namespace, r.Name
-		}
-		if byKey[key] == nil {
-			byKey[key] = &mirrorAddress{EndpointAddress: a}
-			out = append(out, byKey[key])
-		}
-		return byKey[key]
-	}
-	same := func(p v1.EndpointPort) func(v1.EndpointPort) bool {
-		return func(q v1.EndpointPort) bool { return p.Name == q.Name && p.Port == q.Port && p.Protocol == q.Protocol }
-	}
-	for i := range ep.Subsets {
-		s := &ep.Subsets[i]
-		for _, a := range s.NotReadyAddresses {
-			m := enter(a)
-			for _, p := range s.Ports {
-				m.ready = slices.DeleteFunc(m.ready, same(p))
-				if !slices.ContainsFunc(m.notReady, same(p)) {
-					m.notReady = append(m.notReady, p)
-				}
+	enter := func(addresses []v1.EndpointAddress, ports []v1.EndpointPort, ready bool) {
+		for _, a := range addresses {
+			var key addressKey
+			key.ip, _ = source.ParseIP(a.IP)
+			if r := a.TargetRef; r != nil {
+				key.kind, key.namespace, key.name = r.Kind, r.Namespace, r.Name
+			}
+			if joined[key] == nil {
+				joined[key] = &mirrorAddress{a, map[v1.EndpointPort]bool{}}
+				out = append(out, joined[key])
+			}
+			for _, p := range ports {
+				p.AppProtocol = nil // No proxy needs it.
+				before, has := joined[key].ports[p]
+				joined[key].ports[p] = ready && (before || !has)
 			}
 		}
-		for _, a := range s.Addresses {
-			m := enter(a)
-			for _, p := range s.Ports {
-				if !slices.ContainsFunc(m.ready, same(p)) && !slices.ContainsFunc(m.notReady, same(p)) {
-					m.ready = append(m.ready, p)
-				}
-			}
-		}
+	}
+	for _, s := range ep.Subsets {
+		enter(s.NotReadyAddresses, s.Ports, false)
+		enter(s.Addresses, s.Ports, true)
 	}
 	slices.SortStableFunc(out, func(a, b *mirrorAddress) int { return cmp.Compare(a.IP, b.IP) })
 	return out

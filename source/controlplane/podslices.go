@@ -24,16 +24,8 @@ const (
 	mirrorController = "endpointslicemirroring-controller.k8s.io"
 )
 
-// sliceGroup collects the endpoints that share a family and ports, and so slices.
-type sliceGroup struct {
-	family    v1.IPFamily
-	ports     []discovery.EndpointPort
-	key       string // family and ports as text
-	endpoints []discovery.Endpoint
-}
-
-// sliceGroups finds the group of an endpoint by its key.
-type sliceGroups map[string]*sliceGroup
+// sliceGroups are slices of any number of endpoints, by the family and ports that these share.
+type sliceGroups map[string]*discovery.EndpointSlice
 
 func (g sliceGroups) add(family v1.IPFamily, ports []discovery.EndpointPort, e discovery.Endpoint) {
 	key := string(family)
@@ -41,33 +33,27 @@ func (g sliceGroups) add(family v1.IPFamily, ports []discovery.EndpointPort, e d
 		key += fmt.Sprintf(" %s/%s/%d", *p.Name, *p.Protocol, *p.Port)
 	}
 	if g[key] == nil {
-		g[key] = &sliceGroup{family: family, ports: ports, key: key}
+		g[key] = &discovery.EndpointSlice{AddressType: discovery.AddressType(family), Ports: ports}
 	}
-	g[key].endpoints = append(g[key].endpoints, e)
+	g[key].Endpoints = append(g[key].Endpoints, e)
 }
 
-// slices makes the EndpointSlices of a Service from the groups, each of at most size endpoints. Their names follow from
+// slices makes the EndpointSlices of a Service from the groups, each of at most size endpoints, with what a proxy reads. Their names follow from
 // the Service, the controller, the group and the number within it.
-func (g sliceGroups) slices(svc *v1.Service, controller string, size int) []*discovery.EndpointSlice {
-	var out []*discovery.EndpointSlice
+func (g sliceGroups) slices(svc *v1.Service, controller string, size int) (out []*discovery.EndpointSlice) {
 	for _, key := range slices.Sorted(maps.Keys(g)) {
-		group := g[key]
-		slices.SortStableFunc(group.endpoints, func(a, b discovery.Endpoint) int {
+		endpoints, n := g[key].Endpoints, 0
+		slices.SortStableFunc(endpoints, func(a, b discovery.Endpoint) int {
 			return cmp.Or(cmp.Compare(refName(a), refName(b)), slices.Compare(a.Addresses, b.Addresses))
 		})
-		n := 0
-		for chunk := range slices.Chunk(group.endpoints, size) {
-			out = append(out, &discovery.EndpointSlice{
-				TypeMeta: metav1.TypeMeta{APIVersion: discovery.SchemeGroupVersion.String(), Kind: kindEndpointSlice},
-				ObjectMeta: metav1.ObjectMeta{
-					Namespace: svc.Namespace,
-					Name:      sliceName(svc.Name, fmt.Sprintf("%s %s %s %d", svc.Namespace, controller, key, n)),
-					Labels:    map[string]string{discovery.LabelServiceName: svc.Name, discovery.LabelManagedBy: controller},
-				},
-				AddressType: discovery.AddressType(group.family),
-				Ports:       group.ports,
-				Endpoints:   chunk,
-			})
+		for chunk := range slices.Chunk(endpoints, size) {
+			es := *g[key]
+			es.ObjectMeta = metav1.ObjectMeta{
+				Namespace: svc.Namespace, Name: sliceName(svc.Name, fmt.Sprintf("%s %s %s %d", svc.Namespace, controller, key, n)),
+				Labels: map[string]string{discovery.LabelServiceName: svc.Name},
+			}
+			es.Endpoints = chunk
+			out = append(out, &es)
 			n++
 		}
 	}
@@ -94,8 +80,8 @@ func sliceName(service, what string) string {
 }
 
 // podSlices makes the slices of a Service from the Pods that its selector selects, as the EndpointSlice controller
-// does. zones are the known zones of nodes.
-func podSlices(svc *v1.Service, pods []*v1.Pod, zones map[string]string, c *checker) []*discovery.EndpointSlice {
+// does. zone returns the zone of a node, if it is known.
+func podSlices(svc *v1.Service, pods []*v1.Pod, zone func(node string) string, c *checker) []*discovery.EndpointSlice {
 	groups := sliceGroups{}
 	unnamed := map[string][]string{} // by field: the Pods that lack a named port
 	for _, pod := range pods {
@@ -111,15 +97,13 @@ func podSlices(svc *v1.Service, pods []*v1.Pod, zones map[string]string, c *chec
 				unnamed[field] = append(unnamed[field], pod.Name)
 				continue
 			}
-			ports = append(ports, discovery.EndpointPort{
-				Name: new(p.Name), Port: new(number), Protocol: new(p.Protocol), AppProtocol: p.AppProtocol,
-			})
+			ports = append(ports, discovery.EndpointPort{Name: new(p.Name), Port: new(number), Protocol: new(p.Protocol)})
 		}
 		if len(ports) == 0 {
 			continue
 		}
 		for _, family := range svc.Spec.IPFamilies {
-			if e, ok := podEndpoint(svc, pod, family, zones); ok {
+			if e, ok := podEndpoint(svc, pod, family, zone); ok {
 				groups.add(family, ports, e)
 			}
 		}
@@ -142,42 +126,29 @@ func targetPort(pod *v1.Pod, p *v1.ServicePort) (int32, bool) {
 	if p.TargetPort.Type == intstr.Int {
 		return p.TargetPort.IntVal, true
 	}
-	find := func(c *v1.Container) (int32, bool) {
-		for _, port := range c.Ports {
+	containers := slices.Clip(pod.Spec.Containers)
+	for _, c := range pod.Spec.InitContainers {
+		if c.RestartPolicy != nil && *c.RestartPolicy == v1.ContainerRestartPolicyAlways {
+			containers = append(containers, c)
+		}
+	}
+	for i := range containers {
+		for _, port := range containers[i].Ports {
 			if port.Name == p.TargetPort.StrVal && port.Protocol == p.Protocol {
 				return port.ContainerPort, true
 			}
-		}
-		return 0, false
-	}
-	for i := range pod.Spec.Containers {
-		if n, ok := find(&pod.Spec.Containers[i]); ok {
-			return n, true
-		}
-	}
-	for i := range pod.Spec.InitContainers {
-		c := &pod.Spec.InitContainers[i]
-		if c.RestartPolicy == nil || *c.RestartPolicy != v1.ContainerRestartPolicyAlways {
-			continue
-		}
-		if n, ok := find(c); ok {
-			return n, true
 		}
 	}
 	return 0, false
 }
 
 func podReady(pod *v1.Pod) bool {
-	for _, c := range pod.Status.Conditions {
-		if c.Type == v1.PodReady {
-			return c.Status == v1.ConditionTrue
-		}
-	}
-	return false
+	i := slices.IndexFunc(pod.Status.Conditions, func(c v1.PodCondition) bool { return c.Type == v1.PodReady })
+	return i >= 0 && pod.Status.Conditions[i].Status == v1.ConditionTrue
 }
 
 // podEndpoint returns the endpoint of a Pod in one family; false if the Pod has no address of that family.
-func podEndpoint(svc *v1.Service, pod *v1.Pod, family v1.IPFamily, zones map[string]string) (discovery.Endpoint, bool) {
+func podEndpoint(svc *v1.Service, pod *v1.Pod, family v1.IPFamily, zone func(node string) string) (discovery.Endpoint, bool) {
 	var e discovery.Endpoint
 	for _, p := range pod.Status.PodIPs {
 		if ip, ok := source.ParseIP(p.IP); ok && familyOf(ip) == family {
@@ -193,14 +164,11 @@ func podEndpoint(svc *v1.Service, pod *v1.Pod, family v1.IPFamily, zones map[str
 		Serving:     new(serving),
 		Terminating: new(terminating),
 	}
-	e.TargetRef = &v1.ObjectReference{Kind: kindPod, Namespace: pod.Namespace, Name: pod.Name, UID: pod.UID}
-	if pod.Spec.Hostname != "" && pod.Spec.Subdomain == svc.Name {
-		e.Hostname = new(pod.Spec.Hostname)
-	}
+	e.TargetRef = &v1.ObjectReference{Kind: kindPod, Namespace: pod.Namespace, Name: pod.Name}
 	if pod.Spec.NodeName != "" {
 		e.NodeName = new(pod.Spec.NodeName)
-		if zone := zones[pod.Spec.NodeName]; zone != "" {
-			e.Zone = new(zone)
+		if z := zone(pod.Spec.NodeName); z != "" {
+			e.Zone = new(z)
 		}
 	}
 	if *e.Conditions.Ready {
@@ -221,21 +189,16 @@ func topologyAuto(svc *v1.Service) bool {
 
 // hints returns who is to use an endpoint: its own zone, and with PreferSameNode its own node first (KEP-4444, KEP-3015).
 func hints(svc *v1.Service, e *discovery.Endpoint) *discovery.EndpointHints {
-	prefer := ""
+	prefer := svc.Spec.TrafficDistribution
 	if topologyAuto(svc) {
-		prefer = v1.ServiceTrafficDistributionPreferSameZone
-	} else if d := svc.Spec.TrafficDistribution; d != nil {
-		prefer = *d
+		prefer = new(v1.ServiceTrafficDistributionPreferSameZone)
 	}
-	h := &discovery.EndpointHints{}
-	switch prefer {
-	case v1.ServiceTrafficDistributionPreferSameNode:
-		if e.NodeName != nil {
-			h.ForNodes = []discovery.ForNode{{Name: *e.NodeName}}
-		}
-	case v1.ServiceTrafficDistributionPreferClose, v1.ServiceTrafficDistributionPreferSameZone:
-	default:
+	if prefer == nil {
 		return nil
+	}
+	var h discovery.EndpointHints
+	if *prefer == v1.ServiceTrafficDistributionPreferSameNode && e.NodeName != nil {
+		h.ForNodes = []discovery.ForNode{{Name: *e.NodeName}}
 	}
 	if e.Zone != nil {
 		h.ForZones = []discovery.ForZone{{Name: *e.Zone}}
@@ -243,5 +206,5 @@ func hints(svc *v1.Service, e *discovery.Endpoint) *discovery.EndpointHints {
 	if h.ForZones == nil && h.ForNodes == nil {
 		return nil
 	}
-	return h
+	return &h
 }

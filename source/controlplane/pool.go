@@ -3,8 +3,8 @@ package controlplane
 import (
 	"crypto/sha256"
 	"encoding/binary"
-	"math/big"
 	"net/netip"
+	"slices"
 
 	"nodeproxy/plan"
 )
@@ -43,10 +43,12 @@ func addressPool(cidr netip.Prefix) pool {
 
 // address returns the n-th usable address of a CIDR.
 func address(cidr netip.Prefix, n uint64) netip.Addr {
-	raw := cidr.Masked().Addr().AsSlice()
-	sum := new(big.Int).SetBytes(raw)
-	sum.Add(sum, new(big.Int).SetUint64(n+1))
-	ip, _ := netip.AddrFromSlice(sum.FillBytes(raw))
+	raw := cidr.Masked().Addr().As16()
+	binary.BigEndian.PutUint64(raw[8:], binary.BigEndian.Uint64(raw[8:])+n+1) // These bits are 0 so far, and enough.
+	ip := netip.AddrFrom16(raw)
+	if cidr.Addr().Is4() {
+		return ip.Unmap()
+	}
 	return ip
 }
 
@@ -57,67 +59,62 @@ func portPool(r plan.PortRange) pool {
 
 // bid asks for one slot of a pool.
 type bid struct {
-	key  string // what the choice depends on
-	free func(n uint64) bool
-	take func(n uint64)
+	key  string         // what the choice depends on
+	take func(n uint64) // called with the slot that it gets
+	fail func()         // called if it gets none
 }
 
 // rounds is the number of slots that a bid tries before it takes the next free one.
 const rounds = 16
 
-// allocate serves all bids and returns those that got nothing. The result is a function of the bids' keys, of their order and of
-// what is free at the start, and of nothing else. Each bid has a sequence of slots that follows from a hash of its key. In the
-// first round each bids for the first slot of its sequence, and of several that meet at one slot the first in the order of bids
-// wins; those that lost bid for their second slot in the next round, and so on. So a new bid takes another's slot only if their
-// hashes meet.
-func (p pool) allocate(bids []bid) (failed []bid) {
-	if upper := p.size - p.lower; upper > 0 {
-		for round := uint64(0); round < rounds && len(bids) > 0; round++ {
-			var lost []bid
-			for _, b := range bids {
-				first, step := hash(b.key)
-				if n := p.lower + slot(first, step, round, upper); b.free(n) {
-					b.take(n)
-				} else {
-					lost = append(lost, b)
-				}
+// allocate serves all bids. The result is a function of the bids' keys, of their order and of what is free at the start, and of
+// nothing else. Each bid has a sequence of slots that follows from a hash of its key. In the first round each bids for the first
+// slot of its sequence, and of several that meet at one slot the first in the order of bids wins; those that lost bid for their
+// second slot in the next round, and so on. So a new bid takes another's slot only if their hashes meet.
+func (p pool) allocate(bids []bid, free func(n uint64) bool) {
+	upper := p.size - p.lower
+	for round := 0; round < rounds && upper > 0; round++ {
+		bids = slices.DeleteFunc(bids, func(b bid) bool {
+			first, step := hash(b.key)
+			n := first % upper
+			for range round {
+				n = (n + step%upper) % upper // Both are below 2^62.
 			}
-			bids = lost
-		}
+			won := free(p.lower + n)
+			if won {
+				b.take(p.lower + n)
+			}
+			return won
+		})
 	}
 	// Nearly full: take what is free, from the bid's own slot on. A pool this full is small.
 	for _, b := range bids {
 		first, _ := hash(b.key)
-		if !search(b, first, p.lower, p.size) && !search(b, first, 0, p.lower) {
-			failed = append(failed, b)
+		n, found := search(free, first, p.lower, p.size)
+		if !found {
+			n, found = search(free, first, 0, p.lower)
+		}
+		if found {
+			b.take(n)
+		} else {
+			b.fail()
 		}
 	}
-	return failed
 }
 
-// search takes the first free slot of [from, to), beginning somewhere within.
-func search(b bid, start, from, to uint64) bool {
+// search returns the first free slot of [from, to), beginning somewhere within.
+func search(free func(n uint64) bool, start, from, to uint64) (slot uint64, found bool) {
 	size := to - from
 	for i := range min(size, 1<<20) {
-		if n := from + (start+i)%size; b.free(n) {
-			b.take(n)
-			return true
+		if n := from + (start+i)%size; free(n) {
+			return n, true
 		}
 	}
-	return false
+	return 0, false
 }
 
 // hash returns the first slot and the step of a key's sequence. The halves keep sums within 64 bits.
 func hash(key string) (first, step uint64) {
 	sum := sha256.Sum256([]byte(key))
 	return binary.BigEndian.Uint64(sum[:8]) >> 1, binary.BigEndian.Uint64(sum[8:16])>>1 | 1
-}
-
-// slot returns first + round × step modulo size.
-func slot(first, step, round, size uint64) uint64 {
-	n := first % size
-	for range round {
-		n = (n + step%size) % size // Both are below 2^62.
-	}
-	return n
 }

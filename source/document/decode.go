@@ -129,28 +129,18 @@ func plainError(err error, value []byte) string {
 	return "can't be read: " + strings.TrimPrefix(text, "json: ")
 }
 
+// wanted says what a field of a type takes.
 func wanted(t reflect.Type) string {
-	switch t.Kind() {
-	case reflect.String:
-		return "a string"
-	case reflect.Bool:
-		return "true or false"
-	case reflect.Int32:
-		return "a whole number of 32 bits"
-	case reflect.Uint32:
-		return "a whole number of 32 bits that is not negative"
-	case reflect.Int, reflect.Int64:
-		return "a whole number"
-	case reflect.Float32, reflect.Float64:
-		return "a number"
-	case reflect.Slice:
-		return "a list"
-	case reflect.Map, reflect.Struct:
-		return "a mapping of fields"
-	case reflect.Pointer:
+	if t.Kind() == reflect.Pointer {
 		return wanted(t.Elem())
 	}
-	return "of another type"
+	return cmp.Or(takes[t.Kind()], "of another type")
+}
+
+var takes = map[reflect.Kind]string{
+	reflect.String: "a string", reflect.Bool: plain["bool"], reflect.Slice: plain["array"], reflect.Map: plain["object"], reflect.Struct: plain["object"],
+	reflect.Int: "a whole number", reflect.Int64: "a whole number", reflect.Float32: "a number", reflect.Float64: "a number",
+	reflect.Int32: "a whole number of 32 bits", reflect.Uint32: "a whole number of 32 bits that is not negative",
 }
 
 // plain are plain words for types of JSON.

@@ -10,6 +10,8 @@ import (
 	"io"
 	"path/filepath"
 	"strings"
+
+	kjson "sigs.k8s.io/json"
 )
 
 // Type is the kind and apiVersion of an object.
@@ -26,11 +28,6 @@ type Document struct {
 	JSON bool // by its first character or the name of the file; the text may be broken
 	// List is the type of the list that this is an item of, such as a ServiceList, whose items may leave theirs out.
 	List Type
-}
-
-// Same reports whether two documents have the same text, wherever they are.
-func (d *Document) Same(o *Document) bool {
-	return d.JSON == o.JSON && d.List == o.List && bytes.Equal(d.Text, o.Text)
 }
 
 // splitter cuts the text of a file. It counts lines as far as it has got.
@@ -58,41 +55,29 @@ func (s *splitter) add(start, end int, list Type) {
 func Split(name string, data []byte, isList func(Type) bool) []*Document {
 	s := newSplitter(name, data)
 	s.isJSON, s.acceptList = true, isList
-	if strings.EqualFold(filepath.Ext(name), ".json") || s.looksLikeJSON() {
-		s.splitJSON()
+	if s.splitJSON() || strings.EqualFold(filepath.Ext(name), ".json") {
 		return s.docs
 	}
 	return SplitYAML(name, data)
 }
 
-// looksLikeJSON reports whether the file begins with JSON, which the flow style of YAML resembles, and nothing but JSON follows.
-func (s *splitter) looksLikeJSON() bool {
-	if text := bytes.TrimSpace(s.data); len(text) == 0 || text[0] != '{' {
-		return false
-	}
+// splitJSON cuts a file of one or more JSON values, and a list into its items. All from a broken value on is one document. It returns
+// false for what may be YAML in its flow style, which resembles JSON: the first value is broken or no object, or something else follows.
+func (s *splitter) splitJSON() (isJSON bool) {
 	dec := json.NewDecoder(bytes.NewReader(s.data))
-	var first json.RawMessage
-	if dec.Decode(&first) != nil {
-		return false
-	}
-	rest := bytes.TrimSpace(s.data[dec.InputOffset():])
-	return len(rest) == 0 || rest[0] == '{'
-}
-
-// splitJSON cuts a file of one or more JSON values, and a list into its items. All from a broken value on is one document.
-func (s *splitter) splitJSON() {
-	dec := json.NewDecoder(bytes.NewReader(s.data))
-	for {
+	for first := true; ; first = false {
 		var raw json.RawMessage
 		err := dec.Decode(&raw)
-		if errors.Is(err, io.EOF) {
-			return
-		}
 		end := int(dec.InputOffset())
-		if err != nil {
-			rest := bytes.TrimLeft(s.data[end:], " \t\r\n")
+		rest := bytes.TrimLeft(s.data[end:], " \t\r\n")
+		switch {
+		case errors.Is(err, io.EOF):
+			return isJSON
+		case err != nil:
 			s.add(len(s.data)-len(rest), len(s.data), Type{})
-			return
+			return isJSON
+		case first:
+			isJSON = raw[0] == '{' && (len(rest) == 0 || rest[0] == '{')
 		}
 		if start := end - len(raw); !s.splitList(start, end) {
 			s.add(start, end, Type{})
@@ -100,53 +85,23 @@ func (s *splitter) splitJSON() {
 	}
 }
 
-// splitList adds the items of the list at [start, end); false if this is no list, or one with something else in it.
+// splitList adds the items of the list at [start, end); false if this is no list, or one with something else in it, such as an unknown
+// field, which is reported of the list as a whole.
 func (s *splitter) splitList(start, end int) bool {
-	var list Type
-	var ends [][2]int
-	dec := json.NewDecoder(bytes.NewReader(s.data[start:end]))
-	var raw json.RawMessage // Its memory is used again.
-	if t, err := dec.Token(); err != nil || t != json.Delim('{') {
+	var list struct {
+		Type
+		Metadata any               `json:"metadata"`
+		Items    []json.RawMessage `json:"items"`
+	}
+	ignored, err := kjson.UnmarshalStrict(s.data[start:end], &list)
+	if err != nil || len(ignored) > 0 || !s.acceptList(list.Type) || len(list.Items) == 0 {
 		return false
 	}
-	seen := map[json.Token]bool{}
-	for dec.More() {
-		key, err := dec.Token()
-		if err != nil || seen[key] {
-			return false
-		}
-		seen[key] = true
-		switch key {
-		case "kind":
-			err = dec.Decode(&list.Kind)
-		case "apiVersion":
-			err = dec.Decode(&list.APIVersion)
-		case "metadata":
-			err = dec.Decode(&raw)
-		case "items":
-			if t, err := dec.Token(); err != nil || t != json.Delim('[') {
-				return false
-			}
-			for dec.More() {
-				if dec.Decode(&raw) != nil {
-					return false
-				}
-				at := start + int(dec.InputOffset())
-				ends = append(ends, [2]int{at - len(raw), at})
-			}
-			_, err = dec.Token()
-		default:
-			return false // An unknown field, which is reported of the list as a whole.
-		}
-		if err != nil {
-			return false
-		}
-	}
-	if !s.acceptList(list) || len(ends) == 0 {
-		return false
-	}
-	for _, item := range ends {
-		s.add(item[0], item[1], list)
+	at := start + max(0, bytes.Index(s.data[start:end], []byte(`"items"`)))
+	for _, item := range list.Items {
+		at += bytes.Index(s.data[at:], item) // From one item to the next there is nothing that looks like one.
+		s.add(at, at+len(item), list.Type)
+		at += len(item)
 	}
 	return true
 }

@@ -90,26 +90,21 @@ func isControl(r rune) bool {
 	return r < 0x20 && r != '\t' && r != '\n' && r != '\r' || r == 0x7f
 }
 
-// parseJSON reads JSON, which begins on this line, as YAML nodes. YAML's own parser would not do: it takes a comma too many, and
+// parseJSON reads JSON, which begins on this line, as YAML nodes, and says where it is broken. YAML's own parser would not do: it takes a comma too many, and
 // refuses tabs and some escapes.
 func parseJSON(data []byte, line int) (*yaml.Node, error) {
 	r := &jsonReader{data: data, line: line, dec: json.NewDecoder(bytes.NewReader(data))}
 	r.dec.UseNumber()
 	node := r.value()
-	return node, checkJSON(data, line)
-}
-
-// checkJSON says where JSON is broken.
-func checkJSON(data []byte, line int) error {
 	var v json.RawMessage
 	err := json.Unmarshal(data, &v)
 	if err == nil {
-		return nil
+		return node, nil
 	}
 	if e, ok := errors.AsType[*json.SyntaxError](err); ok {
 		line += bytes.Count(data[:max(int(e.Offset)-1, 0)], []byte{'\n'})
 	}
-	return &SyntaxError{line, "broken JSON: " + err.Error()}
+	return node, &SyntaxError{line, "broken JSON: " + err.Error()}
 }
 
 type jsonReader struct {

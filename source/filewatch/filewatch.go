@@ -17,7 +17,7 @@ const (
 	// grants no events at all.
 	pollPeriod = 15 * time.Second
 	pollOften  = 250 * time.Millisecond
-	// mostWaiting is how many events wait to be received. When there are more, all of them become one: anything may have changed.
+	// mostWaiting is how many events wait to be received. The last of them stands for all that came since: anything may have changed.
 	mostWaiting = 1000
 )
 
@@ -45,7 +45,7 @@ type Watcher struct {
 func New(log *slog.Logger) *Watcher { return newWatcher(log, pollPeriod) }
 
 func newWatcher(log *slog.Logger, period time.Duration) *Watcher {
-	w := &Watcher{c: make(chan Event), done: make(chan struct{}), log: log}
+	w := &Watcher{c: make(chan Event, mostWaiting), done: make(chan struct{}), log: log}
 	w.C = w.c
 	var err error
 	if w.events, err = fsnotify.NewWatcher(); err != nil {
@@ -73,21 +73,11 @@ func (w *Watcher) run(period time.Duration) {
 	if w.events != nil {
 		events, errs = w.events.Events, w.events.Errors
 	}
-	// fsnotify must never wait for whoever receives from C: it may hold the lock meanwhile that Watch takes.
-	var waiting []Event
 	for {
-		var c chan Event
-		var next Event
-		if len(waiting) > 0 {
-			c, next = w.c, waiting[0]
-		}
 		var event Event
 		select {
 		case <-w.done:
 			return
-		case c <- next:
-			waiting = waiting[1:]
-			continue
 		case e := <-events:
 			event = Event{e.Name, !e.Has(fsnotify.Create)}
 		case err := <-errs:
@@ -96,11 +86,13 @@ func (w *Watcher) run(period time.Duration) {
 			}
 		case <-poll.C:
 		}
-		switch {
-		case len(waiting) == mostWaiting:
-			waiting = []Event{{}}
-		case len(waiting) == 0 || waiting[len(waiting)-1] != event:
-			waiting = append(waiting, event)
+		if len(w.c) >= mostWaiting-1 {
+			event = Event{}
+		}
+		// fsnotify must never wait for whoever receives from C: it may hold the lock meanwhile that Watch takes.
+		select {
+		case w.c <- event:
+		default:
 		}
 	}
 }

@@ -14,27 +14,23 @@ import (
 	"nodeproxy/source/document"
 )
 
-// body is the content of a document, or of one item of a list. It does not change, and it outlives the file's text if a new
-// version of the file holds the same document.
-type body struct {
-	id     controlplane.ID // of a broken document: as much of it as is known
-	obj    any             // made by controlplane.Type.New; nil for types that are not used
-	issues []issue
-	bad    bool   // it can't be read, or an API server would refuse it
-	unread bool   // the text breaks the rules of YAML or JSON: what it holds is not known
-	other  string // type of an object that is not used
+// object is one object of a file, broken or not. It outlives the file's text if a new version of the file holds the same document.
+type object struct {
+	id      controlplane.ID // of a broken document: as much of it as is known
+	obj     any             // made by controlplane.Type.New; nil for types that are not used
+	remarks []remark
+	bad     bool   // it can't be read, or an API server would refuse it
+	unread  bool   // the text breaks the rules of YAML or JSON: what it holds is not known
+	other   string // type of an object that is not used
+
+	// Its place in the latest version of the file.
+	doc    *document.Document
+	order  int
 	prefix string // of field paths, within a list
 }
 
-// entry is a body and its place.
-type entry struct {
-	*body
-	doc   *document.Document
-	order int // within the file
-}
-
-// decode reads a document. It returns a body for each object, broken ones included.
-func decode(doc *document.Document) []*body {
+// decode reads a document. It returns each object, broken ones included.
+func decode(doc *document.Document) []*object {
 	if doc.JSON && json.Valid(doc.Text) {
 		return decodeObject(doc.Text, controlplane.Type(doc.List).Item())
 	}
@@ -56,22 +52,21 @@ func decode(doc *document.Document) []*body {
 	return decodeObject(text, controlplane.Type{})
 }
 
-// unread returns the body of a document that breaks the rules of YAML or JSON after a node.
-func unread(before *yaml.Node, err error) []*body {
-	b := &body{bad: true, unread: true}
+// unread returns the object of a document that breaks the rules of YAML or JSON after a node.
+func unread(before *yaml.Node, err error) []*object {
+	o := &object{unread: true}
 	if before != nil {
 		if text, err := document.ToJSON(before, 1024); err == nil {
 			if h := readHead(text); h.Used() && h.Metadata.Name != "" {
-				b.id = h.id()
+				o.id = h.id()
 			}
 		}
 	}
-	is := issue{Finding: source.Finding{Severity: source.Problem, Detail: err.Error()}, line: 1}
+	o.reject("", err.Error())
 	if e, ok := errors.AsType[*document.SyntaxError](err); ok {
-		is.line = e.Line
+		o.remarks[0].line = e.Line
 	}
-	b.issues = []issue{is}
-	return []*body{b}
+	return []*object{o}
 }
 
 // secondHead returns the first key of an object, or of an item of a list, that is apiVersion or kind for the second time, or nil.
@@ -117,61 +112,71 @@ func readHead(data []byte) (h head) {
 func (h head) id() controlplane.ID { return h.ID(h.Metadata.Namespace, h.Metadata.Name) }
 
 // decodeObject reads an object, or those of a list. If it names no type, it is of type typ.
-func decodeObject(data []byte, typ controlplane.Type) []*body {
+func decodeObject(data []byte, typ controlplane.Type) []*object {
 	h := readHead(data)
 	if h.Type == (controlplane.Type{}) {
 		h.Type = typ
 	}
-	b := &body{id: h.id()}
+	o := &object{id: h.id()}
 	switch field, detail := h.Problem(); {
 	case data[0] != '{':
-		b.id = controlplane.ID{}
-		b.reject("", "a document must be one object, a mapping of apiVersion, kind, metadata …")
+		o.id = controlplane.ID{}
+		o.reject("", "a document must be one object, a mapping of apiVersion, kind, metadata …")
 	case h.IsList():
-		if items := b.readList(data, h.Type); !b.bad {
+		if items := o.readList(data, h.Type); !o.bad {
 			return items
 		}
 	case detail != "":
-		b.reject(field, detail)
+		o.reject(field, detail)
 	case h.Used():
-		b.read(data, h.Type)
+		o.read(data, h.Type)
 	default:
-		b.other = h.Type.String()
-		b.add(source.Finding{Detail: h.WhyNotProxied(), Effect: source.NotForProxy})
+		o.other = h.Type.String()
+		o.add(source.Finding{Detail: h.WhyNotProxied(), Effect: source.NotForProxy})
 	}
-	return []*body{b}
+	return []*object{o}
 }
 
-func (b *body) add(f source.Finding) { b.issues = append(b.issues, issue{Finding: f}) }
+func (o *object) add(f source.Finding) { o.remarks = append(o.remarks, remark{Finding: f, object: o}) }
 
 // reject adds a fault because of which the object can't be used.
-func (b *body) reject(field, detail string) {
-	b.bad = true
-	b.add(source.Finding{Severity: source.Problem, Field: field, Detail: detail})
+func (o *object) reject(field, detail string) {
+	o.bad = true
+	o.add(source.Finding{Severity: source.Problem, Field: field, Detail: detail})
 }
 
-// twice is the fault of a field that an object has more than once.
-const twice = "the field is given more than once"
+// decode decodes an object or a list, and adds what is wrong with its fields. A field that is unknown has an effect, or else makes o bad.
+func (o *object) decode(data []byte, into any, effect string) {
+	ignored, faults, err := document.Decode(data, into)
+	if err != nil {
+		o.reject("", err.Error())
+	}
+	for _, f := range append(ignored, faults...) {
+		switch {
+		case f.Detail == document.UnknownField && effect != "":
+			o.add(source.Finding{Severity: source.Problem, Field: f.Field, Detail: f.Detail, Effect: effect})
+		case f.Detail == document.DuplicateField:
+			// Which of them is meant, nobody can tell. kubectl refuses to apply such an object.
+			o.reject(f.Field, "the field is given more than once")
+			if f.Field == "metadata" || strings.HasPrefix(f.Field, "metadata.name") { // Nor which object it is.
+				o.id.Name = ""
+			}
+		default:
+			o.reject(f.Field, f.Detail)
+		}
+	}
+}
 
-// readList reads the items of a list. A fault of the list itself makes b bad.
-func (b *body) readList(data []byte, typ controlplane.Type) (out []*body) {
+// readList reads the items of a list. A fault of the list itself makes o bad.
+func (o *object) readList(data []byte, typ controlplane.Type) (out []*object) {
 	var list struct {
 		controlplane.Type
 		Metadata any               `json:"metadata"`
 		Items    []json.RawMessage `json:"items"`
 	}
-	ignored, faults, err := document.Decode(data, &list)
-	for _, f := range append(ignored, faults...) {
-		if f.Detail == document.DuplicateField {
-			f.Detail = twice
-		}
-		b.reject(f.Field, f.Detail)
-	}
-	if err != nil {
-		b.reject("", err.Error())
-	}
+	o.decode(data, &list, "")
 	for i, text := range list.Items {
-		item := &body{}
+		item := &object{}
 		if h := readHead(text); h.IsList() {
 			item.id = h.id()
 			item.reject("items", "a List within a List is not read")
@@ -185,35 +190,17 @@ func (b *body) readList(data []byte, typ controlplane.Type) (out []*body) {
 }
 
 // read decodes an object and admits it as the API server would.
-func (b *body) read(data []byte, typ controlplane.Type) {
+func (o *object) read(data []byte, typ controlplane.Type) {
 	obj := typ.New()
-	ignored, faults, err := document.Decode(data, obj)
-	if err != nil {
-		b.reject("", err.Error())
-	}
-	for _, f := range ignored {
-		if f.Detail != document.DuplicateField {
-			b.add(source.Finding{Severity: source.Problem, Field: f.Field, Detail: f.Detail,
-				Effect: "the field is ignored, the rest of the object is used"})
-			continue
-		}
-		// Which of them is meant, nobody can tell. kubectl refuses to apply such an object.
-		b.reject(f.Field, twice)
-		if f.Field == "metadata" || strings.HasPrefix(f.Field, "metadata.name") { // Nor which object it is.
-			b.id.Name = ""
-		}
-	}
-	for _, f := range faults {
-		b.reject(f.Field, f.Detail)
-	}
-	if b.bad {
+	o.decode(data, obj, "the field is ignored, the rest of the object is used")
+	if o.bad {
 		return
 	}
 	found, refused := controlplane.Admit(obj)
 	for _, f := range found {
-		b.add(f)
+		o.add(f)
 	}
-	if b.bad = refused; !refused {
-		b.obj = obj
+	if o.bad = refused; !refused {
+		o.obj = obj
 	}
 }

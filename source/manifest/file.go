@@ -3,7 +3,6 @@ package manifest
 import (
 	"bytes"
 	"fmt"
-	"hash/maphash"
 	"io/fs"
 	"os"
 	"runtime"
@@ -20,11 +19,10 @@ type file struct {
 	path string
 	info fs.FileInfo // when it was looked at
 	err  error       // for which it could not be read then
-	data []byte      // of the version in force
-	docs []*decoded  // of the version in force
-	// decoded are the documents by a hash of their text. A new version of the file costs the decoding of those that changed.
-	decoded map[uint64]*decoded
-	entries []*entry // in force, in order
+	// The version in force. A new version of the file costs the decoding of those documents that changed.
+	data    []byte
+	docs    []*decoded
+	objects []*object // in order
 	// fault is what keeps the file from being in force as it is; empty if nothing does.
 	fault string
 	// without says that it is in force without objects that an API server would refuse. That is no fault of this node's, but the kernel may hold
@@ -32,13 +30,10 @@ type file struct {
 	without bool
 }
 
-// decoded is a document and its content.
+// decoded is a document and its objects.
 type decoded struct {
-	doc     *document.Document
-	hash    uint64
-	bodies  []*body
-	entries []*entry // of the bodies, once the document has been in a version of the file that was looked at
-	usedBy  *reading // the latest version of the file that holds the same document
+	*document.Document
+	objects []*object
 }
 
 // reading is a new version of a file that is not in force yet.
@@ -111,7 +106,7 @@ func (f *file) inPlace(r *reading) bool {
 func (f *file) cutOff(r *reading) bool {
 	n := len(r.docs)
 	return f.inPlace(r) && len(r.data) < len(f.data) && bytes.HasPrefix(f.data, r.data) &&
-		n > 0 && n <= len(f.docs) && !bytes.Equal(bytes.TrimSpace(r.docs[n-1].doc.Text), bytes.TrimSpace(f.docs[n-1].doc.Text))
+		n > 0 && n <= len(f.docs) && !bytes.Equal(bytes.TrimSpace(r.docs[n-1].Text), bytes.TrimSpace(f.docs[n-1].Text))
 }
 
 // endsWithinLine reports whether a file ends within a line, as one that was cut off may. A closing bracket ends a JSON text or a flow
@@ -133,74 +128,78 @@ func (f *file) put(r *reading) (remarks []remark) {
 		if line > 0 {
 			where = fmt.Sprintf("%s:%d", f.path, line)
 		}
-		if len(f.entries) > 0 {
+		if len(f.objects) > 0 {
 			effect = effectKept
 		}
 		f.fault = where + ": " + detail
 		return []remark{fileProblem(where, detail, effect)}
 	}
-	entries := make([]*entry, 0, len(r.docs))
-	f.decoded = make(map[uint64]*decoded, len(r.docs))
+	var objects []*object
 	for _, d := range r.docs {
-		f.decoded[d.hash] = d
-		if d.entries == nil {
-			for _, b := range d.bodies {
-				d.entries = append(d.entries, &entry{body: b})
-			}
-		}
-		for _, e := range d.entries {
-			e.doc, e.order = d.doc, len(entries)
-			entries = append(entries, e)
+		for _, o := range d.objects {
+			o.doc, o.order = d.Document, len(objects)
+			objects = append(objects, o)
 		}
 	}
-	isBad := func(e *entry) bool { return e.bad }
-	maybeCut := func(e *entry) bool { return endsWithinLine(r.data) && e.doc == r.docs[len(r.docs)-1].doc }
-	keep := len(f.entries) > 0 && slices.ContainsFunc(entries, isBad)
-	for _, e := range entries {
-		for _, is := range e.issues {
-			if is.Effect == "" && keep {
-				is.Effect = effectKept
-			} else if is.Effect == "" {
-				is.Effect = leftOut(e.id.Kind)
+	isBad := func(o *object) bool { return o.bad }
+	keep := len(f.objects) > 0 && slices.ContainsFunc(objects, isBad)
+	for _, o := range objects {
+		maybeCut := endsWithinLine(r.data) && o.doc == r.docs[len(r.docs)-1].Document
+		for _, rem := range o.remarks {
+			if rem.Effect == "" && keep {
+				rem.Effect = effectKept
+			} else if rem.Effect == "" {
+				rem.Effect = leftOut(o.id.Kind)
 			}
-			is.Object, is.LeftOut = e.id.String(), e.bad
-			rem := remark{issue: is, entry: e}
+			rem.Object, rem.LeftOut = o.id.String(), o.bad
 			remarks = append(remarks, rem)
 			switch {
-			case !e.bad:
-			case !keep && !e.unread && !maybeCut(e):
+			case !o.bad:
+			case !keep && !o.unread && !maybeCut:
 				f.without = true
 			case f.fault == "":
-				f.fault = rem.located()
+				fault := rem.located(&lineFinder{})
+				fault.Effect = ""
+				f.fault = fault.String()
 			}
 		}
 	}
 	if !keep {
-		f.data, f.docs, f.entries = r.data, r.docs, slices.DeleteFunc(entries, isBad)
+		f.data, f.docs, f.objects = r.data, r.docs, slices.DeleteFunc(objects, isBad)
 	}
 	return remarks
 }
 
-var seed = maphash.MakeSeed()
-
-// decodeAll splits new versions of files and decodes them on all CPUs. files are the versions read last, by path.
+// decodeAll splits new versions of files and decodes what they have that the versions in force have not, on all CPUs. files are these, by
+// path.
 func decodeAll(readings []*reading, files map[string]*file) {
+	type content struct {
+		text string
+		json bool
+		list document.Type
+	}
+	contentOf := func(d *document.Document) content { return content{string(d.Text), d.JSON, d.List} }
 	isList := func(t document.Type) bool { return controlplane.Type(t).IsList() }
 	var todo []*decoded
 	for _, r := range readings {
-		old := files[r.path]
-		for _, doc := range document.Split(r.path, r.data, isList) {
-			d := &decoded{doc: doc, hash: maphash.Bytes(seed, doc.Text)}
-			if old != nil {
-				if was := old.decoded[d.hash]; was != nil && was.usedBy != r && was.doc.Same(doc) {
-					was.usedBy = r // The same text twice in a file makes two objects, though only one counts.
-					d.bodies, d.entries = was.bodies, was.entries
+		known := map[content]*decoded{}
+		if f := files[r.path]; f != nil {
+			for _, d := range f.docs {
+				if isUnread := len(d.objects) == 1 && d.objects[0].unread; !isUnread { // The line of its fault may be another now.
+					known[contentOf(d.Document)] = d
 				}
 			}
-			if d.bodies == nil {
+		}
+		for _, doc := range document.Split(r.path, r.data, isList) {
+			d := &decoded{Document: doc}
+			r.docs = append(r.docs, d)
+			key := contentOf(doc)
+			if was := known[key]; was != nil {
+				d.objects = was.objects
+				delete(known, key) // The same text twice in a file makes two objects, though only one counts.
+			} else {
 				todo = append(todo, d)
 			}
-			r.docs = append(r.docs, d)
 		}
 	}
 	var next atomic.Int64
@@ -208,7 +207,7 @@ func decodeAll(readings []*reading, files map[string]*file) {
 	for range min(runtime.GOMAXPROCS(0), len(todo)) {
 		wg.Go(func() {
 			for i := next.Add(1) - 1; i < int64(len(todo)); i = next.Add(1) - 1 {
-				todo[i].bodies = decode(todo[i].doc)
+				todo[i].objects = decode(todo[i].Document)
 			}
 		})
 	}

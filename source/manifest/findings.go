@@ -14,38 +14,42 @@ import (
 	"nodeproxy/source/document"
 )
 
-// issue is a finding about an object whose place in a file is not known yet.
-type issue struct {
-	source.Finding
-	line int // of a fault in the text of a document; 0 to find it by the field
-}
-
-// remark is an issue with its place.
+// remark is a finding about an object, whose place is found when it is reported, or about a place, which Where names.
 type remark struct {
-	issue
-	entry *entry // nil for a finding about Finding.Where, or nowhere
+	source.Finding
+	object *object // nil for a finding about a place
+	line   int     // of a fault in the text of a document; 0 to find it by the field
 }
 
 // fileProblem is a remark about a file or directory as a whole.
 func fileProblem(where, detail, effect string) remark {
-	return remark{issue: issue{Finding: source.Finding{
+	return remark{Finding: source.Finding{
 		Severity: source.Problem, Where: where, Detail: detail, Effect: effect, LeftOut: effect == effectNothing,
-	}}}
+	}}
+}
+
+// file returns the file that a remark is about.
+func (r *remark) file() string {
+	if r.object == nil {
+		return r.Where
+	}
+	return r.object.doc.Name
 }
 
 // said returns the finding without what changes with the lines above it.
 func (r *remark) said() source.Finding {
 	f := r.Finding
-	f.Where, f.LeftOut = fileOf(r), false
+	f.Where, f.LeftOut = r.file(), false
 	return f
 }
 
-// located returns the text of a remark with its place.
-func (r *remark) located() string {
-	var lines lineFinder
+// located returns the finding with its place.
+func (r *remark) located(lines *lineFinder) source.Finding {
 	f := r.Finding
-	f.Where, f.Effect = fmt.Sprintf("%s:%d", fileOf(r), lines.find(r)), ""
-	return f.String()
+	if r.object != nil {
+		f.Where = fmt.Sprintf("%s:%d", r.file(), lines.find(r))
+	}
+	return f
 }
 
 // reporter reports each finding once while it holds.
@@ -60,27 +64,30 @@ type reporter struct {
 func (r *reporter) set(topic string, remarks []remark) {
 	r.mu.Lock()
 	defer r.mu.Unlock()
-	before := r.current[topic]
-	if len(remarks) == 0 {
-		if before != nil {
-			delete(r.current, topic)
-		}
-		return
-	}
 	known := map[source.Finding]bool{}
-	for _, s := range before {
-		known[s] = true
+	for _, f := range r.current[topic] {
+		known[f] = true
 	}
-	now := make([]source.Finding, 0, len(remarks))
+	delete(r.current, topic)
 	for _, rem := range remarks {
-		s := rem.said()
-		now = append(now, s)
-		if !known[s] {
-			known[s] = true
+		f := rem.said()
+		if !known[f] {
+			known[f] = true
 			r.fresh = append(r.fresh, rem)
 		}
+		r.current[topic] = append(r.current[topic], f)
 	}
-	r.current[topic] = now
+}
+
+// setPlaces replaces what is wrong with files and directories as a whole, and returns it with the places.
+func (r *reporter) setPlaces(faults map[string]error, effect string) (located []string) {
+	var remarks []remark
+	for _, where := range slices.Sorted(maps.Keys(faults)) {
+		remarks = append(remarks, fileProblem(where, faults[where].Error(), effect))
+		located = append(located, where+": "+faults[where].Error())
+	}
+	r.set("places", remarks)
+	return located
 }
 
 // all returns the findings that hold, in order of topic.
@@ -102,37 +109,28 @@ func (r *reporter) flush() {
 		return
 	}
 	// Documents are parsed again to find a line; in this order each of them only once.
+	start := func(r *remark) int {
+		if r.object == nil {
+			return 0
+		}
+		return r.object.doc.Line
+	}
 	slices.SortStableFunc(fresh, func(a, b remark) int {
-		return cmp.Or(cmp.Compare(fileOf(&a), fileOf(&b)), cmp.Compare(startOf(&a), startOf(&b)))
+		return cmp.Or(cmp.Compare(a.file(), b.file()), cmp.Compare(start(&a), start(&b)))
 	})
 	var lines lineFinder
 	for i := range fresh {
-		if rem := &fresh[i]; rem.entry != nil {
-			rem.line = lines.find(rem)
-			rem.Where = fmt.Sprintf("%s:%d", fileOf(rem), rem.line)
+		if fresh[i].object != nil {
+			fresh[i].line = lines.find(&fresh[i])
 		}
 	}
 	slices.SortStableFunc(fresh, func(a, b remark) int {
-		return cmp.Or(cmp.Compare(fileOf(&a), fileOf(&b)), cmp.Compare(a.line, b.line), cmp.Compare(a.Object, b.Object),
+		return cmp.Or(cmp.Compare(a.file(), b.file()), cmp.Compare(a.line, b.line), cmp.Compare(a.Object, b.Object),
 			cmp.Compare(a.Field, b.Field), cmp.Compare(a.Detail, b.Detail))
 	})
 	for _, rem := range fresh {
-		r.report(rem.Finding)
+		r.report(rem.located(&lines))
 	}
-}
-
-func fileOf(r *remark) string {
-	if r.entry != nil {
-		return r.entry.doc.Name
-	}
-	return r.Where
-}
-
-func startOf(r *remark) int {
-	if r.entry != nil {
-		return r.entry.doc.Line
-	}
-	return 0
 }
 
 // lineFinder finds the lines of remarks. It keeps the last document that it has parsed.
@@ -145,7 +143,7 @@ func (f *lineFinder) find(r *remark) int {
 	if r.line > 0 {
 		return r.line
 	}
-	if doc := r.entry.doc; f.doc != doc {
+	if doc := r.object.doc; f.doc != doc {
 		f.doc = doc
 		f.root, _ = doc.Parse()
 	}
@@ -153,7 +151,7 @@ func (f *lineFinder) find(r *remark) int {
 		return f.doc.Line
 	}
 	path := r.Field
-	if prefix := r.entry.prefix; prefix != "" && strings.HasPrefix(path, "[") {
+	if prefix := r.object.prefix; prefix != "" && strings.HasPrefix(path, "[") {
 		path = prefix + path
 	} else if prefix != "" {
 		path = strings.TrimSuffix(prefix+"."+path, ".")

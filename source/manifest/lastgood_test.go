@@ -1,6 +1,7 @@
 package manifest
 
 import (
+	"fmt"
 	"strings"
 	"testing"
 
@@ -68,6 +69,18 @@ func TestLastGood(t *testing.T) {
 			fresh.put(map[string]string{"f.yaml": test.before})
 			same(t, "repaired", describe(p.all), describe(fresh.all))
 		})
+	}
+}
+
+// TestFaultMoves holds that a fault is on the line on which it is now, though its document is as it was.
+func TestFaultMoves(t *testing.T) {
+	t.Parallel()
+	p := newPlayer()
+	for line, above := range []string{"", "# one\n", "# one\n# two\n"} {
+		p.put(map[string]string{"f.yaml": above + "---\na: [\n"})
+		if want := fmt.Sprintf("f.yaml:%d: ", line+2); !strings.HasPrefix(p.s.files["f.yaml"].fault, want) {
+			t.Errorf("%q is not at %s", p.s.files["f.yaml"].fault, want)
+		}
 	}
 }
 

@@ -15,7 +15,7 @@ import (
 	"os"
 	"path/filepath"
 	"slices"
-	"sync"
+	"sync/atomic"
 
 	v1 "k8s.io/api/core/v1"
 
@@ -52,39 +52,20 @@ func (c Config) open() (Config, *store, error) {
 	return c, s, err
 }
 
-// Source watches manifests and delivers changes.
+// Source watches manifests and delivers changes. What its store has to say may be asked at any time: ServiceFile, Pods, Findings.
 type Source struct {
-	cfg   Config
-	store *store
-
-	mu     sync.Mutex
-	faults []string
+	*store
+	cfg    Config
+	faults atomic.Pointer[[]string]
 }
 
 // Faults returns the faults that keep manifests from being in force as they are, each with its file and line. For what can't be
 // read, the version read last is in force. It may be called at any time.
 func (s *Source) Faults() []string {
-	s.mu.Lock()
-	defer s.mu.Unlock()
-	return s.faults
-}
-
-// Findings returns what is wrong with the manifests now, and what else their owners should know, without lines. It may be called at any
-// time.
-func (s *Source) Findings() []source.Finding { return s.store.findings.all() }
-
-// ServiceFile returns the file that has a Service; "" if none has. It may be called at any time.
-func (s *Source) ServiceFile(namespace, name string) string {
-	return s.store.serviceFile(namespace, name)
-}
-
-// Pods returns the Pods in force, in no order. It may be called at any time; the Pods must not be changed.
-func (s *Source) Pods() []*v1.Pod { return s.store.allPods() }
-
-func (s *Source) setFaults(faults []string) {
-	s.mu.Lock()
-	defer s.mu.Unlock()
-	s.faults = faults
+	if faults := s.faults.Load(); faults != nil {
+		return *faults
+	}
+	return nil
 }
 
 var _ source.Source = (*Source)(nil)
@@ -109,11 +90,7 @@ func Load(cfg Config) (source.Batch, error) {
 		return source.Batch{}, fmt.Errorf("manifests: %w", err)
 	}
 	tree := scan(cfg.Path)
-	for path, err := range tree.errs {
-		if tree.dirs[path] {
-			s.findings.set("place "+path, []remark{fileProblem(path, err.Error(), effectNothing)})
-		}
-	}
+	s.findings.setPlaces(tree.unreadable(), effectNothing)
 	var readings []*reading
 	for _, path := range slices.Sorted(maps.Keys(tree.files)) {
 		r := tree.files[path]
@@ -140,7 +117,7 @@ func Read(cfg Config, in io.Reader) (source.Batch, error) {
 func (s *store) load(readings []*reading, each func(*v1.Pod)) source.Batch {
 	batch := s.update(readings, nil)
 	if each != nil {
-		for _, pod := range s.allPods() {
+		for _, pod := range s.Pods() {
 			each(pod)
 		}
 	}

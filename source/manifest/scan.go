@@ -4,6 +4,7 @@ import (
 	"errors"
 	"fmt"
 	"io/fs"
+	"maps"
 	"os"
 	"path/filepath"
 	"strings"
@@ -109,6 +110,13 @@ func (t *tree) file(path string, info fs.FileInfo, err error) {
 		err = fmt.Errorf("can't be read: it has more than %d bytes", maxFile)
 	}
 	t.files[path] = &reading{path: path, info: info, err: err}
+}
+
+// unreadable returns why directories can't be read.
+func (t *tree) unreadable() map[string]error {
+	out := maps.Clone(t.errs)
+	maps.DeleteFunc(out, func(path string, _ error) bool { return !t.dirs[path] })
+	return out
 }
 
 // lost returns why it can't be told whether a file was removed, and which path is at fault; nil if it was removed from a directory

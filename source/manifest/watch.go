@@ -27,32 +27,27 @@ const (
 
 // watch is a running Source.
 type watch struct {
-	cfg    *Config
-	store  *store
+	*Source
 	sink   source.Sink
 	events *filewatch.Watcher
-	faults func([]string) // receives what keeps files from being in force as they are
 
 	tree   *tree
 	filled fs.FileInfo // of the root when there were files last
 	// changed are the files with an event since they were read, and when they were written to last, or went missing. A file that another
 	// one was renamed to, in place of the former, was not written to.
-	changed  map[string]time.Time
-	due      time.Time       // when to look next; zero for never
-	begun    time.Time       // of the first look
-	reported map[string]bool // places that there is something to say about, but files that are read
-	synced   bool
-	partial  bool // something could not be read since the start
+	changed map[string]time.Time
+	due     time.Time // when to look next; zero for never
+	begun   time.Time // of the first look
+	synced  bool
+	partial bool // something could not be read since the start
 }
 
 // Run delivers everything, and then what changes, until ctx ends; then it returns nil. It waits while there is nothing at the
 // path: that is not the same as an empty directory, and must not remove what the kernel holds.
 func (s *Source) Run(ctx context.Context, sink source.Sink) error {
-	cfg := s.cfg
 	w := &watch{
-		cfg: &cfg, store: s.store, sink: sink, faults: s.setFaults, tree: &tree{}, changed: map[string]time.Time{}, begun: time.Now(),
+		Source: s, sink: sink, events: filewatch.New(s.cfg.Log), tree: &tree{}, changed: map[string]time.Time{}, begun: time.Now(),
 	}
-	w.events = filewatch.New(cfg.Log)
 	defer w.events.Close()
 	w.look(w.begun)
 	for {
@@ -77,17 +72,15 @@ func (w *watch) note(e filewatch.Event, now time.Time) {
 	dir, base := filepath.Dir(path), filepath.Base(path)
 	switch {
 	case e.Path == "" || path == w.cfg.Path || w.tree.info == nil || w.tree.linked[dir]:
-	case !w.tree.dirs[dir]:
-		return // Beside the manifests.
-	case strings.HasPrefix(base, ".."): // A ConfigMap volume is swapped.
-	case strings.HasPrefix(base, "."):
+	case w.tree.dirs[dir] && strings.HasPrefix(base, ".."): // The volume of a ConfigMap is swapped.
+	case !w.tree.dirs[dir] || strings.HasPrefix(base, "."):
 		return
 	case !accepted(base) && !w.tree.dirs[path] && w.tree.errs[path] == nil:
-		if info, err := os.Lstat(path); err != nil || !info.IsDir() && info.Mode()&fs.ModeSymlink == 0 {
+		if info, err := os.Lstat(path); err != nil || info.Mode().IsRegular() {
 			return // A temporary file.
 		}
 	}
-	if _, again := w.changed[path]; again || e.Written || w.store.files[path] == nil {
+	if _, again := w.changed[path]; again || e.Written || w.files[path] == nil {
 		w.changed[path] = now
 	} else {
 		w.changed[path] = time.Time{}
@@ -130,11 +123,8 @@ func (w *watch) look(now time.Time) {
 	if len(w.tree.files) > 0 {
 		w.filled = w.tree.info
 	}
-	batch := w.store.update(readings, gone)
-	whole := w.report(missing, effectBelow) == 0 && !waits
-	for _, f := range w.store.files {
-		whole = whole && !f.without
-	}
+	batch := w.update(readings, gone)
+	whole := w.report(missing, effectBelow) && !waits
 	batch.Synced = !w.synced
 	switch {
 	case !w.synced && !whole:
@@ -151,14 +141,12 @@ func (w *watch) look(now time.Time) {
 // differences compares the tree with what was read before. It returns new versions of files, the files that are gone, what is
 // wrong with places at which there may be files, and whether some are to be looked at later.
 func (w *watch) differences(now time.Time) (readings []*reading, gone []string, missing map[string]error, waits bool) {
-	missing = map[string]error{}
-	for path, err := range w.tree.errs {
-		if w.tree.dirs[path] || path == w.cfg.Path && !w.synced {
-			missing[path] = err
-		}
+	missing = w.tree.unreadable()
+	if err := w.tree.errs[w.cfg.Path]; err != nil && !w.synced {
+		missing[w.cfg.Path] = err
 	}
 	var absent []*file
-	for path, f := range w.store.files {
+	for path, f := range w.files {
 		if w.tree.files[path] == nil {
 			absent = append(absent, f)
 			if _, noted := w.changed[path]; !noted {
@@ -167,7 +155,7 @@ func (w *watch) differences(now time.Time) (readings []*reading, gone []string, 
 		}
 	}
 	for _, path := range slices.Sorted(maps.Keys(w.tree.files)) {
-		r, f := w.tree.files[path], w.store.files[path]
+		r, f := w.tree.files[path], w.files[path]
 		if f != nil && f.err == nil && r.err == nil && sameVersion(f.info, r.info) {
 			delete(w.changed, path)
 			continue
@@ -209,39 +197,27 @@ func (w *watch) differences(now time.Time) (readings []*reading, gone []string, 
 			delete(w.changed, f.path)
 		}
 	}
-	slices.Sort(gone)
-	for path := range w.changed { // What was noted of files that are not there.
-		if w.tree.files[path] == nil && w.store.files[path] == nil {
-			delete(w.changed, path)
-		}
-	}
+	maps.DeleteFunc(w.changed, func(path string, _ time.Time) bool { // What was noted of files that are not there.
+		return w.tree.files[path] == nil && w.files[path] == nil
+	})
 	return readings, gone, missing, waits
 }
 
-// report reports what is wrong with places, withdraws what was before, and returns how much keeps files from being in force as they are.
-func (w *watch) report(missing map[string]error, effect string) int {
-	var faults []string
-	reported := map[string]bool{}
-	for where, err := range missing {
-		reported[where] = true
-		w.store.findings.set("place "+where, []remark{fileProblem(where, err.Error(), effect)})
-		faults = append(faults, where+": "+err.Error())
-	}
-	for where := range w.reported {
-		if !reported[where] {
-			w.store.findings.set("place "+where, nil)
-		}
-	}
-	w.reported = reported
-	for _, f := range w.store.files {
+// report reports what is wrong with places and what keeps files from being in force as they are. It returns whether that is nothing, and
+// no file is in force without some of its objects.
+func (w *watch) report(missing map[string]error, effect string) (whole bool) {
+	faults := w.findings.setPlaces(missing, effect)
+	whole = true
+	for _, f := range w.files {
+		whole = whole && !f.without
 		if f.fault != "" {
 			faults = append(faults, f.fault)
 		}
 	}
 	slices.Sort(faults)
-	w.store.findings.flush()
-	w.faults(faults)
-	return len(faults)
+	w.findings.flush()
+	w.faults.Store(&faults)
+	return whole && len(faults) == 0
 }
 
 // watched returns the directories in which a change matters.
