@@ -68,7 +68,7 @@ func (c comparison) run(ctx context.Context, o *options) (missed int, err error)
 		proxies = append(proxies, ipt, proxy{name: noProxy}, proxy{name: noRules})
 	}
 	fmt.Printf("# nodeproxy %s, kube-proxy %s, mode %s, kernel %s\n# before the run: %s\n%s", np.version, kp.version, o.modeName(),
-		machine.FirstLine("/proc/sys/kernel/osrelease"), machine.State(), c.note)
+		machine.Kernel(), machine.State(), c.note)
 	// For each number of Services there are nodes, so that every cold start is on a node as good as new.
 	l, err := newLab(ctx, o.endpoints, slices.Repeat(proxies, len(o.services)))
 	if err != nil {

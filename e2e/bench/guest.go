@@ -67,8 +67,7 @@ func runInside(ctx context.Context, o *options) (missed int, err error) {
 		fmt.Println("# on the test kernel (e2e/kernel), which has one processor and slow system calls:")
 		fmt.Println("# compare what is measured here with each other, not with what was measured elsewhere")
 	}
-	_, model, _ := strings.Cut(processor(), ":")
-	fmt.Printf("# this machine:%s, %d processors, kernel %s\n", model, runtime.NumCPU(), machine.FirstLine("/proc/sys/kernel/osrelease"))
+	fmt.Printf("# this machine: %s, %d processors, kernel %s\n", machine.Processor(), runtime.NumCPU(), machine.Kernel())
 	load := machine.WatchLoad()
 	cmd := exec.CommandContext(ctx, filepath.Join(kernel, "run"), append([]string{self}, append(o.args, "-inside")...)...)
 	cmd.Env = append(os.Environ(), "NODEPROXY_BIN="+nodeproxy)
@@ -89,18 +88,4 @@ func runInside(ctx context.Context, o *options) (missed int, err error) {
 		return 1, nil
 	}
 	return 0, err
-}
-
-// processor is the line of the first processor's model, as the kernel knows it.
-func processor() string {
-	b, err := os.ReadFile("/proc/cpuinfo")
-	if err != nil {
-		return ": unknown processor"
-	}
-	for line := range strings.Lines(string(b)) {
-		if strings.HasPrefix(line, "model name") {
-			return strings.TrimSpace(line)
-		}
-	}
-	return ": unnamed processor"
 }

@@ -183,11 +183,7 @@ func (l *vipLab) program(ctx context.Context) error {
 
 // memoryHeld is what the kernel's slabs hold, and what this process has on its heap.
 func memoryHeld() (slab, heap float64, err error) {
-	b, err := os.ReadFile("/proc/meminfo")
-	if err != nil {
-		return 0, 0, err
-	}
-	held, err := machine.Kilobytes(string(b), "Slab")
+	held, err := machine.Slab()
 	runtime.GC()
 	var m runtime.MemStats
 	runtime.ReadMemStats(&m)
