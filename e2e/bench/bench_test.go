@@ -16,7 +16,6 @@ import (
 	v1 "k8s.io/api/core/v1"
 	discovery "k8s.io/api/discovery/v1"
 
-	"nodeproxy/e2e/cluster"
 	"nodeproxy/e2e/harness"
 	"nodeproxy/e2e/probe"
 )
@@ -26,9 +25,7 @@ func TestMain(m *testing.M) {
 	if slices.Contains(os.Args, "-inside") {
 		main()
 	}
-	code := harness.Main(m)
-	cluster.KillAll()
-	os.Exit(code)
+	os.Exit(harness.Main(m))
 }
 
 // TestSmallRun runs each scenario with a few Services. At that size goals are missed; what counts is that everything could be measured.

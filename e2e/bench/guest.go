@@ -8,7 +8,6 @@ import (
 	"path/filepath"
 	"runtime"
 	"slices"
-	"strings"
 	"syscall"
 
 	"nodeproxy/e2e/cluster"
@@ -56,11 +55,11 @@ func runInside(ctx context.Context, o *options) (missed int, err error) {
 	if err != nil {
 		return 0, err
 	}
-	root, err := exec.Command("go", "list", "-m", "-f", "{{.Dir}}").Output()
+	root, err := harness.ProjectDir()
 	if err != nil {
-		return 0, fmt.Errorf("find the module: %w", err)
+		return 0, err
 	}
-	kernel := filepath.Join(strings.TrimSpace(string(root)), "e2e", "kernel")
+	kernel := filepath.Join(root, "e2e", "kernel")
 	if exec.Command(filepath.Join(kernel, "probe")).Run() == nil {
 		fmt.Println("# on this machine's own kernel")
 	} else {

@@ -52,9 +52,6 @@ func (l *lab) close() error {
 		n.stop()
 		n.close()
 	}
-	if l.controlPlane != nil {
-		l.controlPlane.Close()
-	}
 	return l.World.Close()
 }
 

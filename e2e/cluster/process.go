@@ -5,7 +5,6 @@ import (
 	"fmt"
 	"os"
 	"os/exec"
-	"sync"
 	"syscall"
 	"time"
 
@@ -20,25 +19,6 @@ type Process struct {
 
 	cmd    *exec.Cmd
 	exited chan struct{}
-}
-
-// live are all processes under way, so that an interrupted test can end them before their files are removed.
-var live struct {
-	sync.Mutex
-	processes map[*Process]bool
-}
-
-// KillAll ends all processes of all control planes.
-func KillAll() {
-	live.Lock()
-	var all []*Process
-	for p := range live.processes {
-		all = append(all, p)
-	}
-	live.Unlock()
-	for _, p := range all {
-		p.Kill()
-	}
 }
 
 // Start starts the process, also again after Kill. Its output is appended to its log file.
@@ -59,12 +39,6 @@ func (p *Process) Start() error {
 		_ = cmd.Wait() // how it ended does not matter: whether it works shows in what it does
 		close(exited)
 	}()
-	live.Lock()
-	defer live.Unlock()
-	if live.processes == nil {
-		live.processes = map[*Process]bool{}
-	}
-	live.processes[p] = true
 	return nil
 }
 
@@ -75,9 +49,6 @@ func (p *Process) Kill() {
 	}
 	_ = p.cmd.Process.Kill() // it may be gone already
 	<-p.exited
-	live.Lock()
-	defer live.Unlock()
-	delete(live.processes, p)
 }
 
 // Freeze stops the process without closing its connections; Thaw lets it go on.

@@ -40,7 +40,7 @@ func (w *World) ServeTCP(n *Netns, name string, at netip.AddrPort) error {
 
 // serve accepts connections until the listener is closed; name says what to call the server of one.
 func (w *World) serve(l *net.TCPListener, name func(*net.TCPConn) string, port uint16) {
-	w.servers = append(w.servers, l)
+	w.AtEnd(func() { l.Close() })
 	go func() {
 		for {
 			c, err := l.AcceptTCP()
@@ -77,7 +77,7 @@ func (w *World) ServeUDP(n *Netns, name string, at netip.AddrPort) error {
 	if err != nil {
 		return fmt.Errorf("UDP server %s: %w", name, err)
 	}
-	w.servers = append(w.servers, c)
+	w.AtEnd(func() { c.Close() })
 	go func() {
 		buf := make([]byte, 2048)
 		for {

@@ -3,7 +3,6 @@ package harness
 import (
 	"errors"
 	"fmt"
-	"net"
 	"net/netip"
 	"os"
 	"os/exec"
@@ -106,7 +105,7 @@ type World struct {
 	opts    Options
 	fabric  *Netns
 	all     []*Netns
-	servers []interface{ Close() error }
+	atEnd   []func()
 	daemons []*Daemon
 	test    string // whose World this is; "" outside of tests
 	// hardened are the variants of iptables in which the nodes of a hostile World have their firewall.
@@ -154,16 +153,17 @@ func Build(o Options) (*World, error) {
 	return w, nil
 }
 
+// AtEnd has the World call f when it is closed, before its namespaces and files are removed.
+func (w *World) AtEnd(f func()) { w.atEnd = append(w.atEnd, f) }
+
 // Close ends the daemons and servers, and removes the namespaces and files.
 func (w *World) Close() error {
 	var errs []error
 	for _, d := range w.daemons {
 		errs = append(errs, d.end())
 	}
-	for _, s := range w.servers {
-		if err := s.Close(); err != nil && !errors.Is(err, net.ErrClosed) {
-			errs = append(errs, err)
-		}
+	for _, f := range w.atEnd {
+		f()
 	}
 	for _, n := range w.all {
 		n.Close()
