@@ -102,7 +102,7 @@ func (n *Netns) addAddr(name string, bits int, a netip.Addr, scope int) error {
 	return nil
 }
 
-// addRoute adds a route through an interface, via a gateway (which need not be on a connected network) and with a
+// addRoute adds a route through an interface, or replaces another one to the same addresses, via a gateway (which need not be on a connected network) and with a
 // preferred source address, where these are valid.
 func (n *Netns) addRoute(name string, dst netip.Prefix, via, src netip.Addr) error {
 	l, err := link(n, name)
@@ -118,7 +118,7 @@ func (n *Netns) addRoute(name string, dst netip.Prefix, via, src netip.Addr) err
 	if src.IsValid() {
 		r.Src = src.AsSlice()
 	}
-	if err := n.nl.RouteAdd(r); err != nil {
+	if err := n.nl.RouteReplace(r); err != nil {
 		return fmt.Errorf("route to %s in %s: %w", dst, n.Name, err)
 	}
 	return nil

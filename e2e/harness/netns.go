@@ -3,6 +3,7 @@ package harness
 import (
 	"bytes"
 	"context"
+	"errors"
 	"fmt"
 	"os"
 	"os/exec"
@@ -131,6 +132,16 @@ func (n *Netns) Sysctl(path, value string) error {
 		}
 		return nil
 	})
+}
+
+// sysctls writes settings; not those that this kernel does not have, or only for the machine as a whole.
+func (n *Netns) sysctls(values map[string]string) error {
+	for path, value := range values {
+		if err := n.Sysctl(path, value); err != nil && !errors.Is(err, os.ErrNotExist) {
+			return err
+		}
+	}
+	return nil
 }
 
 // ReadSysctl reads a kernel setting, named by its path under /proc/sys.

@@ -42,13 +42,9 @@ func (w *World) ServeSCTP(n *Netns, name string, at netip.AddrPort) error {
 // that it may use, and these would go past any translation.
 func (h *Host) AskSCTP(to netip.AddrPort, timeout time.Duration) Answer {
 	start := time.Now()
-	family := 4
-	if to.Addr().Is6() {
-		family = 6
-	}
 	var conn net.Conn
 	err := h.Do(func() error {
-		f, err := sctpSocket(netip.AddrPortFrom(h.IP(family), 0))
+		f, err := sctpSocket(netip.AddrPortFrom(h.IP(familyOf(to.Addr())), 0))
 		if err != nil {
 			return err
 		}

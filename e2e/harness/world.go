@@ -69,11 +69,20 @@ type Host struct {
 }
 
 // IP returns the host's address of a family, 4 or 6.
-func (h *Host) IP(family int) netip.Addr {
+func (h *Host) IP(family int) netip.Addr { return pick(family, h.IP4, h.IP6) }
+
+func pick[T any](family int, four, six T) T {
 	if family == 6 {
-		return h.IP6
+		return six
 	}
-	return h.IP4
+	return four
+}
+
+func familyOf(a netip.Addr) int {
+	if a.Is6() {
+		return 6
+	}
+	return 4
 }
 
 // Pod is a pod with its servers running.
@@ -226,10 +235,8 @@ func (w *World) buildFabric() error {
 		return err
 	}
 	w.fabric = n
-	for _, key := range []string{"bridge-nf-call-iptables", "bridge-nf-call-ip6tables"} {
-		if err := n.Sysctl("net/bridge/"+key, "0"); err != nil && !errors.Is(err, os.ErrNotExist) {
-			return err
-		}
+	if err := n.sysctls(map[string]string{"net/bridge/bridge-nf-call-iptables": "0", "net/bridge/bridge-nf-call-ip6tables": "0"}); err != nil {
+		return err
 	}
 	if err := n.addBridge("br0"); err != nil {
 		return err
@@ -247,7 +254,7 @@ func (w *World) addNode(i, pods int) error {
 	n := &Node{Host: host, index: i + 1}
 	w.Nodes = append(w.Nodes, n)
 	if nstest.Hostile() {
-		if err := ns.harden(); err != nil {
+		if err := ns.sysctls(hostileSysctls); err != nil {
 			return err
 		}
 	}
@@ -263,11 +270,8 @@ func (w *World) addNode(i, pods int) error {
 			return err
 		}
 	}
-	for key, value := range nodeSysctls {
-		// Some are not there in every kernel, or only for the machine as a whole.
-		if err := ns.Sysctl(key, value); err != nil && !errors.Is(err, os.ErrNotExist) {
-			return err
-		}
+	if err := ns.sysctls(nodeSysctls); err != nil {
+		return err
 	}
 	if w.opts.Bridge {
 		if err := ns.addBridge(PodBridge); err != nil {
@@ -412,11 +416,7 @@ func (w *World) addClient() error {
 
 func (w *World) viaNode1(n *Netns, dsts []netip.Prefix) error {
 	for _, dst := range dsts {
-		gw := w.Node1().IP4
-		if dst.Addr().Is6() {
-			gw = w.Node1().IP6
-		}
-		if err := n.addRoute("eth0", dst, gw, netip.Addr{}); err != nil {
+		if err := n.addRoute("eth0", dst, w.Node1().IP(familyOf(dst.Addr())), netip.Addr{}); err != nil {
 			return err
 		}
 	}
