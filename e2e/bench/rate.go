@@ -83,13 +83,13 @@ func probeAll(made <-chan *outstanding, failed <-chan error, limit time.Duration
 			continue
 		}
 		c := waiting[next]
-		a, err := prober.Ask(c.service.frontend(), prober.Handshake)
+		endpoint, err := prober.Ask(c.service.frontend(), prober.Handshake)
 		now := time.Now()
 		age := now.Sub(c.begun)
 		switch {
 		case err != nil:
 			return nil, err
-		case a.Endpoint == c.endpoint:
+		case endpoint == c.endpoint:
 			took = append(took, age)
 			waiting = append(waiting[:next], waiting[next+1:]...)
 			for _, other := range waiting {

@@ -84,8 +84,7 @@ func Start(w *harness.World, host *harness.Host, controllers ...string) (*Contro
 		return nil, err
 	}
 	process := func(name string, args ...string) *Process {
-		return &Process{name: name, path: filepath.Join(binaries, name), args: args, netns: host.Netns,
-			logFile: c.file(name + ".log")}
+		return &Process{Name: name, Path: filepath.Join(binaries, name), Args: args, Netns: host.Netns, LogFile: c.file(name + ".log")}
 	}
 	c.scheduler = process("kube-scheduler", "--kubeconfig="+c.file("scheduler.kubeconfig"), "--leader-elect=false", "--secure-port=0")
 	c.Etcd = process("etcd", "--data-dir="+c.file("etcd"), "--unsafe-no-fsync", "--log-level=warn",
@@ -101,7 +100,7 @@ func Start(w *harness.World, host *harness.Host, controllers ...string) (*Contro
 		"--service-account-issuer=https://kubernetes.default.svc", "--service-account-key-file="+c.file("sa.key"),
 		"--service-account-signing-key-file="+c.file("sa.key"))
 	if !slices.Contains(controllers, ServiceAccounts) { // Nothing makes one in each namespace, which pods would want.
-		c.APIServer.args = append(c.APIServer.args, "--disable-admission-plugins=ServiceAccount")
+		c.APIServer.Args = append(c.APIServer.Args, "--disable-admission-plugins=ServiceAccount")
 	}
 	c.ControllerManager = process("kube-controller-manager", "--kubeconfig="+c.file("controller-manager.kubeconfig"),
 		"--controllers="+strings.Join(append([]string{
@@ -124,7 +123,7 @@ func (c *ControlPlane) Close() {
 
 // Logs are the ends of the logs of all programs.
 func (c *ControlPlane) Logs() string {
-	return c.Etcd.tail() + c.APIServer.tail() + c.ControllerManager.tail() + c.scheduler.tail()
+	return c.Etcd.Tail() + c.APIServer.Tail() + c.ControllerManager.Tail() + c.scheduler.Tail()
 }
 
 // StartScheduler starts a kube-scheduler, which puts pods on nodes that are ready and have room.
