@@ -79,8 +79,8 @@ type place struct {
 func NewServer(name string) *Server {
 	s := &Server{name: name, places: map[netip.AddrPort]*place{}, prepared: map[netip.AddrPort]net.Listener{}, failing: map[netip.AddrPort]string{}}
 	answer := http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) { s.serving.Load().Handler.ServeHTTP(w, r) })
-	s.http = newHTTPServer(answer, newConnections(mostConnections), func() *slog.Logger { return s.serving.Load().Log })
-	s.http.Handler = named(func() string { return s.serving.Load().Program }, s.http.Handler)
+	s.http = newHTTPServer(answer, newConnections(mostConnections), func() string { return s.serving.Load().Program },
+		func() *slog.Logger { return s.serving.Load().Log })
 	return s
 }
 
@@ -230,23 +230,13 @@ const (
 	mostConnections = 256
 )
 
-// newHTTPServer returns a server that clients can't block by sending or reading slowly, nor by many connections. Its messages about
-// clients go to log.
-func newHTTPServer(h http.Handler, c *connections, logger func() *slog.Logger) *http.Server {
+// newHTTPServer returns a server that clients can't block by sending or reading slowly, nor by many connections. It names the program in
+// each answer, as either may answer where two proxies share a port. Its messages about clients go to the log.
+func newHTTPServer(h http.Handler, c *connections, program func() string, logger func() *slog.Logger) *http.Server {
 	return &http.Server{
-		Handler: onlyAnswers(h), ReadTimeout: requestTimeout, IdleTimeout: idleTimeout, MaxHeaderBytes: headerBytes,
+		Handler: onlyAnswers(h, program), ReadTimeout: requestTimeout, IdleTimeout: idleTimeout, MaxHeaderBytes: headerBytes,
 		ConnState: c.changed, ErrorLog: log.New(debugWriter(logger), "", 0),
 	}
-}
-
-// named names the program in each answer of h: where two proxies share a port, either may answer.
-func named(program func() string, h http.Handler) http.Handler {
-	return http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
-		if p := program(); p != "" {
-			w.Header().Set("Server", p)
-		}
-		h.ServeHTTP(w, r)
-	})
 }
 
 // debugWriter logs what is written to it, at level debug.
@@ -259,8 +249,11 @@ func (w debugWriter) Write(p []byte) (int, error) {
 
 // onlyAnswers accepts GET and HEAD only, and reads no request's body. The client must read the answer within answerTimeout, except
 // for profiles, which take as long as the request asks for.
-func onlyAnswers(h http.Handler) http.Handler {
+func onlyAnswers(h http.Handler, program func() string) http.Handler {
 	return http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
+		if p := program(); p != "" {
+			w.Header().Set("Server", p)
+		}
 		conn := http.NewResponseController(w)
 		deadline := time.Now().Add(answerTimeout)
 		if strings.HasPrefix(r.URL.Path, profiles) {
