@@ -58,15 +58,15 @@ func (s *Server) Failing() map[netip.AddrPort]string {
 	return maps.Clone(s.failing)
 }
 
-// setFailing notes why an address is not listened at; "" if it is.
-func (s *Server) setFailing(addr netip.AddrPort, why string) {
+// setFailing notes why an address is not listened at, "" if it is, and reports whether that is new.
+func (s *Server) setFailing(addr netip.AddrPort, why string) (differs bool) {
 	s.mu.Lock()
 	defer s.mu.Unlock()
-	if why == "" {
+	differs = s.failing[addr] != why
+	if s.failing[addr] = why; why == "" {
 		delete(s.failing, addr)
-	} else {
-		s.failing[addr] = why
 	}
+	return differs
 }
 
 // place is an address that is served, or retried until it can be.
@@ -181,27 +181,22 @@ func (s *Server) Run(ctx context.Context, serving Serving) error {
 // serve listens on one address until ctx ends. listener is the first listener, if it is open already.
 func (s *Server) serve(ctx context.Context, addr netip.AddrPort, listener net.Listener) {
 	defer s.setFailing(addr, "")
-	failing := ""
 	for {
 		var err error
 		if listener == nil {
 			listener, err = (&net.ListenConfig{}).Listen(ctx, "tcp", addr.String())
 		}
 		if err == nil {
-			if failing != "" {
+			if s.setFailing(addr, "") {
 				s.serving.Load().Log.Info("listening on the address now", "server", s.name, "address", addr)
 			}
-			failing = ""
-			s.setFailing(addr, "")
 			err = s.answer(ctx, listener)
 			listener = nil
 		}
 		if ctx.Err() != nil {
 			return
 		}
-		s.setFailing(addr, err.Error())
-		if failing != err.Error() {
-			failing = err.Error()
+		if s.setFailing(addr, err.Error()) {
 			s.serving.Load().Log.Error("can't listen on an address; requests to it are not answered, and it is retried",
 				"server", s.name, "address", addr, "every", rebindAfter, "error", err)
 		}
