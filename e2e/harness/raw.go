@@ -60,14 +60,11 @@ func (h *Host) WatchTCP(family int) (*Watch, error) {
 func (n *Netns) CountUDP(at netip.AddrPort) (*Watch, error) { return n.watch("udp", at.String()) }
 
 func (n *Netns) watch(network, address string) (*Watch, error) {
-	w := &Watch{}
-	err := n.Do(func() (err error) {
-		w.conn, err = net.ListenPacket(network, address)
-		return err
-	})
+	conn, err := in(n, func() (net.PacketConn, error) { return net.ListenPacket(network, address) })
 	if err != nil {
 		return nil, err
 	}
+	w := &Watch{conn: conn}
 	go func() {
 		for {
 			packet := make([]byte, 2048)

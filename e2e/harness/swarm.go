@@ -25,11 +25,8 @@ func (w *World) AddSwarm(t testing.TB, port uint16) *Swarm {
 	if err := errors.Join(p.Take(s.Range4), p.Take(s.Range6)); err != nil {
 		t.Fatalf("harness: addresses of the swarm: %v", err)
 	}
-	var l *net.TCPListener
-	if err := p.Do(func() (err error) {
-		l, err = net.ListenTCP("tcp", &net.TCPAddr{Port: int(port)})
-		return err
-	}); err != nil {
+	l, err := in(p.Netns, func() (*net.TCPListener, error) { return net.ListenTCP("tcp", &net.TCPAddr{Port: int(port)}) })
+	if err != nil {
 		t.Fatalf("harness: server of the swarm: %v", err)
 	}
 	w.serve(l, func(c *net.TCPConn) string { return addrPortOf(c.LocalAddr()).Addr().Unmap().String() }, port)
