@@ -3,7 +3,6 @@ package main
 import (
 	"errors"
 	"fmt"
-	"net/http"
 	"os/exec"
 	"path/filepath"
 	"strings"
@@ -162,20 +161,13 @@ func (n *node) summarize() {
 
 // syncTime asks the proxy how long its syncs have taken, and how much of that to write the kernel, in seconds; kube-proxy does not say that.
 func (n *node) syncTime() (all float64, written figures, err error) {
-	code, text, err := n.Get(harness.MetricsAddr, "/metrics")
-	if err == nil && code != http.StatusOK {
-		err = fmt.Errorf("status %d", code)
-	}
-	var s *harness.Scrape
-	if err == nil {
-		s, err = harness.ParseScrape(text)
+	s, err := n.Metrics()
+	if err != nil {
+		return 0, nil, err
 	}
 	const syncs, stages = "kubeproxy_sync_proxy_rules_duration_seconds_sum", "nodeproxy_sync_stage_duration_seconds_sum"
-	if err == nil && !s.Has(syncs, "ip_family=IPv4") {
-		err = errors.New("no " + syncs)
-	}
-	if err != nil {
-		return 0, nil, fmt.Errorf("metrics of %s: %w", n.name, err)
+	if !s.Has(syncs, "ip_family=IPv4") {
+		return 0, nil, fmt.Errorf("%s has no metric %s", n.name, syncs)
 	}
 	if s.Has(stages) {
 		written = figures{"written": s.Sum(stages, "stage=backend")}

@@ -2,6 +2,7 @@ package harness
 
 import (
 	"context"
+	"fmt"
 	"io"
 	"net"
 	"net/http"
@@ -57,15 +58,23 @@ type Scrape struct {
 // Scrape reads the metrics of the daemon in a namespace.
 func (n *Netns) Scrape(t testing.TB) *Scrape {
 	t.Helper()
-	code, text, err := n.Get(MetricsAddr, "/metrics")
-	if err != nil || code != http.StatusOK {
-		t.Fatalf("harness: metrics of the daemon in %s: status %d, %v", n.Name, code, err)
-	}
-	s, err := ParseScrape(text)
+	s, err := n.Metrics()
 	if err != nil {
-		t.Fatalf("harness: metrics of the daemon in %s: %v", n.Name, err)
+		t.Fatalf("harness: %v", err)
 	}
 	return s
+}
+
+// Metrics are those of the daemon, or a kube-proxy, in a namespace.
+func (n *Netns) Metrics() (*Scrape, error) {
+	code, text, err := n.Get(MetricsAddr, "/metrics")
+	if err == nil && code != http.StatusOK {
+		err = fmt.Errorf("status %d", code)
+	}
+	if err != nil {
+		return nil, fmt.Errorf("metrics in %s: %w", n.Name, err)
+	}
+	return ParseScrape(text)
 }
 
 // ParseScrape reads Prometheus's text format.
