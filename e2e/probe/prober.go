@@ -53,10 +53,10 @@ func (p Prober) Ask(to netip.AddrPort, wait time.Duration) (endpoint netip.Addr,
 	}
 	var reply [4]byte
 	n, err := syscall.Read(fd, reply[:])
-	for err == syscall.EINTR { // The Go runtime sends itself signals.
+	for errors.Is(err, syscall.EINTR) { // The Go runtime sends itself signals.
 		n, err = syscall.Read(fd, reply[:])
 	}
-	if err == syscall.ECONNRESET {
+	if errors.Is(err, syscall.ECONNRESET) {
 		return endpoint, nil
 	}
 	if err == nil && n != len(reply) {
