@@ -164,7 +164,7 @@ E2E = NODEPROXY_BIN=$(CURDIR)/$(BINARY) NODEPROXY_KERNEL_TIMEOUT=3600
 
 # Not by "make demo", which would build what others are running.
 1-demo: build
-	@hack/phase demo sh -c 'CGO_ENABLED=0 go build -o bin/demo ./e2e/demo && bin/demo -binary $(CURDIR)/$(BINARY)'
+	@hack/phase demo sh -c 'CGO_ENABLED=0 go build -o bin/demo ./e2e/demo && NODEPROXY_BIN=$(CURDIR)/$(BINARY) bin/demo'
 
 # The phases of "make test-all", one after the other: some take both processors for minutes.
 TIER_2 = 2-lint 2-packages 2-race 2-e2e 2-cluster-nftables 2-cluster-ipvs 2-hostile 2-release 2-demo
@@ -244,7 +244,7 @@ bench-nftables: deps build controlplane
 # MODE=ipvs runs in the test kernel, on machines whose own has no IPVS; e2e/kernel/run builds it.
 demo: demo-deps build
 	CGO_ENABLED=0 go build -o bin/demo ./e2e/demo
-	$(if $(filter ipvs,$(MODE)),e2e/kernel/run) bin/demo -mode=$(MODE) -binary $(CURDIR)/$(BINARY)
+	NODEPROXY_BIN=$(CURDIR)/$(BINARY) NODEPROXY_E2E_MODE=$(MODE) $(if $(filter ipvs,$(MODE)),e2e/kernel/run) bin/demo
 
 # FUZZTIME for each fuzz target.
 FUZZTIME ?= 60s

@@ -1,15 +1,19 @@
 package e2e
 
 import (
+	"errors"
 	"fmt"
+	"net"
 	"net/netip"
 	"strings"
 	"testing"
+	"time"
 
 	"github.com/vishvananda/netlink"
 	v1 "k8s.io/api/core/v1"
 
 	"nodeproxy/e2e/harness"
+	"nodeproxy/internal/nstest"
 )
 
 // hostPort is where a process of node1 listens at all of its addresses.
@@ -104,6 +108,74 @@ func TestIPVSDevice(t *testing.T) {
 		}
 		want("without external addresses", internal...)
 	})
+}
+
+// TestIPVSARP: on another interface, the node answers for addresses of Services, with routes for the rest of their range too, and with
+// --ipvs-strict-arp for none.
+func TestIPVSARP(t *testing.T) {
+	onEachVariant(t, func(t *testing.T, variant harness.Variant) {
+		w := harness.New(t, harness.Options{})
+		w.Write(t, "nodes.yaml", w.NodeObjects()...)
+		w.Write(t, "s.yaml", harness.Objects(harness.Service("s", 1), w.Ready("n1a")...)...)
+		strict := nstest.Hostile()
+		routes := harness.VIPsWith(variant) == harness.VIPRoutes
+		for _, flags := range [][]string{{clusterCIDR}, {clusterCIDR, "--ipvs-strict-arp"}} {
+			d := w.Run(t, variant, flags...)
+			strict = strict || len(flags) > 1
+			for addr, want := range map[netip.Addr]bool{
+				w.Node1().IP4: true, harness.AddressesOf(1).ClusterIP4: !strict, harness.AddressesOf(200).ClusterIP4: routes && !strict,
+			} {
+				if got, err := arping(w.Nodes[1], addr); err != nil || got != want {
+					t.Errorf("with %q, somebody answers for %s: %v, %v, want %v", flags, addr, got, err, want)
+				}
+			}
+			if err := d.Stop(); err != nil {
+				t.Fatal(err)
+			}
+		}
+	})
+}
+
+// arping has a node's kernel ask all on the network of its eth0 who has an address, and reports whether somebody answers.
+func arping(from *harness.Node, target netip.Addr) (answered bool, err error) {
+	nl := from.Netlink()
+	link, err := nl.LinkByName("eth0")
+	if err != nil {
+		return false, fmt.Errorf("eth0 of %s: %w", from.Name, err)
+	}
+	index := link.Attrs().Index
+	_ = nl.NeighDel(&netlink.Neigh{LinkIndex: index, IP: target.AsSlice()}) // What was known before; mostly nothing.
+	route := &netlink.Route{
+		LinkIndex: index, Scope: netlink.SCOPE_LINK, Dst: &net.IPNet{IP: target.AsSlice(), Mask: net.CIDRMask(32, 32)},
+	}
+	if err := nl.RouteReplace(route); err != nil {
+		return false, fmt.Errorf("route to %s: %w", target, err)
+	}
+	defer func() { err = errors.Join(err, nl.RouteDel(route)) }()
+	err = from.Do(func() error { // The kernel has to find the neighbour before it can send this.
+		c, err := net.Dial("udp", netip.AddrPortFrom(target, 9).String())
+		if err == nil {
+			_, err = c.Write([]byte{0})
+			err = errors.Join(err, c.Close())
+		}
+		return err
+	})
+	for begun := time.Now(); err == nil; time.Sleep(50 * time.Millisecond) {
+		known, failed := nl.NeighList(index, netlink.FAMILY_V4)
+		if err = failed; err == nil && time.Since(begun) > harness.Limit {
+			err = fmt.Errorf("the kernel does not say who has %s", target)
+		}
+		for _, n := range known {
+			switch {
+			case !n.IP.Equal(target.AsSlice()):
+			case n.State == netlink.NUD_FAILED:
+				return false, err
+			case n.State&(netlink.NUD_REACHABLE|netlink.NUD_STALE|netlink.NUD_DELAY|netlink.NUD_PROBE) != 0:
+				return true, err
+			}
+		}
+	}
+	return false, err
 }
 
 // TestIPVSOwnAddressIsLeftAlone: an external IP that is an address of the node stays where it is, before, during and after

@@ -3,7 +3,6 @@ package main
 import (
 	"fmt"
 	"io"
-	"slices"
 	"strings"
 
 	"github.com/spf13/cobra"
@@ -84,57 +83,36 @@ var exampleTexts = map[string]string{
   nodeproxy diff --mode=nftables --stat`,
 }
 
-// helpCommand is cobra's, except that a command which does not exist is a mistake.
-func helpCommand() *cobra.Command {
-	return &cobra.Command{
-		Use:   "help [command]",
-		Short: "Help about any command",
-		Long:  "help prints the help of a command, as its flag --help does.",
-		RunE: func(cmd *cobra.Command, args []string) error {
-			about := cmd.Root()
-			for _, name := range args {
-				i := slices.IndexFunc(about.Commands(), func(c *cobra.Command) bool { return c.Name() == name || c.HasAlias(name) })
-				if i < 0 {
-					return unknownArgument(about, name)
-				}
-				about = about.Commands()[i]
-			}
-			about.InitDefaultHelpFlag()
-			about.InitDefaultVersionFlag()
-			return about.Help()
-		},
-		ValidArgsFunction: func(cmd *cobra.Command, args []string, typed string) ([]string, cobra.ShellCompDirective) {
-			about, _, err := cmd.Root().Find(args)
-			var names []string
-			for _, sub := range about.Commands() {
-				if err == nil && sub.IsAvailableCommand() && strings.HasPrefix(sub.Name(), typed) {
-					names = append(names, cobra.CompletionWithDesc(sub.Name(), sub.Short))
-				}
-			}
-			return names, cobra.ShellCompDirectiveNoFileComp
-		},
+// requireCommand makes it a mistake to ask for the help of a command that does not exist.
+func requireCommand(root *cobra.Command) {
+	root.InitDefaultHelpCmd()
+	help, _, _ := root.Find([]string{"help"})
+	help.Long = "help prints the help of a command, as its flag --help does."
+	help.Args = func(_ *cobra.Command, args []string) error {
+		about, rest, err := root.Find(args)
+		if err == nil {
+			err = noArgs(about, rest)
+		}
+		return err
 	}
 }
 
 // requireShell makes it a mistake to ask for the completion of no shell, or of one that is not known.
 func requireShell(root *cobra.Command) {
-	for _, cmd := range root.Commands() {
-		if cmd.Name() != "completion" {
-			continue
-		}
-		var shells []string
-		for _, sub := range cmd.Commands() {
-			shells = append(shells, sub.Name())
-			sub.Args = noArgs
-		}
-		cmd.Args = func(cmd *cobra.Command, args []string) error {
-			if len(args) > 0 {
-				return &usageError{fmt.Errorf("unknown shell %q: it is not one of %s", args[0], strings.Join(shells, ", "))}
-			}
-			return &usageError{fmt.Errorf("completion for which shell? One of %s", strings.Join(shells, ", "))}
-		}
-		cmd.RunE = func(*cobra.Command, []string) error { return nil } // Its arguments are never right.
+	completion, _, _ := root.Find([]string{"completion"})
+	var shells []string
+	for _, sub := range completion.Commands() {
+		shells = append(shells, sub.Name())
+		sub.Args = noArgs
 	}
+	list := strings.Join(shells, ", ")
+	completion.Args = func(_ *cobra.Command, args []string) error {
+		if len(args) > 0 {
+			return &usageError{fmt.Errorf("unknown shell %q: it is not one of %s", args[0], list)}
+		}
+		return &usageError{fmt.Errorf("completion for which shell? One of %s", list)}
+	}
+	completion.RunE = func(*cobra.Command, []string) error { return nil } // Its arguments are never right.
 }
 
 // addExamples gives a command and those below it their examples.

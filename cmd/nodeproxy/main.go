@@ -66,7 +66,7 @@ func root() *cobra.Command {
 	cmd.AddCommand(run, refuseOthers(renderCommand()), refuseOthers(configCommand()), refuseOthers(cleanupCommand()), getCommand(), explainCommand(),
 		historyCommand(), statusCommand(), supportCommand(), topCommand(), traceCommand(), diffCommand(), installCommand(), pauseCommand(),
 		versionCommand())
-	cmd.SetHelpCommand(helpCommand())
+	requireCommand(cmd)
 	cmd.InitDefaultCompletionCmd()
 	addExamples(cmd)
 	completeAll(cmd)

@@ -16,7 +16,6 @@ import (
 	v1 "k8s.io/api/core/v1"
 	discovery "k8s.io/api/discovery/v1"
 
-	"nodeproxy/e2e/cluster"
 	"nodeproxy/e2e/harness"
 	"nodeproxy/e2e/probe"
 )
@@ -26,9 +25,7 @@ func TestMain(m *testing.M) {
 	if slices.Contains(os.Args, "-inside") {
 		main()
 	}
-	code := harness.Main(m)
-	cluster.KillAll()
-	os.Exit(code)
+	os.Exit(harness.Main(m))
 }
 
 // TestSmallRun runs each scenario with a few Services. At that size goals are missed; what counts is that everything could be measured.
@@ -317,7 +314,7 @@ func TestProbeAll(t *testing.T) {
 	t.Parallel()
 	w := harness.New(t, harness.Options{Pods: []int{2}, Ports: []uint16{}})
 	client, server := w.Pod("n1a"), w.Pod("n1b")
-	greeter, err := probe.Serve(server.Netns, servicePort, probe.Greet)
+	greeter, err := probe.Serve(server.Netns, servicePort)
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -356,18 +353,5 @@ func TestProbeAllEndsWithAFailedRequest(t *testing.T) {
 	failed <- want
 	if _, err := probeAll(make(chan *outstanding), failed, harness.Limit); !errors.Is(err, want) {
 		t.Errorf("error %v, want %v", err, want)
-	}
-}
-
-func TestARPing(t *testing.T) {
-	t.Parallel()
-	w := harness.New(t, harness.Options{Pods: []int{0, 0}, Ports: []uint16{}})
-	for _, c := range []struct {
-		addr netip.Addr
-		want bool
-	}{{w.Nodes[0].IP4, true}, {netip.MustParseAddr("192.168.77.222"), false}, {w.Nodes[0].IP4, true}} {
-		if got, err := arping(w.Nodes[1], c.addr); err != nil || got != c.want {
-			t.Errorf("%s: %v, %v, want %v", c.addr, got, err, c.want)
-		}
 	}
 }

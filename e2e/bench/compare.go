@@ -68,7 +68,7 @@ func (c comparison) run(ctx context.Context, o *options) (missed int, err error)
 		proxies = append(proxies, ipt, proxy{name: noProxy}, proxy{name: noRules})
 	}
 	fmt.Printf("# nodeproxy %s, kube-proxy %s, mode %s, kernel %s\n# before the run: %s\n%s", np.version, kp.version, o.modeName(),
-		machine.FirstLine("/proc/sys/kernel/osrelease"), machine.State(), c.note)
+		machine.Kernel(), machine.State(), c.note)
 	// For each number of Services there are nodes, so that every cold start is on a node as good as new.
 	l, err := newLab(ctx, o.endpoints, slices.Repeat(proxies, len(o.services)))
 	if err != nil {
@@ -80,7 +80,7 @@ func (c comparison) run(ctx context.Context, o *options) (missed int, err error)
 		if err := errors.Join(os.Mkdir(tools, 0o755), harness.Variant(o.backends[0]).Link(tools)); err != nil {
 			return 0, err
 		}
-		l.nodes[1].env = []string{"PATH=" + tools + ":" + os.Getenv("PATH")}
+		l.nodes[1].process.Env = []string{"PATH=" + tools + ":" + os.Getenv("PATH")}
 	}
 	b := &bench{c, o, l}
 	load, before := machine.WatchLoad(), machine.UsageNow()
@@ -120,12 +120,12 @@ func (o *options) modeName() string {
 func (b *bench) measure(ctx context.Context, nodes []*node) (results []figures, err error) {
 	var running []*node
 	for _, n := range nodes {
-		defer n.stop()
+		defer n.process.Stop()
 		switch {
 		case n.name == noProxy:
 			err = n.masquerade(harness.NFT)
 		case slices.Contains(b.only, n.name):
-			if err = b.coldStart(n); n.cmd != nil {
+			if err = b.coldStart(n); n.runs() {
 				running = append(running, n)
 			}
 		}
@@ -139,7 +139,7 @@ func (b *bench) measure(ctx context.Context, nodes []*node) (results []figures, 
 			steps = b.last
 		}
 		for _, n := range running {
-			if n.cmd == nil || len(steps) == 0 {
+			if !n.runs() || len(steps) == 0 {
 				continue
 			}
 			others, err := b.takeTurn(ctx, n, steps, turn)
@@ -171,7 +171,7 @@ func (b *bench) late(n *node, err error, keys ...string) error {
 			n.figures[key] = math.Inf(1)
 		}
 	}
-	n.stop()
+	n.process.Stop()
 	b.progress("%s: not within %s", n.name, b.limit)
 	return nil
 }
@@ -180,7 +180,7 @@ func (b *bench) late(n *node, err error, keys ...string) error {
 // existed until Services from all of the cluster answer, and until complete has seen the rest; complete puts a longer time into "cold".
 func (b *bench) coldStart(n *node) error {
 	usage, begun := machine.UsageNow(), time.Now()
-	if err := n.start(); err != nil {
+	if err := n.process.Start(); err != nil {
 		return err
 	}
 	took, err := b.awaitSamples(n, begun)
@@ -201,7 +201,7 @@ func (b *bench) coldStart(n *node) error {
 	}
 	n.figures["cold cpu"] = cpu.Seconds()
 	b.progress("%s: cold start %s; meanwhile %s", n.name, seconds(n.figures["cold"]), machine.UsageNow().OthersSince(usage))
-	return n.freeze()
+	return n.process.Freeze()
 }
 
 // takeTurn lets the proxy go on, takes the steps when it has caught up (a change is in effect, and it has nothing left to do), and freezes
@@ -211,7 +211,7 @@ func (b *bench) takeTurn(ctx context.Context, n *node, steps []step, turn int) (
 		_, _, err := b.change(ctx, n)
 		return err
 	}
-	for _, fn := range []func() error{n.thaw, n.rest, catchUp, n.rest} {
+	for _, fn := range []func() error{n.process.Thaw, n.rest, catchUp, n.rest} {
 		if err == nil {
 			err = fn()
 		}
@@ -227,7 +227,7 @@ func (b *bench) takeTurn(ctx context.Context, n *node, steps []step, turn int) (
 	if err != nil {
 		return others, b.late(n, err, "changed p50", "changed p99")
 	}
-	return others, n.freeze()
+	return others, n.process.Freeze()
 }
 
 // awaitSamples waits until Services from all of the cluster answer to a node's client, and returns the time since begun.
@@ -246,8 +246,8 @@ func (b *bench) awaitSamples(n *node, begun time.Time) (took time.Duration, err 
 func (b *bench) awaitAll(n *node, begun time.Time) error {
 	return n.client.Do(func() error {
 		for _, s := range b.lab.services {
-			a, err := b.prober.Ask(s.frontend(), probe.Patience)
-			if err == nil && !s.has(a.Endpoint) {
+			endpoint, err := b.prober.Ask(s.frontend(), harness.Patient)
+			if err == nil && !s.has(endpoint) {
 				var took time.Duration
 				took, err = b.prober.Await(begun, s.frontend(), s.has, 1, b.limit)
 				n.figures["cold"] = took.Seconds()
@@ -418,7 +418,7 @@ func idle(_ context.Context, b *bench, n *node, _ int) error {
 
 // memory is the step that looks at that of the proxy itself.
 func memory(_ context.Context, _ *bench, n *node, _ int) error {
-	now, peak, err := machine.Memory(n.cmd.Process.Pid)
+	now, peak, err := machine.Memory(n.process.PID)
 	n.figures["resident"], n.figures["peak"] = float64(now), float64(peak)
 	return err
 }
@@ -433,7 +433,7 @@ func (b *bench) connect(nodes []*node) error {
 		switch {
 		case n.path == "":
 			firsts, lasts = append(firsts, n.pod(n.name)), append(lasts, n.pod(n.name))
-		case n.cmd != nil:
+		case n.runs():
 			firsts, lasts = append(firsts, n.target(n.name, first.frontend())), append(lasts, n.target(n.name, last.frontend()))
 		default:
 			continue

@@ -8,7 +8,6 @@ import (
 	"path/filepath"
 	"runtime"
 	"slices"
-	"strings"
 	"syscall"
 
 	"nodeproxy/e2e/cluster"
@@ -56,19 +55,18 @@ func runInside(ctx context.Context, o *options) (missed int, err error) {
 	if err != nil {
 		return 0, err
 	}
-	root, err := exec.Command("go", "list", "-m", "-f", "{{.Dir}}").Output()
+	root, err := harness.ProjectDir()
 	if err != nil {
-		return 0, fmt.Errorf("find the module: %w", err)
+		return 0, err
 	}
-	kernel := filepath.Join(strings.TrimSpace(string(root)), "e2e", "kernel")
+	kernel := filepath.Join(root, "e2e", "kernel")
 	if exec.Command(filepath.Join(kernel, "probe")).Run() == nil {
 		fmt.Println("# on this machine's own kernel")
 	} else {
 		fmt.Println("# on the test kernel (e2e/kernel), which has one processor and slow system calls:")
 		fmt.Println("# compare what is measured here with each other, not with what was measured elsewhere")
 	}
-	_, model, _ := strings.Cut(processor(), ":")
-	fmt.Printf("# this machine:%s, %d processors, kernel %s\n", model, runtime.NumCPU(), machine.FirstLine("/proc/sys/kernel/osrelease"))
+	fmt.Printf("# this machine: %s, %d processors, kernel %s\n", machine.Processor(), runtime.NumCPU(), machine.Kernel())
 	load := machine.WatchLoad()
 	cmd := exec.CommandContext(ctx, filepath.Join(kernel, "run"), append([]string{self}, append(o.args, "-inside")...)...)
 	cmd.Env = append(os.Environ(), "NODEPROXY_BIN="+nodeproxy)
@@ -89,18 +87,4 @@ func runInside(ctx context.Context, o *options) (missed int, err error) {
 		return 1, nil
 	}
 	return 0, err
-}
-
-// processor is the line of the first processor's model, as the kernel knows it.
-func processor() string {
-	b, err := os.ReadFile("/proc/cpuinfo")
-	if err != nil {
-		return ": unknown processor"
-	}
-	for line := range strings.Lines(string(b)) {
-		if strings.HasPrefix(line, "model name") {
-			return strings.TrimSpace(line)
-		}
-	}
-	return ": unnamed processor"
 }

@@ -49,11 +49,8 @@ func newLab(ctx context.Context, endpoints int, proxies []proxy) (*lab, error) {
 
 func (l *lab) close() error {
 	for _, n := range l.nodes {
-		n.stop()
+		n.process.Stop()
 		n.close()
-	}
-	if l.controlPlane != nil {
-		l.controlPlane.Close()
 	}
 	return l.World.Close()
 }
@@ -86,8 +83,7 @@ func (l *lab) build(ctx context.Context, proxies []proxy) (err error) {
 		if err != nil {
 			return err
 		}
-		l.nodes = append(l.nodes, &node{stage: stage, proxy: p, kubeconfig: kubeconfigs[p.program], log: filepath.Join(l.Dir, n.Name+".log"),
-			figures: figures{}, series: map[string][]time.Duration{}, cpu: map[string]time.Duration{}})
+		l.nodes = append(l.nodes, newNode(stage, p, kubeconfigs[p.program], filepath.Join(l.Dir, n.Name+".log")))
 		_, err = l.controlPlane.Admin.CoreV1().Nodes().Create(ctx,
 			l.NodeObject(n, map[string]string{v1.LabelHostname: n.Name}), metav1.CreateOptions{})
 		if err != nil {

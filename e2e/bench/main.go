@@ -17,7 +17,6 @@ import (
 	"strings"
 	"time"
 
-	"nodeproxy/e2e/cluster"
 	"nodeproxy/e2e/harness"
 	"nodeproxy/e2e/probe"
 )
@@ -224,10 +223,7 @@ func (o *options) validate(name string) (err error) {
 func main() {
 	// Probes and servers block in system calls. With a P for each of them none waits until the scheduler notices.
 	runtime.GOMAXPROCS(32)
-	os.Exit(harness.Supervise(func() int {
-		defer cluster.KillAll()
-		return run(context.Background(), os.Args[1:])
-	}))
+	os.Exit(harness.Supervise(func() int { return run(context.Background(), os.Args[1:]) }))
 }
 
 // run returns the exit code.

@@ -3,12 +3,9 @@ package main
 import (
 	"errors"
 	"fmt"
-	"net/http"
-	"os"
 	"os/exec"
 	"path/filepath"
 	"strings"
-	"syscall"
 	"time"
 
 	"nodeproxy/e2e/cluster"
@@ -26,7 +23,7 @@ const (
 // proxy is a program to be compared. One without a path is none, for comparison.
 type proxy struct {
 	name, program, path, version string
-	flags, env                   []string // These come after those that all get, and after this process's environment.
+	flags                        []string // These come after those that all get.
 }
 
 // findProxies finds nodeproxy and kube-proxy, to be run in a mode, and asks for their versions.
@@ -65,73 +62,33 @@ func versionOf(path, argument string) (string, error) {
 type node struct {
 	*stage
 	proxy
-	kubeconfig, log string    // files
-	cmd             *exec.Cmd // nil where no proxy runs
-	exited          chan struct{}
+	process *cluster.Process
 
 	figures
 	series map[string][]time.Duration // times of which a figure is a percentile
 	cpu    map[string]time.Duration   // processor time for all of a series together
 }
 
-// start starts the node's proxy. The flags are in kube-proxy's words. The settings of connection tracking belong to the machine as a
-// whole, so both are told to leave them alone; all else is as by default.
-func (n *node) start() error {
-	log, err := os.OpenFile(n.log, os.O_CREATE|os.O_APPEND|os.O_WRONLY, 0o644)
-	if err != nil {
-		return err
-	}
-	defer log.Close()
-	cmd, exited := exec.Command(n.path, append([]string{
-		"--kubeconfig=" + n.kubeconfig, "--hostname-override=" + n.Name, "--cluster-cidr=" + podRange,
+// newNode makes a node whose proxy does not run yet. The flags are in kube-proxy's words. The settings of connection tracking belong to the
+// machine as a whole, so both proxies are told to leave them alone; all else is as by default.
+func newNode(s *stage, p proxy, kubeconfig, log string) *node {
+	args := append([]string{
+		"--kubeconfig=" + kubeconfig, "--hostname-override=" + s.Name, "--cluster-cidr=" + podRange,
 		"--conntrack-max-per-core=0", "--conntrack-tcp-timeout-established=0", "--conntrack-tcp-timeout-close-wait=0",
-	}, n.flags...)...), make(chan struct{})
-	cmd.Stdout, cmd.Stderr, cmd.Env = log, log, append(os.Environ(), n.env...)
-	cmd.SysProcAttr = &syscall.SysProcAttr{Setpgid: true}
-	if err := n.Start(cmd); err != nil {
-		return fmt.Errorf("start %s: %w", n.name, err)
-	}
-	go func() {
-		_ = cmd.Wait() // an end that nobody asked for shows in rest
-		close(exited)
-	}()
-	n.cmd, n.exited = cmd, exited
-	return nil
+	}, p.flags...)
+	return &node{stage: s, proxy: p, process: &cluster.Process{Name: p.name, Path: p.path, Args: args, Netns: s.Netns, LogFile: log},
+		figures: figures{}, series: map[string][]time.Duration{}, cpu: map[string]time.Duration{}}
 }
 
-// freeze stops the proxy until thaw.
-func (n *node) freeze() error { return n.cmd.Process.Signal(syscall.SIGSTOP) }
-
-func (n *node) thaw() error { return n.cmd.Process.Signal(syscall.SIGCONT) }
-
-// stop ends the proxy, if there is one, frozen or not, by force if it does not go in ten seconds, and the programs that it has started.
-func (n *node) stop() {
-	if n.cmd == nil {
-		return
-	}
-	_ = n.thaw()
-	_ = n.cmd.Process.Signal(syscall.SIGTERM)
-	select {
-	case <-n.exited:
-	case <-time.After(10 * time.Second):
-		_ = n.cmd.Process.Kill()
-		<-n.exited
-	}
-	// One that is in the kernel, which may take minutes there, ends when it comes out.
-	for begun := time.Now(); syscall.Kill(-n.cmd.Process.Pid, syscall.SIGKILL) == nil && time.Since(begun) < restTimeout; {
-		time.Sleep(restPeriod / 10)
-	}
-	n.cmd = nil
-}
+// runs reports whether the proxy runs.
+func (n *node) runs() bool { return n.process.PID != 0 }
 
 // explain adds to an error what the proxy logged at last.
 func (n *node) explain(err error) error {
-	text, readErr := os.ReadFile(n.log)
-	if err == nil || readErr != nil {
-		return err
+	if err == nil {
+		return nil
 	}
-	const most = 3000
-	return fmt.Errorf("%s: %w; the end of its log:\n%s", n.name, err, text[max(0, len(text)-most):])
+	return fmt.Errorf("%s: %w\n%s", n.name, err, n.process.Tail())
 }
 
 // The proxy is at rest when it has used less than a twentieth of a processor for a second.
@@ -145,7 +102,7 @@ const (
 func (n *node) rest() error {
 	used := func() (sum time.Duration) {
 		for pid, p := range machine.Processes() {
-			if pid == n.cmd.Process.Pid || p.Parent == n.cmd.Process.Pid {
+			if pid == n.process.PID || p.Parent == n.process.PID {
 				sum += p.Own + p.Children
 			}
 		}
@@ -154,7 +111,7 @@ func (n *node) rest() error {
 	before := used()
 	for begun := time.Now(); time.Since(begun) < restTimeout; {
 		select {
-		case <-n.exited:
+		case <-n.process.Exited:
 			return errors.New("it ended by itself")
 		case <-time.After(restPeriod):
 		}
@@ -169,7 +126,7 @@ func (n *node) rest() error {
 
 // used is the processor time that the proxy and those of its children that have ended have used, in user mode and in the kernel.
 func (n *node) used() (time.Duration, error) {
-	p, err := machine.ProcessOf(n.cmd.Process.Pid)
+	p, err := machine.ProcessOf(n.process.PID)
 	if err != nil {
 		return 0, fmt.Errorf("%s: %w", n.name, err)
 	}
@@ -204,20 +161,13 @@ func (n *node) summarize() {
 
 // syncTime asks the proxy how long its syncs have taken, and how much of that to write the kernel, in seconds; kube-proxy does not say that.
 func (n *node) syncTime() (all float64, written figures, err error) {
-	code, text, err := n.Get(harness.MetricsAddr, "/metrics")
-	if err == nil && code != http.StatusOK {
-		err = fmt.Errorf("status %d", code)
-	}
-	var s *harness.Scrape
-	if err == nil {
-		s, err = harness.ParseScrape(text)
+	s, err := n.Metrics()
+	if err != nil {
+		return 0, nil, err
 	}
 	const syncs, stages = "kubeproxy_sync_proxy_rules_duration_seconds_sum", "nodeproxy_sync_stage_duration_seconds_sum"
-	if err == nil && !s.Has(syncs, "ip_family=IPv4") {
-		err = errors.New("no " + syncs)
-	}
-	if err != nil {
-		return 0, nil, fmt.Errorf("metrics of %s: %w", n.name, err)
+	if !s.Has(syncs, "ip_family=IPv4") {
+		return 0, nil, fmt.Errorf("%s has no metric %s", n.name, syncs)
 	}
 	if s.Has(stages) {
 		written = figures{"written": s.Sum(stages, "stage=backend")}

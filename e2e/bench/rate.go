@@ -4,6 +4,7 @@ import (
 	"context"
 	"fmt"
 	"net/netip"
+	"slices"
 	"time"
 
 	"nodeproxy/e2e/probe"
@@ -77,21 +78,23 @@ func probeAll(made <-chan *outstanding, failed <-chan error, limit time.Duration
 				more = false
 			}
 		}
-		next := earliest(waiting)
-		if next < 0 || time.Until(waiting[next].due) > 0 {
+		var c *outstanding // The one whose probe is due first, and of those the oldest.
+		if len(waiting) > 0 {
+			c = slices.MinFunc(waiting, func(a, b *outstanding) int { return a.due.Compare(b.due) })
+		}
+		if c == nil || time.Until(c.due) > 0 {
 			time.Sleep(soonest / 2)
 			continue
 		}
-		c := waiting[next]
-		a, err := prober.Ask(c.service.frontend(), prober.Handshake)
+		endpoint, err := prober.Ask(c.service.frontend(), prober.Handshake)
 		now := time.Now()
 		age := now.Sub(c.begun)
 		switch {
 		case err != nil:
 			return nil, err
-		case a.Endpoint == c.endpoint:
+		case endpoint == c.endpoint:
 			took = append(took, age)
-			waiting = append(waiting[:next], waiting[next+1:]...)
+			waiting = slices.DeleteFunc(waiting, func(other *outstanding) bool { return other == c })
 			for _, other := range waiting {
 				if other.due.After(now) {
 					other.due = now
@@ -104,15 +107,4 @@ func probeAll(made <-chan *outstanding, failed <-chan error, limit time.Duration
 		}
 	}
 	return took, nil
-}
-
-// earliest is the index of the change whose probe is due first, and of those the oldest one; -1 if there is none.
-func earliest(waiting []*outstanding) int {
-	best := -1
-	for i, c := range waiting {
-		if best < 0 || c.due.Before(waiting[best].due) {
-			best = i
-		}
-	}
-	return best
 }

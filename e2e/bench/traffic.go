@@ -42,7 +42,7 @@ func newStage(n *harness.Node, ranges ...netip.Prefix) (s *stage, err error) {
 			return nil, err
 		}
 	}
-	s.listening, err = probe.Serve(s.server.Netns, endpointPort, probe.Greet)
+	s.listening, err = probe.Serve(s.server.Netns, endpointPort)
 	return s, err
 }
 
@@ -95,16 +95,14 @@ func ask(to netip.AddrPort, timed func(time.Duration)) (netip.Addr, error) {
 			interrupted = errors.Is(err, syscall.EINTR)
 			return err
 		}}
-		a, err := p.Ask(to, patience)
-		switch {
-		case interrupted:
-		case err != nil:
-			return netip.Addr{}, err
-		case !a.Endpoint.IsValid():
-			return netip.Addr{}, fmt.Errorf("connect to %s: no connection within %s", to, patience)
-		default:
-			return a.Endpoint, nil
+		endpoint, err := p.Ask(to, patience)
+		if interrupted {
+			continue
 		}
+		if err == nil && !endpoint.IsValid() {
+			err = fmt.Errorf("connect to %s: no connection within %s", to, patience)
+		}
+		return endpoint, err
 	}
 }
 

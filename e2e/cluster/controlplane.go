@@ -23,17 +23,19 @@ import (
 
 	authentication "k8s.io/api/authentication/v1"
 	v1 "k8s.io/api/core/v1"
-	rbac "k8s.io/api/rbac/v1"
+	"k8s.io/apimachinery/pkg/api/meta"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 	"k8s.io/apimachinery/pkg/runtime"
+	"k8s.io/apimachinery/pkg/runtime/serializer"
 	"k8s.io/apimachinery/pkg/runtime/serializer/protobuf"
 	"k8s.io/client-go/kubernetes"
 	"k8s.io/client-go/kubernetes/scheme"
 	"k8s.io/client-go/rest"
 	"k8s.io/client-go/tools/clientcmd"
 	"k8s.io/client-go/tools/clientcmd/api"
+	"k8s.io/client-go/util/cert"
+	"k8s.io/client-go/util/keyutil"
 	"k8s.io/utils/ptr"
-	"sigs.k8s.io/yaml"
 
 	"nodeproxy/e2e/harness"
 )
@@ -57,12 +59,18 @@ type ControlPlane struct {
 
 	host *harness.Host
 	dir  string
-	ca   *authority
-	user keyPair // of Admin
+	ca   []byte // which has signed the certificate of the API server
 }
 
-// Start starts a control plane on a host of a World, and waits until it is ready. The caller closes it. Its files are in
-// the World's directory. Controllers are run besides those of endpoints.
+// Users of the control plane. What they are called is the token by which the API server knows them, too.
+const (
+	admin     = "admin"
+	manager   = "system:kube-controller-manager"
+	scheduler = "system:kube-scheduler"
+)
+
+// Start starts a control plane on a host of a World, and waits until it is ready. It ends with the World, in whose directory its files are,
+// unless it is closed before. Controllers are run besides those of endpoints.
 func Start(w *harness.World, host *harness.Host, controllers ...string) (*ControlPlane, error) {
 	binaries, err := Binaries()
 	if err != nil {
@@ -76,8 +84,7 @@ func Start(w *harness.World, host *harness.Host, controllers ...string) (*Contro
 		return nil, err
 	}
 	process := func(name string, args ...string) *Process {
-		return &Process{name: name, path: filepath.Join(binaries, name), args: args, netns: host.Netns,
-			logFile: c.file(name + ".log")}
+		return &Process{Name: name, Path: filepath.Join(binaries, name), Args: args, Netns: host.Netns, LogFile: c.file(name + ".log")}
 	}
 	c.scheduler = process("kube-scheduler", "--kubeconfig="+c.file("scheduler.kubeconfig"), "--leader-elect=false", "--secure-port=0")
 	c.Etcd = process("etcd", "--data-dir="+c.file("etcd"), "--unsafe-no-fsync", "--log-level=warn",
@@ -88,24 +95,21 @@ func Start(w *harness.World, host *harness.Host, controllers ...string) (*Contro
 		"--bind-address="+host.IP4.String(), "--advertise-address="+host.IP4.String(), "--secure-port="+securePort,
 		"--kubelet-preferred-address-types=InternalIP", // Names of nodes are known to nobody here.
 		"--tls-cert-file="+c.file("apiserver.crt"), "--tls-private-key-file="+c.file("apiserver.key"),
-		"--client-ca-file="+c.file("ca.crt"), "--authorization-mode=RBAC", "--allow-privileged", // as kube-proxy of kubeadm is
+		"--token-auth-file="+c.file("tokens"), "--authorization-mode=RBAC", "--allow-privileged", // as kube-proxy of kubeadm is
 		"--service-cluster-ip-range="+harness.ServiceCIDR4.String()+","+harness.ServiceCIDR6.String(),
 		"--service-account-issuer=https://kubernetes.default.svc", "--service-account-key-file="+c.file("sa.key"),
 		"--service-account-signing-key-file="+c.file("sa.key"))
 	if !slices.Contains(controllers, ServiceAccounts) { // Nothing makes one in each namespace, which pods would want.
-		c.APIServer.args = append(c.APIServer.args, "--disable-admission-plugins=ServiceAccount")
+		c.APIServer.Args = append(c.APIServer.Args, "--disable-admission-plugins=ServiceAccount")
 	}
 	c.ControllerManager = process("kube-controller-manager", "--kubeconfig="+c.file("controller-manager.kubeconfig"),
 		"--controllers="+strings.Join(append([]string{
 			"endpoints-controller", "endpointslice-controller", "endpointslice-mirroring-controller",
 		}, controllers...), ","),
-		"--use-service-account-credentials", "--root-ca-file="+c.file("ca.crt"), "--leader-elect=false", "--secure-port=0",
+		"--use-service-account-credentials", "--root-ca-file="+c.file("apiserver.crt"), "--leader-elect=false", "--secure-port=0",
 		"--kube-api-qps=200", "--kube-api-burst=400")
-	if err := c.start(); err != nil {
-		c.Close()
-		return nil, err
-	}
-	return c, nil
+	w.AtEnd(c.Close)
+	return c, c.start()
 }
 
 const securePort = "6443"
@@ -119,20 +123,11 @@ func (c *ControlPlane) Close() {
 
 // Logs are the ends of the logs of all programs.
 func (c *ControlPlane) Logs() string {
-	return c.Etcd.tail() + c.APIServer.tail() + c.ControllerManager.tail() + c.scheduler.tail()
+	return c.Etcd.Tail() + c.APIServer.Tail() + c.ControllerManager.Tail() + c.scheduler.Tail()
 }
 
 // StartScheduler starts a kube-scheduler, which puts pods on nodes that are ready and have room.
-func (c *ControlPlane) StartScheduler() error {
-	user, err := c.ca.issue(certificate("system:kube-scheduler"))
-	if err != nil {
-		return err
-	}
-	if err := c.kubeconfig("scheduler.kubeconfig", &api.AuthInfo{ClientCertificateData: user.cert, ClientKeyData: user.key}); err != nil {
-		return err
-	}
-	return c.scheduler.Start()
-}
+func (c *ControlPlane) StartScheduler() error { return c.scheduler.Start() }
 
 func (c *ControlPlane) file(name string) string { return filepath.Join(c.dir, name) }
 
@@ -177,46 +172,38 @@ func (c *ControlPlane) StartAPIServer() (err error) {
 }
 
 // credentials makes the files with which the programs of the control plane know each other.
-func (c *ControlPlane) credentials() (err error) {
-	if c.ca, err = newAuthority(); err != nil {
-		return err
-	}
+func (c *ControlPlane) credentials() error {
 	first := harness.ServiceCIDR4.Addr().Next() // the cluster IP of the API server's own Service
-	server, err := c.ca.issue(certificate("kube-apiserver"), c.host.IP4.AsSlice(), first.AsSlice(), net.IPv4(127, 0, 0, 1))
+	certificate, key, err := cert.GenerateSelfSignedCertKey(c.host.IP4.String(), []net.IP{first.AsSlice(), net.IPv4(127, 0, 0, 1)},
+		[]string{"kubernetes.default.svc"})
 	if err != nil {
 		return err
 	}
-	manager, err := c.ca.issue(certificate("system:kube-controller-manager"))
+	signingKey, err := keyutil.MakeEllipticPrivateKeyPEM()
 	if err != nil {
 		return err
 	}
-	if c.user, err = c.ca.issue(certificate("admin", "system:masters")); err != nil {
-		return err
-	}
-	_, signingKey, err := newKey()
-	if err != nil {
-		return err
-	}
-	managerUser := &api.AuthInfo{ClientCertificateData: manager.cert, ClientKeyData: manager.key}
+	c.ca = certificate // It comes with that of its authority.
+	tokens := fmt.Sprintf("%s,%[1]s,1,system:masters\n%s,%[2]s,2\n%s,%[3]s,3\n", admin, manager, scheduler)
 	err = errors.Join(
-		os.WriteFile(c.file("ca.crt"), c.ca.pem, 0o600),
 		os.WriteFile(c.file("sa.key"), signingKey, 0o600),
-		server.write(c.file("apiserver.crt"), c.file("apiserver.key")),
-		c.kubeconfig("controller-manager.kubeconfig", managerUser))
+		os.WriteFile(c.file("apiserver.crt"), certificate, 0o600),
+		os.WriteFile(c.file("apiserver.key"), key, 0o600),
+		os.WriteFile(c.file("tokens"), []byte(tokens), 0o600),
+		c.kubeconfig("controller-manager.kubeconfig", manager),
+		c.kubeconfig("scheduler.kubeconfig", scheduler))
 	if err != nil {
 		return err
 	}
-	c.Admin, err = kubernetes.NewForConfig(c.Via(c.host.Netns, &rest.Config{
-		TLSClientConfig: rest.TLSClientConfig{CertData: c.user.cert, KeyData: c.user.key},
-	}))
+	c.Admin, err = kubernetes.NewForConfig(c.Via(c.host.Netns, &rest.Config{BearerToken: admin}))
 	return err
 }
 
-// kubeconfig writes a kubeconfig file for a user.
-func (c *ControlPlane) kubeconfig(name string, user *api.AuthInfo) error {
+// kubeconfig writes a kubeconfig file for whom a token stands for.
+func (c *ControlPlane) kubeconfig(name, token string) error {
 	cfg := api.NewConfig()
-	cfg.Clusters["test"] = &api.Cluster{Server: c.URL(), CertificateAuthorityData: c.ca.pem}
-	cfg.AuthInfos["user"] = user
+	cfg.Clusters["test"] = &api.Cluster{Server: c.URL(), CertificateAuthorityData: c.ca}
+	cfg.AuthInfos["user"] = &api.AuthInfo{Token: token}
 	cfg.Contexts["test"] = &api.Context{Cluster: "test", AuthInfo: "user"}
 	cfg.CurrentContext = "test"
 	return clientcmd.WriteToFile(*cfg, c.file(name))
@@ -225,7 +212,7 @@ func (c *ControlPlane) kubeconfig(name string, user *api.AuthInfo) error {
 // Kubeconfig writes a kubeconfig with which a client may do everything, as Admin may, and returns its path.
 func (c *ControlPlane) Kubeconfig() (string, error) {
 	const name = "admin.kubeconfig"
-	return c.file(name), c.kubeconfig(name, &api.AuthInfo{ClientCertificateData: c.user.cert, ClientKeyData: c.user.key})
+	return c.file(name), c.kubeconfig(name, admin)
 }
 
 // Via completes a configuration with which this process reaches the API server from inside a namespace. It sets Host only
@@ -234,7 +221,7 @@ func (c *ControlPlane) Via(n *harness.Netns, cfg *rest.Config) *rest.Config {
 	if cfg.Host == "" {
 		cfg.Host = c.URL()
 	}
-	cfg.CAData, cfg.QPS, cfg.ContentType = c.ca.pem, -1, runtime.ContentTypeProtobuf
+	cfg.CAData, cfg.QPS, cfg.ContentType = c.ca, -1, runtime.ContentTypeProtobuf
 	cfg.WarningHandler = rest.NoWarnings{}
 	cfg.Proxy = func(*http.Request) (*url.URL, error) { return nil, nil } // This machine's can't be reached from the namespace.
 	cfg.Dial = func(ctx context.Context, network, address string) (net.Conn, error) {
@@ -258,7 +245,7 @@ func (c *ControlPlane) Via(n *harness.Netns, cfg *rest.Config) *rest.Config {
 // Install creates the objects of deploy/base/rbac.yaml, and returns the path of a kubeconfig and a token with which a client is
 // the ServiceAccount in there: allowed what a nodeproxy that is deployed with it is allowed.
 func (c *ControlPlane) Install(ctx context.Context) (kubeconfig, token string, err error) {
-	root, err := projectDir()
+	root, err := harness.ProjectDir()
 	if err != nil {
 		return "", "", err
 	}
@@ -284,48 +271,24 @@ func (c *ControlPlane) Account(ctx context.Context, name, manifest string) (kube
 		return "", "", fmt.Errorf("token of %s: %w", name, err)
 	}
 	file := name + ".kubeconfig"
-	return c.file(file), answer.Status.Token, c.kubeconfig(file, &api.AuthInfo{Token: answer.Status.Token})
+	return c.file(file), answer.Status.Token, c.kubeconfig(file, answer.Status.Token)
 }
 
-// create creates one object from a manifest. The API server rejects fields that it does not know.
+// create creates one object from a manifest. Neither this nor the API server takes fields that it does not know.
 func (c *ControlPlane) create(ctx context.Context, doc []byte) error {
-	var kind metav1.TypeMeta
-	if err := yaml.Unmarshal(doc, &kind); err != nil {
+	decoder := serializer.NewCodecFactory(scheme.Scheme, serializer.EnableStrict).UniversalDeserializer()
+	o, kind, err := decoder.Decode(doc, nil, nil)
+	if err != nil {
 		return err
 	}
-	strict := metav1.CreateOptions{FieldValidation: metav1.FieldValidationStrict}
-	read := func(into any) error { return yaml.UnmarshalStrict(doc, into) }
-	var err error
-	switch kind.Kind {
-	case "ServiceAccount":
-		var o v1.ServiceAccount
-		if err = read(&o); err == nil {
-			_, err = c.Admin.CoreV1().ServiceAccounts(o.Namespace).Create(ctx, &o, strict)
-		}
-	case "ClusterRole":
-		var o rbac.ClusterRole
-		if err = read(&o); err == nil {
-			_, err = c.Admin.RbacV1().ClusterRoles().Create(ctx, &o, strict)
-		}
-	case "ClusterRoleBinding":
-		var o rbac.ClusterRoleBinding
-		if err = read(&o); err == nil {
-			_, err = c.Admin.RbacV1().ClusterRoleBindings().Create(ctx, &o, strict)
-		}
-	case "Role":
-		var o rbac.Role
-		if err = read(&o); err == nil {
-			_, err = c.Admin.RbacV1().Roles(o.Namespace).Create(ctx, &o, strict)
-		}
-	case "RoleBinding":
-		var o rbac.RoleBinding
-		if err = read(&o); err == nil {
-			_, err = c.Admin.RbacV1().RoleBindings(o.Namespace).Create(ctx, &o, strict)
-		}
-	default:
-		err = fmt.Errorf("%s is of a kind that is not expected here", kind.Kind)
+	client := c.Admin.RbacV1().RESTClient()
+	if kind.Group == v1.GroupName {
+		client = c.Admin.CoreV1().RESTClient()
 	}
-	return err
+	resource, _ := meta.UnsafeGuessKindToResource(*kind)
+	namespace := o.(metav1.Object).GetNamespace()
+	return client.Post().NamespaceIfScoped(namespace, namespace != "").Resource(resource.Resource).Body(o).
+		Param("fieldValidation", metav1.FieldValidationStrict).Do(ctx).Error()
 }
 
 // Compact makes etcd forget all versions but the newest, and what was deleted.
@@ -393,15 +356,6 @@ func (c *ControlPlane) etcd(ctx context.Context, path string, body, answer any) 
 	return json.NewDecoder(resp.Body).Decode(answer)
 }
 
-// projectDir is the root of this module.
-var projectDir = sync.OnceValues(func() (string, error) {
-	out, err := exec.Command("go", "env", "GOMOD").Output()
-	if err != nil {
-		return "", fmt.Errorf("find the module: %w", err)
-	}
-	return filepath.Dir(strings.TrimSpace(string(out))), nil
-})
-
 // Binaries returns the directory with the programs of the control plane. It builds them if they are not there, which
 // takes some minutes the first time.
 var Binaries = sync.OnceValues(func() (string, error) { return build() })
@@ -413,7 +367,7 @@ var Kubelet = sync.OnceValues(func() (string, error) {
 })
 
 func build(also ...string) (dir string, err error) {
-	root, err := projectDir()
+	root, err := harness.ProjectDir()
 	if err != nil {
 		return "", err
 	}

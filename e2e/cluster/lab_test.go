@@ -5,11 +5,9 @@ import (
 	"fmt"
 	"net/netip"
 	"os"
-	"os/signal"
 	"slices"
 	"strings"
 	"sync"
-	"syscall"
 	"testing"
 	"time"
 
@@ -33,12 +31,6 @@ func TestMain(m *testing.M) {
 }
 
 func runTests(m *testing.M) int {
-	interrupted := make(chan os.Signal, 1)
-	signal.Notify(interrupted, os.Interrupt, syscall.SIGTERM)
-	go func() {
-		<-interrupted
-		KillAll()
-	}()
 	if err := selectTier(); err != nil {
 		fmt.Fprintln(os.Stderr, "selecting tests:", err)
 		return 2

@@ -5,86 +5,75 @@ import (
 	"fmt"
 	"os"
 	"os/exec"
-	"sync"
 	"syscall"
 	"time"
 
 	"nodeproxy/e2e/harness"
 )
 
-// Process is a program of the control plane. It dies with this process.
+// Process is a program in a namespace, such as one of the control plane. It dies with this process.
 type Process struct {
-	name, path, logFile string
-	args                []string
-	netns               *harness.Netns
-
-	cmd    *exec.Cmd
-	exited chan struct{}
-}
-
-// live are all processes under way, so that an interrupted test can end them before their files are removed.
-var live struct {
-	sync.Mutex
-	processes map[*Process]bool
-}
-
-// KillAll ends all processes of all control planes.
-func KillAll() {
-	live.Lock()
-	var all []*Process
-	for p := range live.processes {
-		all = append(all, p)
-	}
-	live.Unlock()
-	for _, p := range all {
-		p.Kill()
-	}
+	Name, Path, LogFile string
+	Args, Env           []string // Env comes after this process's environment.
+	Netns               *harness.Netns
+	PID                 int           // 0 while it does not run
+	Exited              chan struct{} // closed when it has ended
 }
 
 // Start starts the process, also again after Kill. Its output is appended to its log file.
 func (p *Process) Start() error {
-	log, err := os.OpenFile(p.logFile, os.O_CREATE|os.O_APPEND|os.O_WRONLY, 0o644)
+	log, err := os.OpenFile(p.LogFile, os.O_CREATE|os.O_APPEND|os.O_WRONLY, 0o644)
 	if err != nil {
 		return err
 	}
 	defer log.Close()
-	cmd := exec.Command(p.path, p.args...)
-	cmd.Stdout, cmd.Stderr = log, log
-	if err := p.netns.Start(cmd); err != nil {
-		return fmt.Errorf("start %s: %w", p.name, err)
+	cmd := exec.Command(p.Path, p.Args...)
+	cmd.Stdout, cmd.Stderr, cmd.Env = log, log, append(os.Environ(), p.Env...)
+	cmd.SysProcAttr = &syscall.SysProcAttr{Setpgid: true}
+	if err := p.Netns.Start(cmd); err != nil {
+		return fmt.Errorf("start %s: %w", p.Name, err)
 	}
 	exited := make(chan struct{})
-	p.cmd, p.exited = cmd, exited
+	p.PID, p.Exited = cmd.Process.Pid, exited
 	go func() {
 		_ = cmd.Wait() // how it ended does not matter: whether it works shows in what it does
 		close(exited)
 	}()
-	live.Lock()
-	defer live.Unlock()
-	if live.processes == nil {
-		live.processes = map[*Process]bool{}
-	}
-	live.processes[p] = true
 	return nil
 }
 
-// Kill ends the process with SIGKILL, as a crash would, and waits until it is gone.
+// Kill ends the process with SIGKILL, as a crash would, and waits until it and those that it has started are gone: one that is in the kernel,
+// which may take minutes there, ends when it comes out.
 func (p *Process) Kill() {
-	if p.cmd == nil {
+	if p.PID == 0 {
 		return
 	}
-	_ = p.cmd.Process.Kill() // it may be gone already
-	<-p.exited
-	live.Lock()
-	defer live.Unlock()
-	delete(live.processes, p)
+	for begun := time.Now(); syscall.Kill(-p.PID, syscall.SIGKILL) == nil && time.Since(begun) < harness.Limit; {
+		time.Sleep(10 * time.Millisecond)
+	}
+	<-p.Exited
+	p.PID = 0
+}
+
+// Stop ends the process, frozen or not, by force if it does not go in ten seconds.
+func (p *Process) Stop() {
+	if p.PID == 0 {
+		return
+	}
+	_ = p.Thaw()
+	_ = syscall.Kill(p.PID, syscall.SIGTERM)
+	select {
+	case <-p.Exited:
+	case <-time.After(10 * time.Second):
+	}
+	p.Kill()
 }
 
 // Freeze stops the process without closing its connections; Thaw lets it go on.
-func (p *Process) Freeze() error { return p.cmd.Process.Signal(syscall.SIGSTOP) }
+func (p *Process) Freeze() error { return syscall.Kill(p.PID, syscall.SIGSTOP) }
 
 // Thaw is the end of Freeze.
-func (p *Process) Thaw() error { return p.cmd.Process.Signal(syscall.SIGCONT) }
+func (p *Process) Thaw() error { return syscall.Kill(p.PID, syscall.SIGCONT) }
 
 var errEnded = errors.New("ended by itself")
 
@@ -97,19 +86,19 @@ func (p *Process) await(timeout time.Duration, check func() error) error {
 			return nil
 		}
 		select {
-		case <-p.exited:
-			return fmt.Errorf("%s %w: %s", p.name, errEnded, p.tail())
+		case <-p.Exited:
+			return fmt.Errorf("%s %w: %s", p.Name, errEnded, p.Tail())
 		case <-time.After(250 * time.Millisecond):
 		}
 		if time.Now().After(deadline) {
-			return errors.Join(fmt.Errorf("%s is not ready after %s: %w", p.name, timeout, err), errors.New(p.tail()))
+			return errors.Join(fmt.Errorf("%s is not ready after %s: %w", p.Name, timeout, err), errors.New(p.Tail()))
 		}
 	}
 }
 
-// tail is the end of the log.
-func (p *Process) tail() string {
-	b, err := os.ReadFile(p.logFile)
+// Tail is the end of the log.
+func (p *Process) Tail() string {
+	b, err := os.ReadFile(p.LogFile)
 	if err != nil {
 		return err.Error()
 	}
@@ -117,5 +106,5 @@ func (p *Process) tail() string {
 	if len(b) > most {
 		b = b[len(b)-most:]
 	}
-	return fmt.Sprintf("--- log of %s\n%s", p.name, b)
+	return fmt.Sprintf("--- log of %s\n%s", p.Name, b)
 }

@@ -1,113 +1,70 @@
-// Command demo shows nodeproxy at work: on a node with pods and an outside client, all of them network namespaces, over
-// the manifests in examples/. It ends with exit code 1 if anything that it shows does not hold.
+// Command demo shows nodeproxy at work: on a node with pods and an outside client, all of them network namespaces, over the manifests in
+// examples/. The mode and the nodeproxy to run are in the environment, as for the tests with packets. It ends with exit code 1 if anything
+// that it shows does not hold.
 package main
 
 import (
 	"encoding/json"
 	"errors"
-	"flag"
 	"fmt"
 	"net/netip"
 	"os"
 	"os/exec"
 	"path/filepath"
+	"slices"
 	"strings"
 	"time"
 
 	"nodeproxy/e2e/harness"
 	"nodeproxy/inspect"
-	"nodeproxy/plan"
+	"nodeproxy/source"
 )
 
 func main() {
-	mode := flag.String("mode", "iptables", "the mode to show")
-	binary := flag.String("binary", "", "the nodeproxy to run; by default one is built")
-	examples := flag.String("examples", "examples", "the manifests to serve")
-	flag.Parse()
-	switch harness.Mode(*mode) {
-	case harness.IPTables, harness.NFTables:
-	case harness.IPVS:
-		if err := kernelHasIPVS(); err != nil {
-			fmt.Fprintf(os.Stderr, "demo: mode ipvs: %v; e2e/kernel/run has a kernel that does\n", err)
-			os.Exit(2)
-		}
-	default:
-		fmt.Fprintf(os.Stderr, "demo: mode %q is not known; iptables, ipvs and nftables are\n", *mode)
-		os.Exit(2)
-	}
-	os.Setenv(harness.ModeVariable, *mode)
-	if *binary != "" {
-		os.Setenv("NODEPROXY_BIN", *binary)
-	}
 	os.Exit(harness.Supervise(func() int {
 		start := time.Now()
-		d := &demo{mode: harness.Mode(*mode), examples: *examples}
-		err := d.run()
-		if d.world != nil {
-			err = errors.Join(err, d.world.Close())
+		d := &demo{}
+		for _, step := range []func(){d.setUp, d.start, d.services, d.rules, d.requests, d.edit, d.remove, d.restart} {
+			step()
 		}
-		if err != nil {
-			fmt.Fprintf(os.Stderr, "demo: %v\n", err)
-			return 1
-		}
+		must(d.world.Close())
 		fmt.Printf("\nEverything held, and everything is removed again. %.1f s.\n", time.Since(start).Seconds())
 		return 0
 	}))
 }
 
-// kernelHasIPVS fails on a kernel without IPVS.
-func kernelHasIPVS() error {
-	if _, err := os.Stat("/proc/net/ip_vs"); err == nil {
-		return nil
-	}
-	if err := exec.Command("modprobe", "ip_vs").Run(); err != nil {
-		return errors.New("this kernel has no IPVS")
-	}
-	return nil
-}
-
 type demo struct {
-	mode     harness.Mode
-	examples string
-	world    *harness.World
-	daemon   *harness.Daemon
-	served   []inspect.ServicePort
-	db       string // the name of the server outside the cluster
+	world  *harness.World
+	daemon *harness.Daemon
+	socket string
 }
 
-type step struct {
-	title string
-	do    func() error
-}
+func title(text string) { fmt.Printf("\n== %s\n", text) }
 
-func (d *demo) run() error {
-	for _, step := range []step{
-		{"A node with pods, two more nodes, and a client outside, in network namespaces", d.setUp},
-		{"nodeproxy run --mode=" + string(d.mode) + ", on node1, over examples/", d.start},
-		{"What it serves, and what becomes of one Service", d.services},
-		{"What the kernel has of shop/web", d.rules},
-		{"Requests", d.requests},
-		{"A manifest is edited: pod web-3 becomes ready", d.edit},
-		{"An endpoint goes away under load: pod web-1 is no longer ready", d.remove},
-		{"nodeproxy is killed and started again under load", d.restart},
-	} {
-		fmt.Printf("\n== %s\n", step.title)
-		if err := step.do(); err != nil {
-			return fmt.Errorf("%s: %w", step.title, err)
-		}
+// check ends the demo, and removes all that it has made, if something does not hold.
+func check(holds bool, format string, args ...any) {
+	if !holds {
+		fmt.Fprintf(os.Stderr, "demo: "+format+"\n", args...)
+		_ = harness.Sweep()
+		os.Exit(1)
 	}
-	return nil
 }
 
-func (d *demo) setUp() error {
+func must(err error) { check(err == nil, "%v", err) }
+
+// until waits for something that is due.
+func until(what string, holds func() bool) {
+	for begun := time.Now(); !holds(); time.Sleep(5 * time.Millisecond) {
+		check(time.Since(begun) < harness.Limit, "not within %v: %s", harness.Limit, what)
+	}
+}
+
+func (d *demo) setUp() {
+	title("A node with pods, two more nodes, and a client outside, in network namespaces")
 	w, err := harness.Build(harness.Options{})
-	if err != nil {
-		return err
-	}
-	d.world, d.db = w, "database"
-	if err := w.ServeTCP(w.Client.Netns, d.db, netip.AddrPortFrom(w.Client.IP4, 5432)); err != nil {
-		return err
-	}
+	must(err)
+	d.world, d.socket = w, filepath.Join(w.Dir, "nodeproxy.sock")
+	must(w.ServeTCP(w.Client.Netns, "database", netip.AddrPortFrom(w.Client.IP4, 5432)))
 	for _, n := range w.Nodes {
 		fmt.Printf("   %-6s %-14s pods", n.Name, n.IP4)
 		for _, p := range n.Pods {
@@ -116,253 +73,210 @@ func (d *demo) setUp() error {
 		fmt.Println()
 	}
 	fmt.Printf("   client %s\n", w.Client.IP4)
-	// Edits do not change the originals.
-	if err := os.CopyFS(w.Manifests, os.DirFS(d.examples)); err != nil {
-		return fmt.Errorf("%w: run this in the project's top folder", err)
-	}
-	return nil
+	must(os.CopyFS(w.Manifests, os.DirFS("examples"))) // Edits do not change the originals.
 }
 
-func (d *demo) socket() string { return filepath.Join(d.world.Dir, "nodeproxy.sock") }
-
-func (d *demo) startDaemon() (err error) {
-	d.daemon, err = d.world.StartDaemon(d.world.Node1(), "--cluster-cidr="+harness.ClusterCIDR4.String()+","+harness.ClusterCIDR6.String(),
-		"--socket="+d.socket())
-	if err != nil {
-		return err
-	}
-	return d.daemon.WaitFor(harness.StartupTimeout, harness.InSync)
+func (d *demo) startDaemon() {
+	var err error
+	d.daemon, err = d.world.StartDaemon(d.world.Node1(), "--socket="+d.socket,
+		"--cluster-cidr="+harness.ClusterCIDR4.String()+","+harness.ClusterCIDR6.String())
+	must(err)
+	must(d.daemon.WaitFor(harness.StartupTimeout, harness.InSync))
 }
 
-func (d *demo) start() error {
+func (d *demo) start() {
+	title("nodeproxy run --mode=" + string(harness.ModeUnderTest()) + ", on node1, over examples/")
 	start := time.Now()
-	if err := d.startDaemon(); err != nil {
-		return err
-	}
+	d.startDaemon()
 	fmt.Printf("   in sync %d ms after its start\n", time.Since(start).Milliseconds())
+	var findings []inspect.Finding
+	must(json.Unmarshal([]byte(d.nodeproxy("get findings --output=json")), &findings))
 	reported := map[string]bool{}
-	for _, line := range d.daemon.Log() {
-		if object, detail, ok := finding(line); ok {
-			fmt.Printf("   %-20s %s\n", object, detail)
-			reported[object] = true
+	for _, f := range findings {
+		if f.Object == "" { // It is about the machine.
+			continue
 		}
+		fmt.Printf("   %-20s %s\n", f.Object, source.Finding{Field: f.Field, Detail: f.Detail, Effect: f.Effect})
+		reported[f.Object] = true
 	}
 	for _, object := range []string{"Service shop/mail", "Service shop/peers", "Ingress shop/shop"} {
-		if !reported[object] {
-			return fmt.Errorf("%s was not reported as not proxied", object)
-		}
+		check(reported[object], "%s is not reported as not proxied", object)
 	}
-	return nil
-}
-
-// finding takes what the daemon says of an object out of a log line.
-func finding(line string) (object, detail string, ok bool) {
-	quoted := func(name string) string {
-		_, rest, found := strings.Cut(line, name+`="`)
-		value, _, _ := strings.Cut(rest, `"`)
-		ok = ok && found
-		return value
-	}
-	ok = true
-	object = quoted("object")
-	_, detail, _ = strings.Cut(quoted("msg"), object+": ") // The message begins with the place in a file of a temporary directory.
-	return object, detail, ok && detail != ""
 }
 
 // nodeproxy runs a command that asks the daemon, and returns what it prints.
-func (d *demo) nodeproxy(args ...string) (string, error) {
+func (d *demo) nodeproxy(command string) string {
 	path, err := harness.Binary()
-	if err != nil {
-		return "", err
+	must(err)
+	out, err := d.world.Node1().Output(path, append(strings.Fields(command), "--socket="+d.socket)...)
+	if exit := (*exec.ExitError)(nil); !errors.As(err, &exit) || exit.ExitCode() != 1 { // With 1 it has answered that something is wrong.
+		must(err)
 	}
-	return d.world.Node1().Output(path, append(args, "--socket="+d.socket())...)
-}
-
-func (d *demo) services() error {
-	for _, args := range [][]string{{"get", "services", "--all-namespaces"}, {"explain", "shop/web"}} {
-		out, err := d.nodeproxy(args...)
-		if err != nil {
-			return err
-		}
-		show("nodeproxy "+strings.Join(args, " "), out)
-	}
-	list, err := d.nodeproxy("get", "services", "--all-namespaces", "--output=json")
-	if err != nil {
-		return err
-	}
-	return json.Unmarshal([]byte(list), &d.served)
+	return out
 }
 
 // show prints what a command has printed.
 func show(command, out string) {
-	fmt.Printf("   # %s\n", command)
+	check(out != "", "%s prints nothing", command)
+	fmt.Println("   # " + command)
 	for line := range strings.Lines(out) {
 		fmt.Println(strings.TrimRight("   "+line, " \n"))
 	}
 }
 
+func (d *demo) services() {
+	title("What it serves, and what becomes of one Service")
+	for _, command := range []string{"get services --all-namespaces", "explain shop/web"} {
+		show("nodeproxy "+command, d.nodeproxy(command))
+	}
+}
+
 // rules shows what the kernel has of shop/web, by the kernel's own tools.
-func (d *demo) rules() error {
+func (d *demo) rules() {
+	title("What the kernel has of shop/web")
 	for _, command := range map[harness.Mode][]string{
 		harness.IPTables: {"iptables-nft-save -t nat | grep shop/web"},
 		harness.NFTables: {"nft -s list map ip nodeproxy services | grep -o '[0-9].*shop/web.*'",
 			"nft -s list map ip nodeproxy endpoints | grep -o '[0-9].* 10.244.[12].10 . 8080'"},
 		harness.IPVS: {"ipset list KUBE-NODE-PORT | grep tcp:30080", "ipvsadm -Ln | grep -B2 10.244.2.10:8080",
 			"ip route show table local type local dev kube-ipvs0"},
-	}[d.mode] {
+	}[harness.ModeUnderTest()] {
 		out, err := d.world.Node1().Output("sh", "-c", command)
-		if err == nil && out == "" {
-			err = fmt.Errorf("%s prints nothing", command)
-		}
-		if err != nil {
-			return err
-		}
+		must(err)
 		show(command, out)
 	}
-	return nil
 }
 
-// frontend finds where a Service is reached.
-func (d *demo) frontend(service string, kind plan.FrontendKind, family plan.Family) (plan.Frontend, error) {
-	for _, sp := range d.served {
-		if sp.Namespace+"/"+sp.Name != service || sp.Family != family.String() {
-			continue
-		}
-		f := plan.Frontend{Kind: kind, Protocol: sp.Protocol, Port: sp.Number}
-		addresses := map[plan.FrontendKind][]string{plan.ClusterIP: {sp.ClusterIP}, plan.LoadBalancerIP: sp.LoadBalancerIPs, plan.ExternalIP: sp.ExternalIPs}[kind]
-		if kind == plan.NodePort {
-			addresses, f.Port = []string{d.world.Node1().IP(int(family)).String()}, sp.NodePort
-		}
-		if len(addresses) > 0 && f.Port > 0 {
-			var err error
-			f.Addr, err = netip.ParseAddr(addresses[0])
-			return f, err
-		}
+// request is one that is made again and again.
+type request struct {
+	from                       *harness.Netns
+	network, service, kind, to string
+	want                       []string // who may answer; nobody if empty, and the connection is refused
+	sticky                     bool     // the Service has session affinity
+	kept                       bool     // the server has to see the client's own address
+}
+
+// Where shop/web is reached. nodeproxy allots its cluster IP, the same one everywhere.
+const (
+	webClusterIP = "10.96.25.205:80"
+	webNodePort  = "192.168.77.11:30080"
+)
+
+func (d *demo) requests() {
+	title("Requests")
+	node, client, pod := d.world.Node1().Netns, d.world.Client.Netns, func(name string) *harness.Netns { return d.world.Pod(name).Netns }
+	web, api := []string{"n1a", "n2a"}, []string{"n1b", "n2b"}
+	for _, r := range []request{
+		{pod("n1c"), "tcp", "shop/web", "cluster IP", webClusterIP, web, false, false},
+		{pod("n1c"), "tcp", "shop/web", "cluster IP", "[fd00:10:96::ba92]:80", web, false, false},
+		{node, "tcp", "shop/web", "cluster IP", webClusterIP, web, false, false},
+		{client, "tcp", "shop/web", "node port", webNodePort, web, false, false},
+		{client, "tcp", "shop/api", "load balancer IP", "198.51.100.20:80", api[:1], false, true},
+		{pod("n1c"), "tcp", "shop/api", "load balancer IP", "198.51.100.20:80", api, false, false},
+		{client, "tcp", "shop/cache", "external IP", "192.0.2.30:6379", web, true, false},
+		{pod("n2a"), "udp", "kube-system/kube-dns", "cluster IP", "10.96.0.10:53", []string{"n1c"}, false, false},
+		{pod("n1a"), "tcp", "shop/database", "cluster IP", "10.96.0.40:5432", []string{"database"}, false, false},
+		{pod("n1a"), "tcp", "shop/nobody", "cluster IP", "10.96.0.50:80", nil, false, false},
+	} {
+		d.ask(r)
 	}
-	return plan.Frontend{}, fmt.Errorf("%s has no %s in %s", service, kind, family)
 }
 
-// replace edits a manifest as an editor does: by a new file in the place of the old one.
-func (d *demo) replace(file, old, new string) error {
-	path := filepath.Join(d.world.Manifests, file)
+// ask makes so many requests that no endpoint is left out by chance, prints who answered and which addresses the servers saw, and checks that.
+func (d *demo) ask(r request) {
+	fmt.Printf("   %-6s -> %-21s %-42s ", r.from.Name, r.service, fmt.Sprintf("%s %s/%s", r.kind, r.to, strings.ToUpper(r.network)))
+	counts, sources := map[string]int{}, map[netip.Addr]bool{}
+	for range 100 {
+		a := r.from.Ask(r.network, netip.MustParseAddrPort(r.to), harness.Patient)
+		if len(r.want) == 0 {
+			check(a.Outcome == harness.Refused, "%s", a)
+			fmt.Println("refused")
+			return
+		}
+		check(slices.Contains(r.want, a.Server), "answered by none of its endpoints: %s", a)
+		counts[a.Server]++
+		sources[a.Source] = true
+	}
+	for _, name := range r.want {
+		fmt.Printf("%s %d  ", name, counts[name])
+	}
+	for source := range sources {
+		fmt.Printf("  seen from %s", source)
+	}
+	fmt.Println()
+	check(!r.kept || len(sources) == 1 && sources[d.world.Client.IP4], "the client's address was not kept")
+	if r.sticky {
+		check(len(counts) == 1, "one client's requests went to %d endpoints despite affinity", len(counts))
+	} else {
+		check(len(counts) == len(r.want), "no request went to one of the endpoints")
+	}
+}
+
+// replace edits a manifest as an editor does, by a new file in the place of the old one, and returns when that was.
+func (d *demo) replace(file, old, new string) time.Time {
+	path, fresh := filepath.Join(d.world.Manifests, file), filepath.Join(d.world.Dir, "edited")
 	content, err := os.ReadFile(path)
-	if err != nil {
-		return err
-	}
-	edited := strings.Replace(string(content), old, new, 1)
-	if edited == string(content) {
-		return fmt.Errorf("%s has no %q", file, old)
-	}
-	temporary := filepath.Join(d.world.Dir, "edited")
-	if err := os.WriteFile(temporary, []byte(edited), 0o644); err != nil {
-		return err
-	}
-	return os.Rename(temporary, path)
+	must(err)
+	check(strings.Contains(string(content), old), "%s has no %s", file, old)
+	must(os.WriteFile(fresh, []byte(strings.Replace(string(content), old, new, 1)), 0o644))
+	saved := time.Now()
+	must(os.Rename(fresh, path))
+	return saved
 }
 
-func (d *demo) edit() error {
-	f, err := d.frontend("shop/web", plan.ClusterIP, plan.IPv4)
-	if err != nil {
-		return err
-	}
-	start := time.Now()
-	if err := d.replace("pod-web-3.yaml", `"False"`, `"True"`); err != nil {
-		return err
-	}
-	for requests := 1; ; requests++ {
-		a := d.world.Pod("n1c").Ask("tcp", netip.AddrPortFrom(f.Addr, f.Port), harness.Patient)
-		if a.Outcome != harness.Answered {
-			return fmt.Errorf("a request meanwhile: %s", a)
-		}
-		if a.Server == "n3a" {
-			fmt.Printf("   its first answer came %d ms after the file was saved (request %d since)\n",
-				time.Since(start).Milliseconds(), requests)
-			break
-		}
-		if time.Since(start) > harness.Limit {
-			return fmt.Errorf("n3a has not answered within %v", harness.Limit)
-		}
-	}
-	_, err = d.ask(d.world.Pod("n1c").Netns, "tcp", "shop/web", f, []string{"n1a", "n2a", "n3a"})
-	return err
+func (d *demo) edit() {
+	title("A manifest is edited: pod web-3 becomes ready")
+	from, requests := d.world.Pod("n1c").Netns, 0
+	saved := d.replace("pod-web-3.yaml", `"False"`, `"True"`)
+	until("n3a answers", func() bool {
+		requests++
+		a := from.Ask("tcp", netip.MustParseAddrPort(webClusterIP), harness.Patient)
+		check(a.Outcome == harness.Answered, "a request meanwhile: %s", a)
+		return a.Server == "n3a"
+	})
+	fmt.Printf("   its first answer came %d ms after the file was saved (request %d since)\n", time.Since(saved).Milliseconds(), requests)
+	d.ask(request{from, "tcp", "shop/web", "cluster IP", webClusterIP, []string{"n1a", "n2a", "n3a"}, false, false})
 }
 
-// enough are so many requests that each of three endpoints gets one of them, but for a chance of 10^-34.
-const enough = 200
-
-// more waits until enough further requests have ended.
-func more(l *harness.Load) error {
-	begun, before := time.Now(), l.Requests()
-	for l.Requests() < before+enough {
-		if time.Since(begun) > harness.Limit {
-			return fmt.Errorf("only %d requests have ended within %v", l.Requests()-before, harness.Limit)
-		}
-		time.Sleep(5 * time.Millisecond)
-	}
-	return nil
+// more waits until so many further requests have ended that each of three endpoints gets one of them, but for a chance of 10^-34.
+func more(l *harness.Load) {
+	before := l.Requests()
+	until("200 requests have ended", func() bool { return l.Requests() >= before+200 })
 }
 
-// load runs requests to shop/web before, while and after something happens, and fails if one of them does.
-func (d *demo) load(what func(*harness.Load) error) (*harness.Load, error) {
-	f, err := d.frontend("shop/web", plan.NodePort, plan.IPv4)
-	if err != nil {
-		return nil, err
-	}
-	l := d.world.Client.StartLoad("tcp", netip.AddrPortFrom(f.Addr, f.Port), 4, time.Millisecond)
-	if err = more(l); err == nil {
-		err = what(l)
-	}
-	if err == nil {
-		err = more(l)
-	}
+// load makes requests to shop/web before, while and after something happens; none of them may fail.
+func (d *demo) load(happens func(*harness.Load)) *harness.Load {
+	l := d.world.Client.StartLoad("tcp", netip.MustParseAddrPort(webNodePort), 4, time.Millisecond)
+	more(l)
+	happens(l)
+	more(l)
 	l.Stop()
-	if failures := l.Failures(); err == nil && len(failures) > 0 {
-		err = fmt.Errorf("%d of %d requests failed, the first: %s", len(failures), l.Requests(), failures[0])
-	}
-	return l, err
+	check(len(l.Failures()) == 0, "requests failed: %v", l.Failures())
+	return l
 }
 
-func (d *demo) remove() error {
+func (d *demo) remove() {
+	title("An endpoint goes away under load: pod web-1 is no longer ready")
 	var saved time.Time
-	l, err := d.load(func(l *harness.Load) error {
-		saved = time.Now()
-		if err := d.replace("pods.yaml", `"True"`, `"False"`); err != nil { // web-1 is the first
-			return err
-		}
-		for before := -1; l.Answers("n1a") != before; {
-			if time.Since(saved) > harness.Limit {
-				return fmt.Errorf("web-1 still gets new requests %v after the file was saved", harness.Limit)
-			}
-			before = l.Answers("n1a")
-			if err := more(l); err != nil {
-				return err
-			}
-		}
-		return nil
+	l := d.load(func(l *harness.Load) {
+		check(l.Answers("n1a") > 0, "web-1 never got traffic, so that nothing is taken from it")
+		saved = d.replace("pods.yaml", `"True"`, `"False"`) // web-1 is the first
+		until("web-1 gets no new requests", func() bool {
+			before := l.Answers("n1a")
+			more(l)
+			return l.Answers("n1a") == before
+		})
 	})
-	if err != nil {
-		return err
-	}
-	if l.Answers("n1a") == 0 {
-		return errors.New("web-1 never got traffic, so that nothing was taken from it")
-	}
-	last := max(0, l.LastFrom("n1a").Sub(saved).Milliseconds())
 	fmt.Printf("   %d requests from outside, 0 failed; the last new one to web-1 began %d ms after the file was saved\n",
-		l.Requests(), last)
-	return nil
+		l.Requests(), max(0, l.LastFrom("n1a").Sub(saved).Milliseconds()))
 }
 
-func (d *demo) restart() error {
-	l, err := d.load(func(*harness.Load) error {
-		if err := d.daemon.Kill(); err != nil {
-			return err
-		}
+func (d *demo) restart() {
+	title("nodeproxy is killed and started again under load")
+	l := d.load(func(*harness.Load) {
+		must(d.daemon.Kill())
 		time.Sleep(300 * time.Millisecond)
-		return d.startDaemon()
+		d.startDaemon()
 	})
-	if err != nil {
-		return err
-	}
 	fmt.Printf("   kill -9, 0.3 s without it, a new start: %d requests from outside, 0 failed\n", l.Requests())
-	return nil
 }

@@ -37,7 +37,7 @@ var image = sync.OnceValues(func() (string, error) {
 })
 
 func buildImage(path string, env ...string) error {
-	root, err := projectDir()
+	root, err := harness.ProjectDir()
 	if err != nil {
 		return err
 	}

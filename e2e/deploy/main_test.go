@@ -5,40 +5,22 @@ import (
 	"fmt"
 	"os"
 	"os/exec"
-	"os/signal"
 	"path/filepath"
 	"strings"
 	"sync"
-	"syscall"
 	"testing"
 
-	"nodeproxy/e2e/cluster"
 	"nodeproxy/e2e/harness"
 )
 
 func TestMain(m *testing.M) {
-	interrupted := make(chan os.Signal, 1)
-	signal.Notify(interrupted, os.Interrupt, syscall.SIGTERM)
-	go func() {
-		<-interrupted
-		cluster.KillAll() // before the harness removes their files
-	}()
 	os.Exit(harness.Main(m))
 }
-
-// projectDir is the root of the project.
-var projectDir = sync.OnceValues(func() (string, error) {
-	out, err := exec.Command("go", "env", "GOMOD").Output()
-	if err != nil {
-		return "", fmt.Errorf("find the module: %w", err)
-	}
-	return filepath.Dir(strings.TrimSpace(string(out))), nil
-})
 
 // project is a path inside the project.
 func project(t testing.TB, elements ...string) string {
 	t.Helper()
-	root, err := projectDir()
+	root, err := harness.ProjectDir()
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -48,7 +30,7 @@ func project(t testing.TB, elements ...string) string {
 // toolsDir is the directory with helm and kubectl. They are built if they are not there, which takes some minutes the first
 // time.
 var toolsDir = sync.OnceValues(func() (string, error) {
-	root, err := projectDir()
+	root, err := harness.ProjectDir()
 	if err != nil {
 		return "", err
 	}

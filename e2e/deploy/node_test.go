@@ -35,7 +35,7 @@ var images = sync.OnceValues(func() ([]string, error) {
 	if err != nil {
 		return nil, err
 	}
-	root, err := projectDir()
+	root, err := harness.ProjectDir()
 	if err != nil {
 		return nil, err
 	}

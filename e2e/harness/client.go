@@ -114,8 +114,7 @@ func (n *Netns) Dial(network string, to netip.AddrPort, deadline time.Time) (net
 
 // dial connects from an address of the host, or from the one that its kernel chooses if it is zero.
 func (n *Netns) dial(network string, from netip.Addr, to netip.AddrPort, deadline time.Time) (net.Conn, error) {
-	var c net.Conn
-	dial := func() (err error) {
+	dial := func() (net.Conn, error) {
 		d := net.Dialer{Deadline: deadline, KeepAlive: -1}
 		switch port := n.freshPort(); {
 		case network == "udp":
@@ -125,12 +124,11 @@ func (n *Netns) dial(network string, from netip.Addr, to netip.AddrPort, deadlin
 		case from.IsValid():
 			d.LocalAddr = &net.TCPAddr{IP: from.AsSlice()}
 		}
-		c, err = d.Dial(network, to.String())
-		return err
+		return d.Dial(network, to.String())
 	}
-	err := n.Do(dial)
+	c, err := in(n, dial)
 	for errors.Is(err, syscall.EADDRINUSE) { // by a server
-		err = n.Do(dial)
+		c, err = in(n, dial)
 	}
 	if err != nil {
 		return nil, err
@@ -148,20 +146,15 @@ func (n *Netns) SamePort(addrs ...netip.AddrPort) ([]net.Conn, error) {
 	port := n.freshPort()
 	var out []net.Conn
 	for _, to := range addrs {
-		err := n.Do(func() error {
-			d := net.Dialer{Timeout: Patient, LocalAddr: &net.TCPAddr{Port: port}, Control: shareAddress}
-			c, err := d.Dial("tcp", to.String())
-			if err == nil {
-				out = append(out, c)
-			}
-			return err
-		})
+		d := net.Dialer{Timeout: Patient, LocalAddr: &net.TCPAddr{Port: port}, Control: shareAddress}
+		c, err := in(n, func() (net.Conn, error) { return d.Dial("tcp", to.String()) })
 		if err != nil {
 			for _, c := range out {
 				c.Close()
 			}
 			return nil, err
 		}
+		out = append(out, c)
 	}
 	return out, nil
 }

@@ -1,19 +1,18 @@
 package harness
 
 import (
-	"context"
 	"errors"
 	"fmt"
+	"io"
 	"os"
 	"os/exec"
 	"path/filepath"
+	"slices"
 	"strings"
 	"sync"
 	"syscall"
 	"testing"
 	"time"
-
-	"golang.org/x/sys/unix"
 
 	"nodeproxy/e2e/machine"
 )
@@ -58,10 +57,10 @@ type Daemon struct {
 	exited chan struct{} // closed when the process has ended; then err is set
 	err    error
 
-	mu      sync.Mutex
-	lines   []string
-	changed chan struct{}   // closed and replaced with each line
-	log     syscall.RawConn // the pipe that the lines come from; nil at its end
+	mu    sync.Mutex
+	log   *os.File // read as far as lines and rest go
+	lines []string
+	rest  string // the beginning of a line
 }
 
 func (d *Daemon) String() string {
@@ -108,81 +107,33 @@ func (w *World) StartDaemon(n *Node, flags ...string) (*Daemon, error) {
 		"--service-cidr=" + ServiceCIDR4.String() + "," + ServiceCIDR6.String(),
 		"--socket=", // All nodes share one file system.
 	}, flags...)
-	d := &Daemon{Node: n, Args: args, exited: make(chan struct{}), changed: make(chan struct{})}
+	d := &Daemon{Node: n, Args: args, exited: make(chan struct{})}
 	launch := w.Launch
 	if launch == nil {
 		launch = exec.Command
 	}
 	d.cmd = launch(path, args...)
-	r, pipe, err := os.Pipe()
+	d.cmd.Env = append(d.cmd.Environ(), w.DaemonEnv...)
+	log, err := os.CreateTemp(w.Dir, n.Name+"-*.log")
 	if err != nil {
 		return nil, err
 	}
-	d.cmd.Env = append(d.cmd.Environ(), w.DaemonEnv...)
-	d.cmd.Stderr, d.cmd.Stdout = pipe, pipe
-	err = n.Start(d.cmd)
-	pipe.Close()
-	if err != nil {
-		r.Close()
-		return nil, fmt.Errorf("start %s: %w", d, err)
+	defer log.Close()
+	if d.log, err = os.Open(log.Name()); err != nil {
+		return nil, err
 	}
-	if d.log, err = r.SyscallConn(); err != nil {
-		return nil, err // A file has one.
+	d.cmd.Stderr, d.cmd.Stdout = log, log
+	if err := n.Start(d.cmd); err != nil {
+		return nil, fmt.Errorf("start %s: %w", d, err)
 	}
 	live.Lock()
 	w.daemons = append(w.daemons, d)
 	live.Unlock()
-	go d.collect(r)
+	go func() {
+		d.err = d.cmd.Wait()
+		close(d.exited)
+	}()
 	return d, nil
-}
-
-// collect reads the log to its end, then takes the exit status. What has left the pipe is among the lines: whoever holds d.mu sees a line in one
-// of the two.
-func (d *Daemon) collect(r *os.File) {
-	buf, rest := make([]byte, 64<<10), ""
-	read := func(fd uintptr) bool {
-		d.mu.Lock()
-		defer d.mu.Unlock()
-		n, err := unix.Read(int(fd), buf)
-		switch {
-		case errors.Is(err, unix.EAGAIN):
-			return false
-		case errors.Is(err, unix.EINTR):
-			return true
-		case n <= 0:
-			d.log = nil
-		}
-		lines := strings.SplitAfter(rest+string(buf[:max(n, 0)]), "\n")
-		if last := len(lines) - 1; d.log != nil || lines[last] == "" {
-			lines, rest = lines[:last], lines[last]
-		}
-		for _, line := range lines {
-			d.lines = append(d.lines, strings.TrimRight(line, "\n"))
-		}
-		if len(lines) > 0 {
-			close(d.changed)
-			d.changed = make(chan struct{})
-		}
-		return true
-	}
-	for open := true; open; {
-		err := d.log.Read(read)
-		d.mu.Lock()
-		open = err == nil && d.log != nil
-		d.mu.Unlock()
-	}
-	_ = r.Close()
-	d.err = d.cmd.Wait()
-	close(d.exited)
-}
-
-// unread reports whether the daemon has written what is not among the lines. d.mu is held.
-func (d *Daemon) unread() bool {
-	n := 0
-	if d.log != nil {
-		_ = d.log.Control(func(fd uintptr) { n, _ = unix.IoctlGetInt(int(fd), unix.TIOCINQ) })
-	}
-	return n > 0
 }
 
 // PID is the daemon's process id.
@@ -192,7 +143,11 @@ func (d *Daemon) PID() int { return d.cmd.Process.Pid }
 func (d *Daemon) Log() []string {
 	d.mu.Lock()
 	defer d.mu.Unlock()
-	return append([]string(nil), d.lines...)
+	text, _ := io.ReadAll(d.log)
+	lines := strings.Split(d.rest+string(text), "\n")
+	last := len(lines) - 1
+	d.lines, d.rest = append(d.lines, lines[:last]...), lines[last]
+	return slices.Clip(d.lines)
 }
 
 func (d *Daemon) tail(n int) string {
@@ -211,14 +166,9 @@ func (d *Daemon) WaitFor(timeout time.Duration, parts ...string) error {
 // WaitForAfter is WaitFor over the lines from the given one on; len(d.Log()) taken earlier makes it wait for something
 // new.
 func (d *Daemon) WaitForAfter(line int, timeout time.Duration, parts ...string) error {
-	ctx, cancel := context.WithTimeout(context.Background(), timeout)
-	defer cancel()
 	ended := false
-	for next := line; ; {
-		d.mu.Lock()
-		lines, changed := d.lines, d.changed
-		d.mu.Unlock()
-		for ; next < len(lines); next++ {
+	for begun, next := time.Now(), line; ; {
+		for lines := d.Log(); next < len(lines); next++ {
 			if containsAll(lines[next], parts) {
 				return nil
 			}
@@ -226,13 +176,20 @@ func (d *Daemon) WaitForAfter(line int, timeout time.Duration, parts ...string) 
 		if ended {
 			return fmt.Errorf("%s ended (%v) and never logged %q:\n%s", d, d.err, parts, d.tail(40))
 		}
-		select {
-		case <-changed:
-		case <-d.exited:
-			ended = true // look once more: the last lines may have come just before
-		case <-ctx.Done():
+		if time.Since(begun) > timeout {
 			return fmt.Errorf("%s did not log %q within %v:\n%s", d, parts, timeout, d.tail(40))
 		}
+		ended = d.pause() // Then it looks once more: the last lines may have come just before.
+	}
+}
+
+// pause waits until the daemon may have logged something, and reports whether it has ended.
+func (d *Daemon) pause() (ended bool) {
+	select {
+	case <-d.exited:
+		return true
+	case <-time.After(2 * time.Millisecond):
+		return false
 	}
 }
 
@@ -282,6 +239,7 @@ func (d *Daemon) Exited() (bool, error) {
 
 // end makes sure that the process is gone.
 func (d *Daemon) end() error {
+	defer d.log.Close()
 	if done, _ := d.Exited(); done {
 		return nil
 	}

@@ -1,9 +1,7 @@
 package harness
 
 import (
-	"errors"
 	"fmt"
-	"os"
 	"slices"
 	"strings"
 
@@ -34,17 +32,6 @@ var hostileSysctls = map[string]string{
 	"net/netfilter/nf_conntrack_tcp_timeout_established": "600",
 	"net/netfilter/nf_conntrack_udp_timeout":             "20",
 	"net/netfilter/nf_conntrack_udp_timeout_stream":      "30",
-}
-
-// harden makes a node's settings hostile.
-func (n *Netns) harden() error {
-	for key, value := range hostileSysctls {
-		// Not every kernel has all of them.
-		if err := n.Sysctl(key, value); err != nil && !errors.Is(err, os.ErrNotExist) {
-			return err
-		}
-	}
-	return nil
 }
 
 // firewall makes a node forward and accept nothing by default. What it forwards is what network plugins accept, packets from and

@@ -135,13 +135,6 @@ func (a Addresses) ExternalIP(family int) netip.Addr {
 	return pick(family, a.ExternalIP4, a.ExternalIP6)
 }
 
-func pick(family int, four, six netip.Addr) netip.Addr {
-	if family == 6 {
-		return six
-	}
-	return four
-}
-
 // ServicePort is the port at which every Service made by Service listens, for TCP (port name a) and UDP (a-udp). Its
 // target is port 8080 of the pods.
 const ServicePort = 80

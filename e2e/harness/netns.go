@@ -3,6 +3,7 @@ package harness
 import (
 	"bytes"
 	"context"
+	"errors"
 	"fmt"
 	"os"
 	"os/exec"
@@ -123,6 +124,15 @@ func (n *Netns) Do(fn func() error) error {
 	return failed
 }
 
+// in returns what f makes inside the namespace.
+func in[T any](n *Netns, f func() (T, error)) (out T, err error) {
+	err = n.Do(func() (err error) {
+		out, err = f()
+		return err
+	})
+	return out, err
+}
+
 // Sysctl writes a kernel setting, named by its path under /proc/sys.
 func (n *Netns) Sysctl(path, value string) error {
 	return n.Do(func() error {
@@ -133,15 +143,20 @@ func (n *Netns) Sysctl(path, value string) error {
 	})
 }
 
+// sysctls writes settings; not those that this kernel does not have, or only for the machine as a whole.
+func (n *Netns) sysctls(values map[string]string) error {
+	for path, value := range values {
+		if err := n.Sysctl(path, value); err != nil && !errors.Is(err, os.ErrNotExist) {
+			return err
+		}
+	}
+	return nil
+}
+
 // ReadSysctl reads a kernel setting, named by its path under /proc/sys.
 func (n *Netns) ReadSysctl(path string) (string, error) {
-	var value string
-	err := n.Do(func() error {
-		b, err := os.ReadFile(filepath.Join("/proc/sys", path))
-		value = strings.TrimSpace(string(b))
-		return err
-	})
-	return value, err
+	value, err := in(n, func() ([]byte, error) { return os.ReadFile(filepath.Join("/proc/sys", path)) })
+	return strings.TrimSpace(string(value)), err
 }
 
 // Output runs a command inside the namespace and returns what it printed on stdout.

@@ -11,15 +11,10 @@ import (
 func (h *Host) Ping(to netip.Addr, timeout time.Duration) (bool, error) {
 	// Type, code, checksum, identifier, sequence number (RFC 792, RFC 4443). The checksum over IPv6 is the kernel's affair.
 	network, request, reply := "ip4:icmp", []byte{8, 0, 0xf7, 0xfd, 0, 1, 0, 1}, byte(0)
-	family := 4
 	if to.Is6() {
-		network, request, reply, family = "ip6:ipv6-icmp", []byte{128, 0, 0, 0, 0, 1, 0, 1}, 129, 6
+		network, request, reply = "ip6:ipv6-icmp", []byte{128, 0, 0, 0, 0, 1, 0, 1}, 129
 	}
-	var c net.PacketConn
-	err := h.Do(func() (err error) {
-		c, err = net.ListenPacket(network, h.IP(family).String())
-		return err
-	})
+	c, err := in(h.Netns, func() (net.PacketConn, error) { return net.ListenPacket(network, h.IP(familyOf(to)).String()) })
 	if err != nil {
 		return false, err
 	}

@@ -6,8 +6,8 @@ import (
 	"fmt"
 	"net"
 	"net/netip"
+	"slices"
 	"sync"
-	"sync/atomic"
 	"syscall"
 	"time"
 )
@@ -21,8 +21,6 @@ const (
 	SYN TCPFlags = 2
 )
 
-const protoTCP, protoUDP = 6, 17
-
 // SendTCP sends one TCP packet with these flags, of no connection.
 func (h *Host) SendTCP(from, to netip.AddrPort, flags TCPFlags) error {
 	p := make([]byte, 20)
@@ -31,13 +29,11 @@ func (h *Host) SendTCP(from, to netip.AddrPort, flags TCPFlags) error {
 	binary.BigEndian.PutUint32(p[4:], 1)
 	p[12], p[13] = 5<<4, byte(flags)
 	binary.BigEndian.PutUint16(p[14:], 1024)
-	binary.BigEndian.PutUint16(p[16:], transportChecksum(protoTCP, from.Addr(), to.Addr(), p))
+	pseudo := append(from.Addr().AsSlice(), to.Addr().AsSlice()...)
+	pseudo = append(pseudo, 0, syscall.IPPROTO_TCP, 0, byte(len(p)))
+	binary.BigEndian.PutUint16(p[16:], checksum(append(pseudo, p...)))
 	return h.Do(func() error {
-		network := "ip4:tcp"
-		if to.Addr().Is6() {
-			network = "ip6:tcp"
-		}
-		c, err := net.ListenPacket(network, from.Addr().String())
+		c, err := net.ListenPacket(fmt.Sprintf("ip%d:tcp", familyOf(to.Addr())), from.Addr().String())
 		if err != nil {
 			return err
 		}
@@ -47,34 +43,38 @@ func (h *Host) SendTCP(from, to netip.AddrPort, flags TCPFlags) error {
 	})
 }
 
-// Watch notes the source ports of the TCP packets that reach a host.
+// Watch keeps the packets that reach a socket.
 type Watch struct {
 	conn net.PacketConn
 
-	mu    sync.Mutex
-	ports map[uint16]bool
+	mu      sync.Mutex
+	packets [][]byte
 }
 
 // WatchTCP starts to watch the TCP packets of one family that a host gets.
 func (h *Host) WatchTCP(family int) (*Watch, error) {
-	w := &Watch{ports: map[uint16]bool{}}
-	err := h.Do(func() (err error) {
-		w.conn, err = net.ListenPacket(fmt.Sprintf("ip%d:tcp", family), h.IP(family).String())
-		return err
-	})
+	return h.watch(fmt.Sprintf("ip%d:tcp", family), h.IP(family).String())
+}
+
+// CountUDP starts to watch the UDP packets to an address of the namespace.
+func (n *Netns) CountUDP(at netip.AddrPort) (*Watch, error) { return n.watch("udp", at.String()) }
+
+func (n *Netns) watch(network, address string) (*Watch, error) {
+	conn, err := in(n, func() (net.PacketConn, error) { return net.ListenPacket(network, address) })
 	if err != nil {
 		return nil, err
 	}
+	w := &Watch{conn: conn}
 	go func() {
-		buf := make([]byte, 2048)
 		for {
-			n, _, err := w.conn.ReadFrom(buf)
+			packet := make([]byte, 2048)
+			n, _, err := w.conn.ReadFrom(packet)
 			if errors.Is(err, net.ErrClosed) {
 				return
 			}
-			if err == nil && n >= 20 {
+			if err == nil {
 				w.mu.Lock()
-				w.ports[binary.BigEndian.Uint16(buf)] = true
+				w.packets = append(w.packets, packet[:n])
 				w.mu.Unlock()
 			}
 		}
@@ -82,11 +82,11 @@ func (h *Host) WatchTCP(family int) (*Watch, error) {
 	return w, nil
 }
 
-// Saw reports whether a packet from this source port came, and waits for it up to the timeout.
+// Saw reports whether a TCP packet from this source port came, and waits for it up to the timeout.
 func (w *Watch) Saw(port uint16, timeout time.Duration) bool {
 	for deadline := time.Now().Add(timeout); ; time.Sleep(5 * time.Millisecond) {
 		w.mu.Lock()
-		saw := w.ports[port]
+		saw := slices.ContainsFunc(w.packets, func(p []byte) bool { return len(p) >= 20 && binary.BigEndian.Uint16(p) == port })
 		w.mu.Unlock()
 		if saw || time.Now().After(deadline) {
 			return saw
@@ -94,43 +94,15 @@ func (w *Watch) Saw(port uint16, timeout time.Duration) bool {
 	}
 }
 
+// Count is the number of packets so far.
+func (w *Watch) Count() int {
+	w.mu.Lock()
+	defer w.mu.Unlock()
+	return len(w.packets)
+}
+
 // Close ends the watch.
 func (w *Watch) Close() { w.conn.Close() }
-
-// Counter counts the UDP packets that reach an address.
-type Counter struct {
-	conn *net.UDPConn
-	n    atomic.Int64
-}
-
-// CountUDP starts to count the UDP packets to an address of the namespace.
-func (n *Netns) CountUDP(at netip.AddrPort) (*Counter, error) {
-	c := &Counter{}
-	err := n.Do(func() (err error) {
-		c.conn, err = net.ListenUDP("udp", net.UDPAddrFromAddrPort(at))
-		return err
-	})
-	if err != nil {
-		return nil, err
-	}
-	go func() {
-		buf := make([]byte, 2048)
-		for {
-			if _, _, err := c.conn.ReadFromUDPAddrPort(buf); errors.Is(err, net.ErrClosed) {
-				return
-			} else if err == nil {
-				c.n.Add(1)
-			}
-		}
-	}()
-	return c, nil
-}
-
-// Count is the number of packets so far.
-func (c *Counter) Count() int { return int(c.n.Load()) }
-
-// Close ends the count.
-func (c *Counter) Close() { c.conn.Close() }
 
 // SendUDPFrame sends one IPv4 UDP packet in a frame to a neighbour's interface eth0, whatever the routes say.
 func (h *Host) SendUDPFrame(neighbour *Host, from, to netip.AddrPort) error {
@@ -142,13 +114,12 @@ func (h *Host) SendUDPFrame(neighbour *Host, from, to netip.AddrPort) error {
 	if err != nil {
 		return err
 	}
-	udp := make([]byte, 8)
+	udp := make([]byte, 8) // without a checksum, which IPv4 allows
 	binary.BigEndian.PutUint16(udp[0:], from.Port())
 	binary.BigEndian.PutUint16(udp[2:], to.Port())
 	binary.BigEndian.PutUint16(udp[4:], uint16(len(udp)))
-	binary.BigEndian.PutUint16(udp[6:], transportChecksum(protoUDP, from.Addr(), to.Addr(), udp))
 	ip := make([]byte, 20, 20+len(udp))
-	ip[0], ip[8], ip[9] = 0x45, 64, protoUDP
+	ip[0], ip[8], ip[9] = 0x45, 64, syscall.IPPROTO_UDP
 	binary.BigEndian.PutUint16(ip[2:], uint16(20+len(udp)))
 	copy(ip[12:], from.Addr().AsSlice())
 	copy(ip[16:], to.Addr().AsSlice())
@@ -168,14 +139,6 @@ func (h *Host) SendUDPFrame(neighbour *Host, from, to netip.AddrPort) error {
 
 func networkOrder(v uint16) uint16 {
 	return binary.NativeEndian.Uint16(binary.BigEndian.AppendUint16(nil, v))
-}
-
-// transportChecksum is the checksum of a TCP or UDP packet with its pseudo header.
-func transportChecksum(protocol byte, from, to netip.Addr, packet []byte) uint16 {
-	pseudo := append(from.AsSlice(), to.AsSlice()...)
-	pseudo = append(pseudo, 0, protocol)
-	pseudo = binary.BigEndian.AppendUint16(pseudo, uint16(len(packet)))
-	return checksum(append(pseudo, packet...))
 }
 
 // checksum is the Internet checksum (RFC 1071) of an even number of bytes.

@@ -9,7 +9,6 @@ import (
 	"strconv"
 	"strings"
 	"sync"
-	"syscall"
 	"testing"
 	"time"
 )
@@ -23,14 +22,11 @@ type Room struct {
 
 // NeighbourRoot returns the root file system that e2e/neighbours/build makes.
 var NeighbourRoot = sync.OnceValues(func() (string, error) {
-	gomod := ""
-	for dir, err := os.Getwd(); err == nil && dir != "/"; dir = filepath.Dir(dir) {
-		if _, err := os.Stat(filepath.Join(dir, "go.mod")); err == nil {
-			gomod = dir
-			break
-		}
+	root, err := ProjectDir()
+	if err != nil {
+		return "", err
 	}
-	cmd := exec.Command(filepath.Join(gomod, "e2e/neighbours/build"))
+	cmd := exec.Command(filepath.Join(root, "e2e/neighbours/build"))
 	cmd.Stderr = os.Stderr
 	out, err := cmd.Output()
 	if err != nil {
@@ -93,7 +89,10 @@ func (w *World) newRoom(n *Netns, variant Variant) (*Room, error) {
 	if err := n.Start(cmd); err != nil {
 		return nil, err
 	}
-	w.servers = append(w.servers, room{cmd})
+	w.AtEnd(func() { // The room ends with its first process.
+		_ = cmd.Process.Kill()
+		_ = cmd.Wait()
+	})
 	if line, err := bufio.NewReader(out).ReadString('\n'); line != "ready\n" {
 		return nil, fmt.Errorf("no room: %q, %w", line, err)
 	}
@@ -117,15 +116,6 @@ func Child(cmd *exec.Cmd) (string, error) {
 		return "", fmt.Errorf("%s has the children %q", cmd.Path, pid)
 	}
 	return pid, nil
-}
-
-// room ends with its first process.
-type room struct{ cmd *exec.Cmd }
-
-func (r room) Close() error {
-	_ = r.cmd.Process.Signal(syscall.SIGKILL)
-	_ = r.cmd.Wait()
-	return nil
 }
 
 // Output runs a shell script in the Room and returns what it printed on stdout.

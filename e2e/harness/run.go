@@ -156,22 +156,31 @@ func removeAbandoned() {
 	}
 }
 
+// ProjectDir is the root of this module.
+var ProjectDir = sync.OnceValues(func() (string, error) {
+	gomod, err := exec.Command("go", "env", "GOMOD").Output()
+	if err != nil {
+		return "", fmt.Errorf("find the module: %w", err)
+	}
+	return filepath.Dir(strings.TrimSpace(string(gomod))), nil
+})
+
 // Binary returns the path of the nodeproxy binary: $NODEPROXY_BIN, or one built once per process from this module.
 var Binary = sync.OnceValues(func() (string, error) {
 	if path := os.Getenv("NODEPROXY_BIN"); path != "" {
 		return filepath.Abs(path)
 	}
+	root, err := ProjectDir()
+	if err != nil {
+		return "", err
+	}
 	dir, err := runDir()
 	if err != nil {
 		return "", err
 	}
-	gomod, err := exec.Command("go", "env", "GOMOD").Output()
-	if err != nil {
-		return "", fmt.Errorf("find the module: %w", err)
-	}
 	path := filepath.Join(dir, "nodeproxy")
 	build := exec.Command("go", "build", "-o", path, "./cmd/nodeproxy")
-	build.Dir = filepath.Dir(strings.TrimSpace(string(gomod)))
+	build.Dir = root
 	if out, err := build.CombinedOutput(); err != nil {
 		return "", fmt.Errorf("build nodeproxy: %w\n%s", err, out)
 	}

@@ -1,19 +1,19 @@
 package harness
 
 import (
-	"bufio"
 	"context"
 	"fmt"
 	"io"
 	"net"
 	"net/http"
 	"net/netip"
-	"regexp"
 	"slices"
-	"strconv"
 	"strings"
 	"testing"
 	"time"
+
+	"github.com/prometheus/common/expfmt"
+	"github.com/prometheus/common/model"
 )
 
 // MetricsAddr is where a daemon serves metrics by default, in its network namespace.
@@ -58,59 +58,50 @@ type Scrape struct {
 // Scrape reads the metrics of the daemon in a namespace.
 func (n *Netns) Scrape(t testing.TB) *Scrape {
 	t.Helper()
-	code, text, err := n.Get(MetricsAddr, "/metrics")
-	if err != nil || code != http.StatusOK {
-		t.Fatalf("harness: metrics of the daemon in %s: status %d, %v", n.Name, code, err)
-	}
-	s, err := ParseScrape(text)
+	s, err := n.Metrics()
 	if err != nil {
-		t.Fatalf("harness: metrics of the daemon in %s: %v", n.Name, err)
+		t.Fatalf("harness: %v", err)
 	}
 	return s
 }
 
-var (
-	sampleLine = regexp.MustCompile(`^([a-zA-Z_:][a-zA-Z0-9_:]*)(?:\{(.*)\})? (\S+)$`)
-	labelPair  = regexp.MustCompile(`^([a-zA-Z_][a-zA-Z0-9_]*)="((?:[^"\\]|\\.)*)",?`)
-	unescape   = strings.NewReplacer(`\\`, `\`, `\"`, `"`, `\n`, "\n")
-)
+// Metrics are those of the daemon, or a kube-proxy, in a namespace.
+func (n *Netns) Metrics() (*Scrape, error) {
+	code, text, err := n.Get(MetricsAddr, "/metrics")
+	if err == nil && code != http.StatusOK {
+		err = fmt.Errorf("status %d", code)
+	}
+	if err != nil {
+		return nil, fmt.Errorf("metrics in %s: %w", n.Name, err)
+	}
+	return ParseScrape(text)
+}
 
 // ParseScrape reads Prometheus's text format.
 func ParseScrape(text string) (*Scrape, error) {
-	s := &Scrape{Text: text, Types: map[string]string{}, Help: map[string]string{}, Series: map[string][]Series{}}
-	lines := bufio.NewScanner(strings.NewReader(text))
-	lines.Buffer(nil, 1<<20)
-	for lines.Scan() {
-		line := lines.Text()
-		if words := strings.SplitN(line, " ", 4); words[0] == "#" && len(words) == 4 {
-			switch words[1] {
-			case "TYPE":
-				s.Types[words[2]] = words[3]
-			case "HELP":
-				s.Help[words[2]] = words[3]
-			}
-			continue
-		}
-		m := sampleLine.FindStringSubmatch(line)
-		if m == nil {
-			return nil, fmt.Errorf("not a line of metrics: %q", line)
-		}
-		value, err := strconv.ParseFloat(m[3], 64)
-		if err != nil {
-			return nil, fmt.Errorf("not a line of metrics: %q: %w", line, err)
-		}
-		one := Series{Labels: map[string]string{}, Value: value}
-		for rest := m[2]; rest != ""; {
-			pair := labelPair.FindStringSubmatch(rest)
-			if pair == nil {
-				return nil, fmt.Errorf("not the labels of a metric: %q", line)
-			}
-			one.Labels[pair[1]] = unescape.Replace(pair[2])
-			rest = rest[len(pair[0]):]
-		}
-		s.Series[m[1]] = append(s.Series[m[1]], one)
+	parser := expfmt.NewTextParser(model.LegacyValidation)
+	families, err := parser.TextToMetricFamilies(strings.NewReader(text))
+	if err != nil {
+		return nil, err
 	}
-	return s, lines.Err()
+	s := &Scrape{Text: text, Types: map[string]string{}, Help: map[string]string{}, Series: map[string][]Series{}}
+	for name, family := range families {
+		s.Types[name], s.Help[name] = strings.ToLower(family.GetType().String()), family.GetHelp()
+		samples, err := expfmt.ExtractSamples(&expfmt.DecodeOptions{}, family)
+		if err != nil {
+			return nil, err
+		}
+		for _, sample := range samples {
+			one := Series{Labels: map[string]string{}, Value: float64(sample.Value)}
+			for label, value := range sample.Metric {
+				one.Labels[string(label)] = string(value)
+			}
+			name := one.Labels[model.MetricNameLabel]
+			delete(one.Labels, model.MetricNameLabel)
+			s.Series[name] = append(s.Series[name], one)
+		}
+	}
+	return s, nil
 }
 
 // Labels are the names of the labels that series of a metric have, sorted; those of a histogram without le.

@@ -13,28 +13,23 @@ import (
 
 // ServeSCTP is ServeTCP for SCTP, which not every kernel has.
 func (w *World) ServeSCTP(n *Netns, name string, at netip.AddrPort) error {
-	var l *net.TCPListener
-	err := n.Do(func() error {
+	l, err := in(n, func() (net.Listener, error) {
 		f, err := sctpSocket(at)
 		if err != nil {
-			return err
+			return nil, err
 		}
 		defer f.Close()
 		const backlog = 128
 		if err := syscall.Listen(int(f.Fd()), backlog); err != nil {
-			return err
+			return nil, err
 		}
-		// Package net knows streams of TCP only, and these are as good.
-		listener, err := net.FileListener(f)
-		if err == nil {
-			l = listener.(*net.TCPListener)
-		}
-		return err
+		return net.FileListener(f)
 	})
 	if err != nil {
 		return fmt.Errorf("SCTP server %s: %w", name, err)
 	}
-	w.serve(l, func(*net.TCPConn) string { return name }, at.Port())
+	// Package net knows streams of TCP only, and these are as good.
+	w.serve(l.(*net.TCPListener), func(*net.TCPConn) string { return name }, at.Port())
 	return nil
 }
 
@@ -42,29 +37,24 @@ func (w *World) ServeSCTP(n *Netns, name string, at netip.AddrPort) error {
 // that it may use, and these would go past any translation.
 func (h *Host) AskSCTP(to netip.AddrPort, timeout time.Duration) Answer {
 	start := time.Now()
-	family := 4
-	if to.Addr().Is6() {
-		family = 6
-	}
-	var conn net.Conn
-	err := h.Do(func() error {
-		f, err := sctpSocket(netip.AddrPortFrom(h.IP(family), 0))
+	conn, err := in(h.Netns, func() (net.Conn, error) {
+		f, err := sctpSocket(netip.AddrPortFrom(h.IP(familyOf(to.Addr())), 0))
 		if err != nil {
-			return err
+			return nil, err
 		}
 		defer f.Close()
 		limit := syscall.NsecToTimeval(timeout.Nanoseconds())
 		if err := syscall.SetsockoptTimeval(int(f.Fd()), syscall.SOL_SOCKET, syscall.SO_SNDTIMEO, &limit); err != nil {
-			return err
+			return nil, err
 		}
 		err = syscall.Connect(int(f.Fd()), sockaddr(to))
 		if errors.Is(err, syscall.EINPROGRESS) || errors.Is(err, syscall.EAGAIN) {
-			return syscall.ETIMEDOUT
+			err = syscall.ETIMEDOUT
 		}
-		if err == nil {
-			conn, err = net.FileConn(f)
+		if err != nil {
+			return nil, err
 		}
-		return err
+		return net.FileConn(f)
 	})
 	a := Answer{}
 	if err == nil {

@@ -26,11 +26,7 @@ func (w *World) ServeBoth(h *Host, name string, port uint16) error {
 
 // ServeTCP serves TCP at one address of a namespace; see ServeBoth.
 func (w *World) ServeTCP(n *Netns, name string, at netip.AddrPort) error {
-	var l *net.TCPListener
-	err := n.Do(func() (err error) {
-		l, err = net.ListenTCP("tcp", net.TCPAddrFromAddrPort(at))
-		return err
-	})
+	l, err := in(n, func() (*net.TCPListener, error) { return net.ListenTCP("tcp", net.TCPAddrFromAddrPort(at)) })
 	if err != nil {
 		return fmt.Errorf("TCP server %s: %w", name, err)
 	}
@@ -40,7 +36,7 @@ func (w *World) ServeTCP(n *Netns, name string, at netip.AddrPort) error {
 
 // serve accepts connections until the listener is closed; name says what to call the server of one.
 func (w *World) serve(l *net.TCPListener, name func(*net.TCPConn) string, port uint16) {
-	w.servers = append(w.servers, l)
+	w.AtEnd(func() { l.Close() })
 	go func() {
 		for {
 			c, err := l.AcceptTCP()
@@ -69,15 +65,11 @@ func converse(c *net.TCPConn, name string, port uint16) {
 
 // ServeUDP serves UDP at one address of a namespace; see ServeBoth.
 func (w *World) ServeUDP(n *Netns, name string, at netip.AddrPort) error {
-	var c *net.UDPConn
-	err := n.Do(func() (err error) {
-		c, err = net.ListenUDP("udp", net.UDPAddrFromAddrPort(at))
-		return err
-	})
+	c, err := in(n, func() (*net.UDPConn, error) { return net.ListenUDP("udp", net.UDPAddrFromAddrPort(at)) })
 	if err != nil {
 		return fmt.Errorf("UDP server %s: %w", name, err)
 	}
-	w.servers = append(w.servers, c)
+	w.AtEnd(func() { c.Close() })
 	go func() {
 		buf := make([]byte, 2048)
 		for {

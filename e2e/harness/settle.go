@@ -19,9 +19,11 @@ const settleTimeout = 30 * time.Second
 // Settle waits until each daemon of the test's Worlds has ended the sync that it is in. A sync takes effect piece by piece: once
 // one of its effects is seen, the others can be asked for only then.
 func Settle(t testing.TB) {
-	deadline := time.After(settleTimeout)
+	begun := time.Now()
 	for _, d := range daemonsOf(t.Name()) {
-		d.settle(deadline)
+		for ended := false; !ended && busy(d.Log()) && time.Since(begun) < settleTimeout; {
+			ended = d.pause()
+		}
 	}
 }
 
@@ -60,25 +62,6 @@ func (w *World) name(test string) {
 	live.Lock()
 	defer live.Unlock()
 	w.test = test
-}
-
-// settle waits until the daemon is between syncs, has ended, or time is up.
-func (d *Daemon) settle(deadline <-chan time.Time) {
-	for {
-		d.mu.Lock()
-		lines, changed, unread := d.lines, d.changed, d.unread()
-		d.mu.Unlock()
-		if !unread && !busy(lines) {
-			return
-		}
-		select {
-		case <-changed:
-		case <-d.exited:
-			return
-		case <-deadline:
-			return
-		}
-	}
 }
 
 // busy reports whether a log ends within a sync.

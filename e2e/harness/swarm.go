@@ -1,12 +1,10 @@
 package harness
 
 import (
+	"errors"
 	"net"
 	"net/netip"
-	"syscall"
 	"testing"
-
-	"github.com/vishvananda/netlink"
 )
 
 // Swarm is a pod that answers at every address of a range of each family, in place of as many pods. Its server's name is
@@ -17,41 +15,18 @@ type Swarm struct {
 }
 
 // Addr returns the i-th address of a family, for i from 0 to 65533.
-func (s *Swarm) Addr(family, i int) netip.Addr { return nth(pick2(family, s.Range4, s.Range6), 1+i) }
-
-func pick2(family int, four, six netip.Prefix) netip.Prefix {
-	if family == 6 {
-		return six
-	}
-	return four
-}
+func (s *Swarm) Addr(family, i int) netip.Addr { return nth(pick(family, s.Range4, s.Range6), 1+i) }
 
 // AddSwarm makes a Swarm on node1 that serves TCP on a port.
 func (w *World) AddSwarm(t testing.TB, port uint16) *Swarm {
 	t.Helper()
 	p := w.AddPod(t, w.Node1(), "swarm", "10.250.255.254")
 	s := &Swarm{Pod: p, Range4: netip.MustParsePrefix("10.251.0.0/16"), Range6: netip.MustParsePrefix("fd00:10:251::/112")}
-	lo, err := link(p.Netns, "lo")
+	if err := errors.Join(p.Take(s.Range4), p.Take(s.Range6)); err != nil {
+		t.Fatalf("harness: addresses of the swarm: %v", err)
+	}
+	l, err := in(p.Netns, func() (*net.TCPListener, error) { return net.ListenTCP("tcp", &net.TCPAddr{Port: int(port)}) })
 	if err != nil {
-		t.Fatal(err)
-	}
-	for family, dst := range map[int]netip.Prefix{4: s.Range4, 6: s.Range6} {
-		err := p.nl.RouteAdd(&netlink.Route{
-			LinkIndex: lo.Attrs().Index, Dst: ipNet(dst), Table: syscall.RT_TABLE_LOCAL, Type: syscall.RTN_LOCAL,
-			Scope: netlink.SCOPE_HOST,
-		})
-		if err == nil {
-			err = w.Node1().addRoute("podswarm", dst, p.IP(family), w.Node1().IP(family))
-		}
-		if err != nil {
-			t.Fatalf("harness: addresses of the swarm: %v", err)
-		}
-	}
-	var l *net.TCPListener
-	if err := p.Do(func() (err error) {
-		l, err = net.ListenTCP("tcp", &net.TCPAddr{Port: int(port)})
-		return err
-	}); err != nil {
 		t.Fatalf("harness: server of the swarm: %v", err)
 	}
 	w.serve(l, func(c *net.TCPConn) string { return addrPortOf(c.LocalAddr()).Addr().Unmap().String() }, port)

@@ -3,7 +3,6 @@ package harness
 import (
 	"errors"
 	"fmt"
-	"net"
 	"net/netip"
 	"os"
 	"os/exec"
@@ -70,11 +69,20 @@ type Host struct {
 }
 
 // IP returns the host's address of a family, 4 or 6.
-func (h *Host) IP(family int) netip.Addr {
+func (h *Host) IP(family int) netip.Addr { return pick(family, h.IP4, h.IP6) }
+
+func pick[T any](family int, four, six T) T {
 	if family == 6 {
-		return h.IP6
+		return six
 	}
-	return h.IP4
+	return four
+}
+
+func familyOf(a netip.Addr) int {
+	if a.Is6() {
+		return 6
+	}
+	return 4
 }
 
 // Pod is a pod with its servers running.
@@ -106,7 +114,7 @@ type World struct {
 	opts    Options
 	fabric  *Netns
 	all     []*Netns
-	servers []interface{ Close() error }
+	atEnd   []func()
 	daemons []*Daemon
 	test    string // whose World this is; "" outside of tests
 	// hardened are the variants of iptables in which the nodes of a hostile World have their firewall.
@@ -154,16 +162,17 @@ func Build(o Options) (*World, error) {
 	return w, nil
 }
 
+// AtEnd has the World call f when it is closed, before its namespaces and files are removed.
+func (w *World) AtEnd(f func()) { w.atEnd = append(w.atEnd, f) }
+
 // Close ends the daemons and servers, and removes the namespaces and files.
 func (w *World) Close() error {
 	var errs []error
 	for _, d := range w.daemons {
 		errs = append(errs, d.end())
 	}
-	for _, s := range w.servers {
-		if err := s.Close(); err != nil && !errors.Is(err, net.ErrClosed) {
-			errs = append(errs, err)
-		}
+	for _, f := range w.atEnd {
+		f()
 	}
 	for _, n := range w.all {
 		n.Close()
@@ -207,15 +216,11 @@ func (w *World) build() error {
 			return err
 		}
 	}
-	if err := w.addClient(); err != nil {
-		return err
-	}
+	err := w.addClient()
 	for _, n := range w.Nodes {
-		if err := w.routesOf(n); err != nil {
-			return err
-		}
+		err = errors.Join(err, w.routesOf(n))
 	}
-	return nil
+	return err
 }
 
 // buildFabric makes the bridge that joins the nodes and the client. Its own address is the gateway; as it does not
@@ -226,15 +231,11 @@ func (w *World) buildFabric() error {
 		return err
 	}
 	w.fabric = n
-	for _, key := range []string{"bridge-nf-call-iptables", "bridge-nf-call-ip6tables"} {
-		if err := n.Sysctl("net/bridge/"+key, "0"); err != nil && !errors.Is(err, os.ErrNotExist) {
-			return err
-		}
-	}
-	if err := n.addBridge("br0"); err != nil {
-		return err
-	}
-	return n.addAddrs("br0", nodeNet4.Bits(), nth(nodeNet4, 1), nodeNet6.Bits(), nth(nodeNet6, 1))
+	return errors.Join(
+		n.sysctls(map[string]string{"net/bridge/bridge-nf-call-iptables": "0", "net/bridge/bridge-nf-call-ip6tables": "0"}),
+		n.addBridge("br0"),
+		n.addAddrs("br0", nodeNet4.Bits(), nth(nodeNet4, 1), nodeNet6.Bits(), nth(nodeNet6, 1)),
+	)
 }
 
 func (w *World) addNode(i, pods int) error {
@@ -247,42 +248,21 @@ func (w *World) addNode(i, pods int) error {
 	n := &Node{Host: host, index: i + 1}
 	w.Nodes = append(w.Nodes, n)
 	if nstest.Hostile() {
-		if err := ns.harden(); err != nil {
-			return err
-		}
+		err = ns.sysctls(hostileSysctls)
 	}
-	if err := w.uplink(ns, name); err != nil {
-		return err
-	}
-	if err := ns.addAddrs("eth0", nodeNet4.Bits(), n.IP4, nodeNet6.Bits(), n.IP6); err != nil {
-		return err
-	}
+	err = errors.Join(err, w.uplink(ns, name), ns.addAddrs("eth0", nodeNet4.Bits(), n.IP4, nodeNet6.Bits(), n.IP6))
 	if w.opts.SecondAddress {
 		n.Second4, n.Second6 = nth(secondNet4, 11+i), nth(secondNet6, 11+i)
-		if err := ns.addAddrs("eth0", secondNet4.Bits(), n.Second4, secondNet6.Bits(), n.Second6); err != nil {
-			return err
-		}
+		err = errors.Join(err, ns.addAddrs("eth0", secondNet4.Bits(), n.Second4, secondNet6.Bits(), n.Second6))
 	}
-	for key, value := range nodeSysctls {
-		// Some are not there in every kernel, or only for the machine as a whole.
-		if err := ns.Sysctl(key, value); err != nil && !errors.Is(err, os.ErrNotExist) {
-			return err
-		}
-	}
+	err = errors.Join(err, ns.sysctls(nodeSysctls))
 	if w.opts.Bridge {
-		if err := ns.addBridge(PodBridge); err != nil {
-			return err
-		}
-		if err := ns.addPodGateway(PodBridge); err != nil {
-			return err
-		}
+		err = errors.Join(err, ns.addBridge(PodBridge), ns.addPodGateway(PodBridge))
 	}
-	for p := range pods {
-		if err := w.addPod(n, p); err != nil {
-			return err
-		}
+	for p := 0; p < pods && err == nil; p++ {
+		err = w.addPod(n, p)
 	}
-	return nil
+	return err
 }
 
 // nodeSysctls make a namespace a router, and lift the limits on ICMP errors: one a second per destination, and 50 at once
@@ -298,10 +278,7 @@ var nodeSysctls = map[string]string{
 
 // uplink joins a namespace to the fabric with an interface eth0.
 func (w *World) uplink(n *Netns, name string) error {
-	if err := n.addVeth("eth0", w.fabric, name); err != nil {
-		return err
-	}
-	return w.fabric.enslave(name, "br0")
+	return errors.Join(n.addVeth("eth0", w.fabric, name), w.fabric.enslave(name, "br0"))
 }
 
 // addPod makes the i-th pod of a node, with addresses in the node's range.
@@ -346,46 +323,31 @@ func (w *World) newPod(n *Node, name string, ip4, ip6 netip.Addr, ports []uint16
 	if len(hostSide) > syscall.IFNAMSIZ-1 {
 		hostSide = fmt.Sprint(PodInterfacePrefix, len(n.Pods))
 	}
-	if err := ns.addVeth("eth0", n.Netns, hostSide); err != nil {
-		return nil, err
-	}
-	if err := ns.addAddrs("eth0", 32, p.IP4, 128, p.IP6); err != nil {
-		return nil, err
-	}
 	toPod := hostSide
+	err = errors.Join(ns.addVeth("eth0", n.Netns, hostSide), ns.addAddrs("eth0", 32, p.IP4, 128, p.IP6))
 	if w.opts.Bridge {
 		toPod = PodBridge
-		if err := errors.Join(n.enslave(hostSide, PodBridge), n.allowHairpin(hostSide)); err != nil {
-			return nil, err
-		}
-	} else if err := n.addPodGateway(hostSide); err != nil {
-		return nil, err
+		err = errors.Join(err, n.enslave(hostSide, PodBridge), n.allowHairpin(hostSide))
+	} else {
+		err = errors.Join(err, n.addPodGateway(hostSide))
 	}
-	err = errors.Join(
+	err = errors.Join(err,
 		n.addRoute(toPod, netip.PrefixFrom(p.IP4, 32), netip.Addr{}, n.IP4),
 		n.addRoute(toPod, netip.PrefixFrom(p.IP6, 128), netip.Addr{}, n.IP6),
 		ns.addRoute("eth0", netip.PrefixFrom(podGateway4, 32), netip.Addr{}, netip.Addr{}),
 		ns.addRoute("eth0", defaultRoute4, podGateway4, netip.Addr{}),
 		ns.addRoute("eth0", defaultRoute6, podGateway6, netip.Addr{}),
 	)
-	if err != nil {
-		return nil, err
-	}
 	for _, port := range ports {
-		if err := w.ServeBoth(p.Host, name, port); err != nil {
-			return nil, err
-		}
+		err = errors.Join(err, w.ServeBoth(p.Host, name, port))
 	}
-	return p, nil
+	return p, err
 }
 
 // addPodGateway gives an interface of a node to its pods the addresses that they send everything to. A node with strict ARP
 // answers only for addresses of the interface that was asked.
 func (n *Netns) addPodGateway(name string) error {
-	if err := n.addAddr(name, 32, podGateway4, syscall.RT_SCOPE_LINK); err != nil {
-		return err
-	}
-	return n.addAddr(name, 64, podGateway6, syscall.RT_SCOPE_LINK)
+	return errors.Join(n.addAddr(name, 32, podGateway4, syscall.RT_SCOPE_LINK), n.addAddr(name, 64, podGateway6, syscall.RT_SCOPE_LINK))
 }
 
 // addClient makes the outside client, which sends what is meant for the cluster to node1.
@@ -395,32 +357,18 @@ func (w *World) addClient() error {
 		return err
 	}
 	w.Client = &Host{Netns: ns, IP4: client4, IP6: client6}
-	if err := w.uplink(ns, "client"); err != nil {
-		return err
+	err = errors.Join(w.uplink(ns, "client"), ns.addAddrs("eth0", 32, client4, 128, client6))
+	for _, onLink := range []netip.Prefix{nodeNet4, nodeNet6, secondNet4, secondNet6} {
+		err = errors.Join(err, ns.addRoute("eth0", onLink, netip.Addr{}, netip.Addr{}))
 	}
-	if err := ns.addAddrs("eth0", 32, client4, 128, client6); err != nil {
-		return err
-	}
-	onLink := []netip.Prefix{nodeNet4, nodeNet6, secondNet4, secondNet6}
-	for _, p := range onLink {
-		if err := ns.addRoute("eth0", p, netip.Addr{}, netip.Addr{}); err != nil {
-			return err
-		}
-	}
-	return w.viaNode1(ns, append([]netip.Prefix{ClusterCIDR4, ClusterCIDR6}, forService...))
+	return errors.Join(err, w.viaNode1(ns, append([]netip.Prefix{ClusterCIDR4, ClusterCIDR6}, forService...)))
 }
 
-func (w *World) viaNode1(n *Netns, dsts []netip.Prefix) error {
+func (w *World) viaNode1(n *Netns, dsts []netip.Prefix) (err error) {
 	for _, dst := range dsts {
-		gw := w.Node1().IP4
-		if dst.Addr().Is6() {
-			gw = w.Node1().IP6
-		}
-		if err := n.addRoute("eth0", dst, gw, netip.Addr{}); err != nil {
-			return err
-		}
+		err = errors.Join(err, n.addRoute("eth0", dst, w.Node1().IP(familyOf(dst.Addr())), netip.Addr{}))
 	}
-	return nil
+	return err
 }
 
 // routesOf gives a node its routes to the client, to the other nodes' pods and to everything else.
@@ -438,8 +386,8 @@ func (w *World) routesOf(n *Node) error {
 				n.addRoute("eth0", podRange6(other.index), other.IP6, n.IP6))
 		}
 	}
-	if err == nil && n != w.Node1() {
-		err = w.viaNode1(n.Netns, forService)
+	if n != w.Node1() {
+		err = errors.Join(err, w.viaNode1(n.Netns, forService))
 	}
 	return err
 }

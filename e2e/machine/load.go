@@ -3,14 +3,16 @@ package machine
 import (
 	"fmt"
 	"slices"
-	"strings"
 	"time"
 )
 
 // LoadAverage is the load average of the last one, five and fifteen minutes.
 func LoadAverage() string {
-	fields := strings.Fields(FirstLine("/proc/loadavg"))
-	return "load average " + strings.Join(fields[:min(3, len(fields))], " ")
+	l, err := proc.LoadAvg()
+	if err != nil {
+		return err.Error()
+	}
+	return fmt.Sprintf("load average %.2f %.2f %.2f", l.Load1, l.Load5, l.Load15)
 }
 
 // Loads collects the load average of the last minute until it is stopped.
@@ -30,9 +32,8 @@ func WatchLoad() *Loads {
 		defer tick.Stop()
 		var values []float64
 		for {
-			var now float64
-			if _, err := fmt.Sscan(FirstLine("/proc/loadavg"), &now); err == nil {
-				values = append(values, now)
+			if now, err := proc.LoadAvg(); err == nil {
+				values = append(values, now.Load1)
 			}
 			select {
 			case <-l.end:

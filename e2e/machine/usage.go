@@ -5,10 +5,41 @@ import (
 	"os"
 	"runtime"
 	"slices"
-	"strconv"
 	"strings"
 	"time"
+
+	"github.com/prometheus/procfs"
 )
+
+// proc is what the kernel says of the machine as a whole.
+var proc, _ = procfs.NewDefaultFS()
+
+// Slab is how much memory the kernel's slabs hold, in bytes.
+func Slab() (uint64, error) {
+	m, err := proc.Meminfo()
+	if err != nil {
+		return 0, err
+	}
+	return *m.SlabBytes, nil
+}
+
+// Kernel is the kernel's version.
+func Kernel() string {
+	b, err := os.ReadFile("/proc/sys/kernel/osrelease")
+	if err != nil {
+		return err.Error()
+	}
+	return strings.TrimSpace(string(b))
+}
+
+// Processor is the model of the first processor.
+func Processor() string {
+	info, err := proc.CPUInfo()
+	if err != nil || len(info) == 0 || info[0].ModelName == "" {
+		return "unknown processor"
+	}
+	return info[0].ModelName
+}
 
 // Usage is what the processors have done so far.
 type Usage struct {
@@ -27,21 +58,10 @@ func UsageNow() Usage {
 			u.own += p.Own + p.Children
 		}
 	}
-	fields := strings.Fields(FirstLine("/proc/stat"))
-	if len(fields) < 9 || fields[0] != "cpu" {
-		return u
-	}
-	// user, nice, system, idle, iowait, irq, softirq, steal
-	for i, text := range fields[1:9] {
-		v, _ := strconv.ParseInt(text, 10, 64)
-		switch i {
-		case 3, 4:
-		case 7:
-			u.stolen = ticks(v)
-		default:
-			u.busy += ticks(v)
-		}
-	}
+	stat, _ := proc.Stat()
+	all := stat.CPUTotal
+	duration := func(seconds float64) time.Duration { return time.Duration(seconds * float64(time.Second)) }
+	u.busy, u.stolen = duration(all.User+all.Nice+all.System+all.IRQ+all.SoftIRQ), duration(all.Steal)
 	return u
 }
 
@@ -52,7 +72,7 @@ const observation = time.Second
 func State() string {
 	before := UsageNow()
 	time.Sleep(observation)
-	return fmt.Sprintf("kernel %s, %d processors, %s; within a second, %s", FirstLine("/proc/sys/kernel/osrelease"), runtime.NumCPU(),
+	return fmt.Sprintf("kernel %s, %d processors, %s; within a second, %s", Kernel(), runtime.NumCPU(),
 		LoadAverage(), UsageNow().OthersSince(before))
 }
 

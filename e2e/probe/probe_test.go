@@ -27,7 +27,7 @@ func newPods(t *testing.T) (client, server *harness.Pod) {
 	t.Helper()
 	w := harness.New(t, harness.Options{Pods: []int{2}, Ports: []uint16{}})
 	client, server = w.Pod("n1a"), w.Pod("n1b")
-	s, err := Serve(server.Netns, port, Greet)
+	s, err := Serve(server.Netns, port)
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -43,18 +43,18 @@ func TestAsk(t *testing.T) {
 		for what, c := range map[string]struct {
 			to    netip.AddrPort
 			limit time.Duration
-			want  Answer
+			want  netip.Addr
 		}{
-			"a server":    {netip.AddrPortFrom(server.IP4, port), harness.Limit, Answer{Endpoint: server.IP4, Client: client.IP4}},
-			"no server":   {netip.AddrPortFrom(server.IP4, port+1), harness.Limit, Answer{Refused: true}},
-			"no host":     {netip.AddrPortFrom(nobody, port), 100 * time.Millisecond, Answer{}},
-			"another pod": {netip.AddrPortFrom(client.IP4, port), harness.Limit, Answer{Refused: true}},
+			"a server":    {netip.AddrPortFrom(server.IP4, port), harness.Limit, server.IP4},
+			"no server":   {netip.AddrPortFrom(server.IP4, port+1), harness.Limit, netip.Addr{}},
+			"no host":     {netip.AddrPortFrom(nobody, port), 100 * time.Millisecond, netip.Addr{}},
+			"another pod": {netip.AddrPortFrom(client.IP4, port), harness.Limit, netip.Addr{}},
 		} {
 			err := client.Do(func() error {
 				for range 10 {
 					got, err := p.Ask(c.to, c.limit)
 					if got != c.want || err != nil {
-						t.Errorf("%s, %s: %+v, %v, want %+v", name, what, got, err, c.want)
+						t.Errorf("%s, %s: %s, %v, want %s", name, what, got, err, c.want)
 						break
 					}
 				}

@@ -15,17 +15,15 @@ import (
 // acceptors is the number of threads that share a listening socket.
 const acceptors = 4
 
-// Server hands the connections to one port, over IPv4, to a function.
+// Server tells the clients of one port, over IPv4, the address at which they reached it, which is the endpoint's.
 type Server struct {
 	listener int
-	handle   func(fd int, peer syscall.Sockaddr)
 	done     sync.WaitGroup
 }
 
-// Serve starts a server on a port of all addresses that are local in a namespace. It closes each connection when handle,
-// which gets its file descriptor, returns.
-func Serve(n *harness.Netns, port int, handle func(fd int, peer syscall.Sockaddr)) (*Server, error) {
-	s := &Server{handle: handle}
+// Serve starts a server on a port of all addresses that are local in a namespace.
+func Serve(n *harness.Netns, port int) (*Server, error) {
+	s := &Server{}
 	err := n.Do(func() (err error) {
 		if s.listener, err = syscall.Socket(syscall.AF_INET, syscall.SOCK_STREAM|syscall.SOCK_CLOEXEC, 0); err != nil {
 			return err
@@ -57,10 +55,10 @@ func (s *Server) Close() {
 
 func (s *Server) accept() {
 	for {
-		fd, peer, err := syscall.Accept4(s.listener, syscall.SOCK_CLOEXEC)
+		fd, _, err := syscall.Accept4(s.listener, syscall.SOCK_CLOEXEC)
 		switch err {
 		case nil:
-			s.handle(fd, peer)
+			greet(fd)
 			_ = syscall.Close(fd)
 		case syscall.EINTR, syscall.ECONNABORTED:
 		default:
@@ -69,17 +67,10 @@ func (s *Server) accept() {
 	}
 }
 
-// Greet tells a client the address at which it reached the server, which is the endpoint's, and the client's own. Receive
-// is the other end of that.
-func Greet(fd int, peer syscall.Sockaddr) {
+func greet(fd int) {
 	local, err := syscall.Getsockname(fd)
-	if err != nil {
-		return
-	}
-	at, ok := local.(*syscall.SockaddrInet4)
-	from, alsoOK := peer.(*syscall.SockaddrInet4)
-	if ok && alsoOK {
+	if at, ok := local.(*syscall.SockaddrInet4); ok && err == nil {
 		// Not Write: the client may have gone, and that must not raise SIGPIPE.
-		_ = syscall.Sendto(fd, append(at.Addr[:], from.Addr[:]...), syscall.MSG_NOSIGNAL, nil)
+		_ = syscall.Sendto(fd, at.Addr[:], syscall.MSG_NOSIGNAL, nil)
 	}
 }

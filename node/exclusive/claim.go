@@ -14,45 +14,34 @@ import (
 	"nodeproxy/kernel/sockets"
 )
 
-// claim is an open socket named names.Socket. Others connect to it to learn which process owns it.
-type claim struct {
-	listener net.Listener
-}
-
-// takenError is the error for a claim that another process owns.
-type takenError struct {
-	// pid is that process, or 0 if it can't be seen; uid is the user it runs as, or -1 if that is not known.
-	pid, uid int
-}
-
-func (e *takenError) Error() string {
-	return fmt.Sprintf("the socket %s belongs to process %d of user %d", names.Socket, e.pid, e.uid)
-}
-
-// mayProxy reports whether the owner may be a proxy. A proxy needs root's rights; a process without them that takes the name must
-// not keep a proxy from working.
-func (e *takenError) mayProxy() bool {
-	return e.uid <= 0 || e.uid == os.Geteuid()
-}
-
-// newClaim makes the claim. It returns a takenError if another process owns it.
-func newClaim() (*claim, error) {
+// makeClaim acquires the claim: an open socket named names.Socket, to which others connect to learn which process owns it. It returns the
+// proxy that owns it if that is another one.
+func (g *Guard) makeClaim() *Proxy {
+	if g.claim != nil {
+		return nil
+	}
 	listener, err := net.Listen("unix", names.Socket)
+	if err == nil {
+		g.claim = listener
+		go answer(listener)
+		return nil
+	}
 	if errors.Is(err, syscall.EADDRINUSE) {
-		return nil, askOwner()
+		pid, uid := owner()
+		// A proxy needs root's rights; a process without them that takes the name must not keep a proxy from working.
+		if uid <= 0 || uid == os.Geteuid() {
+			return &Proxy{Name: "nodeproxy", PID: pid}
+		}
+		err = fmt.Errorf("the socket %s belongs to process %d of user %d", names.Socket, pid, uid)
 	}
-	if err != nil {
-		return nil, fmt.Errorf("claiming this network namespace: %w", err)
-	}
-	c := &claim{listener}
-	go c.answer()
-	return c, nil
+	g.warn("another nodeproxy can't be detected", err)
+	return nil
 }
 
 // answer accepts connections and closes them: the kernel tells the peer which process owns the socket.
-func (c *claim) answer() {
+func answer(listener net.Listener) {
 	for {
-		conn, err := c.listener.Accept()
+		conn, err := listener.Accept()
 		switch {
 		case err == nil:
 			_ = conn.Close()
@@ -64,25 +53,22 @@ func (c *claim) answer() {
 	}
 }
 
-func (c *claim) close() error { return c.listener.Close() }
-
-// askOwner finds out which process owns the claim.
-func askOwner() *takenError {
-	out := &takenError{uid: -1}
+// owner finds out which process owns the claim, or 0 if it can't be seen, and the user it runs as, or -1 if that is not known.
+func owner() (pid, uid int) {
 	conn, err := net.DialTimeout("unix", names.Socket, pollEvery)
 	if err != nil { // It has just ended, is stopped and its queue is full, or does not listen.
-		out.uid = sockets.UserOf("\x00" + names.Socket[1:])
-		return out
+		return 0, sockets.UserOf("\x00" + names.Socket[1:])
 	}
 	defer conn.Close()
+	uid = -1
 	raw, err := conn.(*net.UnixConn).SyscallConn()
 	if err != nil {
-		return out
+		return pid, uid
 	}
 	_ = raw.Control(func(fd uintptr) {
 		if who, err := unix.GetsockoptUcred(int(fd), unix.SOL_SOCKET, unix.SO_PEERCRED); err == nil {
-			out.pid, out.uid = int(who.Pid), int(who.Uid)
+			pid, uid = int(who.Pid), int(who.Uid)
 		}
 	})
-	return out
+	return pid, uid
 }

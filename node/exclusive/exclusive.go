@@ -8,12 +8,14 @@ package exclusive
 
 import (
 	"context"
-	"errors"
 	"fmt"
 	"log/slog"
+	"net"
 	"net/netip"
 	"strings"
 	"time"
+
+	"k8s.io/apimachinery/pkg/util/wait"
 )
 
 // Proxy is another proxy that runs in this network namespace.
@@ -67,7 +69,7 @@ type Guard struct {
 	// Log receives a warning, once each, for whatever can't be found out.
 	Log *slog.Logger
 
-	claim *claim
+	claim net.Listener
 	// seen maps the inodes of listening sockets that have been probed to the proxies that own them; nil for other owners.
 	seen map[uint32]*Proxy
 	// process is the kube-proxy that was found by its name.
@@ -91,29 +93,25 @@ func (g *Guard) Other() *Proxy {
 // returns an error if ctx ends first, or if report returns one, which ends the wait.
 func (g *Guard) Wait(ctx context.Context, report func(Proxy) error) error {
 	var last Proxy
-	for {
+	return wait.PollUntilContextCancel(ctx, pollEvery, true, func(context.Context) (gone bool, err error) {
 		other := g.Other()
 		if other == nil {
-			return nil
+			return true, nil
 		}
 		if !other.same(last) {
-			if err := report(*other); err != nil {
-				return err
-			}
+			err = report(*other)
 		}
 		last = *other
-		if err := pause(ctx, pollEvery); err != nil {
-			return err
-		}
-	}
+		return false, err
+	})
 }
 
 // Watch checks at an interval, until ctx ends, for a proxy that works beside this one although this one holds the claim: a
 // kube-proxy ignores claims. It calls report with a proxy when one appears, and with nil when it is gone.
 func (g *Guard) Watch(ctx context.Context, every time.Duration, report func(*Proxy)) {
 	there := false
-	for {
-		other := g.listeningBeside()
+	_ = wait.PollUntilContextCancel(ctx, every, true, func(context.Context) (bool, error) {
+		other := g.listening()
 		if other == nil {
 			other = g.named()
 		}
@@ -121,30 +119,14 @@ func (g *Guard) Watch(ctx context.Context, every time.Duration, report func(*Pro
 			there = !there
 			report(other)
 		}
-		if pause(ctx, every) != nil {
-			return
-		}
-	}
+		return false, nil
+	})
 }
 
 // Claim waits for the claim only, not for proxies that don't use claims. It is for a program that already works, whatever else
 // runs, so that others wait for it.
 func (g *Guard) Claim(ctx context.Context) error {
-	for g.makeClaim() != nil {
-		if err := pause(ctx, pollEvery); err != nil {
-			return err
-		}
-	}
-	return nil
-}
-
-func pause(ctx context.Context, d time.Duration) error {
-	select {
-	case <-ctx.Done():
-		return ctx.Err()
-	case <-time.After(d):
-		return nil
-	}
+	return wait.PollUntilContextCancel(ctx, pollEvery, true, func(context.Context) (bool, error) { return g.makeClaim() == nil, nil })
 }
 
 // Close releases the claim, if this process holds it.
@@ -152,7 +134,7 @@ func (g *Guard) Close() error {
 	if g.claim == nil {
 		return nil
 	}
-	err := g.claim.close()
+	err := g.claim.Close()
 	g.claim = nil
 	return err
 }
@@ -166,22 +148,4 @@ func (g *Guard) warn(what string, err error) {
 		g.warned[what] = true
 		g.Log.Warn(what, "error", err)
 	}
-}
-
-// makeClaim acquires the claim. It returns the proxy that owns it if that is another one.
-func (g *Guard) makeClaim() *Proxy {
-	if g.claim != nil {
-		return nil
-	}
-	made, err := newClaim()
-	var taken *takenError
-	switch {
-	case err == nil:
-		g.claim = made
-	case errors.As(err, &taken) && taken.mayProxy():
-		return &Proxy{Name: "nodeproxy", PID: taken.pid}
-	default:
-		g.warn("another nodeproxy can't be detected", err)
-	}
-	return nil
 }

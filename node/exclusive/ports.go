@@ -14,51 +14,25 @@ import (
 	"time"
 
 	"nodeproxy/kernel/sockets"
+	"nodeproxy/plan"
 )
 
 // answerTimeout is how long a probe waits for an answer. A proxy answers from memory. Tests have more time.
 var answerTimeout = time.Second
 
-// listening returns a proxy that listens on one of the ports.
+// listening returns the first proxy that listens on one of the ports, leaving out this process; nil if there is none, or if that can't be
+// found out.
 func (g *Guard) listening() *Proxy {
-	ports := g.ports()
-	listening, err := listeningAt(ports)
+	list, err := sockets.List(plan.TCP)
 	if err != nil {
-		g.warn("other proxies are looked for at the loopback addresses only", err)
-		for _, port := range ports {
-			for _, a := range []netip.Addr{netip.AddrFrom4([4]byte{127, 0, 0, 1}), netip.IPv6Loopback()} {
-				listening = append(listening, sockets.Socket{Addr: a, Port: port})
-			}
-		}
-	}
-	if len(listening) == 0 {
-		return nil
-	}
-	return g.among(listening, sockets.Own())
-}
-
-// listeningBeside does the same for a program that listens on these ports itself. If its own sockets can't be told from those of
-// others, it assumes that there are no others.
-func (g *Guard) listeningBeside() *Proxy {
-	listening, err := listeningAt(g.ports())
-	if err != nil {
-		g.warn("proxies that start later are looked for by process name only", err)
+		g.warn("other proxies are looked for by process name only", err)
 		return nil
 	}
 	own := sockets.Own() // After the list, so that no socket of this program's is in that alone.
-	if own == nil {
-		return nil
-	}
-	return g.among(listening, own)
-}
-
-func (g *Guard) ports() []uint16 { return slices.Concat([]uint16{HealthzPort, MetricsPort}, g.Ports) }
-
-// among returns the first proxy that owns one of these sockets, leaving out this process.
-func (g *Guard) among(listening []sockets.Socket, own map[uint32]bool) *Proxy {
-	for _, s := range listening {
+	ports := append([]uint16{HealthzPort, MetricsPort}, g.Ports...)
+	for _, s := range list {
 		// A proxy runs as root. A process of another user must not keep a proxy from working.
-		if s.UID != 0 && int(s.UID) != os.Geteuid() || own[s.Inode] {
+		if !slices.Contains(ports, s.Port) || s.UID != 0 && int(s.UID) != os.Geteuid() || own[s.Inode] {
 			continue
 		}
 		if p := g.ask(s); p != nil {
@@ -66,6 +40,19 @@ func (g *Guard) among(listening []sockets.Socket, own map[uint32]bool) *Proxy {
 		}
 	}
 	return nil
+}
+
+// reach returns the addresses at which a socket may be reached from this host; the first that answers is used. A socket bound to
+// all IPv6 addresses usually accepts IPv4 too, even where IPv6 is off.
+func reach(s sockets.Socket) []netip.AddrPort {
+	ipv4 := netip.AddrPortFrom(netip.AddrFrom4([4]byte{127, 0, 0, 1}), s.Port)
+	switch {
+	case !s.Everywhere():
+		return []netip.AddrPort{netip.AddrPortFrom(s.Addr, s.Port)}
+	case s.Addr.Is4():
+		return []netip.AddrPort{ipv4}
+	}
+	return []netip.AddrPort{netip.AddrPortFrom(netip.IPv6Loopback(), s.Port), ipv4}
 }
 
 // ask returns the proxy that owns a socket; nil if the owner is not a proxy.
@@ -82,16 +69,13 @@ func (g *Guard) ask(s sockets.Socket) *Proxy {
 	if kind == gone || kind == waiting {
 		return nil
 	}
-	p := &Proxy{At: netip.AddrPortFrom(s.Addr, s.Port)}
-	if s.Inode != 0 {
-		owner := sockets.Owners(map[uint32]bool{s.Inode: true})[s.Inode]
-		p.PID, p.Name = owner.PID, owner.Name
-	}
+	owner := sockets.Owners(map[uint32]bool{s.Inode: true})[s.Inode]
+	p := &Proxy{Name: owner.Name, PID: owner.PID, At: netip.AddrPortFrom(s.Addr, s.Port)}
 	hangs := kind == silent && (p.PID == 0 || p.Name == kubeProxyName || p.Name == "nodeproxy")
 	if kind != proxy && !hangs && p.Name != kubeProxyName {
 		p = nil
 	}
-	if s.Inode != 0 && kind != silent { // A silent one is probed again: it may just be slow.
+	if kind != silent { // A silent one is probed again: it may just be slow.
 		if g.seen == nil {
 			g.seen = map[uint32]*Proxy{}
 		}
@@ -100,19 +84,19 @@ func (g *Guard) ask(s sockets.Socket) *Proxy {
 	return p
 }
 
-// answer is the result of a probe.
-type answer int
+// found is the result of a probe.
+type found int
 
 const (
-	gone    answer = iota // nothing listens any more
-	proxy                 // a working proxy
-	waiting               // a nodeproxy that has not written anything yet: the claim decides which one works
-	silent                // a program that accepts connections and sends nothing
-	another               // another program
+	gone    found = iota // nothing listens any more
+	proxy                // a working proxy
+	waiting              // a nodeproxy that has not written anything yet: the claim decides which one works
+	silent               // a program that accepts connections and sends nothing
+	another              // another program
 )
 
 // probe finds out which kind of program listens at an address.
-func probe(at netip.AddrPort) answer {
+func probe(at netip.AddrPort) found {
 	health, err := get(at, "/healthz")
 	var timeout net.Error
 	switch {

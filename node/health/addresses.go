@@ -7,6 +7,8 @@ import (
 	"strconv"
 	"time"
 
+	"k8s.io/apimachinery/pkg/util/wait"
+
 	"nodeproxy/kernel/host"
 	"nodeproxy/plan"
 )
@@ -62,13 +64,7 @@ func (k kernelAddresses) watch(ctx context.Context, changed func()) {
 
 // untilBegun calls watch until it returns no error, or ctx ends.
 func untilBegun(ctx context.Context, watch func() error) {
-	for watch() != nil {
-		select {
-		case <-ctx.Done():
-			return
-		case <-time.After(watchAgainAfter):
-		}
-	}
+	_ = wait.PollUntilContextCancel(ctx, watchAgainAfter, true, func(context.Context) (bool, error) { return watch() == nil, nil })
 }
 
 // listenAt is the address of one socket: a single address, or all of one family or of both.

@@ -92,8 +92,7 @@ func newPort(svc plan.Service, number uint16, cfg ServicesConfig, c *connections
 	p := &port{service: svc, number: number, cfg: cfg, open: map[listenAt]*socket{}}
 	p.server = newHTTPServer(http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
 		p.answer(w, familyOf(r), cfg.Healthy())
-	}), c, func() *slog.Logger { return cfg.Log })
-	p.server.Handler = named(func() string { return cfg.Program }, p.server.Handler)
+	}), c, func() string { return cfg.Program }, func() *slog.Logger { return cfg.Log })
 	return p
 }
 

@@ -58,15 +58,15 @@ func (s *Server) Failing() map[netip.AddrPort]string {
 	return maps.Clone(s.failing)
 }
 
-// setFailing notes why an address is not listened at; "" if it is.
-func (s *Server) setFailing(addr netip.AddrPort, why string) {
+// setFailing notes why an address is not listened at, "" if it is, and reports whether that is new.
+func (s *Server) setFailing(addr netip.AddrPort, why string) (differs bool) {
 	s.mu.Lock()
 	defer s.mu.Unlock()
-	if why == "" {
+	differs = s.failing[addr] != why
+	if s.failing[addr] = why; why == "" {
 		delete(s.failing, addr)
-	} else {
-		s.failing[addr] = why
 	}
+	return differs
 }
 
 // place is an address that is served, or retried until it can be.
@@ -79,8 +79,8 @@ type place struct {
 func NewServer(name string) *Server {
 	s := &Server{name: name, places: map[netip.AddrPort]*place{}, prepared: map[netip.AddrPort]net.Listener{}, failing: map[netip.AddrPort]string{}}
 	answer := http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) { s.serving.Load().Handler.ServeHTTP(w, r) })
-	s.http = newHTTPServer(answer, newConnections(mostConnections), func() *slog.Logger { return s.serving.Load().Log })
-	s.http.Handler = named(func() string { return s.serving.Load().Program }, s.http.Handler)
+	s.http = newHTTPServer(answer, newConnections(mostConnections), func() string { return s.serving.Load().Program },
+		func() *slog.Logger { return s.serving.Load().Log })
 	return s
 }
 
@@ -181,27 +181,22 @@ func (s *Server) Run(ctx context.Context, serving Serving) error {
 // serve listens on one address until ctx ends. listener is the first listener, if it is open already.
 func (s *Server) serve(ctx context.Context, addr netip.AddrPort, listener net.Listener) {
 	defer s.setFailing(addr, "")
-	failing := ""
 	for {
 		var err error
 		if listener == nil {
 			listener, err = (&net.ListenConfig{}).Listen(ctx, "tcp", addr.String())
 		}
 		if err == nil {
-			if failing != "" {
+			if s.setFailing(addr, "") {
 				s.serving.Load().Log.Info("listening on the address now", "server", s.name, "address", addr)
 			}
-			failing = ""
-			s.setFailing(addr, "")
 			err = s.answer(ctx, listener)
 			listener = nil
 		}
 		if ctx.Err() != nil {
 			return
 		}
-		s.setFailing(addr, err.Error())
-		if failing != err.Error() {
-			failing = err.Error()
+		if s.setFailing(addr, err.Error()) {
 			s.serving.Load().Log.Error("can't listen on an address; requests to it are not answered, and it is retried",
 				"server", s.name, "address", addr, "every", rebindAfter, "error", err)
 		}
@@ -230,23 +225,13 @@ const (
 	mostConnections = 256
 )
 
-// newHTTPServer returns a server that clients can't block by sending or reading slowly, nor by many connections. Its messages about
-// clients go to log.
-func newHTTPServer(h http.Handler, c *connections, logger func() *slog.Logger) *http.Server {
+// newHTTPServer returns a server that clients can't block by sending or reading slowly, nor by many connections. It names the program in
+// each answer, as either may answer where two proxies share a port. Its messages about clients go to the log.
+func newHTTPServer(h http.Handler, c *connections, program func() string, logger func() *slog.Logger) *http.Server {
 	return &http.Server{
-		Handler: onlyAnswers(h), ReadTimeout: requestTimeout, IdleTimeout: idleTimeout, MaxHeaderBytes: headerBytes,
+		Handler: onlyAnswers(h, program), ReadTimeout: requestTimeout, IdleTimeout: idleTimeout, MaxHeaderBytes: headerBytes,
 		ConnState: c.changed, ErrorLog: log.New(debugWriter(logger), "", 0),
 	}
-}
-
-// named names the program in each answer of h: where two proxies share a port, either may answer.
-func named(program func() string, h http.Handler) http.Handler {
-	return http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
-		if p := program(); p != "" {
-			w.Header().Set("Server", p)
-		}
-		h.ServeHTTP(w, r)
-	})
 }
 
 // debugWriter logs what is written to it, at level debug.
@@ -259,8 +244,11 @@ func (w debugWriter) Write(p []byte) (int, error) {
 
 // onlyAnswers accepts GET and HEAD only, and reads no request's body. The client must read the answer within answerTimeout, except
 // for profiles, which take as long as the request asks for.
-func onlyAnswers(h http.Handler) http.Handler {
+func onlyAnswers(h http.Handler, program func() string) http.Handler {
 	return http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
+		if p := program(); p != "" {
+			w.Header().Set("Server", p)
+		}
 		conn := http.NewResponseController(w)
 		deadline := time.Now().Add(answerTimeout)
 		if strings.HasPrefix(r.URL.Path, profiles) {

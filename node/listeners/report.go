@@ -11,7 +11,7 @@ import (
 )
 
 // report reports the conflicts that have begun and ended, in order, and counts the current ones.
-func (w *Watcher) report(now map[conflict][]uint32) {
+func (w *Watcher) report(s *plan.Snapshot, now map[conflict][]uint32) {
 	var begun, ended []conflict
 	inodes := map[uint32]bool{}
 	for c := range w.found {
@@ -30,7 +30,7 @@ func (w *Watcher) report(now map[conflict][]uint32) {
 	}
 	slices.SortFunc(ended, conflict.compare)
 	for _, c := range ended {
-		if w.exists(c) {
+		if c.exists(s) {
 			w.cfg.Report(c.ended(w.found[c]))
 		}
 		delete(w.found, c)
@@ -54,12 +54,10 @@ func (w *Watcher) report(now map[conflict][]uint32) {
 }
 
 // exists reports whether the Service still has the frontend of a conflict.
-func (w *Watcher) exists(c conflict) bool {
-	w.mu.Lock()
-	defer w.mu.Unlock()
+func (c conflict) exists(s *plan.Snapshot) bool {
 	key := c.port
 	for _, key.Family = range plan.Families {
-		if sp := w.index.services[key]; sp != nil && sp.Has(c.frontend) {
+		if sp := s.ServicePort(key); sp != nil && sp.Has(c.frontend) {
 			return true
 		}
 	}

@@ -2,6 +2,7 @@ package listeners
 
 import (
 	"context"
+	"iter"
 	"log/slog"
 	"maps"
 	"net/netip"
@@ -49,12 +50,9 @@ type Watcher struct {
 	host func(not []string) ([]netip.Addr, error)
 	own  func() map[uint32]bool
 
-	mu    sync.Mutex
-	index *index
-	known bool // whether there is a plan
+	plan plan.Publisher
 
-	// looking is held during a look, and guards what follows. mu may be locked meanwhile, but not the other way round.
-	looking sync.Mutex
+	looking sync.Mutex          // held during a look; guards what follows
 	looked  time.Time           // when the last look ended
 	found   map[conflict]string // and the processes that own the sockets
 	// doubtful are the sockets that count if they are still there after a gap, by inode, and when they were first seen.
@@ -82,22 +80,32 @@ func New(cfg Config) *Watcher {
 	}
 	return &Watcher{
 		cfg: cfg, period: defaultPeriod, gap: defaultGap, keep: defaultKeep, wake: make(chan struct{}, 1),
-		dump: dumpSockets, host: hostAddresses, own: sockets.Own, index: newIndex(), found: map[conflict]string{},
+		dump: dumpSockets, host: hostAddresses, own: sockets.Own, found: map[conflict]string{},
 	}
 }
 
 // Update passes the plan. change says which ServicePorts differ from the last call. It costs work for those only, waits for no look
 // at sockets, and keeps nothing of p that changes.
 func (w *Watcher) Update(p *plan.Plan, change plan.Change) {
-	w.mu.Lock()
-	defer w.mu.Unlock()
-	if w.index.update(p, change) {
+	before := w.plan.Latest()
+	w.plan.Publish(p, change)
+	differs := before == nil || change.All()
+	for key := range change.Keys() {
+		differs = differs || !slices.Equal(frontends(before.ServicePort(key)), frontends(p.Services[key]))
+	}
+	if differs {
 		select {
 		case w.wake <- struct{}{}:
 		default: // A check is due anyway.
 		}
 	}
-	w.known = true
+}
+
+func frontends(sp *plan.ServicePort) []plan.Frontend {
+	if sp == nil {
+		return nil
+	}
+	return sp.Frontends
 }
 
 // Current returns the conflicts that there are now, or were a second ago: all who ask at once, or soon after another, share one look at
@@ -155,78 +163,94 @@ func (w *Watcher) Run(ctx context.Context) {
 
 // look compares the current sockets with the plan, once there is one, and reports what has begun and ended.
 func (w *Watcher) look() error {
-	w.mu.Lock()
-	known := w.known
-	w.mu.Unlock()
-	if !known {
+	s := w.plan.Latest()
+	if s == nil {
 		return nil
 	}
-	list, addrs, err := w.sockets()
+	list, err := w.sockets(s)
 	if err != nil {
 		return err
 	}
-	w.report(w.conflicts(list, addrs))
+	addrs, err := w.host(w.cfg.NotNode)
+	if err != nil {
+		return err
+	}
+	w.report(s, w.conflicts(s, list, addrs))
 	w.looked = time.Now()
 	return nil
 }
 
-// sockets returns the sockets of protocols that Services have, and the addresses of the node.
-func (w *Watcher) sockets() (list []socket, addrs []netip.Addr, err error) {
-	w.mu.Lock()
-	count := maps.Clone(w.index.count)
-	w.mu.Unlock()
-	for _, p := range []plan.Protocol{plan.TCP, plan.UDP, plan.SCTP} {
-		if count[p] == 0 {
-			continue
+// all iterates over the frontends of all ServicePorts.
+func all(s *plan.Snapshot) iter.Seq2[*plan.ServicePort, plan.Frontend] {
+	return func(yield func(*plan.ServicePort, plan.Frontend) bool) {
+		for _, ports := range s.Services() {
+			for _, sp := range ports {
+				for _, f := range sp.Frontends {
+					if !yield(sp, f) {
+						return
+					}
+				}
+			}
 		}
-		some, err := w.dump(p)
-		if err != nil {
-			return nil, nil, err
-		}
-		list = append(list, some...)
 	}
-	addrs, err = w.host(w.cfg.NotNode)
-	return list, addrs, err
+}
+
+// spot is where sockets and frontends may meet.
+type spot struct {
+	protocol plan.Protocol
+	port     uint16
+}
+
+// sockets returns the sockets of protocols that Services have: to ask for those of others may load a module.
+func (w *Watcher) sockets(s *plan.Snapshot) (map[spot][]socket, error) {
+	used := map[plan.Protocol]bool{}
+	for _, f := range all(s) {
+		used[f.Protocol] = true
+	}
+	out := map[spot][]socket{}
+	for p := range used {
+		list, err := w.dump(p)
+		if err != nil {
+			return nil, err
+		}
+		for _, one := range list {
+			at := spot{p, one.Port}
+			out[at] = append(out[at], one)
+		}
+	}
+	return out, nil
 }
 
 // conflicts returns the current conflicts, each with the inodes of its sockets.
-func (w *Watcher) conflicts(list []socket, addrs []netip.Addr) map[conflict][]uint32 {
-	now := map[conflict][]uint32{}
-	doubtful, at := map[uint32]time.Time{}, time.Now()
-	ephemeral := host.EphemeralPorts()
-	var own map[uint32]bool
-	w.mu.Lock()
-	defer w.mu.Unlock()
-	for _, s := range list {
-		for _, o := range w.index.captured(s, addrs) {
-			doubt := s.Protocol == plan.UDP && ephemeral.Contains(s.Port)
-			if o.frontend.Kind == plan.HealthCheckNodePort {
-				if own == nil {
-					own = w.own()
-				}
-				if own[s.Inode] {
-					continue
-				}
-				doubt = true // It may have been this program's, and is closed by now.
+func (w *Watcher) conflicts(s *plan.Snapshot, list map[spot][]socket, addrs []netip.Addr) map[conflict][]uint32 {
+	now, own := map[conflict][]uint32{}, sync.OnceValue(w.own)
+	doubtful, at, ephemeral := map[uint32]time.Time{}, time.Now(), host.EphemeralPorts()
+	for sp, f := range all(s) {
+		check := f.Kind == plan.HealthCheckNodePort
+		for _, to := range list[spot{f.Protocol, f.Port}] {
+			if !captures(s, sp, f, to, addrs) || check && own()[to.Inode] || !check && endpointOf(s, sp.Key, to, addrs) {
+				continue
 			}
-			c := conflictOf(s, o)
+			c := conflictOf(to, sp.Key, f)
+			// At a health check node port, it may have been this program's, and is closed by now.
+			doubt := check || to.Protocol == plan.UDP && ephemeral.Contains(to.Port)
 			if _, found := w.found[c]; doubt && !found {
-				first, seen := w.doubtful[s.Inode]
+				first, seen := w.doubtful[to.Inode]
 				if !seen {
 					first = at
 				}
-				if doubtful[s.Inode] = first; !seen || at.Sub(first) < w.gap {
+				if doubtful[to.Inode] = first; !seen || at.Sub(first) < w.gap {
 					continue
 				}
 			}
-			now[c] = append(now[c], s.Inode)
+			now[c] = append(now[c], to.Inode)
 		}
 	}
 	w.doubtful = doubtful
 	return now
 }
 
-func conflictOf(s socket, o owner) conflict {
-	s.Inode, s.UID, o.key.Family = 0, 0, 0
-	return conflict{s, o.key, o.frontend}
+func conflictOf(s socket, key plan.Key, f plan.Frontend) conflict {
+	s.Inode, s.UID, key.Family = 0, 0, 0
+	return conflict{s, key, f}
 }

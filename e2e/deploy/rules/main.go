@@ -13,6 +13,7 @@ import (
 	"io"
 	"log/slog"
 	"maps"
+	"net/url"
 	"os"
 	"slices"
 	"strings"
@@ -20,11 +21,11 @@ import (
 
 	monitoring "github.com/prometheus-operator/prometheus-operator/pkg/apis/monitoring/v1"
 	"github.com/prometheus/common/model"
+	"github.com/prometheus/prometheus/model/labels"
 	"github.com/prometheus/prometheus/model/rulefmt"
-	"github.com/prometheus/prometheus/promql"
 	"github.com/prometheus/prometheus/promql/parser"
 	"github.com/prometheus/prometheus/promql/promqltest"
-	"github.com/prometheus/prometheus/template"
+	"github.com/prometheus/prometheus/rules"
 	yamlv3 "go.yaml.in/yaml/v3"
 	utilyaml "k8s.io/apimachinery/pkg/util/yaml"
 	"sigs.k8s.io/yaml"
@@ -38,7 +39,7 @@ func main() {
 }
 
 func run(in io.Reader, files []string) error {
-	rules, err := read(in)
+	alerts, err := read(in)
 	if err != nil {
 		return err
 	}
@@ -57,7 +58,7 @@ func run(in io.Reader, files []string) error {
 		}
 		for _, group := range tests.Tests {
 			for _, c := range group.Cases {
-				if err := group.check(time.Duration(tests.EvaluationInterval), rules, c); err != nil {
+				if err := group.check(time.Duration(tests.EvaluationInterval), alerts, c); err != nil {
 					errs = append(errs, fmt.Errorf("%s: %s, at %s: %w", file, group.Name, c.EvalTime, err))
 				}
 				fired[c.Alertname] = fired[c.Alertname] || len(c.ExpAlerts) > 0
@@ -65,13 +66,13 @@ func run(in io.Reader, files []string) error {
 			}
 		}
 	}
-	for name := range rules {
+	for name := range alerts {
 		if !fired[name] || !silent[name] {
 			errs = append(errs, fmt.Errorf("no test of %s firing, or none of it being silent", name))
 		}
 	}
 	if len(errs) == 0 {
-		fmt.Printf("%d alerts\n", len(rules))
+		fmt.Printf("%d alerts\n", len(alerts))
 	}
 	return errors.Join(errs...)
 }
@@ -157,8 +158,8 @@ type alert struct {
 func (a alert) String() string { return fmt.Sprint(a.Labels, " ", a.Annotations) }
 
 // check evaluates an alert from the beginning up to a time, and compares what fires then.
-func (g *testGroup) check(every time.Duration, rules map[string]rulefmt.Rule, c testCase) error {
-	rule, ok := rules[c.Alertname]
+func (g *testGroup) check(every time.Duration, alerts map[string]rulefmt.Rule, c testCase) error {
+	rule, ok := alerts[c.Alertname]
 	if !ok {
 		return fmt.Errorf("there is no alert %s", c.Alertname)
 	}
@@ -171,54 +172,34 @@ func (g *testGroup) check(every time.Duration, rules map[string]rulefmt.Rule, c 
 		return err
 	}
 	defer loader.Close()
-	ctx := context.Background()
-	start := time.Unix(0, 0).UTC()
-	end := start.Add(time.Duration(c.EvalTime))
+	end := time.Unix(0, 0).UTC().Add(time.Duration(c.EvalTime))
 	loader.WithSamplesTill(end, func(e error) { err = e })
 	if err != nil {
 		return err
 	}
-	query := func(at time.Time) (promql.Vector, error) {
-		q, err := loader.QueryEngine().NewInstantQuery(ctx, loader.Queryable(), nil, rule.Expr, at)
-		if err != nil {
-			return nil, err
-		}
-		defer q.Close()
-		return q.Exec(ctx).Vector()
+	expr, err := parser.NewParser(parser.Options{}).ParseExpr(rule.Expr)
+	if err != nil {
+		return err
 	}
-	// What is active for as long as "for" says without a gap, fires.
-	since := map[string]time.Time{}
-	var firing []alert
-	for at := start; !at.After(end); at = at.Add(every) {
-		vector, err := query(at)
-		if err != nil {
+	alerting := rules.NewAlertingRule(rule.Alert, expr, time.Duration(rule.For), time.Duration(rule.KeepFiringFor), labels.FromMap(rule.Labels),
+		labels.FromMap(rule.Annotations), labels.EmptyLabels(), "", true, slog.New(slog.DiscardHandler))
+	query := rules.EngineQueryFunc(loader.QueryEngine(), loader.Queryable())
+	for at := time.Unix(0, 0).UTC(); !at.After(end); at = at.Add(every) {
+		if _, err := alerting.Eval(context.Background(), 0, at, query, &url.URL{}, 0); err != nil {
 			return err
 		}
-		active := map[string]time.Time{}
-		firing = nil
-		for _, sample := range vector {
-			was, known := since[sample.Metric.String()]
-			if !known {
-				was = at
-			}
-			active[sample.Metric.String()] = was
-			if at.Sub(was) < time.Duration(rule.For) {
-				continue
-			}
-			a, err := expand(ctx, rule, sample, at)
-			if err != nil {
-				return err
-			}
-			firing = append(firing, a)
+	}
+	var firing []alert
+	for _, a := range alerting.ActiveAlerts() {
+		if a.State == rules.StateFiring {
+			own := a.Labels.Map()
+			delete(own, model.AlertNameLabel)
+			firing = append(firing, alert{own, a.Annotations.Map()})
 		}
-		since = active
 	}
 	byText := func(a, b alert) int { return strings.Compare(a.String(), b.String()) }
 	slices.SortFunc(firing, byText)
 	want := slices.Clone(c.ExpAlerts)
-	for i := range want {
-		want[i].Labels = maps.Clone(want[i].Labels)
-	}
 	slices.SortFunc(want, byText)
 	equal := func(a, b alert) bool {
 		return maps.Equal(a.Labels, b.Labels) && maps.Equal(a.Annotations, b.Annotations)
@@ -227,32 +208,4 @@ func (g *testGroup) check(every time.Duration, rules map[string]rulefmt.Rule, c 
 		return fmt.Errorf("%s fires as\n\t%v, want\n\t%v", c.Alertname, firing, want)
 	}
 	return nil
-}
-
-// expand makes an alert of a sample, with the labels and annotations of the rule.
-func expand(ctx context.Context, rule rulefmt.Rule, sample promql.Sample, at time.Time) (alert, error) {
-	own := sample.Metric.Map()
-	delete(own, model.MetricNameLabel)
-	// As Prometheus defines them for templates.
-	const defs = `{{$labels := .Labels}}{{$externalLabels := .ExternalLabels}}{{$externalURL := .ExternalURL}}{{$value := .Value}}`
-	data := template.AlertTemplateData(own, nil, "", sample)
-	text := func(s string) (string, error) {
-		return template.NewTemplateExpander(ctx, defs+s, rule.Alert, data, model.TimeFromUnixNano(at.UnixNano()), nil, nil, nil).Expand()
-	}
-	out := alert{Labels: own, Annotations: map[string]string{}}
-	for name, s := range rule.Labels {
-		v, err := text(s)
-		if err != nil {
-			return alert{}, err
-		}
-		out.Labels[name] = v
-	}
-	for name, s := range rule.Annotations {
-		v, err := text(s)
-		if err != nil {
-			return alert{}, err
-		}
-		out.Annotations[name] = v
-	}
-	return out, nil
 }
