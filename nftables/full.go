@@ -21,30 +21,23 @@ import (
 // have written, and are not read: that takes a second for some hundred thousand of them.
 func (e *engine) syncAll(ctx context.Context, p *plan.Plan, unknown bool) error {
 	s := e.fullSync(p)
-	known := s.layout
-	if e.current != nil {
-		known = e.layout
-	}
-	chains := append(known.chains(), known.kindChains(e.kinds)...)
-	content, err := e.kernel.Read(e.family, names.NFTables, e.sets, chains)
+	content, err := e.kernel.Read(e.family, names.NFTables, e.sets, s.layout.chains())
 	if err != nil {
 		return err
 	}
 	s.content = content
-	s.rebuild = content == nil || s.unusable()
-	if e.current != nil {
-		s.ours = namesOf(chains, e.leftover)
-		s.remembers = !unknown && !s.rebuild && !content.Dormant && len(structure(known, e.kinds, e.sets, content)) == 0 &&
-			intrudersIn(content, e.sets, s.ours).empty()
-		if s.remembers {
-			s.have = e.remembered()
+	s.rebuild = s.unusable()
+	if s.before != nil {
+		e.Found = s.before.structure(content, e.sets)
+		if content != nil {
+			e.Found = append(e.Found, intrudersIn(content, e.sets, s.before.names()).differences(e.family)...)
 		}
+		e.Compared = unknown || len(e.Found) > 0
 	}
-	if !s.remembers {
+	if s.before == nil || e.Compared {
 		e.full++
 		e.unread = [setCount]bool{}
 	}
-	e.Compared = e.current != nil && !s.remembers
 	if s.rebuild && content != nil && len(content.Chains) > 0 && p.Partial && !e.Compared { // A table without chains does nothing.
 		return fmt.Errorf("the table %s is another version's: %w", names.NFTables, plan.ErrPartial)
 	}
@@ -58,8 +51,6 @@ func (e *engine) syncAll(ctx context.Context, p *plan.Plan, unknown bool) error 
 		e.unread = [setCount]bool{}
 		s = e.fullSync(p)
 		s.content, s.rebuild = content, true
-	} else if e.Compared {
-		s.differences()
 	}
 	if err := s.write(ctx); err != nil {
 		return err
@@ -70,8 +61,7 @@ func (e *engine) syncAll(ctx context.Context, p *plan.Plan, unknown bool) error 
 
 // fullSync begins a sync of everything.
 func (e *engine) fullSync(p *plan.Plan) *fullSync {
-	return &fullSync{engine: e, layout: e.layoutOf(p), before: e.layout, plan: p, forms: formsOf(e.sets), have: map[id]value{}, foreign: map[id]value{},
-		used: map[kind]bool{}}
+	return &fullSync{reading: e.reading(e.kernel, nil), layout: e.layoutOf(p), before: e.known(), plan: p, used: map[kind]bool{}}
 }
 
 // mend makes the table that is there equal to the plan.
@@ -79,14 +69,11 @@ func (s *fullSync) mend(ctx context.Context) (err error) {
 	defer func() {
 		if fault := recover(); fault != nil { // What is in the table is not only of this program's making.
 			err = s.panicked(fault)
-			s.Found = append(s.Found, drift.Difference{Kind: drift.Table, State: drift.Changed, Aspect: "it can't be compared",
-				Object: fmt.Sprintf("%s %s of nftables", nft.FamilyName(s.family), names.NFTables)})
+			s.Found = append(s.Found, drift.Difference{Kind: drift.Table, State: drift.Changed, Aspect: "it can't be compared", Object: tableName(s.family)})
 		}
 	}()
-	if !s.remembers {
-		if err := s.compare(ctx); err != nil {
-			return err
-		}
+	if err := s.read(ctx); err != nil {
+		return err
 	}
 	if err := s.write(ctx); err != nil {
 		return err
@@ -94,22 +81,27 @@ func (s *fullSync) mend(ctx context.Context) (err error) {
 	return s.prune(ctx)
 }
 
-// compare reads the elements in the kernel, and finds the differences where it is known what was written.
-func (s *fullSync) compare(ctx context.Context) error {
-	for settled := !s.Compared; ; settled = true {
-		if err := s.readElements(ctx, settled); err != nil {
+// read finds out which elements the kernel has: what syncs have written, but for the differences from that; or where others are not known,
+// what there is.
+func (s *fullSync) read(ctx context.Context) error {
+	var unlike []write
+	if s.Compared {
+		var err error
+		if unlike, _, err = s.engine.reading(s.kernel, s.content).compare(ctx, s.before, true); err != nil {
 			return err
 		}
-		if s.Found = nil; s.Compared {
-			if err := s.unled(ctx); err != nil {
-				return err
-			}
-			s.differences()
-		}
-		if settled || len(s.Found) == 0 {
-			return nil
+		s.Found = append(s.Found, s.differences(unlike)...)
+	}
+	if s.before == nil || s.plan.Partial || s.before.layout.partial {
+		return s.readElements(ctx)
+	}
+	s.have = s.remembered()
+	for _, w := range unlike {
+		if delete(s.have, w.id); w.had != nil {
+			_ = s.note(w.id, *w.had)
 		}
 	}
+	return nil
 }
 
 // beyondRepair reports whether an error of mend is that something can't be compared, or can't be removed.
@@ -164,32 +156,24 @@ func (l *layout) kindChains(of map[kind]bool) []nft.Chain {
 
 // fullSync is one sync of everything.
 type fullSync struct {
-	*engine
-	layout  *layout
-	before  *layout         // of what the sync before has written; nil if there is none
-	ours    map[string]bool // the chains that it has written
-	plan    *plan.Plan
-	forms   []form       // of the sets
-	content *nft.Content // nil if there is no table
-	rebuild bool         // whether the table is created anew
-	have    map[id]value // elements in the kernel, except those found in the plan so far
-	foreign map[id]value // elements in the kernel that this program can't have written
+	*reading // without the elements that have been found in the plan so far
+	layout   *layout
+	before   *snapshot // what the syncs before have written; nil if that is not known
+	plan     *plan.Plan
+	rebuild  bool // whether the table is created anew
 	// deferred are sets that are read some ServicePorts at a time, as these are compared: so only what differs of many elements is in have.
 	deferred [setCount]bool
-	shown    bool // whether all of them are to be
-	// remembers says that have is what the syncs before have written, and not what was read.
-	remembers bool
-	used      map[kind]bool
-	others    intruders // what else is in the table; its chains may be of kinds that are not used any more
+	used     map[kind]bool
+	others   intruders // what else is in the table; its chains may be of kinds that are not used any more
 }
 
 // fewWords is how many things a log line names.
 const fewWords = 5
 
-// unusable reports whether the table must be created anew: it is dormant, lacks a set, or has a set or base chain in another form, as
-// another version of this program may have written it.
+// unusable reports whether the table must be created anew: there is none, it is dormant, lacks a set, or has a set or base chain in another
+// form, as another version of this program may have written it.
 func (s *fullSync) unusable() bool {
-	if s.content.Dormant {
+	if s.content == nil || s.content.Dormant {
 		return true
 	}
 	for _, want := range s.sets {
@@ -206,16 +190,16 @@ func (s *fullSync) unusable() bool {
 }
 
 // placesFound returns the endpoints of a ServicePort in the kernel.
-func (s *fullSync) placesFound(sp *plan.ServicePort) (before written) {
+func (r *reading) placesFound(sp *plan.ServicePort) (before written) {
 	for _, fe := range sp.Frontends {
-		name := nameOf(s.family, fe)
-		for _, k := range s.kindsFound(name) {
+		name := nameOf(r.family, fe)
+		for _, k := range r.kindsFound(name) {
 			list := &before.cluster
 			if k.local {
 				list = &before.local
 			}
 			if *list == nil && k.count > 0 { // A frontend that drops has none; another may.
-				*list = s.places(name, k)
+				*list = r.places(name, k)
 			}
 		}
 	}
@@ -529,7 +513,7 @@ func (s *fullSync) unwanted(have, keep map[id]value) []write {
 func (s *fullSync) prune(ctx context.Context) error {
 	foreign, spare := s.others, intruders{}
 	if s.Compared {
-		known := s.ours
+		known := s.before.names()
 		spare.chains = slices.DeleteFunc(slices.Clone(foreign.chains), func(name string) bool { return !known[name] })
 		foreign.chains = slices.DeleteFunc(slices.Clone(foreign.chains), func(name string) bool { return known[name] })
 	} else { // They are chains of kinds that were used before.

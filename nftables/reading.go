@@ -25,6 +25,20 @@ const mostReads = 6
 // mostAsked is how many elements are asked for at once.
 const mostAsked = 1024
 
+// reading is what has been read of a table.
+type reading struct {
+	*engine
+	from    kernel
+	content *nft.Content // nil if there is no table
+	forms   []form       // of the sets
+	have    map[id]value // elements that this program may have written
+	foreign map[id]value // all others
+}
+
+func (e *engine) reading(from kernel, content *nft.Content) *reading {
+	return &reading{engine: e, from: from, content: content, forms: formsOf(e.sets), have: map[id]value{}, foreign: map[id]value{}}
+}
+
 // endpointSets are where the endpoints of frontends are.
 type endpointSets struct{ plain, choice, sticky setID }
 
@@ -32,6 +46,9 @@ var (
 	clusterSets = endpointSets{endpoints, choices, stickyEndpoints}
 	localSets   = endpointSets{localEndpoints, localChoices, localStickyEndpoints}
 )
+
+// ofEndpoints reports whether packets come to the elements of a set from a frontend alone.
+func (s setID) ofEndpoints() bool { return s >= endpoints && s <= localStickyEndpoints }
 
 // setsOf returns where the endpoints of a kind are.
 func setsOf(k kind) endpointSets {
@@ -47,17 +64,16 @@ type numbers struct {
 	count int
 }
 
-// readElements reads the elements in the kernel. In large maps, it reads those that frontends lead to; what nothing leads to does no
-// harm, and is left to comparisons beside syncs. settled says to list the other sets until a listing has none that was not seen before: while
-// the kernel moves the elements of a grown set to a larger hash table, which it does in the background, a listing may omit some.
-func (s *fullSync) readElements(ctx context.Context, settled bool) error {
+// readElements reads the elements in the kernel. Of large maps of endpoints, it leaves those that frontends lead to for readAhead; what
+// nothing leads to does no harm, and is left to comparisons beside syncs.
+func (s *fullSync) readElements(ctx context.Context) error {
 	listed := []setID{kinds, kindsWithin, sameByte}
 	for share := range setID(affinityShares) {
 		listed = append(listed, affinity+share)
 	}
 	for _, set := range []setID{services, servicesWithin, limited, sourceRanges, clusterIPs} {
 		found := 0
-		if s.counted(set) > s.mostListed && !s.shown { // A table that is shown is read without a plan.
+		if s.counted(set) > s.mostListed {
 			var err error
 			if found, err = s.ask(ctx, set, s.frontends(set)); err != nil {
 				return err
@@ -67,50 +83,26 @@ func (s *fullSync) readElements(ctx context.Context, settled bool) error {
 			listed = append(listed, set)
 		}
 	}
-	if err := s.list(ctx, settled, listed); err != nil {
+	if err := s.list(ctx, true, listed); err != nil {
 		return err
 	}
 	listed = nil
 	led := s.led(s.frontendsFound())
-	later := s.current == nil && !s.shown
-	for _, set := range []setID{endpoints, localEndpoints, choices, localChoices} {
-		n := 0
-		for _, l := range led[set] {
-			n += l.count
-		}
-		if s.size(set, n) <= s.mostListed {
-			listed = append(listed, set)
-			continue
-		}
-		s.deferred[set], s.unread[set] = later, !s.shown
-		if !later {
-			if _, err := s.ask(ctx, set, indices(led[set])); err != nil {
-				return err
-			}
-		}
-	}
-	if err := s.list(ctx, settled, listed); err != nil {
-		return err
-	}
-	listed = nil
 	for _, of := range []endpointSets{clusterSets, localSets} {
-		chosen := s.chosen(of, led[of.choice])
-		n := len(chosen)
-		if s.deferred[of.choice] {
-			n = s.mostListed + 1
-		}
-		if s.size(of.sticky, n) <= s.mostListed {
-			listed = append(listed, of.sticky)
-			continue
-		}
-		s.deferred[of.sticky], s.unread[of.sticky] = later, !s.shown
-		if !later {
-			if _, err := s.ask(ctx, of.sticky, maps.Keys(chosen)); err != nil {
-				return err
+		led[of.sticky] = led[of.choice] // or less
+		for _, set := range []setID{of.plain, of.choice, of.sticky} {
+			n := 0
+			for _, l := range led[set] {
+				n += l.count
+			}
+			if s.size(set, n) <= s.mostListed {
+				listed = append(listed, set)
+			} else {
+				s.deferred[set], s.unread[set] = true, true
 			}
 		}
 	}
-	return s.list(ctx, settled, listed)
+	return s.list(ctx, true, listed)
 }
 
 // mostAhead is how many numbers of frontends are read at once, while those before are compared.
@@ -258,7 +250,7 @@ func (s *fullSync) readSticky(ctx context.Context, led [setCount][]numbers) erro
 }
 
 // counted is how many elements a set has; 0 where the kernel does not tell.
-func (s *fullSync) counted(set setID) int { return s.content.Counts[s.sets[set].Name] }
+func (r *reading) counted(set setID) int { return r.content.Counts[r.sets[set].Name] }
 
 // size is how many elements a set has; where the kernel does not tell, how many of them something leads to.
 func (s *fullSync) size(set setID, led int) int {
@@ -268,44 +260,44 @@ func (s *fullSync) size(set setID, led int) int {
 	return led
 }
 
-// list reads all elements of sets. settled says to list a set until the kernel's number of its elements has been seen, or nothing new appears.
-func (s *fullSync) list(ctx context.Context, settled bool, sets []setID) error {
+// list reads all elements of sets. settled says to list a set until the kernel's number of its elements has been seen, or nothing new appears:
+// while the kernel moves the elements of a grown set to a larger hash table, which it does in the background, a listing may omit some.
+func (r *reading) list(ctx context.Context, settled bool, sets []setID) error {
 	var seen [setCount]int
 	note := func(i id, v value) error {
-		if _, known := s.have[i]; !known {
-			if _, known = s.foreign[i]; !known {
+		if _, known := r.have[i]; !known {
+			if _, known = r.foreign[i]; !known {
 				seen[i.set]++
 			}
 		}
-		return s.note(i, v)
+		return r.note(i, v)
 	}
 	for range mostReads {
 		before := seen
-		if err := s.each(ctx, s.kernel, sets, note); err != nil {
+		if err := r.each(ctx, r.from, sets, note); err != nil {
 			return err
 		}
 		if !settled || seen == before {
 			return nil
 		}
 		sets = slices.DeleteFunc(slices.Clone(sets), func(set setID) bool {
-			n, told := s.content.Counts[s.sets[set].Name]
+			n, told := r.content.Counts[r.sets[set].Name]
 			return told && n == seen[set]
 		})
 	}
 	return nil
 }
 
-func (s *fullSync) note(i id, v value) error {
-	if s.forms[i.set].has(i, v) {
-		s.have[i] = v
+func (r *reading) note(i id, v value) error {
+	if r.forms[i.set].has(i, v) {
+		r.have[i] = v
 	} else {
-		s.foreign[i] = v
+		r.foreign[i] = v
 	}
 	return nil
 }
 
-// ask reads elements of one set by their keys, and its catch-all element, and returns how many of the former there are. Where the table is
-// read to be shown, and the kernel says that there are others, it lists all.
+// ask reads elements of one set by their keys, and its catch-all element, and returns how many of the former there are.
 func (s *fullSync) ask(ctx context.Context, set setID, keys iter.Seq[string]) (found int, err error) {
 	err = s.find(ctx, s.kernel, func(yield func(element) bool) {
 		if !yield(element{id: id{set: set}}) {
@@ -317,17 +309,11 @@ func (s *fullSync) ask(ctx context.Context, set setID, keys iter.Seq[string]) (f
 			}
 		}
 	}, func(at element, v value, is bool) error {
-		if !is {
-			return nil
-		}
-		if at.key != "" {
+		if is && at.key != "" {
 			found++
 		}
-		return s.note(at.id, v)
+		return s.noteFound(at, v, is)
 	})
-	if err == nil && s.shown && found != s.counted(set) {
-		err = s.list(ctx, true, []setID{set})
-	}
 	return found, err
 }
 
@@ -367,9 +353,9 @@ func (s *fullSync) frontendsFound() iter.Seq[string] {
 }
 
 // kindsFound are the kinds that a frontend in the kernel has.
-func (s *fullSync) kindsFound(name string) (out []kind) {
+func (r *reading) kindsFound(name string) (out []kind) {
 	for _, set := range []setID{services, servicesWithin} {
-		if v, is := s.have[id{set, name}]; is {
+		if v, is := r.have[id{set, name}]; is {
 			if k, known := kindOf(nativeNumber(v.data)); known {
 				out = append(out, k)
 			}
@@ -419,32 +405,12 @@ func (s *fullSync) chosen(of endpointSets, led []numbers) map[string]bool {
 	return out
 }
 
-// unled reads the elements that syncs have written, and that nothing in the kernel leads to any more: where something that leads to others is
-// missing, these are not.
-func (s *fullSync) unled(ctx context.Context) error {
-	if s.unread == ([setCount]bool{}) {
-		return nil
-	}
-	return s.find(ctx, s.kernel, func(yield func(element) bool) {
-		mine := map[id]value{}
-		for _, w := range s.current {
-			clear(mine)
-			s.before.fill(w, mine, map[kind]bool{})
-			for i := range mine {
-				if _, is := s.have[i]; !is && s.unread[i.set] && !yield(element{id: i}) {
-					return
-				}
-			}
-		}
-	}, s.noteFound)
-}
-
 // noteFound notes what has been looked for, if it is there.
-func (s *fullSync) noteFound(at element, v value, is bool) error {
+func (r *reading) noteFound(at element, v value, is bool) error {
 	if !is {
 		return nil
 	}
-	return s.note(at.id, v)
+	return r.note(at.id, v)
 }
 
 // missed reads those of the elements that are about to be added which are there already, and nothing leads to: an interrupted sync has left
@@ -673,29 +639,22 @@ func (e *engine) each(ctx context.Context, k kernel, sets []setID, visit func(id
 
 // remembered are the elements that syncs have written.
 func (e *engine) remembered() map[id]value {
-	out := fixed(e.kinds)
-	maps.Copy(out, e.spareKinds)
-	for a := range e.users {
-		out[id{set: clusterIPs, key: string(a.AsSlice())}] = value{}
-	}
-	for _, r := range e.refused {
-		maps.Copy(out, r.kept)
-	}
-	for _, w := range e.current {
-		e.layout.fill(w, out, map[kind]bool{})
+	out := map[id]value{}
+	for el := range e.known().expected(map[kind]bool{}) {
+		out[el.id] = el.value
 	}
 	return out
 }
 
 // places returns the endpoints of a frontend in the kernel that has a kind, indexed by their numbers.
-func (s *fullSync) places(name string, k kind) []netip.AddrPort {
-	of, n := setsOf(k), s.family.Bits()/8
+func (r *reading) places(name string, k kind) []netip.AddrPort {
+	of, n := setsOf(k), r.family.Bits()/8
 	out := make([]netip.AddrPort, k.count)
 	for i := range out {
-		v, is := s.have[id{of.plain, indexed(name, uint32(i))}]
+		v, is := r.have[id{of.plain, indexed(name, uint32(i))}]
 		if k.affinity > 0 {
-			choice := s.have[id{of.choice, indexed(name, uint32(i))}]
-			v, is = s.have[id{of.sticky, name + choice.data}]
+			choice := r.have[id{of.choice, indexed(name, uint32(i))}]
+			v, is = r.have[id{of.sticky, name + choice.data}]
 		}
 		if is {
 			a, _ := netip.AddrFromSlice([]byte(v.data[:n]))

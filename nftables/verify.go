@@ -3,12 +3,12 @@ package nftables
 import (
 	"context"
 	"maps"
+	"net/netip"
 	"slices"
 
 	"nodeproxy/backend"
 	"nodeproxy/kernel/drift"
 	"nodeproxy/kernel/names"
-	"nodeproxy/kernel/nft"
 	"nodeproxy/plan"
 )
 
@@ -20,16 +20,15 @@ func (b *Backend) Verify(ctx context.Context, svc plan.Service) (things int, fou
 
 // Verify implements backend.Verifier.
 func (e *engine) Verify(ctx context.Context, svc plan.Service) (things int, found drift.Found, err error) {
-	var l *layout
-	var all map[kind]bool
-	mine, used := map[id]value{}, map[kind]bool{}
+	var s *snapshot
 	err = backend.Known(ctx, &e.mu, func() bool {
+		s = &snapshot{layout: e.layout, current: map[plan.Key]written{}, users: map[netip.Addr]int{}, kinds: maps.Clone(e.kinds)}
 		for k, w := range e.current {
 			if k.Service == svc {
-				e.layout.fill(w, mine, used)
+				s.current[k] = w
+				count(w.sp, s.users, 1)
 			}
 		}
-		l, all = e.layout, maps.Clone(e.kinds)
 		return e.current != nil
 	})
 	if err != nil {
@@ -40,34 +39,21 @@ func (e *engine) Verify(ctx context.Context, svc plan.Service) (things int, foun
 		return 0, nil, err
 	}
 	defer k.Close()
-	chains := append(l.chains(), l.kindChains(all)...)
-	content, err := k.Read(e.family, names.NFTables, e.sets, chains)
+	content, err := k.Read(e.family, names.NFTables, e.sets, s.layout.chains())
 	if err != nil {
 		return 0, nil, err
 	}
-	things = len(chains) + len(e.sets) + len(mine)
-	table := drift.Difference{Kind: drift.Table, Object: nft.FamilyName(e.family) + " " + names.NFTables + " of nftables"}
-	switch {
-	case content == nil:
-		table.State = drift.Missing
-		return things, append(found, table), nil
-	case content.Dormant:
-		table.State = drift.Changed
-		found = append(found, table)
+	want := slices.Collect(s.expected(map[kind]bool{}))
+	things, found = len(s.chains())+len(e.sets)+len(want), s.structure(content, e.sets)
+	if content == nil {
+		return things, found, nil
 	}
-	found = append(found, structure(l, all, e.sets, content)...)
-	for _, i := range slices.SortedFunc(maps.Keys(mine), compareIDs) {
-		if err := ctx.Err(); err != nil {
-			return things, found, err
+	var unlike []write
+	err = e.find(ctx, k, slices.Values(want), func(want element, has value, is bool) error {
+		if w, differs := want.unlike(has, is); differs {
+			unlike = append(unlike, w)
 		}
-		want := mine[i]
-		have, same, err := e.look(k, i, &want)
-		if err != nil {
-			return things, found, err
-		}
-		if !same {
-			found = append(found, e.difference(i, &want, have))
-		}
-	}
-	return things, found, nil
+		return nil
+	})
+	return things, append(found, e.differences(unlike)...), err
 }
