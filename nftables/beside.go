@@ -288,7 +288,7 @@ func (e *engine) removeSpareKinds(ctx context.Context, s *snapshot, used map[kin
 			spare.chains = append(spare.chains, c.Name)
 		}
 	}
-	for _, some := range []intruders{old, spare} {
+	for _, some := range []intruders{old, spare} { // Those that are spare now may seem to be in use for a while.
 		if !some.empty() {
 			e.removeChains(some)
 		}

@@ -64,7 +64,12 @@ func Read(f plan.Family, o Options) (*Table, error) {
 	if err := s.readElements(ctx); err != nil {
 		return nil, err
 	}
-	if err := s.readRest(ctx, nil); err != nil {
+	rest, err := s.readAhead(nil)
+	if err != nil {
+		return nil, err
+	}
+	defer rest.close()
+	if err := rest.rest(ctx); err != nil {
 		return nil, err
 	}
 	if err := s.list(ctx, true, s.withMore()); err != nil {
@@ -250,15 +255,9 @@ func (d *differ) ofSpareKind(name string) bool {
 			return true
 		}
 	}
-	for _, w := range ways {
-		for _, prefix := range []string{w.chain(names.NFTKeep), w.chain(names.NFTChoose)} {
-			var seconds int
-			if n, err := fmt.Sscanf(strings.TrimPrefix(name, prefix), "-%ds", &seconds); n == 1 && err == nil {
-				return true
-			}
-		}
-	}
-	return false
+	return slices.ContainsFunc(ways, func(w way) bool {
+		return strings.HasPrefix(name, w.chain(names.NFTKeep)+"-") || strings.HasPrefix(name, w.chain(names.NFTChoose)+"-")
+	})
 }
 
 // knownLines returns the lines of a chain in the kernel, which should be c.

@@ -219,23 +219,23 @@ func (l *layout) ofFrontend(out []element, w written, fe plan.Frontend, comment 
 
 // putEndpoints passes the endpoints of a frontend of kind k to put.
 func (w written) putEndpoints(name string, k kind, put func(set setID, key, data, comment string)) {
-	list, plain, choice, stick := w.cluster, endpoints, choices, stickyEndpoints
+	list, of := w.cluster, setsOf(k)
 	if k.local {
-		list, plain, choice, stick = w.local, localEndpoints, localChoices, localStickyEndpoints
+		list = w.local
 	}
 	list = list[:k.count]
 	if k.affinity == 0 {
 		for i, a := range list {
-			put(plain, indexed(name, uint32(i)), endpointValue(a), "")
+			put(of.plain, indexed(name, uint32(i)), endpointValue(a), "")
 		}
 		return
 	}
 	met := map[uint32]bool{}
 	for i, n := range identifiers(list) {
-		put(choice, indexed(name, uint32(i)), string(native(n)), "")
+		put(of.choice, indexed(name, uint32(i)), string(native(n)), "")
 		if !met[n] { // One with weight has several numbers.
 			met[n] = true
-			put(stick, indexed(name, n), endpointValue(list[i]), "")
+			put(of.sticky, indexed(name, n), endpointValue(list[i]), "")
 		}
 	}
 }

@@ -225,7 +225,7 @@ func (s *fullSync) write(ctx context.Context) error {
 	if err != nil {
 		return err
 	}
-	lead := s.leadingTo(d.clusterIPs)
+	lead := s.leadingTo(d.users)
 	if !s.rebuild {
 		if err := s.structure(t); err != nil {
 			return err
@@ -243,13 +243,6 @@ func (s *fullSync) write(ctx context.Context) error {
 	})
 	if err != nil {
 		return err
-	}
-	if len(s.others.chains) > 0 {
-		used := map[string]bool{}
-		for _, c := range s.layout.kindChains(t.kinds) {
-			used[c.Name] = true
-		}
-		s.others.chains = slices.DeleteFunc(s.others.chains, func(name string) bool { return used[name] })
 	}
 	refused := map[plan.Key]*refusal{}
 	for _, sp := range d.held {
@@ -307,10 +300,9 @@ func (s *fullSync) remainder(t *transactions, d *wanted) remainder {
 
 // wanted is what should be in the kernel according to the plan.
 type wanted struct {
-	next       map[plan.Key]written // all ServicePorts but those in held
-	held       []*plan.ServicePort  // refused, and not to be tried yet
-	users      map[netip.Addr]int   // how many frontends there are by cluster IP
-	clusterIPs []netip.Addr         // the keys of users
+	next  map[plan.Key]written // all ServicePorts but those in held
+	held  []*plan.ServicePort  // refused, and not to be tried yet
+	users map[netip.Addr]int   // how many frontends there are by cluster IP
 }
 
 // unmet compares the ServicePorts of the plan with s.have, and leaves there what belongs to none of them. It passes to emit what the kernel
@@ -336,14 +328,8 @@ func (s *fullSync) unmet(ctx context.Context, emit func(group) error) (*wanted, 
 				return nil, err
 			}
 		}
-		for _, fe := range sp.Frontends {
-			if fe.Kind == plan.ClusterIP {
-				if d.users[fe.Addr]++; d.users[fe.Addr] == 1 {
-					d.clusterIPs = append(d.clusterIPs, fe.Addr)
-				}
-			}
-		}
-		if s.stillRefused(sp) != nil {
+		count(sp, d.users, 1)
+		if s.stillRefused(sp) {
 			d.held = append(d.held, sp)
 			continue
 		}
@@ -352,11 +338,9 @@ func (s *fullSync) unmet(ctx context.Context, emit func(group) error) (*wanted, 
 		d.next[sp.Key] = w
 		clear(leadsTo)
 		mine := s.layout.elements(w, leadsTo)
-		writes := differing(s.have, mine)
-		if met, err := s.missed(ctx, writes, s.note); err != nil {
+		writes, err := s.writesTo(ctx, s.have, mine)
+		if err != nil {
 			return nil, err
-		} else if met {
-			writes = differing(s.have, mine)
 		}
 		g := group{sp: sp, writes: append(stale.without(mine, s.have), writes...)}
 		for k := range leadsTo {
@@ -379,7 +363,7 @@ func (s *fullSync) unmet(ctx context.Context, emit func(group) error) (*wanted, 
 			}
 		}
 	}
-	return d, s.readRest(ctx, list)
+	return d, reading.rest(ctx)
 }
 
 // hasChain reports whether the kernel has the chain of a kind, or has it before anything of Services.
@@ -395,9 +379,9 @@ func (s *fullSync) hasChain(k kind) bool {
 }
 
 // leadingTo returns the writes that add cluster IPs. What the kernel has of them is wanted.
-func (s *fullSync) leadingTo(addresses []netip.Addr) []write {
+func (s *fullSync) leadingTo(users map[netip.Addr]int) []write {
 	var lead []write
-	for _, a := range addresses {
+	for a := range users {
 		i := id{set: clusterIPs, key: string(a.AsSlice())}
 		if _, is := s.have[i]; !is {
 			lead = append(lead, write{id: i, want: &value{}})
@@ -440,27 +424,21 @@ func (s *fullSync) structure(t *transactions) error {
 			t.kinds[k] = true
 		}
 	}
-	chains := append(s.layout.chains(), s.layout.kindChains(t.kinds)...)
+	there := map[string]nft.ChainContent{}
+	if !s.rebuild {
+		there = s.content.Chains
+	}
 	var changed []nft.Chain
 	wanted := map[string]bool{}
-	for _, c := range chains {
+	for _, c := range append(s.layout.chains(), s.layout.kindChains(t.kinds)...) {
 		wanted[c.Name] = true
-		var is nft.ChainContent
-		there := false
-		if !s.rebuild {
-			is, there = s.content.Chains[c.Name]
-		}
+		is, there := there[c.Name]
 		if there && is.Holds(c) {
 			continue
 		}
-		if there && len(is.Labels) > 0 {
+		if is.Other { // It has a hook, so nothing leads to it.
 			b.FlushChain(c.Name)
-		}
-		if there && is.Other { // It has a hook, so nothing leads to it.
 			b.DeleteChain(c.Name)
-		}
-		if !there || is.Other {
-			b.AddChain(c)
 		}
 		changed = append(changed, c)
 	}
@@ -474,17 +452,14 @@ func (s *fullSync) structure(t *transactions) error {
 			}
 		}
 	}
-	for _, c := range changed {
-		if err := b.AddRules(c); err != nil {
-			return err
-		}
+	if err := rewrite(b, changed); err != nil {
+		return err
 	}
 	elements := removals(s.foreign, func(id) bool { return true })
 	for i, v := range fixed(t.kinds) {
-		if was, is := s.have[i]; !is {
-			elements = append(elements, write{i, nil, &v})
-		} else if was != v {
-			elements = append(elements, write{i, &was, &v})
+		has, is := s.have[i]
+		if w, differs := (element{i, v}).unlike(has, is); differs {
+			elements = append(elements, w)
 		}
 		delete(s.have, i)
 	}
@@ -511,23 +486,26 @@ func (s *fullSync) unwanted(have, keep map[id]value) []write {
 // prune removes what other programs have put into the table, and unused chains. Kernels before 6.2 may consider a chain in use for a while
 // after the element that led to it was removed; then the next full sync tries again.
 func (s *fullSync) prune(ctx context.Context) error {
-	foreign, spare := s.others, intruders{}
+	foreign, spare := intruders{sets: s.others.sets, objects: s.others.objects}, intruders{}
+	used, known := namesOf(s.layout.kindChains(s.kinds), nil), map[string]bool{}
 	if s.Compared {
-		known := s.before.names()
-		spare.chains = slices.DeleteFunc(slices.Clone(foreign.chains), func(name string) bool { return !known[name] })
-		foreign.chains = slices.DeleteFunc(slices.Clone(foreign.chains), func(name string) bool { return known[name] })
-	} else { // They are chains of kinds that were used before.
-		spare.chains, foreign.chains = foreign.chains, nil
+		known = s.before.names()
 	}
 	s.leftover = map[string]bool{}
-	for _, name := range spare.chains {
-		s.leftover[name] = true
+	for _, name := range s.others.chains {
+		switch {
+		case used[name]:
+		case s.Compared && !known[name]:
+			foreign.chains = append(foreign.chains, name)
+		default: // It is of a kind that was used before.
+			spare.chains = append(spare.chains, name)
+			s.leftover[name] = true
+		}
 	}
 	needed := s.plan.Partial || len(s.spareKinds) > 0 // by what is not known, or refused
 	if !s.Compared && needed || ctx.Err() != nil {
 		return nil
 	}
-	foreign.bases = nil // They are gone.
 	disarmed, removed := nft.NewBatch(s.family, names.NFTables), nft.NewBatch(s.family, names.NFTables)
 	if !needed && len(foreign.sets)+len(foreign.objects) > 0 { // Rules of chains that are not known may use them.
 		spare.disarm(disarmed)

@@ -91,11 +91,13 @@ func (s *fullSync) readElements(ctx context.Context) error {
 	for _, of := range []endpointSets{clusterSets, localSets} {
 		led[of.sticky] = led[of.choice] // or less
 		for _, set := range []setID{of.plain, of.choice, of.sticky} {
-			n := 0
-			for _, l := range led[set] {
-				n += l.count
+			n, told := s.content.Counts[s.sets[set].Name]
+			if !told {
+				for _, l := range led[set] {
+					n += l.count
+				}
 			}
-			if s.size(set, n) <= s.mostListed {
+			if n <= s.mostListed {
 				listed = append(listed, set)
 			} else {
 				s.deferred[set], s.unread[set] = true, true
@@ -150,7 +152,7 @@ func (a *ahead) more(ctx context.Context) (int, error) {
 		return len(a.list), nil
 	}
 	for len(a.next) < 2 && a.begun < len(a.list) {
-		if err := a.begin(ctx); err != nil {
+		if err := a.begin(ctx, a.some); err != nil {
 			return 0, err
 		}
 	}
@@ -162,24 +164,43 @@ func (a *ahead) more(ctx context.Context) (int, error) {
 	return b.end, a.readSticky(ctx, b.led)
 }
 
-// begin asks for a batch.
-func (a *ahead) begin(ctx context.Context) error {
-	size := 0
-	led := a.led(func(yield func(string) bool) {
-		for _, sp := range a.list[a.begun:] {
-			if size > mostAhead {
-				return
+// some are the frontends of the next ServicePorts.
+func (a *ahead) some(yield func(string) bool) {
+	for size := 0; a.begun < len(a.list) && size <= mostAhead; a.begun++ {
+		for _, fe := range a.list[a.begun].Frontends {
+			name := nameOf(a.family, fe)
+			for _, k := range a.kindsFound(name) {
+				size += k.count
 			}
-			a.begun++
-			for _, fe := range sp.Frontends {
-				name := nameOf(a.family, fe)
-				for _, k := range a.kindsFound(name) {
-					size += k.count
-				}
-				yield(name)
-			}
+			yield(name)
 		}
-	})
+	}
+}
+
+// rest reads the endpoints of frontends that none of the ServicePorts has.
+func (a *ahead) rest(ctx context.Context) error {
+	if a.q == nil {
+		return nil
+	}
+	rest := map[string]bool{}
+	for name := range a.frontendsFound() {
+		rest[name] = true
+	}
+	for _, sp := range a.list {
+		for _, fe := range sp.Frontends {
+			delete(rest, nameOf(a.family, fe))
+		}
+	}
+	if err := a.begin(ctx, maps.Keys(rest)); err != nil {
+		return err
+	}
+	_, err := a.more(ctx)
+	return err
+}
+
+// begin asks for a batch of frontends.
+func (a *ahead) begin(ctx context.Context, frontends iter.Seq[string]) error {
+	led := a.led(frontends)
 	a.batch++
 	a.next = append(a.next, batch{a.begun, led})
 	return inQuestions(func(yield func(element) bool) {
@@ -208,35 +229,6 @@ func (a *ahead) close() {
 	}
 }
 
-// readRest reads the endpoints of frontends that none of the ServicePorts has in sets that are deferred.
-func (s *fullSync) readRest(ctx context.Context, list []*plan.ServicePort) error {
-	if s.deferred == ([setCount]bool{}) {
-		return nil
-	}
-	rest := map[string]bool{}
-	for name := range s.frontendsFound() {
-		rest[name] = true
-	}
-	for _, sp := range list {
-		for _, fe := range sp.Frontends {
-			delete(rest, nameOf(s.family, fe))
-		}
-	}
-	return s.readLed(ctx, s.led(maps.Keys(rest)))
-}
-
-// readLed reads what frontends lead to in sets that are deferred.
-func (s *fullSync) readLed(ctx context.Context, led [setCount][]numbers) error {
-	for set := range setCount {
-		if s.deferred[set] && len(led[set]) > 0 {
-			if _, err := s.ask(ctx, set, indices(led[set])); err != nil {
-				return err
-			}
-		}
-	}
-	return s.readSticky(ctx, led)
-}
-
 // readSticky reads the endpoints to which choices lead, where these have been read.
 func (s *fullSync) readSticky(ctx context.Context, led [setCount][]numbers) error {
 	for _, of := range []endpointSets{clusterSets, localSets} {
@@ -251,14 +243,6 @@ func (s *fullSync) readSticky(ctx context.Context, led [setCount][]numbers) erro
 
 // counted is how many elements a set has; 0 where the kernel does not tell.
 func (r *reading) counted(set setID) int { return r.content.Counts[r.sets[set].Name] }
-
-// size is how many elements a set has; where the kernel does not tell, how many of them something leads to.
-func (s *fullSync) size(set setID, led int) int {
-	if n, told := s.content.Counts[s.sets[set].Name]; told {
-		return n
-	}
-	return led
-}
 
 // list reads all elements of sets. settled says to list a set until the kernel's number of its elements has been seen, or nothing new appears:
 // while the kernel moves the elements of a grown set to a larger hash table, which it does in the background, a listing may omit some.
@@ -320,20 +304,10 @@ func (s *fullSync) ask(ctx context.Context, set setID, keys iter.Seq[string]) (f
 // frontends are the keys in a set of the plan's frontends and their source ranges.
 func (s *fullSync) frontends(set setID) iter.Seq[string] {
 	keys := map[string]bool{}
-	for _, sp := range s.plan.Services {
-		for _, fe := range sp.Frontends {
-			switch {
-			case sp.Key.Family != s.family || fe.Kind == plan.HealthCheckNodePort:
-			case set == sourceRanges:
-				for _, el := range s.layout.sources(sp, fe) {
-					if el.set == set {
-						keys[el.key] = true
-					}
-				}
-			case set != clusterIPs:
-				keys[nameOf(s.family, fe)] = true
-			case fe.Kind == plan.ClusterIP:
-				keys[string(fe.Addr.AsSlice())] = true
+	for _, sp := range s.plan.Sorted(s.family) {
+		for _, el := range s.layout.unsorted(written{sp: sp}, map[kind]bool{}) {
+			if el.set == set {
+				keys[el.key] = true
 			}
 		}
 	}
@@ -413,9 +387,10 @@ func (r *reading) noteFound(at element, v value, is bool) error {
 	return r.note(at.id, v)
 }
 
-// missed reads those of the elements that are about to be added which are there already, and nothing leads to: an interrupted sync has left
-// them. It calls note with each, and reports whether there are any. No transaction may be under way.
-func (e *engine) missed(ctx context.Context, writes []write, note func(id, value) error) (met bool, err error) {
+// writesTo returns the writes that turn had into want. It reads those of the elements to add which may be there already, as an interrupted sync
+// has left them and nothing leads to them, and puts them into had. No transaction may be under way.
+func (e *engine) writesTo(ctx context.Context, had map[id]value, want []element) ([]write, error) {
+	writes := differing(had, want)
 	var added []element
 	for _, w := range writes {
 		if w.had == nil && e.unread[w.set] {
@@ -423,15 +398,15 @@ func (e *engine) missed(ctx context.Context, writes []write, note func(id, value
 		}
 	}
 	if len(added) == 0 {
-		return false, nil
+		return writes, nil
 	}
-	err = e.find(ctx, e.kernel, slices.Values(added), func(at element, v value, is bool) error {
-		if met = met || is; !is {
-			return nil
+	err := e.find(ctx, e.kernel, slices.Values(added), func(at element, v value, is bool) error {
+		if is {
+			had[at.id] = v
 		}
-		return note(at.id, v)
+		return nil
 	})
-	return met, err
+	return differing(had, want), err
 }
 
 // find looks for elements by their keys, and calls visit with each, in any order, with the value that it has, and whether it is there. Of many, it
@@ -442,7 +417,7 @@ func (e *engine) find(ctx context.Context, k kernel, list iter.Seq[element], vis
 	if err := inQuestions(list, func(some *question) error { return errors.Join(ctx.Err(), q.ask(some)) }); err != nil {
 		return err
 	}
-	return q.rest()
+	return q.wait(0)
 }
 
 // inQuestions asks for elements, some at a time. The last question may be for none.
@@ -468,6 +443,7 @@ type question struct {
 	err   error
 	fault *fault // unless it is nil, the answer has panicked
 	batch int    // which of several it is a part of
+	done  chan struct{}
 }
 
 // fault is what another goroutine has panicked with, and where.
@@ -479,6 +455,7 @@ type fault struct {
 func (f *fault) String() string { return fmt.Sprint(f.with) }
 
 func (q *question) answer(e *engine, k kernel) {
+	defer close(q.done)
 	defer func() {
 		if with := recover(); with != nil {
 			q.fault = &fault{with, debug.Stack()}
@@ -495,73 +472,54 @@ func (q *question) answer(e *engine, k kernel) {
 	})
 }
 
-// questions are answered side by side, once there are two of them.
+// questions are answered side by side, once there are two of them, and visited in order.
 type questions struct {
-	engine   *engine
-	kernels  []kernel
-	others   int // how many of these are another's
-	visit    func(element, value, bool) error
-	first    *question
-	asked    chan *question
-	answered chan *question
-	open     int         // how many have been asked, and not visited
-	openOf   map[int]int // the same by batch
+	engine  *engine
+	kernels []kernel
+	others  int // how many of these are another's
+	visit   func(element, value, bool) error
+	asked   chan *question
+	open    []*question // that have been asked, and not visited
 }
 
-// ask has a question answered, and visits the answers to others.
+// ask has a question answered, and may visit the answer to one before.
 func (q *questions) ask(some *question) error {
-	if q.asked == nil && q.first == nil {
-		q.first = some
-		return nil
-	}
+	some.done = make(chan struct{})
+	q.open = append(q.open, some)
 	if q.asked == nil {
-		if err := q.start(); err != nil {
-			return err
-		}
-	}
-	for {
-		select {
-		case q.asked <- some:
-			q.open++
-			q.openOf[some.batch]++
+		if len(q.open) == 1 { // It may be the only one.
 			return nil
-		case a := <-q.answered:
-			if err := q.note(a); err != nil {
-				return err
-			}
 		}
+		if k, err := q.engine.reader(); err == nil { // Else one has to do.
+			q.kernels = append(q.kernels, k)
+		}
+		q.work(0)
+		q.asked <- q.open[0]
 	}
-}
-
-func (q *questions) start() error {
-	if k, err := q.engine.reader(); err == nil { // Else one has to do.
-		q.kernels = append(q.kernels, k)
+	q.asked <- some
+	if len(q.open) > len(q.kernels)+cap(q.asked) {
+		return q.next()
 	}
-	q.work(0)
-	return q.ask(q.first)
+	return nil
 }
 
 // work begins to answer. more is how many questions may wait, beside those that are being answered.
 func (q *questions) work(more int) {
-	q.asked, q.answered, q.openOf = make(chan *question, more), make(chan *question, len(q.kernels)+more), map[int]int{}
+	q.asked = make(chan *question, more)
 	for _, k := range q.kernels {
 		go func() {
 			for some := range q.asked {
 				some.answer(q.engine, k)
-				q.answered <- some
 			}
 		}()
 	}
 }
 
-// note visits an answer. It panics where whoever answered did, for its caller to handle.
-func (q *questions) note(a *question) error {
-	q.open--
-	q.openOf[a.batch]--
-	return q.visitAll(a)
-}
-
-func (q *questions) visitAll(a *question) error {
+// next visits the answer to the first question that is open. It panics where whoever answered did, for its caller to handle.
+func (q *questions) next() error {
+	a := q.open[0]
+	q.open = q.open[1:]
+	<-a.done
 	if a.fault != nil {
 		panic(a.fault)
 	}
@@ -576,24 +534,13 @@ func (q *questions) visitAll(a *question) error {
 	return nil
 }
 
-// rest visits the answers that have not been visited.
-func (q *questions) rest() error {
-	if q.asked == nil {
-		q.first.answer(q.engine, q.kernels[0])
-		return q.visitAll(q.first)
-	}
-	for q.open > 0 {
-		if err := q.note(<-q.answered); err != nil {
-			return err
-		}
-	}
-	return nil
-}
-
-// wait visits answers until all of a batch have been visited.
+// wait visits the answers to all questions up to a batch.
 func (q *questions) wait(batch int) error {
-	for q.openOf[batch] > 0 {
-		if err := q.note(<-q.answered); err != nil {
+	if q.asked == nil {
+		q.open[0].answer(q.engine, q.kernels[0])
+	}
+	for len(q.open) > 0 && q.open[0].batch <= batch {
+		if err := q.next(); err != nil {
 			return err
 		}
 	}
@@ -604,8 +551,8 @@ func (q *questions) wait(batch int) error {
 func (q *questions) close() {
 	if q.asked != nil {
 		close(q.asked)
-		for ; q.open > 0; q.open-- {
-			<-q.answered
+		for _, a := range q.open {
+			<-a.done
 		}
 	}
 	for _, k := range q.kernels[q.others:] {
