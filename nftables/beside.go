@@ -275,22 +275,14 @@ func (e *engine) removeSpareKinds(ctx context.Context, s *snapshot, used map[kin
 		e.forget()
 		return err
 	}
-	before, after := e.layout.kindChains(e.kinds), namesOf(e.layout.kindChains(left), nil)
+	needed := namesOf(e.layout.kindChains(left), nil)
+	old, spare := maps.Clone(e.leftover), namesOf(e.layout.kindChains(e.kinds), nil)
+	maps.DeleteFunc(old, func(name string, _ bool) bool { return needed[name] })
+	maps.DeleteFunc(spare, func(name string, _ bool) bool { return needed[name] || old[name] })
 	e.kinds, e.spareKinds = left, nil
-	old, spare := intruders{}, intruders{}
-	for _, name := range slices.Sorted(maps.Keys(e.leftover)) {
-		if !after[name] {
-			old.chains = append(old.chains, name)
-		}
-	}
-	for _, c := range before {
-		if !after[c.Name] && !e.leftover[c.Name] {
-			spare.chains = append(spare.chains, c.Name)
-		}
-	}
-	for _, some := range []intruders{old, spare} { // Those that are spare now may seem to be in use for a while.
-		if !some.empty() {
-			e.removeChains(some)
+	for _, some := range []map[string]bool{old, spare} { // Those that are spare only now may seem to be in use for a while.
+		if len(some) > 0 {
+			e.removeChains(slices.Sorted(maps.Keys(some)))
 		}
 	}
 	return nil

@@ -13,7 +13,10 @@ import (
 // before removals, and all additions for one frontend are in the same transaction. Of ServicePorts with many frontends, it writes some; the next
 // call goes on.
 func (e *engine) syncChanged(ctx context.Context, p *plan.Plan, changed plan.Keys) error {
-	keys := e.withhold(p, e.withUnfinished(changed)).Sorted(e.family)
+	all := plan.Keys{}
+	maps.Copy(all, e.unfinished)
+	maps.Copy(all, changed)
+	keys := e.withhold(p, all).Sorted(e.family)
 	had, wants := map[id]value{}, make([][]element, 0, len(keys))
 	steps := e.steps(keys, p)
 	users := map[netip.Addr]int{}
@@ -80,14 +83,6 @@ func (e *engine) syncChanged(ctx context.Context, p *plan.Plan, changed plan.Key
 		}
 	}
 	return nil
-}
-
-// withUnfinished adds the ServicePorts that the sync before has not finished.
-func (e *engine) withUnfinished(changed plan.Keys) plan.Keys {
-	all := plan.Keys{}
-	maps.Copy(all, e.unfinished)
-	maps.Copy(all, changed)
-	return all
 }
 
 // record notes what the kernel has after the steps of a sync, of which it has refused some, and what it keeps for these.

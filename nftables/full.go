@@ -55,7 +55,7 @@ func (e *engine) syncAll(ctx context.Context, p *plan.Plan, unknown bool) error 
 	if err := s.write(ctx); err != nil {
 		return err
 	}
-	e.leftover = nil
+	e.leftover = map[string]bool{}
 	return nil
 }
 
@@ -143,10 +143,11 @@ func terms(of []kind) []term {
 // kindChains are the chains of kinds that are not of the layout, with those of their terms.
 func (l *layout) kindChains(of map[kind]bool) []nft.Chain {
 	var out []nft.Chain
-	for _, t := range terms(slices.SortedFunc(maps.Keys(of), compareKinds)) {
+	sorted := slices.SortedFunc(maps.Keys(of), compareKinds)
+	for _, t := range terms(sorted) {
 		out = append(out, t.chains(l.family)...)
 	}
-	for _, k := range slices.SortedFunc(maps.Keys(of), compareKinds) {
+	for _, k := range sorted {
 		if k.treatment > drop {
 			out = append(out, l.chain(k))
 		}
@@ -521,33 +522,27 @@ func (s *fullSync) prune(ctx context.Context) error {
 			return err
 		}
 	}
-	if needed || len(spare.chains) == 0 {
-		return nil
+	if !needed && len(spare.chains) > 0 {
+		s.removeChains(spare.chains)
 	}
-	s.removeChains(spare)
 	return nil
 }
 
 // removeChains removes chains that no kind uses any more. Those that the kernel considers in use are left over.
-func (e *engine) removeChains(spare intruders) {
+func (e *engine) removeChains(list []string) {
 	b := nft.NewBatch(e.family, names.NFTables)
+	spare := intruders{chains: list}
 	spare.disarm(b)
 	spare.remove(b)
 	err := e.kernel.Commit(b)
-	if err == nil {
-		for _, name := range spare.chains {
+	for _, name := range list {
+		if err == nil {
 			delete(e.leftover, name)
+		} else {
+			e.leftover[name] = true
 		}
-		return
 	}
-	e.leftover = maps.Clone(e.leftover) // A comparison may have it.
-	if e.leftover == nil {
-		e.leftover = map[string]bool{}
-	}
-	for _, name := range spare.chains {
-		e.leftover[name] = true
-	}
-	if !errors.Is(err, unix.EBUSY) {
+	if err != nil && !errors.Is(err, unix.EBUSY) {
 		e.failed(e.family, true)
 		e.log.Warn("can't remove unused chains yet", "family", e.family, "error", err)
 	}

@@ -369,11 +369,10 @@ func indices(list []numbers) iter.Seq[string] {
 // chosen are the keys of the endpoints that choices in the kernel lead to.
 func (s *fullSync) chosen(of endpointSets, led []numbers) map[string]bool {
 	out := map[string]bool{}
-	for _, l := range led {
-		for n := range l.count {
-			if v, is := s.have[id{of.choice, indexed(l.name, uint32(n))}]; is {
-				out[l.name+v.data] = true
-			}
+	n := 4 * nameRegisters(s.family)
+	for key := range indices(led) {
+		if v, is := s.have[id{of.choice, key}]; is {
+			out[key[:n]+v.data] = true
 		}
 	}
 	return out

@@ -38,14 +38,6 @@ func (w written) frontends() iter.Seq2[plan.Frontend, *written] {
 	}
 }
 
-// count is how many frontends the version has that is in the kernel, or is to be there.
-func (w written) count() int {
-	if w.sp == nil {
-		return 0
-	}
-	return len(w.sp.Frontends)
-}
-
 // size is about how many elements a frontend has, apart from source ranges; 0 if w is nil.
 func (w *written) size(fe plan.Frontend) int {
 	if w == nil {
@@ -157,11 +149,7 @@ type frontendChange struct {
 
 // changes lists what differs between what is in the kernel and want.
 func (w written) changes(want *written) []frontendChange {
-	n := len(w.others)
-	if w.sp != want.sp {
-		n += max(w.count(), want.count())
-	}
-	list := make([]frontendChange, 0, n)
+	var list []frontendChange
 	isWanted := func(fe plan.Frontend) *written {
 		if want.sp != nil && want.sp.Has(fe) {
 			return want
