@@ -64,12 +64,12 @@ func Read(f plan.Family, o Options) (*Table, error) {
 	if err := s.readElements(ctx); err != nil {
 		return nil, err
 	}
-	rest, err := s.readAhead(nil)
+	ahead, err := s.readAhead(nil) // of no ServicePort, as there is no plan
 	if err != nil {
 		return nil, err
 	}
-	defer rest.close()
-	if err := rest.rest(ctx); err != nil {
+	defer ahead.close()
+	if err := ahead.rest(ctx); err != nil {
 		return nil, err
 	}
 	if err := s.list(ctx, true, s.withMore()); err != nil {

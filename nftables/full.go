@@ -309,7 +309,8 @@ type wanted struct {
 // unmet compares the ServicePorts of the plan with s.have, and leaves there what belongs to none of them. It passes to emit what the kernel
 // does not have, and notes in s.used the kinds that they need.
 func (s *fullSync) unmet(ctx context.Context, emit func(group) error) (*wanted, error) {
-	list := criticalFirst(s.plan.Sorted(s.family))
+	list := s.plan.Sorted(s.family)
+	slices.SortStableFunc(list, func(a, b *plan.ServicePort) int { return side(b.Critical) - side(a.Critical) })
 	d := &wanted{next: make(map[plan.Key]written, len(list)), users: make(map[netip.Addr]int, len(list))}
 	found := func(sp *plan.ServicePort) written { return s.current[sp.Key] }
 	if s.current == nil {
@@ -390,19 +391,6 @@ func (s *fullSync) leadingTo(users map[netip.Addr]int) []write {
 		delete(s.have, i)
 	}
 	return lead
-}
-
-// criticalFirst moves critical ServicePorts to the beginning, and leaves the order of all others.
-func criticalFirst(list []*plan.ServicePort) []*plan.ServicePort {
-	out := make([]*plan.ServicePort, 0, len(list))
-	for _, critical := range []bool{true, false} {
-		for _, sp := range list {
-			if sp.Critical == critical {
-				out = append(out, sp)
-			}
-		}
-	}
-	return out
 }
 
 // structure puts everything except the elements of Services, and chains for kinds that have none yet, at the beginning of the first transaction: the table, sets, chains and rules.
