@@ -59,7 +59,7 @@ func (e *engine) snapshot() *snapshot {
 			return nil // It has to be tried again.
 		}
 	}
-	s.current, s.users, s.kinds, s.leftover = maps.Clone(s.current), maps.Clone(s.users), maps.Clone(s.kinds), maps.Clone(s.leftover)
+	s.current, s.kinds, s.leftover = maps.Clone(s.current), maps.Clone(s.kinds), maps.Clone(s.leftover)
 	e.touched = map[id]bool{}
 	return s
 }

@@ -20,7 +20,7 @@ type snapshot struct {
 	layout   *layout
 	full     int
 	current  map[plan.Key]written
-	users    map[netip.Addr]int // how many frontends each cluster IP has
+	refused  []*plan.ServicePort // have their cluster IPs
 	kinds    map[kind]bool
 	others   map[id]value    // of no ServicePort that is written, beside cluster IPs
 	leftover map[string]bool // chains that no kind uses any more
@@ -31,10 +31,11 @@ func (e *engine) known() *snapshot {
 	if e.current == nil {
 		return nil
 	}
-	s := &snapshot{layout: e.layout, full: e.full, current: e.current, users: e.users, kinds: e.kinds, others: fixed(e.kinds), leftover: e.leftover}
+	s := &snapshot{layout: e.layout, full: e.full, current: e.current, kinds: e.kinds, others: fixed(e.kinds), leftover: e.leftover}
 	maps.Copy(s.others, e.spareKinds)
 	for _, r := range e.refused {
 		maps.Copy(s.others, r.kept)
+		s.refused = append(s.refused, r.sp)
 	}
 	return s
 }
@@ -47,7 +48,14 @@ func (s *snapshot) expected(used map[kind]bool) iter.Seq[element] {
 				return
 			}
 		}
-		for a := range s.users {
+		users := map[netip.Addr]int{}
+		for _, sp := range s.refused {
+			count(sp, users, 1)
+		}
+		for _, w := range s.current {
+			count(w.sp, users, 1)
+		}
+		for a := range users {
 			if !yield(element{id: id{set: clusterIPs, key: string(a.AsSlice())}}) {
 				return
 			}
@@ -229,11 +237,10 @@ func (b *Backend) Verify(ctx context.Context, svc plan.Service) (things int, fou
 func (e *engine) Verify(ctx context.Context, svc plan.Service) (things int, found drift.Found, err error) {
 	var s *snapshot
 	err = backend.Known(ctx, &e.mu, func() bool {
-		s = &snapshot{layout: e.layout, current: map[plan.Key]written{}, users: map[netip.Addr]int{}, kinds: maps.Clone(e.kinds)}
+		s = &snapshot{layout: e.layout, current: map[plan.Key]written{}, kinds: maps.Clone(e.kinds)}
 		for k, w := range e.current {
 			if k.Service == svc {
 				s.current[k] = w
-				count(w.sp, s.users, 1)
 			}
 		}
 		return e.current != nil
