@@ -4,7 +4,6 @@ import (
 	"context"
 	"errors"
 	"fmt"
-	"iter"
 	"maps"
 	"slices"
 	"time"
@@ -12,7 +11,6 @@ import (
 	"nodeproxy/kernel/drift"
 	"nodeproxy/kernel/names"
 	"nodeproxy/kernel/nft"
-	"nodeproxy/plan"
 )
 
 // Compare compares everything with the kernel, and repairs elements that differ. It may run beside Sync, which waits for it for some
@@ -48,36 +46,20 @@ const mostBeside = 200
 // spareKindsMost is how many kinds may have a chain that no Service uses any more before a comparison removes them.
 const spareKindsMost = 64
 
-// snapshot is what the kernel should hold at one time.
-type snapshot struct {
-	layout  *layout
-	full    int
-	current map[plan.Key]written
-	kinds   map[kind]bool
-	others  map[id]value // of no ServicePort that is written
-	// leftover are chains that no kind uses any more.
-	leftover map[string]bool
-	cluster  []*plan.ServicePort
-	counts   map[string]int // how many elements each set has in the kernel
-}
-
 // snapshot begins a comparison; nil if it is not known what the kernel should hold.
 func (e *engine) snapshot() *snapshot {
 	e.mu.Lock()
 	defer e.mu.Unlock()
-	if e.current == nil || e.kernel == nil {
+	s := e.known()
+	if s == nil || e.kernel == nil {
 		return nil
 	}
-	s := &snapshot{layout: e.layout, full: e.full, current: maps.Clone(e.current), kinds: maps.Clone(e.kinds), others: fixed(e.kinds),
-		leftover: maps.Clone(e.leftover)}
-	maps.Copy(s.others, e.spareKinds)
 	for _, r := range e.refused {
 		if !time.Now().Before(r.again) {
 			return nil // It has to be tried again.
 		}
-		maps.Copy(s.others, r.kept)
-		s.cluster = append(s.cluster, r.sp)
 	}
+	s.current, s.kinds, s.leftover = maps.Clone(s.current), maps.Clone(s.kinds), maps.Clone(s.leftover)
 	e.touched = map[id]bool{}
 	return s
 }
@@ -89,12 +71,8 @@ func (e *engine) began(k kernel) (s *snapshot, content *nft.Content, err error) 
 		if s = e.snapshot(); s == nil {
 			return nil, nil, nil
 		}
-		content, err = k.Read(e.family, names.NFTables, e.sets, append(s.layout.chains(), s.layout.kindChains(s.kinds)...))
-		if err != nil {
+		if content, err = k.Read(e.family, names.NFTables, e.sets, s.layout.chains()); err != nil {
 			return nil, nil, err
-		}
-		if content != nil {
-			s.counts = content.Counts
 		}
 		e.mu.Lock()
 		quiet := len(e.touched) == 0 && e.layout == s.layout
@@ -126,19 +104,18 @@ func (e *engine) compareBeside(ctx context.Context) (found drift.Found, again bo
 	if s == nil || err != nil {
 		return nil, true, err
 	}
-	chains := append(s.layout.chains(), s.layout.kindChains(s.kinds)...)
-	if content == nil || content.Dormant || len(structure(s.layout, s.kinds, e.sets, content)) > 0 {
+	if len(s.structure(content, e.sets)) > 0 {
 		return nil, true, nil
 	}
 	e.noteClients(content.Counts)
-	in := intrudersIn(content, e.sets, namesOf(chains, s.leftover))
+	in := intrudersIn(content, e.sets, s.names())
 	if again, err := e.expel(s, &in, intruders.disarm); again || err != nil {
 		return nil, true, err
 	}
 	chainsOnly := intruders{chains: in.chains}
 	in.chains = nil
 	found = in.differences(e.family)
-	more, again, err := e.compareElements(ctx, k, s)
+	more, again, err := e.reading(k, content).repairElements(ctx, s)
 	if found = append(found, more...); again || err != nil {
 		return found, again, err
 	}
@@ -160,7 +137,7 @@ func (e *engine) expel(s *snapshot, in *intruders, how func(intruders, *nft.Batc
 		*in = intruders{}
 		return e.current == nil, nil
 	}
-	known := namesOf(append(e.layout.chains(), e.layout.kindChains(e.kinds)...), e.leftover)
+	known := e.known().names()
 	for _, list := range []*[]string{&in.bases, &in.chains} {
 		*list = slices.DeleteFunc(*list, func(name string) bool { return known[name] })
 	}
@@ -176,154 +153,51 @@ func (e *engine) expel(s *snapshot, in *intruders, how func(intruders, *nft.Batc
 	return false, nil
 }
 
-// compareElements compares elements, and repairs those that differ. What should not be there may be any number.
-func (e *engine) compareElements(ctx context.Context, k kernel, s *snapshot) (found drift.Found, again bool, err error) {
-	suspects, used, err := e.suspects(ctx, k, s)
+// repairElements compares elements, and repairs those that differ. What should not be there may be any number.
+func (r *reading) repairElements(ctx context.Context, s *snapshot) (found drift.Found, again bool, err error) {
+	suspects, used, err := r.compare(ctx, s, false)
 	if err != nil {
 		return nil, true, err
 	}
 	if len(s.kinds) > len(used)+spareKindsMost {
-		if err := e.removeSpareKinds(ctx, s, used); err != nil {
+		if err := r.removeSpareKinds(ctx, s, used); err != nil {
 			return nil, true, err
 		}
 	}
+	var wanted, unexpected []write
 	differ := 0
-	for i, want := range suspects {
+	for _, w := range suspects {
 		if err := ctx.Err(); err != nil {
 			return nil, false, err
 		}
-		_, same, err := e.look(k, i, want)
-		if err != nil {
+		_, same, err := r.look(r.from, w.id, w.want)
+		switch {
+		case err != nil:
 			return nil, true, err
-		}
-		if same {
-			delete(suspects, i)
-		} else if want != nil && !e.isTouched(i) {
+		case same:
+			continue
+		case w.want == nil:
+			unexpected = append(unexpected, w)
+			continue
+		case !r.isTouched(w.id):
 			if differ++; differ > mostBeside {
 				return nil, true, nil
 			}
 		}
-	}
-	var wanted, unexpected []id
-	for _, i := range slices.SortedFunc(maps.Keys(suspects), compareIDs) {
-		if suspects[i] != nil {
-			wanted = append(wanted, i)
-		} else {
-			unexpected = append(unexpected, i)
-		}
+		wanted = append(wanted, w)
 	}
 	for some := range slices.Chunk(append(wanted, unexpected...), mostBeside) {
-		repaired, again, err := e.repair(ctx, s, suspects, some)
+		repaired, again, err := r.repair(ctx, s, some)
 		if found = append(found, repaired...); again || err != nil {
 			return found, again, err
 		}
 	}
-	e.mu.Lock()
-	defer e.mu.Unlock()
-	if e.full == s.full && !s.layout.partial { // What nothing leads to is gone.
-		e.unread = [setCount]bool{}
+	r.mu.Lock()
+	defer r.mu.Unlock()
+	if r.full == s.full && !s.layout.partial { // What nothing leads to is gone.
+		r.unread = [setCount]bool{}
 	}
-	return found, e.current == nil, nil
-}
-
-// suspects returns the elements that seem to differ, with what they should be; nil for those that should not be there. It also returns the
-// kinds in use. Elements of large sets are read by their keys; such a set is listed only where the kernel has another number of them.
-func (e *engine) suspects(ctx context.Context, k kernel, s *snapshot) (map[id]*value, map[kind]bool, error) {
-	var asked [setCount]bool
-	var listed []setID
-	for set := range setCount {
-		asked[set] = !set.remembers() && s.counts[e.sets[set].Name] > e.mostListed
-		if !asked[set] {
-			listed = append(listed, set)
-		}
-	}
-	have, out, used := map[id]value{}, map[id]*value{}, map[kind]bool{}
-	note := func(i id, v value) error {
-		have[i] = v
-		return nil
-	}
-	if err := e.each(ctx, k, listed, note); err != nil {
-		return nil, nil, err
-	}
-	var found [setCount]int
-	err := e.find(ctx, k, func(yield func(element) bool) {
-		for want := range s.expected(used) {
-			if asked[want.set] {
-				if !yield(want) {
-					return
-				}
-				continue
-			}
-			if is, there := have[want.id]; !there || is != want.value {
-				out[want.id] = &want.value
-			}
-			delete(have, want.id)
-		}
-	}, func(want element, has value, is bool) error {
-		if is {
-			found[want.set]++
-		}
-		if !is || has != want.value {
-			out[want.id] = &want.value
-		}
-		return nil
-	})
-	if err != nil {
-		return nil, nil, err
-	}
-	listed = nil
-	for set := range setCount {
-		if asked[set] && found[set] != s.counts[e.sets[set].Name] {
-			listed = append(listed, set)
-		} else if asked[set] { // The catch-all element does not count.
-			have[id{set: set}] = value{}
-		}
-	}
-	if err := e.each(ctx, k, listed, note); err != nil {
-		return nil, nil, err
-	}
-	if len(listed) > 0 {
-		for want := range s.expected(map[kind]bool{}) {
-			delete(have, want.id)
-		}
-	}
-	forms := formsOf(e.sets)
-	for i, v := range have {
-		if !s.layout.partial || !forms[i.set].has(i, v) { // Else it may belong to a ServicePort that is not known yet.
-			out[i] = nil
-		}
-	}
-	return out, used, nil
-}
-
-// expected yields the elements that should be in the kernel, each once, and puts the kinds of Services into used.
-func (s *snapshot) expected(used map[kind]bool) iter.Seq[element] {
-	return func(yield func(element) bool) {
-		others, mine := maps.Clone(s.others), map[id]value{}
-		for _, w := range s.current {
-			clear(mine)
-			s.layout.fill(w, mine, used)
-			for i, v := range mine {
-				if i.set == clusterIPs { // They are shared.
-					others[i] = v
-				} else if !yield(element{i, v}) {
-					return
-				}
-			}
-		}
-		for _, sp := range s.cluster {
-			for _, fe := range sp.Frontends {
-				if fe.Kind == plan.ClusterIP {
-					others[id{set: clusterIPs, key: string(fe.Addr.AsSlice())}] = value{}
-				}
-			}
-		}
-		for i, v := range others {
-			if !yield(element{i, v}) {
-				return
-			}
-		}
-	}
+	return found, r.current == nil, nil
 }
 
 // look reads one element, and reports whether it is as it should be.
@@ -346,30 +220,30 @@ func (e *engine) isTouched(i id) bool {
 }
 
 // repair writes what differs of some suspects, while syncs wait.
-func (e *engine) repair(ctx context.Context, s *snapshot, suspects map[id]*value, some []id) (found drift.Found, again bool, err error) {
+func (e *engine) repair(ctx context.Context, s *snapshot, some []write) (found drift.Found, again bool, err error) {
 	e.mu.Lock()
 	defer e.mu.Unlock()
 	if e.current == nil || e.full != s.full {
 		return nil, e.current == nil, nil // A sync has compared everything, or failed.
 	}
 	var writes []write
-	for _, i := range some {
-		if e.touched[i] {
+	for _, w := range some {
+		if e.touched[w.id] {
 			continue
 		}
-		have, same, err := e.look(e.kernel, i, suspects[i])
+		have, same, err := e.look(e.kernel, w.id, w.want)
 		if err != nil {
 			e.forget()
 			return nil, true, err
 		}
 		if !same {
-			found = append(found, e.difference(i, suspects[i], have))
-			writes = append(writes, write{i, have, suspects[i]})
+			writes = append(writes, write{w.id, have, w.want})
 		}
 	}
 	if len(writes) == 0 {
 		return nil, false, nil
 	}
+	found = e.differences(writes)
 	t := &transactions{engine: e, ctx: ctx, layout: e.layout}
 	if err := t.try(nil, writes); err != nil {
 		e.forget()
@@ -401,22 +275,14 @@ func (e *engine) removeSpareKinds(ctx context.Context, s *snapshot, used map[kin
 		e.forget()
 		return err
 	}
-	before, after := e.layout.kindChains(e.kinds), namesOf(e.layout.kindChains(left), nil)
+	needed := namesOf(e.layout.kindChains(left), nil)
+	old, spare := maps.Clone(e.leftover), namesOf(e.layout.kindChains(e.kinds), nil)
+	maps.DeleteFunc(old, func(name string, _ bool) bool { return needed[name] })
+	maps.DeleteFunc(spare, func(name string, _ bool) bool { return needed[name] || old[name] })
 	e.kinds, e.spareKinds = left, nil
-	old, spare := intruders{}, intruders{}
-	for _, name := range slices.Sorted(maps.Keys(e.leftover)) {
-		if !after[name] {
-			old.chains = append(old.chains, name)
-		}
-	}
-	for _, c := range before {
-		if !after[c.Name] && !e.leftover[c.Name] {
-			spare.chains = append(spare.chains, c.Name)
-		}
-	}
-	for _, some := range []intruders{old, spare} {
-		if !some.empty() {
-			e.removeChains(some)
+	for _, some := range []map[string]bool{old, spare} { // Those that are spare only now may seem to be in use for a while.
+		if len(some) > 0 {
+			e.removeChains(slices.Sorted(maps.Keys(some)))
 		}
 	}
 	return nil

@@ -13,7 +13,10 @@ import (
 // before removals, and all additions for one frontend are in the same transaction. Of ServicePorts with many frontends, it writes some; the next
 // call goes on.
 func (e *engine) syncChanged(ctx context.Context, p *plan.Plan, changed plan.Keys) error {
-	keys := e.withhold(p, e.withUnfinished(changed)).Sorted(e.family)
+	all := plan.Keys{}
+	maps.Copy(all, e.unfinished)
+	maps.Copy(all, changed)
+	keys := e.withhold(p, all).Sorted(e.family)
 	had, wants := map[id]value{}, make([][]element, 0, len(keys))
 	steps := e.steps(keys, p)
 	users := map[netip.Addr]int{}
@@ -31,16 +34,20 @@ func (e *engine) syncChanged(ctx context.Context, p *plan.Plan, changed plan.Key
 		e.layout.fill(before, had, map[kind]bool{})
 		used := map[kind]bool{}
 		wants = append(wants, e.layout.elements(want, used))
-		groups = append(groups, group{sp: p.Services[k], kinds: e.withoutChain(used)})
+		groups = append(groups, group{sp: p.Services[k], kinds: slices.Collect(maps.Keys(used))})
 		count(e.current[k].sp, users, -1)
 		count(p.Services[k], users, 1)
 	}
-	if err := e.meetUnread(ctx, wants, had); err != nil {
-		return err
-	}
 	stale := rangesByFrontend(e.family, had)
-	for i, g := range groups {
-		if g.writes = append(stale.without(wants[i], had), differing(had, wants[i])...); len(g.writes) > 0 {
+	for i := range groups {
+		writes, err := e.writesTo(ctx, had, wants[i])
+		if err != nil {
+			return err
+		}
+		groups[i].writes = append(stale.without(wants[i], had), writes...)
+	}
+	for _, g := range groups {
+		if len(g.writes) > 0 {
 			if err := t.group(g); err != nil {
 				return err
 			}
@@ -78,30 +85,6 @@ func (e *engine) syncChanged(ctx context.Context, p *plan.Plan, changed plan.Key
 	return nil
 }
 
-// withUnfinished adds the ServicePorts that the sync before has not finished.
-func (e *engine) withUnfinished(changed plan.Keys) plan.Keys {
-	all := plan.Keys{}
-	maps.Copy(all, e.unfinished)
-	maps.Copy(all, changed)
-	return all
-}
-
-// meetUnread adds to had what the kernel has of wants in sets that were not read as a whole.
-func (e *engine) meetUnread(ctx context.Context, wants [][]element, had map[id]value) error {
-	if e.unread == ([setCount]bool{}) {
-		return nil
-	}
-	for _, want := range wants {
-		if _, err := e.missed(ctx, differing(had, want), func(i id, v value) error {
-			had[i] = v
-			return nil
-		}); err != nil {
-			return err
-		}
-	}
-	return nil
-}
-
 // record notes what the kernel has after the steps of a sync, of which it has refused some, and what it keeps for these.
 func (e *engine) record(steps map[plan.Key]step, refusals []refused, kept map[plan.Key]map[id]value) {
 	refused := map[plan.Key]*refusal{}
@@ -122,18 +105,6 @@ func (e *engine) record(steps map[plan.Key]step, refusals []refused, kept map[pl
 	}
 	e.unfinished = unfinished
 	e.updateRefused(refused)
-}
-
-// withoutChain returns the kinds that have no chain in the kernel.
-func (e *engine) withoutChain(used map[kind]bool) []kind {
-	var out []kind
-	for k := range used {
-		if !e.kinds[k] {
-			out = append(out, k)
-		}
-	}
-	slices.SortFunc(out, compareKinds)
-	return out
 }
 
 // leading returns the writes of cluster IPs, given by how many the number of the frontends of each changes.

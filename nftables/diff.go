@@ -19,23 +19,20 @@ type Table struct {
 	family   plan.Family
 	options  Options
 	elements map[id]value
-	chains   []nft.Chain
+	chains   []nft.Chain             // of a Table that was planned
 	owners   map[string]plan.Service // by the registers of a frontend, and of a cluster IP
 	read     *fullSync               // what was read from the kernel; nil for a Table that was planned
 }
 
 // Planned returns the table of a plan. Where there are endpoints already, they keep their numbers; before may be nil.
 func Planned(p *plan.Plan, f plan.Family, o Options, before *Table) *Table {
-	e := &engine{family: f, options: o}
-	t := &Table{family: f, options: o, elements: map[id]value{}, owners: map[string]plan.Service{}}
-	l := e.layoutOf(p)
-	s := &fullSync{engine: e, layout: l}
+	t := &Table{family: f, options: o, owners: map[string]plan.Service{}}
+	r := &reading{engine: &engine{family: f}}
 	if before != nil {
-		s.have = before.elements
+		r.have = before.elements
 	}
-	used := map[kind]bool{}
+	t.chains, t.elements, _ = layoutOf(p, f, o).desired(p, r.placesFound)
 	for _, sp := range p.Sorted(f) {
-		l.fill(place(s.placesFound(sp), sp), t.elements, used)
 		for _, fe := range sp.Frontends {
 			t.owners[nameOf(f, fe)] = sp.Key.Service
 			if fe.Kind == plan.ClusterIP {
@@ -43,8 +40,6 @@ func Planned(p *plan.Plan, f plan.Family, o Options, before *Table) *Table {
 			}
 		}
 	}
-	maps.Copy(t.elements, fixed(used))
-	t.chains = append(l.kindChains(used), l.chains()...)
 	return t
 }
 
@@ -61,13 +56,41 @@ func Read(f plan.Family, o Options) (*Table, error) {
 	if s.content, err = k.Read(f, names.NFTables, e.sets, s.layout.chains()); err != nil || s.content == nil {
 		return nil, err
 	}
-	if !s.unusable() {
-		s.shown = true
-		if err := s.readElements(context.Background(), true); err != nil {
-			return nil, err
+	t := &Table{family: f, options: o, elements: s.have, read: s}
+	if s.unusable() {
+		return t, nil
+	}
+	ctx := context.Background()
+	if err := s.readElements(ctx); err != nil {
+		return nil, err
+	}
+	ahead, err := s.readAhead(nil) // of no ServicePort, as there is no plan
+	if err != nil {
+		return nil, err
+	}
+	defer ahead.close()
+	if err := ahead.rest(ctx); err != nil {
+		return nil, err
+	}
+	if err := s.list(ctx, true, s.withMore()); err != nil {
+		return nil, err
+	}
+	maps.Copy(s.have, s.foreign)
+	return t, nil
+}
+
+// withMore are the sets that were read by what leads to their elements, and have others.
+func (s *fullSync) withMore() (out []setID) {
+	var found [setCount]int
+	for i := range s.have {
+		found[i.set]++
+	}
+	for set := range setCount {
+		if s.deferred[set] && found[set] != s.counted(set) {
+			out = append(out, set)
 		}
 	}
-	return &Table{family: f, options: o, elements: s.have, read: s}, nil
+	return out
 }
 
 // Diff returns what turns one table into another; nil stands for none. It leaves out what the kernel keeps for a
@@ -75,45 +98,22 @@ func Read(f plan.Family, o Options) (*Table, error) {
 func Diff(f plan.Family, have, want *Table) []drift.Hunk {
 	d := &differ{family: f, file: fmt.Sprintf("%s table %s %s (nft list)", strings.ToLower(f.String()), nft.FamilyName(f), names.NFTables),
 		have: cmp.Or(have, &Table{}), want: cmp.Or(want, &Table{})}
-	if have != nil && have.read != nil && len(have.read.foreign) > 0 {
-		all := *have
-		all.elements = maps.Clone(have.elements)
-		maps.Copy(all.elements, have.read.foreign)
-		d.have = &all
-	}
+	name := "table " + nft.FamilyName(f) + " " + names.NFTables
 	switch {
 	case have == nil && want == nil:
 		return nil
 	case have == nil:
-		d.table(nil, []string{d.name()})
+		d.add(drift.Table, name, nil, []string{name})
 	case want == nil:
-		d.table([]string{d.name()}, nil)
+		d.add(drift.Table, name, []string{name}, nil)
 	case have.read != nil && have.read.unusable():
-		d.table([]string{d.name() + " # in another form, or dormant: it is created anew"}, []string{d.name()})
+		d.add(drift.Table, name, []string{name + " # in another form, or dormant: it is created anew"}, []string{name})
 		d.have = &Table{}
 	}
-	sets := max(len(d.have.options.sets(f)), len(d.want.options.sets(f)))
-	changed := d.elements()
-	for i := range sets {
-		d.set(setID(i), changed[setID(i)])
-	}
+	d.elements()
 	d.chains()
 	d.others()
 	return d.out
-}
-
-// others makes a hunk for each thing in the kernel's table that is neither a chain nor a set of this program's.
-func (d *differ) others() {
-	if d.have.read == nil {
-		return
-	}
-	in := intrudersIn(d.have.read.content, d.have.options.sets(d.family), nil)
-	for _, name := range in.sets {
-		d.out = append(d.out, drift.Hunk{Kind: drift.SetElement, File: d.file, Object: "set " + name, Have: []string{"set " + name + " # of another program"}})
-	}
-	for _, o := range in.objects {
-		d.out = append(d.out, drift.Hunk{Kind: drift.Object, File: d.file, Object: o.String(), Have: []string{o.String() + " # of another program"}})
-	}
 }
 
 // differ makes the hunks of one table.
@@ -124,63 +124,71 @@ type differ struct {
 	out        []drift.Hunk
 }
 
-func (d *differ) name() string { return "table " + nft.FamilyName(d.family) + " " + names.NFTables }
-
-func (d *differ) table(have, want []string) {
-	d.out = append(d.out, drift.Hunk{Kind: drift.Table, File: d.file, Object: d.name(), Have: have, Want: want})
+func (d *differ) add(k drift.Kind, object string, have, want []string) {
+	d.out = append(d.out, drift.Hunk{Kind: k, File: d.file, Object: object, Have: have, Want: want})
 }
 
-// elements returns the elements of each set that differ.
-func (d *differ) elements() map[setID][]id {
-	out := map[setID][]id{}
+// others makes a hunk for each thing in the kernel's table that is neither a chain nor a set of this program's.
+func (d *differ) others() {
+	if d.have.read == nil {
+		return
+	}
+	in := intrudersIn(d.have.read.content, d.have.options.sets(d.family), nil)
+	for _, name := range in.sets {
+		d.add(drift.SetElement, "set "+name, []string{"set " + name + " # of another program"}, nil)
+	}
+	for _, o := range in.objects {
+		d.add(drift.Object, o.String(), []string{o.String() + " # of another program"}, nil)
+	}
+}
+
+// elements makes a hunk for the elements of each Service that differ, set by set.
+func (d *differ) elements() {
+	type group struct {
+		set setID
+		svc plan.Service
+	}
+	groups := map[group][]write{}
+	add := func(w write) {
+		g := group{w.set, d.owner(w.id)}
+		groups[g] = append(groups[g], w)
+	}
+	for i, v := range d.want.elements {
+		has, is := d.have.elements[i]
+		if w, differs := (element{i, v}).unlike(has, is); differs {
+			add(w)
+		}
+	}
 	for i, v := range d.have.elements {
-		if is, wanted := d.want.elements[i]; wanted && is == v || !wanted && d.spare(i) {
-			continue
-		}
-		out[i.set] = append(out[i.set], i)
-	}
-	for i := range d.want.elements {
-		if _, is := d.have.elements[i]; !is {
-			out[i.set] = append(out[i.set], i)
+		if _, wanted := d.want.elements[i]; !wanted && !d.spare(i) {
+			add(write{id: i, had: &v})
 		}
 	}
-	return out
+	all := sets(d.family)
+	for _, g := range slices.SortedFunc(maps.Keys(groups), func(a, b group) int { return cmp.Or(cmp.Compare(a.set, b.set), a.svc.Compare(b.svc)) }) {
+		set := all[g.set]
+		h := drift.Hunk{Kind: drift.SetElement, File: d.file, Object: "set " + set.Name}
+		if set.Data != nil {
+			h.Object = "map " + set.Name
+		}
+		if g.svc != (plan.Service{}) {
+			h.Services = []string{g.svc.String()}
+		}
+		for _, w := range slices.SortedFunc(slices.Values(groups[g]), func(a, b write) int { return compareIDs(a.id, b.id) }) {
+			if w.had != nil {
+				h.Have = append(h.Have, w.text(d.family)+w.had.text(set))
+			}
+			if w.want != nil {
+				h.Want = append(h.Want, w.text(d.family)+w.want.text(set))
+			}
+		}
+		d.out = append(d.out, h)
+	}
 }
 
 // spare reports whether an element of the kernel's is of a kind that no Service needs any more.
 func (d *differ) spare(i id) bool {
 	return (i.set == kinds || i.set == kindsWithin) && d.have.read != nil && len(d.want.elements) > 0
-}
-
-// set makes a hunk for the elements of each Service.
-func (d *differ) set(i setID, changed []id) {
-	set := sets(d.family)[i]
-	word := "set "
-	if set.Data != nil {
-		word = "map "
-	}
-	byService := map[plan.Service][]id{}
-	for _, x := range changed {
-		svc := d.owner(x)
-		byService[svc] = append(byService[svc], x)
-	}
-	for _, svc := range slices.SortedFunc(maps.Keys(byService), plan.Service.Compare) {
-		h := drift.Hunk{Kind: drift.SetElement, File: d.file, Object: word + set.Name}
-		if svc != (plan.Service{}) {
-			h.Services = []string{svc.String()}
-		}
-		list := byService[svc]
-		slices.SortFunc(list, compareIDs)
-		for _, x := range list {
-			if v, is := d.have.elements[x]; is {
-				h.Have = append(h.Have, x.text(d.family)+v.text(set))
-			}
-			if v, is := d.want.elements[x]; is {
-				h.Want = append(h.Want, x.text(d.family)+v.text(set))
-			}
-		}
-		d.out = append(d.out, h)
-	}
 }
 
 // owner returns the Service that an element belongs to.
@@ -204,24 +212,16 @@ func (d *differ) owner(i id) plan.Service {
 // chains makes a hunk for each chain that differs.
 func (d *differ) chains() {
 	want := map[string]nft.Chain{}
+	lines := map[string][]string{}
 	for _, c := range d.want.chains {
-		want[c.Name] = c
+		want[c.Name], lines[c.Name] = c, chainLines(c)
 	}
 	have := d.haveChains(want)
-	all := map[string]bool{}
-	for name := range have {
-		all[name] = true
-	}
-	for name := range want {
-		all[name] = true
-	}
+	all := maps.Clone(lines)
+	maps.Copy(all, have)
 	for _, name := range slices.Sorted(maps.Keys(all)) {
-		h := drift.Hunk{Kind: drift.Chain, File: d.file, Object: "chain " + name, Have: have[name]}
-		if c, wanted := want[name]; wanted {
-			h.Want = chainLines(c)
-		}
-		if !slices.Equal(h.Have, h.Want) {
-			d.out = append(d.out, h)
+		if !slices.Equal(have[name], lines[name]) {
+			d.add(drift.Chain, "chain "+name, have[name], lines[name])
 		}
 	}
 }
@@ -239,8 +239,6 @@ func (d *differ) haveChains(want map[string]nft.Chain) map[string][]string {
 	for name, is := range d.have.read.content.Chains {
 		c, wanted := want[name]
 		switch {
-		case wanted && is.Holds(c):
-			out[name] = chainLines(c)
 		case wanted:
 			out[name] = knownLines(c, is)
 		case len(d.want.chains) == 0 || !d.ofSpareKind(name):
@@ -257,15 +255,9 @@ func (d *differ) ofSpareKind(name string) bool {
 			return true
 		}
 	}
-	for _, w := range ways {
-		for _, prefix := range []string{w.chain(names.NFTKeep), w.chain(names.NFTChoose)} {
-			var seconds int
-			if n, err := fmt.Sscanf(strings.TrimPrefix(name, prefix), "-%ds", &seconds); n == 1 && err == nil {
-				return true
-			}
-		}
-	}
-	return false
+	return slices.ContainsFunc(ways, func(w way) bool {
+		return strings.HasPrefix(name, w.chain(names.NFTKeep)+"-") || strings.HasPrefix(name, w.chain(names.NFTChoose)+"-")
+	})
 }
 
 // knownLines returns the lines of a chain in the kernel, which should be c.

@@ -166,11 +166,11 @@ func (l *layout) fill(w written, out map[id]value, used map[kind]bool) {
 // elements returns the elements of a ServicePort in order, and puts the kinds that they lead to into used.
 func (l *layout) elements(w written, used map[kind]bool) []element {
 	list := l.unsorted(w, used)
-	slices.SortStableFunc(list, func(a, b element) int { return compareIDs(a.id, b.id) })
-	return slices.CompactFunc(list, func(a, b element) bool { return a.id == b.id })
+	slices.SortFunc(list, func(a, b element) int { return compareIDs(a.id, b.id) })
+	return list
 }
 
-// unsorted is elements, in any order. The same element may be there twice.
+// unsorted is elements, in any order.
 func (l *layout) unsorted(w written, used map[kind]bool) []element {
 	var out []element
 	if w.sp != nil {
@@ -219,20 +219,24 @@ func (l *layout) ofFrontend(out []element, w written, fe plan.Frontend, comment 
 
 // putEndpoints passes the endpoints of a frontend of kind k to put.
 func (w written) putEndpoints(name string, k kind, put func(set setID, key, data, comment string)) {
-	list, plain, choice, stick := w.cluster, endpoints, choices, stickyEndpoints
+	list, of := w.cluster, setsOf(k)
 	if k.local {
-		list, plain, choice, stick = w.local, localEndpoints, localChoices, localStickyEndpoints
+		list = w.local
 	}
 	list = list[:k.count]
 	if k.affinity == 0 {
 		for i, a := range list {
-			put(plain, indexed(name, uint32(i)), endpointValue(a), "")
+			put(of.plain, indexed(name, uint32(i)), endpointValue(a), "")
 		}
 		return
 	}
+	met := map[uint32]bool{}
 	for i, n := range identifiers(list) {
-		put(choice, indexed(name, uint32(i)), string(native(n)), "")
-		put(stick, indexed(name, n), endpointValue(list[i]), "")
+		put(of.choice, indexed(name, uint32(i)), string(native(n)), "")
+		if !met[n] { // One with weight has several numbers.
+			met[n] = true
+			put(of.sticky, indexed(name, n), endpointValue(list[i]), "")
+		}
 	}
 }
 

@@ -91,7 +91,7 @@ type engine struct {
 func (e *engine) Family() plan.Family { return e.family }
 
 func (e *engine) layoutOf(p *plan.Plan) *layout {
-	return &layout{family: e.family, options: e.options, settings: p.Settings, node: p.Node, partial: p.Partial}
+	return layoutOf(p, e.family, e.options)
 }
 
 // Sync implements backend.Engine.

@@ -82,6 +82,9 @@ func (in intruders) empty() bool {
 	return len(in.bases)+len(in.chains)+len(in.sets)+len(in.objects) == 0
 }
 
+// names are those of the chains that may be in the kernel.
+func (s *snapshot) names() map[string]bool { return namesOf(s.chains(), s.leftover) }
+
 // namesOf returns the names of chains, and those in more.
 func namesOf(chains []nft.Chain, more map[string]bool) map[string]bool {
 	out := make(map[string]bool, len(chains)+len(more))

@@ -21,30 +21,23 @@ import (
 // have written, and are not read: that takes a second for some hundred thousand of them.
 func (e *engine) syncAll(ctx context.Context, p *plan.Plan, unknown bool) error {
 	s := e.fullSync(p)
-	known := s.layout
-	if e.current != nil {
-		known = e.layout
-	}
-	chains := append(known.chains(), known.kindChains(e.kinds)...)
-	content, err := e.kernel.Read(e.family, names.NFTables, e.sets, chains)
+	content, err := e.kernel.Read(e.family, names.NFTables, e.sets, s.layout.chains())
 	if err != nil {
 		return err
 	}
 	s.content = content
-	s.rebuild = content == nil || s.unusable()
-	if e.current != nil {
-		s.ours = namesOf(chains, e.leftover)
-		s.remembers = !unknown && !s.rebuild && !content.Dormant && len(structure(known, e.kinds, e.sets, content)) == 0 &&
-			intrudersIn(content, e.sets, s.ours).empty()
-		if s.remembers {
-			s.have = e.remembered()
+	s.rebuild = s.unusable()
+	if s.before != nil {
+		e.Found = s.before.structure(content, e.sets)
+		if content != nil {
+			e.Found = append(e.Found, intrudersIn(content, e.sets, s.before.names()).differences(e.family)...)
 		}
+		e.Compared = unknown || len(e.Found) > 0
 	}
-	if !s.remembers {
+	if s.before == nil || e.Compared {
 		e.full++
 		e.unread = [setCount]bool{}
 	}
-	e.Compared = e.current != nil && !s.remembers
 	if s.rebuild && content != nil && len(content.Chains) > 0 && p.Partial && !e.Compared { // A table without chains does nothing.
 		return fmt.Errorf("the table %s is another version's: %w", names.NFTables, plan.ErrPartial)
 	}
@@ -58,20 +51,17 @@ func (e *engine) syncAll(ctx context.Context, p *plan.Plan, unknown bool) error 
 		e.unread = [setCount]bool{}
 		s = e.fullSync(p)
 		s.content, s.rebuild = content, true
-	} else if e.Compared {
-		s.differences()
 	}
 	if err := s.write(ctx); err != nil {
 		return err
 	}
-	e.leftover = nil
+	e.leftover = map[string]bool{}
 	return nil
 }
 
 // fullSync begins a sync of everything.
 func (e *engine) fullSync(p *plan.Plan) *fullSync {
-	return &fullSync{engine: e, layout: e.layoutOf(p), before: e.layout, plan: p, forms: formsOf(e.sets), have: map[id]value{}, foreign: map[id]value{},
-		used: map[kind]bool{}}
+	return &fullSync{reading: e.reading(e.kernel, nil), layout: e.layoutOf(p), before: e.known(), plan: p, used: map[kind]bool{}}
 }
 
 // mend makes the table that is there equal to the plan.
@@ -79,14 +69,11 @@ func (s *fullSync) mend(ctx context.Context) (err error) {
 	defer func() {
 		if fault := recover(); fault != nil { // What is in the table is not only of this program's making.
 			err = s.panicked(fault)
-			s.Found = append(s.Found, drift.Difference{Kind: drift.Table, State: drift.Changed, Aspect: "it can't be compared",
-				Object: fmt.Sprintf("%s %s of nftables", nft.FamilyName(s.family), names.NFTables)})
+			s.Found = append(s.Found, drift.Difference{Kind: drift.Table, State: drift.Changed, Aspect: "it can't be compared", Object: tableName(s.family)})
 		}
 	}()
-	if !s.remembers {
-		if err := s.compare(ctx); err != nil {
-			return err
-		}
+	if err := s.read(ctx); err != nil {
+		return err
 	}
 	if err := s.write(ctx); err != nil {
 		return err
@@ -94,22 +81,27 @@ func (s *fullSync) mend(ctx context.Context) (err error) {
 	return s.prune(ctx)
 }
 
-// compare reads the elements in the kernel, and finds the differences where it is known what was written.
-func (s *fullSync) compare(ctx context.Context) error {
-	for settled := !s.Compared; ; settled = true {
-		if err := s.readElements(ctx, settled); err != nil {
+// read finds out which elements the kernel has: what syncs have written, but for the differences from that; or where others are not known,
+// what there is.
+func (s *fullSync) read(ctx context.Context) error {
+	var unlike []write
+	if s.Compared {
+		var err error
+		if unlike, _, err = s.engine.reading(s.kernel, s.content).compare(ctx, s.before, true); err != nil {
 			return err
 		}
-		if s.Found = nil; s.Compared {
-			if err := s.unled(ctx); err != nil {
-				return err
-			}
-			s.differences()
-		}
-		if settled || len(s.Found) == 0 {
-			return nil
+		s.Found = append(s.Found, s.differences(unlike)...)
+	}
+	if s.before == nil || s.plan.Partial || s.before.layout.partial {
+		return s.readElements(ctx)
+	}
+	s.have = s.remembered()
+	for _, w := range unlike {
+		if delete(s.have, w.id); w.had != nil {
+			_ = s.note(w.id, *w.had)
 		}
 	}
+	return nil
 }
 
 // beyondRepair reports whether an error of mend is that something can't be compared, or can't be removed.
@@ -151,10 +143,11 @@ func terms(of []kind) []term {
 // kindChains are the chains of kinds that are not of the layout, with those of their terms.
 func (l *layout) kindChains(of map[kind]bool) []nft.Chain {
 	var out []nft.Chain
-	for _, t := range terms(slices.SortedFunc(maps.Keys(of), compareKinds)) {
+	sorted := slices.SortedFunc(maps.Keys(of), compareKinds)
+	for _, t := range terms(sorted) {
 		out = append(out, t.chains(l.family)...)
 	}
-	for _, k := range slices.SortedFunc(maps.Keys(of), compareKinds) {
+	for _, k := range sorted {
 		if k.treatment > drop {
 			out = append(out, l.chain(k))
 		}
@@ -164,32 +157,24 @@ func (l *layout) kindChains(of map[kind]bool) []nft.Chain {
 
 // fullSync is one sync of everything.
 type fullSync struct {
-	*engine
-	layout  *layout
-	before  *layout         // of what the sync before has written; nil if there is none
-	ours    map[string]bool // the chains that it has written
-	plan    *plan.Plan
-	forms   []form       // of the sets
-	content *nft.Content // nil if there is no table
-	rebuild bool         // whether the table is created anew
-	have    map[id]value // elements in the kernel, except those found in the plan so far
-	foreign map[id]value // elements in the kernel that this program can't have written
+	*reading // without the elements that have been found in the plan so far
+	layout   *layout
+	before   *snapshot // what the syncs before have written; nil if that is not known
+	plan     *plan.Plan
+	rebuild  bool // whether the table is created anew
 	// deferred are sets that are read some ServicePorts at a time, as these are compared: so only what differs of many elements is in have.
 	deferred [setCount]bool
-	shown    bool // whether all of them are to be
-	// remembers says that have is what the syncs before have written, and not what was read.
-	remembers bool
-	used      map[kind]bool
-	others    intruders // what else is in the table; its chains may be of kinds that are not used any more
+	used     map[kind]bool
+	others   intruders // what else is in the table; its chains may be of kinds that are not used any more
 }
 
 // fewWords is how many things a log line names.
 const fewWords = 5
 
-// unusable reports whether the table must be created anew: it is dormant, lacks a set, or has a set or base chain in another form, as
-// another version of this program may have written it.
+// unusable reports whether the table must be created anew: there is none, it is dormant, lacks a set, or has a set or base chain in another
+// form, as another version of this program may have written it.
 func (s *fullSync) unusable() bool {
-	if s.content.Dormant {
+	if s.content == nil || s.content.Dormant {
 		return true
 	}
 	for _, want := range s.sets {
@@ -206,16 +191,16 @@ func (s *fullSync) unusable() bool {
 }
 
 // placesFound returns the endpoints of a ServicePort in the kernel.
-func (s *fullSync) placesFound(sp *plan.ServicePort) (before written) {
+func (r *reading) placesFound(sp *plan.ServicePort) (before written) {
 	for _, fe := range sp.Frontends {
-		name := nameOf(s.family, fe)
-		for _, k := range s.kindsFound(name) {
+		name := nameOf(r.family, fe)
+		for _, k := range r.kindsFound(name) {
 			list := &before.cluster
 			if k.local {
 				list = &before.local
 			}
 			if *list == nil && k.count > 0 { // A frontend that drops has none; another may.
-				*list = s.places(name, k)
+				*list = r.places(name, k)
 			}
 		}
 	}
@@ -241,7 +226,7 @@ func (s *fullSync) write(ctx context.Context) error {
 	if err != nil {
 		return err
 	}
-	lead := s.leadingTo(d.clusterIPs)
+	lead := s.leadingTo(d.users)
 	if !s.rebuild {
 		if err := s.structure(t); err != nil {
 			return err
@@ -259,13 +244,6 @@ func (s *fullSync) write(ctx context.Context) error {
 	})
 	if err != nil {
 		return err
-	}
-	if len(s.others.chains) > 0 {
-		used := map[string]bool{}
-		for _, c := range s.layout.kindChains(t.kinds) {
-			used[c.Name] = true
-		}
-		s.others.chains = slices.DeleteFunc(s.others.chains, func(name string) bool { return used[name] })
 	}
 	refused := map[plan.Key]*refusal{}
 	for _, sp := range d.held {
@@ -323,16 +301,16 @@ func (s *fullSync) remainder(t *transactions, d *wanted) remainder {
 
 // wanted is what should be in the kernel according to the plan.
 type wanted struct {
-	next       map[plan.Key]written // all ServicePorts but those in held
-	held       []*plan.ServicePort  // refused, and not to be tried yet
-	users      map[netip.Addr]int   // how many frontends there are by cluster IP
-	clusterIPs []netip.Addr         // the keys of users
+	next  map[plan.Key]written // all ServicePorts but those in held
+	held  []*plan.ServicePort  // refused, and not to be tried yet
+	users map[netip.Addr]int   // how many frontends there are by cluster IP
 }
 
 // unmet compares the ServicePorts of the plan with s.have, and leaves there what belongs to none of them. It passes to emit what the kernel
 // does not have, and notes in s.used the kinds that they need.
 func (s *fullSync) unmet(ctx context.Context, emit func(group) error) (*wanted, error) {
-	list := criticalFirst(s.plan.Sorted(s.family))
+	list := s.plan.Sorted(s.family)
+	slices.SortStableFunc(list, func(a, b *plan.ServicePort) int { return side(b.Critical) - side(a.Critical) })
 	d := &wanted{next: make(map[plan.Key]written, len(list)), users: make(map[netip.Addr]int, len(list))}
 	found := func(sp *plan.ServicePort) written { return s.current[sp.Key] }
 	if s.current == nil {
@@ -352,14 +330,8 @@ func (s *fullSync) unmet(ctx context.Context, emit func(group) error) (*wanted, 
 				return nil, err
 			}
 		}
-		for _, fe := range sp.Frontends {
-			if fe.Kind == plan.ClusterIP {
-				if d.users[fe.Addr]++; d.users[fe.Addr] == 1 {
-					d.clusterIPs = append(d.clusterIPs, fe.Addr)
-				}
-			}
-		}
-		if s.stillRefused(sp) != nil {
+		count(sp, d.users, 1)
+		if s.stillRefused(sp) {
 			d.held = append(d.held, sp)
 			continue
 		}
@@ -368,11 +340,9 @@ func (s *fullSync) unmet(ctx context.Context, emit func(group) error) (*wanted, 
 		d.next[sp.Key] = w
 		clear(leadsTo)
 		mine := s.layout.elements(w, leadsTo)
-		writes := differing(s.have, mine)
-		if met, err := s.missed(ctx, writes, s.note); err != nil {
+		writes, err := s.writesTo(ctx, s.have, mine)
+		if err != nil {
 			return nil, err
-		} else if met {
-			writes = differing(s.have, mine)
 		}
 		g := group{sp: sp, writes: append(stale.without(mine, s.have), writes...)}
 		for k := range leadsTo {
@@ -395,7 +365,7 @@ func (s *fullSync) unmet(ctx context.Context, emit func(group) error) (*wanted, 
 			}
 		}
 	}
-	return d, s.readRest(ctx, list)
+	return d, reading.rest(ctx)
 }
 
 // hasChain reports whether the kernel has the chain of a kind, or has it before anything of Services.
@@ -411,9 +381,9 @@ func (s *fullSync) hasChain(k kind) bool {
 }
 
 // leadingTo returns the writes that add cluster IPs. What the kernel has of them is wanted.
-func (s *fullSync) leadingTo(addresses []netip.Addr) []write {
+func (s *fullSync) leadingTo(users map[netip.Addr]int) []write {
 	var lead []write
-	for _, a := range addresses {
+	for a := range users {
 		i := id{set: clusterIPs, key: string(a.AsSlice())}
 		if _, is := s.have[i]; !is {
 			lead = append(lead, write{id: i, want: &value{}})
@@ -421,19 +391,6 @@ func (s *fullSync) leadingTo(addresses []netip.Addr) []write {
 		delete(s.have, i)
 	}
 	return lead
-}
-
-// criticalFirst moves critical ServicePorts to the beginning, and leaves the order of all others.
-func criticalFirst(list []*plan.ServicePort) []*plan.ServicePort {
-	out := make([]*plan.ServicePort, 0, len(list))
-	for _, critical := range []bool{true, false} {
-		for _, sp := range list {
-			if sp.Critical == critical {
-				out = append(out, sp)
-			}
-		}
-	}
-	return out
 }
 
 // structure puts everything except the elements of Services, and chains for kinds that have none yet, at the beginning of the first transaction: the table, sets, chains and rules.
@@ -456,27 +413,21 @@ func (s *fullSync) structure(t *transactions) error {
 			t.kinds[k] = true
 		}
 	}
-	chains := append(s.layout.chains(), s.layout.kindChains(t.kinds)...)
+	there := map[string]nft.ChainContent{}
+	if !s.rebuild {
+		there = s.content.Chains
+	}
 	var changed []nft.Chain
 	wanted := map[string]bool{}
-	for _, c := range chains {
+	for _, c := range append(s.layout.chains(), s.layout.kindChains(t.kinds)...) {
 		wanted[c.Name] = true
-		var is nft.ChainContent
-		there := false
-		if !s.rebuild {
-			is, there = s.content.Chains[c.Name]
-		}
+		is, there := there[c.Name]
 		if there && is.Holds(c) {
 			continue
 		}
-		if there && len(is.Labels) > 0 {
+		if is.Other { // It has a hook, so nothing leads to it.
 			b.FlushChain(c.Name)
-		}
-		if there && is.Other { // It has a hook, so nothing leads to it.
 			b.DeleteChain(c.Name)
-		}
-		if !there || is.Other {
-			b.AddChain(c)
 		}
 		changed = append(changed, c)
 	}
@@ -490,17 +441,14 @@ func (s *fullSync) structure(t *transactions) error {
 			}
 		}
 	}
-	for _, c := range changed {
-		if err := b.AddRules(c); err != nil {
-			return err
-		}
+	if err := rewrite(b, changed); err != nil {
+		return err
 	}
 	elements := removals(s.foreign, func(id) bool { return true })
 	for i, v := range fixed(t.kinds) {
-		if was, is := s.have[i]; !is {
-			elements = append(elements, write{i, nil, &v})
-		} else if was != v {
-			elements = append(elements, write{i, &was, &v})
+		has, is := s.have[i]
+		if w, differs := (element{i, v}).unlike(has, is); differs {
+			elements = append(elements, w)
 		}
 		delete(s.have, i)
 	}
@@ -527,23 +475,26 @@ func (s *fullSync) unwanted(have, keep map[id]value) []write {
 // prune removes what other programs have put into the table, and unused chains. Kernels before 6.2 may consider a chain in use for a while
 // after the element that led to it was removed; then the next full sync tries again.
 func (s *fullSync) prune(ctx context.Context) error {
-	foreign, spare := s.others, intruders{}
+	foreign, spare := intruders{sets: s.others.sets, objects: s.others.objects}, intruders{}
+	used, known := namesOf(s.layout.kindChains(s.kinds), nil), map[string]bool{}
 	if s.Compared {
-		known := s.ours
-		spare.chains = slices.DeleteFunc(slices.Clone(foreign.chains), func(name string) bool { return !known[name] })
-		foreign.chains = slices.DeleteFunc(slices.Clone(foreign.chains), func(name string) bool { return known[name] })
-	} else { // They are chains of kinds that were used before.
-		spare.chains, foreign.chains = foreign.chains, nil
+		known = s.before.names()
 	}
 	s.leftover = map[string]bool{}
-	for _, name := range spare.chains {
-		s.leftover[name] = true
+	for _, name := range s.others.chains {
+		switch {
+		case used[name]:
+		case s.Compared && !known[name]:
+			foreign.chains = append(foreign.chains, name)
+		default: // It is of a kind that was used before.
+			spare.chains = append(spare.chains, name)
+			s.leftover[name] = true
+		}
 	}
 	needed := s.plan.Partial || len(s.spareKinds) > 0 // by what is not known, or refused
 	if !s.Compared && needed || ctx.Err() != nil {
 		return nil
 	}
-	foreign.bases = nil // They are gone.
 	disarmed, removed := nft.NewBatch(s.family, names.NFTables), nft.NewBatch(s.family, names.NFTables)
 	if !needed && len(foreign.sets)+len(foreign.objects) > 0 { // Rules of chains that are not known may use them.
 		spare.disarm(disarmed)
@@ -559,33 +510,27 @@ func (s *fullSync) prune(ctx context.Context) error {
 			return err
 		}
 	}
-	if needed || len(spare.chains) == 0 {
-		return nil
+	if !needed && len(spare.chains) > 0 {
+		s.removeChains(spare.chains)
 	}
-	s.removeChains(spare)
 	return nil
 }
 
 // removeChains removes chains that no kind uses any more. Those that the kernel considers in use are left over.
-func (e *engine) removeChains(spare intruders) {
+func (e *engine) removeChains(list []string) {
 	b := nft.NewBatch(e.family, names.NFTables)
+	spare := intruders{chains: list}
 	spare.disarm(b)
 	spare.remove(b)
 	err := e.kernel.Commit(b)
-	if err == nil {
-		for _, name := range spare.chains {
+	for _, name := range list {
+		if err == nil {
 			delete(e.leftover, name)
+		} else {
+			e.leftover[name] = true
 		}
-		return
 	}
-	e.leftover = maps.Clone(e.leftover) // A comparison may have it.
-	if e.leftover == nil {
-		e.leftover = map[string]bool{}
-	}
-	for _, name := range spare.chains {
-		e.leftover[name] = true
-	}
-	if !errors.Is(err, unix.EBUSY) {
+	if err != nil && !errors.Is(err, unix.EBUSY) {
 		e.failed(e.family, true)
 		e.log.Warn("can't remove unused chains yet", "family", e.family, "error", err)
 	}

@@ -219,13 +219,15 @@ func (w written) uses(used map[kind]bool) {
 	}
 }
 
-func compareKinds(a, b kind) int {
-	side := func(set bool) int {
-		if set {
-			return 1
-		}
-		return 0
+// side orders what is not set before what is.
+func side(set bool) int {
+	if set {
+		return 1
 	}
+	return 0
+}
+
+func compareKinds(a, b kind) int {
 	return cmp.Or(cmp.Compare(a.treatment, b.treatment), side(a.nodePort)-side(b.nodePort), side(a.local)-side(b.local),
 		cmp.Compare(a.count, b.count), cmp.Compare(a.affinity, b.affinity), cmp.Compare(a.schedule, b.schedule))
 }

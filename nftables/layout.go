@@ -2,6 +2,7 @@ package nftables
 
 import (
 	"fmt"
+	"maps"
 	"net/netip"
 	"slices"
 	"time"
@@ -113,6 +114,20 @@ type layout struct {
 	node     plan.Node
 	// partial is plan.Plan.Partial: if set, no connection is rejected for lack of a Service.
 	partial bool
+}
+
+func layoutOf(p *plan.Plan, f plan.Family, o Options) *layout {
+	return &layout{family: f, options: o, settings: p.Settings, node: p.Node, partial: p.Partial}
+}
+
+// desired returns the chains and elements that a plan asks for, and the kinds in use, where the kernel has before of each ServicePort.
+func (l *layout) desired(p *plan.Plan, before func(*plan.ServicePort) written) (chains []nft.Chain, elements map[id]value, used map[kind]bool) {
+	elements, used = map[id]value{}, map[kind]bool{}
+	for _, sp := range p.Sorted(l.family) {
+		l.fill(place(before(sp), sp), elements, used)
+	}
+	maps.Copy(elements, fixed(used))
+	return append(l.kindChains(used), l.chains()...), elements, used
 }
 
 func (l *layout) rule() *builder { return &builder{family: l.family} }

@@ -45,12 +45,12 @@ func (b *Backend) Machine(p *plan.Plan, f plan.Family) *packetsim.Machine {
 	return packetsim.New(f)
 }
 
-// ruleset is what a plan becomes, with elements by set, and the clients that are remembered.
+// ruleset is what a plan becomes, with the clients that are remembered.
 type ruleset struct {
 	family   plan.Family
 	chains   map[string]nft.Chain
-	elements map[string]map[string]value // by set and key, but those that rules add
-	clients  map[string]value            // that are remembered, by key: which map has them follows from it
+	elements map[id]value     // but those that rules add
+	clients  map[string]value // that are remembered, by key: which map has them follows from it
 	// next, if not nil, has the elements that a packet finds from its lookup number since on, while it goes on by the rules of this one, as in
 	// the kernel where a transaction is carried out meanwhile. Only tests set it.
 	next  *ruleset
@@ -59,20 +59,9 @@ type ruleset struct {
 
 // rulesetOf returns the ruleset of a plan, where the kernel has before.
 func rulesetOf(p *plan.Plan, f plan.Family, o Options, before map[plan.Key]written) *ruleset {
-	l := &layout{family: f, options: o, settings: p.Settings, node: p.Node, partial: p.Partial}
-	all, used := map[id]value{}, map[kind]bool{}
-	for _, sp := range p.Sorted(f) {
-		l.fill(place(before[sp.Key], sp), all, used)
-	}
-	maps.Copy(all, fixed(used))
-	r := &ruleset{family: f, chains: map[string]nft.Chain{}, elements: map[string]map[string]value{}, clients: map[string]value{}}
-	for _, s := range sets(f) {
-		r.elements[s.Name] = map[string]value{}
-	}
-	for i, v := range all {
-		r.elements[sets(f)[i.set].Name][i.key] = v
-	}
-	for _, c := range append(l.kindChains(used), l.chains()...) {
+	chains, elements, _ := layoutOf(p, f, o).desired(p, func(sp *plan.ServicePort) written { return before[sp.Key] })
+	r := &ruleset{family: f, chains: map[string]nft.Chain{}, elements: elements, clients: map[string]value{}}
+	for _, c := range chains {
 		r.chains[c.Name] = c
 	}
 	return r
@@ -317,13 +306,13 @@ func (m *vm) lookup(e *expr.Lookup) {
 	if m.lookups++; r.next != nil && m.lookups >= r.since {
 		r = r.next
 	}
-	key, elements := m.keyOf(e.SetName, e.SourceRegister), r.elements[e.SetName]
-	if m.setNamed(e.SetName).remembers() {
-		elements = m.clients
+	i := id{m.setNamed(e.SetName), m.keyOf(e.SetName, e.SourceRegister)}
+	v, is := r.elements[i]
+	if i.set.remembers() {
+		v, is = m.clients[i.key]
 	}
-	v, is := elements[key]
-	if is && e.SetName != names.NFTSame {
-		m.note(e.SetName, id{key: key}, v)
+	if is && i.set != sameByte {
+		m.note(i, v)
 	}
 	switch {
 	case is == e.Invert:
@@ -336,9 +325,9 @@ func (m *vm) lookup(e *expr.Lookup) {
 }
 
 // note adds an element to those by which the rule does what it does.
-func (m *vm) note(set string, i id, v value) {
-	i.set = m.setNamed(set)
-	text := fmt.Sprintf("@%s { %s%s }", set, i.text(m.family), v.text(simSets[m.family][i.set]))
+func (m *vm) note(i id, v value) {
+	set := simSets[m.family][i.set]
+	text := fmt.Sprintf("@%s { %s%s }", set.Name, i.text(m.family), v.text(set))
 	m.Elements = append(m.Elements[:len(m.Elements):len(m.Elements)], text)
 }
 

@@ -25,6 +25,20 @@ const mostReads = 6
 // mostAsked is how many elements are asked for at once.
 const mostAsked = 1024
 
+// reading is what has been read of a table.
+type reading struct {
+	*engine
+	from    kernel
+	content *nft.Content // nil if there is no table
+	forms   []form       // of the sets
+	have    map[id]value // elements that this program may have written
+	foreign map[id]value // all others
+}
+
+func (e *engine) reading(from kernel, content *nft.Content) *reading {
+	return &reading{engine: e, from: from, content: content, forms: formsOf(e.sets), have: map[id]value{}, foreign: map[id]value{}}
+}
+
 // endpointSets are where the endpoints of frontends are.
 type endpointSets struct{ plain, choice, sticky setID }
 
@@ -32,6 +46,9 @@ var (
 	clusterSets = endpointSets{endpoints, choices, stickyEndpoints}
 	localSets   = endpointSets{localEndpoints, localChoices, localStickyEndpoints}
 )
+
+// ofEndpoints reports whether packets come to the elements of a set from a frontend alone.
+func (s setID) ofEndpoints() bool { return s >= endpoints && s <= localStickyEndpoints }
 
 // setsOf returns where the endpoints of a kind are.
 func setsOf(k kind) endpointSets {
@@ -47,17 +64,16 @@ type numbers struct {
 	count int
 }
 
-// readElements reads the elements in the kernel. In large maps, it reads those that frontends lead to; what nothing leads to does no
-// harm, and is left to comparisons beside syncs. settled says to list the other sets until a listing has none that was not seen before: while
-// the kernel moves the elements of a grown set to a larger hash table, which it does in the background, a listing may omit some.
-func (s *fullSync) readElements(ctx context.Context, settled bool) error {
+// readElements reads the elements in the kernel. Of large maps of endpoints, it leaves those that frontends lead to for readAhead; what
+// nothing leads to does no harm, and is left to comparisons beside syncs.
+func (s *fullSync) readElements(ctx context.Context) error {
 	listed := []setID{kinds, kindsWithin, sameByte}
 	for share := range setID(affinityShares) {
 		listed = append(listed, affinity+share)
 	}
 	for _, set := range []setID{services, servicesWithin, limited, sourceRanges, clusterIPs} {
 		found := 0
-		if s.counted(set) > s.mostListed && !s.shown { // A table that is shown is read without a plan.
+		if s.counted(set) > s.mostListed {
 			var err error
 			if found, err = s.ask(ctx, set, s.frontends(set)); err != nil {
 				return err
@@ -67,50 +83,28 @@ func (s *fullSync) readElements(ctx context.Context, settled bool) error {
 			listed = append(listed, set)
 		}
 	}
-	if err := s.list(ctx, settled, listed); err != nil {
+	if err := s.list(ctx, true, listed); err != nil {
 		return err
 	}
 	listed = nil
 	led := s.led(s.frontendsFound())
-	later := s.current == nil && !s.shown
-	for _, set := range []setID{endpoints, localEndpoints, choices, localChoices} {
-		n := 0
-		for _, l := range led[set] {
-			n += l.count
-		}
-		if s.size(set, n) <= s.mostListed {
-			listed = append(listed, set)
-			continue
-		}
-		s.deferred[set], s.unread[set] = later, !s.shown
-		if !later {
-			if _, err := s.ask(ctx, set, indices(led[set])); err != nil {
-				return err
-			}
-		}
-	}
-	if err := s.list(ctx, settled, listed); err != nil {
-		return err
-	}
-	listed = nil
 	for _, of := range []endpointSets{clusterSets, localSets} {
-		chosen := s.chosen(of, led[of.choice])
-		n := len(chosen)
-		if s.deferred[of.choice] {
-			n = s.mostListed + 1
-		}
-		if s.size(of.sticky, n) <= s.mostListed {
-			listed = append(listed, of.sticky)
-			continue
-		}
-		s.deferred[of.sticky], s.unread[of.sticky] = later, !s.shown
-		if !later {
-			if _, err := s.ask(ctx, of.sticky, maps.Keys(chosen)); err != nil {
-				return err
+		led[of.sticky] = led[of.choice] // or less
+		for _, set := range []setID{of.plain, of.choice, of.sticky} {
+			n, told := s.content.Counts[s.sets[set].Name]
+			if !told {
+				for _, l := range led[set] {
+					n += l.count
+				}
+			}
+			if n <= s.mostListed {
+				listed = append(listed, set)
+			} else {
+				s.deferred[set], s.unread[set] = true, true
 			}
 		}
 	}
-	return s.list(ctx, settled, listed)
+	return s.list(ctx, true, listed)
 }
 
 // mostAhead is how many numbers of frontends are read at once, while those before are compared.
@@ -158,7 +152,7 @@ func (a *ahead) more(ctx context.Context) (int, error) {
 		return len(a.list), nil
 	}
 	for len(a.next) < 2 && a.begun < len(a.list) {
-		if err := a.begin(ctx); err != nil {
+		if err := a.begin(ctx, a.some); err != nil {
 			return 0, err
 		}
 	}
@@ -170,24 +164,43 @@ func (a *ahead) more(ctx context.Context) (int, error) {
 	return b.end, a.readSticky(ctx, b.led)
 }
 
-// begin asks for a batch.
-func (a *ahead) begin(ctx context.Context) error {
-	size := 0
-	led := a.led(func(yield func(string) bool) {
-		for _, sp := range a.list[a.begun:] {
-			if size > mostAhead {
-				return
+// some are the frontends of the next ServicePorts.
+func (a *ahead) some(yield func(string) bool) {
+	for size := 0; a.begun < len(a.list) && size <= mostAhead; a.begun++ {
+		for _, fe := range a.list[a.begun].Frontends {
+			name := nameOf(a.family, fe)
+			for _, k := range a.kindsFound(name) {
+				size += k.count
 			}
-			a.begun++
-			for _, fe := range sp.Frontends {
-				name := nameOf(a.family, fe)
-				for _, k := range a.kindsFound(name) {
-					size += k.count
-				}
-				yield(name)
-			}
+			yield(name)
 		}
-	})
+	}
+}
+
+// rest reads the endpoints of frontends that none of the ServicePorts has.
+func (a *ahead) rest(ctx context.Context) error {
+	if a.q == nil {
+		return nil
+	}
+	rest := map[string]bool{}
+	for name := range a.frontendsFound() {
+		rest[name] = true
+	}
+	for _, sp := range a.list {
+		for _, fe := range sp.Frontends {
+			delete(rest, nameOf(a.family, fe))
+		}
+	}
+	if err := a.begin(ctx, maps.Keys(rest)); err != nil {
+		return err
+	}
+	_, err := a.more(ctx)
+	return err
+}
+
+// begin asks for a batch of frontends.
+func (a *ahead) begin(ctx context.Context, frontends iter.Seq[string]) error {
+	led := a.led(frontends)
 	a.batch++
 	a.next = append(a.next, batch{a.begun, led})
 	return inQuestions(func(yield func(element) bool) {
@@ -216,35 +229,6 @@ func (a *ahead) close() {
 	}
 }
 
-// readRest reads the endpoints of frontends that none of the ServicePorts has in sets that are deferred.
-func (s *fullSync) readRest(ctx context.Context, list []*plan.ServicePort) error {
-	if s.deferred == ([setCount]bool{}) {
-		return nil
-	}
-	rest := map[string]bool{}
-	for name := range s.frontendsFound() {
-		rest[name] = true
-	}
-	for _, sp := range list {
-		for _, fe := range sp.Frontends {
-			delete(rest, nameOf(s.family, fe))
-		}
-	}
-	return s.readLed(ctx, s.led(maps.Keys(rest)))
-}
-
-// readLed reads what frontends lead to in sets that are deferred.
-func (s *fullSync) readLed(ctx context.Context, led [setCount][]numbers) error {
-	for set := range setCount {
-		if s.deferred[set] && len(led[set]) > 0 {
-			if _, err := s.ask(ctx, set, indices(led[set])); err != nil {
-				return err
-			}
-		}
-	}
-	return s.readSticky(ctx, led)
-}
-
 // readSticky reads the endpoints to which choices lead, where these have been read.
 func (s *fullSync) readSticky(ctx context.Context, led [setCount][]numbers) error {
 	for _, of := range []endpointSets{clusterSets, localSets} {
@@ -258,54 +242,46 @@ func (s *fullSync) readSticky(ctx context.Context, led [setCount][]numbers) erro
 }
 
 // counted is how many elements a set has; 0 where the kernel does not tell.
-func (s *fullSync) counted(set setID) int { return s.content.Counts[s.sets[set].Name] }
+func (r *reading) counted(set setID) int { return r.content.Counts[r.sets[set].Name] }
 
-// size is how many elements a set has; where the kernel does not tell, how many of them something leads to.
-func (s *fullSync) size(set setID, led int) int {
-	if n, told := s.content.Counts[s.sets[set].Name]; told {
-		return n
-	}
-	return led
-}
-
-// list reads all elements of sets. settled says to list a set until the kernel's number of its elements has been seen, or nothing new appears.
-func (s *fullSync) list(ctx context.Context, settled bool, sets []setID) error {
+// list reads all elements of sets. settled says to list a set until the kernel's number of its elements has been seen, or nothing new appears:
+// while the kernel moves the elements of a grown set to a larger hash table, which it does in the background, a listing may omit some.
+func (r *reading) list(ctx context.Context, settled bool, sets []setID) error {
 	var seen [setCount]int
 	note := func(i id, v value) error {
-		if _, known := s.have[i]; !known {
-			if _, known = s.foreign[i]; !known {
+		if _, known := r.have[i]; !known {
+			if _, known = r.foreign[i]; !known {
 				seen[i.set]++
 			}
 		}
-		return s.note(i, v)
+		return r.note(i, v)
 	}
 	for range mostReads {
 		before := seen
-		if err := s.each(ctx, s.kernel, sets, note); err != nil {
+		if err := r.each(ctx, r.from, sets, note); err != nil {
 			return err
 		}
 		if !settled || seen == before {
 			return nil
 		}
 		sets = slices.DeleteFunc(slices.Clone(sets), func(set setID) bool {
-			n, told := s.content.Counts[s.sets[set].Name]
+			n, told := r.content.Counts[r.sets[set].Name]
 			return told && n == seen[set]
 		})
 	}
 	return nil
 }
 
-func (s *fullSync) note(i id, v value) error {
-	if s.forms[i.set].has(i, v) {
-		s.have[i] = v
+func (r *reading) note(i id, v value) error {
+	if r.forms[i.set].has(i, v) {
+		r.have[i] = v
 	} else {
-		s.foreign[i] = v
+		r.foreign[i] = v
 	}
 	return nil
 }
 
-// ask reads elements of one set by their keys, and its catch-all element, and returns how many of the former there are. Where the table is
-// read to be shown, and the kernel says that there are others, it lists all.
+// ask reads elements of one set by their keys, and its catch-all element, and returns how many of the former there are.
 func (s *fullSync) ask(ctx context.Context, set setID, keys iter.Seq[string]) (found int, err error) {
 	err = s.find(ctx, s.kernel, func(yield func(element) bool) {
 		if !yield(element{id: id{set: set}}) {
@@ -317,37 +293,21 @@ func (s *fullSync) ask(ctx context.Context, set setID, keys iter.Seq[string]) (f
 			}
 		}
 	}, func(at element, v value, is bool) error {
-		if !is {
-			return nil
-		}
-		if at.key != "" {
+		if is && at.key != "" {
 			found++
 		}
-		return s.note(at.id, v)
+		return s.noteFound(at, v, is)
 	})
-	if err == nil && s.shown && found != s.counted(set) {
-		err = s.list(ctx, true, []setID{set})
-	}
 	return found, err
 }
 
 // frontends are the keys in a set of the plan's frontends and their source ranges.
 func (s *fullSync) frontends(set setID) iter.Seq[string] {
 	keys := map[string]bool{}
-	for _, sp := range s.plan.Services {
-		for _, fe := range sp.Frontends {
-			switch {
-			case sp.Key.Family != s.family || fe.Kind == plan.HealthCheckNodePort:
-			case set == sourceRanges:
-				for _, el := range s.layout.sources(sp, fe) {
-					if el.set == set {
-						keys[el.key] = true
-					}
-				}
-			case set != clusterIPs:
-				keys[nameOf(s.family, fe)] = true
-			case fe.Kind == plan.ClusterIP:
-				keys[string(fe.Addr.AsSlice())] = true
+	for _, sp := range s.plan.Sorted(s.family) {
+		for _, el := range s.layout.unsorted(written{sp: sp}, map[kind]bool{}) {
+			if el.set == set {
+				keys[el.key] = true
 			}
 		}
 	}
@@ -367,9 +327,9 @@ func (s *fullSync) frontendsFound() iter.Seq[string] {
 }
 
 // kindsFound are the kinds that a frontend in the kernel has.
-func (s *fullSync) kindsFound(name string) (out []kind) {
+func (r *reading) kindsFound(name string) (out []kind) {
 	for _, set := range []setID{services, servicesWithin} {
-		if v, is := s.have[id{set, name}]; is {
+		if v, is := r.have[id{set, name}]; is {
 			if k, known := kindOf(nativeNumber(v.data)); known {
 				out = append(out, k)
 			}
@@ -409,47 +369,27 @@ func indices(list []numbers) iter.Seq[string] {
 // chosen are the keys of the endpoints that choices in the kernel lead to.
 func (s *fullSync) chosen(of endpointSets, led []numbers) map[string]bool {
 	out := map[string]bool{}
-	for _, l := range led {
-		for n := range l.count {
-			if v, is := s.have[id{of.choice, indexed(l.name, uint32(n))}]; is {
-				out[l.name+v.data] = true
-			}
+	n := 4 * nameRegisters(s.family)
+	for key := range indices(led) {
+		if v, is := s.have[id{of.choice, key}]; is {
+			out[key[:n]+v.data] = true
 		}
 	}
 	return out
 }
 
-// unled reads the elements that syncs have written, and that nothing in the kernel leads to any more: where something that leads to others is
-// missing, these are not.
-func (s *fullSync) unled(ctx context.Context) error {
-	if s.unread == ([setCount]bool{}) {
-		return nil
-	}
-	return s.find(ctx, s.kernel, func(yield func(element) bool) {
-		mine := map[id]value{}
-		for _, w := range s.current {
-			clear(mine)
-			s.before.fill(w, mine, map[kind]bool{})
-			for i := range mine {
-				if _, is := s.have[i]; !is && s.unread[i.set] && !yield(element{id: i}) {
-					return
-				}
-			}
-		}
-	}, s.noteFound)
-}
-
 // noteFound notes what has been looked for, if it is there.
-func (s *fullSync) noteFound(at element, v value, is bool) error {
+func (r *reading) noteFound(at element, v value, is bool) error {
 	if !is {
 		return nil
 	}
-	return s.note(at.id, v)
+	return r.note(at.id, v)
 }
 
-// missed reads those of the elements that are about to be added which are there already, and nothing leads to: an interrupted sync has left
-// them. It calls note with each, and reports whether there are any. No transaction may be under way.
-func (e *engine) missed(ctx context.Context, writes []write, note func(id, value) error) (met bool, err error) {
+// writesTo returns the writes that turn had into want. It reads those of the elements to add which may be there already, as an interrupted sync
+// has left them and nothing leads to them, and puts them into had. No transaction may be under way.
+func (e *engine) writesTo(ctx context.Context, had map[id]value, want []element) ([]write, error) {
+	writes := differing(had, want)
 	var added []element
 	for _, w := range writes {
 		if w.had == nil && e.unread[w.set] {
@@ -457,15 +397,15 @@ func (e *engine) missed(ctx context.Context, writes []write, note func(id, value
 		}
 	}
 	if len(added) == 0 {
-		return false, nil
+		return writes, nil
 	}
-	err = e.find(ctx, e.kernel, slices.Values(added), func(at element, v value, is bool) error {
-		if met = met || is; !is {
-			return nil
+	err := e.find(ctx, e.kernel, slices.Values(added), func(at element, v value, is bool) error {
+		if is {
+			had[at.id] = v
 		}
-		return note(at.id, v)
+		return nil
 	})
-	return met, err
+	return differing(had, want), err
 }
 
 // find looks for elements by their keys, and calls visit with each, in any order, with the value that it has, and whether it is there. Of many, it
@@ -476,7 +416,7 @@ func (e *engine) find(ctx context.Context, k kernel, list iter.Seq[element], vis
 	if err := inQuestions(list, func(some *question) error { return errors.Join(ctx.Err(), q.ask(some)) }); err != nil {
 		return err
 	}
-	return q.rest()
+	return q.wait(0)
 }
 
 // inQuestions asks for elements, some at a time. The last question may be for none.
@@ -502,6 +442,7 @@ type question struct {
 	err   error
 	fault *fault // unless it is nil, the answer has panicked
 	batch int    // which of several it is a part of
+	done  chan struct{}
 }
 
 // fault is what another goroutine has panicked with, and where.
@@ -513,6 +454,7 @@ type fault struct {
 func (f *fault) String() string { return fmt.Sprint(f.with) }
 
 func (q *question) answer(e *engine, k kernel) {
+	defer close(q.done)
 	defer func() {
 		if with := recover(); with != nil {
 			q.fault = &fault{with, debug.Stack()}
@@ -529,73 +471,54 @@ func (q *question) answer(e *engine, k kernel) {
 	})
 }
 
-// questions are answered side by side, once there are two of them.
+// questions are answered side by side, once there are two of them, and visited in order.
 type questions struct {
-	engine   *engine
-	kernels  []kernel
-	others   int // how many of these are another's
-	visit    func(element, value, bool) error
-	first    *question
-	asked    chan *question
-	answered chan *question
-	open     int         // how many have been asked, and not visited
-	openOf   map[int]int // the same by batch
+	engine  *engine
+	kernels []kernel
+	others  int // how many of these are another's
+	visit   func(element, value, bool) error
+	asked   chan *question
+	open    []*question // that have been asked, and not visited
 }
 
-// ask has a question answered, and visits the answers to others.
+// ask has a question answered, and may visit the answer to one before.
 func (q *questions) ask(some *question) error {
-	if q.asked == nil && q.first == nil {
-		q.first = some
-		return nil
-	}
+	some.done = make(chan struct{})
+	q.open = append(q.open, some)
 	if q.asked == nil {
-		if err := q.start(); err != nil {
-			return err
-		}
-	}
-	for {
-		select {
-		case q.asked <- some:
-			q.open++
-			q.openOf[some.batch]++
+		if len(q.open) == 1 { // It may be the only one.
 			return nil
-		case a := <-q.answered:
-			if err := q.note(a); err != nil {
-				return err
-			}
 		}
+		if k, err := q.engine.reader(); err == nil { // Else one has to do.
+			q.kernels = append(q.kernels, k)
+		}
+		q.work(0)
+		q.asked <- q.open[0]
 	}
-}
-
-func (q *questions) start() error {
-	if k, err := q.engine.reader(); err == nil { // Else one has to do.
-		q.kernels = append(q.kernels, k)
+	q.asked <- some
+	if len(q.open) > len(q.kernels)+cap(q.asked) {
+		return q.next()
 	}
-	q.work(0)
-	return q.ask(q.first)
+	return nil
 }
 
 // work begins to answer. more is how many questions may wait, beside those that are being answered.
 func (q *questions) work(more int) {
-	q.asked, q.answered, q.openOf = make(chan *question, more), make(chan *question, len(q.kernels)+more), map[int]int{}
+	q.asked = make(chan *question, more)
 	for _, k := range q.kernels {
 		go func() {
 			for some := range q.asked {
 				some.answer(q.engine, k)
-				q.answered <- some
 			}
 		}()
 	}
 }
 
-// note visits an answer. It panics where whoever answered did, for its caller to handle.
-func (q *questions) note(a *question) error {
-	q.open--
-	q.openOf[a.batch]--
-	return q.visitAll(a)
-}
-
-func (q *questions) visitAll(a *question) error {
+// next visits the answer to the first question that is open. It panics where whoever answered did, for its caller to handle.
+func (q *questions) next() error {
+	a := q.open[0]
+	q.open = q.open[1:]
+	<-a.done
 	if a.fault != nil {
 		panic(a.fault)
 	}
@@ -610,24 +533,13 @@ func (q *questions) visitAll(a *question) error {
 	return nil
 }
 
-// rest visits the answers that have not been visited.
-func (q *questions) rest() error {
-	if q.asked == nil {
-		q.first.answer(q.engine, q.kernels[0])
-		return q.visitAll(q.first)
-	}
-	for q.open > 0 {
-		if err := q.note(<-q.answered); err != nil {
-			return err
-		}
-	}
-	return nil
-}
-
-// wait visits answers until all of a batch have been visited.
+// wait visits the answers to all questions up to a batch.
 func (q *questions) wait(batch int) error {
-	for q.openOf[batch] > 0 {
-		if err := q.note(<-q.answered); err != nil {
+	if q.asked == nil {
+		q.open[0].answer(q.engine, q.kernels[0])
+	}
+	for len(q.open) > 0 && q.open[0].batch <= batch {
+		if err := q.next(); err != nil {
 			return err
 		}
 	}
@@ -638,8 +550,8 @@ func (q *questions) wait(batch int) error {
 func (q *questions) close() {
 	if q.asked != nil {
 		close(q.asked)
-		for ; q.open > 0; q.open-- {
-			<-q.answered
+		for _, a := range q.open {
+			<-a.done
 		}
 	}
 	for _, k := range q.kernels[q.others:] {
@@ -673,29 +585,22 @@ func (e *engine) each(ctx context.Context, k kernel, sets []setID, visit func(id
 
 // remembered are the elements that syncs have written.
 func (e *engine) remembered() map[id]value {
-	out := fixed(e.kinds)
-	maps.Copy(out, e.spareKinds)
-	for a := range e.users {
-		out[id{set: clusterIPs, key: string(a.AsSlice())}] = value{}
-	}
-	for _, r := range e.refused {
-		maps.Copy(out, r.kept)
-	}
-	for _, w := range e.current {
-		e.layout.fill(w, out, map[kind]bool{})
+	out := map[id]value{}
+	for el := range e.known().expected(map[kind]bool{}) {
+		out[el.id] = el.value
 	}
 	return out
 }
 
 // places returns the endpoints of a frontend in the kernel that has a kind, indexed by their numbers.
-func (s *fullSync) places(name string, k kind) []netip.AddrPort {
-	of, n := setsOf(k), s.family.Bits()/8
+func (r *reading) places(name string, k kind) []netip.AddrPort {
+	of, n := setsOf(k), r.family.Bits()/8
 	out := make([]netip.AddrPort, k.count)
 	for i := range out {
-		v, is := s.have[id{of.plain, indexed(name, uint32(i))}]
+		v, is := r.have[id{of.plain, indexed(name, uint32(i))}]
 		if k.affinity > 0 {
-			choice := s.have[id{of.choice, indexed(name, uint32(i))}]
-			v, is = s.have[id{of.sticky, name + choice.data}]
+			choice := r.have[id{of.choice, indexed(name, uint32(i))}]
+			v, is = r.have[id{of.sticky, name + choice.data}]
 		}
 		if is {
 			a, _ := netip.AddrFromSlice([]byte(v.data[:n]))

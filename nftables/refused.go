@@ -63,12 +63,10 @@ func (e *engine) withhold(p *plan.Plan, changed plan.Keys) plan.Keys {
 	return out
 }
 
-// stillRefused returns how a ServicePort was refused, if it should not be tried again yet; nil if it should.
-func (e *engine) stillRefused(sp *plan.ServicePort) *refusal {
-	if r := e.refused[sp.Key]; r != nil && time.Now().Before(r.again) && r.sp.Equal(sp) {
-		return r
-	}
-	return nil
+// stillRefused reports whether a ServicePort was refused, and should not be tried again yet.
+func (e *engine) stillRefused(sp *plan.ServicePort) bool {
+	r := e.refused[sp.Key]
+	return r != nil && time.Now().Before(r.again) && r.sp.Equal(sp)
 }
 
 // keptFor returns, of what the kernel has, the elements of each of some ServicePorts: those of its frontends, if they are its own.

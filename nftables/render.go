@@ -74,12 +74,7 @@ func partText(t uint32, raw []byte) string {
 // Render returns the table of a family in the form of `nft list table`, in stable order, as input for `nft -f`. The map affinity is empty:
 // rules fill it. How often the kernel collects its elements is left out, since nft takes that for sets only.
 func Render(p *plan.Plan, f plan.Family, o Options) string {
-	l := &layout{family: f, options: o, settings: p.Settings, node: p.Node, partial: p.Partial}
-	elements, used := map[id]value{}, map[kind]bool{}
-	for _, sp := range p.Sorted(f) {
-		l.fill(place(written{}, sp), elements, used)
-	}
-	maps.Copy(elements, fixed(used))
+	chains, elements, used := layoutOf(p, f, o).desired(p, func(*plan.ServicePort) written { return written{} })
 	var out strings.Builder
 	fmt.Fprintf(&out, "table %s %s {\n", nft.FamilyName(f), names.NFTables)
 	order := slices.SortedFunc(maps.Keys(elements), compareIDs)
@@ -91,7 +86,7 @@ func Render(p *plan.Plan, f plan.Family, o Options) string {
 		renderSet(&out, f, set, order[:n], elements)
 		order = order[n:]
 	}
-	for _, c := range asInput(append(l.kindChains(used), l.chains()...), used) {
+	for _, c := range asInput(chains, used) {
 		out.WriteString(chainText(c, "\t"))
 	}
 	out.WriteString("}\n")

@@ -85,8 +85,7 @@ func (b *builder) frontendOf(nodePort bool) (string, []expr.Any) {
 	}
 	zeros, n := noAddress(b.family).AsSlice(), addrRegisters(b.family)
 	return fmt.Sprintf("%s daddr & %s . meta l4proto . th dport", b.ip(), noAddress(b.family)),
-		[]expr.Any{b.address(true, 0), &expr.Bitwise{SourceRegister: register(0), DestRegister: register(0), Len: uint32(len(zeros)),
-			Mask: zeros, Xor: zeros}, loadProtocol(n), loadPort(n + 1)}
+		[]expr.Any{b.address(true, 0), bitwise(0, zeros, zeros), loadProtocol(n), loadPort(n + 1)}
 }
 
 // noAddress returns the address of node ports in maps. Packets that have it as their destination are for no Service.
@@ -124,7 +123,7 @@ func (b *builder) byKind(set string) nft.Rule {
 func (b *builder) hasBits(bits uint32) *builder {
 	text := classID(bits)
 	return b.add(fmt.Sprintf("meta priority & %s == %s", text, text), loadPriority(0),
-		&expr.Bitwise{SourceRegister: register(0), DestRegister: register(0), Len: 4, Mask: native(bits), Xor: native(0)}, equals(native(bits)))
+		bitwise(0, native(bits), native(0)), equals(native(bits)))
 }
 
 // classID is a priority in the language of nft.
@@ -152,6 +151,11 @@ func equals(v []byte) expr.Any { return &expr.Cmp{Op: expr.CmpOpEq, Register: re
 
 func differs(v []byte) expr.Any { return &expr.Cmp{Op: expr.CmpOpNeq, Register: register(0), Data: v} }
 
+// bitwise replaces what a register holds by its bits in mask, of which those in xor are turned over.
+func bitwise(at int, mask, xor []byte) expr.Any {
+	return &expr.Bitwise{SourceRegister: register(at), DestRegister: register(at), Len: uint32(len(mask)), Mask: mask, Xor: xor}
+}
+
 func (b *builder) op(not bool) (string, func([]byte) expr.Any) {
 	if not {
 		return "!= ", differs
@@ -169,8 +173,7 @@ func (b *builder) within(destination bool, r netip.Prefix, not bool) *builder {
 	exprs := []expr.Any{b.address(destination, 0)}
 	if r.Bits() < r.Addr().BitLen() {
 		mask := maskOf(b.family, r.Bits())
-		exprs = append(exprs, &expr.Bitwise{SourceRegister: register(0), DestRegister: register(0), Len: uint32(len(mask)),
-			Mask: mask, Xor: make([]byte, len(mask))})
+		exprs = append(exprs, bitwise(0, mask, make([]byte, len(mask))))
 	}
 	text := r.String()
 	if r.IsSingleIP() {
@@ -189,12 +192,11 @@ func (b *builder) fromRange(bits int) *builder {
 		mask := maskOf(b.family, bits)
 		a, _ := netip.AddrFromSlice(mask)
 		text += " & " + a.String()
-		exprs = append(exprs, &expr.Bitwise{SourceRegister: register(at), DestRegister: register(at), Len: uint32(len(mask)), Mask: mask, Xor: make([]byte, len(mask))})
+		exprs = append(exprs, bitwise(at, mask, make([]byte, len(mask))))
 	}
 	at += addrRegisters(b.family)
 	return b.add(fmt.Sprintf("%s . th dport & %d | %d @%s", text, bits, bits, names.NFTSourceRanges), append(exprs, loadPort(at),
-		&expr.Bitwise{SourceRegister: register(at), DestRegister: register(at), Len: 2, Mask: []byte{0, 0}, Xor: binary.BigEndian.AppendUint16(nil, uint16(bits))},
-		contains(names.NFTSourceRanges))...)
+		bitwise(at, []byte{0, 0}, binary.BigEndian.AppendUint16(nil, uint16(bits))), contains(names.NFTSourceRanges))...)
 }
 
 func maskOf(f plan.Family, bits int) []byte {
@@ -250,20 +252,20 @@ func (b *builder) mark(bit uint32, set bool) *builder {
 		text, xor = fmt.Sprintf("meta mark set meta mark | %#08x", bit), native(bit)
 	}
 	return b.add(text, &expr.Meta{Key: expr.MetaKeyMARK, Register: register(0)},
-		&expr.Bitwise{SourceRegister: register(0), DestRegister: register(0), Len: 4, Mask: native(^bit), Xor: xor},
+		bitwise(0, native(^bit), xor),
 		&expr.Meta{Key: expr.MetaKeyMARK, SourceRegister: true, Register: register(0)})
 }
 
 // marked matches packets with a bit of the mark set.
 func (b *builder) marked(bit uint32) *builder {
 	return b.add(fmt.Sprintf("meta mark & %#08x == %#08x", bit, bit), &expr.Meta{Key: expr.MetaKeyMARK, Register: register(0)},
-		&expr.Bitwise{SourceRegister: register(0), DestRegister: register(0), Len: 4, Mask: native(bit), Xor: native(0)}, equals(native(bit)))
+		bitwise(0, native(bit), native(0)), equals(native(bit)))
 }
 
 // tracked matches packets whose conntrack state or status has a bit set.
 func (b *builder) tracked(text string, key expr.CtKey, bit uint32) *builder {
 	return b.add(text, &expr.Ct{Key: key, Register: register(0)},
-		&expr.Bitwise{SourceRegister: register(0), DestRegister: register(0), Len: 4, Mask: native(bit), Xor: native(0)}, differs(native(0)))
+		bitwise(0, native(bit), native(0)), differs(native(0)))
 }
 
 // opDelete is NFT_DYNSET_OP_DELETE, which golang.org/x/sys lacks.
@@ -342,14 +344,6 @@ func (w way) chain(name string) string {
 	return name
 }
 
-// endpointSets are the maps of endpoints by number, of their identifiers by number, and of them by identifier.
-func (w way) endpointSets() (byNumber, choices, sticky string) {
-	if w.local {
-		return names.NFTLocalEndpoints, names.NFTLocalChoices, names.NFTLocalStickyEndpoints
-	}
-	return names.NFTEndpoints, names.NFTChoices, names.NFTStickyEndpoints
-}
-
 // byPriority looks up in a map what a frontend has under the packet's priority.
 func (w way) byPriority(b *builder, set string) (string, []expr.Any) {
 	text, exprs := b.frontendOf(w.nodePort)
@@ -390,7 +384,7 @@ func (b *builder) number(s schedule, count int) *builder {
 
 // endpointChains are those that look up an endpoint. With affinity, a number leads to the identifier of an endpoint first.
 func (w way) endpointChains(f plan.Family) []nft.Chain {
-	byNumber, choices, sticky := w.endpointSets()
+	all, of := sets(f), setsOf(kind{local: w.local})
 	send := func(set string) nft.Rule {
 		b := &builder{family: f}
 		return b.translate(w.byPriority(b, set))
@@ -401,11 +395,11 @@ func (w way) endpointChains(f plan.Family) []nft.Chain {
 		gone = append(gone, (&builder{family: f}).inShare(w, share).client(w, share, "delete", opDelete, 0).out)
 	}
 	choice := &builder{family: f}
-	text, exprs := w.byPriority(choice, choices)
+	text, exprs := w.byPriority(choice, all[of.choice].Name)
 	choice.add("meta priority set "+text, append(exprs, storePriority(0))...)
 	return []nft.Chain{
-		{Name: w.chain(names.NFTToEndpoint), Rules: []nft.Rule{send(byNumber)}},
-		{Name: w.chain(names.NFTToSticky), Rules: []nft.Rule{send(sticky)}},
+		{Name: w.chain(names.NFTToEndpoint), Rules: []nft.Rule{send(all[of.plain].Name)}},
+		{Name: w.chain(names.NFTToSticky), Rules: []nft.Rule{send(all[of.sticky].Name)}},
 		{Name: w.chain(names.NFTChoice), Rules: append(gone, choice.out)},
 	}
 }

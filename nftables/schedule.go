@@ -6,7 +6,6 @@ import (
 	"net/netip"
 	"slices"
 	"sort"
-	"sync"
 
 	"nodeproxy/plan"
 )
@@ -24,20 +23,14 @@ const (
 // honoured are the schedulers that Services may ask for and get: rr is at random here too, and wrr by weight.
 var honoured = []string{"", "rr", "wrr", "sh", "mh"}
 
-// askedFor remembers the schedulers that Services ask for. It may be nil.
+// askedFor remembers the schedulers that Services ask for. The engines, which sync one after the other, share it. It may be nil.
 type askedFor struct {
-	mu    sync.Mutex
 	known map[string]bool
 	warn  func(string)
 }
 
 func (a *askedFor) note(name string) {
-	if a == nil || a.warn == nil || slices.Contains(honoured, name) {
-		return
-	}
-	a.mu.Lock()
-	defer a.mu.Unlock()
-	if !a.known[name] {
+	if a != nil && a.warn != nil && !slices.Contains(honoured, name) && !a.known[name] {
 		a.known[name] = true
 		a.warn(fmt.Sprintf("mode nftables has no scheduler %q; Services that ask for it get their endpoints at random", name))
 	}

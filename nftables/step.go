@@ -3,6 +3,7 @@ package nftables
 import (
 	"cmp"
 	"iter"
+	"maps"
 	"slices"
 
 	"nodeproxy/plan"
@@ -36,14 +37,6 @@ func (w written) frontends() iter.Seq2[plan.Frontend, *written] {
 			}
 		}
 	}
-}
-
-// count is how many frontends the version has that is in the kernel, or is to be there.
-func (w written) count() int {
-	if w.sp == nil {
-		return 0
-	}
-	return len(w.sp.Frontends)
 }
 
 // size is about how many elements a frontend has, apart from source ranges; 0 if w is nil.
@@ -157,32 +150,20 @@ type frontendChange struct {
 
 // changes lists what differs between what is in the kernel and want.
 func (w written) changes(want *written) []frontendChange {
-	n := len(w.others)
-	if w.sp != want.sp {
-		n += max(w.count(), want.count())
+	had := maps.Collect(w.frontends())
+	for fe := range want.frontends() {
+		if _, is := had[fe]; !is {
+			had[fe] = nil
+		}
 	}
-	list := make([]frontendChange, 0, n)
-	isWanted := func(fe plan.Frontend) *written {
+	var list []frontendChange
+	for fe, v := range had {
+		c := frontendChange{fe: fe, was: fe, had: v}
 		if want.sp != nil && want.sp.Has(fe) {
-			return want
+			c.want = want
 		}
-		return nil
-	}
-	for fe, v := range w.others {
-		if is := isWanted(fe); v != nil || is != nil {
-			list = append(list, frontendChange{fe, fe, v, is, 0})
-		}
-	}
-	if w.sp != want.sp {
-		for fe, v := range w.frontends() {
-			if _, is := w.others[fe]; !is {
-				list = append(list, frontendChange{fe, fe, v, isWanted(fe), 0})
-			}
-		}
-		for fe := range want.frontends() {
-			if _, is := w.others[fe]; !is && (w.sp == nil || !w.sp.Has(fe)) {
-				list = append(list, frontendChange{fe, fe, nil, want, 0})
-			}
+		if _, other := w.others[fe]; other || w.sp != want.sp {
+			list = append(list, c)
 		}
 	}
 	place := func(fe plan.Frontend) plan.Frontend {

@@ -197,16 +197,8 @@ func (r *TrafficReader) Traffic(ctx context.Context) iter.Seq2[plan.Traffic, err
 			}
 			delete(r.last, c)
 		}
-		for c := range r.last {
-			if _, is := owner[c]; !is {
-				delete(r.last, c)
-			}
-		}
-		for key := range r.total {
-			if !known[key] {
-				delete(r.total, key)
-			}
-		}
+		maps.DeleteFunc(r.last, func(c counter, _ uint64) bool { _, is := owner[c]; return !is })
+		maps.DeleteFunc(r.total, func(key plan.Key, _ uint64) bool { return !known[key] })
 		for _, e := range r.engines {
 			var keys []string
 			for c := range owner {

@@ -24,7 +24,7 @@ type write struct {
 // group is the writes of one ServicePort, which are made at once.
 type group struct {
 	sp     *plan.ServicePort
-	kinds  []kind // those that need a chain first
+	kinds  []kind // need a chain first, if they have none
 	writes []write
 	ahead  []write // were carried out before
 }
@@ -370,30 +370,35 @@ func (t *transactions) addKinds(b *nft.Batch, fresh []kind) ([]write, error) {
 			chains = append(chains, t.layout.chain(k))
 		}
 	}
-	for _, c := range chains {
-		b.AddChain(c)
-		// It may exist: a Service that is not known yet may use it, or the kernel refused to delete it.
-		b.FlushChain(c.Name)
-	}
-	for _, c := range chains {
-		if err := b.AddRules(c); err != nil {
-			return nil, err
-		}
+	// They may exist: a Service that is not known yet may use them, or the kernel refused to delete them.
+	if err := rewrite(b, chains); err != nil {
+		return nil, err
 	}
 	var out []write
 	for _, k := range fresh {
 		for _, set := range k.sets() {
-			w := write{id: id{set: set, key: string(native(k.number()))}, want: &value{chain: k.chain()}}
-			was, is := t.had[w.id]
-			if is && was == *w.want {
-				continue
-			} else if is {
-				w.had = &was
+			lead := element{id{set: set, key: string(native(k.number()))}, value{chain: k.chain()}}
+			has, is := t.had[lead.id]
+			if w, differs := lead.unlike(has, is); differs {
+				out = append(out, w)
 			}
-			out = append(out, w)
 		}
 	}
 	return out, nil
+}
+
+// rewrite gives chains their rules, whether they are there or not.
+func rewrite(b *nft.Batch, chains []nft.Chain) error {
+	for _, c := range chains {
+		b.AddChain(c)
+		b.FlushChain(c.Name)
+	}
+	for _, c := range chains {
+		if err := b.AddRules(c); err != nil {
+			return err
+		}
+	}
+	return nil
 }
 
 // flush carries out what has been gathered. Groups that the kernel refuses on their own are noted; all others are carried out.

@@ -193,7 +193,7 @@ func (d *differ) sides(cmd *cobra.Command) (from, to *side, err error) {
 	switch {
 	case own:
 		if others == "" && running != nil {
-			cfg = asGiven(cfg, running.cfg)
+			cfg = withOptions(*cfg, options(running.cfg))
 			cfg.Mode = cmp.Or(mode, cfg.Mode)
 		}
 		state, err := readState(cmd.Context(), cfg, cmd.InOrStdin(), func(f source.Finding) {
@@ -210,10 +210,9 @@ func (d *differ) sides(cmd *cobra.Command) (from, to *side, err error) {
 			to.families = running.families
 		}
 	default:
-		copied := *running
-		to = &copied
-		to.cfg = asGiven(&config.Config{}, running.cfg)
-		to.cfg.Mode = cmp.Or(mode, to.cfg.Mode)
+		copied, settings := *running, *running.cfg
+		settings.Mode = cmp.Or(mode, settings.Mode)
+		to, copied.cfg = &copied, &settings
 	}
 	to.name += " (mode " + to.cfg.Mode + ")"
 	if d.against == "running" {
@@ -243,33 +242,24 @@ func (d *differ) running(cmd *cobra.Command) (*side, error) {
 	for _, r := range desired.Refused {
 		fmt.Fprintf(cmd.ErrOrStderr(), "note: %s\n", r)
 	}
-	return &side{name: "nodeproxy", cfg: fromOptions(desired.Options), desired: desired.Plan(), families: desired.Families}, nil
+	return &side{name: "nodeproxy", cfg: withOptions(config.Config{}, desired.Options), desired: desired.Plan(), families: desired.Families}, nil
 }
 
-// options are what rules depend on in a configuration, and fromOptions makes a configuration of them.
+// options are what rules depend on in a configuration.
 func options(c *config.Config) inspect.Options {
 	return inspect.Options{
 		Mode: c.Mode, NodeName: c.NodeName, Settings: c.Settings, ServiceCIDRs: c.ServiceCIDRs, ServiceCIDRsGiven: c.ServiceCIDRsGiven,
 		NodePorts: c.NodePorts, Variant: string(c.IPTablesBackend), MasqueradeBit: c.MasqueradeBit, ServiceMetrics: c.ServiceMetrics,
-		Scheduler: c.IPVS.Scheduler, VIPs: string(c.IPVS.VIPs), ExcludeCIDRs: c.IPVS.ExcludeCIDRs, StrictARP: c.IPVS.StrictARP,
+		Scheduler: c.IPVS.Scheduler, VIPs: c.IPVS.VIPs, ExcludeCIDRs: c.IPVS.ExcludeCIDRs, StrictARP: c.IPVS.StrictARP,
 	}
 }
 
-func fromOptions(o inspect.Options) *config.Config {
-	return asGiven(&config.Config{}, &config.Config{
-		Mode: o.Mode, NodeName: o.NodeName, Settings: o.Settings, ServiceCIDRs: o.ServiceCIDRs, ServiceCIDRsGiven: o.ServiceCIDRsGiven,
-		NodePorts: o.NodePorts, IPTablesBackend: config.Variant(o.Variant), MasqueradeBit: o.MasqueradeBit, ServiceMetrics: o.ServiceMetrics,
-		IPVS: config.IPVS{Scheduler: o.Scheduler, VIPs: o.VIPs, ExcludeCIDRs: o.ExcludeCIDRs, StrictARP: o.StrictARP},
-	})
-}
-
-// asGiven returns a configuration with the settings of another one that rules depend on.
-func asGiven(c, with *config.Config) *config.Config {
-	out := *c
-	out.Mode, out.NodeName, out.Settings, out.ServiceCIDRs, out.ServiceCIDRsGiven = with.Mode, with.NodeName, with.Settings, with.ServiceCIDRs, with.ServiceCIDRsGiven
-	out.NodePorts, out.IPTablesBackend, out.MasqueradeBit, out.ServiceMetrics = with.NodePorts, with.IPTablesBackend, with.MasqueradeBit, with.ServiceMetrics
-	out.IPVS = with.IPVS
-	return &out
+// withOptions returns a configuration that has these options, and is like c in all that rules do not depend on.
+func withOptions(c config.Config, o inspect.Options) *config.Config {
+	c.Mode, c.NodeName, c.Settings, c.ServiceCIDRs, c.ServiceCIDRsGiven = o.Mode, o.NodeName, o.Settings, o.ServiceCIDRs, o.ServiceCIDRsGiven
+	c.NodePorts, c.IPTablesBackend, c.MasqueradeBit, c.ServiceMetrics = o.NodePorts, config.Variant(o.Variant), o.MasqueradeBit, o.ServiceMetrics
+	c.IPVS = config.IPVS{Scheduler: o.Scheduler, VIPs: o.VIPs, ExcludeCIDRs: o.ExcludeCIDRs, StrictARP: o.StrictARP}
+	return &c
 }
 
 // compareSides calls each with what differs between two states.
