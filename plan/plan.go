@@ -13,6 +13,8 @@ import (
 	"slices"
 	"strings"
 	"time"
+
+	"nodeproxy/internal/keyed"
 )
 
 // Family is an IP address family.
@@ -366,6 +368,12 @@ func (sp *ServicePort) Equal(o *ServicePort) bool {
 		slices.Equal(sp.Endpoints.Local, o.Endpoints.Local) &&
 		slices.Equal(sp.Excluded, o.Excluded)
 }
+
+// Ports are ServicePorts by key, for who keeps very many of them.
+type Ports = keyed.Set[Key, ServicePort]
+
+// NewPorts returns Ports without any.
+func NewPorts() *Ports { return keyed.New(func(sp *ServicePort) Key { return sp.Key }) }
 
 // Plan is the desired state of a node.
 type Plan struct {

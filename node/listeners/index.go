@@ -25,13 +25,13 @@ type owner struct {
 type index struct {
 	settings plan.Settings
 	node     plan.Node
-	services map[plan.Key]*plan.ServicePort
-	places   map[place]owner
+	services *plan.Ports
+	places   map[place]*plan.ServicePort
 	count    map[plan.Protocol]int // places of each protocol
 }
 
 func newIndex() *index {
-	return &index{services: map[plan.Key]*plan.ServicePort{}, places: map[place]owner{}, count: map[plan.Protocol]int{}}
+	return &index{services: plan.NewPorts(), places: map[place]*plan.ServicePort{}, count: map[plan.Protocol]int{}}
 }
 
 // update takes over what a plan says of the ServicePorts in change. It reports whether any frontend, or what applies to all, is
@@ -48,7 +48,7 @@ func (x *index) update(p *plan.Plan, change plan.Change) bool {
 	differs := false
 	// All removals come before all additions, as a place may pass from one ServicePort to another.
 	for key := range change.Keys() {
-		old, now := x.services[key], p.Services[key]
+		old, now := x.services.Get(key), p.Services[key]
 		if old != nil && (now == nil || !slices.Equal(old.Frontends, now.Frontends)) {
 			x.leave(old)
 			differs = true
@@ -68,20 +68,22 @@ func placeOf(key plan.Key, f plan.Frontend) place {
 
 // enter adds a ServicePort, or replaces one with the same frontends. It reports whether there was none.
 func (x *index) enter(sp *plan.ServicePort) bool {
-	known := x.services[sp.Key] != nil
-	x.services[sp.Key] = sp
+	known := x.services.Get(sp.Key) != nil
+	x.services.Put(sp)
+	for _, f := range sp.Frontends {
+		x.places[placeOf(sp.Key, f)] = sp
+		if !known {
+			x.count[f.Protocol]++
+		}
+	}
 	if known {
 		return false
-	}
-	for _, f := range sp.Frontends {
-		x.places[placeOf(sp.Key, f)] = owner{sp.Key, f}
-		x.count[f.Protocol]++
 	}
 	return len(sp.Frontends) > 0
 }
 
 func (x *index) leave(sp *plan.ServicePort) {
-	delete(x.services, sp.Key)
+	x.services.Delete(sp.Key)
 	for _, f := range sp.Frontends {
 		delete(x.places, placeOf(sp.Key, f))
 		x.count[f.Protocol]--
@@ -92,7 +94,12 @@ func (x *index) leave(sp *plan.ServicePort) {
 func (x *index) captured(s socket, host []netip.Addr) []owner {
 	var out []owner
 	add := func(p place) {
-		if o, ok := x.places[p]; ok && !x.endpointOf(o, s, host) {
+		sp := x.places[p]
+		if sp == nil {
+			return
+		}
+		i := slices.IndexFunc(sp.Frontends, func(f plan.Frontend) bool { return placeOf(sp.Key, f) == p })
+		if o := (owner{sp.Key, sp.Frontends[i]}); !x.endpointOf(o, s, host) {
 			out = append(out, o)
 		}
 	}
@@ -140,7 +147,7 @@ func (x *index) endpointOf(o owner, s socket, host []netip.Addr) bool {
 	}
 	key := o.key
 	for _, key.Family = range plan.Families {
-		sp := x.services[key]
+		sp := x.services.Get(key)
 		if sp == nil {
 			continue
 		}

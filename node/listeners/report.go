@@ -59,7 +59,7 @@ func (w *Watcher) exists(c conflict) bool {
 	defer w.mu.Unlock()
 	key := c.port
 	for _, key.Family = range plan.Families {
-		if sp := w.index.services[key]; sp != nil && sp.Has(c.frontend) {
+		if sp := w.index.services.Get(key); sp != nil && sp.Has(c.frontend) {
 			return true
 		}
 	}

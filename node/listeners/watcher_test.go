@@ -249,9 +249,9 @@ func TestServiceGoes(t *testing.T) {
 	if found := w.see(); len(found) != 0 || w.count != 0 {
 		t.Errorf("reported %v, and counted %d; want nothing for a Service that is gone", found, w.count)
 	}
-	if len(w.index.places) != 0 || len(w.index.services) != 0 || w.index.count[plan.TCP] != 0 {
+	if len(w.index.places) != 0 || w.index.services.Len() != 0 || w.index.count[plan.TCP] != 0 {
 		t.Errorf("the index keeps %d places, %d ServicePorts and counts %v",
-			len(w.index.places), len(w.index.services), w.index.count)
+			len(w.index.places), w.index.services.Len(), w.index.count)
 	}
 }
 
