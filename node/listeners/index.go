@@ -9,10 +9,10 @@ import (
 
 // place is the destination by which a packet is recognised. Node ports have the zero Addr.
 type place struct {
-	family   plan.Family
-	protocol plan.Protocol
 	addr     netip.Addr
+	protocol plan.Protocol
 	port     uint16
+	family   plan.Family
 }
 
 // owner is the ServicePort that owns a place, and the frontend there.
@@ -63,7 +63,7 @@ func (x *index) update(p *plan.Plan, change plan.Change) bool {
 }
 
 func placeOf(key plan.Key, f plan.Frontend) place {
-	return place{key.Family, f.Protocol, f.Addr, f.Port}
+	return place{f.Addr, f.Protocol, f.Port, key.Family}
 }
 
 // enter adds a ServicePort, or replaces one with the same frontends. It reports whether there was none.
@@ -105,15 +105,15 @@ func (x *index) captured(s socket, host []netip.Addr) []owner {
 	}
 	for _, f := range s.families() {
 		if x.answers(s, f, host) {
-			add(place{f, s.Protocol, netip.Addr{}, s.Port})
+			add(place{netip.Addr{}, s.Protocol, s.Port, f})
 		}
 		if !s.Everywhere() {
-			add(place{f, s.Protocol, s.Addr, s.Port})
+			add(place{s.Addr, s.Protocol, s.Port, f})
 			continue
 		}
 		for _, addr := range host {
 			if plan.FamilyOf(addr) == f {
-				add(place{f, s.Protocol, addr, s.Port})
+				add(place{addr, s.Protocol, s.Port, f})
 			}
 		}
 	}
