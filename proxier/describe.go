@@ -107,8 +107,11 @@ type Entry struct {
 func (d *Description) Entries(k plan.Key) []Entry {
 	var out []Entry
 	for _, s := range d.Slices {
-		for _, ep := range s.endpointsFor(k) {
-			out = append(out, Entry{ep, s.Name})
+		for _, port := range portsFor(s.Family, s.Ports, k) {
+			for _, ep := range s.Endpoints {
+				ep.Addr = netip.AddrPortFrom(ep.Addr.Addr(), port.Number)
+				out = append(out, Entry{ep, s.Name})
+			}
 		}
 	}
 	return out
@@ -117,8 +120,8 @@ func (d *Description) Entries(k plan.Key) []Entry {
 // Endpoints returns the endpoints of a ServicePort, used or not, in order of address.
 func (d *Description) Endpoints(k plan.Key) []topology.Endpoint {
 	var out []topology.Endpoint
-	for _, s := range d.Slices {
-		out = append(out, s.endpointsFor(k)...)
+	for _, e := range d.Entries(k) {
+		out = append(out, e.Endpoint)
 	}
 	return topology.Merge(out)
 }
@@ -171,9 +174,9 @@ func (s *State) Describe(id plan.Service) (*Description, bool) {
 		Findings: slices.Clone(s.reported["Service "+id.String()]),
 	}
 	s.describeAlias(d)
-	for _, name := range slices.Sorted(maps.Keys(svc.slices)) {
-		d.Slices = append(d.Slices, svc.slices[name].Slice)
-		d.Findings = append(d.Findings, s.reported["EndpointSlice "+id.Namespace+"/"+name]...)
+	for _, slice := range svc.slices {
+		d.Slices = append(d.Slices, slice.described())
+		d.Findings = append(d.Findings, s.reported["EndpointSlice "+id.Namespace+"/"+slice.name]...)
 	}
 	if len(d.Slices) == 0 {
 		var others []string
@@ -201,7 +204,7 @@ func (s *State) Describe(id plan.Service) (*Description, bool) {
 		}
 		for _, f := range sp.Frontends {
 			if list := s.claims[claimOf(f, k.Family)]; len(list) > 1 && len(d.Contested) < mostContested && list[1].key.Service != id {
-				d.Contested = append(d.Contested, Contested{f, list[1].key})
+				d.Contested = append(d.Contested, Contested{f, *list[1].key})
 			}
 		}
 		d.ServicePorts = append(d.ServicePorts, sp)
@@ -237,8 +240,8 @@ func (s *State) EndpointsOf(namespace string) iter.Seq[topology.Endpoint] {
 				continue
 			}
 			for _, slice := range svc.slices {
-				for _, ep := range slice.Endpoints {
-					if !yield(ep) {
+				for i := range slice.endpoints {
+					if !yield(slice.endpoints[i].at(0)) {
 						return
 					}
 				}
@@ -252,8 +255,8 @@ func (s *State) Pods() iter.Seq2[string, string] {
 	return func(yield func(namespace, name string) bool) {
 		for id, svc := range s.services {
 			for _, slice := range svc.slices {
-				for i := range slice.Endpoints {
-					if pod := slice.Endpoints[i].Pod; pod != "" && !yield(id.Namespace, pod) {
+				for i := range slice.endpoints {
+					if d := slice.endpoints[i].details; d != nil && d.pod != "" && !yield(id.Namespace, d.pod) {
 						return
 					}
 				}
