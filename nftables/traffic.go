@@ -72,8 +72,8 @@ func (r *TrafficReader) end(list map[counter]uint64, replaced bool) {
 // counters lists the elements of map services of one family.
 type counters struct {
 	family plan.Family
-	// list returns those with these keys, and maybe others.
-	list func(ctx context.Context, keys []string) ([]nft.Element, error)
+	// list calls visit with those that have these keys, and maybe with others.
+	list func(ctx context.Context, keys []string, visit func(nft.Element)) error
 }
 
 // counter identifies an element of map services. One with another comment is of another ServicePort.
@@ -112,26 +112,24 @@ func (b *Backend) Traffic() *TrafficReader {
 	return r
 }
 
-// counters returns the elements of map services: all of them, or if these are many, those with the given keys.
-func (e *engine) counters(ctx context.Context, keys []string) ([]nft.Element, error) {
+// counters calls visit with the elements of map services: all of them, or if these are many, those with the given keys.
+func (e *engine) counters(ctx context.Context, keys []string, visit func(nft.Element)) error {
 	k, err := e.reader() // Its own socket, as a sync may be using the other one.
 	if err != nil {
-		return nil, err
+		return err
 	}
 	defer k.Close()
-	var out []nft.Element
 	note := func(el nft.Element) error {
-		out = append(out, el)
+		visit(el)
 		return ctx.Err()
 	}
 	set := e.sets[services]
 	if len(keys) <= e.mostListed {
-		err := k.Sample(e.family, names.NFTables, set, note)
-		return out, err
+		return k.Sample(e.family, names.NFTables, set, note)
 	}
 	for some := range slices.Chunk(keys, mostAsked) {
 		if err := ctx.Err(); err != nil {
-			return nil, err
+			return err
 		}
 		asked := make([]nft.ElementKey, len(some))
 		for i, key := range some {
@@ -144,10 +142,10 @@ func (e *engine) counters(ctx context.Context, keys []string) ([]nft.Element, er
 			return note(el)
 		})
 		if err != nil {
-			return nil, err
+			return err
 		}
 	}
-	return out, nil
+	return nil
 }
 
 func newTrafficReader(list []counters) *TrafficReader {
@@ -287,7 +285,16 @@ func (r *TrafficReader) read(ctx context.Context, e counters, elements map[strin
 			keys = append(keys, key)
 		}
 	}
-	list, err := e.list(ctx, keys)
+	type reading struct {
+		of meter
+		n  uint64
+	}
+	var list []reading
+	err := e.list(ctx, keys, func(el nft.Element) {
+		if at, is := elements[el.Key]; is && at.comment() == el.Comment {
+			list = append(list, reading{at, el.Packets})
+		}
+	})
 	if err == nil {
 		err = ctx.Err()
 	}
@@ -295,15 +302,17 @@ func (r *TrafficReader) read(ctx context.Context, e counters, elements map[strin
 		return err
 	}
 	r.mu.Lock()
-	uncertain := maps.Clone(r.replacing) // The listing may have them as they were before or after.
+	uncertain := map[meter]bool{} // The listing may have them as they were before or after.
+	for c := range r.replacing {
+		uncertain[elements[c.key]] = true
+	}
 	for c := range r.replaced {
-		uncertain[c] = true
+		uncertain[elements[c.key]] = true
 	}
 	r.mu.Unlock()
-	for _, el := range list {
-		at, is := elements[el.Key]
-		if is && at.comment() == el.Comment && !uncertain[counter{e.family, el.Key, el.Comment}] {
-			at.note(el.Packets)
+	for _, read := range list {
+		if !uncertain[read.of] {
+			read.of.note(read.n)
 		}
 	}
 	return nil
