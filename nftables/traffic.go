@@ -247,7 +247,7 @@ func (r *TrafficReader) Traffic(ctx context.Context) iter.Seq2[plan.Traffic, err
 		r.reads.Lock()
 		defer r.reads.Unlock()
 		r.mu.Lock()
-		ports, replaced := slices.Collect(r.ports.All()), r.replaced
+		ports, replaced := slices.AppendSeq(make([]*plan.ServicePort, 0, r.ports.Len()), r.ports.All()), r.replaced
 		r.replaced = map[counter]uint64{}
 		r.mu.Unlock()
 		elements := r.follow(ports)
@@ -279,7 +279,7 @@ func (r *TrafficReader) Traffic(ctx context.Context) iter.Seq2[plan.Traffic, err
 
 // read reads the elements of one family.
 func (r *TrafficReader) read(ctx context.Context, e counters, elements map[string]meter) error {
-	var keys []string
+	keys := make([]string, 0, len(elements))
 	for key, at := range elements {
 		if at.sp.Key.Family == e.family {
 			keys = append(keys, key)
@@ -289,7 +289,7 @@ func (r *TrafficReader) read(ctx context.Context, e counters, elements map[strin
 		of meter
 		n  uint64
 	}
-	var list []reading
+	list := make([]reading, 0, len(keys))
 	err := e.list(ctx, keys, func(el nft.Element) {
 		if at, is := elements[el.Key]; is && at.comment() == el.Comment {
 			list = append(list, reading{at, el.Packets})
