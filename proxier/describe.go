@@ -129,7 +129,7 @@ func (d *Description) Endpoints(k plan.Key) []topology.Endpoint {
 // object is what a Service's object says that is only described.
 type object struct {
 	kind              string
-	selector          map[string]string
+	selector          []label
 	ports             []Port
 	headless, publish bool
 	alias             string
@@ -138,9 +138,15 @@ type object struct {
 	proxyProtocol     string
 }
 
+// label is a part of a selector. A map takes 350 bytes however few there are, and most Services have one or two.
+type label struct{ key, value string }
+
 func readObject(svc *v1.Service) object {
-	out := object{kind: string(svc.Spec.Type), selector: svc.Spec.Selector, ingress: len(svc.Status.LoadBalancer.Ingress), publish: svc.Spec.PublishNotReadyAddresses,
+	out := object{kind: string(svc.Spec.Type), ingress: len(svc.Status.LoadBalancer.Ingress), publish: svc.Spec.PublishNotReadyAddresses,
 		proxyProtocol: source.ProxyProtocol(svc.Annotations)}
+	for key, value := range svc.Spec.Selector {
+		out.selector = append(out.selector, label{key, value})
+	}
 	if svc.Spec.Type == v1.ServiceTypeExternalName {
 		out.alias = strings.TrimSuffix(svc.Spec.ExternalName, ".")
 	} else {
@@ -168,10 +174,16 @@ func (s *State) Describe(id plan.Service) (*Description, bool) {
 		return nil, false
 	}
 	d := &Description{
-		Service: id, NodeKnown: s.nodeKnown, Excluded: s.excluded, PodCIDRs: s.podCIDRs, Exists: svc.exists, Type: svc.object.kind, Selector: svc.object.selector, Ports: svc.object.ports,
+		Service: id, NodeKnown: s.nodeKnown, Excluded: s.excluded, PodCIDRs: s.podCIDRs, Exists: svc.exists, Type: svc.object.kind, Ports: svc.object.ports,
 		Ingress: svc.object.ingress, LeftToBalancer: svc.object.left, Frontends: map[netip.AddrPort]Owned{}, ProxyProtocol: svc.object.proxyProtocol,
 		Headless: svc.object.headless, ExternalName: svc.object.alias, PublishNotReady: svc.object.publish,
 		Findings: slices.Clone(s.reported["Service "+id.String()]),
+	}
+	for _, l := range svc.object.selector {
+		if d.Selector == nil {
+			d.Selector = map[string]string{}
+		}
+		d.Selector[l.key] = l.value
 	}
 	s.describeAlias(d)
 	for _, slice := range svc.slices {

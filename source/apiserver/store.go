@@ -143,7 +143,7 @@ func identify(obj any) (types.NamespacedName, string, error) {
 	if err != nil {
 		return types.NamespacedName{}, "", fmt.Errorf("object from the API server: %w", err)
 	}
-	return types.NamespacedName{Namespace: o.GetNamespace(), Name: o.GetName()}, o.GetResourceVersion(), nil
+	return types.NamespacedName{Namespace: interned(o.GetNamespace()), Name: o.GetName()}, o.GetResourceVersion(), nil
 }
 
 var _ cache.TransformingStore = (*store)(nil)
