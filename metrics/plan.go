@@ -74,7 +74,7 @@ func countsOf(sp *plan.ServicePort) counts {
 	return c
 }
 
-// planMetrics is a collector of what the plan holds. It keeps the counts of each ServicePort, so that a change costs what
+// planMetrics is a collector of what the plan holds. It keeps the ServicePorts that it has counted, so that a change costs what
 // differs.
 type planMetrics struct {
 	families                             []plan.Family
@@ -82,7 +82,7 @@ type planMetrics struct {
 	noLocal                              *prometheus.Desc
 
 	mu    sync.Mutex
-	known map[plan.Key]counts
+	known *plan.Ports
 	total map[plan.Family]*counts
 }
 
@@ -107,14 +107,14 @@ func newPlanMetrics(s *Set) *planMetrics {
 }
 
 func (m *planMetrics) reset() {
-	m.known, m.total = map[plan.Key]counts{}, map[plan.Family]*counts{}
+	m.known, m.total = plan.NewPorts(), map[plan.Family]*counts{}
 	for _, f := range plan.Families {
 		m.total[f] = &counts{}
 	}
 }
 
 // Planned counts what a plan holds now. change says which ServicePorts may differ from the last call. It costs work for those
-// only, and keeps nothing of the plan.
+// only, and keeps nothing of the plan that changes.
 func (s *Set) Planned(p *plan.Plan, change plan.Change) {
 	m := s.plan
 	m.mu.Lock()
@@ -134,15 +134,17 @@ func (s *Set) Planned(p *plan.Plan, change plan.Change) {
 // put counts a ServicePort in place of what was counted of its key; nil if it is gone.
 func (m *planMetrics) put(key plan.Key, sp *plan.ServicePort) {
 	total := m.total[key.Family]
-	if old, ok := m.known[key]; ok {
-		total.add(&old, -1)
-		delete(m.known, key)
+	if old := m.known.Get(key); old != nil {
+		was := countsOf(old)
+		total.add(&was, -1)
 	}
-	if sp != nil {
-		now := countsOf(sp)
-		total.add(&now, 1)
-		m.known[key] = now
+	if sp == nil {
+		m.known.Delete(key)
+		return
 	}
+	now := countsOf(sp)
+	total.add(&now, 1)
+	m.known.Put(sp)
 }
 
 // Describe implements prometheus.Collector.

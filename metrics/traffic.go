@@ -74,7 +74,8 @@ func (m *trafficMetrics) Collect(ch chan<- prometheus.Metric) {
 	defer m.mu.Unlock()
 	ctx, cancel := context.WithTimeout(context.Background(), trafficTimeout)
 	defer cancel()
-	var read []plan.Traffic
+	var placed, others []plan.Traffic
+	count := 0
 	var first error
 	for t, err := range m.reader.Traffic(ctx) {
 		if err != nil {
@@ -82,16 +83,21 @@ func (m *trafficMetrics) Collect(ch chan<- prometheus.Metric) {
 			first = cmp.Or(first, err)
 			continue
 		}
-		read = append(read, t)
+		if count++; m.admitted[t.Key] {
+			placed = append(placed, t)
+		} else if others = append(others, t); len(others)/2 >= m.limit { // No more than the limit can get a place.
+			slices.SortFunc(others, busier)
+			others = others[:m.limit]
+		}
 	}
 	if first != nil {
 		m.warn(first)
 	}
-	shown := m.admit(read, first == nil)
+	shown := m.admit(append(placed, others...), first == nil)
 	for i := range shown {
 		m.send(ch, &shown[i])
 	}
-	ch <- prometheus.MustNewConstMetric(m.out, prometheus.GaugeValue, float64(len(read)-len(shown)))
+	ch <- prometheus.MustNewConstMetric(m.out, prometheus.GaugeValue, float64(count-len(shown)))
 	ch <- prometheus.MustNewConstMetric(m.failed, prometheus.CounterValue, float64(m.failures))
 }
 
@@ -106,14 +112,7 @@ func (m *trafficMetrics) admit(read []plan.Traffic, complete bool) []plan.Traffi
 		}
 		m.admitted = still
 	}
-	slices.SortFunc(read, func(a, b plan.Traffic) int {
-		return cmp.Or(
-			cmp.Compare(b.BytesIn+b.BytesOut, a.BytesIn+a.BytesOut),
-			cmp.Compare(b.PacketsIn+b.PacketsOut, a.PacketsIn+a.PacketsOut),
-			cmp.Compare(b.Connections, a.Connections),
-			a.Key.Compare(b.Key),
-		)
-	})
+	slices.SortFunc(read, busier)
 	var shown []plan.Traffic
 	for i := range read {
 		if key := read[i].Key; m.admitted[key] || len(m.admitted) < m.limit {
@@ -122,6 +121,16 @@ func (m *trafficMetrics) admit(read []plan.Traffic, complete bool) []plan.Traffi
 		}
 	}
 	return shown
+}
+
+// busier orders ServicePorts, those with the most traffic first.
+func busier(a, b plan.Traffic) int {
+	return cmp.Or(
+		cmp.Compare(b.BytesIn+b.BytesOut, a.BytesIn+a.BytesOut),
+		cmp.Compare(b.PacketsIn+b.PacketsOut, a.PacketsIn+a.PacketsOut),
+		cmp.Compare(b.Connections, a.Connections),
+		a.Key.Compare(b.Key),
+	)
 }
 
 func (m *trafficMetrics) send(ch chan<- prometheus.Metric, t *plan.Traffic) {

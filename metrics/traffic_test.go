@@ -63,6 +63,8 @@ func TestTrafficLimit(t *testing.T) {
 		{"a place for all", busy("d:10", "c:2"), "[c d]", 0},
 		{"one can't be read, and keeps its place", append(busy("a:90", "d:10"), plan.Traffic{}), "[d]", 1},
 		{"it can be read again", busy("a:90", "c:2", "d:10"), "[c d]", 1},
+		{"many others while both stay", busy("e:1", "f:2", "c:1", "g:9", "h:3", "i:8", "j:4", "d:1", "k:5"), "[c d]", 7},
+		{"many others when both go", busy("e:1", "f:2", "g:9", "h:3", "i:8", "j:4", "k:5"), "[g i]", 5},
 	} {
 		reader.fakeTraffic = step.traffic
 		var got []string

@@ -110,14 +110,43 @@ func indexed(name string, n uint32) string {
 // written is a ServicePort as it is in the kernel.
 type written struct {
 	sp *plan.ServicePort
-	// cluster and local are the endpoints under the two policies, indexed by their numbers in the maps.
-	cluster, local []netip.AddrPort
+	// numbers is nil where endpoints have the numbers of their order in sp, as most do.
+	numbers *numbering
 	// withoutSources leaves its source ranges out of its elements.
 	withoutSources bool
 	// others are frontends that are in the kernel as an earlier version of the ServicePort has them, and with nil, those of sp that are not there yet.
 	others map[plan.Frontend]*written
-	// upTo is the frontend that has changed last; those behind it are next.
-	upTo plan.Frontend
+	// upTo is the frontend that has changed last; those behind it are next. It is nil before any has.
+	upTo *plan.Frontend
+}
+
+// numbering is the endpoints under the two policies, indexed by their numbers in the maps.
+type numbering struct{ cluster, local []netip.AddrPort }
+
+// endpoints returns the endpoints under policy Local or Cluster, indexed by their numbers.
+func (w written) endpoints(local bool) []netip.AddrPort {
+	switch {
+	case w.numbers != nil && local:
+		return w.numbers.local
+	case w.numbers != nil:
+		return w.numbers.cluster
+	case w.sp == nil:
+		return nil
+	case local:
+		return addressesOf(usable(w.sp, w.sp.Endpoints.Local))
+	}
+	return addressesOf(usable(w.sp, w.sp.Endpoints.Cluster))
+}
+
+// numbered is the length of endpoints.
+func (w written) numbered(local bool) int {
+	switch {
+	case w.numbers != nil || w.sp == nil:
+		return len(w.endpoints(local))
+	case local:
+		return len(usable(w.sp, w.sp.Endpoints.Local))
+	}
+	return len(usable(w.sp, w.sp.Endpoints.Cluster))
 }
 
 // placed numbers endpoints, of which some may be listed more than once. An endpoint keeps the numbers that it has in before if possible, so
@@ -153,7 +182,14 @@ func placed(before, list []netip.AddrPort) []netip.AddrPort {
 
 // place numbers the endpoints of a ServicePort, where the kernel has before.
 func place(before written, sp *plan.ServicePort) written {
-	return written{sp: sp, cluster: numbered(before.cluster, sp, sp.Endpoints.Cluster), local: numbered(before.local, sp, sp.Endpoints.Local)}
+	out := written{sp: sp, numbers: &numbering{
+		numbered(before.endpoints(false), sp, sp.Endpoints.Cluster), numbered(before.endpoints(true), sp, sp.Endpoints.Local),
+	}}
+	inOrder := func(a netip.AddrPort, ep plan.Endpoint) bool { return a == ep.Addr }
+	if slices.EqualFunc(out.numbers.cluster, sp.Endpoints.Cluster, inOrder) && slices.EqualFunc(out.numbers.local, sp.Endpoints.Local, inOrder) {
+		out.numbers = nil
+	}
+	return out
 }
 
 // fill puts the elements of a ServicePort into out, and the kinds that they lead to into used.
@@ -174,7 +210,7 @@ func (l *layout) elements(w written, used map[kind]bool) []element {
 func (l *layout) unsorted(w written, used map[kind]bool) []element {
 	var out []element
 	if w.sp != nil {
-		out = make([]element, 0, len(w.sp.Frontends)*(2+len(w.cluster)))
+		out = make([]element, 0, len(w.sp.Frontends)*(2+w.numbered(false)))
 		comment := nft.Comment(w.sp.Key.PortName())
 		for _, fe := range w.sp.Frontends {
 			if _, is := w.others[fe]; !is {
@@ -219,11 +255,8 @@ func (l *layout) ofFrontend(out []element, w written, fe plan.Frontend, comment 
 
 // putEndpoints passes the endpoints of a frontend of kind k to put.
 func (w written) putEndpoints(name string, k kind, put func(set setID, key, data, comment string)) {
-	list, of := w.cluster, setsOf(k)
-	if k.local {
-		list = w.local
-	}
-	list = list[:k.count]
+	of := setsOf(k)
+	list := w.endpoints(k.local)[:k.count]
 	if k.affinity == 0 {
 		for i, a := range list {
 			put(of.plain, indexed(name, uint32(i)), endpointValue(a), "")

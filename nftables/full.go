@@ -191,20 +191,21 @@ func (s *fullSync) unusable() bool {
 }
 
 // placesFound returns the endpoints of a ServicePort in the kernel.
-func (r *reading) placesFound(sp *plan.ServicePort) (before written) {
+func (r *reading) placesFound(sp *plan.ServicePort) written {
+	var found numbering
 	for _, fe := range sp.Frontends {
 		name := nameOf(r.family, fe)
 		for _, k := range r.kindsFound(name) {
-			list := &before.cluster
+			list := &found.cluster
 			if k.local {
-				list = &before.local
+				list = &found.local
 			}
 			if *list == nil && k.count > 0 { // A frontend that drops has none; another may.
 				*list = r.places(name, k)
 			}
 		}
 	}
-	return before
+	return written{numbers: &found}
 }
 
 // write makes the kernel's content equal to the plan.

@@ -199,14 +199,14 @@ func (w written) kindsOf(f plan.Frontend) (of kind, inside *kind) {
 		return kind{treatment: reject}, nil
 	case f.Kind == plan.ClusterIP:
 		if sp.InternalPolicy == plan.Local {
-			return choose(internal, false, true, len(w.local), affinity, s), nil
+			return choose(internal, false, true, w.numbered(true), affinity, s), nil
 		}
-		return choose(internal, false, false, len(w.cluster), affinity, s), nil
+		return choose(internal, false, false, w.numbered(false), affinity, s), nil
 	case sp.ExternalPolicy == plan.Cluster:
-		return choose(external, nodePort, false, len(w.cluster), affinity, s), nil
+		return choose(external, nodePort, false, w.numbered(false), affinity, s), nil
 	}
-	in := choose(within, nodePort, false, len(w.cluster), affinity, s)
-	return choose(split, nodePort, true, len(w.local), affinity, s), &in
+	in := choose(within, nodePort, false, w.numbered(false), affinity, s)
+	return choose(split, nodePort, true, w.numbered(true), affinity, s), &in
 }
 
 // uses puts the kinds of all frontends into used.

@@ -63,12 +63,8 @@ func weightOf(ep plan.Endpoint, s plan.Scheduler) uint64 {
 // numbered gives numbers to the endpoints of a ServicePort, each as many as is its share. An endpoint keeps numbers that it has in before
 // if possible, unless the numbers are those of a hash, which depend on the endpoints alone, so that all nodes send a client to the same one.
 func numbered(before []netip.AddrPort, sp *plan.ServicePort, list []plan.Endpoint) []netip.AddrPort {
-	most := maxCount
-	if sp.Affinity > 0 {
-		most = maxSticky
-	}
-	list = list[:min(len(list), most)]
-	switch {
+	list = usable(sp, list)
+	switch most := mostNumbers(sp); {
 	case len(list) == 0:
 		return nil
 	case scheduleOf(sp) != random:
@@ -76,11 +72,28 @@ func numbered(before []netip.AddrPort, sp *plan.ServicePort, list []plan.Endpoin
 	case weighted(sp.Scheduler):
 		return placed(before, repeated(list, sp.Scheduler, most))
 	}
+	return placed(before, addressesOf(list))
+}
+
+// mostNumbers is how many numbers a ServicePort has at most.
+func mostNumbers(sp *plan.ServicePort) int {
+	if sp.Affinity > 0 {
+		return maxSticky
+	}
+	return maxCount
+}
+
+// usable returns the endpoints of a ServicePort's list that get numbers.
+func usable(sp *plan.ServicePort, list []plan.Endpoint) []plan.Endpoint {
+	return list[:min(len(list), mostNumbers(sp))]
+}
+
+func addressesOf(list []plan.Endpoint) []netip.AddrPort {
 	out := make([]netip.AddrPort, len(list))
 	for i, ep := range list {
 		out[i] = ep.Addr
 	}
-	return placed(before, out)
+	return out
 }
 
 // fewParts is how many numbers weights are expressed by at most, if there are few endpoints; if there are more, each has partsEach on average.

@@ -67,7 +67,7 @@ func (e *engine) large(before, want written) bool {
 	}
 	n := 0
 	for _, w := range []written{before, want} {
-		if w.sp == nil || len(w.sp.Frontends) < 2 || len(w.sp.Frontends)*(2+2*len(w.cluster)+2*len(w.local)) <= e.mostAtOnce/2 {
+		if w.sp == nil || len(w.sp.Frontends) < 2 || len(w.sp.Frontends)*(2+2*w.numbered(false)+2*w.numbered(true)) <= e.mostAtOnce/2 {
 			continue
 		}
 		for fe, v := range w.frontends() {
@@ -199,7 +199,7 @@ func (w written) toward(want written, most int, moves func(plan.Frontend) bool) 
 		switch c := &list[i]; {
 		case c.fe.Kind == plan.ClusterIP || c.was.Kind == plan.ClusterIP || (c.had == nil || c.want == nil) && moves(c.fe):
 			c.rank = atOnce
-		case c.fe.Compare(w.upTo) <= 0:
+		case w.upTo != nil && c.fe.Compare(*w.upTo) <= 0:
 			c.rank = again
 		default:
 			c.rank = behind
@@ -223,7 +223,7 @@ func (w written) toward(want written, most int, moves func(plan.Frontend) bool) 
 			continue
 		}
 		if size += n; c.rank != atOnce { // At least one of these changes, however large the cluster IP is.
-			some, s.next.upTo = true, c.fe
+			some, s.next.upTo = true, &c.fe
 		}
 		if c.had != nil && c.want != nil {
 			v, known := same[c.had]

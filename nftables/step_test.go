@@ -110,7 +110,7 @@ func TestStepsTakeTurns(t *testing.T) {
 		must(t, e.Sync(ctx, p, plan.Only(changed)))
 	}
 	for fe, v := range e.current[restless.Key].frontends() {
-		if v.cluster[0].Addr() != plantest.LargeService(50, 50_000, 20).Endpoints.Cluster[0].Addr.Addr() && !slices.Contains(v.sp.Endpoints.Cluster, plantest.LargeService(50, 50_000, 20).Endpoints.Cluster[0]) {
+		if v.endpoints(false)[0].Addr() != plantest.LargeService(50, 50_000, 20).Endpoints.Cluster[0].Addr.Addr() && !slices.Contains(v.sp.Endpoints.Cluster, plantest.LargeService(50, 50_000, 20).Endpoints.Cluster[0]) {
 			t.Fatalf("%s has endpoints of long ago", fe)
 		}
 	}

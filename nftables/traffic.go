@@ -9,6 +9,7 @@ import (
 	"slices"
 	"sync"
 
+	"nodeproxy/internal/keyed"
 	"nodeproxy/kernel/names"
 	"nodeproxy/kernel/nft"
 	"nodeproxy/plan"
@@ -27,13 +28,18 @@ type TrafficReader struct {
 	engines []counters
 
 	mu        sync.Mutex // held for what is known of the plan only
-	owner     map[counter]plan.Key
-	frontends map[plan.Key][]counter
+	ports     *plan.Ports
 	replacing map[counter]bool   // in a transaction that is being carried out
 	replaced  map[counter]uint64 // what elements had counted that have been replaced since the last reading
 	reads     sync.Mutex         // held while elements are read, and for the rest
-	last      map[counter]uint64
-	total     map[plan.Key]uint64
+	tallies   *keyed.Set[plan.Key, tally]
+}
+
+// tally is what has been counted of a ServicePort.
+type tally struct {
+	sp    *plan.ServicePort
+	total uint64
+	last  []uint64 // what the element of each frontend had counted when it was last read
 }
 
 // begin says that elements, which have counted so much, are about to be replaced. r may be nil.
@@ -66,14 +72,29 @@ func (r *TrafficReader) end(list map[counter]uint64, replaced bool) {
 // counters lists the elements of map services of one family.
 type counters struct {
 	family plan.Family
-	// list returns those with these keys, and maybe others.
-	list func(ctx context.Context, keys []string) ([]nft.Element, error)
+	// list calls visit with those that have these keys, and maybe with others.
+	list func(ctx context.Context, keys []string, visit func(nft.Element)) error
 }
 
 // counter identifies an element of map services. One with another comment is of another ServicePort.
 type counter struct {
 	family       plan.Family
 	key, comment string
+}
+
+// countersOf yields the elements of a ServicePort, each with the number of its frontend.
+func countersOf(sp *plan.ServicePort) iter.Seq2[counter, int] {
+	return func(yield func(counter, int) bool) {
+		if sp == nil {
+			return
+		}
+		comment := nft.Comment(sp.Key.PortName())
+		for i, fe := range sp.Frontends {
+			if fe.Kind != plan.HealthCheckNodePort && !yield(counter{sp.Key.Family, nameOf(sp.Key.Family, fe), comment}, i) {
+				return
+			}
+		}
+	}
 }
 
 // Traffic returns a reader of the backend's counters. It may be used beside Sync and after Close. Update gives it the plan.
@@ -91,26 +112,24 @@ func (b *Backend) Traffic() *TrafficReader {
 	return r
 }
 
-// counters returns the elements of map services: all of them, or if these are many, those with the given keys.
-func (e *engine) counters(ctx context.Context, keys []string) ([]nft.Element, error) {
+// counters calls visit with the elements of map services: all of them, or if these are many, those with the given keys.
+func (e *engine) counters(ctx context.Context, keys []string, visit func(nft.Element)) error {
 	k, err := e.reader() // Its own socket, as a sync may be using the other one.
 	if err != nil {
-		return nil, err
+		return err
 	}
 	defer k.Close()
-	var out []nft.Element
 	note := func(el nft.Element) error {
-		out = append(out, el)
+		visit(el)
 		return ctx.Err()
 	}
 	set := e.sets[services]
 	if len(keys) <= e.mostListed {
-		err := k.Sample(e.family, names.NFTables, set, note)
-		return out, err
+		return k.Sample(e.family, names.NFTables, set, note)
 	}
 	for some := range slices.Chunk(keys, mostAsked) {
 		if err := ctx.Err(); err != nil {
-			return nil, err
+			return err
 		}
 		asked := make([]nft.ElementKey, len(some))
 		for i, key := range some {
@@ -123,58 +142,103 @@ func (e *engine) counters(ctx context.Context, keys []string) ([]nft.Element, er
 			return note(el)
 		})
 		if err != nil {
-			return nil, err
+			return err
 		}
 	}
-	return out, nil
+	return nil
 }
 
 func newTrafficReader(list []counters) *TrafficReader {
-	return &TrafficReader{engines: list, owner: map[counter]plan.Key{}, frontends: map[plan.Key][]counter{}, replacing: map[counter]bool{}, replaced: map[counter]uint64{},
-		last: map[counter]uint64{}, total: map[plan.Key]uint64{}}
+	return &TrafficReader{engines: list, ports: plan.NewPorts(), replacing: map[counter]bool{}, replaced: map[counter]uint64{}, tallies: newTallies()}
+}
+
+func newTallies() *keyed.Set[plan.Key, tally] {
+	return keyed.New(func(t *tally) plan.Key { return t.sp.Key })
 }
 
 // Update gives the reader the plan. change says which ServicePorts differ from the last call. It costs work for those only, and
-// keeps nothing of p.
+// keeps nothing of p that changes.
 func (r *TrafficReader) Update(p *plan.Plan, change plan.Change) {
 	r.mu.Lock()
 	defer r.mu.Unlock()
 	if change.All() {
-		clear(r.owner)
-		clear(r.frontends)
+		r.ports = plan.NewPorts()
+		still := map[counter]uint64{}
 		for _, sp := range p.Services {
-			r.enter(sp)
+			r.ports.Put(sp)
+			if len(r.replaced) == 0 {
+				continue
+			}
+			for c := range countersOf(sp) {
+				if n, is := r.replaced[c]; is {
+					still[c] = n
+				}
+			}
 		}
-		maps.DeleteFunc(r.replaced, func(c counter, _ uint64) bool { _, is := r.owner[c]; return !is })
+		r.replaced = still
 		return
 	}
 	for key := range change.Keys() {
-		before := r.frontends[key]
-		for _, c := range before {
-			delete(r.owner, c)
+		before, now := r.ports.Get(key), p.Services[key]
+		if now == nil {
+			r.ports.Delete(key)
+		} else {
+			r.ports.Put(now)
 		}
-		delete(r.frontends, key)
-		if sp := p.Services[key]; sp != nil {
-			r.enter(sp)
+		if before == nil || now != nil && slices.Equal(before.Frontends, now.Frontends) {
+			continue
 		}
-		for _, c := range before {
-			if _, is := r.owner[c]; !is {
+		still := maps.Collect(countersOf(now))
+		for c := range countersOf(before) {
+			if _, is := still[c]; !is {
 				delete(r.replaced, c)
 			}
 		}
 	}
 }
 
-func (r *TrafficReader) enter(sp *plan.ServicePort) {
-	list := []counter{}
-	for _, fe := range sp.Frontends {
-		if fe.Kind != plan.HealthCheckNodePort {
-			c := counter{sp.Key.Family, nameOf(sp.Key.Family, fe), nft.Comment(sp.Key.PortName())}
-			list = append(list, c)
-			r.owner[c] = sp.Key
+// meter is one frontend of a ServicePort, which an element counts.
+type meter struct {
+	*tally
+	frontend int
+}
+
+// note takes over that the element has counted up to n since it was made.
+func (m meter) note(n uint64) {
+	before := m.last[m.frontend]
+	if before > n {
+		before = 0 // The element is a new one.
+	}
+	m.total += n - before
+	m.last[m.frontend] = n
+}
+
+// follow takes over which ServicePorts there are, and returns the frontends that elements count, by the keys of these. Tallies of other
+// ServicePorts are dropped.
+func (r *TrafficReader) follow(ports []*plan.ServicePort) map[string]meter {
+	tallies, out := newTallies(), make(map[string]meter, len(ports))
+	for _, sp := range ports {
+		t := r.tallies.Get(sp.Key)
+		if t == nil {
+			t = &tally{sp: sp, last: make([]uint64, len(sp.Frontends))}
+		} else if !slices.Equal(t.sp.Frontends, sp.Frontends) {
+			was := maps.Collect(countersOf(t.sp))
+			last := make([]uint64, len(sp.Frontends))
+			for c, i := range countersOf(sp) {
+				if before, is := was[c]; is {
+					last[i] = t.last[before]
+				}
+			}
+			t.last = last
+		}
+		t.sp = sp
+		tallies.Put(t)
+		for c, i := range countersOf(sp) {
+			out[c.key] = meter{t, i}
 		}
 	}
-	r.frontends[sp.Key] = list
+	r.tallies = tallies
+	return out
 }
 
 // Traffic implements metrics.TrafficReader.
@@ -183,68 +247,75 @@ func (r *TrafficReader) Traffic(ctx context.Context) iter.Seq2[plan.Traffic, err
 		r.reads.Lock()
 		defer r.reads.Unlock()
 		r.mu.Lock()
-		owner := maps.Clone(r.owner)
-		known := make(map[plan.Key]bool, len(r.frontends))
-		for key := range r.frontends {
-			known[key] = true
-		}
-		replaced := r.replaced
+		ports, replaced := slices.AppendSeq(make([]*plan.ServicePort, 0, r.ports.Len()), r.ports.All()), r.replaced
 		r.replaced = map[counter]uint64{}
 		r.mu.Unlock()
+		elements := r.follow(ports)
 		for c, n := range replaced {
-			if key, is := owner[c]; is && n > r.last[c] {
-				r.total[key] += n - r.last[c]
+			at, is := elements[c.key]
+			if is = is && at.comment() == c.comment; is && n > at.last[at.frontend] {
+				at.note(n)
 			}
-			delete(r.last, c)
+			if is {
+				at.last[at.frontend] = 0
+			}
 		}
-		maps.DeleteFunc(r.last, func(c counter, _ uint64) bool { _, is := owner[c]; return !is })
-		maps.DeleteFunc(r.total, func(key plan.Key, _ uint64) bool { return !known[key] })
 		for _, e := range r.engines {
-			var keys []string
-			for c := range owner {
-				if c.family == e.family {
-					keys = append(keys, c.key)
-				}
-			}
-			list, err := e.list(ctx, keys)
-			if err == nil {
-				err = ctx.Err()
-			}
-			if err != nil {
-				if !yield(plan.Traffic{}, fmt.Errorf("traffic of %s: %w", e.family, err)) {
-					return
-				}
-				continue
-			}
-			r.mu.Lock()
-			uncertain := maps.Clone(r.replacing) // The listing may have them as they were before or after.
-			for c := range r.replaced {
-				uncertain[c] = true
-			}
-			r.mu.Unlock()
-			for _, el := range list {
-				c := counter{e.family, el.Key, el.Comment}
-				key, is := owner[c]
-				if !is || uncertain[c] {
-					continue
-				}
-				before := r.last[c]
-				if before > el.Packets {
-					before = 0 // The element is a new one.
-				}
-				r.total[key] += el.Packets - before
-				r.last[c] = el.Packets
+			if err := r.read(ctx, e, elements); err != nil && !yield(plan.Traffic{}, fmt.Errorf("traffic of %s: %w", e.family, err)) {
+				return
 			}
 		}
-		for key := range known {
-			t := plan.Traffic{
-				Key: key, Connections: int64(min(r.total[key], math.MaxInt64)),
+		for t := range r.tallies.All() {
+			if !yield(plan.Traffic{
+				Key: t.sp.Key, Connections: int64(min(t.total, math.MaxInt64)),
 				PacketsIn: plan.NotCounted, BytesIn: plan.NotCounted,
 				PacketsOut: plan.NotCounted, BytesOut: plan.NotCounted,
-			}
-			if !yield(t, nil) {
+			}, nil) {
 				return
 			}
 		}
 	}
 }
+
+// read reads the elements of one family.
+func (r *TrafficReader) read(ctx context.Context, e counters, elements map[string]meter) error {
+	keys := make([]string, 0, len(elements))
+	for key, at := range elements {
+		if at.sp.Key.Family == e.family {
+			keys = append(keys, key)
+		}
+	}
+	type reading struct {
+		of meter
+		n  uint64
+	}
+	list := make([]reading, 0, len(keys))
+	err := e.list(ctx, keys, func(el nft.Element) {
+		if at, is := elements[el.Key]; is && at.comment() == el.Comment {
+			list = append(list, reading{at, el.Packets})
+		}
+	})
+	if err == nil {
+		err = ctx.Err()
+	}
+	if err != nil {
+		return err
+	}
+	r.mu.Lock()
+	uncertain := map[meter]bool{} // The listing may have them as they were before or after.
+	for c := range r.replacing {
+		uncertain[elements[c.key]] = true
+	}
+	for c := range r.replaced {
+		uncertain[elements[c.key]] = true
+	}
+	r.mu.Unlock()
+	for _, read := range list {
+		if !uncertain[read.of] {
+			read.of.note(read.n)
+		}
+	}
+	return nil
+}
+
+func (t *tally) comment() string { return nft.Comment(t.sp.Key.PortName()) }

@@ -13,6 +13,8 @@ import (
 	"slices"
 	"strings"
 	"time"
+
+	"nodeproxy/internal/keyed"
 )
 
 // Family is an IP address family.
@@ -182,10 +184,10 @@ func (k FrontendKind) String() string { return frontendKindNames[k] }
 // Frontend is an address, protocol and port at which clients reach a Service. A node port has no address of its own:
 // its Addr is the zero Addr, and it is reached at those addresses of the node that Settings.NodePortAddresses allows.
 type Frontend struct {
-	Kind     FrontendKind
 	Addr     netip.Addr
 	Protocol Protocol
 	Port     uint16
+	Kind     FrontendKind
 }
 
 func (f Frontend) String() string {
@@ -367,6 +369,12 @@ func (sp *ServicePort) Equal(o *ServicePort) bool {
 		slices.Equal(sp.Excluded, o.Excluded)
 }
 
+// Ports are ServicePorts by key, for who keeps very many of them.
+type Ports = keyed.Set[Key, ServicePort]
+
+// NewPorts returns Ports without any.
+func NewPorts() *Ports { return keyed.New(func(sp *ServicePort) Key { return sp.Key }) }
+
 // Plan is the desired state of a node.
 type Plan struct {
 	Node     Node
@@ -376,13 +384,13 @@ type Plan struct {
 	// Partial says that not all ServicePorts may be known. The kernel's state for frontends that the plan does not have must stay
 	// as it is, and work.
 	Partial bool
-	// keys lists the keys of each Service in order, so that they are found without a walk over the plan.
-	keys map[Service][]Key
+	// ports lists the ServicePorts of each Service in order of key, so that they are found without a walk over the plan.
+	ports map[Service][]*ServicePort
 }
 
 // New returns an empty plan.
 func New(node Node, settings Settings) *Plan {
-	return &Plan{Node: node, Settings: settings, Services: map[Key]*ServicePort{}, keys: map[Service][]Key{}}
+	return &Plan{Node: node, Settings: settings, Services: map[Key]*ServicePort{}, ports: map[Service][]*ServicePort{}}
 }
 
 // Address is a frontend without its kind: the destination of a packet. Addr is invalid for node ports.
@@ -420,36 +428,46 @@ var ErrPartial = errors.New("the rules of another proxy mode are in force here a
 
 // Set adds a ServicePort, or replaces the one with its key.
 func (p *Plan) Set(sp *ServicePort) {
-	if p.Services[sp.Key] == nil {
-		keys := p.keys[sp.Key.Service]
-		i, _ := slices.BinarySearchFunc(keys, sp.Key, Key.Compare)
-		p.keys[sp.Key.Service] = slices.Insert(keys, i, sp.Key)
+	ports := p.ports[sp.Key.Service]
+	if i, found := find(ports, sp.Key); found {
+		ports[i] = sp
+	} else {
+		p.ports[sp.Key.Service] = slices.Insert(ports, i, sp)
 	}
 	p.Services[sp.Key] = sp
+}
+
+// find returns where a key is, or would be, among ServicePorts in order of key.
+func find(ports []*ServicePort, k Key) (at int, found bool) {
+	return slices.BinarySearchFunc(ports, k, func(sp *ServicePort, k Key) int { return sp.Key.Compare(k) })
 }
 
 // Delete removes a ServicePort.
 func (p *Plan) Delete(k Key) {
 	delete(p.Services, k)
-	keys := p.keys[k.Service]
-	i, found := slices.BinarySearchFunc(keys, k, Key.Compare)
+	ports := p.ports[k.Service]
+	i, found := find(ports, k)
 	if !found {
 		return
 	}
-	if keys = slices.Delete(keys, i, i+1); len(keys) == 0 {
-		delete(p.keys, k.Service)
+	if ports = slices.Delete(ports, i, i+1); len(ports) == 0 {
+		delete(p.ports, k.Service)
 	} else {
-		p.keys[k.Service] = keys
+		p.ports[k.Service] = ports
 	}
 }
 
 // KeysOf returns the keys of one Service in order.
 func (p *Plan) KeysOf(svc Service) []Key {
-	return slices.Clone(p.keys[svc])
+	var keys []Key
+	for _, sp := range p.ports[svc] {
+		keys = append(keys, sp.Key)
+	}
+	return keys
 }
 
 // Serves reports whether a Service has any ServicePort.
-func (p *Plan) Serves(svc Service) bool { return len(p.keys[svc]) > 0 }
+func (p *Plan) Serves(svc Service) bool { return len(p.ports[svc]) > 0 }
 
 // Sorted returns the ServicePorts of one family in order of key. It walks everything: for full syncs and for printing.
 func (p *Plan) Sorted(f Family) []*ServicePort {

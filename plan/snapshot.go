@@ -32,8 +32,7 @@ func (s *Snapshot) ServicePort(k Key) *ServicePort {
 // as it is in this one.
 func (s *Snapshot) Programmed(k Key) (*ServicePort, time.Time) {
 	if e := s.services.find(k.Service); e != nil {
-		i, found := slices.BinarySearchFunc(e.ports, k, func(sp *ServicePort, k Key) int { return sp.Key.Compare(k) })
-		if found {
+		if i, found := find(e.ports, k); found {
 			return e.ports[i], e.since
 		}
 	}
@@ -60,7 +59,7 @@ func (s *Snapshot) Services() iter.Seq2[Service, []*ServicePort] {
 	return func(yield func(Service, []*ServicePort) bool) {
 		for _, c := range s.services {
 			for _, e := range c {
-				if !yield(e.service, e.ports) {
+				if !yield(e.service(), e.ports) {
 					return
 				}
 			}
@@ -89,12 +88,12 @@ func (p *Publisher) Publish(desired *Plan, change Change) {
 		touched[k.Service] = struct{}{}
 	}
 	if change.All() {
-		for svc := range desired.keys {
+		for svc := range desired.ports {
 			touched[svc] = struct{}{}
 		}
 		for _, c := range before {
 			for _, e := range c {
-				touched[e.service] = struct{}{}
+				touched[e.service()] = struct{}{}
 			}
 		}
 	}
@@ -114,10 +113,11 @@ type chunk []*indexed
 
 // indexed is a Service with its ServicePorts in order of key.
 type indexed struct {
-	service Service
-	ports   []*ServicePort
-	since   time.Time // of the first snapshot that has it
+	ports []*ServicePort // one at least
+	since time.Time      // of the first snapshot that has it
 }
+
+func (e *indexed) service() Service { return e.ports[0].Key.Service }
 
 // find returns the entry of a Service; nil if there is none.
 func (x index) find(svc Service) *indexed {
@@ -132,7 +132,7 @@ func (x index) find(svc Service) *indexed {
 // chunkOf returns the number of the chunk that a Service is in, if it is in any: the last one that does not begin behind it; -1 if
 // all do.
 func (x index) chunkOf(svc Service) int {
-	i, found := slices.BinarySearchFunc(x, svc, func(c chunk, svc Service) int { return c[0].service.Compare(svc) })
+	i, found := slices.BinarySearchFunc(x, svc, func(c chunk, svc Service) int { return c[0].service().Compare(svc) })
 	if found {
 		return i
 	}
@@ -140,7 +140,7 @@ func (x index) chunkOf(svc Service) int {
 }
 
 func (c chunk) find(svc Service) (int, bool) {
-	return slices.BinarySearchFunc(c, svc, func(e *indexed, svc Service) int { return e.service.Compare(svc) })
+	return slices.BinarySearchFunc(c, svc, func(e *indexed, svc Service) int { return e.service().Compare(svc) })
 }
 
 // update returns the index in which the touched Services, which are in order, are as in p. now is the time of its snapshot.
@@ -156,7 +156,7 @@ func (x index) update(p *Plan, now time.Time, touched []Service) index {
 			c = x[at]
 		}
 		if done = min(at+1, len(x)); done < len(x) {
-			n, _ = slices.BinarySearchFunc(touched, x[done][0].service, Service.Compare)
+			n, _ = slices.BinarySearchFunc(touched, x[done][0].service(), Service.Compare)
 		}
 		out = out.join(c.update(p, now, touched[:n]).cut())
 		touched = touched[n:]
@@ -184,10 +184,7 @@ func (c chunk) update(p *Plan, now time.Time, touched []Service) chunk {
 		i, found := c.find(svc)
 		out = append(out, c[:i]...)
 		c = c[i:]
-		e := &indexed{service: svc, since: now}
-		for _, k := range p.KeysOf(svc) {
-			e.ports = append(e.ports, p.Services[k])
-		}
+		e := &indexed{slices.Clone(p.ports[svc]), now}
 		if found {
 			if slices.Equal(c[0].ports, e.ports) {
 				e = c[0]

@@ -26,8 +26,8 @@ func tPlan(change func(*ServicePort, *Settings)) *Plan {
 	sp := &ServicePort{
 		Key: Key{Service: Service{"ns", "svc"}, Protocol: TCP, Family: IPv4},
 		Frontends: []Frontend{
-			{ClusterIP, tCluster, TCP, 80}, {LoadBalancerIP, tLB, TCP, 80}, {ExternalIP, tExt, TCP, 80},
-			{NodePort, netip.Addr{}, TCP, 30080}, {HealthCheckNodePort, netip.Addr{}, TCP, 32000},
+			{tCluster, TCP, 80, ClusterIP}, {tLB, TCP, 80, LoadBalancerIP}, {tExt, TCP, 80, ExternalIP},
+			{netip.Addr{}, TCP, 30080, NodePort}, {netip.Addr{}, TCP, 32000, HealthCheckNodePort},
 		},
 		Endpoints: Endpoints{Cluster: []Endpoint{tFarEP, tLocalEP}, Local: []Endpoint{tLocalEP}, Any: true},
 	}
@@ -78,7 +78,7 @@ func noneHere(sp *ServicePort, _ *Settings) {
 }
 func primary(_ *ServicePort, s *Settings) { s.NodePortAddresses.Primary = true }
 func ownAddressAsExternal(sp *ServicePort, _ *Settings) {
-	sp.Frontends[2] = Frontend{ExternalIP, tNode, TCP, 30080}
+	sp.Frontends[2] = Frontend{tNode, TCP, 30080, ExternalIP}
 }
 
 func ranges(list ...string) tChange {
@@ -257,7 +257,7 @@ func TestVerdictIPv6(t *testing.T) {
 	ep := Endpoint{Addr: netip.MustParseAddrPort("[fd00::2]:53")}
 	p := New(Node{}, Settings{LocalhostNodePorts: true})
 	p.Set(&ServicePort{Key: key, Endpoints: Endpoints{Any: true, Cluster: []Endpoint{ep}},
-		Frontends: []Frontend{{NodePort, netip.Addr{}, UDP, 30053}}})
+		Frontends: []Frontend{{netip.Addr{}, UDP, 30053, NodePort}}})
 	e := NewEvaluator(p)
 	for dst, want := range map[string]Action{"2001:db8::1": Forward, "fe80::1%eth0": Forward, "::1": Pass,
 		"192.168.1.10": Pass} {
@@ -301,7 +301,7 @@ func TestVerdictNamesDestination(t *testing.T) {
 	if want := (Key{Service: Service{"ns", "svc"}, Protocol: TCP, Family: IPv4}); v.ServicePort != want {
 		t.Errorf("it is for %s, want %s", v.ServicePort, want)
 	}
-	if want := (Frontend{ExternalIP, tExt, TCP, 80}); v.Frontend != want {
+	if want := (Frontend{tExt, TCP, 80, ExternalIP}); v.Frontend != want {
 		t.Errorf("it is for %s, want %s", v.Frontend, want)
 	}
 	want := []string{

@@ -10,10 +10,10 @@ import (
 
 // claim is the destination by which a packet is recognised, and so what only one ServicePort can own. A node port has no address.
 type claim struct {
-	family   plan.Family
 	addr     netip.Addr
 	protocol plan.Protocol
 	port     uint16
+	family   plan.Family
 }
 
 func claimOf(f plan.Frontend, family plan.Family) claim {
@@ -23,11 +23,11 @@ func claimOf(f plan.Frontend, family plan.Family) claim {
 // claimant is a ServicePort that asks for a claim.
 type claimant struct {
 	kind plan.FrontendKind
-	key  plan.Key
+	key  *plan.Key
 }
 
 func (c claimant) compare(o claimant) int {
-	return cmp.Or(cmp.Compare(c.kind, o.kind), c.key.Compare(o.key))
+	return cmp.Or(cmp.Compare(c.kind, o.kind), c.key.Compare(*o.key))
 }
 
 // claims decides which ServicePort owns each frontend: the claimant of the better kind or, among equals, of the lower key.
@@ -36,13 +36,13 @@ func (c claimant) compare(o claimant) int {
 type claims map[claim][]claimant // in order, the owner first; no entry is empty
 
 // owner returns the owner of c.
-func (cs claims) owner(c claim) plan.Key { return cs[c][0].key }
+func (cs claims) owner(c claim) plan.Key { return *cs[c][0].key }
 
 // add adds a ServicePort's claims, and remove removes them. If that changes an owner, they call touched with every other
 // ServicePort that claims the same: it wins, loses, or is shadowed by a different one now.
 func (cs claims) add(spec *portSpec, touched func(plan.Key)) {
 	for _, f := range spec.wants {
-		c, who := claimOf(f, spec.key.Family), claimant{f.Kind, spec.key}
+		c, who := claimOf(f, spec.key.Family), claimant{f.Kind, &spec.key}
 		i, _ := slices.BinarySearchFunc(cs[c], who, claimant.compare)
 		if i == 0 {
 			touchAll(cs[c], touched)
@@ -53,7 +53,7 @@ func (cs claims) add(spec *portSpec, touched func(plan.Key)) {
 
 func (cs claims) remove(spec *portSpec, touched func(plan.Key)) {
 	for _, f := range spec.wants {
-		c, who := claimOf(f, spec.key.Family), claimant{f.Kind, spec.key}
+		c, who := claimOf(f, spec.key.Family), claimant{f.Kind, &spec.key}
 		i, found := slices.BinarySearchFunc(cs[c], who, claimant.compare)
 		if !found {
 			continue
@@ -70,6 +70,6 @@ func (cs claims) remove(spec *portSpec, touched func(plan.Key)) {
 
 func touchAll(list []claimant, touched func(plan.Key)) {
 	for _, c := range list {
-		touched(c.key)
+		touched(*c.key)
 	}
 }

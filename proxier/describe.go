@@ -111,8 +111,11 @@ type Entry struct {
 func (d *Description) Entries(k plan.Key) []Entry {
 	var out []Entry
 	for _, s := range d.Slices {
-		for _, ep := range s.endpointsFor(k) {
-			out = append(out, Entry{ep, s.Name})
+		for _, port := range portsFor(s.Family, s.Ports, k) {
+			for _, ep := range s.Endpoints {
+				ep.Addr = netip.AddrPortFrom(ep.Addr.Addr(), port.Number)
+				out = append(out, Entry{ep, s.Name})
+			}
 		}
 	}
 	return out
@@ -121,8 +124,8 @@ func (d *Description) Entries(k plan.Key) []Entry {
 // Endpoints returns the endpoints of a ServicePort, used or not, in order of address.
 func (d *Description) Endpoints(k plan.Key) []topology.Endpoint {
 	var out []topology.Endpoint
-	for _, s := range d.Slices {
-		out = append(out, s.endpointsFor(k)...)
+	for _, e := range d.Entries(k) {
+		out = append(out, e.Endpoint)
 	}
 	return topology.Merge(out)
 }
@@ -130,7 +133,7 @@ func (d *Description) Endpoints(k plan.Key) []topology.Endpoint {
 // object is what a Service's object says that is only described.
 type object struct {
 	kind              string
-	selector          map[string]string
+	selector          []label
 	ports             []Port
 	headless, publish bool
 	alias             string
@@ -139,9 +142,15 @@ type object struct {
 	proxyProtocol     string
 }
 
+// label is a part of a selector. A map takes 350 bytes however few there are, and most Services have one or two.
+type label struct{ key, value string }
+
 func readObject(svc *v1.Service) object {
-	out := object{kind: string(svc.Spec.Type), selector: svc.Spec.Selector, ingress: len(svc.Status.LoadBalancer.Ingress), publish: svc.Spec.PublishNotReadyAddresses,
+	out := object{kind: string(svc.Spec.Type), ingress: len(svc.Status.LoadBalancer.Ingress), publish: svc.Spec.PublishNotReadyAddresses,
 		proxyProtocol: source.ProxyProtocol(svc.Annotations)}
+	for key, value := range svc.Spec.Selector {
+		out.selector = append(out.selector, label{key, value})
+	}
 	if svc.Spec.Type == v1.ServiceTypeExternalName {
 		out.alias = strings.TrimSuffix(svc.Spec.ExternalName, ".")
 	} else {
@@ -169,10 +178,16 @@ func (s *State) Describe(id plan.Service) (*Description, bool) {
 		return nil, false
 	}
 	d := &Description{
-		Service: id, NodeKnown: s.nodeKnown, Excluded: s.excluded, Leaving: s.leaving, NodesDown: map[string]string{}, PodCIDRs: s.podCIDRs, Exists: svc.exists, Type: svc.object.kind, Selector: svc.object.selector, Ports: svc.object.ports,
+		Service: id, NodeKnown: s.nodeKnown, Excluded: s.excluded, Leaving: s.leaving, NodesDown: map[string]string{}, PodCIDRs: s.podCIDRs, Exists: svc.exists, Type: svc.object.kind, Ports: svc.object.ports,
 		Ingress: svc.object.ingress, LeftToBalancer: svc.object.left, Frontends: map[netip.AddrPort]Owned{}, ProxyProtocol: svc.object.proxyProtocol,
 		Headless: svc.object.headless, ExternalName: svc.object.alias, PublishNotReady: svc.object.publish,
 		Findings: slices.Clone(s.reported["Service "+id.String()]),
+	}
+	for _, l := range svc.object.selector {
+		if d.Selector == nil {
+			d.Selector = map[string]string{}
+		}
+		d.Selector[l.key] = l.value
 	}
 	s.describeAlias(d)
 	for name, why := range s.otherNodes {
@@ -180,9 +195,9 @@ func (s *State) Describe(id plan.Service) (*Description, bool) {
 			d.NodesDown[name] = why
 		}
 	}
-	for _, name := range slices.Sorted(maps.Keys(svc.slices)) {
-		d.Slices = append(d.Slices, svc.slices[name].Slice)
-		d.Findings = append(d.Findings, s.reported["EndpointSlice "+id.Namespace+"/"+name]...)
+	for _, slice := range svc.slices {
+		d.Slices = append(d.Slices, slice.described())
+		d.Findings = append(d.Findings, s.reported["EndpointSlice "+id.Namespace+"/"+slice.name]...)
 	}
 	if len(d.Slices) == 0 {
 		var others []string
@@ -210,7 +225,7 @@ func (s *State) Describe(id plan.Service) (*Description, bool) {
 		}
 		for _, f := range sp.Frontends {
 			if list := s.claims[claimOf(f, k.Family)]; len(list) > 1 && len(d.Contested) < mostContested && list[1].key.Service != id {
-				d.Contested = append(d.Contested, Contested{f, list[1].key})
+				d.Contested = append(d.Contested, Contested{f, *list[1].key})
 			}
 		}
 		d.ServicePorts = append(d.ServicePorts, sp)
@@ -246,8 +261,8 @@ func (s *State) EndpointsOf(namespace string) iter.Seq[topology.Endpoint] {
 				continue
 			}
 			for _, slice := range svc.slices {
-				for _, ep := range slice.Endpoints {
-					if !yield(ep) {
+				for i := range slice.endpoints {
+					if !yield(slice.endpoints[i].at(0)) {
 						return
 					}
 				}
@@ -261,8 +276,8 @@ func (s *State) Pods() iter.Seq2[string, string] {
 	return func(yield func(namespace, name string) bool) {
 		for id, svc := range s.services {
 			for _, slice := range svc.slices {
-				for i := range slice.Endpoints {
-					if pod := slice.Endpoints[i].Pod; pod != "" && !yield(id.Namespace, pod) {
+				for i := range slice.endpoints {
+					if d := slice.endpoints[i].details; d != nil && d.pod != "" && !yield(id.Namespace, d.pod) {
 						return
 					}
 				}

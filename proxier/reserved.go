@@ -45,10 +45,10 @@ func (s *State) reserveEndpoints() {
 	now := map[netip.AddrPort]struct{}{}
 	if svc := s.services[apiServer]; svc != nil {
 		for _, slice := range svc.slices {
-			for _, port := range slice.Ports {
-				for _, ep := range slice.Endpoints {
+			for _, port := range slice.ports {
+				for _, ep := range slice.endpoints {
 					if port.Protocol == plan.TCP {
-						now[netip.AddrPortFrom(ep.Addr.Addr(), port.Number)] = struct{}{}
+						now[netip.AddrPortFrom(ep.addr, port.Number)] = struct{}{}
 					}
 				}
 			}
@@ -65,7 +65,7 @@ func (s *State) touchReserved(before, now map[netip.AddrPort]struct{}) {
 	}
 	for _, list := range []map[netip.AddrPort]struct{}{before, now} {
 		for at := range list {
-			touchAll(s.claims[claim{plan.FamilyOf(at.Addr()), at.Addr(), plan.TCP, at.Port()}], s.touchKey)
+			touchAll(s.claims[claim{at.Addr(), plan.TCP, at.Port(), plan.FamilyOf(at.Addr())}], s.touchKey)
 		}
 	}
 }

@@ -298,11 +298,11 @@ func frontends(svc *v1.Service, addrs addresses, port v1.ServicePort, family pla
 	slices.SortFunc(out, plan.Frontend.Compare)
 	// An address listed twice, even as two kinds, is one frontend: of the kind that takes precedence.
 	seen := make(map[claim]struct{}, len(out))
-	return slices.DeleteFunc(out, func(fe plan.Frontend) bool {
+	return slices.Clip(slices.DeleteFunc(out, func(fe plan.Frontend) bool {
 		before := len(seen)
 		seen[claimOf(fe, family)] = struct{}{}
 		return len(seen) == before
-	})
+	}))
 }
 
 // hasHealthCheck reports whether load balancers can ask for a Service's endpoints on this node.

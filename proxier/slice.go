@@ -6,6 +6,7 @@ import (
 	"net/netip"
 	"slices"
 	"time"
+	"unique"
 
 	v1 "k8s.io/api/core/v1"
 	discovery "k8s.io/api/discovery/v1"
@@ -17,30 +18,95 @@ import (
 
 // slice holds what the proxier needs of an EndpointSlice.
 type slice struct {
-	Slice
+	service   plan.Service
+	name      string
+	family    plan.Family
+	ports     []SlicePort
+	endpoints []packed
 	// triggered is the time of the change that caused the slice's last update; zero if not known.
 	triggered time.Time
 }
 
-// endpointsFor returns the slice's endpoints for one port of a Service. Slices and Services are matched by the port's name and
-// protocol, never by its number.
-func (s *Slice) endpointsFor(key plan.Key) []topology.Endpoint {
-	if s.Family != key.Family {
-		return nil
-	}
-	want := SlicePort{Name: key.Port, Protocol: key.Protocol}
-	first, _ := slices.BinarySearchFunc(s.Ports, want, SlicePort.compare)
-	var out []topology.Endpoint
-	for _, port := range s.Ports[first:] {
-		if port.compare(want) != 0 {
-			break
-		}
-		for _, ep := range s.Endpoints {
-			ep.Addr = netip.AddrPortFrom(ep.Addr.Addr(), port.Number)
-			out = append(out, ep)
+// packed is an endpoint in a third of the memory of a topology.Endpoint: there may be hundreds of thousands, and of most, little is known.
+type packed struct {
+	addr                        netip.Addr
+	node                        unique.Handle[string]
+	details                     *details // nil for none
+	weight                      uint16
+	ready, serving, terminating bool
+}
+
+// details are fields of a topology.Endpoint that many lack, or have in common.
+type details struct {
+	zone, pod          string
+	forNodes, forZones []string
+}
+
+func (d *details) equal(o *details) bool {
+	return d.zone == o.zone && d.pod == o.pod && slices.Equal(d.forNodes, o.forNodes) && slices.Equal(d.forZones, o.forZones)
+}
+
+// pack packs endpoints.
+func pack(list []topology.Endpoint) []packed {
+	out := make([]packed, len(list))
+	var last *details
+	for i, ep := range list {
+		out[i] = packed{ep.Addr.Addr(), unique.Make(ep.Node), nil, ep.Weight, ep.Ready, ep.Serving, ep.Terminating}
+		if now := (&details{ep.Zone, ep.Pod, ep.ForNodes, ep.ForZones}); !now.equal(&details{}) {
+			if last == nil || !last.equal(now) {
+				last = now
+			}
+			out[i].details = last
 		}
 	}
 	return out
+}
+
+// at returns the endpoint, with a port.
+func (p *packed) at(port uint16) topology.Endpoint {
+	out := topology.Endpoint{
+		Addr: netip.AddrPortFrom(p.addr, port), Node: p.node.Value(), Weight: p.weight,
+		Ready: p.ready, Serving: p.serving, Terminating: p.terminating,
+	}
+	if d := p.details; d != nil {
+		out.Zone, out.Pod, out.ForNodes, out.ForZones = d.zone, d.pod, d.forNodes, d.forZones
+	}
+	return out
+}
+
+// described returns the slice as others see it.
+func (s *slice) described() Slice {
+	out := Slice{s.name, s.family, s.ports, make([]topology.Endpoint, len(s.endpoints))}
+	for i := range s.endpoints {
+		out.Endpoints[i] = s.endpoints[i].at(0)
+	}
+	return out
+}
+
+// endpointsFor returns the slice's endpoints for one port of a Service.
+func (s *slice) endpointsFor(key plan.Key) []topology.Endpoint {
+	ports := portsFor(s.family, s.ports, key)
+	out := make([]topology.Endpoint, 0, len(ports)*len(s.endpoints))
+	for _, port := range ports {
+		for i := range s.endpoints {
+			out = append(out, s.endpoints[i].at(port.Number))
+		}
+	}
+	return out
+}
+
+// portsFor returns those of a slice's ports that are for one port of a Service. They are matched by name and protocol, never by number.
+func portsFor(family plan.Family, ports []SlicePort, key plan.Key) []SlicePort {
+	if family != key.Family {
+		return nil
+	}
+	want := SlicePort{Name: key.Port, Protocol: key.Protocol}
+	first, _ := slices.BinarySearchFunc(ports, want, SlicePort.compare)
+	end := first
+	for end < len(ports) && ports[end].compare(want) == 0 {
+		end++
+	}
+	return ports[first:end]
 }
 
 // compare orders ports by what they are matched by.
@@ -59,12 +125,13 @@ func sliceService(es *discovery.EndpointSlice) (plan.Service, bool) {
 // readSlice reads an EndpointSlice; nil if a proxy can't use it at all.
 func readSlice(es *discovery.EndpointSlice) (*slice, []source.Finding) {
 	f := &findings{object: "EndpointSlice " + es.Namespace + "/" + es.Name}
-	out := &slice{Slice: Slice{Name: es.Name}}
+	out := &slice{name: es.Name}
+	out.service, _ = sliceService(es)
 	switch es.AddressType {
 	case discovery.AddressTypeIPv4:
-		out.Family = plan.IPv4
+		out.family = plan.IPv4
 	case discovery.AddressTypeIPv6:
-		out.Family = plan.IPv6
+		out.family = plan.IPv6
 	default:
 		f.note("addressType", "ignored", "a proxy can't send to endpoints of type %.20q", es.AddressType)
 		return nil, f.list
@@ -83,17 +150,19 @@ func readSlice(es *discovery.EndpointSlice) (*slice, []source.Finding) {
 			continue
 		}
 		port.Number = uint16(*p.Port)
-		out.Ports = append(out.Ports, port)
+		out.ports = append(out.ports, port)
 	}
-	slices.SortStableFunc(out.Ports, SlicePort.compare)
+	slices.SortStableFunc(out.ports, SlicePort.compare)
+	endpoints := make([]topology.Endpoint, 0, len(es.Endpoints))
 	for i := range es.Endpoints {
-		if ep, ok := readEndpoint(&es.Endpoints[i], out.Family, f, i); ok {
-			out.Endpoints = append(out.Endpoints, ep)
+		if ep, ok := readEndpoint(&es.Endpoints[i], out.family, f, i); ok {
+			endpoints = append(endpoints, ep)
 		}
 	}
 	if text, ok := es.Annotations[source.AnnotationWeights]; ok {
-		setWeights(text, out.Endpoints, f)
+		setWeights(text, endpoints, f)
 	}
+	out.endpoints = pack(endpoints)
 	// The annotation is optional and may be wrong; it is for metrics only.
 	out.triggered, _ = time.Parse(time.RFC3339Nano, es.Annotations[v1.EndpointsLastChangeTriggerTime])
 	return out, f.list

@@ -14,6 +14,7 @@ import (
 	discovery "k8s.io/api/discovery/v1"
 	"k8s.io/apimachinery/pkg/types"
 
+	"nodeproxy/internal/keyed"
 	"nodeproxy/plan"
 	"nodeproxy/source"
 	"nodeproxy/topology"
@@ -30,8 +31,8 @@ type State struct {
 	nodeIP   netip.Addr
 	plan     *plan.Plan
 	services map[plan.Service]*service
-	// sliceOf maps slices to their Services: the label that says so can change, and a deletion comes without the object.
-	sliceOf  map[types.NamespacedName]plan.Service
+	// slices are those of the Services, which each knows: the label that says so can change, and a deletion comes without the object.
+	slices   *keyed.Set[types.NamespacedName, slice]
 	claims   claims
 	reserved reserved
 	dirty    map[plan.Service]struct{}
@@ -64,8 +65,13 @@ type State struct {
 type service struct {
 	exists bool // there is a Service object, even if it is not proxied
 	object object
-	specs  []portSpec        // nil while there is none to proxy
-	slices map[string]*slice // by name of the slice
+	specs  []portSpec // nil while there is none to proxy
+	slices []*slice   // in order of name
+}
+
+// slice returns where the slice of a name is, or would be.
+func (svc *service) slice(name string) (at int, found bool) {
+	return slices.BinarySearchFunc(svc.slices, name, func(s *slice, name string) int { return cmp.Compare(s.name, name) })
 }
 
 // NewState returns a state without objects, for the node of that name. The families are those that the node can forward; frontends
@@ -78,7 +84,9 @@ func NewState(nodeName string, settings plan.Settings, families []plan.Family, r
 		families: families,
 		plan:     plan.New(plan.Node{Name: nodeName}, settings),
 		services: map[plan.Service]*service{},
-		sliceOf:  map[types.NamespacedName]plan.Service{},
+		slices: keyed.New(func(s *slice) types.NamespacedName {
+			return types.NamespacedName{Namespace: s.service.Namespace, Name: s.name}
+		}),
 		claims:   claims{},
 		dirty:    map[plan.Service]struct{}{},
 		given:    settings.ServiceCIDRs,
@@ -139,7 +147,7 @@ func (s *State) applyService(name types.NamespacedName, obj *v1.Service) {
 		if obj == nil {
 			return
 		}
-		svc = &service{slices: map[string]*slice{}}
+		svc = &service{}
 		s.services[id] = svc
 	}
 	for i := range svc.specs {
@@ -166,12 +174,10 @@ func (s *State) applyService(name types.NamespacedName, obj *v1.Service) {
 }
 
 func (s *State) applySlice(name types.NamespacedName, obj *discovery.EndpointSlice) {
-	var id plan.Service
 	var parsed *slice
 	var found []source.Finding
 	if obj != nil {
-		if owner, ok := sliceService(obj); ok {
-			id = owner
+		if _, ok := sliceService(obj); ok {
 			parsed, found = readSlice(obj)
 		} else if obj.Labels[discovery.LabelServiceName] == "" {
 			f := &findings{object: "EndpointSlice " + name.String()}
@@ -180,22 +186,32 @@ func (s *State) applySlice(name types.NamespacedName, obj *discovery.EndpointSli
 		}
 	}
 	s.reportNew("EndpointSlice "+name.String(), found)
-	if old, ok := s.sliceOf[name]; ok && (parsed == nil || old != id) {
-		delete(s.services[old].slices, name.Name)
-		delete(s.sliceOf, name)
-		s.touchSlices(old)
-		s.forgetIfEmpty(old, s.services[old])
+	old := s.slices.Get(name)
+	if old != nil && (parsed == nil || old.service != parsed.service) {
+		svc := s.services[old.service]
+		at, _ := svc.slice(name.Name)
+		svc.slices = slices.Delete(svc.slices, at, at+1)
+		s.slices.Delete(name)
+		s.touchSlices(old.service)
+		s.forgetIfEmpty(old.service, svc)
+		old = nil
 	}
 	if parsed == nil {
 		return
 	}
-	if s.services[id] == nil {
-		s.services[id] = &service{slices: map[string]*slice{}}
+	svc := s.services[parsed.service]
+	if svc == nil {
+		svc = &service{}
+		s.services[parsed.service] = svc
 	}
-	s.noteTrigger(s.services[id].slices[name.Name], parsed)
-	s.services[id].slices[name.Name] = parsed
-	s.sliceOf[name] = id
-	s.touchSlices(id)
+	s.noteTrigger(old, parsed)
+	if at, found := svc.slice(name.Name); found {
+		svc.slices[at] = parsed
+	} else {
+		svc.slices = slices.Insert(svc.slices, at, parsed)
+	}
+	s.slices.Put(parsed)
+	s.touchSlices(parsed.service)
 }
 
 // touchSlices marks a Service whose slices have changed.
@@ -212,7 +228,7 @@ func (s *State) noteTrigger(before, now *slice) {
 	if !s.synced || now.triggered.IsZero() || before != nil && !now.triggered.After(before.triggered) {
 		return
 	}
-	s.triggers = append(s.triggers, Trigger{now.Family, now.triggered})
+	s.triggers = append(s.triggers, Trigger{now.family, now.triggered})
 }
 
 // Trigger is the time of a change of endpoints of one family.
@@ -265,7 +281,7 @@ func (s *State) Update() (*plan.Plan, plan.Change) {
 	for _, id := range slices.SortedFunc(maps.Keys(s.dirty), plan.Service.Compare) {
 		s.recompute(id, changed)
 	}
-	clear(s.dirty)
+	s.dirty = map[plan.Service]struct{}{} // One that was large once would stay so.
 	if all {
 		return s.plan, plan.EveryService()
 	}
@@ -278,14 +294,13 @@ func (s *State) recompute(id plan.Service, changed plan.Keys) {
 	if svc == nil {
 		svc = &service{}
 	}
-	sliceNames := slices.Sorted(maps.Keys(svc.slices))
 	wanted, before := plan.Keys{}, len(changed)
 	for i := range svc.specs {
 		spec := &svc.specs[i]
 		wanted.Add(spec.key)
 		var endpoints []topology.Endpoint
-		for _, name := range sliceNames {
-			endpoints = append(endpoints, svc.slices[name].endpointsFor(spec.key)...)
+		for _, slice := range svc.slices {
+			endpoints = append(endpoints, slice.endpointsFor(spec.key)...)
 		}
 		sp := s.servicePort(spec, endpoints)
 		s.reportReserved(spec)
@@ -327,6 +342,9 @@ func (s *State) servicePort(spec *portSpec, endpoints []topology.Endpoint) *plan
 		} else {
 			sp.Shadowed = append(sp.Shadowed, plan.Shadowed{Frontend: f, Owner: owner})
 		}
+	}
+	if len(sp.Frontends) == len(spec.wants) {
+		sp.Frontends = spec.wants // Neither ever changes.
 	}
 	node := topology.Node{Name: s.plan.Node.Name, Zone: s.plan.Node.Zone}
 	sp.Endpoints = topology.Select(endpoints, node, topology.UseOf(spec.internal, spec.external, sp.HasExternal() || spec.healthCheck))

@@ -53,13 +53,13 @@ func TestWeights(t *testing.T) {
 		for _, f := range found {
 			said = append(said, f.String())
 		}
-		if weights := []uint16{got.Endpoints[0].Weight, got.Endpoints[1].Weight}; !slices.Equal(weights, c.want) || !slices.Equal(said, c.found) {
+		if weights := []uint16{got.endpoints[0].weight, got.endpoints[1].weight}; !slices.Equal(weights, c.want) || !slices.Equal(said, c.found) {
 			t.Errorf("%q: weights %d, found %q, want %d, %q", c.text, weights, said, c.want, c.found)
 		}
 	}
 	v6, found := readSlice(weighted(discovery.AddressTypeIPv6, "fd00:0::5=4", "fd00::5"))
-	if v6.Endpoints[0].Weight != 4 || len(found) > 0 {
-		t.Errorf("IPv6: %+v, found %v", v6.Endpoints, found)
+	if v6.endpoints[0].weight != 4 || len(found) > 0 {
+		t.Errorf("IPv6: %+v, found %v", v6.endpoints, found)
 	}
 	_, found = readSlice(weighted(discovery.AddressTypeIPv4, strings.Repeat("x,", 1000), a))
 	if n := len(found); n != mostWrongWeights+1 || !strings.Contains(found[n-1].Detail, "995 more parts are wrong") {

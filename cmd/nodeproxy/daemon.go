@@ -8,6 +8,7 @@ import (
 	"log/slog"
 	"maps"
 	"net/netip"
+	"runtime/debug"
 	"slices"
 	"sync"
 	"sync/atomic"
@@ -395,6 +396,13 @@ func (d *daemon) goBeside(ctx context.Context, running *sync.WaitGroup) {
 		}
 	})
 	running.Go(func() { d.flows.Run(ctx) })
+	running.Go(func() {
+		select {
+		case <-ctx.Done():
+		case <-d.monitor.complete: // What the first objects took is free now, and the node may need it.
+			debug.FreeOSMemory()
+		}
+	})
 }
 
 // open makes the source that the configuration asks for.

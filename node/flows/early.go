@@ -11,21 +11,21 @@ import (
 // early records the TCP frontends that lead to endpoints, to find connections that began before they did: the kernel continues such
 // a connection as it began, untranslated.
 type early struct {
-	ports  map[plan.Key]*plan.ServicePort
+	ports  *plan.Ports
 	owners map[frontend]*plan.ServicePort
 	// due is set while the next full pass is to look for such connections.
 	due bool
 }
 
 func newEarly() early {
-	return early{ports: map[plan.Key]*plan.ServicePort{}, owners: map[frontend]*plan.ServicePort{}}
+	return early{ports: plan.NewPorts(), owners: map[frontend]*plan.ServicePort{}}
 }
 
 // expect makes room for n ServicePorts. Nothing is written to the kernel before all of a large first plan are recorded, so that it matters how
 // long that takes.
 func (e *early) expect(n int) {
-	if len(e.ports) == 0 {
-		e.ports, e.owners = make(map[plan.Key]*plan.ServicePort, n), make(map[frontend]*plan.ServicePort, n)
+	if len(e.owners) == 0 {
+		e.owners = make(map[frontend]*plan.ServicePort, n)
 	}
 }
 
@@ -35,7 +35,7 @@ func (e *early) set(key plan.Key, sp *plan.ServicePort) map[frontend]struct{} {
 	if key.Protocol != plan.TCP {
 		return nil
 	}
-	old := e.ports[key]
+	old := e.ports.Get(key)
 	if sp != nil && !sp.Any {
 		sp = nil
 	}
@@ -43,9 +43,9 @@ func (e *early) set(key plan.Key, sp *plan.ServicePort) map[frontend]struct{} {
 		return nil
 	}
 	if sp == nil {
-		delete(e.ports, key)
+		e.ports.Delete(key)
 	} else {
-		e.ports[key] = sp
+		e.ports.Put(sp)
 	}
 	if old != nil && sp != nil && slices.Equal(old.Frontends, sp.Frontends) {
 		for _, at := range tcpFrontends(sp) {

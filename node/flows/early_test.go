@@ -127,7 +127,7 @@ func TestEarlyConnectionWhoseServiceGoes(t *testing.T) {
 		t.Error("the Service that has lost an address takes it from the one that has it")
 	}
 	x.early.set(two.Key, nil)
-	if x.tooEarly(&f, nil) || len(x.early.owners) > 0 || len(x.early.ports) > 0 {
+	if x.tooEarly(&f, nil) || len(x.early.owners) > 0 || x.early.ports.Len() > 0 {
 		t.Errorf("%v is left of Services that are gone", x.early)
 	}
 }

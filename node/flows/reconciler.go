@@ -5,6 +5,7 @@ import (
 	"log/slog"
 	"maps"
 	"net/netip"
+	"slices"
 	"sync"
 	"time"
 
@@ -190,9 +191,9 @@ func (r *Reconciler) updateAll(p *plan.Plan) {
 			r.index.set(key, nil)
 		}
 	}
-	for key := range r.index.early.ports {
-		if p.Services[key] == nil {
-			r.index.early.set(key, nil)
+	for _, sp := range slices.Collect(r.index.early.ports.All()) {
+		if p.Services[sp.Key] == nil {
+			r.index.early.set(sp.Key, nil)
 		}
 	}
 	r.index.early.expect(len(p.Services))

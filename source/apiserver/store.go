@@ -4,6 +4,7 @@ import (
 	"fmt"
 
 	"k8s.io/apimachinery/pkg/api/meta"
+	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 	"k8s.io/apimachinery/pkg/types"
 	"k8s.io/client-go/tools/cache"
 
@@ -19,10 +20,49 @@ type store struct {
 	deliver  func(r *resource, b source.Batch, complete bool)
 	versions map[types.NamespacedName]string
 	whole    bool // objects are not stripped, as they are not kept for long
+	listed   bool // all objects have been delivered once
+	// ahead has objects of the first list that have arrived and were not passed on yet, and size is how many.
+	ahead source.Batch
+	size  int
 }
 
-// Transformer implements cache.TransformingStore: objects that a watch streams at first are stripped as they arrive.
-func (s *store) Transformer() cache.TransformFunc { return strip }
+// aheadSize is how many objects of the first list are passed on at once.
+const aheadSize = 256
+
+// Transformer implements cache.TransformingStore, for objects of a list that arrive one by one. Those of the first list are passed on as they
+// arrive, so that not all are in memory at the same time: nothing is programmed before all of them have come. What differs in a later list is
+// delivered as a whole, as is then programmed at once.
+func (s *store) Transformer() cache.TransformFunc {
+	return func(obj any) (any, error) {
+		if s.listed {
+			return strip(obj)
+		}
+		name, version, err := identify(obj)
+		if err != nil {
+			return nil, err
+		}
+		if err := s.take(&s.ahead, obj, s.versions); err != nil {
+			return nil, err
+		}
+		if s.size++; s.size == aheadSize {
+			s.deliver(s.resource, s.ahead, false)
+			s.ahead, s.size = source.Batch{}, 0
+		}
+		return &passedOn{name: name, version: version}, nil
+	}
+}
+
+// passedOn stands for an object that has been passed on, in the list that it is in.
+type passedOn struct {
+	metav1.Object
+	name    types.NamespacedName
+	version string
+}
+
+// GetNamespace, GetName and GetResourceVersion implement metav1.Object, of which nobody asks for more.
+func (p *passedOn) GetNamespace() string       { return p.name.Namespace }
+func (p *passedOn) GetName() string            { return p.name.Name }
+func (p *passedOn) GetResourceVersion() string { return p.version }
 
 // Add implements cache.ReflectorStore.
 func (s *store) Add(obj any) error { return s.Update(obj) }
@@ -55,9 +95,13 @@ func (s *store) Delete(obj any) error {
 
 // Replace implements cache.ReflectorStore: list has all existing objects.
 func (s *store) Replace(objects []any, _ string) error {
-	var b source.Batch
+	b := s.ahead
 	now := make(map[types.NamespacedName]string, len(objects))
 	for _, obj := range objects {
+		if p, is := obj.(*passedOn); is {
+			now[p.name] = p.version
+			continue
+		}
 		if err := s.take(&b, obj, now); err != nil {
 			return err
 		}
@@ -67,7 +111,7 @@ func (s *store) Replace(objects []any, _ string) error {
 			s.put(&b, name, nil)
 		}
 	}
-	s.versions = now
+	s.versions, s.ahead, s.listed = now, source.Batch{}, true
 	s.deliver(s.resource, b, true)
 	return nil
 }
@@ -99,7 +143,7 @@ func identify(obj any) (types.NamespacedName, string, error) {
 	if err != nil {
 		return types.NamespacedName{}, "", fmt.Errorf("object from the API server: %w", err)
 	}
-	return types.NamespacedName{Namespace: o.GetNamespace(), Name: o.GetName()}, o.GetResourceVersion(), nil
+	return types.NamespacedName{Namespace: interned(o.GetNamespace()), Name: o.GetName()}, o.GetResourceVersion(), nil
 }
 
 var _ cache.TransformingStore = (*store)(nil)

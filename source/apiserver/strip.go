@@ -3,11 +3,13 @@ package apiserver
 import (
 	"maps"
 	"slices"
+	"unique"
 
 	v1 "k8s.io/api/core/v1"
 	discovery "k8s.io/api/discovery/v1"
 	networking "k8s.io/api/networking/v1"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
+	"k8s.io/utils/ptr"
 
 	"nodeproxy/source"
 )
@@ -21,6 +23,10 @@ var (
 	sliceAnnotations = []string{source.AnnotationWeights, v1.EndpointsLastChangeTriggerTime}
 	nodeLabels       = []string{v1.LabelTopologyZone, v1.LabelNodeExcludeBalancers}
 )
+
+// interned returns a string that all share who have the same. Every object comes with strings of its own, and very many are the same: those of
+// namespaces, protocols and types.
+func interned[T ~string](s T) T { return T(unique.Make(string(s)).Value()) }
 
 // strip returns an object with only the fields that the proxier and explain read. Everything else (managed fields, most labels and annotations, and the
 // references of endpoints, which explain does without, as there may be very many) would only take memory. Stripping twice is the same as stripping once. Objects of other
@@ -41,7 +47,7 @@ func strip(obj any) (any, error) {
 
 func stripMeta(m *metav1.ObjectMeta, labels, annotations []string) metav1.ObjectMeta {
 	return metav1.ObjectMeta{
-		Namespace: m.Namespace, Name: m.Name, ResourceVersion: m.ResourceVersion,
+		Namespace: interned(m.Namespace), Name: m.Name, ResourceVersion: m.ResourceVersion,
 		Labels: only(m.Labels, labels), Annotations: only(m.Annotations, annotations),
 	}
 }
@@ -70,7 +76,7 @@ func stripService(s *v1.Service) *v1.Service {
 	out := &v1.Service{
 		ObjectMeta: stripMeta(&s.ObjectMeta, serviceLabels, annotations),
 		Spec: v1.ServiceSpec{
-			Type:                     s.Spec.Type,
+			Type:                     interned(s.Spec.Type),
 			ClusterIP:                s.Spec.ClusterIP,
 			ClusterIPs:               s.Spec.ClusterIPs,
 			ExternalIPs:              s.Spec.ExternalIPs,
@@ -88,7 +94,7 @@ func stripService(s *v1.Service) *v1.Service {
 	}
 	for _, p := range s.Spec.Ports {
 		out.Spec.Ports = append(out.Spec.Ports,
-			v1.ServicePort{Name: p.Name, Protocol: p.Protocol, Port: p.Port, NodePort: p.NodePort, TargetPort: p.TargetPort})
+			v1.ServicePort{Name: interned(p.Name), Protocol: interned(p.Protocol), Port: p.Port, NodePort: p.NodePort, TargetPort: p.TargetPort})
 	}
 	for _, in := range s.Status.LoadBalancer.Ingress {
 		out.Status.LoadBalancer.Ingress = append(out.Status.LoadBalancer.Ingress,
@@ -104,6 +110,12 @@ func stripSlice(s *discovery.EndpointSlice) *discovery.EndpointSlice {
 		Endpoints:   make([]discovery.Endpoint, len(s.Endpoints)),
 	}
 	for _, p := range s.Ports {
+		if p.Name != nil {
+			p.Name = ptr.To(interned(*p.Name))
+		}
+		if p.Protocol != nil {
+			p.Protocol = ptr.To(interned(*p.Protocol))
+		}
 		out.Ports = append(out.Ports, discovery.EndpointPort{Name: p.Name, Protocol: p.Protocol, Port: p.Port})
 	}
 	for i, e := range s.Endpoints {
