@@ -102,6 +102,9 @@ type Ways struct {
 	Unserved map[netip.Addr]string
 	// Looped are the endpoints for which a tunnel sends packets to an address of this node, with both.
 	Looped map[netip.Addr]string
+	// Lost are those for which a tunnel knows no host, with the next hop and the tunnel, and Captive cluster IPs in the network of a bridge, whose Pods look
+	// for it there, with its name.
+	Lost, Captive map[netip.Addr]string
 	// Overlaps are networks of this node's bridges that overlap those of other interfaces, in words.
 	Overlaps []string
 	// Shut are the endpoints for which IPsec drops packets, or whose answers it drops, with the policy.
@@ -274,14 +277,19 @@ func (n *Node) Check(ctx context.Context, e *Explanation) {
 	svc := plan.Service{Namespace: e.Namespace, Name: e.Name}
 	var ports []*plan.ServicePort
 	var frontends map[netip.AddrPort]proxier.Owned
-	masqueradeAll := false
+	masqueradeAll, nowhere := false, map[netip.Addr]bool{}
 	n.View(func(s *proxier.State) {
 		masqueradeAll = s.Plan().Settings.MasqueradeAll
 		if d, found := s.Describe(svc); found {
 			ports, frontends = d.ServicePorts, d.Frontends
+			for _, sp := range ports {
+				for _, ep := range d.Endpoints(sp.Key) {
+					nowhere[ep.Addr.Addr()] = ep.Node == ""
+				}
+			}
 		}
 	})
-	c := &checks{reality: n.Reality, svc: svc, ports: ports, frontends: frontends, masqueradeAll: masqueradeAll, now: time.Now()}
+	c := &checks{reality: n.Reality, svc: svc, ports: ports, frontends: frontends, nowhere: nowhere, masqueradeAll: masqueradeAll, now: time.Now()}
 	all := []func(*checks, context.Context){(*checks).kernel, (*checks).traffic, (*checks).flows, (*checks).tracked, (*checks).listeners, (*checks).blocking,
 		(*checks).endpoints, (*checks).ways, (*checks).reverse, (*checks).watches}
 	each := make([]checks, len(all))
@@ -380,6 +388,8 @@ type checks struct {
 	ports   []*plan.ServicePort
 	// frontends are endpoints that are frontends of Services, of which there is a diagnosis already.
 	frontends map[netip.AddrPort]proxier.Owned
+	// nowhere are the endpoints of which no node is named.
+	nowhere map[netip.Addr]bool
 	// masqueradeAll is true if endpoints answer to this node in any case.
 	masqueradeAll bool
 	now           time.Time
@@ -852,8 +862,12 @@ func (c *checks) attachments(list []Listening) (said map[netip.Addr]bool) {
 			wrong(Detached, "see which is down, and what has taken it down: ip link; ip link set NAME up",
 				which+" is down", fmt.Sprintf("%s is in a Pod whose interface on this node is down (%s)%s", of, which, fail))
 		case at.By != "":
-			wrong(NoRoute, fmt.Sprintf("see what has made that route: ip rule; ip route get %s", a), fmt.Sprintf("%s is at %s, and not at %s", a, at.Link, at.By),
-				fmt.Sprintf("%s is in a Pod of this node, at %s, but packets for it leave by %s%s", of, at.Link, at.By, fail))
+			port := ""
+			if at.Bridge != "" {
+				port = ", a port of " + at.Bridge
+			}
+			wrong(NoRoute, fmt.Sprintf("see what has made that route, and whether interfaces have the same network: ip addr; ip rule; ip route get %s", a), fmt.Sprintf("%s is at %s, and not at %s", a, at.Link, at.By),
+				fmt.Sprintf("%s is in a Pod of this node, at %s%s, but packets for it leave by %s%s", of, at.Link, port, at.By, fail))
 		case at.Loose:
 			wrong(Detached, fmt.Sprintf("ip link set %s master %s, and see what has taken it out; or delete the Pod, so that another takes its place", at.Link, at.Bridge),
 				fmt.Sprintf("%s is not a port of %s", at.Link, at.Bridge), fmt.Sprintf("%s is in a Pod whose interface on this node, %s, is not a port of %s, by which packets for it leave%s", of, at.Link, at.Bridge, fail))
@@ -1043,7 +1057,7 @@ func (c *checks) ways(ctx context.Context) {
 	if n := len(w.Silent); n > 0 {
 		addrs, list := listed(w.Silent, "%s (by %s)")
 		c.found("next hops", problem, "that of %d of %s does not answer", n, of)
-		c.diagnose(problem, NoNeighbour, "see where the Pods are, whether two nodes have the same range (spec.podCIDR), and whether those nodes run: ip neigh show; ip route get "+addrs[0].String(),
+		c.diagnose(problem, NoNeighbour, "see whether the addresses are right, where the Pods are, whether two nodes have the same range (spec.podCIDR), and whether those nodes run: ip neigh show; ip route get "+addrs[0].String(),
 			"Nobody in the network of this node answers for the next hop to %d of %s (ARP or neighbour discovery), and connections that go there fail: %s.", n, of, some(list))
 	}
 	c.shut(w.Shut)
@@ -1135,6 +1149,18 @@ func (c *checks) misled(w *Ways) {
 		c.diagnose(problem, NoRoute, "see which address the other node has told the network plugin: two nodes with one InternalIP, as machines of Vagrant may have, need another interface for it (flannel: --iface; kubelet: --node-ip)",
 			"A tunnel sends packets for endpoints on other nodes to an address of this node, and connections that go there fail: %s.", some(list))
 	}
+	if len(w.Lost) > 0 {
+		_, list := listed(w.Lost, "%s (%s)")
+		c.found("tunnels", problem, "one knows no host for %s", endpointCount(len(w.Lost)))
+		c.diagnose(problem, NoRoute, "see whether the network plugin runs on this node and knows the other: bridge fdb show dev NAME",
+			"A tunnel has no entry for the next hop to endpoints on other nodes, and connections that go there fail: %s.", some(list))
+	}
+	if len(w.Captive) > 0 {
+		_, list := listed(w.Captive, "%s (%s)")
+		c.found("networks of this node", problem, "one has the cluster IP: %s", some(list))
+		c.diagnose(problem, Overlap, "give Services and Pods ranges that have no address in common (--service-cluster-ip-range, --cluster-cidr)",
+			"The cluster IP is in the network of a bridge, so that Pods there look for it among themselves, and their connections fail: %s.", some(list))
+	}
 	if len(w.Overlaps) > 0 {
 		severity := note
 		if outside {
@@ -1156,7 +1182,7 @@ func (c *checks) strayed(w *Ways) {
 		for _, ep := range sp.All() {
 			a := ep.Addr.Addr()
 			name, near := w.Near[a]
-			if _, silent := w.Silent[a]; !near || !silent || ep.Local {
+			if _, silent := w.Silent[a]; !near || !silent || ep.Local || c.nowhere[a] {
 				continue
 			}
 			delete(w.Silent, a)
@@ -1191,7 +1217,7 @@ func (c *checks) unrouted(list []Unrouted) {
 		}
 		c.found("routes for others", problem, "none for what comes from %s by %s%s", first.Name, first.By, marked)
 		c.diagnose(problem, NoRoute, "see the rules for routing: "+command,
-			"This node has a route to the endpoints, but for what comes from %s by %s%s there is none (%s), as a rule for routing has it, and those connections hang: %s.",
+			"This node has a route to the endpoints, but for what comes from %s by %s%s there is none that leads there (%s), as a rule for routing has it, and those connections hang: %s.",
 			first.Name, first.By, marked, first.Why, some(addrs))
 	}
 }
@@ -1213,7 +1239,7 @@ func (c *checks) notForwarded(families []plan.Family) {
 		}
 		c.found("forwarding", problem, "%s is 0", setting)
 		c.diagnose(problem, NotForwarded, "set "+setting+" to 1, and see what has cleared it: every node needs it, at every start",
-			"This node does not forward packets (%s is 0): of the connections to endpoints elsewhere or in Pods, only its own get there.", setting)
+			"This node does not forward packets of %s (%s is 0): of the connections to endpoints elsewhere, or from elsewhere to Pods, only its own get there.", f, setting)
 	}
 }
 

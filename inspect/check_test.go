@@ -284,6 +284,16 @@ func TestCheck(t *testing.T) {
 		}},
 			check: "routes to endpoints: ok: there is one to each of the 2 endpoints in use\ntunnels: problem: one sends packets for 1 endpoint to this node itself",
 			what:  "A tunnel sends packets for endpoints on other nodes to an address of this node, and connections that go there fail: 10.244.0.8 (flannel.1 to 10.0.2.15).", problem: true},
+		"a tunnel that knows no host": {reality: Reality{Ways: func(_ context.Context, to Places) (*Ways, error) {
+			return &Ways{Lost: map[netip.Addr]string{to.Endpoints[1]: "10.244.2.0 at flannel.1"}}, nil
+		}},
+			check: "routes to endpoints: ok: there is one to each of the 2 endpoints in use\ntunnels: problem: one knows no host for 1 endpoint",
+			what:  "A tunnel has no entry for the next hop to endpoints on other nodes, and connections that go there fail: 10.245.0.8 (10.244.2.0 at flannel.1).", problem: true},
+		"a cluster IP among Pods": {reality: Reality{Ways: func(_ context.Context, to Places) (*Ways, error) {
+			return &Ways{Captive: map[netip.Addr]string{to.ClusterIPs[0]: "cni0"}}, nil
+		}},
+			check: "routes to endpoints: ok: there is one to each of the 2 endpoints in use\nnetworks of this node: problem: one has the cluster IP: 10.96.0.8 (cni0)",
+			what:  "The cluster IP is in the network of a bridge, so that Pods there look for it among themselves, and their connections fail: 10.96.0.8 (cni0).", problem: true},
 		"networks that overlap": {reality: Reality{Ways: func(context.Context, Places) (*Ways, error) {
 			return &Ways{Overlaps: []string{"192.168.1.128/25 of cni0 and 192.168.1.0/24 of eth0"}}, nil
 		}},
@@ -339,7 +349,7 @@ func TestCheck(t *testing.T) {
 				{Addr: to.Endpoints[0], From: netip.MustParseAddr("198.51.100.7"), Name: "outside", By: "eth0", Why: "network is unreachable", Outside: true}}}, nil
 		}},
 			check: "routes to endpoints: ok: there is one to each of the 2 endpoints in use\nroutes for others: problem: none for what comes from Pods of this node by cni0",
-			what: "This node has a route to the endpoints, but for what comes from Pods of this node by cni0 there is none (its route is of type prohibit), as a rule for routing has it, " +
+			what: "This node has a route to the endpoints, but for what comes from Pods of this node by cni0 there is none that leads there (its route is of type prohibit), as a rule for routing has it, " +
 				"and those connections hang: 10.244.0.8, 10.245.0.8.",
 			do: "see the rules for routing: ip rule; ip route get 10.244.0.8 from 10.244.0.5 iif cni0", problem: true},
 		"what a kube-proxy has left in the other variant": {reality: Reality{Blocking: func(context.Context, []*plan.ServicePort) ([]Blocking, bool, error) {

@@ -33,7 +33,7 @@ func manyServices(tb testing.TB, n int) (*Node, func() time.Duration) {
 	batch := source.Batch{
 		Services: map[types.NamespacedName]*v1.Service{}, EndpointSlices: map[types.NamespacedName]*discovery.EndpointSlice{}, Synced: true,
 	}
-	port, tcp, name, node := int32(8080), v1.ProtocolTCP, "", "node1"
+	port, tcp, name, node, other := int32(8080), v1.ProtocolTCP, "", "node1", "node2"
 	for i := range n {
 		id := types.NamespacedName{Namespace: "default", Name: fmt.Sprintf("s-%d", i)}
 		ip := fmt.Sprintf("10.96.%d.%d", i/250, i%250+1)
@@ -48,7 +48,7 @@ func manyServices(tb testing.TB, n int) (*Node, func() time.Duration) {
 			ObjectMeta:  metav1.ObjectMeta{Namespace: id.Namespace, Name: id.Name, Labels: map[string]string{discovery.LabelServiceName: id.Name}},
 			AddressType: discovery.AddressTypeIPv4, Ports: []discovery.EndpointPort{{Name: &name, Port: &port, Protocol: &tcp}},
 			Endpoints: []discovery.Endpoint{
-				{Addresses: []string{fmt.Sprintf("10.244.%d.%d", i/250, i%250+1)}, NodeName: &node}, {Addresses: []string{fmt.Sprintf("10.245.%d.%d", i/250, i%250+1)}},
+				{Addresses: []string{fmt.Sprintf("10.244.%d.%d", i/250, i%250+1)}, NodeName: &node}, {Addresses: []string{fmt.Sprintf("10.245.%d.%d", i/250, i%250+1)}, NodeName: &other},
 			},
 		}
 	}

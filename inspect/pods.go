@@ -274,6 +274,11 @@ func withoutEndpoint(p *v1.Pod) string {
 		}
 		return "not scheduled to a node"
 	case p.Status.PodIP == "" && len(p.Status.PodIPs) == 0:
+		for _, s := range p.Status.ContainerStatuses {
+			if s.State.Waiting != nil && s.State.Waiting.Reason == "ContainerCreating" { // which is what the kubelet says until there is a sandbox
+				return "without an IP: the network plugin has not made its network, or a volume is missing (ContainerCreating)"
+			}
+		}
 		return "without an IP"
 	}
 	return ""

@@ -160,7 +160,7 @@ func (d *daemon) ways(ctx context.Context, to inspect.Places) (*inspect.Ways, er
 		Unserved:  unserved,
 		Unreached: found.Unreached, Cut: found.Cut, NotForwarded: found.NotForwarded, Silent: found.Silent, Near: found.Near, Bridged: found.Bridged,
 		NotForwardedBy: found.NotForwardedBy, NoHairpin: found.NoHairpin, Unclaimed: found.Unclaimed,
-		Fixed: found.Fixed, ByDefault: found.ByDefault, Astray: found.Astray, Uplink: found.Uplink, Marked: found.Marked, Shut: found.Shut, Looped: found.Looped, Overlaps: found.Overlaps,
+		Fixed: found.Fixed, ByDefault: found.ByDefault, Astray: found.Astray, Uplink: found.Uplink, Marked: found.Marked, Shut: found.Shut, Looped: found.Looped, Lost: found.Lost, Captive: found.Captive, Overlaps: found.Overlaps,
 		Narrow: found.Narrow, PodMTU: found.PodMTU, NarrowMTU: found.NarrowMTU,
 	}
 	for _, r := range found.Unrouted {

@@ -121,7 +121,7 @@ What is wrong:
     To do: let its owner except this traffic`,
 	"unrouted": `
 What is wrong:
-  - This node does not forward packets (net.ipv4.ip_forward is 0): of the connections to endpoints elsewhere or in Pods, only its own get there.
+  - This node does not forward packets of IPv4 (net.ipv4.ip_forward is 0): of the connections to endpoints elsewhere, or from elsewhere to Pods, only its own get there.
     To do: set net.ipv4.ip_forward to 1, and see what has cleared it: every node needs it, at every start
   - The kernel sends nothing to 1 of the 2 endpoints in use, and connections that go there fail: 10.244.2.5 (network is unreachable).
     To do: see whether the network plugin runs on this node and on theirs, and whether it has left a route: ip route show table all match 10.244.2.5`,

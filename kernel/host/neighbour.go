@@ -4,6 +4,7 @@ import (
 	"context"
 	"fmt"
 	"net/netip"
+	"slices"
 	"time"
 
 	links "github.com/vishvananda/netlink"
@@ -91,16 +92,17 @@ func unresolved() (failed, open map[Neighbour]bool, err error) {
 }
 
 // Beyond returns the host to which a tunnel (VXLAN) sends packets for a next hop, by its neighbours and its forwarding table; invalid if that is not known.
-func Beyond(tunnel int, hop netip.Addr) (netip.Addr, error) {
+// lost says that it has no entry for them, so that they go nowhere.
+func Beyond(tunnel int, hop netip.Addr) (to netip.Addr, lost bool, err error) {
 	var list, forwarding []links.Neigh
-	err := Retry(func() (err error) {
+	err = Retry(func() (err error) {
 		if list, err = links.NeighList(tunnel, links.FAMILY_ALL); err == nil {
 			forwarding, err = links.NeighList(tunnel, unix.AF_BRIDGE)
 		}
 		return err
 	})
 	if err != nil {
-		return netip.Addr{}, fmt.Errorf("listing the neighbours of tunnel %d: %w", tunnel, err)
+		return to, false, fmt.Errorf("listing the neighbours of tunnel %d: %w", tunnel, err)
 	}
 	for _, n := range list {
 		if a, ok := netip.AddrFromSlice(n.IP); !ok || a.Unmap() != hop {
@@ -108,11 +110,13 @@ func Beyond(tunnel int, hop netip.Addr) (netip.Addr, error) {
 		}
 		for _, f := range forwarding {
 			if to, ok := netip.AddrFromSlice(f.IP); ok && f.HardwareAddr.String() == n.HardwareAddr.String() {
-				return to.Unmap(), nil
+				return to.Unmap(), false, nil
 			}
 		}
+		all := func(f links.Neigh) bool { return f.HardwareAddr.String() == "00:00:00:00:00:00" } // for whatever has no other
+		return to, len(n.HardwareAddr) > 0 && !slices.ContainsFunc(forwarding, all), nil
 	}
-	return netip.Addr{}, nil
+	return to, false, nil
 }
 
 // WithoutHairpin returns the addresses at a bridge of which the port does not send back what came by it, with the name of that port: a frame that is to go

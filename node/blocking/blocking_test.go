@@ -254,9 +254,14 @@ func TestFind(t *testing.T) {
 			want: "may: meta l4proto tcp tcp flags & 0x17 == 0x2 limit rate drop: endpoint 10.244.1.5:8080"},
 		{name: "too many at once", nft: forward + "add rule inet fw forward ct state new limit rate over 5/second drop",
 			want: "may: limit rate drop: endpoint 10.244.1.5:8080"},
+		{name: "iptables, too many connections", iptables: "-A FORWARD -p tcp --dport 8080 -m connlimit --connlimit-above 3 -j DROP", want: "may: tcp dport 8080 connlimit drop: endpoint 10.244.1.5:8080"},
+		{name: "too many connections", nft: forward + "add set inet fw conns { type ipv4_addr; flags dynamic; }; add rule inet fw forward ct state new add @conns { ip saddr ct count over 3 } drop",
+			want: "may: limit rate drop: endpoint 10.244.1.5:8080"},
 		{name: "errors of the path MTU", nft: "add table ip f; add chain ip f o { type filter hook output priority 0; }; add rule ip f o icmp type destination-unreachable drop",
 			want: "certain: meta l4proto 1 icmp type 3 drop: ICMP errors of this node"},
 		{name: "other ICMP", nft: "add table ip f; add chain ip f o { type filter hook output priority 0; }; add rule ip f o icmp type echo-reply drop"},
+		{name: "iptables, a policy for what this node sends", uplink: true, nft: "add table ip filter; add chain ip filter OUTPUT { type filter hook output priority 0; policy drop; }",
+			iptables: "-A OUTPUT -o lo -j ACCEPT", want: "certain: policy drop: endpoint 10.244.1.5:8080 from this node\nmay: policy drop: ICMP errors of this node"},
 		{name: "iptables, no local addresses", iptables: "-A FORWARD -p tcp --dport 8080 -m addrtype --dst-type LOCAL -j DROP"},
 	} {
 		t.Run(tc.name, func(t *testing.T) {
@@ -322,6 +327,8 @@ func TestFindInside(t *testing.T) {
 		{"iptables-nft %s OUTPUT -p tcp --sport 8080 -j REJECT", "tcp sport 8080 reject, certain true, diverted false to 0, answers true"},
 		{"iptables-legacy %s INPUT -s 192.0.2.0/24 -p tcp --dport 8080 -j DROP", "ip saddr 192.0.2.0/24 tcp dport 8080 drop, certain false, diverted false to 0, answers false"},
 		{"iptables-nft %s INPUT -p tcp --dport 22 -j DROP", ""},
+		{"iptables-nft %s INPUT ! -i lo -j DROP", "iifname != lo drop, certain true, diverted false to 0, answers false"},
+		{"iptables-legacy %s INPUT -p tcp -m connlimit --connlimit-above 3 --connlimit-mask 24 -j DROP", "meta l4proto tcp connlimit drop, certain false, diverted false to 0, answers false"},
 		{"iptables-nft -t nat %s POSTROUTING -j MASQUERADE", ""},
 	} {
 		change := func(what string) {

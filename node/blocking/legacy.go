@@ -148,6 +148,7 @@ func (j *textJudgement) option(option string, arguments []string) {
 	case "-m":
 		if j.module = argument; strings.HasSuffix(argument, "limit") { // It may be what drops what is too much.
 			j.limited = true
+			j.unknown(argument)
 		}
 	case "--tcp-flags":
 		j.inFlags(tcpFlags(argument), tcpFlags(arguments[1]), j.invert)
@@ -180,7 +181,9 @@ func (j *textJudgement) option(option string, arguments []string) {
 		}
 		j.toType(1<<typeLocal, j.invert)
 	default:
-		j.unknown("")
+		if limits := strings.HasSuffix(j.module, "limit"); !limits { // Those have several options.
+			j.unknown("")
+		}
 	}
 }
 

@@ -112,7 +112,7 @@ func (r *reading) read(e expr.Any) {
 	case *expr.Queue:
 		r.ends = []end{{verdict: "accept"}}
 	case *expr.Counter, *expr.Log:
-	case *expr.Limit: // It may be what drops what is too much.
+	case *expr.Limit, *expr.Connlimit, *expr.Dynset: // It may be what drops what is too much.
 		r.limited = true
 		r.unknown("limit rate")
 	case *expr.Meta:

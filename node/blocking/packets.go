@@ -156,6 +156,15 @@ func (l *packetList) toEndpoints(sp *plan.ServicePort, b nft.BaseChain, n Node, 
 		}
 		p.masqueraded = maybe
 		l.out = append(l.out, p)
+		if b.Hook == "output" && !n.IPVS {
+			for _, fe := range sp.Frontends { // A chain knows the interface to where the packet was sent at first.
+				if by := n.by(fe.Addr); fe.Kind == plan.ClusterIP && by != "" {
+					own := p
+					own.out, own.from, own.first = by, "this node", []netip.AddrPort{netip.AddrPortFrom(fe.Addr, fe.Port)}
+					l.special = append(l.special, own)
+				}
+			}
+		}
 		decides := b.Hook == "forward" || b.Hook == "input" // about packets that begin connections
 		if pod := n.Pod[f]; pod.IsValid() && pod != ep.Addr.Addr() && decides && !n.IPVS {
 			from := p
@@ -347,6 +356,9 @@ func natPackets(ports []*plan.ServicePort, b nft.BaseChain, n Node) (out []packe
 	return out
 }
 
+// podInterface is the name of the interface in a Pod, which container runtimes give to network plugins (CNI_IFNAME).
+const podInterface = "eth0"
+
 // inside returns the packets that pass a chain in the network namespace of endpoints: those to them, and their answers.
 func inside(ports []*plan.ServicePort, b nft.BaseChain) (out []packet) {
 	for _, sp := range ports {
@@ -360,9 +372,9 @@ func inside(ports []*plan.ServicePort, b nft.BaseChain) (out []packet) {
 				first: []netip.AddrPort{ep.Addr}, nat: b.Type == "nat"}
 			switch b.Hook {
 			case "ingress", "prerouting", "input":
-				p.dst, p.here = at, yes
+				p.dst, p.here, p.in = at, yes, podInterface
 			case "output", "postrouting":
-				p.src, p.answer, p.here = at, true, no
+				p.src, p.answer, p.here, p.out = at, true, no, podInterface
 			default: // Nothing is forwarded there.
 				continue
 			}

@@ -2,6 +2,7 @@ package endpoints
 
 import (
 	"bufio"
+	"cmp"
 	"fmt"
 	"math/bits"
 	"net"
@@ -191,6 +192,7 @@ func TestPods(t *testing.T) {
 	address := func(n int) string { return fmt.Sprintf("10.%d.%d.%d", 246+n, pid>>8&0xff, pid&0xff) }
 	nstest.Exec(t, "ip", "link", "add", "cni0", "type", "bridge")
 	nstest.Exec(t, "ip", "link", "set", "cni0", "up")
+	nstest.Exec(t, "ip", "link", "add", "kube-bridge", "up", "type", "bridge")
 	sp := &plan.ServicePort{Key: plan.Key{Protocol: plan.TCP, Family: plan.IPv4}}
 	start := func(name, address string, more ...string) {
 		nstest.Exec(t, "ip", "route", "flush", address)
@@ -214,7 +216,7 @@ func TestPods(t *testing.T) {
 	}
 	fine := Listening{Listens: true}
 	with := func(a Attachment) Listening {
-		a.Link, a.Bridge = "alone", "cni0"
+		a.Link, a.Bridge = "alone", cmp.Or(a.Bridge, "cni0")
 		return Listening{Listens: true, Attachment: a}
 	}
 	look(fine, fine)
@@ -224,6 +226,7 @@ func TestPods(t *testing.T) {
 	}{
 		{"neigh replace " + address(2) + " dev cni0 lladdr 02:00:00:00:00:99 nud permanent", "neigh del " + address(2) + " dev cni0", Attachment{Wrong: "02:00:00:00:00:99"}},
 		{"link set alone nomaster", "link set alone master cni0", Attachment{Loose: true}},
+		{"link set alone master kube-bridge", "link set alone master cni0", Attachment{Bridge: "kube-bridge", By: "cni0"}},
 		{"link set alone mtu 1400", "link set alone mtu 1500", Attachment{MTU: 1400, OwnMTU: 1500}},
 		{"link set alone down", "link set alone up", Attachment{Down: true}},
 	} {

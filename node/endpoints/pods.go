@@ -38,6 +38,9 @@ func (p pod) attachment(lead host.Link, fixed string) Attachment {
 	if !p.attached && (tunnels[lead.Kind] != 0 || lead.Kind == "tuntap" || lead.Kind == "wireguard") {
 		a.By = lead.Name // Others may be the network plugin's own, or a switch beyond that sends them back.
 	}
+	if a.Loose && p.bridge.Index != 0 {
+		a.Loose, a.By = false, lead.Name
+	}
 	if p.own.MTU > p.link.MTU { // The other way round, they agree on shorter segments (RFC 9293, 3.7.1).
 		a.MTU, a.OwnMTU = p.link.MTU, p.own.MTU
 	}
@@ -48,7 +51,7 @@ func (p pod) attachment(lead host.Link, fixed string) Attachment {
 		return Attachment{}
 	}
 	a.Link, a.Bridge = p.link.Name, p.bridge.Name
-	if lead.Kind == "bridge" {
+	if lead.Kind == "bridge" && a.By == "" {
 		a.Bridge = lead.Name
 	}
 	return a

@@ -61,6 +61,9 @@ type Ways struct {
 	PodMTU, NarrowMTU int
 	// Looped are the endpoints for which a tunnel sends packets to an address of this node, with both.
 	Looped map[netip.Addr]string
+	// Lost are those for which a tunnel knows no host, with the next hop and the tunnel, and Captive cluster IPs in the network of a bridge, whose Pods look
+	// for it there, with its name.
+	Lost, Captive map[netip.Addr]string
 	// Overlaps are networks of this node's bridges that overlap those of other interfaces, in words.
 	Overlaps []string
 	// Shut are the endpoints for which IPsec drops packets, or whose answers it drops, with the policy.
@@ -89,8 +92,9 @@ func LookOut(ctx context.Context, sysctls string, to Places, from []Origin) (*Wa
 	l := &lookout{sysctls: sysctls, from: from, links: links, silent: silent, without: map[int]map[netip.Addr]string{}, away: map[plan.Family]bool{},
 		ways: &Ways{Unreached: map[netip.Addr]string{}, Cut: map[netip.Addr]string{}, Silent: map[netip.Addr]string{}, Near: map[netip.Addr]string{},
 			Bridged: map[netip.Addr]string{}, Unclaimed: map[netip.Addr]string{}, NoHairpin: map[netip.Addr]string{}, Fixed: map[netip.Addr]string{},
-			ByDefault: map[netip.Addr]string{}, Astray: map[netip.Addr]string{}, Shut: map[netip.Addr]string{}, Looped: map[netip.Addr]string{}, Uplink: Uplink()}}
-	if l.addressed, err = l.networks(); err != nil {
+			ByDefault: map[netip.Addr]string{}, Astray: map[netip.Addr]string{}, Shut: map[netip.Addr]string{}, Looped: map[netip.Addr]string{},
+			Lost: map[netip.Addr]string{}, Captive: map[netip.Addr]string{}, Uplink: Uplink()}}
+	if l.addressed, err = l.networks(to.ClusterIPs); err != nil {
 		return nil, err
 	}
 	uplink, gateway, _ := host.Default()
@@ -164,7 +168,7 @@ func (l *lookout) endpoint(a netip.Addr, r host.Route, link host.Link) error {
 	if a.Is4() && !slices.Contains(l.by, link.Name) {
 		l.by = append(l.by, link.Name)
 	}
-	l.refused(a)
+	l.refused(a, link)
 	l.shut(a)
 	if hop := cmp.Or(r.Via, a); hop != a || link.Kind != "bridge" && link.Kind != "veth" {
 		l.narrow(link)
@@ -188,9 +192,12 @@ func (l *lookout) endpoint(a netip.Addr, r host.Route, link host.Link) error {
 		}
 	}
 	if link.Kind == "vxlan" {
-		to, err := host.Beyond(link.Index, hop)
+		to, lost, err := host.Beyond(link.Index, hop)
 		if err != nil {
 			return err
+		}
+		if lost {
+			l.ways.Lost[a] = fmt.Sprintf("%s at %s", hop, link.Name)
 		}
 		if r, failed := host.RouteTo(to, host.Way{}); to.IsValid() && failed == nil && r.Local {
 			l.ways.Looped[a] = fmt.Sprintf("%s to %s", link.Name, to)
@@ -228,12 +235,17 @@ func (l *lookout) narrow(by host.Link) {
 	}
 }
 
-// networks returns the interfaces that have addresses of IPv4, and notes which of their networks overlap.
-func (l *lookout) networks() (map[int]bool, error) {
+// networks returns the interfaces that have addresses of IPv4, and notes which of their networks overlap, and which of those of bridges have cluster IPs.
+func (l *lookout) networks(clusterIPs []netip.Addr) (map[int]bool, error) {
 	list, err := host.Filter{}.Addresses(plan.IPv4)
 	out := map[int]bool{}
 	for _, a := range list {
 		out[a.Index] = true
+		for _, ip := range clusterIPs {
+			if l.links[a.Index].Kind == "bridge" && !a.Network.IsSingleIP() && a.Network.Contains(ip) {
+				l.ways.Captive[ip] = l.links[a.Index].Name
+			}
+		}
 		for _, b := range list {
 			bridge, other := l.links[a.Index], l.links[b.Index]
 			apart := bridge.Kind == "bridge" && other.Kind != "bridge" && other.Kind != "dummy" && !b.Addr.IsLoopback() && bridge.Up && other.Up
@@ -257,8 +269,9 @@ func (l *lookout) shut(a netip.Addr) {
 	}
 }
 
-// refused notes the origins for whose packets to an address the kernel has no route; of an interface, the first.
-func (l *lookout) refused(to netip.Addr) {
+// refused notes the origins for whose packets to an address the kernel has no route, or another one than its own, which leads to a Pod of this node; of an
+// interface, the first.
+func (l *lookout) refused(to netip.Addr, own host.Link) {
 	for _, o := range l.from {
 		said := slices.ContainsFunc(l.ways.Unrouted, func(u Unrouted) bool { return u.Addr == to && u.From.By == o.By })
 		if said || plan.FamilyOf(to) != plan.FamilyOf(o.Addr) || to == o.Addr {
@@ -269,8 +282,12 @@ func (l *lookout) refused(to netip.Addr) {
 			if link.Name != o.By {
 				continue
 			}
-			if _, err := host.RouteTo(to, host.Way{From: o.Addr, In: link.Index, Mark: o.Mark}); errors.As(err, &why) && why != unix.EXDEV { // which is of rp_filter
+			r, err := host.RouteTo(to, host.Way{From: o.Addr, In: link.Index, Mark: o.Mark})
+			switch {
+			case errors.As(err, &why) && why != unix.EXDEV: // which is of rp_filter
 				l.ways.Unrouted = append(l.ways.Unrouted, Unrouted{to, o, noRoute(why)})
+			case err == nil && !r.Local && len(r.Links) == 1 && r.Links[0] != own.Index && (own.Kind == "veth" || own.Kind == "bridge"):
+				l.ways.Unrouted = append(l.ways.Unrouted, Unrouted{to, o, "it goes by " + l.links[r.Links[0]].Name})
 			}
 		}
 	}

@@ -140,7 +140,7 @@ func TestLookOutNeighbours(t *testing.T) {
 		Silent:    map[netip.Addr]string{at("10.244.1.23"): "10.244.1.23 at cni0", at("10.244.2.5"): "192.0.2.9 at eth0"},
 		Bridged:   map[netip.Addr]string{at("10.244.1.5"): "cni0", at("10.244.1.6"): "cni0", at("10.244.1.23"): "cni0"},
 		Unclaimed: map[netip.Addr]string{at("192.0.2.240"): "eth0"}, NoHairpin: map[netip.Addr]string{},
-		Fixed: map[netip.Addr]string{}, ByDefault: map[netip.Addr]string{}, Astray: map[netip.Addr]string{}, Shut: map[netip.Addr]string{}, Looped: map[netip.Addr]string{},
+		Fixed: map[netip.Addr]string{}, ByDefault: map[netip.Addr]string{}, Astray: map[netip.Addr]string{}, Shut: map[netip.Addr]string{}, Looped: map[netip.Addr]string{}, Lost: map[netip.Addr]string{}, Captive: map[netip.Addr]string{},
 	}
 	if got := look(sysctls); !reflect.DeepEqual(got, want) {
 		t.Errorf("%+v, want %+v", got, want)
@@ -231,6 +231,11 @@ func TestLookOutElsewhere(t *testing.T) {
 	w, err = LookOut(t.Context(), "/proc/sys", Places{Endpoints: []netip.Addr{at("10.244.7.5")}}, nil)
 	if err != nil || w.Looped[at("10.244.7.5")] != "flannel.1 to 192.0.2.1" || !slices.Equal(w.Overlaps, []string{"192.0.2.128/25 of cni0 and 192.0.2.0/24 of eth0"}) || len(w.Fixed) > 0 {
 		t.Errorf("with a tunnel to this node: %+v, %v", w, err)
+	}
+	nstest.Exec(t, "bridge", "fdb", "del", "02:00:00:00:00:07", "dev", "flannel.1", "dst", "192.0.2.1", "self")
+	w, err = LookOut(t.Context(), "/proc/sys", Places{Endpoints: []netip.Addr{at("10.244.7.5")}, ClusterIPs: []netip.Addr{at("10.244.1.200"), at("10.96.0.10")}}, nil)
+	if err != nil || w.Lost[at("10.244.7.5")] != "10.244.7.0 at flannel.1" || len(w.Captive) != 1 || w.Captive[at("10.244.1.200")] != "cni0" {
+		t.Errorf("with a tunnel that knows no host, and a cluster IP among Pods: %+v, %v", w, err)
 	}
 	ip("link del flannel.1", "addr del 192.0.2.129/25 dev cni0")
 	ip("xfrm policy add dir out src 0.0.0.0/0 dst 10.244.2.0/24 action block", "xfrm policy add dir fwd src 10.244.3.0/24 dst 0.0.0.0/0 action block",
