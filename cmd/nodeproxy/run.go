@@ -7,7 +7,6 @@ import (
 	"log/slog"
 	"os"
 	"os/signal"
-	"runtime/debug"
 	"strconv"
 	"syscall"
 
@@ -51,11 +50,6 @@ func runCommand() *cobra.Command {
 	return cmd
 }
 
-// heapGrowth is by how many percent the heap grows before garbage is collected, unless the environment variable GOGC says otherwise. Go's
-// own 100 is for programs that make much garbage. Here it takes thousands of changes to make as much as there is of objects, so that more frequent
-// collections cost next to nothing, and a fifth of the memory is left to others.
-const heapGrowth = 60
-
 // runWatched runs until ctx ends, and with each new configuration that the file comes to hold and that can be put in force. Rules
 // stay in force in between.
 func runWatched(ctx context.Context, flags *config.Flags, cfg *config.Config) error {
@@ -66,9 +60,6 @@ func runWatched(ctx context.Context, flags *config.Flags, cfg *config.Config) er
 	defer cancel()
 	log := newLog(cfg)
 	slog.SetDefault(log) // What outlives a configuration logs by it.
-	if os.Getenv("GOGC") == "" {
-		debug.SetGCPercent(heapGrowth)
-	}
 	requests.Listen()
 	d, err := newDaemon(ctx, cfg, log)
 	if err != nil {
