@@ -696,79 +696,84 @@ func (c *checks) blocking(ctx context.Context) {
 		c.found(name, ok, "none that drops what is for the Service or its answers, or keeps it from being tracked, was found in nftables or iptables; %s are not looked at", not)
 	}
 	for _, b := range list {
-		severity, drops := note, "may drop"
-		if b.Certain {
-			severity, drops = problem, "drops"
-		}
-		if strings.HasSuffix(b.Rule, "reject") {
-			drops = map[bool]string{true: "rejects", false: "may reject"}[b.Certain]
-		}
-		traffic := "what is for " + b.What
-		if b.Answers {
-			traffic = "the answers of " + b.What
-		}
-		whose, admit := "another program", "let its owner admit this traffic"
-		if b.Inside {
-			b.Place += ", in the network namespace of its Pod"
-			whose, admit = "the Pod itself", "see what has put it there: nsenter -t PID -n nft list ruleset, with the PID of a process of the Pod"
-		}
-		if b.ICMP {
-			c.diagnose(note, ICMPDropped, admit+" (ICMP, type 3)", "A rule of %s drops the errors by which this node tells others that a packet was too long: \"%s\" in %s. So these go on to send such packets, which get lost.", whose, b.Rule, b.Place)
-			continue
-		}
-		c.found(name, severity, "%s: %s", b.Place, b.Rule)
-		if b.Unmarked || b.Missing {
-			c.changed(b, severity, whose)
-			continue
-		}
-		if b.Inside && b.Diverted {
-			where := "somewhere else"
-			if b.To != 0 {
-				where = fmt.Sprintf("to port %d, where nothing listens", b.To)
-			}
-			c.diagnose(severity, Diverted, "see whether the sidecar that belongs to it runs, as one of a service mesh, or remove the rule",
-				"A rule in the Pod sends what comes for %s %s: \"%s\" in %s.", b.What, where, b.Rule, b.Place)
-			continue
-		}
-		if o, known := ownerAt(b.Place); known {
-			whose, admit = o.name, o.admit
-		}
-		if b.Untracked {
-			does, do := "keeps", "let its owner except this traffic"
-			if !b.Certain {
-				does, do = "may keep", "nothing, if a program of this node answers there, as the NodeLocal DNS cache does; else "+do
-			}
-			c.diagnose(severity, Untracked, do, "A rule of %s %s %s from being tracked, so that nothing translates it: \"%s\" in %s.", whose, does, traffic, b.Rule, b.Place)
-			continue
-		}
-		if b.Unmasqueraded {
-			c.diagnose(severity, Unmasqueraded, "let its owner except what is marked to be masqueraded, or put the rule behind the jump to KUBE-POSTROUTING",
-				"A rule of %s ends the chain before what is for %s can be masqueraded: \"%s\" in %s. Endpoints on other nodes answer past this node, and those connections hang.", whose, b.What, b.Rule, b.Place)
-			continue
-		}
-		if b.Diverted {
-			decides := "decides first"
-			if !b.Certain {
-				decides = "may decide first, as it has the same priority,"
-			}
-			if admit != byLeftovers {
-				admit = "remove it, or have its owner except this traffic"
-			}
-			c.diagnose(severity, Diverted, admit, "A rule of %s %s about %s, so that it does not get to the endpoints: \"%s\" in %s.", whose, decides, b.What, b.Rule, b.Place)
-			continue
-		}
-		if b.Policy {
-			why := "none accepts this"
-			if !b.Certain {
-				why = "none certainly accepts this, whoever sends it"
-			}
-			c.diagnose(severity, DroppedByOthers, admit+", unless connections succeed",
-				"The policy of %s %s %s: it drops what no rule accepts, and %s.", b.Place, drops, traffic, why)
-			continue
-		}
-		c.diagnose(severity, DroppedByOthers, admit,
-			"A rule of %s %s %s: \"%s\" in %s.", whose, drops, traffic, b.Rule, b.Place)
+		c.rule(name, b)
 	}
+}
+
+// rule is about one rule of another program.
+func (c *checks) rule(name string, b Blocking) {
+	severity, drops := note, "may drop"
+	if b.Certain {
+		severity, drops = problem, "drops"
+	}
+	if strings.HasSuffix(b.Rule, "reject") {
+		drops = map[bool]string{true: "rejects", false: "may reject"}[b.Certain]
+	}
+	traffic := "what is for " + b.What
+	if b.Answers {
+		traffic = "the answers of " + b.What
+	}
+	whose, admit := "another program", "let its owner admit this traffic"
+	if b.Inside {
+		b.Place += ", in the network namespace of its Pod"
+		whose, admit = "the Pod itself", "see what has put it there: nsenter -t PID -n nft list ruleset, with the PID of a process of the Pod"
+	}
+	if b.ICMP {
+		c.diagnose(note, ICMPDropped, admit+" (ICMP, type 3)", "A rule of %s drops the errors by which this node tells others that a packet was too long: \"%s\" in %s. So these go on to send such packets, which get lost.", whose, b.Rule, b.Place)
+		return
+	}
+	c.found(name, severity, "%s: %s", b.Place, b.Rule)
+	if b.Unmarked || b.Missing {
+		c.changed(b, severity, whose)
+		return
+	}
+	if b.Inside && b.Diverted {
+		where := "somewhere else"
+		if b.To != 0 {
+			where = fmt.Sprintf("to port %d, where nothing listens", b.To)
+		}
+		c.diagnose(severity, Diverted, "see whether the sidecar that belongs to it runs, as one of a service mesh, or remove the rule",
+			"A rule in the Pod sends what comes for %s %s: \"%s\" in %s.", b.What, where, b.Rule, b.Place)
+		return
+	}
+	if o, known := ownerAt(b.Place); known {
+		whose, admit = o.name, o.admit
+	}
+	if b.Untracked {
+		does, do := "keeps", "let its owner except this traffic"
+		if !b.Certain {
+			does, do = "may keep", "nothing, if a program of this node answers there, as the NodeLocal DNS cache does; else "+do
+		}
+		c.diagnose(severity, Untracked, do, "A rule of %s %s %s from being tracked, so that nothing translates it: \"%s\" in %s.", whose, does, traffic, b.Rule, b.Place)
+		return
+	}
+	if b.Unmasqueraded {
+		c.diagnose(severity, Unmasqueraded, "let its owner except what is marked to be masqueraded, or put the rule behind the jump to KUBE-POSTROUTING",
+			"A rule of %s ends the chain before what is for %s can be masqueraded: \"%s\" in %s. Endpoints on other nodes answer past this node, and those connections hang.", whose, b.What, b.Rule, b.Place)
+		return
+	}
+	if b.Diverted {
+		decides := "decides first"
+		if !b.Certain {
+			decides = "may decide first, as it has the same priority,"
+		}
+		if admit != byLeftovers {
+			admit = "remove it, or have its owner except this traffic"
+		}
+		c.diagnose(severity, Diverted, admit, "A rule of %s %s about %s, so that it does not get to the endpoints: \"%s\" in %s.", whose, decides, b.What, b.Rule, b.Place)
+		return
+	}
+	if b.Policy {
+		why := "none accepts this"
+		if !b.Certain {
+			why = "none certainly accepts this, whoever sends it"
+		}
+		c.diagnose(severity, DroppedByOthers, admit+", unless connections succeed",
+			"The policy of %s %s %s: it drops what no rule accepts, and %s.", b.Place, drops, traffic, why)
+		return
+	}
+	c.diagnose(severity, DroppedByOthers, admit,
+		"A rule of %s %s %s: \"%s\" in %s.", whose, drops, traffic, b.Rule, b.Place)
 }
 
 // changed is about a rule that changes packets in such a way that answers do not come back.

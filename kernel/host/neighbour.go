@@ -94,6 +94,11 @@ func unresolved() (failed, open map[Neighbour]bool, err error) {
 // Beyond returns the host to which a tunnel (VXLAN) sends packets for a next hop, by its neighbours and its forwarding table; invalid if that is not known.
 // lost says that it has no entry for them, so that they go nowhere.
 func Beyond(tunnel int, hop netip.Addr) (to netip.Addr, lost bool, err error) {
+	if link, err := links.LinkByIndex(tunnel); err == nil {
+		if v, is := link.(*links.Vxlan); is && v.FlowBased { // A program says it for each packet.
+			return to, false, nil
+		}
+	}
 	var list, forwarding []links.Neigh
 	err = Retry(func() (err error) {
 		if list, err = links.NeighList(tunnel, links.FAMILY_ALL); err == nil {

@@ -225,11 +225,30 @@ func (l *lookout) endpoint(a netip.Addr, r host.Route, link host.Link) error {
 // foreign are how names of bridges begin that are not those of Pods: Docker's, libvirt's and LXC's.
 var foreign = []string{"docker", "br-", "virbr", "lxc"}
 
+func isForeign(l host.Link) bool {
+	return slices.ContainsFunc(foreign, func(prefix string) bool { return strings.HasPrefix(l.Name, prefix) })
+}
+
+// ofPods reports whether an interface is a bridge between Pods, and not that of a network outside, too.
+func (l *lookout) ofPods(bridge host.Link) bool {
+	if bridge.Kind != "bridge" || isForeign(bridge) {
+		return false
+	}
+	pods := false
+	for _, port := range l.links {
+		pod := port.Kind == "veth" && port.PeerNamespace >= 0
+		if port.Master == bridge.Index && !pod && port.Kind != "vxlan" {
+			return false
+		}
+		pods = pods || port.Master == bridge.Index && pod
+	}
+	return pods
+}
+
 // narrow notes an interface by which packets leave that are shorter than those which Pods send.
 func (l *lookout) narrow(by host.Link) {
 	for _, pod := range l.links {
-		other := slices.ContainsFunc(foreign, func(prefix string) bool { return strings.HasPrefix(l.links[pod.Master].Name, prefix) })
-		if pod.Kind == "veth" && pod.PeerNamespace >= 0 && !l.addressed[pod.Index] && !other && pod.MTU > max(by.MTU, l.ways.PodMTU) {
+		if pod.Kind == "veth" && pod.PeerNamespace >= 0 && !l.addressed[pod.Index] && !isForeign(l.links[pod.Master]) && pod.MTU > max(by.MTU, l.ways.PodMTU) {
 			l.ways.Narrow, l.ways.PodMTU, l.ways.NarrowMTU = by.Name, pod.MTU, by.MTU
 		}
 	}
@@ -242,13 +261,13 @@ func (l *lookout) networks(clusterIPs []netip.Addr) (map[int]bool, error) {
 	for _, a := range list {
 		out[a.Index] = true
 		for _, ip := range clusterIPs {
-			if l.links[a.Index].Kind == "bridge" && !a.Network.IsSingleIP() && a.Network.Contains(ip) {
+			if l.ofPods(l.links[a.Index]) && !a.Network.IsSingleIP() && a.Network.Contains(ip) {
 				l.ways.Captive[ip] = l.links[a.Index].Name
 			}
 		}
 		for _, b := range list {
 			bridge, other := l.links[a.Index], l.links[b.Index]
-			apart := bridge.Kind == "bridge" && other.Kind != "bridge" && other.Kind != "dummy" && !b.Addr.IsLoopback() && bridge.Up && other.Up
+			apart := l.ofPods(bridge) && other.Kind != "bridge" && other.Kind != "dummy" && !b.Addr.IsLoopback() && bridge.Up && other.Up
 			if apart && !a.Network.IsSingleIP() && !b.Network.IsSingleIP() && a.Network.Overlaps(b.Network) {
 				l.ways.Overlaps = append(l.ways.Overlaps, fmt.Sprintf("%s of %s and %s of %s", a.Network, bridge.Name, b.Network, other.Name))
 			}

@@ -220,7 +220,7 @@ func TestLookOutElsewhere(t *testing.T) {
 	ip("rule add fwmark 7 table main")
 	want.marked = true
 	look("with a rule for marks")
-	ip("link add pod type veth peer name eth0 netns "+startNamespace(t), "link set eth0 mtu 1400")
+	ip("link add pod type veth peer name eth0 netns "+startNamespace(t), "link set eth0 mtu 1400", "link set pod master cni0")
 	w, err := LookOut(t.Context(), "/proc/sys", Places{Endpoints: []netip.Addr{here}}, nil)
 	if err != nil || w.Narrow != "eth0" || w.PodMTU != 1500 || w.NarrowMTU != 1400 {
 		t.Errorf("with a narrow uplink: %+v, %v", w, err)
