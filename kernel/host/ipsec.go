@@ -5,7 +5,10 @@ import (
 	"fmt"
 	"net"
 	"net/netip"
+	"os"
 	"slices"
+	"strconv"
+	"strings"
 
 	links "github.com/vishvananda/netlink"
 	"golang.org/x/sys/unix"
@@ -34,6 +37,7 @@ func (p Policy) String() string {
 // Shut returns the policies of IPsec for any protocol by which packets to other hosts, or between these, are dropped: those that block, and those for
 // which packets wait for a security association.
 func Shut() (out []Policy, err error) {
+	keyed := keyManager()
 	for _, f := range plan.Families {
 		var policies []links.XfrmPolicy
 		var states []links.XfrmState
@@ -56,7 +60,7 @@ func Shut() (out []Policy, err error) {
 				continue
 			}
 			if p.Action != links.XFRM_POLICY_BLOCK {
-				if one.Peer = unkeyed(p, states); !one.Peer.IsValid() {
+				if one.Peer = unkeyed(p, states, keyed); !one.Peer.IsValid() {
 					continue
 				}
 			}
@@ -73,9 +77,25 @@ func preceded(p links.XfrmPolicy, all []links.XfrmPolicy) bool {
 	})
 }
 
-// unkeyed returns the peer for which a policy asks that packets are protected, where packets wait for keys that have not been agreed; invalid if there
-// is none.
-func unkeyed(p links.XfrmPolicy, states []links.XfrmState) netip.Addr {
+// keyManager reports whether a program waits to be asked for keys, by XFRMNLGRP_ACQUIRE; also where that can't be read.
+func keyManager() bool {
+	const acquire = 1 // the first group
+	text, err := os.ReadFile("/proc/thread-self/net/netlink")
+	for line := range strings.Lines(string(text)) {
+		f := strings.Fields(line) // The second is the protocol, and the fourth has the groups.
+		if len(f) < 4 || f[1] != strconv.Itoa(unix.NETLINK_XFRM) {
+			continue
+		}
+		if groups, err := strconv.ParseUint(f[3], 16, 32); err == nil && groups&acquire != 0 {
+			return true
+		}
+	}
+	return err != nil
+}
+
+// unkeyed returns the peer for which a policy asks that packets are protected, where they wait for keys that have not been agreed, or nobody is there to
+// agree on any; invalid if there is none.
+func unkeyed(p links.XfrmPolicy, states []links.XfrmState, manager bool) netip.Addr {
 	if p.Dir != links.XFRM_DIR_OUT { // What comes is not expected to be protected everywhere.
 		return netip.Addr{}
 	}
@@ -84,7 +104,7 @@ func unkeyed(p links.XfrmPolicy, states []links.XfrmState) netip.Addr {
 		if !ok || t.Optional != 0 {
 			continue
 		}
-		waits, has := false, false
+		waits, has := !manager, false
 		for _, s := range states {
 			to := s.Dst.Equal(t.Dst) && s.Proto == t.Proto
 			waits, has = waits || to && s.Spi == 0, has || to && s.Spi != 0

@@ -22,16 +22,19 @@ func TestUnkeyed(t *testing.T) {
 	for name, tc := range map[string]struct {
 		policy links.XfrmPolicy
 		states []links.XfrmState
+		alone  bool // nobody manages keys
 		want   netip.Addr
 	}{
-		"keys":          {policy: policy(links.XFRM_DIR_OUT, links.XfrmPolicyTmpl{}), states: state(peer, 5)},
-		"not asked":     {policy: policy(links.XFRM_DIR_OUT, links.XfrmPolicyTmpl{})},
-		"being asked":   {policy: policy(links.XFRM_DIR_OUT, links.XfrmPolicyTmpl{}), states: state(peer, 0), want: netip.MustParseAddr("192.0.2.7")},
-		"of another":    {policy: policy(links.XFRM_DIR_OUT, links.XfrmPolicyTmpl{}), states: append(state(other, 5), state(peer, 0)...), want: netip.MustParseAddr("192.0.2.7")},
-		"optional":      {policy: policy(links.XFRM_DIR_OUT, links.XfrmPolicyTmpl{Optional: 1})},
-		"what comes in": {policy: policy(links.XFRM_DIR_IN, links.XfrmPolicyTmpl{})},
+		"keys":                          {policy: policy(links.XFRM_DIR_OUT, links.XfrmPolicyTmpl{}), states: state(peer, 5)},
+		"not asked":                     {policy: policy(links.XFRM_DIR_OUT, links.XfrmPolicyTmpl{})},
+		"being asked":                   {policy: policy(links.XFRM_DIR_OUT, links.XfrmPolicyTmpl{}), states: state(peer, 0), want: netip.MustParseAddr("192.0.2.7")},
+		"not asked, as nobody is there": {policy: policy(links.XFRM_DIR_OUT, links.XfrmPolicyTmpl{}), alone: true, want: netip.MustParseAddr("192.0.2.7")},
+		"keys that somebody has set":    {policy: policy(links.XFRM_DIR_OUT, links.XfrmPolicyTmpl{}), states: state(peer, 5), alone: true},
+		"of another":                    {policy: policy(links.XFRM_DIR_OUT, links.XfrmPolicyTmpl{}), states: append(state(other, 5), state(peer, 0)...), want: netip.MustParseAddr("192.0.2.7")},
+		"optional":                      {policy: policy(links.XFRM_DIR_OUT, links.XfrmPolicyTmpl{Optional: 1})},
+		"what comes in":                 {policy: policy(links.XFRM_DIR_IN, links.XfrmPolicyTmpl{})},
 	} {
-		if got := unkeyed(tc.policy, tc.states); got != tc.want {
+		if got := unkeyed(tc.policy, tc.states, !tc.alone); got != tc.want {
 			t.Errorf("%s: %v, want %v", name, got, tc.want)
 		}
 	}
