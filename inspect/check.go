@@ -206,7 +206,9 @@ func (f Filtered) String() string {
 // Reverse is what rp_filter does at the interfaces to endpoints.
 type Reverse struct {
 	// Strict are the interfaces where it is strict.
-	Strict   []string
+	Strict []string
+	// Anywhere are all interfaces where it is strict.
+	Anywhere []string
 	Filtered []Filtered
 	// Drops is how many packets it has dropped on this node, if that is Known.
 	Drops uint64
@@ -1284,7 +1286,13 @@ func (c *checks) reverse(ctx context.Context) {
 	case err != nil:
 		c.found(name, unknown, "%v", err)
 		return
-	case len(r.Strict) == 0: // Then it does not matter.
+	case len(r.Strict) == 0: // Then it does not matter for answers.
+		if r.Known && r.Drops > 0 && len(r.Anywhere) > 0 && slices.ContainsFunc(c.ports, (*plan.ServicePort).HasExternal) {
+			c.found(name, note, "strict at %s; %s dropped by it on this node", some(r.Anywhere), amount(int64(r.Drops), "packet"))
+			c.diagnose(note, AnswersFiltered, fmt.Sprintf("if clients come there, have a route lead back to them, or set net.ipv4.conf.%s.rp_filter to 2, which is loose", r.Anywhere[0]),
+				"The kernel has dropped %s on this node since rp_filter is strict at %s: clients that come by another interface than that of the route back to them get nowhere.",
+				amount(int64(r.Drops), "packet"), some(r.Anywhere))
+		}
 		return
 	}
 	result, drops := ok, ""

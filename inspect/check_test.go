@@ -388,6 +388,9 @@ func TestCheck(t *testing.T) {
 				"reverse path filter: note: strict at eth0, by which the routes back to the endpoints lead; 7 packets dropped by it on this node",
 			what: "3 of the 3 tracked connections to 10.244.0.8:8080 are without an answer, from 192.0.2.7.\n" +
 				"The kernel has dropped 7 packets on this node since rp_filter is strict at eth0: answers that come there although the route back to their source leads elsewhere are dropped.", problem: true},
+		"strict rp_filter where clients may come": {reality: Reality{Reverse: func(context.Context, []netip.Addr) (*Reverse, error) {
+			return &Reverse{Anywhere: []string{"eth1"}, Drops: 4, Known: true}, nil
+		}}},
 		"strict rp_filter": {reality: Reality{Reverse: func(context.Context, []netip.Addr) (*Reverse, error) {
 			return &Reverse{Strict: []string{"eth0"}, Known: true}, nil
 		}},

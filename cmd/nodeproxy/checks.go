@@ -175,7 +175,7 @@ func (d *daemon) reversePath(ctx context.Context, list []netip.Addr) (*inspect.R
 	if err != nil {
 		return nil, err
 	}
-	out := &inspect.Reverse{Strict: found.Strict, Drops: found.Drops, Known: found.Known}
+	out := &inspect.Reverse{Strict: found.Strict, Anywhere: found.Anywhere, Drops: found.Drops, Known: found.Known}
 	for _, f := range found.Filtered {
 		out.Filtered = append(out.Filtered, inspect.Filtered(f))
 	}

@@ -87,7 +87,7 @@ func sites(ports []*plan.ServicePort, links map[int]host.Link) (here, pods []at,
 			switch {
 			case r.Local:
 				here = append(here, a)
-			case (kind == "veth" || kind == "bridge" || ep.Local) && len(r.Links) == 1 && a.protocol != plan.SCTP:
+			case (kind == "veth" || kind == "bridge" || leadsAway(kind) || ep.Local) && len(r.Links) == 1 && a.protocol != plan.SCTP:
 				pods, leads[a.addr.Addr()] = append(pods, a), links[r.Links[0]]
 			}
 		}
@@ -134,7 +134,7 @@ func Look(ctx context.Context, ports []*plan.ServicePort) ([]Listening, error) {
 		if ctx.Err() != nil {
 			break
 		}
-		if len(owner) > 1 && owner[0].attached {
+		if len(owner) > 1 && owner[0].link.Index != 0 {
 			out, read = append(out, Listening{Addr: a.addr, Protocol: a.protocol, Pod: true, Several: true}), append(read, nil)
 			continue
 		}

@@ -35,7 +35,7 @@ type pod struct {
 func (p pod) attachment(lead host.Link, fixed string) Attachment {
 	a := Attachment{NoRoute: p.noRoute, NoDefault: p.noDefault, Loose: !p.attached && lead.Kind == "bridge"}
 	a.Down = !p.link.Up || !p.own.Up || p.bridge.Index != 0 && !p.bridge.Up
-	if !p.attached && (tunnels[lead.Kind] != 0 || lead.Kind == "tuntap" || lead.Kind == "wireguard") {
+	if !p.attached && leadsAway(lead.Kind) {
 		a.By = lead.Name // Others may be the network plugin's own, or a switch beyond that sends them back.
 	}
 	if a.Loose && p.bridge.Index != 0 {
@@ -57,8 +57,13 @@ func (p pod) attachment(lead host.Link, fixed string) Attachment {
 	return a
 }
 
-// owners returns the network namespaces that have addresses, for which packets leave by the interfaces in leads. Where it is known which are attached
-// to these, there are no others.
+// leadsAway reports whether an interface of a kind leads to other hosts in any case.
+func leadsAway(kind string) bool {
+	return tunnels[kind] != 0 || kind == "tuntap" || kind == "wireguard"
+}
+
+// owners returns the network namespaces that have addresses, for which packets leave by the interfaces in leads. Where it is known which have a pair of
+// interfaces with this node, there are no others.
 func owners(ctx context.Context, leads map[netip.Addr]host.Link, links map[int]host.Link) map[netip.Addr][]pod {
 	out := map[netip.Addr][]pod{}
 	if len(leads) == 0 {
@@ -78,12 +83,9 @@ func owners(ctx context.Context, leads map[netip.Addr]host.Link, links map[int]h
 		}
 	}
 	for a, list := range out {
-		for _, is := range []func(pod) bool{func(p pod) bool { return p.link.Index != 0 }, func(p pod) bool { return p.attached }} {
-			if slices.ContainsFunc(list, is) {
-				list = slices.DeleteFunc(list, func(p pod) bool { return !is(p) })
-			}
+		if here := func(p pod) bool { return p.link.Index != 0 }; slices.ContainsFunc(list, here) {
+			out[a] = slices.DeleteFunc(list, func(p pod) bool { return !here(p) })
 		}
-		out[a] = list
 	}
 	return out
 }

@@ -19,7 +19,9 @@ type Filtered struct {
 // Reverse is what rp_filter does at the interfaces to endpoints.
 type Reverse struct {
 	// Strict are the interfaces where it is strict.
-	Strict   []string
+	Strict []string
+	// Anywhere are all interfaces where it is strict.
+	Anywhere []string
 	Filtered []Filtered
 	// Drops is how many packets it has dropped on this node, if that is Known.
 	Drops uint64
@@ -41,9 +43,10 @@ func LookBack(ctx context.Context, sysctls string, endpoints []netip.Addr) (*Rev
 	strict := map[int]bool{}
 	for i, l := range links {
 		if l.Up && host.StrictReversePath(sysctls, l.Name) {
-			strict[i] = true
+			strict[i], out.Anywhere = true, append(out.Anywhere, l.Name)
 		}
 	}
+	slices.Sort(out.Anywhere)
 	if len(strict) == 0 { // As on most nodes.
 		return out, nil
 	}

@@ -473,7 +473,7 @@ func Outward(some func(netip.Addr) bool) (map[netip.Addr]string, error) {
 	links, err := host.Links()
 	out := map[netip.Addr]string{}
 	for _, a := range list {
-		outward := slices.Contains([]string{"device", "bond", "team", "vlan", "veth"}, links[a.Index].Kind) // A container has a veth.
+		outward := slices.Contains([]string{"device", "bond", "team", "vlan"}, links[a.Index].Kind)
 		if outward && links[a.Index].Name != "lo" && links[a.Index].Up && a.Addr.IsGlobalUnicast() && some(a.Addr) {
 			out[a.Addr] = links[a.Index].Name
 		}
