@@ -13,6 +13,7 @@ import (
 
 	"k8s.io/apimachinery/pkg/util/duration"
 
+	"nodeproxy/inspect/reality"
 	"nodeproxy/plan"
 	"nodeproxy/proxier"
 	"nodeproxy/source"
@@ -64,65 +65,22 @@ type Flows struct {
 	Clients          []netip.Addr
 }
 
-// Places are addresses of a Service.
-type Places struct{ Endpoints, ClusterIPs, ExternalIPs []netip.Addr }
-
-// Ways is what the kernel does with packets to addresses of a Service.
-type Ways struct {
-	// Unreached are the endpoints to which it has no route, with the reason for each, and Cut the cluster IPs to which it has none for packets of
-	// this node.
-	Unreached, Cut map[netip.Addr]string
-	// NotForwarded are the families of the endpoints elsewhere whose packets this node does not forward.
-	NotForwarded []plan.Family
-	// Silent are the endpoints whose next hop the kernel has asked for in vain, with that and the interface.
-	Silent map[netip.Addr]string
-	// Near are those of them that are their own next hop, in the network of an interface, with its name.
-	Near map[netip.Addr]string
-	// Bridged are the endpoints at a bridge of which packets from one port to another pass no rule, with its name.
-	Bridged map[netip.Addr]string
-	// NotForwardedBy are the interfaces, of the default route and of those to endpoints, from which the node forwards no packets, though it does from others.
-	NotForwardedBy []string
-	// NoHairpin are the endpoints at a bridge whose own packets do not come back to them, with the bridge's port.
-	NoHairpin map[netip.Addr]string
-	// Unclaimed are the external IPs in the network of an interface that are not this node's, with its name.
-	Unclaimed map[netip.Addr]string
-	// Fixed are the endpoints elsewhere whose next hop has an entry among this node's neighbours that somebody has made, so that nobody is asked for it.
-	Fixed map[netip.Addr]string
-	// ByDefault are the endpoints to which the default route leads, with its next hop.
-	ByDefault map[netip.Addr]string
-	// Astray are the endpoints whose answers to clients outside leave by another interface than that of the default route, with its name.
-	Astray map[netip.Addr]string
-	// Uplink is the interface of the default route, and Marked says that rules for routing choose packets by their mark, which may have answers go back there.
-	Uplink string
-	Marked bool
-	// PodMTU is the largest MTU of interfaces to Pods, where that of Narrow, by which packets leave for endpoints or for outside, is less: NarrowMTU.
-	Narrow            string
-	PodMTU, NarrowMTU int
-	// Unserved are addresses of this node at which node ports do not answer, with their interfaces.
-	Unserved map[netip.Addr]string
-	// Looped are the endpoints for which a tunnel sends packets to an address of this node, with both.
-	Looped map[netip.Addr]string
-	// Lost are those for which a tunnel knows no host, with the next hop and the tunnel, and Captive cluster IPs in the network of a bridge, whose Pods look
-	// for it there, with its name.
-	Lost, Captive map[netip.Addr]string
-	// Overlaps are networks of this node's bridges that overlap those of other interfaces, in words.
-	Overlaps []string
-	// Shut are the endpoints for which IPsec drops packets, or whose answers it drops, with the policy.
-	Shut map[netip.Addr]string
-	// Unrouted are endpoints to which this node has a route, but for what comes from elsewhere there is none.
-	Unrouted []Unrouted
-}
-
-// Unrouted is an endpoint to which the kernel forwards nothing that comes from elsewhere: from an address, by an interface.
-type Unrouted struct {
-	Addr, From netip.Addr
-	Name, By   string
-	Why        string
-	// Mark is the mark that its packets have got on this node, to be masqueraded; 0 for none.
-	Mark uint32
-	// Outside says that it comes from outside of the cluster.
-	Outside bool
-}
+type (
+	// Places is reality.Places.
+	Places = reality.Places
+	// Ways is reality.Ways.
+	Ways = reality.Ways
+	// Unrouted is reality.Unrouted.
+	Unrouted = reality.Unrouted
+	// Listening is reality.Listening.
+	Listening = reality.Listening
+	// Attachment is reality.Attachment.
+	Attachment = reality.Attachment
+	// Filtered is reality.Filtered.
+	Filtered = reality.Filtered
+	// Reverse is reality.Reverse.
+	Reverse = reality.Reverse
+)
 
 // Blocking is a rule of another program that drops or rejects packets, or keeps them from being translated.
 type Blocking struct {
@@ -146,74 +104,12 @@ type Blocking struct {
 	// Inside says that the rule is in the network namespace of the endpoint, and To is the port to which it diverts what comes; 0 if that is not known.
 	Inside bool
 	To     uint16
-}
-
-// Listening is what is known of the listeners at an endpoint on this node.
-type Listening struct {
-	Addr     netip.AddrPort
-	Protocol plan.Protocol
-	// Pod is true if the endpoint has a network namespace of its own.
-	Pod bool
-	// Listens says that something listens there, and Loopback that it does so at a loopback address alone.
-	Listens, Loopback bool
-	// Others are other ports of the protocol at which anything listens that the endpoint's address reaches.
-	Others []uint16
-	// OtherFamily says that something listens there by the other IP family alone, and At are the addresses at which it does so alone.
-	OtherFamily bool
-	At          []netip.Addr
-	// Waiting is how many connections wait there to be accepted, or bytes to be read, where they have not become fewer in a moment.
-	Waiting uint32
-	// Other is another protocol at whose port of this number something listens, where nothing does by this one; "" if there is none.
-	Other plan.Protocol
-	// Several says that more than one Pod on this node has the address, and nothing else is known.
-	Several bool
-	// Attachment is how its Pod is attached to this node.
-	Attachment Attachment
-}
-
-// Attachment is what is wrong with the pair of interfaces between a Pod and this node. The zero value is as it should be, or nothing is known.
-type Attachment struct {
-	// Link is this node's end of it, Bridge the bridge by which packets for the Pod leave, if there is one.
-	Link, Bridge string
-	// Down says that an end is down, or its bridge, and Loose that the link is no port of the bridge.
-	Down, Loose bool
-	// By is another interface by which packets for the Pod leave, such as a tunnel; "" if they do not.
-	By string
-	// Wrong is the address in its network that an entry of this node's neighbours has for the endpoint (permanent), though no interface of the Pod
-	// has it; "" where that is not so.
-	Wrong string
-	// MTU and OwnMTU are the most bytes that a packet may have at this node's end and at the Pod's, where they differ.
-	MTU, OwnMTU int
-	// NoRoute says why the Pod's answers do not get to this node, and NoDefault why those to others do not; "" if they do.
-	NoRoute, NoDefault string
-}
-
-// Filtered is an endpoint whose answers the kernel drops.
-type Filtered struct {
-	Addr netip.Addr
-	// By is the interface to it, by which its answers come, and Back that of the route to it, by which rp_filter has them come.
-	By, Back string
+	// Toward is the address to which it diverts what comes; invalid if that is not known.
+	Toward netip.Addr
 }
 
 // toFilter is what to do about that.
 const toFilter = "have the same routes hold for answers (ip rule), or set net.ipv4.conf.%s.rp_filter to 2, which is loose"
-
-func (f Filtered) String() string {
-	return fmt.Sprintf("The kernel drops the answers of endpoint %s: packets to it leave by %s, where rp_filter is strict, but by the routes that hold for its answers they "+
-		"should come by %s", f.Addr, f.By, f.Back)
-}
-
-// Reverse is what rp_filter does at the interfaces to endpoints.
-type Reverse struct {
-	// Strict are the interfaces where it is strict.
-	Strict []string
-	// Anywhere are all interfaces where it is strict.
-	Anywhere []string
-	Filtered []Filtered
-	// Drops is how many packets it has dropped on this node, if that is Known.
-	Drops uint64
-	Known bool
-}
 
 // Check is one thing that was looked at on the node.
 type Check struct {
@@ -342,18 +238,19 @@ func weigh(e *Explanation) {
 	var explained []*Diagnosis
 	for _, d := range of(Diverted) { // By the connections, the rule does decide.
 		for _, stale := range of(StaleConnections) {
-			if target := fieldBehind(d.What, "DNAT to"); d.Do == byLeftovers && target != "" && strings.Contains(stale.What, target+":") {
+			if d.Do == byLeftovers && slices.ContainsFunc(d.about, func(a netip.Addr) bool { return slices.Contains(stale.about, a) }) {
 				d.Severity, explained = problem, append(explained, stale)
 				d.What += " Connections to that address show that it does."
 			}
 		}
 	}
-	for _, d := range of(Detached) { // So nobody answers there.
-		at, _, _ := strings.Cut(fieldBehind(d.What, "Endpoint"), ":")
-		for _, silent := range of(NoNeighbour) {
-			if strings.Contains(silent.What, " to 1 of ") && strings.Contains(silent.What, at+" ") {
-				explained = append(explained, silent)
-			}
+	var detached []netip.Addr // So nobody answers there.
+	for _, d := range of(Detached) {
+		detached = append(detached, d.about...)
+	}
+	for _, silent := range of(NoNeighbour) {
+		if len(silent.about) > 0 && !slices.ContainsFunc(silent.about, func(a netip.Addr) bool { return !slices.Contains(detached, a) }) {
+			explained = append(explained, silent)
 		}
 	}
 	for _, d := range of(ICMPDropped) {
@@ -368,13 +265,6 @@ func weigh(e *Explanation) {
 		}
 	}
 	e.Diagnoses = rest
-}
-
-// fieldBehind returns the word behind some others in a text, without quotation marks; "" if these are not there.
-func fieldBehind(text, others string) string {
-	_, behind, _ := strings.Cut(text, others+" ")
-	word, _, _ := strings.Cut(behind, " ")
-	return strings.Trim(word, `"`)
 }
 
 // causes are the codes of what has connections without an answer.
@@ -415,6 +305,9 @@ func (c *checks) found(name, result, format string, args ...any) {
 func (c *checks) diagnose(severity, code, do, what string, args ...any) {
 	c.diagnoses = append(c.diagnoses, Diagnosis{Severity: severity, Code: code, What: fmt.Sprintf(what, args...), Do: do})
 }
+
+// about says which addresses the last diagnosis is about.
+func (c *checks) about(list ...netip.Addr) { c.diagnoses[len(c.diagnoses)-1].about = list }
 
 func (c *checks) suspect(code, do, what string, args ...any) {
 	c.suspects = append(c.suspects, Diagnosis{Severity: note, Code: code, What: fmt.Sprintf(what, args...), Do: do})
@@ -544,6 +437,7 @@ func (c *checks) flows(ctx context.Context) {
 	total, stale := 0, 0
 	result := ok
 	var words, gone []string
+	var goneTo []netip.Addr
 	for _, a := range endpoints {
 		n := flows[a].Open
 		total += n
@@ -554,7 +448,7 @@ func (c *checks) flows(ctx context.Context) {
 		case !current[a]:
 			text += ", which is no endpoint"
 			stale += n
-			gone = append(gone, a.String())
+			gone, goneTo = append(gone, a.String()), append(goneTo, a.Addr())
 		}
 		if u := flows[a].Unanswered; u > 0 {
 			text += fmt.Sprintf(" (%d without an answer)", u)
@@ -574,6 +468,7 @@ func (c *checks) flows(ctx context.Context) {
 		}
 		c.diagnose(note, StaleConnections, fmt.Sprintf("if clients hang, let them connect anew, or delete what is tracked: conntrack -D %s--reply-src %s", family, first),
 			"%s of the Service still %s to what is no longer an endpoint: %s.", upper(amount(int64(stale), "connection")), goes(stale), some(gone))
+		c.about(goneTo...)
 	}
 	c.found(name, result, "%d tracked: %s", total, some(words))
 }
@@ -763,6 +658,7 @@ func (c *checks) rule(name string, b Blocking) {
 			admit = "remove it, or have its owner except this traffic"
 		}
 		c.diagnose(severity, Diverted, admit, "A rule of %s %s about %s, so that it does not get to the endpoints: \"%s\" in %s.", whose, decides, b.What, b.Rule, b.Place)
+		c.about(b.Toward)
 		return
 	}
 	if b.Policy {
@@ -855,6 +751,7 @@ func (c *checks) attachments(list []Listening) (said map[netip.Addr]bool) {
 		wrong := func(code, do, found, what string) {
 			c.found(name, problem, "%s", found)
 			c.diagnose(problem, code, do, "%s", what)
+			c.about(a)
 		}
 		fail := ", and connections that go there fail."
 		switch of := "Endpoint " + l.Addr.String(); {
@@ -1066,6 +963,7 @@ func (c *checks) ways(ctx context.Context) {
 		c.found("next hops", problem, "that of %d of %s does not answer", n, of)
 		c.diagnose(problem, NoNeighbour, "see whether the addresses are right, where the Pods are, whether two nodes have the same range (spec.podCIDR), and whether those nodes run: ip neigh show; ip route get "+addrs[0].String(),
 			"Nobody in the network of this node answers for the next hop to %d of %s (ARP or neighbour discovery), and connections that go there fail: %s.", n, of, some(list))
+		c.about(addrs...)
 	}
 	c.shut(w.Shut)
 	c.misled(w)
@@ -1203,29 +1101,29 @@ func (c *checks) strayed(w *Ways) {
 // unrouted is about endpoints to which nothing is forwarded of what comes from elsewhere.
 func (c *checks) unrouted(list []Unrouted) {
 	if !slices.ContainsFunc(c.ports, (*plan.ServicePort).HasExternal) {
-		list = slices.DeleteFunc(list, func(r Unrouted) bool { return r.Outside })
+		list = slices.DeleteFunc(list, func(r Unrouted) bool { return r.From.Outside })
 	}
 	if !slices.ContainsFunc(c.ports, func(sp *plan.ServicePort) bool { return sp.ExternalPolicy == plan.Cluster }) { // Nothing is masqueraded.
-		list = slices.DeleteFunc(list, func(r Unrouted) bool { return r.Mark != 0 })
+		list = slices.DeleteFunc(list, func(r Unrouted) bool { return r.From.Mark != 0 })
 	}
 	for len(list) > 0 {
 		first, addrs := list[0], []string(nil)
 		list = slices.DeleteFunc(list, func(r Unrouted) bool {
-			same := r.From == first.From && r.Why == first.Why && r.Mark == first.Mark
+			same := r.From == first.From && r.Why == first.Why
 			if same {
 				addrs = append(addrs, r.Addr.String())
 			}
 			return same
 		})
-		marked, command := "", fmt.Sprintf("ip rule; ip route get %s from %s iif %s", first.Addr, first.From, first.By)
-		if first.Mark != 0 {
-			marked = fmt.Sprintf(" and is marked to be masqueraded (%#x)", first.Mark)
-			command += fmt.Sprintf(" mark %#x", first.Mark)
+		marked, command := "", fmt.Sprintf("ip rule; ip route get %s from %s iif %s", first.Addr, first.From.Addr, first.From.By)
+		if first.From.Mark != 0 {
+			marked = fmt.Sprintf(" and is marked to be masqueraded (%#x)", first.From.Mark)
+			command += fmt.Sprintf(" mark %#x", first.From.Mark)
 		}
-		c.found("routes for others", problem, "none for what comes from %s by %s%s", first.Name, first.By, marked)
+		c.found("routes for others", problem, "none for what comes from %s by %s%s", first.From.Name, first.From.By, marked)
 		c.diagnose(problem, NoRoute, "see the rules for routing: "+command,
 			"This node has a route to the endpoints, but for what comes from %s by %s%s there is none that leads there (%s), as a rule for routing has it, and those connections hang: %s.",
-			first.Name, first.By, marked, first.Why, some(addrs))
+			first.From.Name, first.From.By, marked, first.Why, some(addrs))
 	}
 }
 

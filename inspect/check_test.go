@@ -10,6 +10,7 @@ import (
 	"testing"
 	"time"
 
+	"nodeproxy/inspect/reality"
 	"nodeproxy/plan"
 	"nodeproxy/source"
 )
@@ -256,6 +257,22 @@ func TestCheck(t *testing.T) {
 			check: "listeners at endpoints: problem: veth5 has an MTU of 1400, and its other end 1500",
 			what: "Endpoint 10.244.0.8:8080 is in a Pod whose interface has an MTU of 1500 bytes, while its other end on this node, veth5, has 1400: packets longer than the smaller are lost " +
 				"without a word, so that connections begin and then hang.", problem: true},
+		"a detached Pod, whose next hop does not answer": {reality: Reality{Endpoints: func(context.Context, []*plan.ServicePort) ([]Listening, error) {
+			return []Listening{{Addr: endpoint, Protocol: plan.TCP, Pod: true, Listens: true, Attachment: Attachment{Link: "veth5", Bridge: "cni0", Loose: true}}}, nil
+		}, Ways: func(_ context.Context, to Places) (*Ways, error) {
+			return &Ways{Silent: map[netip.Addr]string{to.Endpoints[0]: "10.244.0.8 at cni0"}}, nil
+		}},
+			check: "listeners at endpoints: problem: veth5 is not a port of cni0\nroutes to endpoints: ok: there is one to each of the 2 endpoints in use\n" +
+				"next hops: problem: that of 1 of the 2 endpoints in use does not answer",
+			what: "Endpoint 10.244.0.8:8080 is in a Pod whose interface on this node, veth5, is not a port of cni0, by which packets for it leave, and connections that go there fail.", problem: true},
+		"rules that a kube-proxy left, and connections to where they lead": {reality: Reality{Blocking: func(context.Context, []*plan.ServicePort) ([]Blocking, bool, error) {
+			return []Blocking{{Rule: "meta l4proto tcp DNAT to 10.244.9.9", Place: "chain KUBE-SEP-A of table ip nat", What: "the cluster IP 10.96.0.8:80/TCP from this node", Diverted: true, Toward: gone.Addr()}}, true, nil
+		}, Flows: func(context.Context, []*plan.ServicePort) (map[netip.AddrPort]Flows, error) {
+			return map[netip.AddrPort]Flows{gone: {Open: 2}}, nil
+		}},
+			check: "connections: note: 2 tracked: 2 to 10.244.9.9:8080, which is no endpoint\nrules of other programs: note: chain KUBE-SEP-A of table ip nat: meta l4proto tcp DNAT to 10.244.9.9",
+			what: `A rule of a kube-proxy may decide first, as it has the same priority, about the cluster IP 10.96.0.8:80/TCP from this node, so that it does not get to the endpoints: ` +
+				`"meta l4proto tcp DNAT to 10.244.9.9" in chain KUBE-SEP-A of table ip nat. Connections to that address show that it does.`, problem: true},
 		"a fixed next hop, and no answers": {reality: Reality{Ways: func(_ context.Context, to Places) (*Ways, error) {
 			return &Ways{Fixed: map[netip.Addr]string{to.Endpoints[1]: "192.0.2.9 at eth0 (lladdr 02:00:00:00:00:01)"}}, nil
 		}, Flows: unansweredFlows},
@@ -343,10 +360,11 @@ func TestCheck(t *testing.T) {
 			what: "Endpoint 10.244.0.8:8080 gets traffic, but the program that listens at port 8080/TCP in its Pod does not take it now, and clients wait. Its queue had 5 connections, " +
 				"and no less a moment later.", problem: true},
 		"no route for what comes from Pods": {reality: Reality{Ways: func(_ context.Context, to Places) (*Ways, error) {
-			from := netip.MustParseAddr("10.244.0.5")
-			return &Ways{Unrouted: []Unrouted{{Addr: to.Endpoints[0], From: from, Name: "Pods of this node", By: "cni0", Why: "its route is of type prohibit"},
-				{Addr: to.Endpoints[1], From: from, Name: "Pods of this node", By: "cni0", Why: "its route is of type prohibit"},
-				{Addr: to.Endpoints[0], From: netip.MustParseAddr("198.51.100.7"), Name: "outside", By: "eth0", Why: "network is unreachable", Outside: true}}}, nil
+			from := reality.Origin{Name: "Pods of this node", By: "cni0", Addr: netip.MustParseAddr("10.244.0.5")}
+			outside := reality.Origin{Name: "outside", By: "eth0", Addr: netip.MustParseAddr("198.51.100.7"), Outside: true}
+			return &Ways{Unrouted: []Unrouted{{Addr: to.Endpoints[0], From: from, Why: "its route is of type prohibit"},
+				{Addr: to.Endpoints[1], From: from, Why: "its route is of type prohibit"},
+				{Addr: to.Endpoints[0], From: outside, Why: "network is unreachable"}}}, nil
 		}},
 			check: "routes to endpoints: ok: there is one to each of the 2 endpoints in use\nroutes for others: problem: none for what comes from Pods of this node by cni0",
 			what: "This node has a route to the endpoints, but for what comes from Pods of this node by cni0 there is none that leads there (its route is of type prohibit), as a rule for routing has it, " +
@@ -375,7 +393,7 @@ func TestCheck(t *testing.T) {
 			Tracked: func() (TrackedFlows, error) { return TrackedFlows{Flows: 1, Most: 1000}, nil }},
 			check: "connection tracking: ok: 1 of at most 1000 flows of all programs"},
 		"answers that rp_filter drops": {reality: Reality{Reverse: func(_ context.Context, list []netip.Addr) (*Reverse, error) {
-			return &Reverse{Strict: []string{"eth0", "eth1"}, Filtered: []Filtered{{list[0], "eth1", "eth0"}}, Drops: 7, Known: true}, nil
+			return &Reverse{Strict: []string{"eth0", "eth1"}, Filtered: []Filtered{{Addr: list[0], By: "eth1", Back: "eth0"}}, Drops: 7, Known: true}, nil
 		}},
 			check: "reverse path filter: problem: strict at eth0, eth1, by which the routes back to 1 of the endpoints do not lead; 7 packets dropped by it on this node",
 			what: "The kernel drops the answers of endpoint 10.244.0.8: packets to it leave by eth1, where rp_filter is strict, but by the routes that hold for its " +

@@ -26,6 +26,8 @@ type Diagnosis struct {
 	// What says what is wrong, and what follows from it; Do says what helps, and is empty where nothing has to be done.
 	What string `json:"what"`
 	Do   string `json:"do,omitempty"`
+	// about are the addresses that it is about, where others are weighed by it.
+	about []netip.Addr
 }
 
 const (
@@ -82,7 +84,7 @@ type diagnosis struct {
 	onlyProxied bool
 	d           *proxier.Description
 	list        []Diagnosis
-	listed      map[Diagnosis]struct{} // what is in list
+	listed      map[[4]string]struct{} // what is in list
 	taken       map[[2]string]struct{} // frontends that other Services have, with the other's name
 	// readPods is Node.Pods until it has been asked; then allPods are what it returned.
 	readPods  func(namespace string) ([]*v1.Pod, error)
@@ -103,13 +105,14 @@ func (c *diagnosis) add(severity, code, do, what string, args ...any) {
 		}
 	}
 	d := Diagnosis{Severity: severity, Code: code, What: fmt.Sprintf(what, args...), Do: do}
-	if _, has := c.listed[d]; has {
+	key := [4]string{d.Severity, d.Code, d.What, d.Do}
+	if _, has := c.listed[key]; has {
 		return
 	}
 	if c.listed == nil {
-		c.listed = map[Diagnosis]struct{}{}
+		c.listed = map[[4]string]struct{}{}
 	}
-	c.listed[d] = struct{}{}
+	c.listed[key] = struct{}{}
 	c.list = append(c.list, d)
 }
 

@@ -104,7 +104,7 @@ func testStatusWrong(t *testing.T) {
 		}, []string{"2 problems, 0 notes\n", "- it wants this node.\n  - There is a problem with objects or with the node;"}},
 		"answers that rp_filter drops": {Self{}, func(n *Node) {
 			n.Reality = &Reality{Reverse: func(_ context.Context, list []netip.Addr) (*Reverse, error) {
-				return &Reverse{Filtered: []Filtered{{list[0], "eth1", "eth0"}}}, nil
+				return &Reverse{Filtered: []Filtered{{Addr: list[0], By: "eth1", Back: "eth0"}}}, nil
 			}}
 		}, []string{"- The kernel drops the answers of endpoint 10.244.0.1: packets to it leave by eth1, where rp_filter is strict, but by the routes that hold for its answers " +
 			"they should come by eth0. To do: have the same routes hold for answers (ip rule), or set net.ipv4.conf.eth1.rp_filter to 2"}},

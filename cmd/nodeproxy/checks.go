@@ -38,13 +38,7 @@ func (d *daemon) reality() *inspect.Reality {
 	}
 	r.Blocking, r.Ways, r.Reverse = d.blocking, d.ways, d.reversePath
 	r.Endpoints = func(ctx context.Context, ports []*plan.ServicePort) ([]inspect.Listening, error) {
-		found, err := endpoints.Look(ctx, ports)
-		var out []inspect.Listening
-		for _, l := range found {
-			out = append(out, inspect.Listening{Addr: l.Addr, Protocol: l.Protocol, Pod: l.Pod, Listens: l.Listens, Loopback: l.Loopback, Others: l.Others,
-				OtherFamily: l.OtherFamily, At: l.At, Waiting: l.Waiting, Other: l.Other, Several: l.Several, Attachment: inspect.Attachment(l.Attachment)})
-		}
-		return out, err
+		return endpoints.Look(ctx, d.cfg.SysctlDir, ports)
 	}
 	r.Detour = endpoints.Detour
 	if verify := d.backend.verify; verify != nil {
@@ -84,7 +78,7 @@ func (d *daemon) blocking(ctx context.Context, ports []*plan.ServicePort) (out [
 	add := func(f blocking.Rule, inside bool) {
 		out = append(out, inspect.Blocking{Rule: f.Text, Place: f.Place(), What: f.What, Answers: f.Answers, Certain: f.Certain,
 			Untracked: f.Untracked, Unmasqueraded: f.Unmasqueraded, Diverted: f.Diverted, Policy: f.Policy, Unmarked: f.Unmarked, Missing: f.Missing,
-			ICMP: f.ICMP, Inside: inside, To: f.Port})
+			ICMP: f.ICMP, Inside: inside, To: f.Port, Toward: f.Addr})
 	}
 	node := blocking.Node{
 		Local: local, IPVS: d.cfg.Mode == ipvsMode.name, Uplink: endpoints.Uplink(), By: endpoints.By(), Mark: 1 << d.cfg.MasqueradeBit, Variant: d.backend.variant,
@@ -109,7 +103,7 @@ func (d *daemon) blocking(ctx context.Context, ports []*plan.ServicePort) (out [
 	if err != nil {
 		return out, false, err
 	}
-	within, err = endpoints.Within(ctx, ports, func(its []*plan.ServicePort, listens func(plan.Protocol, uint16) bool) error {
+	within, err = endpoints.Within(ctx, d.cfg.SysctlDir, ports, func(its []*plan.ServicePort, listens func(plan.Protocol, uint16) bool) error {
 		found, err := blocking.Find(ctx, its, blocking.Node{Inside: true, Local: func(netip.Addr) bool { return true }})
 		for _, f := range found {
 			taken := f.Port == 0 || listens(plan.TCP, f.Port) || listens(plan.UDP, f.Port) // by a sidecar, such as one of a service mesh, or a virtual machine
@@ -123,13 +117,15 @@ func (d *daemon) blocking(ctx context.Context, ports []*plan.ServicePort) (out [
 }
 
 // announced reports whether an address is one of a Service, for which something may answer in place of its interface.
-func (d *daemon) announced(a netip.Addr) (is bool) {
-	d.proxier.View(func(s *proxier.State) {
-		for _, sp := range s.Plan().Services {
-			is = is || slices.ContainsFunc(sp.Frontends, func(f plan.Frontend) bool { return f.Addr == a })
+func (d *daemon) announced(a netip.Addr) bool {
+	for _, ports := range d.proxier.Snapshot().Services() {
+		for _, sp := range ports {
+			if slices.ContainsFunc(sp.Frontends, func(f plan.Frontend) bool { return f.Addr == a }) {
+				return true
+			}
 		}
-	})
-	return is
+	}
+	return false
 }
 
 // ways is Reality.Ways.
@@ -145,7 +141,7 @@ func (d *daemon) ways(ctx context.Context, to inspect.Places) (*inspect.Ways, er
 	if pod := d.podsHere(&node); pod.IsValid() {
 		from = append(from, endpoints.Origin{Name: "Pods of this node", By: node.PodsBy, Addr: pod})
 	}
-	found, err := endpoints.LookOut(ctx, d.cfg.SysctlDir, endpoints.Places(to), from)
+	found, err := endpoints.LookOut(ctx, d.cfg.SysctlDir, to, from)
 	if err != nil {
 		return nil, err
 	}
@@ -156,30 +152,13 @@ func (d *daemon) ways(ctx context.Context, to inspect.Places) (*inspect.Ways, er
 	if err != nil {
 		return nil, err
 	}
-	out := &inspect.Ways{
-		Unserved:  unserved,
-		Unreached: found.Unreached, Cut: found.Cut, NotForwarded: found.NotForwarded, Silent: found.Silent, Near: found.Near, Bridged: found.Bridged,
-		NotForwardedBy: found.NotForwardedBy, NoHairpin: found.NoHairpin, Unclaimed: found.Unclaimed,
-		Fixed: found.Fixed, ByDefault: found.ByDefault, Astray: found.Astray, Uplink: found.Uplink, Marked: found.Marked, Shut: found.Shut, Looped: found.Looped, Lost: found.Lost, Captive: found.Captive, Overlaps: found.Overlaps,
-		Narrow: found.Narrow, PodMTU: found.PodMTU, NarrowMTU: found.NarrowMTU,
-	}
-	for _, r := range found.Unrouted {
-		out.Unrouted = append(out.Unrouted, inspect.Unrouted{Addr: r.Addr, From: r.From.Addr, Name: r.From.Name, By: r.From.By, Why: r.Why, Mark: r.From.Mark, Outside: r.From.Name == outside.Name})
-	}
-	return out, nil
+	found.Unserved = unserved
+	return found, nil
 }
 
 // reversePath is Reality.Reverse.
 func (d *daemon) reversePath(ctx context.Context, list []netip.Addr) (*inspect.Reverse, error) {
-	found, err := endpoints.LookBack(ctx, d.cfg.SysctlDir, list)
-	if err != nil {
-		return nil, err
-	}
-	out := &inspect.Reverse{Strict: found.Strict, Anywhere: found.Anywhere, Drops: found.Drops, Known: found.Known}
-	for _, f := range found.Filtered {
-		out.Filtered = append(out.Filtered, inspect.Filtered(f))
-	}
-	return out, nil
+	return endpoints.LookBack(ctx, d.cfg.SysctlDir, list)
 }
 
 // podsHere says what packets of this node's Pods are like, where Pods are recognised by their addresses. It returns the address of one whose interface

@@ -105,6 +105,19 @@ func EndWith(t testing.TB, cmd *exec.Cmd) {
 	cmd.SysProcAttr.Pdeathsig = syscall.SIGKILL
 }
 
+// Elsewhere starts a process that waits in a network namespace of its own until the test ends, and returns its number.
+func Elsewhere(t testing.TB) (pid int) {
+	t.Helper()
+	cmd := exec.Command("sleep", "infinity")
+	cmd.SysProcAttr = &syscall.SysProcAttr{Cloneflags: syscall.CLONE_NEWNET}
+	EndWith(t, cmd)
+	if err := cmd.Start(); err != nil {
+		t.Fatal(err)
+	}
+	t.Cleanup(func() { _ = cmd.Process.Kill(); _ = cmd.Wait() })
+	return cmd.Process.Pid
+}
+
 // Output is what the program that cmd starts prints. A read of it fails two minutes from now: a program that does not print what a test
 // waits for must not keep all tests waiting.
 func Output(t testing.TB, cmd *exec.Cmd) io.Reader {

@@ -12,7 +12,6 @@ import (
 	"slices"
 	"strings"
 	"sync"
-	"syscall"
 	"testing"
 
 	"nodeproxy/internal/nstest"
@@ -102,15 +101,9 @@ func TestNamespaceSockets(t *testing.T) {
 // TestEnter: what is called in a namespace runs there, also when it panics, and this process stays where it is, with its first thread.
 func TestEnter(t *testing.T) {
 	t.Parallel()
-	cmd := exec.Command("sleep", "infinity")
-	cmd.SysProcAttr = &syscall.SysProcAttr{Cloneflags: syscall.CLONE_NEWNET}
-	nstest.EndWith(t, cmd)
-	if err := cmd.Start(); err != nil {
-		t.Fatal(err)
-	}
-	t.Cleanup(func() { _ = cmd.Process.Kill(); _ = cmd.Wait() })
-	n := Namespace{filepath.Join(ProcessDir(cmd.Process.Pid), "net")}
-	its, err := os.Readlink(filepath.Join(ProcessDir(cmd.Process.Pid), "ns", "net"))
+	dir := ProcessDir(nstest.Elsewhere(t))
+	n := Namespace{filepath.Join(dir, "net")}
+	its, err := os.Readlink(filepath.Join(dir, "ns", "net"))
 	if err != nil {
 		t.Fatal(err)
 	}

@@ -49,6 +49,8 @@ type Rule struct {
 	ICMP bool
 	// Port is where a rule that diverts packets sends them on this node; 0 if that is not known, or elsewhere.
 	Port uint16
+	// Addr is the address to which it sends them, or that they get as their source; invalid if that is not known.
+	Addr netip.Addr
 }
 
 // Place says where the rule is.

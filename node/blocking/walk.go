@@ -270,7 +270,7 @@ func (w *walk) applyNAT(v *visit, r rule, certain bool) (ended, goes bool, err e
 		case w.sources && ours: // It masquerades nothing of this.
 		case w.sources && e.verdict == translates:
 			if certain && e.addr.IsValid() && !w.node.Local(e.addr) {
-				w.report(Rule{Text: strings.TrimSpace(fmt.Sprintf("%s %s to %s", r.text, e.to, e.addr)), Chain: v.id, number: r.number, Certain: w.node.Near != nil && w.node.Near(e.addr), Missing: true})
+				w.report(Rule{Text: strings.TrimSpace(fmt.Sprintf("%s %s to %s", r.text, e.to, e.addr)), Chain: v.id, number: r.number, Certain: w.node.Near != nil && w.node.Near(e.addr), Missing: true, Addr: e.addr})
 			}
 			if certain {
 				return true, false, nil
@@ -283,7 +283,7 @@ func (w *walk) applyNAT(v *visit, r rule, certain bool) (ended, goes bool, err e
 				if e.addr.IsValid() {
 					text += " to " + e.addr.String()
 				}
-				w.report(Rule{Text: text, Chain: v.id, number: r.number, Certain: !w.even, Unmasqueraded: source, Diverted: !source, Port: e.port})
+				w.report(Rule{Text: text, Chain: v.id, number: r.number, Certain: !w.even, Unmasqueraded: source, Diverted: !source, Port: e.port, Addr: e.addr})
 				return true, false, nil
 			}
 		case e.verdict == "accept":

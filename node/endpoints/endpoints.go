@@ -8,50 +8,30 @@ import (
 	"slices"
 	"time"
 
+	"nodeproxy/inspect/reality"
 	"nodeproxy/kernel/host"
 	"nodeproxy/kernel/sockets"
 	"nodeproxy/plan"
 )
 
-// Listening is what is known of the listeners at an endpoint on this node.
-type Listening struct {
-	Addr     netip.AddrPort
-	Protocol plan.Protocol
-	// Pod is true if the endpoint has a network namespace of its own.
-	Pod bool
-	// Listens says that something listens there, and Loopback that it does so at a loopback address alone.
-	Listens, Loopback bool
-	// Others are other ports of the protocol at which anything listens that the endpoint's address reaches.
-	Others []uint16
-	// OtherFamily says that something listens there by the other IP family alone, and At are the addresses at which it does so alone.
-	OtherFamily bool
-	At          []netip.Addr
-	// Waiting is how many connections wait there to be accepted, or bytes to be read, where they have not become fewer in a moment.
-	Waiting uint32
-	// Other is another protocol at whose port of this number something listens, where nothing does by this one; "" if there is none.
-	Other plan.Protocol
-	// Several says that more than one Pod on this node has the address, and nothing else is known.
-	Several bool
-	// Attachment is how its Pod is attached to this node.
-	Attachment Attachment
-}
-
-// Attachment is what is wrong with the pair of interfaces between a Pod and this node. The zero value is as it should be, or nothing is known.
-type Attachment struct {
-	// Link is this node's end of it, Bridge the bridge by which packets for the Pod leave, if there is one.
-	Link, Bridge string
-	// Down says that an end is down, or its bridge, and Loose that the link is no port of the bridge.
-	Down, Loose bool
-	// By is another interface by which packets for the Pod leave, such as a tunnel; "" if they do not.
-	By string
-	// Wrong is the address in its network that an entry of this node's neighbours has for the endpoint (permanent), though no interface of the Pod
-	// has it; "" where that is not so.
-	Wrong string
-	// MTU and OwnMTU are the most bytes that a packet may have at this node's end and at the Pod's, where they differ.
-	MTU, OwnMTU int
-	// NoRoute says why the Pod's answers do not get to this node, and NoDefault why those to others do not; "" if they do.
-	NoRoute, NoDefault string
-}
+type (
+	// Places is reality.Places.
+	Places = reality.Places
+	// Origin is reality.Origin.
+	Origin = reality.Origin
+	// Ways is reality.Ways.
+	Ways = reality.Ways
+	// Unrouted is reality.Unrouted.
+	Unrouted = reality.Unrouted
+	// Listening is reality.Listening.
+	Listening = reality.Listening
+	// Attachment is reality.Attachment.
+	Attachment = reality.Attachment
+	// Filtered is reality.Filtered.
+	Filtered = reality.Filtered
+	// Reverse is reality.Reverse.
+	Reverse = reality.Reverse
+)
 
 // moment is how long a program has to accept what waits.
 const moment = 300 * time.Millisecond
@@ -96,8 +76,8 @@ func sites(ports []*plan.ServicePort, links map[int]host.Link) (here, pods []at,
 }
 
 // Look looks at the endpoints in use that are on this node, up to a number. Those of which nothing can be known are left out: where processes of
-// Pods are not visible, several namespaces have the address and may not be entered, or a virtual machine or a sandbox may listen.
-func Look(ctx context.Context, ports []*plan.ServicePort) ([]Listening, error) {
+// Pods are not visible, several namespaces have the address and may not be entered, or a virtual machine or a sandbox may listen. sysctls is /proc/sys.
+func Look(ctx context.Context, sysctls string, ports []*plan.ServicePort) ([]Listening, error) {
 	links, err := host.Links()
 	if err != nil {
 		return nil, err
@@ -124,7 +104,7 @@ func Look(ctx context.Context, ports []*plan.ServicePort) ([]Listening, error) {
 		}
 		add(judge(a.addr, a.protocol, list), sockets.List)
 	}
-	found := owners(ctx, leads, links)
+	found := owners(ctx, sysctls, leads, links)
 	fixed, err := host.Fixed()
 	if err != nil {
 		return nil, err

@@ -130,7 +130,7 @@ func TestLook(t *testing.T) {
 	add(podAt(6), 8080)
 	add(podAt(4), 8080)       // Its namespace is not to be found.
 	add("198.51.100.9", 8080) // There is no route to it.
-	got, err := Look(t.Context(), []*plan.ServicePort{sp})
+	got, err := Look(t.Context(), "/proc/sys", []*plan.ServicePort{sp})
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -172,11 +172,11 @@ func TestStuck(t *testing.T) {
 	at := func(a net.Addr) plan.Endpoints {
 		return plan.Endpoints{Cluster: []plan.Endpoint{{Addr: netip.MustParseAddrPort(a.String())}}}
 	}
-	got, err := Look(t.Context(), []*plan.ServicePort{
+	got, err := Look(t.Context(), "/proc/sys", []*plan.ServicePort{
 		{Key: plan.Key{Protocol: plan.TCP}, Endpoints: at(stuck.Addr())}, {Key: plan.Key{Protocol: plan.TCP}, Endpoints: at(quiet.Addr())},
 		{Key: plan.Key{Protocol: plan.UDP}, Endpoints: at(deaf.LocalAddr())},
 	})
-	if other, err := Look(t.Context(), []*plan.ServicePort{{Key: plan.Key{Protocol: plan.TCP}, Endpoints: at(deaf.LocalAddr())}}); err != nil || len(other) != 1 || other[0].Listens || other[0].Other != plan.UDP {
+	if other, err := Look(t.Context(), "/proc/sys", []*plan.ServicePort{{Key: plan.Key{Protocol: plan.TCP}, Endpoints: at(deaf.LocalAddr())}}); err != nil || len(other) != 1 || other[0].Listens || other[0].Other != plan.UDP {
 		t.Errorf("what listens by another protocol: %+v, %v", other, err)
 	}
 	if err != nil || len(got) != 3 || got[0].Waiting != 2 || got[1].Waiting != 0 || got[2].Waiting < 100 {
@@ -209,7 +209,7 @@ func TestPods(t *testing.T) {
 		for i, ep := range sp.Endpoints.Cluster {
 			want[i].Addr, want[i].Protocol, want[i].Pod = ep.Addr, plan.TCP, true
 		}
-		got, err := Look(t.Context(), []*plan.ServicePort{sp})
+		got, err := Look(t.Context(), "/proc/sys", []*plan.ServicePort{sp})
 		if err != nil || !reflect.DeepEqual(got, want) {
 			t.Errorf("got %+v, %v\nwant %+v", got, err, want)
 		}
@@ -258,7 +258,7 @@ func TestPods(t *testing.T) {
 	for i := range sp.Endpoints.Cluster {
 		sp.Endpoints.Cluster[i].Local = true
 	}
-	all, err := Within(t.Context(), []*plan.ServicePort{sp}, func(its []*plan.ServicePort, listens func(plan.Protocol, uint16) bool) error {
+	all, err := Within(t.Context(), "/proc/sys", []*plan.ServicePort{sp}, func(its []*plan.ServicePort, listens func(plan.Protocol, uint16) bool) error {
 		looked++
 		if len(its) != 1 || len(its[0].All()) != 1 || its[0].All()[0].Addr.Addr().String() != address(2) || !listens(plan.TCP, 8080) || listens(plan.TCP, 15006) {
 			t.Errorf("%+v", its)
@@ -285,7 +285,7 @@ func TestBridgeDown(t *testing.T) {
 	}
 	sp := &plan.ServicePort{Key: plan.Key{Protocol: plan.TCP, Family: plan.IPv4}}
 	sp.Endpoints.Cluster = []plan.Endpoint{{Addr: netip.AddrPortFrom(netip.MustParseAddr(address), 8080), Local: true}}
-	got, err := Look(t.Context(), []*plan.ServicePort{sp})
+	got, err := Look(t.Context(), "/proc/sys", []*plan.ServicePort{sp})
 	if err != nil || len(got) != 1 || got[0].Attachment != (Attachment{Link: "pod", Bridge: "cni0", Down: true}) {
 		t.Errorf("%+v, %v", got, err)
 	}
@@ -355,11 +355,11 @@ func TestLookBack(t *testing.T) {
 	}
 	look(nil)
 	nstest.Exec(t, "ip", "rule", "add", "iif", "clients", "lookup", "100")
-	look([]string{"two"}, Filtered{endpoint, "two", "one"})
+	look([]string{"two"}, Filtered{Addr: endpoint, By: "two", Back: "one"})
 	set("conf/all/rp_filter", "2")
 	look(nil)
 	set("conf/all/rp_filter", "1")
-	look([]string{"one", "two"}, Filtered{endpoint, "two", "one"})
+	look([]string{"one", "two"}, Filtered{Addr: endpoint, By: "two", Back: "one"})
 	nstest.Exec(t, "ip", "route", "replace", "10.244.9.0/24", "nexthop", "via", "198.51.100.2", "nexthop", "via", "203.0.113.2")
 	got, err := LookBack(t.Context(), "/proc/sys", []netip.Addr{endpoint})
 	if err != nil || len(got.Filtered) > 0 {

@@ -64,7 +64,7 @@ func leadsAway(kind string) bool {
 
 // owners returns the network namespaces that have addresses, for which packets leave by the interfaces in leads. Where it is known which have a pair of
 // interfaces with this node, there are no others.
-func owners(ctx context.Context, leads map[netip.Addr]host.Link, links map[int]host.Link) map[netip.Addr][]pod {
+func owners(ctx context.Context, sysctls string, leads map[netip.Addr]host.Link, links map[int]host.Link) map[netip.Addr][]pod {
 	out := map[netip.Addr][]pod{}
 	if len(leads) == 0 {
 		return out
@@ -79,7 +79,7 @@ func owners(ctx context.Context, leads map[netip.Addr]host.Link, links map[int]h
 		}
 		own, _ := n.Addresses(among) // Its process may have ended.
 		for _, a := range own {
-			out[a] = append(out[a], look(ctx, n, a, leads[a], links))
+			out[a] = append(out[a], look(ctx, sysctls, n, a, leads[a], links))
 		}
 	}
 	for a, list := range out {
@@ -91,7 +91,7 @@ func owners(ctx context.Context, leads map[netip.Addr]host.Link, links map[int]h
 }
 
 // look looks at a namespace that has an address, from inside if that is allowed.
-func look(ctx context.Context, n sockets.Namespace, a netip.Addr, lead host.Link, links map[int]host.Link) pod {
+func look(ctx context.Context, sysctls string, n sockets.Namespace, a netip.Addr, lead host.Link, links map[int]host.Link) pod {
 	p := pod{Namespace: n}
 	file, err := n.Open()
 	if err != nil { // Its process has ended.
@@ -130,7 +130,7 @@ func look(ctx context.Context, n sockets.Namespace, a netip.Addr, lead host.Link
 		p.noRoute = ""
 		return p
 	}
-	if r, err := host.RouteTo(via, host.Way{}); via.IsValid() && p.link.Index == lead.Index && p.noRoute == "" && (err != nil || !r.Local) && !host.AnswersFor("/proc/sys", lead.Name) {
+	if r, err := host.RouteTo(via, host.Way{}); via.IsValid() && p.link.Index == lead.Index && p.noRoute == "" && (err != nil || !r.Local) && !host.AnswersFor(sysctls, lead.Name) {
 		p.noRoute = fmt.Sprintf("their next hop %s is no address of this node, and net.ipv4.conf.%s.proxy_arp is 0", via, lead.Name)
 	}
 	return p
@@ -164,7 +164,7 @@ const mostEntered = 4
 
 // Within calls look in the network namespaces of ServicePorts' endpoints on this node, up to a number, with these ServicePorts and no other endpoints.
 // listens reports whether something listens there at a port. all is false where some could not be entered.
-func Within(ctx context.Context, ports []*plan.ServicePort, look func(its []*plan.ServicePort, listens func(plan.Protocol, uint16) bool) error) (all bool, err error) {
+func Within(ctx context.Context, sysctls string, ports []*plan.ServicePort, look func(its []*plan.ServicePort, listens func(plan.Protocol, uint16) bool) error) (all bool, err error) {
 	links, err := host.Links()
 	if err != nil {
 		return false, err
@@ -181,7 +181,7 @@ func Within(ctx context.Context, ports []*plan.ServicePort, look func(its []*pla
 			}
 		}
 	}
-	found, all := owners(ctx, leads, links), true
+	found, all := owners(ctx, sysctls, leads, links), true
 	for _, a := range slices.SortedFunc(maps.Keys(leads), netip.Addr.Compare) {
 		if len(found[a]) != 1 {
 			all = false

@@ -9,25 +9,6 @@ import (
 	"nodeproxy/plan"
 )
 
-// Filtered is an endpoint whose answers the kernel drops.
-type Filtered struct {
-	Addr netip.Addr
-	// By is the interface to it, by which its answers come, and Back that of the route to it, by which rp_filter has them come.
-	By, Back string
-}
-
-// Reverse is what rp_filter does at the interfaces to endpoints.
-type Reverse struct {
-	// Strict are the interfaces where it is strict.
-	Strict []string
-	// Anywhere are all interfaces where it is strict.
-	Anywhere []string
-	Filtered []Filtered
-	// Drops is how many packets it has dropped on this node, if that is Known.
-	Drops uint64
-	Known bool
-}
-
 // mostWays bounds how many interfaces are looked at by which clients come.
 const mostWays = 8
 
@@ -78,7 +59,7 @@ func LookBack(ctx context.Context, sysctls string, endpoints []netip.Addr) (*Rev
 			if err != nil || len(back.Links) == 0 || slices.Contains(back.Links, by.Index) {
 				continue
 			}
-			out.Filtered = append(out.Filtered, Filtered{ep, by.Name, links[back.Links[0]].Name})
+			out.Filtered = append(out.Filtered, Filtered{Addr: ep, By: by.Name, Back: links[back.Links[0]].Name})
 			break
 		}
 	}

@@ -18,67 +18,6 @@ import (
 	"nodeproxy/plan"
 )
 
-// Places are addresses of a Service.
-type Places struct{ Endpoints, ClusterIPs, ExternalIPs []netip.Addr }
-
-// Origin is where packets come from that this node forwards: some address, and the interface. Mark is the mark that they have got here.
-type Origin struct {
-	Name, By string
-	Addr     netip.Addr
-	Mark     uint32
-}
-
-// Ways is what the kernel does with packets to addresses of a Service.
-type Ways struct {
-	// Unreached are the endpoints to which it has no route, with the reason for each, and Cut the cluster IPs to which it has none for packets of
-	// this node: before these pass any rule, they need one.
-	Unreached, Cut map[netip.Addr]string
-	// NotForwarded are the families of the endpoints elsewhere whose packets this node does not forward.
-	NotForwarded []plan.Family
-	// Silent are the endpoints whose next hop the kernel has asked for in vain, with that and the interface.
-	Silent map[netip.Addr]string
-	// Near are those of them that are their own next hop, in the network of an interface, with its name.
-	Near map[netip.Addr]string
-	// Bridged are the endpoints at a bridge of which packets from one port to another pass no rule, with its name.
-	Bridged map[netip.Addr]string
-	// NotForwardedBy are the interfaces, of the default route, of those to endpoints and of origins, from which the node forwards no packets, though it does from others.
-	NotForwardedBy []string
-	// NoHairpin are the endpoints at a bridge whose own packets do not come back to them, with the bridge's port.
-	NoHairpin map[netip.Addr]string
-	// Unclaimed are the external IPs in the network of an interface that are not this node's, with its name.
-	Unclaimed map[netip.Addr]string
-	// Fixed are the endpoints elsewhere whose next hop has an entry among this node's neighbours that somebody has made, so that nobody is asked for it.
-	Fixed map[netip.Addr]string
-	// ByDefault are the endpoints to which the default route leads, with its next hop.
-	ByDefault map[netip.Addr]string
-	// Astray are the endpoints whose answers to clients outside leave by another interface than that of the default route, with its name.
-	Astray map[netip.Addr]string
-	// Uplink is the interface of the default route, and Marked says that rules for routing choose packets by their mark, which may have answers go back there.
-	Uplink string
-	Marked bool
-	// PodMTU is the largest MTU of interfaces to Pods, where that of Narrow, by which packets leave for endpoints or for outside, is less: NarrowMTU.
-	Narrow            string
-	PodMTU, NarrowMTU int
-	// Looped are the endpoints for which a tunnel sends packets to an address of this node, with both.
-	Looped map[netip.Addr]string
-	// Lost are those for which a tunnel knows no host, with the next hop and the tunnel, and Captive cluster IPs in the network of a bridge, whose Pods look
-	// for it there, with its name.
-	Lost, Captive map[netip.Addr]string
-	// Overlaps are networks of this node's bridges that overlap those of other interfaces, in words.
-	Overlaps []string
-	// Shut are the endpoints for which IPsec drops packets, or whose answers it drops, with the policy.
-	Shut map[netip.Addr]string
-	// Unrouted are endpoints to which this node has a route, but for what comes from elsewhere there is none, as rules for routing may have it.
-	Unrouted []Unrouted
-}
-
-// Unrouted is an endpoint to which the kernel forwards nothing of an origin.
-type Unrouted struct {
-	Addr netip.Addr
-	From Origin
-	Why  string
-}
-
 // LookOut looks at the ways to addresses of a Service, for this node and for others. sysctls is /proc/sys.
 func LookOut(ctx context.Context, sysctls string, to Places, from []Origin) (*Ways, error) {
 	links, err := host.Links()
@@ -304,9 +243,9 @@ func (l *lookout) refused(to netip.Addr, own host.Link) {
 			r, err := host.RouteTo(to, host.Way{From: o.Addr, In: link.Index, Mark: o.Mark})
 			switch {
 			case errors.As(err, &why) && why != unix.EXDEV: // which is of rp_filter
-				l.ways.Unrouted = append(l.ways.Unrouted, Unrouted{to, o, noRoute(why)})
+				l.ways.Unrouted = append(l.ways.Unrouted, Unrouted{Addr: to, From: o, Why: noRoute(why)})
 			case err == nil && !r.Local && len(r.Links) == 1 && r.Links[0] != own.Index && (own.Kind == "veth" || own.Kind == "bridge"):
-				l.ways.Unrouted = append(l.ways.Unrouted, Unrouted{to, o, "it goes by " + l.links[r.Links[0]].Name})
+				l.ways.Unrouted = append(l.ways.Unrouted, Unrouted{Addr: to, From: o, Why: "it goes by " + l.links[r.Links[0]].Name})
 			}
 		}
 	}
@@ -441,7 +380,7 @@ var somewhere = netip.MustParseAddr("198.51.100.7")
 // Outside is what comes from other hosts by the interface of the default route of IPv4; false if that is not known.
 func Outside() (Origin, bool) {
 	by := Uplink()
-	return Origin{Name: "outside", By: by, Addr: somewhere}, by != ""
+	return Origin{Name: "outside", By: by, Addr: somewhere, Outside: true}, by != ""
 }
 
 // Uplink returns the interface of the default route of IPv4, by which packets of other hosts come on most nodes; "" if that is not known.

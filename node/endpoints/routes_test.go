@@ -4,12 +4,10 @@ import (
 	"fmt"
 	"net/netip"
 	"os"
-	"os/exec"
 	"path/filepath"
 	"reflect"
 	"slices"
 	"strings"
-	"syscall"
 	"testing"
 	"time"
 
@@ -220,7 +218,7 @@ func TestLookOutElsewhere(t *testing.T) {
 	ip("rule add fwmark 7 table main")
 	want.marked = true
 	look("with a rule for marks")
-	ip("link add pod type veth peer name eth0 netns "+startNamespace(t), "link set eth0 mtu 1400", "link set pod master cni0")
+	ip("link add pod type veth peer name eth0 netns "+fmt.Sprint(nstest.Elsewhere(t)), "link set eth0 mtu 1400", "link set pod master cni0")
 	w, err := LookOut(t.Context(), "/proc/sys", Places{Endpoints: []netip.Addr{here}}, nil)
 	if err != nil || w.Narrow != "eth0" || w.PodMTU != 1500 || w.NarrowMTU != 1400 {
 		t.Errorf("with a narrow uplink: %+v, %v", w, err)
@@ -271,7 +269,7 @@ func TestUnrouted(t *testing.T) {
 	if err != nil {
 		t.Fatal(err)
 	}
-	want := []Unrouted{{at("10.244.2.5"), pod, "its route is of type blackhole"}, {at("10.244.3.5"), outside, "its route is of type unreachable"}, {at("10.244.4.5"), masqueraded, "its route is of type prohibit"}}
+	want := []Unrouted{{Addr: at("10.244.2.5"), From: pod, Why: "its route is of type blackhole"}, {Addr: at("10.244.3.5"), From: outside, Why: "its route is of type unreachable"}, {Addr: at("10.244.4.5"), From: masqueraded, Why: "its route is of type prohibit"}}
 	if !reflect.DeepEqual(found.Unrouted, want) || len(found.Unreached) > 0 {
 		t.Errorf("%+v and %+v, want %+v", found.Unrouted, found.Unreached, want)
 	}
@@ -308,17 +306,4 @@ func TestDetour(t *testing.T) {
 			t.Errorf("from %s: %q, want %q", from, got, want)
 		}
 	}
-}
-
-// startNamespace starts a process in a network namespace of its own, and returns its number.
-func startNamespace(t *testing.T) string {
-	t.Helper()
-	cmd := exec.Command("sleep", "infinity")
-	cmd.SysProcAttr = &syscall.SysProcAttr{Cloneflags: syscall.CLONE_NEWNET}
-	nstest.EndWith(t, cmd)
-	if err := cmd.Start(); err != nil {
-		t.Fatal(err)
-	}
-	t.Cleanup(func() { _ = cmd.Process.Kill(); _ = cmd.Wait() })
-	return fmt.Sprint(cmd.Process.Pid)
 }
