@@ -190,6 +190,10 @@ func (n *Node) Check(ctx context.Context, e *Explanation) {
 	c := &checks{reality: n.Reality, svc: svc, ports: ports, frontends: frontends, nowhere: nowhere, masqueradeAll: masqueradeAll, now: time.Now()}
 	all := []func(*checks, context.Context){(*checks).kernel, (*checks).traffic, (*checks).flows, (*checks).tracked, (*checks).listeners, (*checks).blocking,
 		(*checks).endpoints, (*checks).ways, (*checks).reverse, (*checks).watches}
+	if len(e.byPods) > 0 { // No rule is for these.
+		c.ports, c.headless = e.byPods, true
+		all = []func(*checks, context.Context){(*checks).endpoints, (*checks).ways, (*checks).reverse, (*checks).watches}
+	}
 	each := make([]checks, len(all))
 	var wg sync.WaitGroup
 	for i, check := range all {
@@ -236,6 +240,9 @@ func weigh(e *Explanation) {
 		}
 	}
 	var explained []*Diagnosis
+	if refusing := of(EndpointRefuses); len(e.byPods) > 0 && len(refusing) > 0 && len(of(PortsByName)) > 0 { // The Service has clients use the wrong one.
+		explained, refusing[0].Severity = of(PortsByName), problem
+	}
 	for _, d := range of(Diverted) { // By the connections, the rule does decide.
 		for _, stale := range of(StaleConnections) {
 			if d.Do == byLeftovers && slices.ContainsFunc(d.about, func(a netip.Addr) bool { return slices.Contains(stale.about, a) }) {
@@ -284,9 +291,11 @@ type checks struct {
 	nowhere map[netip.Addr]bool
 	// masqueradeAll is true if endpoints answer to this node in any case.
 	masqueradeAll bool
-	now           time.Time
-	list          []Check
-	diagnoses     []Diagnosis
+	// headless is true where clients go to the ports themselves.
+	headless  bool
+	now       time.Time
+	list      []Check
+	diagnoses []Diagnosis
 	// suspects are said where connections have no answer and nothing else says why.
 	suspects []Diagnosis
 }
@@ -731,7 +740,10 @@ func (c *checks) endpoints(ctx context.Context) {
 			}
 			return same
 		})
-		if c.refuses(first, names) == problem {
+		differs := slices.ContainsFunc(list, func(l Listening) bool {
+			return l.Listens && l.Protocol == first.Protocol && l.Addr.Port() == first.Addr.Port()
+		})
+		if c.refuses(first, names, differs) == problem {
 			severity = problem
 		}
 	}
@@ -825,8 +837,8 @@ func (c *checks) stuck(list []Listening) (n int) {
 	return n
 }
 
-// refuses says why endpoints refuse what they get, and returns how bad that is.
-func (c *checks) refuses(l Listening, names []string) (severity string) {
+// refuses says why endpoints refuse what they get, and returns how bad that is. differs says that something listens at this port of other endpoints.
+func (c *checks) refuses(l Listening, names []string, differs bool) (severity string) {
 	severity = problem
 	who, where := "Endpoint "+names[0]+" gets traffic, but refuses it", "on this node"
 	if len(names) > 1 {
@@ -882,7 +894,15 @@ func (c *checks) refuses(l Listening, names []string) (severity string) {
 	case len(list) > 1:
 		others = "; the ports at which anything does are " + some(list)
 	}
-	c.diagnose(severity, EndpointRefuses, "set spec.ports[].targetPort to the port at which the program listens, or have it listen at this one",
+	do := "set spec.ports[].targetPort to the port at which the program listens, or have it listen at this one"
+	if differs {
+		do = "have its program listen at this port, as those of other endpoints do, or, if it is another app's Pod, have spec.selector leave it out"
+	}
+	if c.headless {
+		do = "have clients use the port at which the program listens, and set spec.ports[].port to it: nothing translates the ports of a headless Service"
+		severity = note // Clients may use another.
+	}
+	c.diagnose(severity, EndpointRefuses, do,
 		"%s: nothing listens at port %s %s%s.", who, port, where, others)
 	return severity
 }

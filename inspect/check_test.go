@@ -336,6 +336,12 @@ func TestCheck(t *testing.T) {
 			check: "listeners at endpoints: problem: nothing listens at 2 of 3 that are known on this node",
 			what:  "Endpoints 10.244.0.8:8080, 10.244.9.9:8080 get traffic, but refuse it: nothing listens at port 8080/TCP in their Pods; the only port at which anything does is 80.",
 			do:    "set spec.ports[].targetPort to the port at which the program listens, or have it listen at this one", problem: true},
+		"an endpoint that differs from others": {reality: Reality{Endpoints: func(context.Context, []*plan.ServicePort) ([]Listening, error) {
+			return []Listening{{Addr: endpoint, Protocol: plan.TCP, Pod: true}, {Addr: gone, Protocol: plan.TCP, Pod: true, Listens: true}}, nil
+		}},
+			check: "listeners at endpoints: problem: nothing listens at 1 of 2 that are known on this node",
+			what:  "Endpoint 10.244.0.8:8080 gets traffic, but refuses it: nothing listens at port 8080/TCP in its Pod.",
+			do:    "have its program listen at this port, as those of other endpoints do, or, if it is another app's Pod, have spec.selector leave it out", problem: true},
 		"an endpoint that listens by another protocol": {reality: Reality{Endpoints: func(context.Context, []*plan.ServicePort) ([]Listening, error) {
 			return []Listening{{Addr: endpoint, Protocol: plan.TCP, Pod: true, Other: plan.UDP}}, nil
 		}},

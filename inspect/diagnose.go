@@ -69,6 +69,7 @@ const (
 	OneFamily              = "OneFamily"              // clients outside of the other address family can't reach it
 	NothingOutside         = "NothingOutside"         // nothing on this node answers what comes from outside
 	NodePortsNowhere       = "NodePortsNowhere"       // node ports answer at the node's primary addresses alone, and none is known
+	AddressElsewhere       = "AddressElsewhere"       // an endpoint is this node, at an address that the machine does not have
 	PodsNotTold            = "PodsNotTold"            // the range of the pods' addresses is not known
 	NameTwice              = "NameTwice"              // several container ports have the targetPort's name
 	NodeExcluded           = "NodeExcluded"           // load balancers leave this node out
@@ -92,6 +93,9 @@ type diagnosis struct {
 	podsKnown bool
 	// elsewhere returns what reports whether an address is known not to be one of this machine.
 	elsewhere func() func(netip.Addr) bool
+	nodeName  string
+	// byPods are where clients of a headless Service go.
+	byPods []*plan.ServicePort
 	// others are findings that the proxier does not know, and file is the manifest that has the Service, if any.
 	others []source.Finding
 	file   string
@@ -116,9 +120,9 @@ func (c *diagnosis) add(severity, code, do, what string, args ...any) {
 	c.list = append(c.list, d)
 }
 
-// diagnose returns what is wrong with a Service, problems first.
-func (n *Node) diagnose(d *proxier.Description, own *plan.Plan, programmed *plan.Snapshot, refused map[plan.Key]plan.Refusal) []Diagnosis {
-	c := &diagnosis{d: d, list: []Diagnosis{}, onlyProxied: n.OnlyProxied, taken: map[[2]string]struct{}{}, readPods: n.Pods, elsewhere: sync.OnceValue(n.elsewhere), others: n.otherFindings()}
+// diagnose collects what is wrong with a Service, problems first.
+func (n *Node) diagnose(d *proxier.Description, own *plan.Plan, programmed *plan.Snapshot, refused map[plan.Key]plan.Refusal) *diagnosis {
+	c := &diagnosis{d: d, nodeName: own.Node.Name, list: []Diagnosis{}, onlyProxied: n.OnlyProxied, taken: map[[2]string]struct{}{}, readPods: n.Pods, elsewhere: sync.OnceValue(n.elsewhere), others: n.otherFindings()}
 	if n.ServiceFile != nil {
 		c.file = n.ServiceFile(d.Service.Namespace, d.Service.Name)
 	}
@@ -140,7 +144,7 @@ func (n *Node) diagnose(d *proxier.Description, own *plan.Plan, programmed *plan
 	}
 	c.objects()
 	slices.SortStableFunc(c.list, func(a, b Diagnosis) int { return -cmp.Compare(a.Severity, b.Severity) })
-	return c.list
+	return c
 }
 
 // service is about the Service as a whole.
@@ -317,7 +321,18 @@ func (c *diagnosis) node(sp *plan.ServicePort, own *plan.Plan) {
 		c.add(severity, NodePortsNowhere, do, "Nothing answers at %s of this node%s: node ports are limited to the node's primary addresses (nodePortAddresses), and %s.",
 			f, c.name(sp), why)
 	}
+	c.hostNetwork(sp, own.Node)
 	c.podRange(sp, own)
+}
+
+// hostNetwork is about endpoints in this node's own network at an address that the machine does not have.
+func (c *diagnosis) hostNetwork(sp *plan.ServicePort, node plan.Node) {
+	ip := node.IP(sp.Key.Family)
+	at := func(ep plan.Endpoint) bool { return ep.Local && ep.Addr.Addr() == ip }
+	if i := slices.IndexFunc(sp.All(), at); i >= 0 && c.elsewhere()(ip) {
+		c.add(problem, AddressElsewhere, "correct status.addresses of the Node (--node-ip of the kubelet), or give the machine that address",
+			"Endpoint %s is this node itself, but the machine does not have the address that its Node names, and connections that go there fail%s.", sp.All()[i].Addr, c.name(sp))
+	}
 }
 
 // podRange is about pods that are not told from other clients, since no range of their addresses is known in a family.
@@ -560,6 +575,13 @@ func (c *diagnosis) noEndpoints(sp *plan.ServicePort) {
 			}
 			c.add(problem, NoEndpoints, do, what+"and this is not used: %s.", c.name(sp), some(unused))
 			return
+		}
+		for _, name := range slices.Sorted(maps.Keys(c.d.Strays)) {
+			if of := c.d.Strays[name]; strings.HasPrefix(name, sp.Key.Service.Name) || resembles(of, sp.Key.Service.Name) {
+				c.add(problem, NoEndpoints, "if it is meant for this Service, set its label kubernetes.io/service-name to "+sp.Key.Service.Name,
+					what+"and EndpointSlice %s is for a Service %s (by its label kubernetes.io/service-name), of which there is none.", c.name(sp), name, of)
+				return
+			}
 		}
 		c.add(problem, NoEndpoints, fmt.Sprintf("give it a selector, or create an EndpointSlice with the label kubernetes.io/service-name=%s", sp.Key.Service.Name),
 			what+"so nobody creates them.", c.name(sp))

@@ -31,7 +31,7 @@ func TestDecisions(t *testing.T) {
 		{"node port on localhost", plain, tPacket(localhost, localhost, 30080), []Decision{{NoNodePortsOnLoopback,
 			"node port 30080/TCP of ns/svc/TCP/IPv4, but node ports do not answer on the loopback address 127.0.0.1"}}},
 		{"node port elsewhere", nodePortsAt("192.0.2.0/24"), tPacket(tClient, tNode, 30080), []Decision{{NoNodePortsAtAddress,
-			"node port 30080/TCP of ns/svc/TCP/IPv4, but 192.168.1.10 is not among the addresses that node ports answer at"}}},
+			"node port 30080/TCP of ns/svc/TCP/IPv4, but 192.168.1.10 is not among the addresses that node ports answer at (nodePortAddresses)"}}},
 		{"guarded", func(_ *ServicePort, s *Settings) { s.LocalhostNodePorts = true }, tPacket(tClient, localhost, 22), []Decision{
 			{ForNoService, "no Service has a frontend at 127.0.0.1:22/TCP"},
 			{LoopbackGuard, "127.0.0.1 may be reached from loopback addresses only, and 203.0.113.1 is none: " +

@@ -175,7 +175,7 @@ func (e *Evaluator) nodePort(pkt Packet, m match) Verdict {
 			v.because(NoNodePortsOnLoopback, "%s of %s, but node ports do not answer on the loopback address %s",
 				m.frontend, m.sp.Key, pkt.Dst)
 		} else {
-			v.because(NoNodePortsAtAddress, "%s of %s, but %s is not among the addresses that node ports answer at",
+			v.because(NoNodePortsAtAddress, "%s of %s, but %s is not among the addresses that node ports answer at (nodePortAddresses)",
 				m.frontend, m.sp.Key, pkt.Dst)
 		}
 		return v

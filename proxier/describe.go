@@ -60,6 +60,8 @@ type Description struct {
 	Frontends map[netip.AddrPort]Owned
 	// Findings are about the Service and its EndpointSlices. Where it has none of these, Unused are about others of its namespace.
 	Findings, Unused []source.Finding
+	// Strays are the EndpointSlices of its namespace that name a Service which is not known, with that name, where it has none itself.
+	Strays map[string]string
 }
 
 // Owned is a frontend of a Service.
@@ -206,6 +208,7 @@ func (s *State) Describe(id plan.Service) (*Description, bool) {
 				others = append(others, object)
 			}
 		}
+		d.Strays = s.strays(id.Namespace)
 		slices.Sort(others)
 		for _, object := range others {
 			d.Unused = append(d.Unused, s.reported[object]...)
@@ -232,6 +235,20 @@ func (s *State) Describe(id plan.Service) (*Description, bool) {
 		d.Findings = append(d.Findings, s.reported["reserved "+k.String()]...)
 	}
 	return d, true
+}
+
+// strays returns the EndpointSlices of a namespace that name a Service which is not known, with that name.
+func (s *State) strays(namespace string) map[string]string {
+	out := map[string]string{}
+	for id, svc := range s.services {
+		if id.Namespace != namespace || svc.exists {
+			continue
+		}
+		for _, slice := range svc.slices {
+			out[slice.name] = id.Name
+		}
+	}
+	return out
 }
 
 // describeAlias says which Service an ExternalName is the name of. One without the cluster domain may be any other, unless there is such a Service.

@@ -167,6 +167,7 @@ func (d *daemon) podsHere(n *blocking.Node) netip.Addr {
 	const most, mostSeen = 32, 10000 // that are tried, and that are looked at while no sync can go on
 	seen := 0
 	var here []netip.Addr
+	var pods netip.Prefix
 	n.Pod = map[plan.Family]netip.Addr{}
 	d.proxier.View(func(s *proxier.State) {
 		p := s.Plan()
@@ -174,6 +175,7 @@ func (d *daemon) podsHere(n *blocking.Node) netip.Addr {
 		if !detect.ByCIDR() || p.Settings.MasqueradeAll {
 			return
 		}
+		pods = detect.CIDR(plan.IPv4)
 		for _, f := range plan.Families {
 			if r := detect.CIDR(f); r.IsValid() {
 				n.Pod[f] = r.Masked().Addr().Next()
@@ -191,6 +193,11 @@ func (d *daemon) podsHere(n *blocking.Node) netip.Addr {
 			}
 		}
 	})
+	if len(here) == 0 && pods.IsValid() { // No Pod of this node is an endpoint.
+		if a := endpoints.PodNear(pods); a.IsValid() {
+			here = append(here, a)
+		}
+	}
 	for _, a := range here {
 		if n.PodsBy = n.By(a); n.PodsBy != "" {
 			return a

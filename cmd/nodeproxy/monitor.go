@@ -73,7 +73,7 @@ func newMonitor(cfg *config.Config, set *metrics.Set, families []plan.Family, ob
 	m.metrics.CollectFaults(func() bool { return len(faults()) > 0 })
 	m.node = health.NewNode(nodeConfig)
 	m.listeners = listeners.New(listeners.Config{
-		NotNode: []string{names.Device}, Report: m.conflict(report), Count: m.metrics.PortConflicts, Log: log,
+		NotNode: []string{names.Device}, Report: m.conflict(report), Count: m.metrics.PortConflicts, Held: m.services.Held, Log: log,
 	})
 	m.metrics.CollectOldestChange(m.node.OldestChange)
 	m.metrics.CollectHealthCheckNodePorts(m.services.Ports)

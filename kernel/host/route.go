@@ -128,6 +128,31 @@ func Default() (index int, via netip.Addr, known bool) {
 	return first.LinkIndex, via, via.IsValid()
 }
 
+// Attached returns the networks within a range of IPv4, single addresses among them, to which routes of the main table lead without a next hop, each with
+// the index of its interface.
+func Attached(within netip.Prefix) (map[netip.Prefix]int, error) {
+	var list []links.Route
+	err := Retry(func() (err error) {
+		list, err = links.RouteListFiltered(unix.AF_INET, &links.Route{Table: unix.RT_TABLE_MAIN}, links.RT_FILTER_TABLE)
+		return err
+	})
+	if err != nil {
+		return nil, fmt.Errorf("listing the routes: %w", err)
+	}
+	out := map[netip.Prefix]int{}
+	for _, r := range list {
+		if r.Dst == nil || r.LinkIndex == 0 || nextHop(r).IsValid() {
+			continue
+		}
+		addr, _ := netip.AddrFromSlice(r.Dst.IP)
+		ones, _ := r.Dst.Mask.Size()
+		if p := netip.PrefixFrom(addr.Unmap(), ones); within.Contains(p.Addr()) && p.Bits() >= within.Bits() {
+			out[p] = r.LinkIndex
+		}
+	}
+	return out, nil
+}
+
 // nextHop is the next hop of a route; invalid if it has none, or several.
 func nextHop(r links.Route) netip.Addr {
 	if via, ok := netip.AddrFromSlice(r.Gw); ok {

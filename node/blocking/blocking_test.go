@@ -258,7 +258,7 @@ func TestFind(t *testing.T) {
 		{name: "too many connections", nft: forward + "add set inet fw conns { type ipv4_addr; flags dynamic; }; add rule inet fw forward ct state new add @conns { ip saddr ct count over 3 } drop",
 			want: "may: limit rate drop: endpoint 10.244.1.5:8080"},
 		{name: "errors of the path MTU", nft: "add table ip f; add chain ip f o { type filter hook output priority 0; }; add rule ip f o icmp type destination-unreachable drop",
-			want: "certain: meta l4proto 1 icmp type 3 drop: ICMP errors of this node"},
+			want: "certain: meta l4proto icmp icmp type 3 drop: ICMP errors of this node"},
 		{name: "other ICMP", nft: "add table ip f; add chain ip f o { type filter hook output priority 0; }; add rule ip f o icmp type echo-reply drop"},
 		{name: "iptables, a policy for what this node sends", uplink: true, nft: "add table ip filter; add chain ip filter OUTPUT { type filter hook output priority 0; policy drop; }",
 			iptables: "-A OUTPUT -o lo -j ACCEPT", want: "certain: policy drop: endpoint 10.244.1.5:8080 from this node\nmay: policy drop: ICMP errors of this node"},
@@ -374,7 +374,7 @@ func TestFindSets(t *testing.T) {
 		"-m set --match-set n dst --packets-gt 5":           "false",
 		"-m set --match-set n dst -m set --match-set a src": "false",
 	} {
-		foundInEach(t, rule, func(variant string, found []Rule) {
+		foundInEach(t, "FORWARD", rule, func(variant string, found []Rule) {
 			got := ""
 			for _, r := range found {
 				got = fmt.Sprint(r.Certain)
@@ -393,11 +393,11 @@ func TestFindSets(t *testing.T) {
 	}
 }
 
-// foundInEach passes to see what is found while a rule that drops is in FORWARD, in each variant of iptables.
-func foundInEach(t *testing.T, rule string, see func(variant string, found []Rule)) {
+// foundInEach passes to see what is found while a rule that drops is in a chain, in each variant of iptables.
+func foundInEach(t *testing.T, chain, rule string, see func(variant string, found []Rule)) {
 	t.Helper()
 	for _, variant := range []string{"iptables-nft", "iptables-legacy"} {
-		change := func(what string) { nstest.Exec(t, variant, strings.Fields(what+" FORWARD "+rule+" -j DROP")...) }
+		change := func(what string) { nstest.Exec(t, variant, strings.Fields(what+" "+chain+" "+rule+" -j DROP")...) }
 		change("-A")
 		found, err := Find(t.Context(), []*plan.ServicePort{web}, noLocal)
 		if err != nil {
@@ -405,6 +405,31 @@ func foundInEach(t *testing.T, rule string, see func(variant string, found []Rul
 		}
 		see(variant, found)
 		change("-D")
+	}
+}
+
+// TestFindICMP: both variants of iptables ask for types of ICMP in the same words.
+func TestFindICMP(t *testing.T) {
+	t.Parallel()
+	nstest.Enter(t)
+	for rule, want := range map[string]string{
+		"-p icmp --icmp-type destination-unreachable": "icmp type 3 drop",
+		"-p icmp --icmp-type fragmentation-needed":    "icmp type 3 code 4 drop",
+		"-p icmp --icmp-type port-unreachable":        "",
+		"-p icmp ! --icmp-type echo-reply":            "icmp type != 0 drop",
+		"-p icmp --icmp-type any":                     "drop",
+	} {
+		foundInEach(t, "OUTPUT", rule, func(variant string, found []Rule) {
+			got := ""
+			for _, r := range found {
+				if got = strings.TrimPrefix(r.Text, "meta l4proto icmp "); !r.Certain || !r.ICMP {
+					t.Errorf("%s %s: %+v", variant, rule, r)
+				}
+			}
+			if got != want {
+				t.Errorf("%s %s: %q, want %q", variant, rule, got, want)
+			}
+		})
 	}
 }
 
@@ -419,7 +444,7 @@ func TestFindFlags(t *testing.T) {
 		"-p tcp ! --tcp-flags FIN,ACK FIN":         "meta l4proto tcp tcp flags & 0x11 != 0x1 drop",
 		"-p tcp -d 10.244.1.5 --tcp-flags URG URG": "",
 	} {
-		foundInEach(t, rule, func(variant string, found []Rule) {
+		foundInEach(t, "FORWARD", rule, func(variant string, found []Rule) {
 			got := ""
 			for _, r := range found {
 				if got = r.Text; !r.Certain || r.Answers {

@@ -174,6 +174,9 @@ func (j *textJudgement) option(option string, arguments []string) {
 		j.ofPorts(option, argument)
 	case "--ctstate", "--state":
 		j.inState(states(argument), j.invert)
+	case "--icmp-type":
+		kind, codes := icmpType(argument)
+		j.icmp(kind, codes, j.invert)
 	case "--dst-type":
 		if argument != "LOCAL" {
 			j.unknown("")
@@ -185,6 +188,19 @@ func (j *textJudgement) option(option string, arguments []string) {
 			j.unknown("")
 		}
 	}
+}
+
+// icmpType reads a type of ICMP as iptables-save prints it, such as "3", "3/4" or "any", and the range of its codes.
+func icmpType(text string) (kind byte, codes [2]byte) {
+	first, second, one := strings.Cut(text, "/")
+	n, err := strconv.ParseUint(first, 10, 8)
+	if err != nil {
+		return icmpAny, [2]byte{0, 0xff}
+	}
+	if code, failed := strconv.ParseUint(second, 10, 8); one && failed == nil {
+		return byte(n), [2]byte{byte(code), byte(code)}
+	}
+	return byte(n), [2]byte{0, 0xff}
 }
 
 // within judges an option for a range of addresses, or a single one.

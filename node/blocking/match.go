@@ -204,6 +204,29 @@ func (j *judgement) inFlags(mask, set byte, invert bool) {
 	j.depends(m, invert, fmt.Sprintf("tcp flags & %#x %s %#x", mask, op, set))
 }
 
+// The type and code of ICMP that say a packet was too long (RFC 1191), and the type that stands for any in rules of iptables.
+const (
+	icmpUnreachable = 3
+	icmpTooLong     = 4
+	icmpAny         = 0xff
+)
+
+// icmp adds that the packet is of a type of ICMP and has a code in a range.
+func (j *judgement) icmp(kind byte, codes [2]byte, invert bool) {
+	text := fmt.Sprintf("icmp type %s%d", not(invert), kind)
+	if kind == icmpAny {
+		text = ""
+	} else if codes[0] == codes[1] {
+		text += fmt.Sprintf(" code %d", codes[0])
+	}
+	m := maybe
+	if j.packet.icmp {
+		m = matches(kind == icmpAny || kind == icmpUnreachable && codes[0] <= icmpTooLong && icmpTooLong <= codes[1])
+	}
+	j.specific = j.specific || j.packet.icmp
+	j.depends(m, invert, text)
+}
+
 // Types of addresses, as in rtnetlink.
 const (
 	typeUnicast = 1

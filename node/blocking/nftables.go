@@ -413,8 +413,7 @@ func (r *reading) payload(e *expr.Payload) register {
 	case e.Base == expr.PayloadBaseNetworkHeader && e.Offset == protocolAt && e.Len == 1:
 		return register{value: []byte{r.packet.protocol}, name: name + " protocol"}
 	case e.Base == expr.PayloadBaseTransportHeader && r.packet.icmp && e.Offset < 2 && e.Offset+e.Len <= 2:
-		const unreachable, tooLong = 3, 4 // type and code
-		return register{value: []byte{unreachable, tooLong}[e.Offset : e.Offset+e.Len], name: "icmp " + []string{"type", "code"}[e.Offset]}
+		return register{value: []byte{icmpUnreachable, icmpTooLong}[e.Offset : e.Offset+e.Len], name: "icmp " + []string{"type", "code"}[e.Offset]}
 	case e.Base == expr.PayloadBaseTransportHeader && r.packet.icmp:
 	case e.Base == expr.PayloadBaseTransportHeader && e.Offset == 13 && e.Len == 1:
 		reg := register{name: "tcp flags"}
@@ -475,6 +474,8 @@ func (r *reading) extension(e *expr.Match) {
 			r.set(*info)
 		case e.Name == "mark" && len(*info) == 12: // struct xt_mark_mtinfo1: the mark, the mask, and whether it is inverted
 			r.inMark(binary.NativeEndian.Uint32(*info), binary.NativeEndian.Uint32((*info)[4:]), (*info)[8] != 0)
+		case e.Name == "icmp" && len(*info) >= 4: // struct ipt_icmp: the type, the first and the last code, and whether it is inverted
+			r.icmp((*info)[0], [2]byte((*info)[1:]), (*info)[3] != 0)
 		case e.Name == "limit", e.Name == "hashlimit", e.Name == "connlimit": // It may be what drops what is too much.
 			r.limited = true
 			r.unknown(e.Name)
@@ -569,6 +570,9 @@ func (r *reading) multiport(info []byte) {
 func protocolName(number byte) string {
 	if p := netlink.ProtocolOf(number); p != "" {
 		return p.Lower()
+	}
+	if number == unix.IPPROTO_ICMP {
+		return "icmp"
 	}
 	return strconv.Itoa(int(number))
 }
@@ -696,10 +700,10 @@ func (r register) show(data []byte) string {
 	case len(data) == 1 && strings.HasSuffix(r.name, "flags"):
 		return fmt.Sprintf("%#x", data[0])
 	case len(data) == 1:
-		if p := netlink.ProtocolOf(data[0]); p != "" && !strings.HasPrefix(r.name, "icmp") {
-			return p.Lower()
+		if strings.HasPrefix(r.name, "icmp") {
+			return strconv.Itoa(int(data[0]))
 		}
-		return strconv.Itoa(int(data[0]))
+		return protocolName(data[0])
 	}
 	return fmt.Sprintf("0x%x", data)
 }

@@ -5,6 +5,7 @@ import (
 	"context"
 	"errors"
 	"fmt"
+	"maps"
 	"net/netip"
 	"os"
 	"path/filepath"
@@ -411,13 +412,40 @@ func Outward(some func(netip.Addr) bool) (map[netip.Addr]string, error) {
 	}
 	links, err := host.Links()
 	out := map[netip.Addr]string{}
+	uplink := Uplink() // That of a node in a container is one end of a pair.
 	for _, a := range list {
-		outward := slices.Contains([]string{"device", "bond", "team", "vlan"}, links[a.Index].Kind)
+		outward := slices.Contains([]string{"device", "bond", "team", "vlan"}, links[a.Index].Kind) || links[a.Index].Name == uplink
 		if outward && links[a.Index].Name != "lo" && links[a.Index].Up && a.Addr.IsGlobalUnicast() && some(a.Addr) {
 			out[a.Addr] = links[a.Index].Name
 		}
 	}
 	return out, err
+}
+
+// PodNear returns an address within a range of IPv4 that a Pod of this node may have: one to which packets leave by an interface of Pods. It is invalid if there
+// is none.
+func PodNear(within netip.Prefix) netip.Addr {
+	links, err := host.Links()
+	if err != nil || !within.Addr().Is4() {
+		return netip.Addr{}
+	}
+	networks, _ := host.Attached(within) // Without them, none is known.
+	for _, p := range slices.SortedFunc(maps.Keys(networks), netip.Prefix.Compare) {
+		l := links[networks[p]]
+		pair := l.Kind == "veth" && l.PeerNamespace >= 0
+		switch {
+		case !l.Up || isForeign(l):
+		case p.IsSingleIP() && pair:
+			return p.Addr()
+		case l.Kind == "bridge":
+			a := p.Addr().Next()
+			for r, err := host.RouteTo(a, host.Way{}); err == nil && r.Local; r, err = host.RouteTo(a, host.Way{}) {
+				a = a.Next()
+			}
+			return a
+		}
+	}
+	return netip.Addr{}
 }
 
 // Bridges are the names of this node's bridges.

@@ -82,6 +82,37 @@ func TestLookOut(t *testing.T) {
 	}
 }
 
+// TestPodNear: an address that a Pod of this node may have, where a bridge has their range, or each Pod a route; and the addresses of this node at which others
+// may look for node ports, though its interface is one end of a pair.
+func TestPodNear(t *testing.T) {
+	nstest.Enter(t)
+	ip := func(lines ...string) {
+		t.Helper()
+		for _, line := range lines {
+			nstest.Exec(t, "ip", strings.Fields(line)...)
+		}
+	}
+	pods := netip.MustParsePrefix("10.244.0.0/16")
+	see := func(want string) {
+		t.Helper()
+		if got := PodNear(pods); got.IsValid() != (want != "") || want != "" && got.String() != want {
+			t.Errorf("%s, want %s", got, want)
+		}
+	}
+	ip("link set lo up", "link add eth0 type veth peer name far", "link set eth0 up", "link set far up", "addr add 192.0.2.1/24 dev eth0",
+		"addr add 198.51.100.1/24 dev eth0", "route add default via 192.0.2.9", "route add 10.244.2.0/24 via 192.0.2.9",
+		"link add docker0 type bridge", "link set docker0 up", "addr add 10.244.9.1/24 dev docker0")
+	see("")
+	ip("link add cni0 type bridge", "link set cni0 up", "addr add 10.244.1.1/24 dev cni0")
+	see("10.244.1.2")
+	ip("link del cni0")
+	ip("link add cali1 type veth peer name eth0 netns "+fmt.Sprint(nstest.Elsewhere(t)), "link set cali1 up", "route add 10.244.1.7 dev cali1")
+	see("10.244.1.7")
+	if got, err := Outward(func(netip.Addr) bool { return true }); err != nil || len(got) != 2 {
+		t.Errorf("others may use %v, %v", got, err)
+	}
+}
+
 // TestTunnels: the interfaces by which packets for endpoints leave in packets of another protocol.
 func TestTunnels(t *testing.T) {
 	nstest.Enter(t)

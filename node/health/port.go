@@ -29,8 +29,9 @@ type port struct {
 	count   atomic.Pointer[localEndpoints]
 
 	open     map[listenAt]*socket
-	failing  time.Time // since when a socket could not be opened; zero if all are open
-	reported string    // what was last reported; empty if all is well since
+	failing  time.Time   // since when a socket could not be opened; zero if all are open
+	reported string      // what was last reported; empty if all is well since
+	held     atomic.Bool // something has been reported, and all is not well since
 }
 
 // socket is a listening socket of a port.
@@ -188,6 +189,7 @@ func (p *port) listen(at []listenAt, wake chan struct{}) bool {
 	}
 	if failed == nil {
 		p.failing, p.reported = time.Time{}, ""
+		p.held.Store(false)
 		return true
 	}
 	if p.failing.IsZero() {
@@ -195,6 +197,7 @@ func (p *port) listen(at []listenAt, wake chan struct{}) bool {
 	}
 	if text := failed.Error(); p.reported != text && time.Since(p.failing) >= stillHeld {
 		p.reported = text
+		p.held.Store(true)
 		p.cfg.Report(source.Finding{
 			Severity: source.Problem, Object: "Service " + p.service.String(), Field: "spec.healthCheckNodePort", Detail: text,
 			Effect: "load balancers that ask there take this node for one without endpoints; listening is retried until it works",

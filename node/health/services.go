@@ -125,6 +125,14 @@ func (s *Services) Ports() (all, failing int) {
 	return len(s.byName), int(s.failing.Load())
 }
 
+// Held reports whether the health check node port of a Service has failed to listen for a while.
+func (s *Services) Held(svc plan.Service) bool {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	p := s.byName[svc]
+	return p != nil && p.held.Load()
+}
+
 // Run serves until ctx ends, and then closes all sockets. A Services runs once.
 func (s *Services) Run(ctx context.Context) {
 	var watch sync.WaitGroup

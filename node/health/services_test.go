@@ -337,6 +337,9 @@ func TestPortThatIsTaken(t *testing.T) {
 	if _, failing := b.Ports(); failing != 1 {
 		t.Errorf("%d ports failing", failing)
 	}
+	if !b.Held(svcA) || b.Held(svcB) {
+		t.Errorf("held: %t and %t, want the first alone", b.Held(svcA), b.Held(svcB))
+	}
 	other.Close()
 	b.eventually("127.0.0.1", addr.Port(), "200 1")
 	eventually(t, "none is failing", func() bool { _, failing := b.Ports(); return failing == 0 })

@@ -25,6 +25,8 @@ type Config struct {
 	Report source.Report
 	// Count receives the number of conflicts after each check; nil discards it.
 	Count func(int)
+	// Held reports whether this program fails to listen at the health check node port of a Service; nil if that is not known.
+	Held func(plan.Service) bool
 	// Log receives the reason if sockets could not be listed; nil discards it.
 	Log *slog.Logger
 }
@@ -74,6 +76,9 @@ func New(cfg Config) *Watcher {
 	}
 	if cfg.Count == nil {
 		cfg.Count = func(int) {}
+	}
+	if cfg.Held == nil {
+		cfg.Held = func(plan.Service) bool { return false }
 	}
 	if cfg.Log == nil {
 		cfg.Log = slog.New(slog.DiscardHandler)
@@ -233,7 +238,7 @@ func (w *Watcher) conflicts(s *plan.Snapshot, list map[spot][]socket, addrs []ne
 			}
 			c := conflictOf(to, sp.Key, f)
 			// At a health check node port, it may have been this program's, and is closed by now.
-			doubt := check || to.Protocol == plan.UDP && ephemeral.Contains(to.Port)
+			doubt := check && !w.cfg.Held(sp.Key.Service) || to.Protocol == plan.UDP && ephemeral.Contains(to.Port)
 			if _, found := w.found[c]; doubt && !found {
 				first, seen := w.doubtful[to.Inode]
 				if !seen {

@@ -187,6 +187,14 @@ func TestHealthCheckNodePort(t *testing.T) {
 	if found := w.see(); len(found) != 0 || w.count != 1 {
 		t.Errorf("reported %v again, and counted %d; want 1", found, w.count)
 	}
+
+	other := newWatched(t, plan.Settings{})
+	other.cfg.Held = func(svc plan.Service) bool { return svc.Name == "web" }
+	other.set(servicePort("web", plan.IPv4, []plan.Frontend{at(plan.HealthCheckNodePort, "", plan.TCP, 32000)}, "10.0.0.5:32000"))
+	other.own = func() map[uint32]bool { return nil }
+	if found := other.see(); len(found) != 1 {
+		t.Errorf("reported %v at the first sight, though this program could not listen there; want one", found)
+	}
 }
 
 // TestUDPSenders has sockets that only send: one whose port the kernel chose, and one that is connected.
