@@ -31,8 +31,10 @@ var symptoms = []struct {
 		{"no Pod has a port of the targetPort's name (where Pods can be read)", "port-name-pods"},
 		{"the Pods wait for a readiness gate (where Pods can be read)", "readiness-gate"},
 		{"the Pods have no address of the Service's family", "family"},
+		{"an EndpointSlice made by hand has a typing error in its label", "slice-astray"},
 		{"nothing listens at the endpoint", "refuses"},
 		{"what listens at the endpoint does so at a loopback address alone", "loopback"},
+		{"the Service is headless, and the Pods listen at another port than its own (where Pods can be read)", "headless"},
 	}},
 	{"Connections hang, from everywhere or from some clients", [][2]string{
 		{"policy Local, and no endpoint on this node", "local"},
