@@ -63,3 +63,43 @@ func (n *Node) Traffic(ctx context.Context) (*Traffic, error) {
 func (c *Client) Traffic(ctx context.Context) (out *Traffic, err error) {
 	return out, c.get(ctx, "traffic", nil, &out)
 }
+
+// Counters are what has gone through a ServicePort since its rules were written, over all its frontends: in to its endpoints and out from
+// them. What the mode does not count is -1.
+type Counters struct {
+	Connections int64 `json:"connections"`
+	PacketsIn   int64 `json:"packetsIn"`
+	PacketsOut  int64 `json:"packetsOut"`
+	BytesIn     int64 `json:"bytesIn"`
+	BytesOut    int64 `json:"bytesOut"`
+}
+
+// CountedServicePorts is ServicePorts with Counters, where there are any and they can be read in time.
+func (n *Node) CountedServicePorts(ctx context.Context, of plan.Service) []ServicePort {
+	list := n.ServicePorts(of)
+	if n.Reality == nil || n.Reality.Traffic == nil {
+		return list
+	}
+	ctx, cancel := context.WithTimeout(ctx, checkTime)
+	defer cancel()
+	all, err := n.Reality.Traffic(ctx)
+	if err != nil {
+		return list
+	}
+	for k, t := range all {
+		i, found := slices.BinarySearchFunc(list, k, func(sp ServicePort, k plan.Key) int { return sp.key().Compare(k) })
+		if found {
+			list[i].Counters = &Counters{t.Connections, t.PacketsIn, t.PacketsOut, t.BytesIn, t.BytesOut}
+		}
+	}
+	return list
+}
+
+// key is the key of the ServicePort.
+func (sp *ServicePort) key() plan.Key {
+	k := plan.Key{Service: plan.Service{Namespace: sp.Namespace, Name: sp.Name}, Port: sp.Port, Protocol: sp.Protocol, Family: plan.IPv4}
+	if sp.Family == plan.IPv6.String() {
+		k.Family = plan.IPv6
+	}
+	return k
+}

@@ -1,0 +1,205 @@
+package inspect
+
+import (
+	"cmp"
+	"context"
+	"fmt"
+	"net/netip"
+	"slices"
+
+	"nodeproxy/plan"
+)
+
+// traffic is about counters.
+func (c *checks) traffic(ctx context.Context) {
+	if c.reality.Traffic == nil || len(c.ports) == 0 {
+		return
+	}
+	const name = "traffic"
+	all, err := c.reality.Traffic(ctx)
+	if err != nil {
+		c.found(name, unknown, "%v", err)
+		return
+	}
+	for _, sp := range c.ports {
+		t, counted := all[sp.Key]
+		if !counted {
+			continue
+		}
+		port := ""
+		if len(c.ports) > 1 {
+			port = fmt.Sprintf(" (port %q, %s)", sp.Key.Port, sp.Key.Family)
+		}
+		text := amount(t.Connections, "connection")
+		if t.PacketsIn != plan.NotCounted {
+			text += fmt.Sprintf(", %s in, %s out", amount(t.PacketsIn, "packet"), amount(t.PacketsOut, "packet"))
+		}
+		c.found(name, ok, "%s since the rules were written%s", text, port)
+	}
+}
+
+// forgets is about connections that the kernel forgets soon.
+func (c *checks) forgets(after int) {
+	if after == 0 || !slices.ContainsFunc(c.ports, func(sp *plan.ServicePort) bool { return sp.Key.Protocol == plan.TCP }) {
+		return
+	}
+	severity := note
+	if after < soon {
+		severity = problem
+	}
+	c.found("connection tracking", severity, "established connections are forgotten after %d s", after)
+	c.diagnose(severity, ForgottenEarly, "see what has lowered it, and restart nodeproxy, or set net.netfilter.nf_conntrack_tcp_timeout_established again",
+		"The kernel forgets connections of TCP that are silent for %d s (net.netfilter.nf_conntrack_tcp_timeout_established), which is less than nodeproxy had set: what comes later on them is reset or lost.", after)
+}
+
+// soon is the number of seconds within which any connection may be silent.
+const soon = 60
+
+// amount is such as "1 packet" or "2 packets".
+func amount(n int64, of string) string {
+	if n == 1 {
+		return "1 " + of
+	}
+	return fmt.Sprintf("%d %ss", n, of)
+}
+
+// flows is about connections.
+func (c *checks) flows(ctx context.Context) {
+	if c.reality.Flows == nil || len(c.ports) == 0 {
+		return
+	}
+	const name = "connections"
+	flows, err := c.reality.Flows(ctx, c.ports)
+	if err != nil {
+		c.found(name, unknown, "%v", err)
+		return
+	}
+	current := map[netip.AddrPort]bool{}
+	for _, sp := range c.ports {
+		for _, ep := range sp.All() {
+			current[ep.Addr] = true
+		}
+		for _, ex := range sp.Excluded {
+			current[ex.Addr] = true
+		}
+	}
+	var endpoints []netip.AddrPort
+	for a := range flows {
+		endpoints = append(endpoints, a)
+	}
+	slices.SortFunc(endpoints, func(a, b netip.AddrPort) int { return cmp.Or(cmp.Compare(flows[b].Open, flows[a].Open), a.Compare(b)) })
+	total, stale := 0, 0
+	result := ok
+	var words, gone []string
+	var goneTo []netip.Addr
+	for _, a := range endpoints {
+		n := flows[a].Open
+		total += n
+		text := fmt.Sprintf("%d to %s", n, a)
+		switch {
+		case !a.IsValid():
+			text = fmt.Sprintf("%d to no endpoint", n)
+		case !current[a]:
+			text += ", which is no endpoint"
+			stale += n
+			gone, goneTo = append(gone, a.String()), append(goneTo, a.Addr())
+		}
+		if u := flows[a].Unanswered; u > 0 {
+			text += fmt.Sprintf(" (%d without an answer)", u)
+			result = severer(result, c.unanswered(a, flows[a], current[a]))
+		}
+		words = append(words, text)
+	}
+	if total == 0 {
+		c.found(name, ok, "none is open")
+		return
+	}
+	if stale > 0 {
+		result = severer(result, note)
+		first, family := netip.MustParseAddrPort(gone[0]).Addr(), ""
+		if first.Is6() {
+			family = "-f ipv6 "
+		}
+		c.diagnose(note, StaleConnections, fmt.Sprintf("if clients hang, let them connect anew, or delete what is tracked: conntrack -D %s--reply-src %s", family, first),
+			"%s of the Service still %s to what is no longer an endpoint: %s.", upper(amount(int64(stale), "connection")), goes(stale), some(gone))
+		c.about(goneTo...)
+	}
+	c.found(name, result, "%d tracked: %s", total, some(words))
+}
+
+// manyUnanswered is how many connections to an endpoint are not in their first moment by chance, where none of them is answered.
+const manyUnanswered = 3
+
+// unanswered is about connections to an endpoint on which nothing has come back, and returns how bad that is: a few may have begun just now, and those to
+// what was an endpoint before.
+func (c *checks) unanswered(endpoint netip.AddrPort, f Flows, current bool) (severity string) {
+	severity = note
+	switch {
+	case current && f.Unanswered == f.Open && f.Open >= manyUnanswered:
+		severity = problem
+	case 20*f.Unanswered < f.Open: // As on any busy endpoint.
+		return ok
+	}
+	to, detour := endpoint.String(), ""
+	do := "see whether the packets get there, and whether the answers come back to this node: tcpdump -ni any host " + endpoint.Addr().String() + "; such entries stay for two minutes after their cause is gone"
+	if !endpoint.IsValid() {
+		to, do = "no endpoint", "find out why they are not translated: nodeproxy trace --live"
+	}
+	var clients []string
+	for _, from := range f.Clients {
+		clients = append(clients, from.String())
+		if c.reality.Detour != nil && detour == "" && endpoint.IsValid() {
+			if detour = c.reality.Detour(from, endpoint.Addr()); detour != "" {
+				detour = "; " + detour
+			}
+		}
+	}
+	code := Unanswered
+	if detour != "" { // Which may be the cause.
+		code = Detoured
+	}
+	c.diagnose(severity, code, do,
+		"%d of the %d tracked connections to %s %s without an answer, from %s%s.", f.Unanswered, f.Open, to, are(f.Unanswered), some(clients), detour)
+	return severity
+}
+
+// severer returns the worse of two results.
+func severer(a, b string) string {
+	order := []string{ok, note, problem}
+	if slices.Index(order, b) > slices.Index(order, a) {
+		return b
+	}
+	return a
+}
+
+// moreFlows is what to do about that.
+const moreFlows = "raise net.netfilter.nf_conntrack_max (--conntrack-max-per-core, --conntrack-min), and see whose flows they are: conntrack -L"
+
+// tracked is about the room for connections, of all programs.
+func (c *checks) tracked(context.Context) {
+	if c.reality.Tracked == nil {
+		return
+	}
+	const name = "connection tracking"
+	t, err := c.reality.Tracked()
+	defer c.forgets(t.Forgets)
+	switch {
+	case err != nil:
+		c.found(name, unknown, "%v", err)
+	case t.full():
+		c.found(name, problem, "the kernel tracks %d flows, and no more than %d", t.Flows, t.Most)
+		c.diagnose(problem, TrackingFull, moreFlows, "The kernel may drop new connections of any kind: it tracks %d flows, and no more than %d.", t.Flows, t.Most)
+	case t.Most > 0 && t.Flows >= t.Most-t.Most/10:
+		c.found(name, note, "the kernel tracks %d flows, and no more than %d", t.Flows, t.Most)
+		c.diagnose(note, TrackingFull, moreFlows, "The kernel has little room for new connections: it tracks %d flows, and no more than %d.", t.Flows, t.Most)
+	default:
+		c.found(name, ok, "%d of at most %d flows of all programs", t.Flows, t.Most)
+	}
+}
+
+func goes(n int) string {
+	if n == 1 {
+		return "goes"
+	}
+	return "go"
+}
