@@ -57,6 +57,10 @@ type SeenAnswer struct {
 	// Action is pass, reject, drop or lost.
 	Action string     `json:"action"`
 	Steps  []SeenStep `json:"steps"`
+	// Refuses says that it refuses the connection (RST), From who has sent it, and In the interface by which it came; empty for this node's own.
+	Refuses bool   `json:"refuses,omitempty"`
+	From    string `json:"from,omitempty"`
+	In      string `json:"in,omitempty"`
 }
 
 // SeenStep is a rule that has matched a real packet, or the policy of a chain.
@@ -71,11 +75,11 @@ type SeenStep struct {
 // Lost is the Action of a packet that no rule has dropped and that got nowhere.
 const Lost = "lost"
 
-// Problem reports whether no packet passed, or one went another way than was predicted, or does not get through, or got no answer by TCP.
+// Problem reports whether no packet passed, or one went another way than was predicted, or does not get through, or got no answer by TCP, or was refused.
 func (l *Live) Problem() bool {
 	return len(l.Seen) == 0 || slices.ContainsFunc(l.Seen, func(s SeenPacket) bool {
 		unanswered := !s.Answered && s.Prediction != nil && s.Prediction.Protocol == plan.TCP && s.Action == plan.Forward.String()
-		return len(s.Differences) > 0 || unanswered || s.Action == plan.Reject.String() || s.Action == plan.Drop.String() || s.Action == Lost
+		return len(s.Differences) > 0 || unanswered || s.refused() || s.Action == plan.Reject.String() || s.Action == plan.Drop.String() || s.Action == Lost
 	})
 }
 
@@ -271,12 +275,28 @@ func WriteLive(w io.Writer, l *Live) error {
 		if len(l.Seen) > 1 {
 			text = fmt.Sprintf("All %d connections went as predicted", len(l.Seen))
 		}
+		if n := refused(l.Seen); n > 0 {
+			text += fmt.Sprintf(", but %d had a reset (RST) for an answer: see whether anything listens at the endpoint", n)
+		}
 		if n := unanswered(l.Seen); n > 0 {
 			text += fmt.Sprintf(", but %d had no answer: see whether the endpoint answers, and whether its answer comes back by way of this node", n)
 		}
 		fmt.Fprintln(w, text+".")
 	}
 	return nil
+}
+
+// refused reports whether the answer refuses the connection, and gets to the client.
+func (s *SeenPacket) refused() bool { return s.Answered && s.Answer != nil && s.Answer.Refuses }
+
+// refused is how many connections were refused.
+func refused(seen []SeenPacket) (n int) {
+	for _, s := range seen {
+		if s.refused() {
+			n++
+		}
+	}
+	return n
 }
 
 // unanswered is how many connections were forwarded, and not answered.
@@ -324,6 +344,12 @@ func (s *SeenPacket) answered() string {
 		return "the answer was " + actionWords[s.Answer.Action] + " on this node"
 	case s.Answered && s.Answer == nil:
 		return "yes, but the answer was not seen to pass this node's last hook"
+	case s.refused():
+		by := ""
+		if s.Answer.In != "" {
+			by = " by " + Printable(s.Answer.In)
+		}
+		return fmt.Sprintf("refused: a reset (RST) came from %s%s", s.Answer.From, by)
 	case s.Answered:
 		return "yes"
 	}

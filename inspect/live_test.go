@@ -43,13 +43,21 @@ func TestLiveUnanswered(t *testing.T) {
 		Prediction: &PacketTrace{Action: "forward", Outcomes: []TraceOutcome{{Action: "forward", Endpoint: "10.0.0.1:80", Probability: 1}}}}
 	answered := forwarded
 	answered.Answered = true
+	refused := answered
+	refused.Answer = &SeenAnswer{Action: "pass", Refuses: true, From: "10.0.0.1:80", In: "eth0"}
 	for want, seen := range map[string][]SeenPacket{
 		"\nThe connection went as predicted.\n":                            {answered},
 		"\nAll 2 connections went as predicted.\n":                         {answered, answered},
 		"\nAll 2 connections went as predicted, but 1 had no answer: see ": {answered, forwarded},
+		"\nThe connection went as predicted, but 1 had a reset (RST) for an answer: see whether anything listens at the endpoint.\n": {refused},
+		"  answered   -                   refused: a reset (RST) came from 10.0.0.1:80 by eth0\n":                                    {refused},
 	} {
 		var out strings.Builder
-		if err := WriteLive(&out, &Live{Trace: &Trace{}, Seen: seen}); err != nil || !strings.Contains(out.String(), want) {
+		l := &Live{Trace: &Trace{}, Seen: seen}
+		if strings.Contains(want, "RST") != l.Problem() {
+			t.Errorf("%s: problem %v", want, l.Problem())
+		}
+		if err := WriteLive(&out, l); err != nil || !strings.Contains(out.String(), want) {
 			t.Errorf("%v, want %q in:\n%s", err, want, &out)
 		}
 	}

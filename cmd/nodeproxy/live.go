@@ -160,7 +160,7 @@ func seen(p tracer.Packet) inspect.SeenPacket {
 		out.Masqueraded = out.Masqueraded || s.Hook == "postrouting" && s.Verdict == tracer.Accept && inspect.Masquerades(s.Rule)
 	}
 	if a := p.Answer; a != nil {
-		out.Answer = &inspect.SeenAnswer{Action: ended(*a), Steps: steps(*a)}
+		out.Answer = &inspect.SeenAnswer{Action: ended(*a), Steps: steps(*a), Refuses: a.Reset, From: a.Src.String(), In: a.In}
 	}
 	switch to := p.To; {
 	case to != p.Dst:

@@ -28,6 +28,8 @@ type message struct {
 	in, out      uint32 // indexes of interfaces
 	// src and dst are invalid where the message has no headers: only the first of each base chain has.
 	src, dst netip.AddrPort
+	// reset says that it resets a connection, if it is of TCP.
+	reset bool
 }
 
 func parseMessage(h netlink.Header, body []byte) (m message, ok bool) {
@@ -72,6 +74,7 @@ func parseMessage(h netlink.Header, body []byte) (m message, ok bool) {
 // parseHeaders reads the addresses of a packet, of which only the beginnings of the headers are known.
 func (m *message) parseHeaders(network, transport []byte) {
 	const v4, v6, ports = 20, 40, 4
+	const flagsAt, rst = 13, 0x04
 	if len(network) == 0 || len(transport) < ports {
 		return
 	}
@@ -88,6 +91,7 @@ func (m *message) parseHeaders(network, transport []byte) {
 	}
 	m.src = netip.AddrPortFrom(src, binary.BigEndian.Uint16(transport))
 	m.dst = netip.AddrPortFrom(dst, binary.BigEndian.Uint16(transport[2:]))
+	m.reset = len(transport) > flagsAt && transport[flagsAt]&rst != 0
 }
 
 // verdictName names a verdict as nft does.

@@ -78,6 +78,8 @@ type Packet struct {
 	// Answer is the way of an answer from where connection tracking has seen it: one that got through, if any did, and else the last one; nil if
 	// none was followed.
 	Answer *Packet
+	// Reset says of an answer of TCP that it refuses the connection.
+	Reset bool
 
 	answer  bool   // It is one itself.
 	in, out uint32 // indexes of interfaces
@@ -256,7 +258,7 @@ func (t *Tracer) add(m message, most int) bool {
 		if len(*list) == bound {
 			return false
 		}
-		p = &Packet{Time: time.Now(), Src: m.src, Dst: m.dst, End: Lost, answer: answers}
+		p = &Packet{Time: time.Now(), Src: m.src, Dst: m.dst, End: Lost, answer: answers, Reset: answers && m.reset && t.flow.Protocol == plan.TCP}
 		t.packets[m.id], *list = p, append(*list, p)
 	}
 	if p == nil || len(p.Steps) >= mostSteps {
@@ -336,18 +338,24 @@ func (t *Tracer) readFlows(list []Packet) error {
 	_, _, err = s.RemoveIf(context.Background(), filter, func(fl *conntrack.Flow) bool {
 		if fl.Dst == t.flow.Dst {
 			for _, p := range at[fl.Src] {
-				p.Tracked, p.Replied, p.TrackedTo, p.Answer = true, fl.Replied, fl.From, t.answerOn(fl)
+				p.Tracked, p.Replied, p.TrackedTo, p.Answer = true, fl.Replied, fl.From, t.answerFrom(fl.From, fl.To)
 			}
 		}
 		return false
 	})
+	for i := range list { // The kernel forgets a connection that is refused.
+		if p := &list[i]; !p.Tracked && p.End == Accept {
+			p.Answer = t.answerFrom(p.To, p.From)
+			p.Replied = p.Answer != nil
+		}
+	}
 	return err
 }
 
-// answerOn returns the answer on a connection that Packet.Answer has.
-func (t *Tracer) answerOn(fl *conntrack.Flow) (out *Packet) {
+// answerFrom returns the answer that Packet.Answer has: that of an endpoint to where packets come from, as it sees that.
+func (t *Tracer) answerFrom(endpoint, to netip.AddrPort) (out *Packet) {
 	for _, a := range t.answers {
-		if a.Src == fl.From && a.Dst == fl.To && (out == nil || out.End != Accept) {
+		if a.Src == endpoint && a.Dst == to && (out == nil || out.End != Accept) {
 			out = a
 		}
 	}

@@ -337,6 +337,23 @@ func TestAnswer(t *testing.T) {
 	}
 }
 
+// TestRefused: an endpoint refuses a connection, which connection tracking forgets at once, and the client gets to know.
+func TestRefused(t *testing.T) {
+	t.Parallel()
+	n := startNetwork(t)
+	runNFT(t, strings.ReplaceAll(services, ":8080", ":8081"))
+	for _, f := range plan.Families {
+		to := flowOf(f, plan.TCP)
+		got := follow(t, to, 1, func() { _ = n.connect(to.Dst.String(), unanswered) })
+		if len(got.Packets) != 1 || got.Packets[0].End != Accept || !got.Packets[0].Replied {
+			t.Fatalf("%s: saw %+v", f, got)
+		}
+		if a := got.Packets[0].Answer; a == nil || !a.Reset || a.End != Accept || a.Src != got.Packets[0].To || a.In != "to-server" {
+			t.Errorf("%s: the answer is %+v", f, a)
+		}
+	}
+}
+
 // TestLost: a packet that no rule drops, and that gets nowhere.
 func TestLost(t *testing.T) {
 	t.Parallel()
