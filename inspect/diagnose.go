@@ -822,7 +822,7 @@ func (c *diagnosis) objects() {
 		if f.Kind == source.PortConflict {
 			code = PortConflict
 		}
-		c.add(severity, code, "", "%s.", f)
+		c.add(severity, code, correction(f), "%s.", f)
 	}
 	for _, f := range c.others {
 		severity := note
@@ -833,9 +833,24 @@ func (c *diagnosis) objects() {
 			continue
 		}
 		if c.mine(f) && (f.Kind == source.Claimed || f.Kind == source.Other && severity == problem) && !slices.Contains(c.d.Findings, f) {
-			c.add(severity, ObjectFinding, "", "%s.", f)
+			c.add(severity, ObjectFinding, correction(f), "%s.", f)
 		}
 	}
+}
+
+// correction is what to do about an object, or a file, that is not used as it is; "" where that is another program's conflict, or nothing is wrong.
+func correction(f source.Finding) string {
+	kind, name, _ := strings.Cut(f.Object, " ")
+	namespace, name, _ := strings.Cut(name, "/")
+	switch what := cmp.Or(f.Field, "it"); {
+	case f.Severity != source.Problem || f.Kind != source.Other:
+		return ""
+	case f.Where != "":
+		return "correct " + what + " in " + f.Where
+	case kind == "Service" || kind == "EndpointSlice" || kind == "Endpoints":
+		return fmt.Sprintf("correct %s: kubectl -n %s edit %s %s", what, namespace, strings.ToLower(kind), name)
+	}
+	return ""
 }
 
 // mine reports whether a finding is about the Service, or about the whole of its file.
