@@ -19,6 +19,8 @@ type anonymizer struct {
 	names map[string]bool
 	// objects are known objects, as NAMESPACE/NAME. Names may be numbers, which only here are told apart from others.
 	objects map[string]bool
+	// listed are what the log may list as objects, while it is the log that is replaced: elsewhere, the same may be anything.
+	listed map[string]bool
 }
 
 func newAnonymizer() *anonymizer {
@@ -51,8 +53,9 @@ var (
 	// objectIn matches the namespace and name of an object, where a text says that it is one, by its kind or in the comment of a rule or an element.
 	// Elsewhere, what looks like that may be anything, such as 1/465 in /proc/loadavg.
 	objectIn = regexp.MustCompile(`(?:\b(?:Service|ServicePort|Endpoints|EndpointSlice|Pod) |\bcomment )"?([a-z0-9][a-z0-9-]*)/([a-z0-9](?:[a-z0-9.-]*[a-z0-9])?)`)
-	// objectInLog matches them in the log, whose messages list Services without saying so.
-	objectInLog = regexp.MustCompile(`[\s"=(]([a-z0-9][a-z0-9-]*)/([a-z0-9](?:[a-z0-9.-]*[a-z0-9])?)(?:[\s":;,)]|$)`)
+	// objectInLog matches them in the log, whose messages list Services without saying so, but no file, as those of manifests, nor the value of a key.
+	objectInLog = regexp.MustCompile(`[\s"(]([a-z0-9][a-z0-9-]*)/([a-z0-9](?:[a-z0-9.-]*[a-z0-9])?)(?:[\s":;,)]|$)`)
+	manifest    = regexp.MustCompile(`\.(?:ya?ml|json)$`)
 	// hostIn matches the host of a URL.
 	hostIn = regexp.MustCompile(`://(?:[^/\s@"']+@)?([A-Za-z0-9.-]+)`)
 	// podIn matches the name of a Pod, an EndpointSlice or a node where a text speaks of one.
@@ -104,14 +107,15 @@ func (a *anonymizer) learnFromText(text string) {
 	}
 }
 
-// learnFromLog adds the names in the log.
-func (a *anonymizer) learnFromLog(text string) {
-	for _, m := range objectInLog.FindAllStringSubmatch(text, -1) {
-		if !number.MatchString(m[1]) && !number.MatchString(m[2]) {
-			a.learnObject(m[1], m[2])
+// listedIn returns what the log may list as objects.
+func listedIn(log string) map[string]bool {
+	out := map[string]bool{}
+	for _, m := range objectInLog.FindAllStringSubmatch(log, -1) {
+		if !number.MatchString(m[1]) && !number.MatchString(m[2]) && !manifest.MatchString(m[2]) {
+			out[m[1]+"/"+m[2]] = true
 		}
 	}
-	a.learnFromText(text)
+	return out
 }
 
 // hashed is the hash of a text, of so many letters and digits.
@@ -209,7 +213,7 @@ func (a *anonymizer) words(text string) string {
 	if !two {
 		return a.word(text)
 	}
-	if a.objects[text] {
+	if a.objects[text] || a.listed[text] {
 		return a.hashedName(first) + "/" + a.hashedName(second)
 	}
 	return a.word(first) + "/" + a.word(second)
@@ -293,13 +297,14 @@ func (a *anonymizer) report(report []File) {
 		switch {
 		case isJSON[i]:
 			a.learnFrom(answer)
-		case f.Name == "log.txt":
-			a.learnFromLog(f.Text)
 		case f.Name != "system.txt" && f.Name != "version.txt":
 			a.learnFromText(f.Text)
 		}
 	}
 	for i, f := range report {
+		if a.listed = nil; f.Name == "log.txt" {
+			a.listed = listedIn(f.Text)
+		}
 		if isJSON[i] {
 			report[i].Text = a.applyJSON(f.Text)
 		} else {
