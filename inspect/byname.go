@@ -5,8 +5,6 @@ import (
 	"net/netip"
 
 	v1 "k8s.io/api/core/v1"
-
-	"nodeproxy/plan"
 )
 
 // byName is about Services that clients reach by DNS alone: headless ones and those of type ExternalName.
@@ -43,7 +41,13 @@ func (c *diagnosis) externalName() {
 
 // headless is about a headless Service with a selector: DNS gives clients the addresses of the Pods that are ready.
 func (c *diagnosis) headless() {
-	c.headlessPorts()
+	for _, p := range c.d.Ports {
+		if isNumber(p.Target) && fmt.Sprint(p.Number) != p.Target {
+			c.add(note, PortsByName, fmt.Sprintf("have clients use port %s, or set spec.ports[].port to it", p.Target),
+				"Port %d/%s is %s at the Pods, and nothing translates it: clients get the addresses of the Pods from DNS, and at port %[1]d nothing answers unless the Pods listen there, too.",
+				p.Number, p.Protocol, p.Target)
+		}
+	}
 	here, _, known := c.podsOf()
 	_, others := c.unusedEndpoints()
 	if !known || len(here) >= mostPods || len(c.d.Slices)+len(others) > 0 { // There are endpoints of other origin, or may be.
@@ -75,31 +79,5 @@ func (c *diagnosis) headless() {
 		c.add(problem, NoneReady, c.findUnready(unready), "No Pod that the selector %s matches is ready, so the name of the Service has no addresses in DNS: %s.", selector(c.d.Selector), some(unready))
 	default:
 		c.add(note, SomeEndpointsDown, c.pods("-o wide"), "Not ready, and so without an address in DNS, %s %d of %d Pods: %s.", are(len(unready)), len(unready), len(match), some(unready))
-	}
-}
-
-// headlessPorts is about the ports of a headless Service, which nothing translates, and notes where clients go by them, so that these Pods can be looked at.
-func (c *diagnosis) headlessPorts() {
-	for _, p := range c.d.Ports {
-		if isNumber(p.Target) && fmt.Sprint(p.Number) != p.Target {
-			c.add(note, PortsByName, fmt.Sprintf("have clients use port %s, or set spec.ports[].port to it", p.Target),
-				"Port %d/%s is %s at the Pods, and nothing translates it: clients get the addresses of the Pods from DNS, and at port %[1]d nothing answers unless the Pods listen there, too.",
-				p.Number, p.Protocol, p.Target)
-		}
-	}
-	here, _, _ := c.podsOf()
-	for _, p := range c.d.Ports {
-		for _, f := range plan.Families {
-			sp := &plan.ServicePort{Key: plan.Key{Service: c.d.Service, Port: p.Name, Protocol: p.Protocol, Family: f}}
-			for _, pod := range selected(c.d.Selector, here) {
-				addr, err := netip.ParseAddr(pod.Status.PodIP)
-				if err == nil && plan.FamilyOf(addr) == f && withoutEndpoint(pod) == "" && has(pod, v1.PodReady, v1.ConditionTrue) {
-					sp.Endpoints.Cluster = append(sp.Endpoints.Cluster, plan.Endpoint{Addr: netip.AddrPortFrom(addr, uint16(p.Number)), Local: pod.Spec.NodeName == c.nodeName})
-				}
-			}
-			if len(sp.Endpoints.Cluster) > 0 {
-				c.byPods = append(c.byPods, sp)
-			}
-		}
 	}
 }

@@ -185,10 +185,6 @@ func (n *Node) Check(ctx context.Context, e *Explanation) {
 	c := &checks{reality: n.Reality, svc: svc, ports: ports, frontends: frontends, nowhere: nowhere, masqueradeAll: masqueradeAll, now: time.Now()}
 	all := []func(*checks, context.Context){(*checks).kernel, (*checks).traffic, (*checks).flows, (*checks).tracked, (*checks).listeners, (*checks).blocking,
 		(*checks).endpoints, (*checks).ways, (*checks).reverse, (*checks).watches}
-	if len(e.byPods) > 0 { // No rule is for these.
-		c.ports, c.headless = e.byPods, true
-		all = []func(*checks, context.Context){(*checks).endpoints, (*checks).ways, (*checks).reverse, (*checks).watches}
-	}
 	each := make([]checks, len(all))
 	var wg sync.WaitGroup
 	for i, check := range all {
@@ -235,9 +231,6 @@ func weigh(e *Explanation) {
 		}
 	}
 	var explained []*Diagnosis
-	if refusing := of(EndpointRefuses); len(e.byPods) > 0 && len(refusing) > 0 && len(of(PortsByName)) > 0 { // The Service has clients use the wrong one.
-		explained, refusing[0].Severity = of(PortsByName), problem
-	}
 	for _, d := range of(Diverted) { // By the connections, the rule does decide.
 		for _, stale := range of(StaleConnections) {
 			if d.Do == byLeftovers && slices.ContainsFunc(d.about, func(a netip.Addr) bool { return slices.Contains(stale.about, a) }) {
@@ -286,11 +279,9 @@ type checks struct {
 	nowhere map[netip.Addr]bool
 	// masqueradeAll is true if endpoints answer to this node in any case.
 	masqueradeAll bool
-	// headless is true where clients go to the ports themselves.
-	headless  bool
-	now       time.Time
-	list      []Check
-	diagnoses []Diagnosis
+	now           time.Time
+	list          []Check
+	diagnoses     []Diagnosis
 	// suspects are said where connections have no answer and nothing else says why.
 	suspects []Diagnosis
 }

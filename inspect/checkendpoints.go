@@ -210,10 +210,6 @@ func (c *checks) refuses(l Listening, names []string, differs bool) (severity st
 	if differs {
 		do = "have its program listen at this port, as those of other endpoints do, or, if it is another app's Pod, have spec.selector leave it out"
 	}
-	if c.headless {
-		do = "have clients use the port at which the program listens, and set spec.ports[].port to it: nothing translates the ports of a headless Service"
-		severity = note // Clients may use another.
-	}
 	c.diagnose(severity, EndpointRefuses, do,
 		"%s: nothing listens at port %s %s%s.", who, port, where, others)
 	return severity

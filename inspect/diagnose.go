@@ -93,9 +93,6 @@ type diagnosis struct {
 	podsKnown bool
 	// elsewhere returns what reports whether an address is known not to be one of this machine.
 	elsewhere func() func(netip.Addr) bool
-	nodeName  string
-	// byPods are where clients of a headless Service go.
-	byPods []*plan.ServicePort
 	// others are findings that the proxier does not know, and file is the manifest that has the Service, if any.
 	others []source.Finding
 	file   string
@@ -120,9 +117,9 @@ func (c *diagnosis) add(severity, code, do, what string, args ...any) {
 	c.list = append(c.list, d)
 }
 
-// diagnose collects what is wrong with a Service, problems first.
-func (n *Node) diagnose(d *proxier.Description, own *plan.Plan, programmed *plan.Snapshot, refused map[plan.Key]plan.Refusal) *diagnosis {
-	c := &diagnosis{d: d, nodeName: own.Node.Name, list: []Diagnosis{}, onlyProxied: n.OnlyProxied, taken: map[[2]string]struct{}{}, readPods: n.Pods, elsewhere: sync.OnceValue(n.elsewhere), others: n.otherFindings()}
+// diagnose returns what is wrong with a Service, problems first.
+func (n *Node) diagnose(d *proxier.Description, own *plan.Plan, programmed *plan.Snapshot, refused map[plan.Key]plan.Refusal) []Diagnosis {
+	c := &diagnosis{d: d, list: []Diagnosis{}, onlyProxied: n.OnlyProxied, taken: map[[2]string]struct{}{}, readPods: n.Pods, elsewhere: sync.OnceValue(n.elsewhere), others: n.otherFindings()}
 	if n.ServiceFile != nil {
 		c.file = n.ServiceFile(d.Service.Namespace, d.Service.Name)
 	}
@@ -144,7 +141,7 @@ func (n *Node) diagnose(d *proxier.Description, own *plan.Plan, programmed *plan
 	}
 	c.objects()
 	slices.SortStableFunc(c.list, func(a, b Diagnosis) int { return -cmp.Compare(a.Severity, b.Severity) })
-	return c
+	return c.list
 }
 
 // service is about the Service as a whole.

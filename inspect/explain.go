@@ -28,8 +28,6 @@ type Explanation struct {
 	Checks []Check `json:"checks,omitempty"`
 	// Diagnoses are what is wrong, and what else its owner should know, the worst first.
 	Diagnoses []Diagnosis `json:"diagnoses"`
-	// byPods are where clients of a headless Service go: the Pods that are ready, at the Service's ports.
-	byPods []*plan.ServicePort
 }
 
 // Problem reports whether anything is wrong.
@@ -126,8 +124,7 @@ func (n *Node) Explain(svc plan.Service) (*Explanation, error) {
 		out.Ports = append(out.Ports, p)
 		frontends -= len(p.Frontends)
 	}
-	c := n.diagnose(d, own, programmed, refused)
-	out.Diagnoses, out.byPods = c.list, c.byPods
+	out.Diagnoses = n.diagnose(d, own, programmed, refused)
 	return out, nil
 }
 

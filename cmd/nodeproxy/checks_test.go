@@ -145,13 +145,6 @@ What is wrong:
 What is wrong:
   - Endpoint 192.0.2.1:8080 gets traffic, but refuses it: nothing listens at port 8080/TCP on this node.
     To do: set spec.ports[].targetPort to the port at which the program listens, or have it listen at this one`,
-	"headless": `
-What is wrong:
-  - Endpoint 192.0.2.1:80 gets traffic, but refuses it: nothing listens at port 80/TCP on this node.
-    To do: have clients use the port at which the program listens, and set spec.ports[].port to it: nothing translates the ports of a headless Service
-
-What to know:
-  - The Service is not proxied, here or on any node: a headless Service has no cluster IP; clients reach its endpoints directly (spec.clusterIP).`,
 	"loopback": `
 What is wrong:
   - Endpoint 192.0.2.1:8080 gets traffic, but refuses it: what listens at port 8080/TCP on this node does so at a loopback address alone.
@@ -257,30 +250,6 @@ func TestCheckRoutes(t *testing.T) {
 	if text, _ := c.ask("explain", "web"); !strings.Contains(text, "there is one to each of the 2 endpoints in use\n") {
 		t.Errorf("explain says\n%s", text)
 	}
-}
-
-// TestCheckHeadless: the port of a headless Service is not that at which its Pod listens.
-func TestCheckHeadless(t *testing.T) {
-	t.Parallel()
-	c := startChecked(t, nil, "--mode=nftables")
-	const headless = `
-apiVersion: v1
-kind: Service
-metadata: {name: web}
-spec: {clusterIP: None, selector: {app: web}, ports: [{port: 80, targetPort: 8080}]}
----
-apiVersion: v1
-kind: Pod
-metadata: {name: web-0, labels: {app: web}}
-spec: {nodeName: n1, hostNetwork: true, containers: [{name: web, ports: [{containerPort: 8080}]}]}
-status: {phase: Running, podIP: 192.0.2.1, conditions: [{type: Ready, status: "True"}]}
-`
-	_, node, _ := strings.Cut(checkedService, "endpoints:")
-	_, node, _ = strings.Cut(node, "---")
-	c.write(headless + "---" + node)
-	c.await(onNode["headless"], 1)
-	listen(t, "192.0.2.1:80")
-	c.awaitPart("Port 80/TCP is 8080 at the Pods, and nothing translates it", 0)
 }
 
 // TestNodeElsewhere: the Node has an address that the machine does not have, and node ports are limited to it. A file that is broken stays in

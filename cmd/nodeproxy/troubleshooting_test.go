@@ -34,7 +34,6 @@ var symptoms = []struct {
 		{"an EndpointSlice made by hand has a typing error in its label", "slice-astray"},
 		{"nothing listens at the endpoint", "refuses"},
 		{"what listens at the endpoint does so at a loopback address alone", "loopback"},
-		{"the Service is headless, and the Pods listen at another port than its own (where Pods can be read)", "headless"},
 	}},
 	{"Connections hang, from everywhere or from some clients", [][2]string{
 		{"policy Local, and no endpoint on this node", "local"},
