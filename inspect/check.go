@@ -230,6 +230,11 @@ func weigh(e *Explanation) {
 			d.Severity = problem
 		}
 	}
+	if slices.ContainsFunc(of(Untracked), func(d *Diagnosis) bool { return d.Severity == note }) { // A program of this node is meant to answer there.
+		for _, d := range of(PortConflict) {
+			d.Severity = note
+		}
+	}
 	var explained []*Diagnosis
 	for _, d := range of(Diverted) { // By the connections, the rule does decide.
 		for _, stale := range of(StaleConnections) {

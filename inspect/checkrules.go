@@ -74,6 +74,9 @@ func (c *checks) rule(name string, b Blocking) {
 		b.Place += ", in the network namespace of its Pod"
 		whose, admit = "the Pod itself", "see what has put it there: nsenter -t PID -n nft list ruleset, with the PID of a process of the Pod"
 	}
+	if b.ICMP && !b.Certain {
+		return
+	}
 	if b.ICMP {
 		c.diagnose(note, ICMPDropped, admit+" (ICMP, type 3)", "A rule of %s drops the errors by which this node tells others that a packet was too long: \"%s\" in %s. So these go on to send such packets, which get lost.", whose, b.Rule, b.Place)
 		return

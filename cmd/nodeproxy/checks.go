@@ -85,6 +85,11 @@ func (d *daemon) blocking(ctx context.Context, ports []*plan.ServicePort) (out [
 		Bridges: endpoints.Bridges(),
 	}
 	node.Near = func(a netip.Addr) bool { return endpoints.Near(a) && !d.announced(a) }
+	served, err := endpoints.Outward(d.nodePortsAnswer())
+	if err != nil {
+		return nil, false, err
+	}
+	node.NoNodePorts = !slices.Contains(slices.Collect(maps.Values(served)), node.Uplink)
 	if node.IPVS { // It marks what is for virtual servers of many addresses.
 		node.Mark = ^uint32(0)
 	}
@@ -138,22 +143,29 @@ func (d *daemon) ways(ctx context.Context, to inspect.Places) (*inspect.Ways, er
 		from = append(from, outside, masqueraded)
 	}
 	node := blocking.Node{By: endpoints.By()}
-	if pod := d.podsHere(&node); pod.IsValid() {
-		from = append(from, endpoints.Origin{Name: "Pods of this node", By: node.PodsBy, Addr: pod})
+	if pod, by := d.podsHere(&node); pod.IsValid() {
+		from = append(from, endpoints.Origin{Name: "Pods of this node", By: by, Addr: pod})
 	}
+	d.proxier.View(func(s *proxier.State) {
+		if detect := s.Plan().Settings.DetectLocal; detect.Mode == plan.DetectClusterCIDR {
+			to.Pods = detect.CIDR(plan.IPv4)
+		}
+	})
 	found, err := endpoints.LookOut(ctx, d.cfg.SysctlDir, to, from)
 	if err != nil {
 		return nil, err
 	}
+	answer := d.nodePortsAnswer()
+	found.Unserved, err = endpoints.Outward(func(a netip.Addr) bool { return !answer(a) })
+	return found, err
+}
+
+// nodePortsAnswer returns what reports whether node ports answer at an address.
+func (d *daemon) nodePortsAnswer() func(netip.Addr) bool {
 	var settings plan.Settings
 	var own plan.Node
 	d.proxier.View(func(s *proxier.State) { settings, own = s.Plan().Settings, s.Plan().Node })
-	unserved, err := endpoints.Outward(func(a netip.Addr) bool { return !settings.NodePortsAnswer(own, a) })
-	if err != nil {
-		return nil, err
-	}
-	found.Unserved = unserved
-	return found, nil
+	return func(a netip.Addr) bool { return settings.NodePortsAnswer(own, a) }
 }
 
 // reversePath is Reality.Reverse.
@@ -161,49 +173,50 @@ func (d *daemon) reversePath(ctx context.Context, list []netip.Addr) (*inspect.R
 	return endpoints.LookBack(ctx, d.cfg.SysctlDir, list)
 }
 
-// podsHere says what packets of this node's Pods are like, where Pods are recognised by their addresses. It returns the address of one whose interface
-// is known; an invalid one if there is none.
-func (d *daemon) podsHere(n *blocking.Node) netip.Addr {
+// podsHere says what packets of this node's Pods are like, where Pods are recognised by their addresses. It returns the address of one that is an endpoint,
+// and the interface by which its packets come; an invalid one if there is none.
+func (d *daemon) podsHere(n *blocking.Node) (pod netip.Addr, by string) {
 	const most, mostSeen = 32, 10000 // that are tried, and that are looked at while no sync can go on
 	seen := 0
-	var here []netip.Addr
-	var pods netip.Prefix
-	n.Pod = map[plan.Family]netip.Addr{}
+	here := map[plan.Family][]netip.Addr{}
+	var detect plan.DetectLocal
 	d.proxier.View(func(s *proxier.State) {
 		p := s.Plan()
-		detect := p.Settings.DetectLocal
-		if !detect.ByCIDR() || p.Settings.MasqueradeAll {
+		if !p.Settings.DetectLocal.ByCIDR() || p.Settings.MasqueradeAll {
 			return
 		}
-		pods = detect.CIDR(plan.IPv4)
-		for _, f := range plan.Families {
-			if r := detect.CIDR(f); r.IsValid() {
-				n.Pod[f] = r.Masked().Addr().Next()
-			}
-		}
+		detect = p.Settings.DetectLocal
 		for _, sp := range p.Services {
+			f := sp.Key.Family
 			for _, ep := range sp.Endpoints.Cluster {
 				seen++
-				if a := ep.Addr.Addr(); ep.Local && detect.Matches(a, "") && len(here) < most {
-					here = append(here, a)
+				if a := ep.Addr.Addr(); ep.Local && detect.Matches(a, "") && len(here[f]) < most && !slices.Contains(here[f], a) {
+					here[f] = append(here[f], a)
 				}
 			}
-			if len(here) >= most || seen >= mostSeen {
+			if seen >= mostSeen {
 				return
 			}
 		}
 	})
-	if len(here) == 0 && pods.IsValid() { // No Pod of this node is an endpoint.
-		if a := endpoints.PodNear(pods); a.IsValid() {
-			here = append(here, a)
+	n.Pods = map[plan.Family]netip.Prefix{}
+	for i, r := range detect.CIDRs {
+		pods, all := endpoints.PodsHere(r, here[plan.FamilyOf(r.Addr())])
+		if pods.IsValid() {
+			n.Pods[plan.FamilyOf(r.Addr())] = pods
+		}
+		if i == 0 || n.PodsBy == all {
+			n.PodsBy = all
+		} else if pods.IsValid() {
+			n.PodsBy = ""
 		}
 	}
-	for _, a := range here {
-		if n.PodsBy = n.By(a); n.PodsBy != "" {
-			return a
+	for _, a := range slices.Concat(here[plan.IPv4], here[plan.IPv6]) {
+		if by = n.By(a); by != "" {
+			return a, by
 		}
 	}
-	return netip.Addr{}
+	return netip.Addr{}, ""
 }
 
 // countFlows returns the connections to the frontends of ServicePorts that the kernel tracks and that have not ended, by endpoint.

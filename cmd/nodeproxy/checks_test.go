@@ -140,7 +140,8 @@ What is wrong:
     To do: correct status.addresses of the Node (--node-ip of the kubelet), or set nodePortAddresses otherwise`,
 	"broken": `
 What is wrong:
-  - web.yaml: broken YAML: did not find expected node content; all objects of the file stay as they were.`,
+  - web.yaml: broken YAML: did not find expected node content; all objects of the file stay as they were.
+    To do: correct it in web.yaml`,
 	"refuses": `
 What is wrong:
   - Endpoint 192.0.2.1:8080 gets traffic, but refuses it: nothing listens at port 8080/TCP on this node.

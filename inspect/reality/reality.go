@@ -10,7 +10,11 @@ import (
 )
 
 // Places are addresses of a Service.
-type Places struct{ Endpoints, ClusterIPs, ExternalIPs []netip.Addr }
+type Places struct {
+	Endpoints, ClusterIPs, ExternalIPs []netip.Addr
+	// Pods is the range of all Pods of IPv4; invalid if it is not known.
+	Pods netip.Prefix
+}
 
 // Origin is where packets come from that this node forwards: some address, and the interface. Mark is the mark that they have got here.
 type Origin struct {

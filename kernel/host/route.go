@@ -76,6 +76,8 @@ type Link struct {
 	Master int
 	// Port is the UDP port at which a tunnel takes packets (VXLAN, Geneve); 0 for others.
 	Port uint16
+	// Under is the index of the interface by which a tunnel sends; 0 if it has none, or for others.
+	Under int
 	// Peer is the index of the other end of a veth, which is in the network namespace of this number (see NamespaceID); -1 if that is the link's own.
 	Peer, PeerNamespace int
 	// MTU is the most bytes that a packet may have.
@@ -101,9 +103,13 @@ func Links() (map[int]Link, error) {
 			MTU: a.MTU, Hardware: a.HardwareAddr.String()}
 		switch l := l.(type) {
 		case *links.Vxlan:
-			link.Port = uint16(l.Port)
+			link.Port, link.Under = uint16(l.Port), l.VtepDevIndex
 		case *links.Geneve:
 			link.Port = l.Dport
+		case *links.Iptun:
+			link.Under = a.ParentIndex
+		case *links.Gretun:
+			link.Under = a.ParentIndex
 		case *links.Veth:
 			link.Peer, link.PeerNamespace = a.ParentIndex, a.NetNsID
 		}
@@ -128,12 +134,16 @@ func Default() (index int, via netip.Addr, known bool) {
 	return first.LinkIndex, via, via.IsValid()
 }
 
-// Attached returns the networks within a range of IPv4, single addresses among them, to which routes of the main table lead without a next hop, each with
+// Attached returns the networks within a range, single addresses among them, to which routes of the main table lead without a next hop, each with
 // the index of its interface.
 func Attached(within netip.Prefix) (map[netip.Prefix]int, error) {
 	var list []links.Route
+	family := unix.AF_INET
+	if within.Addr().Is6() {
+		family = unix.AF_INET6
+	}
 	err := Retry(func() (err error) {
-		list, err = links.RouteListFiltered(unix.AF_INET, &links.Route{Table: unix.RT_TABLE_MAIN}, links.RT_FILTER_TABLE)
+		list, err = links.RouteListFiltered(family, &links.Route{Table: unix.RT_TABLE_MAIN}, links.RT_FILTER_TABLE)
 		return err
 	})
 	if err != nil {
@@ -151,6 +161,19 @@ func Attached(within netip.Prefix) (map[netip.Prefix]int, error) {
 		}
 	}
 	return out, nil
+}
+
+// Proxied reports whether this node answers for an address as a neighbour, by an entry that somebody has made (ip neigh show proxy).
+func Proxied(a netip.Addr) bool {
+	family := unix.AF_INET
+	if a.Is6() {
+		family = unix.AF_INET6
+	}
+	list, _ := links.NeighProxyList(0, family) // Without them, none is known.
+	return slices.ContainsFunc(list, func(n links.Neigh) bool {
+		is, ok := netip.AddrFromSlice(n.IP)
+		return ok && is.Unmap() == a
+	})
 }
 
 // nextHop is the next hop of a route; invalid if it has none, or several.

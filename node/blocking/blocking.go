@@ -71,10 +71,12 @@ type Node struct {
 	// address, "" if that is not known; nil knows of none.
 	Uplink string
 	By     func(netip.Addr) string
-	// Pod is an address of each family that a Pod of this node may have, where Pods are told from other clients by their addresses; what they send to
-	// cluster IPs is not masqueraded. PodsBy is an interface by which such a Pod's packets come; "" if none is known.
-	Pod    map[plan.Family]netip.Addr
+	// Pods are the ranges in which this node's Pods have their addresses, if it has any and they are told from other clients by these; what they send to
+	// cluster IPs is not masqueraded. PodsBy is the interface by which the packets of all of them come; "" if there are several, or it is not known.
+	Pods   map[plan.Family]netip.Prefix
 	PodsBy string
+	// NoNodePorts says that node ports do not answer at the addresses of Uplink.
+	NoNodePorts bool
 	// Tunnels are the interfaces by which endpoints elsewhere are reached in packets of another protocol, from which those of other nodes come.
 	Tunnels []Tunnel
 	// Variant is the variant of iptables that this program uses, nft or legacy; chains of the same names in the other one are a kube-proxy's, or were
@@ -90,11 +92,13 @@ type Node struct {
 	Inside bool
 }
 
-// Tunnel is an interface that sends packets in others: by UDP to a port, or by another protocol, whose port is 0.
+// Tunnel is an interface that sends packets in others: by UDP to a port, or by another protocol, whose port is 0. By is the interface by which these leave
+// and come; "" if it is not known.
 type Tunnel struct {
 	Name     string
 	Protocol byte
 	Port     uint16
+	By       string
 }
 
 // by is By, also where it is nil.
@@ -142,6 +146,9 @@ func Find(ctx context.Context, ports []*plan.ServicePort, n Node) ([]Rule, error
 	if err := s.look(all...); err != nil || len(s.found) == 0 {
 		return nil, cmp.Or(err, s.unread)
 	}
+	if s.clamped {
+		s.found = slices.DeleteFunc(s.found, func(r Rule) bool { return r.ICMP })
+	}
 	return s.found, nil
 }
 
@@ -155,6 +162,8 @@ type search struct {
 	judged int
 	// unread is why some chain could not be read.
 	unread error
+	// clamped says that some rule limits how long packets of TCP are, so that no errors are needed.
+	clamped bool
 	// marks are those with which packets leave the base chains that have been looked at.
 	marks map[marked]mark
 }

@@ -259,6 +259,21 @@ func TestFind(t *testing.T) {
 			want: "may: limit rate drop: endpoint 10.244.1.5:8080"},
 		{name: "errors of the path MTU", nft: "add table ip f; add chain ip f o { type filter hook output priority 0; }; add rule ip f o icmp type destination-unreachable drop",
 			want: "certain: meta l4proto icmp icmp type 3 drop: ICMP errors of this node"},
+		{name: "errors of the path MTU, which are related", nft: "add table ip f; add chain ip f o { type filter hook output priority 0; }; add rule ip f o ct state related accept; add rule ip f o ip protocol icmp drop"},
+		{name: "errors of the path MTU, to the uplink alone", uplink: true, pods: true, nft: "add table ip f; add chain ip f o { type filter hook output priority 0; }; add rule ip f o oifname eth0 icmp type destination-unreachable drop"},
+		{name: "errors of the path MTU, which none needs", nft: "add table ip f; add chain ip f o { type filter hook output priority 0; }; add rule ip f o ip protocol icmp drop; " +
+			"add chain ip f c { type filter hook forward priority -150; }; add rule ip f c tcp flags syn tcp option maxseg size set rt mtu"},
+		{name: "iptables, errors of the path MTU, which none needs", nft: "add table ip f; add chain ip f o { type filter hook output priority 0; }; add rule ip f o ip protocol icmp drop",
+			iptables: "-t mangle -A FORWARD -p tcp --syn -j TCPMSS --clamp-mss-to-pmtu"},
+		{name: "a policy, and all Pods of this node admitted", pods: true, nft: "add table inet fw; add chain inet fw f { type filter hook forward priority 0; policy drop; }; add rule inet fw f ip saddr 10.244.0.0/24 accept",
+			want: "may: policy drop: endpoint 10.244.1.5:8080\ncertain: policy drop: answers of endpoint 10.244.1.5:8080"},
+		{name: "a policy, and one Pod admitted", pods: true, nft: "add table inet fw; add chain inet fw f { type filter hook forward priority 0; policy drop; }; add rule inet fw f ip saddr 10.244.0.9 accept; add rule inet fw f ct state established accept",
+			want: "may: policy drop: endpoint 10.244.1.5:8080"},
+		{name: "a policy, and one Pod admitted by a map", pods: true, nft: "add table inet fw; add chain inet fw f { type filter hook forward priority 0; policy drop; }; add rule inet fw f ip saddr vmap { 10.244.0.9 : accept }; add rule inet fw f ct state established accept",
+			want: "may: policy drop: endpoint 10.244.1.5:8080"},
+		{name: "iptables, sources that no Pod of this node has", pods: true, iptables: "-t raw -A PREROUTING -i cni0 ! -s 10.244.0.0/24 -j DROP"},
+		{name: "iptables, some of the Pods' sources", pods: true, iptables: "-t raw -A PREROUTING -i cni0 -s 10.244.0.128/25 -d 10.96.0.10 -j DROP",
+			want: "may: iifname cni0 ip saddr 10.244.0.128/25 ip daddr 10.96.0.10 drop: the cluster IP 10.96.0.10:80/TCP from pods and other hosts"},
 		{name: "other ICMP", nft: "add table ip f; add chain ip f o { type filter hook output priority 0; }; add rule ip f o icmp type echo-reply drop"},
 		{name: "iptables, a policy for what this node sends", uplink: true, nft: "add table ip filter; add chain ip filter OUTPUT { type filter hook output priority 0; policy drop; }",
 			iptables: "-A OUTPUT -o lo -j ACCEPT", want: "certain: policy drop: endpoint 10.244.1.5:8080 from this node\nmay: policy drop: ICMP errors of this node"},
@@ -282,10 +297,10 @@ func TestFind(t *testing.T) {
 			}
 			n.Bridges = map[string]bool{"cni0": true}
 			if tc.tunnel {
-				n.Tunnels = []Tunnel{{"flannel.1", unix.IPPROTO_UDP, 8472}}
+				n.Tunnels = []Tunnel{{"flannel.1", unix.IPPROTO_UDP, 8472, "eth0"}}
 			}
 			if tc.pods {
-				n.Pod, n.PodsBy = map[plan.Family]netip.Addr{plan.IPv4: netip.MustParseAddr("10.244.0.1")}, "cni0"
+				n.Pods, n.PodsBy = map[plan.Family]netip.Prefix{plan.IPv4: netip.MustParsePrefix("10.244.0.0/24")}, "cni0"
 			}
 			found, err := Find(t.Context(), []*plan.ServicePort{web}, n)
 			if err != nil {

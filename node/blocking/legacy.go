@@ -12,6 +12,8 @@ import (
 	"strconv"
 	"strings"
 
+	"golang.org/x/sys/unix"
+
 	"nodeproxy/kernel/names"
 	"nodeproxy/kernel/nft"
 	"nodeproxy/kernel/xtables"
@@ -165,7 +167,7 @@ func (j *textJudgement) option(option string, arguments []string) {
 			j.unknown(j.module + " " + not(j.invert) + argument)
 		}
 	case "-p":
-		j.holds((argument == protocolName(j.packet.protocol)) != j.invert, "meta l4proto "+not(j.invert)+argument)
+		j.holds((argument == protocolName(j.packet.protocol) || protocols[argument] == j.packet.protocol) != j.invert, "meta l4proto "+not(j.invert)+argument)
 	case "-s", "-d", "--ctorigdst":
 		j.within(option, argument)
 	case "-i", "-o":
@@ -202,6 +204,9 @@ func icmpType(text string) (kind byte, codes [2]byte) {
 	}
 	return byte(n), [2]byte{0, 0xff}
 }
+
+// protocols are those of tunnels and of errors as iptables-save prints them, by the names of /etc/protocols.
+var protocols = map[string]byte{"icmp": unix.IPPROTO_ICMP, "ipencap": unix.IPPROTO_IPIP, "ipip": unix.IPPROTO_IPIP, "gre": unix.IPPROTO_GRE, "ipv6": unix.IPPROTO_IPV6}
 
 // within judges an option for a range of addresses, or a single one.
 func (j *textJudgement) within(option, text string) {
@@ -296,6 +301,8 @@ func (j *judgement) jump(target string) {
 		switch {
 		case translating[target]:
 			j.ends = []end{{verdict: translates, to: target}}
+		case target == "TCPMSS":
+			j.clamps = true
 		case !nonTerminal[target]:
 			j.ends = []end{{verdict: "jump", to: target}}
 		}
@@ -334,7 +341,7 @@ func tcpFlags(text string) (out byte) {
 func states(text string) uint16 {
 	mask := uint16(0)
 	list := strings.Split(text, ",")
-	for name, bit := range map[string]uint16{"INVALID": stateInvalid, "ESTABLISHED": stateEstablished, "NEW": stateNew, "SNAT": stateSNAT, "DNAT": stateDNAT} {
+	for name, bit := range map[string]uint16{"INVALID": stateInvalid, "ESTABLISHED": stateEstablished, "RELATED": stateRelated, "NEW": stateNew, "SNAT": stateSNAT, "DNAT": stateDNAT} {
 		if slices.Contains(list, name) {
 			mask |= bit
 		}

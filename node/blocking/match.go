@@ -103,7 +103,14 @@ func (j *judgement) addresses(s side, word string, within netip.Prefix, invert b
 		text = within.Addr().String()
 	}
 	text = map[plan.Family]string{plan.IPv4: "ip", plan.IPv6: "ip6"}[j.packet.family] + " " + word + " " + not(invert) + text
-	if !s.addr.IsValid() {
+	switch pods := j.packet.pods; {
+	case !s.addr.IsValid() && word == "saddr" && pods.IsValid() && !pods.Overlaps(within):
+		j.holds(invert, text)
+		return
+	case !s.addr.IsValid() && word == "saddr" && pods.IsValid() && within.Bits() <= pods.Bits():
+		j.holds(!invert, text)
+		return
+	case !s.addr.IsValid():
 		j.unknown(text)
 		return
 	}
@@ -154,6 +161,7 @@ func matches(is bool) match {
 const (
 	stateInvalid     = 1 << 0
 	stateEstablished = 1 << 1
+	stateRelated     = 1 << 2
 	stateNew         = 1 << 3
 	stateSNAT        = 1 << 6
 	stateDNAT        = 1 << 7
@@ -164,6 +172,8 @@ func (p *packet) state() uint16 {
 	switch {
 	case p.untracked:
 		return stateInvalid
+	case p.icmp:
+		return stateRelated
 	case p.answer:
 		return stateEstablished
 	}

@@ -111,6 +111,11 @@ func (r *reading) read(e expr.Any) {
 		r.ends = []end{to}
 	case *expr.Queue:
 		r.ends = []end{{verdict: "accept"}}
+	case *expr.Exthdr: // It writes an option of TCP, which is the greatest length of a segment, or asks for one.
+		if r.clamps = e.SourceRegister != 0; !r.clamps {
+			r.unknown("")
+			r.regs[slot(e.DestRegister)] = register{}
+		}
 	case *expr.Counter, *expr.Log:
 	case *expr.Limit, *expr.Connlimit, *expr.Dynset: // It may be what drops what is too much.
 		r.limited = true
@@ -160,7 +165,7 @@ func (r *reading) lookup(e *expr.Lookup) {
 	key := r.key(e)
 	verdicts := e.IsDestRegSet && e.DestRegister == unix.NFT_REG_VERDICT
 	switch {
-	case verdicts && key.value != nil:
+	case verdicts && key.value != nil && key.only == nil:
 		if v, known := r.rules.Verdict(r.chain, e.SetName, key.value); known {
 			r.ask(key, v != nil, key.name+" vmap @"+e.SetName)
 			if v != nil {
@@ -246,6 +251,8 @@ func (r *reading) target(e *expr.Target) {
 		if bits := restored(e.Rev, *info); bits != 0 {
 			r.restoreMark(bits)
 		}
+	case e.Name == "TCPMSS":
+		r.clamps = true
 	case !nonTerminal[e.Name]:
 		r.ends = []end{{verdict: "accept"}}
 	}
@@ -356,7 +363,7 @@ func (r *reading) ct(e *expr.Ct) register {
 	case e.SourceRegister:
 	case e.Key == expr.CtKeySTATE:
 		bit := map[uint16]uint32{
-			stateInvalid: expr.CtStateBitINVALID, stateEstablished: expr.CtStateBitESTABLISHED, stateNew: expr.CtStateBitNEW,
+			stateInvalid: expr.CtStateBitINVALID, stateEstablished: expr.CtStateBitESTABLISHED, stateRelated: expr.CtStateBitRELATED, stateNew: expr.CtStateBitNEW,
 		}[r.packet.state()]
 		return register{value: binary.NativeEndian.AppendUint32(nil, bit)}
 	case r.packet.untracked: // The rest is not known of it.
@@ -401,6 +408,8 @@ func (r *reading) payload(e *expr.Payload) register {
 		switch {
 		case e.Offset >= at+uint32(r.packet.family.Bits()/8):
 			return register{}
+		case !s.addr.IsValid() && word == " saddr" && r.packet.pods.IsValid():
+			return register{value: part(r.packet.pods.Addr().AsSlice(), at), name: name + word, specific: true}.knownTo(part(maskOf(r.packet.pods), at))
 		case !s.addr.IsValid():
 			return register{name: name + word}
 		}
@@ -436,6 +445,17 @@ func (r *reading) payload(e *expr.Payload) register {
 	}
 	return register{}
 }
+
+// knownTo is the register of which only some bits are known.
+func (r register) knownTo(bits []byte) register {
+	if slices.ContainsFunc(bits, func(b byte) bool { return b != 0xff }) {
+		r.only = bits
+	}
+	return r
+}
+
+// maskOf is the mask of a range.
+func maskOf(p netip.Prefix) []byte { return net.CIDRMask(p.Bits(), p.Addr().BitLen()) }
 
 // extension judges a match of iptables.
 func (r *reading) extension(e *expr.Match) {

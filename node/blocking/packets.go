@@ -28,7 +28,9 @@ type packet struct {
 	family   plan.Family
 	protocol byte
 	src, dst side
-	mark     mark
+	// pods is the range in which the source is, where Pods send it; invalid for others.
+	pods netip.Prefix
+	mark mark
 	// answer says that it comes back, on a connection that has begun.
 	answer bool
 	// untracked says that the kernel has not looked yet which connection it is of.
@@ -74,7 +76,7 @@ func packets(ports []*plan.ServicePort, b nft.BaseChain, n Node) []packet {
 		}
 		l.toEndpoints(sp, b, n, l.toFrontends(sp, b, n))
 	}
-	return slices.Concat(l.out, l.special, l.answers, tunnelled(b, n), tooLong(b))
+	return slices.Concat(l.out, l.special, l.answers, tunnelled(b, n), tooLong(b, n))
 }
 
 // takes reports whether packets of a family pass a chain.
@@ -111,7 +113,7 @@ func (l *packetList) toFrontends(sp *plan.ServicePort, b nft.BaseChain, n Node) 
 			}
 			if n.PodsBy != "" && b.Hook != "output" {
 				pods := p
-				pods.in, pods.src, pods.what = n.PodsBy, side{addr: n.Pod[f]}, fmt.Sprintf("the %s from Pods of this node (by %s)", fe, n.PodsBy)
+				pods.in, pods.pods, pods.what = n.PodsBy, n.Pods[f], fmt.Sprintf("the %s from Pods of this node (by %s)", fe, n.PodsBy)
 				l.special = append(l.special, pods)
 			}
 			l.out = append(l.out, p)
@@ -166,12 +168,12 @@ func (l *packetList) toEndpoints(sp *plan.ServicePort, b nft.BaseChain, n Node, 
 			}
 		}
 		decides := b.Hook == "forward" || b.Hook == "input" // about packets that begin connections
-		if pod := n.Pod[f]; pod.IsValid() && pod != ep.Addr.Addr() && decides && !n.IPVS {
+		if pods := n.Pods[f]; pods.IsValid() && decides && !n.IPVS {
 			from := p
-			from.src, from.in, from.from, from.masqueraded = side{addr: pod}, n.PodsBy, "Pods of this node", no
+			from.pods, from.in, from.from, from.masqueraded = pods, n.PodsBy, "Pods of this node", no
 			l.special = append(l.special, from)
 		}
-		if n.Uplink != "" && sp.HasExternal() && (decides || b.Hook == "postrouting" && !here) {
+		if n.outside(sp) && (ep.Local || sp.ExternalPolicy == plan.Cluster) && (decides || b.Hook == "postrouting" && !here) {
 			outside := p
 			outside.in, outside.from = n.Uplink, fmt.Sprintf("outside (by %s)", n.Uplink)
 			if outside.masqueraded = maybe; sp.ExternalPolicy == plan.Cluster && !n.IPVS {
@@ -181,6 +183,13 @@ func (l *packetList) toEndpoints(sp *plan.ServicePort, b nft.BaseChain, n Node, 
 			l.special = append(l.special, outside)
 		}
 	}
+}
+
+// outside reports whether packets for a ServicePort come from outside by the uplink.
+func (n Node) outside(sp *plan.ServicePort) bool {
+	return n.Uplink != "" && slices.ContainsFunc(sp.Frontends, func(f plan.Frontend) bool {
+		return f.Kind == plan.LoadBalancerIP || f.Kind == plan.ExternalIP || f.Kind == plan.NodePort && !n.NoNodePorts
+	})
 }
 
 // comeBy returns the packets of ServicePorts that come by interfaces: from outside to frontends, from Pods to cluster IPs, and answers of endpoints.
@@ -212,8 +221,10 @@ func comeBy(ports []*plan.ServicePort, devices []string, n Node) (out []packet) 
 			}
 		}
 	}
-	if slices.Contains(devices, n.Uplink) {
-		answers = append(answers, tunnelled(nft.BaseChain{Hook: "prerouting"}, n)...)
+	for _, p := range tunnelled(nft.BaseChain{Hook: "prerouting"}, n) {
+		if slices.Contains(devices, p.in) {
+			answers = append(answers, p)
+		}
 	}
 	return append(out, answers...)
 }
@@ -228,17 +239,17 @@ func tunnelled(b nft.BaseChain, n Node) (out []packet) {
 		if t.Port != 0 {
 			what = fmt.Sprintf("the tunnel %s (port %d/UDP), by which other nodes answer", t.Name, t.Port)
 		}
-		out = append(out, packet{what: what, family: plan.IPv4, protocol: t.Protocol, dst: side{port: t.Port, known: t.Port != 0}, here: yes, dnat: no, in: n.Uplink})
+		out = append(out, packet{what: what, family: plan.IPv4, protocol: t.Protocol, dst: side{port: t.Port, known: t.Port != 0}, here: yes, dnat: no, in: t.By})
 	}
 	return out
 }
 
-// tooLong returns the packet by which this node tells others of IPv4 that a packet was too long for the next link (RFC 1191), in a chain that it passes.
-func tooLong(b nft.BaseChain) []packet {
+// tooLong returns the packet by which this node tells its Pods of IPv4 that a packet was too long for the next link (RFC 1191), in a chain that it passes.
+func tooLong(b nft.BaseChain, n Node) []packet {
 	if b.Hook != "output" || b.Family == "ip6" {
 		return nil
 	}
-	return []packet{{what: "ICMP errors of this node", family: plan.IPv4, protocol: unix.IPPROTO_ICMP, answer: true, here: no, dnat: no, icmp: true}}
+	return []packet{{what: "ICMP errors of this node", family: plan.IPv4, protocol: unix.IPPROTO_ICMP, answer: true, here: no, dnat: no, icmp: true, out: n.PodsBy}}
 }
 
 // beforeDNAT returns where packets to frontends come from that pass a chain; "" if none does.
@@ -290,14 +301,14 @@ func answersPass(b nft.BaseChain, here bool, n Node) bool {
 func fromPods(ports []*plan.ServicePort, b nft.BaseChain, n Node) (out []packet) {
 	for _, sp := range ports {
 		f := sp.Key.Family
-		pod := n.Pod[f]
-		if b.Hook != "postrouting" || !pod.IsValid() || !takes(b, f) {
+		pods := n.Pods[f]
+		if b.Hook != "postrouting" || !pods.IsValid() || !takes(b, f) {
 			continue
 		}
 		for _, ep := range sp.All()[:min(len(sp.All()), mostEndpoints)] {
-			if a := ep.Addr.Addr(); a != pod && !n.Local(a) {
+			if a := ep.Addr.Addr(); !n.Local(a) {
 				out = append(out, packet{what: "endpoint " + ep.Addr.String(), from: "Pods of this node", key: sp.Key, family: f, protocol: netlink.Protocol(sp.Key.Protocol),
-					src: side{addr: pod}, dst: side{a, ep.Addr.Port(), true}, here: no, dnat: yes, out: n.by(a), nat: true, masqueraded: no})
+					pods: pods, dst: side{a, ep.Addr.Port(), true}, here: no, dnat: yes, out: n.by(a), nat: true, masqueraded: no})
 			}
 		}
 	}
@@ -346,9 +357,9 @@ func natPackets(ports []*plan.ServicePort, b nft.BaseChain, n Node) (out []packe
 				}
 				out = append(out, p)
 				if b.Hook == "prerouting" && n.PodsBy != "" {
-					p.what, p.in, p.src = fmt.Sprintf("the %s from Pods of this node (by %s)", fe, n.PodsBy), n.PodsBy, side{addr: n.Pod[f]}
+					p.what, p.in, p.pods = fmt.Sprintf("the %s from Pods of this node (by %s)", fe, n.PodsBy), n.PodsBy, n.Pods[f]
 					out = append(out, p)
-					p.src = side{}
+					p.pods = netip.Prefix{}
 				}
 			}
 		}
@@ -396,7 +407,7 @@ func atBridge(ports []*plan.ServicePort, b nft.BaseChain, n Node) (out []packet)
 			if fe.Kind == plan.ClusterIP && toNode && n.Bridges[n.PodsBy] {
 				asks := p
 				asks.what = fmt.Sprintf("the %s from Pods of this node (by %s)", fe, n.PodsBy)
-				asks.dst, asks.src, asks.here, asks.first = side{fe.Addr, fe.Port, true}, side{addr: n.Pod[f]}, maybe, p.first[len(p.first)-1:]
+				asks.dst, asks.pods, asks.here, asks.first = side{fe.Addr, fe.Port, true}, n.Pods[f], maybe, p.first[len(p.first)-1:]
 				out = append(out, asks)
 			}
 		}

@@ -7,6 +7,8 @@ import (
 	"net/netip"
 	"strings"
 
+	"golang.org/x/sys/unix"
+
 	"nodeproxy/kernel/names"
 	"nodeproxy/kernel/nft"
 )
@@ -33,6 +35,8 @@ type rule struct {
 	// mark is the mark that it sets; nil if it sets none. restores are the bits that it takes from the connection's.
 	mark     *mark
 	restores uint32
+	// clamps says that it limits how long packets of TCP are (TCPMSS).
+	clamps bool
 }
 
 // end is a verdict, and where it leads if it is jump or goto, or how it translates; port is where to on this node, and addr the
@@ -143,6 +147,7 @@ func (w *walk) apply(v *visit, r rule) (ended, goes bool, err error) {
 	if r.match == no {
 		return false, true, nil
 	}
+	w.clamped = w.clamped || r.clamps && w.packet.protocol == unix.IPPROTO_TCP
 	certain := v.sure && r.match == yes && len(r.ends) == 1
 	if w.packet.nat {
 		return w.applyNAT(v, r, certain)

@@ -5,7 +5,6 @@ import (
 	"context"
 	"errors"
 	"fmt"
-	"maps"
 	"net/netip"
 	"os"
 	"path/filepath"
@@ -29,12 +28,12 @@ func LookOut(ctx context.Context, sysctls string, to Places, from []Origin) (*Wa
 	if err != nil {
 		return nil, err
 	}
-	l := &lookout{sysctls: sysctls, from: from, links: links, silent: silent, without: map[int]map[netip.Addr]string{}, away: map[plan.Family]bool{},
+	l := &lookout{sysctls: sysctls, from: from, links: links, silent: silent, foreign: map[int]bool{}, without: map[int]map[netip.Addr]string{}, away: map[plan.Family]bool{},
 		ways: &Ways{Unreached: map[netip.Addr]string{}, Cut: map[netip.Addr]string{}, Silent: map[netip.Addr]string{}, Near: map[netip.Addr]string{},
 			Bridged: map[netip.Addr]string{}, Unclaimed: map[netip.Addr]string{}, NoHairpin: map[netip.Addr]string{}, Fixed: map[netip.Addr]string{},
 			ByDefault: map[netip.Addr]string{}, Astray: map[netip.Addr]string{}, Shut: map[netip.Addr]string{}, Looped: map[netip.Addr]string{},
 			Lost: map[netip.Addr]string{}, Captive: map[netip.Addr]string{}, Uplink: Uplink()}}
-	if l.addressed, err = l.networks(to.ClusterIPs); err != nil {
+	if l.addressed, err = l.networks(to); err != nil {
 		return nil, err
 	}
 	uplink, gateway, _ := host.Default()
@@ -69,6 +68,7 @@ type lookout struct {
 	silent    map[host.Neighbour]bool
 	fixed     map[host.Neighbour]string
 	addressed map[int]bool // the interfaces that have addresses of IPv4
+	foreign   map[int]bool // and those of them that have none of Pods' range
 	gateway   netip.Addr   // the next hop of the default route
 	// policies are those of IPsec by which packets are dropped.
 	policies []host.Policy
@@ -108,7 +108,7 @@ func (l *lookout) endpoint(a netip.Addr, r host.Route, link host.Link) error {
 	if a.Is4() && !slices.Contains(l.by, link.Name) {
 		l.by = append(l.by, link.Name)
 	}
-	l.refused(a, link)
+	l.refused(a, r, link)
 	l.shut(a)
 	if hop := cmp.Or(r.Via, a); hop != a || link.Kind != "bridge" && link.Kind != "veth" {
 		l.narrow(link)
@@ -170,12 +170,12 @@ func isForeign(l host.Link) bool {
 }
 
 // ofPods reports whether an interface is a bridge between Pods, and not that of a network outside, too.
-func (l *lookout) ofPods(bridge host.Link) bool {
+func ofPods(links map[int]host.Link, bridge host.Link) bool {
 	if bridge.Kind != "bridge" || isForeign(bridge) {
 		return false
 	}
 	pods := false
-	for _, port := range l.links {
+	for _, port := range links {
 		pod := port.Kind == "veth" && port.PeerNamespace >= 0
 		if port.Master == bridge.Index && !pod && port.Kind != "vxlan" {
 			return false
@@ -188,26 +188,28 @@ func (l *lookout) ofPods(bridge host.Link) bool {
 // narrow notes an interface by which packets leave that are shorter than those which Pods send.
 func (l *lookout) narrow(by host.Link) {
 	for _, pod := range l.links {
-		if pod.Kind == "veth" && pod.PeerNamespace >= 0 && !l.addressed[pod.Index] && !isForeign(l.links[pod.Master]) && pod.MTU > max(by.MTU, l.ways.PodMTU) {
+		if pod.Kind == "veth" && pod.PeerNamespace >= 0 && !l.addressed[pod.Index] && !isForeign(l.links[pod.Master]) && !l.foreign[pod.Master] && pod.MTU > max(by.MTU, l.ways.PodMTU) {
 			l.ways.Narrow, l.ways.PodMTU, l.ways.NarrowMTU = by.Name, pod.MTU, by.MTU
 		}
 	}
 }
 
 // networks returns the interfaces that have addresses of IPv4, and notes which of their networks overlap, and which of those of bridges have cluster IPs.
-func (l *lookout) networks(clusterIPs []netip.Addr) (map[int]bool, error) {
+func (l *lookout) networks(to Places) (map[int]bool, error) {
 	list, err := host.Filter{}.Addresses(plan.IPv4)
-	out := map[int]bool{}
+	out, pods := map[int]bool{}, map[int]bool{}
 	for _, a := range list {
 		out[a.Index] = true
-		for _, ip := range clusterIPs {
-			if l.ofPods(l.links[a.Index]) && !a.Network.IsSingleIP() && a.Network.Contains(ip) {
+		pods[a.Index] = pods[a.Index] || !to.Pods.IsValid() || to.Pods.Contains(a.Addr)
+		l.foreign[a.Index] = !pods[a.Index]
+		for _, ip := range to.ClusterIPs {
+			if ofPods(l.links, l.links[a.Index]) && !a.Network.IsSingleIP() && a.Network.Contains(ip) {
 				l.ways.Captive[ip] = l.links[a.Index].Name
 			}
 		}
 		for _, b := range list {
 			bridge, other := l.links[a.Index], l.links[b.Index]
-			apart := l.ofPods(bridge) && other.Kind != "bridge" && other.Kind != "dummy" && !b.Addr.IsLoopback() && bridge.Up && other.Up
+			apart := ofPods(l.links, bridge) && other.Kind != "bridge" && other.Kind != "dummy" && !b.Addr.IsLoopback() && bridge.Up && other.Up
 			if apart && !a.Network.IsSingleIP() && !b.Network.IsSingleIP() && a.Network.Overlaps(b.Network) {
 				l.ways.Overlaps = append(l.ways.Overlaps, fmt.Sprintf("%s of %s and %s of %s", a.Network, bridge.Name, b.Network, other.Name))
 			}
@@ -230,7 +232,7 @@ func (l *lookout) shut(a netip.Addr) {
 
 // refused notes the origins for whose packets to an address the kernel has no route, or another one than its own, which leads to a Pod of this node; of an
 // interface, the first.
-func (l *lookout) refused(to netip.Addr, own host.Link) {
+func (l *lookout) refused(to netip.Addr, route host.Route, own host.Link) {
 	for _, o := range l.from {
 		said := slices.ContainsFunc(l.ways.Unrouted, func(u Unrouted) bool { return u.Addr == to && u.From.By == o.By })
 		if said || plan.FamilyOf(to) != plan.FamilyOf(o.Addr) || to == o.Addr {
@@ -245,7 +247,7 @@ func (l *lookout) refused(to netip.Addr, own host.Link) {
 			switch {
 			case errors.As(err, &why) && why != unix.EXDEV: // which is of rp_filter
 				l.ways.Unrouted = append(l.ways.Unrouted, Unrouted{Addr: to, From: o, Why: noRoute(why)})
-			case err == nil && !r.Local && len(r.Links) == 1 && r.Links[0] != own.Index && (own.Kind == "veth" || own.Kind == "bridge"):
+			case err == nil && !r.Local && len(r.Links) == 1 && r.Links[0] != own.Index && !route.Via.IsValid() && (own.Kind == "veth" || own.Kind == "bridge"):
 				l.ways.Unrouted = append(l.ways.Unrouted, Unrouted{Addr: to, From: o, Why: "it goes by " + l.links[r.Links[0]].Name})
 			}
 		}
@@ -339,11 +341,13 @@ func By() func(netip.Addr) string {
 	}
 }
 
-// Tunnel is an interface that sends packets in others: by UDP to a port, or by another protocol.
+// Tunnel is an interface that sends packets in others: by UDP to a port, or by another protocol. By is the interface by which these leave, "" if that is not
+// known.
 type Tunnel struct {
 	Name     string
 	Protocol byte
 	Port     uint16
+	By       string
 }
 
 // tunnels are the protocols by which kinds of interfaces send.
@@ -367,7 +371,7 @@ func Tunnels(ports []*plan.ServicePort) ([]Tunnel, error) {
 				continue
 			}
 			l := links[r.Links[0]]
-			if t := (Tunnel{l.Name, tunnels[l.Kind], l.Port}); t.Protocol != 0 && !slices.Contains(out, t) {
+			if t := (Tunnel{l.Name, tunnels[l.Kind], l.Port, links[l.Under].Name}); t.Protocol != 0 && !slices.Contains(out, t) {
 				out = append(out, t)
 			}
 		}
@@ -397,10 +401,11 @@ func Uplink() string {
 	return ""
 }
 
-// Near reports whether an address is in a network of this node, so that its neighbours ask for it there, and not one of the node's own.
+// Near reports whether an address is in a network of this node, so that its neighbours ask for it there, and not one of the node's own, nor one for which
+// it answers.
 func Near(a netip.Addr) bool {
 	r, err := host.RouteTo(a, host.Way{})
-	return err == nil && !r.Local && !r.Via.IsValid()
+	return err == nil && !r.Local && !r.Via.IsValid() && !host.Proxied(a)
 }
 
 // Outward returns those of this node's addresses of IPv4 that other hosts may use, of some, with their interfaces: not those of bridges, tunnels and the
@@ -422,30 +427,46 @@ func Outward(some func(netip.Addr) bool) (map[netip.Addr]string, error) {
 	return out, err
 }
 
-// PodNear returns an address within a range of IPv4 that a Pod of this node may have: one to which packets leave by an interface of Pods. It is invalid if there
-// is none.
-func PodNear(within netip.Prefix) netip.Addr {
+// PodsHere returns the range within which this node's Pods have their addresses, and the interface by which the packets of all of them come: "" if each has
+// its own, or that is not known. within is the range of all Pods, and known are some of this node. The range is invalid if there are none here.
+func PodsHere(within netip.Prefix, known []netip.Addr) (pods netip.Prefix, by string) {
 	links, err := host.Links()
-	if err != nil || !within.Addr().Is4() {
-		return netip.Addr{}
+	networks, failed := host.Attached(within)
+	if err != nil || failed != nil {
+		return netip.Prefix{}, ""
 	}
-	networks, _ := host.Attached(within) // Without them, none is known.
-	for _, p := range slices.SortedFunc(maps.Keys(networks), netip.Prefix.Compare) {
-		l := links[networks[p]]
-		pair := l.Kind == "veth" && l.PeerNamespace >= 0
-		switch {
-		case !l.Up || isForeign(l):
-		case p.IsSingleIP() && pair:
-			return p.Addr()
-		case l.Kind == "bridge":
-			a := p.Addr().Next()
-			for r, err := host.RouteTo(a, host.Way{}); err == nil && r.Local; r, err = host.RouteTo(a, host.Way{}) {
-				a = a.Next()
-			}
-			return a
+	uplink, found := Uplink(), map[int]bool{}
+	for _, a := range known {
+		if r, err := host.RouteTo(a, host.Way{}); err == nil && !r.Local && len(r.Links) == 1 {
+			found[r.Links[0]] = true
 		}
 	}
-	return netip.Addr{}
+	for p, index := range networks {
+		l := links[index]
+		if l.Up && l.Name != uplink && (ofPods(links, l) || p.IsSingleIP() && l.Kind == "veth" && l.PeerNamespace >= 0) {
+			found[index] = true
+		}
+	}
+	pods = within.Masked()
+	if len(found) == 0 {
+		return netip.Prefix{}, ""
+	}
+	for index := range found {
+		if len(found) > 1 || links[index].Kind != "bridge" {
+			return pods, ""
+		}
+		by = links[index].Name
+	}
+	var its []netip.Prefix
+	for p, index := range networks {
+		if links[index].Name == by {
+			its = append(its, p.Masked())
+		}
+	}
+	if len(its) == 1 {
+		pods = its[0]
+	}
+	return pods, by
 }
 
 // Bridges are the names of this node's bridges.

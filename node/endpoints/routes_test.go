@@ -82,9 +82,9 @@ func TestLookOut(t *testing.T) {
 	}
 }
 
-// TestPodNear: an address that a Pod of this node may have, where a bridge has their range, or each Pod a route; and the addresses of this node at which others
-// may look for node ports, though its interface is one end of a pair.
-func TestPodNear(t *testing.T) {
+// TestPodsHere: the range of this node's Pods and the interface by which they come, where a bridge has it or each Pod a route; and the addresses of this node
+// at which others may look for node ports, though its interface is one end of a pair.
+func TestPodsHere(t *testing.T) {
 	nstest.Enter(t)
 	ip := func(lines ...string) {
 		t.Helper()
@@ -92,24 +92,38 @@ func TestPodNear(t *testing.T) {
 			nstest.Exec(t, "ip", strings.Fields(line)...)
 		}
 	}
-	pods := netip.MustParsePrefix("10.244.0.0/16")
-	see := func(want string) {
+	all, elsewhere := netip.MustParsePrefix("10.244.0.0/16"), fmt.Sprint(nstest.Elsewhere(t))
+	see := func(want string, known ...string) {
 		t.Helper()
-		if got := PodNear(pods); got.IsValid() != (want != "") || want != "" && got.String() != want {
-			t.Errorf("%s, want %s", got, want)
+		var addrs []netip.Addr
+		for _, a := range known {
+			addrs = append(addrs, netip.MustParseAddr(a))
+		}
+		if pods, by := PodsHere(all, addrs); fmt.Sprintf("%s by %q", pods, by) != want {
+			t.Errorf("%s by %q, want %s", pods, by, want)
 		}
 	}
 	ip("link set lo up", "link add eth0 type veth peer name far", "link set eth0 up", "link set far up", "addr add 192.0.2.1/24 dev eth0",
 		"addr add 198.51.100.1/24 dev eth0", "route add default via 192.0.2.9", "route add 10.244.2.0/24 via 192.0.2.9",
-		"link add docker0 type bridge", "link set docker0 up", "addr add 10.244.9.1/24 dev docker0")
-	see("")
-	ip("link add cni0 type bridge", "link set cni0 up", "addr add 10.244.1.1/24 dev cni0")
-	see("10.244.1.2")
+		"link add docker0 type bridge", "link set docker0 up", "addr add 10.244.9.1/24 dev docker0",
+		"link add cni0 type bridge", "link set cni0 up", "addr add 10.244.1.1/24 dev cni0")
+	see(`invalid Prefix by ""`) // A bridge without Pods may be left over.
+	ip("link add veth1 type veth peer name eth0 netns "+elsewhere, "link set veth1 master cni0 up")
+	see(`10.244.1.0/24 by "cni0"`)
+	see(`10.244.1.0/24 by "cni0"`, "10.244.1.7")
+	ip("link add cali1 type veth peer name eth1 netns "+elsewhere, "link set cali1 up", "route add 10.244.3.7 dev cali1")
+	see(`10.244.0.0/16 by ""`)
 	ip("link del cni0")
-	ip("link add cali1 type veth peer name eth0 netns "+fmt.Sprint(nstest.Elsewhere(t)), "link set cali1 up", "route add 10.244.1.7 dev cali1")
-	see("10.244.1.7")
+	see(`10.244.0.0/16 by ""`, "10.244.3.7")
 	if got, err := Outward(func(netip.Addr) bool { return true }); err != nil || len(got) != 2 {
 		t.Errorf("others may use %v, %v", got, err)
+	}
+	if a := netip.MustParseAddr("192.0.2.99"); !Near(a) {
+		t.Errorf("%s is not near", a)
+	}
+	ip("neigh add proxy 192.0.2.99 dev eth0")
+	if a := netip.MustParseAddr("192.0.2.99"); Near(a) {
+		t.Errorf("%s is near, though this node answers for it", a)
 	}
 }
 
@@ -127,7 +141,7 @@ func TestTunnels(t *testing.T) {
 		sp.Endpoints.Cluster = append(sp.Endpoints.Cluster, plan.Endpoint{Addr: netip.MustParseAddrPort(a)})
 	}
 	got, err := Tunnels([]*plan.ServicePort{sp})
-	if want := []Tunnel{{"flannel.1", unix.IPPROTO_UDP, 8472}}; err != nil || !reflect.DeepEqual(got, want) {
+	if want := []Tunnel{{"flannel.1", unix.IPPROTO_UDP, 8472, "eth0"}}; err != nil || !reflect.DeepEqual(got, want) {
 		t.Errorf("%+v, %v; want %+v", got, err, want)
 	}
 }
