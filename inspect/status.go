@@ -86,6 +86,8 @@ type Status struct {
 	// Tracked is nil where it can't be read.
 	Tracked  *TrackedFlows `json:"tracked,omitempty"`
 	filtered []Filtered
+	// refusing are endpoints on this node that get traffic and at which nothing listens, each with a Service.
+	refusing []string
 	// Wrong says what is wrong, a sentence each, with what to do; empty if nothing is.
 	Wrong []string `json:"wrong"`
 }
@@ -166,6 +168,9 @@ func (n *Node) Status(ctx context.Context) *Status {
 	if snapshot := n.snapshot(); snapshot != nil && n.Reality != nil && n.Reality.Reverse != nil {
 		s.filtered = n.filtered(ctx, snapshot)
 	}
+	if snapshot := n.snapshot(); snapshot != nil && n.Reality != nil && n.Reality.Endpoints != nil {
+		s.refusing = n.refusing(ctx, snapshot)
+	}
 	if n.Reality != nil && n.Reality.Tracked != nil {
 		if t, err := n.Reality.Tracked(); err == nil {
 			s.Tracked = &t
@@ -200,6 +205,48 @@ func (n *Node) filtered(ctx context.Context, snapshot *plan.Snapshot) []Filtered
 		return nil
 	}
 	return r.Filtered
+}
+
+// refusing returns the endpoints on this node at which nothing listens, of as many as are looked at.
+func (n *Node) refusing(ctx context.Context, snapshot *plan.Snapshot) (out []string) {
+	var ports []*plan.ServicePort
+	frontends := map[netip.AddrPort]bool{} // Node ports have no address.
+	for _, list := range snapshot.Services() {
+		for _, sp := range list {
+			for _, f := range sp.Frontends {
+				frontends[netip.AddrPortFrom(f.Addr, f.Port)] = true
+			}
+			here := &plan.ServicePort{Key: sp.Key}
+			for _, ep := range sp.All() {
+				if ep.Local {
+					here.Endpoints.Cluster = append(here.Endpoints.Cluster, ep)
+				}
+			}
+			if len(here.Endpoints.Cluster) > 0 {
+				ports = append(ports, here)
+			}
+		}
+	}
+	slices.SortFunc(ports, func(a, b *plan.ServicePort) int { return a.Key.Compare(b.Key) })
+	ctx, cancel := context.WithTimeout(ctx, checkTime)
+	defer cancel()
+	list, err := n.Reality.Endpoints(ctx, ports)
+	if err != nil { // explain says it.
+		return nil
+	}
+	for _, l := range list {
+		service := frontends[l.Addr] || frontends[netip.AddrPortFrom(netip.Addr{}, l.Addr.Port())]
+		if l.Listens || l.Loopback || l.Several || l.Attachment != (Attachment{}) || service {
+			continue
+		}
+		for _, sp := range ports {
+			if sp.Key.Protocol == l.Protocol && slices.ContainsFunc(sp.All(), func(ep plan.Endpoint) bool { return ep.Addr == l.Addr }) {
+				out = append(out, fmt.Sprintf("%s of Service %s", l.Addr, sp.Key.Service))
+				break
+			}
+		}
+	}
+	return out
 }
 
 func familyNames(list []plan.Family) []string {
@@ -308,6 +355,10 @@ func (s *Status) judge(self Self) {
 	}
 	for _, f := range s.filtered[:min(len(s.filtered), mostFiltered)] {
 		wrong("%s. To do: %s.", f, fmt.Sprintf(toFilter, f.By))
+	}
+	if n := len(s.refusing); n > 0 {
+		wrong("Nothing listens at %d %s of this node, which %s traffic all the same: %s. \"nodeproxy explain\" says more.", n, plural("endpoint", n),
+			map[bool]string{true: "gets", false: "get"}[n == 1], few(s.refusing))
 	}
 	if n := len(s.Refused); n > 0 {
 		wrong("The kernel refuses %d %s: %s. \"nodeproxy explain\" says why.", n, plural("ServicePort", n), few(s.Refused))

@@ -108,6 +108,12 @@ func testStatusWrong(t *testing.T) {
 			}}
 		}, []string{"- The kernel drops the answers of endpoint 10.244.0.1: packets to it leave by eth1, where rp_filter is strict, but by the routes that hold for its answers " +
 			"they should come by eth0. To do: have the same routes hold for answers (ip rule), or set net.ipv4.conf.eth1.rp_filter to 2"}},
+		"an endpoint that refuses": {Self{}, func(n *Node) {
+			n.Reality = &Reality{Endpoints: func(_ context.Context, ports []*plan.ServicePort) ([]Listening, error) {
+				refused, open := ports[0].All()[0].Addr, ports[1].All()[0].Addr
+				return []Listening{{Addr: refused, Protocol: plan.TCP, Pod: true}, {Addr: open, Protocol: plan.TCP, Pod: true, Listens: true}}, nil
+			}}
+		}, []string{"- Nothing listens at 1 endpoint of this node, which gets traffic all the same: 10.244.0.1:8080 of Service default/s-0. \"nodeproxy explain\" says more."}},
 		"config":   {Self{Rejected: "line 3: no"}, nil, []string{"- The configuration file is not used, and the former configuration stays in force: line 3: no."}},
 		"unserved": {Self{Unserved: plan.Families[1:]}, nil, []string{"- Services of IPv6 are not proxied"}},
 		"full": {Self{}, func(n *Node) {
