@@ -1,6 +1,8 @@
 package e2e
 
 import (
+	"errors"
+	"fmt"
 	"os"
 	"slices"
 	"strings"
@@ -95,6 +97,57 @@ func TestMetrics(t *testing.T) {
 			}
 			if err := s.Resolve(q); (err == nil) != there {
 				t.Errorf("%s: %v", q, err)
+			}
+		}
+	})
+}
+
+// emptyPanels are the panels of the dashboard that a daemon which has just started with manifests has nothing for, and why.
+var emptyPanels = []struct {
+	modes  []harness.Mode
+	why    string
+	titles []string
+}{
+	{anyMode, "there is no API server; package cluster has one", []string{"Staleness of watches", "Stalest nodes", "Requests to the API server"}},
+	{anyMode, "quantiles are of changes since the start", []string{"Network programming latency"}},
+	{ownKernel, "rules see only the first packet of a connection", []string{"Packets", "Bytes"}},
+	{inIPTables, "rules are read for --service-metrics only; TestMetrics has it", []string{"Connections", "Service ports without metrics", "Errors in reading counters"}},
+}
+
+// TestDashboardPanels: when a daemon has started, forwarded some traffic and compared everything once, and nothing else has happened, each
+// panel of the dashboard shows something, be it zero, but for emptyPanels.
+func TestDashboardPanels(t *testing.T) {
+	d, err := harness.ReadDashboard("../deploy/dashboard/nodeproxy.json")
+	must(t, err)
+	empty := map[string]string{}
+	for _, e := range emptyPanels {
+		for _, title := range e.titles {
+			if !slices.ContainsFunc(d.Panels, func(p harness.Panel) bool { return p.Title == title }) {
+				t.Errorf("there is no panel %q", title)
+			}
+			if slices.Contains(e.modes, mode) {
+				empty[title] = e.why
+			}
+		}
+	}
+	onEachVariant(t, func(t *testing.T, variant harness.Variant) {
+		w := metricsWorld(t)
+		w.Run(t, variant, clusterCIDR, "--nftables-sync-period=1s") // The other modes compare everything when they begin to watch.
+		wantServers(t, w.Client, clusterIP(1, 4), "n1a", "n2a")
+		var s *harness.Scrape
+		eventually(t, "a panel shows nothing", func() error {
+			s = w.Node1().Scrape(t)
+			var errs []error
+			for _, p := range d.Panels {
+				if err := s.Shows(p); err != nil && empty[p.Title] == "" {
+					errs = append(errs, fmt.Errorf("%s: %w", p.Title, err))
+				}
+			}
+			return errors.Join(errs...)
+		})
+		for _, p := range d.Panels {
+			if why := empty[p.Title]; why != "" && len(p.Targets) > 0 && s.Shows(p) == nil {
+				t.Errorf("%s shows something, although %s", p.Title, why)
 			}
 		}
 	})

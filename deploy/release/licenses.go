@@ -2,6 +2,7 @@ package main
 
 import (
 	"bytes"
+	"cmp"
 	"encoding/json"
 	"errors"
 	"fmt"
@@ -11,6 +12,7 @@ import (
 	"path/filepath"
 	"regexp"
 	"slices"
+	"strings"
 
 	cdx "github.com/CycloneDX/cyclonedx-go"
 	"github.com/google/licenseclassifier/v2/assets"
@@ -70,4 +72,59 @@ func licenses(names ...string) *cdx.Licenses {
 		out = append(out, cdx.LicenseChoice{License: &cdx.License{ID: name}})
 	}
 	return &out
+}
+
+// debianLicense finds the name of a license in a paragraph of a copyright file, and debianFiles matches paragraphs about files. Others have
+// the text of a license, to which these refer.
+var (
+	debianLicense = regexp.MustCompile(`(?m)^License:[ \t]*(\S.*)$`)
+	debianFiles   = regexp.MustCompile(`(?m)^(Format|Files):`)
+)
+
+// debianLicenses returns the licenses that a copyright file of Debian names for files of its source package, whether or not they are part of
+// the binary one: with the identifier of SPDX, where there is one, and else as Debian calls them. It is nil if the file is prose.
+// See https://www.debian.org/doc/packaging-manuals/copyright-format/1.0/.
+func debianLicenses(copyright string) *cdx.Licenses {
+	if !strings.HasPrefix(copyright, "Format:") {
+		return nil
+	}
+	var found []cdx.License
+	for paragraph := range strings.SplitSeq(copyright, "\n\n") {
+		if m := debianLicense.FindStringSubmatch(paragraph); m != nil && debianFiles.MatchString(paragraph) {
+			found = append(found, spdx(strings.TrimSpace(m[1])))
+		}
+	}
+	slices.SortFunc(found, func(a, b cdx.License) int { return cmp.Compare(a.ID+a.Name, b.ID+b.Name) })
+	var out cdx.Licenses
+	for _, l := range slices.Compact(found) {
+		out = append(out, cdx.LicenseChoice{License: &l})
+	}
+	if out == nil {
+		return nil
+	}
+	return &out
+}
+
+// gnu matches what Debian calls licenses of GNU, of which it leaves out a last ".0", and adds "+" if later versions may be chosen.
+var gnu = regexp.MustCompile(`^(GPL|LGPL)-(\d)(\.\d)?(\+)?$`)
+
+// others are licenses that are not GNU's, by Debian's names, with the identifiers of SPDX.
+var others = map[string]string{
+	"Apache-2.0": "Apache-2.0", "BSD-2-clause": "BSD-2-Clause", "BSD-3-clause": "BSD-3-Clause", "Expat": "MIT", "FSFAP": "FSFAP", "FSFUL": "FSFUL",
+	"FSFULLR": "FSFULLR", "ISC": "ISC", "zlib": "Zlib",
+}
+
+// spdx returns the license that Debian calls by a name.
+func spdx(name string) cdx.License {
+	if m := gnu.FindStringSubmatch(name); m != nil {
+		suffix := "-only"
+		if m[4] != "" {
+			suffix = "-or-later"
+		}
+		return cdx.License{ID: m[1] + "-" + m[2] + cmp.Or(m[3], ".0") + suffix}
+	}
+	if id := others[name]; id != "" {
+		return cdx.License{ID: id}
+	}
+	return cdx.License{Name: name}
 }

@@ -25,7 +25,8 @@ import (
 )
 
 // materials writes the bill of materials, in the format of CycloneDX: the Go modules and the standard library that the binaries are
-// made of, which the binaries themselves tell, with the licenses of the modules, and the Debian packages in the images, as dpkg described them.
+// made of, which the binaries themselves tell, with the licenses of the modules, and the Debian packages in the images, as dpkg described them,
+// with the licenses that their copyright files name.
 func (r *release) materials() error {
 	const program, image = "nodeproxy", "image"
 	bom := cdx.NewBOM()
@@ -125,14 +126,17 @@ func moduleComponent(m *debug.Module) (cdx.Component, error) {
 	return c, nil
 }
 
-// debianPackages reads var/lib/dpkg/status.d of a root file system; see deploy/image/root.
+// debianPackages reads var/lib/dpkg/status.d of a root file system, and the copyright files of these packages; see deploy/image/root.
 func debianPackages(file string) ([]cdx.Component, error) {
 	f, err := os.Open(file)
 	if err != nil {
 		return nil, err
 	}
 	defer f.Close()
+	const docs = "/usr/share/doc"
 	var out []cdx.Component
+	copyrights := map[string][]byte{} // by directory
+	links := map[string]string{}      // directories that are another's
 	for in := tar.NewReader(f); ; {
 		h, err := in.Next()
 		if errors.Is(err, io.EOF) {
@@ -141,25 +145,47 @@ func debianPackages(file string) ([]cdx.Component, error) {
 		if err != nil {
 			return nil, err
 		}
-		name := path.Clean("/" + h.Name)
-		if h.Typeflag != tar.TypeReg || path.Dir(name) != "/var/lib/dpkg/status.d" {
-			continue
+		switch name := path.Clean("/" + h.Name); {
+		case h.Typeflag == tar.TypeSymlink && path.Dir(name) == docs:
+			links[name] = path.Join(docs, h.Linkname)
+		case h.Typeflag == tar.TypeReg && path.Base(name) == "copyright" && path.Dir(path.Dir(name)) == docs:
+			if copyrights[path.Dir(name)], err = io.ReadAll(in); err != nil {
+				return nil, fmt.Errorf("%s: %w", name, err)
+			}
+		case h.Typeflag == tar.TypeReg && path.Dir(name) == "/var/lib/dpkg/status.d":
+			c, err := debianPackage(in)
+			if err != nil {
+				return nil, fmt.Errorf("%s: %w", name, err)
+			}
+			out = append(out, c)
 		}
-		// The fields of a package are like those of a mail, of which an empty line is the end.
-		text := io.MultiReader(in, strings.NewReader("\n\n"))
-		fields, err := textproto.NewReader(bufio.NewReader(text)).ReadMIMEHeader()
-		if err != nil {
-			return nil, fmt.Errorf("%s: %w", name, err)
-		}
-		pkg, version, arch := fields.Get("Package"), fields.Get("Version"), fields.Get("Architecture")
-		if pkg == "" || version == "" || arch == "" {
-			return nil, fmt.Errorf("%s: no package, version or architecture", name)
-		}
-		purl := fmt.Sprintf("pkg:deb/debian/%s@%s?arch=%s", url.PathEscape(pkg), url.QueryEscape(version), arch)
-		out = append(out, library(purl, pkg, version))
 	}
 	if len(out) == 0 {
 		return nil, errors.New("no packages")
 	}
+	for i, c := range out {
+		dir := path.Join(docs, c.Name)
+		text, ok := copyrights[cmp.Or(links[dir], dir)]
+		if !ok {
+			return nil, fmt.Errorf("%s: no copyright file", c.Name)
+		}
+		out[i].Licenses = debianLicenses(string(text))
+	}
 	return out, nil
+}
+
+// debianPackage reads what dpkg knows of a package.
+func debianPackage(status io.Reader) (cdx.Component, error) {
+	// The fields of a package are like those of a mail, of which an empty line is the end.
+	text := io.MultiReader(status, strings.NewReader("\n\n"))
+	fields, err := textproto.NewReader(bufio.NewReader(text)).ReadMIMEHeader()
+	if err != nil {
+		return cdx.Component{}, err
+	}
+	pkg, version, arch := fields.Get("Package"), fields.Get("Version"), fields.Get("Architecture")
+	if pkg == "" || version == "" || arch == "" {
+		return cdx.Component{}, errors.New("no package, version or architecture")
+	}
+	purl := fmt.Sprintf("pkg:deb/debian/%s@%s?arch=%s", url.PathEscape(pkg), url.QueryEscape(version), arch)
+	return library(purl, pkg, version), nil
 }

@@ -32,6 +32,31 @@ const (
 
 var digestOfImage = "sha256:" + strings.Repeat("0123456789abcdef", 4)
 
+// copyright is a copyright file of Debian.
+const copyright = `Format: https://www.debian.org/doc/packaging-manuals/copyright-format/1.0/
+License:
+ A summary.
+
+Files: *
+Copyright: Somebody
+License: GPL-2+
+ Text of it.
+ .
+ License: this is no field
+
+Files: a b
+License: Expat
+
+Files: c
+License: Artistic or GPL-1+
+
+Files: d
+License: Expat
+
+License: Apache-2.0
+ Text that nothing refers to.
+`
+
 // input writes what a release is made of into a directory.
 func input(t *testing.T) release {
 	t.Helper()
@@ -50,14 +75,15 @@ func input(t *testing.T) release {
 	if err != nil {
 		t.Fatal(err)
 	}
-	var root bytes.Buffer
-	w := tar.NewWriter(&root)
-	status := "Package: libstdc++6\nVersion: 1:2.0+deb12u1-3\nArchitecture: amd64\nDescription: a library\n of several lines\n .\n and paragraphs\n"
-	err = errors.Join(
-		w.WriteHeader(&tar.Header{Typeflag: tar.TypeDir, Name: "./var/lib/dpkg/status.d/", ModTime: time.Now()}),
-		w.WriteHeader(&tar.Header{Typeflag: tar.TypeReg, Name: "./var/lib/dpkg/status.d/libstdc++6", Size: int64(len(status)), ModTime: time.Now()}),
-		func() error { _, err := w.Write([]byte(status)); return err }(),
-		w.Close())
+	root, err := oci.Tar([]oci.File{
+		oci.Regular("./var/lib/dpkg/status.d/libgcc-s1", []byte("Package: libgcc-s1\nVersion: 12\nArchitecture: amd64\n")),
+		oci.Regular("var/lib/dpkg/status.d/libstdc++6", []byte("Package: libstdc++6\nVersion: 1:2.0+deb12u1-3\nArchitecture: amd64\n"+
+			"Description: a library\n of several lines\n .\n and paragraphs\n")),
+		oci.Regular("var/lib/dpkg/status.d/prose", []byte("Package: prose\nVersion: 1\nArchitecture: all\n")),
+		{Header: tar.Header{Typeflag: tar.TypeSymlink, Name: "./usr/share/doc/libgcc-s1", Linkname: "libstdc++6"}},
+		oci.Regular("./usr/share/doc/libstdc++6/copyright", []byte(copyright)),
+		oci.Regular("usr/share/doc/prose/copyright", []byte("This is free software.\nLicense: see elsewhere\n")),
+	}, time.Now())
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -69,7 +95,7 @@ func input(t *testing.T) release {
 	return release{
 		version: "v1.2.3", image: image, digest: digestOfImage, name: name, output: out, chart: filepath.Join(dir, "chart"),
 		manifests: []pair{{"install-iptables", put("iptables.yaml", "a: b\n    image: localhost/nodeproxy:latest\n---\n  - image: localhost/nodeproxy:latest\n")}},
-		binaries:  []pair{{runtime.GOARCH, self}}, roots: []pair{{"amd64", put("root.tar", root.String())}},
+		binaries:  []pair{{runtime.GOARCH, self}}, roots: []pair{{"amd64", put("root.tar", string(root))}},
 	}
 }
 
@@ -225,6 +251,21 @@ func TestMaterials(t *testing.T) {
 	if c := byRef[debian]; c.Name != "libstdc++6" || c.Version != "1:2.0+deb12u1-3" || !slices.Contains(needs["image"], debian) {
 		t.Errorf("the Debian package is %+v; the image needs %q", c, needs["image"])
 	}
+	for ref, want := range map[string][]cdx.License{
+		debian:                                   {{Name: "Artistic or GPL-1+"}, {ID: "GPL-2.0-or-later"}, {ID: "MIT"}},
+		"pkg:deb/debian/libgcc-s1@12?arch=amd64": {{Name: "Artistic or GPL-1+"}, {ID: "GPL-2.0-or-later"}, {ID: "MIT"}},
+		"pkg:deb/debian/prose@1?arch=all":        nil,
+	} {
+		var got []cdx.License
+		if l := byRef[ref].Licenses; l != nil {
+			for _, choice := range *l {
+				got = append(got, *choice.License)
+			}
+		}
+		if !slices.Equal(got, want) {
+			t.Errorf("%s: licenses %v, want %v", ref, got, want)
+		}
+	}
 	if !slices.Contains(needs["nodeproxy"], std) {
 		t.Errorf("no %s in %q", std, needs["nodeproxy"])
 	}
@@ -263,6 +304,14 @@ func TestRefused(t *testing.T) {
 			}
 		}
 	}
+	root := func(files ...oci.File) func(*release) {
+		return func(r *release) {
+			content, err := oci.Tar(files, time.Now())
+			if err := errors.Join(err, os.WriteFile(r.roots[0].file, content, 0o644)); err != nil {
+				t.Fatal(err)
+			}
+		}
+	}
 	for what, c := range map[string]struct {
 		change func(*release)
 		says   string
@@ -280,17 +329,12 @@ func TestRefused(t *testing.T) {
 		"no repository":          {chart("values.yaml", "image: {}\n"), `0 lines begin with "repository:"`},
 		"two repositories":       {chart("values.yaml", "repository: a\nb:\n  repository: c\n"), `2 lines begin with "repository:"`},
 		"no digest in the chart": {chart("Chart.yaml", "version: 0\nappVersion: 0\n"), `0 lines begin with "nodeproxy/image-digest:"`},
-		"no packages":            {func(r *release) { r.roots[0].file = r.manifests[0].file }, "root"},
+		"no packages":            {root(), "no packages"},
+		"no copyright file":      {root(oci.Regular("var/lib/dpkg/status.d/a", []byte("Package: a\nVersion: 1\nArchitecture: all\n"))), "a: no copyright file"},
 		"no binary":              {func(r *release) { r.binaries[0].file = r.manifests[0].file }, "iptables.yaml"},
 	} {
 		r := input(t)
 		c.change(&r)
-		if what == "no packages" {
-			if err := os.WriteFile(r.roots[0].file, make([]byte, 1024), 0o644); err != nil {
-				t.Fatal(err)
-			}
-			r.manifests, c.says = nil, "no packages"
-		}
 		if err := r.run(); err == nil || !strings.Contains(err.Error(), c.says) {
 			t.Errorf("%s: %v, want %q", what, err, c.says)
 		}
@@ -305,6 +349,26 @@ func TestRefused(t *testing.T) {
 		if err := pairs(&to)(value); err == nil {
 			t.Errorf("%q is taken", value)
 		}
+	}
+}
+
+// TestSPDX: Debian's names of licenses get identifiers that SPDX has.
+func TestSPDX(t *testing.T) {
+	dir, err := exec.Command("go", "list", "-m", "-f", "{{.Dir}}", "github.com/CycloneDX/cyclonedx-go").Output()
+	if err != nil {
+		t.Fatal(err)
+	}
+	list, err := os.ReadFile(filepath.Join(strings.TrimSpace(string(dir)), "schema", "spdx.schema.json"))
+	if err != nil {
+		t.Fatal(err)
+	}
+	for _, name := range slices.AppendSeq([]string{"GPL-1+", "GPL-2", "GPL-2.0+", "GPL-3+", "LGPL-2+", "LGPL-2.1", "LGPL-3"}, maps.Keys(others)) {
+		if l := spdx(name); l.Name != "" || !strings.Contains(string(list), `"`+l.ID+`"`) {
+			t.Errorf("%s is %+v", name, l)
+		}
+	}
+	if l := spdx("custom"); l.Name != "custom" || l.ID != "" {
+		t.Errorf("custom is %+v", l)
 	}
 }
 

@@ -12,22 +12,34 @@ import (
 	"nodeproxy/e2e/harness"
 )
 
-// dashboard: all queries of the dashboard resolve against a scrape of a daemon with an API server, but for packets and bytes,
-// which only mode ipvs counts; and metrics of watches, requests and latencies are of that API server.
+// dashboard: against a scrape of a daemon with an API server, all queries of the dashboard resolve, and without any trouble before, each panel
+// shows something, but for packets and bytes, which only mode ipvs counts; and metrics of watches, requests and latencies are of that API server.
 func dashboard(s *scenario) {
 	s.must(s.daemon.Stop())
-	s.daemon = s.lab.Run(s.T, s.variant, clusterCIDR, "--manifests=", "--kubeconfig="+s.kubeconfig, "--service-metrics=100")
+	s.daemon = s.lab.Run(s.T, s.variant, clusterCIDR, "--manifests=", "--kubeconfig="+s.kubeconfig, "--service-metrics=100", "--nftables-sync-period=1s")
 	// Changes from before the start do not count for latencies, and times in objects have no fractions of a second.
 	time.Sleep(1100 * time.Millisecond)
 	svc := s.service()
 	s.pod("n1a", "n2a")
 	s.eventually("served", servers(s.Client, at(svc, 4), "n1a", "n2a"))
 	s.latencyCounted()
+	board, err := harness.ReadDashboard("../../deploy/dashboard/nodeproxy.json")
+	s.must(err)
+	s.eventually("panels", func() error {
+		scrape := s.Node1().Scrape(s.T)
+		var errs []error
+		for _, p := range board.Panels {
+			if err := scrape.Shows(p); err != nil && p.Title != "Packets" && p.Title != "Bytes" {
+				errs = append(errs, fmt.Errorf("%s: %w", p.Title, err))
+			}
+		}
+		return errors.Join(errs...)
+	})
 	drift := []string{s.variant.Tool("iptables"), "-w", "-t", "nat", "-F", "KUBE-SERVICES"}
 	if harness.ModeUnderTest() == harness.NFTables {
 		drift = []string{"nft", "flush", "map", "ip", "nodeproxy", "services"}
 	}
-	_, err := s.Node1().Output(drift[0], drift[1:]...)
+	_, err = s.Node1().Output(drift[0], drift[1:]...)
 	s.must(err)
 	s.eventually("repaired drift", func() error {
 		if s.Node1().Scrape(s.T).Sum("nodeproxy_drift_repaired_total") == 0 {

@@ -9,31 +9,65 @@ import (
 	"strings"
 )
 
-// DashboardQueries reads the queries out of a Grafana dashboard: those of its panels and those of its variables.
-func DashboardQueries(file string) ([]string, error) {
+// Dashboard is what is read of a Grafana dashboard.
+type Dashboard struct {
+	Panels     []Panel
+	Templating struct{ List []struct{ Definition string } }
+}
+
+// Panel is a panel of a dashboard, or the title of a row of them, which asks for nothing.
+type Panel struct {
+	Title   string
+	Targets []struct{ Expr string }
+}
+
+// ReadDashboard reads a Grafana dashboard.
+func ReadDashboard(file string) (Dashboard, error) {
+	var d Dashboard
 	text, err := os.ReadFile(file)
 	if err != nil {
-		return nil, err
+		return d, err
 	}
-	var dashboard struct {
-		Panels     []struct{ Targets []struct{ Expr string } }
-		Templating struct{ List []struct{ Definition string } }
+	if err := json.Unmarshal(text, &d); err != nil {
+		return d, fmt.Errorf("%s: %w", file, err)
 	}
-	if err := json.Unmarshal(text, &dashboard); err != nil {
-		return nil, fmt.Errorf("%s: %w", file, err)
-	}
+	return d, nil
+}
+
+// DashboardQueries reads the queries out of a Grafana dashboard: those of its panels and those of its variables.
+func DashboardQueries(file string) ([]string, error) {
+	d, err := ReadDashboard(file)
 	var out []string
-	for _, v := range dashboard.Templating.List {
+	for _, v := range d.Templating.List {
 		if v.Definition != "" {
 			out = append(out, v.Definition)
 		}
 	}
-	for _, p := range dashboard.Panels {
+	for _, p := range d.Panels {
 		for _, target := range p.Targets {
 			out = append(out, target.Expr)
 		}
 	}
-	return out, nil
+	return out, err
+}
+
+// Shows returns an error if, with no more than this scrape, a panel would have nothing to show: where one of its queries does not resolve, or
+// asks for a quantile of a histogram in which nothing was observed.
+func (s *Scrape) Shows(p Panel) error {
+	for _, target := range p.Targets {
+		if err := s.Resolve(target.Expr); err != nil {
+			return err
+		}
+		if !strings.Contains(target.Expr, "histogram_quantile(") {
+			continue
+		}
+		for _, sel := range querySelector.FindAllStringSubmatch(target.Expr, -1) {
+			if name := strings.TrimSuffix(sel[1], "_bucket"); s.Sum(name) == 0 {
+				return fmt.Errorf("nothing is observed in %s", name)
+			}
+		}
+	}
+	return nil
 }
 
 var (

@@ -57,3 +57,24 @@ func TestResolve(t *testing.T) {
 		}
 	}
 }
+
+func TestShows(t *testing.T) {
+	s, err := ParseScrape(sampleScrape + `# TYPE nodeproxy_e_seconds histogram
+nodeproxy_e_seconds_bucket{le="+Inf"} 0
+nodeproxy_e_seconds_sum 0
+nodeproxy_e_seconds_count 0
+`)
+	if err != nil {
+		t.Fatal(err)
+	}
+	for query, want := range map[string]bool{
+		`histogram_quantile(0.5, rate(nodeproxy_d_seconds_bucket[5m]))`: true,
+		`histogram_quantile(0.5, rate(nodeproxy_e_seconds_bucket[5m]))`: false,
+		`rate(nodeproxy_e_seconds_bucket[5m])`:                          true,
+		`nodeproxy_f`:                                                   false,
+	} {
+		if err := s.Shows(Panel{Targets: []struct{ Expr string }{{`nodeproxy_a_total`}, {query}}}); (err == nil) != want {
+			t.Errorf("%s: %v", query, err)
+		}
+	}
+}
