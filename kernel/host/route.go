@@ -138,12 +138,8 @@ func Default() (index int, via netip.Addr, known bool) {
 // the index of its interface.
 func Attached(within netip.Prefix) (map[netip.Prefix]int, error) {
 	var list []links.Route
-	family := unix.AF_INET
-	if within.Addr().Is6() {
-		family = unix.AF_INET6
-	}
 	err := Retry(func() (err error) {
-		list, err = links.RouteListFiltered(family, &links.Route{Table: unix.RT_TABLE_MAIN}, links.RT_FILTER_TABLE)
+		list, err = links.RouteListFiltered(familyOf(within.Addr()), &links.Route{Table: unix.RT_TABLE_MAIN}, links.RT_FILTER_TABLE)
 		return err
 	})
 	if err != nil {
@@ -165,15 +161,19 @@ func Attached(within netip.Prefix) (map[netip.Prefix]int, error) {
 
 // Proxied reports whether this node answers for an address as a neighbour, by an entry that somebody has made (ip neigh show proxy).
 func Proxied(a netip.Addr) bool {
-	family := unix.AF_INET
-	if a.Is6() {
-		family = unix.AF_INET6
-	}
-	list, _ := links.NeighProxyList(0, family) // Without them, none is known.
+	list, _ := links.NeighProxyList(0, familyOf(a)) // Without them, none is known.
 	return slices.ContainsFunc(list, func(n links.Neigh) bool {
 		is, ok := netip.AddrFromSlice(n.IP)
 		return ok && is.Unmap() == a
 	})
+}
+
+// familyOf is the family of an address, as netlink has it.
+func familyOf(a netip.Addr) int {
+	if a.Is6() {
+		return unix.AF_INET6
+	}
+	return unix.AF_INET
 }
 
 // nextHop is the next hop of a route; invalid if it has none, or several.
