@@ -255,6 +255,7 @@ func (s *search) walkBase(b base) (found []Rule, passed map[marked]*marks, err e
 	if b.Type == "nat" {
 		return nil, nil, nil
 	}
+	admitted := map[string]int{} // of those who are known to send it
 	for _, p := range packets(s.ports, b.BaseChain, s.node) {
 		if p.mark = s.begin(&p, b.Hook); b.Family == "bridge" {
 			p.mark = p.mark.forget(unmarked.known)
@@ -277,6 +278,9 @@ func (s *search) walkBase(b base) (found []Rule, passed map[marked]*marks, err e
 			w.passed.add(w.packet.mark)
 		}
 		found = append(found, w.out...)
+		if p.from != "" && ended && len(w.out) == 0 {
+			admitted[p.what]++
+		}
 		if b.Family == "bridge" { // Its hooks are called at other times than those of IP.
 			continue
 		}
@@ -291,6 +295,11 @@ func (s *search) walkBase(b base) (found []Rule, passed map[marked]*marks, err e
 		}
 	}
 	maps.DeleteFunc(passed, func(_ marked, m *marks) bool { return !m.any })
+	all := 1 // Pods of this node, and hosts outside
+	if slices.ContainsFunc(s.ports, (*plan.ServicePort).HasExternal) {
+		all = 2
+	}
+	found = slices.DeleteFunc(found, func(r Rule) bool { return r.Policy && !r.Certain && r.from == "" && !r.Answers && admitted[r.What] == all })
 	return found, passed, nil
 }
 

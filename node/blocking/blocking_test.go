@@ -170,8 +170,7 @@ func TestFind(t *testing.T) {
 		{name: "iptables, sources before masquerading", uplink: true, nft: masquerades, iptables: "-t nat -I POSTROUTING -s 10.244.0.0/16 -d 10.244.0.0/16 -j RETURN"},
 		{name: "iptables, the policy of Docker", uplink: true, pods: true, nft: dropping + "add rule ip filter FORWARD jump KUBE-FORWARD; add rule ip filter FORWARD iifname docker0 oifname != docker0 accept",
 			want: "certain: policy drop: endpoint 10.244.1.5:8080 from Pods of this node"},
-		{name: "iptables, a policy that admits Pods", uplink: true, pods: true, nft: dropping + "add rule ip filter FORWARD jump KUBE-FORWARD; add rule ip filter FORWARD ip saddr 10.244.0.0/16 accept",
-			want: "may: policy drop: endpoint 10.244.1.5:8080"},
+		{name: "iptables, a policy that admits Pods", uplink: true, pods: true, nft: dropping + "add rule ip filter FORWARD jump KUBE-FORWARD; add rule ip filter FORWARD ip saddr 10.244.0.0/16 accept"},
 		{name: "a policy for Pods and for others", uplink: true, pods: true, nft: "add table inet fw; add chain inet fw forward { type filter hook forward priority 0; policy drop; }; " +
 			"add rule inet fw forward ct state established accept; add rule inet fw forward ip saddr 192.0.2.0/24 iifname eth1 accept",
 			want: "certain: policy drop: endpoint 10.244.1.5:8080 from Pods of this node and from outside (by eth0)"},
