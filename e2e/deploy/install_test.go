@@ -25,10 +25,11 @@ import (
 	"nodeproxy/e2e/harness"
 )
 
-// commandsOf are the commands of docs/install/KIND.md by section, in their order, without the comments behind them.
-func commandsOf(t *testing.T, kind string) map[string][]string {
+// commandsOf are the commands of docs/install/PAGE.md by section, in their order, without the comments behind them. That for one node, which is
+// part of the text, has a section of its own.
+func commandsOf(t *testing.T, page string) map[string][]string {
 	t.Helper()
-	text, err := os.ReadFile(project(t, "docs", "install", kind+".md"))
+	text, err := os.ReadFile(project(t, "docs", "install", page+".md"))
 	must(t, err)
 	out, section := map[string][]string{}, ""
 	for line := range strings.Lines(string(text)) {
@@ -39,6 +40,9 @@ func commandsOf(t *testing.T, kind string) map[string][]string {
 		if code, ok := strings.CutPrefix(line, "    "); ok {
 			code, _, _ = strings.Cut(code, " #")
 			out[section] = append(out[section], strings.TrimSpace(code))
+		}
+		if words := strings.Split(line, "`"); strings.HasPrefix(line, "One node, ") && len(words) > 1 {
+			out[section+" one node"] = words[1:2]
 		}
 	}
 	return out
@@ -55,14 +59,15 @@ type installation struct {
 	kubectl *kubectl
 	pages   map[string][]string
 	dir     string // where commands run
+	static  v1.Pod // a static pod, of which each node has one
 	// instead is what is done in place of a command of another program.
 	instead func(command string) error
 }
 
-// newInstallation makes a cluster like that of install/testdata/KIND.yaml, with the addresses and ranges of a World.
-func newInstallation(t *testing.T, cp *cluster.ControlPlane, kubectl *kubectl, kind string) *installation {
+// newInstallation makes a cluster like that of install/testdata/KIND.yaml, with the addresses and ranges of a World, for the commands of a page.
+func newInstallation(t *testing.T, cp *cluster.ControlPlane, kubectl *kubectl, page, kind string) *installation {
 	t.Helper()
-	i := &installation{player: &player{cp: cp, left: map[string]time.Time{}, ending: map[types.UID]time.Time{}}, kubectl: kubectl, pages: commandsOf(t, kind), dir: t.TempDir()}
+	i := &installation{player: &player{cp: cp, ending: map[types.UID]time.Time{}}, kubectl: kubectl, pages: commandsOf(t, page), dir: t.TempDir()}
 	text, err := os.ReadFile(project(t, "install", "testdata", kind+".yaml"))
 	must(t, err)
 	replaced := strings.NewReplacer("https://10.0.0.5:6443", cp.URL(), "https://0123456789abcdef.gr7.eu-west-1.eks.amazonaws.com", cp.URL(),
@@ -80,6 +85,8 @@ func newInstallation(t *testing.T, cp *cluster.ControlPlane, kubectl *kubectl, k
 		switch o.Kind {
 		case "Node":
 			i.describeNodes(t, doc)
+		case "Pod":
+			must(t, yaml.Unmarshal([]byte(doc), &i.static))
 		case "ConfigMap", "DaemonSet":
 			described = append(described, doc)
 		}
@@ -147,15 +154,32 @@ nodeproxy() { KUBECONFIG="$state/config" "$binary" "$@"; }
 // patience is how long a command of a page may take on a busy machine.
 const patience = 3 * time.Minute
 
-// do runs the commands of a section.
-func (i *installation) do(t *testing.T, section string) {
+// do runs the commands of a section, and others after them.
+func (i *installation) do(t *testing.T, section string, more ...string) {
 	t.Helper()
-	commands := i.pages[section]
-	if len(commands) == 0 {
+	if len(i.pages[section]) == 0 {
 		t.Fatalf("the page has no commands to %s", section)
 	}
-	clear(i.left)
-	i.gap = 0
+	i.run(t, section, slices.Concat(i.pages[section], more))
+}
+
+// installTwice runs the commands to install up to those that do without the label, rolls back one node, and switches it over again with all the rest.
+func (i *installation) installTwice(t *testing.T) {
+	t.Helper()
+	commands := i.pages["Install"]
+	label, rest := slices.Index(commands, "kubectl label node NODE service-proxy=nodeproxy"), slices.Index(commands, rolledOut)+1
+	if label < 0 || rest < label {
+		t.Fatalf("the page does not install by a label, and then without: %q", commands)
+	}
+	i.run(t, "Install, by the label", commands[:rest])
+	i.do(t, "Roll back one node", "until kubectl -n kube-system get pods -l k8s-app=kube-proxy --field-selector spec.nodeName=NODE -o name | grep .; do sleep 1; done")
+	i.run(t, "Install, the rest", commands[label:])
+}
+
+// run runs the commands of a step.
+func (i *installation) run(t *testing.T, step string, commands []string) {
+	t.Helper()
+	i.bound, i.running, i.ready = absence{}, absence{}, absence{}
 	for _, command := range commands {
 		begun := time.Now()
 		var err error
@@ -169,17 +193,15 @@ func (i *installation) do(t *testing.T, section string) {
 			err = i.while(t.Context(), func() error { return i.shell(command) })
 		}
 		if err != nil {
-			t.Fatalf("%s: %s: %v", section, command, err)
+			t.Fatalf("%s: %s: %v", step, command, err)
 		}
-		t.Logf("%s: %v for %s", section, time.Since(begun).Round(time.Millisecond), command)
+		t.Logf("%s: %v for %s", step, time.Since(begun).Round(time.Millisecond), command)
 	}
 	if err := i.settle(t.Context()); err != nil {
-		t.Fatalf("%s: %v", section, err)
+		t.Fatalf("%s: %v", step, err)
 	}
-	if i.kubelets {
-		return
-	}
-	t.Logf("%s: no node was without pods of this or another proxy, or of the cleanup, for longer than %v", section, i.gap.Round(time.Millisecond))
+	t.Logf("%s: no node was without a pod of this or another proxy, or of the cleanup, for longer than %v, one that ran for longer than %v, or one that was ready for longer than %v",
+		step, i.bound.longest.Round(time.Millisecond), i.running.longest.Round(time.Millisecond), i.ready.longest.Round(time.Millisecond))
 }
 
 // kubeProxy is the DaemonSet of kube-proxy, without what every change of it changes.
@@ -246,38 +268,74 @@ func controlled(t *testing.T) (*cluster.ControlPlane, *kubectl) {
 	return cp, k
 }
 
-// TestInstallPages runs the commands of the pages on a real control plane, with objects such as such clusters have: to install, to roll back, and for some
-// to install again and to uninstall. Pods only seem to run; for those of kubeadm.md, they do so in TestNodeKubeadm. kube-proxy's DaemonSet is then what it was, and nothing of nodeproxy is left.
+// TestInstallPages runs the commands of the pages on a real control plane, with objects such as such clusters have: to install, to roll back, to install
+// again, where the page has it with one node rolled back meanwhile, and to uninstall. Pods only seem to run; for those of kubeadm.md, they do so in TestNodeKubeadm.
+// No node is without a pod for tooLong. After the way back, kube-proxy's DaemonSet is what it was, and at last nothing of nodeproxy is left.
 func TestInstallPages(t *testing.T) {
 	t.Parallel()
 	cp, k := controlled(t)
-	for _, kind := range []string{"k3s", "eks", "talos", "aks"} {
-		t.Run(kind, func(t *testing.T) { // one after the other, as they are one cluster
-			i := newInstallation(t, cp, k, kind)
+	for _, test := range []struct{ name, page, objects string }{
+		{"k3s", "k3s", "k3s"}, {"kubeadm", "kubeadm", "kubeadm"}, {"kind", "kind", "kubeadm"}, {"minikube", "minikube", "kubeadm"},
+		{"eks", "eks", "eks"}, {"talos", "talos", "talos"}, {"aks", "aks", "aks"}, {"rke2", "k3s", "rke2"},
+	} {
+		t.Run(test.name, func(t *testing.T) { // one after the other, as they are one cluster
+			i := newInstallation(t, cp, k, test.page, test.objects)
 			var before *apps.DaemonSet
-			switch kind {
+			switch test.name {
 			case "aks":
 				i.instead = i.azure(t.Context())
+			case "rke2":
+				i.instead = i.rancher(t.Context())
+				must(t, i.instead("rm"))
 			case "k3s": // It has none.
 			default:
 				before = i.kubeProxy(t)
 			}
+			must(t, i.settle(t.Context()))
 			i.do(t, "Install")
 			i.do(t, "Check")
 			i.do(t, "Roll back")
 			i.nothingLeft(t)
-			if before != nil {
+			if before == nil {
+				i.do(t, "Install")
+			} else {
 				if after := i.kubeProxy(t); !reflect.DeepEqual(after, before) {
 					t.Errorf("kube-proxy's DaemonSet before:\n%s\nand after:\n%s", asYAML(t, before), asYAML(t, after))
 				}
+				i.installTwice(t)
 			}
-			if kind == "eks" || kind == "talos" {
-				return // The rest is as with the others.
-			}
-			i.do(t, "Install")
 			i.do(t, "Uninstall")
 			i.nothingLeft(t)
 		})
+	}
+}
+
+// rancher does what RKE2 does when it starts with kube-proxy switched off by a file, or without that file: it ends the static pods, or makes them.
+func (i *installation) rancher(ctx context.Context) func(string) error {
+	return func(command string) error {
+		program := strings.Fields(command)[0]
+		if program == "systemctl" {
+			return nil
+		}
+		nodes, err := i.cp.Admin.CoreV1().Nodes().List(ctx, metav1.ListOptions{})
+		if err != nil {
+			return err
+		}
+		api := i.cp.Admin.CoreV1().Pods("kube-system")
+		for _, n := range nodes.Items {
+			pod := i.static.DeepCopy()
+			pod.Name, pod.Spec.NodeName = "kube-proxy-"+n.Name, n.Name
+			pod.OwnerReferences[0].Name, pod.OwnerReferences[0].UID = n.Name, n.UID
+			if program == "rm" {
+				_, err = api.Create(ctx, pod, metav1.CreateOptions{})
+			} else {
+				err = api.Delete(ctx, pod.Name, metav1.DeleteOptions{})
+			}
+			if err != nil {
+				return err
+			}
+		}
+		return nil
 	}
 }
 

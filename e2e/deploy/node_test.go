@@ -424,7 +424,7 @@ func TestNodeKubeadm(t *testing.T) {
 		Subjects:   []rbac.Subject{{Kind: "ServiceAccount", Name: "kube-proxy", Namespace: "kube-system"}},
 	}, metav1.CreateOptions{})
 	must(t, err)
-	i := newInstallation(t, m.cp, m.kubectl, "kubeadm")
+	i := newInstallation(t, m.cp, m.kubectl, "kubeadm", "kubeadm")
 	i.kubelets = true
 	m.serves(t)
 	before := i.kubeProxy(t)
@@ -447,7 +447,7 @@ func TestNodeKubeadm(t *testing.T) {
 	if after := i.kubeProxy(t); asYAML(t, after) != asYAML(t, before) {
 		t.Errorf("kube-proxy's DaemonSet before:\n%s\nand after:\n%s", asYAML(t, before), asYAML(t, after))
 	}
-	underLoad(t, m.World, "kube-proxy gives way once more", func() { i.do(t, "Install") })
+	underLoad(t, m.World, "kube-proxy gives way once more, and twice", func() { i.installTwice(t) })
 	i.do(t, "Uninstall")
 	i.nothingLeft(t)
 	kubelets := regexp.MustCompile("KUBE-(FIREWALL|IPTABLES-HINT|KUBELET-CANARY)")

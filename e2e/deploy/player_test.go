@@ -14,33 +14,77 @@ import (
 )
 
 // player plays kubelets for the pods of namespace kube-system, which the real controller of DaemonSets makes and the real scheduler puts on
-// nodes. The pods only seem to run.
+// nodes, and measures how long nodes are without. The pods only seem to run.
 type player struct {
 	cp *cluster.ControlPlane
 	// kubelets says that real ones run: there is nothing to play.
 	kubelets bool
-	// left says of each node that the pod of a proxy has left when it did so, until another one is there.
-	left map[string]time.Time
-	gap  time.Duration // the longest time for which a node was left
+	// bound is how long a node had no pod, which is a matter of the scheduler; running and ready are how long it had none that ran, or was ready.
+	bound, running, ready absence
 	// ending says of each pod that is to end since when; it takes endsWithin, in which the scheduler finds that the next one has to wait.
 	ending map[types.UID]time.Time
 }
 
 const endsWithin = time.Second
 
-// round does once what kubelets do all the time.
-func (p *player) round(ctx context.Context) error {
-	if p.kubelets {
-		return nil
+// tooLong is what a gap is not by chance. Until a scheduler that overlooks the end of a pod tries again, it takes five minutes. One that
+// does not has the next pod on the node within a second, and within some on a busy machine.
+const tooLong = time.Minute
+
+// absence is how long nodes are without something that they have had.
+type absence struct {
+	since   map[string]time.Time // by node; zero for one that has it
+	longest time.Duration
+}
+
+// see takes note of the nodes that have it now. The time of the others counts once they have it again, and meanwhile if it is awaited.
+func (a *absence) see(has map[string]bool, awaited bool) {
+	if a.since == nil {
+		a.since = map[string]time.Time{}
 	}
+	now := time.Now()
+	for node, since := range a.since {
+		switch {
+		case since.IsZero() && !has[node]:
+			a.since[node] = now
+		case !since.IsZero() && (has[node] || awaited):
+			a.longest = max(a.longest, now.Sub(since))
+		}
+	}
+	for node := range has {
+		a.since[node] = time.Time{}
+	}
+}
+
+// round looks once at what pods there are, and does what kubelets do all the time.
+func (p *player) round(ctx context.Context) error {
 	api := p.cp.Admin.CoreV1().Pods("kube-system")
 	list, err := api.List(ctx, metav1.ListOptions{})
 	if err != nil {
 		return err
 	}
+	bound, running, ready, awaited := map[string]bool{}, map[string]bool{}, map[string]bool{}, false
+	for i := range list.Items {
+		pod := &list.Items[i]
+		if pod.Spec.NodeName == "" {
+			awaited = true
+			continue
+		}
+		bound[pod.Spec.NodeName] = true
+		if pod.Status.Phase == v1.PodRunning {
+			running[pod.Spec.NodeName] = true
+		}
+		if isReady(pod) {
+			ready[pod.Spec.NodeName] = true
+		}
+	}
+	p.bound.see(bound, awaited)
+	p.running.see(running, awaited)
+	p.ready.see(ready, awaited)
 	for i := range list.Items {
 		pod := &list.Items[i]
 		switch {
+		case p.kubelets:
 		case pod.DeletionTimestamp != nil:
 			err = p.end(ctx, pod)
 		case pod.Spec.NodeName != "" && !isReady(pod):
@@ -49,6 +93,9 @@ func (p *player) round(ctx context.Context) error {
 		if err != nil {
 			return fmt.Errorf("pod %s on node %s: %w", pod.Name, pod.Spec.NodeName, err)
 		}
+	}
+	if p.bound.longest > tooLong {
+		return fmt.Errorf("a node was without a pod for %v", p.bound.longest)
 	}
 	return nil
 }
@@ -70,9 +117,6 @@ func (p *player) end(ctx context.Context, pod *v1.Pod) error {
 		return nil
 	}
 	delete(p.ending, pod.UID)
-	if pod.Spec.NodeName != "" {
-		p.left[pod.Spec.NodeName] = time.Now()
-	}
 	now := int64(0)
 	return p.cp.Admin.CoreV1().Pods(pod.Namespace).Delete(ctx, pod.Name, metav1.DeleteOptions{GracePeriodSeconds: &now, Preconditions: metav1.NewUIDPreconditions(string(pod.UID))})
 }
@@ -82,10 +126,6 @@ func (p *player) bringUp(ctx context.Context, pod *v1.Pod) error {
 	pod.Status.Phase = v1.PodRunning
 	pod.Status.Conditions = []v1.PodCondition{{Type: v1.PodReady, Status: v1.ConditionTrue, LastTransitionTime: metav1.Now()}}
 	_, err := p.cp.Admin.CoreV1().Pods(pod.Namespace).UpdateStatus(ctx, pod, metav1.UpdateOptions{})
-	if since, is := p.left[pod.Spec.NodeName]; is && err == nil {
-		p.gap = max(p.gap, time.Since(since))
-		delete(p.left, pod.Spec.NodeName)
-	}
 	return err
 }
 
