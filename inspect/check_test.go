@@ -313,7 +313,9 @@ func TestCheck(t *testing.T) {
 			what:  "The cluster IP is in the network of a bridge, so that Pods there look for it among themselves, and their connections fail: 10.96.0.8 (cni0).", problem: true},
 		"errors that a rule may drop": {reality: Reality{Blocking: func(context.Context, []*plan.ServicePort) ([]Blocking, bool, error) {
 			return []Blocking{{Rule: "limit rate drop", Place: "chain o of table ip f", What: "ICMP errors of this node", ICMP: true}}, true, nil
-		}, Ways: func(context.Context, Places) (*Ways, error) { return &Ways{Narrow: "flannel.1", PodMTU: 1500, NarrowMTU: 1450}, nil }},
+		}, Ways: func(context.Context, Places) (*Ways, error) {
+			return &Ways{Narrow: "flannel.1", PodMTU: 1500, NarrowMTU: 1450}, nil
+		}},
 			check: "rules of other programs: ok: none that drops what is for the Service or its answers, or keeps it from being tracked, was found in nftables or iptables; tc, eBPF and ebtables are not looked at\n" +
 				"routes to endpoints: ok: there is one to each of the 2 endpoints in use",
 			what: "Pods send packets of up to 1500 bytes, and flannel.1 takes 1450: what is longer gets through only if its sender learns that by ICMP errors."},

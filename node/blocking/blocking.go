@@ -299,7 +299,9 @@ func (s *search) walkBase(b base) (found []Rule, passed map[marked]*marks, err e
 	if slices.ContainsFunc(s.ports, (*plan.ServicePort).HasExternal) {
 		all = 2
 	}
-	found = slices.DeleteFunc(found, func(r Rule) bool { return r.Policy && !r.Certain && r.from == "" && !r.Answers && admitted[r.What] == all })
+	found = slices.DeleteFunc(found, func(r Rule) bool {
+		return r.Policy && !r.Certain && r.from == "" && !r.Answers && admitted[r.What] == all
+	})
 	return found, passed, nil
 }
 
