@@ -68,7 +68,11 @@ func (c *checks) ways(ctx context.Context) {
 	if n := len(w.Silent); n > 0 {
 		addrs, list := listed(w.Silent, "%s (by %s)")
 		c.found("next hops", problem, "that of %d of %s does not answer", n, of)
-		c.diagnose(problem, NoNeighbour, "see whether the addresses are right, where the Pods are, whether two nodes have the same range (spec.podCIDR), and whether those nodes run: ip neigh show; ip route get "+addrs[0].String(),
+		do := "see whether the addresses are right, where the Pods are, whether two nodes have the same range (spec.podCIDR), and whether those nodes run"
+		if !slices.ContainsFunc(addrs, func(a netip.Addr) bool { return !c.nowhere[a] }) {
+			do = "see whether that host runs, or correct the address where it is written (Endpoints or EndpointSlice)"
+		}
+		c.diagnose(problem, NoNeighbour, do+": ip neigh show; ip route get "+addrs[0].String(),
 			"Nobody in the network of this node answers for the next hop to %d of %s (ARP or neighbour discovery), and connections that go there fail: %s.", n, of, some(list))
 		c.about(addrs...)
 	}

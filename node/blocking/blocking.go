@@ -93,12 +93,13 @@ type Node struct {
 }
 
 // Tunnel is an interface that sends packets in others: by UDP to a port, or by another protocol, whose port is 0. By is the interface by which these leave
-// and come; "" if it is not known.
+// and come, "" if it is not known, and Peer another node that sends such packets; invalid if none is known.
 type Tunnel struct {
 	Name     string
 	Protocol byte
 	Port     uint16
 	By       string
+	Peer     netip.Addr
 }
 
 // by is By, also where it is nil.
@@ -139,7 +140,7 @@ func Find(ctx context.Context, ports []*plan.ServicePort, n Node) ([]Rule, error
 	defer sets.close()
 	legacy, err := readLegacy(ctx, sets, n.Variant)
 	s.unread = err
-	all := []ruleset{nftRules{rules, sets}}
+	all := []ruleset{readNFT(rules, sets)}
 	if legacy != nil {
 		all = append(all, legacy)
 	}

@@ -226,6 +226,12 @@ func TestFind(t *testing.T) {
 			want: "certain: policy drop: the tunnel flannel.1 (port 8472/UDP), by which other nodes answer"},
 		{name: "a policy that admits a tunnel", uplink: true, tunnel: true, nft: "add table inet fw; add chain inet fw in { type filter hook input priority 0; policy drop; }; " +
 			"add rule inet fw in ct state established accept; add rule inet fw in iifname eth0 udp dport { 8472 } accept"},
+		{name: "a policy that admits the peers of a tunnel", uplink: true, tunnel: true, nft: "add table inet fw; add chain inet fw in { type filter hook input priority 0; policy drop; }; add set inet fw nodes { type ipv4_addr; elements = { 192.0.2.8, 192.0.2.9 }; }; " +
+			"add rule inet fw in ct state established accept; add rule inet fw in iif lo accept; add rule inet fw in ip saddr @nodes udp dport 8472 accept"},
+		{name: "a policy for what comes in a tunnel, and indexes of interfaces", uplink: true, tunnel: true, nft: "add table inet fw; add chain inet fw in { type filter hook input priority 0; policy drop; }; " +
+			"add rule inet fw in iif lo accept; add rule inet fw in iif != eth0 accept",
+			want: "certain: policy drop: the tunnel flannel.1 (port 8472/UDP), by which other nodes answer"},
+		{name: "a policy that admits an index", uplink: true, tunnel: true, nft: "add table inet fw; add chain inet fw in { type filter hook input priority 0; policy drop; }; add rule inet fw in ct state established accept; add rule inet fw in iif eth0 accept"},
 		{name: "iptables, a tunnel at other ports", uplink: true, tunnel: true, iptables: "-A INPUT -p udp --dport 4789 -j DROP"},
 		{name: "a bridge, what Pods ask for", uplink: true, pods: true, nft: "add table bridge b; add chain bridge b in { type filter hook prerouting priority -300; }; add rule bridge b in ip daddr 10.96.0.10 tcp dport 80 drop",
 			want: "certain: ip daddr 10.96.0.10 tcp dport 80 drop: the cluster IP 10.96.0.10:80/TCP from Pods of this node (by cni0)"},
@@ -281,7 +287,7 @@ func TestFind(t *testing.T) {
 		t.Run(tc.name, func(t *testing.T) {
 			t.Parallel()
 			nstest.Enter(t)
-			if strings.Contains(tc.nft, " device ") {
+			if strings.Contains(tc.nft, " device ") || strings.Contains(tc.nft, " iif ") {
 				nstest.Exec(t, "ip", "link", "add", "eth0", "type", "veth", "peer", "name", "cni0")
 			}
 			if tc.nft != "" {
@@ -296,7 +302,7 @@ func TestFind(t *testing.T) {
 			}
 			n.Bridges = map[string]bool{"cni0": true}
 			if tc.tunnel {
-				n.Tunnels = []Tunnel{{"flannel.1", unix.IPPROTO_UDP, 8472, "eth0"}}
+				n.Tunnels = []Tunnel{{"flannel.1", unix.IPPROTO_UDP, 8472, "eth0", netip.MustParseAddr("192.0.2.9")}}
 			}
 			if tc.pods {
 				n.Pods, n.PodsBy = map[plan.Family]netip.Prefix{plan.IPv4: netip.MustParsePrefix("10.244.0.0/24")}, "cni0"
@@ -563,7 +569,7 @@ func TestFindLimits(t *testing.T) {
 		}
 		defer rules.Close()
 		s := &search{ctx: ctx, ports: []*plan.ServicePort{web}, node: noLocal}
-		return s, rules, s.look(nftRules{rules, newSets()})
+		return s, rules, s.look(readNFT(rules, newSets()))
 	}
 	s, rules, err := look(t.Context())
 	if err != nil || len(s.found) != 1 || s.found[0].Certain {

@@ -24,6 +24,17 @@ import (
 type nftRules struct {
 	*nft.Ruleset
 	sets *sets
+	// indexes are those of this node's interfaces, as registers have them, by their names.
+	indexes *map[string][]byte
+}
+
+func readNFT(rules *nft.Ruleset, s *sets) nftRules {
+	list, _ := net.Interfaces() // Without them, none is known.
+	indexes := map[string][]byte{}
+	for _, l := range list {
+		indexes[l.Name] = binary.NativeEndian.AppendUint32(nil, uint32(l.Index))
+	}
+	return nftRules{rules, s, &indexes}
 }
 
 func (nftRules) variant() string { return "nft" }
@@ -33,7 +44,7 @@ func (n nftRules) judges(id nft.ChainID) ([]judge, error) {
 	out := make([]judge, len(rules))
 	for i, exprs := range rules {
 		out[i] = func(p *packet) rule {
-			r := &reading{judgement: judging(p), rules: n.Ruleset, sets: n.sets, chain: id, regs: map[uint32]register{}}
+			r := &reading{judgement: judging(p), rules: n.Ruleset, sets: n.sets, indexes: *n.indexes, chain: id, regs: map[uint32]register{}}
 			for _, e := range exprs {
 				if r.read(e); r.match == no {
 					break
@@ -50,8 +61,10 @@ type reading struct {
 	judgement
 	rules *nft.Ruleset
 	sets  *sets
-	chain nft.ChainID
-	regs  map[uint32]register // by slot
+	// indexes are nftRules.indexes.
+	indexes map[string][]byte
+	chain   nft.ChainID
+	regs    map[uint32]register // by slot
 }
 
 // register is what a rule has loaded: bytes of the packet, or something unknown if they are nil.
@@ -332,6 +345,10 @@ func (r *reading) meta(e *expr.Meta) register {
 		return register{value: r.packet.etherType()}
 	case e.Key == expr.MetaKeyNFPROTO:
 		return register{value: []byte{nft.Protocol(r.packet.family)}}
+	case e.Key == expr.MetaKeyIIF:
+		return register{value: r.indexes[r.packet.in], name: "iif"}
+	case e.Key == expr.MetaKeyOIF:
+		return register{value: r.indexes[r.packet.out], name: "oif"}
 	case e.Key == expr.MetaKeyIIFNAME:
 		return register{value: interfaceName(r.packet.in), name: "iifname"}
 	case e.Key == expr.MetaKeyOIFNAME:
@@ -713,6 +730,12 @@ func (r register) show(data []byte) string {
 			name += "*"
 		}
 		return name
+	case (r.name == "iif" || r.name == "oif") && len(data) == 4:
+		index := int(binary.NativeEndian.Uint32(data))
+		if l, err := net.InterfaceByIndex(index); err == nil {
+			return l.Name
+		}
+		return strconv.Itoa(index)
 	case r.name == nameOfMark && len(data) == 4:
 		return fmt.Sprintf("0x%x", binary.NativeEndian.Uint32(data))
 	case r.name == "fib daddr type" && len(data) == 4:

@@ -239,7 +239,7 @@ func tunnelled(b nft.BaseChain, n Node) (out []packet) {
 		if t.Port != 0 {
 			what = fmt.Sprintf("the tunnel %s (port %d/UDP), by which other nodes answer", t.Name, t.Port)
 		}
-		out = append(out, packet{what: what, family: plan.IPv4, protocol: t.Protocol, dst: side{port: t.Port, known: t.Port != 0}, here: yes, dnat: no, in: t.By})
+		out = append(out, packet{what: what, family: plan.IPv4, protocol: t.Protocol, src: side{addr: t.Peer}, dst: side{port: t.Port, known: t.Port != 0}, here: yes, dnat: no, in: t.By})
 	}
 	return out
 }

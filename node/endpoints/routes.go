@@ -342,12 +342,13 @@ func By() func(netip.Addr) string {
 }
 
 // Tunnel is an interface that sends packets in others: by UDP to a port, or by another protocol. By is the interface by which these leave, "" if that is not
-// known.
+// known, and Peer the node of IPv4 to which they go; invalid if that is not known.
 type Tunnel struct {
 	Name     string
 	Protocol byte
 	Port     uint16
 	By       string
+	Peer     netip.Addr
 }
 
 // tunnels are the protocols by which kinds of interfaces send.
@@ -371,7 +372,14 @@ func Tunnels(ports []*plan.ServicePort) ([]Tunnel, error) {
 				continue
 			}
 			l := links[r.Links[0]]
-			if t := (Tunnel{l.Name, tunnels[l.Kind], l.Port, links[l.Under].Name}); t.Protocol != 0 && !slices.Contains(out, t) {
+			t := Tunnel{l.Name, tunnels[l.Kind], l.Port, links[l.Under].Name, r.Via}
+			if l.Kind == "vxlan" {
+				t.Peer, _, _ = host.Beyond(l.Index, cmp.Or(r.Via, ep.Addr.Addr())) // Without its entries, it is not known.
+			}
+			if !t.Peer.Is4() {
+				t.Peer = netip.Addr{}
+			}
+			if t.Protocol != 0 && !slices.Contains(out, t) {
 				out = append(out, t)
 			}
 		}

@@ -132,16 +132,18 @@ func TestTunnels(t *testing.T) {
 	nstest.Enter(t)
 	for _, line := range []string{
 		"link set lo up", "link add eth0 type veth peer name far", "link set eth0 up", "link set far up", "addr add 192.0.2.1/24 dev eth0",
-		"link add flannel.1 type vxlan id 1 dev eth0 dstport 8472", "link set flannel.1 up", "route add 10.244.2.0/24 dev flannel.1",
+		"link add flannel.1 type vxlan id 1 dev eth0 dstport 8472", "link set flannel.1 up", "route add 10.244.2.0/24 via 10.244.2.0 dev flannel.1 onlink",
+		"neigh add 10.244.2.0 dev flannel.1 lladdr 02:00:00:00:00:02 nud permanent",
 	} {
 		nstest.Exec(t, "ip", strings.Fields(line)...)
 	}
+	nstest.Exec(t, "bridge", "fdb", "add", "02:00:00:00:00:02", "dev", "flannel.1", "dst", "192.0.2.9")
 	sp := &plan.ServicePort{}
 	for _, a := range []string{"192.0.2.1:80", "192.0.2.2:80", "10.244.2.5:80", "10.244.2.6:80", "198.51.100.1:80"} {
 		sp.Endpoints.Cluster = append(sp.Endpoints.Cluster, plan.Endpoint{Addr: netip.MustParseAddrPort(a)})
 	}
 	got, err := Tunnels([]*plan.ServicePort{sp})
-	if want := []Tunnel{{"flannel.1", unix.IPPROTO_UDP, 8472, "eth0"}}; err != nil || !reflect.DeepEqual(got, want) {
+	if want := []Tunnel{{"flannel.1", unix.IPPROTO_UDP, 8472, "eth0", netip.MustParseAddr("192.0.2.9")}}; err != nil || !reflect.DeepEqual(got, want) {
 		t.Errorf("%+v, %v; want %+v", got, err, want)
 	}
 }
