@@ -232,6 +232,7 @@ func TestFind(t *testing.T) {
 			"add rule inet fw in iif lo accept; add rule inet fw in iif != eth0 accept",
 			want: "certain: policy drop: the tunnel flannel.1 (port 8472/UDP), by which other nodes answer"},
 		{name: "a policy that admits an index", uplink: true, tunnel: true, nft: "add table inet fw; add chain inet fw in { type filter hook input priority 0; policy drop; }; add rule inet fw in ct state established accept; add rule inet fw in iif eth0 accept"},
+		{name: "what the kubelet drops, of a tunnel", uplink: true, tunnel: true, nft: "add table ip f; add chain ip f in { type filter hook input priority 0; }; add rule ip f in ip saddr != 127.0.0.0/8 ip daddr 127.0.0.0/8 drop"},
 		{name: "iptables, a tunnel at other ports", uplink: true, tunnel: true, iptables: "-A INPUT -p udp --dport 4789 -j DROP"},
 		{name: "a bridge, what Pods ask for", uplink: true, pods: true, nft: "add table bridge b; add chain bridge b in { type filter hook prerouting priority -300; }; add rule bridge b in ip daddr 10.96.0.10 tcp dport 80 drop",
 			want: "certain: ip daddr 10.96.0.10 tcp dport 80 drop: the cluster IP 10.96.0.10:80/TCP from Pods of this node (by cni0)"},

@@ -114,7 +114,7 @@ func (j *judgement) addresses(s side, word string, within netip.Prefix, invert b
 		j.unknown(text)
 		return
 	}
-	j.specific = j.specific || !j.packet.answer // Of answers, only the port is: very many rules ask where a packet comes from.
+	j.specific = j.specific || !j.packet.answer && word == "daddr" // Very many rules ask where a packet comes from.
 	j.holds(within.Contains(s.addr) != invert, text)
 }
 

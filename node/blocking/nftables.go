@@ -426,11 +426,11 @@ func (r *reading) payload(e *expr.Payload) register {
 		case e.Offset >= at+uint32(r.packet.family.Bits()/8):
 			return register{}
 		case !s.addr.IsValid() && word == " saddr" && r.packet.pods.IsValid():
-			return register{value: part(r.packet.pods.Addr().AsSlice(), at), name: name + word, specific: true}.knownTo(part(maskOf(r.packet.pods), at))
+			return register{value: part(r.packet.pods.Addr().AsSlice(), at), name: name + word}.knownTo(part(maskOf(r.packet.pods), at))
 		case !s.addr.IsValid():
 			return register{name: name + word}
 		}
-		return register{value: part(s.addr.AsSlice(), at), name: name + word, specific: !r.packet.answer}
+		return register{value: part(s.addr.AsSlice(), at), name: name + word, specific: !r.packet.answer && word == " daddr"}
 	}
 	const typeAt = 12 // in the header of Ethernet
 	switch {
