@@ -43,6 +43,10 @@ type SeenPacket struct {
 	Answered bool `json:"answered"`
 	// Answer is the way of an answer; nil if none was followed.
 	Answer *SeenAnswer `json:"answer,omitempty"`
+	// Repeated is how often the client has sent it again, without an answer.
+	Repeated int `json:"repeated,omitempty"`
+	// Untold says that the kernel told nothing of it behind Bridge, so that it may have met rules which are only predicted.
+	Untold bool `json:"untold,omitempty"`
 	// Bridge is the bridge by which it came, behind whose rules (br_netfilter) the kernel does not tell of all packets; empty for none.
 	Bridge string `json:"bridge,omitempty"`
 	// Unfollowed names a program whose rules the kernel does not tell of, though there are some; empty for none.
@@ -75,6 +79,11 @@ type SeenStep struct {
 // Lost is the Action of a packet that no rule has dropped and that got nowhere.
 const Lost = "lost"
 
+// Repeats reports whether an earlier packet is of the same connection.
+func (s *SeenPacket) Repeats(earlier SeenPacket) bool {
+	return s.Source == earlier.Source && s.Destination == earlier.Destination
+}
+
 // Problem reports whether no packet passed, or one went another way than was predicted, or does not get through, or got no answer by TCP, or was refused.
 func (l *Live) Problem() bool {
 	return len(l.Seen) == 0 || slices.ContainsFunc(l.Seen, func(s SeenPacket) bool {
@@ -94,7 +103,7 @@ func (s *SeenPacket) Compare(p *PacketTrace) {
 	differ := func(format string, args ...any) { s.Differences = append(s.Differences, fmt.Sprintf(format, args...)) }
 	switch {
 	case s.Action == Lost && (s.Answered || s.Bridge != ""): // It has got there, or the kernel tells no more of it.
-		s.Action = p.Action
+		s.Action, s.Untold = p.Action, s.Bridge != ""
 		return
 	case s.Action == Lost && s.Unfollowed != "" && (p.Action == plan.Reject.String() || p.Action == plan.Drop.String()):
 		return // by a rule that does not show
@@ -279,7 +288,7 @@ func WriteLive(w io.Writer, l *Live) error {
 			text += fmt.Sprintf(", but %d had a reset (RST) for an answer: see whether anything listens at the endpoint", n)
 		}
 		if n := unanswered(l.Seen); n > 0 {
-			text += fmt.Sprintf(", but %d had no answer: see whether the endpoint answers, and whether its answer comes back by way of this node", n)
+			text += fmt.Sprintf(", but %d had no answer: see whether the endpoint answers, and whether its answer comes back by way of this node (nodeproxy explain)", n)
 		}
 		fmt.Fprintln(w, text+".")
 	}
@@ -335,7 +344,21 @@ func (s *SeenPacket) write(w io.Writer) error {
 	for _, d := range s.Differences {
 		fmt.Fprintln(w, "  DIFFERS: "+Printable(d))
 	}
+	if s.Repeated > 0 {
+		fmt.Fprintf(w, "  The client has sent its first packet again, %s.\n", times(s.Repeated))
+	}
+	if s.Untold {
+		fmt.Fprintf(w, "  Behind bridge %s (br_netfilter), the kernel tells nothing of it: it may have met rules that are only predicted below.\n", Printable(s.Bridge))
+	}
 	return nil
+}
+
+// times is such as "once" or "2 times".
+func times(n int) string {
+	if n == 1 {
+		return "once"
+	}
+	return fmt.Sprintf("%d times", n)
 }
 
 func (s *SeenPacket) answered() string {

@@ -7,6 +7,7 @@ import (
 	"net/netip"
 	"os"
 	"os/signal"
+	"slices"
 	"strings"
 	"sync"
 	"syscall"
@@ -98,9 +99,17 @@ func (l liveTrace) follow(ctx context.Context, predicted *inspect.Trace, from an
 		if r.Lost {
 			out.Notes = append(out.Notes, "The kernel had more to tell than could be read, so that rules may be missing.")
 		}
+		before := len(out.Seen)
 		for _, p := range r.Packets {
 			s := seen(p)
+			if j := slices.IndexFunc(out.Seen[before:], s.Repeats); j >= 0 {
+				out.Seen[before+j].Repeated++
+				continue
+			}
 			s.Unfollowed, s.Bridge = legacy, bridges[p.In]
+			if a := s.Answer; a != nil && a.Action == inspect.Lost && bridges[a.In] != "" { // The kernel tells no more of it.
+				s.Answer = nil
+			}
 			s.Compare(predictionFor(context.WithoutCancel(ctx), &predicted.Packets[i], p.Src.Addr(), from))
 			out.Seen = append(out.Seen, s)
 		}
