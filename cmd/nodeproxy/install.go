@@ -92,6 +92,9 @@ func (i *installer) run(ctx context.Context, stdin io.Reader, stderr io.Writer) 
 		fmt.Fprintln(stderr, inspect.Printable(fmt.Sprintf(format, args...)))
 	}
 	i.options.NoKernelModules = !i.loadModules
+	if i.options.Image == "" && !strings.HasPrefix(i.output, "kube-proxy-") {
+		say("--image: not given: what is printed names localhost/nodeproxy:latest, which nodes can't pull")
+	}
 	var cluster install.Cluster
 	if err := i.read(ctx, &cluster, stdin, say); err != nil {
 		return nil, err
@@ -160,6 +163,10 @@ func (i *installer) ask(ctx context.Context, cluster *install.Cluster, say func(
 	rules.ExplicitPath = i.kubeconfig
 	cfg, err := clientcmd.NewNonInteractiveDeferredLoadingClientConfig(rules,
 		&clientcmd.ConfigOverrides{CurrentContext: i.context, ClusterInfo: api.Cluster{}}).ClientConfig()
+	if clientcmd.IsEmptyConfig(err) {
+		return &usageError{fmt.Errorf("--kubeconfig: not given, and there is none that kubectl would use (KUBECONFIG, %s); --filename reads what describes the cluster from a file",
+			clientcmd.RecommendedHomeFile)}
+	}
 	if err != nil {
 		return &usageError{fmt.Errorf("--kubeconfig: %w", err)}
 	}

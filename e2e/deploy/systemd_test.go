@@ -155,7 +155,8 @@ func (h *host) run(command string) (string, error) {
 func (h *host) do(t *testing.T, commands []string) {
 	t.Helper()
 	for _, command := range commands {
-		command = strings.ReplaceAll(command, "PODS", harness.ClusterCIDR4.String()+","+harness.ClusterCIDR6.String())
+		const flag = "--cluster-cidr="
+		command = strings.ReplaceAll(command, flag+"10.244.0.0/16", flag+harness.ClusterCIDR4.String()+","+harness.ClusterCIDR6.String())
 		out, err := h.run(command)
 		if err != nil {
 			t.Fatalf("%s: %v\n%s", command, err, out)
