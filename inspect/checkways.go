@@ -249,14 +249,24 @@ func listed(of map[netip.Addr]string, format string) (addrs []netip.Addr, words 
 
 func (c *checks) notForwarded(families []plan.Family) {
 	for _, f := range families {
-		setting := "net.ipv4.ip_forward"
-		if f == plan.IPv6 {
-			setting = "net.ipv6.conf.all.forwarding"
-		}
-		c.found("forwarding", problem, "%s is 0", setting)
-		c.diagnose(problem, NotForwarded, "set "+setting+" to 1, and see what has cleared it: every node needs it, at every start",
-			"This node does not forward packets of %s (%s is 0): of the connections to endpoints elsewhere, or from elsewhere to Pods, only its own get there.", f, setting)
+		what, do := notForwarding(f)
+		c.found("forwarding", problem, "%s is 0", forwards(f))
+		c.diagnose(problem, NotForwarded, do, "%s", what)
 	}
+}
+
+// forwards is the setting by which the kernel forwards packets of a family.
+func forwards(f plan.Family) string {
+	if f == plan.IPv6 {
+		return "net.ipv6.conf.all.forwarding"
+	}
+	return "net.ipv4.ip_forward"
+}
+
+// notForwarding says what it means that the kernel forwards no packets of a family, and what to do.
+func notForwarding(f plan.Family) (what, do string) {
+	return fmt.Sprintf("This node does not forward packets of %s (%s is 0): of the connections to endpoints elsewhere, or from elsewhere to Pods, only its own get there.", f, forwards(f)),
+		"set " + forwards(f) + " to 1, and see what has cleared it: every node needs it, at every start"
 }
 
 // bridged is about endpoints whose answers to Pods of the same bridge pass no rule, so that nothing translates them back.

@@ -86,6 +86,8 @@ type Status struct {
 	// Tracked is nil where it can't be read.
 	Tracked  *TrackedFlows `json:"tracked,omitempty"`
 	filtered []Filtered
+	// notForwarded are the families of which this node forwards nothing, though endpoints are elsewhere.
+	notForwarded []plan.Family
 	// refusing are endpoints on this node that get traffic and at which nothing listens, each with a Service.
 	refusing []string
 	// Wrong says what is wrong, a sentence each, with what to do; empty if nothing is.
@@ -165,8 +167,8 @@ func (n *Node) Status(ctx context.Context) *Status {
 	s.InSync = !s.InSyncSince.IsZero()
 	s.Syncs = statistics(n.History.Syncs())
 	s.Source = sourceStatus(self, now)
-	if snapshot := n.snapshot(); snapshot != nil && n.Reality != nil && n.Reality.Reverse != nil {
-		s.filtered = n.filtered(ctx, snapshot)
+	if snapshot := n.snapshot(); snapshot != nil && n.Reality != nil {
+		s.filtered, s.notForwarded = n.sampled(ctx, snapshot)
 	}
 	if snapshot := n.snapshot(); snapshot != nil && n.Reality != nil && n.Reality.Endpoints != nil {
 		s.refusing = n.refusing(ctx, snapshot)
@@ -180,8 +182,9 @@ func (n *Node) Status(ctx context.Context) *Status {
 	return s
 }
 
-// filtered returns endpoints whose answers the kernel drops, of one in each range of 256 addresses: these have the same route nearly everywhere.
-func (n *Node) filtered(ctx context.Context, snapshot *plan.Snapshot) []Filtered {
+// sampled looks at the ways to one endpoint of IPv4 in each range of 256 addresses, which have the same route nearly everywhere. It returns those whose answers the
+// kernel drops, and the families of which this node forwards nothing.
+func (n *Node) sampled(ctx context.Context, snapshot *plan.Snapshot) (filtered []Filtered, notForwarded []plan.Family) {
 	first := map[netip.Prefix]netip.Addr{}
 	for _, ports := range snapshot.Services() {
 		for _, sp := range ports {
@@ -200,11 +203,18 @@ func (n *Node) filtered(ctx context.Context, snapshot *plan.Snapshot) []Filtered
 	ctx, cancel := context.WithTimeout(ctx, checkTime)
 	defer cancel()
 	sample := slices.SortedFunc(maps.Values(first), netip.Addr.Compare)
-	r, err := n.Reality.Reverse(ctx, sample[:min(len(sample), mostAddresses)])
-	if err != nil { // explain says it.
-		return nil
+	sample = sample[:min(len(sample), mostAddresses)]
+	if n.Reality.Reverse != nil {
+		if r, err := n.Reality.Reverse(ctx, sample); err == nil { // Else explain says it.
+			filtered = r.Filtered
+		}
 	}
-	return r.Filtered
+	if n.Reality.Ways != nil {
+		if w, err := n.Reality.Ways(ctx, Places{Endpoints: sample}); err == nil {
+			notForwarded = w.NotForwarded
+		}
+	}
+	return filtered, notForwarded
 }
 
 // refusing returns the endpoints on this node at which nothing listens, of as many as are looked at.
@@ -355,6 +365,10 @@ func (s *Status) judge(self Self) {
 	}
 	for _, f := range s.filtered[:min(len(s.filtered), mostFiltered)] {
 		wrong("%s. To do: %s.", f, fmt.Sprintf(toFilter, f.By))
+	}
+	for _, f := range s.notForwarded {
+		what, do := notForwarding(f)
+		wrong("%s To do: %s.", what, do)
 	}
 	if n := len(s.refusing); n > 0 {
 		wrong("Nothing listens at %d %s of this node, which %s traffic all the same: %s. \"nodeproxy explain\" says more.", n, plural("endpoint", n),

@@ -108,6 +108,12 @@ func testStatusWrong(t *testing.T) {
 			}}
 		}, []string{"- The kernel drops the answers of endpoint 10.244.0.1: packets to it leave by eth1, where rp_filter is strict, but by the routes that hold for its answers " +
 			"they should come by eth0. To do: have the same routes hold for answers (ip rule), or set net.ipv4.conf.eth1.rp_filter to 2"}},
+		"no forwarding": {Self{}, func(n *Node) {
+			n.Reality = &Reality{Ways: func(_ context.Context, to Places) (*Ways, error) {
+				return &Ways{NotForwarded: []plan.Family{plan.FamilyOf(to.Endpoints[0])}}, nil
+			}}
+		}, []string{"- This node does not forward packets of IPv4 (net.ipv4.ip_forward is 0): of the connections to endpoints elsewhere, or from elsewhere to Pods, only its own get there. " +
+			"To do: set net.ipv4.ip_forward to 1, and see what has cleared it"}},
 		"an endpoint that refuses": {Self{}, func(n *Node) {
 			n.Reality = &Reality{Endpoints: func(_ context.Context, ports []*plan.ServicePort) ([]Listening, error) {
 				refused, open := ports[0].All()[0].Addr, ports[1].All()[0].Addr
