@@ -78,33 +78,9 @@ type (
 	Filtered = reality.Filtered
 	// Reverse is reality.Reverse.
 	Reverse = reality.Reverse
+	// Blocking is reality.Blocking.
+	Blocking = reality.Blocking
 )
-
-// Blocking is a rule of another program that drops or rejects packets, or keeps them from being translated.
-type Blocking struct {
-	// Rule is the rule as nft or iptables shows it, and Place its table and chain.
-	Rule, Place string
-	// What is the traffic that it concerns, such as "cluster IP 10.96.0.1:80/TCP", and Answers whether it is what comes back from there.
-	What    string
-	Answers bool
-	// Certain is true if it concerns all of that traffic, whoever sends it.
-	Certain bool
-	// Untracked says that the rule does not drop it, but keeps it from being tracked, so that nothing translates it.
-	Untracked bool
-	// Unmasqueraded says that the rule does not drop it, but keeps its source from being translated, and Diverted that it decides first about its
-	// destination.
-	Unmasqueraded, Diverted bool
-	// Policy is true if no rule drops it but the policy of the chain that is Place.
-	Policy bool
-	// Unmarked says that it changes the mark by which packets are to be masqueraded, Missing that it gives them a source that this node does not have, and
-	// ICMP that it drops the errors by which others learn that a packet was too long.
-	Unmarked, Missing, ICMP bool
-	// Inside says that the rule is in the network namespace of the endpoint, and To is the port to which it diverts what comes; 0 if that is not known.
-	Inside bool
-	To     uint16
-	// Toward is the address to which it diverts what comes; invalid if that is not known.
-	Toward netip.Addr
-}
 
 // Check is one thing that was looked at on the node.
 type Check struct {

@@ -75,11 +75,6 @@ func (d *daemon) blocking(ctx context.Context, ports []*plan.ServicePort) (out [
 	if err != nil {
 		return nil, false, err
 	}
-	add := func(f blocking.Rule, inside bool) {
-		out = append(out, inspect.Blocking{Rule: f.Text, Place: f.Place(), What: f.What, Answers: f.Answers, Certain: f.Certain,
-			Untracked: f.Untracked, Unmasqueraded: f.Unmasqueraded, Diverted: f.Diverted, Policy: f.Policy, Unmarked: f.Unmarked, Missing: f.Missing,
-			ICMP: f.ICMP, Inside: inside, To: f.Port, Toward: f.Addr})
-	}
 	node := blocking.Node{
 		Local: local, IPVS: d.cfg.Mode == ipvsMode.name, Uplink: endpoints.Uplink(), By: endpoints.By(), Mark: 1 << d.cfg.MasqueradeBit, Variant: d.backend.variant,
 		Bridges: endpoints.Bridges(),
@@ -101,19 +96,15 @@ func (d *daemon) blocking(ctx context.Context, ports []*plan.ServicePort) (out [
 		node.Tunnels = append(node.Tunnels, blocking.Tunnel(t))
 	}
 	d.podsHere(&node)
-	found, err := blocking.Find(ctx, ports, node)
-	for _, f := range found {
-		add(f, false)
-	}
-	if err != nil {
+	if out, err = blocking.Find(ctx, ports, node); err != nil {
 		return out, false, err
 	}
 	within, err = endpoints.Within(ctx, d.cfg.SysctlDir, ports, func(its []*plan.ServicePort, listens func(plan.Protocol, uint16) bool) error {
 		found, err := blocking.Find(ctx, its, blocking.Node{Inside: true, Local: func(netip.Addr) bool { return true }})
 		for _, f := range found {
-			taken := f.Port == 0 || listens(plan.TCP, f.Port) || listens(plan.UDP, f.Port) // by a sidecar, such as one of a service mesh, or a virtual machine
-			if !f.Diverted || !taken {
-				add(f, true)
+			taken := f.To == 0 || listens(plan.TCP, f.To) || listens(plan.UDP, f.To) // by a sidecar, such as one of a service mesh, or a virtual machine
+			if f.Inside = true; !f.Diverted || !taken {
+				out = append(out, f)
 			}
 		}
 		return err

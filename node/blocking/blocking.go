@@ -15,50 +15,21 @@ import (
 	"slices"
 	"strings"
 
+	"nodeproxy/inspect/reality"
 	"nodeproxy/kernel/names"
 	"nodeproxy/kernel/nft"
 	"nodeproxy/plan"
 )
 
-// Rule is a rule of another program, or the policy of its chain, that drops or rejects packets for a Service, or keeps them from being tracked.
-type Rule struct {
-	// Text is the rule, as far as it is understood; Chain is where it is.
-	Text  string
-	Chain nft.ChainID
-	// Policy is true for the policy of the chain.
-	Policy bool
-	// What is the traffic that it concerns, and Answers whether it is what comes back from there.
-	What    string
-	Answers bool
-	// Certain is true if nothing else decides whether it applies.
-	Certain bool
-	// Untracked is true for a rule that does not drop packets, but keeps them from being tracked, so that nothing translates them, Unmasqueraded
-	// for one that keeps their source from being translated, and Diverted for one that decides first about their destination.
-	Untracked, Unmasqueraded, Diverted bool
+// finding is a rule of another program, or the policy of its chain, that concerns packets for a Service.
+type finding struct {
+	reality.Blocking
+	chain nft.ChainID
 	// to is What without those who send it, which is from; both are empty where everybody does.
 	to, from string
-	// Legacy says that it is a rule of the legacy variant of iptables.
-	Legacy bool
 	// number is that of the rule in its chain, from 1; 0 for the policy. rules is where the chain is: both variants of iptables have some of the same name.
 	number int
 	rules  ruleset
-	// Unmarked is true for a rule that changes the mark by which packets are to be masqueraded, and Missing for one that gives them a source address
-	// that this node does not have.
-	Unmarked, Missing bool
-	// ICMP is true for one that drops the errors by which others learn that a packet was too long.
-	ICMP bool
-	// Port is where a rule that diverts packets sends them on this node; 0 if that is not known, or elsewhere.
-	Port uint16
-	// Addr is the address to which it sends them, or that they get as their source; invalid if that is not known.
-	Addr netip.Addr
-}
-
-// Place says where the rule is.
-func (r Rule) Place() string {
-	if r.Legacy {
-		return r.Chain.String() + ", of iptables-legacy"
-	}
-	return r.Chain.String()
 }
 
 // Node is what is known of the node.
@@ -129,7 +100,7 @@ type ruleset interface {
 type judge func(*packet) rule
 
 // Find returns the rules that may keep packets from ServicePorts, in order of chain.
-func Find(ctx context.Context, ports []*plan.ServicePort, n Node) ([]Rule, error) {
+func Find(ctx context.Context, ports []*plan.ServicePort, n Node) ([]reality.Blocking, error) {
 	rules, err := nft.ReadRuleset()
 	if err != nil {
 		return nil, err
@@ -147,10 +118,13 @@ func Find(ctx context.Context, ports []*plan.ServicePort, n Node) ([]Rule, error
 	if err := s.look(all...); err != nil || len(s.found) == 0 {
 		return nil, cmp.Or(err, s.unread)
 	}
-	if s.clamped {
-		s.found = slices.DeleteFunc(s.found, func(r Rule) bool { return r.ICMP })
+	var out []reality.Blocking
+	for _, f := range s.found {
+		if !f.ICMP || !s.clamped {
+			out = append(out, f.Blocking)
+		}
 	}
-	return s.found, nil
+	return out, nil
 }
 
 // search is one call of Find.
@@ -158,7 +132,7 @@ type search struct {
 	ctx   context.Context
 	ports []*plan.ServicePort
 	node  Node
-	found []Rule
+	found []finding
 	// judged is how many rules have been judged.
 	judged int
 	// unread is why some chain could not be read.
@@ -251,7 +225,7 @@ func (s *search) lookAt(chains []base) error {
 
 // walkBase follows the packets of a base chain that is none for translation. It returns what may keep them from going on, and the marks of those
 // that do.
-func (s *search) walkBase(b base) (found []Rule, passed map[marked]*marks, err error) {
+func (s *search) walkBase(b base) (found []finding, passed map[marked]*marks, err error) {
 	passed = map[marked]*marks{}
 	if b.Type == "nat" {
 		return nil, nil, nil
@@ -274,7 +248,7 @@ func (s *search) walkBase(b base) (found []Rule, passed map[marked]*marks, err e
 		switch {
 		case ended:
 		case b.Drops:
-			w.report(Rule{Text: "policy drop", Chain: b.ChainID, Policy: true, Certain: !w.accepted})
+			w.report(b.ChainID, 0, reality.Blocking{Rule: "policy drop", Policy: true, Certain: !w.accepted})
 		default:
 			w.passed.add(w.packet.mark)
 		}
@@ -300,19 +274,19 @@ func (s *search) walkBase(b base) (found []Rule, passed map[marked]*marks, err e
 	if slices.ContainsFunc(s.ports, (*plan.ServicePort).HasExternal) {
 		all = 2
 	}
-	found = slices.DeleteFunc(found, func(r Rule) bool {
+	found = slices.DeleteFunc(found, func(r finding) bool {
 		return r.Policy && !r.Certain && r.from == "" && !r.Answers && admitted[r.What] == all
 	})
 	return found, passed, nil
 }
 
 // add adds what has not been said.
-func (s *search) add(list []Rule) {
+func (s *search) add(list []finding) {
 	for _, r := range list {
-		same := func(o Rule) bool {
-			return (o.Text == r.Text || o.number == r.number && o.rules == r.rules) && o.Chain == r.Chain && o.ICMP == r.ICMP
+		same := func(o finding) bool {
+			return (o.Rule == r.Rule || o.number == r.number && o.rules == r.rules) && o.chain == r.chain && o.ICMP == r.ICMP
 		}
-		said := func(o Rule) bool {
+		said := func(o finding) bool {
 			enough := o.Certain && !r.Certain || (o.Certain || !r.Certain) && (r.Answers || !o.Answers)
 			return same(o) && enough
 		}
@@ -323,7 +297,7 @@ func (s *search) add(list []Rule) {
 			}
 			continue
 		}
-		if i := slices.IndexFunc(s.found, func(o Rule) bool { return same(o) && !o.Certain && r.Certain && o.Answers == r.Answers }); i >= 0 {
+		if i := slices.IndexFunc(s.found, func(o finding) bool { return same(o) && !o.Certain && r.Certain && o.Answers == r.Answers }); i >= 0 {
 			s.found[i] = r
 			continue
 		}

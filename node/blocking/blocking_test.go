@@ -11,6 +11,7 @@ import (
 
 	"golang.org/x/sys/unix"
 
+	"nodeproxy/inspect/reality"
 	"nodeproxy/internal/nstest"
 	"nodeproxy/kernel/nft"
 	"nodeproxy/plan"
@@ -328,7 +329,7 @@ func TestFind(t *testing.T) {
 				if r.Missing {
 					what = "missing: " + what
 				}
-				got = append(got, fmt.Sprintf("%s: %s: %s", how, r.Text, what))
+				got = append(got, fmt.Sprintf("%s: %s: %s", how, r.Rule, what))
 			}
 			if text := strings.Join(got, "\n"); text != tc.want {
 				t.Errorf("found %s\nwant  %s", text, tc.want)
@@ -360,7 +361,7 @@ func TestFindInside(t *testing.T) {
 		got := ""
 		found, err := Find(t.Context(), []*plan.ServicePort{web}, Node{Inside: true, Local: func(netip.Addr) bool { return true }})
 		for _, r := range found {
-			got += fmt.Sprintf("%s, certain %t, diverted %t to %d, answers %t", r.Text, r.Certain, r.Diverted, r.Port, r.Answers)
+			got += fmt.Sprintf("%s, certain %t, diverted %t to %d, answers %t", r.Rule, r.Certain, r.Diverted, r.To, r.Answers)
 		}
 		if err != nil || got != tc.want {
 			t.Errorf("%s: found %s, %v, want %s", tc.rule, got, err, tc.want)
@@ -368,7 +369,7 @@ func TestFindInside(t *testing.T) {
 		change("-D")
 	}
 	nstest.Exec(t, "nft", "add table ip n; add chain ip n p { type nat hook prerouting priority -100; }; add rule ip n p tcp dport 8080 redirect to :9999")
-	if found, err := Find(t.Context(), []*plan.ServicePort{web}, Node{Inside: true, Local: func(netip.Addr) bool { return true }}); err != nil || len(found) != 1 || found[0].Port != 9999 {
+	if found, err := Find(t.Context(), []*plan.ServicePort{web}, Node{Inside: true, Local: func(netip.Addr) bool { return true }}); err != nil || len(found) != 1 || found[0].To != 9999 {
 		t.Errorf("%+v, %v", found, err)
 	}
 }
@@ -395,7 +396,7 @@ func TestFindSets(t *testing.T) {
 		"-m set --match-set n dst --packets-gt 5":           "false",
 		"-m set --match-set n dst -m set --match-set a src": "false",
 	} {
-		foundInEach(t, "FORWARD "+rule, func(variant string, found []Rule) {
+		foundInEach(t, "FORWARD "+rule, func(variant string, found []reality.Blocking) {
 			got := ""
 			for _, r := range found {
 				got = fmt.Sprint(r.Certain)
@@ -403,8 +404,8 @@ func TestFindSets(t *testing.T) {
 					got += " (answer)"
 				}
 				shown := strings.ReplaceAll(strings.ReplaceAll(rule, "! --match-set", "match-set !="), "--match-set", "match-set")
-				if what := strings.Join(strings.Fields(shown)[2:5], " "); !strings.Contains(r.Text, what) {
-					t.Errorf("%s %s: it is shown as %s, without %s", variant, rule, r.Text, what)
+				if what := strings.Join(strings.Fields(shown)[2:5], " "); !strings.Contains(r.Rule, what) {
+					t.Errorf("%s %s: it is shown as %s, without %s", variant, rule, r.Rule, what)
 				}
 			}
 			if len(found) > 1 || got != want {
@@ -415,7 +416,7 @@ func TestFindSets(t *testing.T) {
 }
 
 // foundInEach passes to see what is found while a rule that drops, behind its chain, is there, in each variant of iptables.
-func foundInEach(t *testing.T, rule string, see func(variant string, found []Rule)) {
+func foundInEach(t *testing.T, rule string, see func(variant string, found []reality.Blocking)) {
 	t.Helper()
 	for _, variant := range []string{"iptables-nft", "iptables-legacy"} {
 		change := func(what string) { nstest.Exec(t, variant, strings.Fields(what+" "+rule+" -j DROP")...) }
@@ -445,10 +446,10 @@ func TestFindAlike(t *testing.T) {
 		"OUTPUT -p icmp ! --icmp-type echo-reply":            "meta l4proto icmp icmp type != 0 drop",
 		"OUTPUT -p icmp --icmp-type any":                     "meta l4proto icmp drop",
 	} {
-		foundInEach(t, rule, func(variant string, found []Rule) {
+		foundInEach(t, rule, func(variant string, found []reality.Blocking) {
 			got := ""
 			for _, r := range found {
-				if got = r.Text; !r.Certain || r.Answers || r.ICMP != strings.HasPrefix(rule, "OUTPUT") {
+				if got = r.Rule; !r.Certain || r.Answers || r.ICMP != strings.HasPrefix(rule, "OUTPUT") {
 					t.Errorf("%s %s: %+v", variant, rule, r)
 				}
 			}
@@ -476,7 +477,7 @@ func TestFindOtherVariant(t *testing.T) {
 		}
 		got := ""
 		for _, r := range found {
-			got += fmt.Sprintf("%s in %s: %s (certain: %t)", r.Text, r.Place(), r.What, r.Certain)
+			got += fmt.Sprintf("%s in %s: %s (certain: %t)", r.Rule, r.Place, r.What, r.Certain)
 		}
 		if got != want {
 			t.Errorf("variant %q: %s, want %s", variant, got, want)
@@ -497,7 +498,7 @@ func TestFindHealthCheck(t *testing.T) {
 			t.Fatalf("%+v, %v", found, err)
 		}
 		for _, r := range found {
-			return fmt.Sprintf("%s: %s (certain: %t)", r.Text, r.What, r.Certain)
+			return fmt.Sprintf("%s: %s (certain: %t)", r.Rule, r.What, r.Certain)
 		}
 		return ""
 	}

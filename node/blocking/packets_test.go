@@ -15,6 +15,7 @@ import (
 
 	"golang.org/x/sys/unix"
 
+	"nodeproxy/inspect/reality"
 	"nodeproxy/internal/nstest"
 	"nodeproxy/plan"
 )
@@ -67,7 +68,7 @@ func TestRealPackets(t *testing.T) {
 			}
 		}
 		found, err := Find(t.Context(), []*plan.ServicePort{sp}, n)
-		found = slices.DeleteFunc(found, func(r Rule) bool { return r.ICMP })
+		found = slices.DeleteFunc(found, func(r reality.Blocking) bool { return r.ICMP })
 		if err != nil {
 			t.Fatalf("%v, with\n%s%s", err, text, legacy)
 		}

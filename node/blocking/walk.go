@@ -9,6 +9,7 @@ import (
 
 	"golang.org/x/sys/unix"
 
+	"nodeproxy/inspect/reality"
 	"nodeproxy/kernel/names"
 	"nodeproxy/kernel/nft"
 )
@@ -58,7 +59,7 @@ type walk struct {
 	*search
 	rules  ruleset
 	packet packet
-	out    []Rule
+	out    []finding
 	found  map[string]bool
 	// beside is true in a chain for translation that leads to this program's.
 	beside bool
@@ -81,15 +82,18 @@ type state struct {
 	ended                    bool
 }
 
-func (w *walk) report(r Rule) {
-	r.rules, r.What, r.Answers, r.Legacy = w.rules, w.packet.what, w.packet.answer && !w.packet.icmp, w.rules.variant() == legacyVariant
-	r.ICMP = w.packet.icmp
-	if r.from = w.packet.from; r.from != "" {
-		r.to, r.What = r.What, r.What+" from "+r.from
+func (w *walk) report(chain nft.ChainID, number int, b reality.Blocking) {
+	b.Place, b.What, b.Answers, b.ICMP = chain.String(), w.packet.what, w.packet.answer && !w.packet.icmp, w.packet.icmp
+	if w.rules.variant() == legacyVariant {
+		b.Place += ", of iptables-legacy"
 	}
-	if !w.found[r.Chain.String()+r.Text] {
-		w.found[r.Chain.String()+r.Text] = true
-		w.out = append(w.out, r)
+	f := finding{Blocking: b, chain: chain, number: number, rules: w.rules, from: w.packet.from}
+	if f.from != "" {
+		f.to, f.What = f.What, f.What+" from "+f.from
+	}
+	if !w.found[chain.String()+b.Rule] {
+		w.found[chain.String()+b.Rule] = true
+		w.out = append(w.out, f)
 	}
 }
 
@@ -187,9 +191,9 @@ func (w *walk) unmark(id nft.ChainID, r rule, before mark, certain bool) {
 	}
 	switch cleared := r.mark.known&own != 0 && r.mark.value&own == 0; {
 	case cleared && certain:
-		w.report(Rule{Text: strings.TrimSpace(r.text + " meta mark set"), Chain: id, number: r.number, Certain: !w.accepted, Unmarked: true})
+		w.report(id, r.number, reality.Blocking{Rule: strings.TrimSpace(r.text + " meta mark set"), Certain: !w.accepted, Unmarked: true})
 	case r.restores&own != 0 && certain:
-		w.report(Rule{Text: strings.TrimSpace(r.text + " meta mark set ct mark"), Chain: id, number: r.number, Unmarked: true})
+		w.report(id, r.number, reality.Blocking{Rule: strings.TrimSpace(r.text + " meta mark set ct mark"), Unmarked: true})
 	}
 }
 
@@ -200,14 +204,14 @@ func (w *walk) end(v *visit, r rule, e end, certain bool) (ended, goes bool, err
 	case "drop", "reject":
 		last := v.depth == 0 && r.text == "" // as a policy is
 		if certain || about || last {
-			w.report(Rule{Text: strings.TrimSpace(r.text + " " + e.verdict), Chain: v.id, number: r.number, Certain: certain && !w.accepted})
+			w.report(v.id, r.number, reality.Blocking{Rule: strings.TrimSpace(r.text + " " + e.verdict), Certain: certain && !w.accepted})
 		}
 		return certain, !certain, nil
 	case notrack:
 		if w.packet.untracked && (certain || about) {
 			own := w.packet.here == yes && w.packet.dst.addr.IsValid() // A program of this node may answer there.
 			certain := certain && !w.accepted && !own && !w.node.IPVS  // IPVS translates some of it.
-			w.report(Rule{Text: strings.TrimSpace(r.text + " " + e.verdict), Chain: v.id, number: r.number, Certain: certain, Untracked: true})
+			w.report(v.id, r.number, reality.Blocking{Rule: strings.TrimSpace(r.text + " " + e.verdict), Certain: certain, Untracked: true})
 		}
 		v.behind.add(w.packet.mark)
 	case "accept", translates:
@@ -275,7 +279,7 @@ func (w *walk) applyNAT(v *visit, r rule, certain bool) (ended, goes bool, err e
 		case w.sources && ours: // It masquerades nothing of this.
 		case w.sources && e.verdict == translates:
 			if certain && e.addr.IsValid() && !w.node.Local(e.addr) {
-				w.report(Rule{Text: strings.TrimSpace(fmt.Sprintf("%s %s to %s", r.text, e.to, e.addr)), Chain: v.id, number: r.number, Certain: w.node.Near != nil && w.node.Near(e.addr), Missing: true, Addr: e.addr})
+				w.report(v.id, r.number, reality.Blocking{Rule: strings.TrimSpace(fmt.Sprintf("%s %s to %s", r.text, e.to, e.addr)), Certain: w.node.Near != nil && w.node.Near(e.addr), Missing: true, Toward: e.addr})
 			}
 			if certain {
 				return true, false, nil
@@ -288,7 +292,7 @@ func (w *walk) applyNAT(v *visit, r rule, certain bool) (ended, goes bool, err e
 				if e.addr.IsValid() {
 					text += " to " + e.addr.String()
 				}
-				w.report(Rule{Text: text, Chain: v.id, number: r.number, Certain: !w.even, Unmasqueraded: source, Diverted: !source, Port: e.port, Addr: e.addr})
+				w.report(v.id, r.number, reality.Blocking{Rule: text, Certain: !w.even, Unmasqueraded: source, Diverted: !source, To: e.port, Toward: e.addr})
 				return true, false, nil
 			}
 		case e.verdict == "accept":
