@@ -43,7 +43,7 @@ type SeenPacket struct {
 	Answered bool `json:"answered"`
 	// Answer is the way of an answer; nil if none was followed.
 	Answer *SeenAnswer `json:"answer,omitempty"`
-	// Repeated is how often the client has sent it again, without an answer.
+	// Repeated is how many more first packets of the connection there were: of TCP, the same one sent again.
 	Repeated int `json:"repeated,omitempty"`
 	// Untold says that the kernel told nothing of it behind Bridge, so that it may have met rules which are only predicted.
 	Untold bool `json:"untold,omitempty"`
@@ -345,7 +345,11 @@ func (s *SeenPacket) write(w io.Writer) error {
 		fmt.Fprintln(w, "  DIFFERS: "+Printable(d))
 	}
 	if s.Repeated > 0 {
-		fmt.Fprintf(w, "  The client has sent its first packet again, %s.\n", times(s.Repeated))
+		if p.Protocol == plan.UDP {
+			fmt.Fprintf(w, "  %d more came before an answer.\n", s.Repeated)
+		} else {
+			fmt.Fprintf(w, "  The client has sent its first packet again, %s.\n", times(s.Repeated))
+		}
 	}
 	if s.Untold {
 		fmt.Fprintf(w, "  Behind bridge %s (br_netfilter), the kernel tells nothing of it: it may have met rules that are only predicted below.\n", Printable(s.Bridge))

@@ -182,15 +182,18 @@ func (n *Node) Status(ctx context.Context) *Status {
 	return s
 }
 
-// sampled looks at the ways to one endpoint of IPv4 in each range of 256 addresses, which have the same route nearly everywhere. It returns those whose answers the
+// sampled looks at the ways to one endpoint of IPv4 in each range of 256 addresses, which have the same route nearly everywhere, and to one of IPv6. It returns those whose answers the
 // kernel drops, and the families of which this node forwards nothing.
 func (n *Node) sampled(ctx context.Context, snapshot *plan.Snapshot) (filtered []Filtered, notForwarded []plan.Family) {
-	first := map[netip.Prefix]netip.Addr{}
+	first, first6 := map[netip.Prefix]netip.Addr{}, netip.Addr{}
 	for _, ports := range snapshot.Services() {
 		for _, sp := range ports {
 			for _, ep := range sp.All() {
 				a := ep.Addr.Addr()
 				if !a.Is4() {
+					if !first6.IsValid() || a.Less(first6) {
+						first6 = a
+					}
 					continue
 				}
 				within := netip.PrefixFrom(a, 24).Masked()
@@ -210,6 +213,9 @@ func (n *Node) sampled(ctx context.Context, snapshot *plan.Snapshot) (filtered [
 		}
 	}
 	if n.Reality.Ways != nil {
+		if first6.IsValid() {
+			sample = append(sample, first6)
+		}
 		if w, err := n.Reality.Ways(ctx, Places{Endpoints: sample}); err == nil {
 			notForwarded = w.NotForwarded
 		}
@@ -226,14 +232,14 @@ func (n *Node) refusing(ctx context.Context, snapshot *plan.Snapshot) (out []str
 			for _, f := range sp.Frontends {
 				frontends[netip.AddrPortFrom(f.Addr, f.Port)] = true
 			}
-			here := &plan.ServicePort{Key: sp.Key}
+			var here []plan.Endpoint
 			for _, ep := range sp.All() {
 				if ep.Local {
-					here.Endpoints.Cluster = append(here.Endpoints.Cluster, ep)
+					here = append(here, ep)
 				}
 			}
-			if len(here.Endpoints.Cluster) > 0 {
-				ports = append(ports, here)
+			if len(here) > 0 {
+				ports = append(ports, &plan.ServicePort{Key: sp.Key, Endpoints: plan.Endpoints{Cluster: here}})
 			}
 		}
 	}

@@ -80,11 +80,9 @@ func (d *daemon) blocking(ctx context.Context, ports []*plan.ServicePort) (out [
 		Bridges: endpoints.Bridges(),
 	}
 	node.Near = func(a netip.Addr) bool { return endpoints.Near(a) && !d.announced(a) }
-	served, err := endpoints.Outward(d.nodePortsAnswer())
-	if err != nil {
+	if node.NoNodePorts, err = d.noNodePorts(node.Uplink); err != nil {
 		return nil, false, err
 	}
-	node.NoNodePorts = !slices.Contains(slices.Collect(maps.Values(served)), node.Uplink)
 	if node.IPVS { // It marks what is for virtual servers of many addresses.
 		node.Mark = ^uint32(0)
 	}
@@ -92,9 +90,7 @@ func (d *daemon) blocking(ctx context.Context, ports []*plan.ServicePort) (out [
 	if err != nil {
 		return nil, false, err
 	}
-	for _, t := range tunnels {
-		node.Tunnels = append(node.Tunnels, blocking.Tunnel(t))
-	}
+	node.Tunnels = tunnels
 	d.podsHere(&node)
 	if out, err = blocking.Find(ctx, ports, node); err != nil {
 		return out, false, err
@@ -151,6 +147,17 @@ func (d *daemon) ways(ctx context.Context, to inspect.Places) (*inspect.Ways, er
 	return found, err
 }
 
+// noNodePorts returns the families in which an interface has addresses, and node ports answer at none of them.
+func (d *daemon) noNodePorts(uplink string) (map[plan.Family]bool, error) {
+	served, unserved := false, false
+	answer := d.nodePortsAnswer()
+	list, err := endpoints.Outward(func(netip.Addr) bool { return true })
+	for a, by := range list {
+		served, unserved = served || by == uplink && answer(a), unserved || by == uplink && !answer(a)
+	}
+	return map[plan.Family]bool{plan.IPv4: unserved && !served}, err // Those of IPv6 are not looked at.
+}
+
 // nodePortsAnswer returns what reports whether node ports answer at an address.
 func (d *daemon) nodePortsAnswer() func(netip.Addr) bool {
 	var settings plan.Settings
@@ -191,14 +198,18 @@ func (d *daemon) podsHere(n *blocking.Node) (pod netip.Addr, by string) {
 		}
 	})
 	n.Pods = map[plan.Family]netip.Prefix{}
-	for i, r := range detect.CIDRs {
-		pods, all := endpoints.PodsHere(r, here[plan.FamilyOf(r.Addr())])
-		if pods.IsValid() {
-			n.Pods[plan.FamilyOf(r.Addr())] = pods
+	for _, f := range plan.Families {
+		r := detect.CIDR(f)
+		if !r.IsValid() {
+			continue
 		}
-		if i == 0 || n.PodsBy == all {
+		pods, all := endpoints.PodsHere(r, here[f])
+		if !pods.IsValid() {
+			continue
+		}
+		if n.Pods[f] = pods; len(n.Pods) == 1 {
 			n.PodsBy = all
-		} else if pods.IsValid() {
+		} else if n.PodsBy != all {
 			n.PodsBy = ""
 		}
 	}

@@ -18,6 +18,7 @@ import (
 	"nodeproxy/kernel/nft"
 	"nodeproxy/kernel/tracer"
 	"nodeproxy/kernel/xtables"
+	"nodeproxy/node/endpoints"
 	"nodeproxy/plan"
 )
 
@@ -87,7 +88,6 @@ func (l liveTrace) follow(ctx context.Context, predicted *inspect.Trace, from an
 		}
 		rules.Close()
 	}
-	bridges := bridgesOf()
 	for i, r := range results {
 		out.Passed += r.Passed
 		legacy := ""
@@ -99,36 +99,51 @@ func (l liveTrace) follow(ctx context.Context, predicted *inspect.Trace, from an
 		if r.Lost {
 			out.Notes = append(out.Notes, "The kernel had more to tell than could be read, so that rules may be missing.")
 		}
-		before := len(out.Seen)
-		for _, p := range r.Packets {
-			s := seen(p)
-			if j := slices.IndexFunc(out.Seen[before:], s.Repeats); j >= 0 {
-				out.Seen[before+j].Repeated++
-				continue
-			}
-			s.Unfollowed, s.Bridge = legacy, bridges[p.In]
+		bridges := bridgesOf(tracers[i].Family())
+		for _, s := range distinct(r.Packets) {
+			s.Unfollowed, s.Bridge = legacy, bridges[s.In]
 			if a := s.Answer; a != nil && a.Action == inspect.Lost && bridges[a.In] != "" { // The kernel tells no more of it.
 				s.Answer = nil
 			}
-			s.Compare(predictionFor(context.WithoutCancel(ctx), &predicted.Packets[i], p.Src.Addr(), from))
+			src, _ := netip.ParseAddrPort(s.Source)
+			s.Compare(predictionFor(context.WithoutCancel(ctx), &predicted.Packets[i], src.Addr(), from))
 			out.Seen = append(out.Seen, s)
 		}
 	}
 	return out, nil
 }
 
-// bridgesOf returns the bridges by their own names and those of their ports.
-func bridgesOf() map[string]string {
+// distinct returns the packets, of each connection the one that got furthest.
+func distinct(list []tracer.Packet) (out []inspect.SeenPacket) {
+	for _, p := range list {
+		s := seen(p)
+		i := slices.IndexFunc(out, s.Repeats)
+		if i < 0 {
+			out = append(out, s)
+			continue
+		}
+		if before := out[i]; !before.Answered && (s.Answered || before.Action == inspect.Lost) {
+			s.Repeated, out[i] = before.Repeated, s
+		}
+		out[i].Repeated++
+	}
+	return out
+}
+
+// bridgesOf returns the bridges whose packets pass rules as those of ports (br_netfilter), by their own names and those of their ports.
+func bridgesOf(f plan.Family) map[string]string {
 	links, err := host.Links()
 	if err != nil { // It is only a hint.
 		return nil
 	}
 	out := map[string]string{}
 	for _, l := range links {
-		if l.Kind == "bridge" {
-			out[l.Name] = l.Name
-		} else if of := links[l.Master]; of.Kind == "bridge" {
-			out[l.Name] = of.Name
+		bridge := l
+		if l.Kind != "bridge" {
+			bridge = links[l.Master]
+		}
+		if bridge.Kind == "bridge" && endpoints.BridgeFiltered("/proc/sys", bridge.Name, f) {
+			out[l.Name] = bridge.Name
 		}
 	}
 	return out

@@ -79,6 +79,7 @@ func licenses(names ...string) *cdx.Licenses {
 var (
 	debianLicense = regexp.MustCompile(`(?m)^License:[ \t]*(\S.*)$`)
 	debianFiles   = regexp.MustCompile(`(?m)^(Format|Files):`)
+	emptyLine     = regexp.MustCompile(`\n[ \t]*\n`)
 )
 
 // debianLicenses returns the licenses that a copyright file of Debian names for files of its source package, whether or not they are part of
@@ -89,7 +90,7 @@ func debianLicenses(copyright string) *cdx.Licenses {
 		return nil
 	}
 	var found []cdx.License
-	for paragraph := range strings.SplitSeq(copyright, "\n\n") {
+	for _, paragraph := range emptyLine.Split(copyright, -1) {
 		if m := debianLicense.FindStringSubmatch(paragraph); m != nil && debianFiles.MatchString(paragraph) {
 			found = append(found, spdx(strings.TrimSpace(m[1])))
 		}

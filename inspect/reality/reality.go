@@ -168,3 +168,14 @@ type Blocking struct {
 	// Toward is the address to which it diverts what comes; invalid if that is not known.
 	Toward netip.Addr
 }
+
+// Tunnel is an interface that sends packets in others: by UDP to a port, or by another protocol, whose port is 0.
+type Tunnel struct {
+	Name     string
+	Protocol byte
+	Port     uint16
+	// By is the interface by which these leave and come; "" if it is not known.
+	By string
+	// Peer is another node that sends such packets, of IPv4; invalid if none is known.
+	Peer netip.Addr
+}

@@ -76,7 +76,7 @@ type Link struct {
 	Master int
 	// Port is the UDP port at which a tunnel takes packets (VXLAN, Geneve); 0 for others.
 	Port uint16
-	// Under is the index of the interface by which a tunnel sends; 0 if it has none, or for others.
+	// Under is the index of the interface by which a tunnel or a VLAN sends; 0 if it has none, or for others.
 	Under int
 	// Peer is the index of the other end of a veth, which is in the network namespace of this number (see NamespaceID); -1 if that is the link's own.
 	Peer, PeerNamespace int
@@ -106,12 +106,10 @@ func Links() (map[int]Link, error) {
 			link.Port, link.Under = uint16(l.Port), l.VtepDevIndex
 		case *links.Geneve:
 			link.Port = l.Dport
-		case *links.Iptun:
-			link.Under = a.ParentIndex
-		case *links.Gretun:
-			link.Under = a.ParentIndex
 		case *links.Veth:
 			link.Peer, link.PeerNamespace = a.ParentIndex, a.NetNsID
+		default:
+			link.Under = a.ParentIndex
 		}
 		out[a.Index] = link
 	}

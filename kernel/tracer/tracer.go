@@ -339,6 +339,10 @@ func (t *Tracer) readFlows(list []Packet) error {
 		if fl.Dst == t.flow.Dst {
 			for _, p := range at[fl.Src] {
 				p.Tracked, p.Replied, p.TrackedTo, p.Answer = true, fl.Replied, fl.From, t.answerFrom(fl.From, fl.To)
+				if p.Answer != nil && p.Answer.Reset { // It was open before, or the kernel would have forgotten it.
+					a := *p.Answer
+					a.Reset, p.Answer = false, &a
+				}
 			}
 		}
 		return false

@@ -1,6 +1,6 @@
 // Package blocking finds rules of other programs that keep packets from a Service. It reads the rules of nftables, those of the nft
-// variant of iptables among them, and those of the legacy variant, and judges what they do with packets to a Service, whose destination is known
-// and whose source is not, and with the answers of its endpoints, of which it is the other way round.
+// variant of iptables among them, and those of the legacy variant, and judges what they do with packets to a Service, whose destination is known,
+// and of whose source at most the range is, and with the answers of its endpoints, of which it is the other way round.
 //
 // What a rule asks for besides that makes it uncertain whether it matches. A rule that drops is reported if all that it and those that lead there ask
 // for holds and none before may have returned, or if it asks for the Service's address or port, or for the port of an answer, and for something unknown. One that does not ask for anything of the Service,
@@ -46,8 +46,8 @@ type Node struct {
 	// cluster IPs is not masqueraded. PodsBy is the interface by which the packets of all of them come; "" if there are several, or it is not known.
 	Pods   map[plan.Family]netip.Prefix
 	PodsBy string
-	// NoNodePorts says that node ports do not answer at the addresses of Uplink.
-	NoNodePorts bool
+	// NoNodePorts are the families in which node ports do not answer at the addresses of Uplink.
+	NoNodePorts map[plan.Family]bool
 	// Tunnels are the interfaces by which endpoints elsewhere are reached in packets of another protocol, from which those of other nodes come.
 	Tunnels []Tunnel
 	// Variant is the variant of iptables that this program uses, nft or legacy; chains of the same names in the other one are a kube-proxy's, or were
@@ -63,15 +63,8 @@ type Node struct {
 	Inside bool
 }
 
-// Tunnel is an interface that sends packets in others: by UDP to a port, or by another protocol, whose port is 0. By is the interface by which these leave
-// and come, "" if it is not known, and Peer another node that sends such packets; invalid if none is known.
-type Tunnel struct {
-	Name     string
-	Protocol byte
-	Port     uint16
-	By       string
-	Peer     netip.Addr
-}
+// Tunnel is reality.Tunnel.
+type Tunnel = reality.Tunnel
 
 // by is By, also where it is nil.
 func (n Node) by(a netip.Addr) string {
@@ -115,14 +108,17 @@ func Find(ctx context.Context, ports []*plan.ServicePort, n Node) ([]reality.Blo
 	if legacy != nil {
 		all = append(all, legacy)
 	}
-	if err := s.look(all...); err != nil || len(s.found) == 0 {
-		return nil, cmp.Or(err, s.unread)
+	if err := s.look(all...); err != nil {
+		return nil, err
 	}
 	var out []reality.Blocking
 	for _, f := range s.found {
 		if !f.ICMP || !s.clamped {
 			out = append(out, f.Blocking)
 		}
+	}
+	if len(out) == 0 {
+		return nil, s.unread
 	}
 	return out, nil
 }
@@ -230,7 +226,7 @@ func (s *search) walkBase(b base) (found []finding, passed map[marked]*marks, er
 	if b.Type == "nat" {
 		return nil, nil, nil
 	}
-	admitted := map[string]int{} // of those who are known to send it
+	admitted := map[string]map[string]bool{} // who is known to send it, and is admitted
 	for _, p := range packets(s.ports, b.BaseChain, s.node) {
 		if p.mark = s.begin(&p, b.Hook); b.Family == "bridge" {
 			p.mark = p.mark.forget(unmarked.known)
@@ -253,9 +249,13 @@ func (s *search) walkBase(b base) (found []finding, passed map[marked]*marks, er
 			w.passed.add(w.packet.mark)
 		}
 		found = append(found, w.out...)
-		if p.from != "" && ended && len(w.out) == 0 {
-			admitted[p.what]++
+		if p.elsewhere && p.from != "" && ended && len(w.out) == 0 {
+			if admitted[p.what] == nil {
+				admitted[p.what] = map[string]bool{}
+			}
+			admitted[p.what][p.from] = true
 		}
+		s.clamped = s.clamped || w.clamps && p.family == plan.IPv4 && (b.Hook == "forward" || b.Hook == "postrouting")
 		if b.Family == "bridge" { // Its hooks are called at other times than those of IP.
 			continue
 		}
@@ -270,12 +270,12 @@ func (s *search) walkBase(b base) (found []finding, passed map[marked]*marks, er
 		}
 	}
 	maps.DeleteFunc(passed, func(_ marked, m *marks) bool { return !m.any })
-	all := 1 // Pods of this node, and hosts outside
+	all := 1 // Pods of this node, and hosts outside: to endpoints elsewhere, nobody else sends.
 	if slices.ContainsFunc(s.ports, (*plan.ServicePort).HasExternal) {
 		all = 2
 	}
 	found = slices.DeleteFunc(found, func(r finding) bool {
-		return r.Policy && !r.Certain && r.from == "" && !r.Answers && admitted[r.What] == all
+		return r.Policy && !r.Certain && r.from == "" && !r.Answers && len(admitted[r.What]) == all
 	})
 	return found, passed, nil
 }

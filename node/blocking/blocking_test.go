@@ -281,6 +281,13 @@ func TestFind(t *testing.T) {
 		{name: "iptables, sources that no Pod of this node has", pods: true, iptables: "-t raw -A PREROUTING -i cni0 ! -s 10.244.0.0/24 -j DROP"},
 		{name: "iptables, some of the Pods' sources", pods: true, iptables: "-t raw -A PREROUTING -i cni0 -s 10.244.0.128/25 -d 10.96.0.10 -j DROP",
 			want: "may: iifname cni0 ip saddr 10.244.0.128/25 ip daddr 10.96.0.10 drop: the cluster IP 10.96.0.10:80/TCP from pods and other hosts"},
+		{name: "errors of the path MTU, and segments of this node's own clamped", nft: "add table ip f; add chain ip f o { type filter hook output priority 0; }; add rule ip f o tcp flags syn tcp option maxseg size set rt mtu; add rule ip f o ip protocol icmp drop",
+			want: "certain: ip protocol icmp drop: ICMP errors of this node"},
+		{name: "a policy that admits a range of Pods", uplink: true, pods: true, nft: "add table inet fw; add chain inet fw f { type filter hook forward priority 0; policy drop; }; add rule inet fw f ct state established accept; " +
+			"add rule inet fw f ip saddr 10.0.0.0-10.255.255.255 accept; add rule inet fw f iifname eth0 accept"},
+		{name: "a policy that admits other Pods", uplink: true, pods: true, nft: "add table inet fw; add chain inet fw f { type filter hook forward priority 0; policy drop; }; add rule inet fw f ct state established accept; " +
+			"add rule inet fw f ip saddr 10.9.0.0-10.10.255.255 accept; add rule inet fw f iifname eth0 accept",
+			want: "certain: policy drop: endpoint 10.244.1.5:8080 from Pods of this node"},
 		{name: "other ICMP", nft: "add table ip f; add chain ip f o { type filter hook output priority 0; }; add rule ip f o icmp type echo-reply drop"},
 		{name: "iptables, a policy for what this node sends", uplink: true, nft: "add table ip filter; add chain ip filter OUTPUT { type filter hook output priority 0; policy drop; }",
 			iptables: "-A OUTPUT -o lo -j ACCEPT", want: "certain: policy drop: endpoint 10.244.1.5:8080 from this node\nmay: policy drop: ICMP errors of this node"},
@@ -304,7 +311,7 @@ func TestFind(t *testing.T) {
 			}
 			n.Bridges = map[string]bool{"cni0": true}
 			if tc.tunnel {
-				n.Tunnels = []Tunnel{{"flannel.1", unix.IPPROTO_UDP, 8472, "eth0", netip.MustParseAddr("192.0.2.9")}}
+				n.Tunnels = []Tunnel{{Name: "flannel.1", Protocol: unix.IPPROTO_UDP, Port: 8472, By: "eth0", Peer: netip.MustParseAddr("192.0.2.9")}}
 			}
 			if tc.pods {
 				n.Pods, n.PodsBy = map[plan.Family]netip.Prefix{plan.IPv4: netip.MustParsePrefix("10.244.0.0/24")}, "cni0"
@@ -427,6 +434,31 @@ func foundInEach(t *testing.T, rule string, see func(variant string, found []rea
 		}
 		see(variant, found)
 		change("-D")
+	}
+}
+
+// TestFindAdmitted: a policy is not named where all who are known to send are admitted, by each port of an endpoint; but to an endpoint on this node, Pods of
+// others send, too.
+func TestFindAdmitted(t *testing.T) {
+	t.Parallel()
+	nstest.Enter(t)
+	nstest.Exec(t, "nft", "add table inet fw; add chain inet fw f { type filter hook forward priority 0; policy drop; }; add rule inet fw f ct state established accept; "+
+		"add rule inet fw f iifname { cni0, eth0 } accept")
+	n := noLocal
+	n.Uplink, n.PodsBy, n.Pods = "eth0", "cni0", map[plan.Family]netip.Prefix{plan.IPv4: netip.MustParsePrefix("10.244.0.0/24")}
+	second, here := *web, *web
+	second.Key.Port = "second"
+	here.Endpoints.Cluster = []plan.Endpoint{{Addr: netip.MustParseAddrPort("10.244.0.5:8080"), Local: true}}
+	if found, err := Find(t.Context(), []*plan.ServicePort{web, &second}, n); err != nil || len(found) > 0 {
+		t.Errorf("found %+v, %v", found, err)
+	}
+	if found, err := Find(t.Context(), []*plan.ServicePort{&here}, n); err != nil || len(found) != 1 || found[0].Certain || found[0].Rule != "policy drop" {
+		t.Errorf("of an endpoint on this node, found %+v, %v", found, err)
+	}
+	n.NoNodePorts = map[plan.Family]bool{plan.IPv4: true}
+	nstest.Exec(t, "nft", "flush ruleset; add table ip raw; add chain ip raw p { type filter hook prerouting priority -300; }; add rule ip raw p iifname eth0 tcp dport 30080 drop")
+	if found, err := Find(t.Context(), []*plan.ServicePort{web}, n); err != nil || len(found) != 1 || found[0].Certain {
+		t.Errorf("where node ports do not answer, found %+v, %v", found, err)
 	}
 }
 

@@ -2,6 +2,7 @@ package blocking
 
 import (
 	"bytes"
+	"cmp"
 	"encoding/binary"
 	"fmt"
 	"math/bits"
@@ -23,18 +24,23 @@ import (
 // nftRules are the rules of nftables.
 type nftRules struct {
 	*nft.Ruleset
-	sets *sets
-	// indexes are those of this node's interfaces, as registers have them, by their names.
-	indexes *map[string][]byte
+	sets        *sets
+	*interfaces // Rulesets are compared, and maps can't be.
+}
+
+// interfaces are the names of this node's interfaces by their indexes, and those, as registers have them, by the names.
+type interfaces struct {
+	names   map[int]string
+	indexes map[string][]byte
 }
 
 func readNFT(rules *nft.Ruleset, s *sets) nftRules {
 	list, _ := net.Interfaces() // Without them, none is known.
-	indexes := map[string][]byte{}
+	all := &interfaces{map[int]string{}, map[string][]byte{}}
 	for _, l := range list {
-		indexes[l.Name] = binary.NativeEndian.AppendUint32(nil, uint32(l.Index))
+		all.names[l.Index], all.indexes[l.Name] = l.Name, binary.NativeEndian.AppendUint32(nil, uint32(l.Index))
 	}
-	return nftRules{rules, s, &indexes}
+	return nftRules{rules, s, all}
 }
 
 func (nftRules) variant() string { return "nft" }
@@ -44,7 +50,7 @@ func (n nftRules) judges(id nft.ChainID) ([]judge, error) {
 	out := make([]judge, len(rules))
 	for i, exprs := range rules {
 		out[i] = func(p *packet) rule {
-			r := &reading{judgement: judging(p), rules: n.Ruleset, sets: n.sets, indexes: *n.indexes, chain: id, regs: map[uint32]register{}}
+			r := &reading{judgement: judging(p), rules: n.Ruleset, sets: n.sets, interfaces: n.interfaces, chain: id, regs: map[uint32]register{}}
 			for _, e := range exprs {
 				if r.read(e); r.match == no {
 					break
@@ -61,10 +67,9 @@ type reading struct {
 	judgement
 	rules *nft.Ruleset
 	sets  *sets
-	// indexes are nftRules.indexes.
-	indexes map[string][]byte
-	chain   nft.ChainID
-	regs    map[uint32]register // by slot
+	*interfaces
+	chain nft.ChainID
+	regs  map[uint32]register // by slot
 }
 
 // register is what a rule has loaded: bytes of the packet, or something unknown if they are nil.
@@ -77,6 +82,8 @@ type register struct {
 	// only is the part of the value that is known; nil for all of it. about is that of a mark that depends on the Service.
 	only  []byte
 	about uint32
+	// names are those of interfaces, where it has the index of one.
+	names map[int]string
 }
 
 // slot is the number of the first 4 bytes of a register, which has 16 bytes by its old name and 4 by the new one.
@@ -94,6 +101,9 @@ func (r *reading) read(e expr.Any) {
 		r.compare(r.regs[slot(e.Register)], e)
 	case *expr.Range:
 		reg := r.regs[slot(e.Register)]
+		if last := reg.last(); last != nil && (bytes.Compare(reg.value, e.FromData) >= 0 && bytes.Compare(last, e.ToData) <= 0 || bytes.Compare(last, e.FromData) < 0 || bytes.Compare(reg.value, e.ToData) > 0) {
+			reg.only = nil // All that it may be is within, or nothing.
+		}
 		within := reg.value != nil && bytes.Compare(reg.value, e.FromData) >= 0 && bytes.Compare(reg.value, e.ToData) <= 0
 		r.ask(reg, within == (e.Op == expr.CmpOpEq), fmt.Sprintf("%s %s-%s", reg.name, reg.show(e.FromData), reg.show(e.ToData)))
 	case *expr.Lookup:
@@ -125,7 +135,9 @@ func (r *reading) read(e expr.Any) {
 	case *expr.Queue:
 		r.ends = []end{{verdict: "accept"}}
 	case *expr.Exthdr: // It writes an option of TCP, which is the greatest length of a segment, or asks for one.
-		if r.clamps = e.SourceRegister != 0; !r.clamps {
+		const maxseg = 2 // TCPOPT_MAXSEG
+		r.clamps = r.clamps || e.SourceRegister != 0 && e.Op == expr.ExthdrOpTcpopt && e.Type == maxseg
+		if e.SourceRegister == 0 {
 			r.unknown("")
 			r.regs[slot(e.DestRegister)] = register{}
 		}
@@ -170,7 +182,11 @@ func (r *reading) compare(reg register, e *expr.Cmp) {
 			break
 		}
 	}
-	r.ask(reg, compared(e.Op, bytes.Compare(reg.value[:n], e.Data[:n])), reg.text(e.Op, e.Data))
+	is := compared(e.Op, bytes.Compare(reg.value[:n], e.Data[:n]))
+	if last := reg.last(); last != nil && e.Op != expr.CmpOpEq && e.Op != expr.CmpOpNeq && compared(e.Op, bytes.Compare(last[:n], e.Data[:n])) == is {
+		reg.only = nil // It holds for the least and for the greatest value, or for neither.
+	}
+	r.ask(reg, is, reg.text(e.Op, e.Data))
 }
 
 // lookup judges a question for a set, or follows a map.
@@ -213,7 +229,7 @@ func (r *reading) lookup(e *expr.Lookup) {
 	}
 }
 
-// key returns what a set is asked for, which may be in several registers. Its value is nil unless all of it is known.
+// key returns what a set is asked for, which may be in several registers. Of several, its value is nil unless all of it is known.
 func (r *reading) key(e *expr.Lookup) register {
 	at := slot(e.SourceRegister)
 	key := r.regs[at]
@@ -346,9 +362,9 @@ func (r *reading) meta(e *expr.Meta) register {
 	case e.Key == expr.MetaKeyNFPROTO:
 		return register{value: []byte{nft.Protocol(r.packet.family)}}
 	case e.Key == expr.MetaKeyIIF:
-		return register{value: r.indexes[r.packet.in], name: "iif"}
+		return register{value: r.indexes[r.packet.in], name: "iif", names: r.names}
 	case e.Key == expr.MetaKeyOIF:
-		return register{value: r.indexes[r.packet.out], name: "oif"}
+		return register{value: r.indexes[r.packet.out], name: "oif", names: r.names}
 	case e.Key == expr.MetaKeyIIFNAME:
 		return register{value: interfaceName(r.packet.in), name: "iifname"}
 	case e.Key == expr.MetaKeyOIFNAME:
@@ -461,6 +477,18 @@ func (r *reading) payload(e *expr.Payload) register {
 		}
 	}
 	return register{}
+}
+
+// last is the greatest value that a register of which some bits are known may have; nil for others. The least is its value.
+func (r register) last() []byte {
+	if r.only == nil || r.value == nil {
+		return nil
+	}
+	out := make([]byte, len(r.value))
+	for i := range out {
+		out[i] = r.value[i] | ^r.only[i]
+	}
+	return out
 }
 
 // knownTo is the register of which only some bits are known.
@@ -732,10 +760,7 @@ func (r register) show(data []byte) string {
 		return name
 	case (r.name == "iif" || r.name == "oif") && len(data) == 4:
 		index := int(binary.NativeEndian.Uint32(data))
-		if l, err := net.InterfaceByIndex(index); err == nil {
-			return l.Name
-		}
-		return strconv.Itoa(index)
+		return cmp.Or(r.names[index], strconv.Itoa(index))
 	case r.name == nameOfMark && len(data) == 4:
 		return fmt.Sprintf("0x%x", binary.NativeEndian.Uint32(data))
 	case r.name == "fib daddr type" && len(data) == 4:

@@ -28,6 +28,8 @@ type packet struct {
 	family   plan.Family
 	protocol byte
 	src, dst side
+	// elsewhere is true for what goes to an endpoint on another node.
+	elsewhere bool
 	// pods is the range in which the source is, where Pods send it; invalid for others.
 	pods netip.Prefix
 	mark mark
@@ -106,9 +108,9 @@ func (l *packetList) toFrontends(sp *plan.ServicePort, b nft.BaseChain, n Node) 
 			if !fe.Addr.IsValid() || n.Local(fe.Addr) {
 				p.here = yes
 			}
-			if n.Uplink != "" && fe.Kind != plan.ClusterIP && b.Hook != "output" {
+			if by := n.uplinkTo(sp, fe); by != "" && b.Hook != "output" {
 				outside := p
-				outside.in, outside.what = n.Uplink, fmt.Sprintf("the %s from outside (by %s)", fe, n.Uplink)
+				outside.in, outside.what = by, fmt.Sprintf("the %s from outside (by %s)", fe, by)
 				l.out = append(l.out, outside)
 			}
 			if n.PodsBy != "" && b.Hook != "output" {
@@ -156,7 +158,7 @@ func (l *packetList) toEndpoints(sp *plan.ServicePort, b nft.BaseChain, n Node, 
 		} else if b.Hook == "forward" || b.Hook == "postrouting" {
 			p.out = n.by(ep.Addr.Addr())
 		}
-		p.masqueraded = maybe
+		p.masqueraded, p.elsewhere = maybe, !ep.Local
 		l.out = append(l.out, p)
 		if b.Hook == "output" && !n.IPVS {
 			for _, fe := range sp.Frontends { // A chain knows the interface to where the packet was sent at first.
@@ -187,9 +189,16 @@ func (l *packetList) toEndpoints(sp *plan.ServicePort, b nft.BaseChain, n Node, 
 
 // outside reports whether packets for a ServicePort come from outside by the uplink.
 func (n Node) outside(sp *plan.ServicePort) bool {
-	return n.Uplink != "" && slices.ContainsFunc(sp.Frontends, func(f plan.Frontend) bool {
-		return f.Kind == plan.LoadBalancerIP || f.Kind == plan.ExternalIP || f.Kind == plan.NodePort && !n.NoNodePorts
-	})
+	return slices.ContainsFunc(sp.Frontends, func(f plan.Frontend) bool { return n.uplinkTo(sp, f) != "" })
+}
+
+// uplinkTo is the uplink if packets from outside come by it to a frontend; else "".
+func (n Node) uplinkTo(sp *plan.ServicePort, f plan.Frontend) string {
+	switch {
+	case f.Kind == plan.ClusterIP, f.Kind == plan.HealthCheckNodePort, f.Kind == plan.NodePort && n.NoNodePorts[sp.Key.Family]:
+		return ""
+	}
+	return n.Uplink
 }
 
 // comeBy returns the packets of ServicePorts that come by interfaces: from outside to frontends, from Pods to cluster IPs, and answers of endpoints.
@@ -199,7 +208,7 @@ func comeBy(ports []*plan.ServicePort, devices []string, n Node) (out []packet) 
 		f := sp.Key.Family
 		var first []netip.AddrPort
 		for _, fe := range sp.Frontends {
-			by, who := n.Uplink, "outside"
+			by, who := n.uplinkTo(sp, fe), "outside"
 			if fe.Kind == plan.ClusterIP {
 				by, who = n.PodsBy, "Pods of this node"
 			}
@@ -349,7 +358,7 @@ func natPackets(ports []*plan.ServicePort, b nft.BaseChain, n Node) (out []packe
 				if !fe.Addr.IsValid() || n.Local(fe.Addr) {
 					p.here = yes
 				}
-				if p.in = n.Uplink; fe.Kind == plan.ClusterIP || b.Hook == "output" {
+				if p.in = n.uplinkTo(sp, fe); b.Hook == "output" {
 					p.in = ""
 				}
 				if b.Hook == "output" {

@@ -67,6 +67,8 @@ type walk struct {
 	sources bool
 	// even is true in one for translation that the kernel may call before this program's or after them.
 	even bool
+	// clamps is set once a rule may limit how long packets of TCP are.
+	clamps bool
 	// accepted is set once a rule may have accepted the packet, and passed are the marks with which the packet may go on behind the hook's chain.
 	accepted bool
 	passed   marks
@@ -151,7 +153,7 @@ func (w *walk) apply(v *visit, r rule) (ended, goes bool, err error) {
 	if r.match == no {
 		return false, true, nil
 	}
-	w.clamped = w.clamped || r.clamps && w.packet.protocol == unix.IPPROTO_TCP
+	w.clamps = w.clamps || r.clamps && w.packet.protocol == unix.IPPROTO_TCP
 	certain := v.sure && r.match == yes && len(r.ends) == 1
 	if w.packet.nat {
 		return w.applyNAT(v, r, certain)

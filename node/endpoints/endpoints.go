@@ -31,6 +31,8 @@ type (
 	Filtered = reality.Filtered
 	// Reverse is reality.Reverse.
 	Reverse = reality.Reverse
+	// Tunnel is reality.Tunnel.
+	Tunnel = reality.Tunnel
 )
 
 // moment is how long a program has to accept what waits.

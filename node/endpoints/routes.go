@@ -28,7 +28,7 @@ func LookOut(ctx context.Context, sysctls string, to Places, from []Origin) (*Wa
 	if err != nil {
 		return nil, err
 	}
-	l := &lookout{sysctls: sysctls, from: from, links: links, silent: silent, foreign: map[int]bool{}, without: map[int]map[netip.Addr]string{}, away: map[plan.Family]bool{},
+	l := &lookout{sysctls: sysctls, from: from, links: links, silent: silent, others: map[int]bool{}, without: map[int]map[netip.Addr]string{}, away: map[plan.Family]bool{},
 		ways: &Ways{Unreached: map[netip.Addr]string{}, Cut: map[netip.Addr]string{}, Silent: map[netip.Addr]string{}, Near: map[netip.Addr]string{},
 			Bridged: map[netip.Addr]string{}, Unclaimed: map[netip.Addr]string{}, NoHairpin: map[netip.Addr]string{}, Fixed: map[netip.Addr]string{},
 			ByDefault: map[netip.Addr]string{}, Astray: map[netip.Addr]string{}, Shut: map[netip.Addr]string{}, Looped: map[netip.Addr]string{},
@@ -68,7 +68,7 @@ type lookout struct {
 	silent    map[host.Neighbour]bool
 	fixed     map[host.Neighbour]string
 	addressed map[int]bool // the interfaces that have addresses of IPv4
-	foreign   map[int]bool // and those of them that have none of Pods' range
+	others    map[int]bool // and those of them that have none of Pods' range
 	gateway   netip.Addr   // the next hop of the default route
 	// policies are those of IPsec by which packets are dropped.
 	policies []host.Policy
@@ -146,7 +146,7 @@ func (l *lookout) endpoint(a netip.Addr, r host.Route, link host.Link) error {
 	if link.Kind != "bridge" || hop != a {
 		return nil
 	}
-	if !bridgeFiltered(l.sysctls, link.Name, plan.FamilyOf(a)) {
+	if !BridgeFiltered(l.sysctls, link.Name, plan.FamilyOf(a)) {
 		l.ways.Bridged[a] = link.Name
 		return nil
 	}
@@ -188,7 +188,7 @@ func ofPods(links map[int]host.Link, bridge host.Link) bool {
 // narrow notes an interface by which packets leave that are shorter than those which Pods send.
 func (l *lookout) narrow(by host.Link) {
 	for _, pod := range l.links {
-		if pod.Kind == "veth" && pod.PeerNamespace >= 0 && !l.addressed[pod.Index] && !isForeign(l.links[pod.Master]) && !l.foreign[pod.Master] && pod.MTU > max(by.MTU, l.ways.PodMTU) {
+		if pod.Kind == "veth" && pod.PeerNamespace >= 0 && !l.addressed[pod.Index] && !isForeign(l.links[pod.Master]) && !l.others[pod.Master] && pod.MTU > max(by.MTU, l.ways.PodMTU) {
 			l.ways.Narrow, l.ways.PodMTU, l.ways.NarrowMTU = by.Name, pod.MTU, by.MTU
 		}
 	}
@@ -201,7 +201,7 @@ func (l *lookout) networks(to Places) (map[int]bool, error) {
 	for _, a := range list {
 		out[a.Index] = true
 		pods[a.Index] = pods[a.Index] || !to.Pods.IsValid() || to.Pods.Contains(a.Addr)
-		l.foreign[a.Index] = !pods[a.Index]
+		l.others[a.Index] = !pods[a.Index]
 		for _, ip := range to.ClusterIPs {
 			if ofPods(l.links, l.links[a.Index]) && !a.Network.IsSingleIP() && a.Network.Contains(ip) {
 				l.ways.Captive[ip] = l.links[a.Index].Name
@@ -287,9 +287,9 @@ func (l *lookout) forwarding() {
 	l.ways.Unrouted = slices.DeleteFunc(l.ways.Unrouted, func(u Unrouted) bool { return slices.Contains(l.ways.NotForwardedBy, u.From.By) })
 }
 
-// bridgeFiltered reports whether packets from one port of a bridge to another pass the rules of a family, so that their addresses are translated
+// BridgeFiltered reports whether packets from one port of a bridge to another pass the rules of a family, so that their addresses are translated
 // (module br_netfilter).
-func bridgeFiltered(sysctls, bridge string, f plan.Family) bool {
+func BridgeFiltered(sysctls, bridge string, f plan.Family) bool {
 	name := map[plan.Family]string{plan.IPv4: "iptables", plan.IPv6: "ip6tables"}[f]
 	for _, setting := range []string{
 		filepath.Join(sysctls, "net/bridge/bridge-nf-call-"+name), filepath.Join("/sys/class/net", bridge, "bridge/nf_call_"+name),
@@ -341,16 +341,6 @@ func By() func(netip.Addr) string {
 	}
 }
 
-// Tunnel is an interface that sends packets in others: by UDP to a port, or by another protocol. By is the interface by which these leave, "" if that is not
-// known, and Peer the node of IPv4 to which they go; invalid if that is not known.
-type Tunnel struct {
-	Name     string
-	Protocol byte
-	Port     uint16
-	By       string
-	Peer     netip.Addr
-}
-
 // tunnels are the protocols by which kinds of interfaces send.
 var tunnels = map[string]byte{
 	"vxlan": unix.IPPROTO_UDP, "geneve": unix.IPPROTO_UDP, "ipip": unix.IPPROTO_IPIP, "gre": unix.IPPROTO_GRE, "gretap": unix.IPPROTO_GRE, "sit": unix.IPPROTO_IPV6,
@@ -363,7 +353,7 @@ func Tunnels(ports []*plan.ServicePort) ([]Tunnel, error) {
 		return nil, err
 	}
 	var out []Tunnel
-	left := most
+	left, uplink := most, Uplink()
 	for _, sp := range ports {
 		for _, ep := range sp.All()[:min(left, len(sp.All()))] {
 			left--
@@ -372,14 +362,17 @@ func Tunnels(ports []*plan.ServicePort) ([]Tunnel, error) {
 				continue
 			}
 			l := links[r.Links[0]]
-			t := Tunnel{l.Name, tunnels[l.Kind], l.Port, links[l.Under].Name, r.Via}
+			t := Tunnel{Name: l.Name, Protocol: tunnels[l.Kind], Port: l.Port, By: links[l.Under].Name, Peer: r.Via}
 			if l.Kind == "vxlan" {
 				t.Peer, _, _ = host.Beyond(l.Index, cmp.Or(r.Via, ep.Addr.Addr())) // Without its entries, it is not known.
 			}
 			if !t.Peer.Is4() {
 				t.Peer = netip.Addr{}
 			}
-			if t.Protocol != 0 && !slices.Contains(out, t) {
+			if to, err := host.RouteTo(t.Peer, host.Way{}); t.By == "" && t.Peer.IsValid() && err == nil && len(to.Links) == 1 {
+				t.By = links[to.Links[0]].Name
+			}
+			if t.By = cmp.Or(t.By, uplink); t.Protocol != 0 && !slices.Contains(out, t) {
 				out = append(out, t)
 			}
 		}

@@ -143,7 +143,7 @@ func TestTunnels(t *testing.T) {
 		sp.Endpoints.Cluster = append(sp.Endpoints.Cluster, plan.Endpoint{Addr: netip.MustParseAddrPort(a)})
 	}
 	got, err := Tunnels([]*plan.ServicePort{sp})
-	if want := []Tunnel{{"flannel.1", unix.IPPROTO_UDP, 8472, "eth0", netip.MustParseAddr("192.0.2.9")}}; err != nil || !reflect.DeepEqual(got, want) {
+	if want := []Tunnel{{Name: "flannel.1", Protocol: unix.IPPROTO_UDP, Port: 8472, By: "eth0", Peer: netip.MustParseAddr("192.0.2.9")}}; err != nil || !reflect.DeepEqual(got, want) {
 		t.Errorf("%+v, %v; want %+v", got, err, want)
 	}
 }

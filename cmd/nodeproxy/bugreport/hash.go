@@ -53,8 +53,8 @@ var (
 	// objectIn matches the namespace and name of an object, where a text says that it is one, by its kind or in the comment of a rule or an element.
 	// Elsewhere, what looks like that may be anything, such as 1/465 in /proc/loadavg.
 	objectIn = regexp.MustCompile(`(?:\b(?:Service|ServicePort|Endpoints|EndpointSlice|Pod) |\bcomment )"?([a-z0-9][a-z0-9-]*)/([a-z0-9](?:[a-z0-9.-]*[a-z0-9])?)`)
-	// objectInLog matches them in the log, whose messages list Services without saying so, but no file, as those of manifests, nor the value of a key.
-	objectInLog = regexp.MustCompile(`[\s"(]([a-z0-9][a-z0-9-]*)/([a-z0-9](?:[a-z0-9.-]*[a-z0-9])?)(?:[\s":;,)]|$)`)
+	// objectInLog matches them in the log, whose messages list Services without saying so, but no file, as those of manifests.
+	objectInLog = regexp.MustCompile(`[\s"=(]([a-z0-9][a-z0-9-]*)/([a-z0-9](?:[a-z0-9.-]*[a-z0-9])?)(?:[\s":;,)]|$)`)
 	manifest    = regexp.MustCompile(`\.(?:ya?ml|json)$`)
 	// hostIn matches the host of a URL.
 	hostIn = regexp.MustCompile(`://(?:[^/\s@"']+@)?([A-Za-z0-9.-]+)`)

@@ -103,14 +103,14 @@ $`); !want.MatchString(report[3].Text) {
 func TestHashNamesOfLog(t *testing.T) {
 	t.Parallel()
 	const log = `msg="more syncs within a second changed shop/cart, endpoints +0/-1" at=m/a.yaml:20 object="Service shop/cart"` + "\n" +
-		`msg="m/a.yaml:20: apiVersion (apps/v1) for tcp/udp is not used"` + "\n"
+		`msg="a health check node port stopped listening" service=gone/cart port=31000` + "\n" + `msg="m/a.yaml:20: apiVersion (apps/v1) for tcp/udp is not used"` + "\n"
 	const rules = "-A KUBE-X -p tcp -m tcp -m mark --mark 0x4000 -j RETURN\n"
 	report := []File{{"version.txt", "v1.2.3\n"}, {"log.txt", log}, {"rules.txt", rules}}
 	HashNames(report)
 	if report[0].Text != "v1.2.3\n" || report[2].Text != rules {
 		t.Errorf("version and rules are\n%s%s", report[0].Text, report[2].Text)
 	}
-	if text := report[1].Text; strings.Contains(text, "shop") || strings.Contains(text, "cart") || !strings.Contains(text, " at=m/a.yaml:20 ") || !strings.Contains(text, `"m/a.yaml:20: `) {
+	if text := report[1].Text; strings.Contains(text, "shop") || strings.Contains(text, "cart") || strings.Contains(text, "gone") || !strings.Contains(text, " at=m/a.yaml:20 ") || !strings.Contains(text, `"m/a.yaml:20: `) {
 		t.Errorf("the log is\n%s", text)
 	}
 }
