@@ -160,7 +160,7 @@ type Blocking struct {
 	// Policy is true if no rule drops it but the policy of the chain that is Place.
 	Policy bool
 	// Unmarked says that it changes the mark by which packets are to be masqueraded, Missing that it gives them a source that this node does not have, and
-	// ICMP that it drops the errors by which others learn that a packet was too long.
+	// ICMP that it drops the errors by which Pods learn that a packet was too long.
 	Unmarked, Missing, ICMP bool
 	// Inside says that the rule is in the network namespace of the endpoint, and To is the port to which it diverts what comes; 0 if that is not known.
 	Inside bool
