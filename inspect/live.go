@@ -43,8 +43,6 @@ type SeenPacket struct {
 	Answered bool `json:"answered"`
 	// Answer is the way of an answer; nil if none was followed.
 	Answer *SeenAnswer `json:"answer,omitempty"`
-	// Repeated is how many more first packets of the connection there were: of TCP, the same one sent again.
-	Repeated int `json:"repeated,omitempty"`
 	// Untold says that the kernel told nothing of it behind Bridge, so that it may have met rules which are only predicted.
 	Untold bool `json:"untold,omitempty"`
 	// Bridge is the bridge by which it came, behind whose rules (br_netfilter) the kernel does not tell of all packets; empty for none.
@@ -79,8 +77,8 @@ type SeenStep struct {
 // Lost is the Action of a packet that no rule has dropped and that got nowhere.
 const Lost = "lost"
 
-// Repeats reports whether an earlier packet is of the same connection.
-func (s *SeenPacket) Repeats(earlier SeenPacket) bool {
+// repeats reports whether an earlier packet is of the same connection.
+func (s *SeenPacket) repeats(earlier SeenPacket) bool {
 	return s.Source == earlier.Source && s.Destination == earlier.Destination
 }
 
@@ -248,6 +246,9 @@ func WriteLive(w io.Writer, l *Live) error {
 			fmt.Fprintf(w, ", by %s", Printable(s.In))
 		}
 		fmt.Fprintln(w)
+		if earlier := slices.IndexFunc(l.Seen[:i], s.repeats); earlier >= 0 {
+			fmt.Fprintf(w, "  Connection %d again, of which this is one more packet before an answer.\n", earlier+1)
+		}
 		if err := s.write(w); err != nil {
 			return err
 		}
@@ -344,25 +345,10 @@ func (s *SeenPacket) write(w io.Writer) error {
 	for _, d := range s.Differences {
 		fmt.Fprintln(w, "  DIFFERS: "+Printable(d))
 	}
-	if s.Repeated > 0 {
-		if p.Protocol == plan.UDP {
-			fmt.Fprintf(w, "  %d more came before an answer.\n", s.Repeated)
-		} else {
-			fmt.Fprintf(w, "  The client has sent its first packet again, %s.\n", times(s.Repeated))
-		}
-	}
 	if s.Untold {
 		fmt.Fprintf(w, "  Behind bridge %s (br_netfilter), the kernel tells nothing of it: it may have met rules that are only predicted below.\n", Printable(s.Bridge))
 	}
 	return nil
-}
-
-// times is such as "once" or "2 times".
-func times(n int) string {
-	if n == 1 {
-		return "once"
-	}
-	return fmt.Sprintf("%d times", n)
 }
 
 func (s *SeenPacket) answered() string {

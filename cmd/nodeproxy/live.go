@@ -7,7 +7,6 @@ import (
 	"net/netip"
 	"os"
 	"os/signal"
-	"slices"
 	"strings"
 	"sync"
 	"syscall"
@@ -100,34 +99,17 @@ func (l liveTrace) follow(ctx context.Context, predicted *inspect.Trace, from an
 			out.Notes = append(out.Notes, "The kernel had more to tell than could be read, so that rules may be missing.")
 		}
 		bridges := bridgesOf(tracers[i].Family())
-		for _, s := range distinct(r.Packets) {
+		for _, p := range r.Packets {
+			s := seen(p)
 			s.Unfollowed, s.Bridge = legacy, bridges[s.In]
 			if a := s.Answer; a != nil && a.Action == inspect.Lost && bridges[a.In] != "" { // The kernel tells no more of it.
 				s.Answer = nil
 			}
-			src, _ := netip.ParseAddrPort(s.Source)
-			s.Compare(predictionFor(context.WithoutCancel(ctx), &predicted.Packets[i], src.Addr(), from))
+			s.Compare(predictionFor(context.WithoutCancel(ctx), &predicted.Packets[i], p.Src.Addr(), from))
 			out.Seen = append(out.Seen, s)
 		}
 	}
 	return out, nil
-}
-
-// distinct returns the packets, of each connection the one that got furthest.
-func distinct(list []tracer.Packet) (out []inspect.SeenPacket) {
-	for _, p := range list {
-		s := seen(p)
-		i := slices.IndexFunc(out, s.Repeats)
-		if i < 0 {
-			out = append(out, s)
-			continue
-		}
-		if before := out[i]; !before.Answered && (s.Answered || before.Action == inspect.Lost) {
-			s.Repeated, out[i] = before.Repeated, s
-		}
-		out[i].Repeated++
-	}
-	return out
 }
 
 // bridgesOf returns the bridges whose packets pass rules as those of ports (br_netfilter), by their own names and those of their ports.
