@@ -121,6 +121,16 @@ func TestIPVSDrainHashed(t *testing.T) {
 				if c.port {
 					to = nodePort(w.Node1().IP(family), i+1)
 				}
+				// The endpoint that drained in the case before may not be back yet in this Service.
+				eventually(t, c.name+": all endpoints", func() error {
+					at := clusterIP(i+1, family)
+					for _, ep := range ready {
+						if got := realServer(t, w, at, w.Pod(ep.Name)); got != "-w 1" {
+							return fmt.Errorf("%s of %s has %q", ep.Name, at, got)
+						}
+					}
+					return nil
+				})
 				before, err := many.ask(to)
 				if err != nil {
 					t.Fatalf("%s, before: %v", c.name, err)
