@@ -182,8 +182,8 @@ func (n *Node) Status(ctx context.Context) *Status {
 	return s
 }
 
-// sampled looks at the ways to one endpoint of IPv4 in each range of 256 addresses, which have the same route nearly everywhere, and to one of IPv6. It returns those whose answers the
-// kernel drops, and the families of which this node forwards nothing.
+// sampled looks at the ways to one endpoint of IPv4 in each range of 256 addresses, which have the same route nearly everywhere, and to one of IPv6. It
+// returns those whose answers the kernel drops, and the families of which this node forwards nothing.
 func (n *Node) sampled(ctx context.Context, snapshot *plan.Snapshot) (filtered []Filtered, notForwarded []plan.Family) {
 	first, first6 := map[netip.Prefix]netip.Addr{}, netip.Addr{}
 	for _, ports := range snapshot.Services() {
@@ -226,12 +226,8 @@ func (n *Node) sampled(ctx context.Context, snapshot *plan.Snapshot) (filtered [
 // refusing returns the endpoints on this node at which nothing listens, of as many as are looked at.
 func (n *Node) refusing(ctx context.Context, snapshot *plan.Snapshot) (out []string) {
 	var ports []*plan.ServicePort
-	frontends := map[netip.AddrPort]bool{} // Node ports have no address.
 	for _, list := range snapshot.Services() {
 		for _, sp := range list {
-			for _, f := range sp.Frontends {
-				frontends[netip.AddrPortFrom(f.Addr, f.Port)] = true
-			}
 			var here []plan.Endpoint
 			for _, ep := range sp.All() {
 				if ep.Local {
@@ -250,11 +246,10 @@ func (n *Node) refusing(ctx context.Context, snapshot *plan.Snapshot) (out []str
 	if err != nil { // explain says it.
 		return nil
 	}
+	list = slices.DeleteFunc(list, func(l Listening) bool {
+		return l.Listens || l.Loopback || l.Several || l.Attachment != (Attachment{}) || isFrontend(snapshot, l.Addr)
+	})
 	for _, l := range list {
-		service := frontends[l.Addr] || frontends[netip.AddrPortFrom(netip.Addr{}, l.Addr.Port())]
-		if l.Listens || l.Loopback || l.Several || l.Attachment != (Attachment{}) || service {
-			continue
-		}
 		for _, sp := range ports {
 			if sp.Key.Protocol == l.Protocol && slices.ContainsFunc(sp.All(), func(ep plan.Endpoint) bool { return ep.Addr == l.Addr }) {
 				out = append(out, fmt.Sprintf("%s of Service %s", l.Addr, sp.Key.Service))
@@ -263,6 +258,18 @@ func (n *Node) refusing(ctx context.Context, snapshot *plan.Snapshot) (out []str
 		}
 	}
 	return out
+}
+
+// isFrontend reports whether a Service answers at an address and port, or at a node port of this number.
+func isFrontend(snapshot *plan.Snapshot, at netip.AddrPort) bool {
+	for _, ports := range snapshot.Services() {
+		for _, sp := range ports {
+			if slices.ContainsFunc(sp.Frontends, func(f plan.Frontend) bool { return f.Port == at.Port() && (f.Addr == at.Addr() || !f.Addr.IsValid()) }) {
+				return true
+			}
+		}
+	}
+	return false
 }
 
 func familyNames(list []plan.Family) []string {

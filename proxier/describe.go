@@ -60,7 +60,7 @@ type Description struct {
 	Frontends map[netip.AddrPort]Owned
 	// Findings are about the Service and its EndpointSlices. Where it has none of these, Unused are about others of its namespace.
 	Findings, Unused []source.Finding
-	// Strays are the EndpointSlices of its namespace that name a Service which is not known, with that name, where it has none itself.
+	// Strays are the EndpointSlices of its namespace that name a Service which is not known, with that name, where it has none itself and no selector.
 	Strays map[string]string
 }
 
@@ -208,7 +208,9 @@ func (s *State) Describe(id plan.Service) (*Description, bool) {
 				others = append(others, object)
 			}
 		}
-		d.Strays = s.strays(id.Namespace)
+		if len(d.Selector) == 0 { // Else a controller makes them.
+			d.Strays = s.strays(id.Namespace)
+		}
 		slices.Sort(others)
 		for _, object := range others {
 			d.Unused = append(d.Unused, s.reported[object]...)

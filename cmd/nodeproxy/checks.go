@@ -11,6 +11,7 @@ import (
 	v1 "k8s.io/api/core/v1"
 
 	"nodeproxy/inspect"
+	"nodeproxy/inspect/reality"
 	"nodeproxy/kernel/conntrack"
 	"nodeproxy/kernel/netlink"
 	"nodeproxy/kernel/xtables"
@@ -122,7 +123,7 @@ func (d *daemon) announced(a netip.Addr) bool {
 
 // ways is Reality.Ways.
 func (d *daemon) ways(ctx context.Context, to inspect.Places) (*inspect.Ways, error) {
-	var from []endpoints.Origin
+	var from []reality.Origin
 	outside, known := endpoints.Outside()
 	if known {
 		masqueraded := outside
@@ -131,13 +132,11 @@ func (d *daemon) ways(ctx context.Context, to inspect.Places) (*inspect.Ways, er
 	}
 	node := blocking.Node{By: endpoints.By()}
 	if pod, by := d.podsHere(&node); pod.IsValid() {
-		from = append(from, endpoints.Origin{Name: "Pods of this node", By: by, Addr: pod})
+		from = append(from, reality.Origin{Name: "Pods of this node", By: by, Addr: pod})
 	}
-	d.proxier.View(func(s *proxier.State) {
-		if detect := s.Plan().Settings.DetectLocal; detect.Mode == plan.DetectClusterCIDR {
-			to.Pods = detect.CIDR(plan.IPv4)
-		}
-	})
+	if settings, _ := d.settings(); settings.DetectLocal.Mode == plan.DetectClusterCIDR {
+		to.Pods = settings.DetectLocal.CIDR(plan.IPv4)
+	}
 	found, err := endpoints.LookOut(ctx, d.cfg.SysctlDir, to, from)
 	if err != nil {
 		return nil, err
@@ -160,10 +159,14 @@ func (d *daemon) noNodePorts(uplink string) (map[plan.Family]bool, error) {
 
 // nodePortsAnswer returns what reports whether node ports answer at an address.
 func (d *daemon) nodePortsAnswer() func(netip.Addr) bool {
-	var settings plan.Settings
-	var own plan.Node
-	d.proxier.View(func(s *proxier.State) { settings, own = s.Plan().Settings, s.Plan().Node })
+	settings, own := d.settings()
 	return func(a netip.Addr) bool { return settings.NodePortsAnswer(own, a) }
+}
+
+// settings returns those of the plan, and what it has of this node.
+func (d *daemon) settings() (settings plan.Settings, own plan.Node) {
+	d.proxier.View(func(s *proxier.State) { settings, own = s.Plan().Settings, s.Plan().Node })
+	return settings, own
 }
 
 // reversePath is Reality.Reverse.
@@ -174,17 +177,16 @@ func (d *daemon) reversePath(ctx context.Context, list []netip.Addr) (*inspect.R
 // podsHere says what packets of this node's Pods are like, where Pods are recognised by their addresses. It returns the address of one that is an endpoint,
 // and the interface by which its packets come; an invalid one if there is none.
 func (d *daemon) podsHere(n *blocking.Node) (pod netip.Addr, by string) {
-	const most, mostSeen = 32, 10000 // that are tried, and that are looked at while no sync can go on
-	seen := 0
+	const most, mostSeen = 32, 10000 // that are tried, and that are looked at
 	here := map[plan.Family][]netip.Addr{}
-	var detect plan.DetectLocal
-	d.proxier.View(func(s *proxier.State) {
-		p := s.Plan()
-		if !p.Settings.DetectLocal.ByCIDR() || p.Settings.MasqueradeAll {
-			return
-		}
-		detect = p.Settings.DetectLocal
-		for _, sp := range p.Services {
+	settings, _ := d.settings()
+	detect := settings.DetectLocal
+	if !detect.ByCIDR() || settings.MasqueradeAll {
+		return netip.Addr{}, ""
+	}
+	seen := 0
+	for _, ports := range d.proxier.Snapshot().Services() {
+		for _, sp := range ports {
 			f := sp.Key.Family
 			for _, ep := range sp.Endpoints.Cluster {
 				seen++
@@ -192,11 +194,11 @@ func (d *daemon) podsHere(n *blocking.Node) (pod netip.Addr, by string) {
 					here[f] = append(here[f], a)
 				}
 			}
-			if seen >= mostSeen {
-				return
-			}
 		}
-	})
+		if seen >= mostSeen {
+			break
+		}
+	}
 	n.Pods = map[plan.Family]netip.Prefix{}
 	for _, f := range plan.Families {
 		r := detect.CIDR(f)

@@ -49,7 +49,7 @@ type Node struct {
 	// NoNodePorts are the families in which node ports do not answer at the addresses of Uplink.
 	NoNodePorts map[plan.Family]bool
 	// Tunnels are the interfaces by which endpoints elsewhere are reached in packets of another protocol, from which those of other nodes come.
-	Tunnels []Tunnel
+	Tunnels []reality.Tunnel
 	// Variant is the variant of iptables that this program uses, nft or legacy; chains of the same names in the other one are a kube-proxy's, or were
 	// left. It is "" if this program uses none, or it does not matter.
 	Variant string
@@ -62,9 +62,6 @@ type Node struct {
 	// Inside is true in the network namespace of the endpoints themselves, such as a Pod's, where this program has no rules.
 	Inside bool
 }
-
-// Tunnel is reality.Tunnel.
-type Tunnel = reality.Tunnel
 
 // by is By, also where it is nil.
 func (n Node) by(a netip.Addr) string {

@@ -311,7 +311,7 @@ func TestFind(t *testing.T) {
 			}
 			n.Bridges = map[string]bool{"cni0": true}
 			if tc.tunnel {
-				n.Tunnels = []Tunnel{{Name: "flannel.1", Protocol: unix.IPPROTO_UDP, Port: 8472, By: "eth0", Peer: netip.MustParseAddr("192.0.2.9")}}
+				n.Tunnels = []reality.Tunnel{{Name: "flannel.1", Protocol: unix.IPPROTO_UDP, Port: 8472, By: "eth0", Peer: netip.MustParseAddr("192.0.2.9")}}
 			}
 			if tc.pods {
 				n.Pods, n.PodsBy = map[plan.Family]netip.Prefix{plan.IPv4: netip.MustParsePrefix("10.244.0.0/24")}, "cni0"

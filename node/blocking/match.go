@@ -103,12 +103,10 @@ func (j *judgement) addresses(s side, word string, within netip.Prefix, invert b
 		text = within.Addr().String()
 	}
 	text = map[plan.Family]string{plan.IPv4: "ip", plan.IPv6: "ip6"}[j.packet.family] + " " + word + " " + not(invert) + text
-	switch pods := j.packet.pods; {
-	case !s.addr.IsValid() && word == "saddr" && pods.IsValid() && !pods.Overlaps(within):
-		j.holds(invert, text)
-		return
-	case !s.addr.IsValid() && word == "saddr" && pods.IsValid() && within.Bits() <= pods.Bits():
-		j.holds(!invert, text)
+	pods := j.packet.pods
+	switch ranged := !s.addr.IsValid() && word == "saddr" && pods.IsValid(); {
+	case ranged && (!pods.Overlaps(within) || within.Bits() <= pods.Bits()): // The same is true of each address that it may be.
+		j.holds(pods.Overlaps(within) != invert, text)
 		return
 	case !s.addr.IsValid():
 		j.unknown(text)

@@ -14,27 +14,6 @@ import (
 	"nodeproxy/plan"
 )
 
-type (
-	// Places is reality.Places.
-	Places = reality.Places
-	// Origin is reality.Origin.
-	Origin = reality.Origin
-	// Ways is reality.Ways.
-	Ways = reality.Ways
-	// Unrouted is reality.Unrouted.
-	Unrouted = reality.Unrouted
-	// Listening is reality.Listening.
-	Listening = reality.Listening
-	// Attachment is reality.Attachment.
-	Attachment = reality.Attachment
-	// Filtered is reality.Filtered.
-	Filtered = reality.Filtered
-	// Reverse is reality.Reverse.
-	Reverse = reality.Reverse
-	// Tunnel is reality.Tunnel.
-	Tunnel = reality.Tunnel
-)
-
 // moment is how long a program has to accept what waits.
 const moment = 300 * time.Millisecond
 
@@ -79,15 +58,15 @@ func sites(ports []*plan.ServicePort, links map[int]host.Link) (here, pods []at,
 
 // Look looks at the endpoints in use that are on this node, up to a number. Those of which nothing can be known are left out: where processes of
 // Pods are not visible, several namespaces have the address and may not be entered, or a virtual machine or a sandbox may listen. sysctls is /proc/sys.
-func Look(ctx context.Context, sysctls string, ports []*plan.ServicePort) ([]Listening, error) {
+func Look(ctx context.Context, sysctls string, ports []*plan.ServicePort) ([]reality.Listening, error) {
 	links, err := host.Links()
 	if err != nil {
 		return nil, err
 	}
 	here, pods, leads := sites(ports, links)
-	var out []Listening
+	var out []reality.Listening
 	var read []func(plan.Protocol) ([]sockets.Socket, error) // where the sockets of each are listed
-	add := func(l Listening, from func(plan.Protocol) ([]sockets.Socket, error)) {
+	add := func(l reality.Listening, from func(plan.Protocol) ([]sockets.Socket, error)) {
 		if other := map[plan.Protocol]plan.Protocol{plan.TCP: plan.UDP, plan.UDP: plan.TCP}[l.Protocol]; !l.Listens && other != "" {
 			if list, err := from(other); err == nil && judge(l.Addr, other, list).Listens { // Else its process may have ended.
 				l.Other = other
@@ -117,7 +96,7 @@ func Look(ctx context.Context, sysctls string, ports []*plan.ServicePort) ([]Lis
 			break
 		}
 		if len(owner) > 1 && owner[0].link.Index != 0 {
-			out, read = append(out, Listening{Addr: a.addr, Protocol: a.protocol, Pod: true, Several: true}), append(read, nil)
+			out, read = append(out, reality.Listening{Addr: a.addr, Protocol: a.protocol, Pod: true, Several: true}), append(read, nil)
 			continue
 		}
 		if len(owner) != 1 { // There may be more that have the same address.
@@ -141,8 +120,8 @@ func Look(ctx context.Context, sysctls string, ports []*plan.ServicePort) ([]Lis
 }
 
 // stillWaiting looks again where something waits, and clears what has become less.
-func stillWaiting(ctx context.Context, list []Listening, read []func(plan.Protocol) ([]sockets.Socket, error)) {
-	if !slices.ContainsFunc(list, func(l Listening) bool { return l.Waiting > 0 }) {
+func stillWaiting(ctx context.Context, list []reality.Listening, read []func(plan.Protocol) ([]sockets.Socket, error)) {
+	if !slices.ContainsFunc(list, func(l reality.Listening) bool { return l.Waiting > 0 }) {
 		return
 	}
 	select {
@@ -163,8 +142,8 @@ func stillWaiting(ctx context.Context, list []Listening, read []func(plan.Protoc
 }
 
 // judge says what sockets mean for an endpoint.
-func judge(addr netip.AddrPort, p plan.Protocol, list []sockets.Socket) Listening {
-	out := Listening{Addr: addr, Protocol: p}
+func judge(addr netip.AddrPort, p plan.Protocol, list []sockets.Socket) reality.Listening {
+	out := reality.Listening{Addr: addr, Protocol: p}
 	for _, s := range list {
 		reached := s.Addr == addr.Addr() || s.Everywhere() && (s.Both || s.Addr.Is4() == addr.Addr().Is4())
 		switch {

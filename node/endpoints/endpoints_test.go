@@ -17,6 +17,7 @@ import (
 
 	"golang.org/x/sys/unix"
 
+	"nodeproxy/inspect/reality"
 	"nodeproxy/internal/nstest"
 	"nodeproxy/kernel/host"
 	"nodeproxy/kernel/sockets"
@@ -118,7 +119,7 @@ func TestLook(t *testing.T) {
 		sp.Endpoints.Cluster = append(sp.Endpoints.Cluster, plan.Endpoint{Addr: a})
 		return a
 	}
-	want := []Listening{
+	want := []reality.Listening{
 		{Addr: add("192.0.2.1", 8080), Protocol: plan.TCP, Others: []uint16{8081}},
 		{Addr: add("192.0.2.1", 8081), Protocol: plan.TCP, Listens: true},
 		{Addr: add(podAt(5), 22), Protocol: plan.TCP, Pod: true, Listens: true},
@@ -134,8 +135,8 @@ func TestLook(t *testing.T) {
 	if err != nil {
 		t.Fatal(err)
 	}
-	slices.SortFunc(got, func(a, b Listening) int { return a.Addr.Compare(b.Addr) })
-	slices.SortFunc(want, func(a, b Listening) int { return a.Addr.Compare(b.Addr) })
+	slices.SortFunc(got, func(a, b reality.Listening) int { return a.Addr.Compare(b.Addr) })
+	slices.SortFunc(want, func(a, b reality.Listening) int { return a.Addr.Compare(b.Addr) })
 	if !reflect.DeepEqual(got, want) {
 		t.Errorf("got  %+v\nwant %+v", got, want)
 	}
@@ -204,7 +205,7 @@ func TestPods(t *testing.T) {
 	}
 	start("first", address(1))
 	start("alone", address(2))
-	look := func(want ...Listening) {
+	look := func(want ...reality.Listening) {
 		t.Helper()
 		for i, ep := range sp.Endpoints.Cluster {
 			want[i].Addr, want[i].Protocol, want[i].Pod = ep.Addr, plan.TCP, true
@@ -214,21 +215,21 @@ func TestPods(t *testing.T) {
 			t.Errorf("got %+v, %v\nwant %+v", got, err, want)
 		}
 	}
-	fine := Listening{Listens: true}
-	with := func(a Attachment) Listening {
+	fine := reality.Listening{Listens: true}
+	with := func(a reality.Attachment) reality.Listening {
 		a.Link, a.Bridge = "alone", cmp.Or(a.Bridge, "cni0")
-		return Listening{Listens: true, Attachment: a}
+		return reality.Listening{Listens: true, Attachment: a}
 	}
 	look(fine, fine)
 	for _, tc := range []struct {
 		change, undo string
-		want         Attachment
+		want         reality.Attachment
 	}{
-		{"neigh replace " + address(2) + " dev cni0 lladdr 02:00:00:00:00:99 nud permanent", "neigh del " + address(2) + " dev cni0", Attachment{Wrong: "02:00:00:00:00:99"}},
-		{"link set alone nomaster", "link set alone master cni0", Attachment{Loose: true}},
-		{"link set alone master kube-bridge", "link set alone master cni0", Attachment{Bridge: "kube-bridge", By: "cni0"}},
-		{"link set alone mtu 1400", "link set alone mtu 1500", Attachment{MTU: 1400, OwnMTU: 1500}},
-		{"link set alone down", "link set alone up", Attachment{Down: true}},
+		{"neigh replace " + address(2) + " dev cni0 lladdr 02:00:00:00:00:99 nud permanent", "neigh del " + address(2) + " dev cni0", reality.Attachment{Wrong: "02:00:00:00:00:99"}},
+		{"link set alone nomaster", "link set alone master cni0", reality.Attachment{Loose: true}},
+		{"link set alone master kube-bridge", "link set alone master cni0", reality.Attachment{Bridge: "kube-bridge", By: "cni0"}},
+		{"link set alone mtu 1400", "link set alone mtu 1500", reality.Attachment{MTU: 1400, OwnMTU: 1500}},
+		{"link set alone down", "link set alone up", reality.Attachment{Down: true}},
 	} {
 		nstest.Exec(t, "ip", strings.Fields(tc.change)...)
 		look(fine, with(tc.want))
@@ -236,7 +237,7 @@ func TestPods(t *testing.T) {
 	}
 	nstest.Exec(t, "ip", "addr", "add", "192.0.2.1/24", "dev", "lo")
 	start("mute", address(4), "unrouted")
-	look(fine, fine, Listening{Listens: true, Attachment: Attachment{Link: "mute", Bridge: "cni0", NoRoute: "network is unreachable", NoDefault: "network is unreachable"}})
+	look(fine, fine, reality.Listening{Listens: true, Attachment: reality.Attachment{Link: "mute", Bridge: "cni0", NoRoute: "network is unreachable", NoDefault: "network is unreachable"}})
 	sp.Endpoints.Cluster = sp.Endpoints.Cluster[:2]
 	startPod(t, "cali", address(3), "asks", ":8080")
 	sp.Endpoints.Cluster = append(sp.Endpoints.Cluster, plan.Endpoint{Addr: netip.MustParseAddrPort(address(3) + ":8080")})
@@ -246,13 +247,13 @@ func TestPods(t *testing.T) {
 		}
 	}
 	proxy("0")
-	look(fine, fine, Listening{Listens: true, Attachment: Attachment{Link: "cali", NoRoute: "their next hop 169.254.1.1 is no address of this node, and net.ipv4.conf.cali.proxy_arp is 0"}})
+	look(fine, fine, reality.Listening{Listens: true, Attachment: reality.Attachment{Link: "cali", NoRoute: "their next hop 169.254.1.1 is no address of this node, and net.ipv4.conf.cali.proxy_arp is 0"}})
 	proxy("1")
 	look(fine, fine, fine)
 	sp.Endpoints.Cluster = sp.Endpoints.Cluster[:2]
 	start("second", address(1))
 	sp.Endpoints.Cluster = sp.Endpoints.Cluster[:2]
-	look(Listening{Several: true}, fine)
+	look(reality.Listening{Several: true}, fine)
 
 	looked := 0
 	for i := range sp.Endpoints.Cluster {
@@ -286,7 +287,7 @@ func TestBridgeDown(t *testing.T) {
 	sp := &plan.ServicePort{Key: plan.Key{Protocol: plan.TCP, Family: plan.IPv4}}
 	sp.Endpoints.Cluster = []plan.Endpoint{{Addr: netip.AddrPortFrom(netip.MustParseAddr(address), 8080), Local: true}}
 	got, err := Look(t.Context(), "/proc/sys", []*plan.ServicePort{sp})
-	if err != nil || len(got) != 1 || got[0].Attachment != (Attachment{Link: "pod", Bridge: "cni0", Down: true}) {
+	if err != nil || len(got) != 1 || got[0].Attachment != (reality.Attachment{Link: "pod", Bridge: "cni0", Down: true}) {
 		t.Errorf("%+v, %v", got, err)
 	}
 }
@@ -343,7 +344,7 @@ func TestLookBack(t *testing.T) {
 	nstest.Exec(t, "ip", "route", "add", "10.244.9.0/24", "via", "198.51.100.2")
 	nstest.Exec(t, "ip", "route", "add", "10.244.9.0/24", "via", "203.0.113.2", "table", "100")
 	endpoint := netip.MustParseAddr("10.244.9.5")
-	look := func(strict []string, filtered ...Filtered) {
+	look := func(strict []string, filtered ...reality.Filtered) {
 		t.Helper()
 		got, err := LookBack(t.Context(), "/proc/sys", []netip.Addr{endpoint, netip.MustParseAddr("fd00::5"), netip.MustParseAddr("192.0.2.1")})
 		if err != nil {
@@ -355,11 +356,11 @@ func TestLookBack(t *testing.T) {
 	}
 	look(nil)
 	nstest.Exec(t, "ip", "rule", "add", "iif", "clients", "lookup", "100")
-	look([]string{"two"}, Filtered{Addr: endpoint, By: "two", Back: "one"})
+	look([]string{"two"}, reality.Filtered{Addr: endpoint, By: "two", Back: "one"})
 	set("conf/all/rp_filter", "2")
 	look(nil)
 	set("conf/all/rp_filter", "1")
-	look([]string{"one", "two"}, Filtered{Addr: endpoint, By: "two", Back: "one"})
+	look([]string{"one", "two"}, reality.Filtered{Addr: endpoint, By: "two", Back: "one"})
 	nstest.Exec(t, "ip", "route", "replace", "10.244.9.0/24", "nexthop", "via", "198.51.100.2", "nexthop", "via", "203.0.113.2")
 	got, err := LookBack(t.Context(), "/proc/sys", []netip.Addr{endpoint})
 	if err != nil || len(got.Filtered) > 0 {

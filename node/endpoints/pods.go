@@ -10,6 +10,7 @@ import (
 	"slices"
 	"syscall"
 
+	"nodeproxy/inspect/reality"
 	"nodeproxy/kernel/host"
 	"nodeproxy/kernel/sockets"
 	"nodeproxy/plan"
@@ -32,8 +33,8 @@ type pod struct {
 
 // attachment is what is wrong with how a Pod is attached to this node, where packets for it leave by lead, and an entry that somebody has made, unless it
 // is "", says where it is.
-func (p pod) attachment(lead host.Link, fixed string) Attachment {
-	a := Attachment{NoRoute: p.noRoute, NoDefault: p.noDefault, Loose: !p.attached && lead.Kind == "bridge"}
+func (p pod) attachment(lead host.Link, fixed string) reality.Attachment {
+	a := reality.Attachment{NoRoute: p.noRoute, NoDefault: p.noDefault, Loose: !p.attached && lead.Kind == "bridge"}
 	a.Down = !p.link.Up || !p.own.Up || p.bridge.Index != 0 && !p.bridge.Up
 	if !p.attached && leadsAway(lead.Kind) {
 		a.By = lead.Name // Others may be the network plugin's own, or a switch beyond that sends them back.
@@ -47,8 +48,8 @@ func (p pod) attachment(lead host.Link, fixed string) Attachment {
 	if fixed != "" && !slices.Contains(p.hardware, fixed) {
 		a.Wrong = fixed
 	}
-	if p.link.Index == 0 || a == (Attachment{}) {
-		return Attachment{}
+	if p.link.Index == 0 || a == (reality.Attachment{}) {
+		return reality.Attachment{}
 	}
 	a.Link, a.Bridge = p.link.Name, p.bridge.Name
 	if lead.Kind == "bridge" && a.By == "" {

@@ -5,6 +5,7 @@ import (
 	"net/netip"
 	"slices"
 
+	"nodeproxy/inspect/reality"
 	"nodeproxy/kernel/host"
 	"nodeproxy/plan"
 )
@@ -14,12 +15,12 @@ const mostWays = 8
 
 // LookBack finds out whether strict rp_filter drops the answers of endpoints: where policy routing sends packets to them by another interface than the
 // kernel looks for their answers. Only IPv4 has rp_filter. sysctls is /proc/sys.
-func LookBack(ctx context.Context, sysctls string, endpoints []netip.Addr) (*Reverse, error) {
+func LookBack(ctx context.Context, sysctls string, endpoints []netip.Addr) (*reality.Reverse, error) {
 	links, err := host.Links()
 	if err != nil {
 		return nil, err
 	}
-	out := &Reverse{}
+	out := &reality.Reverse{}
 	out.Drops, out.Known = host.ReversePathDrops()
 	strict := map[int]bool{}
 	for i, l := range links {
@@ -59,7 +60,7 @@ func LookBack(ctx context.Context, sysctls string, endpoints []netip.Addr) (*Rev
 			if err != nil || len(back.Links) == 0 || slices.Contains(back.Links, by.Index) {
 				continue
 			}
-			out.Filtered = append(out.Filtered, Filtered{Addr: ep, By: by.Name, Back: links[back.Links[0]].Name})
+			out.Filtered = append(out.Filtered, reality.Filtered{Addr: ep, By: by.Name, Back: links[back.Links[0]].Name})
 			break
 		}
 	}

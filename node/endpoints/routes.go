@@ -14,12 +14,13 @@ import (
 
 	"golang.org/x/sys/unix"
 
+	"nodeproxy/inspect/reality"
 	"nodeproxy/kernel/host"
 	"nodeproxy/plan"
 )
 
 // LookOut looks at the ways to addresses of a Service, for this node and for others. sysctls is /proc/sys.
-func LookOut(ctx context.Context, sysctls string, to Places, from []Origin) (*Ways, error) {
+func LookOut(ctx context.Context, sysctls string, to reality.Places, from []reality.Origin) (*reality.Ways, error) {
 	links, err := host.Links()
 	if err != nil {
 		return nil, err
@@ -29,7 +30,7 @@ func LookOut(ctx context.Context, sysctls string, to Places, from []Origin) (*Wa
 		return nil, err
 	}
 	l := &lookout{sysctls: sysctls, from: from, links: links, silent: silent, others: map[int]bool{}, without: map[int]map[netip.Addr]string{}, away: map[plan.Family]bool{},
-		ways: &Ways{Unreached: map[netip.Addr]string{}, Cut: map[netip.Addr]string{}, Silent: map[netip.Addr]string{}, Near: map[netip.Addr]string{},
+		ways: &reality.Ways{Unreached: map[netip.Addr]string{}, Cut: map[netip.Addr]string{}, Silent: map[netip.Addr]string{}, Near: map[netip.Addr]string{},
 			Bridged: map[netip.Addr]string{}, Unclaimed: map[netip.Addr]string{}, NoHairpin: map[netip.Addr]string{}, Fixed: map[netip.Addr]string{},
 			ByDefault: map[netip.Addr]string{}, Astray: map[netip.Addr]string{}, Shut: map[netip.Addr]string{}, Looped: map[netip.Addr]string{},
 			Lost: map[netip.Addr]string{}, Captive: map[netip.Addr]string{}, Uplink: Uplink()}}
@@ -63,7 +64,7 @@ func LookOut(ctx context.Context, sysctls string, to Places, from []Origin) (*Wa
 // lookout is one call of LookOut.
 type lookout struct {
 	sysctls   string
-	from      []Origin
+	from      []reality.Origin
 	links     map[int]host.Link
 	silent    map[host.Neighbour]bool
 	fixed     map[host.Neighbour]string
@@ -75,7 +76,7 @@ type lookout struct {
 	without  map[int]map[netip.Addr]string // the ports without hairpin mode, by bridge
 	away     map[plan.Family]bool          // the families of endpoints elsewhere
 	by       []string                      // the interfaces to those of IPv4
-	ways     *Ways
+	ways     *reality.Ways
 }
 
 // each looks for the routes to addresses, and calls routed with those to others by a single interface. It notes in without why there is none.
@@ -195,7 +196,7 @@ func (l *lookout) narrow(by host.Link) {
 }
 
 // networks returns the interfaces that have addresses of IPv4, and notes which of their networks overlap, and which of those of bridges have cluster IPs.
-func (l *lookout) networks(to Places) (map[int]bool, error) {
+func (l *lookout) networks(to reality.Places) (map[int]bool, error) {
 	list, err := host.Filter{}.Addresses(plan.IPv4)
 	out, pods := map[int]bool{}, map[int]bool{}
 	for _, a := range list {
@@ -234,7 +235,7 @@ func (l *lookout) shut(a netip.Addr) {
 // interface, the first.
 func (l *lookout) refused(to netip.Addr, route host.Route, own host.Link) {
 	for _, o := range l.from {
-		said := slices.ContainsFunc(l.ways.Unrouted, func(u Unrouted) bool { return u.Addr == to && u.From.By == o.By })
+		said := slices.ContainsFunc(l.ways.Unrouted, func(u reality.Unrouted) bool { return u.Addr == to && u.From.By == o.By })
 		if said || plan.FamilyOf(to) != plan.FamilyOf(o.Addr) || to == o.Addr {
 			continue
 		}
@@ -246,9 +247,9 @@ func (l *lookout) refused(to netip.Addr, route host.Route, own host.Link) {
 			r, err := host.RouteTo(to, host.Way{From: o.Addr, In: link.Index, Mark: o.Mark})
 			switch {
 			case errors.As(err, &why) && why != unix.EXDEV: // which is of rp_filter
-				l.ways.Unrouted = append(l.ways.Unrouted, Unrouted{Addr: to, From: o, Why: noRoute(why)})
+				l.ways.Unrouted = append(l.ways.Unrouted, reality.Unrouted{Addr: to, From: o, Why: noRoute(why)})
 			case err == nil && !r.Local && len(r.Links) == 1 && r.Links[0] != own.Index && !route.Via.IsValid() && (own.Kind == "veth" || own.Kind == "bridge"):
-				l.ways.Unrouted = append(l.ways.Unrouted, Unrouted{Addr: to, From: o, Why: "it goes by " + l.links[r.Links[0]].Name})
+				l.ways.Unrouted = append(l.ways.Unrouted, reality.Unrouted{Addr: to, From: o, Why: "it goes by " + l.links[r.Links[0]].Name})
 			}
 		}
 	}
@@ -267,7 +268,7 @@ func (l *lookout) forwarding() {
 	for _, f := range plan.Families {
 		if l.away[f] && !forwards(l.sysctls, f) {
 			l.ways.NotForwarded = append(l.ways.NotForwarded, f)
-			l.ways.Unrouted = slices.DeleteFunc(l.ways.Unrouted, func(u Unrouted) bool { return plan.FamilyOf(u.Addr) == f })
+			l.ways.Unrouted = slices.DeleteFunc(l.ways.Unrouted, func(u reality.Unrouted) bool { return plan.FamilyOf(u.Addr) == f })
 		}
 	}
 	if !l.away[plan.IPv4] || slices.Contains(l.ways.NotForwarded, plan.IPv4) {
@@ -284,7 +285,7 @@ func (l *lookout) forwarding() {
 		}
 	}
 	slices.Sort(l.ways.NotForwardedBy)
-	l.ways.Unrouted = slices.DeleteFunc(l.ways.Unrouted, func(u Unrouted) bool { return slices.Contains(l.ways.NotForwardedBy, u.From.By) })
+	l.ways.Unrouted = slices.DeleteFunc(l.ways.Unrouted, func(u reality.Unrouted) bool { return slices.Contains(l.ways.NotForwardedBy, u.From.By) })
 }
 
 // BridgeFiltered reports whether packets from one port of a bridge to another pass the rules of a family, so that their addresses are translated
@@ -347,12 +348,12 @@ var tunnels = map[string]byte{
 }
 
 // Tunnels returns the tunnels by which packets leave for the endpoints of ServicePorts, up to a number of endpoints.
-func Tunnels(ports []*plan.ServicePort) ([]Tunnel, error) {
+func Tunnels(ports []*plan.ServicePort) ([]reality.Tunnel, error) {
 	links, err := host.Links()
 	if err != nil {
 		return nil, err
 	}
-	var out []Tunnel
+	var out []reality.Tunnel
 	left, uplink := most, Uplink()
 	for _, sp := range ports {
 		for _, ep := range sp.All()[:min(left, len(sp.All()))] {
@@ -362,7 +363,7 @@ func Tunnels(ports []*plan.ServicePort) ([]Tunnel, error) {
 				continue
 			}
 			l := links[r.Links[0]]
-			t := Tunnel{Name: l.Name, Protocol: tunnels[l.Kind], Port: l.Port, By: links[l.Under].Name, Peer: r.Via}
+			t := reality.Tunnel{Name: l.Name, Protocol: tunnels[l.Kind], Port: l.Port, By: links[l.Under].Name, Peer: r.Via}
 			if l.Kind == "vxlan" {
 				t.Peer, _, _ = host.Beyond(l.Index, cmp.Or(r.Via, ep.Addr.Addr())) // Without its entries, it is not known.
 			}
@@ -384,9 +385,9 @@ func Tunnels(ports []*plan.ServicePort) ([]Tunnel, error) {
 var somewhere = netip.MustParseAddr("198.51.100.7")
 
 // Outside is what comes from other hosts by the interface of the default route of IPv4; false if that is not known.
-func Outside() (Origin, bool) {
+func Outside() (reality.Origin, bool) {
 	by := Uplink()
-	return Origin{Name: "outside", By: by, Addr: somewhere, Outside: true}, by != ""
+	return reality.Origin{Name: "outside", By: by, Addr: somewhere, Outside: true}, by != ""
 }
 
 // Uplink returns the interface of the default route of IPv4, by which packets of other hosts come on most nodes; "" if that is not known.

@@ -13,6 +13,7 @@ import (
 
 	"golang.org/x/sys/unix"
 
+	"nodeproxy/inspect/reality"
 	"nodeproxy/internal/nstest"
 	"nodeproxy/kernel/host"
 	"nodeproxy/plan"
@@ -38,7 +39,7 @@ func TestLookOut(t *testing.T) {
 		for _, a := range list {
 			addrs = append(addrs, netip.MustParseAddr(a))
 		}
-		found, err := LookOut(t.Context(), "/proc/sys", Places{Endpoints: addrs}, nil)
+		found, err := LookOut(t.Context(), "/proc/sys", reality.Places{Endpoints: addrs}, nil)
 		if err != nil {
 			t.Fatal(err)
 		}
@@ -143,7 +144,7 @@ func TestTunnels(t *testing.T) {
 		sp.Endpoints.Cluster = append(sp.Endpoints.Cluster, plan.Endpoint{Addr: netip.MustParseAddrPort(a)})
 	}
 	got, err := Tunnels([]*plan.ServicePort{sp})
-	if want := []Tunnel{{Name: "flannel.1", Protocol: unix.IPPROTO_UDP, Port: 8472, By: "eth0", Peer: netip.MustParseAddr("192.0.2.9")}}; err != nil || !reflect.DeepEqual(got, want) {
+	if want := []reality.Tunnel{{Name: "flannel.1", Protocol: unix.IPPROTO_UDP, Port: 8472, By: "eth0", Peer: netip.MustParseAddr("192.0.2.9")}}; err != nil || !reflect.DeepEqual(got, want) {
 		t.Errorf("%+v, %v; want %+v", got, err, want)
 	}
 }
@@ -164,9 +165,9 @@ func TestLookOutNeighbours(t *testing.T) {
 	nstest.Exec(t, "bridge", "fdb", "add", "02:00:00:00:00:05", "dev", "veth5", "master", "static")
 	nstest.Exec(t, "bridge", "fdb", "add", "02:00:00:00:00:06", "dev", "veth6", "master", "static")
 	at := netip.MustParseAddr
-	look := func(sysctls string) *Ways {
+	look := func(sysctls string) *reality.Ways {
 		t.Helper()
-		found, err := LookOut(t.Context(), sysctls, Places{
+		found, err := LookOut(t.Context(), sysctls, reality.Places{
 			Endpoints:  []netip.Addr{at("10.244.1.5"), at("10.244.1.6"), at("10.244.1.23"), at("10.244.2.5"), at("10.244.3.5")},
 			ClusterIPs: []netip.Addr{at("10.96.0.10")}, ExternalIPs: []netip.Addr{at("192.0.2.240"), at("192.0.2.1"), at("203.0.113.1")},
 		}, nil)
@@ -180,7 +181,7 @@ func TestLookOutNeighbours(t *testing.T) {
 	if err := os.MkdirAll(bridges, 0o755); err != nil {
 		t.Fatal(err)
 	}
-	want := &Ways{Near: map[netip.Addr]string{at("10.244.1.23"): "cni0"},
+	want := &reality.Ways{Near: map[netip.Addr]string{at("10.244.1.23"): "cni0"},
 		Unreached: map[netip.Addr]string{}, Cut: map[netip.Addr]string{at("10.96.0.10"): "network is unreachable"},
 		Silent:    map[netip.Addr]string{at("10.244.1.23"): "10.244.1.23 at cni0", at("10.244.2.5"): "192.0.2.9 at eth0"},
 		Bridged:   map[netip.Addr]string{at("10.244.1.5"): "cni0", at("10.244.1.6"): "cni0", at("10.244.1.23"): "cni0"},
@@ -247,7 +248,7 @@ func TestLookOutElsewhere(t *testing.T) {
 	want := result{none, map[netip.Addr]string{strange: "192.0.2.8 by eth0"}, none, none, false}
 	look := func(when string) {
 		t.Helper()
-		w, err := LookOut(t.Context(), "/proc/sys", Places{Endpoints: []netip.Addr{here, elsewhere, strange}}, nil)
+		w, err := LookOut(t.Context(), "/proc/sys", reality.Places{Endpoints: []netip.Addr{here, elsewhere, strange}}, nil)
 		if err != nil {
 			t.Fatal(err)
 		}
@@ -266,19 +267,19 @@ func TestLookOutElsewhere(t *testing.T) {
 	want.marked = true
 	look("with a rule for marks")
 	ip("link add pod type veth peer name eth0 netns "+fmt.Sprint(nstest.Elsewhere(t)), "link set eth0 mtu 1400", "link set pod master cni0")
-	w, err := LookOut(t.Context(), "/proc/sys", Places{Endpoints: []netip.Addr{here}}, nil)
+	w, err := LookOut(t.Context(), "/proc/sys", reality.Places{Endpoints: []netip.Addr{here}}, nil)
 	if err != nil || w.Narrow != "eth0" || w.PodMTU != 1500 || w.NarrowMTU != 1400 {
 		t.Errorf("with a narrow uplink: %+v, %v", w, err)
 	}
 	ip("link add flannel.1 type vxlan id 1 dstport 8472 local 192.0.2.1 dev eth0", "link set flannel.1 up", "route add 10.244.7.0/24 via 10.244.7.0 dev flannel.1 onlink",
 		"neigh add 10.244.7.0 dev flannel.1 lladdr 02:00:00:00:00:07 nud permanent", "addr add 192.0.2.129/25 dev cni0")
 	nstest.Exec(t, "bridge", "fdb", "add", "02:00:00:00:00:07", "dev", "flannel.1", "dst", "192.0.2.1", "self")
-	w, err = LookOut(t.Context(), "/proc/sys", Places{Endpoints: []netip.Addr{at("10.244.7.5")}}, nil)
+	w, err = LookOut(t.Context(), "/proc/sys", reality.Places{Endpoints: []netip.Addr{at("10.244.7.5")}}, nil)
 	if err != nil || w.Looped[at("10.244.7.5")] != "flannel.1 to 192.0.2.1" || !slices.Equal(w.Overlaps, []string{"192.0.2.128/25 of cni0 and 192.0.2.0/24 of eth0"}) || len(w.Fixed) > 0 {
 		t.Errorf("with a tunnel to this node: %+v, %v", w, err)
 	}
 	nstest.Exec(t, "bridge", "fdb", "del", "02:00:00:00:00:07", "dev", "flannel.1", "dst", "192.0.2.1", "self")
-	w, err = LookOut(t.Context(), "/proc/sys", Places{Endpoints: []netip.Addr{at("10.244.7.5")}, ClusterIPs: []netip.Addr{at("10.244.1.200"), at("10.96.0.10")}}, nil)
+	w, err = LookOut(t.Context(), "/proc/sys", reality.Places{Endpoints: []netip.Addr{at("10.244.7.5")}, ClusterIPs: []netip.Addr{at("10.244.1.200"), at("10.96.0.10")}}, nil)
 	if err != nil || w.Lost[at("10.244.7.5")] != "10.244.7.0 at flannel.1" || len(w.Captive) != 1 || w.Captive[at("10.244.1.200")] != "cni0" {
 		t.Errorf("with a tunnel that knows no host, and a cluster IP among Pods: %+v, %v", w, err)
 	}
@@ -309,14 +310,14 @@ func TestUnrouted(t *testing.T) {
 		t.Fatalf("%+v, %t", outside, known)
 	}
 	at := netip.MustParseAddr
-	pod := Origin{Name: "Pods", By: "pod1", Addr: at("10.244.1.5")}
+	pod := reality.Origin{Name: "Pods", By: "pod1", Addr: at("10.244.1.5")}
 	masqueraded := outside
 	masqueraded.Mark = 0x4000
-	found, err := LookOut(t.Context(), "/proc/sys", Places{Endpoints: []netip.Addr{at("10.244.1.5"), at("10.244.2.5"), at("10.244.3.5"), at("10.244.4.5")}}, []Origin{outside, masqueraded, pod})
+	found, err := LookOut(t.Context(), "/proc/sys", reality.Places{Endpoints: []netip.Addr{at("10.244.1.5"), at("10.244.2.5"), at("10.244.3.5"), at("10.244.4.5")}}, []reality.Origin{outside, masqueraded, pod})
 	if err != nil {
 		t.Fatal(err)
 	}
-	want := []Unrouted{{Addr: at("10.244.2.5"), From: pod, Why: "its route is of type blackhole"}, {Addr: at("10.244.3.5"), From: outside, Why: "its route is of type unreachable"}, {Addr: at("10.244.4.5"), From: masqueraded, Why: "its route is of type prohibit"}}
+	want := []reality.Unrouted{{Addr: at("10.244.2.5"), From: pod, Why: "its route is of type blackhole"}, {Addr: at("10.244.3.5"), From: outside, Why: "its route is of type unreachable"}, {Addr: at("10.244.4.5"), From: masqueraded, Why: "its route is of type prohibit"}}
 	if !reflect.DeepEqual(found.Unrouted, want) || len(found.Unreached) > 0 {
 		t.Errorf("%+v and %+v, want %+v", found.Unrouted, found.Unreached, want)
 	}
@@ -324,7 +325,7 @@ func TestUnrouted(t *testing.T) {
 		if err := os.WriteFile(filepath.Join("/proc/sys/net/ipv4", setting), []byte("0"), 0); err != nil {
 			t.Fatal(err)
 		}
-		found, err = LookOut(t.Context(), "/proc/sys", Places{Endpoints: []netip.Addr{at("10.244.2.5")}}, []Origin{outside, pod})
+		found, err = LookOut(t.Context(), "/proc/sys", reality.Places{Endpoints: []netip.Addr{at("10.244.2.5")}}, []reality.Origin{outside, pod})
 		if err != nil || len(found.Unrouted) > 0 || len(found.NotForwarded)+len(found.NotForwardedBy) == 0 {
 			t.Errorf("%s is 0: of what is not forwarded, nothing else is said: %+v, %v", setting, found, err)
 		}

@@ -29,9 +29,8 @@ type port struct {
 	count   atomic.Pointer[localEndpoints]
 
 	open     map[listenAt]*socket
-	failing  time.Time   // since when a socket could not be opened; zero if all are open
-	reported string      // what was last reported; empty if all is well since
-	held     atomic.Bool // something has been reported, and all is not well since
+	failing  time.Time              // since when a socket could not be opened; zero if all are open
+	reported atomic.Pointer[string] // what was last reported; nil if all is well since
 }
 
 // socket is a listening socket of a port.
@@ -188,16 +187,16 @@ func (p *port) listen(at []listenAt, wake chan struct{}) bool {
 		}()
 	}
 	if failed == nil {
-		p.failing, p.reported = time.Time{}, ""
-		p.held.Store(false)
+		p.failing = time.Time{}
+		p.reported.Store(nil)
 		return true
 	}
 	if p.failing.IsZero() {
 		p.failing = time.Now()
 	}
-	if text := failed.Error(); p.reported != text && time.Since(p.failing) >= stillHeld {
-		p.reported = text
-		p.held.Store(true)
+	text, before := failed.Error(), p.reported.Load()
+	if (before == nil || *before != text) && time.Since(p.failing) >= stillHeld {
+		p.reported.Store(&text)
 		p.cfg.Report(source.Finding{
 			Severity: source.Problem, Object: "Service " + p.service.String(), Field: "spec.healthCheckNodePort", Detail: text,
 			Effect: "load balancers that ask there take this node for one without endpoints; listening is retried until it works",

@@ -130,7 +130,7 @@ func (s *Services) Held(svc plan.Service) bool {
 	s.mu.Lock()
 	defer s.mu.Unlock()
 	p := s.byName[svc]
-	return p != nil && p.held.Load()
+	return p != nil && p.reported.Load() != nil
 }
 
 // Run serves until ctx ends, and then closes all sockets. A Services runs once.
