@@ -54,9 +54,13 @@ func (s *Snapshot) Plan() *Plan {
 	return p
 }
 
-// Services iterates over all Services in order, each with its ServicePorts in order of key. The slices must not be changed.
+// Services iterates over all Services in order, each with its ServicePorts in order of key. The slices must not be changed. A nil Snapshot, as before the first
+// one is published, has none.
 func (s *Snapshot) Services() iter.Seq2[Service, []*ServicePort] {
 	return func(yield func(Service, []*ServicePort) bool) {
+		if s == nil {
+			return
+		}
 		for _, c := range s.services {
 			for _, e := range c {
 				if !yield(e.service(), e.ports) {

@@ -118,6 +118,13 @@ func TestSnapshot(t *testing.T) {
 	})
 }
 
+// TestNoSnapshot: who asks before the first plan gets no Services.
+func TestNoSnapshot(t *testing.T) {
+	for svc := range (&Publisher{}).Latest().Services() {
+		t.Errorf("there is %s", svc)
+	}
+}
+
 // TestSnapshotShares: one change copies one chunk, and a comparison of everything that finds nothing copies none.
 func TestSnapshotShares(t *testing.T) {
 	t.Parallel()
