@@ -75,36 +75,25 @@ type askLab struct {
 // runQuestions measures what questions to a running nodeproxy cost, and whether they delay a sync: blocks of changes with and without
 // questions take turns, and there are others beside a process that only takes processor time. What they differ by is what questions cost
 // otherwise, such as by locks.
-func runQuestions(ctx context.Context, o *options) (missed int, err error) {
+func runQuestions(ctx context.Context, o *options) (missed int) {
 	fmt.Printf("# before the run: %s\n", machine.State())
-	l := &askLab{options: o}
-	if l.binary, err = harness.Binary(); err != nil {
-		return 0, err
-	}
-	if l.manifestLab, err = newManifestLab(nil, slices.Repeat([]int{2}, o.services[0])...); err != nil {
-		return 0, err
-	}
-	defer func() { err = errors.Join(err, l.close()) }()
+	l := &askLab{options: o, binary: must(harness.Binary()), manifestLab: newManifestLab(nil, slices.Repeat([]int{2}, o.services[0])...)}
+	defer func() { l.close(recover()) }()
 	l.socket = filepath.Join(l.Dir, "socket")
 	l.client = inspect.NewClient(l.socket)
 	l.flags = append(l.flags, "--mode="+o.mode, "--socket="+l.socket, "--log-level=info")
-	if _, err := l.start(); err != nil {
-		return 0, err
-	}
+	l.start()
 	o.progress("%d Services are programmed in mode %s", o.services[0], o.mode)
-	load, before := machine.WatchLoad(), machine.UsageNow()
-	questions, holds, changes, err := l.measure(ctx)
-	others := load.Stop() + "; " + machine.UsageNow().OthersSince(before)
-	if err != nil {
-		return 0, err
-	}
+	var questions, holds []question
+	var changes [kinds]changeTimes
+	others := meanwhile(func() { questions, holds, changes = l.measure(ctx) })
 	o.progress("done; meanwhile %s", others)
 	missed = printQuestions(os.Stdout, o, questions, holds, changes)
 	o.ended()
-	return missed, nil
+	return missed
 }
 
-func (l *askLab) measure(ctx context.Context) (questions, holds []question, changes [kinds]changeTimes, err error) {
+func (l *askLab) measure(ctx context.Context) (questions, holds []question, changes [kinds]changeTimes) {
 	svc := l.manifests.services[l.options.services[0]/2]
 	name := namespace + "/" + svc.name
 	questions = []question{
@@ -123,53 +112,40 @@ func (l *askLab) measure(ctx context.Context) (questions, holds []question, chan
 	}
 	for range l.rounds {
 		for i := range questions {
-			if err := l.askOnce(ctx, &questions[i]); err != nil {
-				return nil, nil, changes, err
-			}
+			l.askOnce(ctx, &questions[i])
 		}
 	}
 	l.progress("all questions asked")
-	if holds, err = l.holds(svc); err != nil {
-		return nil, nil, changes, err
-	}
+	holds = l.holds(svc)
 	for range l.blocks {
 		for kind := range kinds {
 			stop := l.disturb(ctx, kind)
-			for i := 0; i < l.options.changes && err == nil; i++ {
-				err = l.changeOnce(ctx, &changes[kind])
-			}
+			err := attempt(func() {
+				for range l.options.changes {
+					l.changeOnce(ctx, &changes[kind])
+				}
+			})
 			asked, failed := stop()
 			changes[kind].asked += asked
-			if err = errors.Join(err, failed); err != nil {
-				return nil, nil, changes, err
-			}
+			check(errors.Join(err, failed))
 		}
 	}
-	return questions, holds, changes, nil
+	return questions, holds, changes
 }
 
-func (l *askLab) askOnce(ctx context.Context, q *question) error {
-	before, err := l.daemon.CPUTime()
-	if err != nil {
-		return err
-	}
-	begun := time.Now()
+func (l *askLab) askOnce(ctx context.Context, q *question) {
+	before, begun := must(l.daemon.CPUTime()), time.Now()
 	if q.args != nil {
-		err = l.command(ctx, q)
+		l.command(ctx, q)
 	} else {
-		q.bytes, err = l.request(ctx, q.path)
+		q.bytes = must(l.request(ctx, q.path))
 	}
 	q.took = append(q.took, time.Since(begun))
-	if err != nil {
-		return err
-	}
-	after, err := l.daemon.CPUTime()
-	q.daemons += (after - before) / time.Duration(l.rounds)
-	return err
+	q.daemons += (must(l.daemon.CPUTime()) - before) / time.Duration(l.rounds)
 }
 
 // command runs nodeproxy with arguments and the daemon's socket.
-func (l *askLab) command(ctx context.Context, q *question) error {
+func (l *askLab) command(ctx context.Context, q *question) {
 	args := slices.Clone(q.args)
 	if args[0] != "version" {
 		args = append(args, "--socket="+l.socket)
@@ -177,34 +153,24 @@ func (l *askLab) command(ctx context.Context, q *question) error {
 	cmd := exec.CommandContext(ctx, l.binary, args...)
 	var stdout, stderr bytes.Buffer
 	cmd.Stdout, cmd.Stderr = &stdout, &stderr
-	if err := l.Node1().Do(cmd.Start); err != nil {
-		return fmt.Errorf("%q: %w", args, err)
-	}
+	check(l.Node1().Do(cmd.Start), fmt.Sprintf("%q", args))
 	err := cmd.Wait()
-	if cmd.ProcessState.ExitCode() == 1 && stdout.Len() > 0 { // It has answered that there is a problem.
-		err = nil
-	}
-	if err != nil {
-		return fmt.Errorf("%q: %w: %s", args, err, stderr.String())
+	if cmd.ProcessState.ExitCode() != 1 || stdout.Len() == 0 { // Otherwise it has answered that there is a problem.
+		check(err, fmt.Sprintf("%q", args), stderr.String())
 	}
 	q.bytes = int64(stdout.Len())
 	q.own += (cmd.ProcessState.UserTime() + cmd.ProcessState.SystemTime()) / time.Duration(l.rounds)
-	return nil
 }
 
 // request sends one, and returns how many bytes the answer had.
 func (l *askLab) request(ctx context.Context, path string) (int64, error) {
 	client := http.Client{Transport: &http.Transport{
 		DisableKeepAlives: true, DisableCompression: true,
-		DialContext: func(_ context.Context, network, addr string) (conn net.Conn, err error) {
+		DialContext: func(_ context.Context, network, addr string) (net.Conn, error) {
 			if !strings.HasPrefix(path, ui.Path) {
 				return net.Dial("unix", l.socket)
 			}
-			err = l.Node1().Do(func() error {
-				conn, err = net.Dial(network, addr)
-				return err
-			})
-			return conn, err
+			return harness.In(l.Node1().Netns, func() (net.Conn, error) { return net.Dial(network, addr) })
 		},
 	}}
 	req, err := http.NewRequestWithContext(ctx, http.MethodGet, "http://"+harness.MetricsAddr.String()+path, nil)
@@ -224,11 +190,8 @@ func (l *askLab) request(ctx context.Context, path string) (int64, error) {
 
 // holds asks the questions over the same manifests within this process, where it can be seen how long each of them keeps the state from
 // changing, at the longest: for so long a sync may have to wait. What the rest of an answer takes is not in it.
-func (l *askLab) holds(svc *service) (out []question, err error) {
-	batch, err := manifest.Load(manifest.Config{Path: l.Manifests})
-	if err != nil {
-		return nil, err
-	}
+func (l *askLab) holds(svc *service) (out []question) {
+	batch := must(manifest.Load(manifest.Config{Path: l.Manifests}))
 	state := proxier.NewState(l.Node1().Name, plan.Settings{}, plan.Families[:], nil)
 	state.Apply(batch)
 	state.Update()
@@ -266,13 +229,13 @@ func (l *askLab) holds(svc *service) (out []question, err error) {
 			r.ProtoMinor = 0 // Then the answer does not begin with a status that the recorder would take for the last one.
 			handler.ServeHTTP(w, r)
 			if w.Code != q.status {
-				return nil, fmt.Errorf("%s: %d %s", q.path, w.Code, w.Body)
+				check(fmt.Errorf("%s: %d %s", q.path, w.Code, w.Body))
 			}
 			h.took = append(h.took, longest)
 		}
 		out = append(out, h)
 	}
-	return out, nil
+	return out
 }
 
 // The kinds of blocks of changes.
@@ -318,37 +281,28 @@ func (l *askLab) disturb(ctx context.Context, kind int) (stop func() (asked int,
 }
 
 // changeOnce replaces an endpoint, of another Service each time, and waits until the daemon says what that took.
-func (l *askLab) changeOnce(ctx context.Context, into *changeTimes) error {
-	svc, _, replace, err := l.manifests.change()
-	if err != nil {
-		return err
-	}
+func (l *askLab) changeOnce(ctx context.Context, into *changeTimes) {
+	svc, _, replace := l.manifests.change()
 	begun := time.Now()
-	if err := replace(); err != nil {
-		return err
-	}
+	check(replace())
 	for time.Since(begun) < harness.Limit {
-		syncs, err := l.client.History(ctx, plan.Service{Namespace: namespace, Name: svc.name})
-		if err != nil {
-			return err
-		}
-		for _, s := range syncs {
+		for _, s := range must(l.client.History(ctx, plan.Service{Namespace: namespace, Name: svc.name})) {
 			if s.Began.Before(begun) {
 				continue
 			}
 			if s.Error != "" {
-				return fmt.Errorf("service %s: %s", svc.name, s.Error)
+				check(errors.New(s.Error), "service "+svc.name)
 			}
 			seconds := func(v float64) time.Duration { return time.Duration(v * float64(time.Second)) }
 			into.all = append(into.all, s.Began.Sub(begun)+seconds(s.Took.Total()))
 			into.wait = append(into.wait, seconds(s.Took.Wait))
 			into.plan = append(into.plan, seconds(s.Took.Plan))
 			into.write = append(into.write, seconds(s.Took.Write))
-			return nil
+			return
 		}
 		time.Sleep(100 * time.Millisecond) // Rarely, as this is a question too.
 	}
-	return fmt.Errorf("service %s: not programmed within %s", svc.name, harness.Limit)
+	check(fmt.Errorf("service %s: not programmed within %s", svc.name, harness.Limit))
 }
 
 // printQuestions prints what was measured, and returns how many goals are missed.

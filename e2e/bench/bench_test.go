@@ -260,15 +260,10 @@ func readManifests(t *testing.T, dir string) (services map[string]string, endpoi
 func newManifests(t *testing.T, sizes ...int) *manifests {
 	t.Helper()
 	dir := filepath.Join(t.TempDir(), "manifests")
-	err := os.Mkdir(dir, 0o755)
-	if err != nil {
+	if err := os.Mkdir(dir, 0o755); err != nil {
 		t.Fatal(err)
 	}
-	m, err := writeManifests(dir, sizes...)
-	if err != nil {
-		t.Fatal(err)
-	}
-	return m
+	return writeManifests(dir, sizes...)
 }
 
 func TestManifests(t *testing.T) {
@@ -294,10 +289,7 @@ func TestManifests(t *testing.T) {
 
 func TestChangeDoesNothingUntilReplaced(t *testing.T) {
 	m := newManifests(t, 1)
-	s, was, replace, err := m.change()
-	if err != nil {
-		t.Fatal(err)
-	}
+	s, was, replace := m.change()
 	if _, got, _ := readManifests(t, m.dir); got[s.name][0] != was.String() {
 		t.Errorf("before replace: %s, want %s", got[s.name][0], was)
 	}
@@ -354,4 +346,23 @@ func TestProbeAllEndsWithAFailedRequest(t *testing.T) {
 	if _, err := probeAll(make(chan *outstanding), failed, harness.Limit); !errors.Is(err, want) {
 		t.Errorf("error %v, want %v", err, want)
 	}
+}
+
+// TestAttempt: what fails inside a namespace is returned, and the thread is back where it was; what is no failure goes on.
+func TestAttempt(t *testing.T) {
+	w := harness.New(t, harness.Options{Pods: []int{0}, Ports: []uint16{}})
+	own := must(os.Readlink("/proc/thread-self/ns/net"))
+	err := attempt(func() {
+		check(w.Node1().Do(func() error { must(0, os.ErrExist); return nil }), "not reached")
+	})
+	check(attempt(func() { check(nil, "nothing") }))
+	if now := must(os.Readlink("/proc/thread-self/ns/net")); !errors.Is(err, os.ErrExist) || now != own {
+		t.Errorf("error %v, in %s, want %s", err, now, own)
+	}
+	defer func() {
+		if got := recover(); got != "other" {
+			t.Errorf("recovered %v", got)
+		}
+	}()
+	_ = attempt(func() { panic("other") })
 }

@@ -28,16 +28,16 @@ type comparison struct {
 	without bool // there are also nodeproxy in mode iptables, and two nodes without a proxy
 	// complete waits until the cold start is, which samples of the Services have answered after. turn are the steps of each turn, last those
 	// of one more, and finally is for all nodes together.
-	complete   func(b *bench, n *node, begun time.Time) error
+	complete   func(b *bench, n *node, begun time.Time)
 	turn, last []step
-	finally    func(b *bench, nodes []*node) error
+	finally    func(b *bench, nodes []*node)
 	rows       func(o *options, most bool) []row // most: for the largest number of Services
 	note       string                            // what is printed before
 	legend     string                            // and after
 }
 
 // step measures something of a node whose proxy has caught up; turn is that of o.turns.
-type step func(ctx context.Context, b *bench, n *node, turn int) error
+type step func(ctx context.Context, b *bench, n *node, turn int)
 
 // bench is a comparison under way.
 type bench struct {
@@ -53,11 +53,8 @@ const (
 )
 
 // run measures the proxies with each number of Services, prints tables, and returns how many goals are missed.
-func (c comparison) run(ctx context.Context, o *options) (missed int, err error) {
-	np, kp, err := findProxies(o.mode)
-	if err != nil {
-		return 0, err
-	}
+func (c comparison) run(ctx context.Context, o *options) (missed int) {
+	np, kp := findProxies(o.mode)
 	if len(o.backends) > 0 {
 		np.flags = append(np.flags[:1:1], "--iptables-backend="+o.backends[0])
 	}
@@ -70,42 +67,35 @@ func (c comparison) run(ctx context.Context, o *options) (missed int, err error)
 	fmt.Printf("# nodeproxy %s, kube-proxy %s, mode %s, kernel %s\n# before the run: %s\n%s", np.version, kp.version, o.modeName(),
 		machine.Kernel(), machine.State(), c.note)
 	// For each number of Services there are nodes, so that every cold start is on a node as good as new.
-	l, err := newLab(ctx, o.endpoints, slices.Repeat(proxies, len(o.services)))
-	if err != nil {
-		return 0, err
-	}
-	defer func() { err = errors.Join(err, l.close()) }()
+	l := newLab(ctx, o.endpoints, slices.Repeat(proxies, len(o.services)))
+	defer func() { check(errors.Join(caught(recover()), l.close())) }()
 	if len(o.backends) > 0 {
 		tools := filepath.Join(l.Dir, "tools")
-		if err := errors.Join(os.Mkdir(tools, 0o755), harness.Variant(o.backends[0]).Link(tools)); err != nil {
-			return 0, err
-		}
+		check(errors.Join(os.Mkdir(tools, 0o755), harness.Variant(o.backends[0]).Link(tools)))
 		l.nodes[1].process.Env = []string{"PATH=" + tools + ":" + os.Getenv("PATH")}
 	}
 	b := &bench{c, o, l}
-	load, before := machine.WatchLoad(), machine.UsageNow()
 	var results [][]figures
-	for i, n := range o.services {
-		if err = l.fill(ctx, n); err != nil {
-			break
+	others := meanwhile(func() {
+		for i, n := range o.services {
+			l.fill(ctx, n)
+			o.progress("%d Services with %d endpoints each", n, o.endpoints)
+			results = append(results, b.measure(ctx, l.nodes[i*len(proxies):(i+1)*len(proxies)]))
 		}
-		o.progress("%d Services with %d endpoints each", n, o.endpoints)
-		var r []figures
-		if r, err = b.measure(ctx, l.nodes[i*len(proxies):(i+1)*len(proxies)]); err != nil {
-			break
-		}
-		results = append(results, r)
-	}
-	others := load.Stop() + "; " + machine.UsageNow().OthersSince(before)
-	if err != nil {
-		return 0, err
-	}
+	})
 	o.progress("done; meanwhile %s", others)
 	fmt.Println()
 	t := newTable(os.Stdout)
 	c.print(t, o, results)
 	o.ended()
-	return t.missed, nil
+	return t.missed
+}
+
+// meanwhile does something, and says what else the machine had to do.
+func meanwhile(fn func()) string {
+	load, before := machine.WatchLoad(), machine.UsageNow()
+	fn()
+	return load.Stop() + "; " + machine.UsageNow().OthersSince(before)
 }
 
 // modeName is the mode, with the variant of iptables where the mode runs it.
@@ -117,20 +107,17 @@ func (o *options) modeName() string {
 }
 
 // measure measures all nodes with the Services that there are: those with a proxy one after the other, then in turns.
-func (b *bench) measure(ctx context.Context, nodes []*node) (results []figures, err error) {
+func (b *bench) measure(ctx context.Context, nodes []*node) (results []figures) {
 	var running []*node
 	for _, n := range nodes {
 		defer n.process.Stop()
 		switch {
 		case n.name == noProxy:
-			err = n.masquerade(harness.NFT)
+			n.masquerade(harness.NFT)
 		case slices.Contains(b.only, n.name):
-			if err = b.coldStart(n); n.runs() {
+			if b.coldStart(n); n.runs() {
 				running = append(running, n)
 			}
-		}
-		if err != nil {
-			return nil, err
 		}
 	}
 	for turn := range b.turns + 1 {
@@ -142,29 +129,24 @@ func (b *bench) measure(ctx context.Context, nodes []*node) (results []figures, 
 			if !n.runs() || len(steps) == 0 {
 				continue
 			}
-			others, err := b.takeTurn(ctx, n, steps, turn)
-			if err != nil {
-				return nil, err
-			}
+			others := b.takeTurn(ctx, n, steps, turn)
 			n.summarize()
-			b.progress("%s, turn %d: p50 so far %s; %s", n.name, turn+1, seconds(n.figures["changed p50"]), others)
+			b.progress("%s, turn %d: p50 so far %s; meanwhile %s", n.name, turn+1, seconds(n.figures["changed p50"]), others)
 		}
 	}
 	if b.finally != nil {
-		if err := b.finally(b, nodes); err != nil {
-			return nil, err
-		}
+		b.finally(b, nodes)
 	}
 	for _, n := range nodes {
 		results = append(results, n.figures)
 	}
-	return results, nil
+	return results
 }
 
-// late stops a proxy that has taken longer than the limit, and returns any other error.
-func (b *bench) late(n *node, err error, keys ...string) error {
+// late stops a proxy that has taken longer than the limit; any other error ends the run.
+func (b *bench) late(n *node, err error, keys ...string) {
 	if !errors.Is(err, probe.ErrLate) {
-		return n.explain(err)
+		check(fmt.Errorf("%s: %w\n%s", n.name, err, n.process.Tail()))
 	}
 	for _, key := range keys {
 		if _, ok := n.figures[key]; !ok {
@@ -173,78 +155,71 @@ func (b *bench) late(n *node, err error, keys ...string) error {
 	}
 	n.process.Stop()
 	b.progress("%s: not within %s", n.name, b.limit)
-	return nil
 }
 
 // coldStart starts the node's proxy on a node without rules, and leaves it frozen. What it takes is the time from before the process
 // existed until Services from all of the cluster answer, and until complete has seen the rest; complete puts a longer time into "cold".
-func (b *bench) coldStart(n *node) error {
+func (b *bench) coldStart(n *node) {
 	usage, begun := machine.UsageNow(), time.Now()
-	if err := n.process.Start(); err != nil {
-		return err
-	}
-	took, err := b.awaitSamples(n, begun)
+	check(n.process.Start())
 	var cpu time.Duration
-	if err == nil {
-		n.figures["cold"] = took.Seconds()
-		err = b.complete(b, n, begun)
-	}
-	if err == nil {
-		err = n.rest()
-	}
-	if err == nil {
-		cpu, err = n.used()
-	}
+	err := attempt(func() {
+		n.figures["cold"] = b.awaitSamples(n, begun).Seconds()
+		b.complete(b, n, begun)
+		n.rest()
+		cpu = n.used()
+	})
 	if err != nil {
 		delete(n.figures, "cold")
-		return b.late(n, err, "cold")
+		b.late(n, err, "cold")
+		return
 	}
 	n.figures["cold cpu"] = cpu.Seconds()
 	b.progress("%s: cold start %s; meanwhile %s", n.name, seconds(n.figures["cold"]), machine.UsageNow().OthersSince(usage))
-	return n.process.Freeze()
+	check(n.process.Freeze())
 }
 
 // takeTurn lets the proxy go on, takes the steps when it has caught up (a change is in effect, and it has nothing left to do), and freezes
 // it again. What it returns is about the machine during the steps.
-func (b *bench) takeTurn(ctx context.Context, n *node, steps []step, turn int) (others string, err error) {
-	catchUp := func() error {
-		_, _, err := b.change(ctx, n)
-		return err
-	}
-	for _, fn := range []func() error{n.process.Thaw, n.rest, catchUp, n.rest} {
-		if err == nil {
-			err = fn()
-		}
-	}
+func (b *bench) takeTurn(ctx context.Context, n *node, steps []step, turn int) (others string) {
+	err := attempt(func() {
+		check(n.process.Thaw())
+		n.rest()
+		b.change(ctx, n)
+		n.rest()
+	})
 	time.Sleep(b.settle)
 	before := machine.UsageNow()
-	for _, step := range steps {
-		if err == nil {
-			err = step(ctx, b, n, turn)
-		}
+	if err == nil {
+		err = attempt(func() {
+			for _, step := range steps {
+				step(ctx, b, n, turn)
+			}
+		})
 	}
-	others = "meanwhile " + machine.UsageNow().OthersSince(before)
+	others = machine.UsageNow().OthersSince(before)
 	if err != nil {
-		return others, b.late(n, err, "changed p50", "changed p99")
+		b.late(n, err, "changed p50", "changed p99")
+		return others
 	}
-	return others, n.process.Freeze()
+	check(n.process.Freeze())
+	return others
 }
 
 // awaitSamples waits until Services from all of the cluster answer to a node's client, and returns the time since begun.
-func (b *bench) awaitSamples(n *node, begun time.Time) (took time.Duration, err error) {
-	err = n.client.Do(func() (err error) {
-		for i := len(b.lab.services) - 1; i >= 0 && err == nil; i -= max(1, len(b.lab.services)/100) {
+func (b *bench) awaitSamples(n *node, begun time.Time) (took time.Duration) {
+	n.inClient(func() {
+		for i := len(b.lab.services) - 1; i >= 0; i -= max(1, len(b.lab.services)/100) {
 			s := b.lab.services[i]
-			took, err = b.prober.Await(begun, s.frontend(), s.has, 1, b.limit)
+			took = must(b.prober.Await(begun, s.frontend(), s.has, 1, b.limit))
 		}
-		return err
 	})
-	return took, err
+	return took
 }
 
 // awaitAll asks each of the Services, and takes the cold start to have lasted until the last one that had to be waited for.
-func (b *bench) awaitAll(n *node, begun time.Time) error {
-	return n.client.Do(func() error {
+func (b *bench) awaitAll(n *node, begun time.Time) {
+	n.inClient(func() {
 		for _, s := range b.lab.services {
 			endpoint, err := b.prober.Ask(s.frontend(), harness.Patient)
 			if err == nil && !s.has(endpoint) {
@@ -252,41 +227,33 @@ func (b *bench) awaitAll(n *node, begun time.Time) error {
 				took, err = b.prober.Await(begun, s.frontend(), s.has, 1, b.limit)
 				n.figures["cold"] = took.Seconds()
 			}
-			if err != nil {
-				return fmt.Errorf("service %s: %w", s.name, err)
-			}
+			check(err, "service "+s.name)
 		}
-		return nil
 	})
 }
 
 // awaitSynced is awaitAll; then it asks the proxy how long the syncs took.
-func (b *bench) awaitSynced(n *node, begun time.Time) error {
-	if err := errors.Join(b.awaitAll(n, begun), n.rest()); err != nil {
-		return err
-	}
-	all, written, err := n.syncTime()
+func (b *bench) awaitSynced(n *node, begun time.Time) {
+	b.awaitAll(n, begun)
+	n.rest()
+	all, written := n.syncTime()
 	n.figures["cold synced"] = all
 	maps.Copy(n.figures, written)
-	return err
 }
 
 // awaitVirtualServers waits until each of the Services has a virtual server with all real servers. A look at them takes a while itself:
 // the cold start has lasted until the one began that found all.
-func (b *bench) awaitVirtualServers(n *node, begun time.Time) error {
+func (b *bench) awaitVirtualServers(n *node, begun time.Time) {
 	for {
 		took := time.Since(begun)
-		servers, err := virtualServers(n.Netns)
-		if err != nil {
-			return err
-		}
+		servers := must(virtualServers(n.Netns))
 		missing := slices.IndexFunc(b.lab.services, func(s *service) bool { return servers[s.frontend()] < len(s.endpoints) })
 		switch {
 		case missing < 0:
 			n.figures["cold"] = took.Seconds()
-			return nil
+			return
 		case took > b.limit:
-			return fmt.Errorf("service %s is not programmed: %w (%s)", b.lab.services[missing].name, probe.ErrLate, b.limit)
+			check(fmt.Errorf("service %s is not programmed: %w (%s)", b.lab.services[missing].name, probe.ErrLate, b.limit))
 		}
 		time.Sleep(took / 10)
 	}
@@ -316,11 +283,9 @@ func virtualServers(n *harness.Netns) (map[netip.AddrPort]int, error) {
 // change replaces an endpoint, of another Service each time. It returns the time from before the PATCH is sent until the new endpoint
 // answers a connection of the node's client, and until the API server has answered. Each probe makes as many connections as the Service
 // has endpoints.
-func (b *bench) change(ctx context.Context, n *node) (took, patched time.Duration, err error) {
+func (b *bench) change(ctx context.Context, n *node) (took, patched time.Duration) {
 	s, patch, err := b.prepareChange()
-	if err != nil {
-		return 0, 0, err
-	}
+	check(err)
 	sent, begun, endpoint := make(chan error, 1), time.Now(), s.endpoints[0]
 	go func() {
 		err := patch(ctx)
@@ -328,10 +293,8 @@ func (b *bench) change(ctx context.Context, n *node) (took, patched time.Duratio
 		sent <- err
 	}()
 	took, err = n.await(b.prober, begun, s, len(s.endpoints), b.limit, func(from netip.Addr) bool { return from == endpoint })
-	if err := errors.Join(<-sent, err); err != nil {
-		return 0, 0, fmt.Errorf("changed service %s: %w", s.name, err)
-	}
-	return took, patched, nil
+	check(errors.Join(<-sent, err), "changed service "+s.name)
+	return took, patched
 }
 
 // share is how many of a total are a turn's.
@@ -346,24 +309,20 @@ func (b *bench) changesOf(n *node, turn int) int {
 }
 
 // changes is the step of changes made one at a time.
-func changes(ctx context.Context, b *bench, n *node, turn int) error {
-	return n.counted("changed", func() error {
+func changes(ctx context.Context, b *bench, n *node, turn int) {
+	n.counted("changed", func() {
 		for range b.changesOf(n, turn) {
-			took, patched, err := b.change(ctx, n)
-			if err != nil {
-				return err
-			}
+			took, patched := b.change(ctx, n)
 			n.series["changed"], n.series["patched"] = append(n.series["changed"], took), append(n.series["patched"], patched)
 			time.Sleep(b.settle)
 		}
-		return nil
 	})
 }
 
 // additions is the step of Services that are created one at a time. Each takes from before the first POST is sent until the new Service
 // answers a connection.
-func additions(ctx context.Context, b *bench, n *node, turn int) error {
-	return n.counted("added", func() error {
+func additions(ctx context.Context, b *bench, n *node, turn int) {
+	n.counted("added", func() {
 		for range b.share(b.options.additions, turn) {
 			s := b.invent(b.lab.endpoints)
 			named, sent, begun := make(chan struct{}), make(chan error, 1), time.Now()
@@ -371,61 +330,49 @@ func additions(ctx context.Context, b *bench, n *node, turn int) error {
 			select {
 			case <-named:
 			case err := <-sent:
-				return err
+				check(err)
 			}
 			took, err := n.await(b.prober, begun, s, 1, b.limit, s.has)
-			if err := errors.Join(<-sent, err); err != nil {
-				return fmt.Errorf("new service %s: %w", s.name, err)
-			}
+			check(errors.Join(<-sent, err), "new service "+s.name)
 			n.series["added"] = append(n.series["added"], took)
 			time.Sleep(b.settle)
 		}
-		return nil
 	})
 }
 
 // syncs is the step of changes after each of which the proxy is asked how long its sync took. That costs the proxy time itself.
-func syncs(ctx context.Context, b *bench, n *node, turn int) error {
+func syncs(ctx context.Context, b *bench, n *node, turn int) {
 	asked := b.changesOf(n, turn)
 	if n.name == kubeProxy {
 		asked = 1
 	}
-	before, _, err := n.syncTime()
-	for i := 0; i < asked && err == nil; i++ {
-		if _, _, err = b.change(ctx, n); err != nil {
-			return err
-		}
+	before, _ := n.syncTime()
+	for range asked {
+		b.change(ctx, n)
 		time.Sleep(b.settle)
-		var after float64
-		after, _, err = n.syncTime()
+		after, _ := n.syncTime()
 		n.series["synced"] = append(n.series["synced"], time.Duration((after-before)*float64(time.Second)))
 		before = after
 	}
-	return err
 }
 
 // idle is the step in which nothing changes.
-func idle(_ context.Context, b *bench, n *node, _ int) error {
-	before, err := n.used()
-	if err != nil {
-		return err
-	}
+func idle(_ context.Context, b *bench, n *node, _ int) {
+	before := n.used()
 	time.Sleep(b.options.idle)
-	after, err := n.used()
-	n.figures["idle"] = (after - before).Seconds() / b.options.idle.Seconds()
-	return err
+	n.figures["idle"] = (n.used() - before).Seconds() / b.options.idle.Seconds()
 }
 
 // memory is the step that looks at that of the proxy itself.
-func memory(_ context.Context, _ *bench, n *node, _ int) error {
+func memory(_ context.Context, _ *bench, n *node, _ int) {
 	now, peak, err := machine.Memory(n.process.PID)
+	check(err)
 	n.figures["resident"], n.figures["peak"] = float64(now), float64(peak)
-	return err
 }
 
 // connect compares connections to the Services with the lowest and the highest address, or to a pod where there is no proxy. Proxies are
 // stopped meanwhile.
-func (b *bench) connect(nodes []*node) error {
+func (b *bench) connect(nodes []*node) {
 	first, last := b.ends()
 	var firsts, lasts []target
 	var measured []*node
@@ -440,14 +387,7 @@ func (b *bench) connect(nodes []*node) error {
 		}
 		measured = append(measured, n)
 	}
-	took, err := connectTimes(b.options, append(firsts, lasts...)...)
-	if err != nil {
-		return err
-	}
-	made, err := rates(b.options, lasts...)
-	if err != nil {
-		return err
-	}
+	took, made := connectTimes(b.options, append(firsts, lasts...)...), rates(b.options, lasts...)
 	for i, n := range measured {
 		n.figures["first"], n.figures["last"], n.figures["rate"] = took[i].Seconds(), took[len(firsts)+i].Seconds(), made[i]
 	}
@@ -457,5 +397,4 @@ func (b *bench) connect(nodes []*node) error {
 			n.figures[key+" times"] = n.figures[key] / base[key]
 		}
 	}
-	return nil
 }

@@ -23,43 +23,26 @@ const (
 
 // runOnIPVS measures mode ipvs on a kernel with IPVS: this machine's, or else the test kernel of e2e/kernel, where it starts this program
 // again when all is built, and watches meanwhile what else this machine has to do.
-func runOnIPVS(ctx context.Context, o *options) (missed int, err error) {
+func runOnIPVS(ctx context.Context, o *options) (missed int) {
 	if !o.inside {
 		return runInside(ctx, o)
 	}
 	if slices.Contains(o.parts, partProxies) {
-		if missed, err = ipvsComparison.run(ctx, o); err != nil {
-			return 0, err
-		}
+		missed = ipvsComparison.run(ctx, o)
 	}
 	if slices.Contains(o.parts, partVIPs) {
-		err = compareVIPs(ctx, o)
+		compareVIPs(ctx, o)
 	}
-	return missed, err
+	return missed
 }
 
-func runInside(ctx context.Context, o *options) (missed int, err error) {
-	dir, err := os.MkdirTemp("", "bench-")
-	if err != nil {
-		return 0, err
-	}
+func runInside(ctx context.Context, o *options) (missed int) {
+	dir := must(os.MkdirTemp("", "bench-"))
 	defer os.RemoveAll(dir)
-	nodeproxy, err := harness.BinaryElsewhere(dir)
-	if err != nil {
-		return 0, err
-	}
-	if _, err := cluster.Binaries(); err != nil {
-		return 0, err
-	}
-	self, err := os.Executable()
-	if err != nil {
-		return 0, err
-	}
-	root, err := harness.ProjectDir()
-	if err != nil {
-		return 0, err
-	}
-	kernel := filepath.Join(root, "e2e", "kernel")
+	nodeproxy := must(harness.BinaryElsewhere(dir))
+	must(cluster.Binaries())
+	self := must(os.Executable())
+	kernel := filepath.Join(must(harness.ProjectDir()), "e2e", "kernel")
 	if exec.Command(filepath.Join(kernel, "probe")).Run() == nil {
 		fmt.Println("# on this machine's own kernel")
 	} else {
@@ -81,10 +64,11 @@ func runInside(ctx context.Context, o *options) (missed int, err error) {
 	cmd.SysProcAttr = &syscall.SysProcAttr{Pdeathsig: syscall.SIGTERM}
 	runtime.LockOSThread()
 	defer runtime.UnlockOSThread()
-	err = cmd.Run()
+	err := cmd.Run()
 	fmt.Printf("\nMeanwhile, the machine's %s.\n", load.Stop())
 	if cmd.ProcessState != nil && cmd.ProcessState.ExitCode() == 1 {
-		return 1, nil
+		return 1
 	}
-	return 0, err
+	check(err)
+	return 0
 }

@@ -37,7 +37,8 @@ type suites struct {
 
 // runSuites runs the suites, prints the table, and returns how many goals are missed. A suite that fails does not keep the others from
 // being run.
-func runSuites(_ context.Context, o *options) (missed int, err error) {
+func runSuites(_ context.Context, o *options) (missed int) {
+	var errs []error
 	r := &suites{options: o, table: newTable(os.Stdout)}
 	r.line("iptables", "what", "goal", "measured", "ok?")
 	for _, backend := range o.backends {
@@ -45,22 +46,23 @@ func runSuites(_ context.Context, o *options) (missed int, err error) {
 		fmt.Printf("# iptables-%s; %s\n", backend, machine.State())
 		for _, suite := range []struct {
 			name string
-			run  func() error
+			run  func()
 		}{{"services", r.services}, {"endpoints", r.endpoints}, {"wide", r.wide}} {
 			if !slices.Contains(o.only, suite.name) {
 				continue
 			}
 			begun := time.Now()
-			if failed := suite.run(); failed != nil {
+			if err := attempt(suite.run); err != nil {
 				r.line(backend, suite.name, "", "not measured", "ERROR")
-				err = errors.Join(err, fmt.Errorf("%s, %s: %w", backend, suite.name, failed))
+				errs = append(errs, fmt.Errorf("%s, %s: %w", backend, suite.name, err))
 			}
 			fmt.Printf("# %s, %s: took %.1f s; %s\n", backend, suite.name, time.Since(begun).Seconds(), machine.LoadAverage())
 		}
 	}
 	fmt.Println()
 	_ = r.Flush()
-	return r.missed, err
+	check(errors.Join(errs...))
+	return r.missed
 }
 
 // note adds a line without a goal.
@@ -95,91 +97,61 @@ func by(a, b time.Duration) string {
 	return fmt.Sprintf("%s (%s)", times(float64(a)/float64(b)), duration(a))
 }
 
-func (r *suites) lab(sizes ...int) (*manifestLab, error) {
+func (r *suites) lab(sizes ...int) *manifestLab {
 	return newManifestLab([]string{"--iptables-backend=" + string(r.variant)}, sizes...)
 }
 
 // services is the suite of many Services with two endpoints each.
-func (r *suites) services() (err error) {
+func (r *suites) services() {
 	var labs [3]*manifestLab // one without any rule, one that tracks connections, and the one with nodeproxy
 	for i, n := range []int{0, 0, r.options.services[0]} {
-		if labs[i], err = r.lab(slices.Repeat([]int{2}, n)...); err != nil {
-			return err
-		}
-		defer func() { err = errors.Join(err, labs[i].close()) }()
+		labs[i] = r.lab(slices.Repeat([]int{2}, n)...)
+		defer func() { labs[i].close(recover()) }()
 	}
 	plain, tracked, l := labs[0], labs[1], labs[2]
-	if err := tracked.stage.masquerade(r.variant); err != nil {
-		return err
-	}
-	if err := r.program(l, fmt.Sprintf("%d services x 2 endpoints", len(l.services))); err != nil {
-		return err
-	}
-	if err := r.compare(plain.stage, tracked.stage, l); err != nil {
-		return err
-	}
-	for _, step := range []func(*manifestLab) error{r.change, r.restart, r.restartAfterChange} {
-		if err := step(l); err != nil {
-			return err
-		}
-	}
-	return nil
+	tracked.stage.masquerade(r.variant)
+	r.program(l, fmt.Sprintf("%d services x 2 endpoints", len(l.services)))
+	r.compare(plain.stage, tracked.stage, l)
+	r.change(l)
+	r.restart(l)
+	r.restartAfterChange(l)
 }
 
 // program starts nodeproxy over an empty rule set, and checks that Services answer when it says so.
-func (r *suites) program(l *manifestLab, what string) error {
-	took, err := l.start()
-	if err != nil {
-		return err
-	}
-	if err := l.check(); err != nil {
-		return err
-	}
-	saved, err := l.Node1().Output(r.variant.Tool("iptables")+"-save", "-t", "nat")
-	if err != nil {
-		return err
-	}
-	cpu, err := l.daemon.CPUTime()
+func (r *suites) program(l *manifestLab, what string) {
+	took := l.start()
+	l.check()
+	saved := must(l.Node1().Output(r.variant.Tool("iptables")+"-save", "-t", "nat"))
 	r.atMost("first programming of "+what, programmingGoal, took,
-		fmt.Sprintf("(%d nat rules; %s of CPU in nodeproxy itself)", strings.Count(saved, "\n-A "), duration(cpu)))
-	return err
+		fmt.Sprintf("(%d nat rules; %s of CPU in nodeproxy itself)", strings.Count(saved, "\n-A "), duration(must(l.daemon.CPUTime()))))
 }
 
 // check asks the first, the last and some of the Services between for an answer, and checks that one of their own endpoints gives it.
-func (l *manifestLab) check() error {
-	return l.stage.client.Do(func() error {
+func (l *manifestLab) check() {
+	l.stage.inClient(func() {
 		for i := len(l.services) - 1; i >= 0; i -= max(1, len(l.services)/200) {
 			s := l.services[i]
 			from, err := ask(s.frontend(), untimed)
-			if err != nil {
-				return fmt.Errorf("service %s: %w", s.name, err)
+			if err == nil && !s.has(from) {
+				err = fmt.Errorf("%s answered, which is none of its endpoints", from)
 			}
-			if !s.has(from) {
-				return fmt.Errorf("service %s: %s answered, which is none of its endpoints", s.name, from)
-			}
+			check(err, "service "+s.name)
 		}
-		return nil
 	})
 }
 
 // compare compares connections. What stands for "no proxy" with new connections per second is the node that tracks connections: the
 // kernel's connection tracking costs the same with and without a proxy. How much that is, the comparison with a node without any rule shows.
-func (r *suites) compare(plain, tracked *stage, l *manifestLab) error {
+func (r *suites) compare(plain, tracked *stage, l *manifestLab) {
 	first, last := l.ends()
 	toLast := l.stage.target("last service", last.frontend())
-	t, err := connectTimes(r.options, plain.pod("pod, no proxy"), toLast, l.stage.target("first service", first.frontend()), l.stage.pod("pod"))
-	if err != nil {
-		return err
-	}
+	t := connectTimes(r.options, plain.pod("pod, no proxy"), toLast, l.stage.target("first service", first.frontend()), l.stage.pod("pod"))
 	r.note("connect to a pod, no proxy", duration(t[0]))
 	r.connects(fmt.Sprintf("connect to the last of %d services, by pod without proxy", len(l.services)), t[1], t[0])
 	r.note("connect to the first service", by(t[2], t[0]))
 	r.note("connect to a pod beside the services", by(t[3], t[0]))
 
-	v, err := rates(r.options, plain.pod("no rules"), tracked.pod("no proxy"), l.stage.pod("proxy"), toLast)
-	if err != nil {
-		return err
-	}
+	v := rates(r.options, plain.pod("no rules"), tracked.pod("no proxy"), l.stage.pod("proxy"), toLast)
 	by := func(i, j int) string { return fmt.Sprintf("%s (%s)", times(v[i]/v[j]), perSecond(v[i])) }
 	r.note("new connections/s to a pod, no rule and no connection tracking", perSecond(v[0]))
 	r.note("the same, no proxy, connection tracking and one MASQUERADE rule, by no rule", by(1, 0))
@@ -187,45 +159,22 @@ func (r *suites) compare(plain, tracked *stage, l *manifestLab) error {
 	r.judge(fmt.Sprintf("the same beside %d services, by no proxy", len(l.services)), fmt.Sprintf(">= %.1f x", rateGoal), by(2, 1),
 		v[2] >= rateGoal*v[1])
 	r.note("new connections/s to the last service, by no proxy", by(3, 1))
-	return nil
 }
 
 // change replaces one endpoint of a Service by a new one, again and again, each time of another Service in another file, and takes the time
 // from the moment the manifest is in place until the new endpoint answers a new connection. From then on the old one must not answer.
-func (r *suites) change(l *manifestLab) error {
-	before, err := r.state(l)
-	if err != nil {
-		return err
-	}
-	cpuBefore, err := l.daemon.CPUTime()
-	if err != nil {
-		return err
-	}
+func (r *suites) change(l *manifestLab) {
+	before, cpuBefore := r.state(l), must(l.daemon.CPUTime())
 	var all []time.Duration
 	for range r.changes {
-		s, was, replace, err := l.manifests.change()
-		if err != nil {
-			return err
-		}
+		s, was, replace := l.manifests.change()
 		begun := time.Now()
-		if err := replace(); err != nil {
-			return err
-		}
-		took, err := l.await(begun, s, s.endpoints[0])
-		if err == nil {
-			err = l.never(s, was)
-		}
-		if err != nil {
-			return fmt.Errorf("service %s: %w", s.name, err)
-		}
-		all = append(all, took)
+		check(replace())
+		all = append(all, l.await(begun, s, s.endpoints[0]))
+		l.never(s, was)
 		time.Sleep(150 * time.Millisecond) // So that the next finds nodeproxy at rest.
 	}
-	after, err := r.state(l)
-	if err != nil {
-		return err
-	}
-	cpu, err := l.daemon.CPUTime()
+	after, cpu := r.state(l), must(l.daemon.CPUTime())
 	if r.verbose {
 		fmt.Printf("#     changes: %v\n", all)
 	}
@@ -234,54 +183,40 @@ func (r *suites) change(l *manifestLab) error {
 	cost := fmt.Sprintf("%s of CPU in nodeproxy itself", duration((cpu-cpuBefore)/time.Duration(r.changes)))
 	if r.variant == harness.NFT {
 		if after.generation == before.generation {
-			return errors.New("the endpoints changed, but the generation of nf_tables did not")
+			check(errors.New("the endpoints changed, but the generation of nf_tables did not"))
 		}
 		cost += fmt.Sprintf(", %.1f transactions", float64(after.generation-before.generation)/float64(r.changes))
 	}
 	r.note("each such change", cost)
-	return err
 }
 
 // await waits until an endpoint of a Service answers.
-func (l *manifestLab) await(begun time.Time, s *service, endpoint netip.Addr) (time.Duration, error) {
-	return l.stage.await(prober, begun, s, 1, harness.Limit, func(from netip.Addr) bool { return from == endpoint })
+func (l *manifestLab) await(begun time.Time, s *service, endpoint netip.Addr) time.Duration {
+	took, err := l.stage.await(prober, begun, s, 1, harness.Limit, func(from netip.Addr) bool { return from == endpoint })
+	check(err, "service "+s.name)
+	return took
 }
 
-func (l *manifestLab) never(s *service, was netip.Addr) error {
-	return l.stage.client.Do(func() error {
+// never checks that an endpoint does not answer any more.
+func (l *manifestLab) never(s *service, was netip.Addr) {
+	l.stage.inClient(func() {
 		for range 20 {
 			from, err := ask(s.frontend(), untimed)
-			if err != nil {
-				return err
-			}
 			if from == was {
-				return fmt.Errorf("%s still answers, beside the endpoint that replaces it", from)
+				err = fmt.Errorf("%s still answers, beside the endpoint that replaces it", from)
 			}
+			check(err, "service "+s.name)
 		}
-		return nil
 	})
 }
 
 // restart stops nodeproxy and starts it again over the rules that are in place.
-func (r *suites) restart(l *manifestLab) error {
-	if err := l.daemon.Stop(); err != nil {
-		return err
-	}
-	before, err := r.state(l)
-	if err != nil {
-		return err
-	}
-	took, err := l.start()
-	if err != nil {
-		return err
-	}
-	after, err := r.state(l)
-	if err != nil {
-		return err
-	}
-	if err := l.check(); err != nil {
-		return err
-	}
+func (r *suites) restart(l *manifestLab) {
+	check(l.daemon.Stop())
+	before := r.state(l)
+	took := l.start()
+	after := r.state(l)
+	l.check()
 	what := fmt.Sprintf("restart over %d unchanged services", len(l.services))
 	r.atMost(what+", in sync", restartGoal, took, "")
 	written := "no rule rewritten"
@@ -292,70 +227,39 @@ func (r *suites) restart(l *manifestLab) error {
 		written += fmt.Sprintf(" (%d transactions)", after.generation-before.generation)
 	}
 	r.judge(what+", rules written", "none", written, before.rules == after.rules)
-	return nil
 }
 
 // restartAfterChange restarts nodeproxy once more, with an endpoint changed while nothing watched.
-func (r *suites) restartAfterChange(l *manifestLab) error {
-	if err := l.daemon.Stop(); err != nil {
-		return err
-	}
-	before, err := r.state(l)
-	if err != nil {
-		return err
-	}
+func (r *suites) restartAfterChange(l *manifestLab) {
+	check(l.daemon.Stop())
+	before := r.state(l)
 	i := len(l.services) / 2
 	s := l.services[i]
 	s.endpoints[1] = l.fresh()
-	if err := l.write(i); err != nil {
-		return err
-	}
+	l.write(i)
 	begun := time.Now()
-	if l.daemon, err = l.StartDaemon(l.Node1(), l.flags...); err != nil {
-		return err
+	l.daemon = must(l.StartDaemon(l.Node1(), l.flags...))
+	r.atMost("restart, an endpoint changed meanwhile, effective", restartGoal, l.await(begun, s, s.endpoints[1]), "")
+	if before.rules == r.state(l).rules {
+		check(errors.New("an endpoint changed, and the fingerprint of the rules did not: it proves nothing"))
 	}
-	took, err := l.await(begun, s, s.endpoints[1])
-	if err != nil {
-		return err
-	}
-	r.atMost("restart, an endpoint changed meanwhile, effective", restartGoal, took, "")
-	after, err := r.state(l)
-	if err == nil && before.rules == after.rules {
-		err = errors.New("an endpoint changed, and the fingerprint of the rules did not: it proves nothing")
-	}
-	return err
 }
 
 // endpoints is the suite that compares a Service of many endpoints with one of two, and says how evenly its endpoints got requests.
-func (r *suites) endpoints() (err error) {
-	l, err := r.lab(2, r.options.endpoints)
-	if err != nil {
-		return err
-	}
-	defer func() { err = errors.Join(err, l.close()) }()
-	if _, err := l.start(); err != nil {
-		return err
-	}
-	if err := l.check(); err != nil {
-		return err
-	}
+func (r *suites) endpoints() {
+	l := r.lab(2, r.options.endpoints)
+	defer func() { l.close(recover()) }()
+	l.start()
+	l.check()
 	few, many := l.services[0], l.services[1]
-	t, err := connectTimes(r.options, l.stage.target("2 endpoints", few.frontend()), l.stage.target("many endpoints", many.frontend()))
-	if err != nil {
-		return err
-	}
+	t := connectTimes(r.options, l.stage.target("2 endpoints", few.frontend()), l.stage.target("many endpoints", many.frontend()))
 	r.connects(fmt.Sprintf("connect to a service of %d endpoints, by one of 2", r.options.endpoints), t[1], t[0])
 	const perEndpoint = 20
 	got := map[netip.Addr]int{}
-	err = l.stage.client.Do(func() error {
+	l.stage.inClient(func() {
 		for range perEndpoint * len(many.endpoints) {
-			from, err := ask(many.frontend(), untimed)
-			if err != nil {
-				return err
-			}
-			got[from]++
+			got[must(ask(many.frontend(), untimed))]++
 		}
-		return nil
 	})
 	var requests []int
 	for _, e := range many.endpoints {
@@ -363,18 +267,14 @@ func (r *suites) endpoints() (err error) {
 	}
 	r.note(fmt.Sprintf("spread over %d endpoints, %d requests each on average", len(requests), perEndpoint),
 		fmt.Sprintf("%d to %d each", slices.Min(requests), slices.Max(requests)))
-	return err
 }
 
 // wide is the suite of fewer Services with many endpoints each.
-func (r *suites) wide() (err error) {
+func (r *suites) wide() {
 	const endpoints = 50
-	l, err := r.lab(slices.Repeat([]int{endpoints}, r.options.wide)...)
-	if err != nil {
-		return err
-	}
-	defer func() { err = errors.Join(err, l.close()) }()
-	return r.program(l, fmt.Sprintf("%d services x %d endpoints", len(l.services), endpoints))
+	l := r.lab(slices.Repeat([]int{endpoints}, r.options.wide)...)
+	defer func() { l.close(recover()) }()
+	r.program(l, fmt.Sprintf("%d services x %d endpoints", len(l.services), endpoints))
 }
 
 // ruleState is what the kernel has of rules.
@@ -387,12 +287,13 @@ type ruleState struct {
 	rules [sha256.Size]byte
 }
 
-func (r *suites) state(l *manifestLab) (s ruleState, err error) {
+func (r *suites) state(l *manifestLab) (s ruleState) {
 	node := l.Node1().Netns
 	var text strings.Builder
 	for _, family := range []string{"ip", "ip6"} {
 		for _, table := range []string{"nat", "filter"} {
 			var out string
+			var err error
 			if r.variant == harness.NFT {
 				// Handles, numeric, and stateless: counters may move while nobody writes.
 				out, err = node.Output("nft", "-a", "-nn", "-s", "list", "table", family, table)
@@ -402,9 +303,7 @@ func (r *suites) state(l *manifestLab) (s ruleState, err error) {
 			} else {
 				out, err = node.Output(r.variant.Tool(family+"tables")+"-save", "-c", "-t", table)
 			}
-			if err != nil {
-				return s, err
-			}
+			check(err)
 			for line := range strings.Lines(out) {
 				// Base chains of the legacy variant count every packet that passes, and their first rules with them.
 				if r.variant == harness.NFT || strings.Contains(line, " -A KUBE-SVC-") || strings.Contains(line, " -A KUBE-SEP-") {
@@ -415,29 +314,19 @@ func (r *suites) state(l *manifestLab) (s ruleState, err error) {
 	}
 	s.rules = sha256.Sum256([]byte(text.String()))
 	if r.variant == harness.NFT {
-		s.generation, err = generation(node)
+		s.generation = generation(node)
 	}
-	return s, err
+	return s
 }
 
-func generation(n *harness.Netns) (id uint32, err error) {
-	err = n.Do(func() error {
-		c, err := netlink.Dial(unix.NETLINK_NETFILTER)
-		if err != nil {
-			return err
-		}
-		defer c.Close()
-		header := make([]byte, 4) // that of nfnetlink, which is zero in a request that concerns no family
-		answer, err := c.Ask(netlink.Message{Type: unix.NFNL_SUBSYS_NFTABLES<<8 | unix.NFT_MSG_GETGEN, Body: header})
-		if err != nil {
-			return err
-		}
-		value := netlink.Attribute(answer[min(len(header), len(answer)):], unix.NFTA_GEN_ID)
-		if len(value) != 4 {
-			return errors.New("no generation of nf_tables in the answer")
-		}
-		id = binary.BigEndian.Uint32(value)
-		return nil
-	})
-	return id, err
+func generation(n *harness.Netns) uint32 {
+	c := must(harness.In(n, func() (*netlink.Conn, error) { return netlink.Dial(unix.NETLINK_NETFILTER) }))
+	defer c.Close()
+	header := make([]byte, 4) // that of nfnetlink, which is zero in a request that concerns no family
+	answer := must(c.Ask(netlink.Message{Type: unix.NFNL_SUBSYS_NFTABLES<<8 | unix.NFT_MSG_GETGEN, Body: header}))
+	value := netlink.Attribute(answer[min(len(header), len(answer)):], unix.NFTA_GEN_ID)
+	if len(value) != 4 {
+		check(errors.New("no generation of nf_tables in the answer"))
+	}
+	return binary.BigEndian.Uint32(value)
 }

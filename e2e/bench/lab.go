@@ -31,20 +31,16 @@ type lab struct {
 }
 
 // newLab makes a lab for these proxies, without Services. close removes it.
-func newLab(ctx context.Context, endpoints int, proxies []proxy) (*lab, error) {
+func newLab(ctx context.Context, endpoints int, proxies []proxy) *lab {
 	pods := []int{0} // The first node is the control plane's.
 	for range proxies {
 		pods = append(pods, 2)
 	}
-	w, err := harness.Build(harness.Options{Pods: pods, Ports: []uint16{}})
-	if err != nil {
-		return nil, err
+	l := &lab{World: must(harness.Build(harness.Options{Pods: pods, Ports: []uint16{}})), endpoints: endpoints}
+	if err := attempt(func() { l.build(ctx, proxies) }); err != nil {
+		check(errors.Join(err, l.close()))
 	}
-	l := &lab{World: w, endpoints: endpoints}
-	if err := l.build(ctx, proxies); err != nil {
-		return nil, errors.Join(err, l.close())
-	}
-	return l, nil
+	return l
 }
 
 func (l *lab) close() error {
@@ -55,42 +51,26 @@ func (l *lab) close() error {
 	return l.World.Close()
 }
 
-func (l *lab) build(ctx context.Context, proxies []proxy) (err error) {
-	if l.controlPlane, err = cluster.Start(l.World, l.Nodes[0].Host); err != nil {
-		return err
-	}
+func (l *lab) build(ctx context.Context, proxies []proxy) {
+	l.controlPlane = must(cluster.Start(l.World, l.Nodes[0].Host))
 	// All EndpointSlices are written here. The controllers would find nothing to do, but look at each object.
 	l.controlPlane.ControllerManager.Kill()
 	own, _, err := l.controlPlane.Install(ctx)
-	if err != nil {
-		return err
-	}
+	check(err)
 	theirs, _, err := l.controlPlane.Account(ctx, kubeProxy, kubeProxyAccount)
-	if err != nil {
-		return err
-	}
+	check(err)
 	kubeconfigs := map[string]string{nodeProxy: own, kubeProxy: theirs}
-	_, err = l.controlPlane.Admin.CoreV1().Namespaces().Create(ctx,
-		&v1.Namespace{ObjectMeta: metav1.ObjectMeta{Name: namespace}}, metav1.CreateOptions{})
-	if err != nil {
-		return err
-	}
+	api := l.controlPlane.Admin.CoreV1()
+	must(api.Namespaces().Create(ctx, &v1.Namespace{ObjectMeta: metav1.ObjectMeta{Name: namespace}}, metav1.CreateOptions{}))
 	for i, p := range proxies {
 		n := l.Nodes[1+i]
 		// Packets to a Service that is not programmed go to the server too, where nobody listens at that port: so a probe of what is not
 		// there yet is refused at once instead of waiting for an answer.
-		stage, err := newStage(n, endpointRange, harness.ServiceCIDR4)
-		if err != nil {
-			return err
-		}
+		stage := newStage(n, endpointRange, harness.ServiceCIDR4)
 		l.nodes = append(l.nodes, newNode(stage, p, kubeconfigs[p.program], filepath.Join(l.Dir, n.Name+".log")))
-		_, err = l.controlPlane.Admin.CoreV1().Nodes().Create(ctx,
-			l.NodeObject(n, map[string]string{v1.LabelHostname: n.Name}), metav1.CreateOptions{})
-		if err != nil {
-			return fmt.Errorf("node %s: %w", n.Name, err)
-		}
+		_, err := api.Nodes().Create(ctx, l.NodeObject(n, map[string]string{v1.LabelHostname: n.Name}), metav1.CreateOptions{})
+		check(err, "node "+n.Name)
 	}
-	return nil
 }
 
 // kubeProxyAccount is the ServiceAccount that kube-proxy has in a cluster, with the ClusterRole that every API server has for it.
@@ -107,7 +87,7 @@ subjects: [{kind: ServiceAccount, name: kube-proxy, namespace: kube-system}]`
 // fill creates Services and their EndpointSlices until there are n. By requests that would take minutes, so they are written into etcd,
 // with the allocation of each address. It returns when the API server has all in its cache, from which it answers the proxies, and leaves
 // the control plane without the history of that.
-func (l *lab) fill(ctx context.Context, n int) error {
+func (l *lab) fill(ctx context.Context, n int) {
 	objects := map[string]runtime.Object{}
 	put := func(key string, o runtime.Object, meta *metav1.ObjectMeta) {
 		meta.UID, meta.CreationTimestamp, meta.Generation = uuid.NewUUID(), metav1.Now(), 1
@@ -130,25 +110,18 @@ func (l *lab) fill(ctx context.Context, n int) error {
 			put("endpointslices/"+namespace+"/"+slice.Name, slice, &slice.ObjectMeta)
 		}
 	}
-	if err := l.controlPlane.Put(ctx, objects); err != nil {
-		return err
-	}
+	check(l.controlPlane.Put(ctx, objects))
 	cached := metav1.ListOptions{ResourceVersion: "0"}
 	perService := (l.endpoints + perSlice - 1) / perSlice
 	for begun := time.Now(); time.Since(begun) < harness.Limit; time.Sleep(time.Second) {
-		services, err := l.controlPlane.Admin.CoreV1().Services(namespace).List(ctx, cached)
-		if err != nil {
-			return err
-		}
-		endpoints, err := l.controlPlane.Admin.DiscoveryV1().EndpointSlices(namespace).List(ctx, cached)
-		if err != nil {
-			return err
-		}
+		services := must(l.controlPlane.Admin.CoreV1().Services(namespace).List(ctx, cached))
+		endpoints := must(l.controlPlane.Admin.DiscoveryV1().EndpointSlices(namespace).List(ctx, cached))
 		if len(services.Items) >= n && len(endpoints.Items) >= n*perService {
-			return l.controlPlane.Compact(ctx)
+			check(l.controlPlane.Compact(ctx))
+			return
 		}
 	}
-	return fmt.Errorf("the API server does not know of all objects within %s", harness.Limit)
+	check(fmt.Errorf("the API server does not know of all objects within %s", harness.Limit))
 }
 
 // create creates a Service, then its EndpointSlices. In between, when the cluster IP is known, it calls named.

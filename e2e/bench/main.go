@@ -25,7 +25,7 @@ import (
 type scenario struct {
 	name     string
 	defaults string // of the flags that it has, NAME=VALUE each
-	run      func(context.Context, *options) (missed int, err error)
+	run      func(context.Context, *options) (missed int)
 }
 
 var scenarios = []scenario{
@@ -234,7 +234,7 @@ func run(ctx context.Context, args []string) int {
 	}
 	missed := 0
 	if err == nil {
-		missed, err = s.run(ctx, o)
+		err = attempt(func() { missed = s.run(ctx, o) })
 	}
 	switch {
 	case errors.Is(err, flag.ErrHelp):

@@ -17,32 +17,29 @@ type manifestLab struct {
 }
 
 // newManifestLab makes a lab with Services of as many endpoints as sizes tells, without starting nodeproxy. close removes it.
-func newManifestLab(flags []string, sizes ...int) (*manifestLab, error) {
-	w, err := harness.Build(harness.Options{Pods: []int{2}, Ports: []uint16{9}})
-	if err != nil {
-		return nil, err
-	}
+func newManifestLab(flags []string, sizes ...int) *manifestLab {
+	w := must(harness.Build(harness.Options{Pods: []int{2}, Ports: []uint16{9}}))
 	l := &manifestLab{World: w, flags: append(flags, "--cluster-cidr="+podRange)}
-	if l.stage, err = newStage(w.Node1(), endpointRange); err == nil {
-		l.manifests, err = writeManifests(w.Manifests, sizes...)
+	if err := attempt(func() {
+		l.stage = newStage(w.Node1(), endpointRange)
+		l.manifests = writeManifests(w.Manifests, sizes...)
+	}); err != nil {
+		check(errors.Join(err, w.Close()))
 	}
-	if err != nil {
-		return nil, errors.Join(err, w.Close())
-	}
-	return l, nil
+	return l
 }
 
-func (l *manifestLab) close() error {
+// close is deferred. It fails with what was recovered, if that was a failure.
+func (l *manifestLab) close(recovered any) {
 	l.stage.close()
-	return l.World.Close()
+	check(errors.Join(caught(recovered), l.World.Close()))
 }
 
 // start runs nodeproxy on the node and waits until it reports the rules to be in sync. It returns how long that took, from before the
 // process existed.
-func (l *manifestLab) start() (took time.Duration, err error) {
+func (l *manifestLab) start() time.Duration {
 	begun := time.Now()
-	if l.daemon, err = l.StartDaemon(l.Node1(), l.flags...); err == nil {
-		err = l.daemon.WaitFor(10*time.Minute, harness.InSync)
-	}
-	return time.Since(begun), err
+	l.daemon = must(l.StartDaemon(l.Node1(), l.flags...))
+	check(l.daemon.WaitFor(10*time.Minute, harness.InSync))
+	return time.Since(begun)
 }

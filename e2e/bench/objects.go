@@ -147,31 +147,23 @@ type manifests struct {
 }
 
 // writeManifests makes Services, each with as many endpoints as sizes tells.
-func writeManifests(dir string, sizes ...int) (*manifests, error) {
+func writeManifests(dir string, sizes ...int) *manifests {
 	m := &manifests{dir: dir}
 	for _, n := range sizes {
 		m.add(n)
 	}
 	for first := 0; first < len(sizes); first += perFile {
-		if err := m.write(first); err != nil {
-			return nil, err
-		}
+		m.write(first)
 	}
-	return m, nil
+	return m
 }
 
 // write replaces the file that holds service i.
-func (m *manifests) write(i int) error {
-	replace, err := m.prepare(i)
-	if err != nil {
-		return err
-	}
-	return replace()
-}
+func (m *manifests) write(i int) { check(m.prepare(i)()) }
 
 // prepare makes a new version of the file that holds service i; what it returns puts it in place, as an editor that saves to a new file
 // and renames it.
-func (m *manifests) prepare(i int) (replace func() error, err error) {
+func (m *manifests) prepare(i int) (replace func() error) {
 	first := i / perFile * perFile
 	var items []any
 	for _, s := range m.services[first:min(first+perFile, len(m.services))] {
@@ -180,22 +172,16 @@ func (m *manifests) prepare(i int) (replace func() error, err error) {
 			items = append(items, slice)
 		}
 	}
-	text, err := json.Marshal(map[string]any{"apiVersion": "v1", "kind": "List", "items": items})
-	if err != nil {
-		return nil, err
-	}
+	text := must(json.Marshal(map[string]any{"apiVersion": "v1", "kind": "List", "items": items}))
 	draft := filepath.Join(filepath.Dir(m.dir), "draft.json") // Not in the watched directory, so that only the rename is seen.
-	if err := os.WriteFile(draft, text, 0o644); err != nil {
-		return nil, err
-	}
-	return func() error { return os.Rename(draft, filepath.Join(m.dir, fmt.Sprintf("services-%05d.json", first))) }, nil
+	check(os.WriteFile(draft, text, 0o644))
+	return func() error { return os.Rename(draft, filepath.Join(m.dir, fmt.Sprintf("services-%05d.json", first))) }
 }
 
 // change replaces an endpoint of the next Service by a new one, once replace is called.
-func (m *manifests) change() (s *service, was netip.Addr, replace func() error, err error) {
+func (m *manifests) change() (s *service, was netip.Addr, replace func() error) {
 	i := m.next()
 	s = m.services[i]
 	was, s.endpoints[0] = s.endpoints[0], m.fresh()
-	replace, err = m.prepare(i)
-	return s, was, replace, err
+	return s, was, m.prepare(i)
 }

@@ -27,35 +27,22 @@ type proxy struct {
 }
 
 // findProxies finds nodeproxy and kube-proxy, to be run in a mode, and asks for their versions.
-func findProxies(mode string) (np, kp proxy, err error) {
-	own, err := harness.Binary()
-	if err != nil {
-		return np, kp, err
-	}
-	binaries, err := cluster.Binaries()
-	if err != nil {
-		return np, kp, err
-	}
-	np = proxy{name: nodeProxy, program: nodeProxy, path: own, flags: []string{"--proxy-mode=" + mode}}
-	kp = proxy{name: kubeProxy, program: kubeProxy, path: filepath.Join(binaries, kubeProxy), flags: np.flags}
-	if np.version, err = versionOf(np.path, "version"); err != nil {
-		return np, kp, err
-	}
-	kp.version, err = versionOf(kp.path, "--version")
-	return np, kp, err
+func findProxies(mode string) (np, kp proxy) {
+	np = proxy{name: nodeProxy, program: nodeProxy, path: must(harness.Binary()), flags: []string{"--proxy-mode=" + mode}}
+	kp = proxy{name: kubeProxy, program: kubeProxy, path: filepath.Join(must(cluster.Binaries()), kubeProxy), flags: np.flags}
+	np.version, kp.version = versionOf(np.path, "version"), versionOf(kp.path, "--version")
+	return np, kp
 }
 
 // versionOf is what a program prints, without what it calls itself.
-func versionOf(path, argument string) (string, error) {
+func versionOf(path, argument string) string {
 	out, err := exec.Command(path, argument).Output()
-	if err != nil {
-		return "", fmt.Errorf("%s %s: %w", path, argument, err)
-	}
+	check(err, path+" "+argument)
 	fields := strings.Fields(string(out))
 	if len(fields) == 0 {
-		return "", fmt.Errorf("%s %s prints nothing", path, argument)
+		check(errors.New("it prints nothing"), path+" "+argument)
 	}
-	return strings.Join(fields[min(1, len(fields)-1):], " "), nil
+	return strings.Join(fields[min(1, len(fields)-1):], " ")
 }
 
 // node is a node with the proxy that is measured on it, and what was measured.
@@ -83,14 +70,6 @@ func newNode(s *stage, p proxy, kubeconfig, log string) *node {
 // runs reports whether the proxy runs.
 func (n *node) runs() bool { return n.process.PID != 0 }
 
-// explain adds to an error what the proxy logged at last.
-func (n *node) explain(err error) error {
-	if err == nil {
-		return nil
-	}
-	return fmt.Errorf("%s: %w\n%s", n.name, err, n.process.Tail())
-}
-
 // The proxy is at rest when it has used less than a twentieth of a processor for a second.
 const (
 	restPeriod  = time.Second
@@ -99,7 +78,7 @@ const (
 )
 
 // rest waits until the proxy and its children have nothing to do.
-func (n *node) rest() error {
+func (n *node) rest() {
 	used := func() (sum time.Duration) {
 		for pid, p := range machine.Processes() {
 			if pid == n.process.PID || p.Parent == n.process.PID {
@@ -112,40 +91,32 @@ func (n *node) rest() error {
 	for begun := time.Now(); time.Since(begun) < restTimeout; {
 		select {
 		case <-n.process.Exited:
-			return errors.New("it ended by itself")
+			check(errors.New("it ended by itself"))
 		case <-time.After(restPeriod):
 		}
 		now := used()
 		if (now - before).Seconds() < restShare*restPeriod.Seconds() {
-			return nil
+			return
 		}
 		before = now
 	}
-	return fmt.Errorf("still busy after %s", restTimeout)
+	check(fmt.Errorf("still busy after %s", restTimeout))
 }
 
 // used is the processor time that the proxy and those of its children that have ended have used, in user mode and in the kernel.
-func (n *node) used() (time.Duration, error) {
+func (n *node) used() time.Duration {
 	p, err := machine.ProcessOf(n.process.PID)
-	if err != nil {
-		return 0, fmt.Errorf("%s: %w", n.name, err)
-	}
-	return p.Own + p.Children, nil
+	check(err, n.name)
+	return p.Own + p.Children
 }
 
 // counted runs fn until the proxy has nothing left to do, and counts the processor time that the proxy takes for that and for whatever it
 // does besides as that of a series.
-func (n *node) counted(series string, fn func() error) error {
-	before, err := n.used()
-	if err != nil {
-		return err
-	}
-	if err := errors.Join(fn(), n.rest()); err != nil {
-		return err
-	}
-	after, err := n.used()
-	n.cpu[series] += after - before
-	return err
+func (n *node) counted(series string, fn func()) {
+	before := n.used()
+	fn()
+	n.rest()
+	n.cpu[series] += n.used() - before
 }
 
 // summarize makes figures of the series.
@@ -160,17 +131,14 @@ func (n *node) summarize() {
 }
 
 // syncTime asks the proxy how long its syncs have taken, and how much of that to write the kernel, in seconds; kube-proxy does not say that.
-func (n *node) syncTime() (all float64, written figures, err error) {
-	s, err := n.Metrics()
-	if err != nil {
-		return 0, nil, err
-	}
+func (n *node) syncTime() (all float64, written figures) {
+	s := must(n.Metrics())
 	const syncs, stages = "kubeproxy_sync_proxy_rules_duration_seconds_sum", "nodeproxy_sync_stage_duration_seconds_sum"
 	if !s.Has(syncs, "ip_family=IPv4") {
-		return 0, nil, fmt.Errorf("%s has no metric %s", n.name, syncs)
+		check(fmt.Errorf("%s has no metric %s", n.name, syncs))
 	}
 	if s.Has(stages) {
 		written = figures{"written": s.Sum(stages, "stage=backend")}
 	}
-	return s.Sum(syncs, "ip_family=IPv4"), written, nil
+	return s.Sum(syncs, "ip_family=IPv4"), written
 }

@@ -19,8 +19,8 @@ type outstanding struct {
 }
 
 // steady is the step of changes as bench.change makes them, but b.rate times a second, whether the change before has taken effect or not.
-func steady(ctx context.Context, b *bench, n *node, _ int) error {
-	return n.counted("paced", func() error {
+func steady(ctx context.Context, b *bench, n *node, _ int) {
+	n.counted("paced", func() {
 		count := int(b.rateDuration.Seconds() * float64(b.options.rate))
 		made := make(chan *outstanding, count) // sending never waits for the probes
 		failed := make(chan error, count)
@@ -44,13 +44,10 @@ func steady(ctx context.Context, b *bench, n *node, _ int) error {
 				}()
 			}
 		}()
-		return n.client.Do(func() (err error) {
-			n.series["paced"], err = probeAll(made, failed, b.limit)
-			if err == nil && len(n.series["paced"]) != count {
-				err = fmt.Errorf("%d of %d changes were made", len(n.series["paced"]), count)
-			}
-			return err
-		})
+		n.inClient(func() { n.series["paced"] = must(probeAll(made, failed, b.limit)) })
+		if got := len(n.series["paced"]); got != count {
+			check(fmt.Errorf("%d of %d changes were made", got, count))
+		}
 	})
 }
 

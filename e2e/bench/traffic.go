@@ -30,23 +30,22 @@ type stage struct {
 }
 
 // newStage prepares a node that has two pods. Its server greets at endpointPort, at the addresses of these ranges. close ends the server.
-func newStage(n *harness.Node, ranges ...netip.Prefix) (s *stage, err error) {
-	s = &stage{Node: n, client: n.Pods[0], server: n.Pods[1]}
+func newStage(n *harness.Node, ranges ...netip.Prefix) *stage {
+	s := &stage{Node: n, client: n.Pods[0], server: n.Pods[1]}
 	// Clients reset connections by the hundred thousand. Kept for the usual ten seconds, they would fill the kernel's table, and what is
 	// measured would depend on what was measured before.
-	if err := n.Sysctl("net/netfilter/nf_conntrack_tcp_timeout_close", "1"); err != nil {
-		return nil, err
-	}
+	check(n.Sysctl("net/netfilter/nf_conntrack_tcp_timeout_close", "1"))
 	for _, p := range ranges {
-		if err := s.server.Take(p); err != nil {
-			return nil, err
-		}
+		check(s.server.Take(p))
 	}
-	s.listening, err = probe.Serve(s.server.Netns, endpointPort)
-	return s, err
+	s.listening = must(probe.Serve(s.server.Netns, endpointPort))
+	return s
 }
 
 func (s *stage) close() { s.listening.Close() }
+
+// inClient does something in the client's namespace.
+func (s *stage) inClient(fn func()) { check(s.client.Do(func() error { fn(); return nil })) }
 
 // target is an address to which connections are made from a namespace.
 type target struct {
@@ -68,18 +67,15 @@ func (s *stage) pod(name string) target {
 // many connections.
 func (s *stage) await(
 	p probe.Prober, begun time.Time, svc *service, connections int, limit time.Duration, want func(netip.Addr) bool,
-) (took time.Duration, err error) {
-	err = s.client.Do(func() error {
-		took, err = p.Await(begun, svc.frontend(), want, connections, limit)
-		return err
+) (time.Duration, error) {
+	return harness.In(s.client.Netns, func() (time.Duration, error) {
+		return p.Await(begun, svc.frontend(), want, connections, limit)
 	})
-	return took, err
 }
 
 // masquerade makes the node track connections, by one rule, as nodes do whose CNI plugin masquerades what leaves the cluster.
-func (s *stage) masquerade(v harness.Variant) error {
-	_, err := s.Output(v.Tool("iptables"), "-t", "nat", "-A", "POSTROUTING", "-s", "192.0.2.0/24", "-j", "MASQUERADE")
-	return err
+func (s *stage) masquerade(v harness.Variant) {
+	must(s.Output(v.Tool("iptables"), "-t", "nat", "-A", "POSTROUTING", "-s", "192.0.2.0/24", "-j", "MASQUERADE"))
 }
 
 // ask makes a connection in the calling thread's namespace, with one connect(2), and returns the endpoint that answered. timed gets the
@@ -154,15 +150,13 @@ func (t target) rate() (float64, error) {
 
 // inTurns measures each target in turns, many and short, so that other work of the machine leaves some of each undisturbed, and returns
 // the percentile p of each one's values.
-func inTurns[T time.Duration | float64](o *options, p float64, targets []target, once func(target) (T, error)) ([]T, error) {
+func inTurns[T time.Duration | float64](o *options, p float64, targets []target, once func(target) (T, error)) []T {
 	values := make([][]T, len(targets))
 	for round := range o.rounds * 10 {
 		for i := range targets {
 			i = (i + round) % len(targets)
 			value, err := once(targets[i])
-			if err != nil {
-				return nil, fmt.Errorf("%s: %w", targets[i].name, err)
-			}
+			check(err, targets[i].name)
 			values[i] = append(values[i], value)
 		}
 	}
@@ -173,14 +167,14 @@ func inTurns[T time.Duration | float64](o *options, p float64, targets []target,
 		}
 		out[i] = percentile(v, p)
 	}
-	return out, nil
+	return out
 }
 
 // connectTimes and rates return what counts of each target: other work can only lengthen a time and lower a rate.
-func connectTimes(o *options, targets ...target) ([]time.Duration, error) {
+func connectTimes(o *options, targets ...target) []time.Duration {
 	return inTurns(o, 0.1, targets, target.connectTime)
 }
 
-func rates(o *options, targets ...target) ([]float64, error) {
+func rates(o *options, targets ...target) []float64 {
 	return inTurns(o, 0.95, targets, target.rate)
 }

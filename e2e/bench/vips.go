@@ -39,17 +39,12 @@ type vipLab struct {
 
 // compareVIPs programs many Services on a node of their own for each value of --ipvs-vips, and prints how they differ. Each is measured
 // three times, and the best time counts: what makes one longer has other causes.
-func compareVIPs(ctx context.Context, o *options) error {
-	if _, err := measureVIPs(ctx, min(o.vips, 100), o.endpoints, ipvs.Routes); err != nil { // The first run of every program takes longer.
-		return err
-	}
+func compareVIPs(ctx context.Context, o *options) {
+	measureVIPs(ctx, min(o.vips, 100), o.endpoints, ipvs.Routes) // The first run of every program takes longer.
 	var results [2][]cost
 	for range 3 {
 		for i, way := range []ipvs.VIPs{ipvs.Routes, ipvs.Addresses} {
-			costs, err := measureVIPs(ctx, o.vips, o.endpoints, way)
-			if err != nil {
-				return fmt.Errorf("--ipvs-vips=%s: %w", way, err)
-			}
+			costs := measureVIPs(ctx, o.vips, o.endpoints, way)
 			o.progress("--ipvs-vips=%s: %d Services programmed in %s, again in %s", way, o.vips, duration(costs[0].took), duration(costs[1].took))
 			for j, was := range results[i] {
 				costs[j].took = min(costs[j].took, was.took)
@@ -62,7 +57,7 @@ func compareVIPs(ctx context.Context, o *options) error {
 	for i, c := range results[0] {
 		t.line(c.what, c.String(), results[1][i].String())
 	}
-	return t.Flush()
+	check(t.Flush())
 }
 
 func (c cost) String() string {
@@ -72,12 +67,9 @@ func (c cost) String() string {
 	return duration(c.took)
 }
 
-func measureVIPs(ctx context.Context, services, endpoints int, way ipvs.VIPs) (costs []cost, err error) {
-	w, err := harness.Build(harness.Options{Pods: []int{0}, Ports: []uint16{}})
-	if err != nil {
-		return nil, err
-	}
-	defer func() { err = errors.Join(err, w.Close()) }()
+func measureVIPs(ctx context.Context, services, endpoints int, way ipvs.VIPs) []cost {
+	w := must(harness.Build(harness.Options{Pods: []int{0}, Ports: []uint16{}}))
+	defer func() { check(errors.Join(caught(recover()), w.Close()), "--ipvs-vips="+string(way)) }()
 	l := &vipLab{Node: w.Node1(), way: way, services: services, endpoints: endpoints}
 	l.plan = plan.New(plan.Node{Name: "node1", IPs: []netip.Addr{l.IP4}}, plan.Settings{
 		DetectLocal:  plan.DetectLocal{Mode: plan.DetectClusterCIDR, CIDRs: []netip.Prefix{netip.MustParsePrefix(podRange)}},
@@ -86,12 +78,12 @@ func measureVIPs(ctx context.Context, services, endpoints int, way ipvs.VIPs) (c
 	for i := range services {
 		l.plan.Set(l.service(i, i*endpoints))
 	}
-	for _, step := range []func(context.Context) error{l.program, l.changeSome, l.list, l.remove} {
-		if err := step(ctx); err != nil {
-			return nil, err
-		}
-	}
-	return l.costs, nil
+	l.program(ctx)
+	l.changeSome(ctx)
+	l.list()
+	// Meanwhile, nobody else can change a network interface or a route of the machine.
+	l.timed("removing kube-ipvs0", func() error { return host.RemoveDevice(names.Device) })
+	return l.costs
 }
 
 // service is the i-th ServicePort, with endpoints at the addresses that begin at the first-th.
@@ -112,21 +104,21 @@ func (l *vipLab) service(i, first int) *plan.ServicePort {
 }
 
 // timed does something in the node's namespace, and adds what it took.
-func (l *vipLab) timed(what string, fn func() error) error {
+func (l *vipLab) timed(what string, fn func() error) {
 	begun := time.Now()
-	err := l.Do(fn)
-	l.costs = append(l.costs, cost{what: what, took: time.Since(begun)})
-	return err
+	check(l.Do(fn))
+	l.took(what, time.Since(begun))
+}
+
+func (l *vipLab) took(what string, took time.Duration) {
+	l.costs = append(l.costs, cost{what: what, took: took})
 }
 
 func (l *vipLab) note(what, text string) { l.costs = append(l.costs, cost{what: what, text: text}) }
 
 // program programs everything with a Backend that knows nothing of the kernel, as after a start, twice.
-func (l *vipLab) program(ctx context.Context) error {
-	slab, heap, err := memoryHeld()
-	if err != nil {
-		return err
-	}
+func (l *vipLab) program(ctx context.Context) {
+	slab, heap := memoryHeld()
 	sync := func() (err error) {
 		l.backend, err = ipvs.New(ipvs.Config{
 			Options:  ipvs.Options{MasqueradeBit: 14, VIPs: l.way},
@@ -138,61 +130,42 @@ func (l *vipLab) program(ctx context.Context) error {
 		}
 		return l.backend.Sync(ctx, l.plan, plan.Everything())
 	}
-	if err := l.timed("programming all", sync); err != nil {
-		return err
+	l.timed("programming all", sync)
+	slabNow, heapNow := memoryHeld()
+	if held := must(virtualServers(l.Netns)); len(held) != l.services {
+		check(fmt.Errorf("%d virtual servers for %d Services", len(held), l.services))
 	}
-	slabNow, heapNow, err := memoryHeld()
-	if err != nil {
-		return err
-	}
-	held, err := virtualServers(l.Netns)
-	if err == nil && len(held) != l.services {
-		err = fmt.Errorf("%d virtual servers for %d Services", len(held), l.services)
-	}
-	if err != nil {
-		return err
-	}
-	err = l.timed("starting anew over what is there", sync)
+	l.timed("starting anew over what is there", sync)
 	l.note("memory of the kernel", mebibytes(slabNow-slab))
 	l.note("memory of the process (heap)", mebibytes(heapNow-heap))
-	return err
 }
 
 // memoryHeld is what the kernel's slabs hold, and what this process has on its heap.
-func memoryHeld() (slab, heap float64, err error) {
-	held, err := machine.Slab()
+func memoryHeld() (slab, heap float64) {
+	held := must(machine.Slab())
 	runtime.GC()
 	var m runtime.MemStats
 	runtime.ReadMemStats(&m)
-	return float64(held), float64(m.HeapAlloc), err
+	return float64(held), float64(m.HeapAlloc)
 }
 
 // changeSome replaces all endpoints of some Services, one Service at a time.
-func (l *vipLab) changeSome(ctx context.Context) error {
+func (l *vipLab) changeSome(ctx context.Context) {
 	var took []time.Duration
 	for i := range 50 {
 		sp := l.service(i*stride%l.services, l.endpoints*l.services+i)
 		l.plan.Set(sp)
 		begun := time.Now()
-		if err := l.Do(func() error { return l.backend.Sync(ctx, l.plan, plan.Only(plan.Keys{sp.Key: {}})) }); err != nil {
-			return err
-		}
+		check(l.Do(func() error { return l.backend.Sync(ctx, l.plan, plan.Only(plan.Keys{sp.Key: {}})) }))
 		took = append(took, time.Since(begun))
 	}
-	l.costs = append(l.costs, cost{what: "one endpoint changed, p50", took: percentile(took, 0.5)})
-	return nil
+	l.took("one endpoint changed, p50", percentile(took, 0.5))
 }
 
 // list lists the node's addresses as people do.
-func (l *vipLab) list(context.Context) (err error) {
+func (l *vipLab) list() {
 	begun := time.Now()
-	out, err := l.Output("ip", "-o", "-4", "address", "show")
-	l.costs = append(l.costs, cost{what: "ip -o address show", took: time.Since(begun)})
+	out := must(l.Output("ip", "-o", "-4", "address", "show"))
+	l.took("ip -o address show", time.Since(begun))
 	l.note("addresses of the node", fmt.Sprint(strings.Count(out, "\n")))
-	return err
-}
-
-// remove removes the device with all that is on it. Meanwhile, nobody else can change a network interface or a route of the machine.
-func (l *vipLab) remove(context.Context) error {
-	return l.timed("removing kube-ipvs0", func() error { return host.RemoveDevice(names.Device) })
 }

@@ -126,9 +126,9 @@ func (n *Netns) dial(network string, from netip.Addr, to netip.AddrPort, deadlin
 		}
 		return d.Dial(network, to.String())
 	}
-	c, err := in(n, dial)
+	c, err := In(n, dial)
 	for errors.Is(err, syscall.EADDRINUSE) { // by a server
-		c, err = in(n, dial)
+		c, err = In(n, dial)
 	}
 	if err != nil {
 		return nil, err
@@ -147,7 +147,7 @@ func (n *Netns) SamePort(addrs ...netip.AddrPort) ([]net.Conn, error) {
 	var out []net.Conn
 	for _, to := range addrs {
 		d := net.Dialer{Timeout: Patient, LocalAddr: &net.TCPAddr{Port: port}, Control: shareAddress}
-		c, err := in(n, func() (net.Conn, error) { return d.Dial("tcp", to.String()) })
+		c, err := In(n, func() (net.Conn, error) { return d.Dial("tcp", to.String()) })
 		if err != nil {
 			for _, c := range out {
 				c.Close()

@@ -106,7 +106,7 @@ func (n *Netns) Netlink() *netlink.Handle { return n.nl }
 
 // Do runs fn on an OS thread inside the namespace. Sockets that fn makes, and processes that it starts, stay there; fn
 // must not start goroutines that make sockets.
-func (n *Netns) Do(fn func() error) error {
+func (n *Netns) Do(fn func() error) (err error) {
 	origin, err := home()
 	if err != nil {
 		return fmt.Errorf("own network namespace: %w", err)
@@ -116,16 +116,18 @@ func (n *Netns) Do(fn func() error) error {
 		runtime.UnlockOSThread()
 		return fmt.Errorf("enter namespace %s: %w", n.Name, err)
 	}
-	failed := fn()
-	if err := netns.Set(origin); err != nil {
-		return fmt.Errorf("leave namespace %s: %w", n.Name, err)
-	}
-	runtime.UnlockOSThread()
-	return failed
+	defer func() { // also if fn panics
+		if back := netns.Set(origin); back != nil {
+			err = fmt.Errorf("leave namespace %s: %w", n.Name, back) // The thread stays locked, and ends with its goroutine.
+			return
+		}
+		runtime.UnlockOSThread()
+	}()
+	return fn()
 }
 
-// in returns what f makes inside the namespace.
-func in[T any](n *Netns, f func() (T, error)) (out T, err error) {
+// In returns what f makes inside the namespace.
+func In[T any](n *Netns, f func() (T, error)) (out T, err error) {
 	err = n.Do(func() (err error) {
 		out, err = f()
 		return err
@@ -155,7 +157,7 @@ func (n *Netns) sysctls(values map[string]string) error {
 
 // ReadSysctl reads a kernel setting, named by its path under /proc/sys.
 func (n *Netns) ReadSysctl(path string) (string, error) {
-	value, err := in(n, func() ([]byte, error) { return os.ReadFile(filepath.Join("/proc/sys", path)) })
+	value, err := In(n, func() ([]byte, error) { return os.ReadFile(filepath.Join("/proc/sys", path)) })
 	return strings.TrimSpace(string(value)), err
 }
 

@@ -14,7 +14,7 @@ func (h *Host) Ping(to netip.Addr, timeout time.Duration) (bool, error) {
 	if to.Is6() {
 		network, request, reply = "ip6:ipv6-icmp", []byte{128, 0, 0, 0, 0, 1, 0, 1}, 129
 	}
-	c, err := in(h.Netns, func() (net.PacketConn, error) { return net.ListenPacket(network, h.IP(familyOf(to)).String()) })
+	c, err := In(h.Netns, func() (net.PacketConn, error) { return net.ListenPacket(network, h.IP(familyOf(to)).String()) })
 	if err != nil {
 		return false, err
 	}

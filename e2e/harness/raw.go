@@ -60,7 +60,7 @@ func (h *Host) WatchTCP(family int) (*Watch, error) {
 func (n *Netns) CountUDP(at netip.AddrPort) (*Watch, error) { return n.watch("udp", at.String()) }
 
 func (n *Netns) watch(network, address string) (*Watch, error) {
-	conn, err := in(n, func() (net.PacketConn, error) { return net.ListenPacket(network, address) })
+	conn, err := In(n, func() (net.PacketConn, error) { return net.ListenPacket(network, address) })
 	if err != nil {
 		return nil, err
 	}

@@ -13,7 +13,7 @@ import (
 
 // ServeSCTP is ServeTCP for SCTP, which not every kernel has.
 func (w *World) ServeSCTP(n *Netns, name string, at netip.AddrPort) error {
-	l, err := in(n, func() (net.Listener, error) {
+	l, err := In(n, func() (net.Listener, error) {
 		f, err := sctpSocket(at)
 		if err != nil {
 			return nil, err
@@ -37,7 +37,7 @@ func (w *World) ServeSCTP(n *Netns, name string, at netip.AddrPort) error {
 // that it may use, and these would go past any translation.
 func (h *Host) AskSCTP(to netip.AddrPort, timeout time.Duration) Answer {
 	start := time.Now()
-	conn, err := in(h.Netns, func() (net.Conn, error) {
+	conn, err := In(h.Netns, func() (net.Conn, error) {
 		f, err := sctpSocket(netip.AddrPortFrom(h.IP(familyOf(to.Addr())), 0))
 		if err != nil {
 			return nil, err

@@ -26,7 +26,7 @@ func (w *World) ServeBoth(h *Host, name string, port uint16) error {
 
 // ServeTCP serves TCP at one address of a namespace; see ServeBoth.
 func (w *World) ServeTCP(n *Netns, name string, at netip.AddrPort) error {
-	l, err := in(n, func() (*net.TCPListener, error) { return net.ListenTCP("tcp", net.TCPAddrFromAddrPort(at)) })
+	l, err := In(n, func() (*net.TCPListener, error) { return net.ListenTCP("tcp", net.TCPAddrFromAddrPort(at)) })
 	if err != nil {
 		return fmt.Errorf("TCP server %s: %w", name, err)
 	}
@@ -65,7 +65,7 @@ func converse(c *net.TCPConn, name string, port uint16) {
 
 // ServeUDP serves UDP at one address of a namespace; see ServeBoth.
 func (w *World) ServeUDP(n *Netns, name string, at netip.AddrPort) error {
-	c, err := in(n, func() (*net.UDPConn, error) { return net.ListenUDP("udp", net.UDPAddrFromAddrPort(at)) })
+	c, err := In(n, func() (*net.UDPConn, error) { return net.ListenUDP("udp", net.UDPAddrFromAddrPort(at)) })
 	if err != nil {
 		return fmt.Errorf("UDP server %s: %w", name, err)
 	}

@@ -25,7 +25,7 @@ func (w *World) AddSwarm(t testing.TB, port uint16) *Swarm {
 	if err := errors.Join(p.Take(s.Range4), p.Take(s.Range6)); err != nil {
 		t.Fatalf("harness: addresses of the swarm: %v", err)
 	}
-	l, err := in(p.Netns, func() (*net.TCPListener, error) { return net.ListenTCP("tcp", &net.TCPAddr{Port: int(port)}) })
+	l, err := In(p.Netns, func() (*net.TCPListener, error) { return net.ListenTCP("tcp", &net.TCPAddr{Port: int(port)}) })
 	if err != nil {
 		t.Fatalf("harness: server of the swarm: %v", err)
 	}
